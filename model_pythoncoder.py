@@ -1,0 +1,830 @@
+"""PythonCoder: a code model with differential attention and a multi-token-prediction head (Diff-Llama-MTP).
+
+    python model_pythoncoder.py                 # prints the presets and their parameter counts
+    python model_pythoncoder.py --model=1b      # the breakdown of one preset
+
+Flax NNX. The parameters of all layers are stacked on a leading axis, and the forward pass scans over it: one layer is
+compiled, not 24. train_tpu.py trains it, generate.py samples from it.
+
+Letters: B batch, L length, M cache slots, D width, I softmax maps of a head (2 differential, 1 plain), P heads after
+pairing, J key/value groups, G = P / J, K head size, E value size (2K differential, K plain), F feed-forward, V
+vocabulary, T new tokens.
+
+What a layer computes, n = RMSNorm(x):  h = x + W_o diffattn(n W_q, n W_k, n W_v);  x' = h + W_down(silu(m W_gate) *
+m W_up), m = RMSNorm(h). Main head: logits = h_t embed^T (tied). MTP head, for the token after the next:
+logits2 = RMSNorm([RMSNorm(h_t); RMSNorm(embed(x_{t+1}))] W_proj) W_head^T.
+Refs: Differential Transformer, arXiv:2410.05258; multi-token prediction, arXiv:2404.19737; YaRN, arXiv:2309.00071.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import sys
+import typing
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import tyro
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as PS
+
+from diff_attention import attention, attention_tpu, lambda_init, lambda_value
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The architecture; everything that a checkpoint needs to be read again."""
+
+    vocab: int = 151_808  # rows of the embedding; Qwen2.5's 151,665 tokens, padded
+    width: int = 1536
+    layers: int = 24
+    heads: int = 12  # query heads; two make one differential head
+    kv_heads: int = 4
+    head_size: int = 128
+    ffn: int = 4096
+    theta: float = 500_000.0  # base of the rotary angles
+    positions: int = 2048  # longest sequence in training
+    yarn_factor: float = 4.0  # inference reaches positions * yarn_factor
+    diff: typing.Literal["seed", "paper", "v2", "none"] = "seed"  # floored | as published | DIFF V2 | plain attention
+    attn_cap: float = 0.0  # c > 0 maps each score s to c tanh(s / c)
+    logit_cap: float = 0.0  # the same for the logits of both heads
+    mtp: bool = True  # the head that predicts the token after the next
+    eps: float = 1e-6
+    subln_eps: float = 1e-5
+
+    def __post_init__(self):
+        if self.heads % 2 or (self.maps == 2 and self.kv_heads % 2):
+            raise ValueError(f"differential attention pairs heads: {self.heads} heads, {self.kv_heads} kv_heads")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads do not divide over {self.kv_heads} key/value heads")
+
+    @property
+    def maps(self):
+        return 2 if self.diff in ("seed", "paper") else 1
+
+
+CONFIGS = {
+    "tiny": Config(4096, 256, layers=4, heads=4, kv_heads=2, head_size=64, ffn=704, positions=512),
+    "small": Config(8192, 512, layers=8, heads=8, kv_heads=4, head_size=64, ffn=1408, positions=1024),
+    "300m": Config(32_768, 1024, layers=20, heads=8, kv_heads=4, head_size=128, ffn=2816),
+    "1b": Config(),
+}
+
+# How each parameter lies on a mesh with the axes (data, fsdp, tensor). Weights are gathered over fsdp where they are
+# used; tensor splits heads, feed-forward and vocabulary. What is not named is small and whole on every device.
+SHARDING = {
+    "embed": PS(("tensor", "fsdp"), None),
+    "wq": PS(None, "fsdp", "tensor"),
+    "wk": PS(None, "fsdp", "tensor"),
+    "wv": PS(None, "fsdp", "tensor"),
+    "w_gate": PS(None, "fsdp", "tensor"),
+    "w_up": PS(None, "fsdp", "tensor"),
+    "wo": PS(None, "tensor", "fsdp"),
+    "w_down": PS(None, "tensor", "fsdp"),
+    "proj": PS("fsdp", None),
+    "head": PS(("tensor", "fsdp"), None),
+}
+BATCH = ("data", "fsdp")  # both axes split the batch
+
+
+def shard(x, *spec):
+    """Pin x to a layout on the mesh in use (jax.set_mesh); without one, x as it is."""
+    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PS(*spec))
+
+
+def rms_norm(x, weight, eps):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32, returned in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * weight).astype(x.dtype)
+
+
+def rope_frequencies(head_size, theta, factor=1.0, original=2048, beta_fast=32, beta_slow=1, truncate=True):
+    """Rotary frequencies [K/2] in float64 and the attention factor that multiplies cos and sin; YaRN if factor > 1.
+
+    theta_i = theta^(-2i/K). YaRN keeps dimensions that turn more than beta_fast times within `original` positions,
+    divides those that turn less than beta_slow times by `factor`, and ramps between; attention factor 0.1 ln(factor)
+    + 1, so that scores grow by its square. Ref: arXiv:2309.00071, eq. 17-22; equal to transformers' "yarn".
+    """
+    inv_freq = theta ** (-np.arange(0, head_size, 2) / head_size)
+    if factor <= 1:
+        return inv_freq, 1.0
+    low, high = (
+        head_size * math.log(original / (2 * math.pi * beta)) / (2 * math.log(theta)) for beta in (beta_fast, beta_slow)
+    )
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    ramp = np.clip((np.arange(head_size // 2) - low) / max(high - low, 1e-3), 0, 1)
+    return inv_freq * (1 - ramp) + inv_freq / factor * ramp, 0.1 * math.log(factor) + 1
+
+
+def rope_table(position_BL, inv_freq, attention_factor=1.0):
+    """cos and sin [B, L, K] in float32 of the angles position * inv_freq; both halves of K hold the same angles."""
+    angle_BLK = position_BL[..., None] * jnp.tile(jnp.asarray(inv_freq, jnp.float32), 2)
+    return jnp.cos(angle_BLK) * attention_factor, jnp.sin(angle_BLK) * attention_factor
+
+
+def rotate(x_BLK, cos_BLK, sin_BLK, by_matmul=False):
+    """Rotary embedding, half-split: x cos + [-x_2; x_1] sin over the last axis. cos and sin broadcast against x.
+
+    by_matmul swaps the halves with a signed permutation matrix: on a TPU cheaper than cutting 128 lanes in two.
+    """
+    half = x_BLK.shape[-1] // 2
+    if by_matmul:
+        eye, zero = np.eye(half), np.zeros((half, half))
+        swapped_BLK = x_BLK @ jnp.asarray(np.block([[zero, eye], [-eye, zero]]), x_BLK.dtype)
+    else:
+        swapped_BLK = jnp.concatenate([-x_BLK[..., half:], x_BLK[..., :half]], -1)
+    return (x_BLK.astype(jnp.float32) * cos_BLK + swapped_BLK.astype(jnp.float32) * sin_BLK).astype(x_BLK.dtype)
+
+
+def dropout(x, seed_2, rate):
+    """Zero each element with probability `rate` and scale the rest by 1 / (1 - rate). rate 0 is the identity.
+
+    The mask is a hash (murmur3's finaliser) of the element's index and two uint32 seeds: it fuses into its consumer,
+    is recomputed rather than stored under remat, and is the same however the array is split over devices.
+    """
+    if not rate:
+        return x
+    index = jnp.uint32(0)
+    for axis, size in enumerate(x.shape):
+        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    bits = index ^ seed_2[0]
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = ((bits ^ (bits >> 13)) + seed_2[1]) * jnp.uint32(0xC2B2AE35)
+    bits = bits ^ (bits >> 16)
+    return jnp.where(bits >= jnp.uint32(round(rate * 2**32)), x * jnp.asarray(1 / (1 - rate), x.dtype), 0)
+
+
+class Block(nnx.Module):
+    """All layers at once, each parameter [layers, ...]; called with the parameters of a single one.
+
+    Query heads 2p and 2p + 1 make differential head p; it reads key heads 2j and 2j + 1 and the value [v_2j; v_2j+1]
+    of its group j = p // G. Ref: microsoft/unilm, Diff-Transformer, multihead_flashdiff_1.
+    """
+
+    def __init__(self, cfg, rngs):
+        N, D, Q, C = cfg.layers, cfg.width, cfg.heads * cfg.head_size, cfg.kv_heads * cfg.head_size
+        out = Q // 2 if cfg.diff == "v2" else Q
+
+        def normal(*shape, std=0.02):
+            return nnx.Param(std * jax.random.normal(rngs.params(), (N, *shape), jnp.float32))
+
+        self.attn_norm, self.ffn_norm = nnx.Param(jnp.ones((N, D))), nnx.Param(jnp.ones((N, D)))
+        self.wq, self.wk, self.wv = normal(D, Q), normal(D, C), normal(D, C)
+        self.wo = normal(out, D, std=0.02 / math.sqrt(2 * N))
+        self.w_gate, self.w_up = normal(D, cfg.ffn), normal(D, cfg.ffn)
+        self.w_down = normal(cfg.ffn, D, std=0.02 / math.sqrt(2 * N))
+        if cfg.maps == 2:
+            self.lambda_q1, self.lambda_k1 = normal(cfg.head_size, std=0.01), normal(cfg.head_size, std=0.01)
+            self.lambda_q2, self.lambda_k2 = normal(cfg.head_size, std=0.01), normal(cfg.head_size, std=0.01)
+            self.subln = nnx.Param(jnp.ones((N, 2 * cfg.head_size)))
+        if cfg.diff == "v2":
+            self.w_lambda = normal(D, cfg.heads // 2)
+        self.cfg = cfg
+
+    def lam(self, layer):
+        """lambda = exp(lq1.lk1) - exp(lq2.lk2) + lambda_init(layer), clamped to [0, 1] in the seed's form."""
+        parts = (self.lambda_q1[...], self.lambda_k1[...], self.lambda_q2[...], self.lambda_k2[...])
+        return lambda_value(*parts, lambda_init(layer), clamp=self.cfg.diff == "seed")
+
+    def __call__(self, x_BLD, layer, rope, index_BL, start_BL, run, seed_32=None, cache=None):
+        """One layer. Query l sees the key slots start_BL <= m <= index_BL; index None means its own place in the row.
+
+        `cache` is (k [B, I, J, M, K], v [B, J, M, E]): the new keys and values are written at slots index_BL, and all
+        M slots are the keys. Returns the new x and the new cache.
+        """
+        cfg, tpu = self.cfg, run.kernel
+        B, _, D = x_BLD.shape
+        K, I, P, J = cfg.head_size, cfg.maps, cfg.heads // cfg.maps, cfg.kv_heads // cfg.maps
+        barrier = jax.lax.optimization_barrier if tpu else lambda x: x  # keeps norms out of the matmuls: TPU, +4 %
+        rate = run.dropout if seed_32 is not None else 0.0
+
+        def weight(param, shape, *spec):
+            return shard(param[...].astype(x_BLD.dtype), *spec).reshape(shape)
+
+        n_BLD = barrier(rms_norm(x_BLD, self.attn_norm[...], cfg.eps))
+        wq_DIPK = weight(self.wq, (D, P, I, K), None, "tensor").swapaxes(1, 2)  # map 1 of every head, then map 2
+        wk_DIJK = weight(self.wk, (D, J, I, K), None, "tensor").swapaxes(1, 2)
+        q_BIPLK = checkpoint_name(jnp.einsum("BLD,DIPK->BIPLK", n_BLD, wq_DIPK), "q")
+        k_BIJLK = checkpoint_name(jnp.einsum("BLD,DIJK->BIJLK", n_BLD, wk_DIJK), "k")
+        v_BJLE = jnp.einsum("BLD,DJE->BJLE", n_BLD, weight(self.wv, (D, J, I * K), None, "tensor"))
+        v_BJLE = checkpoint_name(v_BJLE, "v")
+        cos, sin = (t[:, None, None] for t in rope)
+        q_BIPLK, k_BIJLK = rotate(q_BIPLK, cos, sin, tpu), rotate(k_BIJLK, cos, sin, tpu)
+        if cache is not None:
+            row_B1 = jnp.arange(B)[:, None]
+            k_BIJLK = cache[0].at[row_B1, :, :, index_BL].set(k_BIJLK.transpose(0, 3, 1, 2, 4).astype(cache[0].dtype))
+            v_BJLE = cache[1].at[row_B1, :, index_BL].set(v_BJLE.swapaxes(1, 2).astype(cache[1].dtype))
+            cache = (k_BIJLK, v_BJLE)
+
+        lam = self.lam(layer) if I == 2 else jnp.float32(0)
+        floor = cfg.diff == "seed"
+        if tpu and cache is None and I == 2 and not cfg.attn_cap:
+            kernel = functools.partial(attention_tpu, floor=floor)
+            if not jax.sharding.get_abstract_mesh().empty:  # a Pallas call is one device's program
+                specs = (PS(BATCH, None, "tensor"), PS(BATCH, None, "tensor"), PS(BATCH, "tensor"), PS(), PS(BATCH))
+                kernel = jax.shard_map(kernel, in_specs=specs, out_specs=PS(BATCH, "tensor"), check_vma=False)
+            o_BPLE = kernel(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL)
+        else:
+            o_BPLE = attention(
+                q_BIPLK, k_BIJLK, v_BJLE, lam, index_BL, start_BL, floor=floor, cap=cfg.attn_cap, block=run.block
+            )
+        o_BPLE = checkpoint_name(o_BPLE, "attn")
+        if I == 2:
+            o_BPLE = rms_norm(o_BPLE, self.subln[...], cfg.subln_eps) * (1 - lambda_init(layer)).astype(x_BLD.dtype)
+        elif cfg.diff == "v2":
+            gate_BPL1 = jax.nn.sigmoid((n_BLD @ weight(self.w_lambda, (D, P // 2))).astype(jnp.float32))
+            gate_BPL1 = gate_BPL1.swapaxes(1, 2)[..., None].astype(x_BLD.dtype)
+            o_BPLE = o_BPLE[:, 0::2] - gate_BPL1 * o_BPLE[:, 1::2]
+        wo_PED = weight(self.wo, (*o_BPLE.shape[1::2], D), "tensor", None)
+        attn_BLD = jnp.einsum("BPLE,PED->BLD", barrier(o_BPLE), wo_PED)
+        x_BLD = x_BLD + dropout(attn_BLD, seed_32[0] if rate else None, rate)
+
+        n_BLD = barrier(rms_norm(x_BLD, self.ffn_norm[...], cfg.eps))
+        gate_BLF = n_BLD @ weight(self.w_gate, (D, cfg.ffn), None, "tensor")
+        up_BLF = n_BLD @ weight(self.w_up, (D, cfg.ffn), None, "tensor")
+        hidden_BLF = barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, seed_32[1] if rate else None, rate))
+        down_BLD = hidden_BLF @ weight(self.w_down, (cfg.ffn, D), "tensor", None)
+        x_BLD = shard(x_BLD + dropout(down_BLD, seed_32[2] if rate else None, rate), BATCH)
+        return x_BLD, cache
+
+
+class MTP(nnx.Module):
+    """The second head: reads the hidden state of x_t and the embedding of x_{t+1}, predicts x_{t+2}."""
+
+    def __init__(self, cfg, rngs):
+        D = cfg.width
+        self.norm_hidden, self.norm_embed, self.norm_out = (nnx.Param(jnp.ones(D)) for _ in range(3))
+        self.proj = nnx.Param(0.02 * jax.random.normal(rngs.params(), (2 * D, D), jnp.float32))
+        self.head = nnx.Param(0.02 * jax.random.normal(rngs.params(), (cfg.vocab, D), jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How to run the model, as opposed to what it is: nothing here changes a checkpoint."""
+
+    dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
+    kernel: bool = False  # the Pallas TPU kernel for attention, and TPU layouts
+    remat: typing.Literal["none", "qkvo", "full"] = "none"  # what the backward pass recomputes
+    dropout: float = 0.0
+    block: int = 256  # queries per block of the einsum attention
+    loss_tokens: int = 2048  # tokens per chunk of the cross-entropy
+
+
+REMAT = {  # qkvo keeps the inputs and output of attention and recomputes the rest
+    "full": None,
+    "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn"),
+}
+
+
+class PythonCoder(nnx.Module):
+    def __init__(self, cfg, rngs, run=None):
+        self.embed = nnx.Param(0.02 * jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32))
+        self.layers = Block(cfg, rngs)
+        self.norm = nnx.Param(jnp.ones(cfg.width))
+        if cfg.mtp:
+            self.mtp = MTP(cfg, rngs)
+        self.cfg, self.run = cfg, run or Run()
+
+    def rope(self, position_BL, yarn=False):
+        cfg = self.cfg
+        factor = cfg.yarn_factor if yarn else 1.0
+        return rope_table(position_BL, *rope_frequencies(cfg.head_size, cfg.theta, factor, cfg.positions))
+
+    def lookup(self, token_BL):
+        return shard(shard(self.embed[...].astype(self.run.dtype), None)[token_BL], BATCH)
+
+    def hidden(self, embed_BLD, segment_BL=None, position_BL=None, key=None, yarn=False):
+        """Final-normed hidden states [B, L, D] of whole rows, from their embeddings.
+
+        segment_BL numbers the documents packed into a row: no token sees another document. position_BL restarts in
+        each; None counts along the row. `key` turns dropout on. yarn uses the long-context rotary table.
+        """
+        B, L, _ = embed_BLD.shape
+        slot_L = jnp.arange(L)
+        position_BL = jnp.broadcast_to(slot_L, (B, L)) if position_BL is None else position_BL
+        start_BL = jnp.zeros((B, L), jnp.int32)
+        if segment_BL is not None:
+            border_BL = segment_BL[:, 1:] != segment_BL[:, :-1]
+            start_BL = start_BL.at[:, 1:].set(jax.lax.cummax(jnp.where(border_BL, slot_L[1:], 0), axis=1))
+        rope = self.rope(position_BL, yarn)
+        graph, params = nnx.split(self.layers)
+        seed_N32 = jnp.zeros(self.cfg.layers, jnp.uint32)
+        if key is not None:
+            seed_N32 = jax.random.bits(key, (self.cfg.layers, 3, 2), jnp.uint32)
+
+        def body(x_BLD, layer):
+            params, i, seed_32 = layer
+            block = nnx.merge(graph, params)
+            return block(x_BLD, i, rope, None, start_BL, self.run, None if key is None else seed_32)[0], None
+
+        if self.run.remat != "none":
+            body = jax.checkpoint(body, policy=REMAT[self.run.remat], prevent_cse=False)
+        x_BLD, _ = jax.lax.scan(body, embed_BLD, (params, jnp.arange(self.cfg.layers), seed_N32))
+        return rms_norm(x_BLD, self.norm[...], self.cfg.eps)
+
+    def mtp_hidden(self, hidden_BLD, next_embed_BLD):
+        """Input of the MTP head at t, from the hidden state at t and the embedding of token t + 1; [B, L, D]."""
+        mtp, eps = self.mtp, self.cfg.eps
+        h_BLD, e_BLD = (
+            rms_norm(hidden_BLD, mtp.norm_hidden[...], eps),
+            rms_norm(next_embed_BLD, mtp.norm_embed[...], eps),
+        )
+        proj = shard(mtp.proj[...].astype(h_BLD.dtype), None)
+        return rms_norm(jnp.concatenate([h_BLD, e_BLD], -1) @ proj, mtp.norm_out[...], eps)
+
+    def logits(self, hidden_BLD, head="embed"):
+        """Float32 logits of the main head, or of the MTP head (head="mtp"). [B, L, V]: for few positions at a time."""
+        weight_VD = (self.embed if head == "embed" else self.mtp.head)[...].astype(hidden_BLD.dtype)
+        logits_BLV = jnp.einsum("BLD,VD->BLV", hidden_BLD, weight_VD, preferred_element_type=jnp.float32)
+        return soft_cap(logits_BLV, self.cfg.logit_cap)
+
+    def losses(self, token_BL, segment_BL, position_BL, key=None, z_loss=0.0, mtp=True, yarn=False):
+        """Summed losses of both heads, in nats: (main, mtp). Divide each by its own number of targets, target_masks.
+
+        z_loss weighs logsumexp^2 of the main head alone. mtp=False leaves the second head out, as for evaluation.
+        """
+        embed_BLD = self.lookup(token_BL)
+        hidden_BLD = self.hidden(embed_BLD, segment_BL, position_BL, key, yarn)
+        main_BL, mtp_BL = target_masks(segment_BL)
+        cap, chunk = self.cfg.logit_cap, self.run.loss_tokens
+        main = cross_entropy(hidden_BLD, self.embed[...], jnp.roll(token_BL, -1, 1), main_BL, cap, z_loss, chunk)
+        if not (mtp and self.cfg.mtp):
+            return main, jnp.float32(0)
+        draft_BLD = self.mtp_hidden(hidden_BLD, jnp.roll(embed_BLD, -1, 1))
+        label_BL = jnp.roll(token_BL, -2, 1)
+        return main, cross_entropy(draft_BLD, self.mtp.head[...], label_BL, mtp_BL, cap, 0.0, chunk)
+
+    def step(self, cache, token_BL, index_BL, yarn=False):
+        """Run L new tokens at slots index_BL on top of a cache. Returns the hidden states [B, L, D] and the new cache.
+
+        Slot and position are the same number; a slot that is written again forgets what it held.
+        """
+        graph, params = nnx.split(self.layers)
+        x_BLD, rope = self.lookup(token_BL), self.rope(index_BL, yarn)
+        start_BL, new_cache = jnp.zeros_like(index_BL), []
+        for i in range(self.cfg.layers):  # one cache array a layer: slicing a stacked one would copy it every token
+            block = nnx.merge(graph, jax.tree.map(lambda a, i=i: a[i], params))
+            x_BLD, layer_cache = block(x_BLD, jnp.int32(i), rope, index_BL, start_BL, self.run, cache=cache[i])
+            new_cache.append(layer_cache)
+        return rms_norm(x_BLD, self.norm[...], self.cfg.eps), new_cache
+
+    def new_cache(self, batch, slots):
+        cfg, dtype = self.cfg, self.run.dtype
+        I, J, K = cfg.maps, cfg.kv_heads // cfg.maps, cfg.head_size
+        shapes = (batch, I, J, slots, K), (batch, J, slots, I * K)
+        return [tuple(jnp.zeros(shape, dtype) for shape in shapes) for _ in range(cfg.layers)]
+
+
+def target_masks(segment_BL):
+    """Which positions count in each loss, as float32: the next token (or the one after it) is of the same document.
+
+    Segment 0 is padding and never counts. Along the row: main[t] = seg[t] == seg[t+1], mtp[t] = seg[t] == seg[t+2].
+    """
+
+    def mask(ahead):
+        later_BL = jnp.roll(segment_BL, -ahead, -1)
+        inside_L = jnp.arange(segment_BL.shape[-1]) < segment_BL.shape[-1] - ahead
+        return ((segment_BL == later_BL) & (segment_BL > 0) & inside_L).astype(jnp.float32)
+
+    return mask(1), mask(2)
+
+
+def soft_cap(x, cap):
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap=0.0, z_loss=0.0, chunk_tokens=2048):
+    """sum over mask of [logsumexp(z) - z_label + z_loss logsumexp(z)^2] with z = cap(hidden weight^T), float32 scalar.
+
+    Never holds [B, L, V]: a scan over chunks of the sequence (whole batch, so that chunks stay split over devices)
+    makes the logits of about chunk_tokens tokens, and at once their gradients: dz = mask (softmax(z) (1 + 2 z_loss lse)
+    - onehot). Three vocabulary matmuls in all, where recomputing the logits in the backward pass takes four.
+    The weight is cast to hidden's dtype for the matmuls; its gradient is summed in float32.
+    """
+    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, False)[0]
+
+
+def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, with_gradient):
+    B, L, D = hidden_BLD.shape
+    weight_VD = shard(weight_VD.astype(hidden_BLD.dtype), "tensor")
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in BATCH)
+    chunk = next(c for c in range(min(L, max(1, chunk_tokens * devices // B)), 0, -1) if L % c == 0)
+
+    def chunks(x_BL):
+        return shard(x_BL.reshape(B, L // chunk, chunk, *x_BL.shape[2:]).swapaxes(0, 1), None, BATCH)
+
+    def body(carry, chunk):
+        loss, dweight_VD = carry
+        h_BLD, label_BL, mask_BL = chunk
+        raw_BLV = jnp.einsum("BLD,VD->BLV", h_BLD, weight_VD)
+        logits_BLV = soft_cap(raw_BLV.astype(jnp.float32), cap)
+        lse_BL = jax.nn.logsumexp(logits_BLV, -1)
+        label_BLV = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2) == label_BL[..., None]
+        target_BL = jnp.sum(jnp.where(label_BLV, logits_BLV, 0.0), -1)
+        loss += jnp.sum((lse_BL - target_BL + z_loss * lse_BL**2) * mask_BL)
+        if not with_gradient:
+            return (loss, dweight_VD), None
+        scale_BL1 = (mask_BL * (1 + 2 * z_loss * lse_BL))[..., None]
+        dz_BLV = jnp.exp(logits_BLV - lse_BL[..., None]) * scale_BL1 - jnp.where(label_BLV, mask_BL[..., None], 0.0)
+        if cap:
+            dz_BLV *= 1 - (logits_BLV / cap) ** 2
+        dz_BLV = dz_BLV.astype(h_BLD.dtype)
+        dh_BLD = jnp.einsum("BLV,VD->BLD", dz_BLV, weight_VD)
+        dweight_VD += jnp.einsum("BLV,BLD->VD", dz_BLV, h_BLD, preferred_element_type=jnp.float32)
+        return (loss, dweight_VD), dh_BLD
+
+    zero = jnp.zeros(weight_VD.shape if with_gradient else (), jnp.float32)
+    (loss, dweight_VD), dh = jax.lax.scan(
+        body, (jnp.float32(0), zero), (chunks(hidden_BLD), chunks(label_BL), chunks(mask_BL))
+    )
+    dhidden_BLD = dh.swapaxes(0, 1).reshape(B, L, D) if with_gradient else None
+    return loss, (dhidden_BLD, dweight_VD)
+
+
+def _cross_entropy_fwd(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens):
+    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, True)
+
+
+def _cross_entropy_bwd(cap, z_loss, chunk_tokens, residuals, g):
+    dhidden_BLD, dweight_VD = residuals
+    return (dhidden_BLD * g.astype(dhidden_BLD.dtype), dweight_VD * g, None, None)
+
+
+cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def new_params(cfg, seed):
+    """Fresh float32 parameters as a plain nested dict of arrays: {"embed", "layers": {"wq", ...}, "norm", "mtp"}."""
+    return nnx.to_pure_dict(nnx.state(PythonCoder(cfg, nnx.Rngs(seed))))
+
+
+@functools.lru_cache
+def graph_of(cfg, run):
+    """The model without its parameters: nnx.merge(graph_of(cfg, run), params) is a PythonCoder."""
+    return nnx.split(nnx.eval_shape(lambda: PythonCoder(cfg, nnx.Rngs(0), run)))[0]
+
+
+def param_shapes(cfg):
+    return jax.eval_shape(functools.partial(new_params, cfg, 0))
+
+
+def shardings(mesh, tree):
+    """A NamedSharding for each leaf of a tree of parameters, or of optimizer moments, by its name."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: jax.NamedSharding(
+            mesh, next((SHARDING[k.key] for k in path[::-1] if getattr(k, "key", None) in SHARDING), PS())
+        ),
+        tree,
+    )
+
+
+def stack_layers(flat, cfg):
+    """Parameters named "layers.3.wq", "mtp.proj", ... (a safetensors file, a .npz) as our nested dict, layers stacked.
+
+    Raises ValueError that lists every missing, unexpected or misshapen tensor.
+    """
+    flat = {**flat}
+    for name in [n for n in flat if n.startswith("layers.0.")]:
+        parts = [flat.pop(f"layers.{i}.{name[9:]}", None) for i in range(cfg.layers)]
+        if all(part is not None for part in parts):
+            flat["layers." + name[9:]] = np.stack(parts)
+    want = flatten(param_shapes(cfg))
+    wrong = [f"missing {n}" for n in want.keys() - flat.keys()] + [f"unexpected {n}" for n in flat.keys() - want.keys()]
+    for name in want.keys() & flat.keys():
+        if flat[name].shape != want[name].shape:
+            wrong.append(f"{name} has shape {flat[name].shape}, not {want[name].shape}")
+    if wrong:
+        raise ValueError("the tensors do not fit the model: " + "; ".join(sorted(wrong)))
+    tree = {}
+    for name, value in flat.items():
+        *parents, leaf = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = jnp.asarray(value)
+    return tree
+
+
+def flatten(tree):
+    """Any tree of arrays -> {"layers.wq": array}."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+@jax.jit
+def _bit_sums(tree):
+    def one(x):
+        words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+        return jnp.sum(words.astype(jnp.uint32), dtype=jnp.uint32)
+
+    return jax.tree.map(one, tree)
+
+
+def bit_sums(tree):
+    """{name: checksum} of a tree: the sum of each array's words modulo 2^32, the same however the array is split."""
+    return {name: int(value) for name, value in flatten(_bit_sums(tree)).items()}
+
+
+def check_sums(tree, want, where):
+    """Raise ValueError naming every array of a restored tree whose checksum is not the one that was saved."""
+    wrong = [name for name, value in bit_sums(tree).items() if value != want.get(name)]
+    if wrong:
+        raise ValueError(f"{where} is corrupted: {', '.join(wrong)} differ from what was saved")
+
+
+def load(folder, step=None, dtype=jnp.float32, run=None):
+    """Read a run folder of train_tpu.py: (PythonCoder in `dtype`, its folder with tokenizer.json, step).
+
+    step None takes the newest checkpoint. Raises ValueError or FileNotFoundError with one line on what is wrong.
+    """
+    folder = Path(folder).absolute()
+    steps = sorted(int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdigit())
+    if not steps or (step or steps[-1]) not in steps:
+        raise FileNotFoundError(
+            f"{folder} holds no checkpoint{f' of step {step}' if step is not None else ''}"
+            + (f"; it has {steps}" if steps else "; train one with: python train_tpu.py")
+        )
+    step = steps[-1] if step is None else step
+    path = folder / "checkpoints" / str(step)
+    try:
+        meta = json.loads((path / "meta" / "metadata").read_text())
+        cfg = Config(**meta["model"])
+        want = param_shapes(cfg)
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), want)
+        params = ocp.StandardCheckpointer().restore(path / "params", target)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"checkpoint {path} cannot be read: {str(error).splitlines()[0]}") from error
+    check_sums({"params": params}, meta["sums"], f"checkpoint {path}")
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    return nnx.merge(graph_of(cfg, run or Run(dtype=dtype)), params), folder, step
+
+
+# ---- sampling ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    temperature: float = 0.0  # 0 takes the likeliest token
+    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
+    top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches top_p
+    vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
+    eos: int = -1  # ends a text; -1 never
+    speculate: bool = True  # let the MTP head draft every second token
+
+
+def probabilities(logits_V, rule):
+    """Float32 probabilities of the next token [..., V] after temperature, top-k and top-p, renormalised.
+
+    Greedy (temperature 0) is a one-hot on the first largest logit. top_p keeps the smallest set of most probable tokens
+    whose sum reaches top_p, ties included by sorted order.
+    """
+    V = logits_V.shape[-1]
+    if rule.vocab:
+        logits_V = jnp.where(jnp.arange(V) < rule.vocab, logits_V, -jnp.inf)
+    if rule.temperature == 0:
+        return jax.nn.one_hot(jnp.argmax(logits_V, -1), V)
+    logits_V = logits_V.astype(jnp.float32) / rule.temperature
+    if rule.top_k or rule.top_p < 1:
+        order_V = jnp.argsort(-logits_V, axis=-1, stable=True)
+        sorted_V = jax.nn.softmax(jnp.take_along_axis(logits_V, order_V, -1))
+        keep_V = jnp.arange(V) < (rule.top_k or V)
+        sorted_V = sorted_V * keep_V / jnp.sum(sorted_V * keep_V, -1, keepdims=True)
+        keep_V = keep_V & (jnp.cumsum(sorted_V, -1) - sorted_V < rule.top_p)
+        keep_V = jnp.take_along_axis(keep_V, jnp.argsort(order_V, axis=-1), -1)  # back from sorted to token order
+        logits_V = jnp.where(keep_V, logits_V, -jnp.inf)
+    return jax.nn.softmax(logits_V, -1)
+
+
+def draw(p_BV, key, rule):
+    """One token per row from probabilities that need not sum to 1: Gumbel arg-max of their logarithms, or arg-max."""
+    return (jnp.argmax(p_BV, -1) if rule.temperature == 0 else jax.random.categorical(key, jnp.log(p_BV))).astype(
+        jnp.int32
+    )
+
+
+def verify(p_BV, q_BV, draft_B, u_B, key, rule):
+    """Speculative sampling: accept the draft with probability min(1, p/q), else draw from max(p - q, 0) normalised.
+
+    The result is distributed as p whatever q is, if draft_B was drawn from q_BV; u_B is uniform in [0, 1). Returns
+    (token_B, accepted_B). Ref: Leviathan et al., arXiv:2211.17192, algorithm 1.
+    """
+    p_B, q_B = (jnp.take_along_axis(x, draft_B[:, None], 1)[:, 0] for x in (p_BV, q_BV))
+    accepted_B = u_B * q_B < p_B
+    residual_BV = jnp.maximum(p_BV - q_BV, 0)
+    return jnp.where(accepted_B, draft_B, draw(residual_BV, key, rule)), accepted_B
+
+
+def start(lm, token_BM, length_B, limit_B, cache, key, rule):
+    """Read the prompts token_BM[:, :length_B] in one pass and commit one token each; the state that `advance` takes.
+
+    `lm` has step(cache, token_BL, index_BL) -> (hidden, cache), main(hidden) and draft(hidden, next_token) -> logits.
+    A row ends at limit_B tokens or after rule.eos. token_BM keeps one spare slot at its end.
+    """
+    B, prompt = token_BM.shape[0], int(lm.prompt_slots)
+    key, now = jax.random.split(key)
+    index_BL = jnp.broadcast_to(jnp.arange(prompt), (B, prompt))
+    hidden, cache = lm.step(cache, token_BM[:, :prompt], index_BL)
+    hidden = jax.tree.map(lambda h: h[jnp.arange(B), length_B - 1][:, None], hidden)
+    first_B = draw(probabilities(lm.main(hidden)[:, 0], rule), now, rule)
+    state = {
+        "token_BM": token_BM.at[jnp.arange(B), length_B].set(first_B),
+        "length_B": length_B + 1,
+        "limit_B": limit_B,
+        "done_B": (first_B == rule.eos) | (length_B + 1 >= limit_B),
+        "cache": cache,
+        "key": key,
+        "calls": jnp.int32(1),
+        "forwards_B": jnp.ones(B, jnp.int32),
+        "accepted_B": jnp.zeros(B, jnp.int32),
+    }
+    if rule.speculate:
+        key, now = jax.random.split(key)
+        q_BV = probabilities(lm.draft(hidden, first_B[:, None])[:, 0], rule)
+        state |= {"key": key, "q_BV": q_BV, "draft_B": draw(q_BV, now, rule)}
+    return state
+
+
+def advance(lm, state, calls, rule):
+    """Up to `calls` further forward passes over all rows, in one while loop; each commits one token a row, or two.
+
+    With speculation a pass holds the last token x_t and the draft of x_{t+1}: where the draft is accepted, the second
+    half of the pass gives x_{t+2} for free. A rejected draft's cache slot is written again by the next pass.
+    """
+    stop = state["calls"] + calls
+    B = len(state["token_BM"])
+    row_B = jnp.arange(B)
+
+    def more(state):
+        return (state["calls"] < stop) & ~jnp.all(state["done_B"])
+
+    def body(state):
+        token_BM, length_B, done_B = state["token_BM"], state["length_B"], state["done_B"]
+        key, k_verify, k_u, k_second, k_draft = jax.random.split(state["key"], 5)
+        last_B1 = token_BM[row_B, length_B - 1][:, None]
+        if not rule.speculate:
+            hidden, cache = lm.step(state["cache"], last_B1, length_B[:, None] - 1)
+            new_B = draw(probabilities(lm.main(hidden)[:, 0], rule), k_verify, rule)
+            two_B = jnp.zeros(B, bool)
+            token_BM = token_BM.at[row_B, length_B].set(jnp.where(done_B, token_BM[row_B, length_B], new_B))
+            ended_B = new_B == rule.eos
+        else:
+            pair_B2 = jnp.concatenate([last_B1, state["draft_B"][:, None]], 1)
+            hidden, cache = lm.step(state["cache"], pair_B2, length_B[:, None] + jnp.array([-1, 0]))
+            p_B2V = probabilities(lm.main(hidden), rule)
+            u_B = jax.random.uniform(k_u, (B,))
+            new_B, accepted_B = verify(p_B2V[:, 0], state["q_BV"], state["draft_B"], u_B, k_verify, rule)
+            second_B = draw(p_B2V[:, 1], k_second, rule)
+            accepted_B &= ~done_B
+            two_B = accepted_B & (new_B != rule.eos) & (length_B + 1 < state["limit_B"])
+            for offset, value_B, write_B in ((0, new_B, ~done_B), (1, second_B, two_B)):
+                old_B = token_BM[row_B, length_B + offset]
+                token_BM = token_BM.at[row_B, length_B + offset].set(jnp.where(write_B, value_B, old_B))
+            newest_B = jnp.where(two_B, second_B, new_B)
+            ended_B = newest_B == rule.eos
+            pick_B = two_B.astype(jnp.int32)
+            hidden = jax.tree.map(lambda h: h[row_B, pick_B][:, None], hidden)
+            q_BV = probabilities(lm.draft(hidden, newest_B[:, None])[:, 0], rule)
+            state = state | {"q_BV": q_BV, "draft_B": draw(q_BV, k_draft, rule)}
+            state["accepted_B"] += accepted_B
+        length_B = jnp.where(done_B, length_B, length_B + 1 + two_B)
+        return state | {
+            "token_BM": token_BM,
+            "length_B": length_B,
+            "done_B": done_B | ended_B | (length_B >= state["limit_B"]),
+            "cache": cache,
+            "key": key,
+            "calls": state["calls"] + 1,
+            "forwards_B": state["forwards_B"] + ~done_B,
+        }
+
+    return jax.lax.while_loop(more, body, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """What `start` and `advance` need of a model; the rotary table is chosen once, a rotated cache cannot change it."""
+
+    model: PythonCoder
+    yarn: bool
+    prompt_slots: int = 0  # prompts are padded to this many tokens
+
+    def step(self, cache, token_BL, index_BL):
+        return self.model.step(cache, token_BL, index_BL, self.yarn)
+
+    def main(self, hidden_BLD):
+        return self.model.logits(hidden_BLD)
+
+    def draft(self, hidden_BLD, token_BL):
+        model = self.model
+        return model.logits(model.mtp_hidden(hidden_BLD, model.lookup(token_BL)), "mtp")
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "yarn", "prompt_slots", "rule"))
+def _start(params, token_BM, length_B, limit_B, key, *, graph, yarn, prompt_slots, rule):
+    model = nnx.merge(graph, params)
+    lm = Decoder(model, yarn, prompt_slots)
+    return start(lm, token_BM, length_B, limit_B, model.new_cache(*token_BM.shape), key, rule)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "yarn", "rule"), donate_argnames=("state",))
+def _advance(params, state, calls, *, graph, yarn, rule):
+    return advance(Decoder(nnx.merge(graph, params), yarn), state, calls, rule)
+
+
+def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
+    """Continue prompts (lists of token ids, any lengths): ([new ids of each], {"forwards", "accepted", "tokens"}).
+
+    Prompt and total lengths are padded to powers of two, so few shapes are ever compiled. After every `chunk` forward
+    passes on_tokens(texts so far) may print them, and ends the call by returning True. Above cfg.positions tokens the
+    YaRN table serves, up to positions * yarn_factor. Raises ValueError for what cannot fit or an empty prompt.
+    """
+    cfg = model.cfg
+    longest, reach = max(len(p) for p in prompts) + max_new, int(cfg.positions * cfg.yarn_factor)
+    if longest > reach:
+        raise ValueError(f"{longest} tokens do not fit: the model reaches {reach} positions")
+    if min(len(p) for p in prompts) == 0:
+        raise ValueError("an empty prompt: give at least one token")
+    if rule.speculate and not cfg.mtp:
+        raise ValueError("this model has no MTP head to draft with")
+
+    def bucket(n):
+        return 1 << max(5, (n - 1).bit_length())
+
+    prompt_slots, slots = bucket(max(len(p) for p in prompts)), bucket(longest + 2)
+    token_BM = np.zeros((len(prompts), slots), np.int32)
+    for row, prompt in zip(token_BM, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    length_B = np.array([len(p) for p in prompts], np.int32)
+    graph, params = nnx.split(model)
+    static = {"graph": graph, "yarn": longest > cfg.positions, "rule": rule}
+    state = _start(params, token_BM, length_B, length_B + max_new, key, prompt_slots=min(prompt_slots, slots), **static)
+    while True:
+        token_BM, end_B, done_B = (np.asarray(state[k]) for k in ("token_BM", "length_B", "done_B"))
+        texts = [row[start:end].tolist() for row, start, end in zip(token_BM, length_B, end_B, strict=True)]
+        if (on_tokens and on_tokens(texts)) or done_B.all():
+            break
+        state = _advance(params, state, chunk, **static)
+    stats = {"forwards": int(state["forwards_B"].sum()), "accepted": int(state["accepted_B"].sum())}
+    return texts, stats | {"tokens": sum(map(len, texts))}
+
+
+# ---- counts --------------------------------------------------------------------------------------------------------
+
+
+def count_params(cfg):
+    """Parameters by part: {"embed", "attention", "ffn", "norms and lambdas", "mtp", "total"}."""
+    parts = dict.fromkeys(("embed", "attention", "ffn", "norms and lambdas", "mtp projection", "mtp head", "total"), 0)
+    for name, leaf in flatten(param_shapes(cfg)).items():
+        short = name.split(".")[-1]
+        part = {"embed": "embed", "proj": "mtp projection", "head": "mtp head"}.get(short, "norms and lambdas")
+        if short in ("wq", "wk", "wv", "wo", "w_lambda"):
+            part = "attention"
+        elif short in ("w_gate", "w_up", "w_down"):
+            part = "ffn"
+        parts[part] += math.prod(leaf.shape)
+        parts["total"] += math.prod(leaf.shape)
+    return parts
+
+
+def flops_per_token(cfg, length):
+    """Training FLOPs of one token in a row of `length`: 6 per matmul parameter, and causal attention.
+
+    Per layer and query-key pair a head pays 2K for its score, and a differential head 2E for the combined map's
+    product with V, forward; three times that with the backward pass. On average length / 2 keys are visible.
+    """
+    parts = count_params(cfg)
+    matmul = parts["total"] - parts["norms and lambdas"]
+    pair = cfg.heads * 2 * cfg.head_size * 2  # scores of all heads; E = 2K on half as many maps: the same again
+    return 6 * matmul + 3 * cfg.layers * pair * length / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    model: str = ""  # key of CONFIGS; "" prints a line for each
+
+
+def main(args):
+    if args.model not in ("", *CONFIGS):
+        sys.exit(f"--model={args.model}: not one of {', '.join(CONFIGS)}")
+    for name in [args.model] if args.model else CONFIGS:
+        parts = count_params(CONFIGS[name])
+        print(f"{name:6} {parts['total']:>15,} parameters")
+        if args.model:
+            print("\n".join(f"  {part:20} {n:>15,}" for part, n in parts.items() if part != "total"))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__, config=(tyro.conf.FlagConversionOff,)))

@@ -1,0 +1,663 @@
+"""data_prep.py on folders of made-up Python files: packing reference values, round trips, killed and refused runs."""
+
+import json
+import keyword
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+
+import data_prep as dp
+
+ROOT = Path(__file__).resolve().parent.parent
+QWEN = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data")) / "qwen2.5_tokenizer"
+needs_qwen = pytest.mark.skipif(not QWEN.is_dir(), reason=f"no Qwen2.5 tokenizer in {QWEN}; set SHARED_DATA")
+SPECIAL = 'TEXT = "<|endoftext|> and <|fim_prefix|> <|fim_middle|> <|im_start|>"\n'
+ODD = {
+    "bom.py": b"\xef\xbb\xbfx = 'a byte order mark'\n",
+    "crlf.py": b"def g(a):\r\n\treturn a  # tab and CRLF\r\n",
+    "unicode.py": "s = 'caf\u00e9, \u4e2d\u6587, \U0001f600, e\u0301, \u00a0'\n".encode(),
+    "special.py": SPECIAL.encode(),
+    "one.py": b"x=1",
+}
+
+
+def corpus(folder, count, seed=0):
+    """`count` Python files of about 1.5 kB, none near another, in three folders; {name: content}."""
+    rng = random.Random(seed)
+    files = {}
+    for number in range(count):
+        words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(4, 9))) + "_" for _ in range(60)]
+        lines = []
+        for word in words[:10]:
+            a, b, c = rng.sample(words, 3)
+            lines += [f"def {word}({a}, {b}={rng.randint(0, 999)}):", f'    """{c} of {a}."""']
+            lines += [f"    if {a} > {b}:", f"        {c} = {a} + {b} * 2", f"        return {c}", f"    return {a}\n"]
+        files[f"{'abc'[number % 3]}/m{number}.py"] = "\n".join(lines).encode()
+    return save(folder, files)
+
+
+def save(folder, files):
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return files
+
+
+def config(tmp_path, **changes):
+    settings = {"roots": (str(tmp_path / "src"),), "out": str(tmp_path / "out"), "vocab_size": 400, "seq_len": 64}
+    return dp.Config(**settings | {"heldout": 0.2, "workers": 1} | changes)
+
+
+def command(cfg):
+    """The command line of a Config."""
+    values = {name: getattr(cfg, name) for name in cfg.__dataclass_fields__}
+    flags = [f"--{name}={value}" for name, value in values.items() if name != "roots"]
+    return [sys.executable, str(ROOT / "data_prep.py"), *flags, *(["--roots", *cfg.roots] if cfg.roots else [])]
+
+
+def start(cfg, **options):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command(cfg), start_new_session=True, **pipes, **options)
+
+
+def refused(cfg, capsys):
+    """The message main() exits with."""
+    with pytest.raises(SystemExit) as exit:
+        dp.main(cfg)
+    assert isinstance(exit.value.code, str)  # printed to stderr by Python, with exit status 1
+    assert "\n" not in exit.value.code
+    assert not capsys.readouterr().err
+    return exit.value.code
+
+
+def meta_of(out):
+    return json.loads((Path(out) / "meta.json").read_text())
+
+
+def rows_of(out, split):
+    """Columns of all shards of a split, as arrays [rows, seq_len]."""
+    meta = meta_of(out)
+    tables = [pq.read_table(Path(out) / shard["file"]) for shard in meta["splits"][split]["shards"]]
+    table = pa.concat_tables(tables).combine_chunks()
+    columns = [table[name].chunk(0) for name in ("input_ids", "segments", "positions")]
+    return [column.flatten().to_numpy().reshape(-1, meta["seq_len"]) for column in columns]
+
+
+def ids_of(out, split):
+    """The documents of a split, as id arrays without EOS."""
+    tokens_RL, segments_RL, _ = rows_of(out, split)
+    stream = tokens_RL[segments_RL > 0]
+    return [part[:-1] for part in np.split(stream, np.flatnonzero(stream == meta_of(out)["eos_id"]) + 1)[:-1]]
+
+
+def texts_of(out, split):
+    tokenizer = Tokenizer.from_file(str(Path(out) / "tokenizer.json"))
+    return [tokenizer.decode(ids, skip_special_tokens=False) for ids in ids_of(out, split)]
+
+
+def tree(out):
+    """{path: content} of all that a run wrote."""
+    paths = [path for path in Path(out).rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(out)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.golden
+def test_packing_equals_the_reference_values(golden_dir):
+    for case in json.loads((golden_dir("pythoncoder") / "packing.json").read_text())["cases"]:
+        rows = dp.pack(case["docs"], case["seq_len"], case["eos"], case["pad"])
+        for name, array_RL in zip(("tokens", "segments", "positions"), rows, strict=True):
+            assert array_RL.dtype == np.int32
+            assert array_RL.tolist() == [row[name] for row in case["rows"]]
+
+
+def test_packing_equals_a_loop_over_tokens():
+    rng = np.random.default_rng(0)
+    for seq_len in (2, 3, 7, 16):
+        documents = [rng.integers(2, 50, n) for n in rng.integers(0, 3 * seq_len, 40)]
+        want, row = [], []
+        for document in documents:
+            segment, position = (row[-1][1] + 1 if row else 1), 0
+            for token in [*document.tolist(), 1]:
+                row.append((token, segment, position))
+                position += 1
+                if len(row) == seq_len:
+                    want.append(row)
+                    row, segment, position = [], 1, 0
+        if row:
+            want.append(row + [(0, 0, 0)] * (seq_len - len(row)))
+        np.testing.assert_array_equal(np.stack(dp.pack(documents, seq_len, 1, 0), axis=-1), want)
+
+
+def test_packing_nothing_gives_no_rows():
+    assert [array_RL.shape for array_RL in dp.pack([], 8, 1, 0)] == [(0, 8)] * 3
+
+
+def test_packing_in_blocks_equals_packing_at_once(monkeypatch):
+    rng = np.random.default_rng(1)
+    documents = [rng.integers(2, 50, n).astype(np.int32) for n in rng.integers(0, 40, 200)]
+    for block in (1, 10, 64, 65, 1000):
+        monkeypatch.setattr(dp, "BLOCK_TOKENS", block)
+        counts = dict.fromkeys(("documents", "bytes", "tokens", "rows"), 0)
+        blocks = list(dp.packed_blocks(((ids, 3) for ids in documents), 16, 1, counts))
+        want = dp.pack(documents, 16, 1, 1)
+        for i in range(3):
+            np.testing.assert_array_equal(np.concatenate([rows[i] for rows in blocks]), want[i])
+        tokens = sum(map(len, documents)) + 200
+        assert counts == {"documents": 200, "bytes": 600, "tokens": tokens, "rows": len(want[0])}
+
+
+def test_rows_decode_to_the_files_and_meta_describes_them(tmp_path):
+    files = corpus(tmp_path / "src", 70) | save(tmp_path / "src", ODD)
+    dp.main(config(tmp_path, shard_bytes=20_000))
+    out, meta = tmp_path / "out", meta_of(tmp_path / "out")
+    texts = {split: [text.encode() for text in texts_of(out, split)] for split in ("train", "heldout")}
+    assert sorted(texts["train"] + texts["heldout"]) == sorted(files.values())
+    assert len(meta["splits"]["train"]["shards"]) > 3
+    assert 5 < len(texts["heldout"]) < 30
+    for split, total in meta["splits"].items():
+        tokens_RL, segments_RL, positions_RL = rows_of(out, split)
+        assert total["documents"] == len(texts[split])
+        assert total["bytes"] == sum(map(len, texts[split]))
+        assert total["tokens"] == (segments_RL > 0).sum()
+        assert total["rows"] == len(tokens_RL) == sum(shard["rows"] for shard in total["shards"])
+        assert (tokens_RL[segments_RL == 0] == meta["pad_id"]).all()
+        assert positions_RL.max() < meta["seq_len"]
+        for number, shard in enumerate(total["shards"]):
+            assert shard["file"] == f"{split}/{number:05}.parquet"
+            assert pq.read_metadata(out / shard["file"]).num_rows == shard["rows"]
+            assert dp.hashlib.sha256((out / shard["file"]).read_bytes()).hexdigest() == shard["sha256"]
+            for field in pq.read_schema(out / shard["file"]):
+                assert field.type == pa.list_(pa.int32(), 64)
+    assert meta["format"] == 1
+    assert (meta["source"], meta["seq_len"], meta["vocab_size"], meta["vocab_padded"]) == ("python", 64, 400, 512)
+    assert meta["eos_id"] == meta["pad_id"] == 0
+    assert meta["fim"] == {"prefix": 1, "middle": 2, "suffix": 3}
+    assert meta["tokenizer_sha256"] == dp.hashlib.sha256((out / "tokenizer.json").read_bytes()).hexdigest()
+    assert not (out / "progress.json").exists()
+    assert not any(meta["dropped"].values())
+
+
+def test_special_tokens_in_a_file_are_plain_text(tmp_path):
+    corpus(tmp_path / "src", 5)
+    dp.main(config(tmp_path))
+    vocabulary = dp.load_vocabulary((tmp_path / "out" / "tokenizer.json").read_bytes(), config(tmp_path))
+    ids = vocabulary.encoder.encode_batch_fast([SPECIAL], add_special_tokens=False)[0].ids
+    assert min(ids) > 4
+    assert vocabulary.encoder.decode(ids) == SPECIAL
+
+
+def test_trained_tokenizer_is_lossless_and_splits_digits(tmp_path):
+    corpus(tmp_path / "src", 5)
+    dp.main(config(tmp_path))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    rng = random.Random(0)
+    for text in [
+        "",
+        " ",
+        "\r\n\t  x\n\n\n",
+        "12345",
+        *("".join(map(chr, rng.sample(range(0xD000), 50))) for _ in range(20)),
+    ]:
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.encode("12345").tokens == list("12345")
+    assert "\u0120" * 7 in tokenizer.get_vocab()  # seven spaces of indentation, the eighth goes with the word
+
+
+def test_each_reason_to_drop_is_counted(tmp_path):
+    lines = "".join(f"value_{i} = {i}\n" for i in range(400))
+    bad = {
+        "huge": {"huge.py": lines.encode() * 40},
+        "non_utf8": {"latin.py": "# -*- coding: latin-1 -*-\ns = 'é'\n".encode("latin-1")},
+        "empty": {"empty.py": b"", "blank.py": b"\n \n"},
+        "generated": {
+            "pb2.py": b"# Generated by the protocol buffer compiler.  DO NOT EDIT!\nx = 1\n",
+            "migration.py": b"# Generated by Django 4.2\nx = 2\n",
+            "at.py": b"# @generated\nx = 3\n",
+            "auto.py": b'"""This module was automatically generated."""\nx = 4\n',
+        },
+        "minified": {
+            "long.py": ("data = '" + "abc " * 300 + "'\n" + "x = 5\n" * 100).encode(),
+            "wide.py": b"".join(b"y%d = '%s'\n" % (i, b"w" * 110) for i in range(9)),
+            "signs.py": b"x = [" + b"-(-(+1)),\n" * 50 + b"]\n",
+        },
+        "unparsable": {
+            "two.py": b"print 'Python 2'\n",
+            "nul.py": b"x = 1\x00\n",
+            "deep.py": b"x = (\n" + b"not\n" * 20_000 + b"abcd)\n",
+        },
+    }
+    for files in bad.values():
+        save(tmp_path / "src", files)
+    fine = b'"""Walk over trees, which can be generated by passing a flag."""\nfrom x import (y, z)\n'
+    kept = corpus(tmp_path / "src", 4) | save(tmp_path / "src", {"fine.py": fine})
+    first = kept["a/m0.py"]
+    save(tmp_path / "src", {"z/copy.py": first, "z/copy2.py": first, "z/near.py": first + b"END = True\n"})
+    (tmp_path / "src" / "gone.py").symlink_to("nowhere.py")
+    os.mkfifo(tmp_path / "src" / "pipe.py")
+    (tmp_path / "src" / "folder.py").mkdir()
+    (tmp_path / "src" / "notes.txt").write_text("not Python")
+    dp.main(config(tmp_path, max_bytes=100_000))
+    want = {reason: len(files) for reason, files in bad.items()}
+    assert meta_of(tmp_path / "out")["dropped"] == want | {"unreadable": 2, "exact_duplicate": 2, "near_duplicate": 1}
+    texts = texts_of(tmp_path / "out", "train") + texts_of(tmp_path / "out", "heldout")
+    assert sorted(text.encode() for text in texts) == sorted(kept.values())
+
+
+def test_minhash_estimates_the_jaccard_index():
+    rng = random.Random(0)
+    words = [f"w{i}" for i in range(3000)]
+    for changes in (0, 20, 60, 200):
+        other = list(words)
+        for i in rng.sample(range(3000), changes):
+            other[i] = "changed"
+        runs = [{tuple(text[i : i + 5]) for i in range(2996)} for text in (words, other)]
+        index = len(runs[0] & runs[1]) / len(runs[0] | runs[1])
+        a_P, b_P = (dp.signature(" ".join(text).encode()) for text in (words, other))
+        assert abs((a_P == b_P).mean() - index) < 0.12  # three standard errors of 128 draws at .3
+
+
+def test_near_duplicates_keep_the_first_and_only_drop_what_is_near():
+    rng = np.random.default_rng(0)
+    signature_NP = rng.integers(0, 1 << 16, (50, 128)).astype(np.uint16)
+    signature_NP[30], signature_NP[40], signature_NP[20] = signature_NP[10], signature_NP[10], signature_NP[7]
+    signature_NP[30, :12] += 1  # .906
+    signature_NP[40, 40:52] += 1
+    signature_NP[20, :40] += 1  # .69
+    assert np.flatnonzero(dp.near_duplicates(signature_NP)).tolist() == [30, 40]
+    assert dp.near_duplicates(signature_NP[:0]).tolist() == []
+
+
+def test_split_is_by_file_disjoint_and_independent_of_what_else_is_there(tmp_path):
+    def names(folder, **changes):
+        cfg = config(tmp_path, roots=(str(folder),), heldout=0.3, **changes)
+        groups, _ = dp.gather_python(cfg, None)
+        return {split: {item.name for group in groups[split] for item in group} for split in groups}
+
+    files = corpus(tmp_path / "src", 40)
+    save(tmp_path / "other", dict(reversed(files.items())))
+    corpus(tmp_path / "other" / "more", 20, seed=5)
+    a, b = names(tmp_path / "src"), names(tmp_path / "other")
+    assert not a["train"] & a["heldout"]
+    assert a["train"] | a["heldout"] == set(files)
+    assert 5 < len(a["heldout"]) < 20
+    assert a["heldout"] == b["heldout"] & set(files)
+    assert a["heldout"] != names(tmp_path / "src", seed=1)["heldout"]
+
+
+def test_many_workers_give_the_bytes_of_one(tmp_path):
+    corpus(tmp_path / "src", 200)
+    dp.main(config(tmp_path, workers=1))
+    dp.main(config(tmp_path, workers=2, out=str(tmp_path / "out2")))
+    assert tree(tmp_path / "out") == tree(tmp_path / "out2")
+
+
+def test_fim_pieces_make_up_the_text_and_stay_out_of_the_heldout(tmp_path):
+    files = corpus(tmp_path / "src", 60) | save(tmp_path / "src", ODD)
+    dp.main(config(tmp_path, fim_rate=0.5))
+    out, fim = tmp_path / "out", meta_of(tmp_path / "out")["fim"]
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    cut, texts = 0, []
+    for ids in map(np.ndarray.tolist, ids_of(out, "train")):
+        if fim["prefix"] in ids:
+            at = [ids.index(fim[part]) for part in ("prefix", "suffix", "middle")]
+            assert at[0] == 0
+            assert at == sorted(at)
+            prefix, suffix, middle = ids[1 : at[1]], ids[at[1] + 1 : at[2]], ids[at[2] + 1 :]
+            ids, cut = prefix + middle + suffix, cut + 1
+        assert not set(ids) & set(fim.values())
+        texts.append(tokenizer.decode(ids, skip_special_tokens=False).encode() if ids else b"")
+    heldout = [text.encode() for text in texts_of(out, "heldout")]
+    whole = [text for text in texts + heldout if b"\xef\xbf\xbd" not in text]  # a cut inside a character's bytes: none
+    assert sorted(whole) == sorted(files.values())
+    assert 0.25 < cut / len(texts) < 0.75
+    assert not {*fim.values()} & {*np.concatenate(ids_of(out, "heldout")).tolist()}
+
+
+def test_fim_cut_is_prefix_suffix_middle():
+    ids = {"prefix": 7, "middle": 8, "suffix": 9}
+    for seed in range(50):
+        (a, prefix), (b, suffix), (c, middle) = dp.cut_for_fim(SPECIAL, ids, random.Random(seed))
+        assert (a, b, c) == ([7], [9], [8])
+        assert prefix + middle + suffix == SPECIAL
+
+
+@needs_qwen
+def test_qwen_tokenizer_gives_its_ids_and_padded_vocabulary(tmp_path):
+    corpus(tmp_path / "src", 8)
+    files = save(tmp_path / "src", {"special.py": SPECIAL.encode()})
+    cfg = config(tmp_path, tokenizer=str(QWEN / "tokenizer.json"), fim_rate=1.0, heldout=0.5)
+    dp.main(cfg)
+    meta = meta_of(tmp_path / "out")
+    assert (meta["vocab_size"], meta["vocab_padded"], meta["eos_id"]) == (151_665, 151_808, 151_643)
+    assert meta["fim"] == {"prefix": 151_659, "middle": 151_660, "suffix": 151_661}
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (QWEN / "tokenizer.json").read_bytes()
+    assert all(ids[0] == 151_659 for ids in ids_of(tmp_path / "out", "train"))
+    vocabulary = dp.load_vocabulary((QWEN / "tokenizer.json").read_bytes(), cfg)
+    pairs = [pair for pair in json.loads((QWEN / "golden_ids.json").read_text()) if "<|" not in pair["text"]]
+    assert len(pairs) > 30
+    for pair in pairs:
+        assert vocabulary.encoder.encode_batch_fast([pair["text"]], add_special_tokens=False)[0].ids == pair["ids"]
+    for text in [files["special.py"].decode()]:
+        ids = vocabulary.encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        assert max(ids) < 151_643
+        assert vocabulary.encoder.decode(ids) == text
+
+
+def test_killed_at_any_moment_the_next_run_ends_with_the_same_bytes(tmp_path):
+    corpus(tmp_path / "src", 250)
+    whole = config(tmp_path, shard_bytes=15_000, out=str(tmp_path / "whole"))
+    dp.main(whole)
+    cfg = config(tmp_path, shard_bytes=15_000)
+    out = tmp_path / "out"
+    said = []
+    for moment in (".lock", "progress.json", "tokenizer.json", "train/00000.parquet", "train/00011.parquet", "heldout"):
+        run = start(cfg)
+        while not (out / moment).exists():
+            assert run.poll() is None, run.communicate()
+            time.sleep(0.0005)
+        os.killpg(run.pid, signal.SIGKILL)
+        said.append(run.communicate()[0])
+        assert not (out / "meta.json").exists()
+    dp.main(cfg)
+    assert tree(out) == tree(tmp_path / "whole")
+    assert "starting over" in said[2]
+    assert "writing what is missing" in said[-1]
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path):
+    corpus(tmp_path / "src", 3000)
+    run = start(config(tmp_path, workers=2))
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    if not children.exists():
+        run.kill()
+        pytest.skip("no /proc/<pid>/children here")
+    while len(workers := children.read_text().split()) < 3:  # two and the resource tracker of multiprocessing
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.01)
+    time.sleep(0.5)
+    run.kill()
+    run.communicate()
+    deadline = time.time() + 20
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.time() < deadline, "workers outlive their parent"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("moment", [".lock", "train/00003.parquet"])
+def test_ctrl_c_exits_130_with_one_line_and_the_next_run_goes_on(tmp_path, moment):
+    corpus(tmp_path / "src", 400)
+    cfg = config(tmp_path, shard_bytes=10_000, workers=2)
+    run = start(cfg)
+    while not (tmp_path / "out" / moment).exists():
+        time.sleep(0.001)
+    time.sleep(0.2 * (moment == ".lock"))  # while the files are read
+    os.killpg(run.pid, signal.SIGINT)
+    err = run.communicate()[1]
+    assert (run.returncode, err) == (130, "stopped; the same command goes on from here\n")
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+    dp.main(cfg)
+    assert meta_of(tmp_path / "out")["splits"]["train"]["documents"] > 300
+
+
+def test_complete_folder_has_nothing_to_do_and_a_lost_shard_is_written_again(tmp_path, capsys):
+    corpus(tmp_path / "src", 40)
+    cfg = config(tmp_path, shard_bytes=15_000)
+    dp.main(cfg)
+    before = tree(tmp_path / "out")
+    capsys.readouterr()
+    dp.main(cfg)
+    assert "complete, nothing to do" in capsys.readouterr().out
+    assert tree(tmp_path / "out") == before
+    (tmp_path / "out" / "train" / "00001.parquet").unlink()
+    dp.main(cfg)
+    assert tree(tmp_path / "out") == before
+
+
+def test_shard_cut_short_by_a_power_failure_is_written_again(tmp_path):
+    corpus(tmp_path / "src", 40)
+    cfg = config(tmp_path, shard_bytes=15_000)
+    dp.main(cfg)
+    before = tree(tmp_path / "out")
+    (tmp_path / "out" / "meta.json").rename(tmp_path / "out" / "progress.json")
+    (tmp_path / "out" / "train" / "00001.parquet").write_bytes(before["train/00001.parquet"][:-50])
+    dp.main(cfg)
+    assert tree(tmp_path / "out") == before
+
+
+def test_stopped_run_starts_over_when_a_file_has_changed(tmp_path, capsys):
+    corpus(tmp_path / "src", 40)
+    cfg = config(tmp_path, shard_bytes=15_000)
+    dp.main(cfg)
+    (tmp_path / "out" / "meta.json").rename(tmp_path / "out" / "progress.json")
+    save(tmp_path / "src", {"new.py": b"def new(a, b):\n    return a\n"})
+    dp.main(cfg)
+    assert "its files have changed; starting over" in capsys.readouterr().out
+    dp.main(config(tmp_path, shard_bytes=15_000, out=str(tmp_path / "whole")))
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_folder_of_other_settings_or_files_or_owners_is_refused_untouched(tmp_path, capsys):
+    corpus(tmp_path / "src", 20)
+    dp.main(config(tmp_path))
+    before = tree(tmp_path / "out")
+    capsys.readouterr()
+    message = refused(config(tmp_path, seq_len=128, seed=3), capsys)
+    assert "other settings (seq_len 64, now 128; seed 0, now 3)" in message
+    corpus(tmp_path / "src" / "more", 3, seed=9)
+    assert "other files" in refused(config(tmp_path), capsys)
+    assert tree(tmp_path / "out") == before
+    save(tmp_path / "theirs", {"tokenizer.json": b"{}"})
+    assert "did not write" in refused(config(tmp_path, out=str(tmp_path / "theirs")), capsys)
+    save(tmp_path / "damaged", {"meta.json": b"{"})
+    assert "is damaged" in refused(config(tmp_path, out=str(tmp_path / "damaged")), capsys)
+    assert tree(tmp_path / "theirs") == {"tokenizer.json": b"{}"}
+
+
+def test_second_run_into_one_folder_is_refused(tmp_path, capsys):
+    corpus(tmp_path / "src", 5)
+    (tmp_path / "out").mkdir()
+    with open(tmp_path / "out" / ".lock", "w") as lock:
+        dp.fcntl.flock(lock, dp.fcntl.LOCK_EX)
+        assert "another run is writing" in refused(config(tmp_path), capsys)
+    dp.main(config(tmp_path))
+
+
+def test_full_disk_gives_one_line_and_leaves_nothing_that_looks_complete(tmp_path):
+    corpus(tmp_path / "src", 100)
+    cfg = config(tmp_path, shard_bytes=60_000)
+    limit = 20_000  # bytes per file; the tokenizer takes 13 kB, a shard 40 kB
+
+    def small_disk():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    run = start(cfg, preexec_fn=small_disk)
+    err = run.communicate()[1]
+    assert run.returncode == 1
+    assert re.fullmatch(rf"cannot write to {tmp_path}/out: File too large; [^\n]+\n", err)
+    assert sorted(tree(tmp_path / "out")) == ["progress.json", "tokenizer.json"]
+    dp.main(cfg)
+    dp.main(config(tmp_path, shard_bytes=60_000, out=str(tmp_path / "whole")))
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_bad_input_is_one_line_that_says_what_to_do(tmp_path, capsys):
+    corpus(tmp_path / "src", 5)
+    save(tmp_path / "none", {"notes.txt": b"no Python here"})
+    save(tmp_path / "bad", {"a.py": b"print 1", "b.py": b""})
+    save(tmp_path / "one", {"a.py": b"print(1)"})
+    save(tmp_path, {"broken.json": b"{}", "file": b""})
+    dp.main(config(tmp_path, out=str(tmp_path / "small")))
+    tokenizer = json.loads((tmp_path / "small" / "tokenizer.json").read_text())
+    for name in ("<|endoftext|>", "<|fim_middle|>"):
+        tokens = [token for token in tokenizer["added_tokens"] if token["content"] != name]
+        vocab = {token: id for token, id in tokenizer["model"]["vocab"].items() if token != name}
+        part = tokenizer | {"added_tokens": tokens, "model": tokenizer["model"] | {"vocab": vocab}}
+        (tmp_path / f"no_{name[2:5]}.json").write_text(json.dumps(part))
+    capsys.readouterr()
+    for changes, words in [
+        ({"roots": (str(tmp_path / "nowhere"),)}, ["nowhere does not exist", "name folders"]),
+        ({"roots": (str(tmp_path / "none"),)}, ["no .py files below", "--roots"]),
+        ({"roots": (str(tmp_path / "bad"),)}, ["0 of 2 .py files fit", "none to train on", "--roots"]),
+        ({"roots": (str(tmp_path / "one"),)}, ["none to train on"]),
+        ({"tokenizer": str(tmp_path / "nowhere.json")}, ["nowhere.json cannot be read", "tokenizer.json"]),
+        ({"tokenizer": str(tmp_path / "broken.json")}, ["broken.json is no tokenizer.json"]),
+        ({"tokenizer": str(tmp_path / "src/a/m0.py")}, ["m0.py is no tokenizer.json"]),
+        ({"tokenizer": str(tmp_path / "no_end.json")}, ["no token <|endoftext|>", "--eos"]),
+        ({"tokenizer": str(tmp_path / "no_fim.json"), "fim_rate": 0.5}, ["no <|fim_middle|>", "--fim_rate=0"]),
+        ({"out": str(tmp_path / "file")}, ["cannot write to", "File exists"]),
+        ({"seq_len": 1}, ["--seq_len=1", "at least 2"]),
+        ({"heldout": 1.0}, ["--heldout=1.0", "below 1"]),
+        ({"fim_rate": 1.5}, ["--fim_rate=1.5", "between 0 and 1"]),
+        ({"vocab_size": 100}, ["--vocab_size=100", "261"]),
+        ({"source": "parquet", "roots": ()}, ["needs --roots"]),
+        ({"source": "parquet"}, ["needs --tokenizer"]),
+    ]:
+        message = refused(config(tmp_path, **changes), capsys)
+        for word in words:
+            assert word in message, message
+        capsys.readouterr()
+    dp.main(config(tmp_path, tokenizer=str(tmp_path / "no_fim.json")))
+    assert meta_of(tmp_path / "out")["fim"] is None
+
+
+def test_command_line_errors_have_no_traceback(tmp_path):
+    for roots in [("nowhere",), (str(tmp_path),)]:
+        run = start(config(tmp_path, roots=roots))
+        out, err = run.communicate()
+        assert (run.returncode, out, err.count("\n")) == (1, "", 1), err
+        assert "--roots" in err
+
+
+def token_shards(tmp_path, lengths, count=3):
+    """Input for --source=parquet: the documents of a small python run in `count` shards of ragged rows."""
+    corpus(tmp_path / "src", 90)
+    dp.main(config(tmp_path, out=str(tmp_path / "first"), heldout=0.0))
+    documents = ids_of(tmp_path / "first", "train")
+    rng = random.Random(0)
+    for number in range(count):
+        part = documents[number::count]
+        stream = np.concatenate([np.append(ids, 0) for ids in part]).tolist()
+        rows = []
+        while stream:
+            n = rng.choice(lengths)
+            rows.append(stream[:n])
+            stream = stream[n:]
+        folder = tmp_path / "shards" / "xy"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"labels": rows, "input_ids": rows}), folder / f"{number}.parquet", row_group_size=7)
+    return documents, tmp_path / "first" / "tokenizer.json"
+
+
+@pytest.mark.parametrize("lengths", [(64,), (0, 1, 5, 300, 2000)])
+def test_parquet_source_keeps_documents_counts_and_bytes(tmp_path, lengths):
+    documents, tokenizer = token_shards(tmp_path, lengths)
+    changes = {"source": "parquet", "roots": (str(tmp_path / "shards"),), "tokenizer": str(tokenizer)}
+    dp.main(config(tmp_path, **changes, seq_len=100, heldout=0.3))
+    out, meta, first = tmp_path / "out", meta_of(tmp_path / "out"), meta_of(tmp_path / "first")
+    got = {split: {tuple(ids.tolist()) for ids in ids_of(out, split)} for split in ("train", "heldout")}
+    assert got["train"] | got["heldout"] == {tuple(ids.tolist()) for ids in documents}
+    assert not got["train"] & got["heldout"]
+    assert 10 < len(got["heldout"]) < 45
+    for key in ("documents", "tokens", "bytes"):
+        assert sum(split[key] for split in meta["splits"].values()) == first["splits"]["train"][key]
+    assert [shard["file"][:9] for shard in meta["splits"]["train"]["shards"]] == ["train/000"] * 3
+    names = sorted((tmp_path / "shards").rglob("*.parquet"))
+    part = [ids for ids in dp.eos_documents(names[0], 0) if tuple(ids.tolist()) in got["train"]]
+    want = dp.pack(part, 100, 0, 0)
+    for got_RL, want_RL in zip(rows_of(out, "train"), want, strict=True):
+        np.testing.assert_array_equal(got_RL[: len(want_RL)], want_RL)
+    before = tree(out)
+    (out / "train" / "00002.parquet").unlink()
+    dp.main(config(tmp_path, **changes, seq_len=100, heldout=0.3))
+    assert tree(out) == before
+
+
+def test_parquet_source_reads_what_data_prep_wrote(tmp_path):
+    documents, tokenizer = token_shards(tmp_path, (64,))
+    roots = (str(tmp_path / "first" / "train"),)
+    dp.main(config(tmp_path, source="parquet", roots=roots, tokenizer=str(tokenizer), heldout=0.0))
+    assert [ids.tolist() for ids in ids_of(tmp_path / "out", "train")] == [ids.tolist() for ids in documents]
+    assert meta_of(tmp_path / "out")["splits"]["heldout"]["shards"] == []
+
+
+def test_bad_parquet_is_named_in_one_line(tmp_path, capsys):
+    _, tokenizer = token_shards(tmp_path, (64,))
+    good = (tmp_path / "shards/y/1.parquet").read_bytes()
+    shard = tmp_path / "shards/z/bad.parquet"
+    shard.parent.mkdir()
+    cfg = config(tmp_path, source="parquet", roots=(str(tmp_path / "shards"),), tokenizer=str(tokenizer))
+
+    def check(*words):
+        message = refused(cfg, capsys)
+        for word in (str(shard), *words):
+            assert word in message, message
+        assert not (tmp_path / "out" / "train").exists()
+
+    capsys.readouterr()
+    middle = bytearray(good)
+    middle[200:2000] = bytes(1800)
+    for data in (b"", b"text", good[: len(good) // 2], bytes(middle), good[:-500] + bytes(492) + good[-8:]):
+        shard.write_bytes(data)
+        check("is corrupted or cannot be read", "fetch it again")
+    for table, words in [
+        (pa.table({"text": ["a"]}), ["no column input_ids (it has text)"]),
+        (pa.table({"input_ids": [1, 2]}), ["input_ids of type int64", "lists of integers"]),
+        (pa.table({"input_ids": [[1.5]]}), ["lists of integers"]),
+        (pa.table({"input_ids": [[1, None]]}), ["null"]),
+        (pa.table({"input_ids": [[1, 0, 400, 0]]}), ["id 400", "0 to 399", "--tokenizer"]),
+        (pa.table({"input_ids": [[1, 0, -100]]}), ["id -100"]),
+    ]:
+        pq.write_table(table, shard)
+        check(*words)
+    shard.unlink()
+    dp.main(cfg)
+
+
+MEASURE = """
+import resource, sys
+import data_prep
+data_prep.main(data_prep.Config(out=sys.argv[2], roots=(sys.argv[1],), heldout=0.02))
+kib = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+print(sum(kib) / 1024)
+"""
+
+
+@pytest.mark.slow  # 4 minutes on 2 cores
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    library, word = Path(sysconfig.get_paths()["stdlib"]), re.compile(rb"\b[a-z_]{4,}\b")
+    paths = sorted(p for p in library.rglob("*.py") if not {"site-packages", "test"} & {*p.relative_to(library).parts})
+    hard = {name.encode() for name in keyword.kwlist}
+    peaks = []
+    for megabytes in (20, 200):
+        source, size, copy = tmp_path / f"src{megabytes}", 0, 0
+        while size < megabytes * 1e6:  # the library over and over, each time with other names
+            for number, path in enumerate(paths):
+                rename = (
+                    (lambda m, copy=copy: m[0] if m[0] in hard else b"%s_%d" % (m[0], copy))
+                    if copy
+                    else (lambda m: m[0])
+                )
+                data = word.sub(rename, path.read_bytes())
+                if size < megabytes * 1e6:
+                    save(source, {f"{copy}/{number}.py": data})
+                    size += len(data)
+            copy += 1
+        run = [sys.executable, "-c", MEASURE, str(source), str(tmp_path / f"out{megabytes}")]
+        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
+        kept = sum(split["bytes"] for split in meta_of(tmp_path / f"out{megabytes}")["splits"].values())
+        assert kept > 0.6 * size
+        peaks.append(float(done.stdout.split()[-1]))
+    assert peaks[1] < peaks[0] + 300, f"peak MiB of 20 and 200 MB: {peaks}"

@@ -1,0 +1,249 @@
+"""Reference values of PythonCoder (tests/golden/pythoncoder/README.md), every case of every file.
+
+The attention core is in test_diff_attention.py, packing in test_data_prep.py, grad_accum and wsd in test_train_tpu.py,
+pass_at_k in test_evaluate.py, truncate in test_generate.py.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import model_pythoncoder as pc
+
+pytestmark = pytest.mark.golden
+
+
+@pytest.fixture(autouse=True, scope="module")
+def exact_matmuls():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def relative(got, want):
+    return np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max()
+
+
+def read(folder, name):
+    return json.loads((folder / f"{name}.json").read_text()), np.load(folder / f"{name}.npz")
+
+
+def test_rope_and_yarn_tables_and_rotation(golden_dir):
+    settings, arrays = read(golden_dir("pythoncoder"), "rope_yarn")
+    for case in settings["cases"]:
+        i = case["index"]
+        inv_freq, factor = pc.rope_frequencies(
+            case["head_dim"],
+            case["theta"],
+            case["factor"],
+            case["original_max_position"],
+            case["beta_fast"],
+            case["beta_slow"],
+            case["truncate"],
+        )
+        assert relative(inv_freq, arrays[f"{i}/inv_freq"]) < 1e-6
+        assert factor == pytest.approx(case["attention_factor"], rel=1e-12)
+        cos, sin = pc.rope_table(jnp.asarray(arrays["positions"])[None], inv_freq, factor)
+        x_LHK = jnp.asarray(arrays[f"{i}/x"])
+        for by_matmul in (False, True):
+            rotated = pc.rotate(x_LHK, cos[0, :, None], sin[0, :, None], by_matmul)
+            np.testing.assert_allclose(rotated, arrays[f"{i}/rotated"], atol=2e-3)
+        half = case["head_dim"] // 2
+        np.testing.assert_allclose(cos[0, :, :half], arrays[f"{i}/cos"], atol=2e-3)
+        np.testing.assert_allclose(sin[0, :, half:], arrays[f"{i}/sin"], atol=2e-3)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 8, 1000])
+def test_cross_entropy_and_its_gradients_in_any_chunking(golden_dir, chunk):
+    settings, arrays = read(golden_dir("pythoncoder"), "cross_entropy")
+    for case in settings["cases"]:
+        get = {k: jnp.asarray(arrays[f"{case['index']}/{k}"]) for k in ("hidden", "weight", "labels", "mask")}
+
+        def loss(hidden, weight, get=get, case=case):
+            return pc.cross_entropy(
+                hidden[None], weight, get["labels"][None], get["mask"][None], case["softcap"], case["z_loss"], chunk
+            )
+
+        value, (dhidden, dweight) = jax.value_and_grad(loss, (0, 1))(get["hidden"], get["weight"])
+        assert float(value) == pytest.approx(case["loss_sum"], rel=1e-5)
+        assert float(loss(get["hidden"], get["weight"])) == pytest.approx(case["loss_sum"], rel=1e-5)
+        assert relative(dhidden, arrays[f"{case['index']}/dhidden"]) < 1e-5
+        assert relative(dweight, arrays[f"{case['index']}/dweight"]) < 1e-5
+
+
+def test_mtp_loss_masks_and_means(golden_dir):
+    settings, arrays = read(golden_dir("pythoncoder"), "mtp_loss")
+    for case in settings["cases"]:
+        get = {k.split("/")[1]: arrays[k] for k in arrays.files if k.startswith(f"{case['index']}/")}
+        masks = pc.target_masks(jnp.asarray(get["segments"]))
+        losses = []
+        for ahead, mask, name in zip((1, 2), masks, ("main", "mtp"), strict=True):
+            np.testing.assert_array_equal(mask, get[f"{name}_mask"])
+            assert int(mask.sum()) == case[f"{name}_tokens"]
+            label = jnp.roll(jnp.asarray(get["tokens"]), -ahead, 1)
+            identity = jnp.eye(case["vocab"])  # the golden gives logits: a head that returns its input
+            total = pc.cross_entropy(jnp.asarray(get[f"{name}_logits"]), identity, label, mask)
+            losses.append(float(total) / float(mask.sum()))
+            assert losses[-1] == pytest.approx(case[f"{name}_loss"], rel=1e-5)
+        assert losses[0] + case["mtp_weight"] * losses[1] == pytest.approx(case["total"], rel=1e-5)
+
+
+def tiny_config(base, changes):
+    """The golden's names -> our Config."""
+    b = base | changes
+    return pc.Config(
+        vocab=b["vocab"],
+        width=b["hidden"],
+        layers=b["layers"],
+        heads=b["heads"],
+        kv_heads=b["kv_heads"],
+        head_size=b["head_dim"],
+        ffn=b["ffn"],
+        theta=b["theta"],
+        positions=b["yarn_original"],
+        yarn_factor=b["yarn_factor"],
+        diff="seed" if b["floor"] else "paper",
+        attn_cap=b["attn_cap"],
+        logit_cap=b["final_cap"],
+        eps=b["eps"],
+        subln_eps=b["subln_eps"],
+    )
+
+
+def tiny_params(arrays, cfg):
+    return pc.stack_layers({k[6:]: arrays[k] for k in arrays.files if k.startswith("param/")}, cfg)
+
+
+@pytest.mark.parametrize("remat", ["none", "qkvo", "full"])
+def test_whole_model_logits_losses_and_gradients(golden_dir, remat):
+    settings, arrays = read(golden_dir("pythoncoder"), "tiny_model")
+    token_BL, segment_BL, position_BL = (jnp.asarray(arrays[k]) for k in ("tokens", "segments", "positions"))
+    for name, variant in settings["variants"].items():
+        cfg = tiny_config(settings["base"], variant["config"])
+        params = tiny_params(arrays, cfg)
+        b = settings["base"] | variant["config"]
+        graph = pc.graph_of(cfg, pc.Run(remat=remat, block=7, loss_tokens=8))
+        yarn = b["yarn_factor"] > 1
+
+        def loss(params, graph=graph, b=b, yarn=yarn):
+            model = nnx.merge(graph, params)
+            main, mtp = model.losses(token_BL, segment_BL, position_BL, z_loss=b["z_loss"], yarn=yarn)
+            main_BL, mtp_BL = pc.target_masks(segment_BL)
+            main, mtp = main / main_BL.sum(), mtp / mtp_BL.sum()
+            return main + b["mtp_weight"] * mtp, (main, mtp)
+
+        (total, (main, mtp)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        assert float(total) == pytest.approx(variant["total"], rel=1e-5)
+        assert float(main) == pytest.approx(variant["main"], rel=1e-5)
+        assert float(mtp) == pytest.approx(variant["mtp"], rel=1e-5)
+
+        model = nnx.merge(graph, params)
+        embed_BLD = model.lookup(token_BL)
+        hidden_BLD = model.hidden(embed_BLD, segment_BL, position_BL, yarn=yarn)
+        np.testing.assert_allclose(hidden_BLD, arrays[f"{name}/hidden"], atol=1e-4)
+        np.testing.assert_allclose(model.logits(hidden_BLD), arrays[f"{name}/logits"], atol=1e-4)
+        draft_BLD = model.mtp_hidden(hidden_BLD, jnp.roll(embed_BLD, -1, 1))
+        draft_BLV = model.logits(draft_BLD, "mtp")[:, :-1]  # the last position has no next token
+        np.testing.assert_allclose(draft_BLV, arrays[f"{name}/mtp_logits"][:, :-1], atol=1e-4)
+
+        flat = pc.flatten(grads)
+        for tensor, want in variant["directional_derivatives"].items():
+            parts = tensor.split(".")
+            grad = flat[f"layers.{parts[2]}"][int(parts[1])] if parts[0] == "layers" else flat[tensor]
+            grad = np.asarray(grad, np.float64).ravel()
+            assert grad @ np.cos(0.7 + 1.3 * np.arange(grad.size)) == pytest.approx(want, rel=1e-3), tensor
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_greedy_text_with_and_without_the_draft_head(golden_dir, speculate):
+    settings, arrays = read(golden_dir("pythoncoder"), "tiny_model")
+    cfg = dataclasses.replace(tiny_config(settings["base"], {}), positions=4096)  # the golden runs past yarn_original
+    model = nnx.merge(pc.graph_of(cfg, pc.Run()), tiny_params(arrays, cfg))
+    rule = pc.Sampling(speculate=speculate)
+    for case in settings["greedy"]:
+        (text,), stats = pc.generate(model, [case["prompt"]], len(case["greedy"]), rule, jax.random.key(0))
+        assert text == case["greedy"]
+        if speculate:
+            assert (stats["forwards"], stats["accepted"]) == (case["calls"], case["accepted"])
+        else:
+            assert stats["forwards"] == len(text)
+    prompts = [case["prompt"][i:] for i, case in enumerate(settings["greedy"])]  # lengths differ: padding is no matter
+    texts, _ = pc.generate(model, prompts, 9, rule, jax.random.key(0), chunk=2)
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert pc.generate(model, [prompt], 9, rule, jax.random.key(1))[0] == [text]
+
+
+def test_acceptance_rule_and_residual(golden_dir):
+    rules = json.loads((golden_dir("pythoncoder") / "spec_decode.json").read_text())["rules"]
+    for case in rules:
+        rule = pc.Sampling(temperature=case["temperature"], top_p=case["top_p"])
+        p_V, q_V = (pc.probabilities(jnp.asarray(case[f"{k}_logits"]), rule) for k in ("target", "draft"))
+        np.testing.assert_allclose(p_V, case["p"], atol=1e-6)
+        np.testing.assert_allclose(q_V, case["q"], atol=1e-6)
+        V, n = len(case["p"]), 4000
+        one_hot_V = jax.nn.one_hot(case["greedy_draft"]["token"], V)
+        drafts = [(d, q_V, accept, case["residual"]) for d, accept in enumerate(case["accept_probability"])]
+        greedy = case["greedy_draft"]
+        drafts.append((greedy["token"], one_hot_V, greedy["accept_probability"], greedy["residual"]))
+        for d, q, accept, residual in drafts:
+            if accept is None:  # the draft head never proposes this token
+                continue
+            u_B = (jnp.arange(n) + 0.5) / n  # a grid: the fraction accepted is the probability
+            p_BV, q_BV = (jnp.broadcast_to(x, (n, V)) for x in (p_V, q))
+            token_B, accepted_B = pc.verify(p_BV, q_BV, jnp.full(n, d), u_B, jax.random.key(d), rule)
+            assert float(accepted_B.mean()) == pytest.approx(accept, abs=1 / n)
+            assert np.all(token_B[accepted_B] == d)
+            rejected = np.asarray(token_B)[~np.asarray(accepted_B)]
+            if len(rejected) > 100:
+                frequency_V = np.bincount(rejected, minlength=V) / len(rejected)
+                np.testing.assert_allclose(frequency_V, residual, atol=4 * np.sqrt(0.25 / len(rejected)))
+
+
+def test_self_speculation_on_a_table_language_model(golden_dir):
+    table = json.loads((golden_dir("pythoncoder") / "spec_decode.json").read_text())["table_model"]
+    main_VVV, draft_VVV = jnp.asarray(table["main"]), jnp.asarray(table["draft"])
+
+    @dataclasses.dataclass
+    class Table:
+        """main[x_{t-1}][x_t] gives the next token's logits, draft[x_t][x_{t+1}] the draft's; the cache is the text."""
+
+        prompt_slots: int
+
+        def step(self, cache, token_BL, index_BL):
+            cache = cache.at[jnp.arange(len(cache))[:, None], index_BL].set(token_BL)
+            return jnp.stack([jnp.take_along_axis(cache, index_BL - 1, 1), token_BL], -1), cache
+
+        def main(self, hidden):
+            return main_VVV[hidden[..., 0], hidden[..., 1]]
+
+        def draft(self, hidden, token_BL):
+            return draft_VVV[hidden[..., 1], token_BL]
+
+    for run in table["runs"]:
+        prompt, new = run["prompt"], run["new_tokens"]
+        lm = Table(len(prompt))
+        token_BM = jnp.zeros((1, len(prompt) + new + 2), jnp.int32).at[0, : len(prompt)].set(jnp.asarray(prompt))
+        for speculate in (False, True):
+            rule = pc.Sampling(speculate=speculate)
+            length_B = jnp.array([len(prompt)])
+            state = pc.start(lm, token_BM, length_B, length_B + new, jnp.zeros_like(token_BM), jax.random.key(0), rule)
+            committed, length = [], len(prompt)
+            while True:
+                end = int(state["length_B"][0])
+                committed.append(state["token_BM"][0, length:end].tolist())
+                length = end
+                if state["done_B"].all():
+                    break
+                state = pc.advance(lm, state, 1, rule)
+            assert [token for call in committed for token in call][:new] == run["greedy"]
+            if speculate:
+                assert committed[:-1] == run["committed_per_call"][:-1]
+                assert committed[-1] == run["committed_per_call"][-1][: len(committed[-1])]  # we stop at the limit
+                assert int(state["forwards_B"][0]) == run["calls"]
+                assert int(state["accepted_B"][0]) == run["accepted_drafts"]
+            else:
+                assert committed == [[token] for token in run["greedy"]]

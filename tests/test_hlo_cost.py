@@ -1,0 +1,332 @@
+"""Costs read from HLO: a hand-written module, and small programs compiled for TPU topologies against closed forms."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hlo_cost
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# ---- text written by hand: 3 rounds of {matmul in a fusion, all-gather}, a conditional, collectives of every form
+
+HLO = """HloModule by_hand, is_scheduled=true
+
+%fused_matmul (p0: bf16[8,16], p1: bf16[4,16,32], p2: s32[]) -> bf16[8,32] {
+  %p0 = bf16[8,16]{1,0:T(8,128)(2,1)} parameter(0)
+  %p1 = bf16[4,16,32]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %p2 = s32[]{:T(128)} parameter(2)
+  %zero = s32[] constant(0)
+  %slice = bf16[1,16,32]{2,1,0:T(8,128)(2,1)} dynamic-slice(%p1, %p2, %zero, %zero), dynamic_slice_sizes={1,16,32}
+  %weight = bf16[16,32]{1,0:T(8,128)(2,1)} bitcast(%slice)
+  ROOT %conv = bf16[8,32]{1,0:T(8,128)(2,1)S(1)} convolution(%p0, %weight), dim_labels=bf_io->bf
+}
+
+%body (arg: (s32[], bf16[8,16], bf16[4,16,32], f32[64])) -> (s32[], bf16[8,16], bf16[4,16,32], f32[64]) {
+  %arg = (s32[], bf16[8,16]{1,0}, bf16[4,16,32]{2,1,0}, f32[64]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%arg), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %x = bf16[8,16]{1,0} get-tuple-element(%arg), index=1
+  %w = bf16[4,16,32]{2,1,0} get-tuple-element(%arg), index=2
+  %g = f32[64]{0} get-tuple-element(%arg), index=3
+  %fusion.7 = bf16[8,32]{1,0:S(1)} fusion(%x, %w, %i), kind=kOutput, calls=%fused_matmul, metadata={op_name="jit(f)/dot"}, backend_config={"window_config":{"estimated_cycles":"100"}}
+  %all-gather.1 = f32[256]{0} all-gather(%g), replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %tuple.1 = (s32[], bf16[8,16]{1,0}, bf16[4,16,32]{2,1,0}, f32[64]{0}) tuple(%next, %x, %w, /*index=3*/%g)
+}
+
+%condition (arg: (s32[], bf16[8,16], bf16[4,16,32], f32[64])) -> pred[] {
+  %arg.1 = (s32[], bf16[8,16]{1,0}, bf16[4,16,32]{2,1,0}, f32[64]{0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%arg.1), index=0
+  %n = s32[] constant(LIMIT)
+  ROOT %less = pred[] compare(%i.1, %n), direction=LT
+}
+
+%cheap (c: f32[64]) -> f32[64] {
+  ROOT %c = f32[64]{0} parameter(0)
+}
+
+%dear (d: f32[64]) -> f32[64] {
+  %d = f32[64]{0} parameter(0)
+  ROOT %exp = f32[64]{0} exponential(%d), metadata={op_name="jit(f)/exp"}, backend_config={"estimated_cycles":"7"}
+}
+
+%all-reduce-scatter (r: bf16[64,4]) -> bf16[16,4] {
+  %r = bf16[64,4]{1,0} parameter(0)
+  %all-reduce.2 = bf16[64,4]{1,0} all-reduce(%r), replica_groups={{0,1,2,3}}, to_apply=%sum
+  %at = s32[] constant(0)
+  ROOT %mine = bf16[16,4]{1,0} dynamic-slice(%all-reduce.2, %at, %at), dynamic_slice_sizes={16,4}
+}
+
+%sparsecore_gather (s: s32[32], t: f32[1000,2]) -> f32[32,2] {
+  %s = s32[32]{0} parameter(0)
+  %t = f32[1000,2]{1,0} parameter(1)
+  ROOT %offload.3 = f32[32,2]{1,0} gather(%t, %s), offset_dims={1}, backend_config={"estimated_cycles":"9223372036854775807"}
+}
+
+ENTRY %main (x.2: bf16[8,16], w.2: bf16[4,16,32], g.2: f32[64], pick: pred[], r.2: bf16[64,4]) -> f32[64] {
+  %x.2 = bf16[8,16]{1,0} parameter(0)
+  %w.2 = bf16[4,16,32]{2,1,0} parameter(1)
+  %g.2 = f32[64]{0} parameter(2)
+  %pick = pred[] parameter(3)
+  %r.2 = bf16[64,4]{1,0} parameter(4)
+  %start = s32[] constant(START)
+  %init = (s32[], bf16[8,16]{1,0}, bf16[4,16,32]{2,1,0}, f32[64]{0}) tuple(%start, %x.2, %w.2, %g.2)
+  %loop = (s32[], bf16[8,16]{1,0}, bf16[4,16,32]{2,1,0}, f32[64]{0}) while(%init), condition=%condition, body=%body KNOWN
+  %branch = f32[64]{0} conditional(%pick, %g.2, %g.2), true_computation=%cheap, false_computation=%dear
+  %scattered = bf16[16,4]{1,0} fusion(%r.2), kind=kCustom, calls=%all-reduce-scatter
+  %ag-start = (f32[64]{0}, f32[256]{0}, u32[], u32[]) all-gather-start(%g.2), replica_groups={{0,1,2,3}}, dimensions={0}
+  %ag-done = f32[256]{0} all-gather-done(%ag-start)
+  %indices = s32[32]{0} iota(), iota_dimension=0
+  %table = f32[1000,2]{1,0} broadcast(%start), dimensions={}
+  %sc-start = ((s32[32]{0}, f32[1000,2]{1,0}), f32[32,2]{1,0}, u32[]{:S(8)}) async-start(%indices, %table), calls=%sparsecore_gather
+  %sc-done = f32[32,2]{1,0} async-done(%sc-start)
+  %kernel.12.clone = f32[64]{0} custom-call(%g.2), custom_call_target="tpu_custom_call"
+  %space = f32[99999]{0} custom-call(), custom_call_target="AllocateBuffer"
+  ROOT %copied = f32[64]{0} copy(%kernel.12.clone), metadata={op_name="jit(f)/copy"}, backend_config={"estimated_cycles":"20"}
+}
+"""  # noqa: E501
+
+
+def by_hand(start=0, limit=3, known=""):
+    return HLO.replace("START", str(start)).replace("LIMIT", str(limit)).replace("KNOWN", known)
+
+
+def test_hand_written_module_adds_up():
+    cost = hlo_cost.cost_of(by_hand())
+    assert cost.flops == 3 * 2 * 8 * 16 * 32
+    assert cost.cycles == 3 * 100 + 7 + 20, "three rounds, the dear branch, the copy, nothing for the SparseCore"
+    assert cost.ops == {"jit(f)/dot": 300, "jit(f)/exp": 7, "jit(f)/copy": 20}
+    assert cost.collectives == {"all-gather": 4 * 256 * 4, "reduce-scatter": 64 * 4 * 2}
+    assert cost.collective_counts == {"all-gather": 3 + 1, "reduce-scatter": 1}
+    assert cost.custom_calls == {"kernel": 1, "offload": 1}
+    assert cost.unknown_loops == 0
+    assert cost.seconds("v6e:2x2") == pytest.approx(327 / 1.75e9, rel=1e-3)
+
+
+def test_hbm_bytes_count_slices_and_leave_out_vmem():
+    rounds = 3 * (8 * 16 * 2 + 16 * 32 * 2 + 4 + 3 * 4 + (64 + 256) * 4)  # x, a slice of w, i; i + 1; all-gather
+    branch, scattered, start = 2 * 64 * 4, 64 * 4 * 2 + 16 * 4 * 2, (64 + 64 + 256 + 2) * 4
+    gather, kernel, copied = (2 * 32 * 2 + 32) * 4, 2 * 64 * 4, 2 * 64 * 4
+    indices, table = 32 * 4, 1000 * 2 * 4 + 4
+    total = rounds + branch + scattered + start + gather + kernel + copied + indices + table
+    assert abs(hlo_cost.cost_of(by_hand()).bytes - total) <= 32 * 4  # whether the gather's indices count is moot
+
+
+@pytest.mark.parametrize(
+    ("start", "limit", "known", "rounds"),
+    [(0, 5, "", 5), (2, 5, "", 3), (5, 5, "", 0), (0, 5, ', backend_config={"known_trip_count":{"n":"11"}}', 11)],
+)
+def test_loops_run_from_start_to_limit(start, limit, known, rounds):
+    assert hlo_cost.cost_of(by_hand(start, limit, known)).flops == rounds * 2 * 8 * 16 * 32
+
+
+def test_loop_of_unknown_length_counts_once_and_is_reported():
+    cost = hlo_cost.cost_of(by_hand().replace("s32[] constant(3)", "s32[] get-tuple-element(%arg.1), index=0"))
+    assert (cost.flops, cost.unknown_loops) == (2 * 8 * 16 * 32, 1)
+
+
+def test_other_text_and_other_topologies_are_refused():
+    with pytest.raises(ValueError, match="no ENTRY computation"):
+        hlo_cost.cost_of("module @jit_f { }")
+    with pytest.raises(ValueError, match="write <chip>:<rows>x<columns>"):
+        hlo_cost.topology_devices("v6e-8")
+    with pytest.raises(ValueError, match="must be even"):
+        hlo_cost.topology_devices("v6e:3x3")
+
+
+def test_missing_libtpu_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    with pytest.raises(ImportError, match="pip install libtpu"):
+        hlo_cost.topology_devices("v6e:1x1")
+
+
+def test_command_line_prints_totals_and_operations(tmp_path, capsys):
+    (tmp_path / "dump.txt").write_text(by_hand())
+    hlo_cost.main(hlo_cost.Config(dump=str(tmp_path / "dump.txt"), top=1))
+    printed = capsys.readouterr().out
+    for text in ("2.458e+04", "all-gather: 4 x", "kernel: 1 x, no estimate", "91.7%  jit(f)/dot"):
+        assert text in printed
+    assert "jit(f)/copy" not in printed
+
+
+# ---- programs compiled for TPU topologies, all in one process of their own: this one has eight fake CPU devices
+
+M, D, LAYERS, OUTER = 256, 512, 7, 5
+BIG = 2048, 1024
+
+
+def compile_programs():
+    """Prints {program: [Cost, memory]} as JSON; runs in the child process."""
+    import dataclasses
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import pallas as pl
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    results = {}
+
+    def mesh_of(topology):
+        return Mesh(np.array(hlo_cost.topology_devices(topology)), ("x",), axis_types=(AxisType.Auto,))
+
+    def record(name, f, *args, options=None, **jit_options):
+        _, cost, memory = hlo_cost.compile_and_cost(jax.jit(f, **jit_options).lower(*args), options)
+        results[name] = [dataclasses.asdict(cost), memory]
+
+    chip = NamedSharding(mesh_of("v6e:1x1"), P())
+
+    def array(*shape, dtype=jnp.bfloat16, sharding=chip):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def layers(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    def total(x, w):
+        return layers(x, w).astype(jnp.float32).sum()
+
+    x, w = array(M, D), array(LAYERS, D, D)
+    record("scan", layers, x, w)
+    record("nested", lambda x, w: jax.lax.scan(lambda x, _: (layers(x, w), None), x, None, length=OUTER)[0], x, w)
+    record("gradient", jax.grad(total, argnums=(0, 1)), x, w)
+
+    def steps_of_4(x, w):
+        return jax.lax.while_loop(lambda c: c[0] < 22, lambda c: (c[0] + 4, c[1] @ w[0]), (1, x))
+
+    def stops_early(x, w):
+        def body(c):
+            i, x, hits = c
+            return i + 1, x @ w[0], hits + (x[0, 0] > 0)
+
+        return jax.lax.while_loop(lambda c: (c[2] < 3) & (c[0] < 22), body, (0, x, 0))
+
+    def attention(q, k, v):  # without a softmax, for which libtpu has a kernel of its own that reports no FLOPs
+        return jnp.tanh(q @ k.swapaxes(2, 3)) @ v
+
+    def branches(x, w, i):
+        return jax.lax.switch(i, [lambda: x @ w[0], lambda: x, lambda: layers(x, w)])
+
+    record("steps of 4", steps_of_4, x, w)
+    record("stops early", stops_early, x, w)
+    record("attention", attention, array(2, 3, 256, 128), array(2, 3, 384, 128), array(2, 3, 384, 128))
+    record("branches", branches, x, w, array(dtype=jnp.int32))
+    record("add one", lambda a: a + 1, array(8192, 4096, dtype=jnp.float32), donate_argnums=0)
+
+    def double(x_ref, out_ref):
+        out_ref[...] = 2 * x_ref[...]
+
+    kernel = pl.pallas_call(double, jax.ShapeDtypeStruct((M, D), jnp.bfloat16), name="double")
+    with jax.set_mesh(chip.mesh):
+        record("pallas", lambda x: jax.lax.scan(lambda x, _: (kernel(x), None), x, None, length=OUTER)[0], x)
+
+    pod = mesh_of("v6e:2x2")
+    rows, columns, whole = (NamedSharding(pod, spec) for spec in (P("x"), P(None, "x"), P()))
+
+    def fsdp(x, w):
+        @jax.checkpoint  # gathers the weights once more in the backward pass
+        def layer(x, w):
+            w = jax.lax.with_sharding_constraint(w, whole)
+            return jax.lax.with_sharding_constraint(jnp.tanh(x @ w), rows), None
+
+        return jax.lax.scan(layer, x, w)[0].astype(jnp.float32).mean()
+
+    sharded = array(BIG[0], BIG[1], sharding=rows), array(LAYERS, BIG[1], BIG[1], sharding=columns)
+    gradient = jax.grad(fsdp, argnums=1)
+    record("fsdp", fsdp, *sharded)
+    record("fsdp gradient", gradient, *sharded, out_shardings=columns)
+    offload = {f"xla_tpu_enable_sparse_core_collective_offload_{op}": True for op in ("all_gather", "reduce_scatter")}
+    offload |= {"xla_tpu_enable_all_gather_offload_tracing": True, "xla_tpu_use_tc_device_shape_on_sc": True}
+    record("fsdp asynchronous", gradient, *sharded, out_shardings=columns, options=offload)
+
+    for name in hlo_cost.CHIPS:
+        full = array(2**30, 40, sharding=NamedSharding(mesh_of(f"{name}:1x1"), P()))
+        try:
+            record(name, lambda a: a + 1, full)
+        except jax.errors.JaxRuntimeError as error:
+            results[name] = str(error)
+    print(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs the TPU compiler: pip install libtpu")
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-c", "import test_hlo_cost; test_hlo_cost.compile_programs()"]
+    child = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+MATMUL = 2 * M * D * D
+
+
+@pytest.mark.parametrize(
+    ("program", "flops"),
+    [
+        ("scan", LAYERS * MATMUL),
+        ("nested", OUTER * LAYERS * MATMUL),
+        ("gradient", 3 * LAYERS * MATMUL),
+        ("steps of 4", 6 * MATMUL),
+        ("stops early", 22 * MATMUL),
+        ("attention", 2 * 2 * 2 * 3 * 256 * 384 * 128),
+        ("branches", LAYERS * MATMUL),
+        ("fsdp", LAYERS * 2 * BIG[0] // 4 * BIG[1] ** 2),
+        ("fsdp gradient", 4 * LAYERS * 2 * BIG[0] // 4 * BIG[1] ** 2),
+    ],
+)
+def test_flops_of_a_compiled_program_equal_the_closed_form(compiled, program, flops):
+    cost, _ = compiled[program]
+    assert cost["flops"] == pytest.approx(flops, rel=0.005)
+    assert cost["unknown_loops"] == 0
+    assert cost["cycles"] == sum(cost["ops"].values()) > 0
+
+
+def test_cycles_are_at_least_those_of_full_matrix_units(compiled):
+    for program in ("scan", "nested", "gradient", "fsdp"):
+        cost, _ = compiled[program]
+        assert 1 < cost["cycles"] * 918e12 / 1.75e9 / cost["flops"] < 50, program
+
+
+def test_collectives_move_the_weights_of_every_layer(compiled):
+    weights = LAYERS * BIG[1] ** 2 * 2
+    forward, backward, beside = (compiled[name][0] for name in ("fsdp", "fsdp gradient", "fsdp asynchronous"))
+    assert forward["collectives"]["all-gather"] == weights
+    assert forward["collective_counts"]["all-gather"] == LAYERS
+    for cost in (backward, beside):
+        assert cost["collectives"]["all-gather"] == 2 * weights
+        assert cost["collectives"]["reduce-scatter"] == weights
+        assert cost["collective_counts"]["reduce-scatter"] == LAYERS
+
+
+def test_hbm_traffic_is_one_read_and_one_write_and_memory_is_that_of_the_arguments(compiled):
+    cost, memory = compiled["add one"]
+    array = 8192 * 4096 * 4
+    assert cost["bytes"] == pytest.approx(2 * array, rel=1e-3)
+    assert (memory["arguments"], memory["outputs"], memory["aliased"]) == (array, array, array)
+    assert memory["total_gib"] * 2**30 == pytest.approx(array + memory["temporaries"] + memory["code"])
+
+
+def test_a_scan_reads_each_layer_once(compiled):
+    cost, _ = compiled["scan"]
+    weights = LAYERS * D * D * 2
+    assert weights <= cost["bytes"] < 1.5 * weights
+
+
+def test_pallas_kernels_are_named_and_counted(compiled):
+    assert compiled["pallas"][0]["custom_calls"] == {"double": OUTER}
+
+
+def test_usable_memory_is_what_the_compiler_says(compiled):
+    for name, chip in hlo_cost.CHIPS.items():
+        assert compiled[name].startswith("RESOURCE_EXHAUSTED")
+        assert f"({chip.usable_gib}G)" in compiled[name]

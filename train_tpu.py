@@ -1,0 +1,707 @@
+"""Train PythonCoder from scratch on Python source, on whatever JAX finds: a TPU chip, a pod, GPUs or a CPU.
+
+    python train_tpu.py --steps=50                      # CPU: the tiny preset for two minutes, to see it work
+    python train_tpu.py                                 # four epochs over the standard library; 1.08 B on a TPU v6e
+    python train_tpu.py --resume=out/train_tpu          # goes on where the run stopped, with the run's own settings
+    python train_tpu.py --data=data/mine --model=300m   # tokens that data_prep.py wrote
+    python train_tpu.py --compile_only=True --topology=v6e:1x1 --model=1b   # does it fit? needs libtpu, not a TPU
+
+Reads the folder of packed rows that data_prep.py writes; without --data it first prepares the standard library of the
+running Python. Writes --out: config.json, tokenizer.json, log.jsonl, samples.txt, checkpoints/<step>/.
+
+One optimizer step is one compiled program: a scan over micro-batches, each a scan over layers. The gradient is that of
+(sum of token losses) / (all valid tokens of the step), however the tokens fall into micro-batches. Row order, dropout
+and learning rate are functions of (seed, step), so a checkpoint needs no more than parameters, moments and the step.
+"""
+
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import json
+import math
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import typing
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tokenizers
+import tyro
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as PS
+from orbax.checkpoint import checkpoint_managers as keep
+
+import data_prep
+import hlo_cost
+import model_pythoncoder as pc
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    data: str = ""  # folder written by data_prep.py; "" prepares the Python standard library under data/
+    out: str = "out/train_tpu"  # run folder
+    resume: str = ""  # run folder to go on from, with its settings; "" starts anew
+    model: str = ""  # key of CONFIGS in model_pythoncoder.py; "" picks one by the device's memory
+    diff: typing.Literal["seed", "paper", "v2", "none"] = "seed"  # floored | as published | DIFF V2 | plain attention
+    seq_len: int = 0  # tokens per row; 0: the model's positions
+    batch_size: int = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 8,192 on a CPU
+    micro_batch: int = 0  # rows per device at a time; 0: by model and memory
+    epochs: float = 4.0  # passes over the training rows; sets --steps
+    steps: int = 0  # optimizer steps; 0: from --epochs
+    lr: float = 0.0  # peak learning rate; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3
+    warmup: int = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
+    weight_decay: float = 0.1  # on matrices and embeddings only
+    clip: float = 1.0  # global gradient norm
+    dropout: float = 0.1  # attention output, feed-forward hidden and output
+    mtp_weight: float = 0.1  # of the MTP head's loss
+    z_loss: float = 0.0  # weight of logsumexp^2
+    dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
+    remat: typing.Literal["", "none", "qkvo", "full"] = ""  # what the backward pass recomputes
+    fsdp: int = 0  # devices that share one copy of the weights; 0: all that data and tensor leave
+    tensor: int = 1  # devices that share each layer's heads, feed-forward and vocabulary
+    hosts: str = ""  # "" one host; "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process
+    eval_every: int = 0  # steps between evaluations, each saves a checkpoint; 0: ten times a run, but 50 to 1000
+    eval_rows: int = 512  # held-out rows at most
+    log_every: int = 10
+    keep: int = 2  # newest checkpoints to keep, besides the best and the last of each epoch
+    prompt: str = "def read_lines(path):\n"  # continued at every evaluation
+    wandb: str = ""  # project name; "" logs to files alone
+    compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
+    compile_only: bool = False  # compile for --topology and print memory, FLOPs and the time estimate
+    topology: str = "v6e:1x1"  # TPU to compile for: v6e:1x1, v6e:4x4, v5e:1x1, ...
+    seed: int = 0  # initial weights, row order, dropout
+
+
+# ---- choices for the device ----------------------------------------------------------------------------------------
+
+# Rows per device at a time: on a v6e four rows keep the activations in VMEM (spec: 2.75 s a step, with eight 2.81 s).
+MICRO_BATCH = {"tiny": 16, "small": 16, "300m": 8, "1b": 4}
+TPU_FLOPS = {"TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12}  # bf16
+
+
+def device_memory_gib(device):
+    """What one accelerator can hold; None on a CPU."""
+    if device.platform == "cpu":
+        return None
+    if device.platform == "tpu" and "v6" in device.device_kind:
+        return 31.24  # also for a compile-only device, which cannot be asked
+    try:
+        return device.memory_stats()["bytes_limit"] / 2**30
+    except (TypeError, KeyError, jax.errors.JaxRuntimeError):
+        return 15.75
+
+
+def resolve(cfg, devices):
+    """Fill every automatic setting that needs the device alone, and say what was picked and why."""
+    device, memory = devices[0], device_memory_gib(devices[0])
+    if not cfg.model:
+        cfg = dataclasses.replace(cfg, model="tiny" if memory is None else "small")
+        for name in (
+            ("300m", "1b") if memory else ()
+        ):  # float32 weights, moments, gradients and their sum: 18 bytes each
+            if 18 * pc.count_params(pc.CONFIGS[name])["total"] / len(devices) / 2**30 + 8 <= memory:
+                cfg = dataclasses.replace(cfg, model=name)
+    if cfg.model not in pc.CONFIGS:
+        sys.exit(f"--model={cfg.model}: not one of {', '.join(pc.CONFIGS)}")
+    model = dataclasses.replace(pc.CONFIGS[cfg.model], diff=cfg.diff)
+    seq_len = cfg.seq_len or model.positions
+    if seq_len > model.positions:
+        sys.exit(f"--seq_len={seq_len} is longer than the {model.positions} positions of {cfg.model}")
+    tensor, fsdp = cfg.tensor, cfg.fsdp or max(1, len(devices) // cfg.tensor)
+    if len(devices) % (tensor * fsdp):
+        sys.exit(f"{len(devices)} devices do not divide into fsdp {fsdp} x tensor {tensor}; choose --fsdp and --tensor")
+    splits = {"kv_heads": model.kv_heads // model.maps, "ffn": model.ffn, "vocab": model.vocab}
+    for name, size in splits.items():
+        if size % tensor:
+            sys.exit(f"--tensor={tensor} does not divide the model's {name} groups ({size})")
+    if model.vocab % (tensor * fsdp) or model.width % fsdp:
+        sys.exit(f"fsdp {fsdp} x tensor {tensor} does not divide vocabulary {model.vocab} and width {model.width}")
+    copies = len(devices) // tensor  # devices that hold different rows
+    batch = cfg.batch_size or max(copies, (8192 if memory is None else 131_072) // seq_len)
+    if batch % copies:
+        sys.exit(f"--batch_size={batch} does not divide over {copies} devices; try {-(-batch // copies) * copies}")
+    rows = batch // copies
+    micro = cfg.micro_batch or next(m for m in range(min(rows, MICRO_BATCH[cfg.model]), 0, -1) if rows % m == 0)
+    if rows % micro:
+        sys.exit(f"--micro_batch={micro} does not divide the {rows} rows of a device; try a divisor of {rows}")
+    dtype = cfg.dtype or ("float32" if memory is None else "bfloat16")
+    remat = cfg.remat or ("none" if memory is None else "qkvo")
+    why = "CPU" if memory is None else f"{memory:.1f} GiB each"
+    print(f"{len(devices)} x {device.device_kind} ({why}): mesh data {copies // fsdp}, fsdp {fsdp}, tensor {tensor}")
+    print(
+        f"model {cfg.model}, {dtype} compute on float32 weights, remat {remat}; a step is {batch} rows of {seq_len} = "
+        f"{batch * seq_len:,} tokens, {batch // (copies * micro)} x {micro} rows a device"
+    )
+    run = pc.Run(
+        jnp.dtype(dtype), device.platform == "tpu", remat, cfg.dropout, loss_tokens=256 if memory is None else 2048
+    )
+    # moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32
+    mu_dtype = jnp.dtype(dtype)
+    mesh = jax.sharding.Mesh(
+        np.asarray(devices).reshape(-1, fsdp, tensor), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3
+    )
+    cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch)
+    return cfg, model, run, mesh, micro, mu_dtype
+
+
+def wsd(step, peak, steps, warmup=2000, stable=0.9, start=0.01, final=0.1):
+    """Warmup-stable-decay learning rate of update `step` (0, 1, ...), float32.
+
+    peak (start + (1 - start) s / warmup) while s < warmup; peak while s < D = int(stable steps); then with x =
+    min(s - D, steps - D) / (steps - D): peak (final + (1 - final) (1 + cos(pi x)) / 2), so final peak after the end.
+    """
+    step, decay = jnp.asarray(step, jnp.float32), int(stable * steps)
+    rising = start + (1 - start) * step / max(warmup, 1)
+    x = jnp.clip((step - decay) / max(steps - decay, 1), 0, 1)
+    falling = final + (1 - final) * (1 + jnp.cos(jnp.pi * x)) / 2
+    return peak * jnp.where(step < warmup, rising, jnp.where(step < decay, 1.0, falling))
+
+
+def peak_lr(parameters):
+    return float(np.clip(3e-4 * math.sqrt(1.5e9 / parameters), 1e-4, 3e-3))
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """Packed rows of one split of a data_prep.py folder; row order is a function of (seed, epoch).
+
+    Shards are permuted, then the rows of each: a step reads one or two shards, whatever the size of the data.
+    """
+
+    def __init__(self, folder, split):
+        self.folder, self.meta = Path(folder), json.loads((Path(folder) / "meta.json").read_text())
+        self.shards = self.meta["splits"][split]["shards"]
+        self.first = np.cumsum([0] + [shard["rows"] for shard in self.shards])
+        self.total = int(self.first[-1])
+        self.order = functools.lru_cache(2)(self.order)
+        self.shard = functools.lru_cache(3)(self.shard)
+
+    def order(self, seed, epoch):
+        """All row numbers in the order of this epoch."""
+        rng = np.random.default_rng([seed, epoch])
+        shards = rng.permutation(len(self.shards))
+        return np.concatenate([self.first[i] + rng.permutation(self.shards[i]["rows"]) for i in shards])
+
+    def shard(self, i):
+        """Shard i as int32 [3, R, L]: tokens, segments, positions. Exits when its bytes are not those written."""
+        path = self.folder / self.shards[i]["file"]
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            sys.exit(f"{path} cannot be read ({error.strerror}); write it again with data_prep.py")
+        if hashlib.sha256(data).hexdigest() != self.shards[i]["sha256"]:
+            sys.exit(
+                f"{path} is corrupted: its SHA-256 is not the one in meta.json; delete it and run data_prep.py again"
+            )
+        table = pq.read_table(pa.BufferReader(data))
+        columns = [table[name].combine_chunks() for name in ("input_ids", "segments", "positions")]
+        return np.stack([c.values.to_numpy().reshape(len(c), -1).astype(np.int32) for c in columns])
+
+    def read(self, row_ids):
+        """int32 [3, ..., L] for an array of row numbers."""
+        flat = row_ids.ravel()
+        shards = np.searchsorted(self.first, flat, side="right") - 1
+        out = np.zeros((3, len(flat), self.meta["seq_len"]), np.int32)
+        for i in np.unique(shards[flat >= 0]):
+            mine = (shards == i) & (flat >= 0)  # row number -1 is an empty row
+            out[:, mine] = self.shard(int(i))[:, flat[mine] - self.first[i]]
+        return out.reshape(3, *row_ids.shape, -1)
+
+
+def to_devices(rows, row_ids, sharding):
+    """Row numbers [A, B] -> {"token_ABL", "segment_ABL", "position_ABL"} on the mesh; a host reads its own rows only."""
+    read = functools.lru_cache(None)(lambda a, b: rows.read(row_ids[slice(*a), slice(*b)]))
+    shape = (*row_ids.shape, rows.meta["seq_len"])
+
+    def column(c):
+        def part(index):
+            return read(*((s.start, s.stop) for s in index[:2]))[c]
+
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return {name: column(c) for c, name in enumerate(("token_ABL", "segment_ABL", "position_ABL"))}
+
+
+def prefetch(make, first, last):
+    """Yield (step, make(step), seconds waited) with one batch made ahead by a thread."""
+    ready = queue.Queue(2)
+
+    def work():
+        try:
+            for step in range(first, last):
+                ready.put(make(step))
+        except BaseException as error:  # handed to the consumer, which raises it
+            ready.put(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    for step in range(first, last):
+        started = time.perf_counter()
+        batch = ready.get()
+        if isinstance(batch, BaseException):
+            raise batch
+        yield step, batch, time.perf_counter() - started
+
+
+# ---- the compiled step ---------------------------------------------------------------------------------------------
+
+
+def decays(tree):
+    """Weight decay mask, by name: matrices and embeddings, no norms or lambda vectors (stacked norms have two axes)."""
+    names = {*pc.SHARDING, "w_lambda"}
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in names, tree)
+
+
+def make_optimizer(clip, weight_decay, mu_dtype=None, mask=decays):
+    """Clip, then AdamW at learning rate 1: its updates are multiplied by the schedule of the step."""
+    adamw = optax.adamw(1.0, 0.9, 0.95, 1e-8, weight_decay=weight_decay, mask=mask, mu_dtype=mu_dtype)
+    return optax.chain(optax.clip_by_global_norm(clip), adamw)
+
+
+def accumulate(loss_fn, params, batches):
+    """Sum of gradients and of outputs of loss_fn(params, batch) -> (loss, aux) over the leading axis of batches."""
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    if jax.tree.leaves(batches)[0].shape[0] == 1:
+        (loss, aux), grads = grad_fn(params, jax.tree.map(lambda x: x[0], batches))
+        return grads, (loss, aux)
+
+    def body(sums, batch):
+        (loss, aux), grads = grad_fn(params, batch)
+        return jax.tree.map(jnp.add, sums, (grads, (loss, aux))), None
+
+    shapes = jax.eval_shape(grad_fn, params, jax.tree.map(lambda x: x[0], batches))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[1], shapes[0]))
+    return jax.lax.scan(body, zeros, batches)[0]
+
+
+def apply_gradients(optimizer, state, grads, lr):
+    """One update of {"params", "opt"}; the step is left out (and said so) if any gradient is not finite."""
+    norm = optax.global_norm(grads)
+    ok = jnp.isfinite(norm)
+    updates, opt = optimizer.update(grads, state["opt"], state["params"])
+    params = jax.tree.map(lambda p, u: p + lr * u, state["params"], updates)
+    new = {"params": params, "opt": opt}
+    return jax.tree.map(lambda old, new: jnp.where(ok, new, old), state, new), norm, ok
+
+
+def make_step(cfg, graph, optimizer, lr_peak, steps, warmup):
+    """train_step(state, batch, step) -> (state, metrics), to be compiled once with the state donated."""
+
+    def train_step(state, batch, step):
+        key = jax.random.fold_in(jax.random.key(cfg.seed), step)
+        lr = wsd(step, lr_peak, steps, warmup)
+        main_tokens, mtp_tokens = (jnp.maximum(mask.sum(), 1) for mask in pc.target_masks(batch["segment_ABL"]))
+
+        def loss_fn(params, micro):
+            model = nnx.merge(graph, params)
+            dropout_key = jax.random.fold_in(key, micro["number_A"]) if cfg.dropout else None
+            inputs = micro["token_ABL"], micro["segment_ABL"], micro["position_ABL"]
+            main, mtp = model.losses(*inputs, dropout_key, cfg.z_loss, mtp=cfg.mtp_weight > 0)
+            return main / main_tokens + cfg.mtp_weight * mtp / mtp_tokens, (main / main_tokens, mtp / mtp_tokens)
+
+        micros = batch | {"number_A": jnp.arange(batch["token_ABL"].shape[0])}
+        grads, (loss, (main, mtp)) = accumulate(loss_fn, state["params"], micros)
+        state, norm, ok = apply_gradients(optimizer, state, grads, lr)
+        metrics = {"loss": loss, "main": main, "mtp": mtp, "lr": lr, "grad_norm": norm, "ok": ok}
+        return state, metrics
+
+    return train_step
+
+
+def state_shapes(model, optimizer):
+    params = pc.param_shapes(model)
+    return {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
+
+
+def make_evaluate(graph):
+    """evaluate(params, token, segment, position [B, L], bytes_V) -> nats, predicted tokens and their bytes, summed."""
+
+    def evaluate(params, batch, bytes_V):
+        token_BL, segment_BL, position_BL = (batch[k][0] for k in ("token_ABL", "segment_ABL", "position_ABL"))
+        nats, _ = nnx.merge(graph, params).losses(token_BL, segment_BL, position_BL, mtp=False)
+        mask_BL, _ = pc.target_masks(segment_BL)
+        return nats, mask_BL.sum(), (mask_BL * bytes_V[jnp.roll(token_BL, -1, 1)]).sum()
+
+    return evaluate
+
+
+def token_bytes(tokenizer, vocab):
+    """UTF-8 bytes of each token of a byte-level BPE, whose characters stand for bytes; special tokens have none."""
+    special = tokenizer.get_added_tokens_decoder()
+    return np.array([0 if i in special else len(tokenizer.id_to_token(i) or "") for i in range(vocab)], np.float32)
+
+
+# ---- checkpoints and logs ------------------------------------------------------------------------------------------
+
+
+def open_checkpoints(folder, keep_newest, epoch_ends):
+    """Orbax manager over <folder>/<step>/: asynchronous, atomic; keeps the newest, the best and every epoch's last."""
+    policy = [keep.LatestN(keep_newest), keep.CustomSteps(epoch_ends)]
+    policy.append(
+        keep.BestN(get_metric_fn=lambda m: m["heldout_nats"], reverse=True, n=1, keep_checkpoints_without_metrics=False)
+    )
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=keep.AnyPreservationPolicy(policy), cleanup_tmp_directories=True
+    )
+    return ocp.CheckpointManager(Path(folder).absolute(), options=options)
+
+
+def save(manager, step, state, meta, metrics):
+    """Start an asynchronous save. Raises OSError or ValueError if this one, or the one before, cannot be written."""
+    items = {name: ocp.args.StandardSave(state[name]) for name in ("params", "opt")}
+    items["meta"] = ocp.args.JsonSave(meta | {"step": step, "sums": pc.bit_sums(state)})
+    manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
+
+
+def restore(manager, shapes, model, where):
+    """Newest checkpoint of a manager as (state, laid out as `shapes` says, its meta); exits if it does not fit."""
+    step = manager.latest_step()
+    if step is None:
+        sys.exit(f"{where} holds no checkpoint to resume from; start anew without --resume")
+    path = f"checkpoint {where}/checkpoints/{step}"
+    try:
+        meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        theirs, ours = meta["model"], dataclasses.asdict(model)
+        changed = [f"{k} {theirs.get(k)} there, {v} here" for k, v in ours.items() if theirs.get(k) != v]
+        if changed:
+            sys.exit(f"{path} is of another model: {'; '.join(changed)}")
+        items = {name: ocp.args.StandardRestore(shapes[name]) for name in ("params", "opt")}
+        state = dict(manager.restore(step, args=ocp.args.Composite(**items)))
+        pc.check_sums(state, meta["sums"], path)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        sys.exit(
+            f"{path} cannot be read ({str(error).splitlines()[0]}); delete its folder to resume from the one before"
+        )
+    return state, meta
+
+
+def log(out, row):
+    """Print one row of metrics and append it to <out>/log.jsonl, the source of every plot and table."""
+    if jax.process_index() == 0:
+        print(" | ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in row.items()), flush=True)
+        with open(Path(out) / "log.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def compile_only(cfg):
+    """Compile the train step for a TPU that need not be there; print what the compiler knows of memory and time."""
+    devices = hlo_cost.topology_devices(cfg.topology)
+    cfg, model, run, mesh, micro, mu_dtype = resolve(cfg, devices)
+    optimizer = make_optimizer(cfg.clip, cfg.weight_decay, mu_dtype)
+    shapes = state_shapes(model, optimizer)
+    shapes = jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        shapes,
+        pc.shardings(mesh, shapes),
+    )
+    copies = len(devices) // cfg.tensor
+    rows = jax.ShapeDtypeStruct(
+        (cfg.batch_size // (micro * copies), micro * copies, cfg.seq_len),
+        jnp.int32,
+        sharding=NamedSharding(mesh, PS(None, pc.BATCH)),
+    )
+    batch = dict.fromkeys(("token_ABL", "segment_ABL", "position_ABL"), rows)
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PS()))
+    train_step = make_step(cfg, pc.graph_of(model, run), optimizer, 3e-4, 1000, 100)
+    layout = jax.tree.map(lambda s: s.sharding, shapes)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(train_step, donate_argnums=0, out_shardings=(layout, None)).lower(shapes, batch, step)
+        return hlo_cost.compile_and_cost(lowered), cfg, model, devices
+
+
+def report_compile(cfg):
+    try:
+        (_, cost, memory), cfg, model, devices = compile_only(cfg)
+    except (ValueError, ImportError) as error:
+        sys.exit(f"--topology={cfg.topology}: {error}")
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        sys.exit(f"does not fit: {str(error).splitlines()[0]}")
+    chip = cfg.topology.partition(":")[0]
+    tokens, chips = cfg.batch_size * cfg.seq_len, len(devices)
+    flops = tokens * pc.flops_per_token(model, cfg.seq_len)
+    row = {
+        "topology": cfg.topology,
+        "model": cfg.model,
+        "tokens": tokens,
+        "hbm_gib": memory["total_gib"],
+        "usable_gib": memory["usable_gib"],
+        "step_s": cost.seconds(chip),
+        "tok_per_s": tokens / cost.seconds(chip),
+        "model_flops": flops,
+        "hlo_flops_per_chip": cost.flops,
+        "hbm_bytes_per_chip": cost.bytes,
+        "mfu": flops / chips / cost.seconds(chip) / hlo_cost.CHIPS[chip].flops_per_s,
+        "collective_gb": {k: round(v / 1e9, 3) for k, v in cost.collectives.items()},
+        "collective_counts": cost.collective_counts,
+        "kernels_without_estimate": cost.custom_calls,
+    }
+    print("estimates of the compiler, per chip; the kernels it has no estimate for come on top")
+    for name, value in row.items():
+        print(f"  {name:26} {value:.4g}" if isinstance(value, float) else f"  {name:26} {value}")
+    for name, cycles in sorted(cost.ops.items(), key=lambda item: -item[1])[:12]:
+        print(f"  {cycles / cost.cycles:6.1%}  {name}")
+    return row
+
+
+# ---- the run -------------------------------------------------------------------------------------------------------
+
+
+def peak_flops(device, dtype):
+    """FLOP/s of one device: the data sheet's for a TPU, elsewhere the best of five products of square matrices."""
+    for kind, peak in TPU_FLOPS.items():
+        if device.device_kind.startswith(kind):
+            return peak, "data sheet"
+    n = 1536 if device.platform == "cpu" else 8192
+    a = jnp.ones((n, n), dtype)
+    product = jax.jit(lambda a: a @ a)
+    product(a).block_until_ready()
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        product(a).block_until_ready()
+        seconds.append(time.perf_counter() - started)
+    return 2 * n**3 / min(seconds), f"measured, {n} x {n} {jnp.dtype(dtype)} matmul"
+
+
+def find_data(cfg, model):
+    """The data folder, prepared first if it is the embedded default; exits if rows and model do not fit."""
+    folder = Path(cfg.data or f"data/python-{cfg.seq_len}-{min(model.vocab, 32_768)}")
+    if not cfg.data and not (folder / "meta.json").exists():
+        if cfg.hosts:
+            sys.exit("several hosts need the same data: write it with data_prep.py and pass --data")
+        print(f"no --data: preparing the Python standard library in {folder}")
+        data_prep.main(data_prep.Config(out=str(folder), seq_len=cfg.seq_len, vocab_size=min(model.vocab, 32_768)))
+    if not (folder / "meta.json").exists():
+        sys.exit(f"{folder} holds no finished data (no meta.json); write it with: python data_prep.py --out={folder}")
+    train, heldout = Rows(folder, "train"), Rows(folder, "heldout")
+    meta, advice = train.meta, f"prepare it again: python data_prep.py --out=OTHER --seq_len={cfg.seq_len}"
+    if meta["seq_len"] != cfg.seq_len:
+        sys.exit(f"{folder} has rows of {meta['seq_len']} tokens, the run wants {cfg.seq_len}; {advice}")
+    if meta["vocab_size"] > model.vocab:
+        sys.exit(
+            f"{folder} has {meta['vocab_size']:,} token ids, the model {model.vocab:,}; {advice} --vocab_size={model.vocab}"
+        )
+    tokenizer = (folder / "tokenizer.json").read_bytes()
+    if hashlib.sha256(tokenizer).hexdigest() != meta["tokenizer_sha256"]:
+        sys.exit(f"{folder}/tokenizer.json is not the one that made the shards; {advice}")
+    if train.total < cfg.batch_size:
+        sys.exit(
+            f"{folder} has {train.total} training rows, a step takes {cfg.batch_size}; lower --batch_size or add data"
+        )
+    return train, heldout, tokenizer
+
+
+def main(cfg):
+    if cfg.compile_only:
+        jax.config.update("jax_platforms", "cpu")
+        return report_compile(cfg)
+    if cfg.hosts:
+        address, *rest = cfg.hosts.split(",")
+        jax.distributed.initialize(*([] if cfg.hosts == "auto" else [address, *map(int, rest)]))
+    if cfg.compile_cache:
+        jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
+    out, first_process = Path(cfg.out), jax.process_index() == 0
+    cfg, model, run, mesh, micro, mu_dtype = resolve(cfg, jax.devices())
+    train, heldout, tokenizer_json = find_data(cfg, model)
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
+
+    per_epoch = train.total // cfg.batch_size
+    steps = cfg.steps or max(1, round(cfg.epochs * per_epoch))
+    counts = pc.count_params(model)
+    lr, warmup = cfg.lr or peak_lr(counts["total"]), cfg.warmup or min(2000, max(1, steps // 10))
+    eval_every = cfg.eval_every or min(1000, max(50, steps // 10))
+    epoch_ends = [per_epoch * e for e in range(1, steps // per_epoch + 1)]
+    cfg = dataclasses.replace(cfg, steps=steps, lr=lr, warmup=warmup, eval_every=eval_every)
+    tokens, seen = train.meta["splits"]["train"]["tokens"], steps * cfg.batch_size * cfg.seq_len
+    print(", ".join(f"{part} {n:,}" for part, n in counts.items()) + " parameters")
+    print(
+        f"{steps:,} steps of {seen // steps:,} tokens = {steps / per_epoch:.2f} epochs of {tokens:,} tokens, "
+        f"{seen / counts['total']:.1f} tokens per parameter; peak learning rate {lr:.3g}, warm-up {warmup}"
+    )
+
+    if (out / "checkpoints").exists() and any((out / "checkpoints").iterdir()) and not cfg.resume:
+        sys.exit(f"{out} already holds a run: --resume={out} goes on with it, another --out starts anew")
+    out.mkdir(parents=True, exist_ok=True)
+    lock = open(out / f".lock{jax.process_index()}", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"another trainer is writing to {out}; wait for it or choose another --out")
+
+    optimizer = make_optimizer(cfg.clip, cfg.weight_decay, mu_dtype)
+    shapes = state_shapes(model, optimizer)
+    layout = pc.shardings(mesh, shapes)
+    shapes = jax.tree.map(lambda s, l: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=l), shapes, layout)
+    manager = open_checkpoints(out / "checkpoints", cfg.keep, epoch_ends)
+    meta = {"model": dataclasses.asdict(model), "train": dataclasses.asdict(cfg), "data": train.meta["fingerprint"]}
+    if cfg.resume:
+        source = manager if Path(cfg.resume) == out else open_checkpoints(Path(cfg.resume) / "checkpoints", None, [])
+        state, saved = restore(source, shapes, model, cfg.resume)
+        if saved["data"] != meta["data"]:
+            sys.exit(f"{cfg.resume} was trained on other data; pass its --data, or start anew with another --out")
+        first, skipped = saved["step"], saved["skipped"]
+        print(f"resuming {cfg.resume} after step {first}")
+        truncate_log(out, first)
+    else:
+        params = jax.jit(lambda: pc.new_params(model, cfg.seed), out_shardings=layout["params"])()
+        opt = jax.jit(optimizer.init, out_shardings=layout["opt"])(params)
+        state, first, skipped = {"params": params, "opt": opt}, 0, 0
+    if first_process:
+        (out / "config.json").write_text(
+            json.dumps({"train": meta["train"], "model": meta["model"], "data": str(train.folder)}, indent=2) + "\n"
+        )
+        (out / "tokenizer.json").write_bytes(tokenizer_json)
+    if cfg.wandb and first_process:
+        import wandb
+
+        wandb.init(project=cfg.wandb, config=meta, dir=str(out), resume="allow")
+
+    # one compiled program for all steps; batches [A, B, L] lie on the mesh as they are made
+    rows_at = NamedSharding(mesh, PS(None, pc.BATCH))
+    copies = mesh.size // cfg.tensor
+
+    def batch_of(step):
+        epoch, i = divmod(step, per_epoch)
+        ids = train.order(cfg.seed, epoch)[i * cfg.batch_size : (i + 1) * cfg.batch_size]
+        return to_devices(train, ids.reshape(-1, micro * copies), rows_at)
+
+    started = time.perf_counter()
+    print("compiling the train step", flush=True)
+    graph = pc.graph_of(model, run)
+    train_step = jax.jit(
+        make_step(cfg, graph, optimizer, lr, steps, warmup), donate_argnums=0, out_shardings=(layout, None)
+    )
+    with jax.set_mesh(mesh):
+        train_step = train_step.lower(shapes, batch_of(first), jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
+    evaluate = jax.jit(make_evaluate(pc.graph_of(model, dataclasses.replace(run, dropout=0.0, remat="none"))))
+    bytes_V = jnp.asarray(token_bytes(tokenizer, model.vocab))
+    peak, source = peak_flops(jax.devices()[0], run.dtype)
+    flops = pc.flops_per_token(model, cfg.seq_len) * cfg.batch_size * cfg.seq_len / mesh.size
+    print(f"peak {peak / 1e12:.3g} TFLOP/s a device ({source}); a step is {flops / 1e12:.3g} TFLOP a device")
+
+    def score():
+        """Mean nats per held-out token and bits per byte, over whole batches of the first eval_rows rows."""
+        n = min(heldout.total, cfg.eval_rows)
+        ids = np.full(-(-n // (micro * copies)) * micro * copies, -1)
+        ids[:n] = np.arange(n)
+        sums = np.zeros(3)
+        for part in ids.reshape(-1, 1, micro * copies):
+            with jax.set_mesh(mesh):
+                sums += np.array(
+                    [float(x) for x in evaluate(state["params"], to_devices(heldout, part, rows_at), bytes_V)]
+                )
+        return {"heldout_nats": sums[0] / sums[1], "bits_per_byte": sums[0] / math.log(2) / sums[2]}
+
+    def sample(step):
+        if jax.process_count() > 1:
+            return {}
+        eos = tokenizer.token_to_id(data_prep.Config.eos)
+        rule = pc.Sampling(vocab=train.meta["vocab_size"], eos=eos, speculate=model.mtp)
+        lm = nnx.merge(pc.graph_of(model, pc.Run(run.dtype)), state["params"])
+        prompt = tokenizer.encode(cfg.prompt).ids
+        (text,), stats = pc.generate(lm, [prompt], min(64, model.positions - len(prompt)), rule, jax.random.key(0))
+        with open(out / "samples.txt", "a") as file:
+            file.write(f"---- step {step}\n{cfg.prompt}{tokenizer.decode(text)}\n")
+        return {"tokens_per_forward": stats["tokens"] / stats["forwards"]}
+
+    def checkpoint(step, metrics):
+        try:
+            manager.wait_until_finished()
+            save(manager, step, state, meta | {"skipped": skipped}, metrics)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            sys.exit(f"checkpoint of step {step} was not written ({reason}); {out} still holds {steps_of(manager)}")
+
+    stop = []
+    handlers = {s: signal.signal(s, lambda number, _: stop.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
+    row_start, waited_s, bad, since = time.perf_counter(), 0.0, 0, first
+    try:
+        for step, batch, wait_s in prefetch(batch_of, first, steps):
+            state, metrics = train_step(state, batch, jnp.int32(step))
+            waited_s += wait_s
+            metrics = {k: float(v) for k, v in metrics.items()}  # waits for the step
+            bad = 0 if metrics.pop("ok") else bad + 1
+            skipped += bad > 0
+            done = step + 1
+            if bad >= 5:
+                left = steps_of(manager)
+                sys.exit(f"no finite gradient in five steps, the last {done}; resume from {left} with a lower --lr")
+            if done % cfg.log_every == 0 or done == steps or bad:
+                elapsed = time.perf_counter() - row_start
+                rate = (done - since) / elapsed
+                row = {
+                    "step": done,
+                    **metrics,
+                    "tok_per_s": rate * cfg.batch_size * cfg.seq_len,
+                    "mfu": rate * flops / peak,
+                }
+                row |= {"wait": waited_s / elapsed, "eta_min": (steps - done) / rate / 60, "skipped": skipped}
+                row["tokens"] = done * cfg.batch_size * cfg.seq_len
+                log(out, row)
+                row_start, waited_s, since = time.perf_counter(), 0.0, done
+            if done % eval_every == 0 or done in epoch_ends or done == steps:
+                scores = score()
+                checkpoint(done, scores)
+                row = {"step": done, **scores, **sample(done)}
+                log(out, row)
+                row_start, waited_s, since = time.perf_counter(), 0.0, done
+            elif stop:
+                checkpoint(done, None)
+            if stop:
+                manager.wait_until_finished()
+                sys.exit(f"{signal.Signals(stop[0]).name}: saved step {done}; go on with --resume={out}")
+        manager.wait_until_finished()
+    finally:
+        for s, handler in handlers.items():
+            signal.signal(s, handler)
+        manager.close()
+    print(f"done: {out}; write code with: python generate.py --model=pythoncoder --ckpt={out}")
+
+
+def steps_of(manager):
+    return f"steps {sorted(manager.all_steps(read=True))}" if manager.all_steps(read=True) else "no checkpoint"
+
+
+def truncate_log(out, step):
+    """Drop the rows that a killed run wrote after its last checkpoint; they will be written again."""
+    path = Path(out) / "log.jsonl"
+    if path.exists() and jax.process_index() == 0:
+        rows = [
+            line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step
+        ]
+        path.with_suffix(".tmp").write_text("".join(row + "\n" for row in rows))
+        os.replace(path.with_suffix(".tmp"), path)
+
+
+def saved_config(argv):
+    """Defaults of the command line: a resumed run's own settings, so that --resume=DIR alone goes on as it was."""
+    folder = next((a.split("=", 1)[1] for a in argv if a.startswith("--resume=")), "")
+    if not folder:
+        return Config()
+    try:
+        saved = json.loads((Path(folder) / "config.json").read_text())["train"]
+    except (OSError, ValueError, KeyError):
+        sys.exit(f"{folder}/config.json cannot be read; --resume names the folder of an earlier run")
+    known = {f.name for f in dataclasses.fields(Config)}
+    saved = {k: v for k, v in saved.items() if k in known - {"hosts", "micro_batch", "fsdp", "tensor"}}
+    return Config(**saved | {"out": folder})
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, default=saved_config(sys.argv), description=__doc__, config=(tyro.conf.FlagConversionOff,)))
