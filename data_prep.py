@@ -18,24 +18,21 @@ Axes: N documents, T tokens, R rows, L row length, P hash functions, V vocabular
 """
 
 import ast
-import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import gc
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
+import pickle
 import random
 import re
-import signal
 import stat
+import subprocess
 import sys
 import sysconfig
-import threading
 import time
 import typing
 import warnings
@@ -254,27 +251,43 @@ def find(cfg, suffix):
     return sorted(found)
 
 
-def parallel(function, jobs, cfg, chunk):
-    """[function(job) for all jobs], in as many processes as there are cores and chunks of jobs."""
-    workers = min(cfg.workers or os.cpu_count(), -(-len(jobs) // chunk))
-    if workers == 1:
-        return list(map(function, tqdm(jobs, "reading", unit=" files", disable=None)))
-    pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
+def parallel(function, jobs, cfg, chunk, **options):
+    """[function(job, **options) for all jobs], in as many processes as there are cores and chunks of jobs.
+
+    Process i of n does jobs i, i + n, ... multiprocessing is not used, since its processes would import the main script
+    of whoever calls us, jax and all, and outlive a parent that is killed.
+    """
+    n = min(cfg.workers or os.cpu_count(), -(-len(jobs) // chunk))
+    if n == 1:
+        return [function(job, **options) for job in tqdm(jobs, "reading", unit=" files", disable=None)]
+    code = "import sys; sys.path.insert(0, sys.argv[1]); __import__(sys.argv[2]).work()"
+    command = [sys.executable, "-c", code, str(Path(__file__).parent), Path(__file__).stem]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}  # Ctrl-C is for us alone
+    workers = [subprocess.Popen(command, **pipes) for _ in range(n)]
     try:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is for this process alone
-        results = pool.map(function, jobs, chunksize=chunk)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return list(tqdm(results, "reading", len(jobs), unit=" files", disable=None))
-    except concurrent.futures.process.BrokenProcessPool:
-        sys.exit("a process that read files died, perhaps for want of memory; try --workers=1")
+        for i, worker in enumerate(workers):
+            pickle.dump((function.__name__, jobs[i::n], options), worker.stdin)
+            worker.stdin.flush()
+        order = tqdm(range(len(jobs)), "reading", unit=" files", disable=None)
+        return [pickle.load(workers[i % n].stdout) for i in order]
+    except (EOFError, pickle.UnpicklingError, BrokenPipeError):
+        sys.exit("a process that read files died, perhaps for want of memory; try fewer --workers")
     finally:
-        pool.shutdown(cancel_futures=True)
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
 
 
-def start_worker():
+def work():
+    """The other side of parallel()."""
+    name, jobs, options = pickle.load(sys.stdin.buffer)
     gc.disable()  # takes a quarter of the time of ast.parse, whose trees have no cycles
-    parent = multiprocessing.parent_process()  # workers of a killed parent would wait for ever
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    for job in jobs:
+        try:
+            pickle.dump(globals()[name](job, **options), sys.stdout.buffer)
+            sys.stdout.flush()
+        except BrokenPipeError:  # the parent was killed
+            os._exit(1)
 
 
 # ---- Python files
@@ -285,7 +298,7 @@ def gather_python(cfg, vocabulary):
     found, items, signatures, seen = find(cfg, ".py"), [], [], set()
     reasons = "unreadable huge non_utf8 empty generated minified unparsable exact_duplicate near_duplicate"
     dropped = dict.fromkeys(reasons.split(), 0)
-    results = parallel(functools.partial(examine, max_bytes=cfg.max_bytes), [path for _, path in found], cfg, 64)
+    results = parallel(examine, [path for _, path in found], cfg, 64, max_bytes=cfg.max_bytes)
     for (name, path), result in zip(found, results, strict=True):
         if isinstance(result, str) or result[0] in seen:
             dropped[result if isinstance(result, str) else "exact_duplicate"] += 1
@@ -429,8 +442,8 @@ def cut_for_fim(text, fim, rng):
 def gather_parquet(cfg, vocabulary):
     """The input shards by split and shard. All are read through once: bad ones are known before anything is written."""
     found, items = find(cfg, ".parquet"), []
-    check = functools.partial(examine_parquet, size=vocabulary.size, eos=vocabulary.eos)
-    results = parallel(check, [path for _, path in found], cfg, 1)
+    paths = [path for _, path in found]
+    results = parallel(examine_parquet, paths, cfg, 1, size=vocabulary.size, eos=vocabulary.eos)
     for (name, path), result in zip(found, results, strict=True):
         if isinstance(result, str):
             sys.exit(f"{path} {result}")

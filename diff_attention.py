@@ -1,21 +1,26 @@
 """Differential attention: softmax(Q1 K1^T) - lambda softmax(Q2 K2^T), optionally floored at 0, times V.
 
-`attention` is einsums: every device, training, packed documents, KV caches, left-padded batches, and plain attention (one map).
+`attention` is einsums, for every device and use: training, packed documents, KV caches, left pads, and plain attention.
 `attention_tpu` is the fused Pallas kernel for training on TPU: exact softmax rows in VMEM, one product with V.
-One rule is the mask everywhere: the query at key slot `index` sees the key slots from `start` to `index`.
+One rule masks everywhere: the query at key slot `index` sees the key slots from `start` to `index`.
 
-Letters: B batch, I softmax maps (2 differential, 1 plain), P heads (differential heads; plain query heads if I = 1), J key/value groups,
-G = P / J, L queries, M keys, K head size, E value size (2K differential, K plain).
+Letters: B batch, I softmax maps (2 differential, 1 plain), P heads (differential ones, or plain query heads if I = 1),
+J key/value groups, G = P / J, L queries, M keys, N = G L, K head size, E value size (2K differential, K plain).
 """
+
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-MASKED = -1e30  # score of an invisible key; finite, so that a row that sees nothing gives a mean and not NaN
+MASKED = -1e30  # score of an unseen key; finite, so that a query that sees nothing yet gives no NaN
 
 
 def lambda_init(layer):
-    """0.8 - 0.6 exp(-0.3 layer), layers counted from 0; arrays and tracers too. Ref: arXiv:2410.05258, eq. 3 (from 1 there)."""
+    """0.8 - 0.6 exp(-0.3 layer), layer an int or array counted from 0. Ref: arXiv:2410.05258, section 2.1 (from 1)."""
     return 0.8 - 0.6 * jnp.exp(-0.3 * jnp.asarray(layer, jnp.float32))
 
 
@@ -24,42 +29,42 @@ def lambda_value(lq1_K, lk1_K, lq2_K, lk2_K, init, clamp):
 
     `clamp` clips both dot products to [-10, 10] and lambda to [0, 1]; beyond an active clip every gradient is zero.
     """
-    dot1, dot2 = (jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32)) for q, k in ((lq1_K, lk1_K), (lq2_K, lk2_K)))
+    dot1, dot2 = (jnp.sum(q.astype(jnp.float32) * k) for q, k in ((lq1_K, lk1_K), (lq2_K, lk2_K)))
     if not clamp:
         return jnp.exp(dot1) - jnp.exp(dot2) + init
     return jnp.clip(jnp.exp(jnp.clip(dot1, -10, 10)) - jnp.exp(jnp.clip(dot2, -10, 10)) + init, 0.0, 1.0)
 
 
 def attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, *, floor=True, cap=0.0, block=128):
-    """o = max(A1 - lam A2, 0) V with A_i = softmax(Q_i K_i^T / sqrt(K)); without `floor` the map may be negative; A1 V if I = 1.
+    """o = max(A1 - lam A2, 0) V with A_i = softmax(Q_i K_i^T / sqrt(K)), unfloored without `floor`; o = A1 V if I = 1.
 
-    Query l sits at key slot index_BL[b, l] and sees slots start_BL[b, l] to index_BL[b, l]: start is the first slot of its document,
-    the number of pads on the left, or None for 0. index None means that query l sits at slot l (training), where each block of
-    `block` queries reads only the keys up to its last query, half the work. `cap` c > 0 makes a score s into c tanh(s / c). Scores and
-    softmax are float32, the map is cast to v's dtype. Scores take B I P block M floats per block. Raises ValueError on sizes that do not fit.
+    Query l sits at key slot index_BL[b, l] and sees slots start_BL[b, l] to index_BL[b, l]: start is the first slot of
+    its document, or the number of pads on its left; None is 0. index None means that query l sits at slot l (training);
+    then each block of `block` queries reads only the keys up to its last query, which halves the work. `cap` c > 0
+    turns a score s into c tanh(s / c). Scores and softmax are float32, the map is cast to v's dtype, which the result
+    has. Forward alone needs B I P block M floats for scores. Raises ValueError if the sizes do not fit each other.
     """
     B, I, P, L, K = q_BIPLK.shape
     J, M = k_BIJMK.shape[2:4]
-    if I not in (1, 2) or P % J or k_BIJMK.shape != (B, I, J, M, K) or v_BJME.shape[:3] != (B, J, M):
-        raise ValueError(
-            f"q {q_BIPLK.shape}, k {k_BIJMK.shape}, v {v_BJME.shape} are not BIPLK, BIJMK, BJME with I in (1, 2), J | P"
-        )
+    if I > 2 or P % J or k_BIJMK.shape != (B, I, J, M, K) or v_BJME.shape[:3] != (B, J, M):
+        sizes = f"q {q_BIPLK.shape}, k {k_BIJMK.shape}, v {v_BJME.shape}"
+        raise ValueError(f"{sizes} are not BIPLK, BIJMK, BJME with I <= 2 and J | P")
     if index_BL is None and L != M:
         raise ValueError(f"{L} queries, {M} keys: without index_BL every query has its own key")
-    q_BIJGLK, o_BPLE = q_BIPLK.reshape(B, I, J, P // J, L, K), []
+    q_BIJGLK, outs_BPLE = q_BIPLK.reshape(B, I, J, P // J, L, K), []
     for i in range(0, L, block):
-        rows, end = slice(i, i + block), min(i + block, L) if index_BL is None else M
-        slot_M, index_bL = jnp.arange(end), jnp.arange(i, end)[None] if index_BL is None else index_BL[:, rows]
-        seen_BLM = slot_M <= index_bL[..., None]
+        rows, last = slice(i, min(i + block, L)), min(i + block, L) if index_BL is None else M
+        index_bL = jnp.arange(L)[None, rows] if index_BL is None else index_BL[:, rows]
+        seen_BLM = jnp.arange(last) <= index_bL[:, :, None]
         if start_BL is not None:
-            seen_BLM &= slot_M >= start_BL[:, rows, None]
-        q_rows, k_seen, v_seen = q_BIJGLK[:, :, :, :, rows], k_BIJMK[:, :, :, :end], v_BJME[:, :, :end]
-        o_BPLE.append(_attend(q_rows, k_seen, v_seen, lam, seen_BLM, floor, cap))
-    return jnp.concatenate(o_BPLE, 2)
+            seen_BLM &= jnp.arange(last) >= start_BL[:, rows, None]
+        q_rows, k_seen, v_seen = q_BIJGLK[:, :, :, :, rows], k_BIJMK[:, :, :, :last], v_BJME[:, :, :last]
+        outs_BPLE.append(_attend(q_rows, k_seen, v_seen, lam, seen_BLM, floor, cap))
+    return jnp.concatenate(outs_BPLE, 2)
 
 
 def _attend(q_BIJGLK, k_BIJMK, v_BJME, lam, seen_BLM, floor, cap):
-    """One block of queries. G and L are merged around the products, so each is one batched matmul with G L rows."""
+    """One block of queries; the heads of a group stand below each other in N = G L rows of one matmul."""
     B, I, J, G, L, K = q_BIJGLK.shape
     q_BIJNK = q_BIJGLK.reshape(B, I, J, G * L, K)
     s_BIJNM = jnp.einsum("BIJNK,BIJMK->BIJNM", q_BIJNK, k_BIJMK, preferred_element_type=jnp.float32) * K**-0.5
@@ -67,10 +72,198 @@ def _attend(q_BIJGLK, k_BIJMK, v_BJME, lam, seen_BLM, floor, cap):
         s_BIJNM = cap * jnp.tanh(s_BIJNM / cap)
     s_BIJGLM = jnp.where(seen_BLM[:, None, None, None], s_BIJNM.reshape(B, I, J, G, L, -1), MASKED)
     e_BIJGLM = jnp.exp(s_BIJGLM - jax.lax.stop_gradient(jnp.max(s_BIJGLM, -1, keepdims=True)))
-    r_BIJGL1 = 1 / jnp.sum(e_BIJGLM, -1, keepdims=True)  # L reciprocals, not L M divisions
+    r_BIJGL1 = 1 / jnp.sum(e_BIJGLM, -1, keepdims=True)  # L reciprocals and no L M divisions: 1.3x on a CPU
     a_BJGLM = e_BIJGLM[:, 0] * r_BIJGL1[:, 0]
     if I == 2:
         a_BJGLM -= e_BIJGLM[:, 1] * (lam * r_BIJGL1[:, 1])
-        a_BJGLM = jax.nn.relu(a_BJGLM) if floor else a_BJGLM  # not maximum(a, 0), whose gradient at 0 is 1/2
+        a_BJGLM = jax.nn.relu(a_BJGLM) if floor else a_BJGLM  # maximum(a, 0) would have the gradient 1/2 at 0
     a_BJNM = a_BJGLM.reshape(B, J, G * L, -1).astype(v_BJME.dtype)
     return jnp.einsum("BJNM,BJME->BJNE", a_BJNM, v_BJME).reshape(B, J * G, L, -1)
+
+
+def attention_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, block_q=512, block_k=512, interpret=False):
+    """`attention` for training (I = 2, index None, cap 0): one Pallas kernel each way, gradients for q, k, v and lam.
+
+    Scores stand transposed, keys on sublanes and queries on lanes: maxima, sums and start_BL are rows with one lane per
+    query, and dk, dv need no transposed operand. The numerators of both softmax rows stay in VMEM in float32, beside
+    the maximum that each block of keys was taken against. When all blocks are in, one factor per query and block
+    completes them, so max(A1 - lam A2, 0) is exact and there is one product with V. The backward pass starts from the
+    inputs alone: under remat the forward kernel does not run twice. Blocks of keys before the first start of the
+    queries or behind the diagonal are skipped, blocks that all queries see are not masked. Products are bfloat16 or
+    float32 like the inputs.
+
+    Blocks shrink to the largest multiple of 128 that divides L, and query blocks so that the rows fit: 512 to L = 4096,
+    256 to 8192. Raises ValueError if L or a block is no multiple of 128, if I is not 2 or if the sizes do not fit.
+    """
+    B, I, P, L, K = q_BIPLK.shape
+    J, E = k_BIJLK.shape[2], v_BJLE.shape[-1]
+    if I != 2 or P % J or k_BIJLK.shape != (B, I, J, L, K) or v_BJLE.shape != (B, J, L, E):
+        sizes = f"q {q_BIPLK.shape}, k {k_BIJLK.shape}, v {v_BJLE.shape}"
+        raise ValueError(f"{sizes} are not BIPLK, BIJLK, BJLE with I = 2 and J | P")
+    if L % 128 or block_q % 128 or block_k % 128:
+        raise ValueError(f"length {L} and blocks {block_q}, {block_k} must be multiples of 128; pad the rows")
+    block_q = min(block_q, max(2**21 // L, 128))  # 24 MiB for numerators and da
+    block_q, block_k = (max(n for n in range(128, block + 1, 128) if L % n == 0) for block in (block_q, block_k))
+    start_B1L = jnp.zeros((B, 1, L), jnp.int32) if start_BL is None else start_BL[:, None]
+    lam_11 = jnp.reshape(lam, (1, 1)).astype(jnp.float32)
+    return _fused(q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, (floor, block_q, block_k, interpret))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _fused(q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, static):
+    return _call(None, q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, *static)[0]
+
+
+def _fused_backward(static, inputs, do_BPLE):
+    dq_BIPLK, dk_BIJLK, dv_BJLE, dlam_BP1L = _call(do_BPLE, *inputs, *static)
+    return dq_BIPLK, dk_BIJLK, dv_BJLE, jnp.sum(dlam_BP1L).reshape(1, 1), None
+
+
+_fused.defvjp(lambda *args: (_fused(*args), args[:5]), _fused_backward)
+
+
+def _call(do_BPLE, q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, floor, block_q, block_k, interpret):
+    """The forward kernel, or the backward one if there is a do. A group's K and V are read once for all its queries."""
+    (B, I, P, L, K), (_, J, _, E), G = q_BIPLK.shape, v_BJLE.shape, q_BIPLK.shape[2] // v_BJLE.shape[1]
+    lam = pl.BlockSpec(memory_space=pltpu.SMEM)
+    start = pl.BlockSpec((None, 1, block_q), lambda b, j, g, i: (b, 0, i))
+    q = pl.BlockSpec((None, I, None, block_q, K), lambda b, j, g, i: (b, 0, j * G + g, i, 0))
+    o = pl.BlockSpec((None, None, block_q, E), lambda b, j, g, i: (b, j * G + g, i, 0))
+    dlam = pl.BlockSpec((None, None, 1, block_q), lambda b, j, g, i: (b, j * G + g, 0, i))
+    k, k_t = (pl.BlockSpec((None, I, None, *size), lambda b, j, g, i: (b, 0, j, 0, 0)) for size in ((L, K), (K, L)))
+    v, v_t = (pl.BlockSpec((None, None, *size), lambda b, j, g, i: (b, j, 0, 0)) for size in ((L, E), (E, L)))
+    scratch = [(I, L, block_q), (I, L // block_k, 1, block_q)]
+    if do_BPLE is None:
+        kernel, depth = _forward_kernel, I * K + E
+        inputs, in_specs = (lam_11, start_B1L, q_BIPLK, k_BIJLK, v_BJLE.swapaxes(2, 3)), [lam, start, q, k, v_t]
+        outputs, out_specs = [jax.ShapeDtypeStruct((B, P, L, E), v_BJLE.dtype)], [o]
+    else:
+        kernel, depth = _backward_kernel, 3 * I * K + 2 * E
+        inputs = lam_11, start_B1L, q_BIPLK, k_BIJLK, k_BIJLK.swapaxes(3, 4), v_BJLE, do_BPLE
+        in_specs, out_specs = [lam, start, q, k, k_t, v, o], [q, k, v, dlam]
+        outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_BIPLK, k_BIJLK, v_BJLE)]
+        outputs.append(jax.ShapeDtypeStruct((B, P, 1, L), jnp.float32))
+        scratch += [(L, block_q), (I, L, K), (L, E)]
+    pairs = B * P * L * (L + block_q) // 2  # of a query and a key, in blocks up to the diagonal
+    blocks = zip(in_specs[1:] + out_specs, [*inputs[1:], *outputs], strict=True)
+    sizes = (x.dtype.itemsize * math.prod(n or 1 for n in spec.block_shape) for spec, x in blocks)
+    spills = 8 * block_q * block_k  # for the tiles that registers do not hold; blocks are double-buffered
+    vmem = 2 * sum(sizes) + 4 * (sum(map(math.prod, scratch)) + spills)
+    return pl.pallas_call(
+        functools.partial(kernel, floor=floor, block_k=block_k),
+        grid=(B, J, G, L // block_q),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=outputs,
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        cost_estimate=pl.CostEstimate(
+            flops=2 * pairs * depth,
+            transcendentals=I * pairs,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*inputs, *outputs)),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem
+        ),
+        interpret=interpret,
+        name="diff_attention" + kernel.__name__.removesuffix("_kernel"),
+    )(*inputs)
+
+
+def _dot(a, b, axis_a, axis_b):
+    """Sum over one axis of each, in float32; float32 factors are not rounded to bfloat16, the MXU's default."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    axes = ((axis_a,), (axis_b,)), ((), ())
+    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k):
+    """Over the blocks C of keys: e = 2^(s - top), with s = log2(e) scores and top their maximum in the block.
+
+    Returns the range of blocks, and a function of map and block for the missing factor, 2^(top - max_M s) / sum_M.
+    A block's own maximum, not the running one, lets no block wait for the one before. Where a query sees nothing of a
+    block, e is 1 and the factor 0.
+    """
+    (I, L, K), first_query = q_ILK.shape, pl.program_id(3) * q_ILK.shape[1]
+    begin, end = jnp.min(start_1L[...]) // block_k, pl.cdiv(first_query + L, block_k)
+    clear, diagonal = pl.cdiv(jnp.max(start_1L[...]), block_k), (first_query + 1) // block_k
+    key_ML = jax.lax.broadcasted_iota(jnp.int32, (block_k, L), 0)
+    query_1L = first_query + jax.lax.broadcasted_iota(jnp.int32, (1, L), 1)
+
+    def step(c, rows, masked):
+        keys, new_rows = pl.ds(c * block_k, block_k), []
+        for i, (max_1L, sum_1L) in enumerate(rows):
+            s_ML = _dot(k_IMK[i, keys], q_ILK[i], 1, 1) * (K**-0.5 * math.log2(math.e))
+            if masked:
+                seen_ML = (key_ML + c * block_k >= start_1L[...]) & (key_ML + c * block_k <= query_1L)
+                s_ML = jnp.where(seen_ML, s_ML, MASKED)
+            top_1L = jnp.max(s_ML, 0, keepdims=True)
+            e_ML = jnp.exp2(s_ML - top_1L)
+            e_IML[i, keys], top_IC1L[i, c] = e_ML, top_1L
+            new_1L = jnp.maximum(max_1L, top_1L)
+            sum_1L = sum_1L * jnp.exp2(max_1L - new_1L) + jnp.sum(e_ML, 0, keepdims=True) * jnp.exp2(top_1L - new_1L)
+            new_rows.append((new_1L, sum_1L))
+        return new_rows
+
+    def step_masked_if_needed(c, rows):
+        steps = [functools.partial(step, masked=masked) for masked in (False, True)]
+        return jax.lax.cond((c >= clear) & (c < diagonal), *steps, c, rows)
+
+    rows = [(jnp.full((1, L), MASKED), jnp.zeros((1, L)))] * I
+    rows = jax.lax.fori_loop(begin, end, step_masked_if_needed, rows)
+    return begin, end, lambda i, c: jnp.exp2(top_IC1L[i, c] - rows[i][0]) / rows[i][1]
+
+
+def _forward_kernel(lam, start_1L, q_ILK, k_IMK, v_EM, o_LE, e_IML, top_IC1L, *, floor, block_k):
+    begin, end, factor = _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k)
+
+    def step(c, o_EL):
+        keys = pl.ds(c * block_k, block_k)
+        a_ML = e_IML[0, keys] * factor(0, c) - e_IML[1, keys] * (lam[0, 0] * factor(1, c))
+        a_ML = jnp.maximum(a_ML, 0.0) if floor else a_ML
+        return o_EL + _dot(v_EM[:, keys], a_ML.astype(v_EM.dtype), 1, 0)
+
+    o_EL = jax.lax.fori_loop(begin, end, step, jnp.zeros(o_LE.shape[::-1]))
+    o_LE[...] = o_EL.T.astype(o_LE.dtype)
+
+
+def _backward_kernel(*refs, floor, block_k):
+    """ds_i = w_i A_i (da - sum_M A_i da), w = (1, -lam), da = do V^T and 0 where floored; dlam = -sum_LM A_2 da."""
+    lam, start_1L, q_ILK, k_IMK, k_IKM, v_ME, do_LE, dq_ILK, dk_IMK, dv_ME, dlam_1L, *scratch = refs
+    e_IML, top_IC1L, da_ML, dk_sum_IMK, dv_sum_ME = scratch
+    (I, L, K), head, tile = q_ILK.shape, pl.program_id(2), pl.program_id(3)
+
+    @pl.when((head == 0) & (tile == 0))
+    def _():
+        dk_sum_IMK[...], dv_sum_ME[...] = jnp.zeros_like(dk_sum_IMK), jnp.zeros_like(dv_sum_ME)
+
+    begin, end, factor = _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k)
+
+    def step_v(c, mean_I1L):
+        keys, f_I1L = pl.ds(c * block_k, block_k), [factor(i, c) for i in range(I)]
+        a_ML = e_IML[0, keys] * f_I1L[0] - e_IML[1, keys] * (lam[0, 0] * f_I1L[1])
+        da = _dot(v_ME[keys], do_LE[...], 1, 1)
+        if floor:
+            da, a_ML = jnp.where(a_ML > 0, da, 0.0), jnp.maximum(a_ML, 0.0)
+        da_ML[keys] = da
+        dv_sum_ME[keys] += _dot(a_ML.astype(do_LE.dtype), do_LE[...], 1, 0)
+        return [mean_I1L[i] + f_I1L[i] * jnp.sum(e_IML[i, keys] * da, 0, keepdims=True) for i in range(I)]
+
+    mean_I1L = jax.lax.fori_loop(begin, end, step_v, [jnp.zeros((1, L))] * I)  # of da
+    dlam_1L[...] = -mean_I1L[1]
+
+    def step_qk(c, dq_IKL):
+        keys, new = pl.ds(c * block_k, block_k), []
+        for i, weight in enumerate((K**-0.5, -lam[0, 0] * K**-0.5)):
+            ds_ML = e_IML[i, keys] * (weight * factor(i, c)) * (da_ML[keys] - mean_I1L[i])
+            ds_ML = ds_ML.astype(q_ILK.dtype)
+            dk_sum_IMK[i, keys] += _dot(ds_ML, q_ILK[i], 1, 0)
+            new.append(dq_IKL[i] + _dot(k_IKM[i, :, keys], ds_ML, 1, 0))
+        return new
+
+    dq_IKL = jax.lax.fori_loop(begin, end, step_qk, [jnp.zeros((K, L))] * I)
+    for i in range(I):
+        dq_ILK[i] = dq_IKL[i].T.astype(dq_ILK.dtype)
+
+    @pl.when((head == pl.num_programs(2) - 1) & (tile == pl.num_programs(3) - 1))
+    def _():
+        dk_IMK[...], dv_ME[...] = dk_sum_IMK[...].astype(dk_IMK.dtype), dv_sum_ME[...].astype(dv_ME.dtype)

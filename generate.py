@@ -12,6 +12,8 @@ head drafts every second token: the text is the same as without (temperature 0),
 
 import dataclasses
 import json
+import logging
+import os
 import sys
 import time
 import typing
@@ -96,6 +98,7 @@ def main(cfg):
     def unescape(text):
         return text.replace("\\n", "\n")
 
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback where we print one line
     if cfg.temperature < 0 or not 0 < cfg.top_p <= 1 or cfg.top_k < 0 or cfg.max_new < 1 or cfg.n < 1:
         sys.exit("--temperature and --top_k are at least 0, --top_p in (0, 1], --max_new and --n at least 1")
     if cfg.prompt and cfg.file:
@@ -195,3 +198,8 @@ if __name__ == "__main__":
         main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            raise
+        print(end.code, file=sys.stderr, flush=True)
+        os._exit(1)  # a failed Orbax read leaves coroutines that print tracebacks in an orderly shutdown

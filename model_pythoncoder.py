@@ -557,17 +557,18 @@ def load(folder, step=None, dtype=jnp.float32, run=None):
             + (f"; it has {steps}" if steps else "; train one with: python train_tpu.py")
         )
     step = steps[-1] if step is None else step
-    path = folder / "checkpoints" / str(step)
+    path, problem = folder / "checkpoints" / str(step), None
     try:
         meta = json.loads((path / "meta" / "metadata").read_text())
         cfg = Config(**meta["model"])
-        want = param_shapes(cfg)
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), want)
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), param_shapes(cfg))
         params = ocp.StandardCheckpointer().restore(path / "params", target)
+        check_sums({"params": params}, meta["sums"], f"checkpoint {path}")
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ValueError(f"checkpoint {path} cannot be read: {str(error).splitlines()[0]}") from error
-    check_sums({"params": params}, meta["sums"], f"checkpoint {path}")
+        problem = str(error).splitlines()[0]
+    if problem:
+        raise ValueError(f"checkpoint {path} cannot be read: {problem}")
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     return nnx.merge(graph_of(cfg, run or Run(dtype=dtype)), params), folder, step
 

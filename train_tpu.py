@@ -19,6 +19,7 @@ import fcntl
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import queue
@@ -122,16 +123,19 @@ def resolve(cfg, devices):
     tensor, fsdp = cfg.tensor, cfg.fsdp or max(1, len(devices) // cfg.tensor)
     if len(devices) % (tensor * fsdp):
         sys.exit(f"{len(devices)} devices do not divide into fsdp {fsdp} x tensor {tensor}; choose --fsdp and --tensor")
+    copies = len(devices) // tensor  # devices that hold different rows
+    batch = cfg.batch_size or max(copies, (8192 if memory is None else 131_072) // seq_len)
+    if batch % copies:
+        sys.exit(f"--batch_size={batch} does not divide over {copies} devices; try {-(-batch // copies) * copies}")
     splits = {"kv_heads": model.kv_heads // model.maps, "ffn": model.ffn, "vocab": model.vocab}
     for name, size in splits.items():
         if size % tensor:
             sys.exit(f"--tensor={tensor} does not divide the model's {name} groups ({size})")
     if model.vocab % (tensor * fsdp) or model.width % fsdp:
-        sys.exit(f"fsdp {fsdp} x tensor {tensor} does not divide vocabulary {model.vocab} and width {model.width}")
-    copies = len(devices) // tensor  # devices that hold different rows
-    batch = cfg.batch_size or max(copies, (8192 if memory is None else 131_072) // seq_len)
-    if batch % copies:
-        sys.exit(f"--batch_size={batch} does not divide over {copies} devices; try {-(-batch // copies) * copies}")
+        sys.exit(
+            f"fsdp {fsdp} x tensor {tensor} does not divide vocabulary {model.vocab} and width {model.width}; "
+            "try --fsdp=1"
+        )
     rows = batch // copies
     micro = cfg.micro_batch or next(m for m in range(min(rows, MICRO_BATCH[cfg.model]), 0, -1) if rows % m == 0)
     if rows % micro:
@@ -223,7 +227,7 @@ class Rows:
 
 
 def to_devices(rows, row_ids, sharding):
-    """Row numbers [A, B] -> {"token_ABL", "segment_ABL", "position_ABL"} on the mesh; a host reads its own rows only."""
+    """Row numbers [A, B] -> {"token_ABL", "segment_ABL", "position_ABL"} on the mesh; a host reads only its rows."""
     read = functools.lru_cache(None)(lambda a, b: rows.read(row_ids[slice(*a), slice(*b)]))
     shape = (*row_ids.shape, rows.meta["seq_len"])
 
@@ -289,7 +293,7 @@ def accumulate(loss_fn, params, batches):
 
 def apply_gradients(optimizer, state, grads, lr):
     """One update of {"params", "opt"}; the step is left out (and said so) if any gradient is not finite."""
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     ok = jnp.isfinite(norm)
     updates, opt = optimizer.update(grads, state["opt"], state["params"])
     params = jax.tree.map(lambda p, u: p + lr * u, state["params"], updates)
@@ -375,17 +379,17 @@ def restore(manager, shapes, model, where):
     try:
         meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         theirs, ours = meta["model"], dataclasses.asdict(model)
-        changed = [f"{k} {theirs.get(k)} there, {v} here" for k, v in ours.items() if theirs.get(k) != v]
+        names = [k for k in {**theirs, **ours} if theirs.get(k) != ours.get(k)]
+        changed = [f"{k} {theirs.get(k)} there, {ours.get(k)} here" for k in names]
         if changed:
             sys.exit(f"{path} is of another model: {'; '.join(changed)}")
         items = {name: ocp.args.StandardRestore(shapes[name]) for name in ("params", "opt")}
         state = dict(manager.restore(step, args=ocp.args.Composite(**items)))
         pc.check_sums(state, meta["sums"], path)
+        return state, meta
     except (ValueError, KeyError, OSError, TypeError) as error:
-        sys.exit(
-            f"{path} cannot be read ({str(error).splitlines()[0]}); delete its folder to resume from the one before"
-        )
-    return state, meta
+        problem = str(error).splitlines()[0]
+    sys.exit(f"{path} cannot be read ({problem}); delete its folder to use the one before")
 
 
 def log(out, row):
@@ -494,7 +498,8 @@ def find_data(cfg, model):
         sys.exit(f"{folder} has rows of {meta['seq_len']} tokens, the run wants {cfg.seq_len}; {advice}")
     if meta["vocab_size"] > model.vocab:
         sys.exit(
-            f"{folder} has {meta['vocab_size']:,} token ids, the model {model.vocab:,}; {advice} --vocab_size={model.vocab}"
+            f"{folder} has {meta['vocab_size']:,} token ids, the model {model.vocab:,}; {advice}"
+            f" --vocab_size={model.vocab}"
         )
     tokenizer = (folder / "tokenizer.json").read_bytes()
     if hashlib.sha256(tokenizer).hexdigest() != meta["tokenizer_sha256"]:
@@ -507,6 +512,7 @@ def find_data(cfg, model):
 
 
 def main(cfg):
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback where we print one line
     if cfg.compile_only:
         jax.config.update("jax_platforms", "cpu")
         return report_compile(cfg)
@@ -625,8 +631,10 @@ def main(cfg):
             manager.wait_until_finished()
             save(manager, step, state, meta | {"skipped": skipped}, metrics)
         except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            sys.exit(f"checkpoint of step {step} was not written ({reason}); {out} still holds {steps_of(manager)}")
+            problem = str(error).splitlines()[0]
+        else:
+            return
+        sys.exit(f"checkpoint of step {step} was not written ({problem}); {out} still holds {steps_of(manager)}")
 
     stop = []
     handlers = {s: signal.signal(s, lambda number, _: stop.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -704,4 +712,12 @@ def saved_config(argv):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, default=saved_config(sys.argv), description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    try:
+        main(
+            tyro.cli(Config, default=saved_config(sys.argv), description=__doc__, config=(tyro.conf.FlagConversionOff,))
+        )
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            raise
+        print(end.code, file=sys.stderr, flush=True)
+        os._exit(1)  # a failed Orbax read or write leaves coroutines that print tracebacks in an orderly shutdown

@@ -1,0 +1,294 @@
+"""Differential attention against golden values, a NumPy version, and the TPU kernel in interpret mode against the einsums.
+
+Interpret mode fills scratch memory with NaN, so it also shows that nothing is read that was not written.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diff_attention import attention, attention_tpu, lambda_init, lambda_value
+
+LAMBDAS = ("lq1", "lk1", "lq2", "lk2")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def exact_matmuls():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def close(got, want, rel):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape
+    assert np.abs(got - want).max() <= rel * np.abs(want).max(), np.abs(got - want).max() / np.abs(want).max()
+
+
+def random(B, P, J, L, K, M=None, I=2, seed=0):
+    draw = np.random.default_rng(seed).standard_normal
+    M = L if M is None else M
+    q, k, v = draw((B, I, P, L, K)), draw((B, I, J, M, K)), draw((B, J, M, I * K))
+    return [jnp.asarray(x, jnp.float32) for x in (q, k, v, draw((B, P, L, I * K)))]
+
+
+def starts(lengths_by_row):
+    """start_BL of packed documents."""
+    return jnp.asarray([np.repeat(np.cumsum([0, *n[:-1]]), n) for n in lengths_by_row], jnp.int32)
+
+
+def brute_force(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, floor, cap):
+    """The same in float64, one query at a time."""
+    B, I, P, L, K = q_BIPLK.shape
+    G, o_BPLE = P // k_BIJMK.shape[2], np.zeros((B, P, L, v_BJME.shape[-1]))
+    for b, p, l in np.ndindex(B, P, L):
+        seen, maps = slice(start_BL[b, l], index_BL[b, l] + 1), []
+        for i in range(I):
+            s_M = np.float64(k_BIJMK[b, i, p // G, seen]) @ np.float64(q_BIPLK[b, i, p, l]) / np.sqrt(K)
+            e_M = np.exp(cap * np.tanh(s_M / cap) if cap else s_M)
+            maps.append(e_M / e_M.sum())
+        a_M = maps[0] if I == 1 else maps[0] - lam * maps[1]
+        o_BPLE[b, p, l] = (np.maximum(a_M, 0) if floor and I == 2 else a_M) @ np.float64(v_BJME[b, p // G, seen])
+    return o_BPLE
+
+
+@pytest.mark.parametrize("L", [1, 7, 8, 9, 23])
+@pytest.mark.parametrize("I", [1, 2])
+def test_attention_equals_brute_force_for_every_length_block_and_option(L, I):
+    B, lam = 2, 0.6
+    q, k, v, _ = random(B, 4, 2, L, 4, I=I)
+    start_BL = starts([[min(3, L), L - min(3, L)], [L]])
+    index_BL = np.broadcast_to(np.arange(L), (B, L))
+    for floor, cap, start in ((True, 0.0, start_BL), (False, 0.0, None), (True, 1.5, None)):
+        first_BL = np.zeros((B, L), int) if start is None else np.asarray(start)
+        want = brute_force(q, k, v, lam, index_BL, first_BL, floor, cap)
+        for block in (1, 8, 256):
+            close(attention(q, k, v, lam, None, start, floor=floor, cap=cap, block=block), want, 1e-6)
+            close(attention(q, k, v, lam, index_BL, start, floor=floor, cap=cap, block=block), want, 1e-6)
+
+
+def test_decoding_through_a_cache_and_left_pads_give_the_whole_rows_answers():
+    B, L, pads = 2, 12, 4
+    q, k, v, _ = random(B, 3, 1, L, 8)
+    whole = attention(q, k, v, 0.7, None, None)
+    cache_k, cache_v = (jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 5), (0, 0)], constant_values=9.0) for x in (k, v))
+    for low, high in ((0, 7), (7, 8), (8, 12)):
+        index_BL = jnp.broadcast_to(jnp.arange(low, high), (B, high - low))
+        part = attention(q[:, :, :, low:high], cache_k, cache_v, 0.7, index_BL, None)
+        np.testing.assert_allclose(part, whole[:, :, low:high], atol=1e-6)
+    padded = [jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(pads, 0), (0, 0)], constant_values=9.0) for x in (q, k, v)]
+    shifted = attention(*padded, 0.7, None, jnp.full((B, L + pads), pads))
+    assert np.isfinite(shifted).all()  # pads see no key at all
+    np.testing.assert_allclose(shifted[:, :, pads:], whole, atol=1e-6)
+
+
+def test_floor_has_no_gradient_where_the_maps_are_equal():
+    q, k, v, do = random(1, 1, 1, 6, 4)
+    q, k = (x.at[:, 1].set(x[:, 0]) for x in (q, k))  # A1 - 1 A2 is exactly 0
+    grads = jax.grad(lambda *a: jnp.sum(attention(*a, None, None) * do), argnums=(0, 1, 2, 3))(q, k, v, 1.0)
+    assert all((np.asarray(g) == 0).all() for g in grads)
+
+
+def split(x_BLNK):
+    """The golden order of heads, differential head p in heads 2p and 2p + 1, to [B, I, P, L, K]."""
+    B, L, N, K = x_BLNK.shape
+    return x_BLNK.reshape(B, L, N // 2, 2, K).transpose(0, 3, 2, 1, 4)
+
+
+def paired(x_BMNK):
+    B, M, N, K = x_BMNK.shape
+    return x_BMNK.reshape(B, M, N // 2, 2 * K).transpose(0, 2, 1, 3)
+
+
+def by_kernel(q, k, v, lam, index_BL, start_BL, floor, cap):
+    """The kernel on rows filled up to 128; what is added lies behind every query."""
+    L = q.shape[3]
+    assert L == k.shape[3]
+    assert not cap
+    full = -(-L // 128) * 128
+    q, k, v = (jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, full - L), (0, 0)]) for x in (q, k, v))
+    start_BL = None if start_BL is None else jnp.pad(start_BL, [(0, 0), (0, full - L)], "edge")
+    return attention_tpu(q, k, v, lam, start_BL, floor=floor, interpret=True)[:, :, :L]
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("core", [attention, by_kernel])
+def test_golden_differential_attention_and_all_its_gradients(golden_dir, core):
+    cases = json.loads((golden_dir("pythoncoder") / "diff_attention.json").read_text())["cases"]
+    arrays = np.load(golden_dir("pythoncoder") / "diff_attention.npz")
+    for case in cases:
+        t = {key.split("/")[1]: jnp.asarray(x) for key, x in arrays.items() if key.startswith(case["name"] + "/")}
+        B, L, M, init = *t["q"].shape[:2], t["k"].shape[1], lambda_init(case["layer"])
+        if core is by_kernel and (L != M or case["cap"]):
+            continue  # not the kernel's task
+        index_BL, start_BL = jnp.broadcast_to(jnp.arange(M - L, M), (B, L)), None
+        if "seg_q" in t:
+            start_BL = jnp.argmax(t["seg_q"][:, :, None] == t["seg_k"][:, None, :], -1)
+        fixed = functools.partial(core, index_BL=index_BL, start_BL=start_BL, floor=case["floor"], cap=case["cap"])
+
+        def loss(p, case=case, t=t, init=init, fixed=fixed):
+            lam = lambda_value(*(p[name] for name in LAMBDAS), init, case["clamp"]) + p["lam"]
+            o_BLPE = fixed(split(p["q"]), split(p["k"]), paired(p["v"]), lam).swapaxes(1, 2)
+            rms = jnp.sqrt(jnp.mean(o_BLPE**2, -1, keepdims=True) + case["eps"])
+            out_BLPE = o_BLPE / rms * p["subln"] * (1 - init)
+            return jnp.sum(out_BLPE * t["cot"]), (lam, o_BLPE, out_BLPE)
+
+        inputs = {"lam": 0.0} | {name: t[name] for name in ("q", "k", "v", "subln", *LAMBDAS)}  # "lam" for its gradient
+        (_, (lam, o_BLPE, out_BLPE)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
+        assert float(lam) == pytest.approx(case["lam"], abs=2e-7)
+        close(o_BLPE, t["o"], 2e-5)
+        close(out_BLPE, t["out"], 2e-5)
+        for name, grad in grads.items():
+            close(grad, case["dlam"] if name == "lam" else t["d" + name], 1e-4)
+        if core is attention:  # with the identity as V, the result is the map
+            eye_BJMM = jnp.broadcast_to(jnp.eye(M), (B, t["v"].shape[2] // 2, M, M))
+            close(fixed(split(t["q"]), split(t["k"]), eye_BJMM, lam), t["map"], 2e-5)
+
+
+@pytest.mark.golden
+def test_golden_v2_is_a_difference_of_plain_heads(golden_dir):
+    cases = json.loads((golden_dir("pythoncoder") / "diff_v2.json").read_text())["cases"]
+    arrays = np.load(golden_dir("pythoncoder") / "diff_v2.npz")
+    for case in cases:
+        q, k, v, logit_BLP, want = (arrays[f"{case['index']}/{n}"] for n in ("q", "k", "v", "lambda_logit", "out"))
+        q_BIPLK, k_BIJLK, v_BJLE = q.swapaxes(1, 2)[:, None], k.swapaxes(1, 2)[:, None], v.swapaxes(1, 2)
+        o_BPLE = attention(q_BIPLK, k_BIJLK, v_BJLE, None, None, None)
+        gate_BPL1 = jax.nn.sigmoid(logit_BLP).swapaxes(1, 2)[..., None]
+        close((o_BPLE[:, 0::2] - gate_BPL1 * o_BPLE[:, 1::2]).swapaxes(1, 2), want, 2e-5)
+
+
+@pytest.mark.golden
+def test_golden_lambda_init_of_ints_arrays_and_tracers(golden_dir):
+    values = json.loads((golden_dir("pythoncoder") / "lambda_init.json").read_text())["values"]
+    layers = np.arange(len(values))
+    for got in ([lambda_init(int(n)) for n in layers], lambda_init(layers), jax.jit(jax.vmap(lambda_init))(layers)):
+        np.testing.assert_allclose(np.asarray(got), values, rtol=0, atol=1e-7)
+
+
+KERNEL_CASES = {
+    # name: (documents of each row, block_q, block_k, heads P, groups J, floor)
+    "one document": ([[384]], 128, 128, 3, 1, True),
+    "no floor": ([[384]], 128, 384, 2, 2, False),
+    "borders before, at and after block borders": ([[127, 129, 128], [129, 127, 128]], 128, 128, 2, 2, True),
+    "blocks of queries longer than of keys": ([[100, 156, 256], [255, 1, 256]], 256, 128, 1, 1, True),
+    "blocks of keys longer than of queries": ([[300, 100, 112], [128, 384]], 128, 256, 3, 1, False),
+    "single tokens": ([[1] * 256, [1, 126, 1, 1, 1, 126]], 128, 128, 2, 1, True),
+    "one block": ([[77, 179]], 512, 512, 6, 2, True),
+    "blocks that do not divide the length": ([[200, 184]], 256, 512, 1, 1, True),
+}
+
+
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_kernel_equals_einsums_forward_and_in_every_gradient(name):
+    documents, block_q, block_k, P, J, floor = KERNEL_CASES[name]
+    q, k, v, do = random(len(documents), P, J, sum(documents[0]), 16)
+    start_BL, options = starts(documents), dict(block_q=block_q, block_k=block_k, interpret=True)
+
+    def both(core, **options):
+        o, vjp = jax.vjp(lambda *a: core(*a, floor=floor, **options), q, k, v, jnp.float32(0.6))
+        return o, *vjp(do)
+
+    want = jax.jit(lambda: both(lambda *a, floor: attention(*a, None, start_BL, floor=floor)))()
+    got = jax.jit(lambda: both(lambda *a, **options: attention_tpu(*a, start_BL, **options), **options))()
+    for got_one, want_one in zip(got, want, strict=True):
+        close(got_one, want_one, 1e-5)
+
+
+def test_kernel_without_start_sees_one_document():
+    q, k, v, _ = random(2, 1, 1, 256, 8)
+    options = dict(block_q=128, block_k=128, interpret=True)
+    one = attention_tpu(q, k, v, 0.5, jnp.zeros((2, 256), jnp.int32), **options)
+    np.testing.assert_array_equal(attention_tpu(q, k, v, 0.5, None, **options), one)
+
+
+@pytest.mark.parametrize("core", ["einsums", "kernel"])
+def test_a_change_reaches_later_positions_of_its_document_and_nothing_else(core):
+    L, changed, end = 256, 140, 200
+    start_BL = starts([[130, end - 130, L - end]])
+
+    def run(q, k, v):
+        if core == "einsums":
+            return attention(q, k, v, 0.6, None, start_BL)
+        return attention_tpu(q, k, v, 0.6, start_BL, block_q=128, block_k=128, interpret=True)
+
+    inputs = random(1, 2, 1, L, 8)[:3]
+    before, after = (np.asarray(run(*(x.at[..., changed, :].add(step) for x in inputs))) for step in (0.0, 1.0))
+    moved_L = (before != after).any((0, 1, 3))
+    assert not moved_L[:changed].any()
+    assert moved_L[changed]
+    assert moved_L[changed:end].mean() > 0.9
+    assert not moved_L[end:].any()
+
+
+def test_kernel_in_bfloat16_errs_at_most_twice_as_much_as_einsums():
+    inputs = [x.astype(jnp.bfloat16) for x in random(1, 2, 1, 256, 64)]
+    start_BL = starts([[150, 106]])
+    einsums = functools.partial(attention, index_BL=None, start_BL=start_BL)
+    kernel = functools.partial(attention_tpu, start_BL=start_BL, block_q=128, block_k=128, interpret=True)
+
+    def both(core, dtype):
+        *qkv, do = (x.astype(dtype) for x in inputs)
+        o, vjp = jax.jit(lambda *a: jax.vjp(core, *a))(*qkv, jnp.float32(0.6))
+        return [np.asarray(x, np.float32) for x in (o, *vjp(do))]
+
+    exact, plain, fused = both(einsums, jnp.float32), both(einsums, jnp.bfloat16), both(kernel, jnp.bfloat16)
+    for want, got_plain, got_fused in zip(exact, plain, fused, strict=True):
+        allowed = 2 * np.sqrt(np.mean((got_plain - want) ** 2))
+        assert np.sqrt(np.mean((got_fused - want) ** 2)) <= allowed + 1e-6
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    q, k, v, _ = random(1, 2, 1, 130, 8)
+    with pytest.raises(ValueError, match="length 130 and blocks 512, 512 must be multiples of 128"):
+        attention_tpu(q, k, v, 0.5, None)
+    with pytest.raises(ValueError, match="multiples of 128"):
+        attention_tpu(q[..., :128, :], k[..., :128, :], v[..., :128, :], 0.5, None, block_q=64)
+    with pytest.raises(ValueError, match="I = 2"):
+        attention_tpu(q[:, :1], k[:, :1], v, 0.5, None)
+    with pytest.raises(ValueError, match="every query has its own key"):
+        attention(q[..., :3, :], k, v, 0.5, None, None)
+    with pytest.raises(ValueError, match="are not BIPLK"):
+        attention(q[:, :, :1], k[:, :, [0, 0]], v, 0.5, None, None)
+
+
+COMPILE = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from diff_attention import attention_tpu
+
+chip = topologies.get_topology_desc(
+    platform="tpu", topology_name="v6e:1x1", chips_per_host_bounds=(1, 1, 1), num_slices=1)
+mesh = Mesh(np.array(chip.devices), ("data",))
+B, P, J, L, K, dtype = 1, 6, 2, int(sys.argv[1]), 128, sys.argv[2]
+
+def shape(*sizes, dtype=dtype):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+inputs = shape(B, 2, P, L, K), shape(B, 2, J, L, K), shape(B, J, L, 2 * K), shape(dtype="float32"), shape(B, L, dtype="int32")
+loss = lambda *a: jnp.sum(attention_tpu(*a).astype(jnp.float32))
+with jax.set_mesh(mesh):
+    jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3))).lower(*inputs).compile()
+print("compiled")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install libtpu")
+@pytest.mark.parametrize(("L", "dtype"), [(2048, "bfloat16"), (8192, "bfloat16"), (2048, "float32")])
+def test_both_kernels_compile_for_a_v6e_chip(L, dtype):
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env |= dict(JAX_PLATFORMS="cpu", TPU_ACCELERATOR_TYPE="v6e-1", TPU_WORKER_HOSTNAMES="localhost")
+    env |= dict(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    command, root = [sys.executable, "-c", COMPILE, str(L), dtype], Path(__file__).parent.parent
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=600, check=False)
+    assert done.stdout.endswith("compiled\n"), done.stderr[-3000:]

@@ -1,0 +1,222 @@
+"""PythonCoder apart from its reference values: counts, packing, caches, dropout, sharding, sampling, names."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import model_pythoncoder as pc
+
+TINY = pc.Config(vocab=64, width=32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=48, positions=64)
+FORMS = [dataclasses.replace(TINY, diff=diff) for diff in ("seed", "paper", "v2", "none")]
+forms = pytest.mark.parametrize("cfg", FORMS, ids=lambda cfg: cfg.diff)
+
+
+def build(cfg, seed=0, **run):
+    """A model whose weights are large enough for every part to matter."""
+    params = jax.tree.map(lambda x: x * 5 if x.ndim > 2 else x, pc.new_params(cfg, seed))
+    return nnx.merge(pc.graph_of(cfg, pc.Run(**run)), params)
+
+
+@jax.jit
+def logits(model, token_BL, segment_BL=None, position_BL=None):
+    return model.logits(model.hidden(model.lookup(token_BL), segment_BL, position_BL))
+
+
+def tokens(shape, vocab=64, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(1, vocab, shape), jnp.int32)
+
+
+def test_the_1b_preset_has_the_parameters_of_the_spec():
+    parts = pc.count_params(pc.CONFIGS["1b"])
+    assert parts["total"] == 1_075_150_848
+    assert parts["embed"] == parts["mtp head"] == 233_177_088
+    assert parts["attention"] == 24 * (4_718_592 + 1_572_864)
+    assert parts["ffn"] == 24 * 18_874_368
+    assert parts["mtp projection"] == 4_718_592
+    assert parts["norms and lambdas"] == 24 * (3_072 + 512 + 256) + 1_536 + 4_608
+    assert pc.flops_per_token(pc.CONFIGS["1b"], 2048) == pytest.approx(6.90e9, rel=1e-3)
+
+
+def test_every_preset_counts_what_it_allocates():
+    for cfg in pc.CONFIGS.values():
+        shapes = jax.tree.leaves(pc.param_shapes(cfg))
+        assert pc.count_params(cfg)["total"] == sum(np.prod(s.shape) for s in shapes)
+    params = pc.new_params(pc.CONFIGS["tiny"], 0)
+    assert sum(x.size for x in jax.tree.leaves(params)) == pc.count_params(pc.CONFIGS["tiny"])["total"]
+
+
+@forms
+def test_a_token_changes_later_logits_and_no_earlier_ones(cfg):
+    model, token_BL = build(cfg), tokens((2, 24))
+    before, after = logits(model, token_BL), logits(model, token_BL.at[0, 11].add(1))
+    moved_BL = np.abs(before - after).max(-1) > 1e-6
+    assert not moved_BL[0, :11].any()
+    assert moved_BL[0, 11:].all()
+    assert not moved_BL[1].any()
+
+
+@forms
+def test_packed_documents_give_the_logits_of_each_alone(cfg):
+    model, one, two = build(cfg), tokens((1, 10)), tokens((1, 14), seed=1)
+    packed = jnp.concatenate([one, two], 1)
+    segment = jnp.array([[1] * 10 + [2] * 14])
+    position = jnp.concatenate([jnp.arange(10), jnp.arange(14)])[None]
+    got = logits(model, packed, segment, position)
+    np.testing.assert_allclose(got[:, :10], logits(model, one), atol=1e-5)
+    np.testing.assert_allclose(got[:, 10:], logits(model, two), atol=1e-5)
+
+
+@forms
+def test_cached_steps_of_any_size_give_the_logits_of_one_pass(cfg):
+    model, token_BL = build(cfg), tokens((2, 20))
+    whole = logits(model, token_BL)
+    step = jax.jit(lambda model, cache, token, index: model.step(cache, token, index))
+    cache, at, got = model.new_cache(2, 32), 0, []
+    for n in (7, 1, 2, 1, 9):
+        index = jnp.broadcast_to(jnp.arange(at, at + n), (2, n))
+        hidden, cache = step(model, cache, token_BL[:, at : at + n], index)
+        got.append(model.logits(hidden))
+        at += n
+    np.testing.assert_allclose(jnp.concatenate(got, 1), whole, atol=2e-5)
+
+
+def test_rejected_slots_are_forgotten_when_written_again():
+    model, token_BL = build(TINY), tokens((1, 12))
+    cache = model.new_cache(1, 16)
+    _, cache = model.step(cache, token_BL[:, :8], jnp.arange(8)[None])
+    _, cache = model.step(cache, jnp.array([[63, 62]]), jnp.array([[8, 9]]))  # drafts that are rejected
+    hidden, _ = model.step(cache, token_BL[:, 8:], jnp.arange(8, 12)[None])
+    np.testing.assert_allclose(model.logits(hidden), logits(model, token_BL)[:, 8:], atol=2e-5)
+
+
+def test_dropout_drops_its_rate_scales_the_rest_and_depends_on_seed_and_place():
+    x, rate = jnp.ones((64, 128, 32)), 0.1
+    a, b = (np.asarray(pc.dropout(x, jnp.array([s, 7], jnp.uint32), rate)) for s in (1, 2))
+    n = x.size
+    for mask in (a == 0, b == 0):
+        assert mask.mean() == pytest.approx(rate, abs=5 * np.sqrt(rate * (1 - rate) / n))
+        for axis in range(3):  # neighbours along every axis are independent
+            pairs = (mask & np.roll(mask, 1, axis)).mean()
+            assert pairs == pytest.approx(rate**2, abs=5 * np.sqrt(rate**2 / n))
+    assert ((a == 0) & (b == 0)).mean() == pytest.approx(rate**2, abs=5 * np.sqrt(rate**2 / n))
+    np.testing.assert_allclose(np.unique(a), [0, 1 / (1 - rate)], rtol=1e-6)
+    assert pc.dropout(x, None, 0.0) is x
+
+
+def test_dropout_is_on_in_training_and_off_elsewhere():
+    model, token_BL = build(TINY, dropout=0.3), tokens((1, 16))
+    segment, position = jnp.ones((1, 16), jnp.int32), jnp.arange(16)[None]
+    losses = jax.jit(lambda model, key: model.losses(token_BL, segment, position, key)[0])
+    plain = losses(build(TINY), jax.random.key(0))
+    assert losses(model, None) == plain
+    assert losses(model, jax.random.key(0)) != plain
+    assert losses(model, jax.random.key(0)) != losses(model, jax.random.key(1))
+    assert losses(model, jax.random.key(0)) == losses(model, jax.random.key(0))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_eight_devices_give_the_losses_and_gradients_of_one(tensor):
+    cfg = dataclasses.replace(TINY, kv_heads=4)
+    params, token_BL = pc.new_params(cfg, 0), tokens((8, 32))
+    segment_BL = jnp.asarray(np.sort(np.random.default_rng(0).integers(1, 4, (8, 32)), 1))
+    position_BL = jnp.broadcast_to(jnp.arange(32), (8, 32))
+    graph, key = pc.graph_of(cfg, pc.Run(dropout=0.1, remat="qkvo", loss_tokens=16)), jax.random.key(3)
+
+    def loss(params, *batch):
+        main, mtp = nnx.merge(graph, params).losses(*batch, key)
+        return main + mtp
+
+    want, want_grads = jax.jit(jax.value_and_grad(loss))(params, token_BL, segment_BL, position_BL)
+    mesh = jax.make_mesh(
+        (2, 4 // tensor, tensor), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
+    params = jax.device_put(params, pc.shardings(mesh, params))
+    batch = jax.device_put((token_BL, segment_BL, position_BL), jax.NamedSharding(mesh, jax.P(pc.BATCH)))
+    with jax.set_mesh(mesh):
+        got, grads = jax.jit(jax.value_and_grad(loss))(params, *batch)
+    assert float(got) == pytest.approx(float(want), rel=1e-5)
+    for name, grad in pc.flatten(grads).items():
+        want = pc.flatten(want_grads)[name]
+        np.testing.assert_allclose(grad, want, atol=1e-4 * np.abs(want).max() + 1e-7, err_msg=name)
+
+
+def test_bfloat16_computation_is_near_float32():
+    token_BL, segment, position = tokens((2, 32)), jnp.ones((2, 32), jnp.int32), jnp.arange(32)[None]
+    main = [float(build(TINY, dtype=d).losses(token_BL, segment, position)[0]) for d in (jnp.float32, jnp.bfloat16)]
+    assert main[0] == pytest.approx(main[1], rel=5e-3)
+
+
+def test_speculative_and_plain_sampling_draw_from_the_same_distribution():
+    cfg = dataclasses.replace(TINY, vocab=8)
+    model, n = build(cfg), 3000
+    rule = {s: pc.Sampling(temperature=0.9, top_k=6, top_p=0.95, speculate=s) for s in (False, True)}
+    texts, accepted = {}, 0
+    for speculate in rule:
+        texts[speculate], stats = pc.generate(model, [[1, 5, 2]] * n, 4, rule[speculate], jax.random.key(7))
+        accepted += stats["accepted"]
+    assert accepted > n / 4  # else nothing was tested
+    for window in (slice(0, 3), slice(1, 4), slice(2, 4)):  # joint distributions, not only each token's
+        counts = []
+        for speculate in rule:
+            codes = [sum(t * 8**i for i, t in enumerate(text[window])) for text in texts[speculate]]
+            counts.append(np.bincount(codes, minlength=8**3))
+        common = sum(counts) >= 20
+        pooled = [np.append(c[common], c[~common].sum()) for c in counts]
+        chi2, dof = ((pooled[0] - pooled[1]) ** 2 / np.maximum(sum(pooled), 1)).sum(), common.sum()
+        assert dof > 10
+        assert chi2 < dof + 5 * np.sqrt(2 * dof), (window, chi2, dof)
+
+
+def test_top_k_top_p_and_banned_ids_shape_the_distribution():
+    logits_V = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
+    assert np.allclose(pc.probabilities(logits_V, pc.Sampling(1.0, top_k=2)), [0.625, 0.375, 0, 0], atol=1e-6)
+    assert np.allclose(pc.probabilities(logits_V, pc.Sampling(1.0, top_p=0.6)), [0.625, 0.375, 0, 0], atol=1e-6)
+    assert np.allclose(pc.probabilities(logits_V, pc.Sampling(1.0, top_p=1e-9)), [1, 0, 0, 0])
+    assert np.allclose(pc.probabilities(logits_V, pc.Sampling(1.0, vocab=2)), [0.625, 0.375, 0, 0], atol=1e-6)
+    hot = pc.probabilities(logits_V, pc.Sampling(0.5))
+    assert np.allclose(hot, np.array([0.25, 0.09, 0.0225, 0.0025]) / 0.365, atol=1e-6)
+    assert np.array_equal(pc.probabilities(jnp.array([1.0, 3.0, 3.0]), pc.Sampling()), [0, 1, 0])  # first of equals
+
+
+def test_generation_ends_at_eos_and_at_its_limit():
+    model = build(TINY)
+    (long,), _ = pc.generate(model, [[3, 4]], 12, pc.Sampling(speculate=False), jax.random.key(0))
+    assert len(long) == 12
+    for speculate in (False, True):
+        rule = pc.Sampling(eos=long[5], speculate=speculate)
+        (short,), _ = pc.generate(model, [[3, 4]], 12, rule, jax.random.key(0))
+        assert short == long[: long.index(long[5]) + 1]
+    with pytest.raises(ValueError, match="do not fit"):
+        pc.generate(model, [[1]], 64 * 4, pc.Sampling(), jax.random.key(0))
+    with pytest.raises(ValueError, match="empty prompt"):
+        pc.generate(model, [[]], 4, pc.Sampling(), jax.random.key(0))
+
+
+def test_long_texts_switch_to_the_yarn_table():
+    model = build(TINY)
+    (text,), _ = pc.generate(model, [[1, 2, 3]], 120, pc.Sampling(), jax.random.key(0))
+    token_BL = jnp.array([[1, 2, 3, *text]])
+    hidden = jax.jit(lambda model: model.hidden(model.lookup(token_BL), yarn=True))(model)
+    assert np.array_equal(np.argmax(model.logits(hidden)[0, 2:-1], -1), text)
+
+
+def test_flat_names_stack_into_layers_and_errors_list_every_tensor():
+    params = pc.new_params(TINY, 0)
+    flat = {}
+    for name, value in pc.flatten(params).items():
+        if name.startswith("layers."):
+            flat |= {f"layers.{i}.{name[7:]}": np.asarray(part) for i, part in enumerate(value)}
+        else:
+            flat[name] = np.asarray(value)
+    back = pc.stack_layers(flat, TINY)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, back))
+    broken = {**flat, "norm": np.ones(3), "extra": np.ones(1)}
+    del broken["layers.1.wq"], broken["mtp.proj"]
+    with pytest.raises(ValueError, match="norm has shape") as error:
+        pc.stack_layers(broken, TINY)
+    for part in ("missing layers.wq", "missing mtp.proj", "unexpected extra"):
+        assert part in str(error.value)

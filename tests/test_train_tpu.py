@@ -1,0 +1,349 @@
+"""The trainer: schedule, gradient accumulation, data order, overfitting, resuming, and what it says of bad input."""
+
+import fcntl
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import data_prep
+import model_pythoncoder as pc
+import train_tpu
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.golden
+def test_schedule_at_the_golden_steps(golden_dir):
+    for case in json.loads((golden_dir("pythoncoder") / "wsd.json").read_text())["cases"]:
+        shape = [case[k] for k in ("warmup_steps", "stable_ratio", "start_ratio", "final_ratio")]
+        for step, want in case["lr"].items():
+            got = train_tpu.wsd(int(step), case["peak"], case["total_steps"], *shape)
+            assert float(got) == pytest.approx(want, rel=2e-5), (case, step)
+
+
+@pytest.mark.golden
+def test_three_updates_from_uneven_micro_batches(golden_dir):
+    folder = golden_dir("pythoncoder")
+    settings, arrays = json.loads((folder / "grad_accum.json").read_text()), np.load(folder / "grad_accum.npz")
+    hyper = settings["hyper"]
+    optimizer = train_tpu.make_optimizer(hyper["clip"], hyper["weight_decay"], mask=settings["decay"])
+    params = {"W": jnp.asarray(arrays["W0"]), "scale": jnp.asarray(arrays["scale0"])}
+    state = {"params": params, "opt": optimizer.init(params)}
+
+    @jax.jit
+    def update(state, x, y, mask):
+        total = mask.sum()
+
+        def loss_fn(params, batch):
+            logits = (batch["x"] * params["scale"]) @ params["W"]
+            nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+            return (nll * batch["mask"]).sum() / total, ()
+
+        grads, (loss, ()) = train_tpu.accumulate(loss_fn, state["params"], {"x": x, "y": y, "mask": mask})
+        state, norm, ok = train_tpu.apply_gradients(optimizer, state, grads, hyper["lr"])
+        return state, loss, norm, ok
+
+    for i, want in enumerate(settings["steps"]):
+        state, loss, norm, ok = update(state, *(jnp.asarray(arrays[k][i]) for k in ("x", "y", "mask")))
+        assert float(loss) == pytest.approx(want["loss"], rel=1e-5)
+        assert float(norm) == pytest.approx(want["grad_norm"], rel=1e-5)
+        assert ok
+    moments = state["opt"][1][0]
+    got = {**state["params"], "mu_W": moments.mu["W"], "nu_W": moments.nu["W"]}
+    for name, value in got.items():
+        np.testing.assert_allclose(value, arrays[name], rtol=1e-5, atol=1e-5 * np.abs(arrays[name]).max(), err_msg=name)
+
+
+def test_a_step_without_finite_gradient_changes_nothing():
+    optimizer = train_tpu.make_optimizer(1.0, 0.1)
+    params = {"wq": jnp.ones((2, 2))}
+    state = {"params": params, "opt": optimizer.init(params)}
+    new, _, ok = train_tpu.apply_gradients(optimizer, state, {"wq": jnp.full((2, 2), jnp.nan)}, 0.1)
+    assert not ok
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), state, new))
+    new, _, ok = train_tpu.apply_gradients(optimizer, state, {"wq": jnp.ones((2, 2))}, 0.1)
+    assert ok
+    assert not (new["params"]["wq"] == 1).any()
+
+
+def test_weight_decay_touches_matrices_and_embeddings_alone():
+    mask = pc.flatten(train_tpu.decays(pc.param_shapes(pc.CONFIGS["1b"])))
+    assert {n for n, decay in mask.items() if not decay} == {
+        "norm", "mtp.norm_hidden", "mtp.norm_embed", "mtp.norm_out", "layers.attn_norm", "layers.ffn_norm",
+        "layers.lambda_q1", "layers.lambda_k1", "layers.lambda_q2", "layers.lambda_k2", "layers.subln",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Rows of 64 tokens packed from our own scripts."""
+    folder = tmp_path_factory.mktemp("data")
+    data_prep.main(
+        data_prep.Config(roots=(str(ROOT / "tests"), *map(str, ROOT.glob("*.py"))), out=str(folder / "rows"),
+                         vocab_size=600, seq_len=64, heldout=0.2, workers=1, shard_bytes=60_000)
+    )  # fmt: skip
+    return folder / "rows"
+
+
+def command(data, out, *more):
+    return [sys.executable, str(ROOT / "train_tpu.py"), f"--data={data}", f"--out={out}", "--seq_len=64",
+            "--batch_size=8", "--log_every=1", "--compile_cache=" + str(Path(data).parent / "cache"), *more]  # fmt: skip
+
+
+def run(*args, devices=1, **options):
+    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(args, capture_output=True, text=True, env=env, timeout=300, **options)
+
+
+def losses(out):
+    rows = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
+
+
+def says(result, *parts):
+    """One clear line on standard error and a failing exit status."""
+    assert result.returncode not in (0, None), result.stdout
+    assert "Traceback" not in result.stderr, result.stderr
+    line = result.stderr.strip().splitlines()[-1]
+    for part in parts:
+        assert part in line, line
+
+
+def test_every_row_is_read_once_an_epoch_in_an_order_of_seed_and_epoch(data):
+    rows = train_tpu.Rows(data, "train")
+    assert len(rows.shards) > 1
+    orders = [rows.order(seed, epoch) for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))]
+    assert all(sorted(order) == list(range(rows.total)) for order in orders)
+    assert (orders[0] == orders[1]).all()
+    assert (orders[0] != orders[2]).any()
+    assert (orders[0] != orders[3]).any()
+    ids = orders[0][:12].reshape(3, 4)
+    batch = rows.read(ids)
+    assert batch.shape == (3, 3, 4, 64)
+    assert (batch[:, 1, 2] == rows.read(ids[1, 2:3])[:, 0]).all()
+    assert not rows.read(np.array([-1]))[:].any()  # an empty row fills up a batch
+
+
+def test_thirty_steps_on_one_batch_learn_it_by_heart(data):
+    cfg = pc.Config(vocab=640, width=64, layers=2, heads=4, kv_heads=2, head_size=16, ffn=128, positions=64)
+    rows = train_tpu.Rows(data, "train").read(np.arange(4).reshape(1, 4))
+    batch = dict(zip(("token_ABL", "segment_ABL", "position_ABL"), map(jnp.asarray, rows), strict=True))
+    optimizer = train_tpu.make_optimizer(1.0, 0.1)
+    params = pc.new_params(cfg, 0)
+    state = {"params": params, "opt": optimizer.init(params)}
+    settings = train_tpu.Config(dropout=0.0)
+    step = jax.jit(train_tpu.make_step(settings, pc.graph_of(cfg, pc.Run()), optimizer, 1e-2, 1000, 3))
+    history = []
+    for i in range(30):
+        state, metrics = step(state, batch, i)
+        history.append(float(metrics["main"]))
+    assert history[0] == pytest.approx(np.log(640), rel=0.05)
+    assert history[-1] < 2.0  # from 6.5
+
+
+def test_splitting_a_step_into_micro_batches_changes_nothing(data):
+    cfg = pc.Config(vocab=640, width=64, layers=2, heads=4, kv_heads=2, head_size=16, ffn=128, positions=64)
+    rows = train_tpu.Rows(data, "train").read(np.arange(8))
+    optimizer, params = train_tpu.make_optimizer(1.0, 0.1), pc.new_params(cfg, 0)
+    results = []
+    for micro in (8, 2):
+        parts = [jnp.asarray(x.reshape(-1, micro, 64)) for x in rows]
+        batch = dict(zip(("token_ABL", "segment_ABL", "position_ABL"), parts, strict=True))
+        step = train_tpu.make_step(train_tpu.Config(dropout=0.0), pc.graph_of(cfg, pc.Run()), optimizer, 1e-2, 10, 1)
+        results.append(jax.jit(step)({"params": params, "opt": optimizer.init(params)}, batch, 1))
+    (one, first), (many, second) = results
+    assert float(first["loss"]) == pytest.approx(float(second["loss"]), rel=1e-5)
+    assert float(first["grad_norm"]) == pytest.approx(float(second["grad_norm"]), rel=1e-4)
+    for name, value in pc.flatten(one["params"]).items():
+        np.testing.assert_allclose(value, pc.flatten(many["params"])[name], atol=2e-4, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def unbroken(data, tmp_path_factory):
+    """Twelve steps without a stop: (folder, what the trainer printed)."""
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    result = run(*command(data, out, "--steps=12", "--eval_every=4"))
+    assert result.returncode == 0, result.stderr
+    return out, result.stdout
+
+
+def test_a_run_prints_its_choices_and_leaves_what_generate_needs(unbroken):
+    out, text = unbroken
+    for part in ("model tiny, float32", "parameters", "tokens per parameter", "peak learning rate", "compiled in"):
+        assert part in text
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    scores = [row for row in rows if "bits_per_byte" in row]
+    assert [row["step"] for row in scores] == [4, 8, 12]
+    assert scores[-1]["heldout_nats"] < scores[0]["heldout_nats"]
+    assert {"config.json", "tokenizer.json", "log.jsonl", "samples.txt", "checkpoints"} <= set(os.listdir(out))
+    model, _, step = pc.load(out)
+    assert step == 12
+    assert model.cfg == pc.CONFIGS["tiny"]
+
+
+def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(data, unbroken, tmp_path):
+    out = tmp_path / "run"
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(command(data, out, "--steps=12", "--eval_every=4"), stdout=subprocess.PIPE, env=env)
+    for line in process.stdout:
+        if line.startswith(b"step 6 "):
+            process.send_signal(signal.SIGTERM)
+            break
+    process.stdout.read()
+    assert process.wait() != 0
+    assert max(int(p.name) for p in (out / "checkpoints").iterdir()) >= 6
+    result = run(sys.executable, str(ROOT / "train_tpu.py"), f"--resume={out}")  # with the settings of the run
+    assert result.returncode == 0, result.stderr
+    assert losses(out) == losses(unbroken[0])
+    assert len(losses(out)) == 12
+
+
+def test_resuming_on_eight_devices_goes_on_with_the_same_losses(data, unbroken, tmp_path):
+    out = tmp_path / "run"
+    run(*command(data, out, "--steps=12", "--eval_every=4", "--keep=5"))
+    for step in (8, 12):
+        subprocess.run(["rm", "-r", out / "checkpoints" / str(step)], check=True)
+    result = run(sys.executable, str(ROOT / "train_tpu.py"), f"--resume={out}", "--tensor=1", devices=8)
+    assert result.returncode == 0, result.stderr
+    assert "8 x cpu" in result.stdout
+    for step, want in losses(unbroken[0]).items():
+        np.testing.assert_allclose(losses(out)[step], want, rtol=2e-3)
+
+
+def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, tmp_path):
+    out = unbroken[0]
+    before = (out / "log.jsonl").read_text()
+    says(run(*command(data, out, "--steps=12")), "already holds a run", "--resume=")
+    says(run(*command(tmp_path / "none", tmp_path / "a")), "data_prep.py")
+    says(run(*command(data, tmp_path / "a", "--model=huge")), "tiny, small, 300m, 1b")
+    says(run(*command(data, tmp_path / "a", "--seq_len=32")), "rows of 64 tokens", "--seq_len=32")
+    says(run(*command(data, tmp_path / "a", "--seq_len=9999")), "512 positions")
+    says(run(*command(data, tmp_path / "a", "--batch_size=100000")), "--batch_size")
+    says(run(*command(data, tmp_path / "a"), devices=3), "--batch_size=8 does not divide over 3")
+    says(run(*command(data, out, f"--resume={out}", "--diff=paper")), "another model", "diff")
+    says(run(*command(data, tmp_path / "a", f"--resume={tmp_path}")), "--resume")
+    assert (out / "log.jsonl").read_text() == before
+    assert not (tmp_path / "a").exists()
+
+
+def test_two_trainers_on_one_folder_are_refused(data, unbroken):
+    out = unbroken[0]
+    with open(out / ".lock0", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        says(run(sys.executable, str(ROOT / "train_tpu.py"), f"--resume={out}", "--steps=20"), "another trainer")
+
+
+def test_a_corrupted_shard_is_named(data, tmp_path):
+    subprocess.run(["cp", "-r", data, tmp_path / "rows"], check=True)
+    for shard in sorted((tmp_path / "rows" / "train").iterdir()):
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    says(run(*command(tmp_path / "rows", tmp_path / "out", "--steps=2")), ".parquet is corrupted")
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "cut short", "another version"])
+def test_a_damaged_checkpoint_is_named(data, unbroken, tmp_path, damage):
+    out = tmp_path / "run"
+    subprocess.run(["cp", "-r", unbroken[0], out], check=True)
+    newest = max((out / "checkpoints").iterdir(), key=lambda p: int(p.name))
+    if damage == "another version":
+        meta = newest / "meta" / "metadata"
+        meta.write_text(meta.read_text().replace('"width"', '"breadth"'))
+    else:
+        largest = max((newest / "params").rglob("*"), key=lambda p: p.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        content[len(content) // 2] ^= 8
+        largest.write_bytes(content if damage == "flipped bit" else content[: len(content) // 2])
+    says(run(sys.executable, str(ROOT / "train_tpu.py"), f"--resume={out}", "--steps=14"), "checkpoints/12")
+    says(run(sys.executable, str(ROOT / "generate.py"), f"--ckpt={out}", "--prompt=x"), "checkpoints/12")
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(data, unbroken, tmp_path):
+    out = tmp_path / "run"
+    subprocess.run(["cp", "-r", unbroken[0], out], check=True)
+
+    def small_files():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))  # a write beyond it fails, as on a full disk
+
+    result = run(
+        sys.executable, str(ROOT / "train_tpu.py"), f"--resume={out}", "--steps=14", "--compile_cache=",
+        preexec_fn=small_files,
+    )  # fmt: skip
+    says(result, "was not written", "12")
+    assert pc.load(out)[2] == 12
+
+
+def test_diverging_stops_after_five_steps_without_a_finite_gradient(data, tmp_path):
+    result = run(*command(data, tmp_path / "run", "--steps=40", "--lr=1e38", "--warmup=1", "--eval_every=50"))
+    says(result, "no finite gradient in five steps")
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(data, unbroken, tmp_path):
+    out, port = tmp_path / "run", 20_000 + os.getpid() % 20_000
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    more = ["--steps=12", "--eval_every=4"]
+    both = [
+        subprocess.Popen(command(data, out, f"--hosts=localhost:{port},2,{i}", *more), env=env, stdout=subprocess.PIPE)
+        for i in (0, 1)
+    ]
+    texts = [process.communicate(timeout=300)[0].decode() for process in both]
+    assert [process.returncode for process in both] == [0, 0], texts
+    for step, want in losses(unbroken[0]).items():
+        np.testing.assert_allclose(losses(out)[step], want, rtol=2e-3)
+
+
+@pytest.mark.slow
+def test_kill_9_at_twenty_random_moments_always_resumes_to_the_unbroken_losses(data, tmp_path):
+    rng, kills = np.random.default_rng(0), 0
+    more = ("--steps=400", "--eval_every=10", "--eval_rows=8")
+    whole = run(*command(data, tmp_path / "whole", *more))
+    assert whole.returncode == 0, whole.stderr
+    want = losses(tmp_path / "whole")
+    out = tmp_path / "killed"
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_PLATFORMS": "cpu"}
+    while True:
+        resume = [f"--resume={out}"] if list(out.glob("checkpoints/[0-9]*")) else []
+        if not resume:
+            subprocess.run(["rm", "-rf", out], check=True)
+        process = subprocess.Popen(
+            command(data, out, *more, *resume), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        if kills < 20:
+            for line in process.stdout:
+                if line.startswith(b"step "):
+                    break
+            time.sleep(rng.uniform(0, 2.5))
+            kills += process.poll() is None
+            process.kill()
+            process.wait()
+        text = process.communicate()[0].decode()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, text
+    assert losses(out) == want
+    print(f"{kills} kills")
+
+
+@pytest.mark.slow
+def test_the_1b_step_fits_a_v6e_chip_with_six_gib_to_spare():
+    pytest.importorskip("libtpu", reason="pip install libtpu compiles for TPUs")
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    args = [sys.executable, str(ROOT / "train_tpu.py"), "--compile_only=True", "--topology=v6e:1x1", "--micro_batch=8"]
+    text = subprocess.run(args, capture_output=True, text=True, env=env, timeout=900).stdout
+    assert float(re.search(r"hbm_gib +([\d.]+)", text)[1]) < 31.24 - 6, text
+    assert int(re.search(r"tokens +(\d+)", text)[1]) == 131_072
