@@ -1,6 +1,6 @@
 """Turn text into a tokenizer and packed token shards, which the trainers read.
 
-    python data_prep.py                                            # this Python's standard library: 30 MB, a minute
+    python data_prep.py                                            # this Python's standard library: 30 MB, 20 s
     python data_prep.py --roots ~/src ~/work --out=data/mine       # all .py files below these folders
     python data_prep.py --tokenizer=qwen/tokenizer.json --fim_rate=0.5 --out=data/fim
     python data_prep.py --source=parquet --roots shards --tokenizer=qwen/tokenizer.json --seq_len=4096 --out=data/long
@@ -132,7 +132,8 @@ def main(cfg):
     except BlockingIOError:
         sys.exit(f"another run is writing to {out}; wait for it or choose another --out")
     except OSError as error:
-        sys.exit(f"cannot write to {out}: {error.strerror or error}; mend that and run the same command to go on")
+        reason = f"{error.filename or out}: {error.strerror or error}"
+        sys.exit(f"cannot write {reason}; put that right and run the same command to go on")
 
 
 def prepare(cfg, out, vocabulary):
@@ -210,6 +211,7 @@ def prepare(cfg, out, vocabulary):
         meta["splits"][split] = total
     write(out / "meta.json", meta)
     (out / "progress.json").unlink()
+    print(f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}")
     for split, total in meta["splits"].items():
         print(" | ".join([split] + [f"{key} {total[key]:,}" for key in ("documents", "bytes", "tokens", "rows")]))
     print(f"wrote {out} in {time.time() - start:.0f} s")
@@ -377,10 +379,10 @@ def near_duplicates(signature_NP, threshold=0.85):
         order_N = np.lexsort(key_N2.T)  # stable: documents of a bucket stay in order
         same_N = np.r_[False, (key_N2[order_N[1:]] == key_N2[order_N[:-1]]).all(axis=1)]
         first_N = np.maximum.accumulate(np.where(same_N, 0, np.arange(len(order_N))))
-        later = np.flatnonzero(same_N)
-        for earlier in (first_N[later], later - 1):
-            equal_NP = signature_NP[order_N[later]] == signature_NP[order_N[earlier]]
-            near_N[order_N[later[equal_NP.mean(axis=1) >= threshold]]] = True
+        for later in np.array_split(np.flatnonzero(same_N), len(same_N) // 100_000 + 1):  # bounds the memory
+            for earlier in (first_N[later], later - 1):
+                equal_NP = signature_NP[order_N[later]] == signature_NP[order_N[earlier]]
+                near_N[order_N[later[equal_NP.mean(axis=1) >= threshold]]] = True
     return near_N
 
 
@@ -417,9 +419,9 @@ def python_documents(group, split, vocabulary, cfg):
     for batch in batched(group, BATCH_BYTES):
         cuts = []
         for item in batch:
-            rng = random.Random(f"{cfg.seed} {item.sha256}")
+            text, rng = read_text(item), random.Random(f"{cfg.seed} {item.sha256}")
             fim = split == "train" and rng.random() < cfg.fim_rate
-            cuts.append(cut_for_fim(read_text(item), vocabulary.fim, rng) if fim else [([], read_text(item))])
+            cuts.append(cut_for_fim(text, vocabulary.fim, rng) if fim else [([], text)])
         texts = [text for pieces in cuts for _, text in pieces]
         encodings = iter(vocabulary.encoder.encode_batch_fast(texts, add_special_tokens=False))
         for item, pieces in zip(batch, cuts, strict=True):
@@ -441,6 +443,9 @@ def cut_for_fim(text, fim, rng):
 
 def gather_parquet(cfg, vocabulary):
     """The input shards by split and shard. All are read through once: bad ones are known before anything is written."""
+    added, alphabet = vocabulary.encoder.get_added_tokens_decoder(), {*pre_tokenizers.ByteLevel.alphabet()}
+    if any(id not in added and not alphabet.issuperset(token) for token, id in vocabulary.encoder.get_vocab().items()):
+        sys.exit(f"--tokenizer={cfg.tokenizer} is no byte-level BPE, so bytes cannot be counted; name one that is")
     found, items = find(cfg, ".parquet"), []
     paths = [path for _, path in found]
     results = parallel(examine_parquet, paths, cfg, 1, size=vocabulary.size, eos=vocabulary.eos)
@@ -513,7 +518,7 @@ def train_tokenizer(items, cfg):
     """tokenizer.json of a byte-level BPE, lossless on any text, trained on at most 200 MB of the items."""
     items = next(batched(items, TRAIN_BYTES))
     megabytes = sum(item.size for item in items) / 1e6
-    print(f"training a tokenizer on {megabytes:,.1f} MB, up to {5 + megabytes / 2:.0f} s", flush=True)
+    print(f"training a tokenizer on {megabytes:,.1f} MB, about {5 + megabytes / 3:.0f} s", flush=True)
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level])
@@ -579,35 +584,37 @@ def pack(documents, seq_len, eos, pad):
     return tokens_RL, segments_RL, positions_RL
 
 
-def packed_blocks(documents, seq_len, eos, counts):
-    """The rows that pack() gives for all (ids, bytes) pairs, some BLOCK_TOKENS at a time; adds to counts."""
+def packed_blocks(documents, seq_len, eos):
+    """The rows that pack() gives for all documents, in blocks of about BLOCK_TOKENS tokens."""
     block, waiting = [], 0
-    for ids, text_bytes in documents:
-        counts |= {"documents": counts["documents"] + 1, "bytes": counts["bytes"] + text_bytes}
+    for ids in documents:
         block.append(ids)
         waiting += len(ids) + 1
         if waiting >= max(BLOCK_TOKENS, seq_len):
-            tokens_RL, segments_RL, positions_RL = pack(block, seq_len, eos, eos)
+            rows = pack(block, seq_len, eos, eos)
             full, waiting = divmod(waiting, seq_len)
-            counts |= {"tokens": counts["tokens"] + full * seq_len, "rows": counts["rows"] + full}
-            yield tokens_RL[:full], segments_RL[:full], positions_RL[:full]
-            block = []
-            if waiting:  # all that is in the unfinished row ends with EOS: packing it again gives the same
-                last_L, segment_L = tokens_RL[-1], segments_RL[-1]
-                block = [last_L[segment_L == segment][:-1] for segment in range(1, segment_L.max() + 1)]
+            yield [array_RL[:full] for array_RL in rows]
+            block, (token_L, segment_L, _) = [], [array_RL[-1] for array_RL in rows]
+            if waiting:  # all in the unfinished row ends with EOS: packing that again gives the same
+                block = [token_L[segment_L == segment][:-1] for segment in range(1, segment_L.max() + 1)]
     if block:
-        rows = pack(block, seq_len, eos, eos)
-        counts |= {"tokens": counts["tokens"] + waiting, "rows": counts["rows"] + len(rows[0])}
-        yield rows
+        yield pack(block, seq_len, eos, eos)
 
 
-def write_shard(path, documents, seq_len, eos, fingerprint):
+def write_shard(path, pairs, seq_len, eos, fingerprint):
     """Pack (ids, bytes) pairs into a Parquet file; returns its counts, which the file carries too."""
     counts = dict.fromkeys(("documents", "bytes", "tokens", "rows"), 0)
     kind = pa.list_(pa.int32(), seq_len)
     schema = pa.schema([(name, kind) for name in ("input_ids", "segments", "positions")])
+
+    def counted():
+        for ids, text_bytes in pairs:
+            counts.update(documents=counts["documents"] + 1, bytes=counts["bytes"] + text_bytes)
+            yield ids
+
     with whole(path) as file, pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=False) as writer:
-        for rows in packed_blocks(documents, seq_len, eos, counts):
+        for rows in packed_blocks(counted(), seq_len, eos):
+            counts.update(tokens=counts["tokens"] + int((rows[1] > 0).sum()), rows=counts["rows"] + len(rows[1]))
             columns = [pa.FixedSizeListArray.from_arrays(array_RL.reshape(-1), type=kind) for array_RL in rows]
             writer.write_table(pa.table(columns, schema=schema))
         writer.add_key_value_metadata({"data_prep": json.dumps({"of": fingerprint, "counts": counts})})

@@ -125,8 +125,8 @@ def rope_frequencies(head_size, theta, factor=1.0, original=2048, beta_fast=32, 
 
 def rope_table(position_BL, inv_freq, attention_factor=1.0):
     """cos and sin [B, L, K] in float32 of the angles position * inv_freq; both halves of K hold the same angles."""
-    angle_BLK = position_BL[..., None] * jnp.tile(jnp.asarray(inv_freq, jnp.float32), 2)
-    return jnp.cos(angle_BLK) * attention_factor, jnp.sin(angle_BLK) * attention_factor
+    angle_BLK = position_BL[..., None] * jnp.asarray(inv_freq, jnp.float32)  # K / 2 wide
+    return tuple(jnp.concatenate([f(angle_BLK) * attention_factor] * 2, -1) for f in (jnp.cos, jnp.sin))
 
 
 def rotate(x_BLK, cos_BLK, sin_BLK, by_matmul=False):
@@ -298,7 +298,12 @@ class PythonCoder(nnx.Module):
         return rope_table(position_BL, *rope_frequencies(cfg.head_size, cfg.theta, factor, cfg.positions))
 
     def lookup(self, token_BL):
-        return shard(shard(self.embed[...].astype(self.run.dtype), None)[token_BL], BATCH)
+        """Embeddings [B, L, D]. A split table is gathered in the activations' dtype; a whole one is cast after the
+        look-up, so that its gradient is scattered in float32."""
+        table_VD = self.embed[...]
+        if jax.sharding.get_abstract_mesh().size > 1:
+            table_VD = shard(table_VD.astype(self.run.dtype), None)
+        return shard(table_VD[token_BL].astype(self.run.dtype), BATCH)
 
     def hidden(self, embed_BLD, segment_BL=None, position_BL=None, key=None, yarn=False):
         """Final-normed hidden states [B, L, D] of whole rows, from their embeddings.
@@ -413,7 +418,7 @@ def cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap=0.0, z_loss=0.0,
 
 
 def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, with_gradient):
-    B, L, D = hidden_BLD.shape
+    B, L, _ = hidden_BLD.shape
     weight_VD = shard(weight_VD.astype(hidden_BLD.dtype), "tensor")
     mesh = jax.sharding.get_abstract_mesh()
     devices = 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in BATCH)
@@ -428,25 +433,30 @@ def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_
         raw_BLV = jnp.einsum("BLD,VD->BLV", h_BLD, weight_VD)
         logits_BLV = soft_cap(raw_BLV.astype(jnp.float32), cap)
         lse_BL = jax.nn.logsumexp(logits_BLV, -1)
-        label_BLV = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2) == label_BL[..., None]
-        target_BL = jnp.sum(jnp.where(label_BLV, logits_BLV, 0.0), -1)
+        row_BLD = weight_VD[label_BL]
+        target_BL = soft_cap(jnp.sum(h_BLD.astype(jnp.float32) * row_BLD.astype(jnp.float32), -1), cap)
         loss += jnp.sum((lse_BL - target_BL + z_loss * lse_BL**2) * mask_BL)
         if not with_gradient:
             return (loss, dweight_VD), None
+        # softmax is dense, the one-hot part is the label's row alone: a gather here, a scatter after the loop
         scale_BL1 = (mask_BL * (1 + 2 * z_loss * lse_BL))[..., None]
-        dz_BLV = jnp.exp(logits_BLV - lse_BL[..., None]) * scale_BL1 - jnp.where(label_BLV, mask_BL[..., None], 0.0)
+        dz_BLV, dtarget_BL = jnp.exp(logits_BLV - lse_BL[..., None]) * scale_BL1, mask_BL
         if cap:
             dz_BLV *= 1 - (logits_BLV / cap) ** 2
+            dtarget_BL *= 1 - (target_BL / cap) ** 2
         dz_BLV = dz_BLV.astype(h_BLD.dtype)
-        dh_BLD = jnp.einsum("BLV,VD->BLD", dz_BLV, weight_VD)
+        dh_BLD = jnp.einsum("BLV,VD->BLD", dz_BLV, weight_VD, preferred_element_type=jnp.float32)
+        dh_BLD -= row_BLD * dtarget_BL[..., None]
         dweight_VD += jnp.einsum("BLV,BLD->VD", dz_BLV, h_BLD, preferred_element_type=jnp.float32)
-        return (loss, dweight_VD), dh_BLD
+        return (loss, dweight_VD), (dh_BLD.astype(h_BLD.dtype), dtarget_BL)
 
     zero = jnp.zeros(weight_VD.shape if with_gradient else (), jnp.float32)
-    (loss, dweight_VD), dh = jax.lax.scan(
-        body, (jnp.float32(0), zero), (chunks(hidden_BLD), chunks(label_BL), chunks(mask_BL))
-    )
-    dhidden_BLD = dh.swapaxes(0, 1).reshape(B, L, D) if with_gradient else None
+    carry, out = jax.lax.scan(body, (jnp.float32(0), zero), (chunks(hidden_BLD), chunks(label_BL), chunks(mask_BL)))
+    loss, dweight_VD = carry
+    if not with_gradient:
+        return loss, None
+    dhidden_BLD, dtarget_BL = (x.swapaxes(0, 1).reshape(B, L, *x.shape[3:]) for x in out)
+    dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * dtarget_BL[..., None])
     return loss, (dhidden_BLD, dweight_VD)
 
 

@@ -149,7 +149,7 @@ def resolve(cfg, devices):
         f"{batch * seq_len:,} tokens, {batch // (copies * micro)} x {micro} rows a device"
     )
     run = pc.Run(
-        jnp.dtype(dtype), device.platform == "tpu", remat, cfg.dropout, loss_tokens=256 if memory is None else 2048
+        jnp.dtype(dtype), device.platform == "tpu", remat, cfg.dropout, loss_tokens=256 if memory is None else int(os.environ.get("LT", 2048))
     )
     # moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32
     mu_dtype = jnp.dtype(dtype)

@@ -1,4 +1,4 @@
-"""Differential attention against golden values, a NumPy version, and the TPU kernel in interpret mode against the einsums.
+"""Differential attention: the einsums against golden values and NumPy, the TPU kernel in interpret mode against them.
 
 Interpret mode fills scratch memory with NaN, so it also shows that nothing is read that was not written.
 """
@@ -33,16 +33,16 @@ def close(got, want, rel):
     assert np.abs(got - want).max() <= rel * np.abs(want).max(), np.abs(got - want).max() / np.abs(want).max()
 
 
-def random(B, P, J, L, K, M=None, I=2, seed=0):
-    draw = np.random.default_rng(seed).standard_normal
-    M = L if M is None else M
-    q, k, v = draw((B, I, P, L, K)), draw((B, I, J, M, K)), draw((B, J, M, I * K))
-    return [jnp.asarray(x, jnp.float32) for x in (q, k, v, draw((B, P, L, I * K)))]
+def random(B, P, J, L, K, I=2):
+    """q, k, v and a gradient of the result."""
+    draw = np.random.default_rng(0).standard_normal
+    q, k, v = draw((B, I, P, L, K)), draw((B, I, J, L, K)), draw((B, J, L, I * K))
+    return [np.float32(x) for x in (q, k, v, draw((B, P, L, I * K)))]
 
 
 def starts(lengths_by_row):
     """start_BL of packed documents."""
-    return jnp.asarray([np.repeat(np.cumsum([0, *n[:-1]]), n) for n in lengths_by_row], jnp.int32)
+    return np.int32([np.repeat(np.cumsum([0, *n[:-1]]), n) for n in lengths_by_row])
 
 
 def brute_force(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, floor, cap):
@@ -60,40 +60,42 @@ def brute_force(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, floor, cap):
     return o_BPLE
 
 
-@pytest.mark.parametrize("L", [1, 7, 8, 9, 23])
+run = jax.jit(attention, static_argnames=("floor", "cap", "block"))  # op by op would compile every op
+
+
 @pytest.mark.parametrize("I", [1, 2])
-def test_attention_equals_brute_force_for_every_length_block_and_option(L, I):
-    B, lam = 2, 0.6
-    q, k, v, _ = random(B, 4, 2, L, 4, I=I)
-    start_BL = starts([[min(3, L), L - min(3, L)], [L]])
-    index_BL = np.broadcast_to(np.arange(L), (B, L))
-    for floor, cap, start in ((True, 0.0, start_BL), (False, 0.0, None), (True, 1.5, None)):
-        first_BL = np.zeros((B, L), int) if start is None else np.asarray(start)
-        want = brute_force(q, k, v, lam, index_BL, first_BL, floor, cap)
-        for block in (1, 8, 256):
-            close(attention(q, k, v, lam, None, start, floor=floor, cap=cap, block=block), want, 1e-6)
-            close(attention(q, k, v, lam, index_BL, start, floor=floor, cap=cap, block=block), want, 1e-6)
+@pytest.mark.parametrize(("L", "block"), [(1, 8), (7, 8), (8, 8), (9, 8), (23, 8), (23, 256), (5, 1)])
+def test_attention_equals_brute_force_at_every_block_border(L, block, I):
+    q, k, v, _ = random(2, 4, 2, L, 4, I=I)
+    start_BL, index_BL = starts([[min(3, L), L - min(3, L)], [L]]), np.broadcast_to(np.arange(L), (2, L))
+    for floor, cap, index, start in ((True, 0.0, None, start_BL), (False, 1.5, index_BL, None)):
+        want = brute_force(q, k, v, 0.6, index_BL, np.zeros((2, L), int) if start is None else start, floor, cap)
+        close(run(q, k, v, 0.6, index, start, floor=floor, cap=cap, block=block), want, 1e-6)
 
 
 def test_decoding_through_a_cache_and_left_pads_give_the_whole_rows_answers():
     B, L, pads = 2, 12, 4
     q, k, v, _ = random(B, 3, 1, L, 8)
-    whole = attention(q, k, v, 0.7, None, None)
-    cache_k, cache_v = (jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 5), (0, 0)], constant_values=9.0) for x in (k, v))
+    whole = run(q, k, v, 0.7, None, None)
+    cache_k, cache_v = (np.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 5), (0, 0)], constant_values=9.0) for x in (k, v))
     for low, high in ((0, 7), (7, 8), (8, 12)):
-        index_BL = jnp.broadcast_to(jnp.arange(low, high), (B, high - low))
-        part = attention(q[:, :, :, low:high], cache_k, cache_v, 0.7, index_BL, None)
+        index_BL = np.broadcast_to(np.arange(low, high), (B, high - low))
+        part = run(q[:, :, :, low:high], cache_k, cache_v, 0.7, index_BL, None)
         np.testing.assert_allclose(part, whole[:, :, low:high], atol=1e-6)
-    padded = [jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(pads, 0), (0, 0)], constant_values=9.0) for x in (q, k, v)]
-    shifted = attention(*padded, 0.7, None, jnp.full((B, L + pads), pads))
+    padded = [np.pad(x, [(0, 0)] * (x.ndim - 2) + [(pads, 0), (0, 0)], constant_values=9.0) for x in (q, k, v)]
+    shifted = run(*padded, 0.7, None, np.full((B, L + pads), pads))
     assert np.isfinite(shifted).all()  # pads see no key at all
     np.testing.assert_allclose(shifted[:, :, pads:], whole, atol=1e-6)
 
 
 def test_floor_has_no_gradient_where_the_maps_are_equal():
     q, k, v, do = random(1, 1, 1, 6, 4)
-    q, k = (x.at[:, 1].set(x[:, 0]) for x in (q, k))  # A1 - 1 A2 is exactly 0
-    grads = jax.grad(lambda *a: jnp.sum(attention(*a, None, None) * do), argnums=(0, 1, 2, 3))(q, k, v, 1.0)
+    q[:, 1], k[:, 1] = q[:, 0], k[:, 0]  # so A1 - 1 A2 is exactly 0
+
+    def loss(*inputs):  # op by op, since a fused multiply-add leaves 1e-9 for 0
+        return jnp.sum(attention(*inputs, None, None) * do)
+
+    grads = jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, 1.0)
     assert all((np.asarray(g) == 0).all() for g in grads)
 
 
@@ -120,7 +122,7 @@ def by_kernel(q, k, v, lam, index_BL, start_BL, floor, cap):
 
 
 @pytest.mark.golden
-@pytest.mark.parametrize("core", [attention, by_kernel])
+@pytest.mark.parametrize("core", [run, pytest.param(by_kernel, marks=pytest.mark.slow)])
 def test_golden_differential_attention_and_all_its_gradients(golden_dir, core):
     cases = json.loads((golden_dir("pythoncoder") / "diff_attention.json").read_text())["cases"]
     arrays = np.load(golden_dir("pythoncoder") / "diff_attention.npz")
@@ -148,9 +150,9 @@ def test_golden_differential_attention_and_all_its_gradients(golden_dir, core):
         close(out_BLPE, t["out"], 2e-5)
         for name, grad in grads.items():
             close(grad, case["dlam"] if name == "lam" else t["d" + name], 1e-4)
-        if core is attention:  # with the identity as V, the result is the map
+        if core is run and "map" in t:  # with the identity as V, the result is the map
             eye_BJMM = jnp.broadcast_to(jnp.eye(M), (B, t["v"].shape[2] // 2, M, M))
-            close(fixed(split(t["q"]), split(t["k"]), eye_BJMM, lam), t["map"], 2e-5)
+            close(fixed(split(t["q"]), split(t["k"]), eye_BJMM, lam, block=64), t["map"], 2e-5)
 
 
 @pytest.mark.golden
@@ -160,7 +162,7 @@ def test_golden_v2_is_a_difference_of_plain_heads(golden_dir):
     for case in cases:
         q, k, v, logit_BLP, want = (arrays[f"{case['index']}/{n}"] for n in ("q", "k", "v", "lambda_logit", "out"))
         q_BIPLK, k_BIJLK, v_BJLE = q.swapaxes(1, 2)[:, None], k.swapaxes(1, 2)[:, None], v.swapaxes(1, 2)
-        o_BPLE = attention(q_BIPLK, k_BIJLK, v_BJLE, None, None, None)
+        o_BPLE = run(q_BIPLK, k_BIJLK, v_BJLE, None, None, None)
         gate_BPL1 = jax.nn.sigmoid(logit_BLP).swapaxes(1, 2)[..., None]
         close((o_BPLE[:, 0::2] - gate_BPL1 * o_BPLE[:, 1::2]).swapaxes(1, 2), want, 2e-5)
 
@@ -174,75 +176,73 @@ def test_golden_lambda_init_of_ints_arrays_and_tracers(golden_dir):
 
 
 KERNEL_CASES = {
-    # name: (documents of each row, block_q, block_k, heads P, groups J, floor)
+    # documents of each row, block_q, block_k, heads P, groups J, floor
     "one document": ([[384]], 128, 128, 3, 1, True),
-    "no floor": ([[384]], 128, 384, 2, 2, False),
     "borders before, at and after block borders": ([[127, 129, 128], [129, 127, 128]], 128, 128, 2, 2, True),
-    "blocks of queries longer than of keys": ([[100, 156, 256], [255, 1, 256]], 256, 128, 1, 1, True),
-    "blocks of keys longer than of queries": ([[300, 100, 112], [128, 384]], 128, 256, 3, 1, False),
+    "blocks of queries longer than of keys": ([[100, 156], [255, 1]], 256, 128, 1, 1, True),
+    "blocks of keys longer than of queries, no floor": ([[60, 100, 96], [128, 128]], 128, 256, 3, 1, False),
     "single tokens": ([[1] * 256, [1, 126, 1, 1, 1, 126]], 128, 128, 2, 1, True),
-    "one block": ([[77, 179]], 512, 512, 6, 2, True),
-    "blocks that do not divide the length": ([[200, 184]], 256, 512, 1, 1, True),
+    "blocks that do not divide the length, no floor": ([[200, 184]], 256, 512, 1, 1, False),
 }
+
+
+def with_gradients(core, q, k, v, lam, do):
+    o, vjp = jax.vjp(core, q, k, v, lam)
+    return {"o": o} | dict(zip(("dq", "dk", "dv", "dlam"), vjp(do), strict=True))
 
 
 @pytest.mark.parametrize("name", KERNEL_CASES)
 def test_kernel_equals_einsums_forward_and_in_every_gradient(name):
     documents, block_q, block_k, P, J, floor = KERNEL_CASES[name]
-    q, k, v, do = random(len(documents), P, J, sum(documents[0]), 16)
-    start_BL, options = starts(documents), dict(block_q=block_q, block_k=block_k, interpret=True)
+    inputs, start_BL = random(len(documents), P, J, sum(documents[0]), 16), starts(documents)
 
-    def both(core, **options):
-        o, vjp = jax.vjp(lambda *a: core(*a, floor=floor, **options), q, k, v, jnp.float32(0.6))
-        return o, *vjp(do)
+    @jax.jit
+    def both(q, k, v, do, start_BL):
+        blocks = {"block_q": block_q, "block_k": block_k}
+        einsums = functools.partial(attention, index_BL=None, start_BL=start_BL, floor=floor)
+        kernel = functools.partial(attention_tpu, start_BL=start_BL, floor=floor, interpret=True, **blocks)
+        return [with_gradients(core, q, k, v, jnp.float32(0.6), do) for core in (einsums, kernel)]
 
-    want = jax.jit(lambda: both(lambda *a, floor: attention(*a, None, start_BL, floor=floor)))()
-    got = jax.jit(lambda: both(lambda *a, **options: attention_tpu(*a, start_BL, **options), **options))()
-    for got_one, want_one in zip(got, want, strict=True):
-        close(got_one, want_one, 1e-5)
-
-
-def test_kernel_without_start_sees_one_document():
-    q, k, v, _ = random(2, 1, 1, 256, 8)
-    options = dict(block_q=128, block_k=128, interpret=True)
-    one = attention_tpu(q, k, v, 0.5, jnp.zeros((2, 256), jnp.int32), **options)
-    np.testing.assert_array_equal(attention_tpu(q, k, v, 0.5, None, **options), one)
-
-
-@pytest.mark.parametrize("core", ["einsums", "kernel"])
-def test_a_change_reaches_later_positions_of_its_document_and_nothing_else(core):
-    L, changed, end = 256, 140, 200
-    start_BL = starts([[130, end - 130, L - end]])
-
-    def run(q, k, v):
-        if core == "einsums":
-            return attention(q, k, v, 0.6, None, start_BL)
-        return attention_tpu(q, k, v, 0.6, start_BL, block_q=128, block_k=128, interpret=True)
-
-    inputs = random(1, 2, 1, L, 8)[:3]
-    before, after = (np.asarray(run(*(x.at[..., changed, :].add(step) for x in inputs))) for step in (0.0, 1.0))
-    moved_L = (before != after).any((0, 1, 3))
-    assert not moved_L[:changed].any()
-    assert moved_L[changed]
-    assert moved_L[changed:end].mean() > 0.9
-    assert not moved_L[end:].any()
+    want, got = both(*inputs, start_BL)
+    for key in want:
+        close(got[key], want[key], 1e-4 if key == "dlam" else 1e-5)  # dlam is a sum with cancellation
 
 
 def test_kernel_in_bfloat16_errs_at_most_twice_as_much_as_einsums():
-    inputs = [x.astype(jnp.bfloat16) for x in random(1, 2, 1, 256, 64)]
+    q, k, v, do = (jnp.asarray(x, jnp.bfloat16) for x in random(1, 2, 1, 256, 64))
     start_BL = starts([[150, 106]])
-    einsums = functools.partial(attention, index_BL=None, start_BL=start_BL)
-    kernel = functools.partial(attention_tpu, start_BL=start_BL, block_q=128, block_k=128, interpret=True)
 
-    def both(core, dtype):
-        *qkv, do = (x.astype(dtype) for x in inputs)
-        o, vjp = jax.jit(lambda *a: jax.vjp(core, *a))(*qkv, jnp.float32(0.6))
-        return [np.asarray(x, np.float32) for x in (o, *vjp(do))]
+    @functools.partial(jax.jit, static_argnames="dtype")
+    def einsums(*inputs, dtype):
+        core = functools.partial(attention, index_BL=None, start_BL=start_BL)
+        return with_gradients(core, *(x if x.ndim == 0 else x.astype(dtype) for x in inputs))
 
-    exact, plain, fused = both(einsums, jnp.float32), both(einsums, jnp.bfloat16), both(kernel, jnp.bfloat16)
-    for want, got_plain, got_fused in zip(exact, plain, fused, strict=True):
-        allowed = 2 * np.sqrt(np.mean((got_plain - want) ** 2))
-        assert np.sqrt(np.mean((got_fused - want) ** 2)) <= allowed + 1e-6
+    @jax.jit
+    def kernel(*inputs):
+        core = functools.partial(attention_tpu, start_BL=start_BL, block_q=128, block_k=128, interpret=True)
+        return with_gradients(core, *inputs)
+
+    inputs = q, k, v, jnp.float32(0.6), do
+    exact, plain, fused = einsums(*inputs, dtype="float32"), einsums(*inputs, dtype="bfloat16"), kernel(*inputs)
+    for key, want in exact.items():
+        error_plain, error_fused = (np.linalg.norm(np.float32(x[key]) - want) for x in (plain, fused))
+        assert error_fused <= 2 * error_plain + 1e-3 * np.linalg.norm(want), key
+
+
+@pytest.mark.parametrize("by", ["einsums", "kernel"])
+def test_a_change_reaches_later_positions_of_its_document_and_nothing_else(by):
+    L, changed, end = 256, 140, 200
+    start_BL, moved = starts([[130, end - 130, L - end]]), random(1, 1, 1, L, 8)[:3]
+    for x in moved:
+        x[..., changed, :] += 1
+    core = functools.partial(attention, index_BL=None, start_BL=start_BL)
+    if by == "kernel":
+        core = functools.partial(attention_tpu, start_BL=start_BL, block_q=128, block_k=128, interpret=True)
+    core = jax.jit(core)
+    differs_L = np.any(core(*moved, 0.6) != core(*random(1, 1, 1, L, 8)[:3], 0.6), (0, 1, 3))
+    assert not differs_L[:changed].any()
+    assert differs_L[changed:end].mean() > 0.9  # a weight that the floor held at 0 may stay there
+    assert not differs_L[end:].any()
 
 
 def test_sizes_that_do_not_fit_are_refused():
@@ -274,7 +274,8 @@ B, P, J, L, K, dtype = 1, 6, 2, int(sys.argv[1]), 128, sys.argv[2]
 def shape(*sizes, dtype=dtype):
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-inputs = shape(B, 2, P, L, K), shape(B, 2, J, L, K), shape(B, J, L, 2 * K), shape(dtype="float32"), shape(B, L, dtype="int32")
+inputs = shape(B, 2, P, L, K), shape(B, 2, J, L, K), shape(B, J, L, 2 * K), shape(dtype="float32")
+inputs += (shape(B, L, dtype="int32"),)
 loss = lambda *a: jnp.sum(attention_tpu(*a).astype(jnp.float32))
 with jax.set_mesh(mesh):
     jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3))).lower(*inputs).compile()
@@ -287,8 +288,8 @@ print("compiled")
 @pytest.mark.parametrize(("L", "dtype"), [(2048, "bfloat16"), (8192, "bfloat16"), (2048, "float32")])
 def test_both_kernels_compile_for_a_v6e_chip(L, dtype):
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= dict(JAX_PLATFORMS="cpu", TPU_ACCELERATOR_TYPE="v6e-1", TPU_WORKER_HOSTNAMES="localhost")
-    env |= dict(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    env |= {"JAX_PLATFORMS": "cpu", "TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    env |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     command, root = [sys.executable, "-c", COMPILE, str(L), dtype], Path(__file__).parent.parent
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=600, check=False)
     assert done.stdout.endswith("compiled\n"), done.stderr[-3000:]
