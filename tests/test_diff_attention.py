@@ -229,6 +229,14 @@ def test_kernel_in_bfloat16_errs_at_most_twice_as_much_as_einsums():
         assert error_fused <= 2 * error_plain + 1e-3 * np.linalg.norm(want), key
 
 
+def test_kernel_skips_blocks_of_earlier_documents():
+    q, k, v, _ = random(1, 1, 1, 256, 8)
+    k[..., :128, :] = v[..., :128, :] = np.nan
+    o_BPLE = attention_tpu(q, k, v, 0.6, starts([[128, 128]]), block_q=128, block_k=128, interpret=True)
+    assert np.isnan(o_BPLE[:, :, :128]).all()
+    assert np.isfinite(o_BPLE[:, :, 128:]).all()
+
+
 @pytest.mark.parametrize("by", ["einsums", "kernel"])
 def test_a_change_reaches_later_positions_of_its_document_and_nothing_else(by):
     L, changed, end = 256, 140, 200
