@@ -69,7 +69,7 @@ class Config:
 
 
 CONFIGS = {
-    "tiny": Config(4096, 256, layers=4, heads=4, kv_heads=2, head_size=64, ffn=704, positions=512),
+    "tiny": Config(4096, 128, layers=4, heads=4, kv_heads=2, head_size=32, ffn=384, positions=512),
     "small": Config(8192, 512, layers=8, heads=8, kv_heads=4, head_size=64, ffn=1408, positions=1024),
     "300m": Config(32_768, 1024, layers=20, heads=8, kv_heads=4, head_size=128, ffn=2816),
     "1b": Config(),
@@ -161,6 +161,12 @@ def dropout(x, seed_2, rate):
     return jnp.where(bits >= jnp.uint32(round(rate * 2**32)), x * jnp.asarray(1 / (1 - rate), x.dtype), 0)
 
 
+def linear(x_BLD, weight_DF):
+    """x W over one axis of tokens: with two, XLA on a CPU copies whole arrays for the weight's gradient (2x slower)."""
+    y_TF = x_BLD.reshape(-1, x_BLD.shape[-1]) @ weight_DF
+    return y_TF.reshape(*x_BLD.shape[:-1], -1)
+
+
 class Block(nnx.Module):
     """All layers at once, each parameter [layers, ...]; called with the parameters of a single one.
 
@@ -200,7 +206,7 @@ class Block(nnx.Module):
         M slots are the keys. Returns the new x and the new cache.
         """
         cfg, tpu = self.cfg, run.kernel
-        B, _, D = x_BLD.shape
+        B, L, D = x_BLD.shape
         K, I, P, J = cfg.head_size, cfg.maps, cfg.heads // cfg.maps, cfg.kv_heads // cfg.maps
         barrier = jax.lax.optimization_barrier if tpu else lambda x: x  # keeps norms out of the matmuls: TPU, +4 %
         rate = run.dropout if seed_32 is not None else 0.0
@@ -208,13 +214,20 @@ class Block(nnx.Module):
         def weight(param, shape, *spec):
             return shard(param[...].astype(x_BLD.dtype), *spec).reshape(shape)
 
+        def heads(n_BLD, w_DIPK):
+            if tpu:
+                return jnp.einsum(
+                    "BLD,DIPK->BIPLK", n_BLD, w_DIPK
+                )  # straight to head-major: no transpose of activations
+            return linear(n_BLD, w_DIPK.reshape(D, -1)).reshape(B, L, *w_DIPK.shape[1:]).transpose(0, 2, 3, 1, 4)
+
         n_BLD = barrier(rms_norm(x_BLD, self.attn_norm[...], cfg.eps))
         wq_DIPK = weight(self.wq, (D, P, I, K), None, "tensor").swapaxes(1, 2)  # map 1 of every head, then map 2
         wk_DIJK = weight(self.wk, (D, J, I, K), None, "tensor").swapaxes(1, 2)
-        q_BIPLK = checkpoint_name(jnp.einsum("BLD,DIPK->BIPLK", n_BLD, wq_DIPK), "q")
-        k_BIJLK = checkpoint_name(jnp.einsum("BLD,DIJK->BIJLK", n_BLD, wk_DIJK), "k")
-        v_BJLE = jnp.einsum("BLD,DJE->BJLE", n_BLD, weight(self.wv, (D, J, I * K), None, "tensor"))
-        v_BJLE = checkpoint_name(v_BJLE, "v")
+        wv_D1JE = weight(self.wv, (D, 1, J, I * K), None, "tensor")
+        q_BIPLK, k_BIJLK, v_B1JLE = (heads(n_BLD, w) for w in (wq_DIPK, wk_DIJK, wv_D1JE))
+        q_BIPLK, k_BIJLK = checkpoint_name(q_BIPLK, "q"), checkpoint_name(k_BIJLK, "k")
+        v_BJLE = checkpoint_name(v_B1JLE[:, 0], "v")
         cos, sin = (t[:, None, None] for t in rope)
         q_BIPLK, k_BIJLK = rotate(q_BIPLK, cos, sin, tpu), rotate(k_BIJLK, cos, sin, tpu)
         if cache is not None:
@@ -239,18 +252,21 @@ class Block(nnx.Module):
         if I == 2:
             o_BPLE = rms_norm(o_BPLE, self.subln[...], cfg.subln_eps) * (1 - lambda_init(layer)).astype(x_BLD.dtype)
         elif cfg.diff == "v2":
-            gate_BPL1 = jax.nn.sigmoid((n_BLD @ weight(self.w_lambda, (D, P // 2))).astype(jnp.float32))
+            gate_BPL1 = jax.nn.sigmoid(linear(n_BLD, weight(self.w_lambda, (D, P // 2))).astype(jnp.float32))
             gate_BPL1 = gate_BPL1.swapaxes(1, 2)[..., None].astype(x_BLD.dtype)
             o_BPLE = o_BPLE[:, 0::2] - gate_BPL1 * o_BPLE[:, 1::2]
-        wo_PED = weight(self.wo, (*o_BPLE.shape[1::2], D), "tensor", None)
-        attn_BLD = jnp.einsum("BPLE,PED->BLD", barrier(o_BPLE), wo_PED)
+        if tpu:
+            wo_PED = weight(self.wo, (*o_BPLE.shape[1::2], D), "tensor", None)
+            attn_BLD = jnp.einsum("BPLE,PED->BLD", barrier(o_BPLE), wo_PED)
+        else:
+            attn_BLD = linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), weight(self.wo, (-1, D), "tensor", None))
         x_BLD = x_BLD + dropout(attn_BLD, seed_32[0] if rate else None, rate)
 
         n_BLD = barrier(rms_norm(x_BLD, self.ffn_norm[...], cfg.eps))
-        gate_BLF = n_BLD @ weight(self.w_gate, (D, cfg.ffn), None, "tensor")
-        up_BLF = n_BLD @ weight(self.w_up, (D, cfg.ffn), None, "tensor")
+        gate_BLF = linear(n_BLD, weight(self.w_gate, (D, cfg.ffn), None, "tensor"))
+        up_BLF = linear(n_BLD, weight(self.w_up, (D, cfg.ffn), None, "tensor"))
         hidden_BLF = barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, seed_32[1] if rate else None, rate))
-        down_BLD = hidden_BLF @ weight(self.w_down, (cfg.ffn, D), "tensor", None)
+        down_BLD = linear(hidden_BLF, weight(self.w_down, (cfg.ffn, D), "tensor", None))
         x_BLD = shard(x_BLD + dropout(down_BLD, seed_32[2] if rate else None, rate), BATCH)
         return x_BLD, cache
 
@@ -273,7 +289,7 @@ class Run:
     kernel: bool = False  # the Pallas TPU kernel for attention, and TPU layouts
     remat: typing.Literal["none", "qkvo", "full"] = "none"  # what the backward pass recomputes
     dropout: float = 0.0
-    block: int = 256  # queries per block of the einsum attention
+    block: int = 128  # queries per block of the einsum attention
     loss_tokens: int = 2048  # tokens per chunk of the cross-entropy
 
 
@@ -342,7 +358,7 @@ class PythonCoder(nnx.Module):
             rms_norm(next_embed_BLD, mtp.norm_embed[...], eps),
         )
         proj = shard(mtp.proj[...].astype(h_BLD.dtype), None)
-        return rms_norm(jnp.concatenate([h_BLD, e_BLD], -1) @ proj, mtp.norm_out[...], eps)
+        return rms_norm(linear(jnp.concatenate([h_BLD, e_BLD], -1), proj), mtp.norm_out[...], eps)
 
     def logits(self, hidden_BLD, head="embed"):
         """Float32 logits of the main head, or of the MTP head (head="mtp"). [B, L, V]: for few positions at a time."""
@@ -424,38 +440,39 @@ def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_
     devices = 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in BATCH)
     chunk = next(c for c in range(min(L, max(1, chunk_tokens * devices // B)), 0, -1) if L % c == 0)
 
-    def chunks(x_BL):
-        return shard(x_BL.reshape(B, L // chunk, chunk, *x_BL.shape[2:]).swapaxes(0, 1), None, BATCH)
+    def chunks(x_BL):  # [n, T, ...] with T = B chunk tokens; one axis of tokens makes each product one plain matmul
+        x_nBL = x_BL.reshape(B, L // chunk, chunk, *x_BL.shape[2:]).swapaxes(0, 1)
+        return shard(x_nBL.reshape(L // chunk, B * chunk, *x_BL.shape[2:]), None, BATCH)
 
     def body(carry, chunk):
         loss, dweight_VD = carry
-        h_BLD, label_BL, mask_BL = chunk
-        raw_BLV = jnp.einsum("BLD,VD->BLV", h_BLD, weight_VD)
-        logits_BLV = soft_cap(raw_BLV.astype(jnp.float32), cap)
-        lse_BL = jax.nn.logsumexp(logits_BLV, -1)
-        row_BLD = weight_VD[label_BL]
-        target_BL = soft_cap(jnp.sum(h_BLD.astype(jnp.float32) * row_BLD.astype(jnp.float32), -1), cap)
-        loss += jnp.sum((lse_BL - target_BL + z_loss * lse_BL**2) * mask_BL)
+        h_TD, label_T, mask_T = chunk
+        logits_TV = soft_cap(jnp.einsum("TD,VD->TV", h_TD, weight_VD).astype(jnp.float32), cap)
+        lse_T = jax.nn.logsumexp(logits_TV, -1)
+        row_TD = weight_VD[label_T]
+        target_T = soft_cap(jnp.sum(h_TD.astype(jnp.float32) * row_TD.astype(jnp.float32), -1), cap)
+        loss += jnp.sum((lse_T - target_T + z_loss * lse_T**2) * mask_T)
         if not with_gradient:
             return (loss, dweight_VD), None
         # softmax is dense, the one-hot part is the label's row alone: a gather here, a scatter after the loop
-        scale_BL1 = (mask_BL * (1 + 2 * z_loss * lse_BL))[..., None]
-        dz_BLV, dtarget_BL = jnp.exp(logits_BLV - lse_BL[..., None]) * scale_BL1, mask_BL
+        dz_TV = jnp.exp(logits_TV - lse_T[:, None]) * (mask_T * (1 + 2 * z_loss * lse_T))[:, None]
+        dtarget_T = mask_T
         if cap:
-            dz_BLV *= 1 - (logits_BLV / cap) ** 2
-            dtarget_BL *= 1 - (target_BL / cap) ** 2
-        dz_BLV = dz_BLV.astype(h_BLD.dtype)
-        dh_BLD = jnp.einsum("BLV,VD->BLD", dz_BLV, weight_VD, preferred_element_type=jnp.float32)
-        dh_BLD -= row_BLD * dtarget_BL[..., None]
-        dweight_VD += jnp.einsum("BLV,BLD->VD", dz_BLV, h_BLD, preferred_element_type=jnp.float32)
-        return (loss, dweight_VD), (dh_BLD.astype(h_BLD.dtype), dtarget_BL)
+            dz_TV *= 1 - (logits_TV / cap) ** 2
+            dtarget_T *= 1 - (target_T / cap) ** 2
+        dz_TV = dz_TV.astype(h_TD.dtype)
+        dh_TD = jnp.einsum("TV,VD->TD", dz_TV, weight_VD, preferred_element_type=jnp.float32)
+        dh_TD -= row_TD * dtarget_T[:, None]
+        dweight_VD += jnp.einsum("TV,TD->VD", dz_TV, h_TD, preferred_element_type=jnp.float32)
+        return (loss, dweight_VD), (dh_TD.astype(h_TD.dtype), dtarget_T)
 
     zero = jnp.zeros(weight_VD.shape if with_gradient else (), jnp.float32)
     carry, out = jax.lax.scan(body, (jnp.float32(0), zero), (chunks(hidden_BLD), chunks(label_BL), chunks(mask_BL)))
     loss, dweight_VD = carry
     if not with_gradient:
         return loss, None
-    dhidden_BLD, dtarget_BL = (x.swapaxes(0, 1).reshape(B, L, *x.shape[3:]) for x in out)
+    out = (x.reshape(L // chunk, B, chunk, *x.shape[2:]).swapaxes(0, 1) for x in out)
+    dhidden_BLD, dtarget_BL = (x.reshape(B, L, *x.shape[3:]) for x in out)
     dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * dtarget_BL[..., None])
     return loss, (dhidden_BLD, dweight_VD)
 
