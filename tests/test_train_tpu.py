@@ -98,8 +98,8 @@ def data(tmp_path_factory):
 
 
 def command(data, out, *more):
-    return [sys.executable, str(ROOT / "train_tpu.py"), f"--data={data}", f"--out={out}", "--seq_len=64",
-            "--batch_size=8", "--log_every=1", "--compile_cache=" + str(Path(data).parent / "cache"), *more]  # fmt: skip
+    flags = "--seq_len=64", "--batch_size=8", "--log_every=1", f"--compile_cache={Path(data).parent / 'cache'}"
+    return [sys.executable, str(ROOT / "train_tpu.py"), f"--data={data}", f"--out={out}", *flags, *more]
 
 
 def run(*args, devices=1, **options):

@@ -1,0 +1,95 @@
+"""The figures and the page of a finished run of train_tpu.py: curve, held-out bits per byte, drafts, completions.
+
+    python train_tpu.py && python bench/pythoncoder_run.py        # the run half an hour, this a minute
+
+Writes pythoncoder_run.png, pythoncoder_run.jsonl (the run's log), pythoncoder_run.md and cpu.json under bench/results/.
+"""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import tyro
+from record import RESULTS, record
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = [
+    "def read_lines(path):\\n",
+    "class Stack:\\n    def __init__(self):\\n",
+    "import os\\nimport sys\\n\\ndef main():\\n",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    ckpt: str = "out/train_tpu"  # run folder
+    file: str = "cpu"  # bench/results/<file>.json
+    max_new: int = 120
+
+
+def script(name, *args):
+    result = subprocess.run([sys.executable, str(ROOT / name), *args], capture_output=True, text=True, check=True)
+    return result.stdout, result.stderr
+
+
+def main(cfg):
+    run = Path(cfg.ckpt)
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    train, held = ([r for r in rows if key in r] for key in ("main", "heldout_nats"))
+    scores = [
+        json.loads(line)
+        for line in script("evaluate.py", f"--ckpt={run}", "--all_steps=True", "--json=True")[0].splitlines()
+    ]
+    final = scores[-1]
+
+    _, axis = plt.subplots(figsize=(8, 4.5))
+    axis.plot([r["step"] for r in train], [r["main"] for r in train], lw=0.8, label="training, dropout on")
+    axis.plot([r["step"] for r in held], [r["heldout_nats"] for r in held], "o-", ms=4, label="held-out files")
+    axis.set(
+        xlabel="optimizer step", ylabel="nats per token", title=f"{final['bits_per_byte']:.3f} bits per byte at the end"
+    )
+    axis.legend()
+    axis.grid(alpha=0.3)
+    plt.tight_layout()
+    plt.savefig(RESULTS / "pythoncoder_run.png", dpi=120)
+    shutil.copy(run / "log.jsonl", RESULTS / "pythoncoder_run.jsonl")
+
+    text = ["# Completions, unedited\n"]
+    for prompt in PROMPTS:
+        out, err = script("generate.py", f"--ckpt={run}", f"--prompt={prompt}", f"--max_new={cfg.max_new}")
+        shown = f'$ python generate.py --prompt="{prompt}" --max_new={cfg.max_new}\n{out}{err}'
+        text.append(f"```\n{shown}```\n")
+    (RESULTS / "pythoncoder_run.md").write_text("\n".join(text))
+
+    settings = json.loads((run / "config.json").read_text())
+    speed = sorted(r["tok_per_s"] for r in train[2:])
+    record(
+        cfg.file,
+        f"pythoncoder {settings['train']['model']} run, held-out bits per byte",
+        final["bits_per_byte"],
+        "bits per byte",
+        xz_9=final["xz_bits_per_byte"],
+        nats_per_token=final["nats_per_token"],
+        drafts_accepted=final["drafts_accepted"],
+        steps=final["step"],
+        checkpoints={s["step"]: s["bits_per_byte"] for s in scores},
+        tok_per_s={
+            "median": speed[len(speed) // 2],
+            "p10": speed[len(speed) // 10],
+            "p90": speed[len(speed) * 9 // 10],
+        },
+        input_wait=max(r["wait"] for r in train),
+        settings=settings["train"],
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))

@@ -1,0 +1,51 @@
+"""Where the scripts of bench/ put their numbers: bench/results/<device>.json, a list of one entry per claim.
+
+An entry: name, value (the median), unit, spread (10th and 90th percentile, or null), device, versions, command, date,
+and whatever else the script measured. A script that runs again replaces its own entry.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def cpu_name():
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def record(file, name, value, unit, spread=None, device="", **more):
+    """Write one entry into bench/results/<file>.json and print it."""
+    packages = {}
+    for package in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu", "torch", "tokenizers"):
+        try:
+            packages[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    entry = {
+        "name": name,
+        "value": value,
+        "unit": unit,
+        "spread": spread,
+        "device": device or f"{cpu_name()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), **packages},
+        "command": "python bench/" + shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        **more,
+    }
+    path = RESULTS / f"{file}.json"
+    entries = json.loads(path.read_text()) if path.exists() else []
+    entries = [old for old in entries if old["name"] != name] + [entry]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(sorted(entries, key=lambda e: e["name"]), indent=2) + "\n")
+    print(json.dumps(entry))

@@ -1,0 +1,133 @@
+"""Text generation from a checkpoint: stop strings, streaming, fill-in-the-middle, batches, and bad input."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import generate
+import model_pythoncoder as pc
+
+ROOT = Path(__file__).resolve().parent.parent
+CFG = pc.Config(vocab=384, width=32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=48, positions=64)
+
+
+@pytest.mark.golden
+def test_completions_are_cut_at_the_first_stop_string(golden_dir):
+    golden = json.loads((golden_dir("pythoncoder") / "truncate.json").read_text())
+    for case in golden["cases"]:
+        assert generate.truncate(case["text"], golden["stops"]) == case["kept"], case
+
+
+def test_streaming_holds_back_half_a_character_and_the_start_of_a_stop_string():
+    assert generate.printable("x = 1\n", ["\ndef "], ended=False) == "x = 1"
+    assert generate.printable("x = 1\nde", ["\ndef "], ended=False) == "x = 1"
+    assert generate.printable("x = 1\nde", ["\ndef "], ended=True) == "x = 1\nde"
+    assert generate.printable("x = 1\ndef f", ["\ndef "], ended=False) == "x = 1"
+    assert generate.printable("caf\ufffd", [], ended=False) == "caf"
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run folder as train_tpu.py leaves it, with random weights."""
+    folder = tmp_path_factory.mktemp("run")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(["def f(x):"], trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    params = jax.tree.map(lambda x: x * 5 if x.ndim > 2 else x, pc.new_params(CFG, 0))
+    step = folder / "checkpoints" / "7"
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(step / "params", params)
+    (step / "meta").mkdir()
+    meta = {"model": dataclasses.asdict(CFG), "step": 7, "sums": pc.bit_sums({"params": params})}
+    (step / "meta" / "metadata").write_text(json.dumps(meta))
+    return folder
+
+
+def command(*args, stdin=None):
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    args = [sys.executable, str(ROOT / "generate.py"), *map(str, args)]
+    return subprocess.run(args, capture_output=True, text=True, env=env, timeout=300, input=stdin)
+
+
+def test_the_command_line_streams_a_prompt_and_its_continuation(run_folder):
+    greedy = command(f"--ckpt={run_folder}", "--prompt=def f(x):\\n", "--max_new=24")
+    assert greedy.returncode == 0, greedy.stderr
+    assert greedy.stdout.startswith("def f(x):\n")
+    assert "tokens per forward pass" in greedy.stderr
+    plain = command(f"--ckpt={run_folder}", "--prompt=def f(x):\\n", "--max_new=24", "--speculate=False")
+    assert plain.stdout == greedy.stdout
+    stop = greedy.stdout[len("def f(x):\n") :].strip()[3:5]
+    cut = command(f"--ckpt={run_folder}", "--prompt=def f(x):\\n", "--max_new=24", "--stop", stop)
+    assert cut.stdout.rstrip("\n") == greedy.stdout[: greedy.stdout.index(stop, 10)]
+
+
+def test_json_lines_in_and_out_with_several_samples_and_a_suffix(run_folder, tmp_path):
+    requests = [{"prompt": "def f(x):"}, {"prompt": "import os, sys, json", "suffix": "\nprint(x)"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in requests))
+    result = command(
+        f"--ckpt={run_folder}",
+        f"--file={tmp_path}/in.jsonl",
+        "--n=2",
+        "--json=True",
+        "--temperature=0.8",
+        "--max_new=8",
+    )
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["prompt"] for row in rows] == [r["prompt"] for r in requests for _ in range(2)]
+    assert all(1 <= row["tokens"] <= 8 for row in rows)
+
+
+def test_an_interactive_session_reads_prompts_until_the_end_of_input(run_folder):
+    result = command(f"--ckpt={run_folder}", "--max_new=4", stdin="def f(x):\n    y = 1\n\nimport os\n\n")
+    assert result.returncode == 0, result.stderr
+    assert "def f(x):\n    y = 1\n" in result.stdout
+    assert "import os\n" in result.stdout
+
+
+def test_fill_in_the_middle_puts_prefix_and_suffix_before_the_middle(run_folder):
+    tokenizer = Tokenizer.from_file(str(run_folder / "tokenizer.json"))
+    ids = generate.encode(tokenizer, "def ", "(x)")
+    assert [i for i in ids if i < 4] == [1, 3, 2]  # prefix, suffix, middle
+    assert tokenizer.decode(ids) == "def (x)"
+    assert 0 not in generate.encode(tokenizer, "<|endoftext|>", "")  # a special token's name in a prompt is text
+
+
+def test_bad_input_is_one_line(run_folder, tmp_path):
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
+    cases = [
+        ([f"--ckpt={tmp_path}/none", "--prompt=x"], "python train_tpu.py"),
+        ([f"--ckpt={run_folder}", "--prompt=x", "--step=3"], "it has [7]"),
+        ([f"--ckpt={run_folder}", "--prompt=x", "--top_p=0"], "--top_p"),
+        ([f"--ckpt={run_folder}", "--prompt=x", "--max_new=5000"], "256 positions"),
+        ([f"--ckpt={run_folder}", f"--file={tmp_path}/broken.jsonl"], "line 2"),
+        ([f"--ckpt={run_folder}", f"--file={tmp_path}/none.jsonl"], "cannot be read"),
+    ]
+    for args, part in cases:
+        result = command(*args)
+        assert result.returncode not in (0, None)
+        assert "Traceback" not in result.stderr
+        assert part in result.stderr.strip().splitlines()[-1], result.stderr
+
+
+def test_loading_in_bfloat16_gives_the_same_model_in_half_the_bytes(run_folder):
+    full, half = (pc.load(run_folder, dtype=d)[0] for d in (jnp.float32, jnp.bfloat16))
+    size = [sum(x.nbytes for x in jax.tree.leaves(nnx.state(m))) for m in (full, half)]
+    assert size[0] == 2 * size[1]
+    token_BL = jnp.asarray(np.random.default_rng(0).integers(0, 260, (1, 16)))
+    logits = [np.asarray(m.logits(m.hidden(m.lookup(token_BL)))) for m in (full, half)]
+    np.testing.assert_allclose(logits[0], logits[1], atol=0.05 * np.abs(logits[0]).max())
