@@ -391,12 +391,14 @@ def restore(manager, shapes, model, where):
     sys.exit(f"{path} cannot be read ({problem}); delete its folder to use the one before")
 
 
-def log(out, row):
+def log(out, row, tracker=None):
     """Print one row of metrics and append it to <out>/log.jsonl, the source of every plot and table."""
     if jax.process_index() == 0:
         print(" | ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in row.items()), flush=True)
         with open(Path(out) / "log.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
+    if tracker:
+        tracker.log(row, step=row["step"])
 
 
 def compile_only(cfg):
@@ -555,7 +557,11 @@ def main(cfg):
     manager = open_checkpoints(out / "checkpoints", cfg.keep, epoch_ends)
     meta = {"model": dataclasses.asdict(model), "train": dataclasses.asdict(cfg), "data": train.meta["fingerprint"]}
     if cfg.resume:
-        source = manager if Path(cfg.resume) == out else open_checkpoints(Path(cfg.resume) / "checkpoints", None, [])
+        source = (
+            manager
+            if Path(cfg.resume).resolve() == out.resolve()
+            else open_checkpoints(Path(cfg.resume) / "checkpoints", None, [])
+        )
         state, saved = restore(source, shapes, model, cfg.resume)
         if saved["data"] != meta["data"]:
             sys.exit(f"{cfg.resume} was trained on other data; pass its --data, or start anew with another --out")
@@ -571,10 +577,13 @@ def main(cfg):
             json.dumps({"train": meta["train"], "model": meta["model"], "data": str(train.folder)}, indent=2) + "\n"
         )
         (out / "tokenizer.json").write_bytes(tokenizer_json)
+    tracker = None
     if cfg.wandb and first_process:
-        import wandb
-
-        wandb.init(project=cfg.wandb, config=meta, dir=str(out), resume="allow")
+        try:
+            import wandb
+        except ImportError:
+            sys.exit("--wandb needs the package wandb: pip install wandb")
+        tracker = wandb.init(project=cfg.wandb, config=meta, dir=str(out), id=out.name, resume="allow")
 
     # one compiled program for all steps; batches [A, B, L] lie on the mesh as they are made
     rows_at = NamedSharding(mesh, PS(None, pc.BATCH))
@@ -660,13 +669,13 @@ def main(cfg):
                 }
                 row |= {"wait": waited_s / elapsed, "eta_min": (steps - done) / rate / 60, "skipped": skipped}
                 row["tokens"] = done * cfg.batch_size * cfg.seq_len
-                log(out, row)
+                log(out, row, tracker)
                 row_start, waited_s, since = time.perf_counter(), 0.0, done
             if done % eval_every == 0 or done in epoch_ends or done == steps:
                 scores = score()
                 checkpoint(done, scores)
                 row = {"step": done, **scores, **sample(done)}
-                log(out, row)
+                log(out, row, tracker)
                 row_start, waited_s, since = time.perf_counter(), 0.0, done
             elif stop:
                 checkpoint(done, None)
