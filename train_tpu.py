@@ -73,7 +73,7 @@ class Config:
     fsdp: int = 0  # devices that share one copy of the weights; 0: all that data and tensor leave
     tensor: int = 1  # devices that share each layer's heads, feed-forward and vocabulary
     hosts: str = ""  # "" one host; "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process
-    eval_every: int = 0  # steps between evaluations, each saves a checkpoint; 0: ten times a run, but 50 to 1000
+    eval_every: int = 0  # steps between evaluations, each saves a checkpoint; 0: about ten times a run
     eval_rows: int = 512  # held-out rows at most
     log_every: int = 10
     keep: int = 2  # newest checkpoints to keep, besides the best and the last of each epoch
@@ -109,10 +109,11 @@ def resolve(cfg, devices):
     device, memory = devices[0], device_memory_gib(devices[0])
     if not cfg.model:
         cfg = dataclasses.replace(cfg, model="tiny" if memory is None else "small")
-        for name in (
-            ("300m", "1b") if memory else ()
-        ):  # float32 weights, moments, gradients and their sum: 18 bytes each
-            if 18 * pc.count_params(pc.CONFIGS[name])["total"] / len(devices) / 2**30 + 8 <= memory:
+        for name in ("300m", "1b") if memory else ():
+            state_gib = (
+                18 * pc.count_params(pc.CONFIGS[name])["total"] / 2**30
+            )  # weights, moments, gradients, their sum
+            if state_gib / len(devices) + 8 <= memory:
                 cfg = dataclasses.replace(cfg, model=name)
     if cfg.model not in pc.CONFIGS:
         sys.exit(f"--model={cfg.model}: not one of {', '.join(pc.CONFIGS)}")
@@ -531,7 +532,8 @@ def main(cfg):
     steps = cfg.steps or max(1, round(cfg.epochs * per_epoch))
     counts = pc.count_params(model)
     lr, warmup = cfg.lr or peak_lr(counts["total"]), cfg.warmup or min(2000, max(1, steps // 10))
-    eval_every = cfg.eval_every or min(1000, max(50, steps // 10))
+    target = min(1000, max(50, steps // 10))
+    eval_every = cfg.eval_every or -(-per_epoch // max(1, round(per_epoch / target)))  # an even part of an epoch
     epoch_ends = [per_epoch * e for e in range(1, steps // per_epoch + 1)]
     cfg = dataclasses.replace(cfg, steps=steps, lr=lr, warmup=warmup, eval_every=eval_every)
     tokens, seen = train.meta["splits"]["train"]["tokens"], steps * cfg.batch_size * cfg.seq_len
@@ -617,9 +619,8 @@ def main(cfg):
         sums = np.zeros(3)
         for part in ids.reshape(-1, 1, micro * copies):
             with jax.set_mesh(mesh):
-                sums += np.array(
-                    [float(x) for x in evaluate(state["params"], to_devices(heldout, part, rows_at), bytes_V)]
-                )
+                parts = evaluate(state["params"], to_devices(heldout, part, rows_at), bytes_V)
+            sums += [float(x) for x in parts]
         return {"heldout_nats": sums[0] / sums[1], "bits_per_byte": sums[0] / math.log(2) / sums[2]}
 
     def sample(step):
@@ -634,15 +635,17 @@ def main(cfg):
             file.write(f"---- step {step}\n{cfg.prompt}{tokenizer.decode(text)}\n")
         return {"tokens_per_forward": stats["tokens"] / stats["forwards"]}
 
-    def checkpoint(step, metrics):
+    def settle():
+        """Wait for the save under way; exits if it could not be written."""
         try:
-            manager.wait_until_finished()
-            save(manager, step, state, meta | {"skipped": skipped}, metrics)
+            return manager.wait_until_finished()
         except (OSError, ValueError) as error:
             problem = str(error).splitlines()[0]
-        else:
-            return
-        sys.exit(f"checkpoint of step {step} was not written ({problem}); {out} still holds {steps_of(manager)}")
+        sys.exit(f"a checkpoint was not written ({problem}); go on with --resume={out} from {steps_of(manager)}")
+
+    def checkpoint(step, metrics):
+        settle()
+        save(manager, step, state, meta | {"skipped": skipped}, metrics)
 
     stop = []
     handlers = {s: signal.signal(s, lambda number, _: stop.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -661,14 +664,8 @@ def main(cfg):
             if done % cfg.log_every == 0 or done == steps or bad:
                 elapsed = time.perf_counter() - row_start
                 rate = (done - since) / elapsed
-                row = {
-                    "step": done,
-                    **metrics,
-                    "tok_per_s": rate * cfg.batch_size * cfg.seq_len,
-                    "mfu": rate * flops / peak,
-                }
+                row = {"step": done, **metrics, "tok_per_s": rate * seen / steps, "mfu": rate * flops / peak}
                 row |= {"wait": waited_s / elapsed, "eta_min": (steps - done) / rate / 60, "skipped": skipped}
-                row["tokens"] = done * cfg.batch_size * cfg.seq_len
                 log(out, row, tracker)
                 row_start, waited_s, since = time.perf_counter(), 0.0, done
             if done % eval_every == 0 or done in epoch_ends or done == steps:
@@ -680,14 +677,14 @@ def main(cfg):
             elif stop:
                 checkpoint(done, None)
             if stop:
-                manager.wait_until_finished()
+                settle()
                 sys.exit(f"{signal.Signals(stop[0]).name}: saved step {done}; go on with --resume={out}")
-        manager.wait_until_finished()
+        settle()
+        manager.close()
     finally:
         for s, handler in handlers.items():
             signal.signal(s, handler)
-        manager.close()
-    print(f"done: {out}; write code with: python generate.py --model=pythoncoder --ckpt={out}")
+    print(f"done: {out}; write code with: python generate.py --ckpt={out}")
 
 
 def steps_of(manager):
@@ -698,10 +695,8 @@ def truncate_log(out, step):
     """Drop the rows that a killed run wrote after its last checkpoint; they will be written again."""
     path = Path(out) / "log.jsonl"
     if path.exists() and jax.process_index() == 0:
-        rows = [
-            line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step
-        ]
-        path.with_suffix(".tmp").write_text("".join(row + "\n" for row in rows))
+        rows = [row for row in path.read_text().splitlines(keepends=True) if row.endswith("}\n")]
+        path.with_suffix(".tmp").write_text("".join(row for row in rows if json.loads(row)["step"] <= step))
         os.replace(path.with_suffix(".tmp"), path)
 
 
@@ -724,8 +719,8 @@ if __name__ == "__main__":
         main(
             tyro.cli(Config, default=saved_config(sys.argv), description=__doc__, config=(tyro.conf.FlagConversionOff,))
         )
-    except SystemExit as end:
-        if not isinstance(end.code, str):
+    except (SystemExit, OSError) as end:
+        if isinstance(end, SystemExit) and not isinstance(end.code, str):
             raise
-        print(end.code, file=sys.stderr, flush=True)
+        print(end, file=sys.stderr, flush=True)
         os._exit(1)  # a failed Orbax read or write leaves coroutines that print tracebacks in an orderly shutdown
