@@ -430,55 +430,66 @@ def cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap=0.0, z_loss=0.0,
     - onehot). Three vocabulary matmuls in all, where recomputing the logits in the backward pass takes four.
     The weight is cast to hidden's dtype for the matmuls; its gradient is summed in float32.
     """
-    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, False)[0]
+    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, False)
 
 
 def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, with_gradient):
-    B, L, _ = hidden_BLD.shape
-    weight_VD = shard(weight_VD.astype(hidden_BLD.dtype), "tensor")
-    mesh = jax.sharding.get_abstract_mesh()
-    devices = 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in BATCH)
-    chunk = next(c for c in range(min(L, max(1, chunk_tokens * devices // B)), 0, -1) if L % c == 0)
+    """(loss, dhidden, dweight), or the loss alone. A device of a mesh sums over its own rows; one reduction ends it."""
+    axes = BATCH if jax.sharding.get_abstract_mesh().size > 1 else ()
 
-    def chunks(x_BL):  # [n, T, ...] with T = B chunk tokens; one axis of tokens makes each product one plain matmul
-        x_nBL = x_BL.reshape(B, L // chunk, chunk, *x_BL.shape[2:]).swapaxes(0, 1)
-        return shard(x_nBL.reshape(L // chunk, B * chunk, *x_BL.shape[2:]), None, BATCH)
+    def local(hidden_BLD, weight_VD, label_BL, mask_BL):
+        B, L, _ = hidden_BLD.shape
+        chunk = next(c for c in range(min(L, max(1, chunk_tokens // B)), 0, -1) if L % c == 0)
 
-    def body(carry, chunk):
-        loss, dweight_VD = carry
-        h_TD, label_T, mask_T = chunk
-        logits_TV = soft_cap(jnp.einsum("TD,VD->TV", h_TD, weight_VD).astype(jnp.float32), cap)
-        lse_T = jax.nn.logsumexp(logits_TV, -1)
-        row_TD = weight_VD[label_T]
-        target_T = soft_cap(jnp.sum(h_TD.astype(jnp.float32) * row_TD.astype(jnp.float32), -1), cap)
-        loss += jnp.sum((lse_T - target_T + z_loss * lse_T**2) * mask_T)
-        if not with_gradient:
-            return (loss, dweight_VD), None
-        # softmax is dense, the one-hot part is the label's row alone: a gather here, a scatter after the loop
-        dz_TV = jnp.exp(logits_TV - lse_T[:, None]) * (mask_T * (1 + 2 * z_loss * lse_T))[:, None]
-        dtarget_T = mask_T
-        if cap:
-            dz_TV *= 1 - (logits_TV / cap) ** 2
-            dtarget_T *= 1 - (target_T / cap) ** 2
-        dz_TV = dz_TV.astype(h_TD.dtype)
-        dh_TD = jnp.einsum("TV,VD->TD", dz_TV, weight_VD, preferred_element_type=jnp.float32)
-        dh_TD -= row_TD * dtarget_T[:, None]
-        dweight_VD += jnp.einsum("TV,TD->VD", dz_TV, h_TD, preferred_element_type=jnp.float32)
-        return (loss, dweight_VD), (dh_TD.astype(h_TD.dtype), dtarget_T)
+        def chunks(x_BL):  # [n, T, ...], T = B chunk: with one axis of tokens each product is one plain matmul
+            x_nBL = x_BL.reshape(B, L // chunk, chunk, *x_BL.shape[2:]).swapaxes(0, 1)
+            return x_nBL.reshape(L // chunk, B * chunk, *x_BL.shape[2:])
 
-    zero = jnp.zeros(weight_VD.shape if with_gradient else (), jnp.float32)
-    carry, out = jax.lax.scan(body, (jnp.float32(0), zero), (chunks(hidden_BLD), chunks(label_BL), chunks(mask_BL)))
-    loss, dweight_VD = carry
-    if not with_gradient:
-        return loss, None
-    out = (x.reshape(L // chunk, B, chunk, *x.shape[2:]).swapaxes(0, 1) for x in out)
-    dhidden_BLD, dtarget_BL = (x.reshape(B, L, *x.shape[3:]) for x in out)
-    dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * dtarget_BL[..., None])
-    return loss, (dhidden_BLD, dweight_VD)
+        def body(carry, chunk):
+            loss, dweight_VD = carry
+            h_TD, label_T, mask_T = chunk
+            logits_TV = soft_cap(jnp.einsum("TD,VD->TV", h_TD, weight_VD).astype(jnp.float32), cap)
+            lse_T = jax.nn.logsumexp(logits_TV, -1)
+            row_TD = weight_VD[label_T]
+            target_T = soft_cap(jnp.sum(h_TD.astype(jnp.float32) * row_TD.astype(jnp.float32), -1), cap)
+            loss += jnp.sum((lse_T - target_T + z_loss * lse_T**2) * mask_T)
+            if not with_gradient:
+                return (loss, dweight_VD), None
+            # softmax is dense, the one-hot part is the label's row alone: a gather here, a scatter after the loop
+            dz_TV = jnp.exp(logits_TV - lse_T[:, None]) * (mask_T * (1 + 2 * z_loss * lse_T))[:, None]
+            dtarget_T = mask_T
+            if cap:
+                dz_TV *= 1 - (logits_TV / cap) ** 2
+                dtarget_T *= 1 - (target_T / cap) ** 2
+            dz_TV = dz_TV.astype(h_TD.dtype)
+            dh_TD = jnp.einsum("TV,VD->TD", dz_TV, weight_VD, preferred_element_type=jnp.float32)
+            dh_TD -= row_TD * dtarget_T[:, None]
+            dweight_VD += jnp.einsum("TV,TD->VD", dz_TV, h_TD, preferred_element_type=jnp.float32)
+            return (loss, dweight_VD), (dh_TD.astype(h_TD.dtype), dtarget_T)
+
+        zero = jnp.zeros(weight_VD.shape if with_gradient else (), jnp.float32)
+        inputs = chunks(hidden_BLD), chunks(label_BL), chunks(mask_BL)
+        (loss, dweight_VD), out = jax.lax.scan(body, (jnp.float32(0), zero), inputs)
+        if with_gradient:
+            out = (x.reshape(L // chunk, B, chunk, *x.shape[2:]).swapaxes(0, 1) for x in out)
+            dhidden_BLD, dtarget_BL = (x.reshape(B, L, *x.shape[3:]) for x in out)
+            dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * dtarget_BL[..., None])
+        if axes:
+            loss, dweight_VD = jax.lax.psum((loss, dweight_VD), axes)
+        return (loss, dhidden_BLD, dweight_VD) if with_gradient else loss
+
+    if axes:
+        rows, whole = PS(BATCH), PS()
+        out_specs = (whole, rows, whole) if with_gradient else whole
+        local = jax.shard_map(
+            local, in_specs=(rows, whole, rows, rows), out_specs=out_specs, axis_names=set(axes), check_vma=False
+        )
+    return local(hidden_BLD, shard(weight_VD.astype(hidden_BLD.dtype), "tensor"), label_BL, mask_BL)
 
 
 def _cross_entropy_fwd(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens):
-    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, True)
+    loss, *gradients = _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, True)
+    return loss, gradients
 
 
 def _cross_entropy_bwd(cap, z_loss, chunk_tokens, residuals, g):
@@ -592,7 +603,7 @@ def load(folder, step=None, dtype=jnp.float32, run=None):
         target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), param_shapes(cfg))
         params = ocp.StandardCheckpointer().restore(path / "params", target)
         check_sums({"params": params}, meta["sums"], f"checkpoint {path}")
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
         problem = str(error).splitlines()[0]
     if problem:
         raise ValueError(f"checkpoint {path} cannot be read: {problem}")

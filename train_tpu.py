@@ -387,7 +387,7 @@ def restore(manager, shapes, model, where):
         state = dict(manager.restore(step, args=ocp.args.Composite(**items)))
         pc.check_sums(state, meta["sums"], path)
         return state, meta
-    except (ValueError, KeyError, OSError, TypeError) as error:
+    except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
         problem = str(error).splitlines()[0]
     sys.exit(f"{path} cannot be read ({problem}); delete its folder to use the one before")
 
