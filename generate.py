@@ -10,7 +10,9 @@ Reads a run folder of train_tpu.py. PythonCoder decodes with a static KV cache i
 head drafts every second token: the text is the same as without (temperature 0), or drawn from the same distribution.
 """
 
+import contextlib
 import dataclasses
+import io
 import json
 import logging
 import os
@@ -106,13 +108,13 @@ def main(cfg):
     requests = read_requests(cfg.file) if cfg.file else [(unescape(cfg.prompt), unescape(cfg.suffix))]
     on_cpu = jax.devices()[0].platform == "cpu"
     dtype = jnp.dtype(cfg.dtype or ("float32" if on_cpu else "bfloat16"))
-    try:
-        model, folder, step = model_pythoncoder.load(cfg.ckpt, cfg.step or None, dtype)
-        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(str(error))
-    except Exception as error:  # tokenizers raises nothing narrower
-        sys.exit(f"{cfg.ckpt}/tokenizer.json cannot be read: {error}")
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            model, folder, step = model_pythoncoder.load(cfg.ckpt, cfg.step or None, dtype)
+            tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # Orbax and tokenizers raise nothing narrower for a broken file
+            print(error, file=sys.__stderr__, flush=True)
+            os._exit(1)  # threads of a failed Orbax read print tracebacks until the process ends
     rule = model_pythoncoder.Sampling(
         cfg.temperature,
         cfg.top_k,
@@ -198,8 +200,3 @@ if __name__ == "__main__":
         main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
     except KeyboardInterrupt:
         sys.exit(130)
-    except SystemExit as end:
-        if not isinstance(end.code, str):
-            raise
-        print(end.code, file=sys.stderr, flush=True)
-        os._exit(1)  # a failed Orbax read leaves coroutines that print tracebacks in an orderly shutdown

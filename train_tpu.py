@@ -14,10 +14,12 @@ One optimizer step is one compiled program: a scan over micro-batches, each a sc
 and learning rate are functions of (seed, step), so a checkpoint needs no more than parameters, moments and the step.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
 import hashlib
+import io
 import json
 import logging
 import math
@@ -376,20 +378,20 @@ def restore(manager, shapes, model, where):
     if step is None:
         sys.exit(f"{where} holds no checkpoint to resume from; start anew without --resume")
     path = f"checkpoint {where}/checkpoints/{step}"
-    try:
-        meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
-        theirs, ours = meta["model"], dataclasses.asdict(model)
-        names = [k for k in {**theirs, **ours} if theirs.get(k) != ours.get(k)]
-        changed = [f"{k} {theirs.get(k)} there, {ours.get(k)} here" for k in names]
-        if changed:
-            sys.exit(f"{path} is of another model: {'; '.join(changed)}")
-        items = {name: ocp.args.StandardRestore(shapes[name]) for name in ("params", "opt")}
-        state = dict(manager.restore(step, args=ocp.args.Composite(**items)))
-        pc.check_sums(state, meta["sums"], path)
-        return state, meta
-    except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
-        problem = str(error).splitlines()[0]
-    sys.exit(f"{path} cannot be read ({problem}); delete its folder to use the one before")
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+            theirs, ours = meta["model"], dataclasses.asdict(model)
+            names = [k for k in {**theirs, **ours} if theirs.get(k) != ours.get(k)]
+            if names:
+                changed = "; ".join(f"{k} {theirs.get(k)} there, {ours.get(k)} here" for k in names)
+                end(f"{path} is of another model: {changed}")
+            items = {name: ocp.args.StandardRestore(shapes[name]) for name in ("params", "opt")}
+            state = dict(manager.restore(step, args=ocp.args.Composite(**items)))
+            pc.check_sums(state, meta["sums"], path)
+            return state, meta
+        except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
+            end(f"{path} cannot be read ({str(error).splitlines()[0]}); delete its folder to use the one before")
 
 
 def log(out, row, tracker=None):
@@ -638,10 +640,10 @@ def main(cfg):
     def settle():
         """Wait for the save under way; exits if it could not be written."""
         try:
-            return manager.wait_until_finished()
+            manager.wait_until_finished()
         except (OSError, ValueError) as error:
-            problem = str(error).splitlines()[0]
-        sys.exit(f"a checkpoint was not written ({problem}); go on with --resume={out} from {steps_of(manager)}")
+            left = f"go on with --resume={out} from {steps_of(manager)}"
+            end(f"a checkpoint was not written ({str(error).splitlines()[0]}); {left}")
 
     def checkpoint(step, metrics):
         settle()
@@ -687,6 +689,12 @@ def main(cfg):
     print(f"done: {out}; write code with: python generate.py --ckpt={out}")
 
 
+def end(message):
+    """Exit with one line, at once: threads of a failed Orbax read or write print tracebacks until the process ends."""
+    print(message, file=sys.__stderr__, flush=True)
+    os._exit(1)
+
+
 def steps_of(manager):
     return f"steps {sorted(manager.all_steps(read=True))}" if manager.all_steps(read=True) else "no checkpoint"
 
@@ -719,8 +727,5 @@ if __name__ == "__main__":
         main(
             tyro.cli(Config, default=saved_config(sys.argv), description=__doc__, config=(tyro.conf.FlagConversionOff,))
         )
-    except (SystemExit, OSError) as end:
-        if isinstance(end, SystemExit) and not isinstance(end.code, str):
-            raise
-        print(end, file=sys.stderr, flush=True)
-        os._exit(1)  # a failed Orbax read or write leaves coroutines that print tracebacks in an orderly shutdown
+    except OSError as error:
+        end(f"{error}; make room or mend the path, then --resume the run")
