@@ -652,6 +652,7 @@ def main(cfg):
     stop = []
     handlers = {s: signal.signal(s, lambda number, _: stop.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
     row_start, waited_s, bad, since = time.perf_counter(), 0.0, 0, first
+    stderr, sys.stderr = sys.stderr, io.StringIO()  # the threads of a failed save print tracebacks; `end` prints a line
     try:
         for step, batch, wait_s in prefetch(batch_of, first, steps):
             state, metrics = train_step(state, batch, jnp.int32(step))
@@ -684,6 +685,7 @@ def main(cfg):
         settle()
         manager.close()
     finally:
+        sys.stderr = stderr
         for s, handler in handlers.items():
             signal.signal(s, handler)
     print(f"done: {out}; write code with: python generate.py --ckpt={out}")
