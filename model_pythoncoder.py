@@ -143,26 +143,30 @@ def rotate(x_BLK, cos_BLK, sin_BLK, by_matmul=False):
     return (x_BLK.astype(jnp.float32) * cos_BLK + swapped_BLK.astype(jnp.float32) * sin_BLK).astype(x_BLK.dtype)
 
 
-def dropout(x, seed_2, rate):
+def dropout(x_BLD, row_B, seed_2, rate):
     """Zero each element with probability `rate` and scale the rest by 1 / (1 - rate). rate 0 is the identity.
 
-    The mask is a hash (murmur3's finaliser) of the element's index and two uint32 seeds: it fuses into its consumer,
-    is recomputed rather than stored under remat, and is the same however the array is split over devices.
+    The mask is a hash (murmur3's finaliser) of the row's number in the optimizer step, the place in the row and two
+    uint32 seeds: it fuses into its consumer, is recomputed rather than stored under remat, and is the same however the
+    rows are split over micro-batches and devices.
     """
     if not rate:
-        return x
-    index = jnp.uint32(0)
-    for axis, size in enumerate(x.shape):
-        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        return x_BLD
+    _, L, D = x_BLD.shape
+    place_LD = jnp.arange(L, dtype=jnp.uint32)[:, None] * jnp.uint32(D) + jnp.arange(D, dtype=jnp.uint32)
+    index = row_B.astype(jnp.uint32)[:, None, None] * jnp.uint32(L * D) + place_LD
     bits = index ^ seed_2[0]
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = ((bits ^ (bits >> 13)) + seed_2[1]) * jnp.uint32(0xC2B2AE35)
     bits = bits ^ (bits >> 16)
-    return jnp.where(bits >= jnp.uint32(round(rate * 2**32)), x * jnp.asarray(1 / (1 - rate), x.dtype), 0)
+    scaled_BLD = x_BLD * jnp.asarray(1 / (1 - rate), x_BLD.dtype)
+    return jnp.where(bits >= jnp.uint32(round(rate * 2**32)), scaled_BLD, 0)
 
 
-def linear(x_BLD, weight_DF):
+def linear(x_BLD, weight_DF, tpu=False):
     """x W over one axis of tokens: with two, XLA on a CPU copies whole arrays for the weight's gradient (2x slower)."""
+    if tpu:
+        return x_BLD @ weight_DF
     y_TF = x_BLD.reshape(-1, x_BLD.shape[-1]) @ weight_DF
     return y_TF.reshape(*x_BLD.shape[:-1], -1)
 
@@ -199,7 +203,7 @@ class Block(nnx.Module):
         parts = (self.lambda_q1[...], self.lambda_k1[...], self.lambda_q2[...], self.lambda_k2[...])
         return lambda_value(*parts, lambda_init(layer), clamp=self.cfg.diff == "seed")
 
-    def __call__(self, x_BLD, layer, rope, index_BL, start_BL, run, seed_32=None, cache=None):
+    def __call__(self, x_BLD, layer, rope, index_BL, start_BL, run, row_B=None, seed_32=None, cache=None):
         """One layer. Query l sees the key slots start_BL <= m <= index_BL; index None means its own place in the row.
 
         `cache` is (k [B, I, J, M, K], v [B, J, M, E]): the new keys and values are written at slots index_BL, and all
@@ -260,14 +264,14 @@ class Block(nnx.Module):
             attn_BLD = jnp.einsum("BPLE,PED->BLD", barrier(o_BPLE), wo_PED)
         else:
             attn_BLD = linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), weight(self.wo, (-1, D), "tensor", None))
-        x_BLD = x_BLD + dropout(attn_BLD, seed_32[0] if rate else None, rate)
+        x_BLD = x_BLD + dropout(attn_BLD, row_B, seed_32[0] if rate else None, rate)
 
         n_BLD = barrier(rms_norm(x_BLD, self.ffn_norm[...], cfg.eps))
-        gate_BLF = linear(n_BLD, weight(self.w_gate, (D, cfg.ffn), None, "tensor"))
-        up_BLF = linear(n_BLD, weight(self.w_up, (D, cfg.ffn), None, "tensor"))
-        hidden_BLF = barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, seed_32[1] if rate else None, rate))
-        down_BLD = linear(hidden_BLF, weight(self.w_down, (cfg.ffn, D), "tensor", None))
-        x_BLD = shard(x_BLD + dropout(down_BLD, seed_32[2] if rate else None, rate), BATCH)
+        gate_BLF = linear(n_BLD, weight(self.w_gate, (D, cfg.ffn), None, "tensor"), tpu)
+        up_BLF = linear(n_BLD, weight(self.w_up, (D, cfg.ffn), None, "tensor"), tpu)
+        hidden_BLF = barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, row_B, seed_32[1] if rate else None, rate))
+        down_BLD = linear(hidden_BLF, weight(self.w_down, (cfg.ffn, D), "tensor", None), tpu)
+        x_BLD = shard(x_BLD + dropout(down_BLD, row_B, seed_32[2] if rate else None, rate), BATCH)
         return x_BLD, cache
 
 
@@ -321,11 +325,12 @@ class PythonCoder(nnx.Module):
             table_VD = shard(table_VD.astype(self.run.dtype), None)
         return shard(table_VD[token_BL].astype(self.run.dtype), BATCH)
 
-    def hidden(self, embed_BLD, segment_BL=None, position_BL=None, key=None, yarn=False):
+    def hidden(self, embed_BLD, segment_BL=None, position_BL=None, key=None, row_B=None, yarn=False):
         """Final-normed hidden states [B, L, D] of whole rows, from their embeddings.
 
         segment_BL numbers the documents packed into a row: no token sees another document. position_BL restarts in
-        each; None counts along the row. `key` turns dropout on. yarn uses the long-context rotary table.
+        each; None counts along the row. `key` turns dropout on; row_B numbers the rows within the optimizer step,
+        so that their masks do not depend on the micro-batch. yarn uses the long-context rotary table.
         """
         B, L, _ = embed_BLD.shape
         slot_L = jnp.arange(L)
@@ -337,13 +342,15 @@ class PythonCoder(nnx.Module):
         rope = self.rope(position_BL, yarn)
         graph, params = nnx.split(self.layers)
         seed_N32 = jnp.zeros(self.cfg.layers, jnp.uint32)
+        row_B = jnp.arange(B) if row_B is None else row_B
         if key is not None:
             seed_N32 = jax.random.bits(key, (self.cfg.layers, 3, 2), jnp.uint32)
 
         def body(x_BLD, layer):
             params, i, seed_32 = layer
             block = nnx.merge(graph, params)
-            return block(x_BLD, i, rope, None, start_BL, self.run, None if key is None else seed_32)[0], None
+            seed_32 = None if key is None else seed_32
+            return block(x_BLD, i, rope, None, start_BL, self.run, row_B, seed_32)[0], None
 
         if self.run.remat != "none":
             body = jax.checkpoint(body, policy=REMAT[self.run.remat], prevent_cse=False)
@@ -366,13 +373,13 @@ class PythonCoder(nnx.Module):
         logits_BLV = jnp.einsum("BLD,VD->BLV", hidden_BLD, weight_VD, preferred_element_type=jnp.float32)
         return soft_cap(logits_BLV, self.cfg.logit_cap)
 
-    def losses(self, token_BL, segment_BL, position_BL, key=None, z_loss=0.0, mtp=True, yarn=False):
+    def losses(self, token_BL, segment_BL, position_BL, key=None, row_B=None, z_loss=0.0, mtp=True, yarn=False):
         """Summed losses of both heads, in nats: (main, mtp). Divide each by its own number of targets, target_masks.
 
         z_loss weighs logsumexp^2 of the main head alone. mtp=False leaves the second head out, as for evaluation.
         """
         embed_BLD = self.lookup(token_BL)
-        hidden_BLD = self.hidden(embed_BLD, segment_BL, position_BL, key, yarn)
+        hidden_BLD = self.hidden(embed_BLD, segment_BL, position_BL, key, row_B, yarn)
         main_BL, mtp_BL = target_masks(segment_BL)
         cap, chunk = self.cfg.logit_cap, self.run.loss_tokens
         main = cross_entropy(hidden_BLD, self.embed[...], jnp.roll(token_BL, -1, 1), main_BL, cap, z_loss, chunk)

@@ -313,12 +313,13 @@ def make_step(cfg, graph, optimizer, lr_peak, steps, warmup):
 
         def loss_fn(params, micro):
             model = nnx.merge(graph, params)
-            dropout_key = jax.random.fold_in(key, micro["number_A"]) if cfg.dropout else None
             inputs = micro["token_ABL"], micro["segment_ABL"], micro["position_ABL"]
-            main, mtp = model.losses(*inputs, dropout_key, cfg.z_loss, mtp=cfg.mtp_weight > 0)
+            noise = key if cfg.dropout else None
+            main, mtp = model.losses(*inputs, noise, micro["row_AB"], cfg.z_loss, mtp=cfg.mtp_weight > 0)
             return main / main_tokens + cfg.mtp_weight * mtp / mtp_tokens, (main / main_tokens, mtp / mtp_tokens)
 
-        micros = batch | {"number_A": jnp.arange(batch["token_ABL"].shape[0])}
+        A, B, _ = batch["token_ABL"].shape
+        micros = batch | {"row_AB": jnp.arange(A * B).reshape(A, B)}
         grads, (loss, (main, mtp)) = accumulate(loss_fn, state["params"], micros)
         state, norm, ok = apply_gradients(optimizer, state, grads, lr)
         metrics = {"loss": loss, "main": main, "mtp": mtp, "lr": lr, "grad_norm": norm, "ok": ok}

@@ -29,7 +29,11 @@ PROGRAMS = {
     ],
     "v6e:4x4, fsdp 16, 8 rows a chip": ["--topology=v6e:4x4", "--batch_size=128", "--micro_batch=8"],
 }
-CODE = "import json, sys, tyro, train_tpu; print(json.dumps(train_tpu.main(tyro.cli(train_tpu.Config))))"
+CODE = """
+import json, train_tpu, tyro
+cfg = tyro.cli(train_tpu.Config, config=(tyro.conf.FlagConversionOff,))
+print(json.dumps(train_tpu.main(cfg)))
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +45,7 @@ def main(cfg):
     for name, flags in PROGRAMS.items():
         if cfg.only not in name:
             continue
-        command = [sys.executable, "-c", CODE, "--compile_only", "True", "--model", "1b", *flags]
+        command = [sys.executable, "-c", CODE, "--compile_only=True", "--model=1b", *flags]
         env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         result = subprocess.run(command, capture_output=True, text=True, env=env)
         if result.returncode:

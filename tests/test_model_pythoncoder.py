@@ -95,7 +95,7 @@ def test_rejected_slots_are_forgotten_when_written_again():
 
 def test_dropout_drops_its_rate_scales_the_rest_and_depends_on_seed_and_place():
     x, rate = jnp.ones((64, 128, 32)), 0.1
-    a, b = (np.asarray(pc.dropout(x, jnp.array([s, 7], jnp.uint32), rate)) for s in (1, 2))
+    a, b = (np.asarray(pc.dropout(x, jnp.arange(64), jnp.array([s, 7], jnp.uint32), rate)) for s in (1, 2))
     n = x.size
     for mask in (a == 0, b == 0):
         assert mask.mean() == pytest.approx(rate, abs=5 * np.sqrt(rate * (1 - rate) / n))
@@ -104,7 +104,11 @@ def test_dropout_drops_its_rate_scales_the_rest_and_depends_on_seed_and_place():
             assert pairs == pytest.approx(rate**2, abs=5 * np.sqrt(rate**2 / n))
     assert ((a == 0) & (b == 0)).mean() == pytest.approx(rate**2, abs=5 * np.sqrt(rate**2 / n))
     np.testing.assert_allclose(np.unique(a), [0, 1 / (1 - rate)], rtol=1e-6)
-    assert pc.dropout(x, None, 0.0) is x
+    part = pc.dropout(
+        x[:8], jnp.arange(16, 24), jnp.array([1, 7], jnp.uint32), rate
+    )  # rows keep their masks when split
+    assert (np.asarray(part) == a[16:24]).all()
+    assert pc.dropout(x, None, None, 0.0) is x
 
 
 def test_dropout_is_on_in_training_and_off_elsewhere():

@@ -161,7 +161,9 @@ def test_splitting_a_step_into_micro_batches_changes_nothing(data):
     for micro in (8, 2):
         parts = [jnp.asarray(x.reshape(-1, micro, 64)) for x in rows]
         batch = dict(zip(("token_ABL", "segment_ABL", "position_ABL"), parts, strict=True))
-        step = train_tpu.make_step(train_tpu.Config(dropout=0.0), pc.graph_of(cfg, pc.Run()), optimizer, 1e-2, 10, 1)
+        step = train_tpu.make_step(
+            train_tpu.Config(dropout=0.1), pc.graph_of(cfg, pc.Run(dropout=0.1)), optimizer, 1e-2, 10, 1
+        )
         results.append(jax.jit(step)({"params": params, "opt": optimizer.init(params)}, batch, 1))
     (one, first), (many, second) = results
     assert float(first["loss"]) == pytest.approx(float(second["loss"]), rel=1e-5)
