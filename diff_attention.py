@@ -51,34 +51,90 @@ def attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, *, floor=True, 
         raise ValueError(f"{sizes} are not BIPLK, BIJMK, BJME with I <= 2 and J | P")
     if index_BL is None and L != M:
         raise ValueError(f"{L} queries, {M} keys: without index_BL every query has its own key")
-    q_BIJGLK, outs_BPLE = q_BIPLK.reshape(B, I, J, P // J, L, K), []
-    for i in range(0, L, block):
-        rows, last = slice(i, min(i + block, L)), min(i + block, L) if index_BL is None else M
-        index_bL = jnp.arange(L)[None, rows] if index_BL is None else index_BL[:, rows]
-        seen_BLM = jnp.arange(last) <= index_bL[:, :, None]
-        if start_BL is not None:
-            seen_BLM &= jnp.arange(last) >= start_BL[:, rows, None]
-        q_rows, k_seen, v_seen = q_BIJGLK[:, :, :, :, rows], k_BIJMK[:, :, :, :last], v_BJME[:, :, :last]
-        outs_BPLE.append(_attend(q_rows, k_seen, v_seen, lam, seen_BLM, floor, cap))
+    return _attention(q_BIPLK, k_BIJMK, v_BJME, jnp.float32(lam), index_BL, start_BL, (floor, cap, block))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, static):
+    floor, cap, block = static
+    B, P, E, outs_BPLE = *q_BIPLK.shape[0:3:2], v_BJME.shape[-1], []
+    for rows, keys, seen_BLM in _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
+        a_BIJNM, _ = _maps(q_BIPLK[:, :, :, rows], k_BIJMK[:, :, :, keys], seen_BLM, cap)
+        a_BJNM = _combine(a_BIJNM, lam, floor).astype(v_BJME.dtype)
+        outs_BPLE.append(jnp.einsum("BJNM,BJME->BJNE", a_BJNM, v_BJME[:, :, keys]).reshape(B, P, -1, E))
     return jnp.concatenate(outs_BPLE, 2)
 
 
-def _attend(q_BIJGLK, k_BIJMK, v_BJME, lam, seen_BLM, floor, cap):
-    """One block of queries; the heads of a group stand below each other in N = G L rows of one matmul."""
-    B, I, J, G, L, K = q_BIJGLK.shape
-    q_BIJNK = q_BIJGLK.reshape(B, I, J, G * L, K)
+def _attention_backward(static, inputs, do_BPLE):
+    """With da = do V^T, 0 where floored: ds_i = w_i A_i (da - sum_M A_i da), w = (1, -lam); dlam = -sum_LM A_2 da.
+
+    The maps are made again from the inputs. They must be rounded as in the forward pass: where A_1 = A_2 the floor
+    decides by the last bit, so maxima and sums are taken anew and not stored.
+    """
+    floor, cap, block = static
+    q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL = inputs
+    (B, I, P, _, K), (J, _, E) = q_BIPLK.shape, v_BJME.shape[1:]
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    dqs_BIPLK, dlam = [], jnp.float32(0)
+    dk_BIJMK, dv_BJME = jnp.zeros(k_BIJMK.shape, jnp.float32), jnp.zeros(v_BJME.shape, jnp.float32)
+    for rows, keys, seen_BLM in _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
+        q_BIJNK = q_BIPLK[:, :, :, rows].reshape(B, I, J, -1, K)
+        do_BJNE = do_BPLE[:, :, rows].reshape(B, J, -1, E)
+        a_BIJNM, slope_BIJNM = _maps(q_BIPLK[:, :, :, rows], k_BIJMK[:, :, :, keys], seen_BLM, cap)
+        a_BJNM = _combine(a_BIJNM, lam, floor)
+        da_BJNM = einsum("BJNE,BJME->BJNM", do_BJNE, v_BJME[:, :, keys])
+        if I == 2 and floor:
+            da_BJNM = jnp.where(a_BJNM > 0, da_BJNM, 0)
+        mean_BIJN1 = (a_BIJNM * da_BJNM[:, None]) @ jnp.ones((keys.stop, 1), jnp.float32)
+        ds_BIJNM = a_BIJNM * (da_BJNM[:, None] - mean_BIJN1) * slope_BIJNM
+        if I == 2:
+            ds_BIJNM *= jnp.stack([jnp.float32(1), -lam])[:, None, None, None]
+            dlam -= jnp.sum(mean_BIJN1[:, 1])
+        ds_BIJNM = ds_BIJNM.astype(q_BIPLK.dtype)
+        dq_BIJNK = einsum("BIJNM,BIJMK->BIJNK", ds_BIJNM, k_BIJMK[:, :, :, keys])
+        dqs_BIPLK.append(dq_BIJNK.reshape(B, I, P, -1, K).astype(q_BIPLK.dtype))
+        dk_BIJMK = dk_BIJMK.at[:, :, :, keys].add(einsum("BIJNM,BIJNK->BIJMK", ds_BIJNM, q_BIJNK))
+        dv_BJME = dv_BJME.at[:, :, keys].add(einsum("BJNM,BJNE->BJME", a_BJNM.astype(do_BPLE.dtype), do_BJNE))
+    dq_BIPLK = jnp.concatenate(dqs_BIPLK, 3)
+    return dq_BIPLK, dk_BIJMK.astype(k_BIJMK.dtype), dv_BJME.astype(v_BJME.dtype), dlam, None, None
+
+
+_attention.defvjp(lambda *args: (_attention(*args), args[:6]), _attention_backward)
+
+
+def _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
+    """For each block of queries: its slice of L, the slice of M that it can see, and what of that, [B, L, M]."""
+    L, M = q_BIPLK.shape[3], k_BIJMK.shape[3]
+    for first in range(0, L, block):
+        rows = slice(first, min(first + block, L))
+        keys = slice(0, rows.stop if index_BL is None else M)
+        index_bL = jnp.arange(L)[None, rows] if index_BL is None else index_BL[:, rows]
+        seen_BLM = jnp.arange(keys.stop) <= index_bL[:, :, None]
+        if start_BL is not None:
+            seen_BLM &= jnp.arange(keys.stop) >= start_BL[:, rows, None]
+        yield rows, keys, seen_BLM
+
+
+def _maps(q_BIPLK, k_BIJMK, seen_BLM, cap):
+    """Softmax maps [B, I, J, N, M] in float32, heads of a group below each other, and d(capped, scaled score)/d(q k)."""
+    (B, I, P, L, K), J = q_BIPLK.shape, k_BIJMK.shape[2]
+    q_BIJNK = q_BIPLK.reshape(B, I, J, -1, K)
     s_BIJNM = jnp.einsum("BIJNK,BIJMK->BIJNM", q_BIJNK, k_BIJMK, preferred_element_type=jnp.float32) * K**-0.5
+    slope = K**-0.5
     if cap:
-        s_BIJNM = cap * jnp.tanh(s_BIJNM / cap)
-    s_BIJGLM = jnp.where(seen_BLM[:, None, None, None], s_BIJNM.reshape(B, I, J, G, L, -1), MASKED)
-    e_BIJGLM = jnp.exp(s_BIJGLM - jax.lax.stop_gradient(jnp.max(s_BIJGLM, -1, keepdims=True)))
+        s_BIJNM = jnp.tanh(s_BIJNM / cap)
+        s_BIJNM, slope = cap * s_BIJNM, slope * (1 - s_BIJNM**2)
+    s_BIJGLM = jnp.where(seen_BLM[:, None, None, None], s_BIJNM.reshape(B, I, J, P // J, L, -1), MASKED)
+    e_BIJGLM = jnp.exp(s_BIJGLM - jnp.max(s_BIJGLM, -1, keepdims=True))
     r_BIJGL1 = 1 / jnp.sum(e_BIJGLM, -1, keepdims=True)  # L reciprocals and no L M divisions: 1.3x on a CPU
-    a_BJGLM = e_BIJGLM[:, 0] * r_BIJGL1[:, 0]
-    if I == 2:
-        a_BJGLM -= e_BIJGLM[:, 1] * (lam * r_BIJGL1[:, 1])
-        a_BJGLM = jax.nn.relu(a_BJGLM) if floor else a_BJGLM  # maximum(a, 0) would have the gradient 1/2 at 0
-    a_BJNM = a_BJGLM.reshape(B, J, G * L, -1).astype(v_BJME.dtype)
-    return jnp.einsum("BJNM,BJME->BJNE", a_BJNM, v_BJME).reshape(B, J * G, L, -1)
+    return (e_BIJGLM * r_BIJGL1).reshape(s_BIJNM.shape), slope
+
+
+def _combine(a_BIJNM, lam, floor):
+    if a_BIJNM.shape[1] == 1:
+        return a_BIJNM[:, 0]
+    a_BJNM = a_BIJNM[:, 0] - lam * a_BIJNM[:, 1]
+    return jnp.maximum(a_BJNM, 0) if floor else a_BJNM
 
 
 def attention_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, block_q=512, block_k=512, interpret=False):

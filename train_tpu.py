@@ -144,14 +144,14 @@ def resolve(cfg, devices):
     if rows % micro:
         sys.exit(f"--micro_batch={micro} does not divide the {rows} rows of a device; try a divisor of {rows}")
     dtype = cfg.dtype or ("float32" if memory is None else "bfloat16")
-    remat = cfg.remat or ("none" if memory is None else "qkvo")
+    remat = cfg.remat or "qkvo"
     why = "CPU" if memory is None else f"{memory:.1f} GiB each"
     print(f"{len(devices)} x {device.device_kind} ({why}): mesh data {copies // fsdp}, fsdp {fsdp}, tensor {tensor}")
     print(
         f"model {cfg.model}, {dtype} compute on float32 weights, remat {remat}; a step is {batch} rows of {seq_len} = "
         f"{batch * seq_len:,} tokens, {batch // (copies * micro)} x {micro} rows a device"
     )
-    small = {"block": 64, "loss_tokens": 256} if memory is None else {}  # a CPU's caches
+    small = {"block": 64, "loss_tokens": 1024} if memory is None else {}  # a CPU's caches
     run = pc.Run(jnp.dtype(dtype), device.platform == "tpu", remat, cfg.dropout, **small)
     # moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32
     mu_dtype = jnp.dtype(dtype)
