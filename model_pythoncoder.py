@@ -69,7 +69,7 @@ class Config:
 
 
 CONFIGS = {
-    "tiny": Config(4096, 128, layers=4, heads=4, kv_heads=2, head_size=32, ffn=384, positions=512),
+    "tiny": Config(4096, 128, layers=4, heads=4, kv_heads=2, head_size=32, ffn=384, positions=1024),
     "small": Config(8192, 512, layers=8, heads=8, kv_heads=4, head_size=64, ffn=1408, positions=1024),
     "300m": Config(32_768, 1024, layers=20, heads=8, kv_heads=4, head_size=128, ffn=2816),
     "1b": Config(),
@@ -163,15 +163,12 @@ def dropout(x_BLD, row_B, seed_2, rate):
     return jnp.where(bits >= jnp.uint32(round(rate * 2**32)), scaled_BLD, 0)
 
 
-def linear(x_BLD, *weights_DF):
-    """[x W for each W] as one matmul, over one axis of tokens.
-
-    Measured on a CPU: with batch and length as two axes XLA copies whole arrays for the weight's gradient (2x slower),
-    and one wide product beats several narrow ones.
-    """
-    y_TF = x_BLD.reshape(-1, x_BLD.shape[-1]) @ jnp.concatenate(weights_DF, 1)
-    ends = np.cumsum([w.shape[1] for w in weights_DF])[:-1]
-    return [y.reshape(*x_BLD.shape[:-1], -1) for y in jnp.split(y_TF, ends, 1)]
+def linear(x_BLD, weight_DF, tpu=False):
+    """x W over one axis of tokens: with two, XLA on a CPU copies whole arrays for the weight's gradient (2x slower)."""
+    if tpu:
+        return x_BLD @ weight_DF
+    y_TF = x_BLD.reshape(-1, x_BLD.shape[-1]) @ weight_DF
+    return y_TF.reshape(*x_BLD.shape[:-1], -1)
 
 
 class Block(nnx.Module):
@@ -221,16 +218,16 @@ class Block(nnx.Module):
         def weight(param, shape, *spec):
             return shard(param[...].astype(x_BLD.dtype), *spec).reshape(shape)
 
+        def heads(n_BLD, w_DIPK):
+            if tpu:  # straight to head-major: no transpose of activations
+                return jnp.einsum("BLD,DIPK->BIPLK", n_BLD, w_DIPK)
+            return linear(n_BLD, w_DIPK.reshape(D, -1)).reshape(B, L, *w_DIPK.shape[1:]).transpose(0, 2, 3, 1, 4)
+
         n_BLD = barrier(rms_norm(x_BLD, self.attn_norm[...], cfg.eps))
         wq_DIPK = weight(self.wq, (D, P, I, K), None, "tensor").swapaxes(1, 2)  # map 1 of every head, then map 2
         wk_DIJK = weight(self.wk, (D, J, I, K), None, "tensor").swapaxes(1, 2)
         wv_D1JE = weight(self.wv, (D, 1, J, I * K), None, "tensor")
-        weights = wq_DIPK, wk_DIJK, wv_D1JE
-        if tpu:  # straight to head-major: no transpose of activations
-            q_BIPLK, k_BIJLK, v_B1JLE = (jnp.einsum("BLD,DIPK->BIPLK", n_BLD, w) for w in weights)
-        else:
-            qkv = zip(linear(n_BLD, *(w.reshape(D, -1) for w in weights)), weights, strict=True)
-            q_BIPLK, k_BIJLK, v_B1JLE = (y.reshape(B, L, *w.shape[1:]).transpose(0, 2, 3, 1, 4) for y, w in qkv)
+        q_BIPLK, k_BIJLK, v_B1JLE = (heads(n_BLD, w) for w in (wq_DIPK, wk_DIJK, wv_D1JE))
         q_BIPLK, k_BIJLK = checkpoint_name(q_BIPLK, "q"), checkpoint_name(k_BIJLK, "k")
         v_BJLE = checkpoint_name(v_B1JLE[:, 0], "v")
         cos, sin = (t[:, None, None] for t in rope)
@@ -257,22 +254,21 @@ class Block(nnx.Module):
         if I == 2:
             o_BPLE = rms_norm(o_BPLE, self.subln[...], cfg.subln_eps) * (1 - lambda_init(layer)).astype(x_BLD.dtype)
         elif cfg.diff == "v2":
-            gate_BPL1 = jax.nn.sigmoid(linear(n_BLD, weight(self.w_lambda, (D, P // 2)))[0].astype(jnp.float32))
+            gate_BPL1 = jax.nn.sigmoid(linear(n_BLD, weight(self.w_lambda, (D, P // 2))).astype(jnp.float32))
             gate_BPL1 = gate_BPL1.swapaxes(1, 2)[..., None].astype(x_BLD.dtype)
             o_BPLE = o_BPLE[:, 0::2] - gate_BPL1 * o_BPLE[:, 1::2]
         if tpu:
             wo_PED = weight(self.wo, (*o_BPLE.shape[1::2], D), "tensor", None)
             attn_BLD = jnp.einsum("BPLE,PED->BLD", barrier(o_BPLE), wo_PED)
         else:
-            (attn_BLD,) = linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), weight(self.wo, (-1, D), "tensor", None))
-        x_BLD = x_BLD + dropout(attn_BLD, row_B, seed_32[0] if rate else None, rate)
+            attn_BLD = linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), weight(self.wo, (-1, D), "tensor", None))
+        x_BLD = checkpoint_name(x_BLD + dropout(attn_BLD, row_B, seed_32[0] if rate else None, rate), "mid")
 
         n_BLD = barrier(rms_norm(x_BLD, self.ffn_norm[...], cfg.eps))
-        w_gate_DF, w_up_DF = (weight(w, (D, cfg.ffn), None, "tensor") for w in (self.w_gate, self.w_up))
-        gate_BLF, up_BLF = (n_BLD @ w_gate_DF, n_BLD @ w_up_DF) if tpu else linear(n_BLD, w_gate_DF, w_up_DF)
+        gate_BLF = linear(n_BLD, weight(self.w_gate, (D, cfg.ffn), None, "tensor"), tpu)
+        up_BLF = linear(n_BLD, weight(self.w_up, (D, cfg.ffn), None, "tensor"), tpu)
         hidden_BLF = barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, row_B, seed_32[1] if rate else None, rate))
-        w_down_FD = weight(self.w_down, (cfg.ffn, D), "tensor", None)
-        (down_BLD,) = (hidden_BLF @ w_down_FD,) if tpu else linear(hidden_BLF, w_down_FD)
+        down_BLD = linear(hidden_BLF, weight(self.w_down, (cfg.ffn, D), "tensor", None), tpu)
         x_BLD = shard(x_BLD + dropout(down_BLD, row_B, seed_32[2] if rate else None, rate), BATCH)
         return x_BLD, cache
 
@@ -299,9 +295,9 @@ class Run:
     loss_tokens: int = 2048  # tokens per chunk of the cross-entropy
 
 
-REMAT = {  # qkvo keeps the inputs and output of attention and recomputes the rest
+REMAT = {  # qkvo keeps the inputs and output of attention, and x behind it, and recomputes the rest
     "full": None,
-    "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn"),
+    "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn", "mid"),
 }
 
 
@@ -367,7 +363,7 @@ class PythonCoder(nnx.Module):
             rms_norm(next_embed_BLD, mtp.norm_embed[...], eps),
         )
         proj = shard(mtp.proj[...].astype(h_BLD.dtype), None)
-        return rms_norm(linear(jnp.concatenate([h_BLD, e_BLD], -1), proj)[0], mtp.norm_out[...], eps)
+        return rms_norm(linear(jnp.concatenate([h_BLD, e_BLD], -1), proj), mtp.norm_out[...], eps)
 
     def logits(self, hidden_BLD, head="embed"):
         """Float32 logits of the main head, or of the MTP head (head="mtp"). [B, L, V]: for few positions at a time."""
@@ -458,7 +454,7 @@ def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_
             loss, dweight_VD = carry
             h_TD, label_T, mask_T = chunk
             logits_TV = soft_cap(jnp.einsum("TD,VD->TV", h_TD, weight_VD).astype(jnp.float32), cap)
-            top_T1 = jax.lax.stop_gradient(jnp.max(logits_TV, -1, keepdims=True))
+            top_T1 = jnp.max(logits_TV, -1, keepdims=True)
             e_TV = jnp.exp(logits_TV - top_T1)
             sum_T1 = jnp.sum(e_TV, -1, keepdims=True)
             lse_T = (top_T1 + jnp.log(sum_T1))[:, 0]
@@ -467,29 +463,30 @@ def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_
             loss += jnp.sum((lse_T - target_T + z_loss * lse_T**2) * mask_T)
             if not with_gradient:
                 return (loss, dweight_VD), None
-            # softmax = e / sum is dense, but the sum can wait for the products; the one-hot part is the label's row
-            # alone: a gather here, a scatter after the loop
-            dtarget_T = mask_T
+            # softmax = e / sum is dense, and its factors per token wait for the products; the one-hot part is the
+            # label's row alone: a gather here, a scatter after the loop
+            dtarget_T, scale_T1 = mask_T, (mask_T * (1 + 2 * z_loss * lse_T))[:, None] / sum_T1
             if cap:
                 e_TV *= 1 - (logits_TV / cap) ** 2
                 dtarget_T *= 1 - (target_T / cap) ** 2
-            e_TV, scale_T1 = e_TV.astype(h_TD.dtype), (mask_T * (1 + 2 * z_loss * lse_T))[:, None] / sum_T1
+            e_TV = e_TV.astype(h_TD.dtype)
             dh_TD = jnp.einsum("TV,VD->TD", e_TV, weight_VD, preferred_element_type=jnp.float32) * scale_T1
             dh_TD -= row_TD * dtarget_T[:, None]
             scaled_TD = (h_TD * scale_T1).astype(h_TD.dtype)
             dweight_VD += jnp.einsum("TV,TD->VD", e_TV, scaled_TD, preferred_element_type=jnp.float32)
             return (loss, dweight_VD), (dh_TD.astype(h_TD.dtype), dtarget_T)
 
-        zero = jnp.zeros(weight_VD.shape if with_gradient else (), jnp.float32)
+        zero_VD = jnp.zeros(weight_VD.shape if with_gradient else (), jnp.float32)
         inputs = chunks(hidden_BLD), chunks(label_BL), chunks(mask_BL)
-        (loss, dweight_VD), out = jax.lax.scan(body, (jnp.float32(0), zero), inputs)
-        if with_gradient:
-            out = (x.reshape(L // chunk, B, chunk, *x.shape[2:]).swapaxes(0, 1) for x in out)
-            dhidden_BLD, dtarget_BL = (x.reshape(B, L, *x.shape[3:]) for x in out)
-            dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * dtarget_BL[..., None])
+        (loss, dweight_VD), out = jax.lax.scan(body, (jnp.float32(0), zero_VD), inputs)
+        if not with_gradient:
+            return jax.lax.psum(loss, axes) if axes else loss
+        out = (x.reshape(L // chunk, B, chunk, *x.shape[2:]).swapaxes(0, 1) for x in out)
+        dhidden_BLD, dtarget_BL = (x.reshape(B, L, *x.shape[3:]) for x in out)
+        dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * dtarget_BL[..., None])
         if axes:
             loss, dweight_VD = jax.lax.psum((loss, dweight_VD), axes)
-        return (loss, dhidden_BLD, dweight_VD) if with_gradient else loss
+        return loss, dhidden_BLD, dweight_VD
 
     if axes:
         rows, whole = PS(BATCH), PS()

@@ -90,7 +90,7 @@ class Config:
 # ---- choices for the device ----------------------------------------------------------------------------------------
 
 # Rows per device at a time. Few: on a v6e four keep the activations in VMEM, on a CPU (tiny, small) in its caches.
-MICRO_BATCH = {"tiny": 4, "small": 4, "300m": 8, "1b": 4}
+MICRO_BATCH = {"tiny": 2, "small": 4, "300m": 8, "1b": 4}
 TPU_FLOPS = {"TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12}  # bf16
 
 

@@ -29,13 +29,14 @@ import train_tpu
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    steps: int = 15  # timed steps of each
+    seq_len: int = 0  # tokens per row; 0: the preset's positions
+    steps: int = 15  # timed steps of each, and of ours as many before the baseline as after it
     accumulate: tuple[int, ...] = (1, 4)  # micro-batches of the baseline to try
 
 
-def ours(steps):
-    """(median, p10, p90) seconds of train_tpu.py's step on random tokens, and its compile time."""
-    cfg, model, run, _, micro, mu_dtype = train_tpu.resolve(train_tpu.Config(model="tiny"), jax.devices()[:1])
+def ours(settings):
+    """A function that times one of train_tpu.py's steps on random tokens, in seconds; its compile time; settings."""
+    cfg, model, run, _, micro, mu_dtype = train_tpu.resolve(settings, jax.devices()[:1])
     optimizer = train_tpu.make_optimizer(cfg.clip, cfg.weight_decay, mu_dtype)
     params = jax.jit(lambda: pc.new_params(model, 0))()
     state = {"params": params, "opt": jax.jit(optimizer.init)(params)}
@@ -46,17 +47,21 @@ def ours(steps):
     step = jax.jit(train_tpu.make_step(cfg, pc.graph_of(model, run), optimizer, 1e-3, 1000, 10), donate_argnums=0)
     started = time.perf_counter()
     step = step.lower(state, batch, jnp.int32(0)).compile()
-    compile_s, seconds = time.perf_counter() - started, []
-    for i in range(steps + 3):
+    compile_s = time.perf_counter() - started
+
+    def timed(i):
+        nonlocal state
         started = time.perf_counter()
         state, metrics = step(state, batch, jnp.int32(i))
         float(metrics["loss"])
-        seconds.append(time.perf_counter() - started)
-    return np.quantile(seconds[3:], [0.5, 0.1, 0.9]).tolist(), compile_s, cfg, model
+        return time.perf_counter() - started
+
+    return timed, compile_s, cfg, model
 
 
 def main(cfg):
-    (median, low, high), compile_s, settings, model = ours(cfg.steps)
+    timed, compile_s, settings, model = ours(train_tpu.Config(model="tiny", seq_len=cfg.seq_len))
+    seconds = [timed(i) for i in range(3 + cfg.steps)][3:]
     tokens = settings.batch_size * settings.seq_len
     shape = {
         name: getattr(model, name) for name in ("vocab", "width", "layers", "heads", "kv_heads", "head_size", "ffn")
@@ -68,10 +73,12 @@ def main(cfg):
         command = [sys.executable, str(ROOT / "bench" / "pythoncoder_torch.py"), *flags, f"--steps={cfg.steps}"]
         command += [f"--accumulate={accumulate}", f"--threads={os.cpu_count()}"]
         baselines.append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    seconds += [timed(i) for i in range(cfg.steps + 3)][3:]  # the machine's speed drifts
+    median, low, high = np.quantile(seconds, [0.5, 0.1, 0.9]).tolist()
     best = min(baselines, key=lambda b: b["step_s"])
     record(
         "cpu",
-        "pythoncoder tiny training, PyTorch step / our step",
+        f"pythoncoder tiny training, rows of {settings.seq_len}: PyTorch step / our step",
         best["step_s"] / median,
         "ratio",
         spread=[best["step_s_p10"] / high, best["step_s_p90"] / low],

@@ -231,7 +231,7 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, tmp_path
     says(run(*command(tmp_path / "none", tmp_path / "a")), "data_prep.py")
     says(run(*command(data, tmp_path / "a", "--model=huge")), "tiny, small, 300m, 1b")
     says(run(*command(data, tmp_path / "a", "--seq_len=32")), "rows of 64 tokens", "--seq_len=32")
-    says(run(*command(data, tmp_path / "a", "--seq_len=9999")), "512 positions")
+    says(run(*command(data, tmp_path / "a", "--seq_len=9999")), "1024 positions")
     says(run(*command(data, tmp_path / "a", "--batch_size=100000")), "--batch_size")
     says(run(*command(data, tmp_path / "a"), devices=3), "--batch_size=8 does not divide over 3")
     says(run(*command(data, out, f"--resume={out}", "--diff=paper")), "another model", "diff")
