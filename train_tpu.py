@@ -376,8 +376,6 @@ def save(manager, step, state, meta, metrics):
 def restore(manager, shapes, model, where):
     """Newest checkpoint of a manager as (state, laid out as `shapes` says, its meta); exits if it does not fit."""
     step = manager.latest_step()
-    if step is None:
-        sys.exit(f"{where} holds no checkpoint to resume from; start anew without --resume")
     path = f"checkpoint {where}/checkpoints/{step}"
     with contextlib.redirect_stderr(io.StringIO()):
         try:
@@ -546,7 +544,7 @@ def main(cfg):
         f"{seen / counts['total']:.1f} tokens per parameter; peak learning rate {lr:.3g}, warm-up {warmup}"
     )
 
-    if (out / "checkpoints").exists() and any((out / "checkpoints").iterdir()) and not cfg.resume:
+    if not cfg.resume and any(path.name.isdigit() for path in (out / "checkpoints").glob("*")):
         sys.exit(f"{out} already holds a run: --resume={out} goes on with it, another --out starts anew")
     out.mkdir(parents=True, exist_ok=True)
     lock = open(out / f".lock{jax.process_index()}", "w")
@@ -561,22 +559,22 @@ def main(cfg):
     shapes = jax.tree.map(lambda s, l: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=l), shapes, layout)
     manager = open_checkpoints(out / "checkpoints", cfg.keep, epoch_ends)
     meta = {"model": dataclasses.asdict(model), "train": dataclasses.asdict(cfg), "data": train.meta["fingerprint"]}
-    if cfg.resume:
-        source = (
-            manager
-            if Path(cfg.resume).resolve() == out.resolve()
-            else open_checkpoints(Path(cfg.resume) / "checkpoints", None, [])
-        )
+    source, first, skipped = manager, 0, 0
+    if cfg.resume and Path(cfg.resume).resolve() != out.resolve():
+        source = open_checkpoints(Path(cfg.resume) / "checkpoints", None, [])
+    if cfg.resume and source.latest_step() is not None:
         state, saved = restore(source, shapes, model, cfg.resume)
         if saved["data"] != meta["data"]:
             sys.exit(f"{cfg.resume} was trained on other data; pass its --data, or start anew with another --out")
         first, skipped = saved["step"], saved["skipped"]
         print(f"resuming {cfg.resume} after step {first}")
-        truncate_log(out, first)
     else:
+        if cfg.resume:
+            print(f"{cfg.resume} stopped before its first checkpoint: starting at step 0 with its settings")
         params = jax.jit(lambda: pc.new_params(model, cfg.seed), out_shardings=layout["params"])()
         opt = jax.jit(optimizer.init, out_shardings=layout["opt"])(params)
-        state, first, skipped = {"params": params, "opt": opt}, 0, 0
+        state = {"params": params, "opt": opt}
+    truncate_log(out, first)
     if first_process:
         (out / "config.json").write_text(
             json.dumps({"train": meta["train"], "model": meta["model"], "data": str(train.folder)}, indent=2) + "\n"
