@@ -262,7 +262,7 @@ class Block(nnx.Module):
             attn_BLD = jnp.einsum("BPLE,PED->BLD", barrier(o_BPLE), wo_PED)
         else:
             attn_BLD = linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), weight(self.wo, (-1, D), "tensor", None))
-        x_BLD = checkpoint_name(x_BLD + dropout(attn_BLD, row_B, seed_32[0] if rate else None, rate), "mid")
+        x_BLD = x_BLD + dropout(attn_BLD, row_B, seed_32[0] if rate else None, rate)
 
         n_BLD = barrier(rms_norm(x_BLD, self.ffn_norm[...], cfg.eps))
         gate_BLF = linear(n_BLD, weight(self.w_gate, (D, cfg.ffn), None, "tensor"), tpu)
@@ -295,10 +295,36 @@ class Run:
     loss_tokens: int = 2048  # tokens per chunk of the cross-entropy
 
 
-REMAT = {  # qkvo keeps the inputs and output of attention, and x behind it, and recomputes the rest
+REMAT = {  # qkvo keeps the inputs and output of attention and recomputes the rest
     "full": None,
-    "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn", "mid"),
+    "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn"),
 }
+
+
+# Gradients of many micro-batches are summed where the backward scan over layers makes them. The sums ride through the
+# forward pass unchanged; in the backward pass their cotangent starts as their value and each layer adds its own part.
+# Left to itself, a scan stacks the gradients of all layers in a new array and adds that to the sums: 4 % of a step.
+
+
+@jax.custom_vjp
+def gradient_from(sums, x):
+    """x; backwards, the cotangent of sums starts as sums."""
+    return x
+
+
+@jax.custom_vjp
+def gradient_into(sums, params, layer):
+    """(params, sums); backwards, the gradient of params is added to row `layer` of the cotangent of sums."""
+    return params, sums
+
+
+def _gradient_into(layer, cotangents):
+    dparams, dsums = cotangents
+    return jax.tree.map(lambda s, d: s.at[layer].add(d), dsums, dparams), jax.tree.map(jnp.zeros_like, dparams), None
+
+
+gradient_from.defvjp(lambda sums, x: (x, sums), lambda sums, dx: (sums, dx))
+gradient_into.defvjp(lambda sums, params, layer: ((params, sums), layer), _gradient_into)
 
 
 class PythonCoder(nnx.Module):
@@ -323,12 +349,13 @@ class PythonCoder(nnx.Module):
             table_VD = shard(table_VD.astype(self.run.dtype), None)
         return shard(table_VD[token_BL].astype(self.run.dtype), BATCH)
 
-    def hidden(self, embed_BLD, segment_BL=None, position_BL=None, key=None, row_B=None, yarn=False):
+    def hidden(self, embed_BLD, segment_BL=None, position_BL=None, key=None, row_B=None, yarn=False, sums=None):
         """Final-normed hidden states [B, L, D] of whole rows, from their embeddings.
 
         segment_BL numbers the documents packed into a row: no token sees another document. position_BL restarts in
         each; None counts along the row. `key` turns dropout on; row_B numbers the rows within the optimizer step,
-        so that their masks do not depend on the micro-batch. yarn uses the long-context rotary table.
+        so that their masks do not depend on the micro-batch. yarn uses the long-context rotary table. With `sums`, a
+        dictionary like the layers', the gradient goes not to the layers but to sums: it is sums + theirs.
         """
         B, L, _ = embed_BLD.shape
         slot_L = jnp.arange(L)
@@ -344,15 +371,25 @@ class PythonCoder(nnx.Module):
         if key is not None:
             seed_N32 = jax.random.bits(key, (self.cfg.layers, 3, 2), jnp.uint32)
 
-        def body(x_BLD, layer):
-            params, i, seed_32 = layer
+        def one(x_BLD, params, i, seed_32):
             block = nnx.merge(graph, params)
             seed_32 = None if key is None else seed_32
-            return block(x_BLD, i, rope, None, start_BL, self.run, row_B, seed_32)[0], None
+            return block(x_BLD, i, rope, None, start_BL, self.run, row_B, seed_32)[0]
 
         if self.run.remat != "none":
-            body = jax.checkpoint(body, policy=REMAT[self.run.remat], prevent_cse=False)
-        x_BLD, _ = jax.lax.scan(body, embed_BLD, (params, jnp.arange(self.cfg.layers), seed_N32))
+            one = jax.checkpoint(one, policy=REMAT[self.run.remat], prevent_cse=False)
+
+        def body(carry, layer):
+            (x_BLD, sums), (params, i, seed_32) = carry, layer
+            if sums is not None:
+                params, sums = gradient_into(sums, params, i)
+            return (one(x_BLD, params, i, seed_32), sums), None
+
+        params = nnx.to_pure_dict(params)
+        params = params if sums is None else jax.lax.stop_gradient(params)
+        (x_BLD, end), _ = jax.lax.scan(body, (embed_BLD, sums), (params, jnp.arange(self.cfg.layers), seed_N32))
+        if sums is not None:
+            x_BLD = gradient_from(end, x_BLD)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps)
 
     def mtp_hidden(self, hidden_BLD, next_embed_BLD):
@@ -371,13 +408,16 @@ class PythonCoder(nnx.Module):
         logits_BLV = jnp.einsum("BLD,VD->BLV", hidden_BLD, weight_VD, preferred_element_type=jnp.float32)
         return soft_cap(logits_BLV, self.cfg.logit_cap)
 
-    def losses(self, token_BL, segment_BL, position_BL, key=None, row_B=None, z_loss=0.0, mtp=True, yarn=False):
+    def losses(
+        self, token_BL, segment_BL, position_BL, key=None, row_B=None, z_loss=0.0, mtp=True, yarn=False, sums=None
+    ):
         """Summed losses of both heads, in nats: (main, mtp). Divide each by its own number of targets, target_masks.
 
-        z_loss weighs logsumexp^2 of the main head alone. mtp=False leaves the second head out, as for evaluation.
+        z_loss weighs logsumexp^2 of the main head alone. mtp=False leaves the second head out, as for evaluation. For
+        sums see `hidden`.
         """
         embed_BLD = self.lookup(token_BL)
-        hidden_BLD = self.hidden(embed_BLD, segment_BL, position_BL, key, row_B, yarn)
+        hidden_BLD = self.hidden(embed_BLD, segment_BL, position_BL, key, row_B, yarn, sums)
         main_BL, mtp_BL = target_masks(segment_BL)
         cap, chunk = self.cfg.logit_cap, self.run.loss_tokens
         main = cross_entropy(hidden_BLD, self.embed[...], jnp.roll(token_BL, -1, 1), main_BL, cap, z_loss, chunk)

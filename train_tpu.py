@@ -278,19 +278,26 @@ def make_optimizer(clip, weight_decay, mu_dtype=None, mask=decays):
 
 
 def accumulate(loss_fn, params, batches):
-    """Sum of gradients and of outputs of loss_fn(params, batch) -> (loss, aux) over the leading axis of batches."""
-    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-    if jax.tree.leaves(batches)[0].shape[0] == 1:
-        (loss, aux), grads = grad_fn(params, jax.tree.map(lambda x: x[0], batches))
-        return grads, (loss, aux)
+    """Sum of gradients and of outputs of loss_fn(params, batch, sums) -> (loss, aux) over the leading axis of batches.
 
-    def body(sums, batch):
-        (loss, aux), grads = grad_fn(params, batch)
-        return jax.tree.map(jnp.add, sums, (grads, (loss, aux))), None
+    `sums` are the gradients of params["layers"] so far. The model adds to them in its backward pass, and what comes out
+    as the gradient of sums is the new sums; the gradients of all else are added here.
+    """
+    layers, rest = params["layers"], {name: value for name, value in params.items() if name != "layers"}
 
-    shapes = jax.eval_shape(grad_fn, params, jax.tree.map(lambda x: x[0], batches))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[1], shapes[0]))
-    return jax.lax.scan(body, zeros, batches)[0]
+    def loss_of(rest, sums, batch):
+        return loss_fn(rest | {"layers": layers}, batch, sums)
+
+    def body(carry, batch):
+        outs, (rest_sums, layer_sums) = carry
+        new, (rest_grads, layer_sums) = jax.value_and_grad(loss_of, (0, 1), has_aux=True)(rest, layer_sums, batch)
+        return (jax.tree.map(jnp.add, outs, new), (jax.tree.map(jnp.add, rest_sums, rest_grads), layer_sums)), None
+
+    first = jax.tree.map(lambda x: x[0], batches)
+    shapes = jax.eval_shape(loss_of, rest, layers, first), (rest, layers)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    (outs, (rest_sums, layer_sums)), _ = jax.lax.scan(body, zeros, batches)
+    return rest_sums | {"layers": layer_sums}, outs
 
 
 def apply_gradients(optimizer, state, grads, lr):
@@ -311,11 +318,11 @@ def make_step(cfg, graph, optimizer, lr_peak, steps, warmup):
         lr = wsd(step, lr_peak, steps, warmup)
         main_tokens, mtp_tokens = (jnp.maximum(mask.sum(), 1) for mask in pc.target_masks(batch["segment_ABL"]))
 
-        def loss_fn(params, micro):
+        def loss_fn(params, micro, sums):
             model = nnx.merge(graph, params)
             inputs = micro["token_ABL"], micro["segment_ABL"], micro["position_ABL"]
             noise = key if cfg.dropout else None
-            main, mtp = model.losses(*inputs, noise, micro["row_AB"], cfg.z_loss, mtp=cfg.mtp_weight > 0)
+            main, mtp = model.losses(*inputs, noise, micro["row_AB"], cfg.z_loss, cfg.mtp_weight > 0, sums=sums)
             return main / main_tokens + cfg.mtp_weight * mtp / mtp_tokens, (main / main_tokens, mtp / mtp_tokens)
 
         A, B, _ = batch["token_ABL"].shape

@@ -46,12 +46,14 @@ def test_three_updates_from_uneven_micro_batches(golden_dir):
     def update(state, x, y, mask):
         total = mask.sum()
 
-        def loss_fn(params, batch):
+        def loss_fn(params, batch, sums):
             logits = (batch["x"] * params["scale"]) @ params["W"]
             nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
             return (nll * batch["mask"]).sum() / total, ()
 
-        grads, (loss, ()) = train_tpu.accumulate(loss_fn, state["params"], {"x": x, "y": y, "mask": mask})
+        batches = {"x": x, "y": y, "mask": mask}
+        grads, (loss, ()) = train_tpu.accumulate(loss_fn, {**state["params"], "layers": {}}, batches)
+        del grads["layers"]
         state, norm, ok = train_tpu.apply_gradients(optimizer, state, grads, hyper["lr"])
         return state, loss, norm, ok
 
