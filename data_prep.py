@@ -249,6 +249,7 @@ def find(cfg, suffix):
     for root in cfg.roots or [sysconfig.get_paths()["stdlib"]]:
         if os.path.isfile(root):
             found.append((os.path.basename(root), root))
+            continue
         for folder, folders, files in os.walk(root, onerror=lambda error: print(f"left out: {error}", file=sys.stderr)):
             if not cfg.roots:
                 folders[:] = [name for name in folders if name not in NOT_THE_LIBRARY]

@@ -1,16 +1,20 @@
 """Score a trained model on text that it has not seen.
 
     python evaluate.py                                        # newest checkpoint of out/train_tpu on its held-out files
-    python evaluate.py --ckpt=out/train_tpu --step=0 --all_steps=True      # every checkpoint that was kept
+    python evaluate.py --ckpt=out/mine --all_steps=True      # every checkpoint that was kept
 
 Prints nats per token, bits per byte beside `xz -9` on the same bytes, and how often the MTP head's greedy draft is
 accepted. Reads a run folder of train_tpu.py and the data folder it was trained on.
 """
 
+import contextlib
 import dataclasses
+import io
 import json
+import logging
 import lzma
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -72,45 +76,48 @@ def draft_rate(model, tokenizer, token_RL, cfg):
 
 
 def main(cfg):
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback where we print one line
     run = Path(cfg.ckpt)
     try:
         config = json.loads((run / "config.json").read_text())
-        folder = Path(cfg.data or config["data"])
+        folder, vocab = Path(cfg.data or config["data"]), config["model"]["vocab"]
     except (OSError, ValueError, KeyError):
         sys.exit(f"{run} is not a run folder of train_tpu.py (no config.json); train one with: python train_tpu.py")
-    token_RL, segment_RL, position_RL = read_rows(folder, cfg.rows)
-    steps = sorted(int(p.name) for p in (run / "checkpoints").glob("*") if p.name.isdigit())
+    held_out = read_rows(folder, cfg.rows)
+    token_RL, segment_RL, _ = held_out
+    tokenizer = tokenizers.Tokenizer.from_file(str(run / "tokenizer.json"))
+    text = tokenizer.decode(token_RL[segment_RL > 0].tolist()).encode()
+    xz_bits_per_byte = 8 * len(lzma.compress(text, preset=9)) / len(text)
+    special = tokenizer.get_added_tokens_decoder()
+    names = {i: name for name, i in tokenizer.get_vocab().items() if i not in special}
+    bytes_V = jnp.array([len(names.get(i, "")) for i in range(vocab)], jnp.float32)
+
+    @jax.jit
+    def score(model, token_BL, segment_BL, position_BL):
+        nats, _ = model.losses(token_BL, segment_BL, position_BL, mtp=False)
+        mask_BL, _ = pc.target_masks(segment_BL)
+        return jnp.stack([nats, mask_BL.sum(), (mask_BL * bytes_V[jnp.roll(token_BL, -1, 1)]).sum()])
+
     dtype = jnp.float32 if jax.devices()[0].platform == "cpu" else jnp.bfloat16
+    steps = sorted(int(p.name) for p in (run / "checkpoints").glob("*") if p.name.isdigit())
     rows_out = []
     for step in steps if cfg.all_steps else [cfg.step or None]:
-        try:
-            model, _, step = pc.load(run, step, dtype)
-        except (FileNotFoundError, ValueError) as error:
-            sys.exit(str(error))
-        tokenizer = tokenizers.Tokenizer.from_file(str(run / "tokenizer.json"))
-        text = tokenizer.decode(token_RL[segment_RL > 0].tolist()).encode()
-        special = tokenizer.get_added_tokens_decoder()
-        names = [tokenizer.id_to_token(i) or "" for i in range(model.cfg.vocab)]  # byte-level: a character is a byte
-        bytes_V = jnp.array([0 if i in special else len(name) for i, name in enumerate(names)], jnp.float32)
-
-        @jax.jit
-        def score(model, token_BL, segment_BL, position_BL, bytes_V):
-            nats, _ = model.losses(token_BL, segment_BL, position_BL, mtp=False)
-            mask_BL, _ = pc.target_masks(segment_BL)
-            return jnp.stack([nats, mask_BL.sum(), (mask_BL * bytes_V[jnp.roll(token_BL, -1, 1)]).sum()])
-
+        with contextlib.redirect_stderr(io.StringIO()):
+            try:
+                model, _, step = pc.load(run, step, dtype)
+            except (FileNotFoundError, ValueError) as error:
+                print(error, file=sys.__stderr__, flush=True)
+                os._exit(1)  # threads of a failed Orbax read print tracebacks until the process ends
         sums, B = np.zeros(3), cfg.batch_size
-        for i in range(0, len(token_RL), B):
-            batch = [
-                np.pad(x[i : i + B], ((0, max(0, i + B - len(x))), (0, 0))) for x in (token_RL, segment_RL, position_RL)
-            ]
-            sums += np.asarray(score(model, *batch, bytes_V), np.float64)
+        for i in range(0, len(token_RL), B):  # the last batch is filled with empty rows
+            batch = [np.pad(x[i : i + B], ((0, max(0, i + B - len(x))), (0, 0))) for x in held_out]
+            sums += np.asarray(score(model, *batch), np.float64)
         row = {
             "step": step,
             "heldout_tokens": int(sums[1]),
             "nats_per_token": sums[0] / sums[1],
             "bits_per_byte": sums[0] / math.log(2) / sums[2],
-            "xz_bits_per_byte": 8 * len(lzma.compress(text, preset=9)) / len(text),
+            "xz_bits_per_byte": xz_bits_per_byte,
         }
         if cfg.drafts and model.cfg.mtp:
             row["drafts_accepted"] = draft_rate(model, tokenizer, token_RL, cfg)

@@ -663,7 +663,8 @@ def main(cfg):
         for step, batch, wait_s in prefetch(batch_of, first, steps):
             state, metrics = train_step(state, batch, jnp.int32(step))
             waited_s += wait_s
-            metrics = {k: float(v) for k, v in metrics.items()}  # waits for the step
+            names = "loss", "main", "mtp", "lr", "grad_norm", "ok"
+            metrics = {name: float(metrics[name]) for name in names}  # waits for the step
             bad = 0 if metrics.pop("ok") else bad + 1
             skipped += bad > 0
             done = step + 1

@@ -50,6 +50,7 @@ class Config:
     block: int = 128  # queries per block of attention
     chunked_loss: bool = True  # float32: cross-entropy in chunks of tokens; False makes all logits at once
     dtype: typing.Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast, weights stay float32
+    aten_dropout: bool = True  # CPU: ATen makes the dropout masks; False leaves them to Inductor, 12 % of a step
     compile: bool = True  # torch.compile
     steps: int = 10  # timed, after warmup
     warmup: int = 3  # not timed; the first one compiles
@@ -265,8 +266,7 @@ def main(cfg):
         torch.set_num_threads(cfg.threads)
     device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(cfg.seed)
-    if device == "cpu":
-        torch._inductor.config.fallback_random = True  # ATen's dropout masks: Inductor's own cost 12 % of a step
+    torch._inductor.config.fallback_random = device == "cpu" and cfg.aten_dropout
     model = PythonCoder(cfg).to(device)
     if cfg.compile:
         model.compile()

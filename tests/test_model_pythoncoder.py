@@ -122,6 +122,27 @@ def test_dropout_is_on_in_training_and_off_elsewhere():
     assert losses(model, jax.random.key(0)) == losses(model, jax.random.key(0))
 
 
+@pytest.mark.parametrize("remat", ["none", "qkvo"])
+def test_the_gradient_of_sums_is_sums_plus_that_of_the_layers(remat):
+    graph, params = nnx.split(build(dataclasses.replace(TINY, layers=3), remat=remat, dropout=0.1))
+    params, token_BL = nnx.to_pure_dict(params), tokens((2, 16))
+    segment, position = jnp.ones((2, 16), jnp.int32), jnp.arange(16)[None]
+    sums = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size)).reshape(x.shape), params["layers"])
+
+    def loss(params, sums):
+        main, mtp = nnx.merge(graph, params).losses(token_BL, segment, position, jax.random.key(0), sums=sums)
+        return main + mtp
+
+    want, want_grads = jax.value_and_grad(loss)(params, None)
+    got, (grads, new_sums) = jax.value_and_grad(loss, (0, 1))(params, sums)
+    assert got == want
+    assert all((g == 0).all() for g in jax.tree.leaves(grads["layers"]))
+    wanted = want_grads | {"layers": jax.tree.map(jnp.add, sums, want_grads["layers"])}
+    for name, grad in pc.flatten(grads | {"layers": new_sums}).items():
+        want = pc.flatten(wanted)[name]
+        np.testing.assert_allclose(grad, want, atol=1e-5 * np.abs(want).max(), err_msg=name)
+
+
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_eight_devices_give_the_losses_and_gradients_of_one(tensor):
     cfg = dataclasses.replace(TINY, kv_heads=4)

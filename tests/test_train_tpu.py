@@ -2,9 +2,11 @@
 
 import fcntl
 import json
+import lzma
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tokenizers
 
 import data_prep
 import model_pythoncoder as pc
@@ -195,6 +198,42 @@ def test_a_run_prints_its_choices_and_leaves_what_generate_needs(unbroken):
     model, _, step = pc.load(out)
     assert step == 12
     assert model.cfg == pc.CONFIGS["tiny"]
+
+
+def test_evaluate_scores_a_checkpoint_as_the_trainer_did(data, unbroken, tmp_path):
+    out = unbroken[0]
+    result = run(sys.executable, str(ROOT / "evaluate.py"), f"--ckpt={out}", "--all_steps=True", "--json=True")
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    logged = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    logged = {row["step"]: row["bits_per_byte"] for row in logged if "bits_per_byte" in row}
+    assert len(rows) >= 2
+    for row in rows:
+        assert row["bits_per_byte"] == pytest.approx(logged[row["step"]], rel=1e-4)
+        assert 0 <= row["drafts_accepted"] <= 1
+    rows = train_tpu.Rows(data, "heldout").read(np.arange(100))
+    text = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json")).decode(rows[0][rows[1] > 0].tolist()).encode()
+    result = run(sys.executable, str(ROOT / "evaluate.py"), f"--ckpt={out}", "--rows=100", "--drafts=0", "--json=True")
+    xz = 8 * len(lzma.compress(text, preset=9)) / len(text)
+    assert json.loads(result.stdout)["xz_bits_per_byte"] == pytest.approx(xz)
+    copy = tmp_path / "cut"
+    subprocess.run(["cp", "-r", out, copy], check=True)
+    largest = max((copy / "checkpoints" / "12" / "params").rglob("*"), key=lambda path: path.stat().st_size)
+    os.truncate(largest, 1000)
+    says(run(sys.executable, str(ROOT / "evaluate.py"), f"--ckpt={copy}"), "checkpoints/12 cannot be read")
+    says(run(sys.executable, str(ROOT / "evaluate.py"), f"--ckpt={out}", "--step=3"), "step 3; it has")
+    says(run(sys.executable, str(ROOT / "evaluate.py"), f"--ckpt={tmp_path}"), "no config.json")
+
+
+def test_resuming_before_the_first_checkpoint_starts_at_step_0_with_the_runs_settings(data, unbroken, tmp_path):
+    out = tmp_path / "run"
+    (out / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)  # what a kill during the first save leaves
+    shutil.copy(unbroken[0] / "config.json", out)
+    result = run(sys.executable, str(ROOT / "train_tpu.py"), f"--resume={out}")
+    assert result.returncode == 0, result.stderr
+    assert "starting at step 0" in result.stdout
+    assert losses(out) == losses(unbroken[0])
+    assert not list((out / "checkpoints").glob("*tmp*"))
 
 
 def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(data, unbroken, tmp_path):
