@@ -7,10 +7,49 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+
+class Library:
+    """Runs functions of diffusion.py in one library and precision; arrays in and out are NumPy's."""
+
+    def __init__(self, name, dtype):
+        self.name, self.dtype = name, dtype
+        self.rtol, self.atol = (1e-10, 1e-12) if dtype == "float64" else (1e-5, 1e-5)
+
+    def __call__(self, function, *arrays):
+        arrays = [np.asarray(a) for a in arrays]
+        arrays = [a.astype(self.dtype) if a.dtype.kind == "f" else a for a in arrays]
+        if self.name == "numpy":
+            return jax.tree.map(np.asarray, function(*arrays))
+        if self.name == "jax":
+            with jax.enable_x64(self.dtype == "float64"):
+                return jax.tree.map(np.asarray, jax.jit(function)(*map(jnp.asarray, arrays)))
+        torch.compiler.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="eager")
+        return jax.tree.map(lambda t: t.numpy(), compiled(*map(torch.from_numpy, arrays)))
+
+    def close(self, got, want, rtol=None, atol=None):
+        want = np.asarray(want)
+        np.testing.assert_allclose(got, want, rtol=max(rtol or 0, self.rtol), atol=max(atol or 0, self.atol))
+
+
+@pytest.fixture(params=["numpy", "jax", "torch"])
+def library_name(request):
+    return request.param
+
+
+@pytest.fixture(params=["float64", "float32"])
+def library(library_name, request):
+    """numpy, jax under jit, torch under compile(fullgraph=True); each in float64 and float32."""
+    return Library(library_name, request.param)
 
 
 @pytest.fixture(scope="session")

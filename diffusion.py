@@ -1,0 +1,341 @@
+"""The mathematics of masked diffusion: noise schedules, masking, losses, reverse steps, confidences, unmasking.
+
+Every function takes NumPy, JAX or PyTorch arrays and gives back the same kind; all trace under jax.jit and compile
+under torch.compile(fullgraph=True). Random numbers are arguments (u: uniform in [0, 1)), token ids too: nothing here
+draws, configures or knows a model. Half precision is computed in float32, float64 stays float64.
+
+Time t runs from 0 (text) to 1 (all MASK). rate(t) = P(a token is MASK at t) = 1 - alpha(t).
+
+Letters: B batch, L length, V vocabulary, N denoising steps.
+Refs: MDLM, arXiv:2406.07524; LLaDA, arXiv:2502.09992; Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639.
+"""
+
+import itertools
+import math
+import sys
+
+import numpy as np
+
+SCHEDULES = ("linear", "cosine", "cosine_sq")
+CONFIDENCES = ("max_prob", "margin", "entropy")
+
+# ---- three array libraries ----------------------------------------------------------------------------------------
+
+
+def _namespace(x):
+    """The library of an array, as a module: numpy (also for numbers), jax.numpy or torch."""
+    if isinstance(x, (np.ndarray, np.generic, float, int)):
+        return np
+    if hasattr(x, "__array_namespace__"):
+        return x.__array_namespace__()
+    return sys.modules["torch"]
+
+
+def _float(x):
+    """x in float32 if it is narrower than that."""
+    if x.dtype.itemsize >= 4:
+        return x
+    xp = _namespace(x)
+    return x.to(xp.float32) if hasattr(x, "to") else x.astype(xp.float32)
+
+
+def _take(x, index, axis=-1):
+    xp = _namespace(x)
+    return xp.take_along_axis(x, index, axis) if hasattr(xp, "take_along_axis") else xp.take_along_dim(x, index, axis)
+
+
+def _ids(x_BLV):
+    """0 .. V - 1, on x's device."""
+    xp, V = _namespace(x_BLV), x_BLV.shape[-1]
+    return xp.arange(V, device=x_BLV.device) if hasattr(xp, "take_along_dim") else xp.arange(V)
+
+
+def _column(t_B, x_BL):
+    """[B] as [B, 1, ...], to stand beside x."""
+    return t_B.reshape(t_B.shape + (1,) * (x_BL.ndim - t_B.ndim))
+
+
+def _rank(score_BL):
+    """Place of each element in its row, 0 for the largest; of equals the lower index comes first."""
+    xp = _namespace(score_BL)
+    return xp.argsort(xp.argsort(-score_BL, axis=-1, stable=True), axis=-1, stable=True)
+
+
+def log_softmax(logits_BLV):
+    """x - max(x) - log sum exp(x - max(x)) over the last axis, in float32 at least; -inf logits stay -inf."""
+    xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
+    shifted_BLV = logits_BLV - xp.amax(logits_BLV, axis=-1, keepdims=True)
+    return shifted_BLV - xp.log(xp.sum(xp.exp(shifted_BLV), axis=-1, keepdims=True))
+
+
+def softmax(logits_BLV):
+    """exp(log_softmax)."""
+    return _namespace(logits_BLV).exp(log_softmax(logits_BLV))
+
+
+# ---- schedules -----------------------------------------------------------------------------------------------------
+
+
+def _known(schedule):
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}")
+
+
+def mask_rate(t, schedule):
+    """P(masked) at time t in [0, 1]: linear t; cosine 1 - cos(pi t / 2); cosine_sq sin(pi t / 2)^2. Exactly 1 at 1.
+
+    `cosine` is that of MDLM; MaskGIT's, sin(pi t / 2), is another function.
+    """
+    _known(schedule)
+    xp = _namespace(t)
+    if schedule == "linear":
+        return t
+    if schedule == "cosine_sq":
+        return xp.sin(math.pi / 2 * t) ** 2
+    return xp.where(t < 0.5, 2 * xp.sin(math.pi / 4 * t) ** 2, 1 - xp.sin(math.pi / 2 * (1 - t)))  # exact at both ends
+
+
+def mask_slope(t, schedule):
+    """d rate / dt."""
+    _known(schedule)
+    xp = _namespace(t)
+    if schedule == "linear":
+        return 0 * t + 1
+    return math.pi / 2 * (xp.sin(math.pi * t) if schedule == "cosine_sq" else xp.sin(math.pi / 2 * t))
+
+
+def nelbo_weight(t, schedule):
+    """slope / rate, for t > 0: linear 1 / t; cosine (pi / 2) cot(pi t / 4); cosine_sq pi cot(pi t / 2)."""
+    _known(schedule)
+    xp = _namespace(t)
+    if schedule == "linear":
+        return 1 / t
+    if schedule == "cosine":
+        return math.pi / 2 / xp.tan(math.pi / 4 * t)
+    return math.pi * xp.cos(math.pi / 2 * t) / xp.sin(math.pi / 2 * t)
+
+
+def time_of_rate(rate, schedule):
+    """The time at which `rate` of the tokens are masked: the inverse of mask_rate."""
+    _known(schedule)
+    xp = _namespace(rate)
+    if schedule == "linear":
+        return rate
+    if schedule == "cosine":
+        return 4 / math.pi * xp.arcsin((rate / 2) ** 0.5)
+    return 2 / math.pi * xp.arcsin(rate**0.5)
+
+
+def antithetic_times(u_B, eps=1e-3):
+    """One time in each of B equal strata, scaled to [eps, 1]: t_i = (1 - eps) ((u_i + i) / B mod 1) + eps.
+
+    The mean of w(t) over such a batch varies far less than over B independent times. Ref: MDLM, section 3.4 and code.
+    """
+    B = u_B.shape[0]
+    return (1 - eps) * ((u_B / B + _ids(u_B) / B) % 1) + eps
+
+
+# ---- forward process and losses ------------------------------------------------------------------------------------
+
+
+def q_sample(x0_BL, t_B, u_BL, schedule, mask_id, pad_id, frozen_BL=None):
+    """Noise x0: a token becomes MASK where u < rate(t). PAD and frozen positions never do. Returns (xt_BL, mask_BL)."""
+    xp = _namespace(x0_BL)
+    mask_BL = (u_BL < _column(mask_rate(t_B, schedule), u_BL)) & (x0_BL != pad_id)
+    if frozen_BL is not None:
+        mask_BL = mask_BL & ~frozen_BL
+    return xp.where(mask_BL, mask_id, x0_BL), mask_BL
+
+
+def subs_log_probs(logits_BLV, xt_BL, mask_id):
+    """log p(x0 | xt) by substitution: MASK has probability 0, a position that is not masked keeps its token for sure.
+
+    Ref: MDLM, section 3.2.3.
+    """
+    xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
+    id_V = _ids(logits_BLV)
+    logp_BLV = log_softmax(xp.where(id_V == mask_id, -math.inf, logits_BLV))
+    kept_BLV = xp.where(id_V == xt_BL[..., None], 0.0, -math.inf)
+    return xp.where((xt_BL == mask_id)[..., None], logp_BLV, kept_BLV)
+
+
+def masked_nll(logits_BLV, x0_BL, mask_BL, mask_id):
+    """-log p(x0 | xt) [B, L] in nats where mask_BL, 0 elsewhere; what all losses are made of."""
+    xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
+    logp_BLV = log_softmax(xp.where(_ids(logits_BLV) == mask_id, -math.inf, logits_BLV))
+    index_BL = xp.where(mask_BL, x0_BL, 0)  # elsewhere x0 could be MASK: -inf, and a NaN gradient
+    return xp.where(mask_BL, -_take(logp_BLV, _long(index_BL)[..., None])[..., 0], 0.0)
+
+
+def _long(index):
+    return index.long() if hasattr(index, "long") else index
+
+
+def nelbo_per_sequence(nll_BL, t_B, schedule):
+    """w(t) sum_L nll: an unbiased estimate of a bound on -log p(x0), in nats [B]. Ref: MDLM, eq. 10."""
+    return nelbo_weight(t_B, schedule) * nll_BL.sum(-1)
+
+
+def nelbo_per_token(nll_BL, t_B, counted_BL, schedule):
+    """Sum of nelbo_per_sequence over the batch / number of tokens that can be masked (not of those that are)."""
+    return nelbo_per_sequence(nll_BL, t_B, schedule).sum() / _at_least_one(counted_BL)
+
+
+def masked_cross_entropy(nll_BL, mask_BL):
+    """Plain mean of nll over the masked tokens: no bound on anything, but what many report."""
+    return nll_BL.sum() / _at_least_one(mask_BL)
+
+
+def masked_accuracy(logits_BLV, x0_BL, mask_BL, mask_id):
+    """Share of masked tokens whose likeliest id, MASK aside, is the right one."""
+    xp = _namespace(logits_BLV)
+    best_BL = xp.argmax(xp.where(_ids(logits_BLV) == mask_id, -math.inf, _float(logits_BLV)), -1)
+    return (mask_BL & (best_BL == x0_BL)).sum() / _at_least_one(mask_BL)
+
+
+def _at_least_one(mask_BL):
+    xp, count = _namespace(mask_BL), mask_BL.sum()
+    return xp.where(count > 0, count, 1)
+
+
+# ---- reverse process -----------------------------------------------------------------------------------------------
+
+
+def keep_prob(t, s, schedule):
+    """P(still masked at s | masked at t) = rate(s) / rate(t), for s < t."""
+    return mask_rate(s, schedule) / mask_rate(t, schedule)
+
+
+def posterior(logits_BLV, xt_BL, t_B, s_B, schedule, mask_id):
+    """q(x_s | x_t) [B, L, V] with p(x0 | xt) for x0: a masked token stays MASK with keep_prob, else is drawn from p.
+
+    Ref: MDLM, eq. 6. For inspection; sampling needs only ancestral_step.
+    """
+    xp = _namespace(logits_BLV)
+    prob_BLV = xp.exp(subs_log_probs(logits_BLV, xt_BL, mask_id))
+    keep_B11 = _column(keep_prob(t_B, s_B, schedule), prob_BLV)
+    masked_BLV = xp.where(_ids(prob_BLV) == mask_id, keep_B11, prob_BLV * (1 - keep_B11))
+    return xp.where((xt_BL == mask_id)[..., None], masked_BLV, prob_BLV)
+
+
+def ancestral_step(xt_BL, token_BL, u_BL, keep_B, mask_id):
+    """Each masked position takes its token unless u < keep. What is not MASK stays: prompts need no special case."""
+    xp = _namespace(xt_BL)
+    return xp.where((xt_BL == mask_id) & (u_BL >= _column(keep_B, u_BL)), token_BL, xt_BL)
+
+
+def step_counts(masks, steps, rule, eps=1e-3):
+    """Tokens to unmask at each of `steps` steps, so that `masks` of them are gone at the end: int64 [steps, ...].
+
+    masks is a number, or an array of one per row. rule is a schedule, followed as left_i = floor(masks rate(1 - i/N) +
+    1e-6); "even", the first masks % steps steps taking one more (LLaDA); or "dream": floor(left (1 - s/t)) on the grid
+    linspace(1, eps, steps + 1), all that is left in the last step. NumPy, on the host, before the loop.
+    """
+    masks = np.asarray(masks)
+    if rule == "even":
+        step = np.arange(steps).reshape(-1, *[1] * masks.ndim)
+        return (masks // steps + (step < masks % steps)).astype(np.int64)
+    if rule == "dream":
+        times, left, counts = np.linspace(1, eps, steps + 1), masks.astype(np.int64), []
+        for t, s in itertools.pairwise(times):
+            counts.append((left * (1 - s / t)).astype(np.int64) if len(counts) < steps - 1 else left)
+            left = left - counts[-1]
+        return np.stack(counts)
+    times = (1 - np.arange(steps + 1) / steps).reshape(-1, *[1] * masks.ndim)
+    left = np.floor(masks * mask_rate(times, rule) + 1e-6).astype(np.int64)
+    return left[:-1] - left[1:]
+
+
+# ---- sampling ------------------------------------------------------------------------------------------------------
+
+
+def ban(logits_BLV, ids):
+    """Logits of the given ids at -inf: MASK, PAD, BOS, UNK and what has no token are never drawn."""
+    xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
+    id_V = _ids(logits_BLV)
+    for i in ids:
+        logits_BLV = xp.where(id_V == i, -math.inf, logits_BLV)
+    return logits_BLV
+
+
+def filter_logits(logits_BLV, temperature=1.0, top_k=0, top_p=1.0, rule="mdlm"):
+    """Logits / temperature (0: not divided), with all but the top k and the top p at -inf; 0 and 1 switch these off.
+
+    "mdlm": top-k, then the smallest set of the rest whose probability reaches p: a token goes if those before it have
+    p or more. "dream": top-p first, a token goes if those before it have more than p; then top-k, ties kept.
+    """
+    xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
+    if temperature > 0:
+        logits_BLV = logits_BLV / temperature
+    if rule == "dream":
+        return _top_k(_top_p(logits_BLV, top_p, xp.greater), top_k)
+    if rule == "mdlm":
+        return _top_p(_top_k(logits_BLV, top_k), top_p, xp.greater_equal)
+    raise ValueError(f"rule {rule!r} is neither mdlm nor dream")
+
+
+def _top_k(logits_BLV, k):
+    if not 0 < k < logits_BLV.shape[-1]:
+        return logits_BLV
+    xp = _namespace(logits_BLV)
+    order_BLV = xp.argsort(-logits_BLV, axis=-1, stable=True)
+    kth_BL1 = _take(logits_BLV, order_BLV[..., k - 1 : k])
+    return xp.where(logits_BLV < kth_BL1, -math.inf, logits_BLV)
+
+
+def _top_p(logits_BLV, p, over):
+    if p >= 1:
+        return logits_BLV
+    xp = _namespace(logits_BLV)
+    order_BLV = xp.argsort(-logits_BLV, axis=-1, stable=True)
+    prob_BLV = softmax(_take(logits_BLV, order_BLV))
+    drop_BLV = over(xp.cumsum(prob_BLV, axis=-1) - prob_BLV, p + 0 * prob_BLV)
+    drop_BLV = drop_BLV & (_ids(prob_BLV) > 0)  # the likeliest always stays
+    return xp.where(_take(drop_BLV, xp.argsort(order_BLV, axis=-1)), -math.inf, logits_BLV)
+
+
+def sample_tokens(logits_BLV, u_BLV, temperature=1.0):
+    """argmax(logits / temperature - log(-log u)): a draw from softmax(logits / temperature), or the argmax at 0.
+
+    u is uniform in (0, 1). Float32 uniforms end at 1 - 6e-8, which cuts the Gumbel tail at 16.6.
+    """
+    xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
+    if temperature == 0:
+        return xp.argmax(logits_BLV, -1)
+    return xp.argmax(logits_BLV / temperature - xp.log(-xp.log(u_BLV)), -1)
+
+
+def confidence(prob_BLV, kind):
+    """How sure a distribution is [B, L]: max_prob p1; margin p1 - p2; entropy sum p log p (its negative entropy).
+
+    Ref: Dream's maskgit_plus, topk_margin and entropy.
+    """
+    xp, prob_BLV = _namespace(prob_BLV), _float(prob_BLV)
+    if kind == "max_prob":
+        return xp.amax(prob_BLV, axis=-1)
+    if kind == "margin":
+        first_BLV = _ids(prob_BLV) == xp.argmax(prob_BLV, -1)[..., None]
+        return xp.amax(prob_BLV, axis=-1) - xp.amax(xp.where(first_BLV, -1.0, prob_BLV), axis=-1)
+    if kind == "entropy":
+        return xp.sum(prob_BLV * xp.log(xp.where(prob_BLV > 0, prob_BLV, 1.0)), axis=-1)
+    raise ValueError(f"confidence {kind!r} is not one of {', '.join(CONFIDENCES)}")
+
+
+def unmask_top(xt_BL, token_BL, score_BL, count_B, mask_id):
+    """The count_B[b] masked positions of row b with the largest scores take their tokens; of equals the lower index.
+
+    A row with fewer masked positions gives all of them; positions that are not masked are never touched.
+    """
+    xp, masked_BL = _namespace(xt_BL), xt_BL == mask_id
+    rank_BL = _rank(xp.where(masked_BL, _float(score_BL), -math.inf))
+    return xp.where(masked_BL & (rank_BL < _column(count_B, rank_BL)), token_BL, xt_BL)
+
+
+def coupled_masks(completion_BL, u_BL, ratio, strict=False):
+    """Two masks that together cover every completion token once: u < ratio, and the rest. For Coupled-GRPO.
+
+    strict asks u > ratio of the second, as the reference does: a token with u == ratio is then in neither.
+    Ref: DiffuCoder, section 4.
+    """
+    ratio = _namespace(u_BL).asarray(ratio, dtype=u_BL.dtype)
+    return completion_BL & (u_BL < ratio), completion_BL & (u_BL > ratio if strict else u_BL >= ratio)

@@ -1,0 +1,265 @@
+"""MDLM: a bidirectional transformer that predicts masked tokens, 5 to 60 million parameters, and its sampling loop.
+
+    python model_mdlm.py                  # prints the presets and their parameter counts
+    python model_mdlm.py --model=small    # the breakdown of one preset
+
+PyTorch. train_gpu.py trains it, generate.py samples from it, export_jetson.py takes it to a Jetson. Runs on Python 3.10
+and torch 2.4; needs diffusion.py beside it.
+
+Letters: B batch, L length, D width, H heads, K head size, F feed-forward, V vocabulary.
+
+h = embed[token] + position[0..L) + MLP(sinusoid(noise)); each block: h += W_o attn(LN h), then h += W_2 gelu(W_1 LN h);
+logits = W_head LN h. Attention sees both sides, PAD aside. Ref: MDLM, arXiv:2406.07524, with learned positions.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import diffusion
+
+PAD, BOS, EOS, MASK, UNK = range(5)
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<mask>", "<unk>")  # of every tokenizer that data_prep.py makes for MDLM
+BANNED = (PAD, BOS, MASK, UNK)  # never sampled
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The architecture; everything that a checkpoint needs to be read again."""
+
+    vocab: int = 8192
+    width: int = 384
+    layers: int = 6
+    heads: int = 6
+    ffn: int = 1536
+    positions: int = 256  # longest sequence
+    time: bool = True  # the noise level is an input; False is a model that is not told
+    tie: bool = False  # the head is the embedding
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} does not divide into {self.heads} heads")
+
+
+CONFIGS = {
+    "tiny": Config(width=256, layers=4, heads=4, ffn=1024),
+    "small": Config(width=384, layers=6, heads=6, ffn=1536),
+    "medium": Config(width=512, layers=8, heads=8, ffn=2048),
+    "large": Config(width=640, layers=10, heads=10, ffn=2560),
+}
+
+
+def sinusoid(noise_B, width):
+    """[sin(1000 n f), cos(1000 n f)] in float32 [B, width] of a noise level n in [0, 1]; f_k = 10000^(-2k / width)."""
+    k = torch.arange(width // 2, device=noise_B.device, dtype=torch.float32)
+    angle_BD = 1000 * noise_B.float()[:, None] * torch.exp(-math.log(10_000) / (width // 2) * k)
+    return torch.cat([angle_BD.sin(), angle_BD.cos()], -1)
+
+
+class Block(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        D = cfg.width
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.fc1, self.fc2 = nn.Linear(D, cfg.ffn), nn.Linear(cfg.ffn, D)
+        self.heads, self.dropout = cfg.heads, nn.Dropout(cfg.dropout)
+
+    def forward(self, h_BLD, see_B11L):
+        B, L, D = h_BLD.shape
+        qkv = self.qkv(self.norm1(h_BLD)).view(B, L, 3, self.heads, D // self.heads)
+        q_BHLK, k_BHLK, v_BHLK = qkv.permute(2, 0, 3, 1, 4)
+        o_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask=see_B11L)
+        h_BLD = h_BLD + self.dropout(self.out(o_BHLK.transpose(1, 2).reshape(B, L, D)))
+        return h_BLD + self.dropout(self.fc2(F.gelu(self.fc1(self.norm2(h_BLD)))))
+
+
+class MDLM(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        D = cfg.width
+        self.cfg = cfg
+        self.embed, self.position = nn.Embedding(cfg.vocab, D), nn.Embedding(cfg.positions, D)
+        if cfg.time:
+            self.time = nn.Sequential(nn.Linear(D, D), nn.SiLU(), nn.Linear(D, D))
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        self.norm = nn.LayerNorm(D)
+        if not cfg.tie:
+            self.head = nn.Linear(D, cfg.vocab, bias=False)
+        for name, weight in self.named_parameters():
+            if weight.ndim > 1:
+                residual = name.endswith(("out.weight", "fc2.weight"))
+                nn.init.normal_(weight, 0, 0.02 / math.sqrt(2 * cfg.layers) if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(weight)
+
+    def time_embedding(self, noise_B):
+        """[B, 1, D] for noise levels in [0, 1]; a sampler with a fixed grid makes it once."""
+        weight = self.time[0].weight
+        return self.time(sinusoid(noise_B, self.cfg.width).to(weight.dtype))[:, None]
+
+    def hidden(self, token_BL, noise_B=None, see_BL=None):
+        """Normed states [B, L, D]. noise_B is P(masked), whatever the schedule; see_BL is False where nobody looks.
+
+        see_BL None lets all be seen. Raises ValueError for a row longer than the positions, or a noise level missing.
+        """
+        L = token_BL.shape[1]
+        if L > self.cfg.positions:
+            raise ValueError(f"{L} tokens do not fit the model's {self.cfg.positions} positions")
+        h_BLD = self.embed(token_BL) + self.position.weight[:L]
+        if self.cfg.time:
+            if noise_B is None:
+                raise ValueError("this model is told the noise level: pass noise_B")
+            h_BLD = h_BLD + self.time_embedding(noise_B)
+        see_B11L = None if see_BL is None else see_BL[:, None, None]
+        for block in self.blocks:
+            h_BLD = block(h_BLD, see_B11L)
+        return self.norm(h_BLD)
+
+    def logits(self, hidden):
+        """Logits [..., V] of hidden states [..., D], in their dtype."""
+        return F.linear(hidden, self.embed.weight if self.cfg.tie else self.head.weight)
+
+    def forward(self, token_BL, noise_B=None, see_BL=None):
+        return self.logits(self.hidden(token_BL, noise_B, see_BL))
+
+
+# ---- sampling ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    sampler: str = "ancestral"  # or a confidence of diffusion.py: the surest tokens of each step stay
+    steps: int = 64
+    schedule: str = "cosine_sq"  # when how many tokens are unmasked, or "even"; need not be that of training
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.95
+
+
+@torch.inference_mode()
+def sample(model, token_BL, rule, generator, on_step=None):
+    """Fill every MASK of token_BL [B, L] in rule.steps steps; what is not MASK stays. Returns the filled [B, L].
+
+    PAD at a row's end is not seen. No MASK, PAD, BOS or UNK is ever drawn. A confidence sampler gives every row its own
+    number of tokens a step; a step that would unmask nothing is skipped. on_step(i, token_BL) is called after each.
+    """
+    device, see_BL = token_BL.device, token_BL != PAD
+    masks_B = (token_BL == MASK).sum(1).cpu().numpy()
+    counts_NB = None if rule.sampler == "ancestral" else diffusion.step_counts(masks_B, rule.steps, rule.schedule)
+    time_N = 1 - torch.arange(rule.steps + 1, dtype=torch.float64) / rule.steps
+    rate_N = time_N if rule.schedule == "even" else diffusion.mask_rate(time_N, rule.schedule)
+    for i in range(rule.steps):
+        if (token_BL != MASK).all() or (counts_NB is not None and not counts_NB[i].any()):
+            continue
+        noise_B = rate_N[i].float().to(device).expand(len(token_BL))
+        logits_BLV = diffusion.ban(model(token_BL, noise_B, see_BL), BANNED)
+        logits_BLV = diffusion.filter_logits(logits_BLV, rule.temperature, rule.top_k, rule.top_p)
+        u_BLV = torch.rand(logits_BLV.shape, generator=generator, device=device)
+        drawn_BL = diffusion.sample_tokens(logits_BLV, u_BLV, float(rule.temperature > 0))
+        if rule.sampler == "ancestral":
+            u_BL = torch.rand(token_BL.shape, generator=generator, device=device)
+            keep_B = (rate_N[i + 1] / rate_N[i]).float().to(device).expand(len(token_BL))
+            token_BL = diffusion.ancestral_step(token_BL, drawn_BL, u_BL, keep_B, MASK)
+        else:
+            score_BL = diffusion.confidence(diffusion.softmax(logits_BLV), rule.sampler)
+            count_B = torch.from_numpy(counts_NB[i]).to(device)
+            token_BL = diffusion.unmask_top(token_BL, drawn_BL, score_BL, count_B, MASK)
+        if on_step:
+            on_step(i, token_BL)
+    return token_BL
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def save(model, folder, tokenizer_json=None):
+    """Write config.json, model.safetensors (and tokenizer.json) into a folder; each file is whole or not there."""
+    from safetensors.torch import save as to_bytes
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.dumps({"model_type": "mdlm", **dataclasses.asdict(model.cfg)}, indent=2) + "\n"
+    files = {"config.json": config.encode()}
+    files["model.safetensors"] = to_bytes({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()})
+    if tokenizer_json is not None:
+        files["tokenizer.json"] = tokenizer_json
+    for name, data in files.items():
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.name, folder / name)
+
+
+def load(folder, device="cpu", dtype=torch.float32):
+    """MDLM of a folder that `save` wrote. Raises FileNotFoundError, or ValueError naming every tensor that is wrong."""
+    import safetensors
+
+    folder = Path(folder)
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).exists():
+            raise FileNotFoundError(f"{folder} holds no {name}; train a model with: python train_gpu.py")
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        known = {f.name for f in dataclasses.fields(Config)}
+        if config.get("model_type") != "mdlm":
+            raise ValueError(f"model_type {config.get('model_type')!r} is not mdlm")
+        model = MDLM(Config(**{k: v for k, v in config.items() if k in known}))
+        with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (ValueError, TypeError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{folder} cannot be read: {error}") from None
+    check(model.state_dict(), tensors, folder)
+    model.load_state_dict(tensors)
+    return model.to(device, dtype).eval()
+
+
+def check(want, got, where):
+    """Raise ValueError listing missing, unexpected and misshapen tensors of a checkpoint."""
+    wrong = [f"missing {name}" for name in want if name not in got]
+    wrong += [f"unexpected {name}" for name in got if name not in want]
+    both = ((name, tuple(want[name].shape), tuple(got[name].shape)) for name in want if name in got)
+    wrong += [f"{name} is {have}, the model has {need}" for name, need, have in both if need != have]
+    if wrong:
+        raise ValueError(f"{where} does not fit the model: {'; '.join(wrong)}")
+
+
+def count_params(cfg):
+    """Parameters by part: {"embedding", "positions", "time", "blocks", "norm", "head", "total"}."""
+    with torch.device("meta"):
+        model = MDLM(cfg)
+    parts = dict.fromkeys(("embed", "position", "time", "blocks", "norm", "head"), 0)
+    for name, weight in model.named_parameters():
+        parts[name.split(".")[0]] += weight.numel()
+    return parts | {"total": sum(parts.values())}
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    model: str = ""  # key of CONFIGS; "" prints a line for each
+
+
+def main(args):
+    if args.model not in ("", *CONFIGS):
+        sys.exit(f"--model={args.model}: not one of {', '.join(CONFIGS)}")
+    for name in [args.model] if args.model else CONFIGS:
+        tied, parts = (count_params(dataclasses.replace(CONFIGS[name], tie=tie)) for tie in (True, False))
+        print(f"{name:6} {parts['total']:>12,} parameters, {tied['total']:>12,} with a tied head")
+        if args.model:
+            print("\n".join(f"  {part:10} {n:>12,}" for part, n in parts.items() if part != "total"))
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(Args, description=__doc__, config=(tyro.conf.FlagConversionOff,)))

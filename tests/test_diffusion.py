@@ -1,0 +1,148 @@
+"""Properties of masked diffusion that need no reference values."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import diffusion
+
+PAD, MASK, V = 0, 3, 12
+RULES = (*diffusion.SCHEDULES, "even", "dream")
+
+
+def test_rate_times_weight_is_the_slope_which_integrates_to_one():
+    t = (np.arange(10_000) + 0.5) / 10_000
+    for s in diffusion.SCHEDULES:
+        np.testing.assert_allclose(diffusion.mask_rate(t, s) * diffusion.nelbo_weight(t, s), diffusion.mask_slope(t, s))
+        assert diffusion.mask_slope(t, s).mean() == pytest.approx(1, abs=1e-6)
+        np.testing.assert_allclose(diffusion.time_of_rate(diffusion.mask_rate(t, s), s), t, rtol=1e-9)
+        assert diffusion.mask_rate(0.0, s) == 0
+        assert diffusion.mask_rate(1.0, s) == 1
+
+
+@pytest.mark.parametrize("schedule", diffusion.SCHEDULES)
+def test_a_uniform_prediction_costs_log_of_the_real_ids_whatever_the_schedule(schedule):
+    rng = np.random.default_rng(0)
+    B, L = 4096, 16
+    x0 = rng.integers(4, V, (B, L))
+    x0[:, 12:] = np.where(rng.random((B, 1)) < 0.5, PAD, x0[:, 12:])
+    t = diffusion.antithetic_times(rng.random(B))
+    _, mask = diffusion.q_sample(x0, t, rng.random((B, L)), schedule, MASK, PAD)
+    nll = diffusion.masked_nll(np.zeros((B, L, V)), x0, mask, MASK)
+    got = diffusion.nelbo_per_token(nll, t, x0 != PAD, schedule)
+    assert got == pytest.approx(math.log(V - 1), rel=0.03)
+    assert diffusion.masked_cross_entropy(nll, mask) == pytest.approx(math.log(V - 1))
+
+
+def test_counts_sum_to_the_masks_and_are_never_negative():
+    for rule in RULES:
+        for steps in (1, 2, 7, 25, 300):
+            counts = diffusion.step_counts(np.array([0, 1, 6, 64, 255]), steps, rule)
+            assert counts.shape == (steps, 5)
+            assert (counts >= 0).all()
+            np.testing.assert_array_equal(counts.sum(0), [0, 1, 6, 64, 255])
+
+
+def test_pad_and_frozen_positions_survive_full_noise():
+    x0 = np.array([[1, 5, 6, PAD], [1, 7, PAD, PAD]])
+    frozen = x0 == 1
+    xt, mask = diffusion.q_sample(x0, np.ones(2), np.full((2, 4), 0.999), "cosine", MASK, PAD, frozen)
+    assert xt.tolist() == [[1, MASK, MASK, PAD], [1, MASK, PAD, PAD]]
+    assert mask.sum() == 3
+
+
+def test_unmasking_takes_the_lower_index_of_equals_and_never_more_than_there_is():
+    xt = np.array([[MASK, 9, MASK, MASK], [9, 9, MASK, 9], [MASK] * 4])
+    token = np.arange(12).reshape(3, 4) + 20
+    got = diffusion.unmask_top(xt, token, np.ones((3, 4)), np.array([2, 3, 0]), MASK)
+    assert got.tolist() == [[20, 9, 22, MASK], [9, 9, 26, 9], [MASK] * 4]
+
+
+def test_the_two_rules_of_top_p_differ_where_the_sum_is_met_exactly():
+    logits = np.log(np.array([[0.5, 0.25, 0.125, 0.125]]))
+    kept = {
+        rule: np.isfinite(diffusion.filter_logits(logits, top_p=0.5, rule=rule)).sum() for rule in ("mdlm", "dream")
+    }
+    assert kept == {"mdlm": 1, "dream": 2}
+    both = {rule: diffusion.filter_logits(logits, top_k=2, top_p=0.6, rule=rule) for rule in ("mdlm", "dream")}
+    assert np.isfinite(both["mdlm"]).tolist() == [[True, False, False, False]]  # 0.5 of the two is already 0.67
+    assert np.isfinite(both["dream"]).tolist() == [[True, True, False, False]]
+    assert np.isfinite(diffusion.filter_logits(logits, top_p=1e-9)).sum() == 1
+
+
+def test_losses_have_finite_gradients_where_ids_are_banned_or_masked():
+    logits, x0 = np.zeros((2, 3, V)), np.array([[5, MASK, 6], [PAD, 7, 8]])
+    logits[..., 1] = -np.inf
+    mask = np.array([[True, False, True], [False, True, False]])
+
+    def loss(x, x0, mask):
+        return diffusion.masked_nll(x, x0, mask, MASK).sum()
+
+    grad = jax.grad(loss)(jnp.asarray(logits), jnp.asarray(x0), jnp.asarray(mask))
+    x = torch.tensor(logits, requires_grad=True)
+    loss(x, torch.tensor(x0), torch.tensor(mask)).backward()
+    want = np.where(mask[..., None], 1 / (V - 2), 0) * np.ones(V)
+    want[..., [1, MASK]] = 0
+    want[mask, x0[mask]] -= 1
+    np.testing.assert_allclose(grad, want, atol=1e-6)
+    np.testing.assert_allclose(x.grad, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_computed_in_float32(dtype):
+    logits = np.random.default_rng(0).normal(size=(2, 3, V)).astype(np.float32)
+    x0, mask = np.full((2, 3), 5), np.ones((2, 3), bool)
+    for half, ids, where in (
+        (torch.tensor(logits).to(getattr(torch, dtype)), torch.tensor(x0), torch.tensor(mask)),
+        (jnp.asarray(logits, dtype), jnp.asarray(x0), jnp.asarray(mask)),
+    ):
+        got = diffusion.masked_nll(half, ids, where, MASK)
+        assert "float32" in str(got.dtype)
+        full = np.asarray(half.float() if dtype and hasattr(half, "float") else half.astype(jnp.float32))
+        np.testing.assert_allclose(got, diffusion.masked_nll(full, x0, mask, MASK), rtol=1e-5)
+
+
+def test_coupled_masks_cover_every_completion_token_once():
+    u = np.random.default_rng(0).random((3, 8)).astype(np.float32)
+    u[0, 5] = np.float32(0.3)
+    completion = np.arange(8) >= np.array([[2], [3], [4]])
+    one, two = diffusion.coupled_masks(completion, u, 0.3)
+    assert (one ^ two == completion).all()
+    strict = diffusion.coupled_masks(completion, u, 0.3, strict=True)
+    assert (completion.sum() - strict[0].sum() - strict[1].sum()) == 1
+
+
+def test_sampled_tokens_follow_the_distribution():
+    rng = np.random.default_rng(0)
+    prob = np.array([0.5, 0.3, 0.15, 0.05])
+    token = diffusion.sample_tokens(np.broadcast_to(np.log(prob), (40_000, 4)), rng.random((40_000, 4)))
+    np.testing.assert_allclose(np.bincount(token, minlength=4) / 40_000, prob, atol=0.01)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="linear, cosine, cosine_sq"):
+        diffusion.mask_rate(0.5, "sine")
+    with pytest.raises(ValueError, match="linear, cosine, cosine_sq"):
+        diffusion.step_counts(5, 5, "odd")
+    with pytest.raises(ValueError, match="max_prob, margin, entropy"):
+        diffusion.confidence(np.ones((1, 2)) / 2, "surest")
+    with pytest.raises(ValueError, match="mdlm nor dream"):
+        diffusion.filter_logits(np.zeros((1, 4)), rule="nucleus")
+
+
+@pytest.mark.slow
+def test_the_loss_compiles_with_inductor_and_equals_numpy():
+    rng = np.random.default_rng(0)
+    logits, x0, u = rng.normal(size=(4, 6, V)).astype(np.float32), rng.integers(4, V, (4, 6)), rng.random((4, 6))
+    t = diffusion.antithetic_times(rng.random(4))
+
+    def loss(logits, x0, t, u):
+        _, mask = diffusion.q_sample(x0, t, u, "cosine", MASK, PAD)
+        return diffusion.nelbo_per_token(diffusion.masked_nll(logits, x0, mask, MASK), t, x0 != PAD, "cosine")
+
+    got = torch.compile(loss, fullgraph=True)(*map(torch.from_numpy, (logits, x0, t, u)))
+    assert float(got) == pytest.approx(float(loss(logits, x0, t, u)), rel=1e-5)

@@ -1,0 +1,151 @@
+"""Reference values of masked diffusion: every case of every file, in NumPy, JAX under jit and compiled PyTorch."""
+
+import numpy as np
+import pytest
+
+import diffusion
+
+pytestmark = pytest.mark.golden
+PAD, MASK = 0, 3
+
+
+@pytest.fixture
+def load(golden_dir):
+    return lambda name: np.load(golden_dir("mdlm") / f"{name}.npz")
+
+
+def schedules(arrays):
+    return sorted({name.split(".")[0] for name in arrays.files if name.split(".")[0] in diffusion.SCHEDULES})
+
+
+def test_schedules(load, library):
+    golden = load("schedules")
+    assert schedules(golden) == sorted(diffusion.SCHEDULES)
+    for s in schedules(golden):
+        for function, at, want in (
+            (diffusion.mask_rate, "t", "mask_rate"),
+            (diffusion.mask_slope, "t", "slope"),
+            (diffusion.nelbo_weight, "t_positive", "weight"),
+            (diffusion.time_of_rate, "rate", "time_of_rate"),
+        ):
+            got = library(lambda x, f=function, s=s: f(x, s), golden[at])
+            library.close(got, golden[f"{s}.{want}"])
+    assert library(lambda t: diffusion.mask_rate(t, "cosine"), np.ones(1)) == 1
+
+
+def test_antithetic_times(load, library):
+    golden = load("times")
+    for name in golden.files:
+        if name[0] == "u":
+            library.close(library(diffusion.antithetic_times, golden[name]), golden[f"t{name[1:]}"])
+
+
+def test_q_sample(load, library):
+    golden = load("q_sample")
+    x0, t, u, frozen = (golden[name] for name in ("x0", "t", "u", "frozen"))
+    for s in schedules(golden):
+        xt, mask = library(lambda *a, s=s: diffusion.q_sample(*a, s, MASK, PAD), x0, t, u)
+        np.testing.assert_array_equal(xt, golden[f"{s}.xt"])
+        np.testing.assert_array_equal(mask, golden[f"{s}.mask"])
+        xt, mask = library(lambda x, t, u, f, s=s: diffusion.q_sample(x, t, u, s, MASK, PAD, f), x0, t, u, frozen)
+        np.testing.assert_array_equal(xt, golden[f"{s}.xt_frozen"])
+        np.testing.assert_array_equal(mask, golden[f"{s}.mask_frozen"])
+
+
+def test_subs(load, library):
+    golden = load("subs")
+    got = library(lambda *a: diffusion.subs_log_probs(*a, MASK), golden["logits"], golden["xt"])
+    finite = np.isfinite(golden["log_prob"])
+    library.close(got[finite], golden["log_prob"][finite])
+    assert (got[~finite] < -1e4).all()
+    library.close(np.exp(got), golden["prob"])
+
+
+def test_losses(load, library):
+    golden = load("nelbo")
+    logits, x0, mask, t = (golden[name] for name in ("logits", "x0", "mask", "t"))
+    nll = library(lambda *a: diffusion.masked_nll(*a, MASK), logits, x0, mask)
+    library.close(nll, golden["ce"])
+    for s in schedules(golden):
+        per_sequence = library(lambda *a, s=s: diffusion.nelbo_per_sequence(*a, s), nll, t)
+        library.close(per_sequence, golden[f"{s}.nelbo_seq"])
+        per_token = library(lambda *a, s=s: diffusion.nelbo_per_token(*a, s), nll, t, x0 != PAD)
+        library.close(per_token, golden[f"{s}.nelbo_token"])
+        library.close(library(lambda t, s=s: diffusion.nelbo_weight(t, s), t), golden[f"{s}.weight"])
+    library.close(library(diffusion.masked_cross_entropy, nll, mask), golden["masked_ce"])
+    accuracy = library(lambda *a: diffusion.masked_accuracy(*a, MASK), logits, x0, mask)
+    library.close(accuracy, golden["masked_accuracy"], atol=1e-7)
+    assert mask.sum() / (x0 != PAD).sum() == pytest.approx(golden["realised_mask_rate"])
+
+
+def test_masking_exactly_m_tokens_makes_the_bound_tight(load, library):
+    golden = load("any_order")
+    masks, weight = golden["masks"], golden["mask_weight"]
+    for x0, logits, ce_sum, want in zip(golden["x0"], golden["logits"], golden["ce_sum"], golden["nll"], strict=True):
+        x0 = np.broadcast_to(x0, masks.shape)
+        nll = library(lambda *a: diffusion.masked_nll(*a, MASK), logits, x0, masks)
+        library.close(nll.sum(-1), ce_sum)
+        library.close(nll.sum(-1) @ weight, want)
+
+
+def test_reverse_process(load, library):
+    golden = load("reverse")
+    for s in schedules(golden):
+        keep = library(lambda *a, s=s: diffusion.keep_prob(*a, s), golden["t"], golden["s"])
+        library.close(keep, golden[f"{s}.keep_prob"])
+        for name in (name for name in golden.files if name.startswith(f"{s}.keep_grid.")):
+            grid = 1 - np.arange(len(golden[name]) + 1) / len(golden[name])
+            library.close(library(lambda *a, s=s: diffusion.keep_prob(*a, s), grid[:-1], grid[1:]), golden[name])
+        times = (np.full(len(golden["xt"]), golden[name]) for name in ("post_t", "post_s"))
+        got = library(lambda *a, s=s: diffusion.posterior(*a, s, MASK), golden["logits"], golden["xt"], *times)
+        library.close(got, golden[f"{s}.posterior"])
+
+
+def test_step_counts(load):
+    golden = load("counts")
+    for name in golden.files:
+        rule, masks, steps = name.split(".")
+        got = diffusion.step_counts(int(masks), int(steps), rule)
+        np.testing.assert_array_equal(got, golden[name], err_msg=name)
+        both = diffusion.step_counts(np.array([int(masks), 7]), int(steps), rule)
+        np.testing.assert_array_equal(both[:, 0], golden[name], err_msg=name)
+
+
+def test_confidence_and_unmasking_the_surest(load, library):
+    golden = load("confidence")
+    logits, xt, k = (golden[name] for name in ("logits", "xt", "k"))
+    for name in {name.split(".")[0] for name in golden.files if name.endswith(".score")}:
+        kind = {"low_confidence": "max_prob"}.get(name, name)
+        score = library(lambda x, kind=kind: diffusion.confidence(diffusion.softmax(x), kind), logits)
+        masked = xt == MASK
+        library.close(score[masked], golden[f"{name}.score"][masked], atol=1e-8)
+        got = library(lambda *a: diffusion.unmask_top(a[0], a[1].argmax(-1), a[2], a[3], MASK), xt, logits, score, k)
+        np.testing.assert_array_equal(got, golden[f"{name}.x_next"])
+
+
+def test_filters(load, library):
+    golden = load("filter")
+    for name in (name for name in golden.files if name != "logits"):
+        t, k, p = (float(part[1:]) for part in name.split("_"))
+        got = library(
+            lambda x, t=t, k=int(k), p=p: diffusion.softmax(diffusion.filter_logits(x, t, k, p)), golden["logits"]
+        )
+        library.close(got, golden[name])
+
+
+def test_sampling_with_given_noise(load, library):
+    golden = load("sample")
+    logits, xt, u = (golden[name] for name in ("logits", "xt", "u_token"))
+    for name in (name for name in golden.files if name.startswith("token.t")):
+        t = float(name.removeprefix("token.t"))
+        got = library(lambda *a, t=t: diffusion.sample_tokens(*a, t), logits, u)
+        np.testing.assert_array_equal(got, golden[name])
+    for s in schedules(golden):
+
+        def step(xt, logits, u, u_keep, t, time, s=s):
+            token = diffusion.sample_tokens(diffusion.ban(logits, [MASK]), u)
+            return diffusion.ancestral_step(xt, token, u_keep, diffusion.keep_prob(t, time, s), MASK)
+
+        times = (np.full(len(xt), golden[name]) for name in ("t", "s"))
+        got = library(step, xt, logits, u, golden["u_keep"], *times)
+        np.testing.assert_array_equal(got, golden[f"{s}.x_next"])
