@@ -296,7 +296,7 @@ def find(cfg, roots, *suffixes):
     """(name, path) of all files with these suffixes below the roots, sorted; --out itself is not entered."""
     own, found = os.path.realpath(cfg.out), []
     for root in roots or [sysconfig.get_paths()["stdlib"]]:
-        if os.path.isfile(root):
+        if not os.path.isdir(root):
             found.append((os.path.basename(root), root))
             continue
         for folder, folders, files in os.walk(root, onerror=lambda error: print(f"left out: {error}", file=sys.stderr)):
