@@ -1,6 +1,8 @@
-"""Turn text into a tokenizer and packed token shards, which the trainers read.
+"""Turn text into a tokenizer and token shards, which the trainers read.
 
     python data_prep.py                                            # this Python's standard library: 12 MB, 10 s
+    python data_prep.py --source=stories.txt --out=data/stories    # documents with <|endoftext|> between them
+    python data_prep.py --source=tinystories --out=data/tinystories    # downloads 2 GB; needs: pip install datasets
     python data_prep.py --roots ~/src ~/work --out=data/mine       # all .py files below these folders
     python data_prep.py --tokenizer=qwen/tokenizer.json --fim_rate=0.5 --out=data/fim
     python data_prep.py --source=parquet --roots shards --tokenizer=qwen/tokenizer.json --seq_len=4096 --out=data/long
@@ -9,15 +11,22 @@
 duplicates, holds some files out, trains a byte-level BPE (or takes a tokenizer.json) and packs the files into rows.
 --source=parquet packs what others have tokenised: the column input_ids of Parquet files (rows of any length; documents
 end with EOS and may run over row borders), one training shard for each input file.
+--source=FILE or FOLDER reads text of any size, in little memory: a file is split at each <|endoftext|>, and is one
+document if it has none. A folder is searched for .txt, .text, .md and .py files; what is not UTF-8 is left out.
+
+--rows=packed, for PythonCoder, fills every row with documents that follow each other, each ended by EOS. --rows=padded,
+for MDLM, starts each document in a row of its own: BOS, tokens, EOS, then PAD; a long one goes on in the next rows.
 
 Writes --out: tokenizer.json, train/00000.parquet, heldout/00000.parquet and so on (columns input_ids, segments and
-positions; a row is one packed sequence) and, last of all, meta.json: its presence means that all is there. The same
-command goes on with a run that was stopped or killed, and ends with the same bytes as a run that was not.
+positions, int32 lists of seq_len) and, last of all, meta.json: its presence means that all is there. The same command
+goes on with a run that was stopped or killed, and ends with the same bytes as a run that was not.
 
 Axes: N documents, T tokens, R rows, L row length, P hash functions, V vocabulary.
 """
 
 import ast
+import bisect
+import codecs
 import contextlib
 import dataclasses
 import fcntl
@@ -49,13 +58,14 @@ from tqdm import tqdm
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    source: typing.Literal["python", "parquet"] = "python"  # .py files, or Parquet files with a column input_ids
-    roots: tuple[str, ...] = ()  # folders or files to read; none: the standard library, without its tests
+    source: str = "python"  # python, parquet (a column input_ids), tinystories, or a file or folder of text
+    roots: tuple[str, ...] = ()  # folders or files of python or parquet; none: the standard library, without its tests
     out: str = "data/python"  # folder to write
     tokenizer: str = ""  # tokenizer.json to use; "" trains one on the training documents
     vocab_size: int = 8192  # size of the tokenizer that is trained
-    eos: str = "<|endoftext|>"  # the tokenizer's token that ends a document
-    seq_len: int = 2048  # tokens in a row
+    rows: typing.Literal["", "packed", "padded"] = ""  # "" is packed for python and parquet, padded for text
+    eos: str = "<|endoftext|>"  # the tokenizer's token that ends a document in packed rows; in padded ones it is <eos>
+    seq_len: int = 0  # tokens in a row; 0 is 2048 for packed rows, 256 for padded ones
     heldout: float = 0.02  # fraction of the documents held out
     fim_rate: float = 0.0  # fraction of the training documents rearranged for fill-in-the-middle
     max_bytes: int = 1_000_000  # larger Python files are dropped as huge
@@ -72,6 +82,10 @@ NOT_THE_LIBRARY = {
     "idle_test",
 }  # its own tests are 60 % of the bytes
 FIM = {part: f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix")}  # Qwen2.5's names; its ids are 151659-151661
+SPECIAL = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "mask": "<mask>", "unk": "<unk>"}  # of padded rows, in order
+SEPARATOR = "<|endoftext|>"  # between the documents of a text file
+TEXT = (".txt", ".text", ".md", ".py")  # what is read in a folder of text
+TINYSTORIES = "roneneldan/TinyStories"  # the data set on Hugging Face, or a folder of the same
 # Qwen2.5's split: single digits, runs of indentation together, line ends with the punctuation before them
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -84,15 +98,23 @@ GENERATED = re.compile(
 LETTERS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum())
 MULTIPLIER_P = np.random.default_rng(0).integers(0, 1 << 63, 128, np.uint64) * np.uint64(2) + np.uint64(1)  # hashes
 BATCH_BYTES = 4_000_000  # text tokenised at a time: the results take about 40 times its memory
+LONG_BYTES = 4_000_000  # longer documents of a text file are split at a line end, for they are tokenised in one piece
 TRAIN_BYTES = 200_000_000  # text that a new tokenizer is trained on
 BLOCK_TOKENS = 1 << 21  # tokens packed at a time, one row group of a shard
 
 
 class Item(typing.NamedTuple):
-    """One input file: a document of --source=python, a shard of --source=parquet."""
+    """A range of an input file: a document of --source=python, a shard of --source=parquet, some documents of text."""
 
     name: str  # path below its root
     path: str
+    sha256: str
+    size: int  # bytes
+    start: int = 0  # the first byte
+
+
+class Document(typing.NamedTuple):
+    text: str
     sha256: str
     size: int  # bytes
 
@@ -101,11 +123,14 @@ class Vocabulary(typing.NamedTuple):
     data: bytes  # content of tokenizer.json
     encoder: Tokenizer
     size: int  # largest id + 1
-    eos: int
+    special: dict  # ids of "eos" and "pad", which are one in packed rows, and in padded ones of all SPECIAL
     fim: dict | None  # ids of FIM, None where the tokenizer lacks one
 
 
 def main(cfg):
+    kind = cfg.source if cfg.source in ("python", "parquet") else "text"
+    rows = cfg.rows or ("padded" if kind == "text" else "packed")
+    cfg = dataclasses.replace(cfg, rows=rows, seq_len=cfg.seq_len or {"packed": 2048, "padded": 256}[rows])
     for fine, problem in (
         (cfg.seq_len >= 2, f"--seq_len={cfg.seq_len} must be at least 2"),
         (cfg.vocab_size >= 261, f"--vocab_size={cfg.vocab_size} must be at least 261: 256 bytes, 5 special tokens"),
@@ -113,9 +138,16 @@ def main(cfg):
         (0 <= cfg.fim_rate <= 1, f"--fim_rate={cfg.fim_rate} must be between 0 and 1"),
         (cfg.max_bytes > 0 and cfg.shard_bytes > 0, "--max_bytes and --shard_bytes must be above 0"),
         (cfg.workers >= 0, f"--workers={cfg.workers} must not be negative"),
-        (cfg.source == "python" or cfg.roots, "--source=parquet needs --roots: folders or files to read"),
-        (cfg.source == "python" or cfg.tokenizer, "--source=parquet needs --tokenizer: the one its ids come from"),
-        (cfg.source == "python" or not cfg.fim_rate, "--fim_rate cuts text: it goes with --source=python only"),
+        (kind != "parquet" or cfg.roots, "--source=parquet needs --roots: folders or files to read"),
+        (kind != "parquet" or cfg.tokenizer, "--source=parquet needs --tokenizer: the one its ids come from"),
+        (kind != "parquet" or rows == "packed", "--rows=padded needs text: it does not go with --source=parquet"),
+        (kind != "parquet" or not cfg.fim_rate, "--fim_rate cuts text: it does not go with --source=parquet"),
+        (rows == "packed" or not cfg.fim_rate, "--fim_rate goes with --rows=packed only"),
+        (kind != "text" or not cfg.roots, f"--roots does not go with --source={cfg.source}, which names what to read"),
+        (
+            kind != "text" or cfg.source == "tinystories" or Path(cfg.source).exists(),
+            f"--source={cfg.source} does not exist; name a file or folder of text, or python, parquet or tinystories",
+        ),
     ):
         if not fine:
             sys.exit(problem)
@@ -135,7 +167,7 @@ def main(cfg):
         out.mkdir(parents=True, exist_ok=True)
         with open(out / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            prepare(cfg, out, vocabulary)
+            prepare(cfg, kind, out, vocabulary)
     except BlockingIOError:
         sys.exit(f"another run is writing to {out}; wait for it or choose another --out")
     except OSError as error:
@@ -143,10 +175,12 @@ def main(cfg):
         sys.exit(f"cannot write {reason}; put that right and run the same command to go on")
 
 
-def prepare(cfg, out, vocabulary):
+def prepare(cfg, kind, out, vocabulary):
     """Write --out, or what is missing of it. `vocabulary` is that of --tokenizer; None trains one."""
-    start = time.time()
-    settings = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in ("roots", "out", "workers")}
+    start, padded = time.time(), cfg.rows == "padded"
+    settings = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in ("roots", "out", "workers", "rows")}
+    settings |= {"rows": "padded"} if padded else {}  # folders from before there was a choice stay what they are
+    settings["source"] = "tinystories" if cfg.source == "tinystories" else kind
     settings["tokenizer"] = hashlib.sha256(vocabulary.data).hexdigest() if vocabulary else ""
     record = next((out / name for name in ("meta.json", "progress.json") if (out / name).exists()), None)
     complete, state = record == out / "meta.json", {}
@@ -155,15 +189,15 @@ def prepare(cfg, out, vocabulary):
             state = json.loads(record.read_text())
         except ValueError:
             sys.exit(f"{record} is damaged; choose another --out or delete {out}")
-        old = state.get("settings", {})
-        other = [f"{key} {old.get(key)!r}, now {settings[key]!r}" for key in settings if old.get(key) != settings[key]]
+        old, now = ({"rows": "packed"} | some for some in (state.get("settings", {}), settings))
+        other = [f"{key} {old.get(key)!r}, now {now[key]!r}" for key in now if old.get(key) != now[key]]
         if other:
             sys.exit(f"{out} holds data of other settings ({'; '.join(other)}); choose another --out or delete it")
     elif any((out / name).exists() for name in ("tokenizer.json", "train", "heldout")):
         sys.exit(f"{out} holds files that data_prep.py did not write; choose another --out")
 
-    sources = {"python": (gather_python, python_documents), "parquet": (gather_parquet, parquet_documents)}
-    gather, documents = sources[cfg.source]
+    gather = {"python": gather_python, "parquet": gather_parquet, "text": gather_text}[kind]
+    documents = {"python": python_documents, "text": text_documents}.get(kind)
     groups, dropped = gather(cfg, vocabulary)
     items = {(item.name, item.sha256) for split in groups.values() for group in split for item in group}
     listing = json.dumps([1, settings, sorted(items)]).encode()
@@ -186,36 +220,51 @@ def prepare(cfg, out, vocabulary):
             file.unlink()
         write(out / "progress.json", {"settings": settings, "fingerprint": ""})
         if not vocabulary:
-            vocabulary = load_vocabulary(train_tokenizer(itertools.chain(*groups["train"]), cfg), cfg)
+            items = next(batched(itertools.chain(*groups["train"]), TRAIN_BYTES))
+            megabytes = sum(item.size for item in items) / 1e6
+            print(f"training a tokenizer on {megabytes:,.1f} MB, about {5 + megabytes / 3:.0f} s", flush=True)
+            texts = (document.text for document in documents(items, "train", cfg))
+            vocabulary = load_vocabulary(train_tokenizer(texts, cfg), cfg)
         write(out / "tokenizer.json", vocabulary.data)
     fingerprint = hashlib.sha256(listing + vocabulary.data).hexdigest()
     write(out / "progress.json", {"settings": settings, "fingerprint": fingerprint})
 
-    meta = {"format": 1, "source": cfg.source, "seq_len": cfg.seq_len, "vocab_size": vocabulary.size}
-    meta |= {"vocab_padded": -(-vocabulary.size // 256) * 256, "eos_id": vocabulary.eos, "pad_id": vocabulary.eos}
+    meta = {"format": 1, "source": settings["source"], "seq_len": cfg.seq_len, "vocab_size": vocabulary.size}
+    meta |= {"vocab_padded": -(-vocabulary.size // 256) * 256}
+    meta |= {f"{role}_id": id for role, id in vocabulary.special.items()}
     meta |= {"fim": vocabulary.fim, "fingerprint": fingerprint}
     meta |= {"tokenizer_sha256": hashlib.sha256(vocabulary.data).hexdigest(), "dropped": dropped}
     meta |= {"settings": settings, "splits": {}}
     for split in groups:
         (out / split).mkdir(exist_ok=True)
-        total = dict.fromkeys(("documents", "tokens", "bytes", "rows"), 0) | {"shards": []}
+        total = dict.fromkeys(("documents", "tokens", "bytes", "rows"), 0)
+        total |= {"lengths": np.zeros(len(length_limits(cfg.seq_len)) + 1, np.int64)} if padded else {}
+        total |= {"shards": []}
         for number, group in enumerate(groups[split]):
             path = out / split / f"{number:05}.parquet"
             counts = read_counts(path, fingerprint)
             if counts is None:
-                pairs = documents(group, split, vocabulary, cfg)
-                counts = write_shard(path, pairs, cfg.seq_len, vocabulary.eos, fingerprint)
+                if kind == "parquet":
+                    pairs = parquet_documents(group, split, vocabulary, cfg)
+                else:
+                    pairs = tokenised(documents(group, split, cfg), split, vocabulary, cfg)
+                counts = write_shard(path, pairs, cfg, vocabulary.special, fingerprint)
             if not counts["rows"]:
                 path.unlink()
                 continue
             with open(path, "rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            total |= {key: total[key] + count for key, count in counts.items()}
+            total |= {key: count + total[key] for key, count in counts.items()}
             total["shards"].append({"file": f"{split}/{path.name}", "rows": counts["rows"], "sha256": sha256})
             print(f"{split} | shard {number + 1:,} of {len(groups[split]):,} | {total['tokens']:,} tokens", flush=True)
         if split == "train" and not total["rows"]:
-            sys.exit("no document is left to train on; lower --heldout or name more --roots")
+            sys.exit("no document is left to train on; lower --heldout or give more to read")
+        if split == "heldout" and cfg.heldout and not total["rows"]:
+            print(f"nothing is held out: the documents are few for --heldout={cfg.heldout}", file=sys.stderr)
         meta["splits"][split] = total
+    if padded:
+        counts = sum(total.pop("lengths") for total in meta["splits"].values()).tolist()
+        meta["lengths"] = {"up_to": [*length_limits(cfg.seq_len), None], "documents": counts}
     write(out / "meta.json", meta)
     (out / "progress.json").unlink()
     print(f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}")
@@ -243,21 +292,22 @@ def write(path, data):
         file.write(data if isinstance(data, bytes) else json.dumps(data, indent=2).encode())
 
 
-def find(cfg, suffix):
-    """(name, path) of all files with this suffix below --roots, sorted; --out itself is not entered."""
+def find(cfg, roots, *suffixes):
+    """(name, path) of all files with these suffixes below the roots, sorted; --out itself is not entered."""
     own, found = os.path.realpath(cfg.out), []
-    for root in cfg.roots or [sysconfig.get_paths()["stdlib"]]:
-        if os.path.isfile(root):
+    for root in roots or [sysconfig.get_paths()["stdlib"]]:
+        if not os.path.isdir(root):
             found.append((os.path.basename(root), root))
             continue
         for folder, folders, files in os.walk(root, onerror=lambda error: print(f"left out: {error}", file=sys.stderr)):
-            if not cfg.roots:
+            if not roots:
                 folders[:] = [name for name in folders if name not in NOT_THE_LIBRARY]
             folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) != own]
-            paths = [os.path.join(folder, name) for name in files if name.endswith(suffix)]
+            paths = [os.path.join(folder, name) for name in files if name.endswith(suffixes)]
             found += [(os.path.relpath(path, root), path) for path in paths]
     if not found:
-        sys.exit(f"no {suffix} files below {', '.join(cfg.roots) or 'the standard library'}; name others with --roots")
+        where = ", ".join(roots) or "the standard library"
+        sys.exit(f"no {', '.join(suffixes)} files below {where}; name others with --roots or --source")
     return sorted(found)
 
 
@@ -305,7 +355,7 @@ def work():
 
 def gather_python(cfg, vocabulary):
     """The .py files that are fit, by split and shard, in an order drawn by hash; how many were dropped, by reason."""
-    found, items, signatures, seen = find(cfg, ".py"), [], [], set()
+    found, items, signatures, seen = find(cfg, cfg.roots, ".py"), [], [], set()
     reasons = "unreadable huge non_utf8 empty generated minified unparsable exact_duplicate near_duplicate"
     dropped = dict.fromkeys(reasons.split(), 0)
     results = parallel(examine, [path for _, path in found], cfg, 64, max_bytes=cfg.max_bytes)
@@ -401,7 +451,9 @@ def draw(*parts):
 
 def read_text(item):
     try:
-        data = Path(item.path).read_bytes()
+        with open(item.path, "rb") as file:
+            file.seek(item.start)
+            data = file.read(item.size)
     except OSError as error:
         sys.exit(f"{item.path} cannot be read any more ({error.strerror}); run the same command again")
     if hashlib.sha256(data).hexdigest() != item.sha256:
@@ -409,12 +461,12 @@ def read_text(item):
     return data.decode()
 
 
-def batched(items, limit):
-    """Lists of consecutive items, each closed when its bytes reach `limit`."""
+def batched(items, limit, size_of=lambda item: item.size):
+    """Lists of consecutive items, each closed when the sum of their sizes, that is bytes, reaches `limit`."""
     batch, size = [], 0
     for item in items:
         batch.append(item)
-        size += item.size
+        size += size_of(item)
         if size >= limit:
             yield batch
             batch, size = [], 0
@@ -422,19 +474,24 @@ def batched(items, limit):
         yield batch
 
 
-def python_documents(group, split, vocabulary, cfg):
-    """(ids, bytes) of each file, tokenised by all cores; --fim_rate of the training files as fill-in-the-middle."""
-    for batch in batched(group, BATCH_BYTES):
+def python_documents(group, split, cfg):
+    for item in group:
+        yield Document(read_text(item), item.sha256, item.size)
+
+
+def tokenised(documents, split, vocabulary, cfg):
+    """(ids, bytes) of each document, tokenised by all cores; --fim_rate of those to train on as fill-in-the-middle."""
+    for batch in batched(documents, BATCH_BYTES):
         cuts = []
-        for item in batch:
-            text, rng = read_text(item), random.Random(f"{cfg.seed} {item.sha256}")
-            fim = split == "train" and rng.random() < cfg.fim_rate
-            cuts.append(cut_for_fim(text, vocabulary.fim, rng) if fim else [([], text)])
+        for document in batch:
+            rng = random.Random(f"{cfg.seed} {document.sha256}") if cfg.fim_rate and split == "train" else None
+            fim = rng and rng.random() < cfg.fim_rate
+            cuts.append(cut_for_fim(document.text, vocabulary.fim, rng) if fim else [([], document.text)])
         texts = [text for pieces in cuts for _, text in pieces]
         encodings = iter(vocabulary.encoder.encode_batch_fast(texts, add_special_tokens=False))
-        for item, pieces in zip(batch, cuts, strict=True):
+        for document, pieces in zip(batch, cuts, strict=True):
             ids = [np.array(head + next(encodings).ids, np.int32) for head, _ in pieces]
-            yield np.concatenate(ids), item.size
+            yield np.concatenate(ids), document.size
 
 
 def cut_for_fim(text, fim, rng):
@@ -446,6 +503,104 @@ def cut_for_fim(text, fim, rng):
     return [([fim["prefix"]], text[:i]), ([fim["suffix"]], text[j:]), ([fim["middle"]], text[i:j])]
 
 
+# ---- Text files
+
+
+def gather_text(cfg, vocabulary):
+    """Ranges of the text files, by split and shard; how many files of a folder were left out, by reason.
+
+    Both splits have all ranges: what of them is held out is drawn by a hash of each document.
+    """
+    source = tinystories(Path(cfg.out)) if cfg.source == "tinystories" else cfg.source
+    found, items, dropped = find(cfg, (source,), *TEXT), [], dict.fromkeys(("unreadable", "binary", "empty"), 0)
+    with tqdm(desc="reading", unit="B", unit_scale=True, disable=None) as bar:
+        for name, path in found:
+            result = text_ranges(path, cfg.shard_bytes, bar)
+            if isinstance(result, str):
+                dropped[result] += 1
+            else:
+                items += [Item(f"{name}@{start}", path, sha256, size, start) for start, size, sha256 in result]
+    if os.path.isdir(source):
+        print(f"{len(found):,} files | left out: {', '.join(f'{reason} {n:,}' for reason, n in dropped.items())}")
+    if not items:
+        reason = next(reason for reason in ("binary", "unreadable", "empty") if dropped[reason])
+        reason = {"binary": "binary: not UTF-8, or with NUL bytes"}.get(reason, reason)
+        what = f"all that is in {source}" if os.path.isdir(source) else source
+        sys.exit(f"{what} is {reason}; name another --source, a file or folder of text")
+    heldout = batched(items, cfg.shard_bytes / cfg.heldout) if cfg.heldout else []
+    return {"train": list(batched(items, cfg.shard_bytes)), "heldout": list(heldout)}, dropped
+
+
+def text_ranges(path, limit, bar):
+    """Why a file is left out, or [(first byte, bytes, SHA-256) of ranges].
+
+    A range ends with the separator that follows its first `limit` bytes, or within a document of over LONG_BYTES: at a
+    line end, or between two characters if there is none. Ranges without a document are left out.
+    """
+    ranges, start, data, decoder = [], 0, b"", codecs.getincrementaldecoder("utf-8")()
+    separator = SEPARATOR.encode()
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # reading a named pipe would never end
+            return "unreadable"
+        with open(path, "rb") as file:
+            while True:
+                block = file.read(1 << 20)
+                decoder.decode(block, final=not block)
+                if b"\0" in block:
+                    return "binary"
+                data += block
+                bar.update(len(block))
+                while data:
+                    end = data.find(separator, max(0, limit - len(separator)))
+                    if end >= 0:
+                        end += len(separator)
+                    elif len(data) - max(0, data.rfind(separator)) >= LONG_BYTES:
+                        end = data.rfind(b"\n") + 1 or len(data) - len(decoder.getstate()[0])
+                    elif block:
+                        break
+                    else:
+                        end = len(data)
+                    if data[:end].replace(separator, b"").strip():
+                        ranges.append((start, end, hashlib.sha256(data[:end]).hexdigest()))
+                    start, data = start + end, data[end:]
+                if not block:
+                    return ranges or "empty"
+    except UnicodeDecodeError:
+        return "binary"
+    except OSError:
+        return "unreadable"
+
+
+def text_documents(group, split, cfg):
+    """The documents of this split. One that is a whole file stays as it is, others lose the whitespace around them."""
+    for item in group:
+        texts = read_text(item).split(SEPARATOR)
+        for text in texts if len(texts) == 1 and not item.start else map(str.strip, texts):
+            data = text.encode()
+            sha256 = hashlib.sha256(data).hexdigest()
+            if not text.isspace() and text and (draw(cfg.seed, sha256) < cfg.heldout) == (split == "heldout"):
+                yield Document(text, sha256, len(data))
+
+
+def tinystories(out):
+    """Path of the training stories as a text file, downloaded first if it is not there."""
+    path = out / "tinystories.txt"
+    if not path.exists():
+        try:
+            import datasets
+        except ImportError:
+            sys.exit("--source=tinystories downloads with the library datasets; install it: pip install datasets")
+        try:
+            stories = datasets.load_dataset(TINYSTORIES, split="train")
+        except Exception as error:  # of datasets, huggingface_hub, the network: there is no narrower class
+            reason = (str(error) or repr(error)).splitlines()[0]
+            sys.exit(f"{TINYSTORIES} cannot be downloaded ({reason}); try again, or name a text file with --source")
+        with whole(path) as file:
+            for story in tqdm(stories, "writing", unit=" stories", disable=None):
+                file.write(f"{story['text'].strip()}\n{SEPARATOR}\n".encode())
+    return str(path)
+
+
 # ---- Parquet files
 
 
@@ -454,9 +609,9 @@ def gather_parquet(cfg, vocabulary):
     added, alphabet = vocabulary.encoder.get_added_tokens_decoder(), {*pre_tokenizers.ByteLevel.alphabet()}
     if any(id not in added and not alphabet.issuperset(token) for token, id in vocabulary.encoder.get_vocab().items()):
         sys.exit(f"--tokenizer={cfg.tokenizer} is no byte-level BPE, so bytes cannot be counted; name one that is")
-    found, items = find(cfg, ".parquet"), []
+    found, items = find(cfg, cfg.roots, ".parquet"), []
     paths = [path for _, path in found]
-    results = parallel(examine_parquet, paths, cfg, 1, size=vocabulary.size, eos=vocabulary.eos)
+    results = parallel(examine_parquet, paths, cfg, 1, size=vocabulary.size, eos=vocabulary.special["eos"])
     for (name, path), result in zip(found, results, strict=True):
         if isinstance(result, str):
             sys.exit(f"{path} {result}")
@@ -513,7 +668,7 @@ def parquet_documents(group, split, vocabulary, cfg):
     for token, id in vocabulary.encoder.get_vocab().items():
         bytes_V[id] = 0 if id in added else len(token)
     for item in group:
-        for ids in eos_documents(item.path, vocabulary.eos):
+        for ids in eos_documents(item.path, vocabulary.special["eos"]):
             ids = ids.astype(np.int32)
             if len(ids) and (draw(cfg.seed, hashlib.sha256(ids).hexdigest()) < cfg.heldout) == (split == "heldout"):
                 yield ids, int(bytes_V[ids].sum())
@@ -522,23 +677,20 @@ def parquet_documents(group, split, vocabulary, cfg):
 # ---- Tokenizer
 
 
-def train_tokenizer(items, cfg):
-    """tokenizer.json of a byte-level BPE, lossless on any text, trained on at most 200 MB of the items."""
-    items = next(batched(items, TRAIN_BYTES))
-    megabytes = sum(item.size for item in items) / 1e6
-    print(f"training a tokenizer on {megabytes:,.1f} MB, about {5 + megabytes / 3:.0f} s", flush=True)
+def train_tokenizer(texts, cfg):
+    """tokenizer.json of a byte-level BPE, lossless on any text, trained on these texts."""
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=cfg.vocab_size,
-        min_frequency=2,
-        special_tokens=[cfg.eos, *FIM.values(), "<|fim_pad|>"],
+        min_frequency=0 if cfg.rows == "padded" else 2,  # 0 reaches vocab_size on 2 MB of stories too
+        special_tokens=[*SPECIAL.values()] if cfg.rows == "padded" else [cfg.eos, *FIM.values(), "<|fim_pad|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(map(read_text, items), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer.to_str().encode()
 
 
@@ -555,15 +707,19 @@ def load_vocabulary(data, cfg):
     encoder.encode_special_tokens = True
     encoder.no_truncation()
     encoder.no_padding()
-    eos = encoder.token_to_id(cfg.eos)
-    if eos is None:
+    roles = SPECIAL if cfg.rows == "padded" else {"eos": cfg.eos, "pad": cfg.eos}
+    special = {role: encoder.token_to_id(token) for role, token in roles.items()}
+    lacking = [roles[role] for role, id in special.items() if id is None]
+    if lacking and cfg.rows == "padded":
+        sys.exit(f"--tokenizer={cfg.tokenizer} has no {', '.join(lacking)}, which --rows=padded needs; leave it out")
+    if lacking:
         sys.exit(f"--tokenizer={cfg.tokenizer} has no token {cfg.eos}; name its end-of-document token with --eos")
     fim = {part: encoder.token_to_id(token) for part, token in FIM.items()}
     lacking = [FIM[part] for part in FIM if fim[part] is None]
     if lacking and cfg.fim_rate:
         sys.exit(f"--tokenizer={cfg.tokenizer} has no {', '.join(lacking)}; use one that has, or --fim_rate=0")
     size = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
-    return Vocabulary(data, encoder, size, eos, None if lacking else fim)
+    return Vocabulary(data, encoder, size, special, None if lacking else fim)
 
 
 # ---- Shards
@@ -609,19 +765,49 @@ def packed_blocks(documents, seq_len, eos):
         yield pack(block, seq_len, eos, eos)
 
 
-def write_shard(path, pairs, seq_len, eos, fingerprint):
-    """Pack (ids, bytes) pairs into a Parquet file; returns its counts, which the file carries too."""
+def pad_rows(documents, seq_len, special):
+    """Each document in rows of its own, BOS first, then EOS, then PAD: int32 tokens_RL, segments_RL, positions_RL.
+
+    What is over seq_len goes on in the next row. Segments are 1, positions count the tokens of a row from 0; both are 0
+    at PAD.
+    """
+    first_N = np.cumsum([0] + [-(-(len(document) + 2) // seq_len) for document in documents])
+    tokens_RL = np.full((first_N[-1], seq_len), special["pad"], np.int32)
+    segments_RL = np.zeros(tokens_RL.shape, np.int32)
+    for first, document in zip(first_N, documents, strict=False):
+        span = slice(first * seq_len, first * seq_len + len(document) + 2)
+        tokens_RL.reshape(-1)[span] = np.concatenate(([special["bos"]], document, [special["eos"]]))
+        segments_RL.reshape(-1)[span] = 1
+    return tokens_RL, segments_RL, segments_RL * np.arange(seq_len, dtype=np.int32)
+
+
+def length_limits(seq_len):
+    """Up to so many tokens, BOS and EOS included, have the documents that each count of meta.json's "lengths" is of."""
+    return sorted({-(-seq_len * i // 16) for i in [*range(1, 17), 32, 64, 128]})
+
+
+def write_shard(path, pairs, cfg, special, fingerprint):
+    """Write (ids, bytes) pairs as rows of a Parquet file; returns its counts, which the file carries too."""
+    seq_len, limits = cfg.seq_len, length_limits(cfg.seq_len)
     counts = dict.fromkeys(("documents", "bytes", "tokens", "rows"), 0)
+    counts |= {"lengths": [0] * (len(limits) + 1)} if cfg.rows == "padded" else {}
     kind = pa.list_(pa.int32(), seq_len)
     schema = pa.schema([(name, kind) for name in ("input_ids", "segments", "positions")])
 
     def counted():
-        for ids, text_bytes in pairs:
+        for ids, text_bytes in tqdm(pairs, path.stem, unit=" documents", disable=None, leave=False):
             counts.update(documents=counts["documents"] + 1, bytes=counts["bytes"] + text_bytes)
+            if cfg.rows == "padded":
+                counts["lengths"][bisect.bisect_left(limits, len(ids) + 2)] += 1
             yield ids
 
     with whole(path) as file, pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=False) as writer:
-        for rows in packed_blocks(counted(), seq_len, eos):
+        if cfg.rows == "padded":
+            batches = batched(counted(), BLOCK_TOKENS, lambda ids: len(ids) + seq_len)
+            blocks = (pad_rows(batch, seq_len, special) for batch in batches)
+        else:
+            blocks = packed_blocks(counted(), seq_len, special["eos"])
+        for rows in blocks:
             counts.update(tokens=counts["tokens"] + int((rows[1] > 0).sum()), rows=counts["rows"] + len(rows[1]))
             columns = [pa.FixedSizeListArray.from_arrays(array_RL.reshape(-1), type=kind) for array_RL in rows]
             writer.write_table(pa.table(columns, schema=schema))

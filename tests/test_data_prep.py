@@ -664,3 +664,309 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
         assert kept > 0.6 * size
         peaks.append(float(done.stdout.split()[-1]))
     assert peaks[1] < peaks[0] + 300, f"peak MiB of 20 and 200 MB: {peaks}"
+
+
+# ---- text sources and padded rows
+
+STORIES = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data")) / "tinystories_sample.txt"
+SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
+
+
+def stories(count, seed=0, low=3, high=60):
+    """`count` different documents of made-up words, of `low` to `high` words each."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(300)]
+    line = ["Caf\u00e9 {}.", "{}, she said;", "\u201c{}!\u201d\n", "\U0001f600 {}\n\n  And"]
+    texts = []
+    for number in range(count):
+        chosen = rng.choices(words, k=rng.randint(low, high))
+        texts.append(" ".join(rng.choice(line).format(word) for word in chosen) + f" The end of {number}.")
+    return texts
+
+
+def text_config(tmp_path, source="stories.txt", **changes):
+    return config(tmp_path, **{"source": str(tmp_path / source), "roots": ()} | changes)
+
+
+def write_stories(path, texts, last="\n<|endoftext|>\n"):
+    path.write_text("\n<|endoftext|>\n".join(texts) + last, encoding="utf-8", newline="")
+    return texts
+
+
+def padded_texts(out, split):
+    """The documents of padded rows, decoded, after a check of what BOS, EOS, PAD, segments and positions must be."""
+    tokens_RL, segments_RL, positions_RL = rows_of(out, split)
+    used_RL, column_L = segments_RL == 1, np.arange(tokens_RL.shape[1])
+    assert ((tokens_RL == 0) == ~used_RL).all()
+    assert (segments_RL[~used_RL] == 0).all()
+    np.testing.assert_array_equal(used_RL, column_L < used_RL.sum(1, keepdims=True))
+    np.testing.assert_array_equal(positions_RL, np.where(used_RL, column_L, 0))
+    assert not ((tokens_RL == 1) & (column_L > 0)).any()
+    stream = tokens_RL[used_RL]
+    documents = np.split(stream, np.flatnonzero(stream == 2) + 1)[:-1]
+    for row_L, following_L in zip(tokens_RL, [*tokens_RL[1:], np.array([1])], strict=True):
+        assert (following_L[0] == 1) == (2 in row_L)  # a row without EOS is full and goes on in the next one
+        assert 2 in row_L or row_L[-1] != 0
+    tokenizer = Tokenizer.from_file(str(Path(out) / "tokenizer.json"))
+    for ids in documents:
+        assert (ids[0], ids[-1]) == (1, 2)
+        assert ids[1:-1].min() > 4
+    return [tokenizer.decode(ids[1:-1], skip_special_tokens=False) for ids in documents]
+
+
+def test_padded_rows_equal_a_loop_over_documents():
+    rng, special = np.random.default_rng(0), {"pad": 9, "bos": 7, "eos": 8}
+    for seq_len in (2, 3, 8, 17):
+        documents = [rng.integers(20, 50, n) for n in rng.integers(1, 3 * seq_len, 40)]
+        tokens, segments, positions = [], [], []
+        for document in documents:
+            rest = [7, *document.tolist(), 8]
+            while rest:
+                row, rest = rest[:seq_len], rest[seq_len:]
+                empty = [0] * (seq_len - len(row))
+                tokens.append(row + [9] * len(empty))
+                segments.append([1] * len(row) + empty)
+                positions.append([*range(len(row)), *empty])
+        rows = dp.pad_rows(documents, seq_len, special)
+        for got_RL, want in zip(rows, (tokens, segments, positions), strict=True):
+            assert got_RL.dtype == np.int32
+            assert got_RL.tolist() == want
+
+
+@pytest.mark.parametrize("last", ["", "\n<|endoftext|>\n", "<|endoftext|>"])
+def test_text_file_is_split_at_separators_and_padded_rows_decode_to_the_documents(tmp_path, monkeypatch, last):
+    texts = stories(300)
+    texts[7] = "<pad> <bos> <mask>\u00a0<eos> <unk> <|fim_prefix|> are plain text <|endoftext"
+    monkeypatch.setattr(dp, "BLOCK_TOKENS", 2000)
+    write_stories(tmp_path / "stories.txt", [*texts, "", " \r\n "], last)
+    dp.main(text_config(tmp_path, shard_bytes=20_000))
+    out, meta = tmp_path / "out", meta_of(tmp_path / "out")
+    got = {split: padded_texts(out, split) for split in ("train", "heldout")}
+    assert sorted(got["train"] + got["heldout"]) == sorted(texts)
+    assert 30 < len(got["heldout"]) < 90
+    assert [text for text in texts if text in {*got["train"]}] == got["train"]
+    assert len(meta["splits"]["train"]["shards"]) > 3
+    for split, total in meta["splits"].items():
+        tokens_RL, segments_RL, _ = rows_of(out, split)
+        assert total["documents"] == len(got[split])
+        assert total["bytes"] == sum(len(text.encode()) for text in got[split])
+        assert (total["tokens"], total["rows"]) == (segments_RL.sum(), len(tokens_RL))
+    roles = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "mask_id": 3, "unk_id": 4}
+    assert {role: meta[role] for role in roles} == roles
+    assert (meta["source"], meta["seq_len"], meta["vocab_size"], meta["vocab_padded"]) == ("text", 64, 400, 512)
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    assert [tokenizer.id_to_token(id) for id in range(5)] == SPECIAL_TOKENS
+    assert tokenizer.get_vocab_size() == 400
+    lengths = np.sort([len(ids) + 2 for ids in map(dp.load_vocabulary(
+        (out / "tokenizer.json").read_bytes(), text_config(tmp_path, rows="padded")
+    ).encoder.encode, texts)])  # fmt: skip
+    limits = meta["lengths"]["up_to"]
+    want = np.diff([0, *np.searchsorted(lengths, limits[:-1], side="right"), len(lengths)])
+    assert meta["lengths"]["documents"] == want.tolist()
+    assert limits[-1] is None
+
+
+def test_defaults_are_padded_rows_of_256_for_text_and_packed_rows_of_2048_for_python(tmp_path):
+    write_stories(tmp_path / "stories.txt", stories(60))
+    corpus(tmp_path / "src", 5)
+    dp.main(dp.Config(source=str(tmp_path / "stories.txt"), out=str(tmp_path / "a"), vocab_size=300))
+    dp.main(dp.Config(roots=(str(tmp_path / "src"),), out=str(tmp_path / "b"), vocab_size=300))
+    a, b = meta_of(tmp_path / "a"), meta_of(tmp_path / "b")
+    assert (a["seq_len"], a["bos_id"], a["settings"]["rows"]) == (256, 1, "padded")
+    assert (b["seq_len"], b["eos_id"], "bos_id" in b) == (2048, 0, False)
+    padded_texts(tmp_path / "a", "train")
+
+
+def test_python_source_with_padded_rows_and_text_with_packed_rows(tmp_path):
+    files = corpus(tmp_path / "src", 30) | save(tmp_path / "src", ODD)
+    dp.main(config(tmp_path, rows="padded"))
+    texts = padded_texts(tmp_path / "out", "train") + padded_texts(tmp_path / "out", "heldout")
+    assert sorted(text.encode() for text in texts) == sorted(files.values())
+    want = write_stories(tmp_path / "stories.txt", stories(100))
+    dp.main(text_config(tmp_path, rows="packed", out=str(tmp_path / "packed")))
+    texts = texts_of(tmp_path / "packed", "train") + texts_of(tmp_path / "packed", "heldout")
+    assert sorted(texts) == sorted(want)
+    assert meta_of(tmp_path / "packed")["fim"] == {"prefix": 1, "middle": 2, "suffix": 3}
+
+
+def test_folder_gives_a_document_per_file_and_leaves_out_what_is_no_text(tmp_path):
+    texts = stories(40)
+    whole = {f"{'ab'[i % 2]}/{i}{'.txt .py .md .text'.split()[i % 4]}": f"  {texts[i]}\r\n" for i in range(30)}
+    save(tmp_path / "src", {name: text.encode() for name, text in whole.items()})
+    write_stories(tmp_path / "src" / "more.txt", texts[30:])
+    save(tmp_path / "src", {"utf16.txt": "\ufeffx".encode("utf-16"), "cut.txt": b"caf\xc3", "nul.md": b"a\0b"})
+    save(tmp_path / "src", {"empty.py": b"", "blank.txt": b" \n<|endoftext|>\n", "photo.jpg": b"no text"})
+    os.mkfifo(tmp_path / "src" / "pipe.txt")
+    (tmp_path / "src" / "gone.txt").symlink_to("nowhere")
+    cfg = text_config(tmp_path, "src", out=str(tmp_path / "src" / "out"), shard_bytes=5_000)
+    dp.main(cfg)
+    got = [text for split in ("train", "heldout") for text in padded_texts(cfg.out, split)]
+    assert sorted(got) == sorted([*whole.values(), *texts[30:]])
+    assert meta_of(cfg.out)["dropped"] == {"unreadable": 2, "binary": 3, "empty": 2}
+    before = tree(cfg.out)
+    dp.main(cfg)
+    assert tree(cfg.out) == before
+
+
+def test_heldout_is_drawn_by_seed_and_content_alone(tmp_path):
+    def heldout(name, texts, **changes):
+        write_stories(tmp_path / f"{name}.txt", texts)
+        dp.main(text_config(tmp_path, f"{name}.txt", out=str(tmp_path / name), **changes))
+        train, held = ({*padded_texts(tmp_path / name, split)} for split in ("train", "heldout"))
+        assert not train & held
+        return held
+
+    texts = stories(150)
+    first = heldout("first", texts)
+    assert heldout("other", [*stories(50, seed=8), *reversed(texts)], shard_bytes=3_000) & {*texts} == first
+    assert heldout("seeded", texts, seed=1) != first
+
+
+def test_ranges_end_with_documents_and_long_documents_are_split_at_line_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(dp, "LONG_BYTES", 3_000)
+    bar = dp.tqdm(disable=True)
+
+    def ranges(data, limit=1_000):
+        (tmp_path / "x.txt").write_bytes(data)
+        result = dp.text_ranges(str(tmp_path / "x.txt"), limit, bar)
+        parts = [data[start : start + size] for start, size, _ in result]
+        assert [dp.hashlib.sha256(part).hexdigest() for part in parts] == [sha256 for *_, sha256 in result]
+        return parts
+
+    data = "<|endoftext|>".join(stories(100)).encode()
+    parts = ranges(data)
+    assert b"".join(parts) == data
+    assert all(part.endswith(b"<|endoftext|>") for part in parts[:-1])
+    assert min(map(len, parts[:-1])) >= 1_000
+    lines = "".join(f"line {i} of caf\u00e9\n" for i in range(200_000)).encode()  # several blocks
+    parts = ranges(lines)
+    assert b"".join(parts) == lines
+    assert len(parts) > 1
+    assert all(part.endswith(b"\n") for part in parts)
+    unbroken = ("\u4e2d" * 500_000).encode()
+    parts = ranges(unbroken)
+    assert "".join(part.decode() for part in parts) == unbroken.decode()
+    assert len(parts) > 1
+    parts = ranges(b"a<|endoftext|>\n" + unbroken)
+    assert "".join(part.decode() for part in parts) == "a<|endoftext|>\n" + unbroken.decode()
+
+
+def test_text_run_killed_at_any_moment_ends_with_the_same_bytes(tmp_path, capsys):
+    write_stories(tmp_path / "stories.txt", stories(1500))
+    whole = text_config(tmp_path, shard_bytes=20_000, out=str(tmp_path / "whole"))
+    dp.main(whole)
+    cfg = text_config(tmp_path, shard_bytes=20_000)
+    for moment in ("progress.json", "tokenizer.json", "train/00000.parquet", "train/00009.parquet", "heldout"):
+        run = start(cfg)
+        wait(run, tmp_path / "out" / moment)
+        os.killpg(run.pid, signal.SIGKILL)
+        run.communicate()
+    dp.main(cfg)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    capsys.readouterr()
+    dp.main(cfg)
+    assert capsys.readouterr().out == f"{tmp_path}/out is complete, nothing to do\n"
+    assert "other settings (rows 'padded', now 'packed')" in refused(text_config(
+        tmp_path, shard_bytes=20_000, rows="packed"
+    ), capsys)  # fmt: skip
+    write_stories(tmp_path / "stories.txt", stories(1500, seed=2))
+    assert "holds data of other files" in refused(cfg, capsys)
+
+
+def test_bad_text_input_is_one_line_that_says_what_to_do(tmp_path, capsys):
+    (tmp_path / "nothing").mkdir()
+    save(
+        tmp_path, {"empty.txt": b"", "blank.txt": b"\n<|endoftext|>\n \n", "nul.bin": b"ab\0c", "latin.txt": b"caf\xe9"}
+    )
+    save(tmp_path / "binary", {"a.txt": b"\0", "b.md": b"\xff"})
+    save(tmp_path / "photos", {"a.jpg": b"x"})
+    os.mkfifo(tmp_path / "pipe")
+    write_stories(tmp_path / "stories.txt", stories(20))
+    corpus(tmp_path / "src", 5)
+    dp.main(config(tmp_path, out=str(tmp_path / "packed")))
+    tokenizer = str(tmp_path / "packed" / "tokenizer.json")
+    capsys.readouterr()
+    for changes, words in [
+        ({"source": str(tmp_path / "pyhton")}, ["pyhton does not exist", "file or folder", "tinystories"]),
+        ({"source": str(tmp_path / "nowhere.txt")}, ["nowhere.txt does not exist"]),
+        ({"source": str(tmp_path / "empty.txt")}, ["empty.txt is empty", "--source"]),
+        ({"source": str(tmp_path / "blank.txt")}, ["blank.txt is empty"]),
+        ({"source": str(tmp_path / "nul.bin")}, ["nul.bin is binary", "UTF-8"]),
+        ({"source": str(tmp_path / "latin.txt")}, ["latin.txt is binary"]),
+        ({"source": str(tmp_path / "pipe")}, ["pipe is unreadable"]),
+        ({"source": str(tmp_path / "binary")}, ["all that is in", "is binary"]),
+        ({"source": str(tmp_path / "nothing")}, ["no .txt, .text, .md, .py files below", "--source"]),
+        ({"source": str(tmp_path / "photos")}, ["no .txt"]),
+        ({"roots": (str(tmp_path / "src"),)}, ["--roots does not go with"]),
+        ({"fim_rate": 0.5}, ["--fim_rate goes with --rows=packed"]),
+        ({"source": "parquet", "roots": ("x",), "tokenizer": "x", "rows": "padded"}, ["--rows=padded needs text"]),
+        ({"tokenizer": tokenizer}, ["has no <pad>, <bos>, <eos>, <mask>, <unk>", "--rows=padded"]),
+        ({"seq_len": 1}, ["--seq_len=1", "at least 2"]),
+    ]:
+        message = refused(text_config(tmp_path, **changes), capsys)
+        for word in words:
+            assert word in message, message
+        capsys.readouterr()
+    assert not (tmp_path / "out" / "train").exists()
+
+
+def test_padded_rows_take_a_tokenizer_that_has_the_five_tokens_at_any_ids(tmp_path):
+    texts = write_stories(tmp_path / "stories.txt", stories(60))
+    corpus(tmp_path / "src", 5)
+    dp.main(config(tmp_path, out=str(tmp_path / "packed")))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "packed" / "tokenizer.json"))
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer.save(str(tmp_path / "five.json"))
+    dp.main(text_config(tmp_path, tokenizer=str(tmp_path / "five.json")))
+    meta = meta_of(tmp_path / "out")
+    assert [meta[f"{role}_id"] for role in ("pad", "bos", "eos", "mask", "unk")] == [400, 401, 402, 403, 404]
+    tokens_RL, segments_RL, _ = rows_of(tmp_path / "out", "train")
+    assert (tokens_RL[segments_RL == 0] == 400).all()
+    assert (tokens_RL == 401).sum() == (tokens_RL == 402).sum() == meta["splits"]["train"]["documents"] < len(texts)
+
+
+def test_one_document_is_trained_on_and_said_to_leave_nothing_held_out(tmp_path, capsys):
+    save(tmp_path, {"book.txt": "\n\n".join(stories(30)).encode()})
+    dp.main(text_config(tmp_path, "book.txt", heldout=0.02))
+    assert "nothing is held out" in capsys.readouterr().err
+    meta = meta_of(tmp_path / "out")
+    assert meta["splits"]["train"]["documents"] == 1
+    assert meta["splits"]["heldout"]["rows"] == 0
+    (text,) = padded_texts(tmp_path / "out", "train")
+    assert text.encode() == (tmp_path / "book.txt").read_bytes()
+
+
+def test_tinystories_come_through_datasets_once(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("datasets", reason="needs: pip install datasets")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    texts = stories(80)
+    (tmp_path / "hub").mkdir()
+    pq.write_table(pa.table({"text": [f"{text}\n" for text in texts]}), tmp_path / "hub" / "train-00000.parquet")
+    pq.write_table(pa.table({"text": stories(9, seed=3)}), tmp_path / "hub" / "validation-00000.parquet")
+    monkeypatch.setattr(dp, "TINYSTORIES", str(tmp_path / "hub"))
+    cfg = config(tmp_path, source="tinystories", roots=())
+    dp.main(cfg)
+    got = [text for split in ("train", "heldout") for text in padded_texts(cfg.out, split)]
+    assert sorted(got) == sorted(texts)
+    assert meta_of(cfg.out)["source"] == "tinystories"
+    capsys.readouterr()
+    monkeypatch.setattr(dp, "TINYSTORIES", str(tmp_path / "nowhere"))  # the file that is there is used
+    dp.main(cfg)
+    assert "nothing to do" in capsys.readouterr().out
+    message = refused(config(tmp_path, source="tinystories", roots=(), out=str(tmp_path / "new")), capsys)
+    assert "cannot be downloaded" in message
+    assert not (tmp_path / "new" / "tinystories.txt").exists()
+
+
+def test_tinystories_without_datasets_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install datasets" in refused(config(tmp_path, source="tinystories", roots=()), capsys)
+
+
+@pytest.mark.skipif(not STORIES.is_file(), reason=f"no {STORIES}; set SHARED_DATA")
+def test_real_stories_come_back_from_the_shards(tmp_path):
+    dp.main(dp.Config(source=str(STORIES), out=str(tmp_path / "out"), workers=1))
+    got = [text for split in ("train", "heldout") for text in padded_texts(tmp_path / "out", split)]
+    want = [text.strip() for text in STORIES.read_text(encoding="utf-8").split("<|endoftext|>")]
+    assert sorted(got) == sorted(filter(None, want))
+    assert meta_of(tmp_path / "out")["vocab_size"] == 8192
