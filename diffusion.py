@@ -41,13 +41,13 @@ def _float(x):
 
 def _take(x, index, axis=-1):
     xp = _namespace(x)
-    return xp.take_along_axis(x, index, axis) if hasattr(xp, "take_along_axis") else xp.take_along_dim(x, index, axis)
+    return xp.take_along_axis(x, index, axis) if hasattr(xp, "take_along_axis") else xp.gather(x, axis, index)
 
 
 def _ids(x_BLV):
     """0 .. V - 1, on x's device."""
     xp, V = _namespace(x_BLV), x_BLV.shape[-1]
-    return xp.arange(V, device=x_BLV.device) if hasattr(xp, "take_along_dim") else xp.arange(V)
+    return xp.arange(V, device=x_BLV.device) if hasattr(xp, "gather") else xp.arange(V)
 
 
 def _column(t_B, x_BL):

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -194,11 +193,12 @@ def save(model, folder, tokenizer_json=None):
     if tokenizer_json is not None:
         files["tokenizer.json"] = tokenizer_json
     for name, data in files.items():
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+        temporary = folder / f"{name}.tmp"
+        with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(file.name, folder / name)
+        os.replace(temporary, folder / name)
 
 
 def load(folder, device="cpu", dtype=torch.float32):

@@ -358,7 +358,7 @@ def to_device(token_BL, noised, device):
     inputs = torch.from_numpy(noised["xt"]), torch.from_numpy(noised["rate"]).float(), index_N, token_N
     inputs = [x.to(device, non_blocking=True) for x in (*inputs, weight_N.float())]
     for x in inputs[2:]:
-        torch._dynamo.maybe_mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(x, 0)
     return inputs
 
 
@@ -585,7 +585,7 @@ def saved_config(argv):
         saved = json.loads((Path(folder) / "config.json").read_text())["train"]
     except (OSError, ValueError, KeyError):
         sys.exit(f"{folder}/config.json cannot be read; --resume names the folder of an earlier run")
-    known = {f.name for f in dataclasses.fields(Config)} - {"micro_batch"}
+    known = {f.name for f in dataclasses.fields(Config)}
     return Config(**{k: v for k, v in saved.items() if k in known} | {"out": folder})
 
 

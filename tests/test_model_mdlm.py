@@ -1,0 +1,114 @@
+"""MDLM: parameter counts, what attention sees, sampling, files."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import diffusion
+import model_mdlm as mdlm
+
+TINY = mdlm.Config(vocab=40, width=32, layers=2, heads=2, ffn=64, positions=16)
+
+
+def build(**changes):
+    torch.manual_seed(0)
+    return mdlm.MDLM(dataclasses.replace(TINY, **changes)).eval()
+
+
+def tokens(*shape):
+    return torch.randint(5, TINY.vocab, shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_presets_have_their_true_parameter_counts(capsys):
+    want = {"tiny": (5_453_824, 7_550_976), "small": (14_187_264, 17_332_992), "medium": (30_070_784, 34_265_088)}
+    want["large"] = (55_463_680, 60_706_560)
+    assert set(want) == set(mdlm.CONFIGS)
+    for name, counts in want.items():
+        for tie, count in zip((True, False), counts, strict=True):
+            cfg = dataclasses.replace(mdlm.CONFIGS[name], tie=tie)
+            assert mdlm.count_params(cfg)["total"] == count
+            assert sum(p.numel() for p in mdlm.MDLM(cfg).parameters()) == count
+    mdlm.main(mdlm.Args())
+    assert "17,332,992" in capsys.readouterr().out
+
+
+def test_every_position_sees_both_sides_and_nobody_sees_pad():
+    model, token_BL, noise_B = build(), tokens(1, 10), torch.tensor([0.5])
+    plain = model(token_BL, noise_B)
+    changed = token_BL.clone()
+    changed[0, 5] = (changed[0, 5] - 4) % 35 + 5
+    assert ((model(changed, noise_B) - plain).abs().amax(-1) > 1e-6).all()
+    padded = torch.cat([token_BL, torch.tensor([[7, 9, 11]])], 1)
+    see = torch.arange(13)[None] < 10
+    torch.testing.assert_close(model(padded, noise_B, see)[:, :10], plain)
+
+
+def test_the_noise_level_is_an_input_unless_the_model_is_time_free():
+    token_BL = tokens(2, 8)
+    model = build()
+    assert not torch.allclose(model(token_BL, torch.tensor([0.1, 0.1])), model(token_BL, torch.tensor([0.9, 0.9])))
+    with pytest.raises(ValueError, match="pass noise_B"):
+        model(token_BL)
+    free = build(time=False)
+    assert torch.equal(free(token_BL), free(token_BL, torch.tensor([0.3, 0.9])))
+
+
+def test_sinusoids_are_those_of_a_transformer_at_a_thousand_times_the_noise():
+    got = mdlm.sinusoid(torch.tensor([0.0, 0.25]), 8)
+    want = [[250 * 10_000 ** (-k / 4) for k in range(4)]]
+    torch.testing.assert_close(got[0], torch.tensor([0.0] * 4 + [1.0] * 4))
+    torch.testing.assert_close(got[1:], torch.cat([torch.tensor(want).sin(), torch.tensor(want).cos()], -1))
+
+
+def test_rows_longer_than_the_positions_are_refused():
+    with pytest.raises(ValueError, match="17 tokens do not fit the model's 16 positions"):
+        build()(tokens(1, 17), torch.tensor([0.5]))
+
+
+@pytest.mark.parametrize("sampler", ["ancestral", *diffusion.CONFIDENCES])
+@pytest.mark.parametrize("schedule", [*diffusion.SCHEDULES, "even"])
+def test_samplers_fill_every_mask_keep_the_prompt_and_draw_no_special_token(sampler, schedule):
+    model, canvas = build(), torch.full((3, 12), mdlm.MASK)
+    canvas[:, 0], canvas[0, 4], canvas[1, 9:] = mdlm.BOS, 30, mdlm.PAD
+    rule, seen = mdlm.Sampling(sampler, steps=5, schedule=schedule, temperature=1.0, top_p=0.9), []
+    for temperature in (1.0, 0.0):
+        rule = dataclasses.replace(rule, temperature=temperature)
+        out = mdlm.sample(model, canvas, rule, torch.Generator().manual_seed(0), lambda i, x: seen.append(x.clone()))
+        again = mdlm.sample(model, canvas, rule, torch.Generator().manual_seed(0))
+        assert torch.equal(out, again)
+        assert (out[canvas != mdlm.MASK] == canvas[canvas != mdlm.MASK]).all()
+        assert not torch.isin(out[canvas == mdlm.MASK], torch.tensor(mdlm.BANNED)).any()
+    assert len(seen) <= 10
+    left = [int((x == mdlm.MASK).sum()) for x in seen]
+    assert left[len(left) // 2 - 1] == left[-1] == 0
+
+
+def test_a_model_that_was_saved_is_the_same_and_a_wrong_one_is_named(tmp_path):
+    model, token_BL, noise_B = build(), tokens(2, 8), torch.tensor([0.2, 0.8])
+    mdlm.save(model, tmp_path, b"{}")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert torch.equal(mdlm.load(tmp_path)(token_BL, noise_B), model(token_BL, noise_B))
+    assert mdlm.load(tmp_path, dtype=torch.bfloat16).norm.weight.dtype == torch.bfloat16
+    config = json.loads((tmp_path / "config.json").read_text())
+    for changes, parts in (
+        ({"tie": True}, ["unexpected head.weight"]),
+        ({"layers": 3}, ["missing blocks.2.qkv.weight", "missing blocks.2.norm1.bias"]),
+        ({"ffn": 65}, ["blocks.0.fc1.weight is (64, 32), the model has (65, 32)"]),
+        ({"model_type": "dream"}, ["'dream' is not mdlm"]),
+        ({"heads": 5}, ["does not divide into 5 heads"]),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            mdlm.load(tmp_path)
+        for part in parts:
+            assert part in str(error.value)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ValueError, match="cannot be read"):
+        mdlm.load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="holds no model"):
+        mdlm.load(tmp_path)

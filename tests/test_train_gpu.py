@@ -1,0 +1,230 @@
+"""The MDLM trainer: noise, crops, learning by heart, resuming, several processes, and what it says of bad input."""
+
+import dataclasses
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import data_prep
+import diffusion
+import model_mdlm as mdlm
+import train_gpu
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ("--batch_size=8", "--micro_batch=4", "--log_every=1", "--eval_rows=16", "--compile=False")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Padded rows of 32 tokens from sentences of a small grammar."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    words = "The A One", "small red old", "dog cat bird", "sees finds hears", "food. water. us."
+    words = [choices.split() for choices in words]
+    stories = [" ".join(rng.choice(w) for _ in range(rng.integers(1, 5)) for w in words) for _ in range(300)]
+    (folder / "stories.txt").write_text("\n<|endoftext|>\n".join(stories))
+    data_prep.main(
+        data_prep.Config(source=str(folder / "stories.txt"), out=str(folder / "rows"), vocab_size=300, seq_len=32,
+                         heldout=0.1, workers=1)
+    )  # fmt: skip
+    return folder / "rows"
+
+
+def command(data, out, *more):
+    return [sys.executable, str(ROOT / "train_gpu.py"), f"--data={data}", f"--out={out}", *SMALL, *more]
+
+
+def run(*args, **options):
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(args, capture_output=True, text=True, env=env, timeout=300, **options)
+
+
+def losses(out):
+    rows = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
+
+
+def says(result, *parts):
+    """One clear line on standard error and a failing exit status."""
+    assert result.returncode not in (0, None), result.stdout
+    assert "Traceback" not in result.stderr, result.stderr
+    line = result.stderr.strip().splitlines()[-1]
+    for part in parts:
+        assert part in line, line
+
+
+def test_noise_masks_neither_pad_nor_bos_and_weighs_like_the_bound():
+    rng = np.random.default_rng(0)
+    token_BL = rng.integers(5, 40, (64, 32))
+    token_BL[:, 0], token_BL[:, 20:] = mdlm.BOS, mdlm.PAD
+    cfg = train_gpu.Config()
+    noised = train_gpu.noise(token_BL, cfg, rng)
+    masked = noised["xt"] == mdlm.MASK
+    assert not masked[:, 0].any()
+    assert not masked[:, 20:].any()
+    assert noised["counted"].sum() == 64 * 19
+    row_N = np.nonzero(masked)[0]
+    np.testing.assert_allclose(noised["weight"][masked], 1 / noised["rate"][row_N] / (64 * 19))
+    assert (noised["weight"][~masked] == 0).all()
+    plain = train_gpu.noise(token_BL, dataclasses.replace(cfg, loss="masked_ce"), rng)
+    assert plain["weight"].sum() == pytest.approx(1)
+
+
+def test_crops_are_windows_of_the_row_filled_up_with_pad():
+    rng = np.random.default_rng(0)
+    token_BL = np.arange(5, 5 + 64)[None].repeat(200, 0)
+    token_BL[:, 60:] = mdlm.PAD
+    out = train_gpu.crop(token_BL, 0.5, rng)
+    changed = (out != token_BL).any(1)
+    assert 60 < changed.sum() < 140
+    for row in out[changed]:
+        size = (row != mdlm.PAD).sum()
+        assert size >= 1
+        assert (np.diff(row[:size]) == 1).all()
+        assert (row[size:] == mdlm.PAD).all()
+    assert (out[:, 0] > 5).any()
+    assert (train_gpu.crop(token_BL, 0.0, rng) == token_BL).all()
+
+
+def test_the_loss_and_its_gradient_are_those_of_the_formula():
+    torch.manual_seed(0)
+    model = mdlm.MDLM(mdlm.Config(vocab=40, width=32, layers=1, heads=2, ffn=64, positions=16))
+    rng = np.random.default_rng(0)
+    token_BL = rng.integers(5, 40, (4, 16))
+    token_BL[:, 12:] = mdlm.PAD
+    noised = train_gpu.noise(token_BL, train_gpu.Config(), rng)
+    loss, counts = train_gpu.Loss(model)(*train_gpu.to_device(token_BL, noised, torch.device("cpu")))
+    got = torch.autograd.grad(loss, list(model.parameters()))
+    xt, x0, rate = (torch.from_numpy(x) for x in (noised["xt"], token_BL, noised["rate"]))
+    logits = model(xt, rate.float(), xt != mdlm.PAD)
+    nll = diffusion.masked_nll(logits, x0, xt == mdlm.MASK, mdlm.MASK)
+    want = diffusion.nelbo_per_token(nll, rate.float(), torch.from_numpy(noised["counted"]), "linear")
+    assert loss.item() == pytest.approx(want.item(), rel=1e-5)
+    assert counts[2] == (xt == mdlm.MASK).sum()
+    for a, b in zip(got, torch.autograd.grad(want, list(model.parameters())), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_eight_sequences_are_learned_by_heart_in_seconds():
+    torch.manual_seed(0)
+    cfg, rng = train_gpu.Config(steps=400, lr=3e-3, warmup=20, weight_decay=0.0), np.random.default_rng(0)
+    model = mdlm.MDLM(mdlm.Config(vocab=64, width=64, layers=2, heads=1, ffn=256, positions=32))
+    token_BL = rng.integers(5, 64, (8, 32))
+    optimizer, loss_of, device = train_gpu.make_optimizer(model, cfg, torch.device("cpu")), train_gpu.Loss(model), "cpu"
+    bounds, hits = [], []
+    for step in range(cfg.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = train_gpu.learning_rate(step, cfg)
+        loss, counts = loss_of(*train_gpu.to_device(token_BL, train_gpu.noise(token_BL, cfg, rng), device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        bounds.append(loss.item())
+        hits.append(float(counts[1] / counts[2]))
+    assert np.mean(bounds[:10]) > 3.5  # ln 63 = 4.1
+    assert np.mean(bounds[-20:]) < 0.8
+    assert np.mean(hits[-20:]) > 0.75
+
+
+def test_the_average_follows_the_weights():
+    model, ema = (mdlm.MDLM(mdlm.Config(vocab=16, width=8, layers=1, heads=1, ffn=8, positions=4)) for _ in range(2))
+    before, weight = ema.head.weight.detach().clone(), model.head.weight.detach()
+    train_gpu.average(ema, model, 0.999, 0)
+    torch.testing.assert_close(ema.head.weight, 0.1 * before + 0.9 * weight)
+    before = ema.head.weight.detach().clone()
+    train_gpu.average(ema, model, 0.5, 10_000)
+    torch.testing.assert_close(ema.head.weight, 0.5 * before + 0.5 * weight)
+    train_gpu.average(ema, model, 0.0, 5)
+    assert torch.equal(ema.head.weight, model.head.weight)
+
+
+def test_learning_rate_warms_up_and_falls_to_a_tenth():
+    cfg = train_gpu.Config(steps=1000, warmup=50, lr=1.0)
+    rates = [train_gpu.learning_rate(step, cfg) for step in range(1000)]
+    assert rates[0] == pytest.approx(0.02)
+    assert rates[49] == rates[50] == 1.0
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+    assert all(a >= b for a, b in itertools.pairwise(rates[50:]))
+
+
+@pytest.fixture(scope="module")
+def unbroken(data, tmp_path_factory):
+    """Twelve steps without a stop."""
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    result = run(*command(data, out, "--steps=12", "--eval_every=4"))
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+def test_a_run_leaves_a_model_that_loads_and_its_scores_fall(data, unbroken):
+    rows = [json.loads(line) for line in (unbroken / "log.jsonl").read_text().splitlines()]
+    scores = [row for row in rows if "heldout_nats" in row]
+    assert [row["step"] for row in scores] == [4, 8, 12]
+    assert scores[-1]["heldout_nats"] < scores[0]["heldout_nats"]
+    assert scores[-1]["perplexity"] == pytest.approx(np.exp(scores[-1]["heldout_nats"]))
+    assert train_gpu.checkpoints(unbroken) == [8, 12]
+    model = mdlm.load(unbroken / "step_12")
+    assert model.cfg == mdlm.CONFIGS["tiny"]
+    assert "---- step 12" in (unbroken / "samples.txt").read_text()
+
+
+def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(data, unbroken, tmp_path):
+    out = tmp_path / "run"
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command(data, out, "--steps=12", "--eval_every=4"), stdout=subprocess.PIPE, env=env)
+    for line in process.stdout:
+        if line.startswith(b"step 6 "):
+            process.send_signal(signal.SIGTERM)
+            break
+    process.stdout.read()
+    assert process.wait() != 0
+    assert train_gpu.checkpoints(out)[-1] in (6, 7)
+    result = run(sys.executable, str(ROOT / "train_gpu.py"), f"--resume={out}")
+    assert result.returncode == 0, result.stderr
+    assert losses(out) == losses(unbroken)
+    one, two = (mdlm.load(folder / "step_12").state_dict() for folder in (out, unbroken))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("fsdp", ["False", "True"])
+def test_two_processes_train_as_one(data, unbroken, tmp_path, fsdp):
+    out = tmp_path / "run"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    more = "--steps=12", "--eval_every=4", "--micro_batch=2", f"--fsdp={fsdp}"
+    result = run(*launch, *command(data, out, *more)[1:])
+    assert result.returncode == 0, result.stderr[-3000:]
+    for step, want in losses(unbroken).items():
+        np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
+
+
+def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, tmp_path):
+    before = (unbroken / "log.jsonl").read_text()
+    says(run(*command(data, unbroken)), "already holds a run", "--resume=")
+    says(run(*command(tmp_path / "none", tmp_path / "a")), "data_prep.py")
+    says(run(*command(data, tmp_path / "a", "--model=huge")), "tiny, small, medium, large")
+    says(run(*command(data, tmp_path / "a", "--seq_len=64")), "rows of 32 tokens, not 64")
+    says(run(*command(data, tmp_path / "a", "--micro_batch=3")), "--micro_batch=3 does not divide")
+    says(run(*command(data, unbroken, f"--resume={unbroken}", "--model=small", "--steps=20")), "another model", "width")
+    says(run(*command(data, tmp_path / "a", f"--resume={tmp_path}")), "--resume")
+    copy = tmp_path / "rows"
+    subprocess.run(["cp", "-r", data, copy], check=True)
+    shard = next((copy / "train").glob("*.parquet"))
+    os.truncate(shard, 500)
+    says(run(*command(copy, tmp_path / "a")), shard.name, "corrupted")
+    (copy / "tokenizer.json").write_text("{}")
+    says(run(*command(copy, tmp_path / "b")), "tokenizer.json is not the one")
+    assert (unbroken / "log.jsonl").read_text() == before
+
+
+def test_a_loss_that_is_not_finite_stops_after_five_steps(data, tmp_path):
+    result = run(*command(data, tmp_path / "run", "--steps=40", "--lr=1e30", "--warmup=1", "--eval_every=100"))
+    assert "the update is left out" in result.stdout
+    says(result, "no finite loss in 5 steps")
