@@ -469,7 +469,7 @@ def train(cfg, device, rank, world):
         for each in (model, ema):
             for block in each.blocks:
                 fully_shard(block)
-            fully_shard(each)
+            fully_shard(each, reshard_after_forward=True)  # the default leaves the root whole after evaluation
             for method in ("hidden", "logits"):  # called from outside, not through forward
                 register_fsdp_forward_method(each, method)
     elif world > 1:
