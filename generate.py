@@ -5,45 +5,54 @@
     python generate.py --prompt="import os" --temperature=0.8 --top_p=0.95 --n=4
     python generate.py --prompt="def area(r):\\n    " --suffix="\\n    return a"    # fill in the middle
     python generate.py --file=prompts.jsonl --json=True > completions.jsonl
+    python generate.py --model=mdlm --prompt="Once upon a time" --show_steps=True
+    python generate.py --model=mdlm --prompt="Once upon a [MASK:12] dragon." --html=steps.html
 
-Reads a run folder of train_tpu.py. PythonCoder decodes with a static KV cache in one compiled loop, and its own MTP
-head drafts every second token: the text is the same as without (temperature 0), or drawn from the same distribution.
+Reads a run folder of train_tpu.py or train_gpu.py. PythonCoder decodes with a static KV cache in one compiled loop, and
+its own MTP head drafts every second token: the text is the same as without (temperature 0), or drawn from the same
+distribution. MDLM fills a canvas of masks in --steps steps; [MASK:n] anywhere in a prompt is n tokens to fill.
 """
 
 import contextlib
 import dataclasses
+import functools
+import html
 import io
+import itertools
 import json
 import logging
 import os
+import re
 import sys
 import time
 import typing
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import tokenizers
 import tyro
-
-import model_pythoncoder
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    model: typing.Literal["pythoncoder"] = "pythoncoder"
-    ckpt: str = "out/train_tpu"  # run folder with checkpoints/ and tokenizer.json
+    model: typing.Literal["pythoncoder", "mdlm"] = "pythoncoder"
+    ckpt: str = ""  # run folder; "" is out/train_tpu, or out/train_gpu for MDLM
     step: int = 0  # which checkpoint; 0 takes the newest
     prompt: str = ""  # text to continue, \n for a new line; "" asks for one
     suffix: str = ""  # text that follows: the model fills the middle (it must be trained with --fim_rate)
     file: str = ""  # JSON lines with "prompt" and perhaps "suffix", generated as one batch
     n: int = 1  # completions of each prompt
     max_new: int = 128  # tokens at most
-    temperature: float = 0.0  # 0 takes the likeliest token
+    temperature: float | None = None  # 0 takes the likeliest token; default 0, 1 for MDLM
     top_k: int = 0  # draw from the k likeliest tokens; 0: from all
-    top_p: float = 1.0  # draw from the smallest set of this probability
+    top_p: float | None = None  # draw from the smallest set of this probability; default 1, 0.95 for MDLM
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
     speculate: bool = True  # draft with the MTP head
+    steps: int = 64  # MDLM: passes over the canvas
+    sampler: typing.Literal["ancestral", "max_prob", "margin", "entropy"] = "ancestral"  # MDLM: random, or surest first
+    )
+    schedule: typing.Literal["linear", "cosine", "cosine_sq", "even"] = "cosine_sq"  # MDLM: when how many are unmasked
+    show_steps: bool = False  # MDLM: show the canvas after every step
+    html: str = ""  # MDLM: write a page that shows in which step each token appeared
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # "" is float32 on a CPU, else bfloat16
     json: bool = False  # print one JSON line per completion instead of text
     seed: int = 0
@@ -96,16 +105,38 @@ def read_requests(path):
     return requests
 
 
-def main(cfg):
-    def unescape(text):
-        return text.replace("\\n", "\n")
+def unescape(text):
+    return text.replace("\\n", "\n")
 
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback where we print one line
-    if cfg.temperature < 0 or not 0 < cfg.top_p <= 1 or cfg.top_k < 0 or cfg.max_new < 1 or cfg.n < 1:
-        sys.exit("--temperature and --top_k are at least 0, --top_p in (0, 1], --max_new and --n at least 1")
+
+def main(cfg):
+    ours = {"pythoncoder": ("out/train_tpu", 0.0, 1.0), "mdlm": ("out/train_gpu", 1.0, 0.95)}[cfg.model]
+    chosen = zip((cfg.ckpt or None, cfg.temperature, cfg.top_p), ours, strict=True)
+    ckpt, temperature, top_p = (default if value is None else value for value, default in chosen)
+    cfg = dataclasses.replace(cfg, ckpt=ckpt, temperature=temperature, top_p=top_p)
+    if cfg.temperature < 0 or not 0 < cfg.top_p <= 1 or cfg.top_k < 0 or min(cfg.max_new, cfg.n, cfg.steps) < 1:
+        sys.exit("--temperature and --top_k are at least 0, --top_p in (0, 1], --max_new, --n and --steps at least 1")
     if cfg.prompt and cfg.file:
         sys.exit("give --prompt or --file, not both")
     requests = read_requests(cfg.file) if cfg.file else [(unescape(cfg.prompt), unescape(cfg.suffix))]
+    answer = load_mdlm(cfg) if cfg.model == "mdlm" else load_pythoncoder(cfg)
+    if cfg.prompt or cfg.file:
+        answer(requests)
+    else:
+        interact(answer, "" if cfg.model == "mdlm" else "\n")
+
+
+# ---- PythonCoder ---------------------------------------------------------------------------------------------------
+
+
+def load_pythoncoder(cfg):
+    """A function that completes a list of (prompt, suffix) and prints the texts; exits if there is no such model."""
+    import jax
+    import jax.numpy as jnp
+
+    import model_pythoncoder
+
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback where we print one line
     on_cpu = jax.devices()[0].platform == "cpu"
     dtype = jnp.dtype(cfg.dtype or ("float32" if on_cpu else "bfloat16"))
     with contextlib.redirect_stderr(io.StringIO()):
@@ -125,14 +156,19 @@ def main(cfg):
     )
     if not cfg.json:
         print(f"{cfg.ckpt} step {step}, {dtype}", file=sys.stderr)
-    stops = [unescape(s) for s in cfg.stop]
-    key = jax.random.key(cfg.seed)
-    if not cfg.prompt and not cfg.file:
-        return interact(model, tokenizer, rule, stops, cfg, key)
-    complete(model, tokenizer, requests, rule, stops, cfg, key)
+    stops, key = [unescape(s) for s in cfg.stop], jax.random.key(cfg.seed)
+
+    def answer(requests):
+        nonlocal key
+        now = key
+        if not cfg.prompt and not cfg.file:  # every turn of a conversation draws anew
+            key, now = jax.random.split(key)
+        complete(model, tokenizer, requests, rule, stops, cfg, functools.partial(model_pythoncoder.generate, key=now))
+
+    return answer
 
 
-def complete(model, tokenizer, requests, rule, stops, cfg, key):
+def complete(model, tokenizer, requests, rule, stops, cfg, generate):
     """Generate cfg.n completions of every request as one batch; a single one streams to the terminal."""
     requests = [request for request in requests for _ in range(cfg.n)]
     prompts = [encode(tokenizer, *request) for request in requests]
@@ -154,7 +190,7 @@ def complete(model, tokenizer, requests, rule, stops, cfg, key):
 
     started = time.perf_counter()
     try:
-        texts, stats = model_pythoncoder.generate(model, prompts, cfg.max_new, rule, key, on_tokens)
+        texts, stats = generate(model, prompts, cfg.max_new, rule, on_tokens=on_tokens)
     except ValueError as error:
         sys.exit(str(error))
     seconds = time.perf_counter() - started
@@ -175,10 +211,111 @@ def complete(model, tokenizer, requests, rule, stops, cfg, key):
     )
 
 
-def interact(model, tokenizer, rule, stops, cfg, key):
+# ---- MDLM ----------------------------------------------------------------------------------------------------------
+
+
+def canvas_of(tokenizer, prompt, max_new):
+    """Ids of a canvas: BOS, the prompt, and max_new masks; or, if the prompt holds [MASK:n], just these, and EOS."""
+    import model_mdlm as mdlm
+
+    ids, *rest = re.split(r"\[MASK:(\d+)\]", prompt)
+    ids = [mdlm.BOS, *tokenizer.encode(ids, add_special_tokens=False).ids]
+    for count, text in zip(rest[::2], rest[1::2], strict=True):
+        ids += [mdlm.MASK] * int(count) + tokenizer.encode(text, add_special_tokens=False).ids
+    return ids + ([mdlm.EOS] if rest else [mdlm.MASK] * max_new)
+
+
+def load_mdlm(cfg):
+    """A function that fills the canvases of a list of (prompt, suffix) and prints the texts; exits without a model."""
+    import torch
+
+    import model_mdlm as mdlm
+
+    folder = Path(cfg.ckpt)
+    steps = sorted(int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdigit())
+    if steps or cfg.step:
+        folder = folder / f"step_{cfg.step or steps[-1]}"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, cfg.dtype or ("bfloat16" if device == "cuda" else "float32"))
+    try:
+        model = mdlm.load(folder, device, dtype)
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises nothing narrower for a broken file
+        sys.exit(str(error))
+    tokenizer.encode_special_tokens = True
+    rule = mdlm.Sampling(cfg.sampler, cfg.steps, cfg.schedule, cfg.temperature, cfg.top_k, cfg.top_p)
+    generator = torch.Generator(device).manual_seed(cfg.seed)
+    if not cfg.json:
+        print(f"{folder}, {dtype}", file=sys.stderr)
+
+    def words(ids):
+        """The text up to EOS, masks as dots."""
+        ids = ids[1 : ids.index(mdlm.EOS)] if mdlm.EOS in ids else ids[1:]
+        runs = itertools.groupby(ids, lambda i: i == mdlm.MASK)
+        return "".join("\u2591" * len(list(run)) if masked else tokenizer.decode(list(run)) for masked, run in runs)
+
+    def answer(requests):
+        requests = [prompt + (f"[MASK:{cfg.max_new}]{suffix}" if suffix else "") for prompt, suffix in requests]
+        prompts = [prompt for prompt in requests for _ in range(cfg.n)]
+        canvases = [canvas_of(tokenizer, prompt, cfg.max_new) for prompt in prompts]
+        longest = max(map(len, canvases))
+        if longest > model.cfg.positions:
+            sys.exit(f"{longest} tokens do not fit the model's {model.cfg.positions} positions; lower --max_new")
+        token_BL = torch.full((len(canvases), longest), mdlm.PAD, device=device)
+        for row, ids in zip(token_BL, canvases, strict=True):
+            row[: len(ids)] = torch.tensor(ids)
+        history = [token_BL.tolist()]
+
+        def on_step(i, token_BL):
+            history.append(token_BL.tolist())
+            if cfg.show_steps:
+                clear = "\x1b[2J\x1b[H" if sys.stdout.isatty() else ""
+                print(f"{clear}step {i + 1}: {words(history[-1][0])}", flush=True)
+
+        started = time.perf_counter()
+        filled = mdlm.sample(model, token_BL, rule, generator, on_step).tolist()
+        seconds = time.perf_counter() - started
+        for i, (prompt, ids) in enumerate(zip(prompts, filled, strict=True)):
+            if cfg.json:
+                print(json.dumps({"prompt": prompt, "text": words(ids), "seed": cfg.seed}), flush=True)
+            else:
+                print(words(ids) if len(filled) == 1 else f"---- {i + 1}\n{words(ids)}", flush=True)
+        if cfg.html:
+            Path(cfg.html).write_text(page(list(zip(*history, strict=True)), tokenizer, mdlm))
+        passes, new = len(history) - 1, sum(ids.count(mdlm.MASK) for ids in history[0])
+        print(f"{new} tokens in {seconds:.2f} s, {passes} passes over the canvas", file=sys.stderr)
+
+    return answer
+
+
+def page(histories, tokenizer, mdlm):
+    """A self-contained HTML page: each text with its tokens coloured by the step in which they appeared."""
+    rows = []
+    for history in histories:
+        steps, spans, run = len(history) - 1, [], []
+        born = [next(i for i, ids in enumerate(history) if ids[p] != mdlm.MASK) for p in range(len(history[0]))]
+        end = history[-1].index(mdlm.EOS) if mdlm.EOS in history[-1] else len(history[-1])
+        for p in range(1, end):
+            run.append(history[-1][p])
+            text, before = tokenizer.decode(run), tokenizer.decode(run[:-1])
+            shown = html.escape(text[len(before) :])
+            title = f"step {born[p]} of {steps}" if born[p] else "given"
+            colour = f"hsl({220 - 220 * born[p] / max(steps, 1):.0f} 80% 85%)" if born[p] else "#eee"
+            spans.append(f'<span style="background:{colour}" title="{title}">{shown}</span>')
+        rows.append(f"<p>{''.join(spans)}</p>")
+    style = "body{font:18px/1.8 serif;max-width:42em;margin:2em auto;white-space:pre-wrap}small{color:#666}"
+    note = "Blue tokens appeared first, red ones last, grey ones were given; point at one to read its step."
+    head = f"<!doctype html><meta charset=utf-8><title>MDLM</title><style>{style}</style>"
+    return f"{head}<body>{''.join(rows)}<small>{note}</small></body>\n"
+
+
+# ---- the terminal --------------------------------------------------------------------------------------------------
+
+
+def interact(answer, end):
     """Read prompts until the end of input: lines up to an empty one are a prompt."""
     if sys.stdin.isatty():
-        print("Write code, then an empty line to have it continued; Ctrl-D ends.", file=sys.stderr)
+        print("Write a beginning, then an empty line to have it continued; Ctrl-D ends.", file=sys.stderr)
     lines = []
     while True:
         try:
@@ -188,8 +325,7 @@ def interact(model, tokenizer, rule, stops, cfg, key):
         if line:
             lines.append(line)
         elif lines:
-            key, now = jax.random.split(key)
-            complete(model, tokenizer, [("\n".join(lines) + "\n", "")], rule, stops, cfg, now)
+            answer([("\n".join(lines) + end, "")])
             lines = []
         if line is None:
             return
