@@ -27,6 +27,7 @@ Axes: N documents, T tokens, R rows, L row length, P hash functions, V vocabular
 import ast
 import bisect
 import codecs
+import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
@@ -481,17 +482,26 @@ def python_documents(group, split, cfg):
 
 def tokenised(documents, split, vocabulary, cfg):
     """(ids, bytes) of each document, tokenised by all cores; --fim_rate of those to train on as fill-in-the-middle."""
-    for batch in batched(documents, BATCH_BYTES):
-        cuts = []
-        for document in batch:
-            rng = random.Random(f"{cfg.seed} {document.sha256}") if cfg.fim_rate and split == "train" else None
-            fim = rng and rng.random() < cfg.fim_rate
-            cuts.append(cut_for_fim(document.text, vocabulary.fim, rng) if fim else [([], document.text)])
-        texts = [text for pieces in cuts for _, text in pieces]
-        encodings = iter(vocabulary.encoder.encode_batch_fast(texts, add_special_tokens=False))
-        for document, pieces in zip(batch, cuts, strict=True):
-            ids = [np.array(head + next(encodings).ids, np.int32) for head, _ in pieces]
-            yield np.concatenate(ids), document.size
+
+    def encoded():
+        for batch in batched(documents, BATCH_BYTES):
+            cuts = []
+            for document in batch:
+                rng = random.Random(f"{cfg.seed} {document.sha256}") if cfg.fim_rate and split == "train" else None
+                fim = rng and rng.random() < cfg.fim_rate
+                cuts.append(cut_for_fim(document.text, vocabulary.fim, rng) if fim else [([], document.text)])
+            texts = [text for pieces in cuts for _, text in pieces]
+            yield batch, cuts, vocabulary.encoder.encode_batch_fast(texts, add_special_tokens=False)
+
+    batches = encoded()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # tokenises one batch ahead of what is written
+        ahead = thread.submit(next, batches, None)
+        while made := ahead.result():
+            ahead, (batch, cuts, encodings) = thread.submit(next, batches, None), made
+            encodings = iter(encodings)
+            for document, pieces in zip(batch, cuts, strict=True):
+                ids = [np.array(head + next(encodings).ids, np.int32) for head, _ in pieces]
+                yield np.concatenate(ids), document.size
 
 
 def cut_for_fim(text, fim, rng):
