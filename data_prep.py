@@ -101,6 +101,13 @@ MULTIPLIER_P = np.random.default_rng(0).integers(0, 1 << 63, 128, np.uint64) * n
 BATCH_BYTES = 4_000_000  # text tokenised at a time: the results take about 40 times its memory
 LONG_BYTES = 4_000_000  # longer documents of a text file are split at a line end, for they are tokenised in one piece
 TRAIN_BYTES = 200_000_000  # text that a new tokenizer is trained on
+LENGTHS = (
+    *range(16, 257, 16),
+    512,
+    1024,
+    2048,
+    4096,
+)  # meta.json counts the documents up to each, BOS and EOS included
 BLOCK_TOKENS = 1 << 21  # tokens packed at a time, one row group of a shard
 
 
@@ -239,8 +246,7 @@ def prepare(cfg, kind, out, vocabulary):
     for split in groups:
         (out / split).mkdir(exist_ok=True)
         total = dict.fromkeys(("documents", "tokens", "bytes", "rows"), 0)
-        total |= {"lengths": np.zeros(len(length_limits(cfg.seq_len)) + 1, np.int64)} if padded else {}
-        total |= {"shards": []}
+        total |= {"shards": [], "lengths": np.zeros(len(LENGTHS) + 1, np.int64)}
         for number, group in enumerate(groups[split]):
             path = out / split / f"{number:05}.parquet"
             counts = read_counts(path, fingerprint)
@@ -263,9 +269,8 @@ def prepare(cfg, kind, out, vocabulary):
         if split == "heldout" and cfg.heldout and not total["rows"]:
             print(f"nothing is held out: the documents are few for --heldout={cfg.heldout}", file=sys.stderr)
         meta["splits"][split] = total
-    if padded:
-        counts = sum(total.pop("lengths") for total in meta["splits"].values()).tolist()
-        meta["lengths"] = {"up_to": [*length_limits(cfg.seq_len), None], "documents": counts}
+    length_counts = sum(total.pop("lengths") for total in meta["splits"].values()).tolist()
+    meta |= {"lengths": {"up_to": [*LENGTHS, None], "documents": length_counts}} if padded else {}
     write(out / "meta.json", meta)
     (out / "progress.json").unlink()
     print(f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}")
@@ -791,16 +796,11 @@ def pad_rows(documents, seq_len, special):
     return tokens_RL, segments_RL, segments_RL * np.arange(seq_len, dtype=np.int32)
 
 
-def length_limits(seq_len):
-    """Up to so many tokens, BOS and EOS included, have the documents that each count of meta.json's "lengths" is of."""
-    return sorted({-(-seq_len * i // 16) for i in [*range(1, 17), 32, 64, 128]})
-
-
 def write_shard(path, pairs, cfg, special, fingerprint):
     """Write (ids, bytes) pairs as rows of a Parquet file; returns its counts, which the file carries too."""
-    seq_len, limits = cfg.seq_len, length_limits(cfg.seq_len)
-    counts = dict.fromkeys(("documents", "bytes", "tokens", "rows"), 0)
-    counts |= {"lengths": [0] * (len(limits) + 1)} if cfg.rows == "padded" else {}
+    seq_len, counts = cfg.seq_len, dict.fromkeys(("documents", "bytes", "tokens", "rows"), 0)
+    if cfg.rows == "padded":
+        counts["lengths"] = [0] * (len(LENGTHS) + 1)
     kind = pa.list_(pa.int32(), seq_len)
     schema = pa.schema([(name, kind) for name in ("input_ids", "segments", "positions")])
 
@@ -808,7 +808,7 @@ def write_shard(path, pairs, cfg, special, fingerprint):
         for ids, text_bytes in tqdm(pairs, path.stem, unit=" documents", disable=None, leave=False):
             counts.update(documents=counts["documents"] + 1, bytes=counts["bytes"] + text_bytes)
             if cfg.rows == "padded":
-                counts["lengths"][bisect.bisect_left(limits, len(ids) + 2)] += 1
+                counts["lengths"][bisect.bisect_left(LENGTHS, len(ids) + 2)] += 1
             yield ids
 
     with whole(path) as file, pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=False) as writer:

@@ -4,7 +4,7 @@
     python bench/data_prep.py --text=stories.txt                  # documents with <|endoftext|> between them
 
 The documents are shuffled and repeated to 20 MB. Ours is the time from the tokenizer to the last shard on disk:
-reading, held-out draw, tokenising, rows, compression. encode_batch gets the same texts, which are in memory, all at once
+reading, held-out draw, tokenising, rows, compression. encode_batch gets the same texts from memory, all at once
 and in batches of 4 MB, as ours does; the faster counts. Memory is the peak of a process that prepares 20 MB of text and
 of one that prepares 200 MB. Writes cpu.json.
 """
