@@ -18,8 +18,9 @@ document if it has none. A folder is searched for .txt, .text, .md and .py files
 for MDLM, starts each document in a row of its own: BOS, tokens, EOS, then PAD; a long one goes on in the next rows.
 
 Writes --out: tokenizer.json, train/00000.parquet, heldout/00000.parquet and so on (columns input_ids, segments and
-positions, int32 lists of seq_len) and, last of all, meta.json: its presence means that all is there. The same command
-goes on with a run that was stopped or killed, and ends with the same bytes as a run that was not.
+positions, int32 lists of seq_len) and, last of all, meta.json (special ids, counts, shards and their hashes, for padded
+rows how many documents have which length): its presence means that all is there. The same command goes on with a run
+that was stopped or killed, and ends with the same bytes as a run that was not.
 
 Axes: N documents, T tokens, R rows, L row length, P hash functions, V vocabulary.
 """
@@ -101,13 +102,8 @@ MULTIPLIER_P = np.random.default_rng(0).integers(0, 1 << 63, 128, np.uint64) * n
 BATCH_BYTES = 4_000_000  # text tokenised at a time: the results take about 40 times its memory
 LONG_BYTES = 4_000_000  # longer documents of a text file are split at a line end, for they are tokenised in one piece
 TRAIN_BYTES = 200_000_000  # text that a new tokenizer is trained on
-LENGTHS = (
-    *range(16, 257, 16),
-    512,
-    1024,
-    2048,
-    4096,
-)  # meta.json counts the documents up to each, BOS and EOS included
+# of documents in tokens, BOS and EOS included: the steps of the histogram in meta.json
+LENGTHS = (*range(16, 257, 16), 512, 1024, 2048, 4096)
 BLOCK_TOKENS = 1 << 21  # tokens packed at a time, one row group of a shard
 
 
