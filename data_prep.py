@@ -524,7 +524,8 @@ def gather_text(cfg, vocabulary):
     """
     source = tinystories(Path(cfg.out)) if cfg.source == "tinystories" else cfg.source
     found, items, dropped = find(cfg, (source,), *TEXT), [], dict.fromkeys(("unreadable", "binary", "empty"), 0)
-    with tqdm(desc="reading", unit="B", unit_scale=True, disable=None) as bar:
+    total = sum(os.path.getsize(path) for _, path in found if os.path.isfile(path))
+    with tqdm(desc="reading", total=total, unit="B", unit_scale=True, disable=None) as bar:
         for name, path in found:
             result = text_ranges(path, cfg.shard_bytes, bar)
             if isinstance(result, str):
@@ -801,7 +802,9 @@ def write_shard(path, pairs, cfg, special, fingerprint):
     schema = pa.schema([(name, kind) for name in ("input_ids", "segments", "positions")])
 
     def counted():
-        for ids, text_bytes in tqdm(pairs, path.stem, unit=" documents", disable=None, leave=False):
+        for ids, text_bytes in tqdm(
+            pairs, f"{path.parent.name} {path.stem}", unit=" documents", disable=None, leave=False
+        ):
             counts.update(documents=counts["documents"] + 1, bytes=counts["bytes"] + text_bytes)
             if cfg.rows == "padded":
                 counts["lengths"][bisect.bisect_left(LENGTHS, len(ids) + 2)] += 1
