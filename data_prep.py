@@ -18,8 +18,9 @@ document if it has none. A folder is searched for .txt, .text, .md and .py files
 for MDLM, starts each document in a row of its own: BOS, tokens, EOS, then PAD; a long one goes on in the next rows.
 
 Writes --out: tokenizer.json, train/00000.parquet, heldout/00000.parquet and so on (columns input_ids, segments and
-positions, int32 lists of seq_len) and, last of all, meta.json: its presence means that all is there. The same command
-goes on with a run that was stopped or killed, and ends with the same bytes as a run that was not.
+positions, int32 lists of seq_len) and, last of all, meta.json (special ids, counts, shards and their hashes, for padded
+rows how many documents have which length): its presence means that all is there. The same command goes on with a run
+that was stopped or killed, and ends with the same bytes as a run that was not.
 
 Axes: N documents, T tokens, R rows, L row length, P hash functions, V vocabulary.
 """
@@ -27,6 +28,7 @@ Axes: N documents, T tokens, R rows, L row length, P hash functions, V vocabular
 import ast
 import bisect
 import codecs
+import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
@@ -100,6 +102,8 @@ MULTIPLIER_P = np.random.default_rng(0).integers(0, 1 << 63, 128, np.uint64) * n
 BATCH_BYTES = 4_000_000  # text tokenised at a time: the results take about 40 times its memory
 LONG_BYTES = 4_000_000  # longer documents of a text file are split at a line end, for they are tokenised in one piece
 TRAIN_BYTES = 200_000_000  # text that a new tokenizer is trained on
+# of documents in tokens, BOS and EOS included: the steps of the histogram in meta.json
+LENGTHS = (*range(16, 257, 16), 512, 1024, 2048, 4096)
 BLOCK_TOKENS = 1 << 21  # tokens packed at a time, one row group of a shard
 
 
@@ -238,8 +242,7 @@ def prepare(cfg, kind, out, vocabulary):
     for split in groups:
         (out / split).mkdir(exist_ok=True)
         total = dict.fromkeys(("documents", "tokens", "bytes", "rows"), 0)
-        total |= {"lengths": np.zeros(len(length_limits(cfg.seq_len)) + 1, np.int64)} if padded else {}
-        total |= {"shards": []}
+        total |= {"shards": [], "lengths": np.zeros(len(LENGTHS) + 1, np.int64)}
         for number, group in enumerate(groups[split]):
             path = out / split / f"{number:05}.parquet"
             counts = read_counts(path, fingerprint)
@@ -262,9 +265,8 @@ def prepare(cfg, kind, out, vocabulary):
         if split == "heldout" and cfg.heldout and not total["rows"]:
             print(f"nothing is held out: the documents are few for --heldout={cfg.heldout}", file=sys.stderr)
         meta["splits"][split] = total
-    if padded:
-        counts = sum(total.pop("lengths") for total in meta["splits"].values()).tolist()
-        meta["lengths"] = {"up_to": [*length_limits(cfg.seq_len), None], "documents": counts}
+    length_counts = sum(total.pop("lengths") for total in meta["splits"].values()).tolist()
+    meta |= {"lengths": {"up_to": [*LENGTHS, None], "documents": length_counts}} if padded else {}
     write(out / "meta.json", meta)
     (out / "progress.json").unlink()
     print(f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}")
@@ -481,17 +483,26 @@ def python_documents(group, split, cfg):
 
 def tokenised(documents, split, vocabulary, cfg):
     """(ids, bytes) of each document, tokenised by all cores; --fim_rate of those to train on as fill-in-the-middle."""
-    for batch in batched(documents, BATCH_BYTES):
-        cuts = []
-        for document in batch:
-            rng = random.Random(f"{cfg.seed} {document.sha256}") if cfg.fim_rate and split == "train" else None
-            fim = rng and rng.random() < cfg.fim_rate
-            cuts.append(cut_for_fim(document.text, vocabulary.fim, rng) if fim else [([], document.text)])
-        texts = [text for pieces in cuts for _, text in pieces]
-        encodings = iter(vocabulary.encoder.encode_batch_fast(texts, add_special_tokens=False))
-        for document, pieces in zip(batch, cuts, strict=True):
-            ids = [np.array(head + next(encodings).ids, np.int32) for head, _ in pieces]
-            yield np.concatenate(ids), document.size
+
+    def encoded():
+        for batch in batched(documents, BATCH_BYTES):
+            cuts = []
+            for document in batch:
+                rng = random.Random(f"{cfg.seed} {document.sha256}") if cfg.fim_rate and split == "train" else None
+                fim = rng and rng.random() < cfg.fim_rate
+                cuts.append(cut_for_fim(document.text, vocabulary.fim, rng) if fim else [([], document.text)])
+            texts = [text for pieces in cuts for _, text in pieces]
+            yield batch, cuts, vocabulary.encoder.encode_batch_fast(texts, add_special_tokens=False)
+
+    batches = encoded()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # tokenises one batch ahead of what is written
+        ahead = thread.submit(next, batches, None)
+        while made := ahead.result():
+            ahead, (batch, cuts, encodings) = thread.submit(next, batches, None), made
+            encodings = iter(encodings)
+            for document, pieces in zip(batch, cuts, strict=True):
+                ids = [np.array(head + next(encodings).ids, np.int32) for head, _ in pieces]
+                yield np.concatenate(ids), document.size
 
 
 def cut_for_fim(text, fim, rng):
@@ -513,7 +524,8 @@ def gather_text(cfg, vocabulary):
     """
     source = tinystories(Path(cfg.out)) if cfg.source == "tinystories" else cfg.source
     found, items, dropped = find(cfg, (source,), *TEXT), [], dict.fromkeys(("unreadable", "binary", "empty"), 0)
-    with tqdm(desc="reading", unit="B", unit_scale=True, disable=None) as bar:
+    total = sum(os.path.getsize(path) for _, path in found if os.path.isfile(path))
+    with tqdm(desc="reading", total=total, unit="B", unit_scale=True, disable=None) as bar:
         for name, path in found:
             result = text_ranges(path, cfg.shard_bytes, bar)
             if isinstance(result, str):
@@ -781,24 +793,21 @@ def pad_rows(documents, seq_len, special):
     return tokens_RL, segments_RL, segments_RL * np.arange(seq_len, dtype=np.int32)
 
 
-def length_limits(seq_len):
-    """Up to so many tokens, BOS and EOS included, have the documents that each count of meta.json's "lengths" is of."""
-    return sorted({-(-seq_len * i // 16) for i in [*range(1, 17), 32, 64, 128]})
-
-
 def write_shard(path, pairs, cfg, special, fingerprint):
     """Write (ids, bytes) pairs as rows of a Parquet file; returns its counts, which the file carries too."""
-    seq_len, limits = cfg.seq_len, length_limits(cfg.seq_len)
-    counts = dict.fromkeys(("documents", "bytes", "tokens", "rows"), 0)
-    counts |= {"lengths": [0] * (len(limits) + 1)} if cfg.rows == "padded" else {}
+    seq_len, counts = cfg.seq_len, dict.fromkeys(("documents", "bytes", "tokens", "rows"), 0)
+    if cfg.rows == "padded":
+        counts["lengths"] = [0] * (len(LENGTHS) + 1)
     kind = pa.list_(pa.int32(), seq_len)
     schema = pa.schema([(name, kind) for name in ("input_ids", "segments", "positions")])
 
     def counted():
-        for ids, text_bytes in tqdm(pairs, path.stem, unit=" documents", disable=None, leave=False):
+        for ids, text_bytes in tqdm(
+            pairs, f"{path.parent.name} {path.stem}", unit=" documents", disable=None, leave=False
+        ):
             counts.update(documents=counts["documents"] + 1, bytes=counts["bytes"] + text_bytes)
             if cfg.rows == "padded":
-                counts["lengths"][bisect.bisect_left(limits, len(ids) + 2)] += 1
+                counts["lengths"][bisect.bisect_left(LENGTHS, len(ids) + 2)] += 1
             yield ids
 
     with whole(path) as file, pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=False) as writer:

@@ -526,6 +526,7 @@ def test_bad_input_is_one_line_that_says_what_to_do(tmp_path, capsys):
         ({"vocab_size": 100}, ["--vocab_size=100", "261"]),
         ({"source": "parquet", "roots": ()}, ["needs --roots"]),
         ({"source": "parquet"}, ["needs --tokenizer"]),
+        ({"source": "parquet", "tokenizer": "x.json", "rows": "padded"}, ["--rows=padded needs text"]),
         ({"source": "parquet", "tokenizer": str(tmp_path / "spm.json")}, ["spm.json is no byte-level BPE", "name one"]),
     ]:
         message = refused(config(tmp_path, **changes), capsys)
@@ -887,19 +888,18 @@ def test_bad_text_input_is_one_line_that_says_what_to_do(tmp_path, capsys):
     tokenizer = str(tmp_path / "packed" / "tokenizer.json")
     capsys.readouterr()
     for changes, words in [
-        ({"source": str(tmp_path / "pyhton")}, ["pyhton does not exist", "file or folder", "tinystories"]),
-        ({"source": str(tmp_path / "nowhere.txt")}, ["nowhere.txt does not exist"]),
-        ({"source": str(tmp_path / "empty.txt")}, ["empty.txt is empty", "--source"]),
-        ({"source": str(tmp_path / "blank.txt")}, ["blank.txt is empty"]),
-        ({"source": str(tmp_path / "nul.bin")}, ["nul.bin is binary", "UTF-8"]),
-        ({"source": str(tmp_path / "latin.txt")}, ["latin.txt is binary"]),
-        ({"source": str(tmp_path / "pipe")}, ["pipe is unreadable"]),
-        ({"source": str(tmp_path / "binary")}, ["all that is in", "is binary"]),
-        ({"source": str(tmp_path / "nothing")}, ["no .txt, .text, .md, .py files below", "--source"]),
-        ({"source": str(tmp_path / "photos")}, ["no .txt"]),
+        ({"source": "pyhton"}, ["pyhton does not exist", "file or folder", "tinystories"]),
+        ({"source": "nowhere.txt"}, ["nowhere.txt does not exist"]),
+        ({"source": "empty.txt"}, ["empty.txt is empty", "--source"]),
+        ({"source": "blank.txt"}, ["blank.txt is empty"]),
+        ({"source": "nul.bin"}, ["nul.bin is binary", "UTF-8"]),
+        ({"source": "latin.txt"}, ["latin.txt is binary"]),
+        ({"source": "pipe"}, ["pipe is unreadable"]),
+        ({"source": "binary"}, ["all that is in", "is binary"]),
+        ({"source": "nothing"}, ["no .txt, .text, .md, .py files below", "--source"]),
+        ({"source": "photos"}, ["no .txt"]),
         ({"roots": (str(tmp_path / "src"),)}, ["--roots does not go with"]),
         ({"fim_rate": 0.5}, ["--fim_rate goes with --rows=packed"]),
-        ({"source": "parquet", "roots": ("x",), "tokenizer": "x", "rows": "padded"}, ["--rows=padded needs text"]),
         ({"tokenizer": tokenizer}, ["has no <pad>, <bos>, <eos>, <mask>, <unk>", "--rows=padded"]),
         ({"seq_len": 1}, ["--seq_len=1", "at least 2"]),
     ]:
