@@ -49,7 +49,6 @@ class Config:
     speculate: bool = True  # draft with the MTP head
     steps: int = 64  # MDLM: passes over the canvas
     sampler: typing.Literal["ancestral", "max_prob", "margin", "entropy"] = "ancestral"  # MDLM: random, or surest first
-    )
     schedule: typing.Literal["linear", "cosine", "cosine_sq", "even"] = "cosine_sq"  # MDLM: when how many are unmasked
     show_steps: bool = False  # MDLM: show the canvas after every step
     html: str = ""  # MDLM: write a page that shows in which step each token appeared

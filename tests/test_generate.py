@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import torch
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import generate
+import model_mdlm as mdlm
 import model_pythoncoder as pc
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,3 +134,76 @@ def test_loading_in_bfloat16_gives_the_same_model_in_half_the_bytes(run_folder):
     token_BL = jnp.asarray(np.random.default_rng(0).integers(0, 260, (1, 16)))
     logits = [np.asarray(m.logits(m.hidden(m.lookup(token_BL)))) for m in (full, half)]
     np.testing.assert_allclose(logits[0], logits[1], atol=0.05 * np.abs(logits[0]).max())
+
+
+# ---- MDLM
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory):
+    """A run folder with an untrained MDLM and a tokenizer."""
+    folder = tmp_path_factory.mktemp("mdlm")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[*mdlm.SPECIAL], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["Once upon a time there was a dragon."] * 5, trainer)
+    torch.manual_seed(0)
+    model = mdlm.MDLM(mdlm.Config(vocab=320, width=32, layers=1, heads=2, ffn=64, positions=64))
+    with torch.no_grad():
+        model.head.weight[300:] = -100.0  # padding of the vocabulary, as training leaves it
+    mdlm.save(model, folder / "step_5", tokenizer.to_str().encode())
+    return folder
+
+
+def mdlm_says(capsys, folder, **settings):
+    generate.main(generate.Config(model="mdlm", ckpt=str(folder), **settings))
+    return capsys.readouterr()
+
+
+@pytest.mark.parametrize("sampler", ["ancestral", "max_prob", "margin", "entropy"])
+def test_mdlm_continues_and_fills_in_with_every_sampler(stories, capsys, sampler):
+    out, err = mdlm_says(capsys, stories, prompt="Once upon", max_new=12, steps=6, sampler=sampler)
+    assert out.startswith("Once upon")
+    assert "12 tokens" in err
+    rows = mdlm_says(capsys, stories, prompt="Once [MASK:3] dragon.", n=3, steps=3, sampler=sampler, json=True)[0]
+    texts = [json.loads(row)["text"] for row in rows.splitlines()]
+    assert len(texts) == 3
+    for text in texts:
+        assert text.startswith("Once ")
+        assert text.endswith(" dragon.") or len(text) < 60  # EOS may be drawn inside
+        assert not any(name in text for name in (*mdlm.SPECIAL, "\u2591"))
+    with_suffix = mdlm_says(capsys, stories, prompt="Once", suffix=" dragon.", max_new=3, steps=2, seed=1)[0]
+    assert with_suffix.startswith("Once")
+
+
+def test_mdlm_shows_its_steps_in_the_terminal_and_as_a_page(stories, capsys, tmp_path):
+    page = tmp_path / "steps.html"
+    out, _ = mdlm_says(capsys, stories, prompt="A <b>", max_new=10, steps=5, show_steps=True, html=str(page), n=2)
+    steps = [line for line in out.splitlines() if line.startswith("step ")]
+    assert 1 <= len(steps) <= 5
+    masks = [line.count("\u2591") for line in steps]
+    assert masks == sorted(masks, reverse=True)
+    assert "\x1b" not in out
+    text = page.read_text()
+    assert text.count("<p>") == 2
+    assert "<b>" not in text
+    assert 'title="given"' in text
+    assert re.search(r"title=.step \d of \d", text)
+
+
+def test_mdlm_refuses_what_does_not_fit_and_a_folder_without_a_model(stories, tmp_path):
+    for settings, part in (
+        ({"prompt": "x", "max_new": 64}, "do not fit the model's 64 positions"),
+        ({"prompt": "x", "step": 7}, "holds no config.json"),
+        ({"prompt": "x", "steps": 0}, "--steps at least 1"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            generate.main(generate.Config(model="mdlm", ckpt=str(stories), **settings))
+        assert part in str(end.value)
+    with pytest.raises(SystemExit) as end:
+        generate.main(generate.Config(model="mdlm", ckpt=str(tmp_path), prompt="x"))
+    assert "train_gpu.py" in str(end.value)

@@ -1,7 +1,7 @@
 """Speed of data_prep.py's tokenising against tokenizers' encode_batch alone, and its peak memory: one run, one machine.
 
-    python bench/data_prep.py                                     # the standard library as text; three minutes
-    python bench/data_prep.py --text=stories.txt                  # documents with <|endoftext|> between them
+    python bench/data_prep_speed.py                              # the standard library as text; three minutes
+    python bench/data_prep_speed.py --text=stories.txt                  # documents with <|endoftext|> between them
 
 The documents are shuffled and repeated to 20 MB. Ours is the time from the tokenizer to the last shard on disk:
 reading, held-out draw, tokenising, rows, compression. encode_batch gets the same texts from memory, all at once
