@@ -1,10 +1,14 @@
 """Score a trained model on text that it has not seen.
 
     python evaluate.py                                        # newest checkpoint of out/train_tpu on its held-out files
+    python evaluate.py --model=mdlm --plot=noise.png          # newest checkpoint of out/train_gpu
     python evaluate.py --ckpt=out/mine --all_steps=True      # every checkpoint that was kept
 
-Prints nats per token, bits per byte beside `xz -9` on the same bytes, and how often the MTP head's greedy draft is
-accepted. Reads a run folder of train_tpu.py and the data folder it was trained on.
+Prints nats per token and bits per byte. PythonCoder: beside `xz -9` on the same bytes, and how often the MTP head's
+greedy draft is accepted. MDLM: the bound with its standard error, accuracy by noise level, and generation times. Reads
+a run folder of train_tpu.py or train_gpu.py and the data folder it was trained on.
+
+Letters: R rows, B rows at a time, L row length, V vocabulary.
 """
 
 import contextlib
@@ -16,28 +20,32 @@ import lzma
 import math
 import os
 import sys
+import time
+import typing
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet as pq
 import tokenizers
 import tyro
 
-import model_pythoncoder as pc
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    ckpt: str = "out/train_tpu"  # run folder
+    model: typing.Literal["pythoncoder", "mdlm"] = "pythoncoder"
+    ckpt: str = ""  # run folder; "" is out/train_tpu, or out/train_gpu for MDLM
     data: str = ""  # folder of data_prep.py; "" is the one that the run was trained on
     step: int = 0  # which checkpoint; 0 takes the newest
-    all_steps: bool = False  # score every checkpoint of the run
+    all_steps: bool = False  # PythonCoder: score every checkpoint of the run
     rows: int = 0  # held-out rows to score; 0 takes all
     batch_size: int = 16
-    drafts: int = 16  # held-out prompts continued to count accepted drafts; 0 leaves it out
-    json: bool = False  # print one JSON line per checkpoint
+    drafts: int = 16  # PythonCoder: held-out prompts continued to count accepted drafts; 0 leaves it out
+    draws: int = 8  # MDLM: noise draws of every row; two at least, for the standard error
+    lengths: tuple[int, ...] = (64, 128, 256)  # MDLM: canvases whose generation is timed
+    steps: tuple[int, ...] = (10, 25, 50)  # MDLM: in so many steps
+    plot: str = ""  # MDLM: write a PNG of loss against noise level
+    seed: int = 0
+    json: bool = False  # print one JSON line per checkpoint instead of text
 
 
 def pass_at_k(n, c, k):
@@ -66,8 +74,15 @@ def read_rows(folder, limit):
     return tuple(column(name)[: limit or None] for name in ("input_ids", "segments", "positions"))
 
 
+# ---- PythonCoder ---------------------------------------------------------------------------------------------------
+
+
 def draft_rate(model, tokenizer, token_RL, cfg):
     """Share of the MTP head's greedy drafts that are accepted, on continuations of the first half of held-out rows."""
+    import jax
+
+    import model_pythoncoder as pc
+
     half = min(64, token_RL.shape[1] // 2)
     prompts = [row[:half].tolist() for row in token_RL[:: max(1, len(token_RL) // cfg.drafts)][: cfg.drafts]]
     rule = pc.Sampling(vocab=tokenizer.get_vocab_size())
@@ -75,15 +90,14 @@ def draft_rate(model, tokenizer, token_RL, cfg):
     return stats["accepted"] / (stats["forwards"] - len(prompts))  # the pass over the prompt has no draft to check
 
 
-def main(cfg):
+def score_pythoncoder(cfg, run, held_out, vocab):
+    """One row of scores for each checkpoint."""
+    import jax
+    import jax.numpy as jnp
+
+    import model_pythoncoder as pc
+
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback where we print one line
-    run = Path(cfg.ckpt)
-    try:
-        config = json.loads((run / "config.json").read_text())
-        folder, vocab = Path(cfg.data or config["data"]), config["model"]["vocab"]
-    except (OSError, ValueError, KeyError):
-        sys.exit(f"{run} is not a run folder of train_tpu.py (no config.json); train one with: python train_tpu.py")
-    held_out = read_rows(folder, cfg.rows)
     token_RL, segment_RL, _ = held_out
     tokenizer = tokenizers.Tokenizer.from_file(str(run / "tokenizer.json"))
     text = tokenizer.decode(token_RL[segment_RL > 0].tolist()).encode()
@@ -124,6 +138,122 @@ def main(cfg):
         rows_out.append(row)
         print(json.dumps(row) if cfg.json else " | ".join(f"{k} {v:,.4g}" for k, v in row.items()), flush=True)
     return rows_out
+
+
+# ---- MDLM ----------------------------------------------------------------------------------------------------------
+
+
+def mask_exactly(token_BL, counted_BL, u_B, u_BL):
+    """Mask m of a row's n counted tokens, m uniform in 1..n: (mask_BL, n / m). With it the bound's variance is least.
+
+    The n / m weighted loss estimates the same bound as w(t) does, without the noise in the number of masks.
+    Ref: LLaDA, arXiv:2502.09992, eq. 6.
+    """
+    n_B = counted_BL.sum(1)
+    m_B = np.maximum(np.ceil(u_B * n_B), 1).astype(int)
+    order_BL = np.argsort(np.argsort(np.where(counted_BL, u_BL, 2.0), axis=1), axis=1)
+    return counted_BL & (order_BL < m_B[:, None]), n_B / m_B
+
+
+def score_mdlm(cfg, run, held_out, text_bytes):
+    """The bound, its parts by noise level, and generation times, of one checkpoint."""
+    import torch
+
+    import diffusion
+    import model_mdlm as mdlm
+
+    steps = sorted(int(p.name[5:]) for p in run.glob("step_*") if p.name[5:].isdigit())
+    step = cfg.step or (steps[-1] if steps else 0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model = mdlm.load(run / f"step_{step}", device)
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(str(error))
+    token_RL, rng = held_out[0].astype(np.int64), np.random.default_rng(cfg.seed)
+    counted_RL = (token_RL != mdlm.PAD) & (token_RL != mdlm.BOS)
+    totals, level = [], np.zeros((10, 3))  # by tenths of the mask rate: nats, right tokens, masked tokens
+    for _ in range(max(2, cfg.draws)):
+        u_R = rng.permutation((rng.random() + np.arange(len(token_RL))) / len(token_RL) % 1)
+        mask_RL, weight_R = mask_exactly(token_RL, counted_RL, u_R, rng.random(token_RL.shape))
+        nll_R = []
+        for i in range(0, len(token_RL), cfg.batch_size):
+            x0, mask = (torch.from_numpy(x[i : i + cfg.batch_size]).to(device) for x in (token_RL, mask_RL))
+            rate = torch.from_numpy(1 / weight_R[i : i + cfg.batch_size]).float().to(device)
+            with torch.inference_mode():
+                xt = torch.where(mask, mdlm.MASK, x0)
+                logits = model(xt, rate, xt != mdlm.PAD)
+                nll = diffusion.masked_nll(logits, x0, mask, mdlm.MASK).double().sum(1)
+                right = (mask & (diffusion.ban(logits, [mdlm.MASK]).argmax(-1) == x0)).sum(1)
+            nll_R += nll.tolist()
+            tenth = np.minimum((rate.cpu().numpy() * 10).astype(int), 9)
+            np.add.at(level, tenth, torch.stack([nll, right, mask.sum(1)], 1).cpu().numpy())
+        totals.append((np.array(nll_R) * weight_R).sum() / counted_RL.sum())
+    nats, error = float(np.mean(totals)), float(np.std(totals, ddof=1) / math.sqrt(len(totals)))
+    row = {"step": step, "heldout_tokens": int(counted_RL.sum()), "nats_per_token": nats, "standard_error": error}
+    row |= {"perplexity": math.exp(nats), "bits_per_byte": nats * int(counted_RL.sum()) / math.log(2) / text_bytes}
+    row["by_noise"] = [
+        {"mask_rate": (i + 0.5) / 10, "masked_ce": loss / n, "accuracy": hits / n}
+        for i, (loss, hits, n) in enumerate(level.tolist())
+        if n
+    ]
+    row["latency"] = []
+    for length in (n for n in cfg.lengths if n <= model.cfg.positions):
+        for n in cfg.steps:
+            canvas = torch.full((1, length), mdlm.MASK, device=device)
+            canvas[0, 0] = mdlm.BOS
+            seconds = []
+            for _ in range(4):
+                started = time.perf_counter()
+                generator = torch.Generator(device).manual_seed(cfg.seed)
+                mdlm.sample(model, canvas, mdlm.Sampling(steps=n), generator).tolist()
+                seconds.append(time.perf_counter() - started)
+            row["latency"].append({"length": length, "steps": n, "ms": 1e3 * float(np.median(seconds[1:]))})
+    if cfg.plot:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        _, axis = plt.subplots(figsize=(7, 4))
+        axis.plot([r["mask_rate"] for r in row["by_noise"]], [r["masked_ce"] for r in row["by_noise"]], "o-")
+        axis.set(xlabel="share of tokens masked", ylabel="nats per masked token", title=f"{run.name}, step {step}")
+        axis.grid(alpha=0.3)
+        plt.tight_layout()
+        plt.savefig(cfg.plot, dpi=120)
+    return row
+
+
+def show_mdlm(row):
+    """The scores as tables."""
+    bound = f"{row['nats_per_token']:.4f} +- {row['standard_error']:.4f} nats per token at most"
+    print(f"step {row['step']}: {bound} over {row['heldout_tokens']:,} tokens, ", end="")
+    print(f"perplexity {row['perplexity']:.3f}, {row['bits_per_byte']:.4f} bits per byte")
+    print("masked | nats per masked token | accuracy")
+    for r in row["by_noise"]:
+        print(f"{r['mask_rate']:6.0%} | {r['masked_ce']:21.3f} | {r['accuracy']:8.1%}")
+    print("length | steps | ms")
+    for r in row["latency"]:
+        print(f"{r['length']:6} | {r['steps']:5} | {r['ms']:.1f}")
+
+
+def main(cfg):
+    trainer = {"pythoncoder": "train_tpu.py", "mdlm": "train_gpu.py"}[cfg.model]
+    run = Path(cfg.ckpt or f"out/{trainer.removesuffix('.py')}")
+    try:
+        config = json.loads((run / "config.json").read_text())
+        folder, vocab = Path(cfg.data or config["data"]), config["model"]["vocab"]
+    except (OSError, ValueError, KeyError):
+        sys.exit(f"{run} is not a run folder of {trainer} (no config.json); train one with: python {trainer}")
+    held_out = read_rows(folder, cfg.rows)
+    if cfg.model == "pythoncoder":
+        return score_pythoncoder(cfg, run, held_out, vocab)
+    split = json.loads((folder / "meta.json").read_text())["splits"]["heldout"]
+    row = score_mdlm(cfg, run, held_out, split["bytes"] * len(held_out[0]) / split["rows"])
+    if cfg.json:
+        print(json.dumps(row))
+    else:
+        show_mdlm(row)
+    return [row]
 
 
 if __name__ == "__main__":

@@ -176,6 +176,24 @@ def test_a_run_leaves_a_model_that_loads_and_its_scores_fall(data, unbroken):
     assert "---- step 12" in (unbroken / "samples.txt").read_text()
 
 
+def test_evaluate_estimates_the_bound_that_the_trainer_logged(unbroken, tmp_path):
+    script = sys.executable, str(ROOT / "evaluate.py"), "--model=mdlm"
+    args = *script, f"--ckpt={unbroken}", "--steps", "2", "--lengths", "16"
+    result = run(*args, "--json=True", f"--plot={tmp_path / 'noise.png'}")
+    assert result.returncode == 0, result.stderr
+    row = json.loads(result.stdout)
+    last = [json.loads(line) for line in (unbroken / "log.jsonl").read_text().splitlines()][-1]
+    assert row["step"] == last["step"] == 12
+    assert row["nats_per_token"] == pytest.approx(last["heldout_nats"], rel=0.05)
+    assert 0 < row["standard_error"] < 0.1
+    assert row["perplexity"] == pytest.approx(np.exp(row["nats_per_token"]))
+    assert [r["steps"] for r in row["latency"]] == [2]
+    assert (tmp_path / "noise.png").stat().st_size > 5000
+    assert "nats per masked token" in run(*args, "--rows=8").stdout
+    says(run(*args, "--step=3"), "holds no config.json")
+    says(run(*script, f"--ckpt={tmp_path}"), "train_gpu.py")
+
+
 def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(data, unbroken, tmp_path):
     out = tmp_path / "run"
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
