@@ -2,7 +2,7 @@
 
     python data_prep.py                                            # this Python's standard library: 12 MB, 10 s
     python data_prep.py --source=stories.txt --out=data/stories    # documents with <|endoftext|> between them
-    python data_prep.py --source=tinystories --out=data/tinystories    # downloads 2 GB; needs: pip install datasets
+    python data_prep.py --source=tinystories --out=data/tinystories    # a download; needs: pip install datasets
     python data_prep.py --roots ~/src ~/work --out=data/mine       # all .py files below these folders
     python data_prep.py --tokenizer=qwen/tokenizer.json --fim_rate=0.5 --out=data/fim
     python data_prep.py --source=parquet --roots shards --tokenizer=qwen/tokenizer.json --seq_len=4096 --out=data/long

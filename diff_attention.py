@@ -98,8 +98,8 @@ def _attention_backward(static, inputs, do_BPLE):
         dk_BIJKM = dk_BIJKM.at[..., keys].add(einsum("BIJNK,BIJNM->BIJKM", q_BIJNK, ds_BIJNM))
         dv_BJEM = dv_BJEM.at[..., keys].add(einsum("BJNE,BJNM->BJEM", do_BJNE, a_BJNM.astype(do_BPLE.dtype)))
     dq_BIPLK = jnp.concatenate(dqs_BIPLK, 3)
-    dk_BIJMK, dv_BJME = (x.swapaxes(-2, -1).astype(v_BJME.dtype) for x in (dk_BIJKM, dv_BJEM))
-    return dq_BIPLK, dk_BIJMK, dv_BJME, dlam, None, None
+    dk_BIJMK = dk_BIJKM.swapaxes(3, 4).astype(k_BIJMK.dtype)
+    return dq_BIPLK, dk_BIJMK, dv_BJEM.swapaxes(2, 3).astype(v_BJME.dtype), dlam, None, None
 
 
 _attention.defvjp(lambda *args: (_attention(*args), args[:6]), _attention_backward)

@@ -67,6 +67,9 @@ def read_rows(folder, limit):
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"no held-out rows in {folder} ({str(error).splitlines()[0]}); write them with data_prep.py")
 
+    if not tables:
+        sys.exit(f"{folder} holds no held-out rows; write it again with data_prep.py and a larger --heldout")
+
     def column(name):
         parts = [table[name].combine_chunks() for table in tables]
         return np.concatenate([part.values.to_numpy().reshape(len(part), -1) for part in parts]).astype(np.int32)
@@ -181,9 +184,15 @@ def score_mdlm(cfg, run, held_out, text_bytes):
             rate = torch.from_numpy(1 / weight_R[i : i + cfg.batch_size]).float().to(device)
             with torch.inference_mode():
                 xt = torch.where(mask, mdlm.MASK, x0)
-                logits = model(xt, rate, xt != mdlm.PAD)
-                nll = diffusion.masked_nll(logits, x0, mask, mdlm.MASK).double().sum(1)
-                right = (mask & (diffusion.ban(logits, [mdlm.MASK]).argmax(-1) == x0)).sum(1)
+                hidden_ND = model.hidden(xt, rate, xt != mdlm.PAD)[mask]
+                sums = torch.zeros(len(x0), 2, dtype=torch.float64, device=device)
+                parts = (x.split(1024) for x in (hidden_ND, x0[mask], mask.nonzero()[:, 0]))
+                for hidden, token, owner in zip(*parts, strict=True):  # never the logits of all positions
+                    logits = diffusion.ban(model.logits(hidden), [mdlm.MASK])
+                    nll = diffusion.masked_nll(logits, token, torch.ones_like(token, dtype=torch.bool), mdlm.MASK)
+                    right = logits.argmax(-1) == token
+                    sums.index_add_(0, owner, torch.stack([nll, right], 1).double())
+                nll, right = sums.T
             nll_R += nll.tolist()
             tenth = np.minimum((rate.cpu().numpy() * 10).astype(int), 9)
             np.add.at(level, tenth, torch.stack([nll, right, mask.sum(1)], 1).cpu().numpy())

@@ -150,7 +150,7 @@ def load_pythoncoder(cfg):
         cfg.top_k,
         cfg.top_p,
         vocab=tokenizer.get_vocab_size(),
-        eos=tokenizer.token_to_id("<|endoftext|>"),
+        eos=-1 if (eos := tokenizer.token_to_id("<|endoftext|>")) is None else eos,
         speculate=cfg.speculate and model.cfg.mtp,
     )
     if not cfg.json:
@@ -259,7 +259,9 @@ def load_mdlm(cfg):
         canvases = [canvas_of(tokenizer, prompt, cfg.max_new) for prompt in prompts]
         longest = max(map(len, canvases))
         if longest > model.cfg.positions:
-            sys.exit(f"{longest} tokens do not fit the model's {model.cfg.positions} positions; lower --max_new")
+            sys.exit(
+                f"{longest} tokens do not fit the model's {model.cfg.positions} positions; lower --max_new or mask less"
+            )
         token_BL = torch.full((len(canvases), longest), mdlm.PAD, device=device)
         for row, ids in zip(token_BL, canvases, strict=True):
             row[: len(ids)] = torch.tensor(ids)

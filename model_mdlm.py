@@ -3,8 +3,7 @@
     python model_mdlm.py                  # prints the presets and their parameter counts
     python model_mdlm.py --model=small    # the breakdown of one preset
 
-PyTorch. train_gpu.py trains it, generate.py samples from it, export_jetson.py takes it to a Jetson. Runs on Python 3.10
-and torch 2.4; needs diffusion.py beside it.
+PyTorch. train_gpu.py trains it, generate.py samples from it. Written for Python 3.10 too; needs diffusion.py beside it.
 
 Letters: B batch, L length, D width, H heads, K head size, F feed-forward, V vocabulary.
 
@@ -25,8 +24,7 @@ from torch.nn import functional as F
 
 import diffusion
 
-PAD, BOS, EOS, MASK, UNK = range(5)
-SPECIAL = ("<pad>", "<bos>", "<eos>", "<mask>", "<unk>")  # of every tokenizer that data_prep.py makes for MDLM
+PAD, BOS, EOS, MASK, UNK = range(5)  # in every tokenizer that data_prep.py makes for padded rows
 BANNED = (PAD, BOS, MASK, UNK)  # never sampled
 
 
@@ -102,7 +100,7 @@ class MDLM(nn.Module):
                 nn.init.zeros_(weight)
 
     def time_embedding(self, noise_B):
-        """[B, 1, D] for noise levels in [0, 1]; a sampler with a fixed grid makes it once."""
+        """[B, 1, D] for noise levels in [0, 1]."""
         weight = self.time[0].weight
         return self.time(sinusoid(noise_B, self.cfg.width).to(weight.dtype))[:, None]
 

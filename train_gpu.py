@@ -80,8 +80,8 @@ class Config:
     seed: int = 0  # initial weights, row order, crops, noise
 
 
-# dense bfloat16 FLOP/s of the data sheets; other devices report no MFU
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 5060 Ti": 95e12}
+# dense bfloat16 FLOP/s of the SXM data sheets; other devices report no MFU
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def find_data(cfg, model):
         print(f"no --data: preparing the Python standard library in {folder}")
         data_prep.main(data_prep.Config(rows="padded", out=str(folder)))
     if not (folder / "meta.json").exists():
-        sys.exit(f"{folder} holds no finished data (no meta.json); write it with: python data_prep.py --out={folder}")
+        sys.exit(f"{folder} holds no finished data; write it with: python data_prep.py --rows=padded --out={folder}")
     train, heldout = Rows(folder, "train"), Rows(folder, "heldout")
     meta = train.meta
     ids = [meta.get(f"{name}_id") for name in ("pad", "bos", "eos", "mask", "unk")]

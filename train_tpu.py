@@ -634,8 +634,7 @@ def main(cfg):
     def sample(step):
         if jax.process_count() > 1:
             return {}
-        eos = tokenizer.token_to_id(data_prep.Config.eos)
-        rule = pc.Sampling(vocab=train.meta["vocab_size"], eos=eos, speculate=model.mtp)
+        rule = pc.Sampling(vocab=train.meta["vocab_size"], eos=train.meta["eos_id"], speculate=model.mtp)
         lm = nnx.merge(pc.graph_of(model, pc.Run(run.dtype)), state["params"])
         prompt = tokenizer.encode(cfg.prompt).ids
         (text,), stats = pc.generate(lm, [prompt], min(64, model.positions - len(prompt)), rule, jax.random.key(0))

@@ -17,6 +17,7 @@ import torch
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import data_prep
 import generate
 import model_mdlm as mdlm
 import model_pythoncoder as pc
@@ -148,7 +149,7 @@ def stories(tmp_path_factory):
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[*mdlm.SPECIAL], initial_alphabet=alphabet, show_progress=False
+        vocab_size=300, special_tokens=[*data_prep.SPECIAL.values()], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(["Once upon a time there was a dragon."] * 5, trainer)
     torch.manual_seed(0)
@@ -175,7 +176,7 @@ def test_mdlm_continues_and_fills_in_with_every_sampler(stories, capsys, sampler
     for text in texts:
         assert text.startswith("Once ")
         assert text.endswith(" dragon.") or len(text) < 60  # EOS may be drawn inside
-        assert not any(name in text for name in (*mdlm.SPECIAL, "\u2591"))
+        assert not any(name in text for name in (*data_prep.SPECIAL.values(), "\u2591"))
     with_suffix = mdlm_says(capsys, stories, prompt="Once", suffix=" dragon.", max_new=3, steps=2, seed=1)[0]
     assert with_suffix.startswith("Once")
 
