@@ -64,13 +64,16 @@ def _rank(score_BL):
 def log_softmax(logits_BLV):
     """x - max(x) - log sum exp(x - max(x)) over the last axis, in float32 at least; -inf logits stay -inf."""
     xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
+    if hasattr(xp, "log_softmax"):  # torch: one pass instead of five
+        return xp.log_softmax(logits_BLV, -1)
     shifted_BLV = logits_BLV - xp.amax(logits_BLV, axis=-1, keepdims=True)
     return shifted_BLV - xp.log(xp.sum(xp.exp(shifted_BLV), axis=-1, keepdims=True))
 
 
 def softmax(logits_BLV):
     """exp(log_softmax)."""
-    return _namespace(logits_BLV).exp(log_softmax(logits_BLV))
+    xp = _namespace(logits_BLV)
+    return xp.softmax(_float(logits_BLV), -1) if hasattr(xp, "softmax") else xp.exp(log_softmax(logits_BLV))
 
 
 # ---- schedules -----------------------------------------------------------------------------------------------------
@@ -253,45 +256,53 @@ def ban(logits_BLV, ids):
     """Logits of the given ids at -inf: MASK, PAD, BOS, UNK and what has no token are never drawn."""
     xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
     id_V = _ids(logits_BLV)
+    banned_V = id_V < 0
     for i in ids:
-        logits_BLV = xp.where(id_V == i, -math.inf, logits_BLV)
-    return logits_BLV
+        banned_V = banned_V | (id_V == i)
+    return xp.where(banned_V, -math.inf, logits_BLV)
 
 
 def filter_logits(logits_BLV, temperature=1.0, top_k=0, top_p=1.0, rule="mdlm"):
     """Logits / temperature (0: not divided), with all but the top k and the top p at -inf; 0 and 1 switch these off.
 
     "mdlm": top-k, then the smallest set of the rest whose probability reaches p: a token goes if those before it have
-    p or more. "dream": top-p first, a token goes if those before it have more than p; then top-k, ties kept.
+    p or more. "dream": top-p first, a token goes if those before it have more than p; then top-k. Of equals the lower
+    id comes first in top-p, and top-k keeps all that equal the k-th.
     """
     xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
     if temperature > 0:
         logits_BLV = logits_BLV / temperature
     if rule == "dream":
-        return _top_k(_top_p(logits_BLV, top_p, xp.greater), top_k)
+        return _top_k(_top_p(logits_BLV, top_p, xp.less_equal), top_k)
     if rule == "mdlm":
-        return _top_p(_top_k(logits_BLV, top_k), top_p, xp.greater_equal)
+        return _top_p(_top_k(logits_BLV, top_k), top_p, xp.less)
     raise ValueError(f"rule {rule!r} is neither mdlm nor dream")
+
+
+def _descending(x_BLV):
+    values = _namespace(x_BLV).sort(-x_BLV, axis=-1)
+    return -(values[0] if isinstance(values, tuple) else values)  # torch adds the indices
 
 
 def _top_k(logits_BLV, k):
     if not 0 < k < logits_BLV.shape[-1]:
         return logits_BLV
-    xp = _namespace(logits_BLV)
-    order_BLV = xp.argsort(-logits_BLV, axis=-1, stable=True)
-    kth_BL1 = _take(logits_BLV, order_BLV[..., k - 1 : k])
-    return xp.where(logits_BLV < kth_BL1, -math.inf, logits_BLV)
+    kth_BL1 = _descending(logits_BLV)[..., k - 1 : k]
+    return _namespace(logits_BLV).where(logits_BLV < kth_BL1, -math.inf, logits_BLV)
 
 
-def _top_p(logits_BLV, p, over):
+def _top_p(logits_BLV, p, stays):
     if p >= 1:
         return logits_BLV
-    xp = _namespace(logits_BLV)
-    order_BLV = xp.argsort(-logits_BLV, axis=-1, stable=True)
-    prob_BLV = softmax(_take(logits_BLV, order_BLV))
-    drop_BLV = over(xp.cumsum(prob_BLV, axis=-1) - prob_BLV, p + 0 * prob_BLV)
-    drop_BLV = drop_BLV & (_ids(prob_BLV) > 0)  # the likeliest always stays
-    return xp.where(_take(drop_BLV, xp.argsort(order_BLV, axis=-1)), -math.inf, logits_BLV)
+    xp, sorted_BLV = _namespace(logits_BLV), _descending(logits_BLV)
+    prob_BLV = softmax(sorted_BLV)
+    stays_BLV = stays(xp.cumsum(prob_BLV, axis=-1) - prob_BLV, p + 0 * prob_BLV)
+    count_BL1 = xp.sum(stays_BLV | (_ids(prob_BLV) == 0), axis=-1, keepdims=True)  # the likeliest always stays
+    last_BL1 = _take(sorted_BLV, count_BL1 - 1)
+    more_BLV, equal_BLV = logits_BLV > last_BL1, logits_BLV == last_BL1
+    room_BL1 = count_BL1 - xp.sum(more_BLV, axis=-1, keepdims=True)
+    keep_BLV = more_BLV | (equal_BLV & (xp.cumsum(equal_BLV, axis=-1) <= room_BL1))
+    return xp.where(keep_BLV, logits_BLV, -math.inf)
 
 
 def sample_tokens(logits_BLV, u_BLV, temperature=1.0):

@@ -143,12 +143,33 @@ class Sampling:
     top_p: float = 0.95
 
 
+def draw(logits_MV, top_p, generator):
+    """Tokens [M] from the smallest set of likeliest ones whose probability reaches top_p.
+
+    Draws from the whole distribution, and again where the tokens that are likelier than the one drawn have top_p or
+    more: what diffusion.filter_logits gives, in 1 / top_p draws on average instead of a sort. Equals are in together.
+    """
+    prob_MV = diffusion.softmax(logits_MV)
+    sum_MV, token_M = prob_MV.cumsum(-1), torch.zeros_like(prob_MV[:, 0], dtype=torch.long)
+    todo_R = torch.arange(len(token_M), device=token_M.device)
+    while len(todo_R):
+        u_R1 = torch.rand(len(todo_R), 1, generator=generator, device=token_M.device)
+        drawn_R1 = torch.searchsorted(sum_MV, u_R1 * sum_MV[:, -1:], right=True).clamp(max=prob_MV.shape[1] - 1)
+        token_M[todo_R] = drawn_R1[:, 0]
+        mine_R1 = prob_MV.gather(1, drawn_R1)
+        again_R = (((prob_MV > mine_R1) * prob_MV).sum(1) >= top_p) | (mine_R1[:, 0] == 0)
+        todo_R, prob_MV, sum_MV = todo_R[again_R], prob_MV[again_R], sum_MV[again_R]
+    return token_M
+
+
 @torch.inference_mode()
 def sample(model, token_BL, rule, generator, on_step=None):
     """Fill every MASK of token_BL [B, L] in rule.steps steps; what is not MASK stays. Returns the filled [B, L].
 
-    PAD at a row's end is not seen. No MASK, PAD, BOS or UNK is ever drawn. A confidence sampler gives every row its own
-    number of tokens a step; a step that would unmask nothing is skipped. on_step(i, token_BL) is called after each.
+    Each step first chooses the positions to unmask, at random (ancestral) or where p(x0), unfiltered, is surest, each
+    row its own number; logits are filtered and drawn from there and nowhere else. A step that unmasks nothing is
+    skipped, so a row takes at most as many passes as it has masks. PAD at a row's end is not seen; MASK, PAD, BOS and
+    UNK are never drawn. on_step(i, token_BL) is called after each step that unmasked something.
     """
     device, see_BL = token_BL.device, token_BL != PAD
     masks_B = (token_BL == MASK).sum(1).cpu().numpy()
@@ -156,21 +177,26 @@ def sample(model, token_BL, rule, generator, on_step=None):
     time_N = 1 - torch.arange(rule.steps + 1, dtype=torch.float64) / rule.steps
     rate_N = time_N if rule.schedule == "even" else diffusion.mask_rate(time_N, rule.schedule)
     for i in range(rule.steps):
-        if (token_BL != MASK).all() or (counts_NB is not None and not counts_NB[i].any()):
-            continue
-        noise_B = rate_N[i].float().to(device).expand(len(token_BL))
-        logits_BLV = diffusion.ban(model(token_BL, noise_B, see_BL), BANNED)
-        logits_BLV = diffusion.filter_logits(logits_BLV, rule.temperature, rule.top_k, rule.top_p)
-        u_BLV = torch.rand(logits_BLV.shape, generator=generator, device=device)
-        drawn_BL = diffusion.sample_tokens(logits_BLV, u_BLV, float(rule.temperature > 0))
+        masked_BL = token_BL == MASK
         if rule.sampler == "ancestral":
             u_BL = torch.rand(token_BL.shape, generator=generator, device=device)
-            keep_B = (rate_N[i + 1] / rate_N[i]).float().to(device).expand(len(token_BL))
-            token_BL = diffusion.ancestral_step(token_BL, drawn_BL, u_BL, keep_B, MASK)
+            chosen_BL = masked_BL & (u_BL >= (rate_N[i + 1] / rate_N[i]).float())
+            none = not chosen_BL.any()
         else:
-            score_BL = diffusion.confidence(diffusion.softmax(logits_BLV), rule.sampler)
+            none = not counts_NB[i].any()
+        if none:
+            continue
+        hidden_BLD = model.hidden(token_BL, rate_N[i].float().to(device).expand(len(token_BL)), see_BL)
+        if rule.sampler != "ancestral":
+            score_BL = torch.zeros(token_BL.shape, device=device)
+            prob_MV = diffusion.softmax(diffusion.ban(model.logits(hidden_BLD[masked_BL]), BANNED))
+            score_BL[masked_BL] = diffusion.confidence(prob_MV, rule.sampler)
             count_B = torch.from_numpy(counts_NB[i]).to(device)
-            token_BL = diffusion.unmask_top(token_BL, drawn_BL, score_BL, count_B, MASK)
+            chosen_BL = masked_BL & (diffusion.unmask_top(token_BL, PAD, score_BL, count_B, MASK) != MASK)
+        logits_MV = diffusion.ban(model.logits(hidden_BLD[chosen_BL]), BANNED)
+        logits_MV = diffusion.filter_logits(logits_MV, rule.temperature, rule.top_k)
+        drawn_M = draw(logits_MV, rule.top_p, generator) if rule.temperature > 0 else logits_MV.argmax(-1)
+        token_BL = token_BL.masked_scatter(chosen_BL, drawn_M)
         if on_step:
             on_step(i, token_BL)
     return token_BL

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -72,17 +73,38 @@ def test_rows_longer_than_the_positions_are_refused():
 def test_samplers_fill_every_mask_keep_the_prompt_and_draw_no_special_token(sampler, schedule):
     model, canvas = build(), torch.full((3, 12), mdlm.MASK)
     canvas[:, 0], canvas[0, 4], canvas[1, 9:] = mdlm.BOS, 30, mdlm.PAD
-    rule, seen = mdlm.Sampling(sampler, steps=5, schedule=schedule, temperature=1.0, top_p=0.9), []
+    rule = mdlm.Sampling(sampler, steps=5, schedule=schedule, top_p=0.9)
     for temperature in (1.0, 0.0):
-        rule = dataclasses.replace(rule, temperature=temperature)
-        out = mdlm.sample(model, canvas, rule, torch.Generator().manual_seed(0), lambda i, x: seen.append(x.clone()))
+        rule, left = dataclasses.replace(rule, temperature=temperature), []
+        on_step = lambda i, x, left=left: left.append(int((x == mdlm.MASK).sum()))  # noqa: E731
+        out = mdlm.sample(model, canvas, rule, torch.Generator().manual_seed(0), on_step)
         again = mdlm.sample(model, canvas, rule, torch.Generator().manual_seed(0))
         assert torch.equal(out, again)
         assert (out[canvas != mdlm.MASK] == canvas[canvas != mdlm.MASK]).all()
         assert not torch.isin(out[canvas == mdlm.MASK], torch.tensor(mdlm.BANNED)).any()
-    assert len(seen) <= 10
-    left = [int((x == mdlm.MASK).sum()) for x in seen]
-    assert left[len(left) // 2 - 1] == left[-1] == 0
+        assert 1 <= len(left) <= 5
+        assert left == sorted(left, reverse=True)
+        assert left[-1] == 0
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 1e-3])
+def test_draws_have_the_distribution_of_the_sorted_filter(top_p):
+    logits = torch.randn(2, 24, generator=torch.Generator().manual_seed(0)) * 2
+    logits[:, 3] = -math.inf
+    want = diffusion.softmax(diffusion.filter_logits(logits, top_p=top_p))
+    n, generator = 20_000, torch.Generator().manual_seed(0)
+    drawn = mdlm.draw(logits.repeat(n, 1), top_p, generator).view(n, 2)
+    for row in range(2):
+        rate = torch.bincount(drawn[:, row], minlength=24) / n
+        assert (rate[want[row] == 0] == 0).all()
+        torch.testing.assert_close(rate, want[row], atol=0.015, rtol=0)  # four standard errors
+
+
+def test_a_row_takes_no_more_passes_than_it_has_masks():
+    model, canvas, passes = build(), torch.full((1, 12), mdlm.MASK), []
+    out = mdlm.sample(model, canvas, mdlm.Sampling(steps=1000), torch.Generator(), lambda i, x: passes.append(i))
+    assert len(passes) <= 12
+    assert (out != mdlm.MASK).all()
 
 
 def test_a_model_that_was_saved_is_the_same_and_a_wrong_one_is_named(tmp_path):

@@ -1,0 +1,239 @@
+"""Training and sampling speed of MDLM: train_gpu.py against a plain PyTorch trainer, sample() against its model.
+
+    python bench/mdlm_speed.py --data=data/stories        # ten minutes on two cores; keep the machine idle
+
+The plain trainer is what one writes first: eager, softmax attention in the open (and, as a second baseline, PyTorch's
+fused attention), logits of every position, the same weights, rows, noise, loss, AdamW, clipping and average. Its losses
+must equal ours. Writes bench/results/cpu.json, or <GPU>.json.
+"""
+
+import copy
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+import torch
+import tyro
+from record import record
+from torch import nn
+from torch.nn import functional as F
+
+import model_mdlm as mdlm
+import train_gpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    data: str = ""  # folder of padded rows; "" is train_gpu.py's embedded default
+    model: str = "small"
+    steps: int = 12  # timed steps of each baseline, and of ours before and after them
+    warmup: int = 3  # steps before the clock starts
+    batch_size: int = 64
+    micro_batches: tuple[int, ...] = (16, 64)  # those of the baselines to try; the fastest counts
+    dtype: str = ""  # as train_gpu.py's
+    lengths: tuple[int, ...] = (64, 128, 256)  # canvases to sample
+    sample_steps: tuple[int, ...] = (10, 25, 64)
+
+
+# ---- the plain trainer ---------------------------------------------------------------------------------------------
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, cfg, fused):
+        super().__init__()
+        D = cfg.width
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.fc1, self.fc2 = nn.Linear(D, cfg.ffn), nn.Linear(cfg.ffn, D)
+        self.heads, self.fused = cfg.heads, fused
+
+    def forward(self, h, see):
+        B, L, D = h.shape
+        q, k, v = self.qkv(self.norm1(h)).chunk(3, -1)
+        q, k, v = (x.view(B, L, self.heads, -1).transpose(1, 2) for x in (q, k, v))
+        if self.fused:
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=see[:, None, None])
+        else:
+            score = (q @ k.transpose(-2, -1)) / math.sqrt(q.shape[-1])
+            o = score.masked_fill(~see[:, None, None], -math.inf).softmax(-1) @ v
+        h = h + self.out(o.transpose(1, 2).reshape(B, L, D))
+        return h + self.fc2(F.gelu(self.fc1(self.norm2(h))))
+
+
+class Plain(nn.Module):
+    """MDLM with the parameter names of model_mdlm.py."""
+
+    def __init__(self, cfg, fused):
+        super().__init__()
+        D = cfg.width
+        self.embed, self.position = nn.Embedding(cfg.vocab, D), nn.Embedding(cfg.positions, D)
+        self.time = nn.Sequential(nn.Linear(D, D), nn.SiLU(), nn.Linear(D, D))
+        self.blocks = nn.ModuleList(PlainBlock(cfg, fused) for _ in range(cfg.layers))
+        self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, cfg.vocab, bias=False)
+
+    def forward(self, token, rate):
+        half = self.embed.weight.shape[1] // 2
+        freq = 10_000 ** (-torch.arange(half, device=token.device) / half)
+        angle = 1000 * rate[:, None] * freq
+        h = self.embed(token) + self.position.weight[: token.shape[1]]
+        h = h + self.time(torch.cat([angle.sin(), angle.cos()], -1))[:, None]
+        for block in self.blocks:
+            h = block(h, token != mdlm.PAD)
+        return self.head(self.norm(h))
+
+
+def plain_steps(cfg, settings, rows, device, micro, fused):
+    """Seconds and losses of cfg.warmup + cfg.steps steps of the plain trainer."""
+    torch.manual_seed(settings.seed)
+    model = Plain(mdlm.CONFIGS[cfg.model], fused)
+    torch.manual_seed(settings.seed)
+    model.load_state_dict(mdlm.MDLM(mdlm.CONFIGS[cfg.model]).state_dict())
+    model.to(device)
+    ema = copy.deepcopy(model)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), eps=1e-8)
+    half = settings.dtype not in ("", "float32")
+    seconds, losses = [], []
+    for step in range(cfg.warmup + cfg.steps):
+        started = time.perf_counter()
+        rng = np.random.default_rng([settings.seed, step])
+        token_BL = train_gpu.crop(rows.batch(settings.seed, step, cfg.batch_size), settings.crop_rate, rng)
+        noised = train_gpu.noise(token_BL, settings, rng)
+        x0, xt, rate, weight = (torch.from_numpy(x) for x in (token_BL, noised["xt"], noised["rate"], noised["weight"]))
+        for group in optimizer.param_groups:
+            group["lr"] = train_gpu.learning_rate(step, settings)
+        total = 0.0
+        for i in range(0, cfg.batch_size, micro):
+            part = [x[i : i + micro].to(device) for x in (x0, xt, rate.float(), weight.float())]
+            with torch.autocast(device.type, getattr(torch, settings.dtype or "float32"), enabled=half):
+                logits = model(part[1], part[2]).float()
+                logits[..., mdlm.MASK] = -math.inf
+                nll = -logits.log_softmax(-1).gather(-1, part[0][..., None])[..., 0]
+                loss = torch.where(part[3] > 0, part[3] * nll, 0).sum()
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for a, b in zip(ema.parameters(), model.parameters(), strict=True):
+                a.lerp_(b, 1 - min(settings.ema, (1 + step) / (10 + step)))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        losses.append(total)
+    return seconds[cfg.warmup :], losses
+
+
+def our_steps(cfg, data):
+    """Seconds, losses and MFU of the same steps by train_gpu.py, from its own log."""
+    with tempfile.TemporaryDirectory() as folder:
+        steps = cfg.warmup + cfg.steps
+        flags = f"--data={data} --out={folder}/run --model={cfg.model} --steps={steps} --batch_size={cfg.batch_size}"
+        command = [sys.executable, str(ROOT / "train_gpu.py"), *flags.split(), "--log_every=1", f"--dtype={cfg.dtype}"]
+        subprocess.run([*command, "--eval_rows=16"], check=True, stdout=subprocess.DEVNULL)
+        log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()]
+        settings = json.loads(Path(folder, "run", "config.json").read_text())["train"]
+    rows = [row for row in log if "loss" in row]
+    tokens = cfg.batch_size * settings["seq_len"]
+    seconds = [tokens / row["tok_per_s"] for row in rows][cfg.warmup :]
+    return seconds, [row["loss"] for row in rows], [row["mfu"] for row in rows if "mfu" in row][cfg.warmup :]
+
+
+def bench_training(cfg, file, device):
+    data = cfg.data or "data/python-padded"
+    settings = train_gpu.Config(
+        data=cfg.data, model=cfg.model, steps=cfg.warmup + cfg.steps, batch_size=cfg.batch_size, dtype=cfg.dtype
+    )
+    rows, _, _ = train_gpu.find_data(settings, mdlm.CONFIGS[cfg.model])
+    ours, losses, _ = our_steps(cfg, data)
+    plain = {}
+    for fused in (False, True):
+        for micro in cfg.micro_batches:
+            seconds, plain_losses = plain_steps(cfg, settings, rows, device, micro, fused)
+            np.testing.assert_allclose(plain_losses, losses, rtol=1e-3 if cfg.dtype in ("", "float32") else 0.05)
+            plain[fused, micro] = seconds
+    again, _, mfu = our_steps(cfg, data)  # the machine's speed drifts
+    median, low, high = np.quantile(ours + again, [0.5, 0.1, 0.9]).tolist()
+    tokens = cfg.batch_size * rows.meta["seq_len"]
+    for fused in (False, True):
+        best = min((seconds for key, seconds in plain.items() if key[0] == fused), key=np.median)
+        theirs, their_low, their_high = np.quantile(best, [0.5, 0.1, 0.9]).tolist()
+        name = "fused attention, else eager" if fused else "eager"
+        record(
+            file,
+            f"mdlm {cfg.model} training: plain PyTorch ({name}) step / our step{f', {cfg.dtype}' if cfg.dtype else ''}",
+            theirs / median,
+            "ratio",
+            spread=[their_low / high, their_high / low],
+            ours={"step_s": median, "p10": low, "p90": high, "tok_per_s": tokens / median},
+            baseline={"step_s": theirs, "p10": their_low, "p90": their_high, "tok_per_s": tokens / theirs},
+            baseline_micro_batches={key[1]: float(np.median(s)) for key, s in plain.items() if key[0] == fused},
+            mfu=float(np.median(mfu)) if mfu else None,
+        )
+
+
+# ---- sampling ------------------------------------------------------------------------------------------------------
+
+
+def bench_sampling(cfg, file, device):
+    """Share of sample()'s time that is not the model's. Untrained weights: the time does not depend on them."""
+    torch.manual_seed(0)
+    model = mdlm.MDLM(mdlm.CONFIGS[cfg.model]).to(device).eval()
+    spent = 0.0
+
+    def clocked(function):
+        def call(*args):
+            nonlocal spent
+            started = time.perf_counter()
+            result = function(*args)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            spent += time.perf_counter() - started
+            return result
+
+        return call
+
+    model.hidden, model.logits = clocked(model.hidden), clocked(model.logits)
+    for sampler in ("ancestral", "max_prob"):
+        table = []
+        for length in cfg.lengths:
+            for steps in cfg.sample_steps:
+                canvas = torch.full((1, length), mdlm.MASK, device=device)
+                canvas[0, 0] = mdlm.BOS
+                shares, passes_s = [], []
+                for seed in range(6):
+                    passes, spent, started = [], 0.0, time.perf_counter()
+                    rule, generator = mdlm.Sampling(sampler, steps=steps), torch.Generator(device).manual_seed(seed)
+                    mdlm.sample(model, canvas, rule, generator, lambda i, x, done=passes: done.append(i)).tolist()
+                    seconds = time.perf_counter() - started
+                    shares.append(1 - spent / seconds)
+                    passes_s.append(seconds / len(passes))
+                row = {"length": length, "steps": steps, "passes": len(passes)}
+                row |= {"overhead": float(np.median(shares[1:])), "pass_ms": 1e3 * float(np.median(passes_s[1:]))}
+                table.append(row)
+        worst = max(table, key=lambda row: row["overhead"])
+        name = f"mdlm {cfg.model} sampling, {sampler}, top-p 0.95: share of the time outside the model, worst case"
+        record(file, name, worst["overhead"], "share", table=table)
+
+
+def main(cfg):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    file = torch.cuda.get_device_name().replace(" ", "_") if device.type == "cuda" else "cpu"
+    bench_sampling(cfg, file, device)
+    bench_training(cfg, file, device)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
