@@ -284,16 +284,16 @@ def restore(folder, model, ema, optimizer, meta):
         if changed:
             sys.exit(f"{folder} is of another model: {'; '.join(changed)}")
         tensors = safetensors.torch.load_file(folder / "trainer.safetensors")
+        if saved["data"] != meta["data"]:
+            sys.exit(f"{folder} was trained on other data; pass its --data, or start anew with another --out")
+        for p in model.parameters():  # makes the optimizer's state, to be overwritten
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        want = trainer_tensors(model, ema, optimizer)
+        mdlm.check(want, tensors, folder)
     except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
-        sys.exit(f"{folder} cannot be read ({str(error).splitlines()[0]}); delete it to use the one before")
-    if saved["data"] != meta["data"]:
-        sys.exit(f"{folder} was trained on other data; pass its --data, or start anew with another --out")
-    for p in model.parameters():  # makes the optimizer's state, to be overwritten
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    want = trainer_tensors(model, ema, optimizer)
-    mdlm.check(want, tensors, folder)
+        sys.exit(f"{folder} cannot be read ({str(error).splitlines()[0][:300]}); delete it to use the one before")
     with torch.no_grad():
         for name, tensor in want.items():
             if hasattr(tensor, "full_tensor"):
@@ -353,10 +353,14 @@ def evaluate(model, rows, cfg, device, autocast):
 
 
 def to_device(token_BL, noised, device):
-    """Inputs of Loss. The number of masked positions differs from call to call, and torch.compile is told so."""
-    index_N, token_N, weight_N = (torch.from_numpy(x) for x in masked_places(noised["weight"], token_BL))
-    inputs = torch.from_numpy(noised["xt"]), torch.from_numpy(noised["rate"]).float(), index_N, token_N
-    inputs = [x.to(device, non_blocking=True) for x in (*inputs, weight_N.float())]
+    """Inputs of Loss, cut to the longest row. Length and number of masks differ; torch.compile is told so."""
+    longest = int((token_BL != mdlm.PAD).sum(1).max(initial=1))
+    keep = slice(0, -(-longest // 32) * 32)
+    token_BL, xt_BL, weight_BL = (np.ascontiguousarray(x[:, keep]) for x in (token_BL, noised["xt"], noised["weight"]))
+    index_N, token_N, weight_N = masked_places(weight_BL, token_BL)
+    arrays = xt_BL, noised["rate"].astype(np.float32), index_N, token_N, weight_N.astype(np.float32)
+    inputs = [torch.from_numpy(x).to(device, non_blocking=True) for x in arrays]
+    torch._dynamo.mark_dynamic(inputs[0], 1)
     for x in inputs[2:]:
         torch._dynamo.mark_dynamic(x, 0)
     return inputs
@@ -503,9 +507,7 @@ def train(cfg, device, rank, world):
     step_loss = torch.compile(wrapped) if cfg.compile else wrapped
     eval_loss = Loss(ema)
     peak = next((flops for kind, flops in PEAK_FLOPS.items() if kind in name), None)
-    matmul = (
-        counts["blocks"] + counts["time"] + preset.vocab * preset.width
-    )  # the head at every position, by convention
+    matmul = counts["blocks"] + counts["time"] + preset.vocab * preset.width  # the head everywhere, by convention
     flops = cfg.batch_size * seq_len * (6 * matmul + 12 * preset.layers * preset.width * seq_len)
     if cfg.compile:
         print("compiling with the first step, about a minute", flush=True)
@@ -517,16 +519,16 @@ def train(cfg, device, rank, world):
         for step in range(first, cfg.steps):
             rng = np.random.default_rng([cfg.seed, step])
             token_BL = crop(rows.batch(cfg.seed, step, cfg.batch_size), cfg.crop_rate, rng)
+            token_BL = token_BL[np.argsort((token_BL != mdlm.PAD).sum(1), kind="stable")]
             noised = noise(token_BL, cfg, rng)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, cfg)
             torch.manual_seed(cfg.seed + step)  # dropout
             loss = torch.zeros((), device=device)
-            places = range(rank * share, (rank + 1) * share, micro)
-            for i in places:
-                part = slice(i, i + micro)
+            for i in range(0, cfg.batch_size, micro * world):
+                part = slice(i + rank, i + micro * world, world)
                 inputs = to_device(token_BL[part], {k: v[part] for k, v in noised.items()}, device)
-                last = i == places[-1] or world == 1 or cfg.fsdp
+                last = i + micro * world == cfg.batch_size or world == 1 or cfg.fsdp
                 with autocast, contextlib.nullcontext() if last else wrapped.no_sync():
                     part_loss, _ = step_loss(*inputs)
                     scaler.scale(part_loss * world).backward()  # several devices average their gradients

@@ -1,16 +1,20 @@
 """The MDLM trainer: noise, crops, learning by heart, resuming, several processes, and what it says of bad input."""
 
 import dataclasses
+import fcntl
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 import data_prep
@@ -95,12 +99,14 @@ def test_crops_are_windows_of_the_row_filled_up_with_pad():
 
 def test_the_loss_and_its_gradient_are_those_of_the_formula():
     torch.manual_seed(0)
-    model = mdlm.MDLM(mdlm.Config(vocab=40, width=32, layers=1, heads=2, ffn=64, positions=16))
+    model = mdlm.MDLM(mdlm.Config(vocab=40, width=32, layers=1, heads=2, ffn=64, positions=64))
     rng = np.random.default_rng(0)
-    token_BL = rng.integers(5, 40, (4, 16))
-    token_BL[:, 12:] = mdlm.PAD
+    token_BL = rng.integers(5, 40, (4, 64))
+    token_BL[:, 20:] = mdlm.PAD  # the trainer cuts this to 32
     noised = train_gpu.noise(token_BL, train_gpu.Config(), rng)
-    loss, counts = train_gpu.Loss(model)(*train_gpu.to_device(token_BL, noised, torch.device("cpu")))
+    inputs = train_gpu.to_device(token_BL, noised, torch.device("cpu"))
+    assert inputs[0].shape == (4, 32)
+    loss, counts = train_gpu.Loss(model)(*inputs)
     got = torch.autograd.grad(loss, list(model.parameters()))
     xt, x0, rate = (torch.from_numpy(x) for x in (noised["xt"], token_BL, noised["rate"]))
     logits = model(xt, rate.float(), xt != mdlm.PAD)
@@ -240,6 +246,91 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, tmp_path
     (copy / "tokenizer.json").write_text("{}")
     says(run(*command(copy, tmp_path / "b")), "tokenizer.json is not the one")
     assert (unbroken / "log.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
+def test_a_damaged_checkpoint_is_named(data, unbroken, tmp_path, damage):
+    out = tmp_path / "run"
+    subprocess.run(["cp", "-r", unbroken, out], check=True)
+    file = out / "step_12" / "trainer.safetensors"
+    if damage == "cut":
+        os.truncate(file, 100_000)
+    elif damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(safetensors.torch.save({"model.embed.weight": torch.zeros(2, 2)}))
+    says(run(sys.executable, str(ROOT / "train_gpu.py"), f"--resume={out}", "--steps=14"), "step_12", "delete it")
+    assert train_gpu.checkpoints(out) == [8, 12]
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(data, unbroken, tmp_path):
+    out = tmp_path / "run"
+    subprocess.run(["cp", "-r", unbroken, out], check=True)
+
+    def small_files():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))  # a write beyond it fails, as on a full disk
+
+    args = sys.executable, str(ROOT / "train_gpu.py"), f"--resume={out}", "--steps=14"
+    says(run(*args, preexec_fn=small_files), "make room", "--resume")
+    assert train_gpu.checkpoints(out) == [8, 12]
+    assert mdlm.load(out / "step_12").cfg == mdlm.CONFIGS["tiny"]
+    result = run(*args)  # what the failed write left is no obstacle
+    assert result.returncode == 0, result.stderr
+    assert train_gpu.checkpoints(out) == [12, 14]
+    assert not list(out.glob("*.tmp"))
+
+
+def test_two_trainers_on_one_folder_are_refused(data, unbroken):
+    with open(unbroken / ".lock0", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        says(run(*command(data, unbroken, f"--resume={unbroken}", "--steps=14")), "another trainer")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_learns_like_float32(data, unbroken, tmp_path, dtype):
+    result = run(*command(data, tmp_path / "run", "--steps=12", "--eval_every=12", f"--dtype={dtype}"))
+    assert result.returncode == 0, result.stderr
+    assert f"{dtype} matmuls" in result.stdout
+    for step, (loss, _) in losses(tmp_path / "run").items():
+        assert loss == pytest.approx(losses(unbroken)[step][0], rel=0.02)
+
+
+def test_a_time_free_model_with_a_tied_head_trains_and_is_read_again(data, tmp_path):
+    out = tmp_path / "run"
+    result = run(*command(data, out, "--steps=4", "--eval_every=4", "--time=False", "--tie=True"))
+    assert result.returncode == 0, result.stderr
+    assert "time 0," in result.stdout
+    model = mdlm.load(out / "step_4")
+    assert (model.cfg.time, model.cfg.tie) == (False, True)
+    result = run(sys.executable, str(ROOT / "evaluate.py"), "--model=mdlm", f"--ckpt={out}", "--lengths", "16")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_kill_9_at_twenty_random_moments_always_resumes_to_the_unbroken_losses(data, tmp_path):
+    rng, kills, out = np.random.default_rng(0), 0, tmp_path / "killed"
+    more = "--steps=200", "--eval_every=10", "--eval_rows=8"
+    whole = run(*command(data, tmp_path / "whole", *more))
+    assert whole.returncode == 0, whole.stderr
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    while True:
+        resume = [f"--resume={out}"] if (out / "config.json").exists() else []
+        process = subprocess.Popen(
+            command(data, out, *more, *resume), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        text = ""
+        for line in process.stdout:
+            text += line.decode()
+            if kills < 20 and line.startswith(b"step "):
+                time.sleep(rng.uniform(0, 2.5))
+                kills += process.poll() is None
+                process.kill()
+        if process.wait() == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, text
+    assert kills == 20
+    assert losses(out) == losses(tmp_path / "whole")
 
 
 def test_a_loss_that_is_not_finite_stops_after_five_steps(data, tmp_path):
