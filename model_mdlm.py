@@ -92,12 +92,27 @@ class MDLM(nn.Module):
         self.norm = nn.LayerNorm(D)
         if not cfg.tie:
             self.head = nn.Linear(D, cfg.vocab, bias=False)
+        self.init()
+
+    @torch.no_grad()
+    def init(self):
+        """Tokens and positions of size 1, matrices that keep the size of their input, no time embedding yet.
+
+        Positions are learned, but begin as sinusoids. With GPT-2's 0.02 for all weights the time embedding and the first
+        MLP drown tokens and positions, and the model stays at the entropy of single tokens for much longer.
+        """
+        size = self.cfg.width**-0.5 if self.cfg.tie else 1.0  # a tied embedding is also the head
         for name, weight in self.named_parameters():
-            if weight.ndim > 1:
-                residual = name.endswith(("out.weight", "fc2.weight"))
-                nn.init.normal_(weight, 0, 0.02 / math.sqrt(2 * cfg.layers) if residual else 0.02)
-            elif name.endswith("bias"):
+            if name == "embed.weight":
+                nn.init.normal_(weight, 0, size)
+            elif name == "position.weight":
+                weight.copy_(size * math.sqrt(2) * sinusoid(torch.arange(len(weight)) / 1000, weight.shape[1]))
+            elif name.endswith("bias") or name == "time.2.weight":
                 nn.init.zeros_(weight)
+            elif weight.ndim > 1:
+                residual = name.endswith(("out.weight", "fc2.weight"))
+                std = weight.shape[1] ** -0.5 / (math.sqrt(2 * self.cfg.layers) if residual else 1)
+                nn.init.normal_(weight, 0, std)
 
     def time_embedding(self, noise_B):
         """[B, 1, D] for noise levels in [0, 1]."""

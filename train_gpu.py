@@ -507,20 +507,24 @@ def train(cfg, device, rank, world):
     step_loss = torch.compile(wrapped) if cfg.compile else wrapped
     eval_loss = Loss(ema)
     peak = next((flops for kind, flops in PEAK_FLOPS.items() if kind in name), None)
-    matmul = counts["blocks"] + counts["time"] + preset.vocab * preset.width  # the head everywhere, by convention
-    flops = cfg.batch_size * seq_len * (6 * matmul + 12 * preset.layers * preset.width * seq_len)
     if cfg.compile:
         print("compiling with the first step, about a minute", flush=True)
 
     stop = []
     handlers = {s: signal.signal(s, lambda number, _: stop.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
     started, since, bad = time.perf_counter(), first, 0
+    tokens, flops = 0, 0  # since then; of what is not PAD, and of the head where there are masks
     try:
         for step in range(first, cfg.steps):
             rng = np.random.default_rng([cfg.seed, step])
             token_BL = crop(rows.batch(cfg.seed, step, cfg.batch_size), cfg.crop_rate, rng)
+            # micro-batches of like length, so that little of them is PAD
             token_BL = token_BL[np.argsort((token_BL != mdlm.PAD).sum(1), kind="stable")]
             noised = noise(token_BL, cfg, rng)
+            length_B, masks = (token_BL != mdlm.PAD).sum(1), (noised["xt"] == mdlm.MASK).sum()
+            tokens += int(length_B.sum())
+            flops += 6 * int(counts["blocks"] * length_B.sum() + preset.vocab * preset.width * masks)
+            flops += 12 * preset.layers * preset.width * int((length_B**2).sum())
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, cfg)
             torch.manual_seed(cfg.seed + step)  # dropout
@@ -553,13 +557,14 @@ def train(cfg, device, rank, world):
                     f"no finite loss in {bad} steps, the last {done}; resume from {checkpoints(out)} with a lower --lr"
                 )
             if done % cfg.log_every == 0 or done == cfg.steps:
-                rate = (done - since) / (time.perf_counter() - started)
+                seconds, steps = time.perf_counter() - started, done - since
                 row = {"step": done, "loss": loss, "lr": learning_rate(step, cfg), "grad_norm": norm}
-                row |= {"tok_per_s": rate * cfg.batch_size * seq_len, "eta_min": (cfg.steps - done) / rate / 60}
-                row |= {"mfu": rate * flops / peak / world} if peak else {}
+                row |= {"step_ms": 1e3 * seconds / steps, "tok_per_s": tokens / seconds}
+                row |= {"mfu": flops / seconds / peak / world} if peak else {}
+                row |= {"eta_min": (cfg.steps - done) * seconds / steps / 60}
                 if rank == 0:
                     log(out, row | {"skipped": skipped}, tracker)
-                started, since = time.perf_counter(), done
+                started, since, tokens, flops = time.perf_counter(), done, 0, 0
             if done % cfg.eval_every == 0 or done == cfg.steps:
                 with torch.random.fork_rng():
                     scores = evaluate(eval_loss, heldout, cfg, device, autocast)
@@ -567,7 +572,7 @@ def train(cfg, device, rank, world):
                     log(out, {"step": done, **scores}, tracker)
                 if world == 1:
                     show_sample(ema, tokenizer, cfg, seq_len, out, done, device)
-                started, since = time.perf_counter(), done
+                started, since, tokens, flops = time.perf_counter(), done, 0, 0
             if done % cfg.save_every == 0 or done == cfg.steps or stop:
                 save(out, done, model, ema, optimizer, meta | {"skipped": skipped}, tokenizer_json, cfg.keep)
             if stop:

@@ -136,7 +136,7 @@ def plain_steps(cfg, settings, rows, device, micro, fused):
     return seconds[cfg.warmup :], losses
 
 
-def our_steps(cfg, data, tokens):
+def our_steps(cfg, data):
     """Seconds, losses and MFU of the same steps by train_gpu.py, from its own log."""
     with tempfile.TemporaryDirectory() as folder:
         steps = cfg.warmup + cfg.steps
@@ -145,7 +145,7 @@ def our_steps(cfg, data, tokens):
         subprocess.run([*command, "--eval_rows=16"], check=True, stdout=subprocess.DEVNULL)
         log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()]
     rows = [row for row in log if "loss" in row]
-    seconds = [tokens / row["tok_per_s"] for row in rows][cfg.warmup :]
+    seconds = [row["step_ms"] / 1e3 for row in rows][cfg.warmup :]
     return seconds, [row["loss"] for row in rows], [row["mfu"] for row in rows if "mfu" in row][cfg.warmup :]
 
 
@@ -156,14 +156,14 @@ def bench_training(cfg, file, device):
     )
     rows, _, _ = train_gpu.find_data(settings, mdlm.CONFIGS[cfg.model])
     tokens = cfg.batch_size * rows.meta["seq_len"]
-    ours, losses, _ = our_steps(cfg, data, tokens)
+    ours, losses, _ = our_steps(cfg, data)
     plain = {}
     for fused in (False, True):
         for micro in cfg.micro_batches:
             seconds, plain_losses = plain_steps(cfg, settings, rows, device, micro, fused)
             np.testing.assert_allclose(plain_losses, losses, rtol=1e-3 if cfg.dtype in ("", "float32") else 0.05)
             plain[fused, micro] = seconds
-    again, _, mfu = our_steps(cfg, data, tokens)  # the machine's speed drifts
+    again, _, mfu = our_steps(cfg, data)  # the machine's speed drifts
     median, low, high = np.quantile(ours + again, [0.5, 0.1, 0.9]).tolist()
     for fused in (False, True):
         best = min((seconds for key, seconds in plain.items() if key[0] == fused), key=np.median)
