@@ -150,6 +150,19 @@ def q_sample(x0_BL, t_B, u_BL, schedule, mask_id, pad_id, frozen_BL=None):
     return xp.where(mask_BL, mask_id, x0_BL), mask_BL
 
 
+def mask_exactly(counted_BL, u_B, u_BL):
+    """Mask m of each row's n counted tokens, m uniform in 1 .. n, chosen by u_B: (mask_BL, n / m [B]).
+
+    n / m sum_L nll estimates the same bound as w(t) sum_L nll, without the noise in how many tokens are masked.
+    Ref: LLaDA, arXiv:2502.09992, eq. 6.
+    """
+    xp, n_B = _namespace(u_B), counted_BL.sum(-1)
+    n_B = xp.where(n_B > 0, n_B, 1)
+    m_B = xp.ceil(u_B * n_B)
+    m_B = xp.where(m_B > 1, m_B, 1.0 + 0 * u_B)
+    return counted_BL & (_rank(xp.where(counted_BL, u_BL, -1.0)) < _column(m_B, u_BL)), n_B / m_B
+
+
 def subs_log_probs(logits_BLV, xt_BL, mask_id):
     """log p(x0 | xt) by substitution: MASK has probability 0, a position that is not masked keeps its token for sure.
 

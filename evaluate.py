@@ -146,18 +146,6 @@ def score_pythoncoder(cfg, run, held_out, vocab):
 # ---- MDLM ----------------------------------------------------------------------------------------------------------
 
 
-def mask_exactly(token_BL, counted_BL, u_B, u_BL):
-    """Mask m of a row's n counted tokens, m uniform in 1..n: (mask_BL, n / m). With it the bound's variance is least.
-
-    The n / m weighted loss estimates the same bound as w(t) does, without the noise in the number of masks.
-    Ref: LLaDA, arXiv:2502.09992, eq. 6.
-    """
-    n_B = counted_BL.sum(1)
-    m_B = np.maximum(np.ceil(u_B * n_B), 1).astype(int)
-    order_BL = np.argsort(np.argsort(np.where(counted_BL, u_BL, 2.0), axis=1), axis=1)
-    return counted_BL & (order_BL < m_B[:, None]), n_B / m_B
-
-
 def score_mdlm(cfg, run, held_out, text_bytes):
     """The bound, its parts by noise level, and generation times, of one checkpoint."""
     import torch
@@ -176,8 +164,8 @@ def score_mdlm(cfg, run, held_out, text_bytes):
     counted_RL = (token_RL != mdlm.PAD) & (token_RL != mdlm.BOS)
     totals, level = [], np.zeros((10, 3))  # by tenths of the mask rate: nats, right tokens, masked tokens
     for _ in range(max(2, cfg.draws)):
-        u_R = rng.permutation((rng.random() + np.arange(len(token_RL))) / len(token_RL) % 1)
-        mask_RL, weight_R = mask_exactly(token_RL, counted_RL, u_R, rng.random(token_RL.shape))
+        u_R = rng.permutation(diffusion.antithetic_times(rng.random(len(token_RL)), eps=0))
+        mask_RL, weight_R = diffusion.mask_exactly(counted_RL, u_R, rng.random(token_RL.shape))
         nll_R = []
         for i in range(0, len(token_RL), cfg.batch_size):
             x0, mask = (torch.from_numpy(x[i : i + cfg.batch_size]).to(device) for x in (token_RL, mask_RL))

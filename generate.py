@@ -242,7 +242,8 @@ def load_mdlm(cfg):
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
         sys.exit(str(error))
     tokenizer.encode_special_tokens = True
-    rule = mdlm.Sampling(cfg.sampler, cfg.steps, cfg.schedule, cfg.temperature, cfg.top_k, cfg.top_p)
+    settings = cfg.sampler, cfg.steps, cfg.schedule, cfg.temperature, cfg.top_k, cfg.top_p
+    rule = mdlm.Sampling(*settings, vocab=tokenizer.get_vocab_size())
     generator = torch.Generator(device).manual_seed(cfg.seed)
     if not cfg.json:
         print(f"{folder}, {dtype}", file=sys.stderr)

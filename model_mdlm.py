@@ -98,7 +98,7 @@ class MDLM(nn.Module):
     def init(self):
         """Tokens and positions of size 1, matrices that keep the size of their input, no time embedding yet.
 
-        Positions are learned, but begin as sinusoids. With GPT-2's 0.02 for all weights the time embedding and the first
+        Positions are learned, but begin as sinusoids. With GPT-2's 0.02 for all weights time embedding and the first
         MLP drown tokens and positions, and the model stays at the entropy of single tokens for much longer.
         """
         size = self.cfg.width**-0.5 if self.cfg.tie else 1.0  # a tied embedding is also the head
@@ -156,6 +156,7 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 0.95
+    vocab: int = 0  # ids from here on have no token and are never drawn; 0: all have one
 
 
 def draw(logits_MV, top_p, generator):
@@ -204,11 +205,11 @@ def sample(model, token_BL, rule, generator, on_step=None):
         hidden_BLD = model.hidden(token_BL, rate_N[i].float().to(device).expand(len(token_BL)), see_BL)
         if rule.sampler != "ancestral":
             score_BL = torch.zeros(token_BL.shape, device=device)
-            prob_MV = diffusion.softmax(diffusion.ban(model.logits(hidden_BLD[masked_BL]), BANNED))
-            score_BL[masked_BL] = diffusion.confidence(prob_MV, rule.sampler)
+            logits_MV = diffusion.ban(model.logits(hidden_BLD[masked_BL])[:, : rule.vocab or None], BANNED)
+            score_BL[masked_BL] = diffusion.confidence(diffusion.softmax(logits_MV), rule.sampler)
             count_B = torch.from_numpy(counts_NB[i]).to(device)
             chosen_BL = masked_BL & (diffusion.unmask_top(token_BL, PAD, score_BL, count_B, MASK) != MASK)
-        logits_MV = diffusion.ban(model.logits(hidden_BLD[chosen_BL]), BANNED)
+        logits_MV = diffusion.ban(model.logits(hidden_BLD[chosen_BL])[:, : rule.vocab or None], BANNED)
         logits_MV = diffusion.filter_logits(logits_MV, rule.temperature, rule.top_k)
         drawn_M = draw(logits_MV, rule.top_p, generator) if rule.temperature > 0 else logits_MV.argmax(-1)
         token_BL = token_BL.masked_scatter(chosen_BL, drawn_M)

@@ -329,10 +329,14 @@ def truncate_log(out, step):
 
 @torch.no_grad()
 def evaluate(model, rows, cfg, device, autocast):
-    """Bound of the held-out rows by one antithetic draw, the same at every call."""
+    """Bound of the held-out rows by one draw that masks exactly m tokens, the same at every call."""
     n, size = min(rows.total, cfg.eval_rows), cfg.micro_batch
-    token_RL = rows.read(np.arange(n))
-    noised = noise(token_RL, dataclasses.replace(cfg, loss="nelbo"), np.random.default_rng([cfg.seed, 2**31]))
+    token_RL, rng = rows.read(np.arange(n)), np.random.default_rng([cfg.seed, 2**31])
+    counted_RL = (token_RL != mdlm.PAD) & (token_RL != mdlm.BOS)
+    u_R = rng.permutation(diffusion.antithetic_times(rng.random(n), eps=0))
+    mask_RL, weight_R = diffusion.mask_exactly(counted_RL, u_R, rng.random(token_RL.shape))
+    noised = {"xt": np.where(mask_RL, mdlm.MASK, token_RL), "rate": 1 / weight_R}
+    noised["weight"] = np.where(mask_RL, weight_R[:, None] / counted_RL.sum(), 0)
     sums = np.zeros(4)
     for i in range(0, n, size):
         part = slice(i, i + size)
@@ -346,7 +350,7 @@ def evaluate(model, rows, cfg, device, autocast):
     return {
         "heldout_nats": nats,
         "perplexity": math.exp(nats),
-        "bits_per_byte": nats * int(noised["counted"].sum()) / math.log(2) / text_bytes,
+        "bits_per_byte": nats * int(counted_RL.sum()) / math.log(2) / text_bytes,
         "masked_ce": ce / max(masked, 1),
         "masked_accuracy": hits / max(masked, 1),
     }
@@ -372,7 +376,7 @@ def show_sample(model, tokenizer, cfg, seq_len, out, step, device):
     canvas = torch.full((1, min(seq_len, max(128, len(ids)))), mdlm.MASK, device=device)
     canvas[0, : len(ids)] = torch.tensor(ids)
     generator = torch.Generator(device).manual_seed(cfg.seed)
-    token_L = mdlm.sample(model, canvas, mdlm.Sampling(), generator)[0].tolist()
+    token_L = mdlm.sample(model, canvas, mdlm.Sampling(vocab=tokenizer.get_vocab_size()), generator)[0].tolist()
     token_L = token_L[: token_L.index(mdlm.EOS)] if mdlm.EOS in token_L else token_L
     with open(out / "samples.txt", "a") as file:
         file.write(f"---- step {step}\n{tokenizer.decode(token_L)}\n")
@@ -381,7 +385,7 @@ def show_sample(model, tokenizer, cfg, seq_len, out, step, device):
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
-def find_data(cfg, model):
+def find_data(cfg, positions):
     """Train and held-out rows and the tokenizer, prepared first if they are the embedded default."""
     folder = Path(cfg.data or "data/python-padded")
     if not cfg.data and not (folder / "meta.json").exists():
@@ -394,14 +398,10 @@ def find_data(cfg, model):
     ids = [meta.get(f"{name}_id") for name in ("pad", "bos", "eos", "mask", "unk")]
     if ids != [mdlm.PAD, mdlm.BOS, mdlm.EOS, mdlm.MASK, mdlm.UNK]:
         sys.exit(f"{folder} is not for a masked diffusion model; prepare it with: python data_prep.py --rows=padded")
-    if meta["vocab_size"] > model.vocab:
-        sys.exit(f"{folder} has {meta['vocab_size']:,} token ids, the model {model.vocab:,}; choose another --model")
     if (cfg.seq_len or meta["seq_len"]) != meta["seq_len"]:
         sys.exit(f"{folder} has rows of {meta['seq_len']} tokens, not {cfg.seq_len}; prepare it again with --seq_len")
-    if meta["seq_len"] > model.positions:
-        sys.exit(
-            f"{folder} has rows of {meta['seq_len']} tokens, the model {model.positions} positions; prepare it again"
-        )
+    if meta["seq_len"] > positions:
+        sys.exit(f"{folder} has rows of {meta['seq_len']} tokens, the model {positions} positions; prepare it again")
     tokenizer = (folder / "tokenizer.json").read_bytes()
     if hashlib.sha256(tokenizer).hexdigest() != meta["tokenizer_sha256"]:
         sys.exit(f"{folder}/tokenizer.json is not the one that made the shards; prepare the data again")
@@ -430,8 +430,9 @@ def main(cfg):
 def train(cfg, device, rank, world):
     if cfg.model not in mdlm.CONFIGS:
         sys.exit(f"--model={cfg.model}: not one of {', '.join(mdlm.CONFIGS)}")
-    preset = dataclasses.replace(mdlm.CONFIGS[cfg.model], tie=cfg.tie, time=cfg.time, dropout=cfg.dropout)
-    rows, heldout, tokenizer_json = find_data(cfg, preset)
+    rows, heldout, tokenizer_json = find_data(cfg, mdlm.CONFIGS[cfg.model].positions)
+    ours = {"vocab": rows.meta["vocab_padded"], "tie": cfg.tie, "time": cfg.time, "dropout": cfg.dropout}
+    preset = dataclasses.replace(mdlm.CONFIGS[cfg.model], **ours)
     tokenizer, seq_len = tokenizers.Tokenizer.from_str(tokenizer_json.decode()), rows.meta["seq_len"]
     if cfg.batch_size % world:
         sys.exit(f"--batch_size={cfg.batch_size} does not divide over {world} devices")

@@ -154,7 +154,7 @@ def bench_training(cfg, file, device):
     settings = train_gpu.Config(
         data=cfg.data, model=cfg.model, steps=cfg.warmup + cfg.steps, batch_size=cfg.batch_size, dtype=cfg.dtype
     )
-    rows, _, _ = train_gpu.find_data(settings, mdlm.CONFIGS[cfg.model])
+    rows, _, _ = train_gpu.find_data(settings, mdlm.CONFIGS[cfg.model].positions)
     tokens = cfg.batch_size * rows.meta["seq_len"]
     ours, losses, _ = our_steps(cfg, data)
     plain = {}

@@ -62,6 +62,17 @@ def test_unmasking_takes_the_lower_index_of_equals_and_never_more_than_there_is(
     assert got.tolist() == [[20, 9, 22, MASK], [9, 9, 26, 9], [MASK] * 4]
 
 
+def test_masking_exactly_m_tokens_leaves_what_is_not_counted():
+    rng = np.random.default_rng(0)
+    counted = rng.random((200, 16)) < 0.5
+    counted[0] = False
+    mask, weight = diffusion.mask_exactly(counted, rng.random(200), rng.random((200, 16)))
+    assert not (mask & ~counted).any()
+    assert mask[counted.any(1)].any(1).all()
+    np.testing.assert_allclose((weight * mask.sum(1))[1:], counted.sum(1)[1:])
+    assert np.isfinite(weight).all()
+
+
 def test_the_two_rules_of_top_p_differ_where_the_sum_is_met_exactly():
     logits = np.log(np.array([[0.5, 0.25, 0.125, 0.125]]))
     kept = {

@@ -88,6 +88,17 @@ def test_masking_exactly_m_tokens_makes_the_bound_tight(load, library):
         library.close(nll.sum(-1) @ weight, want)
 
 
+def test_masking_exactly_m_tokens_estimates_the_likelihoods(load, library):
+    golden, rng, draws = load("any_order"), np.random.default_rng(0), 40_000
+    counted = np.ones((draws, golden["masks"].shape[1]), bool)
+    u_B = diffusion.antithetic_times(rng.random(draws), eps=0)
+    mask, weight = library(diffusion.mask_exactly, counted, u_B, rng.random(counted.shape))
+    place = {tuple(m): i for i, m in enumerate(golden["masks"])}
+    index = np.array([place[tuple(m)] for m in mask])
+    for ce_sum, nll in zip(golden["ce_sum"], golden["nll"], strict=True):
+        np.testing.assert_allclose((ce_sum[index] * weight).mean(), nll, rtol=0.02)
+
+
 def test_reverse_process(load, library):
     golden = load("reverse")
     for s in schedules(golden):

@@ -73,7 +73,7 @@ def test_rows_longer_than_the_positions_are_refused():
 def test_samplers_fill_every_mask_keep_the_prompt_and_draw_no_special_token(sampler, schedule):
     model, canvas = build(), torch.full((3, 12), mdlm.MASK)
     canvas[:, 0], canvas[0, 4], canvas[1, 9:] = mdlm.BOS, 30, mdlm.PAD
-    rule = mdlm.Sampling(sampler, steps=5, schedule=schedule, top_p=0.9)
+    rule = mdlm.Sampling(sampler, steps=5, schedule=schedule, top_p=0.9, vocab=38)
     for temperature in (1.0, 0.0):
         rule, left = dataclasses.replace(rule, temperature=temperature), []
         on_step = lambda i, x, left=left: left.append(int((x == mdlm.MASK).sum()))  # noqa: E731
@@ -81,7 +81,7 @@ def test_samplers_fill_every_mask_keep_the_prompt_and_draw_no_special_token(samp
         again = mdlm.sample(model, canvas, rule, torch.Generator().manual_seed(0))
         assert torch.equal(out, again)
         assert (out[canvas != mdlm.MASK] == canvas[canvas != mdlm.MASK]).all()
-        assert not torch.isin(out[canvas == mdlm.MASK], torch.tensor(mdlm.BANNED)).any()
+        assert not torch.isin(out[canvas == mdlm.MASK], torch.tensor([*mdlm.BANNED, 38, 39])).any()
         assert 1 <= len(left) <= 5
         assert left == sorted(left, reverse=True)
         assert left[-1] == 0

@@ -238,6 +238,9 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, tmp_path
     says(run(*command(data, tmp_path / "a", "--micro_batch=3")), "--micro_batch=3 does not divide")
     says(run(*command(data, unbroken, f"--resume={unbroken}", "--model=small", "--steps=20")), "another model", "width")
     says(run(*command(data, tmp_path / "a", f"--resume={tmp_path}")), "--resume")
+    long = data_prep.Config(source=str(ROOT / "diffusion.py"), out=str(tmp_path / "long"), vocab_size=300, seq_len=512)
+    data_prep.main(dataclasses.replace(long, heldout=0.0, workers=1))
+    says(run(*command(tmp_path / "long", tmp_path / "a")), "512 tokens", "256 positions")
     copy = tmp_path / "rows"
     subprocess.run(["cp", "-r", data, copy], check=True)
     shard = next((copy / "train").glob("*.parquet"))

@@ -1,0 +1,112 @@
+"""The figures and the page of a finished run of train_gpu.py: curve, held-out bits per byte, noise levels, samples.
+
+    python bench/mdlm_run.py --ckpt=out/stories         # two minutes after the run of the README
+
+Writes mdlm_run.png, mdlm_noise.png, mdlm_run.jsonl (the run's log), mdlm_run.md and an entry of cpu.json, all under
+bench/results/. The unigram value is the held-out text's cross-entropy under the token frequencies of the training text.
+"""
+
+import dataclasses
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import tyro
+from record import RESULTS, record
+
+import model_mdlm as mdlm
+import train_gpu
+
+PROMPTS = [
+    ["--prompt=Once upon a time, there was a little girl named Lily."],
+    ["--prompt=One day, [MASK:40] They were very happy."],
+    ["--prompt=Tom and his dog", "--sampler=max_prob", "--temperature=0.7"],
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    ckpt: str = "out/stories"  # run folder
+    file: str = "cpu"  # bench/results/<file>.json
+    device: str = ""  # what the run ran on; "" is this CPU
+    max_new: int = 100
+
+
+def unigram(folder):
+    """Nats per token of the held-out rows under the training rows' token frequencies, plus one for every id."""
+    counts = []
+    for split in ("train", "heldout"):
+        rows = train_gpu.Rows(folder, split)
+        token_RL = rows.read(np.arange(rows.total))
+        counts.append(np.bincount(token_RL.ravel(), minlength=rows.meta["vocab_size"]))
+        counts[-1][[mdlm.PAD, mdlm.BOS]] = 0
+    train_V, held_V = counts
+    nats = -(held_V * np.log((train_V + 1) / (train_V + 1).sum())).sum() / held_V.sum()
+    return nats, nats * held_V.sum() / math.log(2) / rows.meta["splits"]["heldout"]["bytes"]
+
+
+def script(name, *args):
+    result = subprocess.run([sys.executable, str(ROOT / name), *args], capture_output=True, text=True, check=True)
+    return result.stdout, result.stderr
+
+
+def main(cfg):
+    run = Path(cfg.ckpt)
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    settings = json.loads((run / "config.json").read_text())
+    train, held = ([r for r in rows if key in r] for key in ("loss", "heldout_nats"))
+    noise = f"--plot={RESULTS / 'mdlm_noise.png'}"
+    final = json.loads(script("evaluate.py", "--model=mdlm", f"--ckpt={run}", "--draws=32", "--json=True", noise)[0])
+    unigram_nats, unigram_bits = unigram(settings["data"])
+
+    _, axis = plt.subplots(figsize=(8, 4.5))
+    axis.plot([r["step"] for r in train], [r["loss"] for r in train], lw=0.6, alpha=0.6, label="training, one step")
+    axis.plot([r["step"] for r in held], [r["heldout_nats"] for r in held], "o-", ms=4, label="held-out stories")
+    axis.axhline(unigram_nats, ls="--", c="grey", label="unigram")
+    title = f"{final['bits_per_byte']:.3f} bits per byte at the end, unigram {unigram_bits:.3f}"
+    axis.set(xlabel="optimizer step", ylabel="bound, nats per token", title=title)
+    axis.legend()
+    axis.grid(alpha=0.3)
+    plt.tight_layout()
+    plt.savefig(RESULTS / "mdlm_run.png", dpi=120)
+    shutil.copy(run / "log.jsonl", RESULTS / "mdlm_run.jsonl")
+
+    text = ["# Samples, unedited\n"]
+    for args in PROMPTS:
+        args = [*args, f"--max_new={cfg.max_new}"]
+        out, err = script("generate.py", "--model=mdlm", f"--ckpt={run}", *args)
+        shown = " ".join(f'{a.split("=", 1)[0]}="{a.split("=", 1)[1]}"' if " " in a else a for a in args)
+        text.append(f"```\n$ python generate.py --model=mdlm --ckpt={run} {shown}\n{out}{err}```\n")
+    (RESULTS / "mdlm_run.md").write_text("\n".join(text))
+
+    speed = np.quantile([r["tok_per_s"] for r in train[2:]], [0.5, 0.1, 0.9]).tolist()
+    record(
+        cfg.file,
+        f"mdlm {settings['train']['model']} run on TinyStories, held-out bits per byte",
+        final["bits_per_byte"],
+        "bits per byte",
+        device=cfg.device,
+        unigram=unigram_bits,
+        nats_per_token=final["nats_per_token"],
+        standard_error=final["standard_error"],
+        steps=final["step"],
+        tok_per_s=dict(zip(("median", "p10", "p90"), speed, strict=True)),
+        latency=final["latency"],
+        settings=settings["train"],
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
