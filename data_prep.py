@@ -119,7 +119,6 @@ class Item(typing.NamedTuple):
 
 class Document(typing.NamedTuple):
     text: str
-    sha256: str
     size: int  # bytes
 
 
@@ -478,7 +477,7 @@ def batched(items, limit, size_of=lambda item: item.size):
 
 def python_documents(group, split, cfg):
     for item in group:
-        yield Document(read_text(item), item.sha256, item.size)
+        yield Document(read_text(item), item.size)
 
 
 def tokenised(documents, split, vocabulary, cfg):
@@ -488,8 +487,10 @@ def tokenised(documents, split, vocabulary, cfg):
         for batch in batched(documents, BATCH_BYTES):
             cuts = []
             for document in batch:
-                rng = random.Random(f"{cfg.seed} {document.sha256}") if cfg.fim_rate and split == "train" else None
-                fim = rng and rng.random() < cfg.fim_rate
+                rng, fim = None, False
+                if cfg.fim_rate and split == "train":
+                    rng = random.Random(f"{cfg.seed} {hashlib.sha256(document.text.encode()).hexdigest()}")
+                    fim = rng.random() < cfg.fim_rate
                 cuts.append(cut_for_fim(document.text, vocabulary.fim, rng) if fim else [([], document.text)])
             texts = [text for pieces in cuts for _, text in pieces]
             yield batch, cuts, vocabulary.encoder.encode_batch_fast(texts, add_special_tokens=False)
@@ -589,9 +590,9 @@ def text_documents(group, split, cfg):
         texts = read_text(item).split(SEPARATOR)
         for text in texts if len(texts) == 1 and not item.start else map(str.strip, texts):
             data = text.encode()
-            sha256 = hashlib.sha256(data).hexdigest()
-            if not text.isspace() and text and (draw(cfg.seed, sha256) < cfg.heldout) == (split == "heldout"):
-                yield Document(text, sha256, len(data))
+            drawn = int.from_bytes(hashlib.sha256(b"%d %b" % (cfg.seed, data)).digest()[:8]) / 2**64  # faster than draw
+            if (drawn < cfg.heldout) == (split == "heldout") and text and not text.isspace():
+                yield Document(text, len(data))
 
 
 def tinystories(out):

@@ -214,11 +214,14 @@ def complete(model, tokenizer, requests, rule, stops, cfg, generate):
 
 
 def canvas_of(tokenizer, prompt, max_new):
-    """Ids of a canvas: BOS, the prompt, and max_new masks; or, if the prompt holds [MASK:n], just these, and EOS."""
+    """Ids of a canvas: BOS, the prompt, and max_new masks; or, if the prompt holds [MASK:n], just these, and EOS.
+
+    Spaces before a mask are left out: words bring their own.
+    """
     import model_mdlm as mdlm
 
-    ids, *rest = re.split(r"\[MASK:(\d+)\]", prompt)
-    ids = [mdlm.BOS, *tokenizer.encode(ids, add_special_tokens=False).ids]
+    text, *rest = re.split(r" *\[MASK:(\d+)\]", prompt)
+    ids = [mdlm.BOS, *tokenizer.encode(text, add_special_tokens=False).ids]
     for count, text in zip(rest[::2], rest[1::2], strict=True):
         ids += [mdlm.MASK] * int(count) + tokenizer.encode(text, add_special_tokens=False).ids
     return ids + ([mdlm.EOS] if rest else [mdlm.MASK] * max_new)

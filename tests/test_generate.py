@@ -172,11 +172,19 @@ def test_mdlm_continues_and_fills_in_with_every_sampler(stories, capsys, sampler
     texts = [json.loads(row)["text"] for row in rows.splitlines()]
     assert len(texts) == 3
     for text in texts:
-        assert text.startswith("Once ")
+        assert text.startswith("Once")
         assert text.endswith(" dragon.") or len(text) < 60  # EOS may be drawn inside
         assert not any(name in text for name in (*data_prep.SPECIAL.values(), "\u2591"))
     with_suffix = mdlm_says(capsys, stories, prompt="Once", suffix=" dragon.", max_new=3, steps=2, seed=1)[0]
     assert with_suffix.startswith("Once")
+
+
+def test_mdlm_canvas_masks_anywhere_and_leaves_the_space_to_the_masked_words(stories):
+    tokenizer = Tokenizer.from_file(str(stories / "step_5" / "tokenizer.json"))
+    ids = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    canvas = generate.canvas_of(tokenizer, "Once [MASK:2] upon[MASK:1]", 9)
+    assert canvas == [mdlm.BOS, *ids("Once"), mdlm.MASK, mdlm.MASK, *ids(" upon"), mdlm.MASK, mdlm.EOS]
+    assert generate.canvas_of(tokenizer, "Once", 3) == [mdlm.BOS, *ids("Once"), *[mdlm.MASK] * 3]
 
 
 def test_mdlm_shows_its_steps_in_the_terminal_and_as_a_page(stories, capsys, tmp_path):

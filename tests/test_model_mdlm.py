@@ -49,6 +49,8 @@ def test_every_position_sees_both_sides_and_nobody_sees_pad():
 def test_the_noise_level_is_an_input_unless_the_model_is_time_free():
     token_BL = tokens(2, 8)
     model = build()
+    assert torch.equal(model(token_BL, torch.tensor([0.1, 0.1])), model(token_BL, torch.tensor([0.9, 0.9])))  # at first
+    torch.nn.init.normal_(model.time[2].weight)
     assert not torch.allclose(model(token_BL, torch.tensor([0.1, 0.1])), model(token_BL, torch.tensor([0.9, 0.9])))
     with pytest.raises(ValueError, match="pass noise_B"):
         model(token_BL)
