@@ -109,6 +109,7 @@ def plain_steps(cfg, settings, rows, device, micro, fused):
         started = time.perf_counter()
         rng = np.random.default_rng([settings.seed, step])
         token_BL = train_gpu.crop(rows.batch(settings.seed, step, cfg.batch_size), settings.crop_rate, rng)
+        token_BL = token_BL[np.argsort((token_BL != mdlm.PAD).sum(1), kind="stable")]  # so that its noise is ours
         noised = train_gpu.noise(token_BL, settings, rng)
         x0, xt, rate, weight = (torch.from_numpy(x) for x in (token_BL, noised["xt"], noised["rate"], noised["weight"]))
         for group in optimizer.param_groups:
