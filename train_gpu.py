@@ -573,9 +573,10 @@ def train(cfg, device, rank, world):
                     log(out, {"step": done, **scores}, tracker)
                 if world == 1:
                     show_sample(ema, tokenizer, cfg, seq_len, out, done, device)
-                started, since, tokens, flops = time.perf_counter(), done, 0, 0
             if done % cfg.save_every == 0 or done == cfg.steps or stop:
                 save(out, done, model, ema, optimizer, meta | {"skipped": skipped}, tokenizer_json, cfg.keep)
+            if done % cfg.eval_every == 0 or done % cfg.save_every == 0:  # their time is no step's
+                started, since, tokens, flops = time.perf_counter(), done, 0, 0
             if stop:
                 sys.exit(f"{signal.Signals(stop[0]).name}: saved step {done}; go on with --resume={out}")
     finally:

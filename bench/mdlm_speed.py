@@ -143,7 +143,7 @@ def our_steps(cfg, data):
         steps = cfg.warmup + cfg.steps
         flags = f"--data={data} --out={folder}/run --model={cfg.model} --steps={steps} --batch_size={cfg.batch_size}"
         command = [sys.executable, str(ROOT / "train_gpu.py"), *flags.split(), "--log_every=1", f"--dtype={cfg.dtype}"]
-        subprocess.run([*command, "--eval_rows=16"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*command, "--eval_rows=16", "--eval_every=1000"], check=True, stdout=subprocess.DEVNULL)
         log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()]
     rows = [row for row in log if "loss" in row]
     seconds = [row["step_ms"] / 1e3 for row in rows][cfg.warmup :]
