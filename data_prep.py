@@ -105,6 +105,7 @@ TRAIN_BYTES = 200_000_000  # text that a new tokenizer is trained on
 # of documents in tokens, BOS and EOS included: the steps of the histogram in meta.json
 LENGTHS = (*range(16, 257, 16), 512, 1024, 2048, 4096)
 BLOCK_TOKENS = 1 << 21  # tokens packed at a time, one row group of a shard
+PARQUET = {"compression": "zstd", "use_dictionary": False, "use_byte_stream_split": True, "write_statistics": False}
 
 
 class Item(typing.NamedTuple):
@@ -483,27 +484,25 @@ def python_documents(group, split, cfg):
 def tokenised(documents, split, vocabulary, cfg):
     """(ids, bytes) of each document, tokenised by all cores; --fim_rate of those to train on as fill-in-the-middle."""
 
-    def encoded():
-        for batch in batched(documents, BATCH_BYTES):
-            cuts = []
-            for document in batch:
-                rng, fim = None, False
-                if cfg.fim_rate and split == "train":
-                    rng = random.Random(f"{cfg.seed} {hashlib.sha256(document.text.encode()).hexdigest()}")
-                    fim = rng.random() < cfg.fim_rate
-                cuts.append(cut_for_fim(document.text, vocabulary.fim, rng) if fim else [([], document.text)])
-            texts = [text for pieces in cuts for _, text in pieces]
-            yield batch, cuts, vocabulary.encoder.encode_batch_fast(texts, add_special_tokens=False)
+    def cut(text):
+        if cfg.fim_rate and split == "train":
+            rng = random.Random(f"{cfg.seed} {hashlib.sha256(text.encode()).hexdigest()}")
+            if rng.random() < cfg.fim_rate:
+                return cut_for_fim(text, vocabulary.fim, rng)
+        return [([], text)]
 
-    batches = encoded()
+    waiting = None
     with concurrent.futures.ThreadPoolExecutor(1) as thread:  # tokenises one batch ahead of what is written
-        ahead = thread.submit(next, batches, None)
-        while made := ahead.result():
-            ahead, (batch, cuts, encodings) = thread.submit(next, batches, None), made
-            encodings = iter(encodings)
-            for document, pieces in zip(batch, cuts, strict=True):
-                ids = [np.array(head + next(encodings).ids, np.int32) for head, _ in pieces]
-                yield np.concatenate(ids), document.size
+        for batch in itertools.chain(batched(documents, BATCH_BYTES), [[]]):
+            cuts = [cut(document.text) for document in batch]
+            texts = [text for pieces in cuts for _, text in pieces]
+            made = thread.submit(vocabulary.encoder.encode_batch_fast, texts, add_special_tokens=False)
+            if waiting:
+                encodings = iter(waiting[2].result())
+                for document, pieces in zip(*waiting[:2], strict=True):
+                    ids = sum((head + next(encodings).ids for head, _ in pieces), [])
+                    yield np.array(ids, np.int32), document.size
+            waiting = batch, cuts, made
 
 
 def cut_for_fim(text, fim, rng):
@@ -550,8 +549,9 @@ def text_ranges(path, limit, bar):
     A range ends with the separator that follows its first `limit` bytes, or within a document of over LONG_BYTES: at a
     line end, or between two characters if there is none. Ranges without a document are left out.
     """
-    ranges, start, data, decoder = [], 0, b"", codecs.getincrementaldecoder("utf-8")()
+    ranges, start, data, decoder = [], 0, bytearray(), codecs.getincrementaldecoder("utf-8")()
     separator = SEPARATOR.encode()
+    nothing = re.compile(rb"(?:\s|%b)*" % re.escape(separator))
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # reading a named pipe would never end
             return "unreadable"
@@ -573,9 +573,10 @@ def text_ranges(path, limit, bar):
                         break
                     else:
                         end = len(data)
-                    if data[:end].replace(separator, b"").strip():
+                    if nothing.match(data, 0, end).end() < end:
                         ranges.append((start, end, hashlib.sha256(data[:end]).hexdigest()))
-                    start, data = start + end, data[end:]
+                    start += end
+                    del data[:end]
                 if not block:
                     return ranges or "empty"
     except UnicodeDecodeError:
@@ -590,8 +591,8 @@ def text_documents(group, split, cfg):
         texts = read_text(item).split(SEPARATOR)
         for text in texts if len(texts) == 1 and not item.start else map(str.strip, texts):
             data = text.encode()
-            drawn = int.from_bytes(hashlib.sha256(b"%d %b" % (cfg.seed, data)).digest()[:8]) / 2**64  # faster than draw
-            if (drawn < cfg.heldout) == (split == "heldout") and text and not text.isspace():
+            heldout = draw(cfg.seed, hashlib.sha256(data).hexdigest()) < cfg.heldout
+            if heldout == (split == "heldout") and text and not text.isspace():
                 yield Document(text, len(data))
 
 
@@ -784,13 +785,15 @@ def pad_rows(documents, seq_len, special):
     What is over seq_len goes on in the next row. Segments are 1, positions count the tokens of a row from 0; both are 0
     at PAD.
     """
-    first_N = np.cumsum([0] + [-(-(len(document) + 2) // seq_len) for document in documents])
-    tokens_RL = np.full((first_N[-1], seq_len), special["pad"], np.int32)
-    segments_RL = np.zeros(tokens_RL.shape, np.int32)
-    for first, document in zip(first_N, documents, strict=False):
-        span = slice(first * seq_len, first * seq_len + len(document) + 2)
-        tokens_RL.reshape(-1)[span] = np.concatenate(([special["bos"]], document, [special["eos"]]))
-        segments_RL.reshape(-1)[span] = 1
+    size_N = np.array([len(document) + 2 for document in documents])
+    rows_N = -(-size_N // seq_len)
+    start_N = seq_len * (np.cumsum(rows_N) - rows_N)
+    tokens_RL = np.full((rows_N.sum(), seq_len), special["pad"], np.int32)
+    segments_RL, flat = np.zeros(tokens_RL.shape, np.int32), tokens_RL.reshape(-1)
+    place = np.repeat(start_N - np.cumsum(size_N) + size_N, size_N) + np.arange(size_N.sum())  # of all tokens
+    bos, eos = (np.int32([special[role]]) for role in ("bos", "eos"))
+    flat[place] = np.concatenate([part for document in documents for part in (bos, document, eos)])
+    segments_RL.reshape(-1)[place] = 1
     return tokens_RL, segments_RL, segments_RL * np.arange(seq_len, dtype=np.int32)
 
 
@@ -811,7 +814,7 @@ def write_shard(path, pairs, cfg, special, fingerprint):
                 counts["lengths"][bisect.bisect_left(LENGTHS, len(ids) + 2)] += 1
             yield ids
 
-    with whole(path) as file, pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=False) as writer:
+    with whole(path) as file, pq.ParquetWriter(file, schema, **PARQUET) as writer:
         if cfg.rows == "padded":
             batches = batched(counted(), BLOCK_TOKENS, lambda ids: len(ids) + seq_len)
             blocks = (pad_rows(batch, seq_len, special) for batch in batches)

@@ -1,15 +1,15 @@
 """Speed of data_prep.py's tokenising against tokenizers' encode_batch alone, and its peak memory: one run, one machine.
 
-    python bench/data_prep_speed.py                              # the standard library as text; three minutes
-    python bench/data_prep_speed.py --text=stories.txt                  # documents with <|endoftext|> between them
+    python bench/data_prep_speed.py                      # the standard library as text; three minutes
+    python bench/data_prep_speed.py --text=stories.txt   # documents with <|endoftext|> between them
 
 The documents are shuffled and repeated to 20 MB. Ours is the time from the tokenizer to the last shard on disk:
-reading, held-out draw, tokenising, rows, compression. encode_batch gets the same texts from memory, all at once
-and in batches of 4 MB, as ours does; the faster counts. Memory is the peak of a process that prepares 20 MB of text and
-of one that prepares 200 MB. Writes cpu.json.
+reading, held-out draw, tokenising, rows, compression. encode_batch gets the same texts from memory, all at once and in
+batches of 4 MB, as ours does; the faster counts. Each run is a process of its own: a tokenizer that has met the text
+has its words in a cache. Memory is the peak of a process that prepares 20 MB of text and of one that prepares 200 MB.
+Writes cpu.json.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +26,6 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import tyro
 from record import record
-from tokenizers import Tokenizer
 
 import data_prep
 
@@ -35,10 +33,10 @@ import data_prep
 @dataclasses.dataclass(frozen=True)
 class Config:
     text: str = ""  # text file to repeat; "" joins the standard library's .py files
-    repeats: int = 3  # timed runs of each, in turn
+    repeats: int = 5  # timed runs of each, in turn
 
 
-MEASURE = """
+MEMORY = """
 import resource, sys
 import data_prep
 data_prep.main(data_prep.Config(source=sys.argv[1], out=sys.argv[2]))
@@ -58,13 +56,40 @@ def write_text(path, documents, megabytes):
                     break
 
 
-def prepared(source, out):
-    """Seconds from the tokenizer on, for a folder that has one; nothing of it but the tokenizer is kept."""
-    cfg = data_prep.Config(source=str(source), out=str(out), tokenizer=str(out.parent / "tokenizer.json"))
-    with contextlib.redirect_stdout(None):
-        started = time.perf_counter()
-        data_prep.main(cfg)
-        return time.perf_counter() - started
+PREPARE = """
+import contextlib, sys, time
+import data_prep
+cfg = data_prep.Config(source=sys.argv[1], out=sys.argv[2], tokenizer=sys.argv[3])
+with contextlib.redirect_stdout(None):
+    started = time.perf_counter()
+    data_prep.main(cfg)
+print(time.perf_counter() - started)
+"""
+
+ENCODE = """
+import sys, time
+from pathlib import Path
+from tokenizers import Tokenizer
+import data_prep
+texts = Path(sys.argv[1]).read_text(encoding="utf-8").split(data_prep.SEPARATOR)
+batches, size = [[]], 0
+for text in filter(None, map(str.strip, texts)):
+    if size >= float(sys.argv[2]):
+        batches, size = [*batches, []], 0
+    batches[-1].append(text)
+    size += len(text.encode())
+tokenizer = Tokenizer.from_file(sys.argv[3])
+started = time.perf_counter()
+for batch in batches:
+    tokenizer.encode_batch(batch, add_special_tokens=False)
+print(time.perf_counter() - started)
+"""
+
+
+def measured(code, *args):
+    """The number that a process of its own prints last."""
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return float(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
 def main(cfg):
@@ -75,39 +100,24 @@ def main(cfg):
         paths = sorted(path for path in paths if not data_prep.NOT_THE_LIBRARY & {*path.parts})
         documents = [path.read_text(encoding="utf-8", errors="replace").replace("\0", "").strip() for path in paths]
     documents = [document for document in documents if document]
-    name = "stories" if cfg.text else "Python source"
+    kind = "stories" if cfg.text else "Python source"
     with tempfile.TemporaryDirectory() as folder:
         folder, peak_mib = Path(folder), {}
         for megabytes in (20, 200):
             source = folder / f"{megabytes}.txt"
             write_text(source, documents, megabytes)
-            command = [sys.executable, "-c", MEASURE, str(source), str(folder / f"memory{megabytes}")]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-            peak_mib[megabytes] = float(done.stdout.split()[-1])
-        (folder / "tokenizer.json").write_bytes((folder / "memory20" / "tokenizer.json").read_bytes())
-        texts = [text.strip() for text in (folder / "20.txt").read_text(encoding="utf-8").split(data_prep.SEPARATOR)]
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        batches, size = [[]], 0
-        for text in filter(None, texts):
-            if size >= data_prep.BATCH_BYTES:
-                batches, size = [*batches, []], 0
-            batches[-1].append(text)
-            size += len(text.encode())
+            peak_mib[megabytes] = measured(MEMORY, source, folder / f"memory{megabytes}")
+        tokenizer = folder / "memory20" / "tokenizer.json"
         seconds = {"ours": [], "encode_batch": [], "encode_batch, 4 MB at a time": []}
         for repeat in range(cfg.repeats):
-            seconds["ours"].append(prepared(folder / "20.txt", folder / f"run{repeat}"))
-            started = time.perf_counter()
-            tokenizer.encode_batch([text for batch in batches for text in batch], add_special_tokens=False)
-            seconds["encode_batch"].append(time.perf_counter() - started)
-            started = time.perf_counter()
-            for batch in batches:
-                tokenizer.encode_batch(batch, add_special_tokens=False)
-            seconds["encode_batch, 4 MB at a time"].append(time.perf_counter() - started)
+            seconds["ours"].append(measured(PREPARE, folder / "20.txt", folder / f"run{repeat}", tokenizer))
+            for name, limit in ("encode_batch", "inf"), ("encode_batch, 4 MB at a time", data_prep.BATCH_BYTES):
+                seconds[name].append(measured(ENCODE, folder / "20.txt", limit, tokenizer))
         tokens = json.loads((folder / "run0" / "meta.json").read_text())["splits"]["train"]["tokens"]
     best_s = min(np.median(seconds[key]) for key in seconds if key != "ours")
     record(
         "cpu",
-        f"data_prep {name}: its tokenising speed / that of encode_batch alone",
+        f"data_prep {kind}: its tokenising speed / that of encode_batch alone",
         best_s / np.median(seconds["ours"]),
         "ratio",
         spread=np.quantile(best_s / np.array(seconds["ours"]), [0.1, 0.9]).tolist(),
@@ -117,7 +127,7 @@ def main(cfg):
     )
     record(
         "cpu",
-        f"data_prep {name}: peak memory of 200 MB of text less that of 20 MB",
+        f"data_prep {kind}: peak memory of 200 MB of text less that of 20 MB",
         peak_mib[200] - peak_mib[20],
         "MiB",
         peak_mib=peak_mib,
