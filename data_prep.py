@@ -500,8 +500,8 @@ def tokenised(documents, split, vocabulary, cfg):
             if waiting:
                 encodings = iter(waiting[2].result())
                 for document, pieces in zip(*waiting[:2], strict=True):
-                    ids = sum((head + next(encodings).ids for head, _ in pieces), [])
-                    yield np.array(ids, np.int32), document.size
+                    parts = (head + next(encodings).ids for head, _ in pieces)
+                    yield np.fromiter(itertools.chain.from_iterable(parts), np.int32), document.size
             waiting = batch, cuts, made
 
 

@@ -162,19 +162,21 @@ class Sampling:
 def draw(logits_MV, top_p, generator):
     """Tokens [M] from the smallest set of likeliest ones whose probability reaches top_p.
 
-    Draws from the whole distribution, and again where the tokens that are likelier than the one drawn have top_p or
-    more: what diffusion.filter_logits gives, in 1 / top_p draws on average instead of a sort. Equals are in together.
+    Draws from the whole distribution. Where the tokens likelier than the one drawn have top_p or more, it and all that
+    are no likelier lie outside the set: they go, and another is drawn. What diffusion.filter_logits gives, without a
+    sort and mostly in one draw; equals are in together.
     """
     prob_MV = diffusion.softmax(logits_MV)
-    sum_MV, token_M = prob_MV.cumsum(-1), torch.zeros_like(prob_MV[:, 0], dtype=torch.long)
+    token_M = torch.zeros_like(prob_MV[:, 0], dtype=torch.long)
     todo_R = torch.arange(len(token_M), device=token_M.device)
     while len(todo_R):
-        u_R1 = torch.rand(len(todo_R), 1, generator=generator, device=token_M.device)
-        drawn_R1 = torch.searchsorted(sum_MV, u_R1 * sum_MV[:, -1:], right=True).clamp(max=prob_MV.shape[1] - 1)
+        sum_RV, u_R1 = prob_MV.cumsum(-1), torch.rand(len(todo_R), 1, generator=generator, device=token_M.device)
+        drawn_R1 = torch.searchsorted(sum_RV, u_R1 * sum_RV[:, -1:], right=True).clamp(max=prob_MV.shape[1] - 1)
         token_M[todo_R] = drawn_R1[:, 0]
         mine_R1 = prob_MV.gather(1, drawn_R1)
-        again_R = (((prob_MV > mine_R1) * prob_MV).sum(1) >= top_p) | (mine_R1[:, 0] == 0)
-        todo_R, prob_MV, sum_MV = todo_R[again_R], prob_MV[again_R], sum_MV[again_R]
+        likelier_RV = prob_MV * (prob_MV > mine_R1)
+        again_R = (likelier_RV.sum(1) >= max(top_p, 1e-9)) | (mine_R1[:, 0] == 0)  # the likeliest always stays
+        todo_R, prob_MV = todo_R[again_R], likelier_RV[again_R]
     return token_M
 
 

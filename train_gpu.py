@@ -21,6 +21,7 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -91,9 +92,13 @@ class Rows:
     """Padded rows of one split of a data_prep.py folder; row order is a function of (seed, epoch)."""
 
     def __init__(self, folder, split):
-        self.folder, self.meta = Path(folder), json.loads((Path(folder) / "meta.json").read_text())
-        self.shards = self.meta["splits"][split]["shards"]
-        self.first = np.cumsum([0] + [shard["rows"] for shard in self.shards])
+        self.folder = Path(folder)
+        try:
+            self.meta = json.loads((self.folder / "meta.json").read_text())
+            self.shards = self.meta["splits"][split]["shards"]
+            self.first = np.cumsum([0] + [shard["rows"] for shard in self.shards])
+        except (OSError, ValueError, KeyError, TypeError):
+            sys.exit(f"{folder}/meta.json is damaged; delete the folder and write it again with data_prep.py")
         self.total = int(self.first[-1])
         self.order = functools.lru_cache(2)(self.order)
         self.shard = functools.lru_cache(3)(self.shard)
@@ -243,10 +248,16 @@ def trainer_tensors(model, ema, optimizer):
 
 
 def save(out, step, model, ema, optimizer, meta, tokenizer_json, keep):
-    """Write step_<n>/ under a temporary name, then rename it: it is whole or not there. Keeps the newest `keep`."""
+    """Gather the tensors from all processes; the first one writes them, the others wait."""
     tensors = {name: full(t.detach()).cpu().contiguous() for name, t in trainer_tensors(model, ema, optimizer).items()}
-    if dist.is_initialized() and dist.get_rank():
-        return
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        write(out, step, tensors, meta, tokenizer_json, keep)
+    if dist.is_initialized():
+        dist.barrier()  # torchrun kills all when one leaves
+
+
+def write(out, step, tensors, meta, tokenizer_json, keep):
+    """Write step_<n>/ under a temporary name, then rename it: it is whole or not there. Keeps the newest `keep`."""
     folder, temporary = out / f"step_{step}", out / f"step_{step}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -430,6 +441,9 @@ def main(cfg):
 def train(cfg, device, rank, world):
     if cfg.model not in mdlm.CONFIGS:
         sys.exit(f"--model={cfg.model}: not one of {', '.join(mdlm.CONFIGS)}")
+    for name in ("batch_size", "steps", "log_every", "eval_rows", "keep"):
+        if getattr(cfg, name) < 1:
+            sys.exit(f"--{name}={getattr(cfg, name)}: at least 1")
     rows, heldout, tokenizer_json = find_data(cfg, mdlm.CONFIGS[cfg.model].positions)
     ours = {"vocab": rows.meta["vocab_padded"], "tie": cfg.tie, "time": cfg.time, "dropout": cfg.dropout}
     preset = dataclasses.replace(mdlm.CONFIGS[cfg.model], **ours)
@@ -438,7 +452,7 @@ def train(cfg, device, rank, world):
         sys.exit(f"--batch_size={cfg.batch_size} does not divide over {world} devices")
     share = cfg.batch_size // world
     micro = cfg.micro_batch or (share if device.type == "cuda" else math.gcd(share, 16))
-    if share % micro:
+    if micro < 1 or share % micro:
         sys.exit(f"--micro_batch={micro} does not divide the {share} rows of a device; try a divisor of {share}")
     half = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float16"
     dtype = cfg.dtype or (half if device.type == "cuda" else "float32")
@@ -480,11 +494,14 @@ def train(cfg, device, rank, world):
     elif world > 1:
         wrapped = nn.parallel.DistributedDataParallel(wrapped)
     optimizer = make_optimizer(model, cfg, device)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
     meta = {"model": dataclasses.asdict(preset), "train": dataclasses.asdict(cfg), "data": rows.meta["fingerprint"]}
     first, skipped, source = 0, 0, Path(cfg.resume)
     if cfg.resume and checkpoints(source):
         saved = restore(source / f"step_{checkpoints(source)[-1]}", model, ema, optimizer, meta)
         first, skipped = saved["step"], saved["skipped"]
+        if saved.get("scaler"):
+            scaler.load_state_dict(saved["scaler"])
         print(f"resuming {source} after step {first}")
     elif cfg.resume:
         print(f"{source} stopped before its first checkpoint: starting at step 0 with its settings")
@@ -504,7 +521,6 @@ def train(cfg, device, rank, world):
     autocast = contextlib.nullcontext()
     if dtype != "float32":
         autocast = torch.autocast(device.type, getattr(torch, dtype))
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
     step_loss = torch.compile(wrapped) if cfg.compile else wrapped
     eval_loss = Loss(ema)
     peak = next((flops for kind, flops in PEAK_FLOPS.items() if kind in name), None)
@@ -538,11 +554,12 @@ def train(cfg, device, rank, world):
                     part_loss, _ = step_loss(*inputs)
                     scaler.scale(part_loss * world).backward()  # several devices average their gradients
                 loss += part_loss.detach()
+            agreed = torch.stack([loss, torch.full_like(loss, bool(stop))])  # all processes leave after the same step
             if world > 1:
-                dist.all_reduce(loss)
+                dist.all_reduce(agreed)
             scaler.unscale_(optimizer)
-            norm = full(nn.utils.clip_grad_norm_(model.parameters(), cfg.clip))
-            loss, norm = float(loss), float(norm)
+            norm = float(full(nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)))
+            loss, leave = agreed.tolist()
             done, fine = step + 1, math.isfinite(loss) and math.isfinite(norm)
             if fine:
                 scaler.step(optimizer)
@@ -567,18 +584,19 @@ def train(cfg, device, rank, world):
                     log(out, row | {"skipped": skipped}, tracker)
                 started, since, tokens, flops = time.perf_counter(), done, 0, 0
             if done % cfg.eval_every == 0 or done == cfg.steps:
-                with torch.random.fork_rng():
-                    scores = evaluate(eval_loss, heldout, cfg, device, autocast)
+                scores = evaluate(eval_loss, heldout, cfg, device, autocast)
                 if rank == 0:
                     log(out, {"step": done, **scores}, tracker)
                 if world == 1:
                     show_sample(ema, tokenizer, cfg, seq_len, out, done, device)
-            if done % cfg.save_every == 0 or done == cfg.steps or stop:
-                save(out, done, model, ema, optimizer, meta | {"skipped": skipped}, tokenizer_json, cfg.keep)
+            if done % cfg.save_every == 0 or done == cfg.steps or leave:
+                state = {"skipped": skipped, "scaler": scaler.state_dict()}
+                save(out, done, model, ema, optimizer, meta | state, tokenizer_json, cfg.keep)
             if done % cfg.eval_every == 0 or done % cfg.save_every == 0:  # their time is no step's
                 started, since, tokens, flops = time.perf_counter(), done, 0, 0
-            if stop:
-                sys.exit(f"{signal.Signals(stop[0]).name}: saved step {done}; go on with --resume={out}")
+            if leave:
+                why = signal.Signals(stop[0]).name if stop else "another process was asked to stop"
+                sys.exit(f"{why}: saved step {done}; go on with --resume={out}")
     finally:
         for s, handler in handlers.items():
             signal.signal(s, handler)
@@ -587,7 +605,8 @@ def train(cfg, device, rank, world):
 
 def saved_config(argv):
     """Defaults of the command line: a resumed run's own settings, so that --resume=DIR alone goes on as it was."""
-    folder = next((a.split("=", 1)[1] for a in argv if a.startswith("--resume=")), "")
+    flags = (a.split("=", 1) if "=" in a else (a, b) for a, b in itertools.zip_longest(argv, argv[1:], fillvalue=""))
+    folder = next((value for flag, value in flags if flag == "--resume"), "")
     if not folder:
         return Config()
     try:
@@ -603,5 +622,7 @@ if __name__ == "__main__":
         main(
             tyro.cli(Config, default=saved_config(sys.argv), description=__doc__, config=(tyro.conf.FlagConversionOff,))
         )
+    except KeyboardInterrupt:
+        sys.exit(130)
     except OSError as error:
         sys.exit(f"{error}; make room or mend the path, then --resume the run")

@@ -20,6 +20,7 @@ import fcntl
 import functools
 import hashlib
 import io
+import itertools
 import json
 import logging
 import math
@@ -119,6 +120,16 @@ def resolve(cfg, devices):
                 cfg = dataclasses.replace(cfg, model=name)
     if cfg.model not in pc.CONFIGS:
         sys.exit(f"--model={cfg.model}: not one of {', '.join(pc.CONFIGS)}")
+    for name, least in {
+        "log_every": 1,
+        "eval_rows": 1,
+        "keep": 1,
+        "steps": 0,
+        "batch_size": 0,
+        "micro_batch": 0,
+    }.items():
+        if getattr(cfg, name) < least:
+            sys.exit(f"--{name}={getattr(cfg, name)}: at least {least}")
     model = dataclasses.replace(pc.CONFIGS[cfg.model], diff=cfg.diff)
     seq_len = cfg.seq_len or model.positions
     if seq_len > model.positions:
@@ -189,9 +200,13 @@ class Rows:
     """
 
     def __init__(self, folder, split):
-        self.folder, self.meta = Path(folder), json.loads((Path(folder) / "meta.json").read_text())
-        self.shards = self.meta["splits"][split]["shards"]
-        self.first = np.cumsum([0] + [shard["rows"] for shard in self.shards])
+        self.folder = Path(folder)
+        try:
+            self.meta = json.loads((self.folder / "meta.json").read_text())
+            self.shards = self.meta["splits"][split]["shards"]
+            self.first = np.cumsum([0] + [shard["rows"] for shard in self.shards])
+        except (OSError, ValueError, KeyError, TypeError):
+            sys.exit(f"{folder}/meta.json is damaged; delete the folder and write it again with data_prep.py")
         self.total = int(self.first[-1])
         self.order = functools.lru_cache(2)(self.order)
         self.shard = functools.lru_cache(3)(self.shard)
@@ -718,7 +733,8 @@ def truncate_log(out, step):
 
 def saved_config(argv):
     """Defaults of the command line: a resumed run's own settings, so that --resume=DIR alone goes on as it was."""
-    folder = next((a.split("=", 1)[1] for a in argv if a.startswith("--resume=")), "")
+    flags = (a.split("=", 1) if "=" in a else (a, b) for a, b in itertools.zip_longest(argv, argv[1:], fillvalue=""))
+    folder = next((value for flag, value in flags if flag == "--resume"), "")
     if not folder:
         return Config()
     try:
@@ -735,5 +751,7 @@ if __name__ == "__main__":
         main(
             tyro.cli(Config, default=saved_config(sys.argv), description=__doc__, config=(tyro.conf.FlagConversionOff,))
         )
+    except KeyboardInterrupt:
+        os._exit(130)
     except OSError as error:
         end(f"{error}; make room or mend the path, then --resume the run")

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -229,6 +230,28 @@ def test_two_processes_train_as_one(data, unbroken, tmp_path, fsdp):
         np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
 
 
+def test_two_processes_leave_together_when_one_is_asked_to_stop(data, unbroken, tmp_path):
+    out = tmp_path / "run"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    script = [*launch, *command(data, out, "--steps=12", "--eval_every=4", "--micro_batch=2")[1:]]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+    for line in process.stdout:
+        if line.startswith(b"step 5 "):
+            workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(workers[-1]), signal.SIGTERM)
+            break
+    errors = process.communicate(timeout=60)[1].decode()
+    assert process.returncode != 0
+    saved = train_gpu.checkpoints(out)[-1]
+    assert saved in (5, 6, 7)
+    assert errors.count(f"saved step {saved}; go on with --resume=") == 2
+    result = run(*launch, str(ROOT / "train_gpu.py"), "--resume", str(out))
+    assert result.returncode == 0, result.stderr[-3000:]
+    for step, want in losses(unbroken).items():
+        np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
+
+
 def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, tmp_path):
     before = (unbroken / "log.jsonl").read_text()
     says(run(*command(data, unbroken)), "already holds a run", "--resume=")
@@ -238,6 +261,9 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, tmp_path
     says(run(*command(data, tmp_path / "a", "--micro_batch=3")), "--micro_batch=3 does not divide")
     says(run(*command(data, unbroken, f"--resume={unbroken}", "--model=small", "--steps=20")), "another model", "width")
     says(run(*command(data, tmp_path / "a", f"--resume={tmp_path}")), "--resume")
+    says(run(*command(data, tmp_path / "a", "--resume", str(tmp_path))), f"{tmp_path}/config.json cannot be read")
+    for flag in ("--batch_size=0", "--steps=0", "--log_every=0", "--eval_rows=0", "--micro_batch=-2"):
+        says(run(*command(data, tmp_path / "a", flag)), flag)
     long = data_prep.Config(source=str(ROOT / "diffusion.py"), out=str(tmp_path / "long"), vocab_size=300, seq_len=512)
     data_prep.main(dataclasses.replace(long, heldout=0.0, workers=1))
     says(run(*command(tmp_path / "long", tmp_path / "a")), "512 tokens", "256 positions")
@@ -248,6 +274,8 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, tmp_path
     says(run(*command(copy, tmp_path / "a")), shard.name, "corrupted")
     (copy / "tokenizer.json").write_text("{}")
     says(run(*command(copy, tmp_path / "b")), "tokenizer.json is not the one")
+    os.truncate(copy / "meta.json", 100)
+    says(run(*command(copy, tmp_path / "b")), "meta.json is damaged")
     assert (unbroken / "log.jsonl").read_text() == before
 
 
@@ -291,12 +319,21 @@ def test_two_trainers_on_one_folder_are_refused(data, unbroken):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_learns_like_float32(data, unbroken, tmp_path, dtype):
-    result = run(*command(data, tmp_path / "run", "--steps=12", "--eval_every=12", f"--dtype={dtype}"))
+def test_half_precision_learns_like_float32_and_resumes(data, unbroken, tmp_path, dtype):
+    out = tmp_path / "run"
+    result = run(*command(data, out, "--steps=12", "--eval_every=6", f"--dtype={dtype}"))
     assert result.returncode == 0, result.stderr
     assert f"{dtype} matmuls" in result.stdout
-    for step, (loss, _) in losses(tmp_path / "run").items():
+    whole = losses(out)
+    for step, (loss, _) in whole.items():
         assert loss == pytest.approx(losses(unbroken)[step][0], rel=0.02)
+    scaler = json.loads((out / "step_12" / "trainer.json").read_text())["scaler"]
+    assert scaler.get("_growth_tracker") == (12 if dtype == "float16" else None)
+    shutil.rmtree(out / "step_12")
+    result = run(sys.executable, str(ROOT / "train_gpu.py"), f"--resume={out}")
+    assert result.returncode == 0, result.stderr
+    assert losses(out) == whole
+    assert json.loads((out / "step_12" / "trainer.json").read_text())["scaler"] == scaler
 
 
 def test_a_time_free_model_with_a_tied_head_trains_and_is_read_again(data, tmp_path):
