@@ -13,6 +13,7 @@ Letters: R rows, B rows at a time, L row length, V vocabulary.
 
 import contextlib
 import dataclasses
+import hashlib
 import io
 import json
 import logging
@@ -77,6 +78,13 @@ def read_rows(folder, limit):
     return tuple(column(name)[: limit or None] for name in ("input_ids", "segments", "positions"))
 
 
+def token_bytes(tokenizer, vocab):
+    """Bytes that each id stands for, int64 [V]: 0 for special tokens. Byte-level tokens are written a letter a byte."""
+    special = tokenizer.get_added_tokens_decoder()
+    names = {i: name for name, i in tokenizer.get_vocab().items() if i not in special}
+    return np.array([len(names.get(i, "")) for i in range(vocab)])
+
+
 # ---- PythonCoder ---------------------------------------------------------------------------------------------------
 
 
@@ -93,7 +101,7 @@ def draft_rate(model, tokenizer, token_RL, cfg):
     return stats["accepted"] / (stats["forwards"] - len(prompts))  # the pass over the prompt has no draft to check
 
 
-def score_pythoncoder(cfg, run, held_out, vocab):
+def score_pythoncoder(cfg, run, held_out, tokenizer, vocab):
     """One row of scores for each checkpoint."""
     import jax
     import jax.numpy as jnp
@@ -102,12 +110,9 @@ def score_pythoncoder(cfg, run, held_out, vocab):
 
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback where we print one line
     token_RL, segment_RL, _ = held_out
-    tokenizer = tokenizers.Tokenizer.from_file(str(run / "tokenizer.json"))
     text = tokenizer.decode(token_RL[segment_RL > 0].tolist()).encode()
     xz_bits_per_byte = 8 * len(lzma.compress(text, preset=9)) / len(text)
-    special = tokenizer.get_added_tokens_decoder()
-    names = {i: name for name, i in tokenizer.get_vocab().items() if i not in special}
-    bytes_V = jnp.array([len(names.get(i, "")) for i in range(vocab)], jnp.float32)
+    bytes_V = jnp.array(token_bytes(tokenizer, vocab), jnp.float32)
 
     @jax.jit
     def score(model, token_BL, segment_BL, position_BL):
@@ -146,7 +151,7 @@ def score_pythoncoder(cfg, run, held_out, vocab):
 # ---- MDLM ----------------------------------------------------------------------------------------------------------
 
 
-def score_mdlm(cfg, run, held_out, text_bytes):
+def score_mdlm(cfg, run, held_out, tokenizer, vocab):
     """The bound, its parts by noise level, and generation times, of one checkpoint."""
     import torch
 
@@ -161,9 +166,11 @@ def score_mdlm(cfg, run, held_out, text_bytes):
     except (FileNotFoundError, ValueError) as error:
         sys.exit(str(error))
     token_RL, rng = held_out[0].astype(np.int64), np.random.default_rng(cfg.seed)
+    if token_RL.shape[1] > model.cfg.positions:
+        sys.exit(f"rows of {token_RL.shape[1]} tokens do not fit the model's {model.cfg.positions} positions")
     counted_RL = (token_RL != mdlm.PAD) & (token_RL != mdlm.BOS)
     totals, level = [], np.zeros((10, 3))  # by tenths of the mask rate: nats, right tokens, masked tokens
-    for _ in range(max(2, cfg.draws)):
+    for _ in range(cfg.draws):
         u_R = rng.permutation(diffusion.antithetic_times(rng.random(len(token_RL)), eps=0))
         mask_RL, weight_R = diffusion.mask_exactly(counted_RL, u_R, rng.random(token_RL.shape))
         nll_R = []
@@ -187,7 +194,8 @@ def score_mdlm(cfg, run, held_out, text_bytes):
         totals.append((np.array(nll_R) * weight_R).sum() / counted_RL.sum())
     nats, error = float(np.mean(totals)), float(np.std(totals, ddof=1) / math.sqrt(len(totals)))
     row = {"step": step, "heldout_tokens": int(counted_RL.sum()), "nats_per_token": nats, "standard_error": error}
-    row |= {"perplexity": math.exp(nats), "bits_per_byte": nats * int(counted_RL.sum()) / math.log(2) / text_bytes}
+    bits = nats * int(counted_RL.sum()) / math.log(2)
+    row |= {"perplexity": math.exp(nats), "bits_per_byte": bits / int(token_bytes(tokenizer, vocab)[token_RL].sum())}
     row["by_noise"] = [
         {"mask_rate": (i + 0.5) / 10, "masked_ce": loss / n, "accuracy": hits / n}
         for i, (loss, hits, n) in enumerate(level.tolist())
@@ -235,17 +243,24 @@ def show_mdlm(row):
 
 def main(cfg):
     trainer = {"pythoncoder": "train_tpu.py", "mdlm": "train_gpu.py"}[cfg.model]
+    if cfg.batch_size < 1 or cfg.rows < 0 or cfg.draws < 2 or cfg.drafts < 0 or min(cfg.lengths + cfg.steps) < 1:
+        sys.exit("--rows and --drafts are at least 0, --batch_size, --lengths and --steps 1, --draws 2")
+    if cfg.plot and not Path(cfg.plot).parent.is_dir():
+        sys.exit(f"--plot={cfg.plot}: there is no folder {Path(cfg.plot).parent}")
     run = Path(cfg.ckpt or f"out/{trainer.removesuffix('.py')}")
     try:
         config = json.loads((run / "config.json").read_text())
         folder, vocab = Path(cfg.data or config["data"]), config["model"]["vocab"]
+        tokenizer_json = (run / "tokenizer.json").read_bytes()
     except (OSError, ValueError, KeyError):
         sys.exit(f"{run} is not a run folder of {trainer} (no config.json); train one with: python {trainer}")
     held_out = read_rows(folder, cfg.rows)
+    if json.loads((folder / "meta.json").read_text())["tokenizer_sha256"] != hashlib.sha256(tokenizer_json).hexdigest():
+        sys.exit(f"{folder} was written with another tokenizer than that of {run}; pass data of its tokenizer")
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
     if cfg.model == "pythoncoder":
-        return score_pythoncoder(cfg, run, held_out, vocab)
-    split = json.loads((folder / "meta.json").read_text())["splits"]["heldout"]
-    row = score_mdlm(cfg, run, held_out, split["bytes"] * len(held_out[0]) / split["rows"])
+        return score_pythoncoder(cfg, run, held_out, tokenizer, vocab)
+    row = score_mdlm(cfg, run, held_out, tokenizer, vocab)
     if cfg.json:
         print(json.dumps(row))
     else:
@@ -254,4 +269,9 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    try:
+        main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as error:
+        sys.exit(str(error))

@@ -117,6 +117,10 @@ def main(cfg):
         sys.exit("--temperature and --top_k are at least 0, --top_p in (0, 1], --max_new, --n and --steps at least 1")
     if cfg.prompt and cfg.file:
         sys.exit("give --prompt or --file, not both")
+    if cfg.stop and cfg.model == "mdlm":
+        sys.exit("--stop is for models that write from left to right; MDLM ends a text itself")
+    if cfg.html and not os.path.isdir(Path(cfg.html).parent):
+        sys.exit(f"--html={cfg.html}: there is no folder {Path(cfg.html).parent}")
     requests = read_requests(cfg.file) if cfg.file else [(unescape(cfg.prompt), unescape(cfg.suffix))]
     answer = load_mdlm(cfg) if cfg.model == "mdlm" else load_pythoncoder(cfg)
     if cfg.prompt or cfg.file:
@@ -213,18 +217,25 @@ def complete(model, tokenizer, requests, rule, stops, cfg, generate):
 # ---- MDLM ----------------------------------------------------------------------------------------------------------
 
 
-def canvas_of(tokenizer, prompt, max_new):
+def canvas_of(tokenizer, prompt, max_new, positions):
     """Ids of a canvas: BOS, the prompt, and max_new masks; or, if the prompt holds [MASK:n], just these, and EOS.
 
     Spaces before a mask are left out: words bring their own.
     """
     import model_mdlm as mdlm
 
-    text, *rest = re.split(r" *\[MASK:(\d+)\]", prompt)
-    ids = [mdlm.BOS, *tokenizer.encode(text, add_special_tokens=False).ids]
-    for count, text in zip(rest[::2], rest[1::2], strict=True):
-        ids += [mdlm.MASK] * int(count) + tokenizer.encode(text, add_special_tokens=False).ids
-    return ids + ([mdlm.EOS] if rest else [mdlm.MASK] * max_new)
+    texts, counts = (re.split(r" *\[MASK:(\d+)\]", prompt)[i::2] for i in (0, 1))
+    if any("[MASK" in text for text in texts):
+        sys.exit("a mask is written with its number of tokens: [MASK:12]")
+    encoded = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    sizes = [int(count[:9]) for count in counts]
+    length = 1 + sum(map(len, encoded)) + (sum(sizes) + 1 if sizes else max_new)
+    if length > positions:
+        sys.exit(f"{length} tokens do not fit the model's {positions} positions; lower --max_new or mask less")
+    ids = [mdlm.BOS, *encoded[0]]
+    for size, more in zip(sizes, encoded[1:], strict=True):
+        ids += [mdlm.MASK] * size + more
+    return ids + ([mdlm.EOS] if sizes else [mdlm.MASK] * max_new)
 
 
 def load_mdlm(cfg):
@@ -260,13 +271,8 @@ def load_mdlm(cfg):
     def answer(requests):
         requests = [prompt + (f"[MASK:{cfg.max_new}]{suffix}" if suffix else "") for prompt, suffix in requests]
         prompts = [prompt for prompt in requests for _ in range(cfg.n)]
-        canvases = [canvas_of(tokenizer, prompt, cfg.max_new) for prompt in prompts]
-        longest = max(map(len, canvases))
-        if longest > model.cfg.positions:
-            sys.exit(
-                f"{longest} tokens do not fit the model's {model.cfg.positions} positions; lower --max_new or mask less"
-            )
-        token_BL = torch.full((len(canvases), longest), mdlm.PAD, device=device)
+        canvases = [canvas_of(tokenizer, prompt, cfg.max_new, model.cfg.positions) for prompt in prompts]
+        token_BL = torch.full((len(canvases), max(map(len, canvases))), mdlm.PAD, device=device)
         for row, ids in zip(token_BL, canvases, strict=True):
             row[: len(ids)] = torch.tensor(ids)
         history = [token_BL.tolist()]
@@ -341,3 +347,5 @@ if __name__ == "__main__":
         main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        sys.exit(str(error))

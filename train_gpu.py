@@ -339,7 +339,7 @@ def truncate_log(out, step):
 
 
 @torch.no_grad()
-def evaluate(model, rows, cfg, device, autocast):
+def evaluate(model, rows, tokenizer, cfg, device, autocast):
     """Bound of the held-out rows by one draw that masks exactly m tokens, the same at every call."""
     n, size = min(rows.total, cfg.eval_rows), cfg.micro_batch
     token_RL, rng = rows.read(np.arange(n)), np.random.default_rng([cfg.seed, 2**31])
@@ -356,8 +356,8 @@ def evaluate(model, rows, cfg, device, autocast):
             loss, counts = model(*inputs)
         sums += [float(loss), *counts.tolist()]
     nats, ce, hits, masked = sums
-    share = n / rows.total  # of the held-out text's bytes
-    text_bytes = rows.meta["splits"]["heldout"]["bytes"] * share
+    # a token of a byte-level tokenizer is written with a letter a byte
+    text_bytes = sum(len(tokenizer.id_to_token(i)) for i in token_RL[token_RL > mdlm.UNK].tolist())
     return {
         "heldout_nats": nats,
         "perplexity": math.exp(nats),
@@ -482,11 +482,14 @@ def train(cfg, device, rank, world):
     model = mdlm.MDLM(preset).to(device)
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     wrapped = Loss(model)
-    if cfg.fsdp and world > 1:
+    fsdp = cfg.fsdp and world > 1
+    if fsdp:
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         for each in (model, ema):
             for block in each.blocks:
+                if cfg.compile and each is model:
+                    block.forward = torch.compile(block.forward)  # FSDP's hooks stay outside
                 fully_shard(block)
             fully_shard(each, reshard_after_forward=True)  # the default leaves the root whole after evaluation
             for method in ("hidden", "logits"):  # called from outside, not through forward
@@ -521,7 +524,7 @@ def train(cfg, device, rank, world):
     autocast = contextlib.nullcontext()
     if dtype != "float32":
         autocast = torch.autocast(device.type, getattr(torch, dtype))
-    step_loss = torch.compile(wrapped) if cfg.compile else wrapped
+    step_loss = torch.compile(wrapped) if cfg.compile and not fsdp else wrapped
     eval_loss = Loss(ema)
     peak = next((flops for kind, flops in PEAK_FLOPS.items() if kind in name), None)
     if cfg.compile:
@@ -549,7 +552,7 @@ def train(cfg, device, rank, world):
             for i in range(0, cfg.batch_size, micro * world):
                 part = slice(i + rank, i + micro * world, world)
                 inputs = to_device(token_BL[part], {k: v[part] for k, v in noised.items()}, device)
-                last = i + micro * world == cfg.batch_size or world == 1 or cfg.fsdp
+                last = i + micro * world == cfg.batch_size or world == 1 or fsdp
                 with autocast, contextlib.nullcontext() if last else wrapped.no_sync():
                     part_loss, _ = step_loss(*inputs)
                     scaler.scale(part_loss * world).backward()  # several devices average their gradients
@@ -584,7 +587,7 @@ def train(cfg, device, rank, world):
                     log(out, row | {"skipped": skipped}, tracker)
                 started, since, tokens, flops = time.perf_counter(), done, 0, 0
             if done % cfg.eval_every == 0 or done == cfg.steps:
-                scores = evaluate(eval_loss, heldout, cfg, device, autocast)
+                scores = evaluate(eval_loss, heldout, tokenizer, cfg, device, autocast)
                 if rank == 0:
                     log(out, {"step": done, **scores}, tracker)
                 if world == 1:

@@ -182,9 +182,9 @@ def test_mdlm_continues_and_fills_in_with_every_sampler(stories, capsys, sampler
 def test_mdlm_canvas_masks_anywhere_and_leaves_the_space_to_the_masked_words(stories):
     tokenizer = Tokenizer.from_file(str(stories / "step_5" / "tokenizer.json"))
     ids = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
-    canvas = generate.canvas_of(tokenizer, "Once [MASK:2] upon[MASK:1]", 9)
+    canvas = generate.canvas_of(tokenizer, "Once [MASK:2] upon[MASK:1]", 9, 64)
     assert canvas == [mdlm.BOS, *ids("Once"), mdlm.MASK, mdlm.MASK, *ids(" upon"), mdlm.MASK, mdlm.EOS]
-    assert generate.canvas_of(tokenizer, "Once", 3) == [mdlm.BOS, *ids("Once"), *[mdlm.MASK] * 3]
+    assert generate.canvas_of(tokenizer, "Once", 3, 64) == [mdlm.BOS, *ids("Once"), *[mdlm.MASK] * 3]
 
 
 def test_mdlm_shows_its_steps_in_the_terminal_and_as_a_page(stories, capsys, tmp_path):
@@ -207,6 +207,10 @@ def test_mdlm_refuses_what_does_not_fit_and_a_folder_without_a_model(stories, tm
         ({"prompt": "x", "max_new": 64}, "do not fit the model's 64 positions"),
         ({"prompt": "x", "step": 7}, "holds no config.json"),
         ({"prompt": "x", "steps": 0}, "--steps at least 1"),
+        ({"prompt": "x[MASK:99999999999999999999]"}, "do not fit the model's 64 positions"),
+        ({"prompt": "x [MASK] y"}, "[MASK:12]"),
+        ({"prompt": "x", "stop": (".",)}, "--stop"),
+        ({"prompt": "x", "html": str(tmp_path / "none" / "a.html")}, "there is no folder"),
     ):
         with pytest.raises(SystemExit) as end:
             generate.main(generate.Config(model="mdlm", ckpt=str(stories), **settings))

@@ -183,7 +183,7 @@ def test_a_run_leaves_a_model_that_loads_and_its_scores_fall(data, unbroken):
     assert "---- step 12" in (unbroken / "samples.txt").read_text()
 
 
-def test_evaluate_estimates_the_bound_that_the_trainer_logged(unbroken, tmp_path):
+def test_evaluate_estimates_the_bound_that_the_trainer_logged(data, unbroken, tmp_path):
     script = sys.executable, str(ROOT / "evaluate.py"), "--model=mdlm"
     args = *script, f"--ckpt={unbroken}", "--steps", "2", "--lengths", "16"
     result = run(*args, "--json=True", f"--plot={tmp_path / 'noise.png'}")
@@ -197,6 +197,16 @@ def test_evaluate_estimates_the_bound_that_the_trainer_logged(unbroken, tmp_path
     assert [r["steps"] for r in row["latency"]] == [2]
     assert (tmp_path / "noise.png").stat().st_size > 5000
     assert "nats per masked token" in run(*args, "--rows=8").stdout
+    meta = json.loads((data / "meta.json").read_text())
+    text_bytes = meta["splits"]["heldout"]["bytes"]
+    bits = row["nats_per_token"] * row["heldout_tokens"] / np.log(2)
+    assert row["bits_per_byte"] == pytest.approx(bits / text_bytes)
+    other = tmp_path / "other"
+    subprocess.run(["cp", "-r", data, other], check=True)
+    (other / "meta.json").write_text(json.dumps(meta | {"tokenizer_sha256": "0" * 64}))
+    says(run(*args, f"--data={other}"), "another tokenizer")
+    says(run(*args, "--batch_size=0"), "--batch_size")
+    says(run(*args, f"--plot={tmp_path / 'none' / 'a.png'}"), "there is no folder")
     says(run(*args, "--step=3"), "holds no config.json")
     says(run(*script, f"--ckpt={tmp_path}"), "train_gpu.py")
 
@@ -220,10 +230,11 @@ def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(data, unbrok
 
 
 @pytest.mark.parametrize("fsdp", ["False", "True"])
-def test_two_processes_train_as_one(data, unbroken, tmp_path, fsdp):
+@pytest.mark.parametrize("compiled", ["False", pytest.param("True", marks=pytest.mark.slow)])
+def test_two_processes_train_as_one(data, unbroken, tmp_path, fsdp, compiled):
     out = tmp_path / "run"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    more = "--steps=12", "--eval_every=4", "--micro_batch=2", f"--fsdp={fsdp}"
+    more = "--steps=12", "--eval_every=4", "--micro_batch=2", f"--fsdp={fsdp}", f"--compile={compiled}"
     result = run(*launch, *command(data, out, *more)[1:])
     assert result.returncode == 0, result.stderr[-3000:]
     for step, want in losses(unbroken).items():
