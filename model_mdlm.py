@@ -205,13 +205,15 @@ def sample(model, token_BL, rule, generator, on_step=None):
         if none:
             continue
         hidden_BLD = model.hidden(token_BL, rate_N[i].float().to(device).expand(len(token_BL)), see_BL)
+        asked_BL = chosen_BL if rule.sampler == "ancestral" else masked_BL
+        logits_MV = model.logits(hidden_BLD[asked_BL])[:, : rule.vocab or None]
+        logits_MV[:, list(BANNED)] = -math.inf
         if rule.sampler != "ancestral":
             score_BL = torch.zeros(token_BL.shape, device=device)
-            logits_MV = diffusion.ban(model.logits(hidden_BLD[masked_BL])[:, : rule.vocab or None], BANNED)
             score_BL[masked_BL] = diffusion.confidence(diffusion.softmax(logits_MV), rule.sampler)
             count_B = torch.from_numpy(counts_NB[i]).to(device)
             chosen_BL = masked_BL & (diffusion.unmask_top(token_BL, PAD, score_BL, count_B, MASK) != MASK)
-        logits_MV = diffusion.ban(model.logits(hidden_BLD[chosen_BL])[:, : rule.vocab or None], BANNED)
+            logits_MV = logits_MV[chosen_BL[masked_BL]]
         logits_MV = diffusion.filter_logits(logits_MV, rule.temperature, rule.top_k)
         drawn_M = draw(logits_MV, rule.top_p, generator) if rule.temperature > 0 else logits_MV.argmax(-1)
         token_BL = token_BL.masked_scatter(chosen_BL, drawn_M)
