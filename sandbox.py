@@ -1,0 +1,840 @@
+"""Run code that a model wrote, and score it: a sandbox made by the operating system or by E2B, and the code rewards.
+
+    python sandbox.py program.py --tests=tests.txt                # a verdict for every test, in a tenth of a second
+    python sandbox.py program.py --tests=tests.txt --runner=e2b   # in E2B's cloud: pip install e2b-code-interpreter
+
+tests.txt holds one test a line, an indented line goes on with the test above. Exit status 0: all passed, 1: not all,
+2: the sandbox itself failed. From Python:
+
+    sandbox.run_tests([program], [["assert f(1) == 2", "assert f(5) == 6"]])   # -> [Result(rate=0.5, verdicts=[...])]
+    sandbox.code(completions, [{"test_cases": [...]}, ...])                    # -> [1.0, 0.5, None]
+
+Every test runs in a process and a directory of its own, without network, other processes, other programs, threads or
+files beyond Python's own. An exit status proves nothing, so the verdict is
+- by value, for `assert <call> == <literal>`: the program sends what the call returned, this process compares, and the
+  expected value never enters the sandbox. Subclasses of builtin types count as their builtin value, NumPy's as lists;
+  objects of any other class fail, also those that would compare equal;
+- by token, for every other test: a random token, different for each test, is written after the test has returned. A
+  program that searches the interpreter's frames for it can pass, and so can one whose objects claim to equal anything.
+
+Needs Linux on x86-64 or aarch64 for the local sandbox, and nothing but the standard library of Python 3.10 to 3.12.
+"""
+
+import ast
+import concurrent.futures
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import json
+import os
+import random
+import resource
+import secrets
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+import typing
+import urllib.error
+import urllib.request
+import warnings
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    runner: typing.Literal["local", "e2b"] = "local"  # where programs run
+    e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
+    workers: int = 0  # programs at a time; 0: one per CPU, or 2 E2B sandboxes
+    timeout_s: float = 5.0  # of one test
+    program_s: float = 30.0  # of all tests of a program; those that it leaves no time for are timeouts
+    memory_mb: int = 1024  # address space of a test
+    disk_mb: int = 64  # files of a test
+    allow_unsafe: bool = False  # run where the machine offers less than the safe minimum
+    parity: bool = False  # rewards as the reference computes them: the exit status is the verdict
+    strict_newline: bool = True  # code_format: exactly one newline after the closing fence
+    max_tokens: int = 256  # soft_overlong: longest completion
+    overlong_tokens: int = 64  # soft_overlong: length over which the punishment grows
+    ngram: int = 3  # repetition: words
+    max_penalty: float = -1.0  # repetition: reward of a completion that says one thing only
+
+
+class Result(typing.NamedTuple):
+    rate: float | None  # share of tests that passed; None: the sandbox failed, which says nothing about the program
+    verdicts: list  # of every test: "pass", "fail", "timeout", "output limit" or "memory"; empty with rate None
+    error: str = ""  # what failed, with rate None
+
+
+class SandboxError(Exception):
+    """The machinery failed, not the program."""
+
+
+# ---- the launcher: the functions up to LAUNCHER run from their source, in an interpreter of their own ---------------
+
+# system calls that a program is refused: (x86-64, aarch64); those from 424 on are refused without being named
+# fmt: off
+DENIED = {
+    "fork": (57, None), "vfork": (58, None), "clone": (56, 220), "execve": (59, 221), "execveat": (322, 281),
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "ptrace": (101, 117), "process_vm_readv": (310, 270), "kcmp": (312, 272),
+    "process_vm_writev": (311, 271), "prlimit64": (302, 261), "prctl": (157, 167), "setpriority": (141, 140),
+    "sched_setaffinity": (203, 122), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274), "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "memfd_create": (319, 279),
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+    "setns": (308, 268), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "add_key": (248, 217), "request_key": (249, 218),
+    "keyctl": (250, 219), "mq_open": (240, 180), "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None), "fchown": (93, 55),
+    "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "utime": (132, None),
+    "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "link": (86, None), "linkat": (265, 37),
+    "mknod": (133, None), "mknodat": (259, 33), "reboot": (169, 142), "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
+}
+# fmt: on
+MACHINES = {"x86_64": (0, 0xC000003E, 72, 126), "aarch64": (1, 0xC00000B7, 25, 91)}  # column, audit, fcntl, capset
+
+
+def check(returned, what):
+    """Raise OSError for a C function that returned -1."""
+    if returned == -1:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+    return returned
+
+
+def enter_namespaces(libc, scratch, readable):
+    """Go on as process 1 of new user, mount, process, network, IPC and name namespaces, in a root of its own.
+
+    The root holds `readable`, read-only, and /work. The process that called stays behind and exits with the new one.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    check(libc.unshare(0x20000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    first = os.fork()
+    if first:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: the one that stayed behind was killed
+    root = scratch.encode()
+    check(libc.mount(b"none", b"/", None, 0x44000, None), "private mounts")  # MS_REC | MS_PRIVATE
+    check(libc.mount(b"tmpfs", root, b"tmpfs", 6, b"size=1m,nr_inodes=4k,mode=755"), "tmpfs")
+    for path in sorted(map(os.fsencode, readable), key=len):  # parents before what lies in them
+        if os.path.isdir(path):
+            if os.path.exists(root + path):
+                continue
+            os.makedirs(root + path)
+        else:
+            os.makedirs(os.path.dirname(root + path), exist_ok=True)
+            open(root + path, "w").close()
+        check(libc.mount(path, root + path, None, 0x5000, None), "bind")  # MS_BIND | MS_REC
+    os.mkdir(root + b"/work")
+    os.chdir(root)
+    check(libc.syscall({"x86_64": 155, "aarch64": 41}[os.uname().machine], b".", b"."), "pivot_root")
+    check(libc.umount2(b".", 2), "umount")
+    os.chdir("/")
+    flags = struct.pack("4Q", 3, 0, 0, 0)  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
+    check(libc.syscall(442, -100, b"/", 0x8000, flags, 32), "mount_setattr")
+
+
+def restrict_files(libc, abi, readable, writable):
+    """Landlock: read and execute below `readable`, all below `writable`, nothing else; no TCP, no signals out."""
+    rights = 0xFFFF if abi >= 5 else 0x7FFF
+    size = 8 if abi < 4 else 16 if abi < 6 else 24
+    ruleset = check(libc.syscall(444, struct.pack("3Q", rights, 3, 3)[:size], size, 0), "landlock")
+    for path in [*readable, writable]:
+        allowed = rights if path == writable else 6 if path.startswith("/dev/") else 13
+        if not os.path.isdir(path):
+            allowed &= 7
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        check(libc.syscall(445, ruleset, 1, struct.pack("=Qi", allowed, fd), 0), "landlock rule")
+        os.close(fd)
+    check(libc.syscall(446, ruleset, 0), "landlock restrict")
+    os.close(ruleset)
+
+
+def restrict_calls(libc, allowed):
+    """Give up all capabilities, and refuse the system calls in DENIED, except those in `allowed`, from here on.
+
+    From 424 on, numbers are the same on all machines: io_uring, pidfds, clone3, the new mount calls and what is to
+    come. "No such call" makes the C library fall back to the old ones; x32 calls on x86-64 lie there too.
+    """
+    column, audit, fcntl, capset = MACHINES[os.uname().machine]
+    check(libc.syscall(capset, struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
+    denied = [row[column] for name, row in DENIED.items() if row[column] is not None and name not in allowed]
+    n = len(denied)
+    rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (0x06, 0, 0, 0x80000000), (0x20, 0, 0, 0), (0x35, n + 7, 0, 424)]
+    rows += [(0x15, n - i + 5, 0, number) for i, number in enumerate(denied)]
+    rows += [(0x15, 0, 4, fcntl), (0x20, 0, 0, 24)]  # fcntl, whose second argument
+    rows += [(0x15, 3, 0, 8), (0x15, 2, 0, 10), (0x15, 1, 0, 15)]  # F_SETOWN, F_SETSIG, F_SETOWN_EX send signals
+    rows += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x50026)]  # allow, EPERM, ENOSYS
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
+    check(libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(rows), ctypes.addressof(code)), 0, 0), "seccomp")
+
+
+def wire(value, room):
+    """JSON form of a value made of builtin types; other types raise TypeError, more than room[0] items BufferError."""
+    room[0] -= 1
+    if hasattr(value, "tolist"):  # NumPy; a class of the program's own can as well return what it likes
+        value = value.tolist()
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, str | bytes | bytearray):
+        room[0] -= len(value)
+    if isinstance(value, int):
+        room[0] -= int.bit_length(value) // 4
+    if room[0] < 0:
+        raise BufferError
+    if isinstance(value, int):
+        return {"i": int.__format__(value, "x")}
+    if isinstance(value, float):
+        return {"f": float.hex(value)}
+    if isinstance(value, complex):
+        return {"c": [float.hex(complex.real.__get__(value)), float.hex(complex.imag.__get__(value))]}
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, bytes):
+        return {"b": bytes.decode(value, "latin-1")}
+    if isinstance(value, bytearray):
+        return {"b": bytearray.decode(value, "latin-1")}
+    if isinstance(value, list):
+        return [wire(item, room) for item in list.__iter__(value)]
+    for kind in (tuple, set, frozenset):
+        if isinstance(value, kind):
+            return {kind.__name__[0]: [wire(item, room) for item in kind.__iter__(value)]}
+    if isinstance(value, dict):
+        return {"d": [[wire(key, room), wire(item, room)] for key, item in dict.items(value)]}
+    raise TypeError
+
+
+def run_test(libc, job, test, folder, pipe, landlock_abi, seccomp):
+    """In a process of its own: close all doors, run the program, run the test, write to the pipe what is to be known.
+
+    "+" when the doors are closed, "=" when the program has run, then the token and in value mode the value; or
+    "memory" or "output". Never returns.
+    """
+    write, leave, dumps, exact = os.write, os._exit, json.dumps, wire
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+    os.setsid()
+    os.chdir(folder)
+    os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job["packages"]))
+    sys.path += job["packages"]
+    limits = {"CPU": int(job["timeout_s"]) + 1, "AS": job["memory_mb"] << 20, "FSIZE": job["disk_mb"] << 20}
+    for name, limit in (limits | {"NOFILE": 64, "CORE": 0, "NPROC": 0}).items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    if landlock_abi:
+        restrict_files(libc, landlock_abi, job["readable"], folder)
+    if seccomp:  # asyncio needs a socketpair; where nothing can be reached from it, let it have one
+        allowed = {"execve"} if test["mode"] == "status" else {"socketpair"} if job["namespaces"] else set()
+        restrict_calls(libc, allowed)
+    write(pipe, b"+")
+    if test["mode"] == "status":
+        python = os.path.realpath(sys._base_executable)  # sys.executable of a virtual environment is not readable here
+        os.execv(python, [python, "-B", "-c", job["program"] + "\n" + test["source"]])
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    answer = b""
+    try:
+        exec(compile(job["program"], "<program>", "exec"), main.__dict__)
+        write(pipe, b"=")
+        code = compile(test["source"], "<test>", "eval" if test["mode"] == "value" else "exec")
+        value = eval(code, main.__dict__)
+        if test["mode"] == "value":
+            try:
+                answer = dumps(exact(value, [test["cap"]])).encode()
+            except BufferError:
+                write(pipe, b"output")
+                leave(1)
+        write(pipe, test["token"].encode() + answer)
+        leave(0)
+    except MemoryError:
+        write(pipe, b"memory")
+    except BaseException:
+        leave(1)
+    leave(1)
+
+
+def overfull(folder, megabytes):
+    """Whether a folder holds more than `megabytes`, or more than 2,000 entries."""
+    entries = size = 0
+    for top, folders, files in os.walk(folder):
+        for name in folders + files:
+            entries += 1
+            try:
+                size += os.lstat(os.path.join(top, name)).st_blocks * 512
+            except OSError:
+                continue
+            if entries > 2000 or size > megabytes << 20:
+                return True
+    return False
+
+
+def follow_test(job, pid, pipe, folder, cap, deadline):
+    """Read what a test writes until it exits: (outcome "done", "timeout" or "output limit", bytes, exit status)."""
+    data, waiting, look = b"", [pipe], time.monotonic() + 0.1
+    while (now := time.monotonic()) < deadline:
+        if not waiting:  # the pipe is closed, the process should be gone in a moment
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return "done", data, os.waitstatus_to_exitcode(status)
+            time.sleep(0.0005)
+        elif select.select(waiting, [], [], min(0.1, deadline - now))[0]:
+            chunk = os.read(pipe, 65536)
+            data += chunk
+            waiting = waiting if chunk else []
+        if len(data) > cap:
+            return "output limit", b"", None
+        if not job["namespaces"] and now > look:  # no file system of its own that could be full
+            look = now + 0.1
+            if overfull(folder, job["disk_mb"]):
+                return "output limit", b"", None
+    return "timeout", data, None
+
+
+def launch():
+    """Read a job from standard input, close what can be closed for all its tests, run them, report a line for each."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    job = json.load(sys.stdin.buffer)
+    report, null = open(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    landlock = seccomp = 0
+    if sys.platform == "linux":
+        libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # when memory runs out, the kernel takes this process before the trainer
+        landlock = max(0, libc.syscall(444, None, 0, 1))
+        landlock = landlock if landlock >= 3 else 0  # older ones let files be truncated
+        known = os.uname().machine in MACHINES and libc.prctl(22, 2, None, 0, 0) == -1
+        seccomp = known and ctypes.get_errno() == 14  # EFAULT: filters are known, only there was none
+    job["readable"] = [path for path in (sys.base_prefix, *job["packages"], *READABLE) if os.path.exists(path)]
+    if job["namespaces"]:
+        enter_namespaces(libc, job["folder"], job["readable"])
+    say = functools.partial(print, file=report, flush=True)
+    say(json.dumps({"namespaces": job["namespaces"], "landlock": landlock, "seccomp": bool(seccomp)}))
+    if not job["allow_unsafe"] and not (seccomp and (job["namespaces"] or landlock)):
+        sys.exit("less than the safe minimum")
+    end, hangs = time.monotonic() + job["program_s"], False
+    for i, test in enumerate(job["tests"]):
+        deadline = min(time.monotonic() + job["timeout_s"], end)
+        if hangs or deadline <= time.monotonic():
+            say(json.dumps({"outcome": "timeout"}))
+            continue
+        if job["namespaces"]:
+            folder = "/work"
+            size = f"size={job['disk_mb']}m,nr_inodes=2k,mode=700".encode()
+            check(libc.mount(b"tmpfs", b"/work", b"tmpfs", 6, size), "tmpfs")
+        else:
+            folder = f"{job['folder']}/{i}"
+            os.mkdir(folder, 0o700)
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                os.close(ours)
+                report.close()
+                os.dup2(null, 2)
+                run_test(libc, job, test, folder, theirs, landlock, seccomp)
+            except BaseException as error:  # nobody but run_test may go on in this process
+                os.write(theirs, repr(error).encode())
+            finally:
+                os._exit(1)
+        os.close(theirs)
+        outcome, data, status = follow_test(job, pid, ours, folder, test["cap"], deadline)
+        os.close(ours)
+        if status is None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        if job["namespaces"]:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(-1, signal.SIGKILL)  # all of this process namespace but ourselves
+                while os.waitpid(-1, 0):
+                    pass
+            check(libc.umount2(b"/work", 2), "umount")
+        if data[:1] != b"+" and outcome != "output limit":
+            sys.exit(f"a test process could not be closed in: {data.decode(errors='replace')}")
+        data, ran = data[1:].removeprefix(b"="), data[1:2] == b"="
+        hangs = outcome == "timeout" and test["mode"] != "status" and not ran  # and so it will for every test
+        say(json.dumps({"outcome": outcome, "data": data.decode("latin-1"), "status": status}))
+
+
+# what a program may read beside Python itself; /proc is not among it
+READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
+PARTS = (check, enter_namespaces, restrict_files, restrict_calls, wire, run_test, overfull, follow_test, launch)
+LAUNCHER = "\n".join(
+    ["import contextlib, ctypes, functools, json, os, resource, select, signal, struct, sys, time, types"]
+    + [f"DENIED, MACHINES, READABLE = {DENIED}, {MACHINES}, {READABLE}"]
+    + [inspect.getsource(part) for part in PARTS]
+    + ["launch()"]
+)
+
+
+# ---- verdicts ------------------------------------------------------------------------------------------------------
+
+
+def value_test(test):
+    """(source of the call, expected value, "==" or "is") of `assert <call> == <literal>`, or the other way round."""
+    if len(test) > 20_000:  # deeper nesting than the parser's stack holds kills the process in Python 3.10
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (statement,) = ast.parse(test).body
+        (operator,), (right,) = statement.test.ops, statement.test.comparators
+        for call, literal in ((statement.test.left, right), (right, statement.test.left)):
+            try:
+                expected = ast.literal_eval(literal)
+            except ValueError:
+                continue
+            same = isinstance(operator, ast.Is) and (expected is None or isinstance(expected, bool))
+            has_call = any(isinstance(node, ast.Call) for node in ast.walk(call))
+            if isinstance(statement, ast.Assert) and has_call and (same or isinstance(operator, ast.Eq)):
+                return f"({ast.get_source_segment(test, call)}\n)", expected, "is" if same else "=="
+    except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
+        return None  # of another form; if it is no Python at all, running it will say so
+
+
+def plan(test, parity):
+    """What the launcher is told of a test, and the expected value, which it is not told."""
+    value = None if parity else value_test(test)
+    mode = "status" if parity else "value" if value else "token"
+    source = value[0] if value else test
+    cap = 65_536 + 40 * len(test)  # bytes; no value equal to a literal in the test is longer
+    return {"mode": mode, "source": source, "token": secrets.token_hex(16), "cap": cap}, value and value[1:]
+
+
+def unwire(item):
+    """The value of its JSON form; ValueError, TypeError or AttributeError for anything that wire() does not write."""
+    if isinstance(item, list):
+        return [unwire(part) for part in item]
+    if not isinstance(item, dict):
+        return item
+    ((kind, part),) = item.items()
+    if kind == "i":
+        return int(part, 16)
+    if kind == "f":
+        return float.fromhex(part)
+    if kind == "c":
+        return complex(*map(float.fromhex, part))
+    if kind == "b":
+        return part.encode("latin-1")
+    if kind == "d":
+        return {unwire(key): unwire(value) for key, value in part}
+    return {"t": tuple, "s": set, "f": frozenset}[kind](map(unwire, part))
+
+
+def verdict(told, expected, row):
+    """ "pass", "fail", "timeout", "output limit" or "memory" from the launcher's line on a test."""
+    if row["outcome"] != "done" or told["mode"] == "status":
+        return row["outcome"] if row["outcome"] != "done" else "fail" if row["status"] else "pass"
+    if row["data"] in ("memory", "output"):
+        return {"memory": "memory", "output": "output limit"}[row["data"]]
+    if not row["data"].startswith(told["token"]):
+        return "fail"
+    answer = row["data"].removeprefix(told["token"])
+    if told["mode"] == "token":
+        return "fail" if answer else "pass"
+    want, operator = expected
+    try:
+        value = unwire(json.loads(answer))
+        equal = value == want and (operator == "==" or type(value) is type(want))
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
+        return "fail"  # a forged line
+    return "pass" if equal else "fail"
+
+
+# ---- the two runners -----------------------------------------------------------------------------------------------
+
+
+def run_launcher(launcher, job, spawned=lambda process: None):
+    """Run a launcher on a job, in a process group of its own: the lines of its report, and its complaint if it failed.
+
+    spawned(process) is called when it has started, so that somebody else can kill it. Leaves no process and no file.
+    """
+    folder = tempfile.mkdtemp(prefix="sandbox-")
+    process = None
+    try:
+        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            [sys.executable, "-IBS", "-c", launcher], stdin=pipe, stdout=pipe, stderr=pipe, cwd="/", env=environment,
+            start_new_session=True
+        )  # fmt: skip
+        spawned(process)
+        request = json.dumps(job | {"folder": folder}).encode()
+        out, complaint = process.communicate(request, timeout=job["program_s"] + 10)
+        complaint = complaint.decode(errors="replace").strip() or f"exit status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        out, complaint = b"", "the launcher hangs"
+    finally:
+        if process:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+            process.communicate()
+        try:
+            os.rmdir(folder)
+        except OSError:  # directories may be unreadable and deeper than a recursion; neither command follows links
+            subprocess.run(["sh", "-c", 'chmod -R u+rwx "$0"; rm -rf "$0"', folder], stderr=subprocess.DEVNULL)
+    rows = [json.loads(line) for line in out.splitlines()]
+    complete = process.returncode == 0 and len(rows) == len(job["tests"]) + 1
+    return rows, "" if complete else complaint.splitlines()[-1]
+
+
+@functools.lru_cache(1)
+def layers():
+    """What this machine allows, found by trying and printed once: namespaces, Landlock's version, seccomp.
+
+    Raises SandboxError where the launcher does not start at all.
+    """
+    job = dataclasses.asdict(Options()) | {"program": "", "tests": [], "packages": [], "allow_unsafe": True}
+    rows, complaint = run_launcher(LAUNCHER, job | {"namespaces": sys.platform == "linux"})
+    refused = complaint
+    if complaint:
+        rows, complaint = run_launcher(LAUNCHER, job | {"namespaces": False})
+    if complaint:
+        raise SandboxError(complaint)
+    (found,) = rows
+    names = {
+        "namespaces": "namespaces" if found["namespaces"] else f"no namespaces ({refused})",
+        "landlock": f"Landlock {found['landlock']}" if found["landlock"] else "no Landlock",
+        "seccomp": "seccomp" if found["seccomp"] else "no seccomp",
+    }
+    print(f"sandbox: {', '.join(names.values())}, resource limits", file=sys.stderr)
+    return found
+
+
+def packages():
+    """Folders of installed packages, which programs may import too."""
+    return [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+
+
+REMOTE = """import json, os, subprocess, sys, tempfile
+{run_launcher}
+job = json.loads({job!r}) | {{"allow_unsafe": True}}
+job["packages"] = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+for job["namespaces"] in (True, False):
+    rows, complaint = run_launcher({launcher!r}, job)
+    if not complaint:
+        break
+print(json.dumps([rows, complaint]))
+"""
+
+
+class E2B:
+    """Runs scripts in E2B sandboxes, one for each thread that calls; or through a router of Open-R1's protocol."""
+
+    def __init__(self, options):
+        if not options.e2b_router_url:
+            import e2b_code_interpreter  # noqa: F401  # before any thread asks for it
+        self.options, self.mine, self.all, self.closed = options, threading.local(), [], threading.Event()
+
+    def close(self):
+        import e2b
+
+        self.closed.set()
+        for sandbox in self.all:
+            with contextlib.suppress(e2b.SandboxException):
+                sandbox.kill()
+
+    def run_direct(self, script):
+        """Standard output of a script. Rate limits and lost sandboxes are waited for, about a minute in all."""
+        import e2b
+        import httpx
+        from e2b_code_interpreter import Sandbox
+
+        seconds, error = int(self.options.program_s) + 30, None
+        for wait_s in (1, 2, 4, 8, 16, 32, 0):
+            try:
+                if not hasattr(self.mine, "sandbox"):
+                    self.mine.sandbox = Sandbox.create(timeout=20 * seconds, allow_internet_access=False)
+                    self.all.append(self.mine.sandbox)
+                execution = self.mine.sandbox.run_code(script, timeout=seconds)
+                if execution.error:
+                    raise SandboxError(f"E2B: {execution.error.name}: {execution.error.value}")
+                return "".join(execution.logs.stdout)
+            except e2b.AuthenticationException as problem:
+                raise RuntimeError(f"E2B: {problem}") from None
+            except (e2b.SandboxException, httpx.HTTPError) as problem:
+                error = problem
+                limited = isinstance(error, e2b.RateLimitException) or str(error).startswith("429")
+                if not limited and hasattr(self.mine, "sandbox"):
+                    del self.mine.sandbox  # timed out or lost; the next try makes another
+            if self.closed.wait(wait_s * random.uniform(0.5, 1)):
+                break
+        raise SandboxError(f"E2B: {type(error).__name__}: {error}".splitlines()[0])
+
+    def run_routed(self, script):
+        """The same, from a router that takes lists of scripts; we send them one by one, as they come."""
+        seconds = int(self.options.program_s) + 30
+        body = {"scripts": [script], "languages": ["python"], "timeout": seconds, "request_timeout": seconds}
+        url = self.options.e2b_router_url
+        url = (url if "://" in url else f"http://{url}").rstrip("/") + "/execute_batch"
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=seconds + 30) as response:
+                (answer,) = json.load(response)
+            if answer["execution"] is None:
+                raise SandboxError(f"{url}: {answer['exception_str']}")
+            return "".join(answer["execution"]["logs"]["stdout"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SandboxError(f"{url}: {error}") from None
+
+    def __call__(self, job):
+        script = REMOTE.format(
+            run_launcher=inspect.getsource(run_launcher),
+            launcher=LAUNCHER,
+            job=json.dumps(job | {"allow_unsafe": True}),
+        )
+        text = (self.run_routed if self.options.e2b_router_url else self.run_direct)(script)
+        try:
+            return json.loads(text.strip().splitlines()[-1])
+        except (ValueError, IndexError):
+            raise SandboxError(f"E2B: no report but {text[-200:]!r}") from None
+
+
+class Local:
+    """Runs jobs on this machine, each under a launcher of its own."""
+
+    def __init__(self, options):
+        found = layers()
+        if not options.allow_unsafe and not (found["seccomp"] and (found["namespaces"] or found["landlock"])):
+            raise RuntimeError(
+                "this machine cannot close in a program (needed: seccomp, and namespaces or Landlock 3); "
+                "use --runner=e2b, or allow_unsafe=True where nothing can be lost"
+            )
+        self.options, self.running, self.closed = options, set(), threading.Event()
+        self.allowed = {"namespaces": found["namespaces"], "packages": packages()}
+
+    def spawned(self, process):
+        self.running.add(process)
+        if self.closed.is_set():
+            process.kill()
+
+    def close(self):
+        self.closed.set()
+        for process in list(self.running):
+            process.kill()
+
+    def __call__(self, job):
+        try:
+            return run_launcher(LAUNCHER, job | self.allowed, self.spawned)
+        except OSError as error:
+            raise SandboxError(str(error)) from None
+
+
+def run_tests(programs, tests, on_result=None, **options):
+    """Run every program against its own tests: a list of Result, one per program.
+
+    programs: source texts. tests: for each program a list of source texts, each run after the program in a fresh
+    process; tests that are not Python fail. options: the fields of Options. on_result(i, result) is called in this
+    thread as programs finish, in the order in which they do, so that an interrupted caller keeps what it has.
+
+    rate is passed / all tests, 0 without tests, and None where the sandbox failed: the launcher was killed, the disk is
+    full, E2B cannot be reached. A test that hangs before it begins, while the program is loaded, is not tried again
+    with the other tests: all are timeouts. Time is at most programs * program_s / workers, plus start-up. Raises
+    ValueError if there are not as many lists of tests as programs, and RuntimeError where the machine offers less
+    than the safe minimum. However it is left, also by Ctrl-C, nothing goes on running.
+    """
+    options = Options(**options)
+    if len(programs) != len(tests) or isinstance(tests, str) or any(isinstance(each, str) for each in tests):
+        raise ValueError(f"{len(programs)} programs need as many lists of tests, not {len(tests)} of {type(tests)}")
+    try:
+        runner = E2B(options) if options.runner == "e2b" else Local(options)
+    except (OSError, SandboxError) as error:
+        runner, down = None, str(error)
+
+    def run_one(program, cases):
+        if not runner:
+            return Result(None, [], down)
+        plans = [plan(test, options.parity) for test in cases]
+        job = dataclasses.asdict(options) | {"program": program, "tests": [told for told, _ in plans]}
+        try:
+            (_, *rows), complaint = runner(job) if cases else ([None], "")
+        except SandboxError as error:
+            return Result(None, [], str(error))
+        if complaint:
+            return Result(None, [], complaint)
+        verdicts = [verdict(told, expected, row) for (told, expected), row in zip(plans, rows, strict=True)]
+        return Result(verdicts.count("pass") / max(1, len(verdicts)), verdicts)
+
+    results = [None] * len(programs)
+    workers = options.workers or (2 if options.runner == "e2b" else len(os.sched_getaffinity(0)))
+    pool = concurrent.futures.ThreadPoolExecutor(workers)
+    try:
+        futures = {pool.submit(run_one, *pair): i for i, pair in enumerate(zip(programs, tests, strict=True))}
+        for future in concurrent.futures.as_completed(futures):
+            i = futures[future]
+            results[i] = future.result()
+            if on_result:
+                on_result(i, results[i])
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        if runner:
+            runner.close()
+        pool.shutdown()
+    failed = [result.error for result in results if result.rate is None]
+    if failed:
+        print(f"sandbox: {len(failed)} of {len(results)} programs could not be run: {failed[0]}", file=sys.stderr)
+    return results
+
+
+# ---- rewards: f(completions, rows, **options) -> a reward per completion, None where there is none ------------------
+
+
+def block(completion, strict_newline=True):
+    """The code of a completion that holds one block, fenced by ```python and ```, and ends with it; else None."""
+    _, *rest = completion.split("```")
+    if len(rest) != 2 or not rest[0].startswith("python\n"):
+        return None
+    return rest[0].removeprefix("python\n") if rest[1] == "\n" or (rest[1] == "" and not strict_newline) else None
+
+
+def parses(sources, options, accept=()):
+    """Whether each source text is Python; None where that could not be found out.
+
+    In the sandbox, as parsing may end the process or take all memory. A source at which the parser raises one of
+    `accept` counts too.
+    """
+    workers = options.workers or len(os.sched_getaffinity(0))
+    program = "import ast, warnings\nwarnings.simplefilter('ignore')"
+    tests = [f"try:\n    ast.parse({source!r})\nexcept ({', '.join(accept)}):\n    pass" for source in sources]
+    shares = [tests[i::workers] for i in range(workers)]
+    limits = {"program_s": options.timeout_s * len(sources) + 30, "timeout_s": options.timeout_s}
+    results = run_tests([program] * workers, shares, workers=workers, allow_unsafe=True, **limits)
+    shares = [iter(result.verdicts) if result.rate is not None else None for result in results]
+    return [None if shares[i % workers] is None else next(shares[i % workers]) == "pass" for i in range(len(sources))]
+
+
+def code_format(completions, rows, **options):
+    """1.0 if a completion is one fenced Python block, after any text, that parses; 0.5 if it does not; 0.0 else.
+
+    The block must end the completion, with one newline after its fence (strict_newline). It is stripped before it is
+    parsed. parity: None where the reference raises, at code that exhausts the parser.
+    Ref: Open-R1's code_format_reward as used by Coupled-GRPO, arXiv:2506.20639.
+    """
+    options = Options(**options)
+    blocks = {i: block(completion, options.strict_newline) for i, completion in enumerate(completions)}
+    sources = {i: source.strip() for i, source in blocks.items() if source is not None}
+    good = dict(zip(sources, parses([*sources.values()], options), strict=True))
+    rewards = [0.0 if i not in sources else None if good[i] is None else 1.0 if good[i] else 0.5 for i in blocks]
+    if options.parity:
+        bad = {i: source for i, source in sources.items() if rewards[i] == 0.5}
+        fine = parses([*bad.values()], options, accept=("SyntaxError", "ValueError"))
+        for i in [i for i, caught in zip(bad, fine, strict=True) if not caught]:
+            rewards[i] = None
+    return rewards
+
+
+def syntax(completions, rows, **options):
+    """1.0 if the code parses, else 0.0: the fenced block of a completion in code_format's form, or all of it."""
+    options = Options(**options)
+    blocks = [block(completion, options.strict_newline) for completion in completions]
+    sources = [completion if code is None else code for completion, code in zip(completions, blocks, strict=True)]
+    return [good if good is None else float(good) for good in parses(sources, options)]
+
+
+def code(completions, rows, **options):
+    """Share of rows[i]["test_cases"] that completion i passes; 0.0 unless its code_format is 1.0.
+
+    None where the sandbox failed. parity: the exit status is the verdict, so sys.exit(0) passes; one timeout makes the
+    whole completion 0.0; None where the reference's format check raises. Without tests 0.0.
+    Ref: Open-R1's code_reward as used by Coupled-GRPO, arXiv:2506.20639.
+    """
+    forms = code_format(completions, rows, **options)
+    rewards = [None if form is None else 0.0 for form in forms]
+    ran = [i for i, form in enumerate(forms) if form == 1.0]
+    strict_newline, parity = options.get("strict_newline", True), options.get("parity", False)
+    programs = [block(completions[i], strict_newline) for i in ran]
+    results = run_tests(programs, [rows[i]["test_cases"] for i in ran], **options)
+    for i, result in zip(ran, results, strict=True):
+        rewards[i] = 0.0 if parity and "timeout" in result.verdicts else result.rate
+    return rewards
+
+
+def binary_code(completions, rows, **options):
+    """1.0 if all tests pass, else 0.0; None as `code`."""
+    return [rate if rate is None else float(rate > 0.99) for rate in code(completions, rows, **options)]
+
+
+def soft_overlong(completions, rows, **options):
+    """0 up to max_tokens - overlong_tokens tokens (rows[i]["tokens"]), then in a line to -1 at max_tokens.
+
+    Ref: DAPO, arXiv:2503.14476, eq. 13.
+    """
+    options = Options(**options)
+    first = options.max_tokens - options.overlong_tokens
+    return [-min(1.0, max(0.0, (row["tokens"] - first) / max(1, options.overlong_tokens))) for row in rows]
+
+
+def repetition(completions, rows, **options):
+    """max_penalty * (1 - distinct n-grams / all n-grams) of lower-case words; 0.0 with fewer than `ngram` words.
+
+    Ref: Demystifying Long Chain-of-Thought, arXiv:2502.03373, appendix.
+    """
+    options = Options(**options)
+    if options.max_penalty > 0:
+        raise ValueError(f"max_penalty is {options.max_penalty}; a penalty is 0 or less")
+    rewards = []
+    for completion in completions:
+        words = completion.lower().split()
+        grams = list(zip(*(words[i:] for i in range(options.ngram)), strict=False))
+        rewards.append(options.max_penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0)
+    return rewards
+
+
+REWARDS = {reward.__name__: reward for reward in (code, binary_code, code_format, syntax, soft_overlong, repetition)}
+
+
+def find_reward(name):
+    """A function of REWARDS by its name, or your own by `file.py:function`; ValueError if there is none."""
+    if name in REWARDS:
+        return REWARDS[name]
+    path, _, function = name.rpartition(":")
+    if not Path(path).is_file():
+        raise ValueError(f"no reward {name!r}; there are {', '.join(REWARDS)}, and your own as file.py:function")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, function, None)):
+        raise ValueError(f"{path} has no function {function!r}")
+    return getattr(module, function)
+
+
+def main(program: Path, /, tests: Path, options: Options = Options()):
+    try:
+        source, lines = program.read_text(), tests.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        sys.exit(f"cannot read the program or its tests: {error}")
+    cases = []
+    for line in filter(str.strip, lines):
+        if line[0].isspace() and cases:
+            cases[-1] += "\n" + line
+        else:
+            cases.append(line)
+    if not cases:
+        sys.exit(f"{tests} holds no tests; write one a line, such as: assert f(1) == 2")
+    try:
+        (result,) = run_tests([source], [cases], **dataclasses.asdict(options))
+    except (RuntimeError, ImportError) as error:
+        sys.exit(str(error))
+    if result.rate is None:
+        sys.exit(2)
+    for outcome, case in zip(result.verdicts, cases, strict=True):
+        print(f"{outcome:12} {case.splitlines()[0]}")
+    print(f"{result.verdicts.count('pass')} of {len(cases)} passed")
+    sys.exit(0 if result.rate == 1 else 1)
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.cli(main, description=__doc__, config=(tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes))
