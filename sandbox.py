@@ -244,15 +244,15 @@ def run_test(libc, job, test, folder, pipe, landlock_abi, seccomp):
     write(pipe, b"+")
     if test["mode"] == "status":
         python = os.path.realpath(sys._base_executable)  # sys.executable of a virtual environment is not readable here
-        os.execv(python, [python, "-B", "-c", job["program"] + "\n" + test["source"]])
+        os.execv(python, [python, "-B", "-c", job["program"] + "\n" + test["before"]])
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     answer = b""
     try:
         exec(compile(job["program"], "<program>", "exec"), main.__dict__)
         write(pipe, b"=")
-        code = compile(test["source"], "<test>", "eval" if test["mode"] == "value" else "exec")
-        value = eval(code, main.__dict__)
+        exec(compile(test["before"], "<test>", "exec"), main.__dict__)
         if test["mode"] == "value":
+            value = eval(compile(test["call"], "<test>", "eval"), main.__dict__)
             try:
                 answer = dumps(exact(value, [test["cap"]])).encode()
             except BufferError:
@@ -380,34 +380,37 @@ LAUNCHER = "\n".join(
 
 
 def value_test(test):
-    """(source of the call, expected value, "==" or "is") of `assert <call> == <literal>`, or the other way round."""
+    """(statements before it, call, expected value) of a test that ends in `assert <call> == <literal>`; else None.
+
+    Either way round, and with `is` for None, True and False.
+    """
     if len(test) > 20_000:  # deeper nesting than the parser's stack holds kills the process in Python 3.10
         return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            (statement,) = ast.parse(test).body
-        (operator,), (right,) = statement.test.ops, statement.test.comparators
-        for call, literal in ((statement.test.left, right), (right, statement.test.left)):
+            *before, last = ast.parse(test).body
+        (operator,), (right,) = last.test.ops, last.test.comparators
+        for call, literal in ((last.test.left, right), (right, last.test.left)):
             try:
                 expected = ast.literal_eval(literal)
             except ValueError:
                 continue
             same = isinstance(operator, ast.Is) and (expected is None or isinstance(expected, bool))
-            has_call = any(isinstance(node, ast.Call) for node in ast.walk(call))
-            if isinstance(statement, ast.Assert) and has_call and (same or isinstance(operator, ast.Eq)):
-                return f"({ast.get_source_segment(test, call)}\n)", expected, "is" if same else "=="
+            called = any(isinstance(node, ast.Call) for part in (*before, call) for node in ast.walk(part))
+            if isinstance(last, ast.Assert) and called and (same or isinstance(operator, ast.Eq)):
+                return "\n".join(map(ast.unparse, before)), ast.unparse(call), (expected, same)
     except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
         return None  # of another form; if it is no Python at all, running it will say so
 
 
 def plan(test, parity):
     """What the launcher is told of a test, and the expected value, which it is not told."""
-    value = None if parity else value_test(test)
-    mode = "status" if parity else "value" if value else "token"
-    source = value[0] if value else test
+    found = None if parity else value_test(test)
+    before, call, expected = found or (test, "", None)
+    mode = "status" if parity else "value" if found else "token"
     cap = 65_536 + 40 * len(test)  # bytes; no value equal to a literal in the test is longer
-    return {"mode": mode, "source": source, "token": secrets.token_hex(16), "cap": cap}, value and value[1:]
+    return {"mode": mode, "before": before, "call": call, "token": secrets.token_hex(16), "cap": cap}, expected
 
 
 def unwire(item):
@@ -441,10 +444,10 @@ def verdict(told, expected, row):
     answer = row["data"].removeprefix(told["token"])
     if told["mode"] == "token":
         return "fail" if answer else "pass"
-    want, operator = expected
+    want, same = expected
     try:
         value = unwire(json.loads(answer))
-        equal = value == want and (operator == "==" or type(value) is type(want))
+        equal = value == want and (not same or type(value) is type(want))
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
         return "fail"  # a forged line
     return "pass" if equal else "fail"

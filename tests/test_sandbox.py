@@ -17,7 +17,7 @@ import sandbox
 
 ROOT = Path(__file__).resolve().parent.parent
 VALUE = ["assert f(1) == 2", "assert f(5) == 6"]
-TOKEN = ["x = f(1)\nassert x == 2", "x = f(5)\nassert x == 6"]
+TOKEN = ["for y in [2]:\n    assert f(1) == y", "for y in [6]:\n    assert f(5) == y"]
 FAIL, TIMEOUT, MEMORY, OUTPUT, PASS = (
     [outcome] * 2 for outcome in ("fail", "timeout", "memory", "output limit", "pass")
 )
@@ -288,7 +288,13 @@ NO_NAMESPACES = {
     "24 deep folders": FAIL,
     "24 unreadable folder": FAIL,
 }
-HOLES = {}
+HOLES = {  # of verdicts by token
+    "18 equal to anything": PASS,
+    "18 integer equal to anything": PASS,
+    "18 string that prints as a number": PASS,
+    "18 class that says it is int": PASS,
+    "18 evil tolist": PASS,
+}
 
 
 @pytest.mark.parametrize("mode", ["no namespaces", "no Landlock", "token"])
