@@ -212,9 +212,9 @@ def wire(value, room):
         return {"b": bytearray.decode(value, "latin-1")}
     if isinstance(value, list):
         return [wire(item, room) for item in list.__iter__(value)]
-    for kind in (tuple, set, frozenset):
+    for name, kind in (("t", tuple), ("s", set), ("s", frozenset)):
         if isinstance(value, kind):
-            return {kind.__name__[0]: [wire(item, room) for item in kind.__iter__(value)]}
+            return {name: [wire(item, room) for item in kind.__iter__(value)]}
     if isinstance(value, dict):
         return {"d": [[wire(key, room), wire(item, room)] for key, item in dict.items(value)]}
     raise TypeError
@@ -430,7 +430,7 @@ def unwire(item):
         return part.encode("latin-1")
     if kind == "d":
         return {unwire(key): unwire(value) for key, value in part}
-    return {"t": tuple, "s": set, "f": frozenset}[kind](map(unwire, part))
+    return {"t": tuple, "s": frozenset}[kind](map(unwire, part))
 
 
 def verdict(told, expected, row):
@@ -656,12 +656,12 @@ def run_tests(programs, tests, on_result=None, **options):
         plans = [plan(test, options.parity) for test in cases]
         job = dataclasses.asdict(options) | {"program": program, "tests": [told for told, _ in plans]}
         try:
-            (_, *rows), complaint = runner(job) if cases else ([None], "")
+            rows, complaint = runner(job) if cases else ([], "")
         except SandboxError as error:
             return Result(None, [], str(error))
         if complaint:
             return Result(None, [], complaint)
-        verdicts = [verdict(told, expected, row) for (told, expected), row in zip(plans, rows, strict=True)]
+        verdicts = [verdict(told, expected, row) for (told, expected), row in zip(plans, rows[1:], strict=True)]
         return Result(verdicts.count("pass") / max(1, len(verdicts)), verdicts)
 
     results = [None] * len(programs)
