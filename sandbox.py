@@ -366,7 +366,7 @@ def launch():
 
 
 # what a program may read beside Python itself; /proc is not among it
-READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
+READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
 PARTS = (check, enter_namespaces, restrict_files, restrict_calls, wire, run_test, overfull, follow_test, launch)
 LAUNCHER = "\n".join(
     ["import contextlib, ctypes, functools, json, os, resource, select, signal, struct, sys, time, types"]

@@ -1,9 +1,12 @@
-"""Reference values of Coupled-GRPO: the two masks of a completion, in three array libraries."""
+"""Reference values of Coupled-GRPO: the two masks of a completion, in three array libraries, and the rewards."""
+
+import json
 
 import numpy as np
 import pytest
 
 import diffusion
+import sandbox
 
 pytestmark = pytest.mark.golden
 
@@ -24,3 +27,13 @@ def test_coupled_masks(golden_dir, library):
         np.testing.assert_array_equal(np.where(two, mask_id, batch), arrays[f"{case}.noisy2"])
         one, two = library(diffusion.coupled_masks, completion, u, ratio)
         np.testing.assert_array_equal(np.where(two, mask_id, batch), arrays[f"{case}.noisy2_exact_complement"])
+
+
+@pytest.mark.parametrize("mode", ["parity", "hardened"])
+def test_rewards(golden_dir, mode):
+    cases = json.loads((golden_dir("grpo") / "rewards.json").read_text(encoding="utf-8"))
+    completions, suffix = [case["completion"] for case in cases], "" if mode == "parity" else "_hardened"
+    for name in ("code_format", "code"):
+        rewards = sandbox.REWARDS[name](completions, cases, parity=mode == "parity", timeout_s=2)
+        for case, reward in zip(cases, rewards, strict=True):
+            assert reward == case[name + suffix], (case["name"], name, reward)

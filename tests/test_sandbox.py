@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import http.server
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -580,7 +582,9 @@ def test_a_failure_in_the_middle_leaves_the_other_programs_their_rates(closed, m
 
     def sometimes(launcher, job, *rest):
         return run(
-            launcher.replace("launch()", "sys.exit('no luck')") if "unlucky" in job["program"] else launcher, job, *rest
+            launcher.replace("\nlaunch()", "\nsys.exit('no luck')") if "unlucky" in job["program"] else launcher,
+            job,
+            *rest,
         )
 
     monkeypatch.setattr(sandbox, "run_launcher", sometimes)
@@ -644,3 +648,257 @@ def test_a_killed_trainer_takes_the_programs_with_it(closed, layers, namespaces)
     assert gone(children() - before)  # orphans come to us
     for path in Path(tempfile.gettempdir()).iterdir():  # an empty folder is all that nobody was left to remove
         path.rmdir() if namespaces else shutil.rmtree(path)
+
+
+# ---- E2B, without a network ----------------------------------------------------------------------------------------
+
+
+class Cloud(http.server.BaseHTTPRequestHandler):
+    """What E2B's API, its sandboxes and an Open-R1 router answer; scripts are really run. State is in server.state."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def answer(self, status, text=""):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def run(self, script):
+        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout
+
+    def do_DELETE(self):
+        self.server.state.killed.append(self.path.rpartition("/")[2])
+        self.answer(204)
+
+    def do_POST(self):
+        body, state = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.server.state
+        status = state.failures.pop(0) if state.failures else 0
+        if status:
+            self.answer(status, json.dumps({"code": status, "message": "later"}))
+        elif self.path == "/v2/sandboxes":
+            state.created.append(body)
+            name = f"sandbox{len(state.created)}"
+            self.answer(
+                201, json.dumps({"sandboxID": name, "templateID": "t", "clientID": "c", "envdVersion": "0.4.0"})
+            )
+        elif self.path == "/execute":
+            state.scripts.append(body["code"])
+            out = self.run(body["code"]) if state.works else "no report"
+            parts = [out[:50], out[50:], ""]  # standard output comes in pieces
+            self.answer(200, "".join(json.dumps({"type": "stdout", "text": p, "timestamp": 1}) + "\n" for p in parts))
+        elif self.path == "/execute_batch":
+            state.scripts += body["scripts"]
+            execution = {"results": [], "logs": {"stdout": [], "stderr": []}, "error": None, "execution_count": 1}
+            answers = []
+            for script in body["scripts"]:
+                execution["logs"]["stdout"] = [self.run(script)]
+                failed = {"execution": None, "exception_str": "no sandbox"}
+                answers.append({"execution": execution, "exception_str": None} if state.works else failed)
+            self.answer(200, json.dumps(answers))
+        else:
+            self.answer(404)
+
+
+@pytest.fixture
+def cloud(layers, monkeypatch):
+    """serve(port) starts a server and returns its state; there is a key, and waits between tries are short."""
+    servers = []
+
+    def serve(port=0):
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Cloud)
+        server.state = types.SimpleNamespace(failures=[], created=[], killed=[], scripts=[], works=True)
+        server.state.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server.state
+
+    monkeypatch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
+    monkeypatch.setattr(sandbox.random, "uniform", lambda low, high: 0.01)
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+E2B_CASES = {  # program: its rate for the three tests f(1) == 2, f(5) == 6 and a loop over both
+    GOOD: 1,
+    "def f(x): return 2": 2 / 3,
+    "import os\nos._exit(0)": 0,
+    "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()": 1 / 3,
+    "print('__PASS_RATE__ 1.0')": 0,
+    "import os\nos.kill(os.getppid(), 9)": 0,
+}
+E2B_TESTS = [*VALUE, "for x in (1,):\n    assert f(x) == 2"]
+
+
+@pytest.fixture
+def e2b():
+    pytest.importorskip("e2b_code_interpreter", reason="needs pip install e2b-code-interpreter")
+    return pytest.importorskip("e2b")
+
+
+def test_e2b_in_debug_mode_runs_the_same_harness(closed, cloud, e2b, monkeypatch):
+    monkeypatch.setenv("E2B_DEBUG", "true")
+    state = cloud(49999)
+    state.failures = [0, 429, 0, 429]
+    results = sandbox.run_tests([*E2B_CASES], [E2B_TESTS] * len(E2B_CASES), runner="e2b")
+    assert [result.rate for result in results] == pytest.approx([*E2B_CASES.values()])
+    assert len(state.scripts) == len(E2B_CASES)
+    state.works = False
+    (result,) = sandbox.run_tests([GOOD], [VALUE], runner="e2b")
+    assert result.rate is None
+    assert "no report" in result.error
+
+
+def test_e2b_makes_one_sandbox_per_worker_without_internet_and_ends_it(closed, cloud, e2b, monkeypatch):
+    state = cloud()
+    monkeypatch.setenv("E2B_API_URL", state.url)
+    monkeypatch.setenv("E2B_SANDBOX_URL", state.url)
+    monkeypatch.setenv("E2B_HTTP_VERSION", "1.1")
+    monkeypatch.delenv("E2B_DEBUG", raising=False)
+    state.failures = [429] * 5 + [0, 0, 502]
+    results = sandbox.run_tests([*E2B_CASES], [E2B_TESTS] * len(E2B_CASES), runner="e2b", workers=1)
+    assert [result.rate for result in results] == pytest.approx([*E2B_CASES.values()])
+    assert len(state.created) == 2  # the first was lost at the 502
+    assert len(state.killed) == 2
+    for body in state.created:
+        assert body["allow_internet_access"] is False or body["allowInternetAccess"] is False
+    state.failures = [500] * 100
+    (result,) = sandbox.run_tests([GOOD], [VALUE], runner="e2b")
+    assert result.rate is None
+    assert "500" in result.error
+
+
+def test_e2b_without_a_key_is_one_line(closed, e2b, monkeypatch):
+    for name in ("E2B_API_KEY", "E2B_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match=r"E2B: .*key"):
+        sandbox.run_tests([GOOD], [VALUE], runner="e2b")
+
+
+def test_a_router_of_open_r1_runs_the_same_harness(closed, cloud):
+    state = cloud()
+    url = state.url.removeprefix("http://")
+    results = sandbox.run_tests([*E2B_CASES], [E2B_TESTS] * len(E2B_CASES), runner="e2b", e2b_router_url=url)
+    assert [result.rate for result in results] == pytest.approx([*E2B_CASES.values()])
+    state.works = False
+    assert sandbox.run_tests([GOOD], [VALUE], runner="e2b", e2b_router_url=url)[0].error.endswith("no sandbox")
+    (result,) = sandbox.run_tests([GOOD], [VALUE], runner="e2b", e2b_router_url="127.0.0.1:1")
+    assert (result.rate, result.verdicts) == (None, [])
+
+
+# ---- rewards -------------------------------------------------------------------------------------------------------
+
+
+def fenced(program):
+    return f"Here it is:\n```python\n{program}```\n"
+
+
+def test_all_rewards_share_one_signature(closed, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("def brevity(completions, rows, **options):\n    return [-len(text) for text in completions]\n")
+    completions = [fenced(GOOD), "", "no code"]
+    rows = [{"test_cases": VALUE, "tokens": 10}] * 3
+    got = {n: sandbox.find_reward(n)(completions, rows) for n in [*sandbox.REWARDS, f"{own}:brevity"]}
+    assert got.pop(f"{own}:brevity") == [-len(text) for text in completions]
+    assert got == {
+        "code": [1, 0, 0], "binary_code": [1, 0, 0], "code_format": [1, 0, 0], "syntax": [1, 1, 0],
+        "soft_overlong": [0, 0, 0], "repetition": [0, 0, 0],
+    }  # fmt: skip
+    for wrong in ("speed", f"{own}:speed", "missing.py:f"):
+        with pytest.raises(ValueError, match=r"speed|no reward"):
+            sandbox.find_reward(wrong)
+    with pytest.raises(TypeError, match="strict"):
+        sandbox.code_format(completions, rows, strict=False)
+
+
+def test_soft_overlong_is_a_ramp():
+    rows = [{"tokens": n} for n in (0, 192, 193, 224, 256, 257, 10_000)]
+    assert sandbox.soft_overlong([""] * 7, rows) == [0, 0, -1 / 64, -0.5, -1, -1, -1]
+    assert sandbox.soft_overlong([""] * 7, rows, overlong_tokens=0) == [0, 0, 0, 0, 0, -1, -1]
+
+
+def test_repetition_counts_distinct_ngrams():
+    texts = ["a b c d", "a a a a a", "A a a a", "a b", "", "a b c a b c"]
+    assert sandbox.repetition(texts, [{}] * 6) == pytest.approx([0, -2 / 3, -1 / 2, 0, 0, -1 / 4])
+    assert sandbox.repetition(["a a a"], [{}], ngram=1, max_penalty=-0.5) == pytest.approx([-1 / 3])
+    with pytest.raises(ValueError, match="max_penalty"):
+        sandbox.repetition(["a"], [{}], max_penalty=0.1)
+
+
+def test_rewards_are_none_where_the_sandbox_failed(closed, monkeypatch):
+    run = sandbox.run_launcher
+
+    def fails(launcher, job, *rest):
+        return ([], "no luck") if "unlucky" in job["program"] else run(launcher, job, *rest)
+
+    monkeypatch.setattr(sandbox, "run_launcher", fails)
+    completions = [fenced(GOOD), fenced("unlucky = 1\n"), "prose", fenced("def")]
+    rows = [{"test_cases": VALUE}] * 4
+    assert sandbox.code(completions, rows) == [1, None, 0, 0]
+    assert sandbox.binary_code(completions, rows) == [1, None, 0, 0]
+    monkeypatch.setattr(sandbox, "run_launcher", lambda *args: ([], "no luck"))
+    assert sandbox.code_format(completions, rows) == [None, None, 0, None]
+    assert sandbox.code(completions, rows) == [None, None, 0, None]
+    assert sandbox.syntax(completions, rows) == [None] * 4
+
+
+BREAKS_THE_PARSER = {
+    "no byte": "x = '\0'",
+    "no byte at the end": "x = 1\0",
+    "surrogate": "x = '\ud800'",
+    "unary": "x = " + "-" * 100_000 + "1",
+    "unary words": "x = " + "not " * 100_000 + "1",
+    "parentheses": "(" * 100_000 + ")" * 100_000,
+    "attributes": "x" + ".a" * 400_000,  # ends Python 3.10 by a segmentation fault
+    "sums": "1" + "+1" * 400_000,
+    "lambdas": "lambda:" * 100_000 + "1",
+    "encoding": "# -*- coding: nonsense -*-\nx = 1 é",
+    "blocks": "".join(" " * i + "if x:\n" for i in range(150)),
+    "ten megabytes": "x = [" + "[]," * 3_400_000 + "]",
+    "large number": "x = " + "9" * 5000,
+}
+
+
+def test_no_failure_of_the_parser_escapes(closed):
+    sources = [*BREAKS_THE_PARSER.values(), "x = 1"]
+    rewards = sandbox.code_format([fenced(source + "\n") for source in sources], [{}] * len(sources))
+    assert dict(zip([*BREAKS_THE_PARSER, "good"], rewards, strict=True))["good"] == 1
+    assert set(rewards[:-1]) <= {0.5, 1.0}
+    assert rewards.count(0.5) >= len(sources) - 4
+    parity = sandbox.code_format([fenced(BREAKS_THE_PARSER["unary"]), fenced("def")], [{}] * 2, parity=True)
+    assert parity == [None, 0.5]
+
+
+# ---- command line --------------------------------------------------------------------------------------------------
+
+
+def command(tmp_path, program, tests, *more):
+    (tmp_path / "program.py").write_text(program)
+    (tmp_path / "tests.txt").write_text(tests)
+    command = [sys.executable, str(ROOT / "sandbox.py"), str(tmp_path / "program.py"), f"--tests={tmp_path}/tests.txt"]
+    return subprocess.run([*command, *more], capture_output=True, text=True)
+
+
+def test_the_command_prints_a_verdict_for_every_test(layers, tmp_path):
+    done = command(tmp_path, GOOD, "assert f(1) == 2\n\nfor x in (1, 2):\n    assert f(x) == 2\n")
+    assert done.stdout.splitlines() == [
+        "pass         assert f(1) == 2",
+        "fail         for x in (1, 2):",
+        "1 of 2 passed",
+    ]
+    assert done.returncode == 1
+    assert done.stderr.startswith("sandbox: ")
+    assert command(tmp_path, GOOD, "assert f(1) == 2\n", "--timeout_s=2").returncode == 0
+    for wrong in (
+        command(tmp_path, GOOD, "\n"),
+        command(tmp_path, GOOD, "assert f(1) == 2", "--timeout=2"),
+        command(tmp_path, GOOD, "assert f(1) == 2", "--tests=missing.txt"),
+        command(tmp_path, GOOD, "assert f(1) == 2", "--runner=e2b", "--e2b_router_url=127.0.0.1:1"),
+    ):
+        assert wrong.returncode not in (0, 1) or "no tests" in wrong.stderr or "cannot read" in wrong.stderr
+        assert "Traceback" not in wrong.stderr, wrong.stderr
