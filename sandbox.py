@@ -98,8 +98,8 @@ DENIED = {
     "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "utime": (132, None),
     "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "link": (86, None), "linkat": (265, 37),
-    "mknod": (133, None), "mknodat": (259, 33), "reboot": (169, 142), "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
+    "mknod": (133, None), "mknodat": (259, 33), "inotify_add_watch": (254, 27), "reboot": (169, 142),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
 }
 # fmt: on
 MACHINES = {"x86_64": (0, 0xC000003E, 72, 126), "aarch64": (1, 0xC00000B7, 25, 91)}  # column, audit, fcntl, capset
@@ -185,19 +185,15 @@ def restrict_calls(libc, allowed):
     check(libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(rows), ctypes.addressof(code)), 0, 0), "seccomp")
 
 
-def wire(value, room):
-    """JSON form of a value made of builtin types; other types raise TypeError, more than room[0] items BufferError."""
-    room[0] -= 1
+def wire(value):
+    """JSON form of a value made of builtin types, or of their subclasses; TypeError for others.
+
+    Calls the builtin type's own methods: what a subclass says of itself does not count.
+    """
     if hasattr(value, "tolist"):  # NumPy; a class of the program's own can as well return what it likes
         value = value.tolist()
-    if value is None or value is True or value is False:
+    if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str | bytes | bytearray):
-        room[0] -= len(value)
-    if isinstance(value, int):
-        room[0] -= int.bit_length(value) // 4
-    if room[0] < 0:
-        raise BufferError
     if isinstance(value, int):
         return {"i": int.__format__(value, "x")}
     if isinstance(value, float):
@@ -206,17 +202,16 @@ def wire(value, room):
         return {"c": [float.hex(complex.real.__get__(value)), float.hex(complex.imag.__get__(value))]}
     if isinstance(value, str):
         return str.__str__(value)
-    if isinstance(value, bytes):
-        return {"b": bytes.decode(value, "latin-1")}
-    if isinstance(value, bytearray):
-        return {"b": bytearray.decode(value, "latin-1")}
+    if isinstance(value, dict):
+        return {"d": [[wire(key), wire(item)] for key, item in dict.items(value)]}
     if isinstance(value, list):
-        return [wire(item, room) for item in list.__iter__(value)]
+        return [wire(item) for item in list.__iter__(value)]
+    for kind in (bytes, bytearray):
+        if isinstance(value, kind):
+            return {"b": kind.decode(value, "latin-1")}
     for name, kind in (("t", tuple), ("s", set), ("s", frozenset)):
         if isinstance(value, kind):
-            return {name: [wire(item, room) for item in kind.__iter__(value)]}
-    if isinstance(value, dict):
-        return {"d": [[wire(key, room), wire(item, room)] for key, item in dict.items(value)]}
+            return {name: [wire(item) for item in kind.__iter__(value)]}
     raise TypeError
 
 
@@ -224,10 +219,11 @@ def run_test(libc, job, test, folder, pipe, landlock_abi, seccomp):
     """In a process of its own: close all doors, run the program, run the test, write to the pipe what is to be known.
 
     "+" when the doors are closed, "=" when the program has run, then the token and in value mode the value; or
-    "memory" or "output". Never returns.
+    "memory". Never returns.
     """
-    write, leave, dumps, exact = os.write, os._exit, json.dumps, wire
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+    write, leave, dumps, exact = os.write, os._exit, json.dumps, wire  # before the program can put others there
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core, whatever the system does with cores
     os.setsid()
     os.chdir(folder)
     os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job["packages"]))
@@ -246,25 +242,18 @@ def run_test(libc, job, test, folder, pipe, landlock_abi, seccomp):
         python = os.path.realpath(sys._base_executable)  # sys.executable of a virtual environment is not readable here
         os.execv(python, [python, "-B", "-c", job["program"] + "\n" + test["before"]])
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    answer = b""
     try:
         exec(compile(job["program"], "<program>", "exec"), main.__dict__)
         write(pipe, b"=")
         exec(compile(test["before"], "<test>", "exec"), main.__dict__)
+        answer = ""
         if test["mode"] == "value":
-            value = eval(compile(test["call"], "<test>", "eval"), main.__dict__)
-            try:
-                answer = dumps(exact(value, [test["cap"]])).encode()
-            except BufferError:
-                write(pipe, b"output")
-                leave(1)
-        write(pipe, test["token"].encode() + answer)
-        leave(0)
+            answer = dumps(exact(eval(compile(test["call"], "<test>", "eval"), main.__dict__)))
+        write(pipe, (test["token"] + answer).encode())
     except MemoryError:
         write(pipe, b"memory")
-    except BaseException:
-        leave(1)
-    leave(1)
+    finally:
+        leave(0)
 
 
 def overfull(folder, megabytes):
@@ -305,27 +294,25 @@ def launch():
     report, null = open(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    landlock = seccomp = 0
-    if sys.platform == "linux":
-        libc.prctl(1, signal.SIGKILL, 0, 0, 0)
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # when memory runs out, the kernel takes this process before the trainer
-        landlock = max(0, libc.syscall(444, None, 0, 1))
-        landlock = landlock if landlock >= 3 else 0  # older ones let files be truncated
-        known = os.uname().machine in MACHINES and libc.prctl(22, 2, None, 0, 0) == -1
-        seccomp = known and ctypes.get_errno() == 14  # EFAULT: filters are known, only there was none
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # when memory runs out, the kernel takes this process before the trainer
+    landlock = libc.syscall(444, None, 0, 1)
+    landlock = landlock if landlock >= 3 else 0  # older ones let files be truncated
+    refused = libc.prctl(22, 2, None, 0, 0) == -1 and ctypes.get_errno()
+    seccomp = os.uname().machine in MACHINES and refused == 14  # EFAULT: filters are known, only there was none
     job["readable"] = [path for path in (sys.base_prefix, *job["packages"], *READABLE) if os.path.exists(path)]
     if job["namespaces"]:
         enter_namespaces(libc, job["folder"], job["readable"])
-    say = functools.partial(print, file=report, flush=True)
-    say(json.dumps({"namespaces": job["namespaces"], "landlock": landlock, "seccomp": bool(seccomp)}))
+    found = {"namespaces": job["namespaces"], "landlock": landlock, "seccomp": seccomp}
+    print(json.dumps(found), file=report, flush=True)
     if not job["allow_unsafe"] and not (seccomp and (job["namespaces"] or landlock)):
         sys.exit("less than the safe minimum")
     end, hangs = time.monotonic() + job["program_s"], False
     for i, test in enumerate(job["tests"]):
         deadline = min(time.monotonic() + job["timeout_s"], end)
         if hangs or deadline <= time.monotonic():
-            say(json.dumps({"outcome": "timeout"}))
+            print('{"outcome": "timeout"}', file=report, flush=True)
             continue
         if job["namespaces"]:
             folder = "/work"
@@ -362,14 +349,15 @@ def launch():
             sys.exit(f"a test process could not be closed in: {data.decode(errors='replace')}")
         data, ran = data[1:].removeprefix(b"="), data[1:2] == b"="
         hangs = outcome == "timeout" and test["mode"] != "status" and not ran  # and so it will for every test
-        say(json.dumps({"outcome": outcome, "data": data.decode("latin-1"), "status": status}))
+        row = {"outcome": outcome, "data": data.decode("latin-1"), "status": status}
+        print(json.dumps(row), file=report, flush=True)
 
 
 # what a program may read beside Python itself; /proc is not among it
 READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
 PARTS = (check, enter_namespaces, restrict_files, restrict_calls, wire, run_test, overfull, follow_test, launch)
 LAUNCHER = "\n".join(
-    ["import contextlib, ctypes, functools, json, os, resource, select, signal, struct, sys, time, types"]
+    ["import contextlib, ctypes, json, os, resource, select, signal, struct, sys, time, types"]
     + [f"DENIED, MACHINES, READABLE = {DENIED}, {MACHINES}, {READABLE}"]
     + [inspect.getsource(part) for part in PARTS]
     + ["launch()"]
@@ -434,85 +422,104 @@ def unwire(item):
 
 
 def verdict(told, expected, row):
-    """ "pass", "fail", "timeout", "output limit" or "memory" from the launcher's line on a test."""
-    if row["outcome"] != "done" or told["mode"] == "status":
-        return row["outcome"] if row["outcome"] != "done" else "fail" if row["status"] else "pass"
-    if row["data"] in ("memory", "output"):
-        return {"memory": "memory", "output": "output limit"}[row["data"]]
+    """Of one test, by the launcher's line on it: pass, fail, timeout, output limit or memory."""
+    if row["outcome"] != "done":
+        return row["outcome"]
+    if told["mode"] == "status":
+        return "fail" if row["status"] else "pass"
     if not row["data"].startswith(told["token"]):
-        return "fail"
-    answer = row["data"].removeprefix(told["token"])
+        return "memory" if row["data"] == "memory" else "fail"
+    data = row["data"].removeprefix(told["token"])
     if told["mode"] == "token":
-        return "fail" if answer else "pass"
+        return "fail" if data else "pass"
     want, same = expected
     try:
-        value = unwire(json.loads(answer))
-        equal = value == want and (not same or type(value) is type(want))
+        value = unwire(json.loads(data))
+        return "pass" if value == want and (not same or type(value) is type(want)) else "fail"
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
         return "fail"  # a forged line
-    return "pass" if equal else "fail"
 
 
 # ---- the two runners -----------------------------------------------------------------------------------------------
 
 
 def run_launcher(launcher, job, spawned=lambda process: None):
-    """Run a launcher on a job, in a process group of its own: the lines of its report, and its complaint if it failed.
+    """Run a launcher on a job: the lines of its report, and its complaint if it failed. Leaves no process and no file.
 
-    spawned(process) is called when it has started, so that somebody else can kill it. Leaves no process and no file.
+    spawned(process) is called when it has started, so that another thread can kill it.
     """
     folder = tempfile.mkdtemp(prefix="sandbox-")
-    process = None
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    env = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     try:
-        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            [sys.executable, "-IBS", "-c", launcher], stdin=pipe, stdout=pipe, stderr=pipe, cwd="/", env=environment,
-            start_new_session=True
-        )  # fmt: skip
-        spawned(process)
-        request = json.dumps(job | {"folder": folder}).encode()
-        out, complaint = process.communicate(request, timeout=job["program_s"] + 10)
-        complaint = complaint.decode(errors="replace").strip() or f"exit status {process.returncode}"
+        command = [sys.executable, "-IBS", "-c", launcher]
+        with subprocess.Popen(command, env=env, start_new_session=True, **pipes) as process:
+            spawned(process)
+            try:
+                request = json.dumps(job | {"folder": folder}).encode()
+                out, complaint = process.communicate(request, timeout=job["program_s"] + 10)
+            finally:
+                process.kill()  # and with it, by PR_SET_PDEATHSIG, all that it started
     except subprocess.TimeoutExpired:
-        out, complaint = b"", "the launcher hangs"
+        return [], "the launcher hangs"
     finally:
-        if process:
-            if process.poll() is None:
-                os.killpg(process.pid, 9)
-            process.communicate()
         shutil.rmtree(folder, ignore_errors=True)  # does not follow links
     rows = [json.loads(line) for line in out.splitlines()]
     complete = process.returncode == 0 and len(rows) == len(job["tests"]) + 1
-    return rows, "" if complete else complaint.splitlines()[-1]
+    lines = complaint.decode(errors="replace").splitlines() or [f"the launcher ended with {process.returncode}"]
+    return rows, "" if complete else lines[-1]
 
 
 @functools.lru_cache(1)
 def layers():
-    """What this machine allows, found by trying and printed once: namespaces, Landlock's version, seccomp.
+    """What this machine allows, found by trying and printed once: {"namespaces", "landlock": version or 0, "seccomp"}.
 
-    Raises SandboxError where the launcher does not start at all.
+    Raises SandboxError where the launcher does not even start.
     """
     job = dataclasses.asdict(Options()) | {"program": "", "tests": [], "packages": [], "allow_unsafe": True}
-    rows, complaint = run_launcher(LAUNCHER, job | {"namespaces": sys.platform == "linux"})
-    refused = complaint
-    if complaint:
+    rows, refused = run_launcher(LAUNCHER, job | {"namespaces": True})
+    if refused:
         rows, complaint = run_launcher(LAUNCHER, job | {"namespaces": False})
-    if complaint:
-        raise SandboxError(complaint)
+        if complaint:
+            raise SandboxError(complaint)
     (found,) = rows
-    names = {
-        "namespaces": "namespaces" if found["namespaces"] else f"no namespaces ({refused})",
-        "landlock": f"Landlock {found['landlock']}" if found["landlock"] else "no Landlock",
-        "seccomp": "seccomp" if found["seccomp"] else "no seccomp",
-    }
-    print(f"sandbox: {', '.join(names.values())}, resource limits", file=sys.stderr)
+    namespaces, seccomp = f"off ({refused})" if refused else "on", "on" if found["seccomp"] else "off"
+    landlock = found["landlock"] or "off"
+    print(f"sandbox: namespaces {namespaces}, Landlock {landlock}, seccomp {seccomp}, limits on", file=sys.stderr)
     return found
 
 
-def packages():
-    """Folders of installed packages, which programs may import too."""
-    return [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+class Local:
+    """Runs jobs on this machine, each under a launcher of its own."""
+
+    def __init__(self, options):
+        if sys.platform != "linux":
+            raise RuntimeError("the local sandbox needs Linux; use --runner=e2b")
+        found = layers()
+        if not options.allow_unsafe and not (found["seccomp"] and (found["namespaces"] or found["landlock"])):
+            raise RuntimeError(
+                "this machine cannot close in a program (needed: seccomp, and namespaces or Landlock 3); "
+                "use --runner=e2b, or allow_unsafe=True where nothing can be lost"
+            )
+        packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+        self.told = {"namespaces": found["namespaces"], "packages": packages}
+        self.running, self.closed = set(), threading.Event()
+
+    def __call__(self, job):
+        try:
+            return run_launcher(LAUNCHER, job | self.told, self.spawned)
+        except OSError as error:
+            raise SandboxError(str(error)) from None
+
+    def spawned(self, process):
+        self.running.add(process)
+        if self.closed.is_set():
+            process.kill()
+
+    def close(self):
+        self.closed.set()
+        for process in list(self.running):
+            process.kill()
 
 
 REMOTE = """import json, os, shutil, subprocess, sys, tempfile
@@ -528,57 +535,59 @@ print(json.dumps([rows, complaint]))
 
 
 class E2B:
-    """Runs scripts in E2B sandboxes, one for each thread that calls; or through a router of Open-R1's protocol."""
+    """Runs jobs in E2B sandboxes, one for each thread that calls, or through a router of Open-R1's protocol.
+
+    The same launcher runs there; the safe minimum is not asked for, as the sandbox is a machine of its own.
+    """
 
     def __init__(self, options):
-        if not options.e2b_router_url:
-            import e2b_code_interpreter  # noqa: F401  # before any thread asks for it
-        self.options, self.mine, self.all, self.closed = options, threading.local(), [], threading.Event()
+        self.url, self.seconds = options.e2b_router_url, int(options.program_s) + 30
+        self.mine, self.all, self.closed = threading.local(), [], threading.Event()
+        if not self.url:
+            try:
+                import e2b_code_interpreter as sdk
+                import httpx
+            except ImportError as error:
+                raise RuntimeError(f"{error}; pip install e2b-code-interpreter, or use --runner=local") from None
+            self.sdk, self.lost = sdk, (sdk.SandboxException, httpx.HTTPError)
 
-    def close(self):
-        import e2b
+    def __call__(self, job):
+        parts = {"run_launcher": inspect.getsource(run_launcher), "launcher": LAUNCHER, "job": json.dumps(job)}
+        text = (self.routed if self.url else self.direct)(REMOTE.format(**parts))
+        try:
+            return json.loads(text.strip().splitlines()[-1])
+        except (ValueError, IndexError):
+            raise SandboxError(f"E2B: no report but {text[-200:]!r}") from None
 
-        self.closed.set()
-        for sandbox in self.all:
-            with contextlib.suppress(e2b.SandboxException):
-                sandbox.kill()
-
-    def run_direct(self, script):
-        """Standard output of a script. Rate limits and lost sandboxes are waited for, about a minute in all."""
-        import e2b
-        import httpx
-        from e2b_code_interpreter import Sandbox
-
-        seconds, error = int(self.options.program_s) + 30, None
+    def direct(self, script):
+        """Standard output of a script. Rate limits and lost sandboxes are waited for, a minute in all."""
         for wait_s in (1, 2, 4, 8, 16, 32, 0):
             try:
                 if not hasattr(self.mine, "sandbox"):
-                    self.mine.sandbox = Sandbox.create(timeout=20 * seconds, allow_internet_access=False)
+                    self.mine.sandbox = self.sdk.Sandbox.create(timeout=20 * self.seconds, allow_internet_access=False)
                     self.all.append(self.mine.sandbox)
-                execution = self.mine.sandbox.run_code(script, timeout=seconds)
+                execution = self.mine.sandbox.run_code(script, timeout=self.seconds)
                 if execution.error:
                     raise SandboxError(f"E2B: {execution.error.name}: {execution.error.value}")
                 return "".join(execution.logs.stdout)
-            except e2b.AuthenticationException as problem:
-                raise RuntimeError(f"E2B: {problem}") from None
-            except (e2b.SandboxException, httpx.HTTPError) as problem:
-                error = problem
-                limited = isinstance(error, e2b.RateLimitException) or str(error).startswith("429")
-                if not limited and hasattr(self.mine, "sandbox"):
-                    del self.mine.sandbox  # timed out or lost; the next try makes another
+            except self.sdk.AuthenticationException as error:
+                raise RuntimeError(f"E2B: {error}".splitlines()[0]) from None
+            except self.lost as error:
+                complaint = f"E2B: {type(error).__name__}: {error}".splitlines()[0]
+                limited = isinstance(error, self.sdk.RateLimitException) or str(error).startswith("429")
+            if not limited and hasattr(self.mine, "sandbox"):
+                del self.mine.sandbox  # it may be gone: the next try makes another
             if self.closed.wait(wait_s * random.uniform(0.5, 1)):
                 break
-        raise SandboxError(f"E2B: {type(error).__name__}: {error}".splitlines()[0])
+        raise SandboxError(complaint)
 
-    def run_routed(self, script):
-        """The same, from a router that takes lists of scripts; we send them one by one, as they come."""
-        seconds = int(self.options.program_s) + 30
-        body = {"scripts": [script], "languages": ["python"], "timeout": seconds, "request_timeout": seconds}
-        url = self.options.e2b_router_url
-        url = (url if "://" in url else f"http://{url}").rstrip("/") + "/execute_batch"
+    def routed(self, script):
+        """The same from a router, which takes lists of scripts: we send each by itself, when its turn comes."""
+        body = {"scripts": [script], "languages": ["python"], "timeout": self.seconds, "request_timeout": self.seconds}
+        url = (self.url if "://" in self.url else f"http://{self.url}").rstrip("/") + "/execute_batch"
         request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=seconds + 30) as response:
+            with urllib.request.urlopen(request, timeout=self.seconds + 30) as response:
                 (answer,) = json.load(response)
             if answer["execution"] is None:
                 raise SandboxError(f"{url}: {answer['exception_str']}")
@@ -586,47 +595,11 @@ class E2B:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SandboxError(f"{url}: {error}") from None
 
-    def __call__(self, job):
-        script = REMOTE.format(
-            run_launcher=inspect.getsource(run_launcher),
-            launcher=LAUNCHER,
-            job=json.dumps(job | {"allow_unsafe": True}),
-        )
-        text = (self.run_routed if self.options.e2b_router_url else self.run_direct)(script)
-        try:
-            return json.loads(text.strip().splitlines()[-1])
-        except (ValueError, IndexError):
-            raise SandboxError(f"E2B: no report but {text[-200:]!r}") from None
-
-
-class Local:
-    """Runs jobs on this machine, each under a launcher of its own."""
-
-    def __init__(self, options):
-        found = layers()
-        if not options.allow_unsafe and not (found["seccomp"] and (found["namespaces"] or found["landlock"])):
-            raise RuntimeError(
-                "this machine cannot close in a program (needed: seccomp, and namespaces or Landlock 3); "
-                "use --runner=e2b, or allow_unsafe=True where nothing can be lost"
-            )
-        self.options, self.running, self.closed = options, set(), threading.Event()
-        self.allowed = {"namespaces": found["namespaces"], "packages": packages()}
-
-    def spawned(self, process):
-        self.running.add(process)
-        if self.closed.is_set():
-            process.kill()
-
     def close(self):
         self.closed.set()
-        for process in list(self.running):
-            process.kill()
-
-    def __call__(self, job):
-        try:
-            return run_launcher(LAUNCHER, job | self.allowed, self.spawned)
-        except OSError as error:
-            raise SandboxError(str(error)) from None
+        while self.all:  # none with a router
+            with contextlib.suppress(*self.lost):
+                self.all.pop().kill()
 
 
 def run_tests(programs, tests, on_result=None, **options):
@@ -645,30 +618,30 @@ def run_tests(programs, tests, on_result=None, **options):
     options = Options(**options)
     if len(programs) != len(tests) or isinstance(tests, str) or any(isinstance(each, str) for each in tests):
         raise ValueError(f"{len(programs)} programs need as many lists of tests, not {len(tests)} of {type(tests)}")
+    plans = [[plan(test, options.parity) for test in cases] for cases in tests]
     try:
         runner = E2B(options) if options.runner == "e2b" else Local(options)
     except (OSError, SandboxError) as error:
-        runner, down = None, str(error)
+        print(f"sandbox: nothing can be run: {error}", file=sys.stderr)
+        return [Result(None, [], str(error))] * len(programs)
 
     def run_one(program, cases):
-        if not runner:
-            return Result(None, [], down)
-        plans = [plan(test, options.parity) for test in cases]
-        job = dataclasses.asdict(options) | {"program": program, "tests": [told for told, _ in plans]}
+        """The Result of one program."""
+        job = dataclasses.asdict(options) | {"program": program, "tests": [told for told, _ in cases]}
         try:
             rows, complaint = runner(job) if cases else ([], "")
         except SandboxError as error:
-            return Result(None, [], str(error))
+            complaint = str(error)
         if complaint:
             return Result(None, [], complaint)
-        verdicts = [verdict(told, expected, row) for (told, expected), row in zip(plans, rows[1:], strict=True)]
+        verdicts = [verdict(told, expected, row) for (told, expected), row in zip(cases, rows[1:], strict=True)]
         return Result(verdicts.count("pass") / max(1, len(verdicts)), verdicts)
 
     results = [None] * len(programs)
     workers = options.workers or (2 if options.runner == "e2b" else len(os.sched_getaffinity(0)))
     pool = concurrent.futures.ThreadPoolExecutor(workers)
     try:
-        futures = {pool.submit(run_one, *pair): i for i, pair in enumerate(zip(programs, tests, strict=True))}
+        futures = {pool.submit(run_one, *pair): i for i, pair in enumerate(zip(programs, plans, strict=True))}
         for future in concurrent.futures.as_completed(futures):
             i = futures[future]
             results[i] = future.result()
@@ -676,9 +649,9 @@ def run_tests(programs, tests, on_result=None, **options):
                 on_result(i, results[i])
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        if runner:
-            runner.close()
+        runner.close()
         pool.shutdown()
+        runner.close()  # of what was about to start
     failed = [result.error for result in results if result.rate is None]
     if failed:
         print(f"sandbox: {len(failed)} of {len(results)} programs could not be run: {failed[0]}", file=sys.stderr)
@@ -697,37 +670,40 @@ def block(completion, strict_newline=True):
 
 
 def parses(sources, options, accept=()):
-    """Whether each source text is Python; None where that could not be found out.
+    """Whether each source text is Python, True or False; None where the sandbox failed.
 
-    In the sandbox, as parsing may end the process or take all memory. A source at which the parser raises one of
+    A parser may end its process or take all memory, so it runs in the sandbox. A source at which it raises one of
     `accept` counts too.
     """
     workers = options.workers or len(os.sched_getaffinity(0))
     program = "import ast, warnings\nwarnings.simplefilter('ignore')"
     tests = [f"try:\n    ast.parse({source!r})\nexcept ({', '.join(accept)}):\n    pass" for source in sources]
+    limits = {"timeout_s": options.timeout_s, "program_s": options.timeout_s * len(sources) + 30}
     shares = [tests[i::workers] for i in range(workers)]
-    limits = {"program_s": options.timeout_s * len(sources) + 30, "timeout_s": options.timeout_s}
-    results = run_tests([program] * workers, shares, workers=workers, allow_unsafe=True, **limits)
-    shares = [iter(result.verdicts) if result.rate is not None else None for result in results]
-    return [None if shares[i % workers] is None else next(shares[i % workers]) == "pass" for i in range(len(sources))]
+    good = [None] * len(sources)
+    for i, result in enumerate(run_tests([program] * workers, shares, workers=workers, allow_unsafe=True, **limits)):
+        if result.rate is not None:
+            good[i::workers] = [outcome == "pass" for outcome in result.verdicts]
+    return good
 
 
 def code_format(completions, rows, **options):
     """1.0 if a completion is one fenced Python block, after any text, that parses; 0.5 if it does not; 0.0 else.
 
     The block must end the completion, with one newline after its fence (strict_newline). It is stripped before it is
-    parsed. parity: None where the reference raises, at code that exhausts the parser.
-    Ref: Open-R1's code_format_reward as used by Coupled-GRPO, arXiv:2506.20639.
+    parsed. None where the sandbox failed. parity: also None where the reference raises, at code that exhausts the
+    parser. Ref: Open-R1's code_format_reward as used by Coupled-GRPO, arXiv:2506.20639.
     """
     options = Options(**options)
-    blocks = {i: block(completion, options.strict_newline) for i, completion in enumerate(completions)}
-    sources = {i: source.strip() for i, source in blocks.items() if source is not None}
-    good = dict(zip(sources, parses([*sources.values()], options), strict=True))
-    rewards = [0.0 if i not in sources else None if good[i] is None else 1.0 if good[i] else 0.5 for i in blocks]
+    blocks = [block(completion, options.strict_newline) for completion in completions]
+    sources = {i: source.strip() for i, source in enumerate(blocks) if source is not None}
+    rewards = [0.0] * len(completions)
+    for i, good in zip(sources, parses(list(sources.values()), options), strict=True):
+        rewards[i] = {True: 1.0, False: 0.5, None: None}[good]
     if options.parity:
-        bad = {i: source for i, source in sources.items() if rewards[i] == 0.5}
-        fine = parses([*bad.values()], options, accept=("SyntaxError", "ValueError"))
-        for i in [i for i, caught in zip(bad, fine, strict=True) if not caught]:
+        bad = [i for i in sources if rewards[i] == 0.5]
+        caught = parses([sources[i] for i in bad], options, accept=("SyntaxError", "ValueError"))
+        for i in [i for i, was_caught in zip(bad, caught, strict=True) if not was_caught]:
             rewards[i] = None
     return rewards
 
@@ -743,17 +719,16 @@ def syntax(completions, rows, **options):
 def code(completions, rows, **options):
     """Share of rows[i]["test_cases"] that completion i passes; 0.0 unless its code_format is 1.0.
 
-    None where the sandbox failed. parity: the exit status is the verdict, so sys.exit(0) passes; one timeout makes the
-    whole completion 0.0; None where the reference's format check raises. Without tests 0.0.
+    0.0 without tests, None where the sandbox failed. parity: the exit status is the verdict, so sys.exit(0) passes; one
+    timeout makes the whole completion 0.0; None where the reference's format check raises.
     Ref: Open-R1's code_reward as used by Coupled-GRPO, arXiv:2506.20639.
     """
+    strict_newline, parity = Options(**options).strict_newline, Options(**options).parity
     forms = code_format(completions, rows, **options)
     rewards = [None if form is None else 0.0 for form in forms]
-    ran = [i for i, form in enumerate(forms) if form == 1.0]
-    strict_newline, parity = options.get("strict_newline", True), options.get("parity", False)
-    programs = [block(completions[i], strict_newline) for i in ran]
-    results = run_tests(programs, [rows[i]["test_cases"] for i in ran], **options)
-    for i, result in zip(ran, results, strict=True):
+    good = [i for i, form in enumerate(forms) if form == 1.0]
+    programs, tests = [block(completions[i], strict_newline) for i in good], [rows[i]["test_cases"] for i in good]
+    for i, result in zip(good, run_tests(programs, tests, **options), strict=True):
         rewards[i] = 0.0 if parity and "timeout" in result.verdicts else result.rate
     return rewards
 
@@ -822,7 +797,7 @@ def main(program: Path, /, tests: Path, options: Options = Options()):
         sys.exit(f"{tests} holds no tests; write one a line, such as: assert f(1) == 2")
     try:
         (result,) = run_tests([source], [cases], **dataclasses.asdict(options))
-    except (RuntimeError, ImportError) as error:
+    except RuntimeError as error:
         sys.exit(str(error))
     if result.rate is None:
         sys.exit(2)
