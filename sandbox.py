@@ -140,7 +140,8 @@ def enter_namespaces(libc, scratch, readable):
         check(libc.mount(path, root + path, None, 0x5000, None), "bind")  # MS_BIND | MS_REC
     os.mkdir(root + b"/work")
     os.chdir(root)
-    check(libc.syscall({"x86_64": 155, "aarch64": 41}[os.uname().machine], b".", b"."), "pivot_root")
+    pivot_root = DENIED["pivot_root"][MACHINES[os.uname().machine][0]]
+    check(libc.syscall(pivot_root, b".", b"."), "pivot_root")
     check(libc.umount2(b".", 2), "umount")
     os.chdir("/")
     flags = struct.pack("4Q", 3, 0, 0, 0)  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
@@ -166,23 +167,29 @@ def restrict_files(libc, abi, readable, writable, folders):
     os.close(ruleset)
 
 
-def restrict_calls(libc, allowed):
-    """Give up all capabilities, and refuse the system calls in DENIED, except those in `allowed`, from here on.
+def call_filter(machine, allowed):
+    """A seccomp filter, bytes: EPERM for the calls in DENIED but not in `allowed`, and for fcntl that sends signals.
 
     From 424 on, numbers are the same on all machines: io_uring, pidfds, clone3, the new mount calls and what is to
-    come. "No such call" makes the C library fall back to the old ones; x32 calls on x86-64 lie there too.
+    come. ENOSYS makes the C library fall back to the old ones. The x32 calls of x86-64 lie there too.
     """
-    column, audit, fcntl, capset = MACHINES[os.uname().machine]
-    check(libc.syscall(capset, struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
+    column, audit, fcntl, _ = MACHINES[machine]
     denied = [row[column] for name, row in DENIED.items() if row[column] is not None and name not in allowed]
-    n = len(denied)
-    rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (0x06, 0, 0, 0x80000000), (0x20, 0, 0, 0), (0x35, n + 7, 0, 424)]
+    n = len(denied)  # a row: operation, jump if true, jump if false, operand; 0x20 loads, 0x15 ==, 0x35 >=, 6 returns
+    rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (6, 0, 0, 0x80000000), (0x20, 0, 0, 0), (0x35, n + 7, 0, 424)]
     rows += [(0x15, n - i + 5, 0, number) for i, number in enumerate(denied)]
-    rows += [(0x15, 0, 4, fcntl), (0x20, 0, 0, 24)]  # fcntl, whose second argument
-    rows += [(0x15, 3, 0, 8), (0x15, 2, 0, 10), (0x15, 1, 0, 15)]  # F_SETOWN, F_SETSIG, F_SETOWN_EX send signals
-    rows += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x50026)]  # allow, EPERM, ENOSYS
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
-    check(libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(rows), ctypes.addressof(code)), 0, 0), "seccomp")
+    rows += [(0x15, 0, 4, fcntl), (0x20, 0, 0, 24)]  # its second argument
+    rows += [(0x15, 3, 0, 8), (0x15, 2, 0, 10), (0x15, 1, 0, 15)]  # F_SETOWN, F_SETSIG, F_SETOWN_EX
+    rows += [(6, 0, 0, 0x7FFF0000), (6, 0, 0, 0x50001), (6, 0, 0, 0x50026)]  # allow, EPERM, ENOSYS
+    return b"".join(struct.pack("HBBI", *row) for row in rows)
+
+
+def restrict_calls(libc, allowed):
+    """Give up all capabilities, and let call_filter() judge system calls from here on."""
+    machine = os.uname().machine
+    check(libc.syscall(MACHINES[machine][3], struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
+    code = ctypes.create_string_buffer(call_filter(machine, allowed))
+    check(libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0), "seccomp")
 
 
 def wire(value):
@@ -228,6 +235,7 @@ def run_test(libc, job, test, folder, pipe, landlock_abi, seccomp):
     os.chdir(folder)
     os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job["packages"]))
     sys.path += job["packages"]
+    job["tests"].clear()  # the others are none of its business
     limits = {"CPU": int(job["timeout_s"]) + 1, "AS": job["memory_mb"] << 20, "FSIZE": job["disk_mb"] << 20}
     for name, limit in (limits | {"NOFILE": 64, "CORE": 0, "NPROC": 0}).items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
@@ -295,7 +303,7 @@ def launch():
     os.dup2(null, 0)
     os.dup2(null, 1)
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)
-    with open("/proc/self/oom_score_adj", "w") as file:
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel takes this process before the trainer
     landlock = libc.syscall(444, None, 0, 1)
     landlock = landlock if landlock >= 3 else 0  # older ones let files be truncated
@@ -355,7 +363,18 @@ def launch():
 
 # what a program may read beside Python itself; /proc is not among it
 READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
-PARTS = (check, enter_namespaces, restrict_files, restrict_calls, wire, run_test, overfull, follow_test, launch)
+PARTS = (
+    check,
+    enter_namespaces,
+    restrict_files,
+    call_filter,
+    restrict_calls,
+    wire,
+    run_test,
+    overfull,
+    follow_test,
+    launch,
+)
 LAUNCHER = "\n".join(
     ["import contextlib, ctypes, json, os, resource, select, signal, struct, sys, time, types"]
     + [f"DENIED, MACHINES, READABLE = {DENIED}, {MACHINES}, {READABLE}"]

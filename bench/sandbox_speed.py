@@ -1,0 +1,74 @@
+"""Programs per second and core that sandbox.py runs: a trivial program and three tests, every layer on.
+
+    python bench/sandbox_speed.py               # half a minute; keep the machine idle
+
+One round is --programs programs, as many at a time as there are cores, from the call of run_tests to its return. The
+first round is left out. Beside it: seconds of a single program, and of a Python interpreter that does nothing.
+Writes cpu.json.
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+import tyro
+from record import record
+
+import sandbox
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    programs: int = 100  # of a round
+    rounds: int = 5  # timed
+
+
+PROGRAM = "def f(x):\n    return x + 1\n"
+TESTS = ["assert f(1) == 2", "assert f(5) == 6", "assert f(-1) == 0"]
+
+
+def timed(function):
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def round_of(programs):
+    """Seconds of one round, all of whose tests pass."""
+
+    def run():
+        results = sandbox.run_tests([PROGRAM] * programs, [TESTS] * programs)
+        assert all(result.rate == 1 for result in results), results[0]
+
+    return timed(run)
+
+
+def main(cfg):
+    cores, layers = len(os.sched_getaffinity(0)), sandbox.layers()
+    round_of(cfg.programs)
+    rates = [cfg.programs / round_of(cfg.programs) / cores for _ in range(cfg.rounds)]
+    single_s = [round_of(1) for _ in range(20)]
+    python_s = [timed(lambda: subprocess.run([sys.executable, "-c", "pass"], check=True)) for _ in range(20)]
+    record(
+        "cpu",
+        "sandbox: trivial programs with three tests",
+        float(np.median(rates)),
+        "programs/s per core",
+        spread=np.quantile(rates, [0.1, 0.9]).tolist(),
+        cores=cores,
+        layers=layers,
+        single_program_s=float(np.median(single_s)),
+        empty_interpreter_s=float(np.median(python_s)),
+        load=os.getloadavg()[0],
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
