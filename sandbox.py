@@ -3,8 +3,8 @@
     python sandbox.py program.py --tests=tests.txt                # a verdict for every test, in a tenth of a second
     python sandbox.py program.py --tests=tests.txt --runner=e2b   # in E2B's cloud: pip install e2b-code-interpreter
 
-tests.txt holds one test a line, an indented line goes on with the test above. Exit status 0: all passed, 1: not all,
-2: the sandbox itself failed. From Python:
+tests.txt holds one test a line, an indented line goes on with the test above. Exit status 0: all passed, 1: not
+all, or nothing to run, 2: the sandbox itself failed. From Python:
 
     sandbox.run_tests([program], [["assert f(1) == 2", "assert f(5) == 6"]])   # -> [Result(rate=0.5, verdicts=[...])]
     sandbox.code(completions, [{"test_cases": [...]}, ...])                    # -> [1.0, 0.5, None]

@@ -3,7 +3,7 @@
     python bench/sandbox_speed.py               # half a minute; keep the machine idle
 
 One round is --programs programs, as many at a time as there are cores, from the call of run_tests to its return. The
-first round is left out. Beside it: seconds of a single program, and of a Python interpreter that does nothing.
+first round is left out. Beside it: processor time of a program, seconds of a single program, and of a Python interpreter that does nothing.
 Writes cpu.json.
 """
 
@@ -53,7 +53,9 @@ def round_of(programs):
 def main(cfg):
     cores, layers = len(os.sched_getaffinity(0)), sandbox.layers()
     round_of(cfg.programs)
+    before = os.times()
     rates = [cfg.programs / round_of(cfg.programs) / cores for _ in range(cfg.rounds)]
+    cpu_s = sum(os.times()[:4]) - sum(before[:4])
     single_s = [round_of(1) for _ in range(20)]
     python_s = [timed(lambda: subprocess.run([sys.executable, "-c", "pass"], check=True)) for _ in range(20)]
     record(
@@ -64,6 +66,7 @@ def main(cfg):
         spread=np.quantile(rates, [0.1, 0.9]).tolist(),
         cores=cores,
         layers=layers,
+        cpu_s_of_a_program=cpu_s / cfg.rounds / cfg.programs,
         single_program_s=float(np.median(single_s)),
         empty_interpreter_s=float(np.median(python_s)),
         load=os.getloadavg()[0],

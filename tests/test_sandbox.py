@@ -377,8 +377,8 @@ def test_attacks_as_an_ordinary_user_where_the_tests_run_as_root(closed):
         env = {"PATH": os.environ["PATH"], "TMPDIR": folder}
         done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, cwd=folder, env=env)
         left = {path.name for path in Path(folder).iterdir()}
-    if done.returncode == 77:
-        pytest.skip("no Landlock")
+    if done.returncode in (77, 127):
+        pytest.skip("no Landlock, or no right to become another user")
     assert done.returncode == 0, done.stderr
     assert left == {"sandbox.py"}
     lines = done.stdout.splitlines()
@@ -622,7 +622,9 @@ def test_no_disk_gives_none(closed, tmp_path, monkeypatch):
     libc = ctypes.CDLL(None)
     mounted = libc.mount(b"none", str(full).encode(), b"tmpfs", 0, b"nr_inodes=1") == 0
     if not mounted:
-        full.chmod(0o500)  # nothing can be made here either, except by root
+        full.chmod(0o500)  # nothing can be made here either
+        if os.access(full, os.W_OK):
+            pytest.skip("root, who may not mount a file system: no disk is full for it")
     monkeypatch.setattr("tempfile.tempdir", str(full))
     try:
         (result,) = sandbox.run_tests([GOOD], [VALUE])
