@@ -9,8 +9,12 @@ all, or nothing to run, 2: the sandbox itself failed. From Python:
     sandbox.run_tests([program], [["assert f(1) == 2", "assert f(5) == 6"]])   # -> [Result(rate=0.5, verdicts=[...])]
     sandbox.code(completions, [{"test_cases": [...]}, ...])                    # -> [1.0, 0.5, None]
 
-Every test runs in a process and a directory of its own, without network, other processes, other programs, threads or
-files beyond Python's own. An exit status proves nothing, so the verdict is
+Every test runs in a process and a folder of its own, without network, threads, other processes, other programs or
+files but Python's own. Four layers see to that: namespaces with a root of their own, Landlock, seccomp, limits. What
+the machine offers is tried and printed; the least is seccomp with one of the first two. Without namespaces a program
+can also make no folders and not use asyncio, and can find out whether a path exists.
+
+An exit status proves nothing, so the verdict is
 - by value, for `assert <call> == <literal>`: the program sends what the call returned, this process compares, and the
   expected value never enters the sandbox. Subclasses of builtin types count as their builtin value, NumPy's as lists;
   objects of any other class fail, also those that would compare equal;
@@ -579,7 +583,8 @@ class E2B:
             raise SandboxError(f"E2B: no report but {text[-200:]!r}") from None
 
     def direct(self, script):
-        """Standard output of a script. Rate limits and lost sandboxes are waited for, a minute in all."""
+        """Standard output of a script. Rate limits and lost sandboxes are tried again, for about a minute."""
+        end = time.monotonic() + self.seconds + 60
         for wait_s in (1, 2, 4, 8, 16, 32, 0):
             try:
                 if not hasattr(self.mine, "sandbox"):
@@ -596,7 +601,7 @@ class E2B:
                 limited = isinstance(error, self.sdk.RateLimitException) or str(error).startswith("429")
             if not limited and hasattr(self.mine, "sandbox"):
                 del self.mine.sandbox  # it may be gone: the next try makes another
-            if self.closed.wait(wait_s * random.uniform(0.5, 1)):
+            if self.closed.wait(wait_s * random.uniform(0.5, 1)) or time.monotonic() > end:
                 break
         raise SandboxError(complaint)
 
@@ -803,7 +808,7 @@ def find_reward(name):
 
 def main(program: Path, /, tests: Path, options: Options = Options()):
     try:
-        source, lines = program.read_text(), tests.read_text().splitlines()
+        source, lines = program.read_text("utf-8"), tests.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         sys.exit(f"cannot read the program or its tests: {error}")
     cases = []

@@ -3,8 +3,8 @@
     python bench/sandbox_speed.py               # half a minute; keep the machine idle
 
 One round is --programs programs, as many at a time as there are cores, from the call of run_tests to its return. The
-first round is left out. Beside it: processor time of a program, seconds of a single program, and of a Python interpreter that does nothing.
-Writes cpu.json.
+first round is left out. Beside it: processor time of a program, seconds of a single one, and seconds of a Python
+interpreter that does nothing. Writes cpu.json.
 """
 
 import dataclasses

@@ -308,7 +308,7 @@ def test_attack(name, closed, layers):
     (result,) = sandbox.run_tests([closed(program)], [VALUE], timeout_s=1, memory_mb=256)
     assert verdicts is None or result.verdicts == verdicts, result
     assert result.rate is not None, result
-    assert time.perf_counter() - started < 4
+    assert time.perf_counter() - started < 6  # two tests of a second, start-up, a busy machine
 
 
 BY_TOKEN = {  # no value is sent; known hole: objects that say what the test wants to hear
@@ -678,15 +678,17 @@ def test_layers_are_printed_once(layers, capsys):
 def test_interrupt_leaves_no_orphan_and_keeps_results(closed):
     """Ctrl-C while two programs hang and many wait: what was finished has been handed over."""
     done = {}
-    programs = [GOOD, *["while True: pass"] * 50]
+
+    def on_result(i, result):
+        done[i] = result
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    threading.Timer(1.5, os.kill, [os.getpid(), signal.SIGINT]).start()
-    started = time.perf_counter()
+    programs, started = [GOOD, *["while True: pass"] * 50], time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
-        sandbox.run_tests(programs, [VALUE] * 51, timeout_s=30, program_s=60, workers=2, on_result=done.__setitem__)
-    assert time.perf_counter() - started < 4
-    assert done[0].rate == 1
-    assert len(done) == 1
+        sandbox.run_tests(programs, [VALUE] * 51, timeout_s=60, program_s=60, workers=2, on_result=on_result)
+    assert time.perf_counter() - started < 10
+    assert {i: result.rate for i, result in done.items()} == {0: 1}
 
 
 @pytest.mark.parametrize("namespaces", [True, False])
@@ -702,7 +704,8 @@ def test_a_killed_trainer_takes_the_programs_with_it(closed, layers, namespaces)
     env = os.environ | {"TMPDIR": tempfile.gettempdir()}
     before = children()
     process = subprocess.Popen([sys.executable, "-c", trainer], cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
-    time.sleep(1.5)
+    time.sleep(2)
+    assert process.poll() is None
     process.kill()
     process.wait()
     assert gone(children() - before)  # orphans come to us
