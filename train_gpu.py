@@ -381,16 +381,15 @@ def to_device(token_BL, noised, device):
     return inputs
 
 
-def show_sample(model, tokenizer, cfg, seq_len, out, step, device):
-    """Append a sample on a canvas of up to 128 tokens to samples.txt."""
+def sample_text(model, tokenizer, cfg, seq_len, device):
+    """A text of up to 128 tokens, the same in all processes."""
     ids = [mdlm.BOS, *tokenizer.encode(cfg.prompt, add_special_tokens=False).ids][:seq_len]
     canvas = torch.full((1, min(seq_len, max(128, len(ids)))), mdlm.MASK, device=device)
     canvas[0, : len(ids)] = torch.tensor(ids)
     generator = torch.Generator(device).manual_seed(cfg.seed)
     token_L = mdlm.sample(model, canvas, mdlm.Sampling(vocab=tokenizer.get_vocab_size()), generator)[0].tolist()
     token_L = token_L[: token_L.index(mdlm.EOS)] if mdlm.EOS in token_L else token_L
-    with open(out / "samples.txt", "a") as file:
-        file.write(f"---- step {step}\n{tokenizer.decode(token_L)}\n")
+    return tokenizer.decode(token_L)
 
 
 # ---- the run -------------------------------------------------------------------------------------------------------
@@ -400,6 +399,8 @@ def find_data(cfg, positions):
     """Train and held-out rows and the tokenizer, prepared first if they are the embedded default."""
     folder = Path(cfg.data or "data/python-padded")
     if not cfg.data and not (folder / "meta.json").exists():
+        if dist.is_initialized():
+            sys.exit("several processes need the same data: write it with data_prep.py --rows=padded and pass --data")
         print(f"no --data: preparing the Python standard library in {folder}")
         data_prep.main(data_prep.Config(rows="padded", out=str(folder)))
     if not (folder / "meta.json").exists():
@@ -590,8 +591,10 @@ def train(cfg, device, rank, world):
                 scores = evaluate(eval_loss, heldout, tokenizer, cfg, device, autocast)
                 if rank == 0:
                     log(out, {"step": done, **scores}, tracker)
-                if world == 1:
-                    show_sample(ema, tokenizer, cfg, seq_len, out, done, device)
+                sample = sample_text(ema, tokenizer, cfg, seq_len, device)  # by all: FSDP gathers weights for it
+                if rank == 0:
+                    with open(out / "samples.txt", "a") as file:
+                        file.write(f"---- step {done}\n{sample}\n")
             if done % cfg.save_every == 0 or done == cfg.steps or leave:
                 state = {"skipped": skipped, "scaler": scaler.state_dict()}
                 save(out, done, model, ema, optimizer, meta | state, tokenizer_json, cfg.keep)

@@ -239,6 +239,7 @@ def test_two_processes_train_as_one(data, unbroken, tmp_path, fsdp, compiled):
     assert result.returncode == 0, result.stderr[-3000:]
     for step, want in losses(unbroken).items():
         np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
+    assert (out / "samples.txt").read_text().count("---- step") == 3
 
 
 def test_two_processes_leave_together_when_one_is_asked_to_stop(data, unbroken, tmp_path):
