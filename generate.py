@@ -252,9 +252,12 @@ def load_mdlm(cfg):
     dtype = getattr(torch, cfg.dtype or ("bfloat16" if device == "cuda" else "float32"))
     try:
         model = mdlm.load(folder, device, dtype)
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+    try:
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
-        sys.exit(str(error))
+        sys.exit(f"{folder}/tokenizer.json cannot be read: {error}")
     tokenizer.encode_special_tokens = True
     settings = cfg.sampler, cfg.steps, cfg.schedule, cfg.temperature, cfg.top_k, cfg.top_p
     rule = mdlm.Sampling(*settings, vocab=tokenizer.get_vocab_size())
