@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -93,11 +94,12 @@ def test_weight_decay_touches_matrices_and_embeddings_alone():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Rows of 64 tokens packed from our own scripts."""
-    folder = tmp_path_factory.mktemp("data")
+    """Rows of 64 tokens packed from a few modules of the standard library; fewer held-out rows than --eval_rows."""
+    folder, library = tmp_path_factory.mktemp("data"), Path(sysconfig.get_paths()["stdlib"])
+    names = "ast calendar configparser csv dataclasses difflib enum fractions functools shutil string tokenize"
     data_prep.main(
-        data_prep.Config(roots=(str(ROOT / "tests"), *map(str, ROOT.glob("*.py"))), out=str(folder / "rows"),
-                         vocab_size=600, seq_len=64, heldout=0.2, workers=1, shard_bytes=60_000)
+        data_prep.Config(roots=tuple(str(library / f"{name}.py") for name in names.split()), out=str(folder / "rows"),
+                         vocab_size=600, seq_len=64, heldout=0.1, workers=1, shard_bytes=60_000)
     )  # fmt: skip
     return folder / "rows"
 
@@ -174,8 +176,8 @@ def test_splitting_a_step_into_micro_batches_changes_nothing(data):
     (one, first), (many, second) = results
     assert float(first["loss"]) == pytest.approx(float(second["loss"]), rel=1e-5)
     assert float(first["grad_norm"]) == pytest.approx(float(second["grad_norm"]), rel=1e-4)
-    for name, value in pc.flatten(one["params"]).items():
-        np.testing.assert_allclose(value, pc.flatten(many["params"])[name], atol=2e-4, err_msg=name)
+    for a, b in zip(jax.tree.leaves(one["opt"]), jax.tree.leaves(many["opt"]), strict=True):  # moments: the gradients
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * np.abs(a).max())
 
 
 @pytest.fixture(scope="module")
