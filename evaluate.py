@@ -289,20 +289,24 @@ STOPS = {  # of BigCode's harness, and Austin et al.'s [DONE]
 SHOTS = (2, 3, 4)  # MBPP: the problems that the paper shows before the one that is asked
 ARROW = re.compile(r"\s*(?:==>|=>|==|=|->|➞|→|#?\s*(?:should )?returns?\b)[ \t]*")
 # One bit of a hash of what a program returns for some inputs, as a test: the sandbox tells verdicts, not values.
-PROBE = """import pprint, signal, zlib
+PROBE = """import signal, zlib
 def _late(*_): raise TimeoutError
+def _show(value):
+    if isinstance(value, (set, frozenset, dict)):
+        return str(sorted(map(repr, value.items() if isinstance(value, dict) else value)))
+    return repr(value)
 signal.signal(signal.SIGPROF, _late)
 _seen, _any = [], False
 for _args in {inputs!r}:
     signal.setitimer(signal.ITIMER_PROF, 0.3)
     try:
-        _seen.append(pprint.pformat({entry}(*_args), width=1))
+        _seen.append(_show({entry}(*_args)))
         _any = True
     except Exception as _error:
         _seen.append(type(_error).__name__)
 signal.setitimer(signal.ITIMER_PROF, 0)
-assert _any and zlib.crc32("\\n".join(_seen).encode()) >> {bit} & 1"""
-PROBE_BITS = 12
+assert _any and (256 | zlib.crc32("\\n".join(_seen).encode()) & 255) >> {bit} & 1"""
+PROBE_BITS = 9  # eight of the hash; the last says that there was a value
 
 
 class Problem(typing.NamedTuple):
@@ -312,7 +316,7 @@ class Problem(typing.NamedTuple):
     head: str  # what stands before a completion when it runs
     tests: list  # hidden; all must pass
     public: list  # asserts made of the examples that the prompt shows
-    probes: list  # PROBE for each bit; a program whose outcomes are all "fail" gives no value for any input
+    probes: list  # PROBE for each bit
 
 
 def read_problems(cfg):
@@ -364,9 +368,11 @@ def parse_problems(cfg, data):
 def humaneval_problem(row):
     """Ref: Chen et al., arXiv:2107.03374. The model reads the prompt without the last newline, as BPEs like it."""
     prompt, entry = row["prompt"], row["entry_point"]
-    public, calls = docstring_examples(prompt, entry)
+    public, arguments = docstring_examples(prompt, entry)
     tests = [f"{row['test']}\ncheck({entry})"]
-    return Problem(row["task_id"], entry, prompt.rstrip(), prompt, tests, public, probes(row["task_id"], entry, calls))
+    return Problem(
+        row["task_id"], entry, prompt.rstrip(), prompt, tests, public, probes(row["task_id"], entry, arguments)
+    )
 
 
 def mbpp_problem(row, shown):
@@ -384,49 +390,51 @@ def mbpp_problem(row, shown):
     prompt = "".join(f"{ask(shot)}{shot['code'].strip()}\n[DONE]\n\n" for shot in shown) + ask(row)
     imports = "".join(f"{line}\n" for line in row["test_imports"])
     calls = [node for test in row["test_list"][:3] for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
-    names = [call.func.id for call in calls if isinstance(call.func, ast.Name) and not hasattr(builtins, call.func.id)]
-    entry = names[0] if names else ""
+    names = [call.func.id for call in calls if isinstance(call.func, ast.Name)]
+    entry = next((name for name in names if not hasattr(builtins, name)), names[0])  # one problem redefines sum()
     tests = [imports + test for test in row["test_list"]]
-    return Problem(row["task_id"], entry, prompt, "", tests, [], probes(row["task_id"], entry, calls))
+    arguments = [args for args in (literals(call, entry) for call in calls) if args is not None]
+    return Problem(row["task_id"], entry, prompt, "", tests, [], probes(row["task_id"], entry, arguments))
 
 
 def docstring_examples(prompt, entry):
-    """(asserts, calls) of the examples `f(1) == 2`, `f(1) -> 2`, `>>> f(1)` over `2`, and so on, in a docstring."""
-    asserts, calls = [], []
+    """(asserts, arguments) of the examples `f(1) == 2`, `f(1) -> 2`, `>>> f(1)` over `2`, and so on, in a docstring."""
+    asserts, arguments = [], []
     for start in (match.start() for match in re.finditer(rf"\b{entry}\(", prompt)):
         for end in (start + match.end() for match in re.finditer(r"\)", prompt[start : start + 500])):
-            try:
+            with contextlib.suppress(SyntaxError, ValueError):  # not the right parenthesis
                 call = ast.parse(prompt[start:end], mode="eval").body
-            except (SyntaxError, ValueError):
-                continue
-            if not isinstance(call, ast.Call):
-                continue  # goes on to the last parenthesis of f(1) == g(2)
-            calls.append(call)
-            rest = prompt[end:]
-            arrow = ARROW.match(rest)
-            if not arrow and prompt[:start].endswith(">>> "):
-                arrow = re.match(r"[ \t]*\n[ \t]*", rest)
-            line = rest[arrow.end() :].split("\n")[0] if arrow else ""
-            for length in range(len(line), 0, -1):  # the longest literal that the line begins with
-                with contextlib.suppress(SyntaxError, ValueError):
-                    asserts.append(f"assert {prompt[start:end]} == {ast.literal_eval(line[:length].strip())!r}")
-                    break
-            break
-    return asserts, calls
+                break
+        else:
+            continue
+        if (args := literals(call, entry)) is None:
+            continue
+        arguments.append(args)
+        arrow = ARROW.match(prompt, end)
+        if not arrow and prompt[:start].endswith(">>> "):
+            arrow = re.compile(r"[ \t]*\n[ \t]*").match(prompt, end)
+        line = prompt[arrow.end() :].split("\n")[0] if arrow else ""
+        for length in range(len(line), 0, -1):  # the longest literal that the line begins with
+            with contextlib.suppress(SyntaxError, ValueError):
+                value = ast.literal_eval(line[:length].strip())
+                if not re.match(r"\w|\s*[-+*/=]", line[length:]):  # not 19 of 19 - 5 - 6 = 8
+                    asserts.append(f"assert {prompt[start:end]} == {value!r}")
+                break
+    return asserts, arguments
 
 
-def probes(seed, entry, calls):
-    """PROBE_BITS tests that together tell programs apart by what they return for the examples' inputs and variations.
+def literals(call, entry):
+    """The arguments of a call of `entry`, or None if they are not plain literals."""
+    with contextlib.suppress(ValueError):
+        if isinstance(call.func, ast.Name) and call.func.id == entry and not call.keywords:
+            return [ast.literal_eval(arg) for arg in call.args]
+    return None
 
-    Empty where the examples hold no call whose arguments are literals.
-    """
-    rng, inputs = random.Random(str(seed)), []
-    for call in calls:
-        with contextlib.suppress(ValueError):
-            if getattr(call.func, "id", "") == entry and not call.keywords:
-                inputs.append([ast.literal_eval(arg) for arg in call.args])
-    inputs = inputs[:4]
-    inputs += [[vary(arg, rng) for arg in args] for args in inputs * 2]
+
+def probes(seed, entry, arguments):
+    """PROBE_BITS tests that together tell programs apart by what they return for examples' inputs and variations."""
+    rng, inputs = random.Random(str(seed)), arguments[:4]
+    inputs = inputs + [[vary(arg, rng) for arg in args] for args in inputs * 2]
     return [PROBE.format(inputs=inputs, entry=entry, bit=bit) for bit in range(PROBE_BITS)] if inputs else []
 
 
@@ -753,7 +761,7 @@ def choose(rows):
     of execution results); filtering by public examples as in AlphaCode, arXiv:2203.07814.
     """
     best = [row for row in rows if row["public"] == max(r["public"] for r in rows)]
-    votes = collections.Counter(row["behaviour"] for row in best if "p" in row["behaviour"])
+    votes = collections.Counter(row["behaviour"] for row in best if row["behaviour"].endswith("p"))
     return max(best, key=lambda row: votes[row["behaviour"]])  # max takes the first of equals
 
 
