@@ -679,29 +679,25 @@ def score_task(cfg, run):
         more = ("model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed")
         settings |= {name: getattr(cfg, name) for name in more} | {"ckpt": str(run), "step": step}
     out.mkdir(parents=True, exist_ok=True)
-    lock = open(out / "results.jsonl", "a")  # held until the process ends
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        sys.exit(f"another run writes to {out}; choose another --out")
-    if (out / "config.json").exists():
-        before = json.loads((out / "config.json").read_text())
+    with open(out / "results.jsonl", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"another run writes to {out}; choose another --out")
+        before = json.loads((out / "config.json").read_text()) if (out / "config.json").exists() else settings
         changed = [f"{k}={before.get(k)!r}" for k in before | settings if before.get(k) != settings.get(k)]
         if changed:
             sys.exit(f"{out} holds results with {', '.join(changed)}; choose another --out")
-    else:
         replace(out / "config.json", json.dumps(settings, indent=2).encode())
-    try:
-        if not cfg.samples:
-            samples = generated_samples(cfg, problems, run, step, out / "samples.jsonl")
-        unscored = score_samples(cfg, problems, samples, out / "results.jsonl")
-    except KeyboardInterrupt:
-        print(f"stopped; what is done is in {out}, and the same command goes on", file=sys.stderr)
-        raise
-    finally:
-        lock.close()
-    row = report(cfg, problems, read_own(out / "results.jsonl"))
-    replace(out / "summary.json", json.dumps(row, indent=2).encode())
+        try:
+            if not cfg.samples:
+                samples = generated_samples(cfg, problems, run, step, out / "samples.jsonl")
+            unscored = score_samples(cfg, problems, samples, out / "results.jsonl")
+        except KeyboardInterrupt:
+            print(f"stopped; what is done is in {out}, and the same command goes on", file=sys.stderr)
+            raise
+        row = report(cfg, problems, read_own(out / "results.jsonl"))
+        replace(out / "summary.json", json.dumps(row, indent=2).encode())
     print(json.dumps(row) if cfg.json else describe(row), flush=True)
     if unscored:
         names = ", ".join(f"{problems[key].id} ({error})" for (key, _), error in unscored[:3])

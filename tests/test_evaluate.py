@@ -57,12 +57,13 @@ def official(task):
     return [(row["task_id"], row["entry_point"], row["canonical_solution"]) for row in rows]
 
 
-def config(task, tmp_path, samples=None, **settings):
-    """A Config for `samples`, pairs of task_id and completion, that are written to a file."""
+def config(task, tmp_path, samples=None, given="", **settings):
+    """A Config for `samples`, pairs of task_id and completion, that are written to a file; or for a file `given`."""
     if samples is not None:
         lines = [json.dumps({"task_id": task_id, "completion": text}) + "\n" for task_id, text in samples]
         (tmp_path / "given.jsonl").write_text("".join(lines))
         settings["samples"] = str(tmp_path / "given.jsonl")
+    settings |= {"samples": given} if given else {}
     settings = {"out": str(tmp_path / "out"), "tasks_file": str(FILES[task]), "timeout_s": 20.0} | settings
     return evaluate.Config(task=task, **settings)
 
@@ -139,7 +140,7 @@ FULL = "def add(a, b):\n    return a + b\n"
         ("humaneval", BODY + "<|endoftext|>import os", BODY),
         ("humaneval", f"Here you are:\n{F}python\n{FULL}{F}\nIt adds.", FULL),
         ("humaneval", f"{F}\n{FULL}{F}<|im_end|>", FULL),
-        ("humaneval", f"{F}py\nimport os\n\ndef help():\n    pass\n\n{FULL}{F}", f"import os\n\ndef help():\n    pass\n\n{FULL}"),
+        ("humaneval", f"{F}py\ndef help():\n    pass\n\n{FULL}{F}", f"def help():\n    pass\n\n{FULL}"),
         ("humaneval", f"{F}bash\npip install x\n{F}\nand\n{F}python\n{FULL}{F}\n", FULL),
         ("humaneval", f"Sure.\n{F}python\n{FULL}", FULL),  # cut off by --max_new
         ("humaneval", f"import os\n\n{FULL}\nprint(add(1, 2))\n", f"import os\n\n{FULL}"),
@@ -162,7 +163,7 @@ def test_function_bodies_are_cut_as_in_every_golden_case(golden_dir):
 
 
 def test_writing_ends_when_nothing_could_change_the_code():
-    for text, ended in ((BODY, False), (BODY + "\ndef f", False), (BODY + "\ndef f(x)", True), (f"{F}python\n", False),
+    for text, ended in ((BODY, False), (BODY + "\ndef", False), (BODY + "\ndef f(x)", True), (f"{F}python\n", False),
                         (f"{F}python\n{FULL}", False), (f"{F}python\n{FULL}{F}", True), ("Sure", False)):  # fmt: skip
         assert evaluate.extract(text, "add", evaluate.STOPS["humaneval"])[1] == ended, text
 
@@ -175,9 +176,8 @@ def test_prompts_are_the_standard_ones():
     assert len(problems) == 257
     *shots, asked = problems["11"].prompt.split("You are an expert Python programmer, and here is your task: ")[1:]
     assert len(shots) == 3
-    assert all(
-        shot.endswith("\n[DONE]\n\n") and "[BEGIN]\ndef " in shot.replace("import heapq as hq\n", "") for shot in shots
-    )
+    for shot, (_, _, code) in zip(shots, official("mbpp"), strict=False):
+        assert shot.endswith(f"\n[BEGIN]\n{code.strip()}\n[DONE]\n\n")
     assert asked == (
         "Write a python function to remove first and last occurrence of a given character from the string. "
         'Your code should pass these tests:\n\nassert remove_Occ("hello","l") == "heo"\n'
@@ -243,7 +243,8 @@ def test_the_interval_is_that_of_the_normal_approximation():
     half = 1.96 * math.sqrt(p * (1 - p) / 164)
     np.testing.assert_allclose([low, high], [p - half, p + half], atol=0.008)
     assert evaluate.interval(values, seed=0) == [low, high]
-    assert evaluate.interval(values, seed=1) != [low, high]
+    uneven = np.random.default_rng(0).random(50)
+    assert evaluate.interval(uneven, seed=1) != evaluate.interval(uneven, seed=2)
 
 
 # ---- files, stops, bad input
@@ -278,7 +279,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
     refused(config("humaneval", tmp_path, [*good, ("HumanEval/999", "x")]), "line 2", "no problem 'HumanEval/999'")
     refused(config("mbpp", tmp_path, [(2, "x")]), "no problem 2", "--split=test")
     refused(config("humaneval", tmp_path, []), "holds no samples")
-    refused(config("humaneval", tmp_path, samples=None, **{"samples": str(tmp_path / "none")}), "No such file")
+    refused(config("humaneval", tmp_path, given=str(tmp_path / "none")), "No such file")
     refused(config("humaneval", tmp_path, good, tasks_file=str(tmp_path / "none.gz")), "none.gz", "No such file")
     refused(config("humaneval", tmp_path, good, tasks_file=str(FILES["mbpp"])), "not the official file of humaneval")
     refused(config("mbpp", tmp_path, good, tasks_file=str(FILES["humaneval"])), "not the official file of mbpp")
@@ -293,7 +294,8 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
         refused(cfg, part)
     for settings, part in (({"n": 0}, "--n"), ({"k": (5,)}, "pass@5 needs --n=5"), ({"top_p": 0.0}, "--top_p"),
                            ({"n": 2, "temperature": 0.0}, "2 times"), ({"shots": 4}, "--shots from 0 to 3"),
-                           ({"timeout_s": 0.0}, "--timeout_s"), ({"ckpt": str(tmp_path)}, "holds no checkpoint")):  # fmt: skip
+                           ({"timeout_s": 0.0}, "--timeout_s"),
+                           ({"ckpt": str(tmp_path)}, "holds no checkpoint")):  # fmt: skip
         refused(config("humaneval", tmp_path, **settings), part)
     assert not (tmp_path / "out").exists()
 
@@ -423,3 +425,94 @@ def test_the_official_file_is_downloaded_once_and_only_whole(tmp_path, monkeypat
     assert len(asked) == 4
     assert evaluate.main(cfg)["results"] == {"fail": 1}
     refused(dataclasses.replace(cfg, cache=str(tmp_path / "other")), "Connection refused")
+
+
+# ---- models
+
+
+def trained(script, *flags):
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([sys.executable, str(ROOT / script), *flags], capture_output=True, text=True, env=env)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def pythoncoder(tmp_path_factory):
+    """The run folder of a tiny PythonCoder after four steps on our own scripts."""
+    folder = tmp_path_factory.mktemp("pythoncoder")
+    data_prep.main(
+        data_prep.Config(roots=(str(ROOT / "tests"), *map(str, ROOT.glob("*.py"))), out=str(folder / "rows"),
+                         vocab_size=1000, seq_len=64, heldout=0.2, workers=1)
+    )  # fmt: skip
+    flags = f"--data={folder}/rows", f"--out={folder}/run", f"--compile_cache={folder}/cache"
+    trained("train_tpu.py", *flags, "--model=tiny", "--seq_len=64", "--batch_size=8", "--steps=4")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def mdlm(tmp_path_factory):
+    """The run folder of a tiny MDLM after three steps on the text of our own scripts."""
+    folder = tmp_path_factory.mktemp("mdlm")
+    (folder / "text.txt").write_text("\n<|endoftext|>\n".join(path.read_text() for path in sorted(ROOT.glob("*.py"))))
+    data_prep.main(
+        data_prep.Config(source=str(folder / "text.txt"), out=str(folder / "rows"), vocab_size=1500, seq_len=32,
+                         heldout=0.2, workers=1)
+    )  # fmt: skip
+    flags = f"--data={folder}/rows", f"--out={folder}/run", "--compile=False", "--eval_rows=8"
+    trained("train_gpu.py", *flags, "--steps=3", "--batch_size=4", "--micro_batch=4")
+    return folder / "run"
+
+
+@needs_tasks
+@pytest.mark.parametrize("model", ["pythoncoder", "mdlm"])
+def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model, request, tmp_path, capsys):
+    settings = {"pythoncoder": {"task": "humaneval", "max_new": 16, "timeout_s": 5.0, "problems": 5},
+                "mdlm": {"task": "mbpp", "shots": 0, "max_new": 24, "timeout_s": 5.0, "problems": 5}}[model]  # fmt: skip
+    ckpt = str(request.getfixturevalue(model))
+    cfg = config(tmp_path=tmp_path, model=model, ckpt=ckpt, n=2, batch_size=4, **settings)
+    row = evaluate.main(cfg)
+    assert row["n"] == 2
+    assert row["samples"] == 10
+    assert row["problems"] == 5
+    assert {"pass@1", "pass@2", "best of n"} <= set(row)
+    whole = (tmp_path / "out" / "samples.jsonl").read_bytes()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    assert len({r["completion"] + r.get("written", "") for r in rows}) > 5
+    assert all(r["fits"] for r in rows)
+    scored = sorted(results(cfg.out), key=str)
+    official_keys = [{k: r[k] for k in ("task_id", "completion", "sample")} for r in scored]
+    assert sorted(map(str, official_keys)) == sorted(
+        str({k: r[k] for k in ("task_id", "completion", "sample")}) for r in rows
+    )
+    lines = whole.splitlines(keepends=True)
+    (tmp_path / "out" / "samples.jsonl").write_bytes(b"".join(lines[:6]) + lines[6][:30])
+    (tmp_path / "out" / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in scored[:3]) + '{"task')
+    capsys.readouterr()
+    assert evaluate.main(cfg) == row
+    assert capsys.readouterr().err.count("of 10 samples") == 2  # the first of three batches was there
+    assert (tmp_path / "out" / "samples.jsonl").read_bytes() == whole
+    assert sorted(results(cfg.out), key=str) == scored
+    refused(dataclasses.replace(cfg, temperature=0.5), "holds results with temperature=0.8")
+    refused(dataclasses.replace(cfg, step=99), "holds no checkpoint of step 99; it has [")
+
+
+@needs_tasks
+def test_prompts_that_do_not_fit_the_model_fail_and_are_named(mdlm, tmp_path):
+    cfg = config("humaneval", tmp_path, model="mdlm", ckpt=str(mdlm), problems=3, max_new=200, batch_size=2)
+    assert evaluate.main(cfg)["results"] == {"does not fit": 3}
+    assert evaluate.main(cfg)["results"] == {"does not fit": 3}
+
+
+@needs_tasks
+def test_the_command_line_writes_text_and_json_and_reads_its_own_samples(pythoncoder, tmp_path):
+    cfg = config("humaneval", tmp_path, ckpt=str(pythoncoder), problems=2, max_new=8)
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    first = subprocess.run(command(cfg), capture_output=True, text=True, env=env, timeout=200)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("humaneval: 2 samples of 2 of 2 problems; ")
+    assert "pass@1: 0.0 % (0.0 to 0.0: 95 %, bootstrap over 2 problems)" in first.stdout
+    again, written = str(tmp_path / "again"), str(tmp_path / "out" / "samples.jsonl")
+    cfg = config("humaneval", tmp_path, given=written, out=again, problems=2, json=True)
+    second = subprocess.run(command(cfg), capture_output=True, text=True, env=env, timeout=200)
+    assert json.loads(second.stdout) == json.loads((tmp_path / "again" / "summary.json").read_text())
+    assert json.loads(second.stdout) == json.loads((tmp_path / "out" / "summary.json").read_text())
