@@ -501,6 +501,8 @@ def pythoncoder_writer(cfg, run, step):
     def write(prompts, finished, batch):
         token_ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
         fits = [len(ids) + cfg.max_new <= reach for ids in token_ids]
+        if not any(fits):
+            return [None] * len(fits)
         token_ids = [ids if fit else ids[:1] for ids, fit in zip(token_ids, fits, strict=True)]
         key = jax.random.fold_in(jax.random.key(cfg.seed), batch)
         done = lambda texts: finished([tokenizer.decode(ids) for ids in texts])  # noqa: E731
@@ -528,6 +530,8 @@ def mdlm_writer(cfg, run, step):
     def write(prompts, finished, batch):
         token_ids = [[mdlm.BOS, *tokenizer.encode(prompt, add_special_tokens=False).ids] for prompt in prompts]
         fits = [len(ids) + cfg.max_new <= model.cfg.positions for ids in token_ids]
+        if not any(fits):
+            return [None] * len(fits)
         token_ids = [ids if fit else ids[:1] for ids, fit in zip(token_ids, fits, strict=True)]
         width = max(map(len, token_ids)) + cfg.max_new
         token_BL = torch.full((len(prompts), width), mdlm.PAD, device=device)

@@ -466,18 +466,20 @@ def mdlm(tmp_path_factory):
 @needs_tasks
 @pytest.mark.parametrize("model", ["pythoncoder", "mdlm"])
 def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model, request, tmp_path, capsys):
-    settings = {"pythoncoder": {"task": "humaneval", "max_new": 16, "timeout_s": 5.0, "problems": 5},
-                "mdlm": {"task": "mbpp", "shots": 0, "max_new": 24, "timeout_s": 5.0, "problems": 5}}[model]  # fmt: skip
+    settings = {
+        "pythoncoder": {"task": "humaneval", "max_new": 16},
+        "mdlm": {"task": "mbpp", "split": "all", "shots": 0, "max_new": 8},
+    }
     ckpt = str(request.getfixturevalue(model))
-    cfg = config(tmp_path=tmp_path, model=model, ckpt=ckpt, n=2, batch_size=4, **settings)
+    cfg = config(tmp_path=tmp_path, model=model, ckpt=ckpt, n=3, problems=2, batch_size=2, **settings[model])
     row = evaluate.main(cfg)
-    assert row["n"] == 2
-    assert row["samples"] == 10
-    assert row["problems"] == 5
-    assert {"pass@1", "pass@2", "best of n"} <= set(row)
+    assert row["n"] == 3
+    assert row["samples"] == 6
+    assert row["problems"] == 2
+    assert {"pass@1", "pass@3", "best of n"} <= set(row)
     whole = (tmp_path / "out" / "samples.jsonl").read_bytes()
     rows = [json.loads(line) for line in whole.splitlines()]
-    assert len({r["completion"] + r.get("written", "") for r in rows}) > 5
+    assert len({r["completion"] + r.get("written", "") for r in rows}) >= 4
     assert all(r["fits"] for r in rows)
     scored = sorted(results(cfg.out), key=str)
     official_keys = [{k: r[k] for k in ("task_id", "completion", "sample")} for r in scored]
@@ -485,11 +487,11 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
         str({k: r[k] for k in ("task_id", "completion", "sample")}) for r in rows
     )
     lines = whole.splitlines(keepends=True)
-    (tmp_path / "out" / "samples.jsonl").write_bytes(b"".join(lines[:6]) + lines[6][:30])
+    (tmp_path / "out" / "samples.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:30])
     (tmp_path / "out" / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in scored[:3]) + '{"task')
     capsys.readouterr()
     assert evaluate.main(cfg) == row
-    assert capsys.readouterr().err.count("of 10 samples") == 2  # the first of three batches was there
+    assert capsys.readouterr().err.count("of 6 samples") == 2  # the first of three batches was there
     assert (tmp_path / "out" / "samples.jsonl").read_bytes() == whole
     assert sorted(results(cfg.out), key=str) == scored
     refused(dataclasses.replace(cfg, temperature=0.5), "holds results with temperature=0.8")
@@ -504,15 +506,13 @@ def test_prompts_that_do_not_fit_the_model_fail_and_are_named(mdlm, tmp_path):
 
 
 @needs_tasks
-def test_the_command_line_writes_text_and_json_and_reads_its_own_samples(pythoncoder, tmp_path):
-    cfg = config("humaneval", tmp_path, ckpt=str(pythoncoder), problems=2, max_new=8)
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    first = subprocess.run(command(cfg), capture_output=True, text=True, env=env, timeout=200)
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.startswith("humaneval: 2 samples of 2 of 2 problems; ")
-    assert "pass@1: 0.0 % (0.0 to 0.0: 95 %, bootstrap over 2 problems)" in first.stdout
-    again, written = str(tmp_path / "again"), str(tmp_path / "out" / "samples.jsonl")
-    cfg = config("humaneval", tmp_path, given=written, out=again, problems=2, json=True)
-    second = subprocess.run(command(cfg), capture_output=True, text=True, env=env, timeout=200)
-    assert json.loads(second.stdout) == json.loads((tmp_path / "again" / "summary.json").read_text())
-    assert json.loads(second.stdout) == json.loads((tmp_path / "out" / "summary.json").read_text())
+def test_the_command_line_prints_text_and_json(tmp_path):
+    samples = [("HumanEval/0", HANG), *((task_id, text) for task_id, _, text in official("humaneval")[:1])]
+    cfg = config("humaneval", tmp_path, samples, timeout_s=1.0)
+    text = subprocess.run(command(cfg), capture_output=True, text=True, timeout=60)
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.startswith("humaneval: 2 samples of 1 of 164 problems; ")
+    assert "pass@1: 50.0 % (50.0 to 50.0: 95 %, bootstrap over 1 problems)\npass@2: 100.0 %" in text.stdout
+    assert "best of n: 100.0 %" in text.stdout
+    line = subprocess.run(command(dataclasses.replace(cfg, json=True)), capture_output=True, text=True, timeout=60)
+    assert json.loads(line.stdout) == json.loads((tmp_path / "out" / "summary.json").read_text())
