@@ -340,39 +340,36 @@ def read_problems(cfg):
 
 
 def parse_problems(cfg, data):
-    """The problems in the bytes of an official file; ValueError on what is wrong, with the line."""
+    """The problems in the bytes of an official file; ValueError on what is wrong, with the line or the number."""
     try:
         data = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
     except (EOFError, zlib.error) as error:
         raise ValueError(f"broken gzip: {error}") from None
     if cfg.task == "humaneval":
-        rows = [row for _, row in parse_lines(data)]
+        rows, make = parse_lines(data, ("task_id", "prompt", "entry_point", "test")), humaneval_problem
     else:
         rows = json.loads(data)
-    keys = {"humaneval": "task_id prompt entry_point test", "mbpp": "task_id prompt code test_imports test_list"}
-    keys = keys[cfg.task].split()
-    if not rows or not isinstance(rows, list):
+    problems = {}
+    try:
+        if cfg.task == "mbpp":
+            shown = [row for row in rows if row["task_id"] in SHOTS][: cfg.shots]
+            rows = [row for row in rows if cfg.split == "all" or 11 <= row["task_id"] <= 510]
+            make = lambda row: mbpp_problem(row, [shot for shot in shown if shot is not row])  # noqa: E731
+        for row in rows[: cfg.problems or None]:
+            problems[key_of(row["task_id"])] = make(row)
+    except (LookupError, TypeError, AttributeError, SyntaxError) as error:
+        raise ValueError(f"problem {len(problems) + 1} is of another form: {error!r}") from None
+    if not problems:
         raise ValueError("it holds no problems")
-    for i, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not all(row.get(key) is not None for key in keys):
-            raise ValueError(f"problem {i} has not all of {', '.join(keys)}")
-    if cfg.task == "humaneval":
-        problems = [humaneval_problem(row) for row in rows]
-    else:
-        shown = [row for row in rows if row["task_id"] in SHOTS][: cfg.shots]
-        wanted = [row for row in rows if cfg.split == "all" or 11 <= row["task_id"] <= 510]
-        problems = [mbpp_problem(row, [shot for shot in shown if shot is not row]) for row in wanted]
-    return {key_of(problem.id): problem for problem in problems[: cfg.problems or None]}
+    return problems
 
 
 def humaneval_problem(row):
     """Ref: Chen et al., arXiv:2107.03374. The model reads the prompt without the last newline, as BPEs like it."""
-    prompt, entry = row["prompt"], row["entry_point"]
+    task_id, prompt, entry = row["task_id"], row["prompt"], row["entry_point"]
     public, arguments = docstring_examples(prompt, entry)
     tests = [f"{row['test']}\ncheck({entry})"]
-    return Problem(
-        row["task_id"], entry, prompt.rstrip(), prompt, tests, public, probes(row["task_id"], entry, arguments)
-    )
+    return Problem(task_id, entry, prompt.rstrip(), prompt, tests, public, probes(task_id, entry, arguments))
 
 
 def mbpp_problem(row, shown):
@@ -559,32 +556,33 @@ def replace(path, data):
     os.replace(temporary, path)
 
 
-def parse_lines(text):
-    """[(line number, object)] of JSON lines; ValueError names the first line that is not an object."""
+def parse_lines(text, keys):
+    """The objects of JSON lines; ValueError names the first line that is not an object with these keys."""
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                rows.append((number, json.loads(line)))
+                row = json.loads(line)
             except (ValueError, RecursionError):
-                rows.append((number, None))
-            if not isinstance(rows[-1][1], dict):
-                raise ValueError(f"line {number} is not a JSON object")
+                row = None
+            if not isinstance(row, dict) or not row.keys() >= {*keys}:
+                raise ValueError(f"line {number} is not a JSON object with {', '.join(keys)}")
+            if not isinstance(row.get("completion", ""), str):
+                raise ValueError(f"line {number}: the completion is not a text")
+            rows.append(row)
     return rows
 
 
-def read_own(path):
+def read_own(path, key):
     """The rows of a file that we append to. A last line without its end, which a kill leaves, is cut off."""
-    if not path.exists():
-        return []
-    data = path.read_bytes()
+    data = path.read_bytes() if path.exists() else b""
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:
         os.truncate(path, len(whole))
     try:
-        return [row for _, row in parse_lines(whole.decode())]
+        return parse_lines(whole.decode(), ("task_id", "completion", "sample", key))
     except ValueError as error:
-        sys.exit(f"{path}: {error}; remove the line, or choose another --out")
+        sys.exit(f"{path}: {error}; remove it, or choose another --out")
 
 
 def append(path, rows):
@@ -599,16 +597,15 @@ def given_samples(cfg, problems):
     """{(key of problems, number): code} of --samples: lines with "task_id" and "completion", several per problem."""
     samples, count = {}, collections.Counter()
     try:
-        rows = parse_lines(Path(cfg.samples).read_text("utf-8"))
+        rows = parse_lines(Path(cfg.samples).read_text("utf-8"), ("task_id", "completion"))
     except (OSError, ValueError) as error:
         sys.exit(f"--samples={cfg.samples}: {error}")
-    for number, row in rows:
-        key = key_of(row.get("task_id"))
-        if not isinstance(row.get("completion"), str):
-            sys.exit(f'{cfg.samples}, line {number} has no text "completion"')
+    for row in rows:
+        key = key_of(row["task_id"])
         if key not in problems:
-            where = "the first --problems" if cfg.problems else f"--split={cfg.split}" if cfg.task == "mbpp" else "it"
-            sys.exit(f"{cfg.samples}, line {number}: {cfg.task} has no problem {row.get('task_id')!r} in {where}")
+            sys.exit(
+                f"{cfg.samples}: {row['task_id']!r} is not among the {len(problems)} problems (--split, --problems)"
+            )
         samples[key, count[key]] = extract(row["completion"], problems[key].entry, ())[0]
         count[key] += 1
     if not samples:
@@ -622,7 +619,7 @@ def generated_samples(cfg, problems, run, step, path):
     Batches are the same whichever samples are there already, so resuming equals not stopping.
     """
     samples = {}
-    for row in read_own(path):
+    for row in read_own(path, "fits"):
         samples[key_of(row["task_id"]), row["sample"]] = row["completion"] if row["fits"] else None
     order = [(key, i) for i in range(cfg.n) for key in sorted(problems, key=lambda k: len(problems[k].prompt))]
     write = None
@@ -678,7 +675,9 @@ def score_task(cfg, run):
         folders = run.glob({"pythoncoder": "checkpoints/*", "mdlm": "step_*"}[cfg.model])
         steps = [int(name) for name in (folder.name.removeprefix("step_") for folder in folders) if name.isdigit()]
         if not steps or (cfg.step or steps[0]) not in steps:
-            sys.exit(f"{run} holds no checkpoint{f' of step {cfg.step}' * bool(cfg.step)}; it has {sorted(steps)}")
+            trainer = {"pythoncoder": "train_tpu.py", "mdlm": "train_gpu.py"}[cfg.model]
+            there = f"it has {sorted(steps)}" if steps else f"train one with: python {trainer}"
+            sys.exit(f"{run} holds no checkpoint{f' of step {cfg.step}' * bool(cfg.step)}; {there}")
         step = cfg.step or max(steps)
         more = ("model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed")
         settings |= {name: getattr(cfg, name) for name in more} | {"ckpt": str(run), "step": step}
@@ -700,7 +699,7 @@ def score_task(cfg, run):
         except KeyboardInterrupt:
             print(f"stopped; what is done is in {out}, and the same command goes on", file=sys.stderr)
             raise
-        row = report(cfg, problems, read_own(out / "results.jsonl"))
+        row = report(cfg, problems, read_own(out / "results.jsonl", "passed"))
         replace(out / "summary.json", json.dumps(row, indent=2).encode())
     print(json.dumps(row) if cfg.json else describe(row), flush=True)
     if unscored:
@@ -716,7 +715,7 @@ def score_samples(cfg, problems, samples, path):
     does not pass). With several samples of a problem also what best-of-n needs: "public", the share of the examples in
     the prompt that pass, and "behaviour".
     """
-    done = {(key_of(row["task_id"]), row["sample"]) for row in read_own(path)}
+    done = {(key_of(row["task_id"]), row["sample"]) for row in read_own(path, "passed")}
     todo = [key for key in samples if key not in done]
     several = any(number for _, number in samples)
     tests = [p.tests + (p.public + p.probes if several else []) for p in (problems[key] for key, _ in todo)]
@@ -749,7 +748,11 @@ def score_samples(cfg, problems, samples, path):
         sandbox.run_tests(programs, tests, on_result, allow_unsafe=cfg.allow_unsafe, **limits)
     except RuntimeError as error:
         sys.exit(str(error))
-    failed = set(todo) - {key for key, _ in unscored} - {(key_of(r["task_id"]), r["sample"]) for r in read_own(path)}
+    failed = (
+        set(todo)
+        - {key for key, _ in unscored}
+        - {(key_of(r["task_id"]), r["sample"]) for r in read_own(path, "passed")}
+    )
     return unscored + [(key, "the sandbox did not start") for key in failed]
 
 
