@@ -72,7 +72,7 @@ class Config:
     split: typing.Literal["test", "all"] = "test"  # MBPP: ids 11-510 (257 problems), or all 427
     shots: int = 3  # MBPP: solved problems in the prompt
     problems: int = 0  # only so many, the first ones; 0 takes all
-    samples: str = ""  # score the completions in this file of JSON lines; needs no model
+    samples: str = ""  # score the completions in these JSON lines, taken out of ``` if need be; needs no model
     n: int = 1  # samples of each problem
     k: tuple[int, ...] = ()  # report pass@k for these; default 1 and n
     temperature: float | None = None  # 0 takes the likeliest token; default 0 for one sample, else 0.8
@@ -458,8 +458,8 @@ def extract(text, entry, stops):
     string after `def entry`. ended: nothing that could follow would change the code.
     """
     goes_on = re.match(r"\s*\n[ \t]+\S|[ \t]+\S", text)
-    fence = None if goes_on else re.search(r"^[ \t]*```[ \t]*([\w+-]*)[ \t]*$\n?", text, re.MULTILINE)
-    if fence and (fence[1] or not re.search(r"^(def|class|import|from) ", text[: fence.start()], re.MULTILINE)):
+    fence = None if goes_on else re.search(r"^[ \t]*```[ \t]*[\w+-]*[ \t]*$", text, re.MULTILINE)
+    if fence and not re.search(r"^(def|class|import|from) ", text[: fence.start()], re.MULTILINE):
         blocks = re.findall(r"^[ \t]*```[ \t]*[\w+-]*[ \t]*$\n?(.*?)(^[ \t]*```|\Z)", text, re.MULTILINE | re.DOTALL)
         names = re.compile(rf"^(async )?def {re.escape(entry)}\b", re.MULTILINE)
         code, end = next((block for block in blocks if names.search(block[0])), blocks[0])
@@ -471,10 +471,10 @@ def extract(text, entry, stops):
 
 
 def pythoncoder_writer(cfg, run, step):
-    """A function (prompts, finished, batch number) -> texts; None for prompts that with --max_new do not fit.
+    """(tokenizer, longest text in tokens, function (prompts, finished, number of the batch) -> texts, as token ids).
 
-    finished(texts) -> bool tells whether all of the unfinished texts hold what is needed. The texts depend on the
-    prompts, --seed and the number of the batch alone. For another model write another such function.
+    finished(texts) tells while they grow whether all hold what is needed. The texts depend on nothing but the model,
+    the prompts, the settings and the number of the batch. For another model write another such function.
     """
     import jax
     import jax.numpy as jnp
@@ -490,23 +490,15 @@ def pythoncoder_writer(cfg, run, step):
         except Exception as error:  # tokenizers raises nothing narrower for a broken file
             print(error, file=sys.__stderr__, flush=True)
             os._exit(1)  # threads of a failed Orbax read print tracebacks until the process ends
-    tokenizer.encode_special_tokens = True
-    eos, reach = tokenizer.token_to_id("<|endoftext|>"), int(model.cfg.positions * model.cfg.yarn_factor)
+    eos = tokenizer.token_to_id("<|endoftext|>")
     rule = pc.Sampling(cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size(), -1 if eos is None else eos)
     rule = dataclasses.replace(rule, speculate=model.cfg.mtp)
 
     def write(prompts, finished, batch):
-        token_ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
-        fits = [len(ids) + cfg.max_new <= reach for ids in token_ids]
-        if not any(fits):
-            return [None] * len(fits)
-        token_ids = [ids if fit else ids[:1] for ids, fit in zip(token_ids, fits, strict=True)]
         key = jax.random.fold_in(jax.random.key(cfg.seed), batch)
-        done = lambda texts: finished([tokenizer.decode(ids) for ids in texts])  # noqa: E731
-        texts, _ = pc.generate(model, token_ids, cfg.max_new, rule, key, on_tokens=done)
-        return [tokenizer.decode(ids) if fit else None for ids, fit in zip(texts, fits, strict=True)]
+        return pc.generate(model, prompts, cfg.max_new, rule, key, on_tokens=finished)[0]
 
-    return write
+    return tokenizer, int(model.cfg.positions * model.cfg.yarn_factor), write
 
 
 def mdlm_writer(cfg, run, step):
@@ -521,27 +513,19 @@ def mdlm_writer(cfg, run, step):
         tokenizer = tokenizers.Tokenizer.from_file(str(run / f"step_{step}" / "tokenizer.json"))
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
         sys.exit(str(error).splitlines()[0])
-    tokenizer.encode_special_tokens = True
     rule = mdlm.Sampling("max_prob", cfg.max_new, "even", cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size())
 
     def write(prompts, finished, batch):
-        token_ids = [[mdlm.BOS, *tokenizer.encode(prompt, add_special_tokens=False).ids] for prompt in prompts]
-        fits = [len(ids) + cfg.max_new <= model.cfg.positions for ids in token_ids]
-        if not any(fits):
-            return [None] * len(fits)
-        token_ids = [ids if fit else ids[:1] for ids, fit in zip(token_ids, fits, strict=True)]
-        width = max(map(len, token_ids)) + cfg.max_new
-        token_BL = torch.full((len(prompts), width), mdlm.PAD, device=device)
-        for row, ids in zip(token_BL, token_ids, strict=True):
-            row[: len(ids)], row[len(ids) : len(ids) + cfg.max_new] = torch.tensor(ids), mdlm.MASK
+        canvases = [[mdlm.BOS, *ids, *[mdlm.MASK] * cfg.max_new] for ids in prompts]
+        token_BL = torch.full((len(prompts), max(map(len, canvases))), mdlm.PAD, device=device)
+        for row, ids in zip(token_BL, canvases, strict=True):
+            row[: len(ids)] = torch.tensor(ids)
         seed = int(np.random.SeedSequence([cfg.seed, batch]).generate_state(1)[0])
-        generator = torch.Generator(device).manual_seed(seed)
-        filled = mdlm.sample(model, token_BL, rule, generator).tolist()
-        new = [row[len(ids) : len(ids) + cfg.max_new] for row, ids in zip(filled, token_ids, strict=True)]
-        new = [ids[: ids.index(mdlm.EOS)] if mdlm.EOS in ids else ids for ids in new]
-        return [tokenizer.decode(ids) if fit else None for ids, fit in zip(new, fits, strict=True)]
+        filled = mdlm.sample(model, token_BL, rule, torch.Generator(device).manual_seed(seed)).tolist()
+        new = [row[len(ids) - cfg.max_new : len(ids)] for row, ids in zip(filled, canvases, strict=True)]
+        return [ids[: ids.index(mdlm.EOS)] if mdlm.EOS in ids else ids for ids in new]
 
-    return write
+    return tokenizer, model.cfg.positions - 1, write
 
 
 def key_of(task_id):
@@ -602,12 +586,14 @@ def given_samples(cfg, problems):
         sys.exit(f"--samples={cfg.samples}: {error}")
     for row in rows:
         key = key_of(row["task_id"])
-        if key not in problems:
-            sys.exit(
-                f"{cfg.samples}: {row['task_id']!r} is not among the {len(problems)} problems (--split, --problems)"
-            )
+        names = {str(problems[key].id).lower(), f"{cfg.task}/{key}"} if key in problems else ()
+        if str(row["task_id"]).lower() not in names:
+            size = f"{len(problems)} problems (--split, --problems)"
+            sys.exit(f"{cfg.samples}: {row['task_id']!r} is not among the {size}")
         samples[key, count[key]] = extract(row["completion"], problems[key].entry, ())[0]
         count[key] += 1
+    if samples and max(cfg.k, default=1) > max(count.values()):
+        sys.exit(f"pass@{max(cfg.k)} needs as many samples of a problem; {cfg.samples} holds {max(count.values())}")
     if not samples:
         sys.exit(f"{cfg.samples} holds no samples; a line is {{'task_id': ..., 'completion': ...}}")
     return samples
@@ -627,23 +613,30 @@ def generated_samples(cfg, problems, run, step, path):
         keys = order[first : first + cfg.batch_size]
         if all(key in samples for key in keys):
             continue
-        write = write or {"pythoncoder": pythoncoder_writer, "mdlm": mdlm_writer}[cfg.model](cfg, run, step)
+        if write is None:
+            load = {"pythoncoder": pythoncoder_writer, "mdlm": mdlm_writer}[cfg.model]
+            tokenizer, reach, write = load(cfg, run, step)
+            tokenizer.encode_special_tokens = True  # their names in a prompt are text
         chosen = [problems[key] for key, _ in keys]
         chosen += chosen[-1:] * (cfg.batch_size - len(chosen))  # one shape is compiled, not two
+        prompts = [tokenizer.encode(problem.prompt, add_special_tokens=False).ids for problem in chosen]
+        fits = [len(ids) + cfg.max_new <= reach for ids in prompts]
+        prompts = [ids if fit else ids[:1] for ids, fit in zip(prompts, fits, strict=True)]
 
-        def code(texts, chosen=chosen):
-            return [extract(text or "", p.entry, STOPS[cfg.task]) for text, p in zip(texts, chosen, strict=True)]
+        def code(texts, chosen=chosen, tokenizer=tokenizer):
+            texts = zip(tokenizer.decode_batch(texts), chosen, strict=True)
+            return [(text, *extract(text, problem.entry, STOPS[cfg.task])) for text, problem in texts]
 
         def finished(texts, code=code):
-            return all(ended for _, ended in code(texts))
+            return all(ended for _, _, ended in code(texts))
 
-        texts = write([problem.prompt for problem in chosen], finished, batch)
+        texts = code(write(prompts, finished, batch) if any(fits) else [[]] * len(prompts))
         rows = []
-        for (key, i), problem, text, (completion, _) in zip(keys, chosen, texts, code(texts), strict=False):
+        for (key, i), problem, fit, (text, completion, _) in zip(keys, chosen, fits, texts, strict=False):
             if (key, i) not in samples:
-                samples[key, i] = None if text is None else completion
-                row = {"task_id": problem.id, "completion": completion, "sample": i, "fits": text is not None}
-                rows.append(row | ({"written": text} if text and text != completion else {}))
+                samples[key, i] = completion if fit else None
+                row = {"task_id": problem.id, "completion": samples[key, i] or "", "sample": i, "fits": fit}
+                rows.append(row | ({"written": text} if fit and text != completion else {}))
         append(path, rows)
         print(f"{len(samples):,} of {len(order):,} samples", file=sys.stderr, flush=True)
     return samples
@@ -721,39 +714,33 @@ def score_samples(cfg, problems, samples, path):
     tests = [p.tests + (p.public + p.probes if several else []) for p in (problems[key] for key, _ in todo)]
     programs = [problems[key[0]].head + (samples[key] or "") for key in todo]
     tests = [each if samples[key] is not None else [] for key, each in zip(todo, tests, strict=True)]
-    unscored, finished = [], 0
+    left = dict.fromkeys(todo, "the sandbox did not start")
 
     def on_result(i, result):
-        nonlocal finished
-        finished += 1
-        (key, number), problem = todo[i], problems[todo[i][0]]
+        key, problem = todo[i], problems[todo[i][0]]
         if result.rate is None:
-            return unscored.append((todo[i], result.error))
+            left[key] = result.error
+            return
+        del left[key]
         hidden, public = len(problem.tests), len(problem.public)
-        first = next(
-            (v for v in result.verdicts[:hidden] if v != "pass"), "pass" if result.verdicts else "does not fit"
-        )
-        row = {"task_id": problem.id, "completion": samples[key, number] or "", "sample": number}
-        row |= {"passed": first == "pass", "result": "passed" if first == "pass" else first}
+        failed = [verdict for verdict in result.verdicts[:hidden] if verdict != "pass"]
+        row = {"task_id": problem.id, "completion": samples[key] or "", "sample": key[1]}
+        row["passed"] = bool(result.verdicts) and not failed
+        row["result"] = "passed" if row["passed"] else failed[0] if failed else "does not fit"
         if several:
             row["public"] = result.verdicts[hidden : hidden + public].count("pass") / max(1, public)
             row["behaviour"] = "".join(verdict[0] for verdict in result.verdicts[hidden + public :])
         append(path, [row])
-        if finished % 200 == 0:
-            print(f"{finished:,} of {len(todo):,} samples scored", file=sys.stderr, flush=True)
+        if len(left) % 200 == 0:
+            print(f"{len(todo) - len(left):,} of {len(todo):,} samples scored", file=sys.stderr, flush=True)
 
-    program_s = 10 + cfg.timeout_s * max(len(problem.tests) for problem in problems.values())
+    program_s = 5 + cfg.timeout_s * max(len(problem.tests) for problem in problems.values())
     limits = {"workers": cfg.workers, "timeout_s": cfg.timeout_s, "program_s": program_s}
     try:
         sandbox.run_tests(programs, tests, on_result, allow_unsafe=cfg.allow_unsafe, **limits)
     except RuntimeError as error:
         sys.exit(str(error))
-    failed = (
-        set(todo)
-        - {key for key, _ in unscored}
-        - {(key_of(r["task_id"]), r["sample"]) for r in read_own(path, "passed")}
-    )
-    return unscored + [(key, "the sandbox did not start") for key in failed]
+    return list(left.items())
 
 
 def choose(rows):
