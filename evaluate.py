@@ -680,7 +680,10 @@ def score_task(cfg, run):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             sys.exit(f"another run writes to {out}; choose another --out")
-        before = json.loads((out / "config.json").read_text()) if (out / "config.json").exists() else settings
+        try:
+            before = json.loads((out / "config.json").read_text()) if (out / "config.json").exists() else settings
+        except ValueError:
+            sys.exit(f"{out / 'config.json'} is broken; choose another --out")
         changed = [f"{k}={before.get(k)!r}" for k in before | settings if before.get(k) != settings.get(k)]
         if changed:
             sys.exit(f"{out} holds results with {', '.join(changed)}; choose another --out")

@@ -322,6 +322,8 @@ def test_an_out_folder_takes_no_other_settings_and_no_second_run(tmp_path):
     assert (tmp_path / "out" / "results.jsonl").read_bytes() == before
     (tmp_path / "out" / "results.jsonl").write_bytes(b"nonsense\n" + before)
     refused(cfg, "results.jsonl: line 1 is not a JSON object")
+    (tmp_path / "out" / "config.json").write_text("{")
+    refused(cfg, "config.json is broken")
 
 
 def command(cfg):
