@@ -3,32 +3,50 @@
     python evaluate.py                                        # newest checkpoint of out/train_tpu on its held-out files
     python evaluate.py --model=mdlm --plot=noise.png          # newest checkpoint of out/train_gpu
     python evaluate.py --ckpt=out/mine --all_steps=True      # every checkpoint that was kept
+    python evaluate.py --task=humaneval                       # pass@1: writes 164 programs and runs them in sandbox.py
+    python evaluate.py --task=mbpp --n=10 --k 1 10            # pass@1, pass@10, and the best of 10
+    python evaluate.py --task=humaneval --samples=mine.jsonl  # scores programs from elsewhere
 
 Prints nats per token and bits per byte. PythonCoder: beside `xz -9` on the same bytes, and how often the MTP head's
 greedy draft is accepted. MDLM: the bound with its standard error, accuracy by noise level, and generation times. Reads
 a run folder of train_tpu.py or train_gpu.py and the data folder it was trained on.
 
+With --task, writes --out: samples.jsonl (what the model wrote), results.jsonl (the same with verdicts; both in the
+official format), summary.json. A line is added as soon as it is known, and the same command goes on after a stop.
+
 Letters: R rows, B rows at a time, L row length, V vocabulary.
 """
 
+import ast
+import builtins
+import collections
 import contextlib
 import dataclasses
+import fcntl
+import gzip
 import hashlib
+import http.client
 import io
 import json
 import logging
 import lzma
 import math
 import os
+import random
+import re
 import sys
 import time
 import typing
+import urllib.request
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import tokenizers
 import tyro
+
+import sandbox
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +65,22 @@ class Config:
     plot: str = ""  # MDLM: write a PNG of loss against noise level
     seed: int = 0
     json: bool = False  # print one JSON line per checkpoint instead of text
+    task: typing.Literal["", "humaneval", "mbpp"] = ""  # write programs and run them, instead of the above
+    out: str = ""  # folder for samples and results, goes on there if it exists; "" is out/<task>
+    tasks_file: str = ""  # the official HumanEval.jsonl(.gz) or sanitized-mbpp.json; "" downloads it
+    cache: str = "data/tasks"  # folder for downloads
+    split: typing.Literal["test", "all"] = "test"  # MBPP: ids 11-510 (257 problems), or all 427
+    shots: int = 3  # MBPP: solved problems in the prompt
+    problems: int = 0  # only so many, the first ones; 0 takes all
+    samples: str = ""  # score the completions in these JSON lines, taken out of ``` if need be; needs no model
+    n: int = 1  # samples of each problem
+    k: tuple[int, ...] = ()  # report pass@k for these; default 1 and n
+    temperature: float | None = None  # 0 takes the likeliest token; default 0 for one sample, else 0.8
+    top_p: float = 0.95
+    max_new: int = 512  # tokens at most
+    workers: int = 0  # programs run at a time; 0: one per CPU
+    timeout_s: float = 3.0  # of one test
+    allow_unsafe: bool = False  # run programs where the machine offers no safe sandbox
 
 
 def pass_at_k(n, c, k):
@@ -241,6 +275,532 @@ def show_mdlm(row):
         print(f"{r['length']:6} | {r['steps']:5} | {r['ms']:.1f}")
 
 
+# ---- HumanEval and MBPP --------------------------------------------------------------------------------------------
+
+TASKS = {  # official files
+    "humaneval": "https://raw.githubusercontent.com/openai/human-eval/master/data/HumanEval.jsonl.gz",
+    "mbpp": "https://raw.githubusercontent.com/google-research/google-research/master/mbpp/sanitized-mbpp.json",
+}
+ENDS = ("<|endoftext|>", "<|file_sep|>", "<|im_end|>", "\n```")
+STOPS = {  # of BigCode's harness, and Austin et al.'s [DONE]
+    "humaneval": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint(", "\nassert ", *ENDS),
+    "mbpp": ("[DONE]", "\nclass ", "\nassert ", '\n"""', "\nprint(", "\nif ", *ENDS),
+}
+SHOTS = (2, 3, 4)  # MBPP: the problems that the paper shows before the one that is asked
+ARROW = re.compile(r"\s*(?:==>|=>|==|=|->|➞|→|#?\s*(?:should )?returns?\b)[ \t]*")
+# One bit of a hash of what a program returns for some inputs, as a test: the sandbox tells verdicts, not values.
+PROBE = """import signal, zlib
+def _late(*_): raise TimeoutError
+def _show(value):
+    if isinstance(value, (set, frozenset, dict)):
+        return str(sorted(map(repr, value.items() if isinstance(value, dict) else value)))
+    return repr(value)
+signal.signal(signal.SIGPROF, _late)
+_seen, _any = [], False
+for _args in {inputs!r}:
+    signal.setitimer(signal.ITIMER_PROF, 0.3)
+    try:
+        _seen.append(_show({entry}(*_args)))
+        _any = True
+    except Exception as _error:
+        _seen.append(type(_error).__name__)
+signal.setitimer(signal.ITIMER_PROF, 0)
+assert _any and (256 | zlib.crc32("\\n".join(_seen).encode()) & 255) >> {bit} & 1"""
+PROBE_BITS = 9  # eight of the hash; the last says that there was a value
+
+
+class Problem(typing.NamedTuple):
+    id: str | int
+    entry: str  # the function that is asked for
+    prompt: str  # what a model reads
+    head: str  # what stands before a completion when it runs
+    tests: list  # hidden; all must pass
+    public: list  # asserts made of the examples that the prompt shows
+    probes: list  # PROBE for each bit
+
+
+def read_problems(cfg):
+    """{id as a string: Problem} of the official file: --tasks_file, or downloaded once into --cache."""
+    path = Path(cfg.tasks_file or Path(cfg.cache) / TASKS[cfg.task].rsplit("/", 1)[1])
+    if not path.is_file() and not cfg.tasks_file:
+        print(f"downloading {TASKS[cfg.task]}", file=sys.stderr)
+        try:
+            with urllib.request.urlopen(TASKS[cfg.task], timeout=60) as response:
+                data = response.read()
+            problems = parse_problems(cfg, data)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            sys.exit(f"{TASKS[cfg.task]} cannot be downloaded ({error}); fetch it by hand and pass --tasks_file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace(path, data)
+        return problems
+    try:
+        return parse_problems(cfg, path.read_bytes())
+    except (OSError, ValueError) as error:
+        sys.exit(f"{path} is not the official file of {cfg.task}: {error}")
+
+
+def parse_problems(cfg, data):
+    """The problems in the bytes of an official file; ValueError on what is wrong, with the line or the number."""
+    try:
+        data = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"broken gzip: {error}") from None
+    if cfg.task == "humaneval":
+        rows, make = parse_lines(data, ("task_id", "prompt", "entry_point", "test")), humaneval_problem
+    else:
+        rows = json.loads(data)
+    problems = {}
+    try:
+        if cfg.task == "mbpp":
+            shown = [row for row in rows if row["task_id"] in SHOTS][: cfg.shots]
+            rows = [row for row in rows if cfg.split == "all" or 11 <= row["task_id"] <= 510]
+            make = lambda row: mbpp_problem(row, [shot for shot in shown if shot is not row])  # noqa: E731
+        for row in rows[: cfg.problems or None]:
+            problems[key_of(row["task_id"])] = make(row)
+    except (LookupError, TypeError, AttributeError, SyntaxError) as error:
+        raise ValueError(f"problem {len(problems) + 1} is of another form: {error!r}") from None
+    if not problems:
+        raise ValueError("it holds no problems")
+    return problems
+
+
+def humaneval_problem(row):
+    """Ref: Chen et al., arXiv:2107.03374. The model reads the prompt without the last newline, as BPEs like it."""
+    task_id, prompt, entry = row["task_id"], row["prompt"], row["entry_point"]
+    public, arguments = docstring_examples(prompt, entry)
+    tests = [f"{row['test']}\ncheck({entry})"]
+    return Problem(task_id, entry, prompt.rstrip(), prompt, tests, public, probes(task_id, entry, arguments))
+
+
+def mbpp_problem(row, shown):
+    """Ref: Austin et al., arXiv:2108.07732: the task and three asserts, after problems with their answers.
+
+    The asserts in the prompt are among those that decide, so none of them is `public`: best-of-n would be an oracle.
+    The inputs in them are used, not the values expected.
+    """
+
+    def ask(row):
+        asserts = "\n".join(row["test_list"][:3])
+        task = f"You are an expert Python programmer, and here is your task: {row['prompt'].strip()}"
+        return f"{task} Your code should pass these tests:\n\n{asserts}\n[BEGIN]\n"
+
+    prompt = "".join(f"{ask(shot)}{shot['code'].strip()}\n[DONE]\n\n" for shot in shown) + ask(row)
+    imports = "".join(f"{line}\n" for line in row["test_imports"])
+    calls = [node for test in row["test_list"][:3] for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
+    names = [call.func.id for call in calls if isinstance(call.func, ast.Name)]
+    entry = next((name for name in names if not hasattr(builtins, name)), names[0])  # one problem redefines sum()
+    tests = [imports + test for test in row["test_list"]]
+    arguments = [args for args in (literals(call, entry) for call in calls) if args is not None]
+    return Problem(row["task_id"], entry, prompt, "", tests, [], probes(row["task_id"], entry, arguments))
+
+
+def docstring_examples(prompt, entry):
+    """(asserts, arguments) of the examples `f(1) == 2`, `f(1) -> 2`, `>>> f(1)` over `2`, and so on, in a docstring."""
+    asserts, arguments = [], []
+    for start in (match.start() for match in re.finditer(rf"\b{entry}\(", prompt)):
+        for end in (start + match.end() for match in re.finditer(r"\)", prompt[start : start + 500])):
+            with contextlib.suppress(SyntaxError, ValueError):  # not the right parenthesis
+                call = ast.parse(prompt[start:end], mode="eval").body
+                break
+        else:
+            continue
+        if (args := literals(call, entry)) is None:
+            continue
+        arguments.append(args)
+        arrow = ARROW.match(prompt, end)
+        if not arrow and prompt[:start].endswith(">>> "):
+            arrow = re.compile(r"[ \t]*\n[ \t]*").match(prompt, end)
+        line = prompt[arrow.end() :].split("\n")[0] if arrow else ""
+        for length in range(len(line), 0, -1):  # the longest literal that the line begins with
+            with contextlib.suppress(SyntaxError, ValueError):
+                value = ast.literal_eval(line[:length].strip())
+                if not re.match(r"\w|\s*[-+*/=]", line[length:]):  # not 19 of 19 - 5 - 6 = 8
+                    asserts.append(f"assert {prompt[start:end]} == {value!r}")
+                break
+    return asserts, arguments
+
+
+def literals(call, entry):
+    """The arguments of a call of `entry`, or None if they are not plain literals."""
+    with contextlib.suppress(ValueError):
+        if isinstance(call.func, ast.Name) and call.func.id == entry and not call.keywords:
+            return [ast.literal_eval(arg) for arg in call.args]
+    return None
+
+
+def probes(seed, entry, arguments):
+    """PROBE_BITS tests that together tell programs apart by what they return for examples' inputs and variations."""
+    rng, inputs = random.Random(str(seed)), arguments[:4]
+    inputs = inputs + [[vary(arg, rng) for arg in args] for args in inputs * 2]
+    return [PROBE.format(inputs=inputs, entry=entry, bit=bit) for bit in range(PROBE_BITS)] if inputs else []
+
+
+def vary(value, rng):
+    """A value of the same type near by: a number changed a little, a sequence reversed, shortened or lengthened."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return rng.choice([value + 1, value - 1, value + 2, -value])
+    if isinstance(value, str | list | tuple) and value:
+        i = rng.randrange(len(value))
+        kinds = [value[::-1], value[:i] + value[i + 1 :], value + value[i : i + 1]]
+        if not isinstance(value, str):
+            kinds += [value[:i] + type(value)([vary(value[i], rng)]) + value[i + 1 :]] * 3
+        return rng.choice(kinds)
+    return value
+
+
+def extract(text, entry, stops):
+    """(code, ended) of what a model wrote: without fences, chat and what follows the answer.
+
+    A text that starts indented goes on with the function of the prompt, until the first stop string. Otherwise a fenced
+    block counts whole, the one that defines `entry` if there are several; without fences, the text up to the first stop
+    string after `def entry`. ended: nothing that could follow would change the code.
+    """
+    goes_on = re.match(r"\s*\n[ \t]+\S|[ \t]+\S", text)
+    fence = None if goes_on else re.search(r"^[ \t]*```[ \t]*[\w+-]*[ \t]*$", text, re.MULTILINE)
+    if fence and not re.search(r"^(def|class|import|from) ", text[: fence.start()], re.MULTILINE):
+        blocks = re.findall(r"^[ \t]*```[ \t]*[\w+-]*[ \t]*$\n?(.*?)(^[ \t]*```|\Z)", text, re.MULTILINE | re.DOTALL)
+        names = re.compile(rf"^(async )?def {re.escape(entry)}\b", re.MULTILINE)
+        code, end = next((block for block in blocks if names.search(block[0])), blocks[0])
+        return code, bool(end) and bool(names.search(code))
+    restated = None if goes_on else re.search(rf"^(async )?def {re.escape(entry)}\b", text, re.MULTILINE)
+    start = restated.end() if restated else 0
+    end = min((i for i in (text.find(stop, start) for stop in stops) if i >= 0), default=len(text))
+    return text[:end], end < len(text)
+
+
+def pythoncoder_writer(cfg, run, step):
+    """(tokenizer, longest text in tokens, function (prompts, finished, number of the batch) -> texts, as token ids).
+
+    finished(texts) tells while they grow whether all hold what is needed. The texts depend on nothing but the model,
+    the prompts, the settings and the number of the batch. For another model write another such function.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    import model_pythoncoder as pc
+
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback where we print one line
+    dtype = jnp.float32 if jax.devices()[0].platform == "cpu" else jnp.bfloat16
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            model, folder, _ = pc.load(run, step, dtype)
+            tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises nothing narrower for a broken file
+            print(error, file=sys.__stderr__, flush=True)
+            os._exit(1)  # threads of a failed Orbax read print tracebacks until the process ends
+    eos = tokenizer.token_to_id("<|endoftext|>")
+    rule = pc.Sampling(cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size(), -1 if eos is None else eos)
+    rule = dataclasses.replace(rule, speculate=model.cfg.mtp)
+
+    def write(prompts, finished, batch):
+        key = jax.random.fold_in(jax.random.key(cfg.seed), batch)
+        return pc.generate(model, prompts, cfg.max_new, rule, key, on_tokens=finished)[0]
+
+    return tokenizer, int(model.cfg.positions * model.cfg.yarn_factor), write
+
+
+def mdlm_writer(cfg, run, step):
+    """The same for MDLM, which fills --max_new masks after the prompt in as many steps, the surest tokens first."""
+    import torch
+
+    import model_mdlm as mdlm
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model = mdlm.load(run / f"step_{step}", device, torch.bfloat16 if device == "cuda" else torch.float32)
+        tokenizer = tokenizers.Tokenizer.from_file(str(run / f"step_{step}" / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises nothing narrower for a broken file
+        sys.exit(str(error).splitlines()[0])
+    rule = mdlm.Sampling("max_prob", cfg.max_new, "even", cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size())
+
+    def write(prompts, finished, batch):
+        canvases = [[mdlm.BOS, *ids, *[mdlm.MASK] * cfg.max_new] for ids in prompts]
+        token_BL = torch.full((len(prompts), max(map(len, canvases))), mdlm.PAD, device=device)
+        for row, ids in zip(token_BL, canvases, strict=True):
+            row[: len(ids)] = torch.tensor(ids)
+        seed = int(np.random.SeedSequence([cfg.seed, batch]).generate_state(1)[0])
+        filled = mdlm.sample(model, token_BL, rule, torch.Generator(device).manual_seed(seed)).tolist()
+        new = [row[len(ids) - cfg.max_new : len(ids)] for row, ids in zip(filled, canvases, strict=True)]
+        return [ids[: ids.index(mdlm.EOS)] if mdlm.EOS in ids else ids for ids in new]
+
+    return tokenizer, model.cfg.positions - 1, write
+
+
+def key_of(task_id):
+    """HumanEval/3, Mbpp/3 and 3 are the same problem: "3"."""
+    return str(task_id).split("/")[-1]
+
+
+def replace(path, data):
+    """Write bytes under another name, then rename: the file is whole or as before."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def parse_lines(text, keys):
+    """The objects of JSON lines; ValueError names the first line that is not an object with these keys."""
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict) or not row.keys() >= {*keys}:
+                raise ValueError(f"line {number} is not a JSON object with {', '.join(keys)}")
+            if not isinstance(row.get("completion", ""), str):
+                raise ValueError(f"line {number}: the completion is not a text")
+            rows.append(row)
+    return rows
+
+
+def read_own(path, key):
+    """The rows of a file that we append to. A last line without its end, which a kill leaves, is cut off."""
+    data = path.read_bytes() if path.exists() else b""
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        os.truncate(path, len(whole))
+    try:
+        return parse_lines(whole.decode(), ("task_id", "completion", "sample", key))
+    except ValueError as error:
+        sys.exit(f"{path}: {error}; remove it, or choose another --out")
+
+
+def append(path, rows):
+    """Add rows as JSON lines, and see that they are on disk."""
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def given_samples(cfg, problems):
+    """{(key of problems, number): code} of --samples: lines with "task_id" and "completion", several per problem."""
+    samples, count = {}, collections.Counter()
+    try:
+        rows = parse_lines(Path(cfg.samples).read_text("utf-8"), ("task_id", "completion"))
+    except (OSError, ValueError) as error:
+        sys.exit(f"--samples={cfg.samples}: {error}")
+    for row in rows:
+        key = key_of(row["task_id"])
+        names = {str(problems[key].id).lower(), f"{cfg.task}/{key}"} if key in problems else ()
+        if str(row["task_id"]).lower() not in names:
+            size = f"{len(problems)} problems (--split, --problems)"
+            sys.exit(f"{cfg.samples}: {row['task_id']!r} is not among the {size}")
+        samples[key, count[key]] = extract(row["completion"], problems[key].entry, ())[0]
+        count[key] += 1
+    if samples and max(cfg.k, default=1) > max(count.values()):
+        sys.exit(f"pass@{max(cfg.k)} needs as many samples of a problem; {cfg.samples} holds {max(count.values())}")
+    if not samples:
+        sys.exit(f"{cfg.samples} holds no samples; a line is {{'task_id': ..., 'completion': ...}}")
+    return samples
+
+
+def generated_samples(cfg, problems, run, step, path):
+    """{(key of problems, number): code} of --n samples each, None where the prompt does not fit; those in `path` stay.
+
+    Batches are the same whichever samples are there already, so resuming equals not stopping.
+    """
+    samples = {}
+    for row in read_own(path, "fits"):
+        samples[key_of(row["task_id"]), row["sample"]] = row["completion"] if row["fits"] else None
+    order = [(key, i) for i in range(cfg.n) for key in sorted(problems, key=lambda k: len(problems[k].prompt))]
+    write = None
+    for batch, first in enumerate(range(0, len(order), cfg.batch_size)):
+        keys = order[first : first + cfg.batch_size]
+        if all(key in samples for key in keys):
+            continue
+        if write is None:
+            load = {"pythoncoder": pythoncoder_writer, "mdlm": mdlm_writer}[cfg.model]
+            tokenizer, reach, write = load(cfg, run, step)
+            tokenizer.encode_special_tokens = True  # their names in a prompt are text
+        chosen = [problems[key] for key, _ in keys]
+        chosen += chosen[-1:] * (cfg.batch_size - len(chosen))  # one shape is compiled, not two
+        prompts = [tokenizer.encode(problem.prompt, add_special_tokens=False).ids for problem in chosen]
+        fits = [len(ids) + cfg.max_new <= reach for ids in prompts]
+        prompts = [ids if fit else ids[:1] for ids, fit in zip(prompts, fits, strict=True)]
+
+        def code(texts, chosen=chosen, tokenizer=tokenizer):
+            texts = zip(tokenizer.decode_batch(texts), chosen, strict=True)
+            return [(text, *extract(text, problem.entry, STOPS[cfg.task])) for text, problem in texts]
+
+        def finished(texts, code=code):
+            return all(ended for _, _, ended in code(texts))
+
+        texts = code(write(prompts, finished, batch) if any(fits) else [[]] * len(prompts))
+        rows = []
+        for (key, i), problem, fit, (text, completion, _) in zip(keys, chosen, fits, texts, strict=False):
+            if (key, i) not in samples:
+                samples[key, i] = completion if fit else None
+                row = {"task_id": problem.id, "completion": samples[key, i] or "", "sample": i, "fits": fit}
+                rows.append(row | ({"written": text} if fit and text != completion else {}))
+        append(path, rows)
+        print(f"{len(samples):,} of {len(order):,} samples", file=sys.stderr, flush=True)
+    return samples
+
+
+def check_task(cfg):
+    """The config with defaults filled in; exits with what is wrong."""
+    if cfg.temperature is None:
+        cfg = dataclasses.replace(cfg, temperature=0.8 if cfg.n > 1 else 0.0)
+    if min(cfg.n, cfg.max_new, *cfg.k, 1) < 1 or min(cfg.problems, cfg.workers, cfg.temperature, cfg.seed) < 0:
+        sys.exit("--n, --k and --max_new are at least 1, --problems, --workers, --temperature and --seed 0")
+    if not 0 < cfg.top_p <= 1 or not 0 <= cfg.shots <= len(SHOTS) or not 0 < cfg.timeout_s < math.inf:
+        sys.exit(f"--top_p is in (0, 1], --shots from 0 to {len(SHOTS)}, --timeout_s above 0")
+    if not cfg.samples and max(cfg.k, default=1) > cfg.n:
+        sys.exit(f"pass@{max(cfg.k)} needs --n={max(cfg.k)} samples of each problem or more, not {cfg.n}")
+    if not cfg.samples and cfg.n > 1 and cfg.temperature == 0:
+        sys.exit(f"--temperature=0 writes the same text {cfg.n} times; raise it, or leave --n at 1")
+    return cfg
+
+
+def score_task(cfg, run):
+    """Generate, run and report; the report, or exit with a message if the sandbox left samples unscored."""
+    problems, out = read_problems(cfg), Path(cfg.out or f"out/{cfg.task}")
+    settings = {name: getattr(cfg, name) for name in ("task", "split", "problems", "timeout_s")}
+    if cfg.samples:
+        samples = given_samples(cfg, problems)
+        settings["samples_sha256"] = hashlib.sha256(Path(cfg.samples).read_bytes()).hexdigest()
+    else:
+        folders = run.glob({"pythoncoder": "checkpoints/*", "mdlm": "step_*"}[cfg.model])
+        steps = [int(name) for name in (folder.name.removeprefix("step_") for folder in folders) if name.isdigit()]
+        if not steps or (cfg.step or steps[0]) not in steps:
+            trainer = {"pythoncoder": "train_tpu.py", "mdlm": "train_gpu.py"}[cfg.model]
+            there = f"it has {sorted(steps)}" if steps else f"train one with: python {trainer}"
+            sys.exit(f"{run} holds no checkpoint{f' of step {cfg.step}' * bool(cfg.step)}; {there}")
+        step = cfg.step or max(steps)
+        more = ("model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed")
+        settings |= {name: getattr(cfg, name) for name in more} | {"ckpt": str(run), "step": step}
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / "results.jsonl", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"another run writes to {out}; choose another --out")
+        try:
+            before = json.loads((out / "config.json").read_text()) if (out / "config.json").exists() else settings
+        except ValueError:
+            sys.exit(f"{out / 'config.json'} is broken; choose another --out")
+        changed = [f"{k}={before.get(k)!r}" for k in before | settings if before.get(k) != settings.get(k)]
+        if changed:
+            sys.exit(f"{out} holds results with {', '.join(changed)}; choose another --out")
+        replace(out / "config.json", json.dumps(settings, indent=2).encode())
+        try:
+            if not cfg.samples:
+                samples = generated_samples(cfg, problems, run, step, out / "samples.jsonl")
+            unscored = score_samples(cfg, problems, samples, out / "results.jsonl")
+        except KeyboardInterrupt:
+            print(f"stopped; what is done is in {out}, and the same command goes on", file=sys.stderr)
+            raise
+        row = report(cfg, problems, read_own(out / "results.jsonl", "passed"))
+        replace(out / "summary.json", json.dumps(row, indent=2).encode())
+    print(json.dumps(row) if cfg.json else describe(row), flush=True)
+    if unscored:
+        names = ", ".join(f"{problems[key].id} ({error})" for (key, _), error in unscored[:3])
+        sys.exit(f"{len(unscored)} samples could not be run and are not counted: {names}; run the same command again")
+    return row
+
+
+def score_samples(cfg, problems, samples, path):
+    """Run the samples that `path` has no result of, and add a line for each: [((key, number), error)] of the others.
+
+    A line is the official {"task_id", "completion"}, and "sample", "passed", "result" (of the first hidden test that
+    does not pass). With several samples of a problem also what best-of-n needs: "public", the share of the examples in
+    the prompt that pass, and "behaviour".
+    """
+    done = {(key_of(row["task_id"]), row["sample"]) for row in read_own(path, "passed")}
+    todo = [key for key in samples if key not in done]
+    several = any(number for _, number in samples)
+    tests = [p.tests + (p.public + p.probes if several else []) for p in (problems[key] for key, _ in todo)]
+    programs = [problems[key[0]].head + (samples[key] or "") for key in todo]
+    tests = [each if samples[key] is not None else [] for key, each in zip(todo, tests, strict=True)]
+    left = dict.fromkeys(todo, "the sandbox did not start")
+
+    def on_result(i, result):
+        key, problem = todo[i], problems[todo[i][0]]
+        if result.rate is None:
+            left[key] = result.error
+            return
+        del left[key]
+        hidden, public = len(problem.tests), len(problem.public)
+        failed = [verdict for verdict in result.verdicts[:hidden] if verdict != "pass"]
+        row = {"task_id": problem.id, "completion": samples[key] or "", "sample": key[1]}
+        row["passed"] = bool(result.verdicts) and not failed
+        row["result"] = "passed" if row["passed"] else failed[0] if failed else "does not fit"
+        if several:
+            row["public"] = result.verdicts[hidden : hidden + public].count("pass") / max(1, public)
+            row["behaviour"] = "".join(verdict[0] for verdict in result.verdicts[hidden + public :])
+        append(path, [row])
+        if len(left) % 200 == 0:
+            print(f"{len(todo) - len(left):,} of {len(todo):,} samples scored", file=sys.stderr, flush=True)
+
+    program_s = 5 + cfg.timeout_s * max(len(problem.tests) for problem in problems.values())
+    limits = {"workers": cfg.workers, "timeout_s": cfg.timeout_s, "program_s": program_s}
+    try:
+        sandbox.run_tests(programs, tests, on_result, allow_unsafe=cfg.allow_unsafe, **limits)
+    except RuntimeError as error:
+        sys.exit(str(error))
+    return list(left.items())
+
+
+def choose(rows):
+    """Best of n without the hidden tests: the row with most public examples passed; among equals, of the largest group
+    that behaves alike; among equals, the first.
+
+    Programs that return nothing for any input, or hang, count as no group. Ref: Shi et al., arXiv:2204.11454 (majority
+    of execution results); filtering by public examples as in AlphaCode, arXiv:2203.07814.
+    """
+    best = [row for row in rows if row["public"] == max(r["public"] for r in rows)]
+    votes = collections.Counter(row["behaviour"] for row in best if row["behaviour"].endswith("p"))
+    return max(best, key=lambda row: votes[row["behaviour"]])  # max takes the first of equals
+
+
+def interval(values, seed):
+    """95 % confidence interval of a mean: percentiles 2.5 and 97.5 of the means of 10,000 bootstrap resamples."""
+    values, rng = np.asarray(values, np.float64), np.random.default_rng(seed)
+    means = [values[rng.integers(0, len(values), len(values))].mean() for _ in range(10_000)]
+    return [float(x) for x in np.percentile(means, [2.5, 97.5])]
+
+
+def report(cfg, problems, rows):
+    """Scores of all result rows: {"pass@k": [mean over problems, low, high], "best of n": the same, counts}."""
+    by_problem = collections.defaultdict(list)
+    for row in sorted(rows, key=lambda row: row["sample"]):
+        by_problem[key_of(row["task_id"])].append(row)
+    n = max(map(len, by_problem.values()), default=0)
+    row = {"task": cfg.task} | ({"split": cfg.split} if cfg.task == "mbpp" else {})
+    row |= {"problems": len(by_problem), "of": len(problems), "samples": len(rows), "n": n}
+    row["results"] = dict(collections.Counter(r["result"] for r in rows).most_common())
+    for k in sorted({*(cfg.k or (1, n))}):
+        counts = [(len(group), sum(r["passed"] for r in group)) for group in by_problem.values() if len(group) >= k > 0]
+        if counts:
+            values = [pass_at_k(n, c, k) for n, c in counts]
+            row[f"pass@{k}"] = [float(np.mean(values)), *interval(values, cfg.seed)]
+            row |= {f"pass@{k} problems": len(counts)} if len(counts) < len(by_problem) else {}
+    if n > 1:
+        values = [choose(group)["passed"] for group in by_problem.values()]
+        row["best of n"] = [float(np.mean(values)), *interval(values, cfg.seed)]
+    return row
+
+
+def describe(row):
+    """The report as text."""
+    ids = {"test": ", test split (ids 11-510)", "all": ", all ids"}.get(row.get("split"), "")
+    kinds = ", ".join(f"{name} {count:,}" for name, count in row["results"].items())
+    lines = [f"{row['task']}{ids}: {row['samples']:,} samples of {row['problems']} of {row['of']} problems; {kinds}"]
+    for name in (name for name in row if isinstance(row[name], list)):
+        mean, low, high = (100 * x for x in row[name])
+        over = row.get(f"{name} problems", row["problems"])
+        lines.append(f"{name}: {mean:.1f} % ({low:.1f} to {high:.1f}: 95 %, bootstrap over {over} problems)")
+    if "best of n" in row:
+        what = {"humaneval": "examples in the docstring, then majority", "mbpp": "majority"}[row["task"]]
+        lines[-1] += f", of {row['n']} samples one is chosen without the hidden tests, by {what} of behaviour"
+    return "\n".join(lines)
+
+
 def main(cfg):
     trainer = {"pythoncoder": "train_tpu.py", "mdlm": "train_gpu.py"}[cfg.model]
     if cfg.batch_size < 1 or cfg.rows < 0 or cfg.draws < 2 or cfg.drafts < 0 or min(cfg.lengths + cfg.steps) < 1:
@@ -248,6 +808,8 @@ def main(cfg):
     if cfg.plot and not Path(cfg.plot).parent.is_dir():
         sys.exit(f"--plot={cfg.plot}: there is no folder {Path(cfg.plot).parent}")
     run = Path(cfg.ckpt or f"out/{trainer.removesuffix('.py')}")
+    if cfg.task:
+        return score_task(check_task(cfg), run)
     try:
         config = json.loads((run / "config.json").read_text())
         folder, vocab = Path(cfg.data or config["data"]), config["model"]["vocab"]

@@ -205,7 +205,8 @@ def test_a_run_prints_its_choices_and_leaves_what_generate_needs(unbroken):
 
 def test_evaluate_scores_a_checkpoint_as_the_trainer_did(data, unbroken, tmp_path):
     out = unbroken[0]
-    result = run(sys.executable, str(ROOT / "evaluate.py"), f"--ckpt={out}", "--all_steps=True", "--json=True")
+    flags = "--all_steps=True", "--json=True", f"--rows={train_tpu.Config.eval_rows}"  # the trainer scores no more
+    result = run(sys.executable, str(ROOT / "evaluate.py"), f"--ckpt={out}", *flags)
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     logged = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
