@@ -306,9 +306,11 @@ def test_attack(name, closed, layers):
     verdicts = verdicts if layers["namespaces"] else NO_NAMESPACES.get(name, verdicts)
     started = time.perf_counter()
     (result,) = sandbox.run_tests([closed(program)], [VALUE], timeout_s=1, memory_mb=256)
+    assert time.perf_counter() - started < 6  # two tests of a second, start-up, a busy machine
+    if verdicts and result.verdicts != verdicts:  # a second is little on a busy machine: once more with ten
+        (result,) = sandbox.run_tests([closed(program)], [VALUE], timeout_s=10, memory_mb=256)
     assert verdicts is None or result.verdicts == verdicts, result
     assert result.rate is not None, result
-    assert time.perf_counter() - started < 6  # two tests of a second, start-up, a busy machine
 
 
 BY_TOKEN = {  # no value is sent; known hole: objects that say what the test wants to hear
@@ -339,12 +341,13 @@ def test_attacks(mode, closed, layers, monkeypatch):
     else:
         names = [name for name in ATTACKS if name[:2] in ("14", "15", "16", "17", "18", "19", "20", "25")]
         tests, differ = TOKEN, BY_TOKEN
-    programs = [closed(ATTACKS[name][0]) for name in names]
-    results = sandbox.run_tests(programs, [tests] * len(programs), timeout_s=1, memory_mb=256, workers=2)
     expected = {name: differ.get(name, ATTACKS[name][1]) for name in names}
-    got = {name: result.verdicts or result.error for name, result in zip(names, results, strict=True)}
-    wrong = {name: outcome for name, outcome in got.items() if outcome != (expected[name] or outcome)}
-    assert not wrong, wrong
+    for timeout_s in (1, 10):  # a second is little on a busy machine: what came out wrong runs once more
+        programs = [closed(ATTACKS[name][0]) for name in names]
+        results = sandbox.run_tests(programs, [tests] * len(programs), timeout_s=timeout_s, memory_mb=256, workers=2)
+        got = {name: result.verdicts or result.error for name, result in zip(names, results, strict=True)}
+        names = [name for name, outcome in got.items() if outcome != (expected[name] or outcome)]
+    assert not names, {name: got[name] for name in names}
     assert None not in [result.rate for result in results]
 
 
