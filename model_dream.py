@@ -480,3 +480,497 @@ def from_hf(folder, dtype=None, run=None):
         flat[ours] = jnp.asarray(tensor, dtype or tensor.dtype)
     dtype = dtype or flat["embed_tokens"].dtype
     return nnx.merge(graph_of(cfg, run or Run(dtype=jnp.dtype(dtype))), unflatten(flat))
+
+
+@jax.jit
+def _bit_sums(tree):
+    def one(x):
+        words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+        return jnp.sum(words.astype(jnp.uint32), dtype=jnp.uint32)
+
+    return jax.tree.map(one, tree)
+
+
+def bit_sums(tree):
+    """{name: checksum} of a tree: the sum of each array's words modulo 2^32, the same however the array is split."""
+    return {name: int(value) for name, value in flatten(_bit_sums(tree)).items()}
+
+
+def save(folder, model, extra=()):
+    """Write a model as an Orbax checkpoint folder: config.json (the Hub's keys), params/, meta.json, and copies of the
+    files `extra` (a tokenizer). The folder appears under its name when it is complete. Raises FileExistsError.
+    """
+    folder = Path(folder).absolute()
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists; delete it or choose another name")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    params = nnx.to_pure_dict(nnx.state(model))
+    flat = flatten(params)
+    dtypes = sorted({x.dtype.name for x in flat.values()})
+    if len(dtypes) > 1:
+        raise ValueError(f"parameters of several dtypes: {', '.join(dtypes)}")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(partial / "params", params)
+    meta = {"dtype": dtypes[0], "parameters": sum(x.size for x in flat.values()), "sums": bit_sums(params)}
+    (partial / "config.json").write_text(json.dumps(config_to_hf(model.cfg, dtypes[0]), indent=2))
+    (partial / "meta.json").write_text(json.dumps(meta, indent=1))
+    for path in extra:
+        shutil.copy(path, partial)
+    os.rename(partial, folder)
+
+
+def load(folder, dtype=None, run=None, mesh=None):
+    """Read a checkpoint folder that `save` or convert_weights.py wrote, as a Dream in `dtype`; None keeps the stored one.
+
+    With a mesh each device reads its own part of every parameter. Raises ValueError or FileNotFoundError with one line.
+    """
+    folder, problem = Path(folder).absolute(), None
+    if not (folder / "meta.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no converted checkpoint; make one with: python convert_weights.py")
+    cfg = config_from_hf(folder)
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        shapes = param_shapes(cfg)
+        one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        layout = shardings(mesh, shapes) if mesh else jax.tree.map(lambda _: one_device, shapes)
+        stored = jnp.dtype(meta["dtype"])
+        target = jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, stored, sharding=at), shapes, layout)
+        with ocp.StandardCheckpointer() as checkpointer:
+            params = checkpointer.restore(folder / "params", target)
+        got = bit_sums(params)
+        wrong = [name for name in got if got[name] != meta["sums"].get(name)]
+        if wrong:
+            problem = f"{', '.join(wrong)} differ from what was saved"
+    except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
+        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if problem:
+        raise ValueError(f"checkpoint {folder} cannot be read: {problem}")
+    dtype = jnp.dtype(dtype or stored)
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    return nnx.merge(graph_of(cfg, run or Run(dtype=dtype)), params)
+
+
+# ---- sampling ------------------------------------------------------------------------------------------------------
+
+CONFIDENCE = {"maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "entropy"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How masked positions are filled; one compiled program for each value of it."""
+
+    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # who is filled first
+    steps: int = 0  # denoising steps, all blocks together; 0: by tokens_per_step, one with a threshold
+    tokens_per_step: float = 1.0  # used where steps is 0
+    eps: float = 1e-3  # end of the time grid
+    temperature: float = 0.0  # 0 takes the likeliest token
+    top_p: float = 1.0  # a token goes if those before it have more than top_p; 1 keeps all
+    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
+    alg_temp: float = 0.0  # temperature of the choice of positions; 0 takes the surest
+    threshold: float = 0.0  # fill all positions whose probability reaches it, at least one a step; 0 goes by steps
+    block_length: int = 0  # fill blocks of this length from left to right; 0: the whole canvas at once
+    cache: typing.Literal["", "prefix", "dual"] = ""  # keys and values kept within a block: left of it | all around it
+    fast_dllm: bool = False  # Fast-dLLM's windows [S, E): the first token of a block is filled whatever its confidence
+    ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
+    vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
+    eos_ids: tuple[int, ...] = ()  # one of these ends a text once nothing before it is masked; the rest is filled with it
+    history: bool = False  # keep the canvas after every step
+
+    def __post_init__(self):
+        def check(ok, what):
+            if not ok:
+                raise ValueError(what)
+
+        check(self.alg in (*CONFIDENCE, "origin"), f"alg {self.alg!r} is not one of {', '.join(CONFIDENCE)}, origin")
+        check(self.cache in ("", "prefix", "dual"), f"cache {self.cache!r} is neither prefix nor dual")
+        for name in ("steps", "top_k", "block_length", "vocab", "temperature", "alg_temp"):
+            check(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, below 0")
+        check(0 < self.eps < 1, f"eps is {self.eps}, not between 0 and 1")
+        check(self.tokens_per_step > 0, f"tokens_per_step is {self.tokens_per_step}, not above 0")
+        check(0 < self.top_p <= 1, f"top_p is {self.top_p}, not in (0, 1]")
+        check(0 <= self.threshold <= 1, f"threshold is {self.threshold}, not in [0, 1]")
+        check(self.block_length or not (self.cache or self.fast_dllm), "a cache works block by block: set block_length")
+        check(self.cache or not self.fast_dllm, "Fast-dLLM's windows need a cache: prefix or dual")
+        check(self.alg != "origin" or not (self.block_length or self.threshold), "origin has no blocks and no threshold")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """What the compiled loops know when they are compiled: model, settings and hooks.
+
+    token_hook(step, token_BL) -> token_BL runs before the first step (step -1) and after every one. logit_hook(step,
+    token_BL, slot_BC, logits_BCV) -> logits_BCV gets the logits of C masked positions of each row at a time, already
+    shifted: those of the tokens at slot_BC; a slot of L is none. Hooks are traced: jax.numpy only.
+
+    `given` holds the arrays that stay as they are: see_BL, made_BL (masked at the start), place_BL (slots counted from
+    the row's first token), banned_V, key_B, and the schedule: table_SN, budget_SB, or commit_S and u_SBL.
+    """
+
+    graph: typing.Any
+    cfg: DreamConfig
+    rule: Sampling
+    token_hook: typing.Callable | None = None
+    logit_hook: typing.Callable | None = None
+
+    def masked(self, token_BL, given):
+        return (token_BL == self.cfg.mask_id) & given["see_BL"]
+
+    def draw(self, given, tag, step, place_BC, shape=()):
+        """Uniform numbers in (0, 1) [B, C, *shape] that depend on row, step and place alone, not on batch or padding."""
+
+        def one(key, place):
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, tag), step), place)
+            return jax.random.uniform(key, shape, minval=jnp.finfo(jnp.float32).tiny)
+
+        return jax.vmap(lambda key, place_C: jax.vmap(functools.partial(one, key))(place_C))(given["key_B"], place_BC)
+
+    def propose(self, model, hidden_BWD, start, state, given, wanted_BL):
+        """(token_BL, score_BL): what would be written at the wanted positions and how sure that is, -inf elsewhere.
+
+        hidden_BWD are those of slots start .. start + W - 1. The logits of a few wanted positions exist at a time, and of
+        no others. A position whose left neighbour is padding, or not in the window, uses its own logits.
+        """
+        rule, token_BL, see_BL = self.rule, state["token_BL"], given["see_BL"]
+        B, L = token_BL.shape
+        C, row_B1 = min(model.run.head_positions, L), jnp.arange(B)[:, None]
+        count_B1 = wanted_BL.sum(-1, keepdims=True)
+        slot_BL = jnp.argsort(~wanted_BL, axis=-1, stable=True)  # wanted positions first, in their order
+        slot_BL = jnp.pad(jnp.where(jnp.arange(L) < count_B1, slot_BL, L), ((0, 0), (0, -L % C)), constant_values=L)
+
+        def some(c, carry):
+            token_BL, score_BL = carry
+            slot_BC = jax.lax.dynamic_slice(slot_BL, (0, c * C), (B, C))
+            at_BC = jnp.minimum(slot_BC, L - 1)
+            shifted_BC = (at_BC > 0) & see_BL[row_B1, jnp.maximum(at_BC - 1, 0)]
+            source_BC = jnp.clip(at_BC - shifted_BC - start, 0, hidden_BWD.shape[1] - 1)
+            logits_BCV = model.logits(jnp.take_along_axis(hidden_BWD, source_BC[..., None], 1))
+            logits_BCV = jnp.where(given["banned_V"], -jnp.inf, logits_BCV)
+            if self.logit_hook:
+                logits_BCV = self.logit_hook(state["step"], state["token_BL"], slot_BC, logits_BCV)
+            logits_BCV = diffusion.filter_logits(logits_BCV, rule.temperature, rule.top_k, rule.top_p, rule="dream")
+            u_BCV = None
+            if rule.temperature:
+                place_BC = given["place_BL"][row_B1, at_BC]
+                u_BCV = self.draw(given, 0, state["step"], place_BC, logits_BCV.shape[-1:])
+            new_BC = diffusion.sample_tokens(logits_BCV, u_BCV, 1.0 if rule.temperature else 0).astype(token_BL.dtype)
+            sure_BC = jnp.zeros(slot_BC.shape)
+            if rule.threshold or rule.alg == "maskgit_plus":
+                prob_BCV = diffusion.softmax(logits_BCV)
+                sure_BC = jnp.take_along_axis(prob_BCV, new_BC[..., None], -1)[..., 0]
+            elif rule.alg != "origin":
+                sure_BC = diffusion.confidence(diffusion.softmax(logits_BCV), CONFIDENCE[rule.alg])
+            token_BL = token_BL.at[row_B1, slot_BC].set(new_BC, mode="drop")
+            return token_BL, score_BL.at[row_B1, slot_BC].set(sure_BC, mode="drop")
+
+        chunks = (jnp.max(count_B1) + C - 1) // C
+        return jax.lax.fori_loop(0, chunks, some, (token_BL, jnp.full((B, L), -jnp.inf)))
+
+    def commit(self, model, hidden_BWD, start, state, given, wanted_BL, most_B):
+        """Write the surest proposals: (state, how many of each row). most_B of a row, fewer if a threshold says so."""
+        rule = self.rule
+        new_BL, score_BL = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
+        if rule.threshold:
+            most_B = jnp.minimum(most_B, jnp.maximum(1, jnp.sum(wanted_BL & (score_BL >= rule.threshold), -1)))
+        elif rule.alg_temp:  # Gumbel's k largest are k draws without replacement from softmax(score / alg_temp)
+            u_BL = self.draw(given, 1, state["step"], given["place_BL"])
+            score_BL = score_BL / rule.alg_temp - jnp.log(-jnp.log(u_BL))
+        token_BL = diffusion.unmask_top(state["token_BL"], new_BL, score_BL, most_B, self.cfg.mask_id)
+        return state | {"token_BL": token_BL, "forwards": state["forwards"] + 1}, most_B
+
+    def end_step(self, state, given):
+        """Token hook, end of texts, history."""
+        token_BL = state["token_BL"]
+        if self.token_hook:
+            token_BL = self.token_hook(state["step"], token_BL)
+        if self.rule.eos_ids:
+            tail_BL = jnp.flip(jnp.cumprod(jnp.flip(given["made_BL"] | ~given["see_BL"], -1), -1), -1) > 0
+            eos_BL = functools.reduce(jnp.logical_or, [token_BL == i for i in self.rule.eos_ids])
+            whole_BL = jnp.cumsum(self.masked(token_BL, given), -1) == 0  # nothing is masked up to here
+            ended_BL = jnp.cumsum(eos_BL & tail_BL & given["made_BL"] & whole_BL, -1) > 0
+            token_BL = jnp.where(ended_BL & ~eos_BL & given["see_BL"], self.rule.eos_ids[0], token_BL)
+        if self.rule.history:
+            state = state | {"history_SBL": state["history_SBL"].at[state["step"]].set(token_BL)}
+        return state | {"token_BL": token_BL, "step": state["step"] + 1}
+
+
+@functools.partial(jax.jit, static_argnames=("sampler",))
+def _fill(params, state, given, *, sampler):
+    """Denoise the whole canvas in one loop."""
+    model, rule = nnx.merge(sampler.graph, params), sampler.rule
+    schedule = next(given[name] for name in ("commit_S", "budget_SB", "table_SN") if name in given)
+    S, hooks = len(schedule), bool(sampler.token_hook or sampler.logit_hook)
+
+    def more(state):
+        left = (state["step"] < S) | (jnp.any(state["left_B"] > 0) if rule.threshold else False)
+        return left & (hooks | jnp.any(sampler.masked(state["token_BL"], given)))
+
+    def body(state):
+        step, wanted_BL = state["step"], sampler.masked(state["token_BL"], given)
+        if rule.alg == "origin":
+            if "u_SBL" in given:
+                u_BL = given["u_SBL"][step]
+            else:
+                u_BL = sampler.draw(given, 2, step, given["place_BL"])
+            wanted_BL &= u_BL < given["commit_S"][step]
+            most_B = wanted_BL.sum(-1)
+        elif rule.threshold:
+            now_B = jnp.where(step < S, given["budget_SB"][jnp.minimum(step, S - 1)], 0)
+            most_B = jnp.minimum(now_B + state["left_B"], wanted_BL.sum(-1))
+        else:
+            most_B = given["table_SN"][step][wanted_BL.sum(-1)]
+
+        def forward(state):
+            hidden_BLD, _ = model.hidden(state["token_BL"], see_BM=given["see_BL"])
+            state, done_B = sampler.commit(model, hidden_BLD, 0, state, given, wanted_BL, most_B)
+            return state | {"left_B": most_B - done_B}
+
+        idle = jnp.all(most_B == 0) & (sampler.logit_hook is None)
+        skip = lambda state: state | {"idle": state["idle"] + 1, "left_B": most_B}  # noqa: E731
+        state = jax.lax.cond(idle, skip, forward, state)
+        return sampler.end_step(state, given)
+
+    return jax.lax.while_loop(more, body, state)
+
+
+@functools.partial(jax.jit, static_argnames=("sampler", "width", "limit"))
+def _fill_block(params, state, given, first, *, sampler, width, limit):
+    """Denoise the block at `first`: one pass over the canvas, then at most limit - 1 passes over a window of `width`.
+
+    Each pass writes the window's keys and values into the cache of the first. Where no position is to be filled the
+    pass is left out; a model that predicts MASK again and again ends at the limit.
+    """
+    model, rule = nnx.merge(sampler.graph, params), sampler.rule
+    L, begun = state["token_BL"].shape[1], state["step"]
+    slot_L = jnp.arange(L)
+    inside_L = (slot_L >= first) & (slot_L < first + rule.block_length)
+    start = jnp.minimum(first if rule.fast_dllm else jnp.maximum(first - 1, 0), L - width)
+
+    def open_BL(state):
+        return sampler.masked(state["token_BL"], given) & inside_L
+
+    def most(state):
+        n_B, i = open_BL(state).sum(-1), state["step"] - begun
+        return n_B if rule.threshold else given["table_SN"][jnp.minimum(i, len(given["table_SN"]) - 1)][n_B]
+
+    def opening(state):
+        hidden_BLD, cache = model.hidden(state["token_BL"], see_BM=given["see_BL"])
+        wanted_BL, most_B = open_BL(state), most(state)
+        if rule.fast_dllm:
+            wanted_BL &= slot_L == first
+            most_B = wanted_BL.sum(-1)
+        state, _ = sampler.commit(model, hidden_BLD, 0, state, given, wanted_BL, most_B)
+        return sampler.end_step(state, given), cache if rule.cache else ()
+
+    def body(carry):
+        state, cache = carry
+
+        def forward(carry):
+            state, cache = carry
+            window_BW = jax.lax.dynamic_slice_in_dim(state["token_BL"], start, width, 1)
+            see_BM = given["see_BL"]
+            if rule.cache:
+                hidden_BWD, cache = model.hidden(window_BW, None, see_BM, cache, start)
+            else:
+                hidden_BWD, _ = model.hidden(window_BW, None, see_BM)
+            state, _ = sampler.commit(model, hidden_BWD, start, state, given, open_BL(state), most(state))
+            return state, cache
+
+        idle = jnp.all(most(state) == 0) & (sampler.logit_hook is None)
+        skip = lambda carry: (carry[0] | {"idle": carry[0]["idle"] + 1}, carry[1])  # noqa: E731
+        state, cache = jax.lax.cond(idle, skip, forward, (state, cache))
+        return sampler.end_step(state, given), cache
+
+    def block(state):
+        more = lambda carry: (carry[0]["step"] - begun < limit) & jnp.any(open_BL(carry[0]))  # noqa: E731
+        return jax.lax.while_loop(more, body, opening(state))[0]
+
+    return jax.lax.cond(jnp.any(open_BL(state)), block, lambda state: state, state)
+
+
+def step_table(most, steps, eps):
+    """How many of n masked tokens step i fills: int32 [steps, most + 1], floor(n (1 - s/t)), n in the last step.
+
+    (t, s) are neighbours on linspace(1, eps, steps + 1). Following it gives diffusion.step_counts(rule="dream"); as a
+    table of n it also serves rows that a hook changed, or where the model predicted MASK. Ref: Dream's generation code.
+    """
+    t = np.linspace(1, eps, steps + 1)
+    table_SN = (np.arange(most + 1) * (1 - t[1:] / t[:-1])[:, None]).astype(np.int32)
+    table_SN[-1] = np.arange(most + 1)
+    return table_SN
+
+
+def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, logit_hook=None, u_SBL=None):
+    """Fill every MASK of a canvas: (token_BL, {"forwards", "idle", "steps", "windows", "history"}), NumPy arrays.
+
+    see_BL is False at padding, which stays as it is; so does every token that is not MASK. "idle" counts the steps that
+    could not change anything and cost no pass, "windows" the slots fed in each pass, "history" [S, B, L] the canvas after
+    every step. Without blocks one compiled loop does it all; a block is one compiled loop, the same for all blocks but
+    with cache="prefix", whose windows differ. A model that predicts MASK leaves it, where ban_ids allows that. u_SBL are
+    the uniform numbers of alg="origin", for tests. For hooks see Sampler.
+
+    Raises ValueError for a canvas that does not fit the model, a number of steps that does not divide over the blocks,
+    or a block length that does not divide a completion.
+    """
+    cfg, rule = model.cfg, rule or Sampling()
+    token_BL = np.asarray(token_BL)
+    if token_BL.ndim != 2 or not token_BL.size or token_BL.dtype.kind not in "iu":
+        raise ValueError(f"a canvas is a [B, L] array of token ids, not {token_BL.dtype} {token_BL.shape}")
+    if token_BL.min() < 0 or token_BL.max() >= cfg.vocab:
+        raise ValueError(f"token ids {token_BL.min()} to {token_BL.max()} do not fit a vocabulary of {cfg.vocab}")
+    B, L = token_BL.shape
+    if L > cfg.positions:
+        raise ValueError(f"{L} tokens do not fit: the model reaches {cfg.positions} positions")
+    see_BL = np.ones((B, L), bool) if see_BL is None else np.asarray(see_BL) != 0
+    if see_BL.shape != (B, L):
+        raise ValueError(f"a mask of shape {see_BL.shape} does not fit the canvas {(B, L)}")
+    if rule.temperature or rule.alg_temp or (rule.alg == "origin" and u_SBL is None):
+        if key is None:
+            raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
+    made_BL = (token_BL == cfg.mask_id) & see_BL
+    banned_V = np.isin(np.arange(cfg.vocab), (cfg.mask_id,) if rule.ban_ids is None else rule.ban_ids)
+    banned_V |= np.arange(cfg.vocab) >= (rule.vocab or cfg.vocab)
+    if banned_V.all():
+        raise ValueError("every token is banned")
+    key = jax.random.key(0) if key is None else key
+    given = {
+        "see_BL": see_BL,
+        "made_BL": made_BL,
+        "place_BL": np.maximum(np.arange(L) - see_BL.argmax(-1)[:, None], 0),
+        "banned_V": banned_V,
+        "key_B": jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(B)),
+    }
+    graph, params = nnx.split(model)
+    sampler = Sampler(graph, cfg, rule, token_hook, logit_hook)
+    if token_hook:
+        token_BL = np.asarray(token_hook(-1, jnp.asarray(token_BL, jnp.int32)))
+    masked_BL = (token_BL == cfg.mask_id) & see_BL
+    counter = jnp.int32(0)
+    state = {"token_BL": jnp.asarray(token_BL, jnp.int32), "step": counter, "forwards": counter, "idle": counter}
+    if not rule.block_length:
+        n = int(masked_BL.sum(-1).max())
+        steps = limit = rule.steps or (1 if rule.threshold else max(1, math.ceil(n / rule.tokens_per_step)))
+        if rule.alg == "origin":
+            t = np.linspace(1, rule.eps, steps + 1)
+            given["commit_S"] = np.append(1 - t[1:-1] / t[:-2], 1).astype(np.float32)
+            given |= {} if u_SBL is None else {"u_SBL": jnp.asarray(u_SBL)}
+        elif rule.threshold:
+            given["budget_SB"] = diffusion.step_counts(masked_BL.sum(-1), steps, "even").astype(np.int32)
+            limit = steps + n  # each step beyond fills at least one of what is left
+        else:
+            given["table_SN"] = step_table(L, steps, rule.eps)
+        state["left_B"] = jnp.zeros(B, jnp.int32)
+        if rule.history:
+            state["history_SBL"] = jnp.zeros((limit, B, L), jnp.int32)
+        state = _fill(params, state, given, sampler=sampler)
+        windows = [L] * int(state["forwards"])
+    else:
+        state, windows = _fill_blocks(params, state, given, sampler, masked_BL)
+        steps = 0
+    token_BL, done = np.asarray(state["token_BL"]), int(state["step"])
+    stats = {"forwards": int(state["forwards"]), "idle": int(state["idle"]), "steps": done, "windows": windows}
+    if rule.history:
+        history_SBL = np.array(state["history_SBL"])
+        history_SBL[done:] = token_BL  # the loop ends with the last MASK
+        stats["history"] = history_SBL[: max(done, steps)]
+    return token_BL, stats
+
+
+def _fill_blocks(params, state, given, sampler, masked_BL):
+    """Block by block over the columns that hold a MASK: (state, slots fed in each pass)."""
+    rule, (_, L) = sampler.rule, masked_BL.shape
+    columns = np.flatnonzero(masked_BL.any(0))
+    if not len(columns):
+        return state | ({"history_SBL": jnp.zeros((0, *masked_BL.shape))} if rule.history else {}), []
+    S, span, size = int(columns[0]), int(columns[-1] - columns[0]) + 1, rule.block_length
+    completion = masked_BL[:, S:].all() and S + span == L
+    if span % size and (completion or rule.fast_dllm):
+        raise ValueError(f"block_length {size} does not divide the {span} tokens to fill; try {math.gcd(span, size)}")
+    if size > L:
+        raise ValueError(f"block_length {size} is longer than the canvas of {L}")
+    blocks = -(-span // size)
+    if rule.steps % blocks:
+        raise ValueError(f"{rule.steps} steps do not divide over {blocks} blocks; try {-(-rule.steps // blocks) * blocks}")
+    steps = rule.steps // blocks or math.ceil(size / rule.tokens_per_step)
+    # one step fills one token at least, and so does the pass that opens a block; Fast-dLLM's opening fills only one
+    limit = size + 1 if rule.threshold else max(steps, 1 + rule.fast_dllm)
+    if not rule.threshold:
+        given["table_SN"] = step_table(size, steps, rule.eps)
+    if rule.history:
+        state["history_SBL"] = jnp.zeros((blocks * limit, *masked_BL.shape), jnp.int32)
+    windows = []
+    for block in range(blocks):
+        first = min(S + block * size, L - size)  # the last block of an infilled canvas may overlap the one before
+        start = first if rule.fast_dllm else max(first - 1, 0)
+        width = {"": L, "prefix": L - start, "dual": min(size + (not rule.fast_dllm), L)}[rule.cache]
+        before = int(state["forwards"])
+        state = _fill_block(params, state, given, jnp.int32(first), sampler=sampler, width=width, limit=limit)
+        passes = int(state["forwards"]) - before
+        windows += [L] * min(passes, 1) + [width] * (passes - 1)
+    return state, windows
+
+
+def canvas(prompts, max_new, cfg, multiple=32):
+    """Prompts (lists of ids, any lengths, MASK allowed) and max_new MASKs behind each, left-padded: (token_BL, see_BL).
+
+    The prompts' part is padded to a multiple of `multiple`, so that few shapes are ever compiled.
+    """
+    P = max(map(len, prompts), default=0)
+    P = -(-P // multiple) * multiple
+    if not prompts or P + max_new == 0:
+        raise ValueError("nothing to fill: give a prompt or max_new")
+    if max(map(len, prompts)) + max_new > cfg.positions:
+        raise ValueError(f"{max(map(len, prompts)) + max_new} tokens do not fit: the model reaches {cfg.positions}")
+    P = min(P, cfg.positions - max_new)
+    token_BL = np.full((len(prompts), P + max_new), cfg.mask_id, np.int32)
+    token_BL[:, :P] = cfg.pad_id
+    see_BL = np.ones(token_BL.shape, bool)
+    for row, see, prompt in zip(token_BL, see_BL, prompts, strict=True):
+        row[P - len(prompt) : P] = prompt
+        see[: P - len(prompt)] = False
+    return token_BL, see_BL
+
+
+def generate(model, prompts, max_new, rule=None, key=None, **hooks):
+    """Continue prompts with max_new tokens each and fill their MASKs, max_new 0 does only that: (rows of ids, stats).
+
+    A row is prompt and completion without padding. Raises ValueError for what does not fit; see `fill`.
+    """
+    token_BL, see_BL = canvas(prompts, max_new, model.cfg)
+    token_BL, stats = fill(model, token_BL, see_BL, rule, key, **hooks)
+    return [row[see].tolist() for row, see in zip(token_BL, see_BL, strict=True)], stats
+
+
+# ---- counts --------------------------------------------------------------------------------------------------------
+
+
+def count_params(cfg):
+    """Parameters by part: {"embed", "attention", "ffn", "norms", "head", "total"}."""
+    parts = dict.fromkeys(("embed", "attention", "ffn", "norms", "head", "total"), 0)
+    short = {"embed_tokens": "embed", "lm_head": "head", "gate_proj": "ffn", "up_proj": "ffn", "down_proj": "ffn"}
+    for name, leaf in flatten(param_shapes(cfg)).items():
+        name = name.split(".")[-1]
+        part = "norms" if name.endswith("norm") else short.get(name, "attention")
+        parts[part] += math.prod(leaf.shape)
+        parts["total"] += math.prod(leaf.shape)
+    return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    model: str = ""  # key of CONFIGS; "" prints a line for each
+
+
+def main(args):
+    if args.model not in ("", *CONFIGS):
+        sys.exit(f"--model={args.model}: not one of {', '.join(CONFIGS)}")
+    for name in [args.model] if args.model else CONFIGS:
+        parts = count_params(CONFIGS[name])
+        print(f"{name:6} {parts['total']:>15,} parameters in {len(jax.tree.leaves(param_shapes(CONFIGS[name])))} tensors")
+        if args.model:
+            print("\n".join(f"  {part:20} {n:>15,}" for part, n in parts.items() if part != "total"))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
