@@ -575,7 +575,9 @@ class Sampling:
     fast_dllm: bool = False  # Fast-dLLM's windows [S, E): the first token of a block is filled whatever its confidence
     ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
-    eos_ids: tuple[int, ...] = ()  # one of these ends a text once nothing before it is masked; the rest is filled with it
+    eos_ids: tuple[
+        int, ...
+    ] = ()  # one of these ends a text once nothing before it is masked; the rest is filled with it
     history: bool = False  # keep the canvas after every step
 
     def __post_init__(self):
@@ -593,7 +595,9 @@ class Sampling:
         check(0 <= self.threshold <= 1, f"threshold is {self.threshold}, not in [0, 1]")
         check(self.block_length or not (self.cache or self.fast_dllm), "a cache works block by block: set block_length")
         check(self.cache or not self.fast_dllm, "Fast-dLLM's windows need a cache: prefix or dual")
-        check(self.alg != "origin" or not (self.block_length or self.threshold), "origin has no blocks and no threshold")
+        check(
+            self.alg != "origin" or not (self.block_length or self.threshold), "origin has no blocks and no threshold"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -617,6 +621,12 @@ class Sampler:
     def masked(self, token_BL, given):
         return (token_BL == self.cfg.mask_id) & given["see_BL"]
 
+    def open(self, state, given, first):
+        """The masked positions of the block at slot `first` [B, L]."""
+        slot_L = jnp.arange(state["token_BL"].shape[1])
+        inside_L = (slot_L >= first) & (slot_L < first + self.rule.block_length)
+        return self.masked(state["token_BL"], given) & inside_L
+
     def draw(self, given, tag, step, place_BC, shape=()):
         """Uniform numbers in (0, 1) [B, C, *shape] that depend on row, step and place alone, not on batch or padding."""
 
@@ -636,8 +646,8 @@ class Sampler:
         B, L = token_BL.shape
         C, row_B1 = min(model.run.head_positions, L), jnp.arange(B)[:, None]
         count_B1 = wanted_BL.sum(-1, keepdims=True)
-        slot_BL = jnp.argsort(~wanted_BL, axis=-1, stable=True)  # wanted positions first, in their order
-        slot_BL = jnp.pad(jnp.where(jnp.arange(L) < count_B1, slot_BL, L), ((0, 0), (0, -L % C)), constant_values=L)
+        order_BL = jnp.where(wanted_BL, jnp.cumsum(wanted_BL, -1) - 1, L + C)
+        slot_BL = jnp.full((B, L + -L % C), L).at[row_B1, order_BL].set(jnp.arange(L), mode="drop")  # wanted ones first
 
         def some(c, carry):
             token_BL, score_BL = carry
@@ -734,59 +744,56 @@ def _fill(params, state, given, *, sampler):
     return jax.lax.while_loop(more, body, state)
 
 
-@functools.partial(jax.jit, static_argnames=("sampler", "width", "limit"))
-def _fill_block(params, state, given, first, *, sampler, width, limit):
-    """Denoise the block at `first`: one pass over the canvas, then at most limit - 1 passes over a window of `width`.
+def _most(state, given, wanted_BL, rule, i):
+    """How many of the wanted positions step i of a block may fill, by the schedule [B]."""
+    n_B = wanted_BL.sum(-1)
+    return n_B if rule.threshold else given["table_SN"][jnp.minimum(i, len(given["table_SN"]) - 1)][n_B]
 
-    Each pass writes the window's keys and values into the cache of the first. Where no position is to be filled the
-    pass is left out; a model that predicts MASK again and again ends at the limit.
+
+@functools.partial(jax.jit, static_argnames=("sampler",))
+def _open_block(params, state, given, first, *, sampler):
+    """Step 0 of the block at `first`, a pass over the canvas: (state, cache, whether masks are left in the block)."""
+    model, rule = nnx.merge(sampler.graph, params), sampler.rule
+    wanted_BL = sampler.open(state, given, first)
+    most_B = _most(state, given, wanted_BL, rule, 0)
+    if rule.fast_dllm:
+        wanted_BL &= jnp.arange(wanted_BL.shape[1]) == first
+        most_B = wanted_BL.sum(-1)
+    hidden_BLD, cache = model.hidden(state["token_BL"], see_BM=given["see_BL"])
+    state, _ = sampler.commit(model, hidden_BLD, 0, state, given, wanted_BL, most_B)
+    return sampler.end_step(state, given), cache if rule.cache else None
+
+
+@functools.partial(jax.jit, static_argnames=("sampler", "width"), donate_argnames=("cache",))
+def _fill_block(params, state, given, cache, first, start, limit, *, sampler, width):
+    """Steps 1 .. limit - 1 of the block at `first`, in one loop of passes over the slots start .. start + width - 1.
+
+    Each pass writes the window's keys and values into the cache. Where no position is to be filled the pass is left
+    out; a model that predicts MASK again and again ends at the limit.
     """
     model, rule = nnx.merge(sampler.graph, params), sampler.rule
-    L, begun = state["token_BL"].shape[1], state["step"]
-    slot_L = jnp.arange(L)
-    inside_L = (slot_L >= first) & (slot_L < first + rule.block_length)
-    start = jnp.minimum(first if rule.fast_dllm else jnp.maximum(first - 1, 0), L - width)
+    begun = state["step"] - 1
 
-    def open_BL(state):
-        return sampler.masked(state["token_BL"], given) & inside_L
-
-    def most(state):
-        n_B, i = open_BL(state).sum(-1), state["step"] - begun
-        return n_B if rule.threshold else given["table_SN"][jnp.minimum(i, len(given["table_SN"]) - 1)][n_B]
-
-    def opening(state):
-        hidden_BLD, cache = model.hidden(state["token_BL"], see_BM=given["see_BL"])
-        wanted_BL, most_B = open_BL(state), most(state)
-        if rule.fast_dllm:
-            wanted_BL &= slot_L == first
-            most_B = wanted_BL.sum(-1)
-        state, _ = sampler.commit(model, hidden_BLD, 0, state, given, wanted_BL, most_B)
-        return sampler.end_step(state, given), cache if rule.cache else ()
+    def more(carry):
+        return (carry[0]["step"] - begun < limit) & jnp.any(sampler.open(carry[0], given, first))
 
     def body(carry):
-        state, cache = carry
+        state, _ = carry
+        wanted_BL = sampler.open(state, given, first)
+        most_B = _most(state, given, wanted_BL, rule, state["step"] - begun)
 
         def forward(carry):
             state, cache = carry
             window_BW = jax.lax.dynamic_slice_in_dim(state["token_BL"], start, width, 1)
-            see_BM = given["see_BL"]
-            if rule.cache:
-                hidden_BWD, cache = model.hidden(window_BW, None, see_BM, cache, start)
-            else:
-                hidden_BWD, _ = model.hidden(window_BW, None, see_BM)
-            state, _ = sampler.commit(model, hidden_BWD, start, state, given, open_BL(state), most(state))
-            return state, cache
+            hidden_BWD, new_cache = model.hidden(window_BW, None, given["see_BL"], cache, start)
+            state, _ = sampler.commit(model, hidden_BWD, start, state, given, wanted_BL, most_B)
+            return state, new_cache if rule.cache else None
 
-        idle = jnp.all(most(state) == 0) & (sampler.logit_hook is None)
-        skip = lambda carry: (carry[0] | {"idle": carry[0]["idle"] + 1}, carry[1])  # noqa: E731
-        state, cache = jax.lax.cond(idle, skip, forward, (state, cache))
+        idle = jnp.all(most_B == 0) & (sampler.logit_hook is None)
+        state, cache = jax.lax.cond(idle, lambda c: (c[0] | {"idle": c[0]["idle"] + 1}, c[1]), forward, carry)
         return sampler.end_step(state, given), cache
 
-    def block(state):
-        more = lambda carry: (carry[0]["step"] - begun < limit) & jnp.any(open_BL(carry[0]))  # noqa: E731
-        return jax.lax.while_loop(more, body, opening(state))[0]
-
-    return jax.lax.cond(jnp.any(open_BL(state)), block, lambda state: state, state)
+    return jax.lax.while_loop(more, body, (state, cache))  # the cache too, so that its memory is used again
 
 
 def step_table(most, steps, eps):
@@ -806,8 +813,8 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
 
     see_BL is False at padding, which stays as it is; so does every token that is not MASK. "idle" counts the steps that
     could not change anything and cost no pass, "windows" the slots fed in each pass, "history" [S, B, L] the canvas after
-    every step. Without blocks one compiled loop does it all; a block is one compiled loop, the same for all blocks but
-    with cache="prefix", whose windows differ. A model that predicts MASK leaves it, where ban_ids allows that. u_SBL are
+    every step. Without blocks one compiled loop does it all; a block is one compiled loop behind a pass over the canvas, the same for
+    all blocks but with cache="prefix", whose windows differ. A model that predicts MASK leaves it, where ban_ids allows that. u_SBL are
     the uniform numbers of alg="origin", for tests. For hooks see Sampler.
 
     Raises ValueError for a canvas that does not fit the model, a number of steps that does not divide over the blocks,
@@ -842,7 +849,9 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
         "key_B": jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(B)),
     }
     graph, params = nnx.split(model)
-    sampler = Sampler(graph, cfg, rule, token_hook, logit_hook)
+    # what the arrays in `given` say already must not ask for another program
+    fixed = dataclasses.replace(rule, steps=0, tokens_per_step=1.0, eps=0.5, ban_ids=(), vocab=0)
+    sampler = Sampler(graph, cfg, fixed, token_hook, logit_hook)
     if token_hook:
         token_BL = np.asarray(token_hook(-1, jnp.asarray(token_BL, jnp.int32)))
     masked_BL = (token_BL == cfg.mask_id) & see_BL
@@ -866,7 +875,7 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
         state = _fill(params, state, given, sampler=sampler)
         windows = [L] * int(state["forwards"])
     else:
-        state, windows = _fill_blocks(params, state, given, sampler, masked_BL)
+        state, windows = _fill_blocks(params, state, given, sampler, rule, masked_BL)
         steps = 0
     token_BL, done = np.asarray(state["token_BL"]), int(state["step"])
     stats = {"forwards": int(state["forwards"]), "idle": int(state["idle"]), "steps": done, "windows": windows}
@@ -877,9 +886,9 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
     return token_BL, stats
 
 
-def _fill_blocks(params, state, given, sampler, masked_BL):
+def _fill_blocks(params, state, given, sampler, rule, masked_BL):
     """Block by block over the columns that hold a MASK: (state, slots fed in each pass)."""
-    rule, (_, L) = sampler.rule, masked_BL.shape
+    L = masked_BL.shape[1]
     columns = np.flatnonzero(masked_BL.any(0))
     if not len(columns):
         return state | ({"history_SBL": jnp.zeros((0, *masked_BL.shape))} if rule.history else {}), []
@@ -891,7 +900,9 @@ def _fill_blocks(params, state, given, sampler, masked_BL):
         raise ValueError(f"block_length {size} is longer than the canvas of {L}")
     blocks = -(-span // size)
     if rule.steps % blocks:
-        raise ValueError(f"{rule.steps} steps do not divide over {blocks} blocks; try {-(-rule.steps // blocks) * blocks}")
+        raise ValueError(
+            f"{rule.steps} steps do not divide over {blocks} blocks; try {-(-rule.steps // blocks) * blocks}"
+        )
     steps = rule.steps // blocks or math.ceil(size / rule.tokens_per_step)
     # one step fills one token at least, and so does the pass that opens a block; Fast-dLLM's opening fills only one
     limit = size + 1 if rule.threshold else max(steps, 1 + rule.fast_dllm)
@@ -904,10 +915,13 @@ def _fill_blocks(params, state, given, sampler, masked_BL):
         first = min(S + block * size, L - size)  # the last block of an infilled canvas may overlap the one before
         start = first if rule.fast_dllm else max(first - 1, 0)
         width = {"": L, "prefix": L - start, "dual": min(size + (not rule.fast_dllm), L)}[rule.cache]
+        start = min(start, L - width)
+        if not np.asarray(sampler.open(state, given, first)).any():
+            continue
+        state, cache = _open_block(params, state, given, first, sampler=sampler)
         before = int(state["forwards"])
-        state = _fill_block(params, state, given, jnp.int32(first), sampler=sampler, width=width, limit=limit)
-        passes = int(state["forwards"]) - before
-        windows += [L] * min(passes, 1) + [width] * (passes - 1)
+        state, _ = _fill_block(params, state, given, cache, first, start, limit, sampler=sampler, width=width)
+        windows += [L] + [width] * (int(state["forwards"]) - before)
     return state, windows
 
 
@@ -967,7 +981,9 @@ def main(args):
         sys.exit(f"--model={args.model}: not one of {', '.join(CONFIGS)}")
     for name in [args.model] if args.model else CONFIGS:
         parts = count_params(CONFIGS[name])
-        print(f"{name:6} {parts['total']:>15,} parameters in {len(jax.tree.leaves(param_shapes(CONFIGS[name])))} tensors")
+        print(
+            f"{name:6} {parts['total']:>15,} parameters in {len(jax.tree.leaves(param_shapes(CONFIGS[name])))} tensors"
+        )
         if args.model:
             print("\n".join(f"  {part:20} {n:>15,}" for part, n in parts.items() if part != "total"))
 
