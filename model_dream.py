@@ -709,8 +709,7 @@ class Sampler:
 def _fill(params, state, given, *, sampler):
     """Denoise the whole canvas in one loop."""
     model, rule = nnx.merge(sampler.graph, params), sampler.rule
-    schedule = next(given[name] for name in ("commit_S", "budget_SB", "table_SN") if name in given)
-    S, hooks = len(schedule), bool(sampler.token_hook or sampler.logit_hook)
+    S, hooks = given["steps"], bool(sampler.token_hook or sampler.logit_hook)
 
     def more(state):
         left = (state["step"] < S) | (jnp.any(state["left_B"] > 0) if rule.threshold else False)
@@ -726,7 +725,7 @@ def _fill(params, state, given, *, sampler):
             wanted_BL &= u_BL < given["commit_S"][step]
             most_B = wanted_BL.sum(-1)
         elif rule.threshold:
-            now_B = jnp.where(step < S, given["budget_SB"][jnp.minimum(step, S - 1)], 0)
+            now_B = given["budget_SB"].at[step].get(mode="fill", fill_value=0)
             most_B = jnp.minimum(now_B + state["left_B"], wanted_BL.sum(-1))
         else:
             most_B = given["table_SN"][step][wanted_BL.sum(-1)]
@@ -747,7 +746,7 @@ def _fill(params, state, given, *, sampler):
 def _most(state, given, wanted_BL, rule, i):
     """How many of the wanted positions step i of a block may fill, by the schedule [B]."""
     n_B = wanted_BL.sum(-1)
-    return n_B if rule.threshold else given["table_SN"][jnp.minimum(i, len(given["table_SN"]) - 1)][n_B]
+    return n_B if rule.threshold else given["table_SN"][jnp.minimum(i, given["steps"] - 1)][n_B]
 
 
 @functools.partial(jax.jit, static_argnames=("sampler",))
@@ -794,6 +793,11 @@ def _fill_block(params, state, given, cache, first, start, limit, *, sampler, wi
         return sampler.end_step(state, given), cache
 
     return jax.lax.while_loop(more, body, (state, cache))  # the cache too, so that its memory is used again
+
+
+def longer(x):
+    """x with rows of zeros up to a power of two, at least 32: another number of steps is seldom another program."""
+    return np.pad(x, [(0, (1 << max(5, (len(x) - 1).bit_length())) - len(x))] + [(0, 0)] * (x.ndim - 1))
 
 
 def step_table(most, steps, eps):
@@ -862,16 +866,17 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
         steps = limit = rule.steps or (1 if rule.threshold else max(1, math.ceil(n / rule.tokens_per_step)))
         if rule.alg == "origin":
             t = np.linspace(1, rule.eps, steps + 1)
-            given["commit_S"] = np.append(1 - t[1:-1] / t[:-2], 1).astype(np.float32)
-            given |= {} if u_SBL is None else {"u_SBL": jnp.asarray(u_SBL)}
+            given["commit_S"] = longer(np.append(1 - t[1:-1] / t[:-2], 1).astype(np.float32))
+            given |= {} if u_SBL is None else {"u_SBL": longer(np.asarray(u_SBL))}
         elif rule.threshold:
-            given["budget_SB"] = diffusion.step_counts(masked_BL.sum(-1), steps, "even").astype(np.int32)
+            given["budget_SB"] = longer(diffusion.step_counts(masked_BL.sum(-1), steps, "even").astype(np.int32))
             limit = steps + n  # each step beyond fills at least one of what is left
         else:
-            given["table_SN"] = step_table(L, steps, rule.eps)
+            given["table_SN"] = longer(step_table(L, steps, rule.eps))
+        given["steps"] = steps
         state["left_B"] = jnp.zeros(B, jnp.int32)
         if rule.history:
-            state["history_SBL"] = jnp.zeros((limit, B, L), jnp.int32)
+            state["history_SBL"] = longer(np.zeros((limit, B, L), np.int32))
         state = _fill(params, state, given, sampler=sampler)
         windows = [L] * int(state["forwards"])
     else:
@@ -907,9 +912,9 @@ def _fill_blocks(params, state, given, sampler, rule, masked_BL):
     # one step fills one token at least, and so does the pass that opens a block; Fast-dLLM's opening fills only one
     limit = size + 1 if rule.threshold else max(steps, 1 + rule.fast_dllm)
     if not rule.threshold:
-        given["table_SN"] = step_table(size, steps, rule.eps)
+        given |= {"table_SN": longer(step_table(size, steps, rule.eps)), "steps": steps}
     if rule.history:
-        state["history_SBL"] = jnp.zeros((blocks * limit, *masked_BL.shape), jnp.int32)
+        state["history_SBL"] = longer(np.zeros((blocks * limit, *masked_BL.shape), np.int32))
     windows = []
     for block in range(blocks):
         first = min(S + block * size, L - size)  # the last block of an infilled canvas may overlap the one before
