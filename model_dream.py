@@ -6,8 +6,8 @@
 Flax NNX. Parameters keep the names and the [out, in] layout of the Hugging Face checkpoint, one array per tensor, so a
 conversion moves bytes and changes none. convert_weights.py converts, generate.py and coupled_grpo.py sample.
 
-Letters: B batch, L length, M length on the key side, W slots of a window, C positions of one chunk of logits, D width, H
-query heads, J key/value heads, G = H / J, K head size, F feed-forward width, V vocabulary, S denoising steps.
+Letters: B batch, L length, M length on the key side, W slots of a window, C positions of one chunk of logits, D width,
+H query heads, J key/value heads, G = H / J, K head size, F feed-forward width, V vocabulary, S denoising steps.
 
 What a layer computes, n = RMSNorm(x):  h = x + W_o attn(W_q n + b_q, W_k n + b_k, W_v n + b_v);  x' = h + W_down(
 silu(W_gate m) * W_up m), m = RMSNorm(h). Attention looks both ways. The logits at position p - 1 are those of the token
@@ -167,7 +167,7 @@ CONFIGS = {
     "7b": DreamConfig(),
 }
 
-# How each parameter lies on a mesh with the axes (data, fsdp, tensor): tensor splits heads, feed-forward and vocabulary;
+# How each parameter lies on a mesh with the axes (data, fsdp, tensor): tensor splits heads, feed-forward, vocabulary;
 # fsdp splits the other side, and is gathered where the weight is used. What is not named is small and whole everywhere.
 SHARDING = {
     "embed_tokens": PS("tensor", "fsdp"),
@@ -334,9 +334,9 @@ class Dream(nnx.Module):
         """Final-normed hidden states [B, L, D] of the tokens, and the cache [(k, v) of each layer].
 
         Without a cache the keys are the tokens' own, and see_BM says which of them are not padding. With one of M slots
-        the tokens are those of slots start .. start + L - 1 (start may be traced), see_BM is over all slots, and the new
-        cache holds the tokens' fresh keys and values. position_BL defaults to the slot numbers; a constant offset in a
-        row changes nothing, so left padding needs no positions of its own.
+        the tokens are those of slots start .. start + L - 1 (start may be traced), see_BM is over all slots, and the
+        new cache holds the tokens' fresh keys and values. position_BL defaults to the slot numbers; a constant offset
+        in a row changes nothing, so left padding needs no positions of its own.
         """
         B, L = token_BL.shape
         if position_BL is None:
@@ -384,7 +384,7 @@ def hf_name(name):
 
 
 def new_params(cfg, seed):
-    """Fresh float32 parameters as a nested dict of arrays: {"embed_tokens", "layers": {"0": {"q_proj", ...}}, "norm"}."""
+    """Fresh float32 parameters as a nested dict: {"embed_tokens", "layers": {"0": {"q_proj", ...}}, "norm"}."""
     return nnx.to_pure_dict(nnx.state(Dream(cfg, nnx.Rngs(seed))))
 
 
@@ -426,7 +426,7 @@ def unflatten(flat):
 
 
 def check_shapes(found, cfg, where):
-    """Raise ValueError naming every tensor of found, {Hugging Face name: shape}, that is missing, extra or misshapen."""
+    """Raise ValueError naming each missing, extra or misshapen tensor of found, {Hugging Face name: shape}."""
     want = {hf_name(name): tuple(leaf.shape) for name, leaf in flatten(param_shapes(cfg)).items()}
     wrong = [f"missing {name}" for name in want.keys() - found.keys()]
     wrong += [f"unexpected {name}" for name in found.keys() - want.keys()]
@@ -463,7 +463,7 @@ def from_hf(folder, dtype=None, run=None):
         except (safetensors.SafetensorError, OSError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
         files.append(file)
-        for name in file.keys():  # noqa: SIM118 (not a dictionary)
+        for name in file.keys():
             part = file.get_slice(name)
             if part.get_dtype() not in ("F32", "BF16", "F16"):
                 raise ValueError(f"{path} holds {name} as {part.get_dtype()}, not BF16, F16 or F32")
@@ -473,7 +473,7 @@ def from_hf(folder, dtype=None, run=None):
     check_shapes(shapes, cfg, folder)
     if index.exists() and weight_map.keys() != shapes.keys():
         raise ValueError(f"{index} names other tensors than its files hold")
-    tensors = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+    tensors = {name: file for file in files for name in file.keys()}
     flat = {}
     for ours in flatten(param_shapes(cfg)):
         tensor = tensors[hf_name(ours)].get_tensor(hf_name(ours))
@@ -522,7 +522,7 @@ def save(folder, model, extra=()):
 
 
 def load(folder, dtype=None, run=None, mesh=None):
-    """Read a checkpoint folder that `save` or convert_weights.py wrote, as a Dream in `dtype`; None keeps the stored one.
+    """Read a checkpoint folder that `save` wrote, as a Dream in `dtype`; None keeps the stored one.
 
     With a mesh each device reads its own part of every parameter. Raises ValueError or FileNotFoundError with one line.
     """
@@ -628,7 +628,7 @@ class Sampler:
         return self.masked(state["token_BL"], given) & inside_L
 
     def draw(self, given, tag, step, place_BC, shape=()):
-        """Uniform numbers in (0, 1) [B, C, *shape] that depend on row, step and place alone, not on batch or padding."""
+        """Uniform numbers in (0, 1) [B, C, *shape] of row, step and place alone, whatever the batch or its padding."""
 
         def one(key, place):
             key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, tag), step), place)
@@ -639,8 +639,8 @@ class Sampler:
     def propose(self, model, hidden_BWD, start, state, given, wanted_BL):
         """(token_BL, score_BL): what would be written at the wanted positions and how sure that is, -inf elsewhere.
 
-        hidden_BWD are those of slots start .. start + W - 1. The logits of a few wanted positions exist at a time, and of
-        no others. A position whose left neighbour is padding, or not in the window, uses its own logits.
+        hidden_BWD are those of slots start .. start + W - 1. The logits of a few wanted positions exist at a time, and
+        of no others. A position whose left neighbour is padding, or not in the window, uses its own logits.
         """
         rule, token_BL, see_BL = self.rule, state["token_BL"], given["see_BL"]
         B, L = token_BL.shape
@@ -816,10 +816,10 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
     """Fill every MASK of a canvas: (token_BL, {"forwards", "idle", "steps", "windows", "history"}), NumPy arrays.
 
     see_BL is False at padding, which stays as it is; so does every token that is not MASK. "idle" counts the steps that
-    could not change anything and cost no pass, "windows" the slots fed in each pass, "history" [S, B, L] the canvas after
-    every step. Without blocks one compiled loop does it all; a block is one compiled loop behind a pass over the canvas, the same for
-    all blocks but with cache="prefix", whose windows differ. A model that predicts MASK leaves it, where ban_ids allows that. u_SBL are
-    the uniform numbers of alg="origin", for tests. For hooks see Sampler.
+    could not change anything and cost no pass, "windows" the slots fed in each pass, "history" is the canvas after
+    every step [S, B, L]. Without blocks one compiled loop does it all. A block is a pass over the canvas and a compiled
+    loop over windows, the same programs for all blocks, but for cache="prefix", whose windows shrink. A model that
+    predicts MASK leaves it, where ban_ids allows that. u_SBL are the uniform numbers of alg="origin", for tests.
 
     Raises ValueError for a canvas that does not fit the model, a number of steps that does not divide over the blocks,
     or a block length that does not divide a completion.
