@@ -1,6 +1,7 @@
 """Dream apart from its reference values: counts, config, files, brute-force forward, sampling, blocks, sharding."""
 
 import dataclasses
+import gc
 import json
 
 import jax
@@ -320,6 +321,7 @@ def test_damaged_checkpoints_are_one_clear_line(tmp_path):
     with pytest.raises(ValueError, match="cannot be read") as error:
         md.load(tmp_path / "ckpt")
     assert "\n" not in str(error.value)
+    gc.collect()
 
 
 # ---- sampling ------------------------------------------------------------------------------------------------------
