@@ -1,0 +1,213 @@
+"""Reference values of the Dream model and its generation (tests/golden/dream/README.md), every case of every file.
+
+Filters and schedules are in test_golden_dream.py.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import model_dream as md
+
+pytestmark = pytest.mark.golden
+
+
+@pytest.fixture(autouse=True, scope="module")
+def exact_matmuls():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(golden_dir):
+    return md.from_hf(golden_dir("dream"))
+
+
+@pytest.fixture(scope="module")
+def forward(golden_dir):
+    return load_file(golden_dir("dream") / "forward.safetensors")
+
+
+def cases(arrays, ending):
+    return sorted(name.removesuffix(ending) for name in arrays if name.endswith(ending))
+
+
+def inputs(arrays, case):
+    """Ids, positions and key mask of a case; None for what it leaves out."""
+    see = arrays.get(f"{case}.attention_mask")
+    return arrays[f"{case}.input_ids"], arrays[f"{case}.position_ids"], None if see is None else jnp.asarray(see) == 1
+
+
+def relative(got, want, see_BL=None):
+    """max |got - want| / max |want| over the positions with see_BL."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if see_BL is not None:
+        assert np.isfinite(got).all()
+        got, want = got[np.asarray(see_BL)], want[np.asarray(see_BL)]
+    return np.abs(got - want).max() / np.abs(want).max()
+
+
+apply = jax.jit(lambda model, *args: model(*args))
+hidden = jax.jit(lambda model, *args: model.hidden(*args))
+
+
+def test_logits_of_every_forward_case(model, forward):
+    names = [name for name in cases(forward, ".logits") if f"{name}.input_ids" in forward]
+    assert names
+    for name in names:
+        token_BL, position_BL, see_BL = inputs(forward, name)
+        want = forward[f"{name}.logits"]
+        got = apply(model, token_BL, position_BL, see_BL)[:, -want.shape[1] :]
+        assert relative(got, want, None if see_BL is None else see_BL[:, -want.shape[1] :]) <= 2e-5, name
+
+
+def test_logits_are_made_only_where_they_are_asked_for(model, forward):
+    token_BL, position_BL, see_BL = inputs(forward, "leftpad")
+    B, L = token_BL.shape
+    keep_BC = np.stack([np.random.default_rng(b).permutation(L)[:5] for b in range(B)])
+    want = np.take_along_axis(forward["leftpad.logits"], keep_BC[..., None], 1)
+    got = apply(model, token_BL, position_BL, see_BL, keep_BC)
+    assert relative(got, want, np.take_along_axis(np.asarray(see_BL), keep_BC, 1)) <= 2e-5
+
+
+def test_hidden_states_after_every_layer(model, forward):
+    for case in {name.split(".hidden.")[0] for name in forward if ".hidden." in name}:
+        token_BL, position_BL, see_BL = inputs(forward, case)
+        rope = md.rope_table(jnp.asarray(position_BL), md.rope_frequencies(model.cfg.head_size, model.cfg.theta))
+        x_BLD, states = model.lookup(token_BL), []
+        for i in range(model.cfg.layers):
+            states.append(x_BLD)
+            x_BLD, _ = model.layers[str(i)](x_BLD, rope, see_BL, model.run)
+        states.append(md.rms_norm(x_BLD, model.norm[...], model.cfg.eps))
+        wanted = [name for name in forward if name.startswith(f"{case}.hidden.")]
+        assert len(wanted) == len(states)
+        for i, state in enumerate(states):
+            assert relative(state, forward[f"{case}.hidden.{i}"]) <= 2e-5, (case, i)
+
+
+def test_rope_frequencies_of_this_model_and_of_7b(model, forward):
+    for name, cfg in (("inv_freq", model.cfg), ("inv_freq_7b", md.CONFIGS["7b"])):
+        got = md.rope_frequencies(cfg.head_size, cfg.theta)
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, forward[name], rtol=2e-7)
+
+
+def test_logits_of_a_window_over_a_cache(model, forward):
+    token_BL, position_BL, _ = inputs(forward, "cache.x0")
+    S, E = (int(x) for x in forward["cache.start_end"])
+    _, cache = hidden(model, token_BL, position_BL)
+    changed_BL = forward["cache.x1.input_ids"]
+    assert relative(apply(model, changed_BL, position_BL), forward["cache.exact.logits"]) <= 2e-5
+    for mode, end in (("prefix", changed_BL.shape[1]), ("dual", E)):
+        window = changed_BL[:, S:end], position_BL[:, S:end], None, cache, S
+        got = model.logits(hidden(model, *window)[0])
+        assert relative(got, forward[f"cache.{mode}.logits"]) <= 2e-5, mode
+
+
+def test_bfloat16_is_as_near_to_float32_as_the_reference(golden_dir):
+    folder = golden_dir("dream") / "bf16"
+    model, arrays = md.from_hf(folder), load_file(folder / "forward.safetensors")
+    assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(model))
+    names = cases(arrays, ".logits_f32")
+    assert names
+    for name in names:
+        token_BL, position_BL, see_BL = inputs(arrays, name)
+        got = np.asarray(apply(model, token_BL, position_BL, see_BL))
+        keep_BL = np.ones(token_BL.shape, bool) if see_BL is None else np.asarray(see_BL)
+        for want in (arrays[f"{name}.logits_f32"], arrays[f"{name}.logits_bf16"].astype(np.float32)):
+            assert np.abs(got - want)[keep_BL].mean() <= 0.13, name
+
+
+# ---- generation ----------------------------------------------------------------------------------------------------
+
+
+def settings_of(case):
+    """A golden case's settings as our Sampling."""
+    given = case["settings"]
+    fields = {k: given[k] or 0 for k in ("steps", "eps", "temperature", "top_k", "alg_temp")}
+    fields["top_p"] = given["top_p"] or 1.0
+    if given["alg"] != "confidence_threshold":
+        fields["alg"] = given["alg"]
+    else:
+        fields["threshold"] = given["threshold"]
+    if case["sampler"] == "block":
+        fields |= {"block_length": given["block_length"], "cache": "dual" if given["dual_cache"] else "prefix"}
+        fields["fast_dllm"] = True
+    return md.Sampling(**fields, ban_ids=tuple(case.get("ban_ids", ())), history=True)
+
+
+def canvas_of(case, mask_id, multiple=1):
+    """Canvas and key mask, padded on the left to a multiple of some length: few lengths compile fewer programs."""
+    prompt_BL = np.array(case["prompt_ids"], np.int32)
+    new = case["settings"]["max_new_tokens"]
+    token_BL = np.pad(prompt_BL, ((0, 0), (0, new)), constant_values=mask_id)
+    see_BL = np.ones(token_BL.shape, bool)
+    if case["attention_mask"] is not None:
+        see_BL[:, : prompt_BL.shape[1]] = np.array(case["attention_mask"]) == 1
+    left = ((0, 0), (-token_BL.shape[1] % multiple, 0))
+    return np.pad(token_BL, left), np.pad(see_BL, left)
+
+
+def uniforms(case, masked_BL):
+    """The golden's draws, given for masked positions in row-major order, as an array over the canvas [S, B, L]."""
+    steps, eps = case["settings"]["steps"], case["settings"]["eps"]
+    t, masked_BL = np.linspace(1, eps, steps + 1), masked_BL.copy()
+    u_SBL = np.ones((steps, *masked_BL.shape), np.float32)
+    for step, draws in enumerate(case["draws"]):
+        assert masked_BL.sum() == len(draws)
+        u_SBL[step][masked_BL] = draws
+        masked_BL &= u_SBL[step] >= (1 - t[step + 1] / t[step] if step < steps - 1 else 1)
+    return u_SBL
+
+
+def check_case(model, case, mask_id, multiple):
+    """Run a case on a canvas padded to a multiple and compare everything that the golden file says of it."""
+    name, (token_BL, see_BL), extra = case["name"], canvas_of(case, mask_id, multiple), {}
+    pad = token_BL.shape[1] - len(case["sequences"][0])
+    if "pin" in case:
+        slot, ids = np.array(case["pin"]["positions"]) + pad, np.array(case["pin"]["ids"])
+        extra["token_hook"] = lambda step, token_BL: token_BL.at[:, slot].set(ids)
+    if "draws" in case:
+        extra["u_SBL"] = uniforms(case, (token_BL == mask_id) & see_BL)
+    got, stats = md.fill(model, token_BL, see_BL, settings_of(case), **extra)
+    np.testing.assert_array_equal(got[:, pad:], case["sequences"], err_msg=name)
+    if "history" in case:
+        np.testing.assert_array_equal(stats["history"][:, :, pad:], case["history"], err_msg=name)
+    if "masks_before_step" in case:
+        before_SBL = np.concatenate([token_BL[None], stats["history"]])
+        if "pin" in case:
+            before_SBL[0][:, slot] = ids
+        masks_SB = ((before_SBL == mask_id) & see_BL).sum(-1)
+        np.testing.assert_array_equal(masks_SB[:-1], case["masks_before_step"], err_msg=name)
+        np.testing.assert_array_equal(masks_SB[-1], case["masks_at_end"], err_msg=name)
+    if case["sampler"] == "diffusion":
+        assert stats["forwards"] <= case["num_forwards"], name
+        assert len(stats["history"]) == case["settings"]["steps"], name
+    else:
+        assert stats["forwards"] + stats["idle"] == stats["steps"] == case["num_forwards"], name
+    if "query_lengths" in case and not stats["idle"]:
+        longest = max(case["query_lengths"])
+        assert stats["windows"] == [n + pad * (n == longest) for n in case["query_lengths"]], name
+
+
+def test_every_generation_case_token_for_token(model, golden_dir):
+    golden = json.loads((golden_dir("dream") / "generate.json").read_text())
+    assert model.cfg.mask_id == golden["mask_token_id"]
+    assert golden["cases"]
+    for case in golden["cases"]:
+        check_case(model, case, golden["mask_token_id"], 32)
+
+
+def test_a_case_of_each_kind_unpadded_in_small_chunks(golden_dir):
+    """Logits made 3 positions at a time, attention in blocks of 4 queries, no padding but the case's own."""
+    golden = json.loads((golden_dir("dream") / "generate.json").read_text())
+    model, seen = md.from_hf(golden_dir("dream"), run=md.Run(head_positions=3, block=4)), set()
+    for case in golden["cases"]:
+        kind = case["sampler"], case["settings"]["alg"], case["settings"].get("dual_cache")
+        if kind not in seen:
+            check_case(model, case, golden["mask_token_id"], 1)
+        seen.add(kind)
