@@ -1,6 +1,7 @@
 """Scores: pass@k, HumanEval and MBPP. Losses of whole runs are scored in the tests of the trainers."""
 
 import dataclasses
+import functools
 import gzip
 import http.server
 import json
@@ -358,7 +359,9 @@ def test_ctrl_c_keeps_what_is_done_leaves_no_process_and_the_same_command_goes_o
     solutions = [(task_id, text) for task_id, _, text in official("humaneval")[:8]]
     samples = [*solutions[:4], ("HumanEval/10", HANG), ("HumanEval/11", HANG), *solutions[4:]]
     cfg = config("humaneval", tmp_path, samples, timeout_s=6.0, workers=2)
-    process = subprocess.Popen(command(cfg), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command(cfg), **pipes, preexec_fn=listen)
     out = tmp_path / "out"
     wait_for(lambda: (out / "results.jsonl").exists() and len(results(out)) == 4)
     wait_for(lambda: len(descendants(process.pid)) >= 2)
