@@ -11,8 +11,8 @@ follows from what the source is. Writes --out under another name and renames it 
     Orbax: config.json, tokenizer files, meta.json, params/ (Zarr in chunks, so that each device reads its own part)
     Hub:   config.json, tokenizer files, model-0000i-of-0000n.safetensors, model.safetensors.index.json
 
-Tensors are never copied on their way to Orbax: it is handed views of the mapped files, and the memory that is not a
-file's stays below a gigabyte. On the way back one tensor at a time is read.
+Tensors are not copied on their way to Orbax: it is handed views of the mapped files. On the way back, and to verify, a
+quarter of a gigabyte, or one tensor, is read at a time.
 """
 
 import concurrent.futures
@@ -30,7 +30,6 @@ import threading
 import time
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import tyro
@@ -48,8 +47,8 @@ class Config:
     verify: bool = False  # read --source and --out again and compare every tensor
 
 
-DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("float16"), "F32": np.dtype("float32")}
 CHUNK_BYTES = 64 << 20  # of the Zarr arrays
+READ_BYTES = 256 << 20  # read from them at a time
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -62,65 +61,7 @@ TOKENIZER_FILES = (
 )
 
 
-# ---- safetensors ---------------------------------------------------------------------------------------------------
-
-
-def read_header(path):
-    """(first data byte, {name: (dtype, shape, start, end)}) of a safetensors file; ValueError if it is damaged.
-
-    The file is 8 bytes of header length, the header as JSON, then the data; offsets count from there. They must cover
-    the data without gap or overlap, and each tensor's must be as long as its shape says.
-    """
-    size = path.stat().st_size
-    try:
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(size - 8, 100_000_000):
-                raise ValueError(f"its header claims {length:,} bytes of {size:,}")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        tensors, end = {}, 0
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            start, stop = entry["data_offsets"]
-            if entry["dtype"] not in DTYPES:
-                raise ValueError(f"{name} is {entry['dtype']}, not one of {', '.join(DTYPES)}")
-            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-            if start != end or stop - start != dtype.itemsize * int(np.prod(shape, dtype=np.int64)):
-                raise ValueError(f"the header lies about {name}: {shape} does not lie at bytes {start} to {stop}")
-            tensors[name], end = (dtype, shape, start, stop), stop
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ValueError(f"{path} is no safetensors file: {error}") from None
-    if 8 + length + end != size:
-        raise ValueError(
-            f"{path} has {size:,} bytes, its header says {8 + length + end:,}: it was cut short or damaged"
-        )
-    return 8 + length, tensors
-
-
-def open_hub_folder(folder):
-    """{Hugging Face name: mapped array, read-only} of a folder in the Hub's layout. FileNotFoundError, ValueError."""
-    index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
-    weight_map = None
-    if index.exists():
-        try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-            names = sorted(set(weight_map.values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ValueError(f"{index} is damaged: it has no weight_map") from None
-    arrays = {}
-    for path in (folder / name for name in names):
-        if not path.is_file():
-            named = f", but {index.name} names it" if weight_map else ""
-            raise FileNotFoundError(f"{path} does not exist{named}")
-        first, tensors = read_header(path)
-        data = np.memmap(path, np.uint8, "r")
-        for name, (dtype, shape, start, stop) in tensors.items():
-            if weight_map and weight_map.get(name) != path.name:
-                raise ValueError(f"{path} holds {name}, but {index.name} does not say so")
-            arrays[name] = data[first + start : first + stop].view(dtype).reshape(shape)
-    if weight_map and weight_map.keys() != arrays.keys():
-        raise ValueError(f"{index} names {sorted(weight_map.keys() - arrays.keys())[:5]}, which are in no file")
-    return arrays
+# ---- tensors -------------------------------------------------------------------------------------------------------
 
 
 def one_dtype(arrays, where):
@@ -224,7 +165,7 @@ def checkpointer():
 
 def to_orbax(source, out):
     """Write the Orbax form of a folder in the Hub's layout."""
-    cfg, arrays = dream.config_from_hf(source), open_hub_folder(source)
+    cfg, arrays = dream.config_from_hf(source), dream.open_hf(source)
     dream.check_shapes({name: array.shape for name, array in arrays.items()}, cfg, source)
     dtype, total = one_dtype(arrays, source), sum(array.nbytes for array in arrays.values())
     flat = {ours: arrays[dream.hf_name(ours)] for ours in dream.flatten(dream.param_shapes(cfg))}
@@ -239,23 +180,31 @@ def to_orbax(source, out):
         copy_small_files(source, partial, json.loads((source / "config.json").read_text()))
 
 
-def read_tensors(source, names):
-    """Arrays of an Orbax folder, in this process's memory until they are let go."""
-    item = dream.unflatten(dict.fromkeys(names, 0))
-    restore_args = dream.unflatten({name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names})
-    with checkpointer() as orbax:
-        arguments = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
-        return dream.flatten(orbax.restore((source / "params").absolute(), args=arguments))
+def read_tensors(source, sizes):
+    """(name, array) of an Orbax folder in the order of sizes, {name: bytes}: READ_BYTES, or one tensor, at a time."""
+    batch, waiting, last = [], 0, [*sizes][-1]
+    for name in sizes:
+        batch.append(name)
+        waiting += sizes[name]
+        if waiting < READ_BYTES and name != last:
+            continue
+        restore_args = dream.unflatten({name: ocp.RestoreArgs(restore_type=np.ndarray) for name in batch})
+        with checkpointer() as orbax:
+            item = dream.unflatten(dict.fromkeys(batch, 0))
+            arguments = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
+            arrays = dream.flatten(orbax.restore((source / "params").absolute(), args=arguments))
+        yield from ((name, arrays.pop(name)) for name in batch)
+        batch, waiting = [], 0
 
 
 def to_hub(source, out, shard_gb):
     """Write the Hub's layout of an Orbax folder."""
     cfg, meta = dream.config_from_hf(source), read_meta(source)
-    dtype = next((name for name, known in DTYPES.items() if str(known) == meta["dtype"]), None)
+    dtype = next((name for name, known in dream.DTYPES.items() if str(known) == meta["dtype"]), None)
     if not dtype:
-        sys.exit(f"{source} is in {meta['dtype']}, not one of {', '.join(map(str, DTYPES.values()))}")
+        sys.exit(f"{source} is in {meta['dtype']}, not one of {', '.join(map(str, dream.DTYPES.values()))}")
     shapes = {name: leaf.shape for name, leaf in dream.flatten(dream.param_shapes(cfg)).items()}
-    sizes = {name: DTYPES[dtype].itemsize * int(np.prod(shape, dtype=np.int64)) for name, shape in shapes.items()}
+    sizes = {name: dream.DTYPES[dtype].itemsize * int(np.prod(shape, dtype=np.int64)) for name, shape in shapes.items()}
     shards, room = [], 0
     for name in sorted(shapes, key=hub_order):
         if not shards or sizes[name] > room:
@@ -277,8 +226,7 @@ def to_hub(source, out, shard_gb):
             head += b" " * (-len(head) % 8)
             with open(partial / one, "wb") as file:
                 file.write(struct.pack("<Q", len(head)) + head)
-                for name in names:
-                    (array,) = read_tensors(source, [name]).values()
+                for name, array in read_tensors(source, {name: sizes[name] for name in names}):
                     if word_sum(array) != meta["sums"].get(name) or array.shape != shapes[name]:
                         raise ValueError(f"{source} is corrupted: {name} is not what was saved")
                     array.reshape(-1).view(np.uint8).tofile(file)
@@ -306,15 +254,14 @@ def read_meta(folder):
 def verify(source, out):
     """Compare names, shapes, dtypes and all words of two folders, one of each kind; ValueError naming what differs."""
     hub, orbax = (out, source) if is_orbax(source) else (source, out)
-    arrays, meta, wrong = open_hub_folder(hub), read_meta(orbax), []
+    arrays, meta, wrong = dream.open_hf(hub), read_meta(orbax), []
     cfg = dream.config_from_hf(hub)
     if cfg != dream.config_from_hf(orbax):
         raise ValueError(f"the config.json of {hub} and {orbax} describe different models")
     dream.check_shapes({name: array.shape for name, array in arrays.items()}, cfg, hub)
-    count = 0
-    for name in dream.flatten(dream.param_shapes(cfg)):
+    count, sizes = 0, {name: arrays[dream.hf_name(name)].nbytes for name in dream.flatten(dream.param_shapes(cfg))}
+    for name, ours in read_tensors(orbax, sizes):
         theirs = arrays[dream.hf_name(name)]
-        (ours,) = read_tensors(orbax, [name]).values()
         words = [x.reshape(-1).view(np.uint8) for x in (theirs, ours)]
         if ours.dtype != theirs.dtype or ours.shape != theirs.shape or not np.array_equal(*words):
             wrong.append(name)

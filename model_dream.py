@@ -22,15 +22,16 @@ import json
 import math
 import os
 import shutil
+import struct
 import sys
 import typing
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
-import safetensors
 import tyro
 from flax import nnx
 from jax.sharding import PartitionSpec as PS
@@ -365,6 +366,7 @@ class Dream(nnx.Module):
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
+DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("float16"), "F32": np.dtype("float32")}
 # our name -> name in a Hugging Face checkpoint; shapes and layout are the same
 HF_NAMES = {"embed_tokens": "model.embed_tokens.weight", "norm": "model.norm.weight", "lm_head": "lm_head.weight"}
 HF_LAYER_NAMES = {
@@ -438,48 +440,73 @@ def check_shapes(found, cfg, where):
         raise ValueError(f"the tensors of {where} do not fit the model: " + "; ".join(sorted(wrong)[:20]) + more)
 
 
-def from_hf(folder, dtype=None, run=None):
-    """Read a Hugging Face folder (config.json, *.safetensors with or without an index) as a Dream in `dtype`.
+def read_header(path):
+    """(first data byte, {name: (dtype, shape, start, end)}) of a safetensors file; ValueError if it is damaged.
 
-    dtype None keeps the file's. Raises ValueError or FileNotFoundError with one line on what is wrong.
+    The file is 8 bytes of header length, the header as JSON, then the data; offsets count from there. They must cover
+    the data without gap or overlap, and each tensor's must be as long as its shape says.
     """
-    folder = Path(folder)
-    cfg, index = config_from_hf(folder), folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
+    size = path.stat().st_size
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size - 8, 100_000_000):
+                raise ValueError(f"its header claims {length:,} bytes of {size:,}")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        tensors, end = {}, 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            start, stop = entry["data_offsets"]
+            if entry["dtype"] not in DTYPES:
+                raise ValueError(f"{name} is {entry['dtype']}, not one of {', '.join(DTYPES)}")
+            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+            if start != end or stop - start != dtype.itemsize * int(np.prod(shape, dtype=np.int64)):
+                raise ValueError(f"the header lies about {name}: {shape} does not lie at bytes {start} to {stop}")
+            tensors[name], end = (dtype, shape, start, stop), stop
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if 8 + length + end != size:
+        raise ValueError(f"{path} cannot be read: it was cut short, {size:,} bytes of {8 + length + end:,} are left")
+    return 8 + length, tensors
+
+
+def open_hf(folder):
+    """{Hugging Face name: mapped array, read-only} of a folder in the Hub's layout. FileNotFoundError, ValueError."""
+    index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
+    weight_map = None
     if index.exists():
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
             names = sorted(set(weight_map.values()))
         except (ValueError, KeyError, AttributeError, TypeError):
             raise ValueError(f"{index} is damaged: it has no weight_map") from None
-    files, shapes = [], {}
+    arrays = {}
     for path in (folder / name for name in names):
         if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} does not exist" + (f", but {index.name} names it" if index.exists() else "")
-            )
-        try:
-            file = safetensors.safe_open(path, "numpy")
-        except (safetensors.SafetensorError, OSError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from None
-        files.append(file)
-        for name in file.keys():
-            part = file.get_slice(name)
-            if part.get_dtype() not in ("F32", "BF16", "F16"):
-                raise ValueError(f"{path} holds {name} as {part.get_dtype()}, not BF16, F16 or F32")
-            if name in shapes:
-                raise ValueError(f"{path} holds {name} a second time")
-            shapes[name] = part.get_shape()
-    check_shapes(shapes, cfg, folder)
-    if index.exists() and weight_map.keys() != shapes.keys():
-        raise ValueError(f"{index} names other tensors than its files hold")
-    tensors = {name: file for file in files for name in file.keys()}
-    flat = {}
-    for ours in flatten(param_shapes(cfg)):
-        tensor = tensors[hf_name(ours)].get_tensor(hf_name(ours))
-        flat[ours] = jnp.asarray(tensor, dtype or tensor.dtype)
-    dtype = dtype or flat["embed_tokens"].dtype
-    return nnx.merge(graph_of(cfg, run or Run(dtype=jnp.dtype(dtype))), unflatten(flat))
+            named = f", but {index.name} names it" if weight_map else ""
+            raise FileNotFoundError(f"{path} does not exist{named}")
+        first, tensors = read_header(path)
+        data = np.memmap(path, np.uint8, "r")
+        for name, (dtype, shape, start, stop) in tensors.items():
+            if weight_map and weight_map.get(name) != path.name:
+                raise ValueError(f"{path} holds {name}, but {index.name} does not say so")
+            arrays[name] = data[first + start : first + stop].view(dtype).reshape(shape)
+    if weight_map and weight_map.keys() != arrays.keys():
+        raise ValueError(f"{index} names {sorted(weight_map.keys() - arrays.keys())[:5]}, which are in no file")
+    return arrays
+
+
+def from_hf(folder, dtype=None, run=None):
+    """Read a Hugging Face folder (config.json, *.safetensors with or without an index) as a Dream in `dtype`.
+
+    dtype None keeps the file's. Raises ValueError or FileNotFoundError with one line on what is wrong.
+    """
+    folder = Path(folder)
+    cfg, arrays = config_from_hf(folder), open_hf(folder)
+    check_shapes({name: array.shape for name, array in arrays.items()}, cfg, folder)
+    dtype = jnp.dtype(dtype or arrays[hf_name("embed_tokens")].dtype)
+    flat = {ours: jnp.array(arrays[hf_name(ours)], dtype) for ours in flatten(param_shapes(cfg))}
+    return nnx.merge(graph_of(cfg, run or Run(dtype=dtype)), unflatten(flat))
 
 
 @jax.jit

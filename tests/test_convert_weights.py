@@ -89,7 +89,7 @@ def test_there_and_back_every_byte_is_equal(tmp_path, dtype, tie):
 def test_the_golden_checkpoint_converts_both_ways(golden_dir, tmp_path):
     convert.main(convert.Config(str(golden_dir("dream")), str(tmp_path / "orbax"), verify=True))
     convert.main(convert.Config(str(tmp_path / "orbax"), str(tmp_path / "back"), verify=True))
-    theirs, ours = (convert.open_hub_folder(folder) for folder in (golden_dir("dream"), tmp_path / "back"))
+    theirs, ours = (dream.open_hf(folder) for folder in (golden_dir("dream"), tmp_path / "back"))
     assert theirs.keys() == ours.keys()
     assert all(same(theirs[name], ours[name]) for name in ours)
 
