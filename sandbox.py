@@ -636,10 +636,12 @@ def run_tests(programs, tests, on_result=None, **options):
     rate is passed / all tests, 0 without tests, and None where the sandbox failed: the launcher was killed, the disk is
     full, E2B cannot be reached. A test that hangs before it begins, while the program is loaded, is not tried again
     with the other tests: all are timeouts. Time is at most programs * program_s / workers, plus start-up. Raises
-    ValueError if there are not as many lists of tests as programs, and RuntimeError where the machine offers less
-    than the safe minimum. However it is left, also by Ctrl-C, nothing goes on running.
+    ValueError for limits of 0, or if there are not as many lists of tests as programs, and RuntimeError where the
+    machine offers less than the safe minimum. However it is left, also by Ctrl-C, nothing goes on running.
     """
     options = Options(**options)
+    if min(options.timeout_s, options.program_s, options.memory_mb, options.disk_mb) <= 0 or options.workers < 0:
+        raise ValueError("timeout_s, program_s, memory_mb and disk_mb are above 0, workers at least 0")
     if len(programs) != len(tests) or isinstance(tests, str) or any(isinstance(each, str) for each in tests):
         raise ValueError(f"{len(programs)} programs need as many lists of tests, not {len(tests)} of {type(tests)}")
     plans = [[plan(test, options.parity) for test in cases] for cases in tests]
@@ -821,7 +823,7 @@ def main(program: Path, /, tests: Path, options: Options = Options()):
         sys.exit(f"{tests} holds no tests; write one a line, such as: assert f(1) == 2")
     try:
         (result,) = run_tests([source], [cases], **dataclasses.asdict(options))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         sys.exit(str(error))
     if result.rate is None:
         sys.exit(2)

@@ -562,6 +562,8 @@ def test_rates_of_several_programs_and_results_as_they_come(closed):
             sandbox.run_tests(programs, wrong)
     with pytest.raises(TypeError, match="timeout"):
         sandbox.run_tests(programs, tests, timeout=3)
+    with pytest.raises(ValueError, match="above 0"):
+        sandbox.run_tests(programs, tests, timeout_s=0)
 
 
 def test_a_program_of_ten_megabytes_runs(closed):
