@@ -437,6 +437,8 @@ def main(cfg):
     finally:
         if world > 1:
             dist.destroy_process_group()
+    if world > 1:  # DTensor's caches keep gloo's threads alive, and one that wants a closing interpreter aborts it
+        os._exit(0)
 
 
 def train(cfg, device, rank, world):
@@ -606,7 +608,9 @@ def train(cfg, device, rank, world):
     finally:
         for s, handler in handlers.items():
             signal.signal(s, handler)
-    print(f"done: {out}; write with: python generate.py --model=mdlm --ckpt={out}")
+    if tracker:
+        tracker.finish()
+    print(f"done: {out}; write with: python generate.py --model=mdlm --ckpt={out}", flush=True)
 
 
 def saved_config(argv):

@@ -236,7 +236,7 @@ def test_two_processes_train_as_one(data, unbroken, tmp_path, fsdp, compiled):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     more = "--steps=12", "--eval_every=4", "--micro_batch=2", f"--fsdp={fsdp}", f"--compile={compiled}"
     result = run(*launch, *command(data, out, *more)[1:])
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[:3000]
     for step, want in losses(unbroken).items():
         np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
     assert (out / "samples.txt").read_text().count("---- step") == 3
@@ -259,7 +259,7 @@ def test_two_processes_leave_together_when_one_is_asked_to_stop(data, unbroken, 
     assert saved in (5, 6, 7)
     assert errors.count(f"saved step {saved}; go on with --resume=") == 2
     result = run(*launch, str(ROOT / "train_gpu.py"), "--resume", str(out))
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[:3000]
     for step, want in losses(unbroken).items():
         np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
 
