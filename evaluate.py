@@ -288,25 +288,26 @@ STOPS = {  # of BigCode's harness, and Austin et al.'s [DONE]
 }
 SHOTS = (2, 3, 4)  # MBPP: the problems that the paper shows before the one that is asked
 ARROW = re.compile(r"\s*(?:==>|=>|==|=|->|➞|→|#?\s*(?:should )?returns?\b)[ \t]*")
-# One bit of a hash of what a program returns for some inputs, as a test: the sandbox tells verdicts, not values.
+# A test whose value tells programs apart: a hash of what they return for some inputs, "" if they never do.
 PROBE = """import signal, zlib
 def _late(*_): raise TimeoutError
 def _show(value):
     if isinstance(value, (set, frozenset, dict)):
         return str(sorted(map(repr, value.items() if isinstance(value, dict) else value)))
     return repr(value)
-signal.signal(signal.SIGPROF, _late)
-_seen, _any = [], False
-for _args in {inputs!r}:
-    signal.setitimer(signal.ITIMER_PROF, 0.3)
-    try:
-        _seen.append(_show({entry}(*_args)))
-        _any = True
-    except Exception as _error:
-        _seen.append(type(_error).__name__)
-signal.setitimer(signal.ITIMER_PROF, 0)
-assert _any and (256 | zlib.crc32("\\n".join(_seen).encode()) & 255) >> {bit} & 1"""
-PROBE_BITS = 9  # eight of the hash; the last says that there was a value
+def _behaviour():
+    signal.signal(signal.SIGPROF, _late)
+    seen, returned = [], False
+    for args in {inputs!r}:
+        signal.setitimer(signal.ITIMER_PROF, 0.3)
+        try:
+            seen.append(_show({entry}(*args)))
+            returned = True
+        except Exception as error:
+            seen.append(type(error).__name__)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return returned * f"{{zlib.crc32(chr(10).join(seen).encode()):08x}}"
+assert _behaviour() == ''"""
 
 
 class Problem(typing.NamedTuple):
@@ -316,7 +317,7 @@ class Problem(typing.NamedTuple):
     head: str  # what stands before a completion when it runs
     tests: list  # hidden; all must pass
     public: list  # asserts made of the examples that the prompt shows
-    probes: list  # PROBE for each bit
+    probes: list  # PROBE, if there are inputs for it
 
 
 def read_problems(cfg):
@@ -429,10 +430,10 @@ def literals(call, entry):
 
 
 def probes(seed, entry, arguments):
-    """PROBE_BITS tests that together tell programs apart by what they return for examples' inputs and variations."""
+    """[PROBE] with the inputs of examples and variations of them; [] without examples."""
     rng, inputs = random.Random(str(seed)), arguments[:4]
     inputs = inputs + [[vary(arg, rng) for arg in args] for args in inputs * 2]
-    return [PROBE.format(inputs=inputs, entry=entry, bit=bit) for bit in range(PROBE_BITS)] if inputs else []
+    return [PROBE.format(inputs=inputs, entry=entry)] if inputs else []
 
 
 def vary(value, rng):
@@ -732,7 +733,7 @@ def score_samples(cfg, problems, samples, path):
         row["result"] = "passed" if row["passed"] else failed[0] if failed else "does not fit"
         if several:
             row["public"] = result.verdicts[hidden : hidden + public].count("pass") / max(1, public)
-            row["behaviour"] = "".join(verdict[0] for verdict in result.verdicts[hidden + public :])
+            row["behaviour"] = next((v for v in result.values[hidden + public :] if isinstance(v, str)), "")
         append(path, [row])
         if len(left) % 200 == 0:
             print(f"{len(todo) - len(left):,} of {len(todo):,} samples scored", file=sys.stderr, flush=True)
@@ -754,7 +755,7 @@ def choose(rows):
     of execution results); filtering by public examples as in AlphaCode, arXiv:2203.07814.
     """
     best = [row for row in rows if row["public"] == max(r["public"] for r in rows)]
-    votes = collections.Counter(row["behaviour"] for row in best if row["behaviour"].endswith("p"))
+    votes = collections.Counter(row["behaviour"] for row in best if row["behaviour"])
     return max(best, key=lambda row: votes[row["behaviour"]])  # max takes the first of equals
 
 

@@ -6,7 +6,8 @@
 tests.txt holds one test a line, an indented line goes on with the test above. Exit status 0: all passed, 1: not
 all, or nothing to run, 2: the sandbox itself failed. From Python:
 
-    sandbox.run_tests([program], [["assert f(1) == 2", "assert f(5) == 6"]])   # -> [Result(rate=0.5, verdicts=[...])]
+    sandbox.run_tests([program], [["assert f(1) == 2", "assert f(5) == 7"]])
+    # -> [Result(rate=0.5, verdicts=["pass", "fail"], values=[2, 6], error="")]
     sandbox.code(completions, [{"test_cases": [...]}, ...])                    # -> [1.0, 0.5, None]
 
 Every test runs in a process and a folder of its own, without network, threads, other processes, other programs or
@@ -35,6 +36,7 @@ import inspect
 import json
 import os
 import random
+import reprlib
 import resource
 import secrets
 import select
@@ -75,6 +77,7 @@ class Options:
 class Result(typing.NamedTuple):
     rate: float | None  # share of tests that passed; None: the sandbox failed, which says nothing about the program
     verdicts: list  # of every test: "pass", "fail", "timeout", "output limit" or "memory"; empty with rate None
+    values: list  # what came back in every test by value; None for the others
     error: str = ""  # what failed, with rate None
 
 
@@ -445,22 +448,22 @@ def unwire(item):
 
 
 def verdict(told, expected, row):
-    """Of one test, by the launcher's line on it: pass, fail, timeout, output limit or memory."""
+    """Of one test, by the launcher's line on it: pass, fail, timeout, output limit or memory; and the value."""
     if row["outcome"] != "done":
-        return row["outcome"]
+        return row["outcome"], None
     if told["mode"] == "status":
-        return "fail" if row["status"] else "pass"
+        return "fail" if row["status"] else "pass", None
     if not row["data"].startswith(told["token"]):
-        return "memory" if row["data"] == "memory" else "fail"
+        return "memory" if row["data"] == "memory" else "fail", None
     data = row["data"].removeprefix(told["token"])
     if told["mode"] == "token":
-        return "fail" if data else "pass"
+        return "fail" if data else "pass", None
     want, same = expected
     try:
         value = unwire(json.loads(data))
-        return "pass" if value == want and (not same or type(value) is type(want)) else "fail"
+        return "pass" if value == want and (not same or type(value) is type(want)) else "fail", value
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
-        return "fail"  # a forged line
+        return "fail", None  # a forged line
 
 
 # ---- the two runners -----------------------------------------------------------------------------------------------
@@ -649,7 +652,7 @@ def run_tests(programs, tests, on_result=None, **options):
         runner = E2B(options) if options.runner == "e2b" else Local(options)
     except (OSError, SandboxError) as error:
         print(f"sandbox: nothing can be run: {error}", file=sys.stderr)
-        return [Result(None, [], str(error))] * len(programs)
+        return [Result(None, [], [], str(error))] * len(programs)
 
     def run_one(program, cases):
         """The Result of one program."""
@@ -659,9 +662,10 @@ def run_tests(programs, tests, on_result=None, **options):
         except SandboxError as error:
             complaint = str(error)
         if complaint:
-            return Result(None, [], complaint)
-        verdicts = [verdict(told, expected, row) for (told, expected), row in zip(cases, rows[1:], strict=True)]
-        return Result(verdicts.count("pass") / max(1, len(verdicts)), verdicts)
+            return Result(None, [], [], complaint)
+        both = [verdict(told, expected, row) for (told, expected), row in zip(cases, rows[1:], strict=True)]
+        verdicts, values = [outcome for outcome, _ in both], [value for _, value in both]
+        return Result(verdicts.count("pass") / max(1, len(verdicts)), verdicts, values)
 
     results = [None] * len(programs)
     workers = options.workers or (2 if options.runner == "e2b" else len(os.sched_getaffinity(0)))
@@ -827,8 +831,12 @@ def main(program: Path, /, tests: Path, options: Options = Options()):
         sys.exit(str(error))
     if result.rate is None:
         sys.exit(2)
-    for outcome, case in zip(result.verdicts, cases, strict=True):
-        print(f"{outcome:12} {case.splitlines()[0]}")
+    for outcome, value, case in zip(result.verdicts, result.values, cases, strict=True):
+        got = ""
+        if outcome == "fail" and value is not None:
+            with contextlib.suppress(ValueError):  # an integer that is too long to be printed
+                got = f"    # got {reprlib.repr(value)}"
+        print(f"{outcome:12} {case.splitlines()[0]}{got}")
     print(f"{result.verdicts.count('pass')} of {len(cases)} passed")
     sys.exit(0 if result.rate == 1 else 1)
 

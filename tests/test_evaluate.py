@@ -218,14 +218,12 @@ def test_the_best_sample_is_chosen_by_examples_and_then_by_majority(tmp_path):
     assert [r["public"] for r in sorted(rows, key=lambda r: r["sample"])] == [1, 0, 0, 0, 0, 1, 1]
     by_sample = {r["sample"]: r["behaviour"] for r in rows}
     assert by_sample[5] == by_sample[6] != by_sample[0]
-    assert by_sample[2] == "f" * evaluate.PROBE_BITS
+    assert by_sample[2] == ""
     assert evaluate.choose([r for r in rows if r["sample"] in (0, 1)])["sample"] == 0
 
 
 def test_a_group_that_gives_no_value_has_no_vote():
-    rows = [
-        {"sample": i, "public": 0, "behaviour": b} for i, b in enumerate(["fff", "fff", "ffp", "pfp", "ffp", "ttt"])
-    ]
+    rows = [{"sample": i, "public": 0, "behaviour": b} for i, b in enumerate(["", "", "a1", "b2", "a1", ""])]
     assert evaluate.choose(rows)["sample"] == 2
     assert evaluate.choose(rows[:2])["sample"] == 0
 
@@ -358,7 +356,7 @@ HANG = "    while True:\n        pass\n"
 def test_ctrl_c_keeps_what_is_done_leaves_no_process_and_the_same_command_goes_on(tmp_path):
     solutions = [(task_id, text) for task_id, _, text in official("humaneval")[:8]]
     samples = [*solutions[:4], ("HumanEval/10", HANG), ("HumanEval/11", HANG), *solutions[4:]]
-    cfg = config("humaneval", tmp_path, samples, timeout_s=6.0, workers=2)
+    cfg = config("humaneval", tmp_path, samples, timeout_s=12.0, workers=2)
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
     pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command(cfg), **pipes, preexec_fn=listen)
@@ -383,7 +381,7 @@ def test_ctrl_c_keeps_what_is_done_leaves_no_process_and_the_same_command_goes_o
 @needs_tasks
 def test_a_failure_of_the_sandbox_is_named_not_counted_and_scored_again(tmp_path, capsys):
     samples = [(task_id, text) for task_id, _, text in official("humaneval")[:2]]
-    cfg = config("humaneval", tmp_path, [*samples, ("HumanEval/10", HANG)], timeout_s=5.0, workers=1)
+    cfg = config("humaneval", tmp_path, [*samples, ("HumanEval/10", HANG)], timeout_s=10.0, workers=1)
     me, out = os.getpid(), tmp_path / "out"
 
     def kill_launcher():

@@ -529,9 +529,16 @@ def test_a_forged_line_is_a_failure_whatever_it_holds():
     bad += ["9" * 60_000, deep, "[" * 60_000, '{"i": "1", "f": "1"}']
     for answer in bad:
         row = {"outcome": "done", "data": told["token"] + answer, "status": 0}
-        assert sandbox.verdict(told, expected, row) == "fail", answer[:40]
+        assert sandbox.verdict(told, expected, row)[0] == "fail", answer[:40]
     row["data"] = told["token"] + '{"d": [[{"i": "1"}, [{"i": "2"}]]]}'
-    assert sandbox.verdict(told, expected, row) == "pass"
+    assert sandbox.verdict(told, expected, row) == ("pass", {1: [2]})
+
+
+def test_values_come_back_where_a_test_compares_one(closed):
+    tests = ["assert f(1) == 2", "assert f(2.5) == 0", "assert f(1) > 3", "assert f('a') == 'b'", "assert g(3) == 9"]
+    (result,) = sandbox.run_tests([GOOD + "def g(x):\n    return [{x}, None]"], [tests])
+    assert result.verdicts == ["pass", "fail", "fail", "fail", "fail"]
+    assert result.values == [2, 3.5, None, None, [{3}, None]]
 
 
 COUNTER = """
@@ -958,6 +965,11 @@ def test_the_command_prints_a_verdict_for_every_test(layers, tmp_path):
         "pass         assert f(1) == 2",
         "fail         for x in (1, 2):",
         "1 of 2 passed",
+    ]
+    done = command(tmp_path, "def f(x):\n    return x ** 9999", "assert f(1) == 1\nassert f(-1) == 1\nassert f(9) == 1")
+    assert done.stdout.splitlines()[1:3] == [
+        "fail         assert f(-1) == 1    # got -1",
+        "fail         assert f(9) == 1",
     ]
     assert done.returncode == 1
     assert done.stderr.startswith("sandbox: ")
