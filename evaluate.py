@@ -27,6 +27,7 @@ import gzip
 import hashlib
 import http.client
 import io
+import itertools
 import json
 import logging
 import lzma
@@ -51,8 +52,8 @@ import sandbox
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    model: typing.Literal["pythoncoder", "mdlm"] = "pythoncoder"
-    ckpt: str = ""  # run folder; "" is out/train_tpu, or out/train_gpu for MDLM
+    model: typing.Literal["pythoncoder", "mdlm", "dream"] = "pythoncoder"  # Dream: with --task alone
+    ckpt: str = ""  # run folder, Dream also as converted; "" is out/train_tpu, or out/train_gpu for MDLM
     data: str = ""  # folder of data_prep.py; "" is the one that the run was trained on
     step: int = 0  # which checkpoint; 0 takes the newest
     all_steps: bool = False  # PythonCoder: score every checkpoint of the run
@@ -68,7 +69,7 @@ class Config:
     task: typing.Literal["", "humaneval", "mbpp"] = ""  # write programs and run them, instead of the above
     out: str = ""  # folder for samples and results, goes on there if it exists; "" is out/<task>
     tasks_file: str = ""  # the official HumanEval.jsonl(.gz) or sanitized-mbpp.json; "" downloads it
-    cache: str = "data/tasks"  # folder for downloads
+    downloads: str = "data/tasks"  # folder for them
     split: typing.Literal["test", "all"] = "test"  # MBPP: ids 11-510 (257 problems), or all 427
     shots: int = 3  # MBPP: solved problems in the prompt
     problems: int = 0  # only so many, the first ones; 0 takes all
@@ -78,9 +79,17 @@ class Config:
     temperature: float | None = None  # 0 takes the likeliest token; default 0 for one sample, else 0.8
     top_p: float = 0.95
     max_new: int = 512  # tokens at most
+    threshold: float = 0.0  # Dream: fill at once all positions that are so sure; 0 fills one a pass
+    block_length: int = 0  # Dream: fill blocks of this length from left to right
+    cache: typing.Literal["", "prefix", "dual"] = ""  # Dream: keys and values kept within a block
+    runner: typing.Literal["local", "e2b"] = "local"  # where programs run, see sandbox.py
+    e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     workers: int = 0  # programs run at a time; 0: one per CPU
     timeout_s: float = 3.0  # of one test
     allow_unsafe: bool = False  # run programs where the machine offers no safe sandbox
+
+
+TRAINERS = {"pythoncoder": "train_tpu.py", "mdlm": "train_gpu.py", "dream": "train_tpu.py --model=dream_tiny"}
 
 
 def pass_at_k(n, c, k):
@@ -321,8 +330,8 @@ class Problem(typing.NamedTuple):
 
 
 def read_problems(cfg):
-    """{id as a string: Problem} of the official file: --tasks_file, or downloaded once into --cache."""
-    path = Path(cfg.tasks_file or Path(cfg.cache) / TASKS[cfg.task].rsplit("/", 1)[1])
+    """{id as a string: Problem} of the official file: --tasks_file, or downloaded once into --downloads."""
+    path = Path(cfg.tasks_file or Path(cfg.downloads) / TASKS[cfg.task].rsplit("/", 1)[1])
     if not path.is_file() and not cfg.tasks_file:
         print(f"downloading {TASKS[cfg.task]}", file=sys.stderr)
         try:
@@ -529,6 +538,38 @@ def mdlm_writer(cfg, run, step):
     return tokenizer, model.cfg.positions - 1, write
 
 
+def dream_writer(cfg, run, step):
+    """The same for Dream, which fills --max_new masks after the prompt, the surest tokens first."""
+    import jax
+    import jax.numpy as jnp
+
+    import model_dream as dream
+
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback where we print one line
+    dtype = jnp.float32 if jax.devices()[0].platform == "cpu" else jnp.bfloat16
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            model = dream.load(run, dtype)
+            tokenizer = tokenizers.Tokenizer.from_file(str(run / "tokenizer.json"))
+            ends = {tokenizer.token_to_id(name) for name in ENDS} | {model.cfg.eos_id}
+            ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
+            settings = {
+                name: getattr(cfg, name) for name in ("temperature", "top_p", "threshold", "block_length", "cache")
+            }
+            rule = dream.Sampling(**settings, vocab=tokenizer.get_vocab_size(), eos_ids=ends)
+        except Exception as error:  # tokenizers and Orbax raise nothing narrower for a broken file
+            print(str(error).splitlines()[0], file=sys.__stderr__, flush=True)
+            os._exit(1)  # threads of a failed Orbax read print tracebacks until the process ends
+
+    def write(prompts, finished, batch):
+        key = jax.random.fold_in(jax.random.key(cfg.seed), batch)
+        rows, _ = dream.generate(model, prompts, cfg.max_new, rule, key)
+        new = [row[len(ids) :] for row, ids in zip(rows, prompts, strict=True)]
+        return [list(itertools.takewhile(lambda i: i not in ends, ids)) for ids in new]
+
+    return tokenizer, model.cfg.positions, write
+
+
 def key_of(task_id):
     """HumanEval/3, Mbpp/3 and 3 are the same problem: "3"."""
     return str(task_id).split("/")[-1]
@@ -615,7 +656,7 @@ def generated_samples(cfg, problems, run, step, path):
         if all(key in samples for key in keys):
             continue
         if write is None:
-            load = {"pythoncoder": pythoncoder_writer, "mdlm": mdlm_writer}[cfg.model]
+            load = {"pythoncoder": pythoncoder_writer, "mdlm": mdlm_writer, "dream": dream_writer}[cfg.model]
             tokenizer, reach, write = load(cfg, run, step)
             tokenizer.encode_special_tokens = True  # their names in a prompt are text
         chosen = [problems[key] for key, _ in keys]
@@ -666,14 +707,17 @@ def score_task(cfg, run):
         samples = given_samples(cfg, problems)
         settings["samples_sha256"] = hashlib.sha256(Path(cfg.samples).read_bytes()).hexdigest()
     else:
-        folders = run.glob({"pythoncoder": "checkpoints/*", "mdlm": "step_*"}[cfg.model])
+        folders = run.glob("step_*" if cfg.model == "mdlm" else "checkpoints/*")
         steps = [int(name) for name in (folder.name.removeprefix("step_") for folder in folders) if name.isdigit()]
-        if not steps or (cfg.step or steps[0]) not in steps:
-            trainer = {"pythoncoder": "train_tpu.py", "mdlm": "train_gpu.py"}[cfg.model]
-            there = f"it has {sorted(steps)}" if steps else f"train one with: python {trainer}"
+        converted = (
+            cfg.model == "dream" and (run / "params").is_dir()
+        )  # by convert_weights.py: one checkpoint, no steps
+        if not converted and (not steps or (cfg.step or steps[0]) not in steps):
+            there = f"it has {sorted(steps)}" if steps else f"train one with: python {TRAINERS[cfg.model]}"
             sys.exit(f"{run} holds no checkpoint{f' of step {cfg.step}' * bool(cfg.step)}; {there}")
-        step = cfg.step or max(steps)
-        more = ("model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed")
+        step = None if converted else cfg.step or max(steps)
+        more = ["model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed"]
+        more += ["threshold", "block_length", "cache"] if cfg.model == "dream" else []
         settings |= {name: getattr(cfg, name) for name in more} | {"ckpt": str(run), "step": step}
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "results.jsonl", "a") as lock:
@@ -739,9 +783,9 @@ def score_samples(cfg, problems, samples, path):
             print(f"{len(todo) - len(left):,} of {len(todo):,} samples scored", file=sys.stderr, flush=True)
 
     program_s = 5 + cfg.timeout_s * max(len(problem.tests) for problem in problems.values())
-    limits = {"workers": cfg.workers, "timeout_s": cfg.timeout_s, "program_s": program_s}
+    names = ("runner", "e2b_router_url", "workers", "timeout_s", "allow_unsafe")
     try:
-        sandbox.run_tests(programs, tests, on_result, allow_unsafe=cfg.allow_unsafe, **limits)
+        sandbox.run_tests(programs, tests, on_result, program_s=program_s, **{n: getattr(cfg, n) for n in names})
     except RuntimeError as error:
         sys.exit(str(error))
     return list(left.items())
@@ -803,12 +847,14 @@ def describe(row):
 
 
 def main(cfg):
-    trainer = {"pythoncoder": "train_tpu.py", "mdlm": "train_gpu.py"}[cfg.model]
+    if cfg.model == "dream" and not cfg.task:
+        sys.exit("--model=dream is scored on a task: --task=humaneval or --task=mbpp")
+    trainer = TRAINERS[cfg.model]
     if cfg.batch_size < 1 or cfg.rows < 0 or cfg.draws < 2 or cfg.drafts < 0 or min(cfg.lengths + cfg.steps) < 1:
         sys.exit("--rows and --drafts are at least 0, --batch_size, --lengths and --steps 1, --draws 2")
     if cfg.plot and not Path(cfg.plot).parent.is_dir():
         sys.exit(f"--plot={cfg.plot}: there is no folder {Path(cfg.plot).parent}")
-    run = Path(cfg.ckpt or f"out/{trainer.removesuffix('.py')}")
+    run = Path(cfg.ckpt or ("out/train_gpu" if cfg.model == "mdlm" else "out/train_tpu"))
     if cfg.task:
         return score_task(check_task(cfg), run)
     try:
