@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from pathlib import Path
@@ -462,13 +463,17 @@ def trained(script, *flags):
     assert result.returncode == 0, result.stderr
 
 
+LIBRARY = Path(sysconfig.get_paths()["stdlib"])
+SOURCES = [LIBRARY / f"{name}.py" for name in "ast calendar csv difflib enum fractions shutil tokenize".split()]
+
+
 @pytest.fixture(scope="module")
 def pythoncoder(tmp_path_factory):
-    """The run folder of a tiny PythonCoder after four steps on our own scripts."""
+    """The run folder of a tiny PythonCoder after four steps on a few modules of the standard library."""
     folder = tmp_path_factory.mktemp("pythoncoder")
     data_prep.main(
-        data_prep.Config(roots=(str(ROOT / "tests"), *map(str, ROOT.glob("*.py"))), out=str(folder / "rows"),
-                         vocab_size=1000, seq_len=64, heldout=0.2, workers=1)
+        data_prep.Config(roots=tuple(map(str, SOURCES)), out=str(folder / "rows"), vocab_size=1000, seq_len=64,
+                         heldout=0.2, workers=1)
     )  # fmt: skip
     flags = f"--data={folder}/rows", f"--out={folder}/run", f"--compile_cache={folder}/cache"
     trained("train_tpu.py", *flags, "--model=tiny", "--seq_len=64", "--batch_size=8", "--steps=4")
@@ -477,9 +482,9 @@ def pythoncoder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mdlm(tmp_path_factory):
-    """The run folder of a tiny MDLM after three steps on the text of our own scripts."""
+    """The run folder of a tiny MDLM after three steps on the text of the same modules."""
     folder = tmp_path_factory.mktemp("mdlm")
-    (folder / "text.txt").write_text("\n<|endoftext|>\n".join(path.read_text() for path in sorted(ROOT.glob("*.py"))))
+    (folder / "text.txt").write_text("\n<|endoftext|>\n".join(path.read_text() for path in SOURCES))
     data_prep.main(
         data_prep.Config(source=str(folder / "text.txt"), out=str(folder / "rows"), vocab_size=1500, seq_len=32,
                          heldout=0.2, workers=1)
@@ -504,7 +509,7 @@ def dream(tmp_path_factory):
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=letters)
-    tokenizer.train([str(ROOT / "diffusion.py")], trainer)
+    tokenizer.train([str(SOURCES[0])], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     cfg = model_dream.DreamConfig(512, 32, 1, 2, 1, 16, 64, positions=1024, mask_id=4, pad_id=0, bos_id=1, eos_id=2)
     model_dream.save(folder / "model", model_dream.Dream(cfg, nnx.Rngs(0)), [folder / "tokenizer.json"])
