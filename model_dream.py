@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
+import tokenizers
 import tyro
 from flax import nnx
 from jax.sharding import PartitionSpec as PS
@@ -616,6 +617,59 @@ def load(folder, dtype=None, run=None, mesh=None, int8=False):
     if problem:
         raise ValueError(f"checkpoint {folder} cannot be read: {problem}")
     return nnx.merge(graph_of(cfg, run or Run(dtype=dtype)), params)
+
+
+QWEN_SPLIT = (  # how Qwen's tokenizer cuts a text before it merges
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def load_tokenizer(folder, cfg):
+    """The tokenizer of a model's folder: tokenizer.json or, as Dream's lie on the Hub, vocab.json, merges.txt and the
+    added tokens of tokenizer_config.json or added_tokens.json.
+
+    Raises FileNotFoundError, or ValueError for files that are damaged or do not fit the model: more tokens than rows,
+    or a MASK or end token of the model that is an ordinary word.
+    """
+    folder, problem = Path(folder), None
+    try:
+        if (folder / "tokenizer.json").is_file():
+            tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            bpe = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+            tokenizer, pre, added = tokenizers.Tokenizer(bpe), tokenizers.pre_tokenizers, {}
+            tokenizer.normalizer, tokenizer.decoder = tokenizers.normalizers.NFC(), tokenizers.decoders.ByteLevel()
+            split = pre.Split(tokenizers.Regex(QWEN_SPLIT), "isolated")
+            tokenizer.pre_tokenizer = pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+            if (folder / "added_tokens.json").is_file():
+                added = {
+                    i: {"content": name} for name, i in json.loads((folder / "added_tokens.json").read_text()).items()
+                }
+            if (folder / "tokenizer_config.json").is_file():
+                config = json.loads((folder / "tokenizer_config.json").read_text())
+                added |= {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
+            for i in sorted(added):
+                special = added[i].get("special", True)
+                tokenizer.add_tokens([tokenizers.AddedToken(added[i]["content"], normalized=False, special=special)])
+                if tokenizer.token_to_id(added[i]["content"]) != i:
+                    raise ValueError(
+                        f"{added[i]['content']} is given as token {i}, which is not free or not the next one"
+                    )
+        else:
+            problem = "has no tokenizer.json, nor vocab.json and merges.txt; copy the model's into it"
+    except Exception as error:  # tokenizers raises nothing narrower for a broken file
+        raise ValueError(f"the tokenizer of {folder} cannot be read: {error}") from None
+    if problem:
+        raise FileNotFoundError(f"{folder} {problem}")
+    size, special = tokenizer.get_vocab_size(), tokenizer.get_added_tokens_decoder()
+    if size > cfg.vocab:
+        raise ValueError(f"the tokenizer of {folder} does not fit: it has {size:,} tokens, the model {cfg.vocab:,}")
+    for name in ("mask_id", "eos_id"):
+        i = getattr(cfg, name)
+        word = tokenizer.id_to_token(i)
+        if (i not in special or not special[i].special) and (word or name == "eos_id"):
+            raise ValueError(f"the tokenizer of {folder} does not fit: {i}, the model's {name}, is {word!r} in it")
+    return tokenizer
 
 
 # ---- sampling ------------------------------------------------------------------------------------------------------
