@@ -461,9 +461,9 @@ def load_dream(cfg):
     def show(step, token_L):
         nonlocal shown
         text = words(tokenizer, token_L[first:].tolist(), mask)
-        if step >= 0 and text != shown:  # a step may be left out
+        if step >= 0 and text != shown:  # -1 is the canvas as it was given, and a step may fill nothing
             show_step(int(step), text)
-            shown = text
+        shown = text
 
     def hook(step, token_BL):
         jax.debug.callback(show, step, token_BL[0], ordered=True)

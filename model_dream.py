@@ -248,13 +248,15 @@ def linear(x_BLD, weight, *spec, dtype=None):
 
     The scales of an Int8 multiply the product, in float32: every q is exact in bfloat16.
     """
-    quantised = isinstance(weight, Int8)
-    weight_FD = shard((weight.q_FD if quantised else weight).astype(x_BLD.dtype), *spec)
     x_TD, dtype = x_BLD.reshape(-1, x_BLD.shape[-1]), dtype or x_BLD.dtype
-    y_TF = jax.lax.dot_general(
-        x_TD, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32 if quantised else dtype
-    )
-    y_TF = (y_TF * weight.scale_F1[:, 0]).astype(dtype) if quantised else y_TF
+    scale_F, accumulate = 1, dtype
+    if isinstance(weight, Int8):
+        weight, scale_F, accumulate = weight.q_FD, weight.scale_F1[:, 0], jnp.float32
+        # the compiler would take the conversion out of the sampling loop: all matrices in x's dtype, all at once
+        weight, x_TD = jax.lax.optimization_barrier((weight, x_TD))
+    weight_FD = shard(weight.astype(x_BLD.dtype), *spec)
+    y_TF = jax.lax.dot_general(x_TD, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=accumulate)
+    y_TF = (y_TF * scale_F).astype(dtype)
     return y_TF.reshape(*x_BLD.shape[:-1], -1)
 
 
