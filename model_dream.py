@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
+import tokenizers
 import tyro
 from flax import nnx
 from jax.sharding import PartitionSpec as PS
@@ -227,9 +228,35 @@ def rotate(x_BLHK, cos_BLK, sin_BLK):
     return (x32 * cos_BLK[:, :, None] + swapped * sin_BLK[:, :, None]).astype(x_BLHK.dtype)
 
 
-def linear(x_BLD, weight_FD):
-    """x W^T over one axis of tokens, as a matmul of two matrices."""
-    y_TF = jax.lax.dot_general(x_BLD.reshape(-1, x_BLD.shape[-1]), weight_FD, (((1,), (1,)), ((), ())))
+class Int8(typing.NamedTuple):
+    """A matrix in a quarter of float32's bytes, for inference: W = q * scale, whole numbers from -127 to 127."""
+
+    q_FD: jax.Array
+    scale_F1: jax.Array  # float32; one for each row, which is an output channel, or a token's embedding
+
+
+@jax.jit
+def quantise(weight_FD):
+    """The nearest Int8: scale = max |row| / 127, q = round(row / scale); it is off by half a scale at most."""
+    weight_FD = weight_FD.astype(jnp.float32)
+    scale_F1 = jnp.max(jnp.abs(weight_FD), -1, keepdims=True) / 127
+    return Int8(jnp.round(weight_FD / jnp.where(scale_F1 > 0, scale_F1, 1)).astype(jnp.int8), scale_F1)
+
+
+def linear(x_BLD, weight, *spec, dtype=None):
+    """x W^T over one axis of tokens, as a matmul of two matrices, in x's dtype or another. W lies as spec says.
+
+    The scales of an Int8 multiply the product, in float32: every q is exact in bfloat16.
+    """
+    x_TD, dtype = x_BLD.reshape(-1, x_BLD.shape[-1]), dtype or x_BLD.dtype
+    scale_F, accumulate = 1, dtype
+    if isinstance(weight, Int8):
+        weight, scale_F, accumulate = weight.q_FD, weight.scale_F1[:, 0], jnp.float32
+        # the compiler would take the conversion out of the sampling loop: all matrices in x's dtype, all at once
+        weight, x_TD = jax.lax.optimization_barrier((weight, x_TD))
+    weight_FD = shard(weight.astype(x_BLD.dtype), *spec)
+    y_TF = jax.lax.dot_general(x_TD, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=accumulate)
+    y_TF = (y_TF * scale_F).astype(dtype)
     return y_TF.reshape(*x_BLD.shape[:-1], -1)
 
 
@@ -296,7 +323,7 @@ class Block(nnx.Module):
         B, L, _ = x_BLD.shape
 
         def project(x_BLD, name, *spec):
-            y_BLF = linear(x_BLD, shard(getattr(self, f"{name}_proj")[...].astype(x_BLD.dtype), *spec))
+            y_BLF = linear(x_BLD, getattr(self, f"{name}_proj").get_value(), *spec)
             return y_BLF + getattr(self, f"{name}_bias")[...].astype(x_BLD.dtype) if name in "qkv" else y_BLF
 
         n_BLD = rms_norm(x_BLD, self.input_layernorm[...], cfg.eps)
@@ -328,8 +355,9 @@ class Dream(nnx.Module):
 
     def lookup(self, token_BL):
         """Embeddings [B, L, D] in the computation's dtype."""
-        table_VD = shard(self.embed_tokens[...], "tensor", None)
-        return shard(table_VD[token_BL].astype(self.run.dtype), BATCH)
+        table = jax.tree.map(lambda x: shard(x, "tensor", None)[token_BL], self.embed_tokens.get_value())
+        x_BLD = table.q_FD * table.scale_F1 if isinstance(table, Int8) else table
+        return shard(x_BLD.astype(self.run.dtype), BATCH)
 
     def hidden(self, token_BL, position_BL=None, see_BM=None, cache=None, start=0):
         """Final-normed hidden states [B, L, D] of the tokens, and the cache [(k, v) of each layer].
@@ -353,8 +381,7 @@ class Dream(nnx.Module):
     def logits(self, hidden_BLD):
         """Float32 logits [B, L, V] of hidden states, not shifted: those at p are of the token at p + 1."""
         head = self.embed_tokens if self.cfg.tie else self.lm_head
-        weight_VD = shard(head[...].astype(hidden_BLD.dtype), "tensor", None)
-        return jnp.einsum("BLD,VD->BLV", hidden_BLD, weight_VD, preferred_element_type=jnp.float32)
+        return linear(hidden_BLD, head.get_value(), "tensor", None, dtype=jnp.float32)
 
     def __call__(self, token_BL, position_BL=None, see_BL=None, keep_BC=None):
         """Float32 logits [B, L, V], or [B, C, V] at the positions keep_BC alone."""
@@ -510,17 +537,14 @@ def from_hf(folder, dtype=None, run=None):
 
 
 @jax.jit
-def _bit_sums(tree):
-    def one(x):
-        words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
-        return jnp.sum(words.astype(jnp.uint32), dtype=jnp.uint32)
-
-    return jax.tree.map(one, tree)
+def _bit_sum(x):
+    words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+    return jnp.sum(words.astype(jnp.uint32), dtype=jnp.uint32)
 
 
 def bit_sums(tree):
     """{name: checksum} of a tree: the sum of each array's words modulo 2^32, the same however the array is split."""
-    return {name: int(value) for name, value in flatten(_bit_sums(tree)).items()}
+    return {name: int(value) for name, value in flatten(jax.tree.map(_bit_sum, tree)).items()}
 
 
 def save(folder, model, extra=()):
@@ -548,10 +572,34 @@ def save(folder, model, extra=()):
     os.rename(partial, folder)
 
 
-def load(folder, dtype=None, run=None, mesh=None):
+def restore(folder, target, dtype, sums, int8):
+    """The parameters of an Orbax folder in `dtype`, matrices as Int8 where int8 says so: a layer is read at a time.
+
+    So the stored model is never whole in memory beside another form of it. target is {name: ShapeDtypeStruct} with
+    shardings; sums as bit_sums gives them. Raises ValueError for other names or other bits.
+    """
+    params, wrong = {}, sums.keys() ^ target.keys()
+    for _, names in itertools.groupby(target, lambda name: name.rpartition(".")[0]):
+        item = unflatten({name: target[name] for name in names})
+        how = ocp.checkpoint_utils.construct_restore_args(item)
+        arguments = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            item = checkpointer.restore(folder, args=arguments)
+        wrong |= {name for name, value in bit_sums(item).items() if value != sums.get(name)}
+        for name, x in flatten(item).items():
+            params[name] = quantise(x) if int8 and x.ndim == 2 else x.astype(dtype)
+        del item, x  # before the next layer comes
+    if wrong:
+        raise ValueError(f"{', '.join(sorted(wrong))} differ from what was saved")
+    return unflatten(params)
+
+
+def load(folder, dtype=None, run=None, mesh=None, int8=False):
     """Read a checkpoint folder that `save` wrote, as a Dream in `dtype`; None keeps the stored one.
 
-    With a mesh each device reads its own part of every parameter. Raises ValueError or FileNotFoundError with one line.
+    With a mesh each device reads its own part of every parameter. With int8 the matrices, embedding and head too, are
+    quantised, a layer at a time, and dtype is that of the rest and of the computation: for inference, in half of
+    bfloat16's bytes. Raises ValueError or FileNotFoundError with one line.
     """
     folder, problem = Path(folder).absolute(), None
     if not (folder / "meta.json").is_file():
@@ -564,19 +612,66 @@ def load(folder, dtype=None, run=None, mesh=None):
         layout = shardings(mesh, shapes) if mesh else jax.tree.map(lambda _: one_device, shapes)
         stored = jnp.dtype(meta["dtype"])
         target = jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, stored, sharding=at), shapes, layout)
-        with ocp.StandardCheckpointer() as checkpointer:
-            params = checkpointer.restore(folder / "params", target)
-        got = bit_sums(params)
-        wrong = [name for name in got if got[name] != meta["sums"].get(name)]
-        if wrong:
-            problem = f"{', '.join(wrong)} differ from what was saved"
+        dtype = jnp.dtype(dtype or stored)
+        params = restore(folder / "params", flatten(target), dtype, meta["sums"], int8)
     except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
     if problem:
         raise ValueError(f"checkpoint {folder} cannot be read: {problem}")
-    dtype = jnp.dtype(dtype or stored)
-    params = jax.tree.map(lambda x: x.astype(dtype), params)
     return nnx.merge(graph_of(cfg, run or Run(dtype=dtype)), params)
+
+
+QWEN_SPLIT = (  # how Qwen's tokenizer cuts a text before it merges
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def load_tokenizer(folder, cfg):
+    """The tokenizer of a model's folder: tokenizer.json or, as Dream's lie on the Hub, vocab.json, merges.txt and the
+    added tokens of tokenizer_config.json or added_tokens.json.
+
+    Raises FileNotFoundError, or ValueError for files that are damaged or do not fit the model: more tokens than rows,
+    or a MASK or end token of the model that is an ordinary word.
+    """
+    folder, problem = Path(folder), None
+    try:
+        if (folder / "tokenizer.json").is_file():
+            tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            bpe = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+            tokenizer, pre, added = tokenizers.Tokenizer(bpe), tokenizers.pre_tokenizers, {}
+            tokenizer.normalizer, tokenizer.decoder = tokenizers.normalizers.NFC(), tokenizers.decoders.ByteLevel()
+            split = pre.Split(tokenizers.Regex(QWEN_SPLIT), "isolated")
+            tokenizer.pre_tokenizer = pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+            if (folder / "added_tokens.json").is_file():
+                added = {
+                    i: {"content": name} for name, i in json.loads((folder / "added_tokens.json").read_text()).items()
+                }
+            if (folder / "tokenizer_config.json").is_file():
+                config = json.loads((folder / "tokenizer_config.json").read_text())
+                added |= {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
+            for i in sorted(added):
+                special = added[i].get("special", True)
+                tokenizer.add_tokens([tokenizers.AddedToken(added[i]["content"], normalized=False, special=special)])
+                if tokenizer.token_to_id(added[i]["content"]) != i:
+                    raise ValueError(
+                        f"{added[i]['content']} is given as token {i}, which is not free or not the next one"
+                    )
+        else:
+            problem = "has no tokenizer.json, nor vocab.json and merges.txt; copy the model's into it"
+    except Exception as error:  # tokenizers raises nothing narrower for a broken file
+        raise ValueError(f"the tokenizer of {folder} cannot be read: {error}") from None
+    if problem:
+        raise FileNotFoundError(f"{folder} {problem}")
+    size, special = tokenizer.get_vocab_size(), tokenizer.get_added_tokens_decoder()
+    if size > cfg.vocab:
+        raise ValueError(f"the tokenizer of {folder} does not fit: it has {size:,} tokens, the model {cfg.vocab:,}")
+    for name in ("mask_id", "eos_id"):
+        i = getattr(cfg, name)
+        word = tokenizer.id_to_token(i)
+        if (i not in special or not special[i].special) and (word or name == "eos_id"):
+            raise ValueError(f"the tokenizer of {folder} does not fit: {i}, the model's {name}, is {word!r} in it")
+    return tokenizer
 
 
 # ---- sampling ------------------------------------------------------------------------------------------------------

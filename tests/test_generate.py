@@ -1,9 +1,11 @@
 """Text generation from a checkpoint: stop strings, streaming, fill-in-the-middle, batches, and bad input."""
 
 import dataclasses
+import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import data_prep
 import generate
+import model_dream as md
 import model_mdlm as mdlm
 import model_pythoncoder as pc
 
@@ -182,9 +185,19 @@ def test_mdlm_continues_and_fills_in_with_every_sampler(stories, capsys, sampler
 def test_mdlm_canvas_masks_anywhere_and_leaves_the_space_to_the_masked_words(stories):
     tokenizer = Tokenizer.from_file(str(stories / "step_5" / "tokenizer.json"))
     ids = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
-    canvas = generate.canvas_of(tokenizer, "Once [MASK:2] upon[MASK:1]", 9, 64)
-    assert canvas == [mdlm.BOS, *ids("Once"), mdlm.MASK, mdlm.MASK, *ids(" upon"), mdlm.MASK, mdlm.EOS]
-    assert generate.canvas_of(tokenizer, "Once", 3, 64) == [mdlm.BOS, *ids("Once"), *[mdlm.MASK] * 3]
+
+    def canvas(prompt, suffix="", **settings):
+        texts, sizes = generate.pieces(prompt, suffix, generate.Config(max_new=3, **settings))
+        return generate.canvas_of(tokenizer, texts, sizes, 64, mdlm.MASK, [mdlm.BOS], [mdlm.EOS])
+
+    masks = [mdlm.MASK] * 3
+    assert canvas("Once [MASK:2] upon[MASK:1]") == [
+        mdlm.BOS, *ids("Once"), *masks[:2], *ids(" upon"), *masks[:1], mdlm.EOS,
+    ]  # fmt: skip
+    assert canvas("Once") == [mdlm.BOS, *ids("Once"), *masks]
+    assert canvas("Once", " dragon") == [mdlm.BOS, *ids("Once"), *masks, *ids(" dragon"), mdlm.EOS]
+    assert canvas("a[MASK:1]b", "c") == [mdlm.BOS, *ids("a"), mdlm.MASK, *ids("b"), *masks, *ids("c"), mdlm.EOS]
+    assert canvas("[MASK] [MASK:1]", infill=False) == [mdlm.BOS, *ids("[MASK] [MASK:1]"), *masks]
 
 
 def test_mdlm_shows_its_steps_in_the_terminal_and_as_a_page(stories, capsys, tmp_path):
@@ -207,6 +220,8 @@ def test_mdlm_refuses_what_does_not_fit_and_a_folder_without_a_model(stories, tm
         ({"prompt": "x", "max_new": 64}, "do not fit the model's 64 positions"),
         ({"prompt": "x", "step": 7}, "holds no config.json"),
         ({"prompt": "x", "steps": 0}, "--steps at least 1"),
+        ({"prompt": "x", "sampler": "origin"}, "not one of mdlm's"),
+        ({"prompt": "x", "cache": "dual"}, "--cache is for --model=dream"),
         ({"prompt": "x[MASK:99999999999999999999]"}, "do not fit the model's 64 positions"),
         ({"prompt": "x [MASK] y"}, "[MASK:12]"),
         ({"prompt": "x", "stop": (".",)}, "--stop"),
@@ -218,3 +233,209 @@ def test_mdlm_refuses_what_does_not_fit_and_a_folder_without_a_model(stories, tm
     with pytest.raises(SystemExit) as end:
         generate.main(generate.Config(model="mdlm", ckpt=str(tmp_path), prompt="x"))
     assert "train_gpu.py" in str(end.value)
+
+
+# ---- Dream
+
+TEMPLATE = """{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+CODE = "def area(radius): return radius * 3"
+
+
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory):
+    """A converted Dream with random weights, a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("dream")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [*data_prep.SPECIAL.values(), "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([CODE] * 5, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
+    cfg = md.DreamConfig(
+        320,
+        32,
+        layers=1,
+        heads=4,
+        kv_heads=2,
+        head_size=8,
+        ffn=40,
+        positions=96,
+        mask_id=3,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+    )
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.5, x.shape), jnp.float32), md.param_shapes(cfg))
+    extra = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
+    md.save(folder / "model", nnx.merge(md.graph_of(cfg, md.Run()), params), extra)
+    silent = params | {"norm": 0 * params["norm"]}  # all logits are equal: the likeliest token is PAD, an end
+    md.save(folder / "silent", nnx.merge(md.graph_of(cfg, md.Run()), silent), extra)
+    return folder
+
+
+def dream_says(capsys, folder, **settings):
+    generate.main(generate.Config(**{"model": "dream", "ckpt": str(folder), "max_new": 8} | settings))
+    return capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"sampler": "origin", "steps": 5, "top_k": 9, "temperature": 0.9},
+        {"block_length": 4, "cache": "dual", "threshold": 0.5, "temperature": 0.0, "int8": True},
+    ],
+    ids=lambda settings: "-".join(settings) or "default",
+)
+def test_dream_continues_and_fills_in(coder, capsys, tmp_path, settings):
+    prompts = {"prompt": "def area"}, {"prompt": "def [MASK:4]: return[MASK:4] 3"}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    out, err = dream_says(capsys, coder / "model", file=str(tmp_path / "in.jsonl"), json=True, **settings)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert rows[0]["text"] == "def area" + rows[0]["completion"]
+    assert rows[1]["text"].startswith("def")
+    assert ": return" in rows[1]["text"]
+    assert rows[1]["text"].endswith(" 3")
+    for row in rows:
+        assert 0 <= row["tokens"] <= 8
+        assert not any(name in row["text"] for name in (*data_prep.SPECIAL.values(), "\u2591", "[MASK"))
+    pattern = r"(\d+) tokens in [\d.]+ s, ([\d.]+) tokens/s, (\d+) forward passes; compiling took ([\d.]+) s"
+    tokens, rate, forwards, compiling = map(float, re.search(pattern, err.splitlines()[-1]).groups())
+    assert tokens == sum(row["tokens"] for row in rows)
+    assert 1 <= forwards <= 32
+    assert min(rate, compiling) > 0
+
+
+def greedy(folder, ids, new):
+    """Ids that Dream writes behind some, without generate.py, up to the first that ends a text."""
+    model, tokenizer = md.load(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ends = [0, 2, tokenizer.token_to_id("<|im_end|>")]
+    rule = md.Sampling(vocab=tokenizer.get_vocab_size(), eos_ids=(2, 0, ends[2]))
+    (row,), _ = md.generate(model, [ids + [3] * new], 0, rule)
+    row = row[len(ids) :]
+    return tokenizer.decode(row[: min((i for i, token in enumerate(row) if token in ends), default=new)])
+
+
+def test_dream_wraps_a_prompt_in_the_chat_template_when_asked_or_when_the_name_says_instruct(coder, capsys):
+    tokenizer = Tokenizer.from_file(str(coder / "model" / "tokenizer.json"))
+    ids = tokenizer.encode("<|im_start|>user\nreturn 3<|im_end|>\n<|im_start|>assistant\n").ids
+    plain_ids = tokenizer.encode("return 3").ids
+    assert ids[0] == tokenizer.token_to_id("<|im_start|>")
+    settings = {"prompt": "return 3", "temperature": 0.0}
+    answer, plain = greedy(coder / "model", ids, 8), greedy(coder / "model", plain_ids, 8)
+    assert answer != plain
+    out, err = dream_says(capsys, coder / "model", chat="on", **settings)
+    assert out == answer + "\n"
+    assert "chat template" in err
+    out, err = dream_says(capsys, coder / "model", **settings)
+    assert out == f"return 3{plain}\n"
+    assert "plain completion; --chat=on" in err
+    (coder / "Coder-Instruct").symlink_to(coder / "model")
+    out, err = dream_says(capsys, coder / "Coder-Instruct", **settings)
+    assert out == f"return 3{plain}\n"  # the folder's own name counts, not that of a link
+    config = json.loads((coder / "model" / "config.json").read_text()) | {"_name_or_path": "owner/Coder-Instruct"}
+    (coder / "model" / "config.json").write_text(json.dumps(config))
+    assert dream_says(capsys, coder / "model", **settings)[0] == answer + "\n"
+    assert dream_says(capsys, coder / "model", chat="off", **settings)[0] == f"return 3{plain}\n"
+    row = json.loads(dream_says(capsys, coder / "model", prompt="x = ", suffix=" * 3", json=True, temperature=0.0)[0])
+    assert row["text"] == f"x = {row['completion']} * 3"  # a gap is filled in plain text
+    del config["_name_or_path"]
+    (coder / "model" / "config.json").write_text(json.dumps(config))
+
+
+def test_dream_answers_a_file_of_prompts_in_batches_as_it_answers_each(coder, capsys, monkeypatch, tmp_path):
+    requests = [{"prompt": CODE}, {"prompt": "def"}, {"prompt": "return ", "suffix": " * 3"}, {"prompt": "x [MASK:3]"}]
+    lines = "".join(json.dumps(r) + "\n" for r in requests)
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    settings = {"temperature": 0.0, "json": True}
+    together = dream_says(capsys, coder / "model", file="-", batch_size=3, **settings)[0].splitlines()
+    (tmp_path / "in.jsonl").write_text(lines)
+    alone = dream_says(capsys, coder / "model", file=str(tmp_path / "in.jsonl"), batch_size=1, **settings)[
+        0
+    ].splitlines()
+    together, alone = ([json.loads(line) for line in lines] for lines in (together, alone))
+    assert [row["text"] for row in together] == [row["text"] for row in alone]
+    assert [row["prompt"] for row in together] == [r["prompt"] for r in requests]
+    assert "completion" not in together[3]
+    drawn = dream_says(capsys, coder / "model", prompt="def", n=3, batch_size=1, temperature=1.0, json=True)[0]
+    assert len({json.loads(line)["completion"] for line in drawn.splitlines()}) == 3
+
+
+def test_dream_shows_its_steps_while_it_writes_and_as_a_page(coder, capsys, tmp_path):
+    page = tmp_path / "steps.html"
+    settings = {"prompt": "x <b>", "n": 2, "show_steps": True, "html": str(page), "max_new": 10, "temperature": 1.0}
+    out, _ = dream_says(capsys, coder / "model", **settings)
+    steps = out.split("step ")[1:]
+    masks = [line.count("\u2591") for line in steps]
+    assert masks[0] == 9
+    assert masks == sorted(masks, reverse=True)
+    assert "\x1b" not in out
+    assert page.read_text().count("<p>") == 2
+    assert "<b>" not in page.read_text()
+    assert re.search(r"title=.step \d+ of \d+", page.read_text())
+    silent = dream_says(capsys, coder / "model", **settings | {"show_steps": False})[0]
+    assert out.endswith(silent)  # watching changes nothing
+
+
+def test_dream_cuts_what_follows_an_end_token_and_keeps_what_was_given(coder, capsys):
+    for settings, text in (
+        ({"prompt": "def area"}, "def area"),
+        ({"prompt": "def[MASK:4](x): return[MASK:3] 3"}, "def(x): return 3"),
+        ({"prompt": "def", "suffix": " 3"}, "def 3"),
+    ):
+        row = json.loads(dream_says(capsys, coder / "silent", json=True, temperature=0.0, **settings)[0])
+        assert (row["text"], row["tokens"]) == (text, 0)
+    out = dream_says(capsys, coder / "model", prompt="def", temperature=0.0)[0].rstrip("\n")
+    cut = dream_says(capsys, coder / "model", prompt="def", temperature=0.0, stop=(out[6:8],))[0].rstrip("\n")
+    assert cut == "def" + out[3 : out.index(out[6:8], 3)]
+
+
+def test_dream_refuses_what_does_not_fit_in_one_line(coder, tmp_path):
+    for settings, part in (
+        ({"max_new": 96}, "do not fit the model's 96 positions"),
+        ({"prompt": "[MASK:99999999999999]"}, "do not fit the model's 96 positions"),
+        ({"prompt": "x [MASK] y"}, "[MASK:12]"),
+        ({"block_length": 3}, "block_length 3 does not divide the 8 tokens"),
+        ({"block_length": 4, "steps": 3}, "do not divide over 2 blocks"),
+        ({"cache": "dual"}, "set block_length"),
+        ({"sampler": "ancestral"}, "not one of dream's"),
+        ({"threshold": 1.5}, "threshold is 1.5"),
+        ({"steps": -1}, "--steps at least 0"),
+        ({"chat": "on", "suffix": "y"}, "filled in plain text"),
+        ({"html": str(tmp_path / "none" / "a.html")}, "there is no folder"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            generate.main(
+                generate.Config(
+                    **{"model": "dream", "ckpt": str(coder / "model"), "max_new": 8, "prompt": "x"} | settings
+                )
+            )
+        assert part in str(end.value)
+        assert "\n" not in str(end.value)
+    bare = tmp_path / "bare"
+    shutil.copytree(coder / "silent", bare)
+    (bare / "tokenizer_config.json").unlink()
+    (tmp_path / "odd").mkdir()
+    for folder, flags, change, part in (
+        (tmp_path / "odd", [], None, "convert_weights.py"),
+        (bare, ["--chat=on"], None, "holds no chat template"),
+        (bare, [], lambda: (bare / "tokenizer.json").write_text("{}"), "tokenizer of"),
+        (bare, [], lambda: (bare / "tokenizer.json").unlink(), "no tokenizer.json"),
+    ):
+        if change:
+            change()
+        result = command("--model=dream", f"--ckpt={folder}", "--prompt=x", *flags)
+        assert result.returncode == 1
+        assert "Traceback" not in result.stderr
+        assert part in result.stderr.strip().splitlines()[-1], result.stderr
