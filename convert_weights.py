@@ -7,8 +7,8 @@
     python convert_weights.py --source=out/train_tpu --out=out/my_model --push=me/my_model          # a run, published
 
 Reads a folder, or a repository of the Hub (token from HF_TOKEN, or what `hf auth login` stored). What it is, and so
-which way to go, is seen from the folder; a run of train_tpu.py or train_gpu.py gives its newest step. Writes --out under
-another name and renames it when it is whole:
+which way to go, is seen from the folder; a run of train_tpu.py or train_gpu.py gives its newest step. Writes --out
+under another name and renames it when it is whole:
 
     Dream, MDLM in Orbax: config.json, tokenizer files, meta.json, params/ (Zarr in chunks: a device reads its own part)
     PythonCoder in Orbax: a run folder as train_tpu.py writes it, without the optimizer
@@ -37,6 +37,7 @@ import time
 import typing
 from pathlib import Path
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
@@ -55,8 +56,8 @@ class Config:
     step: int = 0  # of a run folder; 0 takes the newest
     shard_gb: float = 5.0  # largest safetensors file
     verify: bool = False  # read --source and --out again and compare every tensor
-    reference: bool = False  # with --verify: compare a forward pass of transformers' Qwen2 with ours
-    push: str = ""  # upload --out to this repository of the Hub, OWNER/NAME
+    reference: bool = False  # verify, and compare a forward pass of transformers' Qwen2 with ours
+    push: str = ""  # verify, and upload --out to this repository of the Hub, OWNER/NAME
 
 
 CHUNK_BYTES = 32 << 20  # of the Zarr arrays, and of the pieces read from them
@@ -361,14 +362,55 @@ TOKENIZER_FILES = (
 DREAM_TOKENS = {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}
 
 
+# what Qwen2.5's tokenizer does beside its vocabulary and merges
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
 def small_files(checkpoint):
-    """{name: bytes} of the tokenizer's files; that of a Dream model must have its MASK, or gets Dream's tokens."""
+    """{name: bytes} of the tokenizer's files. That of a Dream model must have its MASK, or gets Dream's tokens; and it
+    is made of vocab.json and merges.txt where a repository holds no tokenizer.json. ValueError if it does not fit.
+    """
     paths = [checkpoint.folder / name for name in TOKENIZER_FILES]
     files = {path.name: path.read_bytes() for path in paths if path.is_file()}
-    if "tokenizer.json" in files and checkpoint.kind == "dream":
-        path = checkpoint.folder / "tokenizer.json"
-        files["tokenizer.json"] = fitted(files["tokenizer.json"], checkpoint.cfg, path)
+    if checkpoint.kind == "dream":
+        where = checkpoint.folder / "tokenizer.json"
+        if where.name not in files and {"vocab.json", "merges.txt"} <= files.keys():
+            where = checkpoint.folder / "vocab.json"
+            files["tokenizer.json"] = from_merges(files, where)
+            print(f"made tokenizer.json of {where} and merges.txt")
+        if "tokenizer.json" in files:
+            files["tokenizer.json"] = fitted(files["tokenizer.json"], checkpoint.cfg, where)
+    if "tokenizer.json" not in files:
+        print(f"{checkpoint.folder} has no tokenizer; generate.py will want a tokenizer.json beside the weights")
     return files
+
+
+def from_merges(files, where):
+    """The tokenizer.json of a repository that holds Qwen2.5's tokenizer as vocab.json, merges.txt and added tokens."""
+    try:
+        vocab, lines = json.loads(files["vocab.json"]), files["merges.txt"].decode().split("\n")
+        decoder = json.loads(files.get("tokenizer_config.json", b"{}")).get("added_tokens_decoder", {})
+        added = {int(number): {**SPECIAL, **token} for number, token in decoder.items()}
+        for name, number in json.loads(files.get("added_tokens.json", b"{}")).items():
+            added.setdefault(number, {"content": name, **SPECIAL})
+    except (ValueError, AttributeError, TypeError):
+        raise ValueError(f"{where} and the files beside it are no tokenizer") from None
+    split = {"type": "Split", "pattern": {"Regex": QWEN_WORDS}, "behavior": "Isolated", "invert": False}
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [{"id": number, **added[number]} for number in sorted(added)],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]},
+        "post_processor": BYTE_LEVEL,
+        "decoder": BYTE_LEVEL,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }
+    return json.dumps(tokenizer, indent=1, ensure_ascii=False).encode()
 
 
 def fitted(data, cfg, where):
@@ -396,8 +438,7 @@ def fitted(data, cfg, where):
         have = names.get(cfg.mask_id, "no token")
         problem = ", ".join(taken + moved) or f"id {cfg.mask_id}, the model's MASK, is {have!r}"
         raise ValueError(f"{where} does not fit: {problem}")
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    tokenizer["added_tokens"] += [{"id": number, "content": name, **plain} for name, number in missing.items()]
+    tokenizer["added_tokens"] += [{"id": number, "content": name, **SPECIAL} for name, number in missing.items()]
     print(f"added to the tokenizer: {', '.join(f'{name} {number}' for name, number in missing.items())}")
     return json.dumps(tokenizer, indent=2, ensure_ascii=False).encode()
 
@@ -482,7 +523,7 @@ def to_hub(source, out, shard_gb):
 
 
 def verify(source, out):
-    """Compare names, shapes, dtypes and all words of two checkpoints, one of each form; ValueError naming what differs."""
+    """Compare names, shapes, dtypes and all words of a checkpoint in either form; ValueError naming what differs."""
     if (source.params is None) == (out.params is None):
         form = "Orbax" if source.params else "safetensors"
         raise ValueError(f"{source.folder} and {out.folder} are both {form}; --verify compares one form with the other")
@@ -508,7 +549,112 @@ def verify(source, out):
     print(f"verified: {len(theirs)} tensors, {count:,} parameters, every byte equal", flush=True)
 
 
+def reference(source, out, length=24, float32_below=1e9):
+    """Run transformers' Qwen2 without its causal mask and our model on the same tokens; ValueError if they differ.
+
+    The same maths, written by others. Their weights are the safetensors, ours what model_dream.load makes of the Orbax
+    form. In float32 for models of fewer than float32_below parameters, else in the checkpoint's dtype.
+    """
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            f"--reference needs PyTorch and transformers ({error}): pip install torch transformers"
+        ) from None
+    hub, orbax = (out, source) if source.params else (source, out)
+    cfg, (arrays, dtype) = hub.cfg, open_safetensors(hub)
+    if sum(array.size for array in arrays.values()) < float32_below:
+        dtype = np.dtype("float32")
+    hf = {key: getattr(cfg, name) for name, key in dream.HF_KEYS.items() if not name.endswith("_id")}
+    with torch.device("meta"):
+        config = transformers.Qwen2Config(**hf, attn_implementation="eager", use_sliding_window=False)
+        model = transformers.Qwen2ForCausalLM(config).eval()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its table is in no checkpoint
+    stored = {np.dtype(np.float32): torch.float32, np.dtype(np.float16): torch.float16}
+    tensors = {}
+    for name, array in arrays.items():
+        bits = torch.from_numpy(words(array).view(f"int{8 * array.dtype.itemsize}")).reshape(array.shape)
+        tensor = bits.view(stored.get(array.dtype, torch.bfloat16))
+        tensors[dream.hf_name(name)] = tensor.to(stored.get(dtype, torch.bfloat16))
+    if cfg.tie:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    model.load_state_dict(tensors, assign=True)
+    token_BL = np.random.default_rng(0).integers(0, cfg.vocab, (2, length))
+    token_BL[1, :-1] = token_BL[0, :-1]  # the rows differ in the last token alone
+    with torch.inference_mode():  # an additive mask of zeros: eager attention then sees both sides
+        theirs_BLV = model(torch.from_numpy(token_BL), attention_mask=torch.zeros(2, 1, length, length)).logits
+        theirs_BLV = theirs_BLV.float().numpy()
+    del model, tensors
+    load = dream.load if (orbax.folder / "meta.json").is_file() else None
+    with jax.default_matmul_precision("highest"):
+        ours = load(orbax.folder, dtype) if load else dream.from_hf(hub.folder, dtype)
+        ours_BLV = np.asarray(ours(token_BL))
+    scale = np.abs(theirs_BLV).max()
+    error = np.abs(ours_BLV - theirs_BLV).max() / scale
+    reach = min(np.abs(logits[0, 0] - logits[1, 0]).max() for logits in (theirs_BLV, ours_BLV)) / scale
+    bound = 1e-4 if dtype == np.float32 else 0.15
+    print(
+        f"reference: transformers {transformers.__version__} Qwen2 in {dtype}, largest logit {scale:.4g}, largest "
+        f"difference {error:.2g} of it (bound {bound:g}); the last token moves the first logits by {reach:.2g} of it"
+    )
+    if not error <= bound or not reach:
+        raise ValueError(f"{hub.folder} and transformers differ by {error:.2g} of the largest logit, above {bound:g}")
+
+
 # ---- the Hub -------------------------------------------------------------------------------------------------------
+
+CARD = """---
+tags: [{tags}]
+{base}---
+
+# {name}
+
+{what}, {parameters:,} parameters in {dtype}, {form}. Every byte of every tensor was compared with what it was converted
+from by `convert_weights.py` of Unmask.
+
+{use}
+"""
+
+
+def model_card(checkpoint, repository, source):
+    """README.md of a repository of the Hub. It names no licence: that is the publisher's to say."""
+    arrays, dtype = open_orbax(checkpoint) if checkpoint.params else open_safetensors(checkpoint)
+    count = sum(math.prod(array.shape) for array in arrays.values())
+    named = source.count("/") == 1 and not source.startswith((".", "/")) and not Path(source).exists()
+    what = {
+        "dream": "A masked-diffusion language model of the Dream family",
+        "pythoncoder": "A code model with differential attention and multi-token prediction",
+        "mdlm": "A masked-diffusion language model",
+    }[checkpoint.kind]
+    use = f"Get the other form with: `python convert_weights.py --source={repository} --out=model`."
+    return CARD.format(
+        tags=f"unmask, {checkpoint.kind}, {'orbax' if checkpoint.params else 'safetensors'}",
+        base=f"base_model: {source}\n" if named else "",
+        name=repository.split("/")[1],
+        what=what,
+        parameters=count,
+        dtype=dtype,
+        form="an Orbax checkpoint for JAX" if checkpoint.params else "safetensors",
+        use=use,
+    )
+
+
+def push(checkpoint, out, repository, source):
+    """Upload a folder to the Hub; what a broken upload left there is not sent again."""
+    import huggingface_hub
+
+    card = out / "README.md"
+    if not card.exists():
+        card.write_text(model_card(checkpoint, repository, source))
+    api = huggingface_hub.HfApi()
+    try:
+        api.create_repo(repository, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=out, commit_message=f"Upload {checkpoint.kind} weights")
+    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.HFValidationError, OSError) as error:
+        problem = str(error).strip().splitlines()[0]
+        sys.exit(f"{out} was not uploaded to {repository}: {problem}; run again with --push={repository}")
+    print(f"uploaded {out} to {repository}")
 
 
 def fetch(repository, revision):
@@ -517,14 +663,19 @@ def fetch(repository, revision):
 
     patterns = ["*.safetensors", "*.json", "merges.txt", "*.jinja", "params/*", "checkpoints/*"]
     try:
-        return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        folder = huggingface_hub.snapshot_download(
+            repository, revision=revision, allow_patterns=patterns, ignore_patterns="*/opt/*"
+        )
+        return Path(folder)
     except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.LocalEntryNotFoundError, OSError) as error:
-        sys.exit(f"{repository} cannot be downloaded: {str(error).splitlines()[0]}")
+        sys.exit(f"{repository} cannot be downloaded: {str(error).strip().splitlines()[0]}")
 
 
 def main(cfg):
     if not cfg.source or not cfg.out:
         sys.exit("name both: --source=FOLDER_OR_REPOSITORY --out=FOLDER")
+    if cfg.push and cfg.push.count("/") != 1:
+        sys.exit(f"--push={cfg.push} is no repository of the Hub (OWNER/NAME)")
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback where we print one line
     source, out = Path(cfg.source), Path(cfg.out)
     if not source.exists():
@@ -535,18 +686,27 @@ def main(cfg):
     with contextlib.redirect_stderr(io.StringIO()):
         try:
             source = find(source, cfg.step)
-            if not (cfg.verify and out.exists()):
+            if out.exists() and (cfg.verify or cfg.reference or cfg.push):
+                print(f"{out} exists and is not written again")
+            else:
                 if source.params:
                     to_hub(source, out, cfg.shard_gb)
                 else:
                     to_orbax(source, out)
                 size, seconds = bytes_in(out), time.time() - started
                 print(f"wrote {out}: {size / 1e9:.2f} GB in {seconds:.0f} s, {size / 1e9 / seconds:.2f} GB/s")
-            if cfg.verify:
-                verify(source, find(out))
+            if cfg.verify or cfg.reference or cfg.push:  # what goes to the Hub was compared
+                written = find(out)
+                verify(source, written)
+            if cfg.reference:
+                if source.kind != "dream":
+                    raise ValueError(f"--reference knows Dream models; {source.folder} is {source.kind}")
+                reference(source, written)
         except Exception as error:  # Orbax raises nothing narrower for a full disk or a file that was cut short
-            print(str(error).splitlines()[0], file=sys.__stderr__, flush=True)
+            print((str(error) or repr(error)).splitlines()[0], file=sys.__stderr__, flush=True)
             os._exit(1)  # threads of a failed Orbax call print tracebacks until the process ends
+    if cfg.push:
+        push(written, out, cfg.push, cfg.source)
 
 
 if __name__ == "__main__":
