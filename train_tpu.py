@@ -130,21 +130,13 @@ def resolve(cfg, devices):
     if not cfg.model:
         cfg = dataclasses.replace(cfg, model="tiny" if memory is None else "small")
         for name in ("300m", "1b") if memory else ():
-            state_gib = (
-                18 * pc.count_params(pc.CONFIGS[name])["total"] / 2**30
-            )  # weights, moments, gradients, their sum
-            if state_gib / len(devices) + 8 <= memory:
+            state = 18 * pc.count_params(pc.CONFIGS[name])["total"]  # weights, moments, gradients, their sum, in bytes
+            if state / 2**30 / len(devices) + 8 <= memory:
                 cfg = dataclasses.replace(cfg, model=name)
     if cfg.model not in PRESETS and not cfg.init:
         sys.exit(f"--model={cfg.model}: not one of {', '.join(PRESETS)}")
-    for name, least in {
-        "log_every": 1,
-        "eval_rows": 1,
-        "keep": 1,
-        "steps": 0,
-        "batch_size": 0,
-        "micro_batch": 0,
-    }.items():
+    for name in ("log_every", "eval_rows", "keep", "steps", "batch_size", "micro_batch"):
+        least = int(name in ("log_every", "eval_rows", "keep"))
         if getattr(cfg, name) < least:
             sys.exit(f"--{name}={getattr(cfg, name)}: at least {least}")
     family = family_of(cfg)
