@@ -140,13 +140,11 @@ def resolve(cfg, devices):
         if getattr(cfg, name) < least:
             sys.exit(f"--{name}={getattr(cfg, name)}: at least {least}")
     family = family_of(cfg)
-    if cfg.init:
-        try:
-            model = md.read_config(cfg.resume or cfg.init)
-        except (FileNotFoundError, ValueError) as error:
-            sys.exit(str(error))
-    else:
-        model = PRESETS[cfg.model] if family is md else dataclasses.replace(PRESETS[cfg.model], diff=cfg.diff)
+    try:
+        model = md.read_config(cfg.resume or cfg.init) if cfg.init else PRESETS[cfg.model]
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(str(error))
+    model = dataclasses.replace(model, diff=cfg.diff) if family is pc else model
     seq_len = cfg.seq_len or min(model.positions, 2048)
     if seq_len > model.positions:
         sys.exit(f"--seq_len={seq_len} is longer than the {model.positions} positions of {cfg.model}")
@@ -162,10 +160,8 @@ def resolve(cfg, devices):
         if size % tensor:
             sys.exit(f"--tensor={tensor} does not divide the model's {name} groups ({size})")
     if model.vocab % (tensor * fsdp) or model.width % fsdp:
-        sys.exit(
-            f"fsdp {fsdp} x tensor {tensor} does not divide vocabulary {model.vocab} and width {model.width}; "
-            "try --fsdp=1"
-        )
+        sizes = f"vocabulary {model.vocab} and width {model.width}"
+        sys.exit(f"fsdp {fsdp} x tensor {tensor} does not divide {sizes}; try --fsdp=1")
     rows = batch // copies
     most = MICRO_BATCH.get(cfg.model.removeprefix("dream_"), 1)
     micro = cfg.micro_batch or next(m for m in range(min(rows, most), 0, -1) if rows % m == 0)
@@ -228,7 +224,7 @@ class Rows:
         except (OSError, ValueError, KeyError, TypeError):
             sys.exit(f"{folder}/meta.json is damaged; delete the folder and write it again with data_prep.py")
         self.total = int(self.first[-1])
-        self.columns = ["input_ids", "segments", "positions"] + ["fixed"] * (self.meta["source"] == "pairs")
+        self.columns = ["input_ids", "segments", "positions"] + ["fixed"] * (self.meta.get("source") == "pairs")
         self.order = functools.lru_cache(2)(self.order)
         self.shard = functools.lru_cache(3)(self.shard)
 
@@ -593,21 +589,19 @@ def find_data(cfg, model):
     meta, advice = train.meta, f"prepare it again: python data_prep.py --out=OTHER --seq_len={cfg.seq_len}"
     if meta["seq_len"] != cfg.seq_len:
         sys.exit(f"{folder} has rows of {meta['seq_len']} tokens, the run wants {cfg.seq_len}; {advice}")
-    if family_of(cfg) is pc and meta["source"] == "pairs":
+    coder = family_of(cfg) is pc
+    if coder and len(train.columns) > 3:
         sys.exit(f"{folder} holds pairs, whose prompts PythonCoder would learn too; they are for --model=dream_...")
-    if family_of(cfg) is pc and meta["vocab_size"] > model.vocab:
-        sys.exit(
-            f"{folder} has {meta['vocab_size']:,} token ids, the model {model.vocab:,}; {advice}"
-            f" --vocab_size={model.vocab}"
-        )
+    if coder and meta["vocab_size"] > model.vocab:
+        advice += f" --vocab_size={model.vocab}"
+        sys.exit(f"{folder} has {meta['vocab_size']:,} token ids, the model {model.vocab:,}; {advice}")
     tokenizer = (folder / "tokenizer.json").read_bytes()
     if hashlib.sha256(tokenizer).hexdigest() != meta["tokenizer_sha256"]:
         sys.exit(f"{folder}/tokenizer.json is not the one that made the shards; {advice}")
     if train.total < cfg.batch_size:
-        sys.exit(
-            f"{folder} has {train.total} training rows, a step takes {cfg.batch_size}; lower --batch_size or add data"
-        )
-    if family_of(cfg) is md:
+        advice = "lower --batch_size or add data"
+        sys.exit(f"{folder} has {train.total} training rows, a step takes {cfg.batch_size}; {advice}")
+    if not coder:
         model, tokenizer = with_mask(cfg, model, meta, tokenizer)
     return train, heldout, tokenizer, model
 
@@ -618,33 +612,35 @@ def with_mask(cfg, model, meta, tokenizer_json):
     That is <|mask|> or <mask> of the data's tokenizer, else a token added to the copy that the run keeps. With --init
     model and tokenizer stay what they are there, and the data's ids have to mean the same.
     """
-    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
-    masks = "<|mask|>", "<mask>"
-    if cfg.init:
-        start = Path(cfg.resume or cfg.init)
-        if (start / "tokenizer.json").is_file():
-            tokenizer_json = (start / "tokenizer.json").read_bytes()
-        known = tokenizers.Tokenizer.from_str(tokenizer_json.decode()).get_vocab(with_added_tokens=True)
-        changed = sum(known.get(token) != i for token, i in tokenizer.get_vocab(with_added_tokens=True).items())
-        wrong = f"{changed:,} of its tokens have other ids" if changed else ""
-        if meta["vocab_size"] > model.vocab:
-            wrong = f"its {meta['vocab_size']:,} ids are more than the model's {model.vocab:,}"
-        elif meta["eos_id"] != model.eos_id:
-            wrong = f"its documents end with id {meta['eos_id']}, the model's with {model.eos_id}"
-        elif tokenizer.id_to_token(model.mask_id) not in (None, *masks):
-            wrong = f"{tokenizer.id_to_token(model.mask_id)!r} is the model's MASK, {model.mask_id}"
-        if wrong:
-            advice = f"prepare it with --tokenizer={start}/tokenizer.json"
-            sys.exit(f"the data's tokenizer is not that of {start}: {wrong}; {advice}")
-        return model, tokenizer_json
-    mask_id = next((i for i in map(tokenizer.token_to_id, masks) if i is not None), None)
-    if mask_id is None:
-        tokenizer.add_special_tokens([masks[0]])
-        mask_id, tokenizer_json = tokenizer.token_to_id(masks[0]), tokenizer.to_str().encode()
-    vocab = -(-max(meta["vocab_size"], mask_id + 1) // 128) * 128
-    eos = meta["eos_id"]
-    ids = {"mask_id": mask_id, "pad_id": meta["pad_id"], "bos_id": meta.get("bos_id", eos), "eos_id": eos}
-    return dataclasses.replace(model, vocab=vocab, **ids), tokenizer_json
+    tokenizer, masks = tokenizers.Tokenizer.from_str(tokenizer_json.decode()), ("<|mask|>", "<mask>")
+    if not cfg.init:
+        mask_id = next((i for i in map(tokenizer.token_to_id, masks) if i is not None), None)
+        if mask_id is None:
+            tokenizer.add_special_tokens([masks[0]])
+            mask_id, tokenizer_json = tokenizer.token_to_id(masks[0]), tokenizer.to_str().encode()
+        vocab, eos = -(-max(meta["vocab_size"], mask_id + 1) // 128) * 128, meta["eos_id"]
+        ids = {"mask_id": mask_id, "pad_id": meta["pad_id"], "bos_id": meta.get("bos_id", eos), "eos_id": eos}
+        return dataclasses.replace(model, vocab=vocab, **ids), tokenizer_json
+    path, wrong, known = Path(cfg.resume or cfg.init) / "tokenizer.json", "", tokenizer
+    if path.is_file():
+        tokenizer_json = path.read_bytes()
+        try:
+            known = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
+        except Exception as error:  # tokenizers raises no narrower class
+            sys.exit(f"{path} cannot be read: {str(error).splitlines()[0]}")
+    theirs, ours = (t.get_vocab(with_added_tokens=True) for t in (known, tokenizer))
+    changed = sum(theirs.get(token) != i for token, i in ours.items())
+    if changed:
+        wrong = f"{changed:,} of its tokens have other ids"
+    elif max(ours.values()) >= model.vocab:
+        wrong = f"its {meta['vocab_size']:,} ids are more than the model's {model.vocab:,}"
+    elif meta["eos_id"] != model.eos_id:
+        wrong = f"its documents end with id {meta['eos_id']}, the model's with {model.eos_id}"
+    elif tokenizer.id_to_token(model.mask_id) not in (None, *masks):
+        wrong = f"{tokenizer.id_to_token(model.mask_id)!r} is the model's MASK, {model.mask_id}"
+    if wrong:
+        sys.exit(f"the data's tokenizer is not that of {path.parent}: {wrong}; prepare it with --tokenizer={path}")
+    return model, tokenizer_json
 
 
 def main(cfg):
@@ -762,7 +758,7 @@ def main(cfg):
         sums = np.zeros(3)
         for part in ids.reshape(-1, 1, micro * copies):
             with jax.set_mesh(mesh):
-                parts = evaluate(state["params"], to_devices(heldout, part, rows_at), jnp.asarray(part[0]), bytes_V)
+                parts = evaluate(state["params"], to_devices(heldout, part, rows_at), part[0], bytes_V)
             sums += [float(x) for x in parts]
         return {"heldout_nats": sums[0] / sums[1], "bits_per_byte": sums[0] / math.log(2) / sums[2]}
 

@@ -345,7 +345,7 @@ def test_diverging_stops_after_five_steps_without_a_finite_gradient(data, tmp_pa
 # ---- Dream ---------------------------------------------------------------------------------------------------------
 
 DREAM = md.DreamConfig(
-    640, 32, layers=2, heads=2, kv_heads=1, head_size=16, ffn=64, positions=64, mask_id=3, pad_id=0, bos_id=0, eos_id=0
+    640, 32, layers=1, heads=2, kv_heads=1, head_size=16, ffn=64, positions=64, mask_id=3, pad_id=0, bos_id=0, eos_id=0
 )
 
 
@@ -359,7 +359,8 @@ def one_device(monkeypatch):
 
 def dream_config(data, out, **changes):
     settings = {"model": "dream_test", "seq_len": 64, "batch_size": 8, "micro_batch": 4, "log_every": 1, "steps": 4}
-    settings |= {"eval_every": 2, "eval_rows": 8, "compile_cache": "", "lr": 3e-3, "warmup": 1}
+    settings |= {"eval_every": 2, "eval_rows": 8, "lr": 3e-3, "warmup": 1}
+    settings |= {"compile_cache": str(Path(data).parent / "cache")}
     return train_tpu.Config(**settings | {"data": str(data), "out": str(out)} | changes)
 
 
@@ -397,20 +398,22 @@ def first_loss(model, folder, seed=0):
     return float(nats) / free_BL.sum()
 
 
-def test_a_dream_learns_one_batch_by_heart():
-    token_ABL = jnp.asarray(np.random.default_rng(0).integers(4, 60, (1, 4, 32)))
+def test_a_dream_learns_the_answers_to_eight_prompts_by_heart():
+    token_ABL = jnp.asarray(np.random.default_rng(0).integers(4, 64, (1, 8, 16)))
     batch = {"token_ABL": token_ABL, "segment_ABL": jnp.ones_like(token_ABL)}
-    batch["position_ABL"] = jnp.broadcast_to(jnp.arange(32), token_ABL.shape)
-    cfg = md.DreamConfig(64, 64, 2, 4, 2, 16, 128, mask_id=3, pad_id=0, bos_id=0, eos_id=0, positions=64)
-    optimizer, params = train_tpu.make_optimizer(1.0, 0.0), md.new_params(cfg, 0)
-    state, settings = {"params": params, "opt": optimizer.init(params)}, train_tpu.Config(model="dream_tiny")
+    batch["position_ABL"] = jnp.broadcast_to(jnp.arange(16), token_ABL.shape)
+    batch["fixed_ABL"] = jnp.broadcast_to((jnp.arange(16) < 4).astype(int), token_ABL.shape)  # prompts of four tokens
+    cfg = md.DreamConfig(64, 64, 2, 4, 2, 16, 128, mask_id=3, pad_id=0, bos_id=0, eos_id=0, positions=64, theta=100.0)
+    optimizer, params = train_tpu.make_optimizer(1.0, 0.0), jax.jit(lambda: md.new_params(cfg, 0))()
+    state = {"params": params, "opt": jax.jit(optimizer.init)(params)}
+    settings = train_tpu.Config(model="dream_tiny")
     step = jax.jit(train_tpu.make_step(settings, md.graph_of(cfg, md.Run()), optimizer, 1e-2, 1000, 3))
     history = []
-    for i in range(120):
+    for i in range(150):
         state, metrics = step(state, batch, i)
         history.append(float(metrics["loss"]))
-    assert np.mean(history[:3]) == pytest.approx(np.log(63), rel=0.15)
-    assert np.mean(history[-20:]) < 0.5  # of rows that are wholly masked nothing can be known: log(4) / 32 = 0.04
+    assert history[0] > 2
+    assert np.mean(history[-20:]) < 0.5
 
 
 def test_a_dream_run_ends_with_what_generate_needs_and_resuming_equals_not_stopping(data, one_device, tmp_path):
