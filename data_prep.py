@@ -5,6 +5,7 @@
     python data_prep.py --source=tinystories --out=data/tinystories    # a download; needs: pip install datasets
     python data_prep.py --roots ~/src ~/work --out=data/mine       # all .py files below these folders
     python data_prep.py --tokenizer=qwen/tokenizer.json --fim_rate=0.5 --out=data/fim
+    python data_prep.py --source=pairs.jsonl --eos_to=64 --out=data/pairs    # prompts and responses, for Dream
     python data_prep.py --source=parquet --roots shards --tokenizer=qwen/tokenizer.json --seq_len=4096 --out=data/long
 
 --source=python reads .py files, drops generated, minified, huge, non-UTF-8 and unparsable ones, exact and near
@@ -14,8 +15,12 @@ end with EOS and may run over row borders), one training shard for each input fi
 --source=FILE or FOLDER reads text of any size, in little memory: a file is split at each <|endoftext|>, and is one
 document if it has none. A folder is searched for .txt, .text, .md and .py files; what is not UTF-8 is left out.
 
---rows=packed, for PythonCoder, fills every row with documents that follow each other, each ended by EOS. --rows=padded,
-for MDLM, starts each document in a row of its own: BOS, tokens, EOS, then PAD; a long one goes on in the next rows.
+--source=FILE.jsonl reads pairs, a line each: {"prompt": TEXT, "response": TEXT}. Their rows hold whole pairs, a longer
+one is left out, and have one more column, fixed: 1 where a token is of a prompt, which is never masked and not learnt.
+
+--rows=packed, for PythonCoder and Dream, fills every row with documents that follow each other, each ended by EOS.
+--rows=padded, for MDLM, starts each document in a row of its own: BOS, tokens, EOS, then PAD; a long one goes on
+in the next rows.
 
 Writes --out: tokenizer.json, train/00000.parquet, heldout/00000.parquet and so on (columns input_ids, segments and
 positions, int32 lists of seq_len) and, last of all, meta.json (special ids, counts, shards and their hashes, for padded
@@ -60,7 +65,7 @@ from tqdm import tqdm
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    source: str = "python"  # python, parquet (a column input_ids), tinystories, or a file or folder of text
+    source: str = "python"  # python, parquet (column input_ids), tinystories, FILE.jsonl (pairs), a text file, a folder
     roots: tuple[str, ...] = ()  # folders or files of python or parquet; none: the standard library, without its tests
     out: str = "data/python"  # folder to write
     tokenizer: str = ""  # tokenizer.json to use; "" trains one on the training documents
@@ -70,6 +75,7 @@ class Config:
     seq_len: int = 0  # tokens in a row; 0 is 2048 for packed rows, 256 for padded ones
     heldout: float = 0.02  # fraction of the documents held out
     fim_rate: float = 0.0  # fraction of the training documents rearranged for fill-in-the-middle
+    eos_to: int = 1  # EOS fills each response to a multiple of so many tokens, as the end of a canvas to sample on
     max_bytes: int = 1_000_000  # larger Python files are dropped as huge
     shard_bytes: int = 16_000_000  # text that goes into one shard, about 5 M tokens
     workers: int = 0  # processes that read files, threads that tokenise; 0 means all cores
@@ -85,6 +91,7 @@ NOT_THE_LIBRARY = {
 }  # its own tests are 60 % of the bytes
 FIM = {part: f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix")}  # Qwen2.5's names; its ids are 151659-151661
 SPECIAL = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "mask": "<mask>", "unk": "<unk>"}  # of padded rows, in order
+PAIR = '{"prompt": TEXT, "response": TEXT}'  # a line of FILE.jsonl
 SEPARATOR = "<|endoftext|>"  # between the documents of a text file
 TEXT = (".txt", ".text", ".md", ".py")  # what is read in a folder of text
 TINYSTORIES = "roneneldan/TinyStories"  # the data set on Hugging Face, or a folder of the same
@@ -121,6 +128,7 @@ class Item(typing.NamedTuple):
 class Document(typing.NamedTuple):
     text: str
     size: int  # bytes
+    prompt: int = 0  # characters at its beginning that are a prompt
 
 
 class Vocabulary(typing.NamedTuple):
@@ -132,7 +140,9 @@ class Vocabulary(typing.NamedTuple):
 
 
 def main(cfg):
-    kind = cfg.source if cfg.source in ("python", "parquet") else "text"
+    kind = "pairs" if cfg.source.endswith(".jsonl") else "text"
+    kind = cfg.source if cfg.source in ("python", "parquet") else kind
+    file = kind in ("text", "pairs")  # or folder
     rows = cfg.rows or ("padded" if kind == "text" else "packed")
     cfg = dataclasses.replace(cfg, rows=rows, seq_len=cfg.seq_len or {"packed": 2048, "padded": 256}[rows])
     for fine, problem in (
@@ -147,11 +157,16 @@ def main(cfg):
         (kind != "parquet" or rows == "packed", "--rows=padded needs text: it does not go with --source=parquet"),
         (kind != "parquet" or not cfg.fim_rate, "--fim_rate cuts text: it does not go with --source=parquet"),
         (rows == "packed" or not cfg.fim_rate, "--fim_rate goes with --rows=packed only"),
-        (kind != "text" or not cfg.roots, f"--roots does not go with --source={cfg.source}, which names what to read"),
+        (kind != "pairs" or rows == "packed", "--rows=padded does not go with pairs"),
+        (kind != "pairs" or not cfg.fim_rate, "--fim_rate cuts text: it does not go with pairs"),
+        (cfg.eos_to >= 1, f"--eos_to={cfg.eos_to} must be at least 1"),
+        (kind == "pairs" or cfg.eos_to == 1, "--eos_to goes with pairs, --source=FILE.jsonl, only"),
+        (not file or not cfg.roots, f"--roots does not go with --source={cfg.source}, which names what to read"),
         (
-            kind != "text" or cfg.source == "tinystories" or Path(cfg.source).exists(),
+            not file or cfg.source == "tinystories" or Path(cfg.source).exists(),
             f"--source={cfg.source} does not exist; name a file or folder of text, or python, parquet or tinystories",
         ),
+        (kind != "pairs" or Path(cfg.source).is_file(), f"--source={cfg.source} is no file"),
     ):
         if not fine:
             sys.exit(problem)
@@ -184,6 +199,8 @@ def prepare(cfg, kind, out, vocabulary):
     start, padded = time.time(), cfg.rows == "padded"
     settings = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in ("roots", "out", "workers", "rows")}
     settings |= {"rows": "padded"} if padded else {}  # folders from before there was a choice stay what they are
+    if kind != "pairs":
+        del settings["eos_to"]
     settings["source"] = "tinystories" if cfg.source == "tinystories" else kind
     settings["tokenizer"] = hashlib.sha256(vocabulary.data).hexdigest() if vocabulary else ""
     record = next((out / name for name in ("meta.json", "progress.json") if (out / name).exists()), None)
@@ -200,8 +217,8 @@ def prepare(cfg, kind, out, vocabulary):
     elif any((out / name).exists() for name in ("tokenizer.json", "train", "heldout")):
         sys.exit(f"{out} holds files that data_prep.py did not write; choose another --out")
 
-    gather = {"python": gather_python, "parquet": gather_parquet, "text": gather_text}[kind]
-    documents = {"python": python_documents, "text": text_documents}.get(kind)
+    gather = {"python": gather_python, "parquet": gather_parquet, "text": gather_text, "pairs": gather_pairs}[kind]
+    documents = {"python": python_documents, "text": text_documents, "pairs": pair_documents}.get(kind)
     groups, dropped = gather(cfg, vocabulary)
     items = {(item.name, item.sha256) for split in groups.values() for group in split for item in group}
     listing = json.dumps([1, settings, sorted(items)]).encode()
@@ -242,6 +259,7 @@ def prepare(cfg, kind, out, vocabulary):
     for split in groups:
         (out / split).mkdir(exist_ok=True)
         total = dict.fromkeys(("documents", "tokens", "bytes", "rows"), 0)
+        total |= {"too_long": 0} if kind == "pairs" else {}
         total |= {"shards": [], "lengths": np.zeros(len(LENGTHS) + 1, np.int64)}
         for number, group in enumerate(groups[split]):
             path = out / split / f"{number:05}.parquet"
@@ -251,7 +269,7 @@ def prepare(cfg, kind, out, vocabulary):
                     pairs = parquet_documents(group, split, vocabulary, cfg)
                 else:
                     pairs = tokenised(documents(group, split, cfg), split, vocabulary, cfg)
-                counts = write_shard(path, pairs, cfg, vocabulary.special, fingerprint)
+                counts = write_shard(path, pairs, cfg, vocabulary.special, fingerprint, kind == "pairs")
             if not counts["rows"]:
                 path.unlink()
                 continue
@@ -270,8 +288,9 @@ def prepare(cfg, kind, out, vocabulary):
     write(out / "meta.json", meta)
     (out / "progress.json").unlink()
     print(f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}")
+    keys = "documents", "bytes", "tokens", "rows", "too_long"
     for split, total in meta["splits"].items():
-        print(" | ".join([split] + [f"{key} {total[key]:,}" for key in ("documents", "bytes", "tokens", "rows")]))
+        print(" | ".join([split] + [f"{key} {total[key]:,}" for key in keys if key in total]))
     print(f"wrote {out} in {time.time() - start:.0f} s")
 
 
@@ -484,7 +503,10 @@ def python_documents(group, split, cfg):
 def tokenised(documents, split, vocabulary, cfg):
     """(ids, bytes) of each document, tokenised by all cores; --fim_rate of those to train on as fill-in-the-middle."""
 
-    def cut(text):
+    def cut(document):
+        text = document.text
+        if document.prompt:
+            return [([], text[: document.prompt]), ([], text[document.prompt :])]
         if cfg.fim_rate and split == "train":
             rng = random.Random(f"{cfg.seed} {hashlib.sha256(text.encode()).hexdigest()}")
             if rng.random() < cfg.fim_rate:
@@ -494,13 +516,15 @@ def tokenised(documents, split, vocabulary, cfg):
     waiting = None
     with concurrent.futures.ThreadPoolExecutor(1) as thread:  # tokenises one batch ahead of what is written
         for batch in itertools.chain(batched(documents, BATCH_BYTES), [[]]):
-            cuts = [cut(document.text) for document in batch]
+            cuts = [cut(document) for document in batch]
             texts = [text for pieces in cuts for _, text in pieces]
             made = thread.submit(vocabulary.encoder.encode_batch_fast, texts, add_special_tokens=False)
             if waiting:
                 encodings = iter(waiting[2].result())
                 for document, pieces in zip(*waiting[:2], strict=True):
-                    parts = (head + next(encodings).ids for head, _ in pieces)
+                    parts = [head + next(encodings).ids for head, _ in pieces]
+                    if document.prompt:
+                        parts[0] = [~id for id in parts[0]]  # how prompts are told from responses, up to pair_rows
                     yield np.fromiter(itertools.chain.from_iterable(parts), np.int32), document.size
             waiting = batch, cuts, made
 
@@ -594,6 +618,60 @@ def text_documents(group, split, cfg):
             heldout = draw(cfg.seed, hashlib.sha256(data).hexdigest()) < cfg.heldout
             if heldout == (split == "heldout") and text and not text.isspace():
                 yield Document(text, len(data))
+
+
+# ---- Pairs of prompt and response
+
+
+def gather_pairs(cfg, vocabulary):
+    """Ranges of whole lines, by split and shard. All are read through first: bad ones are known before a row is."""
+    items, bad, number, start = [], [], 0, 0
+    try:
+        with open(cfg.source, "rb") as file:
+            while lines := file.readlines(cfg.shard_bytes):
+                for number, line in enumerate(lines, number + 1):  # noqa: B020
+                    try:
+                        read_pair(line)
+                    except ValueError as error:
+                        bad.append(f"line {number} {error}")
+                data = b"".join(lines)
+                name = f"{os.path.basename(cfg.source)}@{start}"
+                items.append(Item(name, cfg.source, hashlib.sha256(data).hexdigest(), len(data), start))
+                start += len(data)
+    except OSError as error:
+        sys.exit(f"{cfg.source} cannot be read ({error.strerror})")
+    if bad:
+        more = f" and {len(bad) - 3:,} more" if len(bad) > 3 else ""
+        sys.exit(f"{cfg.source}: {'; '.join(bad[:3])}{more}")
+    if not items:
+        sys.exit(f"{cfg.source} is empty; a line of it is a pair, {PAIR}")
+    return {"train": [[item] for item in items], "heldout": [items] if cfg.heldout else []}, {}
+
+
+def read_pair(line):
+    """(prompt, response) of a line, None of an empty one. Raises ValueError that says what is wrong with it."""
+    if not line.strip():
+        return None
+    try:
+        pair = json.loads(line if isinstance(line, str) else line.decode())
+    except ValueError:
+        raise ValueError("is not JSON in UTF-8") from None
+    if not isinstance(pair, dict) or not all(isinstance(pair.get(key), str) for key in ("prompt", "response")):
+        raise ValueError(f"is not {PAIR}")
+    try:
+        "".join((pair["prompt"], pair["response"])).encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half a surrogate pair") from None
+    return pair["prompt"], pair["response"]
+
+
+def pair_documents(group, split, cfg):
+    """The pairs of this split; what is held out is drawn by a hash of the prompt, which is then in no training pair."""
+    for item in group:
+        for prompt, response in filter(None, map(read_pair, read_text(item).split("\n"))):
+            if (draw(cfg.seed, hashlib.sha256(prompt.encode()).hexdigest()) < cfg.heldout) == (split == "heldout"):
+                text = prompt + response
+                yield Document(text, len(text.encode()), len(prompt))
 
 
 def tinystories(out):
@@ -797,18 +875,47 @@ def pad_rows(documents, seq_len, special):
     return tokens_RL, segments_RL, segments_RL * np.arange(seq_len, dtype=np.int32)
 
 
-def write_shard(path, pairs, cfg, special, fingerprint):
-    """Write (ids, bytes) pairs as rows of a Parquet file; returns its counts, which the file carries too."""
+def pair_rows(pairs, seq_len, eos, eos_to):
+    """Whole pairs in rows, each where it still fits the last one: int32 tokens, segments, positions and fixed, all _RL.
+
+    A pair's ids are those of the prompt as ~id and those of the response; EOS fills the response to a multiple of
+    eos_to, one EOS at least. Segments and positions are those of pack(); fixed is 1 where a token is a prompt's.
+    """
+    rows, room = [], 0
+    for ids in pairs:
+        response = np.count_nonzero(ids >= 0)
+        ids = np.append(ids, np.full(-(response + 1) % eos_to, eos, np.int32))  # pack() adds the last one
+        if len(ids) + 1 > room:
+            rows.append([])
+            room = seq_len
+        rows[-1].append(ids)
+        room -= len(ids) + 1
+    columns = zip(*(pack(row, seq_len, eos, eos) for row in rows), strict=True)
+    tokens_RL, *rest = (np.concatenate(column) for column in columns)
+    return np.where(tokens_RL < 0, ~tokens_RL, tokens_RL), *rest, (tokens_RL < 0).astype(np.int32)
+
+
+def write_shard(path, pairs, cfg, special, fingerprint, fixed):
+    """Write (ids, bytes) pairs as rows of a Parquet file; returns its counts, which the file carries too.
+
+    With `fixed` they are pairs of prompt and response. What is too long for a row is counted and left out.
+    """
     seq_len, counts = cfg.seq_len, dict.fromkeys(("documents", "bytes", "tokens", "rows"), 0)
     if cfg.rows == "padded":
         counts["lengths"] = [0] * (len(LENGTHS) + 1)
+    counts |= {"too_long": 0} if fixed else {}
     kind = pa.list_(pa.int32(), seq_len)
-    schema = pa.schema([(name, kind) for name in ("input_ids", "segments", "positions")])
+    names = ("input_ids", "segments", "positions", "fixed")[: 3 + fixed]
+    schema = pa.schema([(name, kind) for name in names])
 
     def counted():
         for ids, text_bytes in tqdm(
             pairs, f"{path.parent.name} {path.stem}", unit=" documents", disable=None, leave=False
         ):
+            response = np.count_nonzero(ids >= 0)
+            if fixed and len(ids) + 1 + -(response + 1) % cfg.eos_to > seq_len:
+                counts["too_long"] += 1
+                continue
             counts.update(documents=counts["documents"] + 1, bytes=counts["bytes"] + text_bytes)
             if cfg.rows == "padded":
                 counts["lengths"][bisect.bisect_left(LENGTHS, len(ids) + 2)] += 1
@@ -818,6 +925,9 @@ def write_shard(path, pairs, cfg, special, fingerprint):
         if cfg.rows == "padded":
             batches = batched(counted(), BLOCK_TOKENS, lambda ids: len(ids) + seq_len)
             blocks = (pad_rows(batch, seq_len, special) for batch in batches)
+        elif fixed:
+            batches = batched(counted(), BLOCK_TOKENS, lambda ids: len(ids))
+            blocks = (pair_rows(batch, seq_len, special["eos"], cfg.eos_to) for batch in batches)
         else:
             blocks = packed_blocks(counted(), seq_len, special["eos"])
         for rows in blocks:

@@ -4,7 +4,7 @@
     python model_dream.py --model=7b      # the breakdown of one preset
 
 Flax NNX. Parameters keep the names and the [out, in] layout of the Hugging Face checkpoint, one array per tensor, so a
-conversion moves bytes and changes none. convert_weights.py converts, generate.py and coupled_grpo.py sample.
+conversion moves bytes and changes none. convert_weights.py converts, train_tpu.py trains, generate.py samples.
 
 Letters: B batch, L length, M length on the key side, W slots of a window, C positions of one chunk of logits, D width,
 H query heads, J key/value heads, G = H / J, K head size, F feed-forward width, V vocabulary, S denoising steps.
@@ -35,6 +35,7 @@ import orbax.checkpoint as ocp
 import tokenizers
 import tyro
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as PS
 
 import diffusion
@@ -146,6 +147,15 @@ def config_from_hf(path):
         return DreamConfig(**fields)
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         raise ValueError(f"{path} does not describe a Dream model: {error}") from None
+
+
+def read_config(folder):
+    """The DreamConfig of a checkpoint folder: converted, saved, or a run of train_tpu.py. Errors as config_from_hf."""
+    path = Path(folder) / "config.json"
+    try:
+        return DreamConfig(**json.loads(path.read_text())["model"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return config_from_hf(folder)
 
 
 def config_to_hf(cfg, dtype="bfloat16"):
@@ -260,30 +270,41 @@ def linear(x_BLD, weight, *spec, dtype=None):
     return y_TF.reshape(*x_BLD.shape[:-1], -1)
 
 
-def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256):
+def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, segment_BL=None):
     """softmax(q k^T / sqrt(K)) v, both ways: every query sees the keys with see_BM, and all without it. [B, L, H, K].
 
-    Query head h reads key/value head h // G. Scores and softmax are float32, for `block` queries at a time: at most
-    [B, H, block, M] of them exist. A row that sees no key gets the mean of all values, not NaN.
+    With segment_BL, the documents of packed rows (M = L), a query sees the keys of its own document alone. Query head h
+    reads key/value head h // G. Scores and softmax are float32, for `block` queries at a time: at most [B, H, block, M]
+    of them exist. A row that sees no key gets the mean of all values, not NaN.
     """
     B, L, H, K = q_BLHK.shape
-    J = k_BMJK.shape[2]
+    J, M = k_BMJK.shape[2], k_BMJK.shape[1]
     k_BJMK, v_BJMK = k_BMJK.swapaxes(1, 2), v_BMJK.swapaxes(1, 2)
 
-    def some(q_BLHK):
+    def some(queries):
+        q_BLHK, of_BL = queries
         q_BJTK = q_BLHK.reshape(B, -1, J, H // J, K).transpose(0, 2, 3, 1, 4).reshape(B, J, -1, K)  # T = G L
         score_BJTM = jnp.einsum("BJTK,BJMK->BJTM", q_BJTK, k_BJMK, preferred_element_type=jnp.float32) * K**-0.5
         if see_BM is not None:
             score_BJTM = jnp.where(see_BM[:, None, None], score_BJTM, -1e30)
+        if of_BL is not None:
+            same_B11LM = (of_BL[:, :, None] == segment_BL[:, None])[:, None, None]
+            score_BJGLM = score_BJTM.reshape(B, J, H // J, -1, M)
+            score_BJTM = jnp.where(same_B11LM, score_BJGLM, -1e30).reshape(score_BJTM.shape)
         prob_BJTM = jax.nn.softmax(score_BJTM, -1).astype(v_BJMK.dtype)
         o_BJTK = jnp.einsum("BJTM,BJMK->BJTK", prob_BJTM, v_BJMK)
         return o_BJTK.reshape(B, J, H // J, -1, K).transpose(0, 3, 1, 2, 4).reshape(B, -1, H, K)
 
     if L <= block:
-        return some(q_BLHK)
+        return some((q_BLHK, segment_BL))
     n = -(-L // block)
-    q_nBLHK = jnp.pad(q_BLHK, ((0, 0), (0, n * block - L), (0, 0), (0, 0))).reshape(B, n, block, H, K).swapaxes(0, 1)
-    o_nBLHK = jax.lax.map(jax.checkpoint(some), q_nBLHK)  # the backward pass makes the scores of a block again
+
+    def blocks(x_BL):
+        x_BL = jnp.pad(x_BL, ((0, 0), (0, n * block - L), *[(0, 0)] * (x_BL.ndim - 2)))
+        return x_BL.reshape(B, n, block, *x_BL.shape[2:]).swapaxes(0, 1)
+
+    # the backward pass makes the scores of a block again
+    o_nBLHK = jax.lax.map(jax.checkpoint(some), jax.tree.map(blocks, (q_BLHK, segment_BL)))
     return o_nBLHK.swapaxes(0, 1).reshape(B, n * block, H, K)[:, :L]
 
 
@@ -294,6 +315,14 @@ class Run:
     dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
     block: int = 256  # queries per block of the attention
     head_positions: int = 64  # positions per row whose logits exist at a time while sampling
+    remat: typing.Literal["none", "qkvo", "full"] = "none"  # what the backward pass of a layer recomputes
+    loss_tokens: int = 2048  # tokens whose logits exist at a time in the loss
+
+
+REMAT = {  # qkvo keeps the inputs and output of attention and recomputes the rest
+    "full": None,
+    "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn"),
+}
 
 
 class Block(nnx.Module):
@@ -313,11 +342,12 @@ class Block(nnx.Module):
         self.down_proj = normal(D, cfg.ffn, std=0.02 / math.sqrt(2 * cfg.layers))
         self.cfg = cfg
 
-    def __call__(self, x_BLD, rope, see_BM, run, cache=None, start=0):
+    def __call__(self, x_BLD, rope, see_BM, run, cache=None, start=0, segment_BL=None):
         """One layer: (new x, (k, v) [B, M, J, K] with the keys already rotated).
 
-        rope holds the queries' positions. With a cache, whose keys carry their own positions, the queries' keys and
-        values are written at slots start .. start + L - 1 of it, and all its slots are the keys.
+        rope holds the queries' positions, segment_BL their documents. With a cache, whose keys carry their own
+        positions, the queries' keys and values are written at slots start .. start + L - 1 of it, and all its slots are
+        the keys.
         """
         cfg = self.cfg
         B, L, _ = x_BLD.shape
@@ -327,14 +357,17 @@ class Block(nnx.Module):
             return y_BLF + getattr(self, f"{name}_bias")[...].astype(x_BLD.dtype) if name in "qkv" else y_BLF
 
         n_BLD = rms_norm(x_BLD, self.input_layernorm[...], cfg.eps)
-        q, k, v = (project(n_BLD, name, "tensor", None).reshape(B, L, -1, cfg.head_size) for name in "qkv")
+        q, k, v = (
+            checkpoint_name(project(n_BLD, name, "tensor", None).reshape(B, L, -1, cfg.head_size), name)
+            for name in "qkv"
+        )
         q_BLHK, k_BMJK, v_BMJK = rotate(q, *rope), rotate(k, *rope), v
         if cache is not None:
             k_BMJK, v_BMJK = (
                 jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, start, 0, 0))
                 for old, new in zip(cache, (k_BMJK, v_BMJK), strict=True)
             )
-        o_BLHK = attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block)
+        o_BLHK = checkpoint_name(attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, segment_BL), "attn")
         x_BLD = x_BLD + project(o_BLHK.reshape(B, L, -1), "o", None, "tensor")
         n_BLD = rms_norm(x_BLD, self.post_attention_layernorm[...], cfg.eps)
         hidden_BLF = jax.nn.silu(project(n_BLD, "gate", "tensor", None)) * project(n_BLD, "up", "tensor", None)
@@ -359,13 +392,14 @@ class Dream(nnx.Module):
         x_BLD = table.q_FD * table.scale_F1 if isinstance(table, Int8) else table
         return shard(x_BLD.astype(self.run.dtype), BATCH)
 
-    def hidden(self, token_BL, position_BL=None, see_BM=None, cache=None, start=0):
+    def hidden(self, token_BL, position_BL=None, see_BM=None, cache=None, start=0, segment_BL=None):
         """Final-normed hidden states [B, L, D] of the tokens, and the cache [(k, v) of each layer].
 
         Without a cache the keys are the tokens' own, and see_BM says which of them are not padding. With one of M slots
         the tokens are those of slots start .. start + L - 1 (start may be traced), see_BM is over all slots, and the
         new cache holds the tokens' fresh keys and values. position_BL defaults to the slot numbers; a constant offset
-        in a row changes nothing, so left padding needs no positions of its own.
+        in a row changes nothing, so left padding needs no positions of its own. segment_BL numbers the documents packed
+        into a row: no token sees another document.
         """
         B, L = token_BL.shape
         if position_BL is None:
@@ -373,9 +407,13 @@ class Dream(nnx.Module):
         rope = rope_table(position_BL, rope_frequencies(self.cfg.head_size, self.cfg.theta))
         x_BLD, new_cache = self.lookup(token_BL), []
         for i in range(self.cfg.layers):
-            layer_cache = None if cache is None else cache[i]
-            x_BLD, layer_cache = self.layers[str(i)](x_BLD, rope, see_BM, self.run, layer_cache, start)
-            new_cache.append(layer_cache)
+            layer, layer_cache = self.layers[str(i)], None if cache is None else cache[i]
+            if self.run.remat == "none":
+                x_BLD, layer_cache = layer(x_BLD, rope, see_BM, self.run, layer_cache, start, segment_BL)
+                new_cache.append(layer_cache)
+            else:  # training: nobody wants the keys and values
+                one = lambda x, layer=layer: layer(x, rope, see_BM, self.run, segment_BL=segment_BL)[0]  # noqa: E731
+                x_BLD = jax.checkpoint(one, policy=REMAT[self.run.remat])(x_BLD)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), new_cache
 
     def logits(self, hidden_BLD):
@@ -389,6 +427,53 @@ class Dream(nnx.Module):
         if keep_BC is not None:
             hidden_BLD = jnp.take_along_axis(hidden_BLD, keep_BC[..., None], 1)
         return self.logits(hidden_BLD)
+
+    def nelbo(self, token_BL, segment_BL, position_BL, t_BL, u_BL, fixed_BL=None):
+        """A bound on -log p of packed rows, in nats, summed: -sum 1 / t log p(token | noised row) over masked tokens.
+
+        t_BL is the noise level of each token's document, constant within it; a token becomes MASK where u_BL < t_BL, if
+        it is `counted`. Divided by the number of those it is the bound per token. The token at p is read from the
+        hidden state at p - 1, the first of a document from its own, as the sampler does. The head runs over chunks of
+        the row, whose logits the backward pass makes again. Ref: MDLM, arXiv:2406.07524, eq. 10, with alpha = 1 - t.
+        """
+        B, L = token_BL.shape
+        frozen_BL = ~counted(segment_BL, fixed_BL)
+        noised_BL, mask_BL = diffusion.q_sample(token_BL, t_BL, u_BL, "linear", self.cfg.mask_id, -1, frozen_BL)
+        hidden_BLD, _ = self.hidden(noised_BL, position_BL, segment_BL=segment_BL)
+        first_BL1 = (jnp.roll(segment_BL, 1, 1) != segment_BL).at[:, 0].set(True)[..., None]
+        hidden_BLD = jnp.where(first_BL1, hidden_BLD, jnp.roll(hidden_BLD, 1, 1))
+        weight_BL = jnp.where(mask_BL, diffusion.nelbo_weight(t_BL, "linear"), 0.0)
+        C = next(c for c in range(min(L, max(1, self.run.loss_tokens // B)), 0, -1) if L % c == 0)
+
+        @jax.checkpoint
+        def some(chunk):
+            hidden_BCD, token_BC, mask_BC, weight_BC = chunk
+            nll_BC = diffusion.masked_nll(self.logits(hidden_BCD), token_BC, mask_BC, self.cfg.mask_id)
+            return (nll_BC * weight_BC).sum()
+
+        def chunks(x_BL):  # along the row, so that rows stay split over devices
+            return x_BL.reshape(B, L // C, C, *x_BL.shape[2:]).swapaxes(0, 1)
+
+        return jax.lax.map(some, jax.tree.map(chunks, (hidden_BLD, token_BL, mask_BL, weight_BL))).sum()
+
+
+def counted(segment_BL, fixed_BL=None):
+    """The positions that can be masked and count in the loss: of a document (segment 0 is padding), and no prompt."""
+    return (segment_BL > 0) if fixed_BL is None else (segment_BL > 0) & (fixed_BL == 0)
+
+
+def noise(key, rows, row_B, segment_BL, eps=1e-3):
+    """(t_BL, u_BL): the noise level of each token's document and a uniform number for each token, of the rows row_B.
+
+    Functions of the key and of a row's number among `rows` alone, however these are split. The first document of row i
+    has its t in the i-th of `rows` equal parts of [eps, 1], each further one is 0.618 of the range on: documents do not
+    see each other, so each is an example of its own, and a step holds all levels evenly. t is uniform for every one.
+    """
+    key_R = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
+    t_R = diffusion.antithetic_times(jax.vmap(jax.random.uniform)(key_R), eps)
+    u_BL = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), segment_BL.shape[1:]))(key_R[row_B])
+    golden = (math.sqrt(5) - 1) / 2
+    return eps + (t_R[row_B][:, None] - eps + golden * (segment_BL - 1)) % (1 - eps), u_BL
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
@@ -594,30 +679,44 @@ def restore(folder, target, dtype, sums, int8):
     return unflatten(params)
 
 
-def load(folder, dtype=None, run=None, mesh=None, int8=False):
-    """Read a checkpoint folder that `save` wrote, as a Dream in `dtype`; None keeps the stored one.
+def load(folder, dtype=None, run=None, mesh=None, step=None, int8=False):
+    """Read a checkpoint folder that `save` wrote, or a run folder of train_tpu.py, as a Dream in `dtype`.
 
-    With a mesh each device reads its own part of every parameter. With int8 the matrices, embedding and head too, are
-    quantised, a layer at a time, and dtype is that of the rest and of the computation: for inference, in half of
-    bfloat16's bytes. Raises ValueError or FileNotFoundError with one line.
+    dtype None keeps the stored one. Of a run, step None takes the newest checkpoint. With a mesh each device reads its
+    own part of every parameter. With int8 the matrices, embedding and head too, are quantised, a layer at a time, and
+    dtype is that of the rest and of the computation: for inference, in half of bfloat16's bytes. Raises ValueError or
+    FileNotFoundError with one line.
     """
-    folder, problem = Path(folder).absolute(), None
-    if not (folder / "meta.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no converted checkpoint; make one with: python convert_weights.py")
-    cfg = config_from_hf(folder)
+    folder = path = Path(folder).absolute()
+    converted, problem = (folder / "meta.json").is_file(), None
+    if converted:
+        cfg = config_from_hf(folder)
+    else:
+        steps = sorted(int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdigit())
+        if not steps:
+            raise FileNotFoundError(f"{folder} holds no checkpoint; make one with convert_weights.py or train_tpu.py")
+        if step is not None and step not in steps:
+            raise FileNotFoundError(f"{folder} holds no checkpoint of step {step}; it has {steps}")
+        path = folder / "checkpoints" / str(steps[-1] if step is None else step)
     try:
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = json.loads((path / ("meta.json" if converted else "meta/metadata")).read_text())
+        sums = meta["sums"]
+        if not converted:
+            if not meta["train"]["model"].startswith("dream"):
+                raise ValueError(f"it is of {meta['train']['model']}, which is no Dream")
+            cfg = DreamConfig(**meta["model"])
+            sums = {name.removeprefix("params."): value for name, value in sums.items() if name.startswith("params.")}
         shapes = param_shapes(cfg)
         one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         layout = shardings(mesh, shapes) if mesh else jax.tree.map(lambda _: one_device, shapes)
-        stored = jnp.dtype(meta["dtype"])
+        stored = jnp.dtype(meta.get("dtype", "float32"))
         target = jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, stored, sharding=at), shapes, layout)
         dtype = jnp.dtype(dtype or stored)
-        params = restore(folder / "params", flatten(target), dtype, meta["sums"], int8)
+        params = restore(path / "params", flatten(target), dtype, sums, int8)
     except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
     if problem:
-        raise ValueError(f"checkpoint {folder} cannot be read: {problem}")
+        raise ValueError(f"checkpoint {path} cannot be read: {problem}")
     return nnx.merge(graph_of(cfg, run or Run(dtype=dtype)), params)
 
 
@@ -1096,6 +1195,17 @@ def count_params(cfg):
         parts[part] += math.prod(leaf.shape)
         parts["total"] += math.prod(leaf.shape)
     return parts
+
+
+def flops_per_token(cfg, length):
+    """Training FLOPs of one token in a row of `length`: 6 per matmul parameter, and attention over the whole row.
+
+    Per layer, query head and query-key pair 2K for the score and 2K for the value, forward; three times that with the
+    backward pass. Looking a token up is no matmul.
+    """
+    parts = count_params(cfg)
+    matmul = parts["total"] - parts["norms"] - (0 if cfg.tie else parts["embed"])
+    return 6 * matmul + 3 * cfg.layers * cfg.heads * 4 * cfg.head_size * length
 
 
 @dataclasses.dataclass(frozen=True)

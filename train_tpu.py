@@ -1,13 +1,16 @@
-"""Train PythonCoder from scratch on Python source, on whatever JAX finds: a TPU chip, a pod, GPUs or a CPU.
+"""Train PythonCoder or Dream on Python source, on whatever JAX finds: a TPU chip, a pod, GPUs or a CPU.
 
     python train_tpu.py --steps=50                      # CPU: the tiny preset for two minutes, to see it work
     python train_tpu.py                                 # four epochs over the standard library; 1.08 B on a TPU v6e
     python train_tpu.py --resume=out/train_tpu          # goes on where the run stopped, with the run's own settings
     python train_tpu.py --data=data/mine --model=300m   # tokens that data_prep.py wrote
+    python train_tpu.py --model=dream_tiny --seq_len=512    # masked diffusion: a Dream from scratch
+    python train_tpu.py --init=out/diffucoder --data=data/pairs    # goes on with a converted Dream: fine-tuning
     python train_tpu.py --compile_only=True --topology=v6e:1x1 --model=1b   # does it fit? needs libtpu, not a TPU
 
-Reads the folder of packed rows that data_prep.py writes; without --data it first prepares the standard library of the
-running Python. Writes --out: config.json, tokenizer.json, log.jsonl, samples.txt, checkpoints/<step>/.
+Reads the folder of packed rows that data_prep.py writes, for Dream also pairs of prompt and response; without --data it
+first prepares the standard library of the running Python. Writes --out: config.json, tokenizer.json, log.jsonl,
+samples.txt, checkpoints/<step>/.
 
 One optimizer step is one compiled program: a scan over micro-batches, each a scan over layers. The gradient is that of
 (sum of token losses) / (all valid tokens of the step), however the tokens fall into micro-batches. Row order, dropout
@@ -49,6 +52,7 @@ from orbax.checkpoint import checkpoint_managers as keep
 
 import data_prep
 import hlo_cost
+import model_dream as md
 import model_pythoncoder as pc
 
 
@@ -57,18 +61,19 @@ class Config:
     data: str = ""  # folder written by data_prep.py; "" prepares the Python standard library under data/
     out: str = "out/train_tpu"  # run folder
     resume: str = ""  # run folder to go on from, with its settings; "" starts anew
-    model: str = ""  # key of CONFIGS in model_pythoncoder.py; "" picks one by the device's memory
+    model: str = ""  # key of CONFIGS in model_pythoncoder.py, or dream_ and one in model_dream.py; "" by memory
+    init: str = ""  # folder of a Dream to start from, converted or trained here; sets --model
     diff: typing.Literal["seed", "paper", "v2", "none"] = "seed"  # floored | as published | DIFF V2 | plain attention
-    seq_len: int = 0  # tokens per row; 0: the model's positions
+    seq_len: int = 0  # tokens per row; 0: the model's positions, at most 2048
     batch_size: int = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 8,192 on a CPU
     micro_batch: int = 0  # rows per device at a time; 0: by model and memory
     epochs: float = 4.0  # passes over the training rows; sets --steps
     steps: int = 0  # optimizer steps; 0: from --epochs
-    lr: float = 0.0  # peak learning rate; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3
+    lr: float = 0.0  # peak learning rate; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init
     warmup: int = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
     weight_decay: float = 0.1  # on matrices and embeddings only
     clip: float = 1.0  # global gradient norm
-    dropout: float = 0.1  # attention output, feed-forward hidden and output
+    dropout: float = 0.1  # attention output, feed-forward hidden and output; PythonCoder, as diff and the next two
     mtp_weight: float = 0.1  # of the MTP head's loss
     z_loss: float = 0.0  # weight of logsumexp^2
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
@@ -85,13 +90,21 @@ class Config:
     compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
     compile_only: bool = False  # compile for --topology and print memory, FLOPs and the time estimate
     topology: str = "v6e:1x1"  # TPU to compile for: v6e:1x1, v6e:4x4, v5e:1x1, ...
-    seed: int = 0  # initial weights, row order, dropout
+    seed: int = 0  # initial weights, row order, dropout, noise
+
+
+PRESETS = pc.CONFIGS | {f"dream_{name}": preset for name, preset in md.CONFIGS.items()}
+
+
+def family_of(cfg):
+    """The module of the model: what is called of it below has the same name in both."""
+    return md if cfg.model.startswith("dream") else pc
 
 
 # ---- choices for the device ----------------------------------------------------------------------------------------
 
 # Rows per device at a time. Few: on a v6e four keep the activations in VMEM, on a CPU (tiny, small) in its caches.
-MICRO_BATCH = {"tiny": 2, "small": 4, "300m": 8, "1b": 4}
+MICRO_BATCH = {"tiny": 2, "small": 4, "100m": 8, "300m": 8, "500m": 4, "1b": 4}
 TPU_FLOPS = {"TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12}  # bf16
 
 
@@ -110,28 +123,29 @@ def device_memory_gib(device):
 def resolve(cfg, devices):
     """Fill every automatic setting that needs the device alone, and say what was picked and why."""
     device, memory = devices[0], device_memory_gib(devices[0])
+    if cfg.init and cfg.model not in ("", "dream"):
+        sys.exit(f"--init={cfg.init} says what the model is; leave --model={cfg.model} out")
+    if cfg.init:
+        cfg = dataclasses.replace(cfg, model="dream")
     if not cfg.model:
         cfg = dataclasses.replace(cfg, model="tiny" if memory is None else "small")
         for name in ("300m", "1b") if memory else ():
-            state_gib = (
-                18 * pc.count_params(pc.CONFIGS[name])["total"] / 2**30
-            )  # weights, moments, gradients, their sum
-            if state_gib / len(devices) + 8 <= memory:
+            state = 18 * pc.count_params(pc.CONFIGS[name])["total"]  # weights, moments, gradients, their sum, in bytes
+            if state / 2**30 / len(devices) + 8 <= memory:
                 cfg = dataclasses.replace(cfg, model=name)
-    if cfg.model not in pc.CONFIGS:
-        sys.exit(f"--model={cfg.model}: not one of {', '.join(pc.CONFIGS)}")
-    for name, least in {
-        "log_every": 1,
-        "eval_rows": 1,
-        "keep": 1,
-        "steps": 0,
-        "batch_size": 0,
-        "micro_batch": 0,
-    }.items():
+    if cfg.model not in PRESETS and not cfg.init:
+        sys.exit(f"--model={cfg.model}: not one of {', '.join(PRESETS)}")
+    for name in ("log_every", "eval_rows", "keep", "steps", "batch_size", "micro_batch"):
+        least = int(name in ("log_every", "eval_rows", "keep"))
         if getattr(cfg, name) < least:
             sys.exit(f"--{name}={getattr(cfg, name)}: at least {least}")
-    model = dataclasses.replace(pc.CONFIGS[cfg.model], diff=cfg.diff)
-    seq_len = cfg.seq_len or model.positions
+    family = family_of(cfg)
+    try:
+        model = md.read_config(cfg.resume or cfg.init) if cfg.init else PRESETS[cfg.model]
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(str(error))
+    model = dataclasses.replace(model, diff=cfg.diff) if family is pc else model
+    seq_len = cfg.seq_len or min(model.positions, 2048)
     if seq_len > model.positions:
         sys.exit(f"--seq_len={seq_len} is longer than the {model.positions} positions of {cfg.model}")
     tensor, fsdp = cfg.tensor, cfg.fsdp or max(1, len(devices) // cfg.tensor)
@@ -141,17 +155,16 @@ def resolve(cfg, devices):
     batch = cfg.batch_size or max(copies, (8192 if memory is None else 131_072) // seq_len)
     if batch % copies:
         sys.exit(f"--batch_size={batch} does not divide over {copies} devices; try {-(-batch // copies) * copies}")
-    splits = {"kv_heads": model.kv_heads // model.maps, "ffn": model.ffn, "vocab": model.vocab}
+    splits = {"kv_heads": model.kv_heads // getattr(model, "maps", 1), "ffn": model.ffn, "vocab": model.vocab}
     for name, size in splits.items():
         if size % tensor:
             sys.exit(f"--tensor={tensor} does not divide the model's {name} groups ({size})")
     if model.vocab % (tensor * fsdp) or model.width % fsdp:
-        sys.exit(
-            f"fsdp {fsdp} x tensor {tensor} does not divide vocabulary {model.vocab} and width {model.width}; "
-            "try --fsdp=1"
-        )
+        sizes = f"vocabulary {model.vocab} and width {model.width}"
+        sys.exit(f"fsdp {fsdp} x tensor {tensor} does not divide {sizes}; try --fsdp=1")
     rows = batch // copies
-    micro = cfg.micro_batch or next(m for m in range(min(rows, MICRO_BATCH[cfg.model]), 0, -1) if rows % m == 0)
+    most = MICRO_BATCH.get(cfg.model.removeprefix("dream_"), 1)
+    micro = cfg.micro_batch or next(m for m in range(min(rows, most), 0, -1) if rows % m == 0)
     if rows % micro:
         sys.exit(f"--micro_batch={micro} does not divide the {rows} rows of a device; try a divisor of {rows}")
     dtype = cfg.dtype or ("float32" if memory is None else "bfloat16")
@@ -163,7 +176,10 @@ def resolve(cfg, devices):
         f"{batch * seq_len:,} tokens, {batch // (copies * micro)} x {micro} rows a device"
     )
     block = 64 if memory is None else 128  # queries: scores that stay in a CPU's caches
-    run = pc.Run(jnp.dtype(dtype), device.platform == "tpu", remat, cfg.dropout, block)
+    if family is md:
+        run = md.Run(jnp.dtype(dtype), block, remat=remat)
+    else:
+        run = pc.Run(jnp.dtype(dtype), device.platform == "tpu", remat, cfg.dropout, block)
     # moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32
     mu_dtype = jnp.dtype(dtype)
     mesh = jax.sharding.Mesh(
@@ -208,6 +224,7 @@ class Rows:
         except (OSError, ValueError, KeyError, TypeError):
             sys.exit(f"{folder}/meta.json is damaged; delete the folder and write it again with data_prep.py")
         self.total = int(self.first[-1])
+        self.columns = ["input_ids", "segments", "positions"] + ["fixed"] * (self.meta.get("source") == "pairs")
         self.order = functools.lru_cache(2)(self.order)
         self.shard = functools.lru_cache(3)(self.shard)
 
@@ -218,7 +235,10 @@ class Rows:
         return np.concatenate([self.first[i] + rng.permutation(self.shards[i]["rows"]) for i in shards])
 
     def shard(self, i):
-        """Shard i as int32 [3, R, L]: tokens, segments, positions. Exits when its bytes are not those written."""
+        """Shard i as int32 [3, R, L]: tokens, segments, positions; pairs have a fourth, 1 where a token is a prompt's.
+
+        Exits when its bytes are not those written.
+        """
         path = self.folder / self.shards[i]["file"]
         try:
             data = path.read_bytes()
@@ -229,22 +249,25 @@ class Rows:
                 f"{path} is corrupted: its SHA-256 is not the one in meta.json; delete it and run data_prep.py again"
             )
         table = pq.read_table(pa.BufferReader(data))
-        columns = [table[name].combine_chunks() for name in ("input_ids", "segments", "positions")]
+        columns = [table[name].combine_chunks() for name in self.columns]
         return np.stack([c.values.to_numpy().reshape(len(c), -1).astype(np.int32) for c in columns])
 
     def read(self, row_ids):
-        """int32 [3, ..., L] for an array of row numbers."""
+        """int32 [columns, ..., L] for an array of row numbers."""
         flat = row_ids.ravel()
         shards = np.searchsorted(self.first, flat, side="right") - 1
-        out = np.zeros((3, len(flat), self.meta["seq_len"]), np.int32)
+        out = np.zeros((len(self.columns), len(flat), self.meta["seq_len"]), np.int32)
         for i in np.unique(shards[flat >= 0]):
             mine = (shards == i) & (flat >= 0)  # row number -1 is an empty row
             out[:, mine] = self.shard(int(i))[:, flat[mine] - self.first[i]]
-        return out.reshape(3, *row_ids.shape, -1)
+        return out.reshape(len(self.columns), *row_ids.shape, -1)
 
 
 def to_devices(rows, row_ids, sharding):
-    """Row numbers [A, B] -> {"token_ABL", "segment_ABL", "position_ABL"} on the mesh; a host reads only its rows."""
+    """Row numbers [A, B] -> {"token_ABL", "segment_ABL", "position_ABL", of pairs "fixed_ABL"} on the mesh.
+
+    A host reads only its rows.
+    """
     read = functools.lru_cache(None)(lambda a, b: rows.read(row_ids[slice(*a), slice(*b)]))
     shape = (*row_ids.shape, rows.meta["seq_len"])
 
@@ -254,7 +277,8 @@ def to_devices(rows, row_ids, sharding):
 
         return jax.make_array_from_callback(shape, sharding, part)
 
-    return {name: column(c) for c, name in enumerate(("token_ABL", "segment_ABL", "position_ABL"))}
+    names = ("token_ABL", "segment_ABL", "position_ABL", "fixed_ABL")[: len(rows.columns)]
+    return {name: column(c) for c, name in enumerate(names)}
 
 
 def prefetch(make, first, last):
@@ -277,12 +301,18 @@ def prefetch(make, first, last):
         yield step, batch, time.perf_counter() - started
 
 
+EVAL_DRAWS = 4  # passes over each held-out row that bound Dream's likelihood
+
+
 # ---- the compiled step ---------------------------------------------------------------------------------------------
 
 
 def decays(tree):
-    """Weight decay mask, by name: matrices and embeddings, no norms or lambda vectors (stacked norms have two axes)."""
-    names = {*pc.SHARDING, "w_lambda"}
+    """Weight decay mask, by name: matrices and embeddings, no norms, biases or lambda vectors.
+
+    By name, for stacked norms have two axes.
+    """
+    names = {*pc.SHARDING, "w_lambda", *md.SHARDING} - {"q_bias", "k_bias", "v_bias"}
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in names, tree)
 
 
@@ -292,27 +322,28 @@ def make_optimizer(clip, weight_decay, mu_dtype=None, mask=decays):
     return optax.chain(optax.clip_by_global_norm(clip), adamw)
 
 
-def accumulate(loss_fn, params, batches):
+def accumulate(loss_fn, params, batches, inside=("layers",)):
     """Sum of gradients and of outputs of loss_fn(params, batch, sums) -> (loss, aux) over the leading axis of batches.
 
-    `sums` are the gradients of params["layers"] so far. The model adds to them in its backward pass, and what comes out
-    as the gradient of sums is the new sums; the gradients of all else are added here.
+    `sums` are the gradients so far of the parts named by `inside`. The model adds to them in its backward pass, and
+    what comes out as the gradient of sums is the new sums; the gradients of all else are added here.
     """
-    layers, rest = params["layers"], {name: value for name, value in params.items() if name != "layers"}
+    own = {name: params[name] for name in inside}
+    rest = {name: value for name, value in params.items() if name not in inside}
 
     def loss_of(rest, sums, batch):
-        return loss_fn(rest | {"layers": layers}, batch, sums)
+        return loss_fn(rest | own, batch, sums)
 
     def body(carry, batch):
-        outs, (rest_sums, layer_sums) = carry
-        new, (rest_grads, layer_sums) = jax.value_and_grad(loss_of, (0, 1), has_aux=True)(rest, layer_sums, batch)
-        return (jax.tree.map(jnp.add, outs, new), (jax.tree.map(jnp.add, rest_sums, rest_grads), layer_sums)), None
+        outs, (rest_sums, own_sums) = carry
+        new, (rest_grads, own_sums) = jax.value_and_grad(loss_of, (0, 1), has_aux=True)(rest, own_sums, batch)
+        return (jax.tree.map(jnp.add, outs, new), (jax.tree.map(jnp.add, rest_sums, rest_grads), own_sums)), None
 
     first = jax.tree.map(lambda x: x[0], batches)
-    shapes = jax.eval_shape(loss_of, rest, layers, first), (rest, layers)
+    shapes = jax.eval_shape(loss_of, rest, own, first), (rest, own)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    (outs, (rest_sums, layer_sums)), _ = jax.lax.scan(body, zeros, batches)
-    return rest_sums | {"layers": layer_sums}, outs
+    (outs, (rest_sums, own_sums)), _ = jax.lax.scan(body, zeros, batches)
+    return rest_sums | own_sums, outs
 
 
 def apply_gradients(optimizer, state, grads, lr):
@@ -325,46 +356,84 @@ def apply_gradients(optimizer, state, grads, lr):
     return jax.tree.map(lambda old, new: jnp.where(ok, new, old), state, new), norm, ok
 
 
+def coder_loss(cfg, graph, batch, key):
+    """loss_fn(params, micro, sums) -> (loss, {"main", "mtp"}) of PythonCoder, in nats per target of the whole step."""
+    main_tokens, mtp_tokens = (jnp.maximum(mask.sum(), 1) for mask in pc.target_masks(batch["segment_ABL"]))
+
+    def loss_fn(params, micro, sums):
+        model = nnx.merge(graph, params)
+        inputs = micro["token_ABL"], micro["segment_ABL"], micro["position_ABL"]
+        noise = key if cfg.dropout else None
+        sums = sums["layers"]
+        main, mtp = model.losses(*inputs, noise, micro["row_AB"], cfg.z_loss, cfg.mtp_weight > 0, sums=sums)
+        main, mtp = main / main_tokens, mtp / mtp_tokens
+        return main + cfg.mtp_weight * mtp, {"main": main, "mtp": mtp}
+
+    return loss_fn
+
+
+def dream_loss(cfg, graph, batch, key):
+    """loss_fn(params, micro, sums) -> (loss, {}) of Dream: the NELBO in nats per token that can be masked."""
+    rows = math.prod(batch["token_ABL"].shape[:2])
+    tokens = jnp.maximum(md.counted(batch["segment_ABL"], batch.get("fixed_ABL")).sum(), 1)
+
+    def loss_fn(params, micro, sums):
+        token_BL, segment_BL, position_BL = (micro[k] for k in ("token_ABL", "segment_ABL", "position_ABL"))
+        t_BL, u_BL = md.noise(key, rows, micro["row_AB"], segment_BL)
+        model = nnx.merge(graph, params)
+        return model.nelbo(token_BL, segment_BL, position_BL, t_BL, u_BL, micro.get("fixed_ABL")) / tokens, {}
+
+    return loss_fn
+
+
 def make_step(cfg, graph, optimizer, lr_peak, steps, warmup):
     """train_step(state, batch, step) -> (state, metrics), to be compiled once with the state donated."""
+    dream = family_of(cfg) is md
 
     def train_step(state, batch, step):
         key = jax.random.fold_in(jax.random.key(cfg.seed), step)
         lr = wsd(step, lr_peak, steps, warmup)
-        main_tokens, mtp_tokens = (jnp.maximum(mask.sum(), 1) for mask in pc.target_masks(batch["segment_ABL"]))
-
-        def loss_fn(params, micro, sums):
-            model = nnx.merge(graph, params)
-            inputs = micro["token_ABL"], micro["segment_ABL"], micro["position_ABL"]
-            noise = key if cfg.dropout else None
-            main, mtp = model.losses(*inputs, noise, micro["row_AB"], cfg.z_loss, cfg.mtp_weight > 0, sums=sums)
-            return main / main_tokens + cfg.mtp_weight * mtp / mtp_tokens, (main / main_tokens, mtp / mtp_tokens)
-
+        loss_fn = (dream_loss if dream else coder_loss)(cfg, graph, batch, key)
         A, B, _ = batch["token_ABL"].shape
         micros = batch | {"row_AB": jnp.arange(A * B).reshape(A, B)}
-        grads, (loss, (main, mtp)) = accumulate(loss_fn, state["params"], micros)
+        grads, (loss, parts) = accumulate(loss_fn, state["params"], micros, () if dream else ("layers",))
         state, norm, ok = apply_gradients(optimizer, state, grads, lr)
-        metrics = {"loss": loss, "main": main, "mtp": mtp, "lr": lr, "grad_norm": norm, "ok": ok}
-        return state, metrics
+        return state, {"loss": loss, **parts, "lr": lr, "grad_norm": norm, "ok": ok}
 
     return train_step
 
 
-def state_shapes(model, optimizer):
-    params = pc.param_shapes(model)
+def state_shapes(family, model, optimizer):
+    params = family.param_shapes(model)
     return {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
 
 
-def make_evaluate(graph):
-    """evaluate(params, token, segment, position [B, L], bytes_V) -> nats, predicted tokens and their bytes, summed."""
+def make_evaluate(cfg, graph, rows):
+    """evaluate(params, batch, row_B, bytes_V) -> nats, predicted tokens and their bytes, summed over held-out rows.
 
-    def evaluate(params, batch, bytes_V):
+    Of Dream the nats are a bound: the NELBO at EVAL_DRAWS noise levels a row, the same each time.
+    """
+
+    def coder(params, batch, row_B, bytes_V):
         token_BL, segment_BL, position_BL = (batch[k][0] for k in ("token_ABL", "segment_ABL", "position_ABL"))
         nats, _ = nnx.merge(graph, params).losses(token_BL, segment_BL, position_BL, mtp=False)
         mask_BL, _ = pc.target_masks(segment_BL)
         return nats, mask_BL.sum(), (mask_BL * bytes_V[jnp.roll(token_BL, -1, 1)]).sum()
 
-    return evaluate
+    def dream(params, batch, row_B, bytes_V):
+        batch = {name: x[0] for name, x in batch.items()}
+        token_BL, segment_BL, fixed_BL = batch["token_ABL"], batch["segment_ABL"], batch.get("fixed_ABL")
+
+        def once(draw):
+            t_BL, u_BL = md.noise(jax.random.key(draw), rows, row_B, segment_BL)
+            model = nnx.merge(graph, params)
+            return model.nelbo(token_BL, segment_BL, batch["position_ABL"], t_BL, u_BL, fixed_BL)
+
+        mask_BL = md.counted(segment_BL, fixed_BL)
+        nats = jax.lax.map(once, jnp.arange(EVAL_DRAWS)).mean()
+        return nats, mask_BL.sum(), (mask_BL * bytes_V[token_BL]).sum()
+
+    return dream if family_of(cfg) is md else coder
 
 
 def token_bytes(tokenizer, vocab):
@@ -409,7 +478,7 @@ def restore(manager, shapes, model, where):
                 end(f"{path} is of another model: {changed}")
             items = {name: ocp.args.StandardRestore(shapes[name]) for name in ("params", "opt")}
             state = dict(manager.restore(step, args=ocp.args.Composite(**items)))
-            pc.check_sums(state, meta["sums"], path)
+            pc.check_sums(state, meta["sums"], path)  # one and the same in both families
             return state, meta
         except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
             end(f"{path} cannot be read ({str(error).splitlines()[0]}); delete its folder to use the one before")
@@ -429,23 +498,19 @@ def compile_only(cfg):
     """Compile the train step for a TPU that need not be there; print what the compiler knows of memory and time."""
     devices = hlo_cost.topology_devices(cfg.topology)
     cfg, model, run, mesh, micro, mu_dtype = resolve(cfg, devices)
-    optimizer = make_optimizer(cfg.clip, cfg.weight_decay, mu_dtype)
-    shapes = state_shapes(model, optimizer)
-    shapes = jax.tree.map(
-        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-        shapes,
-        pc.shardings(mesh, shapes),
-    )
+    family, optimizer = family_of(cfg), make_optimizer(cfg.clip, cfg.weight_decay, mu_dtype)
+    shapes = state_shapes(family, model, optimizer)
+    layout = family.shardings(mesh, shapes)
+    shapes = jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, layout)
     copies = len(devices) // cfg.tensor
     rows = jax.ShapeDtypeStruct(
         (cfg.batch_size // (micro * copies), micro * copies, cfg.seq_len),
         jnp.int32,
-        sharding=NamedSharding(mesh, PS(None, pc.BATCH)),
+        sharding=NamedSharding(mesh, PS(None, family.BATCH)),
     )
     batch = dict.fromkeys(("token_ABL", "segment_ABL", "position_ABL"), rows)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PS()))
-    train_step = make_step(cfg, pc.graph_of(model, run), optimizer, 3e-4, 1000, 100)
-    layout = jax.tree.map(lambda s: s.sharding, shapes)
+    train_step = make_step(cfg, family.graph_of(model, run), optimizer, 3e-4, 1000, 100)
     with jax.set_mesh(mesh):
         lowered = jax.jit(train_step, donate_argnums=0, out_shardings=(layout, None)).lower(shapes, batch, step)
         return hlo_cost.compile_and_cost(lowered), cfg, model, devices
@@ -462,7 +527,7 @@ def report_compile(cfg):
         sys.exit(f"does not fit: {str(error).splitlines()[0]}")
     chip = cfg.topology.partition(":")[0]
     tokens, chips = cfg.batch_size * cfg.seq_len, len(devices)
-    flops = tokens * pc.flops_per_token(model, cfg.seq_len)
+    flops = tokens * family_of(cfg).flops_per_token(model, cfg.seq_len)
     row = {
         "topology": cfg.topology,
         "model": cfg.model,
@@ -508,7 +573,10 @@ def peak_flops(device, dtype):
 
 
 def find_data(cfg, model):
-    """The data folder, prepared first if it is the embedded default; exits if rows and model do not fit."""
+    """(training rows, held-out rows, tokenizer.json of the run, model with its ids); exits if they do not fit.
+
+    The embedded default is prepared first.
+    """
     folder = Path(cfg.data or f"data/python-{cfg.seq_len}-{min(model.vocab, 32_768)}")
     if not cfg.data and not (folder / "meta.json").exists():
         if cfg.hosts:
@@ -521,19 +589,58 @@ def find_data(cfg, model):
     meta, advice = train.meta, f"prepare it again: python data_prep.py --out=OTHER --seq_len={cfg.seq_len}"
     if meta["seq_len"] != cfg.seq_len:
         sys.exit(f"{folder} has rows of {meta['seq_len']} tokens, the run wants {cfg.seq_len}; {advice}")
-    if meta["vocab_size"] > model.vocab:
-        sys.exit(
-            f"{folder} has {meta['vocab_size']:,} token ids, the model {model.vocab:,}; {advice}"
-            f" --vocab_size={model.vocab}"
-        )
+    coder = family_of(cfg) is pc
+    if coder and len(train.columns) > 3:
+        sys.exit(f"{folder} holds pairs, whose prompts PythonCoder would learn too; they are for --model=dream_...")
+    if coder and meta["vocab_size"] > model.vocab:
+        advice += f" --vocab_size={model.vocab}"
+        sys.exit(f"{folder} has {meta['vocab_size']:,} token ids, the model {model.vocab:,}; {advice}")
     tokenizer = (folder / "tokenizer.json").read_bytes()
     if hashlib.sha256(tokenizer).hexdigest() != meta["tokenizer_sha256"]:
         sys.exit(f"{folder}/tokenizer.json is not the one that made the shards; {advice}")
     if train.total < cfg.batch_size:
-        sys.exit(
-            f"{folder} has {train.total} training rows, a step takes {cfg.batch_size}; lower --batch_size or add data"
-        )
-    return train, heldout, tokenizer
+        advice = "lower --batch_size or add data"
+        sys.exit(f"{folder} has {train.total} training rows, a step takes {cfg.batch_size}; {advice}")
+    if not coder:
+        model, tokenizer = with_mask(cfg, model, meta, tokenizer)
+    return train, heldout, tokenizer, model
+
+
+def with_mask(cfg, model, meta, tokenizer_json):
+    """(model, tokenizer.json) of a Dream run. Rows have no MASK: a preset gets the data's ids and one for MASK.
+
+    That is <|mask|> or <mask> of the data's tokenizer, else a token added to the copy that the run keeps. With --init
+    model and tokenizer stay what they are there, and the data's ids have to mean the same.
+    """
+    tokenizer, masks = tokenizers.Tokenizer.from_str(tokenizer_json.decode()), ("<|mask|>", "<mask>")
+    if not cfg.init:
+        mask_id = next((i for i in map(tokenizer.token_to_id, masks) if i is not None), None)
+        if mask_id is None:
+            tokenizer.add_special_tokens([masks[0]])
+            mask_id, tokenizer_json = tokenizer.token_to_id(masks[0]), tokenizer.to_str().encode()
+        vocab, eos = -(-max(meta["vocab_size"], mask_id + 1) // 128) * 128, meta["eos_id"]
+        ids = {"mask_id": mask_id, "pad_id": meta["pad_id"], "bos_id": meta.get("bos_id", eos), "eos_id": eos}
+        return dataclasses.replace(model, vocab=vocab, **ids), tokenizer_json
+    path, wrong, known = Path(cfg.resume or cfg.init) / "tokenizer.json", "", tokenizer
+    if path.is_file():
+        tokenizer_json = path.read_bytes()
+        try:
+            known = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
+        except Exception as error:  # tokenizers raises no narrower class
+            sys.exit(f"{path} cannot be read: {str(error).splitlines()[0]}")
+    theirs, ours = (t.get_vocab(with_added_tokens=True) for t in (known, tokenizer))
+    changed = sum(theirs.get(token) != i for token, i in ours.items())
+    if changed:
+        wrong = f"{changed:,} of its tokens have other ids"
+    elif max(ours.values()) >= model.vocab:
+        wrong = f"its {meta['vocab_size']:,} ids are more than the model's {model.vocab:,}"
+    elif meta["eos_id"] != model.eos_id:
+        wrong = f"its documents end with id {meta['eos_id']}, the model's with {model.eos_id}"
+    elif tokenizer.id_to_token(model.mask_id) not in (None, *masks):
+        wrong = f"{tokenizer.id_to_token(model.mask_id)!r} is the model's MASK, {model.mask_id}"
+    if wrong:
+        sys.exit(f"the data's tokenizer is not that of {path.parent}: {wrong}; prepare it with --tokenizer={path}")
+    return model, tokenizer_json
 
 
 def main(cfg):
@@ -548,13 +655,15 @@ def main(cfg):
         jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
     out, first_process = Path(cfg.out), jax.process_index() == 0
     cfg, model, run, mesh, micro, mu_dtype = resolve(cfg, jax.devices())
-    train, heldout, tokenizer_json = find_data(cfg, model)
+    family = family_of(cfg)
+    train, heldout, tokenizer_json, model = find_data(cfg, model)
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
 
     per_epoch = train.total // cfg.batch_size
     steps = cfg.steps or max(1, round(cfg.epochs * per_epoch))
-    counts = pc.count_params(model)
-    lr, warmup = cfg.lr or peak_lr(counts["total"]), cfg.warmup or min(2000, max(1, steps // 10))
+    counts = family.count_params(model)
+    lr = cfg.lr or peak_lr(counts["total"]) / (10 if cfg.init else 1)
+    warmup = cfg.warmup or min(2000, max(1, steps // 10))
     target = min(1000, max(50, steps // 10))
     eval_every = cfg.eval_every or -(-per_epoch // max(1, round(per_epoch / target)))  # an even part of an epoch
     epoch_ends = [per_epoch * e for e in range(1, steps // per_epoch + 1)]
@@ -576,8 +685,8 @@ def main(cfg):
         sys.exit(f"another trainer is writing to {out}; wait for it or choose another --out")
 
     optimizer = make_optimizer(cfg.clip, cfg.weight_decay, mu_dtype)
-    shapes = state_shapes(model, optimizer)
-    layout = pc.shardings(mesh, shapes)
+    shapes = state_shapes(family, model, optimizer)
+    layout = family.shardings(mesh, shapes)
     shapes = jax.tree.map(lambda s, l: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=l), shapes, layout)
     manager = open_checkpoints(out / "checkpoints", cfg.keep, epoch_ends)
     meta = {"model": dataclasses.asdict(model), "train": dataclasses.asdict(cfg), "data": train.meta["fingerprint"]}
@@ -593,7 +702,13 @@ def main(cfg):
     else:
         if cfg.resume:
             print(f"{cfg.resume} stopped before its first checkpoint: starting at step 0 with its settings")
-        params = jax.jit(lambda: pc.new_params(model, cfg.seed), out_shardings=layout["params"])()
+        if cfg.init:
+            try:
+                params = nnx.to_pure_dict(nnx.state(md.load(cfg.init, jnp.float32, mesh=mesh)))
+            except (FileNotFoundError, ValueError) as error:
+                end(error)
+        else:
+            params = jax.jit(lambda: family.new_params(model, cfg.seed), out_shardings=layout["params"])()
         opt = jax.jit(optimizer.init, out_shardings=layout["opt"])(params)
         state = {"params": params, "opt": opt}
     truncate_log(out, first)
@@ -611,7 +726,7 @@ def main(cfg):
         tracker = wandb.init(project=cfg.wandb, config=meta, dir=str(out), id=out.name, resume="allow")
 
     # one compiled program for all steps; batches [A, B, L] lie on the mesh as they are made
-    rows_at = NamedSharding(mesh, PS(None, pc.BATCH))
+    rows_at = NamedSharding(mesh, PS(None, family.BATCH))
     copies = mesh.size // cfg.tensor
 
     def batch_of(step):
@@ -621,38 +736,44 @@ def main(cfg):
 
     started = time.perf_counter()
     print("compiling the train step", flush=True)
-    graph = pc.graph_of(model, run)
+    graph = family.graph_of(model, run)
     train_step = jax.jit(
         make_step(cfg, graph, optimizer, lr, steps, warmup), donate_argnums=0, out_shardings=(layout, None)
     )
     with jax.set_mesh(mesh):
         train_step = train_step.lower(shapes, batch_of(first), jax.ShapeDtypeStruct((), jnp.int32)).compile()
     print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
-    evaluate = jax.jit(make_evaluate(pc.graph_of(model, dataclasses.replace(run, dropout=0.0, remat="none"))))
+    plain = dataclasses.replace(run, remat="none", **({"dropout": 0.0} if family is pc else {}))
+    scored = min(heldout.total, cfg.eval_rows)
+    evaluate = jax.jit(make_evaluate(cfg, family.graph_of(model, plain), scored))
     bytes_V = jnp.asarray(token_bytes(tokenizer, model.vocab))
     peak, source = peak_flops(jax.devices()[0], run.dtype)
-    flops = pc.flops_per_token(model, cfg.seq_len) * cfg.batch_size * cfg.seq_len / mesh.size
+    flops = family.flops_per_token(model, cfg.seq_len) * cfg.batch_size * cfg.seq_len / mesh.size
     print(f"peak {peak / 1e12:.3g} TFLOP/s a device ({source}); a step is {flops / 1e12:.3g} TFLOP a device")
 
     def score():
         """Mean nats per held-out token and bits per byte, over whole batches of the first eval_rows rows."""
-        n = min(heldout.total, cfg.eval_rows)
-        ids = np.full(-(-n // (micro * copies)) * micro * copies, -1)
-        ids[:n] = np.arange(n)
+        ids = np.full(-(-scored // (micro * copies)) * micro * copies, -1)
+        ids[:scored] = np.arange(scored)
         sums = np.zeros(3)
         for part in ids.reshape(-1, 1, micro * copies):
             with jax.set_mesh(mesh):
-                parts = evaluate(state["params"], to_devices(heldout, part, rows_at), bytes_V)
+                parts = evaluate(state["params"], to_devices(heldout, part, rows_at), part[0], bytes_V)
             sums += [float(x) for x in parts]
         return {"heldout_nats": sums[0] / sums[1], "bits_per_byte": sums[0] / math.log(2) / sums[2]}
 
     def sample(step):
         if jax.process_count() > 1:
             return {}
-        rule = pc.Sampling(vocab=train.meta["vocab_size"], eos=train.meta["eos_id"], speculate=model.mtp)
-        lm = nnx.merge(pc.graph_of(model, pc.Run(run.dtype)), state["params"])
-        prompt = tokenizer.encode(cfg.prompt).ids
-        (text,), stats = pc.generate(lm, [prompt], min(64, model.positions - len(prompt)), rule, jax.random.key(0))
+        vocab, eos = train.meta["vocab_size"], train.meta["eos_id"]
+        lm = nnx.merge(family.graph_of(model, family.Run(run.dtype)), state["params"])
+        prompt = tokenizer.encode(cfg.prompt, add_special_tokens=False).ids
+        inputs, key = ([prompt], min(64, model.positions - len(prompt))), jax.random.key(0)
+        if family is md:
+            (row,), stats = md.generate(lm, *inputs, md.Sampling(vocab=vocab, eos_ids=(eos,)), key)
+            text, stats["tokens"] = row[len(prompt) :], inputs[1]
+        else:
+            (text,), stats = pc.generate(lm, *inputs, pc.Sampling(vocab=vocab, eos=eos, speculate=model.mtp), key)
         with open(out / "samples.txt", "a") as file:
             file.write(f"---- step {step}\n{cfg.prompt}{tokenizer.decode(text)}\n")
         return {"tokens_per_forward": stats["tokens"] / stats["forwards"]}
@@ -677,8 +798,8 @@ def main(cfg):
         for step, batch, wait_s in prefetch(batch_of, first, steps):
             state, metrics = train_step(state, batch, jnp.int32(step))
             waited_s += wait_s
-            names = "loss", "main", "mtp", "lr", "grad_norm", "ok"
-            metrics = {name: float(metrics[name]) for name in names}  # waits for the step
+            names = "loss", "main", "mtp", "lr", "grad_norm", "ok"  # jit returns them sorted
+            metrics = {name: float(metrics[name]) for name in names if name in metrics}  # waits for the step
             bad = 0 if metrics.pop("ok") else bad + 1
             skipped += bad > 0
             done = step + 1

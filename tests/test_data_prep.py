@@ -970,3 +970,110 @@ def test_real_stories_come_back_from_the_shards(tmp_path):
     want = [text.strip() for text in STORIES.read_text(encoding="utf-8").split("<|endoftext|>")]
     assert sorted(got) == sorted(filter(None, want))
     assert meta_of(tmp_path / "out")["vocab_size"] == 8192
+
+
+# ---- pairs of prompt and response
+
+
+def write_pairs(path, count, seed=0):
+    """`count` pairs of lists and the same in order; {prompt: response}."""
+    rng, pairs = random.Random(seed), {}
+    while len(pairs) < count:
+        numbers = [rng.randint(0, 9) for _ in range(rng.randint(3, 9))]
+        pairs[f"sorted({numbers}) -> caf\u00e9 "] = str(sorted(numbers))
+    lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in pairs.items()]
+    path.write_text("\n".join(lines) + "\n\n")  # an empty line is nothing
+    return pairs
+
+
+def pair_config(tmp_path, **changes):
+    settings = {"roots": (), "source": str(tmp_path / "pairs.jsonl"), "seq_len": 128, "eos_to": 16, "vocab_size": 300}
+    return config(tmp_path, **settings | changes)
+
+
+def pairs_of(out, split):
+    """[(prompt, response, tokens of EOS)] of a split, read from the rows; asserts what holds of every row."""
+    tokenizer, meta = Tokenizer.from_file(str(Path(out) / "tokenizer.json")), meta_of(out)
+    found = []
+    for shard in meta["splits"][split]["shards"]:
+        table = pq.read_table(Path(out) / shard["file"])
+        columns = [np.array(table[name].to_pylist()) for name in ("input_ids", "segments", "positions", "fixed")]
+        for token_L, segment_L, position_L, fixed_L in zip(*columns, strict=True):
+            assert (np.diff(segment_L[segment_L > 0]) >= 0).all()
+            assert not fixed_L[segment_L == 0].any()
+            for segment in range(1, segment_L.max() + 1):
+                here_L = segment_L == segment
+                token_T, fixed_T = token_L[here_L], fixed_L[here_L]
+                assert (position_L[here_L] == np.arange(len(token_T))).all()
+                assert (np.diff(fixed_T) <= 0).all()  # the prompt comes first
+                ends_T = token_T == meta["eos_id"]
+                assert (np.diff(ends_T.astype(int)) >= 0).all()
+                parts = (token_T[fixed_T == 1], token_T[(fixed_T == 0) & ~ends_T])
+                prompt, response = (tokenizer.decode(part.tolist()) for part in parts)
+                found.append((prompt, response, int(ends_T.sum()), len(token_T) - int(fixed_T.sum())))
+    return found
+
+
+def test_rows_of_pairs_hold_each_pair_whole_with_its_prompt_fixed_and_eos_behind(tmp_path):
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 300)
+    dp.main(pair_config(tmp_path))
+    found = {split: pairs_of(tmp_path / "out", split) for split in ("train", "heldout")}
+    everything = found["train"] + found["heldout"]
+    assert {prompt: response for prompt, response, _, _ in everything} == pairs
+    assert len(everything) == 300
+    assert 20 < len(found["heldout"]) < 120
+    for _, _, ends, size in everything:
+        assert 1 <= ends <= 16
+        assert size % 16 == 0
+    meta = meta_of(tmp_path / "out")
+    assert meta["source"] == "pairs"
+    assert meta["splits"]["train"]["too_long"] == 0
+    before = tree(tmp_path / "out")
+    dp.main(pair_config(tmp_path))  # complete, nothing to do
+    assert tree(tmp_path / "out") == before
+
+
+def test_without_eos_to_a_response_ends_with_one_eos_and_a_pair_longer_than_a_row_is_counted(tmp_path):
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 200)
+    dp.main(pair_config(tmp_path, eos_to=1, seq_len=40, shard_bytes=3000))
+    meta = meta_of(tmp_path / "out")
+    assert len(meta["splits"]["train"]["shards"]) > 1
+    everything = pairs_of(tmp_path / "out", "train") + pairs_of(tmp_path / "out", "heldout")
+    assert {ends for _, _, ends, _ in everything} == {1}
+    too_long = sum(meta["splits"][split]["too_long"] for split in ("train", "heldout"))
+    assert 0 < too_long < 200
+    assert len(everything) == 200 - too_long
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    sizes = {p: len(tokenizer.encode(p).ids) + len(tokenizer.encode(r).ids) + 1 for p, r in pairs.items()}
+    assert {prompt for prompt, _, _, _ in everything} == {prompt for prompt, size in sizes.items() if size <= 40}
+
+
+def test_a_held_out_prompt_is_in_no_training_pair(tmp_path):
+    rng = random.Random(0)
+    lines = [{"prompt": f"prompt {rng.randint(0, 60)}: ", "response": f"answer {i}"} for i in range(300)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    dp.main(pair_config(tmp_path))
+    train, heldout = ({found[0] for found in pairs_of(tmp_path / "out", split)} for split in ("train", "heldout"))
+    assert train
+    assert heldout
+    assert not train & heldout
+
+
+def test_bad_lines_of_pairs_are_named_by_number(tmp_path, capsys):
+    good = b'{"prompt": "a", "response": "b"}\n'
+    bad = [b'{"prompt": 1, "response": "b"}', b"prompt,response", b"\xff\xfe", b'["a", "b"]', b'{"prompt": "\\ud800"}']
+    bad += [b'{"prompt": "\\ud800", "response": ""}']
+    (tmp_path / "pairs.jsonl").write_bytes(good + b"\n" + b"\n".join(bad) + b"\n" + good)
+    text = refused(pair_config(tmp_path), capsys)
+    for part in ("line 3 is not {", "line 4 is not JSON", "line 5 is not JSON in UTF-8", "and 3 more"):
+        assert part in text
+    (tmp_path / "pairs.jsonl").write_bytes(good + bad[-1])
+    assert "line 2 holds half a surrogate pair" in refused(pair_config(tmp_path), capsys)
+    (tmp_path / "pairs.jsonl").write_bytes(b"")
+    assert "is empty" in refused(pair_config(tmp_path), capsys)
+    (tmp_path / "pairs.jsonl").write_bytes(good)
+    for changes, part in (
+        ({"rows": "padded"}, "--rows=padded"), ({"fim_rate": 0.5}, "--fim_rate"), ({"eos_to": 0}, "--eos_to=0"),
+        ({"source": str(tmp_path / "none.jsonl")}, "not exist"), ({"source": "python"}, "--eos_to goes with pairs"),
+    ):  # fmt: skip
+        assert part in refused(pair_config(tmp_path, **changes), capsys)

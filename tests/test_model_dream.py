@@ -619,3 +619,130 @@ def test_steps_that_cannot_change_anything_cost_no_pass(shallow):
     assert stats["forwards"] == np.count_nonzero(counts)
     assert stats["idle"] == 20 - np.count_nonzero(counts)
     assert (got != MASK).all()
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+SEGMENT_BL = jnp.array([[1] * 6 + [2] * 9 + [3] * 3 + [0] * 2, [1] * 20])
+POSITION_BL = jnp.array([[*range(6), *range(9), *range(3), 0, 0], range(20)])
+bound = jax.jit(lambda model, *args: model.nelbo(*args))
+noise = jax.jit(md.noise, static_argnums=1)
+
+
+def noised(seed=0):
+    """Levels and uniform numbers of the two rows."""
+    return noise(jax.random.key(seed), 2, jnp.arange(2), SEGMENT_BL)
+
+
+def nelbo_by_hand(params, cfg, token_BL, t_BL, u_BL, fixed_BL, wrong=""):
+    """The bound in float64: every document alone, each masked token read one place to its left, MASK impossible."""
+    total = 0.0
+    for b, s in ((0, 1), (0, 2), (0, 3), (1, 1)):
+        here_L = np.asarray(SEGMENT_BL[b] == s)
+        token_L, t_L, u_L, fixed_L = (np.asarray(x)[b][here_L] for x in (token_BL, t_BL, u_BL, fixed_BL))
+        mask_L = (u_L < t_L) & ((fixed_L == 0) | (wrong == "prompt"))
+        noised_L = np.where(mask_L, cfg.mask_id, token_L)
+        logits_LV = brute_force(params, cfg, noised_L, np.asarray(POSITION_BL[b])[here_L], np.ones(len(token_L), bool))
+        if wrong != "mask possible":
+            logits_LV[:, cfg.mask_id] = -np.inf
+        logp_LV = logits_LV - np.log(np.exp(logits_LV).sum(-1, keepdims=True))
+        if wrong != "shift":
+            logp_LV = np.concatenate([logp_LV[:1], logp_LV[:-1]])
+        weight_L = 1 if wrong == "weight" else 1 / t_L
+        total -= (logp_LV[np.arange(len(token_L)), token_L] * mask_L * weight_L).sum()
+    return total
+
+
+@pytest.mark.parametrize("remat", ["none", "qkvo"])
+def test_the_bound_is_that_of_the_formulas_and_of_none_of_the_likely_mistakes(remat):
+    model, token_BL = build(remat=remat, block=7 if remat == "qkvo" else 256, loss_tokens=8), jnp.asarray(tokens(2, 20))
+    (t_BL, u_BL), fixed_BL = noised(1), jnp.array([[0] * 6 + [1] * 4 + [0] * 10, [1] * 12 + [0] * 8])
+    got = float(bound(model, token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL, fixed_BL))
+    args = params_of(TINY), TINY, token_BL, t_BL, u_BL, fixed_BL
+    assert got == pytest.approx(nelbo_by_hand(*args), rel=2e-5)
+    for wrong in ("prompt", "mask possible", "shift", "weight"):
+        assert got != pytest.approx(nelbo_by_hand(*args, wrong), rel=1e-3), wrong
+    if remat == "none":
+        return
+    plain = build(loss_tokens=8)  # what is computed twice gives the same gradients
+    gradients = [
+        jax.jit(jax.grad(lambda m: m.nelbo(token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL, fixed_BL)))(m)
+        for m in (model, plain)
+    ]
+    for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
+def test_the_bound_of_uniform_logits_is_the_logarithm_of_the_vocabulary_without_mask():
+    params = params_of(TINY) | {"lm_head": jnp.zeros((TINY.vocab, TINY.width))}
+    model, token_BL = nnx.merge(md.graph_of(TINY, md.Run()), params), tokens(2, 20)
+    (t_BL, u_BL), in_BL = noised(), SEGMENT_BL > 0
+    want = float(np.log(TINY.vocab - 1) * (in_BL * (u_BL < t_BL) / t_BL).sum())
+    assert float(bound(model, token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL)) == pytest.approx(want, rel=1e-5)
+    t_BL, u_BL = noise(jax.random.key(0), 4096, jnp.arange(4096), jnp.ones((4096, 20), jnp.int32))
+    assert float((u_BL < t_BL).sum(-1) @ (1 / t_BL[:, 0]) / u_BL.size) == pytest.approx(1, abs=0.05)  # 0.01 a deviation
+
+
+def test_documents_of_a_row_do_not_see_each_other():
+    for block in (256, 7):
+        model, token_BL = build(block=block), tokens(1, 20)
+        see = jax.jit(lambda model, token_BL: model.hidden(token_BL, segment_BL=SEGMENT_BL[:1])[0])
+        before = np.asarray(see(model, token_BL))
+        for i in (0, 7, 16, 19):
+            changed_BL = token_BL.copy()
+            changed_BL[0, i] = token_BL[0, i] % 40 + 3
+            moved_L = (np.asarray(see(model, changed_BL)) != before).any(-1)[0]
+            np.testing.assert_array_equal(moved_L, SEGMENT_BL[0] == SEGMENT_BL[0, i])
+
+
+def test_prompts_are_never_masked():
+    model, token_BL = build(dataclasses.replace(TINY, layers=1)), jnp.asarray(tokens(2, 20))
+    t_BL, u_BL = jnp.ones((2, 20)), jnp.zeros((2, 20))  # whatever can be masked is
+    fixed_BL = jnp.array([[1] * 4 + [0] * 2 + [1] * 5 + [0] * 9, [1] * 20])
+    seen = []
+    lookup = lambda self, token_BL: seen.append(token_BL) or md.Dream.lookup(self, token_BL)  # noqa: E731
+    model.__class__ = type("Spy", (md.Dream,), {"lookup": lookup})
+
+    @jax.jit
+    def look(model, fixed_BL):
+        return model.nelbo(token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL, fixed_BL), seen[-1]
+
+    loss, seen_BL = look(model, fixed_BL)
+    free_BL = (fixed_BL == 0) & (SEGMENT_BL > 0)
+    np.testing.assert_array_equal(seen_BL, np.where(free_BL, MASK, token_BL))
+    assert loss > 0
+    assert look(model, jnp.ones_like(fixed_BL))[0] == 0
+
+
+def test_noise_is_a_function_of_the_row_and_even_over_rows_and_documents():
+    segment_BL = jnp.asarray(np.random.default_rng(0).integers(1, 30, (64, 1)) + np.arange(40) // 4)
+    t_BL, u_BL = noise(jax.random.key(3), 64, jnp.arange(64), segment_BL)
+    pick = jnp.array([41, 5])
+    for got, want in zip(noise(jax.random.key(3), 64, pick, segment_BL[pick]), (t_BL, u_BL), strict=True):
+        np.testing.assert_array_equal(got, want[pick])
+    assert (np.asarray(t_BL).reshape(64, 10, 4).std(-1) == 0).all()  # one level a document
+    assert 1e-3 <= t_BL.min() < t_BL.max() <= 1
+    first_B = noise(jax.random.key(3), 64, jnp.arange(64), jnp.ones((64, 1), jnp.int32))[0][:, 0]
+    np.testing.assert_array_equal(np.floor((first_B - 1e-3) / (1 - 1e-3) * 64), np.arange(64))
+    few = np.sort(np.asarray(t_BL)[0, ::4])  # ten documents of one row: no gap is much wider than a tenth
+    assert np.diff(few).max() < 0.2
+    assert not np.array_equal(noise(jax.random.key(4), 64, pick, segment_BL[pick])[1], u_BL[pick])
+
+
+def test_the_gradient_on_a_mesh_of_eight_devices_is_that_of_one():
+    cfg = dataclasses.replace(TINY, layers=1)
+    token_BL, segment_BL, position_BL = (jnp.tile(x, (2, 1)) for x in (tokens(2, 20), SEGMENT_BL, POSITION_BL))
+    t_BL, u_BL = noise(jax.random.key(0), 4, jnp.arange(4), segment_BL)
+    graph, params = md.graph_of(cfg, md.Run(remat="full")), params_of(cfg)
+    step = jax.jit(
+        jax.value_and_grad(lambda p: nnx.merge(graph, p).nelbo(token_BL, segment_BL, position_BL, t_BL, u_BL))
+    )
+    loss, grads = step(params)
+    axes = {"axis_names": ("data", "fsdp", "tensor"), "axis_types": (jax.sharding.AxisType.Auto,) * 3}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), **axes)
+    with jax.set_mesh(mesh):
+        split_loss, split_grads = step(jax.device_put(params, md.shardings(mesh, params)))
+    assert float(split_loss) == pytest.approx(float(loss), rel=1e-5)
+    for a, b in zip(jax.tree.leaves(split_grads), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * np.abs(b).max())

@@ -1,5 +1,6 @@
 """The trainer: schedule, gradient accumulation, data order, overfitting, resuming, and what it says of bad input."""
 
+import dataclasses
 import fcntl
 import json
 import lzma
@@ -20,8 +21,10 @@ import numpy as np
 import optax
 import pytest
 import tokenizers
+from flax import nnx
 
 import data_prep
+import model_dream as md
 import model_pythoncoder as pc
 import train_tpu
 
@@ -337,6 +340,170 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(data, unbroken, tmp_path):
 def test_diverging_stops_after_five_steps_without_a_finite_gradient(data, tmp_path):
     result = run(*command(data, tmp_path / "run", "--steps=40", "--lr=1e38", "--warmup=1", "--eval_every=50"))
     says(result, "no finite gradient in five steps")
+
+
+# ---- Dream ---------------------------------------------------------------------------------------------------------
+
+DREAM = md.DreamConfig(
+    640, 32, layers=1, heads=2, kv_heads=1, head_size=16, ffn=64, positions=64, mask_id=3, pad_id=0, bos_id=0, eos_id=0
+)
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """main() in this process, on one device, with a preset that compiles in seconds."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
+    monkeypatch.setitem(train_tpu.PRESETS, "dream_test", DREAM)
+
+
+def dream_config(data, out, **changes):
+    settings = {"model": "dream_test", "seq_len": 64, "batch_size": 8, "micro_batch": 4, "log_every": 1, "steps": 4}
+    settings |= {"eval_every": 2, "eval_rows": 8, "lr": 3e-3, "warmup": 1}
+    settings |= {"compile_cache": str(Path(data).parent / "cache")}
+    return train_tpu.Config(**settings | {"data": str(data), "out": str(out)} | changes)
+
+
+def refusal(cfg):
+    """The one line that main() exits with."""
+    with pytest.raises(SystemExit) as exit:
+        train_tpu.main(cfg)
+    assert isinstance(exit.value.code, str)
+    assert "\n" not in exit.value.code
+    return exit.value.code
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Rows of 64 tokens of prompts and responses."""
+    folder, rng = tmp_path_factory.mktemp("pairs"), np.random.default_rng(0)
+    lines = [{"prompt": f"copy {n}: ", "response": str(n)} for n in rng.integers(0, 10**6, 300).tolist()]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = str(folder / "pairs.jsonl")
+    data_prep.main(
+        data_prep.Config(source=source, out=str(folder / "rows"), seq_len=64, vocab_size=300, heldout=0.1, workers=1)
+    )
+    return folder / "rows"
+
+
+def first_loss(model, folder, seed=0):
+    """The loss of the first step of a run over a folder of rows, computed from the model alone."""
+    rows = train_tpu.Rows(folder, "train")
+    token_BL, segment_BL, position_BL, *fixed = rows.read(rows.order(seed, 0)[:8])
+    t_BL, u_BL = md.noise(jax.random.fold_in(jax.random.key(seed), 0), 8, jnp.arange(8), jnp.asarray(segment_BL))
+    nats = jax.jit(lambda model, *args: model.nelbo(*args))(
+        model, *map(jnp.asarray, (token_BL, segment_BL, position_BL)), t_BL, u_BL, *map(jnp.asarray, fixed)
+    )
+    free_BL = (segment_BL > 0) & (fixed[0] == 0 if fixed else True)
+    return float(nats) / free_BL.sum()
+
+
+def test_a_dream_learns_the_answers_to_eight_prompts_by_heart():
+    token_ABL = jnp.asarray(np.random.default_rng(0).integers(4, 64, (1, 8, 16)))
+    batch = {"token_ABL": token_ABL, "segment_ABL": jnp.ones_like(token_ABL)}
+    batch["position_ABL"] = jnp.broadcast_to(jnp.arange(16), token_ABL.shape)
+    batch["fixed_ABL"] = jnp.broadcast_to((jnp.arange(16) < 4).astype(int), token_ABL.shape)  # prompts of four tokens
+    cfg = md.DreamConfig(64, 64, 2, 4, 2, 16, 128, mask_id=3, pad_id=0, bos_id=0, eos_id=0, positions=64, theta=100.0)
+    optimizer, params = train_tpu.make_optimizer(1.0, 0.0), jax.jit(lambda: md.new_params(cfg, 0))()
+    state = {"params": params, "opt": jax.jit(optimizer.init)(params)}
+    settings = train_tpu.Config(model="dream_tiny")
+    step = jax.jit(train_tpu.make_step(settings, md.graph_of(cfg, md.Run()), optimizer, 1e-2, 1000, 3))
+    history = []
+    for i in range(150):
+        state, metrics = step(state, batch, i)
+        history.append(float(metrics["loss"]))
+    assert history[0] > 2
+    assert np.mean(history[-20:]) < 0.5
+
+
+def test_a_dream_run_ends_with_what_generate_needs_and_resuming_equals_not_stopping(data, one_device, tmp_path):
+    out, copy = tmp_path / "run", tmp_path / "copy"
+    train_tpu.main(dream_config(data, out))
+    tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    size = train_tpu.Rows(data, "train").meta["vocab_size"]
+    assert tokenizer.token_to_id("<|mask|>") == size  # behind the last id of the data
+    model = md.load(out)
+    assert model.cfg == dataclasses.replace(DREAM, mask_id=size)
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    scores = {row["step"]: row for row in rows if "bits_per_byte" in row}
+    assert scores.keys() == {2, 4}
+    assert scores[4]["heldout_nats"] < scores[2]["heldout_nats"] < np.log(640) * 1.1
+    assert (out / "samples.txt").read_text().count("---- step") == 2
+
+    shutil.copytree(out, copy)
+    shutil.rmtree(copy / "checkpoints" / "4")
+    saved = json.loads((copy / "config.json").read_text())["train"]
+    train_tpu.main(train_tpu.Config(**saved | {"resume": str(copy), "out": str(copy)}))
+    assert losses(copy) == losses(out)
+    assert len(losses(copy)) == 4
+    for a, b in zip(*(jax.tree.leaves(nnx.state(md.load(folder))) for folder in (out, copy)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert md.load(out, step=2).cfg == model.cfg
+    for kwargs, part in (({"step": 3}, "no checkpoint of step 3; it has [2, 4]"), ({}, "no checkpoint; make one")):
+        with pytest.raises(FileNotFoundError, match=re.escape(part)):
+            md.load(out if kwargs else tmp_path, **kwargs)
+    largest = max((copy / "checkpoints" / "4" / "params").rglob("*"), key=lambda p: p.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    with pytest.raises(ValueError, match=r"checkpoints/4 cannot be read: .+") as error:
+        md.load(copy)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["documents", "pairs"])
+def test_init_starts_at_the_loss_of_the_checkpoint(kind, data, pairs, one_device, tmp_path):
+    folder = data if kind == "documents" else pairs
+    meta = train_tpu.Rows(folder, "train").meta
+    ids = {"mask_id": meta["vocab_size"], "pad_id": meta["eos_id"], "bos_id": meta["eos_id"], "eos_id": meta["eos_id"]}
+    cfg = dataclasses.replace(DREAM, **ids)
+    params = jax.tree.map(lambda x: 3 * x, md.new_params(cfg, 5))  # far from a fresh model
+    model = nnx.merge(md.graph_of(cfg, md.Run()), jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    md.save(tmp_path / "start", model, [folder / "tokenizer.json"])
+    train_tpu.main(dream_config(folder, tmp_path / "run", model="", init=str(tmp_path / "start"), steps=1))
+    want = first_loss(md.load(tmp_path / "start", jnp.float32), folder)
+    assert losses(tmp_path / "run")[1][0] == pytest.approx(want, rel=1e-4)
+    assert md.load(tmp_path / "run").cfg == cfg
+    if kind == "documents":
+        train_tpu.main(dream_config(folder, tmp_path / "next", model="", init=str(tmp_path / "run"), steps=1))
+        want = first_loss(md.load(tmp_path / "run"), folder)
+        assert losses(tmp_path / "next")[1][0] == pytest.approx(want, rel=1e-4)
+        return
+    assert "other ids" in refusal(dream_config(data, tmp_path / "a", model="", init=str(tmp_path / "start")))
+    assert "leave --model=tiny out" in refusal(dream_config(folder, tmp_path / "a", model="tiny", init="x"))
+    assert "does not exist" in refusal(dream_config(folder, tmp_path / "a", model="", init=str(tmp_path / "none")))
+    assert "PythonCoder would learn too" in refusal(dream_config(folder, tmp_path / "a", model="tiny"))
+    assert "dream_tiny" in refusal(dream_config(folder, tmp_path / "a", model="dream_huge"))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_dream_step_on_eight_devices_has_the_loss_of_one(data):
+    rows, cfg = train_tpu.Rows(data, "train").read(np.arange(8)), DREAM
+    names = "token_ABL", "segment_ABL", "position_ABL"
+    optimizer, params = train_tpu.make_optimizer(1.0, 0.1), md.new_params(cfg, 0)
+    state, settings = {"params": params, "opt": optimizer.init(params)}, train_tpu.Config(model="dream_tiny")
+    results = []
+    for micro, shape in ((8, (1, 1, 1)), (4, (2, 2, 2))):  # two micro-batches of four rows a data x fsdp group
+        batch = {name: jnp.asarray(x.reshape(-1, micro, 64)) for name, x in zip(names, rows, strict=True)}
+        step = jax.jit(train_tpu.make_step(settings, md.graph_of(cfg, md.Run(remat="qkvo")), optimizer, 1e-2, 10, 1))
+        mesh = jax.sharding.Mesh(
+            np.array(jax.devices()[: np.prod(shape)]).reshape(shape), ("data", "fsdp", "tensor"),
+            axis_types=(jax.sharding.AxisType.Auto,) * 3,
+        )  # fmt: skip
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(state, md.shardings(mesh, state))
+            rows_at = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(None, md.BATCH))
+            results.append(step(placed, jax.device_put(batch, rows_at), 1))
+    (one, first), (many, second) = results
+    assert float(first["loss"]) == pytest.approx(float(second["loss"]), rel=1e-5)
+    assert float(first["grad_norm"]) == pytest.approx(float(second["grad_norm"]), rel=1e-4)
+    for a, b in zip(jax.tree.leaves(one["opt"]), jax.tree.leaves(many["opt"]), strict=True):  # moments: the gradients
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * np.abs(a).max())
+
+
+def test_weight_decay_leaves_out_the_biases_and_norms_of_dream():
+    mask = md.flatten(train_tpu.decays(md.param_shapes(md.CONFIGS["tiny"])))
+    assert {name.split(".")[-1] for name, decay in mask.items() if not decay} == {
+        "norm", "input_layernorm", "post_attention_layernorm", "q_bias", "k_bias", "v_bias",
+    }  # fmt: skip
 
 
 @pytest.mark.slow
