@@ -549,7 +549,7 @@ def dream_writer(cfg, run, step):
     dtype = jnp.float32 if jax.devices()[0].platform == "cpu" else jnp.bfloat16
     with contextlib.redirect_stderr(io.StringIO()):
         try:
-            model = dream.load(run, dtype)
+            model = dream.load(run, dtype, step=step)
             tokenizer = tokenizers.Tokenizer.from_file(str(run / "tokenizer.json"))
             ends = {tokenizer.token_to_id(name) for name in ENDS} | {model.cfg.eos_id}
             ends = tuple(sorted(ends - {None, model.cfg.mask_id}))

@@ -259,7 +259,8 @@ def linear(x_BLD, weight, *spec, dtype=None):
     The scales of an Int8 multiply the product, in float32: every q is exact in bfloat16.
     """
     x_TD, dtype = x_BLD.reshape(-1, x_BLD.shape[-1]), dtype or x_BLD.dtype
-    scale_F, accumulate = 1, dtype
+    # on a CPU XLA multiplies bfloat16 with the AMX units only if the product is to be float32
+    scale_F, accumulate = 1, jnp.float32 if jax.default_backend() == "cpu" else dtype
     if isinstance(weight, Int8):
         weight, scale_F, accumulate = weight.q_FD, weight.scale_F1[:, 0], jnp.float32
         # the compiler would take the conversion out of the sampling loop: all matrices in x's dtype, all at once
