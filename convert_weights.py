@@ -41,6 +41,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
+import tokenizers
 import tyro
 from orbax.checkpoint import type_handlers
 
@@ -414,33 +415,33 @@ def from_merges(files, where):
 
 
 def fitted(data, cfg, where):
-    """A tokenizer.json with a token at MASK's id; Qwen2.5's own gets Dream's tokens. ValueError if it does not fit."""
+    """A tokenizer.json with a token at MASK's id; Qwen2.5's own gets Dream's tokens. ValueError if it does not fit.
+
+    The library is asked, not the file: it numbers added tokens from the end of the vocabulary, whatever ids they claim.
+    """
     try:
-        tokenizer = json.loads(data)
-        added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
-        vocab = tokenizer["model"]["vocab"]
-        ids = {**(vocab if isinstance(vocab, dict) else {word: i for i, (word, _) in enumerate(vocab)}), **added}
-        largest = max(ids.values())
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{where} is no tokenizer of the tokenizers library") from None
+        tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{where} is no tokenizer of the tokenizers library: {error}") from None
+    ids, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
+    largest = max(ids.values(), default=-1)
     if largest >= cfg.vocab:
         raise ValueError(f"{where} does not fit: its ids reach {largest}, the model has {cfg.vocab}")
-    names = {number: name for name, number in ids.items()}
-    theirs = added.get("<|mask|>", cfg.mask_id)
+    theirs = ids.get("<|mask|>", cfg.mask_id)
     if theirs != cfg.mask_id:
         raise ValueError(f"{where} does not fit: its <|mask|> is {theirs}, the model's {cfg.mask_id}")
-    if cfg.mask_id in added.values():
+    if cfg.mask_id in added:
         return data
-    missing = {name: number for name, number in DREAM_TOKENS.items() if added.get(name) != number}
-    taken = [f"{number} is {names[number]!r}" for number in missing.values() if number in names]
-    moved = [f"{name} is {ids[name]}" for name in missing if name in ids]
-    if cfg.mask_id != DREAM_TOKENS["<|mask|>"] or taken or moved or largest + 1 < min(missing.values()):
-        have = names.get(cfg.mask_id, "no token")
-        problem = ", ".join(taken + moved) or f"id {cfg.mask_id}, the model's MASK, is {have!r}"
-        raise ValueError(f"{where} does not fit: {problem}")
-    tokenizer["added_tokens"] += [{"id": number, "content": name, **SPECIAL} for name, number in missing.items()]
-    print(f"added to the tokenizer: {', '.join(f'{name} {number}' for name, number in missing.items())}")
-    return json.dumps(tokenizer, indent=2, ensure_ascii=False).encode()
+    first = min(DREAM_TOKENS.values())
+    if cfg.mask_id != DREAM_TOKENS["<|mask|>"] or largest < first - 1:
+        raise ValueError(f"{where} does not fit: it has no special token at {cfg.mask_id}, the model's MASK")
+    tokenizer.add_special_tokens([name for name in DREAM_TOKENS if name not in ids])
+    got = {name: tokenizer.token_to_id(name) for name in DREAM_TOKENS}
+    wrong = [f"{name} is {got[name]}, not {number}" for name, number in DREAM_TOKENS.items() if got[name] != number]
+    if wrong:
+        raise ValueError(f"{where} does not fit: with Dream's tokens {', '.join(wrong)}")
+    print(f"added to the tokenizer: {', '.join(f'{name} {number}' for name, number in DREAM_TOKENS.items())}")
+    return tokenizer.to_str(pretty=True).encode()
 
 
 # ---- the two ways --------------------------------------------------------------------------------------------------
@@ -651,9 +652,9 @@ def push(checkpoint, out, repository, source):
     try:
         api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=out, commit_message=f"Upload {checkpoint.kind} weights")
-    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.HFValidationError, OSError) as error:
-        problem = str(error).strip().splitlines()[0]
-        sys.exit(f"{out} was not uploaded to {repository}: {problem}; run again with --push={repository}")
+    except (huggingface_hub.errors.HfHubHTTPError, ValueError, RuntimeError, OSError) as error:
+        problem = " ".join(f"{error} {error.__cause__ or ''}".split())
+        sys.exit(f"{out} was not uploaded to {repository}: {problem}; run again to go on")
     print(f"uploaded {out} to {repository}")
 
 
@@ -668,7 +669,7 @@ def fetch(repository, revision):
         )
         return Path(folder)
     except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.LocalEntryNotFoundError, OSError) as error:
-        sys.exit(f"{repository} cannot be downloaded: {str(error).strip().splitlines()[0]}")
+        sys.exit(f"{repository} cannot be downloaded: {' '.join(str(error).split())}")
 
 
 def main(cfg):
