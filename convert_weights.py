@@ -15,7 +15,7 @@ under another name and renames it when it is whole:
     safetensors:          config.json, tokenizer files, model-0000i-of-0000n.safetensors, model.safetensors.index.json
 
 Tensors are not copied on their way to Orbax: it is handed views of the mapped files. On the way back, and to verify,
-two pieces of some ten megabytes are in memory.
+two pieces are in memory, of 32 MB or one chunk; files that Orbax wrote elsewhere may have a whole array in a chunk.
 """
 
 import concurrent.futures
@@ -143,16 +143,16 @@ class Checkpoint(typing.NamedTuple):
 
 
 def read_json(path, *needed):
-    """The keys of a JSON file. Raises ValueError, FileNotFoundError."""
+    """A JSON object; `needed` are keys that hold objects too. Raises ValueError, FileNotFoundError."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; name a folder that holds a model")
     try:
         keys = json.loads(path.read_text())
-        missing = [name for name in needed if name not in keys]
-    except (ValueError, TypeError):
+        missing = [name for name in needed if not isinstance(keys[name], dict)] if keys.keys() >= {*needed} else needed
+    except (ValueError, AttributeError):
         raise ValueError(f"{path} is damaged: it is not a JSON object") from None
-    if missing or not isinstance(keys, dict):
-        raise ValueError(f"{path} is damaged: it has no {' and no '.join(missing) or 'keys'}")
+    if missing:
+        raise ValueError(f"{path} is damaged: it has no {' and no '.join(missing)}")
     return keys
 
 
@@ -456,15 +456,27 @@ def checkpointer():
     return ocp.Checkpointer(handler)
 
 
+def chunk_bytes(array):
+    """For Orbax, which cuts the longest axis. Where that is the last, a chunk would have to be gathered from all rows
+    and scattered again, with copies in memory: such an array stays one chunk, unless it is very large.
+    """
+    wide = array.ndim > 1 and array.shape[-1] > array.shape[0]
+    return None if wide and array.nbytes <= 8 * CHUNK_BYTES else CHUNK_BYTES
+
+
 def to_orbax(source, out):
     """Write the Orbax form of a checkpoint in safetensors."""
     files, (arrays, dtype) = small_files(source), open_safetensors(source)
+    if source.kind == "pythoncoder" and dtype != np.float32:
+        raise ValueError(f"{source.folder} is in {dtype}; a run folder, which this becomes, holds float32")
     total, count = (sum(getattr(array, key) for array in arrays.values()) for key in ("nbytes", "size"))
     print(f"{len(arrays)} tensors, {count:,} parameters in {dtype}", flush=True)
     with whole(out, total) as partial, concurrent.futures.ThreadPoolExecutor(1) as thread:
         sums = thread.submit(lambda: {name: word_sum(array) for name, array in arrays.items()})
         run = partial / "checkpoints" / str(source.step) if source.kind == "pythoncoder" else partial
-        save_args = dream.unflatten({name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays})
+        save_args = dream.unflatten(
+            {name: ocp.SaveArgs(chunk_byte_size=chunk_bytes(array)) for name, array in arrays.items()}
+        )
         with progress(lambda: bytes_in(partial), total), checkpointer() as orbax:
             orbax.save(run / "params", args=ocp.args.PyTreeSave(dream.unflatten(arrays), save_args=save_args))
         if source.kind == "pythoncoder":
@@ -491,7 +503,7 @@ def to_hub(source, out, shard_gb):
     shards, room = [], 0
     for name in arrays:
         if not shards or sizes[name] > room:
-            shards, room = [*shards, []], shard_gb * 1e9
+            shards, room = [*shards, []], math.inf if source.kind == "mdlm" else shard_gb * 1e9  # MDLM reads one file
         shards[-1].append(name)
         room -= sizes[name]
     total, weight_map, file_name = sum(sizes.values()), {}, source.family.file_name

@@ -180,6 +180,28 @@ def test_verify_and_the_way_back_find_a_byte_that_changed(tmp_path):
     assert not list(tmp_path.glob("back*"))
 
 
+def test_an_orbax_folder_with_damaged_papers_is_one_line(tmp_path):
+    write_hub_folder(tmp_path / "hub")
+    convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "orbax")))
+    meta, form = tmp_path / "orbax" / "meta.json", tmp_path / "orbax" / "params" / "_METADATA"
+    good = form.read_text()
+    renamed = good.replace('"norm"', '"gnorm"')
+    for path, text, says in (
+        (form, renamed, "missing norm; unexpected gnorm|NOT_FOUND"),
+        (form, "[]", "_METADATA is damaged"),
+        (form, good, None),
+        (meta, "{", "meta.json is damaged"),
+        (meta, "[]", "meta.json is damaged"),
+        (meta, '{"sums": [1]}', "meta.json is damaged: it has no sums"),
+        (meta, '{"sums": {}}', "is not what was saved"),
+    ):
+        path.write_text(text)
+        if says:
+            with pytest.raises(ValueError, match=says):
+                convert.to_hub(convert.find(tmp_path / "orbax"), tmp_path / "out", 5.0)
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_an_existing_folder_and_a_full_disk_are_refused(tmp_path):
     write_hub_folder(tmp_path / "hub")
     (tmp_path / "mine").mkdir()
