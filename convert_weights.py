@@ -15,7 +15,7 @@ under another name and renames it when it is whole:
     safetensors:          config.json, tokenizer files, model-0000i-of-0000n.safetensors, model.safetensors.index.json
 
 Tensors are not copied on their way to Orbax: it is handed views of the mapped files. On the way back, and to verify,
-two pieces of some ten megabytes are in memory.
+two pieces are in memory, of 32 MB or one chunk; files that Orbax wrote elsewhere may have a whole array in a chunk.
 """
 
 import concurrent.futures
@@ -41,6 +41,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
+import tokenizers
 import tyro
 from orbax.checkpoint import type_handlers
 
@@ -142,16 +143,16 @@ class Checkpoint(typing.NamedTuple):
 
 
 def read_json(path, *needed):
-    """The keys of a JSON file. Raises ValueError, FileNotFoundError."""
+    """A JSON object; `needed` are keys that hold objects too. Raises ValueError, FileNotFoundError."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; name a folder that holds a model")
     try:
         keys = json.loads(path.read_text())
-        missing = [name for name in needed if name not in keys]
-    except (ValueError, TypeError):
+        missing = [name for name in needed if not isinstance(keys[name], dict)] if keys.keys() >= {*needed} else needed
+    except (ValueError, AttributeError):
         raise ValueError(f"{path} is damaged: it is not a JSON object") from None
-    if missing or not isinstance(keys, dict):
-        raise ValueError(f"{path} is damaged: it has no {' and no '.join(missing) or 'keys'}")
+    if missing:
+        raise ValueError(f"{path} is damaged: it has no {' and no '.join(missing)}")
     return keys
 
 
@@ -414,33 +415,33 @@ def from_merges(files, where):
 
 
 def fitted(data, cfg, where):
-    """A tokenizer.json with a token at MASK's id; Qwen2.5's own gets Dream's tokens. ValueError if it does not fit."""
+    """A tokenizer.json with a token at MASK's id; Qwen2.5's own gets Dream's tokens. ValueError if it does not fit.
+
+    The library is asked, not the file: it numbers added tokens from the end of the vocabulary, whatever ids they claim.
+    """
     try:
-        tokenizer = json.loads(data)
-        added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
-        vocab = tokenizer["model"]["vocab"]
-        ids = {**(vocab if isinstance(vocab, dict) else {word: i for i, (word, _) in enumerate(vocab)}), **added}
-        largest = max(ids.values())
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{where} is no tokenizer of the tokenizers library") from None
+        tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{where} is no tokenizer of the tokenizers library: {error}") from None
+    ids, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
+    largest = max(ids.values(), default=-1)
     if largest >= cfg.vocab:
         raise ValueError(f"{where} does not fit: its ids reach {largest}, the model has {cfg.vocab}")
-    names = {number: name for name, number in ids.items()}
-    theirs = added.get("<|mask|>", cfg.mask_id)
+    theirs = ids.get("<|mask|>", cfg.mask_id)
     if theirs != cfg.mask_id:
         raise ValueError(f"{where} does not fit: its <|mask|> is {theirs}, the model's {cfg.mask_id}")
-    if cfg.mask_id in added.values():
+    if cfg.mask_id in added:
         return data
-    missing = {name: number for name, number in DREAM_TOKENS.items() if added.get(name) != number}
-    taken = [f"{number} is {names[number]!r}" for number in missing.values() if number in names]
-    moved = [f"{name} is {ids[name]}" for name in missing if name in ids]
-    if cfg.mask_id != DREAM_TOKENS["<|mask|>"] or taken or moved or largest + 1 < min(missing.values()):
-        have = names.get(cfg.mask_id, "no token")
-        problem = ", ".join(taken + moved) or f"id {cfg.mask_id}, the model's MASK, is {have!r}"
-        raise ValueError(f"{where} does not fit: {problem}")
-    tokenizer["added_tokens"] += [{"id": number, "content": name, **SPECIAL} for name, number in missing.items()]
-    print(f"added to the tokenizer: {', '.join(f'{name} {number}' for name, number in missing.items())}")
-    return json.dumps(tokenizer, indent=2, ensure_ascii=False).encode()
+    first = min(DREAM_TOKENS.values())
+    if cfg.mask_id != DREAM_TOKENS["<|mask|>"] or largest < first - 1:
+        raise ValueError(f"{where} does not fit: it has no special token at {cfg.mask_id}, the model's MASK")
+    tokenizer.add_special_tokens([name for name in DREAM_TOKENS if name not in ids])
+    got = {name: tokenizer.token_to_id(name) for name in DREAM_TOKENS}
+    wrong = [f"{name} is {got[name]}, not {number}" for name, number in DREAM_TOKENS.items() if got[name] != number]
+    if wrong:
+        raise ValueError(f"{where} does not fit: with Dream's tokens {', '.join(wrong)}")
+    print(f"added to the tokenizer: {', '.join(f'{name} {number}' for name, number in DREAM_TOKENS.items())}")
+    return tokenizer.to_str(pretty=True).encode()
 
 
 # ---- the two ways --------------------------------------------------------------------------------------------------
@@ -455,15 +456,27 @@ def checkpointer():
     return ocp.Checkpointer(handler)
 
 
+def chunk_bytes(array):
+    """For Orbax, which cuts the longest axis. Where that is the last, a chunk would have to be gathered from all rows
+    and scattered again, with copies in memory: such an array stays one chunk, unless it is very large.
+    """
+    wide = array.ndim > 1 and array.shape[-1] > array.shape[0]
+    return None if wide and array.nbytes <= 8 * CHUNK_BYTES else CHUNK_BYTES
+
+
 def to_orbax(source, out):
     """Write the Orbax form of a checkpoint in safetensors."""
     files, (arrays, dtype) = small_files(source), open_safetensors(source)
+    if source.kind == "pythoncoder" and dtype != np.float32:
+        raise ValueError(f"{source.folder} is in {dtype}; a run folder, which this becomes, holds float32")
     total, count = (sum(getattr(array, key) for array in arrays.values()) for key in ("nbytes", "size"))
     print(f"{len(arrays)} tensors, {count:,} parameters in {dtype}", flush=True)
     with whole(out, total) as partial, concurrent.futures.ThreadPoolExecutor(1) as thread:
         sums = thread.submit(lambda: {name: word_sum(array) for name, array in arrays.items()})
         run = partial / "checkpoints" / str(source.step) if source.kind == "pythoncoder" else partial
-        save_args = dream.unflatten({name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays})
+        save_args = dream.unflatten(
+            {name: ocp.SaveArgs(chunk_byte_size=chunk_bytes(array)) for name, array in arrays.items()}
+        )
         with progress(lambda: bytes_in(partial), total), checkpointer() as orbax:
             orbax.save(run / "params", args=ocp.args.PyTreeSave(dream.unflatten(arrays), save_args=save_args))
         if source.kind == "pythoncoder":
@@ -490,7 +503,7 @@ def to_hub(source, out, shard_gb):
     shards, room = [], 0
     for name in arrays:
         if not shards or sizes[name] > room:
-            shards, room = [*shards, []], shard_gb * 1e9
+            shards, room = [*shards, []], math.inf if source.kind == "mdlm" else shard_gb * 1e9  # MDLM reads one file
         shards[-1].append(name)
         room -= sizes[name]
     total, weight_map, file_name = sum(sizes.values()), {}, source.family.file_name
@@ -651,9 +664,9 @@ def push(checkpoint, out, repository, source):
     try:
         api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=out, commit_message=f"Upload {checkpoint.kind} weights")
-    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.HFValidationError, OSError) as error:
-        problem = str(error).strip().splitlines()[0]
-        sys.exit(f"{out} was not uploaded to {repository}: {problem}; run again with --push={repository}")
+    except (huggingface_hub.errors.HfHubHTTPError, ValueError, RuntimeError, OSError) as error:
+        problem = " ".join(f"{error} {error.__cause__ or ''}".split())
+        sys.exit(f"{out} was not uploaded to {repository}: {problem}; run again to go on")
     print(f"uploaded {out} to {repository}")
 
 
@@ -668,7 +681,7 @@ def fetch(repository, revision):
         )
         return Path(folder)
     except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.LocalEntryNotFoundError, OSError) as error:
-        sys.exit(f"{repository} cannot be downloaded: {str(error).strip().splitlines()[0]}")
+        sys.exit(f"{repository} cannot be downloaded: {' '.join(str(error).split())}")
 
 
 def main(cfg):

@@ -1,5 +1,9 @@
 """Conversion: every byte arrives, both ways; interrupted, damaged and ill-fitting checkpoints are one line."""
 
+import base64
+import dataclasses
+import hashlib
+import http.server
 import json
 import os
 import resource
@@ -8,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,9 +21,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import tokenizers
+import torch
 
 import convert_weights as convert
 import model_dream as dream
+import model_mdlm as mdlm
+import model_pythoncoder as pc
+import train_tpu
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = dream.DreamConfig(300, 64, 3, 4, 2, 16, 96, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=64)
@@ -76,7 +86,7 @@ def same(a, b):
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.float16])
 @pytest.mark.parametrize("tie", [False, True])
 def test_there_and_back_every_byte_is_equal(tmp_path, dtype, tie):
-    cfg = dream.dataclasses.replace(SMALL, tie=tie)
+    cfg = dataclasses.replace(SMALL, tie=tie)
     tensors = write_hub_folder(tmp_path / "hub", cfg, dtype)
     convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "orbax"), verify=True))
     back = tmp_path / "back"
@@ -170,6 +180,28 @@ def test_verify_and_the_way_back_find_a_byte_that_changed(tmp_path):
     assert not list(tmp_path.glob("back*"))
 
 
+def test_an_orbax_folder_with_damaged_papers_is_one_line(tmp_path):
+    write_hub_folder(tmp_path / "hub")
+    convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "orbax")))
+    meta, form = tmp_path / "orbax" / "meta.json", tmp_path / "orbax" / "params" / "_METADATA"
+    good = form.read_text()
+    renamed = good.replace('"norm"', '"gnorm"')
+    for path, text, says in (
+        (form, renamed, "missing norm; unexpected gnorm|NOT_FOUND"),
+        (form, "[]", "_METADATA is damaged"),
+        (form, good, None),
+        (meta, "{", "meta.json is damaged"),
+        (meta, "[]", "meta.json is damaged"),
+        (meta, '{"sums": [1]}', "meta.json is damaged: it has no sums"),
+        (meta, '{"sums": {}}', "is not what was saved"),
+    ):
+        path.write_text(text)
+        if says:
+            with pytest.raises(ValueError, match=says):
+                convert.to_hub(convert.find(tmp_path / "orbax"), tmp_path / "out", 5.0)
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_an_existing_folder_and_a_full_disk_are_refused(tmp_path):
     write_hub_folder(tmp_path / "hub")
     (tmp_path / "mine").mkdir()
@@ -186,7 +218,7 @@ def test_an_existing_folder_and_a_full_disk_are_refused(tmp_path):
 
 
 def test_a_killed_run_leaves_nothing_that_looks_complete(tmp_path):
-    big = dream.dataclasses.replace(SMALL, vocab=60_000, width=512, ffn=4096, head_size=128)
+    big = dataclasses.replace(SMALL, vocab=60_000, width=512, ffn=4096, head_size=128)
     write_hub_folder(tmp_path / "hub", big)
     command = [sys.executable, str(ROOT / "convert_weights.py"), f"--source={tmp_path}/hub", f"--out={tmp_path}/out"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -206,3 +238,336 @@ def test_a_killed_run_leaves_nothing_that_looks_complete(tmp_path):
     assert "every byte equal" in result.stdout
     assert not (tmp_path / "out.partial").exists()
     assert os.listdir(tmp_path / "out")
+
+
+# ---- other models, other ways to have been stored ------------------------------------------------------------------
+
+
+def arrays_of(folder):
+    """{our name: array in memory} of either form, as converted: what this file compares."""
+    checkpoint = convert.find(folder)
+    if checkpoint.params is None:
+        return {name: np.array(array) for name, array in convert.open_safetensors(checkpoint)[0].items()}
+    parts = {}
+    for name, part in convert.pieces(convert.open_orbax(checkpoint)[0]):
+        parts.setdefault(name, []).append(np.atleast_1d(part))
+    return {name: np.concatenate(rows) for name, rows in parts.items()}
+
+
+def all_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert same(np.asarray(a[name]), np.asarray(b[name])), name
+
+
+def test_a_model_that_the_library_saved_goes_to_the_hub_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "CHUNK_BYTES", 5000)  # every matrix comes in several pieces
+    model = dream.nnx.merge(dream.graph_of(SMALL, dream.Run()), dream.new_params(SMALL, 0))
+    want = {name: np.asarray(x) for name, x in dream.flatten(dream.nnx.to_pure_dict(dream.nnx.state(model))).items()}
+    dream.save(tmp_path / "orbax", model)  # all arrays in the files of one database, compressed
+    convert.main(convert.Config(str(tmp_path / "orbax"), str(tmp_path / "hub"), verify=True))
+    all_same(arrays_of(tmp_path / "hub"), want)
+    convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "again"), verify=True))
+    chunks = [path for path in (tmp_path / "again" / "params" / "lm_head").iterdir() if not path.name.startswith(".")]
+    assert len(chunks) > 2
+    all_same(arrays_of(tmp_path / "again"), want)
+
+
+def write_run(folder, model, params, steps):
+    """A run folder as train_tpu.py leaves it, with the same optimizer state in all steps."""
+    manager = train_tpu.open_checkpoints(folder / "checkpoints", 9, [])
+    for step in steps:
+        params = jax.tree.map(lambda x: x + 1, params)
+        state = {"params": params, "opt": {"mu": params}}
+        train_tpu.save(manager, step, state, {"model": dataclasses.asdict(model), "skipped": 0}, None)
+    manager.close()
+    (folder / "config.json").write_text(json.dumps({"model": dataclasses.asdict(model), "train": {}, "data": ""}))
+    (folder / "tokenizer.json").write_bytes(tokenizer_of({"<|endoftext|>": 0}))
+    return {name: np.asarray(x) for name, x in pc.flatten(params).items()}
+
+
+def test_a_run_of_pythoncoder_goes_to_safetensors_and_back(tmp_path):
+    cfg = pc.Config(64, 32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=48, positions=64)
+    want = write_run(tmp_path / "run", cfg, pc.new_params(cfg, 0), [10, 20])
+    convert.main(convert.Config(str(tmp_path / "run"), str(tmp_path / "hub"), verify=True))
+    all_same(safetensors.numpy.load_file(tmp_path / "hub" / "model.safetensors"), want)  # step 20
+    all_same(pc.flatten(pc.stack_layers(want, cfg)), want)
+    convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "back"), verify=True))
+    model, folder, step = pc.load(tmp_path / "back")
+    assert (model.cfg, step) == (cfg, 20)
+    all_same(pc.flatten(pc.nnx.to_pure_dict(pc.nnx.state(model))), want)
+    assert (folder / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
+    convert.main(convert.Config(str(tmp_path / "run"), str(tmp_path / "older"), step=10))
+    older = arrays_of(tmp_path / "older")
+    assert all(np.array_equal(older[name] + 1, want[name]) for name in want)
+    with pytest.raises(FileNotFoundError, match="no step 15; it has"):
+        convert.find(tmp_path / "run", 15)
+
+
+def test_a_run_of_dream_goes_to_the_hubs_layout(tmp_path):
+    want = write_run(tmp_path / "run", SMALL, dream.new_params(SMALL, 0), [7])
+    (tmp_path / "run" / "tokenizer.json").write_bytes(tokenizer_of({"<mask>": SMALL.mask_id}))
+    convert.main(convert.Config(str(tmp_path / "run"), str(tmp_path / "hub"), verify=True))
+    model = dream.from_hf(tmp_path / "hub")
+    assert model.cfg == SMALL
+    all_same(dream.flatten(dream.nnx.to_pure_dict(dream.nnx.state(model))), want)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_mdlm_goes_to_orbax_and_back(tmp_path, tie):
+    torch.manual_seed(0)
+    model = mdlm.MDLM(mdlm.Config(vocab=50, width=16, layers=2, heads=2, ffn=24, positions=12, tie=tie))
+    mdlm.save(model, tmp_path / "run" / "step_5", tokenizer_of({"[PAD]": 0}))
+    convert.main(convert.Config(str(tmp_path / "run"), str(tmp_path / "orbax"), verify=True))
+    convert.main(convert.Config(str(tmp_path / "orbax"), str(tmp_path / "back"), verify=True))
+    back = mdlm.load(tmp_path / "back")
+    assert back.cfg == model.cfg
+    all_same(
+        {k: v.numpy() for k, v in back.state_dict().items()}, {k: v.numpy() for k, v in model.state_dict().items()}
+    )
+    assert (tmp_path / "back" / "tokenizer.json").exists()
+
+
+def test_two_checkpoints_of_one_form_and_of_two_models_are_not_compared(tmp_path):
+    write_hub_folder(tmp_path / "one")
+    write_hub_folder(tmp_path / "two", dataclasses.replace(SMALL, theta=1e4))
+    one, two = (convert.find(tmp_path / name) for name in ("one", "two"))
+    with pytest.raises(ValueError, match="both safetensors"):
+        convert.verify(one, two)
+    convert.main(convert.Config(str(tmp_path / "two"), str(tmp_path / "orbax")))
+    with pytest.raises(ValueError, match="describe different models"):
+        convert.verify(one, convert.find(tmp_path / "orbax"))
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------------------------
+
+BIG = dataclasses.replace(SMALL, vocab=152_064, mask_id=151_666, pad_id=151_643, bos_id=151_643, eos_id=151_643)
+QWEN = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data")) / "qwen2.5_tokenizer"
+
+
+def test_qwens_tokenizer_gets_dreams_tokens_and_dreams_own_stays():
+    qwen = tokenizer_of({f"<|{i}|>": i for i in range(22)}, [f"w{i}" for i in range(151_643)])
+    fitted = convert.fitted(qwen, BIG, "tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_str(fitted.decode())
+    for name, number in {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}.items():
+        assert tokenizer.token_to_id(name) == number
+    assert tokenizer.encode("<|mask|>").ids == [151_666]
+    assert convert.fitted(fitted, BIG, "tokenizer.json") == fitted
+
+
+@pytest.mark.parametrize(
+    ("special", "words", "cfg", "says"),
+    [
+        (("<pad>",), 9, SMALL, "no special token at 4, the model's MASK"),
+        (("a", "<|mask|>"), 9, SMALL, "its <|mask|> is 1, the model's 4"),
+        (("a", "b", "c", "d", "<mask>"), 300, SMALL, "its ids reach 304"),
+        (("<|endoftext|>",), 9, BIG, "no special token at 151666"),  # not Qwen's: it ends long before
+        (("<|endoftext|>",), 151_665, BIG, "<|mask|> is 151667, not 151666"),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_is_refused(special, words, cfg, says):
+    data = tokenizer_of({name: i for i, name in enumerate(special)}, [f"w{i}" for i in range(words)])
+    with pytest.raises(ValueError, match="does not fit") as error:
+        convert.fitted(data, cfg, "tokenizer.json")
+    assert says in str(error.value)
+
+
+@pytest.mark.skipif(not QWEN.is_dir(), reason=f"no Qwen2.5 tokenizer in {QWEN}; set SHARED_DATA")
+def test_the_real_tokenizer_made_of_its_vocab_and_merges_gives_its_ids(tmp_path):
+    data = json.loads((QWEN / "tokenizer.json").read_bytes())
+    config = {"added_tokens_decoder": {token.pop("id"): token for token in data["added_tokens"]}}
+    files = {
+        "vocab.json": json.dumps(data["model"]["vocab"]).encode(),
+        "merges.txt": "\n".join(["#version: 0.2", *data["model"]["merges"], ""]).encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+    }
+    made = convert.from_merges(files, "vocab.json")
+    tokenizer = tokenizers.Tokenizer.from_str(made.decode())
+    golden = json.loads((QWEN / "golden_ids.json").read_text())
+    assert len(golden) > 10
+    for case in golden:
+        assert tokenizer.encode(case["text"]).ids == case["ids"]
+    tokenizer = tokenizers.Tokenizer.from_str(convert.fitted(made, dream.CONFIGS["7b"], "vocab.json").decode())
+    assert tokenizer.encode("x<|mask|>").ids[1:] == [151_666]
+
+
+def test_a_damaged_tokenizer_is_one_line_and_nothing_is_written(tmp_path):
+    write_hub_folder(tmp_path / "hub")
+    for data in (b"{", b"[]", b'{"added_tokens": []}', b'{"added_tokens": [{}], "model": {"vocab": {}}}'):
+        (tmp_path / "hub" / "tokenizer.json").write_bytes(data)
+        with pytest.raises(ValueError, match="is no tokenizer"):
+            convert.to_orbax(convert.find(tmp_path / "hub"), tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_tokenizer_is_made_of_vocab_and_merges(tmp_path):
+    """Dream's repositories hold no tokenizer.json."""
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
+    theirs.normalizer = tokenizers.normalizers.NFC()
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(convert.QWEN_WORDS), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    theirs.decoder = tokenizers.decoders.ByteLevel()
+    text = "def f(x):\n    return x + 1  # it's 42\n\n" * 3
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    theirs.train_from_iterator([text], tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    end = theirs.get_vocab_size()
+    write_hub_folder(tmp_path / "hub", dataclasses.replace(SMALL, mask_id=end + 1))
+    (tmp_path / "hub" / "tokenizer.json").unlink()
+    theirs.model.save(str(tmp_path / "hub"))
+    decoder = {end + 1: {"content": "<|mask|>", "special": True}, end: {"content": "<|x|>", "special": False}}
+    (tmp_path / "hub" / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    files = convert.small_files(convert.find(tmp_path / "hub"))
+    ours = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+    for sample in (text, "caf\u0065\u0301 na\u00efve 12345\tx\r\n", "I'LL don't  "):
+        assert ours.encode(sample).ids == theirs.encode(sample).ids
+    assert ours.decode(ours.encode(text).ids) == text
+    assert ours.encode("<|mask|><|x|>").ids == [end + 1, end]
+
+
+# ---- the Hub -------------------------------------------------------------------------------------------------------
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The few calls of the Hub that an upload and a download make; files above 2,000 bytes are large."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def answer(self, data, status=200, headers=()):
+        data = data if isinstance(data, bytes) else json.dumps(data).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": len(data), **dict(headers)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def handle_any(self):
+        hub, path = self.server, self.path.split("?")[0]
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        hub.tokens.add(self.headers.get("Authorization"))
+        if path == "/api/repos/create":
+            return self.answer({"url": f"{hub.url}/me/model"})
+        if path == "/api/validate-yaml":  # of the model card
+            return self.answer({"errors": [], "warnings": []})
+        if path.endswith("/preupload/main"):
+            asked = json.loads(body)["files"]
+            modes = [("lfs" if file["size"] > 2000 else "regular", file["path"]) for file in asked]
+            files = [{"path": name, "uploadMode": mode, "shouldIgnore": False} for mode, name in modes]
+            return self.answer({"files": files})
+        if path.endswith("/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            for item in objects:
+                if item["oid"] not in hub.objects:
+                    item["actions"] = {"upload": {"href": f"{hub.url}/lfs/{item['oid']}"}}
+            return self.answer({"objects": objects, "transfer": "basic"})
+        if path.startswith("/lfs/"):
+            with hub.lock:
+                if len(hub.objects) >= hub.room:
+                    return self.answer({"error": "no more room"}, 403)
+                assert hashlib.sha256(body).hexdigest() == path[5:]
+                hub.objects[path[5:]] = body
+                hub.sent.append(path[5:])
+            return self.answer({})
+        if "/commit/main" in path:
+            for line in map(json.loads, body.splitlines()):
+                value = line["value"]
+                if line["key"] == "file":
+                    hub.files[value["path"]] = base64.b64decode(value["content"])
+                if line["key"] == "lfsFile":
+                    hub.files[value["path"]] = hub.objects[value["oid"]]
+            return self.answer({"commitUrl": f"{hub.url}/me/model/commit/{hub.sha}", "commitOid": hub.sha})
+        if path.startswith("/api/models/me/model/tree/"):
+            sizes = {name: len(data) for name, data in hub.files.items()}
+            return self.answer([{"type": "file", "path": n, "size": k, "oid": n[:40]} for n, k in sizes.items()])
+        if path.startswith("/api/models/me/model"):
+            return self.answer({"id": "me/model", "sha": hub.sha, "siblings": [{"rfilename": n} for n in hub.files]})
+        name = path.removeprefix(f"/me/model/resolve/{hub.sha}/")
+        if name in hub.files:
+            data = hub.files[name]
+            tag = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": hub.sha, "Accept-Ranges": "bytes"}
+            return self.answer(data, 200, tag.items())
+        self.answer({"error": "not found"}, 404, [("X-Error-Code", "RepoNotFound")])
+
+    do_GET = do_POST = do_PUT = do_HEAD = handle_any
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A server on this machine; hub.env makes huggingface_hub talk to it."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.url, server.sha = f"http://127.0.0.1:{server.server_port}", "a" * 40
+    server.files, server.objects, server.sent, server.tokens, server.room = {}, {}, [], set(), 10**9
+    server.env = os.environ | {
+        "HF_ENDPOINT": server.url,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_TOKEN": "hf_secret",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    server.lock = threading.Lock()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+
+
+def test_an_upload_resumes_and_what_it_left_downloads_byte_for_byte(tmp_path, hub):
+    tensors = write_hub_folder(tmp_path / "hub")
+    hub.room = 3
+    first = run(tmp_path / "hub", tmp_path / "orbax", "--push=me/model", env=hub.env)
+    says(first, "was not uploaded", "/lfs/", "run again")
+    assert len(hub.sent) == 3
+    assert not hub.files
+    hub.room = 10**9
+    again = run(tmp_path / "hub", tmp_path / "orbax", "--push=me/model", env=hub.env)
+    assert again.returncode == 0, again.stderr
+    assert len(hub.sent) == len(set(hub.sent))  # nothing went twice
+    here = {str(path.relative_to(tmp_path / "orbax")): path for path in (tmp_path / "orbax").rglob("*")}
+    assert hub.files == {name: path.read_bytes() for name, path in here.items() if path.is_file()}
+    card = hub.files["README.md"].decode()
+    assert card.startswith("---\ntags: [unmask, dream, orbax]\n---")
+    assert f"{sum(x.size for x in tensors.values()):,} parameters in bfloat16" in card
+    down = run("me/model", tmp_path / "down", "--verify=True", env=hub.env)
+    assert "every byte equal" in down.stdout, down.stderr
+    all_same(
+        arrays_of(tmp_path / "down"), {name: tensors[dream.hf_name(name)] for name in arrays_of(tmp_path / "down")}
+    )
+    assert "Bearer hf_secret" in hub.tokens
+    for path in tmp_path.rglob("*"):  # the token is written nowhere
+        assert not path.is_file() or b"hf_secret" not in path.read_bytes()
+
+
+def test_a_repository_that_is_not_there_is_one_line(tmp_path, hub):
+    says(run("me/other", tmp_path / "out", env=hub.env), "me/other cannot be downloaded")
+    assert not list(tmp_path.glob("out*"))
+
+
+# ---- the reference -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_logits_equal_those_of_transformers_qwen2_without_its_causal_mask(tmp_path, capsys, tie):
+    """And a byte-equal copy under a wrong config.json is found out."""
+    cfg = dataclasses.replace(SMALL, tie=tie)
+
+    def small(tensors):  # weights of a size that keeps every layer's share of the logits
+        for name, array in tensors.items():
+            tensors[name] = (array * (1 if "norm" in name else 0.2)).astype(array.dtype)
+
+    write_hub_folder(tmp_path / "hub", cfg, change=small)
+    convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "orbax"), reference=True))
+    assert "reference: transformers" in capsys.readouterr().out
+    hub, orbax = (convert.find(tmp_path / name) for name in ("hub", "orbax"))
+    convert.reference(hub, orbax, float32_below=0)  # in bfloat16, as a 7B model is compared
+    path = tmp_path / "orbax" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 100.0}))
+    with pytest.raises(ValueError, match="differ by"):
+        convert.reference(hub, orbax)
