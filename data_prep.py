@@ -620,6 +620,25 @@ def text_documents(group, split, cfg):
                 yield Document(text, len(data))
 
 
+def tinystories(out):
+    """Path of the training stories as a text file, downloaded first if it is not there."""
+    path = out / "tinystories.txt"
+    if not path.exists():
+        try:
+            import datasets
+        except ImportError:
+            sys.exit("--source=tinystories downloads with the library datasets; install it: pip install datasets")
+        try:
+            stories = datasets.load_dataset(TINYSTORIES, split="train")
+        except Exception as error:  # of datasets, huggingface_hub, the network: there is no narrower class
+            reason = (str(error) or repr(error)).splitlines()[0]
+            sys.exit(f"{TINYSTORIES} cannot be downloaded ({reason}); try again, or name a text file with --source")
+        with whole(path) as file:
+            for story in tqdm(stories, "writing", unit=" stories", disable=None):
+                file.write(f"{story['text'].strip()}\n{SEPARATOR}\n".encode())
+    return str(path)
+
+
 # ---- Pairs of prompt and response
 
 
@@ -654,7 +673,7 @@ def read_pair(line):
         return None
     try:
         pair = json.loads(line if isinstance(line, str) else line.decode())
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError("is not JSON in UTF-8") from None
     if not isinstance(pair, dict) or not all(isinstance(pair.get(key), str) for key in ("prompt", "response")):
         raise ValueError(f"is not {PAIR}")
@@ -672,25 +691,6 @@ def pair_documents(group, split, cfg):
             if (draw(cfg.seed, hashlib.sha256(prompt.encode()).hexdigest()) < cfg.heldout) == (split == "heldout"):
                 text = prompt + response
                 yield Document(text, len(text.encode()), len(prompt))
-
-
-def tinystories(out):
-    """Path of the training stories as a text file, downloaded first if it is not there."""
-    path = out / "tinystories.txt"
-    if not path.exists():
-        try:
-            import datasets
-        except ImportError:
-            sys.exit("--source=tinystories downloads with the library datasets; install it: pip install datasets")
-        try:
-            stories = datasets.load_dataset(TINYSTORIES, split="train")
-        except Exception as error:  # of datasets, huggingface_hub, the network: there is no narrower class
-            reason = (str(error) or repr(error)).splitlines()[0]
-            sys.exit(f"{TINYSTORIES} cannot be downloaded ({reason}); try again, or name a text file with --source")
-        with whole(path) as file:
-            for story in tqdm(stories, "writing", unit=" stories", disable=None):
-                file.write(f"{story['text'].strip()}\n{SEPARATOR}\n".encode())
-    return str(path)
 
 
 # ---- Parquet files
