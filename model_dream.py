@@ -262,9 +262,10 @@ def linear(x_BLD, weight, *spec, dtype=None):
     # on a CPU XLA multiplies bfloat16 with the AMX units only if the product is to be float32
     scale_F, accumulate = 1, jnp.float32 if jax.default_backend() == "cpu" else dtype
     if isinstance(weight, Int8):
-        weight, scale_F, accumulate = weight.q_FD, weight.scale_F1[:, 0], jnp.float32
-        # the compiler would take the conversion out of the sampling loop: all matrices in x's dtype, all at once
-        weight, x_TD = jax.lax.optimization_barrier((weight, x_TD))
+        scale_F, accumulate = weight.scale_F1[:, 0], jnp.float32
+        # 0 that the compiler cannot know: else a CPU's turns all matrices into x's dtype before the first product, and
+        # has them in memory at once; a barrier does not stop it
+        weight = weight.q_FD + jnp.isnan(x_TD[0, 0]).astype(jnp.int8)
     weight_FD = shard(weight.astype(x_BLD.dtype), *spec)
     y_TF = jax.lax.dot_general(x_TD, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=accumulate)
     y_TF = (y_TF * scale_F).astype(dtype)

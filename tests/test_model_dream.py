@@ -327,6 +327,103 @@ def test_damaged_checkpoints_are_one_clear_line(tmp_path):
     gc.collect()
 
 
+def quantised(params, dtype=jnp.float32):
+    return jax.tree.map(lambda x: md.quantise(x) if x.ndim == 2 else x.astype(dtype), params)
+
+
+def test_int8_rows_are_off_by_half_a_step_at_most():
+    weight_FD = np.random.default_rng(0).normal(0, 3, (40, 30)).astype(np.float32)
+    weight_FD[7] = 0
+    weight_FD[8] *= 1e-6  # a row of its own size
+    q_FD, scale_F1 = jax.tree.map(np.asarray, md.quantise(weight_FD))
+    assert (q_FD.dtype, scale_F1.dtype, scale_F1.shape) == (np.int8, np.float32, (40, 1))
+    assert (np.abs(q_FD).max(-1) == np.where(np.arange(40) == 7, 0, 127)).all()
+    assert (np.abs(q_FD * scale_F1 - weight_FD) <= 0.5001 * scale_F1).all()
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_int8_logits_are_those_of_the_matrices_that_the_numbers_stand_for(tie):
+    cfg = dataclasses.replace(TINY, tie=tie)
+    int8 = quantised(params_of(cfg))
+    assert int8["layers"]["1"]["down_proj"].q_FD.dtype == int8["embed_tokens"].q_FD.dtype == jnp.int8
+    is_int8 = lambda x: isinstance(x, md.Int8)  # noqa: E731
+    same = jax.tree.map(lambda x: x.q_FD * x.scale_F1 if is_int8(x) else x, int8, is_leaf=is_int8)
+    token_BL = tokens(2, 14)
+    got, want, full = (
+        np.asarray(apply(nnx.merge(md.graph_of(cfg, md.Run()), params), token_BL))
+        for params in (int8, same, params_of(cfg))
+    )
+    assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
+    error = np.sqrt(np.mean((got - full) ** 2) / np.mean(full**2))
+    assert 1e-3 < error < 0.1  # not exact, and near
+
+
+def test_int8_checkpoints_load_in_a_quarter_of_the_bytes_also_onto_a_mesh(tmp_path):
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(TINY))
+    md.save(tmp_path / "ckpt", nnx.merge(md.graph_of(TINY, md.Run()), params))
+    model = md.load(tmp_path / "ckpt", jnp.float32, int8=True)
+    want, got = (md.flatten(x) for x in (quantised(params), nnx.to_pure_dict(nnx.state(model))))
+    assert want.keys() == got.keys()
+    for name, x in want.items():
+        assert got[name].dtype == x.dtype
+        np.testing.assert_array_equal(got[name], x, err_msg=name)
+    matrices = [x for x in jax.tree.leaves(params) if x.ndim == 2]
+    assert sum(x.nbytes for x in got.values() if x.ndim == 2) == sum(x.size + 4 * len(x) for x in matrices)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    one = apply(model, tokens(8, 10))
+    with jax.set_mesh(mesh):
+        spread = md.load(tmp_path / "ckpt", jnp.float32, mesh=mesh, int8=True)
+        gate = spread.layers["0"].gate_proj.get_value()
+        assert gate.q_FD.sharding.spec == jax.P("tensor", "fsdp")
+        assert len(gate.scale_F1.addressable_shards[0].data) == TINY.ffn // 2
+        np.testing.assert_allclose(apply(spread, tokens(8, 10)), one, atol=1e-4)
+    row, _ = md.fill(model, masked(1, 4, 6), None, md.Sampling(block_length=6, cache="dual", threshold=0.5))
+    assert (row != MASK).all()
+
+
+def test_int8_7b_leaves_half_of_16_gb():
+    shapes = jax.eval_shape(lambda params: quantised(params, jnp.bfloat16), md.param_shapes(md.CONFIGS["7b"]))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+    parts = md.count_params(md.CONFIGS["7b"])
+    vectors = parts["norms"] + 28 * 4608
+    rows = 2 * 152_064 + 28 * (2 * 3584 + 2 * 512 + 2 * 18_944 + 3584)
+    assert size == parts["total"] - vectors + 2 * vectors + 4 * rows
+    assert size < 8e9
+
+
+def test_tokenizers_that_do_not_fit_are_refused_and_those_of_the_hub_are_put_together(tmp_path):
+    merges = ["a b", "ab c"]
+    vocab = {name: i for i, name in enumerate(["a", "b", "c", "\u0120", "ab", "abc"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|mask|>": 7, "<|endoftext|>": 6}))
+    cfg = dataclasses.replace(TINY, vocab=16, mask_id=7, eos_id=6, pad_id=6, bos_id=6)
+    tokenizer = md.load_tokenizer(tmp_path, cfg)
+    ids = tokenizer.encode("abc ab<|endoftext|><|mask|>").ids
+    assert ids == [5, 3, 4, 6, 7]
+    assert tokenizer.decode(ids) == "abc ab"
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert md.load_tokenizer(tmp_path, cfg).encode("abc ab").ids == [5, 3, 4]
+    for change, part in (
+        ({"vocab": 6, "mask_id": 5, "eos_id": 1, "pad_id": 1, "bos_id": 1}, "it has 8 tokens, the model 6"),
+        ({"mask_id": 4}, "4, the model's mask_id, is 'ab' in it"),
+        ({"eos_id": 9}, "9, the model's eos_id, is None in it"),
+    ):
+        with pytest.raises(ValueError, match=part):
+            md.load_tokenizer(tmp_path, dataclasses.replace(cfg, **change))
+    assert md.load_tokenizer(tmp_path, dataclasses.replace(cfg, mask_id=9)).get_vocab_size() == 8  # MASK needs no name
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot be read"):
+        md.load_tokenizer(tmp_path, cfg)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|mask|>": 9}))
+    with pytest.raises(ValueError, match="not free or not the next"):
+        md.load_tokenizer(tmp_path, cfg)
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
+        md.load_tokenizer(tmp_path, cfg)
+
+
 # ---- sampling ------------------------------------------------------------------------------------------------------
 
 
