@@ -258,14 +258,14 @@ def linear(x_BLD, weight, *spec, dtype=None):
 
     The scales of an Int8 multiply the product, in float32: every q is exact in bfloat16.
     """
-    x_TD, dtype = x_BLD.reshape(-1, x_BLD.shape[-1]), dtype or x_BLD.dtype
-    # on a CPU XLA multiplies bfloat16 with the AMX units only if the product is to be float32
-    scale_F, accumulate = 1, jnp.float32 if jax.default_backend() == "cpu" else dtype
+    x_TD, dtype, on_cpu = x_BLD.reshape(-1, x_BLD.shape[-1]), dtype or x_BLD.dtype, jax.default_backend() == "cpu"
+    scale_F, accumulate = 1, dtype
     if isinstance(weight, Int8):
-        scale_F, accumulate = weight.scale_F1[:, 0], jnp.float32
-        # 0 that the compiler cannot know: else a CPU's turns all matrices into x's dtype before the first product, and
-        # has them in memory at once; a barrier does not stop it
-        weight = weight.q_FD + jnp.isnan(x_TD[0, 0]).astype(jnp.int8)
+        weight, scale_F, accumulate = weight.q_FD, weight.scale_F1[:, 0], jnp.float32
+        if on_cpu:  # a 0 that the compiler cannot know: else it has all matrices in x's dtype at once
+            weight = weight + jnp.isnan(x_TD[0, 0]).astype(jnp.int8)
+    elif on_cpu:  # XLA has kernels for the CPU's bfloat16 units (AMX) only where the product is float32
+        accumulate = jnp.float32
     weight_FD = shard(weight.astype(x_BLD.dtype), *spec)
     y_TF = jax.lax.dot_general(x_TD, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=accumulate)
     y_TF = (y_TF * scale_F).astype(dtype)
@@ -722,48 +722,17 @@ def load(folder, dtype=None, run=None, mesh=None, step=None, int8=False):
     return nnx.merge(graph_of(cfg, run or Run(dtype=dtype)), params)
 
 
-QWEN_SPLIT = (  # how Qwen's tokenizer cuts a text before it merges
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
 def load_tokenizer(folder, cfg):
-    """The tokenizer of a model's folder: tokenizer.json or, as Dream's lie on the Hub, vocab.json, merges.txt and the
-    added tokens of tokenizer_config.json or added_tokens.json.
-
-    Raises FileNotFoundError, or ValueError for files that are damaged or do not fit the model: more tokens than rows,
-    or a MASK or end token of the model that is an ordinary word.
+    """The tokenizer in a model's folder. Raises FileNotFoundError, or ValueError for one that is damaged or does not
+    fit the model: more tokens than rows, or a MASK or end token of the model that is an ordinary word.
     """
-    folder, problem = Path(folder), None
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no tokenizer.json; copy the model's into it")
     try:
-        if (folder / "tokenizer.json").is_file():
-            tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-            bpe = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-            tokenizer, pre, added = tokenizers.Tokenizer(bpe), tokenizers.pre_tokenizers, {}
-            tokenizer.normalizer, tokenizer.decoder = tokenizers.normalizers.NFC(), tokenizers.decoders.ByteLevel()
-            split = pre.Split(tokenizers.Regex(QWEN_SPLIT), "isolated")
-            tokenizer.pre_tokenizer = pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
-            if (folder / "added_tokens.json").is_file():
-                added = {
-                    i: {"content": name} for name, i in json.loads((folder / "added_tokens.json").read_text()).items()
-                }
-            if (folder / "tokenizer_config.json").is_file():
-                config = json.loads((folder / "tokenizer_config.json").read_text())
-                added |= {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
-            for i in sorted(added):
-                special = added[i].get("special", True)
-                tokenizer.add_tokens([tokenizers.AddedToken(added[i]["content"], normalized=False, special=special)])
-                if tokenizer.token_to_id(added[i]["content"]) != i:
-                    raise ValueError(
-                        f"{added[i]['content']} is given as token {i}, which is not free or not the next one"
-                    )
-        else:
-            problem = "has no tokenizer.json, nor vocab.json and merges.txt; copy the model's into it"
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
-        raise ValueError(f"the tokenizer of {folder} cannot be read: {error}") from None
-    if problem:
-        raise FileNotFoundError(f"{folder} {problem}")
+        raise ValueError(f"{path} cannot be read: {error}") from None
     size, special = tokenizer.get_vocab_size(), tokenizer.get_added_tokens_decoder()
     if size > cfg.vocab:
         raise ValueError(f"the tokenizer of {folder} does not fit: it has {size:,} tokens, the model {cfg.vocab:,}")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 from safetensors.numpy import save_file
 
@@ -391,19 +392,13 @@ def test_int8_7b_leaves_half_of_16_gb():
     assert size < 8e9
 
 
-def test_tokenizers_that_do_not_fit_are_refused_and_those_of_the_hub_are_put_together(tmp_path):
-    merges = ["a b", "ab c"]
+def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
     vocab = {name: i for i, name in enumerate(["a", "b", "c", "\u0120", "ab", "abc"])}
-    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|mask|>": 7, "<|endoftext|>": 6}))
-    cfg = dataclasses.replace(TINY, vocab=16, mask_id=7, eos_id=6, pad_id=6, bos_id=6)
-    tokenizer = md.load_tokenizer(tmp_path, cfg)
-    ids = tokenizer.encode("abc ab<|endoftext|><|mask|>").ids
-    assert ids == [5, 3, 4, 6, 7]
-    assert tokenizer.decode(ids) == "abc ab"
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "b"), ("ab", "c")]))
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|mask|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert md.load_tokenizer(tmp_path, cfg).encode("abc ab").ids == [5, 3, 4]
+    cfg = dataclasses.replace(TINY, vocab=16, mask_id=7, eos_id=6, pad_id=6, bos_id=6)
+    assert md.load_tokenizer(tmp_path, cfg).encode("abc<|mask|>").ids == [5, 7]
     for change, part in (
         ({"vocab": 6, "mask_id": 5, "eos_id": 1, "pad_id": 1, "bos_id": 1}, "it has 8 tokens, the model 6"),
         ({"mask_id": 4}, "4, the model's mask_id, is 'ab' in it"),
@@ -416,10 +411,6 @@ def test_tokenizers_that_do_not_fit_are_refused_and_those_of_the_hub_are_put_tog
     with pytest.raises(ValueError, match="cannot be read"):
         md.load_tokenizer(tmp_path, cfg)
     (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|mask|>": 9}))
-    with pytest.raises(ValueError, match="not free or not the next"):
-        md.load_tokenizer(tmp_path, cfg)
-    (tmp_path / "merges.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
         md.load_tokenizer(tmp_path, cfg)
 
