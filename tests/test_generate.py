@@ -430,7 +430,7 @@ def test_dream_refuses_what_does_not_fit_in_one_line(coder, tmp_path):
     for folder, flags, change, part in (
         (tmp_path / "odd", [], None, "convert_weights.py"),
         (bare, ["--chat=on"], None, "holds no chat template"),
-        (bare, [], lambda: (bare / "tokenizer.json").write_text("{}"), "tokenizer of"),
+        (bare, [], lambda: (bare / "tokenizer.json").write_text("{}"), "tokenizer.json cannot be read"),
         (bare, [], lambda: (bare / "tokenizer.json").unlink(), "no tokenizer.json"),
     ):
         if change:
