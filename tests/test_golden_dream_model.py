@@ -202,6 +202,7 @@ def test_every_generation_case_token_for_token(model, golden_dir):
         check_case(model, case, golden["mask_token_id"], 32)
 
 
+@pytest.mark.slow
 def test_a_case_of_each_kind_unpadded_in_small_chunks(golden_dir):
     """Logits made 3 positions at a time, attention in blocks of 4 queries, no padding but the case's own."""
     golden = json.loads((golden_dir("dream") / "generate.json").read_text())
