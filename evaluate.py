@@ -79,6 +79,7 @@ class Config:
     temperature: float | None = None  # 0 takes the likeliest token; default 0 for one sample, else 0.8
     top_p: float = 0.95
     max_new: int = 512  # tokens at most
+    chat: bool = False  # Dream: ask by the chat template, as instruct models want it; for MBPP with --shots=0
     threshold: float = 0.0  # Dream: fill at once all positions that are so sure; 0 fills one a pass
     block_length: int = 0  # Dream: fill blocks of this length from left to right
     cache: typing.Literal["", "prefix", "dual"] = ""  # Dream: keys and values kept within a block
@@ -294,6 +295,10 @@ ENDS = ("<|endoftext|>", "<|file_sep|>", "<|im_end|>", "\n```")
 STOPS = {  # of BigCode's harness, and Austin et al.'s [DONE]
     "humaneval": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint(", "\nassert ", *ENDS),
     "mbpp": ("[DONE]", "\nclass ", "\nassert ", '\n"""', "\nprint(", "\nif ", *ENDS),
+}
+CHAT = {  # what a user asks an instruct model
+    "humaneval": "Complete this Python function. Answer with all of it in one block of code.\n\n```python\n{}\n```",
+    "mbpp": "{}",
 }
 SHOTS = (2, 3, 4)  # MBPP: the problems that the paper shows before the one that is asked
 ARROW = re.compile(r"\s*(?:==>|=>|==|=|->|➞|→|#?\s*(?:should )?returns?\b)[ \t]*")
@@ -550,7 +555,7 @@ def dream_writer(cfg, run, step):
     with contextlib.redirect_stderr(io.StringIO()):
         try:
             model = dream.load(run, dtype, step=step)
-            tokenizer = tokenizers.Tokenizer.from_file(str(run / "tokenizer.json"))
+            tokenizer = dream.load_tokenizer(run, model.cfg)
             ends = {tokenizer.token_to_id(name) for name in ENDS} | {model.cfg.eos_id}
             ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
             settings = {
@@ -568,6 +573,19 @@ def dream_writer(cfg, run, step):
         return [list(itertools.takewhile(lambda i: i not in ends, ids)) for ids in new]
 
     return tokenizer, model.cfg.positions, write
+
+
+def ask_by_chat(cfg, run):
+    """A function that makes a user's turn of a problem's prompt; exits where the model has no chat template."""
+    import model_dream as dream
+
+    try:
+        wrap = dream.chat_template(run)
+    except ValueError as error:
+        sys.exit(str(error))
+    if not wrap:
+        sys.exit(f"--chat=True: {run} holds no chat template (tokenizer_config.json)")
+    return lambda prompt: wrap(CHAT[cfg.task].format(prompt))
 
 
 def key_of(task_id):
@@ -646,7 +664,7 @@ def generated_samples(cfg, problems, run, step, path):
 
     Batches are the same whichever samples are there already, so resuming equals not stopping.
     """
-    samples = {}
+    samples, ask = {}, str
     for row in read_own(path, "fits"):
         samples[key_of(row["task_id"]), row["sample"]] = row["completion"] if row["fits"] else None
     order = [(key, i) for i in range(cfg.n) for key in sorted(problems, key=lambda k: len(problems[k].prompt))]
@@ -658,10 +676,11 @@ def generated_samples(cfg, problems, run, step, path):
         if write is None:
             load = {"pythoncoder": pythoncoder_writer, "mdlm": mdlm_writer, "dream": dream_writer}[cfg.model]
             tokenizer, reach, write = load(cfg, run, step)
-            tokenizer.encode_special_tokens = True  # their names in a prompt are text
+            tokenizer.encode_special_tokens = not cfg.chat  # their names in a prompt are text
+            ask = ask_by_chat(cfg, run) if cfg.chat else str
         chosen = [problems[key] for key, _ in keys]
         chosen += chosen[-1:] * (cfg.batch_size - len(chosen))  # one shape is compiled, not two
-        prompts = [tokenizer.encode(problem.prompt, add_special_tokens=False).ids for problem in chosen]
+        prompts = [tokenizer.encode(ask(problem.prompt), add_special_tokens=False).ids for problem in chosen]
         fits = [len(ids) + cfg.max_new <= reach for ids in prompts]
         prompts = [ids if fit else ids[:1] for ids, fit in zip(prompts, fits, strict=True)]
 
@@ -694,6 +713,8 @@ def check_task(cfg):
         sys.exit(f"--top_p is in (0, 1], --shots from 0 to {len(SHOTS)}, --timeout_s above 0")
     if not cfg.samples and max(cfg.k, default=1) > cfg.n:
         sys.exit(f"pass@{max(cfg.k)} needs --n={max(cfg.k)} samples of each problem or more, not {cfg.n}")
+    if cfg.chat and cfg.model != "dream":
+        sys.exit("--chat=True is for --model=dream")
     if not cfg.samples and cfg.n > 1 and cfg.temperature == 0:
         sys.exit(f"--temperature=0 writes the same text {cfg.n} times; raise it, or leave --n at 1")
     return cfg
@@ -717,7 +738,7 @@ def score_task(cfg, run):
             sys.exit(f"{run} holds no checkpoint{f' of step {cfg.step}' * bool(cfg.step)}; {there}")
         step = None if converted else cfg.step or max(steps)
         more = ["model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed"]
-        more += ["threshold", "block_length", "cache"] if cfg.model == "dream" else []
+        more += ["chat", "threshold", "block_length", "cache"] if cfg.model == "dream" else []
         settings |= {name: getattr(cfg, name) for name in more} | {"ckpt": str(run), "step": step}
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "results.jsonl", "a") as lock:

@@ -379,41 +379,6 @@ def load_mdlm(cfg):
 # ---- Dream ---------------------------------------------------------------------------------------------------------
 
 
-def chat_template(folder):
-    """A function that wraps a prompt as a user's turn, by the folder's chat template; None if it has none."""
-    config, path = {}, folder / "tokenizer_config.json"
-    try:
-        if path.exists():
-            config = json.loads(path.read_text())
-        template = config.get("chat_template")
-        if (folder / "chat_template.jinja").exists():
-            template = (folder / "chat_template.jinja").read_text()
-        if isinstance(template, list):  # several of them, by name
-            template = {one["name"]: one["template"] for one in template}["default"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        sys.exit(f"{path} holds no chat template that can be read: {error!r}")
-    if not template:
-        return None
-    import jinja2.sandbox
-
-    def refuse(message):
-        raise jinja2.TemplateError(message)
-
-    named = {f"{name}_token": config.get(f"{name}_token") for name in ("bos", "eos", "pad")}
-    named = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"raise_exception": refuse, **named}
-
-    def wrap(prompt):
-        try:
-            turns = [{"role": "user", "content": prompt}]
-            return environment.from_string(template).render(messages=turns, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            sys.exit(f"the chat template of {folder} fails: {error}")
-
-    return wrap
-
-
 def load_dream(cfg):
     """A function that fills the canvases of a list of (prompt, suffix) and prints the texts; exits without a model."""
     import jax
@@ -433,7 +398,7 @@ def load_dream(cfg):
         try:
             which = {"step": cfg.step} if cfg.step else {}
             model = dream.load(folder, dtype, int8=cfg.int8, **which)
-            tokenizer = dream.load_tokenizer(folder, model.cfg)
+            tokenizer, wrap = dream.load_tokenizer(folder, model.cfg), dream.chat_template(folder)
         except Exception as error:  # Orbax and tokenizers raise nothing narrower for a broken file
             print(error, file=sys.__stderr__, flush=True)
             os._exit(1)  # threads of a failed Orbax read print tracebacks until the process ends
@@ -441,7 +406,6 @@ def load_dream(cfg):
     ends = map(tokenizer.token_to_id, ("<|endoftext|>", "<|im_end|>", "<|dlm_pad|>"))
     ends = dict.fromkeys((model.cfg.eos_id, model.cfg.pad_id, *(i for i in ends if i is not None)))
     rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
-    wrap = chat_template(folder)
     if cfg.chat == "on" and not wrap:
         sys.exit(f"--chat=on: {folder} holds no chat template (tokenizer_config.json)")
     chat = cfg.chat == "on" or (cfg.chat == "auto" and wrap and says_instruct(folder))
@@ -478,7 +442,10 @@ def load_dream(cfg):
         if filling and cfg.chat == "on":
             sys.exit("--chat=on answers prompts; a suffix or [MASK:n] is filled in plain text")
         answers = chat and not filling
-        texts = [wrap(prompt)] if answers else texts
+        try:
+            texts = [wrap(prompt)] if answers else texts
+        except ValueError as error:
+            sys.exit(str(error))
         tokenizer.encode_special_tokens = not answers  # elsewhere the names of special tokens are text
         canvas = canvas_of(tokenizer, texts, sizes, model.cfg.positions, mask)
         return canvas, len(texts) == 1 + bool(suffix), canvas.index(mask) if answers else 0

@@ -744,6 +744,44 @@ def load_tokenizer(folder, cfg):
     return tokenizer
 
 
+def chat_template(folder):
+    """A function that writes a prompt as a user's turn, by the chat template in a model's folder; None if it has none.
+
+    Raises ValueError for a template that is damaged; so does the function for one that fails.
+    """
+    config, path = {}, Path(folder) / "tokenizer_config.json"
+    try:
+        if path.exists():
+            config = json.loads(path.read_text())
+        template = config.get("chat_template")
+        if path.with_name("chat_template.jinja").exists():
+            template = path.with_name("chat_template.jinja").read_text()
+        if isinstance(template, list):  # several of them, by name
+            template = {one["name"]: one["template"] for one in template}["default"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds no chat template that can be read: {error!r}") from None
+    if not template:
+        return None
+    import jinja2.sandbox
+
+    def refuse(message):
+        raise jinja2.TemplateError(message)
+
+    named = {f"{name}_token": config.get(f"{name}_token") for name in ("bos", "eos", "pad")}
+    named = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals |= {"raise_exception": refuse, **named}
+
+    def wrap(prompt):
+        try:
+            turns = [{"role": "user", "content": prompt}]
+            return environment.from_string(template).render(messages=turns, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template of {folder} fails: {error}") from None
+
+    return wrap
+
+
 # ---- sampling ------------------------------------------------------------------------------------------------------
 
 CONFIDENCE = {"maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "entropy"}

@@ -497,7 +497,7 @@ def mdlm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dream(tmp_path_factory):
-    """A small Dream that nobody trained, as convert_weights.py would write it, and a tokenizer."""
+    """A small Dream that nobody trained, as convert_weights.py would write it, a tokenizer and a chat template."""
     import jax
     from flax import nnx
 
@@ -513,7 +513,10 @@ def dream(tmp_path_factory):
     tokenizer.train([str(SOURCES[0])], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     cfg = model_dream.DreamConfig(512, 32, 1, 2, 1, 16, 64, positions=1024, mask_id=4, pad_id=0, bos_id=1, eos_id=2)
-    model_dream.save(folder / "model", model_dream.Dream(cfg, nnx.Rngs(0)), [folder / "tokenizer.json"])
+    template = "User: {{ messages[0].content }}\nAssistant:"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
+    model_dream.save(folder / "model", model_dream.Dream(cfg, nnx.Rngs(0)), files)
     jax.clear_caches()
     return folder / "model"
 
@@ -524,8 +527,9 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
     settings = {
         "pythoncoder": {"task": "humaneval", "max_new": 16},
         "mdlm": {"task": "mbpp", "split": "all", "shots": 0, "max_new": 8},
-        "dream": {"task": "humaneval", "max_new": 8, "threshold": 0.5, "block_length": 4, "cache": "dual"},
-    }
+        "dream": {"task": "humaneval", "max_new": 8, "threshold": 0.5, "block_length": 4, "cache": "dual",
+                  "chat": True},
+    }  # fmt: skip
     ckpt = str(request.getfixturevalue(model))
     cfg = config(tmp_path=tmp_path, model=model, ckpt=ckpt, n=3, problems=2, batch_size=2, **settings[model])
     row = evaluate.main(cfg)
@@ -551,8 +555,12 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
     assert (tmp_path / "out" / "samples.jsonl").read_bytes() == whole
     assert sorted(results(cfg.out), key=str) == scored
     refused(dataclasses.replace(cfg, temperature=0.5), "holds results with temperature=0.8")
-    if model != "dream":
+    if model == "dream":
+        (Path(ckpt) / "tokenizer_config.json").unlink()
+        refused(dataclasses.replace(cfg, out=str(tmp_path / "other")), "holds no chat template")
+    else:
         refused(dataclasses.replace(cfg, step=99), "holds no checkpoint of step 99; it has [")
+        refused(dataclasses.replace(cfg, chat=True), "--chat=True is for --model=dream")
 
 
 @needs_tasks
