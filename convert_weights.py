@@ -361,8 +361,6 @@ TOKENIZER_FILES = (
 )
 # what Dream adds to Qwen2.5's tokenizer, which ends at 151,664
 DREAM_TOKENS = {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}
-
-
 # what Qwen2.5's tokenizer does beside its vocabulary and merges
 QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -599,10 +597,8 @@ def reference(source, out, length=24, float32_below=1e9):
         theirs_BLV = model(torch.from_numpy(token_BL), attention_mask=torch.zeros(2, 1, length, length)).logits
         theirs_BLV = theirs_BLV.float().numpy()
     del model, tensors
-    load = dream.load if (orbax.folder / "meta.json").is_file() else None
     with jax.default_matmul_precision("highest"):
-        ours = load(orbax.folder, dtype) if load else dream.from_hf(hub.folder, dtype)
-        ours_BLV = np.asarray(ours(token_BL))
+        ours_BLV = np.asarray(dream.load(orbax.folder, dtype, step=orbax.step or None)(token_BL))
     scale = np.abs(theirs_BLV).max()
     error = np.abs(ours_BLV - theirs_BLV).max() / scale
     reach = min(np.abs(logits[0, 0] - logits[1, 0]).max() for logits in (theirs_BLV, ours_BLV)) / scale
