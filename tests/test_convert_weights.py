@@ -553,7 +553,7 @@ def test_a_repository_that_is_not_there_is_one_line(tmp_path, hub):
 # ---- the reference -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("tie", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_logits_equal_those_of_transformers_qwen2_without_its_causal_mask(tmp_path, capsys, tie):
     """And a byte-equal copy under a wrong config.json is found out."""
     cfg = dataclasses.replace(SMALL, tie=tie)

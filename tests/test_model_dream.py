@@ -622,6 +622,7 @@ def test_positions_are_drawn_from_the_confidences_at_alg_temp(shallow):
     np.testing.assert_allclose(first_B4.mean(0), want_C, atol=5 * np.sqrt(0.25 / B))
 
 
+@pytest.mark.slow
 def test_draws_do_not_depend_on_padding_or_on_the_rows_behind(shallow):
     prompts = [tokens(1, 7)[0].tolist(), tokens(1, 3)[0].tolist(), tokens(1, 40)[0].tolist()]
     for settings in (

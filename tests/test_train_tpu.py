@@ -260,6 +260,7 @@ def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(data, unbrok
     assert len(losses(out)) == 12
 
 
+@pytest.mark.slow
 def test_resuming_on_eight_devices_goes_on_with_the_same_losses(data, unbroken, tmp_path):
     out = tmp_path / "run"
     run(*command(data, out, "--steps=12", "--eval_every=4", "--keep=5"))
