@@ -830,7 +830,8 @@ def main(cfg):
         sys.stderr = stderr
         for s, handler in handlers.items():
             signal.signal(s, handler)
-    print(f"done: {out}; write code with: python generate.py --ckpt={out}")
+    flags = f"--model=dream --ckpt={out}" if family_of(cfg) is md else f"--ckpt={out}"
+    print(f"done: {out}; write code with: python generate.py {flags}")
 
 
 def end(message):

@@ -359,6 +359,7 @@ def test_int8_logits_are_those_of_the_matrices_that_the_numbers_stand_for(tie):
     assert 1e-3 < error < 0.1  # not exact, and near
 
 
+@pytest.mark.slow
 def test_int8_checkpoints_load_in_a_quarter_of_the_bytes_also_onto_a_mesh(tmp_path):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(TINY))
     md.save(tmp_path / "ckpt", nnx.merge(md.graph_of(TINY, md.Run()), params))
@@ -472,7 +473,7 @@ def simulate(model, row_L, rule):
     return row_L, passes
 
 
-@pytest.mark.parametrize("cache", ["", "prefix", "dual"])
+@pytest.mark.parametrize("cache", ["", pytest.param("prefix", marks=pytest.mark.slow), "dual"])
 def test_cached_blocks_of_a_padded_batch_are_those_of_each_row_alone(model, cache):
     prompts = [tokens(1, n, seed=n)[0].tolist() for n in (9, 4, 1)]
     for settings in ({"threshold": 0.6}, {"steps": 8}, {"steps": 2}):

@@ -232,6 +232,7 @@ def test_evaluate_scores_a_checkpoint_as_the_trainer_did(data, unbroken, tmp_pat
     says(run(sys.executable, str(ROOT / "evaluate.py"), f"--ckpt={tmp_path}"), "no config.json")
 
 
+@pytest.mark.slow
 def test_resuming_before_the_first_checkpoint_starts_at_step_0_with_the_runs_settings(data, unbroken, tmp_path):
     out = tmp_path / "run"
     (out / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)  # what a kill during the first save leaves
@@ -450,7 +451,7 @@ def test_a_dream_run_ends_with_what_generate_needs_and_resuming_equals_not_stopp
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["documents", "pairs"])
+@pytest.mark.parametrize("kind", [pytest.param("documents", marks=pytest.mark.slow), "pairs"])
 def test_init_starts_at_the_loss_of_the_checkpoint(kind, data, pairs, one_device, tmp_path):
     folder = data if kind == "documents" else pairs
     meta = train_tpu.Rows(folder, "train").meta
