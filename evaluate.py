@@ -568,7 +568,10 @@ def dream_writer(cfg, run, step):
 
     def write(prompts, finished, batch):
         key = jax.random.fold_in(jax.random.key(cfg.seed), batch)
-        rows, _ = dream.generate(model, prompts, cfg.max_new, rule, key)
+        try:
+            rows, _ = dream.generate(model, prompts, cfg.max_new, rule, key)
+        except ValueError as error:  # a block length that does not divide
+            sys.exit(str(error))
         new = [row[len(ids) :] for row, ids in zip(rows, prompts, strict=True)]
         return [list(itertools.takewhile(lambda i: i not in ends, ids)) for ids in new]
 

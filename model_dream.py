@@ -333,15 +333,15 @@ class Block(nnx.Module):
     def __init__(self, cfg, rngs):
         D, Q, C = cfg.width, cfg.heads * cfg.head_size, cfg.kv_heads * cfg.head_size
 
-        def normal(*shape, std=0.02):
-            return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
+        def normal(*shape, size=1.0):  # by fan-in, 0.017 at 7b
+            return nnx.Param(size * shape[-1] ** -0.5 * jax.random.normal(rngs.params(), shape, jnp.float32))
 
         self.input_layernorm, self.post_attention_layernorm = nnx.Param(jnp.ones(D)), nnx.Param(jnp.ones(D))
         self.q_proj, self.k_proj, self.v_proj = normal(Q, D), normal(C, D), normal(C, D)
         self.q_bias, self.k_bias, self.v_bias = (nnx.Param(jnp.zeros(n)) for n in (Q, C, C))
-        self.o_proj = normal(D, Q, std=0.02 / math.sqrt(2 * cfg.layers))
+        self.o_proj = normal(D, Q, size=1 / math.sqrt(2 * cfg.layers))
         self.gate_proj, self.up_proj = normal(cfg.ffn, D), normal(cfg.ffn, D)
-        self.down_proj = normal(D, cfg.ffn, std=0.02 / math.sqrt(2 * cfg.layers))
+        self.down_proj = normal(D, cfg.ffn, size=1 / math.sqrt(2 * cfg.layers))
         self.cfg = cfg
 
     def __call__(self, x_BLD, rope, see_BM, run, cache=None, start=0, segment_BL=None):
@@ -378,14 +378,15 @@ class Block(nnx.Module):
 
 class Dream(nnx.Module):
     def __init__(self, cfg, rngs, run=None):
-        def table():
-            return nnx.Param(0.02 * jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32))
+        def table(size):
+            return nnx.Param(size * jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32))
 
-        self.embed_tokens = table()
+        # tokens of size 1 are heard beside the layers from the first step on; a small model learns at once, not late
+        self.embed_tokens = table(cfg.width**-0.5 if cfg.tie else 1.0)
         self.layers = nnx.Dict({str(i): Block(cfg, rngs) for i in range(cfg.layers)})
         self.norm = nnx.Param(jnp.ones(cfg.width))
         if not cfg.tie:
-            self.lm_head = table()
+            self.lm_head = table(cfg.width**-0.5)
         self.cfg, self.run = cfg, run or Run()
 
     def lookup(self, token_BL):
