@@ -1,6 +1,7 @@
 """Reference values of Coupled-GRPO: masks, scores, loss, advantages, optimizer, a whole small run, data and rewards."""
 
 import functools
+import hashlib
 import json
 import math
 
@@ -11,6 +12,7 @@ import optax
 import pytest
 
 import coupled_grpo as grpo
+import data_prep
 import diffusion
 import sandbox
 
@@ -294,6 +296,39 @@ def check_run(everything, name, run, variant):
 
 def read_lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def prepared(rows, difficulty):
+    """The tasks of a difficulty before anything is cleaned, and the ids of the rows they come from."""
+    kept = data_prep.choose(np.array([data_prep.pass_rates(row) for row in rows]), difficulty)
+    chosen = [row for row, keep in zip(rows, kept, strict=True) if keep]
+    return [task for row in chosen for task in data_prep.with_twin(row)], [row["id"] for row in chosen]
+
+
+def test_acecode(golden_dir):
+    folder = golden_dir("grpo")
+    rows, want = read_lines(folder / "acecode_sample.jsonl"), json.loads((folder / "acecode_expected.json").read_text())
+    assert list(data_prep.COUNTED) == want["counted_models"]
+    close([data_prep.pass_rates(row) for row in rows], np.stack([want["mean_acc"], want["std_acc"]], 1), "", 1e-12)
+    for difficulty, ids in want["kept_ids"].items():
+        tasks, kept = prepared(rows, difficulty)
+        assert kept == ids, difficulty
+        assert len(tasks) == want[f"{difficulty}_rows_after_transform"]
+        digest = hashlib.sha256("\0".join(task["question"] for task in tasks).encode()).hexdigest()
+        assert digest == want[f"{difficulty}_sha256_of_questions"], difficulty
+        assert all(list(task) == want["columns"] for task in tasks)
+        if (folder / f"acecode_expected_{difficulty}.jsonl").exists():
+            assert tasks == read_lines(folder / f"acecode_expected_{difficulty}.jsonl"), difficulty
+    assert [grpo.messages(task) for task in prepared(rows, "hard")[0]] == want["hard_prompts"]
+
+
+@pytest.mark.parametrize("difficulty", ["hard", "all"])
+def test_acecode_from_the_command(golden_dir, tmp_path, difficulty):
+    sample = golden_dir("grpo") / "acecode_sample.jsonl"
+    settings = {"source": "acecode", "roots": (str(sample),), "out": str(tmp_path / "out"), "heldout": 0.0}
+    data_prep.main(data_prep.Config(**settings, difficulty=difficulty))
+    want = read_lines(golden_dir("grpo") / f"acecode_expected_{difficulty}.jsonl")
+    assert read_lines(tmp_path / "out" / "train.jsonl") == want  # nothing in the sample needs cleaning
 
 
 @pytest.mark.parametrize("mode", ["parity", "hardened"])
