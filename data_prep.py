@@ -6,6 +6,7 @@
     python data_prep.py --roots ~/src ~/work --out=data/mine       # all .py files below these folders
     python data_prep.py --tokenizer=qwen/tokenizer.json --fim_rate=0.5 --out=data/fim
     python data_prep.py --source=pairs.jsonl --eos_to=64 --out=data/pairs    # prompts and responses, for Dream
+    python data_prep.py --source=acecode --difficulty=hard --tokenizer=qwen/tokenizer.json    # tasks for Coupled-GRPO
     python data_prep.py --source=parquet --roots shards --tokenizer=qwen/tokenizer.json --seq_len=4096 --out=data/long
 
 --source=python reads .py files, drops generated, minified, huge, non-UTF-8 and unparsable ones, exact and near
@@ -17,6 +18,13 @@ document if it has none. A folder is searched for .txt, .text, .md and .py files
 
 --source=FILE.jsonl reads pairs, a line each: {"prompt": TEXT, "response": TEXT}. Their rows hold whole pairs, a longer
 one is left out, and have one more column, fixed: 1 where a token is of a prompt, which is never masked and not learnt.
+
+--source=acecode writes tasks, which are questions with tests, a line each: train.jsonl and heldout.jsonl, read by
+coupled_grpo.py. They come from AceCode-87K (a download of 1 GB; needs datasets), or from JSONL files of its form that
+--roots names. Its models' pass rates say how hard a row is: hard is a mean in the lowest fifth and a spread not in the
+lowest two fifths, easy a mean in the highest quarter, medium in the middle half. A question comes again as a function
+to complete, where its best solution begins with one. Tests that do not parse, rows without tests, repeated questions
+and, given --tokenizer, prompts of over --max_prompt tokens are left out, and counted in meta.json.
 
 --rows=packed, for PythonCoder and Dream, fills every row with documents that follow each other, each ended by EOS.
 --rows=padded, for MDLM, starts each document in a row of its own: BOS, tokens, EOS, then PAD; a long one goes on
@@ -65,9 +73,11 @@ from tqdm import tqdm
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    source: str = "python"  # python, parquet (column input_ids), tinystories, FILE.jsonl (pairs), a text file, a folder
-    roots: tuple[str, ...] = ()  # folders or files of python or parquet; none: the standard library, without its tests
-    out: str = "data/python"  # folder to write
+    source: str = (
+        "python"  # python, parquet (input_ids), acecode, tinystories, FILE.jsonl (pairs), a text file, a folder
+    )
+    roots: tuple[str, ...] = ()  # files or folders of python, parquet, acecode; none: the standard library, the Hub
+    out: str = ""  # folder to write; "" is data/acecode for acecode, else data/python
     tokenizer: str = ""  # tokenizer.json to use; "" trains one on the training documents
     vocab_size: int = 8192  # size of the tokenizer that is trained
     rows: typing.Literal["", "packed", "padded"] = ""  # "" is packed for python and parquet, padded for text
@@ -76,6 +86,8 @@ class Config:
     heldout: float = 0.02  # fraction of the documents held out
     fim_rate: float = 0.0  # fraction of the training documents rearranged for fill-in-the-middle
     eos_to: int = 1  # EOS fills each response to a multiple of so many tokens, as the end of a canvas to sample on
+    difficulty: typing.Literal["", "easy", "medium", "hard", "all"] = ""  # of acecode; "" is hard
+    max_prompt: int = 0  # tokens of acecode's longest prompt, with its chat template; 0 is 200
     max_bytes: int = 1_000_000  # larger Python files are dropped as huge
     shard_bytes: int = 16_000_000  # text that goes into one shard, about 5 M tokens
     workers: int = 0  # processes that read files, threads that tokenise; 0 means all cores
@@ -94,6 +106,10 @@ SPECIAL = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "mask": "<mask>", "un
 PAIR = '{"prompt": TEXT, "response": TEXT}'  # a line of FILE.jsonl
 SEPARATOR = "<|endoftext|>"  # between the documents of a text file
 TEXT = (".txt", ".text", ".md", ".py")  # what is read in a folder of text
+ACECODE = "TIGER-Lab/AceCode-87K"  # the data set on Hugging Face, or a folder of the same
+TASK = ("id", "source", "question", "test_cases", "context_messages")  # columns of a task
+COUNTED = ("qwen_coder_2.5", "llama3_instruct")  # the models whose pass rates say how hard a row is
+CHAT = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # Qwen2.5's
 TINYSTORIES = "roneneldan/TinyStories"  # the data set on Hugging Face, or a folder of the same
 # Qwen2.5's split: single digits, runs of indentation together, line ends with the punctuation before them
 SPLIT = (
@@ -141,9 +157,10 @@ class Vocabulary(typing.NamedTuple):
 
 def main(cfg):
     kind = "pairs" if cfg.source.endswith(".jsonl") else "text"
-    kind = cfg.source if cfg.source in ("python", "parquet") else kind
+    kind = cfg.source if cfg.source in ("python", "parquet", "acecode") else kind
     file = kind in ("text", "pairs")  # or folder
     rows = cfg.rows or ("padded" if kind == "text" else "packed")
+    cfg = dataclasses.replace(cfg, out=cfg.out or ("data/acecode" if kind == "acecode" else "data/python"))
     cfg = dataclasses.replace(cfg, rows=rows, seq_len=cfg.seq_len or {"packed": 2048, "padded": 256}[rows])
     for fine, problem in (
         (cfg.seq_len >= 2, f"--seq_len={cfg.seq_len} must be at least 2"),
@@ -161,10 +178,18 @@ def main(cfg):
         (kind != "pairs" or not cfg.fim_rate, "--fim_rate cuts text: it does not go with pairs"),
         (cfg.eos_to >= 1, f"--eos_to={cfg.eos_to} must be at least 1"),
         (kind == "pairs" or cfg.eos_to == 1, "--eos_to goes with pairs, --source=FILE.jsonl, only"),
+        (
+            kind == "acecode" or not (cfg.difficulty or cfg.max_prompt),
+            "--difficulty, --max_prompt go with acecode only",
+        ),
+        (cfg.max_prompt >= 0, f"--max_prompt={cfg.max_prompt} must not be negative"),
+        (not cfg.max_prompt or cfg.tokenizer, "--max_prompt needs --tokenizer: the one of the model to be trained"),
+        (kind != "acecode" or (rows == "packed" and not cfg.fim_rate), "--rows and --fim_rate do not go with acecode"),
         (not file or not cfg.roots, f"--roots does not go with --source={cfg.source}, which names what to read"),
         (
             not file or cfg.source == "tinystories" or Path(cfg.source).exists(),
-            f"--source={cfg.source} does not exist; name a file or folder of text, or python, parquet or tinystories",
+            f"--source={cfg.source} does not exist; name a file or folder of text, or one of "
+            "python, parquet, acecode, tinystories",
         ),
         (kind != "pairs" or Path(cfg.source).is_file(), f"--source={cfg.source} is no file"),
     ):
@@ -186,7 +211,10 @@ def main(cfg):
         out.mkdir(parents=True, exist_ok=True)
         with open(out / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            prepare(cfg, kind, out, vocabulary)
+            if kind == "acecode":
+                prepare_acecode(cfg, out, vocabulary)
+            else:
+                prepare(cfg, kind, out, vocabulary)
     except BlockingIOError:
         sys.exit(f"another run is writing to {out}; wait for it or choose another --out")
     except OSError as error:
@@ -197,7 +225,8 @@ def main(cfg):
 def prepare(cfg, kind, out, vocabulary):
     """Write --out, or what is missing of it. `vocabulary` is that of --tokenizer; None trains one."""
     start, padded = time.time(), cfg.rows == "padded"
-    settings = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in ("roots", "out", "workers", "rows")}
+    beside = "roots", "out", "workers", "rows", "difficulty", "max_prompt"
+    settings = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in beside}
     settings |= {"rows": "padded"} if padded else {}  # folders from before there was a choice stay what they are
     if kind != "pairs":
         del settings["eos_to"]
@@ -424,13 +453,20 @@ def examine(path, max_bytes):
     letters = len(data) - len(data.translate(None, LETTERS))
     if len(text) > 100 * len(lines) or max(map(len, lines)) > 1000 or letters < 0.25 * len(data):
         return "minified"
+    if not parses(data):
+        return "unparsable"
+    return hashlib.sha256(data).hexdigest(), len(data), signature(data)
+
+
+def parses(source):
+    """Whether it is Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of invalid escapes and the like
-            ast.parse(data)
+            ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # ValueError: NUL bytes; the last two: deep nesting
-        return "unparsable"
-    return hashlib.sha256(data).hexdigest(), len(data), signature(data)
+        return False
+    return True
 
 
 def signature(data):
@@ -624,19 +660,24 @@ def tinystories(out):
     """Path of the training stories as a text file, downloaded first if it is not there."""
     path = out / "tinystories.txt"
     if not path.exists():
-        try:
-            import datasets
-        except ImportError:
-            sys.exit("--source=tinystories downloads with the library datasets; install it: pip install datasets")
-        try:
-            stories = datasets.load_dataset(TINYSTORIES, split="train")
-        except Exception as error:  # of datasets, huggingface_hub, the network: there is no narrower class
-            reason = (str(error) or repr(error)).splitlines()[0]
-            sys.exit(f"{TINYSTORIES} cannot be downloaded ({reason}); try again, or name a text file with --source")
+        stories = download(TINYSTORIES, "tinystories", "name a text file with --source")
         with whole(path) as file:
             for story in tqdm(stories, "writing", unit=" stories", disable=None):
                 file.write(f"{story['text'].strip()}\n{SEPARATOR}\n".encode())
     return str(path)
+
+
+def download(name, source, otherwise):
+    """The training rows of a data set on Hugging Face, dictionaries."""
+    try:
+        import datasets
+    except ImportError:
+        sys.exit(f"--source={source} downloads with the library datasets; install it: pip install datasets")
+    try:
+        return datasets.load_dataset(name, split="train")
+    except Exception as error:  # of datasets, huggingface_hub, the network: there is no narrower class
+        reason = (str(error) or repr(error)).splitlines()[0]
+        sys.exit(f"{name} cannot be downloaded ({reason}); try again, or {otherwise}")
 
 
 # ---- Pairs of prompt and response
@@ -691,6 +732,139 @@ def pair_documents(group, split, cfg):
             if (draw(cfg.seed, hashlib.sha256(prompt.encode()).hexdigest()) < cfg.heldout) == (split == "heldout"):
                 text = prompt + response
                 yield Document(text, len(text.encode()), len(prompt))
+
+
+# ---- AceCode: tasks for reinforcement learning
+
+
+def prepare_acecode(cfg, out, vocabulary):
+    """Write train.jsonl, heldout.jsonl and, last of all, meta.json with what was left out and why."""
+    paths = [path for _, path in find(cfg, cfg.roots, ".jsonl")] if cfg.roots else []
+    names = "source", "difficulty", "max_prompt", "heldout", "seed", "tokenizer"
+    settings = {name: getattr(cfg, name) for name in names} | {"files": []}
+    settings |= {"difficulty": cfg.difficulty or "hard", "max_prompt": (cfg.max_prompt or 200) * bool(vocabulary)}
+    settings["tokenizer"] = hashlib.sha256(vocabulary.data).hexdigest() if vocabulary else ""
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                settings["files"].append(hashlib.file_digest(file, "sha256").hexdigest())
+        except OSError as error:
+            sys.exit(f"{path} cannot be read ({error.strerror})")
+    if any((out / name).exists() for name in ("tokenizer.json", "progress.json", "train", "heldout")):
+        sys.exit(f"{out} holds other data; choose another --out")
+    if (out / "meta.json").exists():
+        try:
+            same = json.loads((out / "meta.json").read_text())["settings"] == settings
+        except (ValueError, KeyError, TypeError):
+            same = False
+        if not same:
+            sys.exit(f"{out} holds tasks of other settings or files; choose another --out or delete it")
+        print(f"{out} is complete, nothing to do")
+        return
+    rows = None if paths else download(ACECODE, "acecode", "name JSONL files of its form with --roots")
+    read = lambda: tqdm(read_acecode(paths) if paths else rows, unit=" rows", disable=None)  # noqa: E731
+    rates_N2 = np.array([pass_rates(row) for row in read()], np.float64).reshape(-1, 2)
+    kept_N = choose(rates_N2, settings["difficulty"])
+    without_N = np.isnan(rates_N2[:, 0]) & ~kept_N
+    dropped = {"without_rates": int(without_N.sum()), "difficulty": int((~kept_N & ~without_N).sum())}
+    tasks = itertools.chain.from_iterable(with_twin(row) for row in itertools.compress(read(), kept_N))
+    counts = {"train": 0, "heldout": 0}
+    with whole(out / "train.jsonl") as train, whole(out / "heldout.jsonl") as heldout:
+        for task in clean(tasks, dropped, vocabulary, settings["max_prompt"]):
+            split = "heldout" if draw(cfg.seed, task["id"]) < cfg.heldout else "train"  # a question and its twin in one
+            counts[split] += 1
+            (heldout if split == "heldout" else train).write((json.dumps(task) + "\n").encode())
+        if not counts["train"]:
+            why = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
+            sys.exit(f"no task is left to train on (dropped: {why}); give more rows, or lower --heldout")
+    write(out / "meta.json", {"settings": settings, "rows": len(kept_N), "tasks": counts, "dropped": dropped})
+    print(f"{len(kept_N):,} rows | dropped: {', '.join(f'{reason} {count:,}' for reason, count in dropped.items())}")
+    if not vocabulary:
+        print("prompts were not measured: --tokenizer, that of the model, leaves out those of over --max_prompt tokens")
+    print(f"wrote {out}: " + ", ".join(f"{split} {count:,} tasks" for split, count in counts.items()))
+
+
+def read_acecode(paths):
+    """The rows of JSONL files, dictionaries. One that is none of AceCode's ends the program."""
+    for path in paths:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line.decode())
+                    row["question"].encode()  # half a surrogate pair cannot be
+                    fine = all(isinstance(row[name], str) for name in ("id", "question", "source"))
+                    fine &= all(isinstance(test, str) for test in row["test_cases"]) and "context_messages" in row
+                    for one in row["inferences"]:
+                        fine &= all(isinstance(one[name], str) for name in ("model_name", "completion"))
+                        fine &= isinstance(one["pass_rate"], int | float)
+                except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+                    fine = False
+                if not fine:
+                    sys.exit(f"{path}: line {number} is no row of AceCode, {', '.join((*TASK, 'inferences'))} in JSON")
+                yield row
+
+
+def pass_rates(row):
+    """(mean, standard deviation) of the counted models' pass rates; nan without any."""
+    rates = [one["pass_rate"] for one in row["inferences"] if one["model_name"] in COUNTED]
+    return (np.mean(rates), np.std(rates)) if rates else (np.nan, np.nan)
+
+
+def choose(rates_N2, difficulty):
+    """bool_N: the rows of a difficulty, given pass_rates; one without rates has none and is in "all" alone.
+
+    hard: mean <= its 20th percentile and deviation >= its 40th; medium: mean between the 25th and 75th; easy: mean >=
+    the 75th. Percentiles are over all rows with rates, linear and inclusive. Ref: the data script of Coupled-GRPO.
+    """
+    mean_N, std_N = rates_N2.T
+    known_N = ~np.isnan(mean_N)
+    if difficulty == "all" or not known_N.any():
+        return known_N | (difficulty == "all")
+    low, quarter, three_quarters = np.percentile(mean_N[known_N], (20, 25, 75))
+    if difficulty == "hard":
+        return (mean_N <= low) & (std_N >= np.percentile(std_N[known_N], 40))
+    return mean_N >= three_quarters if difficulty == "easy" else (mean_N >= quarter) & (mean_N <= three_quarters)
+
+
+def with_twin(row):
+    """The row as a task and, if its best solution begins with a function, the same question as one to complete.
+
+    The head of that function is what comes before the first colon that ends a line. Not for questions with "you" in
+    them. Ref: the data script of Coupled-GRPO.
+    """
+    task = {name: row[name] for name in TASK}
+    if "you" in row["question"].lower() or not row["inferences"]:
+        return [task]
+    head = max(row["inferences"], key=lambda one: one["pass_rate"])["completion"].split(":\n")[0].strip()
+    if not head.startswith("def "):
+        return [task]
+    question = f'```\n{head}:\n    """\n    {row["question"]}\n    """\n```\n'
+    return [task, task | {"question": "Please complete the following problem:\n" + question}]
+
+
+def clean(tasks, dropped, vocabulary, limit):
+    """The tasks without tests that do not parse, those that are no use left out and counted in `dropped`, by reason."""
+    dropped |= dict.fromkeys(("unparsable_tests", "without_tests", "duplicates", "long_prompts"), 0)
+    seen = set()
+    if vocabulary:
+        vocabulary.encoder.encode_special_tokens = False  # the template's tokens are meant
+    for task in tasks:
+        tests = [test for test in task["test_cases"] if parses(test)]
+        dropped["unparsable_tests"] += len(task["test_cases"]) - len(tests)
+        digest = hashlib.sha256(" ".join(task["question"].split()).encode()).digest()
+        first = "" if "\n```\n" in task["question"] or not tests else f"\nTest cases: {tests[0]}"
+        prompt = CHAT.format("You are a helpful assistant.", task["question"] + first)
+        if not tests:
+            dropped["without_tests"] += 1
+        elif digest in seen:
+            dropped["duplicates"] += 1
+        elif vocabulary and len(vocabulary.encoder.encode(prompt, add_special_tokens=False)) > limit:
+            dropped["long_prompts"] += 1
+        else:
+            seen.add(digest)
+            yield task | {"test_cases": tests}
 
 
 # ---- Parquet files

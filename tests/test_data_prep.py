@@ -1,5 +1,6 @@
 """data_prep.py on folders of made-up Python files: packing reference values, round trips, killed and refused runs."""
 
+import dataclasses
 import json
 import keyword
 import os
@@ -1077,3 +1078,190 @@ def test_bad_lines_of_pairs_are_named_by_number(tmp_path, capsys):
         ({"source": str(tmp_path / "none.jsonl")}, "not exist"), ({"source": "python"}, "--eos_to goes with pairs"),
     ):  # fmt: skip
         assert part in refused(pair_config(tmp_path, **changes), capsys)
+
+
+# ---- AceCode
+
+
+def rows_of_acecode(count, seed=0):
+    """`count` made-up rows in AceCode's schema; the pass rates of row i are about i / count."""
+    rng, rows = random.Random(seed), []
+    for i in range(count):
+        rates = [min(1.0, max(0.0, i / count + rng.uniform(-0.1, 0.1))) for _ in range(4)]
+        names = ("qwen_coder_2.5", "llama3_instruct", "qwen_coder_2.5", "another")
+        solution = f"def f{i}(a):\n    return a + {i}\n"
+        inferences = [
+            {"model_name": name, "completion_id": k, "completion": solution, "pass_rate": rate}
+            for k, (name, rate) in enumerate(zip(names, rates, strict=True))
+        ]
+        question, tests = f"Add {i} to the number a.", [f"assert f{i}({k}) == {k + i}" for k in range(3)]
+        row = {"id": f"row_{i}", "source": "oss", "question": question, "test_cases": tests, "inferences": inferences}
+        rows.append(row | {"context_messages": [{"content": question, "role": "user"}]})
+    return rows
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def tasks_of(out, split="train"):
+    return [json.loads(line) for line in (Path(out) / f"{split}.jsonl").read_text().splitlines()]
+
+
+def acecode(tmp_path, lines, **changes):
+    path = write_rows(tmp_path / "rows.jsonl", lines)
+    settings = {"source": "acecode", "roots": (str(path),), "out": str(tmp_path / "tasks"), "heldout": 0.0}
+    return dp.Config(**settings | {"difficulty": "all"} | changes)
+
+
+def test_tasks_are_cleaned_and_what_is_dropped_is_counted(tmp_path, capsys):
+    rows = rows_of_acecode(8)
+    rows[1]["test_cases"][1] = "assert f1(1 == 2"  # goes alone
+    rows[2]["test_cases"] = ["assert (", "\0", "def"]  # nothing is left
+    rows[3]["test_cases"] = []
+    rows[4]["question"] = rows[0]["question"].replace(" ", "  ")
+    rows[4]["inferences"] = []  # no solution, so no twin
+    rows[5]["inferences"][0]["completion"] = "import os\n"
+    rows[5]["inferences"][0]["pass_rate"] = 2.0  # the best one begins with no function
+    rows[6]["question"] = "Can you add six?"
+    cfg = acecode(tmp_path, rows)
+    dp.main(cfg)
+    tasks, meta = tasks_of(cfg.out), meta_of(cfg.out)
+    assert [task["id"] for task in tasks] == [f"row_{i}" for i in (0, 0, 1, 1, 5, 6, 7, 7)]
+    assert tasks[2]["test_cases"] == ["assert f1(0) == 1", "assert f1(2) == 3"]
+    assert meta["dropped"] == {
+        "without_rates": 0, "difficulty": 0, "unparsable_tests": 8, "without_tests": 4, "duplicates": 1,
+        "long_prompts": 0,
+    }  # fmt: skip
+    assert meta["rows"] == 8
+    assert meta["tasks"] == {"train": 8, "heldout": 0}
+    assert "not measured" in capsys.readouterr().out
+    before = tree(cfg.out)
+    dp.main(cfg)
+    assert "nothing to do" in capsys.readouterr().out
+    assert tree(cfg.out) == before
+
+
+def test_difficulties_are_percentiles_of_the_rows_with_rates(tmp_path):
+    rows = rows_of_acecode(40)
+    for row in rows[::10]:
+        for one in row["inferences"]:
+            one["model_name"] = "another"
+    known = [row for i, row in enumerate(rows) if i % 10]
+    rate = lambda row: [one["pass_rate"] for one in row["inferences"][:3]]  # noqa: E731
+    mean, std = np.mean([rate(row) for row in known], 1), np.std([rate(row) for row in known], 1)
+    want = {
+        "hard": (mean <= np.percentile(mean, 20)) & (std >= np.percentile(std, 40)),
+        "medium": (mean >= np.percentile(mean, 25)) & (mean <= np.percentile(mean, 75)),
+        "easy": mean >= np.percentile(mean, 75),
+    }
+    for difficulty, keep in want.items():
+        cfg = acecode(tmp_path, rows, difficulty=difficulty, out=str(tmp_path / difficulty))
+        dp.main(cfg)
+        assert keep.any()
+        assert not keep.all()
+        ids = [row["id"] for row, kept in zip(known, keep, strict=True) if kept]
+        assert [task["id"] for task in tasks_of(cfg.out)[::2]] == ids
+        dropped = meta_of(cfg.out)["dropped"]
+        assert dropped["without_rates"] == 4
+        assert dropped["difficulty"] == 36 - len(ids)
+
+
+@needs_qwen
+def test_prompts_that_are_too_long_are_dropped(tmp_path):
+    import coupled_grpo
+
+    rows = rows_of_acecode(6)
+    rows[3]["question"] += " Slowly, slowly." * 40
+    cfg = acecode(tmp_path, rows, tokenizer=str(QWEN / "tokenizer.json"), max_prompt=60)
+    dp.main(cfg)
+    encoder = Tokenizer.from_file(cfg.tokenizer)
+
+    def length(task):
+        turns = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in coupled_grpo.messages(task)]
+        return len(encoder.encode("".join(turns) + "<|im_start|>assistant\n"))
+
+    every = [task for row in rows for task in dp.with_twin(row)]
+    assert tasks_of(cfg.out) == [task for task in every if length(task) <= 60]
+    dropped = meta_of(cfg.out)["dropped"]["long_prompts"]
+    assert dropped == sum(length(task) > 60 for task in every) > 0
+
+
+def test_held_out_tasks_are_drawn_with_their_twins(tmp_path):
+    cfg = acecode(tmp_path, rows_of_acecode(100), heldout=0.3)
+    dp.main(cfg)
+    train, heldout = ({task["id"] for task in tasks_of(cfg.out, split)} for split in ("train", "heldout"))
+    assert not train & heldout
+    assert 15 < len(heldout) < 45  # 30 +- 3 standard deviations
+    assert meta_of(cfg.out)["tasks"] == {"train": 2 * len(train), "heldout": 2 * len(heldout)}
+    dp.main(dataclasses.replace(cfg, seed=1, out=str(tmp_path / "other")))
+    assert {task["id"] for task in tasks_of(tmp_path / "other", "heldout")} != heldout
+
+
+def test_acecode_comes_through_datasets(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("datasets", reason="needs: pip install datasets")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    rows = rows_of_acecode(10)
+    (tmp_path / "hub").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "hub" / "train-00000.parquet")
+    monkeypatch.setattr(dp, "ACECODE", str(tmp_path / "hub"))
+    local = acecode(tmp_path, rows)
+    dp.main(local)
+    dp.main(dataclasses.replace(local, roots=(), out=str(tmp_path / "hub_tasks")))
+    assert tasks_of(tmp_path / "hub_tasks") == tasks_of(local.out)
+    capsys.readouterr()
+    monkeypatch.setattr(dp, "ACECODE", str(tmp_path / "nowhere"))
+    message = refused(dataclasses.replace(local, roots=(), out=str(tmp_path / "new")), capsys)
+    assert "cannot be downloaded" in message
+    assert "--roots" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", ["line 3", "AceCode"]),
+        ('{"id": "a", "question": "b"}', ["line 3", "inferences"]),
+        ('["id", "question"]', ["line 3"]),
+        (json.dumps(rows_of_acecode(1)[0] | {"test_cases": [1]}), ["line 3"]),
+        (json.dumps(rows_of_acecode(1)[0] | {"inferences": [{"pass_rate": 1}]}), ["line 3"]),
+        (json.dumps(rows_of_acecode(1)[0] | {"question": "half \ud800"}), ["line 3"]),
+    ],
+)
+def test_what_is_no_row_of_acecode_is_refused(tmp_path, capsys, line, words):
+    cfg = acecode(tmp_path, rows_of_acecode(2))
+    with open(cfg.roots[0], "a") as file:
+        file.write(line + "\n")
+    message = refused(cfg, capsys)
+    assert all(word in message for word in words)
+    assert not [path for path in Path(cfg.out).rglob("*") if path.is_file() and path.name != ".lock"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"difficulty": "hard", "source": "python", "roots": ()}, ["--difficulty", "acecode"]),
+        ({"max_prompt": 100}, ["--max_prompt", "--tokenizer"]),
+        ({"fim_rate": 0.5}, ["--fim_rate", "acecode"]),
+        ({"rows": "padded"}, ["--rows", "acecode"]),
+        ({"roots": ("nowhere",)}, ["nowhere", "does not exist"]),
+        ({"heldout": 0.999999}, ["no task is left", "--heldout"]),
+    ],
+)
+def test_settings_that_do_not_go_with_acecode_are_refused(tmp_path, capsys, changes, words):
+    message = refused(acecode(tmp_path, rows_of_acecode(2), **changes), capsys)
+    assert all(word in message for word in words), message
+
+
+def test_a_folder_of_other_tasks_or_of_other_data_is_refused(tmp_path, capsys):
+    cfg = acecode(tmp_path, rows_of_acecode(3))
+    dp.main(cfg)
+    capsys.readouterr()
+    before = tree(cfg.out)
+    assert "other settings" in refused(dataclasses.replace(cfg, difficulty="easy"), capsys)
+    write_rows(Path(cfg.roots[0]), rows_of_acecode(4))
+    assert "other settings or files" in refused(cfg, capsys)
+    assert tree(cfg.out) == before
+    (tmp_path / "rows" / "train").mkdir(parents=True)
+    assert "other data" in refused(dataclasses.replace(cfg, out=str(tmp_path / "rows")), capsys)

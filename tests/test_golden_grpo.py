@@ -1,32 +1,334 @@
-"""Reference values of Coupled-GRPO: the two masks of a completion, in three array libraries, and the rewards."""
+"""Reference values of Coupled-GRPO: masks, scores, loss, advantages, optimizer, a whole small run, data and rewards."""
 
+import functools
+import hashlib
 import json
+import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import coupled_grpo as grpo
+import data_prep
 import diffusion
 import sandbox
 
 pytestmark = pytest.mark.golden
 
 
+def cases_of(path):
+    """{case: {array: value}} of a golden .npz file."""
+    arrays, cases = np.load(path), {}
+    for key in arrays.files:
+        case, _, name = key.rpartition(".")
+        cases.setdefault(case, {})[name] = arrays[key]
+    assert cases
+    return cases
+
+
+def close(got, want, what="", tolerance=1e-5):
+    np.testing.assert_allclose(np.asarray(got), want, rtol=tolerance, atol=tolerance, err_msg=what)
+
+
 def test_coupled_masks(golden_dir, library):
-    arrays = np.load(golden_dir("grpo") / "forward_process.npz")
-    for case in sorted({name.rpartition(".")[0] for name in arrays.files}):
+    for case in cases_of(golden_dir("grpo") / "forward_process.npz").values():
         batch, prompt, mask_id, u, ratio, tile = (
-            arrays[f"{case}.{name}"]
-            for name in ("batch", "prompt_index", "mask_id", "random_matrix", "mask_ratio", "accumulate")
+            case[name] for name in ("batch", "prompt_index", "mask_id", "random_matrix", "mask_ratio", "accumulate")
         )
         completion = np.broadcast_to(~prompt, batch.shape)
         u = np.tile(u, (int(tile), 1)) if len(u) != len(batch) else u
         ratio = np.float32(ratio)
         one, two = library(lambda c, u, r: diffusion.coupled_masks(c, u, r, strict=True), completion, u, ratio)
-        np.testing.assert_array_equal(one, arrays[f"{case}.completion_mask"] & completion)
-        np.testing.assert_array_equal(np.where(one, mask_id, batch), arrays[f"{case}.noisy1"])
-        np.testing.assert_array_equal(np.where(two, mask_id, batch), arrays[f"{case}.noisy2"])
+        np.testing.assert_array_equal(one, case["completion_mask"] & completion)
+        np.testing.assert_array_equal(np.where(one, mask_id, batch), case["noisy1"])
+        np.testing.assert_array_equal(np.where(two, mask_id, batch), case["noisy2"])
         one, two = library(diffusion.coupled_masks, completion, u, ratio)
-        np.testing.assert_array_equal(np.where(two, mask_id, batch), arrays[f"{case}.noisy2_exact_complement"])
+        np.testing.assert_array_equal(np.where(two, mask_id, batch), case["noisy2_exact_complement"])
+
+
+def test_the_three_versions_of_a_canvas(golden_dir):
+    for name, case in cases_of(golden_dir("grpo") / "forward_process.npz").items():
+        batch, prompt, mask_id, u, ratio = (
+            case[key] for key in ("batch", "prompt_index", "mask_id", "random_matrix", "mask_ratio")
+        )
+        u = np.tile(u, (len(batch) // len(u), 1))
+        completion = jnp.asarray(np.broadcast_to(~prompt, batch.shape))
+        views, one, two = grpo.coupled_views(jnp.asarray(batch), completion, jnp.asarray(u), ratio, int(mask_id))
+        want = np.stack([case[key] for key in ("noisy0", "noisy1", "noisy2_exact_complement")], 1)
+        np.testing.assert_array_equal(views, want, err_msg=name)
+        np.testing.assert_array_equal(one, case["completion_mask"] & completion, err_msg=name)
+        np.testing.assert_array_equal(two, completion & ~one, err_msg=name)
+
+
+def test_scores_of_logits(golden_dir):
+    for name, case in cases_of(golden_dir("grpo") / "selective_log_softmax.npz").items():
+        n, (C, V) = int(case["num_iterations"]), case["logits"].shape[1:]
+        logits = case["logits"].reshape(n, 3, -1, C, V)
+        index, mask, want, want64 = (case[key].reshape(n, -1, C) for key in ("index", "mask", "out", "out64"))
+        weights = case["weights"].reshape(n, 3)
+        for i in range(n):
+            hidden = jnp.asarray(logits[i].swapaxes(0, 1))  # the head is the identity
+            score, _ = jax.jit(grpo.merge_views, static_argnums=(0, 5))(
+                lambda x: x, hidden, index[i], mask[i], tuple(weights[i, 1:]), 7
+            )
+            close(score, want[i], name)
+            close(score, want64[i], name)
+
+
+def loss_arguments(case):
+    low, high, beta = (float(case[name]) for name in ("epsilon_low", "epsilon_high", "beta"))
+    old = None if case.get("num_iterations") == 1 else case["old_per_token_logps"]
+    return (old, case["ref_per_token_logps"], case["advantages"]), (low, high, beta)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # what is inf in float32
+def test_loss_gradient_and_metrics(golden_dir):
+    for name, case in cases_of(golden_dir("grpo") / "loss.npz").items():
+        (old, *arrays), numbers = loss_arguments(case)
+        shape, single = case["per_token_logps"].shape, old is None
+        case = {key: np.float32(value) if value.dtype == np.float64 else value for key, value in case.items()}
+
+        @jax.jit
+        def everything(score, old, counted, arrays, single=single, numbers=numbers, shape=shape):
+            def loss(score, counted, most):
+                return grpo.grpo_loss(score, None if single else old, *arrays, counted, *numbers, most)
+
+            gradient = jax.value_and_grad(loss, has_aux=True)
+            one_hot = jnp.eye(score.size, dtype=bool).reshape(-1, *shape)  # one token at a time: the loss per token
+            per_token = jax.lax.map(lambda counted: loss(score, counted, math.inf)[0], one_hot)
+            return gradient(score, counted, 20.0), gradient(score, counted, math.inf), per_token.reshape(shape)
+
+        score, counted = case["per_token_logps"], case["completion_mask"]
+        clipped, parity, per_token = everything(score, score if single else old, counted, arrays)
+        close(per_token, case["per_token_loss64"], name)
+        results = [parity, clipped]
+        if np.isinf(case["loss"]):  # what the clipped logarithm is for
+            results = [parity]
+            assert np.isfinite(clipped[0][0]), name
+            assert np.isfinite(clipped[1]).all(), name
+        for (value, metrics), grad in results:
+            close(value, case["loss64"], name)
+            close(value, case["loss64"] if np.isnan(case["loss"]) else case["loss"], name)  # nan: outside the mask
+            close(grad, np.where(counted == 1, case["grad"], 0.0), name)
+            for key in ("kl", "clip_low", "clip_high"):
+                close(metrics[key], case[key], f"{name} {key}")
+            close(metrics["clip_low"] + metrics["clip_high"], case["clip_region"], name)
+
+
+def test_gradient_of_the_logits(golden_dir):
+    for name, case in cases_of(golden_dir("grpo") / "loss_grad_logits.npz").items():
+        C, V = case["logits"].shape[1:]
+        arrays, numbers = loss_arguments(case)
+
+        def loss(logits, case=case, arrays=arrays, numbers=numbers, C=C, V=V):
+            hidden = logits.reshape(3, -1, C, V).swapaxes(0, 1)
+            score, _ = grpo.merge_views(lambda x: x, hidden, case["index"], case["mask"], tuple(case["weights"][1:]), 4)
+            return grpo.grpo_loss(score, *arrays, case["completion_mask"], *numbers)[0], score
+
+        (value, score), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(jnp.asarray(case["logits"]))
+        close(score, case["per_token_logps"], name)
+        close(value, case["loss"], name)
+        close(grad, case["dlogits"], name)
+
+
+@pytest.mark.parametrize("asarray", [np.asarray, jnp.asarray])
+def test_completion_mask(golden_dir, asarray):
+    for name, case in cases_of(golden_dir("grpo") / "completion_mask.npz").items():
+        mask = grpo.completion_mask(asarray(case["completion_ids"]), int(case["eos_id"]))
+        np.testing.assert_array_equal(mask, case["completion_mask"] == 1, err_msg=name)
+        np.testing.assert_array_equal(mask.sum(-1), case["lengths"], err_msg=name)
+
+
+def test_advantages(golden_dir):
+    for name, case in cases_of(golden_dir("grpo") / "advantages.npz").items():
+        inputs = case["rewards_per_func"], case["reward_weights"], int(case["num_generations"])
+        plain = grpo.group_advantages(*inputs, missing="zero")
+        close(plain.reward_B, case["rewards"], name)
+        close(plain.advantage_B, case["advantages"], name)
+        close(plain.std_B, case["group_std"], name)
+        assert plain.constant_B.mean() == case["zero_std_ratio"], name
+        scaled = grpo.group_advantages(*inputs, scale=True, missing="zero")
+        close(scaled.advantage_B, case["advantages_scaled"], name, 1e-4)
+
+
+def test_iteration_index(golden_dir):
+    for case in json.loads((golden_dir("grpo") / "schedule.json").read_text())["iteration_index"]:
+        A, n = case["gradient_accumulation_steps"], case["num_iterations"]
+        for step in case["steps"]:
+            k = step["micro_step"] % (A * n)
+            assert (k == 0) == step["generates"]
+            for reference, key in ((False, "correct_index"), (True, "reference_index")):
+                micro, iteration, update = grpo.round_plan(A, n, reference)[k]
+                assert micro == step["micro_batch"]
+                assert iteration == step[key]
+                assert update == step["optimizer_step_after"]
+
+
+def test_learning_rate(golden_dir):
+    for case in json.loads((golden_dir("grpo") / "schedule.json").read_text())["lr"]:
+        steps, want = case["total_steps"], np.array(case["lr_at_step"])
+        assert math.ceil(steps * case["warmup_ratio"]) == case["warmup_steps"]
+        got = grpo.learning_rate(
+            np.arange(len(want)), case["learning_rate"], steps, case["warmup_steps"], case["min_lr_rate"]
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-12)
+
+
+def test_optimizer(golden_dir):
+    for name, case in cases_of(golden_dir("grpo") / "optimizer.npz").items():
+        names = sorted(key.removesuffix("_init") for key in case if key.endswith("_init"))
+        params = {key: jnp.asarray(case[f"{key}_init"]) for key in names}
+        steps, warmup = int(case["total_steps"]), int(case["warmup_steps"])
+        rate = lambda step, case=case, s=steps, w=warmup: grpo.learning_rate(step, float(case["learning_rate"]), s, w)  # noqa: E731
+        optimizer = grpo.make_optimizer(rate, float(case["weight_decay"]), float(case["max_grad_norm"]))
+        state = optimizer.init(params)
+        for step, lr in enumerate(case["lr"]):
+            np.testing.assert_allclose(rate(step), lr, rtol=1e-5, atol=1e-12)
+            grads = {key: jnp.asarray(case[f"g{step}_{key[1:]}"]) for key in names}
+            close(optax.tree.norm(grads), case[f"norm{step}"], name)
+            updates, state = jax.jit(optimizer.update)(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            for key in names:
+                close(params[key], case[f"{key}_step{step + 1}"], f"{name} {key} step {step + 1}")
+
+
+class Mixer:
+    """The golden run's model: logits(ids) = tanh(mix @ emb[ids]) @ out."""
+
+    def __init__(self, params):
+        self.params = params
+
+    def hidden(self, token_BL, see_BM=None):
+        L = token_BL.shape[1]
+        mixed = jnp.einsum("lm,bmd->bld", self.params["mix"][:L, :L], self.params["emb"][token_BL])
+        return jnp.tanh(mixed), None
+
+    def logits(self, hidden_BTD):
+        return hidden_BTD @ self.params["out"]
+
+
+@pytest.mark.parametrize("variant", ["reference_index", "fixed_index"])
+def test_a_whole_run(golden_dir, variant):
+    everything = cases_of(golden_dir("grpo") / "end_to_end.npz")
+    for name, run in everything.items():
+        if "." not in name:
+            check_run(everything, name, run, variant)
+
+
+def check_run(everything, name, run, variant):
+    names = ("emb", "mix", "out")
+    want = everything[f"{name}.{variant}"]
+    A, n, micro, group, rounds = (
+        int(run[key])
+        for key in ("gradient_accumulation_steps", "num_iterations", "micro_batch", "num_generations", "rounds")
+    )
+    mask_id, epsilon, beta, rate = (run[key].item() for key in ("mask_id", "epsilon", "beta", "learning_rate"))
+    params = {key: jnp.asarray(run[key]) for key in names}
+    ref = {key: jnp.asarray(run[f"ref_{key}"]) for key in names}
+    plan = grpo.round_plan(A, n, variant == "reference_index")
+    updates = taken = 0
+
+    @jax.jit
+    def scores(params, tokens, u, ratio):
+        return grpo.coupled_scores(Mixer(params), tokens, None, u, ratio, mask_id, 8)[0]
+
+    @jax.jit
+    def gradients(params, batches):
+        def loss(params, batch):
+            return grpo.micro_loss(Mixer(params), batch, mask_id, epsilon, epsilon, beta, 8)
+
+        first = jax.tree.map(lambda x: x[0], batches)
+        losses = jax.lax.map(functools.partial(loss, params), batches)[0]
+        return grpo.mean_gradients(loss, params, batches)[0], losses, jax.grad(loss, has_aux=True)(params, first)[0]
+
+    for r in range(rounds):
+        data, cached = everything[f"{name}.round{r}"], everything[f"{name}.round{r}.{variant}"]
+        tokens = jnp.asarray(np.concatenate([data["prompt_ids"], data["completion_ids"]], 1))
+        C = data["completion_ids"].shape[1]
+        counted = grpo.completion_mask(data["completion_ids"], int(run["eos_id"]))
+        np.testing.assert_array_equal(counted, data["completion_mask"] == 1)
+        advantages = grpo.group_advantages(data["rewards_per_func"], run["reward_weights"], group, missing="zero")
+        close(advantages.advantage_B, data["advantages"], name)
+        u = jnp.asarray(np.tile(data["random_matrix"][:, :, -C:], (1, A, 1)))  # [n, A micro, C]
+        ratio = data["mask_ratio"].astype(np.float32)
+        old, known = (
+            jnp.stack([scores(model, tokens, u[i], ratio[i]) for i in range(n)], 1) for model in (params, ref)
+        )
+        close(old, cached["old_per_token_logps"], f"{name} round {r}")
+        close(known, cached["ref_per_token_logps"], f"{name} round {r}")
+        rows = jnp.arange(A * micro).reshape(A, micro)
+        for first in range(0, A * n, A):  # an update
+            steps = plan[first : first + A]
+            at = jnp.array([i for _, i, _ in steps])
+            assert [k for k, _, _ in steps] == list(range(A))
+            batches = {
+                "token_BL": tokens[rows],
+                "u_BC": u[at[:, None], rows],
+                "ratio_B": jnp.asarray(ratio)[at[:, None]] * jnp.ones((A, micro)),
+                "advantage_B": jnp.asarray(advantages.advantage_B, jnp.float32)[rows],
+                "counted_BC": jnp.asarray(counted)[rows],
+                "old_BC": old[rows, at[:, None]],
+                "ref_BC": known[rows, at[:, None]],
+                # in the first pass nothing was learnt since old, so the score itself must do as well
+                "first": jnp.full(A, first == 0),
+                "see_BL": jnp.ones(tokens[rows].shape, bool),
+            }
+            grads, losses, grad0 = gradients(params, batches)
+            for (_, i, _), loss in zip(steps, losses, strict=True):
+                assert i == want["iteration_index"][taken]
+                close(loss, want["losses"][taken], f"{name} micro-step {taken}")
+                taken += 1
+            for key in names if updates == 0 else ():
+                close(grad0[key], want[f"grad0_{key}"], f"{name} first gradient of {key}")
+            params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
+            updates += 1
+            for key in names:
+                close(params[key], want[f"step{updates}_{key}"], f"{name} {key} after update {updates}")
+            if updates % int(run["ref_model_sync_steps"]) == 0:
+                ref = grpo.sync_reference(ref, params, float(run["ref_model_mixup_alpha"]))
+                for key in names:
+                    close(ref[key], want[f"ref_after{updates}_{key}"], f"{name} reference after {updates}")
+    assert taken == len(want["losses"])
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def prepared(rows, difficulty):
+    """The tasks of a difficulty before anything is cleaned, and the ids of the rows they come from."""
+    kept = data_prep.choose(np.array([data_prep.pass_rates(row) for row in rows]), difficulty)
+    chosen = [row for row, keep in zip(rows, kept, strict=True) if keep]
+    return [task for row in chosen for task in data_prep.with_twin(row)], [row["id"] for row in chosen]
+
+
+def test_acecode(golden_dir):
+    folder = golden_dir("grpo")
+    rows, want = read_lines(folder / "acecode_sample.jsonl"), json.loads((folder / "acecode_expected.json").read_text())
+    assert list(data_prep.COUNTED) == want["counted_models"]
+    close([data_prep.pass_rates(row) for row in rows], np.stack([want["mean_acc"], want["std_acc"]], 1), "", 1e-12)
+    for difficulty, ids in want["kept_ids"].items():
+        tasks, kept = prepared(rows, difficulty)
+        assert kept == ids, difficulty
+        assert len(tasks) == want[f"{difficulty}_rows_after_transform"]
+        digest = hashlib.sha256("\0".join(task["question"] for task in tasks).encode()).hexdigest()
+        assert digest == want[f"{difficulty}_sha256_of_questions"], difficulty
+        assert all(list(task) == want["columns"] for task in tasks)
+        if (folder / f"acecode_expected_{difficulty}.jsonl").exists():
+            assert tasks == read_lines(folder / f"acecode_expected_{difficulty}.jsonl"), difficulty
+    assert [grpo.messages(task) for task in prepared(rows, "hard")[0]] == want["hard_prompts"]
+
+
+@pytest.mark.parametrize("difficulty", ["hard", "all"])
+def test_acecode_from_the_command(golden_dir, tmp_path, difficulty):
+    sample = golden_dir("grpo") / "acecode_sample.jsonl"
+    settings = {"source": "acecode", "roots": (str(sample),), "out": str(tmp_path / "out"), "heldout": 0.0}
+    data_prep.main(data_prep.Config(**settings, difficulty=difficulty))
+    want = read_lines(golden_dir("grpo") / f"acecode_expected_{difficulty}.jsonl")
+    assert read_lines(tmp_path / "out" / "train.jsonl") == want  # nothing in the sample needs cleaning
 
 
 @pytest.mark.parametrize("mode", ["parity", "hardened"])

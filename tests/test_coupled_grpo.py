@@ -1,0 +1,522 @@
+"""coupled_grpo.py: closed forms of scores, loss and advantages, and the plain form of what runs in chunks."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import coupled_grpo as grpo
+import model_dream as dream
+
+TINY = dream.DreamConfig(61, 32, 1, 4, 2, 8, 48, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=128)
+
+
+def tiny():
+    """Parameters of a Dream whose predictions are far from uniform; norms are 1."""
+    rng, scale = np.random.default_rng(0), {"embed_tokens": 0.4, "lm_head": 0.2}
+
+    def draw(name, shape):
+        return jnp.ones(shape) if name.endswith("norm") else rng.normal(0, scale.get(name, 0.1), shape)
+
+    flat = {name: draw(name, s.shape) for name, s in dream.flatten(dream.param_shapes(TINY)).items()}
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), dream.unflatten(flat))
+
+
+def model_of(params):
+    return nnx.merge(dream.graph_of(TINY, dream.Run(jnp.float32)), params)
+
+
+@jax.jit
+def scores_of(params, token_BL, see_BL, u_BC, ratio_B, other_BC=None):
+    return grpo.coupled_scores(model_of(params), token_BL, see_BL, u_BC, ratio_B, TINY.mask_id, 8, other_BC)
+
+
+class Bag:
+    """A small model: a token is predicted from the mean of all embeddings and its neighbour's."""
+
+    def __init__(self, params):
+        self.params = params
+
+    def hidden(self, token_BL, see_BM=None):
+        x_BLD = self.params["emb"][token_BL]
+        return jnp.tanh(x_BLD + x_BLD.mean(1, keepdims=True)), None
+
+    def logits(self, hidden_BTD):
+        return hidden_BTD @ self.params["out"].T
+
+
+def bag():
+    rng = np.random.default_rng(2)
+    return {name: jnp.asarray(rng.normal(size=(TINY.vocab, 8)), jnp.float32) for name in ("emb", "out")}
+
+
+def example(B=3, prompt=5, C=11, seed=0):
+    """(token_BL, u_BC, ratio_B) of made-up rows."""
+    rng = np.random.default_rng(seed)
+    token_BL = jnp.asarray(rng.integers(5, TINY.vocab, (B, prompt + C)))
+    return token_BL, jnp.asarray(rng.random((B, C)), jnp.float32), jnp.asarray(rng.uniform(0.2, 0.8, B), jnp.float32)
+
+
+def close(got, want, tolerance=1e-5):
+    np.testing.assert_allclose(np.asarray(got), want, rtol=tolerance, atol=tolerance)
+
+
+# ---- scores
+
+
+def plain_scores(logits_of, hidden_BKCD, token_BC, mask_BC, weights):
+    """All three versions through the head at once, as the formula says."""
+    logp_BKCV = jax.nn.log_softmax(logits_of(hidden_BKCD), -1)
+    logp_BKC = jnp.take_along_axis(logp_BKCV, token_BC[:, None, :, None], -1)[..., 0]
+    return (logp_BKC[:, 0] + jnp.where(mask_BC, weights[0] * logp_BKC[:, 1], weights[1] * logp_BKC[:, 2])) / 2
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 64, 1000])  # a token, not a divisor, all but some, more than there are
+def test_scores_and_gradients_are_those_of_the_plain_form(chunk):
+    B, C, D, V = 3, 11, 8, 37
+    key = jax.random.split(jax.random.key(0), 5)
+    hidden, head = jax.random.normal(key[0], (B, 3, C, D)), jax.random.normal(key[1], (V, D))
+    token, mask = jax.random.randint(key[2], (B, C), 0, V), jax.random.bernoulli(key[3], 0.4, (B, C))
+    weights, out = (jnp.full((B, 1), 2.5), jnp.full((B, 1), 1.7)), jax.random.normal(key[4], (B, C))
+
+    def ours(hidden, head):
+        score, _ = grpo.merge_views(lambda h: h @ head.T, hidden, token, mask, weights, chunk)
+        return (score * out).sum(), score
+
+    def plain(hidden, head):
+        score = plain_scores(lambda h: h @ head.T, hidden, token, mask, weights)
+        return (score * out).sum(), score
+
+    got, want = (jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(hidden, head) for f in (ours, plain))
+    jax.tree.map(close, got, want)
+
+
+def arrays_of(jaxpr):
+    """The shapes of all arrays that a program names, those inside its loops too."""
+    for equation in jaxpr.eqns:
+        yield from (variable.aval.shape for variable in equation.outvars)
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from arrays_of(inner)
+
+
+def test_no_logits_but_those_of_a_chunk_exist_forward_or_backward():
+    B, L, C, chunk = 4, 40, 32, 16
+    token, u, ratio = example(B, L - C, C)
+    batch = batch_of(token, u, ratio) | {"advantage_B": jnp.ones(B)}
+    params = bag()
+
+    def loss(params):
+        return grpo.micro_loss(Bag(params), batch, TINY.mask_id, chunk=chunk)[0]
+
+    shapes = list(arrays_of(jax.make_jaxpr(jax.value_and_grad(loss))(params).jaxpr))
+    logits = [math.prod(shape) for shape in shapes if shape and shape[-1] == TINY.vocab]
+    assert max(logits) == chunk * TINY.vocab  # the rest are weights, which end in D
+
+
+def batch_of(token, u, ratio, **changes):
+    """A micro-batch whose tokens all count, with the score itself for old."""
+    shape = u.shape
+    return {
+        "token_BL": token, "see_BL": jnp.ones(token.shape, bool), "u_BC": u, "ratio_B": ratio, "first": True,
+        "advantage_B": jnp.linspace(-1, 1, len(token)), "counted_BC": jnp.ones(shape, bool),
+        "old_BC": jnp.zeros(shape), "ref_BC": jnp.zeros(shape),
+    } | changes  # fmt: skip
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_scores_of_a_model_are_those_of_three_passes(independent):
+    token, u, ratio = example()
+    other = jnp.asarray(np.random.default_rng(5).random(u.shape), jnp.float32) if independent else None
+    params, P = tiny(), token.shape[1] - u.shape[1]
+    got, entropy = scores_of(params, token, None, u, ratio, other)
+    one = u < ratio[:, None]
+    two = ~one if other is None else other >= ratio[:, None]
+    want, spread, forward = 0, [], jax.jit(lambda params, shown: model_of(params)(shown))
+    for mask, weight in ((jnp.ones_like(one), 1), (one, one / ratio[:, None]), (two, two / (1 - ratio[:, None]))):
+        shown = token.at[:, P:].set(jnp.where(mask, TINY.mask_id, token[:, P:]))
+        logp = jax.nn.log_softmax(forward(params, shown))[:, P - 1 : -1]
+        want += weight * jnp.take_along_axis(logp, token[:, P:, None], -1)[..., 0] / 2
+        spread.append(-(jnp.exp(logp) * logp).sum(-1))
+    close(got, want)
+    assert np.std(np.asarray(got)) > 1
+    if independent:
+        close(entropy, sum(spread) / 3)
+    else:
+        close(entropy, (spread[0] + jnp.where(one, *spread[1:])) / 2)
+
+
+def test_left_padding_changes_no_score():
+    token, u, ratio = example()
+    want, _ = scores_of(tiny(), token, None, u, ratio)
+    padded = jnp.pad(token, ((0, 0), (7, 0)), constant_values=TINY.pad_id)
+    see = jnp.arange(padded.shape[1]) >= 7
+    got, _ = scores_of(tiny(), padded, jnp.broadcast_to(see, padded.shape), u, ratio)
+    close(got, want)
+    seen, _ = scores_of(tiny(), padded, None, u, ratio)
+    assert np.abs(seen - want).max() > 1e-3  # the padding is there to be seen
+
+
+class Uniform:
+    """All tokens are equally likely, whatever is shown."""
+
+    V = 16
+
+    def hidden(self, token_BL, see_BM=None):
+        return jnp.zeros((*token_BL.shape, 1)), None
+
+    def logits(self, hidden_BTD):
+        return jnp.zeros((*hidden_BTD.shape[:2], self.V))
+
+
+@pytest.mark.parametrize("t", [0.2, 0.5, 0.7])
+def test_coupling_leaves_the_mean_of_a_score_and_lowers_its_variance(t):
+    """Under a uniform model a score is -log V (1 + w) / 2, w = m_1 / t + m_2 / (1 - t), whose mean is 2.
+
+    Var w is 1 / (t (1 - t)) - 4 if m_2 is the complement of m_1, and 1 / (t (1 - t)) - 2 if the two are independent.
+    """
+    rng = np.random.default_rng(0)
+    token, u, other = jnp.zeros((100, 501), jnp.int32), *jnp.asarray(rng.random((2, 100, 500)), jnp.float32)
+    for uniforms, less in ((None, 4), (other, 2)):
+        score, entropy = grpo.coupled_scores(Uniform(), token, None, u, jnp.float32(t), 3, 4096, uniforms)
+        w = -2 * np.asarray(score, np.float64) / math.log(Uniform.V) - 1
+        variance = 1 / (t * (1 - t)) - less
+        assert abs(w.mean() - 2) < 5 * math.sqrt(variance / w.size) + 1e-5
+        assert abs(w.var() - variance) < 0.05 * (1 + variance)
+        close(entropy, math.log(Uniform.V))
+
+
+def test_the_logits_before_a_token_predict_it():
+    token, u, ratio = example()
+
+    class Prophet:
+        def hidden(self, views_BL, see_BM=None):
+            return jnp.roll(jnp.repeat(token, 3, 0), -1, 1)[..., None], None  # knows what comes next
+
+        def logits(self, hidden_BTD):
+            return 50.0 * jax.nn.one_hot(hidden_BTD[..., 0], TINY.vocab)
+
+    score, entropy = grpo.coupled_scores(Prophet(), token, None, u, ratio, TINY.mask_id)
+    close(score, 0)
+    close(entropy, 0)
+
+
+def test_banned_tokens_cost_nothing_but_their_probability():
+    logits = jnp.zeros((1, 3, 2, 5)).at[..., 4].set(-jnp.inf)
+    inputs = jnp.array([[0, 3]]), jnp.array([[True, False]]), (2.0, 2.0)
+
+    def total(logits):
+        score, entropy = grpo.merge_views(lambda x: x, logits, *inputs)
+        return score.sum(), (score, entropy)
+
+    (_, (score, entropy)), grad = jax.value_and_grad(total, has_aux=True)(logits)
+    close(score, -1.5 * math.log(4))
+    close(entropy, math.log(4))
+    assert np.isfinite(grad).all()
+
+
+def test_a_canvas_without_a_prompt_is_refused():
+    token, u, ratio = example(prompt=0)
+    with pytest.raises(ValueError, match="11 columns hold no prompt before 11"):
+        grpo.coupled_scores(Uniform(), token, None, u, ratio, TINY.mask_id)
+
+
+def test_masks_are_functions_of_round_iteration_and_row():
+    compiled = jax.jit(grpo.draw_masks, static_argnums=(3, 4), static_argnames=("per_row",))
+
+    def draw(*at, rows=6, seed=3, **more):
+        return jax.tree.map(np.asarray, compiled(jax.random.key(seed), *at, rows, 400, **more))
+
+    ratio, u = draw(2, 1)
+    jax.tree.map(np.testing.assert_array_equal, draw(2, 1), (ratio, u))
+    np.testing.assert_array_equal(draw(2, 1, rows=3)[1], u[:3])
+    assert ratio.shape == (6,)
+    assert (ratio == ratio[0]).all()
+    others = [draw(1, 2), draw(2, 0), draw(3, 1), draw(2, 1, seed=4)]
+    for another_ratio, another_u in others:
+        assert (np.abs(another_u - u) > 0).mean() > 0.99
+        assert another_ratio[0] != ratio[0]
+    assert (np.abs(u[1:] - u[:-1]) > 0).mean() > 0.99  # rows differ
+    assert 0.47 < u.mean() < 0.53
+    many = np.array([draw(r, 0, rows=1)[0][0] for r in range(200)])
+    assert ((many > 0.2) & (many < 0.8)).all()
+    assert abs(many.mean() - 0.5) < 0.05
+    ratio, _ = draw(0, 0, rows=60, per_row=True)
+    np.testing.assert_array_equal(np.sort(np.floor((ratio - 0.2) / 0.01 + 1e-4)), np.arange(60))  # one in each stratum
+
+
+# ---- advantages
+
+
+def test_advantages_are_rewards_minus_the_mean_of_the_others():
+    reward = np.random.default_rng(0).normal(size=(12, 2))
+    got = grpo.group_advantages(reward, [2.0, 0.5], 4)
+    total = (reward * [2.0, 0.5]).sum(1)
+    for i in range(12):
+        group = [j for j in range(i // 4 * 4, i // 4 * 4 + 4) if j != i]
+        close(got.advantage_B[i], total[i] - np.mean(total[group]), 1e-12)
+    close(got.advantage_B.reshape(3, 4).sum(1), 0, 1e-12)
+    close(got.std_B.reshape(3, 4)[:, 0], total.reshape(3, 4).std(1, ddof=1), 1e-12)
+    moved = grpo.group_advantages(reward + np.repeat([[1.0], [-5.0], [100.0]], 4, 0), [2.0, 0.5], 4)
+    close(moved.advantage_B, got.advantage_B, 1e-10)
+    scaled = grpo.group_advantages(reward, [2.0, 0.5], 4, scale=True)
+    close(scaled.advantage_B, got.advantage_B / (got.std_B + 1e-4), 1e-12)
+
+
+def test_a_missing_reward_is_in_nobodys_baseline():
+    rewards = [[1.0, 0.5], [None, 1.0], [0.25, None], [0.0, 0.0], [0.75, 1.0]]
+    got = grpo.group_advantages(rewards, [2.0, 0.5], 5)
+    known = grpo.group_advantages([rewards[i] for i in (0, 3, 4)], [2.0, 0.5], 3)
+    np.testing.assert_array_equal(got.counted_B, [True, False, False, True, True])
+    close(got.advantage_B[got.counted_B], known.advantage_B, 1e-12)
+    np.testing.assert_array_equal(got.advantage_B[~got.counted_B], 0)
+    close(got.std_B, known.std_B[0], 1e-12)
+    as_zero = grpo.group_advantages(rewards, [2.0, 0.5], 5, missing="zero")
+    assert as_zero.counted_B.all()
+    want = grpo.group_advantages([[0.0 if x is None else x for x in row] for row in rewards], [2.0, 0.5], 5)
+    close(as_zero.advantage_B, want.advantage_B, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        [0.1, 0.1, 0.1], [0.0, 0.0, 0.0], [2.5, None, 2.5], [None, None, 1.0], [None, None, None],
+        [1e8 + 0.3, 1e8 + 0.3, 1e8 + 0.3],
+    ],
+)  # fmt: skip
+def test_groups_that_teach_nothing_are_recognised(group):
+    got = grpo.group_advantages([[r] for r in [*group, 0.0, 1.0, 0.5]], [1.0], 3, scale=True)
+    np.testing.assert_array_equal(got.constant_B, [True] * 3 + [False] * 3)
+    np.testing.assert_array_equal(got.advantage_B[:3], 0)
+    assert np.isfinite(got.advantage_B).all()
+    assert got.advantage_B[3:].all() or got.advantage_B[5] == 0
+
+
+def test_a_difference_however_small_is_no_constant_group():
+    got = grpo.group_advantages([[1.0], [1.0], [1.0 + 1e-9]], [1.0], 3)
+    assert not got.constant_B.any()
+    assert got.advantage_B[2] > 0 > got.advantage_B[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "missing", "words"),
+    [(4, 1, "exclude", "no baseline"), (5, 2, "exclude", "5 completions"), (4, 2, "skip", "neither exclude nor zero")],
+)
+def test_groups_that_make_no_sense_are_refused(rows, group, missing, words):
+    with pytest.raises(ValueError, match=words):
+        grpo.group_advantages(np.ones((rows, 1)), [1.0], group, missing=missing)
+
+
+def test_a_completion_ends_with_its_first_eos():
+    got = grpo.completion_mask(jnp.array([[5, 2, 5, 2], [2, 2, 2, 2], [5, 5, 5, 5], [5, 5, 5, 2]]), 2)
+    np.testing.assert_array_equal(got, [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
+
+
+# ---- loss
+
+
+def test_with_nothing_learnt_yet_the_gradient_is_the_policy_gradient():
+    """r = 1: d loss / d score = -A / tokens where counted, whatever clips there are."""
+    rng = np.random.default_rng(0)
+    score, counted = jnp.asarray(rng.normal(size=(3, 7))), jnp.asarray(rng.random((3, 7)) < 0.6)
+    advantage = jnp.array([-2.0, 0.5, 1.0])
+    want = -advantage[:, None] * counted / counted.sum()
+    for old in (None, score):
+        loss, grad = jax.value_and_grad(lambda s, old=old: grpo.grpo_loss(s, old, None, advantage, counted)[0])(score)
+        close(grad, want)
+        close(loss, (want * 1.0).sum())
+
+
+def test_the_gradient_of_the_parameters_is_the_policy_gradient_at_first():
+    token, u, ratio = example()
+    counted = jnp.asarray(np.random.default_rng(1).random(u.shape) < 0.7)
+    batch = batch_of(token, u, ratio, counted_BC=counted, old_BC=jnp.full(u.shape, jnp.nan))
+    params = bag()
+
+    def loss(params):
+        return grpo.micro_loss(Bag(params), batch, TINY.mask_id, beta=0.0, chunk=8)
+
+    def surrogate(params):
+        score, _ = grpo.coupled_scores(Bag(params), token, None, u, ratio, TINY.mask_id)
+        return -(batch["advantage_B"][:, None] * jnp.where(counted, score, 0)).sum() / counted.sum()
+
+    (_, metrics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    jax.tree.map(close, grads, jax.jit(jax.grad(surrogate))(params))
+    assert metrics["ratio_max"] == 1
+    assert metrics["tokens"] == counted.sum()
+    assert metrics["clip_low"] == metrics["clip_high"] == metrics["kl"] == 0
+    assert 0 < metrics["entropy"] < math.log(TINY.vocab)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "flows", "low", "high"),
+    [
+        (1.1, 1.0, True, 0, 0), (1.31, 1.0, False, 0, 1), (1.31, -1.0, True, 0, 0), (0.79, -1.0, False, 1, 0),
+        (0.79, 1.0, True, 0, 0), (5.0, -2.0, True, 0, 0), (1.29, 1.0, True, 0, 0), (0.81, -1.0, True, 0, 0),
+    ],
+)  # fmt: skip
+def test_the_clip_stops_what_already_moved_its_way(ratio, advantage, flows, low, high):
+    old = jnp.full((1, 1), -1.3)
+    loss = lambda s: grpo.grpo_loss(s, old, None, [advantage], jnp.ones((1, 1)), 0.2, 0.3, 0.0)  # noqa: E731
+    (value, metrics), grad = jax.value_and_grad(loss, has_aux=True)(old + math.log(ratio))
+    clipped = min(max(ratio, 0.8), 1.3)
+    close(value, -min(ratio * advantage, clipped * advantage))
+    close(grad, -advantage * ratio if flows else 0.0)
+    assert (metrics["clip_low"], metrics["clip_high"]) == (low, high)
+
+
+def test_the_expected_k3_is_the_divergence():
+    """sum_x p(x) (q/p - log(q/p) - 1) = KL(p || q); its derivative by log p(x) is beta (1 - q / p)."""
+    p, q = (jax.nn.log_softmax(jax.random.normal(jax.random.key(i), (1, 50))) for i in (0, 1))
+    loss = jax.jit(lambda p, q: grpo.grpo_loss(p, None, q, [0.0], jnp.ones((1, 50)), beta=0.3)[0])
+    grad = jax.jit(jax.grad(loss))(p, q)
+    kl_each = jax.jit(jax.vmap(lambda p, q: grpo.grpo_loss(p, None, q, [0.0], jnp.ones((1, 1)))[1]["kl"]))
+    kl_V = np.asarray(kl_each(p.reshape(50, 1, 1), q.reshape(50, 1, 1)))
+    p, q = np.asarray(p), np.asarray(q)
+    assert (kl_V >= 0).all()
+    close((np.exp(p[0]) * kl_V).sum(), (np.exp(p) * (p - q)).sum())
+    close(grad, 0.3 * (1 - np.exp(q - p)) / 50)
+
+
+@pytest.mark.parametrize("garbage", [jnp.nan, jnp.inf, -jnp.inf, 1e30])
+def test_what_is_not_counted_may_be_anything(garbage):
+    score = jnp.array([[-1.0, -2.0, -0.5], [-0.1, -3.0, -1.0]])
+    counted = jnp.array([[1, 1, 0], [1, 0, 0]])
+    inputs = [jnp.where(counted == 1, score + shift, garbage) for shift in (0.0, 0.1, -0.2)]
+    loss = lambda s, old, ref: grpo.grpo_loss(s, old, ref, [1.0, -1.0], counted)  # noqa: E731
+    (value, metrics), grad = jax.value_and_grad(loss, has_aux=True)(*inputs)
+    (want, wanted), wanted_grad = jax.value_and_grad(loss, has_aux=True)(score, score + 0.1, score - 0.2)
+    close(value, want)
+    close(grad, wanted_grad)
+    jax.tree.map(close, metrics, wanted)
+
+
+def test_a_logarithm_beyond_the_limit_is_clipped_and_stays_finite():
+    ones = jnp.ones((1, 1))
+    loss = lambda s: grpo.grpo_loss(s, 0 * ones, 0 * ones, [-1.0], ones, most=20.0)[0]  # noqa: E731
+    for s in (-500.0, 500.0):
+        value, grad = jax.value_and_grad(loss)(s * ones)
+        assert np.isfinite(value)
+        assert grad == 0
+    close(loss(500 * ones) / (math.exp(20) + 0.01 * (math.exp(-20) + 20 - 1)), 1)
+
+
+def test_without_a_token_loss_gradient_and_metrics_are_zero():
+    zeros = jnp.zeros((2, 3))
+    (loss, metrics), grad = jax.value_and_grad(
+        lambda s: grpo.grpo_loss(s, None, zeros + 1, [1.0, 2.0], zeros), has_aux=True
+    )(zeros)
+    assert loss == 0
+    assert not grad.any()
+    assert all(value == 0 for value in metrics.values())
+
+
+def test_old_scores_stand_in_for_nothing_but_later_passes():
+    token, u, ratio = example()
+    score, _ = grpo.coupled_scores(Bag(bag()), token, None, u, ratio, TINY.mask_id)
+    loss = jax.jit(lambda params, batch: grpo.micro_loss(Bag(params), batch, TINY.mask_id))
+    later = batch_of(token, u, ratio, old_BC=score - 0.1, ref_BC=score)
+    for first, ratio_max in ((True, 1.0), (False, math.exp(0.1))):
+        _, metrics = loss(bag(), later | {"first": first})
+        close(metrics["ratio_max"], ratio_max)
+
+
+# ---- updates
+
+
+def test_gradients_are_means_over_micro_batches_not_over_tokens():
+    token, u, ratio = example(B=6)
+    counted = jnp.asarray(np.arange(11) < np.array([11, 11, 9, 1, 2, 1])[:, None])
+    batch = batch_of(token, u, ratio, counted_BC=counted, first=jnp.ones(6, bool))
+    micros = jax.tree.map(lambda x: x.reshape(3, 2, *x.shape[1:]), batch) | {"first": jnp.ones(3, bool)}
+    params = bag()
+
+    def loss(params, micro):
+        return grpo.micro_loss(Bag(params), micro, TINY.mask_id, beta=0.1, chunk=8)
+
+    grads, value, metrics = jax.jit(lambda p, m: grpo.mean_gradients(loss, p, m))(params, micros)
+    one = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    each = [one(params, jax.tree.map(lambda x, i=i: x[i], micros)) for i in range(3)]
+    close(value, np.mean([loss for (loss, _), _ in each]))
+    jax.tree.map(lambda got, *parts: close(got, sum(parts) / 3), grads, *(g for _, g in each))
+    assert metrics["tokens"] == counted.sum()
+    close(metrics["kl"], np.mean([metrics["kl"] for (_, metrics), _ in each]))
+    assert metrics["ratio_max"] == max(metrics["ratio_max"] for (_, metrics), _ in each)
+
+
+@pytest.mark.parametrize(("accumulate", "iterations"), [(1, 1), (2, 2), (3, 2), (2, 5)])
+def test_a_round_shows_each_micro_batch_every_iteration_once(accumulate, iterations):
+    plan = grpo.round_plan(accumulate, iterations)
+    assert sorted((k, i) for k, i, _ in plan) == [(k, i) for k in range(accumulate) for i in range(iterations)]
+    assert [i for _, i, _ in plan] == sorted(i for _, i, _ in plan)
+    assert [update for _, _, update in plan] == ([False] * (accumulate - 1) + [True]) * iterations
+
+
+def test_the_reference_index_shows_a_micro_batch_one_iteration_alone():
+    assert {(k, i) for k, i, _ in grpo.round_plan(2, 2, reference_index=True)} == {(0, 1), (1, 0)}
+
+
+def test_the_rate_starts_at_zero_and_ends_at_a_tenth():
+    rate = grpo.learning_rate(np.arange(60), 2.0, 50, 5)
+    close(rate[:6], np.arange(6) * 0.4)
+    assert (np.diff(rate[5:51]) < 0).all()
+    close(rate[50:], 0.2)
+    close(grpo.learning_rate(0, 1.0, 1, 1), 0.0)
+
+
+def test_only_matrices_decay():
+    params = {"q_proj": jnp.ones((3, 2)), "norm": jnp.ones(3), "q_bias": jnp.ones(2)}
+    optimizer = grpo.make_optimizer(0.5, weight_decay=0.1)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    new = optax.apply_updates(params, updates)
+    close(new["q_proj"], 0.95)
+    np.testing.assert_array_equal(new["norm"], 1)
+    np.testing.assert_array_equal(new["q_bias"], 1)
+
+
+def test_the_reference_model_follows_the_policy():
+    ref, params = {"a": jnp.float32([0.0, 10.0])}, {"a": jnp.float32([1.0, 0.0])}
+    close(grpo.sync_reference(ref, params)["a"], [0.6, 4.0])
+    for _ in range(20):
+        ref = grpo.sync_reference(ref, params)
+    close(ref["a"], params["a"], 1e-4)
+    low = {"a": params["a"].astype(jnp.bfloat16)}
+    assert grpo.sync_reference(ref, low)["a"].dtype == jnp.float32
+
+
+@pytest.mark.slow
+def test_on_a_mesh_the_loss_and_its_gradient_are_the_same():
+    token, u, ratio = example(B=4)
+    batch = batch_of(token, u, ratio, advantage_B=jnp.array([1.0, -1.0, 0.5, 0.2]))
+    params = tiny()
+
+    def loss(params, batch):
+        return grpo.micro_loss(model_of(params), batch, TINY.mask_id, chunk=16)
+
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    want = step(params, batch)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    placed = jax.device_put(params, dream.shardings(mesh, params))
+    rows = lambda x: jax.NamedSharding(mesh, jax.P(dream.BATCH) if np.ndim(x) else jax.P())  # noqa: E731
+    with jax.set_mesh(mesh):
+        got = step(placed, jax.device_put(batch, jax.tree.map(rows, batch)))
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(want))
+    jax.tree.map(lambda got, want: close(got / largest, want / largest), got, want)
+
+
+# ---- prompts
+
+
+def test_the_first_test_is_shown_unless_the_question_holds_code():
+    row = {"question": "Add one.", "test_cases": ["assert f(1) == 2", "assert f(2) == 3"]}
+    system, user = grpo.messages(row)
+    assert system == {"role": "system", "content": "You are a helpful assistant."}
+    assert user == {"role": "user", "content": "Add one.\nTest cases: assert f(1) == 2"}
+    code = row | {"question": "Complete:\n```\ndef f(a):\n```\n"}
+    assert grpo.messages(code, "Be brief.")[0]["content"] == "Be brief."
+    assert grpo.messages(code)[1]["content"] == code["question"]
