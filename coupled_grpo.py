@@ -50,26 +50,27 @@ def coupled_views(token_BL, completion_BL, u_BL, ratio_B, mask_id, other_BL=None
     return jnp.stack(views, 1), one_BL, two_BL
 
 
-def token_logps(logits_of, hidden_BLD, token_BL, chunk=512):
+def token_logps(logits_of, hidden_BLD, token_BL, chunk=1024):
     """(log p, entropy) of each token's prediction, float32 [B, L] in nats; logits_of([B, T, D]) is float32 [B, T, V].
 
-    The head runs over `chunk` tokens at a time, those of all devices together, and the backward pass makes their logits
-    again: [B, L, V] never exists. The entropy, for the log, has no gradient.
+    The head runs over at most `chunk` tokens at a time, of all devices together, and the backward pass makes their
+    logits again: [B, L, V] never exists. The entropy, for the log, has no gradient.
     """
     B, L, _ = hidden_BLD.shape
-    chunks = -(-L // max(1, min(L, chunk // B)))
-    T = -(-L // chunks)
+    T = 1 << (max(1, min(L, chunk // B)).bit_length() - 1)  # with 43, the TPU's compiler was not done in 100 s
+    chunks = -(-L // T)
 
     @jax.checkpoint
     def some(inputs):
         hidden_BTD, token_BT = inputs
         logits_BTV = logits_of(hidden_BTD).astype(jnp.float32)
         logits_BTV -= jax.lax.stop_gradient(logits_BTV.max(-1, keepdims=True))
-        lse_BT = jnp.log(jnp.exp(logits_BTV).sum(-1))
-        logp_BT = jnp.take_along_axis(logits_BTV, token_BT[..., None], -1)[..., 0] - lse_BT
-        fixed_BTV = jax.lax.stop_gradient(logits_BTV)
-        mean_BT = (jax.nn.softmax(fixed_BTV) * jnp.where(jnp.isneginf(fixed_BTV), 0.0, fixed_BTV)).sum(-1)
-        return logp_BT, jax.lax.stop_gradient(lse_BT) - mean_BT
+        weight_BTV = jnp.exp(logits_BTV)
+        total_BT = weight_BTV.sum(-1)
+        logp_BT = jnp.take_along_axis(logits_BTV, token_BT[..., None], -1)[..., 0] - jnp.log(total_BT)
+        finite_BTV = jnp.where(weight_BTV > 0, logits_BTV, 0.0)  # a banned token's is -inf
+        entropy_BT = jnp.log(total_BT) - (weight_BTV * finite_BTV).sum(-1) / total_BT
+        return logp_BT, jax.lax.stop_gradient(entropy_BT)
 
     def split(x_BL):  # along the rows, so that they stay where they are on a mesh
         x_BL = jnp.pad(x_BL, ((0, 0), (0, chunks * T - L), *[(0, 0)] * (x_BL.ndim - 2)))
@@ -79,7 +80,7 @@ def token_logps(logits_of, hidden_BLD, token_BL, chunk=512):
     return tuple(out.swapaxes(0, 1).reshape(B, -1)[:, :L] for out in outs)
 
 
-def merge_views(logits_of, hidden_BKCD, token_BC, mask_BC, weights, chunk=512):
+def merge_views(logits_of, hidden_BKCD, token_BC, mask_BC, weights, chunk=1024):
     """The score of each token, (lp_0 + (w_1 lp_1 where the mask, else w_2 lp_2)) / 2, and its entropy: float32 [B, C].
 
     hidden_BKCD holds what predicts the tokens in the three versions: all masked, the mask, its complement. Of the last
@@ -93,7 +94,7 @@ def merge_views(logits_of, hidden_BKCD, token_BC, mask_BC, weights, chunk=512):
     return (logp[:, 0] + logp[:, 1] * jnp.where(mask_BC, *weights)) / 2, entropy.mean(1)
 
 
-def coupled_scores(model, token_BL, see_BL, u_BC, ratio_B, mask_id, chunk=512, other_BC=None):
+def coupled_scores(model, token_BL, see_BL, u_BC, ratio_B, mask_id, chunk=1024, other_BC=None):
     """Scores of the completions, the last C columns of token_BL, and the entropy of their predictions: float32 [B, C].
 
     model.hidden(token_BL, see_BM=see_BL) are hidden states, those at p predict the token at p + 1; model.logits is the
@@ -208,7 +209,7 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, low=0.5, high=0
     }
 
 
-def micro_loss(model, batch, mask_id, low=0.5, high=0.5, beta=0.01, chunk=512):
+def micro_loss(model, batch, mask_id, low=0.5, high=0.5, beta=0.01, chunk=1024):
     """(loss, metrics) of one micro-batch, to be differentiated: grpo_loss of coupled_scores.
 
     batch: token_BL, see_BL, u_BC, ratio_B, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0, other_BC if the

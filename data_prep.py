@@ -759,10 +759,11 @@ def prepare_acecode(cfg, out, vocabulary):
             same = False
         if not same:
             sys.exit(f"{out} holds tasks of other settings or files; choose another --out or delete it")
-        print(f"{out} is complete, nothing to do")
-        return
+        if all((out / f"{split}.jsonl").exists() for split in ("train", "heldout")):
+            print(f"{out} is complete, nothing to do")
+            return
     rows = None if paths else download(ACECODE, "acecode", "name JSONL files of its form with --roots")
-    read = lambda: tqdm(read_acecode(paths) if paths else rows, unit=" rows", disable=None)  # noqa: E731
+    read = lambda: tqdm(read_acecode(paths) if paths else rows, "reading", unit=" rows", disable=None)  # noqa: E731
     rates_N2 = np.array([pass_rates(row) for row in read()], np.float64).reshape(-1, 2)
     kept_N = choose(rates_N2, settings["difficulty"])
     without_N = np.isnan(rates_N2[:, 0]) & ~kept_N
@@ -795,7 +796,8 @@ def read_acecode(paths):
                     row = json.loads(line.decode())
                     row["question"].encode()  # half a surrogate pair cannot be
                     fine = all(isinstance(row[name], str) for name in ("id", "question", "source"))
-                    fine &= all(isinstance(test, str) for test in row["test_cases"]) and "context_messages" in row
+                    fine &= isinstance(row["test_cases"], list) and "context_messages" in row
+                    fine &= all(isinstance(test, str) for test in row["test_cases"])
                     for one in row["inferences"]:
                         fine &= all(isinstance(one[name], str) for name in ("model_name", "completion"))
                         fine &= isinstance(one["pass_rate"], int | float)

@@ -1142,6 +1142,9 @@ def test_tasks_are_cleaned_and_what_is_dropped_is_counted(tmp_path, capsys):
     dp.main(cfg)
     assert "nothing to do" in capsys.readouterr().out
     assert tree(cfg.out) == before
+    (Path(cfg.out) / "train.jsonl").unlink()
+    dp.main(cfg)
+    assert tree(cfg.out) == before
 
 
 def test_difficulties_are_percentiles_of_the_rows_with_rates(tmp_path):
@@ -1225,6 +1228,7 @@ def test_acecode_comes_through_datasets(tmp_path, monkeypatch, capsys):
         ('{"id": "a", "question": "b"}', ["line 3", "inferences"]),
         ('["id", "question"]', ["line 3"]),
         (json.dumps(rows_of_acecode(1)[0] | {"test_cases": [1]}), ["line 3"]),
+        (json.dumps(rows_of_acecode(1)[0] | {"test_cases": "assert f(1)"}), ["line 3"]),
         (json.dumps(rows_of_acecode(1)[0] | {"inferences": [{"pass_rate": 1}]}), ["line 3"]),
         (json.dumps(rows_of_acecode(1)[0] | {"question": "half \ud800"}), ["line 3"]),
     ],
