@@ -245,6 +245,21 @@ class Int8(typing.NamedTuple):
     scale_F1: jax.Array  # float32; one for each row, which is an output channel, or a token's embedding
 
 
+class Lora(typing.NamedTuple):
+    """A matrix that stays as it is and a trained difference of low rank: W + B A. Ref: LoRA, arXiv:2106.09685."""
+
+    base: typing.Any  # [F, D], or Int8
+    a_RD: jax.Array
+    b_FR: jax.Array
+
+
+def merged(weight):
+    """The matrix W + B A of a Lora, in W's dtype; anything else as it is."""
+    if not isinstance(weight, Lora):
+        return weight
+    return (weight.base.astype(jnp.float32) + weight.b_FR @ weight.a_RD).astype(weight.base.dtype)
+
+
 @jax.jit
 def quantise(weight_FD):
     """The nearest Int8: scale = max |row| / 127, q = round(row / scale); it is off by half a scale at most."""
@@ -253,18 +268,26 @@ def quantise(weight_FD):
     return Int8(jnp.round(weight_FD / jnp.where(scale_F1 > 0, scale_F1, 1)).astype(jnp.int8), scale_F1)
 
 
+def on_cpu():
+    """Whether what is traced will run on a CPU. Who compiles for a TPU on a CPU replaces it."""
+    return jax.default_backend() == "cpu"
+
+
 def linear(x_BLD, weight, *spec, dtype=None):
     """x W^T over one axis of tokens, as a matmul of two matrices, in x's dtype or another. W lies as spec says.
 
     The scales of an Int8 multiply the product, in float32: every q is exact in bfloat16.
     """
-    x_TD, dtype, on_cpu = x_BLD.reshape(-1, x_BLD.shape[-1]), dtype or x_BLD.dtype, jax.default_backend() == "cpu"
+    if isinstance(weight, Lora):
+        low_BLR = linear(x_BLD, weight.a_RD)
+        return linear(x_BLD, weight.base, *spec, dtype=dtype) + linear(low_BLR, weight.b_FR, dtype=dtype)
+    x_TD, dtype = x_BLD.reshape(-1, x_BLD.shape[-1]), dtype or x_BLD.dtype
     scale_F, accumulate = 1, dtype
     if isinstance(weight, Int8):
         weight, scale_F, accumulate = weight.q_FD, weight.scale_F1[:, 0], jnp.float32
-        if on_cpu:  # a 0 that the compiler cannot know: else it has all matrices in x's dtype at once
+        if on_cpu():  # a 0 that the compiler cannot know: else it has all matrices in x's dtype at once
             weight = weight + jnp.isnan(x_TD[0, 0]).astype(jnp.int8)
-    elif on_cpu:  # XLA has kernels for the CPU's bfloat16 units (AMX) only where the product is float32
+    elif on_cpu():  # XLA has kernels for the CPU's bfloat16 units (AMX) only where the product is float32
         accumulate = jnp.float32
     weight_FD = shard(weight.astype(x_BLD.dtype), *spec)
     y_TF = jax.lax.dot_general(x_TD, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=accumulate)
@@ -748,7 +771,8 @@ def load_tokenizer(folder, cfg):
 def chat_template(folder):
     """A function that writes a prompt as a user's turn, by the chat template in a model's folder; None if it has none.
 
-    Raises ValueError for a template that is damaged; so does the function for one that fails.
+    The function's second argument is a system turn that goes before. Raises ValueError for a template that is damaged;
+    so does the function for one that fails.
     """
     config, path = {}, Path(folder) / "tokenizer_config.json"
     try:
@@ -773,9 +797,9 @@ def chat_template(folder):
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals |= {"raise_exception": refuse, **named}
 
-    def wrap(prompt):
+    def wrap(prompt, system=""):
         try:
-            turns = [{"role": "user", "content": prompt}]
+            turns = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": prompt}]
             return environment.from_string(template).render(messages=turns, add_generation_prompt=True)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template of {folder} fails: {error}") from None
@@ -890,7 +914,8 @@ class Sampler:
             logits_BCV = jnp.where(given["banned_V"], -jnp.inf, logits_BCV)
             if self.logit_hook:
                 logits_BCV = self.logit_hook(state["step"], state["token_BL"], slot_BC, logits_BCV)
-            logits_BCV = diffusion.filter_logits(logits_BCV, rule.temperature, rule.top_k, rule.top_p, rule="dream")
+            settings, width = (rule.temperature, rule.top_k, rule.top_p), 1 if on_cpu() else 3
+            logits_BCV = diffusion.filter_logits(logits_BCV, *settings, rule="dream", width=width)
             u_BCV = None
             if rule.temperature:
                 place_BC = given["place_BL"][row_B1, at_BC]

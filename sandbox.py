@@ -749,8 +749,9 @@ def syntax(completions, rows, **options):
 def code(completions, rows, **options):
     """Share of rows[i]["test_cases"] that completion i passes; 0.0 unless its code_format is 1.0.
 
-    0.0 without tests, None where the sandbox failed. parity: the exit status is the verdict, so sys.exit(0) passes; one
-    timeout makes the whole completion 0.0; None where the reference's format check raises.
+    0.0 without tests, None where the sandbox failed; rows[i]["verdicts"] tells how each test went. parity: the exit
+    status is the verdict, so sys.exit(0) passes; one timeout makes the whole completion 0.0; None where the reference's
+    format check raises.
     Ref: Open-R1's code_reward as used by Coupled-GRPO, arXiv:2506.20639.
     """
     strict_newline, parity = Options(**options).strict_newline, Options(**options).parity
@@ -760,6 +761,7 @@ def code(completions, rows, **options):
     programs, tests = [block(completions[i], strict_newline) for i in good], [rows[i]["test_cases"] for i in good]
     for i, result in zip(good, run_tests(programs, tests, **options), strict=True):
         rewards[i] = 0.0 if parity and "timeout" in result.verdicts else result.rate
+        rows[i]["verdicts"] = result.verdicts
     return rewards
 
 

@@ -496,7 +496,7 @@ def log(out, row, tracker=None):
 
 def compile_only(cfg):
     """Compile the train step for a TPU that need not be there; print what the compiler knows of memory and time."""
-    devices = hlo_cost.topology_devices(cfg.topology)
+    devices, md.on_cpu = hlo_cost.topology_devices(cfg.topology), lambda: False
     cfg, model, run, mesh, micro, mu_dtype = resolve(cfg, devices)
     family, optimizer = family_of(cfg), make_optimizer(cfg.clip, cfg.weight_decay, mu_dtype)
     shapes = state_shapes(family, model, optimizer)

@@ -73,6 +73,7 @@ def lowered(cfg, name):
 
 def main(cfg):
     jax.config.update("jax_platforms", "cpu")
+    dream.on_cpu = lambda: False
     for name in ("a step over the whole canvas", "the pass that opens a block", "a cached step over a block"):
         if cfg.only not in name:
             continue

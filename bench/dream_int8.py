@@ -65,7 +65,7 @@ def size_of(params):
 def compile_for(topology, int8, new=256, length=512):
     """Bytes of the compiled sampling loop of 7b with one row, as the compiler counts them."""
     at = jax.sharding.SingleDeviceSharding(hlo_cost.topology_devices(topology)[0])
-    cfg, calls = dream.CONFIGS["7b"], []
+    cfg, calls, dream.on_cpu = dream.CONFIGS["7b"], [], lambda: False
     params = jax.eval_shape(lambda params: form(params, lambda name: int8, jnp.bfloat16), dream.param_shapes(cfg))
     token_BL = np.where(np.arange(length) < length - new, 5, cfg.mask_id)[None]
     real, dream._fill = dream._fill, lambda *args, **kwargs: calls.append((args, kwargs)) or args[1]

@@ -85,6 +85,23 @@ def test_the_two_rules_of_top_p_differ_where_the_sum_is_met_exactly():
     assert np.isfinite(diffusion.filter_logits(logits, top_p=1e-9)).sum() == 1
 
 
+@pytest.mark.parametrize("rule", ["mdlm", "dream"])
+def test_top_p_by_bisection_keeps_what_a_loop_over_the_sorted_tokens_keeps(rule):
+    rng = np.random.default_rng(0)
+    logits = np.stack([rng.normal(size=37) * 3, rng.integers(0, 4, 37), np.zeros(37), rng.normal(size=37) * 40])
+    logits[0, rng.integers(0, 37, 9)] = -np.inf
+    for p in (1e-6, 0.1, 0.5, 0.9, 0.999):
+        kept = np.zeros(logits.shape, bool)
+        for row, prob in zip(kept, diffusion.softmax(logits), strict=True):
+            before = 0.0
+            for i in np.argsort(-prob, kind="stable"):  # of equals the lower id first
+                row[i] = before <= p if rule == "dream" else before < p
+                before += prob[i]
+        for width in (1, 2, 3):
+            got = diffusion.filter_logits(logits, top_p=p, rule=rule, width=width)
+            np.testing.assert_array_equal(np.isfinite(got), kept & np.isfinite(logits), err_msg=f"{p} {width}")
+
+
 def test_losses_have_finite_gradients_where_ids_are_banned_or_masked():
     logits, x0 = np.zeros((2, 3, V)), np.array([[5, MASK, 6], [PAD, 7, 8]])
     logits[..., 1] = -np.inf

@@ -1,6 +1,5 @@
 """Reference values of Coupled-GRPO: masks, scores, loss, advantages, optimizer, a whole small run, data and rewards."""
 
-import functools
 import hashlib
 import json
 import math
@@ -240,9 +239,14 @@ def check_run(everything, name, run, variant):
         def loss(params, batch):
             return grpo.micro_loss(Mixer(params), batch, mask_id, epsilon, epsilon, beta, 8)
 
-        first = jax.tree.map(lambda x: x[0], batches)
-        losses = jax.lax.map(functools.partial(loss, params), batches)[0]
-        return grpo.mean_gradients(loss, params, batches)[0], losses, jax.grad(loss, has_aux=True)(params, first)[0]
+        def one(total, batch):
+            total, metrics = grpo.add_gradients(loss, params, batch, total)
+            return total, metrics["loss"]
+
+        zero = jax.tree.map(jnp.zeros_like, params)
+        total, losses = jax.lax.scan(one, zero, batches)
+        grad0, _ = grpo.add_gradients(loss, params, jax.tree.map(lambda x: x[0], batches), zero)
+        return jax.tree.map(lambda g: g / A, total), losses, grad0
 
     for r in range(rounds):
         data, cached = everything[f"{name}.round{r}"], everything[f"{name}.round{r}.{variant}"]
