@@ -583,11 +583,9 @@ def score(cfg, texts, rows):
 
 def assemble(base, trained):
     """The policy's parameters: those trained, or with LoRA the base's with the trained {"a", "b"} beside a matrix."""
-    if not base:
-        return trained
     if not isinstance(base, dict):
         return md.Lora(base, trained["a"], trained["b"]) if trained else base
-    return {name: assemble(part, trained.get(name, {})) if part else part for name, part in base.items()}
+    return {name: assemble(part, trained.get(name, {})) for name, part in base.items()} if base else trained
 
 
 def new_adapters(key, base, rank, targets):
@@ -874,7 +872,7 @@ def main(cfg):
         state, first, updates = restore(manager, state, out)
         print(f"resuming {out} after round {first}")
     for path in (out / "log.jsonl", out / "rounds.jsonl"):
-        truncate(path, first)
+        truncate(path, first or -1)
     (out / "config.json").write_text(json.dumps(meta, indent=2) + "\n")
     for path in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (Path(cfg.ckpt) / path).exists():

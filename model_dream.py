@@ -648,14 +648,17 @@ def from_hf(folder, dtype=None, run=None):
 
 
 @jax.jit
-def _bit_sum(x):
-    words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
-    return jnp.sum(words.astype(jnp.uint32), dtype=jnp.uint32)
+def _bit_sums(arrays):
+    """In one program: many at a time, each with a reduction over devices, can wait for each other for ever."""
+    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+    bits = (jax.lax.bitcast_convert_type(x, words[x.dtype.itemsize]).astype(jnp.uint32) for x in arrays)
+    return [jnp.sum(x, dtype=jnp.uint32) for x in bits]
 
 
 def bit_sums(tree):
     """{name: checksum} of a tree: the sum of each array's words modulo 2^32, the same however the array is split."""
-    return {name: int(value) for name, value in flatten(jax.tree.map(_bit_sum, tree)).items()}
+    flat = flatten(tree)
+    return dict(zip(flat, map(int, _bit_sums(list(flat.values()))), strict=True))
 
 
 def save(folder, model, extra=()):
