@@ -1,16 +1,29 @@
-"""coupled_grpo.py: closed forms of scores, loss and advantages, and the plain form of what runs in chunks."""
+"""coupled_grpo.py: closed forms of scores, loss and advantages, the plain form of what runs in chunks, and runs."""
 
+import dataclasses
+import json
 import math
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tokenizers
 from flax import nnx
 
 import coupled_grpo as grpo
 import model_dream as dream
+import sandbox
+
+ROOT = Path(__file__).resolve().parent.parent
 
 TINY = dream.DreamConfig(61, 32, 1, 4, 2, 8, 48, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=128)
 
@@ -523,3 +536,262 @@ def test_the_first_test_is_shown_unless_the_question_holds_code():
     code = row | {"question": "Complete:\n```\ndef f(a):\n```\n"}
     assert grpo.messages(code, "Be brief.")[0]["content"] == "Be brief."
     assert grpo.messages(code)[1]["content"] == code["question"]
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Dream that writes letters at random, tasks, and a reward of one's own: the share of the letter a."""
+    folder = tmp_path_factory.mktemp("grpo")
+    letters = {chr(ord("a") + i): i for i in range(26)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|pad|>", "<|mask|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    cfg = dream.DreamConfig(32, 32, 2, 4, 2, 8, 48, mask_id=28, pad_id=27, bos_id=26, eos_id=26, positions=64)
+    dream.save(folder / "base", dream.Dream(cfg, nnx.Rngs(0)), [folder / "tokenizer.json"])
+    rows = [
+        {"id": i, "prompt": word, "test_cases": ["assert True"]} for i, word in enumerate(("ab", "c", "def", "xyz"))
+    ]
+    for name in ("tasks", "heldout"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "own.py").write_text(
+        "import os, signal\n"
+        "def share(completions, rows, **options):\n"
+        "    return [row['written'].count('a') / 8 for row in rows]\n"
+        "def stopping(completions, rows, **options):\n"
+        f"    if not os.path.exists({str(folder / 'stopped')!r}):\n"
+        f"        open({str(folder / 'stopped')!r}, 'w')\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return share(completions, rows)\n"
+        "def unknown(completions, rows, **options):\n"
+        "    return [None if i % 8 == 3 else x for i, x in enumerate(share(completions, rows))]\n"
+        "def raising(completions, rows, **options):\n"
+        "    raise KeyError('no such thing')\n"
+        "def few(completions, rows, **options):\n"
+        "    return [1.0]\n"
+    )
+    return folder
+
+
+def config(folder, out, **settings):
+    settings = {
+        "ckpt": str(folder / "base"), "prompts": str(folder / "tasks.jsonl"), "rounds": 4, "tasks": 4, "group": 8,
+        "micro_batch": 16, "generation_batch": 16, "max_prompt": 4, "max_new": 8, "block_length": 8, "threshold": 0.5,
+        "lr": 0.02, "rewards": (f"{folder / 'own.py'}:share",), "save_every": 1, "compile_cache": str(folder / "cache"),
+    } | settings  # fmt: skip
+    return grpo.Config(out=str(out), **settings)
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def sums(out, round):
+    return json.loads((out / f"checkpoints/{round}/meta/metadata").read_text())["sums"]
+
+
+def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp_path, capsys):
+    out = tmp_path / "run"
+    grpo.main(config(folder, out, rounds=10, heldout=str(folder / "heldout.jsonl"), eval_every=10, show=True))
+    log, lines = read_lines(out / "log.jsonl"), read_lines(out / "rounds.jsonl")
+    rewards = [row["reward"] for row in log[1:]]
+    assert [row["round"] for row in log] == list(range(11))
+    assert np.mean(rewards[-3:]) > 0.1 + 2 * np.mean(rewards[:2])
+    assert log[-1]["heldout_reward"] > 2 * log[0]["heldout_reward"]
+    assert len(lines) == 10 * 32
+    for row in log[1:]:
+        mine = [line for line in lines if line["round"] == row["round"]]
+        assert row["reward"] == pytest.approx(np.mean([line["reward"] for line in mine]))
+        assert {
+            "kl",
+            "clip_low",
+            "clip_high",
+            "ratio_max",
+            "entropy",
+            "generate_s",
+            "update_s",
+            "timeouts",
+        } <= row.keys()
+    for line in lines:
+        assert line["reward"] == line["completion"].count("a") / 8
+        assert not any(word in line["completion"] for word in ("<|mask|>", "<|pad|>"))
+    shown = capsys.readouterr().out
+    assert shown.count("---- best") == shown.count("---- worst") == 10
+    model = dream.load(out)
+    row, _ = dream.generate(model, [[0]], 8, dream.Sampling(eos_ids=(26,)))
+    assert row[0].count(0) > 3, "the trained model writes the letter that was rewarded"
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, tmp_path, monkeypatch):
+    reward = (f"{folder / 'own.py'}:stopping",)
+    (folder / "stopped").touch()
+    grpo.main(config(folder, tmp_path / "whole", rewards=reward, sync_every=3))
+    (folder / "stopped").unlink()
+    with pytest.raises(SystemExit, match=r"SIGTERM: saved round 1; go on with --resume="):
+        grpo.main(config(folder, tmp_path / "parts", rewards=reward, sync_every=3))
+    with open(tmp_path / "parts/rounds.jsonl", "a") as file:
+        file.write('{"round": 2, "written": "by a run that was killed before its checkpoint"}\n{"cut sho')
+    monkeypatch.setattr("sys.argv", ["coupled_grpo.py", f"--resume={tmp_path / 'parts'}"])
+    grpo.main(
+        dataclasses.replace(grpo.saved_config(["", f"--resume={tmp_path / 'parts'}"]), resume=str(tmp_path / "parts"))
+    )
+    assert sums(tmp_path / "whole", 4) == sums(tmp_path / "parts", 4)
+    whole, parts = (read_lines(tmp_path / name / "rounds.jsonl") for name in ("whole", "parts"))
+    assert whole == parts
+    with pytest.raises(SystemExit, match="already holds a run"):
+        grpo.main(config(folder, tmp_path / "parts"))
+
+
+def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
+    out = tmp_path / "lora"
+    grpo.main(config(folder, out, lora_rank=2, lora_targets=("q_proj", "down_proj"), rounds=2, warmup=0))
+    base, after = dream.load(folder / "base"), dream.load(out / "merged")
+    before, now = (dream.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (base, after))
+    changed = {name for name in before if not np.array_equal(before[name], now[name])}
+    assert changed == {f"layers.{i}.{name}" for i in range(2) for name in ("q_proj", "down_proj")}
+    for name in changed:
+        assert np.linalg.matrix_rank(np.asarray(now[name] - before[name]), tol=1e-5) <= 2
+
+
+def test_a_lora_is_the_matrix_that_it_merges_into():
+    base = tiny()
+    trained = grpo.new_adapters(jax.random.key(0), base, 3, ("v_proj", "gate_proj"))
+    token_BL = jnp.arange(14).reshape(2, 7) + 5
+    close(model_of(grpo.assemble(base, trained))(token_BL), model_of(base)(token_BL))
+    trained = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(jax.random.key(1), x.shape), trained)
+    with_lora = grpo.assemble(base, trained)
+    whole = jax.tree.map(dream.merged, with_lora, is_leaf=lambda x: isinstance(x, dream.Lora))
+    close(model_of(with_lora)(token_BL), model_of(whole)(token_BL), 1e-4)
+    assert not np.allclose(model_of(whole)(token_BL), model_of(base)(token_BL), atol=1e-2)
+
+
+def test_what_has_no_reward_is_in_no_update_and_said_so(folder, tmp_path):
+    out = tmp_path / "run"
+    grpo.main(config(folder, out, rounds=1, rewards=(f"{folder / 'own.py'}:unknown",)))
+    (row,), lines = read_lines(out / "log.jsonl"), read_lines(out / "rounds.jsonl")
+    missing = [line for line in lines if line["reward"] is None]
+    assert row["no_reward"] == len(missing) > 0
+    assert all(line["advantage"] is None for line in missing)
+
+
+def test_equal_rewards_update_nothing(folder, tmp_path):
+    (tmp_path / "same.py").write_text("def same(completions, rows, **options):\n    return [0.5] * len(rows)\n")
+    out = tmp_path / "run"
+    grpo.main(config(folder, out, rounds=1, rewards=(f"{tmp_path / 'same.py'}:same",), warmup=0))
+    (row,) = read_lines(out / "log.jsonl")
+    assert row["constant_groups"] == 1
+    assert "loss" not in row
+    want = {
+        f"params.{name}": value for name, value in dream.bit_sums(nnx.to_pure_dict(nnx.state(dream.load(out)))).items()
+    }
+    assert want.items() <= sums(out, 1).items()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"group": 1}, "--group=1: a completion is compared with the others"),
+        ({"tasks": 0}, "--tasks=0: at least 1"),
+        ({"temperature": 0.0}, "--temperature=0"),
+        ({"rewards": ("nothing",)}, "no reward 'nothing'"),
+        ({"rewards": ("code", "syntax")}, "2 --rewards need as many --reward_weights"),
+        ({"block_length": 5}, "--block_length=5 does not divide --max_new=8"),
+        ({"lora_rank": 2, "lora_targets": ("lm_head",)}, "no matrix of a layer is called lm_head"),
+        ({"prompts": ""}, "--ckpt and --prompts belong together"),
+        ({"prompts": "none.jsonl"}, "none.jsonl does not exist; write tasks with"),
+        ({"ckpt": "none"}, "holds no checkpoint"),
+        ({"max_prompt": 1}, None),
+        ({"max_prompt": 60}, "more than the model's 64 positions"),
+        ({"micro_batch": 12}, "--micro_batch"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_one_line_before_the_first_round(folder, tmp_path, monkeypatch, capsys, settings, words):
+    monkeypatch.setattr(grpo, "end", lambda message: sys.exit(str(message)))  # which leaves by os._exit
+    if words is None:  # prompts that are too long are left out and counted
+        grpo.main(config(folder, tmp_path / "run", rounds=1, **settings))
+        assert "1 tasks of at most 1 tokens, 3 longer ones left out" in capsys.readouterr().out
+        return
+    with pytest.raises(SystemExit, match=re.escape(words)) as error:
+        grpo.main(config(folder, tmp_path / "run", **settings))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no tasks"),
+        ('{"prompt": "x", "test_cases": []}\n', "line 1 has no tests"),
+        ('{"prompt": "x", "test_cases": ["assert True"]}\n{"prompt": 3}\n', "line 2 is no task"),
+        ("[1]\n", "line 1 is no task"),
+        ('{"question": "x", "test_cases": ["assert True"]}\n', "holds no chat template"),
+    ],
+)
+def test_bad_tasks_are_named(folder, tmp_path, text, words):
+    (tmp_path / "tasks.jsonl").write_text(text)
+    with pytest.raises(SystemExit, match=words):
+        grpo.main(config(folder, tmp_path / "run", prompts=str(tmp_path / "tasks.jsonl")))
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"), [("raising", "raised KeyError: 'no such thing'; mend it"), ("few", "gave 1 values for")]
+)
+def test_a_reward_that_fails_ends_the_run_in_one_line(folder, tmp_path, monkeypatch, reward, words):
+    monkeypatch.setattr(grpo, "end", lambda message: sys.exit(str(message)))
+    with pytest.raises(SystemExit, match=words):
+        grpo.main(config(folder, tmp_path / "run", rewards=(f"{folder / 'own.py'}:{reward}",)))
+
+
+def test_a_sandbox_that_cannot_be_used_ends_the_run_before_it_begins(folder, tmp_path, monkeypatch):
+    monkeypatch.delenv("E2B_API_KEY", raising=False)
+    with pytest.raises(SystemExit, match="E2B_API_KEY"):
+        grpo.main(config(folder, tmp_path / "run", runner="e2b", ckpt="none"))
+
+
+def test_the_demo_has_tasks_whose_right_answer_passes_and_whose_wrong_one_does_not():
+    tasks = grpo.make_tasks(0)
+    assert len({task["prompt"] for task in tasks}) == len(tasks) == 480
+    some = tasks[::16]
+    for which, want in (("right", 1.0), ("wrong", 0.0)):
+        programs = [task["prompt"] + task[which] for task in some]
+        results = sandbox.run_tests(programs, [task["test_cases"] for task in some])
+        assert {result.rate for result in results} == {want}, which
+
+
+@pytest.mark.slow
+def test_the_demo_doubles_the_reward_on_held_out_tasks(tmp_path):
+    command = [sys.executable, str(ROOT / "coupled_grpo.py"), f"--out={tmp_path / 'demo'}", "--rounds=20"]
+    subprocess.run(command, check=True, cwd=tmp_path, env=os.environ | {"XLA_FLAGS": ""})
+    rewards = [row["heldout_reward"] for row in read_lines(tmp_path / "demo/log.jsonl") if "heldout_reward" in row]
+    assert 0.1 < rewards[0] < 0.4
+    assert rewards[-1] > max(2 * rewards[0], rewards[0] + 0.2)
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_ends_as_the_unbroken_one(folder, tmp_path):
+    env, rng = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}, random.Random(0)
+    flags = []
+    for field in dataclasses.fields(grpo.Config):
+        value = getattr(config(folder, tmp_path / "parts", rounds=8), field.name)
+        if value != field.default:
+            flags += [f"--{field.name}", *map(str, value if isinstance(value, tuple) else [value])]
+    run = [sys.executable, str(ROOT / "coupled_grpo.py")]
+    whole = [str(tmp_path / "whole") if flag == str(tmp_path / "parts") else flag for flag in flags]
+    subprocess.run(run + whole, check=True, env=env, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(run + flags, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for _ in range(8):
+        time.sleep(rng.uniform(4, 14))
+        process.kill()
+        process.wait()
+        if not (tmp_path / "parts/config.json").exists():
+            process = subprocess.Popen(run + flags, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        else:
+            resume = [*run, f"--resume={tmp_path / 'parts'}"]
+            process = subprocess.Popen(resume, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert process.wait() == 0
+    assert sums(tmp_path / "whole", 8) == sums(tmp_path / "parts", 8)
+    assert read_lines(tmp_path / "whole/rounds.jsonl") == read_lines(tmp_path / "parts/rounds.jsonl")
