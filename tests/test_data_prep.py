@@ -1084,7 +1084,7 @@ def test_bad_lines_of_pairs_are_named_by_number(tmp_path, capsys):
 
 
 def rows_of_acecode(count, seed=0):
-    """`count` made-up rows in AceCode's schema; the pass rates of row i are about i / count, and nearer for larger i."""
+    """`count` made-up rows in AceCode's schema; the pass rates of row i are about i / count, and nearer to the end."""
     rng, rows = random.Random(seed), []
     for i in range(count):
         rates = [min(1.0, max(0.0, i / count + rng.uniform(-0.2, 0.2) * (1.1 - i / count))) for _ in range(4)]
