@@ -495,6 +495,23 @@ def test_only_matrices_decay():
     np.testing.assert_array_equal(new["q_bias"], 1)
 
 
+def test_the_optimizer_is_adamw_with_its_gradient_clipped():
+    """Sixty steps beside the formula: betas 0.9 and 0.99, eps 1e-8 outside the root, decay beside the step."""
+    rng, params = np.random.default_rng(0), {"w": np.ones((2, 3))}
+    optimizer = grpo.make_optimizer(lambda step: 0.01 * (step + 1), weight_decay=0.2, clip=0.5)
+    state, update = optimizer.init({"w": jnp.ones((2, 3))}), jax.jit(optimizer.update)
+    m, v, ours = 0, 0, {"w": jnp.ones((2, 3))}
+    for step in range(60):
+        grad = rng.normal(size=(2, 3)) * 10.0 ** rng.integers(-3, 2)
+        updates, state = update({"w": jnp.asarray(grad, jnp.float32)}, state, ours)
+        ours = optax.apply_updates(ours, updates)
+        grad *= min(1, 0.5 / np.linalg.norm(grad))
+        m, v = 0.9 * m + 0.1 * grad, 0.99 * v + 0.01 * grad**2
+        direction = m / (1 - 0.9 ** (step + 1)) / (np.sqrt(v / (1 - 0.99 ** (step + 1))) + 1e-8)
+        params["w"] = params["w"] - 0.01 * (step + 1) * (direction + 0.2 * params["w"])
+    close(ours["w"], params["w"], 1e-4)
+
+
 def test_the_reference_model_follows_the_policy():
     ref, params = {"a": jnp.float32([0.0, 10.0])}, {"a": jnp.float32([1.0, 0.0])}
     close(grpo.sync_reference(ref, params)["a"], [0.6, 4.0])

@@ -1084,10 +1084,10 @@ def test_bad_lines_of_pairs_are_named_by_number(tmp_path, capsys):
 
 
 def rows_of_acecode(count, seed=0):
-    """`count` made-up rows in AceCode's schema; the pass rates of row i are about i / count."""
+    """`count` made-up rows in AceCode's schema; the pass rates of row i are about i / count, and nearer to the end."""
     rng, rows = random.Random(seed), []
     for i in range(count):
-        rates = [min(1.0, max(0.0, i / count + rng.uniform(-0.1, 0.1))) for _ in range(4)]
+        rates = [min(1.0, max(0.0, i / count + rng.uniform(-0.2, 0.2) * (1.1 - i / count))) for _ in range(4)]
         names = ("qwen_coder_2.5", "llama3_instruct", "qwen_coder_2.5", "another")
         solution = f"def f{i}(a):\n    return a + {i}\n"
         inferences = [
