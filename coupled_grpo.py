@@ -104,7 +104,7 @@ class Config:
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; what is trained is float32
     remat: typing.Literal["", "none", "qkvo", "full"] = ""  # what the backward pass recomputes; "" none on a CPU
-    chunk: int = 512  # tokens whose logits exist at a time
+    chunk: int = 1024  # tokens whose logits exist at a time
     tensor: int = 1  # devices that share each layer's heads, feed-forward and vocabulary; the others share weights
     eval_every: int | None = None  # rounds
     eval_tasks: int = 96  # held-out tasks at most
