@@ -1,18 +1,16 @@
-"""Score against work of Dream's samplers, on a task that a tiny model learns in minutes on a CPU.
+"""Score against work of Dream's samplers, on small Python tasks that a tiny model learns in two minutes on a CPU.
 
-    python bench/dream_tasks.py                  # five minutes; keep the machine idle
+    python bench/dream_tasks.py                  # four minutes; keep the machine idle
     python bench/dream_tasks.py --train=False    # again with the model of the last run
 
-The task, as pairs of prompt and response: `7+31415...=` asks for 7 + each digit, modulo 10, and EOS behind the last.
-Makes the pairs, trains dream_tiny on them through data_prep.py and train_tpu.py, and answers prompts that are not among
-them with each sampler. Work counts the slots that go through the model, in passes over the canvas: a window of a
-quarter of it is a quarter of a pass. One prompt at a time, since in a batch all wait for the slowest row. Writes
-cpu.json under bench/results/.
+The tasks are those of coupled_grpo.py: a function's head and docstring, three tests. Trains dream_tiny on right answers
+and completes heads that are not among them with each sampler; the sandbox runs the tests. Work counts the slots that
+go through the model, in passes over the canvas: a window of a quarter of it is a quarter of a pass. One prompt at a
+time, since in a batch all wait for the slowest row. Writes cpu.json under bench/results/.
 """
 
 import dataclasses
 import json
-import random
 import shutil
 import sys
 import time
@@ -26,8 +24,10 @@ import tokenizers
 import tyro
 from record import record
 
+import coupled_grpo
 import data_prep
 import model_dream as md
+import sandbox
 import train_tpu
 
 
@@ -35,50 +35,36 @@ import train_tpu
 class Config:
     out: str = "out/dream_tasks"  # pairs, rows and run
     train: bool = True  # False takes the run that is there
-    pairs: int = 40_000
-    digits: int = 20  # of a prompt's number; the canvas holds the next multiple of 8, at least one EOS
-    steps: int = 1500  # optimizer steps of 32 pairs
-    prompts: int = 100  # answered with each sampler
+    steps: int = 500  # optimizer steps of 16 rows of 128 tokens
+    canvas: int = 32  # tokens to fill; an answer has 6 to 14 and EOS behind it
+    prompts: int = 96  # held out, completed with each sampler
     threshold: float = 0.9
     file: str = "cpu"  # bench/results/<file>.json
     seed: int = 0
 
 
-def make_pair(rng, digits):
-    k, numbers = rng.randint(0, 9), [rng.randint(0, 9) for _ in range(digits)]
-    prompt = f"{k}+{''.join(map(str, numbers))}="
-    return prompt, "".join(str((n + k) % 10) for n in numbers)
-
-
 def main(cfg):
-    out, rng = Path(cfg.out), random.Random(cfg.seed)
-    canvas = cfg.digits // 8 * 8 + 8
-    train = dict(make_pair(rng, cfg.digits) for _ in range(cfg.pairs))
-    tests = dict(make_pair(rng, cfg.digits) for _ in range(cfg.prompts))
-    assert not train.keys() & tests.keys(), "a prompt of the test is in the training pairs"
+    out, tasks = Path(cfg.out), coupled_grpo.make_tasks(0)
+    tests, train = tasks[: cfg.prompts], tasks[cfg.prompts :]
     started = time.perf_counter()
     if cfg.train:
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
-        lines = (json.dumps({"prompt": prompt, "response": response}) + "\n" for prompt, response in train.items())
-        (out / "pairs.jsonl").write_text("".join(lines))
-        seq_len = 2 * (cfg.digits + 3 + canvas)  # two pairs a row
-        source = str(out / "pairs.jsonl")
-        data_prep.main(
-            data_prep.Config(source=source, out=str(out / "rows"), seq_len=seq_len, eos_to=canvas, vocab_size=261)
-        )
+        pairs = [{"prompt": task["prompt"], "response": task["right"] + "\n"} for _ in range(20) for task in train]
+        (out / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        source, rows = str(out / "pairs.jsonl"), str(out / "rows")
+        data_prep.main(data_prep.Config(source=source, out=rows, seq_len=128, eos_to=cfg.canvas, vocab_size=512))
         train_tpu.main(
             train_tpu.Config(
-                model="dream_tiny", data=str(out / "rows"), out=str(out / "run"), seq_len=seq_len, batch_size=16,
-                micro_batch=16, remat="none", steps=cfg.steps, eval_every=cfg.steps // 4, eval_rows=32, log_every=50,
-                prompt=next(iter(tests)), seed=cfg.seed,
+                model="dream_tiny", data=rows, out=str(out / "run"), seq_len=128, batch_size=16, micro_batch=16,
+                remat="none", steps=cfg.steps, eval_every=cfg.steps, log_every=50, prompt=tests[0]["prompt"],
+                seed=cfg.seed,
             )
         )  # fmt: skip
     train_s = time.perf_counter() - started
     model = md.load(out / "run")
     tokenizer = tokenizers.Tokenizer.from_file(str(out / "run" / "tokenizer.json"))
-    size = tokenizer.token_to_id("<|mask|>")
-    common = {"vocab": size, "alg": "maskgit_plus"}
+    common = {"vocab": tokenizer.token_to_id("<|mask|>"), "alg": "maskgit_plus", "eos_ids": (model.cfg.eos_id,)}
     samplers = {
         "one token a step": {},
         "four tokens a step": {"tokens_per_step": 4.0},
@@ -86,32 +72,32 @@ def main(cfg):
         "prefix cache": {"block_length": 8, "cache": "prefix"},
         "prefix cache, threshold": {"block_length": 8, "cache": "prefix", "threshold": cfg.threshold},
         "dual cache, threshold": {"block_length": 8, "cache": "dual", "threshold": cfg.threshold},
-        "dual cache, threshold, one block": {"block_length": canvas, "cache": "dual", "threshold": cfg.threshold},
+        "dual cache, threshold, one block": {"block_length": cfg.canvas, "cache": "dual", "threshold": cfg.threshold},
     }
     results = {}
     for name, settings in samplers.items():
-        rule, right, work = md.Sampling(**common | settings), [], []
-        for prompt, response in tests.items():
-            ids = tokenizer.encode(prompt).ids
-            (row,), stats = md.generate(model, [ids], canvas, rule)
-            slots = md.canvas([ids], canvas, model.cfg)[0].shape[1]
-            text = tokenizer.decode(row[len(ids) :], skip_special_tokens=False).partition("<|endoftext|>")[0]
-            right.append(text == response)
+        rule, programs, work = md.Sampling(**common | settings), [], []
+        for task in tests:
+            ids = tokenizer.encode(task["prompt"]).ids
+            (row,), stats = md.generate(model, [ids], cfg.canvas, rule)
+            slots = md.canvas([ids], cfg.canvas, model.cfg)[0].shape[1]
+            programs.append(task["prompt"] + tokenizer.decode(row[len(ids) :]))
             work.append(sum(stats["windows"]) / slots)
-        results[name] = {"exact_match": float(np.mean(right)), "passes": float(np.mean(work))}
+        passed = [result.rate == 1 for result in sandbox.run_tests(programs, [task["test_cases"] for task in tests])]
+        results[name] = {"pass": float(np.mean(passed)), "passes": float(np.mean(work))}
         results[name]["p10_p90"] = np.quantile(work, [0.1, 0.9]).tolist()
-        print(f"{name:34} exact match {np.mean(right):.3f} | {np.mean(work):.2f} passes over the canvas", flush=True)
+        print(f"{name:34} pass@1 {np.mean(passed):.3f} | {np.mean(work):.2f} passes over the canvas", flush=True)
     plain, best = results["one token a step"], results["dual cache, threshold"]
     record(
         cfg.file,
-        "dream tiny digit task: passes of one token a step / passes of dual cache and threshold",
+        "dream tiny, small Python tasks: passes of one token a step / passes of dual cache and threshold",
         plain["passes"] / best["passes"],
         "ratio",
         spread=[plain["passes"] / p for p in best["p10_p90"][::-1]],
         prompts=cfg.prompts,
-        canvas=canvas,
+        canvas=cfg.canvas,
         samplers=results,
-        train={"pairs": cfg.pairs, "steps": cfg.steps, "seconds": train_s if cfg.train else None},
+        train={"steps": cfg.steps, "seconds": train_s if cfg.train else None},
     )
 
 
