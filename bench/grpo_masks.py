@@ -1,0 +1,78 @@
+"""Variance of a completion's score under coupled masks and under independent ones, with the same number of passes.
+
+    python bench/grpo_masks.py --ckpt=out/grpo/base/run --tasks=out/grpo/base/heldout.jsonl     # after the demo
+
+Scores right answers of the demo's held-out tasks many times, each time under fresh masks: three passes either way. The
+two estimate the same mean; what differs is how much one draw says. Variances are of a token's score and of the sum over
+a completion, averaged over tokens and completions. Writes an entry of cpu.json under bench/results/.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import jax
+import numpy as np
+import tokenizers
+import tyro
+from record import record
+
+import coupled_grpo as grpo
+import model_dream as dream
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    ckpt: str = "out/grpo/base/run"
+    tasks: str = "out/grpo/base/heldout.jsonl"
+    completions: int = 32
+    draws: int = 256  # of masks, for each completion
+    length: int = 16  # tokens of a completion
+    file: str = "cpu"  # bench/results/<file>.json
+
+
+def main(cfg):
+    model = dream.load(cfg.ckpt)
+    tokenizer = tokenizers.Tokenizer.from_file(f"{cfg.ckpt}/tokenizer.json")
+    tasks = [json.loads(line) for line in Path(cfg.tasks).read_text().splitlines()][: cfg.completions]
+    prompts = [tokenizer.encode(task["prompt"]).ids for task in tasks]
+    token_BL, see_BL = dream.canvas(prompts, cfg.length, model.cfg)
+    for row, task in zip(token_BL, tasks, strict=True):
+        ids = tokenizer.encode(task["right"] + "\n").ids
+        row[-cfg.length :] = (ids + [model.cfg.eos_id] * cfg.length)[: cfg.length]
+    counted_BC = grpo.completion_mask(token_BL[:, -cfg.length :], model.cfg.eos_id)
+
+    @jax.jit
+    def scores(u_BC, ratio_B, other_BC=None):
+        return grpo.coupled_scores(model, token_BL, see_BL, u_BC, ratio_B, model.cfg.mask_id, other_BC=other_BC)[0]
+
+    B, results = len(tasks), {}
+    for name in ("coupled", "independent"):
+        draws = []
+        for i in range(cfg.draws):
+            ratio_B, u_BC = grpo.draw_masks(jax.random.key(0), i, 0, B, cfg.length)
+            other_BC = grpo.draw_masks(jax.random.key(1), i, 0, B, cfg.length)[1]
+            draws.append(np.asarray(scores(u_BC, ratio_B, other_BC if name == "independent" else None), np.float64))
+        score_NBC = np.stack(draws) * counted_BC
+        per_token = score_NBC.var(0)[counted_BC].mean()
+        results[name] = {"token": float(per_token), "completion": float(score_NBC.sum(-1).var(0).mean())}
+        results[name]["mean"] = float(score_NBC.sum(-1).mean())
+        print(name, results[name], flush=True)
+    record(
+        cfg.file,
+        "coupled-grpo: variance of a token's score, independent masks / coupled masks",
+        results["independent"]["token"] / results["coupled"]["token"],
+        "ratio",
+        completion=results["independent"]["completion"] / results["coupled"]["completion"],
+        variances=results,
+        draws=cfg.draws,
+    )
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
