@@ -84,6 +84,7 @@ def test_cached_steps_of_any_size_give_the_logits_of_one_pass(cfg):
     np.testing.assert_allclose(jnp.concatenate(got, 1), whole, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_rejected_slots_are_forgotten_when_written_again():
     model, token_BL = build(TINY), tokens((1, 12))
     cache = model.new_cache(1, 16)
@@ -122,7 +123,7 @@ def test_dropout_is_on_in_training_and_off_elsewhere():
     assert losses(model, jax.random.key(0)) == losses(model, jax.random.key(0))
 
 
-@pytest.mark.parametrize("remat", ["none", "qkvo"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "qkvo"])
 def test_the_gradient_of_sums_is_sums_plus_that_of_the_layers(remat):
     graph, params = nnx.split(build(dataclasses.replace(TINY, layers=3), remat=remat, dropout=0.1))
     params, token_BL = nnx.to_pure_dict(params), tokens((2, 16))
@@ -143,7 +144,7 @@ def test_the_gradient_of_sums_is_sums_plus_that_of_the_layers(remat):
         np.testing.assert_allclose(grad, want, atol=1e-5 * np.abs(want).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_eight_devices_give_the_losses_and_gradients_of_one(tensor):
     cfg = dataclasses.replace(TINY, kv_heads=4)
     params, token_BL = pc.new_params(cfg, 0), tokens((8, 32))

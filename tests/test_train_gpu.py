@@ -264,6 +264,7 @@ def test_two_processes_leave_together_when_one_is_asked_to_stop(data, unbroken, 
         np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, tmp_path):
     before = (unbroken / "log.jsonl").read_text()
     says(run(*command(data, unbroken)), "already holds a run", "--resume=")

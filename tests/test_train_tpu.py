@@ -323,6 +323,7 @@ def test_a_damaged_checkpoint_is_named(data, unbroken, tmp_path, damage):
     says(run(sys.executable, str(ROOT / "generate.py"), f"--ckpt={out}", "--prompt=x"), "checkpoints/12")
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_good_checkpoint(data, unbroken, tmp_path):
     out = tmp_path / "run"
     subprocess.run(["cp", "-r", unbroken[0], out], check=True)
@@ -339,6 +340,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(data, unbroken, tmp_path):
     assert pc.load(out)[2] == 12
 
 
+@pytest.mark.slow
 def test_diverging_stops_after_five_steps_without_a_finite_gradient(data, tmp_path):
     result = run(*command(data, tmp_path / "run", "--steps=40", "--lr=1e38", "--warmup=1", "--eval_every=50"))
     says(result, "no finite gradient in five steps")
