@@ -905,6 +905,7 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.stdout.flush()
+        os._exit(130)  # a computation under way may crash while the interpreter closes
     except OSError as error:
         sys.exit(str(error))
