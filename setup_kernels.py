@@ -90,8 +90,6 @@ if __name__ == "__main__":
     if find_nvcc():
         extensions.append(extension("_kernels", ["csrc/bind.cpp"], ARCH=f'"{";".join(architectures())}"'))
     else:
-        print(
-            "nvcc not found: only the host emulation is built, the GPU will use PyTorch (set CUDA_HOME to where it is)"
-        )
+        print("nvcc not found: only the host emulation is built, a GPU will use PyTorch (CUDA_HOME says where nvcc is)")
     setup(name="kernels", ext_modules=extensions, cmdclass={"build_ext": Build})
     print("built", ", ".join(f"{e.name} ({dict(e.define_macros)['ARCH']})" for e in extensions))

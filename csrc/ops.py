@@ -11,6 +11,7 @@ Letters: B batch, L length, H heads, K = 64 head size, R rows (B L), D width, F 
 import hashlib
 import importlib
 import math
+import struct
 from pathlib import Path
 
 import torch
@@ -30,16 +31,20 @@ def source_digest():
 
 
 def load(name="_kernels"):
-    """The built module csrc.<name>. Raises RuntimeError saying what is wrong: not built, half built, of other sources."""
+    """The built module csrc.<name>. Raises RuntimeError: it is not built, half built, or of other sources."""
     built = list(Path(__file__).parent.glob(f"{name}.*so"))
     if not built:
         nvcc = "" if name == "_kernels_emu" else " where nvcc is found"
         raise RuntimeError(f"csrc/{name} is not built; build it{nvcc} with: {BUILD}")
+    header = built[0].read_bytes()[:64].ljust(64, b"\0")
+    tables = struct.unpack_from("<Q", header, 40)[0] + math.prod(struct.unpack_from("<2H", header, 58))
+    if header[:4] != b"\x7fELF" or built[0].stat().st_size < tables:  # importing half a file ends in SIGBUS
+        raise RuntimeError(f"csrc/{built[0].name} is half built; build it again: {BUILD}")
     try:
         module = importlib.import_module(f"{__package__}.{name}")
         source = module.source
     except (ImportError, AttributeError) as error:
-        raise RuntimeError(f"csrc/{name} is half built or for another Python ({error}); build again: {BUILD}") from None
+        raise RuntimeError(f"csrc/{built[0].name} cannot be loaded ({error}); build it again: {BUILD}") from None
     if source != source_digest():
         raise RuntimeError(f"csrc/{name} was built from other sources than those beside it; build again: {BUILD}")
     return module
@@ -97,8 +102,8 @@ class Kernels:
 
         lse=True returns (out, log-sum-exp float32 [B, H, L]).
         """
-        B, L, three, H, K = qkv_BL3HK.shape
-        need(three == 3 and K == HEAD, f"qkv is {tuple(qkv_BL3HK.shape)}, the kernel takes [B, L, 3, H, {HEAD}]")
+        fits = qkv_BL3HK.ndim == 5 and qkv_BL3HK.shape[2] == 3 and qkv_BL3HK.shape[4] == HEAD
+        need(fits, f"qkv is {tuple(qkv_BL3HK.shape)}, the kernel takes [B, L, 3, H, {HEAD}]")
         self.check(qkv=(qkv_BL3HK, torch.float16, None))
         out_BLHK, lse_BHL = self.attention_strided(*qkv_BL3HK.unbind(2), see_BL, warps, lse)
         return (out_BLHK.flatten(2), lse_BHL) if lse else out_BLHK.flatten(2)
@@ -208,7 +213,7 @@ def uniform_torch(word):
 
 
 def sample_torch_(logits_RV, token_BL, state_2, keep_N, ban, mask, vocab, temperature, top_k, top_p):
-    """The sampler with the kernel's random numbers; a near-tie may fall otherwise, as logarithms differ in a last bit."""
+    """The sampler, with the kernel's random numbers; near-ties may fall otherwise: logarithms differ in a last bit."""
     token_R, (seed, step) = token_BL.view(-1), state_2.unbind()
     row_R, zero = torch.arange(len(token_R), device=token_R.device), torch.zeros_like(seed)
     u_R = uniform_torch(philox_torch((zero, row_R, step, zero + 1), seed)[:, 0])
