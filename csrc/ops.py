@@ -17,6 +17,9 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+if not hasattr(torch.library, "custom_op"):
+    raise ImportError(f"PyTorch 2.4 or newer is needed for csrc/ops.py, this is {torch.__version__}")
+
 HEAD = 64
 MAX_LENGTH, MAX_WIDTH = 1024, 1024
 BUILD = "python setup_kernels.py build_ext --inplace"
@@ -240,15 +243,19 @@ def sample_torch_(logits_RV, token_BL, state_2, keep_N, ban, mask, vocab, temper
 
 # ---- operators -----------------------------------------------------------------------------------------------------
 
+ON_GPU = []  # the Kernels of the first call
+
 
 def on_gpu(name):
-    """The operator's CUDA implementation; the module is loaded at the first call."""
+    """The operator's CUDA implementation; the module is loaded and checked at the first call."""
 
     def call(*arguments):
-        reason = why_not(arguments[0].device)
-        if reason:
-            raise RuntimeError(reason)
-        return getattr(Kernels(load()), name)(*arguments)
+        if not ON_GPU:
+            reason = why_not(arguments[0].device)
+            if reason:
+                raise RuntimeError(reason)
+            ON_GPU.append(Kernels(load()))
+        return getattr(ON_GPU[0], name)(*arguments)
 
     return call
 
