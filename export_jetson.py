@@ -215,7 +215,7 @@ def main(cfg):
         tokenizer_json = (folder / "tokenizer.json").read_bytes()
     except (OSError, ValueError) as error:
         sys.exit(str(error))
-    if not 1 <= cfg.length <= model.cfg.positions:
+    if cfg.tensorrt and not 1 <= cfg.length <= model.cfg.positions:
         sys.exit(f"--length={cfg.length}: the model has {model.cfg.positions} positions")
     print(f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     positions = model.cfg.positions

@@ -139,13 +139,12 @@ def load_model(folder, about, device):
     try:
         config = json.loads(part(folder, about, "config.json"))
         known = {field.name for field in dataclasses.fields(mdlm.Config)}
-        with torch.device("meta"):  # no random weights first
-            model = mdlm.MDLM(mdlm.Config(**{name: value for name, value in config.items() if name in known}))
+        model = mdlm.MDLM(mdlm.Config(**{name: value for name, value in config.items() if name in known}))
         tensors = read_safetensors(part(folder, about, "model.safetensors"))
         mdlm.check(model.state_dict(), tensors, folder)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         sys.exit(f"{folder} cannot be read: {error}")
-    model.load_state_dict(tensors, assign=True)
+    model.load_state_dict(tensors)
     return model.to(device, torch.float16 if device.type == "cuda" else torch.float32).eval()
 
 
@@ -255,7 +254,7 @@ class Denoiser:
         self.state_2.copy_(torch.tensor([seed, 0]))
         for _ in range(self.steps):
             self.graph.replay() if self.graph else self.step()
-        return self.token_BL.cpu()  # the one wait
+        return self.token_BL.to("cpu", copy=True)  # the one wait
 
 
 class Full:
@@ -388,13 +387,12 @@ class Writer:
         return self.denoisers[B, L, steps]
 
     def fill_captured(self, token_BL, steps):
-        """Canvases grow by PAD, which nobody sees, to a multiple of 32 or the engine's length: few shapes to capture."""
+        """Canvases grow by PAD, which nobody sees, to a multiple of 32 or the engine's length: few captures."""
         L = token_BL.shape[1]
         room = self.length or min(-(-L // 32) * 32, self.model.cfg.positions)
         if room < L:
             sys.exit(f"the engine takes up to {room} tokens, not {L}; build another: export_jetson.py --length={L}")
-        token_BL = F.pad(token_BL, (0, room - L), value=mdlm.PAD)
-        filled = []
+        token_BL, filled = F.pad(token_BL, (0, room - L), value=mdlm.PAD), []
         for part_BL in token_BL.split(1) if self.length else [token_BL]:
             filled.append(self.denoiser(*part_BL.shape, steps)(part_BL, self.seed))
             self.seed += 1
@@ -441,7 +439,7 @@ def canvas(writer, prompt):
 def answer(writer, prompt):
     """Fill cfg.n canvases of a prompt and print the texts."""
     ids = canvas(writer, prompt)
-    token_BL = torch.tensor([ids] * writer.cfg.n)
+    token_BL = torch.tensor([ids]).expand(writer.cfg.n, -1)
     started = time.perf_counter()
     filled = writer.fill(token_BL, writer.cfg.steps)
     seconds = time.perf_counter() - started
@@ -511,11 +509,10 @@ def peak_gb_s(device, state):
     return 2e-6 * getattr(properties, "memory_clock_rate", 0) * getattr(properties, "memory_bus_width", 0) / 8
 
 
-def bytes_per_step(config, B, L, size):
+def bytes_per_step(model, B, L, size):
     """Least bytes of a step: weights of blocks, norms and head once, logits written and read; `size` bytes a number."""
-    counts = mdlm.count_params(config)
-    weights = counts["blocks"] + counts["norm"] + config.vocab * config.width
-    return size * (weights + 2 * B * L * config.vocab)
+    weights = sum(p.numel() for name, p in model.named_parameters() if name.startswith(("blocks", "norm")))
+    return size * (weights + model.cfg.vocab * model.cfg.width + 2 * B * L * model.cfg.vocab)
 
 
 def benchmark(writer):
@@ -526,8 +523,7 @@ def benchmark(writer):
     print("length  steps  batch    tokens/s   ms/step   GB/s  of peak  memory MB")
     shapes = itertools.product(cfg.lengths, cfg.steps_list, cfg.batches)
     for L, steps, B in shapes:
-        token_BL = torch.full((B, L), mdlm.MASK)
-        token_BL[:, 0] = mdlm.BOS
+        token_BL = torch.tensor([mdlm.BOS] + [mdlm.MASK] * (L - 1)).expand(B, -1)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds = []
@@ -538,7 +534,7 @@ def benchmark(writer):
                 seconds.append(time.perf_counter() - started)
         writer.denoisers.clear()  # their buffers are no part of the next row's memory
         median = statistics.median(seconds)
-        moved = bytes_per_step(writer.model.cfg, B, L, 2 if device.type == "cuda" else 4) * steps / median / 1e9
+        moved = bytes_per_step(writer.model, B, L, 2 if device.type == "cuda" else 4) * steps / median / 1e9
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else memory
         rates = np.percentile([B * (L - 1) / s for s in seconds], [10, 90])
