@@ -214,8 +214,12 @@ def test_on_a_cpu_it_is_the_models_own_loop(bundle):
     assert torch.equal(got, want)
 
 
-def test_torchscript_and_onnx_write_too(bundle, tmp_path):
-    assert writer(bundle, backend="torchscript").fill(canvases(SMALL), 3).min() >= 0
+def test_torchscript_writes_too(bundle):
+    assert not (writer(bundle, backend="torchscript").fill(canvases(SMALL), 3) == mdlm.MASK).any()
+
+
+@pytest.mark.slow
+def test_onnx_writes_too(bundle, tmp_path):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     export_jetson.main(
