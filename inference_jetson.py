@@ -426,14 +426,15 @@ def canvas(writer, prompt):
     texts, sizes = parts[::2], [int(size[:9]) for size in parts[1::2]] or [writer.cfg.max_new]
     if any("[MASK" in text for text in texts):
         sys.exit("a mask is written with its number of tokens: [MASK:12]")
+    encoded = [writer.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    end = [mdlm.EOS] if len(texts) > len(sizes) else []
+    length, positions = 1 + sum(map(len, encoded)) + sum(sizes) + len(end), writer.model.cfg.positions
+    if length > positions:
+        sys.exit(f"{length:,} tokens do not fit the model's {positions} positions; lower --max_new or mask less")
     ids = [mdlm.BOS]
-    for text, size in itertools.zip_longest(texts, sizes, fillvalue=0):
-        ids += writer.tokenizer.encode(text, add_special_tokens=False).ids + [mdlm.MASK] * size if text != 0 else []
-    ids += [mdlm.EOS] if len(texts) > len(sizes) else []
-    positions = writer.model.cfg.positions
-    if len(ids) > positions:
-        sys.exit(f"{len(ids)} tokens do not fit the model's {positions} positions; lower --max_new or mask less")
-    return ids
+    for some, size in itertools.zip_longest(encoded, sizes, fillvalue=0):
+        ids += some + [mdlm.MASK] * size
+    return ids + end
 
 
 def answer(writer, prompt):

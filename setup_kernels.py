@@ -15,8 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
-from setuptools import setup
+try:
+    from pybind11.setup_helpers import Pybind11Extension, build_ext
+    from setuptools import setup
+except ImportError as error:
+    sys.exit(f"{error}; the build needs: pip install pybind11 setuptools")
 
 ROOT = Path(__file__).resolve().parent
 KERNELS = ("attention", "pointwise", "sampler")
@@ -37,22 +40,17 @@ def source_digest():
 
 
 def architectures():
-    """["87"] and the like: KERNEL_ARCH, or the GPU that torch or nvidia-smi sees, or an Orin's."""
+    """["87"] and the like: KERNEL_ARCH, or those of the GPUs that nvidia-smi sees, or an Orin's."""
     asked = os.environ.get("KERNEL_ARCH", "")
-    if asked:
-        found = re.split(r"[;, ]+", asked.replace(".", "").replace("sm_", "").strip())
-        if not all(re.fullmatch(r"\d{2,3}", one) for one in found):
-            sys.exit(f'KERNEL_ARCH={asked} is not a list of compute capabilities, such as "87" or "87;90"')
-        if min(map(int, found)) < 80:
-            sys.exit(f"KERNEL_ARCH={asked}: the kernels need compute capability 8.0 or newer")
-        return found
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        seen = subprocess.run(query, capture_output=True, text=True).stdout.split()
-    except FileNotFoundError:
-        seen = []
-    found = sorted({one.replace(".", "") for one in seen if re.fullmatch(r"\d+\.\d", one)})
-    return found or ["87"]
+    if not asked and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        asked = " ".join(re.findall(r"^\d+\.\d$", subprocess.run(query, capture_output=True, text=True).stdout, re.M))
+    found = sorted(set(re.split(r"[;, ]+", asked.replace(".", "").replace("sm_", "").strip() or "87")))
+    if not all(re.fullmatch(r"\d{2,3}", one) for one in found):
+        sys.exit(f'KERNEL_ARCH={asked} is not a list of compute capabilities, such as "87" or "87;90"')
+    if min(map(int, found)) < 80:
+        sys.exit(f"compute capability {asked}: the kernels need 8.0 or newer")
+    return found
 
 
 class Build(build_ext):
@@ -68,7 +66,8 @@ class Build(build_ext):
             for name in KERNELS:
                 target = where / f"{name}.o"
                 flags = ["-O3", "-std=c++17", "-Xcompiler=-fPIC", *codes]
-                subprocess.run([find_nvcc(), *flags, "-c", ROOT / f"csrc/{name}.cu", "-o", target], check=True)
+                if subprocess.run([find_nvcc(), *flags, "-c", ROOT / f"csrc/{name}.cu", "-o", target]).returncode:
+                    sys.exit(f"nvcc could not compile csrc/{name}.cu for {architectures()}; its words are above")
                 extension.extra_objects.append(str(target))
             dry = subprocess.run([find_nvcc(), "--dryrun", "x.cu"], capture_output=True, text=True).stderr
             libraries = next(line for line in dry.splitlines() if "LIBRARIES=" in line)
