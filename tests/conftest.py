@@ -93,3 +93,15 @@ def kernels(host_build):
     spec.loader.exec_module(module)
     module.set_eager_copies(False)
     return ops.Kernels(module, "cpu")
+
+
+@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def runs(request):
+    """The kernels on the emulator, or on the GPU that is here."""
+    if request.param == "emulated":
+        return request.getfixturevalue("kernels")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    from csrc import ops
+
+    return ops.Kernels(ops.load(), "cuda")

@@ -338,8 +338,11 @@ def test_an_answer_that_is_not_finite_is_named(bundle, monkeypatch):
 
 # ---- with a GPU ----------------------------------------------------------------------------------------------------
 
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
 
 @pytest.mark.gpu
+@no_gpu
 @pytest.mark.parametrize("backend", ["kernels", "torch", "torchscript"])
 def test_a_captured_step_writes_what_its_launches_write(bundle, backend):
     token_BL = canvases(SMALL)
@@ -354,6 +357,7 @@ def test_a_captured_step_writes_what_its_launches_write(bundle, backend):
 
 
 @pytest.mark.gpu
+@no_gpu
 @torch.inference_mode()
 def test_kernels_on_the_gpu_are_as_exact_as_the_half_model():
     model, rate_N = make_model().cuda(), torch.linspace(1, 0.1, 5, device="cuda")

@@ -23,17 +23,6 @@ from csrc import ops
 ROOT = Path(__file__).resolve().parent.parent
 MASK = 3
 BORDERS = (1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 80, 127, 128, 129, 191, 192, 193)
-gpu = pytest.param("gpu", marks=pytest.mark.gpu)
-
-
-@pytest.fixture(params=["emulated", gpu])
-def runs(request):
-    """The kernels on the emulator, or on the GPU that is here."""
-    if request.param == "emulated":
-        return request.getfixturevalue("kernels")
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return ops.Kernels(ops.load(), "cuda")
 
 
 def normal(kernels, *shape, seed=0, scale=1.0):
