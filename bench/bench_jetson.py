@@ -25,7 +25,7 @@ import tokenizers
 import torch
 import tyro
 from bench_kernels import ORIN, usual_chain
-from record import record
+from record import cpu_name, record
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import export_jetson
@@ -58,16 +58,18 @@ def canvas(L):
 
 
 def contest(contestants, token_BL, rounds):
-    """{name: [seconds of a sample]}, in turn, after two that are not counted."""
-    seconds = {name: [] for name in contestants}
+    """{name: [seconds of a sample]}, in turn, after two that are not counted. On a CPU with one thread, and of the
+    processor: a busy machine then lengthens all alike."""
+    cuda = torch.cuda.is_available()
+    clock, seconds = time.perf_counter if cuda else time.process_time, {name: [] for name in contestants}
     for i in range(rounds + 2):
         for name, fill in contestants.items():
-            if torch.cuda.is_available():
+            if cuda:
                 torch.cuda.synchronize()
-            started = time.perf_counter()
+            started = clock()
             fill(token_BL).cpu()
             if i >= 2:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(clock() - started)
     return seconds
 
 
@@ -162,6 +164,8 @@ def predict(cfg, model, preset):
 def main(cfg):
     preset = mdlm.CONFIGS[cfg.model]
     cuda = torch.cuda.is_available()
+    if not cuda:
+        torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         bundle, onnx = make_bundle(Path(folder), preset)
 
@@ -184,7 +188,7 @@ def main(cfg):
         else:
             contestants = {"ours": writer(), "own_loop": own_loop(model, cfg, "cpu")}
             contestants |= {"onnx": writer(backend="onnx")} if onnx else {}
-            file, device = "cpu", ""
+            file, device = "cpu", f"{cpu_name()}, one thread, processor seconds"
         for L in cfg.lengths:
             seconds = contest(contestants, canvas(L), cfg.rounds)
             report(file, f"jetson_{cfg.model}", seconds, next(iter(contestants)), L, device, steps=cfg.steps)

@@ -3,8 +3,8 @@
 // What keeps it honest: a warp runs ahead until it must wait, for its own lanes in a shuffle or a matrix instruction and
 // for the block in __syncthreads(); shared memory holds NaN when a block starts; copy_async16 lands either at once or
 // not before copy_wait, as `eager_copies` says, and a kernel must be right both ways. A lane that leaves early, or a
-// barrier that not all threads reach, ends in an error instead of a hang. Not checked: bank conflicts, alignment,
-// registers, time, and weak memory order.
+// barrier that not all threads reach, ends in an error instead of a hang. Not checked: bank conflicts, registers,
+// time, and weak memory order.
 #pragma once
 #include <ucontext.h>
 
@@ -142,6 +142,13 @@ inline void yield(bool within_warp) {
     threadIdx.x = me;
 }
 
+// Addresses of 16-byte accesses are multiples of 16, or a GPU faults.
+inline void check_aligned(const void *address) {
+    if ((uintptr_t)address % 16 == 0) return;
+    error = "emulation: an address is not a multiple of 16 bytes";
+    setcontext(&home);
+}
+
 inline void wait(Barrier &barrier, int all, bool within_warp) {
     int turn = barrier.turn;
     if (++barrier.arrived == all) {
@@ -222,6 +229,8 @@ inline T shuffle_xor(T x, int lanes) {
 }
 
 inline void copy_async16(void *shared, const void *global, bool valid) {
+    emulation::check_aligned(shared);
+    emulation::check_aligned(global);
     emulation::Copy copy{shared, global, valid};
     if (emulation::eager_copies)
         copy.land();
@@ -242,6 +251,7 @@ inline void copy_wait() {
 
 inline void load_matrix4(uint32_t *fragment, const half_t *row) {
     using namespace emulation;
+    check_aligned(row);
     warp().row[lane()] = row;
     warp_wait();
     for (int i = 0; i < 4; ++i) {
@@ -253,6 +263,7 @@ inline void load_matrix4(uint32_t *fragment, const half_t *row) {
 
 inline void load_matrix4_transposed(uint32_t *fragment, const half_t *row) {
     using namespace emulation;
+    check_aligned(row);
     warp().row[lane()] = row;
     warp_wait();
     for (int i = 0; i < 4; ++i) {

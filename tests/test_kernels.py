@@ -385,6 +385,9 @@ BUGS = {
     "sums not rescaled": ("sum[r] *= rescale;", ""),
     "output not rescaled": ("out[n][2 * r] *= rescale;", ""),
     "keys beyond the end": ("key < a.length && (", "("),
+    "a barrier that one warp skips": ("__syncthreads();  // this tile has landed",
+                                      "if (threadIdx.x >= 32) __syncthreads();  // this tile has landed"),
+    "chunks off their 16 bytes": ("(c ^ (r & 7)) << 3", "((c ^ (r & 7)) << 3 ^ 4)"),
     "rows g + 8 stored as g + 4": ("first + warp * 16 + g + 8 * r;", "first + warp * 16 + g + 4 * r;"),
 }  # fmt: skip
 
