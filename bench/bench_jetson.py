@@ -1,14 +1,13 @@
 """Whole generation with inference_jetson.py against eager TorchScript; on a CPU against model_mdlm.py's own loop.
 
-    python bench/bench_jetson.py                  # a few minutes on two cores; keep the machine idle
+    python bench/bench_jetson.py      # two minutes on two cores
     python bench/bench_jetson.py --model=tiny --rounds=3
 
 On random weights of a preset, which cost what trained ones cost. With a GPU, in one run: ours (kernels and CUDA graph),
 ours without kernels, eager FP16 TorchScript and torch.compile(mode="reduce-overhead") in the loop of model_mdlm.py;
 writes bench/results/<GPU>.json. On a CPU: inference_jetson.py's fill beside mdlm.sample of a model that mdlm.load read,
-in turn, and ONNX Runtime where it is; then the operators of one step that a GPU would launch, and the bytes that they
-touch, counted by running them, and from these times PREDICTED for an Orin Nano; writes bench/results/cpu.json and
-jetson_predicted.json.
+in turn; then the operators of one step that a GPU would launch and the bytes that they touch, counted by running them,
+and from these times PREDICTED for an Orin Nano; writes bench/results/cpu.json and jetson_predicted.json.
 """
 
 import dataclasses
@@ -48,9 +47,8 @@ def make_bundle(folder, preset):
     vocab = {f"t{i}": i for i in range(preset.vocab)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="t4"))
     mdlm.save(mdlm.MDLM(preset), folder / "run", tokenizer.to_str().encode())
-    onnx = not export_jetson.lacks("onnx", "onnxscript", "onnxruntime")
-    export_jetson.main(export_jetson.Config(ckpt=str(folder / "run"), out=str(folder / "bundle"), onnx=onnx))
-    return folder / "bundle", onnx
+    export_jetson.main(export_jetson.Config(ckpt=str(folder / "run"), out=str(folder / "bundle"), onnx=False))
+    return folder / "bundle"
 
 
 def canvas(L):
@@ -58,12 +56,14 @@ def canvas(L):
 
 
 def contest(contestants, token_BL, rounds):
-    """{name: [seconds of a sample]}, in turn, after two that are not counted. On a CPU with one thread, and of the
-    processor: a busy machine then lengthens all alike."""
+    """{name: [seconds of a sample]}, in turn, every other round backwards, after two that are not counted.
+
+    On a CPU with one thread, and of the processor, so that other programs disturb little.
+    """
     cuda = torch.cuda.is_available()
     clock, seconds = time.perf_counter if cuda else time.process_time, {name: [] for name in contestants}
     for i in range(rounds + 2):
-        for name, fill in contestants.items():
+        for name, fill in list(contestants.items())[:: 1 - 2 * (i % 2)]:
             if cuda:
                 torch.cuda.synchronize()
             started = clock()
@@ -167,7 +167,7 @@ def main(cfg):
     if not cuda:
         torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        bundle, onnx = make_bundle(Path(folder), preset)
+        bundle = make_bundle(Path(folder), preset)
 
         def writer(**settings):
             made = jetson.Writer(jetson.Config(bundle=str(bundle), **settings))
@@ -187,7 +187,6 @@ def main(cfg):
             file, device = name.replace(" ", "_"), name
         else:
             contestants = {"ours": writer(), "own_loop": own_loop(model, cfg, "cpu")}
-            contestants |= {"onnx": writer(backend="onnx")} if onnx else {}
             file, device = "cpu", f"{cpu_name()}, one thread, processor seconds"
         for L in cfg.lengths:
             seconds = contest(contestants, canvas(L), cfg.rounds)
