@@ -238,12 +238,16 @@ def main(cfg):
         errors["model_jetson.pt"] = compare("model_jetson.pt", torch.no_grad()(traced), inputs, want)
     if cfg.onnx and lacks("onnx", "onnxscript"):
         print(f"model.onnx: not written, for want of: pip install {' '.join(lacks('onnx', 'onnxscript'))}", flush=True)
+    elif cfg.onnx and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5):
+        print(f"model.onnx: not written: PyTorch 2.5 or newer exports it, this is {torch.__version__}", flush=True)
     elif cfg.onnx:
         run = write_onnx(half, inputs[0], temporary / "model.onnx")
         if run:
             errors["model.onnx"] = compare("model.onnx", run, inputs, want)
         else:
             print("model.onnx: written, not verified, for want of: pip install onnxruntime", flush=True)
+    if cfg.tensorrt and not (temporary / "model.onnx").exists():
+        sys.exit("--tensorrt reads the ONNX graph, which was not written")
     if cfg.tensorrt:
         run, engine = write_engine(temporary / "model.onnx", temporary / "model.trt", cfg.length)
         single = canvases(model.cfg, [(1, cfg.length)])
