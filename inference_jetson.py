@@ -71,7 +71,9 @@ class Config:
 
 
 def truth(text):
-    return {"true": True, "false": False}[text.lower()]
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
 
 
 def command_line(arguments=None):
@@ -278,13 +280,12 @@ PLAIN = types.SimpleNamespace(
 
 
 def why_no_kernels(config, vocab, device):
-    """ "" where the kernels can run this model on this device, else the reason."""
+    """The reason why the kernels cannot run this model on this device, or an empty string."""
     if config.width // config.heads != ops.HEAD:
         return f"the kernels are for heads of {ops.HEAD}, this model's have {config.width // config.heads}"
     if config.width > ops.MAX_WIDTH or vocab > 16384:
-        return (
-            f"the kernels are for widths up to {ops.MAX_WIDTH} and 16,384 ids; this model has {config.width}, {vocab}"
-        )
+        most = f"widths up to {ops.MAX_WIDTH} and 16,384 ids"
+        return f"the kernels are for {most}; this model has {config.width} and {vocab:,}"
     return ops.why_not(device)
 
 
@@ -343,7 +344,8 @@ class Writer:
         about = read_bundle(folder)
         self.device = torch.device(cfg.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.tokenizer = load_tokenizer(folder, about)
-        self.model = load_model(folder, about, self.device)
+        graph = cfg.backend in ("torchscript", "onnx", "tensorrt")  # these bring weights of their own
+        self.model = load_model(folder, about, torch.device("cpu") if graph else self.device)
         self.vocab = min(self.tokenizer.get_vocab_size(), self.model.cfg.vocab)
         self.backend, self.run, self.length = cfg.backend, None, 0  # length: the only one that an engine takes
         if cfg.backend in ("auto", "kernels"):

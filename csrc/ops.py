@@ -54,7 +54,7 @@ def load(name="_kernels"):
 
 
 def why_not(device):
-    """ "" where the kernels run on this device, else the reason with the command that helps."""
+    """The reason why the kernels cannot run on this device, with the command that helps, or an empty string."""
     if device.type != "cuda":
         return "the kernels need a CUDA device"
     try:

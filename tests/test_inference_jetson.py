@@ -295,7 +295,11 @@ def test_bad_arguments_are_named(bundle, arguments, said):
 
 def test_a_bad_command_line_ends_in_one_line(tmp_path, capsys):
     says(run(tmp_path / "none"), "is no bundle", "export_jetson.py")
-    for argument, said in (("--stepps=3", "unrecognized arguments: --stepps=3"), ("--steps=x", "invalid int value")):
+    for argument, said in (
+        ("--stepps=3", "unrecognized arguments: --stepps=3"),
+        ("--steps=x", "invalid int value"),
+        ("--graph=x", "invalid truth value"),
+    ):
         with pytest.raises(SystemExit):
             jetson.command_line([argument])
         assert said in capsys.readouterr().err.splitlines()[-1]
