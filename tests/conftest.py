@@ -1,6 +1,9 @@
-"""Eight fake CPU devices for JAX, the repository root on the path, and the folder of reference values."""
+"""Eight fake CPU devices for JAX, the repository root on the path, reference values, and the emulated CUDA kernels."""
 
+import importlib.util
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -62,3 +65,43 @@ def golden_dir():
         return top / area
 
     return find
+
+
+@pytest.fixture(scope="session")
+def host_build(tmp_path_factory):
+    """A copy of csrc/ built on a machine without nvcc: (folder that holds csrc, what the build printed)."""
+    if not shutil.which("g++") and not shutil.which("c++"):
+        pytest.skip("no C++ compiler: the kernels cannot be emulated")
+    folder = tmp_path_factory.mktemp("kernels")
+    shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copy(ROOT / "setup_kernels.py", folder)
+    env = os.environ | {"CUDA_HOME": str(folder), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "setup_kernels.py", "-q", "build_ext", "--inplace"]
+    built = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert built.returncode == 0, built.stderr
+    return folder, built.stdout
+
+
+@pytest.fixture
+def kernels(host_build):
+    """csrc's kernels over the host emulation, copies landing late."""
+    from csrc import ops
+
+    path = next((host_build[0] / "csrc").glob("_kernels_emu.*so"))
+    spec = importlib.util.spec_from_file_location("_kernels_emu", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.set_eager_copies(False)
+    return ops.Kernels(module, "cpu")
+
+
+@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def runs(request):
+    """The kernels on the emulator, or on the GPU that is here."""
+    if request.param == "emulated":
+        return request.getfixturevalue("kernels")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    from csrc import ops
+
+    return ops.Kernels(ops.load(), "cuda")

@@ -1,0 +1,199 @@
+"""Whole generation with inference_jetson.py against eager TorchScript; on a CPU against model_mdlm.py's own loop.
+
+    python bench/bench_jetson.py      # two minutes on two cores
+    python bench/bench_jetson.py --model=tiny --rounds=3
+
+On random weights of a preset, which cost what trained ones cost. With a GPU, in one run: ours (kernels and CUDA graph),
+ours without kernels, eager FP16 TorchScript and torch.compile(mode="reduce-overhead") in the loop of model_mdlm.py;
+writes bench/results/<GPU>.json. On a CPU: inference_jetson.py's fill beside mdlm.sample of a model that mdlm.load read,
+in turn; then the operators of one step that a GPU would launch and the bytes that they touch, counted by running them,
+and from these times PREDICTED for an Orin Nano; writes bench/results/cpu.json and jetson_predicted.json.
+"""
+
+import dataclasses
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import tokenizers
+import torch
+import tyro
+from bench_kernels import ORIN, usual_chain
+from record import cpu_name, record
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import export_jetson
+import inference_jetson as jetson
+import model_mdlm as mdlm
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    model: str = "small"  # key of CONFIGS in model_mdlm.py
+    lengths: tuple[int, ...] = (64, 128)
+    steps: int = 25
+    rounds: int = 7  # of each contestant, in turn
+    dispatch_us: float = 25.0  # assumed for an eager operator on the Jetson's CPU; enters predictions alone
+
+
+def make_bundle(folder, preset):
+    """A bundle of random weights, the tokenizer one token an id."""
+    torch.manual_seed(0)
+    vocab = {f"t{i}": i for i in range(preset.vocab)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="t4"))
+    mdlm.save(mdlm.MDLM(preset), folder / "run", tokenizer.to_str().encode())
+    export_jetson.main(export_jetson.Config(ckpt=str(folder / "run"), out=str(folder / "bundle"), onnx=False))
+    return folder / "bundle"
+
+
+def canvas(L):
+    return torch.tensor([[mdlm.BOS] + [mdlm.MASK] * (L - 1)])
+
+
+def contest(contestants, token_BL, rounds):
+    """{name: [seconds of a sample]}, in turn, every other round backwards, after two that are not counted.
+
+    On a CPU with one thread, and of the processor, so that other programs disturb little.
+    """
+    cuda = torch.cuda.is_available()
+    clock, seconds = time.perf_counter if cuda else time.process_time, {name: [] for name in contestants}
+    for i in range(rounds + 2):
+        for name, fill in list(contestants.items())[:: 1 - 2 * (i % 2)]:
+            if cuda:
+                torch.cuda.synchronize()
+            started = clock()
+            fill(token_BL).cpu()
+            if i >= 2:
+                seconds[name].append(clock() - started)
+    return seconds
+
+
+def report(file, name, seconds, ours, L, device, **more):
+    """One entry: the others' median over ours, with the spread of the rounds' ratios."""
+    for other, times in seconds.items():
+        if other != ours:
+            ratios = sorted(a / b for a, b in zip(times, seconds[ours], strict=True))
+            rates = {n: (L - 1) / statistics.median(t) for n, t in seconds.items()}
+            record(file, f"{name}_{L}_{other}", statistics.median(ratios), f"times the time of {ours}",
+                   [ratios[0], ratios[-1]], device=device, tok_per_s=rates, **more)  # fmt: skip
+
+
+def own_loop(model, cfg, device):
+    rule = mdlm.Sampling("ancestral", cfg.steps, "cosine_sq", 1.0, 0, 0.95, model_vocab(cfg))
+    generator = torch.Generator(device).manual_seed(0)
+    return lambda token_BL: mdlm.sample(model, token_BL.to(device), rule, generator)
+
+
+def model_vocab(cfg):
+    return mdlm.CONFIGS[cfg.model].vocab
+
+
+# ---- operators of a step, counted ----------------------------------------------------------------------------------
+
+
+class Count(TorchDispatchMode):
+    """Operators that would launch a GPU kernel (all but views and empty tensors), and the bytes that they touch."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches, self.bytes = 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        leaves = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        made = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        shared = {t.untyped_storage().data_ptr() for t in leaves}
+        fresh = [t for t in made if t.untyped_storage().data_ptr() not in shared]
+        writes = "(a!)" in str(function._schema)
+        if (fresh or writes) and not function.__name__.startswith(("empty", "new_empty", "lift", "detach")):
+            self.launches += 1
+            lookup = function.__name__.startswith(("embedding", "index_select", "gather"))
+            read = sum(t.nbytes for t in fresh) if lookup else sum(t.nbytes for t in leaves)
+            self.bytes += read + sum(t.nbytes for t in fresh)
+        return out
+
+
+@torch.inference_mode()
+def count_steps(model, L, vocab):
+    """{"usual": (launches, bytes), "ours": ...} of one step in the middle of the way, in halves."""
+    model, token_BL = model.half(), canvas(L)
+    ban, state = torch.tensor(mdlm.BANNED, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    see_BL, rate_N = token_BL != mdlm.PAD, torch.linspace(1, 0.04, 25)
+    with Count() as usual:
+        logits_RV = model(token_BL, rate_N[12].expand(1), see_BL)[0]
+        usual_chain(logits_RV, token_BL, ban, 0.9, 1.0, 50)
+    forward = jetson.fused_forward(model, rate_N, torch.ops.unmask)
+    with Count() as ours:
+        logits_RV = forward(token_BL, see_BL, state[1:]).flatten(0, 1)
+        torch.ops.unmask.sample_(logits_RV, token_BL, state, rate_N, ban, mdlm.MASK, vocab, 1.0, 50, 1.0)
+        state[1:].add_(1)
+    return {"usual": (usual.launches, usual.bytes), "ours": (ours.launches, ours.bytes)}
+
+
+def predict(cfg, model, preset):
+    print("COUNTED launches and bytes of one step at batch 1; times are PREDICTED, nothing ran on a Jetson")
+    weights = sum(p.numel() for name, p in model.named_parameters() if name.startswith(("blocks", "norm")))
+    weights += preset.vocab * preset.width
+    rows = []
+    for L in cfg.lengths:
+        flops = 2 * weights * L + 4 * preset.layers * preset.width * L * L
+        for way, (launches, moved) in count_steps(model, L, preset.vocab).items():
+            for device, (bandwidth, flops_s) in ORIN.items():
+                busy_ms = 1e3 * max(moved / (0.8 * bandwidth), flops / (0.5 * flops_s))
+                step_ms = max(busy_ms, launches * cfg.dispatch_us / 1e3) if way == "usual" else busy_ms
+                row = {"length": L, "way": way, "device": device, "launches": launches, "mb": moved / 1e6}
+                row |= {"gflop": flops / 1e9, "predicted_step_ms": step_ms}
+                rows.append(row | {"predicted_tok_per_s": (L - 1) / (cfg.steps * step_ms / 1e3)})
+                rate = rows[-1]["predicted_tok_per_s"]
+                print(f"length {L:4} {way:5} {device:16} {launches:4} launches {moved / 1e6:7.1f} MB "
+                      f"predicted {step_ms:6.2f} ms a step, {rate:8,.0f} tokens/s")  # fmt: skip
+    record(
+        "jetson_predicted", f"jetson_{cfg.model}_predicted", None, "ms, PREDICTED from counts, not measured",
+        device="none: a prediction for Orin Nano", steps=cfg.steps, rows=rows, assumed_dispatch_us=cfg.dispatch_us,
+    )  # fmt: skip
+
+
+# ---- main ----------------------------------------------------------------------------------------------------------
+
+
+def main(cfg):
+    preset = mdlm.CONFIGS[cfg.model]
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = make_bundle(Path(folder), preset)
+
+        def writer(**settings):
+            made = jetson.Writer(jetson.Config(bundle=str(bundle), **settings))
+            return lambda token_BL: made.fill(token_BL, cfg.steps)
+
+        model = mdlm.load(Path(folder) / "run", "cuda" if cuda else "cpu", torch.float16 if cuda else torch.float32)
+        if cuda:
+            script = torch.jit.load(str(bundle / "model_jetson.pt"), map_location="cuda")
+            compiled = torch.compile(export_jetson.Exported(model), mode="reduce-overhead")
+            contestants = {
+                "kernels_graph": writer(backend="kernels"),
+                "torch_graph": writer(backend="torch"),
+                "eager_torchscript": own_loop(jetson.Full(script), cfg, "cuda"),
+                "compiled": own_loop(jetson.Full(compiled), cfg, "cuda"),
+            }
+            name = torch.cuda.get_device_name()
+            file, device = name.replace(" ", "_"), name
+        else:
+            contestants = {"ours": writer(), "own_loop": own_loop(model, cfg, "cpu")}
+            file, device = "cpu", f"{cpu_name()}, one thread, processor seconds"
+        for L in cfg.lengths:
+            seconds = contest(contestants, canvas(L), cfg.rounds)
+            report(file, f"jetson_{cfg.model}", seconds, next(iter(contestants)), L, device, steps=cfg.steps)
+        if not cuda:
+            predict(cfg, model, preset)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))

@@ -1,0 +1,288 @@
+"""The kernels of this folder as PyTorch operators; `python setup_kernels.py build_ext --inplace` builds them.
+
+torch.ops.unmask.attention, add_norm, bias_gelu and sample_ run the kernels on CUDA tensors and plain PyTorch on CPU
+tensors, and have fake implementations, so CUDA graphs, torch.compile and torch.export see ordinary operators. No
+gradients. `Kernels(module)` is the same four functions over a built module, checked arguments in, pointers out; tests
+give it the host emulation. Needs PyTorch 2.4 or newer, nothing else.
+
+Letters: B batch, L length, H heads, K = 64 head size, R rows (B L), D width, F feed-forward width, V vocabulary.
+"""
+
+import hashlib
+import importlib
+import math
+import struct
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+if not hasattr(torch.library, "custom_op"):
+    raise ImportError(f"PyTorch 2.4 or newer is needed for csrc/ops.py, this is {torch.__version__}")
+
+HEAD = 64
+MAX_LENGTH, MAX_WIDTH = 1024, 1024
+BUILD = "python setup_kernels.py build_ext --inplace"
+
+
+def source_digest():
+    """As in setup_kernels.py: what a build must be of."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".cu", ".cuh", ".cpp", ".h")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def load(name="_kernels"):
+    """The built module csrc.<name>. Raises RuntimeError: it is not built, half built, or of other sources."""
+    built = list(Path(__file__).parent.glob(f"{name}.*so"))
+    if not built:
+        nvcc = "" if name == "_kernels_emu" else " where nvcc is found"
+        raise RuntimeError(f"csrc/{name} is not built; build it{nvcc} with: {BUILD}")
+    header = built[0].read_bytes()[:64].ljust(64, b"\0")
+    tables = struct.unpack_from("<Q", header, 40)[0] + math.prod(struct.unpack_from("<2H", header, 58))
+    if header[:4] != b"\x7fELF" or built[0].stat().st_size < tables:  # importing half a file ends in SIGBUS
+        raise RuntimeError(f"csrc/{built[0].name} is half built; build it again: {BUILD}")
+    try:
+        module = importlib.import_module(f"{__package__}.{name}")
+        source = module.source
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(f"csrc/{built[0].name} cannot be loaded ({error}); build it again: {BUILD}") from None
+    if source != source_digest():
+        raise RuntimeError(f"csrc/{name} was built from other sources than those beside it; build again: {BUILD}")
+    return module
+
+
+def why_not(device):
+    """The reason why the kernels cannot run on this device, with the command that helps, or an empty string."""
+    if device.type != "cuda":
+        return "the kernels need a CUDA device"
+    try:
+        module = load()
+    except RuntimeError as error:
+        return str(error)
+    major, minor = torch.cuda.get_device_capability(device)
+    if f"{major}{minor}" in module.arch.split(";"):
+        return ""
+    return (
+        f"csrc/_kernels was built for sm_{module.arch.replace(';', ', sm_')}, this GPU is sm_{major}{minor} "
+        f'({torch.cuda.get_device_name(device)}); build again: KERNEL_ARCH="{major}{minor}" {BUILD}'
+    )
+
+
+def need(condition, message):
+    if not condition:
+        raise ValueError(message)
+
+
+class Kernels:
+    """The four functions over a module that setup_kernels.py built. A call returns before the GPU is done.
+
+    Tensors are float16 and contiguous unless said otherwise, on one device; a ValueError says what is not.
+    """
+
+    def __init__(self, module, device="cuda"):
+        self.module, self.device = module, device
+
+    def check(self, **tensors):
+        for name, (tensor, dtype, shape) in tensors.items():
+            need(tensor.device.type == self.device, f"{name} is on {tensor.device}, the kernels run on {self.device}")
+            need(tensor.dtype == dtype, f"{name} is {tensor.dtype}, the kernel takes {dtype}")
+            need(shape is None or tuple(tensor.shape) == tuple(shape), f"{name} is {tuple(tensor.shape)}, not {shape}")
+            need(tensor.is_contiguous(), f"{name} is not contiguous")
+            need(tensor.data_ptr() % 16 == 0, f"{name} does not begin at a multiple of 16 bytes")
+
+    def stream(self):
+        return torch.cuda.current_stream().cuda_stream if self.device == "cuda" else 0
+
+    def warps(self, B, L, H):
+        """Warps of 16 query rows in a block: as many as leave two blocks for each multiprocessor, at most 4."""
+        processors = torch.cuda.get_device_properties(0).multi_processor_count if self.device == "cuda" else 8
+        return next((W for W in (4, 2) if B * H * -(-L // (16 * W)) >= 2 * processors), 1)
+
+    def attention(self, qkv_BL3HK, see_BL=None, warps=0, lse=False):
+        """softmax(q k^T / 8) v as [B, L, H K] from the packed projection; see_BL bool is False where nobody looks.
+
+        lse=True returns (out, log-sum-exp float32 [B, H, L]).
+        """
+        fits = qkv_BL3HK.ndim == 5 and qkv_BL3HK.shape[2] == 3 and qkv_BL3HK.shape[4] == HEAD
+        need(fits, f"qkv is {tuple(qkv_BL3HK.shape)}, the kernel takes [B, L, 3, H, {HEAD}]")
+        self.check(qkv=(qkv_BL3HK, torch.float16, None))
+        out_BLHK, lse_BHL = self.attention_strided(*qkv_BL3HK.unbind(2), see_BL, warps, lse)
+        return (out_BLHK.flatten(2), lse_BHL) if lse else out_BLHK.flatten(2)
+
+    def attention_strided(self, q_BLHK, k_BLHK, v_BLHK, see_BL=None, warps=0, lse=True):
+        """(out [B, L, H, K], lse [B, H, L] or None) of three tensors of equal strides, the last one 1."""
+        B, L, H, K = q_BLHK.shape
+        need(1 <= L <= MAX_LENGTH, f"length {L} is not in 1 .. {MAX_LENGTH}")
+        for name, x in (("q", q_BLHK), ("k", k_BLHK), ("v", v_BLHK)):
+            need(
+                x.shape == q_BLHK.shape and x.stride() == q_BLHK.stride(), f"{name} has not the shape and strides of q"
+            )
+            need(x.dtype == torch.float16 and x.device.type == self.device, f"{name} is {x.dtype} on {x.device}")
+            fit = x.stride(3) == 1 and all(stride % 8 == 0 for stride in x.stride()[:3]) and x.data_ptr() % 16 == 0
+            need(K == HEAD and fit, f"{name} must have rows of {HEAD} halves that begin at multiples of 16 bytes")
+        if see_BL is not None:
+            self.check(see=(see_BL, torch.bool, (B, L)))
+        out_BLHK = q_BLHK.new_empty(B, L, H, K)
+        lse_BHL = q_BLHK.new_empty(B, H, L, dtype=torch.float32) if lse else None
+        strides = (*q_BLHK.stride()[:3], *out_BLHK.stride()[:3])
+        pointers = (pointer(x) for x in (q_BLHK, k_BLHK, v_BLHK, see_BL, out_BLHK, lse_BHL))
+        warps = warps or self.warps(B, L, H)
+        self.module.attention(*pointers, B, L, H, *strides, K**-0.5, warps, self.stream())
+        return out_BLHK, lse_BHL
+
+    def add_norm(self, x, residual, gamma_D, beta_D, eps):
+        """(x + residual, LayerNorm of it) of [..., D], D a multiple of 8."""
+        D = x.shape[-1]
+        need(D % 8 == 0 and D <= MAX_WIDTH, f"width {D} is not a multiple of 8 up to {MAX_WIDTH}")
+        self.check(x=(x, torch.float16, None), gamma=(gamma_D, torch.float16, (D,)), beta=(beta_D, torch.float16, (D,)))
+        self.check(residual=(residual, torch.float16, x.shape))
+        sum_, norm = torch.empty_like(x), torch.empty_like(x)
+        given = (pointer(t) for t in (x, residual, gamma_D, beta_D, sum_, norm))
+        self.module.add_norm(*given, x.numel() // D, D, eps, self.stream())
+        return sum_, norm
+
+    def bias_gelu(self, y, bias_F, tanh=False):
+        """gelu(y + bias) of [..., F], with erf, or in the form with tanh. F a multiple of 8."""
+        width = y.shape[-1]
+        need(width % 8 == 0, f"width {width} is not a multiple of 8")
+        self.check(y=(y, torch.float16, None), bias=(bias_F, torch.float16, (width,)))
+        out = torch.empty_like(y)
+        given = (pointer(t) for t in (y, bias_F, out))
+        self.module.bias_gelu(*given, y.numel() // width, width, tanh, self.stream())
+        return out
+
+    def sample_(self, logits_RV, token_BL, state_2, keep_N, ban, mask, vocab, temperature, top_k, top_p, noise=()):
+        """Fill masked tokens in place: one ancestral step at state = (seed, step); see sampler.cu for the formula.
+
+        logits float16 or float32; token and state int64, keep float32, ban int32. ids from `vocab` on are never drawn.
+        noise: (u_RV, u_R), float32 uniforms in (0, 1) to use instead of Philox.
+        """
+        R, V = logits_RV.shape
+        half = logits_RV.dtype == torch.float16
+        most = 16384 if half else 8192
+        need(1 <= vocab <= min(V, most), f"{vocab} ids are not in 1 .. {min(V, most)}: a row is held in shared memory")
+        need(token_BL.numel() == R, f"{R} rows of logits for {token_BL.numel()} tokens")
+        need(temperature >= 0 and top_k >= 0, f"temperature {temperature} and top_k {top_k} must not be negative")
+        self.check(
+            logits=(logits_RV, torch.float16 if half else torch.float32, None), token=(token_BL, torch.int64, None),
+            state=(state_2, torch.int64, (2,)), keep=(keep_N, torch.float32, None), ban=(ban, torch.int32, None),
+        )  # fmt: skip
+        if noise:
+            self.check(u=(noise[0], torch.float32, (R, V)), u_keep=(noise[1], torch.float32, (R,)))
+        given = (pointer(t) for t in (token_BL, state_2, keep_N, ban, *(noise or (None, None))))
+        self.module.sample(
+            logits_RV.data_ptr(), half, *given, R, vocab, V, len(ban), top_k, mask, temperature, top_p, self.stream()
+        )
+
+
+def pointer(tensor):
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+# ---- the same in plain PyTorch, for CPU tensors --------------------------------------------------------------------
+
+
+def attention_torch(qkv_BL3HK, see_BL=None):
+    q_BHLK, k_BHLK, v_BHLK = qkv_BL3HK.permute(2, 0, 3, 1, 4)
+    see_B11L = None if see_BL is None else see_BL[:, None, None]
+    return F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask=see_B11L).transpose(1, 2).flatten(2)
+
+
+def add_norm_torch(x, residual, gamma_D, beta_D, eps):
+    sum_ = x + residual
+    return sum_, F.layer_norm(sum_, gamma_D.shape, gamma_D, beta_D, eps)
+
+
+def bias_gelu_torch(y, bias_F, tanh=False):
+    return F.gelu(y + bias_F, approximate="tanh" if tanh else "none")
+
+
+def philox_torch(counter, seed):
+    """Philox4x32-10: four uint32 words as int64 [..., 4], of four counter words that broadcast, and a 64-bit seed."""
+    low, high = 0xFFFFFFFF, 32
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    k0, k1 = seed & low, (seed >> high) & low
+    for _ in range(10):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # the low 64 bits of the products, which is all of them
+        c0, c1, c2, c3 = ((b >> high) & low) ^ c1 ^ k0, b & low, ((a >> high) & low) ^ c3 ^ k1, a & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return torch.stack([c0, c1, c2, c3], -1)
+
+
+def uniform_torch(word):
+    return ((word.float() + 0.5) * 2**-32).clamp(max=1 - 2**-24)
+
+
+def sample_torch_(logits_RV, token_BL, state_2, keep_N, ban, mask, vocab, temperature, top_k, top_p):
+    """The sampler, with the kernel's random numbers; near-ties may fall otherwise: logarithms differ in a last bit."""
+    token_R, (seed, step) = token_BL.view(-1), state_2.unbind()
+    row_R, zero = torch.arange(len(token_R), device=token_R.device), torch.zeros_like(seed)
+    u_R = uniform_torch(philox_torch((zero, row_R, step, zero + 1), seed)[:, 0])
+    chosen_M = row_R[(token_R == mask) & (u_R >= keep_N[step])]
+    logits_MV = logits_RV[chosen_M, :vocab].float()
+    logits_MV[:, ban[ban < vocab].long()] = -math.inf
+    if 0 < top_k < vocab:
+        logits_MV[logits_MV < logits_MV.topk(top_k).values[:, -1:]] = -math.inf
+    race_MV = logits_MV
+    if temperature > 0:
+        logits_MV = logits_MV / temperature
+        four_N = torch.arange(-(-vocab // 4), device=token_R.device)
+        words_MV = philox_torch((four_N, chosen_M[:, None], step, zero), seed).flatten(1)[:, :vocab]
+        race_MV = logits_MV - (-torch.log1p(-uniform_torch(words_MV))).log()
+        if top_p < 1:
+            prob_MV, order_MV = logits_MV.softmax(-1).sort(-1, descending=True)
+            outside_MV = prob_MV.cumsum(-1) - prob_MV >= max(top_p, 1e-9)
+            last_M1 = prob_MV.masked_fill(outside_MV, math.inf).amin(-1, keepdim=True)  # equals are in together
+            outside_MV = torch.zeros_like(outside_MV).scatter_(-1, order_MV, prob_MV < last_M1)
+            race_MV = race_MV.masked_fill(outside_MV, -math.inf)
+    best_M, id_M = race_MV.nan_to_num(-math.inf, posinf=math.inf, neginf=-math.inf).max(-1)
+    token_R[chosen_M] = torch.where(best_M > -math.inf, id_M, mask)
+
+
+# ---- operators -----------------------------------------------------------------------------------------------------
+
+ON_GPU = []  # the Kernels of the first call
+
+
+def on_gpu(name):
+    """The operator's CUDA implementation; the module is loaded and checked at the first call."""
+
+    def call(*arguments):
+        if not ON_GPU:
+            reason = why_not(arguments[0].device)
+            if reason:
+                raise RuntimeError(reason)
+            ON_GPU.append(Kernels(load()))
+        return getattr(ON_GPU[0], name)(*arguments)
+
+    return call
+
+
+def register(name, schema, on_cpu, fake, mutates=()):
+    operator = torch.library.custom_op(
+        f"unmask::{name}", on_gpu(name), mutates_args=mutates, device_types="cuda", schema=schema
+    )
+    operator.register_kernel("cpu", on_cpu)
+    operator.register_fake(fake)
+
+
+register(
+    "attention", "(Tensor qkv, Tensor? see=None) -> Tensor", attention_torch,
+    lambda qkv, see=None: qkv.new_empty(*qkv.shape[:2], qkv.shape[3] * qkv.shape[4]),
+)  # fmt: skip
+register(
+    "bias_gelu", "(Tensor y, Tensor bias, bool tanh=False) -> Tensor", bias_gelu_torch,
+    lambda y, bias, tanh=False: torch.empty_like(y),
+)  # fmt: skip
+register(
+    "add_norm", "(Tensor x, Tensor residual, Tensor gamma, Tensor beta, float eps) -> (Tensor, Tensor)",
+    add_norm_torch, lambda x, residual, gamma, beta, eps: (torch.empty_like(x), torch.empty_like(x)),
+)  # fmt: skip
+register(
+    "sample_",
+    "(Tensor logits, Tensor(a!) token, Tensor state, Tensor keep, Tensor ban, int mask, int vocab, float temperature, "
+    "int top_k, float top_p) -> ()",
+    sample_torch_, lambda *arguments: None, mutates=("token",),
+)  # fmt: skip

@@ -1,0 +1,280 @@
+"""Export a trained MDLM for a Jetson: one folder with the weights in FP16, TorchScript, ONNX, and a TensorRT engine.
+
+    python export_jetson.py --ckpt=out/stories                          # the newest checkpoint of a run; half a minute
+    python export_jetson.py --ckpt=out/stories --tensorrt=True --length=64   # on the Jetson, where TensorRT is
+    python inference_jetson.py --prompt="Once upon a time"              # runs what this wrote
+
+Reads a run folder of train_gpu.py or one of its step_<n>/. Writes --out: bundle.json, config.json, tokenizer.json,
+model.safetensors (FP16: what inference_jetson.py reads by default), model_jetson.pt (TorchScript), model.onnx, and
+model.trt. Each is read back, run on canvases of several lengths, and compared with the float32 model.
+
+All graphs take token [B, L] int64, noise [B] float32 = P(masked), see [B, L] bool (False for PAD), and give float16
+logits [B, L, V]. Letters: B batch, L length, D width, V vocabulary.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import platform
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import tyro
+from torch import nn
+
+import model_mdlm as mdlm
+
+FORMAT = 1  # of the bundle; inference_jetson.py reads this one
+TOLERANCE = 0.02  # of the largest logit; FP16 on these models errs by 0.001 to 0.005
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    ckpt: str = "out/train_gpu"  # run folder of train_gpu.py, or a folder with config.json and model.safetensors
+    step: int = 0  # which checkpoint of a run; 0 takes the newest
+    out: str = "out/jetson"  # folder to write; an earlier bundle there is replaced
+    torchscript: bool = True
+    onnx: bool = True  # needs the packages onnx and onnxscript; onnxruntime verifies it
+    tensorrt: bool = False  # build an engine for the GPU of this machine
+    length: int = 64  # the engine's canvas: batch 1 and this many tokens, nothing else
+
+
+class Exported(nn.Module):
+    """The model as graphs see it. The frequencies of the time embedding are a buffer: a trace that made them itself
+    would remember the device that it was made on."""
+
+    def __init__(self, model):
+        super().__init__()
+        half = model.cfg.width // 2
+        self.model = model
+        self.register_buffer("frequency", torch.exp(-math.log(10_000) / half * torch.arange(half)).float())
+
+    def forward(self, token, noise, see):
+        model = self.model
+        h_BLD = model.embed(token) + model.position.weight[: token.shape[1]]
+        if model.cfg.time:
+            angle_BD = 1000 * noise[:, None] * self.frequency
+            h_BLD = h_BLD + model.time(torch.cat([angle_BD.sin(), angle_BD.cos()], -1).to(h_BLD.dtype))[:, None]
+        for block in model.blocks:
+            h_BLD = block(h_BLD, see[:, None, None])
+        return model.logits(model.norm(h_BLD))
+
+
+# ---- what is compared ----------------------------------------------------------------------------------------------
+
+
+def canvases(cfg, lengths):
+    """[(token, noise, see)]: random tokens of which a share `noise` is masked, a row with PAD at its end among them."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for B, L in lengths:
+        token_BL = torch.randint(5, cfg.vocab, (B, L), generator=generator)
+        noise_B = torch.linspace(1.0, 0.3, B) if B > 1 else torch.ones(1)
+        token_BL[torch.rand(B, L, generator=generator) < noise_B[:, None]] = mdlm.MASK
+        token_BL[:, 0] = mdlm.BOS
+        if B > 1:
+            token_BL[-1, L * 2 // 3 :] = mdlm.PAD
+        made.append((token_BL, noise_B, token_BL != mdlm.PAD))
+    return made
+
+
+def compare(name, run, inputs, want):
+    """Print and return how far run(token, noise, see) is from the float32 logits; exits if that is no rounding."""
+    worst, largest, same, asked = 0.0, 0.0, 0, 0
+    for given, want_BLV in zip(inputs, want, strict=True):
+        token_BL, _, see_BL = given
+        got_BLV = run(*given).float().cpu()
+        if got_BLV.shape != want_BLV.shape:
+            sys.exit(f"{name}: logits {tuple(got_BLV.shape)}, the model has {tuple(want_BLV.shape)}; not exported")
+        worst = max(worst, (got_BLV - want_BLV)[see_BL].abs().nan_to_num(math.inf).max().item())
+        largest = max(largest, want_BLV[see_BL].abs().max().item())
+        masked_BL = token_BL == mdlm.MASK
+        same += (got_BLV.argmax(-1) == want_BLV.argmax(-1))[masked_BL].sum().item()
+        asked += masked_BL.sum().item()
+    print(
+        f"{name:18} logits within {worst:.2g} of float32 (the largest is {largest:.3g}), "
+        f"the same likeliest token at {100 * same / asked:.1f} % of the masks",
+        flush=True,
+    )
+    if not worst <= TOLERANCE * largest:
+        sys.exit(f"{name}: an error of {worst:.3g} is no rounding of FP16; not exported")
+    return {"max_error": worst, "largest_logit": largest, "same_likeliest": same / asked}
+
+
+# ---- the artefacts -------------------------------------------------------------------------------------------------
+
+
+def write_torchscript(exported, example, path):
+    print("model_jetson.pt: PyTorch calls TorchScript deprecated; inference_jetson.py needs only model.safetensors")
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        torch.jit.trace(exported, example, check_trace=False).save(str(path))
+        return torch.jit.load(str(path))
+
+
+def write_onnx(exported, example, path):
+    """Returns a function of the graph, or None where onnxruntime is not installed."""
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=exported.model.cfg.positions)
+    shapes = {"token": {0: batch, 1: length}, "noise": {0: batch}, "see": {0: batch, 1: length}}
+    with warnings.catch_warnings(), torch.no_grad(), contextlib.redirect_stdout(None):
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision
+        torch.onnx.export(
+            exported, example, str(path), dynamo=True, input_names=["token", "noise", "see"],
+            output_names=["logits"], dynamic_shapes=shapes, external_data=False, verbose=False,
+        )  # fmt: skip
+    if not importlib.util.find_spec("onnxruntime"):
+        return None
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    taken = {node.name for node in session.get_inputs()}
+
+    def run(token, noise, see):
+        given = {"token": token.numpy(), "noise": noise.numpy(), "see": see.numpy()}
+        return torch.from_numpy(session.run(None, {k: v for k, v in given.items() if k in taken})[0])
+
+    return run
+
+
+def write_engine(onnx_path, path, length):
+    """Build a strongly typed engine for [1, length] on this GPU (TensorRT 10.3 and newer); a function that runs it."""
+    import tensorrt as trt
+
+    logger = trt.Logger(trt.Logger.WARNING)
+    builder = trt.Builder(logger)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse(onnx_path.read_bytes()):
+        errors = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
+        sys.exit(f"TensorRT {trt.__version__} cannot read model.onnx: {errors}")
+    config, profile = builder.create_builder_config(), builder.create_optimization_profile()
+    for i in range(network.num_inputs):
+        shape = (1,) if network.get_input(i).name == "noise" else (1, length)
+        profile.set_shape(network.get_input(i).name, shape, shape, shape)
+    config.add_optimization_profile(profile)
+    print(f"model.trt: TensorRT {trt.__version__} tries kernels, minutes on a Jetson", flush=True)
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        sys.exit("TensorRT could not build the engine; its own messages are above")
+    path.write_bytes(bytes(plan))
+    engine = trt.Runtime(logger).deserialize_cuda_engine(path.read_bytes())
+    context, vocab = engine.create_execution_context(), engine.get_tensor_shape("logits")[-1]
+
+    def run(token, noise, see):
+        given = {"token": token.cuda(), "noise": noise.cuda(), "see": see.cuda()}
+        logits_BLV = torch.empty(*token.shape, vocab, dtype=torch.float16, device="cuda")
+        for i in range(engine.num_io_tensors):
+            name = engine.get_tensor_name(i)
+            if name in given:
+                context.set_input_shape(name, tuple(given[name].shape))
+            context.set_tensor_address(name, given.get(name, logits_BLV).data_ptr())
+        context.execute_async_v3(torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+        return logits_BLV
+
+    return run, {"version": trt.__version__, "gpu": torch.cuda.get_device_name(), "length": length}
+
+
+# ---- main ----------------------------------------------------------------------------------------------------------
+
+
+def lacks(*packages):
+    return [name for name in packages if not importlib.util.find_spec(name)]
+
+
+def find(cfg):
+    """The folder of the checkpoint."""
+    folder = Path(cfg.ckpt)
+    steps = sorted(int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdigit())
+    return folder / f"step_{cfg.step or steps[-1]}" if steps or cfg.step else folder
+
+
+def main(cfg):
+    folder, out = find(cfg), Path(cfg.out)
+    if cfg.tensorrt and (lacks("tensorrt") or not torch.cuda.is_available()):
+        missing = "Python module tensorrt (JetPack's: apt install python3-libnvinfer)" if lacks("tensorrt") else "GPU"
+        sys.exit(
+            f"--tensorrt: there is no {missing} here; an engine is built on the GPU that runs it. Without Python: "
+            "trtexec --onnx=model.onnx --stronglyTyped --saveEngine=model.trt"
+        )
+    if cfg.tensorrt and (not cfg.onnx or lacks("onnx", "onnxscript")):
+        sys.exit("--tensorrt reads the ONNX graph: it needs --onnx=True and pip install onnx onnxscript")
+    if out.exists() and any(out.iterdir()) and not (out / "bundle.json").exists():
+        sys.exit(f"{out} holds other things than a bundle; choose another --out")
+    try:
+        model = mdlm.load(folder)
+        tokenizer_json = (folder / "tokenizer.json").read_bytes()
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+    if cfg.tensorrt and not 1 <= cfg.length <= model.cfg.positions:
+        sys.exit(f"--length={cfg.length}: the model has {model.cfg.positions} positions")
+    print(f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    positions = model.cfg.positions
+    inputs = canvases(model.cfg, [(2, min(64, positions)), (1, min(17, positions)), (3, positions), (1, 1)])
+    with torch.no_grad():
+        want = [model(*given) for given in inputs]
+    half = Exported(model.half()).eval()
+    too_large = [name for name, weight in half.model.named_parameters() if not weight.isfinite().all()]
+    if too_large:
+        sys.exit(f"weights beyond FP16's 65,504 or not finite: {', '.join(too_large)}")
+
+    temporary = out.parent / f"{out.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    mdlm.save(half.model, temporary, tokenizer_json)
+    read_back = Exported(mdlm.load(temporary, dtype=torch.float16)).eval()
+    errors = {"model.safetensors": compare("model.safetensors", torch.no_grad()(read_back), inputs, want)}
+    engine = None
+    if cfg.torchscript:
+        traced = write_torchscript(half, inputs[0], temporary / "model_jetson.pt")
+        errors["model_jetson.pt"] = compare("model_jetson.pt", torch.no_grad()(traced), inputs, want)
+    if cfg.onnx and lacks("onnx", "onnxscript"):
+        print(f"model.onnx: not written, for want of: pip install {' '.join(lacks('onnx', 'onnxscript'))}", flush=True)
+    elif cfg.onnx and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5):
+        print(f"model.onnx: not written: PyTorch 2.5 or newer exports it, this is {torch.__version__}", flush=True)
+    elif cfg.onnx:
+        run = write_onnx(half, inputs[0], temporary / "model.onnx")
+        if run:
+            errors["model.onnx"] = compare("model.onnx", run, inputs, want)
+        else:
+            print("model.onnx: written, not verified, for want of: pip install onnxruntime", flush=True)
+    if cfg.tensorrt and not (temporary / "model.onnx").exists():
+        sys.exit("--tensorrt reads the ONNX graph, which was not written")
+    if cfg.tensorrt:
+        run, engine = write_engine(temporary / "model.onnx", temporary / "model.trt", cfg.length)
+        single = canvases(model.cfg, [(1, cfg.length)])
+        with torch.no_grad():
+            exact = [mdlm.load(folder)(*given) for given in single]
+        errors["model.trt"] = compare("model.trt", run, single, exact)
+
+    files = {}
+    for path in sorted(temporary.iterdir()):
+        data = path.read_bytes()
+        files[path.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), **errors.get(path.name, {})}
+    about = {
+        "format": FORMAT,
+        "checkpoint": folder.name,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    (temporary / "bundle.json").write_text(json.dumps(about | {"tensorrt": engine, "files": files}, indent=2) + "\n")
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(temporary, out)
+    sizes = ", ".join(f"{name} {file['bytes'] / 1e6:.1f} MB" for name, file in files.items())
+    print(f"wrote {out}: {sizes}")
+    print(f"write with: python inference_jetson.py --bundle={out}")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    except OSError as error:
+        sys.exit(str(error))

@@ -1,0 +1,592 @@
+"""Write text with an exported MDLM, on a Jetson, another CUDA GPU, or a CPU.
+
+    python inference_jetson.py --prompt="Once upon a time"                      # a bundle that export_jetson.py wrote
+    python inference_jetson.py                                                  # an interactive prompt
+    python inference_jetson.py --prompt="One day, [MASK:30] They were happy."   # fill in the middle
+    python inference_jetson.py --benchmark=True --lengths 64 128 --steps_list 10 25
+
+Needs Python 3.10, torch 2.4 or newer, tokenizers and numpy, and beside it model_mdlm.py, diffusion.py and csrc/. On a
+GPU a denoising step (model, sampling, update) is captured once as a CUDA graph and replayed --steps times: what differs
+between steps lies in tables on the device, and the host waits once per sample. `python setup_kernels.py build_ext
+--inplace` builds the kernels that --backend=auto then uses; without them the step is plain PyTorch, captured as well.
+On a CPU the loop is that of model_mdlm.py, in float32. For the clocks: sudo nvpmodel -m 2; sudo jetson_clocks.
+
+Letters: B batch, L length, D width, H heads, V vocabulary, N steps.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import inspect
+import io
+import itertools
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import types
+import typing
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import torch
+from torch.nn import functional as F
+
+import diffusion
+import model_mdlm as mdlm
+from csrc import ops
+
+FORMAT = 1  # of the bundles that this script reads
+BACKENDS = ("auto", "kernels", "torch", "torchscript", "onnx", "tensorrt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    bundle: str = "out/jetson"  # folder that export_jetson.py wrote
+    backend: str = "auto"  # kernels, torch, torchscript, onnx, tensorrt; auto: kernels where they run, else torch
+    device: str = ""  # cpu or cuda; "" is cuda where there is one
+    prompt: str = ""  # text to continue, \n for a new line, [MASK:n] for n tokens to fill; "" asks for one
+    max_new: int = 64  # tokens to fill after a prompt without [MASK:n]; a text may end before
+    steps: int = 25  # passes over the canvas
+    schedule: str = "cosine_sq"  # when how many tokens are filled: linear, cosine, cosine_sq
+    temperature: float = 1.0  # 0 takes the likeliest token
+    top_k: int = 0  # draw from the k likeliest tokens; 0: from all
+    top_p: float = 0.95  # draw from the smallest set of this probability
+    n: int = 1  # completions of a prompt, as a batch
+    seed: int = 0
+    graph: bool = True  # capture the step as a CUDA graph; False launches its kernels one by one
+    benchmark: bool = False  # time canvases of masks instead of writing
+    lengths: tuple[int, ...] = (64, 128, 256)  # of the benchmark
+    steps_list: tuple[int, ...] = (10, 25)
+    batches: tuple[int, ...] = (1,)
+    repeats: int = 10  # timed samples of each, after three that are not
+    out: str = ""  # JSON file of the benchmark; "" is benchmark.json in the bundle
+
+
+def truth(text):
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
+
+
+def command_line(arguments=None):
+    """Config from --name=value; argparse, so that the Jetson needs no other package. Help is the fields' comments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    comments = dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(Config), re.MULTILINE))
+    for field in dataclasses.fields(Config):
+        many = typing.get_origin(field.type) is tuple
+        kind = truth if field.type is bool else int if many else field.type
+        shown = " ".join(map(str, field.default)) if many else field.default
+        told = f"{comments.get(field.name, '')} (default: {shown})".replace("%", "%%").strip()
+        flags = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
+        more = {"nargs": "+"} if many else {}
+        parser.add_argument(*flags, dest=field.name, default=field.default, type=kind, help=told, metavar="X", **more)
+    given = vars(parser.parse_args(arguments))
+    return Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
+
+# ---- the bundle ----------------------------------------------------------------------------------------------------
+
+
+def read_bundle(folder):
+    """bundle.json, or an exit that says what is wrong with the folder."""
+    if not (folder / "bundle.json").exists():
+        sys.exit(f"{folder} is no bundle (no bundle.json); write one with: python export_jetson.py --out={folder}")
+    try:
+        about = json.loads((folder / "bundle.json").read_text())
+        version = about["format"]
+        {name: (file["bytes"], file["sha256"]) for name, file in about["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        sys.exit(f"{folder}/bundle.json is damaged; export again with: python export_jetson.py --out={folder}")
+    if version != FORMAT:
+        sys.exit(f"{folder} is a bundle of format {version}, this script reads {FORMAT}: export it again with the "
+                 "export_jetson.py that lies beside this script")  # fmt: skip
+    return about
+
+
+def part(folder, about, name):
+    """The bytes of a file of the bundle, which must be those that were written."""
+    path = folder / name
+    if name not in about["files"]:
+        sys.exit(f"the bundle holds no {name}; export it again on a machine where export_jetson.py can write it")
+    if not path.exists():
+        sys.exit(f"{path} is missing; copy the whole folder again")
+    data, want = path.read_bytes(), about["files"][name]
+    if len(data) != want["bytes"] or hashlib.sha256(data).hexdigest() != want["sha256"]:
+        sys.exit(f"{path} is damaged: not the {want['bytes']:,} bytes that were written; copy it again")
+    return data
+
+
+def read_safetensors(data):
+    """{name: tensor} of a safetensors file's bytes, without the package: an 8-byte length, JSON, then the numbers."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    entries, numbers, tensors = json.loads(data[8:start]), bytearray(data[start:]), {}
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            dtype, (begin, end) = {"F16": torch.float16, "F32": torch.float32}[entry["dtype"]], entry["data_offsets"]
+            flat = torch.frombuffer(numbers, dtype=torch.uint8, count=end - begin, offset=begin)
+            tensors[name] = flat.clone().view(dtype).view(entry["shape"])  # a clone begins at a multiple of 64 bytes
+    return tensors
+
+
+def load_model(folder, about, device):
+    """The MDLM of a bundle: FP16 on a GPU, float32 on a CPU, where halves are slow."""
+    try:
+        config = json.loads(part(folder, about, "config.json"))
+        known = {field.name for field in dataclasses.fields(mdlm.Config)}
+        model = mdlm.MDLM(mdlm.Config(**{name: value for name, value in config.items() if name in known}))
+        tensors = read_safetensors(part(folder, about, "model.safetensors"))
+        mdlm.check(model.state_dict(), tensors, folder)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        sys.exit(f"{folder} cannot be read: {error}")
+    model.load_state_dict(tensors)
+    return model.to(device, torch.float16 if device.type == "cuda" else torch.float32).eval()
+
+
+def load_tokenizer(folder, about):
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(part(folder, about, "tokenizer.json").decode())
+    except Exception as error:  # tokenizers raises nothing narrower for a broken file
+        sys.exit(f"{folder}/tokenizer.json cannot be read: {error}")
+    tokenizer.encode_special_tokens = True  # names of special tokens are text
+    return tokenizer
+
+
+# ---- one denoising step, of one shape ------------------------------------------------------------------------------
+
+
+def fused_forward(model, rate_N, kernels):
+    """forward(token_BL, see_BL or None, step_1) -> logits [B, L, V], from fused operators.
+
+    `kernels` has attention, add_norm and bias_gelu. The time embeddings of all steps are made here, once.
+    """
+    time_ND = model.time_embedding(rate_N)[:, 0] if model.cfg.time else None
+    norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)] + [model.norm]
+
+    def forward(token_BL, see_BL, step_1):
+        B, L = token_BL.shape
+        place_LD = model.position.weight[:L]
+        if time_ND is not None:
+            place_LD = place_LD + time_ND.index_select(0, step_1)
+        place_BLD = place_LD.expand(B, *place_LD.shape).contiguous()
+        h_BLD, n_BLD = add_norm(kernels, model.embed(token_BL), place_BLD, norms[0])
+        for i, block in enumerate(model.blocks):
+            qkv_BL3HK = block.qkv(n_BLD).view(B, L, 3, block.heads, -1)
+            h_BLD, n_BLD = add_norm(kernels, block.out(kernels.attention(qkv_BL3HK, see_BL)), h_BLD, norms[2 * i + 1])
+            f_BLF = kernels.bias_gelu(F.linear(n_BLD, block.fc1.weight), block.fc1.bias)
+            h_BLD, n_BLD = add_norm(kernels, block.fc2(f_BLF), h_BLD, norms[2 * i + 2])
+        return model.logits(n_BLD)
+
+    return forward
+
+
+def add_norm(kernels, x, residual, norm):
+    return kernels.add_norm(x, residual, norm.weight, norm.bias, norm.eps)
+
+
+def graph_forward(run, rate_N):
+    """The same of a TorchScript or TensorRT graph run(token, noise, see), which makes its own time embedding."""
+
+    def forward(token_BL, see_BL, step_1):
+        return run(token_BL, rate_N.index_select(0, step_1).expand(len(token_BL)).contiguous(), see_BL)
+
+    return forward
+
+
+def sample_fixed_(logits_RV, token_BL, state_2, keep_N, ban, mask, vocab, temperature, top_k, top_p):
+    """The sampler in PyTorch operators of fixed shapes, which can be captured; torch's own random numbers."""
+    logits_RV = diffusion.ban(logits_RV[:, :vocab], mdlm.BANNED)
+    race_RV = diffusion.filter_logits(logits_RV, temperature, top_k, top_p if temperature > 0 else 1.0)
+    if temperature > 0:
+        race_RV = race_RV - torch.empty_like(race_RV).exponential_().log()
+    token_R = token_BL.view(-1)
+    keep_1 = keep_N.index_select(0, state_2[1:])
+    fill_R = (token_R == mask) & (torch.rand_like(race_RV[:, 0]) >= keep_1) & (race_RV.amax(-1) > -torch.inf)
+    token_R.copy_(torch.where(fill_R, race_RV.argmax(-1), token_R))
+
+
+class Denoiser:
+    """Fills canvases of one shape [B, L] in N steps over buffers that stay where they are.
+
+    forward(token_BL, see_BL, step_1) gives logits; sample_ fills in place. state_2 = (seed, step) lies on the device,
+    keep_N = rate(s) / rate(t) too, so the same launches serve every step and can be captured as a CUDA graph.
+    """
+
+    def __init__(self, forward, sample_, B, L, rate_N, cfg, vocab, device):
+        self.forward, self.sample_, self.steps = forward, sample_, len(rate_N)
+        self.token_BL = torch.full((B, L), mdlm.MASK, device=device)
+        self.see_BL = torch.ones(B, L, dtype=torch.bool, device=device)
+        self.state_2 = torch.zeros(2, dtype=torch.int64, device=device)
+        after_N = torch.cat([rate_N[1:], rate_N.new_zeros(1)])
+        self.keep_N = (after_N / rate_N).float().to(device)
+        self.ban = torch.tensor(mdlm.BANNED, dtype=torch.int32, device=device)
+        self.rule = mdlm.MASK, vocab, cfg.temperature, cfg.top_k, cfg.top_p
+        self.graph = None
+
+    def step(self):
+        logits_RV = self.forward(self.token_BL, self.see_BL, self.state_2[1:]).flatten(0, 1)
+        self.sample_(logits_RV, self.token_BL, self.state_2, self.keep_N, self.ban, *self.rule)
+        self.state_2[1:].add_(1)
+
+    def capture(self):
+        """Run the step on a side stream, as libraries allocate and choose kernels at first, then record it."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.state_2.zero_()  # the tables end at step N
+                self.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.step()
+
+    @torch.inference_mode()
+    def __call__(self, token_BL, seed):
+        """The filled canvases, as a tensor on the CPU; what is not MASK in token_BL stays."""
+        self.token_BL.copy_(token_BL)
+        self.see_BL.copy_(token_BL != mdlm.PAD)
+        self.state_2.copy_(torch.tensor([seed, 0]))
+        for _ in range(self.steps):
+            self.graph.replay() if self.graph else self.step()
+        return self.token_BL.to("cpu", copy=True)  # the one wait
+
+
+class Full:
+    """A graph run(token, noise, see) in the place of the model in mdlm.sample, which asks for states, then logits."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def hidden(self, token_BL, noise_B, see_BL):
+        return self.run(token_BL, noise_B, see_BL).float()
+
+    def logits(self, hidden):
+        return hidden
+
+
+# ---- backends ------------------------------------------------------------------------------------------------------
+
+PLAIN = types.SimpleNamespace(
+    attention=ops.attention_torch, add_norm=ops.add_norm_torch, bias_gelu=ops.bias_gelu_torch, sample_=sample_fixed_
+)
+
+
+def why_no_kernels(config, vocab, device):
+    """The reason why the kernels cannot run this model on this device, or an empty string."""
+    if config.width // config.heads != ops.HEAD:
+        return f"the kernels are for heads of {ops.HEAD}, this model's have {config.width // config.heads}"
+    if config.width > ops.MAX_WIDTH or vocab > 16384:
+        most = f"widths up to {ops.MAX_WIDTH} and 16,384 ids"
+        return f"the kernels are for {most}; this model has {config.width} and {vocab:,}"
+    return ops.why_not(device)
+
+
+def run_onnx(data):
+    """run(token, noise, see) -> logits of an ONNX graph."""
+    try:
+        import onnxruntime
+    except ImportError:
+        sys.exit("--backend=onnx needs onnxruntime: pip install onnxruntime")
+    session = onnxruntime.InferenceSession(data, providers=onnxruntime.get_available_providers())
+    taken = {node.name for node in session.get_inputs()}
+
+    def run(token, noise, see):
+        given = {"token": token, "noise": noise, "see": see}
+        given = {name: tensor.cpu().numpy() for name, tensor in given.items() if name in taken}
+        return torch.from_numpy(session.run(None, given)[0]).to(token.device)
+
+    return run
+
+
+def run_tensorrt(data, built):
+    """run(token, noise, see) -> logits of an engine on the current stream; built: what bundle.json says of it."""
+    try:
+        import tensorrt as trt
+    except ImportError:
+        sys.exit("--backend=tensorrt needs the Python module tensorrt (JetPack's: apt install python3-libnvinfer)")
+    there, here = (built["version"], built["gpu"]), (trt.__version__, torch.cuda.get_device_name())
+    if there != here:
+        sys.exit("model.trt was built by TensorRT {} on {}, this is {} on {}; build it here: "
+                 "python export_jetson.py --tensorrt=True".format(*there, *here))  # fmt: skip
+    engine = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine(data)
+    if engine is None:
+        sys.exit(f"model.trt cannot be read by TensorRT {trt.__version__}; build it again with export_jetson.py")
+    context, vocab = engine.create_execution_context(), engine.get_tensor_shape("logits")[-1]
+    names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+
+    def run(token, noise, see):
+        given = {"token": token, "noise": noise, "see": see}
+        logits_BLV = torch.empty(*token.shape, vocab, dtype=torch.float16, device=token.device)
+        for name in names:
+            if name in given:
+                context.set_input_shape(name, tuple(given[name].shape))
+            context.set_tensor_address(name, given.get(name, logits_BLV).data_ptr())
+        context.execute_async_v3(torch.cuda.current_stream().cuda_stream)
+        return logits_BLV
+
+    run.engine = engine  # lives as long as the function
+    return run
+
+
+class Writer:
+    """A bundle on a device behind one backend: fill(token_BL, steps) gives the filled canvases."""
+
+    def __init__(self, cfg):
+        folder, self.cfg = Path(cfg.bundle), cfg
+        about = read_bundle(folder)
+        self.device = torch.device(cfg.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.tokenizer = load_tokenizer(folder, about)
+        graph = cfg.backend in ("torchscript", "onnx", "tensorrt")  # these bring weights of their own
+        self.model = load_model(folder, about, torch.device("cpu") if graph else self.device)
+        self.vocab = min(self.tokenizer.get_vocab_size(), self.model.cfg.vocab)
+        self.backend, self.run, self.length = cfg.backend, None, 0  # length: the only one that an engine takes
+        if cfg.backend in ("auto", "kernels"):
+            reason = why_no_kernels(self.model.cfg, self.vocab, self.device)
+            self.backend = "torch" if reason else "kernels"
+            if reason and cfg.backend == "kernels":
+                sys.exit(f"--backend=kernels: {reason}")
+            if reason and self.device.type == "cuda":
+                print(f"kernels: {reason}; using PyTorch", file=sys.stderr)
+        if self.backend == "torchscript":
+            data = io.BytesIO(part(folder, about, "model_jetson.pt"))
+            try:
+                self.run = torch.jit.load(data, map_location=self.device)
+            except RuntimeError as error:
+                sys.exit(f"torch {torch.__version__} cannot load model_jetson.pt, which torch {about['torch']} wrote; "
+                         f"export it on this machine ({str(error).splitlines()[0]})")  # fmt: skip
+        elif self.backend == "onnx":
+            self.run = run_onnx(part(folder, about, "model.onnx"))
+        elif self.backend == "tensorrt":
+            if self.device.type != "cuda":
+                sys.exit("--backend=tensorrt needs a CUDA device")
+            self.run = run_tensorrt(part(folder, about, "model.trt"), about["tensorrt"])
+            self.length = about["tensorrt"]["length"]
+        self.captures = self.device.type == "cuda" and self.backend != "onnx"
+        self.generator = torch.Generator(self.device).manual_seed(cfg.seed)
+        self.seed, self.denoisers = cfg.seed, {}
+        torch.manual_seed(cfg.seed)
+
+    def denoiser(self, B, L, steps):
+        """The step for this shape, captured at its first use."""
+        if (B, L, steps) not in self.denoisers:
+            rate_N = diffusion.mask_rate(1 - torch.arange(steps, dtype=torch.float64) / steps, self.cfg.schedule)
+            kernels = torch.ops.unmask if self.backend == "kernels" else PLAIN
+            table_N = rate_N.float().to(self.device)
+            with torch.inference_mode():
+                forward = graph_forward(self.run, table_N) if self.run else fused_forward(self.model, table_N, kernels)
+                denoiser = Denoiser(forward, kernels.sample_, B, L, rate_N, self.cfg, self.vocab, self.device)
+                if self.cfg.graph:
+                    denoiser.capture()
+            self.denoisers[B, L, steps] = denoiser
+        return self.denoisers[B, L, steps]
+
+    def fill_captured(self, token_BL, steps):
+        """Canvases grow by PAD, which nobody sees, to a multiple of 32 or the engine's length: few captures."""
+        L = token_BL.shape[1]
+        room = self.length or min(-(-L // 32) * 32, self.model.cfg.positions)
+        if room < L:
+            sys.exit(f"the engine takes up to {room} tokens, not {L}; build another: export_jetson.py --length={L}")
+        token_BL, filled = F.pad(token_BL, (0, room - L), value=mdlm.PAD), []
+        for part_BL in token_BL.split(1) if self.length else [token_BL]:
+            filled.append(self.denoiser(*part_BL.shape, steps)(part_BL, self.seed))
+            self.seed += 1
+        return torch.cat(filled)[:, :L]
+
+    def fill(self, token_BL, steps):
+        """token_BL int64 [B, L] on the CPU with its masks filled in `steps` steps. Exits where memory runs out."""
+        (B, L), cfg = token_BL.shape, self.cfg
+        if L > self.model.cfg.positions:
+            sys.exit(f"{L} tokens do not fit the model's {self.model.cfg.positions} positions")
+        try:
+            if self.captures:
+                return self.fill_captured(token_BL, steps)
+            rule = mdlm.Sampling("ancestral", steps, cfg.schedule, cfg.temperature, cfg.top_k, cfg.top_p, self.vocab)
+            model = Full(self.run) if self.run else self.model
+            return mdlm.sample(model, token_BL.to(self.device), rule, self.generator).cpu()
+        except (RuntimeError, MemoryError) as error:
+            said = (str(error) or "MemoryError").splitlines()[0][:150]
+            if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory|NvMap", str(error)):
+                raise
+            lower = "--batches or --lengths" if cfg.benchmark else "--n or --max_new"
+            sys.exit(f"out of memory at batch {B}, length {L}: lower {lower} ({said})")
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------
+
+
+def canvas(writer, prompt):
+    """Ids of a prompt's canvas: BOS, text, masks for each [MASK:n], EOS behind a text that ends; or masks behind it."""
+    parts = re.split(r" ?\[MASK:(\d+)\]", prompt)
+    texts, sizes = parts[::2], [int(size[:9]) for size in parts[1::2]] or [writer.cfg.max_new]
+    if any("[MASK" in text for text in texts):
+        sys.exit("a mask is written with its number of tokens: [MASK:12]")
+    encoded = [writer.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    end = [mdlm.EOS] if len(texts) > len(sizes) else []
+    length, positions = 1 + sum(map(len, encoded)) + sum(sizes) + len(end), writer.model.cfg.positions
+    if length > positions:
+        sys.exit(f"{length:,} tokens do not fit the model's {positions} positions; lower --max_new or mask less")
+    ids = [mdlm.BOS]
+    for some, size in itertools.zip_longest(encoded, sizes, fillvalue=0):
+        ids += some + [mdlm.MASK] * size
+    return ids + end
+
+
+def answer(writer, prompt):
+    """Fill cfg.n canvases of a prompt and print the texts."""
+    ids = canvas(writer, prompt)
+    token_BL = torch.tensor([ids]).expand(writer.cfg.n, -1)
+    started = time.perf_counter()
+    filled = writer.fill(token_BL, writer.cfg.steps)
+    seconds = time.perf_counter() - started
+    for i, row in enumerate(filled.tolist()):
+        if mdlm.MASK in row:
+            sys.exit("the model's logits are not finite; export the model again, or lower the learning rate it had")
+        row = row[1 : row.index(mdlm.EOS)] if mdlm.EOS in row else row[1:]
+        text = writer.tokenizer.decode(row)
+        print(text if len(filled) == 1 else f"---- {i + 1}\n{text}", flush=True)
+    new = int((token_BL == mdlm.MASK).sum())
+    print(f"{new} tokens in {seconds:.3f} s, {writer.cfg.steps} steps, {writer.backend}", file=sys.stderr)
+
+
+def interact(writer):
+    """Read prompts, a line each, until the end of input."""
+    if sys.stdin.isatty():
+        print("Write a beginning and press Enter; Ctrl-D ends.", file=sys.stderr)
+    while True:
+        try:
+            line = input(">>> ") if sys.stdin.isatty() else input()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if line:
+            answer(writer, line.replace("\\n", "\n"))
+
+
+# ---- benchmark -----------------------------------------------------------------------------------------------------
+
+
+def said_by(*command):
+    """First line of a command's output, or "" where it is not there."""
+    if not shutil.which(command[0]):
+        return ""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        return process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def device_state(device):
+    """Name, power mode and clocks, where this machine tells them."""
+    state = {"name": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+    if device.type == "cuda":
+        state["name"] = torch.cuda.get_device_name(device)
+        query = "--query-gpu=clocks.sm,clocks.mem,power.limit"
+        state["clocks"] = said_by("nvidia-smi", query, "--format=csv,noheader")
+    else:
+        try:
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            state["name"] = next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+        except (OSError, StopIteration):
+            pass
+    state["power_mode"] = said_by("nvpmodel", "-q")
+    state["tegrastats"] = said_by("tegrastats", "--interval", "500")
+    return {name: value for name, value in state.items() if value}
+
+
+def peak_gb_s(device, state):
+    """Memory bandwidth of the data sheet or of the driver's clock and bus width; 0 where it is not known."""
+    if device.type != "cuda":
+        return 0.0
+    if "orin" in state["name"].lower():
+        return 102.4 if re.search("MAXN|25W", state.get("power_mode", "")) else 68.3
+    properties = torch.cuda.get_device_properties(device)
+    return 2e-6 * getattr(properties, "memory_clock_rate", 0) * getattr(properties, "memory_bus_width", 0) / 8
+
+
+def bytes_per_step(model, B, L, size):
+    """Least bytes of a step: weights of blocks, norms and head once, logits written and read; `size` bytes a number."""
+    weights = sum(p.numel() for name, p in model.named_parameters() if name.startswith(("blocks", "norm")))
+    return size * (weights + model.cfg.vocab * model.cfg.width + 2 * B * L * model.cfg.vocab)
+
+
+def benchmark(writer):
+    cfg, device = writer.cfg, writer.device
+    state = device_state(device)
+    peak, rows = peak_gb_s(device, state), []
+    print(json.dumps(state))
+    print("length  steps  batch    tokens/s   ms/step   GB/s  of peak  memory MB")
+    shapes = itertools.product(cfg.lengths, cfg.steps_list, cfg.batches)
+    for L, steps, B in shapes:
+        token_BL = torch.tensor([mdlm.BOS] + [mdlm.MASK] * (L - 1)).expand(B, -1)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for i in range(3 + cfg.repeats):
+            started = time.perf_counter()
+            writer.fill(token_BL, steps)
+            if i >= 3:
+                seconds.append(time.perf_counter() - started)
+        writer.denoisers.clear()  # their buffers are no part of the next row's memory
+        median = statistics.median(seconds)
+        moved = bytes_per_step(writer.model, B, L, 2 if device.type == "cuda" else 4) * steps / median / 1e9
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else memory
+        rates = np.percentile([B * (L - 1) / s for s in seconds], [10, 90])
+        row = {
+            "length": L, "steps": steps, "batch": B, "tok_per_s": B * (L - 1) / median, "spread": rates.tolist(),
+            "ms_per_step": 1e3 * median / steps, "gb_s": moved, "peak_gb_s": peak or None, "memory_mb": memory / 1e6,
+        }  # fmt: skip
+        rows.append(row)
+        share = f"{moved / peak:8.0%}" if peak else "        "
+        print(f"{L:6} {steps:6} {B:6} {row['tok_per_s']:11,.0f} {row['ms_per_step']:9.3f} {moved:6.1f} {share} "
+              f"{row['memory_mb']:10,.0f}", flush=True)  # fmt: skip
+    out = Path(cfg.out or Path(cfg.bundle) / "benchmark.json")
+    after = device_state(device)
+    about = {"backend": writer.backend, "graph": cfg.graph and writer.captures}
+    out.write_text(json.dumps({"device": state, "device_after": after, **about, "rows": rows}, indent=2) + "\n")
+    print(
+        f"wrote {out}: {writer.backend}; tokens are those filled, all steps included, three samples of warm-up excluded"
+    )
+
+
+# ---- main ----------------------------------------------------------------------------------------------------------
+
+
+def main(cfg):
+    if cfg.backend not in BACKENDS:
+        sys.exit(f"--backend={cfg.backend}: not one of {', '.join(BACKENDS)}")
+    if cfg.schedule not in diffusion.SCHEDULES:
+        sys.exit(f"--schedule={cfg.schedule}: not one of {', '.join(diffusion.SCHEDULES)}")
+    least = {"temperature": 0, "top_k": 0, "max_new": 1, "n": 1, "steps": 1, "repeats": 1}
+    if not 0 < cfg.top_p <= 1 or any(getattr(cfg, name) < value for name, value in least.items()):
+        limits = ", ".join(f"--{name} at least {value}" for name, value in least.items())
+        sys.exit(f"{limits}, --top_p in (0, 1]")
+    if min((*cfg.lengths, *cfg.steps_list, *cfg.batches)) < 1 or min(cfg.lengths) < 2:
+        sys.exit("--lengths at least 2, --steps_list and --batches at least 1")
+    if cfg.device not in ("", "cpu", "cuda") or (cfg.device == "cuda" and not torch.cuda.is_available()):
+        sys.exit(f"--device={cfg.device}: {'torch sees no GPU' if cfg.device == 'cuda' else 'cpu or cuda'}")
+    writer = Writer(cfg)
+    if cfg.benchmark:
+        benchmark(writer)
+    elif cfg.prompt:
+        answer(writer, cfg.prompt.replace("\\n", "\n"))
+    else:
+        interact(writer)
+
+
+if __name__ == "__main__":
+    try:
+        main(command_line())
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as error:
+        sys.exit(str(error))

@@ -1,0 +1,94 @@
+"""Build the kernels of csrc/: for the GPU that is here, and as host code that the tests run on any CPU.
+
+    python setup_kernels.py build_ext --inplace                        # half a minute; needs a C++17 compiler, pybind11
+    KERNEL_ARCH="87;90" python setup_kernels.py build_ext --inplace    # for other GPUs, by compute capability
+
+Writes csrc/_kernels (only where nvcc is: $CUDA_HOME/bin, /usr/local/cuda/bin or the PATH) and csrc/_kernels_emu. An
+Orin, Nano or not, is 87. Everything is built anew each time.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+try:
+    from pybind11.setup_helpers import Pybind11Extension, build_ext
+    from setuptools import setup
+except ImportError as error:
+    sys.exit(f"{error}; the build needs: pip install pybind11 setuptools")
+
+ROOT = Path(__file__).resolve().parent
+KERNELS = ("attention", "pointwise", "sampler")
+
+
+def find_nvcc():
+    """nvcc's path, or None."""
+    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    return shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc")
+
+
+def source_digest():
+    """What a build is of; ops.py asks a built module for it, and has the same function."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in (ROOT / "csrc").iterdir() if p.suffix in (".cu", ".cuh", ".cpp", ".h")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def architectures():
+    """["87"] and the like: KERNEL_ARCH, or those of the GPUs that nvidia-smi sees, or an Orin's."""
+    asked = os.environ.get("KERNEL_ARCH", "")
+    if not asked and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        asked = " ".join(re.findall(r"^\d+\.\d$", subprocess.run(query, capture_output=True, text=True).stdout, re.M))
+    found = sorted(set(re.split(r"[;, ]+", asked.replace(".", "").replace("sm_", "").strip() or "87")))
+    if not all(re.fullmatch(r"\d{2,3}", one) for one in found):
+        sys.exit(f'KERNEL_ARCH={asked} is not a list of compute capabilities, such as "87" or "87;90"')
+    if min(map(int, found)) < 80:
+        sys.exit(f"compute capability {asked}: the kernels need 8.0 or newer")
+    return found
+
+
+class Build(build_ext):
+    def finalize_options(self):
+        super().finalize_options()
+        self.force = True  # else a change of a .cu or of KERNEL_ARCH would go unseen
+
+    def build_extension(self, extension):
+        if extension.name == "csrc._kernels":
+            where = Path(self.build_temp)
+            where.mkdir(parents=True, exist_ok=True)
+            codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures()]
+            for name in KERNELS:
+                target = where / f"{name}.o"
+                flags = ["-O3", "-std=c++17", "-Xcompiler=-fPIC", *codes]
+                if subprocess.run([find_nvcc(), *flags, "-c", ROOT / f"csrc/{name}.cu", "-o", target]).returncode:
+                    sys.exit(f"nvcc could not compile csrc/{name}.cu for {architectures()}; its words are above")
+                extension.extra_objects.append(str(target))
+            dry = subprocess.run([find_nvcc(), "--dryrun", "x.cu"], capture_output=True, text=True).stderr
+            libraries = next(line for line in dry.splitlines() if "LIBRARIES=" in line)
+            extension.library_dirs += re.findall(r'"-L([^"]+)"', libraries)
+            extension.libraries += ["cudart_static", "rt", "dl", "pthread"]
+        super().build_extension(extension)
+
+
+def extension(name, sources, **macros):
+    macros |= {"MODULE": name, "SOURCE": f'"{source_digest()}"'}
+    made = Pybind11Extension(f"csrc.{name}", sources, cxx_std=17, define_macros=list(macros.items()))
+    made.extra_compile_args += ["-O2", "-g0", "-Wno-unknown-pragmas"]
+    return made
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    extensions = [extension("_kernels_emu", ["csrc/bind.cpp", "csrc/emulation.cpp"], EMULATE="1", ARCH='"host"')]
+    if find_nvcc():
+        extensions.append(extension("_kernels", ["csrc/bind.cpp"], ARCH=f'"{";".join(architectures())}"'))
+    else:
+        print("nvcc not found: only the host emulation is built, a GPU will use PyTorch (CUDA_HOME says where nvcc is)")
+    setup(name="kernels", ext_modules=extensions, cmdclass={"build_ext": Build})
+    print("built", ", ".join(f"{e.name} ({dict(e.define_macros)['ARCH']})" for e in extensions))

@@ -1,0 +1,149 @@
+"""The exporter: every artefact is read back and compared, for all shapes of model, and says what the machine lacks."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import export_jetson
+import model_mdlm as mdlm
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = mdlm.Config(vocab=100, width=64, layers=2, heads=1, ffn=128, positions=40)
+
+
+def checkpoint(folder, **changes):
+    torch.manual_seed(0)
+    model = mdlm.MDLM(dataclasses.replace(SMALL, **changes))
+    mdlm.save(model, folder, b"{}")
+    return model.eval()
+
+
+def export(ckpt, out, **settings):
+    export_jetson.main(export_jetson.Config(ckpt=str(ckpt), out=str(out), **settings))
+    return json.loads((out / "bundle.json").read_text())
+
+
+def test_weights_and_torchscript_are_the_model(tmp_path):
+    model = checkpoint(tmp_path / "step_3")
+    about = export(tmp_path, tmp_path / "out", onnx=False)
+    assert about["format"] == export_jetson.FORMAT
+    written = {path.name for path in (tmp_path / "out").iterdir()} - {"bundle.json"}
+    assert written == set(about["files"])
+    assert written == {"config.json", "tokenizer.json", "model.safetensors", "model_jetson.pt"}
+    for name in ("model.safetensors", "model_jetson.pt"):
+        assert 0 < about["files"][name]["max_error"] < 0.005 * about["files"][name]["largest_logit"]
+    same(model, torch.jit.load(str(tmp_path / "out/model_jetson.pt")))
+
+
+@torch.no_grad()
+def same(model, run):
+    """run(token, noise, see) in halves is the model, for other shapes than the exporter's."""
+    for given in export_jetson.canvases(SMALL, [(1, 7), (4, 40)]):
+        got, see_BL = run(*given), given[2]
+        assert got.dtype == torch.float16
+        torch.testing.assert_close(got.float()[see_BL], model(*given)[see_BL], rtol=0, atol=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"time": False, "tie": True}], ids=str)
+def test_onnx_is_the_model(tmp_path, changes):
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = checkpoint(tmp_path / "run", **changes)
+    about = export(tmp_path / "run", tmp_path / "out")
+    assert 0 < about["files"]["model.onnx"]["max_error"] < 0.005 * about["files"]["model.onnx"]["largest_logit"]
+    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])
+    taken = {node.name for node in session.get_inputs()}
+
+    def run(token, noise, see):
+        given = {"token": token.numpy(), "noise": noise.numpy(), "see": see.numpy()}
+        return torch.from_numpy(session.run(None, {name: given[name] for name in taken})[0])
+
+    same(model, run)
+
+
+def test_time_reaches_the_graph(tmp_path):
+    checkpoint(tmp_path / "run")
+    model = mdlm.load(tmp_path / "run")
+    torch.nn.init.normal_(model.time[2].weight, 0, 0.5)
+    exported, (token, noise, see) = export_jetson.Exported(model), export_jetson.canvases(SMALL, [(2, 20)])[0]
+    with torch.no_grad():
+        for n in (noise, noise / 3):
+            torch.testing.assert_close(exported(token, n, see), model(token, n, see))
+        assert (exported(token, noise, see) - exported(token, noise / 3, see)).abs().max() > 0.1
+
+
+def test_the_newest_step_is_taken_and_an_old_bundle_replaced(tmp_path):
+    for step in (9, 10):
+        checkpoint(tmp_path / f"run/step_{step}")
+    for step, want in ((0, "step_10"), (9, "step_9")):
+        about = export(tmp_path / "run", tmp_path / "out", step=step, onnx=False, torchscript=False)
+        assert about["checkpoint"] == want
+    assert not (tmp_path / "out.tmp").exists()
+
+
+def test_an_artefact_that_is_not_the_model_is_refused(capsys):
+    inputs = export_jetson.canvases(SMALL, [(2, 20)])
+    want = [torch.randn(2, 20, 100)]
+    close = lambda *_: (want[0] + 1e-3).half()  # noqa: E731
+    assert export_jetson.compare("a", close, inputs, want)["max_error"] < 5e-3
+    for broken in (want[0] + 1, want[0] * torch.nan, want[0][:, :, :50]):
+        with pytest.raises(SystemExit, match="not exported"):
+            export_jetson.compare("a", lambda *_, broken=broken: broken, inputs, want)
+
+
+def stops(match, **settings):
+    with pytest.raises(SystemExit, match=match):
+        export_jetson.main(export_jetson.Config(**{name: str(value) if isinstance(value, Path) else value
+                                                   for name, value in settings.items()}))  # fmt: skip
+
+
+def test_bad_input_is_named_and_nothing_is_lost(tmp_path, monkeypatch):
+    model = checkpoint(tmp_path / "run")
+    stops("holds no config.json; train a model", ckpt=tmp_path / "none", out=tmp_path / "out")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").write_text("all")
+    stops("holds other things", ckpt=tmp_path / "run", out=tmp_path / "mine")
+    assert (tmp_path / "mine/thesis.tex").read_text() == "all"
+    stops("--tensorrt", ckpt=tmp_path / "run", out=tmp_path / "out", tensorrt=True)
+    with torch.no_grad():
+        model.blocks[1].fc1.weight[3, 4] = 1e5
+    mdlm.save(model, tmp_path / "large", b"{}")
+    stops("65,504 or not finite: blocks.1.fc1.weight", ckpt=tmp_path / "large", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_onnx_one_line_says_so(tmp_path, monkeypatch, capsys):
+    checkpoint(tmp_path / "run")
+    monkeypatch.setattr(export_jetson, "lacks", lambda *packages: [p for p in packages if p == "onnxscript"])
+    about = export(tmp_path / "run", tmp_path / "out", torchscript=False)
+    assert "model.onnx" not in about["files"]
+    assert "model.onnx: not written, for want of: pip install onnxscript" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_from_training_to_text(tmp_path):
+    """The README's path: train, export, write."""
+    rng = np.random.default_rng(0)
+    words = [words.split() for words in ("The A One", "small red old", "dog cat bird", "sees finds", "food. water.")]
+    stories = [" ".join(rng.choice(w) for _ in range(rng.integers(1, 5)) for w in words) for _ in range(300)]
+    (tmp_path / "stories.txt").write_text("\n<|endoftext|>\n".join(stories))
+    for command in (
+        "data_prep.py --source=stories.txt --out=rows --vocab_size=300 --seq_len=64 --heldout=0.1 --workers=1",
+        "train_gpu.py --data=rows --out=run --steps=30 --batch_size=8 --compile=False",
+        "export_jetson.py --ckpt=run --out=bundle",
+        "inference_jetson.py --bundle=bundle --prompt=The --max_new=20",
+    ):
+        script, *arguments = command.split()
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        ran = subprocess.run([sys.executable, str(ROOT / script), *arguments], cwd=tmp_path, env=env,
+                             capture_output=True, text=True, timeout=500)  # fmt: skip
+        assert ran.returncode == 0, (command, ran.stderr)
+    assert ran.stdout.startswith("The")

@@ -1,0 +1,376 @@
+"""The Jetson script on a CPU: fused step against the model, emulated kernels in the loop, command line, bad bundles."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+import diffusion
+import export_jetson
+import inference_jetson as jetson
+import model_mdlm as mdlm
+from csrc import ops
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = mdlm.Config(vocab=300, width=128, layers=2, heads=2, ffn=256, positions=48)
+
+
+def tokenizer_json():
+    """A byte-level tokenizer with the five special tokens and a few merges."""
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    special = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
+    tokenizer.train_from_iterator(["once upon a time there was a dragon"] * 3, 290, 2, False, special)
+    return tokenizer.to_str().encode()
+
+
+def make_model(**changes):
+    torch.manual_seed(0)
+    model = mdlm.MDLM(dataclasses.replace(SMALL, **changes)).eval()
+    for name, weight in model.named_parameters():
+        if name == "time.2.weight" or name.endswith("bias"):
+            torch.nn.init.normal_(weight, 0, 0.1)  # zeros would hide a mistake
+    return model
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bundle")
+    mdlm.save(make_model(), folder / "run/step_7", tokenizer_json())
+    settings = {"ckpt": str(folder / "run"), "out": str(folder / "jetson"), "onnx": False}
+    export_jetson.main(export_jetson.Config(**settings))
+    return folder / "jetson"
+
+
+@pytest.fixture
+def broken(bundle, tmp_path):
+    """A copy of the bundle to break."""
+    for path in bundle.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def canvases(cfg, B=2, L=33):
+    token_BL = torch.randint(5, cfg.vocab, (B, L), generator=torch.Generator().manual_seed(1))
+    token_BL[:, 0], token_BL[:, 3:-3] = mdlm.BOS, mdlm.MASK
+    token_BL[-1, -5:] = mdlm.PAD
+    return token_BL
+
+
+# ---- the fused step ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"time": False}, {"tie": True}, {"heads": 4}], ids=str)
+@torch.inference_mode()
+def test_fused_forward_is_the_model(changes):
+    model, rate_N = make_model(**changes), torch.linspace(1, 0.1, 5)
+    token_BL = canvases(model.cfg)
+    see_BL = token_BL != mdlm.PAD
+    for kernels in (jetson.PLAIN, torch.ops.unmask):
+        forward = jetson.fused_forward(model, rate_N, kernels)
+        for step in (0, 3):
+            got = forward(token_BL, see_BL, torch.tensor([step]))
+            want = model(token_BL, rate_N[step].expand(2), see_BL)
+            torch.testing.assert_close(got[see_BL], want[see_BL], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_fused_forward_on_emulated_kernels_is_as_exact_as_the_half_model(kernels):
+    model, rate_N = make_model(), torch.linspace(1, 0.1, 5)
+    token_BL = canvases(model.cfg)
+    see_BL = token_BL != mdlm.PAD
+    exact = model.double()(token_BL, rate_N[2].expand(2).double(), see_BL)[see_BL]
+    half = model.half()
+    plain = half(token_BL, rate_N[2].expand(2), see_BL)[see_BL]
+    got = jetson.fused_forward(half, rate_N, kernels)(token_BL, see_BL, torch.tensor([2]))[see_BL]
+    assert (got - exact).abs().max() < 2 * (plain - exact).abs().max()
+
+
+def denoiser(model, kernels, sample_, token_BL, steps=3, **settings):
+    cfg = jetson.Config(**{"temperature": 0.9, "top_p": 0.9, "schedule": "linear", **settings})
+    rate_N = diffusion.mask_rate(1 - torch.arange(steps, dtype=torch.float64) / steps, cfg.schedule)
+    with torch.inference_mode():
+        forward = jetson.fused_forward(model, rate_N.float(), kernels)
+        made = jetson.Denoiser(forward, sample_, *token_BL.shape, rate_N, cfg, 290, torch.device("cpu"))
+        return made, made(token_BL, 5)
+
+
+def test_the_step_over_emulated_kernels_fills_canvases(kernels):
+    model = make_model().half()
+    token_BL = canvases(model.cfg)
+    made, filled = denoiser(model, kernels, kernels.sample_, token_BL)
+    masked_BL = token_BL == mdlm.MASK
+    assert torch.equal(filled[~masked_BL], token_BL[~masked_BL])
+    new = filled[masked_BL]
+    assert not torch.isin(new, torch.tensor(mdlm.BANNED)).any()
+    assert (new < 290).all()
+    with torch.inference_mode():
+        assert torch.equal(made(token_BL, 5), filled)
+        assert not torch.equal(made(token_BL, 6), filled)
+    _, same = denoiser(model, kernels, ops.sample_torch_, token_BL)  # the same noise, another sampler
+    assert torch.equal(same, filled)
+
+
+def test_the_step_over_registered_operators_fills_canvases():
+    model = make_model()
+    token_BL = canvases(model.cfg)
+    for kernels in (torch.ops.unmask, jetson.PLAIN):
+        for settings in ({}, {"temperature": 0.0}, {"top_k": 3}):
+            _, filled = denoiser(model, kernels, kernels.sample_, token_BL, **settings)
+            masked_BL = token_BL == mdlm.MASK
+            assert torch.equal(filled[~masked_BL], token_BL[~masked_BL])
+            assert not torch.isin(filled[masked_BL], torch.tensor(mdlm.BANNED)).any()
+
+
+@pytest.mark.parametrize("schedule", diffusion.SCHEDULES)
+def test_each_step_fills_its_share(schedule):
+    N, L = 8, 4000
+    rate_N = diffusion.mask_rate(1 - torch.arange(N, dtype=torch.float64) / N, schedule)
+    zeros = lambda token, see, step: torch.zeros(*token.shape, 8)  # noqa: E731
+    for sample_ in (torch.ops.unmask.sample_, jetson.sample_fixed_):
+        made = jetson.Denoiser(zeros, sample_, 1, L, rate_N, jetson.Config(), 8, torch.device("cpu"))
+        left = []
+        for _ in range(N):
+            made.step()
+            left.append((made.token_BL == mdlm.MASK).double().mean().item())
+        np.testing.assert_allclose(left[:-1], rate_N[1:], atol=4 * math.sqrt(0.25 / L))
+        assert left[-1] == 0
+
+
+def test_the_fixed_shape_sampler_draws_from_the_filtered_softmax():
+    logits, R = torch.tensor([2.0, 1.0, 0.0, 5.0, 5.0, 0.5, -1.0, 0.7]), 20_000
+    token = torch.full((1, R), mdlm.MASK)
+    rest = torch.tensor([0, 0]), torch.zeros(1), None, mdlm.MASK, 7, 0.8, 3, 0.9
+    jetson.sample_fixed_(logits.repeat(R, 1), token, *rest)
+    allowed = diffusion.ban(logits[:7], mdlm.BANNED)
+    want = diffusion.softmax(diffusion.filter_logits(allowed, 0.8, 3, 0.9))
+    share = torch.bincount(token[0], minlength=7)[:7] / R
+    assert (share - want).abs().max() < 4 * math.sqrt(0.25 / R)
+    assert torch.equal(share == 0, want == 0)
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+ALONE = """
+import sys
+class Nothing:  # what a Jetson does not have
+    def find_spec(self, name, *_):
+        if name.split(".")[0] in {"tyro", "safetensors", "jax", "flax", "pyarrow", "triton", "flash_attn"}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Nothing())
+import inference_jetson
+inference_jetson.main(inference_jetson.command_line())
+"""
+
+
+def run(bundle, *arguments, code="", stdin=""):
+    command = [sys.executable, *(["-c", code] if code else [str(ROOT / "inference_jetson.py")])]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    arguments = [f"--bundle={bundle}", *arguments]
+    return subprocess.run([*command, *arguments], input=stdin, capture_output=True, text=True, env=env, timeout=120)
+
+
+def says(result, *parts):
+    assert result.returncode not in (0, None), result.stdout
+    assert "Traceback" not in result.stderr, result.stderr
+    line = result.stderr.strip().splitlines()[-1]
+    for part in parts:
+        assert part in line, line
+
+
+def test_it_writes_without_any_other_package(bundle):
+    result = run(bundle, "--prompt=once upon", "--max_new", "9", "--steps=4", code=ALONE)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("once upon")
+    assert "9 tokens in" in result.stderr
+    assert "4 steps, torch" in result.stderr
+
+
+def test_interactive_prompts_and_infilling(bundle):
+    result = run(bundle, "--steps=3", "--max-new=5", "--n=2", stdin="once\nonce [MASK:4] dragon\n")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("---- ") == 4
+    assert result.stdout.count(" dragon\n") == 2
+    assert result.stderr.count("10 tokens in") == 1
+    assert result.stderr.count("8 tokens in") == 1
+
+
+def writer(bundle, **settings):
+    return jetson.Writer(jetson.Config(bundle=str(bundle), **settings))
+
+
+def test_on_a_cpu_it_is_the_models_own_loop(bundle):
+    model, token_BL = mdlm.load(bundle), canvases(SMALL)
+    rule = mdlm.Sampling("ancestral", 5, "cosine", 0.9, 20, 0.9, vocab=writer(bundle).vocab)
+    want = mdlm.sample(model, token_BL, rule, torch.Generator().manual_seed(3))
+    got = writer(bundle, schedule="cosine", temperature=0.9, top_k=20, top_p=0.9, seed=3).fill(token_BL, 5)
+    assert torch.equal(got, want)
+
+
+def test_torchscript_writes_too(bundle):
+    assert not (writer(bundle, backend="torchscript").fill(canvases(SMALL), 3) == mdlm.MASK).any()
+
+
+@pytest.mark.slow
+def test_onnx_writes_too(bundle, tmp_path):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    export_jetson.main(
+        export_jetson.Config(ckpt=str(bundle.parent / "run"), out=str(tmp_path / "b"), torchscript=False)
+    )
+    filled = writer(tmp_path / "b", backend="onnx").fill(canvases(SMALL), 3)
+    assert not (filled == mdlm.MASK).any()
+
+
+def test_canvases_grow_to_few_shapes(bundle):
+    """What a GPU does, without the capture: PAD up to a multiple of 32 changes nothing that is seen."""
+    made = writer(bundle, graph=False)
+    for L in (20, 30, 33, 48):
+        token_BL = canvases(SMALL, L=L)
+        filled = made.fill_captured(token_BL, 3)
+        assert filled.shape == token_BL.shape
+        assert not (filled == mdlm.MASK).any()
+        assert torch.equal(filled == mdlm.PAD, token_BL == mdlm.PAD)
+    assert {L for _, L, _ in made.denoisers} == {32, 48}
+    made.length = 32
+    with pytest.raises(SystemExit, match="takes up to 32 tokens, not 48"):
+        made.fill_captured(token_BL, 3)
+
+
+def test_benchmark_writes_a_table_and_json(bundle, tmp_path):
+    out = tmp_path / "b.json"
+    result = run(bundle, "--benchmark=True", "--lengths", "16", "32", "--steps_list", "3", "--batches", "1", "2",
+                 "--repeats=2", f"--out={out}")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    report = json.loads(out.read_text())
+    assert [(row["length"], row["batch"]) for row in report["rows"]] == [(16, 1), (16, 2), (32, 1), (32, 2)]
+    for row in report["rows"]:
+        tokens = row["batch"] * (row["length"] - 1)
+        assert row["tok_per_s"] * row["ms_per_step"] == pytest.approx(1000 * tokens / row["steps"])
+        assert row["spread"][0] <= row["tok_per_s"] <= row["spread"][1]
+    assert report["backend"] == "torch"
+    assert report["device"]["name"]
+    assert len([line for line in result.stdout.splitlines() if line.split()[:1] in (["16"], ["32"])]) == 4
+
+
+def test_weights_are_counted_as_they_are():
+    model = make_model()
+    weights = sum(p.numel() for name, p in model.named_parameters() if name.startswith(("blocks", "norm", "head")))
+    assert jetson.bytes_per_step(model, 2, 10, 2) == 2 * (weights + 2 * 20 * 300)
+
+
+# ---- bad input -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--prompt=x --max_new=47", "49 tokens do not fit the model's 48 positions; lower --max_new"),
+        ("--benchmark=True --lengths 49", "49 tokens do not fit the model's 48 positions"),
+        ("--prompt=[MASK]", "[MASK:12]"),
+        ("--backend=fast", "not one of auto, kernels"),
+        ("--backend=kernels", "the kernels need a CUDA device"),
+        ("--backend=onnx", "holds no model.onnx"),
+        ("--backend=tensorrt", "needs a CUDA device"),
+        ("--top_p=0 --prompt=x", "--top_p in (0, 1]"),
+        ("--steps=0 --prompt=x", "--steps at least 1"),
+        ("--schedule=even", "not one of linear, cosine, cosine_sq"),
+        ("--device=tpu", "cpu or cuda"),
+        ("--prompt=x --max_new=9 --n=10000000000000", "lower --n or --max_new"),
+        ("--benchmark=True --lengths 9 --batches 10000000000000", "lower --batches or --lengths"),
+    ],
+)
+def test_bad_arguments_are_named(bundle, arguments, said):
+    with pytest.raises(SystemExit) as stop:
+        jetson.main(jetson.command_line([f"--bundle={bundle}", "--device=cpu", *arguments.split()]))
+    assert said in str(stop.value)
+
+
+def test_a_bad_command_line_ends_in_one_line(tmp_path, capsys):
+    says(run(tmp_path / "none"), "is no bundle", "export_jetson.py")
+    for argument, said in (
+        ("--stepps=3", "unrecognized arguments: --stepps=3"),
+        ("--steps=x", "invalid int value"),
+        ("--graph=x", "invalid truth value"),
+    ):
+        with pytest.raises(SystemExit):
+            jetson.command_line([argument])
+        assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_bad_bundles_are_named(broken):
+    def stops(*parts):
+        with pytest.raises(SystemExit) as stop:
+            writer(broken, backend="torchscript")
+        assert all(part in str(stop.value) for part in parts), stop.value
+
+    about = json.loads((broken / "bundle.json").read_text())
+    (broken / "bundle.json").write_text(json.dumps(about | {"format": 2}))
+    stops("format 2, this script reads 1")
+    (broken / "bundle.json").write_text(json.dumps(about)[:100])
+    stops("bundle.json is damaged")
+    (broken / "bundle.json").write_text(json.dumps(about))
+    for name in ("model_jetson.pt", "model.safetensors", "tokenizer.json", "config.json"):
+        data = (broken / name).read_bytes()
+        (broken / name).write_bytes(bytes([*data[:-1], data[-1] ^ 1]))
+        stops(f"{name} is damaged")
+        (broken / name).unlink()
+        stops(f"{name} is missing")
+        (broken / name).write_bytes(data)
+
+
+def test_reasons_against_the_kernels():
+    cuda = torch.device("cuda")
+    assert "heads of 64" in jetson.why_no_kernels(dataclasses.replace(SMALL, heads=4), 300, cuda)
+    assert "16,384 ids" in jetson.why_no_kernels(SMALL, 20_000, cuda)
+    assert "CUDA device" in jetson.why_no_kernels(SMALL, 300, torch.device("cpu"))
+
+
+def test_an_answer_that_is_not_finite_is_named(bundle, monkeypatch):
+    made = writer(bundle)
+    monkeypatch.setattr(made, "fill", lambda token_BL, steps: token_BL)  # all masks stay
+    with pytest.raises(SystemExit, match="not finite"):
+        jetson.answer(made, "[MASK:4]")
+
+
+# ---- with a GPU ----------------------------------------------------------------------------------------------------
+
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@pytest.mark.gpu
+@no_gpu
+@pytest.mark.parametrize("backend", ["kernels", "torch", "torchscript"])
+def test_a_captured_step_writes_what_its_launches_write(bundle, backend):
+    token_BL = canvases(SMALL)
+    filled = [
+        writer(bundle, backend=backend, graph=graph, temperature=0.0).fill(token_BL, 6) for graph in (True, False)
+    ]
+    assert not (filled[0] == mdlm.MASK).any()
+    if backend == "kernels":  # its noise is a function of seed and step; torch's generator moves on while capturing
+        assert torch.equal(*filled)
+    again = writer(bundle, backend=backend)
+    assert not torch.equal(again.fill(token_BL, 6), again.fill(token_BL, 6))
+
+
+@pytest.mark.gpu
+@no_gpu
+@torch.inference_mode()
+def test_kernels_on_the_gpu_are_as_exact_as_the_half_model():
+    model, rate_N = make_model().cuda(), torch.linspace(1, 0.1, 5, device="cuda")
+    token_BL = canvases(model.cfg).cuda()
+    see_BL = token_BL != mdlm.PAD
+    exact = model.double()(token_BL, rate_N[2].expand(2).double(), see_BL)[see_BL]
+    half = model.half()
+    plain = half(token_BL, rate_N[2].expand(2), see_BL)[see_BL]
+    got = jetson.fused_forward(half, rate_N, torch.ops.unmask)(token_BL, see_BL, torch.tensor([2], device="cuda"))[
+        see_BL
+    ]
+    assert (got - exact).abs().max() < 2 * (plain - exact).abs().max()

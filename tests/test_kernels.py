@@ -1,0 +1,443 @@
+"""The CUDA kernels without a GPU: their own source, emulated; what nvcc says of it for sm_87; planted bugs are found.
+
+With a GPU, the same checks on the device: pytest -m gpu tests/test_kernels.py, after setup_kernels.py.
+"""
+
+import ctypes
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import diffusion
+from csrc import ops
+
+ROOT = Path(__file__).resolve().parent.parent
+MASK = 3
+BORDERS = (1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 80, 127, 128, 129, 191, 192, 193)
+
+
+def normal(kernels, *shape, seed=0, scale=1.0):
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return x.half().to(kernels.device)
+
+
+def attention_in(dtype, qkv_BL3HK, see_BL):
+    q, k, v = qkv_BL3HK.to(dtype).permute(2, 0, 3, 1, 4)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=None if see_BL is None else see_BL[:, None, None])
+    return out.transpose(1, 2).flatten(2).double()
+
+
+def no_worse(got, plain, exact, least=1e-4):
+    """At most twice the error of the plain operator in the same dtype."""
+    error, limit = ((x.double() - exact).abs().max().item() for x in (got, plain))
+    assert error <= max(2 * limit, least), (error, limit)
+
+
+# ---- attention -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", BORDERS)
+def test_attention_at_the_borders_of_tiles(runs, length):
+    qkv = normal(runs, 2, length, 3, 1, 64, seed=length)
+    see = torch.rand(2, length, generator=torch.Generator().manual_seed(length)).to(runs.device) < 0.7
+    see[:, 0] = True
+    for mask in (None, see):
+        exact, plain = (attention_in(dtype, qkv, mask) for dtype in (torch.float64, torch.float16))
+        for warps in (1, 2, 4) if mask is None else (0,):
+            no_worse(runs.attention(qkv, mask, warps), plain, exact)
+
+
+def test_attention_over_the_longest_canvas(runs):
+    qkv = normal(runs, 1, ops.MAX_LENGTH, 3, 1, 64)
+    no_worse(runs.attention(qkv), attention_in(torch.float16, qkv, None), attention_in(torch.float64, qkv, None))
+
+
+def test_attention_where_nothing_is_seen_is_zero(runs):
+    see = torch.ones(3, 70, dtype=torch.bool, device=runs.device)
+    see[1] = False
+    see[2, :65] = False  # the first tile of keys is hidden, the second is not
+    qkv = normal(runs, 3, 70, 3, 2, 64)
+    out, lse = runs.attention(qkv, see, lse=True)
+    assert (out[1] == 0).all()
+    assert (lse[1] == -torch.inf).all()
+    no_worse(out[2:], attention_in(torch.float16, qkv, see)[2:], attention_in(torch.float64, qkv, see)[2:])
+
+
+def test_attention_reads_nothing_beyond_its_rows(runs):
+    room = normal(runs, 1, 48, 3, 2, 64)
+    want = runs.attention(room[:, :33].contiguous())
+    room[:, 33:] = torch.nan
+    view = room[:, :33]
+    assert torch.equal(runs.attention_strided(*view.unbind(2))[0].flatten(2), want)
+
+
+# ---- pointwise -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [8, 64, 248, 256, 264, 384, 512, 640, 768, 776, 1024])
+def test_add_norm_and_gelu(runs, width):
+    rows = width % 7 + 1
+    x, residual = normal(runs, rows, width, seed=1, scale=3), normal(runs, rows, width, seed=2, scale=3)
+    gamma, beta = 1 + normal(runs, width, seed=3, scale=0.1), normal(runs, width, seed=4)
+    got = (*runs.add_norm(x, residual, gamma, beta, 1e-5), runs.bias_gelu(x, beta), runs.bias_gelu(x, beta, True))
+    plain, exact = (
+        (*ops.add_norm_torch(*a, 1e-5), ops.bias_gelu_torch(a[0], a[3]), ops.bias_gelu_torch(a[0], a[3], True))
+        for a in ((x, residual, gamma, beta), [t.double() for t in (x, residual, gamma, beta)])
+    )
+    for one, two, three in zip(got, plain, exact, strict=True):
+        no_worse(one, two, three)
+
+
+def test_norm_of_a_far_off_mean(runs):
+    x = normal(runs, 5, 384, scale=0.5) + 300
+    gamma, beta = torch.ones_like(x[0]), torch.zeros_like(x[0])
+    _, norm = runs.add_norm(x, torch.zeros_like(x), gamma, beta, 1e-5)
+    np.testing.assert_allclose(norm.cpu().float(), F.layer_norm(x.double(), (384,)).cpu(), atol=3e-3)
+
+
+# ---- sampler -------------------------------------------------------------------------------------------------------
+
+
+def philox(counter, seed):
+    """Philox4x32-10 as the paper has it, on Python's integers."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & 0xFFFFFFFF, seed >> 32
+    for _ in range(10):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & 0xFFFFFFFF, (a >> 32) ^ c3 ^ k1, a & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+@pytest.mark.parametrize(
+    ("counter", "seed", "want"),
+    [
+        ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0A4093822,
+         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ],
+)  # fmt: skip
+def test_philox_gives_the_known_answers(counter, seed, want):
+    assert philox(counter, seed) == want
+    signed = seed - 2**64 if seed >= 2**63 else seed
+    assert tuple(ops.philox_torch([torch.tensor(c) for c in counter], torch.tensor(signed)).tolist()) == want
+
+
+def uniforms(words):
+    return np.minimum((np.asarray(words, np.uint32).astype(np.float32) + np.float32(0.5)) * 2.0**-32, 1 - 2.0**-24)
+
+
+def expected(logits, token, seed, step, keep, ban, vocab, temperature, top_k, top_p):
+    """The sampler's answer by diffusion.py in float64, on its own Philox."""
+    token = token.copy()
+    for row in np.flatnonzero(token.ravel() == MASK).tolist():
+        if uniforms(philox((0, row, step, 1), seed)[0]) < keep:
+            continue
+        x = diffusion.ban(logits[row : row + 1, :vocab].astype(np.float64), ban)
+        x = diffusion.filter_logits(x, temperature, top_k, top_p if temperature else 1)
+        words = [philox((i, row, step, 0), seed) for i in range(-(-vocab // 4))]
+        race = x - np.log(-np.log1p(-uniforms(words).ravel()[:vocab])) if temperature else x
+        token.ravel()[row] = race.argmax()
+    return token
+
+
+def step(function, device, logits, token, seed, at, keep, ban, vocab, temperature, top_k, top_p):
+    """One call on a copy of the tokens."""
+    token = torch.from_numpy(token.copy()).to(device)
+    table = torch.full((at + 1,), 2.0)
+    table[at] = keep
+    seed = seed - 2**64 if seed >= 2**63 else seed
+    function(
+        torch.from_numpy(logits).to(device), token, torch.tensor([seed, at], device=device), table.to(device),
+        torch.tensor(ban, dtype=torch.int32, device=device), MASK, vocab, temperature, top_k, top_p,
+    )  # fmt: skip
+    return token.cpu().numpy()
+
+
+RULES = [
+    (1.0, 0, 1.0), (1.0, 0, 0.9), (0.7, 0, 0.5), (1.3, 5, 1.0), (1.0, 1, 1.0), (0.8, 20, 0.8), (1.0, 0, 1e-9),
+    (0.0, 0, 1.0), (0.0, 3, 0.5), (1.0, 10_000, 0.95),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_sampler_agrees_with_diffusion(runs, dtype):
+    rng = np.random.default_rng(0)
+    for number, (rule, (V, vocab)) in enumerate(itertools.product(RULES, [(18, 17), (333, 300)])):
+        token = rng.choice([MASK, 7], (2, 4)).astype(np.int64)
+        logits = (3 * rng.standard_normal((8, V))).astype(dtype)
+        logits[:, 11] = logits[:, 12]  # equals are in or out together
+        rest = (2**63 + number, number, 0.4, [0, 1, MASK, 4], vocab, *rule)
+        want = expected(logits, token, *rest)
+        assert (want != token).any()
+        for function, device in ((runs.sample_, runs.device), (ops.sample_torch_, "cpu")):
+            np.testing.assert_array_equal(step(function, device, logits, token, *rest), want, err_msg=str(rest))
+
+
+def test_sampler_at_the_size_of_a_vocabulary(runs):
+    rng, token = np.random.default_rng(1), np.full((1, 3), MASK)
+    for dtype, V in ((np.float16, 16384), (np.float32, 8192), (np.float16, 8190)):  # the last one not aligned
+        logits = (2 * rng.standard_normal((3, V))).astype(dtype)
+        for rule in ((1.0, 0, 0.95), (1.0, 50, 0.9)):
+            rest = (5, 2, 0.0, [0, 1, MASK, 4], V, *rule)
+            np.testing.assert_array_equal(step(runs.sample_, runs.device, logits, token, *rest),
+                                          expected(logits, token, *rest))  # fmt: skip
+
+
+def test_sampler_draws_from_the_softmax(kernels):
+    V, rows = 8, 500
+    logits = np.log(np.array([[0.4, 0.2, 0.1, 0.0001, 0.1, 0.1, 0.05, 0.0499]], np.float32)).repeat(rows, 0)
+    token = np.full((1, rows), MASK)
+    got = step(kernels.sample_, "cpu", logits, token, 11, 0, 0.0, [MASK], V, 1.0, 0, 1.0)
+    share = np.bincount(got.ravel(), minlength=V) / rows
+    want = np.exp(logits[0]) * (np.arange(V) != MASK) / (1 - 0.0001)
+    assert np.abs(share - want).max() < 4 * np.sqrt(0.24 / rows)  # four standard errors of the largest
+    assert share[MASK] == 0
+
+
+def test_sampler_keeps_the_share_it_is_told(kernels):
+    logits, token = np.zeros((300, 8), np.float32), np.full((1, 300), MASK)
+    drawn = [step(kernels.sample_, "cpu", logits, token, s, 1, 0.3, [MASK], 8, 1.0, 0, 1.0) for s in (3, 3, 4)]
+    assert np.mean(drawn[0] == MASK) == pytest.approx(0.3, abs=4 * np.sqrt(0.21 / 300))
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    assert (drawn[0] != drawn[2]).mean() > 0.3
+
+
+def test_sampler_leaves_a_row_without_finite_logits_masked(runs):
+    logits = np.zeros((4, 16), np.float16)
+    logits[0], logits[1], logits[2, 5] = np.nan, -np.inf, np.nan
+    token = np.full((1, 4), MASK)
+    rest = (1, 0, 0.0, [MASK], 16, 1.0, 0, 0.9)
+    for function, device in ((runs.sample_, runs.device), (ops.sample_torch_, "cpu")):
+        got = step(function, device, logits, token, *rest)
+        assert (got[0, :2] == MASK).all()
+        assert got[0, 3] != MASK
+
+
+# ---- operators -----------------------------------------------------------------------------------------------------
+
+
+def operator_arguments():
+    qkv, see = torch.randn(2, 9, 3, 2, 64), torch.rand(2, 9) < 0.8
+    see[:, 0] = True
+    x, gamma = torch.randn(2, 9, 32), torch.randn(32)
+    token, state = torch.full((2, 9), MASK), torch.tensor([7, 0])
+    ban = torch.tensor([MASK], dtype=torch.int32)
+    yield "attention", (qkv, see)
+    yield "attention", (qkv, None)
+    yield "add_norm", (x, x + 1, gamma, gamma, 1e-5)
+    yield "bias_gelu", (x, gamma, True)
+    yield "sample_", (torch.randn(18, 40), token, state, torch.tensor([0.5]), ban, MASK, 40, 1.0, 0, 0.9)
+
+
+def test_operators_are_well_registered():
+    for name, arguments in operator_arguments():
+        torch.library.opcheck(getattr(torch.ops.unmask, name).default, arguments)
+
+
+@torch.no_grad()
+def test_operators_compile_and_export_whole():
+    qkv, see = next(operator_arguments())[1]
+
+    def function(qkv, see):
+        return torch.ops.unmask.bias_gelu(torch.ops.unmask.attention(qkv, see), qkv[0, 0, 0].flatten())
+
+    want = function(qkv, see)
+    torch.testing.assert_close(torch.compile(function, fullgraph=True, backend="eager")(qkv, see), want)
+
+    class Module(torch.nn.Module):
+        def forward(self, qkv, see):
+            return function(qkv, see)
+
+    torch.testing.assert_close(torch.export.export(Module(), (qkv, see)).module()(qkv, see), want)
+
+
+def test_wrong_arguments_are_named(kernels):
+    half = torch.zeros(1, 4, 3, 2, 64).half()
+    for call, message in (
+        (lambda: kernels.attention(half.float()), "float32"),
+        (lambda: kernels.attention(half[..., :32]), "64"),
+        (lambda: kernels.attention(torch.zeros(1, 1025, 3, 1, 64).half()), "1025"),
+        (lambda: kernels.attention(half, torch.ones(1, 5, dtype=torch.bool)), r"\(1, 5\)"),
+        (lambda: kernels.attention(torch.zeros(2, 3, 3, 2, 64).half().transpose(0, 1)), "contiguous"),
+        (lambda: kernels.bias_gelu(torch.zeros(2, 12).half(), torch.zeros(12).half()), "multiple of 8"),
+        (lambda: kernels.add_norm(*[torch.zeros(2048).half()] * 4, 1e-5), "1024"),
+        (lambda: kernels.bias_gelu(torch.zeros(24).half()[1:9], torch.zeros(8).half()), "16 bytes"),
+        (lambda: kernels.sample_(torch.zeros(1, 16392).half(), *[None] * 5, 16392, 1.0, 0, 1.0), "shared memory"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+# ---- building ------------------------------------------------------------------------------------------------------
+
+
+def test_without_nvcc_the_emulation_is_built_and_one_line_says_so(host_build):
+    folder, said = host_build
+    assert len([line for line in said.splitlines() if "nvcc" in line]) == 1
+    assert not list((folder / "csrc").glob("_kernels.*so"))
+
+
+def ask(folder, code):
+    """What a fresh Python says in a folder with a csrc/ of its own."""
+    env = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+
+
+TRY = """
+from csrc import ops
+def load(name):
+    try:
+        print(ops.load(name).source == ops.source_digest())
+    except RuntimeError as error:
+        print(error)
+load("_kernels_emu")
+open("csrc/sampler.cu", "a").write("// changed")
+load("_kernels_emu")
+load("_kernels")
+"""
+
+
+def test_a_missing_half_built_or_stale_extension_is_named(host_build, tmp_path, monkeypatch):
+    shutil.copytree(host_build[0] / "csrc", tmp_path / "csrc")
+    built = next((tmp_path / "csrc").glob("_kernels_emu.*so"))
+    (tmp_path / "csrc" / built.name.replace("_emu", "")).write_bytes(b"\x7fELF" + bytes(100))
+    right, stale, broken = ask(tmp_path, TRY).stdout.splitlines()
+    assert right == "True"
+    assert "built from other sources" in stale
+    assert "cannot be loaded" in broken
+    monkeypatch.setattr(ops, "__file__", str(tmp_path / "csrc/ops.py"))
+    built.write_bytes(built.read_bytes()[:5000])  # to import it would end the process with SIGBUS
+    with pytest.raises(RuntimeError, match="is half built; build it again"):
+        ops.load("_kernels_emu")
+    built.unlink()
+    with pytest.raises(RuntimeError, match=f"_kernels_emu is not built; build it with: {ops.BUILD}"):
+        ops.load("_kernels_emu")
+
+
+def test_a_build_for_another_gpu_names_both(monkeypatch):
+    built = type("Module", (), {"arch": "80;90"})
+    monkeypatch.setattr(ops, "load", lambda name="": built)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 7))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Orin")
+    said = ops.why_not(torch.device("cuda"))
+    assert all(part in said for part in ("sm_80, sm_90", "sm_87 (Orin)", 'KERNEL_ARCH="87"'))
+    built.arch = "87"
+    assert ops.why_not(torch.device("cuda")) == ""
+
+
+def nvcc():
+    found = shutil.which("nvcc", path=os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin") or shutil.which("nvcc")
+    return found or pytest.skip("no nvcc: what ptxas says of sm_87 is not known")
+
+
+@pytest.mark.parametrize("name", ["attention", "pointwise", "sampler"])
+def test_nvcc_compiles_for_the_jetson_without_spills(name, tmp_path):
+    command = [nvcc(), "-arch=sm_87", "-std=c++17", "-O3", "-Xptxas=-v", "-cubin", "-o", tmp_path / "out.cubin"]
+    built = subprocess.run([*command, ROOT / f"csrc/{name}.cu"], capture_output=True, text=True, timeout=300)
+    assert built.returncode == 0, built.stderr
+    report = built.stderr
+    kernels = len(re.findall(r"Compiling entry function", report))
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", report)]
+    assert len(spills) == 2 * kernels > 0
+    assert not any(spills), report
+    assert len(re.findall(r"Used \d+ registers", report)) == kernels
+    assert all(int(n) <= 48 * 1024 for n in re.findall(r"(\d+) bytes smem", report)), report
+
+
+@pytest.mark.slow
+def test_the_extension_for_the_gpu_is_built_and_imports_without_one(tmp_path):
+    nvcc()
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copy(ROOT / "setup_kernels.py", tmp_path)
+    command = [sys.executable, "setup_kernels.py", "-q", "build_ext", "--inplace"]
+    env = os.environ | {"KERNEL_ARCH": "87;90"}
+    built = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+    assert built.returncode == 0, built.stderr
+    assert ask(tmp_path, "from csrc import ops; print(ops.load().arch)").stdout == "87;90\n"
+    env["KERNEL_ARCH"] = "7.5"
+    old = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert old.returncode != 0
+    assert "8.0 or newer" in old.stderr
+
+
+# ---- planted bugs --------------------------------------------------------------------------------------------------
+
+# name -> (what stands in attention.cu, what a tired author writes)
+BUGS = {
+    "no wait for the last copies": ("copy_wait<0>();", ""),
+    "wait for one group too few": ("copy_wait<1>();", "copy_wait<2>();"),
+    "no barrier after the wait": ("__syncthreads();  // this tile has landed", "// this tile has landed"),
+    "no barrier before the tile is overwritten": ("__syncthreads();  // all have read", "// all have read"),
+    "keys read by the wrong lanes": ("n * 8 + lane % 8 + lane / 16 * 8, 2 * i + lane / 8 % 2",
+                                     "n * 8 + lane % 8 + lane / 8 % 2 * 8, 2 * i + lane / 16"),
+    "values not transposed": ("load_matrix4_transposed(v,", "load_matrix4(v,"),
+    "sums not rescaled": ("sum[r] *= rescale;", ""),
+    "output not rescaled": ("out[n][2 * r] *= rescale;", ""),
+    "keys beyond the end": ("key < a.length && (", "("),
+    "a barrier that one warp skips": ("__syncthreads();  // this tile has landed",
+                                      "if (threadIdx.x >= 32) __syncthreads();  // this tile has landed"),
+    "chunks off their 16 bytes": ("(c ^ (r & 7)) << 3", "((c ^ (r & 7)) << 3 ^ 4)"),
+    "rows g + 8 stored as g + 4": ("first + warp * 16 + g + 8 * r;", "first + warp * 16 + g + 4 * r;"),
+}  # fmt: skip
+
+
+def run_attention(library, golden, case, warps, eager):
+    """Largest error of a case over a bare host build of attention.cu; NaN counts as infinite."""
+    q, k, v = (np.ascontiguousarray(golden[f"{case}.{name}"]) for name in "qkv")
+    B, H, L, K = q.shape
+    out = np.zeros_like(q)
+    see = golden[f"{case}.key_mask"].astype(np.uint8) if f"{case}.key_mask" in golden.files else None
+    pointers = [ctypes.c_void_p(None if a is None else a.ctypes.data) for a in (q, k, v, see, out, None)]
+    strides = [ctypes.c_int64(s) for s in (H * L * K, K, L * K) * 2]
+    library.attention.restype = ctypes.c_char_p
+    library.set_eager_copies(ctypes.c_bool(eager))
+    wrong = library.attention(*pointers, B, L, H, *strides, ctypes.c_float(K**-0.5), warps, None)
+    error = np.abs(out.astype(np.float32) - golden[f"{case}.out"]).max()
+    return np.inf if wrong or np.isnan(error) else error
+
+
+def found(source, folder, golden):
+    """Whether any golden case fails on a host build of this attention.cu."""
+    folder.mkdir()
+    for path in (ROOT / "csrc").glob("*.[hc]*"):
+        if path.suffix in (".h", ".cuh"):
+            shutil.copy(path, folder)
+    (folder / "attention.cu").write_text(source)
+    switch = '#include "attention.cu"\nextern "C" void set_eager_copies(bool on) { emulation::eager_copies = on; }\n'
+    (folder / "host.cpp").write_text(switch)
+    command = "g++ -std=c++17 -O1 -w -fPIC -shared -DEMULATE host.cpp -o host.so"
+    subprocess.run(command.split(), cwd=folder, check=True)
+    library = ctypes.CDLL(str(folder / "host.so"))
+    cases = sorted({name.split(".")[0] for name in golden.files})
+    for case in cases:
+        for warps in (1, 2, 4):
+            for eager in (False, True):
+                if not run_attention(library, golden, case, warps, eager) < (4e-3 if case.endswith("_hot") else 2e-3):
+                    return True
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.golden
+def test_every_planted_bug_is_found(golden_dir, tmp_path):
+    if not shutil.which("g++"):
+        pytest.skip("no g++")
+    golden, source = np.load(golden_dir("mdlm") / "attention.npz"), (ROOT / "csrc/attention.cu").read_text()
+    assert not found(source, tmp_path / "right", golden)
+    missed = []
+    for number, (name, (right, wrong)) in enumerate(BUGS.items()):
+        assert source.count(right) == 1, f"{name}: {right!r} is in attention.cu {source.count(right)} times"
+        if not found(source.replace(right, wrong), tmp_path / str(number), golden):
+            missed.append(name)
+    assert not missed
