@@ -1028,7 +1028,7 @@ def main(cfg):
         settle()
         manager.close()
     except RuntimeError as error:
-        end(f"{error}; mend it, then --resume={out}")
+        end(f"{str(error).splitlines()[0]}; mend it, then --resume={out}")
     finally:
         sys.stderr = stderr
         pool.shutdown(wait=False, cancel_futures=True)

@@ -648,8 +648,8 @@ def load(folder, step=None, dtype=jnp.float32, run=None):
     path, problem = folder / "checkpoints" / str(step), None
     try:
         meta = json.loads((path / "meta" / "metadata").read_text())
-        if meta["train"]["model"].startswith("dream"):
-            raise ValueError(f"it is of {meta['train']['model']}, which is no PythonCoder; say --model=dream")
+        if (name := meta.get("train", {}).get("model", "")).startswith("dream"):  # a converted one has no "train"
+            raise ValueError(f"it is of {name}, which is no PythonCoder; say --model=dream")
         cfg = Config(**meta["model"])
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), param_shapes(cfg))
