@@ -456,9 +456,7 @@ def make_demo(cfg):
     tasks = make_tasks(0)
     heldout, train = tasks[:96], tasks[96:]
     if not (base / "done").exists():
-        print(
-            "no --ckpt: making tasks, and training a small Dream on answers of which three in ten are right", flush=True
-        )
+        print("no --ckpt: training a small Dream on tasks of its own, with three in ten answers right", flush=True)
         shutil.rmtree(base, ignore_errors=True)
         base.mkdir(parents=True)
         pairs = [
@@ -699,10 +697,9 @@ def resolve(cfg):
     if cfg.preset == "7b" and not cfg.ckpt:
         sys.exit("--preset=7b needs --ckpt, a folder of convert_weights.py, and --prompts, one of data_prep.py")
     if cfg.prompts and Path(cfg.prompts).is_dir():
-        folder = Path(cfg.prompts)
-        cfg = dataclasses.replace(
-            cfg, prompts=str(folder / "train.jsonl"), heldout=cfg.heldout or str(folder / "heldout.jsonl")
-        )
+        train, heldout = (Path(cfg.prompts) / f"{split}.jsonl" for split in ("train", "heldout"))
+        some = heldout.is_file() and heldout.stat().st_size  # --heldout=0 leaves it empty
+        cfg = dataclasses.replace(cfg, prompts=str(train), heldout=cfg.heldout or (str(heldout) if some else ""))
     for path in filter(None, (cfg.prompts, cfg.heldout)):
         if not Path(path).is_file():
             sys.exit(

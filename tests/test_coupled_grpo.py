@@ -720,22 +720,29 @@ def test_equal_rewards_update_nothing(folder, tmp_path):
         ({"prompts": ""}, "--ckpt and --prompts belong together"),
         ({"prompts": "none.jsonl"}, "none.jsonl does not exist; write tasks with"),
         ({"ckpt": "none"}, "holds no checkpoint"),
-        ({"max_prompt": 1}, None),
         ({"max_prompt": 60}, "more than the model's 64 positions"),
         ({"micro_batch": 12}, "--micro_batch"),
     ],
     ids=str,
 )
-def test_bad_settings_are_one_line_before_the_first_round(folder, tmp_path, monkeypatch, capsys, settings, words):
+def test_bad_settings_are_one_line_before_the_first_round(folder, tmp_path, monkeypatch, settings, words):
     monkeypatch.setattr(grpo, "end", lambda message: sys.exit(str(message)))  # which leaves by os._exit
-    if words is None:  # prompts that are too long are left out and counted
-        grpo.main(config(folder, tmp_path / "run", rounds=1, **settings))
-        assert "1 tasks of at most 1 tokens, 3 longer ones left out" in capsys.readouterr().out
-        return
     with pytest.raises(SystemExit, match=re.escape(words)) as error:
         grpo.main(config(folder, tmp_path / "run", **settings))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_long_prompts_are_left_out_and_counted(folder):
+    model = dream.load(folder / "base")
+    tokenizer = dream.load_tokenizer(folder / "base", model.cfg)
+    some = [folder / "tasks.jsonl", config(folder, "", max_prompt=2), model.cfg, tokenizer, None]
+    prompts = grpo.Prompts(*some)
+    assert [task["prompt"] for task in prompts.tasks] == ["ab", "c"]
+    assert prompts.dropped == 2
+    token_BL, see_BL = prompts.canvas([1, 0])
+    assert token_BL.tolist() == [[27, 2] + [28] * 8, [0, 1] + [28] * 8]
+    assert see_BL[:, :2].tolist() == [[False, True], [True, True]]
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,7 @@ def test_bfloat16_computation_is_near_float32():
     assert main[0] == pytest.approx(main[1], rel=5e-3)
 
 
+@pytest.mark.slow
 def test_speculative_and_plain_sampling_draw_from_the_same_distribution():
     cfg = dataclasses.replace(TINY, vocab=8)
     model, n = build(cfg), 3000
