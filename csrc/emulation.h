@@ -214,7 +214,10 @@ const char *launch(void (*kernel)(P...), dim3 grid, int threads, void *, A... ar
 
 // ---- what threads do together ----
 
-inline void __syncthreads() { emulation::wait(emulation::block, emulation::threads.size(), false); }
+inline void __syncthreads() {
+    emulation::warp_wait();  // all lanes finish what stands before the barrier, else none of them runs ahead of the block
+    emulation::wait(emulation::block, emulation::threads.size(), false);
+}
 
 template <class T>
 inline T shuffle_xor(T x, int lanes) {

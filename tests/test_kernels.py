@@ -194,6 +194,20 @@ def test_sampler_at_the_size_of_a_vocabulary(runs):
                                           expected(logits, token, *rest))  # fmt: skip
 
 
+def test_sampler_finds_the_very_first_ones(runs):
+    """With one id allowed it is the arg-max, wherever in the row it lies; a slip in a count or a sum shows here."""
+    rng, rows, V = np.random.default_rng(2), 48, 1024
+    logits, token = rng.standard_normal((rows, V)).astype(np.float16), np.full((1, rows), MASK)
+    logits[np.arange(rows), rng.permutation(V)[:rows]] = 5  # nearly all of the others are in reach of Gumbel noise
+    logits[:, MASK] = -9
+    for rule in ((1.0, 1, 1.0), (3.0, 0, 1e-9), (0.0, 0, 1.0)):
+        got = step(runs.sample_, runs.device, logits, token, 8, 0, 0.0, [MASK], V, *rule)
+        np.testing.assert_array_equal(got[0], logits.argmax(-1), err_msg=str(rule))
+    logits[:] = np.repeat(logits[:, :1], V, 1)
+    got = step(runs.sample_, runs.device, logits, token, 8, 0, 0.0, [0, 1, MASK, 4], V, 0.0, 0, 1.0)
+    assert (got == 2).all()  # of equals the first
+
+
 def test_sampler_draws_from_the_softmax(kernels):
     V, rows = 8, 500
     logits = np.log(np.array([[0.4, 0.2, 0.1, 0.0001, 0.1, 0.1, 0.05, 0.0499]], np.float32)).repeat(rows, 0)
