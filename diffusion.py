@@ -320,7 +320,7 @@ def _top_p(logits_BLV, p, stays, width):
     def stay(before_BLV):
         """Whether a token with these before it stays."""
         mass_BL1 = xp.sum(xp.where(before_BLV, prob_BLV, 0.0), axis=-1, keepdims=True)
-        return stays(mass_BL1, p + 0 * mass_BL1)
+        return stays(mass_BL1, max(p, 1e-9) + 0 * mass_BL1)  # the likeliest always stays
 
     def largest(bits, holds):
         """The largest number that holds, where all smaller ones do."""

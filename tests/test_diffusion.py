@@ -90,12 +90,12 @@ def test_top_p_by_bisection_keeps_what_a_loop_over_the_sorted_tokens_keeps(rule)
     rng = np.random.default_rng(0)
     logits = np.stack([rng.normal(size=37) * 3, rng.integers(0, 4, 37), np.zeros(37), rng.normal(size=37) * 40])
     logits[0, rng.integers(0, 37, 9)] = -np.inf
-    for p in (1e-6, 0.1, 0.5, 0.9, 0.999):
+    for p in (0.0, 1e-6, 0.1, 0.5, 0.9, 0.999):
         kept = np.zeros(logits.shape, bool)
         for row, prob in zip(kept, diffusion.softmax(logits), strict=True):
             before = 0.0
             for i in np.argsort(-prob, kind="stable"):  # of equals the lower id first
-                row[i] = before <= p if rule == "dream" else before < p
+                row[i] = before <= p if rule == "dream" else before < p or before == 0  # the likeliest always stays
                 before += prob[i]
         for width in (1, 2, 3):
             got = diffusion.filter_logits(logits, top_p=p, rule=rule, width=width)
