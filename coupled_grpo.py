@@ -1,6 +1,6 @@
 """Coupled-GRPO: reinforcement learning of a Dream model on code rewards, in JAX, on a TPU, GPUs or a CPU.
 
-    python coupled_grpo.py                                        # a small model learns small tasks: minutes on a CPU
+    python coupled_grpo.py                                        # a small model learns small tasks; five minutes, CPU
     python coupled_grpo.py --resume=out/grpo                      # goes on where the run stopped
     python data_prep.py --source=acecode --difficulty=hard --tokenizer=out/diffucoder/tokenizer.json --out=data/acecode
     python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode                  # full fine-tuning

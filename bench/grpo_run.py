@@ -1,6 +1,6 @@
 """The demo of coupled_grpo.py over several seeds: held-out reward by round, and the time it takes.
 
-    python bench/grpo_run.py                                   # three seeds, about half an hour; keep the machine idle
+    python bench/grpo_run.py                                   # three seeds, a quarter of an hour; keep the machine idle
     python bench/grpo_run.py --masks coupled independent       # the same from masks that are not coupled, too
 
 A seed is pre-training, tasks drawn and completions, all anew; the held-out tasks are the same. With several kinds of
@@ -59,7 +59,7 @@ def main(cfg):
         axis.plot(*zip(*curve, strict=True), marker="o", ms=3, label=f"{masks} masks, seed {seed}", **style)
     axis.set(xlabel="round", ylabel="tests passed, 96 held-out tasks", ylim=(0, 1))
     axis.grid(alpha=0.3)
-    axis.legend()
+    axis.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(RESULTS / "grpo_run.png", dpi=120)
     for masks in cfg.masks:
