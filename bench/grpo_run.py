@@ -1,6 +1,6 @@
 """The demo of coupled_grpo.py over several seeds: held-out reward by round, and the time it takes.
 
-    python bench/grpo_run.py                                   # three seeds, a quarter of an hour; keep the machine idle
+    python bench/grpo_run.py                                   # three seeds, 15 minutes; keep the machine idle
     python bench/grpo_run.py --masks coupled independent       # the same from masks that are not coupled, too
 
 A seed is pre-training, tasks drawn and completions, all anew; the held-out tasks are the same. With several kinds of
