@@ -41,16 +41,17 @@ def main(cfg):
     runs, minutes = {}, []
     for seed in cfg.seeds:
         for masks in cfg.masks:
-            out = Path(cfg.out) / f"{masks}-{seed}"
-            first = Path(cfg.out) / f"{cfg.masks[0]}-{seed}" / "base"
-            shutil.rmtree(out, ignore_errors=True)
-            if masks != cfg.masks[0]:
-                shutil.copytree(first, out / "base")
-            started = time.perf_counter()
-            flags = f"--seed={seed}", f"--masks={masks}", f"--out={out}", f"--rounds={cfg.rounds}", "--compile_cache="
-            subprocess.run([sys.executable, str(ROOT / "coupled_grpo.py"), *flags], check=True)
-            if masks == cfg.masks[0]:
-                minutes.append((time.perf_counter() - started) / 60)
+            out, base = Path(cfg.out) / f"{masks}-{seed}", Path(cfg.out) / f"{cfg.masks[0]}-{seed}" / "base"
+            if not (out / "minutes.json").exists():  # what is finished stays
+                shutil.rmtree(out, ignore_errors=True)
+                if masks != cfg.masks[0]:
+                    shutil.copytree(base, out / "base")
+                started = time.perf_counter()
+                flags = f"--seed={seed}", f"--masks={masks}", f"--out={out}", f"--rounds={cfg.rounds}"
+                command = [sys.executable, str(ROOT / "coupled_grpo.py"), *flags, "--compile_cache="]
+                subprocess.run(command, check=True)
+                (out / "minutes.json").write_text(json.dumps((time.perf_counter() - started) / 60))
+            minutes += [json.loads((out / "minutes.json").read_text())] if masks == cfg.masks[0] else []
             log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
             runs[masks, seed] = [(row["round"], row["heldout_reward"]) for row in log if "heldout_reward" in row], log
     figure, axis = plt.subplots(figsize=(7, 4))
