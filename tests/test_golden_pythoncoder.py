@@ -118,7 +118,7 @@ def tiny_params(arrays, cfg):
     return pc.stack_layers({k[6:]: arrays[k] for k in arrays.files if k.startswith("param/")}, cfg)
 
 
-@pytest.mark.parametrize("remat", ["none", "qkvo", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qkvo", "full"))])
 def test_whole_model_logits_losses_and_gradients(golden_dir, remat):
     settings, arrays = read(golden_dir("pythoncoder"), "tiny_model")
     token_BL, segment_BL, position_BL = (jnp.asarray(arrays[k]) for k in ("tokens", "segments", "positions"))

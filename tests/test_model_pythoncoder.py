@@ -170,6 +170,7 @@ def test_eight_devices_give_the_losses_and_gradients_of_one(tensor):
         np.testing.assert_allclose(grad, want, atol=1e-4 * np.abs(want).max() + 1e-7, err_msg=name)
 
 
+@pytest.mark.slow
 def test_bfloat16_computation_is_near_float32():
     token_BL, segment, position = tokens((2, 32)), jnp.ones((2, 32), jnp.int32), jnp.arange(32)[None]
     main = [float(build(TINY, dtype=d).losses(token_BL, segment, position)[0]) for d in (jnp.float32, jnp.bfloat16)]

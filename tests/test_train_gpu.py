@@ -242,6 +242,7 @@ def test_two_processes_train_as_one(data, unbroken, tmp_path, fsdp, compiled):
     assert (out / "samples.txt").read_text().count("---- step") == 3
 
 
+@pytest.mark.slow
 def test_two_processes_leave_together_when_one_is_asked_to_stop(data, unbroken, tmp_path):
     out = tmp_path / "run"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

@@ -206,6 +206,7 @@ def test_a_run_prints_its_choices_and_leaves_what_generate_needs(unbroken):
     assert model.cfg == pc.CONFIGS["tiny"]
 
 
+@pytest.mark.slow
 def test_evaluate_scores_a_checkpoint_as_the_trainer_did(data, unbroken, tmp_path):
     out = unbroken[0]
     flags = "--all_steps=True", "--json=True", f"--rows={train_tpu.Config.eval_rows}"  # the trainer scores no more
@@ -479,6 +480,7 @@ def test_init_starts_at_the_loss_of_the_checkpoint(kind, data, pairs, one_device
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_a_dream_step_on_eight_devices_has_the_loss_of_one(data):
     rows, cfg = train_tpu.Rows(data, "train").read(np.arange(8)), DREAM
     names = "token_ABL", "segment_ABL", "position_ABL"
