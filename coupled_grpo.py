@@ -20,7 +20,7 @@ token is MASK in the first and in exactly one of the other two, so its score alw
 half known. Rewards of the completions of a task are compared with each other: no value model is needed.
 
 --preset=7b holds the reference's settings, but for these. Its completions come from 256 passes, which are most of all
-work; ours from cached blocks, all sure tokens at once. Its masks repeat after some hundred updates, and with two
+work; ours from cached blocks, all sure tokens at once. Its masks repeat after about a hundred draws, and with two
 micro-batches each sees the same mask twice; ours never. It cuts long prompts on the left, we leave them out. It rewards
 text behind <|im_end|>, and counts a failed sandbox as a wrong answer. Groups of equal rewards teach nothing; it
 computes them, we skip them.
@@ -521,7 +521,10 @@ class Prompts:
             if chat and not wrap:
                 sys.exit(f"{path} asks questions, and {cfg.ckpt} holds no chat template (tokenizer_config.json)")
             tokenizer.encode_special_tokens = not chat  # the names of special tokens in a program's text are text
-            text = wrap(*(turn["content"] for turn in messages(task)[::-1])) if chat else task["prompt"]
+            try:
+                text = wrap(*(turn["content"] for turn in messages(task)[::-1])) if chat else task["prompt"]
+            except ValueError as error:
+                sys.exit(str(error))
             ids = tokenizer.encode(text, add_special_tokens=False).ids
             if len(ids) > cfg.max_prompt:
                 self.dropped += 1
@@ -551,18 +554,20 @@ class Prompts:
         return texts, rows
 
 
-def score(cfg, texts, rows):
-    """reward_BF of all completions: one column per reward function, nan where there is none. Equals are run once."""
-    first = {}
-    for i, (text, row) in enumerate(zip(texts, rows, strict=True)):
-        first.setdefault((text, id(row["test_cases"]), row["tokens"]), i)
-    some = list(first.values())
+def score(cfg, functions, texts, rows):
+    """reward_BF of all completions: one column per reward function, nan where there is none. Equals are run once.
+
+    Leaves the tests' verdicts in the rows, where a function gives them. Raises RuntimeError for a function that fails.
+    """
+    keys = [(text, id(row["test_cases"]), row["tokens"]) for text, row in zip(texts, rows, strict=True)]
+    first = dict(zip(keys[::-1], range(len(keys) - 1, -1, -1), strict=True))  # the first row of each kind
+    some = sorted(first.values())
     options = {"runner": cfg.runner, "e2b_router_url": cfg.e2b_router_url, "workers": cfg.workers}
     options |= {"timeout_s": cfg.timeout_s, "allow_unsafe": cfg.allow_unsafe, "max_tokens": cfg.max_new}
     columns = []
-    for name in cfg.rewards:
+    for name, function in zip(cfg.rewards, functions, strict=True):
         try:
-            column = sandbox.find_reward(name)([texts[i] for i in some], [rows[i] for i in some], **options)
+            column = function([texts[i] for i in some], [rows[i] for i in some], **options)
             column = [math.nan if x is None else float(x) for x in column]
         except Exception as error:  # whatever a user's function raises
             raise RuntimeError(f"the reward {name} raised {type(error).__name__}: {error}") from error
@@ -570,7 +575,6 @@ def score(cfg, texts, rows):
             raise RuntimeError(f"the reward {name} gave {len(column)} values for {len(some)} completions")
         columns.append(column)
     place = {i: j for j, i in enumerate(some)}
-    keys = [(text, id(row["test_cases"]), row["tokens"]) for text, row in zip(texts, rows, strict=True)]
     for row, key in zip(rows, keys, strict=True):
         row["verdicts"] = rows[first[key]].get("verdicts", [])
     return np.array(columns).T[[place[first[key]] for key in keys]]
@@ -601,8 +605,10 @@ def new_adapters(key, base, rank, targets):
     return {"layers": layers}
 
 
-def make_programs(cfg, graph, optimizer, mask_id):
+def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None):
     """(scores, gradients, update), compiled once each; base is {} for full fine-tuning.
+
+    layout and opt_layout are the shardings of what is trained and of the optimizer's state, which stay as they are.
 
     scores(base, trained, batch) -> [B, C]; gradients(trained, base, total, batch) -> (total + those of the batch,
     metrics); update(trained, opt, total, micro-batches) -> (trained, opt, norm). Without a finite gradient nothing is
@@ -617,7 +623,7 @@ def make_programs(cfg, graph, optimizer, mask_id):
         inputs = (batch[name] for name in ("token_BL", "see_BL", "u_BC", "ratio_B"))
         return coupled_scores(policy(base, trained), *inputs, mask_id, cfg.chunk, batch.get("other_BC"))[0]
 
-    @functools.partial(jax.jit, donate_argnums=2)
+    @functools.partial(jax.jit, donate_argnums=2, out_shardings=(layout, None))
     def gradients(trained, base, total, batch):
         def loss(trained, batch):
             model = policy(base, trained)
@@ -625,7 +631,7 @@ def make_programs(cfg, graph, optimizer, mask_id):
 
         return add_gradients(loss, trained, batch, total)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2), out_shardings=(layout, opt_layout, None))
     def update(trained, opt, total, count):
         grads = jax.tree.map(lambda g: g / count, total)
         norm = optax.tree.norm(grads)
@@ -682,11 +688,6 @@ def resolve(cfg):
         sys.exit("--temperature=0 writes the same completion again and again; nothing could be compared")
     if len(cfg.rewards) != len(cfg.reward_weights):
         sys.exit(f"{len(cfg.rewards)} --rewards need as many --reward_weights, not {len(cfg.reward_weights)}")
-    for name in cfg.rewards:
-        try:
-            sandbox.find_reward(name)
-        except Exception as error:  # whatever a user's file raises
-            sys.exit(f"--rewards: {error}")
     if cfg.block_length and cfg.max_new % cfg.block_length:
         sys.exit(f"--block_length={cfg.block_length} does not divide --max_new={cfg.max_new}")
     unknown = set(cfg.lora_targets) - {name for name in md.SHARDING if name.endswith("_proj")}
@@ -772,6 +773,34 @@ def truncate(path, round):
         os.replace(path.with_suffix(".tmp"), path)
 
 
+def summary(cfg, reward_BF, result, rows, measured):
+    """What a round's rewards, verdicts and micro-batches say, as numbers for the log."""
+    row = {"reward": float(result.reward_B[result.counted_B].mean()) if result.counted_B.any() else math.nan}
+    for name, reward_B in zip(cfg.rewards, reward_BF.T, strict=True):
+        known_B = reward_B[~np.isnan(reward_B)]
+        row |= {f"{name}_{f.__name__}": float(f(known_B)) for f in (np.mean, np.std) if len(known_B)}
+    row |= {"constant_groups": float(result.constant_B.mean()), "no_reward": int((~result.counted_B).sum())}
+    row["timeouts"] = sum(each["verdicts"].count("timeout") for each in rows)
+    combine = {"ratio_max": max, "tokens": sum}
+    for name in measured[0] if measured else ():
+        row[name] = float(combine.get(name, np.mean)([float(metrics[name]) for metrics in measured]))
+    return row
+
+
+def told(cfg, reward_BF, result, rows):
+    """Each completion with its rewards, for rounds.jsonl; None where there is none."""
+    for i, row in enumerate(rows):
+        rewards = [None if math.isnan(x) else x for x in reward_BF[i].tolist()]
+        line = {"id": row.get("id"), "prompt": row.get("prompt", row.get("question")), "completion": row["written"]}
+        line |= {"tokens": row["tokens"], "verdicts": row["verdicts"]}
+        line["rewards"] = dict(zip(cfg.rewards, rewards, strict=True))
+        counted = bool(result.counted_B[i])
+        line["reward"], line["advantage"] = (
+            (float(x[i]) if counted else None) for x in (result.reward_B, result.advantage_B)
+        )
+        yield line
+
+
 def show_round(rows):
     """Print the best and the worst completion."""
     rows = sorted((row for row in rows if row["advantage"] is not None), key=lambda row: row["reward"])
@@ -784,7 +813,13 @@ def main(cfg):
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback where we print one line
     cfg = resolve(cfg)
     out, started = Path(cfg.out), time.perf_counter()
-    if not cfg.resume and any(path.name.isdigit() for path in (out / "checkpoints").glob("*")):
+    if cfg.resume:
+        if Path(cfg.resume).resolve() != out.resolve():
+            sys.exit(f"--resume={cfg.resume} goes on in its own folder; leave --out={out} out")
+        saved = saved_config(["--resume", cfg.resume])
+        if (cfg.lora_rank, cfg.lora_targets, cfg.beta > 0) != (saved.lora_rank, saved.lora_targets, saved.beta > 0):
+            sys.exit(f"{cfg.resume} holds other weights; leave --lora_rank, --lora_targets and --beta as they were")
+    elif any(path.name.isdigit() for path in (out / "checkpoints").glob("*")):
         sys.exit(f"{out} already holds a run: --resume={out} goes on with it, another --out starts anew")
     out.mkdir(parents=True, exist_ok=True)
     lock = open(out / ".lock", "w")
@@ -792,8 +827,12 @@ def main(cfg):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.exit(f"another trainer is writing to {out}; wait for it or choose another --out")
-    try_sandbox(cfg)
     settings = dataclasses.asdict(cfg)
+    try:
+        functions = [sandbox.find_reward(name) for name in cfg.rewards]
+    except Exception as error:  # whatever a user's file raises
+        sys.exit(f"--rewards: {error}")
+    try_sandbox(cfg)
     if not cfg.ckpt:
         cfg = make_demo(cfg)
     if cfg.compile_cache:
@@ -822,13 +861,14 @@ def main(cfg):
     chat = "question" in train.tasks[0]
     end_of_turn = tokenizer.token_to_id("<|im_end|>") if chat else None
     eos_id = model_cfg.eos_id if end_of_turn is None else end_of_turn
-    ends = dict.fromkeys(
-        (eos_id, model_cfg.eos_id, *(i for i in [tokenizer.token_to_id("<|dlm_pad|>")] if i is not None))
-    )
-    rule = md.Sampling(
-        "entropy", temperature=cfg.temperature, top_p=cfg.top_p, threshold=cfg.threshold, block_length=cfg.block_length,
-        cache=cfg.cache if cfg.block_length else "", vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends),
-    )  # fmt: skip
+    padding = tokenizer.token_to_id("<|dlm_pad|>")
+    ends = dict.fromkeys((eos_id, model_cfg.eos_id) if padding is None else (eos_id, model_cfg.eos_id, padding))
+    same = {name: getattr(cfg, name) for name in ("temperature", "top_p", "threshold", "block_length")}
+    cache, vocab = cfg.cache if cfg.block_length else "", tokenizer.get_vocab_size()
+    try:
+        rule = md.Sampling("entropy", **same, cache=cache, vocab=vocab, eos_ids=tuple(ends))
+    except ValueError as error:
+        sys.exit(str(error))
     run = md.Run(dtype, 64 if on_cpu else 256, remat=cfg.remat or ("none" if on_cpu else "full"))
     plain = md.graph_of(model_cfg, dataclasses.replace(run, remat="none"))
     key = jax.random.key(cfg.seed)
@@ -842,28 +882,29 @@ def main(cfg):
         cfg.weight_decay,
         cfg.clip,
     )
-    opt = jax.jit(optimizer.init)(params)
-    opt = jax.device_put(opt, md.shardings(mesh, opt))
+    layout = md.shardings(mesh, params)
+    opt_layout = md.shardings(mesh, jax.eval_shape(optimizer.init, params))
+    opt = jax.jit(optimizer.init, out_shardings=opt_layout)(params)
     ref = jax.tree.map(jnp.copy, params) if cfg.beta else {}
     name = "adapters" if cfg.lora_rank else "params"
     state = {name: params, "ref": ref, "opt": opt}
-    scores, gradients, update = make_programs(cfg, md.graph_of(model_cfg, run), optimizer, model_cfg.mask_id)
+    graph = md.graph_of(model_cfg, run)
+    scores, gradients, update = make_programs(cfg, graph, optimizer, model_cfg.mask_id, layout, opt_layout)
     sync = jax.jit(functools.partial(sync_reference, mixup=1.0 if cfg.lora_rank else cfg.mixup), donate_argnums=0)
     count = sum(x.size for x in jax.tree.leaves(params))
-    what = (
-        f"rank {cfg.lora_rank}: {count:,} of {md.count_params(model_cfg)['total'] + count:,}" if base else f"{count:,}"
-    )
+    whole = md.count_params(model_cfg)["total"] + count
+    what = f"rank {cfg.lora_rank}: {count:,} of {whole:,}" if base else f"{count:,}"
     print(f"{len(devices)} x {devices[0].device_kind}, {dtype}; training {what} parameters of {cfg.ckpt}")
     left_out = f", {train.dropped} longer ones left out" * bool(train.dropped)
     print(
-        f"{len(train.tasks):,} tasks of at most {cfg.max_prompt} tokens{left_out}; a round is {cfg.tasks} x {cfg.group}"
+        f"{len(train.tasks):,} tasks of {cfg.max_prompt} tokens or less{left_out}; a round is {cfg.tasks} x {cfg.group}"
     )
 
     # ---- the folder
     options = ocp.CheckpointManagerOptions(max_to_keep=cfg.keep, cleanup_tmp_directories=True)
     manager = ocp.CheckpointManager((out / "checkpoints").absolute(), options=options)
     meta = {"model": dataclasses.asdict(model_cfg), "train": {"model": "dream"} | settings}
-    first = updates = 0
+    first = updates = bad = 0
     rows_at = jax.NamedSharding(mesh, md.PS(md.BATCH))
     if cfg.resume and manager.latest_step() is not None:
         state, first, updates = restore(manager, state, out)
@@ -892,20 +933,15 @@ def main(cfg):
     def evaluate():
         """Mean reward of the first function, on held-out tasks."""
         which = np.repeat(np.arange(min(cfg.eval_tasks, len(heldout.tasks))), cfg.eval_samples)
-        policy = nnx.merge(plain, assemble(base, state[name]))
-        token_BL, _ = generate(
-            policy, heldout, which, cfg, rule, jax.random.fold_in(key, 1 << 21), collections.Counter()
-        )
+        policy, key_e = nnx.merge(plain, assemble(base, state[name])), jax.random.fold_in(key, 1 << 21)
+        token_BL, _ = generate(policy, heldout, which, cfg, rule, key_e, collections.Counter())
         counted_BC = completion_mask(token_BL[:, cfg.max_prompt :], eos_id)
-        reward_BF = score(cfg, *heldout.completions(which, token_BL, counted_BC))
-        return {
-            "heldout_reward": float(np.nanmean(reward_BF[:, 0])),
-            "heldout_pass": float(np.mean(reward_BF[:, 0] == 1)),
-        }
+        reward_B = score(cfg, functions, *heldout.completions(which, token_BL, counted_BC))[:, 0]
+        return {"heldout_reward": float(np.nanmean(reward_B)), "heldout_pass": float(np.mean(reward_B == 1))}
 
     def one_round(r):
         """Completions, rewards and updates of round r: (a row for the log, rows for rounds.jsonl)."""
-        nonlocal updates
+        nonlocal updates, bad
         seconds, then, total = {}, time.perf_counter(), None
 
         def lap(phase):
@@ -921,9 +957,7 @@ def main(cfg):
         counted_BC = completion_mask(token_BL[:, cfg.max_prompt :], eos_id)
         texts, rows = train.completions(which, token_BL, counted_BC)
         lap("generate")
-        rewards = pool.submit(
-            score, cfg, texts, rows
-        )  # in processes of the sandbox, while old and reference are scored
+        rewards = pool.submit(score, cfg, functions, texts, rows)  # in the sandbox, while others are scored here
 
         def rows_of(row_R, i, **more):
             """Batch of these rows under the masks of iteration i; row -1 counts for nothing."""
@@ -934,7 +968,8 @@ def main(cfg):
 
         n = cfg.iterations
         ratio_NB, u_NBC = (np.stack(x) for x in zip(*(draw_masks(key_r, 1, i, B, C) for i in range(n)), strict=True))
-        other_NBC = np.stack([draw_masks(key_r, 2, i, B, C)[1] for i in range(n)])
+        if cfg.masks == "independent":
+            other_NBC = np.stack([draw_masks(key_r, 2, i, B, C)[1] for i in range(n)])
         old_NBC, ref_NBC = np.zeros((2, n, B, C), np.float32)
         for i, row_R in itertools.product(range(n), micro_batches(np.arange(B), cfg.micro_batch)):
             real = row_R >= 0
@@ -960,42 +995,17 @@ def main(cfg):
                 state[name], state["opt"], norm = update(state[name], state["opt"], total, len(batches))
                 norms.append(float(norm))
                 updates += 1
+                bad = 0 if math.isfinite(norms[-1]) else bad + 1
+                if bad >= 5:
+                    raise RuntimeError("no finite gradient in five updates; lower --lr")
                 if cfg.beta and cfg.sync_every and updates % cfg.sync_every == 0:
                     state["ref"] = sync(state["ref"], state[name])
         lap("update")
-        row = {"round": r + 1, "reward": float(np.mean(result.reward_B[result.counted_B]))}
-        for j, function in enumerate(cfg.rewards):
-            row |= {
-                f"{function}_mean": float(np.nanmean(reward_BF[:, j])),
-                f"{function}_std": float(np.nanstd(reward_BF[:, j])),
-            }
-        row |= {"constant_groups": float(result.constant_B.mean()), "no_reward": int((~result.counted_B).sum())}
-        verdicts = [verdict for each in rows for verdict in each.get("verdicts", [])]
-        row |= {
-            "timeouts": verdicts.count("timeout"),
-            "ended": float((token_BL[:, cfg.max_prompt :] == eos_id).any(-1).mean()),
-        }
+        row = {"round": r + 1} | summary(cfg, reward_BF, result, rows, measured)
+        row |= {"ended": float((token_BL[:, cfg.max_prompt :] == eos_id).any(-1).mean())}
         row |= {"length": float(counted_BC.sum(-1).mean()), "passes": work["passes"] / work["batches"]}
-        for metric in measured[0] if measured else ():
-            values = [float(metrics[metric]) for metrics in measured]
-            row[metric] = (
-                max(values) if metric == "ratio_max" else sum(values) / (1 if metric == "tokens" else len(values))
-            )
         row |= {"grad_norm": max(norms)} if norms else {}
-        lines = []
-        for i, text in enumerate(rows):
-            rewarded = bool(result.counted_B[i])
-            line = {
-                "round": r + 1,
-                "id": text.get("id", int(which[i])),
-                "prompt": text.get("prompt", text.get("question")),
-            }
-            line |= {"completion": text["written"], "tokens": text["tokens"], "verdicts": text.get("verdicts", [])}
-            line["rewards"] = {
-                f: None if math.isnan(x) else x for f, x in zip(cfg.rewards, reward_BF[i].tolist(), strict=True)
-            }
-            line |= {"reward": float(result.reward_B[i]) if rewarded else None}
-            lines.append(line | {"advantage": float(result.advantage_B[i]) if rewarded else None})
+        lines = [{"round": r + 1} | line for line in told(cfg, reward_BF, result, rows)]
         return row | seconds, lines
 
     stop = []
@@ -1035,10 +1045,11 @@ def main(cfg):
     if cfg.lora_rank:
         folder = out / "merged"
         shutil.rmtree(folder, ignore_errors=True)
-        is_lora = lambda x: isinstance(x, md.Lora)  # noqa: E731
-        whole = jax.tree.map(md.merged, assemble(base, state[name]), is_leaf=is_lora)
+        for i, layer in state[name]["layers"].items():  # a layer at a time: there is no room for two models
+            layer = assemble(base["layers"][i], layer)
+            base["layers"][i] = jax.tree.map(md.merged, layer, is_leaf=lambda x: isinstance(x, md.Lora))
         extra = list(out.glob("tokenizer*.json")) + list(out.glob("chat_template.jinja"))
-        md.save(folder, nnx.merge(plain, whole), extra)
+        md.save(folder, nnx.merge(plain, base), extra)
     print(f"done in {(time.perf_counter() - started) / 60:.1f} min; python generate.py --model=dream --ckpt={folder}")
 
 

@@ -73,9 +73,7 @@ from tqdm import tqdm
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    source: str = (
-        "python"  # python, parquet (input_ids), acecode, tinystories, FILE.jsonl (pairs), a text file, a folder
-    )
+    source: str = "python"  # python, parquet (input_ids), acecode, tinystories, FILE.jsonl (pairs), text: file, folder
     roots: tuple[str, ...] = ()  # files or folders of python, parquet, acecode; none: the standard library, the Hub
     out: str = ""  # folder to write; "" is data/acecode for acecode, else data/python
     tokenizer: str = ""  # tokenizer.json to use; "" trains one on the training documents

@@ -248,7 +248,7 @@ class Int8(typing.NamedTuple):
 class Lora(typing.NamedTuple):
     """A matrix that stays as it is and a trained difference of low rank: W + B A. Ref: LoRA, arXiv:2106.09685."""
 
-    base: typing.Any  # [F, D], or Int8
+    base: jax.Array  # [F, D]
     a_RD: jax.Array
     b_FR: jax.Array
 
@@ -728,6 +728,8 @@ def load(folder, dtype=None, run=None, mesh=None, step=None, int8=False):
             raise FileNotFoundError(f"{folder} holds no checkpoint of step {step}; it has {steps}")
         path = folder / "checkpoints" / str(steps[-1] if step is None else step)
     try:
+        if (path / "adapters").is_dir():
+            raise ValueError(f"it holds the difference that LoRA learns; the whole model is {folder}/merged at the end")
         meta = json.loads((path / ("meta.json" if converted else "meta/metadata")).read_text())
         sums = meta["sums"]
         if not converted:

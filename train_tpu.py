@@ -496,7 +496,8 @@ def log(out, row, tracker=None):
 
 def compile_only(cfg):
     """Compile the train step for a TPU that need not be there; print what the compiler knows of memory and time."""
-    devices, md.on_cpu = hlo_cost.topology_devices(cfg.topology), lambda: False
+    devices = hlo_cost.topology_devices(cfg.topology)
+    md.on_cpu = lambda: False  # for the rest of the process
     cfg, model, run, mesh, micro, mu_dtype = resolve(cfg, devices)
     family, optimizer = family_of(cfg), make_optimizer(cfg.clip, cfg.weight_decay, mu_dtype)
     shapes = state_shapes(family, model, optimizer)

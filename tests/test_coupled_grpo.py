@@ -660,6 +660,13 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, tmp_path, 
     assert whole == parts
     with pytest.raises(SystemExit, match="already holds a run"):
         grpo.main(config(folder, tmp_path / "parts"))
+    resume = {"resume": str(tmp_path / "parts")}
+    with pytest.raises(SystemExit, match="goes on in its own folder; leave --out="):
+        grpo.main(config(folder, tmp_path / "other", **resume))
+    for other in ({"lora_rank": 2}, {"beta": 0.0}):
+        with pytest.raises(SystemExit, match="holds other weights; leave --lora_rank, --lora_targets and --beta"):
+            grpo.main(config(folder, tmp_path / "parts", **resume | other))
+    assert not (tmp_path / "other").exists()
 
 
 def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
