@@ -317,7 +317,8 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, segment_BL=None):
             score_BJGLM = score_BJTM.reshape(B, J, H // J, -1, M)
             score_BJTM = jnp.where(same_B11LM, score_BJGLM, -1e30).reshape(score_BJTM.shape)
         prob_BJTM = jax.nn.softmax(score_BJTM, -1).astype(v_BJMK.dtype)
-        o_BJTK = jnp.einsum("BJTM,BJMK->BJTK", prob_BJTM, v_BJMK)
+        o_BJTK = jnp.einsum("BJTM,BJMK->BJTK", prob_BJTM, v_BJMK, preferred_element_type=jnp.float32)
+        o_BJTK = o_BJTK.astype(v_BJMK.dtype)
         return o_BJTK.reshape(B, J, H // J, -1, K).transpose(0, 3, 1, 2, 4).reshape(B, -1, H, K)
 
     if L <= block:
@@ -395,7 +396,8 @@ class Block(nnx.Module):
         o_BLHK = checkpoint_name(attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, segment_BL), "attn")
         x_BLD = x_BLD + project(o_BLHK.reshape(B, L, -1), "o", None, "tensor")
         n_BLD = rms_norm(x_BLD, self.post_attention_layernorm[...], cfg.eps)
-        hidden_BLF = jax.nn.silu(project(n_BLD, "gate", "tensor", None)) * project(n_BLD, "up", "tensor", None)
+        gate_BLF, up_BLF = (project(n_BLD, name, "tensor", None) for name in ("gate", "up"))
+        hidden_BLF = (jax.nn.silu(gate_BLF.astype(jnp.float32)) * up_BLF).astype(run.dtype)
         return shard(x_BLD + project(hidden_BLF, "down", None, "tensor"), BATCH), (k_BMJK, v_BMJK)
 
 
