@@ -650,17 +650,18 @@ def from_hf(folder, dtype=None, run=None):
 
 
 @jax.jit
-def _bit_sums(arrays):
-    """In one program: many at a time, each with a reduction over devices, can wait for each other for ever."""
-    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-    bits = (jax.lax.bitcast_convert_type(x, words[x.dtype.itemsize]).astype(jnp.uint32) for x in arrays)
-    return [jnp.sum(x, dtype=jnp.uint32) for x in bits]
+def _bit_sum(x):
+    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    return jnp.sum(jax.lax.bitcast_convert_type(x, words).astype(jnp.uint32), dtype=jnp.uint32)
 
 
 def bit_sums(tree):
-    """{name: checksum} of a tree: the sum of each array's words modulo 2^32, the same however the array is split."""
-    flat = flatten(tree)
-    return dict(zip(flat, map(int, _bit_sums(list(flat.values()))), strict=True))
+    """{name: checksum} of a tree: the sum of each array's words modulo 2^32, the same however the array is split.
+
+    One array at a time, each waited for: a CPU makes a copy of the words, and reductions over devices that run side by
+    side can wait for each other for ever.
+    """
+    return {name: int(_bit_sum(x)) for name, x in flatten(tree).items()}
 
 
 def save(folder, model, extra=()):
