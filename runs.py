@@ -1,0 +1,443 @@
+"""The folder of a run: settings, lock, log, signals, checkpoints; and the one place where an error becomes one line.
+
+    if __name__ == "__main__":
+        runs.command(main, Config, __doc__)                  # the command line; with --resume=DIR that run's settings
+
+    with runs.Run(cfg) as run:                               # locks cfg.out, refuses a folder that holds another run
+        run.begin(first, settings, {"tokenizer.json": data})    # cuts the logs to step `first`, writes config.json
+        for step in range(first, cfg.steps):
+            run.log({"step": step + 1, "loss": 3.41})
+            if run.signal:                                   # Ctrl-C or SIGTERM: save, then
+                run.leave(step + 1)
+
+A run's folder holds config.json, tokenizer.json, log.jsonl and its checkpoints: checkpoints/<step>/ written by Orbax
+(JAX), step_<n>/ in safetensors (PyTorch). This file imports neither JAX nor PyTorch before it needs them.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import itertools
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+
+def command(main, config_class, doc, machine=()):
+    """Run main(config) from the command line, by tyro; an error that a user can mend is one line and exit status 1.
+
+    The flags are the fields of the dataclass, their comments the help; nested dataclasses are groups of flags. With
+    --resume=DIR the defaults are the settings of that run, but for those named by `machine`: they belong to the machine
+    that it ran on. What this project's own code raises says what is wrong, and so does the system (OSError). What a
+    library raises is a bug of ours, and keeps its traceback; python -X dev shows all of them.
+    """
+    import tyro
+
+    status = 0
+    try:
+        default = resumed(config_class, sys.argv[1:], machine)
+        main(tyro.cli(config_class, default=default, description=doc, config=(tyro.conf.OmitArgPrefixes,)))
+    except KeyboardInterrupt:
+        status = 130
+    except Exception as error:
+        ours = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent
+        if sys.flags.dev_mode or not (ours or isinstance(error, OSError)):
+            raise
+        print(str(error) or repr(error), file=sys.__stderr__)
+        status = 1
+    # Leave at once after an error: threads of a broken Orbax save would print tracebacks until the interpreter ends.
+    # And after torchrun: threads of gloo that outlive their process group abort a closing interpreter.
+    if status or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        for stream in (sys.stdout, sys.__stderr__):
+            with contextlib.suppress(OSError):  # a reader such as head has gone
+                stream.flush()
+        os._exit(status)
+
+
+def resumed(config_class, arguments, machine=()):
+    """The defaults of a command line: those of the class, or the settings of the run that --resume names."""
+    pairs = (a.split("=", 1) if "=" in a else (a, b) for a, b in itertools.zip_longest(arguments, arguments[1:]))
+    folder = next((value for flag, value in pairs if flag == "--resume"), None)
+    if not folder or "resume" not in {field.name for field in dataclasses.fields(config_class)}:
+        return config_class()
+    saved = read_json(Path(folder) / "config.json", "train")["train"]
+    known = {field.name for field in dataclasses.fields(config_class)} - {*machine}
+    saved = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items() if name in known}
+    return config_class(**saved | {"out": folder})
+
+
+# ---- files and folders ---------------------------------------------------------------------------------------------
+
+
+def read_json(path, *needed):
+    """The JSON object in a file. FileNotFoundError; ValueError if it is none, or lacks one of the keys `needed`."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} does not exist; is {Path(path).parent} the folder that you mean?")
+    try:
+        found = json.loads(Path(path).read_text())
+        missing = [key for key in needed if key not in found]
+    except (ValueError, TypeError):
+        raise ValueError(f"{path} is damaged: it is not a JSON object") from None
+    if missing or not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it has no {' and no '.join(missing) or 'keys'}")
+    return found
+
+
+@contextlib.contextmanager
+def writing(path):
+    """A file to write bytes to, which gets its name when all is written and on disk. An error leaves nothing."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write(path, data):
+    """Write bytes, or anything else as JSON: the file is whole, or as it was."""
+    with writing(path) as file:
+        file.write(data if isinstance(data, bytes) else (json.dumps(data, indent=2) + "\n").encode())
+
+
+@contextlib.contextmanager
+def lock(path):
+    """Hold a lock file, which the system lets go however the process ends. BlockingIOError if another has it."""
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            folder = Path(path).parent
+            raise BlockingIOError(
+                f"another process is writing to {folder}; wait for it or choose another --out"
+            ) from None
+        yield
+
+
+def checkpoints(folder):
+    """{step: path} of the finished checkpoints of a run, in order: checkpoints/<step>/ (JAX) or step_<n>/ (PyTorch)."""
+    names = (
+        (path.name.removeprefix("step_"), path) for glob in ("checkpoints/*", "step_*") for path in folder.glob(glob)
+    )
+    return dict(sorted((int(name), path) for name, path in names if name.isdigit()))
+
+
+def newest(folder, step=0):
+    """(step, path) of a run's newest checkpoint, or of the one asked for. FileNotFoundError says which there are."""
+    found = checkpoints(Path(folder))
+    if not found or (step and step not in found):
+        there = f"it has {list(found)}" if found else "train one, or name the folder of a run"
+        raise FileNotFoundError(f"{folder} holds no checkpoint{f' of step {step}' * bool(step)}; {there}")
+    step = step or max(found)
+    return step, found[step]
+
+
+# ---- a run while it is written -------------------------------------------------------------------------------------
+
+
+class Run:
+    """The folder cfg.out, locked. cfg has out, resume and wandb; unit is what the run counts: "step" or "round".
+
+    Of several processes each has its own Run with its rank; only that of rank 0 writes and prints.
+    """
+
+    def __init__(self, cfg, unit="step", rank=0):
+        self.cfg, self.out, self.unit, self.rank = cfg, Path(cfg.out), unit, rank
+        self.signal = ""  # name of the signal that asks the run to stop
+        self.tracker = None
+        self.exits = contextlib.ExitStack()
+
+    def __enter__(self):
+        if not self.cfg.resume and checkpoints(self.out):
+            advice = f"--resume={self.out} goes on with it, another --out starts anew"
+            raise FileExistsError(f"{self.out} already holds a run: {advice}")
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.exits.enter_context(lock(self.out / f".lock{self.rank}"))
+        return self
+
+    def __exit__(self, *error):
+        self.exits.close()
+
+    def begin(self, first, settings, files=None, logs=("log.jsonl",)):
+        """Write config.json and the files {name: bytes}; from here on a signal asks the run to stop, a second one ends it.
+
+        What a killed run logged after step `first`, its last checkpoint, is cut off: it will be logged again.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.exits.callback(signal.signal, number, signal.signal(number, self.on_signal))
+        if self.rank:
+            return
+        for path in (self.out / name for name in logs if (self.out / name).exists()):
+            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+            write(path, "".join(line for line in lines if json.loads(line)[self.unit] <= first).encode())
+        write(self.out / "config.json", settings)
+        for name, data in (files or {}).items():
+            write(self.out / name, data)
+        if self.cfg.wandb:
+            try:
+                import wandb
+            except ImportError:
+                raise ValueError("--wandb needs the package wandb: pip install wandb") from None
+            where = {"project": self.cfg.wandb, "dir": str(self.out), "id": self.out.name}
+            self.tracker = wandb.init(config=settings, resume="allow", **where)
+            self.exits.callback(self.tracker.finish)
+
+    def on_signal(self, number, frame):
+        if self.signal:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number).name
+
+    def log(self, row):
+        """Print a row of metrics and append it to log.jsonl, the source of every plot and table."""
+        if self.rank:
+            return
+        print(" | ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in row.items()), flush=True)
+        self.append("log.jsonl", [row])
+        if self.tracker:
+            self.tracker.log(row, step=row[self.unit])
+
+    def append(self, name, rows):
+        """Add rows as JSON lines to a file of the folder."""
+        with open(self.out / name, "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def leave(self, done):
+        """End the program after a signal, when `done` is saved."""
+        why = self.signal or "another process was asked to stop"
+        raise InterruptedError(f"{why}: saved {self.unit} {done}; go on with --resume={self.out}")
+
+
+# ---- trees of arrays (JAX) -----------------------------------------------------------------------------------------
+
+
+def flatten(tree):
+    """Any tree of arrays -> {"layers.0.q_proj": array}."""
+    import jax
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def unflatten(flat):
+    """{"layers.0.q_proj": array} -> nested dictionaries."""
+    tree = {}
+    for name, value in flat.items():
+        *parents, leaf = name.split(".")
+        functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)[leaf] = value
+    return tree
+
+
+@functools.cache
+def _bit_sum():
+    import jax
+    import jax.numpy as jnp
+
+    def bit_sum(x):
+        unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+        return jnp.sum(jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32), dtype=jnp.uint32)
+
+    return jax.jit(bit_sum)
+
+
+def bit_sums(tree):
+    """{name: checksum} of a tree: the sum of each array's words modulo 2^32, the same however the array is split.
+
+    One array at a time, each waited for: a CPU makes a copy of the words, and reductions over devices that run side by
+    side can wait for each other for ever.
+    """
+    return {name: int(_bit_sum()(x)) for name, x in flatten(tree).items()}
+
+
+def check_tensors(found, want, where):
+    """Raise ValueError that names each missing, unexpected or misshapen tensor. Both are {name: shape}."""
+    wrong = [f"missing {name}" for name in want.keys() - found.keys()]
+    wrong += [f"unexpected {name}" for name in found.keys() - want.keys()]
+    for name in want.keys() & found.keys():
+        if tuple(found[name]) != tuple(want[name]):
+            wrong.append(f"{name} has shape {tuple(found[name])}, not {tuple(want[name])}")
+    if wrong:
+        more = f" and {len(wrong) - 20} more" if len(wrong) > 20 else ""
+        raise ValueError(f"the tensors of {where} do not fit the model: " + "; ".join(sorted(wrong)[:20]) + more)
+
+
+def check_same(theirs, ours, where):
+    """Raise ValueError that lists the fields in which the model of a checkpoint differs from ours."""
+    changed = [k for k in {**theirs, **ours} if theirs.get(k) != ours.get(k)]
+    if changed:
+        listed = "; ".join(f"{k} {theirs.get(k)} there, {ours.get(k)} here" for k in changed)
+        raise ValueError(f"{where} is of another model: {listed}")
+
+
+# ---- Orbax checkpoints (JAX) ---------------------------------------------------------------------------------------
+
+
+class Checkpoints:
+    """Orbax checkpoints <folder>/checkpoints/<step>/: asynchronous, atomic, sharded, with a checksum of every array.
+
+    Keeps the newest `keep`, the steps in `always`, and the one whose metric `best` is lowest.
+    """
+
+    def __init__(self, folder, keep=2, always=(), best=""):
+        import orbax.checkpoint as ocp
+        from orbax.checkpoint import checkpoint_managers as kept
+
+        quiet()
+        policy = [kept.LatestN(keep), kept.CustomSteps(list(always))]
+        if best:
+            lowest = {"get_metric_fn": lambda metrics: metrics[best], "reverse": True, "n": 1}
+            policy.append(kept.BestN(**lowest, keep_checkpoints_without_metrics=False))
+        policy = kept.AnyPreservationPolicy(policy)
+        options = ocp.CheckpointManagerOptions(preservation_policy=policy, cleanup_tmp_directories=True)
+        self.folder, self.args = Path(folder), ocp.args
+        self.manager = ocp.CheckpointManager((self.folder / "checkpoints").absolute(), options=options)
+
+    def newest(self):
+        """The newest step, None without any."""
+        return self.manager.latest_step()
+
+    def save(self, step, state, meta, metrics=None):
+        """Start to save a dictionary of trees, with what meta holds as JSON; waits for the save before it."""
+        self.wait()
+        items = {name: self.args.StandardSave(tree) for name, tree in state.items() if tree}
+        items["meta"] = self.args.JsonSave(meta | {"sums": bit_sums(state)})
+        try:
+            self.manager.save(step, args=self.args.Composite(**items), metrics=metrics, force=True)
+        except (OSError, ValueError) as error:
+            raise self.unwritten(error) from None
+
+    def wait(self):
+        """Wait for the save under way. OSError if it could not be written."""
+        try:
+            self.manager.wait_until_finished()
+        except (OSError, ValueError) as error:
+            raise self.unwritten(error) from None
+
+    def unwritten(self, error):
+        left = sorted(self.manager.all_steps(read=True)) or "no checkpoint"
+        return OSError(
+            f"a checkpoint was not written ({first_line(error)}); go on with --resume={self.folder} from {left}"
+        )
+
+    def meta(self):
+        """The JSON of the newest checkpoint."""
+        path = self.folder / "checkpoints" / str(self.newest())
+        return read_json(path / "meta" / "metadata", "model", "sums")
+
+    def restore(self, like):
+        """The state in the newest checkpoint, laid out as the arrays or ShapeDtypeStructs of `like` are.
+
+        ValueError for one that is damaged, also where only a bit differs from what was saved.
+        """
+        import jax
+
+        step, sums = self.newest(), self.meta()["sums"]
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        items = {name: self.args.StandardRestore(tree) for name, tree in like.items() if tree}
+        try:
+            state = {**like, **self.manager.restore(step, args=self.args.Composite(**items))}
+            wrong = [name for name, value in bit_sums(state).items() if value != sums.get(name)]
+        except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
+            wrong = [first_line(error)]
+        if wrong:
+            advice = "delete its folder to use the one before"
+            raise ValueError(f"{self.folder}/checkpoints/{step} cannot be read ({', '.join(wrong)}); {advice}")
+        return state
+
+    def close(self):
+        self.wait()
+        self.manager.close()
+
+
+def first_line(error):
+    return str(error).splitlines()[0] if str(error) else repr(error)
+
+
+def quiet():
+    """Orbax logs an error that it also raises, and so do its threads."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    threading.excepthook = lambda _: None
+
+
+def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
+    """(model, step) of a run of train_tpu.py, or of a folder of convert_weights.py (step 0).
+
+    family is model_dream or model_pythoncoder. dtype None keeps the stored one; step 0 takes the newest. With a mesh each
+    device reads its own part of every parameter. With int8 (Dream) matrices are quantised as they are read, a layer at a
+    time, and dtype is that of the rest: the stored model is never whole in memory beside another form of it. Raises
+    ValueError or FileNotFoundError with one line on what is wrong.
+    """
+    import jax
+    import orbax.checkpoint as ocp
+    from flax import nnx
+
+    quiet()
+    folder = path = Path(folder).absolute()
+    converted = (folder / "meta.json").is_file()
+    if converted:
+        meta = read_json(folder / "meta.json", "sums")
+    else:
+        step, path = newest(folder, step)
+        meta = read_json(path / "meta" / "metadata", "model", "sums")
+        if (path / "adapters").is_dir():
+            raise ValueError(
+                f"{path} holds what LoRA learnt; the whole model is in {folder}/merged when the run has ended"
+            )
+    cfg = family.read_config(folder, meta)
+    sums = {name.removeprefix("params."): value for name, value in meta["sums"].items()}
+    shapes = family.param_shapes(cfg)
+    one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    layout = family.shardings(mesh, shapes) if mesh else jax.tree.map(lambda _: one_device, shapes)
+    stored = jax.numpy.dtype(meta.get("dtype", "float32"))
+    dtype = jax.numpy.dtype(dtype or stored)
+    like = flatten(jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, stored, sharding=at), shapes, layout))
+    params, wrong = {}, []
+    for _, names in itertools.groupby(like, lambda name: name.rpartition(".")[0]):  # a layer
+        item = unflatten({name: like[name] for name in names})
+        how = ocp.checkpoint_utils.construct_restore_args(item)
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                arguments = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
+                item = checkpointer.restore(path / "params", args=arguments)
+        except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
+            raise ValueError(f"checkpoint {path} cannot be read: {first_line(error)}") from None
+        wrong += [name for name, value in bit_sums(item).items() if value != sums.get(name)]
+        for name, x in flatten(item).items():
+            params[name] = family.quantise(x) if int8 and x.ndim == 2 else x.astype(dtype)
+        del item, x  # before the next layer comes
+    if wrong:
+        raise ValueError(f"checkpoint {path} cannot be read: {', '.join(wrong)} differ from what was saved")
+    return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
+
+
+@contextlib.contextmanager
+def new_folder(path):
+    """A folder to write in, which gets its name when all went well; an error leaves nothing under that name."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for part in [*partial.rglob("*"), partial]:  # on disk before the name says that it is whole
+        descriptor = os.open(part, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(partial, path)
