@@ -45,6 +45,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import gc
 import hashlib
 import itertools
@@ -70,9 +71,91 @@ import tyro
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
+import runs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shards:
+    """What all sources have in common."""
+
+    out: str = "data/python"  # folder to write
+    eos: str = "<|endoftext|>"  # the tokenizer's token that ends a document in packed rows; padded rows have <eos>
+    seq_len: int = 0  # tokens in a row; 0 is 2048 for packed rows, 256 for padded ones
+    heldout: float = 0.02  # fraction of the documents that is held out for evaluation; 0 holds out none
+    shard_bytes: int = 16_000_000  # bytes of text that go into one shard; 16 MB are about 5 M tokens
+    workers: int = 0  # processes that read files and threads that tokenise; 0 means all cores
+    seed: int = 0  # draws which documents are held out, their order and the fill-in-the-middle cuts
+
+    # Not flags: what the sources without such a flag have, for the fingerprint in meta.json names them all.
+    rows = "packed"
+    tokenizer = ""
+    vocab_size = 8192
+    fim_rate = 0.0
+    eos_to = 1
+    max_bytes = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Documents(Shards):
+    """Sources of documents that are text."""
+
+    tokenizer: str = ""  # tokenizer.json to use; "" trains one on the training documents
+    vocab_size: int = 8192  # size of the tokenizer that is trained; at least 261, for 256 bytes and 5 special tokens
+    rows: typing.Literal["packed", "padded"] = "padded"  # packed for PythonCoder and Dream, padded for MDLM
+    fim_rate: float = 0.0  # fraction of the training documents rearranged for fill-in-the-middle, in packed rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Python(Documents):
+    """Python source files; without --roots this Python's standard library."""
+
+    roots: tuple[str, ...] = ()  # folders to search for .py files, or files; none is the standard library
+    rows: typing.Literal["packed", "padded"] = "packed"  # packed for PythonCoder and Dream, padded for MDLM
+    max_bytes: int = 1_000_000  # larger files are dropped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text(Documents):
+    """Text of any size: a file with <|endoftext|> between documents, or a folder of text files."""
+
+    source: tyro.conf.Positional[str]  # file, or folder that is searched for .txt, .text, .md and .py files
+    out: str = "data/text"  # folder to write
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TinyStories(Documents):
+    """TinyStories, 2.1 M short stories; downloads them first (needs: pip install datasets)."""
+
+    out: str = "data/tinystories"  # folder to write
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pairs(Shards):
+    """Pairs of prompt and response, for Dream. Prompts are marked: they are never masked and not learnt."""
+
+    source: tyro.conf.Positional[str]  # file of lines {"prompt": TEXT, "response": TEXT}
+    out: str = "data/pairs"  # folder to write
+    tokenizer: str = ""  # tokenizer.json to use; "" trains one on the training pairs
+    vocab_size: int = 8192  # size of the tokenizer that is trained; at least 261, for 256 bytes and 5 special tokens
+    eos_to: int = 1  # EOS fills each response to a multiple of so many tokens, as the end of a canvas to sample on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parquet(Shards):
+    """Token ids that others wrote: the column input_ids of Parquet files."""
+
+    roots: tuple[str, ...]  # folders to search for .parquet files, or files
+    tokenizer: str  # tokenizer.json that the ids come from, a byte-level BPE
+    out: str = "data/parquet"  # folder to write
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
+    source: Python | Text | TinyStories | Pairs | Parquet = Python()  # what is read
+
+
+@dataclasses.dataclass(frozen=True)
+class _Old:
     source: str = "python"  # python, parquet (input_ids), acecode, tinystories, FILE.jsonl (pairs), text: file, folder
     roots: tuple[str, ...] = ()  # files or folders of python, parquet, acecode; none: the standard library, the Hub
     out: str = ""  # folder to write; "" is data/acecode for acecode, else data/python
@@ -154,6 +237,15 @@ class Vocabulary(typing.NamedTuple):
 
 
 def main(cfg):
+    """Interim: the old body below, until it is split."""
+    if isinstance(cfg, _Old):
+        return _main(cfg)
+    kinds = {Python: "python", TinyStories: "tinystories", Parquet: "parquet"}
+    fields = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    _main(_Old(**fields | {"rows": cfg.rows, "source": kinds.get(type(cfg)) or cfg.source}))
+
+
+def _main(cfg):
     kind = "pairs" if cfg.source.endswith(".jsonl") else "text"
     kind = cfg.source if cfg.source in ("python", "parquet", "acecode") else kind
     file = kind in ("text", "pairs")  # or folder
@@ -1121,9 +1213,92 @@ def read_counts(path, fingerprint):
     return note["counts"] if note.get("of") == fingerprint else None
 
 
+# ---- The reader of what is written above
+
+
+class Rows:
+    """The rows of one split ("train" or "heldout") of a folder; their order is a function of (seed, epoch).
+
+    Raises FileNotFoundError or ValueError with one line, where the folder is not finished, or a file of it is damaged.
+    """
+
+    def __init__(self, folder, split):
+        self.folder = Path(folder)
+        path = self.folder / "meta.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder} holds no finished data (no meta.json); write it with data_prep.py")
+        try:
+            self.meta = runs.read_json(path, "splits", "seq_len", "tokenizer_sha256")
+            self.shards = self.meta["splits"][split]["shards"]
+            self.first = np.cumsum([0] + [shard["rows"] for shard in self.shards])  # row number at which each begins
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} is damaged; delete the folder and write it again with data_prep.py") from None
+        self.total = int(self.first[-1])
+        self.columns = ["input_ids", "segments", "positions"] + ["fixed"] * (self.meta.get("source") == "pairs")
+        self.order = functools.lru_cache(2)(self.order)
+        self.shard = functools.lru_cache(3)(self.shard)
+
+    def order(self, seed, epoch):
+        """All row numbers in the order of this epoch.
+
+        Shards are permuted, then the rows of each: a step reads one or two shards, whatever the size of the data.
+        """
+        rng = np.random.default_rng([seed, epoch])
+        shards = rng.permutation(len(self.shards))
+        return np.concatenate([self.first[i] + rng.permutation(self.shards[i]["rows"]) for i in shards])
+
+    def shard(self, i):
+        """Shard i as int32 [columns, R, L], when its bytes are those that were written."""
+        path = self.folder / self.shards[i]["file"]
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise OSError(f"{path} cannot be read ({error.strerror}); write it again with data_prep.py") from None
+        if hashlib.sha256(data).hexdigest() != self.shards[i]["sha256"]:
+            advice = "delete it and run data_prep.py again"
+            raise ValueError(f"{path} is corrupted: its SHA-256 is not the one in meta.json; {advice}")
+        table = pq.read_table(pa.BufferReader(data), columns=self.columns)
+        columns = [table[name].combine_chunks() for name in self.columns]
+        return np.stack([column.values.to_numpy().reshape(len(column), -1) for column in columns], dtype=np.int32)
+
+    def read(self, row_ids):
+        """int32 [columns, ..., L] for an array of row numbers; -1 gives a row of zeros."""
+        flat = row_ids.ravel()
+        shards = np.searchsorted(self.first, flat, side="right") - 1
+        out = np.zeros((len(self.columns), len(flat), self.meta["seq_len"]), np.int32)
+        for i in np.unique(shards[flat >= 0]):
+            here = (shards == i) & (flat >= 0)
+            out[:, here] = self.shard(int(i))[:, flat[here] - self.first[i]]
+        return out.reshape(len(self.columns), *row_ids.shape, -1)
+
+    def batch(self, seed, step, size):
+        """The rows of optimiser step 0, 1, ..., as read() gives them; a step may run over the end of an epoch."""
+        epoch, start = divmod(step * size, self.total)
+        ids = self.order(seed, epoch)[start:]
+        while len(ids) < size:
+            epoch += 1
+            ids = np.concatenate([ids, self.order(seed, epoch)])
+        return self.read(ids[:size])
+
+
+def open_data(folder, seq_len=0):
+    """(training Rows, held-out Rows, bytes of tokenizer.json) of a folder; seq_len 0 takes rows of any length."""
+    train, heldout = Rows(folder, "train"), Rows(folder, "heldout")
+    tokenizer = (Path(folder) / "tokenizer.json").read_bytes()
+    if hashlib.sha256(tokenizer).hexdigest() != train.meta["tokenizer_sha256"]:
+        raise ValueError(f"{folder}/tokenizer.json is not the one that made the shards; prepare the data again")
+    if seq_len and train.meta["seq_len"] != seq_len:
+        advice = f"prepare it again with data_prep.py --seq_len={seq_len} and another --out"
+        raise ValueError(f"{folder} has rows of {train.meta['seq_len']} tokens, the run wants {seq_len}; {advice}")
+    return train, heldout, tokenizer
+
+
+def token_bytes(tokenizer, vocab):
+    """UTF-8 bytes of each token of a byte-level BPE, float32 [V]: its characters stand for bytes; special ones have 0."""
+    special = tokenizer.get_added_tokens_decoder()
+    names = {id: name for name, id in tokenizer.get_vocab().items() if id not in special}
+    return np.array([len(names.get(id, "")) for id in range(vocab)], np.float32)
+
+
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
+    runs.command(lambda config: main(config.source), Config, __doc__)
