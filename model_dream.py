@@ -1,18 +1,18 @@
-"""Dream: a masked-diffusion language model with Qwen2.5's layers (Dream-7B, DiffuCoder-7B), and its sampling loops.
+"""Dream: a masked-diffusion language model with Qwen2.5's layers (Dream-7B, DiffuCoder-7B): architecture and loss.
 
     python model_dream.py                 # prints the presets and their parameter counts
     python model_dream.py --model=7b      # the breakdown of one preset
 
 Flax NNX. Parameters keep the names and the [out, in] layout of the Hugging Face checkpoint, one array per tensor, so a
-conversion moves bytes and changes none. convert_weights.py converts, train_tpu.py trains, generate.py samples.
+conversion moves bytes and changes none. convert_weights.py converts, train_tpu.py trains, sample_dream.py fills MASKs.
 
-Letters: B batch, L length, M length on the key side, W slots of a window, C positions of one chunk of logits, D width,
-H query heads, J key/value heads, G = H / J, K head size, F feed-forward width, V vocabulary, S denoising steps.
+Letters: B batch, L length, M length on the key side, T tokens, C positions of one chunk of logits, D width,
+H query heads, J key/value heads, G = H / J, K head size, F feed-forward width, R rank of LoRA, V vocabulary.
 
 What a layer computes, n = RMSNorm(x):  h = x + W_o attn(W_q n + b_q, W_k n + b_k, W_v n + b_v);  x' = h + W_down(
 silu(W_gate m) * W_up m), m = RMSNorm(h). Attention looks both ways. The logits at position p - 1 are those of the token
 at p, as in the autoregressive model that Dream was made from; position 0 uses its own.
-Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639; Fast-dLLM, arXiv:2505.22618.
+Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639.
 """
 
 import dataclasses
@@ -20,25 +20,20 @@ import functools
 import itertools
 import json
 import math
-import os
 import shutil
-import struct
-import sys
 import typing
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
-import tokenizers
-import tyro
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as PS
 
 import diffusion
+import runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,13 +144,18 @@ def config_from_hf(path):
         raise ValueError(f"{path} does not describe a Dream model: {error}") from None
 
 
-def read_config(folder):
-    """The DreamConfig of a checkpoint folder: converted, saved, or a run of train_tpu.py. Errors as config_from_hf."""
-    path = Path(folder) / "config.json"
-    try:
-        return DreamConfig(**json.loads(path.read_text())["model"])
-    except (OSError, ValueError, KeyError, TypeError):
+def read_config(folder, meta=None):
+    """The DreamConfig of a checkpoint: that of a run is in its `meta`, that of a converted folder in config.json.
+
+    Without meta the folder's config.json says what it is. Raises ValueError for a model that is no Dream.
+    """
+    meta = runs.read_json(Path(folder) / "config.json") if meta is None else meta
+    if "model" not in meta:
         return config_from_hf(folder)
+    if meta["model"].keys() != {field.name for field in dataclasses.fields(DreamConfig)}:
+        name = meta.get("train", {}).get("model", "another model")
+        raise ValueError(f"{folder} is of {name}, which is no Dream; say --model=pythoncoder")
+    return DreamConfig(**meta["model"])
 
 
 def config_to_hf(cfg, dtype="bfloat16"):
@@ -268,26 +268,22 @@ def quantise(weight_FD):
     return Int8(jnp.round(weight_FD / jnp.where(scale_F1 > 0, scale_F1, 1)).astype(jnp.int8), scale_F1)
 
 
-def on_cpu():
-    """Whether what is traced will run on a CPU. Who compiles for a TPU on a CPU replaces it."""
-    return jax.default_backend() == "cpu"
-
-
-def linear(x_BLD, weight, *spec, dtype=None):
+def linear(x_BLD, weight, *spec, dtype=None, on_cpu=False):
     """x W^T over one axis of tokens, as a matmul of two matrices, in x's dtype or another. W lies as spec says.
 
     The scales of an Int8 multiply the product, in float32: every q is exact in bfloat16.
     """
     if isinstance(weight, Lora):
-        low_BLR = linear(x_BLD, weight.a_RD)
-        return linear(x_BLD, weight.base, *spec, dtype=dtype) + linear(low_BLR, weight.b_FR, dtype=dtype)
+        low_BLR = linear(x_BLD, weight.a_RD, on_cpu=on_cpu)
+        change_BLF = linear(low_BLR, weight.b_FR, dtype=dtype, on_cpu=on_cpu)
+        return linear(x_BLD, weight.base, *spec, dtype=dtype, on_cpu=on_cpu) + change_BLF
     x_TD, dtype = x_BLD.reshape(-1, x_BLD.shape[-1]), dtype or x_BLD.dtype
     scale_F, accumulate = 1, dtype
     if isinstance(weight, Int8):
         weight, scale_F, accumulate = weight.q_FD, weight.scale_F1[:, 0], jnp.float32
-        if on_cpu():  # a 0 that the compiler cannot know: else it has all matrices in x's dtype at once
+        if on_cpu:  # a 0 that the compiler cannot know: else it has all matrices in x's dtype at once
             weight = weight + jnp.isnan(x_TD[0, 0]).astype(jnp.int8)
-    elif on_cpu():  # XLA has kernels for the CPU's bfloat16 units (AMX) only where the product is float32
+    elif on_cpu:  # XLA has kernels for the CPU's bfloat16 units (AMX) only where the product is float32
         accumulate = jnp.float32
     weight_FD = shard(weight.astype(x_BLD.dtype), *spec)
     y_TF = jax.lax.dot_general(x_TD, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=accumulate)
@@ -343,6 +339,11 @@ class Run:
     head_positions: int = 64  # positions per row whose logits exist at a time while sampling
     remat: typing.Literal["none", "qkvo", "full"] = "none"  # what the backward pass of a layer recomputes
     loss_tokens: int = 2048  # tokens whose logits exist at a time in the loss
+    platform: str = ""  # what the programs are compiled for: cpu, tpu, gpu; "" is JAX's own
+
+    @property
+    def on_cpu(self):
+        return (self.platform or jax.default_backend()) == "cpu"
 
 
 REMAT = {  # qkvo keeps the inputs and output of attention and recomputes the rest
@@ -379,7 +380,7 @@ class Block(nnx.Module):
         B, L, _ = x_BLD.shape
 
         def project(x_BLD, name, *spec):
-            y_BLF = linear(x_BLD, getattr(self, f"{name}_proj").get_value(), *spec)
+            y_BLF = linear(x_BLD, getattr(self, f"{name}_proj").get_value(), *spec, on_cpu=run.on_cpu)
             return y_BLF + getattr(self, f"{name}_bias")[...].astype(x_BLD.dtype) if name in "qkv" else y_BLF
 
         n_BLD = rms_norm(x_BLD, self.input_layernorm[...], cfg.eps)
@@ -447,7 +448,7 @@ class Dream(nnx.Module):
     def logits(self, hidden_BLD):
         """Float32 logits [B, L, V] of hidden states, not shifted: those at p are of the token at p + 1."""
         head = self.embed_tokens if self.cfg.tie else self.lm_head
-        return linear(hidden_BLD, head.get_value(), "tensor", None, dtype=jnp.float32)
+        return linear(hidden_BLD, head.get_value(), "tensor", None, dtype=jnp.float32, on_cpu=self.run.on_cpu)
 
     def __call__(self, token_BL, position_BL=None, see_BL=None, keep_BC=None):
         """Float32 logits [B, L, V], or [B, C, V] at the positions keep_BC alone."""
@@ -456,7 +457,7 @@ class Dream(nnx.Module):
             hidden_BLD = jnp.take_along_axis(hidden_BLD, keep_BC[..., None], 1)
         return self.logits(hidden_BLD)
 
-    def nelbo(self, token_BL, segment_BL, position_BL, t_BL, u_BL, fixed_BL=None):
+    def nelbo(self, token_BL, segment_BL, position_BL, t_BL, u_BL, fixed_BL=None, schedule="linear"):
         """A bound on -log p of packed rows, in nats, summed: -sum 1 / t log p(token | noised row) over masked tokens.
 
         t_BL is the noise level of each token's document, constant within it; a token becomes MASK where u_BL < t_BL, if
@@ -466,11 +467,11 @@ class Dream(nnx.Module):
         """
         B, L = token_BL.shape
         frozen_BL = ~counted(segment_BL, fixed_BL)
-        noised_BL, mask_BL = diffusion.q_sample(token_BL, t_BL, u_BL, "linear", self.cfg.mask_id, -1, frozen_BL)
+        noised_BL, mask_BL = diffusion.q_sample(token_BL, t_BL, u_BL, schedule, self.cfg.mask_id, -1, frozen_BL)
         hidden_BLD, _ = self.hidden(noised_BL, position_BL, segment_BL=segment_BL)
         first_BL1 = (jnp.roll(segment_BL, 1, 1) != segment_BL).at[:, 0].set(True)[..., None]
         hidden_BLD = jnp.where(first_BL1, hidden_BLD, jnp.roll(hidden_BLD, 1, 1))
-        weight_BL = jnp.where(mask_BL, diffusion.nelbo_weight(t_BL, "linear"), 0.0)
+        weight_BL = jnp.where(mask_BL, diffusion.nelbo_weight(t_BL, schedule), 0.0)
         C = next(c for c in range(min(L, max(1, self.run.loss_tokens // B)), 0, -1) if L % c == 0)
 
         @jax.checkpoint
@@ -504,27 +505,6 @@ def noise(key, rows, row_B, segment_BL, eps=1e-3):
     return eps + (t_R[row_B][:, None] - eps + golden * (segment_BL - 1)) % (1 - eps), u_BL
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------------------------
-
-DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("float16"), "F32": np.dtype("float32")}
-# our name -> name in a Hugging Face checkpoint; shapes and layout are the same
-HF_NAMES = {"embed_tokens": "model.embed_tokens.weight", "norm": "model.norm.weight", "lm_head": "lm_head.weight"}
-HF_LAYER_NAMES = {
-    f"{x}_{p}": f"self_attn.{x}_proj.{q}" for x in "qkv" for p, q in (("proj", "weight"), ("bias", "bias"))
-}
-HF_LAYER_NAMES |= {"o_proj": "self_attn.o_proj.weight"}
-HF_LAYER_NAMES |= {f"{x}_proj": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
-HF_LAYER_NAMES |= {f"{x}_layernorm": f"{x}_layernorm.weight" for x in ("input", "post_attention")}
-
-
-def hf_name(name):
-    """layers.3.q_bias -> model.layers.3.self_attn.q_proj.bias"""
-    if not name.startswith("layers."):
-        return HF_NAMES[name]
-    _, i, part = name.split(".")
-    return f"model.layers.{i}.{HF_LAYER_NAMES[part]}"
-
-
 def new_params(cfg, seed):
     """Fresh float32 parameters as a nested dict: {"embed_tokens", "layers": {"0": {"q_proj", ...}}, "norm"}."""
     return nnx.to_pure_dict(nnx.state(Dream(cfg, nnx.Rngs(seed))))
@@ -552,118 +532,6 @@ def shardings(mesh, tree):
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def flatten(tree):
-    """Any tree of arrays -> {"layers.0.q_proj": array}."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def unflatten(flat):
-    """{"layers.0.q_proj": array} -> nested dictionaries."""
-    tree = {}
-    for name, value in flat.items():
-        *parents, leaf = name.split(".")
-        functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)[leaf] = value
-    return tree
-
-
-def check_shapes(found, cfg, where):
-    """Raise ValueError naming each missing, extra or misshapen tensor of found, {Hugging Face name: shape}."""
-    want = {hf_name(name): tuple(leaf.shape) for name, leaf in flatten(param_shapes(cfg)).items()}
-    wrong = [f"missing {name}" for name in want.keys() - found.keys()]
-    wrong += [f"unexpected {name}" for name in found.keys() - want.keys()]
-    for name in want.keys() & found.keys():
-        if tuple(found[name]) != want[name]:
-            wrong.append(f"{name} has shape {tuple(found[name])}, not {want[name]}")
-    if wrong:
-        more = f" and {len(wrong) - 20} more" if len(wrong) > 20 else ""
-        raise ValueError(f"the tensors of {where} do not fit the model: " + "; ".join(sorted(wrong)[:20]) + more)
-
-
-def read_header(path):
-    """(first data byte, {name: (dtype, shape, start, end)}) of a safetensors file; ValueError if it is damaged.
-
-    The file is 8 bytes of header length, the header as JSON, then the data; offsets count from there. They must cover
-    the data without gap or overlap, and each tensor's must be as long as its shape says.
-    """
-    size = path.stat().st_size
-    try:
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(size - 8, 100_000_000):
-                raise ValueError(f"its header claims {length:,} bytes of {size:,}")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        tensors, end = {}, 0
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            start, stop = entry["data_offsets"]
-            if entry["dtype"] not in DTYPES:
-                raise ValueError(f"{name} is {entry['dtype']}, not one of {', '.join(DTYPES)}")
-            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-            if start != end or stop - start != dtype.itemsize * int(np.prod(shape, dtype=np.int64)):
-                raise ValueError(f"the header lies about {name}: {shape} does not lie at bytes {start} to {stop}")
-            tensors[name], end = (dtype, shape, start, stop), stop
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if 8 + length + end != size:
-        raise ValueError(f"{path} cannot be read: it was cut short, {size:,} bytes of {8 + length + end:,} are left")
-    return 8 + length, tensors
-
-
-def open_hf(folder):
-    """{Hugging Face name: mapped array, read-only} of a folder in the Hub's layout. FileNotFoundError, ValueError."""
-    index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
-    weight_map = None
-    if index.exists():
-        try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-            names = sorted(set(weight_map.values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ValueError(f"{index} is damaged: it has no weight_map") from None
-    arrays = {}
-    for path in (folder / name for name in names):
-        if not path.is_file():
-            named = f", but {index.name} names it" if weight_map else ""
-            raise FileNotFoundError(f"{path} does not exist{named}")
-        first, tensors = read_header(path)
-        data = np.memmap(path, np.uint8, "r")
-        for name, (dtype, shape, start, stop) in tensors.items():
-            if weight_map and weight_map.get(name) != path.name:
-                raise ValueError(f"{path} holds {name}, but {index.name} does not say so")
-            arrays[name] = data[first + start : first + stop].view(dtype).reshape(shape)
-    if weight_map and weight_map.keys() != arrays.keys():
-        raise ValueError(f"{index} names {sorted(weight_map.keys() - arrays.keys())[:5]}, which are in no file")
-    return arrays
-
-
-def from_hf(folder, dtype=None, run=None):
-    """Read a Hugging Face folder (config.json, *.safetensors with or without an index) as a Dream in `dtype`.
-
-    dtype None keeps the file's. Raises ValueError or FileNotFoundError with one line on what is wrong.
-    """
-    folder = Path(folder)
-    cfg, arrays = config_from_hf(folder), open_hf(folder)
-    check_shapes({name: array.shape for name, array in arrays.items()}, cfg, folder)
-    dtype = jnp.dtype(dtype or arrays[hf_name("embed_tokens")].dtype)
-    flat = {ours: jnp.array(arrays[hf_name(ours)], dtype) for ours in flatten(param_shapes(cfg))}
-    return nnx.merge(graph_of(cfg, run or Run(dtype=dtype)), unflatten(flat))
-
-
-@jax.jit
-def _bit_sum(x):
-    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    return jnp.sum(jax.lax.bitcast_convert_type(x, words).astype(jnp.uint32), dtype=jnp.uint32)
-
-
-def bit_sums(tree):
-    """{name: checksum} of a tree: the sum of each array's words modulo 2^32, the same however the array is split.
-
-    One array at a time, each waited for: a CPU makes a copy of the words, and reductions over devices that run side by
-    side can wait for each other for ever.
-    """
-    return {name: int(_bit_sum(x)) for name, x in flatten(tree).items()}
-
-
 def save(folder, model, extra=()):
     """Write a model as an Orbax checkpoint folder: config.json (the Hub's keys), params/, meta.json, and copies of the
     files `extra` (a tokenizer). The folder appears under its name when it is complete. Raises FileExistsError.
@@ -671,558 +539,17 @@ def save(folder, model, extra=()):
     folder = Path(folder).absolute()
     if folder.exists():
         raise FileExistsError(f"{folder} exists; delete it or choose another name")
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     params = nnx.to_pure_dict(nnx.state(model))
-    flat = flatten(params)
-    dtypes = sorted({x.dtype.name for x in flat.values()})
-    if len(dtypes) > 1:
-        raise ValueError(f"parameters of several dtypes: {', '.join(dtypes)}")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(partial / "params", params)
-    meta = {"dtype": dtypes[0], "parameters": sum(x.size for x in flat.values()), "sums": bit_sums(params)}
-    (partial / "config.json").write_text(json.dumps(config_to_hf(model.cfg, dtypes[0]), indent=2))
-    (partial / "meta.json").write_text(json.dumps(meta, indent=1))
-    for path in extra:
-        shutil.copy(path, partial)
-    os.rename(partial, folder)
-
-
-def restore(folder, target, dtype, sums, int8):
-    """The parameters of an Orbax folder in `dtype`, matrices as Int8 where int8 says so: a layer is read at a time.
-
-    So the stored model is never whole in memory beside another form of it. target is {name: ShapeDtypeStruct} with
-    shardings; sums as bit_sums gives them. Raises ValueError for other names or other bits.
-    """
-    params, wrong = {}, sums.keys() ^ target.keys()
-    for _, names in itertools.groupby(target, lambda name: name.rpartition(".")[0]):
-        item = unflatten({name: target[name] for name in names})
-        how = ocp.checkpoint_utils.construct_restore_args(item)
-        arguments = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            item = checkpointer.restore(folder, args=arguments)
-        wrong |= {name for name, value in bit_sums(item).items() if value != sums.get(name)}
-        for name, x in flatten(item).items():
-            params[name] = quantise(x) if int8 and x.ndim == 2 else x.astype(dtype)
-        del item, x  # before the next layer comes
-    if wrong:
-        raise ValueError(f"{', '.join(sorted(wrong))} differ from what was saved")
-    return unflatten(params)
-
-
-def load(folder, dtype=None, run=None, mesh=None, step=None, int8=False):
-    """Read a checkpoint folder that `save` wrote, or a run folder of train_tpu.py, as a Dream in `dtype`.
-
-    dtype None keeps the stored one. Of a run, step None takes the newest checkpoint. With a mesh each device reads its
-    own part of every parameter. With int8 the matrices, embedding and head too, are quantised, a layer at a time, and
-    dtype is that of the rest and of the computation: for inference, in half of bfloat16's bytes. Raises ValueError or
-    FileNotFoundError with one line.
-    """
-    folder = path = Path(folder).absolute()
-    converted, problem = (folder / "meta.json").is_file(), None
-    if converted:
-        cfg = config_from_hf(folder)
-    else:
-        steps = sorted(int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdigit())
-        if not steps:
-            raise FileNotFoundError(f"{folder} holds no checkpoint; make one with convert_weights.py or train_tpu.py")
-        if step is not None and step not in steps:
-            raise FileNotFoundError(f"{folder} holds no checkpoint of step {step}; it has {steps}")
-        path = folder / "checkpoints" / str(steps[-1] if step is None else step)
-    try:
-        if (path / "adapters").is_dir():
-            raise ValueError(f"it holds the difference that LoRA learns; the whole model is {folder}/merged at the end")
-        meta = json.loads((path / ("meta.json" if converted else "meta/metadata")).read_text())
-        sums = meta["sums"]
-        if not converted:
-            if not meta["train"]["model"].startswith("dream"):
-                raise ValueError(f"it is of {meta['train']['model']}, which is no Dream")
-            cfg = DreamConfig(**meta["model"])
-            sums = {name.removeprefix("params."): value for name, value in sums.items() if name.startswith("params.")}
-        shapes = param_shapes(cfg)
-        one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        layout = shardings(mesh, shapes) if mesh else jax.tree.map(lambda _: one_device, shapes)
-        stored = jnp.dtype(meta.get("dtype", "float32"))
-        target = jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, stored, sharding=at), shapes, layout)
-        dtype = jnp.dtype(dtype or stored)
-        params = restore(path / "params", flatten(target), dtype, sums, int8)
-    except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
-        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if problem:
-        raise ValueError(f"checkpoint {path} cannot be read: {problem}")
-    return nnx.merge(graph_of(cfg, run or Run(dtype=dtype)), params)
-
-
-def load_tokenizer(folder, cfg):
-    """The tokenizer in a model's folder. Raises FileNotFoundError, or ValueError for one that is damaged or does not
-    fit the model: more tokens than rows, or a MASK or end token of the model that is an ordinary word.
-    """
-    path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no tokenizer.json; copy the model's into it")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower for a broken file
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    size, special = tokenizer.get_vocab_size(), tokenizer.get_added_tokens_decoder()
-    if size > cfg.vocab:
-        raise ValueError(f"the tokenizer of {folder} does not fit: it has {size:,} tokens, the model {cfg.vocab:,}")
-    for name in ("mask_id", "eos_id"):
-        i = getattr(cfg, name)
-        word = tokenizer.id_to_token(i)
-        if (i not in special or not special[i].special) and (word or name == "eos_id"):
-            raise ValueError(f"the tokenizer of {folder} does not fit: {i}, the model's {name}, is {word!r} in it")
-    return tokenizer
-
-
-def chat_template(folder):
-    """A function that writes a prompt as a user's turn, by the chat template in a model's folder; None if it has none.
-
-    The function's second argument is a system turn that goes before. Raises ValueError for a template that is damaged;
-    so does the function for one that fails.
-    """
-    config, path = {}, Path(folder) / "tokenizer_config.json"
-    try:
-        if path.exists():
-            config = json.loads(path.read_text())
-        template = config.get("chat_template")
-        if path.with_name("chat_template.jinja").exists():
-            template = path.with_name("chat_template.jinja").read_text()
-        if isinstance(template, list):  # several of them, by name
-            template = {one["name"]: one["template"] for one in template}["default"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} holds no chat template that can be read: {error!r}") from None
-    if not template:
-        return None
-    import jinja2.sandbox
-
-    def refuse(message):
-        raise jinja2.TemplateError(message)
-
-    named = {f"{name}_token": config.get(f"{name}_token") for name in ("bos", "eos", "pad")}
-    named = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"raise_exception": refuse, **named}
-
-    def wrap(prompt, system=""):
-        try:
-            turns = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": prompt}]
-            return environment.from_string(template).render(messages=turns, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template of {folder} fails: {error}") from None
-
-    return wrap
-
-
-# ---- sampling ------------------------------------------------------------------------------------------------------
-
-CONFIDENCE = {"maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "entropy"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How masked positions are filled; one compiled program for each value of it."""
-
-    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # who is filled first
-    steps: int = 0  # denoising steps, all blocks together; 0: by tokens_per_step, one with a threshold
-    tokens_per_step: float = 1.0  # used where steps is 0
-    eps: float = 1e-3  # end of the time grid
-    temperature: float = 0.0  # 0 takes the likeliest token
-    top_p: float = 1.0  # a token goes if those before it have more than top_p; 1 keeps all
-    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
-    alg_temp: float = 0.0  # temperature of the choice of positions; 0 takes the surest
-    threshold: float = 0.0  # fill all positions whose probability reaches it, at least one a step; 0 goes by steps
-    block_length: int = 0  # fill blocks of this length from left to right; 0: the whole canvas at once
-    cache: typing.Literal["", "prefix", "dual"] = ""  # keys and values kept within a block: left of it | all around it
-    fast_dllm: bool = False  # Fast-dLLM's windows [S, E): the first token of a block is filled whatever its confidence
-    ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
-    vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
-    eos_ids: tuple[
-        int, ...
-    ] = ()  # one of these ends a text once nothing before it is masked; the rest is filled with it
-    history: bool = False  # keep the canvas after every step
-
-    def __post_init__(self):
-        def check(ok, what):
-            if not ok:
-                raise ValueError(what)
-
-        check(self.alg in (*CONFIDENCE, "origin"), f"alg {self.alg!r} is not one of {', '.join(CONFIDENCE)}, origin")
-        check(self.cache in ("", "prefix", "dual"), f"cache {self.cache!r} is neither prefix nor dual")
-        for name in ("steps", "top_k", "block_length", "vocab", "temperature", "alg_temp"):
-            check(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, below 0")
-        check(0 < self.eps < 1, f"eps is {self.eps}, not between 0 and 1")
-        check(self.tokens_per_step > 0, f"tokens_per_step is {self.tokens_per_step}, not above 0")
-        check(0 < self.top_p <= 1, f"top_p is {self.top_p}, not in (0, 1]")
-        check(0 <= self.threshold <= 1, f"threshold is {self.threshold}, not in [0, 1]")
-        check(self.block_length or not (self.cache or self.fast_dllm), "a cache works block by block: set block_length")
-        check(self.cache or not self.fast_dllm, "Fast-dLLM's windows need a cache: prefix or dual")
-        check(
-            self.alg != "origin" or not (self.block_length or self.threshold), "origin has no blocks and no threshold"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampler:
-    """What the compiled loops know when they are compiled: model, settings and hooks.
-
-    token_hook(step, token_BL) -> token_BL runs before the first step (step -1) and after every one. logit_hook(step,
-    token_BL, slot_BC, logits_BCV) -> logits_BCV gets the logits of C masked positions of each row at a time, already
-    shifted: those of the tokens at slot_BC; a slot of L is none. Hooks are traced: jax.numpy only.
-
-    `given` holds the arrays that stay as they are: see_BL, made_BL (masked at the start), place_BL (slots counted from
-    the row's first token), banned_V, key_B, and the schedule: table_SN, budget_SB, or commit_S and u_SBL.
-    """
-
-    graph: typing.Any
-    cfg: DreamConfig
-    rule: Sampling
-    token_hook: typing.Callable | None = None
-    logit_hook: typing.Callable | None = None
-
-    def masked(self, token_BL, given):
-        return (token_BL == self.cfg.mask_id) & given["see_BL"]
-
-    def open(self, state, given, first):
-        """The masked positions of the block at slot `first` [B, L]."""
-        slot_L = jnp.arange(state["token_BL"].shape[1])
-        inside_L = (slot_L >= first) & (slot_L < first + self.rule.block_length)
-        return self.masked(state["token_BL"], given) & inside_L
-
-    def draw(self, given, tag, step, place_BC, shape=()):
-        """Uniform numbers in (0, 1) [B, C, *shape] of row, step and place alone, whatever the batch or its padding."""
-
-        def one(key, place):
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, tag), step), place)
-            return jax.random.uniform(key, shape, minval=jnp.finfo(jnp.float32).tiny)
-
-        return jax.vmap(lambda key, place_C: jax.vmap(functools.partial(one, key))(place_C))(given["key_B"], place_BC)
-
-    def propose(self, model, hidden_BWD, start, state, given, wanted_BL):
-        """(token_BL, score_BL): what would be written at the wanted positions and how sure that is, -inf elsewhere.
-
-        hidden_BWD are those of slots start .. start + W - 1. The logits of a few wanted positions exist at a time, and
-        of no others. A position whose left neighbour is padding, or not in the window, uses its own logits.
-        """
-        rule, token_BL, see_BL = self.rule, state["token_BL"], given["see_BL"]
-        B, L = token_BL.shape
-        C, row_B1 = min(model.run.head_positions, L), jnp.arange(B)[:, None]
-        count_B1 = wanted_BL.sum(-1, keepdims=True)
-        order_BL = jnp.where(wanted_BL, jnp.cumsum(wanted_BL, -1) - 1, L + C)
-        slot_BL = jnp.full((B, L + -L % C), L).at[row_B1, order_BL].set(jnp.arange(L), mode="drop")  # wanted ones first
-
-        def some(c, carry):
-            token_BL, score_BL = carry
-            slot_BC = jax.lax.dynamic_slice(slot_BL, (0, c * C), (B, C))
-            at_BC = jnp.minimum(slot_BC, L - 1)
-            shifted_BC = (at_BC > 0) & see_BL[row_B1, jnp.maximum(at_BC - 1, 0)]
-            source_BC = jnp.clip(at_BC - shifted_BC - start, 0, hidden_BWD.shape[1] - 1)
-            logits_BCV = model.logits(jnp.take_along_axis(hidden_BWD, source_BC[..., None], 1))
-            logits_BCV = jnp.where(given["banned_V"], -jnp.inf, logits_BCV)
-            if self.logit_hook:
-                logits_BCV = self.logit_hook(state["step"], state["token_BL"], slot_BC, logits_BCV)
-            settings, width = (rule.temperature, rule.top_k, rule.top_p), 1 if on_cpu() else 3
-            logits_BCV = diffusion.filter_logits(logits_BCV, *settings, rule="dream", width=width)
-            u_BCV = None
-            if rule.temperature:
-                place_BC = given["place_BL"][row_B1, at_BC]
-                u_BCV = self.draw(given, 0, state["step"], place_BC, logits_BCV.shape[-1:])
-            new_BC = diffusion.sample_tokens(logits_BCV, u_BCV, 1.0 if rule.temperature else 0).astype(token_BL.dtype)
-            sure_BC = jnp.zeros(slot_BC.shape)
-            if rule.threshold or rule.alg == "maskgit_plus":
-                prob_BCV = diffusion.softmax(logits_BCV)
-                sure_BC = jnp.take_along_axis(prob_BCV, new_BC[..., None], -1)[..., 0]
-            elif rule.alg != "origin":
-                sure_BC = diffusion.confidence(diffusion.softmax(logits_BCV), CONFIDENCE[rule.alg])
-            token_BL = token_BL.at[row_B1, slot_BC].set(new_BC, mode="drop")
-            return token_BL, score_BL.at[row_B1, slot_BC].set(sure_BC, mode="drop")
-
-        chunks = (jnp.max(count_B1) + C - 1) // C
-        return jax.lax.fori_loop(0, chunks, some, (token_BL, jnp.full((B, L), -jnp.inf)))
-
-    def commit(self, model, hidden_BWD, start, state, given, wanted_BL, most_B):
-        """Write the surest proposals: (state, how many of each row). most_B of a row, fewer if a threshold says so."""
-        rule = self.rule
-        new_BL, score_BL = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
-        if rule.threshold:
-            most_B = jnp.minimum(most_B, jnp.maximum(1, jnp.sum(wanted_BL & (score_BL >= rule.threshold), -1)))
-        elif rule.alg_temp:  # Gumbel's k largest are k draws without replacement from softmax(score / alg_temp)
-            u_BL = self.draw(given, 1, state["step"], given["place_BL"])
-            score_BL = score_BL / rule.alg_temp - jnp.log(-jnp.log(u_BL))
-        token_BL = diffusion.unmask_top(state["token_BL"], new_BL, score_BL, most_B, self.cfg.mask_id)
-        return state | {"token_BL": token_BL, "forwards": state["forwards"] + 1}, most_B
-
-    def end_step(self, state, given):
-        """Token hook, end of texts, history."""
-        token_BL = state["token_BL"]
-        if self.token_hook:
-            token_BL = self.token_hook(state["step"], token_BL)
-        if self.rule.eos_ids:
-            tail_BL = jnp.flip(jnp.cumprod(jnp.flip(given["made_BL"] | ~given["see_BL"], -1), -1), -1) > 0
-            eos_BL = functools.reduce(jnp.logical_or, [token_BL == i for i in self.rule.eos_ids])
-            whole_BL = jnp.cumsum(self.masked(token_BL, given), -1) == 0  # nothing is masked up to here
-            ended_BL = jnp.cumsum(eos_BL & tail_BL & given["made_BL"] & whole_BL, -1) > 0
-            token_BL = jnp.where(ended_BL & ~eos_BL & given["see_BL"], self.rule.eos_ids[0], token_BL)
-        if self.rule.history:
-            state = state | {"history_SBL": state["history_SBL"].at[state["step"]].set(token_BL)}
-        return state | {"token_BL": token_BL, "step": state["step"] + 1}
-
-
-@functools.partial(jax.jit, static_argnames=("sampler",))
-def _fill(params, state, given, *, sampler):
-    """Denoise the whole canvas in one loop."""
-    model, rule = nnx.merge(sampler.graph, params), sampler.rule
-    S, hooks = given["steps"], bool(sampler.token_hook or sampler.logit_hook)
-
-    def more(state):
-        left = (state["step"] < S) | (jnp.any(state["left_B"] > 0) if rule.threshold else False)
-        return left & (hooks | jnp.any(sampler.masked(state["token_BL"], given)))
-
-    def body(state):
-        step, wanted_BL = state["step"], sampler.masked(state["token_BL"], given)
-        if rule.alg == "origin":
-            if "u_SBL" in given:
-                u_BL = given["u_SBL"][step]
-            else:
-                u_BL = sampler.draw(given, 2, step, given["place_BL"])
-            wanted_BL &= u_BL < given["commit_S"][step]
-            most_B = wanted_BL.sum(-1)
-        elif rule.threshold:
-            now_B = given["budget_SB"].at[step].get(mode="fill", fill_value=0)
-            most_B = jnp.minimum(now_B + state["left_B"], wanted_BL.sum(-1))
-        else:
-            most_B = given["table_SN"][step][wanted_BL.sum(-1)]
-
-        def forward(state):
-            hidden_BLD, _ = model.hidden(state["token_BL"], see_BM=given["see_BL"])
-            state, done_B = sampler.commit(model, hidden_BLD, 0, state, given, wanted_BL, most_B)
-            return state | {"left_B": most_B - done_B}
-
-        idle = jnp.all(most_B == 0) & (sampler.logit_hook is None)
-        skip = lambda state: state | {"idle": state["idle"] + 1, "left_B": most_B}  # noqa: E731
-        state = jax.lax.cond(idle, skip, forward, state)
-        return sampler.end_step(state, given)
-
-    return jax.lax.while_loop(more, body, state)
-
-
-def _most(state, given, wanted_BL, rule, i):
-    """How many of the wanted positions step i of a block may fill, by the schedule [B]."""
-    n_B = wanted_BL.sum(-1)
-    return n_B if rule.threshold else given["table_SN"][jnp.minimum(i, given["steps"] - 1)][n_B]
-
-
-@functools.partial(jax.jit, static_argnames=("sampler",))
-def _open_block(params, state, given, first, *, sampler):
-    """Step 0 of the block at `first`, a pass over the canvas: (state, cache, whether masks are left in the block)."""
-    model, rule = nnx.merge(sampler.graph, params), sampler.rule
-    wanted_BL = sampler.open(state, given, first)
-    most_B = _most(state, given, wanted_BL, rule, 0)
-    if rule.fast_dllm:
-        wanted_BL &= jnp.arange(wanted_BL.shape[1]) == first
-        most_B = wanted_BL.sum(-1)
-    hidden_BLD, cache = model.hidden(state["token_BL"], see_BM=given["see_BL"])
-    state, _ = sampler.commit(model, hidden_BLD, 0, state, given, wanted_BL, most_B)
-    return sampler.end_step(state, given), cache if rule.cache else None
-
-
-@functools.partial(jax.jit, static_argnames=("sampler", "width"), donate_argnames=("cache",))
-def _fill_block(params, state, given, cache, first, start, limit, *, sampler, width):
-    """Steps 1 .. limit - 1 of the block at `first`, in one loop of passes over the slots start .. start + width - 1.
-
-    Each pass writes the window's keys and values into the cache. Where no position is to be filled the pass is left
-    out; a model that predicts MASK again and again ends at the limit.
-    """
-    model, rule = nnx.merge(sampler.graph, params), sampler.rule
-    begun = state["step"] - 1
-
-    def more(carry):
-        return (carry[0]["step"] - begun < limit) & jnp.any(sampler.open(carry[0], given, first))
-
-    def body(carry):
-        state, _ = carry
-        wanted_BL = sampler.open(state, given, first)
-        most_B = _most(state, given, wanted_BL, rule, state["step"] - begun)
-
-        def forward(carry):
-            state, cache = carry
-            window_BW = jax.lax.dynamic_slice_in_dim(state["token_BL"], start, width, 1)
-            hidden_BWD, new_cache = model.hidden(window_BW, None, given["see_BL"], cache, start)
-            state, _ = sampler.commit(model, hidden_BWD, start, state, given, wanted_BL, most_B)
-            return state, new_cache if rule.cache else None
-
-        idle = jnp.all(most_B == 0) & (sampler.logit_hook is None)
-        state, cache = jax.lax.cond(idle, lambda c: (c[0] | {"idle": c[0]["idle"] + 1}, c[1]), forward, carry)
-        return sampler.end_step(state, given), cache
-
-    return jax.lax.while_loop(more, body, (state, cache))  # the cache too, so that its memory is used again
-
-
-def longer(x):
-    """x with rows of zeros up to a power of two, at least 32: another number of steps is seldom another program."""
-    return np.pad(x, [(0, (1 << max(5, (len(x) - 1).bit_length())) - len(x))] + [(0, 0)] * (x.ndim - 1))
-
-
-def step_table(most, steps, eps):
-    """How many of n masked tokens step i fills: int32 [steps, most + 1], floor(n (1 - s/t)), n in the last step.
-
-    (t, s) are neighbours on linspace(1, eps, steps + 1). Following it gives diffusion.step_counts(rule="dream"); as a
-    table of n it also serves rows that a hook changed, or where the model predicted MASK. Ref: Dream's generation code.
-    """
-    t = np.linspace(1, eps, steps + 1)
-    table_SN = (np.arange(most + 1) * (1 - t[1:] / t[:-1])[:, None]).astype(np.int32)
-    table_SN[-1] = np.arange(most + 1)
-    return table_SN
-
-
-def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, logit_hook=None, u_SBL=None):
-    """Fill every MASK of a canvas: (token_BL, {"forwards", "idle", "steps", "windows", "history"}), NumPy arrays.
-
-    see_BL is False at padding, which stays as it is; so does every token that is not MASK. "idle" counts the steps that
-    could not change anything and cost no pass, "windows" the slots fed in each pass, "history" is the canvas after
-    every step [S, B, L]. Without blocks one compiled loop does it all. A block is a pass over the canvas and a compiled
-    loop over windows, the same programs for all blocks, but for cache="prefix", whose windows shrink. A model that
-    predicts MASK leaves it, where ban_ids allows that. u_SBL are the uniform numbers of alg="origin", for tests.
-
-    Raises ValueError for a canvas that does not fit the model, a number of steps that does not divide over the blocks,
-    or a block length that does not divide a completion.
-    """
-    cfg, rule = model.cfg, rule or Sampling()
-    token_BL = np.asarray(token_BL)
-    if token_BL.ndim != 2 or not token_BL.size or token_BL.dtype.kind not in "iu":
-        raise ValueError(f"a canvas is a [B, L] array of token ids, not {token_BL.dtype} {token_BL.shape}")
-    if token_BL.min() < 0 or token_BL.max() >= cfg.vocab:
-        raise ValueError(f"token ids {token_BL.min()} to {token_BL.max()} do not fit a vocabulary of {cfg.vocab}")
-    B, L = token_BL.shape
-    if L > cfg.positions:
-        raise ValueError(f"{L} tokens do not fit: the model reaches {cfg.positions} positions")
-    see_BL = np.ones((B, L), bool) if see_BL is None else np.asarray(see_BL) != 0
-    if see_BL.shape != (B, L):
-        raise ValueError(f"a mask of shape {see_BL.shape} does not fit the canvas {(B, L)}")
-    if rule.temperature or rule.alg_temp or (rule.alg == "origin" and u_SBL is None):
-        if key is None:
-            raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
-    made_BL = (token_BL == cfg.mask_id) & see_BL
-    banned_V = np.isin(np.arange(cfg.vocab), (cfg.mask_id,) if rule.ban_ids is None else rule.ban_ids)
-    banned_V |= np.arange(cfg.vocab) >= (rule.vocab or cfg.vocab)
-    if banned_V.all():
-        raise ValueError("every token is banned")
-    key = jax.random.key(0) if key is None else key
-    given = {
-        "see_BL": see_BL,
-        "made_BL": made_BL,
-        "place_BL": np.maximum(np.arange(L) - see_BL.argmax(-1)[:, None], 0),
-        "banned_V": banned_V,
-        "key_B": jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(B)),
-    }
-    graph, params = nnx.split(model)
-    # what the arrays in `given` say already must not ask for another program
-    fixed = dataclasses.replace(rule, steps=0, tokens_per_step=1.0, eps=0.5, ban_ids=(), vocab=0)
-    sampler = Sampler(graph, cfg, fixed, token_hook, logit_hook)
-    if token_hook:
-        token_BL = np.asarray(token_hook(-1, jnp.asarray(token_BL, jnp.int32)))
-    masked_BL = (token_BL == cfg.mask_id) & see_BL
-    counter = jnp.int32(0)
-    state = {"token_BL": jnp.asarray(token_BL, jnp.int32), "step": counter, "forwards": counter, "idle": counter}
-    if not rule.block_length:
-        n = int(masked_BL.sum(-1).max())
-        steps = limit = rule.steps or (1 if rule.threshold else max(1, math.ceil(n / rule.tokens_per_step)))
-        if rule.alg == "origin":
-            t = np.linspace(1, rule.eps, steps + 1)
-            given["commit_S"] = longer(np.append(1 - t[1:-1] / t[:-2], 1).astype(np.float32))
-            given |= {} if u_SBL is None else {"u_SBL": longer(np.asarray(u_SBL))}
-        elif rule.threshold:
-            given["budget_SB"] = longer(diffusion.step_counts(masked_BL.sum(-1), steps, "even").astype(np.int32))
-            limit = steps + n  # each step beyond fills at least one of what is left
-        else:
-            given["table_SN"] = longer(step_table(L, steps, rule.eps))
-        given["steps"] = steps
-        state["left_B"] = jnp.zeros(B, jnp.int32)
-        if rule.history:
-            state["history_SBL"] = longer(np.zeros((limit, B, L), np.int32))
-        state = _fill(params, state, given, sampler=sampler)
-        windows = [L] * int(state["forwards"])
-    else:
-        state, windows = _fill_blocks(params, state, given, sampler, rule, masked_BL)
-        steps = 0
-    token_BL, done = np.asarray(state["token_BL"]), int(state["step"])
-    stats = {"forwards": int(state["forwards"]), "idle": int(state["idle"]), "steps": done, "windows": windows}
-    if rule.history:
-        history_SBL = np.array(state["history_SBL"])
-        history_SBL[done:] = token_BL  # the loop ends with the last MASK
-        stats["history"] = history_SBL[: max(done, steps)]
-    return token_BL, stats
-
-
-def _fill_blocks(params, state, given, sampler, rule, masked_BL):
-    """Block by block over the columns that hold a MASK: (state, slots fed in each pass)."""
-    L = masked_BL.shape[1]
-    columns = np.flatnonzero(masked_BL.any(0))
-    if not len(columns):
-        return state | ({"history_SBL": jnp.zeros((0, *masked_BL.shape))} if rule.history else {}), []
-    S, span, size = int(columns[0]), int(columns[-1] - columns[0]) + 1, rule.block_length
-    completion = masked_BL[:, S:].all() and S + span == L
-    if span % size and (completion or rule.fast_dllm):
-        raise ValueError(f"block_length {size} does not divide the {span} tokens to fill; try {math.gcd(span, size)}")
-    if size > L:
-        raise ValueError(f"block_length {size} is longer than the canvas of {L}")
-    blocks = -(-span // size)
-    if rule.steps % blocks:
-        raise ValueError(
-            f"{rule.steps} steps do not divide over {blocks} blocks; try {-(-rule.steps // blocks) * blocks}"
-        )
-    steps = rule.steps // blocks or math.ceil(size / rule.tokens_per_step)
-    # one step fills one token at least, and so does the pass that opens a block; Fast-dLLM's opening fills only one
-    limit = size + 1 if rule.threshold else max(steps, 1 + rule.fast_dllm)
-    if not rule.threshold:
-        given |= {"table_SN": longer(step_table(size, steps, rule.eps)), "steps": steps}
-    if rule.history:
-        state["history_SBL"] = longer(np.zeros((blocks * limit, *masked_BL.shape), np.int32))
-    windows = []
-    for block in range(blocks):
-        first = min(S + block * size, L - size)  # the last block of an infilled canvas may overlap the one before
-        start = first if rule.fast_dllm else max(first - 1, 0)
-        width = {"": L, "prefix": L - start, "dual": min(size + (not rule.fast_dllm), L)}[rule.cache]
-        start = min(start, L - width)
-        if not np.asarray(sampler.open(state, given, first)).any():
-            continue
-        state, cache = _open_block(params, state, given, first, sampler=sampler)
-        before = int(state["forwards"])
-        state, _ = _fill_block(params, state, given, cache, first, start, limit, sampler=sampler, width=width)
-        windows += [L] + [width] * (int(state["forwards"]) - before)
-    return state, windows
-
-
-def canvas(prompts, max_new, cfg, multiple=32):
-    """Prompts (lists of ids, any lengths, MASK allowed) and max_new MASKs behind each, left-padded: (token_BL, see_BL).
-
-    The prompts' part is padded to a multiple of `multiple`, so that few shapes are ever compiled.
-    """
-    P = max(map(len, prompts), default=0)
-    P = -(-P // multiple) * multiple
-    if not prompts or P + max_new == 0:
-        raise ValueError("nothing to fill: give a prompt or max_new")
-    if max(map(len, prompts)) + max_new > cfg.positions:
-        raise ValueError(f"{max(map(len, prompts)) + max_new} tokens do not fit: the model reaches {cfg.positions}")
-    P = min(P, cfg.positions - max_new)
-    token_BL = np.full((len(prompts), P + max_new), cfg.mask_id, np.int32)
-    token_BL[:, :P] = cfg.pad_id
-    see_BL = np.ones(token_BL.shape, bool)
-    for row, see, prompt in zip(token_BL, see_BL, prompts, strict=True):
-        row[P - len(prompt) : P] = prompt
-        see[: P - len(prompt)] = False
-    return token_BL, see_BL
-
-
-def generate(model, prompts, max_new, rule=None, key=None, **hooks):
-    """Continue prompts with max_new tokens each and fill their MASKs, max_new 0 does only that: (rows of ids, stats).
-
-    A row is prompt and completion without padding. Raises ValueError for what does not fit; see `fill`.
-    """
-    token_BL, see_BL = canvas(prompts, max_new, model.cfg)
-    token_BL, stats = fill(model, token_BL, see_BL, rule, key, **hooks)
-    return [row[see].tolist() for row, see in zip(token_BL, see_BL, strict=True)], stats
+    leaves = jax.tree.leaves(params)
+    (dtype,) = {x.dtype.name for x in leaves}  # a checkpoint has one
+    meta = {"dtype": dtype, "parameters": sum(x.size for x in leaves), "sums": runs.bit_sums(params)}
+    with runs.new_folder(folder) as partial:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(partial / "params", params)
+        runs.write(partial / "config.json", config_to_hf(model.cfg, dtype))
+        runs.write(partial / "meta.json", meta)
+        for path in extra:
+            shutil.copy(path, partial)
 
 
 # ---- counts --------------------------------------------------------------------------------------------------------
@@ -1232,7 +559,7 @@ def count_params(cfg):
     """Parameters by part: {"embed", "attention", "ffn", "norms", "head", "total"}."""
     parts = dict.fromkeys(("embed", "attention", "ffn", "norms", "head", "total"), 0)
     short = {"embed_tokens": "embed", "lm_head": "head", "gate_proj": "ffn", "up_proj": "ffn", "down_proj": "ffn"}
-    for name, leaf in flatten(param_shapes(cfg)).items():
+    for name, leaf in runs.flatten(param_shapes(cfg)).items():
         name = name.split(".")[-1]
         part = "norms" if name.endswith("norm") else short.get(name, "attention")
         parts[part] += math.prod(leaf.shape)
@@ -1258,15 +585,14 @@ class Args:
 
 def main(args):
     if args.model not in ("", *CONFIGS):
-        sys.exit(f"--model={args.model}: not one of {', '.join(CONFIGS)}")
+        raise ValueError(f"--model={args.model}: not one of {', '.join(CONFIGS)}")
     for name in [args.model] if args.model else CONFIGS:
         parts = count_params(CONFIGS[name])
-        print(
-            f"{name:6} {parts['total']:>15,} parameters in {len(jax.tree.leaves(param_shapes(CONFIGS[name])))} tensors"
-        )
+        tensors = len(jax.tree.leaves(param_shapes(CONFIGS[name])))
+        print(f"{name:6} {parts['total']:>15,} parameters in {tensors} tensors")
         if args.model:
             print("\n".join(f"  {part:20} {n:>15,}" for part, n in parts.items() if part != "total"))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Args, __doc__)
