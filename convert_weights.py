@@ -38,15 +38,19 @@ import typing
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 import tokenizers
 import tyro
+import safetensors
+from flax import nnx
 from orbax.checkpoint import type_handlers
 
 import model_dream as dream
 import model_pythoncoder as pc
+import runs as run_folders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +66,95 @@ class Config:
 
 
 CHUNK_BYTES = 32 << 20  # of the Zarr arrays, and of the pieces read from them
+
+
+# ---- the Hub's form ------------------------------------------------------------------------------------------------
+
+DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("float16"), "F32": np.dtype("float32")}
+# name of a parameter of Dream -> its name on the Hub; shapes and layout are the same
+HF_NAMES = {"embed_tokens": "model.embed_tokens.weight", "norm": "model.norm.weight", "lm_head": "lm_head.weight"}
+HF_LAYER_NAMES = {
+    "input_layernorm": "input_layernorm.weight",
+    "q_proj": "self_attn.q_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_proj": "self_attn.k_proj.weight",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_proj": "self_attn.v_proj.weight",
+    "v_bias": "self_attn.v_proj.bias",
+    "o_proj": "self_attn.o_proj.weight",
+    "post_attention_layernorm": "post_attention_layernorm.weight",
+    "gate_proj": "mlp.gate_proj.weight",
+    "up_proj": "mlp.up_proj.weight",
+    "down_proj": "mlp.down_proj.weight",
+}
+
+
+def hf_name(name):
+    """layers.3.q_bias -> model.layers.3.self_attn.q_proj.bias"""
+    if not name.startswith("layers."):
+        return HF_NAMES[name]
+    _, layer, part = name.split(".")
+    return f"model.layers.{layer}.{HF_LAYER_NAMES[part]}"
+
+
+def mapped(path):
+    """{name: mapped array, read-only} of a safetensors file. The library checks the file, and copies what it returns;
+    as it has made sure that the tensors fill the file to its end without a gap, their places are known and can be mapped.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            views = {name: file.get_slice(name) for name in file.offset_keys()}  # in the order of the file
+            layout = {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    unknown = [f"{name} is {dtype}" for name, (dtype, _) in layout.items() if dtype not in DTYPES]
+    if unknown:
+        raise ValueError(f"{path} cannot be read: {unknown[0]}, not one of {', '.join(DTYPES)}")
+    sizes = {name: DTYPES[dtype].itemsize * math.prod(shape) for name, (dtype, shape) in layout.items()}
+    data = np.memmap(path, np.uint8, "r")
+    start, arrays = data.size - sum(sizes.values()), {}
+    for name, (dtype, shape) in layout.items():
+        arrays[name] = data[start : start + sizes[name]].view(DTYPES[dtype]).reshape(shape)
+        start += sizes[name]
+    return arrays
+
+
+def open_hub(folder):
+    """{name: mapped array} of all safetensors files of a folder, which an index names where there are several."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return mapped(folder / "model.safetensors")
+    weight_map = run_folders.read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} is damaged: it has no weight_map")
+    arrays, holder = {}, {}
+    for file_name in sorted({*weight_map.values()}):
+        if not (folder / file_name).is_file():
+            raise FileNotFoundError(f"{folder / file_name} does not exist, but {index.name} names it")
+        tensors = mapped(folder / file_name)
+        arrays |= tensors
+        holder |= dict.fromkeys(tensors, file_name)
+    if holder != weight_map:
+        wrong = sorted(name for name, _ in holder.items() ^ weight_map.items())
+        raise ValueError(f"{index} and the files beside it disagree about {', '.join(dict.fromkeys(wrong[:5]))}")
+    return arrays
+
+
+def from_hf(folder, dtype=None, run=None):
+    """A folder in the Hub's form as a Dream in `dtype`, None keeps the file's: for tests and comparisons.
+
+    Raises ValueError or FileNotFoundError with one line on what is wrong.
+    """
+    folder = Path(folder)
+    cfg, arrays = dream.config_from_hf(folder), open_hub(folder)
+    shapes = {name: leaf.shape for name, leaf in run_folders.flatten(dream.param_shapes(cfg)).items()}
+    want = {hf_name(name): shape for name, shape in shapes.items()}
+    run_folders.check_tensors({name: array.shape for name, array in arrays.items()}, want, folder)
+    dtype = jax.numpy.dtype(dtype or arrays[hf_name("embed_tokens")].dtype)
+    params = {name: jax.numpy.array(arrays[hf_name(name)], dtype) for name in shapes}
+    return nnx.merge(dream.graph_of(cfg, run or dream.Run(dtype=dtype)), run_folders.unflatten(params))
 
 
 # ---- kinds of models -----------------------------------------------------------------------------------------------
