@@ -70,9 +70,20 @@ def resumed(config_class, arguments, machine=()):
     if not folder or "resume" not in {field.name for field in dataclasses.fields(config_class)}:
         return config_class()
     saved = read_json(Path(folder) / "config.json", "train")["train"]
-    known = {field.name for field in dataclasses.fields(config_class)} - {*machine}
-    saved = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items() if name in known}
-    return config_class(**saved | {"out": folder})
+    return dataclasses.replace(settings_of(config_class, saved, machine), out=folder)
+
+
+def settings_of(config_class, saved, machine=()):
+    """A config of saved settings; a group of flags has its own dictionary, or its names among the others (old runs)."""
+    values = {}
+    for field in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(field.default):
+            group = saved.get(field.name)
+            values[field.name] = settings_of(type(field.default), group if isinstance(group, dict) else saved, machine)
+        elif field.name in saved and field.name not in machine:
+            value = saved[field.name]
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    return config_class(**values)
 
 
 # ---- files and folders ---------------------------------------------------------------------------------------------
@@ -172,7 +183,7 @@ class Run:
         self.exits.close()
 
     def begin(self, first, settings, files=None, logs=("log.jsonl",)):
-        """Write config.json and the files {name: bytes}; from here on a signal asks the run to stop, a second one ends it.
+        """Write config.json and files, {name: bytes}. From here on a signal asks the run to stop, a second one ends it.
 
         What a killed run logged after step `first`, its last checkpoint, is cut off: it will be logged again.
         """
@@ -375,10 +386,10 @@ def quiet():
 def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
     """(model, step) of a run of train_tpu.py, or of a folder of convert_weights.py (step 0).
 
-    family is model_dream or model_pythoncoder. dtype None keeps the stored one; step 0 takes the newest. With a mesh each
-    device reads its own part of every parameter. With int8 (Dream) matrices are quantised as they are read, a layer at a
-    time, and dtype is that of the rest: the stored model is never whole in memory beside another form of it. Raises
-    ValueError or FileNotFoundError with one line on what is wrong.
+    family is model_dream or model_pythoncoder. dtype None keeps the stored one; step 0 takes the newest. With a mesh
+    each device reads its own part of every parameter. With int8 (Dream) matrices are quantised as they are read, a
+    layer at a time, and dtype is that of the rest: the stored model is never whole in memory beside another form of it.
+    Raises ValueError or FileNotFoundError.
     """
     import jax
     import orbax.checkpoint as ocp

@@ -1,23 +1,84 @@
-"""Eight fake CPU devices for JAX, the repository root on the path, reference values, and the emulated CUDA kernels."""
+"""What tests share: scripts run from the shell, eight fake CPU devices for JAX, reference values, emulated kernels.
+
+JAX and PyTorch are imported where a test needs them: on a Jetson there is no JAX, and its tests run all the same.
+"""
 
 import importlib.util
+import json
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+
+# ---- scripts, as a user runs them ----------------------------------------------------------------------------------
+
+
+def command(script, *flags):
+    """The command line of one of our scripts."""
+    return [sys.executable, str(ROOT / script), *map(str, flags)]
+
+
+def run(script, *flags, devices=1, stdin=None, **options):
+    """The finished process of a script on a CPU, with so many fake JAX devices; what it printed is text."""
+    fake = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | fake | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    options = {"capture_output": True, "text": True, "env": env, "timeout": 300, "input": stdin} | options
+    return subprocess.run(command(script, *flags), **options)
+
+
+def says(result, *parts):
+    """A failed process said one clear line on standard error, and the parts are in it."""
+    assert result.returncode not in (0, None), result.stdout
+    assert "Traceback" not in result.stderr, result.stderr
+    line = result.stderr.strip().splitlines()[-1]
+    for part in parts:
+        assert part in line, line
+
+
+def losses(out):
+    """{step: (loss, gradient norm)} that a trainer logged."""
+    rows = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
+
+
+def kill_and_resume(first, resume, kills=20, seed=0):
+    """Run the command `first`, kill -9 it at a random line of its log, go on with `resume` until one is not killed.
+
+    Asserts that it was killed `kills` times.
+    """
+    rng, killed, line_number = random.Random(seed), 0, 0
+    env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    while True:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": env}
+        with subprocess.Popen(resume if killed else first, **pipes) as process:
+            die_after = rng.randint(1, 4) if killed < kills else None  # lines of the log
+            for line in process.stdout:
+                line_number += line.startswith((b"step ", b"round "))
+                if die_after and line_number >= die_after:
+                    process.send_signal(signal.SIGKILL)
+                    break
+            process.stdout.read()
+            error = process.stderr.read().decode()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, error
+        killed, line_number = killed + 1, 0
+    assert killed == kills
+
+
+# ---- array libraries and reference values --------------------------------------------------------------------------
 
 
 class Library:
@@ -30,22 +91,31 @@ class Library:
     def __call__(self, function, *arrays):
         arrays = [np.asarray(a) for a in arrays]
         arrays = [a.astype(self.dtype) if a.dtype.kind == "f" else a for a in arrays]
-        if self.name == "numpy":
-            return jax.tree.map(np.asarray, function(*arrays))
         if self.name == "jax":
+            import jax
+
             with jax.enable_x64(self.dtype == "float64"):
-                return jax.tree.map(np.asarray, jax.jit(function)(*map(jnp.asarray, arrays)))
-        torch.compiler.reset()
-        compiled = torch.compile(function, fullgraph=True, backend="eager")
-        return jax.tree.map(lambda t: t.numpy(), compiled(*map(torch.from_numpy, arrays)))
+                return as_numpy(jax.jit(function)(*map(jax.numpy.asarray, arrays)))
+        if self.name == "torch":
+            import torch
+
+            torch.compiler.reset()
+            compiled = torch.compile(function, fullgraph=True, backend="eager")
+            return as_numpy(compiled(*map(torch.from_numpy, arrays)))
+        return as_numpy(function(*arrays))
 
     def close(self, got, want, rtol=None, atol=None):
         want = np.asarray(want)
         np.testing.assert_allclose(got, want, rtol=max(rtol or 0, self.rtol), atol=max(atol or 0, self.atol))
 
 
+def as_numpy(result):
+    return tuple(map(as_numpy, result)) if isinstance(result, tuple) else np.asarray(result)
+
+
 @pytest.fixture(params=["numpy", "jax", "torch"])
 def library_name(request):
+    pytest.importorskip(request.param)
     return request.param
 
 
@@ -67,6 +137,9 @@ def golden_dir():
     return find
 
 
+# ---- CUDA kernels, emulated on a CPU -------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="session")
 def host_build(tmp_path_factory):
     """A copy of csrc/ built on a machine without nvcc: (folder that holds csrc, what the build printed)."""
@@ -76,8 +149,8 @@ def host_build(tmp_path_factory):
     shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copy(ROOT / "setup_kernels.py", folder)
     env = os.environ | {"CUDA_HOME": str(folder), "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "setup_kernels.py", "-q", "build_ext", "--inplace"]
-    built = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    build = [sys.executable, "setup_kernels.py", "-q", "build_ext", "--inplace"]
+    built = subprocess.run(build, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stderr
     return folder, built.stdout
 
@@ -100,6 +173,8 @@ def runs(request):
     """The kernels on the emulator, or on the GPU that is here."""
     if request.param == "emulated":
         return request.getfixturevalue("kernels")
+    import torch
+
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     from csrc import ops

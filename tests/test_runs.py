@@ -1,0 +1,264 @@
+"""The folder of a run: command line, lock, log, signals, and checkpoints that are damaged, cut short or of others."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, says
+
+import runs
+
+SCRIPT = """
+    \"\"\"A script of ours.\"\"\"
+    import dataclasses, os, sys, time
+    sys.path.insert(0, {root!r})
+    import runs
+
+    @dataclasses.dataclass(frozen=True)
+    class Group:
+        rank: int = 0  # rows of A
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        out: str = "out"  # run folder
+        resume: str = ""  # run folder to go on from
+        wandb: str = ""  # project
+        steps: int = 5  # updates
+        hosts: int = 1  # of this machine
+        sizes: tuple[int, ...] = ()  # some numbers
+        fast: bool = False  # a flag
+        group: Group = Group()
+
+    def main(cfg):
+        {body}
+
+    if __name__ == "__main__":
+        runs.command(main, Config, __doc__, machine=("hosts",))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """script(body, *flags): runs a script whose main is `body`, from a folder beside runs.py as it were."""
+
+    def execute(body, *flags, python=(), **options):
+        shutil.copy(ROOT / "runs.py", tmp_path)
+        source = textwrap.dedent(SCRIPT).format(root=str(tmp_path), body=textwrap.indent(body, 4 * " ").strip())
+        (tmp_path / "script.py").write_text(source)
+        pipes = {"capture_output": True, "text": True, "timeout": 60, "cwd": tmp_path}
+        return subprocess.run([sys.executable, *python, "script.py", *flags], **pipes, **options)
+
+    return execute
+
+
+@dataclasses.dataclass
+class Config:
+    out: str
+    resume: str = ""
+    wandb: str = ""
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_ours_is_one_line_and_status_1(script):
+    result = script("raise ValueError('--steps=0: at least 1')")
+    assert (result.returncode, result.stderr) == (1, "--steps=0: at least 1\n")
+    says(script("open('nowhere/file')"), "nowhere/file")
+
+
+def test_a_bug_keeps_its_traceback(script):
+    result = script("import json; json.loads('{')")  # raised within a library
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert "Traceback" in script("[][0]", python=["-X", "dev"]).stderr
+
+
+def test_ctrl_c_is_130_and_says_nothing(script):
+    result = script("print('so far', flush=True); os.kill(os.getpid(), 2); time.sleep(9)")
+    assert (result.returncode, result.stdout, result.stderr) == (130, "so far\n", "")
+
+
+def test_help_is_the_docstring_and_the_comments_of_the_fields(script):
+    result = script("pass", "--help")
+    assert result.returncode == 0
+    for text in ("A script of ours.", "rows of A", "--fast, --no-fast", "--rank INT"):
+        assert text in result.stdout
+    assert script("pass", "--step=1").returncode == 2  # a misspelt flag
+
+
+def test_resume_takes_the_settings_of_the_run_but_not_those_of_its_machine(script, tmp_path):
+    saved = {"steps": 7, "hosts": 4, "sizes": [1, 2], "group": {"rank": 3}, "gone": 1, "out": "elsewhere"}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"train": saved}))
+    body = "print(cfg.out, cfg.resume, cfg.steps, cfg.hosts, cfg.sizes, cfg.group, cfg.fast)"
+    for flags in (("--resume=run", "--fast"), ("--resume", "run", "--fast")):
+        assert script(body, *flags).stdout == "run run 7 1 (1, 2) Group(rank=3) True\n"
+    saved["rank"] = saved.pop("group")["rank"]  # before there were groups
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"train": saved}))
+    assert "Group(rank=3)" in script(body, "--resume=run").stdout
+    says(script(body, "--resume=nowhere"), "nowhere/config.json does not exist")
+    (tmp_path / "run" / "config.json").write_text("{")
+    says(script(body, "--resume=run"), "damaged")
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path):
+    runs.write(tmp_path / "a.json", {"b": 1})
+    with pytest.raises(TypeError), runs.writing(tmp_path / "a.json") as file:
+        file.writelines([b"half", None])
+    assert runs.read_json(tmp_path / "a.json", "b") == {"b": 1}
+    assert os.listdir(tmp_path) == ["a.json"]
+    with pytest.raises(ValueError, match="no c"):
+        runs.read_json(tmp_path / "a.json", "b", "c")
+    (tmp_path / "a.json").write_text("[1]")
+    with pytest.raises(ValueError, match="damaged"):
+        runs.read_json(tmp_path / "a.json", "b")
+
+
+def test_a_folder_is_complete_or_not_there(tmp_path):
+    with runs.new_folder(tmp_path / "new") as folder:
+        (folder / "file").write_text("x")
+        assert not (tmp_path / "new").exists()
+    assert (tmp_path / "new" / "file").read_text() == "x"
+    with pytest.raises(RuntimeError), runs.new_folder(tmp_path / "other"):
+        raise RuntimeError
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_checkpoints_are_found_in_order_and_unfinished_ones_are_not(tmp_path):
+    for name in ("checkpoints/2", "checkpoints/10", "checkpoints/12.orbax-checkpoint-tmp"):
+        (tmp_path / "jax" / name).mkdir(parents=True)
+    for name in ("step_3", "step_20", "step_30.tmp"):
+        (tmp_path / "torch" / name).mkdir(parents=True)
+    assert list(runs.checkpoints(tmp_path / "jax")) == [2, 10]
+    assert runs.newest(tmp_path / "torch") == (20, tmp_path / "torch" / "step_20")
+    assert runs.newest(tmp_path / "jax", 2)[0] == 2
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 4; it has \[2, 10\]"):
+        runs.newest(tmp_path / "jax", 4)
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+        runs.newest(tmp_path / "nowhere")
+
+
+# ---- a run ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path):
+    cfg = Config(str(tmp_path / "run"))
+    with runs.Run(cfg):
+        with pytest.raises(BlockingIOError, match="another process is writing"), runs.Run(cfg):
+            pass
+        with runs.Run(cfg, rank=1):  # another process of the same run
+            pass
+    with runs.Run(cfg):
+        pass
+    (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
+    with pytest.raises(FileExistsError, match="--resume"), runs.Run(cfg):
+        pass
+
+
+def test_a_resumed_log_goes_on_after_the_checkpoint(tmp_path, capsys):
+    cfg = Config(str(tmp_path), resume=str(tmp_path))
+    rows = "".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3))
+    (tmp_path / "log.jsonl").write_text(rows + '{"step": 4, "lo')  # what a kill in the middle of a line leaves
+    with runs.Run(cfg) as run:
+        run.begin(2, {"train": {}}, {"tokenizer.json": b"{}"})
+        run.log({"step": 3, "loss": 1.23456, "tokens": 12345})
+    assert capsys.readouterr().out == "step 3 | loss 1.235 | tokens 12,345\n"
+    steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
+    assert (tmp_path / "tokenizer.json").read_bytes() == b"{}"
+
+
+def test_a_signal_asks_the_run_to_stop_and_a_second_one_ends_it(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with runs.Run(Config(str(tmp_path))) as run:
+        run.begin(0, {})
+        assert not run.signal
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert run.signal == "SIGTERM"
+        with pytest.raises(InterruptedError, match="SIGTERM: saved step 5; go on with --resume="):
+            run.leave(5)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+# ---- Orbax ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path):
+    jax = pytest.importorskip("jax")
+    state = {"params": {"a": jax.numpy.arange(60_000.0), "b": {"c": jax.numpy.ones((3, 4))}}, "opt": {}}
+    checkpoints = runs.Checkpoints(tmp_path, keep=2, always=[1], best="loss")
+    for step, loss in enumerate((3.0, 1.0, 2.0, 4.0, 5.0), 1):
+        checkpoints.save(step, state, {"model": {"width": 2}, "step": step}, {"loss": loss})
+    checkpoints.wait()
+    yield checkpoints, state
+    checkpoints.manager.close()
+
+
+def test_what_is_saved_comes_back_and_the_best_and_the_wanted_are_kept(saved, tmp_path):
+    checkpoints, state = saved
+    assert list(runs.checkpoints(tmp_path)) == [1, 2, 4, 5]
+    assert checkpoints.meta()["step"] == checkpoints.newest() == 5
+    back = checkpoints.restore(state)
+    np.testing.assert_array_equal(back["params"]["a"], state["params"]["a"])
+    assert back["opt"] == {}
+
+
+def test_a_damaged_checkpoint_is_one_line_that_names_it(saved, tmp_path):
+    checkpoints, state = saved
+    meta = tmp_path / "checkpoints" / "5" / "meta" / "metadata"
+    record = json.loads(meta.read_text())
+    changed = record | {"sums": record["sums"] | {"params.b.c": 7}}
+    meta.write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match=r"checkpoints/5 cannot be read \(params.b.c\); delete"):
+        checkpoints.restore(state)
+    meta.write_text(json.dumps(record))
+    largest = max((p for p in (meta.parents[1] / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    os.truncate(largest, 100)
+    with pytest.raises(ValueError, match="checkpoints/5 cannot be read"):
+        checkpoints.restore(state)
+    meta.write_text("{")
+    with pytest.raises(ValueError, match="damaged"):
+        checkpoints.restore(state)
+
+
+def test_names_and_shapes_that_do_not_fit_are_listed():
+    with pytest.raises(
+        ValueError, match=r"x do not fit the model: b has shape \(2,\), not \(3,\); missing a; unexp"
+    ) as e:
+        runs.check_tensors({"b": (2,), "c": (1,)}, {"a": (1,), "b": (3,)}, "x")
+    assert "unexpected c" in str(e.value)
+    with pytest.raises(ValueError, match="width 2 there, 3 here; depth None there, 1 here"):
+        runs.check_same({"width": 2}, {"width": 3, "depth": 1}, "x")
+
+
+def test_a_tree_is_flattened_and_back():
+    pytest.importorskip("jax")
+    tree = {"a": np.ones(2, np.float32), "layers": {"0": {"w": np.arange(4, dtype=np.float16)}}}
+    flat = runs.flatten(tree)
+    assert list(flat) == ["a", "layers.0.w"]
+    assert runs.unflatten(flat)["layers"]["0"]["w"] is tree["layers"]["0"]["w"]
+    assert runs.bit_sums(tree) == {"a": 2 * 0x3F800000, "layers.0.w": 0x3C00 + 0x4000 + 0x4200}
+
+
+def test_it_needs_neither_jax_nor_torch():
+    code = (
+        "import sys; sys.modules.update(jax=None, torch=None, orbax=None, tyro=None); import runs; print(runs.command)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert Path(runs.__file__).parent == ROOT
