@@ -13,10 +13,10 @@ Refs: MDLM, arXiv:2406.07524; LLaDA, arXiv:2502.09992; Dream, arXiv:2508.15487; 
 import itertools
 import math
 import sys
+import typing
 
 import numpy as np
 
-SCHEDULES = ("linear", "cosine", "cosine_sq")
 CONFIDENCES = ("max_prob", "margin", "entropy")
 
 # ---- three array libraries ----------------------------------------------------------------------------------------
@@ -79,54 +79,68 @@ def softmax(logits_BLV):
 # ---- schedules -----------------------------------------------------------------------------------------------------
 
 
-def _known(schedule):
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}")
+class Schedule(typing.NamedTuple):
+    """A noise schedule: rate(t) = P(masked at time t), its derivative slope(t), and inverse(rate) = t.
+
+    rate rises from 0 at 0 to exactly 1 at 1. The functions take arrays of any of the three libraries, or numbers.
+    """
+
+    rate: typing.Callable
+    slope: typing.Callable
+    inverse: typing.Callable
+
+
+def _cosine(t):
+    """1 - cos(pi t / 2), written so that it is exact at both ends."""
+    xp = _namespace(t)
+    return xp.where(t < 0.5, 2 * xp.sin(math.pi / 4 * t) ** 2, 1 - xp.sin(math.pi / 2 * (1 - t)))
+
+
+# A new entry here is a schedule for the trainers of MDLM and Dream, all samplers and the tables of the Jetson.
+# `cosine` is that of MDLM; MaskGIT's, sin(pi t / 2), is another function.
+SCHEDULES = {
+    "linear": Schedule(
+        rate=lambda t: t,
+        slope=lambda t: 0 * t + 1,
+        inverse=lambda rate: rate,
+    ),
+    "cosine": Schedule(
+        rate=_cosine,
+        slope=lambda t: math.pi / 2 * _namespace(t).sin(math.pi / 2 * t),
+        inverse=lambda rate: 4 / math.pi * _namespace(rate).arcsin((rate / 2) ** 0.5),
+    ),
+    "cosine_sq": Schedule(
+        rate=lambda t: _namespace(t).sin(math.pi / 2 * t) ** 2,
+        slope=lambda t: math.pi / 2 * _namespace(t).sin(math.pi * t),
+        inverse=lambda rate: 2 / math.pi * _namespace(rate).arcsin(rate**0.5),
+    ),
+}
+
+
+def _schedule(name):
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule {name!r} is not one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
 
 
 def mask_rate(t, schedule):
-    """P(masked) at time t in [0, 1]: linear t; cosine 1 - cos(pi t / 2); cosine_sq sin(pi t / 2)^2. Exactly 1 at 1.
-
-    `cosine` is that of MDLM; MaskGIT's, sin(pi t / 2), is another function.
-    """
-    _known(schedule)
-    xp = _namespace(t)
-    if schedule == "linear":
-        return t
-    if schedule == "cosine_sq":
-        return xp.sin(math.pi / 2 * t) ** 2
-    return xp.where(t < 0.5, 2 * xp.sin(math.pi / 4 * t) ** 2, 1 - xp.sin(math.pi / 2 * (1 - t)))  # exact at both ends
+    """P(masked) at time t in [0, 1]: linear t; cosine 1 - cos(pi t / 2); cosine_sq sin(pi t / 2)^2. Exactly 1 at 1."""
+    return _schedule(schedule).rate(t)
 
 
 def mask_slope(t, schedule):
     """d rate / dt."""
-    _known(schedule)
-    xp = _namespace(t)
-    if schedule == "linear":
-        return 0 * t + 1
-    return math.pi / 2 * (xp.sin(math.pi * t) if schedule == "cosine_sq" else xp.sin(math.pi / 2 * t))
+    return _schedule(schedule).slope(t)
 
 
 def nelbo_weight(t, schedule):
     """slope / rate, for t > 0: linear 1 / t; cosine (pi / 2) cot(pi t / 4); cosine_sq pi cot(pi t / 2)."""
-    _known(schedule)
-    xp = _namespace(t)
-    if schedule == "linear":
-        return 1 / t
-    if schedule == "cosine":
-        return math.pi / 2 / xp.tan(math.pi / 4 * t)
-    return math.pi * xp.cos(math.pi / 2 * t) / xp.sin(math.pi / 2 * t)
+    return mask_slope(t, schedule) / mask_rate(t, schedule)
 
 
 def time_of_rate(rate, schedule):
     """The time at which `rate` of the tokens are masked: the inverse of mask_rate."""
-    _known(schedule)
-    xp = _namespace(rate)
-    if schedule == "linear":
-        return rate
-    if schedule == "cosine":
-        return 4 / math.pi * xp.arcsin((rate / 2) ** 0.5)
-    return 2 / math.pi * xp.arcsin(rate**0.5)
+    return _schedule(schedule).inverse(rate)
 
 
 def antithetic_times(u_B, eps=1e-3):
@@ -135,7 +149,8 @@ def antithetic_times(u_B, eps=1e-3):
     The mean of w(t) over such a batch varies far less than over B independent times. Ref: MDLM, section 3.4 and code.
     """
     B = u_B.shape[0]
-    return (1 - eps) * ((u_B / B + _ids(u_B) / B) % 1) + eps
+    stratum_B = _ids(u_B) + 0 * u_B  # in the precision of u: torch divides whole numbers in float32
+    return (1 - eps) * ((u_B / B + stratum_B / B) % 1) + eps
 
 
 # ---- forward process and losses ------------------------------------------------------------------------------------

@@ -24,6 +24,11 @@ def test_rate_times_weight_is_the_slope_which_integrates_to_one():
         assert diffusion.mask_rate(1.0, s) == 1
 
 
+def test_strata_of_float64_times_are_float64_in_every_library():
+    u = np.random.default_rng(0).random(3)
+    np.testing.assert_allclose(diffusion.antithetic_times(torch.from_numpy(u)), diffusion.antithetic_times(u), rtol=1e-15)
+
+
 @pytest.mark.parametrize("schedule", diffusion.SCHEDULES)
 def test_a_uniform_prediction_costs_log_of_the_real_ids_whatever_the_schedule(schedule):
     rng = np.random.default_rng(0)
