@@ -122,7 +122,8 @@ def check(returned, what):
 def enter_namespaces(libc, scratch, readable):
     """Go on as process 1 of new user, mount, process, network, IPC and name namespaces, in a root of its own.
 
-    The root holds `readable`, read-only, and /work. The process that called stays behind and exits with the new one.
+    The root holds `readable`, read-only, and /.sandbox, a name that no interpreter lives under (as some do under /work).
+    The process that called stays behind and exits with the new one.
     """
     uid, gid = os.getuid(), os.getgid()
     check(libc.unshare(0x20000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000), "unshare")
@@ -145,7 +146,7 @@ def enter_namespaces(libc, scratch, readable):
             os.makedirs(os.path.dirname(root + path), exist_ok=True)
             open(root + path, "w").close()
         check(libc.mount(path, root + path, None, 0x5000, None), "bind")  # MS_BIND | MS_REC
-    os.mkdir(root + b"/work")
+    os.mkdir(root + b"/.sandbox")
     os.chdir(root)
     pivot_root = DENIED["pivot_root"][MACHINES[os.uname().machine][0]]
     check(libc.syscall(pivot_root, b".", b"."), "pivot_root")
@@ -330,9 +331,9 @@ def launch():
             print('{"outcome": "timeout"}', file=report, flush=True)
             continue
         if job["namespaces"]:
-            folder = "/work"
+            folder = "/.sandbox"
             size = f"size={job['disk_mb']}m,nr_inodes=2k,mode=700".encode()
-            check(libc.mount(b"tmpfs", b"/work", b"tmpfs", 6, size), "tmpfs")
+            check(libc.mount(b"tmpfs", b"/.sandbox", b"tmpfs", 6, size), "tmpfs")
         else:
             folder = f"{job['folder']}/{i}"
             os.mkdir(folder, 0o700)
@@ -359,7 +360,7 @@ def launch():
                 os.kill(-1, signal.SIGKILL)  # all of this process namespace but ourselves
                 while os.waitpid(-1, 0):
                     pass
-            check(libc.umount2(b"/work", 2), "umount")
+            check(libc.umount2(b"/.sandbox", 2), "umount")
         if data[:1] != b"+" and outcome != "output limit":
             sys.exit(f"a test process could not be closed in: {data.decode(errors='replace')}")
         data, ran = data[1:].removeprefix(b"="), data[1:2] == b"="
