@@ -122,7 +122,7 @@ def check(returned, what):
 def enter_namespaces(libc, scratch, readable):
     """Go on as process 1 of new user, mount, process, network, IPC and name namespaces, in a root of its own.
 
-    The root holds `readable`, read-only, and /.sandbox, a name that no interpreter lives under (as some do under /work).
+    The root holds `readable`, read-only, and /.sandbox, a name that no interpreter lives under (some do under /work).
     The process that called stays behind and exits with the new one.
     """
     uid, gid = os.getuid(), os.getgid()
