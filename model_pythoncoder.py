@@ -18,21 +18,18 @@ Refs: Differential Transformer, arXiv:2410.05258; multi-token prediction, arXiv:
 
 import dataclasses
 import functools
-import json
 import math
-import sys
 import typing
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
-import tyro
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as PS
 
+import diffusion
+import runs
 from diff_attention import attention, attention_tpu, lambda_init, lambda_value
 
 
@@ -41,12 +38,12 @@ class Config:
     """The architecture; everything that a checkpoint needs to be read again."""
 
     vocab: int = 151_808  # rows of the embedding; Qwen2.5's 151,665 tokens, padded
-    width: int = 1536
+    width: int = 1536  # of the residual stream
     layers: int = 24
     heads: int = 12  # query heads; two make one differential head
-    kv_heads: int = 4
+    kv_heads: int = 4  # key/value heads, each shared by heads / kv_heads query heads
     head_size: int = 128
-    ffn: int = 4096
+    ffn: int = 4096  # width of the feed-forward layer
     theta: float = 500_000.0  # base of the rotary angles
     positions: int = 2048  # longest sequence in training
     yarn_factor: float = 4.0  # inference reaches positions * yarn_factor
@@ -54,8 +51,8 @@ class Config:
     attn_cap: float = 0.0  # c > 0 maps each score s to c tanh(s / c)
     logit_cap: float = 0.0  # the same for the logits of both heads
     mtp: bool = True  # the head that predicts the token after the next
-    eps: float = 1e-6
-    subln_eps: float = 1e-5
+    eps: float = 1e-6  # of the norms
+    subln_eps: float = 1e-5  # of the norm on each differential head
 
     def __post_init__(self):
         if self.heads % 2 or (self.maps == 2 and self.kv_heads % 2):
@@ -185,10 +182,14 @@ class Block(nnx.Module):
         def normal(*shape, std=0.02):
             return nnx.Param(std * jax.random.normal(rngs.params(), (N, *shape), jnp.float32))
 
-        self.attn_norm, self.ffn_norm = nnx.Param(jnp.ones((N, D))), nnx.Param(jnp.ones((N, D)))
-        self.wq, self.wk, self.wv = normal(D, Q), normal(D, C), normal(D, C)
+        self.attn_norm = nnx.Param(jnp.ones((N, D)))
+        self.ffn_norm = nnx.Param(jnp.ones((N, D)))
+        self.wq = normal(D, Q)
+        self.wk = normal(D, C)
+        self.wv = normal(D, C)
         self.wo = normal(out, D, std=0.02 / math.sqrt(2 * N))
-        self.w_gate, self.w_up = normal(D, cfg.ffn), normal(D, cfg.ffn)
+        self.w_gate = normal(D, cfg.ffn)
+        self.w_up = normal(D, cfg.ffn)
         self.w_down = normal(cfg.ffn, D, std=0.02 / math.sqrt(2 * N))
         if cfg.maps == 2:
             self.lambda_q1, self.lambda_k1 = normal(cfg.head_size, std=0.01), normal(cfg.head_size, std=0.01)
@@ -223,6 +224,7 @@ class Block(nnx.Module):
                 return jnp.einsum("BLD,DIPK->BIPLK", n_BLD, w_DIPK)
             return linear(n_BLD, w_DIPK.reshape(D, -1)).reshape(B, L, *w_DIPK.shape[1:]).transpose(0, 2, 3, 1, 4)
 
+        # queries, keys and values, then their rotary positions
         n_BLD = barrier(rms_norm(x_BLD, self.attn_norm[...], cfg.eps))
         wq_DIPK = weight(self.wq, (D, P, I, K), None, "tensor").swapaxes(1, 2)  # map 1 of every head, then map 2
         wk_DIJK = weight(self.wk, (D, J, I, K), None, "tensor").swapaxes(1, 2)
@@ -232,12 +234,13 @@ class Block(nnx.Module):
         v_BJLE = checkpoint_name(v_B1JLE[:, 0], "v")
         cos, sin = (t[:, None, None] for t in rope)
         q_BIPLK, k_BIJLK = rotate(q_BIPLK, cos, sin, tpu), rotate(k_BIJLK, cos, sin, tpu)
-        if cache is not None:
+        if cache is not None:  # write the new slots, then attend over all of them
             row_B1 = jnp.arange(B)[:, None]
             k_BIJLK = cache[0].at[row_B1, :, :, index_BL].set(k_BIJLK.transpose(0, 3, 1, 2, 4).astype(cache[0].dtype))
             v_BJLE = cache[1].at[row_B1, :, index_BL].set(v_BJLE.swapaxes(1, 2).astype(cache[1].dtype))
             cache = (k_BIJLK, v_BJLE)
 
+        # attention: the fused kernel where it fits (training on a TPU), else einsums
         lam = self.lam(layer) if I == 2 else jnp.float32(0)
         floor = cfg.diff == "seed"
         if tpu and cache is None and I == 2 and not cfg.attn_cap:
@@ -251,6 +254,8 @@ class Block(nnx.Module):
                 q_BIPLK, k_BIJLK, v_BJLE, lam, index_BL, start_BL, floor=floor, cap=cfg.attn_cap, block=run.block
             )
         o_BPLE = checkpoint_name(o_BPLE, "attn")
+
+        # a norm for each differential head (V2: a gate for each pair of heads), then the output projection
         if I == 2:
             o_BPLE = rms_norm(o_BPLE, self.subln[...], cfg.subln_eps) * (1 - lambda_init(layer)).astype(x_BLD.dtype)
         elif cfg.diff == "v2":
@@ -264,6 +269,7 @@ class Block(nnx.Module):
             attn_BLD = linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), weight(self.wo, (-1, D), "tensor", None))
         x_BLD = x_BLD + dropout(attn_BLD, row_B, seed_32[0] if rate else None, rate)
 
+        # feed-forward, SwiGLU
         n_BLD = barrier(rms_norm(x_BLD, self.ffn_norm[...], cfg.eps))
         gate_BLF = linear(n_BLD, weight(self.w_gate, (D, cfg.ffn), None, "tensor"), tpu)
         up_BLF = linear(n_BLD, weight(self.w_up, (D, cfg.ffn), None, "tensor"), tpu)
@@ -290,7 +296,7 @@ class Run:
     dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
     kernel: bool = False  # the Pallas TPU kernel for attention, and TPU layouts
     remat: typing.Literal["none", "qkvo", "full"] = "none"  # what the backward pass recomputes
-    dropout: float = 0.0
+    dropout: float = 0.0  # of attention output, feed-forward hidden and output, where a call gives a key
     block: int = 128  # queries per block of the einsum attention
     loss_tokens: int = 2048  # tokens per chunk of the cross-entropy
 
@@ -359,6 +365,7 @@ class PythonCoder(nnx.Module):
         """
         B, L, _ = embed_BLD.shape
         slot_L = jnp.arange(L)
+        # the first slot that each position sees: where its document starts
         position_BL = jnp.broadcast_to(slot_L, (B, L)) if position_BL is None else position_BL
         start_BL = jnp.zeros((B, L), jnp.int32)
         if segment_BL is not None:
@@ -371,34 +378,32 @@ class PythonCoder(nnx.Module):
         if key is not None:
             seed_N32 = jax.random.bits(key, (self.cfg.layers, 3, 2), jnp.uint32)
 
-        def one(x_BLD, params, i, seed_32):
+        def apply_layer(x_BLD, params, i, seed_32):
             block = nnx.merge(graph, params)
             seed_32 = None if key is None else seed_32
             return block(x_BLD, i, rope, None, start_BL, self.run, row_B, seed_32)[0]
 
         if self.run.remat != "none":
-            one = jax.checkpoint(one, policy=REMAT[self.run.remat], prevent_cse=False)
+            apply_layer = jax.checkpoint(apply_layer, policy=REMAT[self.run.remat], prevent_cse=False)
 
         def body(carry, layer):
             (x_BLD, sums), (params, i, seed_32) = carry, layer
             if sums is not None:
                 params, sums = gradient_into(sums, params, i)
-            return (one(x_BLD, params, i, seed_32), sums), None
+            return (apply_layer(x_BLD, params, i, seed_32), sums), None
 
         params = nnx.to_pure_dict(params)
         params = params if sums is None else jax.lax.stop_gradient(params)
-        (x_BLD, end), _ = jax.lax.scan(body, (embed_BLD, sums), (params, jnp.arange(self.cfg.layers), seed_N32))
+        (x_BLD, sums), _ = jax.lax.scan(body, (embed_BLD, sums), (params, jnp.arange(self.cfg.layers), seed_N32))
         if sums is not None:
-            x_BLD = gradient_from(end, x_BLD)
+            x_BLD = gradient_from(sums, x_BLD)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps)
 
     def mtp_hidden(self, hidden_BLD, next_embed_BLD):
         """Input of the MTP head at t, from the hidden state at t and the embedding of token t + 1; [B, L, D]."""
         mtp, eps = self.mtp, self.cfg.eps
-        h_BLD, e_BLD = (
-            rms_norm(hidden_BLD, mtp.norm_hidden[...], eps),
-            rms_norm(next_embed_BLD, mtp.norm_embed[...], eps),
-        )
+        h_BLD = rms_norm(hidden_BLD, mtp.norm_hidden[...], eps)
+        e_BLD = rms_norm(next_embed_BLD, mtp.norm_embed[...], eps)
         proj = shard(mtp.proj[...].astype(h_BLD.dtype), None)
         return rms_norm(linear(jnp.concatenate([h_BLD, e_BLD], -1), proj), mtp.norm_out[...], eps)
 
@@ -455,7 +460,7 @@ def target_masks(segment_BL):
     """
 
     def mask(ahead):
-        later_BL = jnp.roll(segment_BL, -ahead, -1)
+        later_BL = jnp.roll(segment_BL, -ahead, -1)  # the last `ahead` wrap around: not inside
         inside_L = jnp.arange(segment_BL.shape[-1]) < segment_BL.shape[-1] - ahead
         return ((segment_BL == later_BL) & (segment_BL > 0) & inside_L).astype(jnp.float32)
 
@@ -493,6 +498,7 @@ def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_
         def body(carry, chunk):
             loss, dweight_VD = carry
             h_TD, label_T, mask_T = chunk
+            # log-sum-exp of the logits, and the label's logit from its row of the weight alone
             logits_TV = soft_cap(jnp.einsum("TD,VD->TV", h_TD, weight_VD).astype(jnp.float32), cap)
             top_T1 = jnp.max(logits_TV, -1, keepdims=True)
             e_TV = jnp.exp(logits_TV - top_T1)
@@ -529,10 +535,10 @@ def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_
         return loss, dhidden_BLD, dweight_VD
 
     if axes:
-        rows, whole = PS(BATCH), PS()
-        out_specs = (whole, rows, whole) if with_gradient else whole
+        rows, replicated = PS(BATCH), PS()
+        out_specs = (replicated, rows, replicated) if with_gradient else replicated
         local = jax.shard_map(
-            local, in_specs=(rows, whole, rows, rows), out_specs=out_specs, axis_names=set(axes), check_vma=False
+            local, in_specs=(rows, replicated, rows, rows), out_specs=out_specs, axis_names=set(axes), check_vma=False
         )
     return local(hidden_BLD, shard(weight_VD.astype(hidden_BLD.dtype), "tensor"), label_BL, mask_BL)
 
@@ -550,7 +556,7 @@ def _cross_entropy_bwd(cap, z_loss, chunk_tokens, residuals, g):
 cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------------------------
+# ---- parameters ---------------------------------------------------------------------------------------------------
 
 
 def new_params(cfg, seed):
@@ -570,97 +576,25 @@ def param_shapes(cfg):
 
 def shardings(mesh, tree):
     """A NamedSharding for each leaf of a tree of parameters, or of optimizer moments, by its name."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: jax.NamedSharding(
-            mesh, next((SHARDING[k.key] for k in path[::-1] if getattr(k, "key", None) in SHARDING), PS())
-        ),
-        tree,
-    )
+
+    def layout(path, _):
+        names = [key.key for key in path[::-1] if getattr(key, "key", None) in SHARDING]
+        return jax.NamedSharding(mesh, SHARDING[names[0]] if names else PS())
+
+    return jax.tree_util.tree_map_with_path(layout, tree)
 
 
-def stack_layers(flat, cfg):
-    """Parameters named "layers.3.wq", "mtp.proj", ... (a safetensors file, a .npz) as our nested dict, layers stacked.
-
-    Raises ValueError that lists every missing, unexpected or misshapen tensor.
-    """
-    flat = {**flat}
-    for name in [n for n in flat if n.startswith("layers.0.")]:
-        parts = [flat.pop(f"layers.{i}.{name[9:]}", None) for i in range(cfg.layers)]
-        if all(part is not None for part in parts):
-            flat["layers." + name[9:]] = np.stack(parts)
-    want = flatten(param_shapes(cfg))
-    wrong = [f"missing {n}" for n in want.keys() - flat.keys()] + [f"unexpected {n}" for n in flat.keys() - want.keys()]
-    for name in want.keys() & flat.keys():
-        if flat[name].shape != want[name].shape:
-            wrong.append(f"{name} has shape {flat[name].shape}, not {want[name].shape}")
-    if wrong:
-        raise ValueError("the tensors do not fit the model: " + "; ".join(sorted(wrong)))
-    tree = {}
-    for name, value in flat.items():
-        *parents, leaf = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = jnp.asarray(value)
-    return tree
-
-
-def flatten(tree):
-    """Any tree of arrays -> {"layers.wq": array}."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-@jax.jit
-def _bit_sums(tree):
-    def one(x):
-        words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
-        return jnp.sum(words.astype(jnp.uint32), dtype=jnp.uint32)
-
-    return jax.tree.map(one, tree)
-
-
-def bit_sums(tree):
-    """{name: checksum} of a tree: the sum of each array's words modulo 2^32, the same however the array is split."""
-    return {name: int(value) for name, value in flatten(_bit_sums(tree)).items()}
-
-
-def check_sums(tree, want, where):
-    """Raise ValueError naming every array of a restored tree whose checksum is not the one that was saved."""
-    wrong = [name for name, value in bit_sums(tree).items() if value != want.get(name)]
-    if wrong:
-        raise ValueError(f"{where} is corrupted: {', '.join(wrong)} differ from what was saved")
-
-
-def load(folder, step=None, dtype=jnp.float32, run=None):
-    """Read a run folder of train_tpu.py: (PythonCoder in `dtype`, its folder with tokenizer.json, step).
-
-    step None takes the newest checkpoint. Raises ValueError or FileNotFoundError with one line on what is wrong.
-    """
-    folder = Path(folder).absolute()
-    steps = sorted(int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdigit())
-    if not steps or (step or steps[-1]) not in steps:
-        raise FileNotFoundError(
-            f"{folder} holds no checkpoint{f' of step {step}' if step is not None else ''}"
-            + (f"; it has {steps}" if steps else "; train one with: python train_tpu.py")
-        )
-    step = steps[-1] if step is None else step
-    path, problem = folder / "checkpoints" / str(step), None
+def read_config(folder, meta):
+    """The Config of a checkpoint in `folder`, from its metadata. ValueError if it is of another family or version."""
+    if "mask_id" in meta.get("model", {"mask_id": 0}):  # a run of Dream, or a converted one
+        name = meta.get("train", {}).get("model", "a Dream")
+        raise ValueError(f"{folder} is of {name}, which is no PythonCoder; say --model=dream")
     try:
-        meta = json.loads((path / "meta" / "metadata").read_text())
-        if (name := meta.get("train", {}).get("model", "")).startswith("dream"):  # a converted one has no "train"
-            raise ValueError(f"it is of {name}, which is no PythonCoder; say --model=dream")
-        cfg = Config(**meta["model"])
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), param_shapes(cfg))
-        params = ocp.StandardCheckpointer().restore(path / "params", target)
-        check_sums({"params": params}, meta["sums"], f"checkpoint {path}")
-    except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
-        problem = str(error).splitlines()[0]
-    if problem:
-        raise ValueError(f"checkpoint {path} cannot be read: {problem}")
-    params = jax.tree.map(lambda x: x.astype(dtype), params)
-    return nnx.merge(graph_of(cfg, run or Run(dtype=dtype)), params), folder, step
+        return Config(**meta["model"])
+    except TypeError as error:
+        raise ValueError(
+            f"step {meta.get('step')} of {folder} cannot be read: another version wrote it ({error})"
+        ) from None
 
 
 # ---- sampling ------------------------------------------------------------------------------------------------------
@@ -679,24 +613,18 @@ class Sampling:
 def probabilities(logits_V, rule):
     """Float32 probabilities of the next token [..., V] after temperature, top-k and top-p, renormalised.
 
-    Greedy (temperature 0) is a one-hot on the first largest logit. top_p keeps the smallest set of most probable tokens
-    whose sum reaches top_p, ties included by sorted order.
+    Greedy (temperature 0) is a one-hot on the first largest logit. Top-k and top-p are diffusion.filter_logits with its
+    rule "mdlm": top-k first, then the smallest set of the rest whose probability reaches p.
     """
     V = logits_V.shape[-1]
     if rule.vocab:
         logits_V = jnp.where(jnp.arange(V) < rule.vocab, logits_V, -jnp.inf)
     if rule.temperature == 0:
         return jax.nn.one_hot(jnp.argmax(logits_V, -1), V)
-    logits_V = logits_V.astype(jnp.float32) / rule.temperature
-    if rule.top_k or rule.top_p < 1:
-        order_V = jnp.argsort(-logits_V, axis=-1, stable=True)
-        sorted_V = jax.nn.softmax(jnp.take_along_axis(logits_V, order_V, -1))
-        keep_V = jnp.arange(V) < (rule.top_k or V)
-        sorted_V = sorted_V * keep_V / jnp.sum(sorted_V * keep_V, -1, keepdims=True)
-        keep_V = keep_V & (jnp.cumsum(sorted_V, -1) - sorted_V < rule.top_p)
-        keep_V = jnp.take_along_axis(keep_V, jnp.argsort(order_V, axis=-1), -1)  # back from sorted to token order
-        logits_V = jnp.where(keep_V, logits_V, -jnp.inf)
-    return jax.nn.softmax(logits_V, -1)
+    width = 1 if jax.default_backend() == "cpu" else 3  # changes the speed alone
+    return diffusion.softmax(
+        diffusion.filter_logits(logits_V, rule.temperature, rule.top_k, rule.top_p, rule="mdlm", width=width)
+    )
 
 
 def draw(p_BV, key, rule):
@@ -765,7 +693,7 @@ def advance(lm, state, calls, rule):
         token_BM, length_B, done_B = state["token_BM"], state["length_B"], state["done_B"]
         key, k_verify, k_u, k_second, k_draft = jax.random.split(state["key"], 5)
         last_B1 = token_BM[row_B, length_B - 1][:, None]
-        if not rule.speculate:
+        if not rule.speculate:  # the last token in, the next one out
             hidden, cache = lm.step(state["cache"], last_B1, length_B[:, None] - 1)
             new_B = draw(probabilities(lm.main(hidden)[:, 0], rule), k_verify, rule)
             two_B = jnp.zeros(B, bool)
@@ -775,6 +703,7 @@ def advance(lm, state, calls, rule):
             pair_B2 = jnp.concatenate([last_B1, state["draft_B"][:, None]], 1)
             hidden, cache = lm.step(state["cache"], pair_B2, length_B[:, None] + jnp.array([-1, 0]))
             p_B2V = probabilities(lm.main(hidden), rule)
+            # judge the draft, and draw the token behind it, which counts where the draft was right
             u_B = jax.random.uniform(k_u, (B,))
             new_B, accepted_B = verify(p_B2V[:, 0], state["q_BV"], state["draft_B"], u_B, k_verify, rule)
             second_B = draw(p_B2V[:, 1], k_second, rule)
@@ -783,6 +712,7 @@ def advance(lm, state, calls, rule):
             for offset, value_B, write_B in ((0, new_B, ~done_B), (1, second_B, two_B)):
                 old_B = token_BM[row_B, length_B + offset]
                 token_BM = token_BM.at[row_B, length_B + offset].set(jnp.where(write_B, value_B, old_B))
+            # draft the token behind the newest, from the hidden state that made it
             newest_B = jnp.where(two_B, second_B, new_B)
             ended_B = newest_B == rule.eos
             pick_B = two_B.astype(jnp.int32)
@@ -843,7 +773,8 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
     YaRN table serves, up to positions * yarn_factor. Raises ValueError for what cannot fit or an empty prompt.
     """
     cfg = model.cfg
-    longest, reach = max(len(p) for p in prompts) + max_new, int(cfg.positions * cfg.yarn_factor)
+    longest = max(len(p) for p in prompts) + max_new
+    reach = int(cfg.positions * cfg.yarn_factor)
     if longest > reach:
         raise ValueError(f"{longest} tokens do not fit: the model reaches {reach} positions")
     if min(len(p) for p in prompts) == 0:
@@ -851,10 +782,12 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
     if rule.speculate and not cfg.mtp:
         raise ValueError("this model has no MTP head to draft with")
 
-    def bucket(n):
+    def padded(n):
+        """The next power of two, 32 at least."""
         return 1 << max(5, (n - 1).bit_length())
 
-    prompt_slots, slots = bucket(max(len(p) for p in prompts)), bucket(longest + 2)
+    prompt_slots = padded(max(len(p) for p in prompts))
+    slots = padded(longest + 2)
     token_BM = np.zeros((len(prompts), slots), np.int32)
     for row, prompt in zip(token_BM, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -862,7 +795,7 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
     graph, params = nnx.split(model)
     static = {"graph": graph, "yarn": longest > cfg.positions, "rule": rule}
     state = _start(params, token_BM, length_B, length_B + max_new, key, prompt_slots=min(prompt_slots, slots), **static)
-    while True:
+    while True:  # synchronises with the device once per chunk
         token_BM, end_B, done_B = (np.asarray(state[k]) for k in ("token_BM", "length_B", "done_B"))
         texts = [row[start:end].tolist() for row, start, end in zip(token_BM, length_B, end_B, strict=True)]
         if (on_tokens and on_tokens(texts)) or done_B.all():
@@ -878,7 +811,7 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
 def count_params(cfg):
     """Parameters by part: {"embed", "attention", "ffn", "norms and lambdas", "mtp", "total"}."""
     parts = dict.fromkeys(("embed", "attention", "ffn", "norms and lambdas", "mtp projection", "mtp head", "total"), 0)
-    for name, leaf in flatten(param_shapes(cfg)).items():
+    for name, leaf in runs.flatten(param_shapes(cfg)).items():
         short = name.split(".")[-1]
         part = {"embed": "embed", "proj": "mtp projection", "head": "mtp head"}.get(short, "norms and lambdas")
         if short in ("wq", "wk", "wv", "wo", "w_lambda"):
@@ -904,12 +837,10 @@ def flops_per_token(cfg, length):
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-    model: str = ""  # key of CONFIGS; "" prints a line for each
+    model: typing.Literal[("", *CONFIGS)] = ""  # preset to break down; "" prints a line for each
 
 
 def main(args):
-    if args.model not in ("", *CONFIGS):
-        sys.exit(f"--model={args.model}: not one of {', '.join(CONFIGS)}")
     for name in [args.model] if args.model else CONFIGS:
         parts = count_params(CONFIGS[name])
         print(f"{name:6} {parts['total']:>15,} parameters")
@@ -918,4 +849,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Args, __doc__)

@@ -5,6 +5,7 @@ pass_at_k in test_evaluate.py, truncate in test_generate.py.
 """
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -14,6 +15,8 @@ import pytest
 from flax import nnx
 
 import model_pythoncoder as pc
+import runs
+from test_model_pythoncoder import stack_layers
 
 pytestmark = pytest.mark.golden
 
@@ -115,7 +118,7 @@ def tiny_config(base, changes):
 
 
 def tiny_params(arrays, cfg):
-    return pc.stack_layers({k[6:]: arrays[k] for k in arrays.files if k.startswith("param/")}, cfg)
+    return stack_layers({k[6:]: arrays[k] for k in arrays.files if k.startswith("param/")}, cfg)
 
 
 @pytest.mark.parametrize("remat", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qkvo", "full"))])
@@ -150,7 +153,7 @@ def test_whole_model_logits_losses_and_gradients(golden_dir, remat):
         draft_BLV = model.logits(draft_BLD, "mtp")[:, :-1]  # the last position has no next token
         np.testing.assert_allclose(draft_BLV, arrays[f"{name}/mtp_logits"][:, :-1], atol=1e-4)
 
-        flat = pc.flatten(grads)
+        flat = runs.flatten(grads)
         for tensor, want in variant["directional_derivatives"].items():
             parts = tensor.split(".")
             grad = flat[f"layers.{parts[2]}"][int(parts[1])] if parts[0] == "layers" else flat[tensor]
@@ -189,15 +192,16 @@ def test_acceptance_rule_and_residual(golden_dir):
         drafts = [(d, q_V, accept, case["residual"]) for d, accept in enumerate(case["accept_probability"])]
         greedy = case["greedy_draft"]
         drafts.append((greedy["token"], one_hot_V, greedy["accept_probability"], greedy["residual"]))
+        verify = jax.jit(functools.partial(pc.verify, rule=rule))
         for d, q, accept, residual in drafts:
             if accept is None:  # the draft head never proposes this token
                 continue
             u_B = (jnp.arange(n) + 0.5) / n  # a grid: the fraction accepted is the probability
             p_BV, q_BV = (jnp.broadcast_to(x, (n, V)) for x in (p_V, q))
-            token_B, accepted_B = pc.verify(p_BV, q_BV, jnp.full(n, d), u_B, jax.random.key(d), rule)
+            token_B, accepted_B = map(np.asarray, verify(p_BV, q_BV, jnp.full(n, d), u_B, jax.random.key(d)))
             assert float(accepted_B.mean()) == pytest.approx(accept, abs=1 / n)
             assert np.all(token_B[accepted_B] == d)
-            rejected = np.asarray(token_B)[~np.asarray(accepted_B)]
+            rejected = token_B[~accepted_B]
             if len(rejected) > 100:
                 frequency_V = np.bincount(rejected, minlength=V) / len(rejected)
                 np.testing.assert_allclose(frequency_V, residual, atol=4 * np.sqrt(0.25 / len(rejected)))
@@ -223,22 +227,28 @@ def test_self_speculation_on_a_table_language_model(golden_dir):
         def draft(self, hidden, token_BL):
             return draft_VVV[hidden[..., 1], token_BL]
 
+    # compiled once for all runs: one length of the array, and the prompt's as an argument that picks the program
+    slots = max(len(run["prompt"]) + run["new_tokens"] + 2 for run in table["runs"])
+    start = jax.jit(
+        lambda size, rule, *args: pc.start(Table(size), *args, jax.random.key(0), rule), static_argnums=(0, 1)
+    )
+    advance = jax.jit(lambda state, rule: pc.advance(Table(0), state, 1, rule), static_argnums=1)
     for run in table["runs"]:
         prompt, new = run["prompt"], run["new_tokens"]
-        lm = Table(len(prompt))
-        token_BM = jnp.zeros((1, len(prompt) + new + 2), jnp.int32).at[0, : len(prompt)].set(jnp.asarray(prompt))
+        token_BM = np.zeros((1, slots), np.int32)
+        token_BM[0, : len(prompt)] = prompt
         for speculate in (False, True):
             rule = pc.Sampling(speculate=speculate)
-            length_B = jnp.array([len(prompt)])
-            state = pc.start(lm, token_BM, length_B, length_B + new, jnp.zeros_like(token_BM), jax.random.key(0), rule)
+            length_B = np.array([len(prompt)])
+            state = start(len(prompt), rule, token_BM, length_B, length_B + new, np.zeros_like(token_BM))
             committed, length = [], len(prompt)
             while True:
                 end = int(state["length_B"][0])
-                committed.append(state["token_BM"][0, length:end].tolist())
+                committed.append(np.asarray(state["token_BM"])[0, length:end].tolist())
                 length = end
                 if state["done_B"].all():
                     break
-                state = pc.advance(lm, state, 1, rule)
+                state = advance(state, rule)
             assert [token for call in committed for token in call][:new] == run["greedy"]
             if speculate:
                 assert committed[:-1] == run["committed_per_call"][:-1]

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import model_pythoncoder as pc
+import runs
 
 TINY = pc.Config(vocab=64, width=32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=48, positions=64)
 FORMS = [dataclasses.replace(TINY, diff=diff) for diff in ("seed", "paper", "v2", "none")]
@@ -134,13 +135,13 @@ def test_the_gradient_of_sums_is_sums_plus_that_of_the_layers(remat):
         main, mtp = nnx.merge(graph, params).losses(token_BL, segment, position, jax.random.key(0), sums=sums)
         return main + mtp
 
-    want, want_grads = jax.value_and_grad(loss)(params, None)
-    got, (grads, new_sums) = jax.value_and_grad(loss, (0, 1))(params, sums)
+    want, want_grads = jax.jit(jax.value_and_grad(loss))(params, None)
+    got, (grads, new_sums) = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, sums)
     assert got == want
     assert all((g == 0).all() for g in jax.tree.leaves(grads["layers"]))
     wanted = want_grads | {"layers": jax.tree.map(jnp.add, sums, want_grads["layers"])}
-    for name, grad in pc.flatten(grads | {"layers": new_sums}).items():
-        want = pc.flatten(wanted)[name]
+    for name, grad in runs.flatten(grads | {"layers": new_sums}).items():
+        want = runs.flatten(wanted)[name]
         np.testing.assert_allclose(grad, want, atol=1e-5 * np.abs(want).max(), err_msg=name)
 
 
@@ -165,8 +166,8 @@ def test_eight_devices_give_the_losses_and_gradients_of_one(tensor):
     with jax.set_mesh(mesh):
         got, grads = jax.jit(jax.value_and_grad(loss))(params, *batch)
     assert float(got) == pytest.approx(float(want), rel=1e-5)
-    for name, grad in pc.flatten(grads).items():
-        want = pc.flatten(want_grads)[name]
+    for name, grad in runs.flatten(grads).items():
+        want = runs.flatten(want_grads)[name]
         np.testing.assert_allclose(grad, want, atol=1e-4 * np.abs(want).max() + 1e-7, err_msg=name)
 
 
@@ -232,19 +233,40 @@ def test_long_texts_switch_to_the_yarn_table():
     assert np.array_equal(np.argmax(model.logits(hidden)[0, 2:-1], -1), text)
 
 
+def stack_layers(flat, cfg):
+    """Parameters named "layers.3.wq", "mtp.proj", ... (of a .npz, another framework) as our tree, the layers stacked."""
+    flat = {**flat}
+    for name in [name for name in flat if name.startswith("layers.0.")]:
+        layers = [flat.pop(f"layers.{i}.{name[9:]}", None) for i in range(cfg.layers)]
+        if all(layer is not None for layer in layers):
+            flat["layers." + name[9:]] = np.stack(layers)
+    want = runs.flatten(pc.param_shapes(cfg))
+    runs.check_tensors({n: x.shape for n, x in flat.items()}, {n: x.shape for n, x in want.items()}, "the file")
+    return runs.unflatten({name: jnp.asarray(value) for name, value in flat.items()})
+
+
 def test_flat_names_stack_into_layers_and_errors_list_every_tensor():
     params = pc.new_params(TINY, 0)
     flat = {}
-    for name, value in pc.flatten(params).items():
+    for name, value in runs.flatten(params).items():
         if name.startswith("layers."):
             flat |= {f"layers.{i}.{name[7:]}": np.asarray(part) for i, part in enumerate(value)}
         else:
             flat[name] = np.asarray(value)
-    back = pc.stack_layers(flat, TINY)
+    back = stack_layers(flat, TINY)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, back))
     broken = {**flat, "norm": np.ones(3), "extra": np.ones(1)}
     del broken["layers.1.wq"], broken["mtp.proj"]
     with pytest.raises(ValueError, match="norm has shape") as error:
-        pc.stack_layers(broken, TINY)
+        stack_layers(broken, TINY)
     for part in ("missing layers.wq", "missing mtp.proj", "unexpected extra"):
         assert part in str(error.value)
+
+
+def test_a_checkpoint_of_another_family_or_version_is_refused():
+    saved = {"model": dataclasses.asdict(TINY), "train": {"model": "tiny"}, "step": 7}
+    assert pc.read_config("out/run", saved) == TINY
+    with pytest.raises(ValueError, match="out/run is of dream_tiny, which is no PythonCoder; say --model=dream"):
+        pc.read_config("out/run", {"model": {"mask_id": 3}, "train": {"model": "dream_tiny"}})
+    with pytest.raises(ValueError, match="step 7 of out/run cannot be read: another version"):
+        pc.read_config("out/run", saved | {"model": {"breadth": 3}})
