@@ -1,5 +1,15 @@
-"""Sampling from Dream: the canvas, the denoising loop, block caches, hooks.
+"""Sampling from Dream: a canvas that holds MASKs is filled step by step, as a whole or block by block.
 
+    model, _ = runs.load(model_dream, "out/dream")
+    rows, stats = sample_dream.generate(model, [[5, 6, 7]], 256, sample_dream.Sampling(steps=64))
+
+A denoising step feeds the canvas to the model, proposes a token for each masked position, and writes the proposals that
+the model is surest of; the rest stays MASK for the next step. With blocks only the masked positions of one block are
+looked at until it is full; the whole canvas is one block as wide as itself. With a cache the first step of a block
+keeps the keys and values of all slots, and the steps after it feed a window around the block alone.
+
+Letters: B batch, L slots of the canvas, W slots of a window, C positions of one chunk of logits, D width, V vocabulary,
+S denoising steps, N numbers of masked positions.
 Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639; Fast-dLLM, arXiv:2505.22618.
 """
 
@@ -24,7 +34,7 @@ CONFIDENCE = {"maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "e
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How masked positions are filled; one compiled program for each value of it."""
+    """How masked positions are filled. Another value of most fields is another compiled program."""
 
     alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # who is filled first
     steps: int = 0  # denoising steps, all blocks together; 0: by tokens_per_step, one with a threshold
@@ -42,64 +52,115 @@ class Sampling:
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[
         int, ...
-    ] = ()  # one of these ends a text once nothing before it is masked; the rest is filled with it
+    ] = ()  # one of these, with nothing masked before it, ends a text; the rest becomes eos_ids[0]
     history: bool = False  # keep the canvas after every step
 
     def __post_init__(self):
-        def check(ok, what):
-            if not ok:
+        negative = [name for name, value in vars(self).items() if isinstance(value, int | float) and value < 0]
+        # fmt: off
+        wrong = {
+            f"{', '.join(negative)} is below 0": negative,
+            f"alg {self.alg!r} is not one of {', '.join(CONFIDENCE)}, origin": self.alg not in (*CONFIDENCE, "origin"),
+            f"cache {self.cache!r} is neither prefix nor dual": self.cache not in ("", "prefix", "dual"),
+            "eps, top_p and threshold lie in (0, 1), (0, 1] and [0, 1]":
+                not (0 < self.eps < 1 and 0 < self.top_p <= 1 and self.threshold <= 1),
+            "tokens_per_step is 0": self.tokens_per_step == 0,
+            "a cache works block by block: set block_length": self.cache and not self.block_length,
+            "Fast-dLLM's windows need blocks and a cache: prefix or dual": self.fast_dllm and not self.cache,
+            "origin has no blocks and no threshold": self.alg == "origin" and (self.block_length or self.threshold),
+        }
+        # fmt: on
+        for what, is_wrong in wrong.items():
+            if is_wrong:
                 raise ValueError(what)
 
-        check(self.alg in (*CONFIDENCE, "origin"), f"alg {self.alg!r} is not one of {', '.join(CONFIDENCE)}, origin")
-        check(self.cache in ("", "prefix", "dual"), f"cache {self.cache!r} is neither prefix nor dual")
-        for name in ("steps", "top_k", "block_length", "vocab", "temperature", "alg_temp"):
-            check(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, below 0")
-        check(0 < self.eps < 1, f"eps is {self.eps}, not between 0 and 1")
-        check(self.tokens_per_step > 0, f"tokens_per_step is {self.tokens_per_step}, not above 0")
-        check(0 < self.top_p <= 1, f"top_p is {self.top_p}, not in (0, 1]")
-        check(0 <= self.threshold <= 1, f"threshold is {self.threshold}, not in [0, 1]")
-        check(self.block_length or not (self.cache or self.fast_dllm), "a cache works block by block: set block_length")
-        check(self.cache or not self.fast_dllm, "Fast-dLLM's windows need a cache: prefix or dual")
-        check(
-            self.alg != "origin" or not (self.block_length or self.threshold), "origin has no blocks and no threshold"
-        )
+
+# ---- one denoising step --------------------------------------------------------------------------------------------
+
+
+class State(typing.NamedTuple):
+    """What a denoising step changes."""
+
+    token_BL: jax.Array
+    step: jax.Array  # steps done, in all blocks
+    forwards: jax.Array  # passes of the model
+    idle: jax.Array  # steps that could not change anything and cost no pass
+    left_B: jax.Array  # with a threshold: positions that the steps so far were allowed to fill and did not
+    history_SBL: jax.Array | None = None
+
+
+class Given(typing.NamedTuple):
+    """What stays as it is while a block is filled. Arrays, so that another value needs no other program."""
+
+    see_BL: jax.Array  # False at padding
+    made_BL: jax.Array  # masked at the start
+    place_BL: jax.Array  # slots counted from the row's first token
+    banned_V: jax.Array
+    key_B: jax.Array  # a random key for each row
+    steps: int  # how many steps the schedule of a block has
+    limit: int  # a block is left after so many steps, whatever is masked in it
+    table_SN: jax.Array | None = None  # without a threshold: how many of n masked positions step i fills
+    budget_SB: jax.Array | None = None  # with one: how many positions more may be filled from step i on
+    commit_S: jax.Array | None = None  # alg="origin": the chance of each masked position to be filled in step i
+    u_SBL: jax.Array | None = None  # its uniform numbers, if they are not to be drawn
+    first: int = 0  # first slot of the block
+    start: int = 0  # first slot of the window that is fed in a cached step
+    begun: int | jax.Array = 0  # State.step at which the block began
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """What the compiled loops know when they are compiled: model, settings and hooks.
+    """What the compiled programs know when they are compiled: model, settings and hooks.
 
     token_hook(step, token_BL) -> token_BL runs before the first step (step -1) and after every one. logit_hook(step,
     token_BL, slot_BC, logits_BCV) -> logits_BCV gets the logits of C masked positions of each row at a time, already
     shifted: those of the tokens at slot_BC; a slot of L is none. Hooks are traced: jax.numpy only.
-
-    `given` holds the arrays that stay as they are: see_BL, made_BL (masked at the start), place_BL (slots counted from
-    the row's first token), banned_V, key_B, and the schedule: table_SN, budget_SB, or commit_S and u_SBL.
     """
 
-    graph: typing.Any
+    graph: typing.Any  # model_dream.graph_of: the model without its parameters
     cfg: DreamConfig
     rule: Sampling
     token_hook: typing.Callable | None = None
     logit_hook: typing.Callable | None = None
 
     def masked(self, token_BL, given):
-        return (token_BL == self.cfg.mask_id) & given["see_BL"]
+        return (token_BL == self.cfg.mask_id) & given.see_BL
 
-    def open(self, state, given, first):
-        """The masked positions of the block at slot `first` [B, L]."""
-        slot_L = jnp.arange(state["token_BL"].shape[1])
-        inside_L = (slot_L >= first) & (slot_L < first + self.rule.block_length)
-        return self.masked(state["token_BL"], given) & inside_L
+    def open_positions(self, state, given):
+        """The masked positions of the block [B, L]."""
+        masked_BL = self.masked(state.token_BL, given)
+        if not self.rule.block_length:
+            return masked_BL
+        slot_L = jnp.arange(masked_BL.shape[1])
+        return masked_BL & (slot_L >= given.first) & (slot_L < given.first + self.rule.block_length)
+
+    def plan(self, state, given, opening=False):
+        """(wanted_BL, most_B): the positions that this step may fill, and at most how many of each row."""
+        rule, i = self.rule, state.step - given.begun
+        wanted_BL = self.open_positions(state, given)
+        if opening and rule.fast_dllm:  # its first pass fills the first token alone
+            wanted_BL &= jnp.arange(wanted_BL.shape[1]) == given.first
+            return wanted_BL, wanted_BL.sum(-1)
+        if rule.alg == "origin":  # chance decides, for each position alone
+            drawn = given.u_SBL is None
+            u_BL = self.draw(given, 2, state.step, given.place_BL) if drawn else given.u_SBL[i]
+            wanted_BL &= u_BL < given.commit_S[i]
+            return wanted_BL, wanted_BL.sum(-1)
+        count_B = wanted_BL.sum(-1)
+        if rule.threshold:
+            new_B = given.budget_SB.at[i].get(mode="fill", fill_value=0)
+            return wanted_BL, jnp.minimum(new_B + state.left_B, count_B)
+        return wanted_BL, given.table_SN[i][count_B]
 
     def draw(self, given, tag, step, place_BC, shape=()):
         """Uniform numbers in (0, 1) [B, C, *shape] of row, step and place alone, whatever the batch or its padding."""
 
-        def one(key, place):
+        def uniform(key, place):
             key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, tag), step), place)
             return jax.random.uniform(key, shape, minval=jnp.finfo(jnp.float32).tiny)
 
-        return jax.vmap(lambda key, place_C: jax.vmap(functools.partial(one, key))(place_C))(given["key_B"], place_BC)
+        of_row = lambda key, place_C: jax.vmap(functools.partial(uniform, key))(place_C)  # noqa: E731
+        return jax.vmap(of_row)(given.key_B, place_BC)
 
     def propose(self, model, hidden_BWD, start, state, given, wanted_BL):
         """(token_BL, score_BL): what would be written at the wanted positions and how sure that is, -inf elsewhere.
@@ -107,161 +168,138 @@ class Sampler:
         hidden_BWD are those of slots start .. start + W - 1. The logits of a few wanted positions exist at a time, and
         of no others. A position whose left neighbour is padding, or not in the window, uses its own logits.
         """
-        rule, token_BL, see_BL = self.rule, state["token_BL"], given["see_BL"]
-        B, L = token_BL.shape
-        C, row_B1 = min(model.run.head_positions, L), jnp.arange(B)[:, None]
-        count_B1 = wanted_BL.sum(-1, keepdims=True)
+        rule, see_BL = self.rule, given.see_BL
+        B, L = wanted_BL.shape
+        C = min(model.run.head_positions, L)
+        row_B1 = jnp.arange(B)[:, None]
+        # slots of the wanted positions, from the left; L where a row has no more of them
         order_BL = jnp.where(wanted_BL, jnp.cumsum(wanted_BL, -1) - 1, L + C)
-        slot_BL = jnp.full((B, L + -L % C), L).at[row_B1, order_BL].set(jnp.arange(L), mode="drop")  # wanted ones first
+        slot_BL = jnp.full((B, L + -L % C), L).at[row_B1, order_BL].set(jnp.arange(L), mode="drop")
 
-        def some(c, carry):
+        def propose_chunk(c, carry):
             token_BL, score_BL = carry
             slot_BC = jax.lax.dynamic_slice(slot_BL, (0, c * C), (B, C))
+            # the logits of the token at p come from the hidden state at p - 1
             at_BC = jnp.minimum(slot_BC, L - 1)
             shifted_BC = (at_BC > 0) & see_BL[row_B1, jnp.maximum(at_BC - 1, 0)]
             source_BC = jnp.clip(at_BC - shifted_BC - start, 0, hidden_BWD.shape[1] - 1)
             logits_BCV = model.logits(jnp.take_along_axis(hidden_BWD, source_BC[..., None], 1))
-            logits_BCV = jnp.where(given["banned_V"], -jnp.inf, logits_BCV)
+            logits_BCV = jnp.where(given.banned_V, -jnp.inf, logits_BCV)
             if self.logit_hook:
-                logits_BCV = self.logit_hook(state["step"], state["token_BL"], slot_BC, logits_BCV)
-            settings, width = (rule.temperature, rule.top_k, rule.top_p), 1 if model.run.on_cpu else 3
-            logits_BCV = diffusion.filter_logits(logits_BCV, *settings, rule="dream", width=width)
+                logits_BCV = self.logit_hook(state.step, state.token_BL, slot_BC, logits_BCV)
+            filters, width = (rule.temperature, rule.top_k, rule.top_p), 1 if model.run.on_cpu else 3
+            logits_BCV = diffusion.filter_logits(logits_BCV, *filters, rule="dream", width=width)
             u_BCV = None
             if rule.temperature:
-                place_BC = given["place_BL"][row_B1, at_BC]
-                u_BCV = self.draw(given, 0, state["step"], place_BC, logits_BCV.shape[-1:])
+                place_BC = given.place_BL[row_B1, at_BC]
+                u_BCV = self.draw(given, 0, state.step, place_BC, logits_BCV.shape[-1:])
             new_BC = diffusion.sample_tokens(logits_BCV, u_BCV, 1.0 if rule.temperature else 0).astype(token_BL.dtype)
-            sure_BC = jnp.zeros(slot_BC.shape)
+            score_BC = jnp.zeros(slot_BC.shape)  # origin asks for no confidence
             if rule.threshold or rule.alg == "maskgit_plus":
-                prob_BCV = diffusion.softmax(logits_BCV)
-                sure_BC = jnp.take_along_axis(prob_BCV, new_BC[..., None], -1)[..., 0]
+                score_BC = jnp.take_along_axis(diffusion.softmax(logits_BCV), new_BC[..., None], -1)[..., 0]
             elif rule.alg != "origin":
-                sure_BC = diffusion.confidence(diffusion.softmax(logits_BCV), CONFIDENCE[rule.alg])
+                score_BC = diffusion.confidence(diffusion.softmax(logits_BCV), CONFIDENCE[rule.alg])
             token_BL = token_BL.at[row_B1, slot_BC].set(new_BC, mode="drop")
-            return token_BL, score_BL.at[row_B1, slot_BC].set(sure_BC, mode="drop")
+            return token_BL, score_BL.at[row_B1, slot_BC].set(score_BC, mode="drop")
 
-        chunks = (jnp.max(count_B1) + C - 1) // C
-        return jax.lax.fori_loop(0, chunks, some, (token_BL, jnp.full((B, L), -jnp.inf)))
+        chunks = (jnp.max(wanted_BL.sum(-1)) + C - 1) // C
+        return jax.lax.fori_loop(0, chunks, propose_chunk, (state.token_BL, jnp.full((B, L), -jnp.inf)))
 
-    def commit(self, model, hidden_BWD, start, state, given, wanted_BL, most_B):
-        """Write the surest proposals: (state, how many of each row). most_B of a row, fewer if a threshold says so."""
+    def forward(self, model, state, given, cache, wanted_BL, most_B, width=0):
+        """One pass and what it is surest of written: (state, the keys and values that the pass leaves).
+
+        Without a cache the pass is over the canvas; with one over `width` slots from given.start on.
+        """
         rule = self.rule
+        if cache is None:
+            start = 0
+            hidden_BWD, cache = model.hidden(state.token_BL, see_BM=given.see_BL)
+        else:
+            start = given.start
+            window_BW = jax.lax.dynamic_slice_in_dim(state.token_BL, start, width, 1)
+            hidden_BWD, cache = model.hidden(window_BW, None, given.see_BL, cache, start)
         new_BL, score_BL = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
+        done_B = most_B
         if rule.threshold:
-            most_B = jnp.minimum(most_B, jnp.maximum(1, jnp.sum(wanted_BL & (score_BL >= rule.threshold), -1)))
+            sure_B = jnp.sum(wanted_BL & (score_BL >= rule.threshold), -1)
+            done_B = jnp.minimum(most_B, jnp.maximum(1, sure_B))
         elif rule.alg_temp:  # Gumbel's k largest are k draws without replacement from softmax(score / alg_temp)
-            u_BL = self.draw(given, 1, state["step"], given["place_BL"])
+            u_BL = self.draw(given, 1, state.step, given.place_BL)
             score_BL = score_BL / rule.alg_temp - jnp.log(-jnp.log(u_BL))
-        token_BL = diffusion.unmask_top(state["token_BL"], new_BL, score_BL, most_B, self.cfg.mask_id)
-        return state | {"token_BL": token_BL, "forwards": state["forwards"] + 1}, most_B
+        token_BL = diffusion.unmask_top(state.token_BL, new_BL, score_BL, done_B, self.cfg.mask_id)
+        return state._replace(token_BL=token_BL, forwards=state.forwards + 1, left_B=most_B - done_B), cache
 
     def end_step(self, state, given):
         """Token hook, end of texts, history."""
-        token_BL = state["token_BL"]
+        token_BL = state.token_BL
         if self.token_hook:
-            token_BL = self.token_hook(state["step"], token_BL)
+            token_BL = self.token_hook(state.step, token_BL)
         if self.rule.eos_ids:
-            tail_BL = jnp.flip(jnp.cumprod(jnp.flip(given["made_BL"] | ~given["see_BL"], -1), -1), -1) > 0
+            # An end token ends its row if nothing is masked before it, and no text that was given comes behind it.
+            tail_BL = jnp.flip(jnp.cumprod(jnp.flip(given.made_BL | ~given.see_BL, -1), -1), -1) > 0
             eos_BL = functools.reduce(jnp.logical_or, [token_BL == i for i in self.rule.eos_ids])
-            whole_BL = jnp.cumsum(self.masked(token_BL, given), -1) == 0  # nothing is masked up to here
-            ended_BL = jnp.cumsum(eos_BL & tail_BL & given["made_BL"] & whole_BL, -1) > 0
-            token_BL = jnp.where(ended_BL & ~eos_BL & given["see_BL"], self.rule.eos_ids[0], token_BL)
+            settled_BL = jnp.cumsum(self.masked(token_BL, given), -1) == 0
+            ended_BL = jnp.cumsum(eos_BL & tail_BL & given.made_BL & settled_BL, -1) > 0
+            token_BL = jnp.where(ended_BL & ~eos_BL & given.see_BL, self.rule.eos_ids[0], token_BL)
         if self.rule.history:
-            state = state | {"history_SBL": state["history_SBL"].at[state["step"]].set(token_BL)}
-        return state | {"token_BL": token_BL, "step": state["step"] + 1}
+            state = state._replace(history_SBL=state.history_SBL.at[state.step].set(token_BL))
+        return state._replace(token_BL=token_BL, step=state.step + 1)
 
 
 @functools.partial(jax.jit, static_argnames=("sampler",))
-def _fill(params, state, given, *, sampler):
-    """Denoise the whole canvas in one loop."""
-    model, rule = nnx.merge(sampler.graph, params), sampler.rule
-    S, hooks = given["steps"], bool(sampler.token_hook or sampler.logit_hook)
+def open_block(params, state, given, *, sampler):
+    """The first step of a block with a cache, a pass over the canvas: (state, keys and values of all slots).
 
-    def more(state):
-        left = (state["step"] < S) | (jnp.any(state["left_B"] > 0) if rule.threshold else False)
-        return left & (hooks | jnp.any(sampler.masked(state["token_BL"], given)))
-
-    def body(state):
-        step, wanted_BL = state["step"], sampler.masked(state["token_BL"], given)
-        if rule.alg == "origin":
-            if "u_SBL" in given:
-                u_BL = given["u_SBL"][step]
-            else:
-                u_BL = sampler.draw(given, 2, step, given["place_BL"])
-            wanted_BL &= u_BL < given["commit_S"][step]
-            most_B = wanted_BL.sum(-1)
-        elif rule.threshold:
-            now_B = given["budget_SB"].at[step].get(mode="fill", fill_value=0)
-            most_B = jnp.minimum(now_B + state["left_B"], wanted_BL.sum(-1))
-        else:
-            most_B = given["table_SN"][step][wanted_BL.sum(-1)]
-
-        def forward(state):
-            hidden_BLD, _ = model.hidden(state["token_BL"], see_BM=given["see_BL"])
-            state, done_B = sampler.commit(model, hidden_BLD, 0, state, given, wanted_BL, most_B)
-            return state | {"left_B": most_B - done_B}
-
-        idle = jnp.all(most_B == 0) & (sampler.logit_hook is None)
-        skip = lambda state: state | {"idle": state["idle"] + 1, "left_B": most_B}  # noqa: E731
-        state = jax.lax.cond(idle, skip, forward, state)
-        return sampler.end_step(state, given)
-
-    return jax.lax.while_loop(more, body, state)
-
-
-def _most(state, given, wanted_BL, rule, i):
-    """How many of the wanted positions step i of a block may fill, by the schedule [B]."""
-    n_B = wanted_BL.sum(-1)
-    return n_B if rule.threshold else given["table_SN"][jnp.minimum(i, given["steps"] - 1)][n_B]
-
-
-@functools.partial(jax.jit, static_argnames=("sampler",))
-def _open_block(params, state, given, first, *, sampler):
-    """Step 0 of the block at `first`, a pass over the canvas: (state, cache, whether masks are left in the block)."""
-    model, rule = nnx.merge(sampler.graph, params), sampler.rule
-    wanted_BL = sampler.open(state, given, first)
-    most_B = _most(state, given, wanted_BL, rule, 0)
-    if rule.fast_dllm:
-        wanted_BL &= jnp.arange(wanted_BL.shape[1]) == first
-        most_B = wanted_BL.sum(-1)
-    hidden_BLD, cache = model.hidden(state["token_BL"], see_BM=given["see_BL"])
-    state, _ = sampler.commit(model, hidden_BLD, 0, state, given, wanted_BL, most_B)
-    return sampler.end_step(state, given), cache if rule.cache else None
+    params is the tree of parameters, state a State, given a Given; `lower` takes them as ShapeDtypeStructs, in `given`
+    int32 scalars for the plain numbers.
+    """
+    model = nnx.merge(sampler.graph, params)
+    wanted_BL, most_B = sampler.plan(state, given, opening=True)
+    state, cache = sampler.forward(model, state, given, None, wanted_BL, most_B)
+    return sampler.end_step(state, given), cache
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "width"), donate_argnames=("cache",))
-def _fill_block(params, state, given, cache, first, start, limit, *, sampler, width):
-    """Steps 1 .. limit - 1 of the block at `first`, in one loop of passes over the slots start .. start + width - 1.
+def denoise(params, state, given, cache=None, *, sampler, width=0):
+    """Fill a block, in one loop on the device: (state, cache). The block is the whole canvas if block_length is 0.
 
-    Each pass writes the window's keys and values into the cache. Where no position is to be filled the pass is left
-    out; a model that predicts MASK again and again ends at the limit.
+    Arguments as those of open_block. Without a cache each step is a pass over the canvas. With that of open_block, [(k,
+    v)] of each layer as [B, L, J, K], a step feeds `width` slots from given.start on and writes their keys and values
+    into the cache. A model that predicts MASK again and again ends at given.limit.
     """
     model, rule = nnx.merge(sampler.graph, params), sampler.rule
-    begun = state["step"] - 1
+    # a hook may mask again what is filled, so the whole canvas goes through all its steps
+    has_hooks = not rule.block_length and bool(sampler.token_hook or sampler.logit_hook)
 
-    def more(carry):
-        return (carry[0]["step"] - begun < limit) & jnp.any(sampler.open(carry[0], given, first))
-
-    def body(carry):
+    def unfinished(carry):
         state, _ = carry
-        wanted_BL = sampler.open(state, given, first)
-        most_B = _most(state, given, wanted_BL, rule, state["step"] - begun)
+        i = state.step - given.begun
+        scheduled = (i < given.steps) | jnp.any(state.left_B > 0)
+        return scheduled & (i < given.limit) & (has_hooks | jnp.any(sampler.open_positions(state, given)))
 
-        def forward(carry):
-            state, cache = carry
-            window_BW = jax.lax.dynamic_slice_in_dim(state["token_BL"], start, width, 1)
-            hidden_BWD, new_cache = model.hidden(window_BW, None, given["see_BL"], cache, start)
-            state, _ = sampler.commit(model, hidden_BWD, start, state, given, wanted_BL, most_B)
-            return state, new_cache if rule.cache else None
+    def step(carry):
+        # Which positions are masked, and how many of them may be filled now?
+        wanted_BL, most_B = sampler.plan(*carry[:1], given)
+
+        def forward(state, cache):  # feed the tokens, propose one for each masked position, write the surest
+            state, new_cache = sampler.forward(model, state, given, cache, wanted_BL, most_B, width)
+            return state, None if cache is None else new_cache
+
+        def skip(state, cache):  # the schedule rounds to 0 positions in all rows: no pass is needed
+            return state._replace(idle=state.idle + 1, left_B=most_B), cache
 
         idle = jnp.all(most_B == 0) & (sampler.logit_hook is None)
-        state, cache = jax.lax.cond(idle, lambda c: (c[0] | {"idle": c[0]["idle"] + 1}, c[1]), forward, carry)
+        state, cache = jax.lax.cond(idle, skip, forward, *carry)
+        # Last the caller's hook, texts that have ended, and the history.
         return sampler.end_step(state, given), cache
 
-    return jax.lax.while_loop(more, body, (state, cache))  # the cache too, so that its memory is used again
+    return jax.lax.while_loop(unfinished, step, (state, cache))  # the cache too, so that its memory is used again
 
 
-def longer(x):
+# ---- a canvas ------------------------------------------------------------------------------------------------------
+
+
+def padded(x):
     """x with rows of zeros up to a power of two, at least 32: another number of steps is seldom another program."""
     return np.pad(x, [(0, (1 << max(5, (len(x) - 1).bit_length())) - len(x))] + [(0, 0)] * (x.ndim - 1))
 
@@ -278,121 +316,132 @@ def step_table(most, steps, eps):
     return table_SN
 
 
+def layout(rule, masked_BL):
+    """(first slot of each block, slots of a block, steps of a block). Blocks cover the columns that hold a MASK."""
+    L = masked_BL.shape[1]
+    columns = np.flatnonzero(masked_BL.any(0))
+    if not rule.block_length:
+        most = masked_BL.sum(-1).max()
+        return [0], L, rule.steps or (1 if rule.threshold else max(1, math.ceil(most / rule.tokens_per_step)))
+    if not len(columns):
+        return [], rule.block_length, 1
+    begin, end, size = columns[0], columns[-1] + 1, rule.block_length
+    span = int(end - begin)
+    continuation = end == L and masked_BL[:, begin:].all()
+    if span % size and (continuation or rule.fast_dllm):
+        raise ValueError(f"block_length {size} does not divide the {span} tokens to fill; try {math.gcd(span, size)}")
+    blocks = -(-span // size)
+    if rule.steps % blocks:
+        nearest = -(-rule.steps // blocks) * blocks
+        raise ValueError(f"{rule.steps} steps do not divide over {blocks} blocks; try {nearest}")
+    # the last block of an infilled canvas may overlap the one before
+    firsts = [max(0, min(int(begin) + i * size, L - size)) for i in range(blocks)]
+    return firsts, size, rule.steps // blocks or math.ceil(size / rule.tokens_per_step)
+
+
+def schedule(rule, size, steps, masked_BL, u_SBL=None):
+    """The fields of Given that say how many positions each step of a block of `size` slots fills."""
+    if rule.alg == "origin":
+        t = np.linspace(1, rule.eps, steps + 1)
+        commit_S = np.append(1 - t[1:-1] / t[:-2], 1).astype(np.float32)
+        u_SBL = None if u_SBL is None else padded(np.asarray(u_SBL))
+        return {"steps": steps, "limit": steps, "commit_S": padded(commit_S), "u_SBL": u_SBL}
+    if rule.threshold and rule.block_length:
+        # Every step may fill all. One fills one token at least, and so does the pass that opens a block.
+        limit = size + 1
+        budget_SB = np.full((limit, len(masked_BL)), size, np.int32)
+        return {"steps": limit, "limit": limit, "budget_SB": padded(budget_SB)}
+    if rule.threshold:
+        # The steps share the masks evenly; each step beyond them fills at least one of those that are left.
+        count_B = masked_BL.sum(-1)
+        budget_SB = diffusion.step_counts(count_B, steps, "even").astype(np.int32)
+        return {"steps": steps, "limit": steps + int(count_B.max()), "budget_SB": padded(budget_SB)}
+    limit = max(steps, 1 + rule.fast_dllm)  # the opening pass of Fast-dLLM fills only one token
+    table_SN = step_table(size, steps, rule.eps)[np.minimum(np.arange(limit), steps - 1)]
+    return {"steps": limit, "limit": limit, "table_SN": padded(table_SN)}
+
+
 def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, logit_hook=None, u_SBL=None):
     """Fill every MASK of a canvas: (token_BL, {"forwards", "idle", "steps", "windows", "history"}), NumPy arrays.
 
     see_BL is False at padding, which stays as it is; so does every token that is not MASK. "idle" counts the steps that
     could not change anything and cost no pass, "windows" the slots fed in each pass, "history" is the canvas after
-    every step [S, B, L]. Without blocks one compiled loop does it all. A block is a pass over the canvas and a compiled
-    loop over windows, the same programs for all blocks, but for cache="prefix", whose windows shrink. A model that
-    predicts MASK leaves it, where ban_ids allows that. u_SBL are the uniform numbers of alg="origin", for tests.
+    every step [S, B, L]. A canvas, or a block without a cache, is one compiled loop. A block with a cache is a pass
+    over the canvas and a compiled loop over windows, the same programs for all blocks, but for cache="prefix", whose
+    windows shrink. A model that predicts MASK leaves it, where ban_ids allows that. Hooks are explained at Sampler.
+    u_SBL are the uniform numbers of alg="origin", for tests.
 
     Raises ValueError for a canvas that does not fit the model, a number of steps that does not divide over the blocks,
     or a block length that does not divide a completion.
     """
-    cfg, rule = model.cfg, rule or Sampling()
-    token_BL = np.asarray(token_BL)
-    if token_BL.ndim != 2 or not token_BL.size or token_BL.dtype.kind not in "iu":
-        raise ValueError(f"a canvas is a [B, L] array of token ids, not {token_BL.dtype} {token_BL.shape}")
-    if token_BL.min() < 0 or token_BL.max() >= cfg.vocab:
-        raise ValueError(f"token ids {token_BL.min()} to {token_BL.max()} do not fit a vocabulary of {cfg.vocab}")
+    cfg, rule, token_BL = model.cfg, rule or Sampling(), np.asarray(token_BL)
+    if token_BL.ndim != 2 or token_BL.min(initial=0) < 0 or token_BL.max(initial=0) >= cfg.vocab:
+        raise ValueError(
+            f"a canvas is a [B, L] array of ids below {cfg.vocab}, not {token_BL.shape} up to {token_BL.max()}"
+        )
     B, L = token_BL.shape
     if L > cfg.positions:
         raise ValueError(f"{L} tokens do not fit: the model reaches {cfg.positions} positions")
-    see_BL = np.ones((B, L), bool) if see_BL is None else np.asarray(see_BL) != 0
-    if see_BL.shape != (B, L):
-        raise ValueError(f"a mask of shape {see_BL.shape} does not fit the canvas {(B, L)}")
-    if rule.temperature or rule.alg_temp or (rule.alg == "origin" and u_SBL is None):
-        if key is None:
-            raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
-    made_BL = (token_BL == cfg.mask_id) & see_BL
+    if key is None and (rule.temperature or rule.alg_temp or (rule.alg == "origin" and u_SBL is None)):
+        raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
+    key = jax.random.key(0) if key is None else key
+    see_BL = np.broadcast_to(True if see_BL is None else np.asarray(see_BL) != 0, (B, L))
     banned_V = np.isin(np.arange(cfg.vocab), (cfg.mask_id,) if rule.ban_ids is None else rule.ban_ids)
     banned_V |= np.arange(cfg.vocab) >= (rule.vocab or cfg.vocab)
     if banned_V.all():
         raise ValueError("every token is banned")
-    key = jax.random.key(0) if key is None else key
-    given = {
-        "see_BL": see_BL,
-        "made_BL": made_BL,
-        "place_BL": np.maximum(np.arange(L) - see_BL.argmax(-1)[:, None], 0),
-        "banned_V": banned_V,
-        "key_B": jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(B)),
-    }
+
+    made_BL = (token_BL == cfg.mask_id) & see_BL
+    if token_hook:
+        token_BL = np.asarray(token_hook(-1, jnp.asarray(token_BL, jnp.int32)))
+    masked_BL = (token_BL == cfg.mask_id) & see_BL
+    firsts, size, steps = layout(rule, masked_BL)
+    given = Given(
+        see_BL=see_BL,
+        made_BL=made_BL,
+        place_BL=np.maximum(np.arange(L) - see_BL.argmax(-1)[:, None], 0),
+        banned_V=banned_V,
+        key_B=jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(B)),
+        **schedule(rule, size, steps, masked_BL, u_SBL),
+    )
+    zero = jnp.int32(0)
+    state = State(jnp.asarray(token_BL, jnp.int32), zero, zero, zero, jnp.zeros(B, jnp.int32))
+    if rule.history:
+        state = state._replace(history_SBL=padded(np.zeros((max(1, len(firsts)) * given.limit, B, L), np.int32)))
     graph, params = nnx.split(model)
     # what the arrays in `given` say already must not ask for another program
     fixed = dataclasses.replace(rule, steps=0, tokens_per_step=1.0, eps=0.5, ban_ids=(), vocab=0)
     sampler = Sampler(graph, cfg, fixed, token_hook, logit_hook)
-    if token_hook:
-        token_BL = np.asarray(token_hook(-1, jnp.asarray(token_BL, jnp.int32)))
-    masked_BL = (token_BL == cfg.mask_id) & see_BL
-    counter = jnp.int32(0)
-    state = {"token_BL": jnp.asarray(token_BL, jnp.int32), "step": counter, "forwards": counter, "idle": counter}
-    if not rule.block_length:
-        n = int(masked_BL.sum(-1).max())
-        steps = limit = rule.steps or (1 if rule.threshold else max(1, math.ceil(n / rule.tokens_per_step)))
-        if rule.alg == "origin":
-            t = np.linspace(1, rule.eps, steps + 1)
-            given["commit_S"] = longer(np.append(1 - t[1:-1] / t[:-2], 1).astype(np.float32))
-            given |= {} if u_SBL is None else {"u_SBL": longer(np.asarray(u_SBL))}
-        elif rule.threshold:
-            given["budget_SB"] = longer(diffusion.step_counts(masked_BL.sum(-1), steps, "even").astype(np.int32))
-            limit = steps + n  # each step beyond fills at least one of what is left
-        else:
-            given["table_SN"] = longer(step_table(L, steps, rule.eps))
-        given["steps"] = steps
-        state["left_B"] = jnp.zeros(B, jnp.int32)
-        if rule.history:
-            state["history_SBL"] = longer(np.zeros((limit, B, L), np.int32))
-        state = _fill(params, state, given, sampler=sampler)
-        windows = [L] * int(state["forwards"])
-    else:
-        state, windows = _fill_blocks(params, state, given, sampler, rule, masked_BL)
-        steps = 0
-    token_BL, done = np.asarray(state["token_BL"]), int(state["step"])
-    stats = {"forwards": int(state["forwards"]), "idle": int(state["idle"]), "steps": done, "windows": windows}
+    state, windows = fill_blocks(params, state, given, sampler, firsts, size)
+
+    token_BL, done = np.asarray(state.token_BL), int(state.step)
+    stats = {"forwards": int(state.forwards), "idle": int(state.idle), "steps": done, "windows": windows}
     if rule.history:
-        history_SBL = np.array(state["history_SBL"])
+        history_SBL = np.array(state.history_SBL)
         history_SBL[done:] = token_BL  # the loop ends with the last MASK
-        stats["history"] = history_SBL[: max(done, steps)]
+        stats["history"] = history_SBL[: done if rule.block_length else max(done, steps)]
     return token_BL, stats
 
 
-def _fill_blocks(params, state, given, sampler, rule, masked_BL):
-    """Block by block over the columns that hold a MASK: (state, slots fed in each pass)."""
-    L = masked_BL.shape[1]
-    columns = np.flatnonzero(masked_BL.any(0))
-    if not len(columns):
-        return state | ({"history_SBL": jnp.zeros((0, *masked_BL.shape))} if rule.history else {}), []
-    S, span, size = int(columns[0]), int(columns[-1] - columns[0]) + 1, rule.block_length
-    completion = masked_BL[:, S:].all() and S + span == L
-    if span % size and (completion or rule.fast_dllm):
-        raise ValueError(f"block_length {size} does not divide the {span} tokens to fill; try {math.gcd(span, size)}")
-    if size > L:
-        raise ValueError(f"block_length {size} is longer than the canvas of {L}")
-    blocks = -(-span // size)
-    if rule.steps % blocks:
-        raise ValueError(
-            f"{rule.steps} steps do not divide over {blocks} blocks; try {-(-rule.steps // blocks) * blocks}"
-        )
-    steps = rule.steps // blocks or math.ceil(size / rule.tokens_per_step)
-    # one step fills one token at least, and so does the pass that opens a block; Fast-dLLM's opening fills only one
-    limit = size + 1 if rule.threshold else max(steps, 1 + rule.fast_dllm)
-    if not rule.threshold:
-        given |= {"table_SN": longer(step_table(size, steps, rule.eps)), "steps": steps}
-    if rule.history:
-        state["history_SBL"] = longer(np.zeros((blocks * limit, *masked_BL.shape), np.int32))
-    windows = []
-    for block in range(blocks):
-        first = min(S + block * size, L - size)  # the last block of an infilled canvas may overlap the one before
+def fill_blocks(params, state, given, sampler, firsts, size):
+    """Block after block, the whole canvas if it is one: (state, slots fed in each pass)."""
+    rule, windows = sampler.rule, []
+    L = state.token_BL.shape[1]
+    for first in firsts:
+        masked_BL = (np.asarray(state.token_BL) == sampler.cfg.mask_id) & given.see_BL
+        has_hooks = sampler.token_hook or sampler.logit_hook
+        if not masked_BL[:, first : first + size].any() and (rule.block_length or not has_hooks):
+            continue  # a text that has ended leaves nothing to fill
+        # The window holds the block and the slot before it, which gives the logits of the block's first token.
         start = first if rule.fast_dllm else max(first - 1, 0)
         width = {"": L, "prefix": L - start, "dual": min(size + (not rule.fast_dllm), L)}[rule.cache]
-        start = min(start, L - width)
-        if not np.asarray(sampler.open(state, given, first)).any():
-            continue
-        state, cache = _open_block(params, state, given, first, sampler=sampler)
-        before = int(state["forwards"])
-        state, _ = _fill_block(params, state, given, cache, first, start, limit, sampler=sampler, width=width)
-        windows += [L] + [width] * (int(state["forwards"]) - before)
+        given = given._replace(first=first, start=min(start, L - width), begun=state.step)
+        before, cache = int(state.forwards), None
+        if rule.cache:
+            state, cache = open_block(params, state, given, sampler=sampler)
+        state, _ = denoise(params, state, given, cache, sampler=sampler, width=width)
+        passes = int(state.forwards) - before
+        windows += [L] * bool(rule.cache) + [width] * (passes - bool(rule.cache))
     return state, windows
 
 

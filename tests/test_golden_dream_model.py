@@ -12,6 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import model_dream as md
+import sample_dream as sd
+from convert_weights import from_hf
 
 pytestmark = pytest.mark.golden
 
@@ -24,7 +26,7 @@ def exact_matmuls():
 
 @pytest.fixture(scope="module")
 def model(golden_dir):
-    return md.from_hf(golden_dir("dream"))
+    return from_hf(golden_dir("dream"))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +112,7 @@ def test_logits_of_a_window_over_a_cache(model, forward):
 
 def test_bfloat16_is_as_near_to_float32_as_the_reference(golden_dir):
     folder = golden_dir("dream") / "bf16"
-    model, arrays = md.from_hf(folder), load_file(folder / "forward.safetensors")
+    model, arrays = from_hf(folder), load_file(folder / "forward.safetensors")
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(model))
     names = cases(arrays, ".logits_f32")
     assert names
@@ -137,7 +139,7 @@ def settings_of(case):
     if case["sampler"] == "block":
         fields |= {"block_length": given["block_length"], "cache": "dual" if given["dual_cache"] else "prefix"}
         fields["fast_dllm"] = True
-    return md.Sampling(**fields, ban_ids=tuple(case.get("ban_ids", ())), history=True)
+    return sd.Sampling(**fields, ban_ids=tuple(case.get("ban_ids", ())), history=True)
 
 
 def canvas_of(case, mask_id, multiple=1):
@@ -173,7 +175,7 @@ def check_case(model, case, mask_id, multiple):
         extra["token_hook"] = lambda step, token_BL: token_BL.at[:, slot].set(ids)
     if "draws" in case:
         extra["u_SBL"] = uniforms(case, (token_BL == mask_id) & see_BL)
-    got, stats = md.fill(model, token_BL, see_BL, settings_of(case), **extra)
+    got, stats = sd.fill(model, token_BL, see_BL, settings_of(case), **extra)
     np.testing.assert_array_equal(got[:, pad:], case["sequences"], err_msg=name)
     if "history" in case:
         np.testing.assert_array_equal(stats["history"][:, :, pad:], case["history"], err_msg=name)
@@ -206,7 +208,7 @@ def test_every_generation_case_token_for_token(model, golden_dir):
 def test_a_case_of_each_kind_unpadded_in_small_chunks(golden_dir):
     """Logits made 3 positions at a time, attention in blocks of 4 queries, no padding but the case's own."""
     golden = json.loads((golden_dir("dream") / "generate.json").read_text())
-    model, seen = md.from_hf(golden_dir("dream"), run=md.Run(head_positions=3, block=4)), set()
+    model, seen = from_hf(golden_dir("dream"), run=md.Run(head_positions=3, block=4)), set()
     for case in golden["cases"]:
         kind = case["sampler"], case["settings"]["alg"], case["settings"].get("dual_cache")
         if kind not in seen:
