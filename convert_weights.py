@@ -26,6 +26,7 @@ import json
 import math
 import shutil
 import struct
+import sys
 import threading
 import time
 import typing
@@ -482,6 +483,7 @@ def save_params(folder, arrays, total):
     """Write arrays {name: array} with Orbax; a full disk leaves nothing of it."""
     chunks = {name: ocp.SaveArgs(chunk_byte_size=chunk_bytes(array)) for name, array in arrays.items()}
     arguments = ocp.args.PyTreeSave(runs.unflatten(arrays), save_args=runs.unflatten(chunks))
+    sys.unraisablehook = lambda _: None  # a failed save raises one error here, and others in threads that nobody hears
     try:
         with progress(lambda: bytes_in(folder.parent), total), checkpointer() as orbax:
             orbax.save(folder, args=arguments)
