@@ -97,6 +97,8 @@ class Given(typing.NamedTuple):
     place_BL: jax.Array  # slots counted from the row's first token
     banned_V: jax.Array
     key_B: jax.Array  # a random key for each row
+    threshold: float
+    size: int  # slots of a block
     steps: int  # how many steps the schedule of a block has
     limit: int  # a block is left after so many steps, whatever is masked in it
     table_SN: jax.Array | None = None  # without a threshold: how many of n masked positions step i fills
@@ -128,11 +130,8 @@ class Sampler:
 
     def open_positions(self, state, given):
         """The masked positions of the block [B, L]."""
-        masked_BL = self.masked(state.token_BL, given)
-        if not self.rule.block_length:
-            return masked_BL
-        slot_L = jnp.arange(masked_BL.shape[1])
-        return masked_BL & (slot_L >= given.first) & (slot_L < given.first + self.rule.block_length)
+        slot_L = jnp.arange(state.token_BL.shape[1])
+        return self.masked(state.token_BL, given) & (slot_L >= given.first) & (slot_L < given.first + given.size)
 
     def plan(self, state, given, opening=False):
         """(wanted_BL, most_B): the positions that this step may fill, and at most how many of each row."""
@@ -221,7 +220,7 @@ class Sampler:
         new_BL, score_BL = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
         done_B = most_B
         if rule.threshold:
-            sure_B = jnp.sum(wanted_BL & (score_BL >= rule.threshold), -1)
+            sure_B = jnp.sum(wanted_BL & (score_BL >= given.threshold), -1)
             done_B = jnp.minimum(most_B, jnp.maximum(1, sure_B))
         elif rule.alg_temp:  # Gumbel's k largest are k draws without replacement from softmax(score / alg_temp)
             u_BL = self.draw(given, 1, state.step, given.place_BL)
@@ -402,6 +401,8 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
         place_BL=np.maximum(np.arange(L) - see_BL.argmax(-1)[:, None], 0),
         banned_V=banned_V,
         key_B=jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(B)),
+        threshold=rule.threshold,
+        size=size,
         **schedule(rule, size, steps, masked_BL, u_SBL),
     )
     zero = jnp.int32(0)
@@ -409,10 +410,11 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
     if rule.history:
         state = state._replace(history_SBL=padded(np.zeros((max(1, len(firsts)) * given.limit, B, L), np.int32)))
     graph, params = nnx.split(model)
-    # what the arrays in `given` say already must not ask for another program
+    # What `given` says already must not ask for another program. Of two fields it only matters whether they are set.
     fixed = dataclasses.replace(rule, steps=0, tokens_per_step=1.0, eps=0.5, ban_ids=(), vocab=0)
+    fixed = dataclasses.replace(fixed, threshold=math.ceil(rule.threshold), block_length=min(1, rule.block_length))
     sampler = Sampler(graph, cfg, fixed, token_hook, logit_hook)
-    state, windows = fill_blocks(params, state, given, sampler, firsts, size)
+    state, windows = fill_blocks(params, state, given, sampler, firsts)
 
     token_BL, done = np.asarray(state.token_BL), int(state.step)
     stats = {"forwards": int(state.forwards), "idle": int(state.idle), "steps": done, "windows": windows}
@@ -423,9 +425,9 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
     return token_BL, stats
 
 
-def fill_blocks(params, state, given, sampler, firsts, size):
+def fill_blocks(params, state, given, sampler, firsts):
     """Block after block, the whole canvas if it is one: (state, slots fed in each pass)."""
-    rule, windows = sampler.rule, []
+    rule, size, windows = sampler.rule, given.size, []
     L = state.token_BL.shape[1]
     for first in firsts:
         masked_BL = (np.asarray(state.token_BL) == sampler.cfg.mask_id) & given.see_BL
