@@ -25,28 +25,30 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import numpy as np
-import tyro
 from record import record
 
+import convert_weights
 import model_dream as dream
+import runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    model: str = "7b"  # key of model_dream.CONFIGS
-    repeats: int = 1  # of all stages
-    folder: str = ""  # on the disk to measure; "" is where temporary files go
-    seed: int = 0
+    model: str = "7b"  # key of CONFIGS in model_dream.py
+    repeats: int = 1  # how often all stages are run
+    folder: str = ""  # folder on the disk to measure; "" is where temporary files go
+    seed: int = 0  # of the random weights
 
 
 def make(folder, cfg, seed, files=4):
     """A folder in the Hub's layout with random words; its bytes."""
     folder.mkdir()
-    sizes = {dream.hf_name(name): leaf.shape for name, leaf in dream.flatten(dream.param_shapes(cfg)).items()}
+    sizes = {convert_weights.hf_name(name): leaf.shape for name, leaf in runs.flatten(dream.param_shapes(cfg)).items()}
     names = sorted(sizes)
     rng, weight_map, total = np.random.default_rng(seed), {}, 0
     for i in range(files):
-        file_name, header, start = f"model-{i + 1:05}-of-{files:05}.safetensors", {}, 0
+        file_name = f"model-{i + 1:05}-of-{files:05}.safetensors"
+        header, start = {}, 0
         for name in names[i::files]:
             end = start + 2 * int(np.prod(sizes[name], dtype=np.int64))
             header[name] = {"dtype": "BF16", "shape": list(sizes[name]), "data_offsets": [start, end]}
@@ -87,7 +89,7 @@ def timed(command):
         time.sleep(0.02)
     seconds = time.perf_counter() - started
     if process.returncode:
-        sys.exit(f"{' '.join(map(str, command))} failed: {process.stderr.read().strip()}")
+        raise RuntimeError(f"{' '.join(map(str, command))} failed: {process.stderr.read().strip()}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"s": seconds, "cpu_s": cpu_s, "rss_anon_gb": peaks["RssAnon"] / 1e9, "rss_gb": peaks["VmRSS"] / 1e9}
@@ -107,12 +109,12 @@ def convert(source, to, *more):
     return timed([sys.executable, ROOT / "convert_weights.py", f"--source={source}", f"--out={to}", *more])
 
 
-def check(one, two):
+def check(first, second):
     """The tensors of two folders in the Hub's layout are equal, byte for byte."""
-    one, two = dream.open_hf(one), dream.open_hf(two)
-    assert one.keys() == two.keys()
-    for name, array in one.items():
-        other = two[name]
+    first, second = convert_weights.map_files(first), convert_weights.map_files(second)
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        other = second[name]
         assert (array.dtype, array.shape) == (other.dtype, other.shape), name
         array, other = (x.reshape(-1).view(np.uint16) for x in (array, other))
         for i in range(0, array.size, 1 << 24):
@@ -128,13 +130,13 @@ def main(cfg):
         need = 6 * dream.count_params(dream.CONFIGS[cfg.model])["total"]
         free = shutil.disk_usage(folder).free
         if free < 1.02 * need:
-            sys.exit(f"{folder.parent} has {free / 1e9:.0f} GB left, {need / 1e9:.0f} are needed; choose --folder")
+            raise OSError(f"{folder.parent} has {free / 1e9:.0f} GB left, {need / 1e9:.0f} are needed; choose --folder")
         size = make(hub, dream.CONFIGS[cfg.model], cfg.seed)
         for _ in range(cfg.repeats):
             for name, stage in (
                 ("cp of safetensors", lambda: copy(hub, copied)),
                 ("to Orbax", lambda: convert(hub, orbax)),
-                ("verify", lambda: convert(hub, orbax, "--verify=True")),
+                ("verify", lambda: convert(hub, orbax, "--verify")),
                 ("cp of Orbax", lambda: copy(orbax, copied)),
                 ("to safetensors", lambda: convert(orbax, back)),
             ):
@@ -171,4 +173,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Config, __doc__)
