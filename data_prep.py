@@ -1,39 +1,28 @@
 """Turn text into a tokenizer and token shards, which the trainers read.
 
-    python data_prep.py                                            # this Python's standard library: 12 MB, 10 s
-    python data_prep.py --source=stories.txt --out=data/stories    # documents with <|endoftext|> between them
-    python data_prep.py --source=tinystories --out=data/tinystories    # a download; needs: pip install datasets
-    python data_prep.py --roots ~/src ~/work --out=data/mine       # all .py files below these folders
-    python data_prep.py --tokenizer=qwen/tokenizer.json --fim_rate=0.5 --out=data/fim
-    python data_prep.py --source=pairs.jsonl --eos_to=64 --out=data/pairs    # prompts and responses, for Dream
-    python data_prep.py --source=acecode --difficulty=hard --tokenizer=qwen/tokenizer.json    # tasks for Coupled-GRPO
-    python data_prep.py --source=parquet --roots shards --tokenizer=qwen/tokenizer.json --seq_len=4096 --out=data/long
+    python data_prep.py                                             # this Python's standard library: 12 MB, 10 s
+    python data_prep.py text stories.txt --out=data/stories         # documents with <|endoftext|> between them
+    python data_prep.py tinystories                                 # a download; needs: pip install datasets
+    python data_prep.py python --roots ~/src ~/work --out=data/mine    # all .py files below these folders
+    python data_prep.py python --tokenizer=qwen/tokenizer.json --fim_rate=0.5 --out=data/fim
+    python data_prep.py pairs pairs.jsonl --eos_to=64 --out=data/pairs    # prompts and responses, for Dream
+    python data_prep.py parquet --roots shards --tokenizer=qwen/tokenizer.json --seq_len=4096 --out=data/long
 
---source=python reads .py files, drops generated, minified, huge, non-UTF-8 and unparsable ones, exact and near
-duplicates, holds some files out, trains a byte-level BPE (or takes a tokenizer.json) and packs the files into rows.
---source=parquet packs what others have tokenised: the column input_ids of Parquet files (rows of any length; documents
-end with EOS and may run over row borders), one training shard for each input file.
---source=FILE or FOLDER reads text of any size, in little memory: a file is split at each <|endoftext|>, and is one
-document if it has none. A folder is searched for .txt, .text, .md and .py files; what is not UTF-8 is left out.
+python drops generated, minified, huge, non-UTF-8 and unparsable files, exact and near duplicates, and holds some files
+out. text reads text of any size in little memory: a file is split at each <|endoftext|>, and is one document if it has
+none; what is not UTF-8 is left out. pairs reads lines {"prompt": TEXT, "response": TEXT}. parquet packs the column
+input_ids of Parquet files (rows of any length; documents end with EOS and may run over row borders), one training shard
+for each input file. Without --tokenizer a byte-level BPE is trained on the training documents.
 
---source=FILE.jsonl reads pairs, a line each: {"prompt": TEXT, "response": TEXT}. Their rows hold whole pairs, a longer
-one is left out, and have one more column, fixed: 1 where a token is of a prompt, which is never masked and not learnt.
-
---source=acecode writes tasks, which are questions with tests, a line each: train.jsonl and heldout.jsonl, read by
-coupled_grpo.py. They come from AceCode-87K (a download of 1 GB; needs datasets), or from JSONL files of its form that
---roots names. Its models' pass rates say how hard a row is: hard is a mean in the lowest fifth and a spread not in the
-lowest two fifths, easy a mean in the highest quarter, medium in the middle half. A question comes again as a function
-to complete, where its best solution begins with one. Tests that do not parse, rows without tests, repeated questions
-and, given --tokenizer, prompts of over --max_prompt tokens are left out, and counted in meta.json.
-
---rows=packed, for PythonCoder and Dream, fills every row with documents that follow each other, each ended by EOS.
---rows=padded, for MDLM, starts each document in a row of its own: BOS, tokens, EOS, then PAD; a long one goes on
-in the next rows.
+Packed rows, for PythonCoder and Dream, are filled with documents that follow each other, each ended by EOS. Padded
+rows, for MDLM, start each document in a row of its own: BOS, tokens, EOS, then PAD; a long one goes on in the next
+rows. Rows of pairs hold whole pairs, and a pair longer than a row is left out.
 
 Writes --out: tokenizer.json, train/00000.parquet, heldout/00000.parquet and so on (columns input_ids, segments and
-positions, int32 lists of seq_len) and, last of all, meta.json (special ids, counts, shards and their hashes, for padded
-rows how many documents have which length): its presence means that all is there. The same command goes on with a run
-that was stopped or killed, and ends with the same bytes as a run that was not.
+positions, of pairs also fixed, 1 where a token is of a prompt: int32 lists of seq_len) and, last of all, meta.json
+(special ids, counts, shards and their hashes, for padded rows how many documents have which length): its presence means
+that all is there. The same command goes on with a run that was stopped or killed, and ends with the same bytes as a run
+that was not. open_data, at the end of this file, reads such a folder.
 
 Axes: N documents, T tokens, R rows, L row length, P hash functions, V vocabulary.
 """
@@ -42,9 +31,7 @@ import ast
 import bisect
 import codecs
 import concurrent.futures
-import contextlib
 import dataclasses
-import fcntl
 import functools
 import gc
 import hashlib
@@ -81,14 +68,13 @@ class Shards:
     out: str = "data/python"  # folder to write
     eos: str = "<|endoftext|>"  # the tokenizer's token that ends a document in packed rows; padded rows have <eos>
     seq_len: int = 0  # tokens in a row; 0 is 2048 for packed rows, 256 for padded ones
-    heldout: float = 0.02  # fraction of the documents that is held out for evaluation; 0 holds out none
+    heldout: float = 0.02  # fraction of the documents that is held out for evaluation
     shard_bytes: int = 16_000_000  # bytes of text that go into one shard; 16 MB are about 5 M tokens
     workers: int = 0  # processes that read files and threads that tokenise; 0 means all cores
     seed: int = 0  # draws which documents are held out, their order and the fill-in-the-middle cuts
 
-    # Not flags: what the sources without such a flag have, for the fingerprint in meta.json names them all.
+    # No flags, but values for the sources that have no such flag: meta.json records all of them.
     rows = "packed"
-    tokenizer = ""
     vocab_size = 8192
     fim_rate = 0.0
     eos_to = 1
@@ -97,7 +83,7 @@ class Shards:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents(Shards):
-    """Sources of documents that are text."""
+    """What the sources of text documents have in common."""
 
     tokenizer: str = ""  # tokenizer.json to use; "" trains one on the training documents
     vocab_size: int = 8192  # size of the tokenizer that is trained; at least 261, for 256 bytes and 5 special tokens
@@ -107,16 +93,16 @@ class Documents(Shards):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Python(Documents):
-    """Python source files; without --roots this Python's standard library."""
+    """Python files; without --roots those of this Python's standard library."""
 
-    roots: tuple[str, ...] = ()  # folders to search for .py files, or files; none is the standard library
+    roots: tuple[str, ...] = ()  # folders that are searched for .py files, or files; none is the standard library
     rows: typing.Literal["packed", "padded"] = "packed"  # packed for PythonCoder and Dream, padded for MDLM
     max_bytes: int = 1_000_000  # larger files are dropped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text(Documents):
-    """Text of any size: a file with <|endoftext|> between documents, or a folder of text files."""
+    """A text file with <|endoftext|> between documents, or a folder of text files."""
 
     source: tyro.conf.Positional[str]  # file, or folder that is searched for .txt, .text, .md and .py files
     out: str = "data/text"  # folder to write
@@ -124,14 +110,14 @@ class Text(Documents):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyStories(Documents):
-    """TinyStories, 2.1 M short stories; downloads them first (needs: pip install datasets)."""
+    """TinyStories, 2.1 M short stories, downloaded with the library datasets."""
 
-    out: str = "data/tinystories"  # folder to write
+    out: str = "data/tinystories"  # folder to write; the download is kept in it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs(Shards):
-    """Pairs of prompt and response, for Dream. Prompts are marked: they are never masked and not learnt."""
+    """Pairs of prompt and response, for Dream, which learns the responses alone."""
 
     source: tyro.conf.Positional[str]  # file of lines {"prompt": TEXT, "response": TEXT}
     out: str = "data/pairs"  # folder to write
@@ -142,55 +128,28 @@ class Pairs(Shards):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parquet(Shards):
-    """Token ids that others wrote: the column input_ids of Parquet files."""
+    """Token ids that others have written: the column input_ids of Parquet files."""
 
-    roots: tuple[str, ...]  # folders to search for .parquet files, or files
+    roots: tuple[str, ...]  # folders that are searched for .parquet files, or files
     tokenizer: str  # tokenizer.json that the ids come from, a byte-level BPE
     out: str = "data/parquet"  # folder to write
 
 
+AnySource = Python | Text | typing.Annotated[TinyStories, tyro.conf.subcommand("tinystories")] | Pairs | Parquet
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
-    source: Python | Text | TinyStories | Pairs | Parquet = Python()  # what is read
+    source: AnySource = Python()  # what is read, each with flags of its own
 
 
-@dataclasses.dataclass(frozen=True)
-class _Old:
-    source: str = "python"  # python, parquet (input_ids), acecode, tinystories, FILE.jsonl (pairs), text: file, folder
-    roots: tuple[str, ...] = ()  # files or folders of python, parquet, acecode; none: the standard library, the Hub
-    out: str = ""  # folder to write; "" is data/acecode for acecode, else data/python
-    tokenizer: str = ""  # tokenizer.json to use; "" trains one on the training documents
-    vocab_size: int = 8192  # size of the tokenizer that is trained
-    rows: typing.Literal["", "packed", "padded"] = ""  # "" is packed for python and parquet, padded for text
-    eos: str = "<|endoftext|>"  # the tokenizer's token that ends a document in packed rows; in padded ones it is <eos>
-    seq_len: int = 0  # tokens in a row; 0 is 2048 for packed rows, 256 for padded ones
-    heldout: float = 0.02  # fraction of the documents held out
-    fim_rate: float = 0.0  # fraction of the training documents rearranged for fill-in-the-middle
-    eos_to: int = 1  # EOS fills each response to a multiple of so many tokens, as the end of a canvas to sample on
-    difficulty: typing.Literal["", "easy", "medium", "hard", "all"] = ""  # of acecode; "" is hard
-    max_prompt: int = 0  # tokens of acecode's longest prompt, with its chat template; 0 is 200
-    max_bytes: int = 1_000_000  # larger Python files are dropped as huge
-    shard_bytes: int = 16_000_000  # text that goes into one shard, about 5 M tokens
-    workers: int = 0  # processes that read files, threads that tokenise; 0 means all cores
-    seed: int = 0  # which documents are held out, their order, the fill-in-the-middle cuts
-
-
-NOT_THE_LIBRARY = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-}  # its own tests are 60 % of the bytes
+# Folders of the standard library that are left out: packages, and its own tests, 60 % of the bytes.
+NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 FIM = {part: f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix")}  # Qwen2.5's names; its ids are 151659-151661
 SPECIAL = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "mask": "<mask>", "unk": "<unk>"}  # of padded rows, in order
-PAIR = '{"prompt": TEXT, "response": TEXT}'  # a line of FILE.jsonl
+PAIR = '{"prompt": TEXT, "response": TEXT}'  # a line of pairs
 SEPARATOR = "<|endoftext|>"  # between the documents of a text file
 TEXT = (".txt", ".text", ".md", ".py")  # what is read in a folder of text
-ACECODE = "TIGER-Lab/AceCode-87K"  # the data set on Hugging Face, or a folder of the same
-TASK = ("id", "source", "question", "test_cases", "context_messages")  # columns of a task
-COUNTED = ("qwen_coder_2.5", "llama3_instruct")  # the models whose pass rates say how hard a row is
-CHAT = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # Qwen2.5's
 TINYSTORIES = "roneneldan/TinyStories"  # the data set on Hugging Face, or a folder of the same
 # Qwen2.5's split: single digits, runs of indentation together, line ends with the punctuation before them
 SPLIT = (
@@ -204,16 +163,16 @@ GENERATED = re.compile(
 LETTERS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum())
 MULTIPLIER_P = np.random.default_rng(0).integers(0, 1 << 63, 128, np.uint64) * np.uint64(2) + np.uint64(1)  # hashes
 BATCH_BYTES = 4_000_000  # text tokenised at a time: the results take about 40 times its memory
-LONG_BYTES = 4_000_000  # longer documents of a text file are split at a line end, for they are tokenised in one piece
+LONG_BYTES = 4_000_000  # longer documents of a text file are split at a line end, for each is tokenised in one go
 TRAIN_BYTES = 200_000_000  # text that a new tokenizer is trained on
-# of documents in tokens, BOS and EOS included: the steps of the histogram in meta.json
-LENGTHS = (*range(16, 257, 16), 512, 1024, 2048, 4096)
+LENGTHS = (*range(16, 257, 16), 512, 1024, 2048, 4096)  # steps of meta.json's histogram: tokens with BOS and EOS
+COLUMNS = ["input_ids", "segments", "positions", "fixed"]  # of a shard; the last of pairs only
 BLOCK_TOKENS = 1 << 21  # tokens packed at a time, one row group of a shard
 PARQUET = {"compression": "zstd", "use_dictionary": False, "use_byte_stream_split": True, "write_statistics": False}
 
 
 class Item(typing.NamedTuple):
-    """A range of an input file: a document of --source=python, a shard of --source=parquet, some documents of text."""
+    """A range of an input file: a .py file, a shard of tokens, some documents of a text file, some lines of pairs."""
 
     name: str  # path below its root
     path: str
@@ -237,113 +196,51 @@ class Vocabulary(typing.NamedTuple):
 
 
 def main(cfg):
-    """Interim: the old body below, until it is split."""
-    if isinstance(cfg, _Old):
-        return _main(cfg)
-    kinds = {Python: "python", TinyStories: "tinystories", Parquet: "parquet"}
-    fields = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
-    _main(_Old(**fields | {"rows": cfg.rows, "source": kinds.get(type(cfg)) or cfg.source}))
-
-
-def _main(cfg):
-    kind = "pairs" if cfg.source.endswith(".jsonl") else "text"
-    kind = cfg.source if cfg.source in ("python", "parquet", "acecode") else kind
-    file = kind in ("text", "pairs")  # or folder
-    rows = cfg.rows or ("padded" if kind == "text" else "packed")
-    cfg = dataclasses.replace(cfg, out=cfg.out or ("data/acecode" if kind == "acecode" else "data/python"))
-    cfg = dataclasses.replace(cfg, rows=rows, seq_len=cfg.seq_len or {"packed": 2048, "padded": 256}[rows])
+    """Prepare one source, for example main(Python(out="data/mine")), or what is missing of it in its folder."""
+    cfg = dataclasses.replace(cfg, seq_len=cfg.seq_len or {"packed": 2048, "padded": 256}[cfg.rows])
     for fine, problem in (
         (cfg.seq_len >= 2, f"--seq_len={cfg.seq_len} must be at least 2"),
         (cfg.vocab_size >= 261, f"--vocab_size={cfg.vocab_size} must be at least 261: 256 bytes, 5 special tokens"),
         (0 <= cfg.heldout < 1, f"--heldout={cfg.heldout} must be at least 0 and below 1"),
         (0 <= cfg.fim_rate <= 1, f"--fim_rate={cfg.fim_rate} must be between 0 and 1"),
-        (cfg.max_bytes > 0 and cfg.shard_bytes > 0, "--max_bytes and --shard_bytes must be above 0"),
-        (cfg.workers >= 0, f"--workers={cfg.workers} must not be negative"),
-        (kind != "parquet" or cfg.roots, "--source=parquet needs --roots: folders or files to read"),
-        (kind != "parquet" or cfg.tokenizer, "--source=parquet needs --tokenizer: the one its ids come from"),
-        (kind != "parquet" or rows == "packed", "--rows=padded needs text: it does not go with --source=parquet"),
-        (kind != "parquet" or not cfg.fim_rate, "--fim_rate cuts text: it does not go with --source=parquet"),
-        (rows == "packed" or not cfg.fim_rate, "--fim_rate goes with --rows=packed only"),
-        (kind != "pairs" or rows == "packed", "--rows=padded does not go with pairs"),
-        (kind != "pairs" or not cfg.fim_rate, "--fim_rate cuts text: it does not go with pairs"),
+        (cfg.rows == "packed" or not cfg.fim_rate, "--fim_rate goes with --rows=packed only"),
         (cfg.eos_to >= 1, f"--eos_to={cfg.eos_to} must be at least 1"),
-        (kind == "pairs" or cfg.eos_to == 1, "--eos_to goes with pairs, --source=FILE.jsonl, only"),
-        (
-            kind == "acecode" or not (cfg.difficulty or cfg.max_prompt),
-            "--difficulty, --max_prompt go with acecode only",
-        ),
-        (cfg.max_prompt >= 0, f"--max_prompt={cfg.max_prompt} must not be negative"),
-        (not cfg.max_prompt or cfg.tokenizer, "--max_prompt needs --tokenizer: the one of the model to be trained"),
-        (kind != "acecode" or (rows == "packed" and not cfg.fim_rate), "--rows and --fim_rate do not go with acecode"),
-        (not file or not cfg.roots, f"--roots does not go with --source={cfg.source}, which names what to read"),
-        (
-            not file or cfg.source == "tinystories" or Path(cfg.source).exists(),
-            f"--source={cfg.source} does not exist; name a file or folder of text, or one of "
-            "python, parquet, acecode, tinystories",
-        ),
-        (kind != "pairs" or Path(cfg.source).is_file(), f"--source={cfg.source} is no file"),
     ):
         if not fine:
-            sys.exit(problem)
-    for root in cfg.roots:
-        if not Path(root).exists():
-            sys.exit(f"--roots: {root} does not exist; name folders or files that do")
+            raise ValueError(problem)
     if cfg.workers:
-        os.environ["RAYON_NUM_THREADS"] = str(cfg.workers)
-    vocabulary = None
-    if cfg.tokenizer:
-        try:
-            vocabulary = load_vocabulary(Path(cfg.tokenizer).read_bytes(), cfg)
-        except OSError as error:
-            sys.exit(f"--tokenizer={cfg.tokenizer} cannot be read ({error.strerror}); name a tokenizer.json")
+        os.environ["RAYON_NUM_THREADS"] = str(cfg.workers)  # threads of the library tokenizers
+    vocabulary = load_vocabulary(Path(cfg.tokenizer).read_bytes(), cfg) if cfg.tokenizer else None
     out = Path(cfg.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with open(out / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if kind == "acecode":
-                prepare_acecode(cfg, out, vocabulary)
-            else:
-                prepare(cfg, kind, out, vocabulary)
-    except BlockingIOError:
-        sys.exit(f"another run is writing to {out}; wait for it or choose another --out")
-    except OSError as error:
-        reason = f"{error.filename or out}: {error.strerror or error}"
-        sys.exit(f"cannot write {reason}; put that right and run the same command to go on")
-
-
-def prepare(cfg, kind, out, vocabulary):
-    """Write --out, or what is missing of it. `vocabulary` is that of --tokenizer; None trains one."""
-    start, padded = time.time(), cfg.rows == "padded"
-    beside = "roots", "out", "workers", "rows", "difficulty", "max_prompt"
-    settings = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in beside}
-    settings |= {"rows": "padded"} if padded else {}  # folders from before there was a choice stay what they are
-    if kind != "pairs":
-        del settings["eos_to"]
-    settings["source"] = "tinystories" if cfg.source == "tinystories" else kind
-    settings["tokenizer"] = hashlib.sha256(vocabulary.data).hexdigest() if vocabulary else ""
-    record = next((out / name for name in ("meta.json", "progress.json") if (out / name).exists()), None)
-    complete, state = record == out / "meta.json", {}
-    if record:
+    out.mkdir(parents=True, exist_ok=True)
+    with runs.lock(out / ".lock"):
         try:
-            state = json.loads(record.read_text())
-        except ValueError:
-            sys.exit(f"{record} is damaged; choose another --out or delete {out}")
-        old, now = ({"rows": "packed"} | some for some in (state.get("settings", {}), settings))
-        other = [f"{key} {old.get(key)!r}, now {now[key]!r}" for key in now if old.get(key) != now[key]]
-        if other:
-            sys.exit(f"{out} holds data of other settings ({'; '.join(other)}); choose another --out or delete it")
-    elif any((out / name).exists() for name in ("tokenizer.json", "train", "heldout")):
-        sys.exit(f"{out} holds files that data_prep.py did not write; choose another --out")
+            prepare(cfg, out, vocabulary)
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on from here", file=sys.stderr)
+            raise
+        except OSError as error:  # a full disk, an input file that is gone
+            what = f"{error.filename or out}: {error.strerror or error}"
+            raise OSError(f"{what}; put that right and run the same command to go on") from None
 
-    gather = {"python": gather_python, "parquet": gather_parquet, "text": gather_text, "pairs": gather_pairs}[kind]
-    documents = {"python": python_documents, "text": text_documents, "pairs": pair_documents}.get(kind)
-    groups, dropped = gather(cfg, vocabulary)
+
+def prepare(cfg, out, vocabulary):
+    """Write --out, or what is missing of it. `vocabulary` is that of --tokenizer; None trains one."""
+    started = time.time()
+    source = SOURCES[type(cfg)]
+    settings = settings_of(cfg, source.name, vocabulary)
+    earlier, complete = read_earlier(out, settings)
+
+    # All input is read through once: what is bad is known before anything is written.
+    groups, dropped = source.gather(cfg, vocabulary)
+
+    # The bytes of the shards follow from the settings, the input and the tokenizer. A fingerprint of the three says
+    # whether what an earlier run wrote can stay.
     items = {(item.name, item.sha256) for split in groups.values() for group in split for item in group}
     listing = json.dumps([1, settings, sorted(items)]).encode()
     data = (out / "tokenizer.json").read_bytes() if (out / "tokenizer.json").exists() else b""
-    if state.get("fingerprint") == hashlib.sha256(listing + data).hexdigest():
-        shards = [shard for split in state.get("splits", {}).values() for shard in split["shards"]]
+    if earlier.get("fingerprint") == hashlib.sha256(listing + data).hexdigest():
+        shards = [shard for split in earlier.get("splits", {}).values() for shard in split["shards"]]
         if complete and all((out / shard["file"]).exists() for shard in shards):
             (out / "progress.json").unlink(missing_ok=True)
             print(f"{out} is complete, nothing to do")
@@ -351,91 +248,111 @@ def prepare(cfg, kind, out, vocabulary):
         print(f"{out}: {'shards are gone' if complete else 'a run was stopped'}, writing what is missing", flush=True)
         vocabulary = vocabulary or load_vocabulary(data, cfg)
     elif complete:
-        sys.exit(f"{out} holds data of other files, or these have changed; choose another --out or delete it")
+        raise ValueError(f"{out} holds data of other files, or these have changed; choose another --out or delete it")
     else:
-        if state:
-            why = "its files have changed" if state["fingerprint"] else "before it had a tokenizer"
-            print(f"{out}: a run was stopped, {why}; starting over", flush=True)
-        for file in [*out.glob("train/[0-9]*.parquet*"), *out.glob("heldout/[0-9]*.parquet*")]:
-            file.unlink()
-        write(out / "progress.json", {"settings": settings, "fingerprint": ""})
-        if not vocabulary:
-            items = next(batched(itertools.chain(*groups["train"]), TRAIN_BYTES))
-            megabytes = sum(item.size for item in items) / 1e6
-            print(f"training a tokenizer on {megabytes:,.1f} MB, about {5 + megabytes / 3:.0f} s", flush=True)
-            texts = (document.text for document in documents(items, "train", cfg))
-            vocabulary = load_vocabulary(train_tokenizer(texts, cfg), cfg)
-        write(out / "tokenizer.json", vocabulary.data)
+        clear(out, earlier)
+        runs.write(out / "progress.json", {"settings": settings, "fingerprint": ""})
+        vocabulary = vocabulary or new_vocabulary(cfg, source, groups["train"])
+        runs.write(out / "tokenizer.json", vocabulary.data)
     fingerprint = hashlib.sha256(listing + vocabulary.data).hexdigest()
-    write(out / "progress.json", {"settings": settings, "fingerprint": fingerprint})
+    runs.write(out / "progress.json", {"settings": settings, "fingerprint": fingerprint})
 
+    # A shard gets its name when it is whole, and meta.json comes last: a run may be killed at any moment.
+    splits = {split: write_split(out, split, groups[split], cfg, vocabulary, fingerprint) for split in groups}
+    meta = describe(cfg, vocabulary, settings, fingerprint, dropped, splits)
+    runs.write(out / "meta.json", json.dumps(meta, indent=2).encode())
+    (out / "progress.json").unlink()
+
+    print(f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}")
+    keys = "documents", "bytes", "tokens", "rows", "too_long"
+    for split, total in splits.items():
+        print(" | ".join([split] + [f"{key} {total[key]:,}" for key in keys if key in total]))
+    print(f"wrote {out} in {time.time() - started:.0f} s")
+
+
+def settings_of(cfg, source, vocabulary):
+    """What the bytes of the shards depend on, but for the input files; meta.json keeps it."""
+    names = "vocab_size eos seq_len heldout fim_rate eos_to max_bytes shard_bytes seed".split()
+    settings = {"source": source, "tokenizer": hashlib.sha256(vocabulary.data).hexdigest() if vocabulary else ""}
+    settings |= {name: getattr(cfg, name) for name in names if name != "eos_to" or isinstance(cfg, Pairs)}
+    return settings | ({"rows": "padded"} if cfg.rows == "padded" else {})
+
+
+def read_earlier(out, settings):
+    """(what an earlier run noted in this folder, whether it ended); ValueError if its settings were others."""
+    path = next((out / name for name in ("meta.json", "progress.json") if (out / name).exists()), None)
+    if path is None:
+        if any((out / name).exists() for name in ("tokenizer.json", "train", "heldout")):
+            raise ValueError(f"{out} holds files that data_prep.py did not write; choose another --out")
+        return {}, False
+    earlier = runs.read_json(path, "settings", "fingerprint")
+    before, now = ({"rows": "packed"} | kept for kept in (earlier["settings"], settings))
+    other = [f"{key} {before.get(key)!r}, now {now[key]!r}" for key in now if before.get(key) != now[key]]
+    if other:
+        raise ValueError(f"{out} holds data of other settings ({'; '.join(other)}); choose another --out or delete it")
+    return earlier, path.name == "meta.json"
+
+
+def clear(out, earlier):
+    """Delete the shards of a run that was stopped and cannot be gone on with."""
+    if earlier:
+        why = "its files have changed" if earlier["fingerprint"] else "before it had a tokenizer"
+        print(f"{out}: a run was stopped, {why}; starting over", flush=True)
+    for file in [*out.glob("train/[0-9]*.parquet*"), *out.glob("heldout/[0-9]*.parquet*")]:
+        file.unlink()
+
+
+def write_split(out, split, groups, cfg, vocabulary, fingerprint):
+    """Write the shards of one split that are not there yet, one for each group; returns their counts and hashes."""
+    (out / split).mkdir(exist_ok=True)
+    total = dict.fromkeys(("documents", "tokens", "bytes", "rows"), 0)
+    total |= {"too_long": 0} if isinstance(cfg, Pairs) else {}
+    total |= {"shards": [], "lengths": np.zeros(len(LENGTHS) + 1, np.int64)}
+    for number, group in enumerate(groups):
+        path = out / split / f"{number:05}.parquet"
+        counts = read_counts(path, fingerprint)
+        if counts is None:
+            counts = write_shard(path, group, cfg, vocabulary, fingerprint)
+        if not counts["rows"]:
+            path.unlink()
+            continue
+        with open(path, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        total |= {key: count + total[key] for key, count in counts.items()}
+        total["shards"].append({"file": f"{split}/{path.name}", "rows": counts["rows"], "sha256": sha256})
+        print(f"{split} | shard {number + 1:,} of {len(groups):,} | {total['tokens']:,} tokens", flush=True)
+    if split == "train" and not total["rows"]:
+        raise ValueError("no document is left to train on; lower --heldout or give more to read")
+    if split == "heldout" and cfg.heldout and not total["rows"]:
+        print(f"nothing is held out: the documents are few for --heldout={cfg.heldout}", file=sys.stderr)
+    return total
+
+
+def describe(cfg, vocabulary, settings, fingerprint, dropped, splits):
+    """The content of meta.json."""
+    length_counts = sum(total.pop("lengths") for total in splits.values()).tolist()
     meta = {"format": 1, "source": settings["source"], "seq_len": cfg.seq_len, "vocab_size": vocabulary.size}
     meta |= {"vocab_padded": -(-vocabulary.size // 256) * 256}
     meta |= {f"{role}_id": id for role, id in vocabulary.special.items()}
     meta |= {"fim": vocabulary.fim, "fingerprint": fingerprint}
     meta |= {"tokenizer_sha256": hashlib.sha256(vocabulary.data).hexdigest(), "dropped": dropped}
-    meta |= {"settings": settings, "splits": {}}
-    for split in groups:
-        (out / split).mkdir(exist_ok=True)
-        total = dict.fromkeys(("documents", "tokens", "bytes", "rows"), 0)
-        total |= {"too_long": 0} if kind == "pairs" else {}
-        total |= {"shards": [], "lengths": np.zeros(len(LENGTHS) + 1, np.int64)}
-        for number, group in enumerate(groups[split]):
-            path = out / split / f"{number:05}.parquet"
-            counts = read_counts(path, fingerprint)
-            if counts is None:
-                if kind == "parquet":
-                    pairs = parquet_documents(group, split, vocabulary, cfg)
-                else:
-                    pairs = tokenised(documents(group, split, cfg), split, vocabulary, cfg)
-                counts = write_shard(path, pairs, cfg, vocabulary.special, fingerprint, kind == "pairs")
-            if not counts["rows"]:
-                path.unlink()
-                continue
-            with open(path, "rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            total |= {key: count + total[key] for key, count in counts.items()}
-            total["shards"].append({"file": f"{split}/{path.name}", "rows": counts["rows"], "sha256": sha256})
-            print(f"{split} | shard {number + 1:,} of {len(groups[split]):,} | {total['tokens']:,} tokens", flush=True)
-        if split == "train" and not total["rows"]:
-            sys.exit("no document is left to train on; lower --heldout or give more to read")
-        if split == "heldout" and cfg.heldout and not total["rows"]:
-            print(f"nothing is held out: the documents are few for --heldout={cfg.heldout}", file=sys.stderr)
-        meta["splits"][split] = total
-    length_counts = sum(total.pop("lengths") for total in meta["splits"].values()).tolist()
-    meta |= {"lengths": {"up_to": [*LENGTHS, None], "documents": length_counts}} if padded else {}
-    write(out / "meta.json", meta)
-    (out / "progress.json").unlink()
-    print(f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}")
-    keys = "documents", "bytes", "tokens", "rows", "too_long"
-    for split, total in meta["splits"].items():
-        print(" | ".join([split] + [f"{key} {total[key]:,}" for key in keys if key in total]))
-    print(f"wrote {out} in {time.time() - start:.0f} s")
+    meta |= {"settings": settings, "splits": splits}
+    if cfg.rows == "padded":
+        meta |= {"lengths": {"up_to": [*LENGTHS, None], "documents": length_counts}}
+    return meta
 
 
-@contextlib.contextmanager
-def whole(path):
-    """A file to write bytes to, which gets its name when all is written and on disk. An error leaves nothing."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write(path, data):
-    with whole(path) as file:
-        file.write(data if isinstance(data, bytes) else json.dumps(data, indent=2).encode())
+# ---- Input ---------------------------------------------------------------------------------------------------------
 
 
 def find(cfg, roots, *suffixes):
-    """(name, path) of all files with these suffixes below the roots, sorted; --out itself is not entered."""
+    """(name, path) of all files with these suffixes below the roots, sorted; --out itself is not entered.
+
+    A root that is a file is taken as it is. No roots are the standard library.
+    """
     own, found = os.path.realpath(cfg.out), []
     for root in roots or [sysconfig.get_paths()["stdlib"]]:
+        os.stat(root)  # raises if it does not exist, where os.walk is silent
         if not os.path.isdir(root):
             found.append((os.path.basename(root), root))
             continue
@@ -446,8 +363,7 @@ def find(cfg, roots, *suffixes):
             paths = [os.path.join(folder, name) for name in files if name.endswith(suffixes)]
             found += [(os.path.relpath(path, root), path) for path in paths]
     if not found:
-        where = ", ".join(roots) or "the standard library"
-        sys.exit(f"no {', '.join(suffixes)} files below {where}; name others with --roots or --source")
+        raise ValueError(f"no {', '.join(suffixes)} files below {', '.join(roots) or root}; name other folders")
     return sorted(found)
 
 
@@ -471,7 +387,8 @@ def parallel(function, jobs, cfg, chunk, **options):
         order = tqdm(range(len(jobs)), "reading", unit=" files", disable=None)
         return [pickle.load(workers[i % n].stdout) for i in order]
     except (EOFError, pickle.UnpicklingError, BrokenPipeError):
-        sys.exit("a process that read files died, perhaps for want of memory; try fewer --workers")
+        message = "a process that read files died, perhaps for want of memory; try fewer --workers"
+        raise RuntimeError(message) from None
     finally:
         for worker in workers:
             worker.kill()
@@ -482,15 +399,42 @@ def work():
     """The other side of parallel()."""
     name, jobs, options = pickle.load(sys.stdin.buffer)
     gc.disable()  # takes a quarter of the time of ast.parse, whose trees have no cycles
-    for job in jobs:
-        try:
+    try:
+        for job in jobs:
             pickle.dump(globals()[name](job, **options), sys.stdout.buffer)
             sys.stdout.flush()
-        except BrokenPipeError:  # the parent was killed
-            os._exit(1)
+    except BrokenPipeError:  # the parent was killed: what is left in the buffer goes nowhere, and all is over
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-# ---- Python files
+def batched(items, limit, size_of=lambda item: item.size):
+    """Lists of consecutive items, each closed when the sum of their sizes, that is bytes, reaches `limit`."""
+    batch, size = [], 0
+    for item in items:
+        batch.append(item)
+        size += size_of(item)
+        if size >= limit:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def draw(*parts):
+    """A number in [0, 1) that is a hash of `parts`."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) / 2**64
+
+
+def read_text(item):
+    with open(item.path, "rb") as file:
+        file.seek(item.start)
+        data = file.read(item.size)
+    if hashlib.sha256(data).hexdigest() != item.sha256:
+        raise ValueError(f"{item.path} has changed since it was examined; run the same command again")
+    return data.decode()
+
+
+# ---- Python files --------------------------------------------------------------------------------------------------
 
 
 def gather_python(cfg, vocabulary):
@@ -515,7 +459,8 @@ def gather_python(cfg, vocabulary):
     lowest = sorted(items, key=lambda item: (draw(cfg.seed, item.name), item.sha256))
     count = max(sum(draw(cfg.seed, item.name) < cfg.heldout for item in items), int(cfg.heldout > 0))
     if count >= len(items):
-        sys.exit(f"{len(items)} of {len(found)} .py files fit, {count} held out: none to train on; name more --roots")
+        problem = f"{len(items)} of {len(found)} .py files fit, {count} held out: none to train on"
+        raise ValueError(f"{problem}; name more --roots")
     parts = {"train": lowest[count:], "heldout": lowest[:count]}
     order = {split: sorted(part, key=lambda item: draw(cfg.seed, item.sha256)) for split, part in parts.items()}
     return {split: list(batched(part, cfg.shard_bytes)) for split, part in order.items()}, dropped
@@ -591,80 +536,12 @@ def near_duplicates(signature_NP, threshold=0.85):
     return near_N
 
 
-def draw(*parts):
-    """A number in [0, 1) that is a hash of `parts`."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) / 2**64
-
-
-def read_text(item):
-    try:
-        with open(item.path, "rb") as file:
-            file.seek(item.start)
-            data = file.read(item.size)
-    except OSError as error:
-        sys.exit(f"{item.path} cannot be read any more ({error.strerror}); run the same command again")
-    if hashlib.sha256(data).hexdigest() != item.sha256:
-        sys.exit(f"{item.path} has changed since it was examined; run the same command again")
-    return data.decode()
-
-
-def batched(items, limit, size_of=lambda item: item.size):
-    """Lists of consecutive items, each closed when the sum of their sizes, that is bytes, reaches `limit`."""
-    batch, size = [], 0
-    for item in items:
-        batch.append(item)
-        size += size_of(item)
-        if size >= limit:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 def python_documents(group, split, cfg):
     for item in group:
         yield Document(read_text(item), item.size)
 
 
-def tokenised(documents, split, vocabulary, cfg):
-    """(ids, bytes) of each document, tokenised by all cores; --fim_rate of those to train on as fill-in-the-middle."""
-
-    def cut(document):
-        text = document.text
-        if document.prompt:
-            return [([], text[: document.prompt]), ([], text[document.prompt :])]
-        if cfg.fim_rate and split == "train":
-            rng = random.Random(f"{cfg.seed} {hashlib.sha256(text.encode()).hexdigest()}")
-            if rng.random() < cfg.fim_rate:
-                return cut_for_fim(text, vocabulary.fim, rng)
-        return [([], text)]
-
-    waiting = None
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # tokenises one batch ahead of what is written
-        for batch in itertools.chain(batched(documents, BATCH_BYTES), [[]]):
-            cuts = [cut(document) for document in batch]
-            texts = [text for pieces in cuts for _, text in pieces]
-            made = thread.submit(vocabulary.encoder.encode_batch_fast, texts, add_special_tokens=False)
-            if waiting:
-                encodings = iter(waiting[2].result())
-                for document, pieces in zip(*waiting[:2], strict=True):
-                    parts = [head + next(encodings).ids for head, _ in pieces]
-                    if document.prompt:
-                        parts[0] = [~id for id in parts[0]]  # how prompts are told from responses, up to pair_rows
-                    yield np.fromiter(itertools.chain.from_iterable(parts), np.int32), document.size
-            waiting = batch, cuts, made
-
-
-def cut_for_fim(text, fim, rng):
-    """Cut text at two random places for fill-in-the-middle, as [([id that goes before], piece), ...].
-
-    The order is prefix, suffix, middle ("PSM"), that of Qwen2.5-Coder (arXiv:2409.12186).
-    """
-    i, j = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
-    return [([fim["prefix"]], text[:i]), ([fim["suffix"]], text[j:]), ([fim["middle"]], text[i:j])]
-
-
-# ---- Text files
+# ---- Text files ----------------------------------------------------------------------------------------------------
 
 
 def gather_text(cfg, vocabulary):
@@ -672,7 +549,7 @@ def gather_text(cfg, vocabulary):
 
     Both splits have all ranges: what of them is held out is drawn by a hash of each document.
     """
-    source = tinystories(Path(cfg.out)) if cfg.source == "tinystories" else cfg.source
+    source = tinystories(Path(cfg.out)) if isinstance(cfg, TinyStories) else cfg.source
     found, items, dropped = find(cfg, (source,), *TEXT), [], dict.fromkeys(("unreadable", "binary", "empty"), 0)
     total = sum(os.path.getsize(path) for _, path in found if os.path.isfile(path))
     with tqdm(desc="reading", total=total, unit="B", unit_scale=True, disable=None) as bar:
@@ -685,10 +562,8 @@ def gather_text(cfg, vocabulary):
     if os.path.isdir(source):
         print(f"{len(found):,} files | left out: {', '.join(f'{reason} {n:,}' for reason, n in dropped.items())}")
     if not items:
-        reason = next(reason for reason in ("binary", "unreadable", "empty") if dropped[reason])
-        reason = {"binary": "binary: not UTF-8, or with NUL bytes"}.get(reason, reason)
-        what = f"all that is in {source}" if os.path.isdir(source) else source
-        sys.exit(f"{what} is {reason}; name another --source, a file or folder of text")
+        why = ", ".join(reason for reason, n in dropped.items() if n)
+        raise ValueError(f"there is no text in {source} ({why}); name a file or folder of UTF-8 text without NUL bytes")
     heldout = batched(items, cfg.shard_bytes / cfg.heldout) if cfg.heldout else []
     return {"train": list(batched(items, cfg.shard_bytes)), "heldout": list(heldout)}, dropped
 
@@ -719,7 +594,7 @@ def text_ranges(path, limit, bar):
                         end += len(separator)
                     elif len(data) - max(0, data.rfind(separator)) >= LONG_BYTES:
                         end = data.rfind(b"\n") + 1 or len(data) - len(decoder.getstate()[0])
-                    elif block:
+                    elif block:  # no end in sight: read on
                         break
                     else:
                         end = len(data)
@@ -750,51 +625,49 @@ def tinystories(out):
     """Path of the training stories as a text file, downloaded first if it is not there."""
     path = out / "tinystories.txt"
     if not path.exists():
-        stories = download(TINYSTORIES, "tinystories", "name a text file with --source")
-        with whole(path) as file:
+        stories = download(TINYSTORIES, "tinystories", "prepare a text file with: python data_prep.py text FILE")
+        with runs.writing(path) as file:
             for story in tqdm(stories, "writing", unit=" stories", disable=None):
                 file.write(f"{story['text'].strip()}\n{SEPARATOR}\n".encode())
     return str(path)
 
 
 def download(name, source, otherwise):
-    """The training rows of a data set on Hugging Face, dictionaries."""
+    """The training rows of a data set on Hugging Face, dictionaries. `otherwise` is what else a user can do."""
     try:
         import datasets
     except ImportError:
-        sys.exit(f"--source={source} downloads with the library datasets; install it: pip install datasets")
+        raise ValueError(f"{source} is downloaded by the library datasets; install it: pip install datasets") from None
     try:
         return datasets.load_dataset(name, split="train")
     except Exception as error:  # of datasets, huggingface_hub, the network: there is no narrower class
-        reason = (str(error) or repr(error)).splitlines()[0]
-        sys.exit(f"{name} cannot be downloaded ({reason}); try again, or {otherwise}")
+        reason = runs.first_line(error)
+        raise ValueError(f"{name} cannot be downloaded ({reason}); try again, or {otherwise}") from None
 
 
-# ---- Pairs of prompt and response
+# ---- Pairs of prompt and response ----------------------------------------------------------------------------------
 
 
 def gather_pairs(cfg, vocabulary):
-    """Ranges of whole lines, by split and shard. All are read through first: bad ones are known before a row is."""
+    """Ranges of whole lines, by split and shard."""
     items, bad, number, start = [], [], 0, 0
-    try:
-        with open(cfg.source, "rb") as file:
-            while lines := file.readlines(cfg.shard_bytes):
-                for number, line in enumerate(lines, number + 1):  # noqa: B020
-                    try:
-                        read_pair(line)
-                    except ValueError as error:
-                        bad.append(f"line {number} {error}")
-                data = b"".join(lines)
-                name = f"{os.path.basename(cfg.source)}@{start}"
-                items.append(Item(name, cfg.source, hashlib.sha256(data).hexdigest(), len(data), start))
-                start += len(data)
-    except OSError as error:
-        sys.exit(f"{cfg.source} cannot be read ({error.strerror})")
+    with open(cfg.source, "rb") as file:
+        while lines := file.readlines(cfg.shard_bytes):
+            for line in lines:
+                number += 1
+                try:
+                    read_pair(line)
+                except ValueError as error:
+                    bad.append(f"line {number} {error}")
+            data = b"".join(lines)
+            name = f"{os.path.basename(cfg.source)}@{start}"
+            items.append(Item(name, cfg.source, hashlib.sha256(data).hexdigest(), len(data), start))
+            start += len(data)
     if bad:
         more = f" and {len(bad) - 3:,} more" if len(bad) > 3 else ""
-        sys.exit(f"{cfg.source}: {'; '.join(bad[:3])}{more}")
+        raise ValueError(f"{cfg.source}: {'; '.join(bad[:3])}{more}")
     if not items:
-        sys.exit(f"{cfg.source} is empty; a line of it is a pair, {PAIR}")
+        raise ValueError(f"{cfg.source} is empty; a line of it is a pair, {PAIR}")
     return {"train": [[item] for item in items], "heldout": [items] if cfg.heldout else []}, {}
 
 
@@ -803,15 +676,10 @@ def read_pair(line):
     if not line.strip():
         return None
     try:
-        pair = json.loads(line if isinstance(line, str) else line.decode())
-    except (ValueError, RecursionError):
-        raise ValueError("is not JSON in UTF-8") from None
-    if not isinstance(pair, dict) or not all(isinstance(pair.get(key), str) for key in ("prompt", "response")):
-        raise ValueError(f"is not {PAIR}")
-    try:
-        "".join((pair["prompt"], pair["response"])).encode()
-    except UnicodeEncodeError:
-        raise ValueError("holds half a surrogate pair") from None
+        pair = json.loads(line)
+        (pair["prompt"] + pair["response"]).encode()  # half a surrogate pair cannot be encoded
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"is not {PAIR} in UTF-8") from None
     return pair["prompt"], pair["response"]
 
 
@@ -824,155 +692,21 @@ def pair_documents(group, split, cfg):
                 yield Document(text, len(text.encode()), len(prompt))
 
 
-# ---- AceCode: tasks for reinforcement learning
-
-
-def prepare_acecode(cfg, out, vocabulary):
-    """Write train.jsonl, heldout.jsonl and, last of all, meta.json with what was left out and why."""
-    paths = [path for _, path in find(cfg, cfg.roots, ".jsonl")] if cfg.roots else []
-    names = "source", "difficulty", "max_prompt", "heldout", "seed", "tokenizer"
-    settings = {name: getattr(cfg, name) for name in names} | {"files": []}
-    settings |= {"difficulty": cfg.difficulty or "hard", "max_prompt": (cfg.max_prompt or 200) * bool(vocabulary)}
-    settings["tokenizer"] = hashlib.sha256(vocabulary.data).hexdigest() if vocabulary else ""
-    for path in paths:
-        try:
-            with open(path, "rb") as file:
-                settings["files"].append(hashlib.file_digest(file, "sha256").hexdigest())
-        except OSError as error:
-            sys.exit(f"{path} cannot be read ({error.strerror})")
-    if any((out / name).exists() for name in ("tokenizer.json", "progress.json", "train", "heldout")):
-        sys.exit(f"{out} holds other data; choose another --out")
-    if (out / "meta.json").exists():
-        try:
-            same = json.loads((out / "meta.json").read_text())["settings"] == settings
-        except (ValueError, KeyError, TypeError):
-            same = False
-        if not same:
-            sys.exit(f"{out} holds tasks of other settings or files; choose another --out or delete it")
-        if all((out / f"{split}.jsonl").exists() for split in ("train", "heldout")):
-            print(f"{out} is complete, nothing to do")
-            return
-    rows = None if paths else download(ACECODE, "acecode", "name JSONL files of its form with --roots")
-    read = lambda: tqdm(read_acecode(paths) if paths else rows, "reading", unit=" rows", disable=None)  # noqa: E731
-    rates_N2 = np.array([pass_rates(row) for row in read()], np.float64).reshape(-1, 2)
-    kept_N = choose(rates_N2, settings["difficulty"])
-    without_N = np.isnan(rates_N2[:, 0]) & ~kept_N
-    dropped = {"without_rates": int(without_N.sum()), "difficulty": int((~kept_N & ~without_N).sum())}
-    tasks = itertools.chain.from_iterable(with_twin(row) for row in itertools.compress(read(), kept_N))
-    counts = {"train": 0, "heldout": 0}
-    with whole(out / "train.jsonl") as train, whole(out / "heldout.jsonl") as heldout:
-        for task in clean(tasks, dropped, vocabulary, settings["max_prompt"]):
-            split = "heldout" if draw(cfg.seed, task["id"]) < cfg.heldout else "train"  # a question and its twin in one
-            counts[split] += 1
-            (heldout if split == "heldout" else train).write((json.dumps(task) + "\n").encode())
-        if not counts["train"]:
-            why = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
-            sys.exit(f"no task is left to train on (dropped: {why}); give more rows, or lower --heldout")
-    write(out / "meta.json", {"settings": settings, "rows": len(kept_N), "tasks": counts, "dropped": dropped})
-    print(f"{len(kept_N):,} rows | dropped: {', '.join(f'{reason} {count:,}' for reason, count in dropped.items())}")
-    if not vocabulary:
-        print("prompts were not measured: --tokenizer, that of the model, leaves out those of over --max_prompt tokens")
-    print(f"wrote {out}: " + ", ".join(f"{split} {count:,} tasks" for split, count in counts.items()))
-
-
-def read_acecode(paths):
-    """The rows of JSONL files, dictionaries. One that is none of AceCode's ends the program."""
-    for path in paths:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line.decode())
-                    row["question"].encode()  # half a surrogate pair cannot be
-                    fine = all(isinstance(row[name], str) for name in ("id", "question", "source"))
-                    fine &= isinstance(row["test_cases"], list) and "context_messages" in row
-                    fine &= all(isinstance(test, str) for test in row["test_cases"])
-                    for one in row["inferences"]:
-                        fine &= all(isinstance(one[name], str) for name in ("model_name", "completion"))
-                        fine &= isinstance(one["pass_rate"], int | float)
-                except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-                    fine = False
-                if not fine:
-                    sys.exit(f"{path}: line {number} is no row of AceCode, {', '.join((*TASK, 'inferences'))} in JSON")
-                yield row
-
-
-def pass_rates(row):
-    """(mean, standard deviation) of the counted models' pass rates; nan without any."""
-    rates = [one["pass_rate"] for one in row["inferences"] if one["model_name"] in COUNTED]
-    return (np.mean(rates), np.std(rates)) if rates else (np.nan, np.nan)
-
-
-def choose(rates_N2, difficulty):
-    """bool_N: the rows of a difficulty, given pass_rates; one without rates has none and is in "all" alone.
-
-    hard: mean <= its 20th percentile and deviation >= its 40th; medium: mean between the 25th and 75th; easy: mean >=
-    the 75th. Percentiles are over all rows with rates, linear and inclusive. Ref: the data script of Coupled-GRPO.
-    """
-    mean_N, std_N = rates_N2.T
-    known_N = ~np.isnan(mean_N)
-    if difficulty == "all" or not known_N.any():
-        return known_N | (difficulty == "all")
-    low, quarter, three_quarters = np.percentile(mean_N[known_N], (20, 25, 75))
-    if difficulty == "hard":
-        return (mean_N <= low) & (std_N >= np.percentile(std_N[known_N], 40))
-    return mean_N >= three_quarters if difficulty == "easy" else (mean_N >= quarter) & (mean_N <= three_quarters)
-
-
-def with_twin(row):
-    """The row as a task and, if its best solution begins with a function, the same question as one to complete.
-
-    The head of that function is what comes before the first colon that ends a line. Not for questions with "you" in
-    them. Ref: the data script of Coupled-GRPO.
-    """
-    task = {name: row[name] for name in TASK}
-    if "you" in row["question"].lower() or not row["inferences"]:
-        return [task]
-    head = max(row["inferences"], key=lambda one: one["pass_rate"])["completion"].split(":\n")[0].strip()
-    if not head.startswith("def "):
-        return [task]
-    question = f'```\n{head}:\n    """\n    {row["question"]}\n    """\n```\n'
-    return [task, task | {"question": "Please complete the following problem:\n" + question}]
-
-
-def clean(tasks, dropped, vocabulary, limit):
-    """The tasks without tests that do not parse, those that are no use left out and counted in `dropped`, by reason."""
-    dropped |= dict.fromkeys(("unparsable_tests", "without_tests", "duplicates", "long_prompts"), 0)
-    seen = set()
-    if vocabulary:
-        vocabulary.encoder.encode_special_tokens = False  # the template's tokens are meant
-    for task in tasks:
-        tests = [test for test in task["test_cases"] if parses(test)]
-        dropped["unparsable_tests"] += len(task["test_cases"]) - len(tests)
-        digest = hashlib.sha256(" ".join(task["question"].split()).encode()).digest()
-        first = "" if "\n```\n" in task["question"] or not tests else f"\nTest cases: {tests[0]}"
-        prompt = CHAT.format("You are a helpful assistant.", task["question"] + first)
-        if not tests:
-            dropped["without_tests"] += 1
-        elif digest in seen:
-            dropped["duplicates"] += 1
-        elif vocabulary and len(vocabulary.encoder.encode(prompt, add_special_tokens=False)) > limit:
-            dropped["long_prompts"] += 1
-        else:
-            seen.add(digest)
-            yield task | {"test_cases": tests}
-
-
-# ---- Parquet files
+# ---- Parquet files of token ids ------------------------------------------------------------------------------------
 
 
 def gather_parquet(cfg, vocabulary):
-    """The input shards by split and shard. All are read through once: bad ones are known before anything is written."""
+    """The input shards by split and shard."""
     added, alphabet = vocabulary.encoder.get_added_tokens_decoder(), {*pre_tokenizers.ByteLevel.alphabet()}
     if any(id not in added and not alphabet.issuperset(token) for token, id in vocabulary.encoder.get_vocab().items()):
-        sys.exit(f"--tokenizer={cfg.tokenizer} is no byte-level BPE, so bytes cannot be counted; name one that is")
+        problem = "is no byte-level BPE, so bytes cannot be counted"
+        raise ValueError(f"--tokenizer={cfg.tokenizer} {problem}; name one that is")
     found, items = find(cfg, cfg.roots, ".parquet"), []
     paths = [path for _, path in found]
     results = parallel(examine_parquet, paths, cfg, 1, size=vocabulary.size, eos=vocabulary.special["eos"])
     for (name, path), result in zip(found, results, strict=True):
         if isinstance(result, str):
-            sys.exit(f"{path} {result}")
+            raise ValueError(f"{path} {result}")
         items.append(Item(name, path, *result))
     print(f"{len(items):,} shards")
     step = int(1 / cfg.heldout) if cfg.heldout else 1  # what is held out of so many files fills about one shard
@@ -990,7 +724,7 @@ def examine_parquet(path, size, eos):
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest(), os.path.getsize(path)
     except (pa.ArrowException, OSError) as error:
-        return f"is corrupted or cannot be read ({str(error).splitlines()[0]}); remove it or fetch it again"
+        return f"is corrupted or cannot be read ({runs.first_line(error)}); remove it or fetch it again"
     except ValueError as error:
         return str(error)
 
@@ -998,13 +732,11 @@ def examine_parquet(path, size, eos):
 def eos_documents(path, eos):
     """The documents of a shard of tokens, without their EOS. Raises ValueError if it is no such shard."""
     with pq.ParquetFile(path, pre_buffer=False) as file:
-        names = file.schema_arrow.names
-        if "input_ids" not in names:
-            raise ValueError(f"has no column input_ids (it has {', '.join(names)}); --source=parquet reads tokens only")
-        kind = file.schema_arrow.field("input_ids").type
-        if not hasattr(kind, "value_type") or not pa.types.is_integer(kind.value_type):
-            raise ValueError(f"has input_ids of type {kind}; lists of integers are needed")
-        rest = []
+        types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
+        if not pa.types.is_integer(getattr(types.get("input_ids"), "value_type", pa.null())):
+            listed = ", ".join(f"{name} {kind}" for name, kind in types.items())
+            raise ValueError(f"has no column input_ids with lists of integers (it has {listed})")
+        rest = []  # of a document that goes on in the next batch
         for batch in file.iter_batches(256, columns=["input_ids"]):
             ids = batch.column(0).flatten()
             if ids.null_count:
@@ -1021,22 +753,37 @@ def eos_documents(path, eos):
 
 def parquet_documents(group, split, vocabulary, cfg):
     """(ids, bytes) of each document of this split; what is held out is drawn by a hash of the ids."""
-    added = vocabulary.encoder.get_added_tokens_decoder()
-    bytes_V = np.zeros(vocabulary.size, np.int64)  # a byte-level token has a character for each of its bytes
-    for token, id in vocabulary.encoder.get_vocab().items():
-        bytes_V[id] = 0 if id in added else len(token)
+    bytes_V = token_bytes(vocabulary.encoder, vocabulary.size)
     for item in group:
         for ids in eos_documents(item.path, vocabulary.special["eos"]):
             ids = ids.astype(np.int32)
             if len(ids) and (draw(cfg.seed, hashlib.sha256(ids).hexdigest()) < cfg.heldout) == (split == "heldout"):
-                yield ids, int(bytes_V[ids].sum())
+                yield ids, int(bytes_V[ids].sum(dtype=np.int64))
 
 
-# ---- Tokenizer
+class Source(typing.NamedTuple):
+    name: str  # in meta.json
+    gather: typing.Callable  # (cfg, vocabulary) -> {"train" and "heldout": lists of Items, one list a shard}, dropped
+    documents: typing.Callable | None  # (Items, split, cfg) -> Documents; None for what is tokenised already
 
 
-def train_tokenizer(texts, cfg):
-    """tokenizer.json of a byte-level BPE, lossless on any text, trained on these texts."""
+SOURCES = {
+    Python: Source("python", gather_python, python_documents),
+    Text: Source("text", gather_text, text_documents),
+    TinyStories: Source("tinystories", gather_text, text_documents),
+    Pairs: Source("pairs", gather_pairs, pair_documents),
+    Parquet: Source("parquet", gather_parquet, None),
+}
+
+
+# ---- Tokenizer -----------------------------------------------------------------------------------------------------
+
+
+def new_vocabulary(cfg, source, groups):
+    """Train a tokenizer on the first TRAIN_BYTES of the training documents: a byte-level BPE, lossless on any text."""
+    items = next(batched(itertools.chain(*groups), TRAIN_BYTES))
+    megabytes = sum(item.size for item in items) / 1e6
+    print(f"training a tokenizer on {megabytes:,.1f} MB, about {5 + megabytes / 3:.0f} s", flush=True)
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level])
@@ -1048,8 +795,8 @@ def train_tokenizer(texts, cfg):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer.to_str().encode()
+    tokenizer.train_from_iterator((document.text for document in source.documents(items, "train", cfg)), trainer)
+    return load_vocabulary(tokenizer.to_str().encode(), cfg)
 
 
 def load_vocabulary(data, cfg):
@@ -1060,27 +807,69 @@ def load_vocabulary(data, cfg):
             token["special"] = not token["content"].isspace()
         encoder = Tokenizer.from_str(json.dumps(description))
     except Exception as error:  # tokenizers raises no narrower class
-        reason = (str(error) or repr(error)).splitlines()[0]
-        sys.exit(f"--tokenizer={cfg.tokenizer} is no tokenizer.json of the library tokenizers ({reason}); name another")
+        problem = f"is no tokenizer.json of the library tokenizers ({runs.first_line(error)})"
+        raise ValueError(f"--tokenizer={cfg.tokenizer} {problem}; name another") from None
     encoder.encode_special_tokens = True
     encoder.no_truncation()
     encoder.no_padding()
     roles = SPECIAL if cfg.rows == "padded" else {"eos": cfg.eos, "pad": cfg.eos}
     special = {role: encoder.token_to_id(token) for role, token in roles.items()}
-    lacking = [roles[role] for role, id in special.items() if id is None]
-    if lacking and cfg.rows == "padded":
-        sys.exit(f"--tokenizer={cfg.tokenizer} has no {', '.join(lacking)}, which --rows=padded needs; leave it out")
-    if lacking:
-        sys.exit(f"--tokenizer={cfg.tokenizer} has no token {cfg.eos}; name its end-of-document token with --eos")
+    if None in special.values():
+        lacking = ", ".join(sorted({roles[role] for role, id in special.items() if id is None}))
+        advice = "leave it out" if cfg.rows == "padded" else "name its end-of-document token with --eos"
+        raise ValueError(f"--tokenizer={cfg.tokenizer} has no token {lacking}, which {cfg.rows} rows need; {advice}")
     fim = {part: encoder.token_to_id(token) for part, token in FIM.items()}
-    lacking = [FIM[part] for part in FIM if fim[part] is None]
+    lacking = ", ".join(FIM[part] for part in FIM if fim[part] is None)
     if lacking and cfg.fim_rate:
-        sys.exit(f"--tokenizer={cfg.tokenizer} has no {', '.join(lacking)}; use one that has, or --fim_rate=0")
+        raise ValueError(f"--tokenizer={cfg.tokenizer} has no {lacking}; use one that has, or --fim_rate=0")
     size = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
     return Vocabulary(data, encoder, size, special, None if lacking else fim)
 
 
-# ---- Shards
+def tokenised(documents, split, vocabulary, cfg):
+    """(ids, bytes) of each document, tokenised by all cores. Ids of a prompt are ~id, so that pair_rows can tell."""
+
+    def joined(batch, cuts, encodings):
+        ids = iter(encoding.ids for encoding in encodings)
+        for document, parts in zip(batch, cuts, strict=True):
+            parts = [head + next(ids) for head, _ in parts]
+            if document.prompt:
+                parts[0] = [~id for id in parts[0]]
+            yield np.fromiter(itertools.chain.from_iterable(parts), np.int32), document.size
+
+    waiting = None
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # tokenises one batch ahead of what is written
+        for batch in itertools.chain(batched(documents, BATCH_BYTES), [[]]):
+            cuts = [cut(document, split, vocabulary, cfg) for document in batch]
+            texts = [text for parts in cuts for _, text in parts]
+            encodings = thread.submit(vocabulary.encoder.encode_batch_fast, texts, add_special_tokens=False)
+            if waiting:
+                yield from joined(*waiting[:2], waiting[2].result())
+            waiting = batch, cuts, encodings
+
+
+def cut(document, split, vocabulary, cfg):
+    """The parts of a document that are tokenised each by itself, as [([id that goes before], text), ...]."""
+    text = document.text
+    if document.prompt:
+        return [([], text[: document.prompt]), ([], text[document.prompt :])]
+    if cfg.fim_rate and split == "train":
+        rng = random.Random(f"{cfg.seed} {hashlib.sha256(text.encode()).hexdigest()}")
+        if rng.random() < cfg.fim_rate:
+            return cut_for_fim(text, vocabulary.fim, rng)
+    return [([], text)]
+
+
+def cut_for_fim(text, fim, rng):
+    """Cut text at two random places for fill-in-the-middle, as [([id that goes before], part), ...].
+
+    The order is prefix, suffix, middle ("PSM"), that of Qwen2.5-Coder (arXiv:2409.12186).
+    """
+    i, j = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
+    return [([fim["prefix"]], text[:i]), ([fim["suffix"]], text[j:]), ([fim["middle"]], text[i:j])]
+
+
+# ---- Rows ----------------------------------------------------------------------------------------------------------
 
 
 def pack(documents, seq_len, eos, pad):
@@ -1095,6 +884,7 @@ def pack(documents, seq_len, eos, pad):
     if total:
         parts = [part for document in documents for part in (np.asarray(document, np.int32), np.int32([eos]))]
         np.concatenate(parts, out=tokens_RL.reshape(-1)[:total])
+    # A document starts where a row does, and after each EOS.
     starts_RL = np.zeros(tokens_RL.shape, bool)
     starts_RL[:, 0] = True
     starts_RL.reshape(-1)[end_N[:-1]] = True
@@ -1133,11 +923,12 @@ def pad_rows(documents, seq_len, special):
     rows_N = -(-size_N // seq_len)
     start_N = seq_len * (np.cumsum(rows_N) - rows_N)
     tokens_RL = np.full((rows_N.sum(), seq_len), special["pad"], np.int32)
-    segments_RL, flat = np.zeros(tokens_RL.shape, np.int32), tokens_RL.reshape(-1)
-    place = np.repeat(start_N - np.cumsum(size_N) + size_N, size_N) + np.arange(size_N.sum())  # of all tokens
+    segments_RL = np.zeros(tokens_RL.shape, np.int32)
+    # The place of every token in the rows written one after the other: its document's start and its number in it.
+    place_T = np.repeat(start_N - np.cumsum(size_N) + size_N, size_N) + np.arange(size_N.sum())
     bos, eos = (np.int32([special[role]]) for role in ("bos", "eos"))
-    flat[place] = np.concatenate([part for document in documents for part in (bos, document, eos)])
-    segments_RL.reshape(-1)[place] = 1
+    tokens_RL.reshape(-1)[place_T] = np.concatenate([part for ids in documents for part in (bos, ids, eos)])
+    segments_RL.reshape(-1)[place_T] = 1
     return tokens_RL, segments_RL, segments_RL * np.arange(seq_len, dtype=np.int32)
 
 
@@ -1161,45 +952,51 @@ def pair_rows(pairs, seq_len, eos, eos_to):
     return np.where(tokens_RL < 0, ~tokens_RL, tokens_RL), *rest, (tokens_RL < 0).astype(np.int32)
 
 
-def write_shard(path, pairs, cfg, special, fingerprint, fixed):
-    """Write (ids, bytes) pairs as rows of a Parquet file; returns its counts, which the file carries too.
-
-    With `fixed` they are pairs of prompt and response. What is too long for a row is counted and left out.
-    """
-    seq_len, counts = cfg.seq_len, dict.fromkeys(("documents", "bytes", "tokens", "rows"), 0)
+def row_blocks(documents, cfg, special):
+    """The rows of all documents in blocks of about BLOCK_TOKENS tokens, each a list of columns int32_RL."""
+    if isinstance(cfg, Pairs):
+        batches = batched(documents, BLOCK_TOKENS, len)
+        return (pair_rows(batch, cfg.seq_len, special["eos"], cfg.eos_to) for batch in batches)
     if cfg.rows == "padded":
-        counts["lengths"] = [0] * (len(LENGTHS) + 1)
-    counts |= {"too_long": 0} if fixed else {}
-    kind = pa.list_(pa.int32(), seq_len)
-    names = ("input_ids", "segments", "positions", "fixed")[: 3 + fixed]
-    schema = pa.schema([(name, kind) for name in names])
+        batches = batched(documents, BLOCK_TOKENS, lambda ids: len(ids) + cfg.seq_len)
+        return (pad_rows(batch, cfg.seq_len, special) for batch in batches)
+    return packed_blocks(documents, cfg.seq_len, special["eos"])
 
-    def counted():
-        for ids, text_bytes in tqdm(
-            pairs, f"{path.parent.name} {path.stem}", unit=" documents", disable=None, leave=False
-        ):
+
+def counted(documents, counts, cfg):
+    """The ids of (ids, bytes), counted in `counts`; a pair that is too long for a row is left out."""
+    for ids, text_bytes in documents:
+        if "too_long" in counts:
             response = np.count_nonzero(ids >= 0)
-            if fixed and len(ids) + 1 + -(response + 1) % cfg.eos_to > seq_len:
+            if len(ids) + 1 + -(response + 1) % cfg.eos_to > cfg.seq_len:
                 counts["too_long"] += 1
                 continue
-            counts.update(documents=counts["documents"] + 1, bytes=counts["bytes"] + text_bytes)
-            if cfg.rows == "padded":
-                counts["lengths"][bisect.bisect_left(LENGTHS, len(ids) + 2)] += 1
-            yield ids
+        counts["documents"] += 1
+        counts["bytes"] += text_bytes
+        if "lengths" in counts:
+            counts["lengths"][bisect.bisect_left(LENGTHS, len(ids) + 2)] += 1
+        yield ids
 
-    with whole(path) as file, pq.ParquetWriter(file, schema, **PARQUET) as writer:
-        if cfg.rows == "padded":
-            batches = batched(counted(), BLOCK_TOKENS, lambda ids: len(ids) + seq_len)
-            blocks = (pad_rows(batch, seq_len, special) for batch in batches)
-        elif fixed:
-            batches = batched(counted(), BLOCK_TOKENS, lambda ids: len(ids))
-            blocks = (pair_rows(batch, seq_len, special["eos"], cfg.eos_to) for batch in batches)
-        else:
-            blocks = packed_blocks(counted(), seq_len, special["eos"])
-        for rows in blocks:
-            counts.update(tokens=counts["tokens"] + int((rows[1] > 0).sum()), rows=counts["rows"] + len(rows[1]))
-            columns = [pa.FixedSizeListArray.from_arrays(array_RL.reshape(-1), type=kind) for array_RL in rows]
-            writer.write_table(pa.table(columns, schema=schema))
+
+def write_shard(path, group, cfg, vocabulary, fingerprint):
+    """Write the documents of these items as rows of a Parquet file; returns its counts, which the file carries too."""
+    split, source = path.parent.name, SOURCES[type(cfg)]
+    counts = dict.fromkeys(("documents", "bytes", "tokens", "rows"), 0)
+    counts |= {"lengths": [0] * (len(LENGTHS) + 1)} if cfg.rows == "padded" else {}
+    counts |= {"too_long": 0} if isinstance(cfg, Pairs) else {}
+    if source.documents:
+        documents = tokenised(source.documents(group, split, cfg), split, vocabulary, cfg)
+    else:
+        documents = parquet_documents(group, split, vocabulary, cfg)
+    documents = tqdm(documents, f"{split} {path.stem}", unit=" documents", disable=None, leave=False)
+    kind = pa.list_(pa.int32(), cfg.seq_len)
+    schema = pa.schema([(name, kind) for name in COLUMNS[: 3 + isinstance(cfg, Pairs)]])
+    with runs.writing(path) as file, pq.ParquetWriter(file, schema, **PARQUET) as writer:
+        for rows in row_blocks(counted(documents, counts, cfg), cfg, vocabulary.special):
+            counts["tokens"] += int((rows[1] > 0).sum())
+            counts["rows"] += len(rows[1])
+            arrays = [pa.FixedSizeListArray.from_arrays(array_RL.reshape(-1), type=kind) for array_RL in rows]
+            writer.write_table(pa.table(arrays, schema=schema))
         writer.add_key_value_metadata({"data_prep": json.dumps({"of": fingerprint, "counts": counts})})
     return counts
 
@@ -1213,7 +1010,7 @@ def read_counts(path, fingerprint):
     return note["counts"] if note.get("of") == fingerprint else None
 
 
-# ---- The reader of what is written above
+# ---- The reader of such a folder -----------------------------------------------------------------------------------
 
 
 class Rows:
@@ -1234,7 +1031,7 @@ class Rows:
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path} is damaged; delete the folder and write it again with data_prep.py") from None
         self.total = int(self.first[-1])
-        self.columns = ["input_ids", "segments", "positions"] + ["fixed"] * (self.meta.get("source") == "pairs")
+        self.columns = COLUMNS[: 3 + (self.meta.get("source") == "pairs")]
         self.order = functools.lru_cache(2)(self.order)
         self.shard = functools.lru_cache(3)(self.shard)
 
@@ -1294,7 +1091,7 @@ def open_data(folder, seq_len=0):
 
 
 def token_bytes(tokenizer, vocab):
-    """UTF-8 bytes of each token of a byte-level BPE, float32 [V]: its characters stand for bytes; special ones have 0."""
+    """Bytes of each token of a byte-level BPE, float32 [V]: one for each character; a special token has none."""
     special = tokenizer.get_added_tokens_decoder()
     names = {id: name for name, id in tokenizer.get_vocab().items() if id not in special}
     return np.array([len(names.get(id, "")) for id in range(vocab)], np.float32)
