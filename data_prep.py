@@ -397,13 +397,13 @@ def parallel(function, jobs, cfg, chunk, **options):
 
 def work():
     """The other side of parallel()."""
-    name, jobs, options = pickle.load(sys.stdin.buffer)
     gc.disable()  # takes a quarter of the time of ast.parse, whose trees have no cycles
     try:
+        name, jobs, options = pickle.load(sys.stdin.buffer)
         for job in jobs:
             pickle.dump(globals()[name](job, **options), sys.stdout.buffer)
             sys.stdout.flush()
-    except BrokenPipeError:  # the parent was killed: what is left in the buffer goes nowhere, and all is over
+    except (EOFError, pickle.UnpicklingError, BrokenPipeError):  # the parent was killed: leave without a word
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -815,7 +815,7 @@ def load_vocabulary(data, cfg):
     roles = SPECIAL if cfg.rows == "padded" else {"eos": cfg.eos, "pad": cfg.eos}
     special = {role: encoder.token_to_id(token) for role, token in roles.items()}
     if None in special.values():
-        lacking = ", ".join(sorted({roles[role] for role, id in special.items() if id is None}))
+        lacking = ", ".join(dict.fromkeys(roles[role] for role, id in special.items() if id is None))
         advice = "leave it out" if cfg.rows == "padded" else "name its end-of-document token with --eos"
         raise ValueError(f"--tokenizer={cfg.tokenizer} has no token {lacking}, which {cfg.rows} rows need; {advice}")
     fim = {part: encoder.token_to_id(token) for part, token in FIM.items()}

@@ -24,22 +24,22 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import numpy as np
-import tyro
 from record import record
 
 import data_prep
+import runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    text: str = ""  # text file to repeat; "" joins the standard library's .py files
-    repeats: int = 5  # timed runs of each, in turn
+    text: str = ""  # text file to repeat; "" joins the .py files of the standard library
+    repeats: int = 5  # timed runs of data_prep.py and of encode_batch alone, in turn
 
 
 MEMORY = """
 import resource, sys
 import data_prep
-data_prep.main(data_prep.Config(source=sys.argv[1], out=sys.argv[2]))
+data_prep.main(data_prep.Text(source=sys.argv[1], out=sys.argv[2]))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """
 
@@ -59,7 +59,7 @@ def write_text(path, documents, megabytes):
 PREPARE = """
 import contextlib, sys, time
 import data_prep
-cfg = data_prep.Config(source=sys.argv[1], out=sys.argv[2], tokenizer=sys.argv[3])
+cfg = data_prep.Text(source=sys.argv[1], out=sys.argv[2], tokenizer=sys.argv[3])
 with contextlib.redirect_stdout(None):
     started = time.perf_counter()
     data_prep.main(cfg)
@@ -135,4 +135,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Config, __doc__)

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import data_prep as dp
+import runs
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data")) / "qwen2.5_tokenizer"
@@ -57,16 +59,20 @@ def save(folder, files):
     return files
 
 
-def config(tmp_path, **changes):
-    settings = {"roots": (str(tmp_path / "src"),), "out": str(tmp_path / "out"), "vocab_size": 400, "seq_len": 64}
-    return dp.Config(**settings | {"heldout": 0.2, "workers": 1} | changes)
+def config(tmp_path, kind=dp.Python, **changes):
+    settings = {"out": str(tmp_path / "out"), "seq_len": 64, "heldout": 0.2, "workers": 1}
+    settings |= {} if kind is dp.Parquet else {"vocab_size": 400}
+    settings |= {"roots": (str(tmp_path / "src"),)} if kind is dp.Python else {}
+    return kind(**settings | changes)
 
 
 def command(cfg):
-    """The command line of a Config."""
-    values = {name: getattr(cfg, name) for name in cfg.__dataclass_fields__}
-    flags = [f"--{name}={value}" for name, value in values.items() if name != "roots"]
-    return [sys.executable, str(ROOT / "data_prep.py"), *flags, *(["--roots", *cfg.roots] if cfg.roots else [])]
+    """The command line of a source."""
+    values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    arguments = [values.pop("source")] if "source" in values else []
+    arguments += ["--roots", *values.pop("roots")] if "roots" in values else []
+    flags = [f"--{name}={value}" for name, value in values.items()]
+    return [sys.executable, str(ROOT / "data_prep.py"), type(cfg).__name__.lower(), *arguments, *flags]
 
 
 def start(cfg, **options):
@@ -83,13 +89,12 @@ def wait(run, path):
 
 
 def refused(cfg, capsys):
-    """The message main() exits with."""
-    with pytest.raises(SystemExit) as exit:
+    """The message of main()'s error, which the command line prints."""
+    with pytest.raises((ValueError, OSError)) as error:
         dp.main(cfg)
-    assert isinstance(exit.value.code, str)  # printed to stderr by Python, with exit status 1
-    assert "\n" not in exit.value.code
+    assert "\n" not in str(error.value)
     assert not capsys.readouterr().err
-    return exit.value.code
+    return str(error.value)
 
 
 def meta_of(out):
@@ -399,7 +404,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path):
         time.sleep(0.01)
     time.sleep(0.5)
     run.kill()
-    run.communicate()
+    assert not run.communicate()[1]  # nor do they complain, where their standard error is their parent's
     deadline = time.time() + 60
     while any(map(alive, workers)):
         assert time.time() < deadline, "workers outlive their parent"
@@ -478,9 +483,8 @@ def test_folder_of_other_settings_or_files_or_owners_is_refused_untouched(tmp_pa
 def test_second_run_into_one_folder_is_refused(tmp_path, capsys):
     corpus(tmp_path / "src", 5)
     (tmp_path / "out").mkdir()
-    with open(tmp_path / "out" / ".lock", "w") as lock:
-        dp.fcntl.flock(lock, dp.fcntl.LOCK_EX)
-        assert "another run is writing" in refused(config(tmp_path), capsys)
+    with runs.lock(tmp_path / "out" / ".lock"):
+        assert "another process is writing" in refused(config(tmp_path), capsys)
     dp.main(config(tmp_path))
 
 
@@ -495,7 +499,7 @@ def test_full_disk_gives_one_line_and_leaves_nothing_that_looks_complete(tmp_pat
     run = start(cfg, preexec_fn=small_disk)
     err = run.communicate()[1]
     assert run.returncode == 1
-    assert re.fullmatch(rf"cannot write {tmp_path}/out: File too large; [^\n]+\n", err)
+    assert re.fullmatch(rf"{tmp_path}/out: File too large; [^\n]+ the same command to go on\n", err)
     assert sorted(tree(tmp_path / "out")) == ["progress.json", "tokenizer.json"]
     dp.main(cfg)
     dp.main(config(tmp_path, shard_bytes=60_000, out=str(tmp_path / "whole")))
@@ -519,24 +523,25 @@ def test_bad_input_is_one_line_that_says_what_to_do(tmp_path, capsys):
     (tmp_path / "spm.json").write_text(json.dumps(tokenizer | {"model": tokenizer["model"] | {"vocab": vocab}}))
     capsys.readouterr()
     for changes, words in [
-        ({"roots": (str(tmp_path / "nowhere"),)}, ["nowhere does not exist", "name folders"]),
-        ({"roots": (str(tmp_path / "none"),)}, ["no .py files below", "--roots"]),
+        ({"roots": (str(tmp_path / "nowhere"),)}, ["nowhere: No such file", "run the same command"]),
+        ({"roots": (str(tmp_path / "none"),)}, ["no .py files below", "name other folders"]),
         ({"roots": (str(tmp_path / "bad"),)}, ["0 of 2 .py files fit", "none to train on", "--roots"]),
         ({"roots": (str(tmp_path / "one"),)}, ["none to train on"]),
-        ({"tokenizer": str(tmp_path / "nowhere.json")}, ["nowhere.json cannot be read", "tokenizer.json"]),
+        ({"tokenizer": str(tmp_path / "nowhere.json")}, ["No such file", "nowhere.json"]),
         ({"tokenizer": str(tmp_path / "broken.json")}, ["broken.json is no tokenizer.json"]),
         ({"tokenizer": str(tmp_path / "src/a/m0.py")}, ["m0.py is no tokenizer.json"]),
         ({"tokenizer": str(tmp_path / "no_end.json")}, ["no token <|endoftext|>", "--eos"]),
         ({"tokenizer": str(tmp_path / "no_fim.json"), "fim_rate": 0.5}, ["no <|fim_middle|>", "--fim_rate=0"]),
-        ({"out": str(tmp_path / "file")}, ["cannot write", "file: File exists"]),
+        ({"out": str(tmp_path / "file")}, ["File exists", "file"]),
         ({"seq_len": 1}, ["--seq_len=1", "at least 2"]),
         ({"heldout": 1.0}, ["--heldout=1.0", "below 1"]),
         ({"fim_rate": 1.5}, ["--fim_rate=1.5", "between 0 and 1"]),
         ({"vocab_size": 100}, ["--vocab_size=100", "261"]),
-        ({"source": "parquet", "roots": ()}, ["needs --roots"]),
-        ({"source": "parquet"}, ["needs --tokenizer"]),
-        ({"source": "parquet", "tokenizer": "x.json", "rows": "padded"}, ["--rows=padded needs text"]),
-        ({"source": "parquet", "tokenizer": str(tmp_path / "spm.json")}, ["spm.json is no byte-level BPE", "name one"]),
+        ({"fim_rate": 0.5, "rows": "padded"}, ["--fim_rate goes with --rows=packed"]),
+        (
+            {"kind": dp.Parquet, "roots": (str(tmp_path),), "tokenizer": str(tmp_path / "spm.json")},
+            ["spm.json is no byte-level BPE", "name one"],
+        ),
     ]:
         message = refused(config(tmp_path, **changes), capsys)
         for word in words:
@@ -547,11 +552,12 @@ def test_bad_input_is_one_line_that_says_what_to_do(tmp_path, capsys):
 
 
 def test_command_line_errors_have_no_traceback(tmp_path):
-    for roots in [("nowhere",), (str(tmp_path),)]:
-        run = start(config(tmp_path, roots=roots))
+    for roots, part in [("nowhere", "nowhere: No such file"), (str(tmp_path / "empty"), "no .py files below")]:
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        run = start(config(tmp_path, roots=(roots,)))
         out, err = run.communicate()
         assert (run.returncode, out, err.count("\n")) == (1, "", 1), err
-        assert "--roots" in err
+        assert part in err
 
 
 def token_shards(tmp_path, lengths, count=3):
@@ -577,8 +583,8 @@ def token_shards(tmp_path, lengths, count=3):
 @pytest.mark.parametrize("lengths", [(64,), (0, 1, 5, 300, 2000)])
 def test_parquet_source_keeps_documents_counts_and_bytes(tmp_path, lengths):
     documents, tokenizer = token_shards(tmp_path, lengths)
-    changes = {"source": "parquet", "roots": (str(tmp_path / "shards"),), "tokenizer": str(tokenizer)}
-    dp.main(config(tmp_path, **changes, seq_len=100, heldout=0.3))
+    changes = {"roots": (str(tmp_path / "shards"),), "tokenizer": str(tokenizer), "seq_len": 100, "heldout": 0.3}
+    dp.main(config(tmp_path, dp.Parquet, **changes))
     out, meta, first = tmp_path / "out", meta_of(tmp_path / "out"), meta_of(tmp_path / "first")
     got = {split: {tuple(ids.tolist()) for ids in ids_of(out, split)} for split in ("train", "heldout")}
     assert got["train"] | got["heldout"] == {tuple(ids.tolist()) for ids in documents}
@@ -594,14 +600,14 @@ def test_parquet_source_keeps_documents_counts_and_bytes(tmp_path, lengths):
         np.testing.assert_array_equal(got_RL[: len(want_RL)], want_RL)
     before = tree(out)
     (out / "train" / "00002.parquet").unlink()
-    dp.main(config(tmp_path, **changes, seq_len=100, heldout=0.3))
+    dp.main(config(tmp_path, dp.Parquet, **changes))
     assert tree(out) == before
 
 
 def test_parquet_source_reads_what_data_prep_wrote(tmp_path):
     documents, tokenizer = token_shards(tmp_path, (64,))
     roots = (str(tmp_path / "first" / "train"),)
-    dp.main(config(tmp_path, source="parquet", roots=roots, tokenizer=str(tokenizer), heldout=0.0))
+    dp.main(config(tmp_path, dp.Parquet, roots=roots, tokenizer=str(tokenizer), heldout=0.0))
     assert [ids.tolist() for ids in ids_of(tmp_path / "out", "train")] == [ids.tolist() for ids in documents]
     assert meta_of(tmp_path / "out")["splits"]["heldout"]["shards"] == []
 
@@ -611,7 +617,7 @@ def test_bad_parquet_is_named_in_one_line(tmp_path, capsys):
     good = (tmp_path / "shards/y/1.parquet").read_bytes()
     shard = tmp_path / "shards/z/bad.parquet"
     shard.parent.mkdir()
-    cfg = config(tmp_path, source="parquet", roots=(str(tmp_path / "shards"),), tokenizer=str(tokenizer))
+    cfg = config(tmp_path, dp.Parquet, roots=(str(tmp_path / "shards"),), tokenizer=str(tokenizer))
 
     def check(*words):
         message = refused(cfg, capsys)
@@ -626,8 +632,8 @@ def test_bad_parquet_is_named_in_one_line(tmp_path, capsys):
         shard.write_bytes(data)
         check("is corrupted or cannot be read", "fetch it again")
     for table, words in [
-        (pa.table({"text": ["a"]}), ["no column input_ids (it has text)"]),
-        (pa.table({"input_ids": [1, 2]}), ["input_ids of type int64", "lists of integers"]),
+        (pa.table({"text": ["a"]}), ["no column input_ids", "(it has text string)"]),
+        (pa.table({"input_ids": [1, 2]}), ["lists of integers (it has input_ids int64)"]),
         (pa.table({"input_ids": [[1.5]]}), ["lists of integers"]),
         (pa.table({"input_ids": [[1, None]]}), ["null"]),
         (pa.table({"input_ids": [[1, 0, 400, 0]]}), ["id 400", "0 to 399", "--tokenizer"]),
@@ -642,7 +648,7 @@ def test_bad_parquet_is_named_in_one_line(tmp_path, capsys):
 MEASURE = """
 import resource, sys
 import data_prep
-data_prep.main(data_prep.Config(out=sys.argv[2], roots=(sys.argv[1],), heldout=0.02))
+data_prep.main(data_prep.Python(out=sys.argv[2], roots=(sys.argv[1],), heldout=0.02))
 kib = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
 print(sum(kib) / 1024)
 """
@@ -695,7 +701,7 @@ def stories(count, seed=0, low=3, high=60):
 
 
 def text_config(tmp_path, source="stories.txt", **changes):
-    return config(tmp_path, **{"source": str(tmp_path / source), "roots": ()} | changes)
+    return config(tmp_path, dp.Text, source=str(tmp_path / source), **changes)
 
 
 def write_stories(path, texts, last="\n<|endoftext|>\n"):
@@ -779,8 +785,8 @@ def test_text_file_is_split_at_separators_and_padded_rows_decode_to_the_document
 def test_defaults_are_padded_rows_of_256_for_text_and_packed_rows_of_2048_for_python(tmp_path):
     write_stories(tmp_path / "stories.txt", stories(60))
     corpus(tmp_path / "src", 5)
-    dp.main(dp.Config(source=str(tmp_path / "stories.txt"), out=str(tmp_path / "a"), vocab_size=300))
-    dp.main(dp.Config(roots=(str(tmp_path / "src"),), out=str(tmp_path / "b"), vocab_size=300))
+    dp.main(dp.Text(source=str(tmp_path / "stories.txt"), out=str(tmp_path / "a"), vocab_size=300))
+    dp.main(dp.Python(roots=(str(tmp_path / "src"),), out=str(tmp_path / "b"), vocab_size=300))
     a, b = meta_of(tmp_path / "a"), meta_of(tmp_path / "b")
     assert (a["seq_len"], a["bos_id"], a["settings"]["rows"]) == (256, 1, "padded")
     assert (b["seq_len"], b["eos_id"], "bos_id" in b) == (2048, 0, False)
@@ -897,19 +903,17 @@ def test_bad_text_input_is_one_line_that_says_what_to_do(tmp_path, capsys):
     tokenizer = str(tmp_path / "packed" / "tokenizer.json")
     capsys.readouterr()
     for changes, words in [
-        ({"source": "pyhton"}, ["pyhton does not exist", "file or folder", "tinystories"]),
-        ({"source": "nowhere.txt"}, ["nowhere.txt does not exist"]),
-        ({"source": "empty.txt"}, ["empty.txt is empty", "--source"]),
-        ({"source": "blank.txt"}, ["blank.txt is empty"]),
-        ({"source": "nul.bin"}, ["nul.bin is binary", "UTF-8"]),
-        ({"source": "latin.txt"}, ["latin.txt is binary"]),
-        ({"source": "pipe"}, ["pipe is unreadable"]),
-        ({"source": "binary"}, ["all that is in", "is binary"]),
-        ({"source": "nothing"}, ["no .txt, .text, .md, .py files below", "--source"]),
+        ({"source": "nowhere.txt"}, ["nowhere.txt: No such file", "run the same command"]),
+        ({"source": "empty.txt"}, ["no text in", "empty.txt (empty)", "name a file or folder"]),
+        ({"source": "blank.txt"}, ["blank.txt (empty)"]),
+        ({"source": "nul.bin"}, ["nul.bin (binary)", "UTF-8"]),
+        ({"source": "latin.txt"}, ["latin.txt (binary)"]),
+        ({"source": "pipe"}, ["pipe (unreadable)"]),
+        ({"source": "binary"}, ["binary (binary)"]),
+        ({"source": "nothing"}, ["no .txt, .text, .md, .py files below", "name other folders"]),
         ({"source": "photos"}, ["no .txt"]),
-        ({"roots": (str(tmp_path / "src"),)}, ["--roots does not go with"]),
         ({"fim_rate": 0.5}, ["--fim_rate goes with --rows=packed"]),
-        ({"tokenizer": tokenizer}, ["has no <pad>, <bos>, <eos>, <mask>, <unk>", "--rows=padded"]),
+        ({"tokenizer": tokenizer}, ["has no token <pad>, <bos>, <eos>, <mask>, <unk>", "padded rows"]),
         ({"seq_len": 1}, ["--seq_len=1", "at least 2"]),
     ]:
         message = refused(text_config(tmp_path, **changes), capsys)
@@ -953,7 +957,7 @@ def test_tinystories_come_through_datasets_once(tmp_path, monkeypatch, capsys):
     pq.write_table(pa.table({"text": [f"{text}\n" for text in texts]}), tmp_path / "hub" / "train-00000.parquet")
     pq.write_table(pa.table({"text": stories(9, seed=3)}), tmp_path / "hub" / "validation-00000.parquet")
     monkeypatch.setattr(dp, "TINYSTORIES", str(tmp_path / "hub"))
-    cfg = config(tmp_path, source="tinystories", roots=())
+    cfg = config(tmp_path, dp.TinyStories)
     dp.main(cfg)
     got = [text for split in ("train", "heldout") for text in padded_texts(cfg.out, split)]
     assert sorted(got) == sorted(texts)
@@ -962,19 +966,19 @@ def test_tinystories_come_through_datasets_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(dp, "TINYSTORIES", str(tmp_path / "nowhere"))  # the file that is there is used
     dp.main(cfg)
     assert "nothing to do" in capsys.readouterr().out
-    message = refused(config(tmp_path, source="tinystories", roots=(), out=str(tmp_path / "new")), capsys)
+    message = refused(config(tmp_path, dp.TinyStories, out=str(tmp_path / "new")), capsys)
     assert "cannot be downloaded" in message
     assert not (tmp_path / "new" / "tinystories.txt").exists()
 
 
 def test_tinystories_without_datasets_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install datasets" in refused(config(tmp_path, source="tinystories", roots=()), capsys)
+    assert "pip install datasets" in refused(config(tmp_path, dp.TinyStories), capsys)
 
 
 @pytest.mark.skipif(not STORIES.is_file(), reason=f"no {STORIES}; set SHARED_DATA")
 def test_real_stories_come_back_from_the_shards(tmp_path):
-    dp.main(dp.Config(source=str(STORIES), out=str(tmp_path / "out"), workers=1))
+    dp.main(dp.Text(source=str(STORIES), out=str(tmp_path / "out"), workers=1))
     got = [text for split in ("train", "heldout") for text in padded_texts(tmp_path / "out", split)]
     want = [text.strip() for text in STORIES.read_text(encoding="utf-8").split("<|endoftext|>")]
     assert sorted(got) == sorted(filter(None, want))
@@ -996,8 +1000,8 @@ def write_pairs(path, count, seed=0):
 
 
 def pair_config(tmp_path, **changes):
-    settings = {"roots": (), "source": str(tmp_path / "pairs.jsonl"), "seq_len": 128, "eos_to": 16, "vocab_size": 300}
-    return config(tmp_path, **settings | changes)
+    settings = {"source": str(tmp_path / "pairs.jsonl"), "seq_len": 128, "eos_to": 16, "vocab_size": 300}
+    return config(tmp_path, dp.Pairs, **settings | changes)
 
 
 def pairs_of(out, split):
@@ -1038,7 +1042,7 @@ def test_rows_of_pairs_hold_each_pair_whole_with_its_prompt_fixed_and_eos_behind
     assert meta["source"] == "pairs"
     assert meta["splits"]["train"]["too_long"] == 0
     before = tree(tmp_path / "out")
-    dp.main(pair_config(tmp_path))  # complete, nothing to do
+    dp.main(pair_config(tmp_path))  # complete: nothing to do
     assert tree(tmp_path / "out") == before
 
 
@@ -1074,206 +1078,99 @@ def test_bad_lines_of_pairs_are_named_by_number(tmp_path, capsys):
     bad += [b'{"prompt": "\\ud800", "response": ""}']
     (tmp_path / "pairs.jsonl").write_bytes(good + b"\n" + b"\n".join(bad) + b"\n" + good)
     text = refused(pair_config(tmp_path), capsys)
-    for part in ("line 3 is not {", "line 4 is not JSON", "line 5 is not JSON in UTF-8", "and 3 more"):
+    for part in ("line 3 is not {", "line 4 is not {", "line 5 is not {", "in UTF-8", "and 3 more"):
         assert part in text
     (tmp_path / "pairs.jsonl").write_bytes(good + bad[-1])
-    assert "line 2 holds half a surrogate pair" in refused(pair_config(tmp_path), capsys)
+    assert "line 2 is not {" in refused(pair_config(tmp_path), capsys)
     (tmp_path / "pairs.jsonl").write_bytes(b"")
     assert "is empty" in refused(pair_config(tmp_path), capsys)
     (tmp_path / "pairs.jsonl").write_bytes(good)
-    for changes, part in (
-        ({"rows": "padded"}, "--rows=padded"), ({"fim_rate": 0.5}, "--fim_rate"), ({"eos_to": 0}, "--eos_to=0"),
-        ({"source": str(tmp_path / "none.jsonl")}, "not exist"), ({"source": "python"}, "--eos_to goes with pairs"),
-    ):  # fmt: skip
+    for changes, part in (({"eos_to": 0}, "--eos_to=0"), ({"source": "none.jsonl"}, "none.jsonl: No such file")):
         assert part in refused(pair_config(tmp_path, **changes), capsys)
 
 
-# ---- AceCode
+# ---- The reader
 
 
-def rows_of_acecode(count, seed=0):
-    """`count` made-up rows in AceCode's schema; the pass rates of row i are about i / count, and nearer to the end."""
-    rng, rows = random.Random(seed), []
-    for i in range(count):
-        rates = [min(1.0, max(0.0, i / count + rng.uniform(-0.2, 0.2) * (1.1 - i / count))) for _ in range(4)]
-        names = ("qwen_coder_2.5", "llama3_instruct", "qwen_coder_2.5", "another")
-        solution = f"def f{i}(a):\n    return a + {i}\n"
-        inferences = [
-            {"model_name": name, "completion_id": k, "completion": solution, "pass_rate": rate}
-            for k, (name, rate) in enumerate(zip(names, rates, strict=True))
-        ]
-        question, tests = f"Add {i} to the number a.", [f"assert f{i}({k}) == {k + i}" for k in range(3)]
-        row = {"id": f"row_{i}", "source": "oss", "question": question, "test_cases": tests, "inferences": inferences}
-        rows.append(row | {"context_messages": [{"content": question, "role": "user"}]})
-    return rows
+@pytest.fixture(scope="module")
+def rows_of_text(tmp_path_factory):
+    """A folder of padded rows in several shards; tests copy it before they damage it."""
+    folder = tmp_path_factory.mktemp("reader")
+    write_stories(folder / "stories.txt", stories(200))
+    dp.main(text_config(folder, shard_bytes=8_000))
+    return folder / "out"
 
 
-def write_rows(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def test_the_reader_gives_the_rows_that_were_written(rows_of_text):
+    train, heldout, tokenizer = dp.open_data(rows_of_text, seq_len=64)
+    assert tokenizer == (rows_of_text / "tokenizer.json").read_bytes()
+    assert train.columns == ["input_ids", "segments", "positions"]
+    for rows, split in ((train, "train"), (heldout, "heldout")):
+        want_3RL = np.stack(rows_of(rows_of_text, split))
+        assert rows.total == want_3RL.shape[1]
+        ids = np.random.default_rng(0).permutation(rows.total)
+        got_3RL = rows.read(ids)
+        assert got_3RL.dtype == np.int32
+        np.testing.assert_array_equal(got_3RL, want_3RL[:, ids])
+    np.testing.assert_array_equal(train.read(np.array([[3, -1]]))[:, 0, 0], train.read(np.array([3]))[:, 0])
+    assert not train.read(np.array([[3, -1]]))[:, 0, 1].any()
 
 
-def tasks_of(out, split="train"):
-    return [json.loads(line) for line in (Path(out) / f"{split}.jsonl").read_text().splitlines()]
+def test_an_epoch_has_each_row_once_and_a_batch_may_run_over_its_end(rows_of_text):
+    rows = dp.Rows(rows_of_text, "train")
+    assert len(rows.shards) > 3
+    first, second = rows.order(5, 0), rows.order(5, 1)
+    assert sorted(first) == sorted(second) == list(range(rows.total))
+    assert first.tolist() != second.tolist() != rows.order(6, 1).tolist()
+    stream, size = np.concatenate([rows.order(5, epoch) for epoch in range(4)]), rows.total // 2 + 3
+    for step in range(5):
+        want = rows.read(stream[step * size :][:size])
+        np.testing.assert_array_equal(rows.batch(5, step, size), want)
+    np.testing.assert_array_equal(rows.batch(5, 0, 2 * rows.total + 1), rows.read(stream[: 2 * rows.total + 1]))
 
 
-def acecode(tmp_path, lines, **changes):
-    path = write_rows(tmp_path / "rows.jsonl", lines)
-    settings = {"source": "acecode", "roots": (str(path),), "out": str(tmp_path / "tasks"), "heldout": 0.0}
-    return dp.Config(**settings | {"difficulty": "all"} | changes)
+def test_pairs_are_read_with_their_column_fixed(tmp_path):
+    write_pairs(tmp_path / "pairs.jsonl", 60)
+    dp.main(pair_config(tmp_path))
+    train, _, _ = dp.open_data(tmp_path / "out")
+    token_RL, segment_RL, position_RL, fixed_RL = train.read(np.arange(train.total))
+    assert train.columns[-1] == "fixed"
+    assert {*np.unique(fixed_RL)} == {0, 1}
+    assert (position_RL[fixed_RL == 1] < 128).all()
+    assert not token_RL[segment_RL == 0].any()
 
 
-def test_tasks_are_cleaned_and_what_is_dropped_is_counted(tmp_path, capsys):
-    rows = rows_of_acecode(8)
-    rows[1]["test_cases"][1] = "assert f1(1 == 2"  # goes alone
-    rows[2]["test_cases"] = ["assert (", "\0", "def"]  # nothing is left
-    rows[3]["test_cases"] = []
-    rows[4]["question"] = rows[0]["question"].replace(" ", "  ")
-    rows[4]["inferences"] = []  # no solution, so no twin
-    rows[5]["inferences"][0]["completion"] = "import os\n"
-    rows[5]["inferences"][0]["pass_rate"] = 2.0  # the best one begins with no function
-    rows[6]["question"] = "Can you add six?"
-    cfg = acecode(tmp_path, rows)
-    dp.main(cfg)
-    tasks, meta = tasks_of(cfg.out), meta_of(cfg.out)
-    assert [task["id"] for task in tasks] == [f"row_{i}" for i in (0, 0, 1, 1, 5, 6, 7, 7)]
-    assert tasks[2]["test_cases"] == ["assert f1(0) == 1", "assert f1(2) == 3"]
-    assert meta["dropped"] == {
-        "without_rates": 0, "difficulty": 0, "unparsable_tests": 8, "without_tests": 4, "duplicates": 1,
-        "long_prompts": 0,
-    }  # fmt: skip
-    assert meta["rows"] == 8
-    assert meta["tasks"] == {"train": 8, "heldout": 0}
-    assert "not measured" in capsys.readouterr().out
-    before = tree(cfg.out)
-    dp.main(cfg)
-    assert "nothing to do" in capsys.readouterr().out
-    assert tree(cfg.out) == before
-    (Path(cfg.out) / "train.jsonl").unlink()
-    dp.main(cfg)
-    assert tree(cfg.out) == before
+def test_a_damaged_folder_is_one_line_that_says_what_to_do(rows_of_text, tmp_path):
+    def damaged(name, data):
+        """A copy in which a file has other content."""
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        shutil.copytree(rows_of_text, tmp_path / "copy")
+        (tmp_path / "copy" / name).write_bytes(data)
+        return tmp_path / "copy"
+
+    with pytest.raises(FileNotFoundError, match=r"holds no finished data .*write it with data_prep.py"):
+        dp.open_data(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="rows of 64 tokens, the run wants 128; prepare it again"):
+        dp.open_data(rows_of_text, seq_len=128)
+    for data in (b"{", b"[]", b"{}", b'{"splits": {}, "seq_len": 64, "tokenizer_sha256": ""}'):
+        with pytest.raises(ValueError, match=r"meta.json is damaged; delete the folder and write it again"):
+            dp.open_data(damaged("meta.json", data))
+    with pytest.raises(ValueError, match=r"tokenizer.json is not the one that made the shards"):
+        dp.open_data(damaged("tokenizer.json", b"{}"))
+    shard = (rows_of_text / "train" / "00000.parquet").read_bytes()
+    train, _, _ = dp.open_data(damaged("train/00000.parquet", shard[:-1]))
+    with pytest.raises(ValueError, match=r"00000.parquet is corrupted: its SHA-256 .* run data_prep.py again"):
+        train.read(np.arange(1))
+    (tmp_path / "copy" / "train" / "00000.parquet").unlink()
+    with pytest.raises(OSError, match=r"00000.parquet cannot be read .No such file or directory.; write it again"):
+        train.read(np.arange(1))
 
 
-def test_difficulties_are_percentiles_of_the_rows_with_rates(tmp_path):
-    rows = rows_of_acecode(40)
-    for row in rows[::10]:
-        for one in row["inferences"]:
-            one["model_name"] = "another"
-    known = [row for i, row in enumerate(rows) if i % 10]
-    rate = lambda row: [one["pass_rate"] for one in row["inferences"][:3]]  # noqa: E731
-    mean, std = np.mean([rate(row) for row in known], 1), np.std([rate(row) for row in known], 1)
-    want = {
-        "hard": (mean <= np.percentile(mean, 20)) & (std >= np.percentile(std, 40)),
-        "medium": (mean >= np.percentile(mean, 25)) & (mean <= np.percentile(mean, 75)),
-        "easy": mean >= np.percentile(mean, 75),
-    }
-    for difficulty, keep in want.items():
-        cfg = acecode(tmp_path, rows, difficulty=difficulty, out=str(tmp_path / difficulty))
-        dp.main(cfg)
-        assert keep.any()
-        assert not keep.all()
-        ids = [row["id"] for row, kept in zip(known, keep, strict=True) if kept]
-        assert [task["id"] for task in tasks_of(cfg.out)[::2]] == ids
-        dropped = meta_of(cfg.out)["dropped"]
-        assert dropped["without_rates"] == 4
-        assert dropped["difficulty"] == 36 - len(ids)
-
-
-@needs_qwen
-def test_prompts_that_are_too_long_are_dropped(tmp_path):
-    import coupled_grpo
-
-    rows = rows_of_acecode(6)
-    rows[3]["question"] += " Slowly, slowly." * 40
-    cfg = acecode(tmp_path, rows, tokenizer=str(QWEN / "tokenizer.json"), max_prompt=60)
-    dp.main(cfg)
-    encoder = Tokenizer.from_file(cfg.tokenizer)
-
-    def length(task):
-        turns = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in coupled_grpo.messages(task)]
-        return len(encoder.encode("".join(turns) + "<|im_start|>assistant\n"))
-
-    every = [task for row in rows for task in dp.with_twin(row)]
-    assert tasks_of(cfg.out) == [task for task in every if length(task) <= 60]
-    dropped = meta_of(cfg.out)["dropped"]["long_prompts"]
-    assert dropped == sum(length(task) > 60 for task in every) > 0
-
-
-def test_held_out_tasks_are_drawn_with_their_twins(tmp_path):
-    cfg = acecode(tmp_path, rows_of_acecode(100), heldout=0.3)
-    dp.main(cfg)
-    train, heldout = ({task["id"] for task in tasks_of(cfg.out, split)} for split in ("train", "heldout"))
-    assert not train & heldout
-    assert 15 < len(heldout) < 45  # 30 +- 3 standard deviations
-    assert meta_of(cfg.out)["tasks"] == {"train": 2 * len(train), "heldout": 2 * len(heldout)}
-    dp.main(dataclasses.replace(cfg, seed=1, out=str(tmp_path / "other")))
-    assert {task["id"] for task in tasks_of(tmp_path / "other", "heldout")} != heldout
-
-
-def test_acecode_comes_through_datasets(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("datasets", reason="needs: pip install datasets")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    rows = rows_of_acecode(10)
-    (tmp_path / "hub").mkdir()
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "hub" / "train-00000.parquet")
-    monkeypatch.setattr(dp, "ACECODE", str(tmp_path / "hub"))
-    local = acecode(tmp_path, rows)
-    dp.main(local)
-    dp.main(dataclasses.replace(local, roots=(), out=str(tmp_path / "hub_tasks")))
-    assert tasks_of(tmp_path / "hub_tasks") == tasks_of(local.out)
-    capsys.readouterr()
-    monkeypatch.setattr(dp, "ACECODE", str(tmp_path / "nowhere"))
-    message = refused(dataclasses.replace(local, roots=(), out=str(tmp_path / "new")), capsys)
-    assert "cannot be downloaded" in message
-    assert "--roots" in message
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{", ["line 3", "AceCode"]),
-        ('{"id": "a", "question": "b"}', ["line 3", "inferences"]),
-        ('["id", "question"]', ["line 3"]),
-        (json.dumps(rows_of_acecode(1)[0] | {"test_cases": [1]}), ["line 3"]),
-        (json.dumps(rows_of_acecode(1)[0] | {"test_cases": "assert f(1)"}), ["line 3"]),
-        (json.dumps(rows_of_acecode(1)[0] | {"inferences": [{"pass_rate": 1}]}), ["line 3"]),
-        (json.dumps(rows_of_acecode(1)[0] | {"question": "half \ud800"}), ["line 3"]),
-    ],
-)
-def test_what_is_no_row_of_acecode_is_refused(tmp_path, capsys, line, words):
-    cfg = acecode(tmp_path, rows_of_acecode(2))
-    with open(cfg.roots[0], "a") as file:
-        file.write(line + "\n")
-    message = refused(cfg, capsys)
-    assert all(word in message for word in words)
-    assert not [path for path in Path(cfg.out).rglob("*") if path.is_file() and path.name != ".lock"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"difficulty": "hard", "source": "python", "roots": ()}, ["--difficulty", "acecode"]),
-        ({"max_prompt": 100}, ["--max_prompt", "--tokenizer"]),
-        ({"fim_rate": 0.5}, ["--fim_rate", "acecode"]),
-        ({"rows": "padded"}, ["--rows", "acecode"]),
-        ({"roots": ("nowhere",)}, ["nowhere", "does not exist"]),
-        ({"heldout": 0.999999}, ["no task is left", "--heldout"]),
-    ],
-)
-def test_settings_that_do_not_go_with_acecode_are_refused(tmp_path, capsys, changes, words):
-    message = refused(acecode(tmp_path, rows_of_acecode(2), **changes), capsys)
-    assert all(word in message for word in words), message
-
-
-def test_a_folder_of_other_tasks_or_of_other_data_is_refused(tmp_path, capsys):
-    cfg = acecode(tmp_path, rows_of_acecode(3))
-    dp.main(cfg)
-    capsys.readouterr()
-    before = tree(cfg.out)
-    assert "other settings" in refused(dataclasses.replace(cfg, difficulty="easy"), capsys)
-    write_rows(Path(cfg.roots[0]), rows_of_acecode(4))
-    assert "other settings or files" in refused(cfg, capsys)
-    assert tree(cfg.out) == before
-    (tmp_path / "rows" / "train").mkdir(parents=True)
-    assert "other data" in refused(dataclasses.replace(cfg, out=str(tmp_path / "rows")), capsys)
+def test_bytes_of_the_tokens_of_a_text_are_its_bytes(rows_of_text):
+    tokenizer = Tokenizer.from_file(str(rows_of_text / "tokenizer.json"))
+    bytes_V = dp.token_bytes(tokenizer, 512)
+    assert (bytes_V.dtype, bytes_V.shape) == (np.float32, (512,))
+    assert not bytes_V[:5].any()
+    assert not bytes_V[400:].any()
+    for text in stories(20, seed=4):
+        assert bytes_V[tokenizer.encode(text, add_special_tokens=False).ids].sum() == len(text.encode())
