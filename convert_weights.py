@@ -154,11 +154,10 @@ def order_on_the_hub(name):
 class Family(typing.NamedTuple):
     """What differs between Dream and PythonCoder; all else in this file is the same for both."""
 
-    model: typing.Any  # module with param_shapes
-    config: type  # its architecture
+    model: typing.Any  # module with read_config and param_shapes
     to_hub: typing.Callable  # (architecture, dtype) -> the keys of a config.json beside safetensors
     file_name: typing.Callable = str  # name of a parameter -> its name in a safetensors file
-    order: typing.Callable | None = None  # sorts the parameters in the files
+    order: typing.Callable = str  # sorts the parameters in the files
 
 
 def pythoncoder_to_hub(cfg, dtype):
@@ -166,8 +165,8 @@ def pythoncoder_to_hub(cfg, dtype):
 
 
 FAMILIES = {
-    "dream": Family(dream, dream.DreamConfig, dream.config_to_hf, hf_name, order_on_the_hub),
-    "pythoncoder": Family(pc, pc.Config, pythoncoder_to_hub),
+    "dream": Family(dream, dream.config_to_hf, hf_name, order_on_the_hub),
+    "pythoncoder": Family(pc, pythoncoder_to_hub),
 }
 
 
@@ -198,39 +197,33 @@ def find(folder, step=0):
 
     Raises ValueError or FileNotFoundError with one line.
     """
-    where, params, sums = folder, None, None
+    where = folder
     if step or runs.checkpoints(folder):
         step, where = runs.newest(folder, step)
-    orbax_run = where.parent.name == "checkpoints"
-    if orbax_run:
-        record = runs.read_json(where / "meta" / "metadata", "model", "sums")
-        keys = record["model"]
-        kind = "dream" if "mask_id" in keys else "pythoncoder"
-        params = where / "params"
-        sums = {name[7:]: value for name, value in record["sums"].items() if name.startswith("params.")}
-    else:
-        keys = runs.read_json(where / "config.json")
-        if keys.get("model_type") == "mdlm":
-            raise ValueError(
-                f"{where} is an MDLM, which is in safetensors; publish it with: hf upload OWNER/NAME {where}"
-            )
-        kind = "pythoncoder" if keys.get("model_type") == "pythoncoder" else "dream"
-        if (where / "meta.json").is_file():
-            params = where / "params"
-            sums = runs.read_json(where / "meta.json", "sums")["sums"]
-    if not isinstance(sums or {}, dict):
-        raise ValueError(f"{where} is damaged: its checksums are not a JSON object")
-    family = FAMILIES[kind]
-    if kind == "dream" and not orbax_run:
-        cfg = dream.config_from_hf(where)
-    else:
+    if where.parent.name == "checkpoints":  # a run of train_tpu.py
+        meta = runs.read_json(where / "meta" / "metadata", "model", "sums")
+        kind = "dream" if "mask_id" in meta["model"] else "pythoncoder"
+        cfg = FAMILIES[kind].model.read_config(where, meta)
+        keys = FAMILIES[kind].to_hub(cfg, "float32") | {"step": step}
+        # the checksums of the optimizer's state are left out with that state
+        sums = {name[7:]: value for name, value in meta["sums"].items() if name.startswith("params.")}
+        return Checkpoint(folder, kind, cfg, keys, where / "params", sums, step)
+    keys = runs.read_json(where / "config.json")
+    if keys.get("model_type") == "mdlm":
+        raise ValueError(f"{where} is an MDLM, in safetensors as it is; publish it with: hf upload OWNER/NAME {where}")
+    if keys.get("model_type") == "pythoncoder":  # safetensors that this file wrote
         try:
-            cfg = family.config(**{field.name: keys[field.name] for field in dataclasses.fields(family.config)})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{where} does not describe a {kind} model: {error}") from None
-    if orbax_run:
-        keys = family.to_hub(cfg, "float32") | {"step": step}
-    return Checkpoint(folder, kind, cfg, keys, params, sums, step or int(keys.get("step", 0)))
+            cfg = pc.Config(**{field.name: keys[field.name] for field in dataclasses.fields(pc.Config)})
+        except KeyError as error:
+            raise ValueError(f"{where} does not describe a PythonCoder: it has no {error}") from None
+        return Checkpoint(folder, "pythoncoder", cfg, keys, step=int(keys.get("step", 0)))
+    cfg = dream.config_from_hf(where)
+    if not (where / "meta.json").is_file():  # safetensors in the Hub's layout
+        return Checkpoint(folder, "dream", cfg, keys)
+    sums = runs.read_json(where / "meta.json", "sums")["sums"]
+    if not isinstance(sums, dict):
+        raise ValueError(f"{where}/meta.json is damaged: it has no sums")
+    return Checkpoint(folder, "dream", cfg, keys, where / "params", sums)
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------
@@ -283,8 +276,7 @@ def open_orbax(checkpoint):
     arrays = {name: opening.result() for name, opening in arrays.items()}
     runs.check_tensors({name: array.shape for name, array in arrays.items()}, shapes, params)
     dtype = common_dtype((array.dtype.numpy_dtype for array in arrays.values()), params)
-    order = sorted(shapes, key=family.order) if family.order else shapes
-    return {name: arrays[name] for name in order}, dtype
+    return {name: arrays[name] for name in sorted(shapes, key=family.order)}, dtype
 
 
 def read_blocks(arrays):
@@ -610,37 +602,35 @@ def verify(source, out):
 # ---- the Hub -------------------------------------------------------------------------------------------------------
 
 CARD = """---
-tags: [{tags}]
+tags: [unmask, {kind}, {form}]
 {base}---
 
 # {name}
 
-{what}, {parameters:,} parameters in {dtype}, {form}. Every byte of every tensor was compared with what it was converted
-from by `convert_weights.py` of Unmask.
+{what}, {parameters:,} parameters in {dtype}, as {form}. Every byte of every tensor was compared with what it was
+converted from by `convert_weights.py` of Unmask.
 
-{use}
+Get the other form with: `python convert_weights.py --source={repository} --out=model`.
 """
 
 
 def model_card(checkpoint, repository, source):
     """README.md of a repository of the Hub. It names no licence: that is the publisher's to say."""
     arrays, dtype = open_orbax(checkpoint) if checkpoint.params else open_safetensors(checkpoint)
-    count = sum(math.prod(array.shape) for array in arrays.values())
-    named = source.count("/") == 1 and not source.startswith((".", "/")) and not Path(source).exists()
+    from_hub = source.count("/") == 1 and not source.startswith((".", "/")) and not Path(source).exists()
     what = {
         "dream": "A masked-diffusion language model of the Dream family",
         "pythoncoder": "A code model with differential attention and multi-token prediction",
-    }[checkpoint.kind]
-    use = f"Get the other form with: `python convert_weights.py --source={repository} --out=model`."
+    }
     return CARD.format(
-        tags=f"unmask, {checkpoint.kind}, {'orbax' if checkpoint.params else 'safetensors'}",
-        base=f"base_model: {source}\n" if named else "",
+        kind=checkpoint.kind,
+        form="orbax" if checkpoint.params else "safetensors",
+        base=f"base_model: {source}\n" if from_hub else "",
         name=repository.split("/")[1],
-        what=what,
-        parameters=count,
+        what=what[checkpoint.kind],
+        parameters=sum(math.prod(array.shape) for array in arrays.values()),
         dtype=dtype,
-        form="an Orbax checkpoint for JAX" if checkpoint.params else "safetensors",
-        use=use,
+        repository=repository,
     )
 
 

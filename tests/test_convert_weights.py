@@ -195,7 +195,7 @@ def test_an_orbax_folder_with_damaged_papers_is_one_line(tmp_path):
         (form, good, None),
         (meta, "{", "meta.json is damaged"),
         (meta, "[]", "meta.json is damaged"),
-        (meta, '{"sums": [1]}', "is damaged: its checksums are not a JSON object"),
+        (meta, '{"sums": [1]}', "meta.json is damaged: it has no sums"),
         (meta, '{"sums": {}}', "is not what was saved"),
     ):
         path.write_text(text)
@@ -319,7 +319,7 @@ def test_a_run_of_dream_goes_to_the_hubs_layout(tmp_path):
 def test_an_mdlm_needs_no_conversion_and_is_told_how_it_is_published(tmp_path):
     (tmp_path / "step_5").mkdir()
     (tmp_path / "step_5" / "config.json").write_text('{"model_type": "mdlm"}')
-    with pytest.raises(ValueError, match=r"in safetensors; publish it with: hf upload OWNER/NAME .*step_5"):
+    with pytest.raises(ValueError, match=r"in safetensors as it is; publish it with: hf upload OWNER/NAME .*step_5"):
         convert.find(tmp_path)
 
 
