@@ -4,27 +4,32 @@ import dataclasses
 import fcntl
 import itertools
 import json
+import math
 import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from conftest import command, kill_and_resume, losses, run, says
 
 import data_prep
 import diffusion
 import model_mdlm as mdlm
+import runs
 import train_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = ("--batch_size=8", "--micro_batch=4", "--log_every=1", "--eval_rows=16", "--compile=False")
+SMALLER = mdlm.Config(width=64, layers=2, heads=1, ffn=128)
+SMALL = {"batch_size": 8, "micro_batch": 4, "log_every": 1, "eval_rows": 16, "compile": False}
+TWELVE = {"steps": 12, "eval_every": 4}
+FLAGS = "--batch_size=8", "--micro_batch=4", "--log_every=1", "--eval_rows=16", "--no-compile"
 
 
 @pytest.fixture(scope="module")
@@ -35,51 +40,89 @@ def data(tmp_path_factory):
     words = [choices.split() for choices in words]
     stories = [" ".join(rng.choice(w) for _ in range(rng.integers(1, 5)) for w in words) for _ in range(300)]
     (folder / "stories.txt").write_text("\n<|endoftext|>\n".join(stories))
-    data_prep.main(
-        data_prep.Config(source=str(folder / "stories.txt"), out=str(folder / "rows"), vocab_size=300, seq_len=32,
-                         heldout=0.1, workers=1)
-    )  # fmt: skip
+    settings = {"vocab_size": 300, "seq_len": 32, "heldout": 0.1, "workers": 1}
+    data_prep.main(data_prep.Text(source=str(folder / "stories.txt"), out=str(folder / "rows"), **settings))
     return folder / "rows"
 
 
-def command(data, out, *more):
-    return [sys.executable, str(ROOT / "train_gpu.py"), f"--data={data}", f"--out={out}", *SMALL, *more]
+@pytest.fixture(scope="module", autouse=True)
+def smaller():
+    """The preset "tiny", smaller still."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(mdlm.CONFIGS, "tiny", SMALLER)
+        yield
 
 
-def run(*args, **options):
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(args, capture_output=True, text=True, env=env, timeout=300, **options)
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """train_gpu.py with that preset, for other processes."""
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text(
+        "import model_mdlm as mdlm, runs, train_gpu\n"
+        f"mdlm.CONFIGS['tiny'] = mdlm.{SMALLER}\n"
+        "runs.command(train_gpu.main, train_gpu.Config, '')\n"
+    )
+    return path
 
 
-def losses(out):
-    rows = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
-    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
+ENV = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def says(result, *parts):
-    """One clear line on standard error and a failing exit status."""
-    assert result.returncode not in (0, None), result.stdout
-    assert "Traceback" not in result.stderr, result.stderr
-    line = result.stderr.strip().splitlines()[-1]
-    for part in parts:
-        assert part in line, line
+def train(data, out, **settings):
+    train_gpu.main(train_gpu.Config(data=str(data), out=str(out), **SMALL | settings))
 
 
-def test_noise_masks_neither_pad_nor_bos_and_weighs_like_the_bound():
-    rng = np.random.default_rng(0)
-    token_BL = rng.integers(5, 40, (64, 32))
+def resume(out, **settings):
+    """As --resume does from the command line."""
+    saved = runs.resumed(train_gpu.Config, [f"--resume={out}"])
+    train_gpu.main(dataclasses.replace(saved, resume=str(out), **settings))
+
+
+def flags(data, out, *more):
+    return f"--data={data}", f"--out={out}", *FLAGS, *more
+
+
+def rows_of_tokens(*shape):
+    return np.random.default_rng(0).integers(5, 40, shape)
+
+
+def test_noise_masks_neither_pad_nor_bos():
+    token_BL = rows_of_tokens(64, 32)
     token_BL[:, 0], token_BL[:, 20:] = mdlm.BOS, mdlm.PAD
-    cfg = train_gpu.Config()
-    noised = train_gpu.noise(token_BL, cfg, rng)
-    masked = noised["xt"] == mdlm.MASK
-    assert not masked[:, 0].any()
-    assert not masked[:, 20:].any()
-    assert noised["counted"].sum() == 64 * 19
-    row_N = np.nonzero(masked)[0]
-    np.testing.assert_allclose(noised["weight"][masked], 1 / noised["rate"][row_N] / (64 * 19))
-    assert (noised["weight"][~masked] == 0).all()
-    plain = train_gpu.noise(token_BL, dataclasses.replace(cfg, loss="masked_ce"), rng)
-    assert plain["weight"].sum() == pytest.approx(1)
+    noised = train_gpu.noise(token_BL, "linear", np.random.default_rng(0))
+    np.testing.assert_array_equal(noised.mask_BL, noised.xt_BL == mdlm.MASK)
+    assert not noised.mask_BL[:, 0].any()
+    assert not noised.mask_BL[:, 20:].any()
+    assert noised.counted_BL.sum() == 64 * 19
+
+
+@pytest.fixture
+def square(monkeypatch):
+    """A new noise schedule is one entry."""
+    schedule = diffusion.Schedule(rate=lambda t: t**2, slope=lambda t: 2 * t, inverse=lambda rate: rate**0.5)
+    monkeypatch.setitem(diffusion.SCHEDULES, "square", schedule)
+    return "square"
+
+
+@pytest.mark.parametrize("schedule", [*diffusion.SCHEDULES, "square"])
+def test_training_times_mask_at_least_the_smallest_rate_and_a_uniform_prediction_costs_log_v(square, schedule):
+    token_BL = rows_of_tokens(4096, 8)
+    noised = train_gpu.noise(token_BL, schedule, np.random.default_rng(0))
+    rate_B = diffusion.mask_rate(noised.time_B, schedule)
+    assert 0.99e-3 < rate_B.min() < 0.01  # the first of 4096 strata
+    model = mdlm.MDLM(mdlm.Config(vocab=40, width=8, layers=1, heads=1, ffn=8, positions=32))
+    torch.nn.init.zeros_(model.head.weight)
+    scores = train_gpu.Loss(model, schedule)(*train_gpu.loss_inputs(noised, slice(None), torch.device("cpu")))
+    assert scores["nelbo"].item() == pytest.approx(math.log(39), rel=0.03)
+    assert scores["masked_ce"].item() == pytest.approx(math.log(39))
+
+
+def test_a_new_schedule_trains_evaluates_and_samples(data, square, tmp_path):
+    train(data, tmp_path / "run", steps=2, eval_every=2, schedule=square)
+    model = mdlm.load(tmp_path / "run/step_2")
+    rule = mdlm.Sampling(steps=4, schedule=square)
+    token_BL = mdlm.sample(model, torch.full((2, 16), mdlm.MASK), rule, torch.Generator().manual_seed(0))
+    assert not (token_BL == mdlm.MASK).any()
 
 
 def test_crops_are_windows_of_the_row_filled_up_with_pad():
@@ -98,25 +141,46 @@ def test_crops_are_windows_of_the_row_filled_up_with_pad():
     assert (train_gpu.crop(token_BL, 0.0, rng) == token_BL).all()
 
 
-def test_the_loss_and_its_gradient_are_those_of_the_formula():
+@pytest.mark.parametrize("schedule", diffusion.SCHEDULES)
+def test_the_loss_and_its_gradient_are_those_of_the_formula(schedule):
     torch.manual_seed(0)
     model = mdlm.MDLM(mdlm.Config(vocab=40, width=32, layers=1, heads=2, ffn=64, positions=64))
-    rng = np.random.default_rng(0)
-    token_BL = rng.integers(5, 40, (4, 64))
+    token_BL = rows_of_tokens(4, 64)
     token_BL[:, 20:] = mdlm.PAD  # the trainer cuts this to 32
-    noised = train_gpu.noise(token_BL, train_gpu.Config(), rng)
-    inputs = train_gpu.to_device(token_BL, noised, torch.device("cpu"))
-    assert inputs[0].shape == (4, 32)
-    loss, counts = train_gpu.Loss(model)(*inputs)
+    noised = train_gpu.noise(token_BL, schedule, np.random.default_rng(0))
+    loss_of = train_gpu.Loss(model, schedule)
+    parts = [train_gpu.loss_inputs(noised, slice(i, i + 2), torch.device("cpu")) for i in (0, 2)]
+    assert parts[0][0].shape == (2, 32)
+    loss = sum(loss_of(*inputs)["nelbo"] for inputs in parts)
     got = torch.autograd.grad(loss, list(model.parameters()))
-    xt, x0, rate = (torch.from_numpy(x) for x in (noised["xt"], token_BL, noised["rate"]))
-    logits = model(xt, rate.float(), xt != mdlm.PAD)
+    xt, x0, time, counted = (torch.from_numpy(x) for x in (noised.xt_BL, token_BL, noised.time_B, noised.counted_BL))
+    logits = model(xt, diffusion.mask_rate(time, schedule).float(), xt != mdlm.PAD)
     nll = diffusion.masked_nll(logits, x0, xt == mdlm.MASK, mdlm.MASK)
-    want = diffusion.nelbo_per_token(nll, rate.float(), torch.from_numpy(noised["counted"]), "linear")
+    want = loss_of.span * diffusion.nelbo_per_token(nll, time, counted, schedule)
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
-    assert counts[2] == (xt == mdlm.MASK).sum()
     for a, b in zip(got, torch.autograd.grad(want, list(model.parameters())), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    if schedule == "linear":
+        assert loss_of.span == 1
+        row, _ = np.nonzero(noised.mask_BL)
+        by_hand = (nll[xt == mdlm.MASK].detach().numpy() / noised.time_B[row]).sum() / noised.counted_BL.sum()
+        assert loss.item() == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_scores_of_micro_batches_add_up_to_those_of_all_rows():
+    torch.manual_seed(0)
+    model = mdlm.MDLM(mdlm.Config(vocab=8, width=32, layers=1, heads=2, ffn=64, positions=32))
+    noised = train_gpu.noise(rows_of_tokens(6, 32) % 4 + 4, "cosine", np.random.default_rng(0))
+    loss_of = train_gpu.Loss(model, "cosine").eval()
+    whole, *parts = (
+        loss_of(*train_gpu.loss_inputs(noised, slice(*ends), torch.device("cpu"))) for ends in ((0, 6), (0, 1), (1, 6))
+    )
+    logits = model(torch.from_numpy(noised.xt_BL), diffusion.mask_rate(torch.tensor(noised.time_B), "cosine").float())
+    logits[..., mdlm.MASK] = -math.inf
+    right = (logits.argmax(-1).numpy() == noised.token_BL)[noised.mask_BL].mean()
+    assert whole["masked_accuracy"].item() == pytest.approx(right)
+    for name, value in whole.items():
+        assert sum(part[name] for part in parts).item() == pytest.approx(value.item(), rel=1e-5)
 
 
 def test_eight_sequences_are_learned_by_heart_in_seconds():
@@ -124,18 +188,19 @@ def test_eight_sequences_are_learned_by_heart_in_seconds():
     cfg, rng = train_gpu.Config(steps=400, lr=3e-3, warmup=20, weight_decay=0.0), np.random.default_rng(0)
     model = mdlm.MDLM(mdlm.Config(vocab=64, width=64, layers=2, heads=1, ffn=256, positions=32))
     token_BL = rng.integers(5, 64, (8, 32))
-    optimizer, loss_of, device = train_gpu.make_optimizer(model, cfg, torch.device("cpu")), train_gpu.Loss(model), "cpu"
+    optimizer, device = train_gpu.make_optimizer(model, cfg, torch.device("cpu")), "cpu"
+    loss_of = train_gpu.Loss(model, "linear").eval()  # for the accuracy; there is no dropout
     bounds, hits = [], []
     for step in range(cfg.steps):
         for group in optimizer.param_groups:
             group["lr"] = train_gpu.learning_rate(step, cfg)
-        loss, counts = loss_of(*train_gpu.to_device(token_BL, train_gpu.noise(token_BL, cfg, rng), device))
-        loss.backward()
+        scores = loss_of(*train_gpu.loss_inputs(train_gpu.noise(token_BL, "linear", rng), slice(None), device))
+        scores["nelbo"].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        bounds.append(loss.item())
-        hits.append(float(counts[1] / counts[2]))
+        bounds.append(scores["nelbo"].item())
+        hits.append(scores["masked_accuracy"].item())
     assert np.mean(bounds[:10]) > 3.5  # ln 63 = 4.1
     assert np.mean(bounds[-20:]) < 0.8
     assert np.mean(hits[-20:]) > 0.75
@@ -166,8 +231,7 @@ def test_learning_rate_warms_up_and_falls_to_a_tenth():
 def unbroken(data, tmp_path_factory):
     """Twelve steps without a stop."""
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    result = run(*command(data, out, "--steps=12", "--eval_every=4"))
-    assert result.returncode == 0, result.stderr
+    train(data, out, **TWELVE)
     return out
 
 
@@ -177,18 +241,22 @@ def test_a_run_leaves_a_model_that_loads_and_its_scores_fall(data, unbroken):
     assert [row["step"] for row in scores] == [4, 8, 12]
     assert scores[-1]["heldout_nats"] < scores[0]["heldout_nats"]
     assert scores[-1]["perplexity"] == pytest.approx(np.exp(scores[-1]["heldout_nats"]))
-    assert train_gpu.checkpoints(unbroken) == [8, 12]
+    assert 0 <= scores[-1]["masked_accuracy"] < 1
+    assert list(runs.checkpoints(unbroken)) == [8, 12]
     model = mdlm.load(unbroken / "step_12")
     assert model.cfg == dataclasses.replace(mdlm.CONFIGS["tiny"], vocab=512)  # 300 token ids, filled up
     assert "---- step 12" in (unbroken / "samples.txt").read_text()
 
 
-def test_evaluate_estimates_the_bound_that_the_trainer_logged(data, unbroken, tmp_path):
-    script = sys.executable, str(ROOT / "evaluate.py"), "--model=mdlm"
-    args = *script, f"--ckpt={unbroken}", "--steps", "2", "--lengths", "16"
-    result = run(*args, "--json=True", f"--plot={tmp_path / 'noise.png'}")
+def evaluated(*args):
+    result = run("evaluate.py", "--model=mdlm", *args)
     assert result.returncode == 0, result.stderr
-    row = json.loads(result.stdout)
+    return result.stdout
+
+
+def test_evaluate_estimates_the_bound_that_the_trainer_logged(data, unbroken, tmp_path):
+    flags = f"--ckpt={unbroken}", "--steps", "2", "--lengths", "16", "--json", f"--plot={tmp_path / 'noise.png'}"
+    row = json.loads(evaluated(*flags))
     last = [json.loads(line) for line in (unbroken / "log.jsonl").read_text().splitlines()][-1]
     assert row["step"] == last["step"] == 12
     assert row["nats_per_token"] == pytest.approx(last["heldout_nats"], rel=0.05)
@@ -196,59 +264,85 @@ def test_evaluate_estimates_the_bound_that_the_trainer_logged(data, unbroken, tm
     assert row["perplexity"] == pytest.approx(np.exp(row["nats_per_token"]))
     assert [r["steps"] for r in row["latency"]] == [2]
     assert (tmp_path / "noise.png").stat().st_size > 5000
-    assert "nats per masked token" in run(*args, "--rows=8").stdout
-    meta = json.loads((data / "meta.json").read_text())
-    text_bytes = meta["splits"]["heldout"]["bytes"]
+    text_bytes = json.loads((data / "meta.json").read_text())["splits"]["heldout"]["bytes"]
     bits = row["nats_per_token"] * row["heldout_tokens"] / np.log(2)
     assert row["bits_per_byte"] == pytest.approx(bits / text_bytes)
+
+
+def test_what_evaluate_says(data, unbroken, tmp_path):
+    import evaluate
+
     other = tmp_path / "other"
-    subprocess.run(["cp", "-r", data, other], check=True)
+    shutil.copytree(data, other)
+    meta = json.loads((data / "meta.json").read_text())
     (other / "meta.json").write_text(json.dumps(meta | {"tokenizer_sha256": "0" * 64}))
-    says(run(*args, f"--data={other}"), "another tokenizer")
-    says(run(*args, "--batch_size=0"), "--batch_size")
-    says(run(*args, f"--plot={tmp_path / 'none' / 'a.png'}"), "there is no folder")
-    says(run(*args, "--step=3"), "holds no config.json")
-    says(run(*script, f"--ckpt={tmp_path}"), "train_gpu.py")
+    for settings, message in (
+        ({"data": str(other)}, "another tokenizer|is not the one"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"plot": str(tmp_path / "none" / "a.png")}, "there is no folder"),
+        ({"step": 3}, "no checkpoint of step 3"),
+        ({"ckpt": str(tmp_path)}, "train"),
+    ):
+        with pytest.raises((ValueError, OSError), match=message):
+            evaluate.main(evaluate.Config(**{"model": "mdlm", "ckpt": str(unbroken), "lengths": (16,)} | settings))
 
 
-def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(data, unbroken, tmp_path):
-    out = tmp_path / "run"
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command(data, out, "--steps=12", "--eval_every=4"), stdout=subprocess.PIPE, env=env)
-    for line in process.stdout:
-        if line.startswith(b"step 6 "):
-            process.send_signal(signal.SIGTERM)
-            break
-    process.stdout.read()
-    assert process.wait() != 0
-    assert train_gpu.checkpoints(out)[-1] in (6, 7)
-    result = run(sys.executable, str(ROOT / "train_gpu.py"), f"--resume={out}")
-    assert result.returncode == 0, result.stderr
+def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(data, unbroken, tmp_path, monkeypatch):
+    out, log = tmp_path / "run", runs.Run.log
+
+    def log_and_stop(self, row):
+        log(self, row)
+        if row["step"] == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(runs.Run, "log", log_and_stop)
+    with pytest.raises(InterruptedError, match="SIGTERM: saved step 7; go on with --resume="):
+        train(data, out, **TWELVE)
+    monkeypatch.undo()
+    resume(out)
     assert losses(out) == losses(unbroken)
     one, two = (mdlm.load(folder / "step_12").state_dict() for folder in (out, unbroken))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("fsdp", ["False", "True"])
-@pytest.mark.parametrize("compiled", ["False", pytest.param("True", marks=pytest.mark.slow)])
-def test_two_processes_train_as_one(data, unbroken, tmp_path, fsdp, compiled):
+def test_the_shell_gets_one_line_and_a_resumed_run_its_own_settings(data, tmp_path):
     out = tmp_path / "run"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    more = "--steps=12", "--eval_every=4", "--micro_batch=2", f"--fsdp={fsdp}", f"--compile={compiled}"
-    result = run(*launch, *command(data, out, *more)[1:])
+    script = command("train_gpu.py", *flags(data, out, "--steps=8", "--eval_every=8"))
+    process = subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, text=True)
+    for line in process.stdout:
+        if line.startswith("step 3 "):
+            process.send_signal(signal.SIGTERM)
+            break
+    process.stdout.read()
+    error = process.stderr.read()
+    assert process.wait() == 1
+    assert error.startswith("SIGTERM: saved step ")
+    assert error.count("\n") == 1
+    result = run("train_gpu.py", f"--resume={out}")
+    assert result.returncode == 0, result.stderr
+    assert list(losses(out)) == list(range(1, 9))
+
+
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+@pytest.mark.parametrize("split", ["--no-fsdp", "--fsdp"])
+@pytest.mark.parametrize("compiled", ["--no-compile", pytest.param("--compile", marks=pytest.mark.slow)])
+def test_two_processes_train_as_one(script, data, unbroken, tmp_path, split, compiled):
+    out, more = tmp_path / "run", ("--steps=12", "--eval_every=12", "--micro_batch=2", split, compiled)
+    together = [*LAUNCH, script, *flags(data, out, *more)]
+    result = subprocess.run(together, capture_output=True, text=True, env=ENV, timeout=300)
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[:3000]
     for step, want in losses(unbroken).items():
         np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
-    assert (out / "samples.txt").read_text().count("---- step") == 3
+    assert (out / "samples.txt").read_text().count("---- step") == 1
 
 
 @pytest.mark.slow
-def test_two_processes_leave_together_when_one_is_asked_to_stop(data, unbroken, tmp_path):
+def test_two_processes_leave_together_when_one_is_asked_to_stop(script, data, unbroken, tmp_path):
     out = tmp_path / "run"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    script = [*launch, *command(data, out, "--steps=12", "--eval_every=4", "--micro_batch=2")[1:]]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+    together = [*LAUNCH, script, *flags(data, out, "--steps=12", "--eval_every=4", "--micro_batch=2")]
+    process = subprocess.Popen(together, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV)
     for line in process.stdout:
         if line.startswith(b"step 5 "):
             workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -256,47 +350,54 @@ def test_two_processes_leave_together_when_one_is_asked_to_stop(data, unbroken, 
             break
     errors = process.communicate(timeout=60)[1].decode()
     assert process.returncode != 0
-    saved = train_gpu.checkpoints(out)[-1]
+    saved = list(runs.checkpoints(out))[-1]
     assert saved in (5, 6, 7)
     assert errors.count(f"saved step {saved}; go on with --resume=") == 2
-    result = run(*launch, str(ROOT / "train_gpu.py"), "--resume", str(out))
+    again = [*LAUNCH, script, "--resume", out]
+    result = subprocess.run(again, capture_output=True, text=True, env=ENV, timeout=300)
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[:3000]
     for step, want in losses(unbroken).items():
         np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
 
 
-@pytest.mark.slow
+def refuses(match, data, out, error=ValueError, **settings):
+    with pytest.raises(error, match=match):
+        train(data, out, **settings)
+
+
 def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, tmp_path):
     before = (unbroken / "log.jsonl").read_text()
-    says(run(*command(data, unbroken)), "already holds a run", "--resume=")
-    says(run(*command(tmp_path / "none", tmp_path / "a")), "data_prep.py")
-    says(run(*command(data, tmp_path / "a", "--model=huge")), "tiny, small, medium, large")
-    says(run(*command(data, tmp_path / "a", "--seq_len=64")), "rows of 32 tokens, not 64")
-    says(run(*command(data, tmp_path / "a", "--micro_batch=3")), "--micro_batch=3 does not divide")
-    says(run(*command(data, unbroken, f"--resume={unbroken}", "--model=small", "--steps=20")), "another model", "width")
-    says(run(*command(data, tmp_path / "a", f"--resume={tmp_path}")), "--resume")
-    says(run(*command(data, tmp_path / "a", "--resume", str(tmp_path))), f"{tmp_path}/config.json cannot be read")
-    for flag in ("--batch_size=0", "--steps=0", "--log_every=0", "--eval_rows=0", "--micro_batch=-2"):
-        says(run(*command(data, tmp_path / "a", flag)), flag)
-    long = data_prep.Config(source=str(ROOT / "diffusion.py"), out=str(tmp_path / "long"), vocab_size=300, seq_len=512)
-    data_prep.main(dataclasses.replace(long, heldout=0.0, workers=1))
-    says(run(*command(tmp_path / "long", tmp_path / "a")), "512 tokens", "256 positions")
+    refuses("already holds a run: --resume=", data, unbroken, FileExistsError)
+    refuses("data_prep.py", tmp_path / "none", tmp_path / "a", FileNotFoundError)
+    refuses("tiny, small, medium, large", data, tmp_path / "a", model="huge")
+    refuses("rows of 32 tokens, the run wants 64", data, tmp_path / "a", seq_len=64)
+    refuses("--batch_size=8 is no multiple of 1 devices times --micro_batch=3", data, tmp_path / "a", micro_batch=3)
+    with pytest.raises(ValueError, match=r"another model: .*width 64 there, 384 here"):
+        resume(unbroken, model="small", steps=20)
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/config.json does not exist"):
+        resume(tmp_path)
+    for name in ("batch_size", "steps", "log_every", "eval_rows"):
+        refuses(f"--{name}=0", data, tmp_path / "a", **{name: 0})
+    refuses("--micro_batch=-2", data, tmp_path / "a", micro_batch=-2)
+    source, out = str(ROOT / "diffusion.py"), str(tmp_path / "long")
+    data_prep.main(data_prep.Text(source=source, out=out, vocab_size=300, seq_len=512, heldout=0.0, workers=1))
+    refuses("512 tokens, the model 256 positions", out, tmp_path / "a")
     copy = tmp_path / "rows"
-    subprocess.run(["cp", "-r", data, copy], check=True)
+    shutil.copytree(data, copy)
     shard = next((copy / "train").glob("*.parquet"))
     os.truncate(shard, 500)
-    says(run(*command(copy, tmp_path / "a")), shard.name, "corrupted")
+    refuses(f"{shard.name} is corrupted", copy, tmp_path / "a")
     (copy / "tokenizer.json").write_text("{}")
-    says(run(*command(copy, tmp_path / "b")), "tokenizer.json is not the one")
+    refuses("tokenizer.json is not the one", copy, tmp_path / "b")
     os.truncate(copy / "meta.json", 100)
-    says(run(*command(copy, tmp_path / "b")), "meta.json is damaged")
+    refuses("meta.json is damaged", copy, tmp_path / "b")
     assert (unbroken / "log.jsonl").read_text() == before
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "other"])
 def test_a_damaged_checkpoint_is_named(data, unbroken, tmp_path, damage):
     out = tmp_path / "run"
-    subprocess.run(["cp", "-r", unbroken, out], check=True)
+    shutil.copytree(unbroken, out)
     file = out / "step_12" / "trainer.safetensors"
     if damage == "cut":
         os.truncate(file, 100_000)
@@ -304,90 +405,72 @@ def test_a_damaged_checkpoint_is_named(data, unbroken, tmp_path, damage):
         file.unlink()
     else:
         file.write_bytes(safetensors.torch.save({"model.embed.weight": torch.zeros(2, 2)}))
-    says(run(sys.executable, str(ROOT / "train_gpu.py"), f"--resume={out}", "--steps=14"), "step_12", "delete it")
-    assert train_gpu.checkpoints(out) == [8, 12]
+    with pytest.raises(ValueError, match=r"step_12 .*delete it"):
+        resume(out, steps=14)
+    assert list(runs.checkpoints(out)) == [8, 12]
 
 
-def test_a_full_disk_leaves_the_last_good_checkpoint(data, unbroken, tmp_path):
+def test_a_full_disk_leaves_the_last_good_checkpoint(script, unbroken, tmp_path):
     out = tmp_path / "run"
-    subprocess.run(["cp", "-r", unbroken, out], check=True)
+    shutil.copytree(unbroken, out)
 
     def small_files():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))  # a write beyond it fails, as on a full disk
 
-    args = sys.executable, str(ROOT / "train_gpu.py"), f"--resume={out}", "--steps=14"
-    says(run(*args, preexec_fn=small_files), "make room", "--resume")
-    assert train_gpu.checkpoints(out) == [8, 12]
+    more = [sys.executable, script, f"--resume={out}", "--steps=14"]
+    result = subprocess.run(more, capture_output=True, text=True, env=ENV, preexec_fn=small_files)
+    says(result, "make room", "--resume")
+    assert list(runs.checkpoints(out)) == [8, 12]
     assert mdlm.load(out / "step_12").cfg.vocab == 512
-    result = run(*args)  # what the failed write left is no obstacle
-    assert result.returncode == 0, result.stderr
-    assert train_gpu.checkpoints(out) == [12, 14]
+    (out / "step_14.tmp").mkdir(exist_ok=True)  # what a killed process left is no obstacle
+    resume(out, steps=14)
+    assert list(runs.checkpoints(out)) == [12, 14]
     assert not list(out.glob("*.tmp"))
 
 
 def test_two_trainers_on_one_folder_are_refused(data, unbroken):
     with open(unbroken / ".lock0", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        says(run(*command(data, unbroken, f"--resume={unbroken}", "--steps=14")), "another trainer")
+        with pytest.raises(BlockingIOError, match="another process is writing"):
+            resume(unbroken, steps=14)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_learns_like_float32_and_resumes(data, unbroken, tmp_path, dtype):
+def test_half_precision_learns_like_float32_and_resumes(data, unbroken, tmp_path, dtype, capsys):
     out = tmp_path / "run"
-    result = run(*command(data, out, "--steps=12", "--eval_every=6", f"--dtype={dtype}"))
-    assert result.returncode == 0, result.stderr
-    assert f"{dtype} matmuls" in result.stdout
-    whole = losses(out)
-    for step, (loss, _) in whole.items():
+    train(data, out, steps=12, eval_every=6, dtype=dtype)
+    assert f"{dtype} matmuls" in capsys.readouterr().out
+    uninterrupted = losses(out)
+    for step, (loss, _) in uninterrupted.items():
         assert loss == pytest.approx(losses(unbroken)[step][0], rel=0.02)
     scaler = json.loads((out / "step_12" / "trainer.json").read_text())["scaler"]
     assert scaler.get("_growth_tracker") == (12 if dtype == "float16" else None)
     shutil.rmtree(out / "step_12")
-    result = run(sys.executable, str(ROOT / "train_gpu.py"), f"--resume={out}")
-    assert result.returncode == 0, result.stderr
-    assert losses(out) == whole
+    resume(out)
+    assert losses(out) == uninterrupted
     assert json.loads((out / "step_12" / "trainer.json").read_text())["scaler"] == scaler
 
 
-def test_a_time_free_model_with_a_tied_head_trains_and_is_read_again(data, tmp_path):
+def test_a_time_free_model_with_a_tied_head_trains_and_is_read_again(data, tmp_path, capsys):
     out = tmp_path / "run"
-    result = run(*command(data, out, "--steps=4", "--eval_every=4", "--time=False", "--tie=True"))
-    assert result.returncode == 0, result.stderr
-    assert "time 0," in result.stdout
+    train(data, out, steps=4, eval_every=4, time=False, tie=True)
+    assert "time 0," in capsys.readouterr().out
     model = mdlm.load(out / "step_4")
     assert (model.cfg.time, model.cfg.tie) == (False, True)
-    result = run(sys.executable, str(ROOT / "evaluate.py"), "--model=mdlm", f"--ckpt={out}", "--lengths", "16")
-    assert result.returncode == 0, result.stderr
+    evaluated(f"--ckpt={out}", "--lengths", "16")
 
 
 @pytest.mark.slow
-def test_kill_9_at_twenty_random_moments_always_resumes_to_the_unbroken_losses(data, tmp_path):
-    rng, kills, out = np.random.default_rng(0), 0, tmp_path / "killed"
-    more = "--steps=200", "--eval_every=10", "--eval_rows=8"
-    whole = run(*command(data, tmp_path / "whole", *more))
-    assert whole.returncode == 0, whole.stderr
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    while True:
-        resume = [f"--resume={out}"] if (out / "config.json").exists() else []
-        process = subprocess.Popen(
-            command(data, out, *more, *resume), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        text = ""
-        for line in process.stdout:
-            text += line.decode()
-            if kills < 20 and line.startswith(b"step "):
-                time.sleep(rng.uniform(0, 2.5))
-                kills += process.poll() is None
-                process.kill()
-        if process.wait() == 0:
-            break
-        assert process.returncode == -signal.SIGKILL, text
-    assert kills == 20
-    assert losses(out) == losses(tmp_path / "whole")
+def test_kill_9_at_twenty_random_moments_always_resumes_to_the_unbroken_losses(script, data, tmp_path):
+    out, more = tmp_path / "killed", {"steps": 200, "eval_every": 2, "eval_rows": 8}
+    train(data, tmp_path / "never_killed", **more)
+    first = [sys.executable, script, *flags(data, out, *(f"--{name}={value}" for name, value in more.items()))]
+    kill_and_resume(first, [*first, f"--resume={out}"])
+    want = losses(tmp_path / "never_killed")
+    np.testing.assert_allclose(list(losses(out).values()), list(want.values()), rtol=1e-4)
 
 
-def test_a_loss_that_is_not_finite_stops_after_five_steps(data, tmp_path):
-    result = run(*command(data, tmp_path / "run", "--steps=40", "--lr=1e30", "--warmup=1", "--eval_every=100"))
-    assert "the update is left out" in result.stdout
-    says(result, "no finite loss in 5 steps")
+def test_a_loss_that_is_not_finite_stops_after_five_steps(data, tmp_path, capsys):
+    refuses("no finite loss in 5 steps", data, tmp_path / "run", steps=40, lr=1e30, warmup=1, eval_every=100)
+    assert "the update is left out" in capsys.readouterr().out
