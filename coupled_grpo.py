@@ -2,14 +2,13 @@
 
     python coupled_grpo.py                                        # a small model learns small tasks; five minutes, CPU
     python coupled_grpo.py --resume=out/grpo                      # goes on where the run stopped
-    python data_prep.py --source=acecode --difficulty=hard --tokenizer=out/diffucoder/tokenizer.json --out=data/acecode
+    python rl_tasks.py --difficulty=hard --tokenizer=out/diffucoder/tokenizer.json --out=data/acecode
     python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode                  # full fine-tuning
     python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode --lora_rank=16   # on one TPU chip
 
-Reads a Dream (a folder of convert_weights.py or a run of train_tpu.py) and tasks in JSON lines: {"question",
-"test_cases"}, asked by the model's chat template, or {"prompt", "test_cases"}, the beginning of a program. Without
---ckpt it makes both. Writes --out: config.json, log.jsonl, rounds.jsonl (each completion with its rewards),
-checkpoints/<round>/, the tokenizer; with LoRA at the end also merged/, a whole model. One host.
+Reads a Dream (a folder of convert_weights.py or a run of train_tpu.py) and tasks (see rl_tasks.py); without --ckpt it
+makes both. Writes --out: config.json, log.jsonl, rounds.jsonl (each completion with its rewards), checkpoints/<round>/,
+the tokenizer; with LoRA at the end also merged/, a whole model. One host.
 
 A round: --group completions of each of --tasks tasks, their rewards from sandbox.py, and --iterations updates, each
 over all of them under fresh masks. Everything drawn is a function of (seed, round), so a run that was killed goes on
@@ -26,26 +25,18 @@ text behind <|im_end|>, and counts a failed sandbox as a wrong answer. Groups of
 computes them, we skip them.
 
 Letters: B sequences, N completions of a prompt, L columns of a canvas, C of them its completion, T tokens in a chunk,
-K versions of a canvas, D width, R rank, V vocabulary, F reward functions.
+K versions of a canvas, I iterations, D width, R rank (or rows of a micro-batch), V vocabulary, F reward functions.
 Refs: DiffuCoder, arXiv:2506.20639; GRPO, arXiv:2402.03300; leave-one-out baseline, arXiv:2402.14740.
 """
 
-import collections
 import concurrent.futures
-import contextlib
 import dataclasses
-import fcntl
 import functools
-import io
 import itertools
 import json
-import logging
 import math
-import os
 import random
 import shutil
-import signal
-import sys
 import time
 import typing
 from pathlib import Path
@@ -54,86 +45,109 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
-import tyro
 from flax import nnx
 from jax.sharding import AxisType
 
 import data_prep
 import diffusion
 import model_dream as md
+import rl_tasks
+import runs
+import sample_dream
 import sandbox
 import train_tpu
 
 
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How completions are written, those that are evaluated too."""
+
+    temperature: float = 1.0  # of the distribution that completions are drawn from
+    top_p: float | None = None  # draw from the likeliest tokens that have this probability together
+    block_length: int | None = None  # write block by block of so many tokens; 0: the whole canvas at once
+    cache: typing.Literal["", "prefix", "dual"] = "dual"  # keys and values kept while a block is filled; "" none
+    threshold: float = 0.9  # all tokens of at least this probability are filled at once; 0 fills one a pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Sandbox:
+    """Where the programs of completions run, see sandbox.py."""
+
+    runner: typing.Literal["local", "e2b"] = "local"  # on this machine, or in E2B's cloud
+    e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
+    workers: int = 0  # programs run at a time; 0: one per CPU
+    timeout_s: float = 3.0  # seconds that one test may take
+    allow_unsafe: bool = False  # run programs where the machine offers no safe sandbox
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
-    preset: typing.Literal["demo", "7b"] = "demo"  # sets what is None below
+    preset: typing.Literal["demo", "7b"] = "demo"  # sets the flags whose default is None
     ckpt: str = ""  # base model; "" trains a small one under --out, with tasks of its own
-    prompts: str = ""  # folder of data_prep.py --source=acecode, or a JSONL file of tasks
+    prompts: str = ""  # folder of rl_tasks.py, or a JSONL file of tasks
     heldout: str = ""  # JSONL file of tasks to evaluate on; "" is heldout.jsonl of the folder --prompts
-    out: str = "out/grpo"  # run folder
-    resume: str = ""  # run folder to go on from, with its settings
-    rounds: int | None = None
+    out: str = "out/grpo"  # folder of the run
+    resume: str = ""  # folder of a run to go on with, with its settings; "" starts anew
+    rounds: int | None = None  # rounds of the whole run
     tasks: int | None = None  # different tasks in a round
-    group: int | None = None  # completions of each
+    group: int | None = None  # completions of each task, which are compared with each other
     iterations: int | None = None  # updates of a round
     micro_batch: int | None = None  # completions that are differentiated at a time, all devices together
     generation_batch: int | None = None  # canvases that are filled at a time, all devices together
-    max_prompt: int | None = None  # tokens; longer prompts are left out
+    max_prompt: int | None = None  # tokens of a prompt; longer ones are left out
     max_new: int | None = None  # tokens of a completion
-    lr: float | None = None  # peak learning rate; a cosine falls to a tenth
-    warmup: int = 1  # updates; the first has rate 0, as in the reference
-    weight_decay: float | None = None  # on matrices
-    clip: float | None = None  # global gradient norm
-    beta: float = 0.01  # weight of the KL divergence from the reference model
-    epsilon: float = 0.5  # the ratio is clipped below 1 - epsilon
-    epsilon_high: float = 0.5  # and above 1 + epsilon_high
+    lr: float | None = None  # peak learning rate; a cosine falls to a tenth of it
+    warmup: int = 1  # updates until the peak; the first has rate 0, as in the reference
+    weight_decay: float | None = None  # AdamW's, on matrices alone
+    clip: float | None = None  # largest global norm of a gradient
+    beta: float = 0.01  # weight of the KL divergence from the reference model; 0: no reference model
+    epsilon: float = 0.5  # the ratio of new to old probability is clipped below 1 - epsilon
+    epsilon_high: float = 0.5  # the ratio of new to old probability is clipped above 1 + epsilon_high
     scale_rewards: bool = False  # divide advantages by the standard deviation of their group
     sync_every: int = 64  # updates after which the reference model moves towards the policy; 0: never
-    mixup: float = 0.6  # by this share; with LoRA all the way
+    mixup: float = 0.6  # how far the reference model moves: 1 makes it the policy, as LoRA always does
     rewards: tuple[str, ...] | None = None  # names in sandbox.py, or your own as file.py:function
-    reward_weights: tuple[float, ...] | None = None
-    masks: typing.Literal["coupled", "independent"] = "coupled"  # the second for comparison
-    temperature: float = 1.0  # of the completions, also of those evaluated
-    top_p: float | None = None
-    block_length: int | None = None  # completions are written block by block; 0: the whole canvas at once
-    cache: typing.Literal["", "prefix", "dual"] = "dual"  # keys and values kept while a block is filled
-    threshold: float = 0.9  # all tokens that are so sure are filled at once; 0 fills one a pass
+    reward_weights: tuple[float, ...] | None = None  # weight of each of --rewards in their sum
     lora_rank: int = 0  # train a difference of this rank to each matrix instead of all weights; 0 trains all
-    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; what is trained is float32
+    lora_targets: tuple[str, ...] = MATRICES  # matrices of each layer that LoRA changes
+    dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; "" float32 on a CPU, else bfloat16
     remat: typing.Literal["", "none", "qkvo", "full"] = ""  # what the backward pass recomputes; "" none on a CPU
     chunk: int = 1024  # tokens whose logits exist at a time
     tensor: int = 1  # devices that share each layer's heads, feed-forward and vocabulary; the others share weights
-    eval_every: int | None = None  # rounds
+    eval_every: int | None = None  # rounds between evaluations on held-out tasks
     eval_tasks: int = 96  # held-out tasks at most
-    eval_samples: int = 2  # completions of each
-    save_every: int | None = None  # rounds
+    eval_samples: int = 2  # completions of each held-out task
+    save_every: int | None = None  # rounds between checkpoints
     keep: int = 2  # newest checkpoints to keep
-    demo_steps: int = 300  # of the demo's own pre-training
-    runner: typing.Literal["local", "e2b"] = "local"  # where programs run, see sandbox.py
-    e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
-    workers: int = 0  # programs run at a time; 0: one per CPU
-    timeout_s: float = 3.0  # of one test
-    allow_unsafe: bool = False  # run programs where the machine offers no safe sandbox
+    demo_steps: int = 300  # optimiser steps of the demo's own pre-training
     show: bool = False  # print the best and the worst completion of each round
     wandb: str = ""  # project name; "" logs to files alone
     compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
-    seed: int = 0
+    seed: int = 0  # of tasks, completions and masks
+    sampling: Sampling = Sampling()
+    sandbox: Sandbox = Sandbox()
+
+    def __post_init__(self):  # config.json of a run that is resumed holds the groups as dictionaries
+        for name, group in (("sampling", Sampling), ("sandbox", Sandbox)):
+            if isinstance(getattr(self, name), dict):
+                object.__setattr__(self, name, group(**getattr(self, name)))
 
 
 PRESETS = {
     "demo": {
         "rounds": 40, "tasks": 16, "group": 8, "iterations": 2, "micro_batch": 64, "generation_batch": 128,
         "max_prompt": 40, "max_new": 16, "lr": 3e-4, "weight_decay": 0.0, "clip": 1.0, "rewards": ("code",),
-        "reward_weights": (1.0,), "top_p": 1.0, "block_length": 16, "eval_every": 5, "save_every": 10,
+        "reward_weights": (1.0,), "eval_every": 5, "save_every": 10,
+        "sampling": Sampling(top_p=1.0, block_length=16),
     },
     "7b": {
         "rounds": 2000, "tasks": 8, "group": 10, "iterations": 2, "micro_batch": 5, "generation_batch": 10,
         "max_prompt": 200, "max_new": 256, "lr": 1e-6, "weight_decay": 0.1, "clip": 0.2,
-        "rewards": ("code", "code_format"), "reward_weights": (2.0, 0.5), "top_p": 0.95, "block_length": 32,
-        "eval_every": 50, "save_every": 50,
+        "rewards": ("code", "code_format"), "reward_weights": (2.0, 0.5), "eval_every": 50, "save_every": 50,
+        "sampling": Sampling(top_p=0.95, block_length=32),
     },
 }  # fmt: skip
 
@@ -180,7 +194,7 @@ def token_logps(logits_of, hidden_BLD, token_BL, chunk=1024):
     chunks = -(-L // T)
 
     @jax.checkpoint
-    def some(inputs):
+    def of_chunk(inputs):
         hidden_BTD, token_BT = inputs
         logits_BTV = logits_of(hidden_BTD).astype(jnp.float32)
         logits_BTV -= jax.lax.stop_gradient(logits_BTV.max(-1, keepdims=True))
@@ -195,7 +209,7 @@ def token_logps(logits_of, hidden_BLD, token_BL, chunk=1024):
         x_BL = jnp.pad(x_BL, ((0, 0), (0, chunks * T - L), *[(0, 0)] * (x_BL.ndim - 2)))
         return x_BL.reshape(B, chunks, T, *x_BL.shape[2:]).swapaxes(0, 1)
 
-    outs = jax.lax.map(some, (split(hidden_BLD), split(token_BL)))
+    outs = jax.lax.map(of_chunk, (split(hidden_BLD), split(token_BL)))
     return tuple(out.swapaxes(0, 1).reshape(B, -1)[:, :L] for out in outs)
 
 
@@ -396,190 +410,6 @@ def sync_reference(ref, params, mixup=0.6):
     return jax.tree.map(lambda r, p: ((1 - mixup) * r + mixup * p).astype(r.dtype), ref, params)
 
 
-# ---- prompts -------------------------------------------------------------------------------------------------------
-
-
-def messages(row, system="You are a helpful assistant."):
-    """The chat that asks for a row of AceCode: question and first test, but for questions that hold a code block."""
-    question = row["question"]
-    if "\n```\n" not in question:
-        question += f"\nTest cases: {row['test_cases'][0]}"
-    return [{"role": "system", "content": system}, {"role": "user", "content": question}]
-
-
-# ---- the demo's tasks ----------------------------------------------------------------------------------------------
-
-NUMBERS = {  # what the docstring asks for: the right expression, and the mistake that most of the training data makes
-    "{x} plus {k}": ("{x} + {k}", "{x} - {k}"),
-    "{x} minus {k}": ("{x} - {k}", "{k} - {x}"),
-    "{x} times {k}": ("{x} * {k}", "{x} + {k}"),
-    "{x} to the power of {k}": ("{x} ** {k}", "{x} * {k}"),
-    "{x} divided by {k}, rounded down": ("{x} // {k}", "{x} % {k}"),
-    "the rest of {x} divided by {k}": ("{x} % {k}", "{x} // {k}"),
-    "{x}, but at least {k}": ("max({x}, {k})", "min({x}, {k})"),
-    "{x}, but at most {k}": ("min({x}, {k})", "max({x}, {k})"),
-}
-LISTS = {
-    "the first {k} of {x}": ("{x}[:{k}]", "{x}[{k}:]"),
-    "{x} without the first {k}": ("{x}[{k}:]", "{x}[:{k}]"),
-    "the last {k} of {x}": ("{x}[-{k}:]", "{x}[:-{k}]"),
-    "every item of {x} plus {k}": ("[i + {k} for i in {x}]", "[i - {k} for i in {x}]"),
-    "the items of {x} above {k}": ("[i for i in {x} if i > {k}]", "[i for i in {x} if i < {k}]"),
-    "how often {k} is in {x}": ("{x}.count({k})", "{x}.index({k})"),
-    "the sum of {x} times {k}": ("sum({x}) * {k}", "sum({x}) + {k}"),
-}
-
-
-def make_tasks(seed):
-    """[{"id", "prompt", "test_cases", "right", "wrong"}], shuffled: 480 functions of a line, each with three tests."""
-    rng, tasks = random.Random(seed), []
-    kinds = [(NUMBERS, "xnab", lambda: rng.randint(11, 40)), (LISTS, ("xs", "row", "s", "items"), None)]
-    for kind, names, value in kinds:
-        for words, (right, wrong) in kind.items():
-            for k, x in itertools.product(range(2, 10), names):
-                prompt = f'def f({x}):\n    """Return {words.format(x=x, k=k)}."""\n    return '
-                tests = []
-                while len(tests) < 3:
-                    given = value() if value else [rng.randint(0, 19) for _ in range(12)] + [k]
-                    want, mistake = (eval(text.format(x=x, k=k), {x: given}) for text in (right, wrong))
-                    if want != mistake:
-                        tests.append(f"assert f({given}) == {want}")
-                expressions = {"right": right.format(x=x, k=k), "wrong": wrong.format(x=x, k=k)}
-                tasks.append({"id": f"demo/{len(tasks)}", "prompt": prompt, "test_cases": tests} | expressions)
-    rng.shuffle(tasks)
-    return tasks
-
-
-def make_demo(cfg):
-    """The config with prompts and a base model of its own: pairs, of which three in ten are right, and train_tpu.py."""
-    base, rng = Path(cfg.out) / "base", random.Random(cfg.seed)
-    tasks = make_tasks(0)
-    heldout, train = tasks[:96], tasks[96:]
-    if not (base / "done").exists():
-        print("no --ckpt: training a small Dream on tasks of its own, with three in ten answers right", flush=True)
-        shutil.rmtree(base, ignore_errors=True)
-        base.mkdir(parents=True)
-        pairs = [
-            {"prompt": task["prompt"], "response": task["right" if rng.random() < 0.3 else "wrong"] + "\n"}
-            for _ in range(20)
-            for task in train
-        ]
-        for name, rows in (("pairs", pairs), ("train", train), ("heldout", heldout)):
-            (base / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        source, rows = str(base / "pairs.jsonl"), str(base / "rows")
-        data_prep.main(data_prep.Config(source=source, out=rows, seq_len=128, eos_to=16, vocab_size=512, seed=cfg.seed))
-        train_tpu.main(
-            train_tpu.Config(
-                model="dream_tiny", data=rows, out=str(base / "run"), seq_len=128, batch_size=16, micro_batch=16,
-                remat="none", steps=cfg.demo_steps, eval_every=cfg.demo_steps, log_every=100, seed=cfg.seed,
-                prompt=heldout[0]["prompt"],
-            )
-        )  # fmt: skip
-        (base / "done").touch()
-    names = {"ckpt": base / "run", "prompts": base / "train.jsonl", "heldout": base / "heldout.jsonl"}
-    return dataclasses.replace(cfg, **{name: str(path) for name, path in names.items()})
-
-
-# ---- tasks, completions, rewards -----------------------------------------------------------------------------------
-
-
-def read_tasks(path):
-    """The rows of a JSONL file of tasks; exits naming the line that is none."""
-    tasks = []
-    try:
-        lines = Path(path).read_text().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        sys.exit(f"{path} cannot be read: {error}")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            task = json.loads(line)
-            fine = isinstance(task.get("question", task.get("prompt")), str) and all(
-                isinstance(test, str) for test in task["test_cases"]
-            )
-        except (ValueError, KeyError, TypeError, AttributeError):
-            fine = False
-        if not fine:
-            sys.exit(f'{path}, line {number} is no task: {{"question" or "prompt": text, "test_cases": [texts]}}')
-        if not task["test_cases"]:
-            sys.exit(f"{path}, line {number} has no tests, so nothing could be rewarded")
-        tasks.append(task)
-    if not tasks:
-        sys.exit(f"{path} holds no tasks; write some with: python data_prep.py --source=acecode --out=data/acecode")
-    return tasks
-
-
-class Prompts:
-    """Tasks as canvases: left-padded token ids of the prompts, columns of MASK behind them."""
-
-    def __init__(self, path, cfg, model_cfg, tokenizer, wrap):
-        self.tasks, self.ids, self.cfg, self.model_cfg, self.dropped = [], [], cfg, model_cfg, 0
-        self.tokenizer = tokenizer
-        for task in read_tasks(path):
-            chat = "question" in task
-            if chat and not wrap:
-                sys.exit(f"{path} asks questions, and {cfg.ckpt} holds no chat template (tokenizer_config.json)")
-            tokenizer.encode_special_tokens = not chat  # the names of special tokens in a program's text are text
-            try:
-                text = wrap(*(turn["content"] for turn in messages(task)[::-1])) if chat else task["prompt"]
-            except ValueError as error:
-                sys.exit(str(error))
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
-            if len(ids) > cfg.max_prompt:
-                self.dropped += 1
-                continue
-            self.tasks.append(task)
-            self.ids.append(ids)
-        if not self.tasks:
-            sys.exit(f"all {self.dropped} prompts of {path} have more than --max_prompt={cfg.max_prompt} tokens")
-
-    def canvas(self, which):
-        """(token_BL, see_BL) of the tasks with these numbers."""
-        P, C = self.cfg.max_prompt, self.cfg.max_new
-        token_BL = np.full((len(which), P + C), self.model_cfg.mask_id, np.int32)
-        token_BL[:, :P] = self.model_cfg.pad_id
-        for row, i in zip(token_BL, which, strict=True):
-            row[P - len(self.ids[i]) : P] = self.ids[i]
-        lengths_B = np.array([len(self.ids[i]) for i in which])
-        return token_BL, np.arange(P + C) >= P - lengths_B[:, None]
-
-    def completions(self, which, token_BL, counted_BC):
-        """(texts, rows) for the reward functions. Of a "prompt" the whole program is in the text, in a code block."""
-        texts, rows = [], []
-        for i, ids, counted_C in zip(which, token_BL[:, self.cfg.max_prompt :], counted_BC, strict=True):
-            text, task = self.tokenizer.decode(ids[counted_C].tolist(), skip_special_tokens=True), self.tasks[i]
-            texts.append(text if "question" in task else f"```python\n{task['prompt']}{text.rstrip()}\n```\n")
-            rows.append(task | {"tokens": int(counted_C.sum()), "written": text})
-        return texts, rows
-
-
-def score(cfg, functions, texts, rows):
-    """reward_BF of all completions: one column per reward function, nan where there is none. Equals are run once.
-
-    Leaves the tests' verdicts in the rows, where a function gives them. Raises RuntimeError for a function that fails.
-    """
-    keys = [(text, id(row["test_cases"]), row["tokens"]) for text, row in zip(texts, rows, strict=True)]
-    first = dict(zip(keys[::-1], range(len(keys) - 1, -1, -1), strict=True))  # the first row of each kind
-    some = sorted(first.values())
-    options = {"runner": cfg.runner, "e2b_router_url": cfg.e2b_router_url, "workers": cfg.workers}
-    options |= {"timeout_s": cfg.timeout_s, "allow_unsafe": cfg.allow_unsafe, "max_tokens": cfg.max_new}
-    columns = []
-    for name, function in zip(cfg.rewards, functions, strict=True):
-        try:
-            column = function([texts[i] for i in some], [rows[i] for i in some], **options)
-            column = [math.nan if x is None else float(x) for x in column]
-        except Exception as error:  # whatever a user's function raises
-            raise RuntimeError(f"the reward {name} raised {type(error).__name__}: {error}") from error
-        if len(column) != len(some):
-            raise RuntimeError(f"the reward {name} gave {len(column)} values for {len(some)} completions")
-        columns.append(column)
-    place = {i: j for j, i in enumerate(some)}
-    for row, key in zip(rows, keys, strict=True):
-        row["verdicts"] = rows[first[key]].get("verdicts", [])
-    return np.array(columns).T[[place[first[key]] for key in keys]]
-
-
 # ---- the model and its programs ------------------------------------------------------------------------------------
 
 
@@ -597,6 +427,9 @@ def new_adapters(key, base, rank, targets):
     """
     layers = {}
     for i, layer in base["layers"].items():
+        unknown = set(targets) - {name for name, weight in layer.items() if weight.ndim == 2}
+        if unknown:
+            raise ValueError(f"--lora_targets: no matrix of a layer is called {', '.join(sorted(unknown))}")
         for j, name in enumerate(targets):
             F, D = layer[name].shape
             key_a = jax.random.fold_in(jax.random.fold_in(key, int(i)), j)
@@ -643,10 +476,107 @@ def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None):
     return scores, gradients, update
 
 
+class Setup(typing.NamedTuple):
+    """What stays as it is from round to round."""
+
+    base: dict  # with LoRA the weights beside the adapters; {} where all weights are trained
+    graph: typing.Any  # the model's structure, to write completions with
+    rule: sample_dream.Sampling  # how they are written
+    eos_id: int  # the token that ends a completion
+    scores: typing.Callable  # the compiled programs, see make_programs
+    gradients: typing.Callable
+    update: typing.Callable
+    sync: typing.Callable
+    row_sharding: jax.NamedSharding  # the rows of a batch over the devices
+    rewards: list  # reward functions
+
+
+@dataclasses.dataclass
+class State:
+    """What a round changes."""
+
+    trained: dict  # all weights, or with LoRA the adapters
+    ref: dict  # the same of the reference model; {} without one
+    opt: typing.Any  # the optimizer's state
+    updates: int = 0  # so far
+    bad: int = 0  # the last updates without a finite gradient
+
+    def arrays(self, cfg):
+        """What a checkpoint holds."""
+        return {"adapters" if cfg.lora_rank else "params": self.trained, "ref": self.ref, "opt": self.opt}
+
+
+def load_model(cfg, mesh):
+    """(architecture, parameters, tokenizer, chat template or None) of --ckpt, each parameter split over the devices."""
+    dtype = jnp.float32 if not cfg.lora_rank else computation_dtype(cfg)  # what is trained is float32
+    model, _ = runs.load(md, cfg.ckpt, dtype=dtype, mesh=mesh)
+    tokenizer = sample_dream.load_tokenizer(cfg.ckpt, model.cfg)
+    return model.cfg, nnx.to_pure_dict(nnx.state(model)), tokenizer, sample_dream.chat_template(cfg.ckpt)
+
+
+def computation_dtype(cfg):
+    return jnp.dtype(cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+
+
+def set_up(cfg, mesh, model_cfg, params, tokenizer, chat, rewards):
+    """(Setup, State) before the first round."""
+    # A chat model ends its turn with <|im_end|>; what it writes behind an end token of any kind is no text.
+    eos_id = (chat and tokenizer.token_to_id("<|im_end|>")) or model_cfg.eos_id
+    ends = [eos_id, model_cfg.eos_id, tokenizer.token_to_id("<|dlm_pad|>")]
+    ends = tuple(dict.fromkeys(token for token in ends if token is not None))
+    sampling = dataclasses.asdict(cfg.sampling)
+    sampling["cache"] *= bool(cfg.sampling.block_length)
+    rule = sample_dream.Sampling("entropy", **sampling, vocab=tokenizer.get_vocab_size(), eos_ids=ends)
+
+    # The backward pass of a large model recomputes its layers; nothing is differentiated while completions are written.
+    on_cpu = jax.default_backend() == "cpu"
+    how = md.Run(computation_dtype(cfg), 64 if on_cpu else 256, remat=cfg.remat or ("none" if on_cpu else "full"))
+    graph = md.graph_of(model_cfg, how)
+    writing_graph = md.graph_of(model_cfg, dataclasses.replace(how, remat="none"))
+
+    base, trained = {}, params
+    if cfg.lora_rank:
+        key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
+        base, trained = params, new_adapters(key, params, cfg.lora_rank, cfg.lora_targets)
+        trained = jax.device_put(trained, md.shardings(mesh, trained))
+    rate = functools.partial(learning_rate, peak=cfg.lr, steps=cfg.rounds * cfg.iterations, warmup=cfg.warmup)
+    optimizer = make_optimizer(rate, cfg.weight_decay, cfg.clip)
+    layout = md.shardings(mesh, trained)
+    opt_layout = md.shardings(mesh, jax.eval_shape(optimizer.init, trained))
+    opt = jax.jit(optimizer.init, out_shardings=opt_layout)(trained)
+    programs = make_programs(cfg, graph, optimizer, model_cfg.mask_id, layout, opt_layout)
+    sync = functools.partial(sync_reference, mixup=1.0 if cfg.lora_rank else cfg.mixup)
+    ref = jax.tree.map(jnp.copy, trained) if cfg.beta else {}
+    rows_at = jax.NamedSharding(mesh, md.PS(md.BATCH))
+    setup = Setup(base, writing_graph, rule, eos_id, *programs, jax.jit(sync, donate_argnums=0), rows_at, rewards)
+    return setup, State(trained, ref, opt)
+
+
+# ---- the steps of a round ------------------------------------------------------------------------------------------
+
+
+class Batch(typing.NamedTuple):
+    """The completions of a round."""
+
+    token_BL: np.ndarray  # filled canvases
+    see_BL: np.ndarray  # False at padding
+    counted_BC: np.ndarray  # True up to and including the end of a completion
+    texts: list  # for the reward functions
+    rows: list  # the tasks, with "written", "tokens" and, once rewarded, "verdicts"
+    passes: float  # passes over a canvas that writing took, on average
+
+
 def choices(seed, round, count, tasks):
     """Numbers of the tasks of a round: every task once an epoch, in an order that depends on (seed, epoch) alone."""
     slots = range(round * count, (round + 1) * count)
     return np.array([np.random.default_rng([seed, slot // tasks]).permutation(tasks)[slot % tasks] for slot in slots])
+
+
+def draw_round(key, iterations, rows, columns):
+    """The masks of all iterations of a round, the arguments of coupled_scores: {name: [I, ...]}."""
+    drawn = [draw_masks(key, 1, i, rows, columns) for i in range(iterations)]
+    ratio_IB, u_IBC = (np.stack(arrays) for arrays in zip(*drawn, strict=True))
+    return {"ratio_B": ratio_IB, "u_BC": u_IBC}
 
 
 def micro_batches(row_R, size):
@@ -655,425 +585,352 @@ def micro_batches(row_R, size):
     return [np.pad(part, (0, size - len(part)), constant_values=-1) for part in parts]
 
 
-def generate(model, prompts, which, cfg, rule, key, work):
-    """Canvases of the tasks `which`, filled: (token_BL, see_BL). Adds to work["passes"], in whole passes."""
-    token_BL, see_BL = prompts.canvas(which)
-    rows = cfg.generation_batch
-    filled = []
-    for i in range(0, len(which), rows):
-        few = [np.resize(x[i : i + rows], (rows, x.shape[1])) for x in (token_BL, see_BL)]  # the last ones twice
-        new_BL, stats = md.fill(model, *few, rule, jax.random.fold_in(key, i))
-        filled.append(new_BL[: len(which) - i])
-        work["passes"] += sum(stats["windows"]) / token_BL.shape[1]
-        work["batches"] += 1
-    return np.concatenate(filled), see_BL
+def take(setup, batch, masks, iteration, row_R, **more):
+    """These rows of a batch on the devices, under the masks of an iteration; row -1 is to count for nothing."""
+    arrays = {"token_BL": batch.token_BL, "see_BL": batch.see_BL} | more
+    arrays |= {name: x[iteration] for name, x in masks.items()}
+    return {name: jax.device_put(x[row_R], setup.row_sharding) for name, x in arrays.items()}
 
 
-# ---- the run -------------------------------------------------------------------------------------------------------
+def rollout(cfg, setup, state, prompts, task_B, key):
+    """Completions of the tasks with these numbers, by the policy as it is: a Batch."""
+    policy = nnx.merge(setup.graph, assemble(setup.base, state.trained))
+    canvas_BL, see_BL = prompts.canvas(task_B)
+    size, filled, passes = cfg.generation_batch, [], []
+    for i in range(0, len(task_B), size):
+        # All batches have one shape, for one compiled program: rows of the last one are there twice.
+        inputs = [np.resize(x[i : i + size], (size, x.shape[1])) for x in (canvas_BL, see_BL)]
+        token_BL, stats = sample_dream.fill(policy, *inputs, setup.rule, jax.random.fold_in(key, i))
+        filled.append(token_BL[: len(task_B) - i])
+        passes.append(sum(stats["windows"]) / canvas_BL.shape[1])
+    token_BL = np.concatenate(filled)
+    counted_BC = completion_mask(token_BL[:, -cfg.max_new :], setup.eos_id)
+    return Batch(token_BL, see_BL, counted_BC, *prompts.completions(task_B, token_BL, counted_BC), np.mean(passes))
 
 
-def resolve(cfg):
-    """The config with the preset's values where it says None; exits with what cannot be."""
-    preset = PRESETS[cfg.preset] | ({"lr": 2e-5} if cfg.preset == "7b" and cfg.lora_rank else {})
-    cfg = dataclasses.replace(cfg, **{name: value for name, value in preset.items() if getattr(cfg, name) is None})
-    if cfg.group < 2:
-        sys.exit(f"--group={cfg.group}: a completion is compared with the others of its task; at least 2")
-    least = dict.fromkeys(("rounds", "tasks", "iterations", "micro_batch", "generation_batch", "max_prompt"), 1)
-    least |= dict.fromkeys(("max_new", "eval_every", "save_every", "keep", "eval_tasks", "eval_samples", "chunk"), 1)
-    least |= dict.fromkeys(("lora_rank", "sync_every", "temperature", "threshold", "block_length", "warmup"), 0)
-    for name, value in least.items():
-        if getattr(cfg, name) < value:
-            sys.exit(f"--{name}={getattr(cfg, name)}: at least {value}")
-    if not cfg.temperature:
-        sys.exit("--temperature=0 writes the same completion again and again; nothing could be compared")
-    if len(cfg.rewards) != len(cfg.reward_weights):
-        sys.exit(f"{len(cfg.rewards)} --rewards need as many --reward_weights, not {len(cfg.reward_weights)}")
-    if cfg.block_length and cfg.max_new % cfg.block_length:
-        sys.exit(f"--block_length={cfg.block_length} does not divide --max_new={cfg.max_new}")
-    unknown = set(cfg.lora_targets) - {name for name in md.SHARDING if name.endswith("_proj")}
-    if unknown:
-        sys.exit(f"--lora_targets: no matrix of a layer is called {', '.join(sorted(unknown))}")
-    if bool(cfg.ckpt) != bool(cfg.prompts):
-        sys.exit("--ckpt and --prompts belong together; without both the demo makes its own")
-    if cfg.preset == "7b" and not cfg.ckpt:
-        sys.exit("--preset=7b needs --ckpt, a folder of convert_weights.py, and --prompts, one of data_prep.py")
-    if cfg.prompts and Path(cfg.prompts).is_dir():
-        train, heldout = (Path(cfg.prompts) / f"{split}.jsonl" for split in ("train", "heldout"))
-        some = heldout.is_file() and heldout.stat().st_size  # --heldout=0 leaves it empty
-        cfg = dataclasses.replace(cfg, prompts=str(train), heldout=cfg.heldout or (str(heldout) if some else ""))
-    for path in filter(None, (cfg.prompts, cfg.heldout)):
-        if not Path(path).is_file():
-            sys.exit(
-                f"{path} does not exist; write tasks with: python data_prep.py --source=acecode --out=data/acecode"
-            )
-    return cfg
+def reward(cfg, functions, texts, rows):
+    """reward_BF of completions: a column per reward function, nan where it has none. Equal ones are run once.
 
-
-def try_sandbox(cfg):
-    """Run one right and one wrong program; exits with the reason if that does not give 1 and 0."""
-    settings = {name: getattr(cfg, name) for name in ("runner", "e2b_router_url", "timeout_s", "allow_unsafe")}
-    try:
-        results = sandbox.run_tests(
-            ["def f():\n    return 1"] * 2, [["assert f() == 1"], ["assert f() == 2"]], **settings
-        )
-    except (RuntimeError, ValueError) as error:
-        sys.exit(str(error))
-    if [result.rate for result in results] != [1, 0]:
-        why = next((result.error for result in results if result.error), "a right program fails, or a wrong one passes")
-        sys.exit(f"the sandbox cannot be used: {why}")
-
-
-def save(manager, round, state, meta):
-    """Start an asynchronous save. Raises OSError or ValueError if this one, or the one before, cannot be written."""
-    items = {name: ocp.args.StandardSave(tree) for name, tree in state.items() if tree}
-    items["meta"] = ocp.args.JsonSave(meta | {"round": round, "sums": md.bit_sums(state)})
-    manager.save(round, args=ocp.args.Composite(**items), force=True)
-
-
-def restore(manager, state, out):
-    """The newest checkpoint: (state, laid out as the given one, round, updates); exits if it cannot be read."""
-    round = manager.latest_step()
-    with contextlib.redirect_stderr(io.StringIO()):
+    Leaves the tests' verdicts in the rows, where a function gives them. RuntimeError names a function that fails.
+    """
+    kinds, kind_B = {}, []  # (text, task, length) -> its number, in order of appearance
+    for text, row in zip(texts, rows, strict=True):
+        kind_B.append(kinds.setdefault((text, id(row["test_cases"]), row["tokens"]), len(kinds)))
+    first = [kind_B.index(kind) for kind in range(len(kinds))]  # the first completion of each kind
+    options = dataclasses.asdict(cfg.sandbox) | {"max_tokens": cfg.max_new}
+    columns = []
+    for name, function in zip(cfg.rewards, functions, strict=True):
+        advice = f"mend it, then --resume={cfg.out}"
         try:
-            target = {
-                name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-                for name, tree in state.items()
-            }
-            items = {name: ocp.args.StandardRestore(tree) for name, tree in target.items() if tree}
-            new = manager.restore(round, args=ocp.args.Composite(meta=ocp.args.JsonRestore(), **items))
-            new_state = {name: new[name] if tree else tree for name, tree in state.items()}
-            if md.bit_sums(new_state) != new["meta"]["sums"]:
-                raise ValueError("it differs from what was saved")
-            return new_state, round, new["meta"]["updates"]
-        except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
-            path = f"{out}/checkpoints/{round}"
-            end(f"{path} cannot be read ({str(error).splitlines()[0]}); delete it to use the one before")
+            values = function([texts[i] for i in first], [rows[i] for i in first], **options)
+            columns.append([math.nan if x is None else float(x) for x in values])
+        except Exception as error:  # whatever a user's function raises
+            raise RuntimeError(f"the reward {name} raised {type(error).__name__}: {error}; {advice}") from error
+        if len(columns[-1]) != len(first):
+            raise RuntimeError(f"the reward {name} gave {len(values)} values for {len(first)} completions; {advice}")
+    for row, kind in zip(rows, kind_B, strict=True):
+        row["verdicts"] = rows[first[kind]].get("verdicts", [])
+    return np.array(columns).T[kind_B]
 
 
-def end(message):
-    """Exit with one line, at once: threads of a failed Orbax read or write print tracebacks until the process ends."""
-    print(message, file=sys.__stderr__, flush=True)
-    os._exit(1)
+def score(cfg, setup, state, batch, masks):
+    """(old_IBC, ref_IBC): scores by the policy and by the reference model, under the masks of the updates to come."""
+    old_IBC, ref_IBC = np.zeros((2, cfg.iterations, *batch.counted_BC.shape), np.float32)
+    rows = micro_batches(np.arange(len(batch.rows)), cfg.micro_batch)
+    for i, row_R in itertools.product(range(cfg.iterations), rows):
+        inputs, real_R = take(setup, batch, masks, i, row_R), row_R >= 0
+        if i:  # before the first update the new score is the old one, see micro_loss
+            old_IBC[i, row_R[real_R]] = np.asarray(setup.scores(setup.base, state.trained, inputs))[real_R]
+        if cfg.beta:
+            ref_IBC[i, row_R[real_R]] = np.asarray(setup.scores(setup.base, state.ref, inputs))[real_R]
+    return old_IBC, ref_IBC
 
 
-def log(out, row, tracker=None):
-    """Print one row of metrics and append it to <out>/log.jsonl, the source of every plot and table."""
-    print(" | ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in row.items()), flush=True)
-    with open(Path(out) / "log.jsonl", "a") as file:
-        file.write(json.dumps(row) + "\n")
-    if tracker:
-        tracker.log(row, step=row["round"])
+def learn(cfg, setup, state, batch, masks, old_IBC, ref_IBC, advantages):
+    """The updates of a round: (metrics of each micro-batch, gradient norm of each update). Changes the state."""
+    # A group of equal rewards has no gradient, nor has a completion whose reward is not known.
+    rows = micro_batches(np.flatnonzero(advantages.counted_B & ~advantages.constant_B), cfg.micro_batch)
+    measured, norms, total = [], [], None
+    for j, i, complete in round_plan(len(rows), cfg.iterations):
+        terms = {"old_BC": old_IBC[i], "ref_BC": ref_IBC[i], "advantage_B": advantages.advantage_B.astype(np.float32)}
+        inputs = take(setup, batch, masks, i, rows[j], counted_BC=batch.counted_BC, **terms)
+        inputs["counted_BC"] &= jnp.asarray(rows[j] >= 0)[:, None]
+        inputs["first"] = jnp.asarray(i == 0)
+        if j == 0:  # the first micro-batch of an update
+            total = jax.tree.map(jnp.zeros_like, state.trained)
+        total, metrics = setup.gradients(state.trained, setup.base, total, inputs)
+        measured.append(metrics)
+        if not complete:
+            continue
+        state.trained, state.opt, norm = setup.update(state.trained, state.opt, total, len(rows))
+        norms.append(float(norm))
+        state.updates += 1
+        state.bad = 0 if math.isfinite(norms[-1]) else state.bad + 1
+        if state.bad >= 5:
+            raise RuntimeError(f"no finite gradient in five updates; lower --lr, then --resume={cfg.out}")
+        if cfg.beta and cfg.sync_every and state.updates % cfg.sync_every == 0:
+            state.ref = setup.sync(state.ref, state.trained)
+    return measured, norms
 
 
-def truncate(path, round):
-    """Drop the lines that a killed run wrote after its last checkpoint; they will be written again."""
-    if path.exists():
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-        path.with_suffix(".tmp").write_text("".join(line for line in lines if json.loads(line)["round"] <= round))
-        os.replace(path.with_suffix(".tmp"), path)
+def evaluate(cfg, setup, state, heldout):
+    """Mean reward of the first function on held-out tasks, and the share that has all of it."""
+    task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(heldout.tasks))), cfg.eval_samples)
+    key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 21)  # the same at each evaluation
+    batch = rollout(cfg, setup, state, heldout, task_B, key)
+    reward_B = reward(cfg, setup.rewards, batch.texts, batch.rows)[:, 0]
+    return {"heldout_reward": float(np.nanmean(reward_B)), "heldout_pass": float(np.mean(reward_B == 1))}
 
 
-def summary(cfg, reward_BF, result, rows, measured):
-    """What a round's rewards, verdicts and micro-batches say, as numbers for the log."""
-    row = {"reward": float(result.reward_B[result.counted_B].mean()) if result.counted_B.any() else math.nan}
+# ---- what is written down ------------------------------------------------------------------------------------------
+
+
+def summary(cfg, batch, reward_BF, advantages, measured, norms, eos_id):
+    """What a round's rewards, completions and micro-batches say, as numbers for the log."""
+    counted_B = advantages.counted_B
+    row = {"reward": float(advantages.reward_B[counted_B].mean()) if counted_B.any() else math.nan}
     for name, reward_B in zip(cfg.rewards, reward_BF.T, strict=True):
         known_B = reward_B[~np.isnan(reward_B)]
         row |= {f"{name}_{f.__name__}": float(f(known_B)) for f in (np.mean, np.std) if len(known_B)}
-    row |= {"constant_groups": float(result.constant_B.mean()), "no_reward": int((~result.counted_B).sum())}
-    row["timeouts"] = sum(each["verdicts"].count("timeout") for each in rows)
+    row |= {"constant_groups": float(advantages.constant_B.mean()), "no_reward": int((~counted_B).sum())}
+    row["timeouts"] = sum(task["verdicts"].count("timeout") for task in batch.rows)
     combine = {"ratio_max": max, "tokens": sum}
     for name in measured[0] if measured else ():
         row[name] = float(combine.get(name, np.mean)([float(metrics[name]) for metrics in measured]))
-    return row
+    row["ended"] = float((batch.token_BL[:, -cfg.max_new :] == eos_id).any(-1).mean())
+    row |= {"length": float(batch.counted_BC.sum(-1).mean()), "passes": float(batch.passes)}
+    return row | ({"grad_norm": max(norms)} if norms else {})
 
 
-def told(cfg, reward_BF, result, rows):
-    """Each completion with its rewards, for rounds.jsonl; None where there is none."""
-    for i, row in enumerate(rows):
+def completion_rows(cfg, batch, reward_BF, advantages, done):
+    """Each completion with its rewards, for rounds.jsonl; None where a reward is not known."""
+    rows = []
+    for i, task in enumerate(batch.rows):
         rewards = [None if math.isnan(x) else x for x in reward_BF[i].tolist()]
-        line = {"id": row.get("id"), "prompt": row.get("prompt", row.get("question")), "completion": row["written"]}
-        line |= {"tokens": row["tokens"], "verdicts": row["verdicts"]}
-        line["rewards"] = dict(zip(cfg.rewards, rewards, strict=True))
-        counted = bool(result.counted_B[i])
-        line["reward"], line["advantage"] = (
-            (float(x[i]) if counted else None) for x in (result.reward_B, result.advantage_B)
-        )
-        yield line
+        known = bool(advantages.counted_B[i])
+        rows.append({
+            "round": done,
+            "id": task.get("id"),
+            "prompt": task.get("prompt", task.get("question")),
+            "completion": task["written"],
+            "tokens": task["tokens"],
+            "verdicts": task["verdicts"],
+            "rewards": dict(zip(cfg.rewards, rewards, strict=True)),
+            "reward": float(advantages.reward_B[i]) if known else None,
+            "advantage": float(advantages.advantage_B[i]) if known else None,
+        })  # fmt: skip
+    return rows
 
 
 def show_round(rows):
     """Print the best and the worst completion."""
-    rows = sorted((row for row in rows if row["advantage"] is not None), key=lambda row: row["reward"])
+    rows = sorted((row for row in rows if row["reward"] is not None), key=lambda row: row["reward"])
     for name, row in (("worst", rows[0]), ("best", rows[-1])) if rows else ():
         print(f"---- {name}, reward {row['reward']:.3g}, advantage {row['advantage']:.3g}")
         print(f"{row['prompt']}{row['completion']}")
 
 
-def main(cfg):
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback where we print one line
-    cfg = resolve(cfg)
-    out, started = Path(cfg.out), time.perf_counter()
-    if cfg.resume:
-        if Path(cfg.resume).resolve() != out.resolve():
-            sys.exit(f"--resume={cfg.resume} goes on in its own folder; leave --out={out} out")
-        saved = saved_config(["--resume", cfg.resume])
-        if (cfg.lora_rank, cfg.lora_targets, cfg.beta > 0) != (saved.lora_rank, saved.lora_targets, saved.beta > 0):
-            sys.exit(f"{cfg.resume} holds other weights; leave --lora_rank, --lora_targets and --beta as they were")
-    elif any(path.name.isdigit() for path in (out / "checkpoints").glob("*")):
-        sys.exit(f"{out} already holds a run: --resume={out} goes on with it, another --out starts anew")
-    out.mkdir(parents=True, exist_ok=True)
-    lock = open(out / ".lock", "w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        sys.exit(f"another trainer is writing to {out}; wait for it or choose another --out")
-    settings = dataclasses.asdict(cfg)
-    try:
-        functions = [sandbox.find_reward(name) for name in cfg.rewards]
-    except Exception as error:  # whatever a user's file raises
-        sys.exit(f"--rewards: {error}")
-    try_sandbox(cfg)
-    if not cfg.ckpt:
-        cfg = make_demo(cfg)
-    if cfg.compile_cache:
-        jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
+# ---- the run -------------------------------------------------------------------------------------------------------
 
-    # ---- the model
-    devices = jax.devices()
-    if len(devices) % cfg.tensor or cfg.micro_batch % (len(devices) // cfg.tensor):
-        sys.exit(f"--tensor={cfg.tensor} has to divide {len(devices)} devices, and what is left --micro_batch")
-    mesh = jax.sharding.Mesh(
-        np.asarray(devices).reshape(1, -1, cfg.tensor), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3
-    )
-    on_cpu = devices[0].platform == "cpu"
-    dtype = jnp.dtype(cfg.dtype or ("float32" if on_cpu else "bfloat16"))
-    with contextlib.redirect_stderr(io.StringIO()):
-        try:
-            model = md.load(cfg.ckpt, dtype if cfg.lora_rank else jnp.float32, mesh=mesh)
-            tokenizer, wrap = md.load_tokenizer(cfg.ckpt, model.cfg), md.chat_template(cfg.ckpt)
-        except (OSError, ValueError) as error:
-            end(error)
-    model_cfg, params = model.cfg, nnx.to_pure_dict(nnx.state(model))
-    if cfg.max_prompt + cfg.max_new > model_cfg.positions:
-        sys.exit(f"--max_prompt + --max_new are more than the model's {model_cfg.positions} positions")
-    train = Prompts(cfg.prompts, cfg, model_cfg, tokenizer, wrap)
-    heldout = Prompts(cfg.heldout, cfg, model_cfg, tokenizer, wrap) if cfg.heldout else None
-    chat = "question" in train.tasks[0]
-    end_of_turn = tokenizer.token_to_id("<|im_end|>") if chat else None
-    eos_id = model_cfg.eos_id if end_of_turn is None else end_of_turn
-    padding = tokenizer.token_to_id("<|dlm_pad|>")
-    ends = dict.fromkeys((eos_id, model_cfg.eos_id) if padding is None else (eos_id, model_cfg.eos_id, padding))
-    same = {name: getattr(cfg, name) for name in ("temperature", "top_p", "threshold", "block_length")}
-    cache, vocab = cfg.cache if cfg.block_length else "", tokenizer.get_vocab_size()
-    try:
-        rule = md.Sampling("entropy", **same, cache=cache, vocab=vocab, eos_ids=tuple(ends))
-    except ValueError as error:
-        sys.exit(str(error))
-    run = md.Run(dtype, 64 if on_cpu else 256, remat=cfg.remat or ("none" if on_cpu else "full"))
-    plain = md.graph_of(model_cfg, dataclasses.replace(run, remat="none"))
-    key = jax.random.key(cfg.seed)
-    base = {}
-    if cfg.lora_rank:
-        base, params = params, new_adapters(jax.random.fold_in(key, 1 << 20), params, cfg.lora_rank, cfg.lora_targets)
-        params = jax.device_put(params, md.shardings(mesh, params))
-    del model
-    optimizer = make_optimizer(
-        functools.partial(learning_rate, peak=cfg.lr, steps=cfg.rounds * cfg.iterations, warmup=cfg.warmup),
-        cfg.weight_decay,
-        cfg.clip,
-    )
-    layout = md.shardings(mesh, params)
-    opt_layout = md.shardings(mesh, jax.eval_shape(optimizer.init, params))
-    opt = jax.jit(optimizer.init, out_shardings=opt_layout)(params)
-    ref = jax.tree.map(jnp.copy, params) if cfg.beta else {}
-    name = "adapters" if cfg.lora_rank else "params"
-    state = {name: params, "ref": ref, "opt": opt}
-    graph = md.graph_of(model_cfg, run)
-    scores, gradients, update = make_programs(cfg, graph, optimizer, model_cfg.mask_id, layout, opt_layout)
-    sync = jax.jit(functools.partial(sync_reference, mixup=1.0 if cfg.lora_rank else cfg.mixup), donate_argnums=0)
-    count = sum(x.size for x in jax.tree.leaves(params))
-    whole = md.count_params(model_cfg)["total"] + count
-    what = f"rank {cfg.lora_rank}: {count:,} of {whole:,}" if base else f"{count:,}"
-    print(f"{len(devices)} x {devices[0].device_kind}, {dtype}; training {what} parameters of {cfg.ckpt}")
-    left_out = f", {train.dropped} longer ones left out" * bool(train.dropped)
-    print(
-        f"{len(train.tasks):,} tasks of {cfg.max_prompt} tokens or less{left_out}; a round is {cfg.tasks} x {cfg.group}"
-    )
 
-    # ---- the folder
-    options = ocp.CheckpointManagerOptions(max_to_keep=cfg.keep, cleanup_tmp_directories=True)
-    manager = ocp.CheckpointManager((out / "checkpoints").absolute(), options=options)
-    meta = {"model": dataclasses.asdict(model_cfg), "train": {"model": "dream"} | settings}
-    first = updates = bad = 0
-    rows_at = jax.NamedSharding(mesh, md.PS(md.BATCH))
-    if cfg.resume and manager.latest_step() is not None:
-        state, first, updates = restore(manager, state, out)
-        print(f"resuming {out} after round {first}")
-    for path in (out / "log.jsonl", out / "rounds.jsonl"):
-        truncate(path, first or -1)
-    (out / "config.json").write_text(json.dumps(meta, indent=2) + "\n")
-    for path in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (Path(cfg.ckpt) / path).exists():
-            shutil.copy(Path(cfg.ckpt) / path, out)
-    tracker = None
-    if cfg.wandb:
-        try:
-            import wandb
-        except ImportError:
-            sys.exit("--wandb needs the package wandb: pip install wandb")
-        tracker = wandb.init(project=cfg.wandb, config=meta, dir=str(out), id=out.name, resume="allow")
+def main(cfg, draw=draw_round):
+    """Train, or go on training. draw replaces draw_round, for a comparison with other masks."""
+    cfg, started = resolve(cfg), time.perf_counter()
+    with runs.Run(cfg, unit="round") as run:
+        settings = dataclasses.asdict(cfg)  # the demo's model and tasks are no settings: it finds them again
+        rewards = [sandbox.find_reward(name) for name in cfg.rewards]
+        try_sandbox(cfg)
+        if not cfg.ckpt:
+            cfg = make_demo(cfg)
+        if cfg.compile_cache:
+            jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
+        mesh = make_mesh(cfg)
+        model_cfg, params, tokenizer, wrap = load_model(cfg, mesh)
+        canvases = functools.partial(
+            rl_tasks.Prompts, tokenizer=tokenizer, wrap=wrap, model_cfg=model_cfg, max_prompt=cfg.max_prompt,
+            max_new=cfg.max_new,
+        )  # fmt: skip
+        prompts, heldout = canvases(cfg.prompts), canvases(cfg.heldout) if cfg.heldout else None
+        chat = "question" in prompts.tasks[0]
+        setup, state = set_up(cfg, mesh, model_cfg, params, tokenizer, chat, rewards)
+        describe(cfg, setup, state, prompts)
 
-    def settle():
-        """Wait for the save under way; exits if it could not be written."""
-        try:
-            manager.wait_until_finished()
-        except (OSError, ValueError) as error:
-            end(f"a checkpoint was not written ({str(error).splitlines()[0]}); go on with --resume={out}")
-
-    def evaluate():
-        """Mean reward of the first function, on held-out tasks."""
-        which = np.repeat(np.arange(min(cfg.eval_tasks, len(heldout.tasks))), cfg.eval_samples)
-        policy, key_e = nnx.merge(plain, assemble(base, state[name])), jax.random.fold_in(key, 1 << 21)
-        token_BL, _ = generate(policy, heldout, which, cfg, rule, key_e, collections.Counter())
-        counted_BC = completion_mask(token_BL[:, cfg.max_prompt :], eos_id)
-        reward_B = score(cfg, functions, *heldout.completions(which, token_BL, counted_BC))[:, 0]
-        return {"heldout_reward": float(np.nanmean(reward_B)), "heldout_pass": float(np.mean(reward_B == 1))}
-
-    def one_round(r):
-        """Completions, rewards and updates of round r: (a row for the log, rows for rounds.jsonl)."""
-        nonlocal updates, bad
-        seconds, then, total = {}, time.perf_counter(), None
-
-        def lap(phase):
-            nonlocal then
-            now = time.perf_counter()
-            seconds[f"{phase}_s"], then = now - then, now
-
-        key_r, work = jax.random.fold_in(key, r), collections.Counter()
-        which = np.repeat(choices(cfg.seed, r, cfg.tasks, len(train.tasks)), cfg.group)
-        B, C = len(which), cfg.max_new
-        policy = nnx.merge(plain, assemble(base, state[name]))
-        token_BL, see_BL = generate(policy, train, which, cfg, rule, key_r, work)
-        counted_BC = completion_mask(token_BL[:, cfg.max_prompt :], eos_id)
-        texts, rows = train.completions(which, token_BL, counted_BC)
-        lap("generate")
-        rewards = pool.submit(score, cfg, functions, texts, rows)  # in the sandbox, while others are scored here
-
-        def rows_of(row_R, i, **more):
-            """Batch of these rows under the masks of iteration i; row -1 counts for nothing."""
-            batch = {"token_BL": token_BL, "see_BL": see_BL, "u_BC": u_NBC[i], "ratio_B": ratio_NB[i], **more}
-            if cfg.masks == "independent":
-                batch["other_BC"] = other_NBC[i]
-            return {name: jax.device_put(x[row_R], rows_at) for name, x in batch.items()}
-
-        n = cfg.iterations
-        ratio_NB, u_NBC = (np.stack(x) for x in zip(*(draw_masks(key_r, 1, i, B, C) for i in range(n)), strict=True))
-        if cfg.masks == "independent":
-            other_NBC = np.stack([draw_masks(key_r, 2, i, B, C)[1] for i in range(n)])
-        old_NBC, ref_NBC = np.zeros((2, n, B, C), np.float32)
-        for i, row_R in itertools.product(range(n), micro_batches(np.arange(B), cfg.micro_batch)):
-            real = row_R >= 0
-            if i:  # before the first update the score itself is the old one
-                old_NBC[i, row_R[real]] = np.asarray(scores(base, state[name], rows_of(row_R, i)))[real]
-            if cfg.beta:
-                ref_NBC[i, row_R[real]] = np.asarray(scores(base, state["ref"], rows_of(row_R, i)))[real]
-        lap("score")
-        reward_BF = rewards.result()
-        lap("reward")
-        result = group_advantages(reward_BF, cfg.reward_weights, cfg.group, cfg.scale_rewards)
-        learns_B = result.counted_B & ~result.constant_B
-        measured, norms = [], []
-        batches = micro_batches(np.flatnonzero(learns_B), cfg.micro_batch)
-        for j, i, last in round_plan(len(batches), n):
-            more = {"old_BC": old_NBC[i], "advantage_B": result.advantage_B.astype(np.float32)}
-            batch = rows_of(batches[j], i, counted_BC=counted_BC, ref_BC=ref_NBC[i], **more)
-            batch["counted_BC"] &= jnp.asarray(batches[j] >= 0)[:, None]
-            total = jax.tree.map(jnp.zeros_like, state[name]) if j == 0 else total
-            total, metrics = gradients(state[name], base, total, batch | {"first": jnp.asarray(i == 0)})
-            measured.append(metrics)
-            if last:
-                state[name], state["opt"], norm = update(state[name], state["opt"], total, len(batches))
-                norms.append(float(norm))
-                updates += 1
-                bad = 0 if math.isfinite(norms[-1]) else bad + 1
-                if bad >= 5:
-                    raise RuntimeError("no finite gradient in five updates; lower --lr")
-                if cfg.beta and cfg.sync_every and updates % cfg.sync_every == 0:
-                    state["ref"] = sync(state["ref"], state[name])
-        lap("update")
-        row = {"round": r + 1} | summary(cfg, reward_BF, result, rows, measured)
-        row |= {"ended": float((token_BL[:, cfg.max_prompt :] == eos_id).any(-1).mean())}
-        row |= {"length": float(counted_BC.sum(-1).mean()), "passes": work["passes"] / work["batches"]}
-        row |= {"grad_norm": max(norms)} if norms else {}
-        lines = [{"round": r + 1} | line for line in told(cfg, reward_BF, result, rows)]
-        return row | seconds, lines
-
-    stop = []
-    handlers = {s: signal.signal(s, lambda number, _: stop.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
-    stderr, sys.stderr = sys.stderr, io.StringIO()  # the threads of a failed save print tracebacks; `end` prints a line
-    pool = concurrent.futures.ThreadPoolExecutor(1)
-    try:
+        checkpoints = runs.Checkpoints(run.out, cfg.keep)
+        meta = {"model": dataclasses.asdict(model_cfg), "train": {"model": "dream"} | settings}
+        first = restore(cfg, checkpoints, meta, state) if cfg.resume else 0
+        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+        files = {name: (Path(cfg.ckpt) / name).read_bytes() for name in names if (Path(cfg.ckpt) / name).exists()}
+        run.begin(first or -1, meta, files, ("log.jsonl", "rounds.jsonl"))  # -1: cut round 0, an evaluation, too
         with jax.set_mesh(mesh):
-            if heldout and not first:
-                log(out, {"round": 0} | evaluate(), tracker)
-            for r in range(first, cfg.rounds):
-                row, lines = one_round(r)
-                done, last = r + 1, r + 1 == cfg.rounds
-                if heldout and (done % cfg.eval_every == 0 or last):
-                    row |= evaluate()
-                with open(out / "rounds.jsonl", "a") as file:
-                    file.writelines(json.dumps(line) + "\n" for line in lines)
-                log(out, row, tracker)
-                if cfg.show:
-                    show_round(lines)
-                if done % cfg.save_every == 0 or last or stop:
-                    settle()
-                    save(manager, done, state, meta | {"updates": updates})
-                if stop:
-                    settle()
-                    sys.exit(f"{signal.Signals(stop[0]).name}: saved round {done}; go on with --resume={out}")
-        settle()
-        manager.close()
-    except RuntimeError as error:
-        end(f"{str(error).splitlines()[0]}; mend it, then --resume={out}")
-    finally:
-        sys.stderr = stderr
-        pool.shutdown(wait=False, cancel_futures=True)
-        for s, handler in handlers.items():
-            signal.signal(s, handler)
-    folder = out
-    if cfg.lora_rank:
-        folder = out / "merged"
-        shutil.rmtree(folder, ignore_errors=True)
-        for i, layer in state[name]["layers"].items():  # a layer at a time: there is no room for two models
-            layer = assemble(base["layers"][i], layer)
-            base["layers"][i] = jax.tree.map(md.merged, layer, is_leaf=lambda x: isinstance(x, md.Lora))
-        extra = list(out.glob("tokenizer*.json")) + list(out.glob("chat_template.jinja"))
-        md.save(folder, nnx.merge(plain, base), extra)
+            train(cfg, run, checkpoints, meta, setup, state, prompts, heldout, first, draw)
+        checkpoints.close()
+        folder = merge(run.out, model_cfg, setup, state) if cfg.lora_rank else run.out
     print(f"done in {(time.perf_counter() - started) / 60:.1f} min; python generate.py --model=dream --ckpt={folder}")
 
 
-def saved_config(argv):
-    """Defaults of the command line: a resumed run's own settings, so that --resume=DIR alone goes on as it was."""
-    flags = (a.split("=", 1) if "=" in a else (a, b) for a, b in itertools.zip_longest(argv, argv[1:], fillvalue=""))
-    folder = next((value for flag, value in flags if flag == "--resume"), "")
-    if not folder:
-        return Config()
-    try:
-        saved = json.loads((Path(folder) / "config.json").read_text())["train"]
-    except (OSError, ValueError, KeyError):
-        sys.exit(f"{folder}/config.json cannot be read; --resume names the folder of an earlier run")
-    fields = {field.name for field in dataclasses.fields(Config)}
-    saved = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items() if name in fields}
-    return Config(**saved | {"out": folder})
+def train(cfg, run, checkpoints, meta, setup, state, prompts, heldout, first, draw):
+    """The rounds after `first`."""
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    if heldout and not first:
+        run.log({"round": 0} | evaluate(cfg, setup, state, heldout))
+    for r in range(first, cfg.rounds):
+        done, key = r + 1, jax.random.fold_in(jax.random.key(cfg.seed), r)
+        clock = [time.perf_counter()]
+
+        # A group of completions of each task. What is drawn depends on the seed and the round alone.
+        task_B = np.repeat(choices(cfg.seed, r, cfg.tasks, len(prompts.tasks)), cfg.group)
+        batch = rollout(cfg, setup, state, prompts, task_B, key)
+        clock.append(time.perf_counter())
+
+        # Their programs run in the sandbox, on the CPU, while the devices score them. Scores are taken under the same
+        # masks as the updates, so that new and old ones differ by what was learnt and nothing else.
+        rewarding = pool.submit(reward, cfg, setup.rewards, batch.texts, batch.rows)
+        masks = draw(key, cfg.iterations, len(task_B), cfg.max_new)
+        old_IBC, ref_IBC = score(cfg, setup, state, batch, masks)
+        clock.append(time.perf_counter())
+        reward_BF = rewarding.result()
+        clock.append(time.perf_counter())
+
+        # A completion that does better than the others of its task becomes likelier, one that does worse less likely.
+        advantages = group_advantages(reward_BF, cfg.reward_weights, cfg.group, cfg.scale_rewards)
+        measured, norms = learn(cfg, setup, state, batch, masks, old_IBC, ref_IBC, advantages)
+        clock.append(time.perf_counter())
+
+        row = {"round": done} | summary(cfg, batch, reward_BF, advantages, measured, norms, setup.eos_id)
+        if heldout and (done % cfg.eval_every == 0 or done == cfg.rounds):
+            row |= evaluate(cfg, setup, state, heldout)
+        completions = completion_rows(cfg, batch, reward_BF, advantages, done)
+        run.append("rounds.jsonl", completions)
+        seconds = np.diff(clock).tolist()
+        run.log(row | dict(zip(("generate_s", "score_s", "reward_s", "update_s"), seconds, strict=True)))
+        if cfg.show:
+            show_round(completions)
+
+        # Saving goes on in the background; a signal is waited for here, where a round is complete.
+        if done % cfg.save_every == 0 or done == cfg.rounds or run.signal:
+            checkpoints.save(done, state.arrays(cfg), meta | {"round": done, "updates": state.updates})
+        if run.signal:
+            checkpoints.wait()
+            run.leave(done)
+
+
+def resolve(cfg):
+    """The config with the preset's values where it says None. ValueError or FileNotFoundError for what cannot be."""
+    preset = PRESETS[cfg.preset] | ({"lr": 2e-5} if cfg.preset == "7b" and cfg.lora_rank else {})
+    sampling = unset_from(cfg.sampling, dataclasses.asdict(preset["sampling"]))
+    cfg = dataclasses.replace(unset_from(cfg, preset), sampling=sampling)
+    for name in ("rounds", "tasks", "iterations", "micro_batch", "generation_batch", "eval_every", "save_every"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"--{name}={getattr(cfg, name)}: at least 1")
+    if cfg.group < 2:
+        raise ValueError(f"--group={cfg.group}: a completion is compared with the others of its task; at least 2")
+    if not cfg.sampling.temperature:
+        raise ValueError("--temperature=0 writes the same completion again and again; nothing could be compared")
+    if len(cfg.rewards) != len(cfg.reward_weights):
+        raise ValueError(f"{len(cfg.rewards)} --rewards need as many --reward_weights, not {len(cfg.reward_weights)}")
+    if bool(cfg.ckpt) != bool(cfg.prompts) or (cfg.preset == "7b" and not cfg.ckpt):
+        raise ValueError("--ckpt and --prompts belong together; without both --preset=demo makes its own")
+    if cfg.resume and Path(cfg.resume).resolve() != Path(cfg.out).resolve():
+        raise ValueError(f"--resume={cfg.resume} goes on in its own folder; leave --out={cfg.out} out")
+    if cfg.prompts and Path(cfg.prompts).is_dir():
+        train, heldout = (Path(cfg.prompts) / f"{split}.jsonl" for split in ("train", "heldout"))
+        there = heldout.is_file() and heldout.stat().st_size  # rl_tasks.py --heldout=0 leaves it empty
+        cfg = dataclasses.replace(cfg, prompts=str(train), heldout=cfg.heldout or (str(heldout) if there else ""))
+    for path in filter(None, (cfg.prompts, cfg.heldout)):
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{path} does not exist; write tasks with: python rl_tasks.py --out=data/acecode")
+    return cfg
+
+
+def unset_from(cfg, values):
+    """A dataclass whose fields are set from `values` where they are None."""
+    return dataclasses.replace(cfg, **{name: value for name, value in values.items() if getattr(cfg, name) is None})
+
+
+def try_sandbox(cfg):
+    """Run one right and one wrong program. RuntimeError with the reason if that does not give 1 and 0."""
+    tests = [["assert f() == 1"], ["assert f() == 2"]]
+    results = sandbox.run_tests(["def f():\n    return 1"] * 2, tests, **dataclasses.asdict(cfg.sandbox))
+    if [result.rate for result in results] != [1, 0]:
+        why = next((result.error for result in results if result.error), "a right program fails, or a wrong one passes")
+        raise RuntimeError(f"the sandbox cannot be used: {why}")
+
+
+def make_demo(cfg):
+    """The config with prompts and a base model of its own: pairs, of which three in ten are right, and train_tpu.py."""
+    base, rng = Path(cfg.out) / "base", random.Random(cfg.seed)
+    tasks = rl_tasks.make_tasks(0)
+    heldout, train = tasks[:96], tasks[96:]
+    if not (base / "done").exists():
+        print("no --ckpt: training a small Dream on tasks of its own, with three in ten answers right", flush=True)
+        shutil.rmtree(base, ignore_errors=True)
+        base.mkdir(parents=True)
+        pairs = []
+        for task in train * 20:
+            answer = task["right" if rng.random() < 0.3 else "wrong"]
+            pairs.append({"prompt": task["prompt"], "response": answer + "\n"})
+        for name, rows in (("pairs", pairs), ("train", train), ("heldout", heldout)):
+            (base / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source, rows = str(base / "pairs.jsonl"), str(base / "rows")
+        data_prep.main(data_prep.Pairs(source=source, out=rows, seq_len=128, eos_to=16, vocab_size=512, seed=cfg.seed))
+        train_tpu.main(
+            train_tpu.Config(
+                model="dream_tiny", data=rows, out=str(base / "run"), seq_len=128, batch_size=16, micro_batch=16,
+                remat="none", steps=cfg.demo_steps, eval_every=cfg.demo_steps, log_every=100, seed=cfg.seed,
+                prompt=heldout[0]["prompt"],
+            )
+        )  # fmt: skip
+        (base / "done").touch()
+    names = {"ckpt": base / "run", "prompts": base / "train.jsonl", "heldout": base / "heldout.jsonl"}
+    return dataclasses.replace(cfg, **{name: str(path) for name, path in names.items()})
+
+
+def make_mesh(cfg):
+    """All devices: --tensor of them share each layer, the others share rows and weights."""
+    devices = np.asarray(jax.devices())
+    if devices.size % cfg.tensor or cfg.micro_batch % (devices.size // cfg.tensor):
+        raise ValueError(f"--tensor={cfg.tensor} has to divide {devices.size} devices, and what is left --micro_batch")
+    names = ("data", "fsdp", "tensor")
+    return jax.sharding.Mesh(devices.reshape(1, -1, cfg.tensor), names, axis_types=(AxisType.Auto,) * 3)
+
+
+def describe(cfg, setup, state, prompts):
+    """Print what is trained, on what."""
+    count, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (state.trained, setup.base))
+    what = f"rank {cfg.lora_rank}: {count:,} of {count + frozen:,}" if frozen else f"{count:,}"
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}; training {what} parameters of {cfg.ckpt}")
+    left_out = f"; {prompts.dropped} tasks of more than {cfg.max_prompt} tokens left out" * bool(prompts.dropped)
+    print(f"{len(prompts.tasks):,} tasks; a round is {cfg.tasks} x {cfg.group}{left_out}", flush=True)
+
+
+def restore(cfg, checkpoints, meta, state):
+    """Set the state to that of the newest checkpoint, and return its round; 0 without one."""
+    if checkpoints.newest() is None:
+        return 0
+    saved = checkpoints.meta()
+    described = []  # what decides which arrays there are
+    for model, train in ((saved["model"], saved["train"]), (meta["model"], meta["train"])):
+        lora = {"--lora_rank": train["lora_rank"], "--lora_targets": list(train["lora_targets"])}
+        described.append(model | lora | {"--beta above 0": train["beta"] > 0})
+    runs.check_same(*described, checkpoints.folder)
+    arrays = checkpoints.restore(state.arrays(cfg))
+    state.trained, state.ref, state.opt = (arrays[name] for name in state.arrays(cfg))
+    state.updates = saved["updates"]
+    print(f"resuming {cfg.out} after round {saved['round']}", flush=True)
+    return saved["round"]
+
+
+def merge(out, model_cfg, setup, state):
+    """Write the whole model that LoRA has trained as the folder merged/, and return its path."""
+    folder = out / "merged"
+    shutil.rmtree(folder, ignore_errors=True)
+    for i, adapters in state.trained["layers"].items():  # a layer at a time: there is no room for two models
+        layer = assemble(setup.base["layers"][i], adapters)
+        setup.base["layers"][i] = jax.tree.map(md.merged, layer, is_leaf=lambda x: isinstance(x, md.Lora))
+    extra = [*out.glob("tokenizer*.json"), *out.glob("chat_template.jinja")]
+    md.save(folder, nnx.merge(setup.graph, setup.base), extra)
+    return folder
 
 
 if __name__ == "__main__":
-    try:
-        main(
-            tyro.cli(Config, default=saved_config(sys.argv), description=__doc__, config=(tyro.conf.FlagConversionOff,))
-        )
-    except KeyboardInterrupt:
-        os._exit(130)
-    except OSError as error:
-        end(f"{error}; make room or mend the path, then --resume the run")
+    runs.command(main, Config, __doc__)

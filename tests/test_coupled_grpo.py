@@ -3,13 +3,7 @@
 import dataclasses
 import json
 import math
-import os
-import random
 import re
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +11,13 @@ import numpy as np
 import optax
 import pytest
 import tokenizers
+from conftest import command, kill_and_resume, run, says
 from flax import nnx
 
 import coupled_grpo as grpo
 import model_dream as dream
-import sandbox
-
-ROOT = Path(__file__).resolve().parent.parent
+import runs
+import sample_dream
 
 TINY = dream.DreamConfig(61, 32, 1, 4, 2, 8, 48, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=128)
 
@@ -35,8 +29,8 @@ def tiny():
     def draw(name, shape):
         return jnp.ones(shape) if name.endswith("norm") else rng.normal(0, scale.get(name, 0.1), shape)
 
-    flat = {name: draw(name, s.shape) for name, s in dream.flatten(dream.param_shapes(TINY)).items()}
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), dream.unflatten(flat))
+    flat = {name: draw(name, s.shape) for name, s in runs.flatten(dream.param_shapes(TINY)).items()}
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), runs.unflatten(flat))
 
 
 def model_of(params):
@@ -542,19 +536,6 @@ def test_on_a_mesh_the_loss_and_its_gradient_are_the_same():
     jax.tree.map(lambda got, want: close(got / largest, want / largest), got, want)
 
 
-# ---- prompts
-
-
-def test_the_first_test_is_shown_unless_the_question_holds_code():
-    row = {"question": "Add one.", "test_cases": ["assert f(1) == 2", "assert f(2) == 3"]}
-    system, user = grpo.messages(row)
-    assert system == {"role": "system", "content": "You are a helpful assistant."}
-    assert user == {"role": "user", "content": "Add one.\nTest cases: assert f(1) == 2"}
-    code = row | {"question": "Complete:\n```\ndef f(a):\n```\n"}
-    assert grpo.messages(code, "Be brief.")[0]["content"] == "Be brief."
-    assert grpo.messages(code)[1]["content"] == code["question"]
-
-
 # ---- runs
 
 
@@ -562,6 +543,7 @@ def test_the_first_test_is_shown_unless_the_question_holds_code():
 def folder(tmp_path_factory):
     """A Dream that writes letters at random, tasks, and a reward of one's own: the share of the letter a."""
     folder = tmp_path_factory.mktemp("grpo")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # what one test compiled serves the others
     letters = {chr(ord("a") + i): i for i in range(26)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
     tokenizer.decoder = tokenizers.decoders.Fuse()
@@ -599,6 +581,9 @@ def config(folder, out, **settings):
         "micro_batch": 16, "generation_batch": 16, "max_prompt": 4, "max_new": 8, "block_length": 8, "threshold": 0.5,
         "lr": 0.02, "rewards": (f"{folder / 'own.py'}:share",), "save_every": 1, "compile_cache": str(folder / "cache"),
     } | settings  # fmt: skip
+    for name, group in (("sampling", grpo.Sampling), ("sandbox", grpo.Sandbox)):
+        fields = settings.keys() & {field.name for field in dataclasses.fields(group)}
+        settings[name] = group(**{field: settings.pop(field) for field in fields})
     return grpo.Config(out=str(out), **settings)
 
 
@@ -637,34 +622,35 @@ def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp
         assert not any(word in line["completion"] for word in ("<|mask|>", "<|pad|>"))
     shown = capsys.readouterr().out
     assert shown.count("---- best") == shown.count("---- worst") == 10
-    model = dream.load(out)
-    row, _ = dream.generate(model, [[0]], 8, dream.Sampling(eos_ids=(26,)))
+    model, _ = runs.load(dream, out)
+    row, _ = sample_dream.generate(model, [[0]], 8, sample_dream.Sampling(eos_ids=(26,)))
     assert row[0].count(0) > 3, "the trained model writes the letter that was rewarded"
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, tmp_path, monkeypatch):
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, tmp_path):
     reward = (f"{folder / 'own.py'}:stopping",)
     (folder / "stopped").touch()
     grpo.main(config(folder, tmp_path / "whole", rewards=reward, sync_every=3))
     (folder / "stopped").unlink()
-    with pytest.raises(SystemExit, match=r"SIGTERM: saved round 1; go on with --resume="):
+    with pytest.raises(InterruptedError, match=r"SIGTERM: saved round 1; go on with --resume="):
         grpo.main(config(folder, tmp_path / "parts", rewards=reward, sync_every=3))
     with open(tmp_path / "parts/rounds.jsonl", "a") as file:
         file.write('{"round": 2, "written": "by a run that was killed before its checkpoint"}\n{"cut sho')
-    monkeypatch.setattr("sys.argv", ["coupled_grpo.py", f"--resume={tmp_path / 'parts'}"])
-    grpo.main(
-        dataclasses.replace(grpo.saved_config(["", f"--resume={tmp_path / 'parts'}"]), resume=str(tmp_path / "parts"))
-    )
+    resumed = runs.resumed(grpo.Config, [f"--resume={tmp_path / 'parts'}"])
+    grpo.main(dataclasses.replace(resumed, resume=str(tmp_path / "parts")))
     assert sums(tmp_path / "whole", 4) == sums(tmp_path / "parts", 4)
     whole, parts = (read_lines(tmp_path / name / "rounds.jsonl") for name in ("whole", "parts"))
     assert whole == parts
-    with pytest.raises(SystemExit, match="already holds a run"):
+    with pytest.raises(FileExistsError, match="already holds a run"):
         grpo.main(config(folder, tmp_path / "parts"))
     resume = {"resume": str(tmp_path / "parts")}
-    with pytest.raises(SystemExit, match="goes on in its own folder; leave --out="):
+    with pytest.raises(ValueError, match="goes on in its own folder; leave --out="):
         grpo.main(config(folder, tmp_path / "other", **resume))
-    for other in ({"lora_rank": 2}, {"beta": 0.0}):
-        with pytest.raises(SystemExit, match="holds other weights; leave --lora_rank, --lora_targets and --beta"):
+    for other, words in (
+        ({"lora_rank": 2}, "--lora_rank 0 there, 2 here"),
+        ({"beta": 0.0}, "--beta above 0 True there"),
+    ):
+        with pytest.raises(ValueError, match=f"is of another model: {words}"):
             grpo.main(config(folder, tmp_path / "parts", **resume | other))
     assert not (tmp_path / "other").exists()
 
@@ -672,8 +658,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, tmp_path, 
 def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
     out = tmp_path / "lora"
     grpo.main(config(folder, out, lora_rank=2, lora_targets=("q_proj", "down_proj"), rounds=2, warmup=0))
-    base, after = dream.load(folder / "base"), dream.load(out / "merged")
-    before, now = (dream.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (base, after))
+    base, after = (runs.load(dream, path)[0] for path in (folder / "base", out / "merged"))
+    before, now = (runs.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (base, after))
     changed = {name for name in before if not np.array_equal(before[name], now[name])}
     assert changed == {f"layers.{i}.{name}" for i in range(2) for name in ("q_proj", "down_proj")}
     for name in changed:
@@ -708,9 +694,8 @@ def test_equal_rewards_update_nothing(folder, tmp_path):
     (row,) = read_lines(out / "log.jsonl")
     assert row["constant_groups"] == 1
     assert "loss" not in row
-    want = {
-        f"params.{name}": value for name, value in dream.bit_sums(nnx.to_pure_dict(nnx.state(dream.load(out)))).items()
-    }
+    base, _ = runs.load(dream, folder / "base")
+    want = {f"params.{name}": value for name, value in runs.bit_sums(nnx.to_pure_dict(nnx.state(base))).items()}
     assert want.items() <= sums(out, 1).items()
 
 
@@ -722,81 +707,72 @@ def test_equal_rewards_update_nothing(folder, tmp_path):
         ({"temperature": 0.0}, "--temperature=0"),
         ({"rewards": ("nothing",)}, "no reward 'nothing'"),
         ({"rewards": ("code", "syntax")}, "2 --rewards need as many --reward_weights"),
-        ({"block_length": 5}, "--block_length=5 does not divide --max_new=8"),
+        ({"block_length": 5}, "block_length 5 does not divide the 8 tokens to fill"),
         ({"lora_rank": 2, "lora_targets": ("lm_head",)}, "no matrix of a layer is called lm_head"),
         ({"prompts": ""}, "--ckpt and --prompts belong together"),
         ({"prompts": "none.jsonl"}, "none.jsonl does not exist; write tasks with"),
         ({"ckpt": "none"}, "holds no checkpoint"),
-        ({"max_prompt": 60}, "more than the model's 64 positions"),
+        ({"max_prompt": 60}, "the model reaches 64 positions"),
         ({"micro_batch": 12}, "--micro_batch"),
     ],
     ids=str,
 )
-def test_bad_settings_are_one_line_before_the_first_round(folder, tmp_path, monkeypatch, settings, words):
-    monkeypatch.setattr(grpo, "end", lambda message: sys.exit(str(message)))  # which leaves by os._exit
-    with pytest.raises(SystemExit, match=re.escape(words)) as error:
+def test_bad_settings_are_one_line_before_the_first_round(folder, tmp_path, settings, words):
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(words)) as error:
         grpo.main(config(folder, tmp_path / "run", **settings))
     assert "\n" not in str(error.value)
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def test_long_prompts_are_left_out_and_counted(folder):
-    model = dream.load(folder / "base")
-    tokenizer = dream.load_tokenizer(folder / "base", model.cfg)
-    some = [folder / "tasks.jsonl", config(folder, "", max_prompt=2), model.cfg, tokenizer, None]
-    prompts = grpo.Prompts(*some)
-    assert [task["prompt"] for task in prompts.tasks] == ["ab", "c"]
-    assert prompts.dropped == 2
-    token_BL, see_BL = prompts.canvas([1, 0])
-    assert token_BL.tolist() == [[27, 2] + [28] * 8, [0, 1] + [28] * 8]
-    assert see_BL[:, :2].tolist() == [[False, True], [True, True]]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "holds no tasks"),
-        ('{"prompt": "x", "test_cases": []}\n', "line 1 has no tests"),
-        ('{"prompt": "x", "test_cases": ["assert True"]}\n{"prompt": 3}\n', "line 2 is no task"),
-        ("[1]\n", "line 1 is no task"),
-        ('{"question": "x", "test_cases": ["assert True"]}\n', "holds no chat template"),
-    ],
-)
-def test_bad_tasks_are_named(folder, tmp_path, text, words):
-    (tmp_path / "tasks.jsonl").write_text(text)
-    with pytest.raises(SystemExit, match=words):
-        grpo.main(config(folder, tmp_path / "run", prompts=str(tmp_path / "tasks.jsonl")))
+    assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
 @pytest.mark.parametrize(
     ("reward", "words"), [("raising", "raised KeyError: 'no such thing'; mend it"), ("few", "gave 1 values for")]
 )
-def test_a_reward_that_fails_ends_the_run_in_one_line(folder, tmp_path, monkeypatch, reward, words):
-    monkeypatch.setattr(grpo, "end", lambda message: sys.exit(str(message)))
-    with pytest.raises(SystemExit, match=words):
+def test_a_reward_that_fails_ends_the_run_in_one_line(folder, tmp_path, reward, words):
+    with pytest.raises(RuntimeError, match=words):
         grpo.main(config(folder, tmp_path / "run", rewards=(f"{folder / 'own.py'}:{reward}",)))
 
 
 def test_a_sandbox_that_cannot_be_used_ends_the_run_before_it_begins(folder, tmp_path, monkeypatch):
     monkeypatch.delenv("E2B_API_KEY", raising=False)
-    with pytest.raises(SystemExit, match="E2B_API_KEY"):
+    with pytest.raises((RuntimeError, ValueError), match="E2B_API_KEY"):
         grpo.main(config(folder, tmp_path / "run", runner="e2b", ckpt="none"))
 
 
-def test_the_demo_has_tasks_whose_right_answer_passes_and_whose_wrong_one_does_not():
-    tasks = grpo.make_tasks(0)
-    assert len({task["prompt"] for task in tasks}) == len(tasks) == 480
-    some = tasks[::16]
-    for which, want in (("right", 1.0), ("wrong", 0.0)):
-        programs = [task["prompt"] + task[which] for task in some]
-        results = sandbox.run_tests(programs, [task["test_cases"] for task in some])
-        assert {result.rate for result in results} == {want}, which
+def flags(cfg, prefix=""):
+    """The command line of a config."""
+    found = []
+    for field in dataclasses.fields(cfg):
+        value, default = getattr(cfg, field.name), field.default
+        if dataclasses.is_dataclass(value):
+            found += flags(value)
+        elif value != default:
+            found += [f"--{field.name}", *map(str, value if isinstance(value, tuple) else [value])]
+    return found
+
+
+def test_the_command_trains_says_in_a_line_what_is_wrong_and_goes_on(folder, tmp_path):
+    """From the shell: a run of a round, its settings kept by --resume, and an error of a user's own reward."""
+    cfg = config(folder, tmp_path / "run", rounds=1, threshold=0.6)
+    done = run("coupled_grpo.py", *flags(cfg))
+    assert done.returncode == 0, done.stderr
+    assert "generate.py --model=dream --ckpt=" in done.stdout
+    raising = f"{folder / 'own.py'}:raising"
+    more = "--resume", cfg.out, "--rounds=2"
+    says(
+        run("coupled_grpo.py", *more, "--rewards", raising), "raised KeyError: 'no such thing'; mend it, then --resume="
+    )
+    done = run("coupled_grpo.py", *more)
+    assert done.returncode == 0, done.stderr
+    assert [row["round"] for row in read_lines(tmp_path / "run/log.jsonl")] == [1, 2]
+    kept = runs.read_json(tmp_path / "run/config.json")["train"]
+    assert kept["sampling"]["threshold"] == 0.6
+    assert kept["rounds"] == 2
 
 
 @pytest.mark.slow
 def test_the_demo_doubles_the_reward_on_held_out_tasks(tmp_path):
-    command = [sys.executable, str(ROOT / "coupled_grpo.py"), f"--out={tmp_path / 'demo'}", "--rounds=20"]
-    subprocess.run(command, check=True, cwd=tmp_path, env=os.environ | {"XLA_FLAGS": ""})
+    done = run("coupled_grpo.py", f"--out={tmp_path / 'demo'}", "--rounds=20", cwd=tmp_path, timeout=1200)
+    assert done.returncode == 0, done.stderr
     rewards = [row["heldout_reward"] for row in read_lines(tmp_path / "demo/log.jsonl") if "heldout_reward" in row]
     assert 0.1 < rewards[0] < 0.4
     assert rewards[-1] > max(2 * rewards[0], rewards[0] + 0.2)
@@ -804,25 +780,11 @@ def test_the_demo_doubles_the_reward_on_held_out_tasks(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_as_the_unbroken_one(folder, tmp_path):
-    env, rng = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}, random.Random(0)
-    flags = []
-    for field in dataclasses.fields(grpo.Config):
-        value = getattr(config(folder, tmp_path / "parts", rounds=8), field.name)
-        if value != field.default:
-            flags += [f"--{field.name}", *map(str, value if isinstance(value, tuple) else [value])]
-    run = [sys.executable, str(ROOT / "coupled_grpo.py")]
-    whole = [str(tmp_path / "whole") if flag == str(tmp_path / "parts") else flag for flag in flags]
-    subprocess.run(run + whole, check=True, env=env, stdout=subprocess.DEVNULL)
-    process = subprocess.Popen(run + flags, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    for _ in range(8):
-        time.sleep(rng.uniform(4, 14))
-        process.kill()
-        process.wait()
-        if not (tmp_path / "parts/config.json").exists():
-            process = subprocess.Popen(run + flags, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        else:
-            resume = [*run, f"--resume={tmp_path / 'parts'}"]
-            process = subprocess.Popen(resume, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert process.wait() == 0
-    assert sums(tmp_path / "whole", 8) == sums(tmp_path / "parts", 8)
+    """Killed at a random line of its log, eight times; most kills hit while a checkpoint is being written."""
+    whole, parts = (config(folder, tmp_path / name, rounds=24) for name in ("whole", "parts"))
+    done = run("coupled_grpo.py", *flags(whole))
+    assert done.returncode == 0, done.stderr
+    first, resume = command("coupled_grpo.py", *flags(parts)), command("coupled_grpo.py", "--resume", parts.out)
+    kill_and_resume(first, resume, kills=8)
+    assert sums(tmp_path / "whole", 24) == sums(tmp_path / "parts", 24)
     assert read_lines(tmp_path / "whole/rounds.jsonl") == read_lines(tmp_path / "parts/rounds.jsonl")

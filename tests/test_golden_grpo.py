@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import coupled_grpo as grpo
-import data_prep
 import diffusion
+import rl_tasks
 import sandbox
 
 pytestmark = pytest.mark.golden
@@ -304,16 +304,16 @@ def read_lines(path):
 
 def prepared(rows, difficulty):
     """The tasks of a difficulty before anything is cleaned, and the ids of the rows they come from."""
-    kept = data_prep.choose(np.array([data_prep.pass_rates(row) for row in rows]), difficulty)
+    kept = rl_tasks.choose(np.array([rl_tasks.pass_rates(row) for row in rows]), difficulty)
     chosen = [row for row, keep in zip(rows, kept, strict=True) if keep]
-    return [task for row in chosen for task in data_prep.with_twin(row)], [row["id"] for row in chosen]
+    return [task for row in chosen for task in rl_tasks.with_twin(row)], [row["id"] for row in chosen]
 
 
 def test_acecode(golden_dir):
     folder = golden_dir("grpo")
     rows, want = read_lines(folder / "acecode_sample.jsonl"), json.loads((folder / "acecode_expected.json").read_text())
-    assert list(data_prep.COUNTED) == want["counted_models"]
-    close([data_prep.pass_rates(row) for row in rows], np.stack([want["mean_acc"], want["std_acc"]], 1), "", 1e-12)
+    assert list(rl_tasks.COUNTED) == want["counted_models"]
+    close([rl_tasks.pass_rates(row) for row in rows], np.stack([want["mean_acc"], want["std_acc"]], 1), "", 1e-12)
     for difficulty, ids in want["kept_ids"].items():
         tasks, kept = prepared(rows, difficulty)
         assert kept == ids, difficulty
@@ -323,14 +323,14 @@ def test_acecode(golden_dir):
         assert all(list(task) == want["columns"] for task in tasks)
         if (folder / f"acecode_expected_{difficulty}.jsonl").exists():
             assert tasks == read_lines(folder / f"acecode_expected_{difficulty}.jsonl"), difficulty
-    assert [grpo.messages(task) for task in prepared(rows, "hard")[0]] == want["hard_prompts"]
+    assert [rl_tasks.messages(task) for task in prepared(rows, "hard")[0]] == want["hard_prompts"]
 
 
 @pytest.mark.parametrize("difficulty", ["hard", "all"])
 def test_acecode_from_the_command(golden_dir, tmp_path, difficulty):
     sample = golden_dir("grpo") / "acecode_sample.jsonl"
-    settings = {"source": "acecode", "roots": (str(sample),), "out": str(tmp_path / "out"), "heldout": 0.0}
-    data_prep.main(data_prep.Config(**settings, difficulty=difficulty))
+    settings = {"roots": (str(sample),), "out": str(tmp_path / "out"), "heldout": 0.0}
+    rl_tasks.main(rl_tasks.Config(**settings, difficulty=difficulty))
     want = read_lines(golden_dir("grpo") / f"acecode_expected_{difficulty}.jsonl")
     assert read_lines(tmp_path / "out" / "train.jsonl") == want  # nothing in the sample needs cleaning
 

@@ -1,0 +1,307 @@
+"""rl_tasks.py: AceCode's rows made into tasks, what is refused, the demo's tasks, and tasks as canvases."""
+
+import dataclasses
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+from conftest import ROOT, run, says
+
+import rl_tasks
+import sandbox
+
+QWEN = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data")) / "qwen2.5_tokenizer"
+needs_qwen = pytest.mark.skipif(not QWEN.is_dir(), reason=f"no Qwen2.5 tokenizer in {QWEN}; set SHARED_DATA")
+
+
+def refused(cfg):
+    """The one line that main() raises."""
+    with pytest.raises((ValueError, FileNotFoundError, RuntimeError)) as error:
+        rl_tasks.main(cfg)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def meta_of(out):
+    return json.loads((Path(out) / "meta.json").read_text())
+
+
+def tree(out):
+    """{path: content} of all that a run wrote."""
+    paths = [path for path in Path(out).rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(out)): path.read_bytes() for path in paths}
+
+
+# ---- AceCode
+
+
+def rows_of_acecode(count, seed=0):
+    """`count` made-up rows in AceCode's schema; the pass rates of row i are about i / count, and nearer to the end."""
+    rng, rows = random.Random(seed), []
+    for i in range(count):
+        rates = [min(1.0, max(0.0, i / count + rng.uniform(-0.2, 0.2) * (1.1 - i / count))) for _ in range(4)]
+        names = ("qwen_coder_2.5", "llama3_instruct", "qwen_coder_2.5", "another")
+        solution = f"def f{i}(a):\n    return a + {i}\n"
+        inferences = [
+            {"model_name": name, "completion_id": k, "completion": solution, "pass_rate": rate}
+            for k, (name, rate) in enumerate(zip(names, rates, strict=True))
+        ]
+        question, tests = f"Add {i} to the number a.", [f"assert f{i}({k}) == {k + i}" for k in range(3)]
+        row = {"id": f"row_{i}", "source": "oss", "question": question, "test_cases": tests, "inferences": inferences}
+        rows.append(row | {"context_messages": [{"content": question, "role": "user"}]})
+    return rows
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def tasks_of(out, split="train"):
+    return [json.loads(line) for line in (Path(out) / f"{split}.jsonl").read_text().splitlines()]
+
+
+def acecode(tmp_path, lines, **changes):
+    path = write_rows(tmp_path / "rows.jsonl", lines)
+    settings = {"roots": (str(path),), "out": str(tmp_path / "tasks"), "heldout": 0.0, "difficulty": "all"}
+    return rl_tasks.Config(**settings | changes)
+
+
+def test_tasks_are_cleaned_and_what_is_dropped_is_counted(tmp_path, capsys):
+    rows = rows_of_acecode(8)
+    rows[1]["test_cases"][1] = "assert f1(1 == 2"  # goes alone
+    rows[2]["test_cases"] = ["assert (", "\0", "def"]  # nothing is left
+    rows[3]["test_cases"] = []
+    rows[4]["question"] = rows[0]["question"].replace(" ", "  ")
+    rows[4]["inferences"] = []  # no solution, so no twin
+    rows[5]["inferences"][0]["completion"] = "import os\n"
+    rows[5]["inferences"][0]["pass_rate"] = 2.0  # the best one begins with no function
+    rows[6]["question"] = "Can you add six?"
+    cfg = acecode(tmp_path, rows)
+    rl_tasks.main(cfg)
+    tasks, meta = tasks_of(cfg.out), meta_of(cfg.out)
+    assert [task["id"] for task in tasks] == [f"row_{i}" for i in (0, 0, 1, 1, 5, 6, 7, 7)]
+    assert tasks[2]["test_cases"] == ["assert f1(0) == 1", "assert f1(2) == 3"]
+    assert meta["dropped"] == {
+        "without_rates": 0, "difficulty": 0, "unparsable_tests": 8, "without_tests": 4, "duplicates": 1,
+        "long_prompts": 0,
+    }  # fmt: skip
+    assert meta["rows"] == 8
+    assert meta["tasks"] == {"train": 8, "heldout": 0}
+    assert "not measured" in capsys.readouterr().out
+    before = tree(cfg.out)
+    rl_tasks.main(cfg)
+    assert "nothing to do" in capsys.readouterr().out
+    assert tree(cfg.out) == before
+    (Path(cfg.out) / "train.jsonl").unlink()
+    rl_tasks.main(cfg)
+    assert tree(cfg.out) == before
+
+
+def test_difficulties_are_percentiles_of_the_rows_with_rates(tmp_path):
+    rows = rows_of_acecode(40)
+    for row in rows[::10]:
+        for one in row["inferences"]:
+            one["model_name"] = "another"
+    known = [row for i, row in enumerate(rows) if i % 10]
+    rate = lambda row: [one["pass_rate"] for one in row["inferences"][:3]]  # noqa: E731
+    mean, std = np.mean([rate(row) for row in known], 1), np.std([rate(row) for row in known], 1)
+    want = {
+        "hard": (mean <= np.percentile(mean, 20)) & (std >= np.percentile(std, 40)),
+        "medium": (mean >= np.percentile(mean, 25)) & (mean <= np.percentile(mean, 75)),
+        "easy": mean >= np.percentile(mean, 75),
+    }
+    for difficulty, keep in want.items():
+        cfg = acecode(tmp_path, rows, difficulty=difficulty, out=str(tmp_path / difficulty))
+        rl_tasks.main(cfg)
+        assert keep.any()
+        assert not keep.all()
+        ids = [row["id"] for row, kept in zip(known, keep, strict=True) if kept]
+        assert [task["id"] for task in tasks_of(cfg.out)[::2]] == ids
+        dropped = meta_of(cfg.out)["dropped"]
+        assert dropped["without_rates"] == 4
+        assert dropped["difficulty"] == 36 - len(ids)
+
+
+@needs_qwen
+def test_prompts_that_are_too_long_are_dropped(tmp_path):
+    rows = rows_of_acecode(6)
+    rows[3]["question"] += " Slowly, slowly." * 40
+    cfg = acecode(tmp_path, rows, tokenizer=str(QWEN / "tokenizer.json"), max_prompt=60)
+    rl_tasks.main(cfg)
+    encoder = tokenizers.Tokenizer.from_file(cfg.tokenizer)
+
+    def length(task):
+        turns = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in rl_tasks.messages(task)]
+        return len(encoder.encode("".join(turns) + "<|im_start|>assistant\n"))
+
+    every = [task for row in rows for task in rl_tasks.with_twin(row)]
+    assert tasks_of(cfg.out) == [task for task in every if length(task) <= 60]
+    dropped = meta_of(cfg.out)["dropped"]["long_prompts"]
+    assert dropped == sum(length(task) > 60 for task in every) > 0
+
+
+def test_held_out_tasks_are_drawn_with_their_twins(tmp_path):
+    cfg = acecode(tmp_path, rows_of_acecode(100), heldout=0.3)
+    rl_tasks.main(cfg)
+    train, heldout = ({task["id"] for task in tasks_of(cfg.out, split)} for split in ("train", "heldout"))
+    assert not train & heldout
+    assert 15 < len(heldout) < 45  # 30 +- 3 standard deviations
+    assert meta_of(cfg.out)["tasks"] == {"train": 2 * len(train), "heldout": 2 * len(heldout)}
+    rl_tasks.main(dataclasses.replace(cfg, seed=1, out=str(tmp_path / "other")))
+    assert {task["id"] for task in tasks_of(tmp_path / "other", "heldout")} != heldout
+
+
+def test_acecode_comes_through_datasets(tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="needs: pip install datasets")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    rows = rows_of_acecode(10)
+    (tmp_path / "hub").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "hub" / "train-00000.parquet")
+    monkeypatch.setattr(rl_tasks, "ACECODE", str(tmp_path / "hub"))
+    local = acecode(tmp_path, rows)
+    rl_tasks.main(local)
+    rl_tasks.main(dataclasses.replace(local, roots=(), out=str(tmp_path / "hub_tasks")))
+    assert tasks_of(tmp_path / "hub_tasks") == tasks_of(local.out)
+    monkeypatch.setattr(rl_tasks, "ACECODE", str(tmp_path / "nowhere"))
+    message = refused(dataclasses.replace(local, roots=(), out=str(tmp_path / "new")))
+    assert "cannot be downloaded" in message
+    assert "--roots" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", ["line 3", "AceCode"]),
+        ('{"id": "a", "question": "b"}', ["line 3", "inferences"]),
+        ('["id", "question"]', ["line 3"]),
+        (json.dumps(rows_of_acecode(1)[0] | {"test_cases": [1]}), ["line 3"]),
+        (json.dumps(rows_of_acecode(1)[0] | {"test_cases": "assert f(1)"}), ["line 3"]),
+        (json.dumps(rows_of_acecode(1)[0] | {"inferences": [{"pass_rate": 1}]}), ["line 3"]),
+        (json.dumps(rows_of_acecode(1)[0] | {"question": "half \ud800"}), ["line 3"]),
+    ],
+)
+def test_what_is_no_row_of_acecode_is_refused(tmp_path, capsys, line, words):
+    cfg = acecode(tmp_path, rows_of_acecode(2))
+    with open(cfg.roots[0], "a") as file:
+        file.write(line + "\n")
+    message = refused(cfg)
+    assert all(word in message for word in words)
+    assert not [path for path in Path(cfg.out).rglob("*") if path.is_file() and path.name != ".lock"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokenizer": "nowhere.json"}, ["nowhere.json"]),
+        ({"roots": ("nowhere",)}, ["nowhere", "does not exist"]),
+        ({"heldout": 0.999999}, ["no task is left", "--heldout"]),
+    ],
+)
+def test_what_leads_to_no_tasks_is_refused(tmp_path, capsys, changes, words):
+    message = refused(acecode(tmp_path, rows_of_acecode(2), **changes))
+    assert all(word in message for word in words), message
+
+
+def test_a_folder_of_other_tasks_or_of_other_data_is_refused(tmp_path):
+    cfg = acecode(tmp_path, rows_of_acecode(3))
+    rl_tasks.main(cfg)
+    before = tree(cfg.out)
+    assert "other settings" in refused(dataclasses.replace(cfg, difficulty="easy"))
+    write_rows(Path(cfg.roots[0]), rows_of_acecode(4))
+    assert "other settings or files" in refused(cfg)
+    assert tree(cfg.out) == before
+    (tmp_path / "rows" / "train").mkdir(parents=True)
+    assert "other data" in refused(dataclasses.replace(cfg, out=str(tmp_path / "rows")))
+    held = Path(cfg.out) / ".lock"
+    with rl_tasks.runs.lock(held), pytest.raises(BlockingIOError, match="another process is writing"):
+        rl_tasks.main(cfg)
+
+
+def test_the_command_writes_tasks_and_says_in_a_line_what_is_wrong(tmp_path):
+    cfg = acecode(tmp_path, rows_of_acecode(3))
+    flags = "--roots", cfg.roots[0], "--difficulty=all", "--heldout=0"
+    done = run("rl_tasks.py", *flags, f"--out={cfg.out}")
+    assert done.returncode == 0, done.stderr
+    assert len(tasks_of(cfg.out)) == 6
+    says(run("rl_tasks.py", *flags, f"--out={cfg.out}", "--seed=1"), "other settings or files", "choose another --out")
+
+
+# ---- tasks and canvases
+
+
+def test_the_first_test_is_shown_unless_the_question_holds_code():
+    row = {"question": "Add one.", "test_cases": ["assert f(1) == 2", "assert f(2) == 3"]}
+    system, user = rl_tasks.messages(row)
+    assert system == {"role": "system", "content": "You are a helpful assistant."}
+    assert user == {"role": "user", "content": "Add one.\nTest cases: assert f(1) == 2"}
+    code = row | {"question": "Complete:\n```\ndef f(a):\n```\n"}
+    assert rl_tasks.messages(code, "Be brief.")[0]["content"] == "Be brief."
+    assert rl_tasks.messages(code)[1]["content"] == code["question"]
+
+
+def test_the_demo_has_tasks_whose_right_answer_passes_and_whose_wrong_one_does_not():
+    tasks = rl_tasks.make_tasks(0)
+    assert len({task["prompt"] for task in tasks}) == len(tasks) == 480
+    checked = tasks[::16]
+    for answer, want in (("right", 1.0), ("wrong", 0.0)):
+        programs = [task["prompt"] + task[answer] for task in checked]
+        results = sandbox.run_tests(programs, [task["test_cases"] for task in checked])
+        assert {result.rate for result in results} == {want}, answer
+
+
+class Letters:
+    """The parts of a model's architecture that a canvas needs."""
+
+    mask_id, pad_id = 28, 27
+
+
+def letters(tmp_path, text):
+    """Arguments of Prompts for a file with this text; a token is a letter."""
+    ids = {chr(ord("a") + i): i for i in range(26)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    (tmp_path / "tasks.jsonl").write_text(text)
+    return tmp_path / "tasks.jsonl", tokenizer, None, Letters
+
+
+def test_long_prompts_are_left_out_and_counted(tmp_path):
+    rows = [{"prompt": prompt, "test_cases": ["assert True"]} for prompt in ("ab", "c", "def", "xyz")]
+    prompts = rl_tasks.Prompts(*letters(tmp_path, "".join(json.dumps(row) + "\n" for row in rows)), 2, 8)
+    assert [task["prompt"] for task in prompts.tasks] == ["ab", "c"]
+    assert prompts.dropped == 2
+    token_BL, see_BL = prompts.canvas([1, 0])
+    assert token_BL.tolist() == [[27, 2] + [28] * 8, [0, 1] + [28] * 8]
+    assert see_BL[:, :2].tolist() == [[False, True], [True, True]]
+
+
+def test_a_completion_is_its_counted_tokens_and_a_program_that_goes_on_stands_in_a_code_block(tmp_path):
+    prompts = rl_tasks.Prompts(*letters(tmp_path, '{"id": 7, "prompt": "ab", "test_cases": ["assert True"]}'), 2, 4)
+    token_BL = np.array([[0, 1, 2, 3, 9, 9]])
+    texts, rows = prompts.completions([0], token_BL, np.array([[True, True, False, False]]))
+    assert texts == ["```python\nabcd\n```\n"]
+    assert rows == [{"id": 7, "prompt": "ab", "test_cases": ["assert True"], "tokens": 2, "written": "cd"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no tasks"),
+        ('{"prompt": "x", "test_cases": []}\n', "line 1 has no tests"),
+        ('{"prompt": "x", "test_cases": ["assert True"]}\n{"prompt": 3}\n', "line 2 is no task"),
+        ('{"prompt": "x", "test_cases": "assert True"}\n', "line 1 is no task"),
+        ("[1]\n", "line 1 is no task"),
+        ('{"question": "x", "test_cases": ["assert True"]}\n', "has no chat template"),
+        ('{"prompt": "abc", "test_cases": ["assert True"]}\n', "all 1 prompts .* more than --max_prompt=2"),
+    ],
+)
+def test_bad_tasks_are_named(tmp_path, text, words):
+    with pytest.raises(ValueError, match=words):
+        rl_tasks.Prompts(*letters(tmp_path, text), 2, 8)
