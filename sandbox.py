@@ -58,20 +58,20 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    runner: typing.Literal["local", "e2b"] = "local"  # where programs run
+    runner: typing.Literal["local", "e2b"] = "local"  # where programs run: this machine, or E2B's cloud
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
-    workers: int = 0  # programs at a time; 0: one per CPU, or 2 E2B sandboxes
-    timeout_s: float = 5.0  # of one test
-    program_s: float = 30.0  # of all tests of a program; those that it leaves no time for are timeouts
-    memory_mb: int = 1024  # address space of a test
-    disk_mb: int = 64  # files of a test
-    allow_unsafe: bool = False  # run where the machine offers less than the safe minimum
+    workers: int = 0  # programs that run at a time; 0: one per CPU, or 2 E2B sandboxes
+    timeout_s: float = 5.0  # seconds for one test
+    program_s: float = 30.0  # seconds for all tests of a program; those that it leaves no time for are timeouts
+    memory_mb: int = 1024  # address space of a test, in MB
+    disk_mb: int = 64  # files that a test may write, in MB
+    allow_unsafe: bool = False  # run programs also where the machine offers less than the safe minimum
     parity: bool = False  # rewards as the reference computes them: the exit status is the verdict
-    strict_newline: bool = True  # code_format: exactly one newline after the closing fence
-    max_tokens: int = 256  # soft_overlong: longest completion
-    overlong_tokens: int = 64  # soft_overlong: length over which the punishment grows
-    ngram: int = 3  # repetition: words
-    max_penalty: float = -1.0  # repetition: reward of a completion that says one thing only
+    strict_newline: bool = True  # code_format asks for exactly one newline after the closing fence
+    max_tokens: int = 256  # soft_overlong: tokens at which the reward reaches -1
+    overlong_tokens: int = 64  # soft_overlong: tokens before max_tokens over which the reward falls from 0 to -1
+    ngram: int = 3  # repetition: words in an n-gram
+    max_penalty: float = -1.0  # repetition: reward of a completion that repeats one n-gram only
 
 
 class Result(typing.NamedTuple):
@@ -231,9 +231,9 @@ def wire(value):
 
 
 def run_test(libc, job, test, folder, pipe, landlock_abi, seccomp):
-    """In a process of its own: close all doors, run the program, run the test, write to the pipe what is to be known.
+    """In a process of its own: give up all rights, run the program, run the test, and write the outcome to the pipe.
 
-    "+" when the doors are closed, "=" when the program has run, then the token and in value mode the value; or
+    That is "+" when the restrictions hold, "=" when the program has run, then the token and in value mode the value; or
     "memory". Never returns.
     """
     write, leave, dumps, exact = os.write, os._exit, json.dumps, wire  # before the program can put others there
@@ -244,10 +244,11 @@ def run_test(libc, job, test, folder, pipe, landlock_abi, seccomp):
     os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job["packages"]))
     sys.path += job["packages"]
     job["tests"].clear()  # the others are none of its business
+    # Limits of the kernel. NPROC 0 refuses new threads and processes to an ordinary user, seccomp also to root.
     limits = {"CPU": int(job["timeout_s"]) + 1, "AS": job["memory_mb"] << 20, "FSIZE": job["disk_mb"] << 20}
     for name, limit in (limits | {"NOFILE": 64, "CORE": 0, "NPROC": 0}).items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
-    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, without which an ordinary user may not install the two below
     if landlock_abi:
         restrict_files(libc, landlock_abi, job["readable"], folder, folders=job["namespaces"])
     if seccomp:  # asyncio needs a socketpair; where nothing can be reached from it, let it have one
@@ -257,6 +258,7 @@ def run_test(libc, job, test, folder, pipe, landlock_abi, seccomp):
     if test["mode"] == "status":
         python = os.path.realpath(sys._base_executable)  # sys.executable of a virtual environment is not readable here
         os.execv(python, [python, "-B", "-c", job["program"] + "\n" + test["before"]])
+    # From here on nothing in this process can be trusted: of what comes through the pipe, only the token counts.
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         exec(compile(job["program"], "<program>", "exec"), main.__dict__)
@@ -307,12 +309,14 @@ def launch():
     """Read a job from standard input, close what can be closed for all its tests, run them, report a line for each."""
     libc = ctypes.CDLL(None, use_errno=True)
     job = json.load(sys.stdin.buffer)
+    # The report goes to a copy of standard output that no test inherits; what programs print goes nowhere.
     report, null = open(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel takes this process before the trainer
+    # Ask the kernel what it offers. Namespaces were tried before, by layers(), in a launcher without tests.
     landlock = libc.syscall(444, None, 0, 1)
     landlock = landlock if landlock >= 3 else 0  # older ones let files be truncated
     refused = libc.prctl(22, 2, None, 0, 0) == -1 and ctypes.get_errno()
@@ -324,6 +328,7 @@ def launch():
     print(json.dumps(found), file=report, flush=True)
     if not job["allow_unsafe"] and not (seccomp and (job["namespaces"] or landlock)):
         sys.exit("less than the safe minimum")
+    # One test after another, each in a folder and a process of its own.
     end, hangs = time.monotonic() + job["program_s"], False
     for i, test in enumerate(job["tests"]):
         deadline = min(time.monotonic() + job["timeout_s"], end)
@@ -337,7 +342,7 @@ def launch():
         else:
             folder = f"{job['folder']}/{i}"
             os.mkdir(folder, 0o700)
-        ours, theirs = os.pipe()
+        ours, theirs = os.pipe()  # the only way out of the test
         pid = os.fork()
         if not pid:
             try:
@@ -352,7 +357,7 @@ def launch():
         os.close(theirs)
         outcome, data, status = follow_test(job, pid, ours, folder, test["cap"], deadline)
         os.close(ours)
-        if status is None:
+        if status is None:  # it still runs
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         if job["namespaces"]:
@@ -361,8 +366,8 @@ def launch():
                 while os.waitpid(-1, 0):
                     pass
             check(libc.umount2(b"/.sandbox", 2), "umount")
-        if data[:1] != b"+" and outcome != "output limit":
-            sys.exit(f"a test process could not be closed in: {data.decode(errors='replace')}")
+        if data[:1] != b"+" and outcome != "output limit":  # it failed before the program ran: no verdict
+            sys.exit(f"a test process could not be confined: {data.decode(errors='replace')}")
         data, ran = data[1:].removeprefix(b"="), data[1:2] == b"="
         hangs = outcome == "timeout" and test["mode"] != "status" and not ran  # and so it will for every test
         row = {"outcome": outcome, "data": data.decode("latin-1"), "status": status}
@@ -448,16 +453,16 @@ def unwire(item):
     return {"t": tuple, "s": frozenset}[kind](map(unwire, part))
 
 
-def verdict(told, expected, row):
+def verdict(test, expected, row):
     """Of one test, by the launcher's line on it: pass, fail, timeout, output limit or memory; and the value."""
     if row["outcome"] != "done":
         return row["outcome"], None
-    if told["mode"] == "status":
+    if test["mode"] == "status":
         return "fail" if row["status"] else "pass", None
-    if not row["data"].startswith(told["token"]):
+    if not row["data"].startswith(test["token"]):
         return "memory" if row["data"] == "memory" else "fail", None
-    data = row["data"].removeprefix(told["token"])
-    if told["mode"] == "token":
+    data = row["data"].removeprefix(test["token"])
+    if test["mode"] == "token":
         return "fail" if data else "pass", None
     want, same = expected
     try:
@@ -525,16 +530,16 @@ class Local:
         found = layers()
         if not options.allow_unsafe and not (found["seccomp"] and (found["namespaces"] or found["landlock"])):
             raise RuntimeError(
-                "this machine cannot close in a program (needed: seccomp, and namespaces or Landlock 3); "
-                "use --runner=e2b, or allow_unsafe=True where nothing can be lost"
+                "this machine cannot confine a program (needed: seccomp, and namespaces or Landlock 3); "
+                "use --runner=e2b, or --allow_unsafe where nothing can be lost"
             )
         packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-        self.told = {"namespaces": found["namespaces"], "packages": packages}
+        self.settings = {"namespaces": found["namespaces"], "packages": packages}
         self.running, self.closed = set(), threading.Event()
 
     def __call__(self, job):
         try:
-            return run_launcher(LAUNCHER, job | self.told, self.spawned)
+            return run_launcher(LAUNCHER, job | self.settings, self.spawned)
         except OSError as error:
             raise SandboxError(str(error)) from None
 
@@ -657,15 +662,15 @@ def run_tests(programs, tests, on_result=None, **options):
 
     def run_one(program, cases):
         """The Result of one program."""
-        job = dataclasses.asdict(options) | {"program": program, "tests": [told for told, _ in cases]}
+        job = dataclasses.asdict(options) | {"program": program, "tests": [test for test, _ in cases]}
         try:
             rows, complaint = runner(job) if cases else ([], "")
         except SandboxError as error:
             complaint = str(error)
         if complaint:
             return Result(None, [], [], complaint)
-        both = [verdict(told, expected, row) for (told, expected), row in zip(cases, rows[1:], strict=True)]
-        verdicts, values = [outcome for outcome, _ in both], [value for _, value in both]
+        judged = [verdict(test, expected, row) for (test, expected), row in zip(cases, rows[1:], strict=True)]
+        verdicts, values = [outcome for outcome, _ in judged], [value for _, value in judged]
         return Result(verdicts.count("pass") / max(1, len(verdicts)), verdicts, values)
 
     results = [None] * len(programs)
@@ -816,24 +821,22 @@ def find_reward(name):
 
 
 def main(program: Path, /, tests: Path, options: Options = Options()):
+    """Print a verdict for every test of a file; the exit status of the command."""
     try:
         source, lines = program.read_text("utf-8"), tests.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        sys.exit(f"cannot read the program or its tests: {error}")
+        raise ValueError(f"cannot read the program or its tests: {error}") from None
     cases = []
     for line in filter(str.strip, lines):
-        if line[0].isspace() and cases:
+        if line[0].isspace() and cases:  # goes on with the test above
             cases[-1] += "\n" + line
         else:
             cases.append(line)
     if not cases:
-        sys.exit(f"{tests} holds no tests; write one a line, such as: assert f(1) == 2")
-    try:
-        (result,) = run_tests([source], [cases], **dataclasses.asdict(options))
-    except (RuntimeError, ValueError) as error:
-        sys.exit(str(error))
+        raise ValueError(f"{tests} holds no tests; write one a line, such as: assert f(1) == 2")
+    (result,) = run_tests([source], [cases], **dataclasses.asdict(options))
     if result.rate is None:
-        sys.exit(2)
+        return 2
     for outcome, value, case in zip(result.verdicts, result.values, cases, strict=True):
         got = ""
         if outcome == "fail" and value is not None:
@@ -841,10 +844,14 @@ def main(program: Path, /, tests: Path, options: Options = Options()):
                 got = f"    # got {reprlib.repr(value)}"
         print(f"{outcome:12} {case.splitlines()[0]}{got}")
     print(f"{result.verdicts.count('pass')} of {len(cases)} passed")
-    sys.exit(0 if result.rate == 1 else 1)
+    return 0 if result.rate == 1 else 1
 
 
 if __name__ == "__main__":
     import tyro
 
-    tyro.cli(main, description=__doc__, config=(tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes))
+    try:
+        status = tyro.cli(main, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    except (ValueError, RuntimeError) as error:
+        status = str(error)  # printed, and exit status 1
+    sys.exit(status)

@@ -18,16 +18,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import numpy as np
-import tyro
 from record import record
 
+import runs
 import sandbox
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    programs: int = 100  # of a round
-    rounds: int = 5  # timed
+    programs: int = 100  # programs in one round
+    rounds: int = 5  # rounds that are timed
 
 
 PROGRAM = "def f(x):\n    return x + 1\n"
@@ -74,4 +74,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Config, __doc__)

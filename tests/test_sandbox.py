@@ -19,6 +19,7 @@ import types
 from pathlib import Path
 
 import pytest
+from conftest import run
 
 import sandbox
 
@@ -243,7 +244,7 @@ def layers():
     except sandbox.SandboxError as error:
         pytest.fail(f"no sandbox: {error}")
     if not (found["seccomp"] and (found["namespaces"] or found["landlock"])):
-        pytest.skip("this machine cannot close in a program: no seccomp, or neither namespaces nor Landlock")
+        pytest.skip("this machine cannot confine a program: no seccomp, or neither namespaces nor Landlock")
     program = "import os\ntry:\n    os.fork()\nexcept PermissionError:\n    refused = True"
     (result,) = sandbox.run_tests([program], [["assert refused"]])
     assert result.rate == 1, "seccomp refuses no fork: no fork bombs here"
@@ -522,16 +523,16 @@ def test_numpy_values_count_as_lists(layers):
 
 
 def test_a_forged_line_is_a_failure_whatever_it_holds():
-    told, expected = sandbox.plan("assert f() == {1: [2]}", False)
+    planned, expected = sandbox.plan("assert f() == {1: [2]}", False)
     deep = '{"t":[' * 50_000 + "]}" * 50_000
     bad = ["", "{", "[", "null", '{"i": "x"}', '{"i": 3}', '{"z": []}', '{"d": [[[], 1]]}', '{"s": [[]]}', "{}"]
     bad += ['{"f": null}', '{"c": ["1"]}', '{"b": "\\u4e00"}', '{"d": 1}', '{"f": "0x1p999999"}', "1e999", "NaN"]
     bad += ["9" * 60_000, deep, "[" * 60_000, '{"i": "1", "f": "1"}']
     for answer in bad:
-        row = {"outcome": "done", "data": told["token"] + answer, "status": 0}
-        assert sandbox.verdict(told, expected, row)[0] == "fail", answer[:40]
-    row["data"] = told["token"] + '{"d": [[{"i": "1"}, [{"i": "2"}]]]}'
-    assert sandbox.verdict(told, expected, row) == ("pass", {1: [2]})
+        row = {"outcome": "done", "data": planned["token"] + answer, "status": 0}
+        assert sandbox.verdict(planned, expected, row)[0] == "fail", answer[:40]
+    row["data"] = planned["token"] + '{"d": [[{"i": "1"}, [{"i": "2"}]]]}'
+    assert sandbox.verdict(planned, expected, row) == ("pass", {1: [2]})
 
 
 def test_values_come_back_where_a_test_compares_one(closed):
@@ -955,8 +956,7 @@ def test_no_failure_of_the_parser_escapes(closed):
 def command(tmp_path, program, tests, *more):
     (tmp_path / "program.py").write_text(program)
     (tmp_path / "tests.txt").write_text(tests)
-    command = [sys.executable, str(ROOT / "sandbox.py"), str(tmp_path / "program.py"), f"--tests={tmp_path}/tests.txt"]
-    return subprocess.run([*command, *more], capture_output=True, text=True)
+    return run("sandbox.py", tmp_path / "program.py", f"--tests={tmp_path}/tests.txt", *more)
 
 
 def test_the_command_prints_a_verdict_for_every_test(layers, tmp_path):
