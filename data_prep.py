@@ -625,19 +625,19 @@ def tinystories(out):
     """Path of the training stories as a text file, downloaded first if it is not there."""
     path = out / "tinystories.txt"
     if not path.exists():
-        stories = download(TINYSTORIES, "tinystories", "prepare a text file with: python data_prep.py text FILE")
+        stories = download(TINYSTORIES, "prepare a text file with: python data_prep.py text FILE")
         with runs.writing(path) as file:
             for story in tqdm(stories, "writing", unit=" stories", disable=None):
                 file.write(f"{story['text'].strip()}\n{SEPARATOR}\n".encode())
     return str(path)
 
 
-def download(name, source, otherwise):
+def download(name, otherwise):
     """The training rows of a data set on Hugging Face, dictionaries. `otherwise` is what else a user can do."""
     try:
         import datasets
     except ImportError:
-        raise ValueError(f"{source} is downloaded by the library datasets; install it: pip install datasets") from None
+        raise ValueError(f"{name} is downloaded by the library datasets; install it: pip install datasets") from None
     try:
         return datasets.load_dataset(name, split="train")
     except Exception as error:  # of datasets, huggingface_hub, the network: there is no narrower class
@@ -827,25 +827,16 @@ def load_vocabulary(data, cfg):
 
 
 def tokenised(documents, split, vocabulary, cfg):
-    """(ids, bytes) of each document, tokenised by all cores. Ids of a prompt are ~id, so that pair_rows can tell."""
-
-    def joined(batch, cuts, encodings):
-        ids = iter(encoding.ids for encoding in encodings)
-        for document, parts in zip(batch, cuts, strict=True):
-            parts = [head + next(ids) for head, _ in parts]
-            if document.prompt:
-                parts[0] = [~id for id in parts[0]]
-            yield np.fromiter(itertools.chain.from_iterable(parts), np.int32), document.size
-
-    waiting = None
+    """(ids, bytes) of each document, tokenised by all cores."""
+    encode = functools.partial(vocabulary.encoder.encode_batch_fast, add_special_tokens=False)
+    before = None
     with concurrent.futures.ThreadPoolExecutor(1) as thread:  # tokenises one batch ahead of what is written
         for batch in itertools.chain(batched(documents, BATCH_BYTES), [[]]):
             cuts = [cut(document, split, vocabulary, cfg) for document in batch]
-            texts = [text for parts in cuts for _, text in parts]
-            encodings = thread.submit(vocabulary.encoder.encode_batch_fast, texts, add_special_tokens=False)
-            if waiting:
-                yield from joined(*waiting[:2], waiting[2].result())
-            waiting = batch, cuts, encodings
+            encodings = thread.submit(encode, [text for parts in cuts for _, text in parts])
+            if before:
+                yield from joined(*before)
+            before = batch, cuts, encodings
 
 
 def cut(document, split, vocabulary, cfg):
@@ -858,6 +849,16 @@ def cut(document, split, vocabulary, cfg):
         if rng.random() < cfg.fim_rate:
             return cut_for_fim(text, vocabulary.fim, rng)
     return [([], text)]
+
+
+def joined(batch, cuts, encodings):
+    """(ids, bytes) of each document of a batch. The ids of a prompt are ~id, so that pair_rows can tell them."""
+    encodings = iter(encodings.result())
+    for document, parts in zip(batch, cuts, strict=True):
+        ids = [head + next(encodings).ids for head, _ in parts]
+        if document.prompt:
+            ids[0] = [~id for id in ids[0]]
+        yield np.fromiter(itertools.chain.from_iterable(ids), np.int32), document.size
 
 
 def cut_for_fim(text, fim, rng):

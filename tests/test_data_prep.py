@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tyro
 from tokenizers import Tokenizer
 
 import data_prep as dp
@@ -558,6 +559,21 @@ def test_command_line_errors_have_no_traceback(tmp_path):
         out, err = run.communicate()
         assert (run.returncode, out, err.count("\n")) == (1, "", 1), err
         assert part in err
+
+
+def test_each_source_is_a_subcommand_and_none_of_them_is_the_standard_library():
+    def parse(*arguments):
+        return tyro.cli(dp.Config, args=arguments, config=(tyro.conf.OmitArgPrefixes,)).source
+
+    assert parse() == parse("python") == dp.Python()
+    assert parse("python", "--roots", "a", "b", "--fim_rate=0.5") == dp.Python(roots=("a", "b"), fim_rate=0.5)
+    assert parse("text", "a.txt", "--rows=packed") == dp.Text(source="a.txt", rows="packed")
+    assert parse("tinystories", "--out=x") == dp.TinyStories(out="x")
+    assert parse("pairs", "a.jsonl", "--eos_to=64") == dp.Pairs(source="a.jsonl", eos_to=64)
+    assert parse("parquet", "--roots", "a", "--tokenizer=t") == dp.Parquet(roots=("a",), tokenizer="t")
+    for wrong in (("text",), ("parquet", "--roots", "a"), ("text", "a", "--eos_to=2"), ("pairs", "a", "--rows=padded")):
+        with pytest.raises(SystemExit):
+            parse(*wrong)
 
 
 def token_shards(tmp_path, lengths, count=3):
