@@ -99,11 +99,7 @@ def _cosine(t):
 # A new entry here is a schedule for the trainers of MDLM and Dream, all samplers and the tables of the Jetson.
 # `cosine` is that of MDLM; MaskGIT's, sin(pi t / 2), is another function.
 SCHEDULES = {
-    "linear": Schedule(
-        rate=lambda t: t,
-        slope=lambda t: 0 * t + 1,
-        inverse=lambda rate: rate,
-    ),
+    "linear": Schedule(rate=lambda t: t, slope=lambda t: 0 * t + 1, inverse=lambda rate: rate),
     "cosine": Schedule(
         rate=_cosine,
         slope=lambda t: math.pi / 2 * _namespace(t).sin(math.pi / 2 * t),
@@ -178,22 +174,12 @@ def mask_exactly(counted_BL, u_B, u_BL):
     return counted_BL & (_rank(xp.where(counted_BL, u_BL, -1.0)) < _column(m_B, u_BL)), n_B / m_B
 
 
-def subs_log_probs(logits_BLV, xt_BL, mask_id):
-    """log p(x0 | xt) by substitution: MASK has probability 0, a position that is not masked keeps its token for sure.
-
-    Ref: MDLM, section 3.2.3.
-    """
-    xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
-    id_V = _ids(logits_BLV)
-    logp_BLV = log_softmax(xp.where(id_V == mask_id, -math.inf, logits_BLV))
-    kept_BLV = xp.where(id_V == xt_BL[..., None], 0.0, -math.inf)
-    return xp.where((xt_BL == mask_id)[..., None], logp_BLV, kept_BLV)
-
-
 def masked_nll(logits_BLV, x0_BL, mask_BL, mask_id):
-    """-log p(x0 | xt) [B, L] in nats where mask_BL, 0 elsewhere; what all losses are made of."""
-    xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
-    logp_BLV = log_softmax(xp.where(_ids(logits_BLV) == mask_id, -math.inf, logits_BLV))
+    """-log p(x0 | xt) [B, L] in nats where mask_BL, 0 elsewhere; what all losses are made of.
+
+    By substitution: MASK has probability 0, and what is not masked is known. Ref: MDLM, section 3.2.3.
+    """
+    xp, logp_BLV = _namespace(logits_BLV), log_softmax(ban(logits_BLV, [mask_id]))
     index_BL = xp.where(mask_BL, x0_BL, 0)  # elsewhere x0 could be MASK: -inf, and a NaN gradient
     return xp.where(mask_BL, -_take(logp_BLV, _long(index_BL)[..., None])[..., 0], 0.0)
 
@@ -208,7 +194,10 @@ def nelbo_per_sequence(nll_BL, t_B, schedule):
 
 
 def nelbo_per_token(nll_BL, t_B, counted_BL, schedule):
-    """Sum of nelbo_per_sequence over the batch / number of tokens that can be masked (not of those that are)."""
+    """Sum of nelbo_per_sequence over the batch / number of tokens that can be masked (not of those that are).
+
+    For a part of a batch counted_BL, and mask_BL below, can be their number in all of it: the losses then add up.
+    """
     return nelbo_per_sequence(nll_BL, t_B, schedule).sum() / _at_least_one(counted_BL)
 
 
@@ -220,7 +209,7 @@ def masked_cross_entropy(nll_BL, mask_BL):
 def masked_accuracy(logits_BLV, x0_BL, mask_BL, mask_id):
     """Share of masked tokens whose likeliest id, MASK aside, is the right one."""
     xp = _namespace(logits_BLV)
-    best_BL = xp.argmax(xp.where(_ids(logits_BLV) == mask_id, -math.inf, _float(logits_BLV)), -1)
+    best_BL = xp.argmax(ban(logits_BLV, [mask_id]), -1)
     return (mask_BL & (best_BL == x0_BL)).sum() / _at_least_one(mask_BL)
 
 
@@ -233,20 +222,8 @@ def _at_least_one(mask_BL):
 
 
 def keep_prob(t, s, schedule):
-    """P(still masked at s | masked at t) = rate(s) / rate(t), for s < t."""
+    """P(still masked at s | masked at t) = rate(s) / rate(t), for s < t. Ref: MDLM, eq. 6."""
     return mask_rate(s, schedule) / mask_rate(t, schedule)
-
-
-def posterior(logits_BLV, xt_BL, t_B, s_B, schedule, mask_id):
-    """q(x_s | x_t) [B, L, V] with p(x0 | xt) for x0: a masked token stays MASK with keep_prob, else is drawn from p.
-
-    Ref: MDLM, eq. 6. For inspection; sampling needs only ancestral_step.
-    """
-    xp = _namespace(logits_BLV)
-    prob_BLV = xp.exp(subs_log_probs(logits_BLV, xt_BL, mask_id))
-    keep_B11 = _column(keep_prob(t_B, s_B, schedule), prob_BLV)
-    masked_BLV = xp.where(_ids(prob_BLV) == mask_id, keep_B11, prob_BLV * (1 - keep_B11))
-    return xp.where((xt_BL == mask_id)[..., None], masked_BLV, prob_BLV)
 
 
 def ancestral_step(xt_BL, token_BL, u_BL, keep_B, mask_id):
@@ -378,8 +355,8 @@ def confidence(prob_BLV, kind):
         first_BLV = _ids(prob_BLV) == xp.argmax(prob_BLV, -1)[..., None]
         return xp.amax(prob_BLV, axis=-1) - xp.amax(xp.where(first_BLV, -1.0, prob_BLV), axis=-1)
     if kind == "entropy":
-        some_BLV = prob_BLV > 0  # the outer choice keeps XLA from a kernel for CPUs that takes 15 times as long
-        terms_BLV = xp.where(some_BLV, prob_BLV * xp.log(xp.where(some_BLV, prob_BLV, 1.0)), 0.0)
+        possible_BLV = prob_BLV > 0  # the outer choice keeps XLA from a kernel for CPUs that takes 15 times as long
+        terms_BLV = xp.where(possible_BLV, prob_BLV * xp.log(xp.where(possible_BLV, prob_BLV, 1.0)), 0.0)
         return xp.sum(terms_BLV, axis=-1)
     raise ValueError(f"confidence {kind!r} is not one of {', '.join(CONFIDENCES)}")
 

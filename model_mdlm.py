@@ -15,7 +15,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -190,25 +189,29 @@ def sample(model, token_BL, rule, generator, on_step=None):
     UNK are never drawn. on_step(i, token_BL) is called after each step that unmasked something.
     """
     device, see_BL = token_BL.device, token_BL != PAD
-    masks_B = (token_BL == MASK).sum(1).cpu().numpy()
-    counts_NB = None if rule.sampler == "ancestral" else diffusion.step_counts(masks_B, rule.steps, rule.schedule)
+    ancestral = rule.sampler == "ancestral"
+    schedule = "linear" if rule.schedule == "even" else rule.schedule
     time_N = 1 - torch.arange(rule.steps + 1, dtype=torch.float64) / rule.steps
-    rate_N = time_N if rule.schedule == "even" else diffusion.mask_rate(time_N, rule.schedule)
+    rate_N = diffusion.mask_rate(time_N, schedule).float().to(device)
+    keep_N = diffusion.keep_prob(time_N[:-1], time_N[1:], schedule).float().to(device)
+    if not ancestral:
+        masks_B = (token_BL == MASK).sum(1).cpu().numpy()
+        counts_NB = diffusion.step_counts(masks_B, rule.steps, rule.schedule)
     for i in range(rule.steps):
         masked_BL = token_BL == MASK
-        if rule.sampler == "ancestral":
+        # PAD stands for the tokens, which are not drawn yet: first the positions are chosen.
+        if ancestral:
             u_BL = torch.rand(token_BL.shape, generator=generator, device=device)
-            chosen_BL = masked_BL & (u_BL >= (rate_N[i + 1] / rate_N[i]).float())
-            none = not chosen_BL.any()
-        else:
-            none = not counts_NB[i].any()
-        if none:
+            chosen_BL = masked_BL & (diffusion.ancestral_step(token_BL, PAD, u_BL, keep_N[i], MASK) != MASK)
+            if not chosen_BL.any():
+                continue
+        elif not counts_NB[i].any():
             continue
-        hidden_BLD = model.hidden(token_BL, rate_N[i].float().to(device).expand(len(token_BL)), see_BL)
-        asked_BL = chosen_BL if rule.sampler == "ancestral" else masked_BL
-        logits_MV = model.logits(hidden_BLD[asked_BL])[:, : rule.vocab or None]
+        hidden_BLD = model.hidden(token_BL, rate_N[i].expand(len(token_BL)), see_BL)
+        # A confidence is asked for at all masks, to find the surest; ancestral sampling knows where it unmasks.
+        logits_MV = model.logits(hidden_BLD[chosen_BL if ancestral else masked_BL])[:, : rule.vocab or None]
         logits_MV[:, list(BANNED)] = -math.inf
-        if rule.sampler != "ancestral":
+        if not ancestral:
             score_BL = torch.zeros(token_BL.shape, device=device)
             score_BL[masked_BL] = diffusion.confidence(diffusion.softmax(logits_MV), rule.sampler)
             count_B = torch.from_numpy(counts_NB[i]).to(device)
@@ -246,36 +249,35 @@ def save(model, folder, tokenizer_json=None):
 
 
 def load(folder, device="cpu", dtype=torch.float32):
-    """MDLM of a folder that `save` wrote. Raises FileNotFoundError, or ValueError naming every tensor that is wrong."""
-    import safetensors
+    """MDLM of a folder that `save` wrote. Raises FileNotFoundError, or ValueError with one line on what is wrong."""
+    from safetensors import SafetensorError, safe_open
 
     folder = Path(folder)
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).exists():
             raise FileNotFoundError(f"{folder} holds no {name}; train a model with: python train_gpu.py")
     try:
-        config = json.loads((folder / "config.json").read_text())
-        known = {f.name for f in dataclasses.fields(Config)}
-        if config.get("model_type") != "mdlm":
-            raise ValueError(f"model_type {config.get('model_type')!r} is not mdlm")
-        model = MDLM(Config(**{k: v for k, v in config.items() if k in known}))
-        with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
+        config = (folder / "config.json").read_text()
+        with safe_open(folder / "model.safetensors", "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (ValueError, TypeError, safetensors.SafetensorError) as error:
+        model = build(config, tensors)
+    except (ValueError, TypeError, SafetensorError) as error:
         raise ValueError(f"{folder} cannot be read: {error}") from None
-    check(model.state_dict(), tensors, folder)
-    model.load_state_dict(tensors)
     return model.to(device, dtype).eval()
 
 
-def check(want, got, where):
-    """Raise ValueError listing missing, unexpected and misshapen tensors of a checkpoint."""
-    wrong = [f"missing {name}" for name in want if name not in got]
-    wrong += [f"unexpected {name}" for name in got if name not in want]
-    both = ((name, tuple(want[name].shape), tuple(got[name].shape)) for name in want if name in got)
-    wrong += [f"{name} is {have}, the model has {need}" for name, need, have in both if need != have]
-    if wrong:
-        raise ValueError(f"{where} does not fit the model: {'; '.join(wrong)}")
+def build(config_json, tensors):
+    """MDLM of the text of a config.json and of {name: tensor}. Raises ValueError that names what does not fit."""
+    config = json.loads(config_json)
+    if config.get("model_type") != "mdlm":
+        raise ValueError(f"model_type {config.get('model_type')!r} is not mdlm")
+    known = {f.name for f in dataclasses.fields(Config)}
+    model = MDLM(Config(**{k: v for k, v in config.items() if k in known}))
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    return model
 
 
 def count_params(cfg):
@@ -295,7 +297,7 @@ class Args:
 
 def main(args):
     if args.model not in ("", *CONFIGS):
-        sys.exit(f"--model={args.model}: not one of {', '.join(CONFIGS)}")
+        raise ValueError(f"--model={args.model}: not one of {', '.join(CONFIGS)}")
     for name in [args.model] if args.model else CONFIGS:
         tied, parts = (count_params(dataclasses.replace(CONFIGS[name], tie=tie)) for tie in (True, False))
         print(f"{name:6} {parts['total']:>12,} parameters, {tied['total']:>12,} with a tied head")
@@ -304,6 +306,6 @@ def main(args):
 
 
 if __name__ == "__main__":
-    import tyro
+    import runs
 
-    main(tyro.cli(Args, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Args, __doc__)

@@ -30,7 +30,8 @@ def test_presets_have_their_true_parameter_counts(capsys):
         for tie, count in zip((True, False), counts, strict=True):
             cfg = dataclasses.replace(mdlm.CONFIGS[name], tie=tie)
             assert mdlm.count_params(cfg)["total"] == count
-            assert sum(p.numel() for p in mdlm.MDLM(cfg).parameters()) == count
+            with torch.device("meta"):
+                assert sum(p.numel() for p in mdlm.MDLM(cfg).parameters()) == count
     mdlm.main(mdlm.Args())
     assert "17,332,992" in capsys.readouterr().out
 
@@ -117,9 +118,9 @@ def test_a_model_that_was_saved_is_the_same_and_a_wrong_one_is_named(tmp_path):
     assert mdlm.load(tmp_path, dtype=torch.bfloat16).norm.weight.dtype == torch.bfloat16
     config = json.loads((tmp_path / "config.json").read_text())
     for changes, parts in (
-        ({"tie": True}, ["unexpected head.weight"]),
-        ({"layers": 3}, ["missing blocks.2.qkv.weight", "missing blocks.2.norm1.bias"]),
-        ({"ffn": 65}, ["blocks.0.fc1.weight is (64, 32), the model has (65, 32)"]),
+        ({"tie": True}, ["Unexpected key(s)", "head.weight"]),
+        ({"layers": 3}, ["Missing key(s)", "blocks.2.qkv.weight", "blocks.2.norm1.bias"]),
+        ({"ffn": 65}, ["size mismatch for blocks.0.fc1.weight", "[64, 32]", "[65, 32]"]),
         ({"model_type": "dream"}, ["'dream' is not mdlm"]),
         ({"heads": 5}, ["does not divide into 5 heads"]),
     ):
@@ -128,6 +129,7 @@ def test_a_model_that_was_saved_is_the_same_and_a_wrong_one_is_named(tmp_path):
             mdlm.load(tmp_path)
         for part in parts:
             assert part in str(error.value)
+        assert "\n" not in str(error.value)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with open(tmp_path / "model.safetensors", "r+b") as file:
         file.truncate(1000)
