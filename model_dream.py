@@ -18,7 +18,6 @@ Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639.
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import shutil
 import typing
@@ -57,25 +56,19 @@ class DreamConfig:
     eos_id: int = 151_643
 
     def __post_init__(self):
-        for name in ("vocab", "width", "layers", "heads", "kv_heads", "head_size", "ffn", "positions"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, not a positive whole number")
-        for name in ("theta", "eps"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value!r}, not a positive number")
-        if type(self.tie) is not bool:
-            raise ValueError(f"tie is {self.tie!r}, neither true nor false")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} query heads do not divide over {self.kv_heads} key/value heads")
-        if self.head_size % 2:
-            raise ValueError(f"head size {self.head_size} is odd: rotary embeddings turn pairs")
-        for name in ("mask_id", "pad_id", "bos_id", "eos_id"):
-            value = getattr(self, name)
-            if type(value) is not int or not 0 <= value < self.vocab:
-                raise ValueError(f"{name} is {value!r}, not one of the vocabulary's {self.vocab} ids")
-        if self.mask_id in (self.pad_id, self.bos_id, self.eos_id):
-            raise ValueError(f"mask_id {self.mask_id} is also the padding, begin or end token")
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), field.type
+            if type(value) is not kind and (type(value), kind) != (int, float):
+                raise ValueError(f"{field.name} is {value!r}, not of type {kind.__name__}")
+            if kind is not bool and not field.name.endswith("_id") and not 0 < value < math.inf:
+                raise ValueError(f"{field.name} is {value!r}, not a positive number")
+        if self.heads % self.kv_heads or self.head_size % 2:
+            raise ValueError(
+                f"{self.heads} heads of size {self.head_size}, {self.kv_heads} of them for keys and values"
+            )
+        other_ids = {self.pad_id, self.bos_id, self.eos_id}
+        if self.mask_id in other_ids or not all(0 <= i < self.vocab for i in (self.mask_id, *other_ids)):
+            raise ValueError(f"mask_id {self.mask_id} and the ids {other_ids} must differ and lie below {self.vocab}")
 
 
 # our field -> key of a Hugging Face config.json
@@ -109,38 +102,24 @@ FIXED = {
 
 
 def config_from_hf(path):
-    """Read a Hugging Face config.json. Keys that do not concern us are ignored; missing and wrong ones are refused.
+    """The architecture in a Hugging Face config.json, or in that of a folder. Keys that do not concern us are ignored.
 
-    Raises ValueError with one line; FileNotFoundError if there is none.
+    Raises ValueError for keys that are missing or ask for another model; FileNotFoundError if there is no file.
     """
-    path, problem = Path(path), None
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; a model folder holds config.json and its weights")
-    try:
-        hf = json.loads(path.read_text())
-    except ValueError as error:
-        problem = f"is not JSON: {error}"
-    if not problem and not isinstance(hf, dict):
-        problem = "is not a JSON object"
-    if not problem:
-        wrong = [f"{k} is {hf[k]!r}, not {known[0]!r}" for k, known in FIXED.items() if k in hf and hf[k] not in known]
-        optional = ("head_size", "tie", "bos_id")
-        missing = [k for name, k in HF_KEYS.items() if name not in optional and hf.get(k) is None]
-        if wrong or missing:
-            problem = "does not describe a Dream model: " + "; ".join(wrong + [f"{k} is missing" for k in missing])
-    if problem:
-        raise ValueError(f"{path} {problem}")
+    path = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    hf = runs.read_json(path)
+    wrong = [f"{k} is {hf[k]!r}, not {known[0]!r}" for k, known in FIXED.items() if k in hf and hf[k] not in known]
+    optional = ("head_size", "tie", "bos_id")
+    wrong += [f"{k} is missing" for name, k in HF_KEYS.items() if name not in optional and hf.get(k) is None]
     fields = {name: hf[key] for name, key in HF_KEYS.items() if hf.get(key) is not None}
     fields.setdefault("bos_id", fields.get("eos_id"))
     try:
+        if wrong:
+            raise ValueError("; ".join(wrong))
         if "head_size" not in fields:
-            if fields["width"] % fields["heads"]:
-                raise ValueError(f"hidden_size {fields['width']} does not divide over {fields['heads']} heads")
             fields["head_size"] = fields["width"] // fields["heads"]
         return DreamConfig(**fields)
-    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{path} does not describe a Dream model: {error}") from None
 
 
@@ -208,7 +187,7 @@ def fit(spec, shape, mesh):
 
 
 def shard(x, *spec):
-    """Pin x to a layout on the mesh in use (jax.set_mesh); without one, x as it is."""
+    """Pin x to a layout on the mesh in use (jax.set_mesh). Without a mesh x stays as it is."""
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, fit(spec, x.shape, mesh))
 
@@ -271,17 +250,20 @@ def quantise(weight_FD):
 def linear(x_BLD, weight, *spec, dtype=None, on_cpu=False):
     """x W^T over one axis of tokens, as a matmul of two matrices, in x's dtype or another. W lies as spec says.
 
-    The scales of an Int8 multiply the product, in float32: every q is exact in bfloat16.
+    The scales of an Int8 multiply the product, in float32: every q is exact in bfloat16. on_cpu changes only the speed.
     """
     if isinstance(weight, Lora):
         low_BLR = linear(x_BLD, weight.a_RD, on_cpu=on_cpu)
         change_BLF = linear(low_BLR, weight.b_FR, dtype=dtype, on_cpu=on_cpu)
         return linear(x_BLD, weight.base, *spec, dtype=dtype, on_cpu=on_cpu) + change_BLF
-    x_TD, dtype = x_BLD.reshape(-1, x_BLD.shape[-1]), dtype or x_BLD.dtype
-    scale_F, accumulate = 1, dtype
+    x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
+    dtype = accumulate = dtype or x_BLD.dtype
+    scale_F = 1
     if isinstance(weight, Int8):
         weight, scale_F, accumulate = weight.q_FD, weight.scale_F1[:, 0], jnp.float32
-        if on_cpu:  # a 0 that the compiler cannot know: else it has all matrices in x's dtype at once
+        if on_cpu:
+            # Add a zero the compiler cannot constant-fold: else it converts all layers' matrices before the first one
+            # is used, and holds them in x's dtype together.
             weight = weight + jnp.isnan(x_TD[0, 0]).astype(jnp.int8)
     elif on_cpu:  # XLA has kernels for the CPU's bfloat16 units (AMX) only where the product is float32
         accumulate = jnp.float32
@@ -302,14 +284,15 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, segment_BL=None):
     J, M = k_BMJK.shape[2], k_BMJK.shape[1]
     k_BJMK, v_BJMK = k_BMJK.swapaxes(1, 2), v_BMJK.swapaxes(1, 2)
 
-    def some(queries):
-        q_BLHK, of_BL = queries
-        q_BJTK = q_BLHK.reshape(B, -1, J, H // J, K).transpose(0, 2, 3, 1, 4).reshape(B, J, -1, K)  # T = G L
+    def attend(queries):
+        q_BLHK, document_BL = queries
+        # the G query heads of a key/value head are G times as many queries, T = G L: one matmul for each of J heads
+        q_BJTK = q_BLHK.reshape(B, -1, J, H // J, K).transpose(0, 2, 3, 1, 4).reshape(B, J, -1, K)
         score_BJTM = jnp.einsum("BJTK,BJMK->BJTM", q_BJTK, k_BJMK, preferred_element_type=jnp.float32) * K**-0.5
         if see_BM is not None:
             score_BJTM = jnp.where(see_BM[:, None, None], score_BJTM, -1e30)
-        if of_BL is not None:
-            same_B11LM = (of_BL[:, :, None] == segment_BL[:, None])[:, None, None]
+        if document_BL is not None:
+            same_B11LM = (document_BL[:, :, None] == segment_BL[:, None])[:, None, None]
             score_BJGLM = score_BJTM.reshape(B, J, H // J, -1, M)
             score_BJTM = jnp.where(same_B11LM, score_BJGLM, -1e30).reshape(score_BJTM.shape)
         prob_BJTM = jax.nn.softmax(score_BJTM, -1).astype(v_BJMK.dtype)
@@ -318,15 +301,15 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, segment_BL=None):
         return o_BJTK.reshape(B, J, H // J, -1, K).transpose(0, 3, 1, 2, 4).reshape(B, -1, H, K)
 
     if L <= block:
-        return some((q_BLHK, segment_BL))
+        return attend((q_BLHK, segment_BL))
     n = -(-L // block)
 
-    def blocks(x_BL):
+    def split(x_BL):
         x_BL = jnp.pad(x_BL, ((0, 0), (0, n * block - L), *[(0, 0)] * (x_BL.ndim - 2)))
         return x_BL.reshape(B, n, block, *x_BL.shape[2:]).swapaxes(0, 1)
 
-    # the backward pass makes the scores of a block again
-    o_nBLHK = jax.lax.map(jax.checkpoint(some), jax.tree.map(blocks, (q_BLHK, segment_BL)))
+    # one block after the other; the backward pass computes the scores of a block again
+    o_nBLHK = jax.lax.map(jax.checkpoint(attend), jax.tree.map(split, (q_BLHK, segment_BL)))
     return o_nBLHK.swapaxes(0, 1).reshape(B, n * block, H, K)[:, :L]
 
 
@@ -356,14 +339,14 @@ class Block(nnx.Module):
     """One layer; its parameters have the checkpoint's names and [out, in] layout."""
 
     def __init__(self, cfg, rngs):
-        D, Q, C = cfg.width, cfg.heads * cfg.head_size, cfg.kv_heads * cfg.head_size
+        D, Q, KV = cfg.width, cfg.heads * cfg.head_size, cfg.kv_heads * cfg.head_size
 
         def normal(*shape, size=1.0):  # by fan-in, 0.017 at 7b
             return nnx.Param(size * shape[-1] ** -0.5 * jax.random.normal(rngs.params(), shape, jnp.float32))
 
         self.input_layernorm, self.post_attention_layernorm = nnx.Param(jnp.ones(D)), nnx.Param(jnp.ones(D))
-        self.q_proj, self.k_proj, self.v_proj = normal(Q, D), normal(C, D), normal(C, D)
-        self.q_bias, self.k_bias, self.v_bias = (nnx.Param(jnp.zeros(n)) for n in (Q, C, C))
+        self.q_proj, self.k_proj, self.v_proj = normal(Q, D), normal(KV, D), normal(KV, D)
+        self.q_bias, self.k_bias, self.v_bias = (nnx.Param(jnp.zeros(n)) for n in (Q, KV, KV))
         self.o_proj = normal(D, Q, size=1 / math.sqrt(2 * cfg.layers))
         self.gate_proj, self.up_proj = normal(cfg.ffn, D), normal(cfg.ffn, D)
         self.down_proj = normal(D, cfg.ffn, size=1 / math.sqrt(2 * cfg.layers))
@@ -379,23 +362,25 @@ class Block(nnx.Module):
         cfg = self.cfg
         B, L, _ = x_BLD.shape
 
-        def project(x_BLD, name, *spec):
+        def project(x_BLD, name, *spec):  # only q, k and v have a bias
             y_BLF = linear(x_BLD, getattr(self, f"{name}_proj").get_value(), *spec, on_cpu=run.on_cpu)
             return y_BLF + getattr(self, f"{name}_bias")[...].astype(x_BLD.dtype) if name in "qkv" else y_BLF
 
+        # attention; the names tell jax.checkpoint what may be kept for the backward pass
         n_BLD = rms_norm(x_BLD, self.input_layernorm[...], cfg.eps)
         q, k, v = (
             checkpoint_name(project(n_BLD, name, "tensor", None).reshape(B, L, -1, cfg.head_size), name)
             for name in "qkv"
         )
         q_BLHK, k_BMJK, v_BMJK = rotate(q, *rope), rotate(k, *rope), v
-        if cache is not None:
+        if cache is not None:  # the fresh keys and values take their slots among the kept ones
             k_BMJK, v_BMJK = (
                 jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, start, 0, 0))
                 for old, new in zip(cache, (k_BMJK, v_BMJK), strict=True)
             )
         o_BLHK = checkpoint_name(attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, segment_BL), "attn")
         x_BLD = x_BLD + project(o_BLHK.reshape(B, L, -1), "o", None, "tensor")
+        # feed-forward
         n_BLD = rms_norm(x_BLD, self.post_attention_layernorm[...], cfg.eps)
         gate_BLF, up_BLF = (project(n_BLD, name, "tensor", None) for name in ("gate", "up"))
         hidden_BLF = (jax.nn.silu(gate_BLF.astype(jnp.float32)) * up_BLF).astype(run.dtype)
@@ -407,7 +392,8 @@ class Dream(nnx.Module):
         def table(size):
             return nnx.Param(size * jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32))
 
-        # tokens of size 1 are heard beside the layers from the first step on; a small model learns at once, not late
+        # Embeddings of unit scale are not drowned by the layers' outputs, and a small model learns from the first steps
+        # on. A tied table is the head too, which needs rows of about unit length.
         self.embed_tokens = table(cfg.width**-0.5 if cfg.tie else 1.0)
         self.layers = nnx.Dict({str(i): Block(cfg, rngs) for i in range(cfg.layers)})
         self.norm = nnx.Param(jnp.ones(cfg.width))
@@ -440,9 +426,9 @@ class Dream(nnx.Module):
             if self.run.remat == "none":
                 x_BLD, layer_cache = layer(x_BLD, rope, see_BM, self.run, layer_cache, start, segment_BL)
                 new_cache.append(layer_cache)
-            else:  # training: nobody wants the keys and values
-                one = lambda x, layer=layer: layer(x, rope, see_BM, self.run, segment_BL=segment_BL)[0]  # noqa: E731
-                x_BLD = jax.checkpoint(one, policy=REMAT[self.run.remat])(x_BLD)
+            else:  # training needs no keys and values
+                forward = lambda x, layer=layer: layer(x, rope, see_BM, self.run, segment_BL=segment_BL)[0]  # noqa: E731
+                x_BLD = jax.checkpoint(forward, policy=REMAT[self.run.remat])(x_BLD)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), new_cache
 
     def logits(self, hidden_BLD):
@@ -458,24 +444,28 @@ class Dream(nnx.Module):
         return self.logits(hidden_BLD)
 
     def nelbo(self, token_BL, segment_BL, position_BL, t_BL, u_BL, fixed_BL=None, schedule="linear"):
-        """A bound on -log p of packed rows, in nats, summed: -sum 1 / t log p(token | noised row) over masked tokens.
+        """A bound on -log p of packed rows, in nats, summed: -sum w(t) log p(token | noised row) over masked tokens.
 
-        t_BL is the noise level of each token's document, constant within it; a token becomes MASK where u_BL < t_BL, if
-        it is `counted`. Divided by the number of those it is the bound per token. The token at p is read from the
-        hidden state at p - 1, the first of a document from its own, as the sampler does. The head runs over chunks of
-        the row, whose logits the backward pass makes again. Ref: MDLM, arXiv:2406.07524, eq. 10, with alpha = 1 - t.
+        t_BL is the time of each token's document, constant within it; a token becomes MASK where u_BL < rate(t), if it
+        is `counted`. Divided by the number of those it is the bound per token. rate and w = rate' / rate are those of a
+        schedule of diffusion.py; linear: t and 1 / t. The token at p is read from the hidden state at p - 1, the first
+        of a document from its own, as the sampler does. The head runs over chunks of the row, whose logits the backward
+        pass computes again. Ref: MDLM, arXiv:2406.07524, eq. 10, with alpha = 1 - rate.
         """
         B, L = token_BL.shape
+        # Noise: prompts and padding stay as they are.
         frozen_BL = ~counted(segment_BL, fixed_BL)
         noised_BL, mask_BL = diffusion.q_sample(token_BL, t_BL, u_BL, schedule, self.cfg.mask_id, -1, frozen_BL)
         hidden_BLD, _ = self.hidden(noised_BL, position_BL, segment_BL=segment_BL)
+        # Shift, but never across the border of two documents.
         first_BL1 = (jnp.roll(segment_BL, 1, 1) != segment_BL).at[:, 0].set(True)[..., None]
         hidden_BLD = jnp.where(first_BL1, hidden_BLD, jnp.roll(hidden_BLD, 1, 1))
         weight_BL = jnp.where(mask_BL, diffusion.nelbo_weight(t_BL, schedule), 0.0)
+        # The head, a chunk of C positions at a time: C divides L and keeps to run.loss_tokens.
         C = next(c for c in range(min(L, max(1, self.run.loss_tokens // B)), 0, -1) if L % c == 0)
 
         @jax.checkpoint
-        def some(chunk):
+        def loss_of(chunk):
             hidden_BCD, token_BC, mask_BC, weight_BC = chunk
             nll_BC = diffusion.masked_nll(self.logits(hidden_BCD), token_BC, mask_BC, self.cfg.mask_id)
             return (nll_BC * weight_BC).sum()
@@ -483,7 +473,7 @@ class Dream(nnx.Module):
         def chunks(x_BL):  # along the row, so that rows stay split over devices
             return x_BL.reshape(B, L // C, C, *x_BL.shape[2:]).swapaxes(0, 1)
 
-        return jax.lax.map(some, jax.tree.map(chunks, (hidden_BLD, token_BL, mask_BL, weight_BL))).sum()
+        return jax.lax.map(loss_of, jax.tree.map(chunks, (hidden_BLD, token_BL, mask_BL, weight_BL))).sum()
 
 
 def counted(segment_BL, fixed_BL=None):
@@ -492,11 +482,12 @@ def counted(segment_BL, fixed_BL=None):
 
 
 def noise(key, rows, row_B, segment_BL, eps=1e-3):
-    """(t_BL, u_BL): the noise level of each token's document and a uniform number for each token, of the rows row_B.
+    """(t_BL, u_BL): the time of each token's document and a uniform number for each token, of the rows row_B.
 
-    Functions of the key and of a row's number among `rows` alone, however these are split. The first document of row i
-    has its t in the i-th of `rows` equal parts of [eps, 1], each further one is 0.618 of the range on: documents do not
-    see each other, so each is an example of its own, and a step holds all levels evenly. t is uniform for every one.
+    Functions of the key and of a row's number among `rows` alone, however these are split over devices. The first
+    document of row i has its t in the i-th of `rows` equal parts of [eps, 1], each further one is 0.618 of the range
+    on: documents do not see each other, so each is an example of its own, and a step holds all times evenly. t is
+    uniform in [eps, 1] for every one, which any schedule of diffusion.py turns into its rate of masks.
     """
     key_R = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
     t_R = diffusion.antithetic_times(jax.vmap(jax.random.uniform)(key_R), eps)
@@ -524,12 +515,12 @@ def param_shapes(cfg):
 def shardings(mesh, tree):
     """A NamedSharding for each leaf of a tree of parameters, or of optimizer moments, by its name."""
 
-    def one(path, leaf):
+    def place(path, leaf):
         names = (getattr(key, "key", None) for key in path[::-1])
         spec = next((SHARDING[name] for name in names if name in SHARDING), PS())
         return jax.NamedSharding(mesh, fit(spec, leaf.shape, mesh) if leaf.shape else PS())
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(place, tree)
 
 
 def save(folder, model, extra=()):

@@ -6,7 +6,7 @@
 The other side is transformers' Qwen2 with a mask that lets every token see every other (needs transformers), eager and
 under torch.compile, and Dream's own sampling loop (a pass over the whole canvas in every step, the surest by entropy
 first), greedy. Each side is a process of its own; ours runs before and after the others, as a machine's speed drifts.
-Logits must agree; of the texts a part does not, as random weights leave near-ties that the last digits decide. Writes
+Logits must agree. Texts agree in part: random weights leave near-ties that the last digits decide. Writes
 bench/results/cpu.json, or <GPU>.json.
 """
 
@@ -23,24 +23,26 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import numpy as np
-import tyro
 from record import record
 
 import model_dream as dream
+import runs
+import sample_dream
+from convert_weights import from_hf, hf_name
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     model: str = "100m"  # key of CONFIGS in model_dream.py
-    length: int = 512  # of the forward pass
-    repeats: int = 10
-    max_new: int = 256
+    length: int = 512  # tokens of a forward pass
+    repeats: int = 10  # timed forward passes, after one that compiles
+    max_new: int = 256  # tokens of a generation
     steps: int = 16  # denoising steps of a generation
-    prompts: tuple[int, ...] = (32, 256)  # tokens
-    batches: tuple[int, ...] = (1, 4)
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    side: str = ""  # internal: run one side on --folder
-    folder: str = ""
+    prompts: tuple[int, ...] = (32, 256)  # tokens of the prompts
+    batches: tuple[int, ...] = (1, 4)  # rows of a batch
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")  # of weights and activations
+    side: str = ""  # internal: run one side, "ours", "eager" or "compiled" and a dtype, on --folder
+    folder: str = ""  # internal: the checkpoint
 
 
 def write_weights(folder, cfg):
@@ -49,7 +51,7 @@ def write_weights(folder, cfg):
 
     (folder / "config.json").write_text(json.dumps(dream.config_to_hf(cfg)))
     header, start, rng = {}, 0, np.random.default_rng(0)
-    shapes = {dream.hf_name(name): leaf.shape for name, leaf in dream.flatten(dream.param_shapes(cfg)).items()}
+    shapes = {hf_name(name): leaf.shape for name, leaf in runs.flatten(dream.param_shapes(cfg)).items()}
     for name, shape in shapes.items():
         size = 2 * int(np.prod(shape))
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, start + size]}
@@ -104,14 +106,14 @@ def run_ours(cfg, folder, dtype):
     import jax
 
     started = time.perf_counter()
-    model = dream.from_hf(folder, dtype)
+    model = from_hf(folder, dtype)
     jax.block_until_ready(dream.nnx.state(model))
-    load_s, rule = time.perf_counter() - started, dream.Sampling(steps=cfg.steps)
+    load_s, rule = time.perf_counter() - started, sample_dream.Sampling(steps=cfg.steps)
     graph, params = dream.nnx.split(model)
     call = jax.jit(lambda params, token_BL: dream.nnx.merge(graph, params)(token_BL))
 
     def generate(token_BP):
-        return dream.generate(model, token_BP.tolist(), cfg.max_new, rule)[0]
+        return sample_dream.generate(model, token_BP.tolist(), cfg.max_new, rule)[0]
 
     device = jax.devices()[0]
     on_gpu = lambda: device.memory_stats()["peak_bytes_in_use"] / 2**30  # noqa: E731
@@ -186,7 +188,7 @@ def main(cfg):
         folder = Path(cfg.folder)
         return run_ours(cfg, folder, dtype) if side == "ours" else run_torch(cfg, folder, dtype, side == "compiled")
     if cfg.model not in dream.CONFIGS:
-        sys.exit(f"--model={cfg.model}: not one of {', '.join(dream.CONFIGS)}")
+        raise ValueError(f"--model={cfg.model}: not one of {', '.join(dream.CONFIGS)}")
     with tempfile.TemporaryDirectory() as folder:
         write_weights(Path(folder), dream.CONFIGS[cfg.model])
         for dtype in cfg.dtypes:
@@ -213,7 +215,7 @@ def compare(cfg, dtype, rows):
     ours, eager = (np.array(rows[name]["logits"]) for name in ("ours", "eager"))
     error = float(np.abs(ours - eager).max() / np.abs(eager).max())
     if error > (2e-5 if dtype == "float32" else 0.2):
-        sys.exit(f"logits differ by {error:.2g} of the largest: the two sides do not compute the same")
+        raise ValueError(f"logits differ by {error:.2g} of the largest: the two sides do not compute the same")
     same = {
         key: float(np.mean(np.array(ids) == np.array(rows["eager"]["ids"][key])))
         for key, ids in rows["ours"]["ids"].items()
@@ -242,4 +244,4 @@ def compare(cfg, dtype, rows):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Config, __doc__)

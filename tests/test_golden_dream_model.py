@@ -214,7 +214,7 @@ def test_every_generation_case_token_for_token(model, golden_dir, kind):
     assert {kind_of(case) for case in golden["cases"]} == set(KINDS)
     for case in golden["cases"]:
         if kind_of(case) == kind:
-            check_case(model, case, golden["mask_token_id"], 32)
+            check_case(model, case, golden["mask_token_id"], 64)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Dream apart from its reference values: counts, config, files, brute-force forward, sampling, blocks, sharding."""
+"""Dream apart from its reference values: counts, config, files, a forward pass by brute force, loss, sharding."""
 
 import dataclasses
 import gc
@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 from flax import nnx
 from safetensors.numpy import save_file
 
-import diffusion
+import convert_weights as cw
 import model_dream as md
+import runs
+import sample_dream as sd
 
 TINY = md.DreamConfig(
     48, 32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=40, positions=64, mask_id=47, pad_id=0, bos_id=1, eos_id=2
@@ -65,7 +66,7 @@ def masked(B, P, new, seed=0):
 
 def brute_force(params, cfg, token_L, position_L, see_L, wrong=""):
     """The specification in float64 NumPy, a loop over heads; `wrong` makes one of the mistakes that others made."""
-    p = {k: np.asarray(v, np.float64) for k, v in md.flatten(params).items()}
+    p = {k: np.asarray(v, np.float64) for k, v in runs.flatten(params).items()}
     L, K, half = len(token_L), cfg.head_size, cfg.head_size // 2
     eps = 0.1 if wrong == "eps" else cfg.eps
     position_L = np.arange(L) if wrong == "positions" else position_L
@@ -141,7 +142,7 @@ def test_left_and_right_padding_and_offsets_change_nothing(model):
     "shape",
     [(2, 2, 2), *(pytest.param(x, marks=pytest.mark.slow) for x in ((1, 1, 8), (1, 2, 4), (4, 1, 2), (1, 8, 1)))],
 )
-def test_eight_devices_give_the_logits_and_tokens_of_one(model, shape):
+def test_eight_devices_give_the_logits_of_one(model, shape):
     mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     params = params_of(TINY)
     split = jax.device_put(params, md.shardings(mesh, params))
@@ -153,27 +154,20 @@ def test_eight_devices_give_the_logits_and_tokens_of_one(model, shape):
     with jax.set_mesh(mesh):
         got = apply(spread, token_BL)
     np.testing.assert_allclose(got, want, atol=1e-4)
-    if shape in ((2, 2, 2), (1, 1, 8)):
-        canvas_BL = masked(8, 6, 8)
-        for rule in (md.Sampling(tokens_per_step=2), md.Sampling(threshold=0.5, block_length=4, cache="dual")):
-            one, _ = md.fill(model, canvas_BL, None, rule)
-            with jax.set_mesh(mesh):
-                many, _ = md.fill(spread, canvas_BL, None, rule)
-            np.testing.assert_array_equal(many, one)
 
 
 # ---- configuration and files ---------------------------------------------------------------------------------------
 
 
 def test_the_7b_preset_has_the_parameters_of_the_spec():
-    shapes = md.flatten(md.param_shapes(md.CONFIGS["7b"]))
+    shapes = runs.flatten(md.param_shapes(md.CONFIGS["7b"]))
     assert (md.count_params(md.CONFIGS["7b"])["total"], len(shapes)) == (7_615_616_512, 339)
     biases = sum(leaf.size for name, leaf in shapes.items() if name.endswith("_bias"))
     assert biases == 28 * 4608
     assert shapes["layers.27.k_proj"].shape == (512, 3584)
-    assert len({md.hf_name(name) for name in shapes}) == 339
-    assert "model.layers.27.self_attn.v_proj.bias" in map(md.hf_name, shapes)
-    assert "model.layers.0.mlp.down_proj.weight" in map(md.hf_name, shapes)
+    assert len({cw.hf_name(name) for name in shapes}) == 339
+    assert "model.layers.27.self_attn.v_proj.bias" in map(cw.hf_name, shapes)
+    assert "model.layers.0.mlp.down_proj.weight" in map(cw.hf_name, shapes)
 
 
 def test_every_preset_counts_what_it_allocates_and_survives_its_config_json(tmp_path):
@@ -184,6 +178,8 @@ def test_every_preset_counts_what_it_allocates_and_survives_its_config_json(tmp_
         (tmp_path / "config.json").write_text(json.dumps(md.config_to_hf(cfg)))
         assert md.config_from_hf(tmp_path) == cfg, name
     assert sum(x.size for x in jax.tree.leaves(md.new_params(TINY, 0))) == md.count_params(TINY)["total"]
+    with pytest.raises(ValueError, match="not one of tiny"):
+        md.main(md.Args(model="8b"))
 
 
 def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
@@ -216,7 +212,7 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
         assert "\n" not in str(error.value)
     for text in ("{", "[1]", ""):
         path.write_text(text)
-        with pytest.raises(ValueError, match="JSON"):
+        with pytest.raises(ValueError, match=r"config\.json is damaged"):
             md.config_from_hf(path)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         md.config_from_hf(tmp_path / "nowhere")
@@ -225,7 +221,7 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
 def write_hf(folder, params, cfg=TINY, index=True, change=None):
     """A Hugging Face folder of two shards and an index, or of one file."""
     folder.mkdir(exist_ok=True)
-    flat = {md.hf_name(name): np.asarray(x) for name, x in md.flatten(params).items()}
+    flat = {cw.hf_name(name): np.asarray(x) for name, x in runs.flatten(params).items()}
     flat = change(flat) if change else flat
     (folder / "config.json").write_text(json.dumps(md.config_to_hf(cfg)))
     names = sorted(flat)
@@ -243,13 +239,13 @@ def write_hf(folder, params, cfg=TINY, index=True, change=None):
 @pytest.mark.parametrize("index", [False, True])
 def test_hugging_face_files_load_bit_for_bit_with_and_without_an_index(tmp_path, dtype, index):
     params = jax.tree.map(lambda x: x.astype(dtype), params_of(TINY))
-    model = md.from_hf(write_hf(tmp_path, params, index=index))
+    model = cw.from_hf(write_hf(tmp_path, params, index=index))
     assert model.run.dtype == dtype
-    got = md.flatten(nnx.to_pure_dict(nnx.state(model)))
-    for name, x in md.flatten(params).items():
+    got = runs.flatten(nnx.to_pure_dict(nnx.state(model)))
+    for name, x in runs.flatten(params).items():
         assert got[name].dtype == dtype
         assert np.asarray(got[name]).tobytes() == np.asarray(x).tobytes(), name
-    assert md.from_hf(tmp_path, jnp.float32).norm[...].dtype == jnp.float32
+    assert cw.from_hf(tmp_path, jnp.float32).norm[...].dtype == jnp.float32
 
 
 def test_broken_hugging_face_folders_are_one_clear_line(tmp_path):
@@ -261,7 +257,7 @@ def test_broken_hugging_face_folders_are_one_clear_line(tmp_path):
         return {k: v for k, v in flat.items() if k != "model.layers.0.self_attn.k_proj.bias"}
 
     with pytest.raises(ValueError, match="do not fit") as error:
-        md.from_hf(write_hf(tmp_path / "a", params, change=without))
+        cw.from_hf(write_hf(tmp_path / "a", params, change=without))
     for part in (
         "missing model.layers.0.self_attn.k_proj.bias",
         "unexpected surplus",
@@ -269,7 +265,7 @@ def test_broken_hugging_face_folders_are_one_clear_line(tmp_path):
     ):
         assert part in str(error.value)
     with pytest.raises(ValueError, match=r"F64|I32"):
-        md.from_hf(write_hf(tmp_path / "b", params, change=lambda flat: {k: np.int32(v) for k, v in flat.items()}))
+        cw.from_hf(write_hf(tmp_path / "b", params, change=lambda flat: {k: np.int32(v) for k, v in flat.items()}))
 
     folder = write_hf(tmp_path / "c", params)
     shard = folder / "model-00002-of-00002.safetensors"
@@ -277,18 +273,18 @@ def test_broken_hugging_face_folders_are_one_clear_line(tmp_path):
     for damage in (whole[: len(whole) // 2], whole[:3], b"", (2**40).to_bytes(8, "little") + whole[8:]):
         shard.write_bytes(damage)
         with pytest.raises(ValueError, match="cannot be read") as error:
-            md.from_hf(folder)
+            cw.from_hf(folder)
         assert str(shard) in str(error.value)
         assert "\n" not in str(error.value)
     shard.unlink()
     with pytest.raises(FileNotFoundError, match=r"index\.json names it"):
-        md.from_hf(folder)
+        cw.from_hf(folder)
     (folder / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="weight_map"):
-        md.from_hf(folder)
+        cw.from_hf(folder)
     tied = dataclasses.replace(TINY, tie=True)
     with pytest.raises(ValueError, match=r"unexpected lm_head\.weight"):
-        md.from_hf(write_hf(tmp_path / "d", params, tied))
+        cw.from_hf(write_hf(tmp_path / "d", params, tied))
 
 
 def test_a_saved_model_loads_bit_for_bit_also_onto_a_mesh(tmp_path):
@@ -301,35 +297,44 @@ def test_a_saved_model_loads_bit_for_bit_also_onto_a_mesh(tmp_path):
     with pytest.raises(FileExistsError):
         md.save(tmp_path / "ckpt", model)
     for where in (None, mesh):
-        back = md.load(tmp_path / "ckpt", mesh=where)
+        back = runs.load(md, tmp_path / "ckpt", mesh=where)[0]
         assert back.cfg == TINY
-        got = md.flatten(nnx.to_pure_dict(nnx.state(back)))
-        for name, x in md.flatten(params).items():
+        got = runs.flatten(nnx.to_pure_dict(nnx.state(back)))
+        for name, x in runs.flatten(params).items():
             assert np.asarray(got[name]).tobytes() == np.asarray(x).tobytes(), name
         assert len(got["lm_head"].sharding.device_set) == (8 if where else 1)
-    assert md.load(tmp_path / "ckpt", jnp.float32).norm[...].dtype == jnp.float32
+    assert runs.load(md, tmp_path / "ckpt", dtype=jnp.float32)[0].norm[...].dtype == jnp.float32
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax drops its own futures
 def test_damaged_checkpoints_are_one_clear_line(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"convert_weights\.py"):
-        md.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+        runs.load(md, tmp_path)
     md.save(tmp_path / "ckpt", build())
     meta = json.loads((tmp_path / "ckpt" / "meta.json").read_text())
     meta["sums"]["layers.1.o_proj"] += 1
     (tmp_path / "ckpt" / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match=r"layers\.1\.o_proj differ from what was saved"):
-        md.load(tmp_path / "ckpt")
+        runs.load(md, tmp_path / "ckpt")
     largest = max((p for p in (tmp_path / "ckpt" / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:100])
     with pytest.raises(ValueError, match="cannot be read") as error:
-        md.load(tmp_path / "ckpt")
+        runs.load(md, tmp_path / "ckpt")
     assert "\n" not in str(error.value)
     gc.collect()
 
 
 def quantised(params, dtype=jnp.float32):
     return jax.tree.map(lambda x: md.quantise(x) if x.ndim == 2 else x.astype(dtype), params)
+
+
+def test_a_run_of_another_family_is_refused(tmp_path):
+    meta = {"model": {"vocab": 48, "width": 32}, "train": {"model": "micro"}}
+    with pytest.raises(ValueError, match="is of micro, which is no Dream"):
+        md.read_config(tmp_path, meta)
+    meta = {"model": dataclasses.asdict(TINY)}
+    (tmp_path / "config.json").write_text(json.dumps(meta))
+    assert md.read_config(tmp_path) == md.read_config(tmp_path, meta) == TINY
 
 
 def test_int8_rows_are_off_by_half_a_step_at_most():
@@ -363,8 +368,8 @@ def test_int8_logits_are_those_of_the_matrices_that_the_numbers_stand_for(tie):
 def test_int8_checkpoints_load_in_a_quarter_of_the_bytes_also_onto_a_mesh(tmp_path):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(TINY))
     md.save(tmp_path / "ckpt", nnx.merge(md.graph_of(TINY, md.Run()), params))
-    model = md.load(tmp_path / "ckpt", jnp.float32, int8=True)
-    want, got = (md.flatten(x) for x in (quantised(params), nnx.to_pure_dict(nnx.state(model))))
+    model = runs.load(md, tmp_path / "ckpt", dtype=jnp.float32, int8=True)[0]
+    want, got = (runs.flatten(x) for x in (quantised(params), nnx.to_pure_dict(nnx.state(model))))
     assert want.keys() == got.keys()
     for name, x in want.items():
         assert got[name].dtype == x.dtype
@@ -374,12 +379,12 @@ def test_int8_checkpoints_load_in_a_quarter_of_the_bytes_also_onto_a_mesh(tmp_pa
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     one = apply(model, tokens(8, 10))
     with jax.set_mesh(mesh):
-        spread = md.load(tmp_path / "ckpt", jnp.float32, mesh=mesh, int8=True)
+        spread = runs.load(md, tmp_path / "ckpt", dtype=jnp.float32, mesh=mesh, int8=True)[0]
         gate = spread.layers["0"].gate_proj.get_value()
         assert gate.q_FD.sharding.spec == jax.P("tensor", "fsdp")
         assert len(gate.scale_F1.addressable_shards[0].data) == TINY.ffn // 2
         np.testing.assert_allclose(apply(spread, tokens(8, 10)), one, atol=1e-4)
-    row, _ = md.fill(model, masked(1, 4, 6), None, md.Sampling(block_length=6, cache="dual", threshold=0.5))
+    row, _ = sd.fill(model, masked(1, 4, 6), None, sd.Sampling(block_length=6, cache="dual", threshold=0.5))
     assert (row != MASK).all()
 
 
@@ -393,330 +398,12 @@ def test_int8_7b_leaves_half_of_16_gb():
     assert size < 8e9
 
 
-def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
-    vocab = {name: i for i, name in enumerate(["a", "b", "c", "\u0120", "ab", "abc"])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "b"), ("ab", "c")]))
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|mask|>"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    cfg = dataclasses.replace(TINY, vocab=16, mask_id=7, eos_id=6, pad_id=6, bos_id=6)
-    assert md.load_tokenizer(tmp_path, cfg).encode("abc<|mask|>").ids == [5, 7]
-    for change, part in (
-        ({"vocab": 6, "mask_id": 5, "eos_id": 1, "pad_id": 1, "bos_id": 1}, "it has 8 tokens, the model 6"),
-        ({"mask_id": 4}, "4, the model's mask_id, is 'ab' in it"),
-        ({"eos_id": 9}, "9, the model's eos_id, is None in it"),
-    ):
-        with pytest.raises(ValueError, match=part):
-            md.load_tokenizer(tmp_path, dataclasses.replace(cfg, **change))
-    assert md.load_tokenizer(tmp_path, dataclasses.replace(cfg, mask_id=9)).get_vocab_size() == 8  # MASK needs no name
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="cannot be read"):
-        md.load_tokenizer(tmp_path, cfg)
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
-        md.load_tokenizer(tmp_path, cfg)
-
-
-# ---- sampling ------------------------------------------------------------------------------------------------------
-
-
-def test_the_token_at_p_comes_from_the_logits_at_p_minus_1(shallow):
-    token_BL = tokens(2, 10)
-    token_BL[0, [0, 1, 5, 9]] = token_BL[1, [0, 4]] = MASK
-    logits_BLV = np.array(apply(shallow, token_BL))
-    logits_BLV[..., MASK] = -np.inf
-    best_BL = logits_BLV.argmax(-1)
-    want_BL = np.where(token_BL == MASK, np.concatenate([best_BL[:, :1], best_BL[:, :-1]], 1), token_BL)
-    got_BL, stats = md.fill(shallow, token_BL, None, md.Sampling(steps=1))
-    np.testing.assert_array_equal(got_BL, want_BL)
-    assert stats["forwards"] == 1
-
-
-def test_the_step_table_follows_the_schedule_of_diffusion():
-    for masks, steps, eps in ((16, 4, 1e-3), (256, 256, 1e-3), (255, 64, 1e-3), (6, 20, 0.1), (40, 7, 1e-5)):
-        table_SN, left, counts = md.step_table(300, steps, eps), masks, []
-        for row_N in table_SN:
-            counts.append(row_N[left])
-            left -= counts[-1]
-        np.testing.assert_array_equal(counts, diffusion.step_counts(masks, steps, "dream", eps))
-        assert (table_SN[-1] == np.arange(301)).all()
-
-
-def simulate(model, row_L, rule):
-    """One row without padding, block by block, in NumPy around single passes of the model."""
-    row_L, L, size = row_L.copy(), len(row_L), rule.block_length
-    S0, passes = int(np.argmax(row_L == MASK)), 0
-    spb = rule.steps // ((L - S0) // size) if rule.steps else size
-    t = np.linspace(1, rule.eps, spb + 1)
-    for S in range(S0, L, size):
-        E = S + size
-        start, end = {"": (0, L), "prefix": (S - 1, L), "dual": (S - 1, E)}[rule.cache]
-        h_LD, cache = hidden(model, row_L[None])
-        at = 0
-        for i in range(size):
-            slots = np.flatnonzero(row_L[S:E] == MASK) + S
-            if not len(slots):
-                break
-            if i:
-                window = (row_L[None], None) if not rule.cache else (row_L[None, start:end], None, None, cache, start)
-                (h_LD, cache), at = hidden(model, *window), start
-            logits_CV = np.array(model.logits(h_LD)[0], np.float64)[slots - 1 - at]
-            logits_CV[:, MASK] = -np.inf
-            p_CV = np.exp(logits_CV - logits_CV.max(-1, keepdims=True))
-            p_CV /= p_CV.sum(-1, keepdims=True)
-            sure_C = p_CV.max(-1) if rule.threshold else (p_CV * np.log(p_CV + 1e-300)).sum(-1)
-            n = len(slots)
-            k = max(1, (sure_C >= rule.threshold).sum()) if rule.threshold else int(n * (1 - t[i + 1] / t[i]))
-            k = n if not rule.threshold and i == spb - 1 else k
-            passes += bool(k) or not i
-            for c in np.argsort(-sure_C, kind="stable")[:k]:
-                row_L[slots[c]] = p_CV[c].argmax()
-    return row_L, passes
-
-
-@pytest.mark.parametrize("cache", ["", pytest.param("prefix", marks=pytest.mark.slow), "dual"])
-def test_cached_blocks_of_a_padded_batch_are_those_of_each_row_alone(model, cache):
-    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (9, 4, 1)]
-    for settings in ({"threshold": 0.6}, {"steps": 8}, {"steps": 2}):
-        rule = md.Sampling(block_length=6, cache=cache, **settings)
-        rows, stats = md.generate(model, prompts, 12, rule)
-        alone = [simulate(model, np.array(p + [MASK] * 12, np.int32), rule) for p in prompts]
-        for row, (want_L, _) in zip(rows, alone, strict=True):
-            np.testing.assert_array_equal(row, want_L)
-        if len(settings) == 1 and "threshold" not in settings:  # all rows fill the same number of tokens a step
-            assert stats["forwards"] == alone[0][1]
-        widths = {"": {44}, "prefix": {13, 7, 44}, "dual": {7, 44}}[cache]
-        assert set(stats["windows"]) <= widths
-        assert MASK not in np.array(rows[0])
-
-
-def test_a_lower_threshold_takes_fewer_passes(shallow):
-    canvas_BL = masked(2, 6, 12)
-    passes = []
-    for threshold in (0.99, 0.05):
-        got, stats = md.fill(shallow, canvas_BL, None, md.Sampling(threshold=threshold, block_length=12, cache="dual"))
-        assert (got != MASK).all()
-        passes.append(stats["forwards"])
-    assert passes == sorted(passes, reverse=True)
-    assert passes[0] > passes[-1]
-
-
-def test_rows_with_unequal_masks_follow_their_own_schedule_and_keep_their_prompts(shallow):
-    token_BL = tokens(3, 20)
-    for row, n in zip(token_BL, (9, 3, 14), strict=True):
-        row[np.random.default_rng(n).permutation(20)[:n]] = MASK
-    for alg in ("entropy", "maskgit_plus", "topk_margin"):
-        got_BL, stats = md.fill(shallow, token_BL, None, md.Sampling(alg=alg, steps=5, history=True))
-        canvases = np.concatenate([token_BL[None], stats["history"]])
-        counts_SB = -np.diff((canvases == MASK).sum(-1), axis=0)
-        np.testing.assert_array_equal(counts_SB, diffusion.step_counts(np.array([9, 3, 14]), 5, "dream"))
-        kept = token_BL != MASK
-        np.testing.assert_array_equal(got_BL[kept], token_BL[kept])
-        assert (got_BL != MASK).all()
-    got_BL, _ = md.fill(shallow, token_BL, None, md.Sampling(threshold=0.5, block_length=5, cache="dual"))
-    np.testing.assert_array_equal(got_BL[kept], token_BL[kept])
-    assert (got_BL != MASK).all()
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        md.Sampling(steps=4),
-        md.Sampling(alg="origin", steps=4),
-        md.Sampling(threshold=0.9, steps=3),
-        md.Sampling(threshold=0.9, block_length=6, cache="dual"),
-        md.Sampling(threshold=0.9, block_length=6, cache="prefix", fast_dllm=True),
-        md.Sampling(steps=4, block_length=6, cache="dual", fast_dllm=True),
-        md.Sampling(steps=4, block_length=6),
-    ],
-    ids=lambda rule: f"{rule.alg}-{rule.cache}-{rule.threshold}-{rule.fast_dllm}",
-)
-def test_a_model_that_predicts_mask_ends_and_touches_nothing_else(shallow, rule):
-    canvas_BL = masked(2, 5, 12)
-
-    def hook(step, token_BL, slot_BC, logits_BCV):
-        return logits_BCV.at[..., MASK].set(jnp.where(slot_BC % 3 == 0, 1e4, -1e4))
-
-    rule = dataclasses.replace(rule, ban_ids=())
-    got_BL, stats = md.fill(shallow, canvas_BL, None, rule, jax.random.key(0), logit_hook=hook)
-    np.testing.assert_array_equal(got_BL[:, :5], canvas_BL[:, :5])
-    want_BL = np.broadcast_to(np.arange(17) % 3 == 0, (2, 17)) & (canvas_BL == MASK)
-    if rule.threshold == 0:
-        np.testing.assert_array_equal(got_BL == MASK, want_BL)
-    assert ((got_BL == MASK) >= want_BL).all()
-    assert stats["steps"] <= 3 + 12 + 2 * 7
-    banned_BL, _ = md.fill(shallow, canvas_BL, None, dataclasses.replace(rule, ban_ids=None), jax.random.key(0))
-    assert (banned_BL != MASK).all()
-
-
-def test_hooks_see_shifted_logits_at_their_slots_and_every_step(shallow):
-    canvas_BL = masked(2, 5, 9)
-
-    def logit_hook(step, token_BL, slot_BC, logits_BCV):
-        return jnp.where(jnp.arange(TINY.vocab) == (slot_BC + 3)[..., None], 50.0, logits_BCV)
-
-    def token_hook(step, token_BL):
-        return token_BL.at[:, 6].set(20 + step)
-
-    for rule in (md.Sampling(steps=4, history=True), md.Sampling(steps=4, block_length=9, cache="dual", history=True)):
-        got_BL, stats = md.fill(shallow, canvas_BL, None, rule, token_hook=token_hook, logit_hook=logit_hook)
-        want_L = np.arange(14) + 3
-        want_L[6] = 20 + stats["steps"] - 1
-        np.testing.assert_array_equal(got_BL[:, 5:], np.broadcast_to(want_L[5:], (2, 9)))
-        np.testing.assert_array_equal(stats["history"][:, 0, 6], 20 + np.arange(stats["steps"]))
-
-
-def test_an_end_token_ends_its_row_alone(shallow):
-    canvas_BL, eos = masked(2, 5, 12), TINY.eos_id
-    canvas_BL[1, 14:] = 9  # an infill: text follows
-
-    def hook(step, token_BL, slot_BC, logits_BCV):  # EOS at slot 8, surest; the rest is never sure of it
-        at_BC1 = (slot_BC == 8)[..., None]
-        eos_V = jnp.arange(TINY.vocab) == eos
-        return jnp.where(at_BC1 & eos_V, 90.0, jnp.where(eos_V, -1e9, logits_BCV))
-
-    for settings in ({}, {"block_length": 4, "cache": "dual"}, {"block_length": 4, "threshold": 0.5}):
-        rule = md.Sampling(ban_ids=(MASK,), **settings)
-        full, more = md.fill(shallow, canvas_BL[:1], None, rule, logit_hook=hook)
-        rule = dataclasses.replace(rule, eos_ids=(eos,))
-        row, less = md.fill(shallow, canvas_BL[:1], None, rule, logit_hook=hook)
-        np.testing.assert_array_equal(row[0, :9], full[0, :9])
-        assert row[0, 8] == eos
-        assert (row[0, 9:] == eos).all()
-        assert (full[0, 9:] != eos).all()
-        if settings:
-            assert less["forwards"] < more["forwards"]  # later blocks are never begun
-        infill, _ = md.fill(shallow, canvas_BL[1:], None, rule, logit_hook=hook)
-        assert (infill[0, 14:] == 9).all()
-        assert (infill != MASK).all()
-        assert (infill[0, 9:14] != eos).all()
-
-
-def frequencies(ids, n):
-    return np.bincount(ids, minlength=n) / len(ids)
-
-
-def test_tokens_are_drawn_from_the_filtered_distribution(shallow):
-    B = 3000
-    canvas_BL = np.repeat(masked(1, 6, 1), B, 0)
-    logits_V = jnp.asarray(apply(shallow, canvas_BL[:1])[0, 5]).at[MASK].set(-jnp.inf)
-    for t, k, p in ((1.5, 0, 1.0), (2.0, 5, 1.0), (2.0, 0, 0.8)):
-        rule = md.Sampling(temperature=t, top_k=k, top_p=p)
-        got_BL, _ = md.fill(shallow, canvas_BL, None, rule, jax.random.key(1))
-        want_V = np.asarray(diffusion.softmax(diffusion.filter_logits(logits_V, t, k, p, rule="dream")))
-        got_V = frequencies(got_BL[:, -1], TINY.vocab)
-        assert (got_V[want_V == 0] == 0).all()
-        np.testing.assert_allclose(got_V, want_V, atol=5 * np.sqrt(0.25 / B))
-        assert np.count_nonzero(want_V > 0.02) > 2
-
-
-def test_positions_are_drawn_from_the_confidences_at_alg_temp(shallow):
-    B = 3000
-    canvas_BL = np.repeat(masked(1, 6, 4), B, 0)
-    logits_CV = np.array(apply(shallow, canvas_BL[:1])[0, 5:9])
-    logits_CV[:, MASK] = -np.inf
-    sure_C = np.asarray(jax.nn.softmax(logits_CV)).max(-1)
-    rule = md.Sampling(alg="maskgit_plus", steps=3, alg_temp=0.3, history=True)
-    _, stats = md.fill(shallow, canvas_BL, None, rule, jax.random.key(2))
-    first_B4 = stats["history"][0][:, 6:] != MASK
-    assert (first_B4.sum(-1) == 1).all()
-    want_C = np.exp(sure_C / 0.3) / np.exp(sure_C / 0.3).sum()
-    np.testing.assert_allclose(first_B4.mean(0), want_C, atol=5 * np.sqrt(0.25 / B))
-
-
-@pytest.mark.slow
-def test_draws_do_not_depend_on_padding_or_on_the_rows_behind(shallow):
-    prompts = [tokens(1, 7)[0].tolist(), tokens(1, 3)[0].tolist(), tokens(1, 40)[0].tolist()]
-    for settings in (
-        {"alg_temp": 0.2},
-        {"alg": "origin", "steps": 10},
-        {"threshold": 0.5, "block_length": 5, "cache": "dual"},
-    ):
-        rule = md.Sampling(temperature=0.8, top_p=0.95, **settings)
-        two, _ = md.generate(shallow, prompts[:2], 10, rule, jax.random.key(5))
-        three, _ = md.generate(shallow, prompts, 10, rule, jax.random.key(5))
-        assert two == three[:2]
-        other, _ = md.generate(shallow, prompts[:2], 10, rule, jax.random.key(6))
-        assert other != two
-
-
-def test_infilling_needs_no_new_token_and_undefined_ids_are_never_drawn(shallow):
-    holes = tokens(1, 12)[0]
-    holes[[2, 3, 7]] = MASK
-    for settings in ({}, {"block_length": 4, "cache": "dual"}, {"block_length": 5, "threshold": 0.9}):
-        rule = md.Sampling(vocab=20, temperature=1.0, **settings)
-        (row,), stats = md.generate(shallow, [holes.tolist()], 0, rule, jax.random.key(0))
-        row = np.array(row)
-        assert len(row) == 12
-        assert (row[holes != MASK] == holes[holes != MASK]).all()
-        assert (row[holes == MASK] < 20).all()
-        assert stats["forwards"] > 0
-    (row,), stats = md.generate(shallow, [[5, 6, 7]], 0)
-    assert (row, stats["forwards"]) == ([5, 6, 7], 0)
-    (row,), _ = md.generate(shallow, [[]], 6)
-    assert len(row) == 6
-    assert MASK not in row
-
-
-def test_logits_exist_for_few_positions_and_other_steps_are_the_same_program(monkeypatch):
-    shallow, calls, real = build(dataclasses.replace(TINY, layers=1), head_positions=4), [], md._fill
-    monkeypatch.setattr(md, "_fill", lambda *args, **kwargs: calls.append((args, kwargs)) or real(*args, **kwargs))
-    canvas_BL = masked(2, 5, 18)
-    md.fill(shallow, canvas_BL, None, md.Sampling(steps=18))
-    compiled = real._cache_size()
-    md.fill(shallow, canvas_BL, None, md.Sampling(steps=7, eps=0.01, ban_ids=(3, MASK)))
-    assert real._cache_size() == compiled
-    text = real.lower(*calls[0][0], **calls[0][1]).as_text()
-    assert f"2x4x{TINY.vocab}xf32" in text
-    assert f"2x23x{TINY.vocab}xf32" not in text
-    assert f"46x{TINY.vocab}xf32" not in text
-
-
-def test_bad_input_is_one_clear_line(shallow):
-    canvas_BL = masked(1, 4, 8)
-    rules = {
-        "does not divide the 8 tokens": {"block_length": 3},
-        "do not divide over 2 blocks": {"block_length": 4, "steps": 3},
-        "sampling needs a key": {"temperature": 1.0},
-        "every token is banned": {"ban_ids": tuple(range(48))},
-    }
-    for text, settings in rules.items():
-        with pytest.raises(ValueError, match=text):
-            md.fill(shallow, canvas_BL, None, md.Sampling(**settings))
-    for settings in (
-        {"alg": "margin"}, {"cache": "dual"}, {"cache": "both", "block_length": 4}, {"top_p": 0.0}, {"threshold": 1.5},
-        {"eps": 0.0}, {"steps": -1}, {"alg": "origin", "threshold": 0.5}, {"fast_dllm": True, "block_length": 4},
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"is|block|window"):
-            md.Sampling(**settings)
-    with pytest.raises(ValueError, match="do not fit a vocabulary"):
-        md.fill(shallow, canvas_BL + 1)
-    with pytest.raises(ValueError, match="canvas is a"):
-        md.fill(shallow, canvas_BL[0])
-    with pytest.raises(ValueError, match="mask of shape"):
-        md.fill(shallow, canvas_BL, np.ones((1, 3)))
-    for prompts, new in (([[5] * 60], 8), ([[5] * 70], 0)):
-        with pytest.raises(ValueError, match="do not fit: the model reaches 64"):
-            md.generate(shallow, prompts, new)
-    with pytest.raises(ValueError, match="nothing to fill"):
-        md.generate(shallow, [], 8)
-    with pytest.raises(SystemExit, match="not one of"):
-        md.main(md.Args(model="8b"))
-
-
-def test_steps_that_cannot_change_anything_cost_no_pass(shallow):
-    got, stats = md.fill(shallow, masked(1, 4, 6), None, md.Sampling(steps=20))
-    counts = diffusion.step_counts(6, 20, "dream")
-    assert stats["forwards"] == np.count_nonzero(counts)
-    assert stats["idle"] == 20 - np.count_nonzero(counts)
-    assert (got != MASK).all()
-
-
 # ---- training ------------------------------------------------------------------------------------------------------
 
 
 SEGMENT_BL = jnp.array([[1] * 6 + [2] * 9 + [3] * 3 + [0] * 2, [1] * 20])
 POSITION_BL = jnp.array([[*range(6), *range(9), *range(3), 0, 0], range(20)])
-bound = jax.jit(lambda model, *args: model.nelbo(*args))
+bound = jax.jit(lambda model, *args: model.nelbo(*args), static_argnums=7)
 noise = jax.jit(md.noise, static_argnums=1)
 
 
@@ -725,13 +412,15 @@ def noised(seed=0):
     return noise(jax.random.key(seed), 2, jnp.arange(2), SEGMENT_BL)
 
 
-def nelbo_by_hand(params, cfg, token_BL, t_BL, u_BL, fixed_BL, wrong=""):
+def nelbo_by_hand(params, cfg, token_BL, t_BL, u_BL, fixed_BL, schedule, wrong=""):
     """The bound in float64: every document alone, each masked token read one place to its left, MASK impossible."""
+    rate = {"linear": lambda t: t, "cosine": lambda t: 1 - np.cos(np.pi / 2 * t)}[schedule]
+    weight = {"linear": lambda t: 1 / t, "cosine": lambda t: np.pi / 2 / np.tan(np.pi / 4 * t)}[schedule]
     total = 0.0
     for b, s in ((0, 1), (0, 2), (0, 3), (1, 1)):
         here_L = np.asarray(SEGMENT_BL[b] == s)
         token_L, t_L, u_L, fixed_L = (np.asarray(x)[b][here_L] for x in (token_BL, t_BL, u_BL, fixed_BL))
-        mask_L = (u_L < t_L) & ((fixed_L == 0) | (wrong == "prompt"))
+        mask_L = (u_L < rate(t_L)) & ((fixed_L == 0) | (wrong == "prompt"))
         noised_L = np.where(mask_L, cfg.mask_id, token_L)
         logits_LV = brute_force(params, cfg, noised_L, np.asarray(POSITION_BL[b])[here_L], np.ones(len(token_L), bool))
         if wrong != "mask possible":
@@ -739,17 +428,17 @@ def nelbo_by_hand(params, cfg, token_BL, t_BL, u_BL, fixed_BL, wrong=""):
         logp_LV = logits_LV - np.log(np.exp(logits_LV).sum(-1, keepdims=True))
         if wrong != "shift":
             logp_LV = np.concatenate([logp_LV[:1], logp_LV[:-1]])
-        weight_L = 1 if wrong == "weight" else 1 / t_L
+        weight_L = 1 if wrong == "weight" else weight(t_L)
         total -= (logp_LV[np.arange(len(token_L)), token_L] * mask_L * weight_L).sum()
     return total
 
 
-@pytest.mark.parametrize("remat", ["none", "qkvo"])
-def test_the_bound_is_that_of_the_formulas_and_of_none_of_the_likely_mistakes(remat):
+@pytest.mark.parametrize(("remat", "schedule"), [("none", "cosine"), ("qkvo", "linear")])
+def test_the_bound_is_that_of_the_formulas_and_of_none_of_the_likely_mistakes(remat, schedule):
     model, token_BL = build(remat=remat, block=7 if remat == "qkvo" else 256, loss_tokens=8), jnp.asarray(tokens(2, 20))
     (t_BL, u_BL), fixed_BL = noised(1), jnp.array([[0] * 6 + [1] * 4 + [0] * 10, [1] * 12 + [0] * 8])
-    got = float(bound(model, token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL, fixed_BL))
-    args = params_of(TINY), TINY, token_BL, t_BL, u_BL, fixed_BL
+    got = float(bound(model, token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL, fixed_BL, schedule))
+    args = params_of(TINY), TINY, token_BL, t_BL, u_BL, fixed_BL, schedule
     assert got == pytest.approx(nelbo_by_hand(*args), rel=2e-5)
     for wrong in ("prompt", "mask possible", "shift", "weight"):
         assert got != pytest.approx(nelbo_by_hand(*args, wrong), rel=1e-3), wrong

@@ -1,0 +1,361 @@
+"""Sampling from Dream: schedules, cached blocks against single passes, hooks, ends of texts, draws, tokenizers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+from test_model_dream import MASK, TINY, apply, build, hidden, params_of, tokens
+
+import diffusion
+import model_dream as md
+import sample_dream as sd
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+@pytest.fixture(scope="module")
+def shallow():
+    """One layer: what does not depend on depth compiles in half the time."""
+    return build(dataclasses.replace(TINY, layers=1))
+
+
+def masked(B, P, new, seed=0):
+    return np.pad(tokens(B, P, seed), ((0, 0), (0, new)), constant_values=MASK)
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------------------------
+
+
+def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
+    vocab = {name: i for i, name in enumerate(["a", "b", "c", "\u0120", "ab", "abc"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "b"), ("ab", "c")]))
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|mask|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    cfg = dataclasses.replace(TINY, vocab=16, mask_id=7, eos_id=6, pad_id=6, bos_id=6)
+    assert sd.load_tokenizer(tmp_path, cfg).encode("abc<|mask|>").ids == [5, 7]
+    for change, part in (
+        ({"vocab": 6, "mask_id": 5, "eos_id": 1, "pad_id": 1, "bos_id": 1}, "it has 8 tokens, the model 6"),
+        ({"mask_id": 4}, "4, the model's mask_id, is 'ab' in it"),
+        ({"eos_id": 9}, "9, the model's eos_id, is None in it"),
+    ):
+        with pytest.raises(ValueError, match=part):
+            sd.load_tokenizer(tmp_path, dataclasses.replace(cfg, **change))
+    assert sd.load_tokenizer(tmp_path, dataclasses.replace(cfg, mask_id=9)).get_vocab_size() == 8  # MASK needs no name
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot be read"):
+        sd.load_tokenizer(tmp_path, cfg)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
+        sd.load_tokenizer(tmp_path, cfg)
+
+
+# ---- sampling ------------------------------------------------------------------------------------------------------
+
+
+def test_the_token_at_p_comes_from_the_logits_at_p_minus_1(shallow):
+    token_BL = tokens(2, 10)
+    token_BL[0, [0, 1, 5, 9]] = token_BL[1, [0, 4]] = MASK
+    logits_BLV = np.array(apply(shallow, token_BL))
+    logits_BLV[..., MASK] = -np.inf
+    best_BL = logits_BLV.argmax(-1)
+    want_BL = np.where(token_BL == MASK, np.concatenate([best_BL[:, :1], best_BL[:, :-1]], 1), token_BL)
+    got_BL, stats = sd.fill(shallow, token_BL, None, sd.Sampling(steps=1))
+    np.testing.assert_array_equal(got_BL, want_BL)
+    assert stats["forwards"] == 1
+
+
+def test_the_step_table_follows_the_schedule_of_diffusion():
+    for masks, steps, eps in ((16, 4, 1e-3), (256, 256, 1e-3), (255, 64, 1e-3), (6, 20, 0.1), (40, 7, 1e-5)):
+        table_SN, left, counts = sd.step_table(300, steps, eps), masks, []
+        for row_N in table_SN:
+            counts.append(row_N[left])
+            left -= counts[-1]
+        np.testing.assert_array_equal(counts, diffusion.step_counts(masks, steps, "dream", eps))
+        assert (table_SN[-1] == np.arange(301)).all()
+
+
+def simulate(model, row_L, rule):
+    """One row without padding, block by block, in NumPy around single passes of the model."""
+    row_L, L, size = row_L.copy(), len(row_L), rule.block_length
+    S0, passes = int(np.argmax(row_L == MASK)), 0
+    spb = rule.steps // ((L - S0) // size) if rule.steps else size
+    t = np.linspace(1, rule.eps, spb + 1)
+    for S in range(S0, L, size):
+        E = S + size
+        start, end = {"": (0, L), "prefix": (S - 1, L), "dual": (S - 1, E)}[rule.cache]
+        h_LD, cache = hidden(model, row_L[None])
+        at = 0
+        for i in range(size):
+            slots = np.flatnonzero(row_L[S:E] == MASK) + S
+            if not len(slots):
+                break
+            if i:
+                window = (row_L[None], None) if not rule.cache else (row_L[None, start:end], None, None, cache, start)
+                (h_LD, cache), at = hidden(model, *window), start
+            logits_CV = np.array(model.logits(h_LD)[0], np.float64)[slots - 1 - at]
+            logits_CV[:, MASK] = -np.inf
+            p_CV = np.exp(logits_CV - logits_CV.max(-1, keepdims=True))
+            p_CV /= p_CV.sum(-1, keepdims=True)
+            sure_C = p_CV.max(-1) if rule.threshold else (p_CV * np.log(p_CV + 1e-300)).sum(-1)
+            n = len(slots)
+            k = max(1, (sure_C >= rule.threshold).sum()) if rule.threshold else int(n * (1 - t[i + 1] / t[i]))
+            k = n if not rule.threshold and i == spb - 1 else k
+            passes += bool(k) or not i
+            for c in np.argsort(-sure_C, kind="stable")[:k]:
+                row_L[slots[c]] = p_CV[c].argmax()
+    return row_L, passes
+
+
+@pytest.mark.parametrize("cache", ["", pytest.param("prefix", marks=pytest.mark.slow), "dual"])
+def test_cached_blocks_of_a_padded_batch_are_those_of_each_row_alone(model, cache):
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (9, 4, 1)]
+    for settings in ({"threshold": 0.6}, {"steps": 8}, {"steps": 2}):
+        rule = sd.Sampling(block_length=6, cache=cache, **settings)
+        rows, stats = sd.generate(model, prompts, 12, rule)
+        alone = [simulate(model, np.array(p + [MASK] * 12, np.int32), rule) for p in prompts]
+        for row, (want_L, _) in zip(rows, alone, strict=True):
+            np.testing.assert_array_equal(row, want_L)
+        if len(settings) == 1 and "threshold" not in settings:  # all rows fill the same number of tokens a step
+            assert stats["forwards"] == alone[0][1]
+        widths = {"": {44}, "prefix": {13, 7, 44}, "dual": {7, 44}}[cache]
+        assert set(stats["windows"]) <= widths
+        assert MASK not in np.array(rows[0])
+
+
+def test_a_lower_threshold_takes_fewer_passes(shallow):
+    canvas_BL = masked(2, 6, 12)
+    passes = []
+    for threshold in (0.99, 0.05):
+        got, stats = sd.fill(shallow, canvas_BL, None, sd.Sampling(threshold=threshold, block_length=12, cache="dual"))
+        assert (got != MASK).all()
+        passes.append(stats["forwards"])
+    assert passes == sorted(passes, reverse=True)
+    assert passes[0] > passes[-1]
+
+
+def test_rows_with_unequal_masks_follow_their_own_schedule_and_keep_their_prompts(shallow):
+    token_BL = tokens(3, 20)
+    for row, n in zip(token_BL, (9, 3, 14), strict=True):
+        row[np.random.default_rng(n).permutation(20)[:n]] = MASK
+    for alg in ("entropy", "maskgit_plus", "topk_margin"):
+        got_BL, stats = sd.fill(shallow, token_BL, None, sd.Sampling(alg=alg, steps=5, history=True))
+        canvases = np.concatenate([token_BL[None], stats["history"]])
+        counts_SB = -np.diff((canvases == MASK).sum(-1), axis=0)
+        np.testing.assert_array_equal(counts_SB, diffusion.step_counts(np.array([9, 3, 14]), 5, "dream"))
+        kept = token_BL != MASK
+        np.testing.assert_array_equal(got_BL[kept], token_BL[kept])
+        assert (got_BL != MASK).all()
+    got_BL, _ = sd.fill(shallow, token_BL, None, sd.Sampling(threshold=0.5, block_length=5, cache="dual"))
+    np.testing.assert_array_equal(got_BL[kept], token_BL[kept])
+    assert (got_BL != MASK).all()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        sd.Sampling(steps=4),
+        sd.Sampling(alg="origin", steps=4),
+        sd.Sampling(threshold=0.9, steps=3),
+        sd.Sampling(threshold=0.9, block_length=6, cache="dual"),
+        sd.Sampling(threshold=0.9, block_length=6, cache="prefix", fast_dllm=True),
+        sd.Sampling(steps=4, block_length=6, cache="dual", fast_dllm=True),
+        sd.Sampling(steps=4, block_length=6),
+    ],
+    ids=lambda rule: f"{rule.alg}-{rule.cache}-{rule.threshold}-{rule.fast_dllm}",
+)
+def test_a_model_that_predicts_mask_ends_and_touches_nothing_else(shallow, rule):
+    canvas_BL = masked(2, 5, 12)
+
+    def hook(step, token_BL, slot_BC, logits_BCV):
+        return logits_BCV.at[..., MASK].set(jnp.where(slot_BC % 3 == 0, 1e4, -1e4))
+
+    rule = dataclasses.replace(rule, ban_ids=())
+    got_BL, stats = sd.fill(shallow, canvas_BL, None, rule, jax.random.key(0), logit_hook=hook)
+    np.testing.assert_array_equal(got_BL[:, :5], canvas_BL[:, :5])
+    want_BL = np.broadcast_to(np.arange(17) % 3 == 0, (2, 17)) & (canvas_BL == MASK)
+    if rule.threshold == 0:
+        np.testing.assert_array_equal(got_BL == MASK, want_BL)
+    assert ((got_BL == MASK) >= want_BL).all()
+    assert stats["steps"] <= 3 + 12 + 2 * 7
+    banned_BL, _ = sd.fill(shallow, canvas_BL, None, dataclasses.replace(rule, ban_ids=None), jax.random.key(0))
+    assert (banned_BL != MASK).all()
+
+
+def test_hooks_see_shifted_logits_at_their_slots_and_every_step(shallow):
+    canvas_BL = masked(2, 5, 9)
+
+    def logit_hook(step, token_BL, slot_BC, logits_BCV):
+        return jnp.where(jnp.arange(TINY.vocab) == (slot_BC + 3)[..., None], 50.0, logits_BCV)
+
+    def token_hook(step, token_BL):
+        return token_BL.at[:, 6].set(20 + step)
+
+    for rule in (sd.Sampling(steps=4, history=True), sd.Sampling(steps=4, block_length=9, cache="dual", history=True)):
+        got_BL, stats = sd.fill(shallow, canvas_BL, None, rule, token_hook=token_hook, logit_hook=logit_hook)
+        want_L = np.arange(14) + 3
+        want_L[6] = 20 + stats["steps"] - 1
+        np.testing.assert_array_equal(got_BL[:, 5:], np.broadcast_to(want_L[5:], (2, 9)))
+        np.testing.assert_array_equal(stats["history"][:, 0, 6], 20 + np.arange(stats["steps"]))
+
+
+def test_an_end_token_ends_its_row_alone(shallow):
+    canvas_BL, eos = masked(2, 5, 12), TINY.eos_id
+    canvas_BL[1, 14:] = 9  # an infill: text follows
+
+    def hook(step, token_BL, slot_BC, logits_BCV):  # EOS at slot 8, surest; the rest is never sure of it
+        at_BC1 = (slot_BC == 8)[..., None]
+        eos_V = jnp.arange(TINY.vocab) == eos
+        return jnp.where(at_BC1 & eos_V, 90.0, jnp.where(eos_V, -1e9, logits_BCV))
+
+    for settings in ({}, {"block_length": 4, "cache": "dual"}, {"block_length": 4, "threshold": 0.5}):
+        rule = sd.Sampling(ban_ids=(MASK,), **settings)
+        full, more = sd.fill(shallow, canvas_BL[:1], None, rule, logit_hook=hook)
+        rule = dataclasses.replace(rule, eos_ids=(eos,))
+        row, less = sd.fill(shallow, canvas_BL[:1], None, rule, logit_hook=hook)
+        np.testing.assert_array_equal(row[0, :9], full[0, :9])
+        assert row[0, 8] == eos
+        assert (row[0, 9:] == eos).all()
+        assert (full[0, 9:] != eos).all()
+        if settings:
+            assert less["forwards"] < more["forwards"]  # later blocks are never begun
+        infill, _ = sd.fill(shallow, canvas_BL[1:], None, rule, logit_hook=hook)
+        assert (infill[0, 14:] == 9).all()
+        assert (infill != MASK).all()
+        assert (infill[0, 9:14] != eos).all()
+
+
+def frequencies(ids, n):
+    return np.bincount(ids, minlength=n) / len(ids)
+
+
+def test_tokens_are_drawn_from_the_filtered_distribution(shallow):
+    B = 3000
+    canvas_BL = np.repeat(masked(1, 6, 1), B, 0)
+    logits_V = jnp.asarray(apply(shallow, canvas_BL[:1])[0, 5]).at[MASK].set(-jnp.inf)
+    for t, k, p in ((1.5, 0, 1.0), (2.0, 5, 1.0), (2.0, 0, 0.8)):
+        rule = sd.Sampling(temperature=t, top_k=k, top_p=p)
+        got_BL, _ = sd.fill(shallow, canvas_BL, None, rule, jax.random.key(1))
+        want_V = np.asarray(diffusion.softmax(diffusion.filter_logits(logits_V, t, k, p, rule="dream")))
+        got_V = frequencies(got_BL[:, -1], TINY.vocab)
+        assert (got_V[want_V == 0] == 0).all()
+        np.testing.assert_allclose(got_V, want_V, atol=5 * np.sqrt(0.25 / B))
+        assert np.count_nonzero(want_V > 0.02) > 2
+
+
+def test_positions_are_drawn_from_the_confidences_at_alg_temp(shallow):
+    B = 3000
+    canvas_BL = np.repeat(masked(1, 6, 4), B, 0)
+    logits_CV = np.array(apply(shallow, canvas_BL[:1])[0, 5:9])
+    logits_CV[:, MASK] = -np.inf
+    sure_C = np.asarray(jax.nn.softmax(logits_CV)).max(-1)
+    rule = sd.Sampling(alg="maskgit_plus", steps=3, alg_temp=0.3, history=True)
+    _, stats = sd.fill(shallow, canvas_BL, None, rule, jax.random.key(2))
+    first_B4 = stats["history"][0][:, 6:] != MASK
+    assert (first_B4.sum(-1) == 1).all()
+    want_C = np.exp(sure_C / 0.3) / np.exp(sure_C / 0.3).sum()
+    np.testing.assert_allclose(first_B4.mean(0), want_C, atol=5 * np.sqrt(0.25 / B))
+
+
+@pytest.mark.slow
+def test_draws_do_not_depend_on_padding_or_on_the_rows_behind(shallow):
+    prompts = [tokens(1, 7)[0].tolist(), tokens(1, 3)[0].tolist(), tokens(1, 40)[0].tolist()]
+    for settings in (
+        {"alg_temp": 0.2},
+        {"alg": "origin", "steps": 10},
+        {"threshold": 0.5, "block_length": 5, "cache": "dual"},
+    ):
+        rule = sd.Sampling(temperature=0.8, top_p=0.95, **settings)
+        two, _ = sd.generate(shallow, prompts[:2], 10, rule, jax.random.key(5))
+        three, _ = sd.generate(shallow, prompts, 10, rule, jax.random.key(5))
+        assert two == three[:2]
+        other, _ = sd.generate(shallow, prompts[:2], 10, rule, jax.random.key(6))
+        assert other != two
+
+
+def test_infilling_needs_no_new_token_and_undefined_ids_are_never_drawn(shallow):
+    holes = tokens(1, 12)[0]
+    holes[[2, 3, 7]] = MASK
+    for settings in ({}, {"block_length": 4, "cache": "dual"}, {"block_length": 5, "threshold": 0.9}):
+        rule = sd.Sampling(vocab=20, temperature=1.0, **settings)
+        (row,), stats = sd.generate(shallow, [holes.tolist()], 0, rule, jax.random.key(0))
+        row = np.array(row)
+        assert len(row) == 12
+        assert (row[holes != MASK] == holes[holes != MASK]).all()
+        assert (row[holes == MASK] < 20).all()
+        assert stats["forwards"] > 0
+    (row,), stats = sd.generate(shallow, [[5, 6, 7]], 0)
+    assert (row, stats["forwards"]) == ([5, 6, 7], 0)
+    (row,), _ = sd.generate(shallow, [[]], 6)
+    assert len(row) == 6
+    assert MASK not in row
+
+
+def test_logits_exist_for_few_positions_and_other_steps_are_the_same_program(monkeypatch):
+    shallow, calls, real = build(dataclasses.replace(TINY, layers=1), head_positions=4), [], sd.denoise
+    monkeypatch.setattr(sd, "denoise", lambda *args, **kwargs: calls.append((args, kwargs)) or real(*args, **kwargs))
+    canvas_BL = masked(2, 5, 18)
+    sd.fill(shallow, canvas_BL, None, sd.Sampling(steps=18))
+    compiled = real._cache_size()
+    sd.fill(shallow, canvas_BL, None, sd.Sampling(steps=7, eps=0.01, ban_ids=(3, MASK)))
+    assert real._cache_size() == compiled
+    text = real.lower(*calls[0][0], **calls[0][1]).as_text()
+    assert f"2x4x{TINY.vocab}xf32" in text
+    assert f"2x23x{TINY.vocab}xf32" not in text
+    assert f"46x{TINY.vocab}xf32" not in text
+
+
+def test_bad_input_is_one_clear_line(shallow):
+    canvas_BL = masked(1, 4, 8)
+    rules = {
+        "does not divide the 8 tokens": {"block_length": 3},
+        "do not divide over 2 blocks": {"block_length": 4, "steps": 3},
+        "sampling needs a key": {"temperature": 1.0},
+        "every token is banned": {"ban_ids": tuple(range(48))},
+    }
+    for text, settings in rules.items():
+        with pytest.raises(ValueError, match=text):
+            sd.fill(shallow, canvas_BL, None, sd.Sampling(**settings))
+    for settings in (
+        {"alg": "margin"}, {"cache": "dual"}, {"cache": "both", "block_length": 4}, {"top_p": 0.0}, {"threshold": 1.5},
+        {"eps": 0.0}, {"steps": -1}, {"alg": "origin", "threshold": 0.5}, {"fast_dllm": True, "block_length": 4},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"is|block|window|lie in"):
+            sd.Sampling(**settings)
+    with pytest.raises(ValueError, match="ids below 48, not .* up to 48"):
+        sd.fill(shallow, canvas_BL + 1)
+    with pytest.raises(ValueError, match="canvas is a"):
+        sd.fill(shallow, canvas_BL[0])
+    with pytest.raises(ValueError, match="broadcast"):
+        sd.fill(shallow, canvas_BL, np.ones((1, 3)))
+    for prompts, new in (([[5] * 60], 8), ([[5] * 70], 0)):
+        with pytest.raises(ValueError, match="do not fit: the model reaches 64"):
+            sd.generate(shallow, prompts, new)
+    with pytest.raises(ValueError, match="nothing to fill"):
+        sd.generate(shallow, [], 8)
+
+
+def test_steps_that_cannot_change_anything_cost_no_pass(shallow):
+    got, stats = sd.fill(shallow, masked(1, 4, 6), None, sd.Sampling(steps=20))
+    counts = diffusion.step_counts(6, 20, "dream")
+    assert stats["forwards"] == np.count_nonzero(counts)
+    assert stats["idle"] == 20 - np.count_nonzero(counts)
+    assert (got != MASK).all()
+
+
+def test_eight_devices_give_the_tokens_of_one(shallow):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    params = params_of(shallow.cfg)
+    spread = nnx.merge(md.graph_of(shallow.cfg, md.Run()), jax.device_put(params, md.shardings(mesh, params)))
+    canvas_BL = masked(8, 6, 8)
+    for rule in (sd.Sampling(tokens_per_step=2), sd.Sampling(threshold=0.5, block_length=4, cache="dual")):
+        one, _ = sd.fill(shallow, canvas_BL, None, rule)
+        with jax.set_mesh(mesh):
+            many, _ = sd.fill(spread, canvas_BL, None, rule)
+        np.testing.assert_array_equal(many, one)
