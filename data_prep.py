@@ -381,11 +381,11 @@ def parallel(function, jobs, cfg, chunk, **options):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}  # Ctrl-C is for us alone
     workers = [subprocess.Popen(command, **pipes) for _ in range(n)]
     try:
-        for i, worker in enumerate(workers):
+        for i, worker in enumerate(workers):  # jobs go in by one pipe, results come back by another
             pickle.dump((function.__name__, jobs[i::n], options), worker.stdin)
             worker.stdin.flush()
         order = tqdm(range(len(jobs)), "reading", unit=" files", disable=None)
-        return [pickle.load(workers[i % n].stdout) for i in order]
+        return [pickle.load(workers[i % n].stdout) for i in order]  # job i is the next result of worker i mod n
     except (EOFError, pickle.UnpicklingError, BrokenPipeError):
         message = "a process that read files died, perhaps for want of memory; try fewer --workers"
         raise RuntimeError(message) from None
@@ -451,6 +451,7 @@ def gather_python(cfg, vocabulary):
         seen.add(sha256)
         items.append(Item(name, path, sha256, size))
         signatures.append(signature_P)
+    # Of files that are nearly the same the first stays.
     near_N = near_duplicates(np.array(signatures, np.uint16).reshape(-1, len(MULTIPLIER_P)))
     dropped["near_duplicate"] = int(near_N.sum())
     items = [item for item, near in zip(items, near_N, strict=True) if not near]
@@ -467,7 +468,7 @@ def gather_python(cfg, vocabulary):
 
 
 def examine(path, max_bytes):
-    """Why a Python file is dropped, or (SHA-256, bytes, signature). The limits for minified are StarCoder's."""
+    """Why a Python file is dropped, or (SHA-256, bytes, signature). The limits for minified files are StarCoder's."""
     try:
         info = os.stat(path)
         if not stat.S_ISREG(info.st_mode):  # reading a named pipe would never end
@@ -482,9 +483,10 @@ def examine(path, max_bytes):
         return "non_utf8"
     if not text.strip():
         return "empty"
-    lines = text.splitlines()
+    lines = text.splitlines()  # what generated it says so in the first ten
     if GENERATED.search("\n".join(lines[:10])):
         return "generated"
+    # Minified: lines of over 100 characters on average or one of over 1000, or letters are under a quarter.
     letters = len(data) - len(data.translate(None, LETTERS))
     if len(text) > 100 * len(lines) or max(map(len, lines)) > 1000 or letters < 0.25 * len(data):
         return "minified"
@@ -588,7 +590,7 @@ def text_ranges(path, limit, bar):
                     return "binary"
                 data += block
                 bar.update(len(block))
-                while data:
+                while data:  # cut ranges off its beginning
                     end = data.find(separator, max(0, limit - len(separator)))
                     if end >= 0:
                         end += len(separator)
@@ -613,7 +615,7 @@ def text_ranges(path, limit, bar):
 def text_documents(group, split, cfg):
     """The documents of this split. One that is a whole file stays as it is, others lose the whitespace around them."""
     for item in group:
-        texts = read_text(item).split(SEPARATOR)
+        texts = read_text(item).split(SEPARATOR)  # a range that is a file of one document has no separator
         for text in texts if len(texts) == 1 and not item.start else map(str.strip, texts):
             data = text.encode()
             heldout = draw(cfg.seed, hashlib.sha256(data).hexdigest()) < cfg.heldout
@@ -652,7 +654,7 @@ def gather_pairs(cfg, vocabulary):
     """Ranges of whole lines, by split and shard."""
     items, bad, number, start = [], [], 0, 0
     with open(cfg.source, "rb") as file:
-        while lines := file.readlines(cfg.shard_bytes):
+        while lines := file.readlines(cfg.shard_bytes):  # as many lines as make up a shard
             for line in lines:
                 number += 1
                 try:
@@ -891,6 +893,7 @@ def pack(documents, seq_len, eos, pad):
     starts_RL.reshape(-1)[end_N[:-1]] = True
     column_L = np.arange(seq_len, dtype=np.int32)
     segments_RL = np.cumsum(starts_RL, axis=1, dtype=np.int32)
+    # A position counts from the last start before it: the largest start up to its column.
     positions_RL = column_L - np.maximum.accumulate(np.where(starts_RL, column_L, 0), axis=1)
     segments_RL.reshape(-1)[total:] = 0
     positions_RL.reshape(-1)[total:] = 0
