@@ -1,7 +1,7 @@
 """Export a trained MDLM for a Jetson: one folder with the weights in FP16, TorchScript, ONNX, and a TensorRT engine.
 
     python export_jetson.py --ckpt=out/stories                          # the newest checkpoint of a run; half a minute
-    python export_jetson.py --ckpt=out/stories --tensorrt=True --length=64   # on the Jetson, where TensorRT is
+    python export_jetson.py --ckpt=out/stories --tensorrt --length=64        # on the Jetson, where TensorRT is
     python inference_jetson.py --prompt="Once upon a time"              # runs what this wrote
 
 Reads a run folder of train_gpu.py or one of its step_<n>/. Writes --out: bundle.json, config.json, tokenizer.json,
@@ -16,21 +16,17 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.util
-import json
 import logging
 import math
-import os
 import platform
-import shutil
-import sys
 import warnings
 from pathlib import Path
 
 import torch
-import tyro
 from torch import nn
 
 import model_mdlm as mdlm
+import runs
 
 FORMAT = 1  # of the bundle; inference_jetson.py reads this one
 TOLERANCE = 0.02  # of the largest logit; FP16 on these models errs by 0.001 to 0.005
@@ -41,10 +37,10 @@ class Config:
     ckpt: str = "out/train_gpu"  # run folder of train_gpu.py, or a folder with config.json and model.safetensors
     step: int = 0  # which checkpoint of a run; 0 takes the newest
     out: str = "out/jetson"  # folder to write; an earlier bundle there is replaced
-    torchscript: bool = True
-    onnx: bool = True  # needs the packages onnx and onnxscript; onnxruntime verifies it
+    torchscript: bool = True  # write model_jetson.pt
+    onnx: bool = True  # write model.onnx; needs the packages onnx and onnxscript, and onnxruntime to verify it
     tensorrt: bool = False  # build an engine for the GPU of this machine
-    length: int = 64  # the engine's canvas: batch 1 and this many tokens, nothing else
+    length: int = 64  # canvas of the engine: it takes batch 1 and this many tokens, nothing else
 
 
 class Exported(nn.Module):
@@ -87,13 +83,14 @@ def canvases(cfg, lengths):
 
 
 def compare(name, run, inputs, want):
-    """Print and return how far run(token, noise, see) is from the float32 logits; exits if that is no rounding."""
+    """Print and return how far run(token, noise, see) is from the float32 logits; ValueError if that is no rounding."""
     worst, largest, same, asked = 0.0, 0.0, 0, 0
     for given, want_BLV in zip(inputs, want, strict=True):
         token_BL, _, see_BL = given
         got_BLV = run(*given).float().cpu()
         if got_BLV.shape != want_BLV.shape:
-            sys.exit(f"{name}: logits {tuple(got_BLV.shape)}, the model has {tuple(want_BLV.shape)}; not exported")
+            shapes = f"{tuple(got_BLV.shape)}, the model has {tuple(want_BLV.shape)}"
+            raise ValueError(f"{name}: logits {shapes}; not exported")
         worst = max(worst, (got_BLV - want_BLV)[see_BL].abs().nan_to_num(math.inf).max().item())
         largest = max(largest, want_BLV[see_BL].abs().max().item())
         masked_BL = token_BL == mdlm.MASK
@@ -105,7 +102,7 @@ def compare(name, run, inputs, want):
         flush=True,
     )
     if not worst <= TOLERANCE * largest:
-        sys.exit(f"{name}: an error of {worst:.3g} is no rounding of FP16; not exported")
+        raise ValueError(f"{name}: an error of {worst:.3g} is no rounding of FP16; not exported")
     return {"max_error": worst, "largest_logit": largest, "same_likeliest": same / asked}
 
 
@@ -155,7 +152,7 @@ def write_engine(onnx_path, path, length):
     parser = trt.OnnxParser(network, logger)
     if not parser.parse(onnx_path.read_bytes()):
         errors = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
-        sys.exit(f"TensorRT {trt.__version__} cannot read model.onnx: {errors}")
+        raise ValueError(f"TensorRT {trt.__version__} cannot read model.onnx: {errors}")
     config, profile = builder.create_builder_config(), builder.create_optimization_profile()
     for i in range(network.num_inputs):
         shape = (1,) if network.get_input(i).name == "noise" else (1, length)
@@ -164,7 +161,7 @@ def write_engine(onnx_path, path, length):
     print(f"model.trt: TensorRT {trt.__version__} tries kernels, minutes on a Jetson", flush=True)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        sys.exit("TensorRT could not build the engine; its own messages are above")
+        raise RuntimeError("TensorRT could not build the engine; its own messages are above")
     path.write_bytes(bytes(plan))
     engine = trt.Runtime(logger).deserialize_cuda_engine(path.read_bytes())
     context, vocab = engine.create_execution_context(), engine.get_tensor_shape("logits")[-1]
@@ -191,90 +188,85 @@ def lacks(*packages):
     return [name for name in packages if not importlib.util.find_spec(name)]
 
 
-def find(cfg):
-    """The folder of the checkpoint."""
-    folder = Path(cfg.ckpt)
-    steps = sorted(int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdigit())
-    return folder / f"step_{cfg.step or steps[-1]}" if steps or cfg.step else folder
-
-
-def main(cfg):
-    folder, out = find(cfg), Path(cfg.out)
-    if cfg.tensorrt and (lacks("tensorrt") or not torch.cuda.is_available()):
+def check_needs(cfg):
+    """Say what an engine needs before minutes of work."""
+    if not cfg.tensorrt:
+        return
+    if lacks("tensorrt") or not torch.cuda.is_available():
         missing = "Python module tensorrt (JetPack's: apt install python3-libnvinfer)" if lacks("tensorrt") else "GPU"
-        sys.exit(
-            f"--tensorrt: there is no {missing} here; an engine is built on the GPU that runs it. Without Python: "
-            "trtexec --onnx=model.onnx --stronglyTyped --saveEngine=model.trt"
-        )
-    if cfg.tensorrt and (not cfg.onnx or lacks("onnx", "onnxscript")):
-        sys.exit("--tensorrt reads the ONNX graph: it needs --onnx=True and pip install onnx onnxscript")
-    if out.exists() and any(out.iterdir()) and not (out / "bundle.json").exists():
-        sys.exit(f"{out} holds other things than a bundle; choose another --out")
-    try:
-        model = mdlm.load(folder)
-        tokenizer_json = (folder / "tokenizer.json").read_bytes()
-    except (OSError, ValueError) as error:
-        sys.exit(str(error))
-    if cfg.tensorrt and not 1 <= cfg.length <= model.cfg.positions:
-        sys.exit(f"--length={cfg.length}: the model has {model.cfg.positions} positions")
-    print(f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    positions = model.cfg.positions
-    inputs = canvases(model.cfg, [(2, min(64, positions)), (1, min(17, positions)), (3, positions), (1, 1)])
-    with torch.no_grad():
-        want = [model(*given) for given in inputs]
-    half = Exported(model.half()).eval()
-    too_large = [name for name, weight in half.model.named_parameters() if not weight.isfinite().all()]
-    if too_large:
-        sys.exit(f"weights beyond FP16's 65,504 or not finite: {', '.join(too_large)}")
+        by_hand = "trtexec --onnx=model.onnx --stronglyTyped --saveEngine=model.trt"
+        where = "an engine is built on the GPU that runs it"
+        raise ValueError(f"--tensorrt: there is no {missing} here; {where}. Without Python: {by_hand}")
+    if not cfg.onnx or lacks("onnx", "onnxscript") or too_old_for_onnx():
+        raise ValueError("--tensorrt reads the ONNX graph: it needs --onnx, PyTorch 2.5, pip install onnx onnxscript")
 
-    temporary = out.parent / f"{out.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    mdlm.save(half.model, temporary, tokenizer_json)
-    read_back = Exported(mdlm.load(temporary, dtype=torch.float16)).eval()
-    errors = {"model.safetensors": compare("model.safetensors", torch.no_grad()(read_back), inputs, want)}
-    engine = None
+
+def too_old_for_onnx():
+    return tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5)
+
+
+def write_graphs(half, cfg, folder, inputs, want):
+    """TorchScript and ONNX, each compared with the float32 logits; {file: errors}."""
+    errors = {}
     if cfg.torchscript:
-        traced = write_torchscript(half, inputs[0], temporary / "model_jetson.pt")
+        traced = write_torchscript(half, inputs[0], folder / "model_jetson.pt")
         errors["model_jetson.pt"] = compare("model_jetson.pt", torch.no_grad()(traced), inputs, want)
     if cfg.onnx and lacks("onnx", "onnxscript"):
         print(f"model.onnx: not written, for want of: pip install {' '.join(lacks('onnx', 'onnxscript'))}", flush=True)
-    elif cfg.onnx and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5):
+    elif cfg.onnx and too_old_for_onnx():
         print(f"model.onnx: not written: PyTorch 2.5 or newer exports it, this is {torch.__version__}", flush=True)
     elif cfg.onnx:
-        run = write_onnx(half, inputs[0], temporary / "model.onnx")
+        run = write_onnx(half, inputs[0], folder / "model.onnx")
         if run:
             errors["model.onnx"] = compare("model.onnx", run, inputs, want)
         else:
             print("model.onnx: written, not verified, for want of: pip install onnxruntime", flush=True)
-    if cfg.tensorrt and not (temporary / "model.onnx").exists():
-        sys.exit("--tensorrt reads the ONNX graph, which was not written")
-    if cfg.tensorrt:
-        run, engine = write_engine(temporary / "model.onnx", temporary / "model.trt", cfg.length)
-        single = canvases(model.cfg, [(1, cfg.length)])
-        with torch.no_grad():
-            exact = [mdlm.load(folder)(*given) for given in single]
-        errors["model.trt"] = compare("model.trt", run, single, exact)
+    return errors
 
-    files = {}
-    for path in sorted(temporary.iterdir()):
-        data = path.read_bytes()
-        files[path.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), **errors.get(path.name, {})}
-    about = {
-        "format": FORMAT,
-        "checkpoint": folder.name,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    (temporary / "bundle.json").write_text(json.dumps(about | {"tensorrt": engine, "files": files}, indent=2) + "\n")
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(temporary, out)
+
+def main(cfg):
+    ckpt, out, engine = Path(cfg.ckpt), Path(cfg.out), None
+    check_needs(cfg)
+    if out.exists() and any(out.iterdir()) and not (out / "bundle.json").exists():
+        raise FileExistsError(f"{out} holds other things than a bundle; choose another --out")
+    if cfg.step or runs.checkpoints(ckpt):  # a run; else a folder with a model in it
+        _, ckpt = runs.newest(ckpt, cfg.step)
+    model = mdlm.load(ckpt)
+    positions = model.cfg.positions
+    if cfg.tensorrt and not 1 <= cfg.length <= positions:
+        raise ValueError(f"--length={cfg.length}: the model has {positions} positions")
+    print(f"{ckpt}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+
+    # What each artefact must give, up to rounding: the float32 model on canvases of several shapes.
+    inputs = canvases(model.cfg, [(2, min(64, positions)), (1, min(17, positions)), (3, positions), (1, 1)])
+    single = canvases(model.cfg, [(1, cfg.length)]) if cfg.tensorrt else []
+    with torch.no_grad():
+        want, want_single = ([model(*given) for given in each] for each in (inputs, single))
+    half = Exported(model.half()).eval()
+    too_large = [name for name, weight in half.model.named_parameters() if not weight.isfinite().all()]
+    if too_large:
+        raise ValueError(f"weights beyond FP16's 65,504 or not finite: {', '.join(too_large)}")
+
+    with runs.new_folder(out) as folder:  # it replaces an earlier bundle when all is written and verified
+        mdlm.save(half.model, folder, (ckpt / "tokenizer.json").read_bytes())
+        read_back = Exported(mdlm.load(folder, dtype=torch.float16)).eval()
+        errors = {"model.safetensors": compare("model.safetensors", torch.no_grad()(read_back), inputs, want)}
+        errors |= write_graphs(half, cfg, folder, inputs, want)
+        if cfg.tensorrt:
+            run, engine = write_engine(folder / "model.onnx", folder / "model.trt", cfg.length)
+            errors["model.trt"] = compare("model.trt", run, single, want_single)
+        files = {}
+        for path in sorted(folder.iterdir()):
+            data = path.read_bytes()
+            files[path.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            files[path.name] |= errors.get(path.name, {})
+        about = {"format": FORMAT, "checkpoint": ckpt.name, "python": platform.python_version()}
+        about |= {"torch": torch.__version__, "tensorrt": engine, "files": files}
+        runs.write(folder / "bundle.json", about)
     sizes = ", ".join(f"{name} {file['bytes'] / 1e6:.1f} MB" for name, file in files.items())
     print(f"wrote {out}: {sizes}")
     print(f"write with: python inference_jetson.py --bundle={out}")
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
-    except OSError as error:
-        sys.exit(str(error))
+    runs.command(main, Config, __doc__)

@@ -3,12 +3,13 @@
     python inference_jetson.py --prompt="Once upon a time"                      # a bundle that export_jetson.py wrote
     python inference_jetson.py                                                  # an interactive prompt
     python inference_jetson.py --prompt="One day, [MASK:30] They were happy."   # fill in the middle
-    python inference_jetson.py --benchmark=True --lengths 64 128 --steps_list 10 25
+    python inference_jetson.py --benchmark --lengths 64 128 --steps_list 10 25
 
 Needs Python 3.10, torch 2.4 or newer, tokenizers and numpy, and beside it model_mdlm.py, diffusion.py and csrc/. On a
 GPU a denoising step (model, sampling, update) is captured once as a CUDA graph and replayed --steps times: what differs
-between steps lies in tables on the device, and the host waits once per sample. `python setup_kernels.py build_ext
---inplace` builds the kernels that --backend=auto then uses; without them the step is plain PyTorch, captured as well.
+between steps lies in tables on the device, and the host synchronises with it once per sample. The kernels that
+--backend=auto then uses are built by `python setup_kernels.py build_ext --inplace`; without them the step is plain
+PyTorch, captured as well.
 On a CPU the loop is that of model_mdlm.py, in float32. For the clocks: sudo nvpmodel -m 2; sudo jetson_clocks.
 
 Letters: B batch, L length, D width, H heads, V vocabulary, N steps.
@@ -55,25 +56,19 @@ class Config:
     prompt: str = ""  # text to continue, \n for a new line, [MASK:n] for n tokens to fill; "" asks for one
     max_new: int = 64  # tokens to fill after a prompt without [MASK:n]; a text may end before
     steps: int = 25  # passes over the canvas
-    schedule: str = "cosine_sq"  # when how many tokens are filled: linear, cosine, cosine_sq
+    schedule: str = "cosine_sq"  # when how many tokens are filled: a noise schedule of diffusion.py
     temperature: float = 1.0  # 0 takes the likeliest token
     top_k: int = 0  # draw from the k likeliest tokens; 0: from all
     top_p: float = 0.95  # draw from the smallest set of this probability
     n: int = 1  # completions of a prompt, as a batch
-    seed: int = 0
-    graph: bool = True  # capture the step as a CUDA graph; False launches its kernels one by one
+    seed: int = 0  # of the random numbers
+    graph: bool = True  # capture the step as a CUDA graph; off launches its kernels one by one
     benchmark: bool = False  # time canvases of masks instead of writing
-    lengths: tuple[int, ...] = (64, 128, 256)  # of the benchmark
-    steps_list: tuple[int, ...] = (10, 25)
-    batches: tuple[int, ...] = (1,)
+    lengths: tuple[int, ...] = (64, 128, 256)  # canvases of the benchmark, in tokens
+    steps_list: tuple[int, ...] = (10, 25)  # numbers of steps of the benchmark
+    batches: tuple[int, ...] = (1,)  # batch sizes of the benchmark
     repeats: int = 10  # timed samples of each, after three that are not
     out: str = ""  # JSON file of the benchmark; "" is benchmark.json in the bundle
-
-
-def truth(text):
-    if text.lower() not in ("true", "false"):
-        raise ValueError(text)
-    return text.lower() == "true"
 
 
 def command_line(arguments=None):
@@ -81,13 +76,15 @@ def command_line(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     comments = dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(Config), re.MULTILINE))
     for field in dataclasses.fields(Config):
-        many = typing.get_origin(field.type) is tuple
-        kind = truth if field.type is bool else int if many else field.type
-        shown = " ".join(map(str, field.default)) if many else field.default
-        told = f"{comments.get(field.name, '')} (default: {shown})".replace("%", "%%").strip()
         flags = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
-        more = {"nargs": "+"} if many else {}
-        parser.add_argument(*flags, dest=field.name, default=field.default, type=kind, help=told, metavar="X", **more)
+        settings = {"dest": field.name, "default": field.default, "help": comments[field.name].replace("%", "%%")}
+        if field.type is bool:
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **settings)
+            continue
+        many = typing.get_origin(field.type) is tuple
+        settings["help"] += f" (default: {' '.join(map(str, field.default)) if many else field.default})"
+        settings |= {"type": int, "nargs": "+"} if many else {"type": field.type}
+        parser.add_argument(*flags, metavar="X", **settings)
     given = vars(parser.parse_args(arguments))
     return Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
@@ -96,18 +93,19 @@ def command_line(arguments=None):
 
 
 def read_bundle(folder):
-    """bundle.json, or an exit that says what is wrong with the folder."""
+    """bundle.json; FileNotFoundError or ValueError says what is wrong with the folder."""
+    export = f"python export_jetson.py --out={folder}"
     if not (folder / "bundle.json").exists():
-        sys.exit(f"{folder} is no bundle (no bundle.json); write one with: python export_jetson.py --out={folder}")
+        raise FileNotFoundError(f"{folder} is no bundle (no bundle.json); write one with: {export}")
     try:
         about = json.loads((folder / "bundle.json").read_text())
         version = about["format"]
         {name: (file["bytes"], file["sha256"]) for name, file in about["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
-        sys.exit(f"{folder}/bundle.json is damaged; export again with: python export_jetson.py --out={folder}")
+        raise ValueError(f"{folder}/bundle.json is damaged; export again with: {export}") from None
     if version != FORMAT:
-        sys.exit(f"{folder} is a bundle of format {version}, this script reads {FORMAT}: export it again with the "
-                 "export_jetson.py that lies beside this script")  # fmt: skip
+        advice = "export it again with the export_jetson.py that lies beside this script"
+        raise ValueError(f"{folder} is a bundle of format {version}, this script reads {FORMAT}: {advice}")
     return about
 
 
@@ -115,12 +113,13 @@ def part(folder, about, name):
     """The bytes of a file of the bundle, which must be those that were written."""
     path = folder / name
     if name not in about["files"]:
-        sys.exit(f"the bundle holds no {name}; export it again on a machine where export_jetson.py can write it")
+        advice = "export it again on a machine where export_jetson.py can write it"
+        raise FileNotFoundError(f"the bundle holds no {name}; {advice}")
     if not path.exists():
-        sys.exit(f"{path} is missing; copy the whole folder again")
+        raise FileNotFoundError(f"{path} is missing; copy the folder again")
     data, want = path.read_bytes(), about["files"][name]
     if len(data) != want["bytes"] or hashlib.sha256(data).hexdigest() != want["sha256"]:
-        sys.exit(f"{path} is damaged: not the {want['bytes']:,} bytes that were written; copy it again")
+        raise ValueError(f"{path} is damaged: not the {want['bytes']:,} bytes that were written; copy it again")
     return data
 
 
@@ -138,23 +137,13 @@ def read_safetensors(data):
 
 def load_model(folder, about, device):
     """The MDLM of a bundle: FP16 on a GPU, float32 on a CPU, where halves are slow."""
-    try:
-        config = json.loads(part(folder, about, "config.json"))
-        known = {field.name for field in dataclasses.fields(mdlm.Config)}
-        model = mdlm.MDLM(mdlm.Config(**{name: value for name, value in config.items() if name in known}))
-        tensors = read_safetensors(part(folder, about, "model.safetensors"))
-        mdlm.check(model.state_dict(), tensors, folder)
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        sys.exit(f"{folder} cannot be read: {error}")
-    model.load_state_dict(tensors)
+    config, weights = (part(folder, about, name) for name in ("config.json", "model.safetensors"))
+    model = mdlm.build(config, read_safetensors(weights))
     return model.to(device, torch.float16 if device.type == "cuda" else torch.float32).eval()
 
 
 def load_tokenizer(folder, about):
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(part(folder, about, "tokenizer.json").decode())
-    except Exception as error:  # tokenizers raises nothing narrower for a broken file
-        sys.exit(f"{folder}/tokenizer.json cannot be read: {error}")
+    tokenizer = tokenizers.Tokenizer.from_str(part(folder, about, "tokenizer.json").decode())
     tokenizer.encode_special_tokens = True  # names of special tokens are text
     return tokenizer
 
@@ -206,26 +195,32 @@ def sample_fixed_(logits_RV, token_BL, state_2, keep_N, ban, mask, vocab, temper
     race_RV = diffusion.filter_logits(logits_RV, temperature, top_k, top_p if temperature > 0 else 1.0)
     if temperature > 0:
         race_RV = race_RV - torch.empty_like(race_RV).exponential_().log()
-    token_R = token_BL.view(-1)
-    keep_1 = keep_N.index_select(0, state_2[1:])
-    fill_R = (token_R == mask) & (torch.rand_like(race_RV[:, 0]) >= keep_1) & (race_RV.amax(-1) > -torch.inf)
-    token_R.copy_(torch.where(fill_R, race_RV.argmax(-1), token_R))
+    token_R, best_R = token_BL.view(-1), race_RV.argmax(-1)
+    u_R, keep_1 = torch.rand_like(race_RV[:, 0]), keep_N.index_select(0, state_2[1:])
+    next_R = diffusion.ancestral_step(token_R, best_R, u_R, keep_1, mask)
+    token_R.copy_(torch.where(race_RV.amax(-1) > -torch.inf, next_R, token_R))
+
+
+def step_tables(steps, schedule):
+    """P(masked) before each step, which the model is told, and P(a mask stays) in it: both float32 [N]."""
+    time_N = 1 - torch.arange(steps + 1, dtype=torch.float64) / steps
+    before_N, after_N = time_N[:-1], time_N[1:]
+    return diffusion.mask_rate(before_N, schedule).float(), diffusion.keep_prob(before_N, after_N, schedule).float()
 
 
 class Denoiser:
     """Fills canvases of one shape [B, L] in N steps over buffers that stay where they are.
 
     forward(token_BL, see_BL, step_1) gives logits; sample_ fills in place. state_2 = (seed, step) lies on the device,
-    keep_N = rate(s) / rate(t) too, so the same launches serve every step and can be captured as a CUDA graph.
+    keep_N, the table of step_tables, too: the same launches serve every step and can be captured as a CUDA graph.
     """
 
-    def __init__(self, forward, sample_, B, L, rate_N, cfg, vocab, device):
-        self.forward, self.sample_, self.steps = forward, sample_, len(rate_N)
+    def __init__(self, forward, sample_, B, L, keep_N, cfg, vocab, device):
+        self.forward, self.sample_, self.steps = forward, sample_, len(keep_N)
         self.token_BL = torch.full((B, L), mdlm.MASK, device=device)
         self.see_BL = torch.ones(B, L, dtype=torch.bool, device=device)
         self.state_2 = torch.zeros(2, dtype=torch.int64, device=device)
-        after_N = torch.cat([rate_N[1:], rate_N.new_zeros(1)])
-        self.keep_N = (after_N / rate_N).float().to(device)
+        self.keep_N = keep_N.to(device)
         self.ban = torch.tensor(mdlm.BANNED, dtype=torch.int32, device=device)
         self.rule = mdlm.MASK, vocab, cfg.temperature, cfg.top_k, cfg.top_p
         self.graph = None
@@ -256,7 +251,7 @@ class Denoiser:
         self.state_2.copy_(torch.tensor([seed, 0]))
         for _ in range(self.steps):
             self.graph.replay() if self.graph else self.step()
-        return self.token_BL.to("cpu", copy=True)  # the one wait
+        return self.token_BL.to("cpu", copy=True)  # the only synchronisation
 
 
 class Full:
@@ -294,7 +289,7 @@ def run_onnx(data):
     try:
         import onnxruntime
     except ImportError:
-        sys.exit("--backend=onnx needs onnxruntime: pip install onnxruntime")
+        raise ValueError("--backend=onnx needs onnxruntime: pip install onnxruntime") from None
     session = onnxruntime.InferenceSession(data, providers=onnxruntime.get_available_providers())
     taken = {node.name for node in session.get_inputs()}
 
@@ -311,14 +306,15 @@ def run_tensorrt(data, built):
     try:
         import tensorrt as trt
     except ImportError:
-        sys.exit("--backend=tensorrt needs the Python module tensorrt (JetPack's: apt install python3-libnvinfer)")
+        advice = "the Python module tensorrt (JetPack's: apt install python3-libnvinfer)"
+        raise ValueError(f"--backend=tensorrt needs {advice}") from None
     there, here = (built["version"], built["gpu"]), (trt.__version__, torch.cuda.get_device_name())
     if there != here:
-        sys.exit("model.trt was built by TensorRT {} on {}, this is {} on {}; build it here: "
-                 "python export_jetson.py --tensorrt=True".format(*there, *here))  # fmt: skip
+        versions = "model.trt was built by TensorRT {} on {}, this is {} on {}".format(*there, *here)
+        raise ValueError(f"{versions}; build it here: python export_jetson.py --tensorrt")
     engine = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine(data)
     if engine is None:
-        sys.exit(f"model.trt cannot be read by TensorRT {trt.__version__}; build it again with export_jetson.py")
+        raise ValueError(f"model.trt cannot be read by TensorRT {trt.__version__}; build it with export_jetson.py")
     context, vocab = engine.create_execution_context(), engine.get_tensor_shape("logits")[-1]
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
 
@@ -352,7 +348,7 @@ class Writer:
             reason = why_no_kernels(self.model.cfg, self.vocab, self.device)
             self.backend = "torch" if reason else "kernels"
             if reason and cfg.backend == "kernels":
-                sys.exit(f"--backend=kernels: {reason}")
+                raise ValueError(f"--backend=kernels: {reason}")
             if reason and self.device.type == "cuda":
                 print(f"kernels: {reason}; using PyTorch", file=sys.stderr)
         if self.backend == "torchscript":
@@ -360,13 +356,14 @@ class Writer:
             try:
                 self.run = torch.jit.load(data, map_location=self.device)
             except RuntimeError as error:
-                sys.exit(f"torch {torch.__version__} cannot load model_jetson.pt, which torch {about['torch']} wrote; "
-                         f"export it on this machine ({str(error).splitlines()[0]})")  # fmt: skip
+                wrote = f"model_jetson.pt, which torch {about['torch']} wrote; export it on this machine"
+                reason = str(error).splitlines()[0]
+                raise ValueError(f"torch {torch.__version__} cannot load {wrote} ({reason})") from None
         elif self.backend == "onnx":
             self.run = run_onnx(part(folder, about, "model.onnx"))
         elif self.backend == "tensorrt":
             if self.device.type != "cuda":
-                sys.exit("--backend=tensorrt needs a CUDA device")
+                raise ValueError("--backend=tensorrt needs a CUDA device")
             self.run = run_tensorrt(part(folder, about, "model.trt"), about["tensorrt"])
             self.length = about["tensorrt"]["length"]
         self.captures = self.device.type == "cuda" and self.backend != "onnx"
@@ -377,12 +374,11 @@ class Writer:
     def denoiser(self, B, L, steps):
         """The step for this shape, captured at its first use."""
         if (B, L, steps) not in self.denoisers:
-            rate_N = diffusion.mask_rate(1 - torch.arange(steps, dtype=torch.float64) / steps, self.cfg.schedule)
+            rate_N, keep_N = (table_N.to(self.device) for table_N in step_tables(steps, self.cfg.schedule))
             kernels = torch.ops.unmask if self.backend == "kernels" else PLAIN
-            table_N = rate_N.float().to(self.device)
             with torch.inference_mode():
-                forward = graph_forward(self.run, table_N) if self.run else fused_forward(self.model, table_N, kernels)
-                denoiser = Denoiser(forward, kernels.sample_, B, L, rate_N, self.cfg, self.vocab, self.device)
+                forward = graph_forward(self.run, rate_N) if self.run else fused_forward(self.model, rate_N, kernels)
+                denoiser = Denoiser(forward, kernels.sample_, B, L, keep_N, self.cfg, self.vocab, self.device)
                 if self.cfg.graph:
                     denoiser.capture()
             self.denoisers[B, L, steps] = denoiser
@@ -393,7 +389,8 @@ class Writer:
         L = token_BL.shape[1]
         room = self.length or min(-(-L // 32) * 32, self.model.cfg.positions)
         if room < L:
-            sys.exit(f"the engine takes up to {room} tokens, not {L}; build another: export_jetson.py --length={L}")
+            advice = f"build another: python export_jetson.py --tensorrt --length={L}"
+            raise ValueError(f"the engine takes up to {room} tokens, not {L}; {advice}")
         token_BL, filled = F.pad(token_BL, (0, room - L), value=mdlm.PAD), []
         for part_BL in token_BL.split(1) if self.length else [token_BL]:
             filled.append(self.denoiser(*part_BL.shape, steps)(part_BL, self.seed))
@@ -401,10 +398,10 @@ class Writer:
         return torch.cat(filled)[:, :L]
 
     def fill(self, token_BL, steps):
-        """token_BL int64 [B, L] on the CPU with its masks filled in `steps` steps. Exits where memory runs out."""
+        """token_BL int64 [B, L] on the CPU with its masks filled in `steps` steps. ValueError where memory runs out."""
         (B, L), cfg = token_BL.shape, self.cfg
         if L > self.model.cfg.positions:
-            sys.exit(f"{L} tokens do not fit the model's {self.model.cfg.positions} positions")
+            raise ValueError(f"{L} tokens do not fit the model's {self.model.cfg.positions} positions")
         try:
             if self.captures:
                 return self.fill_captured(token_BL, steps)
@@ -412,11 +409,11 @@ class Writer:
             model = Full(self.run) if self.run else self.model
             return mdlm.sample(model, token_BL.to(self.device), rule, self.generator).cpu()
         except (RuntimeError, MemoryError) as error:
-            said = (str(error) or "MemoryError").splitlines()[0][:150]
+            reason = (str(error) or "MemoryError").splitlines()[0][:150]
             if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory|NvMap", str(error)):
                 raise
             lower = "--batches or --lengths" if cfg.benchmark else "--n or --max_new"
-            sys.exit(f"out of memory at batch {B}, length {L}: lower {lower} ({said})")
+            raise ValueError(f"out of memory at batch {B}, length {L}: lower {lower} ({reason})") from None
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------
@@ -427,15 +424,17 @@ def canvas(writer, prompt):
     parts = re.split(r" ?\[MASK:(\d+)\]", prompt)
     texts, sizes = parts[::2], [int(size[:9]) for size in parts[1::2]] or [writer.cfg.max_new]
     if any("[MASK" in text for text in texts):
-        sys.exit("a mask is written with its number of tokens: [MASK:12]")
+        raise ValueError("a mask is written with its number of tokens: [MASK:12]")
     encoded = [writer.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
     end = [mdlm.EOS] if len(texts) > len(sizes) else []
     length, positions = 1 + sum(map(len, encoded)) + sum(sizes) + len(end), writer.model.cfg.positions
     if length > positions:
-        sys.exit(f"{length:,} tokens do not fit the model's {positions} positions; lower --max_new or mask less")
+        raise ValueError(
+            f"{length:,} tokens do not fit the model's {positions} positions; lower --max_new or mask less"
+        )
     ids = [mdlm.BOS]
-    for some, size in itertools.zip_longest(encoded, sizes, fillvalue=0):
-        ids += some + [mdlm.MASK] * size
+    for text_ids, size in itertools.zip_longest(encoded, sizes, fillvalue=0):
+        ids += text_ids + [mdlm.MASK] * size
     return ids + end
 
 
@@ -448,7 +447,7 @@ def answer(writer, prompt):
     seconds = time.perf_counter() - started
     for i, row in enumerate(filled.tolist()):
         if mdlm.MASK in row:
-            sys.exit("the model's logits are not finite; export the model again, or lower the learning rate it had")
+            raise ValueError("the model's logits are not finite; export it again, or lower the learning rate it had")
         row = row[1 : row.index(mdlm.EOS)] if mdlm.EOS in row else row[1:]
         text = writer.tokenizer.decode(row)
         print(text if len(filled) == 1 else f"---- {i + 1}\n{text}", flush=True)
@@ -472,7 +471,7 @@ def interact(writer):
 # ---- benchmark -----------------------------------------------------------------------------------------------------
 
 
-def said_by(*command):
+def first_line_of(*command):
     """First line of a command's output, or "" where it is not there."""
     if not shutil.which(command[0]):
         return ""
@@ -490,15 +489,15 @@ def device_state(device):
     if device.type == "cuda":
         state["name"] = torch.cuda.get_device_name(device)
         query = "--query-gpu=clocks.sm,clocks.mem,power.limit"
-        state["clocks"] = said_by("nvidia-smi", query, "--format=csv,noheader")
+        state["clocks"] = first_line_of("nvidia-smi", query, "--format=csv,noheader")
     else:
         try:
             lines = Path("/proc/cpuinfo").read_text().splitlines()
             state["name"] = next(line.split(": ")[1] for line in lines if line.startswith("model name"))
         except (OSError, StopIteration):
             pass
-    state["power_mode"] = said_by("nvpmodel", "-q")
-    state["tegrastats"] = said_by("tegrastats", "--interval", "500")
+    state["power_mode"] = first_line_of("nvpmodel", "-q")
+    state["tegrastats"] = first_line_of("tegrastats", "--interval", "500")
     return {name: value for name, value in state.items() if value}
 
 
@@ -562,18 +561,18 @@ def benchmark(writer):
 
 
 def main(cfg):
-    if cfg.backend not in BACKENDS:
-        sys.exit(f"--backend={cfg.backend}: not one of {', '.join(BACKENDS)}")
-    if cfg.schedule not in diffusion.SCHEDULES:
-        sys.exit(f"--schedule={cfg.schedule}: not one of {', '.join(diffusion.SCHEDULES)}")
+    names = {"backend": BACKENDS, "schedule": diffusion.SCHEDULES, "device": ("", "cpu", "cuda")}
+    for name, known in names.items():
+        if getattr(cfg, name) not in known:
+            raise ValueError(f"--{name}={getattr(cfg, name)}: not one of {', '.join(filter(None, known))}")
     least = {"temperature": 0, "top_k": 0, "max_new": 1, "n": 1, "steps": 1, "repeats": 1}
     if not 0 < cfg.top_p <= 1 or any(getattr(cfg, name) < value for name, value in least.items()):
         limits = ", ".join(f"--{name} at least {value}" for name, value in least.items())
-        sys.exit(f"{limits}, --top_p in (0, 1]")
-    if min((*cfg.lengths, *cfg.steps_list, *cfg.batches)) < 1 or min(cfg.lengths) < 2:
-        sys.exit("--lengths at least 2, --steps_list and --batches at least 1")
-    if cfg.device not in ("", "cpu", "cuda") or (cfg.device == "cuda" and not torch.cuda.is_available()):
-        sys.exit(f"--device={cfg.device}: {'torch sees no GPU' if cfg.device == 'cuda' else 'cpu or cuda'}")
+        raise ValueError(f"{limits}, --top_p in (0, 1]")
+    if min((*cfg.steps_list, *cfg.batches)) < 1 or min(cfg.lengths) < 2:
+        raise ValueError("--lengths at least 2, --steps_list and --batches at least 1")
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device=cuda: torch sees no GPU")
     writer = Writer(cfg)
     if cfg.benchmark:
         benchmark(writer)
@@ -588,5 +587,5 @@ if __name__ == "__main__":
         main(command_line())
     except KeyboardInterrupt:
         sys.exit(130)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         sys.exit(str(error))

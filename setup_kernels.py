@@ -67,7 +67,7 @@ class Build(build_ext):
                 target = where / f"{name}.o"
                 flags = ["-O3", "-std=c++17", "-Xcompiler=-fPIC", *codes]
                 if subprocess.run([find_nvcc(), *flags, "-c", ROOT / f"csrc/{name}.cu", "-o", target]).returncode:
-                    sys.exit(f"nvcc could not compile csrc/{name}.cu for {architectures()}; its words are above")
+                    sys.exit(f"nvcc could not compile csrc/{name}.cu for {architectures()}; its messages are above")
                 extension.extra_objects.append(str(target))
             dry = subprocess.run([find_nvcc(), "--dryrun", "x.cu"], capture_output=True, text=True).stderr
             libraries = next(line for line in dry.splitlines() if "LIBRARIES=" in line)

@@ -22,7 +22,6 @@ sys.path.insert(0, str(ROOT))
 
 import tokenizers
 import torch
-import tyro
 from bench_kernels import ORIN, usual_chain
 from record import cpu_name, record
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import export_jetson
 import inference_jetson as jetson
 import model_mdlm as mdlm
+import runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,4 +196,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Config, __doc__)

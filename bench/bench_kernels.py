@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
-import tyro
 from record import record
 from torch.nn import functional as F
 
 import model_mdlm as mdlm
+import runs
 from csrc import ops
 
 
@@ -149,4 +149,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Config, __doc__)

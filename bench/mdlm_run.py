@@ -23,11 +23,11 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
-import tyro
 from record import RESULTS, record
 
+import data_prep
 import model_mdlm as mdlm
-import train_gpu
+import runs
 
 PROMPTS = [
     ["--prompt=Once upon a time, there was a little girl named Lily."],
@@ -48,8 +48,8 @@ def unigram(folder):
     """Nats per token of the held-out rows under the training rows' token frequencies, plus one for every id."""
     counts = []
     for split in ("train", "heldout"):
-        rows = train_gpu.Rows(folder, split)
-        token_RL = rows.read(np.arange(rows.total))
+        rows = data_prep.Rows(folder, split)
+        token_RL = rows.read(np.arange(rows.total))[0]
         counts.append(np.bincount(token_RL.ravel(), minlength=rows.meta["vocab_size"]))
         counts[-1][[mdlm.PAD, mdlm.BOS]] = 0
     train_V, held_V = counts
@@ -68,7 +68,7 @@ def main(cfg):
     settings = json.loads((run / "config.json").read_text())
     train, held = ([r for r in rows if key in r] for key in ("loss", "heldout_nats"))
     noise = f"--plot={RESULTS / 'mdlm_noise.png'}"
-    final = json.loads(script("evaluate.py", "--model=mdlm", f"--ckpt={run}", "--draws=32", "--json=True", noise)[0])
+    final = json.loads(script("evaluate.py", "--model=mdlm", f"--ckpt={run}", "--draws=32", "--json", noise)[0])
     unigram_nats, unigram_bits = unigram(settings["data"])
 
     _, axis = plt.subplots(figsize=(8, 4.5))
@@ -109,4 +109,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Config, __doc__)

@@ -22,12 +22,13 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 import torch
-import tyro
 from record import record
 from torch import nn
 from torch.nn import functional as F
 
+import diffusion
 import model_mdlm as mdlm
+import runs
 import train_gpu
 
 
@@ -107,11 +108,11 @@ def plain_steps(cfg, settings, rows, device, micro, fused):
     seconds, losses = [], []
     for step in range(cfg.warmup + cfg.steps):
         started = time.perf_counter()
-        rng = np.random.default_rng([settings.seed, step])
-        token_BL = train_gpu.crop(rows.batch(settings.seed, step, cfg.batch_size), settings.crop_rate, rng)
-        token_BL = token_BL[np.argsort((token_BL != mdlm.PAD).sum(1), kind="stable")]  # so that its noise is ours
-        noised = train_gpu.noise(token_BL, settings, rng)
-        x0, xt, rate, weight = (torch.from_numpy(x) for x in (token_BL, noised["xt"], noised["rate"], noised["weight"]))
+        noised = train_gpu.training_batch(rows, settings, step)
+        rate_B = diffusion.mask_rate(noised.time_B, settings.schedule)
+        weight_B = diffusion.nelbo_weight(noised.time_B, settings.schedule) / noised.counted_BL.sum()
+        weight_BL = np.where(noised.mask_BL, weight_B[:, None], 0)
+        x0, xt, rate, weight = map(torch.from_numpy, (noised.token_BL, noised.xt_BL, rate_B, weight_BL))
         for group in optimizer.param_groups:
             group["lr"] = train_gpu.learning_rate(step, settings)
         total = 0.0
@@ -235,4 +236,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Config, __doc__)

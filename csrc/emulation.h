@@ -1,4 +1,4 @@
-// A CPU stand-in for device.cuh: each CUDA thread of a block is a fibre, and blocks run one after another.
+// A CPU stand-in for device.cuh: coroutines stand in for the CUDA threads of a block, and blocks run one after another.
 //
 // What keeps it honest: a warp runs ahead until it must wait, for its own lanes in a shuffle or a matrix instruction and
 // for the block in __syncthreads(); shared memory holds NaN when a block starts; copy_async16 lands either at once or
@@ -77,7 +77,7 @@ inline float from_bits(uint32_t bits, float) {
 inline uint32_t mul_high(uint32_t a, uint32_t b) { return (uint64_t)a * b >> 32; }
 inline float fast_exp2(float x) { return exp2f(x); }
 
-// ---- fibres ----
+// ---- coroutines in the place of threads ----
 
 namespace emulation {
 
