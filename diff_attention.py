@@ -58,7 +58,8 @@ def attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, *, floor=True, 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, static):
     floor, cap, block = static
-    B, P, E, outs_BPLE = *q_BIPLK.shape[0:3:2], v_BJME.shape[-1], []
+    B, _, P, _, _ = q_BIPLK.shape
+    E, outs_BPLE = v_BJME.shape[-1], []
     for rows, keys, seen_BLM in _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
         a_BIJNM, _ = _maps(q_BIPLK[:, :, :, rows], k_BIJMK[:, :, :, keys], seen_BLM, cap)
         a_BJNM = _combine(a_BIJNM, lam, floor).astype(v_BJME.dtype)
@@ -76,22 +77,26 @@ def _attention_backward(static, inputs, do_BPLE):
     q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL = inputs
     (B, I, P, _, K), (J, _, E) = q_BIPLK.shape, v_BJME.shape[1:]
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    v_BJEM, dqs_BIPLK, dlam = v_BJME.swapaxes(2, 3), [], jnp.float32(0)  # keys along rows: faster products on a CPU
+    v_BJEM = v_BJME.swapaxes(2, 3)  # keys along rows, as in dk and dv: faster products on a CPU
+    dqs_BIPLK, dlam = [], jnp.float32(0)
     dk_BIJKM = jnp.zeros(k_BIJMK.swapaxes(3, 4).shape, jnp.float32)
     dv_BJEM = jnp.zeros(v_BJEM.shape, jnp.float32)
     for rows, keys, seen_BLM in _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
         q_BIJNK = q_BIPLK[:, :, :, rows].reshape(B, I, J, -1, K)
         do_BJNE = do_BPLE[:, :, rows].reshape(B, J, -1, E)
+        # the maps again, then the gradient of the combined map, 0 where the floor was active
         a_BIJNM, slope_BIJNM = _maps(q_BIPLK[:, :, :, rows], k_BIJMK[:, :, :, keys], seen_BLM, cap)
         a_BJNM = _combine(a_BIJNM, lam, floor)
         da_BJNM = einsum("BJNE,BJEM->BJNM", do_BJNE, v_BJEM[..., keys])
         if I == 2 and floor:
             da_BJNM = jnp.where(a_BJNM > 0, da_BJNM, 0)
+        # through both softmaxes: ds_i = w_i A_i (da - sum_M A_i da)
         mean_BIJN1 = (a_BIJNM * da_BJNM[:, None]) @ jnp.ones((keys.stop, 1), jnp.float32)
         ds_BIJNM = a_BIJNM * (da_BJNM[:, None] - mean_BIJN1) * slope_BIJNM
         if I == 2:
             ds_BIJNM *= jnp.stack([jnp.float32(1), -lam])[:, None, None, None]
             dlam -= jnp.sum(mean_BIJN1[:, 1])
+        # to queries, keys and values; those of keys and values add up over the blocks of queries
         ds_BIJNM = ds_BIJNM.astype(q_BIPLK.dtype)
         dq_BIJNK = einsum("BIJNM,BIJMK->BIJNK", ds_BIJNM, k_BIJMK[:, :, :, keys])
         dqs_BIPLK.append(dq_BIJNK.reshape(B, I, P, -1, K).astype(q_BIPLK.dtype))
@@ -183,7 +188,10 @@ _fused.defvjp(lambda *args: (_fused(*args), args[:5]), _fused_backward)
 
 def _call(do_BPLE, q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, floor, block_q, block_k, interpret):
     """The forward kernel, or the backward one if there is a do. A group's K and V are read once for all its queries."""
-    (B, I, P, L, K), (_, J, _, E), G = q_BIPLK.shape, v_BJLE.shape, q_BIPLK.shape[2] // v_BJLE.shape[1]
+    B, I, P, L, K = q_BIPLK.shape
+    _, J, _, E = v_BJLE.shape
+    G = P // J
+    # what of each array a program of the grid sees: one query head's tile of rows, all keys of its group
     lam = pl.BlockSpec(memory_space=pltpu.SMEM)
     start = pl.BlockSpec((None, 1, block_q), lambda b, j, g, i: (b, 0, i))
     q = pl.BlockSpec((None, I, None, block_q, K), lambda b, j, g, i: (b, 0, j * G + g, i, 0))
@@ -242,7 +250,8 @@ def _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k):
     A block's own maximum, not the running one, lets no block wait for the one before. Where a query sees nothing of a
     block, e is 1 and the factor 0.
     """
-    (I, L, K), first_query = q_ILK.shape, pl.program_id(3) * q_ILK.shape[1]
+    I, L, K = q_ILK.shape
+    first_query = pl.program_id(3) * L
     begin, end = jnp.min(start_1L[...]) // block_k, pl.cdiv(first_query + L, block_k)
     clear, diagonal = pl.cdiv(jnp.max(start_1L[...]), block_k), (first_query + 1) // block_k
     key_ML = jax.lax.broadcasted_iota(jnp.int32, (block_k, L), 0)
@@ -289,7 +298,8 @@ def _backward_kernel(*refs, floor, block_k):
     """ds_i = w_i A_i (da - sum_M A_i da), w = (1, -lam), da = do V^T and 0 where floored; dlam = -sum_LM A_2 da."""
     lam, start_1L, q_ILK, k_IMK, k_IKM, v_ME, do_LE, dq_ILK, dk_IMK, dv_ME, dlam_1L, *scratch = refs
     e_IML, top_IC1L, da_ML, dk_sum_IMK, dv_sum_ME = scratch
-    (I, L, K), head, tile = q_ILK.shape, pl.program_id(2), pl.program_id(3)
+    I, L, K = q_ILK.shape
+    head, tile = pl.program_id(2), pl.program_id(3)
 
     @pl.when((head == 0) & (tile == 0))
     def _():

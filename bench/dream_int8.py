@@ -9,9 +9,7 @@ largest logit, and the root mean square in units of that of the logits. Writes d
 """
 
 import dataclasses
-import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,12 +20,13 @@ sys.path.insert(0, str(ROOT))
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
+from aot import compile_rows
 from flax import nnx
 from record import record
 
-import hlo_cost
+import convert_weights
 import model_dream as dream
+import runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +36,7 @@ class Config:
     length: int = 64  # tokens of a pass
     rows: int = 4  # random rows for the error
     repeats: int = 9  # timed passes
-    topology: str = ""  # TPU to compile the 7b sampling loop for, in processes of their own
-    compile_only: str = ""  # used by --topology: int8 or bfloat16
+    topology: str = ""  # TPU to compile 7b's denoising step for; "" compiles nothing
 
 
 # which matrices are in 8 bits, activations in what
@@ -52,37 +50,24 @@ FORMS = {
 
 
 def form(params, which, dtype):
-    def one(path, x):
+    """The parameters with the matrices that `which` names in 8 bits, all else in dtype."""
+
+    def convert(path, x):
         return dream.quantise(x) if x.ndim == 2 and which(path[-1].key) else x.astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(convert, params)
 
 
 def size_of(params):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
 
 
-def compile_for(topology, int8, new=256, length=512):
-    """Bytes of the compiled sampling loop of 7b with one row, as the compiler counts them."""
-    at = jax.sharding.SingleDeviceSharding(hlo_cost.topology_devices(topology)[0])
-    cfg, calls, dream.on_cpu = dream.CONFIGS["7b"], [], lambda: False
-    params = jax.eval_shape(lambda params: form(params, lambda name: int8, jnp.bfloat16), dream.param_shapes(cfg))
-    token_BL = np.where(np.arange(length) < length - new, 5, cfg.mask_id)[None]
-    real, dream._fill = dream._fill, lambda *args, **kwargs: calls.append((args, kwargs)) or args[1]
-    model = nnx.merge(dream.graph_of(cfg, dream.Run(dtype=jnp.bfloat16)), params)
-    dream.fill(model, token_BL, None, dream.Sampling(temperature=0.2, top_p=0.95), jax.random.key(0))
-    (args, kwargs) = calls[0]
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=at), args)
-    memory = real.lower(*args, **kwargs).compile().memory_analysis()
-    return {"arguments": memory.argument_size_in_bytes, "temporary": memory.temp_size_in_bytes}
-
-
 def main(cfg):
-    if cfg.compile_only:
-        print(json.dumps(compile_for(cfg.topology, cfg.compile_only == "int8")))
-        return
     if cfg.ckpt:
-        model = (dream.load if (Path(cfg.ckpt) / "meta.json").exists() else dream.from_hf)(cfg.ckpt, jnp.float32)
+        ours = (Path(cfg.ckpt) / "meta.json").exists() or runs.checkpoints(Path(cfg.ckpt))
+        model = (
+            runs.load(dream, cfg.ckpt, dtype=jnp.float32)[0] if ours else convert_weights.from_hf(cfg.ckpt, jnp.float32)
+        )
         config, params = model.cfg, nnx.to_pure_dict(nnx.state(model))
     else:
         config = dream.CONFIGS[cfg.model]
@@ -115,11 +100,13 @@ def main(cfg):
         if name.endswith("bfloat16")
     }
     compiled = {}
-    for kind in ("int8", "bfloat16") if cfg.topology else ():
-        command = [sys.executable, __file__, f"--topology={cfg.topology}", f"--compile_only={kind}"]
-        result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
-        last = (result.stdout if not result.returncode else result.stderr).strip().splitlines()[-1]
-        compiled[kind] = last[:300] if result.returncode else json.loads(last)
+    for kind in ("--int8", "--no-int8") if cfg.topology else ():
+        flags = f"sample --topology={cfg.topology} --length=512 {kind}"
+        try:
+            rows, _ = compile_rows(f"{flags} --block_length=0")
+            compiled[kind] = {key: rows[0][key] for key in ("hbm_gib", "temporaries_gib", "usable_gib")}
+        except RuntimeError as error:  # it does not fit
+            compiled[kind] = str(error)[:300]
         print(cfg.topology, kind, compiled[kind], flush=True)
     record(
         "dream_int8",
@@ -135,4 +122,4 @@ def main(cfg):
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Config, __doc__)

@@ -22,10 +22,10 @@ sys.path.insert(0, str(ROOT))
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from record import record
 
 import model_pythoncoder as pc
+import runs
 import train_tpu
 
 
@@ -36,42 +36,53 @@ class Config:
     accumulate: tuple[int, ...] = (1, 4)  # micro-batches of the baseline to try
 
 
-def ours(settings):
-    """A function that times one of train_tpu.py's steps on random tokens, in seconds; its compile time; settings."""
-    cfg, model, run, _, micro, mu_dtype = train_tpu.resolve(settings, jax.devices()[:1])
-    optimizer = train_tpu.make_optimizer(cfg.clip, cfg.weight_decay, mu_dtype)
-    params = jax.jit(lambda: pc.new_params(model, 0))()
-    state = {"params": params, "opt": jax.jit(optimizer.init)(params)}
-    shape = (cfg.batch_size // micro, micro, cfg.seq_len)
-    token = jnp.asarray(np.random.default_rng(0).integers(0, model.vocab, shape), jnp.int32)
-    segment = jnp.broadcast_to(1 + jnp.arange(cfg.seq_len) * 3 // cfg.seq_len, shape)  # three documents a row
-    batch = {"token_ABL": token, "segment_ABL": segment, "position_ABL": segment * 0 + jnp.arange(cfg.seq_len)}
-    step = jax.jit(train_tpu.make_step(cfg, pc.graph_of(model, run), optimizer, 1e-3, 1000, 10), donate_argnums=0)
-    started = time.perf_counter()
-    step = step.lower(state, batch, jnp.int32(0)).compile()
-    compile_s = time.perf_counter() - started
+class Ours:
+    """train_tpu.py's step on random tokens."""
 
-    def timed(i):
-        nonlocal state
+    def __init__(self, settings):
+        self.cfg, self.model, run, _ = train_tpu.resolve(settings, jax.devices()[:1])
+        cfg = dataclasses.replace(self.cfg, lr=1e-3, steps=1000, warmup=10)
+        optimizer = train_tpu.make_optimizer(cfg.clip, cfg.weight_decay, run.dtype)
+        params = jax.jit(lambda: pc.new_params(self.model, 0))()
+        self.state = {"params": params, "opt": jax.jit(optimizer.init)(params)}
+        shape = (cfg.batch_size // cfg.micro_batch, cfg.micro_batch, cfg.seq_len)
+        token = jnp.asarray(np.random.default_rng(0).integers(0, self.model.vocab, shape), jnp.int32)
+        segment = jnp.broadcast_to(1 + jnp.arange(cfg.seq_len) * 3 // cfg.seq_len, shape)  # three documents a row
+        position = segment * 0 + jnp.arange(cfg.seq_len)
+        self.batch = dict(zip(train_tpu.COLUMNS, (token, segment, position), strict=False))
+        step = train_tpu.make_step(cfg, pc.graph_of(self.model, run), optimizer)
         started = time.perf_counter()
-        state, metrics = step(state, batch, jnp.int32(i))
-        float(metrics["loss"])
-        return time.perf_counter() - started
+        step = jax.jit(step, donate_argnums=0).lower(self.state, self.batch, jnp.int32(0))
+        self.step = step.compile()
+        self.compile_s = time.perf_counter() - started
 
-    return timed, compile_s, cfg, model
+    def seconds(self, count):
+        """The times of `count` steps, after three that are not counted."""
+        found = []
+        for i in range(3 + count):
+            started = time.perf_counter()
+            self.state, metrics = self.step(self.state, self.batch, jnp.int32(i))
+            float(metrics["loss"])
+            found.append(time.perf_counter() - started)
+        return found[3:]
 
 
 def main(cfg):
-    timed, compile_s, settings, model = ours(train_tpu.Config(model="tiny", seq_len=cfg.seq_len))
-    seconds = [timed(i) for i in range(3 + cfg.steps)][3:]
+    ours = Ours(train_tpu.Config(model="tiny", seq_len=cfg.seq_len))
+    settings, model, compile_s = ours.cfg, ours.model, ours.compile_s
+    seconds = ours.seconds(cfg.steps)
     tokens = settings.batch_size * settings.seq_len
     shape = {
         name: getattr(model, name) for name in ("vocab", "width", "layers", "heads", "kv_heads", "head_size", "ffn")
     }
     flags = [f"--{name}={value}" for name, value in shape.items()]
-    flags += [f"--seq_len={settings.seq_len}", f"--batch_size={settings.batch_size}", f"--dropout={settings.dropout}"]
+    flags += [
+        f"--seq_len={settings.seq_len}",
+        f"--batch_size={settings.batch_size}",
+        f"--dropout={settings.coder.dropout}",
+    ]
     flags += [f"--steps={cfg.steps}", f"--threads={os.cpu_count()}"]
-    plain = [f"--block={settings.seq_len}", "--chunked_loss=False", "--aten_dropout=False"]
+    plain = [f"--block={settings.seq_len}", "--no-chunked_loss", "--no-aten_dropout"]
     baselines = {}
     for name, more in {"tuned": [], "plain": plain}.items():
         baselines[name] = []
@@ -80,7 +91,7 @@ def main(cfg):
             command.append(f"--accumulate={accumulate}")
             result = subprocess.run(command, capture_output=True, text=True, check=True)
             baselines[name].append(json.loads(result.stdout))
-    seconds += [timed(i) for i in range(cfg.steps + 3)][3:]  # the machine's speed drifts
+    seconds += ours.seconds(cfg.steps)  # once more, for the machine's speed drifts
     median, low, high = np.quantile(seconds, [0.5, 0.1, 0.9]).tolist()
     for name, results in baselines.items():
         best = min(results, key=lambda b: b["step_s"])
@@ -101,4 +112,4 @@ def main(cfg):
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Config, __doc__)

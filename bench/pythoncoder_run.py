@@ -17,10 +17,14 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-import tyro
-from record import RESULTS, record
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from record import RESULTS, record
+
+import runs
+
 PROMPTS = [
     "def read_lines(path):\\n",
     "class Stack:\\n    def __init__(self):\\n",
@@ -31,8 +35,8 @@ PROMPTS = [
 @dataclasses.dataclass(frozen=True)
 class Config:
     ckpt: str = "out/train_tpu"  # run folder
-    file: str = "cpu"  # bench/results/<file>.json
-    max_new: int = 120
+    file: str = "cpu"  # the figures go into bench/results/<file>.json
+    max_new: int = 120  # tokens of each completion
 
 
 def script(name, *args):
@@ -45,8 +49,7 @@ def main(cfg):
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     train, held = ([r for r in rows if key in r] for key in ("main", "heldout_nats"))
     scores = [
-        json.loads(line)
-        for line in script("evaluate.py", f"--ckpt={run}", "--all_steps=True", "--json=True")[0].splitlines()
+        json.loads(line) for line in script("evaluate.py", f"--ckpt={run}", "--all_steps", "--json")[0].splitlines()
     ]
     final = scores[-1]
 
@@ -92,4 +95,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Config, __doc__)

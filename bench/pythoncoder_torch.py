@@ -25,36 +25,39 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import tyro
 from torch import nn
 from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    vocab: int = 4096
-    width: int = 256
-    layers: int = 4
+    vocab: int = 4096  # rows of the embedding
+    width: int = 256  # of the residual stream
+    layers: int = 4  # blocks of attention and feed-forward
     heads: int = 4  # query heads; two make one differential head
-    kv_heads: int = 2
-    head_size: int = 64
-    ffn: int = 704
+    kv_heads: int = 2  # key/value heads
+    head_size: int = 64  # of queries and keys
+    ffn: int = 704  # width of the feed-forward layer
     floor: bool = True  # max(A1 - lambda A2, 0); False is the attention as published
     theta: float = 500_000.0  # base of the rotary angles
     yarn_factor: float = 1.0  # above 1: YaRN's rotary table, for sequences longer than `positions`
     positions: int = 2048  # longest sequence in training; only YaRN asks
-    dropout: float = 0.1
-    seq_len: int = 512
+    dropout: float = 0.1  # of attention output, feed-forward hidden and output
+    seq_len: int = 512  # tokens of a sequence
     batch_size: int = 16  # sequences per optimiser step
     accumulate: int = 1  # micro-batches that they are cut into
     block: int = 128  # queries per block of attention
     chunked_loss: bool = True  # float32: cross-entropy in chunks of tokens; False makes all logits at once
     dtype: typing.Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast, weights stay float32
-    aten_dropout: bool = True  # CPU: ATen makes the dropout masks; False leaves them to Inductor, 12 % of a step
-    compile: bool = True  # torch.compile
-    steps: int = 10  # timed, after warmup
-    warmup: int = 3  # not timed; the first one compiles
-    threads: int = 0  # of the CPU; 0 is PyTorch's choice
+    aten_dropout: bool = True  # on a CPU ATen makes the dropout masks; else Inductor does, which costs 12 % of a step
+    compile: bool = True  # run through torch.compile
+    steps: int = 10  # timed steps
+    warmup: int = 3  # steps before them, not timed; the first one compiles
+    threads: int = 0  # CPU threads; 0 is PyTorch's choice
     device: str = ""  # "" is cuda where there is one, else cpu
     seed: int = 0  # weights, tokens, dropout
     check: str = ""  # folder with tiny_model.json and .npz: compare with these instead of measuring
@@ -261,7 +264,9 @@ def main(cfg):
         limit = {"gradients": 1e-3}  # relative; everything else 1e-4 absolute
         found = [(name, key, error) for name, errors in check(cfg).items() for key, error in errors.items()]
         far = [f"{name} {key} {error:.1e}" for name, key, error in found if not error <= limit.get(key, 1e-4)]
-        sys.exit(f"not the reference's model: {', '.join(far)}" if far or not found else 0)
+        if far or not found:
+            raise ValueError(f"not the reference's model: {', '.join(far)}")
+        return
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -303,4 +308,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Config, __doc__)

@@ -432,7 +432,7 @@ def test_a_dream_run_ends_with_what_generate_needs_and_resuming_equals_not_stopp
 
     shutil.copytree(out, copy)
     shutil.rmtree(copy / "checkpoints" / "4")
-    train_tpu.main(resumed(copy))
+    train_tpu.main(resumed(copy, micro_batch=4))
     assert losses(copy) == losses(out)
     assert len(losses(copy)) == 4
     for a, b in zip(*(jax.tree.leaves(nnx.state(runs.load(md, folder)[0])) for folder in (out, copy)), strict=True):

@@ -5,13 +5,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from conftest import ROOT, run
 
-import hlo_cost
-
-ROOT = Path(__file__).resolve().parent.parent
+import compile_for
 
 # ---- text written by hand: 3 rounds of {matmul in a fusion, all-gather}, a conditional, collectives of every form
 
@@ -98,7 +96,7 @@ def by_hand(start=0, limit=3, known=""):
 
 
 def test_hand_written_module_adds_up():
-    cost = hlo_cost.cost_of(by_hand())
+    cost = compile_for.cost_of(by_hand())
     assert cost.flops == 3 * 2 * 8 * 16 * 32
     assert cost.cycles == 3 * 100 + 7 + 20, "three rounds, the dear branch, the copy, nothing for the SparseCore"
     assert cost.ops == {"jit(f)/dot": 300, "jit(f)/exp": 7, "jit(f)/copy": 20}
@@ -115,7 +113,7 @@ def test_hbm_bytes_count_slices_and_leave_out_vmem():
     gather, kernel, copied = (2 * 32 * 2 + 32) * 4, 2 * 64 * 4, 2 * 64 * 4
     indices, table = 32 * 4, 1000 * 2 * 4 + 4
     total = rounds + branch + scattered + start + gather + kernel + copied + indices + table
-    assert abs(hlo_cost.cost_of(by_hand()).bytes - total) <= 32 * 4  # whether the gather's indices count is moot
+    assert abs(compile_for.cost_of(by_hand()).bytes - total) <= 32 * 4  # whether the gather's indices count is moot
 
 
 @pytest.mark.parametrize(
@@ -123,33 +121,33 @@ def test_hbm_bytes_count_slices_and_leave_out_vmem():
     [(0, 5, "", 5), (2, 5, "", 3), (5, 5, "", 0), (0, 5, ', backend_config={"known_trip_count":{"n":"11"}}', 11)],
 )
 def test_loops_run_from_start_to_limit(start, limit, known, rounds):
-    assert hlo_cost.cost_of(by_hand(start, limit, known)).flops == rounds * 2 * 8 * 16 * 32
+    assert compile_for.cost_of(by_hand(start, limit, known)).flops == rounds * 2 * 8 * 16 * 32
 
 
 def test_loop_of_unknown_length_counts_once_and_is_reported():
-    cost = hlo_cost.cost_of(by_hand().replace("s32[] constant(3)", "s32[] get-tuple-element(%arg.1), index=0"))
+    cost = compile_for.cost_of(by_hand().replace("s32[] constant(3)", "s32[] get-tuple-element(%arg.1), index=0"))
     assert (cost.flops, cost.unknown_loops) == (2 * 8 * 16 * 32, 1)
 
 
 def test_other_text_and_other_topologies_are_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
-        hlo_cost.cost_of("module @jit_f { }")
+        compile_for.cost_of("module @jit_f { }")
     with pytest.raises(ValueError, match="write <chip>:<rows>x<columns>"):
-        hlo_cost.topology_devices("v6e-8")
+        compile_for.topology_devices("v6e-8")
     with pytest.raises(ValueError, match="must be even"):
-        hlo_cost.topology_devices("v6e:3x3")
+        compile_for.topology_devices("v6e:3x3")
 
 
 def test_missing_libtpu_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(ImportError, match="pip install libtpu"):
-        hlo_cost.topology_devices("v6e:1x1")
+        compile_for.topology_devices("v6e:1x1")
 
 
 def test_command_line_prints_totals_and_operations(tmp_path, capsys):
     (tmp_path / "dump.txt").write_text(by_hand())
-    hlo_cost.main(hlo_cost.Config(dump=str(tmp_path / "dump.txt"), top=1))
+    compile_for.main(compile_for.Config(compile_for.Dump(file=str(tmp_path / "dump.txt"), top=1)))
     printed = capsys.readouterr().out
     for text in ("2.458e+04", "all-gather: 4 x", "kernel: 1 x, no estimate", "91.7%  jit(f)/dot"):
         assert text in printed
@@ -176,10 +174,10 @@ def compile_programs():
     results = {}
 
     def mesh_of(topology):
-        return Mesh(np.array(hlo_cost.topology_devices(topology)), ("x",), axis_types=(AxisType.Auto,))
+        return Mesh(np.array(compile_for.topology_devices(topology)), ("x",), axis_types=(AxisType.Auto,))
 
     def record(name, f, *args, options=None, **jit_options):
-        _, cost, memory = hlo_cost.compile_and_cost(jax.jit(f, **jit_options).lower(*args), options)
+        _, cost, memory = compile_for.compile_and_cost(jax.jit(f, **jit_options).lower(*args), options)
         results[name] = [dataclasses.asdict(cost), memory]
 
     chip = NamedSharding(mesh_of("v6e:1x1"), P())
@@ -246,7 +244,7 @@ def compile_programs():
     offload |= {"xla_tpu_enable_all_gather_offload_tracing": True, "xla_tpu_use_tc_device_shape_on_sc": True}
     record("fsdp asynchronous", gradient, *sharded, out_shardings=columns, options=offload)
 
-    for name in hlo_cost.CHIPS:
+    for name in compile_for.CHIPS:
         full = array(2**30, 40, sharding=NamedSharding(mesh_of(f"{name}:1x1"), P()))
         try:
             record(name, lambda a: a + 1, full)
@@ -261,7 +259,7 @@ def compiled():
         pytest.skip("needs the TPU compiler: pip install libtpu")
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, "-c", "import test_hlo_cost; test_hlo_cost.compile_programs()"]
+    command = [sys.executable, "-c", "import test_compile_for as t; t.compile_programs()"]
     child = subprocess.run(command, env=env, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout.splitlines()[-1])
@@ -327,6 +325,48 @@ def test_pallas_kernels_are_named_and_counted(compiled):
 
 
 def test_usable_memory_is_what_the_compiler_says(compiled):
-    for name, chip in hlo_cost.CHIPS.items():
+    for name, chip in compile_for.CHIPS.items():
         assert compiled[name].startswith("RESOURCE_EXHAUSTED")
         assert f"({chip.usable_gib}G)" in compiled[name]
+
+
+# ---- our programs --------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_compiles_a_small_train_step(tmp_path):
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs the TPU compiler: pip install libtpu")
+    flags = "train", "--model=tiny", "--seq_len=256", "--batch_size=4", "--micro_batch=4", "--topology=v6e:1x1"
+    result = run("compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags)
+    assert result.returncode == 0, result.stderr
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert row["tokens"] == 4 * 256
+    assert row["without_estimate"]["diff_attention_forward"] == 4  # the Pallas kernel, once a layer
+    assert 0.02 < row["hbm_gib"] < 0.1
+    assert "tokens per second" in result.stdout
+
+
+@pytest.mark.slow
+def test_the_1b_step_fits_a_v6e_chip_with_six_gib_to_spare(tmp_path):
+    pytest.importorskip("libtpu", reason="pip install libtpu compiles for TPUs")
+    flags = "train", "--model=1b", "--topology=v6e:1x1", "--micro_batch=8"
+    result = run("compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, timeout=900)
+    assert result.returncode == 0, result.stderr
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert row["hbm_gib"] < 31.24 - 6
+    assert row["tokens"] == 131_072
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [("sample", "--model=tiny", "--length=96", "--masks=32"), ("sample", "--model=tiny", "--length=96", "--int8"),
+     ("grpo", "--model=tiny"), ("grpo", "--model=tiny", "--lora_rank=4"), ("head", "--model=tiny", "--only=forward")],
+)  # fmt: skip
+def test_every_program_of_a_small_dream_compiles(flags, tmp_path):
+    pytest.importorskip("libtpu", reason="pip install libtpu compiles for TPUs")
+    result = run("compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, timeout=900)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert len(rows) == (1 if flags[0] == "grpo" else 3)
+    assert all(row["step_s"] > 0 and 0 < row["hbm_gib"] < 4 for row in rows)
