@@ -1,594 +1,110 @@
-"""Scores: pass@k, HumanEval and MBPP. Losses of whole runs are scored in the tests of the trainers."""
+"""Likelihoods of fresh models whose value is known. Trained ones are scored in the tests of the trainers."""
 
 import dataclasses
-import functools
-import gzip
-import http.server
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 import sysconfig
-import threading
-import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
-from test_sandbox import cloud, layers  # noqa: F401  fixtures
+import torch
+from conftest import run, says
 
 import data_prep
 import evaluate
-import sandbox
-
-ROOT = Path(__file__).resolve().parent.parent
-DATA = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data"))
-FILES = {"humaneval": DATA / "HumanEval.jsonl.gz", "mbpp": DATA / "sanitized-mbpp.json"}
-needs_tasks = pytest.mark.skipif(
-    not all(path.is_file() for path in FILES.values()), reason=f"no HumanEval and MBPP in {DATA}; set SHARED_DATA"
-)
-
-
-@pytest.mark.golden
-def test_pass_at_k_of_every_golden_case(golden_dir):
-    golden = json.loads((golden_dir("pythoncoder") / "pass_at_k.json").read_text())
-    for case in golden["cases"]:
-        assert evaluate.pass_at_k(case["n"], case["c"], case["k"]) == pytest.approx(case["value"], abs=1e-9)
-    both = golden["aggregate"]
-    for key in (key for key in both if key.startswith("pass@")):
-        rates = [evaluate.pass_at_k(both["n"], c, int(key[5:])) for c in both["correct"]]
-        assert sum(rates) / len(rates) == pytest.approx(both[key], abs=1e-9)
-
-
-def test_pass_at_k_refuses_more_draws_than_samples():
-    with pytest.raises(ValueError, match="pass@5"):
-        evaluate.pass_at_k(4, 1, 5)
-    with pytest.raises(ValueError, match="5 right samples among 4"):
-        evaluate.pass_at_k(4, 5, 1)
-
-
-# ---- HumanEval and MBPP
-
-
-def official(task):
-    """[(task_id, entry point or None, the official solution)] of the official file."""
-    if task == "mbpp":
-        return [(row["task_id"], None, row["code"]) for row in json.loads(FILES[task].read_text())]
-    rows = map(json.loads, gzip.open(FILES[task], "rt"))
-    return [(row["task_id"], row["entry_point"], row["canonical_solution"]) for row in rows]
-
-
-def config(task, tmp_path, samples=None, given="", **settings):
-    """A Config for `samples`, pairs of task_id and completion, that are written to a file; or for a file `given`."""
-    if samples is not None:
-        lines = [json.dumps({"task_id": task_id, "completion": text}) + "\n" for task_id, text in samples]
-        (tmp_path / "given.jsonl").write_text("".join(lines))
-        settings["samples"] = str(tmp_path / "given.jsonl")
-    settings |= {"samples": given} if given else {}
-    settings = {"out": str(tmp_path / "out"), "tasks_file": str(FILES[task]), "timeout_s": 20.0} | settings
-    return evaluate.Config(task=task, **settings)
-
-
-def results(out):
-    return [json.loads(line) for line in (Path(out) / "results.jsonl").read_text().splitlines()]
-
-
-PRIVATE = """
-class _Private:
-    def __init__(self, *args):
-        pass
-def {entry}(*args, **options):
-    return _Private()
-"""
-
-
-def broken(task, how):
-    """Samples that must fail: every function gives a fresh object of a class of its own, raises, or is not there."""
-    problems = evaluate.parse_problems(evaluate.Config(task=task, split="all"), FILES[task].read_bytes())
-    texts = {
-        "private": PRIVATE,
-        "raise": "\ndef {entry}(*args, **options):\n    raise ValueError\n",
-        "missing": "x = 1\n",
-    }
-    entries = [(problem.id, problem.entry) for problem in problems.values()]
-    if how == "missing" and task == "humaneval":
-        texts["missing"] = "    pass\ndel {entry}\n"  # the prompt defines it
-    return [(task_id, texts[how].format(entry=entry)) for task_id, entry in entries]
-
-
-@needs_tasks
-@pytest.mark.parametrize(("task", "count"), [("humaneval", 164), ("mbpp", 427)])
-def test_the_first_twenty_official_solutions_pass_and_broken_ones_fail(task, count, tmp_path):
-    solutions = [(task_id, text) for task_id, _, text in official(task)]
-    assert len(solutions) == count
-    cfg = config(task, tmp_path, solutions[:20], split="all")
-    row = evaluate.main(cfg)
-    assert row["results"] == {"passed": 20}
-    assert row["pass@1"] == [1, 1, 1]
-    assert row["problems"] == 20
-    assert row["of"] == count
-    for how in ("private", "raise", "missing"):
-        (tmp_path / how).mkdir()
-        row = evaluate.main(config(task, tmp_path / how, broken(task, how)[:20], split="all"))
-        assert row["results"] == {"fail": 20}
-        assert row["pass@1"] == [0, 0, 0]
-
-
-@needs_tasks
-@pytest.mark.slow
-@pytest.mark.parametrize(("task", "count"), [("humaneval", 164), ("mbpp", 427)])
-def test_all_official_solutions_pass_and_all_broken_ones_fail(task, count, tmp_path):
-    solutions = [(task_id, text) for task_id, _, text in official(task)]
-    assert evaluate.main(config(task, tmp_path, solutions, split="all"))["results"] == {"passed": count}
-    for how in ("private", "raise", "missing"):
-        (tmp_path / how).mkdir()
-        assert evaluate.main(config(task, tmp_path / how, broken(task, how), split="all"))["results"] == {"fail": count}
-
-
-F = "`" * 3
-BODY = "    return a + b\n"
-FULL = "def add(a, b):\n    return a + b\n"
-FENCED = f'def add(a, b):\n    """\n    {F}python\n    add(1, 2)\n    """\n'
-
-
-@pytest.mark.parametrize(
-    ("task", "text", "code"),
-    [
-        ("humaneval", BODY, BODY),
-        ("humaneval", "\n" + BODY + "\n\nprint(add(1, 2))\n", "\n" + BODY + "\n"),
-        ("humaneval", BODY + "\ndef other():\n    pass\n", BODY),
-        ("humaneval", BODY + "\ndef add(a, b):\n    pass\n", BODY),  # it begins again
-        ("humaneval", BODY + f"{F}\nThis adds.", BODY[:-1]),
-        ("humaneval", BODY + "<|endoftext|>import os", BODY),
-        ("humaneval", f"Here you are:\n{F}python\n{FULL}{F}\nIt adds.", FULL),
-        ("humaneval", f"{F}\n{FULL}{F}<|im_end|>", FULL),
-        ("humaneval", f"{F}py\ndef help():\n    pass\n\n{FULL}{F}", f"def help():\n    pass\n\n{FULL}"),
-        ("humaneval", f"{F}bash\npip install x\n{F}\nand\n{F}python\n{FULL}{F}\n", FULL),
-        ("humaneval", f"Sure.\n{F}python\n{FULL}", FULL),  # cut off by --max_new
-        ("humaneval", f"import os\n\n{FULL}\nprint(add(1, 2))\n", f"import os\n\n{FULL}"),
-        ("humaneval", f"{FULL}{F}\nThis adds.", FULL[:-1]),
-        ("humaneval", "", ""),
-        ("mbpp", FENCED, FENCED),
-        ("mbpp", f"{FULL}[DONE]\n\nYou are", FULL),
-        ("mbpp", f"def help():\n    pass\n{FULL}\nassert add(1, 2) == 3", f"def help():\n    pass\n{FULL}"),
-        ("mbpp", f"The code:\n{F}python\n{FULL}{F}\n[DONE]", FULL),
-    ],
-)  # fmt: skip
-def test_code_is_taken_out_of_what_a_model_wrote(task, text, code):
-    assert evaluate.extract(text, "add", evaluate.STOPS[task])[0] == code
-
-
-@pytest.mark.golden
-def test_function_bodies_are_cut_as_in_every_golden_case(golden_dir):
-    golden = json.loads((golden_dir("pythoncoder") / "truncate.json").read_text())
-    for case in golden["cases"]:
-        assert evaluate.extract(case["text"], "f", evaluate.STOPS["humaneval"])[0] == case["kept"], case
-
-
-def test_writing_ends_when_nothing_could_change_the_code():
-    for text, ended in ((BODY, False), (BODY + "\ndef", False), (BODY + "\ndef f(x)", True), (f"{F}python\n", False),
-                        (f"{F}python\n{FULL}", False), (f"{F}python\n{FULL}{F}", True), ("Sure", False)):  # fmt: skip
-        assert evaluate.extract(text, "add", evaluate.STOPS["humaneval"])[1] == ended, text
-
-
-@needs_tasks
-def test_prompts_are_the_standard_ones():
-    problems = evaluate.parse_problems(evaluate.Config(task="humaneval"), FILES["humaneval"].read_bytes())
-    assert problems["0"].head == problems["0"].prompt + "\n"
-    problems = evaluate.parse_problems(evaluate.Config(task="mbpp"), FILES["mbpp"].read_bytes())
-    assert len(problems) == 257
-    *shots, asked = problems["11"].prompt.split("You are an expert Python programmer, and here is your task: ")[1:]
-    assert len(shots) == 3
-    for shot, (_, _, code) in zip(shots, official("mbpp"), strict=False):
-        assert shot.endswith(f"\n[BEGIN]\n{code.strip()}\n[DONE]\n\n")
-    assert asked == (
-        "Write a python function to remove first and last occurrence of a given character from the string. "
-        'Your code should pass these tests:\n\nassert remove_Occ("hello","l") == "heo"\n'
-        'assert remove_Occ("abcda","a") == "bcd"\nassert remove_Occ("PHP","P") == "H"\n[BEGIN]\n'
-    )
-
-
-WRONG = {47, 116, 130, 148}  # problems with docstrings that contradict their own tests
-
-
-@needs_tasks
-def test_official_solutions_pass_the_examples_found_in_docstrings():
-    problems = evaluate.parse_problems(evaluate.Config(task="humaneval"), FILES["humaneval"].read_bytes())
-    assert sum(bool(problem.public) for problem in problems.values()) >= 135
-    assert sum(bool(problem.probes) for problem in problems.values()) >= 140
-    solutions = {task_id: text for task_id, _, text in official("humaneval")}
-    chosen = [p for key, p in problems.items() if p.public and (int(key) % 5 == 0 or int(key) in WRONG)]
-    ran = sandbox.run_tests([p.head + solutions[p.id] for p in chosen], [p.public for p in chosen])
-    for problem, result in zip(chosen, ran, strict=True):
-        assert (result.rate == 1) != (int(evaluate.key_of(problem.id)) in WRONG), (problem.id, problem.public, result)
-
-
-@needs_tasks
-def test_the_best_sample_is_chosen_by_examples_and_then_by_majority(tmp_path):
-    solution = {task_id: text for task_id, _, text in official("humaneval")}
-    task = "HumanEval/53"  # add(x, y); its examples are add(2, 3) == 5 and add(5, 7) == 12
-    texts = ["    return 5 if x == 2 else 12\n", "    return 0\n", "    return (\n", "    return 0\n", "    return 0\n",
-             solution[task], "    return y + x\n"]  # fmt: skip
-    cfg = config("humaneval", tmp_path, [(task, text) for text in texts], k=(1, 2, 7))
-    row = evaluate.main(cfg)
-    assert row["pass@1"][0] == pytest.approx(2 / 7)
-    assert row["pass@2"][0] == pytest.approx(1 - math.comb(5, 2) / math.comb(7, 2))
-    assert row["best of n"][0] == row["pass@7"][0] == 1
-    rows = results(cfg.out)
-    assert [r["public"] for r in sorted(rows, key=lambda r: r["sample"])] == [1, 0, 0, 0, 0, 1, 1]
-    by_sample = {r["sample"]: r["behaviour"] for r in rows}
-    assert by_sample[5] == by_sample[6] != by_sample[0]
-    assert by_sample[2] == ""
-    assert evaluate.choose([r for r in rows if r["sample"] in (0, 1)])["sample"] == 0
-
-
-def test_a_group_that_gives_no_value_has_no_vote():
-    rows = [{"sample": i, "public": 0, "behaviour": b} for i, b in enumerate(["", "", "a1", "b2", "a1", ""])]
-    assert evaluate.choose(rows)["sample"] == 2
-    assert evaluate.choose(rows[:2])["sample"] == 0
-
-
-@needs_tasks
-def test_behaviour_of_sets_does_not_depend_on_their_order(tmp_path):
-    task, text = 2, "def similar_elements(a, b):\n    return set(map(str, {})) & set(map(str, b))\n"
-    cfg = config("mbpp", tmp_path, [(task, text.format(a)) for a in ("a", "list(a)[::-1]", "a", "b")], split="all")
-    evaluate.main(cfg)
-    found = {r["sample"]: r["behaviour"] for r in results(cfg.out)}
-    assert found[0] == found[1] == found[2] != found[3]
-
-
-def test_the_interval_is_that_of_the_normal_approximation():
-    values = [1.0] * 60 + [0.0] * 104
-    low, high = evaluate.interval(values, seed=0)
-    p = 60 / 164
-    half = 1.96 * math.sqrt(p * (1 - p) / 164)
-    np.testing.assert_allclose([low, high], [p - half, p + half], atol=0.008)
-    assert evaluate.interval(values, seed=0) == [low, high]
-    uneven = np.random.default_rng(0).random(50)
-    assert evaluate.interval(uneven, seed=1) != evaluate.interval(uneven, seed=2)
-
-
-# ---- files, stops, bad input
-
-
-def refused(cfg, *parts):
-    with pytest.raises(SystemExit) as end:
-        evaluate.main(cfg)
-    message = str(end.value.code)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message, message
-
-
-@needs_tasks
-def test_completions_with_nul_bytes_ten_megabytes_or_half_a_character_fail_alone(tmp_path):
-    samples = [(task_id, text) for task_id, _, text in official("humaneval")[:4]]
-    samples[0] = (samples[0][0], samples[0][1] + "\0")
-    samples[1] = (samples[1][0], "    '" + "x" * 10_000_000)
-    samples[2] = (samples[2][0], "    '\ud800'\n" + samples[2][1])
-    cfg = config("humaneval", tmp_path, samples)
-    assert evaluate.main(cfg)["results"] == {"fail": 3, "passed": 1}
-    assert {r["task_id"]: r["completion"] for r in results(cfg.out)} == dict(samples)
-    (tmp_path / "big").mkdir()
-    samples = [(samples[3][0], samples[3][1] + "#" * 10_000_000)]  # large and right
-    assert evaluate.main(config("humaneval", tmp_path / "big", samples))["results"] == {"passed": 1}
-
-
-@needs_tasks
-def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
-    good = [("HumanEval/0", "    pass\n")]
-    refused(
-        config("humaneval", tmp_path, [*good, ("HumanEval/999", "x")]), "'HumanEval/999' is not among the 164 problems"
-    )
-    refused(config("mbpp", tmp_path, [(2, "x")]), "2 is not among the 257 problems", "--split")
-    refused(config("humaneval", tmp_path, [(3, "x")]), "3 is not among")  # of MBPP, it seems
-    refused(config("mbpp", tmp_path, [("HumanEval/11", "x")]), "'HumanEval/11' is not among")
-    refused(config("humaneval", tmp_path, good, k=(2,)), "pass@2", "holds 1")
-    refused(config("humaneval", tmp_path, []), "holds no samples")
-    refused(config("humaneval", tmp_path, given=str(tmp_path / "none")), "No such file")
-    refused(config("humaneval", tmp_path, good, tasks_file=str(tmp_path / "none.gz")), "none.gz", "No such file")
-    refused(config("humaneval", tmp_path, good, tasks_file=str(FILES["mbpp"])), "not the official file of humaneval")
-    refused(config("mbpp", tmp_path, good, tasks_file=str(FILES["humaneval"])), "not the official file of mbpp")
-    (tmp_path / "cut.gz").write_bytes(FILES["humaneval"].read_bytes()[:20_000])
-    refused(config("humaneval", tmp_path, good, tasks_file=str(tmp_path / "cut.gz")), "broken gzip")
-    for line, part in (('{"task_id": "HumanEval/1", "comple', "line 2 is not a JSON object"), ("[" * 100_000, "line 2"),
-                       ("[1]", "line 2"), ('{"task_id": "HumanEval/1"}', "line 2"),
-                       ('{"task_id": "HumanEval/1", "completion": 3}', "line 2")):  # fmt: skip
-        cfg = config("humaneval", tmp_path, good)
-        with open(cfg.samples, "a") as file:
-            file.write(line + "\n")
-        refused(cfg, part)
-    for settings, part in (({"n": 0}, "--n"), ({"k": (5,)}, "pass@5 needs --n=5"), ({"top_p": 0.0}, "--top_p"),
-                           ({"n": 2, "temperature": 0.0}, "2 times"), ({"shots": 4}, "--shots from 0 to 3"),
-                           ({"timeout_s": 0.0}, "--timeout_s"),
-                           ({"ckpt": str(tmp_path)}, "train_tpu.py")):  # fmt: skip
-        refused(config("humaneval", tmp_path, **settings), part)
-    assert not (tmp_path / "out").exists()
-
-
-@needs_tasks
-def test_an_out_folder_takes_no_other_settings_and_no_second_run(tmp_path):
-    cfg = config("humaneval", tmp_path, [("HumanEval/0", "    pass\n")])
-    row = evaluate.main(cfg)
-    assert evaluate.main(cfg) == row
-    before = (tmp_path / "out" / "results.jsonl").read_bytes()
-    refused(dataclasses.replace(cfg, timeout_s=1.0), "holds results with timeout_s=20.0", "another --out")
-    refused(config("humaneval", tmp_path, [("HumanEval/1", "    pass\n")]), "samples_sha256")
-    cfg = config("humaneval", tmp_path, [("HumanEval/0", "    pass\n")])
-    with open(tmp_path / "out" / "results.jsonl", "a") as file:
-        evaluate.fcntl.flock(file, evaluate.fcntl.LOCK_EX)
-        refused(cfg, "another run writes")
-    assert (tmp_path / "out" / "results.jsonl").read_bytes() == before
-    (tmp_path / "out" / "results.jsonl").write_bytes(b"nonsense\n" + before)
-    refused(cfg, "results.jsonl: line 1 is not a JSON object")
-    (tmp_path / "out" / "config.json").write_text("{")
-    refused(cfg, "config.json is broken")
-
-
-def command(cfg):
-    flags = [f"--{f.name}={getattr(cfg, f.name)}" for f in dataclasses.fields(cfg)
-             if getattr(cfg, f.name) != f.default]  # fmt: skip
-    return [sys.executable, str(ROOT / "evaluate.py"), *flags]
-
-
-def descendants(pid):
-    found = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = path.read_text().split()
-        except OSError:
-            continue
-        found += [*map(int, children), *(grandchild for child in children for grandchild in descendants(child))]
-    return found
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-HANG = "    while True:\n        pass\n"
-
-
-def alive(pid):
-    """Whether a process runs; a zombie, which its parent or init has not waited for yet, does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-@needs_tasks
-def test_ctrl_c_keeps_what_is_done_leaves_no_process_and_the_same_command_goes_on(tmp_path):
-    solutions = [(task_id, text) for task_id, _, text in official("humaneval")[:8]]
-    samples = [*solutions[:4], ("HumanEval/10", HANG), ("HumanEval/11", HANG), *solutions[4:]]
-    cfg = config("humaneval", tmp_path, samples, timeout_s=12.0, workers=2)
-    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
-    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command(cfg), **pipes, preexec_fn=listen)
-    out = tmp_path / "out"
-    wait_for(lambda: (out / "results.jsonl").exists() and len(results(out)) == 4)
-    wait_for(lambda: len(descendants(process.pid)) >= 2)
-    running = descendants(process.pid)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in errors
-    assert "the same command goes on" in errors
-    wait_for(lambda: not any(map(alive, running)), 10)
-    kept = (out / "results.jsonl").read_text()
-    assert sorted(r["task_id"] for r in results(out)) == sorted(task_id for task_id, _ in solutions[:4])
-    (out / "results.jsonl").write_text(kept + kept.splitlines()[0][:40])  # what a kill in the middle of a line leaves
-    row = evaluate.main(cfg)
-    assert row["results"] == {"passed": 8, "timeout": 2}
-    assert (out / "results.jsonl").read_text().startswith(kept)
-
-
-@needs_tasks
-def test_a_failure_of_the_sandbox_is_named_not_counted_and_scored_again(tmp_path, capsys):
-    samples = [(task_id, text) for task_id, _, text in official("humaneval")[:2]]
-    cfg = config("humaneval", tmp_path, [*samples, ("HumanEval/10", HANG)], timeout_s=6.0, workers=1)
-    me, out = os.getpid(), tmp_path / "out"
-    others = {*descendants(me)}
-
-    def kill_launcher():
-        wait_for(lambda: (out / "results.jsonl").exists() and len(results(out)) == 2)
-        wait_for(lambda: {*descendants(me)} - others)
-        time.sleep(0.5)
-        os.kill(min({*descendants(me)} - others), signal.SIGKILL)
-
-    killer = threading.Thread(target=kill_launcher)
-    killer.start()
-    refused(cfg, "1 samples could not be run", "HumanEval/10", "run the same command again")
-    killer.join()
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["results"] == {"passed": 2}
-    assert summary["pass@1"][0] == 1
-    assert evaluate.main(cfg)["results"] == {"passed": 2, "timeout": 1}
-
-
-@needs_tasks
-def test_the_official_file_is_downloaded_once_and_only_whole(tmp_path, monkeypatch):
-    data = FILES["humaneval"].read_bytes()
-    asked = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            if "gone" in self.path:
-                return self.send_error(404)
-            body = b"<html>sign in</html>" if "portal" in self.path else data
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body[:1000] if "cut" in self.path else body)
-
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    cfg = config(
-        "humaneval", tmp_path, [("HumanEval/0", "    pass\n")], tasks_file="", downloads=str(tmp_path / "cache")
-    )
-    for kind, part in (("gone", "404"), ("cut", "IncompleteRead"), ("portal", "line 1")):
-        monkeypatch.setitem(evaluate.TASKS, "humaneval", f"{address}/{kind}/HumanEval.jsonl.gz")
-        refused(cfg, "cannot be downloaded", part, "--tasks_file")
-        assert not (tmp_path / "cache").exists()
-    monkeypatch.setitem(evaluate.TASKS, "humaneval", f"{address}/HumanEval.jsonl.gz")
-    assert evaluate.main(cfg)["results"] == {"fail": 1}
-    assert (tmp_path / "cache" / "HumanEval.jsonl.gz").read_bytes() == data
-    server.shutdown()
-    server.server_close()
-    assert len(asked) == 4
-    assert evaluate.main(cfg)["results"] == {"fail": 1}
-    refused(dataclasses.replace(cfg, downloads=str(tmp_path / "other")), "Connection refused")
-
-
-@needs_tasks
-def test_programs_run_through_a_router_to_e2b(cloud, tmp_path):  # noqa: F811
-    samples = [official("humaneval")[0][::2], ("HumanEval/1", "    return []\n")]
-    state = cloud()
-    cfg = config("humaneval", tmp_path, samples, runner="e2b", e2b_router_url=state.url.removeprefix("http://"))
-    state.works = False
-    refused(cfg, "2 samples could not be run", "no sandbox", "run the same command again")
-    state.works = True
-    assert evaluate.main(cfg)["results"] == {"passed": 1, "fail": 1}
-    assert len(state.scripts) == 4
-
-
-# ---- models
-
-
-def trained(script, *flags):
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([sys.executable, str(ROOT / script), *flags], capture_output=True, text=True, env=env)
-    assert result.returncode == 0, result.stderr
-
+import model_mdlm
+import model_pythoncoder as pc
+import runs
 
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
-SOURCES = [LIBRARY / f"{name}.py" for name in "ast calendar csv difflib enum fractions shutil tokenize".split()]
+SOURCES = tuple(str(LIBRARY / f"{name}.py") for name in ("ast", "calendar", "csv", "fractions"))
 
 
 @pytest.fixture(scope="module")
-def pythoncoder(tmp_path_factory):
-    """The run folder of a tiny PythonCoder after four steps on a few modules of the standard library."""
-    folder = tmp_path_factory.mktemp("pythoncoder")
-    data_prep.main(
-        data_prep.Config(roots=tuple(map(str, SOURCES)), out=str(folder / "rows"), vocab_size=1000, seq_len=64,
-                         heldout=0.2, workers=1)
-    )  # fmt: skip
-    flags = f"--data={folder}/rows", f"--out={folder}/run", f"--compile_cache={folder}/cache"
-    trained("train_tpu.py", *flags, "--model=tiny", "--seq_len=64", "--batch_size=8", "--steps=4")
-    return folder / "run"
+def data(tmp_path_factory):
+    """{rows: folder} of packed and of padded rows."""
+    top = tmp_path_factory.mktemp("data")
+    for rows in ("packed", "padded"):
+        settings = {"vocab_size": 400, "seq_len": 64, "heldout": 0.3, "workers": 1}
+        data_prep.main(data_prep.Python(roots=SOURCES, rows=rows, out=str(top / rows), **settings))
+    return {rows: top / rows for rows in ("packed", "padded")}
+
+
+def new_run(folder, data, vocab):
+    """What a trainer writes beside its checkpoints."""
+    folder.mkdir()
+    runs.write(folder / "tokenizer.json", (data / "tokenizer.json").read_bytes())
+    runs.write(folder / "config.json", {"data": str(data), "model": {"vocab": vocab}})
 
 
 @pytest.fixture(scope="module")
-def mdlm(tmp_path_factory):
-    """The run folder of a tiny MDLM after three steps on the text of the same modules."""
-    folder = tmp_path_factory.mktemp("mdlm")
-    (folder / "text.txt").write_text("\n<|endoftext|>\n".join(path.read_text() for path in SOURCES))
-    data_prep.main(
-        data_prep.Config(source=str(folder / "text.txt"), out=str(folder / "rows"), vocab_size=1500, seq_len=32,
-                         heldout=0.5, workers=1)
-    )  # fmt: skip
-    flags = f"--data={folder}/rows", f"--out={folder}/run", "--compile=False", "--eval_rows=8"
-    trained("train_gpu.py", *flags, "--steps=3", "--batch_size=4", "--micro_batch=4")
-    return folder / "run"
+def pythoncoder(data, tmp_path_factory):
+    """Two checkpoints of a PythonCoder: one knows nothing, its logits are 0; and a random one."""
+    out = tmp_path_factory.mktemp("pythoncoder") / "run"
+    cfg = pc.Config(512, 32, 2, 4, 2, head_size=8, ffn=48, positions=128)
+    new_run(out, data["packed"], cfg.vocab)
+    params = pc.new_params(cfg, 0)
+    checkpoints = runs.Checkpoints(out)
+    for step, tree in ((2, jax.tree.map(lambda x: 0 * x, params)), (5, params)):
+        checkpoints.save(step, {"params": tree}, {"model": dataclasses.asdict(cfg), "step": step})
+    checkpoints.close()
+    return out
 
 
-@pytest.fixture(scope="module")
-def dream(tmp_path_factory):
-    """A small Dream that nobody trained, as convert_weights.py would write it, a tokenizer and a chat template."""
-    import jax
-    from flax import nnx
-
-    import model_dream
-
-    folder = tmp_path_factory.mktemp("dream")
-    special = ["<pad>", "<bos>", "<|endoftext|>", "<unk>", "<|mask|>"]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=letters)
-    tokenizer.train([str(SOURCES[0])], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    cfg = model_dream.DreamConfig(512, 32, 1, 2, 1, 16, 64, positions=1024, mask_id=4, pad_id=0, bos_id=1, eos_id=2)
-    template = "User: {{ messages[0].content }}\nAssistant:"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
-    model_dream.save(folder / "model", model_dream.Dream(cfg, nnx.Rngs(0)), files)
-    jax.clear_caches()
-    return folder / "model"
-
-
-@needs_tasks
-@pytest.mark.parametrize("model", [pytest.param("pythoncoder", marks=pytest.mark.slow), "mdlm", "dream"])
-def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model, request, tmp_path, capsys):
-    settings = {
-        "pythoncoder": {"task": "humaneval", "max_new": 16},
-        "mdlm": {"task": "mbpp", "split": "all", "shots": 0, "max_new": 8},
-        "dream": {"task": "humaneval", "max_new": 8, "threshold": 0.5, "block_length": 4, "cache": "dual",
-                  "chat": True},
-    }  # fmt: skip
-    ckpt = str(request.getfixturevalue(model))
-    cfg = config(tmp_path=tmp_path, model=model, ckpt=ckpt, n=3, problems=2, batch_size=2, **settings[model])
-    row = evaluate.main(cfg)
-    assert row["n"] == 3
-    assert row["samples"] == 6
-    assert row["problems"] == 2
-    assert {"pass@1", "pass@3", "best of n"} <= set(row)
-    whole = (tmp_path / "out" / "samples.jsonl").read_bytes()
-    rows = [json.loads(line) for line in whole.splitlines()]
-    assert len({r["completion"] + r.get("written", "") for r in rows}) >= 4
-    assert all(r["fits"] for r in rows)
-    scored = sorted(results(cfg.out), key=str)
-    official_keys = [{k: r[k] for k in ("task_id", "completion", "sample")} for r in scored]
-    assert sorted(map(str, official_keys)) == sorted(
-        str({k: r[k] for k in ("task_id", "completion", "sample")}) for r in rows
+def test_a_pythoncoder_that_knows_nothing_pays_log_vocab_for_every_token(data, pythoncoder, capsys):
+    flags = evaluate.PythonCoderFlags(all_steps=True, drafts=2)
+    silent, random = evaluate.main(
+        evaluate.Config(ckpt=str(pythoncoder), rows=9, batch_size=4, json=True, pythoncoder=flags)
     )
-    lines = whole.splitlines(keepends=True)
-    (tmp_path / "out" / "samples.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:30])
-    (tmp_path / "out" / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in scored[:3]) + '{"task')
-    capsys.readouterr()
-    assert evaluate.main(cfg) == row
-    assert capsys.readouterr().err.count("of 6 samples") == 2  # the first of three batches was there
-    assert (tmp_path / "out" / "samples.jsonl").read_bytes() == whole
-    assert sorted(results(cfg.out), key=str) == scored
-    refused(dataclasses.replace(cfg, temperature=0.5), "holds results with temperature=0.8")
-    if model == "dream":
-        (Path(ckpt) / "tokenizer_config.json").unlink()
-        refused(dataclasses.replace(cfg, out=str(tmp_path / "other")), "holds no chat template")
-    else:
-        refused(dataclasses.replace(cfg, step=99), "holds no checkpoint of step 99; it has [")
-        refused(dataclasses.replace(cfg, chat=True), "--chat=True is for --model=dream")
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [silent, random]
+    assert [silent["step"], random["step"]] == [2, 5]
+    assert silent["nats_per_token"] == pytest.approx(math.log(512), rel=1e-5)
+    assert 0 <= random["drafts_accepted"] <= 1
+    rows = data_prep.Rows(data["packed"], "heldout")
+    token_RL, segment_RL, _ = rows.read(np.arange(9))
+    counted_RL = (segment_RL[:, 1:] == segment_RL[:, :-1]) & (segment_RL[:, 1:] > 0)
+    assert silent["heldout_tokens"] == counted_RL.sum()
+    tokenizer = tokenizers.Tokenizer.from_file(str(pythoncoder / "tokenizer.json"))
+    text_bytes = sum(len(tokenizer.decode([i]).encode()) for i in token_RL[:, 1:][counted_RL].tolist())
+    assert silent["bits_per_byte"] == pytest.approx(counted_RL.sum() * 9 / text_bytes, rel=1e-3)
 
 
-@needs_tasks
-def test_prompts_that_do_not_fit_the_model_fail_and_are_named(mdlm, tmp_path):
-    cfg = config("humaneval", tmp_path, model="mdlm", ckpt=str(mdlm), problems=3, max_new=200, batch_size=2)
-    assert evaluate.main(cfg)["results"] == {"does not fit": 3}
-    assert evaluate.main(cfg)["results"] == {"does not fit": 3}
+def test_an_mdlm_that_knows_nothing_pays_log_vocab_for_every_token(data, tmp_path, capsys):
+    cfg = model_mdlm.Config(vocab=400, width=32, layers=1, heads=2, ffn=64, positions=64)
+    new_run(tmp_path / "run", data["padded"], cfg.vocab)
+    model = model_mdlm.MDLM(cfg)
+    torch.nn.init.zeros_(model.head.weight)
+    model_mdlm.save(model, tmp_path / "run" / "step_3")
+    flags = evaluate.MdlmFlags(draws=3, lengths=(16,), steps=(2,), plot=str(tmp_path / "noise.png"))
+    (row,) = evaluate.main(evaluate.Config(model="mdlm", ckpt=str(tmp_path / "run"), rows=40, mdlm=flags))
+    # every masked token costs log(V - 1), MASK aside, and exactly m of n are masked: no noise is left
+    assert row["nats_per_token"] == pytest.approx(math.log(399), rel=1e-5)
+    assert row["standard_error"] == pytest.approx(0, abs=1e-6)
+    assert row["perplexity"] == pytest.approx(399, rel=1e-4)
+    token_RL = data_prep.Rows(data["padded"], "heldout").read(np.arange(40))[0]
+    assert row["heldout_tokens"] == ((token_RL != model_mdlm.PAD) & (token_RL != model_mdlm.BOS)).sum()
+    assert all(level["masked_ce"] == pytest.approx(math.log(399), rel=1e-5) for level in row["by_noise"])
+    assert [level["mask_rate"] for level in row["by_noise"]] == sorted(level["mask_rate"] for level in row["by_noise"])
+    assert [r["steps"] for r in row["latency"]] == [2]
+    assert "nats per masked token" in capsys.readouterr().out
+    assert (tmp_path / "noise.png").stat().st_size > 5000
 
 
-@needs_tasks
-def test_the_command_line_prints_text_and_json(tmp_path):
-    samples = [
-        ("HumanEval/0", "    return None\n"),
-        *((task_id, text) for task_id, _, text in official("humaneval")[:1]),
-    ]
-    cfg = config("humaneval", tmp_path, samples)
-    text = subprocess.run(command(cfg), capture_output=True, text=True, timeout=60)
-    assert text.returncode == 0, text.stderr
-    assert text.stdout.startswith("humaneval: 2 samples of 1 of 164 problems; ")
-    assert "pass@1: 50.0 % (50.0 to 50.0: 95 %, bootstrap over 1 problems)\npass@2: 100.0 %" in text.stdout
-    assert "best of n: 100.0 %" in text.stdout
-    line = subprocess.run(command(dataclasses.replace(cfg, json=True)), capture_output=True, text=True, timeout=60)
-    assert json.loads(line.stdout) == json.loads((tmp_path / "out" / "summary.json").read_text())
+def test_bad_input_is_one_line(data, pythoncoder, tmp_path):
+    here = {"ckpt": str(pythoncoder)}
+    for part, settings in (
+        ("no config.json", {"ckpt": str(tmp_path)}),
+        ("train_gpu.py", {"ckpt": str(tmp_path), "model": "mdlm"}),
+        ("another tokenizer", here | {"data": str(data["padded"])}),
+        ("--batch_size", here | {"batch_size": 0}),
+        ("--draws 2", here | {"mdlm": evaluate.MdlmFlags(draws=1)}),
+        ("there is no folder", here | {"mdlm": evaluate.MdlmFlags(plot=str(tmp_path / "none" / "a.png"))}),
+        ("holds no checkpoint of step 3; it has [2, 5]", here | {"step": 3}),
+    ):
+        with pytest.raises((ValueError, OSError)) as error:
+            evaluate.main(evaluate.Config(**settings))
+        assert part in str(error.value)
+    says(run("evaluate.py", f"--ckpt={tmp_path}"), "no config.json", "train_tpu.py")

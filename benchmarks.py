@@ -1,0 +1,683 @@
+"""Let a model write programs for HumanEval or MBPP, run them in the sandbox, and report pass@k.
+
+    python benchmarks.py --task=humaneval                       # pass@1: writes 164 programs and runs them
+    python benchmarks.py --task=mbpp --n=10 --k 1 10            # pass@1, pass@10, and the best of 10
+    python benchmarks.py --task=humaneval --model=dream --ckpt=out/diffucoder --chat --block_length=32 --cache=dual
+    python benchmarks.py --task=humaneval --samples=mine.jsonl  # scores programs from elsewhere
+
+Reads a run folder of train_tpu.py or train_gpu.py, or for Dream a folder of convert_weights.py; the tasks' official
+files are downloaded once. Writes --out: samples.jsonl (what the model wrote), results.jsonl (the same with verdicts;
+both in the official format), summary.json. A line is added as soon as it is known, and the same command goes on after a
+stop.
+
+A problem's way: read_problems -> prompt -> a family's writer -> extract (code) -> sandbox -> report.
+"""
+
+import ast
+import builtins
+import collections
+import contextlib
+import dataclasses
+import functools
+import gzip
+import hashlib
+import http.client
+import itertools
+import json
+import math
+import os
+import random
+import re
+import sys
+import typing
+import urllib.request
+import zlib
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+import runs
+import sandbox
+
+
+@dataclasses.dataclass(frozen=True)
+class DreamFlags:
+    """--model=dream"""
+
+    chat: bool = False  # ask by the chat template, as instruct models want it; for MBPP with --shots=0
+    threshold: float = 0.0  # fill at once all positions that are so sure; 0 fills one a pass
+    block_length: int = 0  # fill blocks of this length from left to right; 0 takes the whole canvas at once
+    cache: typing.Literal["", "prefix", "dual"] = ""  # keep keys and values within a block
+
+
+@dataclasses.dataclass(frozen=True)
+class SandboxFlags:
+    """Where programs run, see sandbox.py"""
+
+    runner: typing.Literal["local", "e2b"] = "local"  # this machine, or the service E2B
+    e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
+    workers: int = 0  # programs run at a time; 0: one per CPU
+    timeout_s: float = 3.0  # of one test
+    allow_unsafe: bool = False  # run programs where the machine offers no safe sandbox
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    task: typing.Literal["humaneval", "mbpp"] = "humaneval"  # which problems
+    model: typing.Literal["pythoncoder", "mdlm", "dream"] = "pythoncoder"  # family of the checkpoint
+    ckpt: str = ""  # run folder, Dream also as converted; "" is out/train_tpu, or out/train_gpu for MDLM
+    step: int = 0  # which checkpoint; 0 takes the newest
+    out: str = ""  # folder for samples and results, goes on there if it exists; "" is out/<task>
+    tasks_file: str = ""  # the official HumanEval.jsonl(.gz) or sanitized-mbpp.json; "" downloads it
+    downloads: str = "data/tasks"  # folder for downloaded files
+    split: typing.Literal["test", "all"] = "test"  # MBPP: ids 11-510 (257 problems), or all 427
+    shots: int = 3  # MBPP: solved problems in the prompt
+    problems: int = 0  # only so many, the first ones; 0 takes all
+    samples: str = ""  # score the completions in these JSON lines, taken out of ``` if need be; needs no model
+    n: int = 1  # samples of each problem
+    k: tuple[int, ...] = ()  # report pass@k for these; default 1 and n
+    temperature: float | None = None  # 0 takes the likeliest token; default 0 for one sample, else 0.8
+    top_p: float = 0.95  # draw from the smallest set of tokens of this probability
+    max_new: int = 512  # tokens at most
+    batch_size: int = 16  # programs that are written at a time
+    seed: int = 0  # of the samples, and of the bootstrap
+    json: bool = False  # print the report as one JSON line instead of text
+    dream: DreamFlags = DreamFlags()
+    sandbox: SandboxFlags = SandboxFlags()
+
+
+def main(cfg):
+    """Generate, run and report: the report. RuntimeError if the sandbox left samples unscored."""
+    cfg = resolve(cfg)
+    run = Path(cfg.ckpt or ("out/train_gpu" if cfg.model == "mdlm" else "out/train_tpu"))
+    problems, out = read_problems(cfg), Path(cfg.out or f"out/{cfg.task}")
+    settings = {name: getattr(cfg, name) for name in ("task", "split", "problems")}
+    settings["timeout_s"] = cfg.sandbox.timeout_s
+    if cfg.samples:
+        samples = given_samples(cfg, problems)
+        settings["samples_sha256"] = hashlib.sha256(Path(cfg.samples).read_bytes()).hexdigest()
+    else:
+        converted = cfg.model == "dream" and (run / "meta.json").is_file()  # by convert_weights.py: it has no steps
+        step = None if converted else runs.newest(run, cfg.step)[0]
+        names = "model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed"
+        settings |= {name: getattr(cfg, name) for name in names} | {"ckpt": str(run), "step": step}
+        settings |= dataclasses.asdict(cfg.dream) if cfg.model == "dream" else {}
+    out.mkdir(parents=True, exist_ok=True)
+    with runs.lock(out / "results.jsonl"):
+        before = runs.read_json(out / "config.json") if (out / "config.json").exists() else settings
+        changed = [f"{k}={before.get(k)!r}" for k in before | settings if before.get(k) != settings.get(k)]
+        if changed:
+            raise ValueError(f"{out} holds results with {', '.join(changed)}; choose another --out")
+        runs.write(out / "config.json", settings)
+        try:
+            if not cfg.samples:
+                samples = generated_samples(cfg, problems, run, step, out / "samples.jsonl")
+            unscored = score_samples(cfg, problems, samples, out / "results.jsonl")
+        except KeyboardInterrupt:
+            print(f"stopped; what is done is in {out}, and the same command goes on", file=sys.stderr)
+            raise
+        row = report(cfg, problems, read_own(out / "results.jsonl", "passed"))
+        runs.write(out / "summary.json", row)
+    print(json.dumps(row) if cfg.json else describe(row), flush=True)
+    if unscored:
+        names = ", ".join(f"{problems[key].id} ({error})" for (key, _), error in unscored[:3])
+        raise RuntimeError(
+            f"{len(unscored)} samples could not be run and are not counted: {names}; run the same command again"
+        )
+    return row
+
+
+def resolve(cfg):
+    """The config with defaults filled in, checked."""
+    if cfg.temperature is None:
+        cfg = dataclasses.replace(cfg, temperature=0.8 if cfg.n > 1 else 0.0)
+    at_least_0 = cfg.problems, cfg.temperature, cfg.seed, cfg.sandbox.workers
+    if min(cfg.n, cfg.max_new, cfg.batch_size, *cfg.k) < 1 or min(at_least_0) < 0:
+        limits = (
+            "--n, --k, --max_new and --batch_size are at least 1, --problems, --temperature, --seed and --workers 0"
+        )
+        raise ValueError(limits)
+    if not 0 < cfg.top_p <= 1 or not 0 <= cfg.shots <= len(SHOTS) or not 0 < cfg.sandbox.timeout_s < math.inf:
+        raise ValueError(f"--top_p is in (0, 1], --shots from 0 to {len(SHOTS)}, --timeout_s above 0")
+    if cfg.model != "dream" and cfg.dream != DreamFlags():
+        raise ValueError("--chat, --threshold, --block_length and --cache are for --model=dream")
+    if cfg.samples:
+        return cfg
+    if max(cfg.k, default=1) > cfg.n:
+        raise ValueError(f"pass@{max(cfg.k)} needs --n={max(cfg.k)} samples of each problem or more, not {cfg.n}")
+    if cfg.n > 1 and cfg.temperature == 0:
+        raise ValueError(f"--temperature=0 writes the same text {cfg.n} times; raise it, or leave --n at 1")
+    return cfg
+
+
+# ---- problems ------------------------------------------------------------------------------------------------------
+
+TASKS = {  # official files
+    "humaneval": "https://raw.githubusercontent.com/openai/human-eval/master/data/HumanEval.jsonl.gz",
+    "mbpp": "https://raw.githubusercontent.com/google-research/google-research/master/mbpp/sanitized-mbpp.json",
+}
+ENDS = ("<|endoftext|>", "<|file_sep|>", "<|im_end|>", "\n```")
+STOPS = {  # of BigCode's harness, and Austin et al.'s [DONE]
+    "humaneval": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint(", "\nassert ", *ENDS),
+    "mbpp": ("[DONE]", "\nclass ", "\nassert ", '\n"""', "\nprint(", "\nif ", *ENDS),
+}
+CHAT = {  # what a user asks an instruct model
+    "humaneval": "Complete this Python function. Answer with all of it in one block of code.\n\n```python\n{}\n```",
+    "mbpp": "{}",
+}
+SHOTS = (2, 3, 4)  # MBPP: the problems that the paper shows before the one that is asked
+ARROW = re.compile(r"\s*(?:==>|=>|==|=|->|➞|→|#?\s*(?:should )?returns?\b)[ \t]*")
+# A test whose value tells programs apart: a hash of what they return for some inputs, "" if they never do.
+PROBE = """import signal, zlib
+def _late(*_): raise TimeoutError
+def _show(value):
+    if isinstance(value, (set, frozenset, dict)):
+        return str(sorted(map(repr, value.items() if isinstance(value, dict) else value)))
+    return repr(value)
+def _behaviour():
+    signal.signal(signal.SIGPROF, _late)
+    seen, returned = [], False
+    for args in {inputs!r}:
+        signal.setitimer(signal.ITIMER_PROF, 0.3)
+        try:
+            seen.append(_show({entry}(*args)))
+            returned = True
+        except Exception as error:
+            seen.append(type(error).__name__)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return returned * f"{{zlib.crc32(chr(10).join(seen).encode()):08x}}"
+assert _behaviour() == ''"""
+
+
+class Problem(typing.NamedTuple):
+    id: str | int
+    entry: str  # the function that is asked for
+    prompt: str  # what a model reads
+    head: str  # what stands before a completion when it runs
+    tests: list  # hidden; all must pass
+    public: list  # asserts made of the examples that the prompt shows
+    probes: list  # PROBE, if there are inputs for it
+
+
+def read_problems(cfg):
+    """{id as a string: Problem} of the official file: --tasks_file, or downloaded once into --downloads."""
+    url = TASKS[cfg.task]
+    path = Path(cfg.tasks_file or Path(cfg.downloads) / url.rsplit("/", 1)[1])
+    if cfg.tasks_file or path.is_file():
+        try:
+            return parse_problems(cfg, path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path} is not the official file of {cfg.task}: {error}") from None
+    print(f"downloading {url}", file=sys.stderr)
+    try:
+        with urllib.request.urlopen(url, timeout=60) as response:
+            data = response.read()
+        problems = parse_problems(cfg, data)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise OSError(f"{url} cannot be downloaded ({error}); fetch it by hand and pass --tasks_file") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    runs.write(path, data)
+    return problems
+
+
+def parse_problems(cfg, data):
+    """The problems in the bytes of an official file; ValueError on what is wrong, with the line or the number."""
+    try:
+        data = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"broken gzip: {error}") from None
+    if cfg.task == "humaneval":
+        rows, make = parse_lines(data, ("task_id", "prompt", "entry_point", "test")), humaneval_problem
+    else:
+        rows = json.loads(data)
+    problems = {}
+    try:
+        if cfg.task == "mbpp":
+            shown = [row for row in rows if row["task_id"] in SHOTS][: cfg.shots]
+            rows = [row for row in rows if cfg.split == "all" or 11 <= row["task_id"] <= 510]
+            make = functools.partial(mbpp_problem, shots=shown)
+        for row in rows[: cfg.problems or None]:
+            problems[key_of(row["task_id"])] = make(row)
+    except (LookupError, TypeError, AttributeError, SyntaxError) as error:
+        raise ValueError(f"problem {len(problems) + 1} is of another form: {error!r}") from None
+    if not problems:
+        raise ValueError("it holds no problems")
+    return problems
+
+
+def key_of(task_id):
+    """HumanEval/3, Mbpp/3 and 3 are the same problem: "3"."""
+    return str(task_id).split("/")[-1]
+
+
+def parse_lines(text, keys):
+    """The objects of JSON lines; ValueError names the first line that is not an object with these keys."""
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict) or not row.keys() >= {*keys}:
+                raise ValueError(f"line {number} is not a JSON object with {', '.join(keys)}")
+            if not isinstance(row.get("completion", ""), str):
+                raise ValueError(f"line {number}: the completion is not a text")
+            rows.append(row)
+    return rows
+
+
+def humaneval_problem(row):
+    """Ref: Chen et al., arXiv:2107.03374. The model reads the prompt without the last newline, as BPEs like it."""
+    task_id, prompt, entry = row["task_id"], row["prompt"], row["entry_point"]
+    public, arguments = docstring_examples(prompt, entry)
+    tests = [f"{row['test']}\ncheck({entry})"]
+    return Problem(task_id, entry, prompt.rstrip(), prompt, tests, public, probes(task_id, entry, arguments))
+
+
+def mbpp_problem(row, shots):
+    """Ref: Austin et al., arXiv:2108.07732: the task and three asserts, after problems with their answers.
+
+    The asserts in the prompt are among those that decide, so none of them is `public`: best-of-n would be an oracle.
+    The inputs in them are used, not the values expected.
+    """
+
+    def ask(row):
+        asserts = "\n".join(row["test_list"][:3])
+        task = f"You are an expert Python programmer, and here is your task: {row['prompt'].strip()}"
+        return f"{task} Your code should pass these tests:\n\n{asserts}\n[BEGIN]\n"
+
+    prompt = "".join(f"{ask(shot)}{shot['code'].strip()}\n[DONE]\n\n" for shot in shots if shot is not row) + ask(row)
+    imports = "".join(f"{line}\n" for line in row["test_imports"])
+    calls = [node for test in row["test_list"][:3] for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
+    names = [call.func.id for call in calls if isinstance(call.func, ast.Name)]
+    entry = next((name for name in names if not hasattr(builtins, name)), names[0])  # one problem redefines sum()
+    tests = [imports + test for test in row["test_list"]]
+    arguments = [args for args in (literals(call, entry) for call in calls) if args is not None]
+    return Problem(row["task_id"], entry, prompt, "", tests, [], probes(row["task_id"], entry, arguments))
+
+
+def docstring_examples(prompt, entry):
+    """(asserts, arguments) of the examples `f(1) == 2`, `f(1) -> 2`, `>>> f(1)` over `2`, and so on, in a docstring."""
+    asserts, arguments = [], []
+    for start in (match.start() for match in re.finditer(rf"\b{entry}\(", prompt)):
+        for end in (start + match.end() for match in re.finditer(r"\)", prompt[start : start + 500])):
+            with contextlib.suppress(SyntaxError, ValueError):  # not the right parenthesis
+                call = ast.parse(prompt[start:end], mode="eval").body
+                break
+        else:
+            continue
+        if (args := literals(call, entry)) is None:
+            continue
+        arguments.append(args)
+        arrow = ARROW.match(prompt, end)
+        if not arrow and prompt[:start].endswith(">>> "):
+            arrow = re.compile(r"[ \t]*\n[ \t]*").match(prompt, end)
+        line = prompt[arrow.end() :].split("\n")[0] if arrow else ""
+        for length in range(len(line), 0, -1):  # the longest literal that the line begins with
+            with contextlib.suppress(SyntaxError, ValueError):
+                value = ast.literal_eval(line[:length].strip())
+                if not re.match(r"\w|\s*[-+*/=]", line[length:]):  # not 19 of 19 - 5 - 6 = 8
+                    asserts.append(f"assert {prompt[start:end]} == {value!r}")
+                break
+    return asserts, arguments
+
+
+def literals(call, entry):
+    """The arguments of a call of `entry`, or None if they are not plain literals."""
+    with contextlib.suppress(ValueError):
+        if isinstance(call.func, ast.Name) and call.func.id == entry and not call.keywords:
+            return [ast.literal_eval(arg) for arg in call.args]
+    return None
+
+
+def probes(seed, entry, arguments):
+    """[PROBE] with the inputs of examples and variations of them; [] without examples."""
+    rng, inputs = random.Random(str(seed)), arguments[:4]
+    inputs = inputs + [[vary(arg, rng) for arg in args] for args in inputs * 2]
+    return [PROBE.format(inputs=inputs, entry=entry)] if inputs else []
+
+
+def vary(value, rng):
+    """A value of the same type near by: a number changed a little, a sequence reversed, shortened or lengthened."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return rng.choice([value + 1, value - 1, value + 2, -value])
+    if isinstance(value, str | list | tuple) and value:
+        i = rng.randrange(len(value))
+        kinds = [value[::-1], value[:i] + value[i + 1 :], value + value[i : i + 1]]
+        if not isinstance(value, str):
+            kinds += [value[:i] + type(value)([vary(value[i], rng)]) + value[i + 1 :]] * 3
+        return rng.choice(kinds)
+    return value
+
+
+# ---- models: a writer continues prompts ----------------------------------------------------------------------------
+
+
+class Writer(typing.NamedTuple):
+    """How a model writes. For another model make another."""
+
+    tokenizer: tokenizers.Tokenizer
+    longest: int  # tokens of prompt and completion at most
+    write: typing.Callable  # (prompts, finished, number of the batch) -> new token ids of each prompt
+    ask: typing.Callable = str  # a problem's prompt -> what the model reads
+
+
+# write() depends on nothing but the model, the prompts, the settings and the number of the batch. A model that writes
+# from left to right calls finished(token ids so far), which says whether all texts hold what is needed.
+
+
+def load_tokenizer(path):
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower for a file that is broken or not there
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def load_jax(family, cfg, run, step):
+    """(model, function that gives the random key of a batch)."""
+    import jax
+
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    model, _ = runs.load(family, run, step or 0, dtype)
+    return model, lambda batch: jax.random.fold_in(jax.random.key(cfg.seed), batch)
+
+
+def pythoncoder_writer(cfg, run, step):
+    import model_pythoncoder as pc
+
+    model, key_of_batch = load_jax(pc, cfg, run, step)
+    tokenizer = load_tokenizer(run / "tokenizer.json")
+    eos = tokenizer.token_to_id("<|endoftext|>")
+    rule = pc.Sampling(cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size(), -1 if eos is None else eos)
+    rule = dataclasses.replace(rule, speculate=model.cfg.mtp)
+
+    def write(prompts, finished, batch):
+        return pc.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), on_tokens=finished)[0]
+
+    return Writer(tokenizer, int(model.cfg.positions * model.cfg.yarn_factor), write)
+
+
+def dream_writer(cfg, run, step):
+    """Fills --max_new masks after the prompt, the surest tokens first."""
+    import model_dream
+    import sample_dream
+
+    model, key_of_batch = load_jax(model_dream, cfg, run, step)
+    tokenizer, wrap = sample_dream.load_tokenizer(run, model.cfg), sample_dream.chat_template(run)
+    if cfg.dream.chat and not wrap:
+        raise ValueError(f"--chat: {run} holds no chat template (tokenizer_config.json)")
+    ends = {tokenizer.token_to_id(name) for name in ENDS} | {model.cfg.eos_id}
+    ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
+    flags = dataclasses.asdict(cfg.dream)
+    asked = flags.pop("chat")
+    rule = sample_dream.Sampling(
+        temperature=cfg.temperature, top_p=cfg.top_p, **flags, vocab=tokenizer.get_vocab_size(), eos_ids=ends
+    )
+
+    def write(prompts, finished, batch):
+        rows, _ = sample_dream.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch))
+        new = [row[len(ids) :] for row, ids in zip(rows, prompts, strict=True)]
+        return [list(itertools.takewhile(lambda i: i not in ends, ids)) for ids in new]
+
+    ask = (lambda prompt: wrap(CHAT[cfg.task].format(prompt))) if asked else str
+    return Writer(tokenizer, model.cfg.positions, write, ask)
+
+
+def mdlm_writer(cfg, run, step):
+    """Fills --max_new masks after the prompt in as many steps, the surest tokens first."""
+    import torch
+
+    import model_mdlm as mdlm
+
+    folder = runs.newest(run, step)[1]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = mdlm.load(folder, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    rule = mdlm.Sampling("max_prob", cfg.max_new, "even", cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size())
+
+    def write(prompts, finished, batch):
+        canvases = [[mdlm.BOS, *ids, *[mdlm.MASK] * cfg.max_new] for ids in prompts]
+        token_BL = torch.full((len(prompts), max(map(len, canvases))), mdlm.PAD, device=device)
+        for row, ids in zip(token_BL, canvases, strict=True):
+            row[: len(ids)] = torch.tensor(ids)
+        seed = int(np.random.SeedSequence([cfg.seed, batch]).generate_state(1)[0])
+        filled = mdlm.sample(model, token_BL, rule, torch.Generator(device).manual_seed(seed)).tolist()
+        new = [row[len(ids) - cfg.max_new : len(ids)] for row, ids in zip(filled, canvases, strict=True)]
+        return [list(itertools.takewhile(lambda i: i != mdlm.EOS, ids)) for ids in new]
+
+    return Writer(tokenizer, model.cfg.positions - 1, write)  # BOS takes one
+
+
+WRITERS = {"pythoncoder": pythoncoder_writer, "mdlm": mdlm_writer, "dream": dream_writer}
+
+# ---- samples -------------------------------------------------------------------------------------------------------
+
+
+def extract(text, entry, stops):
+    """(code, ended) of what a model wrote: without fences, chat and what follows the answer.
+
+    A text that starts indented goes on with the function of the prompt, until the first stop string. Otherwise a fenced
+    block counts whole, the one that defines `entry` if there are several; without fences, the text up to the first stop
+    string after `def entry`. ended: nothing that could follow would change the code.
+    """
+    goes_on = re.match(r"\s*\n[ \t]+\S|[ \t]+\S", text)
+    fence = None if goes_on else re.search(r"^[ \t]*```[ \t]*[\w+-]*[ \t]*$", text, re.MULTILINE)
+    if fence and not re.search(r"^(def|class|import|from) ", text[: fence.start()], re.MULTILINE):
+        blocks = re.findall(r"^[ \t]*```[ \t]*[\w+-]*[ \t]*$\n?(.*?)(^[ \t]*```|\Z)", text, re.MULTILINE | re.DOTALL)
+        names = re.compile(rf"^(async )?def {re.escape(entry)}\b", re.MULTILINE)
+        code, end = next((block for block in blocks if names.search(block[0])), blocks[0])
+        return code, bool(end) and bool(names.search(code))
+    restated = None if goes_on else re.search(rf"^(async )?def {re.escape(entry)}\b", text, re.MULTILINE)
+    start = restated.end() if restated else 0
+    end = min((i for i in (text.find(stop, start) for stop in stops) if i >= 0), default=len(text))
+    return text[:end], end < len(text)
+
+
+def read_own(path, key):
+    """The rows of a file that we append to. A last line without its end, which a kill leaves, is cut off."""
+    data = path.read_bytes() if path.exists() else b""
+    complete = data[: data.rfind(b"\n") + 1]
+    if complete != data:
+        os.truncate(path, len(complete))
+    try:
+        return parse_lines(complete.decode(), ("task_id", "completion", "sample", key))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; remove it, or choose another --out") from None
+
+
+def append(path, rows):
+    """Add rows as JSON lines, and see that they are on disk."""
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def given_samples(cfg, problems):
+    """{(key of problems, number): code} of --samples: lines with "task_id" and "completion", several per problem."""
+    samples, count = {}, collections.Counter()
+    try:
+        rows = parse_lines(Path(cfg.samples).read_text("utf-8"), ("task_id", "completion"))
+    except ValueError as error:
+        raise ValueError(f"--samples={cfg.samples}: {error}") from None
+    for row in rows:
+        key = key_of(row["task_id"])
+        names = {str(problems[key].id).lower(), f"{cfg.task}/{key}"} if key in problems else ()
+        if str(row["task_id"]).lower() not in names:
+            size = f"{len(problems)} problems (--split, --problems)"
+            raise ValueError(f"{cfg.samples}: {row['task_id']!r} is not among the {size}")
+        samples[key, count[key]] = extract(row["completion"], problems[key].entry, ())[0]
+        count[key] += 1
+    if samples and max(cfg.k, default=1) > max(count.values()):
+        raise ValueError(
+            f"pass@{max(cfg.k)} needs as many samples of a problem; {cfg.samples} holds {max(count.values())}"
+        )
+    if not samples:
+        raise ValueError(f"{cfg.samples} holds no samples; a line is {{'task_id': ..., 'completion': ...}}")
+    return samples
+
+
+def generated_samples(cfg, problems, run, step, path):
+    """{(key of problems, number): code} of --n samples each, None where the prompt does not fit; those in `path` stay.
+
+    Batches are the same whichever samples are there already, so resuming equals not stopping.
+    """
+    samples, writer = {}, None
+    for row in read_own(path, "fits"):
+        samples[key_of(row["task_id"]), row["sample"]] = row["completion"] if row["fits"] else None
+    # problems of like length share a batch, and the first sample of all comes before the second of any
+    order = [(key, i) for i in range(cfg.n) for key in sorted(problems, key=lambda k: len(problems[k].prompt))]
+    for number, first in enumerate(range(0, len(order), cfg.batch_size)):
+        keys = order[first : first + cfg.batch_size]
+        if all(key in samples for key in keys):
+            continue
+        if writer is None:
+            writer = WRITERS[cfg.model](cfg, run, step)
+            writer.tokenizer.encode_special_tokens = not cfg.dream.chat  # their names in a prompt are text
+        batch = [problems[key] for key, _ in keys]
+        rows = []
+        for (key, i), written in zip(keys, write_batch(cfg, writer, batch, number), strict=True):
+            if (key, i) not in samples:
+                samples[key, i] = written["completion"] if written["fits"] else None
+                rows.append({"task_id": problems[key].id, "completion": "", "sample": i} | written)
+        append(path, rows)
+        print(f"{len(samples):,} of {len(order):,} samples", file=sys.stderr, flush=True)
+    return samples
+
+
+def write_batch(cfg, writer, batch, number):
+    """{"completion": code, "fits": True} of each problem, "written" too if the model wrote more; or {"fits": False}."""
+    padded = batch + batch[-1:] * (cfg.batch_size - len(batch))  # one shape is compiled, not two
+    prompts = [writer.tokenizer.encode(writer.ask(p.prompt), add_special_tokens=False).ids for p in padded]
+    fits = [len(ids) + cfg.max_new <= writer.longest for ids in prompts]
+    if not any(fits):
+        return [{"fits": False}] * len(batch)
+
+    def codes(ids_of_texts):
+        texts = writer.tokenizer.decode_batch(ids_of_texts)
+        return [(text, *extract(text, p.entry, STOPS[cfg.task])) for text, p in zip(texts, padded, strict=True)]
+
+    def finished(ids_of_texts):
+        return all(ended for _, _, ended in codes(ids_of_texts))
+
+    prompts = [ids if fit else ids[:1] for ids, fit in zip(prompts, fits, strict=True)]
+    rows = []
+    for (text, code, _), fit in zip(codes(writer.write(prompts, finished, number)), fits, strict=True):
+        row = {"completion": code, "fits": True} | ({"written": text} if text != code else {})
+        rows.append(row if fit else {"fits": False})
+    return rows[: len(batch)]
+
+
+# ---- running and scoring -------------------------------------------------------------------------------------------
+
+
+def score_samples(cfg, problems, samples, path):
+    """Run the samples that `path` has no result of, and add a line for each: [((key, number), error)] of the others.
+
+    A line is the official {"task_id", "completion"}, and "sample", "passed", "result" (of the first hidden test that
+    does not pass). With several samples of a problem also what best-of-n needs: "public", the share of the examples in
+    the prompt that pass, and "behaviour".
+    """
+    done = {(key_of(row["task_id"]), row["sample"]) for row in read_own(path, "passed")}
+    todo = [key for key in samples if key not in done]
+    several = any(number for _, number in samples)
+    tests = [p.tests + (p.public + p.probes if several else []) for p in (problems[key] for key, _ in todo)]
+    programs = [problems[key[0]].head + (samples[key] or "") for key in todo]
+    tests = [each if samples[key] is not None else [] for key, each in zip(todo, tests, strict=True)]
+    left = dict.fromkeys(todo, "the sandbox did not start")
+
+    def on_result(i, result):
+        key, problem = todo[i], problems[todo[i][0]]
+        if result.rate is None:
+            left[key] = result.error
+            return
+        del left[key]
+        hidden, public = len(problem.tests), len(problem.public)
+        failed = [verdict for verdict in result.verdicts[:hidden] if verdict != "pass"]
+        row = {"task_id": problem.id, "completion": samples[key] or "", "sample": key[1]}
+        row["passed"] = bool(result.verdicts) and not failed
+        row["result"] = "passed" if row["passed"] else failed[0] if failed else "does not fit"
+        if several:
+            row["public"] = result.verdicts[hidden : hidden + public].count("pass") / max(1, public)
+            row["behaviour"] = next((v for v in result.values[hidden + public :] if isinstance(v, str)), "")
+        append(path, [row])
+        if len(left) % 200 == 0:
+            print(f"{len(todo) - len(left):,} of {len(todo):,} samples scored", file=sys.stderr, flush=True)
+
+    program_s = 5 + cfg.sandbox.timeout_s * max(len(problem.tests) for problem in problems.values())
+    sandbox.run_tests(programs, tests, on_result, program_s=program_s, **dataclasses.asdict(cfg.sandbox))
+    return list(left.items())
+
+
+def pass_at_k(n, c, k):
+    """Probability that at least one of k samples, drawn without replacement from n of which c are right, is right.
+
+    1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
+    Ref: Chen et al., arXiv:2107.03374, eq. 1.
+    """
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {c} right samples among {n}: need 0 <= c <= n and 1 <= k <= n")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def choose(rows):
+    """Best of n without the hidden tests: the row with most public examples passed; among equals, of the largest group
+    that behaves alike; among equals, the first.
+
+    Programs that return nothing for any input, or hang, count as no group. Ref: Shi et al., arXiv:2204.11454 (majority
+    of execution results); filtering by public examples as in AlphaCode, arXiv:2203.07814.
+    """
+    best = [row for row in rows if row["public"] == max(r["public"] for r in rows)]
+    votes = collections.Counter(row["behaviour"] for row in best if row["behaviour"])
+    return max(best, key=lambda row: votes[row["behaviour"]])  # max takes the first of equals
+
+
+def interval(values, seed):
+    """95 % confidence interval of a mean: percentiles 2.5 and 97.5 of the means of 10,000 bootstrap resamples."""
+    values, rng = np.asarray(values, np.float64), np.random.default_rng(seed)
+    means = [values[rng.integers(0, len(values), len(values))].mean() for _ in range(10_000)]
+    return [float(x) for x in np.percentile(means, [2.5, 97.5])]
+
+
+def report(cfg, problems, rows):
+    """Scores of all result rows: {"pass@k": [mean over problems, low, high], "best of n": the same, counts}."""
+    by_problem = collections.defaultdict(list)
+    for row in sorted(rows, key=lambda row: row["sample"]):
+        by_problem[key_of(row["task_id"])].append(row)
+    n = max(map(len, by_problem.values()), default=0)
+    row = {"task": cfg.task} | ({"split": cfg.split} if cfg.task == "mbpp" else {})
+    row |= {"problems": len(by_problem), "of": len(problems), "samples": len(rows), "n": n}
+    row["results"] = dict(collections.Counter(r["result"] for r in rows).most_common())
+    for k in sorted({*(cfg.k or (1, n))}):
+        counts = [(len(group), sum(r["passed"] for r in group)) for group in by_problem.values() if len(group) >= k > 0]
+        if counts:
+            values = [pass_at_k(n, c, k) for n, c in counts]
+            row[f"pass@{k}"] = [float(np.mean(values)), *interval(values, cfg.seed)]
+            row |= {f"pass@{k} problems": len(counts)} if len(counts) < len(by_problem) else {}
+    if n > 1:
+        values = [choose(group)["passed"] for group in by_problem.values()]
+        row["best of n"] = [float(np.mean(values)), *interval(values, cfg.seed)]
+    return row
+
+
+def describe(row):
+    """The report as text."""
+    ids = {"test": ", test split (ids 11-510)", "all": ", all ids"}.get(row.get("split"), "")
+    kinds = ", ".join(f"{name} {count:,}" for name, count in row["results"].items())
+    lines = [f"{row['task']}{ids}: {row['samples']:,} samples of {row['problems']} of {row['of']} problems; {kinds}"]
+    for name in (name for name in row if isinstance(row[name], list)):
+        mean, low, high = (100 * x for x in row[name])
+        over = row.get(f"{name} problems", row["problems"])
+        lines.append(f"{name}: {mean:.1f} % ({low:.1f} to {high:.1f}: 95 %, bootstrap over {over} problems)")
+    if "best of n" in row:
+        what = {"humaneval": "examples in the docstring, then majority", "mbpp": "majority"}[row["task"]]
+        lines[-1] += f", of {row['n']} samples one is chosen without the hidden tests, by {what} of behaviour"
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__)
