@@ -434,11 +434,12 @@ def fitted(data, cfg, where):
     largest = max(ids.values(), default=-1)
     if largest >= cfg.vocab:
         raise ValueError(f"{where} does not fit: its ids reach {largest}, the model has {cfg.vocab}")
-    theirs = ids.get("<|mask|>", cfg.mask_id)
-    if theirs != cfg.mask_id:
-        raise ValueError(f"{where} does not fit: its <|mask|> is {theirs}, the model's {cfg.mask_id}")
+    mask_id = ids.get("<|mask|>", cfg.mask_id)
+    if mask_id != cfg.mask_id:
+        raise ValueError(f"{where} does not fit: its <|mask|> is {mask_id}, the model's {cfg.mask_id}")
     if cfg.mask_id in added:
         return data
+    # It may be Qwen2.5's own, which ends where Dream's three tokens begin. Any other has no MASK, and none is invented.
     first = min(DREAM_TOKENS.values())
     if cfg.mask_id != DREAM_TOKENS["<|mask|>"] or largest < first - 1:
         raise ValueError(f"{where} does not fit: it has no special token at {cfg.mask_id}, the model's MASK")
@@ -455,7 +456,7 @@ def fitted(data, cfg, where):
 
 
 def checkpointer():
-    """Orbax, told not to copy, not to compress (bfloat16 weights hardly do), and to write plain files."""
+    """Orbax that neither copies nor compresses (bfloat16 weights shrink little), and writes a folder for each array."""
     no_copies = type_handlers.create_type_handler_registry(
         (np.ndarray, type_handlers.NumpyHandler(deepcopy_host_arrays=False))
     )
@@ -577,6 +578,7 @@ def verify(source, out):
         raise ValueError(f"{source.folder} and {out.folder} are both {form}; --verify compares one form with the other")
     if source.cfg != out.cfg:
         raise ValueError(f"the config.json of {source.folder} and {out.folder} describe different models")
+    # safetensors are mapped and Orbax is read block by block, so that neither is in memory as a whole
     hub, orbax = (out, source) if source.params else (source, out)
     (theirs, hub_dtype), (ours, dtype) = open_safetensors(hub), open_orbax(orbax)
     if hub_dtype != dtype:
@@ -678,6 +680,7 @@ def main(cfg):
         source = fetch(cfg.source, cfg.revision)
     started = time.time()
     source = find(source, cfg.step)
+    # convert; a folder that is there already can still be compared and published
     if out.exists() and (cfg.verify or cfg.push):
         print(f"{out} exists and is not written again")
     else:
@@ -687,7 +690,8 @@ def main(cfg):
             to_orbax(source, out)
         size, seconds = bytes_in(out), time.time() - started
         print(f"wrote {out}: {size / 1e9:.2f} GB in {seconds:.0f} s, {size / 1e9 / seconds:.2f} GB/s")
-    if cfg.verify or cfg.push:  # what goes to the Hub was compared
+    # compare what was written, as it lies on the disk, with where it came from; always before it goes to the Hub
+    if cfg.verify or cfg.push:
         written = find(out)
         verify(source, written)
     if cfg.push:
