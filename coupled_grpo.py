@@ -32,7 +32,6 @@ Refs: DiffuCoder, arXiv:2506.20639; GRPO, arXiv:2402.03300; leave-one-out baseli
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import random
@@ -56,7 +55,6 @@ import runs
 import sample_dream
 import sandbox
 import train_tpu
-
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -129,11 +127,6 @@ class Config:
     seed: int = 0  # of tasks, completions and masks
     sampling: Sampling = Sampling()
     sandbox: Sandbox = Sandbox()
-
-    def __post_init__(self):  # config.json of a run that is resumed holds the groups as dictionaries
-        for name, group in (("sampling", Sampling), ("sandbox", Sandbox)):
-            if isinstance(getattr(self, name), dict):
-                object.__setattr__(self, name, group(**getattr(self, name)))
 
 
 PRESETS = {
@@ -464,7 +457,7 @@ def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None):
 
         return add_gradients(loss, trained, batch, total)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2), out_shardings=(layout, opt_layout, None))
+    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(layout, opt_layout, None))
     def update(trained, opt, total, count):
         grads = jax.tree.map(lambda g: g / count, total)
         norm = optax.tree.norm(grads)
@@ -479,16 +472,18 @@ def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None):
 class Setup(typing.NamedTuple):
     """What stays as it is from round to round."""
 
+    cfg: Config
+    prompts: rl_tasks.Prompts
+    heldout: rl_tasks.Prompts | None
+    rewards: list  # functions, as in sandbox.py
+    rule: sample_dream.Sampling  # how completions are written; its first end token ends one
+    graph: typing.Any  # the model's structure, to write with
     base: dict  # with LoRA the weights beside the adapters; {} where all weights are trained
-    graph: typing.Any  # the model's structure, to write completions with
-    rule: sample_dream.Sampling  # how they are written
-    eos_id: int  # the token that ends a completion
     scores: typing.Callable  # the compiled programs, see make_programs
     gradients: typing.Callable
     update: typing.Callable
     sync: typing.Callable
     row_sharding: jax.NamedSharding  # the rows of a batch over the devices
-    rewards: list  # reward functions
 
 
 @dataclasses.dataclass
@@ -501,55 +496,51 @@ class State:
     updates: int = 0  # so far
     bad: int = 0  # the last updates without a finite gradient
 
-    def arrays(self, cfg):
+    def arrays(self, setup):
         """What a checkpoint holds."""
-        return {"adapters" if cfg.lora_rank else "params": self.trained, "ref": self.ref, "opt": self.opt}
+        return {"adapters" if setup.base else "params": self.trained, "ref": self.ref, "opt": self.opt}
 
 
-def load_model(cfg, mesh):
-    """(architecture, parameters, tokenizer, chat template or None) of --ckpt, each parameter split over the devices."""
-    dtype = jnp.float32 if not cfg.lora_rank else computation_dtype(cfg)  # what is trained is float32
-    model, _ = runs.load(md, cfg.ckpt, dtype=dtype, mesh=mesh)
-    tokenizer = sample_dream.load_tokenizer(cfg.ckpt, model.cfg)
-    return model.cfg, nnx.to_pure_dict(nnx.state(model)), tokenizer, sample_dream.chat_template(cfg.ckpt)
+def set_up(cfg, rewards, mesh):
+    """(Setup, State, architecture) before the first round: the model of --ckpt, its tasks, the compiled programs."""
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = jnp.dtype(cfg.dtype or ("float32" if on_cpu else "bfloat16"))  # of the computation and of a frozen base
+    model, _ = runs.load(md, cfg.ckpt, dtype=dtype if cfg.lora_rank else jnp.float32, mesh=mesh)
+    model_cfg, trained, base = model.cfg, nnx.to_pure_dict(nnx.state(model)), {}
+    del model  # or the weights could not be replaced by those that were learnt
+    tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), sample_dream.chat_template(cfg.ckpt)
+    how = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new
+    prompts = rl_tasks.Prompts(cfg.prompts, *how)
+    heldout = rl_tasks.Prompts(cfg.heldout, *how) if cfg.heldout else None
 
-
-def computation_dtype(cfg):
-    return jnp.dtype(cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-
-
-def set_up(cfg, mesh, model_cfg, params, tokenizer, chat, rewards):
-    """(Setup, State) before the first round."""
-    # A chat model ends its turn with <|im_end|>; what it writes behind an end token of any kind is no text.
-    eos_id = (chat and tokenizer.token_to_id("<|im_end|>")) or model_cfg.eos_id
-    ends = [eos_id, model_cfg.eos_id, tokenizer.token_to_id("<|dlm_pad|>")]
+    # A text ends with the first of these; a chat model ends its turn with <|im_end|>.
+    chat = "question" in prompts.tasks[0]
+    ends = [tokenizer.token_to_id("<|im_end|>")] * chat + [model_cfg.eos_id, tokenizer.token_to_id("<|dlm_pad|>")]
     ends = tuple(dict.fromkeys(token for token in ends if token is not None))
     sampling = dataclasses.asdict(cfg.sampling)
-    sampling["cache"] *= bool(cfg.sampling.block_length)
+    if not cfg.sampling.block_length:
+        sampling["cache"] = ""  # it is kept while a block is filled
     rule = sample_dream.Sampling("entropy", **sampling, vocab=tokenizer.get_vocab_size(), eos_ids=ends)
 
     # The backward pass of a large model recomputes its layers; nothing is differentiated while completions are written.
-    on_cpu = jax.default_backend() == "cpu"
-    how = md.Run(computation_dtype(cfg), 64 if on_cpu else 256, remat=cfg.remat or ("none" if on_cpu else "full"))
-    graph = md.graph_of(model_cfg, how)
-    writing_graph = md.graph_of(model_cfg, dataclasses.replace(how, remat="none"))
-
-    base, trained = {}, params
+    run = md.Run(dtype, 64 if on_cpu else 256, remat=cfg.remat or ("none" if on_cpu else "full"))
+    graph, writing_graph = (md.graph_of(model_cfg, dataclasses.replace(run, remat=r)) for r in (run.remat, "none"))
     if cfg.lora_rank:
         key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
-        base, trained = params, new_adapters(key, params, cfg.lora_rank, cfg.lora_targets)
+        base, trained = trained, new_adapters(key, trained, cfg.lora_rank, cfg.lora_targets)
         trained = jax.device_put(trained, md.shardings(mesh, trained))
     rate = functools.partial(learning_rate, peak=cfg.lr, steps=cfg.rounds * cfg.iterations, warmup=cfg.warmup)
     optimizer = make_optimizer(rate, cfg.weight_decay, cfg.clip)
     layout = md.shardings(mesh, trained)
     opt_layout = md.shardings(mesh, jax.eval_shape(optimizer.init, trained))
-    opt = jax.jit(optimizer.init, out_shardings=opt_layout)(trained)
     programs = make_programs(cfg, graph, optimizer, model_cfg.mask_id, layout, opt_layout)
     sync = functools.partial(sync_reference, mixup=1.0 if cfg.lora_rank else cfg.mixup)
-    ref = jax.tree.map(jnp.copy, trained) if cfg.beta else {}
+    programs = *programs, jax.jit(sync, donate_argnums=0)
     rows_at = jax.NamedSharding(mesh, md.PS(md.BATCH))
-    setup = Setup(base, writing_graph, rule, eos_id, *programs, jax.jit(sync, donate_argnums=0), rows_at, rewards)
-    return setup, State(trained, ref, opt)
+    setup = Setup(cfg, prompts, heldout, rewards, rule, writing_graph, base, *programs, rows_at)
+    opt = jax.jit(optimizer.init, out_shardings=opt_layout)(trained)
+    ref = jax.tree.map(jnp.copy, trained) if cfg.beta else {}
+    return setup, State(trained, ref, opt), model_cfg
 
 
 # ---- the steps of a round ------------------------------------------------------------------------------------------
@@ -573,10 +564,9 @@ def choices(seed, round, count, tasks):
 
 
 def draw_round(key, iterations, rows, columns):
-    """The masks of all iterations of a round, the arguments of coupled_scores: {name: [I, ...]}."""
-    drawn = [draw_masks(key, 1, i, rows, columns) for i in range(iterations)]
-    ratio_IB, u_IBC = (np.stack(arrays) for arrays in zip(*drawn, strict=True))
-    return {"ratio_B": ratio_IB, "u_BC": u_IBC}
+    """The masks of each iteration of a round, as arguments of coupled_scores: [{"ratio_B", "u_BC"}]."""
+    drawn = (draw_masks(key, 1, i, rows, columns) for i in range(iterations))
+    return [{"ratio_B": np.asarray(ratio_B), "u_BC": np.asarray(u_BC)} for ratio_B, u_BC in drawn]
 
 
 def micro_batches(row_R, size):
@@ -585,15 +575,15 @@ def micro_batches(row_R, size):
     return [np.pad(part, (0, size - len(part)), constant_values=-1) for part in parts]
 
 
-def take(setup, batch, masks, iteration, row_R, **more):
-    """These rows of a batch on the devices, under the masks of an iteration; row -1 is to count for nothing."""
-    arrays = {"token_BL": batch.token_BL, "see_BL": batch.see_BL} | more
-    arrays |= {name: x[iteration] for name, x in masks.items()}
+def take(setup, batch, iteration, row_R, **more):
+    """These rows of a batch on the devices, with what belongs to an iteration; row -1 is to count for nothing."""
+    arrays = {"token_BL": batch.token_BL, "see_BL": batch.see_BL, "counted_BC": batch.counted_BC} | iteration | more
     return {name: jax.device_put(x[row_R], setup.row_sharding) for name, x in arrays.items()}
 
 
-def rollout(cfg, setup, state, prompts, task_B, key):
+def rollout(setup, state, prompts, task_B, key):
     """Completions of the tasks with these numbers, by the policy as it is: a Batch."""
+    cfg = setup.cfg
     policy = nnx.merge(setup.graph, assemble(setup.base, state.trained))
     canvas_BL, see_BL = prompts.canvas(task_B)
     size, filled, passes = cfg.generation_batch, [], []
@@ -604,22 +594,23 @@ def rollout(cfg, setup, state, prompts, task_B, key):
         filled.append(token_BL[: len(task_B) - i])
         passes.append(sum(stats["windows"]) / canvas_BL.shape[1])
     token_BL = np.concatenate(filled)
-    counted_BC = completion_mask(token_BL[:, -cfg.max_new :], setup.eos_id)
+    counted_BC = completion_mask(token_BL[:, -cfg.max_new :], setup.rule.eos_ids[0])
     return Batch(token_BL, see_BL, counted_BC, *prompts.completions(task_B, token_BL, counted_BC), np.mean(passes))
 
 
-def reward(cfg, functions, texts, rows):
+def reward(setup, batch):
     """reward_BF of completions: a column per reward function, nan where it has none. Equal ones are run once.
 
     Leaves the tests' verdicts in the rows, where a function gives them. RuntimeError names a function that fails.
     """
+    cfg, texts, rows = setup.cfg, batch.texts, batch.rows
     kinds, kind_B = {}, []  # (text, task, length) -> its number, in order of appearance
     for text, row in zip(texts, rows, strict=True):
         kind_B.append(kinds.setdefault((text, id(row["test_cases"]), row["tokens"]), len(kinds)))
     first = [kind_B.index(kind) for kind in range(len(kinds))]  # the first completion of each kind
     options = dataclasses.asdict(cfg.sandbox) | {"max_tokens": cfg.max_new}
     columns = []
-    for name, function in zip(cfg.rewards, functions, strict=True):
+    for name, function in zip(cfg.rewards, setup.rewards, strict=True):
         advice = f"mend it, then --resume={cfg.out}"
         try:
             values = function([texts[i] for i in first], [rows[i] for i in first], **options)
@@ -633,28 +624,33 @@ def reward(cfg, functions, texts, rows):
     return np.array(columns).T[kind_B]
 
 
-def score(cfg, setup, state, batch, masks):
-    """(old_IBC, ref_IBC): scores by the policy and by the reference model, under the masks of the updates to come."""
-    old_IBC, ref_IBC = np.zeros((2, cfg.iterations, *batch.counted_BC.shape), np.float32)
-    rows = micro_batches(np.arange(len(batch.rows)), cfg.micro_batch)
-    for i, row_R in itertools.product(range(cfg.iterations), rows):
-        inputs, real_R = take(setup, batch, masks, i, row_R), row_R >= 0
-        if i:  # before the first update the new score is the old one, see micro_loss
-            old_IBC[i, row_R[real_R]] = np.asarray(setup.scores(setup.base, state.trained, inputs))[real_R]
-        if cfg.beta:
-            ref_IBC[i, row_R[real_R]] = np.asarray(setup.scores(setup.base, state.ref, inputs))[real_R]
-    return old_IBC, ref_IBC
+def score(setup, state, batch, masks):
+    """[{"old_BC", "ref_BC"}]: scores by the policy and the reference model, under the masks of each iteration."""
+    known = []
+    for i, iteration in enumerate(masks):
+        old_BC, ref_BC = np.zeros((2, *batch.counted_BC.shape), np.float32)
+        for row_R in micro_batches(np.arange(len(old_BC)), setup.cfg.micro_batch):
+            inputs, real_R = take(setup, batch, iteration, row_R), row_R >= 0
+            if i:  # before the first update the new score is the old one, see micro_loss
+                old_BC[row_R[real_R]] = np.asarray(setup.scores(setup.base, state.trained, inputs))[real_R]
+            if setup.cfg.beta:
+                ref_BC[row_R[real_R]] = np.asarray(setup.scores(setup.base, state.ref, inputs))[real_R]
+        known.append({"old_BC": old_BC, "ref_BC": ref_BC})
+    return known
 
 
-def learn(cfg, setup, state, batch, masks, old_IBC, ref_IBC, advantages):
-    """The updates of a round: (metrics of each micro-batch, gradient norm of each update). Changes the state."""
+def learn(setup, state, batch, iterations, advantages):
+    """The updates of a round: (metrics of each micro-batch, gradient norm of each update). Changes the state.
+
+    iterations holds the masks and the old and reference scores of each.
+    """
+    cfg, advantage_B = setup.cfg, advantages.advantage_B.astype(np.float32)
     # A group of equal rewards has no gradient, nor has a completion whose reward is not known.
-    rows = micro_batches(np.flatnonzero(advantages.counted_B & ~advantages.constant_B), cfg.micro_batch)
+    batches = micro_batches(np.flatnonzero(advantages.counted_B & ~advantages.constant_B), cfg.micro_batch)
     measured, norms, total = [], [], None
-    for j, i, complete in round_plan(len(rows), cfg.iterations):
-        terms = {"old_BC": old_IBC[i], "ref_BC": ref_IBC[i], "advantage_B": advantages.advantage_B.astype(np.float32)}
-        inputs = take(setup, batch, masks, i, rows[j], counted_BC=batch.counted_BC, **terms)
-        inputs["counted_BC"] &= jnp.asarray(rows[j] >= 0)[:, None]
+    for j, i, complete in round_plan(len(batches), cfg.iterations):
+        inputs = take(setup, batch, iterations[i], batches[j], advantage_B=advantage_B)
+        inputs["counted_BC"] &= jnp.asarray(batches[j] >= 0)[:, None]
         inputs["first"] = jnp.asarray(i == 0)
         if j == 0:  # the first micro-batch of an update
             total = jax.tree.map(jnp.zeros_like, state.trained)
@@ -662,7 +658,8 @@ def learn(cfg, setup, state, batch, masks, old_IBC, ref_IBC, advantages):
         measured.append(metrics)
         if not complete:
             continue
-        state.trained, state.opt, norm = setup.update(state.trained, state.opt, total, len(rows))
+        state.trained, state.opt, norm = setup.update(state.trained, state.opt, total, len(batches))
+        total = None  # its memory is free before the next update begins
         norms.append(float(norm))
         state.updates += 1
         state.bad = 0 if math.isfinite(norms[-1]) else state.bad + 1
@@ -673,20 +670,21 @@ def learn(cfg, setup, state, batch, masks, old_IBC, ref_IBC, advantages):
     return measured, norms
 
 
-def evaluate(cfg, setup, state, heldout):
+def evaluate(setup, state):
     """Mean reward of the first function on held-out tasks, and the share that has all of it."""
-    task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(heldout.tasks))), cfg.eval_samples)
+    cfg = setup.cfg
+    task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(setup.heldout.tasks))), cfg.eval_samples)
     key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 21)  # the same at each evaluation
-    batch = rollout(cfg, setup, state, heldout, task_B, key)
-    reward_B = reward(cfg, setup.rewards, batch.texts, batch.rows)[:, 0]
+    reward_B = reward(setup, rollout(setup, state, setup.heldout, task_B, key))[:, 0]
     return {"heldout_reward": float(np.nanmean(reward_B)), "heldout_pass": float(np.mean(reward_B == 1))}
 
 
 # ---- what is written down ------------------------------------------------------------------------------------------
 
 
-def summary(cfg, batch, reward_BF, advantages, measured, norms, eos_id):
+def summary(setup, batch, reward_BF, advantages, measured, norms):
     """What a round's rewards, completions and micro-batches say, as numbers for the log."""
+    cfg, eos_id = setup.cfg, setup.rule.eos_ids[0]
     counted_B = advantages.counted_B
     row = {"reward": float(advantages.reward_B[counted_B].mean()) if counted_B.any() else math.nan}
     for name, reward_B in zip(cfg.rewards, reward_BF.T, strict=True):
@@ -706,19 +704,13 @@ def completion_rows(cfg, batch, reward_BF, advantages, done):
     """Each completion with its rewards, for rounds.jsonl; None where a reward is not known."""
     rows = []
     for i, task in enumerate(batch.rows):
-        rewards = [None if math.isnan(x) else x for x in reward_BF[i].tolist()]
-        known = bool(advantages.counted_B[i])
-        rows.append({
-            "round": done,
-            "id": task.get("id"),
-            "prompt": task.get("prompt", task.get("question")),
-            "completion": task["written"],
-            "tokens": task["tokens"],
-            "verdicts": task["verdicts"],
-            "rewards": dict(zip(cfg.rewards, rewards, strict=True)),
-            "reward": float(advantages.reward_B[i]) if known else None,
-            "advantage": float(advantages.advantage_B[i]) if known else None,
-        })  # fmt: skip
+        row = {"round": done, "id": task.get("id"), "prompt": task.get("prompt", task.get("question"))}
+        row |= {"completion": task["written"], "tokens": task["tokens"], "verdicts": task["verdicts"]}
+        values = [None if math.isnan(x) else x for x in reward_BF[i].tolist()]
+        row["rewards"] = dict(zip(cfg.rewards, values, strict=True))
+        for name, value_B in (("reward", advantages.reward_B), ("advantage", advantages.advantage_B)):
+            row[name] = float(value_B[i]) if advantages.counted_B[i] else None
+        rows.append(row)
     return rows
 
 
@@ -745,60 +737,54 @@ def main(cfg, draw=draw_round):
         if cfg.compile_cache:
             jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
         mesh = make_mesh(cfg)
-        model_cfg, params, tokenizer, wrap = load_model(cfg, mesh)
-        canvases = functools.partial(
-            rl_tasks.Prompts, tokenizer=tokenizer, wrap=wrap, model_cfg=model_cfg, max_prompt=cfg.max_prompt,
-            max_new=cfg.max_new,
-        )  # fmt: skip
-        prompts, heldout = canvases(cfg.prompts), canvases(cfg.heldout) if cfg.heldout else None
-        chat = "question" in prompts.tasks[0]
-        setup, state = set_up(cfg, mesh, model_cfg, params, tokenizer, chat, rewards)
-        describe(cfg, setup, state, prompts)
+        setup, state, model_cfg = set_up(cfg, rewards, mesh)
+        describe(setup, state)
 
         checkpoints = runs.Checkpoints(run.out, cfg.keep)
         meta = {"model": dataclasses.asdict(model_cfg), "train": {"model": "dream"} | settings}
-        first = restore(cfg, checkpoints, meta, state) if cfg.resume else 0
+        first = restore(setup, state, checkpoints, meta) if cfg.resume else 0
         names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
         files = {name: (Path(cfg.ckpt) / name).read_bytes() for name in names if (Path(cfg.ckpt) / name).exists()}
         run.begin(first or -1, meta, files, ("log.jsonl", "rounds.jsonl"))  # -1: cut round 0, an evaluation, too
         with jax.set_mesh(mesh):
-            train(cfg, run, checkpoints, meta, setup, state, prompts, heldout, first, draw)
+            train(run, checkpoints, meta, setup, state, first, draw)
         checkpoints.close()
-        folder = merge(run.out, model_cfg, setup, state) if cfg.lora_rank else run.out
+        folder = merge(run.out, setup, state) if cfg.lora_rank else run.out
     print(f"done in {(time.perf_counter() - started) / 60:.1f} min; python generate.py --model=dream --ckpt={folder}")
 
 
-def train(cfg, run, checkpoints, meta, setup, state, prompts, heldout, first, draw):
+def train(run, checkpoints, meta, setup, state, first, draw):
     """The rounds after `first`."""
-    pool = concurrent.futures.ThreadPoolExecutor(1)
-    if heldout and not first:
-        run.log({"round": 0} | evaluate(cfg, setup, state, heldout))
+    cfg, pool = setup.cfg, concurrent.futures.ThreadPoolExecutor(1)
+    if setup.heldout and not first:
+        run.log({"round": 0} | evaluate(setup, state))
     for r in range(first, cfg.rounds):
         done, key = r + 1, jax.random.fold_in(jax.random.key(cfg.seed), r)
         clock = [time.perf_counter()]
 
         # A group of completions of each task. What is drawn depends on the seed and the round alone.
-        task_B = np.repeat(choices(cfg.seed, r, cfg.tasks, len(prompts.tasks)), cfg.group)
-        batch = rollout(cfg, setup, state, prompts, task_B, key)
+        task_B = np.repeat(choices(cfg.seed, r, cfg.tasks, len(setup.prompts.tasks)), cfg.group)
+        batch = rollout(setup, state, setup.prompts, task_B, key)
         clock.append(time.perf_counter())
 
         # Their programs run in the sandbox, on the CPU, while the devices score them. Scores are taken under the same
         # masks as the updates, so that new and old ones differ by what was learnt and nothing else.
-        rewarding = pool.submit(reward, cfg, setup.rewards, batch.texts, batch.rows)
+        rewarding = pool.submit(reward, setup, batch)
         masks = draw(key, cfg.iterations, len(task_B), cfg.max_new)
-        old_IBC, ref_IBC = score(cfg, setup, state, batch, masks)
+        known = score(setup, state, batch, masks)
         clock.append(time.perf_counter())
         reward_BF = rewarding.result()
         clock.append(time.perf_counter())
 
         # A completion that does better than the others of its task becomes likelier, one that does worse less likely.
         advantages = group_advantages(reward_BF, cfg.reward_weights, cfg.group, cfg.scale_rewards)
-        measured, norms = learn(cfg, setup, state, batch, masks, old_IBC, ref_IBC, advantages)
+        iterations = [mask | scores for mask, scores in zip(masks, known, strict=True)]
+        measured, norms = learn(setup, state, batch, iterations, advantages)
         clock.append(time.perf_counter())
 
-        row = {"round": done} | summary(cfg, batch, reward_BF, advantages, measured, norms, setup.eos_id)
-        if heldout and (done % cfg.eval_every == 0 or done == cfg.rounds):
-            row |= evaluate(cfg, setup, state, heldout)
+        row = {"round": done} | summary(setup, batch, reward_BF, advantages, measured, norms)
+        if setup.heldout and (done % cfg.eval_every == 0 or done == cfg.rounds):
+            row |= evaluate(setup, state)
         completions = completion_rows(cfg, batch, reward_BF, advantages, done)
         run.append("rounds.jsonl", completions)
         seconds = np.diff(clock).tolist()
@@ -806,9 +792,9 @@ def train(cfg, run, checkpoints, meta, setup, state, prompts, heldout, first, dr
         if cfg.show:
             show_round(completions)
 
-        # Saving goes on in the background; a signal is waited for here, where a round is complete.
+        # Saving goes on in the background. A signal asks for one more checkpoint, of a whole round.
         if done % cfg.save_every == 0 or done == cfg.rounds or run.signal:
-            checkpoints.save(done, state.arrays(cfg), meta | {"round": done, "updates": state.updates})
+            checkpoints.save(done, state.arrays(setup), meta | {"round": done, "updates": state.updates})
         if run.signal:
             checkpoints.wait()
             run.leave(done)
@@ -894,16 +880,17 @@ def make_mesh(cfg):
     return jax.sharding.Mesh(devices.reshape(1, -1, cfg.tensor), names, axis_types=(AxisType.Auto,) * 3)
 
 
-def describe(cfg, setup, state, prompts):
+def describe(setup, state):
     """Print what is trained, on what."""
+    cfg, tasks, dropped = setup.cfg, setup.prompts.tasks, setup.prompts.dropped
     count, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (state.trained, setup.base))
     what = f"rank {cfg.lora_rank}: {count:,} of {count + frozen:,}" if frozen else f"{count:,}"
     print(f"{jax.device_count()} x {jax.devices()[0].device_kind}; training {what} parameters of {cfg.ckpt}")
-    left_out = f"; {prompts.dropped} tasks of more than {cfg.max_prompt} tokens left out" * bool(prompts.dropped)
-    print(f"{len(prompts.tasks):,} tasks; a round is {cfg.tasks} x {cfg.group}{left_out}", flush=True)
+    left_out = f"; {dropped} tasks of more than {cfg.max_prompt} tokens left out" * bool(dropped)
+    print(f"{len(tasks):,} tasks; a round is {cfg.tasks} x {cfg.group}{left_out}", flush=True)
 
 
-def restore(cfg, checkpoints, meta, state):
+def restore(setup, state, checkpoints, meta):
     """Set the state to that of the newest checkpoint, and return its round; 0 without one."""
     if checkpoints.newest() is None:
         return 0
@@ -913,14 +900,14 @@ def restore(cfg, checkpoints, meta, state):
         lora = {"--lora_rank": train["lora_rank"], "--lora_targets": list(train["lora_targets"])}
         described.append(model | lora | {"--beta above 0": train["beta"] > 0})
     runs.check_same(*described, checkpoints.folder)
-    arrays = checkpoints.restore(state.arrays(cfg))
-    state.trained, state.ref, state.opt = (arrays[name] for name in state.arrays(cfg))
+    arrays = checkpoints.restore(state.arrays(setup))
+    state.trained, state.ref, state.opt = (arrays[name] for name in state.arrays(setup))
     state.updates = saved["updates"]
-    print(f"resuming {cfg.out} after round {saved['round']}", flush=True)
+    print(f"resuming {checkpoints.folder} after round {saved['round']}", flush=True)
     return saved["round"]
 
 
-def merge(out, model_cfg, setup, state):
+def merge(out, setup, state):
     """Write the whole model that LoRA has trained as the folder merged/, and return its path."""
     folder = out / "merged"
     shutil.rmtree(folder, ignore_errors=True)

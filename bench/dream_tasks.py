@@ -1,12 +1,12 @@
 """Score against work of Dream's samplers, on small Python tasks that a tiny model learns in two minutes on a CPU.
 
     python bench/dream_tasks.py                  # four minutes; keep the machine idle
-    python bench/dream_tasks.py --train=False    # again with the model of the last run
+    python bench/dream_tasks.py --no-train       # again with the model of the last run
 
-The tasks are those of coupled_grpo.py: a function's head and docstring, three tests. Trains dream_tiny on right answers
-and completes heads that are not among them with each sampler; the sandbox runs the tests. Work counts the slots that
-go through the model, in passes over the canvas: a window of a quarter of it is a quarter of a pass. One prompt at a
-time, since in a batch all wait for the slowest row. Writes cpu.json under bench/results/.
+The tasks are those of coupled_grpo.py's demo: a function's head and docstring, three tests. Trains dream_tiny on right
+answers and completes heads that are not among them with each sampler; the sandbox runs the tests. Work counts the slots
+that go through the model, in passes over the canvas: a window of a quarter of it is a quarter of a pass. One prompt at
+a time, since in a batch all wait for the slowest row. Writes cpu.json under bench/results/.
 """
 
 import dataclasses
@@ -21,30 +21,31 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 import tokenizers
-import tyro
 from record import record
 
-import coupled_grpo
 import data_prep
-import model_dream as md
+import model_dream
+import rl_tasks
+import runs
+import sample_dream
 import sandbox
 import train_tpu
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    out: str = "out/dream_tasks"  # pairs, rows and run
-    train: bool = True  # False takes the run that is there
-    steps: int = 500  # optimizer steps of 16 rows of 128 tokens
+    out: str = "out/dream_tasks"  # folder of pairs, rows and run
+    train: bool = True  # --no-train takes the run that is there
+    steps: int = 500  # optimiser steps of 16 rows of 128 tokens
     canvas: int = 32  # tokens to fill; an answer has 6 to 14 and EOS behind it
-    prompts: int = 96  # held out, completed with each sampler
-    threshold: float = 0.9
+    prompts: int = 96  # held-out tasks, completed with each sampler
+    threshold: float = 0.9  # of the samplers that fill all tokens of at least this probability at once
     file: str = "cpu"  # bench/results/<file>.json
-    seed: int = 0
+    seed: int = 0  # of the training
 
 
 def main(cfg):
-    out, tasks = Path(cfg.out), coupled_grpo.make_tasks(0)
+    out, tasks = Path(cfg.out), rl_tasks.make_tasks(0)
     tests, train = tasks[: cfg.prompts], tasks[cfg.prompts :]
     started = time.perf_counter()
     if cfg.train:
@@ -53,7 +54,7 @@ def main(cfg):
         pairs = [{"prompt": task["prompt"], "response": task["right"] + "\n"} for _ in range(20) for task in train]
         (out / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
         source, rows = str(out / "pairs.jsonl"), str(out / "rows")
-        data_prep.main(data_prep.Config(source=source, out=rows, seq_len=128, eos_to=cfg.canvas, vocab_size=512))
+        data_prep.main(data_prep.Pairs(source=source, out=rows, seq_len=128, eos_to=cfg.canvas, vocab_size=512))
         train_tpu.main(
             train_tpu.Config(
                 model="dream_tiny", data=rows, out=str(out / "run"), seq_len=128, batch_size=16, micro_batch=16,
@@ -62,7 +63,7 @@ def main(cfg):
             )
         )  # fmt: skip
     train_s = time.perf_counter() - started
-    model = md.load(out / "run")
+    model, _ = runs.load(model_dream, out / "run")
     tokenizer = tokenizers.Tokenizer.from_file(str(out / "run" / "tokenizer.json"))
     common = {"vocab": tokenizer.token_to_id("<|mask|>"), "alg": "maskgit_plus", "eos_ids": (model.cfg.eos_id,)}
     samplers = {
@@ -76,11 +77,11 @@ def main(cfg):
     }
     results = {}
     for name, settings in samplers.items():
-        rule, programs, work = md.Sampling(**common | settings), [], []
+        rule, programs, work = sample_dream.Sampling(**common | settings), [], []
         for task in tests:
             ids = tokenizer.encode(task["prompt"]).ids
-            (row,), stats = md.generate(model, [ids], cfg.canvas, rule)
-            slots = md.canvas([ids], cfg.canvas, model.cfg)[0].shape[1]
+            (row,), stats = sample_dream.generate(model, [ids], cfg.canvas, rule)
+            slots = sample_dream.canvas([ids], cfg.canvas, model.cfg)[0].shape[1]
             programs.append(task["prompt"] + tokenizer.decode(row[len(ids) :]))
             work.append(sum(stats["windows"]) / slots)
         passed = [result.rate == 1 for result in sandbox.run_tests(programs, [task["test_cases"] for task in tests])]
@@ -102,4 +103,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Config, __doc__)

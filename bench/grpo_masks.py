@@ -18,29 +18,30 @@ sys.path.insert(0, str(ROOT))
 import jax
 import numpy as np
 import tokenizers
-import tyro
 from record import record
 
 import coupled_grpo as grpo
-import model_dream as dream
+import model_dream
+import runs
+import sample_dream
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    ckpt: str = "out/grpo/base/run"
-    tasks: str = "out/grpo/base/heldout.jsonl"
-    completions: int = 32
-    draws: int = 256  # of masks, for each completion
+    ckpt: str = "out/grpo/base/run"  # run of train_tpu.py, or a folder of convert_weights.py
+    tasks: str = "out/grpo/base/heldout.jsonl"  # demo's tasks, with their right answers
+    completions: int = 32  # right answers that are scored
+    draws: int = 256  # masks drawn for each completion
     length: int = 16  # tokens of a completion
     file: str = "cpu"  # bench/results/<file>.json
 
 
 def main(cfg):
-    model = dream.load(cfg.ckpt)
+    model, _ = runs.load(model_dream, cfg.ckpt)
     tokenizer = tokenizers.Tokenizer.from_file(f"{cfg.ckpt}/tokenizer.json")
     tasks = [json.loads(line) for line in Path(cfg.tasks).read_text().splitlines()][: cfg.completions]
     prompts = [tokenizer.encode(task["prompt"]).ids for task in tasks]
-    token_BL, see_BL = dream.canvas(prompts, cfg.length, model.cfg)
+    token_BL, see_BL = sample_dream.canvas(prompts, cfg.length, model.cfg)
     for row, task in zip(token_BL, tasks, strict=True):
         ids = tokenizer.encode(task["right"] + "\n").ids
         row[-cfg.length :] = (ids + [model.cfg.eos_id] * cfg.length)[: cfg.length]
@@ -75,4 +76,4 @@ def main(cfg):
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Config, __doc__)

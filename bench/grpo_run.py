@@ -4,15 +4,18 @@
     python bench/grpo_run.py --masks coupled independent       # the same from masks that are not coupled, too
 
 A seed is pre-training, tasks drawn and completions, all anew; the held-out tasks are the same. With several kinds of
-masks each starts from the same pre-trained model. Writes grpo_run.png and an entry of cpu.json under bench/results/.
+masks each starts from the same pre-trained model. Independent masks show a token in none, one or both of the two masked
+versions of a canvas, which gives the same expectation. Writes grpo_run.png and an entry of cpu.json under
+bench/results/.
 """
 
 import dataclasses
 import json
+import multiprocessing
 import shutil
-import subprocess
 import sys
 import time
+import typing
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,38 +27,60 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
-import tyro
 from record import RESULTS, record
+
+import coupled_grpo as grpo
+import runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    out: str = "out/grpo_run"
-    seeds: tuple[int, ...] = (0, 1, 2)
-    masks: tuple[str, ...] = ("coupled",)
-    rounds: int = 40
+    out: str = "out/grpo_run"  # folder of the runs; those that are finished there are not run again
+    seeds: tuple[int, ...] = (0, 1, 2)  # one run each
+    masks: tuple[typing.Literal["coupled", "independent"], ...] = ("coupled",)  # how completions are masked
+    rounds: int = 40  # of each run
     file: str = "cpu"  # bench/results/<file>.json
 
 
+def draw_independent(key, iterations, rows, columns):
+    """The masks of coupled_grpo.draw_round, and beside them uniforms of their own for the third version of a canvas."""
+    masks = grpo.draw_round(key, iterations, rows, columns)
+    other = [np.asarray(grpo.draw_masks(key, 2, i, rows, columns)[1]) for i in range(iterations)]
+    return [mask | {"other_BC": other_BC} for mask, other_BC in zip(masks, other, strict=True)]
+
+
+def run_demo(masks, settings):
+    """One run of the demo, in a process of its own."""
+    grpo.main(grpo.Config(**settings), grpo.draw_round if masks == "coupled" else draw_independent)
+
+
+def finished(cfg, seed, masks):
+    """The log of a run and its minutes; runs it if that is not done yet."""
+    out, base = Path(cfg.out) / f"{masks}-{seed}", Path(cfg.out) / f"{cfg.masks[0]}-{seed}" / "base"
+    if not (out / "minutes.json").exists():
+        shutil.rmtree(out, ignore_errors=True)
+        if masks != cfg.masks[0]:
+            shutil.copytree(base, out / "base")
+        started = time.perf_counter()
+        settings = {"seed": seed, "out": str(out), "rounds": cfg.rounds, "compile_cache": ""}
+        process = multiprocessing.get_context("spawn").Process(target=run_demo, args=(masks, settings))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise RuntimeError(f"the run {out} failed; what it printed says why")
+        (out / "minutes.json").write_text(json.dumps((time.perf_counter() - started) / 60))
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return log, json.loads((out / "minutes.json").read_text())
+
+
 def main(cfg):
-    runs, minutes = {}, []
-    for seed in cfg.seeds:
-        for masks in cfg.masks:
-            out, base = Path(cfg.out) / f"{masks}-{seed}", Path(cfg.out) / f"{cfg.masks[0]}-{seed}" / "base"
-            if not (out / "minutes.json").exists():  # what is finished stays
-                shutil.rmtree(out, ignore_errors=True)
-                if masks != cfg.masks[0]:
-                    shutil.copytree(base, out / "base")
-                started = time.perf_counter()
-                flags = f"--seed={seed}", f"--masks={masks}", f"--out={out}", f"--rounds={cfg.rounds}"
-                command = [sys.executable, str(ROOT / "coupled_grpo.py"), *flags, "--compile_cache="]
-                subprocess.run(command, check=True)
-                (out / "minutes.json").write_text(json.dumps((time.perf_counter() - started) / 60))
-            minutes += [json.loads((out / "minutes.json").read_text())] if masks == cfg.masks[0] else []
-            log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-            runs[masks, seed] = [(row["round"], row["heldout_reward"]) for row in log if "heldout_reward" in row], log
+    found = {(masks, seed): finished(cfg, seed, masks) for seed in cfg.seeds for masks in cfg.masks}
+    curves = {
+        key: [(row["round"], row["heldout_reward"]) for row in log if "heldout_reward" in row]
+        for key, (log, _) in found.items()
+    }
     figure, axis = plt.subplots(figsize=(7, 4))
-    for (masks, seed), (curve, _) in runs.items():
+    for (masks, seed), curve in curves.items():
         style = {"color": f"C{cfg.seeds.index(seed)}", "ls": "-" if masks == cfg.masks[0] else "--"}
         axis.plot(*zip(*curve, strict=True), marker="o", ms=3, label=f"{masks} masks, seed {seed}", **style)
     axis.set(xlabel="round", ylabel="tests passed, 96 held-out tasks", ylim=(0, 1))
@@ -64,23 +89,23 @@ def main(cfg):
     figure.tight_layout()
     figure.savefig(RESULTS / "grpo_run.png", dpi=120)
     for masks in cfg.masks:
-        curves = np.array([[y for _, y in runs[masks, seed][0]] for seed in cfg.seeds])
-        rows = [row for seed in cfg.seeds for row in runs[masks, seed][1] if "update_s" in row]
+        reward_SR = np.array([[reward for _, reward in curves[masks, seed]] for seed in cfg.seeds])
+        rows = [row for seed in cfg.seeds for row in found[masks, seed][0] if "update_s" in row]
         phases = ("generate_s", "score_s", "reward_s", "update_s")
         record(
             cfg.file,
             f"coupled-grpo demo, {masks} masks: held-out reward after {cfg.rounds} rounds",
-            float(np.median(curves[:, -1])),
+            float(np.median(reward_SR[:, -1])),
             "share of tests passed",
-            spread=[float(curves[:, -1].min()), float(curves[:, -1].max())],
-            before=curves[:, 0].tolist(),
-            after=curves[:, -1].tolist(),
-            rounds=[x for x, _ in runs[masks, cfg.seeds[0]][0]],
-            curves=curves.tolist(),
-            minutes=minutes if masks == cfg.masks[0] else None,
+            spread=[float(reward_SR[:, -1].min()), float(reward_SR[:, -1].max())],
+            before=reward_SR[:, 0].tolist(),
+            after=reward_SR[:, -1].tolist(),
+            rounds=[done for done, _ in curves[masks, cfg.seeds[0]]],
+            curves=reward_SR.tolist(),
+            minutes=[found[masks, seed][1] for seed in cfg.seeds] if masks == cfg.masks[0] else None,
             seconds_of_a_round={name: float(np.median([row[name] for row in rows])) for name in phases},
         )
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+    runs.command(main, Config, __doc__)
