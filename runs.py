@@ -26,6 +26,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -122,6 +123,30 @@ def write(path, data):
     """Write bytes, or anything else as JSON: the file is whole, or as it was."""
     with writing(path) as file:
         file.write(data if isinstance(data, bytes) else (json.dumps(data, indent=2) + "\n").encode())
+
+
+@contextlib.contextmanager
+def new_folder(path):
+    """A folder to write in, which gets its name when all went well; an error leaves nothing under that name."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        for _ in range(50):  # threads of a failed Orbax save still write
+            shutil.rmtree(partial, ignore_errors=True)
+            if not partial.exists():
+                break
+            time.sleep(0.1)
+        raise
+    for part in [*partial.rglob("*"), partial]:  # on disk before the name says that it is whole
+        descriptor = os.open(part, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(partial, path)
 
 
 @contextlib.contextmanager
@@ -377,10 +402,10 @@ def first_line(error):
 
 
 def quiet():
-    """Orbax logs an error that it also raises, and so do its threads."""
+    """Orbax raises an error here, and logs it as well, and so do its threads when they are ended."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    threading.excepthook = lambda _: None
+    threading.excepthook = sys.unraisablehook = lambda _: None
 
 
 def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
@@ -432,23 +457,3 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
     if wrong:
         raise ValueError(f"checkpoint {path} cannot be read: {', '.join(wrong)} differ from what was saved")
     return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
-
-
-@contextlib.contextmanager
-def new_folder(path):
-    """A folder to write in, which gets its name when all went well; an error leaves nothing under that name."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    for part in [*partial.rglob("*"), partial]:  # on disk before the name says that it is whole
-        descriptor = os.open(part, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(partial, path)
