@@ -482,9 +482,9 @@ class Sample:
         cached, L = name != STEPS[0], self.length
         block = self.block_length if cached else 0
         run = md.Run(jnp.dtype("bfloat16"), head_positions=block or self.masks, platform="tpu")
-        rule = sample_dream.Sampling(
-            top_p=0.95, temperature=0.2, eps=0.5, block_length=block, cache="dual" if cached else "", ban_ids=()
-        )
+        # as fill() has it: what is an array of Given does not make another program, and is fixed in the rule
+        how = {"block_length": 1, "cache": "dual"} if cached else {}
+        rule = sample_dream.Sampling(top_p=0.95, temperature=0.2, eps=0.5, ban_ids=(), **how)
         sampler = sample_dream.Sampler(md.graph_of(model, run), model, rule)
         params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), md.param_shapes(model))
         if self.int8:
@@ -500,7 +500,8 @@ class Sample:
             banned_V=array(bool, model.vocab),
             key_B=array(jax.random.key(0).dtype, 1),
             table_SN=array(jnp.int32, size, size + 1),
-            **dict.fromkeys(("steps", "limit", "first", "start", "begun"), count),
+            threshold=array(jnp.float32),
+            **dict.fromkeys(("size", "steps", "limit", "first", "start", "begun"), count),
         )
         if name == STEPS[1]:
             return sample_dream.open_block.lower(params, state, given, sampler=sampler)
