@@ -46,7 +46,7 @@ class Config:
     out: str = "out/train_gpu"  # folder of the run
     resume: str = ""  # folder of a run to go on with, by its own settings; "" starts anew
     model: str = "tiny"  # key of CONFIGS in model_mdlm.py
-    tie: bool = False  # use the embedding as the head, too: fewer parameters
+    tie: bool = False  # use the embedding as the head too, for fewer parameters
     time: bool = True  # give the model the noise level as an input
     seq_len: int = 0  # tokens per row; 0 takes what the data has
     batch_size: int = 64  # rows per optimizer step, all devices together
@@ -61,7 +61,7 @@ class Config:
     loss: typing.Literal["nelbo", "masked_ce"] = "nelbo"  # the bound, or the plain mean over masked tokens
     crop_rate: float = 0.25  # share of rows cut to a random length, so that the model knows short canvases
     ema: float = 0.999  # decay of the averaged weights, less in the beginning; 0 makes them equal the last weights
-    dtype: typing.Literal["", "bfloat16", "float16", "float32"] = ""  # of matmuls; "" is a half on a GPU
+    dtype: typing.Literal["", "bfloat16", "float16", "float32"] = ""  # type of matmuls; "": half on GPUs
     compile: bool = True  # use torch.compile; off runs op by op, for debugging
     fsdp: bool = False  # split weights over the devices (FSDP2) instead of copying them (DDP)
     eval_every: int = 0  # steps between evaluations, each with a sample; 0 is ten times a run
@@ -100,7 +100,9 @@ def find_data(cfg, positions):
     folder = Path(cfg.data or "data/python-padded")
     if not cfg.data and not (folder / "meta.json").exists():
         if dist.is_initialized():
-            raise ValueError("several processes need the same data: python data_prep.py python --rows=padded; --data")
+            raise ValueError(
+                "several processes need data that is there: python data_prep.py python --rows=padded, then --data"
+            )
         print(f"no --data: preparing the Python standard library in {folder}")
         data_prep.main(data_prep.Python(rows="padded", out=str(folder)))
     train, heldout, tokenizer_json = data_prep.open_data(folder, cfg.seq_len)

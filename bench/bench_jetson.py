@@ -35,9 +35,9 @@ import runs
 @dataclasses.dataclass(frozen=True)
 class Config:
     model: str = "small"  # key of CONFIGS in model_mdlm.py
-    lengths: tuple[int, ...] = (64, 128)
-    steps: int = 25
-    rounds: int = 7  # of each contestant, in turn
+    lengths: tuple[int, ...] = (64, 128)  # canvases, in tokens
+    steps: int = 25  # denoising steps
+    rounds: int = 7  # timed samples of each contestant, in turn
     dispatch_us: float = 25.0  # assumed for an eager operator on the Jetson's CPU; enters predictions alone
 
 

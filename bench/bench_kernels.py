@@ -29,10 +29,10 @@ from csrc import ops
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    lengths: tuple[int, ...] = (64, 128, 256)
+    lengths: tuple[int, ...] = (64, 128, 256)  # canvases, in tokens
     model: str = "small"  # key of CONFIGS in model_mdlm.py: width, heads, vocabulary
     calls: int = 50  # calls under one profile
-    rounds: int = 5
+    rounds: int = 5  # profiles of each kernel, of which the median counts
 
 
 ORIN = {"Orin Nano, 15 W": (68.3e9, 10.2e12), "Orin Nano Super": (102.4e9, 16.7e12)}  # bytes/s, dense FP16 FLOP/s

@@ -38,10 +38,10 @@ PROMPTS = [
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    ckpt: str = "out/stories"  # run folder
+    ckpt: str = "out/stories"  # folder of the run
     file: str = "cpu"  # bench/results/<file>.json
     device: str = ""  # what the run ran on; "" is this CPU
-    max_new: int = 100
+    max_new: int = 100  # tokens to fill in each sample
 
 
 def unigram(folder):
