@@ -161,18 +161,11 @@ CONFIGS = {
 # How each parameter lies on a mesh with the axes (data, fsdp, tensor): tensor splits heads, feed-forward, vocabulary;
 # fsdp splits the other side, and is gathered where the weight is used. What is not named is small and whole everywhere.
 SHARDING = {
-    "embed_tokens": PS("tensor", "fsdp"),
-    "q_proj": PS("tensor", "fsdp"),
-    "k_proj": PS("tensor", "fsdp"),
-    "v_proj": PS("tensor", "fsdp"),
-    "q_bias": PS("tensor"),
-    "k_bias": PS("tensor"),
-    "v_bias": PS("tensor"),
-    "o_proj": PS("fsdp", "tensor"),
-    "gate_proj": PS("tensor", "fsdp"),
-    "up_proj": PS("tensor", "fsdp"),
-    "down_proj": PS("fsdp", "tensor"),
-    "lm_head": PS("tensor", "fsdp"),
+    **dict.fromkeys(
+        ("embed_tokens", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"), PS("tensor", "fsdp")
+    ),
+    **dict.fromkeys(("o_proj", "down_proj"), PS("fsdp", "tensor")),
+    **dict.fromkeys(("q_bias", "k_bias", "v_bias"), PS("tensor")),
 }
 BATCH = ("data", "fsdp")  # both axes split the batch
 

@@ -97,15 +97,15 @@ class Given(typing.NamedTuple):
     place_BL: jax.Array  # slots counted from the row's first token
     banned_V: jax.Array
     key_B: jax.Array  # a random key for each row
-    threshold: float
-    size: int  # slots of a block
     steps: int  # how many steps the schedule of a block has
     limit: int  # a block is left after so many steps, whatever is masked in it
     table_SN: jax.Array | None = None  # without a threshold: how many of n masked positions step i fills
     budget_SB: jax.Array | None = None  # with one: how many positions more may be filled from step i on
     commit_S: jax.Array | None = None  # alg="origin": the chance of each masked position to be filled in step i
     u_SBL: jax.Array | None = None  # its uniform numbers, if they are not to be drawn
+    threshold: float = 0.0
     first: int = 0  # first slot of the block
+    size: int = 0  # slots of the block
     start: int = 0  # first slot of the window that is fed in a cached step
     begun: int | jax.Array = 0  # State.step at which the block began
 
@@ -277,8 +277,9 @@ def denoise(params, state, given, cache=None, *, sampler, width=0):
         return scheduled & (i < given.limit) & (has_hooks | jnp.any(sampler.open_positions(state, given)))
 
     def step(carry):
+        state, cache = carry
         # Which positions are masked, and how many of them may be filled now?
-        wanted_BL, most_B = sampler.plan(*carry[:1], given)
+        wanted_BL, most_B = sampler.plan(state, given)
 
         def forward(state, cache):  # feed the tokens, propose one for each masked position, write the surest
             state, new_cache = sampler.forward(model, state, given, cache, wanted_BL, most_B, width)
@@ -288,8 +289,8 @@ def denoise(params, state, given, cache=None, *, sampler, width=0):
             return state._replace(idle=state.idle + 1, left_B=most_B), cache
 
         idle = jnp.all(most_B == 0) & (sampler.logit_hook is None)
-        state, cache = jax.lax.cond(idle, skip, forward, *carry)
-        # Last the caller's hook, texts that have ended, and the history.
+        state, cache = jax.lax.cond(idle, skip, forward, state, cache)
+        # Then the caller's hook, texts that have ended, and the history.
         return sampler.end_step(state, given), cache
 
     return jax.lax.while_loop(unfinished, step, (state, cache))  # the cache too, so that its memory is used again
@@ -494,9 +495,9 @@ def load_tokenizer(folder, cfg):
         raise ValueError(f"the tokenizer of {folder} does not fit: it has {size:,} tokens, the model {cfg.vocab:,}")
     for name in ("mask_id", "eos_id"):
         i = getattr(cfg, name)
-        word = tokenizer.id_to_token(i)
-        if (i not in special or not special[i].special) and (word or name == "eos_id"):
-            raise ValueError(f"the tokenizer of {folder} does not fit: {i}, the model's {name}, is {word!r} in it")
+        token = tokenizer.id_to_token(i)  # MASK needs no name; the end token does
+        if (i not in special or not special[i].special) and (token or name == "eos_id"):
+            raise ValueError(f"the tokenizer of {folder} does not fit: {i}, the model's {name}, is {token!r} in it")
     return tokenizer
 
 
@@ -514,7 +515,7 @@ def chat_template(folder):
         if path.with_name("chat_template.jinja").exists():
             template = path.with_name("chat_template.jinja").read_text()
         if isinstance(template, list):  # several of them, by name
-            template = {one["name"]: one["template"] for one in template}["default"]
+            template = {entry["name"]: entry["template"] for entry in template}["default"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no chat template that can be read: {error!r}") from None
     if not template:
@@ -524,10 +525,10 @@ def chat_template(folder):
     def refuse(message):
         raise jinja2.TemplateError(message)
 
-    named = {f"{name}_token": config.get(f"{name}_token") for name in ("bos", "eos", "pad")}
-    named = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+    special = {f"{name}_token": config.get(f"{name}_token") for name in ("bos", "eos", "pad")}
+    special = {name: token["content"] if isinstance(token, dict) else token for name, token in special.items()}
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"raise_exception": refuse, **named}
+    environment.globals |= {"raise_exception": refuse, **special}
 
     def wrap(prompt, system=""):
         try:

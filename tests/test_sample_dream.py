@@ -328,7 +328,7 @@ def test_bad_input_is_one_clear_line(shallow):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"is|block|window|lie in"):
             sd.Sampling(**settings)
-    with pytest.raises(ValueError, match="ids below 48, not .* up to 48"):
+    with pytest.raises(ValueError, match=r"ids below 48, not .* up to 48"):
         sd.fill(shallow, canvas_BL + 1)
     with pytest.raises(ValueError, match="canvas is a"):
         sd.fill(shallow, canvas_BL[0])
