@@ -43,7 +43,7 @@ import sandbox
 
 @dataclasses.dataclass(frozen=True)
 class DreamFlags:
-    """--model=dream"""
+    """Flags of Dream, --model=dream."""
 
     chat: bool = False  # ask by the chat template, as instruct models want it; for MBPP with --shots=0
     threshold: float = 0.0  # fill at once all positions that are so sure; 0 fills one a pass
@@ -53,7 +53,7 @@ class DreamFlags:
 
 @dataclasses.dataclass(frozen=True)
 class SandboxFlags:
-    """Where programs run, see sandbox.py"""
+    """Where programs run; see sandbox.py."""
 
     runner: typing.Literal["local", "e2b"] = "local"  # this machine, or the service E2B
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b

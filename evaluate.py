@@ -30,7 +30,7 @@ import runs
 
 @dataclasses.dataclass(frozen=True)
 class PythonCoderFlags:
-    """--model=pythoncoder"""
+    """Flags of PythonCoder, --model=pythoncoder."""
 
     all_steps: bool = False  # score every checkpoint of the run
     drafts: int = 16  # held-out prompts that are continued to count accepted draft tokens; 0 leaves it out
@@ -38,7 +38,7 @@ class PythonCoderFlags:
 
 @dataclasses.dataclass(frozen=True)
 class MdlmFlags:
-    """--model=mdlm"""
+    """Flags of MDLM, --model=mdlm."""
 
     draws: int = 8  # noise draws of every row; two at least, for the standard error
     lengths: tuple[int, ...] = (64, 128, 256)  # canvases whose generation is timed

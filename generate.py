@@ -35,21 +35,21 @@ import runs
 
 @dataclasses.dataclass(frozen=True)
 class PythonCoderFlags:
-    """--model=pythoncoder"""
+    """Flags of PythonCoder, --model=pythoncoder."""
 
     speculate: bool = True  # draft every second token with the MTP head
 
 
 @dataclasses.dataclass(frozen=True)
 class MdlmFlags:
-    """--model=mdlm"""
+    """Flags of MDLM, --model=mdlm."""
 
     schedule: typing.Literal["linear", "cosine", "cosine_sq", "even"] = "cosine_sq"  # when how many are unmasked
 
 
 @dataclasses.dataclass(frozen=True)
 class DreamFlags:
-    """--model=dream"""
+    """Flags of Dream, --model=dream."""
 
     alg_temp: float = 0.0  # temperature of the choice of positions; 0 fills the surest
     threshold: float = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
@@ -308,7 +308,7 @@ class CanvasModel:
     """What MDLM and Dream share. The family adds `fill`: the token ids of canvases, their history, and statistics."""
 
     batch_size = sys.maxsize
-    begin, end = (), ()  # ids around a text; the end is left out where the text goes on
+    begin, end = (), ()  # ids around a text; none at the end of masks, where the model writes its own
     wrap = None  # function that writes a prompt as a question in the chat template
 
     def __init__(self, cfg, tokenizer, mask, ends, positions):
@@ -323,13 +323,13 @@ class CanvasModel:
         for first in range(0, len(canvases), self.batch_size):
             batch = canvases[first : first + self.batch_size]
             self.watched, self.shown = batch[0], self.picture(batch[0], batch[0].ids)
-            filled, history, stats = self.fill(batch)
+            filled, history, stats = self.fill(batch)  # the family's sampler
             for i, (canvas, ids) in enumerate(zip(batch, filled, strict=True)):
                 row = self.row_of(canvas, ids)
                 total["tokens"] += row["tokens"]
-                row |= {"forwards": stats["forwards"], "seconds": stats["seconds"], "seed": cfg.seed}  # of the batch
+                row |= {"forwards": stats["forwards"], "seconds": stats["seconds"], "seed": cfg.seed}  # its batch's
                 show(cfg, row, row["text"], first + i + 1 if len(canvases) > 1 else 0)
-                if cfg.html:
+                if cfg.html:  # the kept tokens of the canvas as it was given and after each step
                     kept = [p for p in self.kept(canvas, ids) if p >= canvas.start]
                     histories.append([[step[p] for p in kept] for step in (canvas.ids, *history[i])])
             total |= {name: total[name] + value for name, value in stats.items()}
@@ -342,24 +342,24 @@ class CanvasModel:
     def prepare(self, prompt, suffix):
         """The Canvas of a request."""
         texts, sizes = split_at_masks(prompt, suffix, self.cfg)
-        goes_on, gaps = len(texts) > len(sizes), len(texts) > 1 + bool(suffix)  # behind the last mask
-        if goes_on and self.cfg.dream.chat == "on":
+        ended = len(texts) > len(sizes)  # text follows the last mask
+        if ended and self.cfg.dream.chat == "on":
             raise ValueError("--chat=on answers prompts; a suffix or [MASK:n] is filled in plain text")
-        answer = self.wrap is not None and not goes_on
+        gaps, answer = len(texts) > 1 + bool(suffix), self.wrap is not None and not ended
+        if answer:
+            texts = [self.wrap(prompt)]
         self.tokenizer.encode_special_tokens = not answer  # outside a template the names of special tokens are text
-        encoded = [
-            self.tokenizer.encode(text, add_special_tokens=False).ids
-            for text in ([self.wrap(prompt)] if answer else texts)
-        ]
-        end = self.end if goes_on else ()
+        encoded = [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        end = self.end if ended else ()
         length = len(self.begin) + sum(map(len, encoded)) + sum(sizes) + len(end)
         if length > self.positions:
             advice = "lower --max_new or mask less"
             raise ValueError(f"{length} tokens do not fit the model's {self.positions} positions; {advice}")
         ids = [*self.begin]
-        for text_ids, size in itertools.zip_longest(encoded, sizes, fillvalue=()):
-            ids += [*text_ids, *[self.mask] * (size or 0)]
-        return Canvas(prompt, suffix, [*ids, *end], gaps, answer, ids.index(self.mask) if answer else len(self.begin))
+        for text_ids, size in itertools.zip_longest(encoded, sizes, fillvalue=0):
+            ids += text_ids + [self.mask] * size
+        start = ids.index(self.mask) if answer else len(self.begin)
+        return Canvas(prompt, suffix, [*ids, *end], gaps, answer, start)
 
     def kept(self, canvas, ids):
         """Positions of a filled canvas without what a run of masks holds from its first end token on."""

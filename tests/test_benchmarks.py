@@ -546,7 +546,7 @@ def dream(tmp_path_factory):
 
 
 @needs_tasks
-@pytest.mark.parametrize("model", ["pythoncoder", "mdlm", "dream"])
+@pytest.mark.parametrize("model", [pytest.param("pythoncoder", marks=pytest.mark.slow), "mdlm", "dream"])
 def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model, request, tmp_path, capsys):
     settings = {
         "pythoncoder": {"task": "humaneval", "max_new": 16},
