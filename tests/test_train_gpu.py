@@ -58,14 +58,16 @@ def script(tmp_path_factory):
     """train_gpu.py with that preset, for other processes."""
     path = tmp_path_factory.mktemp("script") / "train.py"
     path.write_text(
-        "import model_mdlm as mdlm, runs, train_gpu\n"
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "import model_mdlm as mdlm, runs, torch, train_gpu\n"
+        "torch.set_num_threads(1)\n"
         f"mdlm.CONFIGS['tiny'] = mdlm.{SMALLER}\n"
         "runs.command(train_gpu.main, train_gpu.Config, '')\n"
     )
     return path
 
 
-ENV = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENV = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def train(data, out, **settings):
@@ -465,7 +467,7 @@ def test_a_time_free_model_with_a_tied_head_trains_and_is_read_again(data, tmp_p
 def test_kill_9_at_twenty_random_moments_always_resumes_to_the_unbroken_losses(script, data, tmp_path):
     out, more = tmp_path / "killed", ("--steps=200", "--eval_every=2", "--eval_rows=8")
     never_killed = [sys.executable, script, *flags(data, tmp_path / "never_killed", *more)]
-    subprocess.run(never_killed, check=True, env=ENV)
+    subprocess.run(never_killed, check=True, env=ENV, capture_output=True)
     first = [sys.executable, script, *flags(data, out, *more)]
     kill_and_resume(first, [*first, f"--resume={out}"])
     assert losses(out) == losses(tmp_path / "never_killed")
