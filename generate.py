@@ -78,7 +78,7 @@ class Config:
     steps: int | None = None  # passes over the canvas: default 64 for MDLM, 0 for Dream: one for each token
     sampler: str = ""  # MDLM: ancestral, max_prob, margin, entropy; Dream: entropy, maskgit_plus, topk_margin, origin
     show_steps: bool = False  # MDLM, Dream: show the canvas after every step
-    html: str = ""  # MDLM, Dream: write a page that shows in which step each token appeared
+    html: str = ""  # MDLM, Dream: write a page that shows in which step each token appeared; .svg: an animation of it
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; "" is float32 on a CPU, else bfloat16
     json: bool = False  # print one JSON line per completion instead of text
     seed: int = 0  # of every random draw
@@ -334,7 +334,8 @@ class CanvasModel:
                     histories.append([[step[p] for p in kept] for step in (canvas.ids, *history[i])])
             total |= {name: total[name] + value for name, value in stats.items()}
         if cfg.html:
-            Path(cfg.html).write_text(page(histories, self.tokenizer, self.mask))
+            draw = animation if cfg.html.endswith(".svg") else page
+            Path(cfg.html).write_text(draw(histories, self.tokenizer, self.mask))
         rate = f"{total['tokens'] / total['seconds']:.1f} tokens/s, {total['forwards']} forward passes"
         compiling = f"; compiling took {total['compile_s']:.1f} s more" if total["compile_s"] else ""
         print(f"{total['tokens']} tokens in {total['seconds']:.2f} s, {rate}{compiling}", file=sys.stderr)
@@ -413,25 +414,62 @@ def split_at_masks(prompt, suffix, cfg):
     return texts, sizes or [cfg.max_new]
 
 
+def tokens_in_order(history, tokenizer, mask):
+    """(text, step in which it appeared) of each token of a canvas; 0 was given. history: token ids after each step."""
+    ids, before = [], ""
+    for tokens in zip(*history, strict=True):
+        ids.append(tokens[-1])
+        text = tokenizer.decode(ids)  # with those before it: a character may take several tokens
+        yield text[len(before) :], next(step for step, token in enumerate(tokens) if token != mask)
+        before = text
+
+
+def colour(step, steps):
+    return f"hsl({220 - 220 * step / max(steps, 1):.0f} 80% 85%)" if step else "#eee"
+
+
 def page(histories, tokenizer, mask):
     """A self-contained HTML page: each text with its tokens coloured by the step in which they appeared."""
     rows = []
     for history in histories:
-        steps, spans, ids_so_far, before = len(history) - 1, [], [], ""
-        for ids in zip(*history, strict=True):  # of one position, step after step
-            born = next(i for i, token in enumerate(ids) if token != mask)
-            ids_so_far.append(ids[-1])
-            text = tokenizer.decode(ids_so_far)
-            shown = html.escape(text[len(before) :])
-            title = f"step {born} of {steps}" if born else "given"
-            colour = f"hsl({220 - 220 * born / max(steps, 1):.0f} 80% 85%)" if born else "#eee"
-            spans.append(f'<span style="background:{colour}" title="{title}">{shown}</span>')
-            before = text
+        steps, spans = len(history) - 1, []
+        for text, step in tokens_in_order(history, tokenizer, mask):
+            title = f"step {step} of {steps}" if step else "given"
+            style = f"background:{colour(step, steps)}"
+            spans.append(f'<span style="{style}" title="{title}">{html.escape(text)}</span>')
         rows.append(f"<p>{''.join(spans)}</p>")
     style = "body{font:18px/1.8 serif;max-width:42em;margin:2em auto;white-space:pre-wrap}small{color:#666}"
     note = "Blue tokens appeared first, red ones last, grey ones were given; point at one to read its step."
     head = f"<!doctype html><meta charset=utf-8><title>Steps</title><style>{style}</style>"
     return f"{head}<body>{''.join(rows)}<small>{note}</small></body>\n"
+
+
+def animation(histories, tokenizer, mask, step_s=0.4, rest_s=3.0):
+    """A self-contained SVG of the same that writes the texts step by step, and again after a rest."""
+    width, height, steps = 8.43, 21, max(map(len, histories)) - 1  # of a letter, of a line
+    total_s = steps * step_s + rest_s
+    shapes, line, longest = [], 0, 0
+    for history in histories:
+        column = 0
+        for text, step in tokens_in_order(history, tokenizer, mask):
+            timing = f'keyTimes="0;{step * step_s / total_s:.3f}" dur="{total_s:.1f}s" calcMode="discrete"'
+            for part in re.split("(\n)", text):  # a token may end a line and begin the next
+                if part == "\n":
+                    line, column = line + 1, 0
+                elif part:
+                    place, size = f'x="{12 + column * width:.1f}"', f'width="{len(part) * width:.1f}" height="18"'
+                    fill = colour(step, steps)
+                    animate = f'<animate {timing} repeatCount="indefinite" attributeName="{{}}" values="{{}}"/>'
+                    animate *= bool(step)  # what was given is there from the beginning
+                    turns, appears = animate.format("fill", f"#aaa;{fill}"), animate.format("opacity", "0;1")
+                    shapes.append(f'<rect {place} y="{8 + line * height}" {size} fill="{fill}">{turns}</rect>')
+                    shapes.append(f'<text {place} y="{22 + line * height}">{html.escape(part)}{appears}</text>')
+                    column += len(part)
+                    longest = max(longest, column)
+        line += 2
+    style = "<style>text{font:14px monospace;white-space:pre}</style><rect width='100%' height='100%' fill='#fff'/>"
+    size = f'viewBox="0 0 {24 + longest * width:.0f} {line * height:.0f}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{style}{"".join(shapes)}</svg>\n'
 
 
 class Mdlm(CanvasModel):
