@@ -370,13 +370,6 @@ class Writer(typing.NamedTuple):
 # from left to right calls finished(token ids so far), which says whether all texts hold what is needed.
 
 
-def load_tokenizer(path):
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower for a file that is broken or not there
-        raise ValueError(f"{path} cannot be read: {error}") from None
-
-
 def load_jax(family, cfg, run, step):
     """(model, function that gives the random key of a batch)."""
     import jax
@@ -390,7 +383,7 @@ def pythoncoder_writer(cfg, run, step):
     import model_pythoncoder as pc
 
     model, key_of_batch = load_jax(pc, cfg, run, step)
-    tokenizer = load_tokenizer(run / "tokenizer.json")
+    tokenizer = runs.read_tokenizer(run)
     eos = tokenizer.token_to_id("<|endoftext|>")
     rule = pc.Sampling(cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size(), -1 if eos is None else eos)
     rule = dataclasses.replace(rule, speculate=model.cfg.mtp)
@@ -436,7 +429,7 @@ def mdlm_writer(cfg, run, step):
     folder = runs.newest(run, step)[1]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = mdlm.load(folder, device, torch.bfloat16 if device == "cuda" else torch.float32)
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    tokenizer = runs.read_tokenizer(folder)
     rule = mdlm.Sampling("max_prob", cfg.max_new, "even", cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size())
 
     def write(prompts, finished, batch):

@@ -167,13 +167,6 @@ def interact(model, end):
             return
 
 
-def load_tokenizer(path):
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower for a file that is broken or not there
-        raise ValueError(f"{path} cannot be read: {error}") from None
-
-
 def jax_dtype(cfg):
     import jax
 
@@ -206,7 +199,7 @@ class PythonCoder:
         dtype = jax_dtype(cfg)
         self.cfg, self.stops, self.key = cfg, [unescape(stop) for stop in cfg.stop], jax.random.key(cfg.seed)
         self.model, step = runs.load(model_pythoncoder, cfg.ckpt, cfg.step, dtype)
-        self.tokenizer = load_tokenizer(Path(cfg.ckpt) / "tokenizer.json")
+        self.tokenizer = runs.read_tokenizer(cfg.ckpt)
         eos = self.tokenizer.token_to_id("<|endoftext|>")
         self.rule = model_pythoncoder.Sampling(
             *(cfg.temperature, cfg.top_k, cfg.top_p),
@@ -484,7 +477,7 @@ class Mdlm(CanvasModel):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = getattr(torch, cfg.dtype or ("bfloat16" if self.device == "cuda" else "float32"))
         self.model = mdlm.load(folder, self.device, dtype)
-        tokenizer = load_tokenizer(folder / "tokenizer.json")
+        tokenizer = runs.read_tokenizer(folder)
         super().__init__(cfg, tokenizer, mdlm.MASK, {mdlm.EOS}, self.model.cfg.positions)
         self.begin, self.end = [mdlm.BOS], [mdlm.EOS]
         settings = cfg.sampler, cfg.steps, cfg.mdlm.schedule, cfg.temperature, cfg.top_k, cfg.top_p

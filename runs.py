@@ -175,10 +175,23 @@ def newest(folder, step=0):
     """(step, path) of a run's newest checkpoint, or of the one asked for. FileNotFoundError says which there are."""
     found = checkpoints(Path(folder))
     if not found or (step and step not in found):
-        there = f"it has {list(found)}" if found else "train one, or name the folder of a run"
+        there = f"it has {list(found)}" if found else "train one, or name the folder of a run or of convert_weights.py"
         raise FileNotFoundError(f"{folder} holds no checkpoint{f' of step {step}' * bool(step)}; {there}")
     step = step or max(found)
     return step, found[step]
+
+
+def read_tokenizer(folder):
+    """The tokenizer in a folder. FileNotFoundError, or ValueError for one that is damaged."""
+    import tokenizers
+
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no tokenizer.json; copy the model's into it")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower for a broken file
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 # ---- a run while it is written -------------------------------------------------------------------------------------

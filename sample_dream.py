@@ -23,10 +23,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
 from flax import nnx
 
 import diffusion
+import runs
 from model_dream import DreamConfig
 
 CONFIDENCE = {"maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "entropy"}
@@ -483,13 +483,7 @@ def load_tokenizer(folder, cfg):
     """The tokenizer in a model's folder. Raises FileNotFoundError, or ValueError for one that is damaged or does not
     fit the model: more tokens than rows, or a MASK or end token of the model that is an ordinary word.
     """
-    path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no tokenizer.json; copy the model's into it")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower for a broken file
-        raise ValueError(f"{path} cannot be read: {error}") from None
+    tokenizer = runs.read_tokenizer(folder)
     size, special = tokenizer.get_vocab_size(), tokenizer.get_added_tokens_decoder()
     if size > cfg.vocab:
         raise ValueError(f"the tokenizer of {folder} does not fit: it has {size:,} tokens, the model {cfg.vocab:,}")

@@ -108,7 +108,7 @@ def find_data(cfg, positions):
     train, heldout, tokenizer_json = data_prep.open_data(folder, cfg.seq_len)
     ids = [train.meta.get(f"{name}_id") for name in ("pad", "bos", "eos", "mask", "unk")]
     if ids != [mdlm.PAD, mdlm.BOS, mdlm.EOS, mdlm.MASK, mdlm.UNK]:
-        raise ValueError(f"{folder} is not for a masked diffusion model; prepare it with data_prep.py --rows=padded")
+        raise ValueError(f"{folder} is not for a masked diffusion model; prepare it with --rows=padded")
     if train.meta["seq_len"] > positions:
         found = f"rows of {train.meta['seq_len']} tokens, the model {positions} positions"
         raise ValueError(f"{folder} has {found}; prepare it again with a smaller --seq_len")

@@ -26,7 +26,9 @@ def test_rate_times_weight_is_the_slope_which_integrates_to_one():
 
 def test_strata_of_float64_times_are_float64_in_every_library():
     u = np.random.default_rng(0).random(3)
-    np.testing.assert_allclose(diffusion.antithetic_times(torch.from_numpy(u)), diffusion.antithetic_times(u), rtol=1e-15)
+    np.testing.assert_allclose(
+        diffusion.antithetic_times(torch.from_numpy(u)), diffusion.antithetic_times(u), rtol=1e-15
+    )
 
 
 @pytest.mark.parametrize("schedule", diffusion.SCHEDULES)

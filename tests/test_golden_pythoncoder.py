@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from test_model_pythoncoder import stack_layers
 
 import model_pythoncoder as pc
 import runs
-from test_model_pythoncoder import stack_layers
 
 pytestmark = pytest.mark.golden
 

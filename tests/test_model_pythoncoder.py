@@ -234,7 +234,7 @@ def test_long_texts_switch_to_the_yarn_table():
 
 
 def stack_layers(flat, cfg):
-    """Parameters named "layers.3.wq", "mtp.proj", ... (of a .npz, another framework) as our tree, the layers stacked."""
+    """Parameters named "layers.3.wq", "mtp.proj", ... (a .npz of another framework) as our tree, layers stacked."""
     flat = {**flat}
     for name in [name for name in flat if name.startswith("layers.0.")]:
         layers = [flat.pop(f"layers.{i}.{name[9:]}", None) for i in range(cfg.layers)]
