@@ -354,7 +354,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(data, unbroken, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))  # a write beyond it fails, as on a full disk
 
     result = run("train_tpu.py", f"--resume={out}", "--steps=14", "--compile_cache=", preexec_fn=small_files)
-    says(result, "was not written", "steps [")
+    says(result, "was not written", "from [")
     assert runs.load(pc, out)[1] == 12
 
 
