@@ -50,7 +50,8 @@ def command(main, config_class, doc, machine=()):
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
-        ours = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent
+        folder, here = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent, Path(__file__).parent
+        ours = folder in (here, here / "bench")
         if sys.flags.dev_mode or not (ours or isinstance(error, OSError)):
             raise
         print(str(error) or repr(error), file=sys.__stderr__)

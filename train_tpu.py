@@ -93,11 +93,6 @@ class Config:
     compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
     seed: int = 0  # initial weights, row order, dropout, noise
 
-    def __post_init__(self):  # in a run's config.json the groups are dictionaries
-        for name, group in (("coder", Coder), ("dream", Dream)):
-            if isinstance(getattr(self, name), dict):
-                object.__setattr__(self, name, group(**getattr(self, name)))
-
 
 MACHINE = ("hosts", "micro_batch", "fsdp", "tensor")  # settings that --resume does not take from the run
 PRESETS = pc.CONFIGS | {f"dream_{name}": preset for name, preset in md.CONFIGS.items()}
