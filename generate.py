@@ -450,19 +450,22 @@ def animation(histories, tokenizer, mask, step_s=0.4, rest_s=3.0):
                 if part == "\n":
                     line, column = line + 1, 0
                 elif part:
-                    place, size = f'x="{12 + column * width:.1f}"', f'width="{len(part) * width:.1f}" height="18"'
+                    place, wide = f'x="{12 + column * width:.1f}"', f"{len(part) * width:.1f}"
                     fill = colour(step, steps)
                     animate = f'<animate {timing} repeatCount="indefinite" attributeName="{{}}" values="{{}}"/>'
                     animate *= bool(step)  # what was given is there from the beginning
                     turns, appears = animate.format("fill", f"#aaa;{fill}"), animate.format("opacity", "0;1")
-                    shapes.append(f'<rect {place} y="{8 + line * height}" {size} fill="{fill}">{turns}</rect>')
-                    shapes.append(f'<text {place} y="{22 + line * height}">{html.escape(part)}{appears}</text>')
+                    box = (
+                        f'<rect {place} y="{8 + line * height}" width="{wide}" height="18" fill="{fill}">{turns}</rect>'
+                    )
+                    letters = f'textLength="{wide}">{html.escape(part)}{appears}</text>'
+                    shapes.append(f'{box}<text {place} y="{22 + line * height}" {letters}')
                     column += len(part)
                     longest = max(longest, column)
         line += 2
-    style = "<style>text{font:14px monospace;white-space:pre}</style><rect width='100%' height='100%' fill='#fff'/>"
-    size = f'viewBox="0 0 {24 + longest * width:.0f} {line * height:.0f}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{style}{"".join(shapes)}</svg>\n'
+    style = "<style>text{font:14px monospace}</style><rect width='100%' height='100%' fill='#fff'/>"
+    size = f'width="{24 + longest * width:.0f}" height="{line * height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" {size}>{style}{"".join(shapes)}</svg>\n'
 
 
 class Mdlm(CanvasModel):

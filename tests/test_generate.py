@@ -206,6 +206,21 @@ def test_mdlm_shows_its_steps_in_the_terminal_and_as_a_page(stories, capsys, tmp
     assert re.search(r"title=.step \d of \d", text)
 
 
+def test_an_animation_writes_every_token_at_its_place_in_its_step():
+    class Letters:  # a tokenizer of one letter a token
+        @staticmethod
+        def decode(ids):
+            return "".join(map(chr, ids))
+
+    history = [[ord(letter) for letter in text] for text in ("a??\n?", "a?<\n?", "ab<\nc")]
+    tree = ElementTree.fromstring(generate.animation([history], Letters, ord("?"), step_s=1.0, rest_s=2.0))
+    texts = [node for node in tree if node.tag.endswith("text")]
+    assert [node.text for node in texts] == ["a", "b", "<", "c"]
+    assert [node.get("y") for node in texts] == ["22", "22", "22", "43"]  # c is on the next line
+    starts = [[child.get("keyTimes") for child in node] for node in texts]
+    assert starts == [[], ["0;0.500"], ["0;0.250"], ["0;0.500"]]  # of 4 seconds; a was given
+
+
 def test_mdlm_cuts_a_completion_at_a_stop_string(stories, capsys):
     settings = {"prompt": "Once", "max_new": 12, "steps": 12, "temperature": 0.0}
     text = mdlm_says(capsys, stories, **settings)[0].rstrip("\n")
