@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
