@@ -129,7 +129,7 @@ def main(cfg):
         return
     device = torch.device("cuda")
     if reason := ops.why_not(device):
-        sys.exit(reason)
+        raise RuntimeError(reason)
     name = torch.cuda.get_device_name()
     for L in cfg.lengths:
         for kernel, ours, theirs, exact in pairs(L, preset):
@@ -137,7 +137,9 @@ def main(cfg):
             if exact is not None:
                 errors = [(run().double().flatten() - exact.flatten()).abs().max().item() for run in (ours, theirs)]
                 if errors[0] > max(2 * errors[1], 1e-4):
-                    sys.exit(f"{kernel} at length {L}: error {errors[0]:.2g}, PyTorch's {errors[1]:.2g}; not timed")
+                    raise RuntimeError(
+                        f"{kernel} at length {L}: error {errors[0]:.2g}, PyTorch's {errors[1]:.2g}; not timed"
+                    )
             timed = [(profiled(theirs, cfg.calls), profiled(ours, cfg.calls)) for _ in range(cfg.rounds)]
             ratios = sorted(a[0] / b[0] for a, b in timed)
             record(
