@@ -333,6 +333,7 @@ def test_usable_memory_is_what_the_compiler_says(compiled):
 # ---- our programs --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_line_compiles_a_small_train_step(tmp_path):
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs the TPU compiler: pip install libtpu")

@@ -595,6 +595,7 @@ def sums(out, round):
     return json.loads((out / f"checkpoints/{round}/meta/metadata").read_text())["sums"]
 
 
+@pytest.mark.slow
 def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp_path, capsys):
     out = tmp_path / "run"
     grpo.main(config(folder, out, rounds=10, heldout=str(folder / "heldout.jsonl"), eval_every=10, show=True))
@@ -750,6 +751,7 @@ def flags(cfg, prefix=""):
     return found
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_with_the_settings_of_a_run_and_says_in_a_line_what_is_wrong(folder, tmp_path):
     cfg = config(folder, tmp_path / "run", rounds=1, threshold=0.6)
     grpo.main(cfg)

@@ -349,6 +349,7 @@ def test_steps_that_cannot_change_anything_cost_no_pass(shallow):
     assert (got != MASK).all()
 
 
+@pytest.mark.slow
 def test_eight_devices_give_the_tokens_of_one(shallow):
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     params = params_of(shallow.cfg)

@@ -185,6 +185,7 @@ def test_scores_of_micro_batches_add_up_to_those_of_all_rows():
         assert sum(part[name] for part in parts).item() == pytest.approx(value.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_eight_sequences_are_learned_by_heart_in_seconds():
     torch.manual_seed(0)
     cfg, rng = train_gpu.Config(steps=400, lr=3e-3, warmup=20, weight_decay=0.0), np.random.default_rng(0)

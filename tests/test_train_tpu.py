@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import pytest
 import tokenizers
-from conftest import command, kill_and_resume, losses, run, says
+from conftest import AS_A_USER, command, kill_and_resume, losses, run, says
 from flax import nnx
 
 import data_prep
@@ -177,6 +177,7 @@ def test_thirty_steps_on_one_batch_learn_it_by_heart():
     assert history[-1] < 1.6
 
 
+@pytest.mark.slow
 def test_splitting_a_step_into_micro_batches_changes_nothing(data):
     cfg = pc.Config(vocab=640, width=64, layers=2, heads=4, kv_heads=2, head_size=16, ffn=128, positions=64)
     rows = data_prep.Rows(data, "train").read(np.arange(8))
@@ -259,7 +260,7 @@ def test_resuming_before_the_first_checkpoint_starts_at_step_0_with_the_runs_set
 
 def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(data, unbroken, tmp_path):
     out = tmp_path / "run"
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | AS_A_USER | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
     first = command(*flags(data, out, "--steps=12", "--eval_every=4"))
     process = subprocess.Popen(first, stdout=subprocess.PIPE, env=env)
     for line in process.stdout:
@@ -510,7 +511,7 @@ def test_weight_decay_leaves_out_the_biases_and_norms_of_dream():
 @pytest.mark.slow
 def test_two_processes_train_as_one(data, unbroken, tmp_path):
     out, port = tmp_path / "run", 20_000 + os.getpid() % 20_000
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | AS_A_USER | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     more = ["--steps=12", "--eval_every=4"]
     both = [
         subprocess.Popen(command(*flags(data, out, f"--hosts=localhost:{port},2,{i}", *more)), env=env, stdout=-1)
