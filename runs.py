@@ -206,7 +206,7 @@ class Run:
 
     def __init__(self, cfg, unit="step", rank=0):
         self.cfg, self.out, self.unit, self.rank = cfg, Path(cfg.out), unit, rank
-        self.signal = ""  # name of the signal that asks the run to stop
+        self.signal = ""  # name of the signal that asks the run to stop, which came asked_at
         self.tracker = None
         self.exits = contextlib.ExitStack()
 
@@ -246,9 +246,12 @@ class Run:
             self.exits.callback(self.tracker.finish)
 
     def on_signal(self, number, frame):
-        if self.signal:
+        now = time.monotonic()
+        if not self.signal:
+            self.signal, self.asked_at = signal.Signals(number).name, now
+            print(f"{self.signal}: saving after this {self.unit}; once more to end at once", file=sys.stderr)
+        elif now - self.asked_at > 1:  # torchrun hands on a Ctrl-C that its processes have had already
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number).name
 
     def log(self, row):
         """Print a row of metrics and append it to log.jsonl, the source of every plot and table."""
