@@ -319,8 +319,9 @@ def test_the_shell_gets_one_line_and_a_resumed_run_its_own_settings(data, tmp_pa
     process.stdout.read()
     error = process.stderr.read()
     assert process.wait() == 1
-    assert error.startswith("SIGTERM: saved step ")
-    assert error.count("\n") == 1
+    asked, saved = error.splitlines()
+    assert asked == "SIGTERM: saving after this step; once more to end at once"
+    assert saved.startswith("SIGTERM: saved step ")
     result = run("train_gpu.py", f"--resume={out}")
     assert result.returncode == 0, result.stderr
     assert list(losses(out)) == list(range(1, 9))
