@@ -442,6 +442,10 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
     converted = (folder / "meta.json").is_file()
     if converted:
         meta = read_json(folder / "meta.json", "sums")
+    elif any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"{folder} is in the Hub's form; convert it: python convert_weights.py --source={folder} --out=DIR"
+        )
     else:
         step, path = newest(folder, step)
         meta = read_json(path / "meta" / "metadata", "model", "sums")

@@ -239,6 +239,13 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(saved, tmp_path):
         checkpoints.restore(state)
 
 
+def test_a_folder_from_the_hub_is_to_be_converted_first(tmp_path):
+    pytest.importorskip("jax")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="is in the Hub's form; convert it: python convert_weights"):
+        runs.load(None, tmp_path)
+
+
 def test_names_and_shapes_that_do_not_fit_are_listed():
     with pytest.raises(
         ValueError, match=r"x do not fit the model: b has shape \(2,\), not \(3,\); missing a; unexp"
