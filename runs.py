@@ -50,6 +50,7 @@ def command(main, config_class, doc, machine=()):
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
+        # Whose line raised it? Only what this project says on purpose is short.
         folder, here = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent, Path(__file__).parent
         ours = folder in (here, here / "bench")
         if sys.flags.dev_mode or not (ours or isinstance(error, OSError)):
@@ -142,7 +143,8 @@ def new_folder(path):
                 break
             time.sleep(0.1)
         raise
-    for part in [*partial.rglob("*"), partial]:  # on disk before the name says that it is whole
+    # Everything is on disk before the name says that it is complete.
+    for part in [*partial.rglob("*"), partial]:
         descriptor = os.open(part, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
@@ -231,6 +233,7 @@ class Run:
         if self.rank:
             return
         for path in (self.out / name for name in logs if (self.out / name).exists()):
+            # A line that a kill cut short has no newline.
             lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
             write(path, "".join(line for line in lines if json.loads(line)[self.unit] <= first).encode())
         write(self.out / "config.json", settings)
@@ -348,6 +351,7 @@ class Checkpoints:
         from orbax.checkpoint import checkpoint_managers as kept
 
         quiet()
+        # What is kept of old checkpoints: a step stays if any of these rules wants it.
         policy = [kept.LatestN(keep), kept.CustomSteps(list(always))]
         if best:
             lowest = {"get_metric_fn": lambda metrics: metrics[best], "reverse": True, "n": 1}
@@ -364,6 +368,7 @@ class Checkpoints:
     def save(self, step, state, meta, metrics=None):
         """Start to save a dictionary of trees, with what meta holds as JSON; waits for the save before it."""
         self.wait()
+        # The checksums are of what is in memory now: restore() compares them with what the disk gives back.
         items = {name: self.args.StandardSave(tree) for name, tree in state.items() if tree}
         items["meta"] = self.args.JsonSave(meta | {"sums": bit_sums(state)})
         try:
@@ -425,56 +430,68 @@ def quiet():
     threading.excepthook = sys.unraisablehook = lambda _: None
 
 
+def find_weights(folder, step=0):
+    """(path, meta, step) of the weights that Orbax holds in a folder: a run's newest step, or what was converted."""
+    if (folder / "meta.json").is_file():  # written by convert_weights.py
+        return folder, read_json(folder / "meta.json", "sums"), step
+    if any(folder.glob("*.safetensors")):
+        advice = f"convert it: python convert_weights.py --source={folder} --out=DIR"
+        raise ValueError(f"{folder} is in the Hub's form; {advice}")
+    step, path = newest(folder, step)
+    if (path / "adapters").is_dir():
+        advice = f"the whole model is in {folder}/merged when the run has ended"
+        raise ValueError(f"{path} holds what LoRA learnt; {advice}")
+    return path, read_json(path / "meta" / "metadata", "model", "sums"), step
+
+
 def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
     """(model, step) of a run of train_tpu.py, or of a folder of convert_weights.py (step 0).
 
     family is model_dream or model_pythoncoder. dtype None keeps the stored one; step 0 takes the newest. With a mesh
-    each device reads its own part of every parameter. With int8 (Dream) matrices are quantised as they are read, a
-    layer at a time, and dtype is that of the rest: the stored model is never whole in memory beside another form of it.
-    Raises ValueError or FileNotFoundError.
+    each device reads its own part of every parameter. With int8 (Dream) matrices are quantised as they are read, and
+    dtype is that of the rest. Raises ValueError or FileNotFoundError.
     """
     import jax
-    import orbax.checkpoint as ocp
     from flax import nnx
 
     quiet()
-    folder = path = Path(folder).absolute()
-    converted = (folder / "meta.json").is_file()
-    if converted:
-        meta = read_json(folder / "meta.json", "sums")
-    elif any(folder.glob("*.safetensors")):
-        raise ValueError(
-            f"{folder} is in the Hub's form; convert it: python convert_weights.py --source={folder} --out=DIR"
-        )
-    else:
-        step, path = newest(folder, step)
-        meta = read_json(path / "meta" / "metadata", "model", "sums")
-        if (path / "adapters").is_dir():
-            raise ValueError(
-                f"{path} holds what LoRA learnt; the whole model is in {folder}/merged when the run has ended"
-            )
+    folder = Path(folder).absolute()
+    path, meta, step = find_weights(folder, step)
     cfg = family.read_config(folder, meta)
-    sums = {name.removeprefix("params."): value for name, value in meta["sums"].items()}
-    shapes = family.param_shapes(cfg)
-    one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    layout = family.shardings(mesh, shapes) if mesh else jax.tree.map(lambda _: one_device, shapes)
     stored = jax.numpy.dtype(meta.get("dtype", "float32"))
     dtype = jax.numpy.dtype(dtype or stored)
+
+    # Shape, type and place of every parameter, before any is read.
+    shapes = family.param_shapes(cfg)
+    first_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    layout = family.shardings(mesh, shapes) if mesh else jax.tree.map(lambda _: first_device, shapes)
     like = flatten(jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, stored, sharding=at), shapes, layout))
-    params, wrong = {}, []
-    for _, names in itertools.groupby(like, lambda name: name.rpartition(".")[0]):  # a layer
-        item = unflatten({name: like[name] for name in names})
-        how = ocp.checkpoint_utils.construct_restore_args(item)
-        try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                arguments = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
-                item = checkpointer.restore(path / "params", args=arguments)
-        except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
-            raise ValueError(f"checkpoint {path} cannot be read: {first_line(error)}") from None
-        wrong += [name for name, value in bit_sums(item).items() if value != sums.get(name)]
-        for name, x in flatten(item).items():
-            params[name] = family.quantise(x) if int8 and x.ndim == 2 else x.astype(dtype)
-        del item, x  # before the next layer comes
-    if wrong:
-        raise ValueError(f"checkpoint {path} cannot be read: {', '.join(wrong)} differ from what was saved")
+
+    def convert(x):
+        return family.quantise(x) if int8 and x.ndim == 2 else x.astype(dtype)
+
+    # A layer at a time: the stored model is never whole in memory beside another form of it.
+    sums = {name.removeprefix("params."): value for name, value in meta["sums"].items()}
+    params, damaged = {}, []
+    for _, names in itertools.groupby(like, lambda name: name.rpartition(".")[0]):
+        layer = read_arrays(path, {name: like[name] for name in names})
+        damaged += [name for name, value in bit_sums(unflatten(layer)).items() if value != sums.get(name)]
+        params |= {name: convert(layer.pop(name)) for name in list(layer)}
+    if damaged:
+        raise ValueError(f"checkpoint {path} cannot be read: {', '.join(damaged)} differ from what was saved")
     return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
+
+
+def read_arrays(path, like):
+    """The arrays {name: ShapeDtypeStruct} of an Orbax checkpoint, each on the devices that its sharding names."""
+    import orbax.checkpoint as ocp
+
+    item = unflatten(like)
+    how = ocp.args.PyTreeRestore(
+        item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
+    )
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            return flatten(checkpointer.restore(path / "params", args=how))
+    except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
+        raise ValueError(f"checkpoint {path} cannot be read: {first_line(error)}") from None

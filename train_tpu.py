@@ -132,10 +132,9 @@ def pick_model(cfg, devices):
     if not name:
         name = "tiny" if memory is None else "small"
         for larger in ("300m", "1b") if memory else ():
-            state = (
-                18 * pc.count_params(pc.CONFIGS[larger])["total"]
-            )  # weights, moments, gradients, their sum, in bytes
-            if state / 2**30 / len(devices) + 8 <= memory:
+            # 18 bytes a parameter: weights, moments, gradients and their sum; 8 GiB for activations.
+            state_gib = 18 * pc.count_params(pc.CONFIGS[larger])["total"] / 2**30
+            if state_gib / len(devices) + 8 <= memory:
                 name = larger
     if name not in PRESETS:
         raise ValueError(f"--model={name}: not one of {', '.join(PRESETS)}")
@@ -148,9 +147,8 @@ def pick_mesh(cfg, model, devices):
     tensor = cfg.tensor
     fsdp = cfg.fsdp or max(1, len(devices) // tensor)
     if len(devices) % (tensor * fsdp):
-        raise ValueError(
-            f"{len(devices)} devices do not divide into fsdp {fsdp} x tensor {tensor}; choose --fsdp, --tensor"
-        )
+        raise ValueError(f"{len(devices)} devices do not divide by --fsdp={fsdp} times --tensor={tensor}")
+    # (size, devices that share it) of what is split.
     parts = {
         "key/value groups": (model.kv_heads // getattr(model, "maps", 1), tensor),
         "feed-forward width": (model.ffn, tensor),
@@ -175,7 +173,7 @@ def pick_batch(cfg, model, copies, on_cpu):
         raise ValueError(f"--batch_size={batch} does not divide over {copies} devices; try {nearest}")
     rows = batch // copies
     most = min(rows, MICRO_BATCH.get(cfg.model.removeprefix("dream_"), 1))
-    micro = cfg.micro_batch or next(m for m in range(most, 0, -1) if rows % m == 0)
+    micro = cfg.micro_batch or max(m for m in range(1, most + 1) if rows % m == 0)
     if rows % micro:
         raise ValueError(f"--micro_batch={micro} does not divide the {rows} rows of a device; try a divisor of {rows}")
     return seq_len, batch, micro
@@ -210,11 +208,14 @@ def resolve(cfg, devices):
 def plan(cfg, model, rows):
     """(cfg with the length of the run and its learning rate, steps of an epoch); prints them."""
     counts = family_of(cfg).count_params(model)
+    # Length: whole epochs, unless --steps says otherwise.
     per_epoch = rows.total // cfg.batch_size
     steps = cfg.steps or max(1, round(cfg.epochs * per_epoch))
+    # Small models bear larger steps; what goes on from a trained one takes a tenth.
     peak = float(np.clip(3e-4 * math.sqrt(1.5e9 / counts["total"]), 1e-4, 3e-3)) / (10 if cfg.dream.init else 1)
     lr = cfg.lr or peak
     warmup = cfg.warmup or min(2000, max(1, steps // 10))
+    # Evaluations divide an epoch evenly, so that its end is one of them.
     evals = max(1, round(per_epoch / min(1000, max(50, steps // 10))))  # in an epoch
     eval_every = cfg.eval_every or -(-per_epoch // evals)
     cfg = dataclasses.replace(cfg, steps=steps, lr=lr, warmup=warmup, eval_every=eval_every)
@@ -259,9 +260,7 @@ def find_data(cfg, model):
         advice = "lower --batch_size or add data"
         raise ValueError(f"{folder} has {train.total} training rows, a step takes {cfg.batch_size}; {advice}")
     if family_of(cfg) is pc and len(train.columns) > 3:
-        raise ValueError(
-            f"{folder} holds pairs, whose prompts PythonCoder would learn too; they are for --model=dream_..."
-        )
+        raise ValueError(f"{folder} holds pairs, which are for --model=dream_...: PythonCoder would learn prompts too")
     if family_of(cfg) is pc and train.meta["vocab_size"] > model.vocab:
         size, advice = train.meta["vocab_size"], f"prepare it again with --vocab_size={model.vocab}"
         raise ValueError(f"{folder} has {size:,} token ids, the model {model.vocab:,}; {advice}")
