@@ -203,11 +203,12 @@ def read_tokenizer(folder):
 class Run:
     """The folder cfg.out, locked. cfg has out, resume and wandb; unit is what the run counts: "step" or "round".
 
-    Of several processes each has its own Run with its rank; only that of rank 0 writes and prints.
+    Of several processes each has its own Run with its rank; only that of rank 0 writes and prints. With hosts > 1,
+    processes of JAX, SIGTERM belongs to jax.distributed, which tells all of them at which step to stop.
     """
 
-    def __init__(self, cfg, unit="step", rank=0):
-        self.cfg, self.out, self.unit, self.rank = cfg, Path(cfg.out), unit, rank
+    def __init__(self, cfg, unit="step", rank=0, hosts=1):
+        self.cfg, self.out, self.unit, self.rank, self.hosts = cfg, Path(cfg.out), unit, rank, hosts
         self.signal = ""  # name of the signal that asks the run to stop, which came asked_at
         self.tracker = None
         self.exits = contextlib.ExitStack()
@@ -228,7 +229,7 @@ class Run:
 
         What a killed run logged after step `first`, its last checkpoint, is cut off: it will be logged again.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGINT,) if self.hosts > 1 else (signal.SIGTERM, signal.SIGINT):
             self.exits.callback(signal.signal, number, signal.signal(number, self.on_signal))
         if self.rank:
             return
@@ -253,6 +254,8 @@ class Run:
         if not self.signal:
             self.signal, self.asked_at = signal.Signals(number).name, now
             print(f"{self.signal}: saving after this {self.unit}; once more to end at once", file=sys.stderr)
+            if self.hosts > 1:
+                os.kill(os.getpid(), signal.SIGTERM)
         elif now - self.asked_at > 1:  # torchrun hands on a Ctrl-C that its processes have had already
             raise KeyboardInterrupt
 
@@ -364,6 +367,10 @@ class Checkpoints:
     def newest(self):
         """The newest step, None without any."""
         return self.manager.latest_step()
+
+    def preempted(self, step):
+        """Of several hosts one was asked to stop (SIGTERM), and this is the step at which all of them do."""
+        return self.manager.reached_preemption(step)
 
     def save(self, step, state, meta, metrics=None):
         """Start to save a dictionary of trees, with what meta holds as JSON; waits for the save before it."""

@@ -20,7 +20,10 @@ Letters: A micro-batches of a step, B rows of a micro-batch, L length, V vocabul
 
 import dataclasses
 import functools
+import hashlib
+import json
 import math
+import os
 import queue
 import threading
 import time
@@ -33,6 +36,7 @@ import numpy as np
 import optax
 import tokenizers
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as PS
 
@@ -94,6 +98,7 @@ class Config:
     seed: int = 0  # initial weights, row order, dropout, noise
 
 
+OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")  # may differ between hosts
 MACHINE = ("hosts", "micro_batch", "fsdp", "tensor")  # settings that --resume does not take from the run
 PRESETS = pc.CONFIGS | {f"dream_{name}": preset for name, preset in md.CONFIGS.items()}
 
@@ -117,7 +122,7 @@ def device_memory_gib(device):
     if device.platform == "tpu" and "v6" in device.device_kind:
         return 31.24  # also for a compile-only device, which cannot be asked
     try:
-        return device.memory_stats()["bytes_limit"] / 2**30
+        return jax.local_devices()[0].memory_stats()["bytes_limit"] / 2**30  # another host's cannot be asked
     except (TypeError, KeyError, jax.errors.JaxRuntimeError):
         return 15.75
 
@@ -647,10 +652,32 @@ class Meter:
         return row | {"eta_min": (self.cfg.steps - step) / rate / 60, "skipped": self.skipped}
 
 
+def check_hosts(out, settings):
+    """The same ValueError on all hosts if one has other settings or data than host 0, or does not see its files."""
+    marker, digest = out / ".hosts", hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
+    mine = np.frombuffer(digest[:8] + os.urandom(4), np.int32)
+    first = multihost_utils.broadcast_one_to_all(mine)
+    if jax.process_index() == 0:
+        runs.write(marker, {"run": int(mine[2])})
+    multihost_utils.sync_global_devices("marker written")
+    sees = False
+    for _ in range(20):  # a network disk can take seconds to show a new file
+        sees = sees or (marker.is_file() and runs.read_json(marker).get("run") == int(first[2]))
+        time.sleep(0 if sees else 0.5)
+    equal_H, sees_H = multihost_utils.process_allgather(np.array([(mine[:2] == first[:2]).all(), sees])).T
+    if not equal_H.all():
+        raise ValueError(f"hosts {np.flatnonzero(~equal_H).tolist()} have other settings or data than host 0")
+    if not sees_H.all():
+        advice = "--out has to be on a disk that all hosts share, or in a bucket (gs://...)"
+        raise ValueError(f"hosts {np.flatnonzero(~sees_H).tolist()} do not see what host 0 wrote to {out}: {advice}")
+
+
 def main(cfg):
     if cfg.hosts:
         address, *rest = cfg.hosts.split(",")
-        jax.distributed.initialize(*([] if cfg.hosts == "auto" else [address, *map(int, rest)]))
+        jax.distributed.initialize(
+            *([] if cfg.hosts == "auto" else [address, *map(int, rest)]), heartbeat_timeout_seconds=30
+        )
     if cfg.compile_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
     # Choose what was left open, first by the device, then by the data.
@@ -663,7 +690,11 @@ def main(cfg):
     cfg, per_epoch = plan(cfg, model, train)
     epoch_ends = range(per_epoch, cfg.steps + 1, per_epoch)
 
-    with runs.Run(cfg, rank=jax.process_index()) as folder:
+    hosts = jax.process_count()
+    with runs.Run(cfg, rank=jax.process_index(), hosts=hosts) as folder:
+        if hosts > 1:
+            same = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in OF_A_HOST}
+            check_hosts(folder.out, [same, dataclasses.asdict(model), train.meta["fingerprint"]])
         tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
         trainer = Trainer(cfg, model, run, mesh, train, heldout, tokenizer)
         checkpoints = runs.Checkpoints(folder.out, cfg.keep, always=epoch_ends, best="heldout_nats")
@@ -689,14 +720,17 @@ def main(cfg):
 
             # Held-out rows and a sample; the checkpoint is written while the next steps run.
             evaluates = done % cfg.eval_every == 0 or done in epoch_ends or done == cfg.steps
-            if evaluates or folder.signal:
+            asked = checkpoints.preempted(done) if hosts > 1 else folder.signal  # SIGTERM or Ctrl-C
+            if evaluates or asked:
                 scores = trainer.score() if evaluates else None
                 checkpoints.save(done, trainer.state, trainer.meta(done, meter.skipped), scores)
             if evaluates:
                 folder.log({"step": done, **scores, **trainer.sample(folder.out / "samples.txt", done)})
                 meter.restart(done)  # their time is not the steps'
-            if folder.signal:  # Ctrl-C or SIGTERM
-                checkpoints.wait()
+            if asked:
+                checkpoints.close()
+                if hosts > 1:
+                    jax.distributed.shutdown()  # waits for the others: all have saved
                 folder.leave(done)
         checkpoints.close()
     flags = f"--model=dream --ckpt={cfg.out}" if family_of(cfg) is md else f"--ckpt={cfg.out}"

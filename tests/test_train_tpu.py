@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sysconfig
+import time
 from pathlib import Path
 
 import jax
@@ -532,3 +533,72 @@ def test_kill_9_at_twenty_random_moments_always_resumes_to_the_unbroken_losses(d
     resume = flags(data, out, *more, f"--resume={out}")
     kill_and_resume(command(*flags(data, out, *more)), command(*resume))
     assert losses(out) == losses(tmp_path / "unbroken")
+
+
+def two_hosts(data, outs, *more):
+    """Two processes that train together, host i in the folder outs[i]."""
+    port = 20_000 + (os.getpid() * 7 + int(time.time() * 10)) % 20_000
+    env = os.environ | AS_A_USER | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    pipes = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    hosts = [f"--hosts=localhost:{port},2,{i}" for i in (0, 1)]
+    both = zip(outs, hosts, strict=True)
+    return [subprocess.Popen(command(*flags(data, out, host, *more)), **pipes) for out, host in both]
+
+
+def wait_for_step(process, step):
+    for line in process.stdout:
+        if line.startswith(f"step {step} "):
+            return
+    raise AssertionError(process.stderr.read())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [0, 1])
+def test_sigterm_to_one_of_two_hosts_saves_on_both_and_the_run_goes_on(data, unbroken, tmp_path, asked):
+    out, more = tmp_path / "run", ("--steps=12", "--eval_every=4")
+    both = two_hosts(data, [out, out], *more)
+    wait_for_step(both[0], 5)
+    both[asked].send_signal(signal.SIGTERM)
+    for process in both:
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 1, error
+        assert "Traceback" not in error
+        assert f"go on with --resume={out}" in error.splitlines()[-1]
+    both = two_hosts(data, [out, out], *more, f"--resume={out}")
+    assert [(p.communicate(timeout=300), p.returncode)[1] for p in both] == [0, 0]
+    for step, want in losses(unbroken[0]).items():
+        np.testing.assert_allclose(losses(out)[step], want, rtol=2e-3)
+
+
+@pytest.mark.slow
+def test_hosts_that_share_no_disk_all_say_so_before_the_first_step(data, tmp_path):
+    both = two_hosts(data, [tmp_path / "a", tmp_path / "b"], "--steps=4")
+    for process in both:
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "hosts [1] do not see what host 0 wrote" in error.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_killed_host_ends_the_others_and_the_run_goes_on(data, unbroken, tmp_path):
+    out, more = tmp_path / "run", ("--steps=12", "--eval_every=4")
+    both = two_hosts(data, [out, out], *more)
+    wait_for_step(both[0], 6)
+    both[1].kill()
+    assert [(p.communicate(timeout=120), p.returncode)[1] != 0 for p in both] == [True, True]
+    both = two_hosts(data, [out, out], *more, f"--resume={out}")
+    assert [(p.communicate(timeout=300), p.returncode)[1] for p in both] == [0, 0]
+    for step, want in losses(unbroken[0]).items():
+        np.testing.assert_allclose(losses(out)[step], want, rtol=2e-3)
+
+
+@pytest.mark.slow
+def test_hosts_with_other_settings_all_say_so(data, tmp_path):
+    out, port = tmp_path / "run", 20_000 + os.getpid() % 20_000
+    env = os.environ | AS_A_USER | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    pipes = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    lines = [flags(data, out, f"--hosts=localhost:{port},2,{i}", f"--steps={4 + i}") for i in (0, 1)]
+    for process in [subprocess.Popen(command(*line), **pipes) for line in lines]:
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "hosts [1] have other settings or data than host 0" in error.splitlines()[-1]
