@@ -209,7 +209,8 @@ class Run:
 
     def __init__(self, cfg, unit="step", rank=0, hosts=1):
         self.cfg, self.out, self.unit, self.rank, self.hosts = cfg, Path(cfg.out), unit, rank, hosts
-        self.signal = ""  # name of the signal that asks the run to stop, which came asked_at
+        self.signal = ""  # name of the signal that asks this process to stop
+        self.asked_at = None  # when one came
         self.tracker = None
         self.exits = contextlib.ExitStack()
 
@@ -245,17 +246,22 @@ class Run:
                 import wandb
             except ImportError:
                 raise ValueError("--wandb needs the package wandb: pip install wandb") from None
-            where = {"project": self.cfg.wandb, "dir": str(self.out), "id": self.out.name}
+            name = self.out / "wandb_id"  # of its own: another run in a folder of this name is another curve
+            if not (self.cfg.resume and name.exists()):
+                write(name, wandb.util.generate_id().encode())
+            where = {"project": self.cfg.wandb, "dir": str(self.out), "name": self.out.name, "id": name.read_text()}
             self.tracker = wandb.init(config=settings, resume="allow", **where)
             self.exits.callback(self.tracker.finish)
 
     def on_signal(self, number, frame):
-        now = time.monotonic()
-        if not self.signal:
-            self.signal, self.asked_at = signal.Signals(number).name, now
-            print(f"{self.signal}: saving after this {self.unit}; once more to end at once", file=sys.stderr)
+        now, name = time.monotonic(), signal.Signals(number).name
+        if self.asked_at is None:
+            self.asked_at = now
+            print(f"{name}: saving after this {self.unit}; once more to end at once", file=sys.stderr)
             if self.hosts > 1:
                 os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                self.signal = name
         elif now - self.asked_at > 1:  # torchrun hands on a Ctrl-C that its processes have had already
             raise KeyboardInterrupt
 
@@ -346,16 +352,16 @@ def check_same(theirs, ours, where):
 class Checkpoints:
     """Orbax checkpoints <folder>/checkpoints/<step>/: asynchronous, atomic, sharded, with a checksum of every array.
 
-    Keeps the newest `keep`, the steps in `always`, and the one whose metric `best` is lowest.
+    Keeps the newest `keep`, and the one whose metric `best` is lowest.
     """
 
-    def __init__(self, folder, keep=2, always=(), best=""):
+    def __init__(self, folder, keep=2, best=""):
         import orbax.checkpoint as ocp
         from orbax.checkpoint import checkpoint_managers as kept
 
         quiet()
         # What is kept of old checkpoints: a step stays if any of these rules wants it.
-        policy = [kept.LatestN(keep), kept.CustomSteps(list(always))]
+        policy = [kept.LatestN(keep)]
         if best:
             lowest = {"get_metric_fn": lambda metrics: metrics[best], "reverse": True, "n": 1}
             policy.append(kept.BestN(**lowest, keep_checkpoints_without_metrics=False))

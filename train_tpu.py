@@ -91,7 +91,8 @@ class Config:
     log_every: int = 10  # steps between rows of the log
     eval_every: int = 0  # steps between evaluations, each saves a checkpoint; 0: about ten times a run
     eval_rows: int = 512  # held-out rows at most
-    keep: int = 2  # newest checkpoints to keep, besides the best and the last of each epoch
+    save_minutes: float = 30.0  # a checkpoint at least so often, also between evaluations; 0 leaves them to these
+    keep: int = 2  # newest checkpoints to keep, besides the best
     prompt: str = "def read_lines(path):\n"  # continued at every evaluation
     wandb: str = ""  # project name; "" logs to files alone
     compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
@@ -112,6 +113,10 @@ def family_of(cfg):
 
 # Rows per device at a time. Few: on a v6e four keep the activations in VMEM, on a CPU (tiny, small) in its caches.
 MICRO_BATCH = {"tiny": 2, "small": 4, "100m": 8, "300m": 8, "500m": 4, "1b": 4}
+# A preset is picked if its step fits a device, in GiB by compile_for.py, and if the run feeds it: with fewer tokens for
+# each parameter a larger model ends worse than a smaller one.
+STEP_GIB = {"small": 4.0, "300m": 12.0, "1b": 22.0}
+TOKENS_PER_PARAMETER = 4
 TPU_FLOPS = {"TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12}  # bf16
 
 
@@ -127,20 +132,19 @@ def device_memory_gib(device):
         return 15.75
 
 
-def pick_model(cfg, devices):
-    """(name of the preset, architecture): --model, that of --init, or the largest preset that fits the memory."""
+def pick_model(cfg, devices, seen):
+    """(name of the preset, architecture): --model, that of --init, or the largest preset that memory and data feed.
+
+    seen is the number of tokens that the run trains on, None if it is not known.
+    """
     if cfg.dream.init:
         if cfg.model not in ("", "dream"):
             raise ValueError(f"--init={cfg.dream.init} says what the model is; leave --model={cfg.model} out")
         return "dream", md.read_config(cfg.resume or cfg.dream.init)
-    name, memory = cfg.model, device_memory_gib(devices[0])
-    if not name:
-        name = "tiny" if memory is None else "small"
-        for larger in ("300m", "1b") if memory else ():
-            # 18 bytes a parameter: weights, moments, gradients and their sum; 8 GiB for activations.
-            state_gib = 18 * pc.count_params(pc.CONFIGS[larger])["total"] / 2**30
-            if state_gib / len(devices) + 8 <= memory:
-                name = larger
+    name, memory = cfg.model or "tiny", device_memory_gib(devices[0]) or 0
+    for larger, needs_gib in STEP_GIB.items() if not cfg.model else ():
+        fed = seen is None or seen >= TOKENS_PER_PARAMETER * pc.count_params(pc.CONFIGS[larger])["total"]
+        name = larger if fed and needs_gib <= memory else name
     if name not in PRESETS:
         raise ValueError(f"--model={name}: not one of {', '.join(PRESETS)}")
     model = PRESETS[name]
@@ -167,12 +171,21 @@ def pick_mesh(cfg, model, devices):
     return jax.sharding.Mesh(grid, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
-def pick_batch(cfg, model, copies, on_cpu):
-    """(tokens of a row, rows of a step, rows per device at a time); `copies` devices hold different rows."""
-    seq_len = cfg.seq_len or min(model.positions, 2048)
+def row_length(cfg, model, data=None):
+    """Tokens of a row: --seq_len, or that of the data, or what suits the model."""
+    seq_len = cfg.seq_len or (data["seq_len"] if data else min(model.positions, 2048))
     if seq_len > model.positions:
-        raise ValueError(f"--seq_len={seq_len} is longer than the {model.positions} positions of {cfg.model}")
-    batch = cfg.batch_size or max(copies, (8192 if on_cpu else 131_072) // seq_len)
+        raise ValueError(f"--seq_len={seq_len} is longer than the {model.positions} positions of the model")
+    return seq_len
+
+
+def pick_batch(cfg, model, copies, on_cpu, data, seen):
+    """(tokens of a row, rows of a step, rows per device at a time); `copies` devices hold different rows."""
+    seq_len = row_length(cfg, model, data)
+    # Short runs take smaller steps: two thousand of them rather than sixty.
+    tokens = 131_072 if seen is None else min(131_072, 2 ** int(math.log2(max(seen / 2000, 8192))))
+    rows = (8192 if on_cpu else tokens) // seq_len
+    batch = cfg.batch_size or max(1, rows // copies) * copies
     if batch % copies:
         nearest = -(-batch // copies) * copies
         raise ValueError(f"--batch_size={batch} does not divide over {copies} devices; try {nearest}")
@@ -184,17 +197,23 @@ def pick_batch(cfg, model, copies, on_cpu):
     return seq_len, batch, micro
 
 
-def resolve(cfg, devices):
-    """(cfg, architecture, how to run it, mesh): what was left open is picked by the devices alone, and printed."""
+def resolve(cfg, devices, data=None):
+    """(cfg, architecture, how to run it, mesh): what was left open is picked by devices and data, and printed.
+
+    data is the meta.json of the rows; without it the choice is that for endless data.
+    """
     if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
         raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     device, memory = devices[0], device_memory_gib(devices[0])
-    name, model = pick_model(cfg, devices)
+    seen = cfg.epochs * data["splits"]["train"]["tokens"] if data else None
+    name, model = pick_model(cfg, devices, seen)
     cfg = dataclasses.replace(cfg, model=name)
-    seq_len, batch, micro = pick_batch(cfg, model, len(devices) // cfg.tensor, on_cpu=memory is None)
+    seq_len, batch, micro = pick_batch(cfg, model, len(devices) // cfg.tensor, memory is None, data, seen)
     mesh = pick_mesh(cfg, model, devices)
     cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro)
     dtype, remat = cfg.dtype or ("float32" if memory is None else "bfloat16"), cfg.remat or "qkvo"
+    if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
+        jax.config.update("jax_default_matmul_precision", "highest")
     block = 64 if memory is None else 128  # queries of attention at a time: scores that stay in a CPU's caches
     settings = {"dtype": jnp.dtype(dtype), "remat": remat, "block": block}
     if family_of(cfg) is md:
@@ -251,25 +270,33 @@ def peak_flops(device, dtype):
 # ---- data ----------------------------------------------------------------------------------------------------------
 
 
-def find_data(cfg, model):
+def open_data(cfg):
     """(training rows, held-out rows, tokenizer.json); without --data those of the standard library, prepared first."""
-    vocab = min(model.vocab, 32_768)
-    folder = Path(cfg.data or f"data/python-{cfg.seq_len}-{vocab}")
-    if not cfg.data and not (folder / "meta.json").exists():
-        if cfg.hosts:
-            raise ValueError("several hosts need the same data: write it with data_prep.py and pass --data")
+    if cfg.data:
+        return data_prep.open_data(cfg.data, cfg.seq_len)
+    if cfg.hosts:
+        raise ValueError("several hosts need the same data: write it with data_prep.py and pass --data")
+    # These few million tokens feed the tiny preset, whatever the device.
+    _, model = pick_model(dataclasses.replace(cfg, model=cfg.model or "tiny" * (not cfg.dream.init)), jax.devices(), 0)
+    seq_len, vocab = row_length(cfg, model), min(model.vocab, 32_768)
+    folder = Path(f"data/python-{seq_len}-{vocab}")
+    if not (folder / "meta.json").exists():
         print(f"no --data: preparing the Python standard library in {folder}")
-        data_prep.main(data_prep.Python(out=str(folder), seq_len=cfg.seq_len, vocab_size=vocab))
-    train, heldout, tokenizer_json = data_prep.open_data(folder, cfg.seq_len)
+        data_prep.main(data_prep.Python(out=str(folder), seq_len=seq_len, vocab_size=vocab))
+    return data_prep.open_data(folder, seq_len)
+
+
+def check_data(cfg, model, train):
+    """ValueError if the rows are not for this model, or fewer than a step takes."""
+    folder = train.folder
     if train.total < cfg.batch_size:
         advice = "lower --batch_size or add data"
         raise ValueError(f"{folder} has {train.total} training rows, a step takes {cfg.batch_size}; {advice}")
     if family_of(cfg) is pc and len(train.columns) > 3:
-        raise ValueError(f"{folder} holds pairs, which are for --model=dream_...: PythonCoder would learn prompts too")
+        raise ValueError(f"{folder} holds pairs, for --model=dream_...: their prompts PythonCoder would learn too")
     if family_of(cfg) is pc and train.meta["vocab_size"] > model.vocab:
         size, advice = train.meta["vocab_size"], f"prepare it again with --vocab_size={model.vocab}"
         raise ValueError(f"{folder} has {size:,} token ids, the model {model.vocab:,}; {advice}")
-    return train, heldout, tokenizer_json
 
 
 MASKS = "<|mask|>", "<mask>"  # what tokenizers call MASK
@@ -600,6 +627,8 @@ class Trainer:
             with jax.set_mesh(self.mesh):
                 batch = to_devices(self.heldout, part, self.rows_at)
                 sums += [float(x) for x in self.evaluate(self.state["params"], batch, part[0], self.bytes_V)]
+        if not self.scored:
+            return {}
         nats, tokens, size = sums
         return {"heldout_nats": nats / tokens, "bits_per_byte": nats / math.log(2) / size}
 
@@ -672,17 +701,23 @@ def check_hosts(out, settings):
         raise ValueError(f"hosts {np.flatnonzero(~sees_H).tolist()} do not see what host 0 wrote to {out}: {advice}")
 
 
+def host_0_says(value):
+    """Whether it is so on host 0: what depends on a clock has to be decided once."""
+    return bool(multihost_utils.broadcast_one_to_all(value)) if jax.process_count() > 1 else value
+
+
 def main(cfg):
     if cfg.hosts:
-        address, *rest = cfg.hosts.split(",")
-        jax.distributed.initialize(
-            *([] if cfg.hosts == "auto" else [address, *map(int, rest)]), heartbeat_timeout_seconds=30
-        )
+        address, *numbers = cfg.hosts.split(",")
+        where = [] if cfg.hosts == "auto" else [address, *map(int, numbers)]
+        jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)  # all end when one is killed
     if cfg.compile_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
-    # Choose what was left open, first by the device, then by the data.
-    cfg, model, run, mesh = resolve(cfg, jax.devices())
-    train, heldout, tokenizer_json = find_data(cfg, model)
+    # Choose what was left open, by the data and the devices.
+    asked = cfg
+    train, heldout, tokenizer_json = open_data(cfg)
+    cfg, model, run, mesh = resolve(cfg, jax.devices(), train.meta)
+    check_data(cfg, model, train)
     if cfg.dream.init:
         tokenizer_json = known_ids(cfg.resume or cfg.dream.init, model, train.meta, tokenizer_json)
     elif family_of(cfg) is md:
@@ -690,19 +725,23 @@ def main(cfg):
     cfg, per_epoch = plan(cfg, model, train)
     epoch_ends = range(per_epoch, cfg.steps + 1, per_epoch)
 
-    hosts = jax.process_count()
-    with runs.Run(cfg, rank=jax.process_index(), hosts=hosts) as folder:
-        if hosts > 1:
+    with runs.Run(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
+        if jax.process_count() > 1:
             same = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in OF_A_HOST}
             check_hosts(folder.out, [same, dataclasses.asdict(model), train.meta["fingerprint"]])
         tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
         trainer = Trainer(cfg, model, run, mesh, train, heldout, tokenizer)
-        checkpoints = runs.Checkpoints(folder.out, cfg.keep, always=epoch_ends, best="heldout_nats")
+        checkpoints = runs.Checkpoints(folder.out, cfg.keep, best="heldout_nats" if trainer.scored else "")
         first, skipped = trainer.begin(checkpoints)
-        settings = {"train": dataclasses.asdict(cfg), "model": dataclasses.asdict(model), "data": str(train.folder)}
+        # The length is written as it was asked for: a resumed run may be given more --epochs or --steps.
+        settings = {"train": dataclasses.asdict(cfg) | {"steps": asked.steps}, "model": dataclasses.asdict(model)}
+        settings["data"] = str(train.folder)
         folder.begin(first, settings, {"tokenizer.json": tokenizer_json})
+        if first >= cfg.steps:
+            print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --epochs or --steps")
+            return
         train_step = trainer.compile()
-        meter = Meter(cfg, model, run, mesh, first, skipped)
+        meter, saved = Meter(cfg, model, run, mesh, first, skipped), time.monotonic()
 
         for step, batch, waited_s in prefetch(trainer.batch, first, cfg.steps):
             # One program: gradients of all micro-batches, clipping, AdamW. The new state takes the old one's memory.
@@ -715,22 +754,24 @@ def main(cfg):
             if meter.bad == 5:
                 left = f"step {checkpoints.newest() or 0}, with a lower --lr"
                 raise RuntimeError(f"no finite gradient in five steps, the last {done}; go on from {left}")
+            late = False
             if done % cfg.log_every == 0 or done == cfg.steps or meter.bad:
                 folder.log({"step": done, **metrics, **meter.row(done)})
+                late = host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
 
             # Held-out rows and a sample; the checkpoint is written while the next steps run.
             evaluates = done % cfg.eval_every == 0 or done in epoch_ends or done == cfg.steps
-            asked = checkpoints.preempted(done) if hosts > 1 else folder.signal  # SIGTERM or Ctrl-C
-            if evaluates or asked:
+            stops = folder.signal or checkpoints.preempted(done)  # SIGTERM or Ctrl-C, to any host
+            if evaluates or late or stops:
                 scores = trainer.score() if evaluates else None
-                checkpoints.save(done, trainer.state, trainer.meta(done, meter.skipped), scores)
+                checkpoints.save(done, trainer.state, trainer.meta(done, meter.skipped), scores or None)
+                saved = time.monotonic()
             if evaluates:
                 folder.log({"step": done, **scores, **trainer.sample(folder.out / "samples.txt", done)})
                 meter.restart(done)  # their time is not the steps'
-            if asked:
+            if stops:
                 checkpoints.close()
-                if hosts > 1:
-                    jax.distributed.shutdown()  # waits for the others: all have saved
+                jax.distributed.shutdown()  # waits for the other hosts, until all have saved
                 folder.leave(done)
         checkpoints.close()
     flags = f"--model=dream --ckpt={cfg.out}" if family_of(cfg) is md else f"--ckpt={cfg.out}"

@@ -13,6 +13,7 @@ import subprocess
 import sysconfig
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -297,7 +298,7 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, one_devi
     assert "data_prep.py" in refusal(config(tmp_path / "none", new))
     assert "tiny, small, 300m, 1b" in refusal(config(data, new, model="huge"))
     assert "rows of 64 tokens, the run wants 32" in refusal(config(data, new, seq_len=32))
-    assert "1024 positions" in refusal(config(data, new, seq_len=9999))
+    assert "1024 positions" in refusal(config("", new, seq_len=9999))
     assert "lower --batch_size" in refusal(config(data, new, batch_size=100_000))
     for part in ("another model", "diff seed there, paper here"):
         assert part in refusal(resumed(out, coder=train_tpu.Coder(diff="paper")))
@@ -602,3 +603,49 @@ def test_hosts_with_other_settings_all_say_so(data, tmp_path):
         _, error = process.communicate(timeout=120)
         assert process.returncode == 1
         assert "hosts [1] have other settings or data than host 0" in error.splitlines()[-1]
+
+
+def test_without_model_and_batch_size_data_and_device_decide_together(capsys):
+    """The largest preset that memory holds and the data feeds; short runs take small steps."""
+    devices = [SimpleNamespace(platform="tpu", device_kind="TPU v6 lite", id=0)]
+
+    def picked(tokens, **settings):
+        data = {"seq_len": 1024, "splits": {"train": {"tokens": tokens}}}
+        cfg = train_tpu.Config(**settings)
+        seen = cfg.epochs * tokens
+        name, model = train_tpu.pick_model(cfg, devices, seen)
+        _, batch, _ = train_tpu.pick_batch(dataclasses.replace(cfg, model=name), model, 1, False, data, seen)
+        return name, batch * 1024
+
+    assert picked(8_000_000) == ("tiny", 8192)
+    assert picked(60_000_000) == ("small", 65_536)
+    assert picked(500_000_000) == ("300m", 131_072)
+    assert picked(2_000_000_000) == ("1b", 131_072)
+    assert picked(8_000_000, model="1b")[0] == "1b"
+
+
+def test_more_epochs_go_on_with_a_finished_run_and_old_epochs_are_not_kept(data, one_device, capsys, tmp_path):
+    out = tmp_path / "run"
+    train_tpu.main(config(data, out, model="dream_test", epochs=1.0, batch_size=64, eval_every=1, eval_rows=8))
+    done = max(losses(out))
+    train_tpu.main(resumed(out))
+    assert f"has all of its {done} steps; more with --epochs or --steps" in capsys.readouterr().out
+    train_tpu.main(resumed(out, epochs=3.0))
+    assert max(losses(out)) == 3 * done
+    assert len(runs.checkpoints(out)) <= 3  # two, and the best
+
+
+def test_without_held_out_rows_there_is_no_score(data, one_device, tmp_path):
+    folder = tmp_path / "rows"
+    shutil.copytree(data, folder)
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["splits"]["heldout"] |= {"shards": [], "rows": 0, "tokens": 0}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    train_tpu.main(config(folder, tmp_path / "run", model="dream_test", steps=2))
+    assert "NaN" not in (tmp_path / "run" / "log.jsonl").read_text()
+    assert list(runs.checkpoints(tmp_path / "run")) == [2]
+
+
+def test_a_checkpoint_is_written_after_save_minutes(data, one_device, tmp_path):
+    train_tpu.main(config(data, tmp_path / "run", model="dream_test", steps=3, eval_every=3, save_minutes=1e-9, keep=9))
+    assert list(runs.checkpoints(tmp_path / "run")) == [1, 2, 3]
