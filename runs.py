@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import io
 import itertools
 import json
 import logging
@@ -72,7 +73,7 @@ def resumed(config_class, arguments, machine=()):
     folder = next((value for flag, value in pairs if flag == "--resume"), None)
     if not folder or "resume" not in {field.name for field in dataclasses.fields(config_class)}:
         return config_class()
-    saved = read_json(Path(folder) / "config.json", "train")["train"]
+    saved = read_json(as_path(folder) / "config.json", "train")["train"]
     return dataclasses.replace(settings_of(config_class, saved, machine), out=folder)
 
 
@@ -92,12 +93,22 @@ def settings_of(config_class, saved, machine=()):
 # ---- files and folders ---------------------------------------------------------------------------------------------
 
 
+def as_path(name):
+    """A path, also of a bucket: gs://..., s3://..., by etils' epath and the package gcsfs or s3fs."""
+    if "://" not in str(name):
+        return Path(name)
+    from etils import epath
+
+    return epath.Path(name)
+
+
 def read_json(path, *needed):
     """The JSON object in a file. FileNotFoundError; ValueError if it is none, or lacks one of the keys `needed`."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} does not exist; is {Path(path).parent} the folder that you mean?")
+    path = as_path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; is {path.parent} the folder that you mean?")
     try:
-        found = json.loads(Path(path).read_text())
+        found = json.loads(path.read_text())
         missing = [key for key in needed if key not in found]
     except (ValueError, TypeError):
         raise ValueError(f"{path} is damaged: it is not a JSON object") from None
@@ -109,7 +120,12 @@ def read_json(path, *needed):
 @contextlib.contextmanager
 def writing(path):
     """A file to write bytes to, which gets its name when all is written and on disk. An error leaves nothing."""
-    path = Path(path)
+    path = as_path(path)
+    if not isinstance(path, Path):  # a bucket shows an object when it is complete
+        data = io.BytesIO()
+        yield data
+        path.write_bytes(data.getvalue())
+        return
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -154,7 +170,13 @@ def new_folder(path):
 
 @contextlib.contextmanager
 def lock(path):
-    """Hold a lock file, which the system lets go however the process ends. BlockingIOError if another has it."""
+    """Hold a lock file, which the system lets go however the process ends. BlockingIOError if another has it.
+
+    A bucket has no locks.
+    """
+    if not isinstance(path, str | Path):
+        yield
+        return
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -176,7 +198,7 @@ def checkpoints(folder):
 
 def newest(folder, step=0):
     """(step, path) of a run's newest checkpoint, or of the one asked for. FileNotFoundError says which there are."""
-    found = checkpoints(Path(folder))
+    found = checkpoints(as_path(folder))
     if not found or (step and step not in found):
         there = f"it has {list(found)}" if found else "train one, or name the folder of a run or of convert_weights.py"
         raise FileNotFoundError(f"{folder} holds no checkpoint{f' of step {step}' * bool(step)}; {there}")
@@ -188,11 +210,11 @@ def read_tokenizer(folder):
     """The tokenizer in a folder. FileNotFoundError, or ValueError for one that is damaged."""
     import tokenizers
 
-    path = Path(folder) / "tokenizer.json"
+    path = as_path(folder) / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no tokenizer.json; copy the model's into it")
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
         raise ValueError(f"{path} cannot be read: {error}") from None
 
@@ -208,7 +230,7 @@ class Run:
     """
 
     def __init__(self, cfg, unit="step", rank=0, hosts=1):
-        self.cfg, self.out, self.unit, self.rank, self.hosts = cfg, Path(cfg.out), unit, rank, hosts
+        self.cfg, self.out, self.unit, self.rank, self.hosts = cfg, as_path(cfg.out), unit, rank, hosts
         self.signal = ""  # name of the signal that asks this process to stop
         self.asked_at = None  # when one came
         self.tracker = None
@@ -276,8 +298,15 @@ class Run:
 
     def append(self, name, rows):
         """Add rows as JSON lines to a file of the folder."""
-        with open(self.out / name, "a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        self.append_text(name, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def append_text(self, name, text):
+        path = self.out / name
+        if isinstance(path, Path):
+            with open(path, "a") as file:
+                file.write(text)
+        else:  # objects in a bucket cannot grow
+            path.write_text((path.read_text() if path.exists() else "") + text)
 
     def leave(self, done):
         """End the program after a signal, when `done` is saved."""
@@ -367,8 +396,8 @@ class Checkpoints:
             policy.append(kept.BestN(**lowest, keep_checkpoints_without_metrics=False))
         policy = kept.AnyPreservationPolicy(policy)
         options = ocp.CheckpointManagerOptions(preservation_policy=policy, cleanup_tmp_directories=True)
-        self.folder, self.args = Path(folder), ocp.args
-        self.manager = ocp.CheckpointManager((self.folder / "checkpoints").absolute(), options=options)
+        self.folder, self.args = absolute(folder), ocp.args
+        self.manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
 
     def newest(self):
         """The newest step, None without any."""
@@ -432,6 +461,12 @@ class Checkpoints:
         self.manager.close()
 
 
+def absolute(folder):
+    """What Orbax asks for."""
+    path = as_path(folder)
+    return path.absolute() if isinstance(path, Path) else path
+
+
 def first_line(error):
     return str(error).splitlines()[0] if str(error) else repr(error)
 
@@ -468,7 +503,7 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
     from flax import nnx
 
     quiet()
-    folder = Path(folder).absolute()
+    folder = absolute(folder)
     path, meta, step = find_weights(folder, step)
     cfg = family.read_config(folder, meta)
     stored = jax.numpy.dtype(meta.get("dtype", "float32"))

@@ -322,7 +322,7 @@ def with_mask(model, meta, tokenizer_json):
 def known_ids(folder, model, meta, tokenizer_json):
     """tokenizer.json of the Dream in `folder`, else of the data. ValueError if ids do not mean the same in both."""
     data = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
-    path, known, wrong = Path(folder) / "tokenizer.json", data, ""
+    path, known, wrong = runs.as_path(folder) / "tokenizer.json", data, ""
     if path.is_file():
         known = sample_dream.load_tokenizer(folder, model)
         tokenizer_json = path.read_bytes()
@@ -578,7 +578,7 @@ class Trainer:
     def begin(self, checkpoints):
         """Fill the state: the newest checkpoint of --resume, the weights of --init, or new ones. (step, skipped)."""
         cfg = self.cfg
-        if cfg.resume and Path(cfg.resume).resolve() != checkpoints.folder.resolve():
+        if cfg.resume and runs.absolute(cfg.resume) != checkpoints.folder:
             checkpoints = runs.Checkpoints(cfg.resume)
         if cfg.resume and checkpoints.newest() is not None:
             saved, ours = checkpoints.meta(), self.meta(0, 0)
@@ -632,8 +632,8 @@ class Trainer:
         nats, tokens, size = sums
         return {"heldout_nats": nats / tokens, "bits_per_byte": nats / math.log(2) / size}
 
-    def sample(self, path, step):
-        """Continue --prompt and append the text to a file; returns the row's tokens per forward pass."""
+    def sample(self, folder, step):
+        """Continue --prompt and append the text to samples.txt; returns the row's tokens per forward pass."""
         if jax.process_count() > 1:  # one host does not hold the whole model
             return {}
         vocab, eos = self.train.meta["vocab_size"], self.train.meta["eos_id"]
@@ -648,8 +648,7 @@ class Trainer:
             rule = pc.Sampling(vocab=vocab, eos=eos, speculate=self.model.mtp)
             (text,), stats = pc.generate(lm, [prompt], new, rule, key)
             tokens = stats["tokens"]
-        with open(path, "a") as file:
-            file.write(f"---- step {step}\n{self.cfg.prompt}{self.tokenizer.decode(text)}\n")
+        folder.append_text("samples.txt", f"---- step {step}\n{self.cfg.prompt}{self.tokenizer.decode(text)}\n")
         return {"tokens_per_forward": tokens / stats["forwards"]}
 
 
@@ -767,7 +766,7 @@ def main(cfg):
                 checkpoints.save(done, trainer.state, trainer.meta(done, meter.skipped), scores or None)
                 saved = time.monotonic()
             if evaluates:
-                folder.log({"step": done, **scores, **trainer.sample(folder.out / "samples.txt", done)})
+                folder.log({"step": done, **scores, **trainer.sample(folder, done)})
                 meter.restart(done)  # their time is not the steps'
             if stops:
                 checkpoints.close()
