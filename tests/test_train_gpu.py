@@ -191,7 +191,7 @@ def test_eight_sequences_are_learned_by_heart_in_seconds():
     cfg, rng = train_gpu.Config(steps=400, lr=3e-3, warmup=20, weight_decay=0.0), np.random.default_rng(0)
     model = mdlm.MDLM(mdlm.Config(vocab=64, width=64, layers=2, heads=1, ffn=256, positions=32))
     token_BL = rng.integers(5, 64, (8, 32))
-    optimizer, device = train_gpu.make_optimizer(model, cfg, torch.device("cpu")), "cpu"
+    optimizer, device = train_gpu.make_optimizer(model, cfg), "cpu"
     loss_of = train_gpu.Loss(model, "linear").eval()  # for the accuracy; there is no dropout
     bounds, hits = [], []
     for step in range(cfg.steps):
