@@ -18,7 +18,6 @@ import builtins
 import collections
 import contextlib
 import dataclasses
-import functools
 import gzip
 import hashlib
 import http.client
@@ -92,6 +91,7 @@ def main(cfg):
     cfg = resolve(cfg)
     run = Path(cfg.ckpt or ("out/train_gpu" if cfg.model == "mdlm" else "out/train_tpu"))
     problems, out = read_problems(cfg), Path(cfg.out or f"out/{cfg.task}")
+    # What the results depend on; a folder is gone on with under the same settings alone.
     settings = {name: getattr(cfg, name) for name in ("task", "split", "problems")}
     settings["timeout_s"] = cfg.sandbox.timeout_s
     if cfg.samples:
@@ -121,10 +121,9 @@ def main(cfg):
         runs.write(out / "summary.json", row)
     print(json.dumps(row) if cfg.json else describe(row), flush=True)
     if unscored:
-        names = ", ".join(f"{problems[key].id} ({error})" for (key, _), error in unscored[:3])
-        raise RuntimeError(
-            f"{len(unscored)} samples could not be run and are not counted: {names}; run the same command again"
-        )
+        names = ", ".join(f"{problems[key].id} ({error})" for (key, _), error in list(unscored.items())[:3])
+        left = f"{len(unscored)} samples could not be run and are not counted: {names}"
+        raise RuntimeError(f"{left}; run the same command again")
     return row
 
 
@@ -132,21 +131,17 @@ def resolve(cfg):
     """The config with defaults filled in, checked."""
     if cfg.temperature is None:
         cfg = dataclasses.replace(cfg, temperature=0.8 if cfg.n > 1 else 0.0)
-    at_least_0 = cfg.problems, cfg.temperature, cfg.seed, cfg.sandbox.workers
-    if min(cfg.n, cfg.max_new, cfg.batch_size, *cfg.k) < 1 or min(at_least_0) < 0:
-        limits = (
-            "--n, --k, --max_new and --batch_size are at least 1, --problems, --temperature, --seed and --workers 0"
-        )
-        raise ValueError(limits)
+    if min(cfg.n, cfg.max_new, cfg.batch_size, *cfg.k) < 1:
+        raise ValueError("--n, --k, --max_new and --batch_size are at least 1")
+    if min(cfg.problems, cfg.temperature, cfg.seed, cfg.sandbox.workers) < 0:
+        raise ValueError("--problems, --temperature, --seed and --workers are at least 0")
     if not 0 < cfg.top_p <= 1 or not 0 <= cfg.shots <= len(SHOTS) or not 0 < cfg.sandbox.timeout_s < math.inf:
         raise ValueError(f"--top_p is in (0, 1], --shots from 0 to {len(SHOTS)}, --timeout_s above 0")
     if cfg.model != "dream" and cfg.dream != DreamFlags():
         raise ValueError("--chat, --threshold, --block_length and --cache are for --model=dream")
-    if cfg.samples:
-        return cfg
-    if max(cfg.k, default=1) > cfg.n:
+    if not cfg.samples and max(cfg.k, default=1) > cfg.n:
         raise ValueError(f"pass@{max(cfg.k)} needs --n={max(cfg.k)} samples of each problem or more, not {cfg.n}")
-    if cfg.n > 1 and cfg.temperature == 0:
+    if not cfg.samples and cfg.n > 1 and cfg.temperature == 0:
         raise ValueError(f"--temperature=0 writes the same text {cfg.n} times; raise it, or leave --n at 1")
     return cfg
 
@@ -224,21 +219,17 @@ def read_problems(cfg):
 def parse_problems(cfg, data):
     """The problems in the bytes of an official file; ValueError on what is wrong, with the line or the number."""
     try:
-        data = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
+        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
     except (EOFError, zlib.error) as error:
         raise ValueError(f"broken gzip: {error}") from None
-    if cfg.task == "humaneval":
-        rows, make = parse_lines(data, ("task_id", "prompt", "entry_point", "test")), humaneval_problem
-    else:
-        rows = json.loads(data)
-    problems = {}
+    humaneval, problems = cfg.task == "humaneval", {}
+    rows = parse_lines(text, ("task_id", "prompt", "entry_point", "test")) if humaneval else json.loads(text)
     try:
-        if cfg.task == "mbpp":
-            shown = [row for row in rows if row["task_id"] in SHOTS][: cfg.shots]
+        if not humaneval:
+            shots = [row for row in rows if row["task_id"] in SHOTS][: cfg.shots]
             rows = [row for row in rows if cfg.split == "all" or 11 <= row["task_id"] <= 510]
-            make = functools.partial(mbpp_problem, shots=shown)
         for row in rows[: cfg.problems or None]:
-            problems[key_of(row["task_id"])] = make(row)
+            problems[key_of(row["task_id"])] = humaneval_problem(row) if humaneval else mbpp_problem(row, shots)
     except (LookupError, TypeError, AttributeError, SyntaxError) as error:
         raise ValueError(f"problem {len(problems) + 1} is of another form: {error!r}") from None
     if not problems:
@@ -255,16 +246,15 @@ def parse_lines(text, keys):
     """The objects of JSON lines; ValueError names the first line that is not an object with these keys."""
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not isinstance(row, dict) or not row.keys() >= {*keys}:
-                raise ValueError(f"line {number} is not a JSON object with {', '.join(keys)}")
-            if not isinstance(row.get("completion", ""), str):
-                raise ValueError(f"line {number}: the completion is not a text")
-            rows.append(row)
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or not row.keys() >= {*keys} or not isinstance(row.get("completion", ""), str):
+            raise ValueError(f"line {number} is not a JSON object with {', '.join(keys)}; completions are texts")
+        rows.append(row)
     return rows
 
 
@@ -379,14 +369,20 @@ def load_jax(family, cfg, run, step):
     return model, lambda batch: jax.random.fold_in(jax.random.key(cfg.seed), batch)
 
 
+def before(ids, ends):
+    """The token ids before the first one that ends a text."""
+    return list(itertools.takewhile(lambda i: i not in ends, ids))
+
+
 def pythoncoder_writer(cfg, run, step):
+    """Writes from left to right; with heads for further tokens it drafts by them."""
     import model_pythoncoder as pc
 
     model, key_of_batch = load_jax(pc, cfg, run, step)
     tokenizer = runs.read_tokenizer(run)
     eos = tokenizer.token_to_id("<|endoftext|>")
-    rule = pc.Sampling(cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size(), -1 if eos is None else eos)
-    rule = dataclasses.replace(rule, speculate=model.cfg.mtp)
+    vocab, eos = tokenizer.get_vocab_size(), -1 if eos is None else eos
+    rule = pc.Sampling(cfg.temperature, 0, cfg.top_p, vocab, eos, speculate=model.cfg.mtp)
 
     def write(prompts, finished, batch):
         return pc.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), on_tokens=finished)[0]
@@ -405,18 +401,15 @@ def dream_writer(cfg, run, step):
         raise ValueError(f"--chat: {run} holds no chat template (tokenizer_config.json)")
     ends = {tokenizer.token_to_id(name) for name in ENDS} | {model.cfg.eos_id}
     ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
-    flags = dataclasses.asdict(cfg.dream)
-    asked = flags.pop("chat")
-    rule = sample_dream.Sampling(
-        temperature=cfg.temperature, top_p=cfg.top_p, **flags, vocab=tokenizer.get_vocab_size(), eos_ids=ends
-    )
+    rule = {name: getattr(cfg.dream, name) for name in ("threshold", "block_length", "cache")}
+    rule |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "vocab": tokenizer.get_vocab_size()}
+    rule = sample_dream.Sampling(**rule, eos_ids=ends)
 
     def write(prompts, finished, batch):
         rows, _ = sample_dream.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch))
-        new = [row[len(ids) :] for row, ids in zip(rows, prompts, strict=True)]
-        return [list(itertools.takewhile(lambda i: i not in ends, ids)) for ids in new]
+        return [before(row[len(ids) :], ends) for row, ids in zip(rows, prompts, strict=True)]
 
-    ask = (lambda prompt: wrap(CHAT[cfg.task].format(prompt))) if asked else str
+    ask = (lambda prompt: wrap(CHAT[cfg.task].format(prompt))) if cfg.dream.chat else str
     return Writer(tokenizer, model.cfg.positions, write, ask)
 
 
@@ -433,14 +426,12 @@ def mdlm_writer(cfg, run, step):
     rule = mdlm.Sampling("max_prob", cfg.max_new, "even", cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size())
 
     def write(prompts, finished, batch):
-        canvases = [[mdlm.BOS, *ids, *[mdlm.MASK] * cfg.max_new] for ids in prompts]
-        token_BL = torch.full((len(prompts), max(map(len, canvases))), mdlm.PAD, device=device)
-        for row, ids in zip(token_BL, canvases, strict=True):
-            row[: len(ids)] = torch.tensor(ids)
+        canvases = [torch.tensor([mdlm.BOS, *ids, *[mdlm.MASK] * cfg.max_new]) for ids in prompts]
+        token_BL = torch.nn.utils.rnn.pad_sequence(canvases, batch_first=True, padding_value=mdlm.PAD).to(device)
         seed = int(np.random.SeedSequence([cfg.seed, batch]).generate_state(1)[0])
         filled = mdlm.sample(model, token_BL, rule, torch.Generator(device).manual_seed(seed)).tolist()
         new = [row[len(ids) - cfg.max_new : len(ids)] for row, ids in zip(filled, canvases, strict=True)]
-        return [list(itertools.takewhile(lambda i: i != mdlm.EOS, ids)) for ids in new]
+        return [before(ids, {mdlm.EOS}) for ids in new]
 
     return Writer(tokenizer, model.cfg.positions - 1, write)  # BOS takes one
 
@@ -501,16 +492,15 @@ def given_samples(cfg, problems):
         key = key_of(row["task_id"])
         names = {str(problems[key].id).lower(), f"{cfg.task}/{key}"} if key in problems else ()
         if str(row["task_id"]).lower() not in names:
-            size = f"{len(problems)} problems (--split, --problems)"
-            raise ValueError(f"{cfg.samples}: {row['task_id']!r} is not among the {size}")
+            among = f"the {len(problems)} problems (--split, --problems)"
+            raise ValueError(f"{cfg.samples}: {row['task_id']!r} is not among {among}")
         samples[key, count[key]] = extract(row["completion"], problems[key].entry, ())[0]
         count[key] += 1
-    if samples and max(cfg.k, default=1) > max(count.values()):
-        raise ValueError(
-            f"pass@{max(cfg.k)} needs as many samples of a problem; {cfg.samples} holds {max(count.values())}"
-        )
     if not samples:
         raise ValueError(f"{cfg.samples} holds no samples; a line is {{'task_id': ..., 'completion': ...}}")
+    k, most = max(cfg.k, default=1), max(count.values())
+    if k > most:
+        raise ValueError(f"pass@{k} needs as many samples of a problem; {cfg.samples} holds {most}")
     return samples
 
 
@@ -519,27 +509,26 @@ def generated_samples(cfg, problems, run, step, path):
 
     Batches are the same whichever samples are there already, so resuming equals not stopping.
     """
-    samples, writer = {}, None
-    for row in read_own(path, "fits"):
-        samples[key_of(row["task_id"]), row["sample"]] = row["completion"] if row["fits"] else None
+    rows = {(key_of(row["task_id"]), row["sample"]): row for row in read_own(path, "fits")}
+    writer = None
     # problems of like length share a batch, and the first sample of all comes before the second of any
     order = [(key, i) for i in range(cfg.n) for key in sorted(problems, key=lambda k: len(problems[k].prompt))]
     for number, first in enumerate(range(0, len(order), cfg.batch_size)):
         keys = order[first : first + cfg.batch_size]
-        if all(key in samples for key in keys):
+        if all(key in rows for key in keys):
             continue
         if writer is None:
             writer = WRITERS[cfg.model](cfg, run, step)
             writer.tokenizer.encode_special_tokens = not cfg.dream.chat  # their names in a prompt are text
-        batch = [problems[key] for key, _ in keys]
-        rows = []
-        for (key, i), written in zip(keys, write_batch(cfg, writer, batch, number), strict=True):
-            if (key, i) not in samples:
-                samples[key, i] = written["completion"] if written["fits"] else None
-                rows.append({"task_id": problems[key].id, "completion": "", "sample": i} | written)
-        append(path, rows)
-        print(f"{len(samples):,} of {len(order):,} samples", file=sys.stderr, flush=True)
-    return samples
+        written = write_batch(cfg, writer, [problems[key] for key, _ in keys], number)
+        new = {}
+        for (key, i), row in zip(keys, written, strict=True):
+            if (key, i) not in rows:
+                new[key, i] = {"task_id": problems[key].id, "completion": "", "sample": i} | row
+        append(path, new.values())
+        rows |= new
+        print(f"{len(rows):,} of {len(order):,} samples", file=sys.stderr, flush=True)
+    return {key: row["completion"] if row["fits"] else None for key, row in rows.items()}
 
 
 def write_batch(cfg, writer, batch, number):
@@ -549,17 +538,18 @@ def write_batch(cfg, writer, batch, number):
     fits = [len(ids) + cfg.max_new <= writer.longest for ids in prompts]
     if not any(fits):
         return [{"fits": False}] * len(batch)
+    prompts = [ids if fit else ids[:1] for ids, fit in zip(prompts, fits, strict=True)]
 
-    def codes(ids_of_texts):
+    def decode(ids_of_texts):
+        """(text, code, whether nothing could change it) of each problem."""
         texts = writer.tokenizer.decode_batch(ids_of_texts)
         return [(text, *extract(text, p.entry, STOPS[cfg.task])) for text, p in zip(texts, padded, strict=True)]
 
     def finished(ids_of_texts):
-        return all(ended for _, _, ended in codes(ids_of_texts))
+        return all(ended for _, _, ended in decode(ids_of_texts))
 
-    prompts = [ids if fit else ids[:1] for ids, fit in zip(prompts, fits, strict=True)]
     rows = []
-    for (text, code, _), fit in zip(codes(writer.write(prompts, finished, number)), fits, strict=True):
+    for (text, code, _), fit in zip(decode(writer.write(prompts, finished, number)), fits, strict=True):
         row = {"completion": code, "fits": True} | ({"written": text} if text != code else {})
         rows.append(row if fit else {"fits": False})
     return rows[: len(batch)]
@@ -569,7 +559,7 @@ def write_batch(cfg, writer, batch, number):
 
 
 def score_samples(cfg, problems, samples, path):
-    """Run the samples that `path` has no result of, and add a line for each: [((key, number), error)] of the others.
+    """Run the samples that `path` has no result of, and add a line for each: {(key, number): error} of the others.
 
     A line is the official {"task_id", "completion"}, and "sample", "passed", "result" (of the first hidden test that
     does not pass). With several samples of a problem also what best-of-n needs: "public", the share of the examples in
@@ -578,20 +568,24 @@ def score_samples(cfg, problems, samples, path):
     done = {(key_of(row["task_id"]), row["sample"]) for row in read_own(path, "passed")}
     todo = [key for key in samples if key not in done]
     several = any(number for _, number in samples)
-    tests = [p.tests + (p.public + p.probes if several else []) for p in (problems[key] for key, _ in todo)]
-    programs = [problems[key[0]].head + (samples[key] or "") for key in todo]
-    tests = [each if samples[key] is not None else [] for key, each in zip(todo, tests, strict=True)]
+    programs, tests = [], []
+    for key, number in todo:
+        problem, code = problems[key], samples[key, number]
+        programs.append(problem.head + (code or ""))
+        tests.append(problem.tests + (problem.public + problem.probes) * several if code is not None else [])
     left = dict.fromkeys(todo, "the sandbox did not start")
 
     def on_result(i, result):
-        key, problem = todo[i], problems[todo[i][0]]
+        """Add the line of a sample as soon as it has run."""
+        key, number = todo[i]
         if result.rate is None:
-            left[key] = result.error
+            left[key, number] = result.error
             return
-        del left[key]
+        del left[key, number]
+        problem = problems[key]
         hidden, public = len(problem.tests), len(problem.public)
         failed = [verdict for verdict in result.verdicts[:hidden] if verdict != "pass"]
-        row = {"task_id": problem.id, "completion": samples[key] or "", "sample": key[1]}
+        row = {"task_id": problem.id, "completion": samples[key, number] or "", "sample": number}
         row["passed"] = bool(result.verdicts) and not failed
         row["result"] = "passed" if row["passed"] else failed[0] if failed else "does not fit"
         if several:
@@ -603,7 +597,7 @@ def score_samples(cfg, problems, samples, path):
 
     program_s = 5 + cfg.sandbox.timeout_s * max(len(problem.tests) for problem in problems.values())
     sandbox.run_tests(programs, tests, on_result, program_s=program_s, **dataclasses.asdict(cfg.sandbox))
-    return list(left.items())
+    return left
 
 
 def pass_at_k(n, c, k):
@@ -632,7 +626,7 @@ def choose(rows):
 def interval(values, seed):
     """95 % confidence interval of a mean: percentiles 2.5 and 97.5 of the means of 10,000 bootstrap resamples."""
     values, rng = np.asarray(values, np.float64), np.random.default_rng(seed)
-    means = [values[rng.integers(0, len(values), len(values))].mean() for _ in range(10_000)]
+    means = values[rng.integers(0, len(values), (10_000, len(values)))].mean(1)
     return [float(x) for x in np.percentile(means, [2.5, 97.5])]
 
 

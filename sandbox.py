@@ -11,9 +11,15 @@ all, or nothing to run, 2: the sandbox itself failed. From Python:
     sandbox.code(completions, [{"test_cases": [...]}, ...])                    # -> [1.0, 0.5, None]
 
 Every test runs in a process and a folder of its own, without network, threads, other processes, other programs or
-files but Python's own. Four layers see to that: namespaces with a root of their own, Landlock, seccomp, limits. What
-the machine offers is tried and printed; the least is seccomp with one of the first two. Without namespaces a program
-can also make no folders and not use asyncio, and can find out whether a path exists.
+files but Python's own. Four layers see to that, and each stops most attacks without the others:
+
+- namespaces: a root directory, a process list and a network of its own, in which there is nothing to attack
+- Landlock: no file but those named can be opened, whatever path or link leads to it
+- seccomp: system calls that start processes, reach others, or make the kernel do rare things are refused
+- limits: time, memory, open files, and what may be written
+
+What the machine offers is tried and printed; the least is seccomp with one of the first two. Without namespaces a
+program can also make no folders and not use asyncio, and can find out whether a path exists.
 
 An exit status proves nothing, so the verdict is
 - by value, for `assert <call> == <literal>`: the program sends what the call returned, this process compares, and the
@@ -31,13 +37,13 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import importlib.util
 import inspect
 import json
 import os
 import random
 import reprlib
 import resource
+import runpy
 import secrets
 import select
 import shutil
@@ -85,8 +91,12 @@ class SandboxError(Exception):
     """The machinery failed, not the program."""
 
 
-# ---- the launcher: the functions up to LAUNCHER run from their source, in an interpreter of their own ---------------
+# ---- the launcher: this section runs from its text, in an interpreter of its own ------------------------------------
+#
+# run_launcher() starts it once for every program: launch() -> run_confined() for every test -> run_test() in a fork.
 
+# what a program may read beside Python itself; /proc is not among it
+READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
 # system calls that a program is refused: (x86-64, aarch64); those from 424 on are refused without being named
 # fmt: off
 DENIED = {
@@ -126,14 +136,18 @@ def enter_namespaces(libc, scratch, readable):
     The process that called stays behind and exits with the new one.
     """
     uid, gid = os.getuid(), os.getgid()
+    # mounts, host name, IPC, users, processes, network: none is shared with the machine
     check(libc.unshare(0x20000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000), "unshare")
+    # Inside, we are user 65534 with all capabilities over these namespaces, and none over anything else.
     for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
+    # The next child is process 1 of the new list of processes: when it ends, the kernel kills all others in it.
     first = os.fork()
     if first:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: the one that stayed behind was killed
+    # A small file system in memory becomes the root; what may be read is mounted into it from the old one.
     root = scratch.encode()
     check(libc.mount(b"none", b"/", None, 0x44000, None), "private mounts")  # MS_REC | MS_PRIVATE
     check(libc.mount(b"tmpfs", root, b"tmpfs", 6, b"size=1m,nr_inodes=4k,mode=755"), "tmpfs")
@@ -147,6 +161,7 @@ def enter_namespaces(libc, scratch, readable):
             open(root + path, "w").close()
         check(libc.mount(path, root + path, None, 0x5000, None), "bind")  # MS_BIND | MS_REC
     os.mkdir(root + b"/.sandbox")
+    # Swap the roots, let go of the old one, and make the new one and all below it read-only.
     os.chdir(root)
     pivot_root = DENIED["pivot_root"][MACHINES[os.uname().machine][0]]
     check(libc.syscall(pivot_root, b".", b"."), "pivot_root")
@@ -156,18 +171,19 @@ def enter_namespaces(libc, scratch, readable):
     check(libc.syscall(442, -100, b"/", 0x8000, flags, 32), "mount_setattr")
 
 
-def restrict_files(libc, abi, readable, writable, folders):
-    """Landlock: read and execute below `readable`, all below `writable`, nothing else; no TCP, no signals out.
-
-    folders: whether new ones may be made.
-    """
-    rights = 0xFFFF if abi >= 5 else 0x7FFF
-    size = 8 if abi < 4 else 16 if abi < 6 else 24
+def restrict_files(libc, job, writable):
+    """Landlock: read and execute below job["readable"], all below `writable`, nothing else; no TCP, no signals out."""
+    abi = job["landlock"]
+    rights = 0xFFFF if abi >= 5 else 0x7FFF  # all that the kernel knows: what is not allowed below is refused
+    size = 8 if abi < 4 else 16 if abi < 6 else 24  # files; since 4 also TCP, since 6 abstract sockets and signals
     ruleset = check(libc.syscall(444, struct.pack("3Q", rights, 3, 3)[:size], size, 0), "landlock")
-    for path in [*readable, writable]:
-        allowed = rights - (not folders) * 128 if path == writable else 6 if path.startswith("/dev/") else 13
+    for path in [*job["readable"], writable]:
+        allowed = 6 if path.startswith("/dev/") else 13  # write and read a file; execute, read a file, list a folder
+        if path == writable:
+            # new folders only where each test has a file system: overfull() does not look into them
+            allowed = rights if job["namespaces"] else rights - 128
         if not os.path.isdir(path):
-            allowed &= 7
+            allowed &= 7  # the rights that a file can have
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         check(libc.syscall(445, ruleset, 1, struct.pack("=Qi", allowed, fd), 0), "landlock rule")
         os.close(fd)
@@ -183,8 +199,10 @@ def call_filter(machine, allowed):
     """
     column, audit, fcntl, _ = MACHINES[machine]
     denied = [row[column] for name, row in DENIED.items() if row[column] is not None and name not in allowed]
-    n = len(denied)  # a row: operation, jump if true, jump if false, operand; 0x20 loads, 0x15 ==, 0x35 >=, 6 returns
-    rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (6, 0, 0, 0x80000000), (0x20, 0, 0, 0), (0x35, n + 7, 0, 424)]
+    # A row: operation, rows to skip if true, if false, operand; 0x20 loads, 0x15 is ==, 0x35 is >=, 6 returns.
+    n = len(denied)
+    rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (6, 0, 0, 0x80000000)]  # calls of another machine: kill
+    rows += [(0x20, 0, 0, 0), (0x35, n + 7, 0, 424)]  # the number of the call
     rows += [(0x15, n - i + 5, 0, number) for i, number in enumerate(denied)]
     rows += [(0x15, 0, 4, fcntl), (0x20, 0, 0, 24)]  # its second argument
     rows += [(0x15, 3, 0, 8), (0x15, 2, 0, 10), (0x15, 1, 0, 15)]  # F_SETOWN, F_SETSIG, F_SETOWN_EX
@@ -192,45 +210,30 @@ def call_filter(machine, allowed):
     return b"".join(struct.pack("HBBI", *row) for row in rows)
 
 
-def restrict_calls(libc, allowed):
-    """Give up all capabilities, and let call_filter() judge system calls from here on."""
-    machine = os.uname().machine
-    check(libc.syscall(MACHINES[machine][3], struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
-    code = ctypes.create_string_buffer(call_filter(machine, allowed))
-    check(libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0), "seccomp")
-
-
 def wire(value):
-    """JSON form of a value made of builtin types, or of their subclasses; TypeError for others.
+    """What json.dumps makes an exact copy of: a value of builtin types, or of their subclasses. TypeError for others.
 
     Calls the builtin type's own methods: what a subclass says of itself does not count.
     """
     if hasattr(value, "tolist"):  # NumPy; a class of the program's own can as well return what it likes
         value = value.tolist()
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return {"i": int.__format__(value, "x")}
-    if isinstance(value, float):
-        return {"f": float.hex(value)}
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"i": int.__format__(value, "x")}  # decimal digits are limited to 4,300
     if isinstance(value, complex):
-        return {"c": [float.hex(complex.real.__get__(value)), float.hex(complex.imag.__get__(value))]}
-    if isinstance(value, str):
-        return str.__str__(value)
+        return {"c": [complex.real.__get__(value), complex.imag.__get__(value)]}
     if isinstance(value, dict):
         return {"d": [[wire(key), wire(item)] for key, item in dict.items(value)]}
     if isinstance(value, list):
         return [wire(item) for item in list.__iter__(value)]
-    for kind in (bytes, bytearray):
-        if isinstance(value, kind):
-            return {"b": kind.decode(value, "latin-1")}
+    if isinstance(value, bytes | bytearray):
+        return {"b": b"".join([value]).decode("latin-1")}
     for name, kind in (("t", tuple), ("s", set), ("s", frozenset)):
         if isinstance(value, kind):
             return {name: [wire(item) for item in kind.__iter__(value)]}
-    raise TypeError
+    return value  # None, bool, float, str and their subclasses; json refuses all others
 
 
-def run_test(libc, job, test, folder, pipe, landlock_abi, seccomp):
+def run_test(libc, job, test, folder, pipe):
     """In a process of its own: give up all rights, run the program, run the test, and write the outcome to the pipe.
 
     That is "+" when the restrictions hold, "=" when the program has run, then the token and in value mode the value; or
@@ -244,17 +247,24 @@ def run_test(libc, job, test, folder, pipe, landlock_abi, seccomp):
     os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job["packages"]))
     sys.path += job["packages"]
     job["tests"].clear()  # the others are none of its business
+
     # Limits of the kernel. NPROC 0 refuses new threads and processes to an ordinary user, seccomp also to root.
     limits = {"CPU": int(job["timeout_s"]) + 1, "AS": job["memory_mb"] << 20, "FSIZE": job["disk_mb"] << 20}
     for name, limit in (limits | {"NOFILE": 64, "CORE": 0, "NPROC": 0}).items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, without which an ordinary user may not install the two below
-    if landlock_abi:
-        restrict_files(libc, landlock_abi, job["readable"], folder, folders=job["namespaces"])
-    if seccomp:  # asyncio needs a socketpair; where nothing can be reached from it, let it have one
+    if job["landlock"]:
+        restrict_files(libc, job, folder)
+    if job["seccomp"]:
+        # No capabilities, so that root is an ordinary user too; then the filter judges every call from here on.
+        machine = os.uname().machine
+        check(libc.syscall(MACHINES[machine][3], struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
+        # asyncio needs a socketpair; where nothing can be reached from it, let it have one
         allowed = {"execve"} if test["mode"] == "status" else {"socketpair"} if job["namespaces"] else set()
-        restrict_calls(libc, allowed)
+        code = ctypes.create_string_buffer(call_filter(machine, allowed))
+        check(libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0), "seccomp")
     write(pipe, b"+")
+
     if test["mode"] == "status":
         python = os.path.realpath(sys._base_executable)  # sys.executable of a virtual environment is not readable here
         os.execv(python, [python, "-B", "-c", job["program"] + "\n" + test["before"]])
@@ -305,6 +315,47 @@ def follow_test(job, pid, pipe, folder, cap, deadline):
     return "timeout", data, None
 
 
+def run_confined(libc, job, i, report, deadline):
+    """Run test i in a folder and a process of its own, of which nothing is left: the line of the report on it."""
+    test, folder = job["tests"][i], f"{job['folder']}/{i}"
+    if job["namespaces"]:
+        folder = "/.sandbox"
+        size = f"size={job['disk_mb']}m,nr_inodes=2k,mode=700".encode()
+        check(libc.mount(b"tmpfs", b"/.sandbox", b"tmpfs", 6, size), "tmpfs")
+    else:
+        os.mkdir(folder, 0o700)
+
+    ours, theirs = os.pipe()  # the only way out of the test
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(ours)
+            report.close()
+            os.dup2(1, 2)
+            run_test(libc, job, test, folder, theirs)
+        except BaseException as error:  # nobody but run_test may go on in this process
+            os.write(theirs, repr(error).encode())
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    outcome, data, status = follow_test(job, pid, ours, folder, test["cap"], deadline)
+    os.close(ours)
+
+    if status is None:  # it still runs
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if job["namespaces"]:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(-1, signal.SIGKILL)  # all of this process namespace but ourselves
+            while os.waitpid(-1, 0):
+                pass
+        check(libc.umount2(b"/.sandbox", 2), "umount")
+    if data[:1] != b"+" and outcome != "output limit":  # it failed before the program ran: no verdict
+        sys.exit(f"a test process could not be confined: {data.decode(errors='replace')}")
+    data, loaded = data[1:].removeprefix(b"="), data[1:2] == b"="
+    return {"outcome": outcome, "data": data.decode("latin-1"), "status": status, "loaded": loaded}
+
+
 def launch():
     """Read a job from standard input, close what can be closed for all its tests, run them, report a line for each."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -313,90 +364,40 @@ def launch():
     report, null = open(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with whoever started this
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel takes this process before the trainer
+
     # Ask the kernel what it offers. Namespaces were tried before, by layers(), in a launcher without tests.
     landlock = libc.syscall(444, None, 0, 1)
-    landlock = landlock if landlock >= 3 else 0  # older ones let files be truncated
+    job["landlock"] = landlock if landlock >= 3 else 0  # older ones let files be truncated
     refused = libc.prctl(22, 2, None, 0, 0) == -1 and ctypes.get_errno()
-    seccomp = os.uname().machine in MACHINES and refused == 14  # EFAULT: filters are known, only there was none
+    job["seccomp"] = os.uname().machine in MACHINES and refused == 14  # EFAULT: known, only there was no filter
     job["readable"] = [path for path in (sys.base_prefix, *job["packages"], *READABLE) if os.path.exists(path)]
     if job["namespaces"]:
         enter_namespaces(libc, job["folder"], job["readable"])
-    found = {"namespaces": job["namespaces"], "landlock": landlock, "seccomp": seccomp}
+    found = {layer: job[layer] for layer in ("namespaces", "landlock", "seccomp")}
     print(json.dumps(found), file=report, flush=True)
-    if not job["allow_unsafe"] and not (seccomp and (job["namespaces"] or landlock)):
+    if not job["allow_unsafe"] and not (job["seccomp"] and (job["namespaces"] or job["landlock"])):
         sys.exit("less than the safe minimum")
-    # One test after another, each in a folder and a process of its own.
+
+    # One test after another, until their time is over or the program itself does not end.
     end, hangs = time.monotonic() + job["program_s"], False
     for i, test in enumerate(job["tests"]):
-        deadline = min(time.monotonic() + job["timeout_s"], end)
-        if hangs or deadline <= time.monotonic():
-            print('{"outcome": "timeout"}', file=report, flush=True)
-            continue
-        if job["namespaces"]:
-            folder = "/.sandbox"
-            size = f"size={job['disk_mb']}m,nr_inodes=2k,mode=700".encode()
-            check(libc.mount(b"tmpfs", b"/.sandbox", b"tmpfs", 6, size), "tmpfs")
-        else:
-            folder = f"{job['folder']}/{i}"
-            os.mkdir(folder, 0o700)
-        ours, theirs = os.pipe()  # the only way out of the test
-        pid = os.fork()
-        if not pid:
-            try:
-                os.close(ours)
-                report.close()
-                os.dup2(null, 2)
-                run_test(libc, job, test, folder, theirs, landlock, seccomp)
-            except BaseException as error:  # nobody but run_test may go on in this process
-                os.write(theirs, repr(error).encode())
-            finally:
-                os._exit(1)
-        os.close(theirs)
-        outcome, data, status = follow_test(job, pid, ours, folder, test["cap"], deadline)
-        os.close(ours)
-        if status is None:  # it still runs
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        if job["namespaces"]:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(-1, signal.SIGKILL)  # all of this process namespace but ourselves
-                while os.waitpid(-1, 0):
-                    pass
-            check(libc.umount2(b"/.sandbox", 2), "umount")
-        if data[:1] != b"+" and outcome != "output limit":  # it failed before the program ran: no verdict
-            sys.exit(f"a test process could not be confined: {data.decode(errors='replace')}")
-        data, ran = data[1:].removeprefix(b"="), data[1:2] == b"="
-        hangs = outcome == "timeout" and test["mode"] != "status" and not ran  # and so it will for every test
-        row = {"outcome": outcome, "data": data.decode("latin-1"), "status": status}
+        deadline, row = min(time.monotonic() + job["timeout_s"], end), {"outcome": "timeout"}
+        if deadline > time.monotonic() and not hangs:
+            row = run_confined(libc, job, i, report, deadline)
+            hangs = row["outcome"] == "timeout" and test["mode"] != "status" and not row["loaded"]
         print(json.dumps(row), file=report, flush=True)
 
 
-# what a program may read beside Python itself; /proc is not among it
-READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
-PARTS = (
-    check,
-    enter_namespaces,
-    restrict_files,
-    call_filter,
-    restrict_calls,
-    wire,
-    run_test,
-    overfull,
-    follow_test,
-    launch,
-)
-LAUNCHER = "\n".join(
-    ["import contextlib, ctypes, json, os, resource, select, signal, struct, sys, time, types"]
-    + [f"DENIED, MACHINES, READABLE = {DENIED}, {MACHINES}, {READABLE}"]
-    + [inspect.getsource(part) for part in PARTS]
-    + ["launch()"]
-)
-
-
 # ---- verdicts ------------------------------------------------------------------------------------------------------
+
+LAUNCHER = (
+    "import contextlib, ctypes, json, os, resource, select, signal, struct, sys, time, types\n# "
+    + Path(__file__).read_text("utf-8").split("# ---- ")[1]
+    + "\nlaunch()"
+)
 
 
 def value_test(test):
@@ -442,10 +443,8 @@ def unwire(item):
     ((kind, part),) = item.items()
     if kind == "i":
         return int(part, 16)
-    if kind == "f":
-        return float.fromhex(part)
     if kind == "c":
-        return complex(*map(float.fromhex, part))
+        return complex(*part)
     if kind == "b":
         return part.encode("latin-1")
     if kind == "d":
@@ -454,7 +453,7 @@ def unwire(item):
 
 
 def verdict(test, expected, row):
-    """Of one test, by the launcher's line on it: pass, fail, timeout, output limit or memory; and the value."""
+    """(pass, fail, timeout, output limit or memory; the value that came back) of a test, by the launcher's line."""
     if row["outcome"] != "done":
         return row["outcome"], None
     if test["mode"] == "status":
@@ -472,7 +471,7 @@ def verdict(test, expected, row):
         return "fail", None  # a forged line
 
 
-# ---- the two runners -----------------------------------------------------------------------------------------------
+# ---- the two runners: called with a job, they give the lines of the launcher's report and its complaint, if any ------
 
 
 def run_launcher(launcher, job, spawned=lambda process: None):
@@ -522,38 +521,35 @@ def layers():
 
 
 class Local:
-    """Runs jobs on this machine, each under a launcher of its own."""
+    """Runs jobs on this machine, each under a launcher of its own. RuntimeError where they cannot be confined."""
 
     def __init__(self, options):
         if sys.platform != "linux":
             raise RuntimeError("the local sandbox needs Linux; use --runner=e2b")
         found = layers()
         if not options.allow_unsafe and not (found["seccomp"] and (found["namespaces"] or found["landlock"])):
-            raise RuntimeError(
-                "this machine cannot confine a program (needed: seccomp, and namespaces or Landlock 3); "
-                "use --runner=e2b, or --allow_unsafe where nothing can be lost"
-            )
+            advice = "use --runner=e2b, or --allow_unsafe where nothing can be lost"
+            needed = "seccomp, and namespaces or Landlock 3"
+            raise RuntimeError(f"this machine cannot confine a program (needed: {needed}); {advice}")
         packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         self.settings = {"namespaces": found["namespaces"], "packages": packages}
-        self.running, self.closed = set(), threading.Event()
+        self.running, self.closed = set(), False
 
     def __call__(self, job):
-        try:
-            return run_launcher(LAUNCHER, job | self.settings, self.spawned)
-        except OSError as error:
-            raise SandboxError(str(error)) from None
+        return run_launcher(LAUNCHER, job | self.settings, self.spawned)
 
     def spawned(self, process):
         self.running.add(process)
-        if self.closed.is_set():
+        if self.closed:  # while it started
             process.kill()
 
     def close(self):
-        self.closed.set()
+        self.closed = True
         for process in list(self.running):
             process.kill()
 
 
+# What runs in a sandbox of E2B: the same launcher, with namespaces if they can be had there.
 REMOTE = """import json, os, shutil, subprocess, sys, tempfile
 {run_launcher}
 job = json.loads({job!r}) | {{"allow_unsafe": True}}
@@ -569,7 +565,7 @@ print(json.dumps([rows, complaint]))
 class E2B:
     """Runs jobs in E2B sandboxes, one for each thread that calls, or through a router of Open-R1's protocol.
 
-    The same launcher runs there; the safe minimum is not asked for, as the sandbox is a machine of its own.
+    The safe minimum of layers is not asked for there, as the sandbox is a machine of its own.
     """
 
     def __init__(self, options):
@@ -665,7 +661,7 @@ def run_tests(programs, tests, on_result=None, **options):
         job = dataclasses.asdict(options) | {"program": program, "tests": [test for test, _ in cases]}
         try:
             rows, complaint = runner(job) if cases else ([], "")
-        except SandboxError as error:
+        except (OSError, SandboxError) as error:
             complaint = str(error)
         if complaint:
             return Result(None, [], [], complaint)
@@ -708,14 +704,14 @@ def block(completion, strict_newline=True):
 def parses(sources, options, accept=()):
     """Whether each source text is Python, True or False; None where the sandbox failed.
 
-    A parser may end its process or take all memory, so it runs in the sandbox. A source at which it raises one of
-    `accept` counts too.
+    A parser may end its process or take all memory, so it runs in the sandbox, one program for every worker. A source
+    at which it raises one of `accept` counts too.
     """
     workers = options.workers or len(os.sched_getaffinity(0))
     program = "import ast, warnings\nwarnings.simplefilter('ignore')"
     tests = [f"try:\n    ast.parse({source!r})\nexcept ({', '.join(accept)}):\n    pass" for source in sources]
-    limits = {"timeout_s": options.timeout_s, "program_s": options.timeout_s * len(sources) + 30}
     shares = [tests[i::workers] for i in range(workers)]
+    limits = {"timeout_s": options.timeout_s, "program_s": options.timeout_s * len(sources) + 30}
     good = [None] * len(sources)
     for i, result in enumerate(run_tests([program] * workers, shares, workers=workers, allow_unsafe=True, **limits)):
         if result.rate is not None:
@@ -736,7 +732,7 @@ def code_format(completions, rows, **options):
     rewards = [0.0] * len(completions)
     for i, good in zip(sources, parses(list(sources.values()), options), strict=True):
         rewards[i] = {True: 1.0, False: 0.5, None: None}[good]
-    if options.parity:
+    if options.parity:  # the reference expects these two errors alone
         bad = [i for i in sources if rewards[i] == 0.5]
         caught = parses([sources[i] for i in bad], options, accept=("SyntaxError", "ValueError"))
         for i in [i for i, was_caught in zip(bad, caught, strict=True) if not was_caught]:
@@ -763,6 +759,7 @@ def code(completions, rows, **options):
     strict_newline, parity = Options(**options).strict_newline, Options(**options).parity
     forms = code_format(completions, rows, **options)
     rewards = [None if form is None else 0.0 for form in forms]
+    # only what has the form is run
     good = [i for i, form in enumerate(forms) if form == 1.0]
     programs, tests = [block(completions[i], strict_newline) for i in good], [rows[i]["test_cases"] for i in good]
     for i, result in zip(good, run_tests(programs, tests, **options), strict=True):
@@ -812,12 +809,10 @@ def find_reward(name):
     path, _, function = name.rpartition(":")
     if not Path(path).is_file():
         raise ValueError(f"no reward {name!r}; there are {', '.join(REWARDS)}, and your own as file.py:function")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, function, None)):
+    reward = runpy.run_path(path).get(function)
+    if not callable(reward):
         raise ValueError(f"{path} has no function {function!r}")
-    return getattr(module, function)
+    return reward
 
 
 def main(program: Path, /, tests: Path, options: Options = Options()):
