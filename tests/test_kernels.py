@@ -109,7 +109,7 @@ def test_norm_of_a_far_off_mean(runs):
 
 
 def philox(counter, seed):
-    """Philox4x32-10 as the paper has it, on Python's integers."""
+    """Philox4x32-10 as the paper has it, on Python's integers or arrays of uint64."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & 0xFFFFFFFF, seed >> 32
     for _ in range(10):
@@ -146,7 +146,7 @@ def expected(logits, token, seed, step, keep, ban, vocab, temperature, top_k, to
             continue
         x = diffusion.ban(logits[row : row + 1, :vocab].astype(np.float64), ban)
         x = diffusion.filter_logits(x, temperature, top_k, top_p if temperature else 1)
-        words = [philox((i, row, step, 0), seed) for i in range(-(-vocab // 4))]
+        words = np.stack(philox((np.arange(-(-vocab // 4), dtype=np.uint64), row, step, 0), seed), -1)
         race = x - np.log(-np.log1p(-uniforms(words).ravel()[:vocab])) if temperature else x
         token.ravel()[row] = race.argmax()
     return token
