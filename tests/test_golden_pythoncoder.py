@@ -129,12 +129,10 @@ def test_whole_model_logits_losses_and_gradients(golden_dir, remat):
         cfg = tiny_config(settings["base"], variant["config"])
         params = tiny_params(arrays, cfg)
         b = settings["base"] | variant["config"]
-        graph = pc.graph_of(cfg, pc.Run(remat=remat, block=7, loss_tokens=8))
-        yarn = b["yarn_factor"] > 1
+        graph = pc.graph_of(cfg, pc.Run(remat=remat, block=7, loss_tokens=8, yarn=b["yarn_factor"] > 1))
 
-        def loss(params, graph=graph, b=b, yarn=yarn):
-            model = nnx.merge(graph, params)
-            main, mtp = model.losses(token_BL, segment_BL, position_BL, z_loss=b["z_loss"], yarn=yarn)
+        def loss(params, graph=graph, b=b):
+            main, mtp = nnx.merge(graph, params).losses(token_BL, segment_BL, position_BL, z_loss=b["z_loss"])
             main_BL, mtp_BL = pc.target_masks(segment_BL)
             main, mtp = main / main_BL.sum(), mtp / mtp_BL.sum()
             return main + b["mtp_weight"] * mtp, (main, mtp)
@@ -146,7 +144,7 @@ def test_whole_model_logits_losses_and_gradients(golden_dir, remat):
 
         model = nnx.merge(graph, params)
         embed_BLD = model.lookup(token_BL)
-        hidden_BLD = model.hidden(embed_BLD, segment_BL, position_BL, yarn=yarn)
+        hidden_BLD = model.hidden(embed_BLD, segment_BL, position_BL)
         np.testing.assert_allclose(hidden_BLD, arrays[f"{name}/hidden"], atol=1e-4)
         np.testing.assert_allclose(model.logits(hidden_BLD), arrays[f"{name}/logits"], atol=1e-4)
         draft_BLD = model.mtp_hidden(hidden_BLD, jnp.roll(embed_BLD, -1, 1))
@@ -211,36 +209,34 @@ def test_self_speculation_on_a_table_language_model(golden_dir):
     table = json.loads((golden_dir("pythoncoder") / "spec_decode.json").read_text())["table_model"]
     main_VVV, draft_VVV = jnp.asarray(table["main"]), jnp.asarray(table["draft"])
 
-    @dataclasses.dataclass
+    @jax.tree_util.register_static
     class Table:
         """main[x_{t-1}][x_t] gives the next token's logits, draft[x_t][x_{t+1}] the draft's; the cache is the text."""
 
-        prompt_slots: int
+        def new_cache(self, batch, slots):
+            return jnp.zeros((batch, slots), jnp.int32)
 
         def step(self, cache, token_BL, index_BL):
             cache = cache.at[jnp.arange(len(cache))[:, None], index_BL].set(token_BL)
             return jnp.stack([jnp.take_along_axis(cache, index_BL - 1, 1), token_BL], -1), cache
 
-        def main(self, hidden):
+        def logits(self, hidden):
             return main_VVV[hidden[..., 0], hidden[..., 1]]
 
         def draft(self, hidden, token_BL):
             return draft_VVV[hidden[..., 1], token_BL]
 
-    # compiled once for all runs: one length of the array, and the prompt's as an argument that picks the program
+    # compiled once for all runs: one length of the texts, and one of the prompts
+    model, key = Table(), jax.random.key(0)
     slots = max(len(run["prompt"]) + run["new_tokens"] + 2 for run in table["runs"])
-    start = jax.jit(
-        lambda size, rule, *args: pc.start(Table(size), *args, jax.random.key(0), rule), static_argnums=(0, 1)
-    )
-    advance = jax.jit(lambda state, rule: pc.advance(Table(0), state, 1, rule), static_argnums=1)
+    longest = max(len(run["prompt"]) for run in table["runs"])
     for run in table["runs"]:
         prompt, new = run["prompt"], run["new_tokens"]
-        token_BM = np.zeros((1, slots), np.int32)
-        token_BM[0, : len(prompt)] = prompt
+        prompt_BL, length_B = np.zeros((1, longest), np.int32), np.array([len(prompt)])
+        prompt_BL[0, : len(prompt)] = prompt
         for speculate in (False, True):
             rule = pc.Sampling(speculate=speculate)
-            length_B = np.array([len(prompt)])
-            state = start(len(prompt), rule, token_BM, length_B, length_B + new, np.zeros_like(token_BM))
+            state = pc.start(model, prompt_BL, length_B, length_B + new, key, slots=slots, rule=rule)
             committed, length = [], len(prompt)
             while True:
                 end = int(state["length_B"][0])
@@ -248,7 +244,7 @@ def test_self_speculation_on_a_table_language_model(golden_dir):
                 length = end
                 if state["done_B"].all():
                     break
-                state = advance(state, rule)
+                state = pc.advance(model, state, 1, rule=rule)
             assert [token for call in committed for token in call][:new] == run["greedy"]
             if speculate:
                 assert committed[:-1] == run["committed_per_call"][:-1]
