@@ -260,7 +260,7 @@ def find_data(cfg, model):
         advice = "lower --batch_size or add data"
         raise ValueError(f"{folder} has {train.total} training rows, a step takes {cfg.batch_size}; {advice}")
     if family_of(cfg) is pc and len(train.columns) > 3:
-        raise ValueError(f"{folder} holds pairs, which are for --model=dream_...: PythonCoder would learn prompts too")
+        raise ValueError(f"{folder} holds pairs, for --model=dream_...: their prompts PythonCoder would learn too")
     if family_of(cfg) is pc and train.meta["vocab_size"] > model.vocab:
         size, advice = train.meta["vocab_size"], f"prepare it again with --vocab_size={model.vocab}"
         raise ValueError(f"{folder} has {size:,} token ids, the model {model.vocab:,}; {advice}")
