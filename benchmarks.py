@@ -91,9 +91,8 @@ def main(cfg):
     cfg = resolve(cfg)
     run = Path(cfg.ckpt or ("out/train_gpu" if cfg.model == "mdlm" else "out/train_tpu"))
     problems, out = read_problems(cfg), Path(cfg.out or f"out/{cfg.task}")
-    # What the results depend on; a folder is gone on with under the same settings alone.
-    settings = {name: getattr(cfg, name) for name in ("task", "split", "problems")}
-    settings["timeout_s"] = cfg.sandbox.timeout_s
+    # What the results depend on: a folder goes on under the same settings alone.
+    settings = {"task": cfg.task, "split": cfg.split, "problems": cfg.problems, "timeout_s": cfg.sandbox.timeout_s}
     if cfg.samples:
         samples = given_samples(cfg, problems)
         settings["samples_sha256"] = hashlib.sha256(Path(cfg.samples).read_bytes()).hexdigest()
@@ -103,6 +102,7 @@ def main(cfg):
         names = "model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed"
         settings |= {name: getattr(cfg, name) for name in names} | {"ckpt": str(run), "step": step}
         settings |= dataclasses.asdict(cfg.dream) if cfg.model == "dream" else {}
+    # Write, run, score; every sample and result is on disk as soon as it is known.
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / "results.jsonl"):
         before = runs.read_json(out / "config.json") if (out / "config.json").exists() else settings
@@ -121,8 +121,8 @@ def main(cfg):
         runs.write(out / "summary.json", row)
     print(json.dumps(row) if cfg.json else describe(row), flush=True)
     if unscored:
-        names = ", ".join(f"{problems[key].id} ({error})" for (key, _), error in list(unscored.items())[:3])
-        left = f"{len(unscored)} samples could not be run and are not counted: {names}"
+        first = ", ".join(f"{problems[key].id} ({error})" for (key, _), error in unscored[:3])
+        left = f"{len(unscored)} samples could not be run and are not counted: {first}"
         raise RuntimeError(f"{left}; run the same command again")
     return row
 
@@ -222,10 +222,10 @@ def parse_problems(cfg, data):
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
     except (EOFError, zlib.error) as error:
         raise ValueError(f"broken gzip: {error}") from None
-    humaneval, problems = cfg.task == "humaneval", {}
+    problems, humaneval = {}, cfg.task == "humaneval"
     rows = parse_lines(text, ("task_id", "prompt", "entry_point", "test")) if humaneval else json.loads(text)
     try:
-        if not humaneval:
+        if not humaneval:  # the solved problems of the prompt have ids outside the test split
             shots = [row for row in rows if row["task_id"] in SHOTS][: cfg.shots]
             rows = [row for row in rows if cfg.split == "all" or 11 <= row["task_id"] <= 510]
         for row in rows[: cfg.problems or None]:
@@ -278,8 +278,10 @@ def mbpp_problem(row, shots):
         task = f"You are an expert Python programmer, and here is your task: {row['prompt'].strip()}"
         return f"{task} Your code should pass these tests:\n\n{asserts}\n[BEGIN]\n"
 
+    # solved problems, then this one without its solution
     prompt = "".join(f"{ask(shot)}{shot['code'].strip()}\n[DONE]\n\n" for shot in shots if shot is not row) + ask(row)
     imports = "".join(f"{line}\n" for line in row["test_imports"])
+    # No field names the function that is asked for: it is the one that the asserts call.
     calls = [node for test in row["test_list"][:3] for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
     names = [call.func.id for call in calls if isinstance(call.func, ast.Name)]
     entry = next((name for name in names if not hasattr(builtins, name)), names[0])  # one problem redefines sum()
@@ -292,8 +294,9 @@ def docstring_examples(prompt, entry):
     """(asserts, arguments) of the examples `f(1) == 2`, `f(1) -> 2`, `>>> f(1)` over `2`, and so on, in a docstring."""
     asserts, arguments = [], []
     for start in (match.start() for match in re.finditer(rf"\b{entry}\(", prompt)):
+        # The call ends at the first right parenthesis at which it is Python.
         for end in (start + match.end() for match in re.finditer(r"\)", prompt[start : start + 500])):
-            with contextlib.suppress(SyntaxError, ValueError):  # not the right parenthesis
+            with contextlib.suppress(SyntaxError, ValueError):
                 call = ast.parse(prompt[start:end], mode="eval").body
                 break
         else:
@@ -301,6 +304,7 @@ def docstring_examples(prompt, entry):
         if (args := literals(call, entry)) is None:
             continue
         arguments.append(args)
+        # What it returns stands behind an arrow, or on the next line of a session.
         arrow = ARROW.match(prompt, end)
         if not arrow and prompt[:start].endswith(">>> "):
             arrow = re.compile(r"[ \t]*\n[ \t]*").match(prompt, end)
@@ -324,8 +328,8 @@ def literals(call, entry):
 
 def probes(seed, entry, arguments):
     """[PROBE] with the inputs of examples and variations of them; [] without examples."""
-    rng, inputs = random.Random(str(seed)), arguments[:4]
-    inputs = inputs + [[vary(arg, rng) for arg in args] for args in inputs * 2]
+    rng, examples = random.Random(str(seed)), arguments[:4]
+    inputs = examples + [[vary(arg, rng) for arg in args] for args in examples * 2]
     return [PROBE.format(inputs=inputs, entry=entry)] if inputs else []
 
 
@@ -348,16 +352,16 @@ def vary(value, rng):
 
 
 class Writer(typing.NamedTuple):
-    """How a model writes. For another model make another."""
+    """How a model writes. For another model make another.
+
+    write() depends on nothing but the model, the prompts, the settings and the number of the batch. A model that writes
+    from left to right calls finished(token ids so far), which says whether all texts hold what is needed.
+    """
 
     tokenizer: tokenizers.Tokenizer
     longest: int  # tokens of prompt and completion at most
     write: typing.Callable  # (prompts, finished, number of the batch) -> new token ids of each prompt
     ask: typing.Callable = str  # a problem's prompt -> what the model reads
-
-
-# write() depends on nothing but the model, the prompts, the settings and the number of the batch. A model that writes
-# from left to right calls finished(token ids so far), which says whether all texts hold what is needed.
 
 
 def load_jax(family, cfg, run, step):
@@ -369,7 +373,7 @@ def load_jax(family, cfg, run, step):
     return model, lambda batch: jax.random.fold_in(jax.random.key(cfg.seed), batch)
 
 
-def before(ids, ends):
+def cut(ids, ends):
     """The token ids before the first one that ends a text."""
     return list(itertools.takewhile(lambda i: i not in ends, ids))
 
@@ -407,7 +411,7 @@ def dream_writer(cfg, run, step):
 
     def write(prompts, finished, batch):
         rows, _ = sample_dream.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch))
-        return [before(row[len(ids) :], ends) for row, ids in zip(rows, prompts, strict=True)]
+        return [cut(row[len(ids) :], ends) for row, ids in zip(rows, prompts, strict=True)]
 
     ask = (lambda prompt: wrap(CHAT[cfg.task].format(prompt))) if cfg.dream.chat else str
     return Writer(tokenizer, model.cfg.positions, write, ask)
@@ -426,12 +430,13 @@ def mdlm_writer(cfg, run, step):
     rule = mdlm.Sampling("max_prob", cfg.max_new, "even", cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size())
 
     def write(prompts, finished, batch):
+        # a canvas is BOS, the prompt, masks to fill; shorter ones are padded behind
         canvases = [torch.tensor([mdlm.BOS, *ids, *[mdlm.MASK] * cfg.max_new]) for ids in prompts]
         token_BL = torch.nn.utils.rnn.pad_sequence(canvases, batch_first=True, padding_value=mdlm.PAD).to(device)
         seed = int(np.random.SeedSequence([cfg.seed, batch]).generate_state(1)[0])
         filled = mdlm.sample(model, token_BL, rule, torch.Generator(device).manual_seed(seed)).tolist()
         new = [row[len(ids) - cfg.max_new : len(ids)] for row, ids in zip(filled, canvases, strict=True)]
-        return [before(ids, {mdlm.EOS}) for ids in new]
+        return [cut(ids, {mdlm.EOS}) for ids in new]
 
     return Writer(tokenizer, model.cfg.positions - 1, write)  # BOS takes one
 
@@ -448,14 +453,16 @@ def extract(text, entry, stops):
     block counts whole, the one that defines `entry` if there are several; without fences, the text up to the first stop
     string after `def entry`. ended: nothing that could follow would change the code.
     """
+    defines = re.compile(rf"(?m)^(async )?def {re.escape(entry)}\b")
     goes_on = re.match(r"\s*\n[ \t]+\S|[ \t]+\S", text)
-    fence = None if goes_on else re.search(r"^[ \t]*```[ \t]*[\w+-]*[ \t]*$", text, re.MULTILINE)
-    if fence and not re.search(r"^(def|class|import|from) ", text[: fence.start()], re.MULTILINE):
-        blocks = re.findall(r"^[ \t]*```[ \t]*[\w+-]*[ \t]*$\n?(.*?)(^[ \t]*```|\Z)", text, re.MULTILINE | re.DOTALL)
-        names = re.compile(rf"^(async )?def {re.escape(entry)}\b", re.MULTILINE)
-        code, end = next((block for block in blocks if names.search(block[0])), blocks[0])
-        return code, bool(end) and bool(names.search(code))
-    restated = None if goes_on else re.search(rf"^(async )?def {re.escape(entry)}\b", text, re.MULTILINE)
+    # An answer in blocks, with or without prose before the first one.
+    fence = None if goes_on else re.search(r"(?m)^[ \t]*```[ \t]*[\w+-]*[ \t]*$", text)
+    if fence and not re.search(r"(?m)^(def|class|import|from) ", text[: fence.start()]):
+        blocks = re.findall(r"(?ms)^[ \t]*```[ \t]*[\w+-]*[ \t]*$\n?(.*?)(^[ \t]*```|\Z)", text)
+        code, end = next((block for block in blocks if defines.search(block[0])), blocks[0])
+        return code, bool(end) and bool(defines.search(code))
+    # Plain code: what looks like a stop string before the function that is asked for is a helper of it.
+    restated = None if goes_on else defines.search(text)
     start = restated.end() if restated else 0
     end = min((i for i in (text.find(stop, start) for stop in stops) if i >= 0), default=len(text))
     return text[:end], end < len(text)
@@ -559,7 +566,7 @@ def write_batch(cfg, writer, batch, number):
 
 
 def score_samples(cfg, problems, samples, path):
-    """Run the samples that `path` has no result of, and add a line for each: {(key, number): error} of the others.
+    """Run the samples that `path` has no result of, and add a line for each: [((key, number), error)] of the others.
 
     A line is the official {"task_id", "completion"}, and "sample", "passed", "result" (of the first hidden test that
     does not pass). With several samples of a problem also what best-of-n needs: "public", the share of the examples in
@@ -573,16 +580,14 @@ def score_samples(cfg, problems, samples, path):
         problem, code = problems[key], samples[key, number]
         programs.append(problem.head + (code or ""))
         tests.append(problem.tests + (problem.public + problem.probes) * several if code is not None else [])
-    left = dict.fromkeys(todo, "the sandbox did not start")
 
     def on_result(i, result):
         """Add the line of a sample as soon as it has run."""
-        key, number = todo[i]
         if result.rate is None:
-            left[key, number] = result.error
             return
-        del left[key, number]
+        key, number = todo[i]
         problem = problems[key]
+        # All hidden tests must pass; behind them are the examples of the prompt, then the probe.
         hidden, public = len(problem.tests), len(problem.public)
         failed = [verdict for verdict in result.verdicts[:hidden] if verdict != "pass"]
         row = {"task_id": problem.id, "completion": samples[key, number] or "", "sample": number}
@@ -592,12 +597,14 @@ def score_samples(cfg, problems, samples, path):
             row["public"] = result.verdicts[hidden : hidden + public].count("pass") / max(1, public)
             row["behaviour"] = next((v for v in result.values[hidden + public :] if isinstance(v, str)), "")
         append(path, [row])
-        if len(left) % 200 == 0:
-            print(f"{len(todo) - len(left):,} of {len(todo):,} samples scored", file=sys.stderr, flush=True)
+        done.add(todo[i])
+        if len(done) % 200 == 0 or len(done) == len(samples):
+            print(f"{len(done):,} of {len(samples):,} samples scored", file=sys.stderr, flush=True)
 
     program_s = 5 + cfg.sandbox.timeout_s * max(len(problem.tests) for problem in problems.values())
-    sandbox.run_tests(programs, tests, on_result, program_s=program_s, **dataclasses.asdict(cfg.sandbox))
-    return left
+    flags = dataclasses.asdict(cfg.sandbox)
+    ran = sandbox.run_tests(programs, tests, on_result, program_s=program_s, **flags)
+    return [(key, result.error) for key, result in zip(todo, ran, strict=True) if result.rate is None]
 
 
 def pass_at_k(n, c, k):
@@ -627,7 +634,7 @@ def interval(values, seed):
     """95 % confidence interval of a mean: percentiles 2.5 and 97.5 of the means of 10,000 bootstrap resamples."""
     values, rng = np.asarray(values, np.float64), np.random.default_rng(seed)
     means = values[rng.integers(0, len(values), (10_000, len(values)))].mean(1)
-    return [float(x) for x in np.percentile(means, [2.5, 97.5])]
+    return np.percentile(means, [2.5, 97.5]).tolist()
 
 
 def report(cfg, problems, rows):
@@ -639,6 +646,7 @@ def report(cfg, problems, rows):
     row = {"task": cfg.task} | ({"split": cfg.split} if cfg.task == "mbpp" else {})
     row |= {"problems": len(by_problem), "of": len(problems), "samples": len(rows), "n": n}
     row["results"] = dict(collections.Counter(r["result"] for r in rows).most_common())
+    # pass@k over the problems that have k samples
     for k in sorted({*(cfg.k or (1, n))}):
         counts = [(len(group), sum(r["passed"] for r in group)) for group in by_problem.values() if len(group) >= k > 0]
         if counts:

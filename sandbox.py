@@ -13,20 +13,20 @@ all, or nothing to run, 2: the sandbox itself failed. From Python:
 Every test runs in a process and a folder of its own, without network, threads, other processes, other programs or
 files but Python's own. Four layers see to that, and each stops most attacks without the others:
 
-- namespaces: a root directory, a process list and a network of its own, in which there is nothing to attack
-- Landlock: no file but those named can be opened, whatever path or link leads to it
-- seccomp: system calls that start processes, reach others, or make the kernel do rare things are refused
+- namespaces: a root directory, a list of processes and a network of its own, in which there is nothing to attack
+- Landlock: no file but those named can be opened, whatever path or link leads to it; no TCP
+- seccomp: system calls that start processes, reach others, or are rarely needed and often attacked are refused
 - limits: time, memory, open files, and what may be written
 
 What the machine offers is tried and printed; the least is seccomp with one of the first two. Without namespaces a
-program can also make no folders and not use asyncio, and can find out whether a path exists.
+program can make no folders, not use asyncio, and find out whether a path exists.
 
 An exit status proves nothing, so the verdict is
 - by value, for `assert <call> == <literal>`: the program sends what the call returned, this process compares, and the
   expected value never enters the sandbox. Subclasses of builtin types count as their builtin value, NumPy's as lists;
-  objects of any other class fail, also those that would compare equal;
-- by token, for every other test: a random token, different for each test, is written after the test has returned. A
-  program that searches the interpreter's frames for it can pass, and so can one whose objects claim to equal anything.
+  objects of any other class fail;
+- by token, for every other test: a random token is written after the test has returned. A program that searches the
+  interpreter's frames for it can pass, and so can one whose objects claim to equal anything.
 
 Needs Linux on x86-64 or aarch64 for the local sandbox, and nothing but the standard library of Python 3.10 to 3.12.
 """
@@ -56,7 +56,6 @@ import threading
 import time
 import types
 import typing
-import urllib.error
 import urllib.request
 import warnings
 from pathlib import Path
@@ -132,8 +131,8 @@ def check(returned, what):
 def enter_namespaces(libc, scratch, readable):
     """Go on as process 1 of new user, mount, process, network, IPC and name namespaces, in a root of its own.
 
-    The root holds `readable`, read-only, and /.sandbox, a name that no interpreter lives under (some do under /work).
-    The process that called stays behind and exits with the new one.
+    The root holds `readable`, read-only, and /.sandbox, a name under which no interpreter is installed. The process
+    that called stays behind and exits with the new one.
     """
     uid, gid = os.getuid(), os.getgid()
     # mounts, host name, IPC, users, processes, network: none is shared with the machine
@@ -411,12 +410,13 @@ def value_test(test):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             *before, last = ast.parse(test).body
-        (operator,), (right,) = last.test.ops, last.test.comparators
-        for call, literal in ((last.test.left, right), (right, last.test.left)):
+        left, (operator,), (right,) = last.test.left, last.test.ops, last.test.comparators
+        for call, literal in ((left, right), (right, left)):
             try:
                 expected = ast.literal_eval(literal)
             except ValueError:
                 continue
+            # `is` is for None, True and False alone; a test without a call compares nothing of the program's
             same = isinstance(operator, ast.Is) and (expected is None or isinstance(expected, bool))
             called = any(isinstance(node, ast.Call) for part in (*before, call) for node in ast.walk(part))
             if isinstance(last, ast.Assert) and called and (same or isinstance(operator, ast.Eq)):
@@ -426,7 +426,7 @@ def value_test(test):
 
 
 def plan(test, parity):
-    """What the launcher is told of a test, and the expected value, which it is not told."""
+    """(what the launcher gets of a test, the expected value, which it does not get)."""
     found = None if parity else value_test(test)
     before, call, expected = found or (test, "", None)
     mode = "status" if parity else "value" if found else "token"
@@ -458,11 +458,13 @@ def verdict(test, expected, row):
         return row["outcome"], None
     if test["mode"] == "status":
         return "fail" if row["status"] else "pass", None
+    # Without the token the test has not returned, whatever the program has written.
     if not row["data"].startswith(test["token"]):
         return "memory" if row["data"] == "memory" else "fail", None
     data = row["data"].removeprefix(test["token"])
     if test["mode"] == "token":
         return "fail" if data else "pass", None
+    # The value is made of builtin types here, so that == is ours and not the program's.
     want, same = expected
     try:
         value = unwire(json.loads(data))
@@ -481,6 +483,7 @@ def run_launcher(launcher, job, spawned=lambda process: None):
     """
     folder = tempfile.mkdtemp(prefix="sandbox-")
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    # nothing of our environment, where keys may be; -I and -S keep our settings and packages out as well
     env = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     try:
         command = [sys.executable, "-IBS", "-c", launcher]
@@ -495,6 +498,7 @@ def run_launcher(launcher, job, spawned=lambda process: None):
         return [], "the launcher hangs"
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # does not follow links
+    # first what it found, then a line for every test
     rows = [json.loads(line) for line in out.splitlines()]
     complete = process.returncode == 0 and len(rows) == len(job["tests"]) + 1
     lines = complaint.decode(errors="replace").splitlines() or [f"the launcher ended with {process.returncode}"]
@@ -507,7 +511,7 @@ def layers():
 
     Raises SandboxError where the launcher does not even start.
     """
-    job = dataclasses.asdict(Options()) | {"program": "", "tests": [], "packages": [], "allow_unsafe": True}
+    job = dataclasses.asdict(Options(allow_unsafe=True)) | {"program": "", "tests": [], "packages": []}
     rows, refused = run_launcher(LAUNCHER, job | {"namespaces": True})
     if refused:
         rows, complaint = run_launcher(LAUNCHER, job | {"namespaces": False})
@@ -570,7 +574,8 @@ class E2B:
 
     def __init__(self, options):
         self.url, self.seconds = options.e2b_router_url, int(options.program_s) + 30
-        self.mine, self.all, self.closed = threading.local(), [], threading.Event()
+        self.mine, self.all = threading.local(), []  # the sandbox of each thread; those of all threads
+        self.closed = threading.Event()
         if not self.url:
             try:
                 import e2b_code_interpreter as sdk
@@ -589,6 +594,7 @@ class E2B:
 
     def direct(self, script):
         """Standard output of a script. Rate limits and lost sandboxes are tried again, for about a minute."""
+        # waits that double, and differ between threads
         end = time.monotonic() + self.seconds + 60
         for wait_s in (1, 2, 4, 8, 16, 32, 0):
             try:
@@ -635,14 +641,13 @@ def run_tests(programs, tests, on_result=None, **options):
     """Run every program against its own tests: a list of Result, one per program.
 
     programs: source texts. tests: for each program a list of source texts, each run after the program in a fresh
-    process; tests that are not Python fail. options: the fields of Options. on_result(i, result) is called in this
-    thread as programs finish, in the order in which they do, so that an interrupted caller keeps what it has.
+    process. options: the fields of Options. on_result(i, result) is called in this thread as programs finish, so that
+    an interrupted caller keeps what it has. However this is left, also by Ctrl-C, nothing goes on running.
 
     rate is passed / all tests, 0 without tests, and None where the sandbox failed: the launcher was killed, the disk is
-    full, E2B cannot be reached. A test that hangs before it begins, while the program is loaded, is not tried again
-    with the other tests: all are timeouts. Time is at most programs * program_s / workers, plus start-up. Raises
-    ValueError for limits of 0, or if there are not as many lists of tests as programs, and RuntimeError where the
-    machine offers less than the safe minimum. However it is left, also by Ctrl-C, nothing goes on running.
+    full, E2B cannot be reached. After a test that hangs while the program is loaded all others are timeouts. Time is at
+    most programs * program_s / workers, plus start-up. Raises ValueError for limits of 0 or another number of lists
+    than of programs, RuntimeError where the machine offers less than the safe minimum.
     """
     options = Options(**options)
     if min(options.timeout_s, options.program_s, options.memory_mb, options.disk_mb) <= 0 or options.workers < 0:
@@ -656,8 +661,8 @@ def run_tests(programs, tests, on_result=None, **options):
         print(f"sandbox: nothing can be run: {error}", file=sys.stderr)
         return [Result(None, [], [], str(error))] * len(programs)
 
-    def run_one(program, cases):
-        """The Result of one program."""
+    def run_program(program, cases):
+        """The Result of one program; runs in a thread of the pool."""
         job = dataclasses.asdict(options) | {"program": program, "tests": [test for test, _ in cases]}
         try:
             rows, complaint = runner(job) if cases else ([], "")
@@ -669,17 +674,18 @@ def run_tests(programs, tests, on_result=None, **options):
         verdicts, values = [outcome for outcome, _ in judged], [value for _, value in judged]
         return Result(verdicts.count("pass") / max(1, len(verdicts)), verdicts, values)
 
+    # As many threads as programs run at a time; each waits for a launcher.
     results = [None] * len(programs)
     workers = options.workers or (2 if options.runner == "e2b" else len(os.sched_getaffinity(0)))
     pool = concurrent.futures.ThreadPoolExecutor(workers)
     try:
-        futures = {pool.submit(run_one, *pair): i for i, pair in enumerate(zip(programs, plans, strict=True))}
+        futures = {pool.submit(run_program, *pair): i for i, pair in enumerate(zip(programs, plans, strict=True))}
         for future in concurrent.futures.as_completed(futures):
             i = futures[future]
             results[i] = future.result()
             if on_result:
                 on_result(i, results[i])
-    finally:
+    finally:  # also after Ctrl-C: start no more, end what runs, wait for the threads
         pool.shutdown(wait=False, cancel_futures=True)
         runner.close()
         pool.shutdown()
@@ -722,9 +728,9 @@ def parses(sources, options, accept=()):
 def code_format(completions, rows, **options):
     """1.0 if a completion is one fenced Python block, after any text, that parses; 0.5 if it does not; 0.0 else.
 
-    The block must end the completion, with one newline after its fence (strict_newline). It is stripped before it is
-    parsed. None where the sandbox failed. parity: also None where the reference raises, at code that exhausts the
-    parser. Ref: Open-R1's code_format_reward as used by Coupled-GRPO, arXiv:2506.20639.
+    The block must end the completion, with one newline after its fence (strict_newline). None where the sandbox failed;
+    parity: also where the reference raises, at code that exhausts the parser.
+    Ref: Open-R1's code_format_reward as used by Coupled-GRPO, arXiv:2506.20639.
     """
     options = Options(**options)
     blocks = [block(completion, options.strict_newline) for completion in completions]
@@ -752,18 +758,18 @@ def code(completions, rows, **options):
     """Share of rows[i]["test_cases"] that completion i passes; 0.0 unless its code_format is 1.0.
 
     0.0 without tests, None where the sandbox failed; rows[i]["verdicts"] tells how each test went. parity: the exit
-    status is the verdict, so sys.exit(0) passes; one timeout makes the whole completion 0.0; None where the reference's
-    format check raises.
+    status is the verdict, so sys.exit(0) passes; one timeout makes the whole completion 0.0.
     Ref: Open-R1's code_reward as used by Coupled-GRPO, arXiv:2506.20639.
     """
-    strict_newline, parity = Options(**options).strict_newline, Options(**options).parity
+    settings = Options(**options)
     forms = code_format(completions, rows, **options)
     rewards = [None if form is None else 0.0 for form in forms]
     # only what has the form is run
     good = [i for i, form in enumerate(forms) if form == 1.0]
-    programs, tests = [block(completions[i], strict_newline) for i in good], [rows[i]["test_cases"] for i in good]
+    programs = [block(completions[i], settings.strict_newline) for i in good]
+    tests = [rows[i]["test_cases"] for i in good]
     for i, result in zip(good, run_tests(programs, tests, **options), strict=True):
-        rewards[i] = 0.0 if parity and "timeout" in result.verdicts else result.rate
+        rewards[i] = 0.0 if settings.parity and "timeout" in result.verdicts else result.rate
         rows[i]["verdicts"] = result.verdicts
     return rewards
 
@@ -817,19 +823,15 @@ def find_reward(name):
 
 def main(program: Path, /, tests: Path, options: Options = Options()):
     """Print a verdict for every test of a file; the exit status of the command."""
-    try:
-        source, lines = program.read_text("utf-8"), tests.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the program or its tests: {error}") from None
     cases = []
-    for line in filter(str.strip, lines):
+    for line in filter(str.strip, tests.read_text("utf-8").splitlines()):
         if line[0].isspace() and cases:  # goes on with the test above
             cases[-1] += "\n" + line
         else:
             cases.append(line)
     if not cases:
         raise ValueError(f"{tests} holds no tests; write one a line, such as: assert f(1) == 2")
-    (result,) = run_tests([source], [cases], **dataclasses.asdict(options))
+    (result,) = run_tests([program.read_text("utf-8")], [cases], **dataclasses.asdict(options))
     if result.rate is None:
         return 2
     for outcome, value, case in zip(result.verdicts, result.values, cases, strict=True):
@@ -847,6 +849,6 @@ if __name__ == "__main__":
 
     try:
         status = tyro.cli(main, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         status = str(error)  # printed, and exit status 1
     sys.exit(status)

@@ -532,20 +532,21 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
     assert row["samples"] == 6
     assert row["problems"] == 2
     assert {"pass@1", "pass@3", "best of n"} <= set(row)
-    whole = (tmp_path / "out" / "samples.jsonl").read_bytes()
-    rows = [json.loads(line) for line in whole.splitlines()]
+    path = tmp_path / "out" / "samples.jsonl"
+    uninterrupted = path.read_bytes()
+    rows = [json.loads(line) for line in uninterrupted.splitlines()]
     assert len({r["completion"] + r.get("written", "") for r in rows}) >= 4
     assert all(r["fits"] for r in rows)
     scored = sorted(results(cfg.out), key=str)
     written = [[(r["task_id"], r["completion"], r["sample"]) for r in kind] for kind in (rows, scored)]
     assert sorted(written[0]) == sorted(written[1])
-    lines = whole.splitlines(keepends=True)
-    (tmp_path / "out" / "samples.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:30])
+    lines = uninterrupted.splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:3]) + lines[3][:30])
     (tmp_path / "out" / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in scored[:3]) + '{"task')
     capsys.readouterr()
     assert benchmarks.main(cfg) == row
-    assert capsys.readouterr().err.count("of 6 samples") == 2  # the first of three batches was there
-    assert (tmp_path / "out" / "samples.jsonl").read_bytes() == whole
+    assert capsys.readouterr().err.count("of 6 samples\n") == 2  # the first of three batches was there
+    assert path.read_bytes() == uninterrupted
     assert sorted(results(cfg.out), key=str) == scored
     refused(dataclasses.replace(cfg, temperature=0.5), "holds results with temperature=0.8")
     if model == "dream":

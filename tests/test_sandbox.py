@@ -158,7 +158,7 @@ ATTACKS = {
         "                frame.f_locals['write'](frame.f_locals['pipe'], value['token'].encode() + b'{\"i\": \"0\"}')\n"
         "                frame.f_locals['leave'](0)\n        frame = frame.f_back", FAIL),
     "20 expected value in memory": (
-        "import gc\ndicts = [thing for thing in gc.get_objects() if isinstance(thing, dict)]\n"
+        "import gc\ndicts = [held for held in gc.get_objects() if isinstance(held, dict)]\n"
         "texts = [text for d in dicts for text in d.values() if isinstance(text, str)]\n"
         "found = any('=' + '= 2' in text for text in texts)\ndef f(x): return x + 1 if found else None", FAIL),
     "21 recursion": ("def f(x): return f(x)", FAIL),
@@ -232,7 +232,7 @@ def descendants(pid):
 
 
 def wait_for(condition, seconds=60):
-    """Return as soon as a condition holds; fails if it does not within some seconds."""
+    """Return as soon as a condition holds; fails if it does not in that time."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -285,15 +285,15 @@ def closed(layers, tmp_path, monkeypatch):
     abstract.bind("\0" + name)
     stream.bind(str(victim / "socket"))
     stream.listen()
-    words = {"VICTIM": str(victim), "PORT": str(tcp.getsockname()[1]), "SOCKET": name, "TRAINER": str(os.getpid())}
+    addresses = {"VICTIM": str(victim), "PORT": str(tcp.getsockname()[1]), "SOCKET": name, "TRAINER": str(os.getpid())}
 
     def state():
         paths = [victim, *sorted(victim.rglob("*"))]
         return [(p, *p.lstat()[:7], p.lstat().st_mtime, p.read_text() if p.is_file() else "") for p in paths]
 
     def fill(program):
-        for word, text in words.items():
-            program = program.replace(word, text)
+        for placeholder, address in addresses.items():
+            program = program.replace(placeholder, address)
         return program
 
     before, ours = state(), children()
@@ -774,7 +774,7 @@ class Cloud(http.server.BaseHTTPRequestHandler):
         elif self.path == "/execute":
             state.scripts.append(body["code"])
             out = self.run(body["code"]) if state.works else "no report"
-            parts = [out[:50], out[50:], ""]  # standard output comes in pieces
+            parts = [out[:50], out[50:], ""]  # standard output comes in parts
             self.answer(200, "".join(json.dumps({"type": "stdout", "text": p, "timestamp": 1}) + "\n" for p in parts))
         elif self.path == "/execute_batch":
             state.scripts += body["scripts"]
@@ -980,7 +980,7 @@ def test_the_command_prints_a_verdict_for_every_test(layers, tmp_path):
     misspelt = run("sandbox.py", program, f"--tests={tests}", "--timeout=2")
     missing = run("sandbox.py", program, "--tests=missing.txt")
     assert misspelt.returncode == 2
-    assert (missing.returncode, "cannot read" in missing.stderr) == (1, True)
+    assert (missing.returncode, "No such file" in missing.stderr) == (1, True)
     assert "Traceback" not in misspelt.stderr + missing.stderr
 
 
