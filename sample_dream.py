@@ -430,10 +430,11 @@ def fill_blocks(model, rule, state, given, firsts, token_hook, logit_hook):
     windows, the same programs for all blocks, but for cache="prefix", whose windows shrink.
     """
     graph, params = nnx.split(model)
-    # What `given` says already must not ask for another program. Of two fields it only matters whether they are set.
-    rule = dataclasses.replace(rule, steps=0, tokens_per_step=1.0, eps=0.5, ban_ids=(), vocab=0)
-    rule = dataclasses.replace(rule, threshold=math.ceil(rule.threshold), block_length=min(1, rule.block_length))
-    sampler = Sampler(graph, model.cfg, rule, token_hook, logit_hook)
+    # What `given` says already must not ask for another program. Of three fields it only matters whether they are set.
+    is_set = {"threshold": math.ceil(rule.threshold), "block_length": min(1, rule.block_length)}
+    is_set["cache"] = "dual" if rule.cache else ""
+    fixed = dataclasses.replace(rule, steps=0, tokens_per_step=1.0, eps=0.5, ban_ids=(), vocab=0, **is_set)
+    sampler = Sampler(graph, model.cfg, fixed, token_hook, logit_hook)
     L, size, windows = state.token_BL.shape[1], given.size, []
     for first in firsts:
         # A text that has ended leaves nothing to fill.
