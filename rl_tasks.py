@@ -257,6 +257,18 @@ def make_tasks(seed):
     return tasks
 
 
+def write_demo(folder, seed):
+    """Write the demo's heldout.jsonl and train.jsonl, and pairs.jsonl, answers of which three in ten are right."""
+    rng, tasks = random.Random(seed), make_tasks(0)
+    files = {"heldout": tasks[:96], "train": tasks[96:], "pairs": []}
+    for task in files["train"] * 20:
+        answer = task["right" if rng.random() < 0.3 else "wrong"]
+        files["pairs"].append({"prompt": task["prompt"], "response": answer + "\n"})
+    folder.mkdir(parents=True)
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 # ---- tasks as canvases ---------------------------------------------------------------------------------------------
 
 
@@ -315,19 +327,19 @@ class Prompts:
         return token_BL, np.arange(L) >= P - length_B[:, None]
 
     def completions(self, task_B, token_BL, counted_BC):
-        """(texts, rows) for the reward functions, of filled canvases whose completions are the counted tokens.
+        """Rows for the reward functions, of filled canvases whose completions are the counted tokens.
 
-        A row is the task with "written", the completion alone, and "tokens", its length. The text of a "prompt" is the
-        whole program in a code block, the form in which a chat model answers.
+        A row is the task with "written", the completion alone, "tokens", its length, and "text", which is rewarded: for
+        a "prompt" the whole program in a code block, the form in which a chat model answers.
         """
-        texts, rows = [], []
+        rows = []
         for i, ids, counted_C in zip(task_B, token_BL[:, self.max_prompt :], counted_BC, strict=True):
             task = self.tasks[i]
             written = self.tokenizer.decode(ids[counted_C].tolist(), skip_special_tokens=True)
             program = f"```python\n{task.get('prompt', '')}{written.rstrip()}\n```\n"
-            texts.append(written if "question" in task else program)
-            rows.append(task | {"tokens": int(counted_C.sum()), "written": written})
-        return texts, rows
+            text = written if "question" in task else program
+            rows.append(task | {"tokens": int(counted_C.sum()), "written": written, "text": text})
+        return rows
 
 
 if __name__ == "__main__":

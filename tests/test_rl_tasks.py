@@ -285,9 +285,9 @@ def test_long_prompts_are_left_out_and_counted(tmp_path):
 def test_a_completion_is_its_counted_tokens_and_a_program_that_goes_on_stands_in_a_code_block(tmp_path):
     prompts = rl_tasks.Prompts(*letters(tmp_path, '{"id": 7, "prompt": "ab", "test_cases": ["assert True"]}'), 2, 4)
     token_BL = np.array([[0, 1, 2, 3, 9, 9]])
-    texts, rows = prompts.completions([0], token_BL, np.array([[True, True, False, False]]))
-    assert texts == ["```python\nabcd\n```\n"]
-    assert rows == [{"id": 7, "prompt": "ab", "test_cases": ["assert True"], "tokens": 2, "written": "cd"}]
+    (row,) = prompts.completions([0], token_BL, np.array([[True, True, False, False]]))
+    assert row.pop("text") == "```python\nabcd\n```\n"
+    assert row == {"id": 7, "prompt": "ab", "test_cases": ["assert True"], "tokens": 2, "written": "cd"}
 
 
 @pytest.mark.parametrize(
