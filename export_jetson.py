@@ -56,6 +56,7 @@ class Exported(nn.Module):
 
     def forward(self, token, noise, see):
         model = self.model
+        # tokens, positions and the noise level; PAD is hidden from all
         h_BLD = model.embed(token) + model.position.weight[: token.shape[1]]
         if model.cfg.time:
             angle_BD = 1000 * noise[:, None] * self.frequency
@@ -72,6 +73,7 @@ def canvases(cfg, lengths):
     """[(token, noise, see)]: random tokens of which a share `noise` is masked, a row with PAD at its end among them."""
     generator, inputs = torch.Generator().manual_seed(0), []
     for B, L in lengths:
+        # a random text behind BOS, masked at the rate that the model is told
         token_BL = torch.randint(5, cfg.vocab, (B, L), generator=generator)
         noise_B = torch.linspace(1.0, 0.3, B)
         token_BL[torch.rand(B, L, generator=generator) < noise_B[:, None]] = mdlm.MASK
@@ -116,6 +118,7 @@ def write_torchscript(exported, example, path):
 
 
 def write_onnx(exported, example, path):
+    # one graph for all batches and lengths
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=exported.model.cfg.positions)
     shapes = {"token": {0: batch, 1: length}, "noise": {0: batch}, "see": {0: batch, 1: length}}
     with warnings.catch_warnings(), torch.no_grad(), contextlib.redirect_stdout(None):
@@ -132,6 +135,7 @@ def write_engine(onnx_path, path, length):
     import tensorrt as trt
 
     logger = trt.Logger(trt.Logger.WARNING)
+    # strongly typed: TensorRT keeps the types of the graph instead of choosing its own
     builder = trt.Builder(logger)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
@@ -203,7 +207,7 @@ def main(cfg):
         raise FileExistsError(f"{out} holds other things than a bundle; choose another --out")
     if cfg.step or runs.checkpoints(ckpt):  # a run; else a folder with a model in it
         _, ckpt = runs.newest(ckpt, cfg.step)
-    model = mdlm.load(ckpt)
+    model = mdlm.load(ckpt)  # in float32, for comparison
     positions = model.cfg.positions
     if cfg.tensorrt and not 1 <= cfg.length <= positions:
         raise ValueError(f"--length={cfg.length}: the model has {positions} positions")
@@ -221,6 +225,7 @@ def main(cfg):
         raise ValueError(f"weights beyond FP16's 65,504 or not finite: {', '.join(too_large)}")
 
     with runs.new_folder(out) as folder:  # it replaces an earlier bundle when all is written and verified
+        # write each artefact, read it back, compare
         mdlm.save(half.model, folder, (ckpt / "tokenizer.json").read_bytes())
         read_back = Exported(mdlm.load(folder, dtype=torch.float16)).eval()
         errors = {"model.safetensors": compare("model.safetensors", torch.no_grad()(read_back), inputs, want)}

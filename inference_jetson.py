@@ -193,6 +193,7 @@ def sample_fixed_(logits_RV, token_BL, state_2, keep_N, ban, mask, vocab, temper
 
 def step_tables(steps, schedule):
     """P(masked) before each step, which the model is told, and P(a mask stays) in it: both float32 [N]."""
+    # times from 1 to 0 in equal steps; the last one keeps no mask
     time_N = 1 - torch.arange(steps + 1, dtype=torch.float64) / steps
     before_N, after_N = time_N[:-1], time_N[1:]
     return diffusion.mask_rate(before_N, schedule).float(), diffusion.keep_prob(before_N, after_N, schedule).float()
@@ -212,6 +213,7 @@ class Denoiser:
         self.see_BL = torch.ones(B, L, dtype=torch.bool, device=device)
         self.state_2 = torch.zeros(2, dtype=torch.int64, device=device)
         self.keep_N = keep_N.to(device)
+        # rules of the sampler: they are the same in all steps, so a graph may hold them
         self.ban = torch.tensor(mdlm.BANNED, dtype=torch.int32, device=device)
         self.rule = mdlm.MASK, vocab, cfg.temperature, cfg.top_k, cfg.top_p
         self.graph = None
@@ -241,7 +243,7 @@ class Denoiser:
         self.token_BL.copy_(token_BL)
         self.see_BL.copy_(token_BL != mdlm.PAD)
         self.state_2.copy_(torch.tensor([seed, 0]))
-        for _ in range(self.steps):
+        for _ in range(self.steps):  # the step's number is on the device: nothing comes from the host
             self.graph.replay() if self.graph else self.step()
         return self.token_BL.to("cpu", copy=True)  # the only synchronisation
 
@@ -291,6 +293,7 @@ def run_onnx(data):
     except ImportError:
         raise ValueError("--backend=onnx needs onnxruntime: pip install onnxruntime") from None
     session = onnxruntime.InferenceSession(data, providers=onnxruntime.get_available_providers())
+    # a model without time has no input "noise"
     taken = {node.name for node in session.get_inputs()}
 
     def run(token, noise, see):
@@ -318,7 +321,7 @@ def run_tensorrt(data, built):
     def run(token, noise, see):
         given = {"token": token, "noise": noise, "see": see}
         logits_BLV = torch.empty(*token.shape, vocab, dtype=torch.float16, device=token.device)
-        for name in names:  # an engine reads and writes at addresses; a model without time has no input "noise"
+        for name in names:  # an engine reads and writes at addresses
             if name in given:
                 context.set_input_shape(name, tuple(given[name].shape))
             context.set_tensor_address(name, given.get(name, logits_BLV).data_ptr())
@@ -374,6 +377,7 @@ class Writer:
     def denoiser(self, B, L, steps):
         """The step for this shape, captured at its first use."""
         if (B, L, steps) not in self.denoisers:
+            # what differs between steps lies in tables on the device
             rate_N, keep_N = (table_N.to(self.device) for table_N in step_tables(steps, self.cfg.schedule))
             kernels = torch.ops.unmask if self.backend == "kernels" else PLAIN
             with torch.inference_mode():
@@ -405,6 +409,7 @@ class Writer:
         try:
             if self.captures:
                 return self.fill_captured(token_BL, steps)
+            # on a CPU, and for ONNX, the loop of model_mdlm.py: it computes logits only where it unmasks
             rule = mdlm.Sampling("ancestral", steps, cfg.schedule, cfg.temperature, cfg.top_k, cfg.top_p, self.vocab)
             model = Full(self.run) if self.run else self.model
             return mdlm.sample(model, token_BL.to(self.device), rule, self.generator).cpu()
@@ -439,6 +444,7 @@ def canvas(writer, prompt):
 
 def answer(writer, prompt):
     """Fill cfg.n canvases of a prompt and print the texts."""
+    # n equal canvases; the noise makes them different texts
     ids = canvas(writer, prompt)
     token_BL = torch.tensor([ids]).expand(writer.cfg.n, -1)
     started = time.perf_counter()
@@ -447,6 +453,7 @@ def answer(writer, prompt):
     for i, row in enumerate(filled.tolist()):
         if mdlm.MASK in row:
             raise ValueError("the model's logits are not finite; export it again, or lower the learning rate it had")
+        # the text is what stands between BOS and EOS
         row = row[1 : row.index(mdlm.EOS)] if mdlm.EOS in row else row[1:]
         text = writer.tokenizer.decode(row)
         print(text if len(filled) == 1 else f"---- {i + 1}\n{text}", flush=True)
@@ -498,6 +505,7 @@ def peak_gb_s(device, state):
     """Memory bandwidth of the data sheet or of the driver's clock and bus width; 0 where it is not known."""
     if device.type != "cuda":
         return 0.0
+    # data sheet of the Orin Nano: MAXN and 25 W run the memory faster than 15 W
     if "orin" in state["name"].lower():
         return 102.4 if re.search("MAXN|25W", state.get("power_mode", "")) else 68.3
     properties = torch.cuda.get_device_properties(device)
@@ -554,6 +562,7 @@ def benchmark(writer):
 
 
 def main(cfg):
+    # settings that would otherwise fail late, or draw nonsense
     names = {"backend": BACKENDS, "schedule": diffusion.SCHEDULES, "device": ("", "cpu", "cuda")}
     for name, known in names.items():
         if getattr(cfg, name) not in known:
