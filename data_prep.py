@@ -138,7 +138,6 @@ NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test
 FIM = {part: f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix")}  # Qwen2.5's names; its ids are 151659-151661
 SPECIAL = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "mask": "<mask>", "unk": "<unk>"}  # of padded rows, in order
 SEPARATOR = "<|endoftext|>"  # between the documents of a text file
-TEXT = (".txt", ".text", ".md", ".py")  # what is read in a folder of text
 TINYSTORIES = "roneneldan/TinyStories"  # the data set on Hugging Face, or a folder of the same
 # Qwen2.5's split: single digits, runs of indentation together, line ends with the punctuation before them
 SPLIT = (
@@ -149,7 +148,7 @@ GENERATED = re.compile(
     r"|\b(?:is|was|been|file) generated (?:by|from)|\bgenerated from '.*' with\b",  # the last: tables of encodings/
     re.IGNORECASE | re.MULTILINE,
 )
-LETTERS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum())
+LETTERS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum())  # and digits
 NO_DOCUMENT = re.compile(rb"(?:\s|%b)*" % re.escape(SEPARATOR.encode()))  # what a text range may hold instead of text
 MULTIPLIER_P = np.random.default_rng(0).integers(0, 1 << 63, 128, np.uint64) * np.uint64(2) + np.uint64(1)  # hashes
 BATCH_BYTES = 4_000_000  # text tokenised at a time: the results take about 40 times its memory
@@ -260,8 +259,8 @@ def prepare(cfg, out, vocabulary):
     meta = describe(cfg, vocabulary, settings, fingerprint, dropped, splits)
     runs.write(progress, json.dumps(meta, indent=2).encode())
     progress.rename(out / "meta.json")
-    print(f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}")
-    print(f"wrote {out} in {time.time() - started:.0f} s")
+    ids = f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}"
+    print(f"wrote {out} in {time.time() - started:.0f} s; {ids}")
 
 
 def read_earlier(out, settings):
@@ -365,16 +364,14 @@ def counted(documents, counts, eos, cfg):
 
 def describe(cfg, vocabulary, settings, fingerprint, dropped, splits):
     """The content of meta.json."""
-    length_counts = sum(total.pop("lengths") for total in splits.values()).tolist()
+    lengths = sum(total.pop("lengths") for total in splits.values()).tolist()
     meta = {"format": 1, "source": settings["source"], "seq_len": cfg.seq_len, "vocab_size": vocabulary.size}
-    meta |= {"vocab_padded": -(-vocabulary.size // 256) * 256}
+    meta["vocab_padded"] = -(-vocabulary.size // 256) * 256  # a size that matrix units like
     meta |= {f"{role}_id": id for role, id in vocabulary.special.items()}
     meta |= {"fim": vocabulary.fim, "fingerprint": fingerprint}
     meta |= {"tokenizer_sha256": hashlib.sha256(vocabulary.data).hexdigest(), "dropped": dropped}
     meta |= {"settings": settings, "splits": splits}
-    if cfg.rows == "padded":
-        meta |= {"lengths": {"up_to": [*LENGTHS, None], "documents": length_counts}}
-    return meta
+    return meta | ({"lengths": {"up_to": [*LENGTHS, None], "documents": lengths}} if cfg.rows == "padded" else {})
 
 
 # ---- Files ---------------------------------------------------------------------------------------------------------
@@ -465,6 +462,7 @@ def belongs(data, split, cfg):
 
 
 def read_text(item):
+    """The text of an Item. Raises ValueError if the file is not the one that was gathered."""
     with open(item.path, "rb") as file:
         file.seek(item.start)
         data = file.read(item.size)
@@ -595,56 +593,53 @@ def gather_text(cfg, vocabulary):
             for story in tqdm(stories, "writing", unit=" stories", disable=None):
                 file.write(f"{story['text'].strip()}\n{SEPARATOR}\n".encode())
     items, dropped = [], dict.fromkeys(("unreadable", "binary", "empty"), 0)
-    for name, path in find(cfg, (source,), *TEXT):
-        result = text_ranges(name, path, cfg.shard_bytes)
-        if isinstance(result, str):
-            dropped[result] += 1
-        else:
-            items += result
+    for name, path in find(cfg, (source,), ".txt", ".text", ".md", ".py"):
+        try:
+            ranges = text_ranges(name, path, cfg.shard_bytes)
+            items += ranges
+            dropped["empty"] += not ranges
+        except OSError:
+            dropped["unreadable"] += 1
+        except ValueError:
+            dropped["binary"] += 1
     # So much text holds about one shard of held-out documents.
     heldout = batched(items, cfg.shard_bytes / cfg.heldout) if cfg.heldout else []
     return {"train": list(batched(items, cfg.shard_bytes)), "heldout": list(heldout)}, dropped
 
 
 def text_ranges(name, path, limit):
-    """Why a file is left out, or the Items of its ranges.
+    """Items of the ranges of a file. Raises OSError if it cannot be read, ValueError if it is not UTF-8 or has NUL.
 
     A range ends with the separator that follows its first `limit` bytes, or within a document of over LONG_BYTES: at a
     line end, or between two characters if there is none. Ranges without a document are left out.
     """
     ranges, start, data, decoder = [], 0, bytearray(), codecs.getincrementaldecoder("utf-8")()
     separator = SEPARATOR.encode()
-    try:
-        if not os.path.isfile(path):  # reading a named pipe would never end
-            return "unreadable"
-        bar = {"total": os.path.getsize(path), "delay": 1, "leave": False, "disable": None}
-        with open(path, "rb") as file, tqdm.wrapattr(file, "read", **bar) as reader:
-            blocks = iter(lambda: reader.read(1 << 20), b"")
-            for block in itertools.chain(blocks, [b""]):  # the empty block is the end of the file
-                decoder.decode(block, final=not block)
-                if b"\0" in block:
-                    return "binary"
-                data += block
-                while data:  # cut ranges off its beginning
-                    end = data.find(separator, max(0, limit - len(separator)))
-                    if end >= 0:
-                        end += len(separator)
-                    elif len(data) - max(0, data.rfind(separator)) >= LONG_BYTES:
-                        end = data.rfind(b"\n") + 1 or len(data) - len(decoder.getstate()[0])
-                    elif block:  # no end in sight: read on
-                        break
-                    else:
-                        end = len(data)
-                    if NO_DOCUMENT.match(data, 0, end).end() < end:
-                        sha256 = hashlib.sha256(data[:end]).hexdigest()
-                        ranges.append(Item(f"{name}@{start}", path, sha256, end, start))
-                    start += end
-                    del data[:end]
-        return ranges or "empty"
-    except UnicodeDecodeError:
-        return "binary"
-    except OSError:
-        return "unreadable"
+    if not os.path.isfile(path):  # reading a named pipe would never end
+        raise OSError(f"{path} is no file")
+    bar = {"total": os.path.getsize(path), "delay": 1, "leave": False, "disable": None}
+    with open(path, "rb") as file, tqdm.wrapattr(file, "read", **bar) as reader:
+        blocks = iter(lambda: reader.read(1 << 20), b"")
+        for block in itertools.chain(blocks, [b""]):  # the empty block is the end of the file
+            if "\0" in decoder.decode(block, final=not block):
+                raise ValueError(f"{path} is binary")
+            data += block
+            while data:  # cut ranges off its beginning
+                end = data.find(separator, max(0, limit - len(separator)))
+                if end >= 0:
+                    end += len(separator)
+                elif len(data) - max(0, data.rfind(separator)) >= LONG_BYTES:
+                    end = data.rfind(b"\n") + 1 or len(data) - len(decoder.getstate()[0])
+                elif block:  # no end in sight: read on
+                    break
+                else:
+                    end = len(data)
+                if NO_DOCUMENT.match(data, 0, end).end() < end:
+                    sha256 = hashlib.sha256(data[:end]).hexdigest()
+                    ranges.append(Item(f"{name}@{start}", path, sha256, end, start))
+                start += end
+                del data[:end]
+    return ranges
 
 
 def text_documents(items, split, cfg):
