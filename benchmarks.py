@@ -205,7 +205,7 @@ def read_problems(cfg):
         except ValueError as error:
             raise ValueError(f"{path} is not the official file of {cfg.task}: {error}") from None
     print(f"downloading {url}", file=sys.stderr)
-    try:
+    try:  # parsed before it is kept: half a file or a login page is none
         with urllib.request.urlopen(url, timeout=60) as response:
             data = response.read()
         problems = parse_problems(cfg, data)
@@ -340,6 +340,7 @@ def vary(value, rng):
     if isinstance(value, int | float):
         return rng.choice([value + 1, value - 1, value + 2, -value])
     if isinstance(value, str | list | tuple) and value:
+        # backwards, without an item, with one more; a list also with a changed item
         i = rng.randrange(len(value))
         kinds = [value[::-1], value[:i] + value[i + 1 :], value + value[i : i + 1]]
         if not isinstance(value, str):
@@ -403,6 +404,7 @@ def dream_writer(cfg, run, step):
     tokenizer, wrap = sample_dream.load_tokenizer(run, model.cfg), sample_dream.chat_template(run)
     if cfg.dream.chat and not wrap:
         raise ValueError(f"--chat: {run} holds no chat template (tokenizer_config.json)")
+    # tokens after which nothing is read; MASK cannot be one, it is what is filled
     ends = {tokenizer.token_to_id(name) for name in ENDS} | {model.cfg.eos_id}
     ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
     rule = {name: getattr(cfg.dream, name) for name in ("threshold", "block_length", "cache")}
@@ -424,9 +426,8 @@ def mdlm_writer(cfg, run, step):
     import model_mdlm as mdlm
 
     folder = runs.newest(run, step)[1]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = mdlm.load(folder, device, torch.bfloat16 if device == "cuda" else torch.float32)
-    tokenizer = runs.read_tokenizer(folder)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    model, tokenizer = mdlm.load(folder, device, dtype), runs.read_tokenizer(folder)
     rule = mdlm.Sampling("max_prob", cfg.max_new, "even", cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size())
 
     def write(prompts, finished, batch):
@@ -453,6 +454,7 @@ def extract(text, entry, stops):
     block counts whole, the one that defines `entry` if there are several; without fences, the text up to the first stop
     string after `def entry`. ended: nothing that could follow would change the code.
     """
+    # A body, indented: the model goes on where the prompt ends.
     defines = re.compile(rf"(?m)^(async )?def {re.escape(entry)}\b")
     goes_on = re.match(r"\s*\n[ \t]+\S|[ \t]+\S", text)
     # An answer in blocks, with or without prose before the first one.
@@ -461,7 +463,7 @@ def extract(text, entry, stops):
         blocks = re.findall(r"(?ms)^[ \t]*```[ \t]*[\w+-]*[ \t]*$\n?(.*?)(^[ \t]*```|\Z)", text)
         code, end = next((block for block in blocks if defines.search(block[0])), blocks[0])
         return code, bool(end) and bool(defines.search(code))
-    # Plain code: what looks like a stop string before the function that is asked for is a helper of it.
+    # Plain code. Helpers may come first, so stop strings count after the function that is asked for.
     restated = None if goes_on else defines.search(text)
     start = restated.end() if restated else 0
     end = min((i for i in (text.find(stop, start) for stop in stops) if i >= 0), default=len(text))
@@ -483,7 +485,7 @@ def read_own(path, key):
 def append(path, rows):
     """Add rows as JSON lines, and see that they are on disk."""
     with open(path, "a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
+        file.writelines(json.dumps(row) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
 
@@ -524,10 +526,11 @@ def generated_samples(cfg, problems, run, step, path):
         keys = order[first : first + cfg.batch_size]
         if all(key in rows for key in keys):
             continue
-        if writer is None:
+        if writer is None:  # not before it is needed: a finished run loads no model
             writer = WRITERS[cfg.model](cfg, run, step)
             writer.tokenizer.encode_special_tokens = not cfg.dream.chat  # their names in a prompt are text
         written = write_batch(cfg, writer, [problems[key] for key, _ in keys], number)
+        # of a batch that was half on disk only the other half is new
         new = {}
         for (key, i), row in zip(keys, written, strict=True):
             if (key, i) not in rows:
@@ -542,6 +545,7 @@ def write_batch(cfg, writer, batch, number):
     """{"completion": code, "fits": True} of each problem, "written" too if the model wrote more; or {"fits": False}."""
     padded = batch + batch[-1:] * (cfg.batch_size - len(batch))  # one shape is compiled, not two
     prompts = [writer.tokenizer.encode(writer.ask(p.prompt), add_special_tokens=False).ids for p in padded]
+    # A prompt that is too long is replaced by its first token, so that the others keep their places in the batch.
     fits = [len(ids) + cfg.max_new <= writer.longest for ids in prompts]
     if not any(fits):
         return [{"fits": False}] * len(batch)
@@ -552,11 +556,9 @@ def write_batch(cfg, writer, batch, number):
         texts = writer.tokenizer.decode_batch(ids_of_texts)
         return [(text, *extract(text, p.entry, STOPS[cfg.task])) for text, p in zip(texts, padded, strict=True)]
 
-    def finished(ids_of_texts):
-        return all(ended for _, _, ended in decode(ids_of_texts))
-
+    written = writer.write(prompts, lambda ids_of_texts: all(ended for _, _, ended in decode(ids_of_texts)), number)
     rows = []
-    for (text, code, _), fit in zip(decode(writer.write(prompts, finished, number)), fits, strict=True):
+    for (text, code, _), fit in zip(decode(written), fits, strict=True):
         row = {"completion": code, "fits": True} | ({"written": text} if text != code else {})
         rows.append(row if fit else {"fits": False})
     return rows[: len(batch)]
@@ -572,6 +574,7 @@ def score_samples(cfg, problems, samples, path):
     does not pass). With several samples of a problem also what best-of-n needs: "public", the share of the examples in
     the prompt that pass, and "behaviour".
     """
+    # A program is the problem's head and the sample; one that does not fit has no tests, and so does not pass.
     done = {(key_of(row["task_id"]), row["sample"]) for row in read_own(path, "passed")}
     todo = [key for key in samples if key not in done]
     several = any(number for _, number in samples)
@@ -639,6 +642,7 @@ def interval(values, seed):
 
 def report(cfg, problems, rows):
     """Scores of all result rows: {"pass@k": [mean over problems, low, high], "best of n": the same, counts}."""
+    # the samples of a problem in order
     by_problem = collections.defaultdict(list)
     for row in sorted(rows, key=lambda row: row["sample"]):
         by_problem[key_of(row["task_id"])].append(row)
@@ -648,6 +652,7 @@ def report(cfg, problems, rows):
     row["results"] = dict(collections.Counter(r["result"] for r in rows).most_common())
     # pass@k over the problems that have k samples
     for k in sorted({*(cfg.k or (1, n))}):
+        # samples and right samples of each problem
         counts = [(len(group), sum(r["passed"] for r in group)) for group in by_problem.values() if len(group) >= k > 0]
         if counts:
             values = [pass_at_k(n, c, k) for n, c in counts]
