@@ -67,20 +67,6 @@ CHUNK_BYTES = 32 << 20  # of the Zarr arrays, and of the blocks read from them
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("float16"), "F32": np.dtype("float32")}
 # parameter of Dream -> its name on the Hub; shapes and layout are the same
 HF_NAMES = {"embed_tokens": "model.embed_tokens.weight", "norm": "model.norm.weight", "lm_head": "lm_head.weight"}
-HF_LAYER_NAMES = {
-    "input_layernorm": "input_layernorm.weight",
-    "q_proj": "self_attn.q_proj.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_proj": "self_attn.k_proj.weight",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_proj": "self_attn.v_proj.weight",
-    "v_bias": "self_attn.v_proj.bias",
-    "o_proj": "self_attn.o_proj.weight",
-    "post_attention_layernorm": "post_attention_layernorm.weight",
-    "gate_proj": "mlp.gate_proj.weight",
-    "up_proj": "mlp.up_proj.weight",
-    "down_proj": "mlp.down_proj.weight",
-}
 
 
 def hf_name(name):
@@ -88,7 +74,11 @@ def hf_name(name):
     if not name.startswith("layers."):
         return HF_NAMES[name]
     _, layer, part = name.split(".")
-    return f"model.layers.{layer}.{HF_LAYER_NAMES[part]}"
+    if part.endswith("layernorm"):
+        return f"model.layers.{layer}.{part}.weight"
+    matrix, kind = part.split("_")  # q_proj is a matrix, q_bias the bias that belongs to it
+    where = "self_attn" if matrix in ("q", "k", "v", "o") else "mlp"
+    return f"model.layers.{layer}.{where}.{matrix}_proj.{'weight' if kind == 'proj' else 'bias'}"
 
 
 def map_file(path):
@@ -130,7 +120,7 @@ def from_hf(folder, dtype=None, run=None):
     Raises ValueError or FileNotFoundError.
     """
     cfg = dream.config_from_hf(folder)
-    arrays, stored = open_safetensors(Checkpoint(Path(folder), "dream", cfg, {}))
+    arrays, stored = open_safetensors(Checkpoint(Path(folder), DREAM, cfg, {}))
     params = {name: jax.numpy.array(array, dtype or stored) for name, array in arrays.items()}
     run = run or dream.Run(dtype=jax.numpy.dtype(dtype or stored))
     return nnx.merge(dream.graph_of(cfg, run), runs.unflatten(params))
@@ -148,25 +138,22 @@ def order_on_the_hub(name):
 class Family(typing.NamedTuple):
     """What differs between Dream and PythonCoder; all else in this file is the same for both."""
 
+    name: str
     what: str  # for people who find it on the Hub
     model: typing.Any  # module with read_config and param_shapes
     to_hub: typing.Callable  # (architecture, dtype) -> the keys of a config.json beside safetensors
-    file_name: typing.Callable  # name of a parameter -> its name in a safetensors file
-    order: typing.Callable  # sorts the parameters in the files
+    file_name: typing.Callable = str  # name of a parameter -> its name in a safetensors file
+    order: typing.Callable = str  # sorts the parameters in the files
 
 
-FAMILIES = {
-    "dream": Family(
-        "A masked-diffusion language model of the Dream family", dream, dream.config_to_hf, hf_name, order_on_the_hub
-    ),
-    "pythoncoder": Family(
-        "A code model with differential attention and multi-token prediction",
-        pc,
-        lambda cfg, dtype: {"model_type": "pythoncoder", **dataclasses.asdict(cfg), "torch_dtype": dtype},
-        str,
-        str,
-    ),
-}
+def pythoncoder_to_hub(cfg, dtype):
+    return {"model_type": "pythoncoder", **dataclasses.asdict(cfg), "torch_dtype": dtype}
+
+
+FOR_DREAM = "A masked-diffusion language model of the Dream family"
+FOR_CODER = "A code model with differential attention and multi-token prediction"
+DREAM = Family("dream", FOR_DREAM, dream, dream.config_to_hf, hf_name, order_on_the_hub)
+PYTHONCODER = Family("pythoncoder", FOR_CODER, pc, pythoncoder_to_hub)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,16 +161,12 @@ class Checkpoint:
     """What `find` saw in a folder."""
 
     folder: Path  # holds the tokenizer
-    kind: str  # key of FAMILIES
+    family: Family
     cfg: typing.Any  # architecture
     keys: dict  # of the config.json beside safetensors
     params: Path | None = None  # folder of Orbax; None: safetensors
     sums: dict | None = None  # {name of a parameter: word_sum}, Orbax only
     step: int = 0  # of a run
-
-    @property
-    def family(self):
-        return FAMILIES[self.kind]
 
     def shapes(self):
         """{name of a parameter: shape}, as the architecture says."""
@@ -202,12 +185,12 @@ def find(folder, step=0):
     # A run of train_tpu.py.
     if where.parent.name == "checkpoints":
         meta = runs.read_json(where / "meta" / "metadata", "model", "sums")
-        kind = "dream" if "mask_id" in meta["model"] else "pythoncoder"
-        cfg = FAMILIES[kind].model.read_config(where, meta)
-        keys = FAMILIES[kind].to_hub(cfg, "float32") | {"step": step}
+        family = DREAM if "mask_id" in meta["model"] else PYTHONCODER
+        cfg = family.model.read_config(where, meta)
+        keys = family.to_hub(cfg, "float32") | {"step": step}
         # the checksums of the optimizer's state are left out with that state
         sums = {name.removeprefix("params."): x for name, x in meta["sums"].items() if name.startswith("params.")}
-        return Checkpoint(folder, kind, cfg, keys, where / "params", sums, step)
+        return Checkpoint(folder, family, cfg, keys, where / "params", sums, step)
     # A folder with a config.json: what does it say?
     keys = runs.read_json(where / "config.json")
     if keys.get("model_type") == "mdlm":
@@ -216,12 +199,12 @@ def find(folder, step=0):
         fields = [field.name for field in dataclasses.fields(pc.Config)]
         keys = runs.read_json(where / "config.json", *fields)
         cfg = pc.Config(**{name: keys[name] for name in fields})
-        return Checkpoint(folder, "pythoncoder", cfg, keys, step=int(keys.get("step", 0)))
+        return Checkpoint(folder, PYTHONCODER, cfg, keys, step=int(keys.get("step", 0)))
     cfg = dream.config_from_hf(where)
     if not (where / "meta.json").is_file():  # safetensors in the Hub's layout
-        return Checkpoint(folder, "dream", cfg, keys)
+        return Checkpoint(folder, DREAM, cfg, keys)
     sums = runs.read_json(where / "meta.json", "sums")["sums"]
-    return Checkpoint(folder, "dream", cfg, keys, where / "params", sums)
+    return Checkpoint(folder, DREAM, cfg, keys, where / "params", sums)
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------
@@ -370,7 +353,7 @@ def tokenizer_files(checkpoint):
     folder = checkpoint.folder
     files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
     made = "tokenizer.json" not in files and {"vocab.json", "merges.txt"} <= files.keys()
-    if checkpoint.kind == "dream" and (made or "tokenizer.json" in files):
+    if checkpoint.family is DREAM and (made or "tokenizer.json" in files):
         tokenizer = from_merges(folder) if made else runs.read_tokenizer(folder)
         changed = add_dream_tokens(tokenizer, checkpoint.cfg, folder / ("vocab.json" if made else "tokenizer.json"))
         if made or changed:
@@ -431,21 +414,18 @@ def add_dream_tokens(tokenizer, cfg, where):
 # ---- the two ways --------------------------------------------------------------------------------------------------
 
 
-def chunk_bytes(array):
-    """For Orbax, which cuts the longest axis. Where that is the last, a chunk would have to be gathered from all rows
-    and scattered again, with copies in memory: such an array stays one chunk, unless it is very large.
-    """
-    wide = array.ndim > 1 and array.shape[-1] > array.shape[0]
-    return None if wide and array.nbytes <= 8 * CHUNK_BYTES else CHUNK_BYTES
-
-
 def save_params(folder, arrays):
     """Write arrays {name: array} with Orbax, a folder for each, not compressed: bfloat16 weights shrink little."""
     handlers = type_handlers.create_type_handler_registry(
         (np.ndarray, type_handlers.NumpyHandler(deepcopy_host_arrays=False))  # no copies of mapped files
     )
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=handlers)
-    chunks = {name: ocp.SaveArgs(chunk_byte_size=chunk_bytes(array)) for name, array in arrays.items()}
+    # Orbax cuts the longest axis. Where that is the last, a chunk would have to be gathered from all rows and scattered
+    # again, with copies in memory: such an array stays one chunk, unless it is very large.
+    chunks = {}
+    for name, array in arrays.items():
+        wide = array.ndim > 1 and array.shape[-1] > array.shape[0] and array.nbytes <= 8 * CHUNK_BYTES
+        chunks[name] = ocp.SaveArgs(chunk_byte_size=None if wide else CHUNK_BYTES)
     arguments = ocp.args.PyTreeSave(runs.unflatten(arrays), save_args=runs.unflatten(chunks))
     total = sum(array.nbytes for array in arrays.values())
     try:
@@ -458,7 +438,7 @@ def save_params(folder, arrays):
 def to_orbax(source, out):
     """Write the Orbax form of a checkpoint in safetensors."""
     files, (arrays, dtype) = tokenizer_files(source), open_safetensors(source)
-    if source.kind == "pythoncoder" and dtype != np.float32:
+    if source.family is PYTHONCODER and dtype != np.float32:
         raise ValueError(f"{source.folder} is in {dtype}; a run folder, which this becomes, holds float32")
     total = sum(array.nbytes for array in arrays.values())
     count = total // dtype.itemsize
@@ -466,7 +446,7 @@ def to_orbax(source, out):
     with output_folder(out, total) as partial, concurrent.futures.ThreadPoolExecutor(1) as thread:
         # The checksums are made of the files that we read, while Orbax writes its own.
         summing = thread.submit(lambda: {name: word_sum(array) for name, array in arrays.items()})
-        if source.kind == "pythoncoder":  # a run folder with one checkpoint
+        if source.family is PYTHONCODER:  # a run folder with one checkpoint
             model = dataclasses.asdict(source.cfg)
             step = partial / "checkpoints" / str(source.step)
             save_params(step / "params", arrays)
@@ -585,7 +565,7 @@ def push(checkpoint, repository, base):
     if not card.exists():
         arrays, dtype = open_orbax(checkpoint) if checkpoint.params else open_safetensors(checkpoint)
         text = CARD.format(
-            kind=checkpoint.kind,
+            kind=checkpoint.family.name,
             form="orbax" if checkpoint.params else "safetensors",
             base=f"base_model: {base}\n" if base else "",
             name=repository.split("/")[1],
@@ -598,7 +578,7 @@ def push(checkpoint, repository, base):
     api = huggingface_hub.HfApi()
     try:
         api.create_repo(repository, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=out, commit_message=f"Upload {checkpoint.kind} weights")
+        api.upload_folder(repo_id=repository, folder_path=out, commit_message=f"{checkpoint.family.name} weights")
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a file failed, and the cause says why
         problem = " ".join(f"{error} {error.__cause__ or ''}".split())
         raise OSError(f"{out} was not uploaded to {repository}: {problem}; run again to go on") from None
