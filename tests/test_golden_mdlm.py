@@ -40,15 +40,18 @@ def posterior(logits_BLV, xt_BL, t_B, s_B, schedule):
 def test_schedules(load, library):
     golden = load("schedules")
     assert schedules(golden) == sorted(diffusion.SCHEDULES)
-    for s in schedules(golden):
-        for function, at, want in (
-            (diffusion.mask_rate, "t", "mask_rate"),
-            (diffusion.mask_slope, "t", "slope"),
-            (diffusion.nelbo_weight, "t_positive", "weight"),
-            (diffusion.time_of_rate, "rate", "time_of_rate"),
-        ):
-            got = library(lambda x, f=function, s=s: f(x, s), golden[at])
-            library.close(got, golden[f"{s}.{want}"])
+
+    def all_of_them(t, t_positive, rate):  # one program for all schedules: it is compiled once
+        return tuple(
+            (diffusion.mask_rate(t, s), diffusion.mask_slope(t, s), diffusion.nelbo_weight(t_positive, s),
+             diffusion.time_of_rate(rate, s))
+            for s in schedules(golden)
+        )  # fmt: skip
+
+    got = library(all_of_them, golden["t"], golden["t_positive"], golden["rate"])
+    for s, values in zip(schedules(golden), got, strict=True):
+        for value, name in zip(values, ("mask_rate", "slope", "weight", "time_of_rate"), strict=True):
+            library.close(value, golden[f"{s}.{name}"])
     assert library(lambda t: diffusion.mask_rate(t, "cosine"), np.ones(1)) == 1
 
 
@@ -155,11 +158,13 @@ def test_confidence_and_unmasking_the_surest(load, library):
 
 def test_filters(load, library):
     golden = load("filter")
-    for name in (name for name in golden.files if name != "logits"):
-        t, k, p = (float(part[1:]) for part in name.split("_"))
-        got = library(
-            lambda x, t=t, k=int(k), p=p: diffusion.softmax(diffusion.filter_logits(x, t, k, p)), golden["logits"]
-        )
+    names = [name for name in golden.files if name != "logits"]
+    rules = [[float(part[1:]) for part in name.split("_")] for name in names]
+
+    def all_of_them(logits):
+        return tuple(diffusion.softmax(diffusion.filter_logits(logits, t, int(k), p)) for t, k, p in rules)
+
+    for name, got in zip(names, library(all_of_them, golden["logits"]), strict=True):
         library.close(got, golden[name])
 
 
