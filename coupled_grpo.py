@@ -582,10 +582,9 @@ class Trainer:
 
     def rollout(self, prompts, task_B, key):
         """Completions of the tasks with these numbers, by the policy as it is: a Batch."""
-        cfg = self.cfg
         policy = nnx.merge(self.writing_graph, assemble(self.base, self.trained))
         canvas_BL, see_BL = prompts.canvas(task_B)
-        size, filled, passes = cfg.generation_batch, [], []
+        size, filled, passes = self.cfg.generation_batch, [], []
         for i in range(0, len(task_B), size):
             # All batches have one shape, for one compiled program: rows of the last one are there twice.
             inputs = [np.resize(x[i : i + size], (size, x.shape[1])) for x in (canvas_BL, see_BL)]
@@ -593,7 +592,7 @@ class Trainer:
             filled.append(token_BL[: len(task_B) - i])
             passes.append(sum(stats["windows"]) / canvas_BL.shape[1])
         token_BL = np.concatenate(filled)
-        counted_BC = completion_mask(token_BL[:, -cfg.max_new :], self.rule.eos_ids[0])
+        counted_BC = completion_mask(token_BL[:, -self.cfg.max_new :], self.rule.eos_ids[0])
         return Batch(token_BL, see_BL, counted_BC, prompts.completions(task_B, token_BL, counted_BC), np.mean(passes))
 
     def reward(self, rows):
@@ -601,21 +600,20 @@ class Trainer:
 
         Leaves the tests' verdicts in the rows, where a function gives them. RuntimeError names a function that fails.
         """
-        numbers, columns = {}, []
+        columns, numbers = [], {}  # of the different completions, in order of appearance
         kind_B = [numbers.setdefault((row["text"], id(row["test_cases"]), row["tokens"]), len(numbers)) for row in rows]
-        first = [rows[kind_B.index(kind)] for kind in range(len(numbers))]  # the first completion of each kind
+        first = [rows[kind_B.index(kind)] for kind in range(len(numbers))]  # of each kind
         texts = [row["text"] for row in first]
         options = dataclasses.asdict(self.cfg.sandbox) | {"max_tokens": self.cfg.max_new}
         for name, function in self.rewards.items():
-            advice = f"mend it, then --resume={self.cfg.out}"
             try:
-                values = function(texts, first, **options)
-                columns.append([math.nan if x is None else float(x) for x in values])
+                values = [math.nan if x is None else float(x) for x in function(texts, first, **options)]
+                if len(values) != len(first):
+                    raise ValueError(f"it gave {len(values)} values for {len(first)} completions")
             except Exception as error:  # whatever a user's function raises
-                raise RuntimeError(f"the reward {name} raised {type(error).__name__}: {error}; {advice}") from error
-            if len(values) != len(first):
-                counts = f"{len(values)} values for {len(first)} completions"
-                raise RuntimeError(f"the reward {name} gave {counts}; {advice}")
+                what = f"raised {type(error).__name__}: {error}; mend it, then --resume={self.cfg.out}"
+                raise RuntimeError(f"the reward {name} {what}") from error
+            columns.append(values)
         for row, kind in zip(rows, kind_B, strict=True):
             row["verdicts"] = first[kind].get("verdicts", [])
         return np.array(columns).T[kind_B]
@@ -721,7 +719,14 @@ def main(cfg, draw=draw_masks):
     with runs.Run(cfg, unit="round") as run:
         settings = dataclasses.asdict(cfg)  # the demo's model and tasks are no settings: it finds them again
         rewards = {name: sandbox.find_reward(name) for name in cfg.rewards}
-        try_sandbox(cfg)
+
+        # Whether the sandbox works is known before the model is read: a right and a wrong program.
+        tests = [["assert f() == 1"], ["assert f() == 2"]]
+        results = sandbox.run_tests(["def f():\n    return 1"] * 2, tests, **dataclasses.asdict(cfg.sandbox))
+        if [result.rate for result in results] != [1, 0]:
+            why = results[0].error or results[1].error or "a right program fails, or a wrong one passes"
+            raise RuntimeError(f"the sandbox cannot be used: {why}")
+
         if not cfg.ckpt:
             cfg = make_demo(cfg)
         if cfg.compile_cache:
@@ -778,6 +783,7 @@ def train(run, checkpoints, meta, trainer, first, draw):
         measured, norms = trainer.learn(batch, iterations, advantages)
         clock.append(time.perf_counter())
 
+        # log.jsonl has a row a round, rounds.jsonl a row a completion.
         row = {"round": done} | summary(trainer, batch, reward_BF, advantages, measured, norms)
         if trainer.heldout and (done % cfg.eval_every == 0 or done == cfg.rounds):
             row |= trainer.evaluate()
@@ -830,15 +836,6 @@ def resolve(cfg):
 def unset_from(cfg, values):
     """A dataclass whose fields are set from `values` where they are None."""
     return dataclasses.replace(cfg, **{name: value for name, value in values.items() if getattr(cfg, name) is None})
-
-
-def try_sandbox(cfg):
-    """Run one right and one wrong program. RuntimeError with the reason if that does not give 1 and 0."""
-    tests = [["assert f() == 1"], ["assert f() == 2"]]
-    results = sandbox.run_tests(["def f():\n    return 1"] * 2, tests, **dataclasses.asdict(cfg.sandbox))
-    if [result.rate for result in results] != [1, 0]:
-        why = next((result.error for result in results if result.error), "a right program fails, or a wrong one passes")
-        raise RuntimeError(f"the sandbox cannot be used: {why}")
 
 
 def make_demo(cfg):

@@ -52,9 +52,6 @@ class Config:
 
 
 def main(cfg):
-    for root in cfg.roots:
-        if not Path(root).exists():
-            raise FileNotFoundError(f"--roots: {root} does not exist; name folders or files that do")
     out = Path(cfg.out)
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / ".lock"):
@@ -64,9 +61,8 @@ def main(cfg):
 def prepare_acecode(cfg, out):
     """Write the tasks, or find that they are there. A task and its twin are in the same split."""
     paths = [path for _, path in data_prep.find(cfg, cfg.roots, ".jsonl")] if cfg.roots else []
-    tokenizer = None
-    if cfg.tokenizer:
-        tokenizer = tokenizers.Tokenizer.from_str(Path(cfg.tokenizer).read_text())
+    tokenizer = tokenizers.Tokenizer.from_str(Path(cfg.tokenizer).read_text()) if cfg.tokenizer else None
+    if tokenizer:
         tokenizer.no_truncation()  # or a long prompt would look short
     settings = settings_of(cfg, paths)
     if complete(out, settings):
@@ -74,14 +70,16 @@ def prepare_acecode(cfg, out):
         return
     hub = None if paths else data_prep.download(ACECODE, "name JSONL files of its form with --roots")
 
-    # Percentiles are over all rows, so these are read twice: once for their rates, once for what is kept.
     def read():
         return tqdm(read_acecode(paths) if paths else hub, "reading", unit=" rows", disable=None)
 
+    # Percentiles are over all rows, so these are read twice: first for their rates, then for what is kept.
     rates_N2 = np.array([pass_rates(row) for row in read()], np.float64).reshape(-1, 2)
     kept_N = choose(rates_N2, cfg.difficulty)
     without_N = np.isnan(rates_N2[:, 0]) & ~kept_N
     dropped = {"without_rates": int(without_N.sum()), "difficulty": int((~kept_N & ~without_N).sum())}
+
+    # Whether a question is held out depends on the seed and its id alone.
     tasks = itertools.chain.from_iterable(with_twin(row) for row in itertools.compress(read(), kept_N))
     counts = {"train": 0, "heldout": 0}
     with runs.writing(out / "train.jsonl") as train, runs.writing(out / "heldout.jsonl") as heldout:
