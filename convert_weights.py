@@ -378,9 +378,9 @@ def from_merges(folder):
         raise ValueError(f"{folder}/vocab.json and merges.txt are no tokenizer: {error}") from None
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = tokenizers.normalizers.NFC()
-    words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN_WORDS), "isolated")
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN_WORDS), "isolated")
     to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, to_bytes])
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     # numbered from the end of the vocabulary, so they go in by their ids

@@ -137,13 +137,13 @@ def test_the_golden_checkpoint_converts_both_ways(golden_dir, tmp_path):
 
 
 def test_a_sum_changes_with_any_one_bit_and_is_the_models_own():
-    words = np.random.default_rng(0).standard_normal(1000).astype(ml_dtypes.bfloat16)
-    want = convert.word_sum(words)
-    assert runs.bit_sums({"x": jax.numpy.asarray(words)}) == {"x": want}
+    array = np.random.default_rng(0).standard_normal(1000).astype(ml_dtypes.bfloat16)
+    want = convert.word_sum(array)
+    assert runs.bit_sums({"x": jnp.asarray(array)}) == {"x": want}
     for bit in range(16):
-        words.view(np.uint16)[77] ^= 1 << bit
-        assert convert.word_sum(words) != want
-        words.view(np.uint16)[77] ^= 1 << bit
+        array.view(np.uint16)[77] ^= 1 << bit
+        assert convert.word_sum(array) != want
+        array.view(np.uint16)[77] ^= 1 << bit
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path):
@@ -354,12 +354,12 @@ def test_an_mdlm_needs_no_conversion_and_is_told_how_it_is_published(tmp_path):
 def test_two_checkpoints_of_one_form_and_of_two_models_are_not_compared(tmp_path):
     write_hub_folder(tmp_path / "one")
     write_hub_folder(tmp_path / "two", dataclasses.replace(SMALL, theta=1e4))
-    one, two = (convert.find(tmp_path / name) for name in ("one", "two"))
+    first, second = (convert.find(tmp_path / name) for name in ("one", "two"))
     with pytest.raises(ValueError, match="both safetensors"):
-        convert.verify(one, two)
+        convert.verify(first, second)
     convert.main(convert.Config(str(tmp_path / "two"), str(tmp_path / "orbax")))
     with pytest.raises(ValueError, match="describe different models"):
-        convert.verify(one, convert.find(tmp_path / "orbax"))
+        convert.verify(first, convert.find(tmp_path / "orbax"))
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------------------------

@@ -206,16 +206,17 @@ def test_an_end_token_ends_its_row_alone(shallow):
         return jnp.where(at_BC1 & eos_V, 90.0, jnp.where(eos_V, -1e9, logits_BCV))
 
     for settings in ({}, {"block_length": 4, "cache": "dual", "threshold": 0.5}):
-        rule = sd.Sampling(ban_ids=(MASK,), **settings)
-        full, more = sd.fill(shallow, canvas_BL[:1], None, rule, logit_hook=hook)
-        rule = dataclasses.replace(rule, eos_ids=(eos,))
-        row, less = sd.fill(shallow, canvas_BL[:1], None, rule, logit_hook=hook)
-        np.testing.assert_array_equal(row[0, :9], full[0, :9])
-        assert row[0, 8] == eos
-        assert (row[0, 9:] == eos).all()
-        assert (full[0, 9:] != eos).all()
+        rule = sd.Sampling(ban_ids=(MASK,), eos_ids=(eos,), **settings)
+        ended, stats = sd.fill(shallow, canvas_BL[:1], None, rule, logit_hook=hook)
+        assert ended[0, 8] == eos
+        assert (ended[0, 9:] == eos).all()
+        assert (ended[0, 5:8] != eos).all()
         if settings:
-            assert less["forwards"] < more["forwards"]  # later blocks are never begun
+            endless = dataclasses.replace(rule, eos_ids=())
+            full, full_stats = sd.fill(shallow, canvas_BL[:1], None, endless, logit_hook=hook)
+            np.testing.assert_array_equal(ended[0, :9], full[0, :9])
+            assert (full[0, 9:] != eos).all()
+            assert stats["forwards"] < full_stats["forwards"]  # later blocks are never begun
         infill, _ = sd.fill(shallow, canvas_BL[1:], None, rule, logit_hook=hook)
         assert (infill[0, 14:] == 9).all()
         assert (infill != MASK).all()
@@ -263,11 +264,11 @@ def test_draws_do_not_depend_on_padding_or_on_the_rows_behind(shallow):
         {"threshold": 0.5, "block_length": 5, "cache": "dual"},
     ):
         rule = sd.Sampling(temperature=0.8, top_p=0.95, **settings)
-        two, _ = sd.generate(shallow, prompts[:2], 10, rule, jax.random.key(5))
-        three, _ = sd.generate(shallow, prompts, 10, rule, jax.random.key(5))
-        assert two == three[:2]
+        rows, _ = sd.generate(shallow, prompts[:2], 10, rule, jax.random.key(5))
+        with_a_third, _ = sd.generate(shallow, prompts, 10, rule, jax.random.key(5))
+        assert rows == with_a_third[:2]
         other, _ = sd.generate(shallow, prompts[:2], 10, rule, jax.random.key(6))
-        assert other != two
+        assert other != rows
 
 
 def test_infilling_needs_no_new_token_and_undefined_ids_are_never_drawn(shallow):
