@@ -65,13 +65,16 @@ def test_antithetic_times(load, library):
 def test_q_sample(load, library):
     golden = load("q_sample")
     x0, t, u, frozen = (golden[name] for name in ("x0", "t", "u", "frozen"))
-    for s in schedules(golden):
-        xt, mask = library(lambda *a, s=s: diffusion.q_sample(*a, s, MASK, PAD), x0, t, u)
-        np.testing.assert_array_equal(xt, golden[f"{s}.xt"])
-        np.testing.assert_array_equal(mask, golden[f"{s}.mask"])
-        xt, mask = library(lambda x, t, u, f, s=s: diffusion.q_sample(x, t, u, s, MASK, PAD, f), x0, t, u, frozen)
-        np.testing.assert_array_equal(xt, golden[f"{s}.xt_frozen"])
-        np.testing.assert_array_equal(mask, golden[f"{s}.mask_frozen"])
+
+    def all_of_them(x0, t, u, frozen):
+        return tuple(
+            diffusion.q_sample(x0, t, u, s, MASK, PAD) + diffusion.q_sample(x0, t, u, s, MASK, PAD, frozen)
+            for s in schedules(golden)
+        )
+
+    for s, got in zip(schedules(golden), library(all_of_them, x0, t, u, frozen), strict=True):
+        for value, name in zip(got, ("xt", "mask", "xt_frozen", "mask_frozen"), strict=True):
+            np.testing.assert_array_equal(value, golden[f"{s}.{name}"])
 
 
 def test_subs(load, library):
@@ -88,12 +91,17 @@ def test_losses(load, library):
     logits, x0, mask, t = (golden[name] for name in ("logits", "x0", "mask", "t"))
     nll = library(lambda *a: diffusion.masked_nll(*a, MASK), logits, x0, mask)
     library.close(nll, golden["ce"])
-    for s in schedules(golden):
-        per_sequence = library(lambda *a, s=s: diffusion.nelbo_per_sequence(*a, s), nll, t)
-        library.close(per_sequence, golden[f"{s}.nelbo_seq"])
-        per_token = library(lambda *a, s=s: diffusion.nelbo_per_token(*a, s), nll, t, x0 != PAD)
-        library.close(per_token, golden[f"{s}.nelbo_token"])
-        library.close(library(lambda t, s=s: diffusion.nelbo_weight(t, s), t), golden[f"{s}.weight"])
+
+    def all_of_them(nll, t, counted):
+        return tuple(
+            (diffusion.nelbo_per_sequence(nll, t, s), diffusion.nelbo_per_token(nll, t, counted, s),
+             diffusion.nelbo_weight(t, s))
+            for s in schedules(golden)
+        )  # fmt: skip
+
+    for s, got in zip(schedules(golden), library(all_of_them, nll, t, x0 != PAD), strict=True):
+        for value, name in zip(got, ("nelbo_seq", "nelbo_token", "weight"), strict=True):
+            library.close(value, golden[f"{s}.{name}"])
     library.close(library(diffusion.masked_cross_entropy, nll, mask), golden["masked_ce"])
     accuracy = library(lambda *a: diffusion.masked_accuracy(*a, MASK), logits, x0, mask)
     library.close(accuracy, golden["masked_accuracy"], atol=1e-7)
