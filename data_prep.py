@@ -405,7 +405,7 @@ def parallel(function, jobs, cfg, chunk):
     Process i of n does jobs i, i + n, ... multiprocessing is not used: its processes would import the main script of
     whoever calls us, jax and all, and outlive a parent that is killed.
     """
-    n = min(cfg.workers or os.cpu_count(), -(-len(jobs) // chunk))
+    n = min(cfg.workers or os.cpu_count(), -(-len(jobs) // chunk))  # processes
     order = tqdm(range(len(jobs)), "reading", unit=" files", disable=None)
     if n == 1:
         return [function(*jobs[i]) for i in order]
@@ -683,7 +683,7 @@ def gather_pairs(cfg, vocabulary):
         raise ValueError(f'{cfg.source}: not {{"prompt": TEXT, "response": TEXT}} in UTF-8: line {numbers}')
     with open(cfg.source, "rb") as file:
         for lines in batched(file, cfg.shard_bytes + 1, len):
-            data = b"".join(lines)
+            data = b"".join(lines)  # as many lines as make up a shard
             name = f"{os.path.basename(cfg.source)}@{start}"
             items.append(Item(name, cfg.source, hashlib.sha256(data).hexdigest(), len(data), start))
             start += len(data)
@@ -712,6 +712,7 @@ def pair_documents(items, split, cfg):
 
 def gather_parquet(cfg, vocabulary):
     """The input files, one training shard each. Both splits have all: a hash of its ids holds a document out."""
+    # In a byte-level BPE each character of a token is one byte.
     added, alphabet = vocabulary.encoder.get_added_tokens_decoder(), {*pre_tokenizers.ByteLevel.alphabet()}
     if any(id not in added and not alphabet.issuperset(token) for token, id in vocabulary.encoder.get_vocab().items()):
         raise ValueError(f"--tokenizer={cfg.tokenizer} is no byte-level BPE: bytes cannot be counted; name one that is")
@@ -748,10 +749,10 @@ def eos_documents(path, eos):
         if not pa.types.is_integer(getattr(types.get("input_ids"), "value_type", pa.null())):
             listed = ", ".join(f"{name} {kind}" for name, kind in types.items())
             raise ValueError(f"has no column input_ids with lists of integers (it has {listed})")
-        rest = []  # of a document that goes on in the next batch
+        rest = []  # of a document that goes on in the next batch of 256 rows
         for batch in file.iter_batches(256, columns=["input_ids"]):
             ids = batch.column(0).flatten().to_numpy()  # null has no number: ArrowInvalid
-            *parts, tail = np.split(ids, np.flatnonzero(ids == eos) + 1)
+            *parts, tail = np.split(ids, np.flatnonzero(ids == eos) + 1)  # each part ends with EOS
             for part in parts:
                 yield np.concatenate([*rest, part[:-1]])
                 rest = []
@@ -789,7 +790,7 @@ def new_vocabulary(cfg, groups):
     megabytes = sum(item.size for item in items) / 1e6
     print(f"training a tokenizer on {megabytes:,.1f} MB, about {5 + megabytes / 3:.0f} s", flush=True)
     tokenizer = Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # after SPLIT, on each part
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -814,7 +815,7 @@ def load_vocabulary(data, cfg):
     except Exception as error:  # tokenizers raises no narrower class
         problem = f"is no tokenizer.json of the library tokenizers ({runs.first_line(error)})"
         raise ValueError(f"--tokenizer={cfg.tokenizer} {problem}; name another") from None
-    encoder.encode_special_tokens = True
+    encoder.encode_special_tokens = True  # as plain text
     encoder.no_truncation()
     encoder.no_padding()
 
@@ -921,11 +922,11 @@ def pad_rows(documents, seq_len, special):
     at PAD.
     """
     size_N = np.array([len(document) + 2 for document in documents])
-    rows_N = -(-size_N // seq_len)
-    start_N = seq_len * (np.cumsum(rows_N) - rows_N)
+    rows_N = -(-size_N // seq_len)  # rows of each document
+    start_N = seq_len * (np.cumsum(rows_N) - rows_N)  # its first place in the rows written one after the other
     tokens_RL = np.full((rows_N.sum(), seq_len), special["pad"], np.int32)
     segments_RL = np.zeros(tokens_RL.shape, np.int32)
-    # The place of every token in the rows written one after the other: its document's start and its number in it.
+    # The place of every token: its document's start and its number in it.
     place_T = np.repeat(start_N - np.cumsum(size_N) + size_N, size_N) + np.arange(size_N.sum())
     bos, eos = np.int32([special["bos"]]), np.int32([special["eos"]])
     tokens_RL.reshape(-1)[place_T] = np.concatenate([part for ids in documents for part in (bos, ids, eos)])
@@ -946,6 +947,7 @@ def pair_rows(pairs, seq_len, eos):
             room = seq_len
         rows[-1].append(ids)
         room -= len(ids) + 1
+    # Prompts are negative so far: that tells them from responses, and ~ gives the ids back.
     columns = zip(*(pack(row, seq_len, eos, eos) for row in rows), strict=True)
     tokens_RL, *rest = (np.concatenate(column) for column in columns)
     fixed_RL = tokens_RL < 0
@@ -999,7 +1001,7 @@ class Rows:
     def read(self, row_ids):
         """int32 [columns, ..., L] for an array of row numbers; -1 gives a row of zeros."""
         flat = row_ids.ravel()
-        shards = np.searchsorted(self.first, flat, side="right") - 1
+        shards = np.searchsorted(self.first, flat, side="right") - 1  # that each row is in
         out = np.zeros((len(self.columns), len(flat), self.meta["seq_len"]), np.int32)
         for i in np.unique(shards[flat >= 0]):
             here = (shards == i) & (flat >= 0)
@@ -1008,7 +1010,7 @@ class Rows:
 
     def batch(self, seed, step, size):
         """The rows of optimiser step 0, 1, ..., as read() gives them; a step may run over the end of an epoch."""
-        epoch, start = divmod(step * size, self.total)
+        epoch, start = divmod(step * size, self.total)  # rows that earlier steps have read
         ids = self.order(seed, epoch)[start:]
         while len(ids) < size:
             epoch += 1
