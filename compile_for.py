@@ -105,14 +105,9 @@ def compile_and_cost(lowered, compiler_options=None):
             raise ValueError(f"{len(dumps)} dumps *after_codegen.txt, expected 1: not lowered for topology_devices()?")
         cost = cost_of(dumps[0].read_text())
     stats = compiled.memory_analysis()
-    kinds = {
-        "arguments": "argument",
-        "temporaries": "temp",
-        "outputs": "output",
-        "aliased": "alias",
-        "code": "generated_code",
-    }
-    memory = {name: getattr(stats, f"{kind}_size_in_bytes") for name, kind in kinds.items()}
+    names = "arguments", "temporaries", "outputs", "aliased", "code"
+    kinds = "argument", "temp", "output", "alias", "generated_code"
+    memory = {name: getattr(stats, f"{kind}_size_in_bytes") for name, kind in zip(names, kinds, strict=True)}
     memory["total_gib"] = (sum(memory.values()) - 2 * memory["aliased"]) / 2**30
     (device, *_) = jax.tree.leaves(compiled.output_shardings)[0].device_set
     memory["usable_gib"] = next(chip.usable_gib for chip in CHIPS.values() if chip.kind == device.device_kind)
@@ -391,9 +386,8 @@ def cost_of(hlo_text):
             cost.ops[ins.attribute(r'op_name="([^"]*)"', ins.op)] += cycles
         elif op in ("custom-call", "scatter", "gather", "sort") or (op == "fusion" and "calls=%all-" not in ins.tail):
             name = re.sub(r"(\.\d+|\.cloned?)*$", "", ins.name)  # a Pallas kernel appears under its own name
-            cost.custom_calls["libtpu's own kernel" if name == "name" else name] += (
-                1  # it has one for softmax attention
-            )
+            name = "libtpu's own kernel" if name == "name" else name  # it puts one in place of softmax attention
+            cost.custom_calls[name] += 1
 
     return total(parse(hlo_text))
 
@@ -487,6 +481,7 @@ class Sample:
         how = {"block_length": 1, "cache": "dual"} if cached else {}
         rule = sample_dream.Sampling(top_p=0.95, temperature=0.2, eps=0.5, ban_ids=(), **how)
         sampler = sample_dream.Sampler(md.graph_of(model, run), model, rule)
+        # weights, the canvas of one row, and what is said of it
         params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), md.param_shapes(model))
         if self.int8:
             params = jax.tree.map(lambda s: jax.eval_shape(md.quantise, s) if len(s.shape) == 2 else s, params)
@@ -505,11 +500,13 @@ class Sample:
         )
         if name == STEPS[1]:
             return sample_dream.open_block.lower(params, state, given, sampler=sampler)
+        # keys and values of every layer; a cached step feeds the block and the token before it
         layer = (array(jnp.bfloat16, 1, L, model.kv_heads, model.head_size),) * 2
         cache, width = ([layer] * model.layers, block + 1) if cached else (None, L)
         return sample_dream.denoise.lower(params, state, given, cache, sampler=sampler, width=width)
 
     def rows(self):
+        # no step is faster than its FLOPs at the peak, nor than one pass over the weights
         chip, size = CHIPS[self.topology.partition(":")[0]], 1 if self.int8 else 2
         weights = size * md.count_params(md.CONFIGS[self.model])["total"]  # bytes that a step reads
         kind, found = "int8" if self.int8 else "bfloat16", []
@@ -531,6 +528,7 @@ class Grpo:
     micro_batch: int = 0  # completions of 256 tokens on all chips together; 0: one a chip
 
     def rows(self):
+        # the run: Dream with the 7B preset's settings, its weights split over all chips
         model = md.CONFIGS[self.model]
         model = dataclasses.replace(model, layers=self.layers or model.layers)
         devices = np.asarray(topology_devices(self.topology)).reshape(1, -1, 1)
@@ -539,10 +537,10 @@ class Grpo:
         cfg = dataclasses.replace(coupled_grpo.Config(), **coupled_grpo.PRESETS["7b"] | settings)
 
         def on_mesh(tree, dtype=None):
-            layout = md.shardings(mesh, tree)
-            return jax.tree.map(
-                lambda s, at: jax.ShapeDtypeStruct(s.shape, dtype or s.dtype, sharding=at), tree, layout
-            )
+            def place(s, at):
+                return jax.ShapeDtypeStruct(s.shape, dtype or s.dtype, sharding=at)
+
+            return jax.tree.map(place, tree, md.shardings(mesh, tree))
 
         # what is trained: all weights in float32, or with LoRA adapters beside weights in bfloat16
         shapes, base = md.param_shapes(model), {}
@@ -552,7 +550,9 @@ class Grpo:
             shapes = jax.eval_shape(lambda: adapters(jax.random.key(0), base))
         trained = on_mesh(shapes, dtype=jnp.float32)
         optimizer = coupled_grpo.make_optimizer(1e-6)
-        beside = size_of((on_mesh(jax.eval_shape(optimizer.init, trained)), trained))  # moments and reference
+        # beside the program lie the moments and the reference, a copy of what is trained
+        others = jax.tree.leaves((on_mesh(jax.eval_shape(optimizer.init, trained)), trained))
+        beside = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in others)
 
         # a micro-batch as coupled_grpo.score leaves it: B prompts of P tokens with completions of C
         rows_at, everywhere = (jax.NamedSharding(mesh, spec) for spec in (PS(md.BATCH), PS()))
@@ -565,8 +565,8 @@ class Grpo:
         batch |= {name: row(jnp.float32, C) for name in ("u_BC", "old_BC", "ref_BC")}
         batch |= {"advantage_B": row(jnp.float32), "counted_BC": row(bool, C)}
         batch["first"] = jax.ShapeDtypeStruct((), bool, sharding=everywhere)
-        run = md.Run(jnp.dtype("bfloat16"), remat="full", platform="tpu")
-        _, gradients, _ = coupled_grpo.make_programs(cfg, md.graph_of(model, run), optimizer, model.mask_id)
+        graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), remat="full", platform="tpu"))
+        _, gradients, _ = coupled_grpo.make_programs(cfg, graph, optimizer, model.mask_id)
         with jax.set_mesh(mesh):
             lowered = gradients.lower(trained, base, trained, batch)
         what = f"LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "all weights"
@@ -576,11 +576,6 @@ class Grpo:
         found |= {"beside_gib": beside / 2**30, "total_gib": found["hbm_gib"] + beside / 2**30}
         print(f"  {found['total_gib']:.4g} GiB with optimizer moments and reference model")
         return [found]
-
-
-def size_of(tree):
-    """Bytes of a tree on one device."""
-    return sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 @dataclasses.dataclass(frozen=True)
