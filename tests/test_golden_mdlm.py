@@ -131,15 +131,20 @@ def test_masking_exactly_m_tokens_estimates_the_likelihoods(load, library):
 
 def test_reverse_process(load, library):
     golden = load("reverse")
-    for s in schedules(golden):
-        keep = library(lambda *a, s=s: diffusion.keep_prob(*a, s), golden["t"], golden["s"])
+    times = (np.full(len(golden["xt"]), golden[name]) for name in ("post_t", "post_s"))
+
+    def all_of_them(t, before, logits, xt, post_t, post_s):
+        return tuple(
+            (diffusion.keep_prob(t, before, s), posterior(logits, xt, post_t, post_s, s)) for s in schedules(golden)
+        )
+
+    got = library(all_of_them, *(golden[name] for name in ("t", "s", "logits", "xt")), *times)
+    for s, (keep, after) in zip(schedules(golden), got, strict=True):
         library.close(keep, golden[f"{s}.keep_prob"])
+        library.close(after, golden[f"{s}.posterior"])
         for name in (name for name in golden.files if name.startswith(f"{s}.keep_grid.")):
             grid = 1 - np.arange(len(golden[name]) + 1) / len(golden[name])
             library.close(library(lambda *a, s=s: diffusion.keep_prob(*a, s), grid[:-1], grid[1:]), golden[name])
-        times = (np.full(len(golden["xt"]), golden[name]) for name in ("post_t", "post_s"))
-        got = library(lambda *a, s=s: posterior(*a, s), golden["logits"], golden["xt"], *times)
-        library.close(got, golden[f"{s}.posterior"])
 
 
 def test_step_counts(load):
