@@ -475,10 +475,9 @@ class PythonCoder(nnx.Module):
 
     def new_cache(self, batch, slots):
         """Empty keys and values, a pair for each layer."""
-        cfg, dtype = self.cfg, self.run.dtype
-        I, J, K = cfg.maps, cfg.kv_heads // cfg.maps, cfg.head_size
+        I, J, K = self.cfg.maps, self.cfg.kv_heads // self.cfg.maps, self.cfg.head_size
         shapes = (batch, I, J, slots, K), (batch, J, slots, I * K)
-        return [tuple(jnp.zeros(shape, dtype) for shape in shapes) for _ in range(cfg.layers)]
+        return [tuple(jnp.zeros(shape, self.run.dtype) for shape in shapes) for _ in range(self.cfg.layers)]
 
 
 # ---- losses --------------------------------------------------------------------------------------------------------
@@ -511,11 +510,11 @@ def cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap=0.0, z_loss=0.0,
     - onehot). Three vocabulary matmuls in all, where recomputing the logits in the backward pass takes four.
     The weight is cast to hidden's dtype for the matmuls; its gradient is summed in float32.
     """
-    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, False)
+    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, with_gradient=False)[0]
 
 
-def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, with_gradient):
-    """(loss, dhidden, dweight), or the loss alone. A device of a mesh sums over its own rows; one reduction ends it."""
+def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, with_gradient=True):
+    """(loss, (dhidden, dweight) or None). A device of a mesh sums over its own rows; one reduction ends it."""
     axes = BATCH if jax.sharding.get_abstract_mesh().size > 1 else ()
 
     def of_own_rows(hidden_BLD, weight_VD, label_BL, mask_BL):
@@ -561,35 +560,29 @@ def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_
         inputs = chunks(hidden_BLD), chunks(label_BL), chunks(mask_BL)
         (loss, dweight_VD), out = jax.lax.scan(body, (jnp.float32(0), zero_VD), inputs)
         if not with_gradient:
-            return jax.lax.psum(loss, axes) if axes else loss
+            return jax.lax.psum(loss, axes), None
         # chunks back to rows, and every label's part of the weight's gradient at once
         out = (x.reshape(L // chunk, B, chunk, *x.shape[2:]).swapaxes(0, 1) for x in out)
         dhidden_BLD, dtarget_BL = (x.reshape(B, L, *x.shape[3:]) for x in out)
         dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * dtarget_BL[..., None])
-        if axes:
-            loss, dweight_VD = jax.lax.psum((loss, dweight_VD), axes)
-        return loss, dhidden_BLD, dweight_VD
+        loss, dweight_VD = jax.lax.psum((loss, dweight_VD), axes)
+        return loss, (dhidden_BLD, dweight_VD)
 
     if axes:
         rows, replicated = PS(BATCH), PS()
         in_specs = rows, replicated, rows, rows
-        out_specs = (replicated, rows, replicated) if with_gradient else replicated
+        out_specs = replicated, (rows, replicated) if with_gradient else None
         layout = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": set(axes), "check_vma": False}
         of_own_rows = jax.shard_map(of_own_rows, **layout)
     return of_own_rows(hidden_BLD, shard(weight_VD.astype(hidden_BLD.dtype), "tensor"), label_BL, mask_BL)
 
 
-def _cross_entropy_fwd(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens):
-    loss, *gradients = _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, True)
-    return loss, gradients
-
-
-def _cross_entropy_bwd(cap, z_loss, chunk_tokens, gradients, dloss):
+def _cross_entropy_backward(cap, z_loss, chunk_tokens, gradients, dloss):
     dhidden_BLD, dweight_VD = gradients
     return (dhidden_BLD * dloss.astype(dhidden_BLD.dtype), dweight_VD * dloss, None, None)
 
 
-cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+cross_entropy.defvjp(_cross_entropy, _cross_entropy_backward)
 
 
 # ---- parameters ----------------------------------------------------------------------------------------------------

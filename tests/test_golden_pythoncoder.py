@@ -71,9 +71,10 @@ def test_cross_entropy_and_its_gradients_in_any_chunking(golden_dir, chunk):
                 hidden[None], weight, get["labels"][None], get["mask"][None], case["softcap"], case["z_loss"], chunk
             )
 
-        value, (dhidden, dweight) = jax.value_and_grad(loss, (0, 1))(get["hidden"], get["weight"])
+        both = jax.jit(lambda *inputs, loss=loss: (loss(*inputs), jax.value_and_grad(loss, (0, 1))(*inputs)))
+        alone, (value, (dhidden, dweight)) = both(get["hidden"], get["weight"])
+        assert float(alone) == pytest.approx(case["loss_sum"], rel=1e-5)
         assert float(value) == pytest.approx(case["loss_sum"], rel=1e-5)
-        assert float(loss(get["hidden"], get["weight"])) == pytest.approx(case["loss_sum"], rel=1e-5)
         assert relative(dhidden, arrays[f"{case['index']}/dhidden"]) < 1e-5
         assert relative(dweight, arrays[f"{case['index']}/dweight"]) < 1e-5
 
@@ -89,7 +90,7 @@ def test_mtp_loss_masks_and_means(golden_dir):
             assert int(mask.sum()) == case[f"{name}_tokens"]
             label = jnp.roll(jnp.asarray(get["tokens"]), -ahead, 1)
             identity = jnp.eye(case["vocab"])  # the golden gives logits: a head that returns its input
-            total = pc.cross_entropy(jnp.asarray(get[f"{name}_logits"]), identity, label, mask)
+            total = jax.jit(pc.cross_entropy)(jnp.asarray(get[f"{name}_logits"]), identity, label, mask)
             losses.append(float(total) / float(mask.sum()))
             assert losses[-1] == pytest.approx(case[f"{name}_loss"], rel=1e-5)
         assert losses[0] + case["mtp_weight"] * losses[1] == pytest.approx(case["total"], rel=1e-5)
@@ -132,24 +133,24 @@ def test_whole_model_logits_losses_and_gradients(golden_dir, remat):
         graph = pc.graph_of(cfg, pc.Run(remat=remat, block=7, loss_tokens=8, yarn=b["yarn_factor"] > 1))
 
         def loss(params, graph=graph, b=b):
-            main, mtp = nnx.merge(graph, params).losses(token_BL, segment_BL, position_BL, z_loss=b["z_loss"])
+            model = nnx.merge(graph, params)
+            main, mtp = model.losses(token_BL, segment_BL, position_BL, z_loss=b["z_loss"])
             main_BL, mtp_BL = pc.target_masks(segment_BL)
             main, mtp = main / main_BL.sum(), mtp / mtp_BL.sum()
-            return main + b["mtp_weight"] * mtp, (main, mtp)
+            embed_BLD = model.lookup(token_BL)
+            hidden_BLD = model.hidden(embed_BLD, segment_BL, position_BL)
+            draft_BLD = model.mtp_hidden(hidden_BLD, jnp.roll(embed_BLD, -1, 1))
+            tensors = {"hidden": hidden_BLD, "logits": model.logits(hidden_BLD)}
+            tensors["mtp_logits"] = model.logits(draft_BLD, "mtp")
+            return main + b["mtp_weight"] * mtp, (main, mtp, tensors)
 
-        (total, (main, mtp)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        (total, (main, mtp, tensors)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
         assert float(total) == pytest.approx(variant["total"], rel=1e-5)
         assert float(main) == pytest.approx(variant["main"], rel=1e-5)
         assert float(mtp) == pytest.approx(variant["mtp"], rel=1e-5)
-
-        model = nnx.merge(graph, params)
-        embed_BLD = model.lookup(token_BL)
-        hidden_BLD = model.hidden(embed_BLD, segment_BL, position_BL)
-        np.testing.assert_allclose(hidden_BLD, arrays[f"{name}/hidden"], atol=1e-4)
-        np.testing.assert_allclose(model.logits(hidden_BLD), arrays[f"{name}/logits"], atol=1e-4)
-        draft_BLD = model.mtp_hidden(hidden_BLD, jnp.roll(embed_BLD, -1, 1))
-        draft_BLV = model.logits(draft_BLD, "mtp")[:, :-1]  # the last position has no next token
-        np.testing.assert_allclose(draft_BLV, arrays[f"{name}/mtp_logits"][:, :-1], atol=1e-4)
+        for key, got in tensors.items():
+            end = -1 if key == "mtp_logits" else None  # the last position has no next token
+            np.testing.assert_allclose(got[:, :end], arrays[f"{name}/{key}"][:, :end], atol=1e-4, err_msg=key)
 
         flat = runs.flatten(grads)
         for tensor, want in variant["directional_derivatives"].items():
@@ -180,9 +181,10 @@ def test_greedy_text_with_and_without_the_draft_head(golden_dir, speculate):
 
 def test_acceptance_rule_and_residual(golden_dir):
     rules = json.loads((golden_dir("pythoncoder") / "spec_decode.json").read_text())["rules"]
+    probabilities = jax.jit(pc.probabilities, static_argnames="rule")
     for case in rules:
         rule = pc.Sampling(temperature=case["temperature"], top_p=case["top_p"])
-        p_V, q_V = (pc.probabilities(jnp.asarray(case[f"{k}_logits"]), rule) for k in ("target", "draft"))
+        p_V, q_V = (probabilities(jnp.asarray(case[f"{k}_logits"]), rule=rule) for k in ("target", "draft"))
         np.testing.assert_allclose(p_V, case["p"], atol=1e-6)
         np.testing.assert_allclose(q_V, case["q"], atol=1e-6)
         V, n = len(case["p"]), 4000
