@@ -18,7 +18,6 @@ import builtins
 import collections
 import contextlib
 import dataclasses
-import functools
 import gzip
 import hashlib
 import http.client
@@ -92,8 +91,8 @@ def main(cfg):
     cfg = resolve(cfg)
     run = Path(cfg.ckpt or ("out/train_gpu" if cfg.model == "mdlm" else "out/train_tpu"))
     problems, out = read_problems(cfg), Path(cfg.out or f"out/{cfg.task}")
-    settings = {name: getattr(cfg, name) for name in ("task", "split", "problems")}
-    settings["timeout_s"] = cfg.sandbox.timeout_s
+    # What the results depend on: a folder goes on under the same settings alone.
+    settings = {"task": cfg.task, "split": cfg.split, "problems": cfg.problems, "timeout_s": cfg.sandbox.timeout_s}
     if cfg.samples:
         samples = given_samples(cfg, problems)
         settings["samples_sha256"] = hashlib.sha256(Path(cfg.samples).read_bytes()).hexdigest()
@@ -103,6 +102,7 @@ def main(cfg):
         names = "model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed"
         settings |= {name: getattr(cfg, name) for name in names} | {"ckpt": str(run), "step": step}
         settings |= dataclasses.asdict(cfg.dream) if cfg.model == "dream" else {}
+    # Write, run, score; every sample and result is on disk as soon as it is known.
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / "results.jsonl"):
         before = runs.read_json(out / "config.json") if (out / "config.json").exists() else settings
@@ -121,10 +121,9 @@ def main(cfg):
         runs.write(out / "summary.json", row)
     print(json.dumps(row) if cfg.json else describe(row), flush=True)
     if unscored:
-        names = ", ".join(f"{problems[key].id} ({error})" for (key, _), error in unscored[:3])
-        raise RuntimeError(
-            f"{len(unscored)} samples could not be run and are not counted: {names}; run the same command again"
-        )
+        first = ", ".join(f"{problems[key].id} ({error})" for (key, _), error in unscored[:3])
+        left = f"{len(unscored)} samples could not be run and are not counted: {first}"
+        raise RuntimeError(f"{left}; run the same command again")
     return row
 
 
@@ -132,21 +131,17 @@ def resolve(cfg):
     """The config with defaults filled in, checked."""
     if cfg.temperature is None:
         cfg = dataclasses.replace(cfg, temperature=0.8 if cfg.n > 1 else 0.0)
-    at_least_0 = cfg.problems, cfg.temperature, cfg.seed, cfg.sandbox.workers
-    if min(cfg.n, cfg.max_new, cfg.batch_size, *cfg.k) < 1 or min(at_least_0) < 0:
-        limits = (
-            "--n, --k, --max_new and --batch_size are at least 1, --problems, --temperature, --seed and --workers 0"
-        )
-        raise ValueError(limits)
+    if min(cfg.n, cfg.max_new, cfg.batch_size, *cfg.k) < 1:
+        raise ValueError("--n, --k, --max_new and --batch_size are at least 1")
+    if min(cfg.problems, cfg.temperature, cfg.seed, cfg.sandbox.workers) < 0:
+        raise ValueError("--problems, --temperature, --seed and --workers are at least 0")
     if not 0 < cfg.top_p <= 1 or not 0 <= cfg.shots <= len(SHOTS) or not 0 < cfg.sandbox.timeout_s < math.inf:
         raise ValueError(f"--top_p is in (0, 1], --shots from 0 to {len(SHOTS)}, --timeout_s above 0")
     if cfg.model != "dream" and cfg.dream != DreamFlags():
         raise ValueError("--chat, --threshold, --block_length and --cache are for --model=dream")
-    if cfg.samples:
-        return cfg
-    if max(cfg.k, default=1) > cfg.n:
+    if not cfg.samples and max(cfg.k, default=1) > cfg.n:
         raise ValueError(f"pass@{max(cfg.k)} needs --n={max(cfg.k)} samples of each problem or more, not {cfg.n}")
-    if cfg.n > 1 and cfg.temperature == 0:
+    if not cfg.samples and cfg.n > 1 and cfg.temperature == 0:
         raise ValueError(f"--temperature=0 writes the same text {cfg.n} times; raise it, or leave --n at 1")
     return cfg
 
@@ -210,7 +205,7 @@ def read_problems(cfg):
         except ValueError as error:
             raise ValueError(f"{path} is not the official file of {cfg.task}: {error}") from None
     print(f"downloading {url}", file=sys.stderr)
-    try:
+    try:  # parsed before it is kept: half a file or a login page is none
         with urllib.request.urlopen(url, timeout=60) as response:
             data = response.read()
         problems = parse_problems(cfg, data)
@@ -224,21 +219,17 @@ def read_problems(cfg):
 def parse_problems(cfg, data):
     """The problems in the bytes of an official file; ValueError on what is wrong, with the line or the number."""
     try:
-        data = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
+        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
     except (EOFError, zlib.error) as error:
         raise ValueError(f"broken gzip: {error}") from None
-    if cfg.task == "humaneval":
-        rows, make = parse_lines(data, ("task_id", "prompt", "entry_point", "test")), humaneval_problem
-    else:
-        rows = json.loads(data)
-    problems = {}
+    problems, humaneval = {}, cfg.task == "humaneval"
+    rows = parse_lines(text, ("task_id", "prompt", "entry_point", "test")) if humaneval else json.loads(text)
     try:
-        if cfg.task == "mbpp":
-            shown = [row for row in rows if row["task_id"] in SHOTS][: cfg.shots]
+        if not humaneval:  # the solved problems of the prompt have ids outside the test split
+            shots = [row for row in rows if row["task_id"] in SHOTS][: cfg.shots]
             rows = [row for row in rows if cfg.split == "all" or 11 <= row["task_id"] <= 510]
-            make = functools.partial(mbpp_problem, shots=shown)
         for row in rows[: cfg.problems or None]:
-            problems[key_of(row["task_id"])] = make(row)
+            problems[key_of(row["task_id"])] = humaneval_problem(row) if humaneval else mbpp_problem(row, shots)
     except (LookupError, TypeError, AttributeError, SyntaxError) as error:
         raise ValueError(f"problem {len(problems) + 1} is of another form: {error!r}") from None
     if not problems:
@@ -255,16 +246,15 @@ def parse_lines(text, keys):
     """The objects of JSON lines; ValueError names the first line that is not an object with these keys."""
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not isinstance(row, dict) or not row.keys() >= {*keys}:
-                raise ValueError(f"line {number} is not a JSON object with {', '.join(keys)}")
-            if not isinstance(row.get("completion", ""), str):
-                raise ValueError(f"line {number}: the completion is not a text")
-            rows.append(row)
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or not row.keys() >= {*keys} or not isinstance(row.get("completion", ""), str):
+            raise ValueError(f"line {number} is not a JSON object with {', '.join(keys)}; completions are texts")
+        rows.append(row)
     return rows
 
 
@@ -288,8 +278,10 @@ def mbpp_problem(row, shots):
         task = f"You are an expert Python programmer, and here is your task: {row['prompt'].strip()}"
         return f"{task} Your code should pass these tests:\n\n{asserts}\n[BEGIN]\n"
 
+    # solved problems, then this one without its solution
     prompt = "".join(f"{ask(shot)}{shot['code'].strip()}\n[DONE]\n\n" for shot in shots if shot is not row) + ask(row)
     imports = "".join(f"{line}\n" for line in row["test_imports"])
+    # No field names the function that is asked for: it is the one that the asserts call.
     calls = [node for test in row["test_list"][:3] for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
     names = [call.func.id for call in calls if isinstance(call.func, ast.Name)]
     entry = next((name for name in names if not hasattr(builtins, name)), names[0])  # one problem redefines sum()
@@ -302,8 +294,9 @@ def docstring_examples(prompt, entry):
     """(asserts, arguments) of the examples `f(1) == 2`, `f(1) -> 2`, `>>> f(1)` over `2`, and so on, in a docstring."""
     asserts, arguments = [], []
     for start in (match.start() for match in re.finditer(rf"\b{entry}\(", prompt)):
+        # The call ends at the first right parenthesis at which it is Python.
         for end in (start + match.end() for match in re.finditer(r"\)", prompt[start : start + 500])):
-            with contextlib.suppress(SyntaxError, ValueError):  # not the right parenthesis
+            with contextlib.suppress(SyntaxError, ValueError):
                 call = ast.parse(prompt[start:end], mode="eval").body
                 break
         else:
@@ -311,6 +304,7 @@ def docstring_examples(prompt, entry):
         if (args := literals(call, entry)) is None:
             continue
         arguments.append(args)
+        # What it returns stands behind an arrow, or on the next line of a session.
         arrow = ARROW.match(prompt, end)
         if not arrow and prompt[:start].endswith(">>> "):
             arrow = re.compile(r"[ \t]*\n[ \t]*").match(prompt, end)
@@ -334,8 +328,8 @@ def literals(call, entry):
 
 def probes(seed, entry, arguments):
     """[PROBE] with the inputs of examples and variations of them; [] without examples."""
-    rng, inputs = random.Random(str(seed)), arguments[:4]
-    inputs = inputs + [[vary(arg, rng) for arg in args] for args in inputs * 2]
+    rng, examples = random.Random(str(seed)), arguments[:4]
+    inputs = examples + [[vary(arg, rng) for arg in args] for args in examples * 2]
     return [PROBE.format(inputs=inputs, entry=entry)] if inputs else []
 
 
@@ -346,6 +340,7 @@ def vary(value, rng):
     if isinstance(value, int | float):
         return rng.choice([value + 1, value - 1, value + 2, -value])
     if isinstance(value, str | list | tuple) and value:
+        # backwards, without an item, with one more; a list also with a changed item
         i = rng.randrange(len(value))
         kinds = [value[::-1], value[:i] + value[i + 1 :], value + value[i : i + 1]]
         if not isinstance(value, str):
@@ -358,16 +353,16 @@ def vary(value, rng):
 
 
 class Writer(typing.NamedTuple):
-    """How a model writes. For another model make another."""
+    """How a model writes. For another model make another.
+
+    write() depends on nothing but the model, the prompts, the settings and the number of the batch. A model that writes
+    from left to right calls finished(token ids so far), which says whether all texts hold what is needed.
+    """
 
     tokenizer: tokenizers.Tokenizer
     longest: int  # tokens of prompt and completion at most
     write: typing.Callable  # (prompts, finished, number of the batch) -> new token ids of each prompt
     ask: typing.Callable = str  # a problem's prompt -> what the model reads
-
-
-# write() depends on nothing but the model, the prompts, the settings and the number of the batch. A model that writes
-# from left to right calls finished(token ids so far), which says whether all texts hold what is needed.
 
 
 def load_jax(family, cfg, run, step):
@@ -379,14 +374,20 @@ def load_jax(family, cfg, run, step):
     return model, lambda batch: jax.random.fold_in(jax.random.key(cfg.seed), batch)
 
 
+def cut(ids, ends):
+    """The token ids before the first one that ends a text."""
+    return list(itertools.takewhile(lambda i: i not in ends, ids))
+
+
 def pythoncoder_writer(cfg, run, step):
+    """Writes from left to right; with heads for further tokens it drafts by them."""
     import model_pythoncoder as pc
 
     model, key_of_batch = load_jax(pc, cfg, run, step)
     tokenizer = runs.read_tokenizer(run)
     eos = tokenizer.token_to_id("<|endoftext|>")
-    rule = pc.Sampling(cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size(), -1 if eos is None else eos)
-    rule = dataclasses.replace(rule, speculate=model.cfg.mtp)
+    vocab, eos = tokenizer.get_vocab_size(), -1 if eos is None else eos
+    rule = pc.Sampling(cfg.temperature, 0, cfg.top_p, vocab, eos, speculate=model.cfg.mtp)
 
     def write(prompts, finished, batch):
         return pc.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), on_tokens=finished)[0]
@@ -403,20 +404,18 @@ def dream_writer(cfg, run, step):
     tokenizer, wrap = sample_dream.load_tokenizer(run, model.cfg), sample_dream.chat_template(run)
     if cfg.dream.chat and not wrap:
         raise ValueError(f"--chat: {run} holds no chat template (tokenizer_config.json)")
+    # tokens after which nothing is read; MASK cannot be one, it is what is filled
     ends = {tokenizer.token_to_id(name) for name in ENDS} | {model.cfg.eos_id}
     ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
-    flags = dataclasses.asdict(cfg.dream)
-    asked = flags.pop("chat")
-    rule = sample_dream.Sampling(
-        temperature=cfg.temperature, top_p=cfg.top_p, **flags, vocab=tokenizer.get_vocab_size(), eos_ids=ends
-    )
+    rule = {name: getattr(cfg.dream, name) for name in ("threshold", "block_length", "cache")}
+    rule |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "vocab": tokenizer.get_vocab_size()}
+    rule = sample_dream.Sampling(**rule, eos_ids=ends)
 
     def write(prompts, finished, batch):
         rows, _ = sample_dream.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch))
-        new = [row[len(ids) :] for row, ids in zip(rows, prompts, strict=True)]
-        return [list(itertools.takewhile(lambda i: i not in ends, ids)) for ids in new]
+        return [cut(row[len(ids) :], ends) for row, ids in zip(rows, prompts, strict=True)]
 
-    ask = (lambda prompt: wrap(CHAT[cfg.task].format(prompt))) if asked else str
+    ask = (lambda prompt: wrap(CHAT[cfg.task].format(prompt))) if cfg.dream.chat else str
     return Writer(tokenizer, model.cfg.positions, write, ask)
 
 
@@ -427,20 +426,18 @@ def mdlm_writer(cfg, run, step):
     import model_mdlm as mdlm
 
     folder = runs.newest(run, step)[1]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = mdlm.load(folder, device, torch.bfloat16 if device == "cuda" else torch.float32)
-    tokenizer = runs.read_tokenizer(folder)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    model, tokenizer = mdlm.load(folder, device, dtype), runs.read_tokenizer(folder)
     rule = mdlm.Sampling("max_prob", cfg.max_new, "even", cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size())
 
     def write(prompts, finished, batch):
-        canvases = [[mdlm.BOS, *ids, *[mdlm.MASK] * cfg.max_new] for ids in prompts]
-        token_BL = torch.full((len(prompts), max(map(len, canvases))), mdlm.PAD, device=device)
-        for row, ids in zip(token_BL, canvases, strict=True):
-            row[: len(ids)] = torch.tensor(ids)
+        # a canvas is BOS, the prompt, masks to fill; shorter ones are padded behind
+        canvases = [torch.tensor([mdlm.BOS, *ids, *[mdlm.MASK] * cfg.max_new]) for ids in prompts]
+        token_BL = torch.nn.utils.rnn.pad_sequence(canvases, batch_first=True, padding_value=mdlm.PAD).to(device)
         seed = int(np.random.SeedSequence([cfg.seed, batch]).generate_state(1)[0])
         filled = mdlm.sample(model, token_BL, rule, torch.Generator(device).manual_seed(seed)).tolist()
         new = [row[len(ids) - cfg.max_new : len(ids)] for row, ids in zip(filled, canvases, strict=True)]
-        return [list(itertools.takewhile(lambda i: i != mdlm.EOS, ids)) for ids in new]
+        return [cut(ids, {mdlm.EOS}) for ids in new]
 
     return Writer(tokenizer, model.cfg.positions - 1, write)  # BOS takes one
 
@@ -457,14 +454,17 @@ def extract(text, entry, stops):
     block counts whole, the one that defines `entry` if there are several; without fences, the text up to the first stop
     string after `def entry`. ended: nothing that could follow would change the code.
     """
+    # A body, indented: the model goes on where the prompt ends.
+    defines = re.compile(rf"(?m)^(async )?def {re.escape(entry)}\b")
     goes_on = re.match(r"\s*\n[ \t]+\S|[ \t]+\S", text)
-    fence = None if goes_on else re.search(r"^[ \t]*```[ \t]*[\w+-]*[ \t]*$", text, re.MULTILINE)
-    if fence and not re.search(r"^(def|class|import|from) ", text[: fence.start()], re.MULTILINE):
-        blocks = re.findall(r"^[ \t]*```[ \t]*[\w+-]*[ \t]*$\n?(.*?)(^[ \t]*```|\Z)", text, re.MULTILINE | re.DOTALL)
-        names = re.compile(rf"^(async )?def {re.escape(entry)}\b", re.MULTILINE)
-        code, end = next((block for block in blocks if names.search(block[0])), blocks[0])
-        return code, bool(end) and bool(names.search(code))
-    restated = None if goes_on else re.search(rf"^(async )?def {re.escape(entry)}\b", text, re.MULTILINE)
+    # An answer in blocks, with or without prose before the first one.
+    fence = None if goes_on else re.search(r"(?m)^[ \t]*```[ \t]*[\w+-]*[ \t]*$", text)
+    if fence and not re.search(r"(?m)^(def|class|import|from) ", text[: fence.start()]):
+        blocks = re.findall(r"(?ms)^[ \t]*```[ \t]*[\w+-]*[ \t]*$\n?(.*?)(^[ \t]*```|\Z)", text)
+        code, end = next((block for block in blocks if defines.search(block[0])), blocks[0])
+        return code, bool(end) and bool(defines.search(code))
+    # Plain code. Helpers may come first, so stop strings count after the function that is asked for.
+    restated = None if goes_on else defines.search(text)
     start = restated.end() if restated else 0
     end = min((i for i in (text.find(stop, start) for stop in stops) if i >= 0), default=len(text))
     return text[:end], end < len(text)
@@ -485,7 +485,7 @@ def read_own(path, key):
 def append(path, rows):
     """Add rows as JSON lines, and see that they are on disk."""
     with open(path, "a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
+        file.writelines(json.dumps(row) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
 
@@ -501,16 +501,15 @@ def given_samples(cfg, problems):
         key = key_of(row["task_id"])
         names = {str(problems[key].id).lower(), f"{cfg.task}/{key}"} if key in problems else ()
         if str(row["task_id"]).lower() not in names:
-            size = f"{len(problems)} problems (--split, --problems)"
-            raise ValueError(f"{cfg.samples}: {row['task_id']!r} is not among the {size}")
+            among = f"the {len(problems)} problems (--split, --problems)"
+            raise ValueError(f"{cfg.samples}: {row['task_id']!r} is not among {among}")
         samples[key, count[key]] = extract(row["completion"], problems[key].entry, ())[0]
         count[key] += 1
-    if samples and max(cfg.k, default=1) > max(count.values()):
-        raise ValueError(
-            f"pass@{max(cfg.k)} needs as many samples of a problem; {cfg.samples} holds {max(count.values())}"
-        )
     if not samples:
         raise ValueError(f"{cfg.samples} holds no samples; a line is {{'task_id': ..., 'completion': ...}}")
+    k, most = max(cfg.k, default=1), max(count.values())
+    if k > most:
+        raise ValueError(f"pass@{k} needs as many samples of a problem; {cfg.samples} holds {most}")
     return samples
 
 
@@ -519,47 +518,47 @@ def generated_samples(cfg, problems, run, step, path):
 
     Batches are the same whichever samples are there already, so resuming equals not stopping.
     """
-    samples, writer = {}, None
-    for row in read_own(path, "fits"):
-        samples[key_of(row["task_id"]), row["sample"]] = row["completion"] if row["fits"] else None
+    rows = {(key_of(row["task_id"]), row["sample"]): row for row in read_own(path, "fits")}
+    writer = None
     # problems of like length share a batch, and the first sample of all comes before the second of any
     order = [(key, i) for i in range(cfg.n) for key in sorted(problems, key=lambda k: len(problems[k].prompt))]
     for number, first in enumerate(range(0, len(order), cfg.batch_size)):
         keys = order[first : first + cfg.batch_size]
-        if all(key in samples for key in keys):
+        if all(key in rows for key in keys):
             continue
-        if writer is None:
+        if writer is None:  # not before it is needed: a finished run loads no model
             writer = WRITERS[cfg.model](cfg, run, step)
             writer.tokenizer.encode_special_tokens = not cfg.dream.chat  # their names in a prompt are text
-        batch = [problems[key] for key, _ in keys]
-        rows = []
-        for (key, i), written in zip(keys, write_batch(cfg, writer, batch, number), strict=True):
-            if (key, i) not in samples:
-                samples[key, i] = written["completion"] if written["fits"] else None
-                rows.append({"task_id": problems[key].id, "completion": "", "sample": i} | written)
-        append(path, rows)
-        print(f"{len(samples):,} of {len(order):,} samples", file=sys.stderr, flush=True)
-    return samples
+        written = write_batch(cfg, writer, [problems[key] for key, _ in keys], number)
+        # of a batch that was half on disk only the other half is new
+        new = {}
+        for (key, i), row in zip(keys, written, strict=True):
+            if (key, i) not in rows:
+                new[key, i] = {"task_id": problems[key].id, "completion": "", "sample": i} | row
+        append(path, new.values())
+        rows |= new
+        print(f"{len(rows):,} of {len(order):,} samples", file=sys.stderr, flush=True)
+    return {key: row["completion"] if row["fits"] else None for key, row in rows.items()}
 
 
 def write_batch(cfg, writer, batch, number):
     """{"completion": code, "fits": True} of each problem, "written" too if the model wrote more; or {"fits": False}."""
     padded = batch + batch[-1:] * (cfg.batch_size - len(batch))  # one shape is compiled, not two
     prompts = [writer.tokenizer.encode(writer.ask(p.prompt), add_special_tokens=False).ids for p in padded]
+    # A prompt that is too long is replaced by its first token, so that the others keep their places in the batch.
     fits = [len(ids) + cfg.max_new <= writer.longest for ids in prompts]
     if not any(fits):
         return [{"fits": False}] * len(batch)
+    prompts = [ids if fit else ids[:1] for ids, fit in zip(prompts, fits, strict=True)]
 
-    def codes(ids_of_texts):
+    def decode(ids_of_texts):
+        """(text, code, whether nothing could change it) of each problem."""
         texts = writer.tokenizer.decode_batch(ids_of_texts)
         return [(text, *extract(text, p.entry, STOPS[cfg.task])) for text, p in zip(texts, padded, strict=True)]
 
-    def finished(ids_of_texts):
-        return all(ended for _, _, ended in codes(ids_of_texts))
-
-    prompts = [ids if fit else ids[:1] for ids, fit in zip(prompts, fits, strict=True)]
+    written = writer.write(prompts, lambda ids_of_texts: all(ended for _, _, ended in decode(ids_of_texts)), number)
     rows = []
-    for (text, code, _), fit in zip(codes(writer.write(prompts, finished, number)), fits, strict=True):
+    for (text, code, _), fit in zip(decode(written), fits, strict=True):
         row = {"completion": code, "fits": True} | ({"written": text} if text != code else {})
         rows.append(row if fit else {"fits": False})
     return rows[: len(batch)]
@@ -575,35 +574,40 @@ def score_samples(cfg, problems, samples, path):
     does not pass). With several samples of a problem also what best-of-n needs: "public", the share of the examples in
     the prompt that pass, and "behaviour".
     """
+    # A program is the problem's head and the sample; one that does not fit has no tests, and so does not pass.
     done = {(key_of(row["task_id"]), row["sample"]) for row in read_own(path, "passed")}
     todo = [key for key in samples if key not in done]
     several = any(number for _, number in samples)
-    tests = [p.tests + (p.public + p.probes if several else []) for p in (problems[key] for key, _ in todo)]
-    programs = [problems[key[0]].head + (samples[key] or "") for key in todo]
-    tests = [each if samples[key] is not None else [] for key, each in zip(todo, tests, strict=True)]
-    left = dict.fromkeys(todo, "the sandbox did not start")
+    programs, tests = [], []
+    for key, number in todo:
+        problem, code = problems[key], samples[key, number]
+        programs.append(problem.head + (code or ""))
+        tests.append(problem.tests + (problem.public + problem.probes) * several if code is not None else [])
 
     def on_result(i, result):
-        key, problem = todo[i], problems[todo[i][0]]
+        """Add the line of a sample as soon as it has run."""
         if result.rate is None:
-            left[key] = result.error
             return
-        del left[key]
+        key, number = todo[i]
+        problem = problems[key]
+        # All hidden tests must pass; behind them are the examples of the prompt, then the probe.
         hidden, public = len(problem.tests), len(problem.public)
         failed = [verdict for verdict in result.verdicts[:hidden] if verdict != "pass"]
-        row = {"task_id": problem.id, "completion": samples[key] or "", "sample": key[1]}
+        row = {"task_id": problem.id, "completion": samples[key, number] or "", "sample": number}
         row["passed"] = bool(result.verdicts) and not failed
         row["result"] = "passed" if row["passed"] else failed[0] if failed else "does not fit"
         if several:
             row["public"] = result.verdicts[hidden : hidden + public].count("pass") / max(1, public)
             row["behaviour"] = next((v for v in result.values[hidden + public :] if isinstance(v, str)), "")
         append(path, [row])
-        if len(left) % 200 == 0:
-            print(f"{len(todo) - len(left):,} of {len(todo):,} samples scored", file=sys.stderr, flush=True)
+        done.add(todo[i])
+        if len(done) % 200 == 0 or len(done) == len(samples):
+            print(f"{len(done):,} of {len(samples):,} samples scored", file=sys.stderr, flush=True)
 
     program_s = 5 + cfg.sandbox.timeout_s * max(len(problem.tests) for problem in problems.values())
-    sandbox.run_tests(programs, tests, on_result, program_s=program_s, **dataclasses.asdict(cfg.sandbox))
-    return list(left.items())
+    flags = dataclasses.asdict(cfg.sandbox)
+    ran = sandbox.run_tests(programs, tests, on_result, program_s=program_s, **flags)
+    return [(key, result.error) for key, result in zip(todo, ran, strict=True) if result.rate is None]
 
 
 def pass_at_k(n, c, k):
@@ -632,12 +636,13 @@ def choose(rows):
 def interval(values, seed):
     """95 % confidence interval of a mean: percentiles 2.5 and 97.5 of the means of 10,000 bootstrap resamples."""
     values, rng = np.asarray(values, np.float64), np.random.default_rng(seed)
-    means = [values[rng.integers(0, len(values), len(values))].mean() for _ in range(10_000)]
-    return [float(x) for x in np.percentile(means, [2.5, 97.5])]
+    means = values[rng.integers(0, len(values), (10_000, len(values)))].mean(1)
+    return np.percentile(means, [2.5, 97.5]).tolist()
 
 
 def report(cfg, problems, rows):
     """Scores of all result rows: {"pass@k": [mean over problems, low, high], "best of n": the same, counts}."""
+    # the samples of a problem in order
     by_problem = collections.defaultdict(list)
     for row in sorted(rows, key=lambda row: row["sample"]):
         by_problem[key_of(row["task_id"])].append(row)
@@ -645,7 +650,9 @@ def report(cfg, problems, rows):
     row = {"task": cfg.task} | ({"split": cfg.split} if cfg.task == "mbpp" else {})
     row |= {"problems": len(by_problem), "of": len(problems), "samples": len(rows), "n": n}
     row["results"] = dict(collections.Counter(r["result"] for r in rows).most_common())
+    # pass@k over the problems that have k samples
     for k in sorted({*(cfg.k or (1, n))}):
+        # samples and right samples of each problem
         counts = [(len(group), sum(r["passed"] for r in group)) for group in by_problem.values() if len(group) >= k > 0]
         if counts:
             values = [pass_at_k(n, c, k) for n, c in counts]

@@ -23,6 +23,7 @@ time is the sum of the cycles that the compiler itself estimated for each operat
 scatters, sorts, SparseCore programs, collectives and copies beside the computation carry no estimate; they are listed.
 """
 
+import collections
 import dataclasses
 import functools
 import importlib.util
@@ -66,8 +67,8 @@ CHIPS = {
 def topology_devices(name):
     """Devices of a TPU topology to shard and lower for: v6e:1x1, v5e:2x4, v6e:16x16 ...; there need be no TPU.
 
-    Up to eight chips are one host, more are hosts of 2 x 2. Sets libtpu's environment variables where they are unset,
-    so call it in a process that only compiles; JAX itself should be on the CPU there (JAX_PLATFORMS=cpu).
+    Up to eight chips are one host, more are hosts of 2 x 2. Sets libtpu's environment variables where they are unset:
+    call it in a process that only compiles, with JAX itself on the CPU (JAX_PLATFORMS=cpu).
     """
     chip, _, grid = name.partition(":")
     if chip not in CHIPS or not re.fullmatch(r"[1-9]\d*x[1-9]\d*", grid):
@@ -85,8 +86,7 @@ def topology_devices(name):
     from jax.experimental import topologies  # here, since it loads libtpu
 
     host = (rows, columns, 1) if one_host else (2, 2, 1)
-    topology = topologies.get_topology_desc(name, "tpu", chips_per_host_bounds=host, num_slices=1)
-    return topology.devices
+    return topologies.get_topology_desc(name, "tpu", chips_per_host_bounds=host, num_slices=1).devices
 
 
 def compile_and_cost(lowered, compiler_options=None):
@@ -96,6 +96,7 @@ def compile_and_cost(lowered, compiler_options=None):
     total_gib = arguments + temporaries + outputs - aliased + code, and usable_gib of the chip. A program that does not
     fit raises jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED, with the memory that it would need.
     """
+    # The cycles are only in the text that the compiler dumps when it has placed and scheduled everything.
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} | (compiler_options or {})
         compiled = lowered.compile(compiler_options=options)
@@ -104,16 +105,12 @@ def compile_and_cost(lowered, compiler_options=None):
             raise ValueError(f"{len(dumps)} dumps *after_codegen.txt, expected 1: not lowered for topology_devices()?")
         cost = cost_of(dumps[0].read_text())
     stats = compiled.memory_analysis()
-    memory = {
-        "arguments": stats.argument_size_in_bytes,
-        "temporaries": stats.temp_size_in_bytes,
-        "outputs": stats.output_size_in_bytes,
-        "aliased": stats.alias_size_in_bytes,
-        "code": stats.generated_code_size_in_bytes,
-    }
+    names = "arguments", "temporaries", "outputs", "aliased", "code"
+    kinds = "argument", "temp", "output", "alias", "generated_code"
+    memory = {name: getattr(stats, f"{kind}_size_in_bytes") for name, kind in zip(names, kinds, strict=True)}
     memory["total_gib"] = (sum(memory.values()) - 2 * memory["aliased"]) / 2**30
     (device, *_) = jax.tree.leaves(compiled.output_shardings)[0].device_set
-    memory["usable_gib"] = {chip.kind: chip.usable_gib for chip in CHIPS.values()}[device.device_kind]
+    memory["usable_gib"] = next(chip.usable_gib for chip in CHIPS.values() if chip.kind == device.device_kind)
     return compiled, cost, memory
 
 
@@ -127,17 +124,24 @@ class Cost:
     flops: int = 0  # of matrix products and convolutions, those inside Pallas kernels left out
     cycles: int = 0  # sum of the compiler's estimates
     bytes: int = 0  # read from and written to HBM; of a slice only the slice, between arrays in VMEM nothing
-    collectives: dict = dataclasses.field(default_factory=dict)  # operation -> bytes, the larger of input and output
-    collective_counts: dict = dataclasses.field(default_factory=dict)  # operation -> times it runs
-    ops: dict = dataclasses.field(default_factory=dict)  # op_name (the path in the JAX program) -> cycles
-    custom_calls: dict = dataclasses.field(default_factory=dict)  # Pallas kernels, all else without estimate -> times
+    collectives: collections.Counter = dataclasses.field(
+        default_factory=collections.Counter
+    )  # operation -> bytes, the larger of input and output
+    collective_counts: collections.Counter = dataclasses.field(
+        default_factory=collections.Counter
+    )  # operation -> times it runs
+    ops: collections.Counter = dataclasses.field(
+        default_factory=collections.Counter
+    )  # op_name (the path in the JAX program) -> cycles
+    custom_calls: collections.Counter = dataclasses.field(
+        default_factory=collections.Counter
+    )  # Pallas kernels, all else without estimate -> times
     unknown_loops: int = 0  # loops whose trip count is not a constant; counted as one round
 
     def add(self, other, times=1):
         for name, value in vars(other).items():
             if isinstance(value, dict):
-                mine = getattr(self, name)
-                mine.update({key: mine.get(key, 0) + times * count for key, count in value.items()})
+                getattr(self, name).update({key: times * count for key, count in value.items()})
             else:
                 setattr(self, name, getattr(self, name) + times * value)
 
@@ -333,20 +337,20 @@ def cost_of(hlo_text):
     The body of a while loop counts as often as it runs, of a conditional the dearest branch. What runs asynchronously
     counts once, at its start, without cycles since it runs beside the rest. Raises ValueError if the text is not HLO.
     """
-    done = {}
+    done = {}  # computations that have been added up, by identity
 
     def total(block, fused=False):
         """Cost of a computation. Inside a fusion only FLOPs and collectives; it has cycles and bytes as a whole."""
         if (id(block), fused) not in done:
-            done[id(block), fused] = Cost()
+            cost = done[id(block), fused] = Cost()
             for ins in block.values():
-                add(done[id(block), fused], ins, fused)
+                add(cost, ins, ins.op.removesuffix("-start"), fused)
         return done[id(block), fused]
 
-    def add(cost, ins, fused):
-        op = ins.op.removesuffix("-start")
+    def add(cost, ins, op, fused):
         if ins.op in FREE_OPS or ins.op.endswith(("-done", "-update")):
             return
+        # what calls a computation costs what that does
         if op == "while":
             rounds = trip_count(ins)
             cost.unknown_loops += rounds is None
@@ -357,47 +361,38 @@ def cost_of(hlo_text):
             return cost.add(max(branches, key=lambda branch: (branch.cycles, branch.flops, branch.bytes)))
         if op == "call" or ins.called("called_computations"):
             return cost.add(total((ins.called("to_apply") or ins.called("called_computations"))[0], fused))
-        if op == "async":
+        if op == "async":  # beside the rest: it adds no time
             return cost.add(dataclasses.replace(total(ins.called("calls")[0], fused), cycles=0, ops={}))
-
+        # FLOPs and collectives
         if op in ("dot", "convolution"):
             cost.flops += matmul_flops(ins)
         elif op == "fusion":
             cost.add(total(ins.called("calls")[0], fused=True))
         elif op in COLLECTIVES:
-            taken = sum(size(i) for i in ins.operands)
-            given = size(ins)
+            taken, given = sum(size(i) for i in ins.operands), size(ins)
             if op != ins.op and op != "all-reduce":  # the result of a start is (input, output, flags)
                 given = sum(count for dims, count, _ in shapes(ins.type) if dims) - taken
             if fused and root_of(ins.block).op == "dynamic-slice":  # how the TPU writes a reduce-scatter
                 op = "reduce-scatter"
-            cost.collectives[op] = cost.collectives.get(op, 0) + max(taken, given)
-            cost.collective_counts[op] = cost.collective_counts.get(op, 0) + 1
-
-        target = ins.attribute(r'custom_call_target="([^"]*)"')
-        if fused or target in FREE_CALLS:
+            cost.collectives[op] += max(taken, given)
+            cost.collective_counts[op] += 1
+        # traffic and time; what has no estimate is listed by name
+        if fused or ins.attribute(r'custom_call_target="([^"]*)"') in FREE_CALLS:
             return
         cost.bytes += hbm_bytes(ins)
         cycles = int(ins.attribute(r'"estimated_cycles":"(\d+)"', 0))
         if 0 < cycles < 2**62:  # SparseCore programs say 2**63 - 1
-            name = ins.attribute(r'op_name="([^"]*)"', ins.op)
             cost.cycles += cycles
-            cost.ops[name] = cost.ops.get(name, 0) + cycles
+            cost.ops[ins.attribute(r'op_name="([^"]*)"', ins.op)] += cycles
         elif op in ("custom-call", "scatter", "gather", "sort") or (op == "fusion" and "calls=%all-" not in ins.tail):
             name = re.sub(r"(\.\d+|\.cloned?)*$", "", ins.name)  # a Pallas kernel appears under its own name
             name = "libtpu's own kernel" if name == "name" else name  # it puts one in place of softmax attention
-            cost.custom_calls[name] = cost.custom_calls.get(name, 0) + 1
+            cost.custom_calls[name] += 1
 
     return total(parse(hlo_text))
 
 
 # ---- our programs --------------------------------------------------------------------------------------------------
-
-
-def abstract(tree, at, dtype=None):
-    """A tree of shapes on the devices of a sharding, or of a function of the tree that gives one for each leaf."""
-    layout = at(tree) if callable(at) else jax.tree.map(lambda _: at, tree)
-    return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, dtype or s.dtype, sharding=at), tree, layout)
 
 
 def on_chip(topology):
@@ -425,13 +420,13 @@ def report(name, lowered, topology, **facts):
         "flops_per_chip": cost.flops,
         "hbm_bytes_per_chip": cost.bytes,
         "collective_gb": {op: round(size / 1e9, 3) for op, size in cost.collectives.items()},
-        "collective_counts": cost.collective_counts,
-        "without_estimate": cost.custom_calls,
+        "collective_counts": dict(cost.collective_counts),
+        "without_estimate": dict(cost.custom_calls),
         "loops_counted_once": cost.unknown_loops,
     }
     for key, value in row.items():
         print(f"  {key:22} {value:.4g}" if isinstance(value, float) else f"  {key:22} {value}")
-    for path, cycles in sorted(cost.ops.items(), key=lambda item: -item[1])[:12]:
+    for path, cycles in cost.ops.most_common(12):
         print(f"  {cycles / cost.cycles:6.1%}  {path}", flush=True)
     return row
 
@@ -486,10 +481,10 @@ class Sample:
         how = {"block_length": 1, "cache": "dual"} if cached else {}
         rule = sample_dream.Sampling(top_p=0.95, temperature=0.2, eps=0.5, ban_ids=(), **how)
         sampler = sample_dream.Sampler(md.graph_of(model, run), model, rule)
+        # weights, the canvas of one row, and what is said of it
         params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), md.param_shapes(model))
         if self.int8:
-            quantised = lambda params: jax.tree.map(lambda x: md.quantise(x) if x.ndim == 2 else x, params)  # noqa: E731
-            params = jax.eval_shape(quantised, params)
+            params = jax.tree.map(lambda s: jax.eval_shape(md.quantise, s) if len(s.shape) == 2 else s, params)
         params = jax.tree.map(lambda s: array(s.dtype, *s.shape), params)
         count, size = array(jnp.int32), block or L
         state = sample_dream.State(array(jnp.int32, 1, L), count, count, count, array(jnp.int32, 1))
@@ -505,11 +500,13 @@ class Sample:
         )
         if name == STEPS[1]:
             return sample_dream.open_block.lower(params, state, given, sampler=sampler)
+        # keys and values of every layer; a cached step feeds the block and the token before it
         layer = (array(jnp.bfloat16, 1, L, model.kv_heads, model.head_size),) * 2
         cache, width = ([layer] * model.layers, block + 1) if cached else (None, L)
         return sample_dream.denoise.lower(params, state, given, cache, sampler=sampler, width=width)
 
     def rows(self):
+        # no step is faster than its FLOPs at the peak, nor than one pass over the weights
         chip, size = CHIPS[self.topology.partition(":")[0]], 1 if self.int8 else 2
         weights = size * md.count_params(md.CONFIGS[self.model])["total"]  # bytes that a step reads
         kind, found = "int8" if self.int8 else "bfloat16", []
@@ -531,13 +528,19 @@ class Grpo:
     micro_batch: int = 0  # completions of 256 tokens on all chips together; 0: one a chip
 
     def rows(self):
+        # the run: Dream with the 7B preset's settings, its weights split over all chips
         model = md.CONFIGS[self.model]
         model = dataclasses.replace(model, layers=self.layers or model.layers)
         devices = np.asarray(topology_devices(self.topology)).reshape(1, -1, 1)
         mesh = jax.sharding.Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
         settings = {"lora_rank": self.lora_rank, "micro_batch": self.micro_batch or mesh.size}
         cfg = dataclasses.replace(coupled_grpo.Config(), **coupled_grpo.PRESETS["7b"] | settings)
-        on_mesh = functools.partial(abstract, at=functools.partial(md.shardings, mesh))
+
+        def on_mesh(tree, dtype=None):
+            def place(s, at):
+                return jax.ShapeDtypeStruct(s.shape, dtype or s.dtype, sharding=at)
+
+            return jax.tree.map(place, tree, md.shardings(mesh, tree))
 
         # what is trained: all weights in float32, or with LoRA adapters beside weights in bfloat16
         shapes, base = md.param_shapes(model), {}
@@ -547,9 +550,11 @@ class Grpo:
             shapes = jax.eval_shape(lambda: adapters(jax.random.key(0), base))
         trained = on_mesh(shapes, dtype=jnp.float32)
         optimizer = coupled_grpo.make_optimizer(1e-6)
-        moments = on_mesh(jax.eval_shape(optimizer.init, trained))
-        beside = size_of(moments) + size_of(trained)
+        # beside the program lie the moments and the reference, a copy of what is trained
+        others = jax.tree.leaves((on_mesh(jax.eval_shape(optimizer.init, trained)), trained))
+        beside = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in others)
 
+        # a micro-batch as coupled_grpo.score leaves it: B prompts of P tokens with completions of C
         rows_at, everywhere = (jax.NamedSharding(mesh, spec) for spec in (PS(md.BATCH), PS()))
         B, P, C = cfg.micro_batch, cfg.max_prompt, cfg.max_new
 
@@ -560,8 +565,8 @@ class Grpo:
         batch |= {name: row(jnp.float32, C) for name in ("u_BC", "old_BC", "ref_BC")}
         batch |= {"advantage_B": row(jnp.float32), "counted_BC": row(bool, C)}
         batch["first"] = jax.ShapeDtypeStruct((), bool, sharding=everywhere)
-        run = md.Run(jnp.dtype("bfloat16"), remat="full", platform="tpu")
-        _, gradients, _ = coupled_grpo.make_programs(cfg, md.graph_of(model, run), optimizer, model.mask_id)
+        graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), remat="full", platform="tpu"))
+        _, gradients, _ = coupled_grpo.make_programs(cfg, graph, optimizer, model.mask_id)
         with jax.set_mesh(mesh):
             lowered = gradients.lower(trained, base, trained, batch)
         what = f"LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "all weights"
@@ -571,11 +576,6 @@ class Grpo:
         found |= {"beside_gib": beside / 2**30, "total_gib": found["hbm_gib"] + beside / 2**30}
         print(f"  {found['total_gib']:.4g} GiB with optimizer moments and reference model")
         return [found]
-
-
-def size_of(tree):
-    """Bytes of a tree on one device."""
-    return sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -596,29 +596,20 @@ class Head:
     chunk: int = 1024  # tokens whose logits exist at a time
     only: typing.Literal["", "forward", "gradient", "frozen"] = ""  # one of the three; "" all
 
-    def forms(self):
-        """{name: scores(hidden_BKLD, head_VD, token_BC, mask_BC, weight_B1) -> [B, C]}"""
+    def scores(self, form, hidden_BKLD, head_VD, token_BC, mask_BC, weight_B1):
+        """Scores [B, C] of the completions, as one of the three forms computes them."""
         last = slice(self.prompt - 1, self.prompt + self.completion - 1)
-        logits_of = functools.partial(md.linear, dtype=jnp.float32, on_cpu=False)
-
-        def ours(hidden_BKLD, head_VD, token_BC, mask_BC, weight_B1):
-            weights = 1 / weight_B1, 1 / (1 - weight_B1)
-            inputs = hidden_BKLD[:, :, last], token_BC, mask_BC, weights, self.chunk
-            return coupled_grpo.merge_views(lambda hidden: logits_of(hidden, head_VD), *inputs)[0]
-
-        def merged(logits_BKCV, token_BC, mask_BC, weight_B1):
-            logp_BKCV = jax.nn.log_softmax(logits_BKCV, -1)
-            logp_BKC = jnp.take_along_axis(logp_BKCV, token_BC[:, None, :, None], -1)[..., 0]
-            seen_BC = jnp.where(mask_BC, logp_BKC[:, 1] / weight_B1, logp_BKC[:, 2] / (1 - weight_B1))
-            return (logp_BKC[:, 0] + seen_BC) / 2
-
-        def plain(hidden_BKLD, head_VD, *rest):
-            return merged(logits_of(hidden_BKLD[:, :, last], head_VD), *rest)
-
-        def reference(hidden_BKLD, head_VD, *rest):
-            return merged(logits_of(hidden_BKLD, head_VD)[:, :, last], *rest)
-
-        return {"ours": ours, "plain": plain, "reference": reference}
+        logits_of = functools.partial(md.linear, weight=head_VD, dtype=jnp.float32)
+        if form == "ours":
+            inputs = hidden_BKLD[:, :, last], token_BC, mask_BC, (1 / weight_B1, 1 / (1 - weight_B1)), self.chunk
+            return coupled_grpo.merge_views(logits_of, *inputs)[0]
+        everywhere = form == "reference"
+        logits_BKCV = logits_of(hidden_BKLD)[:, :, last] if everywhere else logits_of(hidden_BKLD[:, :, last])
+        # the versions: all masked, some masked, the others masked; each token is masked in one of the last two
+        logp_BKCV = jax.nn.log_softmax(logits_BKCV, -1)
+        logp_BKC = jnp.take_along_axis(logp_BKCV, token_BC[:, None, :, None], -1)[..., 0]
+        seen_BC = jnp.where(mask_BC, logp_BKC[:, 1] / weight_B1, logp_BKC[:, 2] / (1 - weight_B1))
+        return (logp_BKC[:, 0] + seen_BC) / 2
 
     def rows(self):
         array, model = on_chip(self.topology), md.CONFIGS[self.model]
@@ -628,15 +619,14 @@ class Head:
         given = array(jnp.float32, B, C), array(jnp.int32, B, C), array(bool, B, C), array(jnp.float32, B, 1)
         found = []
         for what in [self.only] if self.only else ("forward", "gradient", "frozen"):
-            for name, scores in self.forms().items():
+            for form in ("ours", "plain", "reference"):
 
-                def total(hidden, head, out_BC, *rest, scores=scores):
-                    return (scores(hidden, head, *rest) * out_BC).sum()
+                def total(hidden, head, out_BC, *rest, form=form):
+                    return (self.scores(form, hidden, head, *rest) * out_BC).sum()
 
                 program = {"forward": total, "gradient": jax.grad(total, (0, 1)), "frozen": jax.grad(total)}[what]
                 lowered = jax.jit(program).lower(hidden, head, *given)
-                facts = {"what": what, "form": name}
-                found.append(report(f"scoring head, {what}, {name}", lowered, self.topology, **facts))
+                found.append(report(f"scoring head, {what}, {form}", lowered, self.topology, what=what, form=form))
         return found
 
 
@@ -659,9 +649,9 @@ class Dump:
             print(f"  {name}: {count} x, no estimate")
         if cost.unknown_loops:
             print(f"  {cost.unknown_loops} loops of unknown length, each counted as one round")
-        for name, cycles in sorted(cost.ops.items(), key=lambda item: -item[1])[: self.top]:
+        for name, cycles in cost.ops.most_common(self.top):
             print(f"{cycles:14,} {cycles / cost.cycles:6.1%}  {name}")
-        return [dataclasses.asdict(cost)]
+        return [vars(cost)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,10 +19,9 @@ token is MASK in the first and in exactly one of the other two, so its score alw
 half known. Rewards of the completions of a task are compared with each other: no value model is needed.
 
 --preset=7b holds the reference's settings, but for these. Its completions come from 256 passes, which are most of all
-work; ours from cached blocks, all sure tokens at once. Its masks repeat after about a hundred draws, and with two
-micro-batches each sees the same mask twice; ours never. It cuts long prompts on the left, we leave them out. It rewards
-text behind <|im_end|>, and counts a failed sandbox as a wrong answer. Groups of equal rewards teach nothing; it
-computes them, we skip them.
+work; ours from cached blocks, all sure tokens at once. Its masks repeat after about a hundred draws; ours never. It
+cuts long prompts on the left, we leave them out. It rewards text behind <|im_end|>, and counts a failed sandbox as a
+wrong answer. Groups of equal rewards teach nothing; it computes them, we skip them.
 
 Letters: B sequences, N completions of a prompt, L columns of a canvas, C of them its completion, T tokens in a chunk,
 K versions of a canvas, I iterations, D width, R rank (or rows of a micro-batch), V vocabulary, F reward functions.
@@ -32,9 +31,7 @@ Refs: DiffuCoder, arXiv:2506.20639; GRPO, arXiv:2402.03300; leave-one-out baseli
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import math
-import random
 import shutil
 import time
 import typing
@@ -148,18 +145,17 @@ PRESETS = {
 # ---- scores --------------------------------------------------------------------------------------------------------
 
 
-def draw_masks(key, round, iteration, rows, columns, ratios=(0.2, 0.8), per_row=False):
-    """(ratio_B, u_BC) of one iteration: the share of the completion that the first mask takes, and its uniforms.
+def draw_masks(key, round, iteration, rows, columns):
+    """{"ratio_B", "u_BC"} of one iteration: the share of a completion that the first mask takes, and its uniforms.
 
     A function of the arguments alone, and a row's u of its number alone: old, reference and new scores of an iteration
-    see the same masks. The reference draws one ratio for all rows; per_row draws one in each of `rows` equal strata.
+    see the same masks. All rows have the same ratio, in [0.2, 0.8), as in the reference.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, round), iteration)
     key_B = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(1, rows + 1))
-    place_B = jax.random.uniform(jax.random.fold_in(key, 0), (rows,))
-    place_B = diffusion.antithetic_times(place_B, 0.0) if per_row else jnp.broadcast_to(place_B[0], (rows,))
     u_BC = jax.vmap(lambda key: jax.random.uniform(key, (columns,)))(key_B)
-    return ratios[0] + (ratios[1] - ratios[0]) * place_B, u_BC
+    ratio = 0.2 + 0.6 * jax.random.uniform(jax.random.fold_in(key, 0))
+    return {"ratio_B": jnp.full(rows, ratio), "u_BC": u_BC}
 
 
 def coupled_views(token_BL, completion_BL, u_BL, ratio_B, mask_id, other_BL=None):
@@ -190,10 +186,11 @@ def token_logps(logits_of, hidden_BLD, token_BL, chunk=1024):
     def of_chunk(inputs):
         hidden_BTD, token_BT = inputs
         logits_BTV = logits_of(hidden_BTD).astype(jnp.float32)
-        logits_BTV -= jax.lax.stop_gradient(logits_BTV.max(-1, keepdims=True))
+        logits_BTV -= jax.lax.stop_gradient(logits_BTV.max(-1, keepdims=True))  # exp stays finite
         weight_BTV = jnp.exp(logits_BTV)
         total_BT = weight_BTV.sum(-1)
         logp_BT = jnp.take_along_axis(logits_BTV, token_BT[..., None], -1)[..., 0] - jnp.log(total_BT)
+        # entropy = log sum_v e^x_v - sum_v e^x_v x_v / sum_v e^x_v
         finite_BTV = jnp.where(weight_BTV > 0, logits_BTV, 0.0)  # a banned token's is -inf
         entropy_BT = jnp.log(total_BT) - (weight_BTV * finite_BTV).sum(-1) / total_BT
         return logp_BT, jax.lax.stop_gradient(entropy_BT)
@@ -231,15 +228,18 @@ def coupled_scores(model, token_BL, see_BL, u_BC, ratio_B, mask_id, chunk=1024, 
     (B, C), L = u_BC.shape, token_BL.shape[1]
     if L <= C:
         raise ValueError(f"{L} columns hold no prompt before {C} tokens of completion")
-    pad = lambda x_BC: None if x_BC is None else jnp.pad(x_BC.astype(jnp.float32), ((0, 0), (L - C, 0)))  # noqa: E731
-    completion_BL = jnp.broadcast_to(jnp.arange(L) >= L - C, (B, L))
-    views_BKL, *masks = coupled_views(token_BL, completion_BL, pad(u_BC), ratio_B, mask_id, pad(other_BC))
+    ratio_B1 = jnp.reshape(ratio_B, (-1, 1)).astype(jnp.float32)
+
+    # One pass over the three versions of all canvases: the prompt as it is, the completion masked.
+    prompt_BP, token_BC = jnp.split(token_BL, [L - C], 1)
+    views_BKC, one_BC, two_BC = coupled_views(token_BC, jnp.ones((B, C), bool), u_BC, ratio_B, mask_id, other_BC)
+    views_BKL = jnp.concatenate([jnp.repeat(prompt_BP[:, None], 3, 1), views_BKC], 2)
     hidden, _ = model.hidden(views_BKL.reshape(3 * B, L), see_BM=None if see_BL is None else jnp.repeat(see_BL, 3, 0))
     hidden_BKCD = hidden.reshape(B, 3, L, -1)[:, :, L - C - 1 : L - 1]
-    token_BC, ratio_B1 = token_BL[:, L - C :], jnp.reshape(ratio_B, (-1, 1)).astype(jnp.float32)
-    one_BC, two_BC = (mask_BL[:, L - C :] for mask_BL in masks)
     if other_BC is None:
         return merge_views(model.logits, hidden_BKCD, token_BC, one_BC, (1 / ratio_B1, 1 / (1 - ratio_B1)), chunk)
+
+    # Independent masks: (lp_0 + m_1 lp_1 / ratio + m_2 lp_2 / (1 - ratio)) / 2.
     three = hidden_BKCD.reshape(3 * B, C, -1), jnp.repeat(token_BC, 3, 0)
     logp_BKC, entropy_BKC = (x.reshape(B, 3, C) for x in token_logps(model.logits, *three, chunk))
     weight_BKC = jnp.stack([jnp.ones((B, C)), one_BC / ratio_B1, two_BC / (1 - ratio_B1)], 1)
@@ -265,37 +265,34 @@ class Advantages(typing.NamedTuple):
     constant_B: np.ndarray  # all known rewards of its group are equal, so nothing is learnt from it
 
 
-def group_advantages(reward_BF, weight_F, group, scale=False, missing="exclude"):
+def group_advantages(reward_BF, weight_F, group, scale=False, missing_is_zero=False):
     """Each reward minus the mean of the others in its group of `group` consecutive rows; None or nan: none known.
 
-    A = R - sum_others / (n - 1) = n / (n - 1) (R - mean), with n known rewards in the group. "exclude": a completion
-    that lacks a reward, as when the sandbox failed, has advantage 0 and is in nobody's baseline; leave its tokens out
-    of the loss (counted_B). "zero", the reference: what is missing counts as a reward of 0. scale divides by the
-    group's standard deviation + 1e-4. Raises ValueError for groups of one, which have no baseline.
-    Ref: RLOO, arXiv:2402.14740.
+    A = R - sum_others / (n - 1) = n / (n - 1) (R - mean), with n known rewards in the group. A completion that lacks a
+    reward, as when the sandbox failed, has advantage 0 and is in nobody's baseline; leave its tokens out of the loss
+    (counted_B). missing_is_zero, the reference: it has a reward of 0. scale divides by the group's standard deviation +
+    1e-4. Raises ValueError for groups of one, which have no baseline. Ref: RLOO, arXiv:2402.14740.
     """
-    reward_BF = np.array(reward_BF, np.float64).reshape(len(reward_BF), -1)
     if group < 2:
         raise ValueError(f"groups of {group} have no baseline: at least 2 completions per prompt are needed")
-    if len(reward_BF) % group:
-        raise ValueError(f"{len(reward_BF)} completions are no whole groups of {group}")
-    if missing not in ("exclude", "zero"):
-        raise ValueError(f"missing {missing!r} is neither exclude nor zero")
+    reward_BF = np.array(reward_BF, np.float64).reshape(len(reward_BF), -1)
+    counted_B = ~np.isnan(reward_BF).any(-1) | missing_is_zero
     reward_B = (np.nan_to_num(reward_BF, nan=0.0) * np.asarray(weight_F, np.float64)).sum(-1)
-    reward_GN = reward_B.reshape(-1, group)
-    counted_GN = ~np.isnan(reward_BF).any(-1).reshape(-1, group) | (missing == "zero")
-    n_G1 = counted_GN.sum(-1, keepdims=True)
-    difference_GN = counted_GN * (reward_GN - (reward_GN * counted_GN).sum(-1, keepdims=True) / np.maximum(n_G1, 1))
-    highest_G1 = np.where(counted_GN, reward_GN, -np.inf).max(-1, keepdims=True)
-    lowest_G1 = np.where(counted_GN, reward_GN, np.inf).min(-1, keepdims=True)
-    constant_G1 = (n_G1 < 2) | (highest_G1 == lowest_G1)  # the difference from a rounded mean may not be 0
-    difference_GN = np.where(constant_G1, 0.0, difference_GN)
-    std_G1 = np.sqrt((difference_GN**2).sum(-1, keepdims=True) / np.maximum(n_G1 - 1, 1))
-    advantage_GN = difference_GN * n_G1 / np.maximum(n_G1 - 1, 1)
+
+    # A row is a group. Masked entries, the rewards that are not known, are in none of its statistics.
+    reward_GN = np.ma.array(reward_B, mask=~counted_B).reshape(-1, group)
+    n_G1 = reward_GN.count(-1)[:, None]
+    others_G1 = np.maximum(n_G1 - 1, 1)
+    range_G1 = (reward_GN.max(-1) - reward_GN.min(-1)).filled(0)[:, None]
+    constant_G1 = (n_G1 < 2) | (range_G1 == 0)
+    difference_GN = (reward_GN - reward_GN.mean(-1, keepdims=True)).filled(0)
+    difference_GN = np.where(constant_G1, 0.0, difference_GN)  # that from a rounded mean may not be 0
+    std_G1 = np.sqrt((difference_GN**2).sum(-1, keepdims=True) / others_G1)
+    advantage_GN = difference_GN * n_G1 / others_G1
     if scale:
-        advantage_GN = advantage_GN / (std_G1 + 1e-4)
-    wide = [np.broadcast_to(x, reward_GN.shape).reshape(-1) for x in (std_G1, counted_GN, constant_G1)]
-    return Advantages(reward_B, advantage_GN.reshape(-1), *wide)
+        advantage_GN /= std_G1 + 1e-4
+    std_B, constant_B = (np.repeat(x_G1, group) for x_G1 in (std_G1, constant_G1))
+    return Advantages(reward_B, advantage_GN.reshape(-1), std_B, counted_B, constant_B)
 
 
 def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, low=0.5, high=0.5, beta=0.01, most=20.0):
@@ -316,11 +313,14 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, low=0.5, high=0
     def logarithm(x_BC):
         return jnp.clip(jnp.where(counted_BC, x_BC, 0.0), -most, most)
 
+    # the clipped policy gradient
     score_BC = score_BC.astype(jnp.float32)
     old_BC = jax.lax.stop_gradient(score_BC if old_BC is None else old_BC)
     advantage_B1 = jnp.asarray(advantage_B, jnp.float32)[:, None]
     ratio_BC = jnp.exp(logarithm(score_BC - old_BC))
     loss_BC = -jnp.minimum(ratio_BC * advantage_B1, jnp.clip(ratio_BC, 1 - low, 1 + high) * advantage_B1)
+
+    # the divergence from the reference model
     kl_BC = jnp.zeros_like(loss_BC)
     if beta and ref_BC is not None:
         log_BC = logarithm(ref_BC - score_BC)
@@ -344,10 +344,9 @@ def micro_loss(model, batch, mask_id, low=0.5, high=0.5, beta=0.01, chunk=1024):
     inputs = (batch[name] for name in ("token_BL", "see_BL", "u_BC", "ratio_B"))
     score_BC, entropy_BC = coupled_scores(model, *inputs, mask_id, chunk, batch.get("other_BC"))
     old_BC = jnp.where(batch["first"], jax.lax.stop_gradient(score_BC), batch["old_BC"])
-    counted_BC = batch["counted_BC"]
-    terms = old_BC, batch.get("ref_BC"), batch["advantage_B"], counted_BC
+    terms = old_BC, batch.get("ref_BC"), batch["advantage_B"], batch["counted_BC"]
     loss, metrics = grpo_loss(score_BC, *terms, low, high, beta)
-    entropy = jnp.where(counted_BC, entropy_BC, 0.0).sum() / jnp.maximum(metrics["tokens"], 1)
+    entropy = jnp.where(batch["counted_BC"], entropy_BC, 0.0).sum() / jnp.maximum(metrics["tokens"], 1)
     return loss, metrics | {"entropy": entropy}
 
 
@@ -398,8 +397,9 @@ def make_optimizer(rate, weight_decay=0.1, clip=0.2):
     return optax.chain(optax.clip_by_global_norm(clip), adamw)
 
 
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="mixup")
 def sync_reference(ref, params, mixup=0.6):
-    """The reference model moved towards the policy: (1 - mixup) ref + mixup params, in the dtype of ref (float32)."""
+    """The reference model moved towards the policy: (1 - mixup) ref + mixup params; ref is given away."""
     return jax.tree.map(lambda r, p: ((1 - mixup) * r + mixup * p).astype(r.dtype), ref, params)
 
 
@@ -434,25 +434,23 @@ def new_adapters(key, base, rank, targets):
 def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None):
     """(scores, gradients, update), compiled once each; base is {} for full fine-tuning.
 
-    layout and opt_layout are the shardings of what is trained and of the optimizer's state, which stay as they are.
-
-    scores(base, trained, batch) -> [B, C]; gradients(trained, base, total, batch) -> (total + those of the batch,
-    metrics); update(trained, opt, total, micro-batches) -> (trained, opt, norm). Without a finite gradient nothing is
-    updated, and norm says so.
+    scores(trained, base, batch) -> [B, C]; gradients(trained, base, total, batch) -> (total + those of the batch,
+    metrics); update(trained, opt, total, micro-batches) -> (trained, opt, norm), unchanged where the norm is not
+    finite. layout and opt_layout are the shardings of what is trained and of the optimizer's state.
     """
 
-    def policy(base, trained):
+    def policy(trained, base):
         return nnx.merge(graph, assemble(base, trained))
 
     @jax.jit
-    def scores(base, trained, batch):
+    def scores(trained, base, batch):
         inputs = (batch[name] for name in ("token_BL", "see_BL", "u_BC", "ratio_B"))
-        return coupled_scores(policy(base, trained), *inputs, mask_id, cfg.chunk, batch.get("other_BC"))[0]
+        return coupled_scores(policy(trained, base), *inputs, mask_id, cfg.chunk, batch.get("other_BC"))[0]
 
     @functools.partial(jax.jit, donate_argnums=2, out_shardings=(layout, None))
     def gradients(trained, base, total, batch):
         def loss(trained, batch):
-            model = policy(base, trained)
+            model = policy(trained, base)
             return micro_loss(model, batch, mask_id, cfg.epsilon, cfg.epsilon_high, cfg.beta, cfg.chunk)
 
         return add_gradients(loss, trained, batch, total)
@@ -469,80 +467,6 @@ def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None):
     return scores, gradients, update
 
 
-class Setup(typing.NamedTuple):
-    """What stays as it is from round to round."""
-
-    cfg: Config
-    prompts: rl_tasks.Prompts
-    heldout: rl_tasks.Prompts | None
-    rewards: list  # functions, as in sandbox.py
-    rule: sample_dream.Sampling  # how completions are written; its first end token ends one
-    graph: typing.Any  # the model's structure, to write with
-    base: dict  # with LoRA the weights beside the adapters; {} where all weights are trained
-    scores: typing.Callable  # the compiled programs, see make_programs
-    gradients: typing.Callable
-    update: typing.Callable
-    sync: typing.Callable
-    row_sharding: jax.NamedSharding  # the rows of a batch over the devices
-
-
-@dataclasses.dataclass
-class State:
-    """What a round changes."""
-
-    trained: dict  # all weights, or with LoRA the adapters
-    ref: dict  # the same of the reference model; {} without one
-    opt: typing.Any  # the optimizer's state
-    updates: int = 0  # so far
-    bad: int = 0  # the last updates without a finite gradient
-
-    def arrays(self, setup):
-        """What a checkpoint holds."""
-        return {"adapters" if setup.base else "params": self.trained, "ref": self.ref, "opt": self.opt}
-
-
-def set_up(cfg, rewards, mesh):
-    """(Setup, State, architecture) before the first round: the model of --ckpt, its tasks, the compiled programs."""
-    on_cpu = jax.default_backend() == "cpu"
-    dtype = jnp.dtype(cfg.dtype or ("float32" if on_cpu else "bfloat16"))  # of the computation and of a frozen base
-    model, _ = runs.load(md, cfg.ckpt, dtype=dtype if cfg.lora_rank else jnp.float32, mesh=mesh)
-    model_cfg, trained, base = model.cfg, nnx.to_pure_dict(nnx.state(model)), {}
-    del model  # or the weights could not be replaced by those that were learnt
-    tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), sample_dream.chat_template(cfg.ckpt)
-    how = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new
-    prompts = rl_tasks.Prompts(cfg.prompts, *how)
-    heldout = rl_tasks.Prompts(cfg.heldout, *how) if cfg.heldout else None
-
-    # A text ends with the first of these; a chat model ends its turn with <|im_end|>.
-    chat = "question" in prompts.tasks[0]
-    ends = [tokenizer.token_to_id("<|im_end|>")] * chat + [model_cfg.eos_id, tokenizer.token_to_id("<|dlm_pad|>")]
-    ends = tuple(dict.fromkeys(token for token in ends if token is not None))
-    sampling = dataclasses.asdict(cfg.sampling)
-    if not cfg.sampling.block_length:
-        sampling["cache"] = ""  # it is kept while a block is filled
-    rule = sample_dream.Sampling("entropy", **sampling, vocab=tokenizer.get_vocab_size(), eos_ids=ends)
-
-    # The backward pass of a large model recomputes its layers; nothing is differentiated while completions are written.
-    run = md.Run(dtype, 64 if on_cpu else 256, remat=cfg.remat or ("none" if on_cpu else "full"))
-    graph, writing_graph = (md.graph_of(model_cfg, dataclasses.replace(run, remat=r)) for r in (run.remat, "none"))
-    if cfg.lora_rank:
-        key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
-        base, trained = trained, new_adapters(key, trained, cfg.lora_rank, cfg.lora_targets)
-        trained = jax.device_put(trained, md.shardings(mesh, trained))
-    rate = functools.partial(learning_rate, peak=cfg.lr, steps=cfg.rounds * cfg.iterations, warmup=cfg.warmup)
-    optimizer = make_optimizer(rate, cfg.weight_decay, cfg.clip)
-    layout = md.shardings(mesh, trained)
-    opt_layout = md.shardings(mesh, jax.eval_shape(optimizer.init, trained))
-    programs = make_programs(cfg, graph, optimizer, model_cfg.mask_id, layout, opt_layout)
-    sync = functools.partial(sync_reference, mixup=1.0 if cfg.lora_rank else cfg.mixup)
-    programs = *programs, jax.jit(sync, donate_argnums=0)
-    rows_at = jax.NamedSharding(mesh, md.PS(md.BATCH))
-    setup = Setup(cfg, prompts, heldout, rewards, rule, writing_graph, base, *programs, rows_at)
-    opt = jax.jit(optimizer.init, out_shardings=opt_layout)(trained)
-    ref = jax.tree.map(jnp.copy, trained) if cfg.beta else {}
-    return setup, State(trained, ref, opt), model_cfg
-
-
 # ---- the steps of a round ------------------------------------------------------------------------------------------
 
 
@@ -552,21 +476,8 @@ class Batch(typing.NamedTuple):
     token_BL: np.ndarray  # filled canvases
     see_BL: np.ndarray  # False at padding
     counted_BC: np.ndarray  # True up to and including the end of a completion
-    texts: list  # for the reward functions
-    rows: list  # the tasks, with "written", "tokens" and, once rewarded, "verdicts"
+    rows: list  # the tasks, with "text", "written", "tokens" and, once rewarded, "verdicts"
     passes: float  # passes over a canvas that writing took, on average
-
-
-def choices(seed, round, count, tasks):
-    """Numbers of the tasks of a round: every task once an epoch, in an order that depends on (seed, epoch) alone."""
-    slots = range(round * count, (round + 1) * count)
-    return np.array([np.random.default_rng([seed, slot // tasks]).permutation(tasks)[slot % tasks] for slot in slots])
-
-
-def draw_round(key, iterations, rows, columns):
-    """The masks of each iteration of a round, as arguments of coupled_scores: [{"ratio_B", "u_BC"}]."""
-    drawn = (draw_masks(key, 1, i, rows, columns) for i in range(iterations))
-    return [{"ratio_B": np.asarray(ratio_B), "u_BC": np.asarray(u_BC)} for ratio_B, u_BC in drawn]
 
 
 def micro_batches(row_R, size):
@@ -575,132 +486,209 @@ def micro_batches(row_R, size):
     return [np.pad(part, (0, size - len(part)), constant_values=-1) for part in parts]
 
 
-def take(setup, batch, iteration, row_R, **more):
-    """These rows of a batch on the devices, with what belongs to an iteration; row -1 is to count for nothing."""
-    arrays = {"token_BL": batch.token_BL, "see_BL": batch.see_BL, "counted_BC": batch.counted_BC} | iteration | more
-    return {name: jax.device_put(x[row_R], setup.row_sharding) for name, x in arrays.items()}
+class Trainer:
+    """A Dream in training, its tasks and its rewards, {name: function as in sandbox.py}."""
 
+    def __init__(self, cfg, rewards, mesh):
+        self.cfg, self.rewards = cfg, rewards
+        on_cpu = jax.default_backend() == "cpu"
+        dtype = jnp.dtype(cfg.dtype or ("float32" if on_cpu else "bfloat16"))  # of the computation and a frozen base
+        model, _ = runs.load(md, cfg.ckpt, dtype=dtype if cfg.lora_rank else jnp.float32, mesh=mesh)
+        self.model_cfg = model_cfg = model.cfg
 
-def rollout(setup, state, prompts, task_B, key):
-    """Completions of the tasks with these numbers, by the policy as it is: a Batch."""
-    cfg = setup.cfg
-    policy = nnx.merge(setup.graph, assemble(setup.base, state.trained))
-    canvas_BL, see_BL = prompts.canvas(task_B)
-    size, filled, passes = cfg.generation_batch, [], []
-    for i in range(0, len(task_B), size):
-        # All batches have one shape, for one compiled program: rows of the last one are there twice.
-        inputs = [np.resize(x[i : i + size], (size, x.shape[1])) for x in (canvas_BL, see_BL)]
-        token_BL, stats = sample_dream.fill(policy, *inputs, setup.rule, jax.random.fold_in(key, i))
-        filled.append(token_BL[: len(task_B) - i])
-        passes.append(sum(stats["windows"]) / canvas_BL.shape[1])
-    token_BL = np.concatenate(filled)
-    counted_BC = completion_mask(token_BL[:, -cfg.max_new :], setup.rule.eos_ids[0])
-    return Batch(token_BL, see_BL, counted_BC, *prompts.completions(task_B, token_BL, counted_BC), np.mean(passes))
+        # Trained are all weights, or with LoRA adapters beside a base that stays as it is.
+        self.base, self.trained = {}, nnx.to_pure_dict(nnx.state(model))
+        del model  # or the weights could not be replaced by those that were learnt
+        if cfg.lora_rank:
+            key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
+            self.base, adapters = self.trained, new_adapters(key, self.trained, cfg.lora_rank, cfg.lora_targets)
+            self.trained = jax.device_put(adapters, md.shardings(mesh, adapters))
+        self.ref = jax.tree.map(jnp.copy, self.trained) if cfg.beta else {}  # the same of the reference model
 
+        # The tasks, and what ends a text, first of all: a chat model ends its turn with <|im_end|>.
+        tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), sample_dream.chat_template(cfg.ckpt)
+        canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new
+        self.prompts = rl_tasks.Prompts(cfg.prompts, *canvas)
+        self.heldout = rl_tasks.Prompts(cfg.heldout, *canvas) if cfg.heldout else None
+        chat = "question" in self.prompts.tasks[0]
+        ends = [tokenizer.token_to_id("<|im_end|>")] * chat + [model_cfg.eos_id, tokenizer.token_to_id("<|dlm_pad|>")]
+        ends = tuple(dict.fromkeys(token for token in ends if token is not None))
+        sampling = dataclasses.asdict(cfg.sampling)
+        if not cfg.sampling.block_length:
+            sampling["cache"] = ""  # it is kept while a block is filled
+        self.rule = sample_dream.Sampling("entropy", **sampling, vocab=tokenizer.get_vocab_size(), eos_ids=ends)
 
-def reward(setup, batch):
-    """reward_BF of completions: a column per reward function, nan where it has none. Equal ones are run once.
+        # The backward pass of a large model recomputes its layers; writing differentiates nothing.
+        run = md.Run(dtype, 64 if on_cpu else 256, remat=cfg.remat or ("none" if on_cpu else "full"))
+        graph = md.graph_of(model_cfg, run)
+        self.writing_graph = md.graph_of(model_cfg, dataclasses.replace(run, remat="none"))
+        rate = functools.partial(learning_rate, peak=cfg.lr, steps=cfg.rounds * cfg.iterations, warmup=cfg.warmup)
+        optimizer = make_optimizer(rate, cfg.weight_decay, cfg.clip)
+        layout = md.shardings(mesh, self.trained)
+        opt_layout = md.shardings(mesh, jax.eval_shape(optimizer.init, self.trained))
+        programs = make_programs(cfg, graph, optimizer, model_cfg.mask_id, layout, opt_layout)
+        self.scores, self.gradients, self.update = programs
+        self.opt = jax.jit(optimizer.init, out_shardings=opt_layout)(self.trained)
+        self.row_sharding = jax.NamedSharding(mesh, md.PS(md.BATCH))  # rows of a batch over the devices
+        self.updates, self.bad = 0, 0  # so far; the last of them without a finite gradient
 
-    Leaves the tests' verdicts in the rows, where a function gives them. RuntimeError names a function that fails.
-    """
-    cfg, texts, rows = setup.cfg, batch.texts, batch.rows
-    kinds, kind_B = {}, []  # (text, task, length) -> its number, in order of appearance
-    for text, row in zip(texts, rows, strict=True):
-        kind_B.append(kinds.setdefault((text, id(row["test_cases"]), row["tokens"]), len(kinds)))
-    first = [kind_B.index(kind) for kind in range(len(kinds))]  # the first completion of each kind
-    options = dataclasses.asdict(cfg.sandbox) | {"max_tokens": cfg.max_new}
-    columns = []
-    for name, function in zip(cfg.rewards, setup.rewards, strict=True):
-        advice = f"mend it, then --resume={cfg.out}"
-        try:
-            values = function([texts[i] for i in first], [rows[i] for i in first], **options)
-            columns.append([math.nan if x is None else float(x) for x in values])
-        except Exception as error:  # whatever a user's function raises
-            raise RuntimeError(f"the reward {name} raised {type(error).__name__}: {error}; {advice}") from error
-        if len(columns[-1]) != len(first):
-            raise RuntimeError(f"the reward {name} gave {len(values)} values for {len(first)} completions; {advice}")
-    for row, kind in zip(rows, kind_B, strict=True):
-        row["verdicts"] = rows[first[kind]].get("verdicts", [])
-    return np.array(columns).T[kind_B]
+    def describe(self):
+        """Print what is trained, on what."""
+        cfg, dropped = self.cfg, self.prompts.dropped
+        count, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (self.trained, self.base))
+        what = f"rank {cfg.lora_rank}: {count:,} of {count + frozen:,}" if frozen else f"{count:,}"
+        print(f"{jax.device_count()} x {jax.devices()[0].device_kind}; training {what} parameters of {cfg.ckpt}")
+        left_out = f"; {dropped} tasks of more than {cfg.max_prompt} tokens left out" * bool(dropped)
+        print(f"{len(self.prompts.tasks):,} tasks; a round is {cfg.tasks} x {cfg.group}{left_out}", flush=True)
 
+    def arrays(self):
+        """What a checkpoint holds."""
+        return {"adapters" if self.base else "params": self.trained, "ref": self.ref, "opt": self.opt}
 
-def score(setup, state, batch, masks):
-    """[{"old_BC", "ref_BC"}]: scores by the policy and the reference model, under the masks of each iteration."""
-    known = []
-    for i, iteration in enumerate(masks):
-        old_BC, ref_BC = np.zeros((2, *batch.counted_BC.shape), np.float32)
-        for row_R in micro_batches(np.arange(len(old_BC)), setup.cfg.micro_batch):
-            inputs, real_R = take(setup, batch, iteration, row_R), row_R >= 0
-            if i:  # before the first update the new score is the old one, see micro_loss
-                old_BC[row_R[real_R]] = np.asarray(setup.scores(setup.base, state.trained, inputs))[real_R]
-            if setup.cfg.beta:
-                ref_BC[row_R[real_R]] = np.asarray(setup.scores(setup.base, state.ref, inputs))[real_R]
-        known.append({"old_BC": old_BC, "ref_BC": ref_BC})
-    return known
+    def restore(self, checkpoints, train):
+        """Go on from the newest checkpoint, and return its round; 0 without one. ValueError for other settings."""
+        if checkpoints.newest() is None:
+            return 0
 
+        def described(model, train):  # what decides which arrays there are
+            lora = {"--lora_rank": train["lora_rank"], "--lora_targets": list(train["lora_targets"])}
+            return model | lora | {"--beta above 0": train["beta"] > 0}
 
-def learn(setup, state, batch, iterations, advantages):
-    """The updates of a round: (metrics of each micro-batch, gradient norm of each update). Changes the state.
+        saved, model = checkpoints.meta(), dataclasses.asdict(self.model_cfg)
+        runs.check_same(described(saved["model"], saved["train"]), described(model, train), checkpoints.folder)
+        arrays = checkpoints.restore(self.arrays())
+        self.trained, self.ref, self.opt = (arrays[name] for name in self.arrays())
+        self.updates = saved["updates"]
+        print(f"resuming {checkpoints.folder} after round {saved['round']}", flush=True)
+        return saved["round"]
 
-    iterations holds the masks and the old and reference scores of each.
-    """
-    cfg, advantage_B = setup.cfg, advantages.advantage_B.astype(np.float32)
-    # A group of equal rewards has no gradient, nor has a completion whose reward is not known.
-    batches = micro_batches(np.flatnonzero(advantages.counted_B & ~advantages.constant_B), cfg.micro_batch)
-    measured, norms, total = [], [], None
-    for j, i, complete in round_plan(len(batches), cfg.iterations):
-        inputs = take(setup, batch, iterations[i], batches[j], advantage_B=advantage_B)
-        inputs["counted_BC"] &= jnp.asarray(batches[j] >= 0)[:, None]
-        inputs["first"] = jnp.asarray(i == 0)
-        if j == 0:  # the first micro-batch of an update
-            total = jax.tree.map(jnp.zeros_like, state.trained)
-        total, metrics = setup.gradients(state.trained, setup.base, total, inputs)
-        measured.append(metrics)
-        if not complete:
-            continue
-        state.trained, state.opt, norm = setup.update(state.trained, state.opt, total, len(batches))
-        total = None  # its memory is free before the next update begins
-        norms.append(float(norm))
-        state.updates += 1
-        state.bad = 0 if math.isfinite(norms[-1]) else state.bad + 1
-        if state.bad >= 5:
-            raise RuntimeError(f"no finite gradient in five updates; lower --lr, then --resume={cfg.out}")
-        if cfg.beta and cfg.sync_every and state.updates % cfg.sync_every == 0:
-            state.ref = setup.sync(state.ref, state.trained)
-    return measured, norms
+    def merge(self, out):
+        """Write the model that LoRA has trained as the folder merged/, and return its path. The base is gone then."""
+        folder, layers = out / "merged", self.base["layers"]
+        shutil.rmtree(folder, ignore_errors=True)
+        for i, adapters in self.trained["layers"].items():  # a layer at a time: there is no room for two models
+            layer = assemble(layers[i], adapters)
+            layers[i] = jax.tree.map(md.merged, layer, is_leaf=lambda x: isinstance(x, md.Lora))
+        extra = [*out.glob("tokenizer*.json"), *out.glob("chat_template.jinja")]
+        md.save(folder, nnx.merge(self.writing_graph, self.base), extra)
+        return folder
 
+    def take(self, batch, iteration, row_R, **more):
+        """These rows of a batch on the devices, with what belongs to an iteration; row -1 counts for nothing."""
+        arrays = {"token_BL": batch.token_BL, "see_BL": batch.see_BL, "counted_BC": batch.counted_BC} | iteration | more
+        arrays = {name: x[row_R] for name, x in arrays.items()}
+        arrays["counted_BC"] &= (row_R >= 0)[:, None]
+        return jax.device_put(arrays, self.row_sharding)
 
-def evaluate(setup, state):
-    """Mean reward of the first function on held-out tasks, and the share that has all of it."""
-    cfg = setup.cfg
-    task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(setup.heldout.tasks))), cfg.eval_samples)
-    key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 21)  # the same at each evaluation
-    reward_B = reward(setup, rollout(setup, state, setup.heldout, task_B, key))[:, 0]
-    return {"heldout_reward": float(np.nanmean(reward_B)), "heldout_pass": float(np.mean(reward_B == 1))}
+    def rollout(self, prompts, task_B, key):
+        """Completions of the tasks with these numbers, by the policy as it is: a Batch."""
+        policy = nnx.merge(self.writing_graph, assemble(self.base, self.trained))
+        canvas_BL, see_BL = prompts.canvas(task_B)
+        size, filled, passes = self.cfg.generation_batch, [], []
+        for i in range(0, len(task_B), size):
+            # All batches have one shape, for one compiled program: rows of the last one are there twice.
+            inputs = [np.resize(x[i : i + size], (size, x.shape[1])) for x in (canvas_BL, see_BL)]
+            token_BL, stats = sample_dream.fill(policy, *inputs, self.rule, jax.random.fold_in(key, i))
+            filled.append(token_BL[: len(task_B) - i])
+            passes.append(sum(stats["windows"]) / canvas_BL.shape[1])
+        token_BL = np.concatenate(filled)
+        counted_BC = completion_mask(token_BL[:, -self.cfg.max_new :], self.rule.eos_ids[0])
+        return Batch(token_BL, see_BL, counted_BC, prompts.completions(task_B, token_BL, counted_BC), np.mean(passes))
+
+    def reward(self, rows):
+        """reward_BF of completions: a column per reward function, nan where it has none. Equal ones are run once.
+
+        Leaves the tests' verdicts in the rows, where a function gives them. RuntimeError names a function that fails.
+        """
+        columns, numbers = [], {}  # of the different completions, in order of appearance
+        kind_B = [numbers.setdefault((row["text"], id(row["test_cases"]), row["tokens"]), len(numbers)) for row in rows]
+        first = [rows[kind_B.index(kind)] for kind in range(len(numbers))]  # of each kind
+        texts = [row["text"] for row in first]
+        options = dataclasses.asdict(self.cfg.sandbox) | {"max_tokens": self.cfg.max_new}
+        for name, function in self.rewards.items():
+            try:
+                values = [math.nan if x is None else float(x) for x in function(texts, first, **options)]
+                if len(values) != len(first):
+                    raise ValueError(f"it gave {len(values)} values for {len(first)} completions")
+            except Exception as error:  # whatever a user's function raises
+                what = f"raised {type(error).__name__}: {error}; mend it, then --resume={self.cfg.out}"
+                raise RuntimeError(f"the reward {name} {what}") from error
+            columns.append(values)
+        for row, kind in zip(rows, kind_B, strict=True):
+            row["verdicts"] = first[kind].get("verdicts", [])
+        return np.array(columns).T[kind_B]
+
+    def score(self, batch, masks):
+        """The masks of each iteration, and under them the scores of policy and reference model: "old_BC", "ref_BC"."""
+        known = []
+        for i, mask in enumerate(jax.device_get(masks)):
+            old_BC, ref_BC = np.zeros((2, *batch.counted_BC.shape), np.float32)
+            for row_R in micro_batches(np.arange(len(old_BC)), self.cfg.micro_batch):
+                inputs, real_R = self.take(batch, mask, row_R), row_R >= 0
+                if i:  # before the first update the new score is the old one, see micro_loss
+                    old_BC[row_R[real_R]] = np.asarray(self.scores(self.trained, self.base, inputs))[real_R]
+                if self.cfg.beta:
+                    ref_BC[row_R[real_R]] = np.asarray(self.scores(self.ref, self.base, inputs))[real_R]
+            known.append(mask | {"old_BC": old_BC, "ref_BC": ref_BC})
+        return known
+
+    def learn(self, batch, iterations, advantages):
+        """The updates of a round: (metrics of each micro-batch, gradient norm of each update). See score, reward."""
+        cfg, measured, norms = self.cfg, [], []
+        advantage_B = advantages.advantage_B.astype(np.float32)
+        # A group of equal rewards has no gradient, nor has a completion whose reward is not known.
+        batches = micro_batches(np.flatnonzero(advantages.counted_B & ~advantages.constant_B), cfg.micro_batch)
+        for j, i, complete in round_plan(len(batches), cfg.iterations):
+            inputs = self.take(batch, iterations[i], batches[j], advantage_B=advantage_B)
+            if j == 0:  # the first micro-batch of an update
+                total = jax.tree.map(jnp.zeros_like, self.trained)
+            total, metrics = self.gradients(self.trained, self.base, total, inputs | {"first": jnp.asarray(i == 0)})
+            measured.append(metrics)
+            if not complete:
+                continue
+            self.trained, self.opt, norm = self.update(self.trained, self.opt, total, len(batches))
+            total = None  # its memory is free before the next update begins
+            norms.append(float(norm))
+            self.updates += 1
+            self.bad = 0 if math.isfinite(norms[-1]) else self.bad + 1
+            if self.bad >= 5:
+                raise RuntimeError(f"no finite gradient in five updates; lower --lr, then --resume={cfg.out}")
+            if cfg.beta and cfg.sync_every and self.updates % cfg.sync_every == 0:
+                self.ref = sync_reference(self.ref, self.trained, 1.0 if cfg.lora_rank else cfg.mixup)
+        return measured, norms
+
+    def evaluate(self):
+        """Mean reward of the first function on held-out tasks, and the share that has all of it."""
+        cfg = self.cfg
+        task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(self.heldout.tasks))), cfg.eval_samples)
+        key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 21)  # the same at each evaluation
+        reward_B = self.reward(self.rollout(self.heldout, task_B, key).rows)[:, 0]
+        return {"heldout_reward": float(np.nanmean(reward_B)), "heldout_pass": float(np.mean(reward_B == 1))}
 
 
 # ---- what is written down ------------------------------------------------------------------------------------------
 
 
-def summary(setup, batch, reward_BF, advantages, measured, norms):
+def summary(trainer, batch, reward_BF, advantages, measured, norms):
     """What a round's rewards, completions and micro-batches say, as numbers for the log."""
-    cfg, eos_id = setup.cfg, setup.rule.eos_ids[0]
     counted_B = advantages.counted_B
     row = {"reward": float(advantages.reward_B[counted_B].mean()) if counted_B.any() else math.nan}
-    for name, reward_B in zip(cfg.rewards, reward_BF.T, strict=True):
+    for name, reward_B in zip(trainer.rewards, reward_BF.T, strict=True):
         known_B = reward_B[~np.isnan(reward_B)]
         row |= {f"{name}_{f.__name__}": float(f(known_B)) for f in (np.mean, np.std) if len(known_B)}
     row |= {"constant_groups": float(advantages.constant_B.mean()), "no_reward": int((~counted_B).sum())}
     row["timeouts"] = sum(task["verdicts"].count("timeout") for task in batch.rows)
+
+    # over the micro-batches: the mean, but the largest ratio and the sum of the tokens
     combine = {"ratio_max": max, "tokens": sum}
     for name in measured[0] if measured else ():
         row[name] = float(combine.get(name, np.mean)([float(metrics[name]) for metrics in measured]))
-    row["ended"] = float((batch.token_BL[:, -cfg.max_new :] == eos_id).any(-1).mean())
-    row |= {"length": float(batch.counted_BC.sum(-1).mean()), "passes": float(batch.passes)}
-    return row | ({"grad_norm": max(norms)} if norms else {})
+    ended_BC = batch.token_BL[:, -trainer.cfg.max_new :] == trainer.rule.eos_ids[0]
+    row |= {"ended": float(ended_BC.any(-1).mean()), "length": float(batch.counted_BC.sum(-1).mean())}
+    return row | {"passes": float(batch.passes)} | ({"grad_norm": max(norms)} if norms else {})
 
 
-def completion_rows(cfg, batch, reward_BF, advantages, done):
+def completion_rows(done, cfg, batch, reward_BF, advantages):
     """Each completion with its rewards, for rounds.jsonl; None where a reward is not known."""
     rows = []
     for i, task in enumerate(batch.rows):
@@ -725,76 +713,90 @@ def show_round(rows):
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
-def main(cfg, draw=draw_round):
-    """Train, or go on training. draw replaces draw_round, for a comparison with other masks."""
+def main(cfg, draw=draw_masks):
+    """Train, or go on training. draw replaces draw_masks, for a comparison with other masks."""
     cfg, started = resolve(cfg), time.perf_counter()
     with runs.Run(cfg, unit="round") as run:
         settings = dataclasses.asdict(cfg)  # the demo's model and tasks are no settings: it finds them again
-        rewards = [sandbox.find_reward(name) for name in cfg.rewards]
-        try_sandbox(cfg)
+        rewards = {name: sandbox.find_reward(name) for name in cfg.rewards}
+
+        # Whether the sandbox works is known before the model is read: a right and a wrong program.
+        tests = [["assert f() == 1"], ["assert f() == 2"]]
+        results = sandbox.run_tests(["def f():\n    return 1"] * 2, tests, **dataclasses.asdict(cfg.sandbox))
+        if [result.rate for result in results] != [1, 0]:
+            why = results[0].error or results[1].error or "a right program fails, or a wrong one passes"
+            raise RuntimeError(f"the sandbox cannot be used: {why}")
+
         if not cfg.ckpt:
             cfg = make_demo(cfg)
         if cfg.compile_cache:
             jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
-        mesh = make_mesh(cfg)
-        setup, state, model_cfg = set_up(cfg, rewards, mesh)
-        describe(setup, state)
+
+        # All devices: --tensor of them share each layer, the others share rows and weights.
+        count = jax.device_count()
+        if count % cfg.tensor or cfg.micro_batch % (count // cfg.tensor):
+            raise ValueError(f"--tensor={cfg.tensor} has to divide {count} devices, and what is left --micro_batch")
+        shape, names = (1, count // cfg.tensor, cfg.tensor), ("data", "fsdp", "tensor")
+        mesh = jax.sharding.Mesh(np.reshape(jax.devices(), shape), names, axis_types=(AxisType.Auto,) * 3)
+        trainer = Trainer(cfg, rewards, mesh)
+        trainer.describe()
 
         checkpoints = runs.Checkpoints(run.out, cfg.keep)
-        meta = {"model": dataclasses.asdict(model_cfg), "train": {"model": "dream"} | settings}
-        first = restore(setup, state, checkpoints, meta) if cfg.resume else 0
-        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-        files = {name: (Path(cfg.ckpt) / name).read_bytes() for name in names if (Path(cfg.ckpt) / name).exists()}
+        meta = {"model": dataclasses.asdict(trainer.model_cfg), "train": {"model": "dream"} | settings}
+        first = trainer.restore(checkpoints, settings) if cfg.resume else 0
+        paths = [Path(cfg.ckpt) / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")]
+        files = {path.name: path.read_bytes() for path in paths if path.exists()}
         run.begin(first or -1, meta, files, ("log.jsonl", "rounds.jsonl"))  # -1: cut round 0, an evaluation, too
         with jax.set_mesh(mesh):
-            train(run, checkpoints, meta, setup, state, first, draw)
+            train(run, checkpoints, meta, trainer, first, draw)
         checkpoints.close()
-        folder = merge(run.out, setup, state) if cfg.lora_rank else run.out
+        folder = trainer.merge(run.out) if cfg.lora_rank else run.out
     print(f"done in {(time.perf_counter() - started) / 60:.1f} min; python generate.py --model=dream --ckpt={folder}")
 
 
-def train(run, checkpoints, meta, setup, state, first, draw):
+def train(run, checkpoints, meta, trainer, first, draw):
     """The rounds after `first`."""
-    cfg, pool = setup.cfg, concurrent.futures.ThreadPoolExecutor(1)
-    if setup.heldout and not first:
-        run.log({"round": 0} | evaluate(setup, state))
+    cfg, count, pool = trainer.cfg, len(trainer.prompts.tasks), concurrent.futures.ThreadPoolExecutor(1)
+    if trainer.heldout and not first:
+        run.log({"round": 0} | trainer.evaluate())
     for r in range(first, cfg.rounds):
         done, key = r + 1, jax.random.fold_in(jax.random.key(cfg.seed), r)
         clock = [time.perf_counter()]
 
-        # A group of completions of each task. What is drawn depends on the seed and the round alone.
-        task_B = np.repeat(choices(cfg.seed, r, cfg.tasks, len(setup.prompts.tasks)), cfg.group)
-        batch = rollout(setup, state, setup.prompts, task_B, key)
+        # A group of completions of each task. Every task comes once an epoch, in an order that is the epoch's own.
+        slots = range(r * cfg.tasks, done * cfg.tasks)
+        chosen = [np.random.default_rng([cfg.seed, slot // count]).permutation(count)[slot % count] for slot in slots]
+        batch = trainer.rollout(trainer.prompts, np.repeat(chosen, cfg.group), key)
         clock.append(time.perf_counter())
 
         # Their programs run in the sandbox, on the CPU, while the devices score them. Scores are taken under the same
         # masks as the updates, so that new and old ones differ by what was learnt and nothing else.
-        rewarding = pool.submit(reward, setup, batch)
-        masks = draw(key, cfg.iterations, len(task_B), cfg.max_new)
-        known = score(setup, state, batch, masks)
+        rewarding = pool.submit(trainer.reward, batch.rows)
+        masks = [draw(key, 1, i, len(batch.rows), cfg.max_new) for i in range(cfg.iterations)]
+        iterations = trainer.score(batch, masks)
         clock.append(time.perf_counter())
         reward_BF = rewarding.result()
         clock.append(time.perf_counter())
 
         # A completion that does better than the others of its task becomes likelier, one that does worse less likely.
         advantages = group_advantages(reward_BF, cfg.reward_weights, cfg.group, cfg.scale_rewards)
-        iterations = [mask | scores for mask, scores in zip(masks, known, strict=True)]
-        measured, norms = learn(setup, state, batch, iterations, advantages)
+        measured, norms = trainer.learn(batch, iterations, advantages)
         clock.append(time.perf_counter())
 
-        row = {"round": done} | summary(setup, batch, reward_BF, advantages, measured, norms)
-        if setup.heldout and (done % cfg.eval_every == 0 or done == cfg.rounds):
-            row |= evaluate(setup, state)
-        completions = completion_rows(cfg, batch, reward_BF, advantages, done)
+        # log.jsonl has a row a round, rounds.jsonl a row a completion.
+        row = {"round": done} | summary(trainer, batch, reward_BF, advantages, measured, norms)
+        if trainer.heldout and (done % cfg.eval_every == 0 or done == cfg.rounds):
+            row |= trainer.evaluate()
+        completions = completion_rows(done, cfg, batch, reward_BF, advantages)
         run.append("rounds.jsonl", completions)
-        seconds = np.diff(clock).tolist()
-        run.log(row | dict(zip(("generate_s", "score_s", "reward_s", "update_s"), seconds, strict=True)))
+        phases = ("generate_s", "score_s", "reward_s", "update_s")
+        run.log(row | dict(zip(phases, np.diff(clock).tolist(), strict=True)))
         if cfg.show:
             show_round(completions)
 
         # Saving goes on in the background. A signal asks for one more checkpoint, of a whole round.
         if done % cfg.save_every == 0 or done == cfg.rounds or run.signal:
-            checkpoints.save(done, state.arrays(setup), meta | {"round": done, "updates": state.updates})
+            checkpoints.save(done, trainer.arrays(), meta | {"round": done, "updates": trainer.updates})
         if run.signal:
             checkpoints.wait()
             run.leave(done)
@@ -805,23 +807,26 @@ def resolve(cfg):
     preset = PRESETS[cfg.preset] | ({"lr": 2e-5} if cfg.preset == "7b" and cfg.lora_rank else {})
     sampling = unset_from(cfg.sampling, dataclasses.asdict(preset["sampling"]))
     cfg = dataclasses.replace(unset_from(cfg, preset), sampling=sampling)
-    for name in ("rounds", "tasks", "iterations", "micro_batch", "generation_batch", "eval_every", "save_every"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"--{name}={getattr(cfg, name)}: at least 1")
+    counts = ("rounds", "tasks", "iterations", "micro_batch", "generation_batch", "eval_every", "save_every")
+    wrong = [f"--{name}={getattr(cfg, name)}: at least 1" for name in counts if getattr(cfg, name) < 1]
     if cfg.group < 2:
-        raise ValueError(f"--group={cfg.group}: a completion is compared with the others of its task; at least 2")
+        wrong.append(f"--group={cfg.group}: a completion is compared with the others of its task; at least 2")
     if not cfg.sampling.temperature:
-        raise ValueError("--temperature=0 writes the same completion again and again; nothing could be compared")
+        wrong.append("--temperature=0 writes the same completion again and again; nothing could be compared")
     if len(cfg.rewards) != len(cfg.reward_weights):
-        raise ValueError(f"{len(cfg.rewards)} --rewards need as many --reward_weights, not {len(cfg.reward_weights)}")
+        wrong.append(f"{len(cfg.rewards)} --rewards need as many --reward_weights, not {len(cfg.reward_weights)}")
     if bool(cfg.ckpt) != bool(cfg.prompts) or (cfg.preset == "7b" and not cfg.ckpt):
-        raise ValueError("--ckpt and --prompts belong together; without both --preset=demo makes its own")
+        wrong.append("--ckpt and --prompts belong together; without both --preset=demo makes its own")
     if cfg.resume and Path(cfg.resume).resolve() != Path(cfg.out).resolve():
-        raise ValueError(f"--resume={cfg.resume} goes on in its own folder; leave --out={cfg.out} out")
+        wrong.append(f"--resume={cfg.resume} goes on in its own folder; leave --out={cfg.out} out")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+    # A folder of rl_tasks.py holds both files; --heldout=0 leaves the second empty.
     if cfg.prompts and Path(cfg.prompts).is_dir():
         train, heldout = (Path(cfg.prompts) / f"{split}.jsonl" for split in ("train", "heldout"))
-        there = heldout.is_file() and heldout.stat().st_size  # rl_tasks.py --heldout=0 leaves it empty
-        cfg = dataclasses.replace(cfg, prompts=str(train), heldout=cfg.heldout or (str(heldout) if there else ""))
+        there = str(heldout) if heldout.is_file() and heldout.stat().st_size else ""
+        cfg = dataclasses.replace(cfg, prompts=str(train), heldout=cfg.heldout or there)
     for path in filter(None, (cfg.prompts, cfg.heldout)):
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} does not exist; write tasks with: python rl_tasks.py --out=data/acecode")
@@ -833,90 +838,25 @@ def unset_from(cfg, values):
     return dataclasses.replace(cfg, **{name: value for name, value in values.items() if getattr(cfg, name) is None})
 
 
-def try_sandbox(cfg):
-    """Run one right and one wrong program. RuntimeError with the reason if that does not give 1 and 0."""
-    tests = [["assert f() == 1"], ["assert f() == 2"]]
-    results = sandbox.run_tests(["def f():\n    return 1"] * 2, tests, **dataclasses.asdict(cfg.sandbox))
-    if [result.rate for result in results] != [1, 0]:
-        why = next((result.error for result in results if result.error), "a right program fails, or a wrong one passes")
-        raise RuntimeError(f"the sandbox cannot be used: {why}")
-
-
 def make_demo(cfg):
-    """The config with prompts and a base model of its own: pairs, of which three in ten are right, and train_tpu.py."""
-    base, rng = Path(cfg.out) / "base", random.Random(cfg.seed)
-    tasks = rl_tasks.make_tasks(0)
-    heldout, train = tasks[:96], tasks[96:]
+    """The config with tasks and a base model of its own, trained on answers of which three in ten are right."""
+    base = Path(cfg.out) / "base"
     if not (base / "done").exists():
         print("no --ckpt: training a small Dream on tasks of its own, with three in ten answers right", flush=True)
         shutil.rmtree(base, ignore_errors=True)
-        base.mkdir(parents=True)
-        pairs = []
-        for task in train * 20:
-            answer = task["right" if rng.random() < 0.3 else "wrong"]
-            pairs.append({"prompt": task["prompt"], "response": answer + "\n"})
-        for name, rows in (("pairs", pairs), ("train", train), ("heldout", heldout)):
-            (base / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rl_tasks.write_demo(base, cfg.seed)
         source, rows = str(base / "pairs.jsonl"), str(base / "rows")
         data_prep.main(data_prep.Pairs(source=source, out=rows, seq_len=128, eos_to=16, vocab_size=512, seed=cfg.seed))
         train_tpu.main(
             train_tpu.Config(
                 model="dream_tiny", data=rows, out=str(base / "run"), seq_len=128, batch_size=16, micro_batch=16,
                 remat="none", steps=cfg.demo_steps, eval_every=cfg.demo_steps, log_every=100, seed=cfg.seed,
-                prompt=heldout[0]["prompt"],
+                prompt=rl_tasks.read_tasks(base / "heldout.jsonl")[0]["prompt"],
             )
         )  # fmt: skip
         (base / "done").touch()
-    names = {"ckpt": base / "run", "prompts": base / "train.jsonl", "heldout": base / "heldout.jsonl"}
-    return dataclasses.replace(cfg, **{name: str(path) for name, path in names.items()})
-
-
-def make_mesh(cfg):
-    """All devices: --tensor of them share each layer, the others share rows and weights."""
-    devices = np.asarray(jax.devices())
-    if devices.size % cfg.tensor or cfg.micro_batch % (devices.size // cfg.tensor):
-        raise ValueError(f"--tensor={cfg.tensor} has to divide {devices.size} devices, and what is left --micro_batch")
-    names = ("data", "fsdp", "tensor")
-    return jax.sharding.Mesh(devices.reshape(1, -1, cfg.tensor), names, axis_types=(AxisType.Auto,) * 3)
-
-
-def describe(setup, state):
-    """Print what is trained, on what."""
-    cfg, tasks, dropped = setup.cfg, setup.prompts.tasks, setup.prompts.dropped
-    count, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (state.trained, setup.base))
-    what = f"rank {cfg.lora_rank}: {count:,} of {count + frozen:,}" if frozen else f"{count:,}"
-    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}; training {what} parameters of {cfg.ckpt}")
-    left_out = f"; {dropped} tasks of more than {cfg.max_prompt} tokens left out" * bool(dropped)
-    print(f"{len(tasks):,} tasks; a round is {cfg.tasks} x {cfg.group}{left_out}", flush=True)
-
-
-def restore(setup, state, checkpoints, meta):
-    """Set the state to that of the newest checkpoint, and return its round; 0 without one."""
-    if checkpoints.newest() is None:
-        return 0
-    saved = checkpoints.meta()
-    described = []  # what decides which arrays there are
-    for model, train in ((saved["model"], saved["train"]), (meta["model"], meta["train"])):
-        lora = {"--lora_rank": train["lora_rank"], "--lora_targets": list(train["lora_targets"])}
-        described.append(model | lora | {"--beta above 0": train["beta"] > 0})
-    runs.check_same(*described, checkpoints.folder)
-    arrays = checkpoints.restore(state.arrays(setup))
-    state.trained, state.ref, state.opt = (arrays[name] for name in state.arrays(setup))
-    state.updates = saved["updates"]
-    print(f"resuming {checkpoints.folder} after round {saved['round']}", flush=True)
-    return saved["round"]
-
-
-def merge(out, setup, state):
-    """Write the whole model that LoRA has trained as the folder merged/, and return its path."""
-    folder = out / "merged"
-    shutil.rmtree(folder, ignore_errors=True)
-    for i, adapters in state.trained["layers"].items():  # a layer at a time: there is no room for two models
-        layer = assemble(setup.base["layers"][i], adapters)
-        setup.base["layers"][i] = jax.tree.map(md.merged, layer, is_leaf=lambda x: isinstance(x, md.Lora))
-    extra = [*out.glob("tokenizer*.json"), *out.glob("chat_template.jinja")]
-    md.save(folder, nnx.merge(setup.graph, setup.base), extra)
-    return folder
+    prompts, heldout = (str(base / f"{split}.jsonl") for split in ("train", "heldout"))
+    return dataclasses.replace(cfg, ckpt=str(base / "run"), prompts=prompts, heldout=heldout)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@
     python data_prep.py parquet --roots shards --tokenizer=qwen/tokenizer.json --seq_len=4096 --out=data/long
 
 python drops generated, minified, huge, non-UTF-8 and unparsable files, exact and near duplicates, and holds some files
-out. text reads text of any size in little memory: a file is split at each <|endoftext|>, and is one document if it has
-none; what is not UTF-8 is left out. pairs reads lines {"prompt": TEXT, "response": TEXT}. parquet packs the column
-input_ids of Parquet files (rows of any length; documents end with EOS and may run over row borders), one training shard
-for each input file. Without --tokenizer a byte-level BPE is trained on the training documents.
+out. text splits files of any size at <|endoftext|>. pairs reads lines {"prompt": TEXT, "response": TEXT}. parquet packs
+the column input_ids of Parquet files (rows of any length; documents end with EOS and may run over row borders), one
+training shard for each input file. Without --tokenizer a byte-level BPE is trained on the training documents.
 
 Packed rows, for PythonCoder and Dream, are filled with documents that follow each other, each ended by EOS. Padded
 rows, for MDLM, start each document in a row of its own: BOS, tokens, EOS, then PAD; a long one goes on in the next
@@ -31,6 +30,7 @@ import ast
 import bisect
 import codecs
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -41,7 +41,6 @@ import os
 import pickle
 import random
 import re
-import stat
 import subprocess
 import sys
 import sysconfig
@@ -63,9 +62,8 @@ import runs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shards:
-    """What all sources have in common."""
-
     out: str = "data/python"  # folder to write
+    tokenizer: str = ""  # tokenizer.json to use; "" trains one on the training documents
     eos: str = "<|endoftext|>"  # the tokenizer's token that ends a document in packed rows; padded rows have <eos>
     seq_len: int = 0  # tokens in a row; 0 is 2048 for packed rows, 256 for padded ones
     heldout: float = 0.02  # fraction of the documents that is held out for evaluation
@@ -73,19 +71,12 @@ class Shards:
     workers: int = 0  # processes that read files and threads that tokenise; 0 means all cores
     seed: int = 0  # draws which documents are held out, their order and the fill-in-the-middle cuts
 
-    # No flags, but values for the sources that have no such flag: meta.json records all of them.
-    rows = "packed"
-    vocab_size = 8192
-    fim_rate = 0.0
-    eos_to = 1
-    max_bytes = 1_000_000
+    # No flags, but values for the sources that have no such flag: meta.json records most of them.
+    rows, vocab_size, fim_rate, eos_to, max_bytes = "packed", 8192, 0.0, 1, 1_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents(Shards):
-    """What the sources of text documents have in common."""
-
-    tokenizer: str = ""  # tokenizer.json to use; "" trains one on the training documents
     vocab_size: int = 8192  # size of the tokenizer that is trained; at least 261, for 256 bytes and 5 special tokens
     rows: typing.Literal["packed", "padded"] = "padded"  # packed for PythonCoder and Dream, padded for MDLM
     fim_rate: float = 0.0  # fraction of the training documents rearranged for fill-in-the-middle, in packed rows
@@ -121,7 +112,6 @@ class Pairs(Shards):
 
     source: tyro.conf.Positional[str]  # file of lines {"prompt": TEXT, "response": TEXT}
     out: str = "data/pairs"  # folder to write
-    tokenizer: str = ""  # tokenizer.json to use; "" trains one on the training pairs
     vocab_size: int = 8192  # size of the tokenizer that is trained; at least 261, for 256 bytes and 5 special tokens
     eos_to: int = 1  # EOS fills each response to a multiple of so many tokens, as the end of a canvas to sample on
 
@@ -131,7 +121,7 @@ class Parquet(Shards):
     """Token ids that others have written: the column input_ids of Parquet files."""
 
     roots: tuple[str, ...]  # folders that are searched for .parquet files, or files
-    tokenizer: str  # tokenizer.json that the ids come from, a byte-level BPE
+    tokenizer: str = dataclasses.field()  # tokenizer.json that the ids come from, a byte-level BPE
     out: str = "data/parquet"  # folder to write
 
 
@@ -147,9 +137,7 @@ class Config:
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 FIM = {part: f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix")}  # Qwen2.5's names; its ids are 151659-151661
 SPECIAL = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "mask": "<mask>", "unk": "<unk>"}  # of padded rows, in order
-PAIR = '{"prompt": TEXT, "response": TEXT}'  # a line of pairs
 SEPARATOR = "<|endoftext|>"  # between the documents of a text file
-TEXT = (".txt", ".text", ".md", ".py")  # what is read in a folder of text
 TINYSTORIES = "roneneldan/TinyStories"  # the data set on Hugging Face, or a folder of the same
 # Qwen2.5's split: single digits, runs of indentation together, line ends with the punctuation before them
 SPLIT = (
@@ -160,7 +148,8 @@ GENERATED = re.compile(
     r"|\b(?:is|was|been|file) generated (?:by|from)|\bgenerated from '.*' with\b",  # the last: tables of encodings/
     re.IGNORECASE | re.MULTILINE,
 )
-LETTERS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum())
+LETTERS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum())  # and digits
+NO_DOCUMENT = re.compile(rb"(?:\s|%b)*" % re.escape(SEPARATOR.encode()))  # what a text range may hold instead of text
 MULTIPLIER_P = np.random.default_rng(0).integers(0, 1 << 63, 128, np.uint64) * np.uint64(2) + np.uint64(1)  # hashes
 BATCH_BYTES = 4_000_000  # text tokenised at a time: the results take about 40 times its memory
 LONG_BYTES = 4_000_000  # longer documents of a text file are split at a line end, for each is tokenised in one go
@@ -181,12 +170,6 @@ class Item(typing.NamedTuple):
     start: int = 0  # the first byte
 
 
-class Document(typing.NamedTuple):
-    text: str
-    size: int  # bytes
-    prompt: int = 0  # characters at its beginning that are a prompt
-
-
 class Vocabulary(typing.NamedTuple):
     data: bytes  # content of tokenizer.json
     encoder: Tokenizer
@@ -195,19 +178,19 @@ class Vocabulary(typing.NamedTuple):
     fim: dict | None  # ids of FIM, None where the tokenizer lacks one
 
 
+# ---- From files to a folder of shards ------------------------------------------------------------------------------
+
+
 def main(cfg):
     """Prepare one source, for example main(Python(out="data/mine")), or what is missing of it in its folder."""
     cfg = dataclasses.replace(cfg, seq_len=cfg.seq_len or {"packed": 2048, "padded": 256}[cfg.rows])
-    for fine, problem in (
-        (cfg.seq_len >= 2, f"--seq_len={cfg.seq_len} must be at least 2"),
-        (cfg.vocab_size >= 261, f"--vocab_size={cfg.vocab_size} must be at least 261: 256 bytes, 5 special tokens"),
-        (0 <= cfg.heldout < 1, f"--heldout={cfg.heldout} must be at least 0 and below 1"),
-        (0 <= cfg.fim_rate <= 1, f"--fim_rate={cfg.fim_rate} must be between 0 and 1"),
-        (cfg.rows == "packed" or not cfg.fim_rate, "--fim_rate goes with --rows=packed only"),
-        (cfg.eos_to >= 1, f"--eos_to={cfg.eos_to} must be at least 1"),
-    ):
-        if not fine:
-            raise ValueError(problem)
+    for name, least in {"seq_len": 2, "vocab_size": 261, "eos_to": 1}.items():  # 261: 256 bytes, 5 special tokens
+        if getattr(cfg, name) < least:
+            raise ValueError(f"--{name}={getattr(cfg, name)} must be at least {least}")
+    if not (0 <= cfg.heldout < 1 and 0 <= cfg.fim_rate <= 1):
+        raise ValueError(f"--heldout={cfg.heldout} must be in [0, 1) and --fim_rate={cfg.fim_rate} in [0, 1]")
+    if cfg.fim_rate and cfg.rows == "padded":
+        raise ValueError("--fim_rate goes with --rows=packed only")
     if cfg.workers:
         os.environ["RAYON_NUM_THREADS"] = str(cfg.workers)  # threads of the library tokenizers
     vocabulary = load_vocabulary(Path(cfg.tokenizer).read_bytes(), cfg) if cfg.tokenizer else None
@@ -220,62 +203,64 @@ def main(cfg):
             print("stopped; the same command goes on from here", file=sys.stderr)
             raise
         except OSError as error:  # a full disk, an input file that is gone
-            what = f"{error.filename or out}: {error.strerror or error}"
-            raise OSError(f"{what}; put that right and run the same command to go on") from None
+            problem = f"{error.filename or out}: {error.strerror or error}"
+            raise OSError(f"{problem}; put that right and run the same command to go on") from None
 
 
 def prepare(cfg, out, vocabulary):
-    """Write --out, or what is missing of it. `vocabulary` is that of --tokenizer; None trains one."""
+    """Files -> tokenizer -> shards -> meta.json; a shard (write_shard): documents -> ids -> rows -> file.
+
+    A run may be killed at any moment: each file gets its name when it is whole, and meta.json comes last.
+    """
     started = time.time()
-    source = SOURCES[type(cfg)]
-    settings = settings_of(cfg, source.name, vocabulary)
+    names = "vocab_size eos seq_len heldout fim_rate eos_to max_bytes shard_bytes seed".split()
+    given = hashlib.sha256(vocabulary.data).hexdigest() if vocabulary else ""
+    settings = {"source": type(cfg).__name__.lower(), "tokenizer": given}
+    settings |= {name: getattr(cfg, name) for name in names if name != "eos_to" or isinstance(cfg, Pairs)}
+    settings |= {"rows": "padded"} if cfg.rows == "padded" else {}
     earlier, complete = read_earlier(out, settings)
 
-    # All input is read through once: what is bad is known before anything is written.
-    groups, dropped = source.gather(cfg, vocabulary)
+    # Files: all are read through once, so that what is bad is known before anything is written.
+    gather, _ = SOURCES[type(cfg)]
+    groups, dropped = gather(cfg, vocabulary)
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items() if count) or "nothing"
+    if not groups["train"]:
+        raise ValueError(f"no document to train on (left out: {reasons}); lower --heldout or name more to read")
+    print(f"shards of training documents: {len(groups['train']):,}; left out: {reasons}")
 
-    # The bytes of the shards follow from the settings, the input and the tokenizer. A fingerprint of the three says
+    # The bytes of the shards follow from the settings, the files and the tokenizer: a fingerprint of the three says
     # whether what an earlier run wrote can stay.
-    items = {(item.name, item.sha256) for split in groups.values() for group in split for item in group}
+    items = {(item.name, item.sha256) for group in itertools.chain(*groups.values()) for item in group}
     listing = json.dumps([1, settings, sorted(items)]).encode()
-    data = (out / "tokenizer.json").read_bytes() if (out / "tokenizer.json").exists() else b""
-    if earlier.get("fingerprint") == hashlib.sha256(listing + data).hexdigest():
-        shards = [shard for split in earlier.get("splits", {}).values() for shard in split["shards"]]
-        if complete and all((out / shard["file"]).exists() for shard in shards):
-            (out / "progress.json").unlink(missing_ok=True)
-            print(f"{out} is complete, nothing to do")
-            return
-        print(f"{out}: {'shards are gone' if complete else 'a run was stopped'}, writing what is missing", flush=True)
-        vocabulary = vocabulary or load_vocabulary(data, cfg)
-    elif complete:
+    tokenizer, progress = out / "tokenizer.json", out / "progress.json"
+    data = tokenizer.read_bytes() if tokenizer.exists() else b""
+    unchanged = earlier.get("fingerprint") == hashlib.sha256(listing + data).hexdigest()
+    if complete and not unchanged:
         raise ValueError(f"{out} holds data of other files, or these have changed; choose another --out or delete it")
-    else:
-        clear(out, earlier)
-        runs.write(out / "progress.json", {"settings": settings, "fingerprint": ""})
-        vocabulary = vocabulary or new_vocabulary(cfg, source, groups["train"])
-        runs.write(out / "tokenizer.json", vocabulary.data)
-    fingerprint = hashlib.sha256(listing + vocabulary.data).hexdigest()
-    runs.write(out / "progress.json", {"settings": settings, "fingerprint": fingerprint})
+    shards = [out / shard["file"] for split in earlier.get("splits", {}).values() for shard in split["shards"]]
+    if complete and all(path.exists() for path in shards):
+        print(f"{out} is complete, nothing to do")
+        return
+    if unchanged:
+        print(f"{out} is not complete, writing what is missing", flush=True)
+    elif earlier:
+        print(f"{out}: a run was stopped without a tokenizer, or its files have changed; starting over", flush=True)
+        for path in out.glob("[th]*/[0-9]*.parquet*"):  # of train and heldout
+            path.unlink()
 
-    # A shard gets its name when it is whole, and meta.json comes last: a run may be killed at any moment.
+    # Tokenizer: that of --tokenizer, of the run that was stopped, or a new one.
+    vocabulary = vocabulary or (load_vocabulary(data, cfg) if unchanged else new_vocabulary(cfg, groups["train"]))
+    fingerprint = hashlib.sha256(listing + vocabulary.data).hexdigest()
+    runs.write(progress, {"settings": settings, "fingerprint": fingerprint})
+    runs.write(tokenizer, vocabulary.data)
+
+    # Shards, then meta.json.
     splits = {split: write_split(out, split, groups[split], cfg, vocabulary, fingerprint) for split in groups}
     meta = describe(cfg, vocabulary, settings, fingerprint, dropped, splits)
-    runs.write(out / "meta.json", json.dumps(meta, indent=2).encode())
-    (out / "progress.json").unlink()
-
-    print(f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}")
-    keys = "documents", "bytes", "tokens", "rows", "too_long"
-    for split, total in splits.items():
-        print(" | ".join([split] + [f"{key} {total[key]:,}" for key in keys if key in total]))
-    print(f"wrote {out} in {time.time() - started:.0f} s")
-
-
-def settings_of(cfg, source, vocabulary):
-    """What the bytes of the shards depend on, but for the input files; meta.json keeps it."""
-    names = "vocab_size eos seq_len heldout fim_rate eos_to max_bytes shard_bytes seed".split()
-    settings = {"source": source, "tokenizer": hashlib.sha256(vocabulary.data).hexdigest() if vocabulary else ""}
-    settings |= {name: getattr(cfg, name) for name in names if name != "eos_to" or isinstance(cfg, Pairs)}
-    return settings | ({"rows": "padded"} if cfg.rows == "padded" else {})
+    runs.write(progress, json.dumps(meta, indent=2).encode())
+    progress.rename(out / "meta.json")
+    ids = f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}"
+    print(f"wrote {out} in {time.time() - started:.0f} s; {ids}")
 
 
 def read_earlier(out, settings):
@@ -293,27 +278,16 @@ def read_earlier(out, settings):
     return earlier, path.name == "meta.json"
 
 
-def clear(out, earlier):
-    """Delete the shards of a run that was stopped and cannot be gone on with."""
-    if earlier:
-        why = "its files have changed" if earlier["fingerprint"] else "before it had a tokenizer"
-        print(f"{out}: a run was stopped, {why}; starting over", flush=True)
-    for file in [*out.glob("train/[0-9]*.parquet*"), *out.glob("heldout/[0-9]*.parquet*")]:
-        file.unlink()
-
-
 def write_split(out, split, groups, cfg, vocabulary, fingerprint):
     """Write the shards of one split that are not there yet, one for each group; returns their counts and hashes."""
     (out / split).mkdir(exist_ok=True)
     total = dict.fromkeys(("documents", "tokens", "bytes", "rows"), 0)
     total |= {"too_long": 0} if isinstance(cfg, Pairs) else {}
     total |= {"shards": [], "lengths": np.zeros(len(LENGTHS) + 1, np.int64)}
-    for number, group in enumerate(groups):
+    for number, items in enumerate(groups):
         path = out / split / f"{number:05}.parquet"
-        counts = read_counts(path, fingerprint)
-        if counts is None:
-            counts = write_shard(path, group, cfg, vocabulary, fingerprint)
-        if not counts["rows"]:
+        counts = write_shard(path, items, cfg, vocabulary, fingerprint)
+        if not counts["rows"]:  # all its documents are of the other split
             path.unlink()
             continue
         with open(path, "rb") as file:
@@ -325,24 +299,82 @@ def write_split(out, split, groups, cfg, vocabulary, fingerprint):
         raise ValueError("no document is left to train on; lower --heldout or give more to read")
     if split == "heldout" and cfg.heldout and not total["rows"]:
         print(f"nothing is held out: the documents are few for --heldout={cfg.heldout}", file=sys.stderr)
+    print(" | ".join([split, *(f"{key} {count:,}" for key, count in total.items() if isinstance(count, int))]))
     return total
+
+
+def write_shard(path, items, cfg, vocabulary, fingerprint):
+    """Documents -> ids -> rows -> a Parquet file, unless it is there; returns its counts, which it carries too."""
+    with contextlib.suppress(FileNotFoundError, pa.ArrowInvalid):  # never written, or cut short by a power failure
+        note = json.loads(pq.read_metadata(path).metadata.get(b"data_prep", b"{}"))
+        if note.get("of") == fingerprint:
+            return note["counts"]
+    split, eos = path.parent.name, vocabulary.special["eos"]
+    counts = dict.fromkeys(("documents", "bytes", "tokens", "rows"), 0)
+    counts |= {"lengths": [0] * (len(LENGTHS) + 1)} if cfg.rows == "padded" else {}
+    counts |= {"too_long": 0} if isinstance(cfg, Pairs) else {}
+
+    # Documents of this split -> ids. All steps are generators, so that only some MB are in memory at a time.
+    _, documents_of = SOURCES[type(cfg)]
+    if isinstance(cfg, Parquet):
+        documents = documents_of(items, split, cfg, vocabulary)
+    else:
+        documents = tokenised(documents_of(items, split, cfg), split, cfg, vocabulary)
+    documents = tqdm(documents, f"{split} {path.stem}", unit=" documents", disable=None, leave=False)
+    documents = counted(documents, counts, eos, cfg)
+
+    # Ids -> rows, in blocks of about BLOCK_TOKENS tokens, each a list of columns int32_RL.
+    if isinstance(cfg, Pairs):
+        blocks = (pair_rows(batch, cfg.seq_len, eos) for batch in batched(documents, BLOCK_TOKENS, len))
+    elif cfg.rows == "padded":
+        batches = batched(documents, BLOCK_TOKENS, lambda ids: len(ids) + cfg.seq_len)
+        blocks = (pad_rows(batch, cfg.seq_len, vocabulary.special) for batch in batches)
+    else:
+        blocks = packed_blocks(documents, cfg.seq_len, eos)
+
+    # Rows -> file, one row group a block.
+    kind = pa.list_(pa.int32(), cfg.seq_len)
+    schema = pa.schema([(name, kind) for name in COLUMNS[: 3 + isinstance(cfg, Pairs)]])
+    with runs.writing(path) as file, pq.ParquetWriter(file, schema, **PARQUET) as writer:
+        for columns in blocks:
+            counts["tokens"] += int((columns[1] > 0).sum())  # segment 0 is padding
+            counts["rows"] += len(columns[1])
+            arrays = [pa.FixedSizeListArray.from_arrays(array_RL.reshape(-1), type=kind) for array_RL in columns]
+            writer.write_table(pa.table(arrays, schema=schema))
+        writer.add_key_value_metadata({"data_prep": json.dumps({"of": fingerprint, "counts": counts})})
+    return counts
+
+
+def counted(documents, counts, eos, cfg):
+    """The ids of (ids, bytes), counted. A pair gets its EOS, or is left out because it is too long for a row."""
+    for ids, size in documents:
+        if isinstance(cfg, Pairs):
+            # EOS fills the response, whose ids are not negative, to a multiple of eos_to. pack() adds the last one.
+            fill = -(np.count_nonzero(ids >= 0) + 1) % cfg.eos_to
+            ids = np.append(ids, np.full(fill, eos, np.int32))
+            if len(ids) + 1 > cfg.seq_len:
+                counts["too_long"] += 1
+                continue
+        elif cfg.rows == "padded":
+            counts["lengths"][bisect.bisect_left(LENGTHS, len(ids) + 2)] += 1  # with BOS and EOS
+        counts["documents"] += 1
+        counts["bytes"] += size
+        yield ids
 
 
 def describe(cfg, vocabulary, settings, fingerprint, dropped, splits):
     """The content of meta.json."""
-    length_counts = sum(total.pop("lengths") for total in splits.values()).tolist()
+    lengths = sum(total.pop("lengths") for total in splits.values()).tolist()
     meta = {"format": 1, "source": settings["source"], "seq_len": cfg.seq_len, "vocab_size": vocabulary.size}
-    meta |= {"vocab_padded": -(-vocabulary.size // 256) * 256}
+    meta["vocab_padded"] = -(-vocabulary.size // 256) * 256  # a size that matrix units like
     meta |= {f"{role}_id": id for role, id in vocabulary.special.items()}
     meta |= {"fim": vocabulary.fim, "fingerprint": fingerprint}
     meta |= {"tokenizer_sha256": hashlib.sha256(vocabulary.data).hexdigest(), "dropped": dropped}
     meta |= {"settings": settings, "splits": splits}
-    if cfg.rows == "padded":
-        meta |= {"lengths": {"up_to": [*LENGTHS, None], "documents": length_counts}}
-    return meta
+    return meta | ({"lengths": {"up_to": [*LENGTHS, None], "documents": lengths}} if cfg.rows == "padded" else {})
 
 
-# ---- Input ---------------------------------------------------------------------------------------------------------
+# ---- Files ---------------------------------------------------------------------------------------------------------
 
 
 def find(cfg, roots, *suffixes):
@@ -351,15 +383,15 @@ def find(cfg, roots, *suffixes):
     A root that is a file is taken as it is. No roots are the standard library.
     """
     own, found = os.path.realpath(cfg.out), []
+    skipped = set() if roots else NOT_THE_LIBRARY
     for root in roots or [sysconfig.get_paths()["stdlib"]]:
         os.stat(root)  # raises if it does not exist, where os.walk is silent
         if not os.path.isdir(root):
             found.append((os.path.basename(root), root))
             continue
         for folder, folders, files in os.walk(root, onerror=lambda error: print(f"left out: {error}", file=sys.stderr)):
-            if not roots:
-                folders[:] = [name for name in folders if name not in NOT_THE_LIBRARY]
-            folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) != own]
+            # os.walk goes on with what is left in this list
+            folders[:] = [f for f in folders if f not in skipped and os.path.realpath(os.path.join(folder, f)) != own]
             paths = [os.path.join(folder, name) for name in files if name.endswith(suffixes)]
             found += [(os.path.relpath(path, root), path) for path in paths]
     if not found:
@@ -367,28 +399,27 @@ def find(cfg, roots, *suffixes):
     return sorted(found)
 
 
-def parallel(function, jobs, cfg, chunk, **options):
-    """[function(job, **options) for all jobs], in as many processes as there are cores and chunks of jobs.
+def parallel(function, jobs, cfg, chunk):
+    """[function(*job) for all jobs], in as many processes as there are cores and chunks of jobs.
 
-    Process i of n does jobs i, i + n, ... multiprocessing is not used, since its processes would import the main script
-    of whoever calls us, jax and all, and outlive a parent that is killed.
+    Process i of n does jobs i, i + n, ... multiprocessing is not used: its processes would import the main script of
+    whoever calls us, jax and all, and outlive a parent that is killed.
     """
-    n = min(cfg.workers or os.cpu_count(), -(-len(jobs) // chunk))
+    n = min(cfg.workers or os.cpu_count(), -(-len(jobs) // chunk))  # processes
+    order = tqdm(range(len(jobs)), "reading", unit=" files", disable=None)
     if n == 1:
-        return [function(job, **options) for job in tqdm(jobs, "reading", unit=" files", disable=None)]
-    code = "import sys; sys.path.insert(0, sys.argv[1]); __import__(sys.argv[2]).work()"
-    command = [sys.executable, "-c", code, str(Path(__file__).parent), Path(__file__).stem]
+        return [function(*jobs[i]) for i in order]
+    here = Path(__file__)
+    code = f"import sys; sys.path.insert(0, {str(here.parent)!r}); import {here.stem}; {here.stem}.work()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}  # Ctrl-C is for us alone
-    workers = [subprocess.Popen(command, **pipes) for _ in range(n)]
+    workers = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(n)]
     try:
         for i, worker in enumerate(workers):  # jobs go in by one pipe, results come back by another
-            pickle.dump((function.__name__, jobs[i::n], options), worker.stdin)
+            pickle.dump((function.__name__, jobs[i::n]), worker.stdin)
             worker.stdin.flush()
-        order = tqdm(range(len(jobs)), "reading", unit=" files", disable=None)
         return [pickle.load(workers[i % n].stdout) for i in order]  # job i is the next result of worker i mod n
     except (EOFError, pickle.UnpicklingError, BrokenPipeError):
-        message = "a process that read files died, perhaps for want of memory; try fewer --workers"
-        raise RuntimeError(message) from None
+        raise RuntimeError("a process that read files died, perhaps for lack of memory; try fewer --workers") from None
     finally:
         for worker in workers:
             worker.kill()
@@ -399,11 +430,11 @@ def work():
     """The other side of parallel()."""
     gc.disable()  # takes a quarter of the time of ast.parse, whose trees have no cycles
     try:
-        name, jobs, options = pickle.load(sys.stdin.buffer)
+        name, jobs = pickle.load(sys.stdin.buffer)
         for job in jobs:
-            pickle.dump(globals()[name](job, **options), sys.stdout.buffer)
+            pickle.dump(globals()[name](*job), sys.stdout.buffer)
             sys.stdout.flush()
-    except (EOFError, pickle.UnpicklingError, BrokenPipeError):  # the parent was killed: leave without a word
+    except (EOFError, pickle.UnpicklingError, BrokenPipeError):  # the parent was killed: leave without a message
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -425,7 +456,13 @@ def draw(*parts):
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) / 2**64
 
 
+def belongs(data, split, cfg):
+    """Whether a document is in this split, which a hash of `data` (its text, prompt or ids) decides."""
+    return (draw(cfg.seed, hashlib.sha256(data).hexdigest()) < cfg.heldout) == (split == "heldout")
+
+
 def read_text(item):
+    """The text of an Item. Raises ValueError if the file is not the one that was gathered."""
     with open(item.path, "rb") as file:
         file.seek(item.start)
         data = file.read(item.size)
@@ -434,15 +471,18 @@ def read_text(item):
     return data.decode()
 
 
+# Each source has two functions. One gathers files: {"train" and "heldout": lists of Items, one list a shard}, and how
+# many files it dropped, by reason. The other reads the documents of such a list: (text,) or (prompt, response).
+
 # ---- Python files --------------------------------------------------------------------------------------------------
 
 
 def gather_python(cfg, vocabulary):
-    """The .py files that are fit, by split and shard, in an order drawn by hash; how many were dropped, by reason."""
+    """The .py files that are fit, in an order drawn by hash; what is held out is drawn by file."""
     found, items, signatures, seen = find(cfg, cfg.roots, ".py"), [], [], set()
     reasons = "unreadable huge non_utf8 empty generated minified unparsable exact_duplicate near_duplicate"
     dropped = dict.fromkeys(reasons.split(), 0)
-    results = parallel(examine, [path for _, path in found], cfg, 64, max_bytes=cfg.max_bytes)
+    results = parallel(examine, [(path, cfg.max_bytes) for _, path in found], cfg, chunk=64)
     for (name, path), result in zip(found, results, strict=True):
         if isinstance(result, str) or result[0] in seen:
             dropped[result if isinstance(result, str) else "exact_duplicate"] += 1
@@ -451,29 +491,28 @@ def gather_python(cfg, vocabulary):
         seen.add(sha256)
         items.append(Item(name, path, sha256, size))
         signatures.append(signature_P)
+
     # Of files that are nearly the same the first stays.
     near_N = near_duplicates(np.array(signatures, np.uint16).reshape(-1, len(MULTIPLIER_P)))
     dropped["near_duplicate"] = int(near_N.sum())
-    items = [item for item, near in zip(items, near_N, strict=True) if not near]
-    print(f"{len(found):,} files, {len(items):,} kept | dropped: {', '.join(f'{k} {v:,}' for k, v in dropped.items())}")
+    items = list(itertools.compress(items, ~near_N))
+
     # A draw depends on the seed and the file alone. Held out are the lowest, one at least, or evaluation has nothing.
-    lowest = sorted(items, key=lambda item: (draw(cfg.seed, item.name), item.sha256))
+    items.sort(key=lambda item: (draw(cfg.seed, item.name), item.sha256))
     count = max(sum(draw(cfg.seed, item.name) < cfg.heldout for item in items), int(cfg.heldout > 0))
-    if count >= len(items):
-        problem = f"{len(items)} of {len(found)} .py files fit, {count} held out: none to train on"
-        raise ValueError(f"{problem}; name more --roots")
-    parts = {"train": lowest[count:], "heldout": lowest[:count]}
-    order = {split: sorted(part, key=lambda item: draw(cfg.seed, item.sha256)) for split, part in parts.items()}
-    return {split: list(batched(part, cfg.shard_bytes)) for split, part in order.items()}, dropped
+    groups = {"train": items[count:], "heldout": items[:count]}
+    for split, part in groups.items():
+        part.sort(key=lambda item: draw(cfg.seed, item.sha256))
+        groups[split] = list(batched(part, cfg.shard_bytes))
+    return groups, dropped
 
 
 def examine(path, max_bytes):
     """Why a Python file is dropped, or (SHA-256, bytes, signature). The limits for minified files are StarCoder's."""
     try:
-        info = os.stat(path)
-        if not stat.S_ISREG(info.st_mode):  # reading a named pipe would never end
+        if not os.path.isfile(path):  # reading a named pipe would never end
             return "unreadable"
-        if info.st_size > max_bytes:
+        if os.path.getsize(path) > max_bytes:
             return "huge"
         data = Path(path).read_bytes()
         text = data.decode()
@@ -483,7 +522,8 @@ def examine(path, max_bytes):
         return "non_utf8"
     if not text.strip():
         return "empty"
-    lines = text.splitlines()  # what generated it says so in the first ten
+    # A file that a program wrote says so in the first ten lines.
+    lines = text.splitlines()
     if GENERATED.search("\n".join(lines[:10])):
         return "generated"
     # Minified: lines of over 100 characters on average or one of over 1000, or letters are under a quarter.
@@ -512,9 +552,11 @@ def signature(data):
     Ref: Broder 1997; 16 bits of each minimum are enough (Li and Koenig, arXiv:0910.3349).
     """
     word_T = np.array([zlib.crc32(word) for word in re.findall(rb"[\w\x80-\xff]+|[^\w\s]", data)], np.uint64)
+    # One hash for each run of five, repeated runs once; the shift mixes high bits into the low ones.
     n = min(5, len(word_T))
     run_T = sum(word_T[i : len(word_T) - n + 1 + i] * MULTIPLIER_P[i] for i in range(n))
     run_T = np.unique(run_T ^ (run_T >> np.uint64(32)))
+    # Two sets have the same least hash with the probability of their Jaccard index.
     least_P = np.array([(run_T * multiplier).min() for multiplier in MULTIPLIER_P])
     return (least_P >> np.uint64(20)).astype(np.uint16)
 
@@ -527,6 +569,7 @@ def near_duplicates(signature_NP, threshold=0.85):
     """
     near_N = np.zeros(len(signature_NP), bool)
     for band_N8 in np.split(signature_NP, 16, axis=1):
+        # A bucket: documents with the same 8 entries of 16 bits, two words of 64, which sorting puts side by side.
         key_N2 = np.ascontiguousarray(band_N8).view(np.uint64)
         order_N = np.lexsort(key_N2.T)  # stable: documents of a bucket stay in order
         same_N = np.r_[False, (key_N2[order_N[1:]] == key_N2[order_N[:-1]]).all(axis=1)]
@@ -538,110 +581,86 @@ def near_duplicates(signature_NP, threshold=0.85):
     return near_N
 
 
-def python_documents(group, split, cfg):
-    for item in group:
-        yield Document(read_text(item), item.size)
-
-
 # ---- Text files ----------------------------------------------------------------------------------------------------
 
 
 def gather_text(cfg, vocabulary):
-    """Ranges of the text files, by split and shard; how many files of a folder were left out, by reason.
-
-    Both splits have all ranges: what of them is held out is drawn by a hash of each document.
-    """
-    source = tinystories(Path(cfg.out)) if isinstance(cfg, TinyStories) else cfg.source
-    found, items, dropped = find(cfg, (source,), *TEXT), [], dict.fromkeys(("unreadable", "binary", "empty"), 0)
-    total = sum(os.path.getsize(path) for _, path in found if os.path.isfile(path))
-    with tqdm(desc="reading", total=total, unit="B", unit_scale=True, disable=None) as bar:
-        for name, path in found:
-            result = text_ranges(path, cfg.shard_bytes, bar)
-            if isinstance(result, str):
-                dropped[result] += 1
-            else:
-                items += [Item(f"{name}@{start}", path, sha256, size, start) for start, size, sha256 in result]
-    if os.path.isdir(source):
-        print(f"{len(found):,} files | left out: {', '.join(f'{reason} {n:,}' for reason, n in dropped.items())}")
-    if not items:
-        why = ", ".join(reason for reason, n in dropped.items() if n)
-        raise ValueError(f"there is no text in {source} ({why}); name a file or folder of UTF-8 text without NUL bytes")
+    """Ranges of the text files. Both splits have all: what of them is held out is drawn by a hash of each document."""
+    source = os.path.join(cfg.out, "tinystories.txt") if isinstance(cfg, TinyStories) else cfg.source
+    if isinstance(cfg, TinyStories) and not os.path.exists(source):
+        stories = download(TINYSTORIES, "prepare a text file with: python data_prep.py text FILE")
+        with runs.writing(source) as file:
+            for story in tqdm(stories, "writing", unit=" stories", disable=None):
+                file.write(f"{story['text'].strip()}\n{SEPARATOR}\n".encode())
+    items, dropped = [], dict.fromkeys(("unreadable", "binary", "empty"), 0)
+    for name, path in find(cfg, (source,), ".txt", ".text", ".md", ".py"):
+        try:
+            ranges = text_ranges(name, path, cfg.shard_bytes)
+            items += ranges
+            dropped["empty"] += not ranges
+        except OSError:
+            dropped["unreadable"] += 1
+        except ValueError:
+            dropped["binary"] += 1
+    # So much text holds about one shard of held-out documents.
     heldout = batched(items, cfg.shard_bytes / cfg.heldout) if cfg.heldout else []
     return {"train": list(batched(items, cfg.shard_bytes)), "heldout": list(heldout)}, dropped
 
 
-def text_ranges(path, limit, bar):
-    """Why a file is left out, or [(first byte, bytes, SHA-256) of ranges].
+def text_ranges(name, path, limit):
+    """Items of the ranges of a file. Raises OSError if it cannot be read, ValueError if it is not UTF-8 or has NUL.
 
     A range ends with the separator that follows its first `limit` bytes, or within a document of over LONG_BYTES: at a
     line end, or between two characters if there is none. Ranges without a document are left out.
     """
     ranges, start, data, decoder = [], 0, bytearray(), codecs.getincrementaldecoder("utf-8")()
     separator = SEPARATOR.encode()
-    nothing = re.compile(rb"(?:\s|%b)*" % re.escape(separator))
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # reading a named pipe would never end
-            return "unreadable"
-        with open(path, "rb") as file:
-            while True:
-                block = file.read(1 << 20)
-                decoder.decode(block, final=not block)
-                if b"\0" in block:
-                    return "binary"
-                data += block
-                bar.update(len(block))
-                while data:  # cut ranges off its beginning
-                    end = data.find(separator, max(0, limit - len(separator)))
-                    if end >= 0:
-                        end += len(separator)
-                    elif len(data) - max(0, data.rfind(separator)) >= LONG_BYTES:
-                        end = data.rfind(b"\n") + 1 or len(data) - len(decoder.getstate()[0])
-                    elif block:  # no end in sight: read on
-                        break
-                    else:
-                        end = len(data)
-                    if nothing.match(data, 0, end).end() < end:
-                        ranges.append((start, end, hashlib.sha256(data[:end]).hexdigest()))
-                    start += end
-                    del data[:end]
-                if not block:
-                    return ranges or "empty"
-    except UnicodeDecodeError:
-        return "binary"
-    except OSError:
-        return "unreadable"
+    if not os.path.isfile(path):  # reading a named pipe would never end
+        raise OSError(f"{path} is no file")
+    bar = {"total": os.path.getsize(path), "delay": 1, "leave": False, "disable": None}
+    with open(path, "rb") as file, tqdm.wrapattr(file, "read", **bar) as reader:
+        blocks = iter(lambda: reader.read(1 << 20), b"")
+        for block in itertools.chain(blocks, [b""]):  # the empty block is the end of the file
+            if "\0" in decoder.decode(block, final=not block):
+                raise ValueError(f"{path} is binary")
+            data += block
+            while data:  # cut ranges off its beginning
+                end = data.find(separator, max(0, limit - len(separator)))
+                if end >= 0:
+                    end += len(separator)
+                elif len(data) - max(0, data.rfind(separator)) >= LONG_BYTES:
+                    end = data.rfind(b"\n") + 1 or len(data) - len(decoder.getstate()[0])
+                elif block:  # no end in sight: read on
+                    break
+                else:
+                    end = len(data)
+                if NO_DOCUMENT.match(data, 0, end).end() < end:
+                    sha256 = hashlib.sha256(data[:end]).hexdigest()
+                    ranges.append(Item(f"{name}@{start}", path, sha256, end, start))
+                start += end
+                del data[:end]
+    return ranges
 
 
-def text_documents(group, split, cfg):
+def text_documents(items, split, cfg):
     """The documents of this split. One that is a whole file stays as it is, others lose the whitespace around them."""
-    for item in group:
-        texts = read_text(item).split(SEPARATOR)  # a range that is a file of one document has no separator
-        for text in texts if len(texts) == 1 and not item.start else map(str.strip, texts):
-            data = text.encode()
-            heldout = draw(cfg.seed, hashlib.sha256(data).hexdigest()) < cfg.heldout
-            if heldout == (split == "heldout") and text and not text.isspace():
-                yield Document(text, len(data))
-
-
-def tinystories(out):
-    """Path of the training stories as a text file, downloaded first if it is not there."""
-    path = out / "tinystories.txt"
-    if not path.exists():
-        stories = download(TINYSTORIES, "prepare a text file with: python data_prep.py text FILE")
-        with runs.writing(path) as file:
-            for story in tqdm(stories, "writing", unit=" stories", disable=None):
-                file.write(f"{story['text'].strip()}\n{SEPARATOR}\n".encode())
-    return str(path)
+    for item in items:
+        texts = read_text(item).split(SEPARATOR)
+        if len(texts) > 1 or item.start:
+            texts = map(str.strip, texts)
+        for text in texts:
+            if text.strip() and belongs(text.encode(), split, cfg):
+                yield (text,)
 
 
 def download(name, otherwise):
     """The training rows of a data set on Hugging Face, dictionaries. `otherwise` is what else a user can do."""
     try:
         import datasets
+
+        return datasets.load_dataset(name, split="train")
     except ImportError:
         raise ValueError(f"{name} is downloaded by the library datasets; install it: pip install datasets") from None
-    try:
-        return datasets.load_dataset(name, split="train")
     except Exception as error:  # of datasets, huggingface_hub, the network: there is no narrower class
         reason = runs.first_line(error)
         raise ValueError(f"{name} cannot be downloaded ({reason}); try again, or {otherwise}") from None
@@ -651,78 +670,70 @@ def download(name, otherwise):
 
 
 def gather_pairs(cfg, vocabulary):
-    """Ranges of whole lines, by split and shard."""
-    items, bad, number, start = [], [], 0, 0
+    """Ranges of whole lines. Both splits have all: what of them is held out is drawn by a hash of each prompt."""
+    bad, items, start = [], [], 0
     with open(cfg.source, "rb") as file:
-        while lines := file.readlines(cfg.shard_bytes):  # as many lines as make up a shard
-            for line in lines:
-                number += 1
-                try:
-                    read_pair(line)
-                except ValueError as error:
-                    bad.append(f"line {number} {error}")
-            data = b"".join(lines)
+        for number, line in enumerate(file, 1):
+            try:
+                read_pair(line)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                bad.append(str(number))
+    if bad:
+        numbers = ", ".join(bad[:3]) + f" and {len(bad) - 3:,} more" * (len(bad) > 3)
+        raise ValueError(f'{cfg.source}: not {{"prompt": TEXT, "response": TEXT}} in UTF-8: line {numbers}')
+    with open(cfg.source, "rb") as file:
+        for lines in batched(file, cfg.shard_bytes + 1, len):
+            data = b"".join(lines)  # as many lines as make up a shard
             name = f"{os.path.basename(cfg.source)}@{start}"
             items.append(Item(name, cfg.source, hashlib.sha256(data).hexdigest(), len(data), start))
             start += len(data)
-    if bad:
-        more = f" and {len(bad) - 3:,} more" if len(bad) > 3 else ""
-        raise ValueError(f"{cfg.source}: {'; '.join(bad[:3])}{more}")
-    if not items:
-        raise ValueError(f"{cfg.source} is empty; a line of it is a pair, {PAIR}")
     return {"train": [[item] for item in items], "heldout": [items] if cfg.heldout else []}, {}
 
 
 def read_pair(line):
-    """(prompt, response) of a line, None of an empty one. Raises ValueError that says what is wrong with it."""
+    """(prompt, response) of a line, None of an empty one. What is wrong with it raises one of five errors."""
     if not line.strip():
         return None
-    try:
-        pair = json.loads(line)
-        (pair["prompt"] + pair["response"]).encode()  # half a surrogate pair cannot be encoded
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"is not {PAIR} in UTF-8") from None
+    pair = json.loads(line)
+    (pair["prompt"] + pair["response"]).encode()  # fails for numbers, lists, and half a surrogate pair
     return pair["prompt"], pair["response"]
 
 
-def pair_documents(group, split, cfg):
-    """The pairs of this split; what is held out is drawn by a hash of the prompt, which is then in no training pair."""
-    for item in group:
-        for prompt, response in filter(None, map(read_pair, read_text(item).split("\n"))):
-            if (draw(cfg.seed, hashlib.sha256(prompt.encode()).hexdigest()) < cfg.heldout) == (split == "heldout"):
-                text = prompt + response
-                yield Document(text, len(text.encode()), len(prompt))
+def pair_documents(items, split, cfg):
+    """The pairs of this split. A prompt that is held out is in no training pair."""
+    for item in items:
+        for pair in map(read_pair, read_text(item).split("\n")):
+            if pair and belongs(pair[0].encode(), split, cfg):
+                yield pair
 
 
 # ---- Parquet files of token ids ------------------------------------------------------------------------------------
 
 
 def gather_parquet(cfg, vocabulary):
-    """The input shards by split and shard."""
+    """The input files, one training shard each. Both splits have all: a hash of its ids holds a document out."""
+    # In a byte-level BPE each character of a token is one byte.
     added, alphabet = vocabulary.encoder.get_added_tokens_decoder(), {*pre_tokenizers.ByteLevel.alphabet()}
     if any(id not in added and not alphabet.issuperset(token) for token, id in vocabulary.encoder.get_vocab().items()):
-        problem = "is no byte-level BPE, so bytes cannot be counted"
-        raise ValueError(f"--tokenizer={cfg.tokenizer} {problem}; name one that is")
+        raise ValueError(f"--tokenizer={cfg.tokenizer} is no byte-level BPE: bytes cannot be counted; name one that is")
     found, items = find(cfg, cfg.roots, ".parquet"), []
-    paths = [path for _, path in found]
-    results = parallel(examine_parquet, paths, cfg, 1, size=vocabulary.size, eos=vocabulary.special["eos"])
-    for (name, path), result in zip(found, results, strict=True):
+    jobs = [(path, vocabulary.size, vocabulary.special["eos"]) for _, path in found]
+    for (name, path), result in zip(found, parallel(examine_parquet, jobs, cfg, chunk=1), strict=True):
         if isinstance(result, str):
             raise ValueError(f"{path} {result}")
         items.append(Item(name, path, *result))
-    print(f"{len(items):,} shards")
-    step = int(1 / cfg.heldout) if cfg.heldout else 1  # what is held out of so many files fills about one shard
-    heldout = [items[i : i + step] for i in range(0, len(items), step)] if cfg.heldout else []
-    return {"train": [[item] for item in items], "heldout": heldout}, {}
+    # What is held out of so many files fills about one shard.
+    heldout = batched(items, int(1 / cfg.heldout), lambda item: 1) if cfg.heldout else []
+    return {"train": [[item] for item in items], "heldout": list(heldout)}, {}
 
 
 def examine_parquet(path, size, eos):
     """What is wrong with a shard and what to do, or (SHA-256, bytes)."""
     try:
         for ids in eos_documents(path, eos):
-            if len(ids) and (ids.min() < 0 or ids.max() >= size):
-                bad = ids.min() if ids.min() < 0 else ids.max()
-                return f"holds id {bad}, but --tokenizer has ids 0 to {size - 1}; give the one these ids come from"
+            bad = ids[(ids < 0) | (ids >= size)]
+            if len(bad):
+                return f"holds id {bad[0]}, but --tokenizer has ids 0 to {size - 1}; give the one these ids come from"
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest(), os.path.getsize(path)
     except (pa.ArrowException, OSError) as error:
@@ -734,16 +745,14 @@ def examine_parquet(path, size, eos):
 def eos_documents(path, eos):
     """The documents of a shard of tokens, without their EOS. Raises ValueError if it is no such shard."""
     with pq.ParquetFile(path, pre_buffer=False) as file:
-        types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
+        types = {field.name: field.type for field in file.schema_arrow}
         if not pa.types.is_integer(getattr(types.get("input_ids"), "value_type", pa.null())):
             listed = ", ".join(f"{name} {kind}" for name, kind in types.items())
             raise ValueError(f"has no column input_ids with lists of integers (it has {listed})")
-        rest = []  # of a document that goes on in the next batch
+        rest = []  # of a document that goes on in the next batch of 256 rows
         for batch in file.iter_batches(256, columns=["input_ids"]):
-            ids = batch.column(0).flatten()
-            if ids.null_count:
-                raise ValueError("has input_ids that are null; lists of integers are needed")
-            *parts, tail = np.split(ids.to_numpy(), np.flatnonzero(ids.to_numpy() == eos) + 1)
+            ids = batch.column(0).flatten().to_numpy()  # null has no number: ArrowInvalid
+            *parts, tail = np.split(ids, np.flatnonzero(ids == eos) + 1)  # each part ends with EOS
             for part in parts:
                 yield np.concatenate([*rest, part[:-1]])
                 rest = []
@@ -753,41 +762,35 @@ def eos_documents(path, eos):
         yield np.concatenate([*rest, np.zeros(0, np.int32)])
 
 
-def parquet_documents(group, split, vocabulary, cfg):
-    """(ids, bytes) of each document of this split; what is held out is drawn by a hash of the ids."""
+def parquet_documents(items, split, cfg, vocabulary):
+    """(ids, bytes) of each document of this split."""
     bytes_V = token_bytes(vocabulary.encoder, vocabulary.size)
-    for item in group:
+    for item in items:
         for ids in eos_documents(item.path, vocabulary.special["eos"]):
             ids = ids.astype(np.int32)
-            if len(ids) and (draw(cfg.seed, hashlib.sha256(ids).hexdigest()) < cfg.heldout) == (split == "heldout"):
+            if len(ids) and belongs(ids, split, cfg):
                 yield ids, int(bytes_V[ids].sum(dtype=np.int64))
 
 
-class Source(typing.NamedTuple):
-    name: str  # in meta.json
-    gather: typing.Callable  # (cfg, vocabulary) -> {"train" and "heldout": lists of Items, one list a shard}, dropped
-    documents: typing.Callable | None  # (Items, split, cfg) -> Documents; None for what is tokenised already
-
-
 SOURCES = {
-    Python: Source("python", gather_python, python_documents),
-    Text: Source("text", gather_text, text_documents),
-    TinyStories: Source("tinystories", gather_text, text_documents),
-    Pairs: Source("pairs", gather_pairs, pair_documents),
-    Parquet: Source("parquet", gather_parquet, None),
+    Python: (gather_python, lambda items, split, cfg: ((read_text(item),) for item in items)),
+    Text: (gather_text, text_documents),
+    TinyStories: (gather_text, text_documents),
+    Pairs: (gather_pairs, pair_documents),
+    Parquet: (gather_parquet, parquet_documents),
 }
 
 
-# ---- Tokenizer -----------------------------------------------------------------------------------------------------
+# ---- Documents to ids ----------------------------------------------------------------------------------------------
 
 
-def new_vocabulary(cfg, source, groups):
+def new_vocabulary(cfg, groups):
     """Train a tokenizer on the first TRAIN_BYTES of the training documents: a byte-level BPE, lossless on any text."""
     items = next(batched(itertools.chain(*groups), TRAIN_BYTES))
     megabytes = sum(item.size for item in items) / 1e6
     print(f"training a tokenizer on {megabytes:,.1f} MB, about {5 + megabytes / 3:.0f} s", flush=True)
     tokenizer = Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # after SPLIT, on each part
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -797,7 +800,8 @@ def new_vocabulary(cfg, source, groups):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator((document.text for document in source.documents(items, "train", cfg)), trainer)
+    _, documents_of = SOURCES[type(cfg)]
+    tokenizer.train_from_iterator(map("".join, documents_of(items, "train", cfg)), trainer)
     return load_vocabulary(tokenizer.to_str().encode(), cfg)
 
 
@@ -811,68 +815,61 @@ def load_vocabulary(data, cfg):
     except Exception as error:  # tokenizers raises no narrower class
         problem = f"is no tokenizer.json of the library tokenizers ({runs.first_line(error)})"
         raise ValueError(f"--tokenizer={cfg.tokenizer} {problem}; name another") from None
-    encoder.encode_special_tokens = True
+    encoder.encode_special_tokens = True  # as plain text
     encoder.no_truncation()
     encoder.no_padding()
+
+    # The tokens that rows need: the five of padded rows; packed rows have EOS as PAD, whose segment is 0.
     roles = SPECIAL if cfg.rows == "padded" else {"eos": cfg.eos, "pad": cfg.eos}
     special = {role: encoder.token_to_id(token) for role, token in roles.items()}
-    if None in special.values():
-        lacking = ", ".join(dict.fromkeys(roles[role] for role, id in special.items() if id is None))
-        advice = "leave it out" if cfg.rows == "padded" else "name its end-of-document token with --eos"
-        raise ValueError(f"--tokenizer={cfg.tokenizer} has no token {lacking}, which {cfg.rows} rows need; {advice}")
     fim = {part: encoder.token_to_id(token) for part, token in FIM.items()}
-    lacking = ", ".join(FIM[part] for part in FIM if fim[part] is None)
-    if lacking and cfg.fim_rate:
-        raise ValueError(f"--tokenizer={cfg.tokenizer} has no {lacking}; use one that has, or --fim_rate=0")
+    needed = {**roles, **(FIM if cfg.fim_rate else {})}
+    lacking = dict.fromkeys(token for token in needed.values() if encoder.token_to_id(token) is None)
+    if lacking:
+        advice = "name another, --rows=packed, the --eos that it has, or --fim_rate=0"
+        raise ValueError(f"--tokenizer={cfg.tokenizer} has no token {', '.join(lacking)}; {advice}")
     size = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
-    return Vocabulary(data, encoder, size, special, None if lacking else fim)
+    return Vocabulary(data, encoder, size, special, None if None in fim.values() else fim)
 
 
-def tokenised(documents, split, vocabulary, cfg):
-    """(ids, bytes) of each document, tokenised by all cores."""
-    encode = functools.partial(vocabulary.encoder.encode_batch_fast, add_special_tokens=False)
-    before = None
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # tokenises one batch ahead of what is written
-        for batch in itertools.chain(batched(documents, BATCH_BYTES), [[]]):
-            cuts = [cut(document, split, vocabulary, cfg) for document in batch]
-            encodings = thread.submit(encode, [text for parts in cuts for _, text in parts])
-            if before:
-                yield from joined(*before)
-            before = batch, cuts, encodings
-
-
-def cut(document, split, vocabulary, cfg):
-    """The parts of a document that are tokenised each by itself, as [([id that goes before], text), ...]."""
-    text = document.text
-    if document.prompt:
-        return [([], text[: document.prompt]), ([], text[document.prompt :])]
-    if cfg.fim_rate and split == "train":
-        rng = random.Random(f"{cfg.seed} {hashlib.sha256(text.encode()).hexdigest()}")
-        if rng.random() < cfg.fim_rate:
-            return cut_for_fim(text, vocabulary.fim, rng)
-    return [([], text)]
-
-
-def joined(batch, cuts, encodings):
-    """(ids, bytes) of each document of a batch. The ids of a prompt are ~id, so that pair_rows can tell them."""
-    encodings = iter(encodings.result())
-    for document, parts in zip(batch, cuts, strict=True):
-        ids = [head + next(encodings).ids for head, _ in parts]
-        if document.prompt:
-            ids[0] = [~id for id in ids[0]]
-        yield np.fromiter(itertools.chain.from_iterable(ids), np.int32), document.size
-
-
-def cut_for_fim(text, fim, rng):
-    """Cut text at two random places for fill-in-the-middle, as [([id that goes before], part), ...].
+def cut_for_fim(text, cfg):
+    """Cut a document at two random places for fill-in-the-middle, or leave it as (text,); its content draws which.
 
     The order is prefix, suffix, middle ("PSM"), that of Qwen2.5-Coder (arXiv:2409.12186).
     """
+    rng = random.Random(f"{cfg.seed} {hashlib.sha256(text.encode()).hexdigest()}")
+    if rng.random() >= cfg.fim_rate:
+        return (text,)
     i, j = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
-    return [([fim["prefix"]], text[:i]), ([fim["suffix"]], text[j:]), ([fim["middle"]], text[i:j])]
+    return text[:i], text[j:], text[i:j]
 
 
-# ---- Rows ----------------------------------------------------------------------------------------------------------
+def text_bytes(texts):
+    return sum(len(text.encode()) for text in texts)
+
+
+def tokenised(documents, split, cfg, vocabulary):
+    """(ids, bytes) of each document, tokenised by all cores. The ids of a prompt are ~id, which pair_rows undoes."""
+    if cfg.fim_rate and split == "train":
+        documents = (cut_for_fim(text, cfg) for (text,) in documents)
+    fim, encode = vocabulary.fim, functools.partial(vocabulary.encoder.encode_batch_fast, add_special_tokens=False)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # tokenises the next batch while this one is written
+        batch, encodings = [], thread.submit(list)
+        for following in itertools.chain(batched(documents, BATCH_BYTES, text_bytes), [[]]):
+            ahead = thread.submit(encode, list(itertools.chain.from_iterable(following)))
+            parts = (encoding.ids for encoding in encodings.result())
+            for texts in batch:
+                ids = list(itertools.islice(parts, len(texts)))
+                if len(ids) == 2:  # a prompt and its response
+                    ids[0] = [~id for id in ids[0]]
+                elif len(ids) == 3:  # prefix, suffix, middle: each follows its token
+                    ids = [fim["prefix"]], ids[0], [fim["suffix"]], ids[1], [fim["middle"]], ids[2]
+                yield np.fromiter(itertools.chain.from_iterable(ids), np.int32), text_bytes(texts)
+            batch, encodings = following, ahead
+            del parts  # frees the results of this batch, 40 times its text, before the next ones come
+
+
+# ---- Ids to rows ---------------------------------------------------------------------------------------------------
 
 
 def pack(documents, seq_len, eos, pad):
@@ -881,19 +878,18 @@ def pack(documents, seq_len, eos, pad):
     Segments count the documents of a row from 1, positions the tokens of a document from 0, and both start anew in
     every row. The last row is filled up with `pad`, segment 0, position 0. No documents give no rows.
     """
-    end_N = np.cumsum([len(document) + 1 for document in documents], dtype=np.int64)
-    total = int(end_N[-1]) if len(end_N) else 0
+    end_N = np.cumsum([0] + [len(document) + 1 for document in documents])
+    total, end = end_N[-1], np.int32([eos])
     tokens_RL = np.full((-(-total // seq_len), seq_len), pad, np.int32)
-    if total:
-        parts = [part for document in documents for part in (np.asarray(document, np.int32), np.int32([eos]))]
-        np.concatenate(parts, out=tokens_RL.reshape(-1)[:total])
+    parts = [part for document in documents for part in (document, end)]
+    tokens_RL.reshape(-1)[:total] = np.concatenate([end[:0], *parts])
     # A document starts where a row does, and after each EOS.
     starts_RL = np.zeros(tokens_RL.shape, bool)
     starts_RL[:, 0] = True
     starts_RL.reshape(-1)[end_N[:-1]] = True
-    column_L = np.arange(seq_len, dtype=np.int32)
     segments_RL = np.cumsum(starts_RL, axis=1, dtype=np.int32)
     # A position counts from the last start before it: the largest start up to its column.
+    column_L = np.arange(seq_len, dtype=np.int32)
     positions_RL = column_L - np.maximum.accumulate(np.where(starts_RL, column_L, 0), axis=1)
     segments_RL.reshape(-1)[total:] = 0
     positions_RL.reshape(-1)[total:] = 0
@@ -902,17 +898,19 @@ def pack(documents, seq_len, eos, pad):
 
 def packed_blocks(documents, seq_len, eos):
     """The rows that pack() gives for all documents, in blocks of about BLOCK_TOKENS tokens."""
-    block, waiting = [], 0
+    block, waiting = [], 0  # documents, and how many tokens they have with EOS
     for ids in documents:
         block.append(ids)
         waiting += len(ids) + 1
         if waiting >= max(BLOCK_TOKENS, seq_len):
+            # Full rows go out now.
             rows = pack(block, seq_len, eos, eos)
             full, waiting = divmod(waiting, seq_len)
             yield [array_RL[:full] for array_RL in rows]
-            block, (token_L, segment_L, _) = [], [array_RL[-1] for array_RL in rows]
-            if waiting:  # all in the unfinished row ends with EOS: packing that again gives the same
-                block = [token_L[segment_L == segment][:-1] for segment in range(1, segment_L.max() + 1)]
+            # All in the unfinished row ends with EOS: packing that again gives the same.
+            token_L, segment_L, _ = (array_RL[-1] for array_RL in rows)
+            segments = range(1, segment_L.max() + 1) if waiting else ()
+            block = [token_L[segment_L == segment][:-1] for segment in segments]
     if block:
         yield pack(block, seq_len, eos, eos)
 
@@ -924,94 +922,36 @@ def pad_rows(documents, seq_len, special):
     at PAD.
     """
     size_N = np.array([len(document) + 2 for document in documents])
-    rows_N = -(-size_N // seq_len)
-    start_N = seq_len * (np.cumsum(rows_N) - rows_N)
+    rows_N = -(-size_N // seq_len)  # rows of each document
+    start_N = seq_len * (np.cumsum(rows_N) - rows_N)  # its first place in the rows written one after the other
     tokens_RL = np.full((rows_N.sum(), seq_len), special["pad"], np.int32)
     segments_RL = np.zeros(tokens_RL.shape, np.int32)
-    # The place of every token in the rows written one after the other: its document's start and its number in it.
+    # The place of every token: its document's start and its number in it.
     place_T = np.repeat(start_N - np.cumsum(size_N) + size_N, size_N) + np.arange(size_N.sum())
-    bos, eos = (np.int32([special[role]]) for role in ("bos", "eos"))
+    bos, eos = np.int32([special["bos"]]), np.int32([special["eos"]])
     tokens_RL.reshape(-1)[place_T] = np.concatenate([part for ids in documents for part in (bos, ids, eos)])
     segments_RL.reshape(-1)[place_T] = 1
     return tokens_RL, segments_RL, segments_RL * np.arange(seq_len, dtype=np.int32)
 
 
-def pair_rows(pairs, seq_len, eos, eos_to):
+def pair_rows(pairs, seq_len, eos):
     """Whole pairs in rows, each where it still fits the last one: int32 tokens, segments, positions and fixed, all _RL.
 
-    A pair's ids are those of the prompt as ~id and those of the response; EOS fills the response to a multiple of
-    eos_to, one EOS at least. Segments and positions are those of pack(); fixed is 1 where a token is a prompt's.
+    A pair's ids are those of the prompt as ~id and those of the response. Segments and positions are those of pack();
+    fixed is 1 where a token is a prompt's.
     """
     rows, room = [], 0
     for ids in pairs:
-        response = np.count_nonzero(ids >= 0)
-        ids = np.append(ids, np.full(-(response + 1) % eos_to, eos, np.int32))  # pack() adds the last one
         if len(ids) + 1 > room:
             rows.append([])
             room = seq_len
         rows[-1].append(ids)
         room -= len(ids) + 1
+    # Prompts are negative so far: that tells them from responses, and ~ gives the ids back.
     columns = zip(*(pack(row, seq_len, eos, eos) for row in rows), strict=True)
     tokens_RL, *rest = (np.concatenate(column) for column in columns)
-    return np.where(tokens_RL < 0, ~tokens_RL, tokens_RL), *rest, (tokens_RL < 0).astype(np.int32)
-
-
-def row_blocks(documents, cfg, special):
-    """The rows of all documents in blocks of about BLOCK_TOKENS tokens, each a list of columns int32_RL."""
-    if isinstance(cfg, Pairs):
-        batches = batched(documents, BLOCK_TOKENS, len)
-        return (pair_rows(batch, cfg.seq_len, special["eos"], cfg.eos_to) for batch in batches)
-    if cfg.rows == "padded":
-        batches = batched(documents, BLOCK_TOKENS, lambda ids: len(ids) + cfg.seq_len)
-        return (pad_rows(batch, cfg.seq_len, special) for batch in batches)
-    return packed_blocks(documents, cfg.seq_len, special["eos"])
-
-
-def counted(documents, counts, cfg):
-    """The ids of (ids, bytes), counted in `counts`; a pair that is too long for a row is left out."""
-    for ids, text_bytes in documents:
-        if "too_long" in counts:
-            response = np.count_nonzero(ids >= 0)
-            if len(ids) + 1 + -(response + 1) % cfg.eos_to > cfg.seq_len:
-                counts["too_long"] += 1
-                continue
-        counts["documents"] += 1
-        counts["bytes"] += text_bytes
-        if "lengths" in counts:
-            counts["lengths"][bisect.bisect_left(LENGTHS, len(ids) + 2)] += 1
-        yield ids
-
-
-def write_shard(path, group, cfg, vocabulary, fingerprint):
-    """Write the documents of these items as rows of a Parquet file; returns its counts, which the file carries too."""
-    split, source = path.parent.name, SOURCES[type(cfg)]
-    counts = dict.fromkeys(("documents", "bytes", "tokens", "rows"), 0)
-    counts |= {"lengths": [0] * (len(LENGTHS) + 1)} if cfg.rows == "padded" else {}
-    counts |= {"too_long": 0} if isinstance(cfg, Pairs) else {}
-    if source.documents:
-        documents = tokenised(source.documents(group, split, cfg), split, vocabulary, cfg)
-    else:
-        documents = parquet_documents(group, split, vocabulary, cfg)
-    documents = tqdm(documents, f"{split} {path.stem}", unit=" documents", disable=None, leave=False)
-    kind = pa.list_(pa.int32(), cfg.seq_len)
-    schema = pa.schema([(name, kind) for name in COLUMNS[: 3 + isinstance(cfg, Pairs)]])
-    with runs.writing(path) as file, pq.ParquetWriter(file, schema, **PARQUET) as writer:
-        for rows in row_blocks(counted(documents, counts, cfg), cfg, vocabulary.special):
-            counts["tokens"] += int((rows[1] > 0).sum())
-            counts["rows"] += len(rows[1])
-            arrays = [pa.FixedSizeListArray.from_arrays(array_RL.reshape(-1), type=kind) for array_RL in rows]
-            writer.write_table(pa.table(arrays, schema=schema))
-        writer.add_key_value_metadata({"data_prep": json.dumps({"of": fingerprint, "counts": counts})})
-    return counts
-
-
-def read_counts(path, fingerprint):
-    """The counts of a shard that an earlier run finished, None if there is none with this fingerprint."""
-    try:
-        note = json.loads(pq.read_metadata(path).metadata.get(b"data_prep", b"{}"))
-    except (FileNotFoundError, pa.ArrowInvalid):  # never written, or cut short by a power failure
-        return None
-    return note["counts"] if note.get("of") == fingerprint else None
+    fixed_RL = tokens_RL < 0
+    return np.where(fixed_RL, ~tokens_RL, tokens_RL), *rest, fixed_RL.astype(np.int32)
 
 
 # ---- The reader of such a folder -----------------------------------------------------------------------------------
@@ -1036,7 +976,7 @@ class Rows:
             raise ValueError(f"{path} is damaged; delete the folder and write it again with data_prep.py") from None
         self.total = int(self.first[-1])
         self.columns = COLUMNS[: 3 + (self.meta.get("source") == "pairs")]
-        self.order = functools.lru_cache(2)(self.order)
+        self.order = functools.lru_cache(2)(self.order)  # of this epoch and the next
         self.shard = functools.lru_cache(3)(self.shard)
 
     def order(self, seed, epoch):
@@ -1051,13 +991,9 @@ class Rows:
     def shard(self, i):
         """Shard i as int32 [columns, R, L], when its bytes are those that were written."""
         path = self.folder / self.shards[i]["file"]
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise OSError(f"{path} cannot be read ({error.strerror}); write it again with data_prep.py") from None
+        data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != self.shards[i]["sha256"]:
-            advice = "delete it and run data_prep.py again"
-            raise ValueError(f"{path} is corrupted: its SHA-256 is not the one in meta.json; {advice}")
+            raise ValueError(f"{path} is corrupted (its SHA-256 is another); delete it and run data_prep.py again")
         table = pq.read_table(pa.BufferReader(data), columns=self.columns)
         columns = [table[name].combine_chunks() for name in self.columns]
         return np.stack([column.values.to_numpy().reshape(len(column), -1) for column in columns], dtype=np.int32)
@@ -1065,7 +1001,7 @@ class Rows:
     def read(self, row_ids):
         """int32 [columns, ..., L] for an array of row numbers; -1 gives a row of zeros."""
         flat = row_ids.ravel()
-        shards = np.searchsorted(self.first, flat, side="right") - 1
+        shards = np.searchsorted(self.first, flat, side="right") - 1  # that each row is in
         out = np.zeros((len(self.columns), len(flat), self.meta["seq_len"]), np.int32)
         for i in np.unique(shards[flat >= 0]):
             here = (shards == i) & (flat >= 0)
@@ -1074,7 +1010,7 @@ class Rows:
 
     def batch(self, seed, step, size):
         """The rows of optimiser step 0, 1, ..., as read() gives them; a step may run over the end of an epoch."""
-        epoch, start = divmod(step * size, self.total)
+        epoch, start = divmod(step * size, self.total)  # rows that earlier steps have read
         ids = self.order(seed, epoch)[start:]
         while len(ids) < size:
             epoch += 1

@@ -59,7 +59,9 @@ def attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, *, floor=True, 
 def _attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, static):
     floor, cap, block = static
     B, _, P, _, _ = q_BIPLK.shape
-    E, outs_BPLE = v_BJME.shape[-1], []
+    E = v_BJME.shape[-1]
+    outs_BPLE = []
+    # a Python loop, not a scan: each block of queries has its own number of keys
     for rows, keys, seen_BLM in _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
         a_BIJNM, _ = _maps(q_BIPLK[:, :, :, rows], k_BIJMK[:, :, :, keys], seen_BLM, cap)
         a_BJNM = _combine(a_BIJNM, lam, floor).astype(v_BJME.dtype)
@@ -78,6 +80,7 @@ def _attention_backward(static, inputs, do_BPLE):
     (B, I, P, _, K), (J, _, E) = q_BIPLK.shape, v_BJME.shape[1:]
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     v_BJEM = v_BJME.swapaxes(2, 3)  # keys along rows, as in dk and dv: faster products on a CPU
+    # gradients are summed in float32, whatever the inputs are
     dqs_BIPLK, dlam = [], jnp.float32(0)
     dk_BIJKM = jnp.zeros(k_BIJMK.swapaxes(3, 4).shape, jnp.float32)
     dv_BJEM = jnp.zeros(v_BJEM.shape, jnp.float32)
@@ -90,13 +93,14 @@ def _attention_backward(static, inputs, do_BPLE):
         da_BJNM = einsum("BJNE,BJEM->BJNM", do_BJNE, v_BJEM[..., keys])
         if I == 2 and floor:
             da_BJNM = jnp.where(a_BJNM > 0, da_BJNM, 0)
-        # through both softmaxes: ds_i = w_i A_i (da - sum_M A_i da)
+        # through both softmaxes: ds_i = w_i A_i (da - sum_M A_i da); the sum as a product with ones
         mean_BIJN1 = (a_BIJNM * da_BJNM[:, None]) @ jnp.ones((keys.stop, 1), jnp.float32)
         ds_BIJNM = a_BIJNM * (da_BJNM[:, None] - mean_BIJN1) * slope_BIJNM
         if I == 2:
             ds_BIJNM *= jnp.stack([jnp.float32(1), -lam])[:, None, None, None]
             dlam -= jnp.sum(mean_BIJN1[:, 1])
-        # to queries, keys and values; those of keys and values add up over the blocks of queries
+        # to queries, keys and values; those of keys and values add up over the blocks of queries, and over the heads
+        # of a group, which lie below each other in N
         ds_BIJNM = ds_BIJNM.astype(q_BIPLK.dtype)
         dq_BIJNK = einsum("BIJNM,BIJMK->BIJNK", ds_BIJNM, k_BIJMK[:, :, :, keys])
         dqs_BIPLK.append(dq_BIJNK.reshape(B, I, P, -1, K).astype(q_BIPLK.dtype))
@@ -115,6 +119,7 @@ def _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
     L, M = q_BIPLK.shape[3], k_BIJMK.shape[3]
     for first in range(0, L, block):
         rows = slice(first, min(first + block, L))
+        # without index_BL no key behind the block's last query is seen; with a cache any slot may be
         keys = slice(0, rows.stop if index_BL is None else M)
         index_bL = jnp.arange(L)[None, rows] if index_BL is None else index_BL[:, rows]
         seen_BLM = jnp.arange(keys.stop) <= index_bL[:, :, None]
@@ -126,12 +131,14 @@ def _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
 def _maps(q_BIPLK, k_BIJMK, seen_BLM, cap):
     """Softmax maps [B, I, J, N, M] in float32, a group's heads below each other, and d(scaled, capped score)/d(q.k)."""
     (B, I, P, L, K), J = q_BIPLK.shape, k_BIJMK.shape[2]
+    # the heads of a group are rows of one product: keys are never repeated
     q_BIJNK = q_BIPLK.reshape(B, I, J, -1, K)
     s_BIJNM = jnp.einsum("BIJNK,BIJMK->BIJNM", q_BIJNK, k_BIJMK, preferred_element_type=jnp.float32) * K**-0.5
     slope = K**-0.5
-    if cap:
+    if cap:  # d(c tanh(s / c)) / ds = 1 - tanh^2
         s_BIJNM = jnp.tanh(s_BIJNM / cap)
         s_BIJNM, slope = cap * s_BIJNM, slope * (1 - s_BIJNM**2)
+    # softmax; a row that sees nothing is uniform over its keys
     s_BIJGLM = jnp.where(seen_BLM[:, None, None, None], s_BIJNM.reshape(B, I, J, P // J, L, -1), MASKED)
     e_BIJGLM = jnp.exp(s_BIJGLM - jnp.max(s_BIJGLM, -1, keepdims=True))
     r_BIJGL1 = 1 / jnp.sum(e_BIJGLM, -1, keepdims=True)  # L reciprocals and no L M divisions: 1.3x on a CPU
@@ -139,6 +146,7 @@ def _maps(q_BIPLK, k_BIJMK, seen_BLM, cap):
 
 
 def _combine(a_BIJNM, lam, floor):
+    """The map that multiplies the values: A1 - lam A2, at least 0 with floor; A1 alone if there is no second one."""
     if a_BIJNM.shape[1] == 1:
         return a_BIJNM[:, 0]
     a_BJNM = a_BIJNM[:, 0] - lam * a_BIJNM[:, 1]
@@ -166,7 +174,8 @@ def attention_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, block_
         raise ValueError(f"{sizes} are not BIPLK, BIJLK, BJLE with I = 2 and J | P")
     if L % 128 or block_q % 128 or block_k % 128:
         raise ValueError(f"length {L} and blocks {block_q}, {block_k} must be multiples of 128; pad the rows")
-    block_q = min(block_q, max(2**21 // L, 128))  # 24 MiB for numerators and da
+    # float32 numerators of both maps and da, [3, L, block_q], take 24 MiB of VMEM at most, up to L = 16384
+    block_q = min(block_q, max(2**21 // L, 128))
     block_q, block_k = (max(n for n in range(128, block + 1, 128) if L % n == 0) for block in (block_q, block_k))
     start_B1L = jnp.zeros((B, 1, L), jnp.int32) if start_BL is None else start_BL[:, None]
     lam_11 = jnp.reshape(lam, (1, 1)).astype(jnp.float32)
@@ -191,7 +200,8 @@ def _call(do_BPLE, q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, floor, block_q, 
     B, I, P, L, K = q_BIPLK.shape
     _, J, _, E = v_BJLE.shape
     G = P // J
-    # what of each array a program of the grid sees: one query head's tile of rows, all keys of its group
+    # What of each array a program of the grid (b, j, g, i) sees: tile i of the rows of query head j G + g, all keys of
+    # its group j. K and V do not move while g and i run, so they are fetched once.
     lam = pl.BlockSpec(memory_space=pltpu.SMEM)
     start = pl.BlockSpec((None, 1, block_q), lambda b, j, g, i: (b, 0, i))
     q = pl.BlockSpec((None, I, None, block_q, K), lambda b, j, g, i: (b, 0, j * G + g, i, 0))
@@ -199,7 +209,7 @@ def _call(do_BPLE, q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, floor, block_q, 
     dlam = pl.BlockSpec((None, None, 1, block_q), lambda b, j, g, i: (b, j * G + g, 0, i))
     k, k_t = (pl.BlockSpec((None, I, None, *size), lambda b, j, g, i: (b, 0, j, 0, 0)) for size in ((L, K), (K, L)))
     v, v_t = (pl.BlockSpec((None, None, *size), lambda b, j, g, i: (b, j, 0, 0)) for size in ((L, E), (E, L)))
-    scratch = [(I, L, block_q), (I, L // block_k, 1, block_q)]
+    scratch = [(I, L, block_q), (I, L // block_k, 1, block_q)]  # numerators, and the maximum of each block
     if do_BPLE is None:
         kernel, depth = _forward_kernel, I * K + E
         inputs, in_specs = (lam_11, start_B1L, q_BIPLK, k_BIJLK, v_BJLE.swapaxes(2, 3)), [lam, start, q, k, v_t]
@@ -210,11 +220,13 @@ def _call(do_BPLE, q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, floor, block_q, 
         in_specs, out_specs = [lam, start, q, k, k_t, v, o], [q, k, v, dlam]
         outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_BIPLK, k_BIJLK, v_BJLE)]
         outputs.append(jax.ShapeDtypeStruct((B, P, 1, L), jnp.float32))
-        scratch += [(L, block_q), (I, L, K), (L, E)]
-    pairs = B * P * L * (L + block_q) // 2  # of a query and a key, in blocks up to the diagonal
+        scratch += [(L, block_q), (I, L, K), (L, E)]  # da, and dk and dv summed over the queries of a group
+    # for XLA's schedule: pairs of a query and a key in the blocks up to the diagonal
+    pairs = B * P * L * (L + block_q) // 2
+    # for the compiler's limit: blocks of inputs and outputs are held twice, one in use and one on its way
     blocks = zip(in_specs[1:] + out_specs, [*inputs[1:], *outputs], strict=True)
     sizes = (x.dtype.itemsize * math.prod(n or 1 for n in spec.block_shape) for spec, x in blocks)
-    spills = 8 * block_q * block_k  # for the tiles that registers do not hold; blocks are double-buffered
+    spills = 8 * block_q * block_k  # for the tiles that registers do not hold
     vmem = 2 * sum(sizes) + 4 * (sum(map(math.prod, scratch)) + spills)
     return pl.pallas_call(
         functools.partial(kernel, floor=floor, block_k=block_k),
@@ -252,14 +264,17 @@ def _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k):
     """
     I, L, K = q_ILK.shape
     first_query = pl.program_id(3) * L
+    # blocks begin..end hold keys that are seen; of them, those from clear up to diagonal are seen by every query
     begin, end = jnp.min(start_1L[...]) // block_k, pl.cdiv(first_query + L, block_k)
     clear, diagonal = pl.cdiv(jnp.max(start_1L[...]), block_k), (first_query + 1) // block_k
     key_ML = jax.lax.broadcasted_iota(jnp.int32, (block_k, L), 0)
     query_1L = first_query + jax.lax.broadcasted_iota(jnp.int32, (1, L), 1)
 
     def step(c, rows, masked):
-        keys, new_rows = pl.ds(c * block_k, block_k), []
+        keys = pl.ds(c * block_k, block_k)
+        new_rows = []
         for i, (max_1L, sum_1L) in enumerate(rows):
+            # in base 2: exp would multiply each score by log2(e), here it joins the scale
             s_ML = _dot(k_IMK[i, keys], q_ILK[i], 1, 1) * (K**-0.5 * math.log2(math.e))
             if masked:
                 seen_ML = (key_ML + c * block_k >= start_1L[...]) & (key_ML + c * block_k <= query_1L)
@@ -267,6 +282,7 @@ def _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k):
             top_1L = jnp.max(s_ML, 0, keepdims=True)
             e_ML = jnp.exp2(s_ML - top_1L)
             e_IML[i, keys], top_IC1L[i, c] = e_ML, top_1L
+            # the running maximum and sum: both parts of the sum brought to the new maximum
             new_1L = jnp.maximum(max_1L, top_1L)
             sum_1L = sum_1L * jnp.exp2(max_1L - new_1L) + jnp.sum(e_ML, 0, keepdims=True) * jnp.exp2(top_1L - new_1L)
             new_rows.append((new_1L, sum_1L))
@@ -276,12 +292,13 @@ def _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k):
         steps = [functools.partial(step, masked=masked) for masked in (False, True)]
         return jax.lax.cond((c >= clear) & (c < diagonal), *steps, c, rows)
 
-    rows = [(jnp.full((1, L), MASKED), jnp.zeros((1, L)))] * I
+    rows = [(jnp.full((1, L), MASKED), jnp.zeros((1, L)))] * I  # maximum and sum of each query's row
     rows = jax.lax.fori_loop(begin, end, step_masked_if_needed, rows)
     return begin, end, lambda i, c: jnp.exp2(top_IC1L[i, c] - rows[i][0]) / rows[i][1]
 
 
 def _forward_kernel(lam, start_1L, q_ILK, k_IMK, v_EM, o_LE, e_IML, top_IC1L, *, floor, block_k):
+    """o = max(A1 - lam A2, 0) V for one tile of queries, from numerators that are completed block by block."""
     begin, end, factor = _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k)
 
     def step(c, o_EL):
@@ -301,12 +318,13 @@ def _backward_kernel(*refs, floor, block_k):
     I, L, K = q_ILK.shape
     head, tile = pl.program_id(2), pl.program_id(3)
 
-    @pl.when((head == 0) & (tile == 0))
+    @pl.when((head == 0) & (tile == 0))  # the first program of the group
     def _():
         dk_sum_IMK[...], dv_sum_ME[...] = jnp.zeros_like(dk_sum_IMK), jnp.zeros_like(dv_sum_ME)
 
     begin, end, factor = _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k)
 
+    # First over the keys: the combined map gives dv and da, and da's mean under each softmax, sum_M A_i da.
     def step_v(c, mean_I1L):
         keys, f_I1L = pl.ds(c * block_k, block_k), [factor(i, c) for i in range(I)]
         a_ML = e_IML[0, keys] * f_I1L[0] - e_IML[1, keys] * (lam[0, 0] * f_I1L[1])
@@ -317,22 +335,24 @@ def _backward_kernel(*refs, floor, block_k):
         dv_sum_ME[keys] += _dot(a_ML.astype(do_LE.dtype), do_LE[...], 1, 0)
         return [mean_I1L[i] + f_I1L[i] * jnp.sum(e_IML[i, keys] * da, 0, keepdims=True) for i in range(I)]
 
-    mean_I1L = jax.lax.fori_loop(begin, end, step_v, [jnp.zeros((1, L))] * I)  # of da
+    mean_I1L = jax.lax.fori_loop(begin, end, step_v, [jnp.zeros((1, L))] * I)
     dlam_1L[...] = -mean_I1L[1]
 
+    # Then once more: with the means, the gradients of both scores give dq and dk.
     def step_qk(c, dq_IKL):
-        keys, new = pl.ds(c * block_k, block_k), []
+        keys = pl.ds(c * block_k, block_k)
+        new_IKL = []
         for i, weight in enumerate((K**-0.5, -lam[0, 0] * K**-0.5)):
             ds_ML = e_IML[i, keys] * (weight * factor(i, c)) * (da_ML[keys] - mean_I1L[i])
             ds_ML = ds_ML.astype(q_ILK.dtype)
             dk_sum_IMK[i, keys] += _dot(ds_ML, q_ILK[i], 1, 0)
-            new.append(dq_IKL[i] + _dot(k_IKM[i, :, keys], ds_ML, 1, 0))
-        return new
+            new_IKL.append(dq_IKL[i] + _dot(k_IKM[i, :, keys], ds_ML, 1, 0))
+        return new_IKL
 
     dq_IKL = jax.lax.fori_loop(begin, end, step_qk, [jnp.zeros((K, L))] * I)
     for i in range(I):
         dq_ILK[i] = dq_IKL[i].T.astype(dq_ILK.dtype)
 
-    @pl.when((head == pl.num_programs(2) - 1) & (tile == pl.num_programs(3) - 1))
+    @pl.when((head == pl.num_programs(2) - 1) & (tile == pl.num_programs(3) - 1))  # the last one
     def _():
         dk_IMK[...], dv_ME[...] = dk_sum_IMK[...].astype(dk_IMK.dtype), dv_sum_ME[...].astype(dv_ME.dtype)

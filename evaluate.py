@@ -2,14 +2,16 @@
 
     python evaluate.py                                        # newest checkpoint of out/train_tpu on its held-out files
     python evaluate.py --model=mdlm --plot=noise.png          # newest checkpoint of out/train_gpu
+    python evaluate.py --model=dream --data=data/mine         # a Dream: of train_tpu.py, or --ckpt=out/diffucoder
     python evaluate.py --ckpt=out/mine --all_steps            # every checkpoint that was kept
 
 Prints nats per token and bits per byte. PythonCoder: beside `xz -9` on the same bytes, and the acceptance rate of the
-MTP head's greedy draft tokens. MDLM: the bound with its standard error, accuracy by noise level, and generation times.
-Reads a run folder of train_tpu.py or train_gpu.py and the data folder it was trained on. Programs that a model writes
-are run and scored by benchmarks.py.
+MTP head's greedy draft tokens. MDLM, Dream: an upper bound with its standard error over draws of the noise; of MDLM
+also the accuracy by noise level, and generation times. Reads a run folder of train_tpu.py or train_gpu.py, or for Dream
+a folder of convert_weights.py, and the data folder it was trained on. Programs that a model writes are run and scored
+by benchmarks.py.
 
-Letters: R rows, B rows at a time, M masked positions of a row, L row length, V vocabulary.
+Letters: R rows, B rows at a time, M masked positions of a row, L row length, N draws, V vocabulary.
 """
 
 import dataclasses
@@ -22,7 +24,6 @@ import typing
 from pathlib import Path
 
 import numpy as np
-import tokenizers
 
 import data_prep
 import runs
@@ -40,7 +41,6 @@ class PythonCoderFlags:
 class MdlmFlags:
     """Flags of MDLM, --model=mdlm."""
 
-    draws: int = 8  # noise draws of every row; two at least, for the standard error
     lengths: tuple[int, ...] = (64, 128, 256)  # canvases whose generation is timed
     steps: tuple[int, ...] = (10, 25, 50)  # numbers of steps in which they are filled
     plot: str = ""  # write a PNG of loss against noise level
@@ -48,13 +48,14 @@ class MdlmFlags:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    model: typing.Literal["pythoncoder", "mdlm"] = "pythoncoder"  # family of the checkpoint
+    model: typing.Literal["pythoncoder", "mdlm", "dream"] = "pythoncoder"  # family of the checkpoint
     ckpt: str = ""  # run folder; "" is out/train_tpu, or out/train_gpu for MDLM
     data: str = ""  # folder of data_prep.py; "" is the one that the run was trained on
     step: int = 0  # which checkpoint; 0 takes the newest
     rows: int = 0  # held-out rows to score; 0 takes all
     batch_size: int = 16  # rows that are scored at a time
-    seed: int = 0  # of MDLM's noise
+    draws: int = 8  # MDLM, Dream: noise draws of every row; two at least, for the standard error
+    seed: int = 0  # MDLM, Dream: of the noise
     json: bool = False  # print one JSON line per checkpoint instead of text
     pythoncoder: PythonCoderFlags = PythonCoderFlags()
     mdlm: MdlmFlags = MdlmFlags()
@@ -62,7 +63,7 @@ class Config:
 
 def main(cfg):
     flags = cfg.mdlm
-    if cfg.batch_size < 1 or cfg.rows < 0 or flags.draws < 2 or min(flags.lengths + flags.steps, default=1) < 1:
+    if cfg.batch_size < 1 or cfg.rows < 0 or cfg.draws < 2 or min(flags.lengths + flags.steps, default=1) < 1:
         raise ValueError("--rows is at least 0, --batch_size, --lengths and --steps 1, --draws 2")
     if flags.plot and not Path(flags.plot).parent.is_dir():
         raise FileNotFoundError(f"--plot={flags.plot}: there is no folder {Path(flags.plot).parent}")
@@ -70,19 +71,40 @@ def main(cfg):
     run = Path(cfg.ckpt or f"out/{trainer}")
     if not (run / "config.json").is_file():
         raise FileNotFoundError(f"{run} is no run folder (no config.json); train one with: python {trainer}.py")
-    settings = runs.read_json(run / "config.json", "data", "model")
-    rows = data_prep.Rows(cfg.data or settings["data"], "heldout")
-    tokenizer_json = (run / "tokenizer.json").read_bytes()
-    if rows.meta["tokenizer_sha256"] != hashlib.sha256(tokenizer_json).hexdigest():
+
+    # the held-out rows, if their token ids are those of the model
+    data = cfg.data or runs.read_json(run / "config.json").get("data")
+    if not data:
+        raise ValueError(f"{run} does not say what it was trained on; pass --data")
+    rows, tokenizer = data_prep.Rows(data, "heldout"), runs.read_tokenizer(run)
+    same = rows.meta["tokenizer_sha256"] == hashlib.sha256((run / "tokenizer.json").read_bytes()).hexdigest()
+    if cfg.model == "dream":  # whose tokenizer may have got a MASK
+        same = same or runs.read_tokenizer(rows.folder).get_vocab().items() <= tokenizer.get_vocab().items()
+    if not same:
         raise ValueError(f"{rows.folder} was written with another tokenizer than that of {run}; pass --data of its own")
     count = min(rows.total, cfg.rows or rows.total)
     if not count:
         raise ValueError(f"{rows.folder} holds no held-out rows; write it again with a larger --heldout")
-    columns = rows.read(np.arange(count))
-    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
-    bytes_V = data_prep.token_bytes(tokenizer, settings["model"]["vocab"])
-    score = score_mdlm if cfg.model == "mdlm" else score_pythoncoder
-    return score(cfg, run, columns, tokenizer, bytes_V)
+    bytes_V = data_prep.token_bytes(tokenizer, rows.meta["vocab_size"])
+    score = {"pythoncoder": score_pythoncoder, "mdlm": score_mdlm, "dream": score_dream}[cfg.model]
+    return score(cfg, run, rows.read(np.arange(count)), tokenizer, bytes_V)
+
+
+def batches(columns, size):
+    """(number of the first row, `size` rows) in turn; empty rows fill up the last ones: one shape to compile."""
+    for first in range(0, columns.shape[1], size):
+        batch = columns[:, first : first + size]
+        yield first, np.pad(batch, ((0, 0), (0, size - batch.shape[1]), (0, 0)))
+
+
+def show(cfg, row):
+    print(json.dumps(row) if cfg.json else " | ".join(f"{k} {v:,.4g}" for k, v in row.items()), flush=True)
+
+
+def jax_dtype():
+    import jax
+
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 # ---- PythonCoder ---------------------------------------------------------------------------------------------------
@@ -95,32 +117,30 @@ def score_pythoncoder(cfg, run, columns, tokenizer, bytes_V):
 
     import model_pythoncoder as pc
 
+    # what a general compressor makes of the same text
     token_RL, segment_RL = columns[:2]
     text = tokenizer.decode(token_RL[segment_RL > 0].tolist()).encode()
     xz_bits_per_byte = 8 * len(lzma.compress(text, preset=9)) / len(text)
     bytes_V = jnp.asarray(bytes_V)
 
-    @jax.jit
+    @jax.jit  # sums over a batch: nats, predicted tokens, their bytes
     def score(model, token_BL, segment_BL, position_BL):
         nats, _ = model.losses(token_BL, segment_BL, position_BL, mtp=False)
         mask_BL, _ = pc.target_masks(segment_BL)
         return jnp.stack([nats, mask_BL.sum(), (mask_BL * bytes_V[jnp.roll(token_BL, -1, 1)]).sum()])
 
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     results = []
     for step in runs.checkpoints(run) if cfg.pythoncoder.all_steps else [cfg.step]:
-        model, step = runs.load(pc, run, step, dtype)
+        model, step = runs.load(pc, run, step, jax_dtype())
         sums = np.zeros(3)
-        for i in range(0, len(token_RL), cfg.batch_size):
-            batch = columns[:3, i : i + cfg.batch_size]
-            missing = cfg.batch_size - batch.shape[1]  # the last batch is filled with empty rows: one shape to compile
-            sums += np.asarray(score(model, *np.pad(batch, ((0, 0), (0, missing), (0, 0)))), np.float64)
+        for _, batch in batches(columns[:3], cfg.batch_size):
+            sums += np.asarray(score(model, *batch), np.float64)
         nats, tokens, heldout_bytes = sums
         row = {"step": step, "heldout_tokens": int(tokens), "nats_per_token": nats / tokens}
         row |= {"bits_per_byte": nats / math.log(2) / heldout_bytes, "xz_bits_per_byte": xz_bits_per_byte}
         if cfg.pythoncoder.drafts and model.cfg.mtp:
             row["drafts_accepted"] = acceptance_rate(model, tokenizer, token_RL, cfg.pythoncoder.drafts)
-        print(json.dumps(row) if cfg.json else " | ".join(f"{k} {v:,.4g}" for k, v in row.items()), flush=True)
+        show(cfg, row)
         results.append(row)
     return results
 
@@ -138,6 +158,42 @@ def acceptance_rate(model, tokenizer, token_RL, count):
     return stats["accepted"] / (stats["forwards"] - len(prompts))  # the pass over the prompt has no draft to check
 
 
+# ---- Dream ---------------------------------------------------------------------------------------------------------
+
+
+def score_dream(cfg, run, columns, tokenizer, bytes_V):
+    """Print the bound of one checkpoint, model_dream's NELBO of the linear schedule; of pairs that of the responses.
+
+    The interval is two standard errors wide on each side, about 95 %: of the noise alone, for these rows. Times below
+    0.001 are left out, as in training.
+    """
+    import jax
+
+    import model_dream as md
+
+    model, step = runs.load(md, run, cfg.step, jax_dtype())
+    count = columns.shape[1]
+
+    @jax.jit
+    def nelbo(model, key, first, batch):
+        token_BL, segment_BL, position_BL, *fixed_BL = batch
+        noise = md.noise(key, count, first + jax.numpy.arange(cfg.batch_size), segment_BL)
+        return model.nelbo(token_BL, segment_BL, position_BL, *noise, *fixed_BL)
+
+    # every draw is a pass over all rows, whose times lie evenly
+    nats_N = np.zeros(cfg.draws)
+    for first, batch in batches(columns, cfg.batch_size):
+        nats_N += [float(nelbo(model, jax.random.key(cfg.seed + draw), first, batch)) for draw in range(cfg.draws)]
+    counted_RL = md.counted(columns[1], *columns[3:])
+    tokens, heldout_bytes = int(counted_RL.sum()), float(bytes_V[columns[0][counted_RL]].sum(dtype=np.float64))
+    nats, error = nats_N.mean() / tokens, nats_N.std(ddof=1) / math.sqrt(cfg.draws) / tokens
+    bits = tokens / math.log(2) / heldout_bytes  # bits per byte of a nat per token
+    row = {"step": step, "heldout_tokens": tokens, "nats_per_token": nats, "standard_error": error}
+    row |= {"bits_per_byte": nats * bits, "low": (nats - 2 * error) * bits, "high": (nats + 2 * error) * bits}
+    show(cfg, row)
+    return [row]
+
+
 # ---- MDLM ----------------------------------------------------------------------------------------------------------
 
 
@@ -151,8 +207,9 @@ def score_mdlm(cfg, run, columns, tokenizer, bytes_V):
     model = mdlm.load(folder, "cuda" if torch.cuda.is_available() else "cpu")
     token_RL = columns[0].astype(np.int64)
     counted_RL = (token_RL != mdlm.PAD) & (token_RL != mdlm.BOS)
+    # every draw is a pass over all rows, whose times lie evenly; they differ by the noise alone
     rng = np.random.default_rng(cfg.seed)
-    draws = [bound_of_a_draw(model, token_RL, counted_RL, rng, cfg.batch_size) for _ in range(cfg.mdlm.draws)]
+    draws = [bound_of_a_draw(model, token_RL, counted_RL, rng, cfg.batch_size) for _ in range(cfg.draws)]
     nats, tokens = float(np.mean([bound for bound, _ in draws])), int(counted_RL.sum())
     row = {
         "step": step,
@@ -185,9 +242,11 @@ def bound_of_a_draw(model, token_RL, counted_RL, rng, batch_size):
     import diffusion
     import model_mdlm as mdlm
 
+    # noise: rate_R are the shares m / n that are masked
     u_R = rng.permutation(diffusion.antithetic_times(rng.random(len(token_RL)), eps=0))
     mask_RL, weight_R = diffusion.mask_exactly(counted_RL, u_R, rng.random(token_RL.shape))
     rate_R, nll_R, level = 1 / weight_R, np.zeros(len(token_RL)), np.zeros((10, 3))
+    # the model sees the masked rows and their rates; nats and hits at the masked positions
     device = model.embed.weight.device
     for first in range(0, len(token_RL), batch_size):
         batch = slice(first, first + batch_size)

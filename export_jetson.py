@@ -6,7 +6,8 @@
 
 Reads a run folder of train_gpu.py or one of its step_<n>/. Writes --out: bundle.json, config.json, tokenizer.json,
 model.safetensors (FP16: what inference_jetson.py reads by default), model_jetson.pt (TorchScript), model.onnx, and
-model.trt. Each is read back, run on canvases of several lengths, and compared with the float32 model.
+model.trt. Each is read back as inference_jetson.py does, run on canvases of several lengths, and compared with the
+float32 model.
 
 All graphs take token [B, L] int64, noise [B] float32 = P(masked), see [B, L] bool (False for PAD), and give float16
 logits [B, L, V]. Letters: B batch, L length, D width, V vocabulary.
@@ -25,10 +26,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import inference_jetson
 import model_mdlm as mdlm
 import runs
 
-FORMAT = 1  # of the bundle; inference_jetson.py reads this one
 TOLERANCE = 0.02  # of the largest logit; FP16 on these models errs by 0.001 to 0.005
 
 
@@ -44,17 +45,18 @@ class Config:
 
 
 class Exported(nn.Module):
-    """The model as graphs see it. The frequencies of the time embedding are a buffer: a trace that made them itself
-    would remember the device that it was made on."""
+    """The model as graphs see it: the same sum as in MDLM.hidden, without its checks."""
 
     def __init__(self, model):
         super().__init__()
         half = model.cfg.width // 2
         self.model = model
+        # a buffer, as a trace that made the frequencies itself would remember the device that it was made on
         self.register_buffer("frequency", torch.exp(-math.log(10_000) / half * torch.arange(half)).float())
 
     def forward(self, token, noise, see):
         model = self.model
+        # tokens, positions and the noise level; PAD is hidden from all
         h_BLD = model.embed(token) + model.position.weight[: token.shape[1]]
         if model.cfg.time:
             angle_BD = 1000 * noise[:, None] * self.frequency
@@ -69,41 +71,39 @@ class Exported(nn.Module):
 
 def canvases(cfg, lengths):
     """[(token, noise, see)]: random tokens of which a share `noise` is masked, a row with PAD at its end among them."""
-    generator = torch.Generator().manual_seed(0)
-    made = []
+    generator, inputs = torch.Generator().manual_seed(0), []
     for B, L in lengths:
+        # a random text behind BOS, masked at the rate that the model is told
         token_BL = torch.randint(5, cfg.vocab, (B, L), generator=generator)
-        noise_B = torch.linspace(1.0, 0.3, B) if B > 1 else torch.ones(1)
+        noise_B = torch.linspace(1.0, 0.3, B)
         token_BL[torch.rand(B, L, generator=generator) < noise_B[:, None]] = mdlm.MASK
         token_BL[:, 0] = mdlm.BOS
         if B > 1:
             token_BL[-1, L * 2 // 3 :] = mdlm.PAD
-        made.append((token_BL, noise_B, token_BL != mdlm.PAD))
-    return made
+        inputs.append((token_BL, noise_B, token_BL != mdlm.PAD))
+    return inputs
 
 
 def compare(name, run, inputs, want):
     """Print and return how far run(token, noise, see) is from the float32 logits; ValueError if that is no rounding."""
-    worst, largest, same, asked = 0.0, 0.0, 0, 0
-    for given, want_BLV in zip(inputs, want, strict=True):
-        token_BL, _, see_BL = given
-        got_BLV = run(*given).float().cpu()
+    worst, largest, same, masks = 0.0, 0.0, 0, 0
+    for (token_BL, noise_B, see_BL), want_BLV in zip(inputs, want, strict=True):
+        got_BLV = run(token_BL, noise_B, see_BL).float().cpu()
         if got_BLV.shape != want_BLV.shape:
-            shapes = f"{tuple(got_BLV.shape)}, the model has {tuple(want_BLV.shape)}"
-            raise ValueError(f"{name}: logits {shapes}; not exported")
+            raise ValueError(f"{name}: logits {[*got_BLV.shape]}, the model has {[*want_BLV.shape]}; not exported")
+        token_BL, see_BL = token_BL.cpu(), see_BL.cpu()
+        # the largest error where somebody looks; NaN counts as infinite
         worst = max(worst, (got_BLV - want_BLV)[see_BL].abs().nan_to_num(math.inf).max().item())
         largest = max(largest, want_BLV[see_BL].abs().max().item())
+        # and whether the likeliest token of each mask is the same
         masked_BL = token_BL == mdlm.MASK
         same += (got_BLV.argmax(-1) == want_BLV.argmax(-1))[masked_BL].sum().item()
-        asked += masked_BL.sum().item()
-    print(
-        f"{name:18} logits within {worst:.2g} of float32 (the largest is {largest:.3g}), "
-        f"the same likeliest token at {100 * same / asked:.1f} % of the masks",
-        flush=True,
-    )
+        masks += masked_BL.sum().item()
+    error = f"{worst:.2g} of float32 (the largest is {largest:.3g})"
+    print(f"{name:18} logits within {error}, the same likeliest token at {same / masks:.1%} of the masks", flush=True)
     if not worst <= TOLERANCE * largest:
         raise ValueError(f"{name}: an error of {worst:.3g} is no rounding of FP16; not exported")
-    return {"max_error": worst, "largest_logit": largest, "same_likeliest": same / asked}
+    return {"max_error": worst, "largest_logit": largest, "same_likeliest": same / masks}
 
 
 # ---- the artefacts -------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def write_torchscript(exported, example, path):
 
 
 def write_onnx(exported, example, path):
-    """Returns a function of the graph, or None where onnxruntime is not installed."""
+    # one graph for all batches and lengths
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=exported.model.cfg.positions)
     shapes = {"token": {0: batch, 1: length}, "noise": {0: batch}, "see": {0: batch, 1: length}}
     with warnings.catch_warnings(), torch.no_grad(), contextlib.redirect_stdout(None):
@@ -128,31 +128,21 @@ def write_onnx(exported, example, path):
             exported, example, str(path), dynamo=True, input_names=["token", "noise", "see"],
             output_names=["logits"], dynamic_shapes=shapes, external_data=False, verbose=False,
         )  # fmt: skip
-    if not importlib.util.find_spec("onnxruntime"):
-        return None
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    taken = {node.name for node in session.get_inputs()}
-
-    def run(token, noise, see):
-        given = {"token": token.numpy(), "noise": noise.numpy(), "see": see.numpy()}
-        return torch.from_numpy(session.run(None, {k: v for k, v in given.items() if k in taken})[0])
-
-    return run
 
 
 def write_engine(onnx_path, path, length):
-    """Build a strongly typed engine for [1, length] on this GPU (TensorRT 10.3 and newer); a function that runs it."""
+    """Build a strongly typed engine for [1, length] on this GPU (TensorRT 10.3 and newer); what it was built by."""
     import tensorrt as trt
 
     logger = trt.Logger(trt.Logger.WARNING)
+    # strongly typed: TensorRT keeps the types of the graph instead of choosing its own
     builder = trt.Builder(logger)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
     if not parser.parse(onnx_path.read_bytes()):
         errors = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
         raise ValueError(f"TensorRT {trt.__version__} cannot read model.onnx: {errors}")
+    # one shape alone, so that kernels are chosen for it
     config, profile = builder.create_builder_config(), builder.create_optimization_profile()
     for i in range(network.num_inputs):
         shape = (1,) if network.get_input(i).name == "noise" else (1, length)
@@ -163,22 +153,7 @@ def write_engine(onnx_path, path, length):
     if plan is None:
         raise RuntimeError("TensorRT could not build the engine; its own messages are above")
     path.write_bytes(bytes(plan))
-    engine = trt.Runtime(logger).deserialize_cuda_engine(path.read_bytes())
-    context, vocab = engine.create_execution_context(), engine.get_tensor_shape("logits")[-1]
-
-    def run(token, noise, see):
-        given = {"token": token.cuda(), "noise": noise.cuda(), "see": see.cuda()}
-        logits_BLV = torch.empty(*token.shape, vocab, dtype=torch.float16, device="cuda")
-        for i in range(engine.num_io_tensors):
-            name = engine.get_tensor_name(i)
-            if name in given:
-                context.set_input_shape(name, tuple(given[name].shape))
-            context.set_tensor_address(name, given.get(name, logits_BLV).data_ptr())
-        context.execute_async_v3(torch.cuda.current_stream().cuda_stream)
-        torch.cuda.synchronize()
-        return logits_BLV
-
-    return run, {"version": trt.__version__, "gpu": torch.cuda.get_device_name(), "length": length}
+    return {"version": trt.__version__, "gpu": torch.cuda.get_device_name(), "length": length}
 
 
 # ---- main ----------------------------------------------------------------------------------------------------------
@@ -188,21 +163,22 @@ def lacks(*packages):
     return [name for name in packages if not importlib.util.find_spec(name)]
 
 
-def check_needs(cfg):
+def why_no_onnx():
+    """What the export to ONNX lacks here, or an empty string."""
+    if lacks("onnx", "onnxscript"):
+        return f"for want of: pip install {' '.join(lacks('onnx', 'onnxscript'))}"
+    old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5)
+    return f"PyTorch 2.5 or newer exports it, this is {torch.__version__}" if old else ""
+
+
+def check_engine(cfg):
     """Say what an engine needs before minutes of work."""
-    if not cfg.tensorrt:
-        return
     if lacks("tensorrt") or not torch.cuda.is_available():
         missing = "Python module tensorrt (JetPack's: apt install python3-libnvinfer)" if lacks("tensorrt") else "GPU"
         by_hand = "trtexec --onnx=model.onnx --stronglyTyped --saveEngine=model.trt"
-        where = "an engine is built on the GPU that runs it"
-        raise ValueError(f"--tensorrt: there is no {missing} here; {where}. Without Python: {by_hand}")
-    if not cfg.onnx or lacks("onnx", "onnxscript") or too_old_for_onnx():
-        raise ValueError("--tensorrt reads the ONNX graph: it needs --onnx, PyTorch 2.5, pip install onnx onnxscript")
-
-
-def too_old_for_onnx():
-    return tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5)
+        raise ValueError(f"--tensorrt runs on the GPU that the engine is for: no {missing} here. By hand: {by_hand}")
+    if not cfg.onnx or why_no_onnx():
+        raise ValueError(f"--tensorrt reads the ONNX graph, so it needs --onnx. {why_no_onnx()}")
 
 
 def write_graphs(half, cfg, folder, inputs, want):
@@ -211,27 +187,27 @@ def write_graphs(half, cfg, folder, inputs, want):
     if cfg.torchscript:
         traced = write_torchscript(half, inputs[0], folder / "model_jetson.pt")
         errors["model_jetson.pt"] = compare("model_jetson.pt", torch.no_grad()(traced), inputs, want)
-    if cfg.onnx and lacks("onnx", "onnxscript"):
-        print(f"model.onnx: not written, for want of: pip install {' '.join(lacks('onnx', 'onnxscript'))}", flush=True)
-    elif cfg.onnx and too_old_for_onnx():
-        print(f"model.onnx: not written: PyTorch 2.5 or newer exports it, this is {torch.__version__}", flush=True)
+    if cfg.onnx and why_no_onnx():
+        print(f"model.onnx: not written, {why_no_onnx()}", flush=True)
     elif cfg.onnx:
-        run = write_onnx(half, inputs[0], folder / "model.onnx")
-        if run:
-            errors["model.onnx"] = compare("model.onnx", run, inputs, want)
-        else:
+        write_onnx(half, inputs[0], folder / "model.onnx")
+        if lacks("onnxruntime"):
             print("model.onnx: written, not verified, for want of: pip install onnxruntime", flush=True)
+        else:
+            run = inference_jetson.run_onnx((folder / "model.onnx").read_bytes())
+            errors["model.onnx"] = compare("model.onnx", run, inputs, want)
     return errors
 
 
 def main(cfg):
     ckpt, out, engine = Path(cfg.ckpt), Path(cfg.out), None
-    check_needs(cfg)
+    if cfg.tensorrt:
+        check_engine(cfg)
     if out.exists() and any(out.iterdir()) and not (out / "bundle.json").exists():
         raise FileExistsError(f"{out} holds other things than a bundle; choose another --out")
     if cfg.step or runs.checkpoints(ckpt):  # a run; else a folder with a model in it
         _, ckpt = runs.newest(ckpt, cfg.step)
-    model = mdlm.load(ckpt)
+    model = mdlm.load(ckpt)  # in float32, for comparison
     positions = model.cfg.positions
     if cfg.tensorrt and not 1 <= cfg.length <= positions:
         raise ValueError(f"--length={cfg.length}: the model has {positions} positions")
@@ -242,25 +218,30 @@ def main(cfg):
     single = canvases(model.cfg, [(1, cfg.length)]) if cfg.tensorrt else []
     with torch.no_grad():
         want, want_single = ([model(*given) for given in each] for each in (inputs, single))
+    # FP16 ends at 65,504: a larger weight would be infinite
     half = Exported(model.half()).eval()
     too_large = [name for name, weight in half.model.named_parameters() if not weight.isfinite().all()]
     if too_large:
         raise ValueError(f"weights beyond FP16's 65,504 or not finite: {', '.join(too_large)}")
 
     with runs.new_folder(out) as folder:  # it replaces an earlier bundle when all is written and verified
+        # write each artefact, read it back, compare
         mdlm.save(half.model, folder, (ckpt / "tokenizer.json").read_bytes())
         read_back = Exported(mdlm.load(folder, dtype=torch.float16)).eval()
         errors = {"model.safetensors": compare("model.safetensors", torch.no_grad()(read_back), inputs, want)}
         errors |= write_graphs(half, cfg, folder, inputs, want)
         if cfg.tensorrt:
-            run, engine = write_engine(folder / "model.onnx", folder / "model.trt", cfg.length)
-            errors["model.trt"] = compare("model.trt", run, single, want_single)
+            engine = write_engine(folder / "model.onnx", folder / "model.trt", cfg.length)
+            run = inference_jetson.run_tensorrt((folder / "model.trt").read_bytes(), engine)
+            on_gpu = [tuple(array.cuda() for array in given) for given in single]
+            errors["model.trt"] = compare("model.trt", run, on_gpu, want_single)
+        # bundle.json: sizes and digests, by which a damaged copy is found, and the errors measured above
         files = {}
         for path in sorted(folder.iterdir()):
             data = path.read_bytes()
-            files[path.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            files[path.name] |= errors.get(path.name, {})
-        about = {"format": FORMAT, "checkpoint": ckpt.name, "python": platform.python_version()}
+            about = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            files[path.name] = about | errors.get(path.name, {})
+        about = {"format": inference_jetson.FORMAT, "checkpoint": ckpt.name, "python": platform.python_version()}
         about |= {"torch": torch.__version__, "tensorrt": engine, "files": files}
         runs.write(folder / "bundle.json", about)
     sizes = ", ".join(f"{name} {file['bytes'] / 1e6:.1f} MB" for name, file in files.items())

@@ -18,6 +18,8 @@ without (temperature 0), or drawn from the same distribution. MDLM and Dream fil
 A prompt's way: main -> complete of its family -> token ids, or a canvas of them -> the model's sampler -> text.
 """
 
+import collections
+import contextlib
 import dataclasses
 import html
 import itertools
@@ -27,8 +29,6 @@ import sys
 import time
 import typing
 from pathlib import Path
-
-import tokenizers
 
 import runs
 
@@ -87,23 +87,21 @@ class Config:
     dream: DreamFlags = DreamFlags()
 
 
-SAMPLERS = {
+SAMPLERS = {  # of each family; the first is its default
     "pythoncoder": ("",),
     "mdlm": ("ancestral", "max_prob", "margin", "entropy"),
     "dream": ("entropy", "maskgit_plus", "topk_margin", "origin"),
 }
-# fmt: off
 DEFAULTS = {  # what "" and None stand for
     "pythoncoder": {"ckpt": "out/train_tpu", "max_new": 128, "temperature": 0.0, "top_p": 1.0, "steps": 1},
     "mdlm": {"ckpt": "out/train_gpu", "max_new": 128, "temperature": 1.0, "top_p": 0.95, "steps": 64},
     "dream": {"ckpt": "out/diffucoder", "max_new": 256, "temperature": 0.2, "top_p": 0.95, "steps": 0},
 }
-# fmt: on
 
 
 def main(cfg):
     cfg = resolve(cfg)
-    requests = read_requests(cfg.file) if cfg.file else [(unescape(cfg.prompt), unescape(cfg.suffix))]
+    requests = read_requests(cfg.file) if cfg.file else [(cfg.prompt, cfg.suffix)]
     model = {"pythoncoder": PythonCoder, "mdlm": Mdlm, "dream": Dream}[cfg.model](cfg)
     if cfg.prompt or cfg.file:
         model.complete(requests)
@@ -112,7 +110,7 @@ def main(cfg):
 
 
 def resolve(cfg):
-    """The config with the defaults of its family, checked."""
+    """The config with the defaults of its family and its line breaks, checked."""
     unset = {name: value for name, value in DEFAULTS[cfg.model].items() if getattr(cfg, name) in ("", None)}
     cfg = dataclasses.replace(cfg, **unset, sampler=cfg.sampler or SAMPLERS[cfg.model][0])
     if cfg.sampler not in SAMPLERS[cfg.model]:
@@ -121,6 +119,7 @@ def resolve(cfg):
     if not 0 < cfg.top_p <= 1 or cfg.dream.batch_size < 1 or any(getattr(cfg, k) < least[k] for k in least):
         limits = ", ".join(f"--{name} at least {value}" for name, value in least.items())
         raise ValueError(f"{limits}, --batch_size at least 1, --top_p in (0, 1]")
+    # flags of another family would be ignored
     for family in DEFAULTS.keys() - {cfg.model}:
         flags = getattr(cfg, family)
         foreign = [f.name for f in dataclasses.fields(flags) if getattr(flags, f.name) != f.default]
@@ -128,9 +127,11 @@ def resolve(cfg):
             raise ValueError(f"--{', --'.join(foreign)} is for --model={family}")
     if cfg.prompt and cfg.file:
         raise ValueError("give --prompt or --file, not both")
-    if cfg.html and not Path(cfg.html).parent.is_dir():
+    if cfg.html and not Path(cfg.html).parent.is_dir():  # would fail when all is generated
         raise FileNotFoundError(f"--html={cfg.html}: there is no folder {Path(cfg.html).parent}")
-    return cfg
+    # a shell passes \n as two characters
+    prompt, suffix, *stop = (text.replace("\\n", "\n") for text in (cfg.prompt, cfg.suffix, *cfg.stop))
+    return dataclasses.replace(cfg, prompt=prompt, suffix=suffix, stop=tuple(stop))
 
 
 def read_requests(path):
@@ -150,31 +151,26 @@ def read_requests(path):
 
 def interact(model, end):
     """Read prompts until the end of input: lines up to an empty one are a prompt."""
-    if sys.stdin.isatty():
+    terminal = sys.stdin.isatty()
+    if terminal:
         print("Write a beginning, then an empty line to have it continued; Ctrl-D ends.", file=sys.stderr)
-    lines = []
-    while True:
-        try:
-            line = input("... " if lines else ">>> ") if sys.stdin.isatty() else input()
-        except (EOFError, KeyboardInterrupt):
-            line = None
-        if line:
-            lines.append(line)
-        elif lines:
+
+    def typed_lines():
+        line = ""
+        with contextlib.suppress(EOFError, KeyboardInterrupt):
+            while True:
+                line = input(("... " if line else ">>> ") * terminal)
+                yield line
+
+    for filled, lines in itertools.groupby(typed_lines(), bool):
+        if filled:
             model.complete([("\n".join(lines) + end, "")])
-            lines = []
-        if line is None:
-            return
 
 
 def jax_dtype(cfg):
     import jax
 
     return jax.numpy.dtype(cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-
-
-def unescape(text):
-    return text.replace("\\n", "\n")
 
 
 def truncate(text, stops):
@@ -197,9 +193,10 @@ class PythonCoder:
         import model_pythoncoder
 
         dtype = jax_dtype(cfg)
-        self.cfg, self.stops, self.key = cfg, [unescape(stop) for stop in cfg.stop], jax.random.key(cfg.seed)
+        self.cfg, self.key = cfg, jax.random.key(cfg.seed)
         self.model, step = runs.load(model_pythoncoder, cfg.ckpt, cfg.step, dtype)
         self.tokenizer = runs.read_tokenizer(cfg.ckpt)
+        # the head has more rows than the tokenizer has tokens: those are never drawn
         eos = self.tokenizer.token_to_id("<|endoftext|>")
         self.rule = model_pythoncoder.Sampling(
             *(cfg.temperature, cfg.top_k, cfg.top_p),
@@ -207,8 +204,7 @@ class PythonCoder:
             eos=-1 if eos is None else eos,
             speculate=cfg.pythoncoder.speculate and self.model.cfg.mtp,
         )
-        if not cfg.json:
-            print(f"{cfg.ckpt} step {step}, {dtype}", file=sys.stderr)
+        print(f"{cfg.ckpt} step {step}, {dtype}", file=sys.stderr)
 
     def complete(self, requests):
         """Continue all requests, cfg.n times each, as one batch; a single text streams to the terminal."""
@@ -216,63 +212,56 @@ class PythonCoder:
 
         import model_pythoncoder
 
-        cfg = self.cfg
+        # Prompts as token ids; all are decoded together.
+        cfg, tokenizer = self.cfg, self.tokenizer
         requests = [request for request in requests for _ in range(cfg.n)]
-        prompts = [encode(self.tokenizer, *request) for request in requests]
-        stream = Stream(self.tokenizer, self.stops, visible=len(prompts) == 1 and not cfg.json)
-        stream.print(requests[0][0])
+        prompts = [encode(tokenizer, *request) for request in requests]
+        self.streams, self.printed = len(prompts) == 1 and not cfg.json, ""
+        if self.streams:
+            print(requests[0][0], end="", flush=True)
+
         self.key, key = jax.random.split(self.key)
         started = time.perf_counter()
-        texts, stats = model_pythoncoder.generate(
-            self.model, prompts, cfg.max_new, self.rule, key, on_tokens=stream.on_tokens
-        )
+        texts, stats = model_pythoncoder.generate(self.model, prompts, cfg.max_new, self.rule, key, self.on_tokens)
         seconds = time.perf_counter() - started
-        for i, ((prompt, suffix), ids) in enumerate(zip(requests, texts, strict=True)):
-            text = truncate(self.tokenizer.decode(ids), self.stops)
+
+        # Token ids as texts. Of the one that streamed only the end is missing.
+        for number, ((prompt, suffix), ids) in enumerate(zip(requests, texts, strict=True), 1):
+            text = truncate(tokenizer.decode(ids), cfg.stop)
             row = {"prompt": prompt, "suffix": suffix, "completion": text, "tokens": len(ids), "seed": cfg.seed}
-            if stream.visible:
-                stream.print(text[len(stream.printed) :] + "\n")
+            if self.streams:
+                self.stream(text + "\n")
             else:
-                show(cfg, row, prompt + text, i + 1)
+                show(cfg, row, prompt + text, number)
         rate = f"{stats['tokens'] / stats['forwards']:.2f} tokens per forward pass"
         if self.rule.speculate:
             rate += f", {stats['accepted']} draft tokens accepted"
         print(f"{stats['tokens']} tokens in {seconds:.2f} s, compiling included; {rate}", file=sys.stderr)
 
+    def on_tokens(self, texts):
+        """Called with the token ids of all texts so far; True, which ends the call, if each holds a stop string."""
+        texts, stops = [self.tokenizer.decode(ids) for ids in texts], self.cfg.stop
+        if self.streams:
+            self.stream(printable(texts[0], stops))
+        return bool(stops) and all(truncate(text, stops) != text for text in texts)
+
+    def stream(self, completion):
+        """Print what has been added to the completion."""
+        print(completion[len(self.printed) :], end="", flush=True)
+        self.printed = completion
+
 
 def encode(tokenizer, prompt, suffix):
     """Token ids of a prompt; with a suffix in the order prefix, suffix, middle. Names of special tokens stay text."""
     tokenizer.encode_special_tokens = True
-    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    prompt_ids, suffix_ids = (tokenizer.encode(text, add_special_tokens=False).ids for text in (prompt, suffix))
     if not suffix:
         return prompt_ids
     names = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
     begin, then, middle = map(tokenizer.token_to_id, names)
     if None in (begin, then, middle):
         raise ValueError(f"--suffix needs a tokenizer with {', '.join(names)}; this model's has not all of them")
-    return [begin, *prompt_ids, then, *tokenizer.encode(suffix, add_special_tokens=False).ids, middle]
-
-
-@dataclasses.dataclass
-class Stream:
-    """Prints a text while it grows, if it is visible, and ends the generation at a stop string."""
-
-    tokenizer: tokenizers.Tokenizer
-    stops: list[str]
-    visible: bool
-    printed: str = ""  # of the completion
-
-    def print(self, text):
-        if self.visible:
-            print(text, end="", flush=True)
-
-    def on_tokens(self, texts):
-        """Called with the token ids of all texts so far; True, which ends the call, if each holds a stop string."""
-        texts = [self.tokenizer.decode(ids) for ids in texts]
-        now = printable(texts[0], self.stops)
-        self.print(now[len(self.printed) :])
-        self.printed = now
-        return bool(self.stops) and all(truncate(text, self.stops) != text for text in texts)
+    return [begin, *prompt_ids, then, *suffix_ids, middle]
 
 
 def printable(text, stops):
@@ -292,9 +281,8 @@ class Canvas:
     prompt: str
     suffix: str
     ids: list[int]  # MASK where the model writes
-    gaps: bool  # the prompt says with [MASK:n] where to write; else there is one completion
-    answer: bool  # the prompt is a question in the chat template, and only the answer is shown
     start: int  # where the ids begin that are shown
+    around: tuple[str, str] | None  # what is shown around a completion; None where [MASK:n] says where to write
 
 
 class CanvasModel:
@@ -306,26 +294,32 @@ class CanvasModel:
 
     def __init__(self, cfg, tokenizer, mask, ends, positions):
         self.cfg, self.tokenizer, self.mask, self.ends, self.positions = cfg, tokenizer, mask, ends, positions
-        self.stops = [unescape(stop) for stop in cfg.stop]
 
     def complete(self, requests):
         """Fill a canvas for each request, cfg.n times, and print the texts."""
-        cfg, histories = self.cfg, []
-        total = {"tokens": 0, "forwards": 0, "seconds": 0.0, "compile_s": 0.0}
+        cfg, histories, total = self.cfg, [], collections.Counter()
         canvases = [self.prepare(*request) for request in requests for _ in range(cfg.n)]
         for first in range(0, len(canvases), self.batch_size):
             batch = canvases[first : first + self.batch_size]
             self.watched, self.shown = batch[0], self.picture(batch[0], batch[0].ids)
             filled, history, stats = self.fill(batch)  # the family's sampler
+            total.update(stats)
             for i, (canvas, ids) in enumerate(zip(batch, filled, strict=True)):
-                row = self.row_of(canvas, ids)
-                total["tokens"] += row["tokens"]
-                row |= {"forwards": stats["forwards"], "seconds": stats["seconds"], "seed": cfg.seed}  # its batch's
+                # of what the model wrote, tokens behind an end token are left out
+                kept = self.kept(canvas, ids)
+                written = [ids[p] for p in kept if canvas.ids[p] == self.mask]
+                total["tokens"] += len(written)
+                text = self.tokenizer.decode([ids[p] for p in kept])
+                row = {"prompt": canvas.prompt, "suffix": canvas.suffix, "text": text}
+                if canvas.around:
+                    completion = truncate(self.tokenizer.decode(written), cfg.stop)
+                    row |= {"completion": completion, "text": completion.join(canvas.around)}
+                row |= {"tokens": len(written), "forwards": stats["forwards"]}  # seconds and passes of its batch
+                row |= {"seconds": stats["seconds"], "seed": cfg.seed}
                 show(cfg, row, row["text"], first + i + 1 if len(canvases) > 1 else 0)
                 if cfg.html:  # the kept tokens of the canvas as it was given and after each step
-                    kept = [p for p in self.kept(canvas, ids) if p >= canvas.start]
-                    histories.append([[step[p] for p in kept] for step in (canvas.ids, *history[i])])
-            total |= {name: total[name] + value for name, value in stats.items()}
+                    shown = [p for p in kept if p >= canvas.start]
+                    histories.append([[step[p] for p in shown] for step in (canvas.ids, *history[i])])
         if cfg.html:
             draw = animation if cfg.html.endswith(".svg") else page
             Path(cfg.html).write_text(draw(histories, self.tokenizer, self.mask))
@@ -334,26 +328,44 @@ class CanvasModel:
         print(f"{total['tokens']} tokens in {total['seconds']:.2f} s, {rate}{compiling}", file=sys.stderr)
 
     def prepare(self, prompt, suffix):
-        """The Canvas of a request."""
-        texts, sizes = split_at_masks(prompt, suffix, self.cfg)
-        ended = len(texts) > len(sizes)  # text follows the last mask
-        if ended and self.cfg.dream.chat == "on":
+        """The Canvas of a request: "a [MASK:2]b" has the texts a and b around two masks.
+
+        A suffix follows cfg.max_new masks, and a prompt without masks goes on with as many. A space before [MASK:n] is
+        left out: words bring their own.
+        """
+        # Cut the request at its masks: texts and numbers of masks take turns.
+        cfg = self.cfg
+        cut = re.compile(r" ?\[MASK:(\d+)\]").split if cfg.infill else lambda text: [text]
+        parts = cut(prompt)
+        if suffix or len(parts) == 1:
+            parts.append(cfg.max_new)
+        if suffix:
+            parts += cut(suffix)
+        texts, sizes = parts[::2], [int(count) for count in parts[1::2]]
+        if cfg.infill and any("[MASK" in text for text in texts):
+            raise ValueError("a mask is written with its number of tokens: [MASK:12]; --no-infill takes [MASK as text")
+
+        # The chat template is for a prompt that the model goes on with; a text that ends behind its masks has none.
+        ended = len(texts) > len(sizes)
+        if ended and cfg.dream.chat == "on":
             raise ValueError("--chat=on answers prompts; a suffix or [MASK:n] is filled in plain text")
-        gaps, answer = len(texts) > 1 + bool(suffix), self.wrap is not None and not ended
+        answer, gaps = self.wrap is not None and not ended, len(texts) > 1 + bool(suffix)
         if answer:
             texts = [self.wrap(prompt)]
-        self.tokenizer.encode_special_tokens = not answer  # outside a template the names of special tokens are text
+
+        # Token ids. Outside a template the names of special tokens are text.
+        self.tokenizer.encode_special_tokens = not answer
         encoded = [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
         end = self.end if ended else ()
-        length = len(self.begin) + sum(map(len, encoded)) + sum(sizes) + len(end)
-        if length > self.positions:
-            advice = "lower --max_new or mask less"
-            raise ValueError(f"{length} tokens do not fit the model's {self.positions} positions; {advice}")
+        length, most = len(self.begin) + sum(map(len, encoded)) + sum(sizes) + len(end), self.positions
+        if length > most:
+            raise ValueError(f"{length} tokens do not fit the model's {most} positions; lower --max_new or mask less")
         ids = [*self.begin]
         for text_ids, size in itertools.zip_longest(encoded, sizes, fillvalue=0):
             ids += text_ids + [self.mask] * size
         start = ids.index(self.mask) if answer else len(self.begin)
-        return Canvas(prompt, suffix, [*ids, *end], gaps, answer, start)
+        around = None if gaps else ("", "") if answer else (prompt, suffix)
+        return Canvas(prompt, suffix, [*ids, *end], start, around)
 
     def kept(self, canvas, ids):
         """Positions of a filled canvas without what a run of masks holds from its first end token on."""
@@ -363,17 +375,6 @@ class CanvasModel:
             if not ended:
                 kept.append(p)
         return kept
-
-    def row_of(self, canvas, ids):
-        """What a filled canvas says."""
-        kept = self.kept(canvas, ids)
-        written = [ids[p] for p in kept if canvas.ids[p] == self.mask]
-        row = {"prompt": canvas.prompt, "suffix": canvas.suffix, "text": self.tokenizer.decode([ids[p] for p in kept])}
-        if not canvas.gaps:
-            completion = truncate(self.tokenizer.decode(written), self.stops)
-            text = completion if canvas.answer else canvas.prompt + completion + canvas.suffix
-            row |= {"completion": completion, "text": text}
-        return row | {"tokens": len(written)}
 
     def picture(self, canvas, ids):
         """The text of a canvas that is not full, masks as blocks."""
@@ -390,84 +391,6 @@ class CanvasModel:
         self.shown = text
 
 
-def split_at_masks(prompt, suffix, cfg):
-    """The texts of a canvas and the numbers of masks behind each: "a [MASK:2]b" -> ["a", "b"], [2].
-
-    A suffix follows cfg.max_new masks. A prompt without masks goes on with as many: there are then as many numbers as
-    texts. A space before [MASK:n] is left out: words bring their own.
-    """
-    texts, sizes = [], []
-    for part in (prompt, suffix) if suffix else (prompt,):
-        sizes += [cfg.max_new] if texts else []
-        found = re.split(r" ?\[MASK:(\d+)\]", part) if cfg.infill else [part]
-        texts += found[::2]
-        sizes += [int(count[:9]) for count in found[1::2]]  # more digits fit no model
-    if cfg.infill and any("[MASK" in text for text in texts):
-        raise ValueError("a mask is written with its number of tokens: [MASK:12]; --no-infill takes [MASK as text")
-    return texts, sizes or [cfg.max_new]
-
-
-def tokens_in_order(history, tokenizer, mask):
-    """(text, step in which it appeared) of each token of a canvas; 0 was given. history: token ids after each step."""
-    ids, before = [], ""
-    for tokens in zip(*history, strict=True):
-        ids.append(tokens[-1])
-        text = tokenizer.decode(ids)  # with those before it: a character may take several tokens
-        yield text[len(before) :], next(step for step, token in enumerate(tokens) if token != mask)
-        before = text
-
-
-def colour(step, steps):
-    return f"hsl({220 - 220 * step / max(steps, 1):.0f} 80% 85%)" if step else "#eee"
-
-
-def page(histories, tokenizer, mask):
-    """A self-contained HTML page: each text with its tokens coloured by the step in which they appeared."""
-    rows = []
-    for history in histories:
-        steps, spans = len(history) - 1, []
-        for text, step in tokens_in_order(history, tokenizer, mask):
-            title = f"step {step} of {steps}" if step else "given"
-            style = f"background:{colour(step, steps)}"
-            spans.append(f'<span style="{style}" title="{title}">{html.escape(text)}</span>')
-        rows.append(f"<p>{''.join(spans)}</p>")
-    style = "body{font:18px/1.8 serif;max-width:42em;margin:2em auto;white-space:pre-wrap}small{color:#666}"
-    note = "Blue tokens appeared first, red ones last, grey ones were given; point at one to read its step."
-    head = f"<!doctype html><meta charset=utf-8><title>Steps</title><style>{style}</style>"
-    return f"{head}<body>{''.join(rows)}<small>{note}</small></body>\n"
-
-
-def animation(histories, tokenizer, mask, step_s=0.4, rest_s=3.0):
-    """A self-contained SVG of the same that writes the texts step by step, and again after a rest."""
-    width, height, steps = 8.43, 21, max(map(len, histories)) - 1  # of a letter, of a line
-    total_s = steps * step_s + rest_s
-    shapes, line, longest = [], 0, 0
-    for history in histories:
-        column = 0
-        for text, step in tokens_in_order(history, tokenizer, mask):
-            timing = f'keyTimes="0;{step * step_s / total_s:.3f}" dur="{total_s:.1f}s" calcMode="discrete"'
-            for part in re.split("(\n)", text):  # a token may end a line and begin the next
-                if part == "\n":
-                    line, column = line + 1, 0
-                elif part:
-                    place, wide = f'x="{12 + column * width:.1f}"', f"{len(part) * width:.1f}"
-                    fill = colour(step, steps)
-                    animate = f'<animate {timing} repeatCount="indefinite" attributeName="{{}}" values="{{}}"/>'
-                    animate *= bool(step)  # what was given is there from the beginning
-                    turns, appears = animate.format("fill", f"#aaa;{fill}"), animate.format("opacity", "0;1")
-                    box = (
-                        f'<rect {place} y="{8 + line * height}" width="{wide}" height="18" fill="{fill}">{turns}</rect>'
-                    )
-                    letters = f'textLength="{wide}">{html.escape(part)}{appears}</text>'
-                    shapes.append(f'{box}<text {place} y="{22 + line * height}" {letters}')
-                    column += len(part)
-                    longest = max(longest, column)
-        line += 2
-    style = "<style>text{font:14px monospace}</style><rect width='100%' height='100%' fill='#fff'/>"
-    size = f'width="{24 + longest * width:.0f}" height="{line * height}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" {size}>{style}{"".join(shapes)}</svg>\n'
-
-
 class Mdlm(CanvasModel):
     def __init__(self, cfg):
         import torch
@@ -479,31 +402,30 @@ class Mdlm(CanvasModel):
             folder = runs.newest(folder, cfg.step)[1]
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = getattr(torch, cfg.dtype or ("bfloat16" if self.device == "cuda" else "float32"))
-        self.model = mdlm.load(folder, self.device, dtype)
-        tokenizer = runs.read_tokenizer(folder)
+        self.model, tokenizer = mdlm.load(folder, self.device, dtype), runs.read_tokenizer(folder)
         super().__init__(cfg, tokenizer, mdlm.MASK, {mdlm.EOS}, self.model.cfg.positions)
         self.begin, self.end = [mdlm.BOS], [mdlm.EOS]
         settings = cfg.sampler, cfg.steps, cfg.mdlm.schedule, cfg.temperature, cfg.top_k, cfg.top_p
         self.rule = mdlm.Sampling(*settings, vocab=tokenizer.get_vocab_size())
         self.generator = torch.Generator(self.device).manual_seed(cfg.seed)
-        if not cfg.json:
-            print(f"{folder}, {dtype}", file=sys.stderr)
+        print(f"{folder}, {dtype}", file=sys.stderr)
 
     def fill(self, canvases):
         import torch
 
         import model_mdlm as mdlm
 
+        # one batch, padded on the right
         lengths, steps = [len(canvas.ids) for canvas in canvases], []
+        token_BL = torch.full((len(canvases), max(lengths)), mdlm.PAD)
+        for row, canvas in zip(token_BL, canvases, strict=True):
+            row[: len(canvas.ids)] = torch.tensor(canvas.ids)
 
         def on_step(i, token_BL):
             steps.append(token_BL.tolist())
             if self.cfg.show_steps:
                 self.show_step(i, steps[-1][0][: lengths[0]])
 
-        token_BL = torch.full((len(canvases), max(lengths)), mdlm.PAD)
-        for row, canvas in zip(token_BL, canvases, strict=True):
-            row[: len(canvas.ids)] = torch.tensor(canvas.ids)
         started = time.perf_counter()
         filled = mdlm.sample(self.model, token_BL.to(self.device), self.rule, self.generator, on_step).tolist()
         stats = {"forwards": len(steps), "seconds": time.perf_counter() - started}
@@ -518,27 +440,32 @@ class Dream(CanvasModel):
         import model_dream
         import sample_dream
 
+        # The rule refuses flags that do not go together, before the weights are read.
         flags, folder, dtype = cfg.dream, Path(cfg.ckpt), jax_dtype(cfg)
         shared = {name: getattr(cfg, name) for name in ("steps", "temperature", "top_p", "top_k")}
         blocks = {name: getattr(flags, name) for name in ("alg_temp", "threshold", "block_length", "cache")}
-        rule = sample_dream.Sampling(cfg.sampler, **shared, **blocks, history=bool(cfg.html))  # refuses before we load
+        rule = sample_dream.Sampling(cfg.sampler, **shared, **blocks, history=bool(cfg.html))
         self.model, _ = runs.load(model_dream, folder, cfg.step, dtype, int8=flags.int8)
-        dream = self.model.cfg
-        tokenizer, wrap = sample_dream.load_tokenizer(folder, dream), sample_dream.chat_template(folder)
+
+        # What ends a text: the model's own ids, and tokens by which a turn of a conversation ends.
+        dream, tokenizer = self.model.cfg, sample_dream.load_tokenizer(folder, self.model.cfg)
         ends = map(tokenizer.token_to_id, ("<|endoftext|>", "<|im_end|>", "<|dlm_pad|>"))
         ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i is not None)))
         super().__init__(cfg, tokenizer, dream.mask_id, ends, dream.positions)
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
         self.batch_size, self.key, self.compile_s = flags.batch_size, jax.random.key(cfg.seed), 0.0
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
+
+        # A template is no sign of a model for conversations: base models carry that of the tokenizer they began with.
+        wrap = sample_dream.chat_template(folder)
         if flags.chat == "on" and not wrap:
             raise ValueError(f"--chat=on: {folder} holds no chat template (tokenizer_config.json)")
-        if wrap and (flags.chat == "on" or (flags.chat == "auto" and says_instruct(folder))):
+        name = f"{folder.resolve().name} {runs.read_json(folder / 'config.json').get('_name_or_path', '')}".lower()
+        if flags.chat == "on" or (flags.chat == "auto" and any(w in name for w in ("instruct", "chat", "cpgrpo"))):
             self.wrap = wrap
-        if not cfg.json:
-            hint = "; --chat=on asks it as an assistant" if wrap and not self.wrap else ""
-            how = "chat template" if self.wrap else "plain completion"
-            print(f"{folder}, {'int8 and ' * flags.int8}{dtype}, {how}{hint}", file=sys.stderr)
+        hint = "; --chat=on asks it as an assistant" if wrap and not self.wrap else ""
+        how = "chat template" if self.wrap else "plain completion"
+        print(f"{folder}, {'int8 and ' * flags.int8}{dtype}, {how}{hint}", file=sys.stderr)
 
     def on_event(self, name, seconds, **_):
         self.compile_s += seconds if name.startswith("/jax/core/compile/") else 0
@@ -565,18 +492,77 @@ class Dream(CanvasModel):
         """Runs in the compiled loop of the sampler after each step."""
         import jax
 
-        show = lambda step, token_L: self.show_step(int(step), token_L[-len(self.watched.ids) :].tolist())  # noqa: E731
+        def show(step, token_L):  # on the host; the row is padded on the left
+            self.show_step(int(step), token_L[-len(self.watched.ids) :].tolist())
+
         jax.debug.callback(show, step, token_BL[0], ordered=True)
         return token_BL
 
 
-def says_instruct(folder):
-    """Whether the name of a folder, or the one that its config.json remembers, is that of a model for conversations.
+# ---- in which step each token appeared -----------------------------------------------------------------------------
 
-    A template is no sign of it: base models carry the one of the tokenizer that they began with.
-    """
-    name = f"{folder.resolve().name} {runs.read_json(folder / 'config.json').get('_name_or_path', '')}"
-    return any(word in name.lower() for word in ("instruct", "chat", "cpgrpo"))
+
+def tokens_in_order(history, tokenizer, mask):
+    """(text, step in which it appeared) of each token of a canvas; 0 was given. history: token ids after each step."""
+    ids, before = [], ""
+    for tokens in zip(*history, strict=True):
+        ids.append(tokens[-1])
+        text = tokenizer.decode(ids)  # with those before it: a character may take several tokens
+        yield text[len(before) :], next(step for step, token in enumerate(tokens) if token != mask)
+        before = text
+
+
+def colour(step, steps):
+    return f"hsl({220 - 220 * step / max(steps, 1):.0f} 80% 85%)" if step else "#eee"
+
+
+def page(histories, tokenizer, mask):
+    """A self-contained HTML page: each text with its tokens coloured by the step in which they appeared."""
+    rows = ""
+    for history in histories:
+        rows += "<p>"
+        for text, step in tokens_in_order(history, tokenizer, mask):
+            title = f"step {step} of {len(history) - 1}" if step else "given"
+            style = f"background:{colour(step, len(history) - 1)}"
+            rows += f'<span style="{style}" title="{title}">{html.escape(text)}</span>'
+        rows += "</p>"
+    style = "body{font:18px/1.8 serif;max-width:42em;margin:2em auto;white-space:pre-wrap}small{color:#666}"
+    note = "Blue tokens appeared first, red ones last, grey ones were given; point at one to read its step."
+    head = f"<!doctype html><meta charset=utf-8><title>Steps</title><style>{style}</style>"
+    return f"{head}<body>{rows}<small>{note}</small></body>\n"
+
+
+def animation(histories, tokenizer, mask, step_s=0.4, rest_s=3.0):
+    """A self-contained SVG of the same that writes the texts step by step, and again after a rest."""
+    # Place each token; one may end a line and begin the next.
+    placed, line, column = [], 0, 0
+    for history in histories:
+        for text, step in tokens_in_order(history, tokenizer, mask):
+            for part in re.split("(\n)", text):
+                if part == "\n":
+                    line, column = line + 1, 0
+                elif part:
+                    placed.append((line, column, part, step))
+                    column += len(part)
+        line, column = line + 2, 0
+
+    # Draw it: a coloured box and the letters over it, grey in the step in which they appear. What was given is there
+    # from the beginning.
+    width, height, steps = 8.43, 21, max(map(len, histories)) - 1  # of a letter, of a line
+    total_s, shapes = steps * step_s + rest_s, []
+    for row, column, part, step in placed:
+        timing = f'keyTimes="0;{step * step_s / total_s:.3f}" dur="{total_s:.1f}s" calcMode="discrete"'
+        animate = f'<animate {timing} repeatCount="indefinite" attributeName="{{}}" values="{{}}"/>' * bool(step)
+        fill, size = colour(step, steps), f"{len(part) * width:.1f}"
+        turns, appears = animate.format("fill", f"#aaa;{fill}"), animate.format("opacity", "0;1")
+        place = f'x="{12 + column * width:.1f}"'
+        box = f'<rect {place} y="{8 + row * height}" width="{size}" height="18" fill="{fill}">{turns}</rect>'
+        letters = f'<text {place} y="{22 + row * height}" textLength="{size}">{html.escape(part)}{appears}</text>'
+        shapes.append(box + letters)
+    longest = max((column + len(part) for _, column, part, _ in placed), default=0)
+    style = "<style>text{font:14px monospace}</style><rect width='100%' height='100%' fill='#fff'/>"
+    size = f'width="{24 + longest * width:.0f}" height="{line * height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" {size}>{style}{"".join(shapes)}</svg>\n'
 
 
 if __name__ == "__main__":

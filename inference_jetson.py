@@ -32,7 +32,6 @@ import subprocess
 import sys
 import time
 import types
-import typing
 from pathlib import Path
 
 import numpy as np
@@ -76,15 +75,15 @@ def command_line(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     comments = dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(Config), re.MULTILINE))
     for field in dataclasses.fields(Config):
-        flags = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
-        settings = {"dest": field.name, "default": field.default, "help": comments[field.name].replace("%", "%%")}
+        flags = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))  # both spellings, once if equal
+        settings = {"dest": field.name, "default": field.default, "help": comments[field.name]}
         if field.type is bool:
             parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **settings)
-            continue
-        many = typing.get_origin(field.type) is tuple
-        settings["help"] += f" (default: {' '.join(map(str, field.default)) if many else field.default})"
-        settings |= {"type": int, "nargs": "+"} if many else {"type": field.type}
-        parser.add_argument(*flags, metavar="X", **settings)
+        else:
+            settings["help"] += " (default: %(default)s)"
+            many = isinstance(field.default, tuple)
+            settings |= {"type": int, "nargs": "+"} if many else {"type": field.type}
+            parser.add_argument(*flags, metavar="X", **settings)
     given = vars(parser.parse_args(arguments))
     return Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
@@ -99,13 +98,11 @@ def read_bundle(folder):
         raise FileNotFoundError(f"{folder} is no bundle (no bundle.json); write one with: {export}")
     try:
         about = json.loads((folder / "bundle.json").read_text())
-        version = about["format"]
-        {name: (file["bytes"], file["sha256"]) for name, file in about["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except ValueError:
         raise ValueError(f"{folder}/bundle.json is damaged; export again with: {export}") from None
-    if version != FORMAT:
-        advice = "export it again with the export_jetson.py that lies beside this script"
-        raise ValueError(f"{folder} is a bundle of format {version}, this script reads {FORMAT}: {advice}")
+    if about["format"] != FORMAT:
+        advice = f"export again with the export_jetson.py beside this script: {export}"
+        raise ValueError(f"{folder} is a bundle of format {about['format']}, this script reads {FORMAT}; {advice}")
     return about
 
 
@@ -113,8 +110,7 @@ def part(folder, about, name):
     """The bytes of a file of the bundle, which must be those that were written."""
     path = folder / name
     if name not in about["files"]:
-        advice = "export it again on a machine where export_jetson.py can write it"
-        raise FileNotFoundError(f"the bundle holds no {name}; {advice}")
+        raise FileNotFoundError(f"the bundle holds no {name}; export it where export_jetson.py can write that")
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing; copy the folder again")
     data, want = path.read_bytes(), about["files"][name]
@@ -127,25 +123,14 @@ def read_safetensors(data):
     """{name: tensor} of a safetensors file's bytes, without the package: an 8-byte length, JSON, then the numbers."""
     start = 8 + int.from_bytes(data[:8], "little")
     entries, numbers, tensors = json.loads(data[8:start]), bytearray(data[start:]), {}
+    entries.pop("__metadata__", None)
     for name, entry in entries.items():
-        if name != "__metadata__":
-            dtype, (begin, end) = {"F16": torch.float16, "F32": torch.float32}[entry["dtype"]], entry["data_offsets"]
-            flat = torch.frombuffer(numbers, dtype=torch.uint8, count=end - begin, offset=begin)
-            tensors[name] = flat.clone().view(dtype).view(entry["shape"])  # a clone begins at a multiple of 64 bytes
+        begin, end = entry["data_offsets"]
+        flat = torch.frombuffer(numbers, dtype=torch.uint8, count=end - begin, offset=begin)
+        flat = flat.clone()  # it begins at a multiple of 64 bytes, which the kernels need
+        dtype = {"F16": torch.float16, "F32": torch.float32}[entry["dtype"]]
+        tensors[name] = flat.view(dtype).view(entry["shape"])
     return tensors
-
-
-def load_model(folder, about, device):
-    """The MDLM of a bundle: FP16 on a GPU, float32 on a CPU, where halves are slow."""
-    config, weights = (part(folder, about, name) for name in ("config.json", "model.safetensors"))
-    model = mdlm.build(config, read_safetensors(weights))
-    return model.to(device, torch.float16 if device.type == "cuda" else torch.float32).eval()
-
-
-def load_tokenizer(folder, about):
-    tokenizer = tokenizers.Tokenizer.from_str(part(folder, about, "tokenizer.json").decode())
-    tokenizer.encode_special_tokens = True  # names of special tokens are text
-    return tokenizer
 
 
 # ---- one denoising step, of one shape ------------------------------------------------------------------------------
@@ -157,27 +142,29 @@ def fused_forward(model, rate_N, kernels):
     `kernels` has attention, add_norm and bias_gelu. The time embeddings of all steps are made here, once.
     """
     time_ND = model.time_embedding(rate_N)[:, 0] if model.cfg.time else None
+    # every residual sum is followed by a norm: the one inside the block, or the first of the next block
     norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)] + [model.norm]
+
+    def add_norm(x_BLD, residual_BLD, norm):
+        """(x + residual, LayerNorm of it) in one launch."""
+        return kernels.add_norm(x_BLD, residual_BLD, norm.weight, norm.bias, norm.eps)
 
     def forward(token_BL, see_BL, step_1):
         B, L = token_BL.shape
+        # positions and the step's time embedding are the first residual
         place_LD = model.position.weight[:L]
         if time_ND is not None:
             place_LD = place_LD + time_ND.index_select(0, step_1)
-        place_BLD = place_LD.expand(B, *place_LD.shape).contiguous()
-        h_BLD, n_BLD = add_norm(kernels, model.embed(token_BL), place_BLD, norms[0])
+        h_BLD, n_BLD = add_norm(model.embed(token_BL), place_LD.expand(B, *place_LD.shape).contiguous(), norms[0])
         for i, block in enumerate(model.blocks):
             qkv_BL3HK = block.qkv(n_BLD).view(B, L, 3, block.heads, -1)
-            h_BLD, n_BLD = add_norm(kernels, block.out(kernels.attention(qkv_BL3HK, see_BL)), h_BLD, norms[2 * i + 1])
+            h_BLD, n_BLD = add_norm(block.out(kernels.attention(qkv_BL3HK, see_BL)), h_BLD, norms[2 * i + 1])
+            # the bias of the first layer goes into the fused GELU
             f_BLF = kernels.bias_gelu(F.linear(n_BLD, block.fc1.weight), block.fc1.bias)
-            h_BLD, n_BLD = add_norm(kernels, block.fc2(f_BLF), h_BLD, norms[2 * i + 2])
+            h_BLD, n_BLD = add_norm(block.fc2(f_BLF), h_BLD, norms[2 * i + 2])
         return model.logits(n_BLD)
 
     return forward
-
-
-def add_norm(kernels, x, residual, norm):
-    return kernels.add_norm(x, residual, norm.weight, norm.bias, norm.eps)
 
 
 def graph_forward(run, rate_N):
@@ -193,16 +180,20 @@ def sample_fixed_(logits_RV, token_BL, state_2, keep_N, ban, mask, vocab, temper
     """The sampler in PyTorch operators of fixed shapes, which can be captured; torch's own random numbers."""
     logits_RV = diffusion.ban(logits_RV[:, :vocab], mdlm.BANNED)
     race_RV = diffusion.filter_logits(logits_RV, temperature, top_k, top_p if temperature > 0 else 1.0)
+    # -log of an exponential is Gumbel noise: the arg-max of the race is a draw from the softmax
     if temperature > 0:
         race_RV = race_RV - torch.empty_like(race_RV).exponential_().log()
     token_R, best_R = token_BL.view(-1), race_RV.argmax(-1)
+    # every row is drawn, as shapes are fixed; those that stay masked in this step are put back
     u_R, keep_1 = torch.rand_like(race_RV[:, 0]), keep_N.index_select(0, state_2[1:])
     next_R = diffusion.ancestral_step(token_R, best_R, u_R, keep_1, mask)
+    # a row without any finite logit keeps its mask, which answer() reports
     token_R.copy_(torch.where(race_RV.amax(-1) > -torch.inf, next_R, token_R))
 
 
 def step_tables(steps, schedule):
     """P(masked) before each step, which the model is told, and P(a mask stays) in it: both float32 [N]."""
+    # times from 1 to 0 in equal steps; the last one keeps no mask
     time_N = 1 - torch.arange(steps + 1, dtype=torch.float64) / steps
     before_N, after_N = time_N[:-1], time_N[1:]
     return diffusion.mask_rate(before_N, schedule).float(), diffusion.keep_prob(before_N, after_N, schedule).float()
@@ -217,10 +208,12 @@ class Denoiser:
 
     def __init__(self, forward, sample_, B, L, keep_N, cfg, vocab, device):
         self.forward, self.sample_, self.steps = forward, sample_, len(keep_N)
+        # what a step reads and writes: a graph replays on these very addresses
         self.token_BL = torch.full((B, L), mdlm.MASK, device=device)
         self.see_BL = torch.ones(B, L, dtype=torch.bool, device=device)
         self.state_2 = torch.zeros(2, dtype=torch.int64, device=device)
         self.keep_N = keep_N.to(device)
+        # rules of the sampler: they are the same in all steps, so a graph may hold them
         self.ban = torch.tensor(mdlm.BANNED, dtype=torch.int32, device=device)
         self.rule = mdlm.MASK, vocab, cfg.temperature, cfg.top_k, cfg.top_p
         self.graph = None
@@ -231,7 +224,8 @@ class Denoiser:
         self.state_2[1:].add_(1)
 
     def capture(self):
-        """Run the step on a side stream, as libraries allocate and choose kernels at first, then record it."""
+        """Record the step as a CUDA graph."""
+        # a few plain runs first, on a side stream: libraries allocate and choose kernels in them
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -249,7 +243,7 @@ class Denoiser:
         self.token_BL.copy_(token_BL)
         self.see_BL.copy_(token_BL != mdlm.PAD)
         self.state_2.copy_(torch.tensor([seed, 0]))
-        for _ in range(self.steps):
+        for _ in range(self.steps):  # the step's number is on the device: nothing comes from the host
             self.graph.replay() if self.graph else self.step()
         return self.token_BL.to("cpu", copy=True)  # the only synchronisation
 
@@ -279,9 +273,17 @@ def why_no_kernels(config, vocab, device):
     if config.width // config.heads != ops.HEAD:
         return f"the kernels are for heads of {ops.HEAD}, this model's have {config.width // config.heads}"
     if config.width > ops.MAX_WIDTH or vocab > 16384:
-        most = f"widths up to {ops.MAX_WIDTH} and 16,384 ids"
-        return f"the kernels are for {most}; this model has {config.width} and {vocab:,}"
+        return f"the kernels take widths to {ops.MAX_WIDTH} and 16,384 ids, this model has {config.width} and {vocab:,}"
     return ops.why_not(device)
+
+
+def load_torchscript(data, device, wrote):
+    """run(token, noise, see) -> logits of a TorchScript graph; wrote: the version of torch that wrote it."""
+    try:
+        return torch.jit.load(io.BytesIO(data), map_location=device)
+    except RuntimeError as error:
+        why = f"written by torch {wrote}; export it on this machine ({str(error).splitlines()[0]})"
+        raise ValueError(f"torch {torch.__version__} cannot load model_jetson.pt, {why}") from None
 
 
 def run_onnx(data):
@@ -291,6 +293,7 @@ def run_onnx(data):
     except ImportError:
         raise ValueError("--backend=onnx needs onnxruntime: pip install onnxruntime") from None
     session = onnxruntime.InferenceSession(data, providers=onnxruntime.get_available_providers())
+    # a model without time has no input "noise"
     taken = {node.name for node in session.get_inputs()}
 
     def run(token, noise, see):
@@ -306,22 +309,19 @@ def run_tensorrt(data, built):
     try:
         import tensorrt as trt
     except ImportError:
-        advice = "the Python module tensorrt (JetPack's: apt install python3-libnvinfer)"
-        raise ValueError(f"--backend=tensorrt needs {advice}") from None
-    there, here = (built["version"], built["gpu"]), (trt.__version__, torch.cuda.get_device_name())
-    if there != here:
-        versions = "model.trt was built by TensorRT {} on {}, this is {} on {}".format(*there, *here)
-        raise ValueError(f"{versions}; build it here: python export_jetson.py --tensorrt")
-    engine = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine(data)
+        raise ValueError("--backend=tensorrt needs JetPack's module: apt install python3-libnvinfer") from None
+    there = f"TensorRT {built['version']} on {built['gpu']}"
+    here = f"TensorRT {trt.__version__} on {torch.cuda.get_device_name()}"
+    engine = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine(data) if there == here else None
     if engine is None:
-        raise ValueError(f"model.trt cannot be read by TensorRT {trt.__version__}; build it with export_jetson.py")
+        raise ValueError(f"model.trt is of {there}, this is {here}; build it here: python export_jetson.py --tensorrt")
     context, vocab = engine.create_execution_context(), engine.get_tensor_shape("logits")[-1]
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
 
     def run(token, noise, see):
         given = {"token": token, "noise": noise, "see": see}
         logits_BLV = torch.empty(*token.shape, vocab, dtype=torch.float16, device=token.device)
-        for name in names:
+        for name in names:  # an engine reads and writes at addresses
             if name in given:
                 context.set_input_shape(name, tuple(given[name].shape))
             context.set_tensor_address(name, given.get(name, logits_BLV).data_ptr())
@@ -339,26 +339,15 @@ class Writer:
         folder, self.cfg = Path(cfg.bundle), cfg
         about = read_bundle(folder)
         self.device = torch.device(cfg.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.tokenizer = load_tokenizer(folder, about)
-        graph = cfg.backend in ("torchscript", "onnx", "tensorrt")  # these bring weights of their own
-        self.model = load_model(folder, about, torch.device("cpu") if graph else self.device)
+        self.tokenizer = tokenizers.Tokenizer.from_str(part(folder, about, "tokenizer.json").decode())
+        self.tokenizer.encode_special_tokens = True  # names of special tokens in a prompt are text
+        config, weights = (part(folder, about, name) for name in ("config.json", "model.safetensors"))
+        self.model = mdlm.build(config, read_safetensors(weights)).eval()
         self.vocab = min(self.tokenizer.get_vocab_size(), self.model.cfg.vocab)
-        self.backend, self.run, self.length = cfg.backend, None, 0  # length: the only one that an engine takes
-        if cfg.backend in ("auto", "kernels"):
-            reason = why_no_kernels(self.model.cfg, self.vocab, self.device)
-            self.backend = "torch" if reason else "kernels"
-            if reason and cfg.backend == "kernels":
-                raise ValueError(f"--backend=kernels: {reason}")
-            if reason and self.device.type == "cuda":
-                print(f"kernels: {reason}; using PyTorch", file=sys.stderr)
+        self.backend = self.choose_backend()
+        self.run, self.length = None, 0  # a graph instead of the model; the only length that an engine takes
         if self.backend == "torchscript":
-            data = io.BytesIO(part(folder, about, "model_jetson.pt"))
-            try:
-                self.run = torch.jit.load(data, map_location=self.device)
-            except RuntimeError as error:
-                wrote = f"model_jetson.pt, which torch {about['torch']} wrote; export it on this machine"
-                reason = str(error).splitlines()[0]
-                raise ValueError(f"torch {torch.__version__} cannot load {wrote} ({reason})") from None
+            self.run = load_torchscript(part(folder, about, "model_jetson.pt"), self.device, about["torch"])
         elif self.backend == "onnx":
             self.run = run_onnx(part(folder, about, "model.onnx"))
         elif self.backend == "tensorrt":
@@ -366,14 +355,29 @@ class Writer:
                 raise ValueError("--backend=tensorrt needs a CUDA device")
             self.run = run_tensorrt(part(folder, about, "model.trt"), about["tensorrt"])
             self.length = about["tensorrt"]["length"]
+        else:  # FP16 on a GPU, float32 on a CPU, where halves are slow; graphs bring weights of their own
+            self.model.to(self.device, torch.float16 if self.device.type == "cuda" else torch.float32)
         self.captures = self.device.type == "cuda" and self.backend != "onnx"
+        # the loop of model_mdlm.py draws from the generator, a captured step from torch's own or from self.seed
         self.generator = torch.Generator(self.device).manual_seed(cfg.seed)
         self.seed, self.denoisers = cfg.seed, {}
         torch.manual_seed(cfg.seed)
 
+    def choose_backend(self):
+        """The backend asked for; "auto" is kernels where they run, else torch, which is said on a GPU."""
+        if self.cfg.backend not in ("auto", "kernels"):
+            return self.cfg.backend
+        reason = why_no_kernels(self.model.cfg, self.vocab, self.device)
+        if reason and self.cfg.backend == "kernels":
+            raise ValueError(f"--backend=kernels: {reason}")
+        if reason and self.device.type == "cuda":
+            print(f"kernels: {reason}; using PyTorch", file=sys.stderr)
+        return "torch" if reason else "kernels"
+
     def denoiser(self, B, L, steps):
         """The step for this shape, captured at its first use."""
         if (B, L, steps) not in self.denoisers:
+            # what differs between steps lies in tables on the device
             rate_N, keep_N = (table_N.to(self.device) for table_N in step_tables(steps, self.cfg.schedule))
             kernels = torch.ops.unmask if self.backend == "kernels" else PLAIN
             with torch.inference_mode():
@@ -389,12 +393,12 @@ class Writer:
         L = token_BL.shape[1]
         room = self.length or min(-(-L // 32) * 32, self.model.cfg.positions)
         if room < L:
-            advice = f"build another: python export_jetson.py --tensorrt --length={L}"
-            raise ValueError(f"the engine takes up to {room} tokens, not {L}; {advice}")
+            raise ValueError(f"the engine takes up to {room} tokens, not {L}; export one with --tensorrt --length={L}")
         token_BL, filled = F.pad(token_BL, (0, room - L), value=mdlm.PAD), []
+        # an engine takes one row at a time
         for part_BL in token_BL.split(1) if self.length else [token_BL]:
             filled.append(self.denoiser(*part_BL.shape, steps)(part_BL, self.seed))
-            self.seed += 1
+            self.seed += 1  # the next canvas meets other noise
         return torch.cat(filled)[:, :L]
 
     def fill(self, token_BL, steps):
@@ -405,15 +409,16 @@ class Writer:
         try:
             if self.captures:
                 return self.fill_captured(token_BL, steps)
+            # on a CPU, and for ONNX, the loop of model_mdlm.py: it computes logits only where it unmasks
             rule = mdlm.Sampling("ancestral", steps, cfg.schedule, cfg.temperature, cfg.top_k, cfg.top_p, self.vocab)
             model = Full(self.run) if self.run else self.model
             return mdlm.sample(model, token_BL.to(self.device), rule, self.generator).cpu()
         except (RuntimeError, MemoryError) as error:
-            reason = (str(error) or "MemoryError").splitlines()[0][:150]
+            # torch raises RuntimeError for much else; NvMap is the Jetson's allocator
             if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory|NvMap", str(error)):
                 raise
             lower = "--batches or --lengths" if cfg.benchmark else "--n or --max_new"
-            raise ValueError(f"out of memory at batch {B}, length {L}: lower {lower} ({reason})") from None
+            raise ValueError(f"out of memory at batch {B}, length {L}: lower {lower}") from None
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------
@@ -421,6 +426,7 @@ class Writer:
 
 def canvas(writer, prompt):
     """Ids of a prompt's canvas: BOS, text, masks for each [MASK:n], EOS behind a text that ends; or masks behind it."""
+    # texts and the sizes of the masks between them take turns
     parts = re.split(r" ?\[MASK:(\d+)\]", prompt)
     texts, sizes = parts[::2], [int(size[:9]) for size in parts[1::2]] or [writer.cfg.max_new]
     if any("[MASK" in text for text in texts):
@@ -429,9 +435,7 @@ def canvas(writer, prompt):
     end = [mdlm.EOS] if len(texts) > len(sizes) else []
     length, positions = 1 + sum(map(len, encoded)) + sum(sizes) + len(end), writer.model.cfg.positions
     if length > positions:
-        raise ValueError(
-            f"{length:,} tokens do not fit the model's {positions} positions; lower --max_new or mask less"
-        )
+        raise ValueError(f"{length:,} tokens do not fit the model's {positions} positions; lower --max_new")
     ids = [mdlm.BOS]
     for text_ids, size in itertools.zip_longest(encoded, sizes, fillvalue=0):
         ids += text_ids + [mdlm.MASK] * size
@@ -440,6 +444,7 @@ def canvas(writer, prompt):
 
 def answer(writer, prompt):
     """Fill cfg.n canvases of a prompt and print the texts."""
+    # n equal canvases; the noise makes them different texts
     ids = canvas(writer, prompt)
     token_BL = torch.tensor([ids]).expand(writer.cfg.n, -1)
     started = time.perf_counter()
@@ -448,6 +453,7 @@ def answer(writer, prompt):
     for i, row in enumerate(filled.tolist()):
         if mdlm.MASK in row:
             raise ValueError("the model's logits are not finite; export it again, or lower the learning rate it had")
+        # the text is what stands between BOS and EOS
         row = row[1 : row.index(mdlm.EOS)] if mdlm.EOS in row else row[1:]
         text = writer.tokenizer.decode(row)
         print(text if len(filled) == 1 else f"---- {i + 1}\n{text}", flush=True)
@@ -456,12 +462,13 @@ def answer(writer, prompt):
 
 
 def interact(writer):
-    """Read prompts, a line each, until the end of input."""
-    if sys.stdin.isatty():
+    """Answer prompts, a line each, until the end of input."""
+    terminal = sys.stdin.isatty()
+    if terminal:
         print("Write a beginning and press Enter; Ctrl-D ends.", file=sys.stderr)
     while True:
         try:
-            line = input(">>> ") if sys.stdin.isatty() else input()
+            line = input(">>> " if terminal else "")
         except (EOFError, KeyboardInterrupt):
             return
         if line:
@@ -475,27 +482,20 @@ def first_line_of(*command):
     """First line of a command's output, or "" where it is not there."""
     if not shutil.which(command[0]):
         return ""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        return process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        line = process.stdout.readline().strip()
+        process.kill()  # tegrastats goes on for ever
+    return line
 
 
 def device_state(device):
     """Name, power mode and clocks, where this machine tells them."""
-    state = {"name": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+    cpu = first_line_of("grep", "-m1", "model name", "/proc/cpuinfo").split(": ")[-1] or platform.machine()
+    state = {"name": cpu, "cores": os.cpu_count(), "torch": torch.__version__}
     if device.type == "cuda":
         state["name"] = torch.cuda.get_device_name(device)
         query = "--query-gpu=clocks.sm,clocks.mem,power.limit"
         state["clocks"] = first_line_of("nvidia-smi", query, "--format=csv,noheader")
-    else:
-        try:
-            lines = Path("/proc/cpuinfo").read_text().splitlines()
-            state["name"] = next(line.split(": ")[1] for line in lines if line.startswith("model name"))
-        except (OSError, StopIteration):
-            pass
     state["power_mode"] = first_line_of("nvpmodel", "-q")
     state["tegrastats"] = first_line_of("tegrastats", "--interval", "500")
     return {name: value for name, value in state.items() if value}
@@ -505,6 +505,7 @@ def peak_gb_s(device, state):
     """Memory bandwidth of the data sheet or of the driver's clock and bus width; 0 where it is not known."""
     if device.type != "cuda":
         return 0.0
+    # data sheet of the Orin Nano: MAXN and 25 W run the memory faster than 15 W
     if "orin" in state["name"].lower():
         return 102.4 if re.search("MAXN|25W", state.get("power_mode", "")) else 68.3
     properties = torch.cuda.get_device_properties(device)
@@ -518,28 +519,30 @@ def bytes_per_step(model, B, L, size):
 
 
 def benchmark(writer):
-    cfg, device = writer.cfg, writer.device
+    """Time canvases of masks of all sizes asked for; tokens are those filled. Prints a table and writes it as JSON."""
+    cfg, device, cuda = writer.cfg, writer.device, writer.device.type == "cuda"
     state = device_state(device)
     peak, rows = peak_gb_s(device, state), []
     print(json.dumps(state))
     print("length  steps  batch    tokens/s   ms/step   GB/s  of peak  memory MB")
-    shapes = itertools.product(cfg.lengths, cfg.steps_list, cfg.batches)
-    for L, steps, B in shapes:
+    for L, steps, B in itertools.product(cfg.lengths, cfg.steps_list, cfg.batches):
         token_BL = torch.tensor([mdlm.BOS] + [mdlm.MASK] * (L - 1)).expand(B, -1)
-        if device.type == "cuda":
+        if cuda:
             torch.cuda.reset_peak_memory_stats()
+        # three samples of warm-up: the first captures the step
         seconds = []
-        for i in range(3 + cfg.repeats):
+        for _ in range(3 + cfg.repeats):
             started = time.perf_counter()
             writer.fill(token_BL, steps)
-            if i >= 3:
-                seconds.append(time.perf_counter() - started)
+            seconds.append(time.perf_counter() - started)
+        seconds = seconds[3:]
         writer.denoisers.clear()  # their buffers are no part of the next row's memory
+        # speed, and what share of the memory's bandwidth it needs at least
         median = statistics.median(seconds)
-        moved = bytes_per_step(writer.model, B, L, 2 if device.type == "cuda" else 4) * steps / median / 1e9
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else memory
         rates = np.percentile([B * (L - 1) / s for s in seconds], [10, 90])
+        moved = bytes_per_step(writer.model, B, L, 2 if cuda else 4) * steps / median / 1e9
+        host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = torch.cuda.max_memory_allocated() if cuda else host_bytes
         row = {
             "length": L, "steps": steps, "batch": B, "tok_per_s": B * (L - 1) / median, "spread": rates.tolist(),
             "ms_per_step": 1e3 * median / steps, "gb_s": moved, "peak_gb_s": peak or None, "memory_mb": memory / 1e6,
@@ -549,18 +552,17 @@ def benchmark(writer):
         print(f"{L:6} {steps:6} {B:6} {row['tok_per_s']:11,.0f} {row['ms_per_step']:9.3f} {moved:6.1f} {share} "
               f"{row['memory_mb']:10,.0f}", flush=True)  # fmt: skip
     out = Path(cfg.out or Path(cfg.bundle) / "benchmark.json")
-    after = device_state(device)
-    about = {"backend": writer.backend, "graph": cfg.graph and writer.captures}
-    out.write_text(json.dumps({"device": state, "device_after": after, **about, "rows": rows}, indent=2) + "\n")
-    print(
-        f"wrote {out}: {writer.backend}; tokens are those filled, all steps included, three samples of warm-up excluded"
-    )
+    about = {"device": state, "device_after": device_state(device)}  # clocks fall when a board gets hot
+    about |= {"backend": writer.backend, "graph": cfg.graph and writer.captures, "rows": rows}
+    out.write_text(json.dumps(about, indent=2) + "\n")
+    print(f"wrote {out}: {writer.backend}; all steps included, three samples of warm-up excluded")
 
 
 # ---- main ----------------------------------------------------------------------------------------------------------
 
 
 def main(cfg):
+    # settings that would otherwise fail late, or draw nonsense
     names = {"backend": BACKENDS, "schedule": diffusion.SCHEDULES, "device": ("", "cpu", "cuda")}
     for name, known in names.items():
         if getattr(cfg, name) not in known:

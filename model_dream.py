@@ -56,16 +56,15 @@ class DreamConfig:
     eos_id: int = 151_643
 
     def __post_init__(self):
+        # a config.json may hold anything; most of it would fail far from here, or give a model that is silently wrong
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), field.type
-            if type(value) is not kind and (type(value), kind) != (int, float):
-                raise ValueError(f"{field.name} is {value!r}, not of type {kind.__name__}")
-            if kind is not bool and not field.name.endswith("_id") and not 0 < value < math.inf:
-                raise ValueError(f"{field.name} is {value!r}, not a positive number")
+            fits = type(value) is kind or (type(value), kind) == (int, float)
+            any_sign = kind is bool or field.name.endswith("_id")
+            if not fits or not (any_sign or 0 < value < math.inf):
+                raise ValueError(f"{field.name} is {value!r}, not a valid {kind.__name__}")
         if self.heads % self.kv_heads or self.head_size % 2:
-            raise ValueError(
-                f"{self.heads} heads of size {self.head_size}, {self.kv_heads} of them for keys and values"
-            )
+            raise ValueError(f"{self.heads} heads and {self.kv_heads} for keys and values, of size {self.head_size}")
         other_ids = {self.pad_id, self.bos_id, self.eos_id}
         if self.mask_id in other_ids or not all(0 <= i < self.vocab for i in (self.mask_id, *other_ids)):
             raise ValueError(f"mask_id {self.mask_id} and the ids {other_ids} must differ and lie below {self.vocab}")
@@ -89,7 +88,7 @@ HF_KEYS = {
     "bos_id": "bos_token_id",
     "eos_id": "eos_token_id",
 }
-# Keys that would change the maths, with the only values this model knows; all others (auto_map, use_mrope, ...) are
+# Keys that would change the maths, with the values that this model computes. All others (auto_map, use_mrope, ...) are
 # ignored, as the reference ignores them.
 FIXED = {
     "model_type": ("Dream", "dream"),
@@ -101,26 +100,24 @@ FIXED = {
 }
 
 
-def config_from_hf(path):
-    """The architecture in a Hugging Face config.json, or in that of a folder. Keys that do not concern us are ignored.
+def config_from_hf(folder):
+    """The architecture in the config.json of a Hugging Face folder. Keys that do not concern us are ignored.
 
     Raises ValueError for keys that are missing or ask for another model; FileNotFoundError if there is no file.
     """
-    path = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    path = Path(folder) / "config.json"
     hf = runs.read_json(path)
-    wrong = [f"{k} is {hf[k]!r}, not {known[0]!r}" for k, known in FIXED.items() if k in hf and hf[k] not in known]
-    optional = ("head_size", "tie", "bos_id")
-    wrong += [f"{k} is missing" for name, k in HF_KEYS.items() if name not in optional and hf.get(k) is None]
     fields = {name: hf[key] for name, key in HF_KEYS.items() if hf.get(key) is not None}
-    fields.setdefault("bos_id", fields.get("eos_id"))
-    try:
-        if wrong:
-            raise ValueError("; ".join(wrong))
-        if "head_size" not in fields:
-            fields["head_size"] = fields["width"] // fields["heads"]
-        return DreamConfig(**fields)
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"{path} does not describe a Dream model: {error}") from None
+    missing = HF_KEYS.keys() - fields.keys() - {"head_size", "tie", "bos_id"}  # these have a default
+    wrong = [f"{k} is {hf[k]!r}, not {known[0]!r}" for k, known in FIXED.items() if k in hf and hf[k] not in known]
+    wrong += [f"{HF_KEYS[name]} is missing" for name in sorted(missing)]
+    if not wrong:
+        try:
+            fields = {"head_size": fields["width"] // fields["heads"], "bos_id": fields["eos_id"]} | fields
+            return DreamConfig(**fields)
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            wrong = [str(error)]
+    raise ValueError(f"{path} does not describe a Dream model: {'; '.join(wrong)}")
 
 
 def read_config(folder, meta=None):
@@ -129,7 +126,7 @@ def read_config(folder, meta=None):
     Without meta the folder's config.json says what it is. Raises ValueError for a model that is no Dream.
     """
     meta = runs.read_json(Path(folder) / "config.json") if meta is None else meta
-    if "model" not in meta:
+    if "model" not in meta:  # converted
         return config_from_hf(folder)
     if meta["model"].keys() != {field.name for field in dataclasses.fields(DreamConfig)}:
         name = meta.get("train", {}).get("model", "another model")
@@ -139,15 +136,10 @@ def read_config(folder, meta=None):
 
 def config_to_hf(cfg, dtype="bfloat16"):
     """The config.json of the Hub for this architecture, as a dictionary; config_from_hf reads it back."""
-    fixed = {name: known[0] for name, known in FIXED.items()}
     auto_map = {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}
-    return {
-        "architectures": ["DreamModel"],
-        "auto_map": auto_map,
-        **fixed,
-        **{key: getattr(cfg, name) for name, key in HF_KEYS.items()},
-        "torch_dtype": dtype,
-    }
+    fixed = {key: known[0] for key, known in FIXED.items()}
+    ours = {key: getattr(cfg, name) for name, key in HF_KEYS.items()}
+    return {"architectures": ["DreamModel"], "auto_map": auto_map} | fixed | ours | {"torch_dtype": dtype}
 
 
 CONFIGS = {
@@ -158,12 +150,14 @@ CONFIGS = {
     "7b": DreamConfig(),
 }
 
+# ---- layout on a mesh ----------------------------------------------------------------------------------------------
+
 # How each parameter lies on a mesh with the axes (data, fsdp, tensor): tensor splits heads, feed-forward, vocabulary;
-# fsdp splits the other side, and is gathered where the weight is used. What is not named is small and whole everywhere.
+# fsdp splits the other side, and is gathered where the weight is used. What is not named is small: all devices hold it.
 SHARDING = {
-    **dict.fromkeys(
-        ("embed_tokens", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"), PS("tensor", "fsdp")
-    ),
+    "embed_tokens": PS("tensor", "fsdp"),
+    "lm_head": PS("tensor", "fsdp"),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), PS("tensor", "fsdp")),
     **dict.fromkeys(("o_proj", "down_proj"), PS("fsdp", "tensor")),
     **dict.fromkeys(("q_bias", "k_bias", "v_bias"), PS("tensor")),
 }
@@ -171,11 +165,12 @@ BATCH = ("data", "fsdp")  # both axes split the batch
 
 
 def fit(spec, shape, mesh):
-    """The spec without the axes that do not divide their dimension: such a dimension stays whole."""
+    """The spec without the axes that do not divide their dimension: such a dimension is not split."""
     parts = []
     for size, axes in itertools.zip_longest(shape, spec):
         names = (axes,) if isinstance(axes, str) else axes or ()
-        parts.append(axes if size % math.prod(mesh.shape[name] for name in names) == 0 else None)
+        devices = math.prod(mesh.shape[name] for name in names)
+        parts.append(axes if size % devices == 0 else None)
     return PS(*parts)
 
 
@@ -185,28 +180,45 @@ def shard(x, *spec):
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, fit(spec, x.shape, mesh))
 
 
+def shardings(mesh, tree):
+    """A NamedSharding for each leaf of a tree of parameters, or of optimizer moments, by its name."""
+
+    def place(path, leaf):
+        # the innermost name that SHARDING knows: optimizers and Int8 wrap parameters in tuples of their own
+        names = (getattr(key, "key", None) for key in path[::-1])
+        spec = next((SHARDING[name] for name in names if name in SHARDING), PS())
+        return jax.NamedSharding(mesh, fit(spec, leaf.shape, mesh) if leaf.shape else PS())
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+# ---- the parts of a layer ------------------------------------------------------------------------------------------
+
+
 def rms_norm(x, weight, eps):
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32, returned in x's dtype."""
-    x32 = x.astype(jnp.float32)
+    x32 = x.astype(jnp.float32)  # bfloat16 keeps 8 bits: a sum of D squares would lose most of its terms
     return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * weight).astype(x.dtype)
 
 
 def rope_frequencies(head_size, theta):
     """Rotary frequencies theta^(-2i/K), float32 [K/2], rounded as PyTorch rounds them but for one unit in 1 of 64."""
+    # NumPy on the host, as the angle at position 2,000 makes an error here 2,000 times as large
     exponent = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
     return np.float32(1) / (np.float64(theta) ** exponent).astype(np.float32)
 
 
 def rope_table(position_BL, inv_freq):
     """cos and sin [B, L, K] in float32 of the angles position * inv_freq; both halves of K hold the same angles."""
-    angle_BLK = position_BL[..., None].astype(jnp.float32) * jnp.asarray(inv_freq)  # K / 2 wide
+    # float32, since bfloat16 cannot tell position 257 from 256; the angles are K / 2 wide
+    angle_BLK = position_BL[..., None].astype(jnp.float32) * jnp.asarray(inv_freq)
     return tuple(jnp.concatenate([f(angle_BLK)] * 2, -1) for f in (jnp.cos, jnp.sin))
 
 
 def rotate(x_BLHK, cos_BLK, sin_BLK):
     """Rotary embedding, half-split: x cos + [-x_2; x_1] sin, in float32, returned in x's dtype."""
     x32, half = x_BLHK.astype(jnp.float32), x_BLHK.shape[-1] // 2
-    swapped = jnp.concatenate([-x32[..., half:], x32[..., :half]], -1)
+    swapped = jnp.concatenate([-x32[..., half:], x32[..., :half]], -1)  # [-x_2; x_1]
     return (x32 * cos_BLK[:, :, None] + swapped * sin_BLK[:, :, None]).astype(x_BLHK.dtype)
 
 
@@ -237,15 +249,16 @@ def quantise(weight_FD):
     """The nearest Int8: scale = max |row| / 127, q = round(row / scale); it is off by half a scale at most."""
     weight_FD = weight_FD.astype(jnp.float32)
     scale_F1 = jnp.max(jnp.abs(weight_FD), -1, keepdims=True) / 127
-    return Int8(jnp.round(weight_FD / jnp.where(scale_F1 > 0, scale_F1, 1)).astype(jnp.int8), scale_F1)
+    divisor_F1 = jnp.where(scale_F1 > 0, scale_F1, 1)  # a row of zeros stays one
+    return Int8(jnp.round(weight_FD / divisor_F1).astype(jnp.int8), scale_F1)
 
 
 def linear(x_BLD, weight, *spec, dtype=None, on_cpu=False):
-    """x W^T over one axis of tokens, as a matmul of two matrices, in x's dtype or another. W lies as spec says.
+    """x W^T [B, L, F] in x's dtype or another, as a matmul of two matrices; W lies on the mesh as spec says.
 
     The scales of an Int8 multiply the product, in float32: every q is exact in bfloat16. on_cpu changes only the speed.
     """
-    if isinstance(weight, Lora):
+    if isinstance(weight, Lora):  # W x + B (A x): the product B A, as large as W, is never made
         low_BLR = linear(x_BLD, weight.a_RD, on_cpu=on_cpu)
         change_BLF = linear(low_BLR, weight.b_FR, dtype=dtype, on_cpu=on_cpu)
         return linear(x_BLD, weight.base, *spec, dtype=dtype, on_cpu=on_cpu) + change_BLF
@@ -260,6 +273,7 @@ def linear(x_BLD, weight, *spec, dtype=None, on_cpu=False):
             weight = weight + jnp.isnan(x_TD[0, 0]).astype(jnp.int8)
     elif on_cpu:  # XLA has kernels for the CPU's bfloat16 units (AMX) only where the product is float32
         accumulate = jnp.float32
+    # Parameters may be stored wider or narrower than activations: here they get x's dtype, and fsdp's parts meet.
     weight_FD = shard(weight.astype(x_BLD.dtype), *spec)
     y_TF = jax.lax.dot_general(x_TD, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=accumulate)
     y_TF = (y_TF * scale_F).astype(dtype)
@@ -279,31 +293,37 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, segment_BL=None):
 
     def attend(queries):
         q_BLHK, document_BL = queries
-        # the G query heads of a key/value head are G times as many queries, T = G L: one matmul for each of J heads
+        # The G query heads of a key/value head are G times as many queries, T = G L: one matmul for each of J heads,
+        # and no copies of the keys.
         q_BJTK = q_BLHK.reshape(B, -1, J, H // J, K).transpose(0, 2, 3, 1, 4).reshape(B, J, -1, K)
         score_BJTM = jnp.einsum("BJTK,BJMK->BJTM", q_BJTK, k_BJMK, preferred_element_type=jnp.float32) * K**-0.5
+        # Padding and other documents get a score that softmax turns into 0; -inf would be NaN in a row of nothing else.
         if see_BM is not None:
             score_BJTM = jnp.where(see_BM[:, None, None], score_BJTM, -1e30)
         if document_BL is not None:
             same_B11LM = (document_BL[:, :, None] == segment_BL[:, None])[:, None, None]
             score_BJGLM = score_BJTM.reshape(B, J, H // J, -1, M)
             score_BJTM = jnp.where(same_B11LM, score_BJGLM, -1e30).reshape(score_BJTM.shape)
+        # The mean of the values, added up in float32; the heads go back to their places, h = j G + g.
         prob_BJTM = jax.nn.softmax(score_BJTM, -1).astype(v_BJMK.dtype)
         o_BJTK = jnp.einsum("BJTM,BJMK->BJTK", prob_BJTM, v_BJMK, preferred_element_type=jnp.float32)
-        o_BJTK = o_BJTK.astype(v_BJMK.dtype)
-        return o_BJTK.reshape(B, J, H // J, -1, K).transpose(0, 3, 1, 2, 4).reshape(B, -1, H, K)
+        o_BJGLK = o_BJTK.astype(v_BJMK.dtype).reshape(B, J, H // J, -1, K)
+        return o_BJGLK.transpose(0, 3, 1, 2, 4).reshape(B, -1, H, K)
 
     if L <= block:
         return attend((q_BLHK, segment_BL))
     n = -(-L // block)
 
-    def split(x_BL):
+    def split(x_BL):  # [B, L, ...] -> [n, B, block, ...]
         x_BL = jnp.pad(x_BL, ((0, 0), (0, n * block - L), *[(0, 0)] * (x_BL.ndim - 2)))
         return x_BL.reshape(B, n, block, *x_BL.shape[2:]).swapaxes(0, 1)
 
-    # one block after the other; the backward pass computes the scores of a block again
+    # One block after the other; the backward pass computes the scores of a block again.
     o_nBLHK = jax.lax.map(jax.checkpoint(attend), jax.tree.map(split, (q_BLHK, segment_BL)))
     return o_nBLHK.swapaxes(0, 1).reshape(B, n * block, H, K)[:, :L]
+
+
+# ---- the model -----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,8 +332,11 @@ class Run:
 
     dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
     block: int = 256  # queries per block of the attention
-    head_positions: int = 64  # positions per row whose logits exist at a time while sampling
-    remat: typing.Literal["none", "qkvo", "full"] = "none"  # what the backward pass of a layer recomputes
+    # C of sample_dream.py: the logits of so many masked positions per row exist at a time. A float32 row of them is
+    # 600 KB at 7b, so those of a canvas of 768 tokens would be half a GB.
+    head_positions: int = 64
+    # What the backward pass of a layer computes again: nothing; all but the inputs and output of attention; all.
+    remat: typing.Literal["none", "qkvo", "full"] = "none"
     loss_tokens: int = 2048  # tokens whose logits exist at a time in the loss
     platform: str = ""  # what the programs are compiled for: cpu, tpu, gpu; "" is JAX's own
 
@@ -322,35 +345,31 @@ class Run:
         return (self.platform or jax.default_backend()) == "cpu"
 
 
-REMAT = {  # qkvo keeps the inputs and output of attention and recomputes the rest
-    "full": None,
-    "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn"),
-}
-
-
 class Block(nnx.Module):
     """One layer; its parameters have the checkpoint's names and [out, in] layout."""
 
     def __init__(self, cfg, rngs):
         D, Q, KV = cfg.width, cfg.heads * cfg.head_size, cfg.kv_heads * cfg.head_size
+        # A standard deviation of 1 / sqrt(fan-in), 0.017 at 7b. The two matrices that write into the residual stream
+        # are smaller, so that the sum of all 2 x layers of their outputs is not larger in a deep model. Ref: GPT-2.
+        residual = 1 / math.sqrt(2 * cfg.layers)
 
-        def normal(*shape, size=1.0):  # by fan-in, 0.017 at 7b
+        def normal(*shape, size=1.0):
             return nnx.Param(size * shape[-1] ** -0.5 * jax.random.normal(rngs.params(), shape, jnp.float32))
 
         self.input_layernorm, self.post_attention_layernorm = nnx.Param(jnp.ones(D)), nnx.Param(jnp.ones(D))
         self.q_proj, self.k_proj, self.v_proj = normal(Q, D), normal(KV, D), normal(KV, D)
         self.q_bias, self.k_bias, self.v_bias = (nnx.Param(jnp.zeros(n)) for n in (Q, KV, KV))
-        self.o_proj = normal(D, Q, size=1 / math.sqrt(2 * cfg.layers))
+        self.o_proj = normal(D, Q, size=residual)
         self.gate_proj, self.up_proj = normal(cfg.ffn, D), normal(cfg.ffn, D)
-        self.down_proj = normal(D, cfg.ffn, size=1 / math.sqrt(2 * cfg.layers))
+        self.down_proj = normal(D, cfg.ffn, size=residual)
         self.cfg = cfg
 
     def __call__(self, x_BLD, rope, see_BM, run, cache=None, start=0, segment_BL=None):
         """One layer: (new x, (k, v) [B, M, J, K] with the keys already rotated).
 
-        rope holds the queries' positions, segment_BL their documents. With a cache, whose keys carry their own
-        positions, the queries' keys and values are written at slots start .. start + L - 1 of it, and all its slots are
-        the keys.
+        rope holds cos and sin of the queries' positions, segment_BL their documents. The cache is the (k, v) of M slots
+        from an earlier pass: the queries' own are written at its slots start .. start + L - 1, and all slots are keys.
         """
         cfg = self.cfg
         B, L, _ = x_BLD.shape
@@ -359,21 +378,23 @@ class Block(nnx.Module):
             y_BLF = linear(x_BLD, getattr(self, f"{name}_proj").get_value(), *spec, on_cpu=run.on_cpu)
             return y_BLF + getattr(self, f"{name}_bias")[...].astype(x_BLD.dtype) if name in "qkv" else y_BLF
 
-        # attention; the names tell jax.checkpoint what may be kept for the backward pass
+        # Attention. The names tell jax.checkpoint what may be kept for the backward pass.
         n_BLD = rms_norm(x_BLD, self.input_layernorm[...], cfg.eps)
-        q, k, v = (
+        q_BLHK, k_BMJK, v_BMJK = (
             checkpoint_name(project(n_BLD, name, "tensor", None).reshape(B, L, -1, cfg.head_size), name)
             for name in "qkv"
         )
-        q_BLHK, k_BMJK, v_BMJK = rotate(q, *rope), rotate(k, *rope), v
-        if cache is not None:  # the fresh keys and values take their slots among the kept ones
+        q_BLHK, k_BMJK = rotate(q_BLHK, *rope), rotate(k_BMJK, *rope)
+        # The window's fresh keys and values replace those of its slots in the cache; the others stay as they were.
+        if cache is not None:
             k_BMJK, v_BMJK = (
                 jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, start, 0, 0))
                 for old, new in zip(cache, (k_BMJK, v_BMJK), strict=True)
             )
         o_BLHK = checkpoint_name(attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, segment_BL), "attn")
         x_BLD = x_BLD + project(o_BLHK.reshape(B, L, -1), "o", None, "tensor")
-        # feed-forward
+
+        # Feed-forward: silu in float32, as its exp loses digits in bfloat16.
         n_BLD = rms_norm(x_BLD, self.post_attention_layernorm[...], cfg.eps)
         gate_BLF, up_BLF = (project(n_BLD, name, "tensor", None) for name in ("gate", "up"))
         hidden_BLF = (jax.nn.silu(gate_BLF.astype(jnp.float32)) * up_BLF).astype(run.dtype)
@@ -385,7 +406,7 @@ class Dream(nnx.Module):
         def table(size):
             return nnx.Param(size * jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32))
 
-        # Embeddings of unit scale are not drowned by the layers' outputs, and a small model learns from the first steps
+        # Embeddings of unit scale are as large as the layers' outputs, and a small model learns from the first steps
         # on. A tied table is the head too, which needs rows of about unit length.
         self.embed_tokens = table(cfg.width**-0.5 if cfg.tie else 1.0)
         self.layers = nnx.Dict({str(i): Block(cfg, rngs) for i in range(cfg.layers)})
@@ -396,12 +417,13 @@ class Dream(nnx.Module):
 
     def lookup(self, token_BL):
         """Embeddings [B, L, D] in the computation's dtype."""
-        table = jax.tree.map(lambda x: shard(x, "tensor", None)[token_BL], self.embed_tokens.get_value())
-        x_BLD = table.q_FD * table.scale_F1 if isinstance(table, Int8) else table
+        # the rows of an array, or of both arrays of an Int8
+        row = jax.tree.map(lambda x: shard(x, "tensor", None)[token_BL], self.embed_tokens.get_value())
+        x_BLD = row.q_FD * row.scale_F1 if isinstance(row, Int8) else row
         return shard(x_BLD.astype(self.run.dtype), BATCH)
 
     def hidden(self, token_BL, position_BL=None, see_BM=None, cache=None, start=0, segment_BL=None):
-        """Final-normed hidden states [B, L, D] of the tokens, and the cache [(k, v) of each layer].
+        """Final-normed hidden states [B, L, D] of the tokens, and the cache: (k, v) [B, M, J, K] of each layer.
 
         Without a cache the keys are the tokens' own, and see_BM says which of them are not padding. With one of M slots
         the tokens are those of slots start .. start + L - 1 (start may be traced), see_BM is over all slots, and the
@@ -412,16 +434,17 @@ class Dream(nnx.Module):
         B, L = token_BL.shape
         if position_BL is None:
             position_BL = jnp.broadcast_to(start + jnp.arange(L), (B, L))
-        rope = rope_table(position_BL, rope_frequencies(self.cfg.head_size, self.cfg.theta))
+        rope = rope_table(position_BL, rope_frequencies(self.cfg.head_size, self.cfg.theta))  # once for all layers
+        keep = jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn")
         x_BLD, new_cache = self.lookup(token_BL), []
         for i in range(self.cfg.layers):
             layer, layer_cache = self.layers[str(i)], None if cache is None else cache[i]
             if self.run.remat == "none":
                 x_BLD, layer_cache = layer(x_BLD, rope, see_BM, self.run, layer_cache, start, segment_BL)
                 new_cache.append(layer_cache)
-            else:  # training needs no keys and values
+            else:  # training needs no keys and values; policy None keeps a layer's input alone
                 forward = lambda x, layer=layer: layer(x, rope, see_BM, self.run, segment_BL=segment_BL)[0]  # noqa: E731
-                x_BLD = jax.checkpoint(forward, policy=REMAT[self.run.remat])(x_BLD)
+                x_BLD = jax.checkpoint(forward, policy=keep if self.run.remat == "qkvo" else None)(x_BLD)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), new_cache
 
     def logits(self, hidden_BLD):
@@ -429,21 +452,19 @@ class Dream(nnx.Module):
         head = self.embed_tokens if self.cfg.tie else self.lm_head
         return linear(hidden_BLD, head.get_value(), "tensor", None, dtype=jnp.float32, on_cpu=self.run.on_cpu)
 
-    def __call__(self, token_BL, position_BL=None, see_BL=None, keep_BC=None):
-        """Float32 logits [B, L, V], or [B, C, V] at the positions keep_BC alone."""
+    def __call__(self, token_BL, position_BL=None, see_BL=None):
+        """Float32 logits [B, L, V] of a canvas."""
         hidden_BLD, _ = self.hidden(token_BL, position_BL, see_BL)
-        if keep_BC is not None:
-            hidden_BLD = jnp.take_along_axis(hidden_BLD, keep_BC[..., None], 1)
         return self.logits(hidden_BLD)
 
     def nelbo(self, token_BL, segment_BL, position_BL, t_BL, u_BL, fixed_BL=None, schedule="linear"):
-        """A bound on -log p of packed rows, in nats, summed: -sum w(t) log p(token | noised row) over masked tokens.
+        """A bound on -log p of packed rows, in nats, summed: sum of -w(t) log p(token | noised row) over masked tokens.
 
         t_BL is the time of each token's document, constant within it; a token becomes MASK where u_BL < rate(t), if it
-        is `counted`. Divided by the number of those it is the bound per token. rate and w = rate' / rate are those of a
-        schedule of diffusion.py; linear: t and 1 / t. The token at p is read from the hidden state at p - 1, the first
-        of a document from its own, as the sampler does. The head runs over chunks of the row, whose logits the backward
-        pass computes again. Ref: MDLM, arXiv:2406.07524, eq. 10, with alpha = 1 - rate.
+        is `counted`. Divided by the number of counted tokens it is the bound per token. rate and w = rate' / rate are
+        those of the schedule of this name in diffusion.py: t and 1 / t for linear alone. The token at p is read from
+        the hidden state at p - 1, the first of a document from its own, as the sampler does.
+        Ref: MDLM, arXiv:2406.07524, eq. 10, with alpha = 1 - rate.
         """
         B, L = token_BL.shape
         # Noise: prompts and padding stay as they are.
@@ -454,7 +475,8 @@ class Dream(nnx.Module):
         first_BL1 = (jnp.roll(segment_BL, 1, 1) != segment_BL).at[:, 0].set(True)[..., None]
         hidden_BLD = jnp.where(first_BL1, hidden_BLD, jnp.roll(hidden_BLD, 1, 1))
         weight_BL = jnp.where(mask_BL, diffusion.nelbo_weight(t_BL, schedule), 0.0)
-        # The head, a chunk of C positions at a time: C divides L and keeps to run.loss_tokens.
+        # All logits would be the largest array by far, [B, L, V] in float32. So the head runs over chunks of C
+        # positions, whose logits the backward pass computes again: C divides L and keeps to run.loss_tokens.
         C = next(c for c in range(min(L, max(1, self.run.loss_tokens // B)), 0, -1) if L % c == 0)
 
         @jax.checkpoint
@@ -463,7 +485,7 @@ class Dream(nnx.Module):
             nll_BC = diffusion.masked_nll(self.logits(hidden_BCD), token_BC, mask_BC, self.cfg.mask_id)
             return (nll_BC * weight_BC).sum()
 
-        def chunks(x_BL):  # along the row, so that rows stay split over devices
+        def chunks(x_BL):  # [B, L, ...] -> [L / C, B, C, ...]: along the row, so that rows stay split over devices
             return x_BL.reshape(B, L // C, C, *x_BL.shape[2:]).swapaxes(0, 1)
 
         return jax.lax.map(loss_of, jax.tree.map(chunks, (hidden_BLD, token_BL, mask_BL, weight_BL))).sum()
@@ -480,13 +502,17 @@ def noise(key, rows, row_B, segment_BL, eps=1e-3):
     Functions of the key and of a row's number among `rows` alone, however these are split over devices. The first
     document of row i has its t in the i-th of `rows` equal parts of [eps, 1], each further one is 0.618 of the range
     on: documents do not see each other, so each is an example of its own, and a step holds all times evenly. t is
-    uniform in [eps, 1] for every one, which any schedule of diffusion.py turns into its rate of masks.
+    uniform in [eps, 1] for each document, which any schedule of diffusion.py turns into its rate of masks.
     """
+    # A key and a time for all `rows`, of which this process may hold a part; then those of its own.
     key_R = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
     t_R = diffusion.antithetic_times(jax.vmap(jax.random.uniform)(key_R), eps)
     u_BL = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), segment_BL.shape[1:]))(key_R[row_B])
-    golden = (math.sqrt(5) - 1) / 2
+    golden = (math.sqrt(5) - 1) / 2  # multiples of it modulo 1 spread evenly, however many there are
     return eps + (t_R[row_B][:, None] - eps + golden * (segment_BL - 1)) % (1 - eps), u_BL
+
+
+# ---- parameters and files ------------------------------------------------------------------------------------------
 
 
 def new_params(cfg, seed):
@@ -503,17 +529,6 @@ def graph_of(cfg, run):
 @functools.lru_cache
 def param_shapes(cfg):
     return jax.eval_shape(functools.partial(new_params, cfg, 0))
-
-
-def shardings(mesh, tree):
-    """A NamedSharding for each leaf of a tree of parameters, or of optimizer moments, by its name."""
-
-    def place(path, leaf):
-        names = (getattr(key, "key", None) for key in path[::-1])
-        spec = next((SHARDING[name] for name in names if name in SHARDING), PS())
-        return jax.NamedSharding(mesh, fit(spec, leaf.shape, mesh) if leaf.shape else PS())
-
-    return jax.tree_util.tree_map_with_path(place, tree)
 
 
 def save(folder, model, extra=()):
@@ -541,14 +556,13 @@ def save(folder, model, extra=()):
 
 def count_params(cfg):
     """Parameters by part: {"embed", "attention", "ffn", "norms", "head", "total"}."""
-    parts = dict.fromkeys(("embed", "attention", "ffn", "norms", "head", "total"), 0)
-    short = {"embed_tokens": "embed", "lm_head": "head", "gate_proj": "ffn", "up_proj": "ffn", "down_proj": "ffn"}
+    parts = dict.fromkeys(("embed", "attention", "ffn", "norms", "head"), 0)
+    part_of = {"embed_tokens": "embed", "lm_head": "head", "gate_proj": "ffn", "up_proj": "ffn", "down_proj": "ffn"}
     for name, leaf in runs.flatten(param_shapes(cfg)).items():
         name = name.split(".")[-1]
-        part = "norms" if name.endswith("norm") else short.get(name, "attention")
-        parts[part] += math.prod(leaf.shape)
-        parts["total"] += math.prod(leaf.shape)
-    return parts
+        part = "norms" if name.endswith("norm") else part_of.get(name, "attention")
+        parts[part] += leaf.size
+    return parts | {"total": sum(parts.values())}
 
 
 def flops_per_token(cfg, length):

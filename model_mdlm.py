@@ -5,7 +5,7 @@
 
 PyTorch. train_gpu.py trains it, generate.py samples from it. Written for Python 3.10 too; needs diffusion.py beside it.
 
-Letters: B batch, L length, D width, H heads, K head size, F feed-forward, V vocabulary.
+Letters: B batch, L length, D width, H heads, K head size, V vocabulary, N steps, M positions to draw.
 
 h = embed[token] + position[0..L) + MLP(sinusoid(noise)); each block: h += W_o attn(LN h), then h += W_2 gelu(W_1 LN h);
 logits = W_head LN h. Attention sees both sides, PAD aside. Ref: MDLM, arXiv:2406.07524, with learned positions.
@@ -31,15 +31,15 @@ BANNED = (PAD, BOS, MASK, UNK)  # never sampled
 class Config:
     """The architecture; everything that a checkpoint needs to be read again."""
 
-    vocab: int = 8192
+    vocab: int = 8192  # token ids, MASK and PAD among them
     width: int = 384
     layers: int = 6
-    heads: int = 6
+    heads: int = 6  # width / heads is the head size; 64 in all presets, which the kernels of csrc/ need
     ffn: int = 1536
     positions: int = 256  # longest sequence
-    time: bool = True  # the noise level is an input; False is a model that is not told
+    time: bool = True  # the noise level is an input
     tie: bool = False  # the head is the embedding
-    dropout: float = 0.0
+    dropout: float = 0.0  # of what each residual branch adds
 
     def __post_init__(self):
         if self.width % self.heads:
@@ -56,6 +56,7 @@ CONFIGS = {
 
 def sinusoid(noise_B, width):
     """[sin(1000 n f), cos(1000 n f)] in float32 [B, width] of a noise level n in [0, 1]; f_k = 10000^(-2k / width)."""
+    # float32 whatever the model's dtype: bfloat16 cannot tell noise 0.500 from 0.501
     k = torch.arange(width // 2, device=noise_B.device, dtype=torch.float32)
     angle_BD = 1000 * noise_B.float()[:, None] * torch.exp(-math.log(10_000) / (width // 2) * k)
     return torch.cat([angle_BD.sin(), angle_BD.cos()], -1)
@@ -72,10 +73,12 @@ class Block(nn.Module):
 
     def forward(self, h_BLD, see_B11L):
         B, L, D = h_BLD.shape
+        # attention over both sides: no causal mask, only PAD is hidden
         qkv = self.qkv(self.norm1(h_BLD)).view(B, L, 3, self.heads, D // self.heads)
         q_BHLK, k_BHLK, v_BHLK = qkv.permute(2, 0, 3, 1, 4)
         o_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask=see_B11L)
         h_BLD = h_BLD + self.dropout(self.out(o_BHLK.transpose(1, 2).reshape(B, L, D)))
+        # feed-forward
         return h_BLD + self.dropout(self.fc2(F.gelu(self.fc1(self.norm2(h_BLD)))))
 
 
@@ -85,7 +88,7 @@ class MDLM(nn.Module):
         D = cfg.width
         self.cfg = cfg
         self.embed, self.position = nn.Embedding(cfg.vocab, D), nn.Embedding(cfg.positions, D)
-        if cfg.time:
+        if cfg.time:  # one vector for the whole canvas, added at every position
             self.time = nn.Sequential(nn.Linear(D, D), nn.SiLU(), nn.Linear(D, D))
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
         self.norm = nn.LayerNorm(D)
@@ -105,10 +108,12 @@ class MDLM(nn.Module):
             if name == "embed.weight":
                 nn.init.normal_(weight, 0, size)
             elif name == "position.weight":
+                # position p looks like noise level p / 1000; sqrt(2) makes the mean square of sines 1
                 weight.copy_(size * math.sqrt(2) * sinusoid(torch.arange(len(weight)) / 1000, weight.shape[1]))
             elif name.endswith("bias") or name == "time.2.weight":
                 nn.init.zeros_(weight)
             elif weight.ndim > 1:
+                # what is added to the residual stream is smaller, as 2 x layers of them add up
                 residual = name.endswith(("out.weight", "fc2.weight"))
                 std = weight.shape[1] ** -0.5 / (math.sqrt(2 * self.cfg.layers) if residual else 1)
                 nn.init.normal_(weight, 0, std)
@@ -126,11 +131,13 @@ class MDLM(nn.Module):
         L = token_BL.shape[1]
         if L > self.cfg.positions:
             raise ValueError(f"{L} tokens do not fit the model's {self.cfg.positions} positions")
+        # what each position holds, where it is, and how much of the canvas is masked
         h_BLD = self.embed(token_BL) + self.position.weight[:L]
         if self.cfg.time:
             if noise_B is None:
                 raise ValueError("this model is told the noise level: pass noise_B")
             h_BLD = h_BLD + self.time_embedding(noise_B)
+        # one mask of keys for all heads and queries
         see_B11L = None if see_BL is None else see_BL[:, None, None]
         for block in self.blocks:
             h_BLD = block(h_BLD, see_B11L)
@@ -150,11 +157,11 @@ class MDLM(nn.Module):
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     sampler: str = "ancestral"  # or a confidence of diffusion.py: the surest tokens of each step stay
-    steps: int = 64
+    steps: int = 64  # at most so many passes through the model
     schedule: str = "cosine_sq"  # when how many tokens are unmasked, or "even"; need not be that of training
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.95
+    temperature: float = 1.0  # 0 takes the likeliest token
+    top_k: int = 0  # draw from the k likeliest; 0: from all
+    top_p: float = 0.95  # draw from the smallest set of this probability
     vocab: int = 0  # ids from here on have no token and are never drawn; 0: all have one
 
 
@@ -165,17 +172,21 @@ def draw(logits_MV, top_p, generator):
     are no likelier lie outside the set: they go, and another is drawn. What diffusion.filter_logits gives, without a
     sort and mostly in one draw; equals are in together.
     """
-    prob_MV = diffusion.softmax(logits_MV)
-    token_M = torch.zeros_like(prob_MV[:, 0], dtype=torch.long)
-    todo_R = torch.arange(len(token_M), device=token_M.device)
-    while len(todo_R):
-        sum_RV, u_R1 = prob_MV.cumsum(-1), torch.rand(len(todo_R), 1, generator=generator, device=token_M.device)
-        drawn_R1 = torch.searchsorted(sum_RV, u_R1 * sum_RV[:, -1:], right=True).clamp(max=prob_MV.shape[1] - 1)
-        token_M[todo_R] = drawn_R1[:, 0]
-        mine_R1 = prob_MV.gather(1, drawn_R1)
-        likelier_RV = prob_MV * (prob_MV > mine_R1)
-        again_R = (likelier_RV.sum(1) >= max(top_p, 1e-9)) | (mine_R1[:, 0] == 0)  # the likeliest always stays
-        todo_R, prob_MV = todo_R[again_R], likelier_RV[again_R]
+    prob_RV = diffusion.softmax(logits_MV)
+    token_M = torch.zeros_like(prob_RV[:, 0], dtype=torch.long)
+    # the R of the M rows that still have to draw; at first all
+    row_R = torch.arange(len(token_M), device=token_M.device)
+    while len(row_R):
+        # inverse transform: the first token whose cumulated probability exceeds a uniform number
+        sum_RV, u_R1 = prob_RV.cumsum(-1), torch.rand(len(row_R), 1, generator=generator, device=token_M.device)
+        drawn_R1 = torch.searchsorted(sum_RV, u_R1 * sum_RV[:, -1:], right=True).clamp(max=prob_RV.shape[1] - 1)
+        token_M[row_R] = drawn_R1[:, 0]
+        # a token outside the set: draw again from the likelier ones, which hold the whole set
+        drawn_prob_R1 = prob_RV.gather(1, drawn_R1)
+        likelier_RV = prob_RV * (prob_RV > drawn_prob_R1)
+        outside_R = likelier_RV.sum(1) >= max(top_p, 1e-9)  # never the likeliest, even for top_p 0
+        again_R = outside_R | (drawn_prob_R1[:, 0] == 0)  # rounding can end on a token without probability
+        row_R, prob_RV = row_R[again_R], likelier_RV[again_R]
     return token_M
 
 
@@ -190,16 +201,18 @@ def sample(model, token_BL, rule, generator, on_step=None):
     """
     device, see_BL = token_BL.device, token_BL != PAD
     ancestral = rule.sampler == "ancestral"
+    # Tables of all steps, in float64: P(masked) before a step, which the model is told, and P(a mask stays) in it.
     schedule = "linear" if rule.schedule == "even" else rule.schedule
     time_N = 1 - torch.arange(rule.steps + 1, dtype=torch.float64) / rule.steps
     rate_N = diffusion.mask_rate(time_N, schedule).float().to(device)
     keep_N = diffusion.keep_prob(time_N[:-1], time_N[1:], schedule).float().to(device)
+    # A confidence unmasks exactly so many tokens of each row in each step.
     if not ancestral:
         masks_B = (token_BL == MASK).sum(1).cpu().numpy()
         counts_NB = diffusion.step_counts(masks_B, rule.steps, rule.schedule)
     for i in range(rule.steps):
         masked_BL = token_BL == MASK
-        # PAD stands for the tokens, which are not drawn yet: first the positions are chosen.
+        # Choose positions first, with PAD in the place of tokens that are not drawn yet. Each mask goes on its own.
         if ancestral:
             u_BL = torch.rand(token_BL.shape, generator=generator, device=device)
             chosen_BL = masked_BL & (diffusion.ancestral_step(token_BL, PAD, u_BL, keep_N[i], MASK) != MASK)
@@ -208,15 +221,17 @@ def sample(model, token_BL, rule, generator, on_step=None):
         elif not counts_NB[i].any():
             continue
         hidden_BLD = model.hidden(token_BL, rate_N[i].expand(len(token_BL)), see_BL)
-        # A confidence is asked for at all masks, to find the surest; ancestral sampling knows where it unmasks.
+        # Logits where ancestral sampling unmasks, or at all masks, to find the surest; never [B, L, V].
         logits_MV = model.logits(hidden_BLD[chosen_BL if ancestral else masked_BL])[:, : rule.vocab or None]
         logits_MV[:, list(BANNED)] = -math.inf
+        # Keep the surest positions of each row, and their logits.
         if not ancestral:
             score_BL = torch.zeros(token_BL.shape, device=device)
             score_BL[masked_BL] = diffusion.confidence(diffusion.softmax(logits_MV), rule.sampler)
             count_B = torch.from_numpy(counts_NB[i]).to(device)
             chosen_BL = masked_BL & (diffusion.unmask_top(token_BL, PAD, score_BL, count_B, MASK) != MASK)
             logits_MV = logits_MV[chosen_BL[masked_BL]]
+        # Temperature and top-k here, top-p while drawing.
         logits_MV = diffusion.filter_logits(logits_MV, rule.temperature, rule.top_k)
         drawn_M = draw(logits_MV, rule.top_p, generator) if rule.temperature > 0 else logits_MV.argmax(-1)
         token_BL = token_BL.masked_scatter(chosen_BL, drawn_M)
@@ -235,10 +250,11 @@ def save(model, folder, tokenizer_json=None):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = json.dumps({"model_type": "mdlm", **dataclasses.asdict(model.cfg)}, indent=2) + "\n"
-    files = {"config.json": config.encode()}
-    files["model.safetensors"] = to_bytes({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()})
+    tensors = {name: weight.detach().cpu().contiguous() for name, weight in model.state_dict().items()}
+    files = {"config.json": config.encode(), "model.safetensors": to_bytes(tensors)}
     if tokenizer_json is not None:
         files["tokenizer.json"] = tokenizer_json
+    # write under another name, to disk, then rename
     for name, data in files.items():
         temporary = folder / f"{name}.tmp"
         with open(temporary, "wb") as file:
@@ -275,14 +291,14 @@ def build(config_json, tensors):
     model = MDLM(Config(**{k: v for k, v in config.items() if k in known}))
     try:
         model.load_state_dict(tensors)
-    except RuntimeError as error:
+    except RuntimeError as error:  # it lists missing, unexpected and misshapen tensors over many lines
         raise ValueError(" ".join(str(error).split())) from None
     return model
 
 
 def count_params(cfg):
-    """Parameters by part: {"embedding", "positions", "time", "blocks", "norm", "head", "total"}."""
-    with torch.device("meta"):
+    """Parameters by part: {"embed", "position", "time", "blocks", "norm", "head", "total"}."""
+    with torch.device("meta"):  # shapes without memory
         model = MDLM(cfg)
     parts = dict.fromkeys(("embed", "position", "time", "blocks", "norm", "head"), 0)
     for name, weight in model.named_parameters():

@@ -75,16 +75,10 @@ CONFIGS = {
 # How each parameter lies on a mesh with the axes (data, fsdp, tensor). Weights are gathered over fsdp where they are
 # used; tensor splits heads, feed-forward and vocabulary. What is not named is small and whole on every device.
 SHARDING = {
-    "embed": PS(("tensor", "fsdp"), None),
-    "wq": PS(None, "fsdp", "tensor"),
-    "wk": PS(None, "fsdp", "tensor"),
-    "wv": PS(None, "fsdp", "tensor"),
-    "w_gate": PS(None, "fsdp", "tensor"),
-    "w_up": PS(None, "fsdp", "tensor"),
-    "wo": PS(None, "tensor", "fsdp"),
-    "w_down": PS(None, "tensor", "fsdp"),
+    **dict.fromkeys(("embed", "head"), PS(("tensor", "fsdp"), None)),
+    **dict.fromkeys(("wq", "wk", "wv", "w_gate", "w_up"), PS(None, "fsdp", "tensor")),
+    **dict.fromkeys(("wo", "w_down"), PS(None, "tensor", "fsdp")),
     "proj": PS("fsdp", None),
-    "head": PS(("tensor", "fsdp"), None),
 }
 BATCH = ("data", "fsdp")  # both axes split the batch
 
@@ -141,17 +135,19 @@ def rotate(x_BLK, cos_BLK, sin_BLK, by_matmul=False):
 
 
 def dropout(x_BLD, row_B, seed_2, rate):
-    """Zero each element with probability `rate` and scale the rest by 1 / (1 - rate). rate 0 is the identity.
+    """Zero each element with probability `rate` and scale the rest by 1 / (1 - rate). seed_2 None is the identity.
 
     The mask is a hash (murmur3's finaliser) of the row's number in the optimizer step, the place in the row and two
     uint32 seeds: it fuses into its consumer, is recomputed rather than stored under remat, and is the same however the
     rows are split over micro-batches and devices.
     """
-    if not rate:
+    if seed_2 is None:
         return x_BLD
+    # a number for each element of the step
     _, L, D = x_BLD.shape
     place_LD = jnp.arange(L, dtype=jnp.uint32)[:, None] * jnp.uint32(D) + jnp.arange(D, dtype=jnp.uint32)
     index = row_B.astype(jnp.uint32)[:, None, None] * jnp.uint32(L * D) + place_LD
+    # the hash: multiplications spread each bit upwards, shifts bring it down again
     bits = index ^ seed_2[0]
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = ((bits ^ (bits >> 13)) + seed_2[1]) * jnp.uint32(0xC2B2AE35)
@@ -168,125 +164,7 @@ def linear(x_BLD, weight_DF, tpu=False):
     return y_TF.reshape(*x_BLD.shape[:-1], -1)
 
 
-class Block(nnx.Module):
-    """All layers at once, each parameter [layers, ...]; called with the parameters of a single one.
-
-    Query heads 2p and 2p + 1 make differential head p; it reads key heads 2j and 2j + 1 and the value [v_2j; v_2j+1]
-    of its group j = p // G. Ref: microsoft/unilm, Diff-Transformer, multihead_flashdiff_1.
-    """
-
-    def __init__(self, cfg, rngs):
-        N, D, Q, C = cfg.layers, cfg.width, cfg.heads * cfg.head_size, cfg.kv_heads * cfg.head_size
-        out = Q // 2 if cfg.diff == "v2" else Q
-
-        def normal(*shape, std=0.02):
-            return nnx.Param(std * jax.random.normal(rngs.params(), (N, *shape), jnp.float32))
-
-        self.attn_norm = nnx.Param(jnp.ones((N, D)))
-        self.ffn_norm = nnx.Param(jnp.ones((N, D)))
-        self.wq = normal(D, Q)
-        self.wk = normal(D, C)
-        self.wv = normal(D, C)
-        self.wo = normal(out, D, std=0.02 / math.sqrt(2 * N))
-        self.w_gate = normal(D, cfg.ffn)
-        self.w_up = normal(D, cfg.ffn)
-        self.w_down = normal(cfg.ffn, D, std=0.02 / math.sqrt(2 * N))
-        if cfg.maps == 2:
-            self.lambda_q1, self.lambda_k1 = normal(cfg.head_size, std=0.01), normal(cfg.head_size, std=0.01)
-            self.lambda_q2, self.lambda_k2 = normal(cfg.head_size, std=0.01), normal(cfg.head_size, std=0.01)
-            self.subln = nnx.Param(jnp.ones((N, 2 * cfg.head_size)))
-        if cfg.diff == "v2":
-            self.w_lambda = normal(D, cfg.heads // 2)
-        self.cfg = cfg
-
-    def lam(self, layer):
-        """lambda = exp(lq1.lk1) - exp(lq2.lk2) + lambda_init(layer), clamped to [0, 1] in the seed's form."""
-        parts = (self.lambda_q1[...], self.lambda_k1[...], self.lambda_q2[...], self.lambda_k2[...])
-        return lambda_value(*parts, lambda_init(layer), clamp=self.cfg.diff == "seed")
-
-    def __call__(self, x_BLD, layer, rope, index_BL, start_BL, run, row_B=None, seed_32=None, cache=None):
-        """One layer. Query l sees the key slots start_BL <= m <= index_BL; index None means its own place in the row.
-
-        `cache` is (k [B, I, J, M, K], v [B, J, M, E]): the new keys and values are written at slots index_BL, and all
-        M slots are the keys. Returns the new x and the new cache.
-        """
-        cfg, tpu = self.cfg, run.kernel
-        B, L, D = x_BLD.shape
-        K, I, P, J = cfg.head_size, cfg.maps, cfg.heads // cfg.maps, cfg.kv_heads // cfg.maps
-        barrier = jax.lax.optimization_barrier if tpu else lambda x: x  # keeps norms out of the matmuls: TPU, +4 %
-        rate = run.dropout if seed_32 is not None else 0.0
-
-        def weight(param, shape, *spec):
-            return shard(param[...].astype(x_BLD.dtype), *spec).reshape(shape)
-
-        def heads(n_BLD, w_DIPK):
-            if tpu:  # straight to head-major: no transpose of activations
-                return jnp.einsum("BLD,DIPK->BIPLK", n_BLD, w_DIPK)
-            return linear(n_BLD, w_DIPK.reshape(D, -1)).reshape(B, L, *w_DIPK.shape[1:]).transpose(0, 2, 3, 1, 4)
-
-        # queries, keys and values, then their rotary positions
-        n_BLD = barrier(rms_norm(x_BLD, self.attn_norm[...], cfg.eps))
-        wq_DIPK = weight(self.wq, (D, P, I, K), None, "tensor").swapaxes(1, 2)  # map 1 of every head, then map 2
-        wk_DIJK = weight(self.wk, (D, J, I, K), None, "tensor").swapaxes(1, 2)
-        wv_D1JE = weight(self.wv, (D, 1, J, I * K), None, "tensor")
-        q_BIPLK, k_BIJLK, v_B1JLE = (heads(n_BLD, w) for w in (wq_DIPK, wk_DIJK, wv_D1JE))
-        q_BIPLK, k_BIJLK = checkpoint_name(q_BIPLK, "q"), checkpoint_name(k_BIJLK, "k")
-        v_BJLE = checkpoint_name(v_B1JLE[:, 0], "v")
-        cos, sin = (t[:, None, None] for t in rope)
-        q_BIPLK, k_BIJLK = rotate(q_BIPLK, cos, sin, tpu), rotate(k_BIJLK, cos, sin, tpu)
-        if cache is not None:  # write the new slots, then attend over all of them
-            row_B1 = jnp.arange(B)[:, None]
-            k_BIJLK = cache[0].at[row_B1, :, :, index_BL].set(k_BIJLK.transpose(0, 3, 1, 2, 4).astype(cache[0].dtype))
-            v_BJLE = cache[1].at[row_B1, :, index_BL].set(v_BJLE.swapaxes(1, 2).astype(cache[1].dtype))
-            cache = (k_BIJLK, v_BJLE)
-
-        # attention: the fused kernel where it fits (training on a TPU), else einsums
-        lam = self.lam(layer) if I == 2 else jnp.float32(0)
-        floor = cfg.diff == "seed"
-        if tpu and cache is None and I == 2 and not cfg.attn_cap:
-            kernel = functools.partial(attention_tpu, floor=floor)
-            if not jax.sharding.get_abstract_mesh().empty:  # a Pallas call is one device's program
-                specs = (PS(BATCH, None, "tensor"), PS(BATCH, None, "tensor"), PS(BATCH, "tensor"), PS(), PS(BATCH))
-                kernel = jax.shard_map(kernel, in_specs=specs, out_specs=PS(BATCH, "tensor"), check_vma=False)
-            o_BPLE = kernel(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL)
-        else:
-            o_BPLE = attention(
-                q_BIPLK, k_BIJLK, v_BJLE, lam, index_BL, start_BL, floor=floor, cap=cfg.attn_cap, block=run.block
-            )
-        o_BPLE = checkpoint_name(o_BPLE, "attn")
-
-        # a norm for each differential head (V2: a gate for each pair of heads), then the output projection
-        if I == 2:
-            o_BPLE = rms_norm(o_BPLE, self.subln[...], cfg.subln_eps) * (1 - lambda_init(layer)).astype(x_BLD.dtype)
-        elif cfg.diff == "v2":
-            gate_BPL1 = jax.nn.sigmoid(linear(n_BLD, weight(self.w_lambda, (D, P // 2))).astype(jnp.float32))
-            gate_BPL1 = gate_BPL1.swapaxes(1, 2)[..., None].astype(x_BLD.dtype)
-            o_BPLE = o_BPLE[:, 0::2] - gate_BPL1 * o_BPLE[:, 1::2]
-        if tpu:
-            wo_PED = weight(self.wo, (*o_BPLE.shape[1::2], D), "tensor", None)
-            attn_BLD = jnp.einsum("BPLE,PED->BLD", barrier(o_BPLE), wo_PED)
-        else:
-            attn_BLD = linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), weight(self.wo, (-1, D), "tensor", None))
-        x_BLD = x_BLD + dropout(attn_BLD, row_B, seed_32[0] if rate else None, rate)
-
-        # feed-forward, SwiGLU
-        n_BLD = barrier(rms_norm(x_BLD, self.ffn_norm[...], cfg.eps))
-        gate_BLF = linear(n_BLD, weight(self.w_gate, (D, cfg.ffn), None, "tensor"), tpu)
-        up_BLF = linear(n_BLD, weight(self.w_up, (D, cfg.ffn), None, "tensor"), tpu)
-        hidden_BLF = barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, row_B, seed_32[1] if rate else None, rate))
-        down_BLD = linear(hidden_BLF, weight(self.w_down, (cfg.ffn, D), "tensor", None), tpu)
-        x_BLD = shard(x_BLD + dropout(down_BLD, row_B, seed_32[2] if rate else None, rate), BATCH)
-        return x_BLD, cache
-
-
-class MTP(nnx.Module):
-    """The second head: reads the hidden state of x_t and the embedding of x_{t+1}, predicts x_{t+2}."""
-
-    def __init__(self, cfg, rngs):
-        D = cfg.width
-        self.norm_hidden, self.norm_embed, self.norm_out = (nnx.Param(jnp.ones(D)) for _ in range(3))
-        self.proj = nnx.Param(0.02 * jax.random.normal(rngs.params(), (2 * D, D), jnp.float32))
-        self.head = nnx.Param(0.02 * jax.random.normal(rngs.params(), (cfg.vocab, D), jnp.float32))
+# ---- the model -----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,12 +177,154 @@ class Run:
     dropout: float = 0.0  # of attention output, feed-forward hidden and output, where a call gives a key
     block: int = 128  # queries per block of the einsum attention
     loss_tokens: int = 2048  # tokens per chunk of the cross-entropy
+    yarn: bool = False  # the rotary table for texts longer than cfg.positions; a rotated cache cannot change it
 
 
 REMAT = {  # qkvo keeps the inputs and output of attention and recomputes the rest
     "full": None,
     "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn"),
 }
+
+
+class Block(nnx.Module):
+    """All layers at once, each parameter [layers, ...]; called with the parameters of a single one.
+
+    Query heads 2p and 2p + 1 make differential head p; it reads key heads 2j and 2j + 1 and the value [v_2j; v_2j+1]
+    of its group j = p // G. Ref: microsoft/unilm, Diff-Transformer, multihead_flashdiff_1.
+    """
+
+    def __init__(self, cfg, rngs, run):
+        N, D, Q, C = cfg.layers, cfg.width, cfg.heads * cfg.head_size, cfg.kv_heads * cfg.head_size
+        out = Q // 2 if cfg.diff == "v2" else Q
+
+        def normal(*shape, std=0.02):
+            return nnx.Param(std * jax.random.normal(rngs.params(), (N, *shape), jnp.float32))
+
+        self.attn_norm = nnx.Param(jnp.ones((N, D)))
+        self.ffn_norm = nnx.Param(jnp.ones((N, D)))
+        self.wq = normal(D, Q)
+        self.wk = normal(D, C)
+        self.wv = normal(D, C)
+        # 2N matrices add to the residual stream: smaller ones keep its variance independent of the depth
+        self.wo = normal(out, D, std=0.02 / math.sqrt(2 * N))
+        self.w_gate = normal(D, cfg.ffn)
+        self.w_up = normal(D, cfg.ffn)
+        self.w_down = normal(cfg.ffn, D, std=0.02 / math.sqrt(2 * N))
+        if cfg.maps == 2:
+            self.lambda_q1, self.lambda_k1 = normal(cfg.head_size, std=0.01), normal(cfg.head_size, std=0.01)
+            self.lambda_q2, self.lambda_k2 = normal(cfg.head_size, std=0.01), normal(cfg.head_size, std=0.01)
+            self.subln = nnx.Param(jnp.ones((N, 2 * cfg.head_size)))
+        if cfg.diff == "v2":
+            self.w_lambda = normal(D, cfg.heads // 2)
+        self.cfg, self.run = cfg, run
+
+    def __call__(self, x_BLD, layer, rope, index_BL, start_BL, row_B=None, seed_32=None, cache=None):
+        """One layer. Query l sees the key slots start_BL <= m <= index_BL; index None means its own place in the row.
+
+        seed_32 None leaves dropout out. `cache` is (k [B, I, J, M, K], v [B, J, M, E]): the new keys and values are
+        written at slots index_BL, and all M slots are the keys. Returns the new x and the new cache.
+        """
+        cfg, rate = self.cfg, self.run.dropout
+        seeds = (None,) * 3 if seed_32 is None else seed_32
+
+        # Attention: x + W_o diffattn(n W_q, n W_k, n W_v)
+        n_BLD = self.barrier(rms_norm(x_BLD, self.attn_norm[...], cfg.eps))
+        q_BIPLK, k_BIJLK, v_BJLE = self.project(n_BLD, rope)
+        if cache is not None:
+            k_BIJLK, v_BJLE = cache = write(cache, k_BIJLK, v_BJLE, index_BL)
+        o_BPLE = self.attend(q_BIPLK, k_BIJLK, v_BJLE, layer, index_BL, start_BL)
+        attn_BLD = self.join_heads(o_BPLE, n_BLD, layer)
+        x_BLD = x_BLD + dropout(attn_BLD, row_B, seeds[0], rate)
+
+        # Feed-forward, SwiGLU: x + W_down(silu(n W_gate) * n W_up)
+        n_BLD = self.barrier(rms_norm(x_BLD, self.ffn_norm[...], cfg.eps))
+        gate_BLF = linear(n_BLD, self.weight("w_gate", (cfg.width, cfg.ffn), None, "tensor"), self.run.kernel)
+        up_BLF = linear(n_BLD, self.weight("w_up", (cfg.width, cfg.ffn), None, "tensor"), self.run.kernel)
+        hidden_BLF = self.barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, row_B, seeds[1], rate))
+        w_down_FD = self.weight("w_down", (cfg.ffn, cfg.width), "tensor", None)
+        down_BLD = linear(hidden_BLF, w_down_FD, self.run.kernel)
+        return shard(x_BLD + dropout(down_BLD, row_B, seeds[2], rate), BATCH), cache
+
+    def weight(self, name, shape, *spec):
+        """A matrix in the activations' dtype, on the mesh as spec says (fsdp's parts meet here), then reshaped."""
+        return shard(getattr(self, name)[...].astype(self.run.dtype), *spec).reshape(shape)
+
+    def barrier(self, x):
+        """x. On a TPU no fusion crosses it, which keeps norms out of the matmuls: a step is 4 % faster."""
+        return jax.lax.optimization_barrier(x) if self.run.kernel else x
+
+    def project(self, n_BLD, rope):
+        """Queries and keys, rotated to their positions, and values: [B, I, P, L, K], [B, I, J, L, K], [B, J, L, E]."""
+        cfg, tpu, (B, L, D) = self.cfg, self.run.kernel, n_BLD.shape
+        K, I, P, J = cfg.head_size, cfg.maps, cfg.heads // cfg.maps, cfg.kv_heads // cfg.maps
+
+        def heads(w_DIPK):
+            if tpu:  # straight to head-major: no transpose of activations
+                return jnp.einsum("BLD,DIPK->BIPLK", n_BLD, w_DIPK)
+            return linear(n_BLD, w_DIPK.reshape(D, -1)).reshape(B, L, *w_DIPK.shape[1:]).transpose(0, 2, 3, 1, 4)
+
+        # Heads 2p and 2p + 1 stand side by side in the columns: map 1 of every pair comes first, then map 2. The two
+        # values of a pair stay together, as one of size 2K.
+        wq_DIPK = self.weight("wq", (D, P, I, K), None, "tensor").swapaxes(1, 2)
+        wk_DIJK = self.weight("wk", (D, J, I, K), None, "tensor").swapaxes(1, 2)
+        wv_D1JE = self.weight("wv", (D, 1, J, I * K), None, "tensor")
+        q_BIPLK, k_BIJLK, v_B1JLE = heads(wq_DIPK), heads(wk_DIJK), heads(wv_D1JE)
+        # the names by which remat knows what to keep
+        q_BIPLK, k_BIJLK = checkpoint_name(q_BIPLK, "q"), checkpoint_name(k_BIJLK, "k")
+        v_BJLE = checkpoint_name(v_B1JLE[:, 0], "v")
+        cos, sin = (table_BLK[:, None, None] for table_BLK in rope)
+        return rotate(q_BIPLK, cos, sin, tpu), rotate(k_BIJLK, cos, sin, tpu), v_BJLE
+
+    def attend(self, q_BIPLK, k_BIJLK, v_BJLE, layer, index_BL, start_BL):
+        """What each head reads, [B, P, L, E]: the fused kernel where it fits (training on a TPU), else einsums."""
+        cfg, lam, floor = self.cfg, jnp.float32(0), self.cfg.diff == "seed"
+        if cfg.maps == 2:
+            vectors = (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2)
+            lam = lambda_value(*(vector_K[...] for vector_K in vectors), lambda_init(layer), clamp=floor)
+        if self.run.kernel and index_BL is None and cfg.maps == 2 and not cfg.attn_cap:
+            kernel = functools.partial(attention_tpu, floor=floor)
+            if not jax.sharding.get_abstract_mesh().empty:  # a Pallas call is one device's program
+                specs = (PS(BATCH, None, "tensor"), PS(BATCH, None, "tensor"), PS(BATCH, "tensor"), PS(), PS(BATCH))
+                kernel = jax.shard_map(kernel, in_specs=specs, out_specs=PS(BATCH, "tensor"), check_vma=False)
+            o_BPLE = kernel(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL)
+        else:
+            settings = {"floor": floor, "cap": cfg.attn_cap, "block": self.run.block}
+            o_BPLE = attention(q_BIPLK, k_BIJLK, v_BJLE, lam, index_BL, start_BL, **settings)
+        return checkpoint_name(o_BPLE, "attn")
+
+    def join_heads(self, o_BPLE, n_BLD, layer):
+        """W_o of all heads, [B, L, D]: each normed if differential, in V2 the difference of each two."""
+        cfg, (B, P, L, _) = self.cfg, o_BPLE.shape
+        if cfg.maps == 2:  # 1 - lambda_init brings the gradients near those of a plain transformer
+            o_BPLE = rms_norm(o_BPLE, self.subln[...], cfg.subln_eps)
+            o_BPLE = o_BPLE * (1 - lambda_init(layer)).astype(o_BPLE.dtype)
+        elif cfg.diff == "v2":  # lambda of each token and pair, from the layer's input
+            gate_BLP = jax.nn.sigmoid(linear(n_BLD, self.weight("w_lambda", (cfg.width, P // 2))).astype(jnp.float32))
+            gate_BPL1 = gate_BLP.swapaxes(1, 2)[..., None].astype(o_BPLE.dtype)
+            o_BPLE = o_BPLE[:, 0::2] - gate_BPL1 * o_BPLE[:, 1::2]
+        if self.run.kernel:  # from head-major, without a transpose
+            wo_PED = self.weight("wo", (*o_BPLE.shape[1::2], cfg.width), "tensor", None)
+            return jnp.einsum("BPLE,PED->BLD", self.barrier(o_BPLE), wo_PED)
+        return linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), self.weight("wo", (-1, cfg.width), "tensor", None))
+
+
+def write(cache, k_BIJLK, v_BJLE, index_BL):
+    """The cache with new keys and values at slots index_BL."""
+    row_B1 = jnp.arange(len(index_BL))[:, None]
+    k_BLIJK, v_BLJE = k_BIJLK.transpose(0, 3, 1, 2, 4), v_BJLE.swapaxes(1, 2)
+    k_BIJMK = cache[0].at[row_B1, :, :, index_BL].set(k_BLIJK.astype(cache[0].dtype))
+    v_BJME = cache[1].at[row_B1, :, index_BL].set(v_BLJE.astype(cache[1].dtype))
+    return k_BIJMK, v_BJME
+
+
+class MTP(nnx.Module):
+    """The second head: reads the hidden state of x_t and the embedding of x_{t+1}, predicts x_{t+2}."""
+
+    def __init__(self, cfg, rngs):
+        D = cfg.width
+        self.norm_hidden, self.norm_embed, self.norm_out = (nnx.Param(jnp.ones(D)) for _ in range(3))
+        self.proj = nnx.Param(0.02 * jax.random.normal(rngs.params(), (2 * D, D), jnp.float32))
+        self.head = nnx.Param(0.02 * jax.random.normal(rngs.params(), (cfg.vocab, D), jnp.float32))
 
 
 # Gradients of many micro-batches are summed where the backward scan over layers makes them. The sums ride through the
@@ -318,6 +338,9 @@ def gradient_from(sums, x):
     return x
 
 
+gradient_from.defvjp(lambda sums, x: (x, sums), lambda sums, dx: (sums, dx))
+
+
 @jax.custom_vjp
 def gradient_into(sums, params, layer):
     """(params, sums); backwards, the gradient of params is added to row `layer` of the cotangent of sums."""
@@ -326,72 +349,73 @@ def gradient_into(sums, params, layer):
 
 def _gradient_into(layer, cotangents):
     dparams, dsums = cotangents
-    return jax.tree.map(lambda s, d: s.at[layer].add(d), dsums, dparams), jax.tree.map(jnp.zeros_like, dparams), None
+    dsums = jax.tree.map(lambda s, d: s.at[layer].add(d), dsums, dparams)
+    return dsums, jax.tree.map(jnp.zeros_like, dparams), None  # params get none: it is in the sums
 
 
-gradient_from.defvjp(lambda sums, x: (x, sums), lambda sums, dx: (sums, dx))
 gradient_into.defvjp(lambda sums, params, layer: ((params, sums), layer), _gradient_into)
 
 
 class PythonCoder(nnx.Module):
     def __init__(self, cfg, rngs, run=None):
+        self.cfg, self.run = cfg, run or Run()
         self.embed = nnx.Param(0.02 * jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32))
-        self.layers = Block(cfg, rngs)
+        self.layers = Block(cfg, rngs, self.run)
         self.norm = nnx.Param(jnp.ones(cfg.width))
         if cfg.mtp:
             self.mtp = MTP(cfg, rngs)
-        self.cfg, self.run = cfg, run or Run()
 
-    def rope(self, position_BL, yarn=False):
+    def rope(self, position_BL):
         cfg = self.cfg
-        factor = cfg.yarn_factor if yarn else 1.0
+        factor = cfg.yarn_factor if self.run.yarn else 1.0
         return rope_table(position_BL, *rope_frequencies(cfg.head_size, cfg.theta, factor, cfg.positions))
 
     def lookup(self, token_BL):
-        """Embeddings [B, L, D]. A split table is gathered in the activations' dtype; a whole one is cast after the
-        look-up, so that its gradient is scattered in float32."""
+        """Embeddings [B, L, D] in the activations' dtype."""
         table_VD = self.embed[...]
+        # A split table is cast before its parts meet, which halves what is sent. A whole one is cast after the
+        # look-up, so that its gradient is scattered in float32.
         if jax.sharding.get_abstract_mesh().size > 1:
             table_VD = shard(table_VD.astype(self.run.dtype), None)
         return shard(table_VD[token_BL].astype(self.run.dtype), BATCH)
 
-    def hidden(self, embed_BLD, segment_BL=None, position_BL=None, key=None, row_B=None, yarn=False, sums=None):
+    def hidden(self, embed_BLD, segment_BL=None, position_BL=None, key=None, row_B=None, sums=None):
         """Final-normed hidden states [B, L, D] of whole rows, from their embeddings.
 
         segment_BL numbers the documents packed into a row: no token sees another document. position_BL restarts in
         each; None counts along the row. `key` turns dropout on; row_B numbers the rows within the optimizer step,
-        so that their masks do not depend on the micro-batch. yarn uses the long-context rotary table. With `sums`, a
-        dictionary like the layers', the gradient goes not to the layers but to sums: it is sums + theirs.
+        so that their masks do not depend on the micro-batch. With `sums`, a dictionary like the layers', the gradient
+        goes not to the layers but to sums: it is sums + theirs.
         """
         B, L, _ = embed_BLD.shape
         slot_L = jnp.arange(L)
         # the first slot that each position sees: where its document starts
-        position_BL = jnp.broadcast_to(slot_L, (B, L)) if position_BL is None else position_BL
         start_BL = jnp.zeros((B, L), jnp.int32)
         if segment_BL is not None:
             border_BL = segment_BL[:, 1:] != segment_BL[:, :-1]
             start_BL = start_BL.at[:, 1:].set(jax.lax.cummax(jnp.where(border_BL, slot_L[1:], 0), axis=1))
-        rope = self.rope(position_BL, yarn)
-        graph, params = nnx.split(self.layers)
-        seed_N32 = jnp.zeros(self.cfg.layers, jnp.uint32)
+        rope = self.rope(jnp.broadcast_to(slot_L, (B, L)) if position_BL is None else position_BL)
+        # two seeds for each of the three dropouts of each layer
         row_B = jnp.arange(B) if row_B is None else row_B
-        if key is not None:
+        seed_N32 = None
+        if key is not None and self.run.dropout:
             seed_N32 = jax.random.bits(key, (self.cfg.layers, 3, 2), jnp.uint32)
 
-        def apply_layer(x_BLD, params, i, seed_32):
-            block = nnx.merge(graph, params)
-            seed_32 = None if key is None else seed_32
-            return block(x_BLD, i, rope, None, start_BL, self.run, row_B, seed_32)[0]
+        graph, params = nnx.split(self.layers)
+
+        def apply_layer(x_BLD, params, layer, seed_32):
+            return nnx.merge(graph, params)(x_BLD, layer, rope, None, start_BL, row_B, seed_32)[0]
 
         if self.run.remat != "none":
             apply_layer = jax.checkpoint(apply_layer, policy=REMAT[self.run.remat], prevent_cse=False)
 
-        def body(carry, layer):
-            (x_BLD, sums), (params, i, seed_32) = carry, layer
+        def body(carry, inputs):
+            (x_BLD, sums), (params, layer, seed_32) = carry, inputs
             if sums is not None:
-                params, sums = gradient_into(sums, params, i)
-            return (apply_layer(x_BLD, params, i, seed_32), sums), None
+                params, sums = gradient_into(sums, params, layer)
+            return (apply_layer(x_BLD, params, layer, seed_32), sums), None
 
+        # One scan over the layers: each gets its row of every stacked parameter.
         params = nnx.to_pure_dict(params)
         params = params if sums is None else jax.lax.stop_gradient(params)
         (x_BLD, sums), _ = jax.lax.scan(body, (embed_BLD, sums), (params, jnp.arange(self.cfg.layers), seed_N32))
@@ -413,18 +437,17 @@ class PythonCoder(nnx.Module):
         logits_BLV = jnp.einsum("BLD,VD->BLV", hidden_BLD, weight_VD, preferred_element_type=jnp.float32)
         return soft_cap(logits_BLV, self.cfg.logit_cap)
 
-    def losses(
-        self, token_BL, segment_BL, position_BL, key=None, row_B=None, z_loss=0.0, mtp=True, yarn=False, sums=None
-    ):
+    def losses(self, token_BL, segment_BL, position_BL, key=None, row_B=None, z_loss=0.0, mtp=True, sums=None):
         """Summed losses of both heads, in nats: (main, mtp). Divide each by its own number of targets, target_masks.
 
         z_loss weighs logsumexp^2 of the main head alone. mtp=False leaves the second head out, as for evaluation. For
         sums see `hidden`.
         """
         embed_BLD = self.lookup(token_BL)
-        hidden_BLD = self.hidden(embed_BLD, segment_BL, position_BL, key, row_B, yarn, sums)
+        hidden_BLD = self.hidden(embed_BLD, segment_BL, position_BL, key, row_B, sums)
         main_BL, mtp_BL = target_masks(segment_BL)
         cap, chunk = self.cfg.logit_cap, self.run.loss_tokens
+        # labels are the tokens one and two places on; what the end of a row wraps around to, the masks leave out
         main = cross_entropy(hidden_BLD, self.embed[...], jnp.roll(token_BL, -1, 1), main_BL, cap, z_loss, chunk)
         if not (mtp and self.cfg.mtp):
             return main, jnp.float32(0)
@@ -432,25 +455,32 @@ class PythonCoder(nnx.Module):
         label_BL = jnp.roll(token_BL, -2, 1)
         return main, cross_entropy(draft_BLD, self.mtp.head[...], label_BL, mtp_BL, cap, 0.0, chunk)
 
-    def step(self, cache, token_BL, index_BL, yarn=False):
+    def step(self, cache, token_BL, index_BL):
         """Run L new tokens at slots index_BL on top of a cache. Returns the hidden states [B, L, D] and the new cache.
 
         Slot and position are the same number; a slot that is written again forgets what it held.
         """
         graph, params = nnx.split(self.layers)
-        x_BLD, rope = self.lookup(token_BL), self.rope(index_BL, yarn)
+        x_BLD, rope = self.lookup(token_BL), self.rope(index_BL)
         start_BL, new_cache = jnp.zeros_like(index_BL), []
         for i in range(self.cfg.layers):  # one cache array a layer: slicing a stacked one would copy it every token
             block = nnx.merge(graph, jax.tree.map(lambda a, i=i: a[i], params))
-            x_BLD, layer_cache = block(x_BLD, jnp.int32(i), rope, index_BL, start_BL, self.run, cache=cache[i])
+            x_BLD, layer_cache = block(x_BLD, jnp.int32(i), rope, index_BL, start_BL, cache=cache[i])
             new_cache.append(layer_cache)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), new_cache
 
+    def draft(self, hidden_B1D, token_B1):
+        """Logits [B, 1, V] of the token behind token_B1, from the hidden state that predicted token_B1."""
+        return self.logits(self.mtp_hidden(hidden_B1D, self.lookup(token_B1)), "mtp")
+
     def new_cache(self, batch, slots):
-        cfg, dtype = self.cfg, self.run.dtype
-        I, J, K = cfg.maps, cfg.kv_heads // cfg.maps, cfg.head_size
+        """Empty keys and values, a pair for each layer."""
+        I, J, K = self.cfg.maps, self.cfg.kv_heads // self.cfg.maps, self.cfg.head_size
         shapes = (batch, I, J, slots, K), (batch, J, slots, I * K)
-        return [tuple(jnp.zeros(shape, dtype) for shape in shapes) for _ in range(cfg.layers)]
+        return [tuple(jnp.zeros(shape, self.run.dtype) for shape in shapes) for _ in range(self.cfg.layers)]
+
+
+# ---- losses --------------------------------------------------------------------------------------------------------
 
 
 def target_masks(segment_BL):
@@ -480,24 +510,25 @@ def cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap=0.0, z_loss=0.0,
     - onehot). Three vocabulary matmuls in all, where recomputing the logits in the backward pass takes four.
     The weight is cast to hidden's dtype for the matmuls; its gradient is summed in float32.
     """
-    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, False)
+    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, with_gradient=False)[0]
 
 
-def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, with_gradient):
-    """(loss, dhidden, dweight), or the loss alone. A device of a mesh sums over its own rows; one reduction ends it."""
+def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, with_gradient=True):
+    """(loss, (dhidden, dweight) or None). A device of a mesh sums over its own rows; one reduction ends it."""
     axes = BATCH if jax.sharding.get_abstract_mesh().size > 1 else ()
 
-    def local(hidden_BLD, weight_VD, label_BL, mask_BL):
+    def of_own_rows(hidden_BLD, weight_VD, label_BL, mask_BL):
         B, L, _ = hidden_BLD.shape
+        # the most positions of each row that divide its length and make no more than chunk_tokens tokens
         chunk = next(c for c in range(min(L, max(1, chunk_tokens // B)), 0, -1) if L % c == 0)
 
         def chunks(x_BL):  # [n, T, ...], T = B chunk: with one axis of tokens each product is one plain matmul
             x_nBL = x_BL.reshape(B, L // chunk, chunk, *x_BL.shape[2:]).swapaxes(0, 1)
             return x_nBL.reshape(L // chunk, B * chunk, *x_BL.shape[2:])
 
-        def body(carry, chunk):
+        def body(carry, inputs):
             loss, dweight_VD = carry
-            h_TD, label_T, mask_T = chunk
+            h_TD, label_T, mask_T = inputs
             # log-sum-exp of the logits, and the label's logit from its row of the weight alone
             logits_TV = soft_cap(jnp.einsum("TD,VD->TV", h_TD, weight_VD).astype(jnp.float32), cap)
             top_T1 = jnp.max(logits_TV, -1, keepdims=True)
@@ -509,15 +540,18 @@ def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_
             loss += jnp.sum((lse_T - target_T + z_loss * lse_T**2) * mask_T)
             if not with_gradient:
                 return (loss, dweight_VD), None
-            # softmax = e / sum is dense, and its factors per token wait for the products; the one-hot part is the
-            # label's row alone: a gather here, a scatter after the loop
+
+            # dz of the two terms: softmax = e / sum is dense, and its factors per token wait for the products; the
+            # one-hot part is the label's row alone
             dtarget_T, scale_T1 = mask_T, (mask_T * (1 + 2 * z_loss * lse_T))[:, None] / sum_T1
-            if cap:
+            if cap:  # d(c tanh(z / c)) / dz = 1 - tanh^2
                 e_TV *= 1 - (logits_TV / cap) ** 2
                 dtarget_T *= 1 - (target_T / cap) ** 2
+            # dhidden = dz W: the dense product, less the label's row (a gather)
             e_TV = e_TV.astype(h_TD.dtype)
             dh_TD = jnp.einsum("TV,VD->TD", e_TV, weight_VD, preferred_element_type=jnp.float32) * scale_T1
             dh_TD -= row_TD * dtarget_T[:, None]
+            # dweight = dz^T hidden: the dense product; the labels' rows follow after the loop (a scatter)
             scaled_TD = (h_TD * scale_T1).astype(h_TD.dtype)
             dweight_VD += jnp.einsum("TV,TD->VD", e_TV, scaled_TD, preferred_element_type=jnp.float32)
             return (loss, dweight_VD), (dh_TD.astype(h_TD.dtype), dtarget_T)
@@ -526,37 +560,32 @@ def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_
         inputs = chunks(hidden_BLD), chunks(label_BL), chunks(mask_BL)
         (loss, dweight_VD), out = jax.lax.scan(body, (jnp.float32(0), zero_VD), inputs)
         if not with_gradient:
-            return jax.lax.psum(loss, axes) if axes else loss
+            return jax.lax.psum(loss, axes), None
+        # chunks back to rows, and every label's part of the weight's gradient at once
         out = (x.reshape(L // chunk, B, chunk, *x.shape[2:]).swapaxes(0, 1) for x in out)
         dhidden_BLD, dtarget_BL = (x.reshape(B, L, *x.shape[3:]) for x in out)
         dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * dtarget_BL[..., None])
-        if axes:
-            loss, dweight_VD = jax.lax.psum((loss, dweight_VD), axes)
-        return loss, dhidden_BLD, dweight_VD
+        loss, dweight_VD = jax.lax.psum((loss, dweight_VD), axes)
+        return loss, (dhidden_BLD, dweight_VD)
 
     if axes:
         rows, replicated = PS(BATCH), PS()
-        out_specs = (replicated, rows, replicated) if with_gradient else replicated
-        local = jax.shard_map(
-            local, in_specs=(rows, replicated, rows, rows), out_specs=out_specs, axis_names=set(axes), check_vma=False
-        )
-    return local(hidden_BLD, shard(weight_VD.astype(hidden_BLD.dtype), "tensor"), label_BL, mask_BL)
+        in_specs = rows, replicated, rows, rows
+        out_specs = replicated, (rows, replicated) if with_gradient else None
+        layout = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": set(axes), "check_vma": False}
+        of_own_rows = jax.shard_map(of_own_rows, **layout)
+    return of_own_rows(hidden_BLD, shard(weight_VD.astype(hidden_BLD.dtype), "tensor"), label_BL, mask_BL)
 
 
-def _cross_entropy_fwd(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens):
-    loss, *gradients = _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, True)
-    return loss, gradients
+def _cross_entropy_backward(cap, z_loss, chunk_tokens, gradients, dloss):
+    dhidden_BLD, dweight_VD = gradients
+    return (dhidden_BLD * dloss.astype(dhidden_BLD.dtype), dweight_VD * dloss, None, None)
 
 
-def _cross_entropy_bwd(cap, z_loss, chunk_tokens, residuals, g):
-    dhidden_BLD, dweight_VD = residuals
-    return (dhidden_BLD * g.astype(dhidden_BLD.dtype), dweight_VD * g, None, None)
+cross_entropy.defvjp(_cross_entropy, _cross_entropy_backward)
 
 
-cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
-
-
-# ---- parameters ---------------------------------------------------------------------------------------------------
+# ---- parameters ----------------------------------------------------------------------------------------------------
 
 
 def new_params(cfg, seed):
@@ -578,6 +607,7 @@ def shardings(mesh, tree):
     """A NamedSharding for each leaf of a tree of parameters, or of optimizer moments, by its name."""
 
     def layout(path, _):
+        # the innermost name that SHARDING knows: optimizers wrap parameters in tuples of their own
         names = [key.key for key in path[::-1] if getattr(key, "key", None) in SHARDING]
         return jax.NamedSharding(mesh, SHARDING[names[0]] if names else PS())
 
@@ -592,9 +622,8 @@ def read_config(folder, meta):
     try:
         return Config(**meta["model"])
     except TypeError as error:
-        raise ValueError(
-            f"step {meta.get('step')} of {folder} cannot be read: another version wrote it ({error})"
-        ) from None
+        step = meta.get("step")
+        raise ValueError(f"step {step} of {folder} cannot be read: another version wrote it ({error})") from None
 
 
 # ---- sampling ------------------------------------------------------------------------------------------------------
@@ -621,17 +650,20 @@ def probabilities(logits_V, rule):
         logits_V = jnp.where(jnp.arange(V) < rule.vocab, logits_V, -jnp.inf)
     if rule.temperature == 0:
         return jax.nn.one_hot(jnp.argmax(logits_V, -1), V)
-    width = 1 if jax.default_backend() == "cpu" else 3  # changes the speed alone
-    return diffusion.softmax(
-        diffusion.filter_logits(logits_V, rule.temperature, rule.top_k, rule.top_p, rule="mdlm", width=width)
-    )
+    settings = {"rule": "mdlm", "width": 1 if jax.default_backend() == "cpu" else 3}  # width changes the speed alone
+    return diffusion.softmax(diffusion.filter_logits(logits_V, rule.temperature, rule.top_k, rule.top_p, **settings))
 
 
 def draw(p_BV, key, rule):
     """One token per row from probabilities that need not sum to 1: Gumbel arg-max of their logarithms, or arg-max."""
-    return (jnp.argmax(p_BV, -1) if rule.temperature == 0 else jax.random.categorical(key, jnp.log(p_BV))).astype(
-        jnp.int32
-    )
+    token_B = jnp.argmax(p_BV, -1) if rule.temperature == 0 else jax.random.categorical(key, jnp.log(p_BV))
+    return token_B.astype(jnp.int32)
+
+
+def propose(model, hidden_B1D, token_B, key, rule):
+    """A draft of the token behind token_B by the MTP head, and the probabilities that it was drawn from."""
+    q_BV = probabilities(model.draft(hidden_B1D, token_B[:, None])[:, 0], rule)
+    return {"q_BV": q_BV, "draft_B": draw(q_BV, key, rule)}
 
 
 def verify(p_BV, q_BV, draft_B, u_B, key, rule):
@@ -646,123 +678,80 @@ def verify(p_BV, q_BV, draft_B, u_B, key, rule):
     return jnp.where(accepted_B, draft_B, draw(residual_BV, key, rule)), accepted_B
 
 
-def start(lm, token_BM, length_B, limit_B, cache, key, rule):
-    """Read the prompts token_BM[:, :length_B] in one pass and commit one token each; the state that `advance` takes.
+@functools.partial(jax.jit, static_argnames=("slots", "rule"))
+def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
+    """Read the prompts prompt_BL[:, :length_B] in one pass and commit one token each; the state that `advance` takes.
 
-    `lm` has step(cache, token_BL, index_BL) -> (hidden, cache), main(hidden) and draft(hidden, next_token) -> logits.
-    A row ends at limit_B tokens or after rule.eos. token_BM keeps one spare slot at its end.
+    `slots` is the size of its cache and of its texts token_BM, one more than limit_B at least. A row ends at limit_B
+    tokens or after rule.eos; what token_BM holds behind length_B does not count.
     """
-    B, prompt = token_BM.shape[0], int(lm.prompt_slots)
+    B, L = prompt_BL.shape
+    row_B = jnp.arange(B)
     key, now = jax.random.split(key)
-    index_BL = jnp.broadcast_to(jnp.arange(prompt), (B, prompt))
-    hidden, cache = lm.step(cache, token_BM[:, :prompt], index_BL)
-    hidden = jax.tree.map(lambda h: h[jnp.arange(B), length_B - 1][:, None], hidden)
-    first_B = draw(probabilities(lm.main(hidden)[:, 0], rule), now, rule)
+    hidden_BLD, cache = model.step(model.new_cache(B, slots), prompt_BL, jnp.broadcast_to(jnp.arange(L), (B, L)))
+    hidden_B1D = hidden_BLD[row_B, length_B - 1][:, None]  # of each prompt's last token
+    first_B = draw(probabilities(model.logits(hidden_B1D)[:, 0], rule), now, rule)
     state = {
-        "token_BM": token_BM.at[jnp.arange(B), length_B].set(first_B),
+        "token_BM": jnp.zeros((B, slots), jnp.int32).at[:, :L].set(prompt_BL).at[row_B, length_B].set(first_B),
         "length_B": length_B + 1,
         "limit_B": limit_B,
         "done_B": (first_B == rule.eos) | (length_B + 1 >= limit_B),
         "cache": cache,
         "key": key,
-        "calls": jnp.int32(1),
-        "forwards_B": jnp.ones(B, jnp.int32),
-        "accepted_B": jnp.zeros(B, jnp.int32),
+        "forwards_B": jnp.ones(B, jnp.int32),  # passes that committed a token
+        "accepted_B": jnp.zeros(B, jnp.int32),  # drafts that were right
     }
     if rule.speculate:
         key, now = jax.random.split(key)
-        q_BV = probabilities(lm.draft(hidden, first_B[:, None])[:, 0], rule)
-        state |= {"key": key, "q_BV": q_BV, "draft_B": draw(q_BV, now, rule)}
+        state |= {"key": key} | propose(model, hidden_B1D, first_B, now, rule)
     return state
 
 
-def advance(lm, state, calls, rule):
-    """Up to `calls` further forward passes over all rows, in one while loop; each commits one token a row, or two.
+@functools.partial(jax.jit, static_argnames="rule", donate_argnames="state")
+def advance(model, state, passes, rule):
+    """Up to `passes` further forward passes over all rows, in one while loop; each commits one token a row, or two.
 
     With speculation a pass holds the last token x_t and the draft of x_{t+1}: where the draft is accepted, the second
     half of the pass gives x_{t+2} for free. A rejected draft's cache slot is written again by the next pass.
     """
-    stop = state["calls"] + calls
-    B = len(state["token_BM"])
-    row_B = jnp.arange(B)
+    row_B = jnp.arange(len(state["length_B"]))
 
     def more(state):
-        return (state["calls"] < stop) & ~jnp.all(state["done_B"])
+        return (state["passes"] > 0) & ~jnp.all(state["done_B"])
 
     def body(state):
         token_BM, length_B, done_B = state["token_BM"], state["length_B"], state["done_B"]
-        key, k_verify, k_u, k_second, k_draft = jax.random.split(state["key"], 5)
-        last_B1 = token_BM[row_B, length_B - 1][:, None]
-        if not rule.speculate:  # the last token in, the next one out
-            hidden, cache = lm.step(state["cache"], last_B1, length_B[:, None] - 1)
-            new_B = draw(probabilities(lm.main(hidden)[:, 0], rule), k_verify, rule)
-            two_B = jnp.zeros(B, bool)
-            token_BM = token_BM.at[row_B, length_B].set(jnp.where(done_B, token_BM[row_B, length_B], new_B))
-            ended_B = new_B == rule.eos
+        key, k_first, k_accept, k_second, k_draft = jax.random.split(state["key"], 5)
+        # The last token goes in, and the draft of the next one (L = 2); out come the tokens behind them.
+        input_BL = token_BM[row_B, length_B - 1][:, None]
+        if rule.speculate:
+            input_BL = jnp.concatenate([input_BL, state["draft_B"][:, None]], 1)
+        index_BL = length_B[:, None] + jnp.arange(input_BL.shape[1])
+        hidden_BLD, cache = model.step(state["cache"], input_BL, index_BL - 1)
+        p_BLV = probabilities(model.logits(hidden_BLD), rule)
+        state = state | {"cache": cache, "key": key, "passes": state["passes"] - 1}
+        if rule.speculate:
+            # Judge the draft, and draw the token behind it, which counts where the draft was right.
+            u_B = jax.random.uniform(k_accept, row_B.shape)
+            first_B, accepted_B = verify(p_BLV[:, 0], state["q_BV"], state["draft_B"], u_B, k_first, rule)
+            new_BL = jnp.stack([first_B, draw(p_BLV[:, 1], k_second, rule)], 1)
+            extra_B = (accepted_B & (first_B != rule.eos) & (length_B + 1 < state["limit_B"])).astype(jnp.int32)
+            # Draft the token behind the newest, from the hidden state that made it.
+            newest_B = new_BL[row_B, extra_B]
+            state |= propose(model, hidden_BLD[row_B, extra_B][:, None], newest_B, k_draft, rule)
+            state["accepted_B"] += accepted_B & ~done_B
         else:
-            pair_B2 = jnp.concatenate([last_B1, state["draft_B"][:, None]], 1)
-            hidden, cache = lm.step(state["cache"], pair_B2, length_B[:, None] + jnp.array([-1, 0]))
-            p_B2V = probabilities(lm.main(hidden), rule)
-            # judge the draft, and draw the token behind it, which counts where the draft was right
-            u_B = jax.random.uniform(k_u, (B,))
-            new_B, accepted_B = verify(p_B2V[:, 0], state["q_BV"], state["draft_B"], u_B, k_verify, rule)
-            second_B = draw(p_B2V[:, 1], k_second, rule)
-            accepted_B &= ~done_B
-            two_B = accepted_B & (new_B != rule.eos) & (length_B + 1 < state["limit_B"])
-            for offset, value_B, write_B in ((0, new_B, ~done_B), (1, second_B, two_B)):
-                old_B = token_BM[row_B, length_B + offset]
-                token_BM = token_BM.at[row_B, length_B + offset].set(jnp.where(write_B, value_B, old_B))
-            # draft the token behind the newest, from the hidden state that made it
-            newest_B = jnp.where(two_B, second_B, new_B)
-            ended_B = newest_B == rule.eos
-            pick_B = two_B.astype(jnp.int32)
-            hidden = jax.tree.map(lambda h: h[row_B, pick_B][:, None], hidden)
-            q_BV = probabilities(lm.draft(hidden, newest_B[:, None])[:, 0], rule)
-            state = state | {"q_BV": q_BV, "draft_B": draw(q_BV, k_draft, rule)}
-            state["accepted_B"] += accepted_B
-        length_B = jnp.where(done_B, length_B, length_B + 1 + two_B)
+            newest_B = draw(p_BLV[:, 0], k_first, rule)
+            new_BL, extra_B = newest_B[:, None], 0
+        length_B = jnp.where(done_B, length_B, length_B + 1 + extra_B)
         return state | {
-            "token_BM": token_BM,
+            "token_BM": token_BM.at[row_B[:, None], index_BL].set(new_BL),
             "length_B": length_B,
-            "done_B": done_B | ended_B | (length_B >= state["limit_B"]),
-            "cache": cache,
-            "key": key,
-            "calls": state["calls"] + 1,
+            "done_B": done_B | (newest_B == rule.eos) | (length_B >= state["limit_B"]),
             "forwards_B": state["forwards_B"] + ~done_B,
         }
 
-    return jax.lax.while_loop(more, body, state)
-
-
-@dataclasses.dataclass(frozen=True)
-class Decoder:
-    """What `start` and `advance` need of a model; the rotary table is chosen once, a rotated cache cannot change it."""
-
-    model: PythonCoder
-    yarn: bool
-    prompt_slots: int = 0  # prompts are padded to this many tokens
-
-    def step(self, cache, token_BL, index_BL):
-        return self.model.step(cache, token_BL, index_BL, self.yarn)
-
-    def main(self, hidden_BLD):
-        return self.model.logits(hidden_BLD)
-
-    def draft(self, hidden_BLD, token_BL):
-        model = self.model
-        return model.logits(model.mtp_hidden(hidden_BLD, model.lookup(token_BL)), "mtp")
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "yarn", "prompt_slots", "rule"))
-def _start(params, token_BM, length_B, limit_B, key, *, graph, yarn, prompt_slots, rule):
-    model = nnx.merge(graph, params)
-    lm = Decoder(model, yarn, prompt_slots)
-    return start(lm, token_BM, length_B, limit_B, model.new_cache(*token_BM.shape), key, rule)
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "yarn", "rule"), donate_argnames=("state",))
-def _advance(params, state, calls, *, graph, yarn, rule):
-    return advance(Decoder(nnx.merge(graph, params), yarn), state, calls, rule)
+    return jax.lax.while_loop(more, body, state | {"passes": passes})
 
 
 def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
@@ -773,34 +762,33 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
     YaRN table serves, up to positions * yarn_factor. Raises ValueError for what cannot fit or an empty prompt.
     """
     cfg = model.cfg
-    longest = max(len(p) for p in prompts) + max_new
+    length_B = np.array([len(prompt) for prompt in prompts], np.int32)
+    longest = int(length_B.max()) + max_new
     reach = int(cfg.positions * cfg.yarn_factor)
     if longest > reach:
         raise ValueError(f"{longest} tokens do not fit: the model reaches {reach} positions")
-    if min(len(p) for p in prompts) == 0:
+    if length_B.min() == 0:
         raise ValueError("an empty prompt: give at least one token")
     if rule.speculate and not cfg.mtp:
         raise ValueError("this model has no MTP head to draft with")
 
     def padded(n):
         """The next power of two, 32 at least."""
-        return 1 << max(5, (n - 1).bit_length())
+        return 1 << max(5, (int(n) - 1).bit_length())
 
-    prompt_slots = padded(max(len(p) for p in prompts))
-    slots = padded(longest + 2)
-    token_BM = np.zeros((len(prompts), slots), np.int32)
-    for row, prompt in zip(token_BM, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    length_B = np.array([len(p) for p in prompts], np.int32)
-    graph, params = nnx.split(model)
-    static = {"graph": graph, "yarn": longest > cfg.positions, "rule": rule}
-    state = _start(params, token_BM, length_B, length_B + max_new, key, prompt_slots=min(prompt_slots, slots), **static)
+    prompt_BL = np.zeros((len(prompts), padded(length_B.max())), np.int32)
+    for row_L, prompt in zip(prompt_BL, prompts, strict=True):
+        row_L[: len(prompt)] = prompt
+    # The rotary table is chosen once, by the longest text that there may be.
+    run = dataclasses.replace(model.run, yarn=longest > cfg.positions)
+    model = nnx.merge(graph_of(cfg, run), nnx.state(model))
+    state = start(model, prompt_BL, length_B, length_B + max_new, key, slots=padded(longest + 2), rule=rule)
     while True:  # synchronises with the device once per chunk
         token_BM, end_B, done_B = (np.asarray(state[k]) for k in ("token_BM", "length_B", "done_B"))
-        texts = [row[start:end].tolist() for row, start, end in zip(token_BM, length_B, end_B, strict=True)]
+        texts = [row[begin:end].tolist() for row, begin, end in zip(token_BM, length_B, end_B, strict=True)]
         if (on_tokens and on_tokens(texts)) or done_B.all():
             break
-        state = _advance(params, state, chunk, **static)
+        state = advance(model, state, chunk, rule=rule)
     stats = {"forwards": int(state["forwards_B"].sum()), "accepted": int(state["accepted_B"].sum())}
     return texts, stats | {"tokens": sum(map(len, texts))}
 
@@ -809,18 +797,14 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
 
 
 def count_params(cfg):
-    """Parameters by part: {"embed", "attention", "ffn", "norms and lambdas", "mtp", "total"}."""
-    parts = dict.fromkeys(("embed", "attention", "ffn", "norms and lambdas", "mtp projection", "mtp head", "total"), 0)
+    """Parameters by part: embed, attention, ffn, norms and lambdas, mtp projection, mtp head; and their total."""
+    part_of = {"embed": "embed", "proj": "mtp projection", "head": "mtp head"}
+    part_of |= dict.fromkeys(("wq", "wk", "wv", "wo", "w_lambda"), "attention")
+    part_of |= dict.fromkeys(("w_gate", "w_up", "w_down"), "ffn")
+    parts = dict.fromkeys(("embed", "attention", "ffn", "norms and lambdas", "mtp projection", "mtp head"), 0)
     for name, leaf in runs.flatten(param_shapes(cfg)).items():
-        short = name.split(".")[-1]
-        part = {"embed": "embed", "proj": "mtp projection", "head": "mtp head"}.get(short, "norms and lambdas")
-        if short in ("wq", "wk", "wv", "wo", "w_lambda"):
-            part = "attention"
-        elif short in ("w_gate", "w_up", "w_down"):
-            part = "ffn"
-        parts[part] += math.prod(leaf.shape)
-        parts["total"] += math.prod(leaf.shape)
-    return parts
+        parts[part_of.get(name.split(".")[-1], "norms and lambdas")] += leaf.size
+    return parts | {"total": sum(parts.values())}
 
 
 def flops_per_token(cfg, length):
@@ -843,9 +827,9 @@ class Args:
 def main(args):
     for name in [args.model] if args.model else CONFIGS:
         parts = count_params(CONFIGS[name])
-        print(f"{name:6} {parts['total']:>15,} parameters")
-        if args.model:
-            print("\n".join(f"  {part:20} {n:>15,}" for part, n in parts.items() if part != "total"))
+        print(f"{name:6} {parts.pop('total'):>15,} parameters")
+        for part, n in parts.items() if args.model else ():
+            print(f"  {part:20} {n:>15,}")
 
 
 if __name__ == "__main__":

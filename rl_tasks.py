@@ -52,9 +52,6 @@ class Config:
 
 
 def main(cfg):
-    for root in cfg.roots:
-        if not Path(root).exists():
-            raise FileNotFoundError(f"--roots: {root} does not exist; name folders or files that do")
     out = Path(cfg.out)
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / ".lock"):
@@ -64,9 +61,8 @@ def main(cfg):
 def prepare_acecode(cfg, out):
     """Write the tasks, or find that they are there. A task and its twin are in the same split."""
     paths = [path for _, path in data_prep.find(cfg, cfg.roots, ".jsonl")] if cfg.roots else []
-    tokenizer = None
-    if cfg.tokenizer:
-        tokenizer = tokenizers.Tokenizer.from_str(Path(cfg.tokenizer).read_text())
+    tokenizer = tokenizers.Tokenizer.from_str(Path(cfg.tokenizer).read_text()) if cfg.tokenizer else None
+    if tokenizer:
         tokenizer.no_truncation()  # or a long prompt would look short
     settings = settings_of(cfg, paths)
     if complete(out, settings):
@@ -74,14 +70,16 @@ def prepare_acecode(cfg, out):
         return
     hub = None if paths else data_prep.download(ACECODE, "name JSONL files of its form with --roots")
 
-    # Percentiles are over all rows, so these are read twice: once for their rates, once for what is kept.
     def read():
         return tqdm(read_acecode(paths) if paths else hub, "reading", unit=" rows", disable=None)
 
+    # Percentiles are over all rows, so these are read twice: first for their rates, then for what is kept.
     rates_N2 = np.array([pass_rates(row) for row in read()], np.float64).reshape(-1, 2)
     kept_N = choose(rates_N2, cfg.difficulty)
     without_N = np.isnan(rates_N2[:, 0]) & ~kept_N
     dropped = {"without_rates": int(without_N.sum()), "difficulty": int((~kept_N & ~without_N).sum())}
+
+    # Whether a question is held out depends on the seed and its id alone.
     tasks = itertools.chain.from_iterable(with_twin(row) for row in itertools.compress(read(), kept_N))
     counts = {"train": 0, "heldout": 0}
     with runs.writing(out / "train.jsonl") as train, runs.writing(out / "heldout.jsonl") as heldout:
@@ -257,6 +255,18 @@ def make_tasks(seed):
     return tasks
 
 
+def write_demo(folder, seed):
+    """Write the demo's heldout.jsonl and train.jsonl, and pairs.jsonl, answers of which three in ten are right."""
+    rng, tasks = random.Random(seed), make_tasks(0)
+    files = {"heldout": tasks[:96], "train": tasks[96:], "pairs": []}
+    for task in files["train"] * 20:
+        answer = task["right" if rng.random() < 0.3 else "wrong"]
+        files["pairs"].append({"prompt": task["prompt"], "response": answer + "\n"})
+    folder.mkdir(parents=True)
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 # ---- tasks as canvases ---------------------------------------------------------------------------------------------
 
 
@@ -315,19 +325,19 @@ class Prompts:
         return token_BL, np.arange(L) >= P - length_B[:, None]
 
     def completions(self, task_B, token_BL, counted_BC):
-        """(texts, rows) for the reward functions, of filled canvases whose completions are the counted tokens.
+        """Rows for the reward functions, of filled canvases whose completions are the counted tokens.
 
-        A row is the task with "written", the completion alone, and "tokens", its length. The text of a "prompt" is the
-        whole program in a code block, the form in which a chat model answers.
+        A row is the task with "written", the completion alone, "tokens", its length, and "text", which is rewarded: for
+        a "prompt" the whole program in a code block, the form in which a chat model answers.
         """
-        texts, rows = [], []
+        rows = []
         for i, ids, counted_C in zip(task_B, token_BL[:, self.max_prompt :], counted_BC, strict=True):
             task = self.tasks[i]
             written = self.tokenizer.decode(ids[counted_C].tolist(), skip_special_tokens=True)
             program = f"```python\n{task.get('prompt', '')}{written.rstrip()}\n```\n"
-            texts.append(written if "question" in task else program)
-            rows.append(task | {"tokens": int(counted_C.sum()), "written": written})
-        return texts, rows
+            text = written if "question" in task else program
+            rows.append(task | {"tokens": int(counted_C.sum()), "written": written, "text": text})
+        return rows
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639; Fast-dLLM, arXiv:25
 
 import dataclasses
 import functools
-import json
 import math
 import typing
 from pathlib import Path
@@ -50,29 +49,24 @@ class Sampling:
     fast_dllm: bool = False  # Fast-dLLM's windows [S, E): the first token of a block is filled whatever its confidence
     ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
-    eos_ids: tuple[
-        int, ...
-    ] = ()  # one of these, with nothing masked before it, ends a text; the rest becomes eos_ids[0]
+    eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills up what follows
     history: bool = False  # keep the canvas after every step
 
     def __post_init__(self):
         negative = [name for name, value in vars(self).items() if isinstance(value, int | float) and value < 0]
-        # fmt: off
+        known = self.alg in (*CONFIDENCE, "origin") and self.cache in ("", "prefix", "dual")
+        in_range = 0 < self.eps < 1 and 0 < self.top_p <= 1 and self.threshold <= 1
         wrong = {
             f"{', '.join(negative)} is below 0": negative,
-            f"alg {self.alg!r} is not one of {', '.join(CONFIDENCE)}, origin": self.alg not in (*CONFIDENCE, "origin"),
-            f"cache {self.cache!r} is neither prefix nor dual": self.cache not in ("", "prefix", "dual"),
-            "eps, top_p and threshold lie in (0, 1), (0, 1] and [0, 1]":
-                not (0 < self.eps < 1 and 0 < self.top_p <= 1 and self.threshold <= 1),
+            f"alg {self.alg!r} or cache {self.cache!r} is not one of those that exist": not known,
+            "eps, top_p and threshold lie in (0, 1), (0, 1] and [0, 1]": not in_range,
             "tokens_per_step is 0": self.tokens_per_step == 0,
             "a cache works block by block: set block_length": self.cache and not self.block_length,
             "Fast-dLLM's windows need blocks and a cache: prefix or dual": self.fast_dllm and not self.cache,
             "origin has no blocks and no threshold": self.alg == "origin" and (self.block_length or self.threshold),
         }
-        # fmt: on
-        for what, is_wrong in wrong.items():
-            if is_wrong:
-                raise ValueError(what)
+        if any(wrong.values()):
+            raise ValueError("; ".join(message for message, is_wrong in wrong.items() if is_wrong))
 
 
 # ---- one denoising step --------------------------------------------------------------------------------------------
@@ -95,7 +89,7 @@ class Given(typing.NamedTuple):
     see_BL: jax.Array  # False at padding
     made_BL: jax.Array  # masked at the start
     place_BL: jax.Array  # slots counted from the row's first token
-    banned_V: jax.Array
+    banned_V: jax.Array  # ids that are never drawn
     key_B: jax.Array  # a random key for each row
     steps: int  # how many steps the schedule of a block has
     limit: int  # a block is left after so many steps, whatever is masked in it
@@ -135,16 +129,19 @@ class Sampler:
 
     def plan(self, state, given, opening=False):
         """(wanted_BL, most_B): the positions that this step may fill, and at most how many of each row."""
-        rule, i = self.rule, state.step - given.begun
+        rule, i = self.rule, state.step - given.begun  # step i of this block
         wanted_BL = self.open_positions(state, given)
-        if opening and rule.fast_dllm:  # its first pass fills the first token alone
+        # Fast-dLLM's first pass fills the first token alone.
+        if opening and rule.fast_dllm:
             wanted_BL &= jnp.arange(wanted_BL.shape[1]) == given.first
             return wanted_BL, wanted_BL.sum(-1)
-        if rule.alg == "origin":  # chance decides, for each position alone
+        # origin: chance decides, for each position alone.
+        if rule.alg == "origin":
             drawn = given.u_SBL is None
             u_BL = self.draw(given, 2, state.step, given.place_BL) if drawn else given.u_SBL[i]
             wanted_BL &= u_BL < given.commit_S[i]
             return wanted_BL, wanted_BL.sum(-1)
+        # A threshold: what the schedule allows by now; `forward` says how many of them are sure enough.
         count_B = wanted_BL.sum(-1)
         if rule.threshold:
             new_B = given.budget_SB.at[i].get(mode="fill", fill_value=0)
@@ -164,21 +161,22 @@ class Sampler:
     def propose(self, model, hidden_BWD, start, state, given, wanted_BL):
         """(token_BL, score_BL): what would be written at the wanted positions and how sure that is, -inf elsewhere.
 
-        hidden_BWD are those of slots start .. start + W - 1. The logits of a few wanted positions exist at a time, and
-        of no others. A position whose left neighbour is padding, or not in the window, uses its own logits.
+        hidden_BWD are those of slots start .. start + W - 1. The head is the widest matrix, so it runs for the wanted
+        positions alone, C = run.head_positions of each row at a time. A position whose left neighbour is padding, or
+        not in the window, uses its own logits.
         """
         rule, see_BL = self.rule, given.see_BL
         B, L = wanted_BL.shape
         C = min(model.run.head_positions, L)
         row_B1 = jnp.arange(B)[:, None]
-        # slots of the wanted positions, from the left; L where a row has no more of them
+        # Slots of the wanted positions, from the left; L, which is dropped, where a row has no more of them.
         order_BL = jnp.where(wanted_BL, jnp.cumsum(wanted_BL, -1) - 1, L + C)
         slot_BL = jnp.full((B, L + -L % C), L).at[row_B1, order_BL].set(jnp.arange(L), mode="drop")
 
         def propose_chunk(c, carry):
             token_BL, score_BL = carry
             slot_BC = jax.lax.dynamic_slice(slot_BL, (0, c * C), (B, C))
-            # the logits of the token at p come from the hidden state at p - 1
+            # The logits of the token at p come from the hidden state at p - 1.
             at_BC = jnp.minimum(slot_BC, L - 1)
             shifted_BC = (at_BC > 0) & see_BL[row_B1, jnp.maximum(at_BC - 1, 0)]
             source_BC = jnp.clip(at_BC - shifted_BC - start, 0, hidden_BWD.shape[1] - 1)
@@ -186,6 +184,7 @@ class Sampler:
             logits_BCV = jnp.where(given.banned_V, -jnp.inf, logits_BCV)
             if self.logit_hook:
                 logits_BCV = self.logit_hook(state.step, state.token_BL, slot_BC, logits_BCV)
+            # Draw a token from what temperature, top-k and top-p leave.
             filters, width = (rule.temperature, rule.top_k, rule.top_p), 1 if model.run.on_cpu else 3
             logits_BCV = diffusion.filter_logits(logits_BCV, *filters, rule="dream", width=width)
             u_BCV = None
@@ -193,7 +192,8 @@ class Sampler:
                 place_BC = given.place_BL[row_B1, at_BC]
                 u_BCV = self.draw(given, 0, state.step, place_BC, logits_BCV.shape[-1:])
             new_BC = diffusion.sample_tokens(logits_BCV, u_BCV, 1.0 if rule.temperature else 0).astype(token_BL.dtype)
-            score_BC = jnp.zeros(slot_BC.shape)  # origin asks for no confidence
+            # How sure is it? The token's probability, or a measure of the distribution; origin does not ask.
+            score_BC = jnp.zeros(slot_BC.shape)
             if rule.threshold or rule.alg == "maskgit_plus":
                 score_BC = jnp.take_along_axis(diffusion.softmax(logits_BCV), new_BC[..., None], -1)[..., 0]
             elif rule.alg != "origin":
@@ -218,6 +218,7 @@ class Sampler:
             window_BW = jax.lax.dynamic_slice_in_dim(state.token_BL, start, width, 1)
             hidden_BWD, cache = model.hidden(window_BW, None, given.see_BL, cache, start)
         new_BL, score_BL = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
+        # Write the surest: as many as the schedule says, or all that reach the threshold and at least one.
         done_B = most_B
         if rule.threshold:
             sure_B = jnp.sum(wanted_BL & (score_BL >= given.threshold), -1)
@@ -236,7 +237,7 @@ class Sampler:
         if self.rule.eos_ids:
             # An end token ends its row if nothing is masked before it, and no text that was given comes behind it.
             tail_BL = jnp.flip(jnp.cumprod(jnp.flip(given.made_BL | ~given.see_BL, -1), -1), -1) > 0
-            eos_BL = functools.reduce(jnp.logical_or, [token_BL == i for i in self.rule.eos_ids])
+            eos_BL = (token_BL[..., None] == jnp.array(self.rule.eos_ids)).any(-1)
             settled_BL = jnp.cumsum(self.masked(token_BL, given), -1) == 0
             ended_BL = jnp.cumsum(eos_BL & tail_BL & given.made_BL & settled_BL, -1) > 0
             token_BL = jnp.where(ended_BL & ~eos_BL & given.see_BL, self.rule.eos_ids[0], token_BL)
@@ -249,8 +250,7 @@ class Sampler:
 def open_block(params, state, given, *, sampler):
     """The first step of a block with a cache, a pass over the canvas: (state, keys and values of all slots).
 
-    params is the tree of parameters, state a State, given a Given; `lower` takes them as ShapeDtypeStructs, in `given`
-    int32 scalars for the plain numbers.
+    params is the tree of parameters, state a State, given a Given. `lower` takes their ShapeDtypeStructs.
     """
     model = nnx.merge(sampler.graph, params)
     wanted_BL, most_B = sampler.plan(state, given, opening=True)
@@ -267,7 +267,7 @@ def denoise(params, state, given, cache=None, *, sampler, width=0):
     into the cache. A model that predicts MASK again and again ends at given.limit.
     """
     model, rule = nnx.merge(sampler.graph, params), sampler.rule
-    # a hook may mask again what is filled, so the whole canvas goes through all its steps
+    # a hook may mask again what is filled, so a canvas without blocks goes through all its steps
     has_hooks = not rule.block_length and bool(sampler.token_hook or sampler.logit_hook)
 
     def unfinished(carry):
@@ -318,15 +318,16 @@ def step_table(most, steps, eps):
 
 def layout(rule, masked_BL):
     """(first slot of each block, slots of a block, steps of a block). Blocks cover the columns that hold a MASK."""
-    L = masked_BL.shape[1]
-    columns = np.flatnonzero(masked_BL.any(0))
-    if not rule.block_length:
+    L, size = masked_BL.shape[1], rule.block_length
+    columns = np.flatnonzero(masked_BL.any(0)).tolist()
+    # Without blocks: the canvas is one.
+    if not size:
         most = masked_BL.sum(-1).max()
         return [0], L, rule.steps or (1 if rule.threshold else max(1, math.ceil(most / rule.tokens_per_step)))
-    if not len(columns):
-        return [], rule.block_length, 1
-    begin, end, size = columns[0], columns[-1] + 1, rule.block_length
-    span = int(end - begin)
+    if not columns:
+        return [], size, 1
+    begin, end = columns[0], columns[-1] + 1
+    span = end - begin
     continuation = end == L and masked_BL[:, begin:].all()
     if span % size and (continuation or rule.fast_dllm):
         raise ValueError(f"block_length {size} does not divide the {span} tokens to fill; try {math.gcd(span, size)}")
@@ -334,29 +335,31 @@ def layout(rule, masked_BL):
     if rule.steps % blocks:
         nearest = -(-rule.steps // blocks) * blocks
         raise ValueError(f"{rule.steps} steps do not divide over {blocks} blocks; try {nearest}")
-    # the last block of an infilled canvas may overlap the one before
-    firsts = [max(0, min(int(begin) + i * size, L - size)) for i in range(blocks)]
+    # The last block of an infilled canvas may overlap the one before.
+    firsts = [max(0, min(begin + i * size, L - size)) for i in range(blocks)]
     return firsts, size, rule.steps // blocks or math.ceil(size / rule.tokens_per_step)
 
 
 def schedule(rule, size, steps, masked_BL, u_SBL=None):
     """The fields of Given that say how many positions each step of a block of `size` slots fills."""
+    # Chance: a masked position is filled with probability 1 - s / t, and in the last step for certain.
     if rule.alg == "origin":
         t = np.linspace(1, rule.eps, steps + 1)
         commit_S = np.append(1 - t[1:-1] / t[:-2], 1).astype(np.float32)
         u_SBL = None if u_SBL is None else padded(np.asarray(u_SBL))
         return {"steps": steps, "limit": steps, "commit_S": padded(commit_S), "u_SBL": u_SBL}
+    # A threshold with blocks: every step may fill all. It fills one token at least, as does a block's opening pass.
     if rule.threshold and rule.block_length:
-        # Every step may fill all. One fills one token at least, and so does the pass that opens a block.
         limit = size + 1
         budget_SB = np.full((limit, len(masked_BL)), size, np.int32)
         return {"steps": limit, "limit": limit, "budget_SB": padded(budget_SB)}
+    # A threshold without: the steps share the masks evenly; each one beyond them fills at least one that is left.
     if rule.threshold:
-        # The steps share the masks evenly; each step beyond them fills at least one of those that are left.
         count_B = masked_BL.sum(-1)
         budget_SB = diffusion.step_counts(count_B, steps, "even").astype(np.int32)
         return {"steps": steps, "limit": steps + int(count_B.max()), "budget_SB": padded(budget_SB)}
-    limit = max(steps, 1 + rule.fast_dllm)  # the opening pass of Fast-dLLM fills only one token
+    # Else Dream's schedule. The opening pass of Fast-dLLM fills only one token, so its blocks have two steps at least.
+    limit = max(steps, 1 + rule.fast_dllm)
     table_SN = step_table(size, steps, rule.eps)[np.minimum(np.arange(limit), steps - 1)]
     return {"steps": limit, "limit": limit, "table_SN": padded(table_SN)}
 
@@ -366,36 +369,35 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
 
     see_BL is False at padding, which stays as it is; so does every token that is not MASK. "idle" counts the steps that
     could not change anything and cost no pass, "windows" the slots fed in each pass, "history" is the canvas after
-    every step [S, B, L]. A canvas, or a block without a cache, is one compiled loop. A block with a cache is a pass
-    over the canvas and a compiled loop over windows, the same programs for all blocks, but for cache="prefix", whose
-    windows shrink. A model that predicts MASK leaves it, where ban_ids allows that. Hooks are explained at Sampler.
-    u_SBL are the uniform numbers of alg="origin", for tests.
+    every step [S, B, L]. A model that predicts MASK leaves it, where ban_ids allows that. Hooks are explained at
+    Sampler. u_SBL are the uniform numbers of alg="origin", for tests.
 
     Raises ValueError for a canvas that does not fit the model, a number of steps that does not divide over the blocks,
     or a block length that does not divide a completion.
     """
     cfg, rule, token_BL = model.cfg, rule or Sampling(), np.asarray(token_BL)
+    # JAX would clamp ids that do not exist, and go on.
     if token_BL.ndim != 2 or token_BL.min(initial=0) < 0 or token_BL.max(initial=0) >= cfg.vocab:
-        raise ValueError(
-            f"a canvas is a [B, L] array of ids below {cfg.vocab}, not {token_BL.shape} up to {token_BL.max()}"
-        )
+        found = f"{token_BL.shape} up to {token_BL.max()}"
+        raise ValueError(f"a canvas is a [B, L] array of ids below {cfg.vocab}, not {found}")
     B, L = token_BL.shape
     if L > cfg.positions:
         raise ValueError(f"{L} tokens do not fit: the model reaches {cfg.positions} positions")
     if key is None and (rule.temperature or rule.alg_temp or (rule.alg == "origin" and u_SBL is None)):
         raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
-    key = jax.random.key(0) if key is None else key
-    see_BL = np.broadcast_to(True if see_BL is None else np.asarray(see_BL) != 0, (B, L))
-    banned_V = np.isin(np.arange(cfg.vocab), (cfg.mask_id,) if rule.ban_ids is None else rule.ban_ids)
-    banned_V |= np.arange(cfg.vocab) >= (rule.vocab or cfg.vocab)
-    if banned_V.all():
-        raise ValueError("every token is banned")
 
+    # What is masked, in which blocks and steps is it filled, and what is never drawn?
+    see_BL = np.broadcast_to(True if see_BL is None else np.asarray(see_BL) != 0, (B, L))
     made_BL = (token_BL == cfg.mask_id) & see_BL
     if token_hook:
         token_BL = np.asarray(token_hook(-1, jnp.asarray(token_BL, jnp.int32)))
     masked_BL = (token_BL == cfg.mask_id) & see_BL
     firsts, size, steps = layout(rule, masked_BL)
+    banned_V = np.isin(np.arange(cfg.vocab), (cfg.mask_id,) if rule.ban_ids is None else rule.ban_ids)
+    banned_V |= np.arange(cfg.vocab) >= (rule.vocab or cfg.vocab)
+    if banned_V.all():
+        raise ValueError("every token is banned")
+    key = jax.random.key(0) if key is None else key
     given = Given(
         see_BL=see_BL,
         made_BL=made_BL,
@@ -410,12 +412,7 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
     state = State(jnp.asarray(token_BL, jnp.int32), zero, zero, zero, jnp.zeros(B, jnp.int32))
     if rule.history:
         state = state._replace(history_SBL=padded(np.zeros((max(1, len(firsts)) * given.limit, B, L), np.int32)))
-    graph, params = nnx.split(model)
-    # What `given` says already must not ask for another program. Of two fields it only matters whether they are set.
-    fixed = dataclasses.replace(rule, steps=0, tokens_per_step=1.0, eps=0.5, ban_ids=(), vocab=0)
-    fixed = dataclasses.replace(fixed, threshold=math.ceil(rule.threshold), block_length=min(1, rule.block_length))
-    sampler = Sampler(graph, cfg, fixed, token_hook, logit_hook)
-    state, windows = fill_blocks(params, state, given, sampler, firsts)
+    state, windows = fill_blocks(model, rule, state, given, firsts, token_hook, logit_hook)
 
     token_BL, done = np.asarray(state.token_BL), int(state.step)
     stats = {"forwards": int(state.forwards), "idle": int(state.idle), "steps": done, "windows": windows}
@@ -426,15 +423,25 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
     return token_BL, stats
 
 
-def fill_blocks(params, state, given, sampler, firsts):
-    """Block after block, the whole canvas if it is one: (state, slots fed in each pass)."""
-    rule, size, windows = sampler.rule, given.size, []
-    L = state.token_BL.shape[1]
+def fill_blocks(model, rule, state, given, firsts, token_hook, logit_hook):
+    """Block after block, or the canvas as one block: (state, slots fed in each pass).
+
+    A block without a cache is one compiled loop. With one it is a pass over the canvas and a compiled loop over
+    windows, the same programs for all blocks, but for cache="prefix", whose windows shrink.
+    """
+    graph, params = nnx.split(model)
+    # What `given` says already must not ask for another program. Of three fields it only matters whether they are set.
+    is_set = {"threshold": math.ceil(rule.threshold), "block_length": min(1, rule.block_length)}
+    is_set["cache"] = "dual" if rule.cache else ""
+    fixed = dataclasses.replace(rule, steps=0, tokens_per_step=1.0, eps=0.5, ban_ids=(), vocab=0, **is_set)
+    sampler = Sampler(graph, model.cfg, fixed, token_hook, logit_hook)
+    L, size, windows = state.token_BL.shape[1], given.size, []
     for first in firsts:
-        masked_BL = (np.asarray(state.token_BL) == sampler.cfg.mask_id) & given.see_BL
-        has_hooks = sampler.token_hook or sampler.logit_hook
+        # A text that has ended leaves nothing to fill.
+        masked_BL = (np.asarray(state.token_BL) == model.cfg.mask_id) & given.see_BL
+        has_hooks = token_hook or logit_hook
         if not masked_BL[:, first : first + size].any() and (rule.block_length or not has_hooks):
-            continue  # a text that has ended leaves nothing to fill
+            continue
         # The window holds the block and the slot before it, which gives the logits of the block's first token.
         start = first if rule.fast_dllm else max(first - 1, 0)
         width = {"": L, "prefix": L - start, "dual": min(size + (not rule.fast_dllm), L)}[rule.cache]
@@ -448,18 +455,15 @@ def fill_blocks(params, state, given, sampler, firsts):
     return state, windows
 
 
-def canvas(prompts, max_new, cfg, multiple=32):
+def canvas(prompts, max_new, cfg):
     """Prompts (lists of ids, any lengths, MASK allowed) and max_new MASKs behind each, left-padded: (token_BL, see_BL).
 
-    The prompts' part is padded to a multiple of `multiple`, so that few shapes are ever compiled.
+    The prompts' part is as wide as a multiple of 32, so that few shapes are ever compiled.
     """
-    P = max(map(len, prompts), default=0)
-    P = -(-P // multiple) * multiple
-    if not prompts or P + max_new == 0:
+    longest = max(map(len, prompts), default=0)
+    if not prompts or longest + max_new == 0:
         raise ValueError("nothing to fill: give a prompt or max_new")
-    if max(map(len, prompts)) + max_new > cfg.positions:
-        raise ValueError(f"{max(map(len, prompts)) + max_new} tokens do not fit: the model reaches {cfg.positions}")
-    P = min(P, cfg.positions - max_new)
+    P = max(longest, min(-(-longest // 32) * 32, cfg.positions - max_new))
     token_BL = np.full((len(prompts), P + max_new), cfg.mask_id, np.int32)
     token_BL[:, :P] = cfg.pad_id
     see_BL = np.ones(token_BL.shape, bool)
@@ -484,13 +488,13 @@ def load_tokenizer(folder, cfg):
     fit the model: more tokens than rows, or a MASK or end token of the model that is an ordinary word.
     """
     tokenizer = runs.read_tokenizer(folder)
-    size, special = tokenizer.get_vocab_size(), tokenizer.get_added_tokens_decoder()
+    size, added = tokenizer.get_vocab_size(), tokenizer.get_added_tokens_decoder()
     if size > cfg.vocab:
         raise ValueError(f"the tokenizer of {folder} does not fit: it has {size:,} tokens, the model {cfg.vocab:,}")
     for name in ("mask_id", "eos_id"):
         i = getattr(cfg, name)
-        token = tokenizer.id_to_token(i)  # MASK needs no name; the end token does
-        if (i not in special or not special[i].special) and (token or name == "eos_id"):
+        token, is_special = tokenizer.id_to_token(i), i in added and added[i].special
+        if not is_special and (token or name == "eos_id"):  # MASK may have no name; the end token needs one
             raise ValueError(f"the tokenizer of {folder} does not fit: {i}, the model's {name}, is {token!r} in it")
     return tokenizer
 
@@ -501,32 +505,27 @@ def chat_template(folder):
     The function's second argument is a system turn that goes before. Raises ValueError for a template that is damaged;
     so does the function for one that fails.
     """
-    config, path = {}, Path(folder) / "tokenizer_config.json"
-    try:
-        if path.exists():
-            config = json.loads(path.read_text())
-        template = config.get("chat_template")
-        if path.with_name("chat_template.jinja").exists():
-            template = path.with_name("chat_template.jinja").read_text()
-        if isinstance(template, list):  # several of them, by name
-            template = {entry["name"]: entry["template"] for entry in template}["default"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} holds no chat template that can be read: {error!r}") from None
+    path, jinja = (Path(folder) / name for name in ("tokenizer_config.json", "chat_template.jinja"))
+    config = runs.read_json(path) if path.exists() else {}
+    template = jinja.read_text() if jinja.exists() else config.get("chat_template")
+    if isinstance(template, list):  # a template for each purpose, by name
+        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
     if not template:
         return None
     import jinja2.sandbox
 
-    def refuse(message):
+    def refuse(message):  # templates call it raise_exception
         raise jinja2.TemplateError(message)
 
+    # The template is code of whoever made the model, so it runs in jinja2's sandbox, as in transformers.
     special = {f"{name}_token": config.get(f"{name}_token") for name in ("bos", "eos", "pad")}
     special = {name: token["content"] if isinstance(token, dict) else token for name, token in special.items()}
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals |= {"raise_exception": refuse, **special}
 
     def wrap(prompt, system=""):
+        turns = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": prompt}]
         try:
-            turns = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": prompt}]
             return environment.from_string(template).render(messages=turns, add_generation_prompt=True)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template of {folder} fails: {error}") from None

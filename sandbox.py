@@ -11,16 +11,22 @@ all, or nothing to run, 2: the sandbox itself failed. From Python:
     sandbox.code(completions, [{"test_cases": [...]}, ...])                    # -> [1.0, 0.5, None]
 
 Every test runs in a process and a folder of its own, without network, threads, other processes, other programs or
-files but Python's own. Four layers see to that: namespaces with a root of their own, Landlock, seccomp, limits. What
-the machine offers is tried and printed; the least is seccomp with one of the first two. Without namespaces a program
-can also make no folders and not use asyncio, and can find out whether a path exists.
+files but Python's own. Four layers see to that, and each stops most attacks without the others:
+
+- namespaces: a root directory, a list of processes and a network of its own, in which there is nothing to attack
+- Landlock: no file but those named can be opened, whatever path or link leads to it; no TCP
+- seccomp: system calls that start processes, reach others, or are rarely needed and often attacked are refused
+- limits: time, memory, open files, and what may be written
+
+What the machine offers is tried and printed; the least is seccomp with one of the first two. Without namespaces a
+program can make no folders, not use asyncio, and find out whether a path exists.
 
 An exit status proves nothing, so the verdict is
 - by value, for `assert <call> == <literal>`: the program sends what the call returned, this process compares, and the
   expected value never enters the sandbox. Subclasses of builtin types count as their builtin value, NumPy's as lists;
-  objects of any other class fail, also those that would compare equal;
-- by token, for every other test: a random token, different for each test, is written after the test has returned. A
-  program that searches the interpreter's frames for it can pass, and so can one whose objects claim to equal anything.
+  objects of any other class fail;
+- by token, for every other test: a random token is written after the test has returned. A program that searches the
+  interpreter's frames for it can pass, and so can one whose objects claim to equal anything.
 
 Needs Linux on x86-64 or aarch64 for the local sandbox, and nothing but the standard library of Python 3.10 to 3.12.
 """
@@ -31,13 +37,13 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import importlib.util
 import inspect
 import json
 import os
 import random
 import reprlib
 import resource
+import runpy
 import secrets
 import select
 import shutil
@@ -50,7 +56,6 @@ import threading
 import time
 import types
 import typing
-import urllib.error
 import urllib.request
 import warnings
 from pathlib import Path
@@ -85,8 +90,12 @@ class SandboxError(Exception):
     """The machinery failed, not the program."""
 
 
-# ---- the launcher: the functions up to LAUNCHER run from their source, in an interpreter of their own ---------------
+# ---- the launcher: this section runs from its text, in an interpreter of its own ------------------------------------
+#
+# run_launcher() starts it once for every program: launch() -> run_confined() for every test -> run_test() in a fork.
 
+# what a program may read beside Python itself; /proc is not among it
+READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
 # system calls that a program is refused: (x86-64, aarch64); those from 424 on are refused without being named
 # fmt: off
 DENIED = {
@@ -122,18 +131,22 @@ def check(returned, what):
 def enter_namespaces(libc, scratch, readable):
     """Go on as process 1 of new user, mount, process, network, IPC and name namespaces, in a root of its own.
 
-    The root holds `readable`, read-only, and /.sandbox, a name that no interpreter lives under (some do under /work).
-    The process that called stays behind and exits with the new one.
+    The root holds `readable`, read-only, and /.sandbox, a name under which no interpreter is installed. The process
+    that called stays behind and exits with the new one.
     """
     uid, gid = os.getuid(), os.getgid()
+    # mounts, host name, IPC, users, processes, network: none is shared with the machine
     check(libc.unshare(0x20000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000), "unshare")
+    # Inside, we are user 65534 with all capabilities over these namespaces, and none over anything else.
     for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
+    # The next child is process 1 of the new list of processes: when it ends, the kernel kills all others in it.
     first = os.fork()
     if first:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: the one that stayed behind was killed
+    # A small file system in memory becomes the root; what may be read is mounted into it from the old one.
     root = scratch.encode()
     check(libc.mount(b"none", b"/", None, 0x44000, None), "private mounts")  # MS_REC | MS_PRIVATE
     check(libc.mount(b"tmpfs", root, b"tmpfs", 6, b"size=1m,nr_inodes=4k,mode=755"), "tmpfs")
@@ -147,6 +160,7 @@ def enter_namespaces(libc, scratch, readable):
             open(root + path, "w").close()
         check(libc.mount(path, root + path, None, 0x5000, None), "bind")  # MS_BIND | MS_REC
     os.mkdir(root + b"/.sandbox")
+    # Swap the roots, let go of the old one, and make the new one and all below it read-only.
     os.chdir(root)
     pivot_root = DENIED["pivot_root"][MACHINES[os.uname().machine][0]]
     check(libc.syscall(pivot_root, b".", b"."), "pivot_root")
@@ -156,18 +170,19 @@ def enter_namespaces(libc, scratch, readable):
     check(libc.syscall(442, -100, b"/", 0x8000, flags, 32), "mount_setattr")
 
 
-def restrict_files(libc, abi, readable, writable, folders):
-    """Landlock: read and execute below `readable`, all below `writable`, nothing else; no TCP, no signals out.
-
-    folders: whether new ones may be made.
-    """
-    rights = 0xFFFF if abi >= 5 else 0x7FFF
-    size = 8 if abi < 4 else 16 if abi < 6 else 24
+def restrict_files(libc, job, writable):
+    """Landlock: read and execute below job["readable"], all below `writable`, nothing else; no TCP, no signals out."""
+    abi = job["landlock"]
+    rights = 0xFFFF if abi >= 5 else 0x7FFF  # all that the kernel knows: what is not allowed below is refused
+    size = 8 if abi < 4 else 16 if abi < 6 else 24  # files; since 4 also TCP, since 6 abstract sockets and signals
     ruleset = check(libc.syscall(444, struct.pack("3Q", rights, 3, 3)[:size], size, 0), "landlock")
-    for path in [*readable, writable]:
-        allowed = rights - (not folders) * 128 if path == writable else 6 if path.startswith("/dev/") else 13
+    for path in [*job["readable"], writable]:
+        allowed = 6 if path.startswith("/dev/") else 13  # write and read a file; execute, read a file, list a folder
+        if path == writable:
+            # new folders only where each test has a file system: overfull() does not look into them
+            allowed = rights if job["namespaces"] else rights - 128
         if not os.path.isdir(path):
-            allowed &= 7
+            allowed &= 7  # the rights that a file can have
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         check(libc.syscall(445, ruleset, 1, struct.pack("=Qi", allowed, fd), 0), "landlock rule")
         os.close(fd)
@@ -183,8 +198,10 @@ def call_filter(machine, allowed):
     """
     column, audit, fcntl, _ = MACHINES[machine]
     denied = [row[column] for name, row in DENIED.items() if row[column] is not None and name not in allowed]
-    n = len(denied)  # a row: operation, jump if true, jump if false, operand; 0x20 loads, 0x15 ==, 0x35 >=, 6 returns
-    rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (6, 0, 0, 0x80000000), (0x20, 0, 0, 0), (0x35, n + 7, 0, 424)]
+    # A row: operation, rows to skip if true, if false, operand; 0x20 loads, 0x15 is ==, 0x35 is >=, 6 returns.
+    n = len(denied)
+    rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (6, 0, 0, 0x80000000)]  # calls of another machine: kill
+    rows += [(0x20, 0, 0, 0), (0x35, n + 7, 0, 424)]  # the number of the call
     rows += [(0x15, n - i + 5, 0, number) for i, number in enumerate(denied)]
     rows += [(0x15, 0, 4, fcntl), (0x20, 0, 0, 24)]  # its second argument
     rows += [(0x15, 3, 0, 8), (0x15, 2, 0, 10), (0x15, 1, 0, 15)]  # F_SETOWN, F_SETSIG, F_SETOWN_EX
@@ -192,45 +209,30 @@ def call_filter(machine, allowed):
     return b"".join(struct.pack("HBBI", *row) for row in rows)
 
 
-def restrict_calls(libc, allowed):
-    """Give up all capabilities, and let call_filter() judge system calls from here on."""
-    machine = os.uname().machine
-    check(libc.syscall(MACHINES[machine][3], struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
-    code = ctypes.create_string_buffer(call_filter(machine, allowed))
-    check(libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0), "seccomp")
-
-
 def wire(value):
-    """JSON form of a value made of builtin types, or of their subclasses; TypeError for others.
+    """What json.dumps makes an exact copy of: a value of builtin types, or of their subclasses. TypeError for others.
 
     Calls the builtin type's own methods: what a subclass says of itself does not count.
     """
     if hasattr(value, "tolist"):  # NumPy; a class of the program's own can as well return what it likes
         value = value.tolist()
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return {"i": int.__format__(value, "x")}
-    if isinstance(value, float):
-        return {"f": float.hex(value)}
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"i": int.__format__(value, "x")}  # decimal digits are limited to 4,300
     if isinstance(value, complex):
-        return {"c": [float.hex(complex.real.__get__(value)), float.hex(complex.imag.__get__(value))]}
-    if isinstance(value, str):
-        return str.__str__(value)
+        return {"c": [complex.real.__get__(value), complex.imag.__get__(value)]}
     if isinstance(value, dict):
         return {"d": [[wire(key), wire(item)] for key, item in dict.items(value)]}
     if isinstance(value, list):
         return [wire(item) for item in list.__iter__(value)]
-    for kind in (bytes, bytearray):
-        if isinstance(value, kind):
-            return {"b": kind.decode(value, "latin-1")}
+    if isinstance(value, bytes | bytearray):
+        return {"b": b"".join([value]).decode("latin-1")}
     for name, kind in (("t", tuple), ("s", set), ("s", frozenset)):
         if isinstance(value, kind):
             return {name: [wire(item) for item in kind.__iter__(value)]}
-    raise TypeError
+    return value  # None, bool, float, str and their subclasses; json refuses all others
 
 
-def run_test(libc, job, test, folder, pipe, landlock_abi, seccomp):
+def run_test(libc, job, test, folder, pipe):
     """In a process of its own: give up all rights, run the program, run the test, and write the outcome to the pipe.
 
     That is "+" when the restrictions hold, "=" when the program has run, then the token and in value mode the value; or
@@ -244,17 +246,24 @@ def run_test(libc, job, test, folder, pipe, landlock_abi, seccomp):
     os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job["packages"]))
     sys.path += job["packages"]
     job["tests"].clear()  # the others are none of its business
+
     # Limits of the kernel. NPROC 0 refuses new threads and processes to an ordinary user, seccomp also to root.
     limits = {"CPU": int(job["timeout_s"]) + 1, "AS": job["memory_mb"] << 20, "FSIZE": job["disk_mb"] << 20}
     for name, limit in (limits | {"NOFILE": 64, "CORE": 0, "NPROC": 0}).items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, without which an ordinary user may not install the two below
-    if landlock_abi:
-        restrict_files(libc, landlock_abi, job["readable"], folder, folders=job["namespaces"])
-    if seccomp:  # asyncio needs a socketpair; where nothing can be reached from it, let it have one
+    if job["landlock"]:
+        restrict_files(libc, job, folder)
+    if job["seccomp"]:
+        # No capabilities, so that root is an ordinary user too; then the filter judges every call from here on.
+        machine = os.uname().machine
+        check(libc.syscall(MACHINES[machine][3], struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
+        # asyncio needs a socketpair; where nothing can be reached from it, let it have one
         allowed = {"execve"} if test["mode"] == "status" else {"socketpair"} if job["namespaces"] else set()
-        restrict_calls(libc, allowed)
+        code = ctypes.create_string_buffer(call_filter(machine, allowed))
+        check(libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0), "seccomp")
     write(pipe, b"+")
+
     if test["mode"] == "status":
         python = os.path.realpath(sys._base_executable)  # sys.executable of a virtual environment is not readable here
         os.execv(python, [python, "-B", "-c", job["program"] + "\n" + test["before"]])
@@ -305,6 +314,47 @@ def follow_test(job, pid, pipe, folder, cap, deadline):
     return "timeout", data, None
 
 
+def run_confined(libc, job, i, report, deadline):
+    """Run test i in a folder and a process of its own, of which nothing is left: the line of the report on it."""
+    test, folder = job["tests"][i], f"{job['folder']}/{i}"
+    if job["namespaces"]:
+        folder = "/.sandbox"
+        size = f"size={job['disk_mb']}m,nr_inodes=2k,mode=700".encode()
+        check(libc.mount(b"tmpfs", b"/.sandbox", b"tmpfs", 6, size), "tmpfs")
+    else:
+        os.mkdir(folder, 0o700)
+
+    ours, theirs = os.pipe()  # the only way out of the test
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(ours)
+            report.close()
+            os.dup2(1, 2)
+            run_test(libc, job, test, folder, theirs)
+        except BaseException as error:  # nobody but run_test may go on in this process
+            os.write(theirs, repr(error).encode())
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    outcome, data, status = follow_test(job, pid, ours, folder, test["cap"], deadline)
+    os.close(ours)
+
+    if status is None:  # it still runs
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if job["namespaces"]:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(-1, signal.SIGKILL)  # all of this process namespace but ourselves
+            while os.waitpid(-1, 0):
+                pass
+        check(libc.umount2(b"/.sandbox", 2), "umount")
+    if data[:1] != b"+" and outcome != "output limit":  # it failed before the program ran: no verdict
+        sys.exit(f"a test process could not be confined: {data.decode(errors='replace')}")
+    data, loaded = data[1:].removeprefix(b"="), data[1:2] == b"="
+    return {"outcome": outcome, "data": data.decode("latin-1"), "status": status, "loaded": loaded}
+
+
 def launch():
     """Read a job from standard input, close what can be closed for all its tests, run them, report a line for each."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -313,90 +363,40 @@ def launch():
     report, null = open(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with whoever started this
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel takes this process before the trainer
+
     # Ask the kernel what it offers. Namespaces were tried before, by layers(), in a launcher without tests.
     landlock = libc.syscall(444, None, 0, 1)
-    landlock = landlock if landlock >= 3 else 0  # older ones let files be truncated
+    job["landlock"] = landlock if landlock >= 3 else 0  # older ones let files be truncated
     refused = libc.prctl(22, 2, None, 0, 0) == -1 and ctypes.get_errno()
-    seccomp = os.uname().machine in MACHINES and refused == 14  # EFAULT: filters are known, only there was none
+    job["seccomp"] = os.uname().machine in MACHINES and refused == 14  # EFAULT: known, only there was no filter
     job["readable"] = [path for path in (sys.base_prefix, *job["packages"], *READABLE) if os.path.exists(path)]
     if job["namespaces"]:
         enter_namespaces(libc, job["folder"], job["readable"])
-    found = {"namespaces": job["namespaces"], "landlock": landlock, "seccomp": seccomp}
+    found = {layer: job[layer] for layer in ("namespaces", "landlock", "seccomp")}
     print(json.dumps(found), file=report, flush=True)
-    if not job["allow_unsafe"] and not (seccomp and (job["namespaces"] or landlock)):
+    if not job["allow_unsafe"] and not (job["seccomp"] and (job["namespaces"] or job["landlock"])):
         sys.exit("less than the safe minimum")
-    # One test after another, each in a folder and a process of its own.
+
+    # One test after another, until their time is over or the program itself does not end.
     end, hangs = time.monotonic() + job["program_s"], False
     for i, test in enumerate(job["tests"]):
-        deadline = min(time.monotonic() + job["timeout_s"], end)
-        if hangs or deadline <= time.monotonic():
-            print('{"outcome": "timeout"}', file=report, flush=True)
-            continue
-        if job["namespaces"]:
-            folder = "/.sandbox"
-            size = f"size={job['disk_mb']}m,nr_inodes=2k,mode=700".encode()
-            check(libc.mount(b"tmpfs", b"/.sandbox", b"tmpfs", 6, size), "tmpfs")
-        else:
-            folder = f"{job['folder']}/{i}"
-            os.mkdir(folder, 0o700)
-        ours, theirs = os.pipe()  # the only way out of the test
-        pid = os.fork()
-        if not pid:
-            try:
-                os.close(ours)
-                report.close()
-                os.dup2(null, 2)
-                run_test(libc, job, test, folder, theirs, landlock, seccomp)
-            except BaseException as error:  # nobody but run_test may go on in this process
-                os.write(theirs, repr(error).encode())
-            finally:
-                os._exit(1)
-        os.close(theirs)
-        outcome, data, status = follow_test(job, pid, ours, folder, test["cap"], deadline)
-        os.close(ours)
-        if status is None:  # it still runs
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        if job["namespaces"]:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(-1, signal.SIGKILL)  # all of this process namespace but ourselves
-                while os.waitpid(-1, 0):
-                    pass
-            check(libc.umount2(b"/.sandbox", 2), "umount")
-        if data[:1] != b"+" and outcome != "output limit":  # it failed before the program ran: no verdict
-            sys.exit(f"a test process could not be confined: {data.decode(errors='replace')}")
-        data, ran = data[1:].removeprefix(b"="), data[1:2] == b"="
-        hangs = outcome == "timeout" and test["mode"] != "status" and not ran  # and so it will for every test
-        row = {"outcome": outcome, "data": data.decode("latin-1"), "status": status}
+        deadline, row = min(time.monotonic() + job["timeout_s"], end), {"outcome": "timeout"}
+        if deadline > time.monotonic() and not hangs:
+            row = run_confined(libc, job, i, report, deadline)
+            hangs = row["outcome"] == "timeout" and test["mode"] != "status" and not row["loaded"]
         print(json.dumps(row), file=report, flush=True)
 
 
-# what a program may read beside Python itself; /proc is not among it
-READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
-PARTS = (
-    check,
-    enter_namespaces,
-    restrict_files,
-    call_filter,
-    restrict_calls,
-    wire,
-    run_test,
-    overfull,
-    follow_test,
-    launch,
-)
-LAUNCHER = "\n".join(
-    ["import contextlib, ctypes, json, os, resource, select, signal, struct, sys, time, types"]
-    + [f"DENIED, MACHINES, READABLE = {DENIED}, {MACHINES}, {READABLE}"]
-    + [inspect.getsource(part) for part in PARTS]
-    + ["launch()"]
-)
-
-
 # ---- verdicts ------------------------------------------------------------------------------------------------------
+
+LAUNCHER = (
+    "import contextlib, ctypes, json, os, resource, select, signal, struct, sys, time, types\n# "
+    + Path(__file__).read_text("utf-8").split("# ---- ")[1]
+    + "\nlaunch()"
+)
 
 
 def value_test(test):
@@ -410,12 +410,13 @@ def value_test(test):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             *before, last = ast.parse(test).body
-        (operator,), (right,) = last.test.ops, last.test.comparators
-        for call, literal in ((last.test.left, right), (right, last.test.left)):
+        left, (operator,), (right,) = last.test.left, last.test.ops, last.test.comparators
+        for call, literal in ((left, right), (right, left)):
             try:
                 expected = ast.literal_eval(literal)
             except ValueError:
                 continue
+            # `is` is for None, True and False alone; a test without a call compares nothing of the program's
             same = isinstance(operator, ast.Is) and (expected is None or isinstance(expected, bool))
             called = any(isinstance(node, ast.Call) for part in (*before, call) for node in ast.walk(part))
             if isinstance(last, ast.Assert) and called and (same or isinstance(operator, ast.Eq)):
@@ -425,7 +426,7 @@ def value_test(test):
 
 
 def plan(test, parity):
-    """What the launcher is told of a test, and the expected value, which it is not told."""
+    """(what the launcher gets of a test, the expected value, which it does not get)."""
     found = None if parity else value_test(test)
     before, call, expected = found or (test, "", None)
     mode = "status" if parity else "value" if found else "token"
@@ -442,10 +443,8 @@ def unwire(item):
     ((kind, part),) = item.items()
     if kind == "i":
         return int(part, 16)
-    if kind == "f":
-        return float.fromhex(part)
     if kind == "c":
-        return complex(*map(float.fromhex, part))
+        return complex(*part)
     if kind == "b":
         return part.encode("latin-1")
     if kind == "d":
@@ -454,16 +453,18 @@ def unwire(item):
 
 
 def verdict(test, expected, row):
-    """Of one test, by the launcher's line on it: pass, fail, timeout, output limit or memory; and the value."""
+    """(pass, fail, timeout, output limit or memory; the value that came back) of a test, by the launcher's line."""
     if row["outcome"] != "done":
         return row["outcome"], None
     if test["mode"] == "status":
         return "fail" if row["status"] else "pass", None
+    # Without the token the test has not returned, whatever the program has written.
     if not row["data"].startswith(test["token"]):
         return "memory" if row["data"] == "memory" else "fail", None
     data = row["data"].removeprefix(test["token"])
     if test["mode"] == "token":
         return "fail" if data else "pass", None
+    # The value is made of builtin types here, so that == is ours and not the program's.
     want, same = expected
     try:
         value = unwire(json.loads(data))
@@ -472,7 +473,7 @@ def verdict(test, expected, row):
         return "fail", None  # a forged line
 
 
-# ---- the two runners -----------------------------------------------------------------------------------------------
+# ---- the two runners: called with a job, they give the lines of the launcher's report and its complaint, if any ------
 
 
 def run_launcher(launcher, job, spawned=lambda process: None):
@@ -482,6 +483,7 @@ def run_launcher(launcher, job, spawned=lambda process: None):
     """
     folder = tempfile.mkdtemp(prefix="sandbox-")
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    # nothing of our environment, where keys may be; -I and -S keep our settings and packages out as well
     env = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     try:
         command = [sys.executable, "-IBS", "-c", launcher]
@@ -496,6 +498,7 @@ def run_launcher(launcher, job, spawned=lambda process: None):
         return [], "the launcher hangs"
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # does not follow links
+    # first what it found, then a line for every test
     rows = [json.loads(line) for line in out.splitlines()]
     complete = process.returncode == 0 and len(rows) == len(job["tests"]) + 1
     lines = complaint.decode(errors="replace").splitlines() or [f"the launcher ended with {process.returncode}"]
@@ -508,7 +511,7 @@ def layers():
 
     Raises SandboxError where the launcher does not even start.
     """
-    job = dataclasses.asdict(Options()) | {"program": "", "tests": [], "packages": [], "allow_unsafe": True}
+    job = dataclasses.asdict(Options(allow_unsafe=True)) | {"program": "", "tests": [], "packages": []}
     rows, refused = run_launcher(LAUNCHER, job | {"namespaces": True})
     if refused:
         rows, complaint = run_launcher(LAUNCHER, job | {"namespaces": False})
@@ -522,38 +525,35 @@ def layers():
 
 
 class Local:
-    """Runs jobs on this machine, each under a launcher of its own."""
+    """Runs jobs on this machine, each under a launcher of its own. RuntimeError where they cannot be confined."""
 
     def __init__(self, options):
         if sys.platform != "linux":
             raise RuntimeError("the local sandbox needs Linux; use --runner=e2b")
         found = layers()
         if not options.allow_unsafe and not (found["seccomp"] and (found["namespaces"] or found["landlock"])):
-            raise RuntimeError(
-                "this machine cannot confine a program (needed: seccomp, and namespaces or Landlock 3); "
-                "use --runner=e2b, or --allow_unsafe where nothing can be lost"
-            )
+            advice = "use --runner=e2b, or --allow_unsafe where nothing can be lost"
+            needed = "seccomp, and namespaces or Landlock 3"
+            raise RuntimeError(f"this machine cannot confine a program (needed: {needed}); {advice}")
         packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         self.settings = {"namespaces": found["namespaces"], "packages": packages}
-        self.running, self.closed = set(), threading.Event()
+        self.running, self.closed = set(), False
 
     def __call__(self, job):
-        try:
-            return run_launcher(LAUNCHER, job | self.settings, self.spawned)
-        except OSError as error:
-            raise SandboxError(str(error)) from None
+        return run_launcher(LAUNCHER, job | self.settings, self.spawned)
 
     def spawned(self, process):
         self.running.add(process)
-        if self.closed.is_set():
+        if self.closed:  # while it started
             process.kill()
 
     def close(self):
-        self.closed.set()
+        self.closed = True
         for process in list(self.running):
             process.kill()
 
 
+# What runs in a sandbox of E2B: the same launcher, with namespaces if they can be had there.
 REMOTE = """import json, os, shutil, subprocess, sys, tempfile
 {run_launcher}
 job = json.loads({job!r}) | {{"allow_unsafe": True}}
@@ -569,12 +569,13 @@ print(json.dumps([rows, complaint]))
 class E2B:
     """Runs jobs in E2B sandboxes, one for each thread that calls, or through a router of Open-R1's protocol.
 
-    The same launcher runs there; the safe minimum is not asked for, as the sandbox is a machine of its own.
+    The safe minimum of layers is not asked for there, as the sandbox is a machine of its own.
     """
 
     def __init__(self, options):
         self.url, self.seconds = options.e2b_router_url, int(options.program_s) + 30
-        self.mine, self.all, self.closed = threading.local(), [], threading.Event()
+        self.mine, self.all = threading.local(), []  # the sandbox of each thread; those of all threads
+        self.closed = threading.Event()
         if not self.url:
             try:
                 import e2b_code_interpreter as sdk
@@ -593,6 +594,7 @@ class E2B:
 
     def direct(self, script):
         """Standard output of a script. Rate limits and lost sandboxes are tried again, for about a minute."""
+        # waits that double, and differ between threads
         end = time.monotonic() + self.seconds + 60
         for wait_s in (1, 2, 4, 8, 16, 32, 0):
             try:
@@ -639,14 +641,13 @@ def run_tests(programs, tests, on_result=None, **options):
     """Run every program against its own tests: a list of Result, one per program.
 
     programs: source texts. tests: for each program a list of source texts, each run after the program in a fresh
-    process; tests that are not Python fail. options: the fields of Options. on_result(i, result) is called in this
-    thread as programs finish, in the order in which they do, so that an interrupted caller keeps what it has.
+    process. options: the fields of Options. on_result(i, result) is called in this thread as programs finish, so that
+    an interrupted caller keeps what it has. However this is left, also by Ctrl-C, nothing goes on running.
 
     rate is passed / all tests, 0 without tests, and None where the sandbox failed: the launcher was killed, the disk is
-    full, E2B cannot be reached. A test that hangs before it begins, while the program is loaded, is not tried again
-    with the other tests: all are timeouts. Time is at most programs * program_s / workers, plus start-up. Raises
-    ValueError for limits of 0, or if there are not as many lists of tests as programs, and RuntimeError where the
-    machine offers less than the safe minimum. However it is left, also by Ctrl-C, nothing goes on running.
+    full, E2B cannot be reached. After a test that hangs while the program is loaded all others are timeouts. Time is at
+    most programs * program_s / workers, plus start-up. Raises ValueError for limits of 0 or another number of lists
+    than of programs, RuntimeError where the machine offers less than the safe minimum.
     """
     options = Options(**options)
     if min(options.timeout_s, options.program_s, options.memory_mb, options.disk_mb) <= 0 or options.workers < 0:
@@ -660,12 +661,12 @@ def run_tests(programs, tests, on_result=None, **options):
         print(f"sandbox: nothing can be run: {error}", file=sys.stderr)
         return [Result(None, [], [], str(error))] * len(programs)
 
-    def run_one(program, cases):
-        """The Result of one program."""
+    def run_program(program, cases):
+        """The Result of one program; runs in a thread of the pool."""
         job = dataclasses.asdict(options) | {"program": program, "tests": [test for test, _ in cases]}
         try:
             rows, complaint = runner(job) if cases else ([], "")
-        except SandboxError as error:
+        except (OSError, SandboxError) as error:
             complaint = str(error)
         if complaint:
             return Result(None, [], [], complaint)
@@ -673,17 +674,18 @@ def run_tests(programs, tests, on_result=None, **options):
         verdicts, values = [outcome for outcome, _ in judged], [value for _, value in judged]
         return Result(verdicts.count("pass") / max(1, len(verdicts)), verdicts, values)
 
+    # As many threads as programs run at a time; each waits for a launcher.
     results = [None] * len(programs)
     workers = options.workers or (2 if options.runner == "e2b" else len(os.sched_getaffinity(0)))
     pool = concurrent.futures.ThreadPoolExecutor(workers)
     try:
-        futures = {pool.submit(run_one, *pair): i for i, pair in enumerate(zip(programs, plans, strict=True))}
+        futures = {pool.submit(run_program, *pair): i for i, pair in enumerate(zip(programs, plans, strict=True))}
         for future in concurrent.futures.as_completed(futures):
             i = futures[future]
             results[i] = future.result()
             if on_result:
                 on_result(i, results[i])
-    finally:
+    finally:  # also after Ctrl-C: start no more, end what runs, wait for the threads
         pool.shutdown(wait=False, cancel_futures=True)
         runner.close()
         pool.shutdown()
@@ -708,14 +710,14 @@ def block(completion, strict_newline=True):
 def parses(sources, options, accept=()):
     """Whether each source text is Python, True or False; None where the sandbox failed.
 
-    A parser may end its process or take all memory, so it runs in the sandbox. A source at which it raises one of
-    `accept` counts too.
+    A parser may end its process or take all memory, so it runs in the sandbox, one program for every worker. A source
+    at which it raises one of `accept` counts too.
     """
     workers = options.workers or len(os.sched_getaffinity(0))
     program = "import ast, warnings\nwarnings.simplefilter('ignore')"
     tests = [f"try:\n    ast.parse({source!r})\nexcept ({', '.join(accept)}):\n    pass" for source in sources]
-    limits = {"timeout_s": options.timeout_s, "program_s": options.timeout_s * len(sources) + 30}
     shares = [tests[i::workers] for i in range(workers)]
+    limits = {"timeout_s": options.timeout_s, "program_s": options.timeout_s * len(sources) + 30}
     good = [None] * len(sources)
     for i, result in enumerate(run_tests([program] * workers, shares, workers=workers, allow_unsafe=True, **limits)):
         if result.rate is not None:
@@ -726,9 +728,9 @@ def parses(sources, options, accept=()):
 def code_format(completions, rows, **options):
     """1.0 if a completion is one fenced Python block, after any text, that parses; 0.5 if it does not; 0.0 else.
 
-    The block must end the completion, with one newline after its fence (strict_newline). It is stripped before it is
-    parsed. None where the sandbox failed. parity: also None where the reference raises, at code that exhausts the
-    parser. Ref: Open-R1's code_format_reward as used by Coupled-GRPO, arXiv:2506.20639.
+    The block must end the completion, with one newline after its fence (strict_newline). None where the sandbox failed;
+    parity: also where the reference raises, at code that exhausts the parser.
+    Ref: Open-R1's code_format_reward as used by Coupled-GRPO, arXiv:2506.20639.
     """
     options = Options(**options)
     blocks = [block(completion, options.strict_newline) for completion in completions]
@@ -736,7 +738,7 @@ def code_format(completions, rows, **options):
     rewards = [0.0] * len(completions)
     for i, good in zip(sources, parses(list(sources.values()), options), strict=True):
         rewards[i] = {True: 1.0, False: 0.5, None: None}[good]
-    if options.parity:
+    if options.parity:  # the reference expects these two errors alone
         bad = [i for i in sources if rewards[i] == 0.5]
         caught = parses([sources[i] for i in bad], options, accept=("SyntaxError", "ValueError"))
         for i in [i for i, was_caught in zip(bad, caught, strict=True) if not was_caught]:
@@ -756,17 +758,18 @@ def code(completions, rows, **options):
     """Share of rows[i]["test_cases"] that completion i passes; 0.0 unless its code_format is 1.0.
 
     0.0 without tests, None where the sandbox failed; rows[i]["verdicts"] tells how each test went. parity: the exit
-    status is the verdict, so sys.exit(0) passes; one timeout makes the whole completion 0.0; None where the reference's
-    format check raises.
+    status is the verdict, so sys.exit(0) passes; one timeout makes the whole completion 0.0.
     Ref: Open-R1's code_reward as used by Coupled-GRPO, arXiv:2506.20639.
     """
-    strict_newline, parity = Options(**options).strict_newline, Options(**options).parity
+    settings = Options(**options)
     forms = code_format(completions, rows, **options)
     rewards = [None if form is None else 0.0 for form in forms]
+    # only what has the form is run
     good = [i for i, form in enumerate(forms) if form == 1.0]
-    programs, tests = [block(completions[i], strict_newline) for i in good], [rows[i]["test_cases"] for i in good]
+    programs = [block(completions[i], settings.strict_newline) for i in good]
+    tests = [rows[i]["test_cases"] for i in good]
     for i, result in zip(good, run_tests(programs, tests, **options), strict=True):
-        rewards[i] = 0.0 if parity and "timeout" in result.verdicts else result.rate
+        rewards[i] = 0.0 if settings.parity and "timeout" in result.verdicts else result.rate
         rows[i]["verdicts"] = result.verdicts
     return rewards
 
@@ -812,29 +815,23 @@ def find_reward(name):
     path, _, function = name.rpartition(":")
     if not Path(path).is_file():
         raise ValueError(f"no reward {name!r}; there are {', '.join(REWARDS)}, and your own as file.py:function")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, function, None)):
+    reward = runpy.run_path(path).get(function)
+    if not callable(reward):
         raise ValueError(f"{path} has no function {function!r}")
-    return getattr(module, function)
+    return reward
 
 
 def main(program: Path, /, tests: Path, options: Options = Options()):
     """Print a verdict for every test of a file; the exit status of the command."""
-    try:
-        source, lines = program.read_text("utf-8"), tests.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the program or its tests: {error}") from None
     cases = []
-    for line in filter(str.strip, lines):
+    for line in filter(str.strip, tests.read_text("utf-8").splitlines()):
         if line[0].isspace() and cases:  # goes on with the test above
             cases[-1] += "\n" + line
         else:
             cases.append(line)
     if not cases:
         raise ValueError(f"{tests} holds no tests; write one a line, such as: assert f(1) == 2")
-    (result,) = run_tests([source], [cases], **dataclasses.asdict(options))
+    (result,) = run_tests([program.read_text("utf-8")], [cases], **dataclasses.asdict(options))
     if result.rate is None:
         return 2
     for outcome, value, case in zip(result.verdicts, result.values, cases, strict=True):
@@ -852,6 +849,6 @@ if __name__ == "__main__":
 
     try:
         status = tyro.cli(main, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         status = str(error)  # printed, and exit status 1
     sys.exit(status)

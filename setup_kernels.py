@@ -46,7 +46,7 @@ def architectures():
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         asked = " ".join(re.findall(r"^\d+\.\d$", subprocess.run(query, capture_output=True, text=True).stdout, re.M))
     found = sorted(set(re.split(r"[;, ]+", asked.replace(".", "").replace("sm_", "").strip() or "87")))
-    if not all(re.fullmatch(r"\d{2,3}", one) for one in found):
+    if not all(re.fullmatch(r"\d{2,3}", arch) for arch in found):
         sys.exit(f'KERNEL_ARCH={asked} is not a list of compute capabilities, such as "87" or "87;90"')
     if min(map(int, found)) < 80:
         sys.exit(f"compute capability {asked}: the kernels need 8.0 or newer")
@@ -60,15 +60,17 @@ class Build(build_ext):
 
     def build_extension(self, extension):
         if extension.name == "csrc._kernels":
-            where = Path(self.build_temp)
-            where.mkdir(parents=True, exist_ok=True)
+            folder = Path(self.build_temp)
+            folder.mkdir(parents=True, exist_ok=True)
+            # one object file per kernel, with code for each architecture
             codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures()]
+            flags = ["-O3", "-std=c++17", "-Xcompiler=-fPIC", *codes]
             for name in KERNELS:
-                target = where / f"{name}.o"
-                flags = ["-O3", "-std=c++17", "-Xcompiler=-fPIC", *codes]
+                target = folder / f"{name}.o"
                 if subprocess.run([find_nvcc(), *flags, "-c", ROOT / f"csrc/{name}.cu", "-o", target]).returncode:
                     sys.exit(f"nvcc could not compile csrc/{name}.cu for {architectures()}; its messages are above")
                 extension.extra_objects.append(str(target))
+            # the CUDA runtime, linked statically, from where this nvcc has it
             dry = subprocess.run([find_nvcc(), "--dryrun", "x.cu"], capture_output=True, text=True).stderr
             libraries = next(line for line in dry.splitlines() if "LIBRARIES=" in line)
             extension.library_dirs += re.findall(r'"-L([^"]+)"', libraries)
@@ -76,18 +78,19 @@ class Build(build_ext):
         super().build_extension(extension)
 
 
-def extension(name, sources, **macros):
+def make_extension(name, sources, **macros):
+    """The module csrc.<name>, which knows by SOURCE what it was built of, and by ARCH for which GPUs."""
     macros |= {"MODULE": name, "SOURCE": f'"{source_digest()}"'}
-    made = Pybind11Extension(f"csrc.{name}", sources, cxx_std=17, define_macros=list(macros.items()))
-    made.extra_compile_args += ["-O2", "-g0", "-Wno-unknown-pragmas"]
-    return made
+    extension = Pybind11Extension(f"csrc.{name}", sources, cxx_std=17, define_macros=list(macros.items()))
+    extension.extra_compile_args += ["-O2", "-g0", "-Wno-unknown-pragmas"]
+    return extension
 
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    extensions = [extension("_kernels_emu", ["csrc/bind.cpp", "csrc/emulation.cpp"], EMULATE="1", ARCH='"host"')]
+    extensions = [make_extension("_kernels_emu", ["csrc/bind.cpp", "csrc/emulation.cpp"], EMULATE="1", ARCH='"host"')]
     if find_nvcc():
-        extensions.append(extension("_kernels", ["csrc/bind.cpp"], ARCH=f'"{";".join(architectures())}"'))
+        extensions.append(make_extension("_kernels", ["csrc/bind.cpp"], ARCH=f'"{";".join(architectures())}"'))
     else:
         print("nvcc not found: only the host emulation is built, a GPU will use PyTorch (CUDA_HOME says where nvcc is)")
     setup(name="kernels", ext_modules=extensions, cmdclass={"build_ext": Build})

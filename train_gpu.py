@@ -15,6 +15,7 @@ and noise are functions of (seed, step), so they do not depend on micro-batches,
 Letters: B rows of a step, L row length, R held-out rows, N masked positions, padded to a multiple of 64, V vocabulary.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -76,7 +77,7 @@ class Config:
 
 # dense bfloat16 FLOP/s of the SXM data sheets; other devices report no MFU
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-SMALLEST_RATE = 1e-3  # of masked tokens, whatever the schedule: the weights of the NELBO grow like 1 / rate
+SMALLEST_RATE = 1e-3  # of masked tokens in training, whatever the schedule: the NELBO's weights grow like 1 / rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +101,7 @@ def find_data(cfg, positions):
     folder = Path(cfg.data or "data/python-padded")
     if not cfg.data and not (folder / "meta.json").exists():
         if dist.is_initialized():
-            raise ValueError(
-                "several processes need data that is there: python data_prep.py python --rows=padded, then --data"
-            )
+            raise ValueError("several processes need --data: first python data_prep.py python --rows=padded")
         print(f"no --data: preparing the Python standard library in {folder}")
         data_prep.main(data_prep.Python(rows="padded", out=str(folder)))
     train, heldout, tokenizer_json = data_prep.open_data(folder, cfg.seq_len)
@@ -110,8 +109,7 @@ def find_data(cfg, positions):
     if ids != [mdlm.PAD, mdlm.BOS, mdlm.EOS, mdlm.MASK, mdlm.UNK]:
         raise ValueError(f"{folder} is not for a masked diffusion model; prepare it with --rows=padded")
     if train.meta["seq_len"] > positions:
-        found = f"rows of {train.meta['seq_len']} tokens, the model {positions} positions"
-        raise ValueError(f"{folder} has {found}; prepare it again with a smaller --seq_len")
+        raise ValueError(f"{folder} has rows of {train.meta['seq_len']} tokens, the model {positions} positions")
     if not heldout.total:
         raise ValueError(f"{folder} holds no held-out rows; prepare it again with --heldout above 0")
     return train, heldout, tokenizer_json
@@ -125,12 +123,14 @@ def crop(token_BL, rate, rng):
     """
     B, L = token_BL.shape
     chosen_B, from_start_B = rng.random(B) < rate, rng.random(B) < 0.5
+    # a window lies within the text, or begins with it where the text is the shorter of the two
     size_B = rng.integers(min(32, L), L + 1, B)
     text_B = (token_BL != mdlm.PAD).sum(1)
     start_B = np.where(from_start_B, 0, (rng.random(B) * (np.maximum(text_B - size_B, 0) + 1)).astype(int))
-    place_BL = np.arange(L) + start_B[:, None]
-    moved_BL = np.take_along_axis(token_BL, np.minimum(place_BL, L - 1), 1)
-    moved_BL = np.where((np.arange(L) < size_B[:, None]) & (place_BL < L), moved_BL, mdlm.PAD)
+    # move each window to the front of its row
+    source_BL = np.arange(L) + start_B[:, None]
+    moved_BL = np.take_along_axis(token_BL, np.minimum(source_BL, L - 1), 1)
+    moved_BL = np.where((np.arange(L) < size_B[:, None]) & (source_BL < L), moved_BL, mdlm.PAD)
     return np.where(chosen_B[:, None], moved_BL, token_BL)
 
 
@@ -140,19 +140,14 @@ class Noised(typing.NamedTuple):
     token_BL: np.ndarray
     xt_BL: np.ndarray  # token_BL with MASK where mask_BL
     mask_BL: np.ndarray
-    counted_BL: np.ndarray
-    time_B: np.ndarray
-
-
-def smallest_time(schedule):
-    """The time at which SMALLEST_RATE of the tokens are masked: training times go from there to 1."""
-    return diffusion.time_of_rate(SMALLEST_RATE, schedule)
+    counted_BL: np.ndarray  # True for the tokens of the text
+    time_B: np.ndarray  # noise times in (0, 1]
 
 
 def noise(token_BL, schedule, rng):
     """Noise a batch at antithetic times, one in each of B strata, in random order."""
-    time_B = diffusion.antithetic_times(rng.random(len(token_BL)), smallest_time(schedule))
-    time_B = rng.permutation(time_B)
+    smallest_time = diffusion.time_of_rate(SMALLEST_RATE, schedule)
+    time_B = rng.permutation(diffusion.antithetic_times(rng.random(len(token_BL)), smallest_time))
     counted_BL = (token_BL != mdlm.PAD) & (token_BL != mdlm.BOS)
     u_BL = rng.random(token_BL.shape)
     xt_BL, mask_BL = diffusion.q_sample(token_BL, time_B, u_BL, schedule, mdlm.MASK, mdlm.PAD, ~counted_BL)
@@ -160,7 +155,7 @@ def noise(token_BL, schedule, rng):
 
 
 def training_batch(rows, cfg, step):
-    """The noised rows of step 0, 1, ...; of like length one after another, so that micro-batches hold little PAD."""
+    """The noised rows of step 0, 1, ..., sorted by length, so that micro-batches hold little PAD."""
     rng = np.random.default_rng([cfg.seed, step])
     token_BL = crop(rows.batch(cfg.seed, step, cfg.batch_size)[0].astype(np.int64), cfg.crop_rate, rng)
     token_BL = token_BL[np.argsort((token_BL != mdlm.PAD).sum(1), kind="stable")]
@@ -170,20 +165,23 @@ def training_batch(rows, cfg, step):
 def loss_inputs(noised, part, device):
     """Arguments of Loss for the rows `part` of a batch, cut to the longest of them.
 
-    The masked positions are listed, for logits are made there and nowhere else. Their number is filled up to a
-    multiple of 64 with positions that are not masked; it differs, as the length does, and torch.compile is told so.
+    Masked positions are listed, as logits are made there and nowhere else. Both the length of the rows and the number
+    of masks are rounded up, so that they take few values: 32 tokens, and 64 masks, filled up with position 0.
     """
     longest = int((noised.token_BL[part] != mdlm.PAD).sum(1).max(initial=1))
     columns = slice(0, -(-longest // 32) * 32)
     token_BL, xt_BL, mask_BL = (np.ascontiguousarray(x[part, columns]) for x in noised[:3])
+    # where the masks are in the flattened rows; masked_N is False for what fills up
     index_N = np.flatnonzero(mask_BL)
-    fill = -len(index_N) % 64 or 64 * (len(index_N) == 0)
-    masked_N = np.arange(len(index_N) + fill) < len(index_N)
-    index_N = np.concatenate([index_N, np.zeros(fill, int)])
-    # those of the whole step: the micro-batches' losses add up to that of the step
-    counted, masks = (np.asarray(x.sum()) for x in (noised.counted_BL, noised.mask_BL))
-    arrays = xt_BL, noised.time_B[part].astype(np.float32), index_N, token_BL.ravel()[index_N], masked_N, counted, masks
+    masks = len(index_N)
+    index_N = np.pad(index_N, (0, -masks % 64 if masks else 64))
+    masked_N = np.arange(len(index_N)) < masks
+    # counts of the step, not of the part: the losses of micro-batches add up to that of the step
+    counts = (np.asarray(x.sum()) for x in (noised.counted_BL, noised.mask_BL))
+    time_B = noised.time_B[part].astype(np.float32)
+    arrays = xt_BL, time_B, index_N, token_BL.ravel()[index_N], masked_N, *counts
     inputs = [torch.from_numpy(x).to(device, non_blocking=True) for x in arrays]
+    # length and number of masks differ from call to call: torch.compile must not specialise on them
     torch._dynamo.mark_dynamic(inputs[0], 1)
     for x in inputs[2:5]:
         torch._dynamo.mark_dynamic(x, 0)
@@ -202,14 +200,16 @@ class Loss(nn.Module):
     def __init__(self, model, schedule):
         super().__init__()
         self.model, self.schedule = model, schedule
-        # times are drawn from a part of [0, 1] alone; with this a uniform prediction costs log V under any schedule
-        self.span = (1 - smallest_time(schedule)) / (1 - SMALLEST_RATE)
+        # Times are drawn from a part of [0, 1]. With this factor a uniform prediction costs log V under any schedule.
+        self.span = (1 - diffusion.time_of_rate(SMALLEST_RATE, schedule)) / (1 - SMALLEST_RATE)
 
     def forward(self, xt_BL, time_B, index_N, token_N, masked_N, counted, masks):
+        # states of all positions, logits [N, V] of the masked ones alone: [B, L, V] is never made
         hidden_BLD = self.model.hidden(xt_BL, diffusion.mask_rate(time_B, self.schedule), xt_BL != mdlm.PAD)
         logits_NV = self.model.logits(hidden_BLD.flatten(0, 1)[index_N])
         nll_N = diffusion.masked_nll(logits_NV, token_N, masked_N, mdlm.MASK)
-        time_N = time_B[index_N // xt_BL.shape[1]]  # each masked token is a sequence of its own, at its row's time
+        # each masked token counts as a sequence of its own, at its row's time
+        time_N = time_B[index_N // xt_BL.shape[1]]
         nelbo = diffusion.nelbo_per_token(nll_N[:, None], time_N, counted, self.schedule)
         scores = {"nelbo": self.span * nelbo, "masked_ce": diffusion.masked_cross_entropy(nll_N, masks)}
         if not self.training:
@@ -227,20 +227,20 @@ def learning_rate(step, cfg):
     return cfg.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * x)) / 2)
 
 
-def make_optimizer(model, cfg, device):
+def make_optimizer(model, cfg):
     """AdamW with decay on matrices and embeddings, none on biases and norms."""
-    decay, rest = ([p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False))
-    groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=1e-8, fused=device.type in ("cuda", "cpu"))
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
 @torch.no_grad()
 def average(ema, model, decay, updates):
     """ema += (1 - d) (model - ema), d = min(decay, (1 + n) / (10 + n)): the beginning is soon forgotten."""
     d = min(decay, (1 + updates) / (10 + updates))
-    pairs = zip(ema.parameters(), model.parameters(), strict=True)
-    ours, theirs = zip(*((local(a), local(b)) for a, b in pairs), strict=True)
-    torch._foreach_lerp_(ours, theirs, 1 - d)
+    averages, weights = ([local(p) for p in each.parameters()] for each in (ema, model))
+    torch._foreach_lerp_(averages, weights, 1 - d)  # one call for all of them
 
 
 def local(tensor):
@@ -249,6 +249,7 @@ def local(tensor):
 
 
 def full(tensor):
+    """All parts of it together, in every process."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -262,8 +263,8 @@ class State:
     step_loss: typing.Callable  # the same, compiled
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # of float16; does nothing for other types
-    autocast: contextlib.AbstractContextManager
-    skipped: int = 0  # updates left out in the whole run, as the loss or the gradient was not finite
+    autocast: torch.autocast
+    skipped: int = 0  # updates left out, as the loss or the gradient was not finite
     skipped_in_a_row: int = 0
 
 
@@ -275,17 +276,15 @@ def make_state(cfg, architecture, dtype, devices):
     loss = Loss(model, cfg.schedule)
     fsdp = cfg.fsdp and devices.world > 1
     if fsdp:
-        split(model, cfg.compile)
+        split(model, cfg.compile)  # compiles each block; the whole would break at FSDP's hooks
         split(ema, False)
     elif devices.world > 1:
         loss = DistributedDataParallel(loss)
     step_loss = torch.compile(loss) if cfg.compile and not fsdp else loss
-    optimizer = make_optimizer(model, cfg, devices.device)
+    # weights and AdamW's moments are float32; only matmuls run in `dtype`
     scaler = torch.amp.GradScaler(devices.device.type, enabled=dtype == "float16")
-    autocast = contextlib.nullcontext()
-    if dtype != "float32":
-        autocast = torch.autocast(devices.device.type, getattr(torch, dtype))
-    return State(model, ema, loss, step_loss, optimizer, scaler, autocast)
+    autocast = torch.autocast(devices.device.type, getattr(torch, dtype), enabled=dtype != "float32")
+    return State(model, ema, loss, step_loss, make_optimizer(model, cfg), scaler, autocast)
 
 
 def split(model, compiled):
@@ -306,6 +305,7 @@ def gradients(state, noised, cfg, devices):
     loss = torch.zeros((), device=devices.device)
     size = cfg.micro_batch * devices.world
     for i in range(0, cfg.batch_size, size):
+        # every world-th row is ours: rows are sorted, so all devices get like lengths
         inputs = loss_inputs(noised, slice(i + devices.rank, i + size, devices.world), devices.device)
         # DDP adds up the devices' gradients in the backward pass: once a step, with the last micro-batch
         waits = isinstance(state.loss, DistributedDataParallel) and i + size < cfg.batch_size
@@ -318,10 +318,10 @@ def gradients(state, noised, cfg, devices):
 
 def agree(loss, stop, devices):
     """(loss, whether to stop) of all processes together: they leave after the same step."""
-    both = torch.stack([loss, torch.full_like(loss, bool(stop))])
+    sums_2 = torch.stack([loss, torch.full_like(loss, bool(stop))])
     if devices.world > 1:
-        dist.all_reduce(both)
-    loss, stop = both.tolist()
+        dist.all_reduce(sums_2)
+    loss, stop = sums_2.tolist()
     return loss, stop > 0
 
 
@@ -331,19 +331,22 @@ def update(state, loss, step, cfg):
         group["lr"] = learning_rate(step, cfg)
     state.scaler.unscale_(state.optimizer)
     norm = float(full(nn.utils.clip_grad_norm_(state.model.parameters(), cfg.clip)))
-    finite, half = math.isfinite(loss) and math.isfinite(norm), state.scaler.is_enabled()
-    if finite:
+    scaled = state.scaler.is_enabled()  # float16 overflows now and then; its scale falls, and it goes on
+    if math.isfinite(loss) and math.isfinite(norm):
         state.scaler.step(state.optimizer)
         average(state.ema, state.model, cfg.ema, step)
-    elif not half:  # float16 overflows now and then, and its scale then falls
-        print(f"step {step + 1}: loss {loss}, gradient norm {norm}; the update is left out", flush=True)
+        state.skipped_in_a_row = 0
+    else:
+        state.skipped += 1
+        state.skipped_in_a_row += 1
+        if not scaled:
+            print(f"step {step + 1}: loss {loss}, gradient norm {norm}; the update is left out", flush=True)
+    if state.skipped_in_a_row >= (20 if scaled else 5):
+        saved = list(runs.checkpoints(Path(cfg.out))) or "the start"
+        advice = f"--resume={cfg.out} with a lower --lr, from {saved}"
+        raise ValueError(f"no finite loss in {state.skipped_in_a_row} steps, the last {step + 1}; {advice}")
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
-    state.skipped += not finite
-    state.skipped_in_a_row = 0 if finite else state.skipped_in_a_row + 1
-    if state.skipped_in_a_row >= (20 if half else 5):
-        advice = f"--resume={cfg.out} with a lower --lr, from {list(runs.checkpoints(Path(cfg.out))) or 'the start'}"
-        raise ValueError(f"no finite loss in {state.skipped_in_a_row} steps, the last {step + 1}; {advice}")
     return norm
 
 
@@ -367,14 +370,15 @@ def save(state, step, cfg, meta, tokenizer_json, devices):
         trainer = {"step": step, "skipped": state.skipped, "scaler": state.scaler.state_dict()}
         try:
             with runs.new_folder(Path(cfg.out, f"step_{step}")) as folder:
+                # for everybody: what mdlm.load reads
                 runs.write(folder / "config.json", {"model_type": "mdlm", **meta["model"]})
                 runs.write(folder / "tokenizer.json", tokenizer_json)
-                runs.write(folder / "trainer.json", meta | trainer)
                 runs.write(folder / "model.safetensors", safetensors.torch.save(averaged))
+                # for --resume
+                runs.write(folder / "trainer.json", meta | trainer)
                 runs.write(folder / "trainer.safetensors", safetensors.torch.save(tensors))
         except OSError as error:
-            advice = f"make room or mend the path, then go on with --resume={cfg.out}"
-            raise OSError(f"step_{step} was not written ({error}); {advice}") from None
+            raise OSError(f"step_{step} was not written ({error}); make room, then --resume={cfg.out}") from None
         for old in list(runs.checkpoints(Path(cfg.out)).values())[: -cfg.keep]:
             shutil.rmtree(old)
     if devices.world > 1:
@@ -392,7 +396,8 @@ def restore(folder, state, meta):
     runs.check_same(trainer["model"], meta["model"], folder)
     if trainer["data"] != meta["data"]:
         raise ValueError(f"{folder} was trained on other data; pass its --data, or start anew with another --out")
-    for p in state.model.parameters():  # an update makes the optimizer's state, to be overwritten
+    # AdamW makes its moments at the first update: a dummy one, all of whose effect is overwritten below
+    for p in state.model.parameters():
         p.grad = torch.zeros_like(p)
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
@@ -421,17 +426,19 @@ def evaluate(state, heldout, tokenizer, cfg, devices):
     The weight n / m of such a row is that of the linear schedule at t = m / n.
     """
     R = min(heldout.total, cfg.eval_rows)
-    token_RL, rng = heldout.read(np.arange(R))[0].astype(np.int64), np.random.default_rng([cfg.seed, 2**31])
+    token_RL = heldout.read(np.arange(R))[0].astype(np.int64)
+    rng = np.random.default_rng([cfg.seed, 2**31])  # no training step has this number
     counted_RL = (token_RL != mdlm.PAD) & (token_RL != mdlm.BOS)
     u_R = rng.permutation(diffusion.antithetic_times(rng.random(R), eps=0))
     mask_RL, weight_R = diffusion.mask_exactly(counted_RL, u_R, rng.random(token_RL.shape))
     noised = Noised(token_RL, np.where(mask_RL, mdlm.MASK, token_RL), mask_RL, counted_RL, 1 / weight_R)
-    loss, sums = Loss(state.ema, "linear").eval(), {"nelbo": 0.0, "masked_ce": 0.0, "masked_accuracy": 0.0}
+    loss, sums = Loss(state.ema, "linear").eval(), collections.Counter()
     for i in range(0, R, cfg.micro_batch):
         with state.autocast:
             scores = loss(*loss_inputs(noised, slice(i, i + cfg.micro_batch), devices.device))
-        sums = {name: total + float(scores[name]) for name, total in sums.items()}
+        sums.update({name: float(score) for name, score in scores.items()})
     nats = sums.pop("nelbo")
+    # bits of all rows over the bytes of their text: comparable between tokenizers
     text_bytes = data_prep.token_bytes(tokenizer, state.ema.cfg.vocab)[token_RL].sum(dtype=float)
     bits_per_byte = nats * int(counted_RL.sum()) / math.log(2) / text_bytes
     return {"heldout_nats": nats, "perplexity": math.exp(nats), "bits_per_byte": bits_per_byte, **sums}
@@ -448,16 +455,12 @@ def sample_text(model, tokenizer, cfg, seq_len, device):
     return tokenizer.decode(token_L)
 
 
-@dataclasses.dataclass
 class Speed:
     """Tokens that are not PAD, model FLOPs and seconds of the steps since the last start()."""
 
-    model: mdlm.Config
-    devices: Devices
-
-    def __post_init__(self):
-        self.blocks = mdlm.count_params(self.model)["blocks"]
-        self.peak = next((flops for kind, flops in PEAK_FLOPS.items() if kind in self.devices.name), 0)
+    def __init__(self, architecture, devices):
+        self.model, self.blocks = architecture, mdlm.count_params(architecture)["blocks"]
+        self.peak = devices.world * next((flops for kind, flops in PEAK_FLOPS.items() if kind in devices.name), 0)
         self.start()
 
     def start(self):
@@ -465,15 +468,15 @@ class Speed:
 
     def add(self, noised):
         """6 FLOPs per weight and token; the head works at the masks alone, attention on pairs of a row's tokens."""
-        length_B = (noised.token_BL != mdlm.PAD).sum(1)
+        length_B, model = (noised.token_BL != mdlm.PAD).sum(1), self.model
         self.steps += 1
         self.tokens += int(length_B.sum())
-        self.flops += 6 * int(self.blocks * length_B.sum() + self.model.vocab * self.model.width * noised.mask_BL.sum())
-        self.flops += 12 * self.model.layers * self.model.width * int((length_B**2).sum())
+        self.flops += 6 * int(self.blocks * length_B.sum() + model.vocab * model.width * noised.mask_BL.sum())
+        self.flops += 12 * model.layers * model.width * int((length_B**2).sum())
 
     def row(self, steps_left):
         seconds = time.perf_counter() - self.began
-        mfu = {"mfu": self.flops / seconds / self.peak / self.devices.world} if self.peak else {}
+        mfu = {"mfu": self.flops / seconds / self.peak} if self.peak else {}
         step_s = seconds / self.steps
         return {"step_ms": 1e3 * step_s, "tok_per_s": self.tokens / seconds, **mfu, "eta_min": steps_left * step_s / 60}
 
@@ -488,12 +491,12 @@ def resolve(cfg, devices):
     for name in ("batch_size", "steps", "log_every", "eval_rows", "keep"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"--{name}={getattr(cfg, name)}: at least 1")
-    cuda = devices.device.type == "cuda"
-    share = cfg.batch_size // devices.world
+    # on a GPU as many rows at a time as there are; a CPU is fastest with what its caches hold
+    cuda, world = devices.device.type == "cuda", devices.world
+    share = cfg.batch_size // world
     micro = cfg.micro_batch or (share if cuda else math.gcd(share, 16))
-    if cfg.batch_size % devices.world or micro < 1 or share % micro:
-        wanted = f"{devices.world} devices times --micro_batch={micro}"
-        raise ValueError(f"--batch_size={cfg.batch_size} is no multiple of {wanted}")
+    if cfg.batch_size % world or micro < 1 or share % micro:
+        raise ValueError(f"--batch_size={cfg.batch_size} is no multiple of {world} devices times --micro_batch={micro}")
     half = "bfloat16" if cuda and torch.cuda.is_bf16_supported() else "float16"
     eval_every = cfg.eval_every or max(1, cfg.steps // 10)
     resolved = {"micro_batch": micro, "eval_every": eval_every, "save_every": cfg.save_every or eval_every}
@@ -504,19 +507,19 @@ def describe(cfg, dtype, architecture, rows, devices):
     compiled = ", compiled; the first step takes about a minute more" if cfg.compile else ""
     print(f"{devices.world} x {devices.name}, {dtype} matmuls on float32 weights{compiled}")
     print(", ".join(f"{part} {n:,}" for part, n in mdlm.count_params(architecture).items()) + " parameters")
-    epochs = cfg.steps * cfg.batch_size / rows.total
-    of_rows = f"{cfg.batch_size} rows of {rows.meta['seq_len']}, {cfg.micro_batch} at a time on a device"
-    print(f"{cfg.steps:,} steps of {of_rows} = {epochs:.2f} epochs of {rows.total:,} rows", flush=True)
+    batch = f"{cfg.batch_size} rows of {rows.meta['seq_len']}, {cfg.micro_batch} at a time on a device"
+    epochs = f"{cfg.steps * cfg.batch_size / rows.total:.2f} epochs of {rows.total:,} rows"
+    print(f"{cfg.steps:,} steps of {batch} = {epochs}", flush=True)
 
 
 def train(cfg, devices):
     cfg, dtype = resolve(cfg, devices)
     rows, heldout, tokenizer_json = find_data(cfg, mdlm.CONFIGS[cfg.model].positions)
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
-    ours = {"vocab": rows.meta["vocab_padded"], "tie": cfg.tie, "time": cfg.time, "dropout": cfg.dropout}
-    architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], **ours)
-    meta = {"model": dataclasses.asdict(architecture), "train": dataclasses.asdict(cfg)}
-    meta["data"] = rows.meta["fingerprint"]
+    asked = {"vocab": rows.meta["vocab_padded"], "tie": cfg.tie, "time": cfg.time, "dropout": cfg.dropout}
+    architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], **asked)
+    model_and_train = {"model": dataclasses.asdict(architecture), "train": dataclasses.asdict(cfg)}
+    meta = model_and_train | {"data": rows.meta["fingerprint"]}
     describe(cfg, dtype, architecture, rows, devices)
     with runs.Run(cfg, rank=devices.rank) as run:
         state, first = make_state(cfg, architecture, dtype, devices), 0
@@ -530,8 +533,7 @@ def train(cfg, devices):
             # All randomness is a function of (seed, step): a resumed run meets the same rows, noise and dropout.
             noised = training_batch(rows, cfg, step)
             torch.manual_seed(cfg.seed + step)
-            loss = gradients(state, noised, cfg, devices)
-            loss, stop = agree(loss, run.signal, devices)
+            loss, stop = agree(gradients(state, noised, cfg, devices), run.signal, devices)
             norm = update(state, loss, step, cfg)
             speed.add(noised)
             done = step + 1

@@ -64,15 +64,15 @@ def main(cfg):
         rows, compile_s = compile_rows(flags)
         more = {"compiled_by": f"python compile_for.py {flags}", "compile_s": compile_s}
         more["device"] = f"TPU {rows[0]['topology']}, compiled for, not run on"
-        if flags.startswith("head"):  # one entry for the three forms of a program
-            for what in {row["what"]: 0 for row in rows}:
+        if flags.startswith("head"):  # one entry for the three forms of a program: how much smaller ours is
+            for what in dict.fromkeys(row["what"] for row in rows):
                 forms = {row["form"]: row for row in rows if row["what"] == what}
                 gib = {form: row["temporaries_gib"] for form, row in forms.items()}
                 shares = {f"share_of_{form}": gib["ours"] / gib[form] for form in ("plain", "reference")}
                 shares |= {f"{form}_gib": gib[form] for form in ("plain", "reference")}
                 shares["estimated_ms"] = {form: 1e3 * row["step_s"] for form, row in forms.items()}
                 record("tpu_aot", f"{name}, {what}", gib["ours"], "GiB of temporaries", **shares, **more)
-        elif flags.startswith("sample"):
+        elif flags.startswith("sample"):  # an entry for each of the three steps
             for row in rows:
                 record("tpu_aot", row["program"], 1e3 * row["step_s"], "ms, estimate", **row, **more)
         else:

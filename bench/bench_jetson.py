@@ -84,13 +84,10 @@ def report(file, name, seconds, ours, L, device, **more):
 
 
 def own_loop(model, cfg, device):
-    rule = mdlm.Sampling("ancestral", cfg.steps, "cosine_sq", 1.0, 0, 0.95, model_vocab(cfg))
+    """fill(token_BL) by mdlm.sample, with the rule that inference_jetson.py has by default."""
+    rule = mdlm.Sampling("ancestral", cfg.steps, "cosine_sq", 1.0, 0, 0.95, mdlm.CONFIGS[cfg.model].vocab)
     generator = torch.Generator(device).manual_seed(0)
     return lambda token_BL: mdlm.sample(model, token_BL.to(device), rule, generator)
-
-
-def model_vocab(cfg):
-    return mdlm.CONFIGS[cfg.model].vocab
 
 
 # ---- operators of a step, counted ----------------------------------------------------------------------------------
@@ -107,11 +104,13 @@ class Count(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         leaves = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         made = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        # a view shares the storage of an argument and launches nothing
         shared = {t.untyped_storage().data_ptr() for t in leaves}
         fresh = [t for t in made if t.untyped_storage().data_ptr() not in shared]
         writes = "(a!)" in str(function._schema)
         if (fresh or writes) and not function.__name__.startswith(("empty", "new_empty", "lift", "detach")):
             self.launches += 1
+            # a lookup reads the rows that it returns, all else reads its arguments whole
             lookup = function.__name__.startswith(("embedding", "index_select", "gather"))
             read = sum(t.nbytes for t in fresh) if lookup else sum(t.nbytes for t in leaves)
             self.bytes += read + sum(t.nbytes for t in fresh)
@@ -124,9 +123,11 @@ def count_steps(model, L, vocab):
     model, token_BL = model.half(), canvas(L)
     ban, state = torch.tensor(mdlm.BANNED, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     see_BL, rate_N = token_BL != mdlm.PAD, torch.linspace(1, 0.04, 25)
+    # the model as it stands, and what most samplers do
     with Count() as usual:
         logits_RV = model(token_BL, rate_N[12].expand(1), see_BL)[0]
         usual_chain(logits_RV, token_BL, ban, 0.9, 1.0, 50)
+    # ours: fused operators, one sampling kernel, one step counter
     forward = jetson.fused_forward(model, rate_N, torch.ops.unmask)
     with Count() as ours:
         logits_RV = forward(token_BL, see_BL, state[1:]).flatten(0, 1)
@@ -144,6 +145,7 @@ def predict(cfg, model, preset):
         flops = 2 * weights * L + 4 * preset.layers * preset.width * L * L
         for way, (launches, moved) in count_steps(model, L, preset.vocab).items():
             for device, (bandwidth, flops_s) in ORIN.items():
+                # 80 % of the bandwidth or 50 % of the throughput; eager operators also wait for the CPU
                 busy_ms = 1e3 * max(moved / (0.8 * bandwidth), flops / (0.5 * flops_s))
                 step_ms = max(busy_ms, launches * cfg.dispatch_us / 1e3) if way == "usual" else busy_ms
                 row = {"length": L, "way": way, "device": device, "launches": launches, "mb": moved / 1e6}
@@ -183,8 +185,8 @@ def main(cfg):
                 "eager_torchscript": own_loop(jetson.Full(script), cfg, "cuda"),
                 "compiled": own_loop(jetson.Full(compiled), cfg, "cuda"),
             }
-            name = torch.cuda.get_device_name()
-            file, device = name.replace(" ", "_"), name
+            device = torch.cuda.get_device_name()
+            file = device.replace(" ", "_")
         else:
             contestants = {"ours": writer(), "own_loop": own_loop(model, cfg, "cpu")}
             file, device = "cpu", f"{cpu_name()}, one thread, processor seconds"

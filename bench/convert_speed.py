@@ -9,6 +9,7 @@ cp -r of the same source, with sync of each file, is timed. RssAnon is memory th
 mapped files. Checks that every tensor came back byte for byte. Deletes what it wrote. Writes cpu.json.
 """
 
+import collections
 import dataclasses
 import json
 import os
@@ -82,7 +83,7 @@ def timed(command):
     while process.poll() is None:
         try:
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        except OSError:  # it ended
+        except OSError:  # the process has ended
             continue
         for key, value in (line.split(":") for line in lines if line.startswith((*peaks,))):
             peaks[key] = max(peaks[key], int(value.split()[0]) * 1024)
@@ -124,8 +125,7 @@ def check(first, second):
 def main(cfg):
     folder = Path(tempfile.mkdtemp(prefix="convert_speed_", dir=cfg.folder or None))
     hub, orbax, back, copied = (folder / name for name in ("hub", "orbax", "back", "copy"))
-    names = "cp of safetensors", "to Orbax", "verify", "cp of Orbax", "to safetensors"
-    stages = {name: [] for name in names}
+    stages = collections.defaultdict(list)
     try:
         need = 6 * dream.count_params(dream.CONFIGS[cfg.model])["total"]
         free = shutil.disk_usage(folder).free

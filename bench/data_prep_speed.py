@@ -36,14 +36,6 @@ class Config:
     repeats: int = 5  # timed runs of data_prep.py and of encode_batch alone, in turn
 
 
-MEMORY = """
-import resource, sys
-import data_prep
-data_prep.main(data_prep.Text(source=sys.argv[1], out=sys.argv[2]))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-"""
-
-
 def write_text(path, documents, megabytes):
     """Shuffled documents, over and over, each time through in another order."""
     rng, size = random.Random(0), 0
@@ -56,14 +48,15 @@ def write_text(path, documents, megabytes):
                     break
 
 
+# Prints seconds and the peak of memory in MiB; without a tokenizer one is trained.
 PREPARE = """
-import contextlib, sys, time
+import contextlib, resource, sys, time
 import data_prep
 cfg = data_prep.Text(source=sys.argv[1], out=sys.argv[2], tokenizer=sys.argv[3])
 with contextlib.redirect_stdout(None):
     started = time.perf_counter()
     data_prep.main(cfg)
-print(time.perf_counter() - started)
+print(time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """
 
 ENCODE = """
@@ -72,12 +65,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 import data_prep
 texts = Path(sys.argv[1]).read_text(encoding="utf-8").split(data_prep.SEPARATOR)
-batches, size = [[]], 0
-for text in filter(None, map(str.strip, texts)):
-    if size >= float(sys.argv[2]):
-        batches, size = [*batches, []], 0
-    batches[-1].append(text)
-    size += len(text.encode())
+texts = filter(None, map(str.strip, texts))
+batches = list(data_prep.batched(texts, float(sys.argv[2]), lambda text: len(text.encode())))
 tokenizer = Tokenizer.from_file(sys.argv[3])
 started = time.perf_counter()
 for batch in batches:
@@ -87,9 +76,10 @@ print(time.perf_counter() - started)
 
 
 def measured(code, *args):
-    """The number that a process of its own prints last."""
+    """The numbers that a process of its own prints last."""
     command = [sys.executable, "-c", code, *map(str, args)]
-    return float(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()[-1])
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return list(map(float, printed.splitlines()[-1].split()))
 
 
 def main(cfg):
@@ -100,20 +90,22 @@ def main(cfg):
         paths = sorted(path for path in paths if not data_prep.NOT_THE_LIBRARY & {*path.parts})
         documents = [path.read_text(encoding="utf-8", errors="replace").replace("\0", "").strip() for path in paths]
     documents = [document for document in documents if document]
-    kind = "stories" if cfg.text else "Python source"
     with tempfile.TemporaryDirectory() as folder:
         folder, peak_mib = Path(folder), {}
+        # Memory: a tokenizer is trained, as for a user who has none.
         for megabytes in (20, 200):
             source = folder / f"{megabytes}.txt"
             write_text(source, documents, megabytes)
-            peak_mib[megabytes] = measured(MEMORY, source, folder / f"memory{megabytes}")
-        tokenizer = folder / "memory20" / "tokenizer.json"
+            _, peak_mib[megabytes] = measured(PREPARE, source, folder / f"memory{megabytes}", "")
+        # Speed: ours and the library alone in turn, for the machine may be busy at times.
+        source, tokenizer = folder / "20.txt", folder / "memory20" / "tokenizer.json"
         seconds = {"ours": [], "encode_batch": [], "encode_batch, 4 MB at a time": []}
         for repeat in range(cfg.repeats):
-            seconds["ours"].append(measured(PREPARE, folder / "20.txt", folder / f"run{repeat}", tokenizer))
+            seconds["ours"].append(measured(PREPARE, source, folder / f"run{repeat}", tokenizer)[0])
             for name, limit in ("encode_batch", "inf"), ("encode_batch, 4 MB at a time", data_prep.BATCH_BYTES):
-                seconds[name].append(measured(ENCODE, folder / "20.txt", limit, tokenizer))
+                seconds[name] += measured(ENCODE, source, limit, tokenizer)
         tokens = json.loads((folder / "run0" / "meta.json").read_text())["splits"]["train"]["tokens"]
+    kind = "stories" if cfg.text else "Python source"
     best_s = min(np.median(seconds[key]) for key in seconds if key != "ours")
     record(
         "cpu",
@@ -125,13 +117,8 @@ def main(cfg):
         tokens=tokens,
         load=os.getloadavg()[0],
     )
-    record(
-        "cpu",
-        f"data_prep {kind}: peak memory of 200 MB of text less that of 20 MB",
-        peak_mib[200] - peak_mib[20],
-        "MiB",
-        peak_mib=peak_mib,
-    )
+    name = f"data_prep {kind}: peak memory of 200 MB of text less that of 20 MB"
+    record("cpu", name, peak_mib[200] - peak_mib[20], "MiB", peak_mib=peak_mib)
 
 
 if __name__ == "__main__":

@@ -55,9 +55,10 @@ def main(cfg):
     for name in ("coupled", "independent"):
         draws = []
         for i in range(cfg.draws):
-            ratio_B, u_BC = grpo.draw_masks(jax.random.key(0), i, 0, B, cfg.length)
-            other_BC = grpo.draw_masks(jax.random.key(1), i, 0, B, cfg.length)[1]
-            draws.append(np.asarray(scores(u_BC, ratio_B, other_BC if name == "independent" else None), np.float64))
+            masks = grpo.draw_masks(jax.random.key(0), i, 0, B, cfg.length)
+            if name == "independent":
+                masks["other_BC"] = grpo.draw_masks(jax.random.key(1), i, 0, B, cfg.length)["u_BC"]
+            draws.append(np.asarray(scores(**masks), np.float64))
         score_NBC = np.stack(draws) * counted_BC
         per_token = score_NBC.var(0)[counted_BC].mean()
         results[name] = {"token": float(per_token), "completion": float(score_NBC.sum(-1).var(0).mean())}

@@ -42,16 +42,15 @@ class Config:
     file: str = "cpu"  # bench/results/<file>.json
 
 
-def draw_independent(key, iterations, rows, columns):
-    """The masks of coupled_grpo.draw_round, and beside them uniforms of their own for the third version of a canvas."""
-    masks = grpo.draw_round(key, iterations, rows, columns)
-    other = [np.asarray(grpo.draw_masks(key, 2, i, rows, columns)[1]) for i in range(iterations)]
-    return [mask | {"other_BC": other_BC} for mask, other_BC in zip(masks, other, strict=True)]
+def draw_independent(key, round, iteration, rows, columns):
+    """The masks of coupled_grpo.draw_masks, and beside them uniforms of their own for the third version of a canvas."""
+    masks = grpo.draw_masks(key, round, iteration, rows, columns)
+    return masks | {"other_BC": grpo.draw_masks(key, 2, iteration, rows, columns)["u_BC"]}
 
 
 def run_demo(masks, settings):
     """One run of the demo, in a process of its own."""
-    grpo.main(grpo.Config(**settings), grpo.draw_round if masks == "coupled" else draw_independent)
+    grpo.main(grpo.Config(**settings), grpo.draw_masks if masks == "coupled" else draw_independent)
 
 
 def finished(cfg, seed, masks):

@@ -51,8 +51,9 @@ def unigram(folder):
         rows = data_prep.Rows(folder, split)
         token_RL = rows.read(np.arange(rows.total))[0]
         counts.append(np.bincount(token_RL.ravel(), minlength=rows.meta["vocab_size"]))
-        counts[-1][[mdlm.PAD, mdlm.BOS]] = 0
+        counts[-1][[mdlm.PAD, mdlm.BOS]] = 0  # they are no text
     train_V, held_V = counts
+    # cross-entropy of the held-out counts, and in bits per byte of their text
     nats = -(held_V * np.log((train_V + 1) / (train_V + 1).sum())).sum() / held_V.sum()
     return nats, nats * held_V.sum() / math.log(2) / rows.meta["splits"]["heldout"]["bytes"]
 
@@ -63,6 +64,7 @@ def script(name, *args):
 
 
 def main(cfg):
+    # the run's own log, and its last checkpoint scored with many draws
     run = Path(cfg.ckpt)
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     settings = json.loads((run / "config.json").read_text())
@@ -71,6 +73,7 @@ def main(cfg):
     final = json.loads(script("evaluate.py", "--model=mdlm", f"--ckpt={run}", "--draws=32", "--json", noise)[0])
     unigram_nats, unigram_bits = unigram(settings["data"])
 
+    # figure: loss of each step, bound of the held-out stories, unigram
     _, axis = plt.subplots(figsize=(8, 4.5))
     axis.plot([r["step"] for r in train], [r["loss"] for r in train], lw=0.6, alpha=0.6, label="training, one step")
     axis.plot([r["step"] for r in held], [r["heldout_nats"] for r in held], "o-", ms=4, label="held-out stories")
@@ -83,6 +86,7 @@ def main(cfg):
     plt.savefig(RESULTS / "mdlm_run.png", dpi=120)
     shutil.copy(run / "log.jsonl", RESULTS / "mdlm_run.jsonl")
 
+    # page: samples with the commands that wrote them
     text = ["# Samples, unedited\n"]
     for args in PROMPTS:
         args = [*args, f"--max_new={cfg.max_new}"]

@@ -94,7 +94,7 @@ class Plain(nn.Module):
 
 def plain_steps(cfg, settings, rows, device, micro, fused):
     """Seconds and losses of cfg.warmup + cfg.steps steps of the plain trainer."""
-    torch.manual_seed(settings.seed)
+    # our initial weights, which the seed gives
     model = Plain(mdlm.CONFIGS[cfg.model], fused)
     torch.manual_seed(settings.seed)
     model.load_state_dict(mdlm.MDLM(mdlm.CONFIGS[cfg.model]).state_dict())
@@ -107,6 +107,7 @@ def plain_steps(cfg, settings, rows, device, micro, fused):
     half = settings.dtype not in ("", "float32")
     seconds, losses = [], []
     for step in range(cfg.warmup + cfg.steps):
+        # our rows and noise, and the weight of each masked token in the loss
         started = time.perf_counter()
         noised = train_gpu.training_batch(rows, settings, step)
         rate_B = diffusion.mask_rate(noised.time_B, settings.schedule)
@@ -115,6 +116,7 @@ def plain_steps(cfg, settings, rows, device, micro, fused):
         x0, xt, rate, weight = map(torch.from_numpy, (noised.token_BL, noised.xt_BL, rate_B, weight_BL))
         for group in optimizer.param_groups:
             group["lr"] = train_gpu.learning_rate(step, settings)
+        # gradients over micro-batches: logits of every position
         total = 0.0
         for i in range(0, cfg.batch_size, micro):
             part = [x[i : i + micro].to(device) for x in (x0, xt, rate.float(), weight.float())]
@@ -125,6 +127,7 @@ def plain_steps(cfg, settings, rows, device, micro, fused):
                 loss = torch.where(part[3] > 0, part[3] * nll, 0).sum()
             loss.backward()
             total += loss.item()
+        # update of weights and averaged weights
         nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -153,9 +156,8 @@ def our_steps(cfg, data):
 
 def bench_training(cfg, file, device):
     data = cfg.data or "data/python-padded"
-    settings = train_gpu.Config(
-        data=cfg.data, model=cfg.model, steps=cfg.warmup + cfg.steps, batch_size=cfg.batch_size, dtype=cfg.dtype
-    )
+    asked = {"data": cfg.data, "model": cfg.model, "batch_size": cfg.batch_size, "dtype": cfg.dtype}
+    settings = train_gpu.Config(**asked, steps=cfg.warmup + cfg.steps)
     rows, _, _ = train_gpu.find_data(settings, mdlm.CONFIGS[cfg.model].positions)
     tokens = cfg.batch_size * rows.meta["seq_len"]
     ours, losses, _ = our_steps(cfg, data)
@@ -212,7 +214,7 @@ def bench_sampling(cfg, file, device):
                 canvas = torch.full((1, length), mdlm.MASK, device=device)
                 canvas[0, 0] = mdlm.BOS
                 shares, passes_s = [], []
-                for seed in range(6):
+                for seed in range(6):  # the first one is not counted
                     passes, started = [], time.perf_counter()
                     spent_s.clear()
                     rule, generator = mdlm.Sampling(sampler, steps=steps), torch.Generator(device).manual_seed(seed)

@@ -52,19 +52,18 @@ class Ours:
         self.batch = dict(zip(train_tpu.COLUMNS, (token, segment, position), strict=False))
         step = train_tpu.make_step(cfg, pc.graph_of(self.model, run), optimizer)
         started = time.perf_counter()
-        step = jax.jit(step, donate_argnums=0).lower(self.state, self.batch, jnp.int32(0))
-        self.step = step.compile()
+        self.step = jax.jit(step, donate_argnums=0).lower(self.state, self.batch, jnp.int32(0)).compile()
         self.compile_s = time.perf_counter() - started
 
     def seconds(self, count):
         """The times of `count` steps, after three that are not counted."""
-        found = []
+        seconds = []
         for i in range(3 + count):
             started = time.perf_counter()
             self.state, metrics = self.step(self.state, self.batch, jnp.int32(i))
-            float(metrics["loss"])
-            found.append(time.perf_counter() - started)
-        return found[3:]
+            float(metrics["loss"])  # waits for the step
+            seconds.append(time.perf_counter() - started)
+        return seconds[3:]
 
 
 def main(cfg):
@@ -72,16 +71,12 @@ def main(cfg):
     settings, model, compile_s = ours.cfg, ours.model, ours.compile_s
     seconds = ours.seconds(cfg.steps)
     tokens = settings.batch_size * settings.seq_len
-    shape = {
-        name: getattr(model, name) for name in ("vocab", "width", "layers", "heads", "kv_heads", "head_size", "ffn")
-    }
-    flags = [f"--{name}={value}" for name, value in shape.items()]
-    flags += [
-        f"--seq_len={settings.seq_len}",
-        f"--batch_size={settings.batch_size}",
-        f"--dropout={settings.coder.dropout}",
-    ]
-    flags += [f"--steps={cfg.steps}", f"--threads={os.cpu_count()}"]
+    # Each baseline in a process of its own, with our shapes and all cores; "plain" without what was tuned by hand.
+    names = "vocab", "width", "layers", "heads", "kv_heads", "head_size", "ffn"
+    shape = {name: getattr(model, name) for name in names}
+    batch = {"seq_len": settings.seq_len, "batch_size": settings.batch_size, "dropout": settings.coder.dropout}
+    same = shape | batch | {"steps": cfg.steps, "threads": os.cpu_count()}
+    flags = [f"--{name}={value}" for name, value in same.items()]
     plain = [f"--block={settings.seq_len}", "--no-chunked_loss", "--no-aten_dropout"]
     baselines = {}
     for name, more in {"tuned": [], "plain": plain}.items():
@@ -93,6 +88,7 @@ def main(cfg):
             baselines[name].append(json.loads(result.stdout))
     seconds += ours.seconds(cfg.steps)  # once more, for the machine's speed drifts
     median, low, high = np.quantile(seconds, [0.5, 0.1, 0.9]).tolist()
+    # One row for each baseline at its fastest count of micro-batches; the spread is its p10 over our p90 and so on.
     for name, results in baselines.items():
         best = min(results, key=lambda b: b["step_s"])
         keys = "step_s", "step_s_p10", "step_s_p90", "tok_per_s", "compile_s"

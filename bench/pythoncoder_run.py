@@ -46,25 +46,27 @@ def script(name, *args):
 
 def main(cfg):
     run = Path(cfg.ckpt)
+    # the log: rows of training steps, and rows of evaluations
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     train, held = ([r for r in rows if key in r] for key in ("main", "heldout_nats"))
-    scores = [
-        json.loads(line) for line in script("evaluate.py", f"--ckpt={run}", "--all_steps", "--json")[0].splitlines()
-    ]
+    # every checkpoint scored anew, over all held-out rows
+    out, _ = script("evaluate.py", f"--ckpt={run}", "--all_steps", "--json")
+    scores = [json.loads(line) for line in out.splitlines()]
     final = scores[-1]
 
+    # the curve
     _, axis = plt.subplots(figsize=(8, 4.5))
     axis.plot([r["step"] for r in train], [r["main"] for r in train], lw=0.8, label="training, dropout on")
     axis.plot([r["step"] for r in held], [r["heldout_nats"] for r in held], "o-", ms=4, label="held-out files")
-    axis.set(
-        xlabel="optimizer step", ylabel="nats per token", title=f"{final['bits_per_byte']:.3f} bits per byte at the end"
-    )
+    title = f"{final['bits_per_byte']:.3f} bits per byte at the end"
+    axis.set(xlabel="optimizer step", ylabel="nats per token", title=title)
     axis.legend()
     axis.grid(alpha=0.3)
     plt.tight_layout()
     plt.savefig(RESULTS / "pythoncoder_run.png", dpi=120)
     shutil.copy(run / "log.jsonl", RESULTS / "pythoncoder_run.jsonl")
 
+    # the page: each prompt as a user would type it, and what came
     text = ["# Completions, unedited\n"]
     for prompt in PROMPTS:
         out, err = script("generate.py", f"--ckpt={run}", f"--prompt={prompt}", f"--max_new={cfg.max_new}")
@@ -72,6 +74,7 @@ def main(cfg):
         text.append(f"```\n{shown}```\n")
     (RESULTS / "pythoncoder_run.md").write_text("\n".join(text))
 
+    # the figures; the first two rows of the log still warm up
     settings = json.loads((run / "config.json").read_text())
     speed = sorted(r["tok_per_s"] for r in train[2:])
     record(
@@ -84,11 +87,7 @@ def main(cfg):
         drafts_accepted=final["drafts_accepted"],
         steps=final["step"],
         checkpoints={s["step"]: s["bits_per_byte"] for s in scores},
-        tok_per_s={
-            "median": speed[len(speed) // 2],
-            "p10": speed[len(speed) // 10],
-            "p90": speed[len(speed) * 9 // 10],
-        },
+        tok_per_s={name: speed[len(speed) * share // 10] for name, share in (("median", 5), ("p10", 1), ("p90", 9))},
         input_wait=max(r["wait"] for r in train),
         settings=settings["train"],
     )

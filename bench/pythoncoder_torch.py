@@ -119,18 +119,21 @@ class Block(nn.Module):
     def forward(self, x_BLD, cos, sin, bias_BLM):
         cfg, (B, L, _) = self.cfg, x_BLD.shape
         J, G, K = cfg.kv_heads // 2, cfg.heads // cfg.kv_heads, cfg.head_size
+        # queries, keys and values from one product, rotated, head-major; the scale goes to the queries
         qkv = self.wqkv(self.attn_norm(x_BLD)).split([cfg.heads * K, cfg.kv_heads * K, cfg.kv_heads * K], -1)
         q_BLJGIK = rotate(qkv[0].view(B, L, J, G, 2, K) * K**-0.5, cos, sin)
         k_BLJIK = rotate(qkv[1].view(B, L, J, 2, K), cos[:, :, 0], sin[:, :, 0])
         q_BJILGK = q_BLJGIK.permute(0, 2, 4, 1, 3, 5).contiguous()
         k_BJILK = k_BLJIK.permute(0, 2, 3, 1, 4).contiguous()
         v_BJLE = qkv[2].view(B, L, J, 2 * K).transpose(1, 2).contiguous()
+        # one lambda for all heads of the layer, clamped twice
         dot1 = (self.lambda_q1 * self.lambda_k1).sum().clamp(-10, 10)
         dot2 = (self.lambda_q2 * self.lambda_k2).sum().clamp(-10, 10)
         lam = (dot1.exp() - dot2.exp() + self.lambda_init).clamp(0, 1)
         o_BJLGE = diff_attention(q_BJILGK, k_BJILK, v_BJLE, bias_BLM, lam, cfg.floor, cfg.block)
         o_BJLGE = self.subln(o_BJLGE) * (1 - self.lambda_init)
         x_BLD = x_BLD + self.dropout(self.wo(o_BJLGE.transpose(1, 2).reshape(B, L, -1)))
+        # SwiGLU
         gate_BLF, up_BLF = self.w_gate_up(self.ffn_norm(x_BLD)).chunk(2, -1)
         return x_BLD + self.dropout(self.w_down(self.dropout(F.silu(gate_BLF) * up_BLF)))
 
@@ -146,7 +149,7 @@ class PythonCoder(nn.Module):
         self.proj, self.head = nn.Linear(2 * D, D, bias=False), nn.Linear(D, cfg.vocab, bias=False)
         inv_freq, self.rope_factor = rope_frequencies(cfg)
         self.register_buffer("inv_freq", torch.tensor(inv_freq, dtype=torch.float32), persistent=False)
-        for name, weight in self.named_parameters():
+        for name, weight in self.named_parameters():  # matrices that add to the residual stream are smaller
             if weight.ndim > 1:
                 residual = name.endswith(("wo.weight", "w_down.weight"))
                 nn.init.normal_(weight, 0, 0.02 / math.sqrt(2 * cfg.layers) if residual else 0.02)
@@ -155,6 +158,7 @@ class PythonCoder(nn.Module):
         """What the main and the MTP head multiply, [B, L, D] each; segments number the documents packed into a row."""
         angle = position_BL[:, :, None, None, None, None] * self.inv_freq
         cos, sin = angle.cos() * self.rope_factor, angle.sin() * self.rope_factor
+        # a token sees its own document, up to itself
         slot_L = torch.arange(token_BL.shape[1], device=token_BL.device)
         seen_BLM = (segment_BL[:, :, None] == segment_BL[:, None]) & (slot_L[:, None] >= slot_L)
         bias_BLM = torch.zeros_like(seen_BLM, dtype=torch.float32).masked_fill(~seen_BLM, -math.inf)
@@ -237,6 +241,7 @@ def check(cfg):
             names = [part if not path and part in param else f"{path or 'mtp'}.{part}" for part in fused]
             weight = torch.cat([param[n] for n in names], -1)
             state[key] = weight.T if weight.ndim == 2 and leaf not in ("embed", "head") else weight
+        # losses and gradients, then the logits of both heads
         main, mtp = torch.func.functional_call(model, state, tuple(batch))
         main, mtp = (x / (targets(*batch[:2], ahead) >= 0).sum() for ahead, x in ((1, main), (2, mtp)))
         total = main + ref["mtp_weight"] * mtp
@@ -275,6 +280,7 @@ def main(cfg):
     model = PythonCoder(cfg).to(device)
     if cfg.compile:
         model.compile()
+    # weight decay on matrices and embeddings alone
     decay, rest = ([p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False))
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)

@@ -26,6 +26,7 @@ def cpu_name():
 
 def record(file, name, value, unit, spread=None, device="", **more):
     """Write one entry into bench/results/<file>.json and print it."""
+    # the versions that a number depends on, of what is installed
     packages = {}
     for package in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu", "torch", "tokenizers"):
         try:
@@ -43,6 +44,7 @@ def record(file, name, value, unit, spread=None, device="", **more):
         "date": datetime.date.today().isoformat(),
         **more,
     }
+    # replace the entry of that name
     path = RESULTS / f"{file}.json"
     entries = json.loads(path.read_text()) if path.exists() else []
     entries = [old for old in entries if old["name"] != name] + [entry]

@@ -34,30 +34,26 @@ PROGRAM = "def f(x):\n    return x + 1\n"
 TESTS = ["assert f(1) == 2", "assert f(5) == 6", "assert f(-1) == 0"]
 
 
-def timed(function):
+def run_programs(count):
+    results = sandbox.run_tests([PROGRAM] * count, [TESTS] * count)
+    assert all(result.rate == 1 for result in results), results[0]
+
+
+def timed(function, *args, **options):
+    """Seconds that a call takes."""
     started = time.perf_counter()
-    function()
+    function(*args, **options)
     return time.perf_counter() - started
-
-
-def round_of(programs):
-    """Seconds of one round, all of whose tests pass."""
-
-    def run():
-        results = sandbox.run_tests([PROGRAM] * programs, [TESTS] * programs)
-        assert all(result.rate == 1 for result in results), results[0]
-
-    return timed(run)
 
 
 def main(cfg):
     cores, layers = len(os.sched_getaffinity(0)), sandbox.layers()
-    round_of(cfg.programs)
+    run_programs(cfg.programs)  # interpreter and libraries come from the disk once
     before = os.times()
-    rates = [cfg.programs / round_of(cfg.programs) / cores for _ in range(cfg.rounds)]
-    cpu_s = sum(os.times()[:4]) - sum(before[:4])
-    single_s = [round_of(1) for _ in range(20)]
-    python_s = [timed(lambda: subprocess.run([sys.executable, "-c", "pass"], check=True)) for _ in range(20)]
+    rates = [cfg.programs / timed(run_programs, cfg.programs) / cores for _ in range(cfg.rounds)]
+    cpu_s = sum(os.times()[:4]) - sum(before[:4])  # user and system, of children too
+    single_s = [timed(run_programs, 1) for _ in range(20)]
+    python_s = [timed(subprocess.run, [sys.executable, "-c", "pass"], check=True) for _ in range(20)]
     record(
         "cpu",
         "sandbox: trivial programs with three tests",

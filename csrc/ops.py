@@ -39,6 +39,7 @@ def load(name="_kernels"):
     if not built:
         nvcc = "" if name == "_kernels_emu" else " where nvcc is found"
         raise RuntimeError(f"csrc/{name} is not built; build it{nvcc} with: {BUILD}")
+    # an ELF file ends with its section table: offset at byte 40, entry size and count at 58
     header = built[0].read_bytes()[:64].ljust(64, b"\0")
     tables = struct.unpack_from("<Q", header, 40)[0] + math.prod(struct.unpack_from("<2H", header, 58))
     if header[:4] != b"\x7fELF" or built[0].stat().st_size < tables:  # importing half a file ends in SIGBUS
@@ -61,13 +62,11 @@ def why_not(device):
         module = load()
     except RuntimeError as error:
         return str(error)
-    major, minor = torch.cuda.get_device_capability(device)
-    if f"{major}{minor}" in module.arch.split(";"):
+    arch = "".join(map(str, torch.cuda.get_device_capability(device)))
+    if arch in module.arch.split(";"):
         return ""
-    return (
-        f"csrc/_kernels was built for sm_{module.arch.replace(';', ', sm_')}, this GPU is sm_{major}{minor} "
-        f'({torch.cuda.get_device_name(device)}); build again: KERNEL_ARCH="{major}{minor}" {BUILD}'
-    )
+    built, here = module.arch.replace(";", ", sm_"), f"sm_{arch} ({torch.cuda.get_device_name(device)})"
+    return f'csrc/_kernels was built for sm_{built}, this GPU is {here}; build again: KERNEL_ARCH="{arch}" {BUILD}'
 
 
 def need(condition, message):
@@ -115,10 +114,10 @@ class Kernels:
         """(out [B, L, H, K], lse [B, H, L] or None) of three tensors of equal strides, the last one 1."""
         B, L, H, K = q_BLHK.shape
         need(1 <= L <= MAX_LENGTH, f"length {L} is not in 1 .. {MAX_LENGTH}")
+        # loads are of 16 bytes, and one set of strides serves all three
         for name, x in (("q", q_BLHK), ("k", k_BLHK), ("v", v_BLHK)):
-            need(
-                x.shape == q_BLHK.shape and x.stride() == q_BLHK.stride(), f"{name} has not the shape and strides of q"
-            )
+            same = x.shape == q_BLHK.shape and x.stride() == q_BLHK.stride()
+            need(same, f"{name} has not the shape and strides of q")
             need(x.dtype == torch.float16 and x.device.type == self.device, f"{name} is {x.dtype} on {x.device}")
             fit = x.stride(3) == 1 and all(stride % 8 == 0 for stride in x.stride()[:3]) and x.data_ptr() % 16 == 0
             need(K == HEAD and fit, f"{name} must have rows of {HEAD} halves that begin at multiples of 16 bytes")
@@ -201,17 +200,18 @@ def bias_gelu_torch(y, bias_F, tanh=False):
 
 def philox_torch(counter, seed):
     """Philox4x32-10: four uint32 words as int64 [..., 4], of four counter words that broadcast, and a 64-bit seed."""
-    low, high = 0xFFFFFFFF, 32
+    low = 0xFFFFFFFF  # keeps 32 bits: torch computes in int64, whose shift copies the sign
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
-    k0, k1 = seed & low, (seed >> high) & low
+    k0, k1 = seed & low, (seed >> 32) & low
     for _ in range(10):
         a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # the low 64 bits of the products, which is all of them
-        c0, c1, c2, c3 = ((b >> high) & low) ^ c1 ^ k0, b & low, ((a >> high) & low) ^ c3 ^ k1, a & low
+        c0, c1, c2, c3 = ((b >> 32) & low) ^ c1 ^ k0, b & low, ((a >> 32) & low) ^ c3 ^ k1, a & low
         k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
     return torch.stack([c0, c1, c2, c3], -1)
 
 
 def uniform_torch(word):
+    """The middle of the word's interval, in (0, 1)."""
     return ((word.float() + 0.5) * 2**-32).clamp(max=1 - 2**-24)
 
 
@@ -219,24 +219,28 @@ def sample_torch_(logits_RV, token_BL, state_2, keep_N, ban, mask, vocab, temper
     """The sampler, with the kernel's random numbers; near-ties may fall otherwise: logarithms differ in a last bit."""
     token_R, (seed, step) = token_BL.view(-1), state_2.unbind()
     row_R, zero = torch.arange(len(token_R), device=token_R.device), torch.zeros_like(seed)
+    # the rows that this step fills; M of the R
     u_R = uniform_torch(philox_torch((zero, row_R, step, zero + 1), seed)[:, 0])
     chosen_M = row_R[(token_R == mask) & (u_R >= keep_N[step])]
+    # logits without banned ids and what top-k leaves out
     logits_MV = logits_RV[chosen_M, :vocab].float()
     logits_MV[:, ban[ban < vocab].long()] = -math.inf
     if 0 < top_k < vocab:
         logits_MV[logits_MV < logits_MV.topk(top_k).values[:, -1:]] = -math.inf
     race_MV = logits_MV
     if temperature > 0:
+        # Gumbel noise, the negative logarithm of an exponential: the arg-max is a draw from the softmax
         logits_MV = logits_MV / temperature
-        four_N = torch.arange(-(-vocab // 4), device=token_R.device)
-        words_MV = philox_torch((four_N, chosen_M[:, None], step, zero), seed).flatten(1)[:, :vocab]
-        race_MV = logits_MV - (-torch.log1p(-uniform_torch(words_MV))).log()
+        four_N = torch.arange(-(-vocab // 4), device=token_R.device)  # a call of Philox serves four ids
+        word_MV = philox_torch((four_N, chosen_M[:, None], step, zero), seed).flatten(1)[:, :vocab]
+        race_MV = logits_MV - (-torch.log1p(-uniform_torch(word_MV))).log()
         if top_p < 1:
             prob_MV, order_MV = logits_MV.softmax(-1).sort(-1, descending=True)
             outside_MV = prob_MV.cumsum(-1) - prob_MV >= max(top_p, 1e-9)
             last_M1 = prob_MV.masked_fill(outside_MV, math.inf).amin(-1, keepdim=True)  # equals are in together
             outside_MV = torch.zeros_like(outside_MV).scatter_(-1, order_MV, prob_MV < last_M1)
             race_MV = race_MV.masked_fill(outside_MV, -math.inf)
+    # a row without any finite logit keeps its mask
     best_M, id_M = race_MV.nan_to_num(-math.inf, posinf=math.inf, neginf=-math.inf).max(-1)
     token_R[chosen_M] = torch.where(best_M > -math.inf, id_M, mask)
 

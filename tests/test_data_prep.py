@@ -1,6 +1,7 @@
 """data_prep.py on folders of made-up Python files: packing reference values, round trips, killed and refused runs."""
 
 import dataclasses
+import functools
 import json
 import keyword
 import os
@@ -28,6 +29,7 @@ import runs
 ROOT = Path(__file__).resolve().parent.parent
 QWEN = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data")) / "qwen2.5_tokenizer"
 needs_qwen = pytest.mark.skipif(not QWEN.is_dir(), reason=f"no Qwen2.5 tokenizer in {QWEN}; set SHARED_DATA")
+SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
 SPECIAL = 'TEXT = "<|endoftext|> and <|fim_prefix|> <|fim_middle|> <|im_start|>"\n'
 ODD = {
     "bom.py": b"\xef\xbb\xbfx = 'a byte order mark'\n",
@@ -123,10 +125,32 @@ def texts_of(out, split):
     return [tokenizer.decode(ids, skip_special_tokens=False) for ids in ids_of(out, split)]
 
 
+def both(read, out):
+    """What read(out, split) gives for both splits, sorted."""
+    return sorted([*read(out, "train"), *read(out, "heldout")])
+
+
+def killed(cfg, moment):
+    """What a run printed that is killed when the file `moment` of its folder is there."""
+    run = start(cfg)
+    wait(run, Path(cfg.out) / moment)
+    os.killpg(run.pid, signal.SIGKILL)
+    return run.communicate()[0]
+
+
 def tree(out):
     """{path: content} of all that a run wrote."""
     paths = [path for path in Path(out).rglob("*") if path.is_file() and path.name != ".lock"]
     return {str(path.relative_to(out)): path.read_bytes() for path in paths}
+
+
+@pytest.fixture(scope="module")
+def python_run(tmp_path_factory):
+    """(folder of packed rows of 75 Python files, {name: content} of these); read only."""
+    folder = tmp_path_factory.mktemp("python")
+    files = corpus(folder / "src", 70) | save(folder / "src", ODD)
+    dp.main(config(folder, shard_bytes=20_000))
+    return folder / "out", files
 
 
 @pytest.mark.golden
@@ -171,10 +195,9 @@ def test_packing_in_blocks_equals_packing_at_once(monkeypatch):
             np.testing.assert_array_equal(np.concatenate([rows[i] for rows in blocks]), want[i])
 
 
-def test_rows_decode_to_the_files_and_meta_describes_them(tmp_path):
-    files = corpus(tmp_path / "src", 70) | save(tmp_path / "src", ODD)
-    dp.main(config(tmp_path, shard_bytes=20_000))
-    out, meta = tmp_path / "out", meta_of(tmp_path / "out")
+def test_rows_decode_to_the_files_and_meta_describes_them(python_run):
+    out, files = python_run
+    meta = meta_of(out)
     texts = {split: [text.encode() for text in texts_of(out, split)] for split in ("train", "heldout")}
     assert sorted(texts["train"] + texts["heldout"]) == sorted(files.values())
     assert len(meta["splits"]["train"]["shards"]) > 3
@@ -202,27 +225,19 @@ def test_rows_decode_to_the_files_and_meta_describes_them(tmp_path):
     assert not any(meta["dropped"].values())
 
 
-def test_special_tokens_in_a_file_are_plain_text(tmp_path):
-    corpus(tmp_path / "src", 5)
-    dp.main(config(tmp_path))
-    vocabulary = dp.load_vocabulary((tmp_path / "out" / "tokenizer.json").read_bytes(), config(tmp_path))
+def test_special_tokens_in_a_file_are_plain_text(python_run):
+    out, _ = python_run
+    vocabulary = dp.load_vocabulary((out / "tokenizer.json").read_bytes(), dp.Python())
     ids = vocabulary.encoder.encode_batch_fast([SPECIAL], add_special_tokens=False)[0].ids
     assert min(ids) > 4
     assert vocabulary.encoder.decode(ids) == SPECIAL
 
 
-def test_trained_tokenizer_is_lossless_and_splits_digits(tmp_path):
-    corpus(tmp_path / "src", 5)
-    dp.main(config(tmp_path))
-    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+def test_trained_tokenizer_is_lossless_and_splits_digits(python_run):
+    tokenizer = Tokenizer.from_file(str(python_run[0] / "tokenizer.json"))
     rng = random.Random(0)
-    for text in [
-        "",
-        " ",
-        "\r\n\t  x\n\n\n",
-        "12345",
-        *("".join(map(chr, rng.sample(range(0xD000), 50))) for _ in range(20)),
-    ]:
+    unicode = ["".join(map(chr, rng.sample(range(0xD000), 50))) for _ in range(20)]
+    for text in ["", " ", "\r\n\t  x\n\n\n", "12345", *unicode]:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert tokenizer.encode("12345").tokens == list("12345")
     assert "\u0120" * 7 in tokenizer.get_vocab()  # seven spaces of indentation, the eighth goes with the word
@@ -264,8 +279,7 @@ def test_each_reason_to_drop_is_counted(tmp_path):
     dp.main(config(tmp_path, max_bytes=100_000))
     want = {reason: len(files) for reason, files in bad.items()}
     assert meta_of(tmp_path / "out")["dropped"] == want | {"unreadable": 2, "exact_duplicate": 2, "near_duplicate": 1}
-    texts = texts_of(tmp_path / "out", "train") + texts_of(tmp_path / "out", "heldout")
-    assert sorted(text.encode() for text in texts) == sorted(kept.values())
+    assert sorted(text.encode() for text in both(texts_of, tmp_path / "out")) == sorted(kept.values())
 
 
 def test_minhash_estimates_the_jaccard_index():
@@ -310,7 +324,7 @@ def test_split_is_by_file_disjoint_and_independent_of_what_else_is_there(tmp_pat
 
 
 def test_many_workers_give_the_bytes_of_one(tmp_path):
-    corpus(tmp_path / "src", 200)
+    corpus(tmp_path / "src", 130)  # more than two chunks of 64
     dp.main(config(tmp_path, workers=1))
     dp.main(config(tmp_path, workers=2, out=str(tmp_path / "out2")))
     assert tree(tmp_path / "out") == tree(tmp_path / "out2")
@@ -339,15 +353,15 @@ def test_fim_pieces_make_up_the_text_and_stay_out_of_the_heldout(tmp_path):
 
 
 def test_fim_cut_is_prefix_suffix_middle():
-    ids = {"prefix": 7, "middle": 8, "suffix": 9}
     for seed in range(50):
-        (a, prefix), (b, suffix), (c, middle) = dp.cut_for_fim(SPECIAL, ids, random.Random(seed))
-        assert (a, b, c) == ([7], [9], [8])
+        prefix, suffix, middle = dp.cut_for_fim(SPECIAL, dp.Python(fim_rate=1.0, seed=seed))
         assert prefix + middle + suffix == SPECIAL
+    assert dp.cut_for_fim(SPECIAL, dp.Python()) == (SPECIAL,)
 
 
 @needs_qwen
-def test_qwen_tokenizer_gives_its_ids_and_padded_vocabulary(tmp_path):
+def test_qwen_tokenizer_gives_its_ids_and_padded_vocabulary(tmp_path, monkeypatch):
+    monkeypatch.setattr(dp, "load_vocabulary", functools.lru_cache(dp.load_vocabulary))  # takes a second
     corpus(tmp_path / "src", 8)
     save(tmp_path / "src", ODD)
     cfg = config(tmp_path, tokenizer=str(QWEN / "tokenizer.json"), fim_rate=1.0, heldout=0.5)
@@ -368,21 +382,14 @@ def test_qwen_tokenizer_gives_its_ids_and_padded_vocabulary(tmp_path):
 
 
 def test_killed_at_any_moment_the_next_run_ends_with_the_same_bytes(tmp_path):
-    corpus(tmp_path / "src", 250)
-    whole = config(tmp_path, shard_bytes=15_000, out=str(tmp_path / "whole"))
-    dp.main(whole)
+    corpus(tmp_path / "src", 150)
+    dp.main(config(tmp_path, shard_bytes=15_000, out=str(tmp_path / "whole")))
     cfg = config(tmp_path, shard_bytes=15_000)
-    out = tmp_path / "out"
-    said = []
-    for moment in (".lock", "progress.json", "tokenizer.json", "train/00000.parquet", "train/00011.parquet", "heldout"):
-        run = start(cfg)
-        wait(run, out / moment)
-        os.killpg(run.pid, signal.SIGKILL)
-        said.append(run.communicate()[0])
+    moments = ("progress.json", "tokenizer.json", "train/00000.parquet", "heldout")
+    printed = [killed(cfg, moment) for moment in moments]
     dp.main(cfg)
-    assert tree(out) == tree(tmp_path / "whole")
-    assert any("before it had a tokenizer; starting over" in text for text in said)
-    assert any("a run was stopped, writing what is missing" in text for text in said)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert any("is not complete, writing what is missing" in text for text in printed)
 
 
 def alive(pid):
@@ -394,7 +401,7 @@ def alive(pid):
 
 
 def test_workers_end_with_a_parent_that_is_killed(tmp_path):
-    corpus(tmp_path / "src", 3000)
+    corpus(tmp_path / "src", 2000)
     run = start(config(tmp_path, workers=2))
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
     if not children.exists():
@@ -414,8 +421,8 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path):
 
 @pytest.mark.parametrize("moment", [".lock", "train/00003.parquet"])
 def test_ctrl_c_exits_130_with_one_line_and_the_next_run_goes_on(tmp_path, moment):
-    corpus(tmp_path / "src", 400)
-    cfg = config(tmp_path, shard_bytes=3_000, workers=2)
+    corpus(tmp_path / "src", 200)
+    cfg = config(tmp_path, shard_bytes=6_000, workers=2)
     run = start(cfg)
     wait(run, tmp_path / "out" / moment)
     time.sleep(0.2 * (moment == ".lock"))  # while the files are read
@@ -424,44 +431,30 @@ def test_ctrl_c_exits_130_with_one_line_and_the_next_run_goes_on(tmp_path, momen
     assert (run.returncode, err) == (130, "stopped; the same command goes on from here\n")
     assert not list((tmp_path / "out").rglob("*.tmp"))
     dp.main(cfg)
-    assert meta_of(tmp_path / "out")["splits"]["train"]["documents"] > 300
+    assert meta_of(tmp_path / "out")["splits"]["train"]["documents"] > 120
 
 
-def test_complete_folder_has_nothing_to_do_and_a_lost_shard_is_written_again(tmp_path, capsys):
+def test_a_folder_is_left_alone_or_mended_or_started_over(tmp_path, capsys):
     corpus(tmp_path / "src", 40)
-    cfg = config(tmp_path, shard_bytes=15_000)
+    cfg, out = config(tmp_path, shard_bytes=15_000), tmp_path / "out"
     dp.main(cfg)
-    before = tree(tmp_path / "out")
-    capsys.readouterr()
+    before = tree(out)
     dp.main(cfg)
     assert "complete, nothing to do" in capsys.readouterr().out
-    assert tree(tmp_path / "out") == before
-    (tmp_path / "out" / "train" / "00001.parquet").unlink()
+    assert tree(out) == before
+    (out / "train" / "00001.parquet").unlink()  # lost
     dp.main(cfg)
-    assert tree(tmp_path / "out") == before
-
-
-def test_shard_cut_short_by_a_power_failure_is_written_again(tmp_path):
-    corpus(tmp_path / "src", 40)
-    cfg = config(tmp_path, shard_bytes=15_000)
+    assert tree(out) == before
+    (out / "meta.json").rename(out / "progress.json")  # cut short by a power failure
+    (out / "train" / "00001.parquet").write_bytes(before["train/00001.parquet"][:-50])
     dp.main(cfg)
-    before = tree(tmp_path / "out")
-    (tmp_path / "out" / "meta.json").rename(tmp_path / "out" / "progress.json")
-    (tmp_path / "out" / "train" / "00001.parquet").write_bytes(before["train/00001.parquet"][:-50])
-    dp.main(cfg)
-    assert tree(tmp_path / "out") == before
-
-
-def test_stopped_run_starts_over_when_a_file_has_changed(tmp_path, capsys):
-    corpus(tmp_path / "src", 40)
-    cfg = config(tmp_path, shard_bytes=15_000)
-    dp.main(cfg)
-    (tmp_path / "out" / "meta.json").rename(tmp_path / "out" / "progress.json")
+    assert tree(out) == before
+    (out / "meta.json").rename(out / "progress.json")  # a run that was stopped, and a file more than it had
     save(tmp_path / "src", {"new.py": b"def new(a, b):\n    return a\n"})
     dp.main(cfg)
     assert "its files have changed; starting over" in capsys.readouterr().out
     dp.main(config(tmp_path, shard_bytes=15_000, out=str(tmp_path / "whole")))
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert tree(out) == tree(tmp_path / "whole")
 
 
 def test_folder_of_other_settings_or_files_or_owners_is_refused_untouched(tmp_path, capsys):
@@ -490,7 +483,7 @@ def test_second_run_into_one_folder_is_refused(tmp_path, capsys):
 
 
 def test_full_disk_gives_one_line_and_leaves_nothing_that_looks_complete(tmp_path):
-    corpus(tmp_path / "src", 100)
+    corpus(tmp_path / "src", 70)
     cfg = config(tmp_path, shard_bytes=60_000)
     limit = 20_000  # bytes per file; the tokenizer takes 13 kB, a shard 40 kB
 
@@ -507,14 +500,21 @@ def test_full_disk_gives_one_line_and_leaves_nothing_that_looks_complete(tmp_pat
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
-def test_bad_input_is_one_line_that_says_what_to_do(tmp_path, capsys):
+def refuses(make_config, cases, capsys):
+    """Each case, (settings, parts of the message), is refused with that message."""
+    for changes, parts in cases:
+        message = refused(make_config(**changes), capsys)
+        assert all(part in message for part in parts), message
+        capsys.readouterr()
+
+
+def test_bad_input_is_one_line_that_says_what_to_do(python_run, tmp_path, capsys):
     corpus(tmp_path / "src", 5)
     save(tmp_path / "none", {"notes.txt": b"no Python here"})
     save(tmp_path / "bad", {"a.py": b"print 1", "b.py": b""})
     save(tmp_path / "one", {"a.py": b"print(1)"})
     save(tmp_path, {"broken.json": b"{}", "file": b""})
-    dp.main(config(tmp_path, out=str(tmp_path / "small")))
-    tokenizer = json.loads((tmp_path / "small" / "tokenizer.json").read_text())
+    tokenizer = json.loads((python_run[0] / "tokenizer.json").read_text())
     for name in ("<|endoftext|>", "<|fim_middle|>"):
         tokens = [token for token in tokenizer["added_tokens"] if token["content"] != name]
         vocab = {token: id for token, id in tokenizer["model"]["vocab"].items() if token != name}
@@ -522,43 +522,37 @@ def test_bad_input_is_one_line_that_says_what_to_do(tmp_path, capsys):
         (tmp_path / f"no_{name[2:5]}.json").write_text(json.dumps(part))
     vocab = tokenizer["model"]["vocab"] | {"\u2581x": 400}
     (tmp_path / "spm.json").write_text(json.dumps(tokenizer | {"model": tokenizer["model"] | {"vocab": vocab}}))
-    capsys.readouterr()
-    for changes, words in [
+    cases = [
         ({"roots": (str(tmp_path / "nowhere"),)}, ["nowhere: No such file", "run the same command"]),
         ({"roots": (str(tmp_path / "none"),)}, ["no .py files below", "name other folders"]),
-        ({"roots": (str(tmp_path / "bad"),)}, ["0 of 2 .py files fit", "none to train on", "--roots"]),
-        ({"roots": (str(tmp_path / "one"),)}, ["none to train on"]),
+        ({"roots": (str(tmp_path / "bad"),)}, ["1 empty, 1 unparsable", "no document to train on", "name more"]),
+        ({"roots": (str(tmp_path / "one"),)}, ["no document to train on"]),
         ({"tokenizer": str(tmp_path / "nowhere.json")}, ["No such file", "nowhere.json"]),
         ({"tokenizer": str(tmp_path / "broken.json")}, ["broken.json is no tokenizer.json"]),
         ({"tokenizer": str(tmp_path / "src/a/m0.py")}, ["m0.py is no tokenizer.json"]),
         ({"tokenizer": str(tmp_path / "no_end.json")}, ["no token <|endoftext|>", "--eos"]),
-        ({"tokenizer": str(tmp_path / "no_fim.json"), "fim_rate": 0.5}, ["no <|fim_middle|>", "--fim_rate=0"]),
+        ({"tokenizer": str(tmp_path / "no_fim.json"), "fim_rate": 0.5}, ["no token <|fim_middle|>", "--fim_rate=0"]),
         ({"out": str(tmp_path / "file")}, ["File exists", "file"]),
         ({"seq_len": 1}, ["--seq_len=1", "at least 2"]),
-        ({"heldout": 1.0}, ["--heldout=1.0", "below 1"]),
-        ({"fim_rate": 1.5}, ["--fim_rate=1.5", "between 0 and 1"]),
+        ({"heldout": 1.0}, ["--heldout=1.0", "[0, 1)"]),
+        ({"fim_rate": 1.5}, ["--fim_rate=1.5", "[0, 1]"]),
         ({"vocab_size": 100}, ["--vocab_size=100", "261"]),
         ({"fim_rate": 0.5, "rows": "padded"}, ["--fim_rate goes with --rows=packed"]),
-        (
-            {"kind": dp.Parquet, "roots": (str(tmp_path),), "tokenizer": str(tmp_path / "spm.json")},
-            ["spm.json is no byte-level BPE", "name one"],
-        ),
-    ]:
-        message = refused(config(tmp_path, **changes), capsys)
-        for word in words:
-            assert word in message, message
-        capsys.readouterr()
+    ]
+    refuses(functools.partial(config, tmp_path), cases, capsys)
+    parquet = functools.partial(config, tmp_path, dp.Parquet, roots=(str(tmp_path),))
+    refuses(
+        parquet, [({"tokenizer": str(tmp_path / "spm.json")}, ["spm.json is no byte-level BPE", "name one"])], capsys
+    )
     dp.main(config(tmp_path, tokenizer=str(tmp_path / "no_fim.json")))
     assert meta_of(tmp_path / "out")["fim"] is None
 
 
 def test_command_line_errors_have_no_traceback(tmp_path):
-    for roots, part in [("nowhere", "nowhere: No such file"), (str(tmp_path / "empty"), "no .py files below")]:
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        run = start(config(tmp_path, roots=(roots,)))
-        out, err = run.communicate()
-        assert (run.returncode, out, err.count("\n")) == (1, "", 1), err
-        assert part in err
+    run = start(config(tmp_path, roots=("nowhere",)))
+    out, err = run.communicate()
+    assert (run.returncode, out, err.count("\n")) == (1, "", 1), err
+    assert "nowhere: No such file" in err
 
 
 def test_each_source_is_a_subcommand_and_none_of_them_is_the_standard_library():
@@ -576,11 +570,9 @@ def test_each_source_is_a_subcommand_and_none_of_them_is_the_standard_library():
             parse(*wrong)
 
 
-def token_shards(tmp_path, lengths, count=3):
-    """Input for --source=parquet: the documents of a small python run in `count` shards of ragged rows."""
-    corpus(tmp_path / "src", 90)
-    dp.main(config(tmp_path, out=str(tmp_path / "first"), heldout=0.0))
-    documents = ids_of(tmp_path / "first", "train")
+def token_shards(tmp_path, first, lengths, count=3):
+    """Input for the source parquet: the training documents of the run `first` in `count` shards of ragged rows."""
+    documents = ids_of(first, "train")
     rng = random.Random(0)
     for number in range(count):
         part = documents[number::count]
@@ -593,21 +585,22 @@ def token_shards(tmp_path, lengths, count=3):
         folder = tmp_path / "shards" / "xy"[number % 2]
         folder.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table({"labels": rows, "input_ids": rows}), folder / f"{number}.parquet", row_group_size=7)
-    return documents, tmp_path / "first" / "tokenizer.json"
+    return documents, str(first / "tokenizer.json")
 
 
 @pytest.mark.parametrize("lengths", [(64,), (0, 1, 5, 300, 2000)])
-def test_parquet_source_keeps_documents_counts_and_bytes(tmp_path, lengths):
-    documents, tokenizer = token_shards(tmp_path, lengths)
-    changes = {"roots": (str(tmp_path / "shards"),), "tokenizer": str(tokenizer), "seq_len": 100, "heldout": 0.3}
+def test_parquet_source_keeps_documents_counts_and_bytes(tmp_path, python_run, lengths):
+    first, out = python_run[0], tmp_path / "out"
+    documents, tokenizer = token_shards(tmp_path, first, lengths)
+    changes = {"roots": (str(tmp_path / "shards"),), "tokenizer": tokenizer, "seq_len": 100, "heldout": 0.3}
     dp.main(config(tmp_path, dp.Parquet, **changes))
-    out, meta, first = tmp_path / "out", meta_of(tmp_path / "out"), meta_of(tmp_path / "first")
+    meta = meta_of(out)
     got = {split: {tuple(ids.tolist()) for ids in ids_of(out, split)} for split in ("train", "heldout")}
     assert got["train"] | got["heldout"] == {tuple(ids.tolist()) for ids in documents}
     assert not got["train"] & got["heldout"]
-    assert 10 < len(got["heldout"]) < 45
+    assert 8 < len(got["heldout"]) < 30
     for key in ("documents", "tokens", "bytes"):
-        assert sum(split[key] for split in meta["splits"].values()) == first["splits"]["train"][key]
+        assert sum(split[key] for split in meta["splits"].values()) == meta_of(first)["splits"]["train"][key]
     assert [shard["file"][:9] for shard in meta["splits"]["train"]["shards"]] == ["train/000"] * 3
     names = sorted((tmp_path / "shards").rglob("*.parquet"))
     part = [ids for ids in dp.eos_documents(names[0], 0) if tuple(ids.tolist()) in got["train"]]
@@ -620,34 +613,32 @@ def test_parquet_source_keeps_documents_counts_and_bytes(tmp_path, lengths):
     assert tree(out) == before
 
 
-def test_parquet_source_reads_what_data_prep_wrote(tmp_path):
-    documents, tokenizer = token_shards(tmp_path, (64,))
-    roots = (str(tmp_path / "first" / "train"),)
-    dp.main(config(tmp_path, dp.Parquet, roots=roots, tokenizer=str(tokenizer), heldout=0.0))
-    assert [ids.tolist() for ids in ids_of(tmp_path / "out", "train")] == [ids.tolist() for ids in documents]
-    assert meta_of(tmp_path / "out")["splits"]["heldout"]["shards"] == []
+def test_parquet_source_reads_what_data_prep_wrote(tmp_path, python_run):
+    first, out = python_run[0], tmp_path / "out"
+    settings = {"roots": (str(first / "train"),), "tokenizer": str(first / "tokenizer.json"), "heldout": 0.0}
+    dp.main(config(tmp_path, dp.Parquet, **settings))
+    assert [ids.tolist() for ids in ids_of(out, "train")] == [ids.tolist() for ids in ids_of(first, "train")]
+    assert meta_of(out)["splits"]["heldout"]["shards"] == []
 
 
-def test_bad_parquet_is_named_in_one_line(tmp_path, capsys):
-    _, tokenizer = token_shards(tmp_path, (64,))
+def test_bad_parquet_is_named_in_one_line(tmp_path, python_run, capsys):
+    _, tokenizer = token_shards(tmp_path, python_run[0], (64,))
     good = (tmp_path / "shards/y/1.parquet").read_bytes()
     shard = tmp_path / "shards/z/bad.parquet"
     shard.parent.mkdir()
-    cfg = config(tmp_path, dp.Parquet, roots=(str(tmp_path / "shards"),), tokenizer=str(tokenizer))
+    cfg = config(tmp_path, dp.Parquet, roots=(str(tmp_path / "shards"),), tokenizer=tokenizer)
 
-    def check(*words):
+    def check(*parts):
         message = refused(cfg, capsys)
-        for word in (str(shard), *words):
-            assert word in message, message
+        assert all(part in message for part in (str(shard), *parts)), message
         assert not (tmp_path / "out" / "train").exists()
 
-    capsys.readouterr()
     middle = bytearray(good)
     middle[200:2000] = bytes(1800)
     for data in (b"", b"text", good[: len(good) // 2], bytes(middle), good[:-500] + bytes(492) + good[-8:]):
         shard.write_bytes(data)
         check("is corrupted or cannot be read", "fetch it again")
-    for table, words in [
+    for table, parts in [
         (pa.table({"text": ["a"]}), ["no column input_ids", "(it has text string)"]),
         (pa.table({"input_ids": [1, 2]}), ["lists of integers (it has input_ids int64)"]),
         (pa.table({"input_ids": [[1.5]]}), ["lists of integers"]),
@@ -656,7 +647,7 @@ def test_bad_parquet_is_named_in_one_line(tmp_path, capsys):
         (pa.table({"input_ids": [[1, 0, -100]]}), ["id -100"]),
     ]:
         pq.write_table(table, shard)
-        check(*words)
+        check(*parts)
     shard.unlink()
     dp.main(cfg)
 
@@ -680,11 +671,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
         source, size, copy = tmp_path / f"src{megabytes}", 0, 0
         while size < megabytes * 1e6:  # the library over and over, each time with other names
             for number, path in enumerate(paths):
-                rename = (
-                    (lambda m, copy=copy: m[0] if m[0] in hard else b"%s_%d" % (m[0], copy))
-                    if copy
-                    else (lambda m: m[0])
-                )
+                rename = lambda m, n=copy: m[0] if m[0] in hard or not n else b"%s_%d" % (m[0], n)  # noqa: E731
                 data = word.sub(rename, path.read_bytes())
                 if size < megabytes * 1e6:
                     save(source, {f"{copy}/{number}.py": data})
@@ -700,8 +687,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
 
 # ---- text sources and padded rows
 
-STORIES = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data")) / "tinystories_sample.txt"
-SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
+STORIES = QWEN.parent / "tinystories_sample.txt"
 
 
 def stories(count, seed=0, low=3, high=60):
@@ -767,15 +753,15 @@ def test_padded_rows_equal_a_loop_over_documents():
 
 @pytest.mark.parametrize("last", ["", "\n<|endoftext|>\n", "<|endoftext|>"])
 def test_text_file_is_split_at_separators_and_padded_rows_decode_to_the_documents(tmp_path, monkeypatch, last):
-    texts = stories(300)
+    texts = stories(150)
     texts[7] = "<pad> <bos> <mask>\u00a0<eos> <unk> <|fim_prefix|> are plain text <|endoftext"
     monkeypatch.setattr(dp, "BLOCK_TOKENS", 2000)
     write_stories(tmp_path / "stories.txt", [*texts, "", " \r\n "], last)
-    dp.main(text_config(tmp_path, shard_bytes=20_000))
+    dp.main(text_config(tmp_path, shard_bytes=10_000))
     out, meta = tmp_path / "out", meta_of(tmp_path / "out")
     got = {split: padded_texts(out, split) for split in ("train", "heldout")}
     assert sorted(got["train"] + got["heldout"]) == sorted(texts)
-    assert 30 < len(got["heldout"]) < 90
+    assert 15 < len(got["heldout"]) < 45
     assert [text for text in texts if text in {*got["train"]}] == got["train"]
     assert len(meta["splits"]["train"]["shards"]) > 3
     for split, total in meta["splits"].items():
@@ -789,9 +775,8 @@ def test_text_file_is_split_at_separators_and_padded_rows_decode_to_the_document
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     assert [tokenizer.id_to_token(id) for id in range(5)] == SPECIAL_TOKENS
     assert tokenizer.get_vocab_size() == 400
-    lengths = np.sort([len(ids) + 2 for ids in map(dp.load_vocabulary(
-        (out / "tokenizer.json").read_bytes(), text_config(tmp_path, rows="padded")
-    ).encoder.encode, texts)])  # fmt: skip
+    vocabulary = dp.load_vocabulary((out / "tokenizer.json").read_bytes(), text_config(tmp_path))
+    lengths = np.sort([len(vocabulary.encoder.encode(text)) + 2 for text in texts])
     limits = meta["lengths"]["up_to"]
     want = np.diff([0, *np.searchsorted(lengths, limits[:-1], side="right"), len(lengths)])
     assert meta["lengths"]["documents"] == want.tolist()
@@ -812,12 +797,10 @@ def test_defaults_are_padded_rows_of_256_for_text_and_packed_rows_of_2048_for_py
 def test_python_source_with_padded_rows_and_text_with_packed_rows(tmp_path):
     files = corpus(tmp_path / "src", 30) | save(tmp_path / "src", ODD)
     dp.main(config(tmp_path, rows="padded"))
-    texts = padded_texts(tmp_path / "out", "train") + padded_texts(tmp_path / "out", "heldout")
-    assert sorted(text.encode() for text in texts) == sorted(files.values())
+    assert sorted(text.encode() for text in both(padded_texts, tmp_path / "out")) == sorted(files.values())
     want = write_stories(tmp_path / "stories.txt", stories(100))
     dp.main(text_config(tmp_path, rows="packed", out=str(tmp_path / "packed")))
-    texts = texts_of(tmp_path / "packed", "train") + texts_of(tmp_path / "packed", "heldout")
-    assert sorted(texts) == sorted(want)
+    assert both(texts_of, tmp_path / "packed") == sorted(want)
     assert meta_of(tmp_path / "packed")["fim"] == {"prefix": 1, "middle": 2, "suffix": 3}
 
 
@@ -832,8 +815,7 @@ def test_folder_gives_a_document_per_file_and_leaves_out_what_is_no_text(tmp_pat
     (tmp_path / "src" / "gone.txt").symlink_to("nowhere")
     cfg = text_config(tmp_path, "src", out=str(tmp_path / "src" / "out"), shard_bytes=5_000)
     dp.main(cfg)
-    got = [text for split in ("train", "heldout") for text in padded_texts(cfg.out, split)]
-    assert sorted(got) == sorted([*whole.values(), *texts[30:]])
+    assert both(padded_texts, cfg.out) == sorted([*whole.values(), *texts[30:]])
     assert meta_of(cfg.out)["dropped"] == {"unreadable": 2, "binary": 3, "empty": 2}
     before = tree(cfg.out)
     dp.main(cfg)
@@ -856,13 +838,12 @@ def test_heldout_is_drawn_by_seed_and_content_alone(tmp_path):
 
 def test_ranges_end_with_documents_and_long_documents_are_split_at_line_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(dp, "LONG_BYTES", 3_000)
-    bar = dp.tqdm(disable=True)
 
     def ranges(data, limit=1_000):
         (tmp_path / "x.txt").write_bytes(data)
-        result = dp.text_ranges(str(tmp_path / "x.txt"), limit, bar)
-        parts = [data[start : start + size] for start, size, _ in result]
-        assert [dp.hashlib.sha256(part).hexdigest() for part in parts] == [sha256 for *_, sha256 in result]
+        items = dp.text_ranges("x.txt", str(tmp_path / "x.txt"), limit)
+        parts = [data[item.start : item.start + item.size] for item in items]
+        assert [dp.hashlib.sha256(part).hexdigest() for part in parts] == [item.sha256 for item in items]
         return parts
 
     data = "<|endoftext|>".join(stories(100)).encode()
@@ -884,66 +865,52 @@ def test_ranges_end_with_documents_and_long_documents_are_split_at_line_ends(tmp
 
 
 def test_text_run_killed_at_any_moment_ends_with_the_same_bytes(tmp_path, capsys):
-    write_stories(tmp_path / "stories.txt", stories(1500))
-    whole = text_config(tmp_path, shard_bytes=20_000, out=str(tmp_path / "whole"))
-    dp.main(whole)
-    cfg = text_config(tmp_path, shard_bytes=20_000)
-    for moment in ("progress.json", "tokenizer.json", "train/00000.parquet", "train/00009.parquet", "heldout"):
-        run = start(cfg)
-        wait(run, tmp_path / "out" / moment)
-        os.killpg(run.pid, signal.SIGKILL)
-        run.communicate()
+    write_stories(tmp_path / "stories.txt", stories(800))
+    dp.main(text_config(tmp_path, shard_bytes=10_000, out=str(tmp_path / "whole")))
+    cfg = text_config(tmp_path, shard_bytes=10_000)
+    for moment in ("train/00009.parquet", "heldout"):
+        killed(cfg, moment)
     dp.main(cfg)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
     capsys.readouterr()
     dp.main(cfg)
-    assert capsys.readouterr().out == f"{tmp_path}/out is complete, nothing to do\n"
-    assert "other settings (rows 'padded', now 'packed')" in refused(text_config(
-        tmp_path, shard_bytes=20_000, rows="packed"
-    ), capsys)  # fmt: skip
-    write_stories(tmp_path / "stories.txt", stories(1500, seed=2))
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/out is complete, nothing to do\n")
+    packed = text_config(tmp_path, shard_bytes=10_000, rows="packed")
+    assert "other settings (rows 'padded', now 'packed')" in refused(packed, capsys)
+    write_stories(tmp_path / "stories.txt", stories(800, seed=2))
     assert "holds data of other files" in refused(cfg, capsys)
 
 
-def test_bad_text_input_is_one_line_that_says_what_to_do(tmp_path, capsys):
+def test_bad_text_input_is_one_line_that_says_what_to_do(python_run, tmp_path, capsys):
     (tmp_path / "nothing").mkdir()
-    save(
-        tmp_path, {"empty.txt": b"", "blank.txt": b"\n<|endoftext|>\n \n", "nul.bin": b"ab\0c", "latin.txt": b"caf\xe9"}
-    )
-    save(tmp_path / "binary", {"a.txt": b"\0", "b.md": b"\xff"})
-    save(tmp_path / "photos", {"a.jpg": b"x"})
+    save(tmp_path, {"empty.txt": b"", "blank.txt": b"\n<|endoftext|>\n \n", "nul.bin": b"ab\0c", "latin.txt": b"\xe9"})
+    save(tmp_path, {"binary/a.txt": b"\0", "binary/b.md": b"\xff", "photos/a.jpg": b"x"})
     os.mkfifo(tmp_path / "pipe")
     write_stories(tmp_path / "stories.txt", stories(20))
-    corpus(tmp_path / "src", 5)
-    dp.main(config(tmp_path, out=str(tmp_path / "packed")))
-    tokenizer = str(tmp_path / "packed" / "tokenizer.json")
-    capsys.readouterr()
-    for changes, words in [
+    cases = [
         ({"source": "nowhere.txt"}, ["nowhere.txt: No such file", "run the same command"]),
-        ({"source": "empty.txt"}, ["no text in", "empty.txt (empty)", "name a file or folder"]),
-        ({"source": "blank.txt"}, ["blank.txt (empty)"]),
-        ({"source": "nul.bin"}, ["nul.bin (binary)", "UTF-8"]),
-        ({"source": "latin.txt"}, ["latin.txt (binary)"]),
-        ({"source": "pipe"}, ["pipe (unreadable)"]),
-        ({"source": "binary"}, ["binary (binary)"]),
+        ({"source": "empty.txt"}, ["no document to train on (left out: 1 empty)", "name more"]),
+        ({"source": "blank.txt"}, ["left out: 1 empty"]),
+        ({"source": "nul.bin"}, ["left out: 1 binary"]),
+        ({"source": "latin.txt"}, ["left out: 1 binary"]),
+        ({"source": "pipe"}, ["left out: 1 unreadable"]),
+        ({"source": "binary"}, ["left out: 2 binary"]),
         ({"source": "nothing"}, ["no .txt, .text, .md, .py files below", "name other folders"]),
         ({"source": "photos"}, ["no .txt"]),
         ({"fim_rate": 0.5}, ["--fim_rate goes with --rows=packed"]),
-        ({"tokenizer": tokenizer}, ["has no token <pad>, <bos>, <eos>, <mask>, <unk>", "padded rows"]),
+        (
+            {"tokenizer": str(python_run[0] / "tokenizer.json")},
+            ["no token <pad>, <bos>, <eos>, <mask>, <unk>;", "--rows"],
+        ),
         ({"seq_len": 1}, ["--seq_len=1", "at least 2"]),
-    ]:
-        message = refused(text_config(tmp_path, **changes), capsys)
-        for word in words:
-            assert word in message, message
-        capsys.readouterr()
+    ]
+    refuses(functools.partial(text_config, tmp_path), cases, capsys)
     assert not (tmp_path / "out" / "train").exists()
 
 
-def test_padded_rows_take_a_tokenizer_that_has_the_five_tokens_at_any_ids(tmp_path):
+def test_padded_rows_take_a_tokenizer_that_has_the_five_tokens_at_any_ids(python_run, tmp_path):
     texts = write_stories(tmp_path / "stories.txt", stories(60))
-    corpus(tmp_path / "src", 5)
-    dp.main(config(tmp_path, out=str(tmp_path / "packed")))
-    tokenizer = Tokenizer.from_file(str(tmp_path / "packed" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(python_run[0] / "tokenizer.json"))
     tokenizer.add_special_tokens(SPECIAL_TOKENS)
     tokenizer.save(str(tmp_path / "five.json"))
     dp.main(text_config(tmp_path, tokenizer=str(tmp_path / "five.json")))
@@ -975,8 +942,7 @@ def test_tinystories_come_through_datasets_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(dp, "TINYSTORIES", str(tmp_path / "hub"))
     cfg = config(tmp_path, dp.TinyStories)
     dp.main(cfg)
-    got = [text for split in ("train", "heldout") for text in padded_texts(cfg.out, split)]
-    assert sorted(got) == sorted(texts)
+    assert both(padded_texts, cfg.out) == sorted(texts)
     assert meta_of(cfg.out)["source"] == "tinystories"
     capsys.readouterr()
     monkeypatch.setattr(dp, "TINYSTORIES", str(tmp_path / "nowhere"))  # the file that is there is used
@@ -995,9 +961,8 @@ def test_tinystories_without_datasets_says_what_to_install(tmp_path, monkeypatch
 @pytest.mark.skipif(not STORIES.is_file(), reason=f"no {STORIES}; set SHARED_DATA")
 def test_real_stories_come_back_from_the_shards(tmp_path):
     dp.main(dp.Text(source=str(STORIES), out=str(tmp_path / "out"), workers=1))
-    got = [text for split in ("train", "heldout") for text in padded_texts(tmp_path / "out", split)]
     want = [text.strip() for text in STORIES.read_text(encoding="utf-8").split("<|endoftext|>")]
-    assert sorted(got) == sorted(filter(None, want))
+    assert both(padded_texts, tmp_path / "out") == sorted(filter(None, want))
     assert meta_of(tmp_path / "out")["vocab_size"] == 8192
 
 
@@ -1057,9 +1022,6 @@ def test_rows_of_pairs_hold_each_pair_whole_with_its_prompt_fixed_and_eos_behind
     meta = meta_of(tmp_path / "out")
     assert meta["source"] == "pairs"
     assert meta["splits"]["train"]["too_long"] == 0
-    before = tree(tmp_path / "out")
-    dp.main(pair_config(tmp_path))  # complete: nothing to do
-    assert tree(tmp_path / "out") == before
 
 
 def test_without_eos_to_a_response_ends_with_one_eos_and_a_pair_longer_than_a_row_is_counted(tmp_path):
@@ -1067,7 +1029,7 @@ def test_without_eos_to_a_response_ends_with_one_eos_and_a_pair_longer_than_a_ro
     dp.main(pair_config(tmp_path, eos_to=1, seq_len=40, shard_bytes=3000))
     meta = meta_of(tmp_path / "out")
     assert len(meta["splits"]["train"]["shards"]) > 1
-    everything = pairs_of(tmp_path / "out", "train") + pairs_of(tmp_path / "out", "heldout")
+    everything = both(pairs_of, tmp_path / "out")
     assert {ends for _, _, ends, _ in everything} == {1}
     too_long = sum(meta["splits"][split]["too_long"] for split in ("train", "heldout"))
     assert 0 < too_long < 200
@@ -1094,12 +1056,11 @@ def test_bad_lines_of_pairs_are_named_by_number(tmp_path, capsys):
     bad += [b'{"prompt": "\\ud800", "response": ""}']
     (tmp_path / "pairs.jsonl").write_bytes(good + b"\n" + b"\n".join(bad) + b"\n" + good)
     text = refused(pair_config(tmp_path), capsys)
-    for part in ("line 3 is not {", "line 4 is not {", "line 5 is not {", "in UTF-8", "and 3 more"):
-        assert part in text
+    assert text.endswith('not {"prompt": TEXT, "response": TEXT} in UTF-8: line 3, 4, 5 and 3 more')
     (tmp_path / "pairs.jsonl").write_bytes(good + bad[-1])
-    assert "line 2 is not {" in refused(pair_config(tmp_path), capsys)
+    assert "UTF-8: line 2" in refused(pair_config(tmp_path), capsys)
     (tmp_path / "pairs.jsonl").write_bytes(b"")
-    assert "is empty" in refused(pair_config(tmp_path), capsys)
+    assert "no document to train on" in refused(pair_config(tmp_path), capsys)
     (tmp_path / "pairs.jsonl").write_bytes(good)
     for changes, part in (({"eos_to": 0}, "--eos_to=0"), ({"source": "none.jsonl"}, "none.jsonl: No such file")):
         assert part in refused(pair_config(tmp_path, **changes), capsys)
@@ -1175,10 +1136,10 @@ def test_a_damaged_folder_is_one_line_that_says_what_to_do(rows_of_text, tmp_pat
         dp.open_data(damaged("tokenizer.json", b"{}"))
     shard = (rows_of_text / "train" / "00000.parquet").read_bytes()
     train, _, _ = dp.open_data(damaged("train/00000.parquet", shard[:-1]))
-    with pytest.raises(ValueError, match=r"00000.parquet is corrupted: its SHA-256 .* run data_prep.py again"):
+    with pytest.raises(ValueError, match=r"00000.parquet is corrupted .its SHA-256 .* run data_prep.py again"):
         train.read(np.arange(1))
     (tmp_path / "copy" / "train" / "00000.parquet").unlink()
-    with pytest.raises(OSError, match=r"00000.parquet cannot be read .No such file or directory.; write it again"):
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*00000.parquet"):
         train.read(np.arange(1))
 
 

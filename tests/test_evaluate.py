@@ -12,9 +12,11 @@ import pytest
 import tokenizers
 import torch
 from conftest import run, says
+from flax import nnx
 
 import data_prep
 import evaluate
+import model_dream as md
 import model_mdlm
 import model_pythoncoder as pc
 import runs
@@ -78,8 +80,8 @@ def test_an_mdlm_that_knows_nothing_pays_log_vocab_for_every_token(data, tmp_pat
     model = model_mdlm.MDLM(cfg)
     torch.nn.init.zeros_(model.head.weight)
     model_mdlm.save(model, tmp_path / "run" / "step_3")
-    flags = evaluate.MdlmFlags(draws=3, lengths=(16,), steps=(2,), plot=str(tmp_path / "noise.png"))
-    (row,) = evaluate.main(evaluate.Config(model="mdlm", ckpt=str(tmp_path / "run"), rows=40, mdlm=flags))
+    flags = evaluate.MdlmFlags(lengths=(16,), steps=(2,), plot=str(tmp_path / "noise.png"))
+    (row,) = evaluate.main(evaluate.Config(model="mdlm", ckpt=str(tmp_path / "run"), rows=40, draws=3, mdlm=flags))
     # every masked token costs log(V - 1), MASK aside, and exactly m of n are masked: no noise is left
     assert row["nats_per_token"] == pytest.approx(math.log(399), rel=1e-5)
     assert row["standard_error"] == pytest.approx(0, abs=1e-6)
@@ -93,6 +95,35 @@ def test_an_mdlm_that_knows_nothing_pays_log_vocab_for_every_token(data, tmp_pat
     assert (tmp_path / "noise.png").stat().st_size > 5000
 
 
+def test_a_dream_that_knows_nothing_pays_log_vocab_for_every_masked_token(data, tmp_path, capsys):
+    cfg = md.DreamConfig(512, 16, 1, 2, 1, 8, 16, positions=64, mask_id=400, pad_id=0, bos_id=0, eos_id=0)
+    tokenizer = tokenizers.Tokenizer.from_file(str(data["packed"] / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|mask|>"])  # as train_tpu.py does
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    params = md.new_params(cfg, 0)
+    params |= {"norm": 0 * params["norm"]}
+    md.save(tmp_path / "model", nnx.merge(md.graph_of(cfg, md.Run()), params), [tmp_path / "tokenizer.json"])
+    settings = {"model": "dream", "ckpt": str(tmp_path / "model"), "rows": 9, "batch_size": 4, "draws": 3, "json": True}
+    (row,) = evaluate.main(evaluate.Config(data=str(data["packed"]), **settings))
+    assert json.loads(capsys.readouterr().out) == row
+    # -log p is log(V - 1), MASK aside, at each masked token, whose weight is 1 / t
+    token_RL, segment_RL, _ = data_prep.Rows(data["packed"], "heldout").read(np.arange(9))
+    noises = (md.noise(jax.random.key(n), 9, np.arange(9), segment_RL) for n in range(3))
+    nats_N = [float((((u_RL < t_RL) & (segment_RL > 0)) / t_RL).sum()) * math.log(511) for t_RL, u_RL in noises]
+    tokens = (segment_RL > 0).sum()
+    assert row["heldout_tokens"] == tokens
+    assert row["nats_per_token"] == pytest.approx(np.mean(nats_N) / tokens, rel=1e-5)
+    assert row["standard_error"] == pytest.approx(np.std(nats_N, ddof=1) / 3**0.5 / tokens, rel=1e-3)
+    assert row["nats_per_token"] == pytest.approx(math.log(511), abs=4 * row["standard_error"])
+    text_bytes = sum(len(tokenizer.decode([i]).encode()) for i in token_RL[segment_RL > 0].tolist())
+    assert row["bits_per_byte"] == pytest.approx(row["nats_per_token"] * tokens / math.log(2) / text_bytes, rel=1e-2)
+    assert row["bits_per_byte"] == pytest.approx((row["low"] + row["high"]) / 2)
+    with pytest.raises(ValueError, match="pass --data"):
+        evaluate.main(evaluate.Config(**settings))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        evaluate.main(evaluate.Config(data=str(data["padded"]), **settings))
+
+
 def test_bad_input_is_one_line(data, pythoncoder, tmp_path):
     here = {"ckpt": str(pythoncoder)}
     for part, settings in (
@@ -100,7 +131,7 @@ def test_bad_input_is_one_line(data, pythoncoder, tmp_path):
         ("train_gpu.py", {"ckpt": str(tmp_path), "model": "mdlm"}),
         ("another tokenizer", here | {"data": str(data["padded"])}),
         ("--batch_size", here | {"batch_size": 0}),
-        ("--draws 2", here | {"mdlm": evaluate.MdlmFlags(draws=1)}),
+        ("--draws 2", here | {"draws": 1}),
         ("there is no folder", here | {"mdlm": evaluate.MdlmFlags(plot=str(tmp_path / "none" / "a.png"))}),
         ("holds no checkpoint of step 3; it has [2, 5]", here | {"step": 3}),
     ):

@@ -1,5 +1,6 @@
 """Reference values of Coupled-GRPO: masks, scores, loss, advantages, optimizer, a whole small run, data and rewards."""
 
+import functools
 import hashlib
 import json
 import math
@@ -32,6 +33,11 @@ def close(got, want, what="", tolerance=1e-5):
     np.testing.assert_allclose(np.asarray(got), want, rtol=tolerance, atol=tolerance, err_msg=what)
 
 
+def both_masks(completion, u, ratio):
+    """The masks with both inequalities strict, as in the reference, and the exact complement of the first."""
+    return *diffusion.coupled_masks(completion, u, ratio, strict=True), diffusion.coupled_masks(completion, u, ratio)[1]
+
+
 def test_coupled_masks(golden_dir, library):
     for case in cases_of(golden_dir("grpo") / "forward_process.npz").values():
         batch, prompt, mask_id, u, ratio, tile = (
@@ -40,12 +46,11 @@ def test_coupled_masks(golden_dir, library):
         completion = np.broadcast_to(~prompt, batch.shape)
         u = np.tile(u, (int(tile), 1)) if len(u) != len(batch) else u
         ratio = np.float32(ratio)
-        one, two = library(lambda c, u, r: diffusion.coupled_masks(c, u, r, strict=True), completion, u, ratio)
+        one, two, complement = library(both_masks, completion, u, ratio)
         np.testing.assert_array_equal(one, case["completion_mask"] & completion)
         np.testing.assert_array_equal(np.where(one, mask_id, batch), case["noisy1"])
         np.testing.assert_array_equal(np.where(two, mask_id, batch), case["noisy2"])
-        one, two = library(diffusion.coupled_masks, completion, u, ratio)
-        np.testing.assert_array_equal(np.where(two, mask_id, batch), case["noisy2_exact_complement"])
+        np.testing.assert_array_equal(np.where(complement, mask_id, batch), case["noisy2_exact_complement"])
 
 
 def test_the_three_versions_of_a_canvas(golden_dir):
@@ -62,7 +67,12 @@ def test_the_three_versions_of_a_canvas(golden_dir):
         np.testing.assert_array_equal(two, completion & ~one, err_msg=name)
 
 
+def identity(x):
+    return x
+
+
 def test_scores_of_logits(golden_dir):
+    merge = jax.jit(grpo.merge_views, static_argnums=(0, 5))
     for name, case in cases_of(golden_dir("grpo") / "selective_log_softmax.npz").items():
         n, (C, V) = int(case["num_iterations"]), case["logits"].shape[1:]
         logits = case["logits"].reshape(n, 3, -1, C, V)
@@ -70,9 +80,7 @@ def test_scores_of_logits(golden_dir):
         weights = case["weights"].reshape(n, 3)
         for i in range(n):
             hidden = jnp.asarray(logits[i].swapaxes(0, 1))  # the head is the identity
-            score, _ = jax.jit(grpo.merge_views, static_argnums=(0, 5))(
-                lambda x: x, hidden, index[i], mask[i], tuple(weights[i, 1:]), 7
-            )
+            score, _ = merge(identity, hidden, index[i], mask[i], tuple(weights[i, 1:]), 7)
             close(score, want[i], name)
             close(score, want64[i], name)
 
@@ -83,26 +91,36 @@ def loss_arguments(case):
     return (old, case["ref_per_token_logps"], case["advantages"]), (low, high, beta)
 
 
+@functools.partial(jax.jit, static_argnames=("beta", "single"))
+def loss_in_three_forms(score, old, ref, advantage, counted, low, high, beta, single):
+    """grpo_loss with its gradient, clipped at 20 and not at all, and the loss of each token alone."""
+
+    def loss(score, counted, most):
+        return grpo.grpo_loss(score, None if single else old, ref, advantage, counted, low, high, beta, most)
+
+    gradient = jax.value_and_grad(loss, has_aux=True)
+    one_hot = jnp.eye(score.size, dtype=bool).reshape(-1, *score.shape)
+    per_token = jax.lax.map(lambda counted: loss(score, counted, math.inf)[0], one_hot)
+    return gradient(score, counted, 20.0), gradient(score, counted, math.inf), per_token.reshape(score.shape)
+
+
+def to_one_shape(x):
+    """Rows and columns that do not count, so that one program serves all cases."""
+    return np.pad(x, [(0, size - n) for n, size in zip(x.shape, (5, 12), strict=False)])
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # what is inf in float32
 def test_loss_gradient_and_metrics(golden_dir):
     for name, case in cases_of(golden_dir("grpo") / "loss.npz").items():
-        (old, *arrays), numbers = loss_arguments(case)
-        shape, single = case["per_token_logps"].shape, old is None
+        (old, *arrays), (low, high, beta) = loss_arguments(case)
+        here = tuple(slice(size) for size in case["per_token_logps"].shape)
         case = {key: np.float32(value) if value.dtype == np.float64 else value for key, value in case.items()}
-
-        @jax.jit
-        def everything(score, old, counted, arrays, single=single, numbers=numbers, shape=shape):
-            def loss(score, counted, most):
-                return grpo.grpo_loss(score, None if single else old, *arrays, counted, *numbers, most)
-
-            gradient = jax.value_and_grad(loss, has_aux=True)
-            one_hot = jnp.eye(score.size, dtype=bool).reshape(-1, *shape)  # one token at a time: the loss per token
-            per_token = jax.lax.map(lambda counted: loss(score, counted, math.inf)[0], one_hot)
-            return gradient(score, counted, 20.0), gradient(score, counted, math.inf), per_token.reshape(shape)
-
         score, counted = case["per_token_logps"], case["completion_mask"]
-        clipped, parity, per_token = everything(score, score if single else old, counted, arrays)
-        close(per_token, case["per_token_loss64"], name)
+        inputs = [np.float32(x) for x in (score, score if old is None else old, *arrays)]
+        inputs = [to_one_shape(x) for x in (*inputs, counted)]
+        *results, per_token = loss_in_three_forms(*inputs, low, high, beta=beta, single=old is None)
+        clipped, parity = (((value, metrics), grad[here]) for (value, metrics), grad in results)
+        close(per_token[here], case["per_token_loss64"], name)
         results = [parity, clipped]
         if np.isinf(case["loss"]):  # what the clipped logarithm is for
             results = [parity]
@@ -124,7 +142,7 @@ def test_gradient_of_the_logits(golden_dir):
 
         def loss(logits, case=case, arrays=arrays, numbers=numbers, C=C, V=V):
             hidden = logits.reshape(3, -1, C, V).swapaxes(0, 1)
-            score, _ = grpo.merge_views(lambda x: x, hidden, case["index"], case["mask"], tuple(case["weights"][1:]), 4)
+            score, _ = grpo.merge_views(identity, hidden, case["index"], case["mask"], tuple(case["weights"][1:]), 4)
             return grpo.grpo_loss(score, *arrays, case["completion_mask"], *numbers)[0], score
 
         (value, score), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(jnp.asarray(case["logits"]))
@@ -144,12 +162,12 @@ def test_completion_mask(golden_dir, asarray):
 def test_advantages(golden_dir):
     for name, case in cases_of(golden_dir("grpo") / "advantages.npz").items():
         inputs = case["rewards_per_func"], case["reward_weights"], int(case["num_generations"])
-        plain = grpo.group_advantages(*inputs, missing="zero")
+        plain = grpo.group_advantages(*inputs, missing_is_zero=True)
         close(plain.reward_B, case["rewards"], name)
         close(plain.advantage_B, case["advantages"], name)
         close(plain.std_B, case["group_std"], name)
         assert plain.constant_B.mean() == case["zero_std_ratio"], name
-        scaled = grpo.group_advantages(*inputs, scale=True, missing="zero")
+        scaled = grpo.group_advantages(*inputs, scale=True, missing_is_zero=True)
         close(scaled.advantage_B, case["advantages_scaled"], name, 1e-4)
 
 
@@ -183,12 +201,12 @@ def test_optimizer(golden_dir):
         steps, warmup = int(case["total_steps"]), int(case["warmup_steps"])
         rate = lambda step, case=case, s=steps, w=warmup: grpo.learning_rate(step, float(case["learning_rate"]), s, w)  # noqa: E731
         optimizer = grpo.make_optimizer(rate, float(case["weight_decay"]), float(case["max_grad_norm"]))
-        state = optimizer.init(params)
+        state, update = optimizer.init(params), jax.jit(optimizer.update)
         for step, lr in enumerate(case["lr"]):
             np.testing.assert_allclose(rate(step), lr, rtol=1e-5, atol=1e-12)
             grads = {key: jnp.asarray(case[f"g{step}_{key[1:]}"]) for key in names}
             close(optax.tree.norm(grads), case[f"norm{step}"], name)
-            updates, state = jax.jit(optimizer.update)(grads, state, params)
+            updates, state = update(grads, state, params)
             params = optax.apply_updates(params, updates)
             for key in names:
                 close(params[key], case[f"{key}_step{step + 1}"], f"{name} {key} step {step + 1}")
@@ -207,6 +225,29 @@ class Mixer:
 
     def logits(self, hidden_BTD):
         return hidden_BTD @ self.params["out"]
+
+
+@functools.cache
+def programs(mask_id, epsilon, beta):
+    """(scores, gradients) of a Mixer: the mean gradient of some micro-batches, their losses, the first's gradient."""
+
+    @jax.jit
+    def scores(params, tokens, u, ratio):
+        return grpo.coupled_scores(Mixer(params), tokens, None, u, ratio, mask_id, 8)[0]
+
+    @jax.jit
+    def gradients(params, batches):
+        def loss(params, batch):
+            return grpo.micro_loss(Mixer(params), batch, mask_id, epsilon, epsilon, beta, 8)
+
+        def add(total, batch):
+            total, metrics = grpo.add_gradients(loss, params, batch, total)
+            return total, (metrics["loss"], total)
+
+        total, (losses, totals) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)
+        return jax.tree.map(lambda g: g / len(losses), total), losses, jax.tree.map(lambda x: x[0], totals)
+
+    return scores, gradients
 
 
 @pytest.mark.parametrize("variant", ["reference_index", "fixed_index"])
@@ -228,25 +269,8 @@ def check_run(everything, name, run, variant):
     params = {key: jnp.asarray(run[key]) for key in names}
     ref = {key: jnp.asarray(run[f"ref_{key}"]) for key in names}
     plan = grpo.round_plan(A, n, variant == "reference_index")
+    scores, gradients = programs(mask_id, epsilon, beta)
     updates = taken = 0
-
-    @jax.jit
-    def scores(params, tokens, u, ratio):
-        return grpo.coupled_scores(Mixer(params), tokens, None, u, ratio, mask_id, 8)[0]
-
-    @jax.jit
-    def gradients(params, batches):
-        def loss(params, batch):
-            return grpo.micro_loss(Mixer(params), batch, mask_id, epsilon, epsilon, beta, 8)
-
-        def one(total, batch):
-            total, metrics = grpo.add_gradients(loss, params, batch, total)
-            return total, metrics["loss"]
-
-        zero = jax.tree.map(jnp.zeros_like, params)
-        total, losses = jax.lax.scan(one, zero, batches)
-        grad0, _ = grpo.add_gradients(loss, params, jax.tree.map(lambda x: x[0], batches), zero)
-        return jax.tree.map(lambda g: g / A, total), losses, grad0
 
     for r in range(rounds):
         data, cached = everything[f"{name}.round{r}"], everything[f"{name}.round{r}.{variant}"]
@@ -254,7 +278,7 @@ def check_run(everything, name, run, variant):
         C = data["completion_ids"].shape[1]
         counted = grpo.completion_mask(data["completion_ids"], int(run["eos_id"]))
         np.testing.assert_array_equal(counted, data["completion_mask"] == 1)
-        advantages = grpo.group_advantages(data["rewards_per_func"], run["reward_weights"], group, missing="zero")
+        advantages = grpo.group_advantages(data["rewards_per_func"], run["reward_weights"], group, missing_is_zero=True)
         close(advantages.advantage_B, data["advantages"], name)
         u = jnp.asarray(np.tile(data["random_matrix"][:, :, -C:], (1, A, 1)))  # [n, A micro, C]
         ratio = data["mask_ratio"].astype(np.float32)
@@ -340,6 +364,6 @@ def test_rewards(golden_dir, mode):
     cases = json.loads((golden_dir("grpo") / "rewards.json").read_text(encoding="utf-8"))
     completions, suffix = [case["completion"] for case in cases], "" if mode == "parity" else "_hardened"
     for name in ("code_format", "code"):
-        rewards = sandbox.REWARDS[name](completions, cases, parity=mode == "parity", timeout_s=2)
+        rewards = sandbox.REWARDS[name](completions, cases, parity=mode == "parity", timeout_s=1.5)
         for case, reward in zip(cases, rewards, strict=True):
             assert reward == case[name + suffix], (case["name"], name, reward)

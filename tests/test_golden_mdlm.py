@@ -40,15 +40,18 @@ def posterior(logits_BLV, xt_BL, t_B, s_B, schedule):
 def test_schedules(load, library):
     golden = load("schedules")
     assert schedules(golden) == sorted(diffusion.SCHEDULES)
-    for s in schedules(golden):
-        for function, at, want in (
-            (diffusion.mask_rate, "t", "mask_rate"),
-            (diffusion.mask_slope, "t", "slope"),
-            (diffusion.nelbo_weight, "t_positive", "weight"),
-            (diffusion.time_of_rate, "rate", "time_of_rate"),
-        ):
-            got = library(lambda x, f=function, s=s: f(x, s), golden[at])
-            library.close(got, golden[f"{s}.{want}"])
+
+    def all_of_them(t, t_positive, rate):  # one program for all schedules: it is compiled once
+        return tuple(
+            (diffusion.mask_rate(t, s), diffusion.mask_slope(t, s), diffusion.nelbo_weight(t_positive, s),
+             diffusion.time_of_rate(rate, s))
+            for s in schedules(golden)
+        )  # fmt: skip
+
+    got = library(all_of_them, golden["t"], golden["t_positive"], golden["rate"])
+    for s, values in zip(schedules(golden), got, strict=True):
+        for value, name in zip(values, ("mask_rate", "slope", "weight", "time_of_rate"), strict=True):
+            library.close(value, golden[f"{s}.{name}"])
     assert library(lambda t: diffusion.mask_rate(t, "cosine"), np.ones(1)) == 1
 
 
@@ -62,13 +65,16 @@ def test_antithetic_times(load, library):
 def test_q_sample(load, library):
     golden = load("q_sample")
     x0, t, u, frozen = (golden[name] for name in ("x0", "t", "u", "frozen"))
-    for s in schedules(golden):
-        xt, mask = library(lambda *a, s=s: diffusion.q_sample(*a, s, MASK, PAD), x0, t, u)
-        np.testing.assert_array_equal(xt, golden[f"{s}.xt"])
-        np.testing.assert_array_equal(mask, golden[f"{s}.mask"])
-        xt, mask = library(lambda x, t, u, f, s=s: diffusion.q_sample(x, t, u, s, MASK, PAD, f), x0, t, u, frozen)
-        np.testing.assert_array_equal(xt, golden[f"{s}.xt_frozen"])
-        np.testing.assert_array_equal(mask, golden[f"{s}.mask_frozen"])
+
+    def all_of_them(x0, t, u, frozen):
+        return tuple(
+            diffusion.q_sample(x0, t, u, s, MASK, PAD) + diffusion.q_sample(x0, t, u, s, MASK, PAD, frozen)
+            for s in schedules(golden)
+        )
+
+    for s, got in zip(schedules(golden), library(all_of_them, x0, t, u, frozen), strict=True):
+        for value, name in zip(got, ("xt", "mask", "xt_frozen", "mask_frozen"), strict=True):
+            np.testing.assert_array_equal(value, golden[f"{s}.{name}"])
 
 
 def test_subs(load, library):
@@ -85,12 +91,17 @@ def test_losses(load, library):
     logits, x0, mask, t = (golden[name] for name in ("logits", "x0", "mask", "t"))
     nll = library(lambda *a: diffusion.masked_nll(*a, MASK), logits, x0, mask)
     library.close(nll, golden["ce"])
-    for s in schedules(golden):
-        per_sequence = library(lambda *a, s=s: diffusion.nelbo_per_sequence(*a, s), nll, t)
-        library.close(per_sequence, golden[f"{s}.nelbo_seq"])
-        per_token = library(lambda *a, s=s: diffusion.nelbo_per_token(*a, s), nll, t, x0 != PAD)
-        library.close(per_token, golden[f"{s}.nelbo_token"])
-        library.close(library(lambda t, s=s: diffusion.nelbo_weight(t, s), t), golden[f"{s}.weight"])
+
+    def all_of_them(nll, t, counted):
+        return tuple(
+            (diffusion.nelbo_per_sequence(nll, t, s), diffusion.nelbo_per_token(nll, t, counted, s),
+             diffusion.nelbo_weight(t, s))
+            for s in schedules(golden)
+        )  # fmt: skip
+
+    for s, got in zip(schedules(golden), library(all_of_them, nll, t, x0 != PAD), strict=True):
+        for value, name in zip(got, ("nelbo_seq", "nelbo_token", "weight"), strict=True):
+            library.close(value, golden[f"{s}.{name}"])
     library.close(library(diffusion.masked_cross_entropy, nll, mask), golden["masked_ce"])
     accuracy = library(lambda *a: diffusion.masked_accuracy(*a, MASK), logits, x0, mask)
     library.close(accuracy, golden["masked_accuracy"], atol=1e-7)
@@ -120,15 +131,20 @@ def test_masking_exactly_m_tokens_estimates_the_likelihoods(load, library):
 
 def test_reverse_process(load, library):
     golden = load("reverse")
-    for s in schedules(golden):
-        keep = library(lambda *a, s=s: diffusion.keep_prob(*a, s), golden["t"], golden["s"])
+    times = (np.full(len(golden["xt"]), golden[name]) for name in ("post_t", "post_s"))
+
+    def all_of_them(t, before, logits, xt, post_t, post_s):
+        return tuple(
+            (diffusion.keep_prob(t, before, s), posterior(logits, xt, post_t, post_s, s)) for s in schedules(golden)
+        )
+
+    got = library(all_of_them, *(golden[name] for name in ("t", "s", "logits", "xt")), *times)
+    for s, (keep, after) in zip(schedules(golden), got, strict=True):
         library.close(keep, golden[f"{s}.keep_prob"])
+        library.close(after, golden[f"{s}.posterior"])
         for name in (name for name in golden.files if name.startswith(f"{s}.keep_grid.")):
             grid = 1 - np.arange(len(golden[name]) + 1) / len(golden[name])
             library.close(library(lambda *a, s=s: diffusion.keep_prob(*a, s), grid[:-1], grid[1:]), golden[name])
-        times = (np.full(len(golden["xt"]), golden[name]) for name in ("post_t", "post_s"))
-        got = library(lambda *a, s=s: posterior(*a, s), golden["logits"], golden["xt"], *times)
-        library.close(got, golden[f"{s}.posterior"])
 
 
 def test_step_counts(load):
@@ -155,11 +171,13 @@ def test_confidence_and_unmasking_the_surest(load, library):
 
 def test_filters(load, library):
     golden = load("filter")
-    for name in (name for name in golden.files if name != "logits"):
-        t, k, p = (float(part[1:]) for part in name.split("_"))
-        got = library(
-            lambda x, t=t, k=int(k), p=p: diffusion.softmax(diffusion.filter_logits(x, t, k, p)), golden["logits"]
-        )
+    names = [name for name in golden.files if name != "logits"]
+    rules = [[float(part[1:]) for part in name.split("_")] for name in names]
+
+    def all_of_them(logits):
+        return tuple(diffusion.softmax(diffusion.filter_logits(logits, t, int(k), p)) for t, k, p in rules)
+
+    for name, got in zip(names, library(all_of_them, golden["logits"]), strict=True):
         library.close(got, golden[name])
 
 

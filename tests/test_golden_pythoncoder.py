@@ -71,9 +71,10 @@ def test_cross_entropy_and_its_gradients_in_any_chunking(golden_dir, chunk):
                 hidden[None], weight, get["labels"][None], get["mask"][None], case["softcap"], case["z_loss"], chunk
             )
 
-        value, (dhidden, dweight) = jax.value_and_grad(loss, (0, 1))(get["hidden"], get["weight"])
+        both = jax.jit(lambda *inputs, loss=loss: (loss(*inputs), jax.value_and_grad(loss, (0, 1))(*inputs)))
+        alone, (value, (dhidden, dweight)) = both(get["hidden"], get["weight"])
+        assert float(alone) == pytest.approx(case["loss_sum"], rel=1e-5)
         assert float(value) == pytest.approx(case["loss_sum"], rel=1e-5)
-        assert float(loss(get["hidden"], get["weight"])) == pytest.approx(case["loss_sum"], rel=1e-5)
         assert relative(dhidden, arrays[f"{case['index']}/dhidden"]) < 1e-5
         assert relative(dweight, arrays[f"{case['index']}/dweight"]) < 1e-5
 
@@ -89,7 +90,7 @@ def test_mtp_loss_masks_and_means(golden_dir):
             assert int(mask.sum()) == case[f"{name}_tokens"]
             label = jnp.roll(jnp.asarray(get["tokens"]), -ahead, 1)
             identity = jnp.eye(case["vocab"])  # the golden gives logits: a head that returns its input
-            total = pc.cross_entropy(jnp.asarray(get[f"{name}_logits"]), identity, label, mask)
+            total = jax.jit(pc.cross_entropy)(jnp.asarray(get[f"{name}_logits"]), identity, label, mask)
             losses.append(float(total) / float(mask.sum()))
             assert losses[-1] == pytest.approx(case[f"{name}_loss"], rel=1e-5)
         assert losses[0] + case["mtp_weight"] * losses[1] == pytest.approx(case["total"], rel=1e-5)
@@ -129,29 +130,27 @@ def test_whole_model_logits_losses_and_gradients(golden_dir, remat):
         cfg = tiny_config(settings["base"], variant["config"])
         params = tiny_params(arrays, cfg)
         b = settings["base"] | variant["config"]
-        graph = pc.graph_of(cfg, pc.Run(remat=remat, block=7, loss_tokens=8))
-        yarn = b["yarn_factor"] > 1
+        graph = pc.graph_of(cfg, pc.Run(remat=remat, block=7, loss_tokens=8, yarn=b["yarn_factor"] > 1))
 
-        def loss(params, graph=graph, b=b, yarn=yarn):
+        def loss(params, graph=graph, b=b):
             model = nnx.merge(graph, params)
-            main, mtp = model.losses(token_BL, segment_BL, position_BL, z_loss=b["z_loss"], yarn=yarn)
+            main, mtp = model.losses(token_BL, segment_BL, position_BL, z_loss=b["z_loss"])
             main_BL, mtp_BL = pc.target_masks(segment_BL)
             main, mtp = main / main_BL.sum(), mtp / mtp_BL.sum()
-            return main + b["mtp_weight"] * mtp, (main, mtp)
+            embed_BLD = model.lookup(token_BL)
+            hidden_BLD = model.hidden(embed_BLD, segment_BL, position_BL)
+            draft_BLD = model.mtp_hidden(hidden_BLD, jnp.roll(embed_BLD, -1, 1))
+            tensors = {"hidden": hidden_BLD, "logits": model.logits(hidden_BLD)}
+            tensors["mtp_logits"] = model.logits(draft_BLD, "mtp")
+            return main + b["mtp_weight"] * mtp, (main, mtp, tensors)
 
-        (total, (main, mtp)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        (total, (main, mtp, tensors)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
         assert float(total) == pytest.approx(variant["total"], rel=1e-5)
         assert float(main) == pytest.approx(variant["main"], rel=1e-5)
         assert float(mtp) == pytest.approx(variant["mtp"], rel=1e-5)
-
-        model = nnx.merge(graph, params)
-        embed_BLD = model.lookup(token_BL)
-        hidden_BLD = model.hidden(embed_BLD, segment_BL, position_BL, yarn=yarn)
-        np.testing.assert_allclose(hidden_BLD, arrays[f"{name}/hidden"], atol=1e-4)
-        np.testing.assert_allclose(model.logits(hidden_BLD), arrays[f"{name}/logits"], atol=1e-4)
-        draft_BLD = model.mtp_hidden(hidden_BLD, jnp.roll(embed_BLD, -1, 1))
-        draft_BLV = model.logits(draft_BLD, "mtp")[:, :-1]  # the last position has no next token
-        np.testing.assert_allclose(draft_BLV, arrays[f"{name}/mtp_logits"][:, :-1], atol=1e-4)
+        for key, got in tensors.items():
+            end = -1 if key == "mtp_logits" else None  # the last position has no next token
+            np.testing.assert_allclose(got[:, :end], arrays[f"{name}/{key}"][:, :end], atol=1e-4, err_msg=key)
 
         flat = runs.flatten(grads)
         for tensor, want in variant["directional_derivatives"].items():
@@ -182,9 +181,10 @@ def test_greedy_text_with_and_without_the_draft_head(golden_dir, speculate):
 
 def test_acceptance_rule_and_residual(golden_dir):
     rules = json.loads((golden_dir("pythoncoder") / "spec_decode.json").read_text())["rules"]
+    probabilities = jax.jit(pc.probabilities, static_argnames="rule")
     for case in rules:
         rule = pc.Sampling(temperature=case["temperature"], top_p=case["top_p"])
-        p_V, q_V = (pc.probabilities(jnp.asarray(case[f"{k}_logits"]), rule) for k in ("target", "draft"))
+        p_V, q_V = (probabilities(jnp.asarray(case[f"{k}_logits"]), rule=rule) for k in ("target", "draft"))
         np.testing.assert_allclose(p_V, case["p"], atol=1e-6)
         np.testing.assert_allclose(q_V, case["q"], atol=1e-6)
         V, n = len(case["p"]), 4000
@@ -211,36 +211,34 @@ def test_self_speculation_on_a_table_language_model(golden_dir):
     table = json.loads((golden_dir("pythoncoder") / "spec_decode.json").read_text())["table_model"]
     main_VVV, draft_VVV = jnp.asarray(table["main"]), jnp.asarray(table["draft"])
 
-    @dataclasses.dataclass
+    @jax.tree_util.register_static
     class Table:
         """main[x_{t-1}][x_t] gives the next token's logits, draft[x_t][x_{t+1}] the draft's; the cache is the text."""
 
-        prompt_slots: int
+        def new_cache(self, batch, slots):
+            return jnp.zeros((batch, slots), jnp.int32)
 
         def step(self, cache, token_BL, index_BL):
             cache = cache.at[jnp.arange(len(cache))[:, None], index_BL].set(token_BL)
             return jnp.stack([jnp.take_along_axis(cache, index_BL - 1, 1), token_BL], -1), cache
 
-        def main(self, hidden):
+        def logits(self, hidden):
             return main_VVV[hidden[..., 0], hidden[..., 1]]
 
         def draft(self, hidden, token_BL):
             return draft_VVV[hidden[..., 1], token_BL]
 
-    # compiled once for all runs: one length of the array, and the prompt's as an argument that picks the program
+    # compiled once for all runs: one length of the texts, and one of the prompts
+    model, key = Table(), jax.random.key(0)
     slots = max(len(run["prompt"]) + run["new_tokens"] + 2 for run in table["runs"])
-    start = jax.jit(
-        lambda size, rule, *args: pc.start(Table(size), *args, jax.random.key(0), rule), static_argnums=(0, 1)
-    )
-    advance = jax.jit(lambda state, rule: pc.advance(Table(0), state, 1, rule), static_argnums=1)
+    longest = max(len(run["prompt"]) for run in table["runs"])
     for run in table["runs"]:
         prompt, new = run["prompt"], run["new_tokens"]
-        token_BM = np.zeros((1, slots), np.int32)
-        token_BM[0, : len(prompt)] = prompt
+        prompt_BL, length_B = np.zeros((1, longest), np.int32), np.array([len(prompt)])
+        prompt_BL[0, : len(prompt)] = prompt
         for speculate in (False, True):
             rule = pc.Sampling(speculate=speculate)
-            length_B = np.array([len(prompt)])
-            state = start(len(prompt), rule, token_BM, length_B, length_B + new, np.zeros_like(token_BM))
+            state = pc.start(model, prompt_BL, length_B, length_B + new, key, slots=slots, rule=rule)
             committed, length = [], len(prompt)
             while True:
                 end = int(state["length_B"][0])
@@ -248,7 +246,7 @@ def test_self_speculation_on_a_table_language_model(golden_dir):
                 length = end
                 if state["done_B"].all():
                     break
-                state = advance(state, rule)
+                state = pc.advance(model, state, 1, rule=rule)
             assert [token for call in committed for token in call][:new] == run["greedy"]
             if speculate:
                 assert committed[:-1] == run["committed_per_call"][:-1]

@@ -1,9 +1,11 @@
 """The Jetson script on a CPU: fused step against the model, emulated kernels in the loop, command line, bad bundles."""
 
 import dataclasses
+import io
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,6 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from conftest import says
 
 import diffusion
 import export_jetson
@@ -45,8 +46,7 @@ def make_model(**changes):
 def bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundle")
     mdlm.save(make_model(), folder / "run/step_7", tokenizer_json())
-    settings = {"ckpt": str(folder / "run"), "out": str(folder / "jetson"), "onnx": False}
-    export_jetson.main(export_jetson.Config(**settings))
+    export_jetson.main(export_jetson.Config(ckpt=str(folder / "run"), out=str(folder / "jetson"), onnx=False))
     return folder / "jetson"
 
 
@@ -83,18 +83,19 @@ def test_fused_forward_is_the_model(changes):
 
 
 @torch.inference_mode()
-def test_fused_forward_on_emulated_kernels_is_as_exact_as_the_half_model(kernels):
-    model, rate_N = make_model(), torch.linspace(1, 0.1, 5)
-    token_BL = canvases(model.cfg)
-    see_BL = token_BL != mdlm.PAD
-    exact = model.double()(token_BL, rate_N[2].expand(2).double(), see_BL)[see_BL]
+def test_fused_forward_on_kernels_is_as_exact_as_the_half_model(runs):
+    model, rate_N = make_model().to(runs.device), torch.linspace(1, 0.1, 5, device=runs.device)
+    token_BL, step_1 = canvases(model.cfg).to(runs.device), torch.tensor([2], device=runs.device)
+    see_BL, rate_B = token_BL != mdlm.PAD, rate_N[2].expand(2)
+    exact = model.double()(token_BL, rate_B.double(), see_BL)[see_BL]
     half = model.half()
-    plain = half(token_BL, rate_N[2].expand(2), see_BL)[see_BL]
-    got = jetson.fused_forward(half, rate_N, kernels)(token_BL, see_BL, torch.tensor([2]))[see_BL]
+    plain = half(token_BL, rate_B, see_BL)[see_BL]
+    kernels = runs if runs.device == "cpu" else torch.ops.unmask
+    got = jetson.fused_forward(half, rate_N, kernels)(token_BL, see_BL, step_1)[see_BL]
     assert (got - exact).abs().max() < 2 * (plain - exact).abs().max()
 
 
-def denoiser(model, kernels, sample_, token_BL, steps=3, **settings):
+def denoiser(model, kernels, sample_, token_BL, steps=2, **settings):
     cfg = jetson.Config(**{"temperature": 0.9, "top_p": 0.9, "schedule": "linear", **settings})
     rate_N, keep_N = jetson.step_tables(steps, cfg.schedule)
     with torch.inference_mode():
@@ -173,28 +174,30 @@ inference_jetson.main(inference_jetson.command_line())
 """
 
 
-def run(bundle, *arguments, code="", stdin=""):
-    command = [sys.executable, *(["-c", code] if code else [str(ROOT / "inference_jetson.py")])]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    arguments = [f"--bundle={bundle}", *arguments]
-    return subprocess.run([*command, *arguments], input=stdin, capture_output=True, text=True, env=env, timeout=120)
-
-
 def test_it_writes_without_any_other_package(bundle):
-    result = run(bundle, "--prompt=once upon", "--max_new", "9", "--steps=4", code=ALONE)
+    arguments = f"--bundle={bundle}", "--prompt=once upon", "--max_new", "9", "--steps=4"
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ALONE, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("once upon")
     assert "9 tokens in" in result.stderr
     assert "4 steps, torch" in result.stderr
 
 
-def test_interactive_prompts_and_infilling(bundle):
-    result = run(bundle, "--steps=3", "--max-new=5", "--n=2", stdin="once\nonce [MASK:4] dragon\n")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("---- ") == 4
-    assert result.stdout.count(" dragon\n") == 2
-    assert result.stderr.count("10 tokens in") == 1
-    assert result.stderr.count("8 tokens in") == 1
+def run(bundle, *arguments):
+    """The script with a command line, in this process and on the CPU."""
+    jetson.main(jetson.command_line([f"--bundle={bundle}", "--device=cpu", *arguments]))
+
+
+def test_interactive_prompts_and_infilling(bundle, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("once\nonce [MASK:4] dragon\n"))
+    run(bundle, "--steps=3", "--max-new=5", "--n=2")
+    out, err = capsys.readouterr()
+    assert out.count("---- ") == 4
+    assert out.count(" dragon\n") == 2
+    assert err.count("10 tokens in") == 1
+    assert err.count("8 tokens in") == 1
 
 
 def writer(bundle, **settings):
@@ -217,11 +220,9 @@ def test_torchscript_writes_too(bundle):
 def test_onnx_writes_too(bundle, tmp_path):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    export_jetson.main(
-        export_jetson.Config(ckpt=str(bundle.parent / "run"), out=str(tmp_path / "b"), torchscript=False)
-    )
-    filled = writer(tmp_path / "b", backend="onnx").fill(canvases(SMALL), 3)
-    assert not (filled == mdlm.MASK).any()
+    settings = {"ckpt": str(bundle.parent / "run"), "out": str(tmp_path / "b")}
+    export_jetson.main(export_jetson.Config(**settings, torchscript=False))
+    assert not (writer(tmp_path / "b", backend="onnx").fill(canvases(SMALL), 3) == mdlm.MASK).any()
 
 
 def test_canvases_grow_to_few_shapes(bundle):
@@ -239,11 +240,9 @@ def test_canvases_grow_to_few_shapes(bundle):
         made.fill_captured(token_BL, 3)
 
 
-def test_benchmark_writes_a_table_and_json(bundle, tmp_path):
-    out = tmp_path / "b.json"
-    result = run(bundle, "--benchmark", "--lengths", "16", "32", "--steps_list", "3", "--batches", "1", "2",
-                 "--repeats=2", f"--out={out}")  # fmt: skip
-    assert result.returncode == 0, result.stderr
+def test_benchmark_writes_a_table_and_json(bundle, tmp_path, capsys):
+    out, shapes = tmp_path / "b.json", "--lengths 16 32 --steps_list 3 --batches 1 2"
+    run(bundle, "--benchmark", "--repeats=2", f"--out={out}", *shapes.split())
     report = json.loads(out.read_text())
     assert [(row["length"], row["batch"]) for row in report["rows"]] == [(16, 1), (16, 2), (32, 1), (32, 2)]
     for row in report["rows"]:
@@ -252,7 +251,7 @@ def test_benchmark_writes_a_table_and_json(bundle, tmp_path):
         assert row["spread"][0] <= row["tok_per_s"] <= row["spread"][1]
     assert report["backend"] == "torch"
     assert report["device"]["name"]
-    assert len([line for line in result.stdout.splitlines() if line.split()[:1] in (["16"], ["32"])]) == 4
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.split()[:1] in (["16"], ["32"])]) == 4
 
 
 def test_weights_are_counted_as_they_are():
@@ -284,12 +283,15 @@ def test_weights_are_counted_as_they_are():
 )
 def test_bad_arguments_are_named(bundle, arguments, said):
     with pytest.raises((ValueError, OSError)) as stop:
-        jetson.main(jetson.command_line([f"--bundle={bundle}", "--device=cpu", *arguments.split()]))
+        run(bundle, *arguments.split())
     assert said in str(stop.value)
 
 
-def test_a_bad_command_line_ends_in_one_line(tmp_path, capsys):
-    says(run(tmp_path / "none"), "is no bundle", "export_jetson.py")
+def test_a_bad_command_line_ends_in_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["inference_jetson.py", f"--bundle={tmp_path / 'none'}"])
+    with pytest.raises(SystemExit, match=r"is no bundle .*export_jetson.py") as stop:
+        runpy.run_path(str(ROOT / "inference_jetson.py"), run_name="__main__")
+    assert "\n" not in stop.value.code
     for argument, said in (
         ("--stepps=3", "unrecognized arguments: --stepps=3"),
         ("--steps=x", "invalid int value"),
@@ -337,11 +339,9 @@ def test_an_answer_that_is_not_finite_is_named(bundle, monkeypatch):
 
 # ---- with a GPU ----------------------------------------------------------------------------------------------------
 
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-
 
 @pytest.mark.gpu
-@no_gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("backend", ["kernels", "torch", "torchscript"])
 def test_a_captured_step_writes_what_its_launches_write(bundle, backend):
     token_BL = canvases(SMALL)
@@ -353,19 +353,3 @@ def test_a_captured_step_writes_what_its_launches_write(bundle, backend):
         assert torch.equal(*filled)
     again = writer(bundle, backend=backend)
     assert not torch.equal(again.fill(token_BL, 6), again.fill(token_BL, 6))
-
-
-@pytest.mark.gpu
-@no_gpu
-@torch.inference_mode()
-def test_kernels_on_the_gpu_are_as_exact_as_the_half_model():
-    model, rate_N = make_model().cuda(), torch.linspace(1, 0.1, 5, device="cuda")
-    token_BL = canvases(model.cfg).cuda()
-    see_BL = token_BL != mdlm.PAD
-    exact = model.double()(token_BL, rate_N[2].expand(2).double(), see_BL)[see_BL]
-    half = model.half()
-    plain = half(token_BL, rate_N[2].expand(2), see_BL)[see_BL]
-    got = jetson.fused_forward(half, rate_N, torch.ops.unmask)(token_BL, see_BL, torch.tensor([2], device="cuda"))[
-        see_BL
-    ]
-    assert (got - exact).abs().max() < 2 * (plain - exact).abs().max()

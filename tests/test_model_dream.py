@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import save_file
 
-import convert_weights as cw
 import model_dream as md
 import runs
 import sample_dream as sd
@@ -19,6 +17,7 @@ import sample_dream as sd
 TINY = md.DreamConfig(
     48, 32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=40, positions=64, mask_id=47, pad_id=0, bos_id=1, eos_id=2
 )
+SHALLOW = dataclasses.replace(TINY, layers=1)  # what does not depend on depth compiles in half the time
 MASK = TINY.mask_id
 
 
@@ -26,12 +25,12 @@ def params_of(cfg, seed=0):
     """Weights, biases and norms that are large and uneven enough for every part to matter."""
     rng = np.random.default_rng(seed)
 
-    def one(path, leaf):
+    def random(path, leaf):
         name = path[-1].key
         size = 0.5 if "bias" in name or "norm" in name else 2.0 if "embed" in name else 1.5 * leaf.shape[-1] ** -0.5
         return jnp.asarray(rng.normal("norm" in name, size, leaf.shape), jnp.float32)
 
-    return jax.tree_util.tree_map_with_path(one, md.param_shapes(cfg))
+    return jax.tree_util.tree_map_with_path(random, md.param_shapes(cfg))
 
 
 def build(cfg=TINY, seed=0, **run):
@@ -41,12 +40,6 @@ def build(cfg=TINY, seed=0, **run):
 @pytest.fixture(scope="module")
 def model():
     return build()
-
-
-@pytest.fixture(scope="module")
-def shallow():
-    """One layer: what does not depend on depth compiles in half the time."""
-    return build(dataclasses.replace(TINY, layers=1))
 
 
 apply = jax.jit(lambda model, *args: model(*args))
@@ -131,7 +124,7 @@ def test_a_token_changes_all_logits_of_its_row_and_none_of_another(model):
 def test_left_and_right_padding_and_offsets_change_nothing(model):
     token_BL = tokens(1, 9)
     want = apply(model, token_BL)[0]
-    for left, right in ((5, 0), (0, 4), (3, 2)):
+    for left, right in ((5, 0), (0, 5), (3, 2)):
         padded_BL = np.pad(token_BL, ((0, 0), (left, right)), constant_values=7)
         see_BL = np.pad(np.ones((1, 9), bool), ((0, 0), (left, right)))
         got = apply(model, padded_BL, None, see_BL)[0, left : left + 9]
@@ -162,12 +155,8 @@ def test_eight_devices_give_the_logits_of_one(model, shape):
 def test_the_7b_preset_has_the_parameters_of_the_spec():
     shapes = runs.flatten(md.param_shapes(md.CONFIGS["7b"]))
     assert (md.count_params(md.CONFIGS["7b"])["total"], len(shapes)) == (7_615_616_512, 339)
-    biases = sum(leaf.size for name, leaf in shapes.items() if name.endswith("_bias"))
-    assert biases == 28 * 4608
+    assert sum(leaf.size for name, leaf in shapes.items() if name.endswith("_bias")) == 28 * 4608
     assert shapes["layers.27.k_proj"].shape == (512, 3584)
-    assert len({cw.hf_name(name) for name in shapes}) == 339
-    assert "model.layers.27.self_attn.v_proj.bias" in map(cw.hf_name, shapes)
-    assert "model.layers.0.mlp.down_proj.weight" in map(cw.hf_name, shapes)
 
 
 def test_every_preset_counts_what_it_allocates_and_survives_its_config_json(tmp_path):
@@ -177,7 +166,6 @@ def test_every_preset_counts_what_it_allocates_and_survives_its_config_json(tmp_
         assert total == sum(parts.values()) == sum(x.size for x in jax.tree.leaves(md.param_shapes(cfg)))
         (tmp_path / "config.json").write_text(json.dumps(md.config_to_hf(cfg)))
         assert md.config_from_hf(tmp_path) == cfg, name
-    assert sum(x.size for x in jax.tree.leaves(md.new_params(TINY, 0))) == md.count_params(TINY)["total"]
     with pytest.raises(ValueError, match="not one of tiny"):
         md.main(md.Args(model="8b"))
 
@@ -186,9 +174,9 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
     good, path = md.config_to_hf(TINY), tmp_path / "config.json"
     extra = {"use_mrope": True, "max_window_layers": 3, "sliding_window": 4096, "torch_dtype": "float16"}
     path.write_text(json.dumps(good | extra))
-    assert md.config_from_hf(path) == TINY
+    assert md.config_from_hf(tmp_path) == TINY
     path.write_text(json.dumps({k: v for k, v in good.items() if k not in ("head_dim", "bos_token_id")}))
-    assert md.config_from_hf(path) == dataclasses.replace(TINY, bos_id=TINY.eos_id)
+    assert md.config_from_hf(tmp_path) == dataclasses.replace(TINY, bos_id=TINY.eos_id)
     changes = {
         "hidden_act": "gelu",
         "model_type": "qwen2",
@@ -208,83 +196,14 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
     for key, value in changes.items():
         path.write_text(json.dumps(good | {key: value}))
         with pytest.raises(ValueError, match="does not describe a Dream model") as error:
-            md.config_from_hf(path)
+            md.config_from_hf(tmp_path)
         assert "\n" not in str(error.value)
     for text in ("{", "[1]", ""):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"config\.json is damaged"):
-            md.config_from_hf(path)
+            md.config_from_hf(tmp_path)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         md.config_from_hf(tmp_path / "nowhere")
-
-
-def write_hf(folder, params, cfg=TINY, index=True, change=None):
-    """A Hugging Face folder of two shards and an index, or of one file."""
-    folder.mkdir(exist_ok=True)
-    flat = {cw.hf_name(name): np.asarray(x) for name, x in runs.flatten(params).items()}
-    flat = change(flat) if change else flat
-    (folder / "config.json").write_text(json.dumps(md.config_to_hf(cfg)))
-    names = sorted(flat)
-    if not index:
-        save_file(flat, folder / "model.safetensors")
-        return folder
-    where = {n: f"model-0000{1 + (i >= len(names) // 2)}-of-00002.safetensors" for i, n in enumerate(names)}
-    for file in set(where.values()):
-        save_file({n: flat[n] for n in names if where[n] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    return folder
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("index", [False, True])
-def test_hugging_face_files_load_bit_for_bit_with_and_without_an_index(tmp_path, dtype, index):
-    params = jax.tree.map(lambda x: x.astype(dtype), params_of(TINY))
-    model = cw.from_hf(write_hf(tmp_path, params, index=index))
-    assert model.run.dtype == dtype
-    got = runs.flatten(nnx.to_pure_dict(nnx.state(model)))
-    for name, x in runs.flatten(params).items():
-        assert got[name].dtype == dtype
-        assert np.asarray(got[name]).tobytes() == np.asarray(x).tobytes(), name
-    assert cw.from_hf(tmp_path, jnp.float32).norm[...].dtype == jnp.float32
-
-
-def test_broken_hugging_face_folders_are_one_clear_line(tmp_path):
-    params = params_of(TINY)
-
-    def without(flat):
-        flat["model.layers.1.self_attn.q_proj.weight"] = np.ones((3, 3), np.float32)
-        flat["surplus"] = np.ones(1, np.float32)
-        return {k: v for k, v in flat.items() if k != "model.layers.0.self_attn.k_proj.bias"}
-
-    with pytest.raises(ValueError, match="do not fit") as error:
-        cw.from_hf(write_hf(tmp_path / "a", params, change=without))
-    for part in (
-        "missing model.layers.0.self_attn.k_proj.bias",
-        "unexpected surplus",
-        "q_proj.weight has shape (3, 3)",
-    ):
-        assert part in str(error.value)
-    with pytest.raises(ValueError, match=r"F64|I32"):
-        cw.from_hf(write_hf(tmp_path / "b", params, change=lambda flat: {k: np.int32(v) for k, v in flat.items()}))
-
-    folder = write_hf(tmp_path / "c", params)
-    shard = folder / "model-00002-of-00002.safetensors"
-    whole = shard.read_bytes()
-    for damage in (whole[: len(whole) // 2], whole[:3], b"", (2**40).to_bytes(8, "little") + whole[8:]):
-        shard.write_bytes(damage)
-        with pytest.raises(ValueError, match="cannot be read") as error:
-            cw.from_hf(folder)
-        assert str(shard) in str(error.value)
-        assert "\n" not in str(error.value)
-    shard.unlink()
-    with pytest.raises(FileNotFoundError, match=r"index\.json names it"):
-        cw.from_hf(folder)
-    (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match="weight_map"):
-        cw.from_hf(folder)
-    tied = dataclasses.replace(TINY, tie=True)
-    with pytest.raises(ValueError, match=r"unexpected lm_head\.weight"):
-        cw.from_hf(write_hf(tmp_path / "d", params, tied))
 
 
 def test_a_saved_model_loads_bit_for_bit_also_onto_a_mesh(tmp_path):
@@ -349,9 +268,9 @@ def test_int8_rows_are_off_by_half_a_step_at_most():
 
 @pytest.mark.parametrize("tie", [False, True])
 def test_int8_logits_are_those_of_the_matrices_that_the_numbers_stand_for(tie):
-    cfg = dataclasses.replace(TINY, tie=tie)
+    cfg = dataclasses.replace(SHALLOW, tie=tie)
     int8 = quantised(params_of(cfg))
-    assert int8["layers"]["1"]["down_proj"].q_FD.dtype == int8["embed_tokens"].q_FD.dtype == jnp.int8
+    assert int8["layers"]["0"]["down_proj"].q_FD.dtype == int8["embed_tokens"].q_FD.dtype == jnp.int8
     is_int8 = lambda x: isinstance(x, md.Int8)  # noqa: E731
     same = jax.tree.map(lambda x: x.q_FD * x.scale_F1 if is_int8(x) else x, int8, is_leaf=is_int8)
     token_BL = tokens(2, 14)
@@ -377,13 +296,13 @@ def test_int8_checkpoints_load_in_a_quarter_of_the_bytes_also_onto_a_mesh(tmp_pa
     matrices = [x for x in jax.tree.leaves(params) if x.ndim == 2]
     assert sum(x.nbytes for x in got.values() if x.ndim == 2) == sum(x.size + 4 * len(x) for x in matrices)
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    one = apply(model, tokens(8, 10))
+    alone = apply(model, tokens(8, 10))
     with jax.set_mesh(mesh):
         spread = runs.load(md, tmp_path / "ckpt", dtype=jnp.float32, mesh=mesh, int8=True)[0]
         gate = spread.layers["0"].gate_proj.get_value()
         assert gate.q_FD.sharding.spec == jax.P("tensor", "fsdp")
         assert len(gate.scale_F1.addressable_shards[0].data) == TINY.ffn // 2
-        np.testing.assert_allclose(apply(spread, tokens(8, 10)), one, atol=1e-4)
+        np.testing.assert_allclose(apply(spread, tokens(8, 10)), alone, atol=1e-4)
     row, _ = sd.fill(model, masked(1, 4, 6), None, sd.Sampling(block_length=6, cache="dual", threshold=0.5))
     assert (row != MASK).all()
 
@@ -433,39 +352,74 @@ def nelbo_by_hand(params, cfg, token_BL, t_BL, u_BL, fixed_BL, schedule, wrong="
     return total
 
 
-@pytest.mark.parametrize(("remat", "schedule"), [("none", "cosine"), ("qkvo", "linear")])
-def test_the_bound_is_that_of_the_formulas_and_of_none_of_the_likely_mistakes(remat, schedule):
-    model, token_BL = build(remat=remat, block=7 if remat == "qkvo" else 256, loss_tokens=8), jnp.asarray(tokens(2, 20))
-    (t_BL, u_BL), fixed_BL = noised(1), jnp.array([[0] * 6 + [1] * 4 + [0] * 10, [1] * 12 + [0] * 8])
-    got = float(bound(model, token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL, fixed_BL, schedule))
-    args = params_of(TINY), TINY, token_BL, t_BL, u_BL, fixed_BL, schedule
+FIXED_BL = jnp.array([[0] * 6 + [1] * 4 + [0] * 10, [1] * 12 + [0] * 8])
+
+
+def batch_of_four():
+    """The arguments of nelbo for the two rows twice, each with a noise of its own."""
+    token_BL, segment_BL, position_BL, fixed_BL = (
+        jnp.tile(jnp.asarray(x), (2, 1)) for x in (tokens(2, 20), SEGMENT_BL, POSITION_BL, FIXED_BL)
+    )
+    return token_BL, segment_BL, position_BL, *noise(jax.random.key(0), 4, jnp.arange(4), segment_BL), fixed_BL
+
+
+def bound_and_gradient(**run):
+    """A compiled function of parameters: the bound of batch_of_four and its gradient."""
+    graph, batch = md.graph_of(SHALLOW, md.Run(**run)), batch_of_four()
+    return jax.jit(jax.value_and_grad(lambda params: nnx.merge(graph, params).nelbo(*batch)))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Bound and gradient without anything that saves memory."""
+    return bound_and_gradient()(params_of(SHALLOW))
+
+
+def same_gradients(got, want, rtol):
+    assert float(got[0]) == pytest.approx(float(want[0]), rel=1e-5)
+    for a, b in zip(*(jax.tree.leaves(gradient) for _, gradient in (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-5 * np.abs(b).max())
+
+
+def test_the_bound_is_that_of_the_formulas_and_of_none_of_the_likely_mistakes():
+    token_BL, (t_BL, u_BL) = jnp.asarray(tokens(2, 20)), noised(1)
+    got = float(bound(build(loss_tokens=8), token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL, FIXED_BL, "cosine"))
+    args = params_of(TINY), TINY, token_BL, t_BL, u_BL, FIXED_BL, "cosine"
     assert got == pytest.approx(nelbo_by_hand(*args), rel=2e-5)
     for wrong in ("prompt", "mask possible", "shift", "weight"):
         assert got != pytest.approx(nelbo_by_hand(*args, wrong), rel=1e-3), wrong
-    if remat == "none":
-        return
-    plain = build(loss_tokens=8)  # what is computed twice gives the same gradients
-    gradients = [
-        jax.jit(jax.grad(lambda m: m.nelbo(token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL, fixed_BL)))(m)
-        for m in (model, plain)
-    ]
-    for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
+def test_what_is_computed_twice_or_in_blocks_gives_the_same_bound_and_gradient(plain):
+    saving = bound_and_gradient(remat="qkvo", block=7, loss_tokens=8)(params_of(SHALLOW))
+    same_gradients(saving, plain, rtol=1e-4)
+    token_BL, _, _, t_BL, u_BL, fixed_BL = batch_of_four()
+    halves = [slice(0, 2), slice(2, 4)]
+    want = sum(
+        nelbo_by_hand(params_of(SHALLOW), SHALLOW, token_BL[i], t_BL[i], u_BL[i], fixed_BL[i], "linear") for i in halves
+    )
+    assert float(saving[0]) == pytest.approx(want, rel=2e-5)
+
+
+def test_the_gradient_on_a_mesh_of_eight_devices_is_that_of_one(plain):
+    params = params_of(SHALLOW)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    with jax.set_mesh(mesh):
+        split = bound_and_gradient(remat="full")(jax.device_put(params, md.shardings(mesh, params)))
+    same_gradients(split, plain, rtol=1e-3)
 
 
 def test_the_bound_of_uniform_logits_is_the_logarithm_of_the_vocabulary_without_mask():
-    params = params_of(TINY) | {"lm_head": jnp.zeros((TINY.vocab, TINY.width))}
-    model, token_BL = nnx.merge(md.graph_of(TINY, md.Run()), params), tokens(2, 20)
+    params = params_of(SHALLOW) | {"lm_head": jnp.zeros((TINY.vocab, TINY.width))}
+    model, token_BL = nnx.merge(md.graph_of(SHALLOW, md.Run()), params), tokens(2, 20)
     (t_BL, u_BL), in_BL = noised(), SEGMENT_BL > 0
     want = float(np.log(TINY.vocab - 1) * (in_BL * (u_BL < t_BL) / t_BL).sum())
     assert float(bound(model, token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL)) == pytest.approx(want, rel=1e-5)
-    t_BL, u_BL = noise(jax.random.key(0), 4096, jnp.arange(4096), jnp.ones((4096, 20), jnp.int32))
-    assert float((u_BL < t_BL).sum(-1) @ (1 / t_BL[:, 0]) / u_BL.size) == pytest.approx(1, abs=0.05)  # 0.01 a deviation
 
 
 def test_documents_of_a_row_do_not_see_each_other():
     for block in (256, 7):
-        model, token_BL = build(block=block), tokens(1, 20)
+        model, token_BL = build(SHALLOW, block=block), tokens(1, 20)
         see = jax.jit(lambda model, token_BL: model.hidden(token_BL, segment_BL=SEGMENT_BL[:1])[0])
         before = np.asarray(see(model, token_BL))
         for i in (0, 7, 16, 19):
@@ -476,7 +430,7 @@ def test_documents_of_a_row_do_not_see_each_other():
 
 
 def test_prompts_are_never_masked():
-    model, token_BL = build(dataclasses.replace(TINY, layers=1)), jnp.asarray(tokens(2, 20))
+    model, token_BL = build(SHALLOW), jnp.asarray(tokens(2, 20))
     t_BL, u_BL = jnp.ones((2, 20)), jnp.zeros((2, 20))  # whatever can be masked is
     fixed_BL = jnp.array([[1] * 4 + [0] * 2 + [1] * 5 + [0] * 9, [1] * 20])
     seen = []
@@ -495,33 +449,15 @@ def test_prompts_are_never_masked():
 
 
 def test_noise_is_a_function_of_the_row_and_even_over_rows_and_documents():
-    segment_BL = jnp.asarray(np.random.default_rng(0).integers(1, 30, (64, 1)) + np.arange(40) // 4)
-    t_BL, u_BL = noise(jax.random.key(3), 64, jnp.arange(64), segment_BL)
+    R, L = 1024, 40
+    segment_BL = jnp.tile(1 + jnp.arange(L) // 4, (R, 1))  # ten documents in each row
+    t_BL, u_BL = map(np.asarray, noise(jax.random.key(3), R, jnp.arange(R), segment_BL))
     pick = jnp.array([41, 5])
-    for got, want in zip(noise(jax.random.key(3), 64, pick, segment_BL[pick]), (t_BL, u_BL), strict=True):
+    for got, want in zip(noise(jax.random.key(3), R, pick, segment_BL[pick]), (t_BL, u_BL), strict=True):
         np.testing.assert_array_equal(got, want[pick])
-    assert (np.asarray(t_BL).reshape(64, 10, 4).std(-1) == 0).all()  # one level a document
+    assert not np.array_equal(noise(jax.random.key(4), R, pick, segment_BL[pick])[1], u_BL[pick])
+    assert (t_BL.reshape(R, 10, 4).std(-1) == 0).all()  # one level a document
     assert 1e-3 <= t_BL.min() < t_BL.max() <= 1
-    first_B = noise(jax.random.key(3), 64, jnp.arange(64), jnp.ones((64, 1), jnp.int32))[0][:, 0]
-    np.testing.assert_array_equal(np.floor((first_B - 1e-3) / (1 - 1e-3) * 64), np.arange(64))
-    few = np.sort(np.asarray(t_BL)[0, ::4])  # ten documents of one row: no gap is much wider than a tenth
-    assert np.diff(few).max() < 0.2
-    assert not np.array_equal(noise(jax.random.key(4), 64, pick, segment_BL[pick])[1], u_BL[pick])
-
-
-def test_the_gradient_on_a_mesh_of_eight_devices_is_that_of_one():
-    cfg = dataclasses.replace(TINY, layers=1)
-    token_BL, segment_BL, position_BL = (jnp.tile(x, (2, 1)) for x in (tokens(2, 20), SEGMENT_BL, POSITION_BL))
-    t_BL, u_BL = noise(jax.random.key(0), 4, jnp.arange(4), segment_BL)
-    graph, params = md.graph_of(cfg, md.Run(remat="full")), params_of(cfg)
-    step = jax.jit(
-        jax.value_and_grad(lambda p: nnx.merge(graph, p).nelbo(token_BL, segment_BL, position_BL, t_BL, u_BL))
-    )
-    loss, grads = step(params)
-    axes = {"axis_names": ("data", "fsdp", "tensor"), "axis_types": (jax.sharding.AxisType.Auto,) * 3}
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), **axes)
-    with jax.set_mesh(mesh):
-        split_loss, split_grads = step(jax.device_put(params, md.shardings(mesh, params)))
-    assert float(split_loss) == pytest.approx(float(loss), rel=1e-5)
-    for a, b in zip(jax.tree.leaves(split_grads), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * np.abs(b).max())
+    np.testing.assert_array_equal(np.floor((t_BL[:, 0] - 1e-3) / (1 - 1e-3) * R), np.arange(R))
+    assert np.diff(np.sort(t_BL[0, ::4])).max() < 0.2  # ten documents of a row: no gap is much wider than a tenth
+    assert ((u_BL < t_BL) / t_BL).mean() == pytest.approx(1, abs=0.05)  # so the bound of uniform logits is log V

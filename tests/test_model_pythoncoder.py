@@ -1,6 +1,7 @@
 """PythonCoder apart from its reference values: counts, packing, caches, dropout, sharding, sampling, names."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +17,26 @@ FORMS = [dataclasses.replace(TINY, diff=diff) for diff in ("seed", "paper", "v2"
 forms = pytest.mark.parametrize("cfg", FORMS, ids=lambda cfg: cfg.diff)
 
 
-def build(cfg, seed=0, **run):
+@functools.cache
+def new_params(cfg):
+    return jax.jit(lambda: pc.new_params(cfg, 0))()
+
+
+def build(cfg, **run):
     """A model whose weights are large enough for every part to matter."""
-    params = jax.tree.map(lambda x: x * 5 if x.ndim > 2 else x, pc.new_params(cfg, seed))
+    params = jax.tree.map(lambda x: x * 5 if x.ndim > 2 else x, new_params(cfg))
     return nnx.merge(pc.graph_of(cfg, pc.Run(**run)), params)
 
 
 @jax.jit
 def logits(model, token_BL, segment_BL=None, position_BL=None):
     return model.logits(model.hidden(model.lookup(token_BL), segment_BL, position_BL))
+
+
+@jax.jit
+def step(model, cache, token_BL, index_BL):
+    hidden_BLD, cache = model.step(cache, token_BL, index_BL)
+    return model.logits(hidden_BLD), cache
 
 
 def tokens(shape, vocab=64, seed=0):
@@ -46,8 +58,7 @@ def test_every_preset_counts_what_it_allocates():
     for cfg in pc.CONFIGS.values():
         shapes = jax.tree.leaves(pc.param_shapes(cfg))
         assert pc.count_params(cfg)["total"] == sum(np.prod(s.shape) for s in shapes)
-    params = pc.new_params(pc.CONFIGS["tiny"], 0)
-    assert sum(x.size for x in jax.tree.leaves(params)) == pc.count_params(pc.CONFIGS["tiny"])["total"]
+    assert sum(x.size for x in jax.tree.leaves(new_params(TINY))) == pc.count_params(TINY)["total"]
 
 
 @forms
@@ -74,25 +85,23 @@ def test_packed_documents_give_the_logits_of_each_alone(cfg):
 @forms
 def test_cached_steps_of_any_size_give_the_logits_of_one_pass(cfg):
     model, token_BL = build(cfg), tokens((2, 20))
-    whole = logits(model, token_BL)
-    step = jax.jit(lambda model, cache, token, index: model.step(cache, token, index))
     cache, at, got = model.new_cache(2, 32), 0, []
-    for n in (7, 1, 2, 1, 9):
-        index = jnp.broadcast_to(jnp.arange(at, at + n), (2, n))
-        hidden, cache = step(model, cache, token_BL[:, at : at + n], index)
-        got.append(model.logits(hidden))
+    for n in (8, 1, 2, 1, 8):
+        index_BL = jnp.broadcast_to(jnp.arange(at, at + n), (2, n))
+        logits_BLV, cache = step(model, cache, token_BL[:, at : at + n], index_BL)
+        got.append(logits_BLV)
         at += n
-    np.testing.assert_allclose(jnp.concatenate(got, 1), whole, atol=2e-5)
+    np.testing.assert_allclose(np.concatenate(got, 1), logits(model, token_BL), atol=2e-5)
 
 
 @pytest.mark.slow
 def test_rejected_slots_are_forgotten_when_written_again():
     model, token_BL = build(TINY), tokens((1, 12))
     cache = model.new_cache(1, 16)
-    _, cache = model.step(cache, token_BL[:, :8], jnp.arange(8)[None])
-    _, cache = model.step(cache, jnp.array([[63, 62]]), jnp.array([[8, 9]]))  # drafts that are rejected
-    hidden, _ = model.step(cache, token_BL[:, 8:], jnp.arange(8, 12)[None])
-    np.testing.assert_allclose(model.logits(hidden), logits(model, token_BL)[:, 8:], atol=2e-5)
+    _, cache = step(model, cache, token_BL[:, :8], jnp.arange(8)[None])
+    _, cache = step(model, cache, jnp.array([[63, 62]]), jnp.array([[8, 9]]))  # drafts that are rejected
+    got, _ = step(model, cache, token_BL[:, 8:], jnp.arange(8, 12)[None])
+    np.testing.assert_allclose(got, logits(model, token_BL)[:, 8:], atol=2e-5)
 
 
 def test_dropout_drops_its_rate_scales_the_rest_and_depends_on_seed_and_place():
@@ -106,10 +115,8 @@ def test_dropout_drops_its_rate_scales_the_rest_and_depends_on_seed_and_place():
             assert pairs == pytest.approx(rate**2, abs=5 * np.sqrt(rate**2 / n))
     assert ((a == 0) & (b == 0)).mean() == pytest.approx(rate**2, abs=5 * np.sqrt(rate**2 / n))
     np.testing.assert_allclose(np.unique(a), [0, 1 / (1 - rate)], rtol=1e-6)
-    part = pc.dropout(
-        x[:8], jnp.arange(16, 24), jnp.array([1, 7], jnp.uint32), rate
-    )  # rows keep their masks when split
-    assert (np.asarray(part) == a[16:24]).all()
+    part = pc.dropout(x[:8], jnp.arange(16, 24), jnp.array([1, 7], jnp.uint32), rate)
+    assert (np.asarray(part) == a[16:24]).all()  # rows keep their masks when split
     assert pc.dropout(x, None, None, 0.0) is x
 
 
@@ -148,7 +155,7 @@ def test_the_gradient_of_sums_is_sums_plus_that_of_the_layers(remat):
 @pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_eight_devices_give_the_losses_and_gradients_of_one(tensor):
     cfg = dataclasses.replace(TINY, kv_heads=4)
-    params, token_BL = pc.new_params(cfg, 0), tokens((8, 32))
+    params, token_BL = new_params(cfg), tokens((8, 32))
     segment_BL = jnp.asarray(np.sort(np.random.default_rng(0).integers(1, 4, (8, 32)), 1))
     position_BL = jnp.broadcast_to(jnp.arange(32), (8, 32))
     graph, key = pc.graph_of(cfg, pc.Run(dropout=0.1, remat="qkvo", loss_tokens=16)), jax.random.key(3)
@@ -229,8 +236,7 @@ def test_long_texts_switch_to_the_yarn_table():
     model = build(TINY)
     (text,), _ = pc.generate(model, [[1, 2, 3]], 120, pc.Sampling(), jax.random.key(0))
     token_BL = jnp.array([[1, 2, 3, *text]])
-    hidden = jax.jit(lambda model: model.hidden(model.lookup(token_BL), yarn=True))(model)
-    assert np.array_equal(np.argmax(model.logits(hidden)[0, 2:-1], -1), text)
+    assert np.array_equal(np.argmax(logits(build(TINY, yarn=True), token_BL)[0, 2:-1], -1), text)
 
 
 def stack_layers(flat, cfg):
@@ -246,8 +252,7 @@ def stack_layers(flat, cfg):
 
 
 def test_flat_names_stack_into_layers_and_errors_list_every_tensor():
-    params = pc.new_params(TINY, 0)
-    flat = {}
+    params, flat = new_params(TINY), {}
     for name, value in runs.flatten(params).items():
         if name.startswith("layers."):
             flat |= {f"layers.{i}.{name[7:]}": np.asarray(part) for i, part in enumerate(value)}

@@ -201,7 +201,7 @@ def test_what_is_no_row_of_acecode_is_refused(tmp_path, capsys, line, words):
     ("changes", "words"),
     [
         ({"tokenizer": "nowhere.json"}, ["nowhere.json"]),
-        ({"roots": ("nowhere",)}, ["nowhere", "does not exist"]),
+        ({"roots": ("nowhere",)}, ["No such file", "nowhere"]),
         ({"heldout": 0.999999}, ["no task is left", "--heldout"]),
     ],
 )
@@ -250,7 +250,7 @@ def test_the_first_test_is_shown_unless_the_question_holds_code():
 def test_the_demo_has_tasks_whose_right_answer_passes_and_whose_wrong_one_does_not():
     tasks = rl_tasks.make_tasks(0)
     assert len({task["prompt"] for task in tasks}) == len(tasks) == 480
-    checked = tasks[::16]
+    checked = tasks[::32]
     for answer, want in (("right", 1.0), ("wrong", 0.0)):
         programs = [task["prompt"] + task[answer] for task in checked]
         results = sandbox.run_tests(programs, [task["test_cases"] for task in checked])
@@ -285,9 +285,9 @@ def test_long_prompts_are_left_out_and_counted(tmp_path):
 def test_a_completion_is_its_counted_tokens_and_a_program_that_goes_on_stands_in_a_code_block(tmp_path):
     prompts = rl_tasks.Prompts(*letters(tmp_path, '{"id": 7, "prompt": "ab", "test_cases": ["assert True"]}'), 2, 4)
     token_BL = np.array([[0, 1, 2, 3, 9, 9]])
-    texts, rows = prompts.completions([0], token_BL, np.array([[True, True, False, False]]))
-    assert texts == ["```python\nabcd\n```\n"]
-    assert rows == [{"id": 7, "prompt": "ab", "test_cases": ["assert True"], "tokens": 2, "written": "cd"}]
+    (row,) = prompts.completions([0], token_BL, np.array([[True, True, False, False]]))
+    assert row.pop("text") == "```python\nabcd\n```\n"
+    assert row == {"id": 7, "prompt": "ab", "test_cases": ["assert True"], "tokens": 2, "written": "cd"}
 
 
 @pytest.mark.parametrize(

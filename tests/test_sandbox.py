@@ -158,12 +158,12 @@ ATTACKS = {
         "                frame.f_locals['write'](frame.f_locals['pipe'], value['token'].encode() + b'{\"i\": \"0\"}')\n"
         "                frame.f_locals['leave'](0)\n        frame = frame.f_back", FAIL),
     "20 expected value in memory": (
-        "import gc\ndicts = [thing for thing in gc.get_objects() if isinstance(thing, dict)]\n"
+        "import gc\ndicts = [held for held in gc.get_objects() if isinstance(held, dict)]\n"
         "texts = [text for d in dicts for text in d.values() if isinstance(text, str)]\n"
         "found = any('=' + '= 2' in text for text in texts)\ndef f(x): return x + 1 if found else None", FAIL),
     "21 recursion": ("def f(x): return f(x)", FAIL),
     "21 recursion in C": (
-        "import sys\nsys.setrecursionlimit(10**9)\nx = []\nfor _ in range(200_000): x = [x]\nrepr(x)\n", FAIL),
+        "import sys\nsys.setrecursionlimit(10**9)\nx = ()\nfor _ in range(200_000): x = (x,)\nhash(x)\n", FAIL),
     "21 segmentation fault": ("import ctypes\nctypes.string_at(0)", FAIL),
     "21 abort": ("import os\nos.abort()", FAIL),
     "22 daemon": (
@@ -177,10 +177,10 @@ ATTACKS = {
     "24 deep folders": ("import os\nfor i in range(3000):\n    os.mkdir('d')\n    os.chdir('d')\n" + GOOD, None),
     "24 unreadable folder": ("import os\nos.makedirs('a/b')\nos.umask(0o777)\nos.mkdir('a/b/c')\n" + GOOD, PASS),
     "25 large value": ("def f(x): return ' ' * (256 << 20)", MEMORY),
-    "25 rather large value": ("def f(x): return ' ' * (32 << 20)", OUTPUT),
-    "25 large number": ("def f(x): return 1 << 10**8", OUTPUT),
-    "25 many items": ("def f(x): return [0] * 300_000", OUTPUT),
-    "25 deep list": ("x = []\nfor _ in range(10**6): x = [x]\ndef f(_): return x", FAIL),
+    "25 rather large value": ("def f(x): return ' ' * (4 << 20)", OUTPUT),
+    "25 large number": ("def f(x): return 1 << 10**7", OUTPUT),
+    "25 many items": ("def f(x): return [0] * 30_000", OUTPUT),
+    "25 deep list": ("x = []\nfor _ in range(10**5): x = [x]\ndef f(_): return x", FAIL),
     "25 list in itself": ("x = []\nx.append(x)\ndef f(_): return x", FAIL),
     "25 endless pipe": (
         "import os\nwhile True:\n    for fd in range(3, 64):\n        try:\n            os.write(fd, b'x' * 60000)\n"
@@ -216,13 +216,27 @@ NO_NAMESPACES = {  # one socket, one folder and a watch over what is written
 }
 
 
-def children():
-    """Process ids of the children of this process, which adopts orphans (see `closed`)."""
+def children(pid="self"):
+    """Process ids of the children of a process; this one adopts orphans (see `closed`)."""
     found = set()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
             found |= {*map(int, (task / "children").read_text().split())}
     return found
+
+
+def descendants(pid):
+    """Process ids of the children of a process, of theirs, and so on."""
+    found = children(pid)
+    return found.union(*map(descendants, found))
+
+
+def wait_for(condition, seconds=60):
+    """Return as soon as a condition holds; fails if it does not in that time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def gone(pids):
@@ -271,15 +285,15 @@ def closed(layers, tmp_path, monkeypatch):
     abstract.bind("\0" + name)
     stream.bind(str(victim / "socket"))
     stream.listen()
-    words = {"VICTIM": str(victim), "PORT": str(tcp.getsockname()[1]), "SOCKET": name, "TRAINER": str(os.getpid())}
+    addresses = {"VICTIM": str(victim), "PORT": str(tcp.getsockname()[1]), "SOCKET": name, "TRAINER": str(os.getpid())}
 
     def state():
         paths = [victim, *sorted(victim.rglob("*"))]
         return [(p, *p.lstat()[:7], p.lstat().st_mtime, p.read_text() if p.is_file() else "") for p in paths]
 
     def fill(program):
-        for word, text in words.items():
-            program = program.replace(word, text)
+        for placeholder, address in addresses.items():
+            program = program.replace(placeholder, address)
         return program
 
     before, ours = state(), children()
@@ -306,9 +320,9 @@ def test_attack(name, closed, layers):
     program, verdicts = ATTACKS[name]
     verdicts = verdicts if layers["namespaces"] else NO_NAMESPACES.get(name, verdicts)
     started = time.perf_counter()
-    (result,) = sandbox.run_tests([closed(program)], [VALUE], timeout_s=1, memory_mb=256)
-    assert time.perf_counter() - started < 6  # two tests of a second, start-up, a busy machine
-    if verdicts and result.verdicts != verdicts:  # a second is little on a busy machine: once more with ten
+    (result,) = sandbox.run_tests([closed(program)], [VALUE], timeout_s=0.5, memory_mb=256)
+    assert time.perf_counter() - started < 6  # two tests of half a second, start-up, a busy machine
+    if verdicts and result.verdicts != verdicts:  # that is little on a busy machine: once more with ten seconds
         (result,) = sandbox.run_tests([closed(program)], [VALUE], timeout_s=10, memory_mb=256)
     assert verdicts is None or result.verdicts == verdicts, result
     assert result.rate is not None, result
@@ -343,7 +357,7 @@ def test_attacks(mode, closed, layers, monkeypatch):
         names = [name for name in ATTACKS if name[:2] in ("14", "15", "16", "17", "18", "19", "20", "25")]
         tests, differ = TOKEN, BY_TOKEN
     expected = {name: differ.get(name, ATTACKS[name][1]) for name in names}
-    for timeout_s in (1, 10):  # a second is little on a busy machine: what came out wrong runs once more
+    for timeout_s in (0.5, 10):  # half a second is little on a busy machine: what came out wrong runs once more
         programs = [closed(ATTACKS[name][0]) for name in names]
         results = sandbox.run_tests(programs, [tests] * len(programs), timeout_s=timeout_s, memory_mb=256, workers=2)
         got = {name: result.verdicts or result.error for name, result in zip(names, results, strict=True)}
@@ -509,9 +523,10 @@ def test_verdicts_in_value_mode_and_in_token_mode(layers):
     if not layers["namespaces"]:
         pytest.skip("asyncio and folders need namespaces")
     assert [sandbox.plan(test, False)[0]["mode"] for _, test, _, _ in VERDICTS] == [mode for _, _, mode, _ in VERDICTS]
-    results = sandbox.run_tests([program for program, *_ in VERDICTS], [[test] for _, test, *_ in VERDICTS])
-    for (program, test, _, verdict), result in zip(VERDICTS, results, strict=True):
-        assert result.verdicts == [verdict], (program, test, result)
+    tests = {program: [row[1] for row in VERDICTS if row[0] == program] for program, *_ in VERDICTS}
+    for program, result in zip(tests, sandbox.run_tests([*tests], [*tests.values()]), strict=True):
+        expected = [row[3] for row in VERDICTS if row[0] == program]
+        assert result.verdicts == expected, (program, tests[program], result)
 
 
 def test_numpy_values_count_as_lists(layers):
@@ -579,14 +594,14 @@ def test_a_program_of_ten_megabytes_runs(closed):
     assert result.rate == 1
 
 
-def test_time_of_200_programs_of_which_20_hang_is_bounded_by_the_workers(closed):
+def test_time_of_programs_that_hang_is_bounded_by_the_workers(closed):
     hang = "import time\ndef f(x): time.sleep(1000)"
-    programs = [hang if i % 10 == 0 else GOOD for i in range(200)]
+    programs = [hang if i % 4 == 0 else GOOD for i in range(48)]
     started = time.perf_counter()
-    results = sandbox.run_tests(programs, [VALUE[:1]] * 200, timeout_s=1, workers=10)
+    results = sandbox.run_tests(programs, [VALUE[:1]] * 48, timeout_s=1, workers=6)
     seconds = time.perf_counter() - started
-    assert [result.verdicts for result in results] == [["timeout"] if i % 10 == 0 else ["pass"] for i in range(200)]
-    assert seconds < 20 * 1 / 10 + 200 * 0.15, seconds  # one after another the hangs alone would take 20 s
+    assert [result.verdicts for result in results] == [["timeout"] if i % 4 == 0 else ["pass"] for i in range(48)]
+    assert seconds < 12 * 1 / 6 + 48 * 0.15, seconds  # one after another the hangs alone would take 12 s
 
 
 def test_all_tests_of_a_program_share_its_time(closed):
@@ -602,8 +617,7 @@ def test_all_tests_of_a_program_share_its_time(closed):
 
 def test_a_killed_launcher_gives_none(closed):
     def killer():
-        while not children() - before:
-            time.sleep(0.01)
+        wait_for(lambda: children() - before)
         time.sleep(0.3)
         for pid in children() - before:
             os.kill(pid, signal.SIGKILL)
@@ -653,11 +667,8 @@ def test_a_failure_in_the_middle_leaves_the_other_programs_their_rates(closed, m
     run = sandbox.run_launcher
 
     def sometimes(launcher, job, *rest):
-        return run(
-            launcher.replace("\nlaunch()", "\nsys.exit('no luck')") if "unlucky" in job["program"] else launcher,
-            job,
-            *rest,
-        )
+        broken = launcher.replace("\nlaunch()", "\nsys.exit('no luck')")
+        return run(broken if "unlucky" in job["program"] else launcher, job, *rest)
 
     monkeypatch.setattr(sandbox, "run_launcher", sometimes)
     results = sandbox.run_tests([GOOD, "unlucky = 1", ""], [VALUE] * 3)
@@ -717,7 +728,8 @@ def test_a_killed_trainer_takes_the_programs_with_it(closed, layers, namespaces)
     env = os.environ | {"TMPDIR": tempfile.gettempdir()}
     before = children()
     process = subprocess.Popen([sys.executable, "-c", trainer], cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
-    time.sleep(2)
+    wait_for(lambda: len(descendants(process.pid)) == 2 + namespaces)  # the launcher, its process 1, the test
+    time.sleep(0.5)
     assert process.poll() is None
     process.kill()
     process.wait()
@@ -757,14 +769,12 @@ class Cloud(http.server.BaseHTTPRequestHandler):
             self.answer(status, json.dumps({"code": status, "message": "later"}))
         elif self.path == "/v2/sandboxes":
             state.created.append(body)
-            name = f"sandbox{len(state.created)}"
-            self.answer(
-                201, json.dumps({"sandboxID": name, "templateID": "t", "clientID": "c", "envdVersion": "0.4.0"})
-            )
+            names = {"sandboxID": f"sandbox{len(state.created)}", "templateID": "t", "clientID": "c"}
+            self.answer(201, json.dumps(names | {"envdVersion": "0.4.0"}))
         elif self.path == "/execute":
             state.scripts.append(body["code"])
             out = self.run(body["code"]) if state.works else "no report"
-            parts = [out[:50], out[50:], ""]  # standard output comes in pieces
+            parts = [out[:50], out[50:], ""]  # standard output comes in parts
             self.answer(200, "".join(json.dumps({"type": "stdout", "text": p, "timestamp": 1}) + "\n" for p in parts))
         elif self.path == "/execute_batch":
             state.scripts += body["scripts"]
@@ -953,32 +963,34 @@ def test_no_failure_of_the_parser_escapes(closed):
 # ---- command line --------------------------------------------------------------------------------------------------
 
 
-def command(tmp_path, program, tests, *more):
+def files(tmp_path, program, tests):
+    """A program and its tests as files: what main() and the command take."""
     (tmp_path / "program.py").write_text(program)
     (tmp_path / "tests.txt").write_text(tests)
-    return run("sandbox.py", tmp_path / "program.py", f"--tests={tmp_path}/tests.txt", *more)
+    return tmp_path / "program.py", tmp_path / "tests.txt"
 
 
 def test_the_command_prints_a_verdict_for_every_test(layers, tmp_path):
-    done = command(tmp_path, GOOD, "assert f(1) == 2\n\nfor x in (1, 2):\n    assert f(x) == 2\n")
-    assert done.stdout.splitlines() == [
-        "pass         assert f(1) == 2",
-        "fail         for x in (1, 2):",
-        "1 of 2 passed",
-    ]
-    done = command(tmp_path, "def f(x):\n    return x ** 9999", "assert f(1) == 1\nassert f(-1) == 1\nassert f(9) == 1")
-    assert done.stdout.splitlines()[1:3] == [
-        "fail         assert f(-1) == 1    # got -1",
-        "fail         assert f(9) == 1",
-    ]
+    program, tests = files(tmp_path, GOOD, "assert f(1) == 2\n\nfor x in (1, 2):\n    assert f(x) == 2\n")
+    done = run("sandbox.py", program, f"--tests={tests}", "--timeout_s=2")
+    expected = ["pass         assert f(1) == 2", "fail         for x in (1, 2):", "1 of 2 passed"]
+    assert done.stdout.splitlines() == expected
     assert done.returncode == 1
     assert done.stderr.startswith("sandbox: ")
-    assert command(tmp_path, GOOD, "assert f(1) == 2\n", "--timeout_s=2").returncode == 0
-    for wrong in (
-        command(tmp_path, GOOD, "\n"),
-        command(tmp_path, GOOD, "assert f(1) == 2", "--timeout=2"),
-        command(tmp_path, GOOD, "assert f(1) == 2", "--tests=missing.txt"),
-        command(tmp_path, GOOD, "assert f(1) == 2", "--runner=e2b", "--e2b_router_url=127.0.0.1:1"),
-    ):
-        assert wrong.returncode not in (0, 1) or "no tests" in wrong.stderr or "cannot read" in wrong.stderr
-        assert "Traceback" not in wrong.stderr, wrong.stderr
+    misspelt = run("sandbox.py", program, f"--tests={tests}", "--timeout=2")
+    missing = run("sandbox.py", program, "--tests=missing.txt")
+    assert misspelt.returncode == 2
+    assert (missing.returncode, "No such file" in missing.stderr) == (1, True)
+    assert "Traceback" not in misspelt.stderr + missing.stderr
+
+
+def test_values_are_shown_and_the_exit_status_says_whether_all_passed(layers, tmp_path, capsys):
+    power = "def f(x):\n    return x ** 9999"
+    assert sandbox.main(*files(tmp_path, power, "assert f(1) == 1\nassert f(-1) == 1\nassert f(9) == 1")) == 1
+    expected = ["fail         assert f(-1) == 1    # got -1", "fail         assert f(9) == 1"]
+    assert capsys.readouterr().out.splitlines()[1:3] == expected
+    good = files(tmp_path, GOOD, "assert f(1) == 2\n")
+    assert sandbox.main(*good, sandbox.Options(timeout_s=2)) == 0
+    assert sandbox.main(*good, sandbox.Options(runner="e2b", e2b_router_url="127.0.0.1:1")) == 2
+    with pytest.raises(ValueError, match="holds no tests"):
+        sandbox.main(*files(tmp_path, GOOD, "\n"))

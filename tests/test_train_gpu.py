@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from conftest import command, kill_and_resume, losses, run, says
+from conftest import command, kill_and_resume, losses, says
 
 import data_prep
 import diffusion
+import evaluate
 import model_mdlm as mdlm
 import runs
 import train_gpu
@@ -36,9 +37,8 @@ FLAGS = "--batch_size=8", "--micro_batch=4", "--log_every=1", "--eval_rows=16", 
 def data(tmp_path_factory):
     """Padded rows of 32 tokens from sentences of a small grammar."""
     folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    words = "The A One", "small red old", "dog cat bird", "sees finds hears", "food. water. us."
-    words = [choices.split() for choices in words]
-    stories = [" ".join(rng.choice(w) for _ in range(rng.integers(1, 5)) for w in words) for _ in range(300)]
+    places = [place.split() for place in ("The A One", "small red old", "dog cat bird", "sees finds", "food. water.")]
+    stories = [" ".join(rng.choice(w) for _ in range(rng.integers(1, 5)) for w in places) for _ in range(300)]
     (folder / "stories.txt").write_text("\n<|endoftext|>\n".join(stories))
     settings = {"vocab_size": 300, "seq_len": 32, "heldout": 0.1, "workers": 1}
     data_prep.main(data_prep.Text(source=str(folder / "stories.txt"), out=str(folder / "rows"), **settings))
@@ -55,15 +55,27 @@ def smaller():
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """train_gpu.py with that preset, for other processes."""
+    """train_gpu.py with that preset, for other processes. After a run that copies weights it does one that splits them.
+
+    One process group serves both runs, as torchrun has no second one.
+    """
     path = tmp_path_factory.mktemp("script") / "train.py"
-    path.write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-        "import model_mdlm as mdlm, runs, torch, train_gpu\n"
-        "torch.set_num_threads(1)\n"
-        f"mdlm.CONFIGS['tiny'] = mdlm.{SMALLER}\n"
-        "runs.command(train_gpu.main, train_gpu.Config, '')\n"
-    )
+    path.write_text(f"""
+import dataclasses, functools, sys
+sys.path.insert(0, {str(ROOT)!r})
+import model_mdlm as mdlm, runs, torch, train_gpu
+torch.set_num_threads(1)
+mdlm.CONFIGS["tiny"] = mdlm.{SMALLER}
+dist = train_gpu.dist
+dist.init_process_group, dist.destroy_process_group = functools.cache(dist.init_process_group), lambda: None
+
+def main(cfg):
+    train_gpu.main(cfg)
+    if cfg.out.endswith("ddp"):
+        train_gpu.main(dataclasses.replace(cfg, out=cfg.out.replace("ddp", "fsdp"), fsdp=True))
+
+runs.command(main, train_gpu.Config, "")
+""")
     return path
 
 
@@ -191,7 +203,7 @@ def test_eight_sequences_are_learned_by_heart_in_seconds():
     cfg, rng = train_gpu.Config(steps=400, lr=3e-3, warmup=20, weight_decay=0.0), np.random.default_rng(0)
     model = mdlm.MDLM(mdlm.Config(vocab=64, width=64, layers=2, heads=1, ffn=256, positions=32))
     token_BL = rng.integers(5, 64, (8, 32))
-    optimizer, device = train_gpu.make_optimizer(model, cfg, torch.device("cpu")), "cpu"
+    optimizer, device = train_gpu.make_optimizer(model, cfg), "cpu"
     loss_of = train_gpu.Loss(model, "linear").eval()  # for the accuracy; there is no dropout
     bounds, hits = [], []
     for step in range(cfg.steps):
@@ -251,15 +263,15 @@ def test_a_run_leaves_a_model_that_loads_and_its_scores_fall(data, unbroken):
     assert "---- step 12" in (unbroken / "samples.txt").read_text()
 
 
-def evaluated(*args):
-    result = run("evaluate.py", "--model=mdlm", *args)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def evaluated(ckpt, capsys, **settings):
+    flags = evaluate.MdlmFlags(**{"lengths": (16,), "steps": (2,), **settings})
+    capsys.readouterr()
+    evaluate.main(evaluate.Config(model="mdlm", ckpt=str(ckpt), json=True, mdlm=flags))
+    return json.loads(capsys.readouterr().out)
 
 
-def test_evaluate_estimates_the_bound_that_the_trainer_logged(data, unbroken, tmp_path):
-    flags = f"--ckpt={unbroken}", "--steps", "2", "--lengths", "16", "--json", f"--plot={tmp_path / 'noise.png'}"
-    row = json.loads(evaluated(*flags))
+def test_evaluate_estimates_the_bound_that_the_trainer_logged(data, unbroken, tmp_path, capsys):
+    row = evaluated(unbroken, capsys, plot=str(tmp_path / "noise.png"))
     last = [json.loads(line) for line in (unbroken / "log.jsonl").read_text().splitlines()][-1]
     assert row["step"] == last["step"] == 12
     assert row["nats_per_token"] == pytest.approx(last["heldout_nats"], rel=0.05)
@@ -273,8 +285,6 @@ def test_evaluate_estimates_the_bound_that_the_trainer_logged(data, unbroken, tm
 
 
 def test_what_evaluate_says(data, unbroken, tmp_path):
-    import evaluate
-
     other = tmp_path / "other"
     shutil.copytree(data, other)
     meta = json.loads((data / "meta.json").read_text())
@@ -308,12 +318,12 @@ def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(data, unbrok
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_the_shell_gets_one_line_and_a_resumed_run_its_own_settings(data, tmp_path):
+def test_the_shell_gets_one_line_and_a_resumed_run_its_own_settings(data, tmp_path, monkeypatch):
     out = tmp_path / "run"
-    script = command("train_gpu.py", *flags(data, out, "--steps=8", "--eval_every=8"))
+    script = command("train_gpu.py", *flags(data, out, "--steps=4", "--eval_every=4"))
     process = subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, text=True)
     for line in process.stdout:
-        if line.startswith("step 3 "):
+        if line.startswith("step 1 "):
             process.send_signal(signal.SIGTERM)
             break
     process.stdout.read()
@@ -322,24 +332,25 @@ def test_the_shell_gets_one_line_and_a_resumed_run_its_own_settings(data, tmp_pa
     asked, saved = error.splitlines()
     assert asked == "SIGTERM: saving after this step; once more to end at once"
     assert saved.startswith("SIGTERM: saved step ")
-    result = run("train_gpu.py", f"--resume={out}")
-    assert result.returncode == 0, result.stderr
-    assert list(losses(out)) == list(range(1, 9))
+    saved_model = json.loads((out / "config.json").read_text())["model"]
+    monkeypatch.setitem(mdlm.CONFIGS, "tiny", mdlm.Config(**saved_model))
+    resume(out)
+    assert list(losses(out)) == [1, 2, 3, 4]
 
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-@pytest.mark.parametrize("split", ["--no-fsdp", "--fsdp"])
 @pytest.mark.parametrize("compiled", ["--no-compile", pytest.param("--compile", marks=pytest.mark.slow)])
-def test_two_processes_train_as_one(script, data, unbroken, tmp_path, split, compiled):
-    out, more = tmp_path / "run", ("--steps=12", "--eval_every=12", "--micro_batch=2", split, compiled)
-    together = [*LAUNCH, script, *flags(data, out, *more)]
+def test_two_processes_train_as_one(script, data, unbroken, tmp_path, compiled):
+    more = ("--steps=12", "--eval_every=12", "--micro_batch=2", compiled)
+    together = [*LAUNCH, script, *flags(data, tmp_path / "ddp", *more)]
     result = subprocess.run(together, capture_output=True, text=True, env=ENV, timeout=300)
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[:3000]
-    for step, want in losses(unbroken).items():
-        np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
-    assert (out / "samples.txt").read_text().count("---- step") == 1
+    for out in (tmp_path / "ddp", tmp_path / "fsdp"):
+        for step, want in losses(unbroken).items():
+            np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
+        assert (out / "samples.txt").read_text().count("---- step") == 1
 
 
 @pytest.mark.slow
@@ -462,7 +473,7 @@ def test_a_time_free_model_with_a_tied_head_trains_and_is_read_again(data, tmp_p
     assert "time 0," in capsys.readouterr().out
     model = mdlm.load(out / "step_4")
     assert (model.cfg.time, model.cfg.tie) == (False, True)
-    evaluated(f"--ckpt={out}", "--lengths", "16")
+    assert evaluated(out, capsys)["step"] == 4
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import fcntl
+import io
 import json
 import lzma
 import os
@@ -110,6 +111,7 @@ def data(tmp_path_factory):
     return folder / "rows"
 
 
+CODER = pc.Config(640, 32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=64, positions=64)
 DREAM = md.DreamConfig(
     640, 32, layers=1, heads=2, kv_heads=1, head_size=16, ffn=64, positions=64, mask_id=3, pad_id=0, bos_id=0, eos_id=0
 )
@@ -141,12 +143,17 @@ def refusal(cfg):
     return str(error.value)
 
 
-@pytest.fixture
-def one_device(monkeypatch):
-    """main() in this process, on one device, with a preset that compiles in seconds."""
+def use_one_device(monkeypatch):
     first = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: first)
+    monkeypatch.setitem(train_tpu.PRESETS, "coder_test", CODER)
     monkeypatch.setitem(train_tpu.PRESETS, "dream_test", DREAM)
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """main() in this process, on one device, with presets that compile in seconds."""
+    use_one_device(monkeypatch)
 
 
 def test_every_row_is_read_once_an_epoch_in_an_order_of_seed_and_epoch(data):
@@ -170,8 +177,8 @@ def test_thirty_steps_on_one_batch_learn_it_by_heart():
     batch = {"token_ABL": token_ABL, "segment_ABL": jnp.ones_like(token_ABL)}
     batch["position_ABL"] = jnp.broadcast_to(jnp.arange(64), token_ABL.shape)
     optimizer = train_tpu.make_optimizer(1.0, 0.1)
-    params = pc.new_params(cfg, 0)
-    state = {"params": params, "opt": optimizer.init(params)}
+    params = jax.jit(lambda: pc.new_params(cfg, 0))()
+    state = {"params": params, "opt": jax.jit(optimizer.init)(params)}
     settings = train_tpu.Config(coder=train_tpu.Coder(dropout=0.0), lr=1e-2, steps=1000, warmup=3)
     step = jax.jit(train_tpu.make_step(settings, pc.graph_of(cfg, pc.Run()), optimizer))
     history = []
@@ -205,14 +212,30 @@ def test_splitting_a_step_into_micro_batches_changes_nothing(data):
 def unbroken(data, tmp_path_factory):
     """Twelve steps without a stop: (folder, what the trainer printed)."""
     out = tmp_path_factory.mktemp("unbroken") / "run"
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as text:
+        use_one_device(patch)
+        train_tpu.main(config(data, out, model="coder_test", steps=12, eval_every=4))
+    return out, text.getvalue()
+
+
+@pytest.fixture(scope="module")
+def from_the_shell(data, tmp_path_factory):
+    """The folder of twelve steps of the preset tiny without a stop."""
+    out = tmp_path_factory.mktemp("from_the_shell") / "run"
     result = run(*flags(data, out, "--steps=12", "--eval_every=4"))
     assert result.returncode == 0, result.stderr
-    return out, result.stdout
+    return out
 
 
 def test_a_run_prints_its_choices_and_leaves_what_generate_needs(unbroken):
     out, text = unbroken
-    for part in ("model tiny, float32", "parameters", "tokens per parameter", "peak learning rate", "compiled in"):
+    for part in (
+        "model coder_test, float32",
+        "parameters",
+        "tokens per parameter",
+        "peak learning rate",
+        "compiled in",
+    ):
         assert part in text
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     scores = [row for row in rows if "bits_per_byte" in row]
@@ -221,7 +244,7 @@ def test_a_run_prints_its_choices_and_leaves_what_generate_needs(unbroken):
     assert {"config.json", "tokenizer.json", "log.jsonl", "samples.txt", "checkpoints"} <= set(os.listdir(out))
     model, step = runs.load(pc, out)
     assert step == 12
-    assert model.cfg == pc.CONFIGS["tiny"]
+    assert model.cfg == CODER
 
 
 @pytest.mark.slow
@@ -252,37 +275,37 @@ def test_evaluate_scores_a_checkpoint_as_the_trainer_did(data, unbroken, tmp_pat
 
 
 @pytest.mark.slow
-def test_resuming_before_the_first_checkpoint_starts_at_step_0_with_the_runs_settings(data, unbroken, tmp_path):
+def test_resuming_before_the_first_checkpoint_starts_at_step_0_with_the_runs_settings(
+    unbroken, one_device, capsys, tmp_path
+):
     out = tmp_path / "run"
     (out / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)  # what a kill during the first save leaves
     shutil.copy(unbroken[0] / "config.json", out)
-    result = run("train_tpu.py", f"--resume={out}")
-    assert result.returncode == 0, result.stderr
-    assert "starting at step 0" in result.stdout
+    train_tpu.main(resumed(out))
+    assert "starting at step 0" in capsys.readouterr().out
     assert losses(out) == losses(unbroken[0])
     assert not list((out / "checkpoints").glob("*tmp*"))
 
 
-def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(data, unbroken, tmp_path):
-    out = tmp_path / "run"
-    env = os.environ | AS_A_USER | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    first = command(*flags(data, out, "--steps=12", "--eval_every=4"))
-    process = subprocess.Popen(first, stdout=subprocess.PIPE, env=env)
-    for line in process.stdout:
-        if line.startswith(b"step 6 "):
-            process.send_signal(signal.SIGTERM)
-            break
-    process.stdout.read()
-    assert process.wait() != 0
-    assert max(int(p.name) for p in (out / "checkpoints").iterdir()) >= 6
-    result = run("train_tpu.py", f"--resume={out}")  # with the settings of the run
-    assert result.returncode == 0, result.stderr
+def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(data, unbroken, one_device, monkeypatch, tmp_path):
+    out, log = tmp_path / "run", runs.Run.log
+
+    def log_then_stop(run, row):
+        log(run, row)
+        if row["step"] == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(runs.Run, "log", log_then_stop)
+    with pytest.raises(InterruptedError, match="SIGTERM: saved step 6"):
+        train_tpu.main(config(data, out, model="coder_test", steps=12, eval_every=4))
+    assert max(int(p.name) for p in (out / "checkpoints").iterdir()) == 6
+    train_tpu.main(resumed(out))  # with the settings of the run
     assert losses(out) == losses(unbroken[0])
     assert len(losses(out)) == 12
 
 
 @pytest.mark.slow
-def test_resuming_on_eight_devices_goes_on_with_the_same_losses(data, unbroken, tmp_path):
+def test_resuming_on_eight_devices_goes_on_with_the_same_losses(data, from_the_shell, tmp_path):
     out = tmp_path / "run"
     run(*flags(data, out, "--steps=12", "--eval_every=4", "--keep=5"))
     for step in (8, 12):
@@ -290,7 +313,7 @@ def test_resuming_on_eight_devices_goes_on_with_the_same_losses(data, unbroken, 
     result = run("train_tpu.py", f"--resume={out}", "--tensor=1", devices=8)
     assert result.returncode == 0, result.stderr
     assert "8 x cpu" in result.stdout
-    for step, want in losses(unbroken[0]).items():
+    for step, want in losses(from_the_shell).items():
         np.testing.assert_allclose(losses(out)[step], want, rtol=2e-3)
 
 
@@ -351,9 +374,9 @@ def test_a_damaged_checkpoint_is_named(data, unbroken, one_device, tmp_path, dam
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_the_last_good_checkpoint(data, unbroken, tmp_path):
+def test_a_full_disk_leaves_the_last_good_checkpoint(from_the_shell, tmp_path):
     out = tmp_path / "run"
-    subprocess.run(["cp", "-r", unbroken[0], out], check=True)
+    shutil.copytree(from_the_shell, out)
 
     def small_files():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -514,7 +537,7 @@ def test_weight_decay_leaves_out_the_biases_and_norms_of_dream():
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one(data, unbroken, tmp_path):
+def test_two_processes_train_as_one(data, from_the_shell, tmp_path):
     out, port = tmp_path / "run", 20_000 + os.getpid() % 20_000
     env = os.environ | AS_A_USER | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     more = ["--steps=12", "--eval_every=4"]
@@ -524,7 +547,7 @@ def test_two_processes_train_as_one(data, unbroken, tmp_path):
     ]
     texts = [process.communicate(timeout=300)[0].decode() for process in both]
     assert [process.returncode for process in both] == [0, 0], texts
-    for step, want in losses(unbroken[0]).items():
+    for step, want in losses(from_the_shell).items():
         np.testing.assert_allclose(losses(out)[step], want, rtol=2e-3)
 
 
