@@ -581,7 +581,7 @@ def wait_for_step(process, step):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [0, 1])
-def test_sigterm_to_one_of_two_hosts_saves_on_both_and_the_run_goes_on(data, unbroken, tmp_path, asked):
+def test_sigterm_to_one_of_two_hosts_saves_on_both_and_the_run_goes_on(data, from_the_shell, tmp_path, asked):
     out, more = tmp_path / "run", ("--steps=12", "--eval_every=4")
     both = two_hosts(data, [out, out], *more)
     wait_for_step(both[0], 5)
@@ -593,7 +593,7 @@ def test_sigterm_to_one_of_two_hosts_saves_on_both_and_the_run_goes_on(data, unb
         assert f"go on with --resume={out}" in error.splitlines()[-1]
     both = two_hosts(data, [out, out], *more, f"--resume={out}")
     assert [(p.communicate(timeout=300), p.returncode)[1] for p in both] == [0, 0]
-    for step, want in losses(unbroken[0]).items():
+    for step, want in losses(from_the_shell).items():
         np.testing.assert_allclose(losses(out)[step], want, rtol=2e-3)
 
 
@@ -607,7 +607,7 @@ def test_hosts_that_share_no_disk_all_say_so_before_the_first_step(data, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_killed_host_ends_the_others_and_the_run_goes_on(data, unbroken, tmp_path):
+def test_a_killed_host_ends_the_others_and_the_run_goes_on(data, from_the_shell, tmp_path):
     out, more = tmp_path / "run", ("--steps=12", "--eval_every=4")
     both = two_hosts(data, [out, out], *more)
     wait_for_step(both[0], 6)
@@ -615,7 +615,7 @@ def test_a_killed_host_ends_the_others_and_the_run_goes_on(data, unbroken, tmp_p
     assert [(p.communicate(timeout=120), p.returncode)[1] != 0 for p in both] == [True, True]
     both = two_hosts(data, [out, out], *more, f"--resume={out}")
     assert [(p.communicate(timeout=300), p.returncode)[1] for p in both] == [0, 0]
-    for step, want in losses(unbroken[0]).items():
+    for step, want in losses(from_the_shell).items():
         np.testing.assert_allclose(losses(out)[step], want, rtol=2e-3)
 
 
@@ -709,7 +709,7 @@ def bucket():
 
 
 @pytest.mark.slow
-def test_data_and_run_can_be_in_a_bucket(data, unbroken, bucket, tmp_path):
+def test_data_and_run_can_be_in_a_bucket(data, bucket, tmp_path):
     script = "import sys, gcsfs\nfs = gcsfs.GCSFileSystem()\n" + "{}"
     env = os.environ | AS_A_USER | bucket
 
