@@ -115,7 +115,7 @@ def family_of(cfg):
 MICRO_BATCH = {"tiny": 2, "small": 4, "100m": 8, "300m": 8, "500m": 4, "1b": 4}
 # A preset is picked if its step fits a device, in GiB by compile_for.py, and if the run feeds it: with fewer tokens for
 # each parameter a larger model ends worse than a smaller one.
-STEP_GIB = {"small": 4.0, "300m": 12.0, "1b": 22.0}
+STEP_GIB = {"small": 4.0, "300m": 9.0, "1b": 21.0}
 TOKENS_PER_PARAMETER = 4
 TPU_FLOPS = {"TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12}  # bf16
 

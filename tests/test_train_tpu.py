@@ -728,3 +728,13 @@ def test_data_and_run_can_be_in_a_bucket(data, bucket, tmp_path):
     copy("get", "bucket/run/", f"{tmp_path}/run/")
     assert max(losses(tmp_path / "run")) == 12
     assert (tmp_path / "run" / "samples.txt").exists()
+
+
+def test_float32_on_an_accelerator_means_products_in_float32(one_device):
+    """Without being asked a TPU multiplies float32 matrices in bfloat16, a GPU in TF32."""
+    before = jax.config.jax_default_matmul_precision
+    try:
+        train_tpu.resolve(train_tpu.Config(model="tiny", dtype="float32"), jax.devices())
+        assert "HIGHEST" in jax.jit(lambda a: a @ a).lower(jnp.ones((2, 2))).as_text()
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
