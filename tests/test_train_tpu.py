@@ -652,7 +652,7 @@ def test_without_model_and_batch_size_data_and_device_decide_together(capsys):
 
 def test_more_epochs_go_on_with_a_finished_run_and_old_epochs_are_not_kept(data, one_device, capsys, tmp_path):
     out = tmp_path / "run"
-    train_tpu.main(config(data, out, model="dream_test", epochs=1.0, batch_size=64, eval_every=1, eval_rows=8))
+    train_tpu.main(config(data, out, model="dream_test", epochs=1.0, batch_size=1024, eval_rows=8))
     done = max(losses(out))
     train_tpu.main(resumed(out))
     assert f"has all of its {done} steps; more with --epochs or --steps" in capsys.readouterr().out
