@@ -964,7 +964,7 @@ class Rows:
     """
 
     def __init__(self, folder, split):
-        self.folder = runs.as_path(folder)
+        self.folder = Path(folder)
         path = self.folder / "meta.json"
         if not path.is_file():
             raise FileNotFoundError(f"{folder} holds no finished data (no meta.json); write it with data_prep.py")
@@ -1021,7 +1021,7 @@ class Rows:
 def open_data(folder, seq_len=0):
     """(training Rows, held-out Rows, bytes of tokenizer.json) of a folder; seq_len 0 takes rows of any length."""
     train, heldout = Rows(folder, "train"), Rows(folder, "heldout")
-    tokenizer = (train.folder / "tokenizer.json").read_bytes()
+    tokenizer = (Path(folder) / "tokenizer.json").read_bytes()
     if hashlib.sha256(tokenizer).hexdigest() != train.meta["tokenizer_sha256"]:
         raise ValueError(f"{folder}/tokenizer.json is not the one that made the shards; prepare the data again")
     if seq_len and train.meta["seq_len"] != seq_len:
