@@ -341,6 +341,16 @@ def known_ids(folder, model, meta, tokenizer_json):
     return tokenizer_json
 
 
+def chat_files(*folders):
+    """{name: bytes} of the chat template and its tokens: those of --init, else those that the data came with."""
+    names = "tokenizer_config.json", "chat_template.jinja"
+    for folder in filter(None, folders):
+        found = {name: runs.as_path(folder) / name for name in names if (runs.as_path(folder) / name).is_file()}
+        if found:
+            return {name: path.read_bytes() for name, path in found.items()}
+    return {}
+
+
 COLUMNS = "token_ABL", "segment_ABL", "position_ABL", "fixed_ABL"  # pairs alone have the last: 1 in a prompt
 
 
@@ -735,7 +745,7 @@ def main(cfg):
         # The length is written as it was asked for: a resumed run may be given more --epochs or --steps.
         settings = {"train": dataclasses.asdict(cfg) | {"steps": asked.steps}, "model": dataclasses.asdict(model)}
         settings["data"] = str(train.folder)
-        folder.begin(first, settings, {"tokenizer.json": tokenizer_json})
+        folder.begin(first, settings, {"tokenizer.json": tokenizer_json} | chat_files(cfg.dream.init, train.folder))
         if first >= cfg.steps:
             print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --epochs or --steps")
             return
