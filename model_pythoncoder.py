@@ -88,6 +88,12 @@ def shard(x, *spec):
     return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PS(*spec))
 
 
+def batch_axes():
+    """The axes of the mesh that split the batch; None without a mesh, and where a device sees its own rows alone."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or set(BATCH) & set(mesh.manual_axes) else BATCH
+
+
 def rms_norm(x, weight, eps):
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32, returned in x's dtype."""
     x32 = x.astype(jnp.float32)
@@ -243,7 +249,7 @@ class Block(nnx.Module):
         hidden_BLF = self.barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, row_B, seeds[1], rate))
         w_down_FD = self.weight("w_down", (cfg.ffn, cfg.width), "tensor", None)
         down_BLD = linear(hidden_BLF, w_down_FD, self.run.kernel)
-        return shard(x_BLD + dropout(down_BLD, row_B, seeds[2], rate), BATCH), cache
+        return shard(x_BLD + dropout(down_BLD, row_B, seeds[2], rate), batch_axes()), cache
 
     def weight(self, name, shape, *spec):
         """A matrix in the activations' dtype, on the mesh as spec says (fsdp's parts meet here), then reshaped."""
@@ -284,8 +290,11 @@ class Block(nnx.Module):
         if self.run.kernel and index_BL is None and cfg.maps == 2 and not cfg.attn_cap:
             kernel = functools.partial(attention_tpu, floor=floor)
             if not jax.sharding.get_abstract_mesh().empty:  # a Pallas call is one device's program
-                specs = (PS(BATCH, None, "tensor"), PS(BATCH, None, "tensor"), PS(BATCH, "tensor"), PS(), PS(BATCH))
-                kernel = jax.shard_map(kernel, in_specs=specs, out_specs=PS(BATCH, "tensor"), check_vma=False)
+                rows = batch_axes()
+                specs = (PS(rows, None, "tensor"), PS(rows, None, "tensor"), PS(rows, "tensor"), PS(), PS(rows))
+                axes = {"tensor", *(rows or ())}
+                layout = {"in_specs": specs, "out_specs": PS(rows, "tensor"), "axis_names": axes, "check_vma": False}
+                kernel = jax.shard_map(kernel, **layout)
             o_BPLE = kernel(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL)
         else:
             settings = {"floor": floor, "cap": cfg.attn_cap, "block": self.run.block}
@@ -375,9 +384,9 @@ class PythonCoder(nnx.Module):
         table_VD = self.embed[...]
         # A split table is cast before its parts meet, which halves what is sent. A whole one is cast after the
         # look-up, so that its gradient is scattered in float32.
-        if jax.sharding.get_abstract_mesh().size > 1:
+        if batch_axes() and jax.sharding.get_abstract_mesh().size > 1:
             table_VD = shard(table_VD.astype(self.run.dtype), None)
-        return shard(table_VD[token_BL].astype(self.run.dtype), BATCH)
+        return shard(table_VD[token_BL].astype(self.run.dtype), batch_axes())
 
     def hidden(self, embed_BLD, segment_BL=None, position_BL=None, key=None, row_B=None, sums=None):
         """Final-normed hidden states [B, L, D] of whole rows, from their embeddings.
@@ -515,7 +524,10 @@ def cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap=0.0, z_loss=0.0,
 
 def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, with_gradient=True):
     """(loss, (dhidden, dweight) or None). A device of a mesh sums over its own rows; one reduction ends it."""
-    axes = BATCH if jax.sharding.get_abstract_mesh().size > 1 else ()
+    axes = batch_axes() if jax.sharding.get_abstract_mesh().size > 1 else None
+
+    def total(tree):
+        return jax.lax.psum(tree, axes) if axes else tree
 
     def of_own_rows(hidden_BLD, weight_VD, label_BL, mask_BL):
         B, L, _ = hidden_BLD.shape
@@ -560,12 +572,12 @@ def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_
         inputs = chunks(hidden_BLD), chunks(label_BL), chunks(mask_BL)
         (loss, dweight_VD), out = jax.lax.scan(body, (jnp.float32(0), zero_VD), inputs)
         if not with_gradient:
-            return jax.lax.psum(loss, axes), None
+            return total(loss), None
         # chunks back to rows, and every label's part of the weight's gradient at once
         out = (x.reshape(L // chunk, B, chunk, *x.shape[2:]).swapaxes(0, 1) for x in out)
         dhidden_BLD, dtarget_BL = (x.reshape(B, L, *x.shape[3:]) for x in out)
         dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * dtarget_BL[..., None])
-        loss, dweight_VD = jax.lax.psum((loss, dweight_VD), axes)
+        loss, dweight_VD = total((loss, dweight_VD))
         return loss, (dhidden_BLD, dweight_VD)
 
     if axes:

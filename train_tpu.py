@@ -83,6 +83,7 @@ class Config:
     weight_decay: float = 0.1  # on matrices and embeddings only
     clip: float = 1.0  # largest norm of the gradient of all parameters
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
+    reduce: typing.Literal["", "step", "micro"] = ""  # how often PythonCoder's devices sum gradients; "" by memory
     remat: typing.Literal["", "none", "qkvo", "full"] = ""  # what the backward pass recomputes; "" is qkvo
     micro_batch: int = 0  # rows per device at a time; 0: by model and memory
     fsdp: int = 0  # devices that share one copy of the weights; 0: all that data and tensor leave
@@ -100,7 +101,7 @@ class Config:
 
 
 OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")  # may differ between hosts
-MACHINE = ("hosts", "micro_batch", "fsdp", "tensor")  # settings that --resume does not take from the run
+MACHINE = ("hosts", "micro_batch", "fsdp", "tensor", "reduce")  # settings that --resume does not take from the run
 PRESETS = pc.CONFIGS | {f"dream_{name}": preset for name, preset in md.CONFIGS.items()}
 
 
@@ -216,6 +217,10 @@ def resolve(cfg, devices, data=None):
         jax.config.update("jax_default_matmul_precision", "highest")
     block = 64 if memory is None else 128  # queries of attention at a time: scores that stay in a CPU's caches
     settings = {"dtype": jnp.dtype(dtype), "remat": remat, "block": block}
+    # Whole float32 weights and gradients on each device, where a third of the memory holds them: see accumulate_apart.
+    whole_gib = 8 * family_of(cfg).count_params(model)["total"] / 2**30
+    apart = family_of(cfg) is pc and whole_gib <= (memory or math.inf) / 3
+    cfg = dataclasses.replace(cfg, reduce=cfg.reduce or ("step" if apart else "micro"))
     if family_of(cfg) is md:
         run = md.Run(platform=device.platform, **settings)
     else:
@@ -443,6 +448,29 @@ def accumulate(loss_fn, params, batches, inside=("layers",)):
     return rest_sums | own_sums, outs
 
 
+def alone():
+    """Whether one device, or those that share each layer, hold all rows."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or math.prod(mesh.shape[axis] for axis in pc.BATCH) == 1
+
+
+def accumulate_apart(loss_fn, params, batches, inside=("layers",)):
+    """accumulate() with one reduction at its end: each device sums the gradients of its own rows.
+
+    It costs a device whole float32 weights and gradients, and saves the reductions of all micro-batches but one.
+    """
+    own = set(pc.BATCH)
+
+    def of_own_rows(params, batches):
+        grads, outs = accumulate(loss_fn, params, batches, inside)
+        return jax.tree.map(lambda g: g[None], grads), jax.lax.psum(outs, tuple(own))
+
+    rows = PS(None, pc.BATCH)
+    specs = {"in_specs": (PS(), rows), "out_specs": (PS(pc.BATCH), PS()), "axis_names": own, "check_vma": False}
+    grads, outs = jax.shard_map(of_own_rows, **specs)(params, batches)
+    return jax.tree.map(lambda g: g.sum(0), grads), outs  # laid out as the parameters: scattered, not copied
+
+
 def apply_gradients(optimizer, state, grads, lr):
     """One update of {"params", "opt"}; the step is left out (and said so) if any gradient is not finite."""
     norm = optax.tree.norm(grads)
@@ -492,7 +520,8 @@ def make_step(cfg, graph, optimizer):
         loss_fn = (dream_loss if dream else coder_loss)(cfg, graph, batch, key)
         A, B, _ = batch["token_ABL"].shape
         micros = batch | {"row_AB": jnp.arange(A * B).reshape(A, B)}
-        grads, (loss, parts) = accumulate(loss_fn, state["params"], micros, () if dream else ("layers",))
+        gradients = accumulate if dream or A == 1 or cfg.reduce == "micro" or alone() else accumulate_apart
+        grads, (loss, parts) = gradients(loss_fn, state["params"], micros, () if dream else ("layers",))
         state, norm, ok = apply_gradients(optimizer, state, grads, lr)
         return state, {"loss": loss, **parts, "lr": lr, "grad_norm": norm, "ok": ok}
 

@@ -740,3 +740,38 @@ def test_float32_on_an_accelerator_means_products_in_float32(one_device):
         assert "HIGHEST" in jax.jit(lambda a: a @ a).lower(jnp.ones((2, 2))).as_text()
     finally:
         jax.config.update("jax_default_matmul_precision", before)
+
+
+def test_gradients_of_many_micro_batches_meet_once_a_step():
+    """Four devices, four micro-batches: no reduction and no gathering of weights inside a loop, and the same step."""
+    model = pc.Config(256, 32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=64, positions=32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(1, 4, 1), ("data", "fsdp", "tensor"))
+    token_ABL = jax.random.randint(jax.random.key(0), (4, 4, 32), 0, 256)
+    batch = {"token_ABL": token_ABL, "segment_ABL": jnp.ones_like(token_ABL)}
+    batch["position_ABL"] = jnp.broadcast_to(jnp.arange(32), token_ABL.shape)
+    results = {}
+    for reduce in ("micro", "step"):
+        cfg = train_tpu.Config(
+            model="tiny", seq_len=32, batch_size=16, micro_batch=1, lr=1e-2, steps=10, warmup=1, reduce=reduce
+        )
+        optimizer = train_tpu.make_optimizer(1.0, 0.1)
+        shapes = train_tpu.state_shapes(pc, model, optimizer, mesh)
+        graph = pc.graph_of(model, pc.Run(dropout=0.1))
+        step = train_tpu.lower_step(cfg, graph, optimizer, shapes, mesh).compile()
+        text = step.as_text()
+        bodies = set(re.findall(r"body=%?([\w.-]+)", text))
+        inside = [part for part in text.split("\n\n") if part.lstrip("% ").split(" ")[0] in bodies]
+        assert len(inside) >= 3  # micro-batches, layers forward, layers backward
+        communicating = [part for part in inside if re.search(r" (all-reduce|all-gather|reduce-scatter)\(", part)]
+        assert bool(communicating) == (reduce == "micro")
+        params = pc.new_params(model, 0)
+        state = jax.device_put(
+            {"params": params, "opt": optimizer.init(params)}, jax.tree.map(lambda s: s.sharding, shapes)
+        )
+        rows = jax.device_put(batch, jax.NamedSharding(mesh, jax.P(None, pc.BATCH)))
+        results[reduce] = step(state, rows, jnp.int32(1))
+    (state, metrics), (want, want_metrics) = results["step"], results["micro"]
+    for name in ("loss", "grad_norm"):
+        assert float(metrics[name]) == pytest.approx(float(want_metrics[name]), rel=1e-5)
+    for a, b in zip(jax.tree.leaves(state["opt"]), jax.tree.leaves(want["opt"]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * np.abs(b).max())
