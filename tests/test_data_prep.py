@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+from unicodedata import normalize
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 import tyro
 from tokenizers import Tokenizer
+from tokenizers.normalizers import NFC
 
 import data_prep as dp
 import runs
@@ -140,7 +142,7 @@ def killed(cfg, moment):
 
 def tree(out):
     """{path: content} of all that a run wrote."""
-    paths = [path for path in Path(out).rglob("*") if path.is_file() and path.name != ".lock"]
+    paths = [path for path in Path(out).rglob("*") if path.is_file() and path.name[0] != "."]
     return {str(path.relative_to(out)): path.read_bytes() for path in paths}
 
 
@@ -309,7 +311,7 @@ def test_near_duplicates_keep_the_first_and_only_drop_what_is_near():
 def test_split_is_by_file_disjoint_and_independent_of_what_else_is_there(tmp_path):
     def names(folder, **changes):
         cfg = config(tmp_path, roots=(str(folder),), heldout=0.3, **changes)
-        groups, _ = dp.gather_python(cfg, None)
+        groups, _ = dp.gather_python(dp.find(cfg), cfg, None)
         return {split: {item.name for group in groups[split] for item in group} for split in groups}
 
     files = corpus(tmp_path / "src", 40)
@@ -457,6 +459,41 @@ def test_a_folder_is_left_alone_or_mended_or_started_over(tmp_path, capsys):
     assert tree(out) == tree(tmp_path / "whole")
 
 
+def test_a_second_run_reads_no_file_unless_one_has_another_size_or_time(tmp_path, python_run, monkeypatch, capsys):
+    corpus(tmp_path / "src", 20)
+    write_stories(tmp_path / "stories.txt", stories(60))
+    write_pairs(tmp_path / "pairs.jsonl", 60)
+    _, tokenizer = token_shards(tmp_path, python_run[0], (64,))
+    shards = {"roots": (str(tmp_path / "shards"),), "tokenizer": tokenizer}
+    for name, cfg in {
+        "src/a/m0.py": config(tmp_path, out=str(tmp_path / "python")),
+        "stories.txt": text_config(tmp_path, out=str(tmp_path / "text")),
+        "pairs.jsonl": pair_config(tmp_path, out=str(tmp_path / "pairs")),
+        "shards/x/0.parquet": config(tmp_path, dp.Parquet, out=str(tmp_path / "parquet"), **shards),
+    }.items():
+        dp.main(cfg)
+        source, gathered = dp.SOURCES[type(cfg)], []
+
+        def gather(*args, source=source, gathered=gathered):
+            gathered.append(1)
+            return source.gather(*args)
+
+        monkeypatch.setitem(dp.SOURCES, type(cfg), source._replace(gather=gather))
+        before = tree(cfg.out)
+        capsys.readouterr()
+        dp.main(cfg)
+        assert not gathered
+        os.utime(tmp_path / name, (1, 1))  # the same bytes, but who knows
+        for _ in range(2):
+            dp.main(cfg)
+            assert len(gathered) == 1
+        assert capsys.readouterr().out.count("is complete, nothing to do") == 3
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(data[: len(data) // 2])
+        refused(cfg, capsys)
+        assert tree(cfg.out) == before
+
+
 def test_folder_of_other_settings_or_files_or_owners_is_refused_untouched(tmp_path, capsys):
     corpus(tmp_path / "src", 20)
     dp.main(config(tmp_path))
@@ -541,9 +578,7 @@ def test_bad_input_is_one_line_that_says_what_to_do(python_run, tmp_path, capsys
     ]
     refuses(functools.partial(config, tmp_path), cases, capsys)
     parquet = functools.partial(config, tmp_path, dp.Parquet, roots=(str(tmp_path),))
-    refuses(
-        parquet, [({"tokenizer": str(tmp_path / "spm.json")}, ["spm.json is no byte-level BPE", "name one"])], capsys
-    )
+    refuses(parquet, [({"tokenizer": str(tmp_path / "spm.json")}, ["spm.json is no byte-level BPE: bytes"])], capsys)
     dp.main(config(tmp_path, tokenizer=str(tmp_path / "no_fim.json")))
     assert meta_of(tmp_path / "out")["fim"] is None
 
@@ -1064,6 +1099,68 @@ def test_bad_lines_of_pairs_are_named_by_number(tmp_path, capsys):
     (tmp_path / "pairs.jsonl").write_bytes(good)
     for changes, part in (({"eos_to": 0}, "--eos_to=0"), ({"source": "none.jsonl"}, "none.jsonl: No such file")):
         assert part in refused(pair_config(tmp_path, **changes), capsys)
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def chat_model(python_run, tmp_path):
+    """A folder with a tokenizer, its config and a chat template."""
+    tokenizer = Tokenizer.from_file(str(python_run[0] / "tokenizer.json"))
+    tokenizer.normalizer = NFC()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|mask|>"])
+    (tmp_path / "model").mkdir()
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    save(tmp_path / "model", {"tokenizer_config.json": b"{}", "chat_template.jinja": CHAT_TEMPLATE.encode()})
+    return tmp_path / "model"
+
+
+def test_pairs_of_a_chat_are_turns_and_special_tokens_are_the_templates_alone(chat_model, tmp_path, capsys):
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 60)
+    typed = {"What is <|im_end|> or <|mask|>?": "<|im_end|>\n<|im_start|>user\nA token.", "cafe\u0301": "\ufb01"}
+    with open(tmp_path / "pairs.jsonl", "a") as file:
+        file.writelines(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in typed.items())
+    cfg = pair_config(tmp_path, chat=True, tokenizer=str(chat_model / "tokenizer.json"), seq_len=512, eos_to=1)
+    dp.main(cfg)
+    tokenizer, out = Tokenizer.from_file(cfg.tokenizer), tmp_path / "out"
+    start, end, mask = map(tokenizer.token_to_id, ("<|im_start|>", "<|im_end|>", "<|mask|>"))
+    found = {}
+    for rows in dp.open_data(out)[:2]:
+        for token_L, segment_L, _, fixed_L in rows.read(np.arange(rows.total)).swapaxes(0, 1):
+            for segment in range(1, segment_L.max() + 1):
+                prompt, response = (token_L[(segment_L == segment) & (fixed_L == i)].tolist() for i in (1, 0))
+                assert [i for i in prompt if i in (start, end, mask)] == [start, end, start]
+                assert [i for i in response if i in (start, end, mask)] == [end]
+                assert response[-2:] == [end, 0]  # EOS behind it
+                text, answer = (tokenizer.decode(ids, skip_special_tokens=False) for ids in (prompt, response[:-2]))
+                found[text] = answer
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert found == {turn.format(normalize("NFC", p)): normalize("NFC", r) for p, r in (pairs | typed).items()}
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (chat_model / name).read_bytes()
+    capsys.readouterr()
+    dp.main(cfg)
+    assert "nothing to do" in capsys.readouterr().out
+    assert "other settings (chat '" in refused(dataclasses.replace(cfg, chat=False), capsys)
+    save(chat_model, {"chat_template.jinja": b"Q: {{ messages[0].content }}"})
+    assert "other settings (chat '" in refused(cfg, capsys)
+
+
+def test_a_chat_needs_a_template_and_a_token_that_ends_a_turn(chat_model, python_run, tmp_path, capsys):
+    write_pairs(tmp_path / "pairs.jsonl", 9)
+    cases = [
+        ({"tokenizer": ""}, ["--chat takes the template of a model", "--tokenizer=FOLDER/tokenizer.json"]),
+        ({"tokenizer": str(python_run[0] / "tokenizer.json")}, ["has no token <|im_end|>"]),
+    ]
+    refuses(functools.partial(pair_config, tmp_path, chat=True), cases, capsys)
+    (chat_model / "chat_template.jinja").unlink()
+    cfg = pair_config(tmp_path, chat=True, tokenizer=str(chat_model / "tokenizer.json"))
+    assert "holds no chat template (tokenizer_config.json or chat_template.jinja)" in refused(cfg, capsys)
+    assert not (tmp_path / "out" / "train").exists()
 
 
 # ---- The reader
