@@ -44,6 +44,7 @@ class Sampling:
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     alg_temp: float = 0.0  # temperature of the choice of positions; 0 takes the surest
     threshold: float = 0.0  # fill all positions whose probability reaches it, at least one a step; 0 goes by steps
+    score: typing.Literal["drawn", "distribution"] = "drawn"  # whose probability counts: the drawn token's, the largest
     block_length: int = 0  # fill blocks of this length from left to right; 0: the whole canvas at once
     cache: typing.Literal["", "prefix", "dual"] = ""  # keys and values kept within a block: left of it | all around it
     fast_dllm: bool = False  # Fast-dLLM's windows [S, E): the first token of a block is filled whatever its confidence
@@ -195,7 +196,10 @@ class Sampler:
             # How sure is it? The token's probability, or a measure of the distribution; origin does not ask.
             score_BC = jnp.zeros(slot_BC.shape)
             if rule.threshold or rule.alg == "maskgit_plus":
-                score_BC = jnp.take_along_axis(diffusion.softmax(logits_BCV), new_BC[..., None], -1)[..., 0]
+                prob_BCV = diffusion.softmax(logits_BCV)
+                # by the largest probability, where is written does not depend on what is drawn
+                score_BC = jnp.take_along_axis(prob_BCV, new_BC[..., None], -1)[..., 0]
+                score_BC = score_BC if rule.score == "drawn" else prob_BCV.max(-1)
             elif rule.alg != "origin":
                 score_BC = diffusion.confidence(diffusion.softmax(logits_BCV), CONFIDENCE[rule.alg])
             token_BL = token_BL.at[row_B1, slot_BC].set(new_BC, mode="drop")
