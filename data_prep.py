@@ -5,12 +5,16 @@
     python data_prep.py tinystories                                 # a download; needs: pip install datasets
     python data_prep.py python --roots ~/src ~/work --out=data/mine    # all .py files below these folders
     python data_prep.py python --tokenizer=qwen/tokenizer.json --fim_rate=0.5 --out=data/fim
+    python data_prep.py python --roots shards --column=content --benchmarks HumanEval.jsonl.gz --out=data/rows
     python data_prep.py pairs pairs.jsonl --eos_to=64 --out=data/pairs    # prompts and responses, for Dream
     python data_prep.py pairs pairs.jsonl --chat --tokenizer=out/diffucoder/tokenizer.json --out=data/chat
     python data_prep.py parquet --roots shards --tokenizer=qwen/tokenizer.json --seq_len=4096 --out=data/long
 
 python drops generated, minified, huge, non-UTF-8 and unparsable files, exact and near duplicates, and holds some files
-out. text splits files of any size at <|endoftext|>. pairs reads lines {"prompt": TEXT, "response": TEXT}. parquet packs
+out. With --column its documents are the rows of .parquet and .jsonl files; what is kept of them stands in --out/rows
+until the run ends. With --benchmarks it drops what shares ten words in a row with a problem of HumanEval or MBPP.
+
+text splits files of any size at <|endoftext|>. pairs reads lines {"prompt": TEXT, "response": TEXT}. parquet packs
 the column input_ids of Parquet files (rows of any length; documents end with EOS and may run over row borders), one
 training shard for each input file. Without --tokenizer a byte-level BPE is trained on the training documents.
 
@@ -36,6 +40,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import gzip
 import hashlib
 import itertools
 import json
@@ -43,6 +48,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -74,7 +80,8 @@ class Shards:
     seed: int = 0  # draws which documents are held out, their order and the fill-in-the-middle cuts
 
     # No flags, but values for the sources that have no such flag: meta.json records most of them.
-    rows, vocab_size, fim_rate, eos_to, max_bytes, chat = "packed", 8192, 0.0, 1, 1_000_000, False
+    rows, vocab_size, fim_rate, eos_to, max_bytes = "packed", 8192, 0.0, 1, 1_000_000
+    chat, column, benchmarks = False, "", ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +98,8 @@ class Python(Documents):
     roots: tuple[str, ...] = ()  # folders that are searched for .py files, or files; none is the standard library
     rows: typing.Literal["packed", "padded"] = "packed"  # packed for PythonCoder and Dream, padded for MDLM
     max_bytes: int = 1_000_000  # larger files are dropped
+    column: str = ""  # column of text in .parquet and .jsonl files, whose rows are read instead of .py files
+    benchmarks: tuple[str, ...] = ()  # HumanEval.jsonl.gz, sanitized-mbpp.json: what holds their problems is dropped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,6 +152,8 @@ SPECIAL = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "mask": "<mask>", "un
 SEPARATOR = "<|endoftext|>"  # between the documents of a text file
 TURN_END = "<|im_end|>"  # ends a turn of a chat, in Qwen2.5's template and Dream's
 CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"  # one of them holds a model's chat template
+PROBLEM = "prompt", "canonical_solution", "text", "code"  # keys of the texts of a problem in HumanEval and MBPP
+OVERLAP = 10  # a document that shares so many words in a row with a problem holds it, as in arXiv:2409.12186
 HIDDEN = "\ufdd0"  # breaks the names of special tokens in what people wrote; a noncharacter, which no text holds
 TINYSTORIES = "roneneldan/TinyStories"  # the data set on Hugging Face, or a folder of the same
 # Qwen2.5's split: single digits, runs of indentation together, line ends with the punctuation before them
@@ -199,6 +210,8 @@ def main(cfg):
         raise ValueError("--fim_rate goes with --rows=packed only")
     if cfg.chat and not cfg.tokenizer:
         raise ValueError("--chat takes the template of a model: name its tokenizer, --tokenizer=FOLDER/tokenizer.json")
+    if cfg.column and not cfg.roots:
+        raise ValueError(f"--column={cfg.column} is one of .parquet and .jsonl files: name these with --roots")
     if cfg.workers:
         os.environ["RAYON_NUM_THREADS"] = str(cfg.workers)  # threads of the library tokenizers
     vocabulary = load_vocabulary(Path(cfg.tokenizer).read_bytes(), cfg) if cfg.tokenizer else None
@@ -215,6 +228,8 @@ def main(cfg):
         except OSError as error:  # a full disk, an input file that is gone
             problem = f"{error.filename or out}: {error.strerror or error}"
             raise OSError(f"{problem}; put that right and run the same command to go on") from None
+        finally:
+            shutil.rmtree(out / "rows", ignore_errors=True)
 
 
 def prepare(cfg, out, vocabulary):
@@ -286,7 +301,9 @@ def settings_of(cfg, vocabulary, chat):
     settings = {"source": type(cfg).__name__.lower(), "tokenizer": given}
     settings |= {name: getattr(cfg, name) for name in names if name != "eos_to" or isinstance(cfg, Pairs)}
     settings |= {"rows": "padded"} if cfg.rows == "padded" else {}
-    return settings | ({"chat": hashlib.sha256(b"".join(chat.values())).hexdigest()} if chat else {})
+    settings |= {"column": cfg.column} if cfg.column else {}
+    contents = {"chat": chat.values(), "benchmarks": [Path(path).read_bytes() for path in cfg.benchmarks]}
+    return settings | {key: hashlib.sha256(b"".join(files)).hexdigest() for key, files in contents.items() if files}
 
 
 def size_and_time(path):
@@ -311,7 +328,8 @@ def read_earlier(out, settings):
             raise ValueError(f"{out} holds files that data_prep.py did not write; choose another --out")
         return {}, False
     earlier = runs.read_json(path, "settings", "fingerprint")
-    before, now = ({"rows": "packed", "chat": ""} | kept for kept in (earlier["settings"], settings))
+    unset = {"rows": "packed", "chat": "", "column": "", "benchmarks": ""}  # these are noted where they are set
+    before, now = (unset | kept for kept in (earlier["settings"], settings))
     other = [f"{key} {before.get(key)!r}, now {now[key]!r}" for key in now if before.get(key) != now[key]]
     if other:
         raise ValueError(f"{out} holds data of other settings ({'; '.join(other)}); choose another --out or delete it")
@@ -426,7 +444,8 @@ def find(cfg):
         roots = (tinystories(cfg.out),)
     else:
         roots = cfg.roots if isinstance(cfg, Python | Parquet) else (cfg.source,)
-    own, suffixes, found = os.path.realpath(cfg.out), SOURCES[type(cfg)].suffixes, []
+    suffixes = (".parquet", ".jsonl") if cfg.column else SOURCES[type(cfg)].suffixes
+    own, found = os.path.realpath(cfg.out), []
     skipped = set() if roots else NOT_THE_LIBRARY
     for root in roots or [sysconfig.get_paths()["stdlib"]]:
         os.stat(root)  # raises if it does not exist, where os.walk is silent
@@ -522,18 +541,23 @@ def read_text(item):
 
 
 def gather_python(found, cfg, vocabulary):
-    """The .py files that are fit, in an order drawn by hash; what is held out is drawn by file."""
+    """The files or rows that are fit, in an order drawn by hash; what is held out is drawn by their names."""
     items, signatures, seen = [], [], set()
     reasons = "unreadable huge non_utf8 empty generated minified unparsable exact_duplicate near_duplicate"
-    dropped = dict.fromkeys(reasons.split(), 0)
-    results = parallel(examine, [(path, cfg.max_bytes) for _, path in found], cfg, chunk=64)
-    for (name, path), result in zip(found, results, strict=True):
+    dropped = dict.fromkeys([*reasons.split(), *["benchmark"] * bool(cfg.benchmarks)], 0)
+    limits = cfg.max_bytes, runs_of_words(*itertools.chain.from_iterable(map(read_problems, cfg.benchmarks)))
+    if cfg.column:
+        results = examine_columns(found, cfg, limits)
+    else:
+        results = parallel(examine, [(path, *limits) for _, path in found], cfg, chunk=64)
+        results = ((*place, result) for place, result in zip(found, results, strict=True))
+    for name, path, result in results:
         if isinstance(result, str) or result[0] in seen:
             dropped[result if isinstance(result, str) else "exact_duplicate"] += 1
             continue
-        sha256, size, signature_P = result
+        sha256, size, signature_P, start = result
         seen.add(sha256)
-        items.append(Item(name, path, sha256, size))
+        items.append(Item(name, path, sha256, size, start))
         signatures.append(signature_P)
 
     # Of files that are nearly the same the first stays.
@@ -551,17 +575,25 @@ def gather_python(found, cfg, vocabulary):
     return groups, dropped
 
 
-def examine(path, max_bytes):
-    """Why a Python file is dropped, or (SHA-256, bytes, signature). The limits for minified files are StarCoder's."""
+def examine(path, max_bytes, problems):
+    """Why a Python file is dropped, or (SHA-256, bytes, signature, 0)."""
     try:
         if not os.path.isfile(path):  # reading a named pipe would never end
             return "unreadable"
         if os.path.getsize(path) > max_bytes:
             return "huge"
         data = Path(path).read_bytes()
-        text = data.decode()
     except OSError:
         return "unreadable"
+    return judge(data, max_bytes, problems) or (hashlib.sha256(data).hexdigest(), len(data), signature(data), 0)
+
+
+def judge(data, max_bytes, problems):
+    """Why a document is dropped, or "". The limits for minified files are StarCoder's."""
+    if len(data) > max_bytes:
+        return "huge"
+    try:
+        text = data.decode()
     except UnicodeDecodeError:
         return "non_utf8"
     if not text.strip():
@@ -576,7 +608,27 @@ def examine(path, max_bytes):
         return "minified"
     if not parses(data):
         return "unparsable"
-    return hashlib.sha256(data).hexdigest(), len(data), signature(data)
+    return "benchmark" if problems and not problems.isdisjoint(runs_of_words(text)) else ""
+
+
+def runs_of_words(*texts):
+    """The set of all runs of OVERLAP words in each text. Numbers and signs are no words: they agree by chance."""
+    words = (re.findall(r"[^\W\d]\w*", text) for text in texts)
+    return {" ".join(part[i : i + OVERLAP]) for part in words for i in range(len(part) - OVERLAP + 1)}
+
+
+def read_problems(path):
+    """The texts of the problems in a file of HumanEval or MBPP. ValueError if it holds none."""
+    try:
+        with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+            data = file.read().decode()
+        rows = json.loads(data) if data.startswith("[") else map(json.loads, data.splitlines())
+        texts = [row[key] for row in rows for key in PROBLEM if key in row]
+    except (ValueError, TypeError, EOFError, gzip.BadGzipFile):
+        texts = []
+    if not texts:
+        raise ValueError(f"--benchmarks: {path} holds no problems; HumanEval.jsonl.gz and sanitized-mbpp.json do")
+    return texts
 
 
 def parses(source):
@@ -623,6 +675,66 @@ def near_duplicates(signature_NP, threshold=0.85):
                 equal_NP = signature_NP[order_N[later]] == signature_NP[order_N[earlier]]
                 near_N[order_N[later[equal_NP.mean(axis=1) >= threshold]]] = True
     return near_N
+
+
+# ---- Python in a column of Parquet or JSON-lines files -------------------------------------------------------------
+
+
+def examine_columns(found, cfg, limits):
+    """(name, path, reason or (SHA-256, bytes, signature, first byte)) of each row. Its path is a file of --out/rows."""
+    folder = Path(cfg.out) / "rows"
+    folder.mkdir(exist_ok=True)
+    copies = [str(folder / f"{number:05}") for number in range(len(found))]
+    jobs = [(path, cfg.column, copy, *limits) for (_, path), copy in zip(found, copies, strict=True)]
+    results = []
+    for (name, path), copy, rows in zip(found, copies, parallel(examine_column, jobs, cfg, chunk=1), strict=True):
+        if isinstance(rows, str):
+            raise ValueError(f"{path} {rows}")
+        results += [(f"{name}#{number}", copy, row) for number, row in enumerate(rows)]
+    return results
+
+
+def examine_column(path, column, copy, *limits):
+    """What is wrong with a file, or for each row why it is dropped, or (SHA-256, bytes, signature, first byte).
+
+    The texts that are kept go into the file `copy`, one after the other.
+    """
+    results = []
+    try:
+        with open(copy, "wb") as file:
+            for text in column_texts(path, column):
+                data = text.encode("utf-8", "surrogatepass")  # half a surrogate pair is not UTF-8: dropped
+                reason, start = judge(data, *limits), file.tell()
+                if not reason:
+                    file.write(data)
+                results.append(reason or (hashlib.sha256(data).hexdigest(), len(data), signature(data), start))
+        return results
+    except pa.ArrowException as error:
+        return f"is corrupted ({runs.first_line(error)}); remove it or fetch it again"
+    except (ValueError, OSError) as error:
+        return str(error)
+
+
+def column_texts(path, column):
+    """The texts of a column of a Parquet or JSON-lines file, "" where there is none. ValueError without the column."""
+    if path.endswith(".parquet"):
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            types = {field.name: field.type for field in file.schema_arrow}
+            if types.get(column) not in (pa.string(), pa.large_string()):
+                listed = ", ".join(f"{name} {kind}" for name, kind in types.items())
+                raise ValueError(f"has no column {column} of text (it has {listed})")
+            for batch in file.iter_batches(256, columns=[column]):
+                yield from (text or "" for text in batch.column(0).to_pylist())
+        return
+    with open(path, "rb") as file:
+        for number, line in enumerate(filter(bytes.strip, file), 1):
+            try:
+                text = json.loads(line)[column]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                text = 0
+            if not isinstance(text, str | None):
+                raise ValueError(f'has no {{"{column}": TEXT}} in line {number}')
+            yield text or ""
 
 
 # ---- Text files ----------------------------------------------------------------------------------------------------

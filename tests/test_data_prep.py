@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gzip
 import json
 import keyword
 import os
@@ -75,7 +76,9 @@ def command(cfg):
     """The command line of a source."""
     values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     arguments = [values.pop("source")] if "source" in values else []
-    arguments += ["--roots", *values.pop("roots")] if "roots" in values else []
+    for name in [name for name, value in values.items() if isinstance(value, tuple)]:
+        value = values.pop(name)
+        arguments += [f"--{name}", *value] if value else []
     flags = [f"--{name}={value}" for name, value in values.items()]
     return [sys.executable, str(ROOT / "data_prep.py"), type(cfg).__name__.lower(), *arguments, *flags]
 
@@ -282,6 +285,66 @@ def test_each_reason_to_drop_is_counted(tmp_path):
     want = {reason: len(files) for reason, files in bad.items()}
     assert meta_of(tmp_path / "out")["dropped"] == want | {"unreadable": 2, "exact_duplicate": 2, "near_duplicate": 1}
     assert sorted(text.encode() for text in both(texts_of, tmp_path / "out")) == sorted(kept.values())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_rows_of_a_column_pass_the_filters_of_files_and_decode(tmp_path, workers):
+    texts = [data.decode() for data in corpus(tmp_path / "files", 40).values()]
+    bad = ["print 'Python 2'\n", "", None, "# @generated\nx = 3\n", "\ud800 = 1\n", texts[0], texts[1] + "END = True\n"]
+    (tmp_path / "rows").mkdir()
+    pq.write_table(pa.table({"code": texts[:20], "stars": list(range(20))}), tmp_path / "rows" / "a.parquet")
+    lines = [json.dumps({"code": text}) for text in texts[20:] + bad]
+    (tmp_path / "rows" / "b.jsonl").write_text("\n\n".join(lines))
+    cfg = config(tmp_path, roots=(str(tmp_path / "rows"),), column="code", workers=workers, shard_bytes=20_000)
+    dp.main(cfg)
+    assert both(texts_of, cfg.out) == sorted(texts)
+    reasons = ("unparsable", "generated", "non_utf8", "exact_duplicate", "near_duplicate")
+    dropped = {reason: count for reason, count in meta_of(cfg.out)["dropped"].items() if count}
+    assert dropped == dict.fromkeys(reasons, 1) | {"empty": 2}
+    assert not (tmp_path / "out" / "rows").exists()
+    before = tree(cfg.out)
+    (tmp_path / "out" / "train" / "00000.parquet").unlink()  # goes on, though the copies of the rows are gone
+    dp.main(cfg)
+    assert tree(cfg.out) == before
+
+
+def test_a_column_that_is_not_there_is_one_line(tmp_path, capsys):
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    cfg = config(tmp_path, roots=(str(rows),), column="content")
+    assert "name these with --roots" in refused(dataclasses.replace(cfg, roots=()), capsys)
+    assert "no .parquet, .jsonl files below" in refused(cfg, capsys)
+    pq.write_table(pa.table({"text": ["x = 1"]}), rows / "a.parquet")
+    assert "a.parquet has no column content of text (it has text string)" in refused(cfg, capsys)
+    (rows / "a.parquet").write_bytes(b"PAR1")
+    assert "a.parquet is corrupted (" in refused(cfg, capsys)
+    (rows / "a.parquet").unlink()
+    for line in ('{"text": "x = 1"}', '{"content": 1}', "[]", "x = 1", '{"content": ' + "[" * 9999):
+        (rows / "b.jsonl").write_text(f'{{"content": "x = 1"}}\n{line}\n')
+        assert 'b.jsonl has no {"content": TEXT} in line 2' in refused(cfg, capsys)
+
+
+def test_documents_that_hold_problems_of_benchmarks_are_dropped_and_counted(tmp_path, capsys):
+    words = "the list of numbers and return those whose sum with their two neighbours is even"
+    humaneval = {"prompt": f'def f(x):\n    """Take {words}."""\n', "canonical_solution": "    return x\n"}
+    code = "def g(a, b, c, d, e):\n    h = min(a, b)\n    return max(c, d, e, h)\n"
+    mbpp = [{"text": "Write a function.", "code": code}]
+    with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
+        file.write(json.dumps(humaneval) + "\n")
+    (tmp_path / "mbpp.json").write_text(json.dumps(mbpp))
+    files = corpus(tmp_path / "src", 10)
+    nine = " ".join(words.split()[:9])  # one word less than counts
+    fine = save(tmp_path / "src", {"fine.py": f"# {nine}, 1 2 3 4 5 6 7 8 9 10 11 12\ny = 2\n".encode()})
+    save(tmp_path / "src", {"h.py": f"# {words}\nz = 3\n".encode(), "m.py": f"q = 1\n{code}".encode()})
+    benchmarks = (str(tmp_path / "HumanEval.jsonl.gz"), str(tmp_path / "mbpp.json"))
+    dp.main(config(tmp_path, benchmarks=benchmarks))
+    assert "left out: 2 benchmark\n" in capsys.readouterr().out
+    assert sorted(text.encode() for text in both(texts_of, tmp_path / "out")) == sorted((files | fine).values())
+    assert "other settings (benchmarks '" in refused(config(tmp_path), capsys)
+    for data in (b"{}", b"text", b"[1]", b"\xff", b""):
+        (tmp_path / "mbpp.json").write_bytes(data)
+        cfg = config(tmp_path, benchmarks=benchmarks, out=str(tmp_path / "new"))
+        assert "mbpp.json holds no problems; HumanEval.jsonl.gz and" in refused(cfg, capsys)
 
 
 def test_minhash_estimates_the_jaccard_index():
