@@ -58,6 +58,8 @@ class DreamFlags:
     threshold: float = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
     block_length: int = 0  # fill blocks of this length from left to right; 0 takes the whole canvas at once
     cache: typing.Literal["", "prefix", "dual"] = ""  # keep keys and values while a block is filled
+    fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
+    eos_penalty: float = 0.0  # keep a text from ending while little of it is written; Dream-Coder's demos use 3
     batch_size: int = 8  # texts that are filled together
     chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: if the model's name says instruct
     int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
@@ -594,7 +596,7 @@ class Dream(CanvasModel):
         # The rule refuses flags that do not go together, before the weights are read.
         flags, folder = cfg.dream, Path(cfg.ckpt)
         shared = {name: getattr(cfg, name) for name in ("steps", "temperature", "top_p", "top_k")}
-        names = "alg_temp", "threshold", "block_length", "cache"
+        names = "alg_temp", "threshold", "block_length", "cache", "fast_dllm", "eos_penalty"
         blocks = {name: getattr(flags, name) for name in names}
         rule = sample_dream.Sampling(cfg.sampler, **shared, **blocks, history=bool(cfg.html))
         where = {"dtype": cfg.dtype, "int8": flags.int8, "devices": cfg.devices, "rows": flags.batch_size}
