@@ -374,7 +374,7 @@ def launch():
     job["seccomp"] = os.uname().machine in MACHINES and refused == 14  # EFAULT: known, only there was no filter
     job["readable"] = [path for path in (sys.base_prefix, *job["packages"], *READABLE) if os.path.exists(path)]
     if job["namespaces"]:
-        enter_namespaces(libc, job["folder"], job["readable"])
+        enter_namespaces(libc, "/proc", job["readable"])  # mounts its root there, where nothing readable lies
     found = {layer: job[layer] for layer in ("namespaces", "landlock", "seccomp")}
     print(json.dumps(found), file=report, flush=True)
     if not job["allow_unsafe"] and not (job["seccomp"] and (job["namespaces"] or job["landlock"])):
@@ -481,7 +481,8 @@ def run_launcher(launcher, job, spawned=lambda process: None):
 
     spawned(process) is called when it has started, so that another thread can kill it.
     """
-    folder = tempfile.mkdtemp(prefix="sandbox-")
+    # With namespaces tests write to file systems of their own, and a trainer that is killed leaves no folder behind.
+    folder = "" if job["namespaces"] else tempfile.mkdtemp(prefix="sandbox-")
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     # nothing of our environment, where keys may be; -I and -S keep our settings and packages out as well
     env = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -497,7 +498,8 @@ def run_launcher(launcher, job, spawned=lambda process: None):
     except subprocess.TimeoutExpired:
         return [], "the launcher hangs"
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # does not follow links
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)  # does not follow links
     # first what it found, then a line for every test
     rows = [json.loads(line) for line in out.splitlines()]
     complete = process.returncode == 0 and len(rows) == len(job["tests"]) + 1
