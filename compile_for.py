@@ -475,9 +475,9 @@ class Sample:
     block_length: int = 32  # tokens of a block; 0: without blocks, the first of the three steps alone
     only: typing.Literal[("", *STEPS)] = ""  # one of the three; "" all
 
-    def program(self, cached):
-        """Arguments of sample_dream.fill_block on the chip, as generate.py has them: (positional, by name)."""
-        array, model = on_chip(self.topology), md.CONFIGS[self.model]
+    def program(self, array, cached):
+        """Arguments of sample_dream.fill_block, as generate.py has them: (positional, by name)."""
+        model = md.CONFIGS[self.model]
         # the settings of the command line, and the weights as runs.load gives them
         settings = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
         blocks = {"block_length": self.block_length, "cache": "dual", "threshold": 0.9} if cached else {}
@@ -498,12 +498,12 @@ class Sample:
 
     def lowered(self, name):
         """One of STEPS, traced. The last two are parts of one program."""
-        inputs, static = self.program(cached=name != STEPS[0])
+        array, model = on_chip(self.topology), md.CONFIGS[self.model]
+        inputs, static = self.program(array, cached=name != STEPS[0])
         if name == STEPS[0]:
             return sample_dream.fill_block.lower(*inputs, **static)
         if name == STEPS[1]:
             return sample_dream.open_block.lower(*inputs, sampler=static["sampler"])
-        model, array = md.CONFIGS[self.model], on_chip(self.topology)
         layer = (array(jnp.bfloat16, 1, self.length, model.kv_heads, model.head_size),) * 2  # keys and values
         return sample_dream.denoise.lower(*inputs, [layer] * model.layers, **static)
 
