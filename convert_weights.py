@@ -208,9 +208,9 @@ def find(folder, step=0, repository=""):
         raise ValueError(f"{where} is an MDLM, in safetensors as it is; publish it with: hf upload OWNER/NAME {where}")
     step = int(keys.get("step", 0))
     if keys.get("model_type") == "pythoncoder":  # written by this file
-        fields = [field.name for field in dataclasses.fields(pc.Config)]
-        keys = runs.read_json(where / "config.json", *fields)
-        family, cfg = PYTHONCODER, pc.Config(**{name: keys[name] for name in fields})
+        fields = {field.name for field in dataclasses.fields(pc.Config)}
+        keys = runs.read_json(where / "config.json", *fields - {"init_std"})  # of which older ones say nothing
+        family, cfg = PYTHONCODER, pc.Config(**{name: keys[name] for name in fields & keys.keys()})
     else:
         family, cfg = DREAM, dream.config_from_hf(where)
     if not (where / "meta.json").is_file():  # safetensors

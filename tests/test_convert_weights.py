@@ -334,6 +334,10 @@ def test_a_run_of_pythoncoder_goes_to_safetensors_and_back(tmp_path):
     assert all(np.array_equal(older[name] + 1, want[name]) for name in want)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 15; it has \[10, 20\]"):
         convert.find(tmp_path / "run", 15)
+    keys = runs.read_json(tmp_path / "hub" / "config.json")
+    del keys["init_std"]  # as before there was a choice
+    runs.write(tmp_path / "hub" / "config.json", keys)
+    assert convert.find(tmp_path / "hub").cfg == cfg
 
 
 def test_a_run_of_dream_goes_to_the_hubs_layout(tmp_path):
