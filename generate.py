@@ -8,6 +8,7 @@
     python generate.py --model=mdlm --prompt="Once upon a time" --show_steps
     python generate.py --model=mdlm --prompt="Once upon a [MASK:12] dragon." --html=steps.html
     python generate.py --model=dream --ckpt=out/diffucoder --chat=on --prompt="Sort a list in Python." --show_steps
+    python generate.py --model=dream --ckpt=out/diffucoder --chat=on --system="Answer in code."    # a conversation
     python generate.py --model=dream --ckpt=out/diffucoder --int8 --block_length=32 --cache=dual --threshold=0.9
 
 Reads a run folder of train_tpu.py or train_gpu.py, or for Dream a folder of convert_weights.py. PythonCoder decodes
@@ -62,6 +63,8 @@ class DreamFlags:
     eos_penalty: float = 0.0  # keep a text from ending while little of it is written; Dream-Coder's demos use 3
     batch_size: int = 8  # texts that are filled together
     chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: if the model's name says instruct
+    system: str = ""  # what the chat template tells the model before the first prompt, \n for a new line
+    bos: bool = False  # begin a text without template with <|beginoftext|>, as evaluations of Dream-Base do
     int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
 
 
@@ -79,7 +82,7 @@ class Config:
     top_k: int = 0  # draw from the k likeliest tokens; 0 draws from all
     top_p: float | None = None  # draw from the smallest set of this probability; default 1, 0.95 for MDLM and Dream
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
-    raw: bool = False  # take --prompt, --suffix and --stop as they are: \n stays a backslash and an n
+    raw: bool = False  # take --prompt, --suffix, --stop, --system as they are: \n stays a backslash and an n
     infill: bool = True  # MDLM, Dream: [MASK:n] in a prompt is n tokens to fill; --no-infill takes it as text
     steps: int | None = None  # passes over the canvas: default 64 for MDLM, 0 for Dream: one for each token
     sampler: str = ""  # MDLM: ancestral, max_prob, margin, entropy; Dream: entropy, maskgit_plus, topk_margin, origin
@@ -141,8 +144,10 @@ def resolve(cfg):
     if cfg.raw:
         return cfg
     # a shell passes \n as two characters
-    prompt, suffix, *stop = (text.replace("\\n", "\n") for text in (cfg.prompt, cfg.suffix, *cfg.stop))
-    return dataclasses.replace(cfg, prompt=prompt, suffix=suffix, stop=tuple(stop))
+    texts = cfg.dream.system, cfg.prompt, cfg.suffix, *cfg.stop
+    system, prompt, suffix, *stop = (text.replace("\\n", "\n") for text in texts)
+    dream = dataclasses.replace(cfg.dream, system=system)
+    return dataclasses.replace(cfg, prompt=prompt, suffix=suffix, stop=tuple(stop), dream=dream)
 
 
 def read_requests(path):
@@ -166,7 +171,7 @@ def interact(model, end):
     """Read prompts until the end of input: lines up to an empty one are a prompt."""
     terminal = sys.stdin.isatty()
     if terminal:
-        print("Write a beginning, then an empty line to have it continued; Ctrl-D ends.", file=sys.stderr)
+        print("Write, then an empty line to have it continued or answered; Ctrl-D ends.", file=sys.stderr)
 
     def typed_lines():
         line = ""
@@ -264,7 +269,7 @@ def load(family, folder, step=0, dtype="", int8=False, devices=0, rows=1):
     model, stored = family.read_config(path, meta), meta.get("dtype", "float32")
     mesh = make_mesh(model, jax.devices()[: devices or None], rows)
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    print(f"{device_line()}; mesh {axes}", file=sys.stderr)
+    print(device_line() + f"; mesh {axes}" * (mesh.size > 1), file=sys.stderr)
     on_cpu = jax.default_backend() == "cpu"
     free = free_bytes(mesh.devices.flat[0]) / (mesh.size if on_cpu else 1)  # a CPU's devices share its memory
 
@@ -431,8 +436,8 @@ class CanvasModel:
         self.cfg, self.tokenizer, self.mask, self.ends, self.positions = cfg, tokenizer, mask, ends, positions
 
     def complete(self, requests):
-        """Fill a canvas for each request, cfg.n times, and print the texts."""
-        cfg, histories, total = self.cfg, [], collections.Counter()
+        """Fill a canvas for each request, cfg.n times, print the texts and return what the model wrote."""
+        cfg, histories, texts, total = self.cfg, [], [], collections.Counter()
         canvases = [self.prepare(*request) for request in requests for _ in range(cfg.n)]
         self.lengths = [len(canvas.ids) for canvas in canvases]
         for first in range(0, len(canvases), self.batch_size):
@@ -452,6 +457,7 @@ class CanvasModel:
                     row |= {"completion": completion, "text": completion.join(canvas.around)}
                 row |= {"tokens": len(written), "forwards": stats["forwards"]}  # seconds and passes of its batch
                 row |= {"seconds": stats["seconds"], "seed": cfg.seed}
+                texts.append(row.get("completion", row["text"]))
                 show(cfg, row, row["text"], first + i + 1 if len(canvases) > 1 else 0)
                 if cfg.html:  # the kept tokens of the canvas as it was given and after each step
                     shown = [p for p in kept if p >= canvas.start]
@@ -462,6 +468,7 @@ class CanvasModel:
         rate = f"{total['tokens'] / total['seconds']:.1f} tokens/s, {total['forwards']} forward passes"
         compiling = f"; compiling took {total['compile_s']:.1f} s more" if total["compile_s"] else ""
         print(f"{total['tokens']} tokens in {total['seconds']:.2f} s, {rate}{compiling}", file=sys.stderr)
+        return texts
 
     def prepare(self, prompt, suffix):
         """The Canvas of a request: "a [MASK:2]b" has the texts a and b around two masks.
@@ -492,14 +499,14 @@ class CanvasModel:
         encoded = [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
         if answer:
             encoded = [self.ask(prompt)]
-        end = self.end if ended else ()
-        length, most = len(self.begin) + sum(map(len, encoded)) + sum(sizes) + len(end), self.positions
+        begin, end = () if answer else self.begin, self.end if ended else ()
+        length, most = len(begin) + sum(map(len, encoded)) + sum(sizes) + len(end), self.positions
         if length > most:
             raise ValueError(f"{length} tokens do not fit the model's {most} positions; lower --max_new or mask less")
-        ids = [*self.begin]
+        ids = [*begin]
         for text_ids, size in itertools.zip_longest(encoded, sizes, fillvalue=0):
             ids += text_ids + [self.mask] * size
-        start = ids.index(self.mask) if answer else len(self.begin)
+        start = ids.index(self.mask) if answer else len(begin)
         around = None if gaps else ("", "") if answer else (prompt, suffix)
         return Canvas(prompt, suffix, [*ids, *end], start, around)
 
@@ -530,13 +537,16 @@ class CanvasModel:
 HIDDEN = "\ufdd0"  # a code point that Unicode keeps out of texts
 
 
-def encode_chat(tokenizer, wrap, prompt):
-    """Token ids of a prompt in a chat template. Special tokens are the template's alone; their names in the prompt stay
-    text: there they are broken by HIDDEN until the template's have become tokens.
+def encode_chat(tokenizer, wrap, prompt, system="", before=()):
+    """Token ids of a prompt in a chat template, behind a system turn and the (prompt, answer)s before it.
+
+    Special tokens are the template's alone. Their names in what was written stay text: HIDDEN breaks them until the
+    template's have become tokens.
     """
     names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     special = re.compile(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})")
-    text, ids = wrap(special.sub(lambda name: name[0][0] + HIDDEN + name[0][1:], prompt)), []
+    hide = functools.partial(special.sub, lambda name: name[0][0] + HIDDEN + name[0][1:])
+    text, ids = wrap(hide(prompt), hide(system), [tuple(map(hide, turns)) for turns in before]), []
     tokenizer.encode_special_tokens = True
     for part in special.split(text):
         token_id = [tokenizer.token_to_id(part)] if part in names else None
@@ -609,6 +619,7 @@ class Dream(CanvasModel):
         super().__init__(cfg, tokenizer, dream.mask_id, ends, dream.positions)
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
         self.batch_size, self.key, self.compile_s = flags.batch_size, jax.random.key(cfg.seed), 0.0
+        self.turns = []  # (prompt, answer) so far
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
 
         # A template is no sign of a model for conversations: base models carry that of the tokenizer they began with.
@@ -620,10 +631,22 @@ class Dream(CanvasModel):
         name = config.get("source") or f"{folder.resolve().name} {config.get('_name_or_path', '')}"
         instruct = any(word in name.lower() for word in ("instruct", "chat", "cpgrpo"))
         if wrap and (flags.chat == "on" or (flags.chat == "auto" and instruct)):
-            self.ask = functools.partial(encode_chat, tokenizer, wrap)
+            self.ask = functools.partial(encode_chat, tokenizer, wrap, system=flags.system, before=self.turns)
+        if flags.system and not self.ask:
+            raise ValueError("--system goes before a conversation; say --chat=on")
+        if flags.bos:
+            self.begin = [tokenizer.token_to_id("<|beginoftext|>")]
+            if None in self.begin:
+                raise ValueError(f"--bos: the tokenizer of {folder} has no <|beginoftext|>")
         hint = "; --chat=on asks it as an assistant" if wrap and not self.ask else ""
         how = "chat template" if self.ask else "plain completion"
         print(f"{folder}, {'int8 and ' * flags.int8}{self.model.run.dtype}, {how}{hint}", file=sys.stderr)
+
+    def complete(self, requests):
+        """As CanvasModel.complete; the next call goes on with the conversation."""
+        answers = super().complete(requests)
+        self.turns.append((requests[-1][0], answers[-1]))
+        return answers
 
     def on_event(self, name, seconds, **_):
         self.compile_s += seconds if name.startswith("/jax/core/compile/") else 0

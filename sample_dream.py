@@ -573,8 +573,8 @@ def load_tokenizer(folder, cfg):
 def chat_template(folder):
     """A function that writes a prompt as a user's turn, by the chat template in a model's folder; None if it has none.
 
-    The function's second argument is a system turn that goes before. Raises ValueError for a template that is damaged;
-    so does the function for one that fails.
+    The function's second argument is a system turn that goes before, the third the (prompt, answer)s since then. Raises
+    ValueError for a template that is damaged; so does the function for one that fails.
     """
     path, jinja = (Path(folder) / name for name in ("tokenizer_config.json", "chat_template.jinja"))
     config = runs.read_json(path) if path.exists() else {}
@@ -595,8 +595,11 @@ def chat_template(folder):
     environment.globals |= {"raise_exception": refuse, **special}
     compiled = functools.cache(environment.from_string)  # compiling takes 5 ms, rendering 0.07
 
-    def wrap(prompt, system=""):
-        turns = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": prompt}]
+    def wrap(prompt, system="", before=()):
+        turns = [{"role": "system", "content": system}] * bool(system)
+        for user, assistant in before:
+            turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+        turns.append({"role": "user", "content": prompt})
         try:
             return compiled(template).render(messages=turns, add_generation_prompt=True)
         except jinja2.TemplateError as error:

@@ -475,6 +475,30 @@ def test_dream_wraps_a_prompt_in_the_chat_template_when_asked_or_when_the_name_s
     (coder / "model" / "config.json").write_text(json.dumps(config))
 
 
+def test_an_interactive_chat_keeps_what_was_said(coder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n\nb\n\n"))
+    settings = {"chat": "on", "temperature": 0.0, "max_new": 4, "json": True}
+    out, _ = dream_says(capsys, coder / "model", system="s\\nt", **settings)
+    answers = [json.loads(line)["completion"] for line in out.splitlines()]
+    said = [("system", "s\nt"), ("user", "a"), ("assistant", answers[0]), ("user", "b")]
+    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in said)
+    tokenizer = Tokenizer.from_file(str(coder / "model" / "tokenizer.json"))
+    ids = tokenizer.encode(text + "<|im_start|>assistant\n", add_special_tokens=False).ids
+    assert answers[1] == greedy(coder / "model", ids, 4)
+    refused("say --chat=on", dream_config(coder / "model", prompt="x", system="s"))
+
+
+def test_a_plain_text_can_begin_with_dreams_first_token(coder, capsys, tmp_path):
+    shutil.copytree(coder / "model", tmp_path / "model")
+    refused("has no <|beginoftext|>", dream_config(tmp_path / "model", prompt="x", bos=True))
+    tokenizer = Tokenizer.from_file(str(coder / "model" / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|beginoftext|>"])
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    ids = [tokenizer.token_to_id("<|beginoftext|>"), *tokenizer.encode("return 3", add_special_tokens=False).ids]
+    out, _ = dream_says(capsys, tmp_path / "model", prompt="return 3", bos=True, temperature=0.0)
+    assert out == f"return 3{greedy(tmp_path / 'model', ids, 8)}\n"
+
+
 def test_special_tokens_in_a_users_text_stay_text(coder, capsys):
     tokenizer, wrap = Tokenizer.from_file(str(coder / "tokenizer.json")), sample_dream.chat_template(coder)
     im_end, mask = map(tokenizer.token_to_id, ("<|im_end|>", "<mask>"))
