@@ -24,11 +24,13 @@ import io
 import logging
 import math
 import platform
+import unittest.mock
 import warnings
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import inference_jetson
 import model_mdlm as mdlm
@@ -123,10 +125,17 @@ def write_torchscript(exported, example, path):
         return torch.jit.load(str(path))
 
 
+def plain_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask):
+    """Attention in the open: TorchScript's exporter writes the fused one in halves and floats mixed, which none reads."""
+    score_BHLM = q_BHLK @ k_BHLK.transpose(-2, -1) * float(q_BHLK.shape[-1]) ** -0.5
+    return score_BHLM.masked_fill(~attn_mask, -math.inf).softmax(-1) @ v_BHLK
+
+
 def write_onnx(exported, example, path):
     """One graph for all batches and lengths."""
-    names = {"input_names": ["token", "noise", "see"], "output_names": ["logits"]}
+    names, attention = {"input_names": ["token", "noise", "see"], "output_names": ["logits"]}, plain_attention
     if by_torch_export():
+        attention = F.scaled_dot_product_attention
         batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=exported.model.cfg.positions)
         shapes = {"token": {0: batch, 1: length}, "noise": {0: batch}, "see": {0: batch, 1: length}}
         names |= {"dynamo": True, "dynamic_shapes": shapes, "external_data": False, "verbose": False}
@@ -136,7 +145,8 @@ def write_onnx(exported, example, path):
     with warnings.catch_warnings(), torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision
-        torch.onnx.export(exported, example, str(path), **names)
+        with unittest.mock.patch.object(F, "scaled_dot_product_attention", attention):
+            torch.onnx.export(exported, example, str(path), **names)
     if lacks("onnxruntime"):
         print("model.onnx: written, not verified, for want of: pip install onnxruntime", flush=True)
         return None

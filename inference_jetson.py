@@ -9,8 +9,8 @@ Needs Python 3.10, torch 2.4 or newer, tokenizers and numpy, and beside it model
 GPU a denoising step (model, sampling, update) is captured once as a CUDA graph and replayed --steps times: what differs
 between steps lies in tables on the device, and the host synchronises with it once per sample. The kernels are built by
 `python setup_kernels.py build_ext --inplace`: --backend=auto then uses all of them, every other backend the sampler;
-without them the step is plain PyTorch, captured as well. On a CPU the loop is that of model_mdlm.py, in float32. For the
-clocks: sudo nvpmodel -m 2; sudo jetson_clocks.
+without them the step is plain PyTorch, captured as well. On a CPU the loop is that of model_mdlm.py, in float32. For
+the clocks: sudo nvpmodel -m 2; sudo jetson_clocks.
 
 Letters: B batch, L length, D width, H heads, V vocabulary, N steps.
 """

@@ -6,7 +6,7 @@
 On random weights of a preset, which cost what trained ones cost. With a GPU, in one run: ours (kernels and CUDA graph),
 ours with the fused sampler alone, eager FP16 TorchScript and, where Triton is, torch.compile(mode="reduce-overhead") in
 the loop of model_mdlm.py; writes bench/results/<GPU>.json. On a CPU: inference_jetson.py's fill beside mdlm.sample of a
-model that mdlm.load read, in turn; then the operators of one step that a GPU would launch and the bytes that they touch,
+model that mdlm.load read, in turn; then the operators of a step that a GPU would launch and the bytes that they touch,
 counted by running them, and from these times PREDICTED for an Orin Nano; writes bench/results/cpu.json and
 jetson_predicted.json.
 """

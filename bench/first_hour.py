@@ -138,7 +138,7 @@ def run(step):
     else:
         status = f"failed: more than {step.seconds} s" if late else "failed" if process.returncode else "passed"
     row = {"status": status, "seconds": time.perf_counter() - started, "numbers": numbers(step, output)}
-    return row | {"tail": output.splitlines()[-12:]}
+    return row | {"tail": output.splitlines()[-1 if status == "passed" else -12 :]}
 
 
 def random_run(folder, preset):
@@ -162,12 +162,12 @@ def main(cfg):
         for step in steps:
             if cfg.only and step.name not in cfg.only:
                 continue
-            print(f"{step.name:16} ...", end="\r", flush=True)
+            print(f"{step.name:18}", end="", flush=True)
             why = next(filter(None, map(lacking, step.needs)), "")
             row = {"status": f"skipped: {why}"} if why else run(step)
             done.append({"name": step.name, "command": f"python {step.command}"} | row)
             runs.write(out, {"device": device, "steps": done})  # what follows may take the machine with it
-            print(f"{step.name:16} {row['status']}" + (f", {row['seconds']:.0f} s" if "seconds" in row else ""))
+            print(row["status"] + (f", {row['seconds']:.0f} s" if "seconds" in row else ""), flush=True)
             if "failed" in row["status"]:
                 print("\n".join(f"    {line}" for line in row["tail"]), flush=True)
     print(f"wrote {out}")

@@ -27,7 +27,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.envir
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-ON_A_JETSON = "export_jetson", "inference_jetson", "kernels", "golden_kernels", "golden_mdlm", "model_mdlm"
+ON_A_JETSON = "export_jetson", "inference_jetson", "kernels", "golden_kernels", "model_mdlm"
 if not importlib.util.find_spec("jax"):
     collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py") if path.stem[5:] not in ON_A_JETSON]
 

@@ -115,10 +115,10 @@ def test_bad_input_is_named_and_nothing_is_lost(tmp_path, monkeypatch):
 
 def test_without_onnx_one_line_says_so(tmp_path, monkeypatch, capsys):
     checkpoint(tmp_path / "run")
-    monkeypatch.setattr(export_jetson, "lacks", lambda *packages: [p for p in packages if p == "onnxscript"])
+    monkeypatch.setattr(export_jetson, "lacks", lambda *packages: [p for p in packages if p == "onnx"])
     about = export(tmp_path / "run", tmp_path / "out", torchscript=False)
     assert "model.onnx" not in about["files"]
-    assert "model.onnx: not written, for want of: pip install onnxscript" in capsys.readouterr().out
+    assert "model.onnx: not written, for want of: pip install onnx\n" in capsys.readouterr().out
 
 
 def test_a_graph_that_fails_costs_its_file_alone(tmp_path, monkeypatch, capsys):
