@@ -126,7 +126,7 @@ def write_torchscript(exported, example, path):
 
 
 def plain_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask):
-    """Attention in the open: TorchScript's exporter writes the fused one in halves and floats mixed, which none reads."""
+    """Attention in the open: TorchScript's exporter mixes halves and floats in the fused one, which nobody reads."""
     score_BHLM = q_BHLK @ k_BHLK.transpose(-2, -1) * float(q_BHLK.shape[-1]) ** -0.5
     return score_BHLM.masked_fill(~attn_mask, -math.inf).softmax(-1) @ v_BHLK
 
