@@ -67,7 +67,7 @@ class SandboxFlags:
 class Config:
     task: typing.Literal["humaneval", "mbpp"] = "humaneval"  # which problems
     model: typing.Literal["pythoncoder", "mdlm", "dream"] = "pythoncoder"  # family of the checkpoint
-    ckpt: str = ""  # run folder, Dream also as converted; "" is out/train_tpu, or out/train_gpu for MDLM
+    ckpt: str = ""  # run folder, or one of convert_weights.py; "" is out/train_tpu, or out/train_gpu for MDLM
     step: int = 0  # which checkpoint; 0 takes the newest
     out: str = ""  # folder for samples and results, goes on there if it exists; "" is out/<task>
     tasks_file: str = ""  # the official HumanEval.jsonl(.gz) or sanitized-mbpp.json; "" downloads it
@@ -99,7 +99,7 @@ def main(cfg):
         samples = given_samples(cfg, problems)
         settings["samples_sha256"] = hashlib.sha256(Path(cfg.samples).read_bytes()).hexdigest()
     else:
-        converted = cfg.model == "dream" and (run / "meta.json").is_file()  # by convert_weights.py: it has no steps
+        converted = (run / "meta.json").is_file()  # by convert_weights.py: it has no steps
         step = None if converted else runs.newest(run, cfg.step)[0]
         names = "model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed"
         settings |= {name: getattr(cfg, name) for name in names} | {"ckpt": str(run), "step": step}
