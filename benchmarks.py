@@ -24,6 +24,7 @@ import http.client
 import itertools
 import json
 import math
+import operator
 import os
 import random
 import re
@@ -57,7 +58,8 @@ class SandboxFlags:
     runner: typing.Literal["local", "e2b"] = "local"  # this machine, or the service E2B
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     workers: int = 0  # programs run at a time; 0: one per CPU
-    timeout_s: float = 3.0  # of one test
+    timeout_s: float = 4.0  # processor seconds for the tests of a sample, or 4 times those of the reference if more
+    threads: bool = False  # let samples start threads
     allow_unsafe: bool = False  # run programs where the machine offers no safe sandbox
 
 
@@ -65,7 +67,7 @@ class SandboxFlags:
 class Config:
     task: typing.Literal["humaneval", "mbpp"] = "humaneval"  # which problems
     model: typing.Literal["pythoncoder", "mdlm", "dream"] = "pythoncoder"  # family of the checkpoint
-    ckpt: str = ""  # run folder, Dream also as converted; "" is out/train_tpu, or out/train_gpu for MDLM
+    ckpt: str = ""  # run folder, or one of convert_weights.py; "" is out/train_tpu, or out/train_gpu for MDLM
     step: int = 0  # which checkpoint; 0 takes the newest
     out: str = ""  # folder for samples and results, goes on there if it exists; "" is out/<task>
     tasks_file: str = ""  # the official HumanEval.jsonl(.gz) or sanitized-mbpp.json; "" downloads it
@@ -80,7 +82,7 @@ class Config:
     top_p: float = 0.95  # draw from the smallest set of tokens of this probability
     max_new: int = 512  # tokens at most
     batch_size: int = 16  # programs that are written at a time
-    seed: int = 0  # of the samples, and of the bootstrap
+    seed: int = 0  # of the samples
     json: bool = False  # print the report as one JSON line instead of text
     dream: DreamFlags = DreamFlags()
     sandbox: SandboxFlags = SandboxFlags()
@@ -97,7 +99,7 @@ def main(cfg):
         samples = given_samples(cfg, problems)
         settings["samples_sha256"] = hashlib.sha256(Path(cfg.samples).read_bytes()).hexdigest()
     else:
-        converted = cfg.model == "dream" and (run / "meta.json").is_file()  # by convert_weights.py: it has no steps
+        converted = (run / "meta.json").is_file()  # by convert_weights.py: it has no steps
         step = None if converted else runs.newest(run, cfg.step)[0]
         names = "model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed"
         settings |= {name: getattr(cfg, name) for name in names} | {"ckpt": str(run), "step": step}
@@ -159,11 +161,11 @@ STOPS = {  # of BigCode's harness, and Austin et al.'s [DONE]
 }
 CHAT = {  # what a user asks an instruct model
     "humaneval": "Complete this Python function. Answer with all of it in one block of code.\n\n```python\n{}\n```",
-    "mbpp": "{}",
+    "mbpp": "Write a Python function. Answer with all of it in one block of code.\n\n{}",
 }
 SHOTS = (2, 3, 4)  # MBPP: the problems that the paper shows before the one that is asked
 ARROW = re.compile(r"\s*(?:==>|=>|==|=|->|➞|→|#?\s*(?:should )?returns?\b)[ \t]*")
-# A test whose value tells programs apart: a hash of what they return for some inputs, "" if they never do.
+# Its value tells programs apart: a hash of what they return for some inputs, "" if they never do.
 PROBE = """import signal, zlib
 def _late(*_): raise TimeoutError
 def _show(value):
@@ -182,17 +184,19 @@ def _behaviour():
             seen.append(type(error).__name__)
     signal.setitimer(signal.ITIMER_PROF, 0)
     return returned * f"{{zlib.crc32(chr(10).join(seen).encode()):08x}}"
-assert _behaviour() == ''"""
+_behaviour()"""
 
 
 class Problem(typing.NamedTuple):
     id: str | int
     entry: str  # the function that is asked for
     prompt: str  # what a model reads
+    question: str  # what stands in CHAT instead
     head: str  # what stands before a completion when it runs
-    tests: list  # hidden; all must pass
+    test: str  # hidden
     public: list  # asserts made of the examples that the prompt shows
     probes: list  # PROBE, if there are inputs for it
+    reference: str  # a program that passes; its time is the measure of a sample's
 
 
 def read_problems(cfg):
@@ -261,9 +265,13 @@ def parse_lines(text, keys):
 def humaneval_problem(row):
     """Ref: Chen et al., arXiv:2107.03374. The model reads the prompt without the last newline, as BPEs like it."""
     task_id, prompt, entry = row["task_id"], row["prompt"], row["entry_point"]
+    reference = prompt + row.get("canonical_solution", "")
     public, arguments = docstring_examples(prompt, entry)
-    tests = [f"{row['test']}\ncheck({entry})"]
-    return Problem(task_id, entry, prompt.rstrip(), prompt, tests, public, probes(task_id, entry, arguments))
+    # helpers that the prompt defines stand in the test, too: the test calls some, and not as a sample may redefine them
+    helpers = [node for node in ast.parse(prompt).body if getattr(node, "name", "") != entry]
+    test = "\n".join([*map(ast.unparse, helpers), row["test"], f"check({entry})"])
+    seen = prompt.rstrip()
+    return Problem(task_id, entry, seen, seen, prompt, test, public, probes(task_id, entry, arguments), reference)
 
 
 def mbpp_problem(row, shots):
@@ -285,9 +293,13 @@ def mbpp_problem(row, shots):
     calls = [node for test in row["test_list"][:3] for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
     names = [call.func.id for call in calls if isinstance(call.func, ast.Name)]
     entry = next((name for name in names if not hasattr(builtins, name)), names[0])  # one problem redefines sum()
-    tests = [imports + test for test in row["test_list"]]
+    # all in one process, as the harnesses have it: a function that works once is no solution
+    test = imports + "\n".join(row["test_list"])
+    asserts = "\n".join(row["test_list"][:3])
+    question = f"{row['prompt'].strip()}\nIt must pass these tests:\n\n```python\n{asserts}\n```"
     arguments = [args for args in (literals(call, entry) for call in calls) if args is not None]
-    return Problem(row["task_id"], entry, prompt, "", tests, [], probes(row["task_id"], entry, arguments))
+    found = probes(row["task_id"], entry, arguments)
+    return Problem(row["task_id"], entry, prompt, question, "", test, [], found, row["code"])
 
 
 def docstring_examples(prompt, entry):
@@ -330,7 +342,7 @@ def probes(seed, entry, arguments):
     """[PROBE] with the inputs of examples and variations of them; [] without examples."""
     rng, examples = random.Random(str(seed)), arguments[:4]
     inputs = examples + [[vary(arg, rng) for arg in args] for args in examples * 2]
-    return [PROBE.format(inputs=inputs, entry=entry)] if inputs else []
+    return [sandbox.Probe(PROBE.format(inputs=inputs, entry=entry))] if inputs else []
 
 
 def vary(value, rng):
@@ -362,7 +374,7 @@ class Writer(typing.NamedTuple):
     tokenizer: tokenizers.Tokenizer
     longest: int  # tokens of prompt and completion at most
     write: typing.Callable  # (prompts, finished, number of the batch) -> new token ids of each prompt
-    ask: typing.Callable = str  # a problem's prompt -> what the model reads
+    ask: typing.Callable = operator.attrgetter("prompt")  # a problem -> what the model reads
 
 
 def load_jax(family, cfg, run, step):
@@ -415,8 +427,9 @@ def dream_writer(cfg, run, step):
         rows, _ = sample_dream.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch))
         return [cut(row[len(ids) :], ends) for row, ids in zip(rows, prompts, strict=True)]
 
-    ask = (lambda prompt: wrap(CHAT[cfg.task].format(prompt))) if cfg.dream.chat else str
-    return Writer(tokenizer, model.cfg.positions, write, ask)
+    if cfg.dream.chat:
+        return Writer(tokenizer, model.cfg.positions, write, lambda p: wrap(CHAT[cfg.task].format(p.question)))
+    return Writer(tokenizer, model.cfg.positions, write)
 
 
 def mdlm_writer(cfg, run, step):
@@ -544,7 +557,7 @@ def generated_samples(cfg, problems, run, step, path):
 def write_batch(cfg, writer, batch, number):
     """{"completion": code, "fits": True} of each problem, "written" too if the model wrote more; or {"fits": False}."""
     padded = batch + batch[-1:] * (cfg.batch_size - len(batch))  # one shape is compiled, not two
-    prompts = [writer.tokenizer.encode(writer.ask(p.prompt), add_special_tokens=False).ids for p in padded]
+    prompts = [writer.tokenizer.encode(writer.ask(p), add_special_tokens=False).ids for p in padded]
     # A prompt that is too long is replaced by its first token, so that the others keep their places in the batch.
     fits = [len(ids) + cfg.max_new <= writer.longest for ids in prompts]
     if not any(fits):
@@ -570,44 +583,63 @@ def write_batch(cfg, writer, batch, number):
 def score_samples(cfg, problems, samples, path):
     """Run the samples that `path` has no result of, and add a line for each: [((key, number), error)] of the others.
 
-    A line is the official {"task_id", "completion"}, and "sample", "passed", "result" (of the first hidden test that
-    does not pass). With several samples of a problem also what best-of-n needs: "public", the share of the examples in
-    the prompt that pass, and "behaviour".
+    A line is the official {"task_id", "completion"}, and "sample", "passed", "result" (of the hidden test). With
+    several samples of a problem also what best-of-n needs: "public", the share of the examples in the prompt that pass,
+    and "behaviour". The limit is max(--timeout_s, 4 x what the reference solution takes here), as EvalPlus has it.
     """
-    # A program is the problem's head and the sample; one that does not fit has no tests, and so does not pass.
     done = {(key_of(row["task_id"]), row["sample"]) for row in read_own(path, "passed")}
-    todo = [key for key in samples if key not in done]
-    several = any(number for _, number in samples)
-    programs, tests = [], []
-    for key, number in todo:
-        problem, code = problems[key], samples[key, number]
-        programs.append(problem.head + (code or ""))
-        tests.append(problem.tests + (problem.public + problem.probes) * several if code is not None else [])
+    several, flags = any(number for _, number in samples), dataclasses.asdict(cfg.sandbox)
+    unscored, slow = [], collections.defaultdict(list)
 
-    def on_result(i, result):
-        """Add the line of a sample as soon as it has run."""
-        if result.rate is None:
-            return
-        key, number = todo[i]
+    def add(key, number, result):
+        """Add the line of a sample: behind the hidden test are the examples of the prompt, then the probe."""
         problem = problems[key]
-        # All hidden tests must pass; behind them are the examples of the prompt, then the probe.
-        hidden, public = len(problem.tests), len(problem.public)
-        failed = [verdict for verdict in result.verdicts[:hidden] if verdict != "pass"]
         row = {"task_id": problem.id, "completion": samples[key, number] or "", "sample": number}
-        row["passed"] = bool(result.verdicts) and not failed
-        row["result"] = "passed" if row["passed"] else failed[0] if failed else "does not fit"
+        row["passed"] = result.verdicts[:1] == ["pass"]
+        row["result"] = "passed" if row["passed"] else result.verdicts[0] if result.verdicts else "does not fit"
         if several:
-            row["public"] = result.verdicts[hidden : hidden + public].count("pass") / max(1, public)
-            row["behaviour"] = next((v for v in result.values[hidden + public :] if isinstance(v, str)), "")
+            public = len(problem.public)
+            row["public"] = result.verdicts[1 : 1 + public].count("pass") / max(1, public)
+            row["behaviour"] = next((v for v in result.values[1 + public :] if isinstance(v, str)), "")
         append(path, [row])
-        done.add(todo[i])
+        done.add((key, number))
         if len(done) % 200 == 0 or len(done) == len(samples):
             print(f"{len(done):,} of {len(samples):,} samples scored", file=sys.stderr, flush=True)
 
-    program_s = 5 + cfg.sandbox.timeout_s * max(len(problem.tests) for problem in problems.values())
-    flags = dataclasses.asdict(cfg.sandbox)
-    ran = sandbox.run_tests(programs, tests, on_result, program_s=program_s, **flags)
-    return [(key, result.error) for key, result in zip(todo, ran, strict=True) if result.rate is None]
+    def run(todo, timeout_s):
+        """Add the lines of samples as soon as they have run; those too slow for the first limit are put by."""
+        # a program is the problem's head and the sample; one that does not fit has no tests, and so does not pass
+        programs, tests = [], []
+        for key, number in todo:
+            problem, code = problems[key], samples[key, number]
+            programs.append(problem.head + (code or ""))
+            all_tests = [problem.test, *(problem.public + problem.probes) * several]
+            tests.append(all_tests if code is not None else [])
+
+        def on_result(i, result):
+            if result.rate is None:
+                unscored.append((todo[i], result.error))
+            elif result.verdicts[:1] == ["timeout"] and timeout_s == cfg.sandbox.timeout_s:
+                slow[todo[i][0]].append((todo[i], result))
+            else:
+                add(*todo[i], result)
+
+        limits = {"timeout_s": timeout_s, "program_s": 5 + 3 * timeout_s}
+        sandbox.run_tests(programs, tests, on_result, main_block=False, **flags | limits)
+
+    run([key for key in samples if key not in done], cfg.sandbox.timeout_s)
+    # Is it the samples that are slow, or is the task? Its reference solution says.
+    references = [(problems[key].reference, [problems[key].test]) for key in slow]
+    patience = {"timeout_s": 60.0, "program_s": 180.0}
+    timed = sandbox.run_tests(*map(list, zip(*references, strict=True)), **flags | patience) if slow else []
+    for late, reference in zip(slow.values(), timed, strict=True):
+        limit = 4 * sum(reference.cpu_s)
+        if limit > cfg.sandbox.timeout_s:
+            run([key for key, _ in late], limit)
+        else:
+            for key, result in late:
+                add(*key, result)
+    return sorted(unscored)
 
 
 def pass_at_k(n, c, k):
@@ -633,11 +665,14 @@ def choose(rows):
     return max(best, key=lambda row: votes[row["behaviour"]])  # max takes the first of equals
 
 
-def interval(values, seed):
-    """95 % confidence interval of a mean: percentiles 2.5 and 97.5 of the means of 10,000 bootstrap resamples."""
-    values, rng = np.asarray(values, np.float64), np.random.default_rng(seed)
-    means = values[rng.integers(0, len(values), (10_000, len(values)))].mean(1)
-    return np.percentile(means, [2.5, 97.5]).tolist()
+def interval(values):
+    """95 % confidence interval of the mean of values from 0 to 1: Wilson's, which is no point where all are right.
+
+    For values between 0 and 1 it is wider than needed. Ref: Wilson, JASA 22 (1927).
+    """
+    n, p, z = len(values), float(np.mean(values)), 1.959964
+    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return [max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))]
 
 
 def report(cfg, problems, rows):
@@ -656,11 +691,11 @@ def report(cfg, problems, rows):
         counts = [(len(group), sum(r["passed"] for r in group)) for group in by_problem.values() if len(group) >= k > 0]
         if counts:
             values = [pass_at_k(n, c, k) for n, c in counts]
-            row[f"pass@{k}"] = [float(np.mean(values)), *interval(values, cfg.seed)]
+            row[f"pass@{k}"] = [float(np.mean(values)), *interval(values)]
             row |= {f"pass@{k} problems": len(counts)} if len(counts) < len(by_problem) else {}
     if n > 1:
         values = [choose(group)["passed"] for group in by_problem.values()]
-        row["best of n"] = [float(np.mean(values)), *interval(values, cfg.seed)]
+        row["best of n"] = [float(np.mean(values)), *interval(values)]
     return row
 
 
@@ -672,7 +707,7 @@ def describe(row):
     for name in (name for name in row if isinstance(row[name], list)):
         mean, low, high = (100 * x for x in row[name])
         over = row.get(f"{name} problems", row["problems"])
-        lines.append(f"{name}: {mean:.1f} % ({low:.1f} to {high:.1f}: 95 %, bootstrap over {over} problems)")
+        lines.append(f"{name}: {mean:.1f} % ({low:.1f} to {high:.1f}: 95 %, Wilson, over {over} problems)")
     if "best of n" in row:
         what = {"humaneval": "examples in the docstring, then majority", "mbpp": "majority"}[row["task"]]
         lines[-1] += f", of {row['n']} samples one is chosen without the hidden tests, by {what} of behaviour"

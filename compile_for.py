@@ -42,6 +42,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as PS
 
 import coupled_grpo
+import generate
 import model_dream as md
 import runs
 import sample_dream
@@ -461,49 +462,50 @@ STEPS = "a step over the whole canvas", "the pass that opens a block", "a cached
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The denoising steps of sample_dream.py on one chip, one row. One round of each loop counts: a step."""
+    """The denoising steps of generate.py on one chip, one row: by default, and with blocks, a cache and a threshold.
+
+    One round of each loop counts: a step, with the logits of a block, or of as many positions as Run.head_positions in
+    model_dream.py; a step of a canvas with more masks than that takes a little longer.
+    """
 
     topology: str = "v6e:1x1"  # chip to compile for
     model: str = "7b"  # key of CONFIGS in model_dream.py
     int8: bool = False  # matrices in 8 bits, the rest in bfloat16
     length: int = 768  # tokens of the canvas
-    masks: int = 256  # of them to fill, whose logits exist at a time where there are no blocks
     block_length: int = 32  # tokens of a block; 0: without blocks, the first of the three steps alone
     only: typing.Literal[("", *STEPS)] = ""  # one of the three; "" all
 
-    def lowered(self, name):
-        """One of STEPS, traced."""
-        array, model = on_chip(self.topology), md.CONFIGS[self.model]
-        cached, L = name != STEPS[0], self.length
-        block = self.block_length if cached else 0
-        run = md.Run(jnp.dtype("bfloat16"), head_positions=block or self.masks, platform="tpu")
-        # as fill() has it: what is an array of Given does not make another program, and is fixed in the rule
-        how = {"block_length": 1, "cache": "dual"} if cached else {}
-        rule = sample_dream.Sampling(top_p=0.95, temperature=0.2, eps=0.5, ban_ids=(), **how)
-        sampler = sample_dream.Sampler(md.graph_of(model, run), model, rule)
-        # weights, the canvas of one row, and what is said of it
+    def program(self, array, cached):
+        """Arguments of sample_dream.fill_block, as generate.py has them: (positional, by name)."""
+        model = md.CONFIGS[self.model]
+        # the settings of the command line, and the weights as runs.load gives them
+        settings = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
+        blocks = {"block_length": self.block_length, "cache": "dual", "threshold": 0.9} if cached else {}
+        rule = sample_dream.Sampling(**settings, **blocks, eos_ids=(model.eos_id,))
+        graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), platform="tpu"))
         params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), md.param_shapes(model))
         if self.int8:
             params = jax.tree.map(lambda s: jax.eval_shape(md.quantise, s) if len(s.shape) == 2 else s, params)
-        params = jax.tree.map(lambda s: array(s.dtype, *s.shape), params)
-        count, size = array(jnp.int32), block or L
-        state = sample_dream.State(array(jnp.int32, 1, L), count, count, count, array(jnp.int32, 1))
-        given = sample_dream.Given(
-            see_BL=array(bool, 1, L),
-            made_BL=array(bool, 1, L),
-            place_BL=array(jnp.int32, 1, L),
-            banned_V=array(bool, model.vocab),
-            key_B=array(jax.random.key(0).dtype, 1),
-            table_SN=array(jnp.int32, size, size + 1),
-            threshold=array(jnp.float32),
-            **dict.fromkeys(("size", "steps", "limit", "first", "start", "begun"), count),
-        )
+        # a canvas of masks behind one token
+        token_BL = np.full((1, self.length), model.mask_id)
+        token_BL[0, 0] = model.bos_id
+        see_BL, masked_BL = np.ones(token_BL.shape, bool), token_BL == model.mask_id
+        state, given, _ = sample_dream.prepare(model, rule, token_BL, see_BL, masked_BL)
+        _, width = sample_dream.window(rule, self.length, 1, 1, given.size) if cached else (0, self.length)
+        inputs = jax.tree.map(lambda s: array(s.dtype, *s.shape), (params, jax.eval_shape(lambda: (state, given))))
+        sampler = sample_dream.sampler_of(graph, model, rule)
+        return (inputs[0], *inputs[1]), {"sampler": sampler, "width": width}
+
+    def lowered(self, name):
+        """One of STEPS, traced. The last two are parts of one program."""
+        array, model = on_chip(self.topology), md.CONFIGS[self.model]
+        inputs, static = self.program(array, cached=name != STEPS[0])
+        if name == STEPS[0]:
+            return sample_dream.fill_block.lower(*inputs, **static)
         if name == STEPS[1]:
-            return sample_dream.open_block.lower(params, state, given, sampler=sampler)
-        # keys and values of every layer; a cached step feeds the block and the token before it
-        layer = (array(jnp.bfloat16, 1, L, model.kv_heads, model.head_size),) * 2
-        cache, width = ([layer] * model.layers, block + 1) if cached else (None, L)
-        return sample_dream.denoise.lower(params, state, given, cache, sampler=sampler, width=width)
+            return sample_dream.open_block.lower(*inputs, sampler=static["sampler"])
+        layer = (array(jnp.bfloat16, 1, self.length, model.kv_heads, model.head_size),) * 2  # keys and values
+        return sample_dream.denoise.lower(*inputs, [layer] * model.layers, **static)
 
     def rows(self):
         # no step is faster than its FLOPs at the peak, nor than one pass over the weights

@@ -5,27 +5,34 @@
     python convert_weights.py --source=out/diffucoder --out=out/diffucoder_hf              # and back again
     python convert_weights.py --source=DiffuCoder-7B-Instruct --out=out/diffucoder --verify    # compares both
     python convert_weights.py --source=out/train_tpu --out=out/my_model --push=me/my_model     # a run, published
+    python convert_weights.py --source=out/train_tpu --out=out/export --dtype=bfloat16         # a run's weights alone
 
 Reads a folder, or a repository of the Hub (token from HF_TOKEN, or what `hf auth login` stored). The files in it say
-which form it is in, and it is converted to the other; of a run of train_tpu.py the newest step is taken. Writes --out
-under another name and renames it when it is complete:
+which form it is in, and it is converted to the other; of a run of train_tpu.py the newest step is taken. With --dtype
+it becomes Orbax, whatever it was. Writes --out under another name and renames it when it is complete:
 
-    Dream in Orbax:       config.json, tokenizer files, meta.json, params/ (Zarr in chunks: a device reads its part)
-    PythonCoder in Orbax: a run folder as train_tpu.py writes it, without the optimizer
-    safetensors:          config.json, tokenizer files, model-0000i-of-0000n.safetensors, model.safetensors.index.json
+    Orbax:       config.json, tokenizer files, meta.json, params/ (Zarr in chunks: a device reads its part)
+    safetensors: config.json, tokenizer files, model-0000i-of-0000n.safetensors, model.safetensors.index.json
+
+Both have the name of what they were made of in config.json, as "source", and the *.py files that came with it, which
+transformers runs and we do not.
 
 Conversion streams. Orbax is handed views of the mapped files, and no tensor is copied. On the way back, and to verify,
-two blocks of 32 MB are in memory; files that Orbax wrote elsewhere may hold an array as a single block.
+two blocks of 32 MB are in memory; files that Orbax wrote elsewhere may hold an array as a single block. For --dtype a
+file without a name, beside --out and of its size, stands in for memory.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import shutil
 import struct
+import tempfile
 import threading
 import time
 import typing
@@ -54,6 +61,7 @@ class Config:
     out: str = ""  # folder to write
     revision: str = "main"  # branch, tag or commit of a repository of the Hub
     step: int = 0  # checkpoint of a run folder; 0 takes the newest
+    dtype: typing.Literal["", "bfloat16", "float32"] = ""  # write Orbax in this dtype; "" keeps every byte
     shard_gb: float = 5.0  # largest safetensors file, in GB
     verify: bool = False  # read --source and --out again and compare every tensor
     push: str = ""  # verify, and upload --out to this repository of the Hub, OWNER/NAME
@@ -120,7 +128,7 @@ def from_hf(folder, dtype=None, run=None):
     Raises ValueError or FileNotFoundError.
     """
     cfg = dream.config_from_hf(folder)
-    arrays, stored = open_safetensors(Checkpoint(Path(folder), DREAM, cfg, {}))
+    arrays, stored = open_safetensors(Checkpoint(Path(folder), DREAM, cfg, {}), dtype)
     params = {name: jax.numpy.array(array, dtype or stored) for name, array in arrays.items()}
     run = run or dream.Run(dtype=jax.numpy.dtype(dtype or stored))
     return nnx.merge(dream.graph_of(cfg, run), runs.unflatten(params))
@@ -167,6 +175,7 @@ class Checkpoint:
     params: Path | None = None  # folder of Orbax; None: safetensors
     sums: dict | None = None  # {name of a parameter: word_sum}, Orbax only
     step: int = 0  # of a run
+    origin: str = ""  # name of the model, OWNER/NAME for one of the Hub
 
     def shapes(self):
         """{name of a parameter: shape}, as the architecture says."""
@@ -174,14 +183,16 @@ class Checkpoint:
         return {name: leaf.shape for name, leaf in runs.flatten(tree).items()}
 
 
-def find(folder, step=0):
+def find(folder, step=0, repository=""):
     """The checkpoint in a folder: a run of train_tpu.py, or safetensors or Orbax as this file and the Hub lay them out.
 
-    Raises ValueError or FileNotFoundError.
+    repository is what it was downloaded from. Raises ValueError or FileNotFoundError.
     """
-    where = folder
+    where, config = folder, folder / "config.json"
     if step or runs.checkpoints(folder):
         step, where = runs.newest(folder, step)
+    # What it was made of: what an earlier conversion noted, or else where it is from.
+    origin = runs.read_json(config).get("source", repository) if config.is_file() else repository
     # A run of train_tpu.py.
     if where.parent.name == "checkpoints":
         meta = runs.read_json(where / "meta" / "metadata", "model", "sums")
@@ -190,21 +201,22 @@ def find(folder, step=0):
         keys = family.to_hub(cfg, "float32") | {"step": step}
         # the checksums of the optimizer's state are left out with that state
         sums = {name.removeprefix("params."): x for name, x in meta["sums"].items() if name.startswith("params.")}
-        return Checkpoint(folder, family, cfg, keys, where / "params", sums, step)
+        return Checkpoint(folder, family, cfg, keys, where / "params", sums, step, origin)
     # A folder with a config.json: what does it say?
     keys = runs.read_json(where / "config.json")
     if keys.get("model_type") == "mdlm":
         raise ValueError(f"{where} is an MDLM, in safetensors as it is; publish it with: hf upload OWNER/NAME {where}")
-    if keys.get("model_type") == "pythoncoder":  # safetensors that this file wrote
-        fields = [field.name for field in dataclasses.fields(pc.Config)]
-        keys = runs.read_json(where / "config.json", *fields)
-        cfg = pc.Config(**{name: keys[name] for name in fields})
-        return Checkpoint(folder, PYTHONCODER, cfg, keys, step=int(keys.get("step", 0)))
-    cfg = dream.config_from_hf(where)
-    if not (where / "meta.json").is_file():  # safetensors in the Hub's layout
-        return Checkpoint(folder, DREAM, cfg, keys)
+    step = int(keys.get("step", 0))
+    if keys.get("model_type") == "pythoncoder":  # written by this file
+        fields = {field.name for field in dataclasses.fields(pc.Config)}
+        keys = runs.read_json(where / "config.json", *fields - {"init_std"})  # of which older ones say nothing
+        family, cfg = PYTHONCODER, pc.Config(**{name: keys[name] for name in fields & keys.keys()})
+    else:
+        family, cfg = DREAM, dream.config_from_hf(where)
+    if not (where / "meta.json").is_file():  # safetensors
+        return Checkpoint(folder, family, cfg, keys, step=step, origin=origin or folder.resolve().name)
     sums = runs.read_json(where / "meta.json", "sums")["sums"]
-    return Checkpoint(folder, DREAM, cfg, keys, where / "params", sums)
+    return Checkpoint(folder, family, cfg, keys, where / "params", sums, step, origin)
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------
@@ -225,19 +237,22 @@ def byte_count(array):
     return array.dtype.numpy_dtype.itemsize * math.prod(array.shape)
 
 
-def common_dtype(dtypes, where):
-    names = sorted(set(map(str, dtypes)))
-    if len(names) != 1:
-        raise ValueError(f"{where} holds tensors of several dtypes: {', '.join(names)}")
-    return np.dtype(names[0])
+def common_dtype(dtypes, where, wanted=None):
+    """The dtype that all have; several are refused, unless one is wanted of all."""
+    counts = collections.Counter(map(str, dtypes))
+    if len(counts) > 1 and not wanted:
+        listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
+        advice = "--dtype=float32 keeps every value, --dtype=bfloat16 rounds them"
+        raise ValueError(f"{where} holds tensors of several dtypes: {listed}; make them one: {advice}")
+    return np.dtype(wanted or next(iter(counts)))
 
 
-def open_safetensors(checkpoint):
-    """{our name: mapped array} of a checkpoint in safetensors, and their dtype."""
+def open_safetensors(checkpoint, wanted=None):
+    """{our name: mapped array} of a checkpoint in safetensors, and their dtype, or the one that is wanted of them."""
     arrays, family, shapes = map_files(checkpoint.folder), checkpoint.family, checkpoint.shapes()
     want = {family.file_name(name): shape for name, shape in shapes.items()}
     runs.check_tensors({name: array.shape for name, array in arrays.items()}, want, checkpoint.folder)
-    dtype = common_dtype((array.dtype for array in arrays.values()), checkpoint.folder)
+    dtype = common_dtype((array.dtype for array in arrays.values()), checkpoint.folder, wanted)
     return {name: arrays[family.file_name(name)] for name in shapes}, dtype
 
 
@@ -284,6 +299,32 @@ def read_blocks(arrays):
         yield name, block.result()
 
 
+def checked_blocks(source, arrays):
+    """read_blocks of an Orbax checkpoint; ValueError behind the last block of an array whose checksum is another."""
+    for name, blocks in itertools.groupby(read_blocks(arrays), lambda block: block[0]):
+        total = 0
+        for _, rows in blocks:
+            total += word_sum(rows)
+            yield name, rows
+        if total % 2**32 != source.sums.get(name):
+            raise ValueError(f"{source.folder} is corrupted: {name} is not what was saved")
+
+
+def cast(source, arrays, dtype, folder):
+    """{name: array in dtype} of a checkpoint's arrays, mapped from a file without a name, which ends with them."""
+    blocks = checked_blocks(source, arrays) if source.params else arrays.items()
+    size = dtype.itemsize * sum(math.prod(array.shape) for array in arrays.values())
+    with tempfile.TemporaryFile(dir=folder) as file:
+        with progress("converting", size, file.tell):
+            for _, rows in blocks:
+                file.write(as_integers(rows.astype(dtype)))
+        file.flush()
+        flat = np.memmap(file, dtype, "r")
+    ends = np.cumsum([math.prod(array.shape) for array in arrays.values()])
+    parts = np.split(flat, ends[:-1])
+    return {name: part.reshape(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}
+
+
 # ---- progress and the folder that is written -----------------------------------------------------------------------
 
 
@@ -314,6 +355,22 @@ def progress(label, total, done_bytes):
             thread.join()
 
 
+def refuse_existing(out):
+    if out.exists():
+        raise FileExistsError(f"{out} exists; delete it or choose another --out")
+
+
+def check_room(sizes, advice=""):
+    """OSError if {folder: bytes to write} has no room; folders on one disk share it."""
+    needed = collections.Counter()
+    for folder, size in sizes.items():
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        disk, free = there.stat().st_dev, shutil.disk_usage(there).free
+        needed[disk] += size
+        if free < needed[disk] * 1.01:
+            raise OSError(f"{there} has {free / 1e9:.1f} GB left, {needed[disk] / 1e9:.1f} are needed{advice}")
+
+
 @contextlib.contextmanager
 def output_folder(out, size):
     """A folder for `size` bytes, which is named `out` when all went well; what an interrupted run left is removed."""
@@ -321,23 +378,21 @@ def output_folder(out, size):
     lock = out.with_name(f"{out.name}.lock")
     with runs.lock(lock):
         try:
-            if out.exists():
-                raise FileExistsError(f"{out} exists; delete it or choose another --out")
-            free = shutil.disk_usage(out.parent).free
-            if free < size * 1.01:
-                raise OSError(f"{out.parent} has {free / 1e9:.1f} GB left, {out.name} needs {size / 1e9:.1f}")
+            refuse_existing(out)
+            check_room({out.parent: size})
             with runs.new_folder(out) as partial:
                 yield partial
         finally:
             lock.unlink()
 
 
-# ---- tokenizers ----------------------------------------------------------------------------------------------------
+# ---- the files beside the weights ----------------------------------------------------------------------------------
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+DREAM_CODE = "Dream-org/Dream-v0-Instruct-7B"  # repository of the Hub that holds configuration_dream.py and the rest
 # what Dream adds to Qwen2.5's tokenizer, which ends at 151,664
 DREAM_TOKENS = {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}
 # where Qwen2.5's tokenizer splits a text before byte-pair encoding
@@ -346,12 +401,14 @@ QWEN_WORDS = (
 )
 
 
-def tokenizer_files(checkpoint):
-    """{name: bytes} of the tokenizer's files. That of a Dream model must have its MASK, or gets Dream's tokens; and it
-    is made of vocab.json and merges.txt where a repository holds no tokenizer.json. ValueError if it does not fit.
+def files_beside(checkpoint):
+    """{name: bytes} of the tokenizer's files and of the model's code. The tokenizer of a Dream must have its MASK, or
+    gets Dream's tokens; and it is made of vocab.json and merges.txt where a repository holds no tokenizer.json.
+    ValueError if it does not fit.
     """
     folder = checkpoint.folder
-    files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+    paths = [*map(folder.joinpath, TOKENIZER_FILES), *sorted(folder.glob("*.py"))]
+    files = {path.name: path.read_bytes() for path in paths if path.is_file()}
     made = "tokenizer.json" not in files and {"vocab.json", "merges.txt"} <= files.keys()
     if checkpoint.family is DREAM and (made or "tokenizer.json" in files):
         tokenizer = from_merges(folder) if made else runs.read_tokenizer(folder)
@@ -362,6 +419,25 @@ def tokenizer_files(checkpoint):
     if "tokenizer.json" not in files:
         print(f"{folder} has no tokenizer; generate.py will want a tokenizer.json beside the weights")
     return files
+
+
+def with_code(config, files, origin):
+    """A config.json, or tokenizer_config.json, whose auto_map names code that transformers finds: the file beside it,
+    or else OWNER/NAME--file.Class, of the repository that the model came from.
+    """
+    repository = origin if origin.count("/") == 1 else DREAM_CODE
+
+    def place(name):
+        there = "--" in name or f"{name.split('.')[0]}.py" in files
+        return name if there else f"{repository}--{name}"
+
+    return config | {"auto_map": jax.tree.map(place, config["auto_map"])} if "auto_map" in config else config
+
+
+def config_to_write(source, dtype):
+    """The content of config.json: the keys of the source, its name, and the dtype that it gets."""
+    name = "dtype" if "dtype" in source.keys else "torch_dtype"  # since transformers 5, and before
+    return source.keys | {name: str(dtype)} | ({"source": source.origin} if source.origin else {})
 
 
 def from_merges(folder):
@@ -435,29 +511,26 @@ def save_params(folder, arrays):
         raise OSError(f"the checkpoint was not written: {runs.first_line(error)}") from None
 
 
-def to_orbax(source, out):
-    """Write the Orbax form of a checkpoint in safetensors."""
-    files, (arrays, dtype) = tokenizer_files(source), open_safetensors(source)
-    if source.family is PYTHONCODER and dtype != np.float32:
-        raise ValueError(f"{source.folder} is in {dtype}; a run folder, which this becomes, holds float32")
-    total = sum(array.nbytes for array in arrays.values())
-    count = total // dtype.itemsize
+def to_orbax(source, out, wanted=""):
+    """Write the Orbax form of a checkpoint in safetensors, or of any in the dtype that is wanted."""
+    files = files_beside(source)
+    arrays, dtype = open_orbax(source) if source.params else open_safetensors(source, wanted)
+    dtype = np.dtype(wanted or dtype)
+    to_cast = bool(source.params) or any(array.dtype != dtype for array in arrays.values())
+    count = sum(math.prod(array.shape) for array in arrays.values())
     print(f"{len(arrays)} tensors, {count:,} parameters in {dtype}", flush=True)
-    with output_folder(out, total) as partial, concurrent.futures.ThreadPoolExecutor(1) as thread:
+    size = count * dtype.itemsize * (1 + to_cast)
+    with output_folder(out, size) as partial, concurrent.futures.ThreadPoolExecutor(1) as thread:
+        if to_cast:
+            arrays = cast(source, arrays, dtype, out.parent)
         # The checksums are made of the files that we read, while Orbax writes its own.
         summing = thread.submit(lambda: {name: word_sum(array) for name, array in arrays.items()})
-        if source.family is PYTHONCODER:  # a run folder with one checkpoint
-            model = dataclasses.asdict(source.cfg)
-            step = partial / "checkpoints" / str(source.step)
-            save_params(step / "params", arrays)
-            sums = {f"params.{name}": value for name, value in summing.result().items()}
-            (step / "meta").mkdir()
-            runs.write(step / "meta" / "metadata", {"model": model, "step": source.step, "sums": sums})
-            runs.write(partial / "config.json", {"model": model})
-        else:
-            save_params(partial / "params", arrays)
-            runs.write(partial / "meta.json", {"dtype": str(dtype), "parameters": count, "sums": summing.result()})
-            runs.write(partial / "config.json", source.keys)
+        save_params(partial / "params", arrays)
+        meta = {"dtype": str(dtype), "parameters": count, "source": source.origin, "step": source.step}
+        if source.family is PYTHONCODER:
+            meta["model"] = dataclasses.asdict(source.cfg)
+        runs.write(partial / "meta.json", meta | {"sums": summing.result()})
+        runs.write(partial / "config.json", config_to_write(source, dtype))
         for name, data in files.items():
             runs.write(partial / name, data)
 
@@ -478,18 +551,13 @@ def write_safetensors(path, arrays, source):
     text += b" " * (-len(text) % 8)  # so that the data is aligned
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for name, blocks in itertools.groupby(read_blocks(arrays), lambda block: block[0]):
-            total = 0
-            for _, rows in blocks:
-                total += word_sum(rows)
-                file.write(as_integers(rows))
-            if total % 2**32 != source.sums.get(name):
-                raise ValueError(f"{source.folder} is corrupted: {name} is not what was saved")
+        for _, rows in checked_blocks(source, arrays):
+            file.write(as_integers(rows))
 
 
 def to_safetensors(source, out, shard_gb):
     """Write the safetensors form of a checkpoint in Orbax."""
-    files, (arrays, dtype) = tokenizer_files(source), open_orbax(source)
+    files, (arrays, dtype) = files_beside(source), open_orbax(source)
     if dtype not in DTYPES.values():
         raise ValueError(f"{source.params} is in {dtype}, not one of {', '.join(map(str, DTYPES.values()))}")
     split = huggingface_hub.split_state_dict_into_shards_factory(
@@ -508,8 +576,10 @@ def to_safetensors(source, out, shard_gb):
             file_of = {source.family.file_name(name): file for name, file in split.tensor_to_filename.items()}
             index = {"metadata": split.metadata, "weight_map": dict(sorted(file_of.items()))}
             runs.write(partial / "model.safetensors.index.json", index)
-        runs.write(partial / "config.json", source.keys | {"torch_dtype": str(dtype)})
+        runs.write(partial / "config.json", with_code(config_to_write(source, dtype), files, source.origin))
         for name, data in files.items():
+            if name == "tokenizer_config.json":
+                data = with_code(runs.read_json(source.folder / name), files, source.origin)
             runs.write(partial / name, data)
 
 
@@ -556,18 +626,15 @@ Get the other form with: `python convert_weights.py --source={repository} --out=
 """
 
 
-def push(checkpoint, repository, base):
-    """Upload a folder with a model card to the Hub; what a broken upload left there is not sent again.
-
-    base is the repository that it was made of, or "".
-    """
-    out, card = checkpoint.folder, checkpoint.folder / "README.md"
+def push(checkpoint, repository):
+    """Upload a folder with a model card to the Hub; what a broken upload left there is not sent again."""
+    out, card, base = checkpoint.folder, checkpoint.folder / "README.md", checkpoint.origin
     if not card.exists():
         arrays, dtype = open_orbax(checkpoint) if checkpoint.params else open_safetensors(checkpoint)
         text = CARD.format(
             kind=checkpoint.family.name,
             form="orbax" if checkpoint.params else "safetensors",
-            base=f"base_model: {base}\n" if base else "",
+            base=f"base_model: {base}\n" if base.count("/") == 1 else "",
             name=repository.split("/")[1],
             what=checkpoint.family.what,
             parameters=sum(math.prod(array.shape) for array in arrays.values()),
@@ -585,12 +652,22 @@ def push(checkpoint, repository, base):
     print(f"uploaded {out} to {repository}")
 
 
-def fetch(repository, revision):
-    """Download a repository of the Hub into its cache; its folder."""
-    patterns = ["*.safetensors", "*.json", "merges.txt", "*.jinja", "params/*", "checkpoints/*"]
+def fetch(repository, revision, out):
+    """Download a repository of the Hub into its cache, if that and `out` have room; its folder."""
+    patterns = ["*.safetensors", "*.json", "merges.txt", "*.jinja", "*.py", "params/*", "checkpoints/*"]
     wanted = {"allow_patterns": patterns, "ignore_patterns": "*/opt/*"}  # without the optimizer's state
+    download = functools.partial(huggingface_hub.snapshot_download, repository, revision=revision, **wanted)
     try:
-        return Path(huggingface_hub.snapshot_download(repository, revision=revision, **wanted))
+        with contextlib.suppress(huggingface_hub.errors.DryRunError):  # offline: what is in the cache may be enough
+            files, cache = download(dry_run=True), Path(huggingface_hub.constants.HF_HUB_CACHE)
+            size = sum(file.file_size or 0 for file in files)
+            missing = sum(file.file_size or 0 for file in files if file.will_download)
+            if missing:
+                print(f"downloading {missing / 1e9:.1f} GB into {cache}, a second copy beside {out}", flush=True)
+                print(f"which stays there; delete it with: hf cache rm model/{repository}", flush=True)
+            advice = f" for the download and for {out}; HF_HOME=FOLDER puts the download elsewhere"
+            check_room({cache: missing, out: size}, advice)
+        return Path(download())
     except OSError as error:
         problem = " ".join(str(error).split())
         raise OSError(f"{repository} is no folder here and cannot be downloaded: {problem}") from None
@@ -601,29 +678,34 @@ def main(cfg):
         raise ValueError("name both: --source=FOLDER_OR_REPOSITORY --out=FOLDER")
     if cfg.push and cfg.push.count("/") != 1:
         raise ValueError(f"--push={cfg.push} is no repository of the Hub (OWNER/NAME)")
+    compare = cfg.verify or bool(cfg.push)
+    if cfg.dtype and compare:
+        raise ValueError("--verify and --push compare bytes, which --dtype changes; convert --out again with them")
     runs.quiet()
-    started, folder, out, base = time.time(), Path(cfg.source), Path(cfg.out), ""
+    started, folder, out, repository = time.time(), Path(cfg.source), Path(cfg.out), ""
+    if not compare:
+        refuse_existing(out)
     if not folder.exists():
         if cfg.source.count("/") != 1 or cfg.source.startswith((".", "/")):
             raise FileNotFoundError(f"{folder} does not exist, and is no repository of the Hub (OWNER/NAME)")
-        folder, base = fetch(cfg.source, cfg.revision), cfg.source
-    source = find(folder, cfg.step)
+        folder, repository = fetch(cfg.source, cfg.revision, out), cfg.source
+    source = find(folder, cfg.step, repository)
     # Convert; a folder that is there already can still be compared and published.
-    if out.exists() and (cfg.verify or cfg.push):
+    if out.exists():
         print(f"{out} exists and is not written again")
     else:
-        if source.params:
+        if source.params and not cfg.dtype:
             to_safetensors(source, out, cfg.shard_gb)
         else:
-            to_orbax(source, out)
+            to_orbax(source, out, cfg.dtype)
         size, seconds = bytes_in(out), time.time() - started
         print(f"wrote {out}: {size / 1e9:.2f} GB in {seconds:.0f} s, {size / 1e9 / seconds:.2f} GB/s")
     # Compare what was written, as it lies on the disk, with where it came from; always before it goes to the Hub.
-    if cfg.verify or cfg.push:
+    if compare:
         written = find(out)
         verify(source, written)
     if cfg.push:
-        push(written, cfg.push, base)
+        push(written, cfg.push)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python coupled_grpo.py                                        # a small model learns small tasks; five minutes, CPU
     python coupled_grpo.py --resume=out/grpo                      # goes on where the run stopped
     python rl_tasks.py --difficulty=hard --tokenizer=out/diffucoder/tokenizer.json --out=data/acecode
-    python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode                  # full fine-tuning
-    python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode --lora_rank=16   # on one TPU chip
+    python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode                  # on eight TPUs
+    python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode --lora_rank=16   # on one TPU
 
 Reads a Dream (a folder of convert_weights.py or a run of train_tpu.py) and tasks (see rl_tasks.py); without --ckpt it
 makes both. Writes --out: config.json, log.jsonl, rounds.jsonl (each completion with its rewards), checkpoints/<round>/,
@@ -19,9 +19,12 @@ token is MASK in the first and in exactly one of the other two, so its score alw
 half known. Rewards of the completions of a task are compared with each other: no value model is needed.
 
 --preset=7b holds the reference's settings, but for these. Its completions come from 256 passes, which are most of all
-work; ours from cached blocks, all sure tokens at once. Its masks repeat after about a hundred draws; ours never. It
-cuts long prompts on the left, we leave them out. It rewards text behind <|im_end|>, and counts a failed sandbox as a
-wrong answer. Groups of equal rewards teach nothing; it computes them, we skip them.
+work (--threshold=0 --block_length=0); ours from cached blocks, all sure tokens at once. Its masks repeat after about a
+hundred draws; ours never. It cuts long prompts on the left, we leave them out. It rewards text behind <|im_end|>, and
+counts a failed sandbox as a wrong answer. It has no LoRA; the rate that ours has is a guess.
+
+The demo's tasks are split by constant. "heldout" are tasks whose constants were in pre-training and are never rewarded,
+"unseen" ones with a constant that neither stage has shown.
 
 Letters: B sequences, N completions of a prompt, L columns of a canvas, C of them its completion, T tokens in a chunk,
 K versions of a canvas, I iterations, D width, R rank (or rows of a micro-batch), V vocabulary, F reward functions.
@@ -64,7 +67,10 @@ class Sampling:
     top_p: float | None = None  # draw from the likeliest tokens that have this probability together
     block_length: int | None = None  # write block by block of so many tokens; 0: the whole canvas at once
     cache: typing.Literal["", "prefix", "dual"] = "dual"  # keys and values kept while a block is filled; "" none
-    threshold: float = 0.9  # all tokens of at least this probability are filled at once; 0 fills one a pass
+    threshold: float = 0.9  # all positions of at least this probability are filled at once; 0 fills one a pass
+    # what --threshold looks at: the likeliest token's probability, or as in Fast-dLLM that of the token that was drawn,
+    # which makes the policy sharper than its distributions
+    score: typing.Literal["distribution", "drawn"] = "distribution"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Sandbox:
     runner: typing.Literal["local", "e2b"] = "local"  # on this machine, or in E2B's cloud
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     workers: int = 0  # programs run at a time; 0: one per CPU
-    timeout_s: float = 3.0  # seconds that one test may take
+    timeout_s: float = 5.0  # seconds that one test may take
     allow_unsafe: bool = False  # run programs where the machine offers no safe sandbox
 
 
@@ -86,15 +92,15 @@ class Config:
     heldout: str = ""  # JSONL file of tasks to evaluate on; "" is heldout.jsonl of the folder --prompts
     out: str = "out/grpo"  # folder of the run
     resume: str = ""  # folder of a run to go on with, with its settings; "" starts anew
-    rounds: int | None = None  # rounds of the whole run
+    rounds: int | None = None  # rounds of the whole run; 0: every task once
     tasks: int | None = None  # different tasks in a round
     group: int | None = None  # completions of each task, which are compared with each other
     iterations: int | None = None  # updates of a round
-    micro_batch: int | None = None  # completions that are differentiated at a time, all devices together
-    generation_batch: int | None = None  # canvases that are filled at a time, all devices together
+    micro_batch: int | None = None  # completions that are differentiated at a time, on all devices; 7b: 5 on each
+    generation_batch: int | None = None  # canvases that are filled at a time, on all devices; 7b: 10 on each
     max_prompt: int | None = None  # tokens of a prompt; longer ones are left out
     max_new: int | None = None  # tokens of a completion
-    lr: float | None = None  # peak learning rate; a cosine falls to a tenth of it
+    lr: float | None = None  # peak learning rate; a cosine falls to a tenth of it. 7b: 1e-6, with LoRA 2e-5, a guess
     warmup: int = 1  # updates until the peak; the first has rate 0, as in the reference
     weight_decay: float | None = None  # AdamW's, on matrices alone
     clip: float | None = None  # largest global norm of a gradient
@@ -102,6 +108,10 @@ class Config:
     epsilon: float = 0.5  # the ratio of new to old probability is clipped below 1 - epsilon
     epsilon_high: float = 0.5  # the ratio of new to old probability is clipped above 1 + epsilon_high
     scale_rewards: bool = False  # divide advantages by the standard deviation of their group
+    skip_constant: bool | None = None  # leave out groups of equal rewards, which the reference computes for their KL
+    # completions that have the same share of their tokens masked: those of a task, as on a process of the reference,
+    # each by itself, or all of a round
+    ratio_per: typing.Literal["task", "completion", "round"] = "task"
     sync_every: int = 64  # updates after which the reference model moves towards the policy; 0: never
     mixup: float = 0.6  # how far the reference model moves: 1 makes it the policy, as LoRA always does
     rewards: tuple[str, ...] | None = None  # names in sandbox.py, or your own as file.py:function
@@ -126,18 +136,18 @@ class Config:
     sandbox: Sandbox = Sandbox()
 
 
-PRESETS = {
+PRESETS = {  # micro_batch and generation_batch are for one device
     "demo": {
         "rounds": 40, "tasks": 16, "group": 8, "iterations": 2, "micro_batch": 64, "generation_batch": 128,
         "max_prompt": 40, "max_new": 16, "lr": 3e-4, "weight_decay": 0.0, "clip": 1.0, "rewards": ("code",),
-        "reward_weights": (1.0,), "eval_every": 5, "save_every": 10,
+        "reward_weights": (1.0,), "skip_constant": True, "eval_every": 5, "save_every": 10,
         "sampling": Sampling(top_p=1.0, block_length=16),
     },
     "7b": {
-        "rounds": 2000, "tasks": 8, "group": 10, "iterations": 2, "micro_batch": 5, "generation_batch": 10,
+        "rounds": 0, "tasks": 8, "group": 10, "iterations": 2, "micro_batch": 5, "generation_batch": 10,
         "max_prompt": 200, "max_new": 256, "lr": 1e-6, "weight_decay": 0.1, "clip": 0.2,
-        "rewards": ("code", "code_format"), "reward_weights": (2.0, 0.5), "eval_every": 50, "save_every": 50,
-        "sampling": Sampling(top_p=0.95, block_length=32),
+        "rewards": ("code", "code_format"), "reward_weights": (2.0, 0.5), "skip_constant": False, "eval_every": 50,
+        "save_every": 50, "sampling": Sampling(top_p=0.95, block_length=32),
     },
 }  # fmt: skip
 
@@ -145,17 +155,20 @@ PRESETS = {
 # ---- scores --------------------------------------------------------------------------------------------------------
 
 
-def draw_masks(key, round, iteration, rows, columns):
+def draw_masks(key, round, iteration, rows, columns, share=1):
     """{"ratio_B", "u_BC"} of one iteration: the share of a completion that the first mask takes, and its uniforms.
 
-    A function of the arguments alone, and a row's u of its number alone: old, reference and new scores of an iteration
-    see the same masks. All rows have the same ratio, in [0.2, 0.8), as in the reference.
+    A function of the arguments alone, and a row's draws of its number alone: old, reference and new scores of an
+    iteration see the same masks. Each `share` rows in succession have one ratio, in [0.2, 0.8).
     """
     key = jax.random.fold_in(jax.random.fold_in(key, round), iteration)
-    key_B = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(1, rows + 1))
-    u_BC = jax.vmap(lambda key: jax.random.uniform(key, (columns,)))(key_B)
-    ratio = 0.2 + 0.6 * jax.random.uniform(jax.random.fold_in(key, 0))
-    return {"ratio_B": jnp.full(rows, ratio), "u_BC": u_BC}
+
+    def uniform(key, number_B, *shape):
+        return jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number), shape))(number_B)
+
+    row_B = jnp.arange(rows)
+    ratio_B = 0.2 + 0.6 * uniform(jax.random.fold_in(key, 0), row_B // share)
+    return {"ratio_B": ratio_B, "u_BC": uniform(key, row_B + 1, columns)}
 
 
 def coupled_views(token_BL, completion_BL, u_BL, ratio_B, mask_id, other_BL=None):
@@ -357,7 +370,7 @@ def add_gradients(loss_fn, params, batch, total):
     """(total + the gradients of one micro-batch, metrics) for loss_fn(params, batch) -> (loss, metrics).
 
     An update divides the total by the number of micro-batches. Each of them has been divided by its own number of
-    tokens, as in the reference: this is no mean over the tokens of all.
+    tokens, on all devices (in the reference: a device's part by its own): this is no mean over the tokens of all.
     """
     (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
     return jax.tree.map(jnp.add, total, grads), {"loss": loss} | metrics
@@ -480,10 +493,15 @@ class Batch(typing.NamedTuple):
     passes: float  # passes over a canvas that writing took, on average
 
 
-def micro_batches(row_R, size):
-    """The rows in as few batches of `size` as hold them, of even lengths; -1 fills each up."""
+def micro_batches(row_R, size, devices=1):
+    """The rows in as few batches of `size` as hold them, of even lengths; -1 fills each up, for equal shares."""
     parts = np.array_split(row_R, -(-len(row_R) // size)) if len(row_R) else []
-    return [np.pad(part, (0, size - len(part)), constant_values=-1) for part in parts]
+    width = round_up(size, devices)
+    return [np.pad(part, (0, width - len(part)), constant_values=-1) for part in parts]
+
+
+def round_up(count, multiple):
+    return -(-count // multiple) * multiple
 
 
 class Trainer:
@@ -510,10 +528,13 @@ class Trainer:
         canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new
         self.prompts = rl_tasks.Prompts(cfg.prompts, *canvas)
         self.heldout = rl_tasks.Prompts(cfg.heldout, *canvas) if cfg.heldout else None
+        if not cfg.rounds:
+            rounds = max(1, len(self.prompts.tasks) // cfg.tasks)
+            self.cfg = cfg = dataclasses.replace(cfg, rounds=rounds)
         chat = "question" in self.prompts.tasks[0]
         ends = [tokenizer.token_to_id("<|im_end|>")] * chat + [model_cfg.eos_id, tokenizer.token_to_id("<|dlm_pad|>")]
         ends = tuple(dict.fromkeys(token for token in ends if token is not None))
-        sampling = dataclasses.asdict(cfg.sampling)
+        sampling = dataclasses.asdict(cfg.sampling) | {"filtered": True}  # a threshold is that after top-p
         if not cfg.sampling.block_length:
             sampling["cache"] = ""  # it is kept while a block is filled
         self.rule = sample_dream.Sampling("entropy", **sampling, vocab=tokenizer.get_vocab_size(), eos_ids=ends)
@@ -530,6 +551,7 @@ class Trainer:
         self.scores, self.gradients, self.update = programs
         self.opt = jax.jit(optimizer.init, out_shardings=opt_layout)(self.trained)
         self.row_sharding = jax.NamedSharding(mesh, md.PS(md.BATCH))  # rows of a batch over the devices
+        self.row_devices = mesh.size // cfg.tensor  # among which rows are shared out
         self.updates, self.bad = 0, 0  # so far; the last of them without a finite gradient
 
     def describe(self):
@@ -539,7 +561,8 @@ class Trainer:
         what = f"rank {cfg.lora_rank}: {count:,} of {count + frozen:,}" if frozen else f"{count:,}"
         print(f"{jax.device_count()} x {jax.devices()[0].device_kind}; training {what} parameters of {cfg.ckpt}")
         left_out = f"; {dropped} tasks of more than {cfg.max_prompt} tokens left out" * bool(dropped)
-        print(f"{len(self.prompts.tasks):,} tasks; a round is {cfg.tasks} x {cfg.group}{left_out}", flush=True)
+        rounds = f"{cfg.rounds:,} rounds of {cfg.tasks} x {cfg.group}"
+        print(f"{len(self.prompts.tasks):,} tasks; {rounds}{left_out}", flush=True)
 
     def arrays(self):
         """What a checkpoint holds."""
@@ -585,11 +608,12 @@ class Trainer:
         policy = nnx.merge(self.writing_graph, assemble(self.base, self.trained))
         canvas_BL, see_BL = prompts.canvas(task_B)
         size, filled, passes = self.cfg.generation_batch, [], []
+        rows = round_up(size, self.row_devices)  # or no device would have a share, and each would do all the work
         for i in range(0, len(task_B), size):
-            # All batches have one shape, for one compiled program: rows of the last one are there twice.
-            inputs = [np.resize(x[i : i + size], (size, x.shape[1])) for x in (canvas_BL, see_BL)]
+            # All batches have one shape, for one compiled program: some rows may be there twice.
+            inputs = [np.resize(x[i : i + size], (rows, x.shape[1])) for x in (canvas_BL, see_BL)]
             token_BL, stats = sample_dream.fill(policy, *inputs, self.rule, jax.random.fold_in(key, i))
-            filled.append(token_BL[: len(task_B) - i])
+            filled.append(token_BL[: min(size, len(task_B) - i)])
             passes.append(sum(stats["windows"]) / canvas_BL.shape[1])
         token_BL = np.concatenate(filled)
         counted_BC = completion_mask(token_BL[:, -self.cfg.max_new :], self.rule.eos_ids[0])
@@ -623,7 +647,7 @@ class Trainer:
         known = []
         for i, mask in enumerate(jax.device_get(masks)):
             old_BC, ref_BC = np.zeros((2, *batch.counted_BC.shape), np.float32)
-            for row_R in micro_batches(np.arange(len(old_BC)), self.cfg.micro_batch):
+            for row_R in micro_batches(np.arange(len(old_BC)), self.cfg.micro_batch, self.row_devices):
                 inputs, real_R = self.take(batch, mask, row_R), row_R >= 0
                 if i:  # before the first update the new score is the old one, see micro_loss
                     old_BC[row_R[real_R]] = np.asarray(self.scores(self.trained, self.base, inputs))[real_R]
@@ -636,8 +660,9 @@ class Trainer:
         """The updates of a round: (metrics of each micro-batch, gradient norm of each update). See score, reward."""
         cfg, measured, norms = self.cfg, [], []
         advantage_B = advantages.advantage_B.astype(np.float32)
-        # A group of equal rewards has no gradient, nor has a completion whose reward is not known.
-        batches = micro_batches(np.flatnonzero(advantages.counted_B & ~advantages.constant_B), cfg.micro_batch)
+        # A completion whose reward is not known has no gradient, a group of equal rewards that of its KL divergence.
+        left_out_B = ~advantages.counted_B | (advantages.constant_B & cfg.skip_constant)
+        batches = micro_batches(np.flatnonzero(~left_out_B), cfg.micro_batch, self.row_devices)
         for j, i, complete in round_plan(len(batches), cfg.iterations):
             inputs = self.take(batch, iterations[i], batches[j], advantage_B=advantage_B)
             if j == 0:  # the first micro-batch of an update
@@ -658,12 +683,16 @@ class Trainer:
         return measured, norms
 
     def evaluate(self):
-        """Mean reward of the first function on held-out tasks, and the share that has all of it."""
-        cfg = self.cfg
+        """Mean reward of the first function on held-out tasks, and the share that has all of it; of each "split"."""
+        cfg, figures = self.cfg, {}
         task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(self.heldout.tasks))), cfg.eval_samples)
         key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 21)  # the same at each evaluation
-        reward_B = self.reward(self.rollout(self.heldout, task_B, key).rows)[:, 0]
-        return {"heldout_reward": float(np.nanmean(reward_B)), "heldout_pass": float(np.mean(reward_B == 1))}
+        rows = self.rollout(self.heldout, task_B, key).rows
+        reward_B, split_B = self.reward(rows)[:, 0], np.array([row.get("split", "heldout") for row in rows])
+        for split in dict.fromkeys(split_B.tolist()):
+            mine_B = reward_B[split_B == split]
+            figures |= {f"{split}_reward": float(np.nanmean(mine_B)), f"{split}_pass": float(np.mean(mine_B == 1))}
+        return figures
 
 
 # ---- what is written down ------------------------------------------------------------------------------------------
@@ -728,15 +757,14 @@ def main(cfg, draw=draw_masks):
             raise RuntimeError(f"the sandbox cannot be used: {why}")
 
         if not cfg.ckpt:
+            if not cfg.resume:  # so that --resume finds a run that was stopped before its first round
+                runs.write(run.out / "config.json", {"train": {"model": "dream"} | settings})
             cfg = make_demo(cfg)
         if cfg.compile_cache:
             jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
 
         # All devices: --tensor of them share each layer, the others share rows and weights.
-        count = jax.device_count()
-        if count % cfg.tensor or cfg.micro_batch % (count // cfg.tensor):
-            raise ValueError(f"--tensor={cfg.tensor} has to divide {count} devices, and what is left --micro_batch")
-        shape, names = (1, count // cfg.tensor, cfg.tensor), ("data", "fsdp", "tensor")
+        shape, names = (1, jax.device_count() // cfg.tensor, cfg.tensor), ("data", "fsdp", "tensor")
         mesh = jax.sharding.Mesh(np.reshape(jax.devices(), shape), names, axis_types=(AxisType.Auto,) * 3)
         trainer = Trainer(cfg, rewards, mesh)
         trainer.describe()
@@ -757,6 +785,7 @@ def main(cfg, draw=draw_masks):
 def train(run, checkpoints, meta, trainer, first, draw):
     """The rounds after `first`."""
     cfg, count, pool = trainer.cfg, len(trainer.prompts.tasks), concurrent.futures.ThreadPoolExecutor(1)
+    share = {"task": cfg.group, "completion": 1, "round": cfg.tasks * cfg.group}[cfg.ratio_per]
     if trainer.heldout and not first:
         run.log({"round": 0} | trainer.evaluate())
     for r in range(first, cfg.rounds):
@@ -772,7 +801,7 @@ def train(run, checkpoints, meta, trainer, first, draw):
         # Their programs run in the sandbox, on the CPU, while the devices score them. Scores are taken under the same
         # masks as the updates, so that new and old ones differ by what was learnt and nothing else.
         rewarding = pool.submit(trainer.reward, batch.rows)
-        masks = [draw(key, 1, i, len(batch.rows), cfg.max_new) for i in range(cfg.iterations)]
+        masks = [draw(key, 1, i, len(batch.rows), cfg.max_new, share) for i in range(cfg.iterations)]
         iterations = trainer.score(batch, masks)
         clock.append(time.perf_counter())
         reward_BF = rewarding.result()
@@ -806,9 +835,16 @@ def resolve(cfg):
     """The config with the preset's values where it says None. ValueError or FileNotFoundError for what cannot be."""
     preset = PRESETS[cfg.preset] | ({"lr": 2e-5} if cfg.preset == "7b" and cfg.lora_rank else {})
     sampling = unset_from(cfg.sampling, dataclasses.asdict(preset["sampling"]))
-    cfg = dataclasses.replace(unset_from(cfg, preset), sampling=sampling)
-    counts = ("rounds", "tasks", "iterations", "micro_batch", "generation_batch", "eval_every", "save_every")
+    # Batches grow with the devices among which rows are shared out, up to a whole round.
+    full, devices = unset_from(cfg, preset), max(1, jax.device_count() // cfg.tensor)
+    rows = {name: min(preset[name] * devices, full.tasks * full.group) for name in ("micro_batch", "generation_batch")}
+    cfg = dataclasses.replace(unset_from(cfg, preset | rows), sampling=sampling)
+    counts = ("tasks", "iterations", "micro_batch", "generation_batch", "eval_every", "save_every")
     wrong = [f"--{name}={getattr(cfg, name)}: at least 1" for name in counts if getattr(cfg, name) < 1]
+    if cfg.rounds < 0:
+        wrong.append(f"--rounds={cfg.rounds}: at least 0, which is every task once")
+    if jax.device_count() % cfg.tensor:
+        wrong.append(f"--tensor={cfg.tensor} does not divide {jax.device_count()} devices")
     if cfg.group < 2:
         wrong.append(f"--group={cfg.group}: a completion is compared with the others of its task; at least 2")
     if not cfg.sampling.temperature:
@@ -843,17 +879,24 @@ def make_demo(cfg):
     base = Path(cfg.out) / "base"
     if not (base / "done").exists():
         print("no --ckpt: training a small Dream on tasks of its own, with three in ten answers right", flush=True)
-        shutil.rmtree(base, ignore_errors=True)
-        rl_tasks.write_demo(base, cfg.seed)
-        source, rows = str(base / "pairs.jsonl"), str(base / "rows")
-        data_prep.main(data_prep.Pairs(source=source, out=rows, seq_len=128, eos_to=16, vocab_size=512, seed=cfg.seed))
-        train_tpu.main(
-            train_tpu.Config(
-                model="dream_tiny", data=rows, out=str(base / "run"), seq_len=128, batch_size=16, micro_batch=16,
-                remat="none", steps=cfg.demo_steps, eval_every=cfg.demo_steps, log_every=100, seed=cfg.seed,
-                prompt=rl_tasks.read_tasks(base / "heldout.jsonl")[0]["prompt"],
-            )
-        )  # fmt: skip
+        rows, run = str(base / "rows"), str(base / "run")
+        resume = run if cfg.resume and runs.checkpoints(base / "run") else ""
+        if not resume:
+            shutil.rmtree(base, ignore_errors=True)
+            rl_tasks.write_demo(base, cfg.seed)
+            pairs = {"source": str(base / "pairs.jsonl"), "out": rows, "seed": cfg.seed}
+            data_prep.main(data_prep.Pairs(**pairs, seq_len=128, eos_to=16, vocab_size=512))
+        try:
+            train_tpu.main(
+                train_tpu.Config(
+                    model="dream_tiny", data=rows, out=run, resume=resume, seq_len=128, batch_size=16,
+                    micro_batch=max(1, 16 // jax.device_count()), remat="none", steps=cfg.demo_steps,
+                    eval_every=cfg.demo_steps, log_every=100, seed=cfg.seed,
+                    prompt=rl_tasks.read_tasks(base / "heldout.jsonl")[0]["prompt"],
+                )
+            )  # fmt: skip
+        except InterruptedError as error:  # it names its own folder
+            raise InterruptedError(f"{str(error).partition(';')[0]} of pre-training; --resume={cfg.out}") from None
         (base / "done").touch()
     prompts, heldout = (str(base / f"{split}.jsonl") for split in ("train", "heldout"))
     return dataclasses.replace(cfg, ckpt=str(base / "run"), prompts=prompts, heldout=heldout)

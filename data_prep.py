@@ -5,11 +5,16 @@
     python data_prep.py tinystories                                 # a download; needs: pip install datasets
     python data_prep.py python --roots ~/src ~/work --out=data/mine    # all .py files below these folders
     python data_prep.py python --tokenizer=qwen/tokenizer.json --fim_rate=0.5 --out=data/fim
+    python data_prep.py python --roots shards --column=content --benchmarks HumanEval.jsonl.gz --out=data/rows
     python data_prep.py pairs pairs.jsonl --eos_to=64 --out=data/pairs    # prompts and responses, for Dream
+    python data_prep.py pairs pairs.jsonl --chat --tokenizer=out/diffucoder/tokenizer.json --out=data/chat
     python data_prep.py parquet --roots shards --tokenizer=qwen/tokenizer.json --seq_len=4096 --out=data/long
 
 python drops generated, minified, huge, non-UTF-8 and unparsable files, exact and near duplicates, and holds some files
-out. text splits files of any size at <|endoftext|>. pairs reads lines {"prompt": TEXT, "response": TEXT}. parquet packs
+out. With --column its documents are the rows of .parquet and .jsonl files; what is kept of them stands in --out/rows
+until the run ends. With --benchmarks it drops what shares ten words in a row with a problem of HumanEval or MBPP.
+
+text splits files of any size at <|endoftext|>. pairs reads lines {"prompt": TEXT, "response": TEXT}. parquet packs
 the column input_ids of Parquet files (rows of any length; documents end with EOS and may run over row borders), one
 training shard for each input file. Without --tokenizer a byte-level BPE is trained on the training documents.
 
@@ -21,7 +26,8 @@ Writes --out: tokenizer.json, train/00000.parquet, heldout/00000.parquet and so 
 positions, of pairs also fixed, 1 where a token is of a prompt: int32 lists of seq_len) and, last of all, meta.json
 (special ids, counts, shards and their hashes, for padded rows how many documents have which length): its presence means
 that all is there. The same command goes on with a run that was stopped or killed, and ends with the same bytes as a run
-that was not. open_data, at the end of this file, reads such a folder.
+that was not. With --chat the model's tokenizer_config.json and chat_template.jinja go along. open_data, at the end of
+this file, reads such a folder.
 
 Axes: N documents, T tokens, R rows, L row length, P hash functions, V vocabulary.
 """
@@ -34,6 +40,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import gzip
 import hashlib
 import itertools
 import json
@@ -41,6 +48,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -54,7 +62,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
 
 import runs
@@ -73,6 +81,7 @@ class Shards:
 
     # No flags, but values for the sources that have no such flag: meta.json records most of them.
     rows, vocab_size, fim_rate, eos_to, max_bytes = "packed", 8192, 0.0, 1, 1_000_000
+    chat, column, benchmarks = False, "", ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +98,8 @@ class Python(Documents):
     roots: tuple[str, ...] = ()  # folders that are searched for .py files, or files; none is the standard library
     rows: typing.Literal["packed", "padded"] = "packed"  # packed for PythonCoder and Dream, padded for MDLM
     max_bytes: int = 1_000_000  # larger files are dropped
+    column: str = ""  # column of text in .parquet and .jsonl files, whose rows are read instead of .py files
+    benchmarks: tuple[str, ...] = ()  # HumanEval.jsonl.gz, sanitized-mbpp.json: what holds their problems is dropped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,6 +125,7 @@ class Pairs(Shards):
     out: str = "data/pairs"  # folder to write
     vocab_size: int = 8192  # size of the tokenizer that is trained; at least 261, for 256 bytes and 5 special tokens
     eos_to: int = 1  # EOS fills each response to a multiple of so many tokens, as the end of a canvas to sample on
+    chat: bool = False  # write pairs as turns of a chat, by the template beside --tokenizer; <|im_end|> ends a response
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,6 +150,11 @@ NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test
 FIM = {part: f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix")}  # Qwen2.5's names; its ids are 151659-151661
 SPECIAL = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "mask": "<mask>", "unk": "<unk>"}  # of padded rows, in order
 SEPARATOR = "<|endoftext|>"  # between the documents of a text file
+TURN_END = "<|im_end|>"  # ends a turn of a chat, in Qwen2.5's template and Dream's
+CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"  # one of them holds a model's chat template
+PROBLEM = "prompt", "canonical_solution", "text", "code"  # keys of the texts of a problem in HumanEval and MBPP
+OVERLAP = 10  # a document that shares so many words in a row with a problem holds it, as in arXiv:2409.12186
+HIDDEN = "\ufdd0"  # breaks the names of special tokens in what people wrote; a noncharacter, which no text holds
 TINYSTORIES = "roneneldan/TinyStories"  # the data set on Hugging Face, or a folder of the same
 # Qwen2.5's split: single digits, runs of indentation together, line ends with the punctuation before them
 SPLIT = (
@@ -191,9 +208,15 @@ def main(cfg):
         raise ValueError(f"--heldout={cfg.heldout} must be in [0, 1) and --fim_rate={cfg.fim_rate} in [0, 1]")
     if cfg.fim_rate and cfg.rows == "padded":
         raise ValueError("--fim_rate goes with --rows=packed only")
+    if cfg.chat and not cfg.tokenizer:
+        raise ValueError("--chat takes the template of a model: name its tokenizer, --tokenizer=FOLDER/tokenizer.json")
+    if cfg.column and not cfg.roots:
+        raise ValueError(f"--column={cfg.column} is one of .parquet and .jsonl files: name these with --roots")
     if cfg.workers:
         os.environ["RAYON_NUM_THREADS"] = str(cfg.workers)  # threads of the library tokenizers
     vocabulary = load_vocabulary(Path(cfg.tokenizer).read_bytes(), cfg) if cfg.tokenizer else None
+    if cfg.chat:
+        chat_writer(cfg.tokenizer)  # fails here where it fails at all
     out = Path(cfg.out)
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / ".lock"):
@@ -205,6 +228,8 @@ def main(cfg):
         except OSError as error:  # a full disk, an input file that is gone
             problem = f"{error.filename or out}: {error.strerror or error}"
             raise OSError(f"{problem}; put that right and run the same command to go on") from None
+        finally:
+            shutil.rmtree(out / "rows", ignore_errors=True)
 
 
 def prepare(cfg, out, vocabulary):
@@ -212,17 +237,23 @@ def prepare(cfg, out, vocabulary):
 
     A run may be killed at any moment: each file gets its name when it is whole, and meta.json comes last.
     """
-    started = time.time()
-    names = "vocab_size eos seq_len heldout fim_rate eos_to max_bytes shard_bytes seed".split()
-    given = hashlib.sha256(vocabulary.data).hexdigest() if vocabulary else ""
-    settings = {"source": type(cfg).__name__.lower(), "tokenizer": given}
-    settings |= {name: getattr(cfg, name) for name in names if name != "eos_to" or isinstance(cfg, Pairs)}
-    settings |= {"rows": "padded"} if cfg.rows == "padded" else {}
+    started, chat = time.time(), chat_files(cfg.tokenizer) if cfg.chat else {}
+    settings = settings_of(cfg, vocabulary, chat)
     earlier, complete = read_earlier(out, settings)
+    tokenizer, progress = out / "tokenizer.json", out / "progress.json"
+    data = tokenizer.read_bytes() if tokenizer.exists() else b""
+    shards = [out / shard["file"] for split in earlier.get("splits", {}).values() for shard in split["shards"]]
+    whole = complete and all(path.exists() for path in shards)
+
+    # A run that ended left a stamp of sizes and times: where it is the same, no file is read to find nothing to do.
+    found, stamp = find(cfg), out / ".inputs"
+    seen = [(name, path, *size_and_time(path)) for name, path in found]
+    if whole and stamp.exists() and stamp.read_bytes() == stamp_of(seen, earlier["fingerprint"], data):
+        print(f"{out} is complete, nothing to do")
+        return
 
     # Files: all are read through once, so that what is bad is known before anything is written.
-    gather, _ = SOURCES[type(cfg)]
-    groups, dropped = gather(cfg, vocabulary)
+    groups, dropped = SOURCES[type(cfg)].gather(found, cfg, vocabulary)
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items() if count) or "nothing"
     if not groups["train"]:
         raise ValueError(f"no document to train on (left out: {reasons}); lower --heldout or name more to read")
@@ -232,13 +263,11 @@ def prepare(cfg, out, vocabulary):
     # whether what an earlier run wrote can stay.
     items = {(item.name, item.sha256) for group in itertools.chain(*groups.values()) for item in group}
     listing = json.dumps([1, settings, sorted(items)]).encode()
-    tokenizer, progress = out / "tokenizer.json", out / "progress.json"
-    data = tokenizer.read_bytes() if tokenizer.exists() else b""
     unchanged = earlier.get("fingerprint") == hashlib.sha256(listing + data).hexdigest()
     if complete and not unchanged:
         raise ValueError(f"{out} holds data of other files, or these have changed; choose another --out or delete it")
-    shards = [out / shard["file"] for split in earlier.get("splits", {}).values() for shard in split["shards"]]
-    if complete and all(path.exists() for path in shards):
+    if whole:
+        runs.write(stamp, stamp_of(seen, earlier["fingerprint"], data))
         print(f"{out} is complete, nothing to do")
         return
     if unchanged:
@@ -252,15 +281,43 @@ def prepare(cfg, out, vocabulary):
     vocabulary = vocabulary or (load_vocabulary(data, cfg) if unchanged else new_vocabulary(cfg, groups["train"]))
     fingerprint = hashlib.sha256(listing + vocabulary.data).hexdigest()
     runs.write(progress, {"settings": settings, "fingerprint": fingerprint})
-    runs.write(tokenizer, vocabulary.data)
+    for name, content in {"tokenizer.json": vocabulary.data, **chat}.items():
+        runs.write(out / name, content)
 
     # Shards, then meta.json.
     splits = {split: write_split(out, split, groups[split], cfg, vocabulary, fingerprint) for split in groups}
     meta = describe(cfg, vocabulary, settings, fingerprint, dropped, splits)
     runs.write(progress, json.dumps(meta, indent=2).encode())
     progress.rename(out / "meta.json")
+    runs.write(stamp, stamp_of(seen, fingerprint, vocabulary.data))
     ids = f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}"
     print(f"wrote {out} in {time.time() - started:.0f} s; {ids}")
+
+
+def settings_of(cfg, vocabulary, chat):
+    """What decides, beside the files, which bytes are written; an earlier run must have had the same."""
+    names = "vocab_size eos seq_len heldout fim_rate eos_to max_bytes shard_bytes seed".split()
+    given = hashlib.sha256(vocabulary.data).hexdigest() if vocabulary else ""
+    settings = {"source": type(cfg).__name__.lower(), "tokenizer": given}
+    settings |= {name: getattr(cfg, name) for name in names if name != "eos_to" or isinstance(cfg, Pairs)}
+    settings |= {"rows": "padded"} if cfg.rows == "padded" else {}
+    settings |= {"column": cfg.column} if cfg.column else {}
+    contents = {"chat": chat.values(), "benchmarks": [Path(path).read_bytes() for path in cfg.benchmarks]}
+    return settings | {key: hashlib.sha256(b"".join(files)).hexdigest() for key, files in contents.items() if files}
+
+
+def size_and_time(path):
+    """(bytes, nanoseconds since 1970 of the last change) of a file; (0, 0) where it is gone."""
+    try:
+        status = os.stat(path)
+        return status.st_size, status.st_mtime_ns
+    except OSError:
+        return 0, 0
+
+
+def stamp_of(seen, fingerprint, tokenizer):
+    """What says that files which were `seen` so became the data of this fingerprint, without a file being read."""
+    return hashlib.sha256(json.dumps([seen, fingerprint]).encode() + tokenizer).hexdigest().encode()
 
 
 def read_earlier(out, settings):
@@ -271,7 +328,8 @@ def read_earlier(out, settings):
             raise ValueError(f"{out} holds files that data_prep.py did not write; choose another --out")
         return {}, False
     earlier = runs.read_json(path, "settings", "fingerprint")
-    before, now = ({"rows": "packed"} | kept for kept in (earlier["settings"], settings))
+    unset = {"rows": "packed", "chat": "", "column": "", "benchmarks": ""}  # these are noted where they are set
+    before, now = (unset | kept for kept in (earlier["settings"], settings))
     other = [f"{key} {before.get(key)!r}, now {now[key]!r}" for key in now if before.get(key) != now[key]]
     if other:
         raise ValueError(f"{out} holds data of other settings ({'; '.join(other)}); choose another --out or delete it")
@@ -315,11 +373,10 @@ def write_shard(path, items, cfg, vocabulary, fingerprint):
     counts |= {"too_long": 0} if isinstance(cfg, Pairs) else {}
 
     # Documents of this split -> ids. All steps are generators, so that only some MB are in memory at a time.
-    _, documents_of = SOURCES[type(cfg)]
     if isinstance(cfg, Parquet):
-        documents = documents_of(items, split, cfg, vocabulary)
+        documents = parquet_documents(items, split, cfg, vocabulary)
     else:
-        documents = tokenised(documents_of(items, split, cfg), split, cfg, vocabulary)
+        documents = tokenised(SOURCES[type(cfg)].documents(items, split, cfg), split, cfg, vocabulary)
     documents = tqdm(documents, f"{split} {path.stem}", unit=" documents", disable=None, leave=False)
     documents = counted(documents, counts, eos, cfg)
 
@@ -377,11 +434,17 @@ def describe(cfg, vocabulary, settings, fingerprint, dropped, splits):
 # ---- Files ---------------------------------------------------------------------------------------------------------
 
 
-def find(cfg, roots, *suffixes):
-    """(name, path) of all files with these suffixes below the roots, sorted; --out itself is not entered.
+def find(cfg):
+    """(name, path) of all files that are to be read, sorted; --out itself is not entered.
 
-    A root that is a file is taken as it is. No roots are the standard library.
+    They are those below the roots that have a suffix of the source. A root that is a file is taken as it is. No roots
+    are the standard library.
     """
+    if isinstance(cfg, TinyStories):
+        roots = (tinystories(cfg.out),)
+    else:
+        roots = cfg.roots if isinstance(cfg, Python | Parquet) else (cfg.source,)
+    suffixes = (".parquet", ".jsonl") if cfg.column else SOURCES[type(cfg)].suffixes
     own, found = os.path.realpath(cfg.out), []
     skipped = set() if roots else NOT_THE_LIBRARY
     for root in roots or [sysconfig.get_paths()["stdlib"]]:
@@ -471,25 +534,30 @@ def read_text(item):
     return data.decode()
 
 
-# Each source has two functions. One gathers files: {"train" and "heldout": lists of Items, one list a shard}, and how
-# many files it dropped, by reason. The other reads the documents of such a list: (text,) or (prompt, response).
+# Each source has two functions. One gathers what was found: {"train" and "heldout": lists of Items, one list a shard},
+# and how many files it dropped, by reason. The other reads the documents of such a list: (text,) or (prompt, response).
 
 # ---- Python files --------------------------------------------------------------------------------------------------
 
 
-def gather_python(cfg, vocabulary):
-    """The .py files that are fit, in an order drawn by hash; what is held out is drawn by file."""
-    found, items, signatures, seen = find(cfg, cfg.roots, ".py"), [], [], set()
+def gather_python(found, cfg, vocabulary):
+    """The files or rows that are fit, in an order drawn by hash; what is held out is drawn by their names."""
+    items, signatures, seen = [], [], set()
     reasons = "unreadable huge non_utf8 empty generated minified unparsable exact_duplicate near_duplicate"
-    dropped = dict.fromkeys(reasons.split(), 0)
-    results = parallel(examine, [(path, cfg.max_bytes) for _, path in found], cfg, chunk=64)
-    for (name, path), result in zip(found, results, strict=True):
+    dropped = dict.fromkeys([*reasons.split(), *["benchmark"] * bool(cfg.benchmarks)], 0)
+    limits = cfg.max_bytes, runs_of_words(*itertools.chain.from_iterable(map(read_problems, cfg.benchmarks)))
+    if cfg.column:
+        results = examine_columns(found, cfg, limits)
+    else:
+        results = parallel(examine, [(path, *limits) for _, path in found], cfg, chunk=64)
+        results = ((*place, result) for place, result in zip(found, results, strict=True))
+    for name, path, result in results:
         if isinstance(result, str) or result[0] in seen:
             dropped[result if isinstance(result, str) else "exact_duplicate"] += 1
             continue
-        sha256, size, signature_P = result
+        sha256, size, signature_P, start = result
         seen.add(sha256)
-        items.append(Item(name, path, sha256, size))
+        items.append(Item(name, path, sha256, size, start))
         signatures.append(signature_P)
 
     # Of files that are nearly the same the first stays.
@@ -507,17 +575,25 @@ def gather_python(cfg, vocabulary):
     return groups, dropped
 
 
-def examine(path, max_bytes):
-    """Why a Python file is dropped, or (SHA-256, bytes, signature). The limits for minified files are StarCoder's."""
+def examine(path, max_bytes, problems):
+    """Why a Python file is dropped, or (SHA-256, bytes, signature, 0)."""
     try:
         if not os.path.isfile(path):  # reading a named pipe would never end
             return "unreadable"
         if os.path.getsize(path) > max_bytes:
             return "huge"
         data = Path(path).read_bytes()
-        text = data.decode()
     except OSError:
         return "unreadable"
+    return judge(data, max_bytes, problems) or (hashlib.sha256(data).hexdigest(), len(data), signature(data), 0)
+
+
+def judge(data, max_bytes, problems):
+    """Why a document is dropped, or "". The limits for minified files are StarCoder's."""
+    if len(data) > max_bytes:
+        return "huge"
+    try:
+        text = data.decode()
     except UnicodeDecodeError:
         return "non_utf8"
     if not text.strip():
@@ -532,7 +608,27 @@ def examine(path, max_bytes):
         return "minified"
     if not parses(data):
         return "unparsable"
-    return hashlib.sha256(data).hexdigest(), len(data), signature(data)
+    return "benchmark" if problems and not problems.isdisjoint(runs_of_words(text)) else ""
+
+
+def runs_of_words(*texts):
+    """The set of all runs of OVERLAP words in each text. Numbers and signs are no words: they agree by chance."""
+    words = (re.findall(r"[^\W\d]\w*", text) for text in texts)
+    return {" ".join(part[i : i + OVERLAP]) for part in words for i in range(len(part) - OVERLAP + 1)}
+
+
+def read_problems(path):
+    """The texts of the problems in a file of HumanEval or MBPP. ValueError if it holds none."""
+    try:
+        with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+            data = file.read().decode()
+        rows = json.loads(data) if data.startswith("[") else map(json.loads, data.splitlines())
+        texts = [row[key] for row in rows for key in PROBLEM if key in row]
+    except (ValueError, TypeError, EOFError, gzip.BadGzipFile):
+        texts = []
+    if not texts:
+        raise ValueError(f"--benchmarks: {path} holds no problems; HumanEval.jsonl.gz and sanitized-mbpp.json do")
+    return texts
 
 
 def parses(source):
@@ -581,19 +677,73 @@ def near_duplicates(signature_NP, threshold=0.85):
     return near_N
 
 
+# ---- Python in a column of Parquet or JSON-lines files -------------------------------------------------------------
+
+
+def examine_columns(found, cfg, limits):
+    """(name, path, reason or (SHA-256, bytes, signature, first byte)) of each row. Its path is a file of --out/rows."""
+    folder = Path(cfg.out) / "rows"
+    folder.mkdir(exist_ok=True)
+    copies = [str(folder / f"{number:05}") for number in range(len(found))]
+    jobs = [(path, cfg.column, copy, *limits) for (_, path), copy in zip(found, copies, strict=True)]
+    results = []
+    for (name, path), copy, rows in zip(found, copies, parallel(examine_column, jobs, cfg, chunk=1), strict=True):
+        if isinstance(rows, str):
+            raise ValueError(f"{path} {rows}")
+        results += [(f"{name}#{number}", copy, row) for number, row in enumerate(rows)]
+    return results
+
+
+def examine_column(path, column, copy, *limits):
+    """What is wrong with a file, or for each row why it is dropped, or (SHA-256, bytes, signature, first byte).
+
+    The texts that are kept go into the file `copy`, one after the other.
+    """
+    results = []
+    try:
+        with open(copy, "wb") as file:
+            for text in column_texts(path, column):
+                data = text.encode("utf-8", "surrogatepass")  # half a surrogate pair is not UTF-8: dropped
+                reason, start = judge(data, *limits), file.tell()
+                if not reason:
+                    file.write(data)
+                results.append(reason or (hashlib.sha256(data).hexdigest(), len(data), signature(data), start))
+        return results
+    except pa.ArrowException as error:
+        return f"is corrupted ({runs.first_line(error)}); remove it or fetch it again"
+    except (ValueError, OSError) as error:
+        return str(error)
+
+
+def column_texts(path, column):
+    """The texts of a column of a Parquet or JSON-lines file, "" where there is none. ValueError without the column."""
+    if path.endswith(".parquet"):
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            types = {field.name: field.type for field in file.schema_arrow}
+            if types.get(column) not in (pa.string(), pa.large_string()):
+                listed = ", ".join(f"{name} {kind}" for name, kind in types.items())
+                raise ValueError(f"has no column {column} of text (it has {listed})")
+            for batch in file.iter_batches(256, columns=[column]):
+                yield from (text or "" for text in batch.column(0).to_pylist())
+        return
+    with open(path, "rb") as file:
+        for number, line in enumerate(filter(bytes.strip, file), 1):
+            try:
+                text = json.loads(line)[column]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                text = 0
+            if not isinstance(text, str | None):
+                raise ValueError(f'has no {{"{column}": TEXT}} in line {number}')
+            yield text or ""
+
+
 # ---- Text files ----------------------------------------------------------------------------------------------------
 
 
-def gather_text(cfg, vocabulary):
+def gather_text(found, cfg, vocabulary):
     """Ranges of the text files. Both splits have all: what of them is held out is drawn by a hash of each document."""
-    source = os.path.join(cfg.out, "tinystories.txt") if isinstance(cfg, TinyStories) else cfg.source
-    if isinstance(cfg, TinyStories) and not os.path.exists(source):
-        stories = download(TINYSTORIES, "prepare a text file with: python data_prep.py text FILE")
-        with runs.writing(source) as file:
-            for story in tqdm(stories, "writing", unit=" stories", disable=None):
-                file.write(f"{story['text'].strip()}\n{SEPARATOR}\n".encode())
     items, dropped = [], dict.fromkeys(("unreadable", "binary", "empty"), 0)
-    for name, path in find(cfg, (source,), ".txt", ".text", ".md", ".py"):
+    for name, path in found:
         try:
             ranges = text_ranges(name, path, cfg.shard_bytes)
             items += ranges
@@ -653,6 +803,17 @@ def text_documents(items, split, cfg):
                 yield (text,)
 
 
+def tinystories(out):
+    """The file of all stories in the folder --out, downloaded if it is not there."""
+    path = os.path.join(out, "tinystories.txt")
+    if not os.path.exists(path):
+        stories = download(TINYSTORIES, "prepare a text file with: python data_prep.py text FILE")
+        with runs.writing(path) as file:
+            for story in tqdm(stories, "writing", unit=" stories", disable=None):
+                file.write(f"{story['text'].strip()}\n{SEPARATOR}\n".encode())
+    return path
+
+
 def download(name, otherwise):
     """The training rows of a data set on Hugging Face, dictionaries. `otherwise` is what else a user can do."""
     try:
@@ -669,7 +830,7 @@ def download(name, otherwise):
 # ---- Pairs of prompt and response ----------------------------------------------------------------------------------
 
 
-def gather_pairs(cfg, vocabulary):
+def gather_pairs(found, cfg, vocabulary):
     """Ranges of whole lines. Both splits have all: what of them is held out is drawn by a hash of each prompt."""
     bad, items, start = [], [], 0
     with open(cfg.source, "rb") as file:
@@ -701,22 +862,47 @@ def read_pair(line):
 
 def pair_documents(items, split, cfg):
     """The pairs of this split. A prompt that is held out is in no training pair."""
+    write = chat_writer(cfg.tokenizer) if cfg.chat else lambda *pair: pair
     for item in items:
         for pair in map(read_pair, read_text(item).split("\n")):
             if pair and belongs(pair[0].encode(), split, cfg):
-                yield pair
+                yield write(*pair)
+
+
+def chat_files(tokenizer):
+    """{name: bytes} of the files beside a tokenizer.json that hold a chat template."""
+    paths = [Path(tokenizer).with_name(name) for name in CHAT_FILES]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+@functools.lru_cache(1)
+def chat_writer(tokenizer):
+    """A function: (prompt, response) -> the same as the turns of a chat, by the template beside a tokenizer.json.
+
+    The special tokens of the template become tokens; their names in what people wrote are broken by HIDDEN, and stay
+    text. Raises ValueError if there is no template.
+    """
+    import sample_dream  # and with it JAX, which nothing else here needs
+
+    folder = Path(tokenizer).parent
+    wrap = sample_dream.chat_template(folder)
+    if wrap is None:
+        raise ValueError(f"--chat: {folder} holds no chat template ({' or '.join(CHAT_FILES)})")
+    names = [token["content"] for token in json.loads(Path(tokenizer).read_bytes())["added_tokens"]]
+    special = re.compile("|".join(re.escape(name) for name in names if not name.isspace()))
+
+    def plain(text):
+        return special.sub(lambda name: name[0][0] + HIDDEN + name[0][1:], text)
+
+    return lambda prompt, response: (wrap(plain(prompt)), plain(response) + TURN_END)
 
 
 # ---- Parquet files of token ids ------------------------------------------------------------------------------------
 
 
-def gather_parquet(cfg, vocabulary):
+def gather_parquet(found, cfg, vocabulary):
     """The input files, one training shard each. Both splits have all: a hash of its ids holds a document out."""
-    # In a byte-level BPE each character of a token is one byte.
-    added, alphabet = vocabulary.encoder.get_added_tokens_decoder(), {*pre_tokenizers.ByteLevel.alphabet()}
-    if any(id not in added and not alphabet.issuperset(token) for token, id in vocabulary.encoder.get_vocab().items()):
-        raise ValueError(f"--tokenizer={cfg.tokenizer} is no byte-level BPE: bytes cannot be counted; name one that is")
-    found, items = find(cfg, cfg.roots, ".parquet"), []
+    items = []
     jobs = [(path, vocabulary.size, vocabulary.special["eos"]) for _, path in found]
     for (name, path), result in zip(found, parallel(examine_parquet, jobs, cfg, chunk=1), strict=True):
         if isinstance(result, str):
@@ -772,12 +958,18 @@ def parquet_documents(items, split, cfg, vocabulary):
                 yield ids, int(bytes_V[ids].sum(dtype=np.int64))
 
 
+class Source(typing.NamedTuple):
+    suffixes: tuple  # of the files
+    gather: typing.Callable
+    documents: typing.Callable
+
+
 SOURCES = {
-    Python: (gather_python, lambda items, split, cfg: ((read_text(item),) for item in items)),
-    Text: (gather_text, text_documents),
-    TinyStories: (gather_text, text_documents),
-    Pairs: (gather_pairs, pair_documents),
-    Parquet: (gather_parquet, parquet_documents),
+    Python: Source((".py",), gather_python, lambda items, split, cfg: ((read_text(item),) for item in items)),
+    Text: Source((".txt", ".text", ".md", ".py"), gather_text, text_documents),
+    TinyStories: Source((".txt",), gather_text, text_documents),
+    Pairs: Source((".jsonl",), gather_pairs, pair_documents),
+    Parquet: Source((".parquet",), gather_parquet, parquet_documents),
 }
 
 
@@ -800,8 +992,8 @@ def new_vocabulary(cfg, groups):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    _, documents_of = SOURCES[type(cfg)]
-    tokenizer.train_from_iterator(map("".join, documents_of(items, "train", cfg)), trainer)
+    documents = SOURCES[type(cfg)].documents(items, "train", cfg)
+    tokenizer.train_from_iterator(map("".join, documents), trainer)
     return load_vocabulary(tokenizer.to_str().encode(), cfg)
 
 
@@ -811,19 +1003,29 @@ def load_vocabulary(data, cfg):
         description = json.loads(data)
         for token in description["added_tokens"]:  # only runs of spaces, as GPT-NeoX has them, stay what they are
             token["special"] = not token["content"].isspace()
+            token["normalized"] &= not cfg.chat  # found before HIDDEN goes
         encoder = Tokenizer.from_str(json.dumps(description))
     except Exception as error:  # tokenizers raises no narrower class
         problem = f"is no tokenizer.json of the library tokenizers ({runs.first_line(error)})"
         raise ValueError(f"--tokenizer={cfg.tokenizer} {problem}; name another") from None
-    encoder.encode_special_tokens = True  # as plain text
+    encoder.encode_special_tokens = not cfg.chat  # True: as plain text
+    if cfg.chat:
+        parts = [encoder.normalizer] if encoder.normalizer else []
+        encoder.normalizer = normalizers.Sequence([normalizers.Replace(HIDDEN, ""), *parts])
     encoder.no_truncation()
     encoder.no_padding()
+
+    # In a byte-level BPE each character of a token is one byte.
+    if isinstance(cfg, Parquet):
+        added, alphabet = encoder.get_added_tokens_decoder(), {*pre_tokenizers.ByteLevel.alphabet()}
+        if any(id not in added and not alphabet.issuperset(token) for token, id in encoder.get_vocab().items()):
+            raise ValueError(f"--tokenizer={cfg.tokenizer} is no byte-level BPE: bytes cannot be counted; name another")
 
     # The tokens that rows need: the five of padded rows; packed rows have EOS as PAD, whose segment is 0.
     roles = SPECIAL if cfg.rows == "padded" else {"eos": cfg.eos, "pad": cfg.eos}
     special = {role: encoder.token_to_id(token) for role, token in roles.items()}
     fim = {part: encoder.token_to_id(token) for part, token in FIM.items()}
-    needed = {**roles, **(FIM if cfg.fim_rate else {})}
+    needed = {**roles, **(FIM if cfg.fim_rate else {}), **({"turn": TURN_END} if cfg.chat else {})}
     lacking = dict.fromkeys(token for token in needed.values() if encoder.token_to_id(token) is None)
     if lacking:
         advice = "name another, --rows=packed, the --eos that it has, or --fim_rate=0"
@@ -964,7 +1166,7 @@ class Rows:
     """
 
     def __init__(self, folder, split):
-        self.folder = Path(folder)
+        self.folder = runs.as_path(folder)
         path = self.folder / "meta.json"
         if not path.is_file():
             raise FileNotFoundError(f"{folder} holds no finished data (no meta.json); write it with data_prep.py")
@@ -1021,7 +1223,7 @@ class Rows:
 def open_data(folder, seq_len=0):
     """(training Rows, held-out Rows, bytes of tokenizer.json) of a folder; seq_len 0 takes rows of any length."""
     train, heldout = Rows(folder, "train"), Rows(folder, "heldout")
-    tokenizer = (Path(folder) / "tokenizer.json").read_bytes()
+    tokenizer = (train.folder / "tokenizer.json").read_bytes()
     if hashlib.sha256(tokenizer).hexdigest() != train.meta["tokenizer_sha256"]:
         raise ValueError(f"{folder}/tokenizer.json is not the one that made the shards; prepare the data again")
     if seq_len and train.meta["seq_len"] != seq_len:

@@ -10,7 +10,6 @@ Letters: B batch, L length, V vocabulary, N denoising steps.
 Refs: MDLM, arXiv:2406.07524; LLaDA, arXiv:2502.09992; Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639.
 """
 
-import itertools
 import math
 import sys
 import typing
@@ -232,21 +231,32 @@ def ancestral_step(xt_BL, token_BL, u_BL, keep_B, mask_id):
     return xp.where((xt_BL == mask_id) & (u_BL >= _column(keep_B, u_BL)), token_BL, xt_BL)
 
 
+def dream_shares(steps, eps=1e-3):
+    """The part of the masked tokens that each of Dream's steps fills, float32 [steps]: 1 - s/t, in the last step all.
+
+    (t, s) are neighbours on linspace(1, eps, steps + 1). In float32 as in the reference: a float64 grid gives other
+    counts where a product is nearly whole. Ref: Dream's generation code.
+    """
+    one, eps = np.float32(1), np.float32(eps)
+    t = one + np.arange(steps + 1, dtype=np.float32) * ((eps - one) / np.float32(steps))
+    return np.append(1 - t[1:-1] / t[:-2], one)
+
+
 def step_counts(masks, steps, rule, eps=1e-3):
     """Tokens to unmask at each of `steps` steps, so that `masks` of them are gone at the end: int64 [steps, ...].
 
     masks is a number, or an array of one per row. rule is a schedule, followed as left_i = floor(masks rate(1 - i/N) +
-    1e-6); "even", the first masks % steps steps taking one more (LLaDA); or "dream": floor(left (1 - s/t)) on the grid
-    linspace(1, eps, steps + 1), all that is left in the last step. NumPy, on the host, before the loop.
+    1e-6); "even", the first masks % steps steps taking one more (LLaDA); or "dream": floor(left share_i), the
+    shares being dream_shares. NumPy, on the host, before the loop.
     """
     masks = np.asarray(masks)
     if rule == "even":
         step = np.arange(steps).reshape(-1, *[1] * masks.ndim)
         return (masks // steps + (step < masks % steps)).astype(np.int64)
     if rule == "dream":
-        times, left, counts = np.linspace(1, eps, steps + 1), masks.astype(np.int64), []
-        for t, s in itertools.pairwise(times):
-            counts.append((left * (1 - s / t)).astype(np.int64) if len(counts) < steps - 1 else left)
+        left, counts = masks.astype(np.int64), []
+        for share in dream_shares(steps, eps):
+            counts.append((left.astype(np.float32) * share).astype(np.int64))
             left = left - counts[-1]
         return np.stack(counts)
     times = (1 - np.arange(steps + 1) / steps).reshape(-1, *[1] * masks.ndim)

@@ -19,6 +19,7 @@ import hashlib
 import json
 import lzma
 import math
+import sys
 import time
 import typing
 from pathlib import Path
@@ -26,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 import data_prep
+import generate
 import runs
 
 
@@ -47,24 +49,37 @@ class MdlmFlags:
 
 
 @dataclasses.dataclass(frozen=True)
+class DreamFlags:
+    """Flags of Dream, --model=dream."""
+
+    int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     model: typing.Literal["pythoncoder", "mdlm", "dream"] = "pythoncoder"  # family of the checkpoint
     ckpt: str = ""  # run folder; "" is out/train_tpu, or out/train_gpu for MDLM
     data: str = ""  # folder of data_prep.py; "" is the one that the run was trained on
     step: int = 0  # which checkpoint; 0 takes the newest
-    rows: int = 0  # held-out rows to score; 0 takes all
+    rows: int = 4096  # held-out rows to score, the first ones; 0 takes all
     batch_size: int = 16  # rows that are scored at a time
     draws: int = 8  # MDLM, Dream: noise draws of every row; two at least, for the standard error
     seed: int = 0  # MDLM, Dream: of the noise
+    dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU that holds it, else half
+    devices: int = 0  # PythonCoder, Dream: use so many of the machine's devices; 0 takes all
     json: bool = False  # print one JSON line per checkpoint instead of text
     pythoncoder: PythonCoderFlags = PythonCoderFlags()
     mdlm: MdlmFlags = MdlmFlags()
+    dream: DreamFlags = DreamFlags()
 
 
 def main(cfg):
     flags = cfg.mdlm
-    if cfg.batch_size < 1 or cfg.rows < 0 or cfg.draws < 2 or min(flags.lengths + flags.steps, default=1) < 1:
-        raise ValueError("--rows is at least 0, --batch_size, --lengths and --steps 1, --draws 2")
+    least = min(cfg.batch_size, cfg.draws - 1, cfg.rows + 1, cfg.devices + 1, *flags.lengths, *flags.steps)
+    if least < 1:
+        raise ValueError("--rows and --devices are at least 0, --batch_size, --lengths and --steps 1, --draws 2")
+    if cfg.dream.int8 and cfg.model != "dream":
+        raise ValueError("--int8 is for --model=dream")
     if flags.plot and not Path(flags.plot).parent.is_dir():
         raise FileNotFoundError(f"--plot={flags.plot}: there is no folder {Path(flags.plot).parent}")
     trainer = "train_gpu" if cfg.model == "mdlm" else "train_tpu"
@@ -85,9 +100,12 @@ def main(cfg):
     count = min(rows.total, cfg.rows or rows.total)
     if not count:
         raise ValueError(f"{rows.folder} holds no held-out rows; write it again with a larger --heldout")
+    if count < rows.total:
+        print(f"the first {count:,} of {rows.total:,} held-out rows; --rows=0 takes all", file=sys.stderr)
     bytes_V = data_prep.token_bytes(tokenizer, rows.meta["vocab_size"])
     score = {"pythoncoder": score_pythoncoder, "mdlm": score_mdlm, "dream": score_dream}[cfg.model]
-    return score(cfg, run, rows.read(np.arange(count)), tokenizer, bytes_V)
+    with generate.out_of_memory("--int8 or " * (cfg.model == "dream") + "a smaller --batch_size"):
+        return score(cfg, run, rows.read(np.arange(count)), tokenizer, bytes_V)
 
 
 def batches(columns, size):
@@ -99,12 +117,6 @@ def batches(columns, size):
 
 def show(cfg, row):
     print(json.dumps(row) if cfg.json else " | ".join(f"{k} {v:,.4g}" for k, v in row.items()), flush=True)
-
-
-def jax_dtype():
-    import jax
-
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 # ---- PythonCoder ---------------------------------------------------------------------------------------------------
@@ -129,17 +141,20 @@ def score_pythoncoder(cfg, run, columns, tokenizer, bytes_V):
         mask_BL, _ = pc.target_masks(segment_BL)
         return jnp.stack([nats, mask_BL.sum(), (mask_BL * bytes_V[jnp.roll(token_BL, -1, 1)]).sum()])
 
-    results = []
+    results, drafts = [], min(cfg.pythoncoder.drafts, len(token_RL))
+    rows = math.gcd(cfg.batch_size, drafts)  # that divide over devices, here and for the drafts
     for step in runs.checkpoints(run) if cfg.pythoncoder.all_steps else [cfg.step]:
-        model, step = runs.load(pc, run, step, jax_dtype())
-        sums = np.zeros(3)
-        for _, batch in batches(columns[:3], cfg.batch_size):
-            sums += np.asarray(score(model, *batch), np.float64)
+        model, step, mesh = generate.load(pc, run, step, cfg.dtype, devices=cfg.devices, rows=rows)
+        with generate.on(mesh):
+            sums = np.zeros(3)
+            for _, batch in batches(columns[:3], cfg.batch_size):
+                sums += np.asarray(score(model, *batch), np.float64)
+            accepted = acceptance_rate(model, tokenizer, token_RL, drafts) if drafts and model.cfg.mtp else None
+        del model  # before the next one is read
         nats, tokens, heldout_bytes = sums
         row = {"step": step, "heldout_tokens": int(tokens), "nats_per_token": nats / tokens}
         row |= {"bits_per_byte": nats / math.log(2) / heldout_bytes, "xz_bits_per_byte": xz_bits_per_byte}
-        if cfg.pythoncoder.drafts and model.cfg.mtp:
-            row["drafts_accepted"] = acceptance_rate(model, tokenizer, token_RL, cfg.pythoncoder.drafts)
+        row |= {} if accepted is None else {"drafts_accepted": accepted}
         show(cfg, row)
         results.append(row)
     return results
@@ -171,7 +186,8 @@ def score_dream(cfg, run, columns, tokenizer, bytes_V):
 
     import model_dream as md
 
-    model, step = runs.load(md, run, cfg.step, jax_dtype())
+    where = {"int8": cfg.dream.int8, "devices": cfg.devices, "rows": cfg.batch_size}
+    model, step, mesh = generate.load(md, run, cfg.step, cfg.dtype, **where)
     count = columns.shape[1]
 
     @jax.jit
@@ -182,8 +198,9 @@ def score_dream(cfg, run, columns, tokenizer, bytes_V):
 
     # every draw is a pass over all rows, whose times lie evenly
     nats_N = np.zeros(cfg.draws)
-    for first, batch in batches(columns, cfg.batch_size):
-        nats_N += [float(nelbo(model, jax.random.key(cfg.seed + draw), first, batch)) for draw in range(cfg.draws)]
+    with generate.on(mesh):
+        for first, batch in batches(columns, cfg.batch_size):
+            nats_N += [float(nelbo(model, jax.random.key(cfg.seed + n), first, batch)) for n in range(cfg.draws)]
     counted_RL = md.counted(columns[1], *columns[3:])
     tokens, heldout_bytes = int(counted_RL.sum()), float(bytes_V[columns[0][counted_RL]].sum(dtype=np.float64))
     nats, error = nats_N.mean() / tokens, nats_N.std(ddof=1) / math.sqrt(cfg.draws) / tokens
@@ -204,7 +221,8 @@ def score_mdlm(cfg, run, columns, tokenizer, bytes_V):
     import model_mdlm as mdlm
 
     step, folder = runs.newest(run, cfg.step)
-    model = mdlm.load(folder, "cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = mdlm.load(folder, device, generate.torch_dtype(cfg.dtype))
     token_RL = columns[0].astype(np.int64)
     counted_RL = (token_RL != mdlm.PAD) & (token_RL != mdlm.BOS)
     # every draw is a pass over all rows, whose times lie evenly; they differ by the noise alone

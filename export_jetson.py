@@ -1,13 +1,16 @@
 """Export a trained MDLM for a Jetson: one folder with the weights in FP16, TorchScript, ONNX, and a TensorRT engine.
 
     python export_jetson.py --ckpt=out/stories                          # the newest checkpoint of a run; half a minute
-    python export_jetson.py --ckpt=out/stories --tensorrt --length=64        # on the Jetson, where TensorRT is
+    python export_jetson.py --tensorrt --bundle=out/jetson --length=64  # on the Jetson: adds an engine to this bundle
     python inference_jetson.py --prompt="Once upon a time"              # runs what this wrote
 
 Reads a run folder of train_gpu.py or one of its step_<n>/. Writes --out: bundle.json, config.json, tokenizer.json,
 model.safetensors (FP16: what inference_jetson.py reads by default), model_jetson.pt (TorchScript), model.onnx, and
 model.trt. Each is read back as inference_jetson.py does, run on canvases of several lengths, and compared with the
-float32 model.
+float32 model; a graph that cannot be written costs one line, not the bundle.
+
+Runs on Python 3.10 and torch 2.4 or newer. ONNX comes from torch.export where it knows how, PyTorch 2.8 or newer, else
+from TorchScript.
 
 All graphs take token [B, L] int64, noise [B] float32 = P(masked), see [B, L] bool (False for PAD), and give float16
 logits [B, L, V]. Letters: B batch, L length, D width, V vocabulary.
@@ -17,14 +20,17 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.util
+import io
 import logging
 import math
 import platform
+import unittest.mock
 import warnings
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import inference_jetson
 import model_mdlm as mdlm
@@ -40,7 +46,8 @@ class Config:
     out: str = "out/jetson"  # folder to write; an earlier bundle there is replaced
     torchscript: bool = True  # write model_jetson.pt
     onnx: bool = True  # write model.onnx; needs the packages onnx and onnxscript, and onnxruntime to verify it
-    tensorrt: bool = False  # build an engine for the GPU of this machine
+    tensorrt: bool = False  # build an engine from model.onnx for the GPU of this machine
+    bundle: str = ""  # with --tensorrt: the finished bundle to add the engine to, wherever it was made; "" exports anew
     length: int = 64  # canvas of the engine: it takes batch 1 and this many tokens, nothing else
 
 
@@ -49,10 +56,11 @@ class Exported(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        half = model.cfg.width // 2
+        half, device = model.cfg.width // 2, model.embed.weight.device
         self.model = model
         # a buffer, as a trace that made the frequencies itself would remember the device that it was made on
-        self.register_buffer("frequency", torch.exp(-math.log(10_000) / half * torch.arange(half)).float())
+        k = torch.arange(half, device=device)
+        self.register_buffer("frequency", torch.exp(-math.log(10_000) / half * k).float())
 
     def forward(self, token, noise, see):
         model = self.model
@@ -117,21 +125,47 @@ def write_torchscript(exported, example, path):
         return torch.jit.load(str(path))
 
 
+def plain_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask):
+    """Attention in the open: TorchScript's exporter mixes halves and floats in the fused one, which nobody reads."""
+    score_BHLM = q_BHLK @ k_BHLK.transpose(-2, -1) * float(q_BHLK.shape[-1]) ** -0.5
+    return score_BHLM.masked_fill(~attn_mask, -math.inf).softmax(-1) @ v_BHLK
+
+
 def write_onnx(exported, example, path):
-    # one graph for all batches and lengths
-    batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=exported.model.cfg.positions)
-    shapes = {"token": {0: batch, 1: length}, "noise": {0: batch}, "see": {0: batch, 1: length}}
-    with warnings.catch_warnings(), torch.no_grad(), contextlib.redirect_stdout(None):
+    """One graph for all batches and lengths."""
+    names, attention = {"input_names": ["token", "noise", "see"], "output_names": ["logits"]}, plain_attention
+    if by_torch_export():
+        attention = F.scaled_dot_product_attention
+        batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=exported.model.cfg.positions)
+        shapes = {"token": {0: batch, 1: length}, "noise": {0: batch}, "see": {0: batch, 1: length}}
+        names |= {"dynamo": True, "dynamic_shapes": shapes, "external_data": False, "verbose": False}
+    else:
+        axes = {"token": {0: "batch", 1: "length"}, "noise": {0: "batch"}, "see": {0: "batch", 1: "length"}}
+        names |= {"dynamic_axes": axes, "opset_version": 17}  # the first one with LayerNormalization
+    with warnings.catch_warnings(), torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision
-        torch.onnx.export(
-            exported, example, str(path), dynamo=True, input_names=["token", "noise", "see"],
-            output_names=["logits"], dynamic_shapes=shapes, external_data=False, verbose=False,
-        )  # fmt: skip
+        with unittest.mock.patch.object(F, "scaled_dot_product_attention", attention):
+            torch.onnx.export(exported, example, str(path), **names)
+    if lacks("onnxruntime"):
+        print("model.onnx: written, not verified, for want of: pip install onnxruntime", flush=True)
+        return None
+    return inference_jetson.run_onnx(path.read_bytes())
 
 
-def write_engine(onnx_path, path, length):
-    """Build a strongly typed engine for [1, length] on this GPU (TensorRT 10.3 and newer); what it was built by."""
+def attempt(name, write, half, folder, inputs, want):
+    """Write a graph of the model and compare it: {name: errors}. What goes wrong costs this file alone, and is said."""
+    try:
+        run = write(half, inputs[0], folder / name)
+        return {name: compare(name, torch.no_grad()(run), inputs, want)} if run else {}
+    except Exception as error:  # the exporters raise all kinds
+        (folder / name).unlink(missing_ok=True)
+        print(f"{name}: not written by torch {torch.__version__}: {runs.first_line(error)}", flush=True)
+        return {}
+
+
+def build_engine(onnx, length):
+    """The bytes of a strongly typed engine for [1, length] on this GPU (TensorRT 10.3 and newer)."""
     import tensorrt as trt
 
     logger = trt.Logger(trt.Logger.WARNING)
@@ -139,7 +173,7 @@ def write_engine(onnx_path, path, length):
     builder = trt.Builder(logger)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
-    if not parser.parse(onnx_path.read_bytes()):
+    if not parser.parse(onnx):
         errors = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
         raise ValueError(f"TensorRT {trt.__version__} cannot read model.onnx: {errors}")
     # one shape alone, so that kernels are chosen for it
@@ -151,9 +185,8 @@ def write_engine(onnx_path, path, length):
     print(f"model.trt: TensorRT {trt.__version__} tries kernels, minutes on a Jetson", flush=True)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise RuntimeError("TensorRT could not build the engine; its own messages are above")
-    path.write_bytes(bytes(plan))
-    return {"version": trt.__version__, "gpu": torch.cuda.get_device_name(), "length": length}
+        raise ValueError("TensorRT could not build the engine; its own messages are above")
+    return bytes(plan), {"version": trt.__version__, "gpu": torch.cuda.get_device_name(), "length": length}
 
 
 # ---- main ----------------------------------------------------------------------------------------------------------
@@ -163,61 +196,31 @@ def lacks(*packages):
     return [name for name in packages if not importlib.util.find_spec(name)]
 
 
-def why_no_onnx():
-    """What the export to ONNX lacks here, or an empty string."""
-    if lacks("onnx", "onnxscript"):
-        return f"for want of: pip install {' '.join(lacks('onnx', 'onnxscript'))}"
-    old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5)
-    return f"PyTorch 2.5 or newer exports it, this is {torch.__version__}" if old else ""
+def by_torch_export():
+    """Whether this PyTorch writes ONNX from torch.export; TorchScript's exporter does it elsewhere."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 
 
-def check_engine(cfg):
-    """Say what an engine needs before minutes of work."""
-    if lacks("tensorrt") or not torch.cuda.is_available():
-        missing = "Python module tensorrt (JetPack's: apt install python3-libnvinfer)" if lacks("tensorrt") else "GPU"
-        by_hand = "trtexec --onnx=model.onnx --stronglyTyped --saveEngine=model.trt"
-        raise ValueError(f"--tensorrt runs on the GPU that the engine is for: no {missing} here. By hand: {by_hand}")
-    if not cfg.onnx or why_no_onnx():
-        raise ValueError(f"--tensorrt reads the ONNX graph, so it needs --onnx. {why_no_onnx()}")
+def about_file(data, errors):
+    """Entry of bundle.json: size and digest, by which a damaged copy is found, and the errors measured."""
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), **errors}
 
 
-def write_graphs(half, cfg, folder, inputs, want):
-    """TorchScript and ONNX, each compared with the float32 logits; {file: errors}."""
-    errors = {}
-    if cfg.torchscript:
-        traced = write_torchscript(half, inputs[0], folder / "model_jetson.pt")
-        errors["model_jetson.pt"] = compare("model_jetson.pt", torch.no_grad()(traced), inputs, want)
-    if cfg.onnx and why_no_onnx():
-        print(f"model.onnx: not written, {why_no_onnx()}", flush=True)
-    elif cfg.onnx:
-        write_onnx(half, inputs[0], folder / "model.onnx")
-        if lacks("onnxruntime"):
-            print("model.onnx: written, not verified, for want of: pip install onnxruntime", flush=True)
-        else:
-            run = inference_jetson.run_onnx((folder / "model.onnx").read_bytes())
-            errors["model.onnx"] = compare("model.onnx", run, inputs, want)
-    return errors
-
-
-def main(cfg):
-    ckpt, out, engine = Path(cfg.ckpt), Path(cfg.out), None
-    if cfg.tensorrt:
-        check_engine(cfg)
+def export(cfg):
+    """Write the bundle cfg.out of a checkpoint."""
+    ckpt, out = Path(cfg.ckpt), Path(cfg.out)
     if out.exists() and any(out.iterdir()) and not (out / "bundle.json").exists():
         raise FileExistsError(f"{out} holds other things than a bundle; choose another --out")
     if cfg.step or runs.checkpoints(ckpt):  # a run; else a folder with a model in it
         _, ckpt = runs.newest(ckpt, cfg.step)
     model = mdlm.load(ckpt)  # in float32, for comparison
     positions = model.cfg.positions
-    if cfg.tensorrt and not 1 <= cfg.length <= positions:
-        raise ValueError(f"--length={cfg.length}: the model has {positions} positions")
     print(f"{ckpt}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
 
     # What each artefact must give, up to rounding: the float32 model on canvases of several shapes.
     inputs = canvases(model.cfg, [(2, min(64, positions)), (1, min(17, positions)), (3, positions), (1, 1)])
-    single = canvases(model.cfg, [(1, cfg.length)]) if cfg.tensorrt else []
     with torch.no_grad():
-        want, want_single = ([model(*given) for given in each] for each in (inputs, single))
+        want = [model(*given) for given in inputs]
     # FP16 ends at 65,504: a larger weight would be infinite
     half = Exported(model.half()).eval()
     too_large = [name for name, weight in half.model.named_parameters() if not weight.isfinite().all()]
@@ -229,24 +232,58 @@ def main(cfg):
         mdlm.save(half.model, folder, (ckpt / "tokenizer.json").read_bytes())
         read_back = Exported(mdlm.load(folder, dtype=torch.float16)).eval()
         errors = {"model.safetensors": compare("model.safetensors", torch.no_grad()(read_back), inputs, want)}
-        errors |= write_graphs(half, cfg, folder, inputs, want)
-        if cfg.tensorrt:
-            engine = write_engine(folder / "model.onnx", folder / "model.trt", cfg.length)
-            run = inference_jetson.run_tensorrt((folder / "model.trt").read_bytes(), engine)
-            on_gpu = [tuple(array.cuda() for array in given) for given in single]
-            errors["model.trt"] = compare("model.trt", run, on_gpu, want_single)
-        # bundle.json: sizes and digests, by which a damaged copy is found, and the errors measured above
-        files = {}
-        for path in sorted(folder.iterdir()):
-            data = path.read_bytes()
-            about = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            files[path.name] = about | errors.get(path.name, {})
+        if cfg.torchscript:
+            errors |= attempt("model_jetson.pt", write_torchscript, half, folder, inputs, want)
+        needed = lacks("onnx", "onnxscript") if by_torch_export() else lacks("onnx")
+        if cfg.onnx and needed:
+            print(f"model.onnx: not written, for want of: pip install {' '.join(needed)}", flush=True)
+        elif cfg.onnx:
+            errors |= attempt("model.onnx", write_onnx, half, folder, inputs, want)
+        paths = sorted(folder.iterdir())
+        files = {path.name: about_file(path.read_bytes(), errors.get(path.name, {})) for path in paths}
         about = {"format": inference_jetson.FORMAT, "checkpoint": ckpt.name, "python": platform.python_version()}
-        about |= {"torch": torch.__version__, "tensorrt": engine, "files": files}
-        runs.write(folder / "bundle.json", about)
+        runs.write(folder / "bundle.json", about | {"torch": torch.__version__, "tensorrt": None, "files": files})
     sizes = ", ".join(f"{name} {file['bytes'] / 1e6:.1f} MB" for name, file in files.items())
     print(f"wrote {out}: {sizes}")
-    print(f"write with: python inference_jetson.py --bundle={out}")
+
+
+def add_engine(folder, length):
+    """Build an engine from the model.onnx of a finished bundle, compare it with the weights there, and register it."""
+    about = inference_jetson.read_bundle(folder)
+    names = "config.json", "model.safetensors", "model.onnx"
+    config, weights, graph = (inference_jetson.part(folder, about, name) for name in names)
+    model = mdlm.build(config, inference_jetson.read_safetensors(weights)).eval()
+    if not 1 <= length <= model.cfg.positions:
+        raise ValueError(f"--length={length}: the model has {model.cfg.positions} positions")
+    if lacks("tensorrt") or not torch.cuda.is_available():
+        missing = "Python module tensorrt (JetPack's: apt install python3-libnvinfer)" if lacks("tensorrt") else "GPU"
+        shapes = f"token:1x{length},{'noise:1,' * model.cfg.time}see:1x{length}"
+        by_hand = f"trtexec --onnx=model.onnx --stronglyTyped --shapes={shapes} --saveEngine=model.trt"
+        there = f"python export_jetson.py --tensorrt --bundle={folder} --length={length}"
+        raise ValueError(
+            f"{folder} has no engine: it is built on the GPU that runs it, and there is no {missing} here. Copy the "
+            f"folder to the device, there: {there}. For a runtime of your own: {by_hand}"
+        )
+    inputs = canvases(model.cfg, [(1, length)])
+    with torch.no_grad():
+        want = [model(*given) for given in inputs]
+    plan, engine = build_engine(graph, length)
+    run = inference_jetson.run_tensorrt(plan, engine)
+    errors = compare("model.trt", run, [tuple(array.cuda() for array in given) for given in inputs], want)
+    runs.write(folder / "model.trt", plan)
+    about["files"]["model.trt"] = about_file(plan, errors)
+    runs.write(folder / "bundle.json", about | {"tensorrt": engine})
+    print(f"added model.trt to {folder}; write with: python inference_jetson.py --bundle={folder} --backend=tensorrt")
+
+
+def main(cfg):
+    if cfg.bundle and not cfg.tensorrt:
+        raise ValueError("--bundle is the bundle that --tensorrt adds an engine to; pass both, or --ckpt to export")
+    if not cfg.bundle:
+        export(cfg)
+        print(f"write with: python inference_jetson.py --bundle={cfg.out}")
+    if cfg.tensorrt:  # the bundle is whole by now, whatever happens to the engine
+        add_engine(Path(cfg.bundle or cfg.out), cfg.length)
 
 
 if __name__ == "__main__":

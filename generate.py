@@ -8,6 +8,7 @@
     python generate.py --model=mdlm --prompt="Once upon a time" --show_steps
     python generate.py --model=mdlm --prompt="Once upon a [MASK:12] dragon." --html=steps.html
     python generate.py --model=dream --ckpt=out/diffucoder --chat=on --prompt="Sort a list in Python." --show_steps
+    python generate.py --model=dream --ckpt=out/diffucoder --chat=on --system="Answer in code."    # a conversation
     python generate.py --model=dream --ckpt=out/diffucoder --int8 --block_length=32 --cache=dual --threshold=0.9
 
 Reads a run folder of train_tpu.py or train_gpu.py, or for Dream a folder of convert_weights.py. PythonCoder decodes
@@ -21,9 +22,12 @@ A prompt's way: main -> complete of its family -> token ids, or a canvas of them
 import collections
 import contextlib
 import dataclasses
+import functools
 import html
 import itertools
 import json
+import math
+import os
 import re
 import sys
 import time
@@ -55,8 +59,12 @@ class DreamFlags:
     threshold: float = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
     block_length: int = 0  # fill blocks of this length from left to right; 0 takes the whole canvas at once
     cache: typing.Literal["", "prefix", "dual"] = ""  # keep keys and values while a block is filled
+    fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
+    eos_penalty: float = 0.0  # keep a text from ending while little of it is written; Dream-Coder's demos use 3
     batch_size: int = 8  # texts that are filled together
-    chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: if the folder's name says instruct
+    chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: if the model's name says instruct
+    system: str = ""  # what the chat template tells the model before the first prompt, \n for a new line
+    bos: bool = False  # begin a text without template with <|beginoftext|>, as evaluations of Dream-Base do
     int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
 
 
@@ -74,12 +82,14 @@ class Config:
     top_k: int = 0  # draw from the k likeliest tokens; 0 draws from all
     top_p: float | None = None  # draw from the smallest set of this probability; default 1, 0.95 for MDLM and Dream
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
+    raw: bool = False  # take --prompt, --suffix, --stop, --system as they are: \n stays a backslash and an n
     infill: bool = True  # MDLM, Dream: [MASK:n] in a prompt is n tokens to fill; --no-infill takes it as text
     steps: int | None = None  # passes over the canvas: default 64 for MDLM, 0 for Dream: one for each token
     sampler: str = ""  # MDLM: ancestral, max_prob, margin, entropy; Dream: entropy, maskgit_plus, topk_margin, origin
     show_steps: bool = False  # MDLM, Dream: show the canvas after every step
     html: str = ""  # MDLM, Dream: write a page that shows in which step each token appeared; .svg: an animation of it
-    dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; "" is float32 on a CPU, else bfloat16
+    dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU that holds it, else half
+    devices: int = 0  # PythonCoder, Dream: use so many of the machine's devices; 0 takes all
     json: bool = False  # print one JSON line per completion instead of text
     seed: int = 0  # of every random draw
     pythoncoder: PythonCoderFlags = PythonCoderFlags()
@@ -102,11 +112,13 @@ DEFAULTS = {  # what "" and None stand for
 def main(cfg):
     cfg = resolve(cfg)
     requests = read_requests(cfg.file) if cfg.file else [(cfg.prompt, cfg.suffix)]
-    model = {"pythoncoder": PythonCoder, "mdlm": Mdlm, "dream": Dream}[cfg.model](cfg)
-    if cfg.prompt or cfg.file:
-        model.complete(requests)
-    else:
-        interact(model, end="\n" if cfg.model == "pythoncoder" else "")
+    advice = "--int8, a smaller --batch_size or --max_new" if cfg.model == "dream" else "a smaller --n or --max_new"
+    with out_of_memory(advice):
+        model = {"pythoncoder": PythonCoder, "mdlm": Mdlm, "dream": Dream}[cfg.model](cfg, len(requests))
+        if cfg.prompt or cfg.file:
+            model.complete(requests)
+        else:
+            interact(model, end="\n" if cfg.model == "pythoncoder" else "")
 
 
 def resolve(cfg):
@@ -115,7 +127,7 @@ def resolve(cfg):
     cfg = dataclasses.replace(cfg, **unset, sampler=cfg.sampler or SAMPLERS[cfg.model][0])
     if cfg.sampler not in SAMPLERS[cfg.model]:
         raise ValueError(f"--sampler={cfg.sampler} is not one of {cfg.model}'s: {', '.join(SAMPLERS[cfg.model])}")
-    least = {"temperature": 0, "top_k": 0, "max_new": 1, "n": 1, "steps": int(cfg.model != "dream")}
+    least = {"temperature": 0, "top_k": 0, "max_new": 1, "n": 1, "devices": 0, "steps": int(cfg.model != "dream")}
     if not 0 < cfg.top_p <= 1 or cfg.dream.batch_size < 1 or any(getattr(cfg, k) < least[k] for k in least):
         limits = ", ".join(f"--{name} at least {value}" for name, value in least.items())
         raise ValueError(f"{limits}, --batch_size at least 1, --top_p in (0, 1]")
@@ -129,9 +141,13 @@ def resolve(cfg):
         raise ValueError("give --prompt or --file, not both")
     if cfg.html and not Path(cfg.html).parent.is_dir():  # would fail when all is generated
         raise FileNotFoundError(f"--html={cfg.html}: there is no folder {Path(cfg.html).parent}")
+    if cfg.raw:
+        return cfg
     # a shell passes \n as two characters
-    prompt, suffix, *stop = (text.replace("\\n", "\n") for text in (cfg.prompt, cfg.suffix, *cfg.stop))
-    return dataclasses.replace(cfg, prompt=prompt, suffix=suffix, stop=tuple(stop))
+    texts = cfg.dream.system, cfg.prompt, cfg.suffix, *cfg.stop
+    system, prompt, suffix, *stop = (text.replace("\\n", "\n") for text in texts)
+    dream = dataclasses.replace(cfg.dream, system=system)
+    return dataclasses.replace(cfg, prompt=prompt, suffix=suffix, stop=tuple(stop), dream=dream)
 
 
 def read_requests(path):
@@ -141,9 +157,11 @@ def read_requests(path):
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            requests.append((row["prompt"], row.get("suffix", "")))
+            prompt, suffix = row["prompt"], row.get("suffix", "")
+            requests.append((prompt + "", suffix + ""))  # TypeError for what is no text
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f'{path}, line {number} is not a JSON object with "prompt"') from None
+            what = 'a JSON object with the text "prompt", and perhaps "suffix"'
+            raise ValueError(f"{path}, line {number} is not {what}") from None
     if not requests:
         raise ValueError(f"{path} holds no prompts")
     return requests
@@ -153,7 +171,7 @@ def interact(model, end):
     """Read prompts until the end of input: lines up to an empty one are a prompt."""
     terminal = sys.stdin.isatty()
     if terminal:
-        print("Write a beginning, then an empty line to have it continued; Ctrl-D ends.", file=sys.stderr)
+        print("Write, then an empty line to have it continued or answered; Ctrl-D ends.", file=sys.stderr)
 
     def typed_lines():
         line = ""
@@ -167,12 +185,6 @@ def interact(model, end):
             model.complete([("\n".join(lines) + end, "")])
 
 
-def jax_dtype(cfg):
-    import jax
-
-    return jax.numpy.dtype(cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-
-
 def truncate(text, stops):
     """The text before the first of any of the stop strings."""
     return text[: min((i for i in map(text.find, stops) if i >= 0), default=len(text))]
@@ -183,18 +195,144 @@ def show(cfg, row, text, number=0):
     print(json.dumps(row) if cfg.json else f"---- {number}\n{text}" if number else text, flush=True)
 
 
+# ---- the machine: what is here, and what fits (evaluate.py asks too) -------------------------------------------------
+
+NVIDIA = "/dev/nvidia0", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"  # where there is a GPU; the last in Windows
+
+
+def device_line():
+    """What JAX computes on, and what it leaves idle."""
+    import jax
+
+    devices = jax.devices()
+    line = f"{len(devices)} x {devices[0].device_kind}"
+    chosen = os.environ.get("JAX_PLATFORMS")  # whoever sets it wants the CPU
+    if devices[0].platform == "cpu" and not chosen and any(map(os.path.exists, NVIDIA)):
+        line += "; an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
+    return line
+
+
+def free_bytes(device):
+    """Bytes that are free on a device, infinite where nothing says. On a CPU nine tenths of what the machine has left:
+    the system ends a process that takes too much without a word.
+    """
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
+    if not Path("/proc/meminfo").exists():
+        return math.inf
+    free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
+    for path in map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if path.exists() and path.read_text().strip().isdigit():  # a container may have less than the machine
+            free = min(free, int(path.read_text()))
+    return 0.9 * free
+
+
+def make_mesh(model, devices, rows):
+    """A mesh (data, fsdp, tensor) for inference: tensor up to the model's key/value heads, `rows` texts over data.
+
+    Of the devices only those that this divides evenly.
+    """
+    import jax
+
+    heads = model.kv_heads // getattr(model, "maps", 1)
+    tensor = math.gcd(len(devices), heads, model.ffn, model.vocab)
+    data = math.gcd(len(devices) // tensor, rows)
+    axes, auto = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3
+    return jax.make_mesh((data, 1, tensor), axes, auto, devices=devices[: data * tensor])
+
+
+def bytes_needed(family, model, mesh, stored, dtype, int8):
+    """Bytes of a device while a checkpoint is read: its part of the weights, and of the largest array as stored."""
+    import jax
+
+    shapes = family.param_shapes(model)
+    parts = jax.tree.map(lambda s, at: at.shard_shape(s.shape), shapes, family.shardings(mesh, shapes))
+    parts = jax.tree.leaves(parts, is_leaf=lambda part: isinstance(part, tuple))
+    item = jax.numpy.dtype(dtype).itemsize
+    sizes = [math.prod(p) + 4 * p[0] if int8 and len(p) == 2 else item * math.prod(p) for p in parts]
+    return sum(sizes) + jax.numpy.dtype(stored).itemsize * max(map(math.prod, parts))
+
+
+def load(family, folder, step=0, dtype="", int8=False, devices=0, rows=1):
+    """(model, step, mesh) of runs.load on the machine's devices, or so many of them, for `rows` texts at a time.
+
+    The mesh is None for one device. dtype "" is bfloat16; on a CPU float32, which is faster there, if memory holds it.
+    Raises ValueError for a checkpoint that is too large, before it is read, and what runs.load raises.
+    """
+    import jax
+
+    # What the checkpoint holds, and how it would lie on the devices.
+    path, meta, _ = runs.find_weights(Path(folder).absolute(), step)
+    if step and (path / "meta.json").is_file():
+        raise ValueError(f"{folder} was converted and has no steps; leave --step={step} out")
+    model, stored = family.read_config(path, meta), meta.get("dtype", "float32")
+    mesh = make_mesh(model, jax.devices()[: devices or None], rows)
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    print(device_line() + f"; mesh {axes}" * (mesh.size > 1), file=sys.stderr)
+    on_cpu = jax.default_backend() == "cpu"
+    free = free_bytes(mesh.devices.flat[0]) / (mesh.size if on_cpu else 1)  # a CPU's devices share its memory
+
+    # The first type that fits; else what to do.
+    def needed(dtype, int8=int8):
+        return bytes_needed(family, model, mesh, stored, dtype, int8)
+
+    choices = [dtype] if dtype else ["float32", "bfloat16"] if on_cpu else ["bfloat16"]
+    fitting = [name for name in choices if needed(name) <= free]
+    if not fitting:
+        smaller = {"--dtype=bfloat16": needed("bfloat16")}
+        if hasattr(family, "quantise"):
+            smaller["--int8"] = needed("bfloat16", True)
+        advice = " or ".join(f"{flag} takes {size / 1e9:.3g}" for flag, size in smaller.items() if size <= free)
+        takes = f"{needed(choices[-1]) / 1e9:.3g} GB in {'int8 and ' * int8}{choices[-1]}"
+        advice = advice or "that takes a machine with more memory, or more devices"
+        raise ValueError(f"{folder} takes {takes} on each device, where {free / 1e9:.3g} are free; {advice}")
+    if fitting != choices:
+        print(f"bfloat16: float32 takes {needed('float32') / 1e9:.3g} GB, {free / 1e9:.3g} are free", file=sys.stderr)
+    mesh = mesh if mesh.size > 1 else None
+    model, step = runs.load(family, folder, step, fitting[0], mesh=mesh, int8=int8)
+    return model, step, mesh
+
+
+def on(mesh):
+    """A context in which programs are compiled for a mesh; None is a single device."""
+    import jax
+
+    return jax.set_mesh(mesh) if mesh else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def out_of_memory(advice):
+    """Where memory runs out, one line that says what to do."""
+    try:
+        yield
+    except Exception as error:  # JAX and PyTorch raise their own, and Orbax wraps them
+        if not isinstance(error, MemoryError) and not re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
+            raise
+        raise ValueError(f"out of memory; try {advice}") from None
+
+
+def torch_dtype(dtype):
+    """The type of this name; "" is float32, half of it on a GPU: bfloat16, or float16 where that would be emulated."""
+    import torch
+
+    if not dtype and torch.cuda.is_available():
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return getattr(torch, dtype or "float32")
+
+
 # ---- PythonCoder: from left to right -------------------------------------------------------------------------------
 
 
 class PythonCoder:
-    def __init__(self, cfg):
+    def __init__(self, cfg, requests):
         import jax
 
         import model_pythoncoder
 
-        dtype = jax_dtype(cfg)
         self.cfg, self.key = cfg, jax.random.key(cfg.seed)
-        self.model, step = runs.load(model_pythoncoder, cfg.ckpt, cfg.step, dtype)
+        where = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": requests * cfg.n}
+        self.model, step, self.mesh = load(model_pythoncoder, cfg.ckpt, cfg.step, **where)
         self.tokenizer = runs.read_tokenizer(cfg.ckpt)
         # the head has more rows than the tokenizer has tokens: those are never drawn
         eos = self.tokenizer.token_to_id("<|endoftext|>")
@@ -204,7 +342,7 @@ class PythonCoder:
             eos=-1 if eos is None else eos,
             speculate=cfg.pythoncoder.speculate and self.model.cfg.mtp,
         )
-        print(f"{cfg.ckpt} step {step}, {dtype}", file=sys.stderr)
+        print(f"{cfg.ckpt} step {step}, {self.model.run.dtype}", file=sys.stderr)
 
     def complete(self, requests):
         """Continue all requests, cfg.n times each, as one batch; a single text streams to the terminal."""
@@ -222,7 +360,9 @@ class PythonCoder:
 
         self.key, key = jax.random.split(self.key)
         started = time.perf_counter()
-        texts, stats = model_pythoncoder.generate(self.model, prompts, cfg.max_new, self.rule, key, self.on_tokens)
+        settings = prompts, cfg.max_new, self.rule, key, self.on_tokens
+        with on(self.mesh):
+            texts, stats = model_pythoncoder.generate(self.model, *settings)
         seconds = time.perf_counter() - started
 
         # Token ids as texts. Of the one that streamed only the end is missing.
@@ -290,15 +430,16 @@ class CanvasModel:
 
     batch_size = sys.maxsize
     begin, end = (), ()  # ids around a text; none at the end of masks, where the model writes its own
-    wrap = None  # function that writes a prompt as a question in the chat template
+    ask = None  # function that writes a prompt as a question in the chat template, as token ids
 
     def __init__(self, cfg, tokenizer, mask, ends, positions):
         self.cfg, self.tokenizer, self.mask, self.ends, self.positions = cfg, tokenizer, mask, ends, positions
 
     def complete(self, requests):
-        """Fill a canvas for each request, cfg.n times, and print the texts."""
-        cfg, histories, total = self.cfg, [], collections.Counter()
+        """Fill a canvas for each request, cfg.n times, print the texts and return what the model wrote."""
+        cfg, histories, texts, total = self.cfg, [], [], collections.Counter()
         canvases = [self.prepare(*request) for request in requests for _ in range(cfg.n)]
+        self.lengths = [len(canvas.ids) for canvas in canvases]
         for first in range(0, len(canvases), self.batch_size):
             batch = canvases[first : first + self.batch_size]
             self.watched, self.shown = batch[0], self.picture(batch[0], batch[0].ids)
@@ -316,6 +457,7 @@ class CanvasModel:
                     row |= {"completion": completion, "text": completion.join(canvas.around)}
                 row |= {"tokens": len(written), "forwards": stats["forwards"]}  # seconds and passes of its batch
                 row |= {"seconds": stats["seconds"], "seed": cfg.seed}
+                texts.append(row.get("completion", row["text"]))
                 show(cfg, row, row["text"], first + i + 1 if len(canvases) > 1 else 0)
                 if cfg.html:  # the kept tokens of the canvas as it was given and after each step
                     shown = [p for p in kept if p >= canvas.start]
@@ -326,6 +468,7 @@ class CanvasModel:
         rate = f"{total['tokens'] / total['seconds']:.1f} tokens/s, {total['forwards']} forward passes"
         compiling = f"; compiling took {total['compile_s']:.1f} s more" if total["compile_s"] else ""
         print(f"{total['tokens']} tokens in {total['seconds']:.2f} s, {rate}{compiling}", file=sys.stderr)
+        return texts
 
     def prepare(self, prompt, suffix):
         """The Canvas of a request: "a [MASK:2]b" has the texts a and b around two masks.
@@ -349,21 +492,21 @@ class CanvasModel:
         ended = len(texts) > len(sizes)
         if ended and cfg.dream.chat == "on":
             raise ValueError("--chat=on answers prompts; a suffix or [MASK:n] is filled in plain text")
-        answer, gaps = self.wrap is not None and not ended, len(texts) > 1 + bool(suffix)
-        if answer:
-            texts = [self.wrap(prompt)]
+        answer, gaps = self.ask is not None and not ended, len(texts) > 1 + bool(suffix)
 
-        # Token ids. Outside a template the names of special tokens are text.
-        self.tokenizer.encode_special_tokens = not answer
+        # Token ids. Names of special tokens in a text are text.
+        self.tokenizer.encode_special_tokens = True
         encoded = [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-        end = self.end if ended else ()
-        length, most = len(self.begin) + sum(map(len, encoded)) + sum(sizes) + len(end), self.positions
+        if answer:
+            encoded = [self.ask(prompt)]
+        begin, end = () if answer else self.begin, self.end if ended else ()
+        length, most = len(begin) + sum(map(len, encoded)) + sum(sizes) + len(end), self.positions
         if length > most:
             raise ValueError(f"{length} tokens do not fit the model's {most} positions; lower --max_new or mask less")
-        ids = [*self.begin]
+        ids = [*begin]
         for text_ids, size in itertools.zip_longest(encoded, sizes, fillvalue=0):
             ids += text_ids + [self.mask] * size
-        start = ids.index(self.mask) if answer else len(self.begin)
+        start = ids.index(self.mask) if answer else len(begin)
         around = None if gaps else ("", "") if answer else (prompt, suffix)
         return Canvas(prompt, suffix, [*ids, *end], start, around)
 
@@ -391,8 +534,28 @@ class CanvasModel:
         self.shown = text
 
 
+HIDDEN = "\ufdd0"  # a code point that Unicode keeps out of texts
+
+
+def encode_chat(tokenizer, wrap, prompt, system="", before=()):
+    """Token ids of a prompt in a chat template, behind a system turn and the (prompt, answer)s before it.
+
+    Special tokens are the template's alone. Their names in what was written stay text: HIDDEN breaks them until the
+    template's have become tokens.
+    """
+    names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    special = re.compile(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})")
+    hide = functools.partial(special.sub, lambda name: name[0][0] + HIDDEN + name[0][1:])
+    text, ids = wrap(hide(prompt), hide(system), [tuple(map(hide, turns)) for turns in before]), []
+    tokenizer.encode_special_tokens = True
+    for part in special.split(text):
+        token_id = [tokenizer.token_to_id(part)] if part in names else None
+        ids += token_id or tokenizer.encode(part.replace(HIDDEN, ""), add_special_tokens=False).ids
+    return ids
+
+
 class Mdlm(CanvasModel):
-    def __init__(self, cfg):
+    def __init__(self, cfg, _):
         import torch
 
         import model_mdlm as mdlm
@@ -401,7 +564,7 @@ class Mdlm(CanvasModel):
         if cfg.step or runs.checkpoints(folder):
             folder = runs.newest(folder, cfg.step)[1]
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = getattr(torch, cfg.dtype or ("bfloat16" if self.device == "cuda" else "float32"))
+        dtype = torch_dtype(cfg.dtype)
         self.model, tokenizer = mdlm.load(folder, self.device, dtype), runs.read_tokenizer(folder)
         super().__init__(cfg, tokenizer, mdlm.MASK, {mdlm.EOS}, self.model.cfg.positions)
         self.begin, self.end = [mdlm.BOS], [mdlm.EOS]
@@ -434,18 +597,20 @@ class Mdlm(CanvasModel):
 
 
 class Dream(CanvasModel):
-    def __init__(self, cfg):
+    def __init__(self, cfg, _):
         import jax
 
         import model_dream
         import sample_dream
 
         # The rule refuses flags that do not go together, before the weights are read.
-        flags, folder, dtype = cfg.dream, Path(cfg.ckpt), jax_dtype(cfg)
+        flags, folder = cfg.dream, Path(cfg.ckpt)
         shared = {name: getattr(cfg, name) for name in ("steps", "temperature", "top_p", "top_k")}
-        blocks = {name: getattr(flags, name) for name in ("alg_temp", "threshold", "block_length", "cache")}
+        names = "alg_temp", "threshold", "block_length", "cache", "fast_dllm", "eos_penalty"
+        blocks = {name: getattr(flags, name) for name in names}
         rule = sample_dream.Sampling(cfg.sampler, **shared, **blocks, history=bool(cfg.html))
-        self.model, _ = runs.load(model_dream, folder, cfg.step, dtype, int8=flags.int8)
+        where = {"dtype": cfg.dtype, "int8": flags.int8, "devices": cfg.devices, "rows": flags.batch_size}
+        self.model, _, self.mesh = load(model_dream, folder, cfg.step, **where)
 
         # What ends a text: the model's own ids, and tokens by which a turn of a conversation ends.
         dream, tokenizer = self.model.cfg, sample_dream.load_tokenizer(folder, self.model.cfg)
@@ -454,18 +619,34 @@ class Dream(CanvasModel):
         super().__init__(cfg, tokenizer, dream.mask_id, ends, dream.positions)
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
         self.batch_size, self.key, self.compile_s = flags.batch_size, jax.random.key(cfg.seed), 0.0
+        self.turns = []  # (prompt, answer) so far
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
 
         # A template is no sign of a model for conversations: base models carry that of the tokenizer they began with.
+        # Its name is: that of what was converted, else that of the folder.
         wrap = sample_dream.chat_template(folder)
         if flags.chat == "on" and not wrap:
             raise ValueError(f"--chat=on: {folder} holds no chat template (tokenizer_config.json)")
-        name = f"{folder.resolve().name} {runs.read_json(folder / 'config.json').get('_name_or_path', '')}".lower()
-        if flags.chat == "on" or (flags.chat == "auto" and any(w in name for w in ("instruct", "chat", "cpgrpo"))):
-            self.wrap = wrap
-        hint = "; --chat=on asks it as an assistant" if wrap and not self.wrap else ""
-        how = "chat template" if self.wrap else "plain completion"
-        print(f"{folder}, {'int8 and ' * flags.int8}{dtype}, {how}{hint}", file=sys.stderr)
+        config = runs.read_json(folder / "config.json")
+        name = config.get("source") or f"{folder.resolve().name} {config.get('_name_or_path', '')}"
+        instruct = any(word in name.lower() for word in ("instruct", "chat", "cpgrpo"))
+        if wrap and (flags.chat == "on" or (flags.chat == "auto" and instruct)):
+            self.ask = functools.partial(encode_chat, tokenizer, wrap, system=flags.system, before=self.turns)
+        if flags.system and not self.ask:
+            raise ValueError("--system goes before a conversation; say --chat=on")
+        if flags.bos:
+            self.begin = [tokenizer.token_to_id("<|beginoftext|>")]
+            if None in self.begin:
+                raise ValueError(f"--bos: the tokenizer of {folder} has no <|beginoftext|>")
+        hint = "; --chat=on asks it as an assistant" if wrap and not self.ask else ""
+        how = "chat template" if self.ask else "plain completion"
+        print(f"{folder}, {'int8 and ' * flags.int8}{self.model.run.dtype}, {how}{hint}", file=sys.stderr)
+
+    def complete(self, requests):
+        """As CanvasModel.complete; the next call goes on with the conversation."""
+        answers = super().complete(requests)
+        self.turns.append((requests[-1][0], answers[-1]))
+        return answers
 
     def on_event(self, name, seconds, **_):
         self.compile_s += seconds if name.startswith("/jax/core/compile/") else 0
@@ -481,7 +662,12 @@ class Dream(CanvasModel):
         self.key, key = jax.random.split(self.key)
         self.compile_s, started = 0.0, time.perf_counter()
         hook = self.token_hook if self.cfg.show_steps else None
-        filled, stats = sample_dream.generate(self.model, prompts, 0, self.rule, key, token_hook=hook)
+        # All batches have a width of three at most, and as many rows: each shape is a program that must be compiled.
+        widths = sample_dream.widths(self.lengths, self.batch_size, self.positions)
+        width = next(width for width in widths if width >= max(map(len, prompts)))
+        shape = {"width": width, "rows": min(self.batch_size, len(self.lengths))}
+        with on(self.mesh):
+            filled, stats = sample_dream.generate(self.model, prompts, 0, self.rule, key, token_hook=hook, **shape)
         seconds = time.perf_counter() - started - self.compile_s
         history = []
         if self.cfg.html:  # rows are padded on the left
@@ -495,7 +681,7 @@ class Dream(CanvasModel):
         def show(step, token_L):  # on the host; the row is padded on the left
             self.show_step(int(step), token_L[-len(self.watched.ids) :].tolist())
 
-        jax.debug.callback(show, step, token_BL[0], ordered=True)
+        jax.debug.callback(show, step, token_BL[0], ordered=not self.mesh)  # JAX orders those of one device alone
         return token_BL
 
 

@@ -7,10 +7,10 @@
 
 Needs Python 3.10, torch 2.4 or newer, tokenizers and numpy, and beside it model_mdlm.py, diffusion.py and csrc/. On a
 GPU a denoising step (model, sampling, update) is captured once as a CUDA graph and replayed --steps times: what differs
-between steps lies in tables on the device, and the host synchronises with it once per sample. The kernels that
---backend=auto then uses are built by `python setup_kernels.py build_ext --inplace`; without them the step is plain
-PyTorch, captured as well. On a CPU the loop is that of model_mdlm.py, in float32. For the clocks: sudo nvpmodel -m 2;
-sudo jetson_clocks.
+between steps lies in tables on the device, and the host synchronises with it once per sample. The kernels are built by
+`python setup_kernels.py build_ext --inplace`: --backend=auto then uses all of them, every other backend the sampler;
+without them the step is plain PyTorch, captured as well. On a CPU the loop is that of model_mdlm.py, in float32. For
+the clocks: sudo nvpmodel -m 2; sudo jetson_clocks.
 
 Letters: B batch, L length, D width, H heads, V vocabulary, N steps.
 """
@@ -98,11 +98,16 @@ def read_bundle(folder):
         raise FileNotFoundError(f"{folder} is no bundle (no bundle.json); write one with: {export}")
     try:
         about = json.loads((folder / "bundle.json").read_text())
-    except ValueError:
-        raise ValueError(f"{folder}/bundle.json is damaged; export again with: {export}") from None
-    if about["format"] != FORMAT:
-        advice = f"export again with the export_jetson.py beside this script: {export}"
-        raise ValueError(f"{folder} is a bundle of format {about['format']}, this script reads {FORMAT}; {advice}")
+        if about["format"] != FORMAT:
+            raise ValueError(f"it is of format {about['format']}, this script reads {FORMAT}")
+        # all that is read later: a bundle of another version may lack it
+        _ = about["torch"], [(file["bytes"], file["sha256"]) for file in about["files"].values()]
+        _ = about["tensorrt"] and [about["tensorrt"][key] for key in ("version", "gpu", "length")]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder}/bundle.json cannot be used ({error}); export again with: {export}") from None
+    except KeyError as error:
+        why = f"bundle.json has no {error}: it is of another version"
+        raise ValueError(f"{folder}/{why}; export again with: {export}") from None
     return about
 
 
@@ -176,17 +181,24 @@ def graph_forward(run, rate_N):
     return forward
 
 
-def sample_fixed_(logits_RV, token_BL, state_2, keep_N, ban, mask, vocab, temperature, top_k, top_p):
+def sample_sorted_(logits_RV, token_BL, state_2, keep_N, ban, mask, vocab, temperature, top_k, top_p):
     """The sampler in PyTorch operators of fixed shapes, which can be captured; torch's own random numbers."""
-    logits_RV = diffusion.ban(logits_RV[:, :vocab], mdlm.BANNED)
-    race_RV = diffusion.filter_logits(logits_RV, temperature, top_k, top_p if temperature > 0 else 1.0)
-    # -log of an exponential is Gumbel noise: the arg-max of the race is a draw from the softmax
+    race_RV = logits_RV[:, :vocab].float().index_fill(1, ban.long(), -torch.inf)
+    best_R1 = race_RV.argmax(-1, keepdim=True)
     if temperature > 0:
+        # likeliest first: the k-th logit stands at place k - 1, and a running sum holds all that are likelier
+        race_RV, id_RV = (race_RV / temperature).sort(-1, descending=True)
+        if 0 < top_k < vocab:
+            race_RV = race_RV.masked_fill(race_RV < race_RV[:, top_k - 1 : top_k], -torch.inf)
+        if top_p < 1:
+            prob_RV = race_RV.softmax(-1)
+            race_RV = race_RV.masked_fill(prob_RV.cumsum(-1) - prob_RV >= max(top_p, 1e-9), -torch.inf)
+        # -log of an exponential is Gumbel noise: the arg-max of the race is a draw from the softmax
         race_RV = race_RV - torch.empty_like(race_RV).exponential_().log()
-    token_R, best_R = token_BL.view(-1), race_RV.argmax(-1)
+        best_R1 = id_RV.gather(1, race_RV.argmax(-1, keepdim=True))
     # every row is drawn, as shapes are fixed; those that stay masked in this step are put back
-    u_R, keep_1 = torch.rand_like(race_RV[:, 0]), keep_N.index_select(0, state_2[1:])
-    next_R = diffusion.ancestral_step(token_R, best_R, u_R, keep_1, mask)
+    token_R, u_R = token_BL.view(-1), torch.rand_like(race_RV[:, 0])
+    next_R = diffusion.ancestral_step(token_R, best_R1[:, 0], u_R, keep_N.index_select(0, state_2[1:]), mask)
     # a row without any finite logit keeps its mask, which answer() reports
     token_R.copy_(torch.where(race_RV.amax(-1) > -torch.inf, next_R, token_R))
 
@@ -208,10 +220,13 @@ class Denoiser:
 
     def __init__(self, forward, sample_, B, L, keep_N, cfg, vocab, device):
         self.forward, self.sample_, self.steps = forward, sample_, len(keep_N)
-        # what a step reads and writes: a graph replays on these very addresses
-        self.token_BL = torch.full((B, L), mdlm.MASK, device=device)
+        # what a step reads and writes: a graph replays on these very addresses. State and canvas are one buffer, which
+        # goes to the device in one copy and comes back in one, from and to memory that the device reads by itself
+        pinned = device.type == "cuda"
+        self.host = torch.full((2 + B * L,), mdlm.MASK, pin_memory=pinned)
+        self.on_device = torch.full((2 + B * L,), mdlm.MASK, device=device)
+        self.state_2, self.token_BL = self.on_device[:2].zero_(), self.on_device[2:].view(B, L)
         self.see_BL = torch.ones(B, L, dtype=torch.bool, device=device)
-        self.state_2 = torch.zeros(2, dtype=torch.int64, device=device)
         self.keep_N = keep_N.to(device)
         # rules of the sampler: they are the same in all steps, so a graph may hold them
         self.ban = torch.tensor(mdlm.BANNED, dtype=torch.int32, device=device)
@@ -224,7 +239,7 @@ class Denoiser:
         self.state_2[1:].add_(1)
 
     def capture(self):
-        """Record the step as a CUDA graph."""
+        """Record the step as a CUDA graph; where that fails, say so: each step then launches its kernels itself."""
         # a few plain runs first, on a side stream: libraries allocate and choose kernels in them
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -233,19 +248,26 @@ class Denoiser:
                 self.state_2.zero_()  # the tables end at step N
                 self.step()
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.step()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self.step()
+            self.graph = graph
+        except (RuntimeError, ValueError) as error:
+            why = str(error).partition("\n")[0]
+            print(f"CUDA graph: {why}; launching kernels one by one, which is slower", file=sys.stderr)
 
     @torch.inference_mode()
     def __call__(self, token_BL, seed):
         """The filled canvases, as a tensor on the CPU; what is not MASK in token_BL stays."""
-        self.token_BL.copy_(token_BL)
-        self.see_BL.copy_(token_BL != mdlm.PAD)
-        self.state_2.copy_(torch.tensor([seed, 0]))
+        self.host[:2] = torch.tensor([seed, 0])
+        self.host[2:] = token_BL.flatten()
+        self.on_device.copy_(self.host, non_blocking=True)
+        torch.ne(self.token_BL, mdlm.PAD, out=self.see_BL)
         for _ in range(self.steps):  # the step's number is on the device: nothing comes from the host
             self.graph.replay() if self.graph else self.step()
-        return self.token_BL.to("cpu", copy=True)  # the only synchronisation
+        self.host.copy_(self.on_device)  # the only synchronisation
+        return self.host[2:].view(token_BL.shape).clone()
 
 
 class Full:
@@ -264,17 +286,22 @@ class Full:
 # ---- backends ------------------------------------------------------------------------------------------------------
 
 PLAIN = types.SimpleNamespace(
-    attention=ops.attention_torch, add_norm=ops.add_norm_torch, bias_gelu=ops.bias_gelu_torch, sample_=sample_fixed_
+    attention=ops.attention_torch, add_norm=ops.add_norm_torch, bias_gelu=ops.bias_gelu_torch, sample_=sample_sorted_
 )
+
+
+def why_no_sampler(vocab, device):
+    """The reason why the fused sampler cannot run on this device, or an empty string. It serves every backend."""
+    return f"the sampler takes 16,384 ids, this model has {vocab:,}" if vocab > 16384 else ops.why_not(device)
 
 
 def why_no_kernels(config, vocab, device):
     """The reason why the kernels cannot run this model on this device, or an empty string."""
     if config.width // config.heads != ops.HEAD:
         return f"the kernels are for heads of {ops.HEAD}, this model's have {config.width // config.heads}"
-    if config.width > ops.MAX_WIDTH or vocab > 16384:
-        return f"the kernels take widths to {ops.MAX_WIDTH} and 16,384 ids, this model has {config.width} and {vocab:,}"
-    return ops.why_not(device)
+    if config.width > ops.MAX_WIDTH:
+        return f"the kernels take widths to {ops.MAX_WIDTH}, this model has {config.width}"
+    return why_no_sampler(vocab, device)
 
 
 def load_torchscript(data, device, wrote):
@@ -292,7 +319,10 @@ def run_onnx(data):
         import onnxruntime
     except ImportError:
         raise ValueError("--backend=onnx needs onnxruntime: pip install onnxruntime") from None
-    session = onnxruntime.InferenceSession(data, providers=onnxruntime.get_available_providers())
+    # a wheel with TensorRT would try that first, and build engines for minutes at each start
+    wanted = "CUDAExecutionProvider", "CPUExecutionProvider"
+    providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
+    session = onnxruntime.InferenceSession(data, providers=providers)
     # a model without time has no input "noise"
     taken = {node.name for node in session.get_inputs()}
 
@@ -325,7 +355,8 @@ def run_tensorrt(data, built):
             if name in given:
                 context.set_input_shape(name, tuple(given[name].shape))
             context.set_tensor_address(name, given.get(name, logits_BLV).data_ptr())
-        context.execute_async_v3(torch.cuda.current_stream().cuda_stream)
+        if not context.execute_async_v3(torch.cuda.current_stream().cuda_stream):  # nothing was written
+            raise ValueError(f"TensorRT did not run model.trt on {[*token.shape]} tokens; its own messages are above")
         return logits_BLV
 
     run.engine = engine  # lives as long as the function
@@ -358,6 +389,10 @@ class Writer:
         else:  # FP16 on a GPU, float32 on a CPU, where halves are slow; graphs bring weights of their own
             self.model.to(self.device, torch.float16 if self.device.type == "cuda" else torch.float32)
         self.captures = self.device.type == "cuda" and self.backend != "onnx"
+        no_sampler = why_no_sampler(self.vocab, self.device)
+        self.sample_ = sample_sorted_ if no_sampler else torch.ops.unmask.sample_
+        if self.captures and no_sampler and cfg.backend != "auto":  # auto has said it
+            print(f"sampler: {no_sampler}; using PyTorch's sort", file=sys.stderr)
         # the loop of model_mdlm.py draws from the generator, a captured step from torch's own or from self.seed
         self.generator = torch.Generator(self.device).manual_seed(cfg.seed)
         self.seed, self.denoisers = cfg.seed, {}
@@ -382,7 +417,7 @@ class Writer:
             kernels = torch.ops.unmask if self.backend == "kernels" else PLAIN
             with torch.inference_mode():
                 forward = graph_forward(self.run, rate_N) if self.run else fused_forward(self.model, rate_N, kernels)
-                denoiser = Denoiser(forward, kernels.sample_, B, L, keep_N, self.cfg, self.vocab, self.device)
+                denoiser = Denoiser(forward, self.sample_, B, L, keep_N, self.cfg, self.vocab, self.device)
                 if self.cfg.graph:
                     denoiser.capture()
             self.denoisers[B, L, steps] = denoiser
@@ -492,6 +527,7 @@ def device_state(device):
     """Name, power mode and clocks, where this machine tells them."""
     cpu = first_line_of("grep", "-m1", "model name", "/proc/cpuinfo").split(": ")[-1] or platform.machine()
     state = {"name": cpu, "cores": os.cpu_count(), "torch": torch.__version__}
+    state["board"] = first_line_of("cat", "/proc/device-tree/model").strip("\0")
     if device.type == "cuda":
         state["name"] = torch.cuda.get_device_name(device)
         query = "--query-gpu=clocks.sm,clocks.mem,power.limit"
@@ -501,13 +537,19 @@ def device_state(device):
     return {name: value for name, value in state.items() if value}
 
 
+# GB/s of the data sheets, by what /proc/device-tree/model says
+BANDWIDTH = {"AGX Thor": 273.0, "AGX Orin": 204.8, "Orin NX": 102.4, "Orin Nano": 68.3}
+
+
 def peak_gb_s(device, state):
     """Memory bandwidth of the data sheet or of the driver's clock and bus width; 0 where it is not known."""
     if device.type != "cuda":
         return 0.0
-    # data sheet of the Orin Nano: MAXN and 25 W run the memory faster than 15 W
-    if "orin" in state["name"].lower():
-        return 102.4 if re.search("MAXN|25W", state.get("power_mode", "")) else 68.3
+    for name, gb_s in BANDWIDTH.items():
+        if name in state.get("board", ""):
+            # the memory of an Orin Nano runs faster at 25 W and MAXN than at 15 W
+            fast = name == "Orin Nano" and re.search("MAXN|25W", state.get("power_mode", ""))
+            return 102.4 if fast else gb_s
     properties = torch.cuda.get_device_properties(device)
     return 2e-6 * getattr(properties, "memory_clock_rate", 0) * getattr(properties, "memory_bus_width", 0) / 8
 
@@ -536,6 +578,7 @@ def benchmark(writer):
             writer.fill(token_BL, steps)
             seconds.append(time.perf_counter() - started)
         seconds = seconds[3:]
+        graph = any(denoiser.graph for denoiser in writer.denoisers.values())
         writer.denoisers.clear()  # their buffers are no part of the next row's memory
         # speed, and what share of the memory's bandwidth it needs at least
         median = statistics.median(seconds)
@@ -546,6 +589,7 @@ def benchmark(writer):
         row = {
             "length": L, "steps": steps, "batch": B, "tok_per_s": B * (L - 1) / median, "spread": rates.tolist(),
             "ms_per_step": 1e3 * median / steps, "gb_s": moved, "peak_gb_s": peak or None, "memory_mb": memory / 1e6,
+            "graph": graph,
         }  # fmt: skip
         rows.append(row)
         share = f"{moved / peak:8.0%}" if peak else "        "
@@ -553,7 +597,9 @@ def benchmark(writer):
               f"{row['memory_mb']:10,.0f}", flush=True)  # fmt: skip
     out = Path(cfg.out or Path(cfg.bundle) / "benchmark.json")
     about = {"device": state, "device_after": device_state(device)}  # clocks fall when a board gets hot
-    about |= {"backend": writer.backend, "graph": cfg.graph and writer.captures, "rows": rows}
+    sampler = "sort" if writer.sample_ is sample_sorted_ else "fused"
+    sampler = sampler if writer.captures else "loop of model_mdlm.py"
+    about |= {"backend": writer.backend, "sampler": sampler, "rows": rows}
     out.write_text(json.dumps(about, indent=2) + "\n")
     print(f"wrote {out}: {writer.backend}; all steps included, three samples of warm-up excluded")
 

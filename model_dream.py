@@ -107,6 +107,9 @@ def config_from_hf(folder):
     """
     path = Path(folder) / "config.json"
     hf = runs.read_json(path)
+    if isinstance(rope := hf.get("rope_parameters"), dict):  # transformers 5 has all about the rotary angles in here
+        hf = {"rope_theta": rope.get("rope_theta")} | hf
+        hf |= {} if rope.get("rope_type", "default") == "default" else {"rope_scaling": rope}
     fields = {name: hf[key] for name, key in HF_KEYS.items() if hf.get(key) is not None}
     missing = HF_KEYS.keys() - fields.keys() - {"head_size", "tie", "bos_id"}  # these have a default
     wrong = [f"{k} is {hf[k]!r}, not {known[0]!r}" for k, known in FIXED.items() if k in hf and hf[k] not in known]

@@ -51,6 +51,7 @@ class Config:
     attn_cap: float = 0.0  # c > 0 maps each score s to c tanh(s / c)
     logit_cap: float = 0.0  # the same for the logits of both heads
     mtp: bool = True  # the head that predicts the token after the next
+    init_std: typing.Literal["paper", "fan_in"] = "paper"  # of new matrices; a checkpoint that does not say: "paper"
     eps: float = 1e-6  # of the norms
     subln_eps: float = 1e-5  # of the norm on each differential head
 
@@ -64,12 +65,21 @@ class Config:
     def maps(self):
         return 2 if self.diff in ("seed", "paper") else 1
 
+    def std(self, fan_in):
+        """Standard deviation of a new matrix of `fan_in` rows: 0.02, or what gives x W the size of x at any width."""
+        return fan_in**-0.5 if self.init_std == "fan_in" else 0.02
+
+    @property
+    def embed_scale(self):
+        """Factor of a looked-up embedding: 0.02, which suits the tied head, becomes 1, which suits the layers."""
+        return 50.0 if self.init_std == "fan_in" else 1.0
+
 
 CONFIGS = {
-    "tiny": Config(4096, 128, layers=4, heads=4, kv_heads=2, head_size=32, ffn=384, positions=1024),
-    "small": Config(8192, 512, layers=8, heads=8, kv_heads=4, head_size=64, ffn=1408, positions=1024),
-    "300m": Config(32_768, 1024, layers=20, heads=8, kv_heads=4, head_size=128, ffn=2816),
-    "1b": Config(),
+    "tiny": Config(4096, 128, 4, 4, 2, head_size=32, ffn=384, positions=1024, init_std="fan_in"),
+    "small": Config(8192, 512, 8, 8, 4, head_size=64, ffn=1408, positions=1024, init_std="fan_in"),
+    "300m": Config(32_768, 1024, 20, 8, 4, head_size=128, ffn=2816, init_std="fan_in"),
+    "1b": Config(init_std="fan_in"),
 }
 
 # How each parameter lies on a mesh with the axes (data, fsdp, tensor). Weights are gathered over fsdp where they are
@@ -203,7 +213,8 @@ class Block(nnx.Module):
         N, D, Q, C = cfg.layers, cfg.width, cfg.heads * cfg.head_size, cfg.kv_heads * cfg.head_size
         out = Q // 2 if cfg.diff == "v2" else Q
 
-        def normal(*shape, std=0.02):
+        def normal(*shape, std=None):
+            std = std or cfg.std(shape[0])
             return nnx.Param(std * jax.random.normal(rngs.params(), (N, *shape), jnp.float32))
 
         self.attn_norm = nnx.Param(jnp.ones((N, D)))
@@ -212,10 +223,10 @@ class Block(nnx.Module):
         self.wk = normal(D, C)
         self.wv = normal(D, C)
         # 2N matrices add to the residual stream: smaller ones keep its variance independent of the depth
-        self.wo = normal(out, D, std=0.02 / math.sqrt(2 * N))
+        self.wo = normal(out, D, std=cfg.std(out) / math.sqrt(2 * N))
         self.w_gate = normal(D, cfg.ffn)
         self.w_up = normal(D, cfg.ffn)
-        self.w_down = normal(cfg.ffn, D, std=0.02 / math.sqrt(2 * N))
+        self.w_down = normal(cfg.ffn, D, std=cfg.std(cfg.ffn) / math.sqrt(2 * N))
         if cfg.maps == 2:
             self.lambda_q1, self.lambda_k1 = normal(cfg.head_size, std=0.01), normal(cfg.head_size, std=0.01)
             self.lambda_q2, self.lambda_k2 = normal(cfg.head_size, std=0.01), normal(cfg.head_size, std=0.01)
@@ -332,7 +343,7 @@ class MTP(nnx.Module):
     def __init__(self, cfg, rngs):
         D = cfg.width
         self.norm_hidden, self.norm_embed, self.norm_out = (nnx.Param(jnp.ones(D)) for _ in range(3))
-        self.proj = nnx.Param(0.02 * jax.random.normal(rngs.params(), (2 * D, D), jnp.float32))
+        self.proj = nnx.Param(cfg.std(2 * D) * jax.random.normal(rngs.params(), (2 * D, D), jnp.float32))
         self.head = nnx.Param(0.02 * jax.random.normal(rngs.params(), (cfg.vocab, D), jnp.float32))
 
 
@@ -386,7 +397,11 @@ class PythonCoder(nnx.Module):
         # look-up, so that its gradient is scattered in float32.
         if batch_axes() and jax.sharding.get_abstract_mesh().size > 1:
             table_VD = shard(table_VD.astype(self.run.dtype), None)
+<<<<<<< HEAD
         return shard(table_VD[token_BL].astype(self.run.dtype), batch_axes())
+=======
+        return shard(table_VD[token_BL].astype(self.run.dtype) * self.cfg.embed_scale, BATCH)
+>>>>>>> 33d6de4ab112a2ecab6f7abebf9251ea17c9fd44
 
     def hidden(self, embed_BLD, segment_BL=None, position_BL=None, key=None, row_B=None, sums=None):
         """Final-normed hidden states [B, L, D] of whole rows, from their embeddings.

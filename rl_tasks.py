@@ -236,7 +236,10 @@ LISTS = {
 
 
 def make_tasks(seed):
-    """[{"id", "prompt", "test_cases", "right", "wrong"}], shuffled: 480 functions of a line, each with three tests."""
+    """[{"id", "constant", "prompt", "test_cases", "right", "wrong"}], shuffled: 480 functions of a line.
+
+    15 things to ask for, with constants from 2 to 9, under four names of the argument; each with three tests.
+    """
     rng, tasks = random.Random(seed), []
     kinds = [(NUMBERS, "xnab", lambda: rng.randint(11, 40)), (LISTS, ("xs", "row", "s", "items"), None)]
     for kind, names, value in kinds:
@@ -250,16 +253,27 @@ def make_tasks(seed):
                     if want != mistake:
                         tests.append(f"assert f({given}) == {want}")
                 expressions = {"right": right.format(x=x, k=k), "wrong": wrong.format(x=x, k=k)}
-                tasks.append({"id": f"demo/{len(tasks)}", "prompt": prompt, "test_cases": tests} | expressions)
+                task = {"id": f"demo/{len(tasks)}", "constant": k, "prompt": prompt, "test_cases": tests}
+                tasks.append(task | expressions)
     rng.shuffle(tasks)
     return tasks
 
 
+UNREWARDED, UNSEEN = (4, 7), (6,)  # constants of held-out tasks: of pre-training alone; of no stage
+
+
 def write_demo(folder, seed):
-    """Write the demo's heldout.jsonl and train.jsonl, and pairs.jsonl, answers of which three in ten are right."""
+    """Write the demo's train.jsonl and heldout.jsonl, and pairs.jsonl, answers of which three in ten are right.
+
+    They are split by constant: the same question under another name of the argument would be no other task. Held out
+    are 72 tasks whose constants are in the pairs and never rewarded, and 24, of split "unseen", in neither.
+    """
     rng, tasks = random.Random(seed), make_tasks(0)
-    files = {"heldout": tasks[:96], "train": tasks[96:], "pairs": []}
-    for task in files["train"] * 20:
+    unseen = [task | {"split": "unseen"} for task in tasks if task["constant"] in UNSEEN]
+    unrewarded = [task for task in tasks if task["constant"] in UNREWARDED]
+    train = [task for task in tasks if task["constant"] not in UNREWARDED + UNSEEN]
+    files = {"heldout": unrewarded[:72] + unseen[:24], "train": train, "pairs": []}
+    for task in (train + unrewarded) * 20:
         answer = task["right" if rng.random() < 0.3 else "wrong"]
         files["pairs"].append({"prompt": task["prompt"], "response": answer + "\n"})
     folder.mkdir(parents=True)
@@ -328,14 +342,19 @@ class Prompts:
         """Rows for the reward functions, of filled canvases whose completions are the counted tokens.
 
         A row is the task with "written", the completion alone, "tokens", its length, and "text", which is rewarded: for
-        a "prompt" the whole program in a code block, the form in which a chat model answers.
+        a "prompt" the whole program in a code block, the form in which a chat model answers. An answer that ends its
+        turn has a newline behind it, as in the chat template: the reference's code_format asks for one, and sees it.
         """
-        rows = []
+        rows, turn_end = [], self.tokenizer.token_to_id("<|im_end|>")
         for i, ids, counted_C in zip(task_B, token_BL[:, self.max_prompt :], counted_BC, strict=True):
             task = self.tasks[i]
             written = self.tokenizer.decode(ids[counted_C].tolist(), skip_special_tokens=True)
-            program = f"```python\n{task.get('prompt', '')}{written.rstrip()}\n```\n"
-            text = written if "question" in task else program
+            if "question" not in task:
+                text = f"```python\n{task['prompt']}{written.rstrip()}\n```\n"
+            elif ids[counted_C][-1] == turn_end:  # what stands behind <|im_end|> is cut off, with that newline
+                text = written.removesuffix("\n") + "\n"
+            else:
+                text = written
             rows.append(task | {"tokens": int(counted_C.sum()), "written": written, "text": text})
         return rows
 

@@ -9,12 +9,14 @@ looked at until it is full; the whole canvas is one block as wide as itself. Wit
 keeps the keys and values of all slots, and the steps after it feed a window around the block alone.
 
 Letters: B batch, L slots of the canvas, W slots of a window, C positions of one chunk of logits, D width, V vocabulary,
-S denoising steps, N numbers of masked positions.
+S denoising steps.
 Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639; Fast-dLLM, arXiv:2505.22618.
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
 import typing
 from pathlib import Path
@@ -26,7 +28,7 @@ from flax import nnx
 
 import diffusion
 import runs
-from model_dream import DreamConfig
+from model_dream import PS, DreamConfig
 
 CONFIDENCE = {"maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "entropy"}
 
@@ -43,10 +45,13 @@ class Sampling:
     top_p: float = 1.0  # a token goes if those before it have more than top_p; 1 keeps all
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     alg_temp: float = 0.0  # temperature of the choice of positions; 0 takes the surest
-    threshold: float = 0.0  # fill all positions whose probability reaches it, at least one a step; 0 goes by steps
+    threshold: float = 0.0  # fill all tokens to which the model gives this probability, at least one a step; 0: steps
+    filtered: bool = False  # compare the threshold after temperature, top-k and top-p, as Fast-dLLM's code does
+    score: typing.Literal["drawn", "distribution"] = "drawn"  # whose probability counts: the drawn token's, the largest
     block_length: int = 0  # fill blocks of this length from left to right; 0: the whole canvas at once
-    cache: typing.Literal["", "prefix", "dual"] = ""  # keys and values kept within a block: left of it | all around it
-    fast_dllm: bool = False  # Fast-dLLM's windows [S, E): the first token of a block is filled whatever its confidence
+    cache: typing.Literal["", "prefix", "dual"] = ""  # keys and values kept within a block: of the prompt | all around
+    fast_dllm: bool = False  # Fast-dLLM's windows: a block's first token is filled whatever its probability
+    eos_penalty: float = 0.0  # the logits of eos_ids fall by this times -log(filled share of the text + 0.001)
     ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills up what follows
@@ -93,11 +98,12 @@ class Given(typing.NamedTuple):
     key_B: jax.Array  # a random key for each row
     steps: int  # how many steps the schedule of a block has
     limit: int  # a block is left after so many steps, whatever is masked in it
-    table_SN: jax.Array | None = None  # without a threshold: how many of n masked positions step i fills
+    share_S: jax.Array | None = None  # without a threshold: which part of the masked positions step i fills
     budget_SB: jax.Array | None = None  # with one: how many positions more may be filled from step i on
     commit_S: jax.Array | None = None  # alg="origin": the chance of each masked position to be filled in step i
     u_SBL: jax.Array | None = None  # its uniform numbers, if they are not to be drawn
     threshold: float = 0.0
+    eos_penalty: float = 0.0
     first: int = 0  # first slot of the block
     size: int = 0  # slots of the block
     start: int = 0  # first slot of the window that is fed in a cached step
@@ -146,7 +152,7 @@ class Sampler:
         if rule.threshold:
             new_B = given.budget_SB.at[i].get(mode="fill", fill_value=0)
             return wanted_BL, jnp.minimum(new_B + state.left_B, count_B)
-        return wanted_BL, given.table_SN[i][count_B]
+        return wanted_BL, jnp.floor(count_B * given.share_S[i]).astype(jnp.int32)
 
     def draw(self, given, tag, step, place_BC, shape=()):
         """Uniform numbers in (0, 1) [B, C, *shape] of row, step and place alone, whatever the batch or its padding."""
@@ -162,13 +168,17 @@ class Sampler:
         """(token_BL, score_BL): what would be written at the wanted positions and how sure that is, -inf elsewhere.
 
         hidden_BWD are those of slots start .. start + W - 1. The head is the widest matrix, so it runs for the wanted
-        positions alone, C = run.head_positions of each row at a time. A position whose left neighbour is padding, or
-        not in the window, uses its own logits.
+        positions alone, C of each row at a time: those of a block, at most run.head_positions. A position whose left
+        neighbour is padding, or not in the window, uses its own logits.
         """
         rule, see_BL = self.rule, given.see_BL
         B, L = wanted_BL.shape
-        C = min(model.run.head_positions, L)
+        C = min(model.run.head_positions, rule.block_length or L, L)
         row_B1 = jnp.arange(B)[:, None]
+        if rule.eos_penalty:  # ends are unlikely in an empty text, and as the model has them in a full one
+            left_B = self.masked(state.token_BL, given).sum(-1) / jnp.maximum(1, given.made_BL.sum(-1))
+            penalty_B11 = given.eos_penalty * -jnp.log(1 - left_B + 1e-3)[:, None, None]
+            end_V = jnp.isin(jnp.arange(self.cfg.vocab), jnp.array(rule.eos_ids, jnp.int32))
         # Slots of the wanted positions, from the left; L, which is dropped, where a row has no more of them.
         order_BL = jnp.where(wanted_BL, jnp.cumsum(wanted_BL, -1) - 1, L + C)
         slot_BL = jnp.full((B, L + -L % C), L).at[row_B1, order_BL].set(jnp.arange(L), mode="drop")
@@ -184,7 +194,10 @@ class Sampler:
             logits_BCV = jnp.where(given.banned_V, -jnp.inf, logits_BCV)
             if self.logit_hook:
                 logits_BCV = self.logit_hook(state.step, state.token_BL, slot_BC, logits_BCV)
+            if rule.eos_penalty:
+                logits_BCV -= penalty_B11 * end_V
             # Draw a token from what temperature, top-k and top-p leave.
+            model_BCV = logits_BCV
             filters, width = (rule.temperature, rule.top_k, rule.top_p), 1 if model.run.on_cpu else 3
             logits_BCV = diffusion.filter_logits(logits_BCV, *filters, rule="dream", width=width)
             u_BCV = None
@@ -192,10 +205,15 @@ class Sampler:
                 place_BC = given.place_BL[row_B1, at_BC]
                 u_BCV = self.draw(given, 0, state.step, place_BC, logits_BCV.shape[-1:])
             new_BC = diffusion.sample_tokens(logits_BCV, u_BCV, 1.0 if rule.temperature else 0).astype(token_BL.dtype)
-            # How sure is it? The token's probability, or a measure of the distribution; origin does not ask.
+            # How sure is it? The token's probability, or a measure of the distribution; origin does not ask. The
+            # filters make all tokens look sure, 0.61 of two becomes 0.90 at temperature 0.2: a threshold is compared
+            # with what the model said, Dream's other orders are defined by what the filters left.
             score_BC = jnp.zeros(slot_BC.shape)
             if rule.threshold or rule.alg == "maskgit_plus":
-                score_BC = jnp.take_along_axis(diffusion.softmax(logits_BCV), new_BC[..., None], -1)[..., 0]
+                prob_BCV = diffusion.softmax(model_BCV if rule.threshold and not rule.filtered else logits_BCV)
+                # by the largest probability, where is written does not depend on what is drawn
+                score_BC = jnp.take_along_axis(prob_BCV, new_BC[..., None], -1)[..., 0]
+                score_BC = score_BC if rule.score == "drawn" else prob_BCV.max(-1)
             elif rule.alg != "origin":
                 score_BC = diffusion.confidence(diffusion.softmax(logits_BCV), CONFIDENCE[rule.alg])
             token_BL = token_BL.at[row_B1, slot_BC].set(new_BC, mode="drop")
@@ -296,24 +314,21 @@ def denoise(params, state, given, cache=None, *, sampler, width=0):
     return jax.lax.while_loop(unfinished, step, (state, cache))  # the cache too, so that its memory is used again
 
 
+@functools.partial(jax.jit, static_argnames=("sampler", "width"))
+def fill_block(params, state, given, *, sampler, width=0):
+    """Fill a block, with a cache its opening pass too, as one program: a State. Arguments as those of denoise."""
+    cache = None
+    if sampler.rule.cache:
+        state, cache = open_block(params, state, given, sampler=sampler)
+    return denoise(params, state, given, cache, sampler=sampler, width=width)[0]
+
+
 # ---- a canvas ------------------------------------------------------------------------------------------------------
 
 
-def padded(x):
+def padded(x, least=0):
     """x with rows of zeros up to a power of two, at least 32: another number of steps is seldom another program."""
-    return np.pad(x, [(0, (1 << max(5, (len(x) - 1).bit_length())) - len(x))] + [(0, 0)] * (x.ndim - 1))
-
-
-def step_table(most, steps, eps):
-    """How many of n masked tokens step i fills: int32 [steps, most + 1], floor(n (1 - s/t)), n in the last step.
-
-    (t, s) are neighbours on linspace(1, eps, steps + 1). Following it gives diffusion.step_counts(rule="dream"); as a
-    table of n it also serves rows that a hook changed, or where the model predicted MASK. Ref: Dream's generation code.
-    """
-    t = np.linspace(1, eps, steps + 1)
-    table_SN = (np.arange(most + 1) * (1 - t[1:] / t[:-1])[:, None]).astype(np.int32)
-    table_SN[-1] = np.arange(most + 1)
-    return table_SN
+    return np.pad(x, [(0, (1 << max(5, (max(len(x), least) - 1).bit_length())) - len(x))] + [(0, 0)] * (x.ndim - 1))
 
 
 def layout(rule, masked_BL):
@@ -328,69 +343,62 @@ def layout(rule, masked_BL):
         return [], size, 1
     begin, end = columns[0], columns[-1] + 1
     span = end - begin
-    continuation = end == L and masked_BL[:, begin:].all()
-    if span % size and (continuation or rule.fast_dllm):
+    if span % size and rule.fast_dllm:
         raise ValueError(f"block_length {size} does not divide the {span} tokens to fill; try {math.gcd(span, size)}")
     blocks = -(-span // size)
     if rule.steps % blocks:
         nearest = -(-rule.steps // blocks) * blocks
         raise ValueError(f"{rule.steps} steps do not divide over {blocks} blocks; try {nearest}")
-    # The last block of an infilled canvas may overlap the one before.
+    # Where blocks do not fill the canvas evenly, the last one overlaps the one before, which is full by then.
     firsts = [max(0, min(begin + i * size, L - size)) for i in range(blocks)]
     return firsts, size, rule.steps // blocks or math.ceil(size / rule.tokens_per_step)
 
 
 def schedule(rule, size, steps, masked_BL, u_SBL=None):
-    """The fields of Given that say how many positions each step of a block of `size` slots fills."""
+    """The fields of Given that say how many positions each step of a block of `size` slots fills.
+
+    They have a row for each slot of the canvas at least: a program for all numbers of steps up to that.
+    """
+    pad = functools.partial(padded, least=masked_BL.shape[1])
     # Chance: a masked position is filled with probability 1 - s / t, and in the last step for certain.
     if rule.alg == "origin":
         t = np.linspace(1, rule.eps, steps + 1)
         commit_S = np.append(1 - t[1:-1] / t[:-2], 1).astype(np.float32)
         u_SBL = None if u_SBL is None else padded(np.asarray(u_SBL))
-        return {"steps": steps, "limit": steps, "commit_S": padded(commit_S), "u_SBL": u_SBL}
+        return {"steps": steps, "limit": steps, "commit_S": pad(commit_S), "u_SBL": u_SBL}
     # A threshold with blocks: every step may fill all. It fills one token at least, as does a block's opening pass.
     if rule.threshold and rule.block_length:
         limit = size + 1
         budget_SB = np.full((limit, len(masked_BL)), size, np.int32)
-        return {"steps": limit, "limit": limit, "budget_SB": padded(budget_SB)}
+        return {"steps": limit, "limit": limit, "budget_SB": pad(budget_SB)}
     # A threshold without: the steps share the masks evenly; each one beyond them fills at least one that is left.
     if rule.threshold:
         count_B = masked_BL.sum(-1)
         budget_SB = diffusion.step_counts(count_B, steps, "even").astype(np.int32)
-        return {"steps": steps, "limit": steps + int(count_B.max()), "budget_SB": padded(budget_SB)}
+        return {"steps": steps, "limit": steps + int(count_B.max()), "budget_SB": pad(budget_SB)}
     # Else Dream's schedule. The opening pass of Fast-dLLM fills only one token, so its blocks have two steps at least.
     limit = max(steps, 1 + rule.fast_dllm)
-    table_SN = step_table(size, steps, rule.eps)[np.minimum(np.arange(limit), steps - 1)]
-    return {"steps": limit, "limit": limit, "table_SN": padded(table_SN)}
+    share_S = diffusion.dream_shares(steps, rule.eps)[np.minimum(np.arange(limit), steps - 1)]
+    return {"steps": limit, "limit": limit, "share_S": pad(share_S)}
 
 
-def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, logit_hook=None, u_SBL=None):
-    """Fill every MASK of a canvas: (token_BL, {"forwards", "idle", "steps", "windows", "history"}), NumPy arrays.
+def window(rule, length, begin, first, size):
+    """(first slot, slots) that a cached step feeds for the block at `first`, of a text whose masks begin at `begin`.
 
-    see_BL is False at padding, which stays as it is; so does every token that is not MASK. "idle" counts the steps that
-    could not change anything and cost no pass, "windows" the slots fed in each pass, "history" is the canvas after
-    every step [S, B, L]. A model that predicts MASK leaves it, where ban_ids allows that. Hooks are explained at
-    Sampler. u_SBL are the uniform numbers of alg="origin", for tests.
-
-    Raises ValueError for a canvas that does not fit the model, a number of steps that does not divide over the blocks,
-    or a block length that does not divide a completion.
+    The slot before a block gives the logits of its first token. With cache="prefix" every window reaches from the
+    prompt to the end, and not from its block, so that all have one width: then one program fills all blocks. Its keys
+    are fresher than those of Fast-dLLM's windows, which shrink from block to block.
     """
-    cfg, rule, token_BL = model.cfg, rule or Sampling(), np.asarray(token_BL)
-    # JAX would clamp ids that do not exist, and go on.
-    if token_BL.ndim != 2 or token_BL.min(initial=0) < 0 or token_BL.max(initial=0) >= cfg.vocab:
-        found = f"{token_BL.shape} up to {token_BL.max()}"
-        raise ValueError(f"a canvas is a [B, L] array of ids below {cfg.vocab}, not {found}")
-    B, L = token_BL.shape
-    if L > cfg.positions:
-        raise ValueError(f"{L} tokens do not fit: the model reaches {cfg.positions} positions")
-    if key is None and (rule.temperature or rule.alg_temp or (rule.alg == "origin" and u_SBL is None)):
-        raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
+    if rule.fast_dllm:
+        return first, length - first if rule.cache == "prefix" else size
+    start = max((begin if rule.cache == "prefix" else first) - 1, 0)
+    width = min(-(-(length - start) // 32) * 32 if rule.cache == "prefix" else size + 1, length)
+    return min(start, length - width), width
 
-    # What is masked, in which blocks and steps is it filled, and what is never drawn?
-    see_BL = np.broadcast_to(True if see_BL is None else np.asarray(see_BL) != 0, (B, L))
-    made_BL = (token_BL == cfg.mask_id) & see_BL
-    if token_hook:
-        token_BL = np.asarray(token_hook(-1, jnp.asarray(token_BL, jnp.int32)))
+
+def prepare(cfg, rule, token_BL, see_BL, made_BL, key=None, u_SBL=None):
+    """(State, Given, first slots of the blocks) before anything is filled; NumPy arrays but for the keys."""
+    B, L = token_BL.shape
     masked_BL = (token_BL == cfg.mask_id) & see_BL
     firsts, size, steps = layout(rule, masked_BL)
     banned_V = np.isin(np.arange(cfg.vocab), (cfg.mask_id,) if rule.ban_ids is None else rule.ban_ids)
@@ -405,13 +413,53 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
         banned_V=banned_V,
         key_B=jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(B)),
         threshold=rule.threshold,
+        eos_penalty=rule.eos_penalty,
         size=size,
         **schedule(rule, size, steps, masked_BL, u_SBL),
     )
-    zero = jnp.int32(0)
-    state = State(jnp.asarray(token_BL, jnp.int32), zero, zero, zero, jnp.zeros(B, jnp.int32))
+    zero = np.int32(0)
+    state = State(token_BL.astype(np.int32), zero, zero, zero, np.zeros(B, np.int32))
     if rule.history:
         state = state._replace(history_SBL=padded(np.zeros((max(1, len(firsts)) * given.limit, B, L), np.int32)))
+    return state, given, firsts
+
+
+def sampler_of(graph, cfg, rule, token_hook=None, logit_hook=None):
+    """The Sampler of a rule, without what `Given` says already: that must not ask for another program."""
+    # of these it only matters whether they are set
+    is_set = {name: float(bool(getattr(rule, name))) for name in ("threshold", "eos_penalty")}
+    fixed = {"steps": 0, "tokens_per_step": 1.0, "eps": 0.5, "ban_ids": (), "vocab": 0, **is_set}
+    return Sampler(graph, cfg, dataclasses.replace(rule, **fixed), token_hook, logit_hook)
+
+
+def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, logit_hook=None, u_SBL=None):
+    """Fill every MASK of a canvas: (token_BL, {"forwards", "idle", "steps", "windows", "history"}), NumPy arrays.
+
+    see_BL is False at padding, which stays as it is; so does every token that is not MASK. "idle" counts the steps that
+    could not change anything and cost no pass, "windows" the slots fed in each pass, "history" is the canvas after
+    every step [S, B, L]. A model that predicts MASK leaves it, where ban_ids allows that. Hooks are explained at
+    Sampler. u_SBL are the uniform numbers of alg="origin", for tests.
+
+    Raises ValueError for a canvas that does not fit the model, or a number of steps that does not divide over the
+    blocks.
+    """
+    cfg, rule, token_BL = model.cfg, rule or Sampling(), np.asarray(token_BL)
+    # JAX would clamp ids that do not exist, and go on.
+    if token_BL.ndim != 2 or token_BL.min(initial=0) < 0 or token_BL.max(initial=0) >= cfg.vocab:
+        found = f"{token_BL.shape} up to {token_BL.max()}"
+        raise ValueError(f"a canvas is a [B, L] array of ids below {cfg.vocab}, not {found}")
+    B, L = token_BL.shape
+    if L > cfg.positions:
+        raise ValueError(f"{L} tokens do not fit: the model reaches {cfg.positions} positions")
+    if key is None and (rule.temperature or rule.alg_temp or (rule.alg == "origin" and u_SBL is None)):
+        raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
+
+    # What is masked; then in which blocks and steps it is filled, and what is never drawn.
+    see_BL = np.broadcast_to(True if see_BL is None else np.asarray(see_BL) != 0, (B, L))
+    made_BL = (token_BL == cfg.mask_id) & see_BL
+    if token_hook:
+        token_BL = np.asarray(token_hook(-1, jnp.asarray(token_BL, jnp.int32)))
+    state, given, firsts = prepare(cfg, rule, token_BL, see_BL, made_BL, key, u_SBL)
     state, windows = fill_blocks(model, rule, state, given, firsts, token_hook, logit_hook)
 
     token_BL, done = np.asarray(state.token_BL), int(state.step)
@@ -419,68 +467,91 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
     if rule.history:
         history_SBL = np.array(state.history_SBL)
         history_SBL[done:] = token_BL  # the loop ends with the last MASK
-        stats["history"] = history_SBL[: done if rule.block_length else max(done, steps)]
+        stats["history"] = history_SBL[: done if rule.block_length else max(done, given.steps)]
     return token_BL, stats
 
 
 def fill_blocks(model, rule, state, given, firsts, token_hook, logit_hook):
     """Block after block, or the canvas as one block: (state, slots fed in each pass).
 
-    A block without a cache is one compiled loop. With one it is a pass over the canvas and a compiled loop over
-    windows, the same programs for all blocks, but for cache="prefix", whose windows shrink.
+    All blocks run one compiled program; those with Fast-dLLM's prefix cache each their own, as their windows shrink.
     """
     graph, params = nnx.split(model)
-    # What `given` says already must not ask for another program. Of three fields it only matters whether they are set.
-    is_set = {"threshold": math.ceil(rule.threshold), "block_length": min(1, rule.block_length)}
-    is_set["cache"] = "dual" if rule.cache else ""
-    fixed = dataclasses.replace(rule, steps=0, tokens_per_step=1.0, eps=0.5, ban_ids=(), vocab=0, **is_set)
-    sampler = Sampler(graph, model.cfg, fixed, token_hook, logit_hook)
-    L, size, windows = state.token_BL.shape[1], given.size, []
+    sampler = sampler_of(graph, model.cfg, rule, token_hook, logit_hook)
+    L, size, windows, has_hooks = state.token_BL.shape[1], given.size, [], token_hook or logit_hook
+    state = place(state, params)
     for first in firsts:
         # A text that has ended leaves nothing to fill.
         masked_BL = (np.asarray(state.token_BL) == model.cfg.mask_id) & given.see_BL
-        has_hooks = token_hook or logit_hook
         if not masked_BL[:, first : first + size].any() and (rule.block_length or not has_hooks):
             continue
-        # The window holds the block and the slot before it, which gives the logits of the block's first token.
-        start = first if rule.fast_dllm else max(first - 1, 0)
-        width = {"": L, "prefix": L - start, "dual": min(size + (not rule.fast_dllm), L)}[rule.cache]
-        given = given._replace(first=first, start=min(start, L - width), begun=state.step)
-        before, cache = int(state.forwards), None
-        if rule.cache:
-            state, cache = open_block(params, state, given, sampler=sampler)
-        state, _ = denoise(params, state, given, cache, sampler=sampler, width=width)
+        start, width = window(rule, L, firsts[0], first, size) if rule.cache else (0, L)
+        given = given._replace(first=first, start=start, begun=state.step)
+        before = int(state.forwards)
+        state = place(fill_block(params, state, given, sampler=sampler, width=width), params)
         passes = int(state.forwards) - before
         windows += [L] * bool(rule.cache) + [width] * (passes - bool(rule.cache))
     return state, windows
 
 
-def canvas(prompts, max_new, cfg):
+def place(state, params):
+    """The state on the parameters' device, or on all of their mesh. Else the first block, whose state comes from the
+    host, and the others, whose states come from a device, would be two programs.
+    """
+    at = jax.tree.leaves(params)[0].sharding
+    return jax.device_put(state, jax.NamedSharding(at.mesh, PS()) if isinstance(at, jax.NamedSharding) else at)
+
+
+# ---- texts ---------------------------------------------------------------------------------------------------------
+
+
+def canvas_width(length, positions):
+    """Slots of a canvas for texts of this length: a multiple of 32, beyond 512 of an eighth of a power of two."""
+    step = max(32, 1 << (length - 1).bit_length() >> 4)
+    return max(length, min(-(-length // step) * step, positions))
+
+
+def widths(lengths, size, positions, most=3):
+    """At most so many canvas widths for texts of these lengths, `size` at a time, with the least padding.
+
+    Each is a compiled program of its own, which at 7B takes longer to compile than padding costs.
+    """
+    batches = (lengths[i : i + size] for i in range(0, len(lengths), size))
+    needed = collections.Counter(canvas_width(max(batch), positions) for batch in batches)
+    *narrower, widest = sorted(needed)
+    slots = lambda choice: sum(n * min(w for w in choice if w >= need) for need, n in needed.items())  # noqa: E731
+    choices = itertools.combinations(narrower, min(most - 1, len(narrower)))
+    return min(((*choice, widest) for choice in choices), key=slots)
+
+
+def canvas(prompts, max_new, cfg, width=0, rows=0):
     """Prompts (lists of ids, any lengths, MASK allowed) and max_new MASKs behind each, left-padded: (token_BL, see_BL).
 
-    The prompts' part is as wide as a multiple of 32, so that few shapes are ever compiled.
+    It is as wide as canvas_width says, or `width`, and has a row for each prompt, or `rows` of which the others are
+    padding: so that few shapes are ever compiled.
     """
-    longest = max(map(len, prompts), default=0)
-    if not prompts or longest + max_new == 0:
+    longest = max(map(len, prompts), default=0) + max_new
+    if not prompts or longest == 0:
         raise ValueError("nothing to fill: give a prompt or max_new")
-    P = max(longest, min(-(-longest // 32) * 32, cfg.positions - max_new))
-    token_BL = np.full((len(prompts), P + max_new), cfg.mask_id, np.int32)
-    token_BL[:, :P] = cfg.pad_id
-    see_BL = np.ones(token_BL.shape, bool)
-    for row, see, prompt in zip(token_BL, see_BL, prompts, strict=True):
-        row[P - len(prompt) : P] = prompt
-        see[: P - len(prompt)] = False
+    L = max(longest, width) if width else canvas_width(longest, cfg.positions)
+    token_BL = np.full((max(rows, len(prompts)), L), cfg.pad_id, np.int32)
+    see_BL = np.zeros(token_BL.shape, bool)
+    for row, see, prompt in zip(token_BL, see_BL, prompts, strict=False):
+        row[L - max_new :] = cfg.mask_id
+        row[L - max_new - len(prompt) : L - max_new] = prompt
+        see[L - max_new - len(prompt) :] = True
     return token_BL, see_BL
 
 
-def generate(model, prompts, max_new, rule=None, key=None, **hooks):
+def generate(model, prompts, max_new, rule=None, key=None, width=0, rows=0, **hooks):
     """Continue prompts with max_new tokens each and fill their MASKs, max_new 0 does only that: (rows of ids, stats).
 
-    A row is prompt and completion without padding. Raises ValueError for what does not fit; see `fill`.
+    A row is prompt and completion without padding. width and rows are those of `canvas`: with the same of both, other
+    prompts need no other program. Raises ValueError for what does not fit; see `fill`.
     """
-    token_BL, see_BL = canvas(prompts, max_new, model.cfg)
+    token_BL, see_BL = canvas(prompts, max_new, model.cfg, width, rows)
     token_BL, stats = fill(model, token_BL, see_BL, rule, key, **hooks)
-    return [row[see].tolist() for row, see in zip(token_BL, see_BL, strict=True)], stats
+    return [row[see].tolist() for row, see, _ in zip(token_BL, see_BL, prompts, strict=False)], stats
 
 
 def load_tokenizer(folder, cfg):
@@ -502,8 +573,8 @@ def load_tokenizer(folder, cfg):
 def chat_template(folder):
     """A function that writes a prompt as a user's turn, by the chat template in a model's folder; None if it has none.
 
-    The function's second argument is a system turn that goes before. Raises ValueError for a template that is damaged;
-    so does the function for one that fails.
+    The function's second argument is a system turn that goes before, the third the (prompt, answer)s since then. Raises
+    ValueError for a template that is damaged; so does the function for one that fails.
     """
     path, jinja = (Path(folder) / name for name in ("tokenizer_config.json", "chat_template.jinja"))
     config = runs.read_json(path) if path.exists() else {}
@@ -522,11 +593,15 @@ def chat_template(folder):
     special = {name: token["content"] if isinstance(token, dict) else token for name, token in special.items()}
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals |= {"raise_exception": refuse, **special}
+    compiled = functools.cache(environment.from_string)  # compiling takes 5 ms, rendering 0.07
 
-    def wrap(prompt, system=""):
-        turns = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": prompt}]
+    def wrap(prompt, system="", before=()):
+        turns = [{"role": "system", "content": system}] * bool(system)
+        for user, assistant in before:
+            turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+        turns.append({"role": "user", "content": prompt})
         try:
-            return environment.from_string(template).render(messages=turns, add_generation_prompt=True)
+            return compiled(template).render(messages=turns, add_generation_prompt=True)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template of {folder} fails: {error}") from None
 

@@ -21,28 +21,34 @@ files but Python's own. Four layers see to that, and each stops most attacks wit
 What the machine offers is tried and printed; the least is seccomp with one of the first two. Without namespaces a
 program can make no folders, not use asyncio, and find out whether a path exists.
 
-An exit status proves nothing, so the verdict is
-- by value, for `assert <call> == <literal>`: the program sends what the call returned, this process compares, and the
-  expected value never enters the sandbox. Subclasses of builtin types count as their builtin value, NumPy's as lists;
-  objects of any other class fail;
-- by token, for every other test: a random token is written after the test has returned. A program that searches the
-  interpreter's frames for it can pass, and so can one whose objects claim to equal anything.
+An exit status proves nothing, so the verdict does not come from where the program runs. What can it reach there? All
+of its own process: builtins, modules, frames, trace functions, memory, open pipes. So nothing that decides is there:
+- by value, for `assert f(..) == <literal>`: the program sends what f returned and this process compares. The expected
+  value never enters the sandbox; who sends the right one without calling f has known the answer.
+- by judge, for every other test: the test runs in a second process, confined alike, that has never run a line of the
+  program. The functions that it calls are pipes to the program's process, through which go arguments and results; what
+  it compares, and with what, stays on its side. The kernel keeps the two apart: neither may trace or write the other.
+What comes back is data: builtin types and some of the standard library's (Decimal, Fraction, datetime, deque, dict
+views, NumPy's arrays) are built anew, by type. Any other object stays where it is, and equals nothing but what its own
+side says among such objects: a class that the program is asked for may define ==. Lists given to f change as it did.
 
 Needs Linux on x86-64 or aarch64 for the local sandbox, and nothing but the standard library of Python 3.10 to 3.12.
 """
 
 import ast
+import builtins
 import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
 import functools
+import importlib
 import inspect
 import json
+import operator
 import os
 import random
 import reprlib
-import resource
 import runpy
 import secrets
 import select
@@ -60,17 +66,22 @@ import urllib.request
 import warnings
 from pathlib import Path
 
+with contextlib.suppress(ImportError):
+    import resource  # Windows has none; --runner=e2b works there too
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     runner: typing.Literal["local", "e2b"] = "local"  # where programs run: this machine, or E2B's cloud
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     workers: int = 0  # programs that run at a time; 0: one per CPU, or 2 E2B sandboxes
-    timeout_s: float = 5.0  # seconds for one test
+    timeout_s: float = 5.0  # processor seconds for one test; on the clock three times as many
     program_s: float = 30.0  # seconds for all tests of a program; those that it leaves no time for are timeouts
     memory_mb: int = 1024  # address space of a test, in MB
     disk_mb: int = 64  # files that a test may write, in MB
     allow_unsafe: bool = False  # run programs also where the machine offers less than the safe minimum
+    threads: bool = False  # let programs start threads; still no processes
+    main_block: bool = True  # whether __name__ is "__main__" in a program, so that its main block runs
     parity: bool = False  # rewards as the reference computes them: the exit status is the verdict
     strict_newline: bool = True  # code_format asks for exactly one newline after the closing fence
     max_tokens: int = 256  # soft_overlong: tokens at which the reward reaches -1
@@ -84,17 +95,23 @@ class Result(typing.NamedTuple):
     verdicts: list  # of every test: "pass", "fail", "timeout", "output limit" or "memory"; empty with rate None
     values: list  # what came back in every test by value; None for the others
     error: str = ""  # what failed, with rate None
+    cpu_s: list = []  # processor seconds of every test, 0 where it did not begin  # noqa: RUF012
 
 
 class SandboxError(Exception):
     """The machinery failed, not the program."""
 
 
+class Probe(str):
+    """A test whose last line is an expression: its value comes back, as the program tells it, and proves nothing."""
+
+
 # ---- the launcher: this section runs from its text, in an interpreter of its own ------------------------------------
 #
-# run_launcher() starts it once for every program: launch() -> run_confined() for every test -> run_test() in a fork.
+# run_launcher() starts it once for every program: launch() -> run_confined() for every test -> run_program() in a fork,
+# and beside it, for a test by judge, run_judge() in another.
 
-# what a program may read beside Python itself; /proc is not among it
+# what a program may read beside Python itself and the libraries installed for it; /proc is not among it
 READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
 # system calls that a program is refused: (x86-64, aarch64); those from 424 on are refused without being named
 # fmt: off
@@ -114,8 +131,9 @@ DENIED = {
     "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "utime": (132, None),
     "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "link": (86, None), "linkat": (265, 37),
-    "mknod": (133, None), "mknodat": (259, 33), "inotify_add_watch": (254, 27), "reboot": (169, 142),
-    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
+    "mknod": (133, None), "mknodat": (259, 33), "inotify_add_watch": (254, 27), "fanotify_init": (300, 262),
+    "fanotify_mark": (301, 263), "reboot": (169, 142), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
+    "init_module": (175, 105), "finit_module": (313, 273),
 }
 # fmt: on
 MACHINES = {"x86_64": (0, 0xC000003E, 72, 126), "aarch64": (1, 0xC00000B7, 25, 91)}  # column, audit, fcntl, capset
@@ -190,57 +208,317 @@ def restrict_files(libc, job, writable):
     os.close(ruleset)
 
 
-def call_filter(machine, allowed):
+def call_filter(machine, allowed, threads=False):
     """A seccomp filter, bytes: EPERM for the calls in DENIED but not in `allowed`, and for fcntl that sends signals.
 
     From 424 on, numbers are the same on all machines: io_uring, pidfds, clone3, the new mount calls and what is to
     come. ENOSYS makes the C library fall back to the old ones. The x32 calls of x86-64 lie there too.
     """
     column, audit, fcntl, _ = MACHINES[machine]
+    allowed = {*allowed, "clone"} if threads else allowed
     denied = [row[column] for name, row in DENIED.items() if row[column] is not None and name not in allowed]
-    # A row: operation, rows to skip if true, if false, operand; 0x20 loads, 0x15 is ==, 0x35 is >=, 6 returns.
-    n = len(denied)
+    # A row: operation, rows to skip if true, if false, operand. 0x20 loads, 0x15 is ==, 0x35 >=, 0x45 &, 6 returns.
+    clone = [(0x15, 0, 2, DENIED["clone"][column]), (0x20, 0, 0, 16), (0x45, 5, 6, 0x10000)] * threads  # CLONE_THREAD
+    n = len(denied) + len(clone)
     rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (6, 0, 0, 0x80000000)]  # calls of another machine: kill
     rows += [(0x20, 0, 0, 0), (0x35, n + 7, 0, 424)]  # the number of the call
-    rows += [(0x15, n - i + 5, 0, number) for i, number in enumerate(denied)]
+    rows += [(0x15, n - i + 5, 0, number) for i, number in enumerate(denied)] + clone
     rows += [(0x15, 0, 4, fcntl), (0x20, 0, 0, 24)]  # its second argument
     rows += [(0x15, 3, 0, 8), (0x15, 2, 0, 10), (0x15, 1, 0, 15)]  # F_SETOWN, F_SETSIG, F_SETOWN_EX
     rows += [(6, 0, 0, 0x7FFF0000), (6, 0, 0, 0x50001), (6, 0, 0, 0x50026)]  # allow, EPERM, ENOSYS
     return b"".join(struct.pack("HBBI", *row) for row in rows)
 
 
-def wire(value):
-    """What json.dumps makes an exact copy of: a value of builtin types, or of their subclasses. TypeError for others.
+# Types that are built anew from arguments: name -> the arguments that make a value. Views of a dict stand in VIEWS too.
+ARGUMENTS = {
+    "decimal.Decimal": lambda value: [str(value)],
+    "fractions.Fraction": lambda value: [value.numerator, value.denominator],
+    "builtins.range": lambda value: [value.start, value.stop, value.step],
+    "collections.deque": lambda value: [list(value), value.maxlen],
+    "collections.Counter": lambda value: [dict(value)],
+    "collections.OrderedDict": lambda value: [list(value.items())],
+    "collections.defaultdict": lambda value: [value.default_factory, dict(value)],
+    "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
+    **dict.fromkeys(("datetime.date", "datetime.time", "datetime.datetime"), lambda value: value.__reduce__()[1]),
+    **dict.fromkeys(("builtins.dict_keys", "builtins.dict_values", "builtins.dict_items"), lambda value: [list(value)]),
+}
+VIEWS = {
+    "builtins.dict_keys": lambda items: dict.fromkeys(items).keys(),
+    "builtins.dict_values": lambda items: dict(enumerate(items)).values(),
+    "builtins.dict_items": lambda items: dict(items).items(),
+}
+BUILTIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
 
-    Calls the builtin type's own methods: what a subclass says of itself does not count.
+
+def wire(value, keep):
+    """The JSON form of a value: exact for builtin types, those in ARGUMENTS and NumPy's.
+
+    keep(value, form) gives that of any other object; form is that of its builtin value, None if it has none. Calls the
+    builtin type's own methods: what a subclass says of itself does not count.
     """
-    if hasattr(value, "tolist"):  # NumPy; a class of the program's own can as well return what it likes
-        value = value.tolist()
-    if isinstance(value, int) and not isinstance(value, bool):
-        return {"i": int.__format__(value, "x")}  # decimal digits are limited to 4,300
-    if isinstance(value, complex):
-        return {"c": [complex.real.__get__(value), complex.imag.__get__(value)]}
-    if isinstance(value, dict):
-        return {"d": [[wire(key), wire(item)] for key, item in dict.items(value)]}
-    if isinstance(value, list):
-        return [wire(item) for item in list.__iter__(value)]
-    if isinstance(value, bytes | bytearray):
-        return {"b": b"".join([value]).decode("latin-1")}
-    for name, kind in (("t", tuple), ("s", set), ("s", frozenset)):
-        if isinstance(value, kind):
-            return {name: [wire(item) for item in kind.__iter__(value)]}
-    return value  # None, bool, float, str and their subclasses; json refuses all others
+    kind, name = type(value), f"{type(value).__module__}.{type(value).__qualname__}"
+    if kind.__module__ == "numpy" and hasattr(value, "dtype"):
+        if value.dtype.kind not in "biufcSU":
+            raise TypeError(f"values of NumPy's {value.dtype}")
+        return {"a": [value.dtype.str, list(value.shape), value.tobytes().decode("latin-1")]}
+    if name in ARGUMENTS:
+        return {"r": [name, *(wire(part, keep) for part in ARGUMENTS[name](value))]}
+    base = next((base for base in BUILTIN if issubclass(kind, base)), None)
+    if base is int:
+        form = {"i": int.__format__(value, "x")}  # decimal digits are limited to 4,300
+    elif base is complex:
+        form = {"c": [complex.real.__get__(value), complex.imag.__get__(value)]}
+    elif base is dict:
+        form = {"d": [[wire(key, keep), wire(item, keep)] for key, item in dict.items(value)]}
+    elif base in (bytes, bytearray):
+        form = {"b" if base is bytes else "y": b"".join([value]).decode("latin-1")}
+    elif base in (list, tuple, set, frozenset):
+        items = [wire(item, keep) for item in base.__iter__(value)]
+        form = items if base is list else {{tuple: "t", set: "s", frozenset: "f"}[base]: items}
+    else:  # JSON has these
+        form = {float: float.__pos__, str: str.__str__}.get(base, lambda value: value)(value)
+        base = base or (kind if value is None else None)
+    return form if kind is base else keep(value, form if base else None)
 
 
-def run_test(libc, job, test, folder, pipe):
-    """In a process of its own: give up all rights, run the program, run the test, and write the outcome to the pipe.
+def unwire(form, find=None):
+    """The value of a JSON form; find(kind, part) gives that of kinds that wire() did not write.
 
-    That is "+" when the restrictions hold, "=" when the program has run, then the token and in value mode the value; or
-    "memory". Never returns.
+    ValueError, TypeError, AttributeError, LookupError, ArithmeticError or ImportError for what it cannot have written.
     """
-    write, leave, dumps, exact = os.write, os._exit, json.dumps, wire  # before the program can put others there
+    if isinstance(form, list):
+        return [unwire(part, find) for part in form]
+    if not isinstance(form, dict):
+        return form
+    ((kind, part),) = form.items()
+    if kind == "i":
+        return int(part, 16)
+    if kind == "c":
+        return complex(*part)
+    if kind in ("b", "y"):
+        return {"b": bytes, "y": bytearray}[kind](part.encode("latin-1"))
+    if kind == "d":
+        return {unwire(key, find): unwire(value, find) for key, value in part}
+    if kind in ("t", "s", "f"):
+        return {"t": tuple, "s": set, "f": frozenset}[kind](unwire(item, find) for item in part)
+    if kind == "a":
+        numpy = importlib.import_module("numpy")
+        return numpy.frombuffer(part[2].encode("latin-1"), part[0]).reshape(part[1]).copy()[()]
+    if kind == "r" and part[0] in ARGUMENTS:
+        module, _, name = part[0].rpartition(".")
+        make = VIEWS.get(part[0]) or getattr(importlib.import_module(module), name)
+        return make(*(unwire(argument, find) for argument in part[1:]))
+    return find(kind, part)
+
+
+def plain(value, form):
+    """For wire(): objects of subclasses count as their builtin value, others are refused."""
+    if form is None:
+        raise TypeError(f"values of {type(value)}")
+    return form
+
+
+# What one side may ask of objects of the other.
+UNARY = "len iter next bool str repr int float abs round".split()
+BINARY = "eq ne lt le gt ge add sub mul truediv floordiv mod pow matmul and or xor".split()
+ITEMS = ["getitem", "setitem", "delitem"]
+OPERATIONS = {name: getattr(builtins, name) for name in UNARY}
+OPERATIONS |= {name: getattr(operator, f"__{name}__") for name in [*BINARY, *ITEMS, "contains"]}
+OPERATIONS |= {
+    "get": getattr,
+    "set": setattr,
+    "isinstance": isinstance,
+    "call": lambda function, /, *args, **options: function(*args, **options),
+    "enter": lambda manager: type(manager).__enter__(manager),
+    "exit": lambda manager: type(manager).__exit__(manager, None, None, None),
+    "run": lambda coroutine: importlib.import_module("asyncio").run(coroutine),
+}
+
+
+class Remote:
+    """An object of the other side: calls, attributes, items and iteration go there.
+
+    Operators go there between two such objects, and for what the test makes of a class that it asks for: one that it
+    calls by a capitalised name. Any other object never sees what it is compared with: its builtin value counts, if it
+    is of a subclass, and else it equals nothing.
+    """
+
+    def __init__(self, peer, number, base):
+        vars(self).update(_peer=peer, _number=number, _base=base, _class=False, _own=False)
+
+    __class__ = property(lambda self: type(self._base))  # so that isinstance(a named tuple, tuple)
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._peer.ask("get", self, name)
+
+    def __setattr__(self, name, value):
+        self._peer.ask("set", self, name, value)
+
+    def __call__(self, /, *args, **options):
+        return owned(self._peer.ask("call", self, *args, **options), self._class)
+
+    def __contains__(self, value):
+        return self._peer.ask("contains", self, value) if self._own else any(item == value for item in self)
+
+    def __instancecheck__(self, value):
+        return self._peer.ask("isinstance", value, self)
+
+    def __exit__(self, *raised):
+        return self._peer.ask("exit", self)
+
+    def __hash__(self):
+        return hash(self._base)
+
+
+def owned(value, own):
+    """A value; if it is an object of the other side, its operators go there."""
+    if own and isinstance(value, Remote):
+        vars(value)["_own"] = True
+    return value
+
+
+def forwarded(name):
+    """A method of Remote that asks for an operation."""
+    return lambda self, *args: self._peer.ask(name, self, *args)
+
+
+def between(name):
+    """A binary operator of Remote, and the same with its sides exchanged."""
+
+    def apply(left, right):
+        remotes = [side for side in (left, right) if isinstance(side, Remote)]
+        own = any(side._own for side in remotes)
+        if own or len(remotes) == 2:
+            return owned(remotes[0]._peer.ask(name, left, right), own)
+        return OPERATIONS[name](*(side._base if isinstance(side, Remote) else side for side in (left, right)))
+
+    return apply, lambda right, left: apply(left, right)
+
+
+for name in [*UNARY, *ITEMS, "enter"]:
+    setattr(Remote, f"__{name}__", forwarded(name))
+for name in BINARY:  # Python never calls those named __req__ and the like
+    for prefix, function in zip(("", "r"), between(name), strict=True):
+        setattr(Remote, f"__{prefix}{name}__", function)
+
+
+class Peer:
+    """One end of the pipes between a test and a program: asks the other end, and answers what it asks meanwhile.
+
+    A message is a line of JSON: ["ask", operation, arguments, options], ["got", value, changed arguments] or ["raised",
+    names of classes, text]. Values travel as copies; of other objects the number under which their side holds them.
+    """
+
+    def __init__(self, read, write, permits=lambda *request: True):
+        self.lines, self.pipe, self.permits = open(read, "rb"), open(write, "wb", 0), permits
+        self.held, self.numbers, self.remotes, self.errors = [], {}, {}, {}
+
+    def keep(self, value, form):
+        """The form of an object that stays here, or of one that the other end has, too."""
+        if isinstance(value, Remote):
+            return {"mine": value._number}
+        if isinstance(value, types.ModuleType):
+            return {"module": value.__name__}
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return {"error": [each.__name__ for each in value.__mro__]}
+        name = getattr(value, "__name__", "") if callable(value) else ""
+        if isinstance(name, str) and getattr(builtins, name, None) is value:
+            return {"builtin": name}
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.held)
+            self.held.append(value)
+        kind = "coroutine" if isinstance(value, types.CoroutineType) else "yours"
+        return {kind: [self.numbers[id(value)], form]}
+
+    def find(self, kind, part):
+        """The object of a form that keep() wrote at the other end."""
+        if kind == "mine":
+            return self.held[part]
+        if kind == "error":
+            return self.error(part)
+        if kind == "builtin" and isinstance(found := getattr(builtins, part), type | types.BuiltinFunctionType):
+            return found
+        if kind == "module" and part.split(".")[0] in (*sys.stdlib_module_names, "numpy"):
+            return importlib.import_module(part)
+        number, form = part
+        if number not in self.remotes:
+            base = object() if form is None else unwire(form, self.find)
+            self.remotes[number] = Remote(self, number, base)
+        remote = self.remotes[number]
+        return self.later(remote) if kind == "coroutine" else remote
+
+    async def later(self, remote):
+        """A coroutine of the other end; it runs there, to its end, when it is awaited here."""
+        return self.ask("run", remote)
+
+    def error(self, names):
+        """An exception class like that of the other end: the builtin one, or one that is derived from it."""
+        if names[0] not in self.errors:
+            base = next(getattr(builtins, name) for name in names if hasattr(builtins, name))
+            if not issubclass(base, BaseException):
+                raise TypeError(f"{names} are no exceptions")
+            self.errors[names[0]] = base if names[0] == base.__name__ else type(names[0], (base,), {})
+        return self.errors[names[0]]
+
+    def send(self, text):
+        text = memoryview(text.encode() + b"\n")
+        while text:
+            text = text[self.pipe.write(text) :]
+
+    def receive(self):
+        line = self.lines.readline()
+        if not line.endswith(b"\n"):
+            os._exit(1)  # the other end is gone
+        return json.loads(line)
+
+    def wire(self, value):
+        return wire(value, self.keep)
+
+    def unwire(self, form):
+        return unwire(form, self.find)
+
+    def ask(self, operation, /, *args, **options):
+        """What an operation gives at the other end, or the exception that it raises there."""
+        wired = {key: self.wire(value) for key, value in options.items()}
+        self.send(json.dumps(["ask", operation, [self.wire(arg) for arg in args], wired]))
+        while True:
+            kind, *parts = self.receive()
+            if kind == "got":
+                break
+            if kind == "raised":
+                error = self.error(parts[0])
+                # in a map or a generator of the test it would end the loop, and the test with it
+                raise (RuntimeError if error is StopIteration and operation != "next" else error)(parts[1])
+            self.answer(*parts)
+        for i, form in parts[1]:  # lists and the like that the other end has changed
+            new = self.unwire(form)
+            if isinstance(args[i], list | bytearray):
+                args[i][:] = new
+            else:
+                args[i].clear()
+                args[i].update(new)
+        return self.unwire(parts[0])
+
+    def answer(self, operation, forms, options):
+        """Do what the other end asks for, and say what came of it."""
+        try:
+            args = [self.unwire(form) for form in forms]
+            options = {key: self.unwire(form) for key, form in options.items()}
+            if not self.permits(operation, *args):
+                raise PermissionError(operation)
+            value = OPERATIONS[operation](*args, **options)
+            changed = [[i, self.wire(arg)] for i, arg in enumerate(args) if type(arg) in (list, bytearray, set, dict)]
+            reply = json.dumps(["got", self.wire(value), [[i, form] for i, form in changed if form != forms[i]]])
+        except BaseException as error:
+            reply = json.dumps(["raised", [each.__name__ for each in type(error).__mro__], str(error)])
+        self.send(reply)
+
+
+def confine(libc, job, folder, mode):
+    """Give up all rights for good: limits, Landlock, capabilities, and system calls."""
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core, whatever the system does with cores
     os.setsid()
     os.chdir(folder)
     os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job["packages"]))
@@ -248,39 +526,123 @@ def run_test(libc, job, test, folder, pipe):
     job["tests"].clear()  # the others are none of its business
 
     # Limits of the kernel. NPROC 0 refuses new threads and processes to an ordinary user, seccomp also to root.
-    limits = {"CPU": int(job["timeout_s"]) + 1, "AS": job["memory_mb"] << 20, "FSIZE": job["disk_mb"] << 20}
-    for name, limit in (limits | {"NOFILE": 64, "CORE": 0, "NPROC": 0}).items():
+    limits = {"CPU": int(job["timeout_s"]) + 2, "AS": job["memory_mb"] << 20, "FSIZE": job["disk_mb"] << 20}
+    limits |= {"NOFILE": 64, "CORE": 0} | ({} if job["threads"] else {"NPROC": 0})
+    for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, without which an ordinary user may not install the two below
     if job["landlock"]:
         restrict_files(libc, job, folder)
-    if job["seccomp"]:
-        # No capabilities, so that root is an ordinary user too; then the filter judges every call from here on.
-        machine = os.uname().machine
+    machine = os.uname().machine
+    if machine in MACHINES:  # no capabilities, so that root is an ordinary user too
         check(libc.syscall(MACHINES[machine][3], struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
+    if job["seccomp"]:  # the filter judges every call from here on
         # asyncio needs a socketpair; where nothing can be reached from it, let it have one
-        allowed = {"execve"} if test["mode"] == "status" else {"socketpair"} if job["namespaces"] else set()
-        code = ctypes.create_string_buffer(call_filter(machine, allowed))
+        allowed = {"execve"} if mode == "status" else {"socketpair"} if job["namespaces"] else set()
+        code = ctypes.create_string_buffer(call_filter(machine, allowed, job["threads"]))
         check(libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0), "seccomp")
+
+
+def run_program(libc, job, test, folder, read, pipe):
+    """In a process of its own: give up all rights, run the program, and do with it what the mode of the test says.
+
+    Writes to the pipe "+" when the restrictions hold, "=" when the program has run, then in value mode the token and
+    the value, with a judge its lines; or "memory". Never returns.
+    """
+    write, leave, dumps, exact = os.write, os._exit, json.dumps, wire  # before the program can put others there
+    confine(libc, job, folder, test["mode"])
     write(pipe, b"+")
 
     if test["mode"] == "status":
         python = os.path.realpath(sys._base_executable)  # sys.executable of a virtual environment is not readable here
         os.execv(python, [python, "-B", "-c", job["program"] + "\n" + test["before"]])
-    # From here on nothing in this process can be trusted: of what comes through the pipe, only the token counts.
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    # From here on nothing in this process can be trusted: what comes through the pipe is data.
+    name = "__main__" if job["main_block"] else "program"
+    main = sys.modules[name] = types.ModuleType(name)
     try:
         exec(compile(job["program"], "<program>", "exec"), main.__dict__)
         write(pipe, b"=")
+        if test["mode"] == "judge":
+            peer = Peer(read, pipe)
+            known = main.__dict__
+            OPERATIONS["names"] = lambda *names: {name: known[name] for name in names if name in known}
+            while True:
+                peer.answer(*peer.receive()[1:])
         exec(compile(test["before"], "<test>", "exec"), main.__dict__)
-        answer = ""
-        if test["mode"] == "value":
-            answer = dumps(exact(eval(compile(test["call"], "<test>", "eval"), main.__dict__)))
+        answer = dumps(exact(eval(compile(test["call"], "<test>", "eval"), main.__dict__), plain))
         write(pipe, (test["token"] + answer).encode())
     except MemoryError:
         write(pipe, b"memory")
     finally:
         leave(0)
+
+
+def permits(operation, target, *rest):
+    """What a program may ask of a test's objects: to call and iterate, and attributes of instances of its classes."""
+    if operation in ("get", "set", "getitem", "setitem", "len", "bool", "str", "repr"):
+        private = rest and isinstance(rest[0], str) and rest[0].startswith("_")
+        return type(target).__module__ == "__main__" and not private
+    return operation in ("call", "iter", "next")
+
+
+def names_of(text):
+    """(names that a test uses and Python does not have, names of Python's own builtins that it uses)."""
+    used = sorted({node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)})
+    return [n for n in used if not hasattr(builtins, n)], [n for n in used if hasattr(builtins, n)]
+
+
+def run_judge(i, libc, job, test, folder, read, ask, pipe):
+    """In a process of its own, confined too: run the test itself, and ask the program's process for what it calls.
+
+    Writes to the pipe what run_program() writes, and the token behind it when the test has ended well. Never returns.
+    """
+    # Its text is in nobody's memory but ours: all before it in standard input is of tests that had no time.
+    number = None
+    while number != i:
+        number, text = receive(job["secrets"])
+    os.write(pipe, b"r")
+    confine(libc, job, folder, test["mode"])
+    os.write(pipe, begun := os.read(read, 1))
+    if begun != b"+":  # the program could not be confined, and has said why
+        os.write(pipe, os.read(read, 4096))
+        return
+    os.write(pipe, loaded := os.read(read, 1))
+    if loaded == b"m":
+        os.write(pipe, b"emory")
+    if loaded != b"=":
+        return
+    peer, main = Peer(read, ask, permits), types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    try:
+        own, builtin = names_of(text)
+        # a builtin's name is the program's only if nothing else is: one problem asks for sum()
+        found = peer.ask("names", *own) or peer.ask("names", *builtin)
+        for name, value in found.items():
+            # a module that only the program imports is ours of that name
+            if not isinstance(value, types.ModuleType) or value.__name__ == {"np": "numpy"}.get(name, name):
+                setattr(main, name, value)
+            if isinstance(value, Remote):
+                vars(value)["_class"] = name[0].isupper()
+        exec(compile(text, "<test>", "exec"), main.__dict__)
+        os.write(pipe, test["token"].encode())
+    except MemoryError:
+        os.write(pipe, b"memory")
+    except BaseException:
+        return  # the test does not pass
+
+
+def receive(fd):
+    """The next message from a pipe, of which nothing behind it is read."""
+    size = 16
+    for of_message in (False, True):
+        text = b""
+        while len(text) < size:
+            part = os.read(fd, size - len(text))
+            if not part:
+                sys.exit("no job")
+            text += part
+        size = size if of_message else int(text, 16)
+    return json.loads(text)
 
 
 def overfull(folder, megabytes):
@@ -292,29 +654,55 @@ def overfull(folder, megabytes):
     return len(sizes) > 2000 or sum(sizes) > megabytes << 20
 
 
-def follow_test(job, pid, pipe, folder, cap, deadline):
-    """Read what a test writes until it exits: (outcome "done", "timeout" or "output limit", bytes, exit status)."""
-    data, waiting, look = b"", [pipe], time.monotonic() + 0.1
+def cpu_seconds(pids):
+    """Processor seconds that processes have taken so far, all threads together."""
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has just ended
+            total += time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(pid)
+    return total
+
+
+def follow_test(job, pids, pipe, folder, cap, end):
+    """Read what the first of some processes writes until it exits: ("done", "timeout" or "output limit", bytes)."""
+    data, closed, look, deadline = b"", False, 0.0, min(time.monotonic() + 3 * job["timeout_s"], end)
     while (now := time.monotonic()) < deadline:
-        if not waiting:  # the pipe is closed, the process should be gone in a moment
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                return "done", data, os.waitstatus_to_exitcode(status)
-            time.sleep(0.0005)
-        elif select.select(waiting, [], [], min(0.1, deadline - now))[0]:
-            chunk = os.read(pipe, 65536)
-            data += chunk
-            waiting = waiting if chunk else []
-        if len(data) > cap:
-            return "output limit", b"", None
-        if not job["namespaces"] and now > look:  # no file system of its own that could be full
+        if now > look:
             look = now + 0.1
-            if overfull(folder, job["disk_mb"]):
-                return "output limit", b"", None
-    return "timeout", data, None
+            if cpu_seconds(pids) > job["timeout_s"]:
+                return "timeout", data
+            # where it has no file system of its own that could be full
+            if not job["namespaces"] and overfull(folder, job["disk_mb"]):
+                return "output limit", b""
+        if closed:  # the process should be gone in a moment
+            if os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                return "done", data
+            time.sleep(0.0005)
+        elif select.select([pipe], [], [], min(0.1, deadline - now))[0]:
+            chunk = os.read(pipe, 65536)
+            data, closed = data + chunk, not chunk
+        if len(data) > cap:
+            return "output limit", b""
+    return "timeout", data
 
 
-def run_confined(libc, job, i, report, deadline):
+def spawn(files, function, *args):
+    """The id of a process that calls a function, which ends it, and has only these files; an error goes to the last."""
+    pid = os.fork()
+    if not pid:
+        try:
+            for below, above in zip([2, *sorted(files)], [*sorted(files), 256], strict=True):
+                os.closerange(below + 1, above)
+            os.dup2(1, 2)
+            function(*args)
+        except BaseException as error:  # nobody may go on in this process
+            os.write(files[-1], repr(error).encode())
+        finally:
+            os._exit(1)
+    return pid
+
+
+def run_confined(libc, job, i, end):
     """Run test i in a folder and a process of its own, of which nothing is left: the line of the report on it."""
     test, folder = job["tests"][i], f"{job['folder']}/{i}"
     if job["namespaces"]:
@@ -325,40 +713,46 @@ def run_confined(libc, job, i, report, deadline):
         os.mkdir(folder, 0o700)
 
     ours, theirs = os.pipe()  # the only way out of the test
-    pid = os.fork()
-    if not pid:
-        try:
-            os.close(ours)
-            report.close()
-            os.dup2(1, 2)
-            run_test(libc, job, test, folder, theirs)
-        except BaseException as error:  # nobody but run_test may go on in this process
-            os.write(theirs, repr(error).encode())
-        finally:
-            os._exit(1)
-    os.close(theirs)
-    outcome, data, status = follow_test(job, pid, ours, folder, test["cap"], deadline)
+    files, args = [ours, theirs], (libc, job, test, folder)
+    if test["mode"] == "judge":
+        # the judge asks, the program answers; the judge's text is read before the program begins, and the clock
+        asked, ask, answers, answer = os.pipe() + os.pipe()
+        files += [asked, ask, answers, answer]
+        judge = [job["secrets"], answers, ask, theirs]
+        pids = [spawn(judge, run_judge, i, *args, *judge[1:])]
+        if os.read(ours, 1) != b"r":
+            sys.exit("a judge did not start")
+        pids.append(spawn([asked, answer], run_program, *args, asked, answer))
+    else:
+        pids = [spawn([theirs], run_program, *args, None, theirs)]
+    for file in files[1:]:
+        os.close(file)
+    outcome, data = follow_test(job, pids, ours, folder, test["cap"], end)
     os.close(ours)
 
-    if status is None:  # it still runs
+    # End what still runs, and take the exit status of the first and the processor time of all.
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    ended = [os.wait4(pid, 0) for pid in pids]
+    status = os.waitstatus_to_exitcode(ended[0][1])
+    cpu_s = sum(usage.ru_utime + usage.ru_stime for _, _, usage in ended)
     if job["namespaces"]:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(-1, signal.SIGKILL)  # all of this process namespace but ourselves
             while os.waitpid(-1, 0):
                 pass
         check(libc.umount2(b"/.sandbox", 2), "umount")
-    if data[:1] != b"+" and outcome != "output limit":  # it failed before the program ran: no verdict
+    if data[:1] != b"+" and outcome == "done":  # it failed before the program ran: no verdict
         sys.exit(f"a test process could not be confined: {data.decode(errors='replace')}")
     data, loaded = data[1:].removeprefix(b"="), data[1:2] == b"="
-    return {"outcome": outcome, "data": data.decode("latin-1"), "status": status, "loaded": loaded}
+    return {"outcome": outcome, "data": data.decode("latin-1"), "status": status, "loaded": loaded, "cpu_s": cpu_s}
 
 
 def launch():
     """Read a job from standard input, close what can be closed for all its tests, run them, report a line for each."""
     libc = ctypes.CDLL(None, use_errno=True)
-    job = json.load(sys.stdin.buffer)
+    job = receive(0)
+    job["secrets"] = os.dup(0)  # the texts of tests by judge come behind it; whoever runs the program never has them
     # The report goes to a copy of standard output that no test inherits; what programs print goes nowhere.
     report, null = open(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -374,7 +768,8 @@ def launch():
     job["seccomp"] = os.uname().machine in MACHINES and refused == 14  # EFAULT: known, only there was no filter
     job["readable"] = [path for path in (sys.base_prefix, *job["packages"], *READABLE) if os.path.exists(path)]
     if job["namespaces"]:
-        enter_namespaces(libc, job["folder"], job["readable"])
+        enter_namespaces(libc, "/proc", job["readable"])  # mounts its root there, where nothing readable lies
+    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core; no other process may trace this one or those that it forks
     found = {layer: job[layer] for layer in ("namespaces", "landlock", "seccomp")}
     print(json.dumps(found), file=report, flush=True)
     if not job["allow_unsafe"] and not (job["seccomp"] and (job["namespaces"] or job["landlock"])):
@@ -383,9 +778,9 @@ def launch():
     # One test after another, until their time is over or the program itself does not end.
     end, hangs = time.monotonic() + job["program_s"], False
     for i, test in enumerate(job["tests"]):
-        deadline, row = min(time.monotonic() + job["timeout_s"], end), {"outcome": "timeout"}
-        if deadline > time.monotonic() and not hangs:
-            row = run_confined(libc, job, i, report, deadline)
+        row = {"outcome": "timeout", "cpu_s": 0.0}
+        if time.monotonic() < end and not hangs:
+            row = run_confined(libc, job, i, end)
             hangs = row["outcome"] == "timeout" and test["mode"] != "status" and not row["loaded"]
         print(json.dumps(row), file=report, flush=True)
 
@@ -393,16 +788,16 @@ def launch():
 # ---- verdicts ------------------------------------------------------------------------------------------------------
 
 LAUNCHER = (
-    "import contextlib, ctypes, json, os, resource, select, signal, struct, sys, time, types\n# "
-    + Path(__file__).read_text("utf-8").split("# ---- ")[1]
-    + "\nlaunch()"
+    "import ast, builtins, contextlib, ctypes, importlib, json, operator, os, resource, select, signal, struct, sys\n"
+    "import time, types\n# " + Path(__file__).read_text("utf-8").split("# ---- ")[1] + "\nlaunch()"
 )
 
 
 def value_test(test):
-    """(statements before it, call, expected value) of a test that ends in `assert <call> == <literal>`; else None.
+    """(statements before it, call, expected value) of a test that ends in `assert f(..) == <literal>`; else None.
 
-    Either way round, and with `is` for None, True and False.
+    Either way round, and with `is` for None, True and False. f is a name that neither Python nor the statements before
+    give, and those only import and name literals: nothing that runs beside the program compares or knows the answer.
     """
     if len(test) > 20_000:  # deeper nesting than the parser's stack holds kills the process in Python 3.10
         return None
@@ -410,67 +805,64 @@ def value_test(test):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             *before, last = ast.parse(test).body
-        left, (operator,), (right,) = last.test.left, last.test.ops, last.test.comparators
+        left, (operation,), (right,) = last.test.left, last.test.ops, last.test.comparators
         for call, literal in ((left, right), (right, left)):
             try:
                 expected = ast.literal_eval(literal)
             except ValueError:
                 continue
-            # `is` is for None, True and False alone; a test without a call compares nothing of the program's
-            same = isinstance(operator, ast.Is) and (expected is None or isinstance(expected, bool))
-            called = any(isinstance(node, ast.Call) for part in (*before, call) for node in ast.walk(part))
-            if isinstance(last, ast.Assert) and called and (same or isinstance(operator, ast.Eq)):
+            given = {*dir(builtins)}
+            for statement in before:
+                if isinstance(statement, ast.Import | ast.ImportFrom):
+                    given |= {alias.asname or alias.name for alias in statement.names}
+                else:
+                    ast.literal_eval(statement.value)
+                    given |= {target.id for target in statement.targets}
+            if "*" in given:
+                return None
+            # `is` is for None, True and False alone
+            same = isinstance(operation, ast.Is) and (expected is None or isinstance(expected, bool))
+            if isinstance(last, ast.Assert) and call.func.id not in given and (same or isinstance(operation, ast.Eq)):
                 return "\n".join(map(ast.unparse, before)), ast.unparse(call), (expected, same)
     except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
         return None  # of another form; if it is no Python at all, running it will say so
 
 
 def plan(test, parity):
-    """(what the launcher gets of a test, the expected value, which it does not get)."""
+    """(what the launcher gets of a test, what it does not get: the expected value, or the text that a judge runs)."""
     found = None if parity else value_test(test)
-    before, call, expected = found or (test, "", None)
-    mode = "status" if parity else "value" if found else "token"
+    mode, before, call, secret = "judge", "", "", test
+    if parity:
+        mode, before = "status", test
+    elif isinstance(test, Probe):
+        mode, (before, _, call) = "value", test.rpartition("\n")
+    elif found:
+        mode, (before, call, secret) = "value", found
     cap = 65_536 + 40 * len(test)  # bytes; no value equal to a literal in the test is longer
-    return {"mode": mode, "before": before, "call": call, "token": secrets.token_hex(16), "cap": cap}, expected
+    return {"mode": mode, "before": before, "call": call, "token": secrets.token_hex(16), "cap": cap}, secret
 
 
-def unwire(item):
-    """The value of its JSON form; ValueError, TypeError or AttributeError for anything that wire() does not write."""
-    if isinstance(item, list):
-        return [unwire(part) for part in item]
-    if not isinstance(item, dict):
-        return item
-    ((kind, part),) = item.items()
-    if kind == "i":
-        return int(part, 16)
-    if kind == "c":
-        return complex(*part)
-    if kind == "b":
-        return part.encode("latin-1")
-    if kind == "d":
-        return {unwire(key): unwire(value) for key, value in part}
-    return {"t": tuple, "s": frozenset}[kind](map(unwire, part))
-
-
-def verdict(test, expected, row):
+def verdict(test, secret, row):
     """(pass, fail, timeout, output limit or memory; the value that came back) of a test, by the launcher's line."""
     if row["outcome"] != "done":
         return row["outcome"], None
     if test["mode"] == "status":
         return "fail" if row["status"] else "pass", None
-    # Without the token the test has not returned, whatever the program has written.
+    # Without the token the test has not returned, whatever has been written.
     if not row["data"].startswith(test["token"]):
         return "memory" if row["data"] == "memory" else "fail", None
     data = row["data"].removeprefix(test["token"])
-    if test["mode"] == "token":
+    if test["mode"] == "judge":
         return "fail" if data else "pass", None
-    # The value is made of builtin types here, so that == is ours and not the program's.
-    want, same = expected
+    # The value is made of types that we know here, so that == is ours and not the program's.
     try:
         value = unwire(json.loads(data))
-        return "pass" if value == want and (not same or type(value) is type(want)) else "fail", value
-    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
-        return "fail", None  # a forged line
+        if isinstance(secret, Probe):
+            return "pass", value
+        want, same = secret
+        return "pass" if (value is want if same else value == want) else "fail", value
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, ImportError):
+        return "fail", None  # a forged line, or an array, which is neither equal nor not
 
 
 # ---- the two runners: called with a job, they give the lines of the launcher's report and its complaint, if any ------
@@ -479,9 +871,11 @@ def verdict(test, expected, row):
 def run_launcher(launcher, job, spawned=lambda process: None):
     """Run a launcher on a job: the lines of its report, and its complaint if it failed. Leaves no process and no file.
 
+    job["judged"], [number, text] of each test by judge, goes behind the rest, where no program comes to know it.
     spawned(process) is called when it has started, so that another thread can kill it.
     """
-    folder = tempfile.mkdtemp(prefix="sandbox-")
+    # With namespaces tests write to file systems of their own, and a trainer that is killed leaves no folder behind.
+    folder = "" if job["namespaces"] else tempfile.mkdtemp(prefix="sandbox-")
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     # nothing of our environment, where keys may be; -I and -S keep our settings and packages out as well
     env = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -490,14 +884,17 @@ def run_launcher(launcher, job, spawned=lambda process: None):
         with subprocess.Popen(command, env=env, start_new_session=True, **pipes) as process:
             spawned(process)
             try:
-                request = json.dumps(job | {"folder": folder}).encode()
+                messages = [job | {"folder": folder, "judged": None}, *job["judged"]]
+                texts = [json.dumps(message).encode() for message in messages]
+                request = b"".join(b"%016x" % len(text) + text for text in texts)
                 out, complaint = process.communicate(request, timeout=job["program_s"] + 10)
             finally:
                 process.kill()  # and with it, by PR_SET_PDEATHSIG, all that it started
     except subprocess.TimeoutExpired:
         return [], "the launcher hangs"
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # does not follow links
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)  # does not follow links
     # first what it found, then a line for every test
     rows = [json.loads(line) for line in out.splitlines()]
     complete = process.returncode == 0 and len(rows) == len(job["tests"]) + 1
@@ -511,7 +908,7 @@ def layers():
 
     Raises SandboxError where the launcher does not even start.
     """
-    job = dataclasses.asdict(Options(allow_unsafe=True)) | {"program": "", "tests": [], "packages": []}
+    job = dataclasses.asdict(Options(allow_unsafe=True)) | {"program": "", "tests": [], "judged": [], "packages": []}
     rows, refused = run_launcher(LAUNCHER, job | {"namespaces": True})
     if refused:
         rows, complaint = run_launcher(LAUNCHER, job | {"namespaces": False})
@@ -564,6 +961,11 @@ for job["namespaces"] in (True, False):
         break
 print(json.dumps([rows, complaint]))
 """
+
+
+def cores():
+    """How many CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS, Windows
 
 
 class E2B:
@@ -663,20 +1065,22 @@ def run_tests(programs, tests, on_result=None, **options):
 
     def run_program(program, cases):
         """The Result of one program; runs in a thread of the pool."""
-        job = dataclasses.asdict(options) | {"program": program, "tests": [test for test, _ in cases]}
+        judged = [[i, text] for i, (test, text) in enumerate(cases) if test["mode"] == "judge"]
+        job = dataclasses.asdict(options) | {"program": program, "tests": [t for t, _ in cases], "judged": judged}
         try:
             rows, complaint = runner(job) if cases else ([], "")
         except (OSError, SandboxError) as error:
             complaint = str(error)
         if complaint:
             return Result(None, [], [], complaint)
-        judged = [verdict(test, expected, row) for (test, expected), row in zip(cases, rows[1:], strict=True)]
-        verdicts, values = [outcome for outcome, _ in judged], [value for _, value in judged]
-        return Result(verdicts.count("pass") / max(1, len(verdicts)), verdicts, values)
+        told = [verdict(test, secret, row) for (test, secret), row in zip(cases, rows[1:], strict=True)]
+        verdicts, values = [outcome for outcome, _ in told], [value for _, value in told]
+        seconds = [row["cpu_s"] for row in rows[1:]]
+        return Result(verdicts.count("pass") / max(1, len(verdicts)), verdicts, values, "", seconds)
 
     # As many threads as programs run at a time; each waits for a launcher.
     results = [None] * len(programs)
-    workers = options.workers or (2 if options.runner == "e2b" else len(os.sched_getaffinity(0)))
+    workers = options.workers or (2 if options.runner == "e2b" else cores())
     pool = concurrent.futures.ThreadPoolExecutor(workers)
     try:
         futures = {pool.submit(run_program, *pair): i for i, pair in enumerate(zip(programs, plans, strict=True))}

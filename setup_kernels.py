@@ -3,10 +3,11 @@
     python setup_kernels.py build_ext --inplace                        # half a minute; needs a C++17 compiler, pybind11
     KERNEL_ARCH="87;90" python setup_kernels.py build_ext --inplace    # for other GPUs, by compute capability
 
-Writes csrc/_kernels (only where nvcc is: $CUDA_HOME/bin, /usr/local/cuda/bin or the PATH) and csrc/_kernels_emu. An
-Orin, Nano or not, is 87. Everything is built anew each time.
+Writes csrc/_kernels (only where nvcc is: $CUDA_HOME/bin, /usr/local/cuda/bin or the PATH) and csrc/_kernels_emu.
+Without a GPU it builds for 87, an Orin. Everything is built anew each time.
 """
 
+import ctypes
 import hashlib
 import os
 import re
@@ -39,12 +40,28 @@ def source_digest():
     return digest.hexdigest()[:16]
 
 
+def compute_capabilities():
+    """["8.7"] and the like, asked of the driver itself: nvidia-smi is missing on an Orin and says N/A on a Thor."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count, device, value, found = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), []
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    for i in range(count.value):
+        driver.cuDeviceGet(ctypes.byref(device), i)
+        numbers = []
+        for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+            driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+            numbers.append(str(value.value))
+        found.append(".".join(numbers))
+    return found
+
+
 def architectures():
-    """["87"] and the like: KERNEL_ARCH, or those of the GPUs that nvidia-smi sees, or an Orin's."""
-    asked = os.environ.get("KERNEL_ARCH", "")
-    if not asked and shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        asked = " ".join(re.findall(r"^\d+\.\d$", subprocess.run(query, capture_output=True, text=True).stdout, re.M))
+    """["87"] and the like: KERNEL_ARCH, or those of the GPUs that are here, or an Orin's."""
+    asked = os.environ.get("KERNEL_ARCH", "") or " ".join(compute_capabilities())
     found = sorted(set(re.split(r"[;, ]+", asked.replace(".", "").replace("sm_", "").strip() or "87")))
     if not all(re.fullmatch(r"\d{2,3}", arch) for arch in found):
         sys.exit(f'KERNEL_ARCH={asked} is not a list of compute capabilities, such as "87" or "87;90"')

@@ -497,7 +497,8 @@ def resolve(cfg, devices):
     micro = cfg.micro_batch or (share if cuda else math.gcd(share, 16))
     if cfg.batch_size % world or micro < 1 or share % micro:
         raise ValueError(f"--batch_size={cfg.batch_size} is no multiple of {world} devices times --micro_batch={micro}")
-    half = "bfloat16" if cuda and torch.cuda.is_bf16_supported() else "float16"
+    # a Turing card only emulates bfloat16, and Inductor cannot compile that
+    half = "bfloat16" if cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     eval_every = cfg.eval_every or max(1, cfg.steps // 10)
     resolved = {"micro_batch": micro, "eval_every": eval_every, "save_every": cfg.save_every or eval_every}
     return dataclasses.replace(cfg, **resolved), cfg.dtype or (half if cuda else "float32")

@@ -4,9 +4,10 @@
     python bench/dream_tasks.py --no-train       # again with the model of the last run
 
 The tasks are those of coupled_grpo.py's demo: a function's head and docstring, three tests. Trains dream_tiny on right
-answers and completes heads that are not among them with each sampler; the sandbox runs the tests. Work counts the slots
-that go through the model, in passes over the canvas: a window of a quarter of it is a quarter of a pass. One prompt at
-a time, since in a batch all wait for the slowest row. Writes cpu.json under bench/results/.
+answers and completes heads that are not among them with each sampler, at generate.py's temperature and top-p; the
+sandbox runs the tests. Work counts the slots that go through the model, in passes over the canvas: a window of a
+quarter of it is a quarter of a pass. One prompt at a time, since in a batch all wait for the slowest row. Writes
+cpu.json under bench/results/.
 """
 
 import dataclasses
@@ -19,11 +20,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import jax
 import numpy as np
 import tokenizers
 from record import record
 
 import data_prep
+import generate
 import model_dream
 import rl_tasks
 import runs
@@ -65,7 +68,8 @@ def main(cfg):
     train_s = time.perf_counter() - started
     model, _ = runs.load(model_dream, out / "run")
     tokenizer = tokenizers.Tokenizer.from_file(str(out / "run" / "tokenizer.json"))
-    common = {"vocab": tokenizer.token_to_id("<|mask|>"), "alg": "maskgit_plus", "eos_ids": (model.cfg.eos_id,)}
+    common = {"vocab": tokenizer.token_to_id("<|mask|>"), "eos_ids": (model.cfg.eos_id,)}
+    common |= {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
     samplers = {
         "one token a step": {},
         "four tokens a step": {"tokens_per_step": 4.0},
@@ -78,9 +82,9 @@ def main(cfg):
     results = {}
     for name, settings in samplers.items():
         rule, programs, work = sample_dream.Sampling(**common | settings), [], []
-        for task in tests:
+        for number, task in enumerate(tests):
             ids = tokenizer.encode(task["prompt"]).ids
-            (row,), stats = sample_dream.generate(model, [ids], cfg.canvas, rule)
+            (row,), stats = sample_dream.generate(model, [ids], cfg.canvas, rule, jax.random.key(number))
             slots = sample_dream.canvas([ids], cfg.canvas, model.cfg)[0].shape[1]
             programs.append(task["prompt"] + tokenizer.decode(row[len(ids) :]))
             work.append(sum(stats["windows"]) / slots)

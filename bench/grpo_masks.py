@@ -4,7 +4,8 @@
 
 Scores right answers of the demo's held-out tasks many times, each time under fresh masks: three passes either way. The
 two estimate the same mean; what differs is how much one draw says. Variances are of a token's score and of the sum over
-a completion, averaged over tokens and completions. Writes an entry of cpu.json under bench/results/.
+a completion, averaged over tokens and completions; they say nothing of the gradient's, of which completions make most.
+Writes an entry of cpu.json under bench/results/.
 """
 
 import dataclasses

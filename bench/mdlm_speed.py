@@ -40,7 +40,7 @@ class Config:
     warmup: int = 3  # steps before the clock starts
     batch_size: int = 64  # rows per optimizer step
     micro_batches: tuple[int, ...] = (16, 64)  # those of the baselines to try; the fastest counts
-    dtype: str = ""  # type of matmuls, as train_gpu.py has it
+    dtype: str = ""  # type of matmuls of both; "" is what train_gpu.py takes on this device
     lengths: tuple[int, ...] = (64, 128, 256)  # canvases to sample
     sample_steps: tuple[int, ...] = (10, 25, 64)  # numbers of steps in which they are filled
 
@@ -104,7 +104,9 @@ def plain_steps(cfg, settings, rows, device, micro, fused):
     rest = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), eps=1e-8)
-    half = settings.dtype not in ("", "float32")
+    # the type of our matmuls, and as there a scale against the underflow of float16
+    autocast = torch.autocast(device.type, getattr(torch, cfg.dtype), enabled=cfg.dtype != "float32")
+    scaler = torch.amp.GradScaler(device.type, enabled=cfg.dtype == "float16")
     seconds, losses = [], []
     for step in range(cfg.warmup + cfg.steps):
         # our rows and noise, and the weight of each masked token in the loss
@@ -120,16 +122,18 @@ def plain_steps(cfg, settings, rows, device, micro, fused):
         total = 0.0
         for i in range(0, cfg.batch_size, micro):
             part = [x[i : i + micro].to(device) for x in (x0, xt, rate.float(), weight.float())]
-            with torch.autocast(device.type, getattr(torch, settings.dtype or "float32"), enabled=half):
+            with autocast:
                 logits = model(part[1], part[2]).float()
                 logits[..., mdlm.MASK] = -math.inf
                 nll = -logits.log_softmax(-1).gather(-1, part[0][..., None])[..., 0]
                 loss = torch.where(part[3] > 0, part[3] * nll, 0).sum()
-            loss.backward()
+            scaler.scale(loss).backward()
             total += loss.item()
         # update of weights and averaged weights
+        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         with torch.no_grad():
             for a, b in zip(ema.parameters(), model.parameters(), strict=True):
@@ -165,8 +169,9 @@ def bench_training(cfg, file, device):
     for fused in (False, True):
         for micro in cfg.micro_batches:
             seconds, plain_losses = plain_steps(cfg, settings, rows, device, micro, fused)
-            np.testing.assert_allclose(plain_losses, losses, rtol=1e-3 if cfg.dtype in ("", "float32") else 0.05)
+            np.testing.assert_allclose(plain_losses, losses, rtol=1e-3 if cfg.dtype == "float32" else 0.05)
             plain[fused, micro] = seconds
+    half = "" if cfg.dtype == "float32" else f", {cfg.dtype}"
     again, _, mfu = our_steps(cfg, data)  # the machine's speed drifts
     median, low, high = np.quantile(ours + again, [0.5, 0.1, 0.9]).tolist()
     for fused in (False, True):
@@ -175,7 +180,7 @@ def bench_training(cfg, file, device):
         name = "fused attention, else eager" if fused else "eager"
         record(
             file,
-            f"mdlm {cfg.model} training: plain PyTorch ({name}) step / our step{f', {cfg.dtype}' if cfg.dtype else ''}",
+            f"mdlm {cfg.model} training: plain PyTorch ({name}) step / our step{half}",
             theirs / median,
             "ratio",
             spread=[their_low / high, their_high / low],
@@ -230,8 +235,15 @@ def bench_sampling(cfg, file, device):
         record(file, name, worst["overhead"], "share", table=table)
 
 
+def one_dtype(cfg, device):
+    """The same settings with the type of matmuls that train_gpu.py takes here, for both trainers."""
+    settings = train_gpu.Config(model=cfg.model, batch_size=cfg.batch_size, dtype=cfg.dtype)
+    return dataclasses.replace(cfg, dtype=train_gpu.resolve(settings, train_gpu.Devices(device))[1])
+
+
 def main(cfg):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cfg = one_dtype(cfg, device)
     file = torch.cuda.get_device_name().replace(" ", "_") if device.type == "cuda" else "cpu"
     bench_sampling(cfg, file, device)
     bench_training(cfg, file, device)

@@ -7,6 +7,7 @@ Writes pythoncoder_run.png, pythoncoder_run.jsonl (the run's log), pythoncoder_r
 
 import dataclasses
 import json
+import lzma
 import shutil
 import subprocess
 import sys
@@ -17,12 +18,14 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from record import RESULTS, record
 
+import data_prep
 import runs
 
 PROMPTS = [
@@ -42,6 +45,22 @@ class Config:
 def script(name, *args):
     result = subprocess.run([sys.executable, str(ROOT / name), *args], capture_output=True, text=True, check=True)
     return result.stdout, result.stderr
+
+
+def xz_after_training_text(run):
+    """Bits per byte of the held-out text by xz -9e, when it has read the training text first.
+
+    What the model learnt from, xz may repeat: its window is 64 MiB.
+    """
+    data, tokenizer = runs.read_json(run / "config.json", "data")["data"], runs.read_tokenizer(run)
+    texts = []
+    for split in ("train", "heldout"):
+        rows = data_prep.Rows(data, split)
+        token_RL, segment_RL = rows.read(np.arange(rows.total))[:2]
+        texts.append(tokenizer.decode(token_RL[segment_RL > 0].tolist()).encode())
+    extreme = 9 | lzma.PRESET_EXTREME
+    train, both = (len(lzma.compress(text, preset=extreme)) for text in (texts[0], texts[0] + texts[1]))
+    return 8 * (both - train) / len(texts[1])
 
 
 def main(cfg):
@@ -83,6 +102,7 @@ def main(cfg):
         final["bits_per_byte"],
         "bits per byte",
         xz_9=final["xz_bits_per_byte"],
+        xz_9e_after_training_text=xz_after_training_text(run),
         nats_per_token=final["nats_per_token"],
         drafts_accepted=final["drafts_accepted"],
         steps=final["step"],

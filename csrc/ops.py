@@ -96,7 +96,8 @@ class Kernels:
 
     def warps(self, B, L, H):
         """Warps of 16 query rows in a block: as many as leave two blocks for each multiprocessor, at most 4."""
-        processors = torch.cuda.get_device_properties(0).multi_processor_count if self.device == "cuda" else 8
+        current = torch.cuda.current_device() if self.device == "cuda" else None  # the tensors' device, see on_gpu
+        processors = 8 if current is None else torch.cuda.get_device_properties(current).multi_processor_count
         return next((W for W in (4, 2) if B * H * -(-L // (16 * W)) >= 2 * processors), 1)
 
     def attention(self, qkv_BL3HK, see_BL=None, warps=0, lse=False):
@@ -247,19 +248,20 @@ def sample_torch_(logits_RV, token_BL, state_2, keep_N, ban, mask, vocab, temper
 
 # ---- operators -----------------------------------------------------------------------------------------------------
 
-ON_GPU = []  # the Kernels of the first call
+ON_GPU = {}  # device -> its Kernels, made at the first call there
 
 
 def on_gpu(name):
-    """The operator's CUDA implementation; the module is loaded and checked at the first call."""
+    """The operator's CUDA implementation; the module is loaded and checked at the first call on a device."""
 
     def call(*arguments):
-        if not ON_GPU:
-            reason = why_not(arguments[0].device)
-            if reason:
+        device = arguments[0].device
+        if device not in ON_GPU:
+            if reason := why_not(device):
                 raise RuntimeError(reason)
-            ON_GPU.append(Kernels(load()))
-        return getattr(ON_GPU[0], name)(*arguments)
+            ON_GPU[device] = Kernels(load())
+        with torch.cuda.device(device):  # a kernel starts on the current device, which need not be the tensors'
+            return getattr(ON_GPU[device], name)(*arguments)
 
     return call
 

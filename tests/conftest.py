@@ -1,12 +1,13 @@
 """What tests share: scripts run from the shell, eight fake CPU devices for JAX, reference values, emulated kernels.
 
-JAX and PyTorch are imported where a test needs them: on a Jetson there is no JAX, and its tests run all the same.
+JAX and PyTorch are imported where a test needs them. On a Jetson there is no JAX, and only its own tests are collected.
 
 These tests compile more than they compute, so JAX leaves most optimisations out: a third less time. Scripts that run
 from the shell are compiled as for a user, and so are all tests, before a release, with
 JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest -n 2 --dist=loadfile -m "slow or not slow".
 """
 
+import fcntl
 import gc
 import importlib.util
 import json
@@ -26,6 +27,9 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.envir
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+ON_A_JETSON = "export_jetson", "inference_jetson", "kernels", "golden_kernels", "model_mdlm"
+if not importlib.util.find_spec("jax"):
+    collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py") if path.stem[5:] not in ON_A_JETSON]
 
 
 # ---- scripts, as a user runs them ----------------------------------------------------------------------------------
@@ -162,14 +166,20 @@ def host_build(tmp_path_factory):
     """A copy of csrc/ built on a machine without nvcc: (folder that holds csrc, what the build printed)."""
     if not shutil.which("g++") and not shutil.which("c++"):
         pytest.skip("no C++ compiler: the kernels cannot be emulated")
-    folder = tmp_path_factory.mktemp("kernels")
-    shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    shutil.copy(ROOT / "setup_kernels.py", folder)
-    env = os.environ | {"CUDA_HOME": str(folder), "PATH": "/usr/bin:/bin"}
-    build = [sys.executable, "setup_kernels.py", "-q", "build_ext", "--inplace"]
-    built = subprocess.run(build, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert built.returncode == 0, built.stderr
-    return folder, built.stdout
+    # workers of pytest-xdist have folders of their own in one of the session: the first one builds for all
+    top = tmp_path_factory.getbasetemp()
+    folder = (top.parent if "PYTEST_XDIST_WORKER" in os.environ else top) / "kernels"
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "said").exists():
+            shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+            shutil.copy(ROOT / "setup_kernels.py", folder)
+            env = os.environ | {"CUDA_HOME": str(folder), "PATH": "/usr/bin:/bin"}
+            build = [sys.executable, "setup_kernels.py", "-q", "build_ext", "--inplace"]
+            built = subprocess.run(build, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+            assert built.returncode == 0, built.stderr
+            (folder / "said").write_text(built.stdout)
+    return folder, (folder / "said").read_text()
 
 
 @pytest.fixture

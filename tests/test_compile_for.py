@@ -1,15 +1,22 @@
 """Costs read from HLO: a hand-written module, and small programs compiled for TPU topologies against closed forms."""
 
+import dataclasses
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 from conftest import ROOT, run
+from flax import nnx
 
 import compile_for
+import generate
+import model_dream as md
+import runs
+import sample_dream
 
 # ---- text written by hand: 3 rounds of {matmul in a fusion, all-gather}, a conditional, collectives of every form
 
@@ -331,6 +338,44 @@ def test_usable_memory_is_what_the_compiler_says(compiled):
 # ---- our programs --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("flags", [{}, {"block_length": 32, "cache": "dual", "threshold": 0.9}], ids=str)
+def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch):
+    import jax
+    import jax.numpy as jnp
+
+    # what generate.py calls fill_block with, for a prompt of one token and 95 to come
+    calls, cfg = [], md.CONFIGS["tiny"]
+    model = nnx.merge(md.graph_of(cfg, md.Run(jnp.dtype("bfloat16"))), md.new_params(cfg, 0))
+    tokenizer = types.SimpleNamespace(token_to_id=lambda name: None, get_vocab_size=lambda: 4000)
+    monkeypatch.setattr(generate, "load", lambda *args, **options: (model, 0, None))
+    monkeypatch.setattr(runs, "read_json", lambda path: {})
+    monkeypatch.setattr(sample_dream, "load_tokenizer", lambda *args: tokenizer)
+    monkeypatch.setattr(sample_dream, "chat_template", lambda folder: None)
+    settings = generate.Config(model="dream", ckpt="none", prompt="x", dream=generate.DreamFlags(**flags))
+    writer = generate.Dream(generate.resolve(settings), 1)
+
+    def stop(*args, **static):
+        calls.append((args, static))
+        raise InterruptedError
+
+    monkeypatch.setattr(sample_dream, "fill_block", stop)
+    writer.lengths = [96]
+    with pytest.raises(InterruptedError):
+        writer.fill([generate.Canvas("", "", [cfg.bos_id] + [cfg.mask_id] * 95, 0, None)])
+    (_, *want), static = calls[0]
+
+    # what is compiled for a chip
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    (_, *got), compiled = compile_for.Sample(model="tiny", length=96).program(array, cached=bool(flags))
+    describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), jax.eval_shape(lambda: tree))  # noqa: E731
+    assert describe(tuple(want)) == describe(tuple(got))
+    assert compiled["width"] == static["width"]
+    rules = [how["sampler"].rule for how in (static, compiled)]
+    assert dataclasses.replace(rules[0], eos_ids=()) == dataclasses.replace(rules[1], eos_ids=())
+    run, chip = (nnx.merge(how["sampler"].graph, md.param_shapes(cfg)).run for how in (static, compiled))
+    assert dataclasses.replace(chip, platform="") == run
+
+
 @pytest.mark.slow
 def test_the_command_line_compiles_a_small_train_step(tmp_path):
     if importlib.util.find_spec("libtpu") is None:
@@ -359,7 +404,7 @@ def test_the_1b_step_fits_a_v6e_chip_with_six_gib_to_spare(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    [("sample", "--model=tiny", "--length=96", "--masks=32"), ("sample", "--model=tiny", "--length=96", "--int8"),
+    [("sample", "--model=tiny", "--length=96"), ("sample", "--model=tiny", "--length=96", "--int8"),
      ("grpo", "--model=tiny"), ("grpo", "--model=tiny", "--lora_rank=4"), ("head", "--model=tiny", "--only=forward")],
 )  # fmt: skip
 def test_every_program_of_a_small_dream_compiles(flags, tmp_path):

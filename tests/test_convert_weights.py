@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -324,8 +325,8 @@ def test_a_run_of_pythoncoder_goes_to_safetensors_and_back(tmp_path):
     convert.main(convert.Config(str(tmp_path / "run"), str(tmp_path / "hub"), verify=True))
     all_same(safetensors.numpy.load_file(tmp_path / "hub" / "model.safetensors"), want)  # step 20
     convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "back"), verify=True))
-    model, step = runs.load(pc, tmp_path / "back")
-    assert (model.cfg, step) == (cfg, 20)
+    model, _ = runs.load(pc, tmp_path / "back")
+    assert (model.cfg, runs.read_json(tmp_path / "back" / "meta.json")["step"]) == (cfg, 20)
     all_same(params_of(model), want)
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
     convert.main(convert.Config(str(tmp_path / "run"), str(tmp_path / "older"), step=10))
@@ -333,6 +334,10 @@ def test_a_run_of_pythoncoder_goes_to_safetensors_and_back(tmp_path):
     assert all(np.array_equal(older[name] + 1, want[name]) for name in want)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 15; it has \[10, 20\]"):
         convert.find(tmp_path / "run", 15)
+    keys = runs.read_json(tmp_path / "hub" / "config.json")
+    del keys["init_std"]  # as before there was a choice
+    runs.write(tmp_path / "hub" / "config.json", keys)
+    assert convert.find(tmp_path / "hub").cfg == cfg
 
 
 def test_a_run_of_dream_goes_to_the_hubs_layout(tmp_path):
@@ -342,6 +347,39 @@ def test_a_run_of_dream_goes_to_the_hubs_layout(tmp_path):
     model = convert.from_hf(tmp_path / "hub")
     assert model.cfg == SMALL
     all_same(params_of(model), want)
+
+
+def test_a_run_is_exported_in_bfloat16_without_its_optimizer(tmp_path):
+    cfg = pc.Config(64, 32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=48, positions=64)
+    for family, model_cfg in ((pc, cfg), (dream, SMALL)):
+        folder = tmp_path / family.__name__
+        want = write_run(folder / "run", model_cfg, random_params(family, model_cfg), [10, 20])
+        if family is dream:
+            (folder / "run" / "tokenizer.json").write_bytes(tokenizer_of({"<mask>": SMALL.mask_id}))
+        convert.main(convert.Config(str(folder / "run"), str(folder / "export"), dtype="bfloat16"))
+        model, _ = runs.load(family, folder / "export")
+        assert model.cfg == model_cfg
+        all_same(params_of(model), {name: array.astype(ml_dtypes.bfloat16) for name, array in want.items()})
+        assert (folder / "export" / "tokenizer.json").exists()
+        # and from there to the Hub, to be published in half the bytes
+        convert.main(convert.Config(str(folder / "export"), str(folder / "hub"), verify=True))
+        assert runs.read_json(folder / "hub" / "config.json")["torch_dtype"] == "bfloat16"
+        assert not [path for path in folder.iterdir() if path.name not in ("run", "export", "hub")]
+    with pytest.raises(ValueError, match="compare bytes, which --dtype changes"):
+        convert.main(convert.Config(str(tmp_path), str(tmp_path / "out"), dtype="bfloat16", verify=True))
+
+
+def test_tensors_of_several_dtypes_are_made_one_by_a_flag(tmp_path):
+    def change(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32) + np.float32(1e-4)
+
+    tensors = write_hub_folder(tmp_path / "hub", change=change)
+    problem = r"of several dtypes: bfloat16 \(\d+\), float32 \(1\); make them one: --dtype=float32 keeps every value"
+    with pytest.raises(ValueError, match=problem):
+        convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "out")))
+    convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "out"), dtype="float32"))
+    found = params_of(runs.load(dream, tmp_path / "out")[0])
+    all_same(found, {name: tensors[convert.hf_name(name)].astype(np.float32) for name in found})
 
 
 def test_an_mdlm_needs_no_conversion_and_is_told_how_it_is_published(tmp_path):
@@ -440,12 +478,78 @@ def test_a_tokenizer_is_made_of_vocab_and_merges(tmp_path):
     theirs.model.save(str(tmp_path / "hub"))
     decoder = {end + 1: {"content": "<|mask|>", "special": True}, end: {"content": "<|x|>", "special": False}}
     (tmp_path / "hub" / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
-    files = convert.tokenizer_files(convert.find(tmp_path / "hub"))
+    files = convert.files_beside(convert.find(tmp_path / "hub"))
     ours = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
     for sample in (text, "caf\u0065\u0301 na\u00efve 12345\tx\r\n", "I'LL don't  "):
         assert ours.encode(sample).ids == theirs.encode(sample).ids
     assert ours.decode(ours.encode(text).ids) == text
     assert ours.encode("<|mask|><|x|>").ids == [end + 1, end]
+
+
+# ---- the names and the code that go along --------------------------------------------------------------------------
+
+LOAD_WITH_TRANSFORMERS = """
+import sys
+from transformers import AutoConfig, AutoTokenizer
+config, tokenizer = (auto.from_pretrained(sys.argv[1], trust_remote_code=True) for auto in (AutoConfig, AutoTokenizer))
+print(type(config).__name__, config.mask_token_id, type(tokenizer).__name__, tokenizer.convert_tokens_to_ids("<mask>"))
+"""
+
+
+def write_code(folder):
+    """The code of a Dream on the Hub, as short as transformers takes it, and the configs that name it."""
+    config, tokenizer = "configuration_dream.DreamConfig", "tokenization_dream.DreamTokenizer"
+    for name, base in ((config, "PretrainedConfig"), (tokenizer, "PreTrainedTokenizerFast")):
+        module, kind = name.split(".")
+        (folder / f"{module}.py").write_text(
+            f"from transformers import {base}\n\nclass {kind}({base}):\n    model_type = 'Dream'\n"
+        )
+    keys = {"tokenizer_class": "DreamTokenizer", "auto_map": {"AutoTokenizer": [tokenizer, None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(keys))
+    keys = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoConfig": config}}
+    (folder / "config.json").write_text(json.dumps(keys))
+
+
+def test_what_comes_back_from_orbax_is_loaded_by_transformers_offline(tmp_path):
+    write_hub_folder(tmp_path / "hub")
+    write_code(tmp_path / "hub")
+    convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "orbax")))
+    convert.main(convert.Config(str(tmp_path / "orbax"), str(tmp_path / "back")))
+    for name in ("configuration_dream.py", "tokenization_dream.py"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hub" / name).read_bytes()
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    load = [sys.executable, "-c", LOAD_WITH_TRANSFORMERS, str(tmp_path / "back")]
+    done = subprocess.run(load, capture_output=True, text=True, env=env, timeout=300)
+    assert done.stdout.split() == ["DreamConfig", "4", "DreamTokenizer", "4"], done.stderr
+
+
+def test_without_its_code_auto_map_names_the_repository_that_the_model_came_from(tmp_path):
+    folder = tmp_path / "hub"
+    write_hub_folder(folder)
+    write_code(folder)
+    for path in folder.glob("*.py"):
+        path.unlink()
+    keys = json.loads((folder / "config.json").read_text())
+    for source, repository in (("apple/DiffuCoder-7B-Instruct", None), ("my_model", convert.DREAM_CODE)):
+        (folder / "config.json").write_text(json.dumps(keys | {"source": source}))
+        orbax, back = tmp_path / "orbax" / source, tmp_path / "back" / source
+        convert.main(convert.Config(str(folder), str(orbax)))
+        convert.main(convert.Config(str(orbax), str(back)))
+        auto_map = runs.read_json(back / "config.json")["auto_map"]
+        assert auto_map == {"AutoConfig": f"{repository or source}--configuration_dream.DreamConfig"}
+        auto_map = runs.read_json(back / "tokenizer_config.json")["auto_map"]
+        assert auto_map == {"AutoTokenizer": [f"{repository or source}--tokenization_dream.DreamTokenizer", None]}
+
+
+def test_the_sources_name_stays_in_what_is_made_of_it(tmp_path):
+    folder = tmp_path / "DiffuCoder-7B-Instruct"
+    write_hub_folder(folder)
+    assert convert.find(folder, repository="apple/DiffuCoder-7B-Instruct").origin == "apple/DiffuCoder-7B-Instruct"
+    convert.main(convert.Config(str(folder), str(tmp_path / "orbax")))
+    convert.main(convert.Config(str(tmp_path / "orbax"), str(tmp_path / "back")))
+    convert.main(convert.Config(str(tmp_path / "back"), str(tmp_path / "again")))
+    for path in ("orbax/meta.json", "orbax/config.json", "back/config.json", "again/meta.json"):
+        assert runs.read_json(tmp_path / path)["source"] == "DiffuCoder-7B-Instruct"
 
 
 # ---- the Hub -------------------------------------------------------------------------------------------------------
@@ -540,6 +644,27 @@ def hub(tmp_path):
     thread.join()
 
 
+def test_out_and_the_disk_are_looked_at_before_a_download(tmp_path, monkeypatch, capsys):
+    def download(*_, dry_run=False, **__):
+        assert dry_run, "it downloads"
+        sizes = {"config.json": 1000, "model.safetensors": 15_000_000_000}
+        return [types.SimpleNamespace(file_size=size, will_download=name[0] == "m") for name, size in sizes.items()]
+
+    room = types.SimpleNamespace(free=20_000_000_000)
+    monkeypatch.setattr(convert.huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(convert.shutil, "disk_usage", lambda _: room)
+    monkeypatch.setattr(convert.huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(FileExistsError, match="mine exists; delete it or choose another --out"):
+        convert.main(convert.Config("me/model", str(tmp_path / "mine")))
+    problem = r"has 20\.0 GB left, 30\.0 are needed for the download and for .*/out; HF_HOME=FOLDER puts"
+    with pytest.raises(OSError, match=problem):
+        convert.main(convert.Config("me/model", str(tmp_path / "out")))
+    printed = capsys.readouterr().out
+    assert f"downloading 15.0 GB into {tmp_path}/cache/hub, a second copy beside {tmp_path}/out" in printed
+    assert "hf cache rm model/me/model" in printed
+
+
 # huggingface_hub reads where the Hub is when it is imported: one process converts all of these
 CONVERT_ALL = """
 import json, sys
@@ -573,6 +698,8 @@ def test_an_upload_resumes_and_what_it_left_downloads_byte_for_byte(tmp_path, hu
     assert card.startswith("---\ntags: [unmask, dream, orbax]\n---")
     assert f"{sum(x.size for x in tensors.values()):,} parameters in bfloat16" in card
     assert done.stdout.count("every byte equal") == 3
+    assert f"into {tmp_path}/hf/hub, a second copy beside {tmp_path}/down" in done.stdout
+    assert runs.read_json(tmp_path / "down" / "config.json")["source"] == "hub"  # what the first conversion noted
     found = arrays_of(tmp_path / "down")
     all_same(found, {name: tensors[convert.hf_name(name)] for name in found})
     assert "Bearer hf_secret" in hub.tokens

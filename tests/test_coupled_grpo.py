@@ -4,7 +4,11 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
+import signal
+import subprocess
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +16,16 @@ import numpy as np
 import optax
 import pytest
 import tokenizers
-from conftest import command, kill_and_resume, run, says
+from conftest import AS_A_USER, command, kill_and_resume, run, says
 from flax import nnx
+from test_rl_tasks import QWEN, needs_qwen
 
 import coupled_grpo as grpo
 import model_dream as dream
+import rl_tasks
 import runs
 import sample_dream
+import sandbox
 
 TINY = dream.DreamConfig(61, 32, 1, 4, 2, 8, 48, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=128)
 
@@ -246,17 +253,20 @@ def test_a_canvas_without_a_prompt_is_refused():
 
 
 def test_masks_are_functions_of_round_iteration_and_row():
-    compiled = jax.jit(grpo.draw_masks, static_argnums=(3, 4))
+    compiled = jax.jit(grpo.draw_masks, static_argnums=(3, 4, 5))
 
-    def draw(*at, rows=6, seed=3):
-        masks = jax.device_get(compiled(jax.random.key(seed), *at, rows, 400))
+    def draw(*at, rows=6, seed=3, share=2):
+        masks = jax.device_get(compiled(jax.random.key(seed), *at, rows, 400, share))
         return masks["ratio_B"], masks["u_BC"]
 
     ratio, u = draw(2, 1)
     jax.tree.map(np.testing.assert_array_equal, draw(2, 1), (ratio, u))
-    np.testing.assert_array_equal(draw(2, 1, rows=3)[1], u[:3])
+    jax.tree.map(np.testing.assert_array_equal, draw(2, 1, rows=3), (ratio[:3], u[:3]))
     assert ratio.shape == (6,)
-    assert (ratio == ratio[0]).all()
+    for share in (1, 2, 6):  # so many rows in succession have one ratio
+        shared = draw(2, 1, share=share)[0]
+        assert len(set(shared.tolist())) == 6 // share
+        np.testing.assert_array_equal(shared, np.repeat(shared[::share], share))
     others = [draw(1, 2), draw(2, 0), draw(3, 1), draw(2, 1, seed=4)]
     for another_ratio, another_u in others:
         assert (np.abs(another_u - u) > 0).mean() > 0.99
@@ -266,6 +276,66 @@ def test_masks_are_functions_of_round_iteration_and_row():
     many = np.array([draw(r, 0)[0][0] for r in range(200)])
     assert ((many > 0.2) & (many < 0.8)).all()
     assert abs(many.mean() - 0.5) < 0.05
+
+
+# ---- from tokens to rewards
+
+# The reference's test of a completion's form, on what it decodes: all tokens but the special ones.
+REFERENCE_FORM = re.compile(r"^(?:(?!```).)*```python\n(?:(?!```).)*```\n$", re.DOTALL)
+PUBLISHED = "Here is the code to solve this problem: \n```python\n{}\n```<|im_end|>\n"
+RIGHT = "def shared(a, b):\n  return [value for value in a if value in  b]"
+ANSWERS = [  # what a model writes, and its rewards: (code, code_format)
+    (PUBLISHED.format(RIGHT), (1.0, 1.0)),
+    (PUBLISHED.format(RIGHT) + "<|endoftext|>", (1.0, 1.0)),
+    (PUBLISHED.format(RIGHT.replace("in  b", "not in b")), (0.0, 1.0)),
+    (PUBLISHED.format(RIGHT.replace("def", "fed")), (0.0, 0.5)),
+    (PUBLISHED.format(RIGHT).replace("python", "py"), (0.0, 0.0)),
+    (PUBLISHED.format(RIGHT).replace("<|im_end|>", " It compares.<|im_end|>"), (0.0, 0.0)),
+    (PUBLISHED.format(RIGHT).replace("<|im_end|>\n", ""), (0.0, 0.0)),
+    (RIGHT + "<|im_end|>\n", (0.0, 0.0)),
+]
+
+
+@needs_qwen
+def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(tmp_path):
+    """With Qwen's tokenizer and the 7b preset, as the reference would; and when the sampler has filled up the rest."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(QWEN / "tokenizer.json"))
+    question = "Write a function to find the shared elements from the given two lists."
+    tests = ["assert shared([1, 2], [2, 3]) == [2]", "assert shared([5], [5]) == [5]"]
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"question": question, "test_cases": tests}))
+    cfg = grpo.resolve(grpo.Config(preset="7b", ckpt="base", prompts=str(tmp_path / "tasks.jsonl")))
+    wrap = lambda user, system: rl_tasks.CHAT.format(system, user)  # noqa: E731
+    inputs = cfg.prompts, tokenizer, wrap, dream.CONFIGS["7b"], cfg.max_prompt, cfg.max_new
+    prompts, end = rl_tasks.Prompts(*inputs), tokenizer.token_to_id("<|im_end|>")
+    trainer = types.SimpleNamespace(cfg=cfg, rewards={name: sandbox.find_reward(name) for name in cfg.rewards})
+    canvas_BL, _ = prompts.canvas([0] * len(ANSWERS))
+    for behind in ("<|endoftext|>", "<|im_end|>"):
+        for row, (answer, _) in zip(canvas_BL, ANSWERS, strict=True):
+            answer = answer if behind == "<|endoftext|>" else answer.removesuffix("<|endoftext|>").rstrip("\n")
+            ids = tokenizer.encode(answer, add_special_tokens=False).ids
+            row[-cfg.max_new :] = tokenizer.token_to_id(behind)
+            row[len(row) - cfg.max_new :][: len(ids)] = ids
+            if end not in ids:  # a text that was cut off where its tokens end
+                row[-cfg.max_new :] = np.pad(ids, (cfg.max_new - len(ids), 0), constant_values=ids[0])
+        rows = prompts.completions(
+            [0] * len(ANSWERS), canvas_BL, grpo.completion_mask(canvas_BL[:, -cfg.max_new :], end)
+        )
+        rewards = grpo.Trainer.reward(trainer, rows)
+        assert [tuple(reward) for reward in rewards.tolist()] == [want for _, want in ANSWERS], behind
+        if behind == "<|endoftext|>":
+            seen = [tokenizer.decode(row[-cfg.max_new :].tolist(), skip_special_tokens=True) for row in canvas_BL]
+            assert [bool(REFERENCE_FORM.match(text)) for text in seen] == [form > 0 for form in rewards[:, 1]]
+
+
+def test_rollouts_choose_positions_by_the_distribution_and_not_by_what_was_drawn():
+    """Rows of one prompt see the same canvas in their first step, so they fill the same positions; not with "drawn"."""
+    model = model_of(tiny())
+    for score in ("distribution", "drawn"):
+        rule = sample_dream.Sampling(temperature=1.0, threshold=0.06, block_length=16, score=score, history=True)
+        _, stats = sample_dream.generate(model, [[5, 6, 7]] * 8, 16, rule, jax.random.key(0))
+        filled_BL = stats["history"][0] != TINY.mask_id
+        assert (filled_BL == filled_BL[0]).all() == (score == "distribution")
+    assert grpo.resolve(grpo.Config()).sampling.score == "distribution"
 
 
 # ---- advantages
@@ -562,7 +632,7 @@ def folder(tmp_path_factory):
     tokenizer.decoder = tokenizers.decoders.Fuse()
     tokenizer.add_special_tokens(["<|endoftext|>", "<|pad|>", "<|mask|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    cfg = dream.DreamConfig(32, 32, 1, 4, 2, 8, 48, mask_id=28, pad_id=27, bos_id=26, eos_id=26, positions=64)
+    cfg = dream.DreamConfig(32, 32, 1, 4, 2, 8, 48, mask_id=28, pad_id=27, bos_id=26, eos_id=26, positions=512)
     dream.save(folder / "base", dream.Dream(cfg, nnx.Rngs(0)), [folder / "tokenizer.json"])
     rows = [
         {"id": i, "prompt": word, "test_cases": ["assert True"]} for i, word in enumerate(("ab", "c", "def", "xyz"))
@@ -639,6 +709,87 @@ def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp
     assert row[0].count(0) > 3, "the trained model writes the letter that was rewarded"
 
 
+def test_the_7b_preset_holds_the_reference_s_settings(tmp_path):
+    (tmp_path / "tasks.jsonl").touch()
+    cfg = grpo.resolve(grpo.Config(preset="7b", ckpt="base", prompts=str(tmp_path / "tasks.jsonl")))
+    reference = {
+        "tasks": 8, "group": 10, "iterations": 2, "max_prompt": 200, "max_new": 256, "lr": 1e-6, "warmup": 1,
+        "weight_decay": 0.1, "clip": 0.2, "beta": 0.01, "epsilon": 0.5, "scale_rewards": False, "sync_every": 64,
+        "mixup": 0.6, "rewards": ("code", "code_format"), "reward_weights": (2.0, 0.5), "ratio_per": "task",
+        "skip_constant": False, "rounds": 0,
+    }  # fmt: skip
+    assert {name: getattr(cfg, name) for name in reference} == reference
+    assert (cfg.sandbox.timeout_s, cfg.sampling.temperature, cfg.sampling.top_p) == (5.0, 1.0, 0.95)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8, 16, 64])
+@pytest.mark.parametrize("preset", grpo.PRESETS)
+def test_batches_of_a_preset_grow_with_the_devices_up_to_a_round(tmp_path, monkeypatch, preset, devices):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    (tmp_path / "tasks.jsonl").touch()
+    files = {"ckpt": "base", "prompts": str(tmp_path / "tasks.jsonl")} if preset == "7b" else {}
+    cfg, one = grpo.resolve(grpo.Config(preset=preset, **files)), grpo.PRESETS[preset]
+    for name in ("micro_batch", "generation_batch"):
+        assert getattr(cfg, name) == min(devices * one[name], cfg.tasks * cfg.group)
+    batches = grpo.micro_batches(np.arange(cfg.tasks * cfg.group), cfg.micro_batch, devices)
+    assert all(len(batch) % devices == 0 for batch in batches)
+    assert sorted(row for batch in batches for row in batch if row >= 0) == [*range(cfg.tasks * cfg.group)]
+
+
+def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, monkeypatch):
+    """Eighteen rows do not divide by eight: they are filled up to 24, three a device, and so are their keys."""
+    shares, hidden = [], dream.Dream.hidden
+
+    def watched(self, token_BL, *rest, **options):
+        hidden_BLD, cache = hidden(self, token_BL, *rest, **options)
+        for x in (hidden_BLD, *jax.tree.leaves(cache)):
+            note = lambda at, shape=x.shape: shares.append((shape[0], at.shard_shape(shape)[0]))  # noqa: E731
+            jax.debug.inspect_array_sharding(x, callback=note)
+        return hidden_BLD, cache
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(dream.Dream, "hidden", watched)
+        patch.setattr(grpo.Trainer, "score", lambda self, batch, masks: [])
+        patch.setattr(grpo.Trainer, "learn", lambda self, *inputs: ([], []))
+        grpo.main(config(folder, out, rounds=0, tasks=2, generation_batch=18, compile_cache=""))
+    assert set(shares) == {(24, 3)}
+    assert [row["round"] for row in read_lines(out / "log.jsonl")] == [1, 2]  # every task once
+    assert len(read_lines(out / "rounds.jsonl")) == 4 * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("preset", grpo.PRESETS)
+def test_every_preset_starts_on_any_number_of_devices(folder, tmp_path, preset, devices):
+    files = "--ckpt", folder / "base", "--prompts", folder / "tasks.jsonl"
+    flags = files if preset == "7b" else ("--demo_steps=2", "--eval_every=9", "--eval_tasks=4")
+    out = tmp_path / "run"
+    done = run("coupled_grpo.py", f"--preset={preset}", *flags, "--rounds=1", f"--out={out}", devices=devices)
+    assert done.returncode == 0, done.stderr
+    assert f"{devices} x cpu" in done.stdout
+    assert read_lines(out / "log.jsonl")[-1]["round"] == 1
+
+
+@pytest.mark.slow
+def test_a_demo_that_is_stopped_in_its_pre_training_goes_on(tmp_path):
+    flags = "--demo_steps=12", "--rounds=1", "--eval_tasks=4", f"--out={tmp_path / 'demo'}"
+    env = os.environ | AS_A_USER | {"XLA_FLAGS": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+    with subprocess.Popen(command("coupled_grpo.py", *flags), **pipes) as process:
+        for line in process.stdout:
+            if line.startswith("compiled in "):
+                process.send_signal(signal.SIGTERM)
+                break
+        error = process.communicate()[1]
+    assert process.returncode == 1
+    assert f"of pre-training; --resume={tmp_path / 'demo'}" in error.splitlines()[-1]
+    done = run("coupled_grpo.py", "--resume", tmp_path / "demo")
+    assert done.returncode == 0, done.stderr
+    assert "resuming" in done.stdout
+    assert [row["round"] for row in read_lines(tmp_path / "demo/log.jsonl")] == [0, 1]
+
+
 def stopping(folder):
     """Settings of a run that a signal stops in its first round, unless the folder has a file `stopped`."""
     return {"rewards": (f"{folder / 'own.py'}:stopping",), "sync_every": 3, "rounds": 3}
@@ -708,13 +859,19 @@ def test_what_has_no_reward_is_in_no_update_and_said_so(unbroken):
         assert all(line["advantage"] is None for line in missing)
 
 
-def test_equal_rewards_update_nothing(folder, tmp_path):
+@pytest.mark.parametrize("skip", [True, False])
+def test_equal_rewards_update_nothing(folder, tmp_path, skip):
+    """They are skipped; or computed as in the reference, where at first their KL divergence has hardly a gradient."""
     (tmp_path / "same.py").write_text("def same(completions, rows, **options):\n    return [0.5] * len(rows)\n")
-    out = tmp_path / "run"
-    grpo.main(config(folder, out, rounds=1, rewards=(f"{tmp_path / 'same.py'}:same",), warmup=0))
+    out, same = tmp_path / "run", (f"{tmp_path / 'same.py'}:same",)
+    grpo.main(config(folder, out, rounds=1, rewards=same, warmup=0, skip_constant=skip))
     (row,) = read_lines(out / "log.jsonl")
     assert row["constant_groups"] == 1
-    assert "loss" not in row
+    assert ("loss" not in row) == skip
+    if not skip:
+        assert row["tokens"] == 2 * sum(line["tokens"] for line in read_lines(out / "rounds.jsonl"))
+        assert row["grad_norm"] < 1e-3
+        return
     base, _ = runs.load(dream, folder / "base")
     want = {f"params.{name}": value for name, value in runs.bit_sums(nnx.to_pure_dict(nnx.state(base))).items()}
     assert want.items() <= sums(out, 1).items()
@@ -728,13 +885,13 @@ def test_equal_rewards_update_nothing(folder, tmp_path):
         ({"temperature": 0.0}, "--temperature=0"),
         ({"rewards": ("nothing",)}, "no reward 'nothing'"),
         ({"rewards": ("code", "syntax")}, "2 --rewards need as many --reward_weights"),
-        ({"block_length": 5}, "block_length 5 does not divide the 8 tokens to fill"),
         ({"lora_rank": 2, "lora_targets": ("lm_head",)}, "no matrix of a layer is called lm_head"),
         ({"prompts": ""}, "--ckpt and --prompts belong together"),
         ({"prompts": "none.jsonl"}, "none.jsonl does not exist; write tasks with"),
         ({"ckpt": "none"}, "holds no checkpoint"),
-        ({"max_prompt": 60}, "the model reaches 64 positions"),
-        ({"micro_batch": 12}, "--micro_batch"),
+        ({"max_prompt": 510}, "the model reaches 512 positions"),
+        ({"tensor": 3}, "--tensor=3 does not divide 8 devices"),
+        ({"rounds": -1}, "--rounds=-1: at least 0"),
     ],
     ids=str,
 )

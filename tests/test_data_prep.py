@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gzip
 import json
 import keyword
 import os
@@ -15,6 +16,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+from unicodedata import normalize
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 import tyro
 from tokenizers import Tokenizer
+from tokenizers.normalizers import NFC
 
 import data_prep as dp
 import runs
@@ -73,7 +76,9 @@ def command(cfg):
     """The command line of a source."""
     values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     arguments = [values.pop("source")] if "source" in values else []
-    arguments += ["--roots", *values.pop("roots")] if "roots" in values else []
+    for name in [name for name, value in values.items() if isinstance(value, tuple)]:
+        value = values.pop(name)
+        arguments += [f"--{name}", *value] if value else []
     flags = [f"--{name}={value}" for name, value in values.items()]
     return [sys.executable, str(ROOT / "data_prep.py"), type(cfg).__name__.lower(), *arguments, *flags]
 
@@ -140,7 +145,7 @@ def killed(cfg, moment):
 
 def tree(out):
     """{path: content} of all that a run wrote."""
-    paths = [path for path in Path(out).rglob("*") if path.is_file() and path.name != ".lock"]
+    paths = [path for path in Path(out).rglob("*") if path.is_file() and path.name[0] != "."]
     return {str(path.relative_to(out)): path.read_bytes() for path in paths}
 
 
@@ -282,6 +287,66 @@ def test_each_reason_to_drop_is_counted(tmp_path):
     assert sorted(text.encode() for text in both(texts_of, tmp_path / "out")) == sorted(kept.values())
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_rows_of_a_column_pass_the_filters_of_files_and_decode(tmp_path, workers):
+    texts = [data.decode() for data in corpus(tmp_path / "files", 40).values()]
+    bad = ["print 'Python 2'\n", "", None, "# @generated\nx = 3\n", "\ud800 = 1\n", texts[0], texts[1] + "END = True\n"]
+    (tmp_path / "rows").mkdir()
+    pq.write_table(pa.table({"code": texts[:20], "stars": list(range(20))}), tmp_path / "rows" / "a.parquet")
+    lines = [json.dumps({"code": text}) for text in texts[20:] + bad]
+    (tmp_path / "rows" / "b.jsonl").write_text("\n\n".join(lines))
+    cfg = config(tmp_path, roots=(str(tmp_path / "rows"),), column="code", workers=workers, shard_bytes=20_000)
+    dp.main(cfg)
+    assert both(texts_of, cfg.out) == sorted(texts)
+    reasons = ("unparsable", "generated", "non_utf8", "exact_duplicate", "near_duplicate")
+    dropped = {reason: count for reason, count in meta_of(cfg.out)["dropped"].items() if count}
+    assert dropped == dict.fromkeys(reasons, 1) | {"empty": 2}
+    assert not (tmp_path / "out" / "rows").exists()
+    before = tree(cfg.out)
+    (tmp_path / "out" / "train" / "00000.parquet").unlink()  # goes on, though the copies of the rows are gone
+    dp.main(cfg)
+    assert tree(cfg.out) == before
+
+
+def test_a_column_that_is_not_there_is_one_line(tmp_path, capsys):
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    cfg = config(tmp_path, roots=(str(rows),), column="content")
+    assert "name these with --roots" in refused(dataclasses.replace(cfg, roots=()), capsys)
+    assert "no .parquet, .jsonl files below" in refused(cfg, capsys)
+    pq.write_table(pa.table({"text": ["x = 1"]}), rows / "a.parquet")
+    assert "a.parquet has no column content of text (it has text string)" in refused(cfg, capsys)
+    (rows / "a.parquet").write_bytes(b"PAR1")
+    assert "a.parquet is corrupted (" in refused(cfg, capsys)
+    (rows / "a.parquet").unlink()
+    for line in ('{"text": "x = 1"}', '{"content": 1}', "[]", "x = 1", '{"content": ' + "[" * 9999):
+        (rows / "b.jsonl").write_text(f'{{"content": "x = 1"}}\n{line}\n')
+        assert 'b.jsonl has no {"content": TEXT} in line 2' in refused(cfg, capsys)
+
+
+def test_documents_that_hold_problems_of_benchmarks_are_dropped_and_counted(tmp_path, capsys):
+    words = "the list of numbers and return those whose sum with their two neighbours is even"
+    humaneval = {"prompt": f'def f(x):\n    """Take {words}."""\n', "canonical_solution": "    return x\n"}
+    code = "def g(a, b, c, d, e):\n    h = min(a, b)\n    return max(c, d, e, h)\n"
+    mbpp = [{"text": "Write a function.", "code": code}]
+    with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
+        file.write(json.dumps(humaneval) + "\n")
+    (tmp_path / "mbpp.json").write_text(json.dumps(mbpp))
+    files = corpus(tmp_path / "src", 10)
+    nine = " ".join(words.split()[:9])  # one word less than counts
+    fine = save(tmp_path / "src", {"fine.py": f"# {nine}, 1 2 3 4 5 6 7 8 9 10 11 12\ny = 2\n".encode()})
+    save(tmp_path / "src", {"h.py": f"# {words}\nz = 3\n".encode(), "m.py": f"q = 1\n{code}".encode()})
+    benchmarks = (str(tmp_path / "HumanEval.jsonl.gz"), str(tmp_path / "mbpp.json"))
+    dp.main(config(tmp_path, benchmarks=benchmarks))
+    assert "left out: 2 benchmark\n" in capsys.readouterr().out
+    assert sorted(text.encode() for text in both(texts_of, tmp_path / "out")) == sorted((files | fine).values())
+    assert "other settings (benchmarks '" in refused(config(tmp_path), capsys)
+    for data in (b"{}", b"text", b"[1]", b"\xff", b""):
+        (tmp_path / "mbpp.json").write_bytes(data)
+        cfg = config(tmp_path, benchmarks=benchmarks, out=str(tmp_path / "new"))
+        assert "mbpp.json holds no problems; HumanEval.jsonl.gz and" in refused(cfg, capsys)
+
+
 def test_minhash_estimates_the_jaccard_index():
     rng = random.Random(0)
     words = [f"w{i}" for i in range(3000)]
@@ -309,7 +374,7 @@ def test_near_duplicates_keep_the_first_and_only_drop_what_is_near():
 def test_split_is_by_file_disjoint_and_independent_of_what_else_is_there(tmp_path):
     def names(folder, **changes):
         cfg = config(tmp_path, roots=(str(folder),), heldout=0.3, **changes)
-        groups, _ = dp.gather_python(cfg, None)
+        groups, _ = dp.gather_python(dp.find(cfg), cfg, None)
         return {split: {item.name for group in groups[split] for item in group} for split in groups}
 
     files = corpus(tmp_path / "src", 40)
@@ -457,6 +522,41 @@ def test_a_folder_is_left_alone_or_mended_or_started_over(tmp_path, capsys):
     assert tree(out) == tree(tmp_path / "whole")
 
 
+def test_a_second_run_reads_no_file_unless_one_has_another_size_or_time(tmp_path, python_run, monkeypatch, capsys):
+    corpus(tmp_path / "src", 20)
+    write_stories(tmp_path / "stories.txt", stories(60))
+    write_pairs(tmp_path / "pairs.jsonl", 60)
+    _, tokenizer = token_shards(tmp_path, python_run[0], (64,))
+    shards = {"roots": (str(tmp_path / "shards"),), "tokenizer": tokenizer}
+    for name, cfg in {
+        "src/a/m0.py": config(tmp_path, out=str(tmp_path / "python")),
+        "stories.txt": text_config(tmp_path, out=str(tmp_path / "text")),
+        "pairs.jsonl": pair_config(tmp_path, out=str(tmp_path / "pairs")),
+        "shards/x/0.parquet": config(tmp_path, dp.Parquet, out=str(tmp_path / "parquet"), **shards),
+    }.items():
+        dp.main(cfg)
+        source, gathered = dp.SOURCES[type(cfg)], []
+
+        def gather(*args, source=source, gathered=gathered):
+            gathered.append(1)
+            return source.gather(*args)
+
+        monkeypatch.setitem(dp.SOURCES, type(cfg), source._replace(gather=gather))
+        before = tree(cfg.out)
+        capsys.readouterr()
+        dp.main(cfg)
+        assert not gathered
+        os.utime(tmp_path / name, (1, 1))  # the same bytes, but who knows
+        for _ in range(2):
+            dp.main(cfg)
+            assert len(gathered) == 1
+        assert capsys.readouterr().out.count("is complete, nothing to do") == 3
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(data[: len(data) // 2])
+        refused(cfg, capsys)
+        assert tree(cfg.out) == before
+
+
 def test_folder_of_other_settings_or_files_or_owners_is_refused_untouched(tmp_path, capsys):
     corpus(tmp_path / "src", 20)
     dp.main(config(tmp_path))
@@ -541,9 +641,7 @@ def test_bad_input_is_one_line_that_says_what_to_do(python_run, tmp_path, capsys
     ]
     refuses(functools.partial(config, tmp_path), cases, capsys)
     parquet = functools.partial(config, tmp_path, dp.Parquet, roots=(str(tmp_path),))
-    refuses(
-        parquet, [({"tokenizer": str(tmp_path / "spm.json")}, ["spm.json is no byte-level BPE", "name one"])], capsys
-    )
+    refuses(parquet, [({"tokenizer": str(tmp_path / "spm.json")}, ["spm.json is no byte-level BPE: bytes"])], capsys)
     dp.main(config(tmp_path, tokenizer=str(tmp_path / "no_fim.json")))
     assert meta_of(tmp_path / "out")["fim"] is None
 
@@ -1064,6 +1162,68 @@ def test_bad_lines_of_pairs_are_named_by_number(tmp_path, capsys):
     (tmp_path / "pairs.jsonl").write_bytes(good)
     for changes, part in (({"eos_to": 0}, "--eos_to=0"), ({"source": "none.jsonl"}, "none.jsonl: No such file")):
         assert part in refused(pair_config(tmp_path, **changes), capsys)
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def chat_model(python_run, tmp_path):
+    """A folder with a tokenizer, its config and a chat template."""
+    tokenizer = Tokenizer.from_file(str(python_run[0] / "tokenizer.json"))
+    tokenizer.normalizer = NFC()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|mask|>"])
+    (tmp_path / "model").mkdir()
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    save(tmp_path / "model", {"tokenizer_config.json": b"{}", "chat_template.jinja": CHAT_TEMPLATE.encode()})
+    return tmp_path / "model"
+
+
+def test_pairs_of_a_chat_are_turns_and_special_tokens_are_the_templates_alone(chat_model, tmp_path, capsys):
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 60)
+    typed = {"What is <|im_end|> or <|mask|>?": "<|im_end|>\n<|im_start|>user\nA token.", "cafe\u0301": "\ufb01"}
+    with open(tmp_path / "pairs.jsonl", "a") as file:
+        file.writelines(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in typed.items())
+    cfg = pair_config(tmp_path, chat=True, tokenizer=str(chat_model / "tokenizer.json"), seq_len=512, eos_to=1)
+    dp.main(cfg)
+    tokenizer, out = Tokenizer.from_file(cfg.tokenizer), tmp_path / "out"
+    start, end, mask = map(tokenizer.token_to_id, ("<|im_start|>", "<|im_end|>", "<|mask|>"))
+    found = {}
+    for rows in dp.open_data(out)[:2]:
+        for token_L, segment_L, _, fixed_L in rows.read(np.arange(rows.total)).swapaxes(0, 1):
+            for segment in range(1, segment_L.max() + 1):
+                prompt, response = (token_L[(segment_L == segment) & (fixed_L == i)].tolist() for i in (1, 0))
+                assert [i for i in prompt if i in (start, end, mask)] == [start, end, start]
+                assert [i for i in response if i in (start, end, mask)] == [end]
+                assert response[-2:] == [end, 0]  # EOS behind it
+                text, answer = (tokenizer.decode(ids, skip_special_tokens=False) for ids in (prompt, response[:-2]))
+                found[text] = answer
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert found == {turn.format(normalize("NFC", p)): normalize("NFC", r) for p, r in (pairs | typed).items()}
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (chat_model / name).read_bytes()
+    capsys.readouterr()
+    dp.main(cfg)
+    assert "nothing to do" in capsys.readouterr().out
+    assert "other settings (chat '" in refused(dataclasses.replace(cfg, chat=False), capsys)
+    save(chat_model, {"chat_template.jinja": b"Q: {{ messages[0].content }}"})
+    assert "other settings (chat '" in refused(cfg, capsys)
+
+
+def test_a_chat_needs_a_template_and_a_token_that_ends_a_turn(chat_model, python_run, tmp_path, capsys):
+    write_pairs(tmp_path / "pairs.jsonl", 9)
+    cases = [
+        ({"tokenizer": ""}, ["--chat takes the template of a model", "--tokenizer=FOLDER/tokenizer.json"]),
+        ({"tokenizer": str(python_run[0] / "tokenizer.json")}, ["has no token <|im_end|>"]),
+    ]
+    refuses(functools.partial(pair_config, tmp_path, chat=True), cases, capsys)
+    (chat_model / "chat_template.jinja").unlink()
+    cfg = pair_config(tmp_path, chat=True, tokenizer=str(chat_model / "tokenizer.json"))
+    assert "holds no chat template (tokenizer_config.json or chat_template.jinja)" in refused(cfg, capsys)
+    assert not (tmp_path / "out" / "train").exists()
 
 
 # ---- The reader

@@ -121,38 +121,52 @@ def by_kernel(q, k, v, lam, index_BL, start_BL, floor, cap):
     return attention_tpu(q, k, v, lam, start_BL, floor=floor, interpret=True)[:, :, :L]
 
 
+@functools.partial(jax.jit, static_argnames=("core", "block", "floor", "cap", "clamp"))
+def golden_layer(t, index_BL, start_BL, init, eps, core, block, floor, cap, clamp):
+    """(lambda, heads, normed heads), the gradients of sum(normed heads * cot), and the map; compiled once a shape."""
+    settings = {"index_BL": index_BL, "start_BL": start_BL, "floor": floor, "cap": cap}
+
+    def loss(p):
+        lam = lambda_value(*(p[name] for name in LAMBDAS), init, clamp) + p["lam"]
+        o_BLPE = core(split(p["q"]), split(p["k"]), paired(p["v"]), lam, **settings).swapaxes(1, 2)
+        rms = jnp.sqrt(jnp.mean(o_BLPE**2, -1, keepdims=True) + eps)
+        out_BLPE = o_BLPE / rms * p["subln"] * (1 - init)
+        return jnp.sum(out_BLPE * t["cot"]), (lam, o_BLPE, out_BLPE)
+
+    inputs = {"lam": 0.0} | {name: t[name] for name in ("q", "k", "v", "subln", *LAMBDAS)}  # "lam" for its gradient
+    (_, results), grads = jax.value_and_grad(loss, has_aux=True)(inputs)
+    if not block:
+        return results, grads, None
+    B, M, N, _ = t["k"].shape  # with the identity as V, the result is the map
+    eye_BJMM = jnp.broadcast_to(jnp.eye(M), (B, N // 2, M, M))
+    return results, grads, core(split(t["q"]), split(t["k"]), eye_BJMM, results[0], block=block, **settings)
+
+
 @pytest.mark.golden
-@pytest.mark.parametrize("core", [run, pytest.param(by_kernel, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("core", [attention, pytest.param(by_kernel, marks=pytest.mark.slow)])
 def test_golden_differential_attention_and_all_its_gradients(golden_dir, core):
     cases = json.loads((golden_dir("pythoncoder") / "diff_attention.json").read_text())["cases"]
     arrays = np.load(golden_dir("pythoncoder") / "diff_attention.npz")
     for case in cases:
-        t = {key.split("/")[1]: jnp.asarray(x) for key, x in arrays.items() if key.startswith(case["name"] + "/")}
-        B, L, M, init = *t["q"].shape[:2], t["k"].shape[1], lambda_init(case["layer"])
+        t = {key.split("/")[1]: x for key, x in arrays.items() if key.startswith(case["name"] + "/")}
+        B, L, M = *t["q"].shape[:2], t["k"].shape[1]
         if core is by_kernel and (L != M or case["cap"]):
             continue  # not the kernel's task
-        index_BL, start_BL = jnp.broadcast_to(jnp.arange(M - L, M), (B, L)), None
+        index_BL, start_BL = np.broadcast_to(np.arange(M - L, M), (B, L)), None
         if "seg_q" in t:
-            start_BL = jnp.argmax(t["seg_q"][:, :, None] == t["seg_k"][:, None, :], -1)
-        fixed = functools.partial(core, index_BL=index_BL, start_BL=start_BL, floor=case["floor"], cap=case["cap"])
-
-        def loss(p, case=case, t=t, init=init, fixed=fixed):
-            lam = lambda_value(*(p[name] for name in LAMBDAS), init, case["clamp"]) + p["lam"]
-            o_BLPE = fixed(split(p["q"]), split(p["k"]), paired(p["v"]), lam).swapaxes(1, 2)
-            rms = jnp.sqrt(jnp.mean(o_BLPE**2, -1, keepdims=True) + case["eps"])
-            out_BLPE = o_BLPE / rms * p["subln"] * (1 - init)
-            return jnp.sum(out_BLPE * t["cot"]), (lam, o_BLPE, out_BLPE)
-
-        inputs = {"lam": 0.0} | {name: t[name] for name in ("q", "k", "v", "subln", *LAMBDAS)}  # "lam" for its gradient
-        (_, (lam, o_BLPE, out_BLPE)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
+            start_BL = np.argmax(t["seg_q"][:, :, None] == t["seg_k"][:, None, :], -1)
+        inputs = {name: x for name, x in t.items() if name in ("q", "k", "v", "subln", "cot", *LAMBDAS)}
+        static = {name: case[name] for name in ("floor", "cap", "clamp")} | {"core": core}
+        static["block"] = 64 if core is attention and "map" in t else 0
+        results = golden_layer(inputs, index_BL, start_BL, lambda_init(case["layer"]), case["eps"], **static)
+        (lam, o_BLPE, out_BLPE), grads, map_BPLM = results
         assert float(lam) == pytest.approx(case["lam"], abs=2e-7)
         close(o_BLPE, t["o"], 2e-5)
         close(out_BLPE, t["out"], 2e-5)
         for name, grad in grads.items():
             close(grad, case["dlam"] if name == "lam" else t["d" + name], 1e-4)
-        if core is run and "map" in t:  # with the identity as V, the result is the map
-            eye_BJMM = jnp.broadcast_to(jnp.eye(M), (B, t["v"].shape[2] // 2, M, M))
-            close(fixed(split(t["q"]), split(t["k"]), eye_BJMM, lam, block=64), t["map"], 2e-5)
+        if map_BPLM is not None:
+            close(map_BPLM, t["map"], 2e-5)
 
 
 @pytest.mark.golden

@@ -46,7 +46,7 @@ def new_run(folder, data, vocab):
 def pythoncoder(data, tmp_path_factory):
     """Two checkpoints of a PythonCoder: one knows nothing, its logits are 0; and a random one."""
     out = tmp_path_factory.mktemp("pythoncoder") / "run"
-    cfg = pc.Config(512, 32, 2, 4, 2, head_size=8, ffn=48, positions=128)
+    cfg = pc.Config(512, 32, 2, 4, 4, head_size=8, ffn=48, positions=128)
     new_run(out, data["packed"], cfg.vocab)
     params = pc.new_params(cfg, 0)
     checkpoints = runs.Checkpoints(out)
@@ -59,7 +59,7 @@ def pythoncoder(data, tmp_path_factory):
 def test_a_pythoncoder_that_knows_nothing_pays_log_vocab_for_every_token(data, pythoncoder, capsys):
     flags = evaluate.PythonCoderFlags(all_steps=True, drafts=2)
     silent, random = evaluate.main(
-        evaluate.Config(ckpt=str(pythoncoder), rows=9, batch_size=4, json=True, pythoncoder=flags)
+        evaluate.Config(ckpt=str(pythoncoder), rows=9, batch_size=4, json=True, devices=1, pythoncoder=flags)
     )
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [silent, random]
     assert [silent["step"], random["step"]] == [2, 5]
@@ -104,8 +104,12 @@ def test_a_dream_that_knows_nothing_pays_log_vocab_for_every_masked_token(data, 
     params |= {"norm": 0 * params["norm"]}
     md.save(tmp_path / "model", nnx.merge(md.graph_of(cfg, md.Run()), params), [tmp_path / "tokenizer.json"])
     settings = {"model": "dream", "ckpt": str(tmp_path / "model"), "rows": 9, "batch_size": 4, "draws": 3, "json": True}
-    (row,) = evaluate.main(evaluate.Config(data=str(data["packed"]), **settings))
+    (row,) = evaluate.main(evaluate.Config(data=str(data["packed"]), devices=1, **settings))
     assert json.loads(capsys.readouterr().out) == row
+    for changed in ({"dtype": "bfloat16"}, {"dream": evaluate.DreamFlags(int8=True)}, {"devices": 0}):
+        (same,) = evaluate.main(evaluate.Config(data=str(data["packed"]), **{"devices": 1} | settings | changed))
+        assert same["nats_per_token"] == pytest.approx(row["nats_per_token"], rel=1e-2 if "dtype" in changed else 1e-5)
+    assert "mesh data 4" in capsys.readouterr().err
     # -log p is log(V - 1), MASK aside, at each masked token, whose weight is 1 / t
     token_RL, segment_RL, _ = data_prep.Rows(data["packed"], "heldout").read(np.arange(9))
     noises = (md.noise(jax.random.key(n), 9, np.arange(9), segment_RL) for n in range(3))
@@ -124,6 +128,32 @@ def test_a_dream_that_knows_nothing_pays_log_vocab_for_every_masked_token(data, 
         evaluate.main(evaluate.Config(data=str(data["padded"]), **settings))
 
 
+def test_pythoncoder_scores_the_same_on_eight_devices(pythoncoder, capsys):
+    flags = evaluate.PythonCoderFlags(drafts=4)
+    settings = {"ckpt": str(pythoncoder), "rows": 6, "batch_size": 4, "pythoncoder": flags}
+    (one,), (many,) = (evaluate.main(evaluate.Config(devices=n, **settings)) for n in (1, 0))
+    assert many == pytest.approx(one, rel=1e-5)
+    assert "8 x cpu; mesh data 4, fsdp 1, tensor 2" in capsys.readouterr().err
+
+
+def test_only_the_rows_that_are_scored_are_read_and_compressed(data, pythoncoder, capsys, monkeypatch):
+    read, compress, seen = data_prep.Rows.read, evaluate.lzma.compress, {}
+
+    def remember(rows, ids):
+        seen["rows"] = read(rows, ids)
+        return seen["rows"]
+
+    monkeypatch.setattr(data_prep.Rows, "read", remember)
+    monkeypatch.setattr(evaluate.lzma, "compress", lambda text, **kw: compress(seen.setdefault("text", text), **kw))
+    settings = {"ckpt": str(pythoncoder), "devices": 1, "pythoncoder": evaluate.PythonCoderFlags(drafts=0)}
+    evaluate.main(evaluate.Config(rows=3, **settings))
+    total = data_prep.Rows(data["packed"], "heldout").total
+    assert seen["rows"].shape == (3, 3, 64)
+    assert len(seen["text"]) < 3 * 64 * 16
+    assert f"the first 3 of {total:,} held-out rows" in capsys.readouterr().err
+    assert evaluate.Config().rows > 0  # of a large data set not all, unless asked
+
+
 def test_bad_input_is_one_line(data, pythoncoder, tmp_path):
     here = {"ckpt": str(pythoncoder)}
     for part, settings in (
@@ -132,6 +162,7 @@ def test_bad_input_is_one_line(data, pythoncoder, tmp_path):
         ("another tokenizer", here | {"data": str(data["padded"])}),
         ("--batch_size", here | {"batch_size": 0}),
         ("--draws 2", here | {"draws": 1}),
+        ("--int8 is for --model=dream", here | {"dream": evaluate.DreamFlags(int8=True)}),
         ("there is no folder", here | {"mdlm": evaluate.MdlmFlags(plot=str(tmp_path / "none" / "a.png"))}),
         ("holds no checkpoint of step 3; it has [2, 5]", here | {"step": 3}),
     ):

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import run
+from conftest import ROOT, run
+from packaging.requirements import Requirement
 
 import export_jetson
 import inference_jetson
@@ -103,7 +105,7 @@ def test_bad_input_is_named_and_nothing_is_lost(tmp_path, monkeypatch):
     (tmp_path / "mine/thesis.tex").write_text("all")
     stops("holds other things", ckpt=tmp_path / "run", out=tmp_path / "mine")
     assert (tmp_path / "mine/thesis.tex").read_text() == "all"
-    stops("--tensorrt", ckpt=tmp_path / "run", out=tmp_path / "out", tensorrt=True)
+    stops("pass both", ckpt=tmp_path / "run", out=tmp_path / "out", bundle="out/jetson")
     with torch.no_grad():
         model.blocks[1].fc1.weight[3, 4] = 1e5
     mdlm.save(model, tmp_path / "large", b"{}")
@@ -113,10 +115,76 @@ def test_bad_input_is_named_and_nothing_is_lost(tmp_path, monkeypatch):
 
 def test_without_onnx_one_line_says_so(tmp_path, monkeypatch, capsys):
     checkpoint(tmp_path / "run")
-    monkeypatch.setattr(export_jetson, "lacks", lambda *packages: [p for p in packages if p == "onnxscript"])
+    monkeypatch.setattr(export_jetson, "lacks", lambda *packages: [p for p in packages if p == "onnx"])
     about = export(tmp_path / "run", tmp_path / "out", torchscript=False)
     assert "model.onnx" not in about["files"]
-    assert "model.onnx: not written, for want of: pip install onnxscript" in capsys.readouterr().out
+    assert "model.onnx: not written, for want of: pip install onnx\n" in capsys.readouterr().out
+
+
+def test_a_graph_that_fails_costs_its_file_alone(tmp_path, monkeypatch, capsys):
+    def fails(exported, example, path, **_):
+        Path(path).write_text("half of it")
+        raise RuntimeError("Constraints violated (batch)\nand 40 lines more")
+
+    checkpoint(tmp_path / "run")
+    monkeypatch.setattr(export_jetson, "lacks", lambda *packages: [])
+    monkeypatch.setattr(torch.onnx, "export", fails)
+    monkeypatch.setattr(torch.jit, "trace", lambda *_, **__: fails(*_, tmp_path / "trace"))
+    about = export(tmp_path / "run", tmp_path / "out")
+    assert set(about["files"]) == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*about["files"], "bundle.json"}
+    said = capsys.readouterr().out
+    for name in ("model_jetson.pt", "model.onnx"):
+        assert f"{name}: not written by torch {torch.__version__}: Constraints violated (batch)\n" in said
+
+
+def test_what_an_exporter_prints_goes_nowhere(tmp_path, monkeypatch, capsys):
+    """PyTorch 2.5 writes to sys.stdout itself, which redirect_stdout(None) does not stand."""
+    asked = []
+    monkeypatch.setattr(
+        torch.onnx, "export", lambda *_, **settings: asked.append(settings) or sys.stdout.write("noise")
+    )
+    monkeypatch.setattr(export_jetson, "lacks", lambda *packages: packages)
+    exported = export_jetson.Exported(mdlm.MDLM(SMALL))
+    for version, by_torch_export in (("2.4.1", False), ("2.5.1+cu126", False), ("2.8.0a0", True), ("2.13.0", True)):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert export_jetson.write_onnx(exported, (), tmp_path / "model.onnx") is None
+        assert ("dynamo" in asked[-1]) == by_torch_export
+    assert "noise" not in capsys.readouterr().out
+
+
+def test_an_engine_is_added_to_a_bundle_from_elsewhere(tmp_path, monkeypatch, capsys):
+    checkpoint(tmp_path / "run")
+    model = mdlm.load(tmp_path / "run")
+    about = export(tmp_path / "run", tmp_path / "out", onnx=False, torchscript=False)
+    stops("holds no model.onnx", bundle=tmp_path / "out", tensorrt=True)
+    about["files"]["model.onnx"] = export_jetson.about_file(b"graph", {})
+    (tmp_path / "out/model.onnx").write_bytes(b"graph")
+    (tmp_path / "out/bundle.json").write_text(json.dumps(about))
+    stops("--length=41: the model has 40 positions", bundle=tmp_path / "out", tensorrt=True, length=41)
+    by_hand = "--shapes=token:1x20,noise:1,see:1x20 --saveEngine"
+    stops(f"no Python module tensorrt .*{by_hand}", bundle=tmp_path / "out", tensorrt=True, length=20)
+    # what TensorRT would do, on a machine that has it
+    built = {"version": "10.3", "gpu": "Orin", "length": 20}
+    monkeypatch.setattr(export_jetson, "lacks", lambda *packages: [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    monkeypatch.setattr(export_jetson, "build_engine", lambda onnx, length: (b"plan of " + onnx, built))
+    monkeypatch.setattr(inference_jetson, "run_tensorrt", lambda plan, about: torch.no_grad()(model))
+    export_jetson.main(export_jetson.Config(bundle=str(tmp_path / "out"), tensorrt=True, length=20))
+    about = inference_jetson.read_bundle(tmp_path / "out")
+    assert about["tensorrt"] == built
+    assert inference_jetson.part(tmp_path / "out", about, "model.trt") == b"plan of graph"
+    assert about["files"]["model.trt"]["max_error"] < 0.01
+
+
+def test_numpy_is_that_of_jetpacks_wheels():
+    lines = (ROOT / "requirements-jetson.txt").read_text().splitlines()
+    asked = [Requirement(line) for line in lines if line.startswith("numpy")]
+    for python, numpy in (("3.10", "1.26.4"), ("3.12", "2.3.0")):
+        held = [r for r in asked if r.marker is None or r.marker.evaluate({"python_version": python})]
+        assert [r.specifier.contains(numpy) for r in held] == [True]
+        assert held[0].specifier.contains("2.3.0") == (python == "3.12")
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def settings_of(case):
     if given["alg"] != "confidence_threshold":
         fields["alg"] = given["alg"]
     else:
-        fields["threshold"] = given["threshold"]
+        fields |= {"threshold": given["threshold"], "filtered": True}
     if case["sampler"] == "block":
         fields |= {"block_length": given["block_length"], "cache": "dual" if given["dual_cache"] else "prefix"}
         fields["fast_dllm"] = True

@@ -1,5 +1,6 @@
 """The Jetson script on a CPU: fused step against the model, emulated kernels in the loop, command line, bad bundles."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -8,12 +9,14 @@ import os
 import runpy
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import diffusion
 import export_jetson
@@ -138,7 +141,7 @@ def test_each_step_fills_its_share(schedule, monkeypatch):
     N, L = 8, 4000
     rate_N, keep_N = jetson.step_tables(N, schedule)
     zeros = lambda token, see, step: torch.zeros(*token.shape, 8)  # noqa: E731
-    for sample_ in (torch.ops.unmask.sample_, jetson.sample_fixed_):
+    for sample_ in (torch.ops.unmask.sample_, jetson.sample_sorted_):
         made = jetson.Denoiser(zeros, sample_, 1, L, keep_N, jetson.Config(), 8, torch.device("cpu"))
         left = []
         for _ in range(N):
@@ -148,16 +151,169 @@ def test_each_step_fills_its_share(schedule, monkeypatch):
         assert left[-1] == 0
 
 
-def test_the_fixed_shape_sampler_draws_from_the_filtered_softmax():
+BAN = torch.tensor(mdlm.BANNED, dtype=torch.int32)
+
+
+def test_the_sort_based_sampler_draws_from_the_filtered_softmax():
     logits, R = torch.tensor([2.0, 1.0, 0.0, 5.0, 5.0, 0.5, -1.0, 0.7]), 20_000
     token = torch.full((1, R), mdlm.MASK)
-    rest = torch.tensor([0, 0]), torch.zeros(1), None, mdlm.MASK, 7, 0.8, 3, 0.9
-    jetson.sample_fixed_(logits.repeat(R, 1), token, *rest)
+    rest = torch.tensor([0, 0]), torch.zeros(1), BAN, mdlm.MASK, 7, 0.8, 3, 0.9
+    jetson.sample_sorted_(logits.repeat(R, 1), token, *rest)
     allowed = diffusion.ban(logits[:7], mdlm.BANNED)
     want = diffusion.softmax(diffusion.filter_logits(allowed, 0.8, 3, 0.9))
     share = torch.bincount(token[0], minlength=7)[:7] / R
     assert (share - want).abs().max() < 4 * math.sqrt(0.25 / R)
     assert torch.equal(share == 0, want == 0)
+
+
+def test_the_sort_based_sampler_costs_a_tenth_of_the_bisection(monkeypatch):
+    """At 64 x 8,192 logits top-p by bisection is 579 launches and 478 MB."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    from bench_jetson import Count
+
+    logits, token = torch.randn(64, 8192).half(), torch.full((1, 64), mdlm.MASK)
+    with Count() as count:
+        jetson.sample_sorted_(logits, token, torch.tensor([0, 0]), torch.zeros(1), BAN, mdlm.MASK, 8192, 1.0, 50, 0.95)
+    assert count.launches < 50
+    assert count.bytes < 90e6
+
+
+class OneDevice(TorchDispatchMode):
+    """Meta tensors play the GPU: an operator on both devices is an error, as there; copies between them are counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, function.__name__
+        tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        devices = {t.device.type for t in tensors if t.ndim}  # a number may stay on the CPU
+        if name.startswith(("copy_", "_to_copy")) and len(devices | {str(kwargs.get("device", "cpu"))} - {"cpu"}) > 1:
+            self.copies.append(name)
+            return args[0] if name.startswith("copy_") else torch.empty_like(args[0], device=kwargs["device"])
+        assert len(devices) < 2, f"{name} on {[(t.device.type, tuple(t.shape)) for t in tensors]}"
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("sample_", [jetson.sample_sorted_, torch.ops.unmask.sample_])
+def test_a_text_is_one_copy_to_the_device_and_one_back(sample_):
+    model, meta = make_model().to("meta"), torch.device("meta")
+    rate_N, keep_N = (table_N.to("meta") for table_N in jetson.step_tables(3, "linear"))
+    graph = lambda *inputs: export_jetson.Exported(model)(*inputs)  # noqa: E731
+    with torch.inference_mode():
+        for forward in (jetson.fused_forward(model, rate_N, torch.ops.unmask), jetson.graph_forward(graph, rate_N)):
+            made = jetson.Denoiser(forward, sample_, 2, 33, keep_N, jetson.Config(), 290, meta)
+            with OneDevice() as mode:
+                assert made(canvases(SMALL), 5).shape == (2, 33)
+            assert mode.copies == ["copy_.default"] * 2
+
+
+# ---- what fails on a device ----------------------------------------------------------------------------------------
+
+
+def test_every_backend_has_the_fused_sampler_where_it_is_built(bundle, monkeypatch):
+    for backend in ("torch", "torchscript"):
+        assert writer(bundle, backend=backend).sample_ is jetson.sample_sorted_
+    monkeypatch.setattr(jetson, "why_no_sampler", lambda vocab, device: "")
+    for backend in ("torch", "torchscript"):
+        made = writer(bundle, backend=backend, graph=False)
+        assert made.denoiser(1, 32, 3).sample_ is torch.ops.unmask.sample_
+        assert not (made.fill_captured(canvases(SMALL), 3) == mdlm.MASK).any()
+
+
+def test_a_graph_that_cannot_be_captured_is_said_and_the_step_runs_as_it_is(bundle, monkeypatch, capsys):
+    class Fails(contextlib.nullcontext):
+        def __exit__(self, *error):
+            raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": object}
+    for name, fake in (fakes | {"stream": contextlib.nullcontext, "graph": Fails}).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    made = writer(bundle)
+    assert not (made.fill_captured(canvases(SMALL), 3) == mdlm.MASK).any()
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["CUDA graph: operation not permitted when stream is capturing; launching kernels one by one, "
+                    "which is slower"]  # fmt: skip
+
+
+def fake_tensorrt(monkeypatch, runs=True):
+    """A module tensorrt whose engines do nothing."""
+    context = types.SimpleNamespace(
+        set_input_shape=lambda *_: True, set_tensor_address=lambda *_: True, execute_async_v3=lambda stream: runs
+    )
+    engine = types.SimpleNamespace(
+        create_execution_context=lambda: context, get_tensor_shape=lambda name: (1, 64, 300), num_io_tensors=2,
+        get_tensor_name=lambda i: ("token", "logits")[i],
+    )  # fmt: skip
+    runtime = types.SimpleNamespace(deserialize_cuda_engine=lambda data: engine)
+    logger = type("Logger", (), {"ERROR": 0, "__init__": lambda self, level: None})
+    module = types.SimpleNamespace(__version__="10.3", Logger=logger, Runtime=lambda logger: runtime)
+    monkeypatch.setitem(sys.modules, "tensorrt", module)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Orin")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
+
+
+def test_an_engine_that_did_not_run_is_no_text(monkeypatch):
+    built, given = {"version": "10.3", "gpu": "Orin", "length": 64}, (canvases(SMALL), None, None)
+    fake_tensorrt(monkeypatch)
+    assert jetson.run_tensorrt(b"", built)(*given).shape == (2, 33, 300)
+    fake_tensorrt(monkeypatch, runs=False)
+    with pytest.raises(ValueError, match=r"TensorRT did not run model.trt on \[2, 33\] tokens"):
+        jetson.run_tensorrt(b"", built)(*given)
+
+
+def test_onnx_runs_by_cuda_or_the_cpu_and_nothing_else(monkeypatch):
+    asked, names = [], ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+    session = types.SimpleNamespace(get_inputs=list)
+    fake = types.SimpleNamespace(
+        get_available_providers=lambda: names,
+        InferenceSession=lambda data, providers: asked.append(providers) or session,
+    )
+    monkeypatch.setitem(sys.modules, "onnxruntime", fake)
+    jetson.run_onnx(b"")
+    assert asked == [names[1:]]
+
+
+def test_the_board_tells_its_memory():
+    cuda, nano = torch.device("cuda"), "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super"
+    for board, mode, want in (
+        (nano, "NV Power Mode: 15W", 68.3),
+        (nano, "NV Power Mode: MAXN_SUPER", 102.4),
+        ("NVIDIA Jetson Orin NX Engineering Reference Developer Kit", "NV Power Mode: 15W", 102.4),
+        ("NVIDIA Jetson AGX Orin Developer Kit", "NV Power Mode: MAXN", 204.8),
+        ("NVIDIA Jetson AGX Thor Developer Kit", "NV Power Mode: MAXN", 273.0),
+    ):
+        assert jetson.peak_gb_s(cuda, {"name": "Orin", "board": board, "power_mode": mode}) == want
+
+
+def test_the_first_hour_skips_what_needs_a_gpu_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import first_hour
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(mdlm.CONFIGS, "tiny", SMALL)
+    settings = {"model": "tiny", "out": str(tmp_path / "out.json")}
+    names = [step.name for step in first_hour.make_steps(first_hour.Config(), tmp_path)]
+    first_hour.main(first_hour.Config(**settings, only=tuple(set(names) - {"build", "export"})))
+    assert capsys.readouterr().out.count("skipped: torch sees no GPU") == len(names) - 2
+    ran = [(step["name"], step["status"]) for step in json.loads((tmp_path / "out.json").read_text())["steps"]]
+    assert ran == [(name, "skipped: torch sees no GPU") for name in names if name not in ("build", "export")]
+
+
+def test_a_step_of_the_first_hour_that_fails_or_hangs_is_a_row(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    from first_hour import Step, run
+
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    row = run(Step("a", "-c raise(ValueError(7))", result=tmp_path / "log.jsonl"))
+    assert row["status"] == "failed"
+    assert "ValueError: 7" in row["tail"][-1]
+    assert row["numbers"] == [{"step": 1}, {"step": 3}]
+    assert run(Step("b", "-c import(time);time.sleep(60)"))["status"] == "failed"
+    assert run(Step("c", "-c __import__('time').sleep(60)", seconds=1))["status"] == "failed: more than 1 s"
+    assert run(Step("d", "-c print('{\"name\":','7}')"))["numbers"] == [{"name": 7}]
 
 
 # ---- the command line ----------------------------------------------------------------------------------------------
@@ -242,7 +398,7 @@ def test_canvases_grow_to_few_shapes(bundle):
 
 def test_benchmark_writes_a_table_and_json(bundle, tmp_path, capsys):
     out, shapes = tmp_path / "b.json", "--lengths 16 32 --steps_list 3 --batches 1 2"
-    run(bundle, "--benchmark", "--repeats=2", f"--out={out}", *shapes.split())
+    run(bundle, "--benchmark", "--repeats=3", f"--out={out}", *shapes.split())
     report = json.loads(out.read_text())
     assert [(row["length"], row["batch"]) for row in report["rows"]] == [(16, 1), (16, 2), (32, 1), (32, 2)]
     for row in report["rows"]:
@@ -312,7 +468,18 @@ def test_bad_bundles_are_named(broken):
     (broken / "bundle.json").write_text(json.dumps(about | {"format": 2}))
     stops("format 2, this script reads 1")
     (broken / "bundle.json").write_text(json.dumps(about)[:100])
-    stops("bundle.json is damaged")
+    stops("bundle.json cannot be used")
+    (broken / "bundle.json").write_text("[1]")
+    stops("bundle.json cannot be used")
+    for key in ("format", "torch", "tensorrt", "files"):
+        (broken / "bundle.json").write_text(json.dumps({name: about[name] for name in about if name != key}))
+        stops(f"bundle.json has no '{key}': it is of another version; export again")
+    for changed, key in (
+        ({"files": {"model.trt": {"bytes": 3}}}, "sha256"),
+        ({"tensorrt": {"gpu": "Orin"}}, "version"),
+    ):
+        (broken / "bundle.json").write_text(json.dumps(about | changed))
+        stops(f"bundle.json has no '{key}'")
     (broken / "bundle.json").write_text(json.dumps(about))
     for name in ("model_jetson.pt", "model.safetensors", "tokenizer.json", "config.json"):
         data = (broken / name).read_bytes()

@@ -3,6 +3,7 @@
 With a GPU, the same checks on the device: pytest -m gpu tests/test_kernels.py, after setup_kernels.py.
 """
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -10,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from torch.nn import functional as F
 
 import csrc
 import diffusion
+import setup_kernels
 from csrc import ops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,6 +106,19 @@ def test_norm_of_a_far_off_mean(runs):
     gamma, beta = torch.ones_like(x[0]), torch.zeros_like(x[0])
     _, norm = runs.add_norm(x, torch.zeros_like(x), gamma, beta, 1e-5)
     np.testing.assert_allclose(norm.cpu().float(), F.layer_norm(x.double(), (384,)).cpu(), atol=3e-3)
+
+
+def test_the_bench_times_every_kernel_whatever_it_draws(kernels, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import bench_kernels
+
+    preset = bench_kernels.mdlm.Config(vocab=16, width=128, heads=2, ffn=256)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        for name, ours, theirs, exact in bench_kernels.pairs(64, preset, kernels, "cpu"):
+            if exact is not None:
+                errors, as_exact = bench_kernels.compare(ours, theirs, exact)
+                assert as_exact, (name, seed, errors)
 
 
 # ---- sampler -------------------------------------------------------------------------------------------------------
@@ -295,6 +311,33 @@ def test_wrong_arguments_are_named(kernels):
             call()
 
 
+def test_a_kernel_starts_on_the_device_of_its_tensors(monkeypatch):
+    current, calls = [], []
+
+    class Device(contextlib.nullcontext):
+        def __enter__(self):
+            current.append(self.enter_result)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    class Fake:
+        def __init__(self, module):
+            self.bias_gelu = lambda y, bias: calls.append([*current])
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(ops, "ON_GPU", type(ops.ON_GPU)())
+    monkeypatch.setattr(ops, "Kernels", Fake)
+    monkeypatch.setattr(ops, "load", lambda: None)
+    asked = []
+    monkeypatch.setattr(ops, "why_not", lambda device: asked.append(device) or "")
+    devices = [torch.device("cuda", i) for i in (1, 0, 1)]
+    for device in devices:
+        ops.on_gpu("bias_gelu")(types.SimpleNamespace(device=device), None)
+    assert calls == [[device] for device in devices]
+    assert asked == devices[:2]  # a second card may be of another kind
+
+
 # ---- building ------------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +380,27 @@ def test_a_build_for_another_gpu_names_both(monkeypatch):
     assert all(part in said for part in ("sm_80, sm_90", "sm_87 (Orin)", 'KERNEL_ARCH="87"'))
     built.arch = "87"
     assert ops.why_not(torch.device("cuda")) == ""
+
+
+def test_the_driver_is_asked_what_gpus_there_are(monkeypatch):
+    """nvidia-smi says N/A on a Thor."""
+    monkeypatch.delenv("KERNEL_ARCH", raising=False)
+    gpus = [(11, 0), (8, 7)]
+
+    def attribute(value, number, device):
+        value._obj.value = gpus[device.value][number - 75]
+
+    driver = types.SimpleNamespace(
+        cuInit=lambda flags: 0, cuDeviceGetAttribute=attribute,
+        cuDeviceGetCount=lambda count: setattr(count._obj, "value", len(gpus)),
+        cuDeviceGet=lambda device, i: setattr(device._obj, "value", i),
+    )  # fmt: skip
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    assert setup_kernels.architectures() == ["110", "87"]
+    driver.cuInit = lambda flags: 100  # no device
+    assert setup_kernels.architectures() == ["87"]
+    monkeypatch.setenv("KERNEL_ARCH", "9.0")
+    assert setup_kernels.architectures() == ["90"]
 
 
 def nvcc():

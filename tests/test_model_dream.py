@@ -177,7 +177,12 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
     assert md.config_from_hf(tmp_path) == TINY
     path.write_text(json.dumps({k: v for k, v in good.items() if k not in ("head_dim", "bos_token_id")}))
     assert md.config_from_hf(tmp_path) == dataclasses.replace(TINY, bos_id=TINY.eos_id)
+    rope = {"rope_theta": good["rope_theta"], "rope_type": "default"}  # as transformers 5 saves it
+    rest = {k: v for k, v in good.items() if k not in ("rope_theta", "rope_scaling")}
+    path.write_text(json.dumps(rest | {"rope_parameters": rope}))
+    assert md.config_from_hf(tmp_path) == TINY
     changes = {
+        "rope_parameters": rope | {"rope_type": "yarn", "factor": 4.0},
         "hidden_act": "gelu",
         "model_type": "qwen2",
         "rope_scaling": {"type": "yarn"},

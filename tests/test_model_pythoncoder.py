@@ -61,6 +61,26 @@ def test_every_preset_counts_what_it_allocates():
     assert sum(x.size for x in jax.tree.leaves(new_params(TINY))) == pc.count_params(TINY)["total"]
 
 
+@pytest.mark.parametrize("init_std", ["paper", "fan_in"])
+def test_new_matrices_have_the_size_that_their_form_says(init_std):
+    cfg = dataclasses.replace(TINY, vocab=512, heads=8, init_std=init_std)
+    params, N = runs.flatten(new_params(cfg)), cfg.layers
+    matrices = {"layers.wq": 32, "layers.w_up": 32, "layers.wo": 64, "layers.w_down": 48, "mtp.proj": 64}  # and rows
+    for name, fan_in in matrices.items():
+        std = fan_in**-0.5 if init_std == "fan_in" else 0.02
+        std /= np.sqrt(2 * N) if name in ("layers.wo", "layers.w_down") else 1
+        assert np.std(params[name]) == pytest.approx(std, rel=0.08), name
+    size = np.std(nnx.merge(pc.graph_of(cfg, pc.Run()), new_params(cfg)).lookup(tokens((8, 64), 512)))
+    assert size == pytest.approx(1 if init_std == "fan_in" else 0.02, rel=0.08)
+
+
+def test_a_checkpoint_that_does_not_say_its_form_is_of_the_papers():
+    model = dataclasses.asdict(TINY)
+    del model["init_std"]
+    assert pc.read_config("out/run", {"model": model}).init_std == "paper"
+    assert {cfg.init_std for cfg in pc.CONFIGS.values()} == {"fan_in"}
+
+
 @forms
 def test_a_token_changes_later_logits_and_no_earlier_ones(cfg):
     model, token_BL = build(cfg), tokens((2, 24))

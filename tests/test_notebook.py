@@ -1,9 +1,23 @@
-"""The notebook runs from its first cell to its last, on the CPU preset and a small folder of source."""
+"""The notebook runs from its first cell to its last on a CPU, and what it installs on Colab goes together."""
+
+import importlib.metadata
+import json
+import pathlib
+import subprocess
+import venv
 
 import nbformat
 import pytest
 from conftest import ROOT
 from nbclient import NotebookClient
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+NOTEBOOK = ROOT / "notebooks" / "colab.ipynb"
+RUNTIMES = {  # of Colab: its device, the extra of JAX for it, and what has to be of JAX's release
+    "tpu": ("accel0", "tpu", {"jaxlib", "libtpu"}),
+    "gpu": ("nvidia0", "cuda12", {"jaxlib", "jax-cuda12-plugin"}),
+}
 
 
 @pytest.mark.slow
@@ -12,10 +26,75 @@ def test_the_colab_notebook_trains_writes_code_and_scores(tmp_path, monkeypatch)
     monkeypatch.setenv("UNMASK_STEPS", "10")
     monkeypatch.setenv("UNMASK_TRAIN", "--batch_size=4 --compile_cache=")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
-    notebook = nbformat.read(ROOT / "notebooks" / "colab.ipynb", as_version=4)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(ROOT)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     text = "".join(output.get("text", "") for output in outputs)
     for part in ("1,075,150,848 parameters", "model tiny", "step 10", "tokens per forward pass", "xz_bits_per_byte"):
         assert part in text, text
     assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+def chosen(device, folder):
+    """The requirements that the notebook picks where /dev holds this device alone."""
+    (source,) = (cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "%pip" in cell.source)
+    (folder / device).touch()
+    scope = {"pathlib": pathlib}
+    exec(source[source.index("requirements = ") : source.index("%pip")].replace("/dev", str(folder)), scope)
+    return ROOT / scope["requirements"]
+
+
+def requirements(path):
+    """The lines of a file of requirements, and of those that it includes."""
+    for line in path.read_text().splitlines():
+        if line.startswith("-r "):
+            yield from requirements(path.with_name(line[3:]))
+        elif line and not line.startswith("#"):
+            yield Requirement(line)
+
+
+def installed(runtime):
+    """{name: version} of what Colab brings."""
+    lines = (ROOT / "tests" / f"colab_{runtime}.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_no_part_of_another_jax_can_stay_from_what_colab_brings(runtime, tmp_path):
+    device, extra, parts = RUNTIMES[runtime]
+    asked = [r for r in requirements(chosen(device, tmp_path)) if r.name == "jax"]
+    assert {extra} in [r.extras for r in asked]
+    assert len({str(r.specifier) for r in asked}) == 1
+    assert not any(installed(runtime)["jax"] in r.specifier for r in asked)  # so JAX is replaced
+    pins = {}
+    for need in map(Requirement, importlib.metadata.requires("jax")):  # then the extra of the new one pins its parts
+        if need.marker and need.marker.evaluate({"extra": extra}):
+            pins[need.name] = need.specifier
+    for part in parts:
+        assert installed(runtime)[part] not in pins[part]
+
+
+@pytest.mark.slow  # reads a package index
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_pip_leaves_a_colab_runtime_with_versions_that_go_together(runtime, tmp_path):
+    device, _, parts = RUNTIMES[runtime]
+    asked, after = chosen(device, tmp_path), installed(runtime)
+    # An environment in which all of Colab's packages seem to be installed.
+    venv.create(tmp_path / "colab", with_pip=True, upgrade_deps=True)
+    (site,) = (tmp_path / "colab").glob("lib/python*/site-packages")
+    for name, version in after.items():
+        folder = site / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    python, report = tmp_path / "colab" / "bin" / "python", tmp_path / "report.json"
+    command = [python, "-m", "pip", "install", "-q", "--dry-run", f"--report={report}", "-r", asked]
+    subprocess.run(command, check=True, timeout=600)
+    # What pip would install fits itself and what stays.
+    new = {canonicalize_name(item["metadata"]["name"]): item for item in json.loads(report.read_text())["install"]}
+    assert parts < new.keys()
+    after |= {name: item["metadata"]["version"] for name, item in new.items()}
+    for item in new.values():
+        for extra in ("", *item.get("requested_extras", [])):
+            for need in map(Requirement, item["metadata"].get("requires_dist", [])):
+                if not need.marker or need.marker.evaluate({"extra": extra}):
+                    assert after[canonicalize_name(need.name)] in need.specifier, (item["metadata"]["name"], need)

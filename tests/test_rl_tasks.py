@@ -257,6 +257,23 @@ def test_the_demo_has_tasks_whose_right_answer_passes_and_whose_wrong_one_does_n
         assert {result.rate for result in results} == {want}, answer
 
 
+def test_held_out_tasks_of_the_demo_have_constants_that_are_never_rewarded(tmp_path):
+    rl_tasks.write_demo(tmp_path / "demo", 0)
+    train, heldout, pairs = (rl_tasks_of(tmp_path / "demo" / f"{name}.jsonl") for name in ("train", "heldout", "pairs"))
+    rewarded = {task["constant"] for task in train}
+    seen = {task["constant"] for task in rl_tasks.make_tasks(0) if task["prompt"] in {pair["prompt"] for pair in pairs}}
+    headline = {task["constant"] for task in heldout if "split" not in task}
+    unseen = {task["constant"] for task in heldout if task.get("split") == "unseen"}
+    assert headline == seen - rewarded
+    assert unseen == set(range(2, 10)) - seen
+    assert rewarded
+    assert (len(train), len(heldout), sum("split" in task for task in heldout)) == (300, 96, 24)
+
+
+def rl_tasks_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 class Letters:
     """The parts of a model's architecture that a canvas needs."""
 

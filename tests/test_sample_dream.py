@@ -61,25 +61,27 @@ def test_the_token_at_p_comes_from_the_logits_at_p_minus_1(shallow):
     assert stats["forwards"] == 1
 
 
-def test_the_step_table_follows_the_schedule_of_diffusion():
-    for masks, steps, eps in ((16, 4, 1e-3), (256, 256, 1e-3), (255, 64, 1e-3), (6, 20, 0.1), (40, 7, 1e-5)):
-        table_SN, left, counts = sd.step_table(300, steps, eps), masks, []
-        for row_N in table_SN:
-            counts.append(row_N[left])
-            left -= counts[-1]
-        np.testing.assert_array_equal(counts, diffusion.step_counts(masks, steps, "dream", eps))
-        assert (table_SN[-1] == np.arange(301)).all()
+def test_the_schedule_takes_kilobytes_whatever_the_number_of_steps_and_masks():
+    canvas_BL = np.full((1, 32_768), MASK)
+    for rule in (sd.Sampling(steps=16_000), sd.Sampling(), sd.Sampling(block_length=32, cache="dual")):
+        _, given, _ = sd.prepare(TINY, rule, canvas_BL, canvas_BL > 0, canvas_BL > 0)
+        assert given.steps in (16_000, 32_768, 32)
+        assert sum(x.nbytes for x in (given.share_S, given.budget_SB) if x is not None) < 200_000
 
 
 def simulate(model, row_L, rule):
-    """One row without padding, block by block, in NumPy around single passes of the model."""
+    """One row without padding, block by block, in NumPy around single passes of the model.
+
+    A prefix window is 32 slots wide.
+    """
     row_L, L, size = row_L.copy(), len(row_L), rule.block_length
     S0, passes = int(np.argmax(row_L == MASK)), 0
-    spb = rule.steps // ((L - S0) // size) if rule.steps else size
+    spb = rule.steps // -(-(L - S0) // size) if rule.steps else size
     t = np.linspace(1, rule.eps, spb + 1)
     for S in range(S0, L, size):
-        E = S + size
-        start, end = {"": (0, L), "prefix": (S - 1, L), "dual": (S - 1, E)}[rule.cache]
+        E = min(S + size, L)
+        end = E if rule.cache == "dual" else L
+        start = {"": 0, "prefix": max(0, L - 32), "dual": end - size - 1}[rule.cache]
         h_LD, cache = hidden(model, row_L[None])
         at = 0
         for i in range(size):
@@ -97,7 +99,7 @@ def simulate(model, row_L, rule):
             n = len(slots)
             k = max(1, (sure_C >= rule.threshold).sum()) if rule.threshold else int(n * (1 - t[i + 1] / t[i]))
             k = n if not rule.threshold and i == spb - 1 else k
-            passes += bool(k) or not i
+            passes += bool(k or (rule.cache and not i))
             for c in np.argsort(-sure_C, kind="stable")[:k]:
                 row_L[slots[c]] = p_CV[c].argmax()
     return row_L, passes
@@ -106,18 +108,33 @@ def simulate(model, row_L, rule):
 @pytest.mark.parametrize("cache", ["", pytest.param("prefix", marks=pytest.mark.slow), "dual"])
 def test_cached_blocks_of_a_padded_batch_are_those_of_each_row_alone(cache):
     # with one layer a cache is exact: its keys and values are those of the embeddings
-    model, prompts = build(TINY if cache else SHALLOW), [tokens(1, n, seed=n)[0].tolist() for n in (9, 1)]
-    for settings in ({"threshold": 0.6}, {"steps": 8}, {"steps": 2}):
+    model, prompts = build(TINY if cache else SHALLOW), [tokens(1, n, seed=n)[0].tolist() for n in (40, 1)]
+    for settings, new in (({"threshold": 0.6}, 12), ({"steps": 8}, 12), ({"steps": 2}, 12), ({"steps": 8}, 10)):
         rule = sd.Sampling(block_length=6, cache=cache, **settings)
-        rows, stats = sd.generate(model, prompts, 12, rule)
-        alone = [simulate(model, np.array(p + [MASK] * 12, np.int32), rule) for p in prompts]
+        rows, stats = sd.generate(model, prompts, new, rule)
+        alone = [simulate(model, np.array(p + [MASK] * new, np.int32), rule) for p in prompts]
         for row, (want_L, _) in zip(rows, alone, strict=True):
             np.testing.assert_array_equal(row, want_L)
         if len(settings) == 1 and "threshold" not in settings:  # all rows fill the same number of tokens a step
             assert stats["forwards"] == alone[0][1]
-        widths = {"": {44}, "prefix": {13, 7, 44}, "dual": {7, 44}}[cache]
+        widths = {"": {64}, "prefix": {32, 64}, "dual": {7, 64}}[cache]
         assert set(stats["windows"]) <= widths
         assert MASK not in np.array(rows[0])
+
+
+def test_a_threshold_is_compared_with_what_the_model_says_whatever_the_filters_leave(shallow):
+    def hook(step, token_BL, slot_BC, logits_BCV):  # 0.3 for one token, the rest even over the others
+        is_best_V = jnp.arange(TINY.vocab) == 9
+        return jnp.broadcast_to(jnp.where(is_best_V, jnp.log(0.3), jnp.log(0.7 / (TINY.vocab - 2))), logits_BCV.shape)
+
+    passes = {}
+    for settings in ({}, {"score": "distribution"}, {"filtered": True}):
+        for threshold in (0.29, 0.31, 0.9):
+            rule = sd.Sampling(temperature=0.2, top_p=0.95, threshold=threshold, **settings)
+            got_BL, stats = sd.fill(shallow, masked(1, 5, 6), None, rule, jax.random.key(0), logit_hook=hook)
+            assert (got_BL[:, 5:] == 9).all()  # at temperature 0.2 the others have no probability that top-p leaves
+            passes.setdefault("".join(settings), []).append(stats["forwards"])
+    assert passes == {"": [1, 6, 6], "score": [1, 6, 6], "filtered": [1, 1, 1]}
 
 
 def test_a_lower_threshold_takes_fewer_passes_and_no_prompt_is_needed(shallow):
@@ -223,6 +240,21 @@ def test_an_end_token_ends_its_row_alone(shallow):
         assert (infill[0, 9:14] != eos).all()
 
 
+def test_a_penalty_keeps_end_tokens_from_an_empty_text_and_not_from_a_full_one(shallow):
+    canvas_BL = np.pad(masked(1, 5, 8), ((0, 0), (0, 1)), constant_values=9)  # text follows: no end token ends it
+
+    def hook(step, token_BL, slot_BC, logits_BCV):  # the model prefers EOS everywhere, by 4.9
+        return jnp.zeros_like(logits_BCV).at[..., TINY.eos_id].set(14.9).at[..., 9].set(10.0)
+
+    ends = {}
+    for penalty in (0.0, 3.0):
+        rule = sd.Sampling(eos_penalty=penalty, eos_ids=(TINY.eos_id,))
+        got_BL, _ = sd.fill(shallow, canvas_BL, None, rule, logit_hook=hook)
+        ends[penalty] = int((got_BL == TINY.eos_id).sum())
+    # -3 log(filled + 0.001) is 20.7, 6.2 and 4.1 when 0, 1 and 2 of the 8 are filled
+    assert ends == {0.0: 8, 3.0: 6}
+
+
 def frequencies(ids, n):
     return np.bincount(ids, minlength=n) / len(ids)
 
@@ -286,24 +318,78 @@ def test_infilling_needs_no_new_token_and_undefined_ids_are_never_drawn(shallow)
     assert (row, stats["forwards"]) == ([5, 6, 7], 0)
 
 
-def test_logits_exist_for_few_positions_and_other_steps_are_the_same_program(monkeypatch):
-    shallow, calls, real = build(SHALLOW, head_positions=4), [], sd.denoise
-    monkeypatch.setattr(sd, "denoise", lambda *args, **kwargs: calls.append((args, kwargs)) or real(*args, **kwargs))
+# ---- compiled programs ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def programs(caplog):
+    """A function: how many programs that fill a block have been compiled since it was last called."""
+    caplog.set_level("DEBUG")
+
+    def count():
+        found = sum("Finished XLA compilation of jit(fill_block)" in record.message for record in caplog.records)
+        caplog.clear()
+        return found
+
+    with jax.log_compiles():
+        yield count
+
+
+def test_logits_exist_for_few_positions_and_other_steps_are_the_same_program(monkeypatch, programs):
+    shallow, calls, real = build(SHALLOW, head_positions=4), [], sd.fill_block
+    monkeypatch.setattr(sd, "fill_block", lambda *args, **kwargs: calls.append((args, kwargs)) or real(*args, **kwargs))
     canvas_BL = masked(2, 5, 18)
-    sd.fill(shallow, canvas_BL, None, sd.Sampling(steps=18))
-    compiled = real._cache_size()
-    sd.fill(shallow, canvas_BL, None, sd.Sampling(steps=7, eps=0.01, ban_ids=(3, MASK)))
-    assert real._cache_size() == compiled
+    for settings in ({"steps": 18}, {"steps": 7, "eps": 0.01, "ban_ids": (3, MASK)}, {}, {"tokens_per_step": 3.0}):
+        sd.fill(shallow, canvas_BL, None, sd.Sampling(**settings))
+    assert programs() == 1
     text = real.lower(*calls[0][0], **calls[0][1]).as_text()
     assert f"2x4x{TINY.vocab}xf32" in text
     assert f"2x23x{TINY.vocab}xf32" not in text
     assert f"46x{TINY.vocab}xf32" not in text
 
 
+@pytest.mark.parametrize("settings", [{}, {"cache": "dual"}, {"cache": "prefix"}], ids=str)
+def test_all_blocks_are_one_program_also_with_weights_that_were_read_from_a_file(programs, settings):
+    graph, params = nnx.split(build(SHALLOW))
+    model = nnx.merge(graph, jax.device_put(params, jax.devices()[0]))  # committed to a device, as runs.load does it
+    rule = sd.Sampling(block_length=4, threshold=0.9, **settings)
+    sd.generate(model, [[5, 6, 7]], 14, rule)
+    assert programs() == 1
+    sd.generate(model, [[5, 6]], 12, dataclasses.replace(rule, threshold=0.3), width=32)
+    assert programs() == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"block_length": 8, "cache": "dual"}], ids=str)
+def test_a_hundred_mixed_prompts_are_at_most_three_programs(programs, settings):
+    model = build(dataclasses.replace(SHALLOW, positions=256))
+    lengths = np.random.default_rng(0).integers(1, 200, 100)
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in lengths]
+    batches = [prompts[i : i + 8] for i in range(0, 100, 8)]
+    widths = sd.widths((lengths + 16).tolist(), 8, 256)
+    assert len(widths) <= 3
+    for batch in batches:
+        width = next(width for width in widths if width >= max(map(len, batch)) + 16)
+        rows, _ = sd.generate(model, batch, 16, sd.Sampling(threshold=0.01, **settings), width=width, rows=8)
+        assert [row[:-16] for row in rows] == batch
+        assert MASK not in np.concatenate(rows)
+    assert programs() <= 3
+
+
+def test_widths_of_canvases_waste_little_and_are_few():
+    for length in (1, 31, 32, 33, 256, 257, 500, 513, 1000, 1025, 2048, 3000):
+        assert length <= sd.canvas_width(length, 4096) <= max(32, length + 31, 1.125 * length)
+    assert sd.canvas_width(90, 96) == 96
+    assert sd.canvas_width(2000, 2047) == 2047
+    assert sd.widths([40, 50, 60], 1, 4096) == (64,)
+    assert sd.widths([10, 290, 300, 310, 700, 710, 720], 1, 4096) == (32, 320, 768)
+    assert sd.widths([10, 290, 300, 310, 700, 710, 720], 4, 4096) == (320, 768)
+    assert sd.widths([30, 40, 700, 700], 1, 4096, most=1) == (704,)
+
+
 def test_bad_input_is_one_clear_line(shallow):
     canvas_BL = masked(1, 4, 8)
     rules = {
-        "does not divide the 8 tokens": {"block_length": 3},
+        "does not divide the 8 tokens": {"block_length": 3, "cache": "dual", "fast_dllm": True},
         "do not divide over 2 blocks": {"block_length": 4, "steps": 3},
         "sampling needs a key": {"temperature": 1.0},
         "every token is banned": {"ban_ids": tuple(range(48))},

@@ -25,7 +25,7 @@ import sandbox
 
 ROOT = Path(__file__).resolve().parent.parent
 VALUE = ["assert f(1) == 2", "assert f(5) == 6"]
-TOKEN = ["for y in [2]:\n    assert f(1) == y", "for y in [6]:\n    assert f(5) == y"]
+BY_LOOP = ["for y in [2]:\n    assert f(1) == y", "for y in [6]:\n    assert f(5) == y"]
 FAIL, TIMEOUT, MEMORY, OUTPUT, PASS = (
     [outcome] * 2 for outcome in ("fail", "timeout", "memory", "output limit", "pass")
 )
@@ -328,19 +328,16 @@ def test_attack(name, closed, layers):
     assert result.rate is not None, result
 
 
-BY_TOKEN = {  # no value is sent; known hole: objects that say what the test wants to hear
+BY_JUDGE = {  # values go to a process beside it, which has the same limits
+    "25 large value": MEMORY,
     "25 rather large value": FAIL,
     "25 large number": FAIL,
     "25 many items": FAIL,
-    "18 equal to anything": PASS,
-    "18 integer equal to anything": PASS,
-    "18 string that prints as a number": PASS,
-    "18 class that says it is int": PASS,
-    "18 evil tolist": PASS,
+    "25 endless pipe": FAIL,
 }
 
 
-@pytest.mark.parametrize("mode", ["no namespaces", pytest.param("no Landlock", marks=pytest.mark.slow), "token"])
+@pytest.mark.parametrize("mode", ["no namespaces", pytest.param("no Landlock", marks=pytest.mark.slow), "judge"])
 def test_attacks(mode, closed, layers, monkeypatch):
     names, tests, differ = [*ATTACKS], VALUE, {}
     if mode == "no namespaces":
@@ -355,7 +352,7 @@ def test_attacks(mode, closed, layers, monkeypatch):
         monkeypatch.setattr(sandbox, "LAUNCHER", sandbox.LAUNCHER.replace("landlock >= 3", "landlock >= 99"))
     else:
         names = [name for name in ATTACKS if name[:2] in ("14", "15", "16", "17", "18", "19", "20", "25")]
-        tests, differ = TOKEN, BY_TOKEN
+        tests, differ = BY_LOOP, BY_JUDGE
     expected = {name: differ.get(name, ATTACKS[name][1]) for name in names}
     for timeout_s in (0.5, 10):  # half a second is little on a busy machine: what came out wrong runs once more
         programs = [closed(ATTACKS[name][0]) for name in names]
@@ -387,7 +384,7 @@ def test_attacks_as_an_ordinary_user_where_the_tests_run_as_root(closed):
     if not os.path.exists(python) or not shutil.which("setpriv"):
         pytest.skip("no interpreter that another user can read, or no setpriv")
     names = [n for n, (_, verdicts) in ATTACKS.items() if verdicts in (FAIL, PASS) and n[:2] not in ("24", "25", "21")]
-    job = [(closed(ATTACKS[name][0]), VALUE) for name in names]
+    job = [(closed(ATTACKS[name][0]), VALUE) for name in names] + [(text, JUDGED[:5]) for text in FORGERIES.values()]
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o777)
         shutil.copy(ROOT / "sandbox.py", folder)
@@ -405,11 +402,157 @@ def test_attacks_as_an_ordinary_user_where_the_tests_run_as_root(closed):
         uid, results = json.loads(line)
         assert uid == 65534
         differ = NO_NAMESPACES if line != lines[-1] or len(lines) == 1 else {}
-        wrong = {n: r for n, r in zip(names, results, strict=True) if r[1] != differ.get(n, ATTACKS[n][1])}
+        wrong = {n: r for n, r in zip(names, results, strict=False) if r[1] != differ.get(n, ATTACKS[n][1])}
         assert not wrong, wrong
+        forged = dict(zip(FORGERIES, (result[1] for result in results[len(names) :]), strict=True))
+        assert forged == dict.fromkeys(FORGERIES, ["fail"] * 5)
 
 
-def judged(program, machine, call, *args):
+# ---- forged passes: programs that do not compute f, and mean to pass all the same ----------------------------------
+
+JUDGED = [  # tests that are no plain comparison with a literal; GOOD passes them all
+    "for y in [2]:\n    assert f(1) == y",
+    "x = f(1)\nassert x == 2",
+    "assert (f(1) == 2) == True",
+    "assert f(1).__eq__(2) == True",
+    "assert abs(f(0.5) - 1.5) < 1e-6",
+    "import math\nassert math.isclose(f(0.5), 1.5)",
+    "import math\nassert math.fabs(f(0.5) - 1.5) < 1e-6",
+    "assert set([f(1)]) == set([2])",
+    "assert f(1) in (2, 3)",
+    "assert 1 < f(1) < 3 and f(1) * 2 == 4",
+    "assert f(1) and not f(-1)",
+    "assert sorted([f(1), f(0)]) == [1, 2]",
+    "assert all(map(lambda x: f(x) == x + 1, range(3)))",
+    "def check(candidate):\n    assert candidate(1) == 2, 'message'\n    assert candidate(5) == 6\ncheck(f)",
+]
+ALWAYS = "".join(f"    __{name}__ = lambda self, *rest: True\n" for name in "eq ne lt le gt ge contains bool".split())
+ALWAYS += "".join(
+    f"    __{n}__ = lambda self, *rest: self\n" for n in "add radd sub rsub mul rmul abs iter call".split()
+)
+ALWAYS += "    __hash__ = lambda self: 2\n    __float__ = lambda self: 7.0\n    __getattr__ = lambda self, name: self\n"
+WALK = """
+import ctypes, gc, os, sys
+def f(x):
+    frame = sys._getframe()
+    found = [held for held in gc.get_objects() if isinstance(held, dict)]
+    while frame:
+        found += [frame.f_locals, frame.f_globals]
+        frame = frame.f_back
+    texts = {v for held in found for v in list(held.values()) if isinstance(v, str)}
+    tokens = [v for v in texts if len(v) == 32]
+    for held in found:
+        test = held.get('test')
+        if isinstance(test, dict):
+            tokens.append(str(test.get('token')))
+    for token in tokens:
+        for fd in range(3, 64):
+            try:
+                os.write(fd, b'r+=' + token.encode())
+            except OSError:
+                pass
+    os._exit(0)
+"""
+# what the pipes carry, and answers that no honest end would give
+MESSAGES = """
+import os
+TEXTS = ['["got", true, []]', '["got", {"module": "unittest.mock"}, []]', '["got", {"builtin": "print"}, []]',
+         '["got", {"error": ["A", "Exception"]}, []]', '["got", {"mine": 0}, []]', '["raised", ["SystemExit"], ""]',
+         '["ask", "call", [{"builtin": "exec"}, "1"], {}]']
+def f(x):
+    for fd in range(3, 64):
+        for text in TEXTS:
+            try:
+                os.write(fd, text.encode() + bytes([10]))
+            except OSError:
+                pass
+"""
+# the processes started just before: judge and launcher
+NEIGHBOURS = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+def f(x):
+    for pid in [*range(max(2, os.getpid() - 5), os.getpid()), os.getppid()]:
+        for path in ('mem', 'fd/4', 'fd/5', 'fd/6', 'fd/7', 'environ'):
+            try:
+                open(f'/proc/{pid}/{path}', 'r+b').write(b'+=')
+            except OSError:
+                pass
+        word = ctypes.create_string_buffer(8)
+        vector = (ctypes.c_size_t * 2)(ctypes.addressof(word), 8)
+        if libc.ptrace(16, pid, 0, 0) == 0 or libc.process_vm_writev(pid, vector, 1, vector, 1, 0) == 8:
+            return x + 1
+"""
+FORGERIES = {
+    "exec and compile": "import builtins\nbuiltins.exec = builtins.compile = builtins.eval = lambda *a, **k: None\n",
+    "other builtins": (
+        "import builtins\nfor name in 'abs isinstance all any set sorted map range len type bool int'.split():\n"
+        "    setattr(builtins, name, lambda *a, **k: True)\nbuiltins.AssertionError = type('E', (Warning,), {})\n"
+        "def f(x): pass\n"),
+    "own abs and others": "abs = set = sorted = map = all = lambda *a, **k: 0\ndef f(x): return 0\n",
+    "own check": "def check(*a): pass\ndef candidate(*a): return 2\ndef f(x): pass\n",
+    "modules": (
+        "import math, sys, types\nmath.isclose = lambda *a, **k: True\nmath.fabs = lambda x: 0\n"
+        "sys.modules['math'] = math = types.SimpleNamespace(isclose=lambda *a, **k: True, fabs=lambda x: 0)\n"
+        "def f(x): return 0\n"),
+    "frames": WALK,
+    "frames while it loads": WALK + "f(0)\n",
+    "trace": (
+        "import sys\ndef jump(frame, event, arg):\n    try:\n        frame.f_lineno = 10**6\n"
+        "    except ValueError:\n        pass\n    return jump\nsys.settrace(jump)\nframe = sys._getframe()\n"
+        "while frame:\n    frame.f_trace = jump\n    frame = frame.f_back\ndef f(x): return None\n"),
+    "equal to anything": f"class A:\n{ALWAYS}def f(x): return A()\n",
+    "class equal to anything": f"class M(type):\n{ALWAYS}class f(metaclass=M):\n    def __init__(self, x): pass\n",
+    "integer equal to anything": f"class A(int):\n{ALWAYS}def f(x): return A(7)\n",
+    "number equal to anything": f"class A(float):\n{ALWAYS}def f(x): return A(7)\n",
+    "tuple equal to anything": f"class A(tuple):\n{ALWAYS}def f(x): return A()\n",
+    "callable class": f"class A:\n{ALWAYS}f = A()\n",
+    "mock": "import unittest.mock\ndef f(x): return unittest.mock.ANY\n",
+    "mock by name": "import unittest.mock\nf = unittest.mock.MagicMock()\n",
+    "end of iteration": "def f(x): raise StopIteration\n",
+    "exit": "import os\ndef f(x): os._exit(0)\n",
+    "messages": MESSAGES,
+    "the judge itself": NEIGHBOURS,
+}  # fmt: skip
+
+WITHOUT = {  # what a machine may lack: replacements in the launcher; the first is a switch of layers()
+    "nothing": {},
+    "namespaces": {},
+    "Landlock": {"landlock >= 3": "landlock >= 99"},
+    "seccomp": {"refused == 14": "refused == 99"},
+    "any of them": {"landlock >= 3": "landlock >= 99", "refused == 14": "refused == 99"},
+}
+
+
+def forged(without, tests):
+    """{name of a forgery: (test, verdict) that are not "fail"} where the machine lacks something; GOOD must pass."""
+    found, launcher = sandbox.layers(), sandbox.LAUNCHER
+    for old, new in WITHOUT[without].items():
+        assert launcher.count(old) == 1
+        launcher = launcher.replace(old, new)
+    off = {"namespaces": False} if without in ("namespaces", "any of them") else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "LAUNCHER", launcher)
+        patch.setattr(sandbox, "layers", lambda: found | off)
+        programs = [GOOD, *FORGERIES.values()]
+        good, *results = sandbox.run_tests(programs, [tests] * len(programs), allow_unsafe=True, workers=2)
+    assert good.verdicts == ["pass"] * len(tests), good
+    results = zip(FORGERIES, [zip(tests, result.verdicts, strict=True) for result in results], strict=True)
+    wrong = {name: [row for row in rows if row[1] != "fail"] for name, rows in results}
+    return {name: rows for name, rows in wrong.items() if rows}
+
+
+def test_no_forgery_passes_a_test_by_judge(layers):
+    assert forged("nothing", JUDGED[::3]) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without", WITHOUT)
+def test_no_forgery_passes_whatever_the_machine_lacks(without, layers):
+    assert forged(without, JUDGED) == {}
+
+
+def filtered(program, machine, call, *args):
     """What a seccomp filter returns for a system call: the few operations of the kernel's machine that it uses."""
     data = struct.pack("iIQ6Q", call, sandbox.MACHINES[machine][1], 0, *args, *[0] * (6 - len(args)))
     rows, at, held = list(struct.iter_unpack("HBBI", program)), 0, 0
@@ -433,13 +576,19 @@ def test_the_filter_of_system_calls_refuses_these_and_no_others(machine):
     assert len(denied) > 50
     for call in range(500):
         expected = unknown if call >= 424 else refuse if call in denied else allow
-        assert judged(program, machine, call) == expected, call
-    assert judged(program, machine, 0x40000000) == unknown
-    assert [judged(program, machine, fcntl, 1, n) for n in (1, 4, 8, 10, 15)] == [allow, allow, refuse, refuse, refuse]
+        assert filtered(program, machine, call) == expected, call
+    assert filtered(program, machine, 0x40000000) == unknown
+    assert [filtered(program, machine, fcntl, 1, n) for n in (1, 4, 8, 10, 15)] == [
+        allow,
+        allow,
+        refuse,
+        refuse,
+        refuse,
+    ]
     (other,) = {*sandbox.MACHINES} - {machine}
-    assert judged(program, other, 0) == kill
+    assert filtered(program, other, 0) == kill
     execve = sandbox.DENIED["execve"][column]
-    assert judged(sandbox.call_filter(machine, {"execve"}), machine, execve) == allow
+    assert filtered(sandbox.call_filter(machine, {"execve"}), machine, execve) == allow
 
 
 HEADERS = ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h"]
@@ -469,33 +618,33 @@ VERDICTS = [  # program, test, mode, verdict
     (GOOD, "assert f(1) == 2, 'message'", "value", "pass"),
     (GOOD, "assert f(0.5) == 1.5", "value", "pass"),
     (GOOD, "assert f(1.0) == 2", "value", "pass"),
-    (GOOD, "x = f(1)\nassert x == 2", "value", "pass"),
-    (GOOD, "import math\nassert math.floor(f(1.5)) == 2", "value", "pass"),
+    (GOOD, "x = f(1)\nassert x == 2", "judge", "pass"),
+    (GOOD, "import math\nassert math.floor(f(1.5)) == 2", "judge", "pass"),
     (GOOD, "assert (\n    f(\n        1)\n) == 2", "value", "pass"),
-    (GOOD, "assert f(1) < 3", "token", "pass"),
-    (GOOD, "assert f(1) > 3", "token", "fail"),
-    (GOOD, "assert f(1)", "token", "pass"),
-    (GOOD, "assert abs(f(0.1) - 1.1) < 1e-9", "token", "pass"),
-    (GOOD, "assert f(1) == 1 + 1 == 2", "token", "pass"),
-    (GOOD, "f(1)", "token", "pass"),
-    (GOOD, "f('a')", "token", "fail"),
-    (GOOD, "assert f(1 == 2", "token", "fail"),
-    (GOOD, "this is no Python", "token", "fail"),
-    (GOOD, "assert f('\ud800') == 2", "token", "fail"),
-    (GOOD, "", "token", "pass"),
-    (GOOD, "assert f(1) == 2" + " " * 20_000, "token", "pass"),
+    (GOOD, "assert f(1) < 3", "judge", "pass"),
+    (GOOD, "assert f(1) > 3", "judge", "fail"),
+    (GOOD, "assert f(1)", "judge", "pass"),
+    (GOOD, "assert abs(f(0.1) - 1.1) < 1e-9", "judge", "pass"),
+    (GOOD, "assert f(1) == 1 + 1 == 2", "judge", "pass"),
+    (GOOD, "f(1)", "judge", "pass"),
+    (GOOD, "f('a')", "judge", "fail"),
+    (GOOD, "assert f(1 == 2", "judge", "fail"),
+    (GOOD, "this is no Python", "judge", "fail"),
+    (GOOD, "assert f('\ud800') == 2", "judge", "fail"),
+    (GOOD, "", "judge", "pass"),
+    (GOOD, "assert f(1) == 2" + " " * 20_000, "judge", "pass"),
     ("def f(): return None", "assert f() is None", "value", "pass"),
     ("def f(): return 1", "assert f() is True", "value", "fail"),
     ("def f(): return 1", "assert f() == True", "value", "pass"),
     ("def f(): return True", "assert f() is True", "value", "pass"),
-    ("def f(): return 1", "assert f() is 1", "token", "pass"),
+    ("def f(): return 1", "assert f() is 1", "judge", "pass"),
     ("def f(): return (1, [2.5, {'a': {3}}, b'\\xff', 2j])", "assert f() == (1, [2.5, {'a': {3}}, b'\\xff', 2j])",
      "value", "pass"),
-    ("def f(): return {frozenset({1}): {(2,), None}}", "assert f() == {frozenset({1}): {(2,), None}}", "token", "pass"),
+    ("def f(): return {frozenset({1}): {(2,), None}}", "assert f() == {frozenset({1}): {(2,), None}}", "judge", "pass"),
     ("def f(): return [1, 2]", "assert f() == (1, 2)", "value", "fail"),
     ("def f(): return frozenset([1])", "assert f() == {1}", "value", "pass"),
     ("def f(): return set()", "assert f() == set()", "value", "pass"),
-    ("def f(): return -10**5000", "assert f() == -10**5000", "token", "pass"),
+    ("def f(): return -10**5000", "assert f() == -10**5000", "judge", "pass"),
     ("def f(): return 7**4000", f"assert f() == {7**4000}", "value", "pass"),
     ("def f(): return float('nan')", "assert f() == 1.0", "value", "fail"),
     ("def f(): return float('inf')", "assert f() == 1e999", "value", "pass"),
@@ -504,7 +653,7 @@ VERDICTS = [  # program, test, mode, verdict
     ("import collections\nf = collections.Counter", "assert f('aab') == {'a': 2, 'b': 1}", "value", "pass"),
     ("import collections\nf = collections.namedtuple('P', 'x y')", "assert f(1, 2) == (1, 2)", "value", "pass"),
     ("import enum\nclass E(enum.IntEnum):\n    A = 2\ndef f(): return E.A", "assert f() == 2", "value", "pass"),
-    ("import fractions\ndef f(): return fractions.Fraction(2)", "assert f() == 2", "value", "fail"),
+    ("import fractions\ndef f(): return fractions.Fraction(2)", "assert f() == 2", "value", "pass"),
     ("import asyncio\nasync def g(): return 2\ndef f(): return asyncio.run(g())", "assert f() == 2", "value", "pass"),
     ("def f():\n    with open('x', 'w') as file: file.write('hi')\n    return open('x').read()", "assert f() == 'hi'",
      "value", "pass"),
@@ -519,7 +668,7 @@ VERDICTS = [  # program, test, mode, verdict
 ]  # fmt: skip
 
 
-def test_verdicts_in_value_mode_and_in_token_mode(layers):
+def test_verdicts_by_value_and_by_judge(layers):
     if not layers["namespaces"]:
         pytest.skip("asyncio and folders need namespaces")
     assert [sandbox.plan(test, False)[0]["mode"] for _, test, _, _ in VERDICTS] == [mode for _, _, mode, _ in VERDICTS]
@@ -529,12 +678,295 @@ def test_verdicts_in_value_mode_and_in_token_mode(layers):
         assert result.verdicts == expected, (program, tests[program], result)
 
 
-def test_numpy_values_count_as_lists(layers):
+HONEST = r"""
+class Stack:
+    def __init__(self): self.x=[]
+    def push(self,v): self.x.append(v)
+    def pop(self): return self.x.pop()
+---- test
+s = Stack()
+s.push(1)
+s.push([2])
+assert s.pop() == [2]
+assert s.pop() == 1
+try:
+    s.pop()
+except IndexError:
+    pass
+else:
+    raise AssertionError
+====
+class P:
+    def __init__(self,x): self.x=x
+    def __eq__(self,o): return self.x==o.x
+    def __add__(self,o): return P(self.x+o.x)
+    def __len__(self): return self.x
+---- test
+assert P(1) + P(2) == P(3)
+assert P(1) != P(2)
+assert (P(1)+P(2)).x == 3
+assert len(P(3)) == 3
+assert isinstance(P(1), P)
+====
+def f(a):
+    a.sort()
+---- test
+a = [3,1,2]
+f(a)
+assert a == [1,2,3]
+====
+def rot(m):
+    for r in m: r.reverse()
+---- test
+m = [[1,2],[3,4]]
+rot(m)
+assert m == [[2,1],[4,3]]
+====
+def app(g, x): return [g(v) for v in x]
+---- test
+assert app(lambda v: v * 2, [1,2]) == [2,4]
+assert app(str, [1]) == ['1']
+assert app(len, ['ab']) == [2]
+====
+def gen(n):
+    yield from range(n)
+---- test
+assert list(gen(3)) == [0,1,2]
+assert sum(gen(4)) == 6
+g = gen(2)
+assert next(g) == 0
+====
+class MyError(ValueError): pass
+def f(x): raise MyError('bad')
+---- test
+try:
+    f(1)
+except MyError as e:
+    assert str(e) == 'bad'
+else:
+    assert False
+====
+class MyError(ValueError): pass
+def f(x): raise MyError('bad')
+---- test
+try:
+    f(1)
+except ValueError as e:
+    assert 'bad' in str(e)
+else:
+    assert False
+====
+from collections import namedtuple
+P = namedtuple('P','x y')
+def f(): return P(1,2)
+---- test
+assert f().x == 1
+assert f() == (1,2)
+x, y = f()
+assert y == 2
+assert isinstance(f(), tuple)
+assert f()[1] == 2
+assert f() == P(1,2)
+====
+import math
+def f(x): return math.sqrt(x)
+---- test
+assert math.isclose(f(2), 1.41421356, rel_tol=1e-6)
+====
+from math import isclose
+def f(x): return x
+---- test
+assert isclose(f(2), 2.0)
+====
+import numpy as np
+def f(x): return np.array(x) * 2
+---- test
+assert np.allclose(f([1,2]), [2,4])
+assert f([1,2]).tolist() == [2,4]
+assert (f([1]) == np.array([2])).all()
+====
+def sum(a,b): return a+b
+---- test
+assert sum(1,2) == 3
+====
+class TreeNode:
+    def __init__(self, v, l=None, r=None): self.val, self.left, self.right = v, l, r
+def depth(t): return 0 if t is None else 1 + max(depth(t.left), depth(t.right))
+---- test
+assert depth(TreeNode(1, TreeNode(2))) == 2
+t = TreeNode(1)
+t.left = TreeNode(5)
+assert depth(t) == 2
+assert t.left.val == 5
+====
+def depth(t): return 0 if t is None else 1 + max(depth(t.left), depth(t.right))
+---- test
+class TreeNode:
+    def __init__(self, v, l=None, r=None): self.val, self.left, self.right = v, l, r
+assert depth(TreeNode(1, TreeNode(2))) == 2
+====
+import asyncio
+async def f(x):
+    await asyncio.sleep(0)
+    return x + 1
+---- test
+import asyncio
+assert asyncio.run(f(1)) == 2
+async def main():
+    assert await asyncio.gather(f(1), f(2)) == [2, 3]
+asyncio.run(main())
+====
+import collections
+def f(s): return collections.Counter(s)
+---- test
+assert f('aab').most_common(1) == [('a', 2)]
+from collections import Counter
+assert f('ab') == Counter('ab')
+====
+def f(): return {1:2}
+---- test
+assert f().keys() == {1}
+assert list(f().items()) == [(1,2)]
+====
+def f(d): return d.keys()
+---- test
+assert f({1: 2}) == {1}
+====
+import re
+def f(s): return re.search('ab+', s)
+---- test
+assert f('xabb')
+assert not f('xx')
+assert f('xabb').group() == 'abb'
+====
+def f(n): return lambda x: x + n
+---- test
+assert f(2)(3) == 5
+====
+import enum
+class C(enum.Enum):
+    R = 1
+def f(): return C.R
+---- test
+assert f() == C.R
+assert f() is C.R
+assert f().value == 1
+assert f().name == 'R'
+====
+def f(x):
+    print('no')
+    return x
+---- test
+import io, contextlib
+assert f(1) == 1
+====
+from decimal import Decimal
+def f(): return Decimal('1.50')
+---- test
+assert f() == Decimal('1.5')
+assert f() * 2 == 3
+====
+import datetime
+def f(): return datetime.date(2020,1,2)
+---- test
+import datetime
+assert f() == datetime.date(2020,1,2)
+assert f().isoformat() == '2020-01-02'
+====
+class Solution:
+    def two(self, a, b): return [a, b]
+---- test
+assert Solution().two(1, b=2) == [1, 2]
+====
+def f(): return 1
+---- test
+import unittest
+class T(unittest.TestCase):
+    def test(self): self.assertEqual(f(), 1)
+r = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))
+assert r.wasSuccessful()
+====
+class A:
+    def __enter__(self): return 5
+    def __exit__(self,*a): return None
+---- test
+with A() as x:
+    assert x == 5
+====
+class V:
+    def __init__(self,x): self.x=x
+    def __mul__(self,k): return V(self.x*k)
+    def __getitem__(self,i): return self.x
+    def __contains__(self,v): return v==self.x
+---- test
+assert (V(2)*3).x == 6
+====
+class V:
+    def __init__(self,x): self.x=x
+    def __contains__(self,v): return v==self.x
+---- test
+assert 2 in V(2)
+====
+def f(operation, self=1): return operation + self
+---- test
+assert f(operation=2, self=3) == 5
+====
+def f(xs): return [*map(abs, xs)]
+---- test
+assert f(iter([-1,2])) == [1,2]
+assert f(x for x in [-3]) == [3]
+====
+import functools
+@functools.lru_cache
+def f(x): return x
+---- test
+assert f(1) == 1
+assert f.cache_info().misses == 1
+====
+def f(x): return float('nan')
+---- test
+import math
+assert math.isnan(f(1))
+====
+def f(x): return sorted(x, key=lambda v: v.a)
+---- test
+class N:
+    def __init__(self, a): self.a = a
+x, y = N(2), N(1)
+assert f([x, y]) == [y, x]
+assert f([x,y])[0] is y
+"""  # programs, and tests that they pass by judge
+
+
+def test_honest_programs_pass_by_judge(layers):
+    if not layers["namespaces"]:
+        pytest.skip("asyncio needs namespaces")
     pytest.importorskip("numpy")
-    program = "import numpy as np\ndef f(x): return np.array(x) + 1\ndef g(x): return np.int64(x) + 1"
-    tests = ["assert f([1, 2]) == [2, 3]", "assert g(1) == 2", "assert g(1) == 3", "assert f([1, 2]).sum() == 5"]
-    (result,) = sandbox.run_tests([program], [tests])
-    assert result.verdicts == ["pass", "pass", "fail", "pass"]
+    cases = [case.split("---- test\n") for case in HONEST.split("====\n")]
+    results = sandbox.run_tests([program for program, _ in cases], [[test] for _, test in cases])
+    failed = {test: result for (_, test), result in zip(cases, results, strict=True) if result.rate != 1}
+    assert not failed
+
+
+def test_values_of_numpy_compare_as_in_python(layers):
+    pytest.importorskip("numpy")
+    program = "import numpy as np\ndef f(x): return np.array(x) + 1\ndef g(x): return np.int64(x) + 1\n"
+    program += "def h(): return np.bool_(True)\ndef k(): return [np.float32(0.5), np.str_('a')]"
+    tests = {
+        "assert f([1, 2]) == [2, 3]": "fail",  # an array of two is neither true nor false
+        "assert f([1, 2]).tolist() == [2, 3]": "pass",
+        "assert (f([1, 2]) == [2, 3]).all()": "pass",
+        "import numpy as np\nassert np.allclose(f([1, 2]), [2, 3])": "pass",
+        "assert np.allclose(f([1, 2]), [2, 4])": "fail",
+        "assert f([1, 2]).sum() == 5": "pass",
+        "assert g(1) == 2": "pass",
+        "assert g(1) == 3": "fail",
+        "assert h() == True": "pass",
+        "assert h() is True": "fail",
+        "assert k() == [0.5, 'a']": "pass",
+    }
+    (result,) = sandbox.run_tests([program], [[*tests]])
+    assert dict(zip(tests, result.verdicts, strict=True)) == tests
 
 
 def test_a_forged_line_is_a_failure_whatever_it_holds():
@@ -542,7 +974,13 @@ def test_a_forged_line_is_a_failure_whatever_it_holds():
     deep = '{"t":[' * 50_000 + "]}" * 50_000
     bad = ["", "{", "[", "null", '{"i": "x"}', '{"i": 3}', '{"z": []}', '{"d": [[[], 1]]}', '{"s": [[]]}', "{}"]
     bad += ['{"f": null}', '{"c": ["1"]}', '{"b": "\\u4e00"}', '{"d": 1}', '{"f": "0x1p999999"}', "1e999", "NaN"]
-    bad += ["9" * 60_000, deep, "[" * 60_000, '{"i": "1", "f": "1"}']
+    bad += ["9" * 60_000, deep, "[" * 60_000, '{"i": "1", "f": "1"}', '{"yours": [0, null]}', '{"module": "os"}']
+    bad += ['{"a": ["|O", [1], "12345678"]}', '{"a": ["<i8", [2], ""]}', '{"r": ["os.system", "true"]}', '{"r": ["x"]}']
+    bad += [
+        '{"r": ["decimal.Decimal", "sNaN"]}',
+        '{"r": ["fractions.Fraction", {"i": "1"}, {"i": "0"}]}',
+        '{"mine": 0}',
+    ]
     for answer in bad:
         row = {"outcome": "done", "data": planned["token"] + answer, "status": 0}
         assert sandbox.verdict(planned, expected, row)[0] == "fail", answer[:40]
@@ -601,7 +1039,7 @@ def test_time_of_programs_that_hang_is_bounded_by_the_workers(closed):
     results = sandbox.run_tests(programs, [VALUE[:1]] * 48, timeout_s=1, workers=6)
     seconds = time.perf_counter() - started
     assert [result.verdicts for result in results] == [["timeout"] if i % 4 == 0 else ["pass"] for i in range(48)]
-    assert seconds < 12 * 1 / 6 + 48 * 0.15, seconds  # one after another the hangs alone would take 12 s
+    assert seconds < 12 * 3 / 6 + 48 * 0.15, seconds  # one after another the hangs alone would take 36 s
 
 
 def test_all_tests_of_a_program_share_its_time(closed):
@@ -643,7 +1081,9 @@ def test_no_interpreter_gives_none(closed, monkeypatch, capsys):
         sandbox.layers.cache_clear()
 
 
-def test_no_disk_gives_none(closed, tmp_path, monkeypatch):
+def test_no_disk_gives_none(closed, layers, tmp_path, monkeypatch):
+    """With namespaces tests need none."""
+    monkeypatch.setattr(sandbox, "layers", lambda: layers | {"namespaces": False})
     full = tmp_path / "full"
     full.mkdir()
     libc = ctypes.CDLL(None)
@@ -734,8 +1174,10 @@ def test_a_killed_trainer_takes_the_programs_with_it(closed, layers, namespaces)
     process.kill()
     process.wait()
     assert gone(children() - before)  # orphans come to us
-    for path in Path(tempfile.gettempdir()).iterdir():  # an empty folder is all that nobody was left to remove
-        path.rmdir() if namespaces else shutil.rmtree(path)
+    left = [*Path(tempfile.gettempdir()).iterdir()]
+    assert not (left and namespaces)
+    for path in left:  # without namespaces tests write to a folder, which nobody was left to remove
+        shutil.rmtree(path)
 
 
 # ---- E2B, without a network ----------------------------------------------------------------------------------------
@@ -814,7 +1256,7 @@ E2B_CASES = {  # program: its rate for the three tests f(1) == 2, f(5) == 6 and 
     GOOD: 1,
     "def f(x): return 2": 2 / 3,
     "import os\nos._exit(0)": 0,
-    "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()": 1 / 3,
+    "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()": 0,
     "print('__PASS_RATE__ 1.0')": 0,
     "import os\nos.kill(os.getppid(), 9)": 0,
 }

@@ -486,6 +486,17 @@ def test_kill_9_at_twenty_random_moments_always_resumes_to_the_unbroken_losses(s
     assert losses(out) == losses(tmp_path / "never_killed")
 
 
+def test_a_card_that_emulates_bfloat16_trains_in_float16(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import mdlm_speed
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert train_gpu.resolve(train_gpu.Config(), train_gpu.Devices(cuda))[1] == "float16"
+    # and the plain trainer of the bench computes in the type that ours takes
+    assert [mdlm_speed.one_dtype(mdlm_speed.Config(), device).dtype for device in (cuda, cpu)] == ["float16", "float32"]
+
+
 def test_a_loss_that_is_not_finite_stops_after_five_steps(data, tmp_path, capsys):
     refuses("no finite loss in 5 steps", data, tmp_path / "run", steps=40, lr=1e30, warmup=1, eval_every=100)
     assert "the update is left out" in capsys.readouterr().out
