@@ -397,11 +397,7 @@ class PythonCoder(nnx.Module):
         # look-up, so that its gradient is scattered in float32.
         if batch_axes() and jax.sharding.get_abstract_mesh().size > 1:
             table_VD = shard(table_VD.astype(self.run.dtype), None)
-<<<<<<< HEAD
-        return shard(table_VD[token_BL].astype(self.run.dtype), batch_axes())
-=======
-        return shard(table_VD[token_BL].astype(self.run.dtype) * self.cfg.embed_scale, BATCH)
->>>>>>> 33d6de4ab112a2ecab6f7abebf9251ea17c9fd44
+        return shard(table_VD[token_BL].astype(self.run.dtype) * self.cfg.embed_scale, batch_axes())
 
     def hidden(self, embed_BLD, segment_BL=None, position_BL=None, key=None, row_B=None, sums=None):
         """Final-normed hidden states [B, L, D] of whole rows, from their embeddings.
