@@ -32,7 +32,11 @@ What comes back is data: builtin types and some of the standard library's (Decim
 views, NumPy's arrays) are built anew, by type. Any other object stays where it is, and equals nothing but what its own
 side says among such objects: a class that the program is asked for may define ==. Lists given to f change as it did.
 
-Needs Linux on x86-64 or aarch64 for the local sandbox, and nothing but the standard library of Python 3.10 to 3.12.
+A program imports what the Python that runs this has: its standard library and its site-packages, read-only. With
+--threads it may start threads, within the same walls; what starts processes fails.
+
+Needs Linux on x86-64 or aarch64 for the local sandbox (--runner=e2b also works on macOS and Windows), and nothing but
+the standard library of Python 3.10 to 3.12.
 """
 
 import ast
@@ -323,7 +327,7 @@ UNARY = "len iter next bool str repr int float abs round".split()
 BINARY = "eq ne lt le gt ge add sub mul truediv floordiv mod pow matmul and or xor".split()
 ITEMS = ["getitem", "setitem", "delitem"]
 OPERATIONS = {name: getattr(builtins, name) for name in UNARY}
-OPERATIONS |= {name: getattr(operator, f"__{name}__") for name in [*BINARY, *ITEMS, "contains"]}
+OPERATIONS |= {name: getattr(operator, f"__{name}__") for name in [*BINARY, *ITEMS]}
 OPERATIONS |= {
     "get": getattr,
     "set": setattr,
@@ -338,13 +342,12 @@ OPERATIONS |= {
 class Remote:
     """An object of the other side: calls, attributes, items and iteration go there.
 
-    Operators go there between two such objects, and for what the test makes of a class that it asks for: one that it
-    calls by a capitalised name. Any other object never sees what it is compared with: its builtin value counts, if it
-    is of a subclass, and else it equals nothing.
+    Operators go there between two such objects alone. With anything else its builtin value counts, if it is of a
+    subclass, and it equals nothing if it is not: an object that says yes to all never sees what it is compared with.
     """
 
     def __init__(self, peer, number, base):
-        vars(self).update(_peer=peer, _number=number, _base=base, _class=False, _own=False)
+        vars(self).update(_peer=peer, _number=number, _base=base)
 
     __class__ = property(lambda self: type(self._base))  # so that isinstance(a named tuple, tuple)
 
@@ -357,10 +360,7 @@ class Remote:
         self._peer.ask("set", self, name, value)
 
     def __call__(self, /, *args, **options):
-        return owned(self._peer.ask("call", self, *args, **options), self._class)
-
-    def __contains__(self, value):
-        return self._peer.ask("contains", self, value) if self._own else any(item == value for item in self)
+        return self._peer.ask("call", self, *args, **options)
 
     def __instancecheck__(self, value):
         return self._peer.ask("isinstance", value, self)
@@ -372,13 +372,6 @@ class Remote:
         return hash(self._base)
 
 
-def owned(value, own):
-    """A value; if it is an object of the other side, its operators go there."""
-    if own and isinstance(value, Remote):
-        vars(value)["_own"] = True
-    return value
-
-
 def forwarded(name):
     """A method of Remote that asks for an operation."""
     return lambda self, *args: self._peer.ask(name, self, *args)
@@ -388,10 +381,8 @@ def between(name):
     """A binary operator of Remote, and the same with its sides exchanged."""
 
     def apply(left, right):
-        remotes = [side for side in (left, right) if isinstance(side, Remote)]
-        own = any(side._own for side in remotes)
-        if own or len(remotes) == 2:
-            return owned(remotes[0]._peer.ask(name, left, right), own)
+        if isinstance(left, Remote) and isinstance(right, Remote):
+            return left._peer.ask(name, left, right)
         return OPERATIONS[name](*(side._base if isinstance(side, Remote) else side for side in (left, right)))
 
     return apply, lambda right, left: apply(left, right)
@@ -621,8 +612,6 @@ def run_judge(i, libc, job, test, folder, read, ask, pipe):
             # a module that only the program imports is ours of that name
             if not isinstance(value, types.ModuleType) or value.__name__ == {"np": "numpy"}.get(name, name):
                 setattr(main, name, value)
-            if isinstance(value, Remote):
-                vars(value)["_class"] = name[0].isupper()
         exec(compile(text, "<test>", "exec"), main.__dict__)
         os.write(pipe, test["token"].encode())
     except MemoryError:
@@ -1117,11 +1106,12 @@ def parses(sources, options, accept=()):
     A parser may end its process or take all memory, so it runs in the sandbox, one program for every worker. A source
     at which it raises one of `accept` counts too.
     """
-    workers = options.workers or len(os.sched_getaffinity(0))
+    workers = options.workers or cores()
     program = "import ast, warnings\nwarnings.simplefilter('ignore')"
     tests = [f"try:\n    ast.parse({source!r})\nexcept ({', '.join(accept)}):\n    pass" for source in sources]
     shares = [tests[i::workers] for i in range(workers)]
     limits = {"timeout_s": options.timeout_s, "program_s": options.timeout_s * len(sources) + 30}
+    limits |= {"runner": options.runner, "e2b_router_url": options.e2b_router_url}
     good = [None] * len(sources)
     for i, result in enumerate(run_tests([program] * workers, shares, workers=workers, allow_unsafe=True, **limits)):
         if result.rate is not None:

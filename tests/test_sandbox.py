@@ -564,7 +564,7 @@ def filtered(program, machine, call, *args):
         if operation == 0x20:
             held = int.from_bytes(data[operand : operand + 4], "little")
         else:
-            at += true if {0x15: held == operand, 0x35: held >= operand}[operation] else false
+            at += true if {0x15: held == operand, 0x35: held >= operand, 0x45: held & operand}[operation] else false
 
 
 @pytest.mark.parametrize("machine", sandbox.MACHINES)
@@ -587,6 +587,14 @@ def test_the_filter_of_system_calls_refuses_these_and_no_others(machine):
     ]
     (other,) = {*sandbox.MACHINES} - {machine}
     assert filtered(program, other, 0) == kill
+    # with threads, clone is allowed if it makes one
+    program, clone = sandbox.call_filter(machine, set(), True), sandbox.DENIED["clone"][column]
+    assert [filtered(program, machine, clone, flags) for flags in (0x3D0F00, 17, 0)] == [allow, refuse, refuse]
+    for call in range(500):
+        expected = unknown if call >= 424 else refuse if call in denied else allow
+        assert filtered(program, machine, call) == expected, call
+    assert [filtered(program, machine, fcntl, 1, n) for n in (1, 8)] == [allow, refuse]
+    assert sandbox.DENIED["fanotify_init"][column] in denied
     execve = sandbox.DENIED["execve"][column]
     assert filtered(sandbox.call_filter(machine, {"execve"}), machine, execve) == allow
 
@@ -893,19 +901,11 @@ class A:
 with A() as x:
     assert x == 5
 ====
-class V:
-    def __init__(self,x): self.x=x
-    def __mul__(self,k): return V(self.x*k)
-    def __getitem__(self,i): return self.x
-    def __contains__(self,v): return v==self.x
+class Bag:
+    def __init__(self, *items): self.items = items
+    def __iter__(self): return iter(self.items)
 ---- test
-assert (V(2)*3).x == 6
-====
-class V:
-    def __init__(self,x): self.x=x
-    def __contains__(self,v): return v==self.x
----- test
-assert 2 in V(2)
+assert 2 in Bag(1, 2) and 3 not in Bag(1, 2)
 ====
 def f(operation, self=1): return operation + self
 ---- test
@@ -1048,6 +1048,78 @@ def test_all_tests_of_a_program_share_its_time(closed):
     (result,) = sandbox.run_tests([program], [["assert f(1) == 1"] * 20], timeout_s=0.5, program_s=1)
     assert result.verdicts == ["timeout"] * 20
     assert time.perf_counter() - started < 3
+
+
+SPIN = "import time\ndef f(x):\n    while time.process_time() < {0}: pass\n    return x + 1\n"
+
+
+def test_the_limit_is_processor_time_and_on_the_clock_three_times_as_much(closed):
+    nap = "import time\ndef f(x):\n    time.sleep({0})\n    return x + 1\n"
+    programs = [nap.format(1), nap.format(3), SPIN.format(0.2), SPIN.format(1.5)]
+    for test in (VALUE[0], BY_LOOP[0]):
+        results = sandbox.run_tests(programs, [[test]] * 4, timeout_s=0.6)
+        assert [result.verdicts[0] for result in results] == ["pass", "timeout", "pass", "timeout"]
+        assert [round(result.cpu_s[0], 1) < 0.2 for result in results] == [True, True, False, False]
+
+
+def test_a_test_that_begins_just_before_the_end_is_a_timeout(closed):
+    for program_s in (1e-6, 0.002, 0.01):
+        (result,) = sandbox.run_tests([GOOD], [[*VALUE, *BY_LOOP]], program_s=program_s)
+        assert result.rate is not None, result
+        assert set(result.verdicts) <= {"pass", "timeout"}
+
+
+def test_a_main_block_runs_unless_it_is_left_out(closed):
+    program = GOOD + "if __name__ == '__main__':\n    f = None\n"
+    program += "import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: 'int' = 1\n"
+    for main_block, verdicts in ((True, FAIL), (False, PASS)):
+        (result,) = sandbox.run_tests([program], [VALUE], main_block=main_block)
+        assert result.verdicts == verdicts
+
+
+THREADS = """
+import asyncio, concurrent.futures, queue, threading
+def f(x):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        (y,) = pool.map(lambda v: v + 1, [x])
+    thread = threading.Thread(target=print)
+    thread.start()
+    thread.join()
+    return y
+"""
+
+
+def test_threads_run_where_they_are_allowed_and_processes_never(closed, layers):
+    spun = "import threading\ndef spin():\n    while True: pass\nthreading.Thread(target=spin).start()\n"
+    cases = [THREADS, *(ATTACKS[name][0] for name in ("1 fork bomb", "1 subprocess", "1 multiprocessing", "1 system"))]
+    results = sandbox.run_tests([*cases, spun + GOOD], [VALUE] * 6, threads=True, timeout_s=2)
+    assert [result.verdicts for result in results] == [PASS, FAIL, FAIL, FAIL, FAIL, PASS]
+    assert sandbox.run_tests([THREADS], [VALUE])[0].verdicts == FAIL
+    if layers["namespaces"]:
+        program = "import asyncio\ndef f(x): return asyncio.run(asyncio.to_thread(lambda: x + 1))"
+        assert sandbox.run_tests([program], [VALUE], threads=True)[0].verdicts == PASS
+
+
+ELSEWHERE = """
+import os, sys
+sys.modules["resource"], sys.platform = None, "win32"
+del os.sched_getaffinity
+import sandbox
+options = {{"runner": "e2b", "e2b_router_url": {url!r}}}
+good = "```python\\ndef f(x): return x + 1\\n```\\n"
+print(sandbox.code([good, "prose"], [{{"test_cases": ["assert f(1) == 2"]}}] * 2, **options))
+try:
+    sandbox.run_tests([""], [[""]])
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_e2b_works_where_there_is_no_linux(closed, cloud):
+    state = cloud()
+    code = ELSEWHERE.format(url=state.url.removeprefix("http://"))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["[1.0, 0.0]", "the local sandbox needs Linux; use --runner=e2b"], done.stderr
 
 
 # ---- what fails is the sandbox, not the program --------------------------------------------------------------------
