@@ -11,7 +11,7 @@
     python data_prep.py parquet --roots shards --tokenizer=qwen/tokenizer.json --seq_len=4096 --out=data/long
 
 python drops generated, minified, huge, non-UTF-8 and unparsable files, exact and near duplicates, and holds some files
-out. With --column its documents are the rows of .parquet and .jsonl files; what is kept of them stands in --out/rows
+out. With --column its documents are the rows of .parquet and .jsonl files; what is kept of them stands in --out/.rows
 until the run ends. With --benchmarks it drops what shares ten words in a row with a problem of HumanEval or MBPP.
 
 text splits files of any size at <|endoftext|>. pairs reads lines {"prompt": TEXT, "response": TEXT}. parquet packs
@@ -229,7 +229,7 @@ def main(cfg):
             problem = f"{error.filename or out}: {error.strerror or error}"
             raise OSError(f"{problem}; put that right and run the same command to go on") from None
         finally:
-            shutil.rmtree(out / "rows", ignore_errors=True)
+            shutil.rmtree(out / ".rows", ignore_errors=True)
 
 
 def prepare(cfg, out, vocabulary):
@@ -681,8 +681,8 @@ def near_duplicates(signature_NP, threshold=0.85):
 
 
 def examine_columns(found, cfg, limits):
-    """(name, path, reason or (SHA-256, bytes, signature, first byte)) of each row. Its path is a file of --out/rows."""
-    folder = Path(cfg.out) / "rows"
+    """(name, path, reason or (SHA-256, bytes, signature, first byte)) of each row; its path is below --out/.rows."""
+    folder = Path(cfg.out) / ".rows"
     folder.mkdir(exist_ok=True)
     copies = [str(folder / f"{number:05}") for number in range(len(found))]
     jobs = [(path, cfg.column, copy, *limits) for (_, path), copy in zip(found, copies, strict=True)]
@@ -711,7 +711,9 @@ def examine_column(path, column, copy, *limits):
         return results
     except pa.ArrowException as error:
         return f"is corrupted ({runs.first_line(error)}); remove it or fetch it again"
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        return f"was not copied to {copy}: {error.strerror or error}"
+    except ValueError as error:
         return str(error)
 
 
@@ -727,7 +729,9 @@ def column_texts(path, column):
                 yield from (text or "" for text in batch.column(0).to_pylist())
         return
     with open(path, "rb") as file:
-        for number, line in enumerate(filter(bytes.strip, file), 1):
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
             try:
                 text = json.loads(line)[column]
             except (ValueError, KeyError, TypeError, RecursionError):

@@ -301,7 +301,7 @@ def test_rows_of_a_column_pass_the_filters_of_files_and_decode(tmp_path, workers
     reasons = ("unparsable", "generated", "non_utf8", "exact_duplicate", "near_duplicate")
     dropped = {reason: count for reason, count in meta_of(cfg.out)["dropped"].items() if count}
     assert dropped == dict.fromkeys(reasons, 1) | {"empty": 2}
-    assert not (tmp_path / "out" / "rows").exists()
+    assert not (tmp_path / "out" / ".rows").exists()
     before = tree(cfg.out)
     (tmp_path / "out" / "train" / "00000.parquet").unlink()  # goes on, though the copies of the rows are gone
     dp.main(cfg)
