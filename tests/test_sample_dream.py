@@ -425,7 +425,7 @@ def test_steps_that_cannot_change_anything_cost_no_pass(shallow):
 
 
 @pytest.mark.slow
-def test_eight_devices_give_the_tokens_of_one(shallow):
+def test_eight_devices_give_the_tokens_of_one(shallow, programs):
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     params = params_of(shallow.cfg)
     spread = nnx.merge(md.graph_of(shallow.cfg, md.Run()), jax.device_put(params, md.shardings(mesh, params)))
@@ -435,3 +435,4 @@ def test_eight_devices_give_the_tokens_of_one(shallow):
         with jax.set_mesh(mesh):
             got_BL, _ = sd.fill(spread, canvas_BL, None, rule)
         np.testing.assert_array_equal(got_BL, want_BL)
+        assert programs() == 2  # one for each model
