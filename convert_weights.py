@@ -195,7 +195,7 @@ def find(folder, step=0, repository=""):
     origin = runs.read_json(config).get("source", repository) if config.is_file() else repository
     # A run of train_tpu.py.
     if where.parent.name == "checkpoints":
-        meta = runs.read_json(where / "meta" / "metadata", "model", "sums")
+        where, meta, step = runs.find_weights(folder, step)
         family = DREAM if "mask_id" in meta["model"] else PYTHONCODER
         cfg = family.model.read_config(where, meta)
         keys = family.to_hub(cfg, "float32") | {"step": step}

@@ -334,6 +334,9 @@ def test_a_run_of_pythoncoder_goes_to_safetensors_and_back(tmp_path):
     assert all(np.array_equal(older[name] + 1, want[name]) for name in want)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 15; it has \[10, 20\]"):
         convert.find(tmp_path / "run", 15)
+    (tmp_path / "run" / "checkpoints" / "20" / "adapters").mkdir()  # as coupled_grpo.py leaves it
+    with pytest.raises(ValueError, match=r"20 holds what LoRA learnt; the whole model is in .*/run/merged when"):
+        convert.find(tmp_path / "run")
     keys = runs.read_json(tmp_path / "hub" / "config.json")
     del keys["init_std"]  # as before there was a choice
     runs.write(tmp_path / "hub" / "config.json", keys)
