@@ -719,9 +719,38 @@ class Meter:
         return row | {"eta_min": (self.cfg.steps - step) / rate / 60, "skipped": self.skipped}
 
 
-def check_hosts(out, settings):
+def connect(cfg):
+    """Join the other hosts, and find compiled programs of earlier runs."""
+    if cfg.hosts:
+        address, *numbers = cfg.hosts.split(",")
+        where = [] if cfg.hosts == "auto" else [address, *map(int, numbers)]
+        jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)  # all end when one is killed
+    if cfg.compile_cache:
+        jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
+
+
+def prepare(cfg):
+    """(Trainer, files of the run's folder, steps of an epoch): what was left open is chosen by data and devices."""
+    train, heldout, tokenizer_json = open_data(cfg)
+    cfg, model, run, mesh = resolve(cfg, jax.devices(), train.meta)
+    check_data(cfg, model, train)
+    if cfg.dream.init:
+        tokenizer_json = known_ids(cfg.resume or cfg.dream.init, model, train.meta, tokenizer_json)
+    elif family_of(cfg) is md:
+        model, tokenizer_json = with_mask(model, train.meta, tokenizer_json)
+    cfg, per_epoch = plan(cfg, model, train)
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
+    files = {"tokenizer.json": tokenizer_json} | chat_files(cfg.dream.init, train.folder)
+    return Trainer(cfg, model, run, mesh, train, heldout, tokenizer), files, per_epoch
+
+
+def check_hosts(folder, trainer):
     """The same ValueError on all hosts if one has other settings or data than host 0, or does not see its files."""
-    marker, digest = out / ".hosts", hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
+    if jax.process_count() == 1:
+        return
+    settings = trainer.meta(0, 0)
+    settings["train"] = {name: value for name, value in settings["train"].items() if name not in OF_A_HOST}
+    marker, digest = folder / ".hosts", hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
     mine = np.frombuffer(digest[:8] + os.urandom(4), np.int32)
     first = multihost_utils.broadcast_one_to_all(mine)
     if jax.process_index() == 0:
@@ -736,7 +765,7 @@ def check_hosts(out, settings):
         raise ValueError(f"hosts {np.flatnonzero(~equal_H).tolist()} have other settings or data than host 0")
     if not sees_H.all():
         advice = "--out has to be on a disk that all hosts share, or in a bucket (gs://...)"
-        raise ValueError(f"hosts {np.flatnonzero(~sees_H).tolist()} do not see what host 0 wrote to {out}: {advice}")
+        raise ValueError(f"hosts {np.flatnonzero(~sees_H).tolist()} do not see what host 0 wrote to {folder}: {advice}")
 
 
 def host_0_says(value):
@@ -745,75 +774,61 @@ def host_0_says(value):
 
 
 def main(cfg):
-    if cfg.hosts:
-        address, *numbers = cfg.hosts.split(",")
-        where = [] if cfg.hosts == "auto" else [address, *map(int, numbers)]
-        jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)  # all end when one is killed
-    if cfg.compile_cache:
-        jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
-    # Choose what was left open, by the data and the devices.
-    asked = cfg
-    train, heldout, tokenizer_json = open_data(cfg)
-    cfg, model, run, mesh = resolve(cfg, jax.devices(), train.meta)
-    check_data(cfg, model, train)
-    if cfg.dream.init:
-        tokenizer_json = known_ids(cfg.resume or cfg.dream.init, model, train.meta, tokenizer_json)
-    elif family_of(cfg) is md:
-        model, tokenizer_json = with_mask(model, train.meta, tokenizer_json)
-    cfg, per_epoch = plan(cfg, model, train)
-    epoch_ends = range(per_epoch, cfg.steps + 1, per_epoch)
-
+    connect(cfg)
+    trainer, files, per_epoch = prepare(cfg)
+    asked, cfg = cfg, trainer.cfg
     with runs.Run(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
-        if jax.process_count() > 1:
-            same = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in OF_A_HOST}
-            check_hosts(folder.out, [same, dataclasses.asdict(model), train.meta["fingerprint"]])
-        tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
-        trainer = Trainer(cfg, model, run, mesh, train, heldout, tokenizer)
+        check_hosts(folder.out, trainer)
         checkpoints = runs.Checkpoints(folder.out, cfg.keep, best="heldout_nats" if trainer.scored else "")
         first, skipped = trainer.begin(checkpoints)
         # The length is written as it was asked for: a resumed run may be given more --epochs or --steps.
-        settings = {"train": dataclasses.asdict(cfg) | {"steps": asked.steps}, "model": dataclasses.asdict(model)}
-        settings["data"] = str(train.folder)
-        folder.begin(first, settings, {"tokenizer.json": tokenizer_json} | chat_files(cfg.dream.init, train.folder))
-        if first >= cfg.steps:
+        settings = {"train": dataclasses.asdict(cfg) | {"steps": asked.steps}}
+        settings |= {"model": dataclasses.asdict(trainer.model), "data": str(trainer.train.folder)}
+        folder.begin(first, settings, files)
+        if first < cfg.steps:
+            train(folder, checkpoints, trainer, first, skipped, per_epoch)
+        else:
             print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --epochs or --steps")
-            return
-        train_step = trainer.compile()
-        meter, saved = Meter(cfg, model, run, mesh, first, skipped), time.monotonic()
-
-        for step, batch, waited_s in prefetch(trainer.batch, first, cfg.steps):
-            # One program: gradients of all micro-batches, clipping, AdamW. The new state takes the old one's memory.
-            trainer.state, metrics = train_step(trainer.state, batch, jnp.int32(step))
-            metrics = {name: float(metrics[name]) for name in METRICS if name in metrics}  # waits for the step
-            done = step + 1
-
-            # A gradient that is not finite leaves the state as it was: one may be bad luck, five are a bad setting.
-            meter.count(metrics.pop("ok"), waited_s)
-            if meter.bad == 5:
-                left = f"step {checkpoints.newest() or 0}, with a lower --lr"
-                raise RuntimeError(f"no finite gradient in five steps, the last {done}; go on from {left}")
-            late = False
-            if done % cfg.log_every == 0 or done == cfg.steps or meter.bad:
-                folder.log({"step": done, **metrics, **meter.row(done)})
-                late = host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
-
-            # Held-out rows and a sample; the checkpoint is written while the next steps run.
-            evaluates = done % cfg.eval_every == 0 or done in epoch_ends or done == cfg.steps
-            stops = folder.signal or checkpoints.preempted(done)  # SIGTERM or Ctrl-C, to any host
-            if evaluates or late or stops:
-                scores = trainer.score() if evaluates else None
-                checkpoints.save(done, trainer.state, trainer.meta(done, meter.skipped), scores or None)
-                saved = time.monotonic()
-            if evaluates:
-                folder.log({"step": done, **scores, **trainer.sample(folder, done)})
-                meter.restart(done)  # their time is not the steps'
-            if stops:
-                checkpoints.close()
-                jax.distributed.shutdown()  # waits for the other hosts, until all have saved
-                folder.leave(done)
         checkpoints.close()
     flags = f"--model=dream --ckpt={cfg.out}" if family_of(cfg) is md else f"--ckpt={cfg.out}"
     print(f"done: {cfg.out}; write code with: python generate.py {flags}")
+
+
+def train(folder, checkpoints, trainer, first, skipped, per_epoch):
+    """The steps after `first`."""
+    cfg, train_step = trainer.cfg, trainer.compile()
+    epoch_ends = range(per_epoch, cfg.steps + 1, per_epoch)
+    meter, saved = Meter(cfg, trainer.model, trainer.run, trainer.mesh, first, skipped), time.monotonic()
+    for step, batch, waited_s in prefetch(trainer.batch, first, cfg.steps):
+        # One program: gradients of all micro-batches, clipping, AdamW. The new state takes the old one's memory.
+        trainer.state, metrics = train_step(trainer.state, batch, jnp.int32(step))
+        metrics = {name: float(metrics[name]) for name in METRICS if name in metrics}  # waits for the step
+        done = step + 1
+
+        # A gradient that is not finite leaves the state as it was: one may be bad luck, five are a bad setting.
+        meter.count(metrics.pop("ok"), waited_s)
+        if meter.bad == 5:
+            left = f"step {checkpoints.newest() or 0}, with a lower --lr"
+            raise RuntimeError(f"no finite gradient in five steps, the last {done}; go on from {left}")
+        late = False
+        if done % cfg.log_every == 0 or done == cfg.steps or meter.bad:
+            folder.log({"step": done, **metrics, **meter.row(done)})
+            late = host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
+
+        # Held-out rows and a sample; the checkpoint is written while the next steps run.
+        evaluates = done % cfg.eval_every == 0 or done in epoch_ends or done == cfg.steps
+        stops = folder.signal or checkpoints.preempted(done)  # SIGTERM or Ctrl-C, to any host
+        if evaluates or late or stops:
+            scores = trainer.score() if evaluates else None
+            checkpoints.save(done, trainer.state, trainer.meta(done, meter.skipped), scores or None)
+            saved = time.monotonic()
+        if evaluates:
+            folder.log({"step": done, **scores, **trainer.sample(folder, done)})
+            meter.restart(done)  # their time is not the steps'
+        if stops:
+            checkpoints.close()
+            jax.distributed.shutdown()  # waits for the other hosts, until all have saved
+            folder.leave(done)
 
 
 if __name__ == "__main__":
