@@ -716,13 +716,15 @@ def run_confined(libc, job, i, end):
         pids = [spawn([theirs], run_program, *args, None, theirs)]
     for file in files[1:]:
         os.close(file)
-    outcome, data = follow_test(job, pids, ours, folder, test["cap"], end)
-    os.close(ours)
+    try:
+        outcome, data = follow_test(job, pids, ours, folder, test["cap"], end)
+    finally:  # end what still runs, also where the trainer was killed
+        os.close(ours)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        ended = [os.wait4(pid, 0) for pid in pids]
 
-    # End what still runs, and take the exit status of the first and the processor time of all.
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    ended = [os.wait4(pid, 0) for pid in pids]
+    # the exit status of the first and the processor time of all
     status = os.waitstatus_to_exitcode(ended[0][1])
     cpu_s = sum(usage.ru_utime + usage.ru_stime for _, _, usage in ended)
     if job["namespaces"]:
@@ -746,7 +748,9 @@ def launch():
     report, null = open(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with whoever started this
+    # PR_SET_PDEATHSIG: end with whoever started this; but if there is a folder, after it, as nobody else removes it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("whoever started this was killed"))
+    libc.prctl(1, signal.SIGTERM if job["folder"] else signal.SIGKILL, 0, 0, 0)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel takes this process before the trainer
 
@@ -769,7 +773,14 @@ def launch():
     for i, test in enumerate(job["tests"]):
         row = {"outcome": "timeout", "cpu_s": 0.0}
         if time.monotonic() < end and not hangs:
-            row = run_confined(libc, job, i, end)
+            try:
+                row = run_confined(libc, job, i, end)
+            except SystemExit:
+                if job["folder"]:
+                    import shutil
+
+                    shutil.rmtree(job["folder"], ignore_errors=True)
+                raise
             hangs = row["outcome"] == "timeout" and test["mode"] != "status" and not row["loaded"]
         print(json.dumps(row), file=report, flush=True)
 
