@@ -88,7 +88,7 @@ class Config:
     sampler: str = ""  # MDLM: ancestral, max_prob, margin, entropy; Dream: entropy, maskgit_plus, topk_margin, origin
     show_steps: bool = False  # MDLM, Dream: show the canvas after every step
     html: str = ""  # MDLM, Dream: write a page that shows in which step each token appeared; .svg: an animation of it
-    dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU that holds it, else half
+    dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU that holds it, else 16 bits
     devices: int = 0  # PythonCoder, Dream: use so many of the machine's devices; 0 takes all
     json: bool = False  # print one JSON line per completion instead of text
     seed: int = 0  # of every random draw
@@ -263,10 +263,12 @@ def load(family, folder, step=0, dtype="", int8=False, devices=0, rows=1):
     import jax
 
     # What the checkpoint holds, and how it would lie on the devices.
-    path, meta, _ = runs.find_weights(Path(folder).absolute(), step)
+    path, meta, _ = runs.find_weights(runs.absolute(folder), step)
     if step and (path / "meta.json").is_file():
         raise ValueError(f"{folder} was converted and has no steps; leave --step={step} out")
     model, stored = family.read_config(path, meta), meta.get("dtype", "float32")
+    if devices > jax.device_count():
+        raise ValueError(f"--devices={devices}: there are {device_line()}")
     mesh = make_mesh(model, jax.devices()[: devices or None], rows)
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     print(device_line() + f"; mesh {axes}" * (mesh.size > 1), file=sys.stderr)

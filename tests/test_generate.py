@@ -240,6 +240,7 @@ def test_bad_input_is_one_line(run_folder, tmp_path):
     here = {"ckpt": str(run_folder)}
     refused("holds no checkpoint; train one", ckpt=str(tmp_path / "none"), prompt="x")
     refused("it has [7]", prompt="x", step=3, **here)
+    refused("there are 8 x cpu", prompt="x", devices=9, **here)
     refused("--top_p", prompt="x", top_p=0.0, **here)
     refused("256 positions", prompt="x", max_new=5000, **here)
     refused("line 2", file=str(tmp_path / "broken.jsonl"), **here)
