@@ -65,7 +65,7 @@ class Config:
     batch_size: int = 16  # rows that are scored at a time
     draws: int = 8  # MDLM, Dream: noise draws of every row; two at least, for the standard error
     seed: int = 0  # MDLM, Dream: of the noise
-    dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU that holds it, else 16 bits
+    dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU if it fits, else 16 bits
     devices: int = 0  # PythonCoder, Dream: use so many of the machine's devices; 0 takes all
     json: bool = False  # print one JSON line per checkpoint instead of text
     pythoncoder: PythonCoderFlags = PythonCoderFlags()

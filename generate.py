@@ -88,7 +88,7 @@ class Config:
     sampler: str = ""  # MDLM: ancestral, max_prob, margin, entropy; Dream: entropy, maskgit_plus, topk_margin, origin
     show_steps: bool = False  # MDLM, Dream: show the canvas after every step
     html: str = ""  # MDLM, Dream: write a page that shows in which step each token appeared; .svg: an animation of it
-    dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU that holds it, else 16 bits
+    dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU if it fits, else 16 bits
     devices: int = 0  # PythonCoder, Dream: use so many of the machine's devices; 0 takes all
     json: bool = False  # print one JSON line per completion instead of text
     seed: int = 0  # of every random draw
