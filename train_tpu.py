@@ -346,13 +346,13 @@ def known_ids(folder, model, meta, tokenizer_json):
     return tokenizer_json
 
 
-def chat_files(*folders):
-    """{name: bytes} of the chat template and its tokens: those of --init, else those that the data came with."""
-    names = "tokenizer_config.json", "chat_template.jinja"
-    for folder in filter(None, folders):
-        found = {name: runs.as_path(folder) / name for name in names if (runs.as_path(folder) / name).is_file()}
+def companions(*folders):
+    """{name: bytes} of the chat template, its tokens and the model's own code: of the first folder that has any."""
+    for folder in map(runs.as_path, filter(None, folders)):
+        paths = [folder / "tokenizer_config.json", folder / "chat_template.jinja", *folder.glob("*.py")]
+        found = {path.name: path.read_bytes() for path in paths if path.is_file()}
         if found:
-            return {name: path.read_bytes() for name, path in found.items()}
+            return found
     return {}
 
 
@@ -740,7 +740,7 @@ def prepare(cfg):
         model, tokenizer_json = with_mask(model, train.meta, tokenizer_json)
     cfg, per_epoch = plan(cfg, model, train)
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
-    files = {"tokenizer.json": tokenizer_json} | chat_files(cfg.dream.init, train.folder)
+    files = {"tokenizer.json": tokenizer_json} | companions(cfg.dream.init, train.folder)
     return Trainer(cfg, model, run, mesh, train, heldout, tokenizer), files, per_epoch
 
 
@@ -784,6 +784,10 @@ def main(cfg):
         # The length is written as it was asked for: a resumed run may be given more --epochs or --steps.
         settings = {"train": dataclasses.asdict(cfg) | {"steps": asked.steps}}
         settings |= {"model": dataclasses.asdict(trainer.model), "data": str(trainer.train.folder)}
+        if cfg.dream.init:  # the name by which generate.py knows a chat model
+            settings["source"] = runs.read_json(runs.as_path(cfg.resume or cfg.dream.init) / "config.json").get(
+                "source"
+            )
         folder.begin(first, settings, files)
         if first < cfg.steps:
             train(folder, checkpoints, trainer, first, skipped, per_epoch)

@@ -487,11 +487,15 @@ def test_init_starts_at_the_loss_of_the_checkpoint(kind, data, pairs, one_device
     model = nnx.merge(md.graph_of(cfg, md.Run()), jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     md.save(tmp_path / "start", model, [folder / "tokenizer.json", tmp_path / "tokenizer_config.json"])
+    runs.write(
+        tmp_path / "start/config.json", json.loads((tmp_path / "start/config.json").read_text()) | {"source": "a/b"}
+    )
     train_tpu.main(dream_config(folder, tmp_path / "run", init=tmp_path / "start", steps=1))
     want = first_loss(runs.load(md, tmp_path / "start", dtype=jnp.float32)[0], folder)
     assert losses(tmp_path / "run")[1][0] == pytest.approx(want, rel=1e-4)
     assert runs.load(md, tmp_path / "run")[0].cfg == cfg
     assert "messages" in (tmp_path / "run" / "tokenizer_config.json").read_text()  # it still knows how to chat
+    assert runs.read_json(tmp_path / "run" / "config.json")["source"] == "a/b"
     if kind == "documents":
         train_tpu.main(dream_config(folder, tmp_path / "next", init=tmp_path / "run", steps=1))
         want = first_loss(runs.load(md, tmp_path / "run")[0], folder)
