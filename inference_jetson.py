@@ -115,7 +115,8 @@ def part(folder, about, name):
     """The bytes of a file of the bundle, which must be those that were written."""
     path = folder / name
     if name not in about["files"]:
-        raise FileNotFoundError(f"the bundle holds no {name}; export it where export_jetson.py can write that")
+        engine = f"; add one: python export_jetson.py --tensorrt --bundle={folder}" if name == "model.trt" else ""
+        raise FileNotFoundError(f"the bundle holds no {name}{engine or '; export where export_jetson.py can write it'}")
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing; copy the folder again")
     data, want = path.read_bytes(), about["files"][name]
@@ -344,7 +345,8 @@ def run_tensorrt(data, built):
     here = f"TensorRT {trt.__version__} on {torch.cuda.get_device_name()}"
     engine = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine(data) if there == here else None
     if engine is None:
-        raise ValueError(f"model.trt is of {there}, this is {here}; build it here: python export_jetson.py --tensorrt")
+        build = "python export_jetson.py --tensorrt --bundle=..."
+        raise ValueError(f"model.trt is of {there}, this is {here}; build it here: {build}")
     context, vocab = engine.create_execution_context(), engine.get_tensor_shape("logits")[-1]
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
 
@@ -428,7 +430,8 @@ class Writer:
         L = token_BL.shape[1]
         room = self.length or min(-(-L // 32) * 32, self.model.cfg.positions)
         if room < L:
-            raise ValueError(f"the engine takes up to {room} tokens, not {L}; export one with --tensorrt --length={L}")
+            another = f"python export_jetson.py --tensorrt --bundle={self.cfg.bundle} --length={L}"
+            raise ValueError(f"the engine takes up to {room} tokens, not {L}; build another: {another}")
         token_BL, filled = F.pad(token_BL, (0, room - L), value=mdlm.PAD), []
         # an engine takes one row at a time
         for part_BL in token_BL.split(1) if self.length else [token_BL]:

@@ -353,6 +353,33 @@ def test_two_processes_train_as_one(script, data, unbroken, tmp_path, compiled):
         assert (out / "samples.txt").read_text().count("---- step") == 1
 
 
+OVERFLOW = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import model_mdlm as mdlm, torch, train_gpu
+train_gpu.dist.init_process_group("gloo")
+model = mdlm.MDLM(mdlm.{SMALLER})
+train_gpu.split(model, False)
+optimizer, scaler = train_gpu.make_optimizer(model, train_gpu.Config()), torch.amp.GradScaler("cpu")
+scaler.scale(torch.ones(()))
+for p in model.parameters():
+    p.grad = torch.zeros_like(p)
+if train_gpu.dist.get_rank() == 1:
+    train_gpu.local(model.head.weight.grad).fill_(torch.inf)
+scaler.unscale_(optimizer)
+scaler.update()
+print("scale", scaler.get_scale(), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_an_overflow_in_one_process_lowers_the_scale_of_all(tmp_path):
+    """With FSDP2 each process sees a part of the gradients; PyTorch 2.5 and newer tells the others of an infinity."""
+    (tmp_path / "overflow.py").write_text(OVERFLOW)
+    ran = subprocess.run([*LAUNCH, tmp_path / "overflow.py"], capture_output=True, text=True, env=ENV, timeout=120)
+    assert ran.stdout.count("scale 32768.0") == 2, ran.stdout + ran.stderr[-2000:]
+
+
 @pytest.mark.slow
 def test_two_processes_leave_together_when_one_is_asked_to_stop(script, data, unbroken, tmp_path):
     out = tmp_path / "run"
