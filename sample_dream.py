@@ -98,10 +98,9 @@ class Given(typing.NamedTuple):
     key_B: jax.Array  # a random key for each row
     steps: int  # how many steps the schedule of a block has
     limit: int  # a block is left after so many steps, whatever is masked in it
-    share_S: jax.Array | None = None  # without a threshold: which part of the masked positions step i fills
-    budget_SB: jax.Array | None = None  # with one: how many positions more may be filled from step i on
-    commit_S: jax.Array | None = None  # alg="origin": the chance of each masked position to be filled in step i
-    u_SBL: jax.Array | None = None  # its uniform numbers, if they are not to be drawn
+    budget_SB: jax.Array | None = None  # with a threshold: how many positions more may be filled from step i on
+    share_S: jax.Array | None = None  # without: the part of the masked positions that step i fills; origin: its chance
+    u_SBL: jax.Array | None = None  # origin: uniform numbers, if they are not to be drawn
     threshold: float = 0.0
     eos_penalty: float = 0.0
     first: int = 0  # first slot of the block
@@ -145,7 +144,7 @@ class Sampler:
         if rule.alg == "origin":
             drawn = given.u_SBL is None
             u_BL = self.draw(given, 2, state.step, given.place_BL) if drawn else given.u_SBL[i]
-            wanted_BL &= u_BL < given.commit_S[i]
+            wanted_BL &= u_BL < given.share_S[i]
             return wanted_BL, wanted_BL.sum(-1)
         # A threshold: what the schedule allows by now; `forward` says how many of them are sure enough.
         count_B = wanted_BL.sum(-1)
@@ -360,12 +359,6 @@ def schedule(rule, size, steps, masked_BL, u_SBL=None):
     They have a row for each slot of the canvas at least: a program for all numbers of steps up to that.
     """
     pad = functools.partial(padded, least=masked_BL.shape[1])
-    # Chance: a masked position is filled with probability 1 - s / t, and in the last step for certain.
-    if rule.alg == "origin":
-        t = np.linspace(1, rule.eps, steps + 1)
-        commit_S = np.append(1 - t[1:-1] / t[:-2], 1).astype(np.float32)
-        u_SBL = None if u_SBL is None else padded(np.asarray(u_SBL))
-        return {"steps": steps, "limit": steps, "commit_S": pad(commit_S), "u_SBL": u_SBL}
     # A threshold with blocks: every step may fill all. It fills one token at least, as does a block's opening pass.
     if rule.threshold and rule.block_length:
         limit = size + 1
@@ -376,10 +369,12 @@ def schedule(rule, size, steps, masked_BL, u_SBL=None):
         count_B = masked_BL.sum(-1)
         budget_SB = diffusion.step_counts(count_B, steps, "even").astype(np.int32)
         return {"steps": steps, "limit": steps + int(count_B.max()), "budget_SB": pad(budget_SB)}
-    # Else Dream's schedule. The opening pass of Fast-dLLM fills only one token, so its blocks have two steps at least.
+    # Else Dream's schedule, origin's by chance: a step fills the share 1 - s / t, the last all. The opening pass of
+    # Fast-dLLM fills only one token, so its blocks have two steps at least.
     limit = max(steps, 1 + rule.fast_dllm)
     share_S = diffusion.dream_shares(steps, rule.eps)[np.minimum(np.arange(limit), steps - 1)]
-    return {"steps": limit, "limit": limit, "share_S": pad(share_S)}
+    u_SBL = None if u_SBL is None else padded(np.asarray(u_SBL))
+    return {"steps": limit, "limit": limit, "share_S": pad(share_S), "u_SBL": u_SBL}
 
 
 def window(rule, length, begin, first, size):
@@ -391,9 +386,9 @@ def window(rule, length, begin, first, size):
     """
     if rule.fast_dllm:
         return first, length - first if rule.cache == "prefix" else size
-    start = max((begin if rule.cache == "prefix" else first) - 1, 0)
-    width = min(-(-(length - start) // 32) * 32 if rule.cache == "prefix" else size + 1, length)
-    return min(start, length - width), width
+    slots = -(-(length - begin) // 32) * 32 if rule.cache == "prefix" else size
+    width = min(slots + 1, length)
+    return min(max(first - 1, 0), length - width), width
 
 
 def prepare(cfg, rule, token_BL, see_BL, made_BL, key=None, u_SBL=None):

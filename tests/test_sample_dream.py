@@ -72,7 +72,7 @@ def test_the_schedule_takes_kilobytes_whatever_the_number_of_steps_and_masks():
 def simulate(model, row_L, rule):
     """One row without padding, block by block, in NumPy around single passes of the model.
 
-    A prefix window is 32 slots wide.
+    A prefix window is 33 slots wide.
     """
     row_L, L, size = row_L.copy(), len(row_L), rule.block_length
     S0, passes = int(np.argmax(row_L == MASK)), 0
@@ -81,7 +81,7 @@ def simulate(model, row_L, rule):
     for S in range(S0, L, size):
         E = min(S + size, L)
         end = E if rule.cache == "dual" else L
-        start = {"": 0, "prefix": max(0, L - 32), "dual": end - size - 1}[rule.cache]
+        start = {"": 0, "prefix": max(0, L - 33), "dual": end - size - 1}[rule.cache]
         h_LD, cache = hidden(model, row_L[None])
         at = 0
         for i in range(size):
@@ -117,7 +117,7 @@ def test_cached_blocks_of_a_padded_batch_are_those_of_each_row_alone(cache):
             np.testing.assert_array_equal(row, want_L)
         if len(settings) == 1 and "threshold" not in settings:  # all rows fill the same number of tokens a step
             assert stats["forwards"] == alone[0][1]
-        widths = {"": {64}, "prefix": {32, 64}, "dual": {7, 64}}[cache]
+        widths = {"": {64}, "prefix": {33, 64}, "dual": {7, 64}}[cache]
         assert set(stats["windows"]) <= widths
         assert MASK not in np.array(rows[0])
 
