@@ -573,7 +573,8 @@ class Mdlm(CanvasModel):
         settings = cfg.sampler, cfg.steps, cfg.mdlm.schedule, cfg.temperature, cfg.top_k, cfg.top_p
         self.rule = mdlm.Sampling(*settings, vocab=tokenizer.get_vocab_size())
         self.generator = torch.Generator(self.device).manual_seed(cfg.seed)
-        print(f"{folder}, {dtype}", file=sys.stderr)
+        name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
+        print(f"{folder}, {dtype} on {name}", file=sys.stderr)
 
     def fill(self, canvases):
         import torch
