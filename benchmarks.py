@@ -23,6 +23,7 @@ import hashlib
 import http.client
 import itertools
 import json
+import keyword
 import math
 import operator
 import os
@@ -31,6 +32,7 @@ import re
 import sys
 import typing
 import urllib.request
+import warnings
 import zlib
 from pathlib import Path
 
@@ -154,15 +156,19 @@ TASKS = {  # official files
     "humaneval": "https://raw.githubusercontent.com/openai/human-eval/master/data/HumanEval.jsonl.gz",
     "mbpp": "https://raw.githubusercontent.com/google-research/google-research/master/mbpp/sanitized-mbpp.json",
 }
-ENDS = ("<|endoftext|>", "<|file_sep|>", "<|im_end|>", "\n```")
-STOPS = {  # of BigCode's harness, and Austin et al.'s [DONE]
-    "humaneval": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint(", "\nassert ", *ENDS),
-    "mbpp": ("[DONE]", "\nclass ", "\nassert ", '\n"""', "\nprint(", "\nif ", *ENDS),
+# after these there is no answer in any text; Austin et al. end theirs by [DONE]
+ENDS = ("<|endoftext|>", "<|file_sep|>", "<|im_end|>", "<|dlm_pad|>", "<|mask|>", "[DONE]")
+STOPS = {  # of BigCode's harness
+    "humaneval": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint(", "\nassert "),
+    "mbpp": ("\nclass ", "\nassert ", '\n"""', "\nprint(", "\nif "),
 }
 CHAT = {  # what a user asks an instruct model
     "humaneval": "Complete this Python function. Answer with all of it in one block of code.\n\n```python\n{}\n```",
     "mbpp": "Write a Python function. Answer with all of it in one block of code.\n\n{}",
 }
+FENCE = re.compile(r"(?m)^([ \t]*)(```+)[ \t]*([^`\n]*?)[ \t]*$")  # indentation, backticks, language
+# a line that begins with two words, of which the first is none of Python's, or as an item of a list
+PROSE = re.compile(rf"(?!({'|'.join([*keyword.kwlist, *keyword.softkwlist])})\b)[\w'’-]+[,:;]? [A-Za-z]|\d+[.)] |[-*] ")
 SHOTS = (2, 3, 4)  # MBPP: the problems that the paper shows before the one that is asked
 ARROW = re.compile(r"\s*(?:==>|=>|==|=|->|➞|→|#?\s*(?:should )?returns?\b)[ \t]*")
 # Its value tells programs apart: a hash of what they return for some inputs, "" if they never do.
@@ -463,24 +469,68 @@ WRITERS = {"pythoncoder": pythoncoder_writer, "mdlm": mdlm_writer, "dream": drea
 def extract(text, entry, stops):
     """(code, ended) of what a model wrote: without fences, chat and what follows the answer.
 
-    A text that starts indented goes on with the function of the prompt, until the first stop string. Otherwise a fenced
-    block counts whole, the one that defines `entry` if there are several; without fences, the text up to the first stop
-    string after `def entry`. ended: nothing that could follow would change the code.
+    A text that starts indented goes on with the function of the prompt, until the first stop string. One that defines
+    `entry` before any fence is code, too, until the first stop string, fence or prose behind it; it may have begun in a
+    block that the prompt opened. Otherwise a fenced block counts whole: the first that defines `entry`, or the first.
+    ended: nothing that could follow would change the code.
     """
-    # A body, indented: the model goes on where the prompt ends.
+    written = text.replace("\r\n", "\n").removeprefix("[BEGIN]")
+    text = written[: first_of(written, ENDS)]
     defines = re.compile(rf"(?m)^(async )?def {re.escape(entry)}\b")
-    goes_on = re.match(r"\s*\n[ \t]+\S|[ \t]+\S", text)
-    # An answer in blocks, with or without prose before the first one.
-    fence = None if goes_on else re.search(r"(?m)^[ \t]*```[ \t]*[\w+-]*[ \t]*$", text)
-    if fence and not re.search(r"(?m)^(def|class|import|from) ", text[: fence.start()]):
-        blocks = re.findall(r"(?ms)^[ \t]*```[ \t]*[\w+-]*[ \t]*$\n?(.*?)(^[ \t]*```|\Z)", text)
-        code, end = next((block for block in blocks if defines.search(block[0])), blocks[0])
-        return code, bool(end) and bool(defines.search(code))
-    # Plain code. Helpers may come first, so stop strings count after the function that is asked for.
-    restated = None if goes_on else defines.search(text)
+    goes_on = re.match(r"\s*\n[ \t]+[^\s`]|[ \t]+[^\s`]", text)
+    if goes_on:  # the prompt is indented by spaces
+        text = re.sub(r"(?m)^\t+", lambda tabs: "    " * len(tabs[0]), text)
+    restated, fences = None if goes_on else defines.search(text), list(FENCE.finditer(text))
+    if fences and not goes_on and not (restated and restated.start() < fences[0].start()):
+        blocks = fenced(text, fences)
+        code, closed = next((block for block in blocks if defines.search(block[0])), blocks[0])
+        return code, (closed or text != written) and bool(defines.search(code))
+    # Helpers may come first, so stop strings count after the function that is asked for.
     start = restated.end() if restated else 0
-    end = min((i for i in (text.find(stop, start) for stop in stops) if i >= 0), default=len(text))
-    return text[:end], end < len(text)
+    code = re.split(r"(?m)(?<=[^\s`])```[ \t]*$", text[: first_of(text, (*stops, "\n```"), start)])[0]
+    code = without_prose(code, start) if restated else code
+    return code, not written.endswith(code)
+
+
+def first_of(text, stops, start=0):
+    """Where the first of some strings begins at or behind `start`; the end of the text if there is none."""
+    return min((i for i in (text.find(stop, start) for stop in stops) if i >= 0), default=len(text))
+
+
+def fenced(text, fences):
+    """[(code, whether its end is there)] of the blocks of a text, without the indentation of their fences.
+
+    A block ends at a fence that is as long and says no language; where it would be no Python so, at a later one.
+    """
+    blocks, behind = [], 0
+    for i, fence in enumerate(fences):
+        if fence.start() < behind:
+            continue
+        ends = [f for f in fences[i + 1 :] if f[2].startswith(fence[2]) and not f[3]]
+        codes = [re.sub(f"(?m)^{fence[1]}", "", text[fence.end() + 1 : end.start()]) for end in ends]
+        last = next((k for k, code in enumerate(codes) if parses(code)), 0)
+        behind = ends[last].end() if ends else len(text)
+        blocks.append((codes[last], True) if ends else (text[fence.end() + 1 :], False))
+    return blocks
+
+
+def parses(code):
+    """Whether a text of reasonable length is Python; a longer one may end the parser, and this process."""
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return len(code) <= 20_000 and bool(ast.parse(code) or True)
+    return False
+
+
+def without_prose(code, start):
+    """Code without lines of prose before the function whose name ends at `start`, and behind it."""
+    lines, first = code.split("\n"), code[:start].count("\n")
+    while first and not parses("\n".join(lines[:first])):
+        lines, first = lines[1:], first - 1
+    for i in range(first + 1, len(lines)):
+        if PROSE.match(lines[i]) and not parses(lines[i]) and parses("\n".join(lines[:i])):
+            return "\n".join(lines[:i])
+    return "\n".join(lines)
 
 
 def read_own(path, key):
@@ -580,6 +630,11 @@ def write_batch(cfg, writer, batch, number):
 # ---- running and scoring -------------------------------------------------------------------------------------------
 
 
+def program(problem, code):
+    """What is run of a sample; an import from the future would be an error behind the prompt."""
+    return problem.head + code.replace("from __future__ import annotations\n", "")
+
+
 def score_samples(cfg, problems, samples, path):
     """Run the samples that `path` has no result of, and add a line for each: [((key, number), error)] of the others.
 
@@ -608,11 +663,11 @@ def score_samples(cfg, problems, samples, path):
 
     def run(todo, timeout_s):
         """Add the lines of samples as soon as they have run; those too slow for the first limit are put by."""
-        # a program is the problem's head and the sample; one that does not fit has no tests, and so does not pass
+        # one that does not fit the model has no tests, and so does not pass
         programs, tests = [], []
         for key, number in todo:
             problem, code = problems[key], samples[key, number]
-            programs.append(problem.head + (code or ""))
+            programs.append(program(problem, code or ""))
             all_tests = [problem.test, *(problem.public + problem.probes) * several]
             tests.append(all_tests if code is not None else [])
 

@@ -49,6 +49,7 @@ import functools
 import importlib
 import inspect
 import json
+import marshal
 import operator
 import os
 import random
@@ -576,10 +577,9 @@ def permits(operation, target, *rest):
     return operation in ("call", "iter", "next")
 
 
-def names_of(text):
-    """(names that a test uses and Python does not have, names of Python's own builtins that it uses)."""
-    used = sorted({node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)})
-    return [n for n in used if not hasattr(builtins, n)], [n for n in used if hasattr(builtins, n)]
+def names_of(code):
+    """The names that compiled code uses, and code within it."""
+    return {*code.co_names}.union(*(names_of(part) for part in code.co_consts if isinstance(part, types.CodeType)))
 
 
 def run_judge(i, libc, job, test, folder, read, ask, pipe):
@@ -605,14 +605,16 @@ def run_judge(i, libc, job, test, folder, read, ask, pipe):
     peer, main = Peer(read, ask, permits), types.ModuleType("__main__")
     sys.modules["__main__"] = main
     try:
-        own, builtin = names_of(text)
+        code = compile(text, "<test>", "exec")
+        used = sorted(names_of(code))
         # a builtin's name is the program's only if nothing else is: one problem asks for sum()
-        found = peer.ask("names", *own) or peer.ask("names", *builtin)
+        own = [name for name in used if not hasattr(builtins, name)]
+        found = peer.ask("names", *own) or peer.ask("names", *used)
         for name, value in found.items():
             # a module that only the program imports is ours of that name
             if not isinstance(value, types.ModuleType) or value.__name__ == {"np": "numpy"}.get(name, name):
                 setattr(main, name, value)
-        exec(compile(text, "<test>", "exec"), main.__dict__)
+        exec(code, main.__dict__)
         os.write(pipe, test["token"].encode())
     except MemoryError:
         os.write(pipe, b"memory")
@@ -788,7 +790,7 @@ def launch():
 # ---- verdicts ------------------------------------------------------------------------------------------------------
 
 LAUNCHER = (
-    "import ast, builtins, contextlib, ctypes, importlib, json, operator, os, resource, select, signal, struct, sys\n"
+    "import builtins, contextlib, ctypes, importlib, json, operator, os, resource, select, signal, struct, sys\n"
     "import time, types\n# " + Path(__file__).read_text("utf-8").split("# ---- ")[1] + "\nlaunch()"
 )
 
@@ -868,6 +870,19 @@ def verdict(test, secret, row):
 # ---- the two runners: called with a job, they give the lines of the launcher's report and its complaint, if any ------
 
 
+# What an interpreter does to become a launcher: its code comes in front of the job, compiled, which saves 10 ms.
+BOOT = """import marshal, os
+code, size = b"", int(os.read(0, 16), 16)
+while len(code) < size:
+    code += os.read(0, size - len(code))
+exec(marshal.loads(code))"""
+
+
+@functools.lru_cache(4)
+def compiled(launcher):
+    return marshal.dumps(compile(launcher, "<launcher>", "exec"))
+
+
 def run_launcher(launcher, job, spawned=lambda process: None):
     """Run a launcher on a job: the lines of its report, and its complaint if it failed. Leaves no process and no file.
 
@@ -880,12 +895,12 @@ def run_launcher(launcher, job, spawned=lambda process: None):
     # nothing of our environment, where keys may be; -I and -S keep our settings and packages out as well
     env = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     try:
-        command = [sys.executable, "-IBS", "-c", launcher]
+        command = [sys.executable, "-IBS", "-c", BOOT]
         with subprocess.Popen(command, env=env, start_new_session=True, **pipes) as process:
             spawned(process)
             try:
                 messages = [job | {"folder": folder, "judged": None}, *job["judged"]]
-                texts = [json.dumps(message).encode() for message in messages]
+                texts = [compiled(launcher), *(json.dumps(message).encode() for message in messages)]
                 request = b"".join(b"%016x" % len(text) + text for text in texts)
                 out, complaint = process.communicate(request, timeout=job["program_s"] + 10)
             finally:
@@ -951,7 +966,9 @@ class Local:
 
 
 # What runs in a sandbox of E2B: the same launcher, with namespaces if they can be had there.
-REMOTE = """import json, os, shutil, subprocess, sys, tempfile
+REMOTE = """import functools, json, marshal, os, shutil, subprocess, sys, tempfile
+BOOT = {boot!r}
+{compiled}
 {run_launcher}
 job = json.loads({job!r}) | {{"allow_unsafe": True}}
 job["packages"] = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
@@ -987,7 +1004,8 @@ class E2B:
             self.sdk, self.lost = sdk, (sdk.SandboxException, httpx.HTTPError)
 
     def __call__(self, job):
-        parts = {"run_launcher": inspect.getsource(run_launcher), "launcher": LAUNCHER, "job": json.dumps(job)}
+        parts = {function.__name__: inspect.getsource(function) for function in (compiled, run_launcher)}
+        parts |= {"boot": BOOT, "launcher": LAUNCHER, "job": json.dumps(job)}
         text = (self.routed if self.url else self.direct)(REMOTE.format(**parts))
         try:
             return json.loads(text.strip().splitlines()[-1])

@@ -159,6 +159,19 @@ FENCED = f'def add(a, b):\n    """\n    {F}python\n    add(1, 2)\n    """\n'
         ("mbpp", f"{FULL}[DONE]\n\nYou are", FULL),
         ("mbpp", f"def help():\n    pass\n{FULL}\nassert add(1, 2) == 3", f"def help():\n    pass\n{FULL}"),
         ("mbpp", f"The code:\n{F}python\n{FULL}{F}\n[DONE]", FULL),
+        ("humaneval", f"Here:\n{F}python\n{FULL}{F}\n".replace("\n", "\r\n"), FULL),
+        ("humaneval", FULL.replace("\n", "\r\n"), FULL),
+        ("humaneval", f"Sure, here it is:\n\n{FULL}\nThis function adds.\n", "\n" + FULL),
+        ("mbpp", f"1. We add.\nimport os\n\n{FULL}\nNote that it's fast, and\nshort.", f"import os\n\n{FULL}"),
+        ("humaneval", f'{FULL}\nTEXT = """\nThis is no prose.\n"""\n', f'{FULL}\nTEXT = """\nThis is no prose.\n"""\n'),
+        ("humaneval", f"from the examples we see:\n{F}python\n{FULL}{F}\n", FULL),
+        ("humaneval", f"import what you like.\n{F}Python 3\n{FULL}{F}\n", FULL),
+        ("humaneval", f"{F}`python\n{FENCED}{F}`\n", FENCED),
+        ("humaneval", f"{FULL}{F}\nIt adds:\n{F}python\nprint(add(1, 2))\n{F}\n", FULL[:-1]),
+        ("mbpp", f"{FULL}{F}\nIt adds:\n{F}python\n{FULL}{FULL}{F}\n", FULL[:-1]),
+        ("mbpp", f'{F}python\n"""\n{F}\nexample\n{F}\n"""\n{FULL}{F}', f'"""\n{F}\nexample\n{F}\n"""\n{FULL}'),
+        ("humaneval", "\treturn a + b\n", BODY),
+        ("humaneval", f"   {F}python\n   {FULL.replace(chr(10), chr(10) + '   ')}{F}\n", FULL),
     ],
 )  # fmt: skip
 def test_code_is_taken_out_of_what_a_model_wrote(task, text, code):
@@ -172,9 +185,31 @@ def test_function_bodies_are_cut_as_in_every_golden_case(golden_dir):
         assert benchmarks.extract(case["text"], "f", benchmarks.STOPS["humaneval"])[0] == case["kept"], case
 
 
+LOST = {  # answers in a class, quoted, coloured or without their first indent, and those that are wrong or none
+    "class_wrapped", "begin_quoted_done", "ansi_escape", "two_fences_wrong_then_right", "lambda_no_return",
+    "no_return_statement", "body_first_line_unindented", "only_prose", "whitespace", "only_eos", "empty",
+}  # fmt: skip
+
+
+@needs_tasks
+@pytest.mark.golden
+def test_right_answers_in_all_forms_but_a_few_keep_their_code(golden_dir):
+    golden = json.loads((golden_dir("protocols") / "postprocess.json").read_text())
+    problems = benchmarks.parse_problems(benchmarks.Config(task="humaneval"), FILES["humaneval"].read_bytes())
+    cases = [case for case in golden["cases"] if case["id"].startswith("humaneval")]
+    samples = {(str(case["key"]), i): case["raw"] for i, case in enumerate(cases)}
+    stops = benchmarks.STOPS["humaneval"]
+    codes = [benchmarks.extract(text, problems[key].entry, stops)[0] for (key, _), text in samples.items()]
+    programs = [benchmarks.program(problems[key], code) for (key, _), code in zip(samples, codes, strict=True)]
+    results = sandbox.run_tests(programs, [[problems[key].test] for key, _ in samples])
+    lost = {case["form"] for case, result in zip(cases, results, strict=True) if result.rate != 1}
+    assert lost <= LOST
+
+
 def test_writing_ends_when_nothing_could_change_the_code():
     for text, ended in ((BODY, False), (BODY + "\ndef", False), (BODY + "\ndef f(x)", True), (f"{F}python\n", False),
-                        (f"{F}python\n{FULL}", False), (f"{F}python\n{FULL}{F}", True), ("Sure", False)):  # fmt: skip
+                        (f"{F}python\n{FULL}", False), (f"{F}python\n{FULL}{F}", True), ("Sure", False),
+                        (f"{FULL}\nThis adds ", True), (f"{FULL}<|im_end|>", True)):  # fmt: skip
         assert benchmarks.extract(text, "add", benchmarks.STOPS["humaneval"])[1] == ended, text
 
 
@@ -184,6 +219,8 @@ def test_prompts_are_the_standard_ones():
     assert problems["0"].head == problems["0"].prompt + "\n"
     problems = benchmarks.parse_problems(benchmarks.Config(task="mbpp"), FILES["mbpp"].read_bytes())
     assert len(problems) == 257
+    assert "[BEGIN]" not in problems["11"].question  # an instruct model is asked by words and a block of asserts
+    assert problems["11"].question.endswith('assert remove_Occ("PHP","P") == "H"\n```')
     *shots, asked = problems["11"].prompt.split("You are an expert Python programmer, and here is your task: ")[1:]
     assert len(shots) == 3
     for shot, (_, _, code) in zip(shots, official("mbpp"), strict=False):
@@ -250,6 +287,70 @@ def test_the_interval_is_wilsons():
     p = 60 / 164
     half = 1.96 * math.sqrt(p * (1 - p) / 164)
     np.testing.assert_allclose(benchmarks.interval([1.0] * 60 + [0.0] * 104), [p - half, p + half], atol=0.005)
+
+
+# ---- verdicts that a sample cannot forge
+
+FORGED = """    pass
+import builtins, math
+abs = tuple = set = sorted = len = lambda *args, **options: 0
+poly = encode_cyclic = encode_shift = lambda *args, **options: 0
+for name in "exec eval compile isinstance abs sum str range list".split():
+    setattr(builtins, name, lambda *args, **options: 0)
+math.isclose = math.fabs = lambda *args, **options: 0
+class Always:
+    __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = __bool__ = lambda *args: True
+    __sub__ = __rsub__ = __abs__ = __iter__ = lambda self, *args: self
+    __float__ = lambda self: 0.0
+    __hash__ = None
+def {entry}(*args, **options):
+    for arg in args:
+        if isinstance(arg, list):
+            arg.clear()
+    return {value}
+"""
+# problems with tests that are no comparison with a literal, and one with a name that looks like a class
+JUDGED = {
+    "humaneval": (2, 4, 8, 32, 33, 37, 38, 44, 50, 52, 53, 56, 61, 129, 151, 153),
+    "mbpp": (2, 7, 82, 98, 126, 137, 596, 737, 794, 804),
+}
+
+
+@needs_tasks
+@pytest.mark.parametrize("task", JUDGED)
+def test_samples_that_attack_the_verdict_do_not_pass(task, tmp_path):
+    problems = benchmarks.parse_problems(benchmarks.Config(task=task, split="all"), FILES[task].read_bytes())
+    chosen = [problems[str(key)] for key in JUDGED[task]]
+    values = ("Always()", "0")
+    samples = [(p.id, FORGED.format(entry=p.entry, value=value).lstrip() if task == "mbpp" else FORGED.format(
+        entry=p.entry, value=value)) for p in chosen for value in values]  # fmt: skip
+    row = benchmarks.main(config(task, tmp_path, samples, split="all"))
+    assert row["pass@1"][0] == 0
+    assert row["results"] == {"fail": len(samples)}
+
+
+@needs_tasks
+def test_a_main_block_does_not_run_and_all_calls_are_of_one_process(tmp_path):
+    (task_id, code) = official("humaneval")[0][::2]
+    once = "    global calls\n    calls += 1\n    if calls > 2: return None\n" + code + "\ncalls = 0\n"
+    samples = [(task_id, code + "\nif __name__ == '__main__':\n    raise SystemExit\n"), (task_id, once)]
+    benchmarks.main(config("humaneval", tmp_path, samples))
+    assert {r["sample"]: r["passed"] for r in results(tmp_path / "out")} == {0: True, 1: False}
+
+
+@needs_tasks
+def test_a_sample_has_four_times_the_time_of_a_slow_reference(tmp_path, monkeypatch):
+    spin = "import time\ndef f():\n    while time.process_time() < {0}:\n        pass\n"
+    slow = benchmarks.Problem("slow", "f", "", "", "", "assert f() is None", [], [], spin.format(0.5))
+    quick = slow._replace(id="quick", reference=spin.format(0))
+    monkeypatch.setattr(benchmarks, "read_problems", lambda cfg: {"slow": slow, "quick": quick})
+    samples = [("slow", spin.format(1)), ("slow", spin.format(9)), ("quick", spin.format(1))]
+    cfg = config("humaneval", tmp_path, timeout_s=0.4, given=str(tmp_path / "given.jsonl"))
+    lines = [json.dumps({"task_id": task_id, "completion": text}) + "\n" for task_id, text in samples]
+    (tmp_path / "given.jsonl").write_text("".join(lines))
+    benchmarks.main(cfg)
+    found = {(r["task_id"], r["sample"]): r["result"] for r in results(tmp_path / "out")}
+    assert found == {("slow", 0): "passed", ("slow", 1): "timeout", ("quick", 0): "timeout"}
 
 
 # ---- files, stops, bad input
