@@ -483,6 +483,21 @@ def f(x):
         if libc.ptrace(16, pid, 0, 0) == 0 or libc.process_vm_writev(pid, vector, 1, vector, 1, 0) == 8:
             return x + 1
 """
+# a program that talks with the judge itself, gives it more names than it asks for, and one answer to all else
+OTHER_END = """
+import json, os, sys
+frame = sys._getframe()
+while frame and 'pipe' not in frame.f_locals:
+    frame = frame.f_back
+names = 'f abs set sorted all map isinstance math range fabs isclose check candidate __builtins__ __name__'.split()
+own = {"d": [[name, {"yours": [i, None]}] for i, name in enumerate(names)]}
+FIRST = [own, LATE]
+os.write(frame.f_locals['pipe'], b'=')
+for line in open(frame.f_locals['read'] or 0, 'rb'):
+    asked = json.loads(line)
+    value = FIRST.pop() if asked[1] == 'names' else ANSWER
+    os.write(frame.f_locals['pipe'], json.dumps(["got", value, []]).encode() + bytes([10]))
+"""
 FORGERIES = {
     "exec and compile": "import builtins\nbuiltins.exec = builtins.compile = builtins.eval = lambda *a, **k: None\n",
     "other builtins": (
@@ -509,10 +524,15 @@ FORGERIES = {
     "callable class": f"class A:\n{ALWAYS}f = A()\n",
     "mock": "import unittest.mock\ndef f(x): return unittest.mock.ANY\n",
     "mock by name": "import unittest.mock\nf = unittest.mock.MagicMock()\n",
+    "own math": "class math:\n    isclose = lambda *a: True\n    fabs = lambda x: 0\ndef f(x): return 0\n",
     "end of iteration": "def f(x): raise StopIteration\n",
+    "other end of iteration": "class End(StopIteration): pass\ndef f(x): raise End\n",
     "exit": "import os\ndef f(x): os._exit(0)\n",
     "messages": MESSAGES,
     "the judge itself": NEIGHBOURS,
+    "other end": OTHER_END.replace("LATE", "own").replace("ANSWER", "0"),
+    "other end that says yes": OTHER_END.replace("LATE", "own").replace("ANSWER", "True"),
+    "other end that has no f at first": OTHER_END.replace("LATE", '{"d": []}').replace("ANSWER", "0"),
 }  # fmt: skip
 
 WITHOUT = {  # what a machine may lack: replacements in the launcher; the first is a switch of layers()
@@ -544,6 +564,13 @@ def forged(without, tests):
 
 def test_no_forgery_passes_a_test_by_judge(layers):
     assert forged("nothing", JUDGED[::3]) == {}
+
+
+def test_a_module_that_a_test_compares_by_is_never_the_programs(layers):
+    programs = ["import math\n" + GOOD, "import math\nmath.isclose = lambda *a: True\ndef f(x): return 0",
+                "class math:\n    isclose = lambda *a: True\ndef f(x): return 0"]  # fmt: skip
+    results = sandbox.run_tests(programs, [["assert math.isclose(f(0.5), 1.5)"]] * 3)
+    assert [result.verdicts for result in results] == [["pass"], ["fail"], ["fail"]]
 
 
 @pytest.mark.slow
