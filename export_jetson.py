@@ -9,8 +9,8 @@ model.safetensors (FP16: what inference_jetson.py reads by default), model_jetso
 model.trt. Each is read back as inference_jetson.py does, run on canvases of several lengths, and compared with the
 float32 model; a graph that cannot be written costs one line, not the bundle.
 
-Runs on Python 3.10 and torch 2.4 or newer. ONNX comes from torch.export where it knows how, PyTorch 2.8 or newer, else
-from TorchScript.
+Runs on Python 3.10 and torch 2.4 or newer. ONNX comes from torch.export with torch 2.9 or newer, from TorchScript with
+an older one, whose torch.export does not keep batch and length free or mixes types.
 
 All graphs take token [B, L] int64, noise [B] float32 = P(masked), see [B, L] bool (False for PAD), and give float16
 logits [B, L, V]. Letters: B batch, L length, D width, V vocabulary.
@@ -198,7 +198,7 @@ def lacks(*packages):
 
 def by_torch_export():
     """Whether this PyTorch writes ONNX from torch.export; TorchScript's exporter does it elsewhere."""
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 
 
 def about_file(data, errors):
