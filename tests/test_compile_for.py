@@ -6,16 +6,15 @@ import json
 import os
 import subprocess
 import sys
-import types
 
 import pytest
+import tokenizers
 from conftest import ROOT, run
 from flax import nnx
 
 import compile_for
 import generate
 import model_dream as md
-import runs
 import sample_dream
 
 # ---- text written by hand: 3 rounds of {matmul in a fusion, all-gather}, a conditional, collectives of every form
@@ -339,19 +338,18 @@ def test_usable_memory_is_what_the_compiler_says(compiled):
 
 
 @pytest.mark.parametrize("flags", [{}, {"block_length": 32, "cache": "dual", "threshold": 0.9}], ids=str)
-def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch):
+def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch, tmp_path):
     import jax
-    import jax.numpy as jnp
 
     # what generate.py calls fill_block with, for a prompt of one token and 95 to come
     calls, cfg = [], md.CONFIGS["tiny"]
-    model = nnx.merge(md.graph_of(cfg, md.Run(jnp.dtype("bfloat16"))), md.new_params(cfg, 0))
-    tokenizer = types.SimpleNamespace(token_to_id=lambda name: None, get_vocab_size=lambda: 4000)
-    monkeypatch.setattr(generate, "load", lambda *args, **options: (model, 0, None))
-    monkeypatch.setattr(runs, "read_json", lambda path: {})
-    monkeypatch.setattr(sample_dream, "load_tokenizer", lambda *args: tokenizer)
-    monkeypatch.setattr(sample_dream, "chat_template", lambda folder: None)
-    settings = generate.Config(model="dream", ckpt="none", prompt="x", dream=generate.DreamFlags(**flags))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = nnx.merge(md.graph_of(cfg, md.Run()), md.new_params(cfg, 0))
+    md.save(tmp_path / "model", model, [tmp_path / "tokenizer.json"])
+    settings = {"ckpt": str(tmp_path / "model"), "prompt": "a", "dtype": "bfloat16", "devices": 1}
+    settings = generate.Config(model="dream", dream=generate.DreamFlags(**flags), **settings)
     writer = generate.Dream(generate.resolve(settings), 1)
 
     def stop(*args, **static):
