@@ -238,7 +238,7 @@ def call_filter(machine, allowed, threads=False):
 ARGUMENTS = {
     "decimal.Decimal": lambda value: [str(value)],
     "fractions.Fraction": lambda value: [value.numerator, value.denominator],
-    "builtins.range": lambda value: [value.start, value.stop, value.step],
+    **dict.fromkeys(("builtins.range", "builtins.slice"), lambda value: [value.start, value.stop, value.step]),
     "collections.deque": lambda value: [list(value), value.maxlen],
     "collections.Counter": lambda value: [dict(value)],
     "collections.OrderedDict": lambda value: [list(value.items())],
@@ -336,6 +336,7 @@ OPERATIONS |= {
     "call": lambda function, /, *args, **options: function(*args, **options),
     "enter": lambda manager: type(manager).__enter__(manager),
     "exit": lambda manager: type(manager).__exit__(manager, None, None, None),
+    "base": lambda value: unwire(wire(value, plain)),
     "run": lambda coroutine: importlib.import_module("asyncio").run(coroutine),
 }
 
@@ -347,8 +348,13 @@ class Remote:
     subclass, and it equals nothing if it is not: an object that says yes to all never sees what it is compared with.
     """
 
-    def __init__(self, peer, number, base):
-        vars(self).update(_peer=peer, _number=number, _base=base)
+    def __init__(self, peer, number, plain):
+        vars(self).update(_peer=peer, _number=number, _plain=plain, _nothing=object())
+
+    @property
+    def _base(self):
+        """Its builtin value as it is now, or what equals nothing."""
+        return self._peer.ask("base", self) if self._plain else self._nothing
 
     __class__ = property(lambda self: type(self._base))  # so that isinstance(a named tuple, tuple)
 
@@ -422,7 +428,7 @@ class Peer:
             self.numbers[id(value)] = len(self.held)
             self.held.append(value)
         kind = "coroutine" if isinstance(value, types.CoroutineType) else "yours"
-        return {kind: [self.numbers[id(value)], form]}
+        return {kind: [self.numbers[id(value)], form is not None]}
 
     def find(self, kind, part):
         """The object of a form that keep() wrote at the other end."""
@@ -434,11 +440,8 @@ class Peer:
             return found
         if kind == "module":
             return types.ModuleType(part)
-        number, form = part
-        if number not in self.remotes:
-            base = object() if form is None else unwire(form, self.find)
-            self.remotes[number] = Remote(self, number, base)
-        remote = self.remotes[number]
+        number, has_base = part
+        remote = self.remotes.setdefault(number, Remote(self, number, has_base))
         return self.later(remote) if kind == "coroutine" else remote
 
     async def later(self, remote):

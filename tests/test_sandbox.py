@@ -928,6 +928,15 @@ class A:
 with A() as x:
     assert x == 5
 ====
+class Row(list):
+    def double(self): self[:] = [2 * v for v in self]
+---- test
+row = Row([1, 2])
+row.append(3)
+assert row == [1, 2, 3] and isinstance(row, list)
+row.double()
+assert row == [2, 4, 6] and sum(row) == 12 and row[1:] == [4, 6]
+====
 class Bag:
     def __init__(self, *items): self.items = items
     def __iter__(self): return iter(self.items)
