@@ -7,8 +7,8 @@ Builds the kernels, tests them on the GPU, also under compute-sanitizer, times k
 bundle, builds its TensorRT engine, writes with every backend, and trains for two minutes. Each step is a process of its
 own, goes on where another failed, and says why it cannot run here. The weights are random.
 
-Needs requirements-jetson.txt (on a desktop requirements-gpu.txt) and pytest. After every step it writes
-bench/results/first_hour_<device>.json: status, seconds, numbers, and the last lines of the output.
+Needs requirements-jetson.txt, pytest, and for training pyarrow; on a desktop requirements-dev.txt. After every step it
+writes bench/results/first_hour_<device>.json: status, seconds, numbers, and the last lines of the output.
 """
 
 import dataclasses
@@ -97,8 +97,9 @@ def make_steps(cfg, scratch):
         result, needs = scratch / f"{backend}.json", ("GPU", *more.get(backend, ()))
         command = f"{write} --backend={backend} --out={result}"
         steps.append(Step(f"write_{backend}", command, needs, result=result))
-    steps.append(Step("data", f"data_prep.py python --rows=padded --out={rows}"))
-    steps.append(Step("train", train, seconds=cfg.train_s, endless=True, result=trained / "log.jsonl"))
+    trains = "GPU", "pyarrow"
+    steps.append(Step("data", f"data_prep.py python --rows=padded --out={rows}", trains))
+    steps.append(Step("train", train, trains, seconds=cfg.train_s, endless=True, result=trained / "log.jsonl"))
     return steps
 
 
