@@ -57,7 +57,8 @@ def _column(t_B, x_BL):
 def _rank(score_BL):
     """Place of each element in its row, 0 for the largest; of equals the lower index comes first."""
     xp = _namespace(score_BL)
-    return xp.argsort(xp.argsort(-score_BL, axis=-1, stable=True), axis=-1, stable=True)
+    stable = {"kind": "stable"} if xp is np else {"stable": True}  # NumPy 1 has only the first
+    return xp.argsort(xp.argsort(-score_BL, axis=-1, **stable), axis=-1, **stable)
 
 
 def log_softmax(logits_BLV):
