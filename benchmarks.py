@@ -10,6 +10,10 @@ files are downloaded once. Writes --out: samples.jsonl (what the model wrote), r
 both in the official format), summary.json. A line is added as soon as it is known, and the same command goes on after a
 stop.
 
+A sample runs as in the official harnesses: all asserts of a problem in one process, a main block does not run. The
+asserts themselves are evaluated beside it, so a sample cannot forge them (see sandbox.py). The limit is
+processor time. Code is found in plain text, in a body that goes on with the prompt, and in fenced blocks.
+
 A problem's way: read_problems -> prompt -> a family's writer -> extract (code) -> sandbox -> report.
 """
 
@@ -476,6 +480,7 @@ def extract(text, entry, stops):
     """
     written = text.replace("\r\n", "\n").removeprefix("[BEGIN]")
     text = written[: first_of(written, ENDS)]
+    ended = len(text) < len(written)
     defines = re.compile(rf"(?m)^(async )?def {re.escape(entry)}\b")
     goes_on = re.match(r"\s*\n[ \t]+[^\s`]|[ \t]+[^\s`]", text)
     if goes_on:  # the prompt is indented by spaces
@@ -484,12 +489,13 @@ def extract(text, entry, stops):
     if fences and not goes_on and not (restated and restated.start() < fences[0].start()):
         blocks = fenced(text, fences)
         code, closed = next((block for block in blocks if defines.search(block[0])), blocks[0])
-        return code, (closed or text != written) and bool(defines.search(code))
+        return code, (closed or ended) and bool(defines.search(code))
     # Helpers may come first, so stop strings count after the function that is asked for.
     start = restated.end() if restated else 0
-    code = re.split(r"(?m)(?<=[^\s`])```[ \t]*$", text[: first_of(text, (*stops, "\n```"), start)])[0]
-    code = without_prose(code, start) if restated else code
-    return code, not written.endswith(code)
+    code = text[: first_of(text, (*stops, "\n```"), start)]
+    code = re.split(r"(?m)(?<=[^\s`])```[ \t]*$", code)[0]
+    kept = without_prose(code, start) if restated else code
+    return kept, ended or len(code) < len(text) or not code.endswith(kept)
 
 
 def first_of(text, stops, start=0):

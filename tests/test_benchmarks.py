@@ -209,7 +209,8 @@ def test_right_answers_in_all_forms_but_a_few_keep_their_code(golden_dir):
 def test_writing_ends_when_nothing_could_change_the_code():
     for text, ended in ((BODY, False), (BODY + "\ndef", False), (BODY + "\ndef f(x)", True), (f"{F}python\n", False),
                         (f"{F}python\n{FULL}", False), (f"{F}python\n{FULL}{F}", True), ("Sure", False),
-                        (f"{FULL}\nThis adds ", True), (f"{FULL}<|im_end|>", True)):  # fmt: skip
+                        (f"{FULL}\nThis adds ", True), (f"{FULL}<|im_end|>", True), ("\treturn a", False),
+                        (f"{BODY}{F}", True), (f"Sure:\n{FULL}", False)):  # fmt: skip
         assert benchmarks.extract(text, "add", benchmarks.STOPS["humaneval"])[1] == ended, text
 
 
