@@ -104,7 +104,7 @@ def main(cfg):
         print(f"the first {count:,} of {rows.total:,} held-out rows; --rows=0 takes all", file=sys.stderr)
     bytes_V = data_prep.token_bytes(tokenizer, rows.meta["vocab_size"])
     score = {"pythoncoder": score_pythoncoder, "mdlm": score_mdlm, "dream": score_dream}[cfg.model]
-    with generate.out_of_memory("--int8 or " * (cfg.model == "dream") + "a smaller --batch_size"):
+    with runs.out_of_memory("--int8 or " * (cfg.model == "dream") + "a smaller --batch_size"):
         return score(cfg, run, rows.read(np.arange(count)), tokenizer, bytes_V)
 
 
@@ -144,8 +144,8 @@ def score_pythoncoder(cfg, run, columns, tokenizer, bytes_V):
     results, drafts = [], min(cfg.pythoncoder.drafts, len(token_RL))
     rows = math.gcd(cfg.batch_size, drafts)  # that divide over devices, here and for the drafts
     for step in runs.checkpoints(run) if cfg.pythoncoder.all_steps else [cfg.step]:
-        model, step, mesh = generate.load(pc, run, step, cfg.dtype, devices=cfg.devices, rows=rows)
-        with generate.on(mesh):
+        model, step, mesh = runs.load_for_inference(pc, run, step, cfg.dtype, devices=cfg.devices, rows=rows)
+        with runs.on(mesh):
             sums = np.zeros(3)
             for _, batch in batches(columns[:3], cfg.batch_size):
                 sums += np.asarray(score(model, *batch), np.float64)
@@ -187,7 +187,7 @@ def score_dream(cfg, run, columns, tokenizer, bytes_V):
     import model_dream as md
 
     where = {"int8": cfg.dream.int8, "devices": cfg.devices, "rows": cfg.batch_size}
-    model, step, mesh = generate.load(md, run, cfg.step, cfg.dtype, **where)
+    model, step, mesh = runs.load_for_inference(md, run, cfg.step, cfg.dtype, **where)
     count = columns.shape[1]
 
     @jax.jit
@@ -198,7 +198,7 @@ def score_dream(cfg, run, columns, tokenizer, bytes_V):
 
     # every draw is a pass over all rows, whose times lie evenly
     nats_N = np.zeros(cfg.draws)
-    with generate.on(mesh):
+    with runs.on(mesh):
         for first, batch in batches(columns, cfg.batch_size):
             nats_N += [float(nelbo(model, jax.random.key(cfg.seed + n), first, batch)) for n in range(cfg.draws)]
     counted_RL = md.counted(columns[1], *columns[3:])

@@ -22,7 +22,9 @@ import io
 import itertools
 import json
 import logging
+import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -543,3 +545,131 @@ def read_arrays(path, like):
             return flatten(checkpointer.restore(path / "params", args=how))
     except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
         raise ValueError(f"checkpoint {path} cannot be read: {first_line(error)}") from None
+
+
+# ---- the machine: what is here, and what fits (JAX) ------------------------------------------------------------------
+
+NVIDIA = "/dev/nvidia0", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"  # where there is a GPU; the last in Windows
+
+
+def idle_accelerator():
+    """Which accelerator is here while JAX computes on the CPU, and what to install; "" for none."""
+    import jax
+
+    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):  # whoever sets it wants the CPU
+        return ""
+    if any(map(os.path.exists, NVIDIA)):
+        return "an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
+    if os.path.exists("/dev/accel0"):
+        return "a TPU is here, JAX does not see it: pip install -r requirements-tpu.txt"
+    return ""
+
+
+def device_line():
+    """What JAX computes on, and what it leaves idle."""
+    import jax
+
+    devices, idle = jax.devices(), idle_accelerator()
+    return f"{len(devices)} x {devices[0].device_kind}" + f"; {idle}" * bool(idle)
+
+
+def free_bytes(device):
+    """Bytes that are free on a device, infinite where nothing says. On a CPU nine tenths of what the machine has left:
+    the system ends a process that takes too much without a word.
+    """
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
+    if not Path("/proc/meminfo").exists():
+        return math.inf
+    free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
+    for path in map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if path.exists() and path.read_text().strip().isdigit():  # a container may have less than the machine
+            free = min(free, int(path.read_text()))
+    return 0.9 * free
+
+
+def inference_mesh(model, devices, rows):
+    """A mesh (data, fsdp, tensor) for inference: tensor up to the model's key/value heads, `rows` texts over data.
+
+    Of the devices only those that this divides evenly.
+    """
+    import jax
+
+    heads = model.kv_heads // getattr(model, "maps", 1)
+    tensor = math.gcd(len(devices), heads, model.ffn, model.vocab)
+    data = math.gcd(len(devices) // tensor, rows)
+    axes, auto = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3
+    return jax.make_mesh((data, 1, tensor), axes, auto, devices=devices[: data * tensor])
+
+
+def bytes_needed(family, model, mesh, stored, dtype, int8):
+    """Bytes of a device while a checkpoint is read: its part of the weights, and of the largest array as stored."""
+    import jax
+
+    shapes = family.param_shapes(model)
+    parts = jax.tree.map(lambda s, at: at.shard_shape(s.shape), shapes, family.shardings(mesh, shapes))
+    parts = jax.tree.leaves(parts, is_leaf=lambda part: isinstance(part, tuple))
+    item = jax.numpy.dtype(dtype).itemsize
+    sizes = [math.prod(p) + 4 * p[0] if int8 and len(p) == 2 else item * math.prod(p) for p in parts]
+    return sum(sizes) + jax.numpy.dtype(stored).itemsize * max(map(math.prod, parts))
+
+
+def load_for_inference(family, folder, step=0, dtype="", int8=False, devices=0, rows=1):
+    """(model, step, mesh) of load() on the machine's devices, or so many of them, for `rows` texts at a time.
+
+    The mesh is None for one device. dtype "" is bfloat16; on a CPU float32, which is faster there, if memory holds it.
+    Raises ValueError for a checkpoint that is too large, before it is read, and what load() raises.
+    """
+    import jax
+
+    # What the checkpoint holds, and how it would lie on the devices.
+    path, meta, _ = find_weights(absolute(folder), step)
+    if step and (path / "meta.json").is_file():
+        raise ValueError(f"{folder} was converted and has no steps; leave --step={step} out")
+    model, stored = family.read_config(path, meta), meta.get("dtype", "float32")
+    if devices > jax.device_count():
+        raise ValueError(f"--devices={devices}: there are {device_line()}")
+    mesh = inference_mesh(model, jax.devices()[: devices or None], rows)
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    print(device_line() + f"; mesh {axes}" * (mesh.size > 1), file=sys.stderr)
+    on_cpu = jax.default_backend() == "cpu"
+    free = free_bytes(mesh.devices.flat[0]) / (mesh.size if on_cpu else 1)  # a CPU's devices share its memory
+
+    # The first type that fits; else what to do.
+    def needed(dtype, int8=int8):
+        return bytes_needed(family, model, mesh, stored, dtype, int8)
+
+    choices = [dtype] if dtype else ["float32", "bfloat16"] if on_cpu else ["bfloat16"]
+    fitting = [name for name in choices if needed(name) <= free]
+    if not fitting:
+        smaller = {"--dtype=bfloat16": needed("bfloat16")}
+        if hasattr(family, "quantise"):
+            smaller["--int8"] = needed("bfloat16", True)
+        advice = " or ".join(f"{flag} takes {size / 1e9:.3g}" for flag, size in smaller.items() if size <= free)
+        takes = f"{needed(choices[-1]) / 1e9:.3g} GB in {'int8 and ' * int8}{choices[-1]}"
+        advice = advice or "that takes a machine with more memory, or more devices"
+        raise ValueError(f"{folder} takes {takes} on each device, where {free / 1e9:.3g} are free; {advice}")
+    if fitting != choices:
+        print(f"bfloat16: float32 takes {needed('float32') / 1e9:.3g} GB, {free / 1e9:.3g} are free", file=sys.stderr)
+    mesh = mesh if mesh.size > 1 else None
+    model, step = load(family, folder, step, fitting[0], mesh=mesh, int8=int8)
+    return model, step, mesh
+
+
+def on(mesh):
+    """A context in which programs are compiled for a mesh; None is a single device."""
+    import jax
+
+    return jax.set_mesh(mesh) if mesh else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def out_of_memory(advice):
+    """Where memory runs out, one line that says what to do."""
+    try:
+        yield
+    except Exception as error:  # JAX and PyTorch raise their own, and Orbax wraps them
+        if not isinstance(error, MemoryError) and not re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
+            raise
+        raise ValueError(f"out of memory; try {advice}") from None

@@ -88,6 +88,7 @@ class Config:
     micro_batch: int = 0  # rows per device at a time; 0: by model and memory
     fsdp: int = 0  # devices that share one copy of the weights; 0: all that data and tensor leave
     tensor: int = 1  # devices that share each layer's heads, feed-forward and vocabulary
+    device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "" one host; "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process
     log_every: int = 10  # steps between rows of the log
     eval_every: int = 0  # steps between evaluations, each saves a checkpoint; 0: about ten times a run
@@ -101,7 +102,14 @@ class Config:
 
 
 OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")  # may differ between hosts
-MACHINE = ("hosts", "micro_batch", "fsdp", "tensor", "reduce")  # settings that --resume does not take from the run
+MACHINE = (
+    "device",
+    "hosts",
+    "micro_batch",
+    "fsdp",
+    "tensor",
+    "reduce",
+)  # settings that --resume does not take from the run
 PRESETS = pc.CONFIGS | {f"dream_{name}": preset for name, preset in md.CONFIGS.items()}
 
 
@@ -727,6 +735,10 @@ def connect(cfg):
         jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)  # all end when one is killed
     if cfg.compile_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
+    if cfg.device:
+        jax.config.update("jax_platforms", cfg.device)
+    elif runs.idle_accelerator():
+        raise ValueError(f"{runs.idle_accelerator()}; or train on the CPU with --device=cpu")
 
 
 def prepare(cfg):

@@ -135,12 +135,12 @@ def test_a_file_of_prompts_is_checked_while_it_is_read(tmp_path):
 
 
 def test_the_first_line_says_what_is_used_and_what_is_idle(monkeypatch, tmp_path):
-    assert generate.device_line() == "8 x cpu"
-    monkeypatch.setattr(generate, "NVIDIA", (str(tmp_path),))
-    assert generate.device_line() == "8 x cpu"  # whoever set JAX_PLATFORMS wants the CPU
+    assert runs.device_line() == "8 x cpu"
+    monkeypatch.setattr(runs, "NVIDIA", (str(tmp_path),))
+    assert runs.device_line() == "8 x cpu"  # whoever set JAX_PLATFORMS wants the CPU
     monkeypatch.delenv("JAX_PLATFORMS")
     line = "8 x cpu; an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
-    assert generate.device_line() == line
+    assert runs.device_line() == line
 
 
 def test_heads_are_split_up_to_the_key_value_heads_and_rows_over_the_rest():
@@ -152,7 +152,7 @@ def test_heads_are_split_up_to_the_key_value_heads_and_rows_over_the_rest():
         (pc.CONFIGS["1b"], 8, 4, (4, 1, 2)),
         (pc.CONFIGS["tiny"], 1, 4, (1, 1, 1)),
     ):
-        assert generate.make_mesh(model, jax.devices()[:devices], rows).devices.shape == shape
+        assert runs.inference_mesh(model, jax.devices()[:devices], rows).devices.shape == shape
 
 
 @pytest.mark.parametrize(
@@ -192,12 +192,12 @@ def test_steps_are_shown_on_eight_devices(coder, capsys):
 
 def test_a_checkpoint_is_stored_so_that_it_fits_or_refused_before_it_is_read(coder, run_folder, capsys, monkeypatch):
     cfg = md.config_from_hf(coder / "model")
-    mesh = generate.make_mesh(cfg, jax.devices()[:1], 1)
+    mesh = runs.inference_mesh(cfg, jax.devices()[:1], 1)
     names = ("float32", False), ("bfloat16", False), ("bfloat16", True)
-    full, half, eighth = (generate.bytes_needed(md, cfg, mesh, "float32", *name) for name in names)
+    full, half, eighth = (runs.bytes_needed(md, cfg, mesh, "float32", *name) for name in names)
     count = md.count_params(cfg)["total"]
     assert (full - half, full) == (2 * count, 4 * (count + cfg.vocab * cfg.width))
-    free = lambda size: monkeypatch.setattr(generate, "free_bytes", lambda _: size)  # noqa: E731
+    free = lambda size: monkeypatch.setattr(runs, "free_bytes", lambda _: size)  # noqa: E731
     free(half)
     _, err = dream_says(capsys, coder / "model", prompt="x", max_new=2)
     assert "bfloat16: float32 takes" in err

@@ -338,6 +338,13 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, one_devi
     assert not new.exists()
 
 
+def test_a_cpu_is_not_used_beside_an_idle_gpu_unless_asked_for(data, monkeypatch, tmp_path):
+    monkeypatch.setattr(runs, "NVIDIA", (str(tmp_path),))
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert "requirements-cuda.txt; or train on the CPU with --device=cpu" in refusal(config(data, tmp_path / "run"))
+    assert "not one of" in refusal(config(data, tmp_path / "run", model="huge", device="cpu"))
+
+
 def test_two_trainers_on_one_folder_are_refused(unbroken, one_device):
     out = unbroken[0]
     with open(out / ".lock0", "w") as lock:
