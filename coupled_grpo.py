@@ -109,6 +109,8 @@ class Config:
     epsilon_high: float = 0.5  # the ratio of new to old probability is clipped above 1 + epsilon_high
     scale_rewards: bool = False  # divide advantages by the standard deviation of their group
     skip_constant: bool | None = None  # leave out groups of equal rewards, which the reference computes for their KL
+    # of a token's score: the reference's, whose weights sum to 1.5, or for the same passes one whose mean is the ELBO
+    estimator: typing.Literal["coupled", "coupled_elbo"] = "coupled"
     # completions that have the same share of their tokens masked: those of a task, as on a process of the reference,
     # each by itself, or all of a round
     ratio_per: typing.Literal["task", "completion", "round"] = "task"
@@ -155,11 +157,12 @@ PRESETS = {  # micro_batch and generation_batch are for one device
 # ---- scores --------------------------------------------------------------------------------------------------------
 
 
-def draw_masks(key, round, iteration, rows, columns, share=1):
+def draw_masks(key, round, iteration, rows, columns, share=1, elbo=False):
     """{"ratio_B", "u_BC"} of one iteration: the share of a completion that the first mask takes, and its uniforms.
 
     A function of the arguments alone, and a row's draws of its number alone: old, reference and new scores of an
-    iteration see the same masks. Each `share` rows in succession have one ratio, in [0.2, 0.8).
+    iteration see the same masks. Each `share` rows in succession have one ratio, in [0.2, 0.8). For the ELBO exactly m
+    tokens are masked, m uniform in 1 .. C - 1: the uniforms are then evenly spaced, and ratio m / C lies between two.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, round), iteration)
 
@@ -167,8 +170,11 @@ def draw_masks(key, round, iteration, rows, columns, share=1):
         return jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number), shape))(number_B)
 
     row_B = jnp.arange(rows)
-    ratio_B = 0.2 + 0.6 * uniform(jax.random.fold_in(key, 0), row_B // share)
-    return {"ratio_B": ratio_B, "u_BC": uniform(key, row_B + 1, columns)}
+    t_B, u_BC = uniform(jax.random.fold_in(key, 0), row_B // share), uniform(key, row_B + 1, columns)
+    if not elbo:
+        return {"ratio_B": 0.2 + 0.6 * t_B, "u_BC": u_BC}
+    m_B, rank_BC = 1 + jnp.floor(t_B * (columns - 1)), u_BC.argsort(-1).argsort(-1)
+    return {"ratio_B": m_B / columns, "u_BC": (rank_BC + 0.5) / columns}
 
 
 def coupled_views(token_BL, completion_BL, u_BL, ratio_B, mask_id, other_BL=None):
@@ -216,8 +222,10 @@ def token_logps(logits_of, hidden_BLD, token_BL, chunk=1024):
     return tuple(out.swapaxes(0, 1).reshape(B, -1)[:, :L] for out in outs)
 
 
-def merge_views(logits_of, hidden_BKCD, token_BC, mask_BC, weights, chunk=1024):
+def merge_views(logits_of, hidden_BKCD, token_BC, mask_BC, weights, chunk=1024, elbo=False):
     """The score of each token, (lp_0 + (w_1 lp_1 where the mask, else w_2 lp_2)) / 2, and its entropy: float32 [B, C].
+
+    For the ELBO, with w_1 = C / m and w_2 = C / (C - m), it is (lp_0 + (C - 1) / 2 (w_1 lp_1 or w_2 lp_2)) / C.
 
     hidden_BKCD holds what predicts the tokens in the three versions: all masked, the mask, its complement. Of the last
     two each position is scored in one alone, so they are merged before the head, which then has 2 C rows, not 3 C.
@@ -227,10 +235,11 @@ def merge_views(logits_of, hidden_BKCD, token_BC, mask_BC, weights, chunk=1024):
     seen_BCD = jnp.where(mask_BC[..., None], hidden_BKCD[:, 1], hidden_BKCD[:, 2])
     two_BCD = jnp.stack([hidden_BKCD[:, 0], seen_BCD], 1).reshape(2 * B, C, D)
     logp, entropy = (x.reshape(B, 2, C) for x in token_logps(logits_of, two_BCD, jnp.repeat(token_BC, 2, 0), chunk))
-    return (logp[:, 0] + logp[:, 1] * jnp.where(mask_BC, *weights)) / 2, entropy.mean(1)
+    full, part = (1 / C, (C - 1) / 2 / C) if elbo else (0.5, 0.5)
+    return full * logp[:, 0] + part * logp[:, 1] * jnp.where(mask_BC, *weights), entropy.mean(1)
 
 
-def coupled_scores(model, token_BL, see_BL, u_BC, ratio_B, mask_id, chunk=1024, other_BC=None):
+def coupled_scores(model, token_BL, see_BL, u_BC, ratio_B, mask_id, chunk=1024, other_BC=None, elbo=False):
     """Scores of the completions, the last C columns of token_BL, and the entropy of their predictions: float32 [B, C].
 
     model.hidden(token_BL, see_BM=see_BL) are hidden states, those at p predict the token at p + 1; model.logits is the
@@ -250,7 +259,8 @@ def coupled_scores(model, token_BL, see_BL, u_BC, ratio_B, mask_id, chunk=1024, 
     hidden, _ = model.hidden(views_BKL.reshape(3 * B, L), see_BM=None if see_BL is None else jnp.repeat(see_BL, 3, 0))
     hidden_BKCD = hidden.reshape(B, 3, L, -1)[:, :, L - C - 1 : L - 1]
     if other_BC is None:
-        return merge_views(model.logits, hidden_BKCD, token_BC, one_BC, (1 / ratio_B1, 1 / (1 - ratio_B1)), chunk)
+        weights = 1 / ratio_B1, 1 / (1 - ratio_B1)
+        return merge_views(model.logits, hidden_BKCD, token_BC, one_BC, weights, chunk, elbo)
 
     # Independent masks: (lp_0 + m_1 lp_1 / ratio + m_2 lp_2 / (1 - ratio)) / 2.
     three = hidden_BKCD.reshape(3 * B, C, -1), jnp.repeat(token_BC, 3, 0)
@@ -348,14 +358,14 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, low=0.5, high=0
     }
 
 
-def micro_loss(model, batch, mask_id, low=0.5, high=0.5, beta=0.01, chunk=1024):
+def micro_loss(model, batch, mask_id, low=0.5, high=0.5, beta=0.01, chunk=1024, elbo=False):
     """(loss, metrics) of one micro-batch, to be differentiated: grpo_loss of coupled_scores.
 
     batch: token_BL, see_BL, u_BC, ratio_B, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0, other_BC if the
     masks are to be independent. Where batch["first"] is True nothing was learnt since old_BC: the score stands for it.
     """
     inputs = (batch[name] for name in ("token_BL", "see_BL", "u_BC", "ratio_B"))
-    score_BC, entropy_BC = coupled_scores(model, *inputs, mask_id, chunk, batch.get("other_BC"))
+    score_BC, entropy_BC = coupled_scores(model, *inputs, mask_id, chunk, batch.get("other_BC"), elbo)
     old_BC = jnp.where(batch["first"], jax.lax.stop_gradient(score_BC), batch["old_BC"])
     terms = old_BC, batch.get("ref_BC"), batch["advantage_B"], batch["counted_BC"]
     loss, metrics = grpo_loss(score_BC, *terms, low, high, beta)
@@ -452,19 +462,21 @@ def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None):
     finite. layout and opt_layout are the shardings of what is trained and of the optimizer's state.
     """
 
+    elbo = cfg.estimator == "coupled_elbo"
+
     def policy(trained, base):
         return nnx.merge(graph, assemble(base, trained))
 
     @jax.jit
     def scores(trained, base, batch):
         inputs = (batch[name] for name in ("token_BL", "see_BL", "u_BC", "ratio_B"))
-        return coupled_scores(policy(trained, base), *inputs, mask_id, cfg.chunk, batch.get("other_BC"))[0]
+        return coupled_scores(policy(trained, base), *inputs, mask_id, cfg.chunk, batch.get("other_BC"), elbo)[0]
 
     @functools.partial(jax.jit, donate_argnums=2, out_shardings=(layout, None))
     def gradients(trained, base, total, batch):
         def loss(trained, batch):
             model = policy(trained, base)
-            return micro_loss(model, batch, mask_id, cfg.epsilon, cfg.epsilon_high, cfg.beta, cfg.chunk)
+            return micro_loss(model, batch, mask_id, cfg.epsilon, cfg.epsilon_high, cfg.beta, cfg.chunk, elbo)
 
         return add_gradients(loss, trained, batch, total)
 
@@ -801,7 +813,8 @@ def train(run, checkpoints, meta, trainer, first, draw):
         # Their programs run in the sandbox, on the CPU, while the devices score them. Scores are taken under the same
         # masks as the updates, so that new and old ones differ by what was learnt and nothing else.
         rewarding = pool.submit(trainer.reward, batch.rows)
-        masks = [draw(key, 1, i, len(batch.rows), cfg.max_new, share) for i in range(cfg.iterations)]
+        drawn = len(batch.rows), cfg.max_new, share, cfg.estimator == "coupled_elbo"
+        masks = [draw(key, 1, i, *drawn) for i in range(cfg.iterations)]
         iterations = trainer.score(batch, masks)
         clock.append(time.perf_counter())
         reward_BF = rewarding.result()

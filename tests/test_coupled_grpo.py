@@ -278,6 +278,15 @@ def test_masks_are_functions_of_round_iteration_and_row():
     assert abs(many.mean() - 0.5) < 0.05
 
 
+def test_masks_for_the_elbo_take_a_number_of_tokens():
+    draw = jax.jit(grpo.draw_masks, static_argnums=(3, 4, 5, 6))
+    masks = jax.device_get(draw(jax.random.key(0), 0, 0, 400, 5, 1, True))
+    counts = (masks["u_BC"] < masks["ratio_B"][:, None]).sum(-1)
+    close(counts, masks["ratio_B"] * 5)
+    assert set(counts.tolist()) == {1, 2, 3, 4}
+    assert (np.bincount(counts)[1:] > 60).all()
+
+
 # ---- from tokens to rewards
 
 # The reference's test of a completion's form, on what it decodes: all tokens but the special ones.
@@ -828,7 +837,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, 
 
 
 def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
-    out, short = tmp_path / "lora", {"iterations": 1, "beta": 0.0}
+    out, short = tmp_path / "lora", {"iterations": 1, "beta": 0.0, "estimator": "coupled_elbo"}
     grpo.main(config(folder, out, lora_rank=2, lora_targets=("q_proj", "down_proj"), rounds=2, warmup=0, **short))
     base, after = (runs.load(dream, path)[0] for path in (folder / "base", out / "merged"))
     before, now = (runs.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (base, after))
