@@ -290,7 +290,28 @@ def test_the_interval_is_wilsons():
     np.testing.assert_allclose(benchmarks.interval([1.0] * 60 + [0.0] * 104), [p - half, p + half], atol=0.005)
 
 
-# ---- verdicts that a sample cannot forge
+# ---- verdicts: those of the official executors, and none that a sample can forge
+
+OURS = {  # we limit processor time, not the clock, and take no function of os away
+    "sleeps_1.6s_a_call", "top_level_getcwd",
+}  # fmt: skip
+
+
+@needs_tasks
+@pytest.mark.golden
+def test_verdicts_of_mutants_are_those_of_the_official_executors(golden_dir):
+    mutants = json.loads((golden_dir("protocols") / "scoring.json").read_text())
+    problems = {
+        task: benchmarks.parse_problems(benchmarks.Config(task=task, split="all"), path.read_bytes())
+        for task, path in FILES.items()
+    }
+    tests = [[problems[m["bench"]][benchmarks.key_of(m["task_id"])].test] for m in mutants]
+    results = sandbox.run_tests([m["code"] for m in mutants], tests, timeout_s=4, main_block=False)
+    official = {"humaneval": "openai", "mbpp": "hf_code_eval"}
+    pairs = zip(mutants, results, strict=True)
+    differ = {m["kind"] for m, result in pairs if (result.rate == 1) != m["passed"][official[m["bench"]]]}
+    assert differ <= OURS
+
 
 FORGED = """    pass
 import builtins, math
