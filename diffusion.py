@@ -284,15 +284,15 @@ def filter_logits(logits_BLV, temperature=1.0, top_k=0, top_p=1.0, rule="mdlm", 
     "mdlm": top-k, then the smallest set of the rest whose probability reaches p: a token goes if those before it have
     p or more. "dream": top-p first, a token goes if those before it have more than p; then top-k. Of equal
     probabilities the lower id comes first in top-p, and top-k keeps all that equal the k-th. width changes only how
-    fast top-p is: 1 suits a CPU, 3 a compiler for TPU or GPU.
+    fast both are: 1 suits a CPU, 3 a compiler for TPU or GPU.
     """
     xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
     if temperature > 0:
         logits_BLV = logits_BLV / temperature
     if rule == "dream":
-        return _top_k(_top_p(logits_BLV, top_p, xp.less_equal, width), top_k)
+        return _top_k(_top_p(logits_BLV, top_p, xp.less_equal, width), top_k, width)
     if rule == "mdlm":
-        return _top_p(_top_k(logits_BLV, top_k), top_p, xp.less, width)
+        return _top_p(_top_k(logits_BLV, top_k, width), top_p, xp.less, width)
     raise ValueError(f"rule {rule!r} is neither mdlm nor dream")
 
 
@@ -301,11 +301,41 @@ def _descending(x_BLV):
     return -(values[0] if isinstance(values, tuple) else values)  # torch adds the indices
 
 
-def _top_k(logits_BLV, k):
+def _top_k(logits_BLV, k, width):
     if not 0 < k < logits_BLV.shape[-1]:
         return logits_BLV
-    kth_BL1 = _descending(logits_BLV)[..., k - 1 : k]
+    in_jax = hasattr(logits_BLV, "at")  # whose sort takes 15 times as long as the bisection; NumPy's and torch's do not
+    kth_BL1 = _kth_largest(logits_BLV, k, width) if in_jax else _descending(logits_BLV)[..., k - 1 : k]
     return _namespace(logits_BLV).where(logits_BLV < kth_BL1, -math.inf, logits_BLV)
+
+
+def _kth_largest(x_BLV, k, width):
+    """The k-th largest [..., 1], by bisection as in _top_p."""
+    xp = _namespace(x_BLV)
+    limits = xp.iinfo(xp.int32 if x_BLV.dtype.itemsize == 4 else xp.int64)
+
+    def turned(bits):
+        """A float's bits as a whole number of the same order, and back: those of negative floats count down."""
+        return xp.where(bits < 0, bits ^ limits.max, bits)
+
+    number_BLV = turned(x_BLV.view(limits.dtype))
+    zero_BL1 = 0 * number_BLV[..., :1]
+
+    def enough(number_BL1):
+        return (number_BLV >= number_BL1).sum(-1, keepdims=True) >= k
+
+    first_BL1 = xp.where(enough(zero_BL1), zero_BL1, limits.min)  # negative, or not
+    kth_BL1 = first_BL1 + _largest(zero_BL1, limits.bits - 1, width, lambda n_BL1: enough(first_BL1 + n_BL1))
+    return turned(kth_BL1).view(x_BLV.dtype)
+
+
+def _largest(zero_BL1, bits, width, holds):
+    """The largest number of so many bits that holds, where all smaller ones do; `width` bits at a time."""
+    number_BL1 = zero_BL1
+    for shift in reversed(range(0, bits, width)):
+        digits = [digit << shift for digit in range(1, 1 << min(width, bits - shift))]
+        number_BL1 = number_BL1 + (1 << shift) * sum(zero_BL1 + holds(number_BL1 + digit) for digit in digits)
+    return number_BL1
 
 
 def _top_p(logits_BLV, p, stays, width):
@@ -325,20 +355,14 @@ def _top_p(logits_BLV, p, stays, width):
         mass_BL1 = xp.sum(xp.where(before_BLV, prob_BLV, 0.0), axis=-1, keepdims=True)
         return stays(mass_BL1, max(p, 1e-9) + 0 * mass_BL1)  # the likeliest always stays
 
-    def largest(bits, holds):
-        """The largest number that holds, where all smaller ones do."""
-        number_BL1 = zero_BL1
-        for shift in reversed(range(0, bits, width)):
-            digits = [digit << shift for digit in range(1, 1 << min(width, bits - shift))]
-            number_BL1 = number_BL1 + (1 << shift) * sum(zero_BL1 + holds(number_BL1 + digit) for digit in digits)
-        return number_BL1
-
     # 1.0 is the largest: 30 bits of 32
-    last_BL1 = largest(bits - 2, lambda number_BL1: ~stay(prob_BLV >= number_BL1.view(prob_BLV.dtype)))
-    last_BL1 = last_BL1.view(prob_BLV.dtype)
+    last_BL1 = _largest(
+        zero_BL1, bits - 2, width, lambda number_BL1: ~stay(prob_BLV >= number_BL1.view(prob_BLV.dtype))
+    ).view(prob_BLV.dtype)
     more_BLV, equal_BLV = prob_BLV > last_BL1, prob_BLV == last_BL1
-    last_id_BL1 = largest(
-        logits_BLV.shape[-1].bit_length(), lambda number_BL1: stay(more_BLV | (equal_BLV & (id_V < number_BL1)))
+    id_bits = logits_BLV.shape[-1].bit_length()
+    last_id_BL1 = _largest(
+        zero_BL1, id_bits, width, lambda number_BL1: stay(more_BLV | (equal_BLV & (id_V < number_BL1)))
     )
     return xp.where(more_BLV | (equal_BLV & (id_V <= last_id_BL1)), logits_BLV, -math.inf)
 

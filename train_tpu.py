@@ -53,6 +53,7 @@ class Coder:
     """PythonCoder alone."""
 
     diff: typing.Literal["seed", "paper", "v2", "none"] = "seed"  # floored | as published | DIFF V2 | plain attention
+    init_std: typing.Literal["", "fan_in", "paper"] = ""  # of new matrices: by fan-in | 0.02; "": the preset's, fan_in
     dropout: float = 0.1  # of attention output, feed-forward hidden and feed-forward output
     mtp_weight: float = 0.1  # of the loss of the head that predicts the token after the next
     z_loss: float = 0.0  # weight of logsumexp^2, which keeps logits small
@@ -157,7 +158,13 @@ def pick_model(cfg, devices, seen):
     if name not in PRESETS:
         raise ValueError(f"--model={name}: not one of {', '.join(PRESETS)}")
     model = PRESETS[name]
-    return name, dataclasses.replace(model, diff=cfg.coder.diff) if isinstance(model, pc.Config) else model
+    if isinstance(model, pc.Config):
+        form = cfg.coder.init_std or model.init_std
+        if cfg.resume and not cfg.coder.init_std:  # the run's own, which older ones do not say
+            saved = runs.read_json(runs.as_path(cfg.resume) / "config.json", "model")["model"]
+            form = saved.get("init_std", "paper")
+        model = dataclasses.replace(model, diff=cfg.coder.diff, init_std=form)
+    return name, model
 
 
 def pick_mesh(cfg, model, devices):
@@ -629,7 +636,8 @@ class Trainer:
             checkpoints = runs.Checkpoints(cfg.resume)
         if cfg.resume and checkpoints.newest() is not None:
             saved, ours = checkpoints.meta(), self.meta(0, 0)
-            runs.check_same(saved["model"], ours["model"], f"{cfg.resume}/checkpoints/{checkpoints.newest()}")
+            theirs = dataclasses.asdict(self.family.read_config(cfg.resume, saved))  # a field that is new has its value
+            runs.check_same(theirs, ours["model"], f"{cfg.resume}/checkpoints/{checkpoints.newest()}")
             if saved["data"] != ours["data"]:
                 advice = "pass its --data, or start anew with another --out"
                 raise ValueError(f"{cfg.resume} was trained on other data; {advice}")

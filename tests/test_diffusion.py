@@ -109,6 +109,17 @@ def test_top_p_by_bisection_keeps_what_a_loop_over_the_sorted_tokens_keeps(rule)
             np.testing.assert_array_equal(np.isfinite(got), kept & np.isfinite(logits), err_msg=f"{p} {width}")
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_top_k_in_jax_sorts_nothing_and_keeps_what_a_sort_keeps(width):
+    rng = np.random.default_rng(0)
+    logits = np.float32([rng.normal(size=37) * 3, rng.integers(-2, 2, 37), np.zeros(37), rng.normal(size=37) - 9])
+    logits[0, rng.integers(0, 37, 9)], logits[1, :3] = -np.inf, -0.0
+    for k in (1, 4, 36):
+        top_k = jax.jit(lambda logits, k=k: diffusion.filter_logits(logits, top_k=k, width=width)).lower(logits)
+        assert "sort" not in top_k.as_text()
+        np.testing.assert_array_equal(top_k.compile()(logits), diffusion.filter_logits(logits, top_k=k))
+
+
 def test_losses_have_finite_gradients_where_ids_are_banned_or_masked():
     logits, x0 = np.zeros((2, 3, V)), np.array([[5, MASK, 6], [PAD, 7, 8]])
     logits[..., 1] = -np.inf

@@ -345,6 +345,20 @@ def test_a_cpu_is_not_used_beside_an_idle_gpu_unless_asked_for(data, monkeypatch
     assert "not one of" in refusal(config(data, tmp_path / "run", model="huge", device="cpu"))
 
 
+def test_a_run_from_before_init_std_goes_on_in_the_papers_form(unbroken, one_device, monkeypatch, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(unbroken[0], out)
+    for path in (out / "config.json", out / "checkpoints/12/meta/metadata"):
+        saved = json.loads(path.read_text())
+        del saved["model"]["init_std"]
+        runs.write(path, saved)
+    fan_in = dataclasses.replace(train_tpu.PRESETS["coder_test"], init_std="fan_in")
+    monkeypatch.setitem(train_tpu.PRESETS, "coder_test", fan_in)
+    train_tpu.main(resumed(out, steps=13))
+    assert 13 in losses(out)
+    assert runs.read_json(out / "config.json")["model"]["init_std"] == "paper"
+
+
 def test_two_trainers_on_one_folder_are_refused(unbroken, one_device):
     out = unbroken[0]
     with open(out / ".lock0", "w") as lock:
