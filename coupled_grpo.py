@@ -80,7 +80,7 @@ class Sandbox:
     runner: typing.Literal["local", "e2b"] = "local"  # on this machine, or in E2B's cloud
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     workers: int = 0  # programs run at a time; 0: one per CPU
-    timeout_s: float = 5.0  # seconds that one test may take
+    timeout_s: float = 5.0  # processor seconds of one test; on the clock three times as many
     allow_unsafe: bool = False  # run programs where the machine offers no safe sandbox
 
 
