@@ -435,17 +435,20 @@ def describe(cfg, vocabulary, settings, fingerprint, dropped, splits):
 
 
 def find(cfg):
-    """(name, path) of all files that are to be read, sorted; --out itself is not entered.
-
-    They are those below the roots that have a suffix of the source. A root that is a file is taken as it is. No roots
-    are the standard library.
-    """
+    """(name, path) of all files that a source is to read, sorted."""
     if isinstance(cfg, TinyStories):
         roots = (tinystories(cfg.out),)
     else:
         roots = cfg.roots if isinstance(cfg, Python | Parquet) else (cfg.source,)
-    suffixes = (".parquet", ".jsonl") if cfg.column else SOURCES[type(cfg)].suffixes
-    own, found = os.path.realpath(cfg.out), []
+    return files_below(roots, (".parquet", ".jsonl") if cfg.column else SOURCES[type(cfg)].suffixes, cfg.out)
+
+
+def files_below(roots, suffixes, out):
+    """(name, path) of all files with these suffixes below the roots, sorted; the folder `out` is not entered.
+
+    A root that is a file is taken as it is. No roots are the standard library.
+    """
+    own, found = os.path.realpath(out), []
     skipped = set() if roots else NOT_THE_LIBRARY
     for root in roots or [sysconfig.get_paths()["stdlib"]]:
         os.stat(root)  # raises if it does not exist, where os.walk is silent

@@ -60,7 +60,7 @@ def main(cfg):
 
 def prepare_acecode(cfg, out):
     """Write the tasks, or find that they are there. A task and its twin are in the same split."""
-    paths = [path for _, path in data_prep.find(cfg, cfg.roots, ".jsonl")] if cfg.roots else []
+    paths = [path for _, path in data_prep.files_below(cfg.roots, (".jsonl",), cfg.out)] if cfg.roots else []
     tokenizer = tokenizers.Tokenizer.from_str(Path(cfg.tokenizer).read_text()) if cfg.tokenizer else None
     if tokenizer:
         tokenizer.no_truncation()  # or a long prompt would look short

@@ -204,7 +204,7 @@ def test_a_signal_asks_the_run_to_stop_and_a_second_one_ends_it(tmp_path):
 def saved(tmp_path):
     jax = pytest.importorskip("jax")
     state = {"params": {"a": jax.numpy.arange(60_000.0), "b": {"c": jax.numpy.ones((3, 4))}}, "opt": {}}
-    checkpoints = runs.Checkpoints(tmp_path, keep=2, always=[1], best="loss")
+    checkpoints = runs.Checkpoints(tmp_path, keep=2, best="loss")
     for step, loss in enumerate((3.0, 1.0, 2.0, 4.0, 5.0), 1):
         checkpoints.save(step, state, {"model": {"width": 2}, "step": step}, {"loss": loss})
     checkpoints.wait()
@@ -212,9 +212,9 @@ def saved(tmp_path):
     checkpoints.manager.close()
 
 
-def test_what_is_saved_comes_back_and_the_best_and_the_wanted_are_kept(saved, tmp_path):
+def test_what_is_saved_comes_back_and_the_newest_and_the_best_are_kept(saved, tmp_path):
     checkpoints, state = saved
-    assert list(runs.checkpoints(tmp_path)) == [1, 2, 4, 5]
+    assert list(runs.checkpoints(tmp_path)) == [2, 4, 5]
     assert checkpoints.meta()["step"] == checkpoints.newest() == 5
     back = checkpoints.restore(state)
     np.testing.assert_array_equal(back["params"]["a"], state["params"]["a"])
