@@ -636,8 +636,9 @@ class Trainer:
             checkpoints = runs.Checkpoints(cfg.resume)
         if cfg.resume and checkpoints.newest() is not None:
             saved, ours = checkpoints.meta(), self.meta(0, 0)
-            theirs = dataclasses.asdict(self.family.read_config(cfg.resume, saved))  # a field that is new has its value
-            runs.check_same(theirs, ours["model"], f"{cfg.resume}/checkpoints/{checkpoints.newest()}")
+            path = f"{cfg.resume}/checkpoints/{checkpoints.newest()}"
+            theirs = dataclasses.asdict(self.family.read_config(path, saved))  # a field that is new has its value
+            runs.check_same(theirs, ours["model"], path)
             if saved["data"] != ours["data"]:
                 advice = "pass its --data, or start anew with another --out"
                 raise ValueError(f"{cfg.resume} was trained on other data; {advice}")

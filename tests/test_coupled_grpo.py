@@ -745,6 +745,7 @@ def test_batches_of_a_preset_grow_with_the_devices_up_to_a_round(tmp_path, monke
     assert sorted(row for batch in batches for row in batch if row >= 0) == [*range(cfg.tasks * cfg.group)]
 
 
+@pytest.mark.slow
 def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, monkeypatch):
     """Eighteen rows do not divide by eight: they are filled up to 24, three a device, and so are their keys."""
     shares, hidden = [], dream.Dream.hidden

@@ -128,6 +128,7 @@ def test_a_dream_that_knows_nothing_pays_log_vocab_for_every_masked_token(data, 
         evaluate.main(evaluate.Config(data=str(data["padded"]), **settings))
 
 
+@pytest.mark.slow
 def test_pythoncoder_scores_the_same_on_eight_devices(pythoncoder, capsys):
     flags = evaluate.PythonCoderFlags(drafts=4)
     settings = {"ckpt": str(pythoncoder), "rows": 6, "batch_size": 4, "pythoncoder": flags}

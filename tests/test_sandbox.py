@@ -1068,6 +1068,7 @@ def test_a_program_of_ten_megabytes_runs(closed):
     assert result.rate == 1
 
 
+@pytest.mark.slow
 def test_time_of_programs_that_hang_is_bounded_by_the_workers(closed):
     hang = "import time\ndef f(x): time.sleep(1000)"
     programs = [hang if i % 4 == 0 else GOOD for i in range(48)]

@@ -677,9 +677,10 @@ def test_without_model_and_batch_size_data_and_device_decide_together(capsys):
     assert picked(8_000_000, model="1b")[0] == "1b"
 
 
+@pytest.mark.slow
 def test_more_epochs_go_on_with_a_finished_run_and_old_epochs_are_not_kept(data, one_device, capsys, tmp_path):
     out = tmp_path / "run"
-    train_tpu.main(config(data, out, model="dream_test", epochs=1.0, batch_size=1024, eval_rows=8))
+    train_tpu.main(config(data, out, model="dream_test", epochs=1.0, batch_size=1024, micro_batch=256, eval_rows=8))
     done = max(losses(out))
     train_tpu.main(resumed(out))
     assert f"has all of its {done} steps; more with --epochs or --steps" in capsys.readouterr().out
@@ -767,6 +768,7 @@ def test_float32_on_an_accelerator_means_products_in_float32(one_device):
         jax.config.update("jax_default_matmul_precision", before)
 
 
+@pytest.mark.slow
 def test_gradients_of_many_micro_batches_meet_once_a_step():
     """Four devices, four micro-batches: no reduction and no gathering of weights inside a loop, and the same step."""
     model = pc.Config(256, 32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=64, positions=32)
