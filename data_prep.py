@@ -243,12 +243,12 @@ def prepare(cfg, out, vocabulary):
     tokenizer, progress = out / "tokenizer.json", out / "progress.json"
     data = tokenizer.read_bytes() if tokenizer.exists() else b""
     shards = [out / shard["file"] for split in earlier.get("splits", {}).values() for shard in split["shards"]]
-    whole = complete and all(path.exists() for path in shards)
+    all_there = complete and all(path.exists() for path in shards)
 
     # A run that ended left a stamp of sizes and times: where it is the same, no file is read to find nothing to do.
     found, stamp = find(cfg), out / ".inputs"
     seen = [(name, path, *size_and_time(path)) for name, path in found]
-    if whole and stamp.exists() and stamp.read_bytes() == stamp_of(seen, earlier["fingerprint"], data):
+    if all_there and stamp.exists() and stamp.read_bytes() == stamp_of(seen, earlier["fingerprint"], data):
         print(f"{out} is complete, nothing to do")
         return
 
@@ -266,7 +266,7 @@ def prepare(cfg, out, vocabulary):
     unchanged = earlier.get("fingerprint") == hashlib.sha256(listing + data).hexdigest()
     if complete and not unchanged:
         raise ValueError(f"{out} holds data of other files, or these have changed; choose another --out or delete it")
-    if whole:
+    if all_there:
         runs.write(stamp, stamp_of(seen, earlier["fingerprint"], data))
         print(f"{out} is complete, nothing to do")
         return

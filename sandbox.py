@@ -1108,8 +1108,8 @@ def run_tests(programs, tests, on_result=None, **options):
             complaint = str(error)
         if complaint:
             return Result(None, [], [], complaint)
-        told = [verdict(test, secret, row) for (test, secret), row in zip(cases, rows[1:], strict=True)]
-        verdicts, values = [outcome for outcome, _ in told], [value for _, value in told]
+        outcomes = [verdict(test, secret, row) for (test, secret), row in zip(cases, rows[1:], strict=True)]
+        verdicts, values = [outcome for outcome, _ in outcomes], [value for _, value in outcomes]
         seconds = [row["cpu_s"] for row in rows[1:]]
         return Result(verdicts.count("pass") / max(1, len(verdicts)), verdicts, values, "", seconds)
 
