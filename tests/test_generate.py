@@ -155,6 +155,7 @@ def test_heads_are_split_up_to_the_key_value_heads_and_rows_over_the_rest():
         assert runs.inference_mesh(model, jax.devices()[:devices], rows).devices.shape == shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -1090,6 +1090,7 @@ def test_all_tests_of_a_program_share_its_time(closed):
 SPIN = "import time\ndef f(x):\n    while time.process_time() < {0}: pass\n    return x + 1\n"
 
 
+@pytest.mark.slow
 def test_the_limit_is_processor_time_and_on_the_clock_three_times_as_much(closed):
     nap = "import time\ndef f(x):\n    time.sleep({0})\n    return x + 1\n"
     programs = [nap.format(1), nap.format(3), SPIN.format(0.2), SPIN.format(1.5)]
