@@ -102,15 +102,9 @@ class Config:
     seed: int = 0  # initial weights, row order, dropout, noise
 
 
-OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")  # may differ between hosts
-MACHINE = (
-    "device",
-    "hosts",
-    "micro_batch",
-    "fsdp",
-    "tensor",
-    "reduce",
-)  # settings that --resume does not take from the run
+# Settings that may differ between hosts, and those that --resume does not take from the run.
+OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")
+MACHINE = ("device", "hosts", "micro_batch", "fsdp", "tensor", "reduce")
 PRESETS = pc.CONFIGS | {f"dream_{name}": preset for name, preset in md.CONFIGS.items()}
 
 
@@ -142,19 +136,21 @@ def device_memory_gib(device):
         return 15.75
 
 
-def pick_model(cfg, devices, seen):
+def pick_model(cfg, devices, data=None):
     """(name of the preset, architecture): --model, that of --init, or the largest preset that memory and data feed.
 
-    seen is the number of tokens that the run trains on, None if it is not known.
+    A PythonCoder has as many ids and positions as the data, if these are more than the preset's.
     """
     if cfg.dream.init:
         if cfg.model not in ("", "dream"):
             raise ValueError(f"--init={cfg.dream.init} says what the model is; leave --model={cfg.model} out")
         return "dream", md.read_config(cfg.resume or cfg.dream.init)
     name, memory = cfg.model or "tiny", device_memory_gib(devices[0]) or 0
-    for larger, needs_gib in STEP_GIB.items() if not cfg.model else ():
-        fed = seen is None or seen >= TOKENS_PER_PARAMETER * pc.count_params(pc.CONFIGS[larger])["total"]
-        name = larger if fed and needs_gib <= memory else name
+    for larger, step_gib in STEP_GIB.items() if not cfg.model else ():
+        params = pc.count_params(pc.CONFIGS[larger])["total"]
+        shared_gib = 14 * params / 2**30 * (1 - 1 / len(devices))  # weights, moments and gradients on other devices
+        fed = not data or tokens_seen(cfg, data) >= TOKENS_PER_PARAMETER * params
+        name = larger if fed and step_gib - shared_gib <= memory else name
     if name not in PRESETS:
         raise ValueError(f"--model={name}: not one of {', '.join(PRESETS)}")
     model = PRESETS[name]
@@ -164,7 +160,15 @@ def pick_model(cfg, devices, seen):
             saved = runs.read_json(runs.as_path(cfg.resume) / "config.json", "model")["model"]
             form = saved.get("init_std", "paper")
         model = dataclasses.replace(model, diff=cfg.coder.diff, init_std=form)
+        if data:
+            ids = model.vocab if data["vocab_size"] <= model.vocab else data["vocab_padded"]
+            model = dataclasses.replace(model, vocab=ids, positions=max(model.positions, data["seq_len"]))
     return name, model
+
+
+def tokens_seen(cfg, data):
+    """Tokens that --epochs trains on, of the data with this meta.json."""
+    return cfg.epochs * data["splits"]["train"]["tokens"]
 
 
 def pick_mesh(cfg, model, devices):
@@ -191,15 +195,17 @@ def row_length(cfg, model, data=None):
     """Tokens of a row: --seq_len, or that of the data, or what suits the model."""
     seq_len = cfg.seq_len or (data["seq_len"] if data else min(model.positions, 2048))
     if seq_len > model.positions:
-        raise ValueError(f"--seq_len={seq_len} is longer than the {model.positions} positions of the model")
+        advice = f"prepare them with data_prep.py --seq_len={model.positions} at most"
+        raise ValueError(f"rows of {seq_len} tokens do not fit the {model.positions} positions of the model; {advice}")
     return seq_len
 
 
-def pick_batch(cfg, model, copies, on_cpu, data, seen):
+def pick_batch(cfg, model, copies, on_cpu, data=None):
     """(tokens of a row, rows of a step, rows per device at a time); `copies` devices hold different rows."""
     seq_len = row_length(cfg, model, data)
     # Short runs take smaller steps: two thousand of them rather than sixty.
-    tokens = 131_072 if seen is None else min(131_072, 2 ** int(math.log2(max(seen / 2000, 8192))))
+    seen = tokens_seen(cfg, data) if data else math.inf
+    tokens = 2 ** int(math.log2(np.clip(seen / 2000, 8192, 131_072)))
     rows = (8192 if on_cpu else tokens) // seq_len
     batch = cfg.batch_size or max(1, rows // copies) * copies
     if batch % copies:
@@ -221,10 +227,9 @@ def resolve(cfg, devices, data=None):
     if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
         raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     device, memory = devices[0], device_memory_gib(devices[0])
-    seen = cfg.epochs * data["splits"]["train"]["tokens"] if data else None
-    name, model = pick_model(cfg, devices, seen)
+    name, model = pick_model(cfg, devices, data)
     cfg = dataclasses.replace(cfg, model=name)
-    seq_len, batch, micro = pick_batch(cfg, model, len(devices) // cfg.tensor, memory is None, data, seen)
+    seq_len, batch, micro = pick_batch(cfg, model, len(devices) // cfg.tensor, memory is None, data)
     mesh = pick_mesh(cfg, model, devices)
     cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro)
     dtype, remat = cfg.dtype or ("float32" if memory is None else "bfloat16"), cfg.remat or "qkvo"
@@ -297,7 +302,7 @@ def open_data(cfg):
     if cfg.hosts:
         raise ValueError("several hosts need the same data: write it with data_prep.py and pass --data")
     # These few million tokens feed the tiny preset, whatever the device.
-    _, model = pick_model(dataclasses.replace(cfg, model=cfg.model or "tiny" * (not cfg.dream.init)), jax.devices(), 0)
+    _, model = pick_model(dataclasses.replace(cfg, model=cfg.model or "tiny" * (not cfg.dream.init)), jax.devices())
     seq_len, vocab = row_length(cfg, model), min(model.vocab, 32_768)
     folder = Path(f"data/python-{seq_len}-{vocab}")
     if not (folder / "meta.json").exists():
@@ -306,7 +311,7 @@ def open_data(cfg):
     return data_prep.open_data(folder, seq_len)
 
 
-def check_data(cfg, model, train):
+def check_data(cfg, train):
     """ValueError if the rows are not for this model, or fewer than a step takes."""
     folder = train.folder
     if train.total < cfg.batch_size:
@@ -314,9 +319,6 @@ def check_data(cfg, model, train):
         raise ValueError(f"{folder} has {train.total} training rows, a step takes {cfg.batch_size}; {advice}")
     if family_of(cfg) is pc and len(train.columns) > 3:
         raise ValueError(f"{folder} holds pairs, for --model=dream_...: their prompts PythonCoder would learn too")
-    if family_of(cfg) is pc and train.meta["vocab_size"] > model.vocab:
-        size, advice = train.meta["vocab_size"], f"prepare it again with --vocab_size={model.vocab}"
-        raise ValueError(f"{folder} has {size:,} token ids, the model {model.vocab:,}; {advice}")
 
 
 MASKS = "<|mask|>", "<mask>"  # what tokenizers call MASK
@@ -754,7 +756,7 @@ def prepare(cfg):
     """(Trainer, files of the run's folder, steps of an epoch): what was left open is chosen by data and devices."""
     train, heldout, tokenizer_json = open_data(cfg)
     cfg, model, run, mesh = resolve(cfg, jax.devices(), train.meta)
-    check_data(cfg, model, train)
+    check_data(cfg, train)
     if cfg.dream.init:
         tokenizer_json = known_ids(cfg.resume or cfg.dream.init, model, train.meta, tokenizer_json)
     elif family_of(cfg) is md:

@@ -660,21 +660,28 @@ def test_hosts_with_other_settings_all_say_so(data, tmp_path):
 
 def test_without_model_and_batch_size_data_and_device_decide_together(capsys):
     """The largest preset that memory holds and the data feeds; short runs take small steps."""
-    devices = [SimpleNamespace(platform="tpu", device_kind="TPU v6 lite", id=0)]
 
-    def picked(tokens, **settings):
-        data = {"seq_len": 1024, "splits": {"train": {"tokens": tokens}}}
+    def picked(tokens, chips=1, kind="v6", **settings):
+        devices = [SimpleNamespace(platform="tpu", device_kind=f"TPU {kind} lite", memory_stats=dict)] * chips
+        data = {"seq_len": 1024, "vocab_size": 4000, "vocab_padded": 4096, "splits": {"train": {"tokens": tokens}}}
         cfg = train_tpu.Config(**settings)
-        seen = cfg.epochs * tokens
-        name, model = train_tpu.pick_model(cfg, devices, seen)
-        _, batch, _ = train_tpu.pick_batch(dataclasses.replace(cfg, model=name), model, 1, False, data, seen)
+        name, model = train_tpu.pick_model(cfg, devices, data)
+        _, batch, _ = train_tpu.pick_batch(dataclasses.replace(cfg, model=name), model, 1, False, data)
         return name, batch * 1024
 
     assert picked(8_000_000) == ("tiny", 8192)
     assert picked(60_000_000) == ("small", 65_536)
     assert picked(500_000_000) == ("300m", 131_072)
     assert picked(2_000_000_000) == ("1b", 131_072)
+    assert picked(2_000_000_000, kind="v5") == ("300m", 131_072)
+    assert picked(2_000_000_000, kind="v5", chips=8) == ("1b", 131_072)  # its weights and moments lie on all of them
     assert picked(8_000_000, model="1b")[0] == "1b"
+
+
+def test_a_preset_takes_the_ids_and_rows_that_data_prep_writes_unasked():
+    data = {"seq_len": 2048, "vocab_size": 8192, "vocab_padded": 8192, "splits": {"train": {"tokens": 200_000}}}
+    cfg, model, _, _ = train_tpu.resolve(train_tpu.Config(fsdp=1), jax.devices()[:1], data)
+    assert (cfg.model, model.vocab, model.positions, cfg.seq_len) == ("tiny", 8192, 2048, 2048)
 
 
 @pytest.mark.slow
