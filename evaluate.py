@@ -27,7 +27,6 @@ from pathlib import Path
 import numpy as np
 
 import data_prep
-import generate
 import runs
 
 
@@ -83,7 +82,7 @@ def main(cfg):
     if flags.plot and not Path(flags.plot).parent.is_dir():
         raise FileNotFoundError(f"--plot={flags.plot}: there is no folder {Path(flags.plot).parent}")
     trainer = "train_gpu" if cfg.model == "mdlm" else "train_tpu"
-    run = Path(cfg.ckpt or f"out/{trainer}")
+    run = runs.as_path(cfg.ckpt or f"out/{trainer}")
     if not (run / "config.json").is_file():
         raise FileNotFoundError(f"{run} is no run folder (no config.json); train one with: python {trainer}.py")
 
@@ -222,7 +221,7 @@ def score_mdlm(cfg, run, columns, tokenizer, bytes_V):
 
     step, folder = runs.newest(run, cfg.step)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = mdlm.load(folder, device, generate.torch_dtype(cfg.dtype))
+    model = mdlm.load(folder, device, mdlm.torch_dtype(cfg.dtype))
     token_RL = columns[0].astype(np.int64)
     counted_RL = (token_RL != mdlm.PAD) & (token_RL != mdlm.BOS)
     # every draw is a pass over all rows, whose times lie evenly; they differ by the noise alone

@@ -193,15 +193,6 @@ def show(cfg, row, text, number=0):
     print(json.dumps(row) if cfg.json else f"---- {number}\n{text}" if number else text, flush=True)
 
 
-def torch_dtype(dtype):
-    """The type of this name; "" is float32, half of it on a GPU: bfloat16, or float16 where that would be emulated."""
-    import torch
-
-    if not dtype and torch.cuda.is_available():
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    return getattr(torch, dtype or "float32")
-
-
 # ---- PythonCoder: from left to right -------------------------------------------------------------------------------
 
 
@@ -445,7 +436,7 @@ class Mdlm(CanvasModel):
         if cfg.step or runs.checkpoints(folder):
             folder = runs.newest(folder, cfg.step)[1]
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = torch_dtype(cfg.dtype)
+        dtype = mdlm.torch_dtype(cfg.dtype)
         self.model, tokenizer = mdlm.load(folder, self.device, dtype), runs.read_tokenizer(folder)
         super().__init__(cfg, tokenizer, mdlm.MASK, {mdlm.EOS}, self.model.cfg.positions)
         self.begin, self.end = [mdlm.BOS], [mdlm.EOS]
@@ -486,7 +477,7 @@ class Dream(CanvasModel):
         import sample_dream
 
         # The rule refuses flags that do not go together, before the weights are read.
-        flags, folder = cfg.dream, Path(cfg.ckpt)
+        flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
         shared = {name: getattr(cfg, name) for name in ("steps", "temperature", "top_p", "top_k")}
         names = "alg_temp", "threshold", "block_length", "cache", "fast_dllm", "eos_penalty"
         blocks = {name: getattr(flags, name) for name in names}

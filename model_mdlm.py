@@ -264,6 +264,13 @@ def save(model, folder, tokenizer_json=None):
         os.replace(temporary, folder / name)
 
 
+def torch_dtype(dtype):
+    """The type of this name; "" is float32, on a GPU bfloat16, or float16 where bfloat16 would be emulated."""
+    if not dtype and torch.cuda.is_available():
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return getattr(torch, dtype or "float32")
+
+
 def load(folder, device="cpu", dtype=torch.float32):
     """MDLM of a folder that `save` wrote. Raises FileNotFoundError, or ValueError with one line on what is wrong."""
     from safetensors import SafetensorError, safe_open

@@ -573,14 +573,7 @@ def run_program(libc, job, test, folder, read, pipe):
 
 
 # modules that tests compare by, under the names that they have there: a program's own of that name does not count
-COMPARING = {
-    "math": "math",
-    "cmath": "cmath",
-    "np": "numpy",
-    "numpy": "numpy",
-    "pytest": "pytest",
-    "unittest": "unittest",
-}
+COMPARING = {name: name for name in ("math", "cmath", "numpy", "pytest", "unittest")} | {"np": "numpy"}
 
 
 def permits(operation, target, *rest):
@@ -767,7 +760,7 @@ def launch():
     report, null = open(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    # PR_SET_PDEATHSIG: end with whoever started this; but if there is a folder, after it, as nobody else removes it
+    # PR_SET_PDEATHSIG: end with whoever started this; but a folder is removed first, as nobody else does it then
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("whoever started this was killed"))
     libc.prctl(1, signal.SIGTERM if job["folder"] else signal.SIGKILL, 0, 0, 0)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -789,19 +782,18 @@ def launch():
 
     # One test after another, until their time is over or the program itself does not end.
     end, hangs = time.monotonic() + job["program_s"], False
-    for i, test in enumerate(job["tests"]):
-        row = {"outcome": "timeout", "cpu_s": 0.0}
-        if time.monotonic() < end and not hangs:
-            try:
+    try:
+        if job["folder"]:
+            os.mkdir(job["folder"], 0o700)
+        for i, test in enumerate(job["tests"]):
+            row = {"outcome": "timeout", "cpu_s": 0.0}
+            if time.monotonic() < end and not hangs:
                 row = run_confined(libc, job, i, end)
-            except SystemExit:
-                if job["folder"]:
-                    import shutil
-
-                    shutil.rmtree(job["folder"], ignore_errors=True)
-                raise
-            hangs = row["outcome"] == "timeout" and test["mode"] != "status" and not row["loaded"]
-        print(json.dumps(row), file=report, flush=True)
+                hangs = row["outcome"] == "timeout" and test["mode"] != "status" and not row["loaded"]
+            print(json.dumps(row), file=report, flush=True)
+    finally:
+        if job["folder"]:
+            importlib.import_module("shutil").rmtree(job["folder"], ignore_errors=True)
 
 
 # ---- verdicts ------------------------------------------------------------------------------------------------------
@@ -907,7 +899,8 @@ def run_launcher(launcher, job, spawned=lambda process: None):
     spawned(process) is called when it has started, so that another thread can kill it.
     """
     # With namespaces tests write to file systems of their own, and a trainer that is killed leaves no folder behind.
-    folder = "" if job["namespaces"] else tempfile.mkdtemp(prefix="sandbox-")
+    # Without, the launcher makes a folder and removes it; so do we, if the launcher was killed.
+    folder = "" if job["namespaces"] else f"{tempfile.gettempdir()}/sandbox-{secrets.token_hex(8)}"
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     # nothing of our environment, where keys may be; -I and -S keep our settings and packages out as well
     env = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -983,7 +976,7 @@ class Local:
 
 
 # What runs in a sandbox of E2B: the same launcher, with namespaces if they can be had there.
-REMOTE = """import functools, json, marshal, os, shutil, subprocess, sys, tempfile
+REMOTE = """import functools, json, marshal, os, secrets, shutil, subprocess, sys, tempfile
 BOOT = {boot!r}
 {compiled}
 {run_launcher}

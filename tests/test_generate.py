@@ -226,11 +226,11 @@ def test_out_of_memory_is_one_line_that_says_what_to_lower(coder, monkeypatch):
 
 
 def test_half_precision_is_what_the_gpu_has(monkeypatch):
-    assert generate.torch_dtype("") == torch.float32
-    assert generate.torch_dtype("bfloat16") == torch.bfloat16
+    assert mdlm.torch_dtype("") == torch.float32
+    assert mdlm.torch_dtype("bfloat16") == torch.bfloat16
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert generate.torch_dtype("") == torch.float16  # a T4
+    assert mdlm.torch_dtype("") == torch.float16  # a T4
 
 
 # ---- bad input

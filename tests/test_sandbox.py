@@ -1276,15 +1276,19 @@ def test_a_killed_trainer_takes_the_programs_with_it(closed, layers, namespaces)
         "sandbox.run_tests([program], [['assert f(1) == 2']], timeout_s=100, program_s=100)"
     )
     env = os.environ | {"TMPDIR": tempfile.gettempdir()}
-    before = children()
-    process = subprocess.Popen([sys.executable, "-c", trainer], cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
-    wait_for(lambda: len(descendants(process.pid)) == 2 + namespaces)  # the launcher, its process 1, the test
-    time.sleep(0.5)
-    assert process.poll() is None
-    process.kill()
-    process.wait()
-    assert gone(children() - before)  # orphans come to us
-    assert not [*Path(tempfile.gettempdir()).iterdir()]
+    before, folder = children(), Path(tempfile.gettempdir())
+    for wait_s in (None, 0.5):
+        process = subprocess.Popen([sys.executable, "-c", trainer], cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
+        if wait_s:
+            wait_for(lambda: len(descendants(process.pid)) == 2 + namespaces)  # the launcher, its process 1, the test
+            time.sleep(wait_s)
+        else:  # at once: as soon as there is anything to leave behind
+            wait_for(lambda: descendants(process.pid) if namespaces else [*folder.iterdir()])
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+        assert gone(children() - before)  # orphans come to us
+        assert not [*folder.iterdir()]
 
 
 # ---- E2B, without a network ----------------------------------------------------------------------------------------
