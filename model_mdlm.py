@@ -7,8 +7,9 @@ PyTorch. train_gpu.py trains it, generate.py samples from it. Written for Python
 
 Letters: B batch, L length, D width, H heads, K head size, V vocabulary, N steps, M positions to draw.
 
-h = embed[token] + position[0..L) + MLP(sinusoid(noise)); each block: h += W_o attn(LN h), then h += W_2 gelu(W_1 LN h);
-logits = W_head LN h. Attention sees both sides, PAD aside. Ref: MDLM, arXiv:2406.07524, with learned positions.
+h = embed[token] + MLP(sinusoid(noise)); each block: h += W_o attn(LN h), then h += W_2 gelu(W_1 LN h);
+logits = W_head LN h. Attention sees both sides, PAD aside; where a token is turns its queries and keys (RoPE,
+arXiv:2104.09864), or is a learned vector that is added to embed[token] (rope=False). Ref: MDLM, arXiv:2406.07524.
 """
 
 import dataclasses
@@ -37,6 +38,7 @@ class Config:
     heads: int = 6  # width / heads is the head size; 64 in all presets, which the kernels of csrc/ need
     ffn: int = 1536
     positions: int = 256  # longest sequence
+    rope: bool = False  # positions turn queries and keys instead of being learned
     time: bool = True  # the noise level is an input
     tie: bool = False  # the head is the embedding
     dropout: float = 0.0  # of what each residual branch adds
@@ -62,6 +64,19 @@ def sinusoid(noise_B, width):
     return torch.cat([angle_BD.sin(), angle_BD.cos()], -1)
 
 
+def angles(length, head_size, device=None):
+    """cos and sin [L, K/2] in float32 of p f_k: position p = 0 .. L-1, f_k = 10000^(-2k / K)."""
+    k = torch.arange(head_size // 2, device=device, dtype=torch.float32)
+    angle_LK = torch.arange(length, device=device)[:, None] * torch.exp(-math.log(10_000) / (head_size // 2) * k)
+    return angle_LK.cos(), angle_LK.sin()
+
+
+def rotate(x_BHLK, cos_LK, sin_LK):
+    """RoPE: turns the pairs (x_k, x_{k + K/2}) of each head by the angle of their position; in float32."""
+    a, b = x_BHLK.float().chunk(2, -1)
+    return torch.cat([a * cos_LK - b * sin_LK, b * cos_LK + a * sin_LK], -1).to(x_BHLK.dtype)
+
+
 class Block(nn.Module):
     def __init__(self, cfg):
         super().__init__()
@@ -71,11 +86,13 @@ class Block(nn.Module):
         self.fc1, self.fc2 = nn.Linear(D, cfg.ffn), nn.Linear(cfg.ffn, D)
         self.heads, self.dropout = cfg.heads, nn.Dropout(cfg.dropout)
 
-    def forward(self, h_BLD, see_B11L):
+    def forward(self, h_BLD, see_B11L, cos_sin=None):
         B, L, D = h_BLD.shape
         # attention over both sides: no causal mask, only PAD is hidden
         qkv = self.qkv(self.norm1(h_BLD)).view(B, L, 3, self.heads, D // self.heads)
         q_BHLK, k_BHLK, v_BHLK = qkv.permute(2, 0, 3, 1, 4)
+        if cos_sin:
+            q_BHLK, k_BHLK = rotate(q_BHLK, *cos_sin), rotate(k_BHLK, *cos_sin)
         o_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask=see_B11L)
         h_BLD = h_BLD + self.dropout(self.out(o_BHLK.transpose(1, 2).reshape(B, L, D)))
         # feed-forward
@@ -87,7 +104,9 @@ class MDLM(nn.Module):
         super().__init__()
         D = cfg.width
         self.cfg = cfg
-        self.embed, self.position = nn.Embedding(cfg.vocab, D), nn.Embedding(cfg.positions, D)
+        self.embed = nn.Embedding(cfg.vocab, D)
+        if not cfg.rope:
+            self.position = nn.Embedding(cfg.positions, D)
         if cfg.time:  # one vector for the whole canvas, added at every position
             self.time = nn.Sequential(nn.Linear(D, D), nn.SiLU(), nn.Linear(D, D))
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
@@ -132,7 +151,11 @@ class MDLM(nn.Module):
         if L > self.cfg.positions:
             raise ValueError(f"{L} tokens do not fit the model's {self.cfg.positions} positions")
         # what each position holds, where it is, and how much of the canvas is masked
-        h_BLD = self.embed(token_BL) + self.position.weight[:L]
+        h_BLD, cos_sin = self.embed(token_BL), None
+        if self.cfg.rope:
+            cos_sin = angles(L, self.cfg.width // self.cfg.heads, token_BL.device)
+        else:
+            h_BLD = h_BLD + self.position.weight[:L]
         if self.cfg.time:
             if noise_B is None:
                 raise ValueError("this model is told the noise level: pass noise_B")
@@ -140,7 +163,7 @@ class MDLM(nn.Module):
         # one mask of keys for all heads and queries
         see_B11L = None if see_BL is None else see_BL[:, None, None]
         for block in self.blocks:
-            h_BLD = block(h_BLD, see_B11L)
+            h_BLD = block(h_BLD, see_B11L, cos_sin)
         return self.norm(h_BLD)
 
     def logits(self, hidden):

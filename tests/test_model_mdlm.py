@@ -36,8 +36,25 @@ def test_presets_have_their_true_parameter_counts(capsys):
     assert "17,332,992" in capsys.readouterr().out
 
 
-def test_every_position_sees_both_sides_and_nobody_sees_pad():
-    model, token_BL, noise_B = build(), tokens(1, 10), torch.tensor([0.5])
+def test_rope_turns_pairs_so_that_products_depend_on_distance_alone():
+    K, generator = 16, torch.Generator().manual_seed(3)
+    q_K, k_K = torch.randn(2, K, generator=generator)
+    cos_LK, sin_LK = mdlm.angles(9, K)
+    q_LK, k_LK = mdlm.rotate(q_K.expand(9, K), cos_LK, sin_LK), mdlm.rotate(k_K.expand(9, K), cos_LK, sin_LK)
+    # in complex numbers: the pair (k, k + K/2) is multiplied by exp(i p 10000^(-2k/K))
+    frequency = 10_000.0 ** (-torch.arange(8) / 8)
+    want = torch.complex(q_K[:8], q_K[8:]) * torch.exp(1j * 5 * frequency)
+    torch.testing.assert_close(torch.complex(q_LK[5, :8], q_LK[5, 8:]), want)
+    product_LL = q_LK @ k_LK.T
+    for distance in range(-8, 9):
+        diagonal = product_LL.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert mdlm.rotate(q_K.bfloat16().expand(9, K), cos_LK, sin_LK).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("rope", [False, True])
+def test_every_position_sees_both_sides_and_nobody_sees_pad(rope):
+    model, token_BL, noise_B = build(rope=rope), tokens(1, 10), torch.tensor([0.5])
     plain = model(token_BL, noise_B)
     changed = token_BL.clone()
     changed[0, 5] = (changed[0, 5] - 4) % 35 + 5
@@ -110,8 +127,9 @@ def test_a_row_takes_no_more_passes_than_it_has_masks():
     assert (out != mdlm.MASK).all()
 
 
-def test_a_model_that_was_saved_is_the_same_and_a_wrong_one_is_named(tmp_path):
-    model, token_BL, noise_B = build(), tokens(2, 8), torch.tensor([0.2, 0.8])
+@pytest.mark.parametrize("rope", [False, True])
+def test_a_model_that_was_saved_is_the_same_and_a_wrong_one_is_named(rope, tmp_path):
+    model, token_BL, noise_B = build(rope=rope), tokens(2, 8), torch.tensor([0.2, 0.8])
     mdlm.save(model, tmp_path, b"{}")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert torch.equal(mdlm.load(tmp_path)(token_BL, noise_B), model(token_BL, noise_B))
