@@ -1265,8 +1265,9 @@ def test_interrupt_leaves_no_orphan_and_keeps_results(closed):
     assert {i: result.rate for i, result in done.items()} == {0: 1}
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("namespaces", [True, False])
-def test_a_killed_trainer_takes_the_programs_with_it(closed, layers, namespaces):
+def test_a_killed_trainer_takes_the_programs_with_it(closed, layers, namespaces, at_once):
     """SIGKILL, which nobody can handle: the kernel ends the launcher, and so the test, which had asked it not to."""
     if namespaces and not layers["namespaces"]:
         pytest.skip("this machine allows no namespaces")
@@ -1277,18 +1278,17 @@ def test_a_killed_trainer_takes_the_programs_with_it(closed, layers, namespaces)
     )
     env = os.environ | {"TMPDIR": tempfile.gettempdir()}
     before, folder = children(), Path(tempfile.gettempdir())
-    for wait_s in (None, 0.5):
-        process = subprocess.Popen([sys.executable, "-c", trainer], cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
-        if wait_s:
-            wait_for(lambda: len(descendants(process.pid)) == 2 + namespaces)  # the launcher, its process 1, the test
-            time.sleep(wait_s)
-        else:  # at once: as soon as there is anything to leave behind
-            wait_for(lambda: descendants(process.pid) if namespaces else [*folder.iterdir()])
-        assert process.poll() is None
-        process.kill()
-        process.wait()
-        assert gone(children() - before)  # orphans come to us
-        assert not [*folder.iterdir()]
+    process = subprocess.Popen([sys.executable, "-c", trainer], cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
+    if at_once:  # as soon as there is anything to leave behind
+        wait_for(lambda: descendants(process.pid) if namespaces else [*folder.iterdir()])
+    else:
+        wait_for(lambda: len(descendants(process.pid)) == 2 + namespaces)  # the launcher, its process 1, the test
+        time.sleep(0.5)
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+    assert gone(children() - before)  # orphans come to us
+    assert not [*folder.iterdir()]
 
 
 # ---- E2B, without a network ----------------------------------------------------------------------------------------
