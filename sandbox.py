@@ -751,6 +751,11 @@ def run_confined(libc, job, i, end):
     return {"outcome": outcome, "data": data.decode("latin-1"), "status": status, "loaded": loaded, "cpu_s": cpu_s}
 
 
+def orphaned(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the kernel may send one for every thread of the trainer that ends
+    sys.exit("whoever started this was killed")
+
+
 def launch():
     """Read a job from standard input, close what can be closed for all its tests, run them, report a line for each."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -761,7 +766,7 @@ def launch():
     os.dup2(null, 0)
     os.dup2(null, 1)
     # PR_SET_PDEATHSIG: end with whoever started this; but a folder is removed first, as nobody else does it then
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("whoever started this was killed"))
+    signal.signal(signal.SIGTERM, orphaned)
     libc.prctl(1, signal.SIGTERM if job["folder"] else signal.SIGKILL, 0, 0, 0)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel takes this process before the trainer
