@@ -66,7 +66,7 @@ class Config:
     crop_rate: float = 0.25  # share of rows cut to a random length, so that the model knows short canvases
     ema: float = 0.999  # decay of the averaged weights, less in the beginning; 0 makes them equal the last weights
     dtype: typing.Literal["", "bfloat16", "float16", "float32"] = (
-        ""  # type of matmuls; "": half where the device has units for it
+        ""  # of matmuls; "": half where a device has units for it
     )
     compile: bool = True  # use torch.compile; off runs op by op, for debugging
     fsdp: bool = False  # split weights over the devices (FSDP2) instead of copying them (DDP)

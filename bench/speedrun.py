@@ -43,7 +43,7 @@ TRAIN = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    track: tyro.conf.Positional[typing.Literal["stories", "code"]]
+    track: tyro.conf.Positional[typing.Literal["stories", "code"]] = "stories"
     text: str = "tinystories_sample.txt"  # file of stories, for the track "stories"
     change: str = ""  # what is new about this run, for the table; "" leaves the run out of it
     data: str = ""  # flags for data_prep.py, instead of those of the best recipe
@@ -61,10 +61,8 @@ def processor_seconds():
 
 
 def table(rows):
-    lines = [
-        "| track | date | commit | change | bits per byte | tokens seen | processor s | command |",
-        "|" + "---|" * 8,
-    ]
+    lines = ["| track | date | commit | change | bits per byte | tokens seen | processor s | command |"]
+    lines.append("|" + "---|" * 8)
     for row in rows:
         spread = f" ± {row['spread']:.3f}" if row["spread"] else ""
         size = f"{row['tokens_seen'] / 1e6:.1f} M | {row['processor_s']:,.0f}"
