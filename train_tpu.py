@@ -274,9 +274,7 @@ def plan(cfg, model, rows):
     data, seen = rows.meta["splits"]["train"]["tokens"], steps * cfg.batch_size * cfg.seq_len
     print(", ".join(f"{part} {n:,}" for part, n in counts.items()) + " parameters")
     print(f"{steps:,} steps of {seen // steps:,} tokens = {steps / per_epoch:.2f} epochs of {data:,} tokens")
-    print(
-        f"{seen / counts['total']:.1f} tokens per parameter; {optimizer}, peak learning rate {lr:.3g}, warm-up {warmup}"
-    )
+    print(f"{seen / counts['total']:.1f} tokens per parameter; {optimizer}, peak learning rate {lr:.3g}")
     return cfg, per_epoch
 
 

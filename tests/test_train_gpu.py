@@ -361,7 +361,8 @@ import model_mdlm as mdlm, torch, train_gpu
 train_gpu.dist.init_process_group("gloo")
 model = mdlm.MDLM(mdlm.{SMALLER})
 train_gpu.split(model, False)
-(optimizer,), scaler = train_gpu.make_optimizers(model, train_gpu.Config(optimizer="adamw")), torch.amp.GradScaler("cpu")
+settings, scaler = train_gpu.Config(optimizer="adamw"), torch.amp.GradScaler("cpu")
+(optimizer,) = train_gpu.make_optimizers(model, settings)
 scaler.scale(torch.ones(()))
 for p in model.parameters():
     p.grad = torch.zeros_like(p)
