@@ -37,7 +37,7 @@ BUDGET_S = 2400
 DATA = {"stories": "--vocab_size=2048", "code": "--vocab_size=2048 --seq_len=512"}
 TRAIN = {
     "stories": "--model=tiny --tie --batch_size=16 --steps=4500",
-    "code": "--model=tiny --dropout=0 --batch_size=8 --steps=2200",
+    "code": "--model=tiny --dropout=0 --batch_size=8 --steps=3100",
 }
 
 
