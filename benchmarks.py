@@ -89,6 +89,7 @@ class Config:
     max_new: int = 512  # tokens at most
     batch_size: int = 16  # programs that are written at a time
     seed: int = 0  # of the samples
+    compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
     json: bool = False  # print the report as one JSON line instead of text
     dream: DreamFlags = DreamFlags()
     sandbox: SandboxFlags = SandboxFlags()
@@ -388,12 +389,12 @@ class Writer(typing.NamedTuple):
 
 
 def load_jax(family, cfg, run, step):
-    """(model, function that gives the random key of a batch)."""
+    """(model on all devices, its mesh, function that gives the random key of a batch)."""
     import jax
 
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    model, _ = runs.load(family, run, step or 0, dtype)
-    return model, lambda batch: jax.random.fold_in(jax.random.key(cfg.seed), batch)
+    runs.keep_compiled(cfg.compile_cache)
+    model, _, mesh = runs.load_for_inference(family, run, step or 0, rows=cfg.batch_size)
+    return model, mesh, lambda batch: jax.random.fold_in(jax.random.key(cfg.seed), batch)
 
 
 def cut(ids, ends):
@@ -405,14 +406,15 @@ def pythoncoder_writer(cfg, run, step):
     """Writes from left to right; with heads for further tokens it drafts by them."""
     import model_pythoncoder as pc
 
-    model, key_of_batch = load_jax(pc, cfg, run, step)
+    model, mesh, key_of_batch = load_jax(pc, cfg, run, step)
     tokenizer = runs.read_tokenizer(run)
     eos = tokenizer.token_to_id("<|endoftext|>")
     vocab, eos = tokenizer.get_vocab_size(), -1 if eos is None else eos
     rule = pc.Sampling(cfg.temperature, 0, cfg.top_p, vocab, eos, speculate=model.cfg.mtp)
 
     def write(prompts, finished, batch):
-        return pc.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), on_tokens=finished)[0]
+        with runs.on(mesh):
+            return pc.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), on_tokens=finished)[0]
 
     return Writer(tokenizer, int(model.cfg.positions * model.cfg.yarn_factor), write)
 
@@ -422,7 +424,7 @@ def dream_writer(cfg, run, step):
     import model_dream
     import sample_dream
 
-    model, key_of_batch = load_jax(model_dream, cfg, run, step)
+    model, mesh, key_of_batch = load_jax(model_dream, cfg, run, step)
     tokenizer, wrap = sample_dream.load_tokenizer(run, model.cfg), sample_dream.chat_template(run)
     if cfg.dream.chat and not wrap:
         raise ValueError(f"--chat: {run} holds no chat template (tokenizer_config.json)")
@@ -433,13 +435,23 @@ def dream_writer(cfg, run, step):
     rule |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "vocab": tokenizer.get_vocab_size()}
     rule = sample_dream.Sampling(**rule, eos_ids=ends)
 
+    def ask(problem):
+        return wrap(CHAT[cfg.task].format(problem.question)) if cfg.dream.chat else problem.prompt
+
+    # Each width of a canvas is a program that must be compiled: all batches have three at most.
+    asked = tokenizer.encode_batch([ask(p) for p in read_problems(cfg).values()], add_special_tokens=False)
+    lengths = sorted(len(encoding) + cfg.max_new for encoding in asked)
+    lengths = [n for n in lengths if n <= model.cfg.positions]
+    widths = sample_dream.widths(lengths, cfg.batch_size, model.cfg.positions) if lengths else ()
+
     def write(prompts, finished, batch):
-        rows, _ = sample_dream.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch))
+        width = next(width for width in widths if width >= max(map(len, prompts)) + cfg.max_new)
+        shape = {"width": width, "rows": cfg.batch_size}
+        with runs.on(mesh):
+            rows, _ = sample_dream.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), **shape)
         return [cut(row[len(ids) :], ends) for row, ids in zip(rows, prompts, strict=True)]
 
-    if cfg.dream.chat:
-        return Writer(tokenizer, model.cfg.positions, write, lambda p: wrap(CHAT[cfg.task].format(p.question)))
-    return Writer(tokenizer, model.cfg.positions, write)
+    return Writer(tokenizer, model.cfg.positions, write, ask)
 
 
 def mdlm_writer(cfg, run, step):

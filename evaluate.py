@@ -66,6 +66,7 @@ class Config:
     seed: int = 0  # MDLM, Dream: of the noise
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU if it fits, else 16 bits
     devices: int = 0  # PythonCoder, Dream: use so many of the machine's devices; 0 takes all
+    compile_cache: str = "~/.cache/unmask"  # PythonCoder, Dream: compiled programs of earlier runs; "" compiles anew
     json: bool = False  # print one JSON line per checkpoint instead of text
     pythoncoder: PythonCoderFlags = PythonCoderFlags()
     mdlm: MdlmFlags = MdlmFlags()
@@ -102,6 +103,8 @@ def main(cfg):
     if count < rows.total:
         print(f"the first {count:,} of {rows.total:,} held-out rows; --rows=0 takes all", file=sys.stderr)
     bytes_V = data_prep.token_bytes(tokenizer, rows.meta["vocab_size"])
+    if cfg.model != "mdlm":
+        runs.keep_compiled(cfg.compile_cache)
     score = {"pythoncoder": score_pythoncoder, "mdlm": score_mdlm, "dream": score_dream}[cfg.model]
     with runs.out_of_memory("--int8 or " * (cfg.model == "dream") + "a smaller --batch_size"):
         return score(cfg, run, rows.read(np.arange(count)), tokenizer, bytes_V)

@@ -88,6 +88,7 @@ class Config:
     html: str = ""  # MDLM, Dream: write a page that shows in which step each token appeared; .svg: an animation of it
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU if it fits, else 16 bits
     devices: int = 0  # PythonCoder, Dream: use so many of the machine's devices; 0 takes all
+    compile_cache: str = "~/.cache/unmask"  # PythonCoder, Dream: compiled programs of earlier runs; "" compiles anew
     json: bool = False  # print one JSON line per completion instead of text
     seed: int = 0  # of every random draw
     pythoncoder: PythonCoderFlags = PythonCoderFlags()
@@ -111,6 +112,8 @@ def main(cfg):
     cfg = resolve(cfg)
     requests = read_requests(cfg.file) if cfg.file else [(cfg.prompt, cfg.suffix)]
     advice = "--int8, a smaller --batch_size or --max_new" if cfg.model == "dream" else "a smaller --n or --max_new"
+    if cfg.model != "mdlm":
+        runs.keep_compiled(cfg.compile_cache)
     with runs.out_of_memory(advice):
         model = {"pythoncoder": PythonCoder, "mdlm": Mdlm, "dream": Dream}[cfg.model](cfg, len(requests))
         if cfg.prompt or cfg.file:

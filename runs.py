@@ -25,6 +25,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import shutil
 import signal
 import sys
@@ -272,7 +273,7 @@ class Run:
                 raise ValueError("--wandb needs the package wandb: pip install wandb") from None
             name = self.out / "wandb_id"  # of its own: another run in a folder of this name is another curve
             if not (self.cfg.resume and name.exists()):
-                write(name, wandb.util.generate_id().encode())
+                write(name, secrets.token_hex(8).encode())
             where = {"project": self.cfg.wandb, "dir": str(self.out), "name": self.out.name, "id": name.read_text()}
             self.tracker = wandb.init(config=settings, resume="allow", **where)
             self.exits.callback(self.tracker.finish)
@@ -481,9 +482,13 @@ def quiet():
 
 
 def find_weights(folder, step=0):
-    """(path, meta, step) of the weights that Orbax holds in a folder: a run's newest step, or what was converted."""
+    """(path, meta, step) of the weights that Orbax holds in a folder: a run's newest step, or what was converted.
+
+    The step of what was converted is that of the run that it came from, 0 for what came from the Hub.
+    """
     if (folder / "meta.json").is_file():  # written by convert_weights.py
-        return folder, read_json(folder / "meta.json", "sums"), step
+        meta = read_json(folder / "meta.json", "sums")
+        return folder, meta, step or meta.get("step", 0)
     if any(folder.glob("*.safetensors")):
         advice = f"convert it: python convert_weights.py --source={folder} --out=DIR"
         raise ValueError(f"{folder} is in the Hub's form; {advice}")
@@ -495,7 +500,7 @@ def find_weights(folder, step=0):
 
 
 def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
-    """(model, step) of a run of train_tpu.py, or of a folder of convert_weights.py (step 0).
+    """(model, step) of a run of train_tpu.py, or of a folder of convert_weights.py.
 
     family is model_dream or model_pythoncoder. dtype None keeps the stored one; step 0 takes the newest. With a mesh
     each device reads its own part of every parameter. With int8 (Dream) matrices are quantised as they are read, and
@@ -549,18 +554,38 @@ def read_arrays(path, like):
 
 # ---- the machine: what is here, and what fits (JAX) ------------------------------------------------------------------
 
-NVIDIA = "/dev/nvidia0", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"  # where there is a GPU; the last in Windows
+
+def keep_compiled(folder):
+    """Keep compiled programs in a folder, where a later process finds them; "" compiles anew."""
+    import jax
+
+    if folder:
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+
+
+MACHINE = Path("/")  # its devices are files
 
 
 def idle_accelerator():
-    """Which accelerator is here while JAX computes on the CPU, and what to install; "" for none."""
+    """Which accelerator is here while JAX computes on the CPU, and what to install; "" for none.
+
+    Whoever sets JAX_PLATFORMS, or an empty CUDA_VISIBLE_DEVICES, wants the CPU.
+    """
     import jax
 
-    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):  # whoever sets it wants the CPU
+    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
         return ""
-    if any(map(os.path.exists, NVIDIA)):
+
+    def here(pattern):
+        return any(MACHINE.glob(pattern))
+
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not hidden and (here("dev/nvidia[0-9]*") or here("usr/lib/wsl/lib/libcuda.so.1")):  # the latter in Windows
         return "an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
-    if os.path.exists("/dev/accel0"):
+    # Newer TPUs are behind vfio, as are graphics cards of virtual machines; 0x1ae0 is Google. A laptop's NPU is in
+    # the folder /dev/accel.
+    makers = (path.read_text().strip() for path in MACHINE.glob("sys/bus/pci/devices/*/vendor"))
+    if here("dev/accel[0-9]*") or (here("dev/vfio/[0-9]*") and "0x1ae0" in makers):
         return "a TPU is here, JAX does not see it: pip install -r requirements-tpu.txt"
     return ""
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import sysconfig
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from conftest import run, says
+from conftest import AS_A_USER, copy_in_bucket, run, says
 from flax import nnx
 
 import data_prep
@@ -21,6 +22,7 @@ import model_mdlm
 import model_pythoncoder as pc
 import runs
 
+pytestmark = pytest.mark.usefixtures("no_compile_cache")
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 SOURCES = tuple(str(LIBRARY / f"{name}.py") for name in ("ast", "calendar", "csv", "fractions"))
 
@@ -153,6 +155,19 @@ def test_only_the_rows_that_are_scored_are_read_and_compressed(data, pythoncoder
     assert len(seen["text"]) < 3 * 64 * 16
     assert f"the first 3 of {total:,} held-out rows" in capsys.readouterr().err
     assert evaluate.Config().rows > 0  # of a large data set not all, unless asked
+
+
+@pytest.mark.slow
+def test_model_and_data_can_be_in_a_bucket(data, pythoncoder, bucket):
+    copy_in_bucket(bucket, "put", f"{data['packed']}/", "bucket/rows/")
+    copy_in_bucket(bucket, "put", f"{pythoncoder}/", "bucket/run/")
+    both = "--rows=4", "--batch_size=4", "--drafts=2", "--json", "--compile_cache=", "--devices=1"
+    remote = run(
+        "evaluate.py", "--ckpt=gs://bucket/run", "--data=gs://bucket/rows", *both, env=os.environ | AS_A_USER | bucket
+    )
+    assert remote.returncode == 0, remote.stderr
+    local = run("evaluate.py", f"--ckpt={pythoncoder}", *both)
+    assert json.loads(remote.stdout) == pytest.approx(json.loads(local.stdout))
 
 
 def test_bad_input_is_one_line(data, pythoncoder, tmp_path):

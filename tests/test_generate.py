@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import re
 import shutil
 from xml.etree import ElementTree
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import run, says
+from conftest import AS_A_USER, copy_in_bucket, run, says
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -24,6 +25,7 @@ import model_pythoncoder as pc
 import runs
 import sample_dream
 
+pytestmark = pytest.mark.usefixtures("no_compile_cache")
 SLOW = pytest.mark.slow
 CFG = pc.Config(vocab=384, width=32, layers=2, heads=4, kv_heads=4, head_size=8, ffn=48, positions=64)
 
@@ -131,14 +133,36 @@ def test_a_file_of_prompts_is_checked_while_it_is_read(tmp_path):
         refused("in.jsonl, line 2 is not", file=str(tmp_path / "in.jsonl"), ckpt=str(tmp_path / "none"))
 
 
+# ---- a bucket
+
+
+@pytest.mark.slow
+def test_a_model_can_be_in_a_bucket(run_folder, coder, bucket):
+    env = os.environ | AS_A_USER | bucket
+    for folder, family in ((run_folder, "pythoncoder"), (coder / "model", "dream")):
+        copy_in_bucket(bucket, "put", f"{folder}/", f"bucket/{family}/")
+        flags = f"--model={family}", "--prompt=def f(x):", "--max_new=4", "--temperature=0", "--compile_cache="
+        local, remote = (
+            run("generate.py", f"--ckpt={at}", *flags, env=env) for at in (folder, f"gs://bucket/{family}")
+        )
+        assert remote.returncode == 0, remote.stderr
+        assert remote.stdout == local.stdout
+        assert f"gs://bucket/{family}" in remote.stderr
+        assert ("--chat=on asks it" in remote.stderr) == (family == "dream")  # its chat template was found
+    says(run("generate.py", "--ckpt=gs://bucket/none", "--prompt=x", env=env), "gs://bucket/none holds no checkpoint")
+
+
 # ---- the machine
 
 
 def test_the_first_line_says_what_is_used_and_what_is_idle(monkeypatch, tmp_path):
     assert runs.device_line() == "8 x cpu"
-    monkeypatch.setattr(runs, "NVIDIA", (str(tmp_path),))
+    monkeypatch.setattr(runs, "MACHINE", tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
     assert runs.device_line() == "8 x cpu"  # whoever set JAX_PLATFORMS wants the CPU
     monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     line = "8 x cpu; an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
     assert runs.device_line() == line
 
