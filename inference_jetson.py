@@ -147,7 +147,14 @@ def fused_forward(model, rate_N, kernels):
 
     `kernels` has attention, add_norm and bias_gelu. The time embeddings of all steps are made here, once.
     """
-    time_ND = model.time_embedding(rate_N)[:, 0] if model.cfg.time else None
+    cfg = model.cfg
+    time_ND = model.time_embedding(rate_N)[:, 0] if cfg.time else None
+    # where a token is turns its queries and keys while attention loads them, or is a vector that is added to it
+    if cfg.rope:
+        position_LD = model.embed.weight.new_zeros(1, cfg.width)
+        cos_sin_LK = torch.cat(mdlm.angles(cfg.positions, cfg.width // cfg.heads, rate_N.device), -1)
+    else:
+        position_LD, cos_sin_LK = model.position.weight, None
     # every residual sum is followed by a norm: the one inside the block, or the first of the next block
     norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)] + [model.norm]
 
@@ -158,13 +165,14 @@ def fused_forward(model, rate_N, kernels):
     def forward(token_BL, see_BL, step_1):
         B, L = token_BL.shape
         # positions and the step's time embedding are the first residual
-        place_LD = model.position.weight[:L]
+        place_LD = position_LD[:L]
         if time_ND is not None:
             place_LD = place_LD + time_ND.index_select(0, step_1)
-        h_BLD, n_BLD = add_norm(model.embed(token_BL), place_LD.expand(B, *place_LD.shape).contiguous(), norms[0])
+        h_BLD, n_BLD = add_norm(model.embed(token_BL), place_LD.expand(B, L, -1).contiguous(), norms[0])
+        turn_LK = cos_sin_LK[:L] if cfg.rope else None
         for i, block in enumerate(model.blocks):
             qkv_BL3HK = block.qkv(n_BLD).view(B, L, 3, block.heads, -1)
-            h_BLD, n_BLD = add_norm(block.out(kernels.attention(qkv_BL3HK, see_BL)), h_BLD, norms[2 * i + 1])
+            h_BLD, n_BLD = add_norm(block.out(kernels.attention(qkv_BL3HK, see_BL, turn_LK)), h_BLD, norms[2 * i + 1])
             # the bias of the first layer goes into the fused GELU
             f_BLF = kernels.bias_gelu(F.linear(n_BLD, block.fc1.weight), block.fc1.bias)
             h_BLD, n_BLD = add_norm(block.fc2(f_BLF), h_BLD, norms[2 * i + 2])

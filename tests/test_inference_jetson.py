@@ -71,7 +71,7 @@ def canvases(cfg, B=2, L=33):
 # ---- the fused step ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"time": False}, {"tie": True}, {"heads": 4}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"time": False}, {"tie": True}, {"heads": 4}, {"rope": True}], ids=str)
 @torch.inference_mode()
 def test_fused_forward_is_the_model(changes):
     model, rate_N = make_model(**changes), torch.linspace(1, 0.1, 5)
@@ -85,9 +85,10 @@ def test_fused_forward_is_the_model(changes):
             torch.testing.assert_close(got[see_BL], want[see_BL], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rope", [False, True])
 @torch.inference_mode()
-def test_fused_forward_on_kernels_is_as_exact_as_the_half_model(runs):
-    model, rate_N = make_model().to(runs.device), torch.linspace(1, 0.1, 5, device=runs.device)
+def test_fused_forward_on_kernels_is_as_exact_as_the_half_model(runs, rope):
+    model, rate_N = make_model(rope=rope).to(runs.device), torch.linspace(1, 0.1, 5, device=runs.device)
     token_BL, step_1 = canvases(model.cfg).to(runs.device), torch.tensor([2], device=runs.device)
     see_BL, rate_B = token_BL != mdlm.PAD, rate_N[2].expand(2)
     exact = model.double()(token_BL, rate_B.double(), see_BL)[see_BL]
