@@ -300,10 +300,8 @@ def mbpp_problem(row, shots):
     # solved problems, then this one without its solution
     prompt = "".join(f"{ask(shot)}{shot['code'].strip()}\n[DONE]\n\n" for shot in shots if shot is not row) + ask(row)
     imports = "".join(f"{line}\n" for line in row["test_imports"])
-    # No field names the function that is asked for: it is the one that the asserts call.
-    calls = [node for test in row["test_list"][:3] for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
-    names = [call.func.id for call in calls if isinstance(call.func, ast.Name)]
-    entry = next((name for name in names if not hasattr(builtins, name)), names[0])  # one problem redefines sum()
+    calls = calls_of(row["test_list"])
+    entry = called(row["test_list"])
     # all in one process, as the harnesses have it: a function that works once is no solution
     test = imports + "\n".join(row["test_list"])
     asserts = "\n".join(row["test_list"][:3])
@@ -311,6 +309,17 @@ def mbpp_problem(row, shots):
     arguments = [args for args in (literals(call, entry) for call in calls) if args is not None]
     found = probes(row["task_id"], entry, arguments)
     return Problem(row["task_id"], entry, prompt, question, "", test, [], found, row["code"])
+
+
+def calls_of(tests):
+    """The calls in the first three asserts."""
+    return [node for test in tests[:3] for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
+
+
+def called(tests):
+    """MBPP has no field for the function that is asked for: it is the one that the asserts call."""
+    names = [call.func.id for call in calls_of(tests) if isinstance(call.func, ast.Name)]
+    return next((name for name in names if not hasattr(builtins, name)), names[0])  # one problem redefines sum()
 
 
 def docstring_examples(prompt, entry):

@@ -13,7 +13,7 @@ Runs on Python 3.10 and torch 2.4 or newer. ONNX comes from torch.export with to
 an older one, whose torch.export does not keep batch and length free or mixes types.
 
 All graphs take token [B, L] int64, noise [B] float32 = P(masked), see [B, L] bool (False for PAD), and give float16
-logits [B, L, V]. Letters: B batch, L length, D width, V vocabulary.
+logits [B, L, V]. Letters: B batch, L length, P positions, D width, K head size, V vocabulary.
 """
 
 import contextlib
@@ -58,19 +58,26 @@ class Exported(nn.Module):
         super().__init__()
         half, device = model.cfg.width // 2, model.embed.weight.device
         self.model = model
-        # a buffer, as a trace that made the frequencies itself would remember the device that it was made on
+        # buffers, as a trace that made the frequencies itself would remember the device that it was made on
         k = torch.arange(half, device=device)
         self.register_buffer("frequency", torch.exp(-math.log(10_000) / half * k).float())
+        cos_PK, sin_PK = mdlm.angles(model.cfg.positions, model.cfg.width // model.cfg.heads, device)
+        self.register_buffer("cos_PK", cos_PK)
+        self.register_buffer("sin_PK", sin_PK)
 
     def forward(self, token, noise, see):
-        model = self.model
+        model, L = self.model, token.shape[1]
         # tokens, positions and the noise level; PAD is hidden from all
-        h_BLD = model.embed(token) + model.position.weight[: token.shape[1]]
+        h_BLD, cos_sin = model.embed(token), None
+        if model.cfg.rope:
+            cos_sin = self.cos_PK[:L], self.sin_PK[:L]
+        else:
+            h_BLD = h_BLD + model.position.weight[:L]
         if model.cfg.time:
             angle_BD = 1000 * noise[:, None] * self.frequency
             h_BLD = h_BLD + model.time(torch.cat([angle_BD.sin(), angle_BD.cos()], -1).to(h_BLD.dtype))[:, None]
         for block in model.blocks:
-            h_BLD = block(h_BLD, see[:, None, None])
+            h_BLD = block(h_BLD, see[:, None, None], cos_sin)
         return model.logits(model.norm(h_BLD))
 
 

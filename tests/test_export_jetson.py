@@ -30,8 +30,9 @@ def export(ckpt, out, **settings):
     return json.loads((out / "bundle.json").read_text())
 
 
-def test_weights_and_torchscript_are_the_model(tmp_path):
-    model = checkpoint(tmp_path / "step_3")
+@pytest.mark.parametrize("rope", [False, True])
+def test_weights_and_torchscript_are_the_model(tmp_path, rope):
+    model = checkpoint(tmp_path / "step_3", rope=rope)
     about = export(tmp_path, tmp_path / "out", onnx=False)
     assert about["format"] == inference_jetson.FORMAT
     written = {path.name for path in (tmp_path / "out").iterdir()} - {"bundle.json"}
@@ -52,7 +53,7 @@ def same(model, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"time": False, "tie": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"rope": True}, {"time": False, "tie": True}], ids=str)
 def test_onnx_is_the_model(tmp_path, changes):
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")

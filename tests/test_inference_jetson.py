@@ -48,7 +48,7 @@ def make_model(**changes):
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundle")
-    mdlm.save(make_model(), folder / "run/step_7", tokenizer_json())
+    mdlm.save(make_model(rope=True), folder / "run/step_7", tokenizer_json())
     export_jetson.main(export_jetson.Config(ckpt=str(folder / "run"), out=str(folder / "jetson"), onnx=False))
     return folder / "jetson"
 
@@ -71,7 +71,10 @@ def canvases(cfg, B=2, L=33):
 # ---- the fused step ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"time": False}, {"tie": True}, {"heads": 4}], ids=str)
+SHAPES = {}, {"time": False}, {"tie": True}, {"heads": 4}, {"rope": True}, {"rope": True, "time": False, "heads": 4}
+
+
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
 @torch.inference_mode()
 def test_fused_forward_is_the_model(changes):
     model, rate_N = make_model(**changes), torch.linspace(1, 0.1, 5)
@@ -85,9 +88,10 @@ def test_fused_forward_is_the_model(changes):
             torch.testing.assert_close(got[see_BL], want[see_BL], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rope", [False, True])
 @torch.inference_mode()
-def test_fused_forward_on_kernels_is_as_exact_as_the_half_model(runs):
-    model, rate_N = make_model().to(runs.device), torch.linspace(1, 0.1, 5, device=runs.device)
+def test_fused_forward_on_kernels_is_as_exact_as_the_half_model(runs, rope):
+    model, rate_N = make_model(rope=rope).to(runs.device), torch.linspace(1, 0.1, 5, device=runs.device)
     token_BL, step_1 = canvases(model.cfg).to(runs.device), torch.tensor([2], device=runs.device)
     see_BL, rate_B = token_BL != mdlm.PAD, rate_N[2].expand(2)
     exact = model.double()(token_BL, rate_B.double(), see_BL)[see_BL]
@@ -196,9 +200,10 @@ class OneDevice(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
+@pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize("sample_", [jetson.sample_sorted_, torch.ops.unmask.sample_])
-def test_a_text_is_one_copy_to_the_device_and_one_back(sample_):
-    model, meta = make_model().to("meta"), torch.device("meta")
+def test_a_text_is_one_copy_to_the_device_and_one_back(sample_, rope):
+    model, meta = make_model(rope=rope).to("meta"), torch.device("meta")
     rate_N, keep_N = (table_N.to("meta") for table_N in jetson.step_tables(3, "linear"))
     graph = lambda *inputs: export_jetson.Exported(model)(*inputs)  # noqa: E731
     with torch.inference_mode():
