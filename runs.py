@@ -481,14 +481,35 @@ def quiet():
     threading.excepthook = sys.unraisablehook = lambda _: None
 
 
-def find_weights(folder, step=0):
-    """(path, meta, step) of the weights that Orbax holds in a folder: a run's newest step, or what was converted.
+WEIGHTS = Path(__file__).parent / "weights"  # small trained models, a folder for each family
 
-    The step of what was converted is that of the run that it came from, 0 for what came from the Hub.
+
+def default_folder(run, family):
+    """The folder of a model where none is named: `run` if it holds one, else that in WEIGHTS, if there is one."""
+    converted = any((Path(run) / name).is_file() for name in ("meta.json", "model.safetensors"))
+    if converted or checkpoints(Path(run)) or not (WEIGHTS / family).is_dir():
+        return run
+    print(f"no model in {run}: using weights/{family}, a small one that comes with Unmask", file=sys.stderr)
+    return str(WEIGHTS / family)
+
+
+# What a config.json beside the safetensors of a PythonCoder says besides its architecture, see convert_weights.py.
+NOT_ARCHITECTURE = "model_type", "torch_dtype", "source", "step"
+
+
+def find_weights(folder, step=0):
+    """(path, meta, step) of the weights in a folder: a run's newest step, or what convert_weights.py made of one.
+
+    That is in Orbax, or as safetensors if it is a PythonCoder; its step is that of the run, 0 for what is of the Hub.
     """
     if (folder / "meta.json").is_file():  # written by convert_weights.py
         meta = read_json(folder / "meta.json", "sums")
         return folder, meta, step or meta.get("step", 0)
+    keys = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if (folder / "model.safetensors").is_file() and keys.get("model_type") == "pythoncoder":
+        model = {name: value for name, value in keys.items() if name not in NOT_ARCHITECTURE}
+        meta = {"model": model, "dtype": keys.get("torch_dtype", "float32"), "step": keys.get("step", 0)}
+        return folder, meta, step or meta["step"]
     if any(folder.glob("*.safetensors")):
         advice = f"convert it: python convert_weights.py --source={folder} --out=DIR"
         raise ValueError(f"{folder} is in the Hub's form; {advice}")
@@ -525,6 +546,10 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
     def convert(x):
         return family.quantise(x) if int8 and x.ndim == 2 else x.astype(dtype)
 
+    if "sums" not in meta:
+        params = {name: convert(x) for name, x in read_safetensors(path, like).items()}
+        return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
+
     # A layer at a time: the stored model is never whole in memory beside another form of it.
     sums = {name.removeprefix("params."): value for name, value in meta["sums"].items()}
     params, damaged = {}, []
@@ -535,6 +560,20 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
     if damaged:
         raise ValueError(f"checkpoint {path} cannot be read: {', '.join(damaged)} differ from what was saved")
     return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
+
+
+def read_safetensors(path, like):
+    """The arrays {name: ShapeDtypeStruct} of model.safetensors in a folder, which may hold no others."""
+    import jax
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path / "model.safetensors", "flax") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}/model.safetensors cannot be read: {error}") from None
+    check_tensors(*({name: x.shape for name, x in tensors.items()} for tensors in (found, like)), path)
+    return {name: jax.device_put(found[name], want.sharding) for name, want in like.items()}
 
 
 def read_arrays(path, like):
@@ -650,7 +689,7 @@ def load_for_inference(family, folder, step=0, dtype="", int8=False, devices=0, 
 
     # What the checkpoint holds, and how it would lie on the devices.
     path, meta, _ = find_weights(absolute(folder), step)
-    if step and (path / "meta.json").is_file():
+    if step and path == absolute(folder):
         raise ValueError(f"{folder} was converted and has no steps; leave --step={step} out")
     model, stored = family.read_config(path, meta), meta.get("dtype", "float32")
     if devices > jax.device_count():
