@@ -29,7 +29,6 @@ import builtins
 import collections
 import contextlib
 import dataclasses
-import datetime
 import decimal
 import functools
 import gzip
@@ -104,6 +103,7 @@ class Config:
     max_new: int = 512  # tokens at most
     batch_size: int = 16  # programs that are written at a time
     seed: int = 0  # of the samples
+    compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
     json: bool = False  # print the report as one JSON line instead of text
     watch: bool = False  # show pass@1 so far, its interval, programs a second and the time left
     dream: DreamFlags = DreamFlags()
@@ -168,7 +168,7 @@ def resolve(cfg):
     if not 0 < cfg.top_p <= 1 or not 0 <= cfg.shots <= len(SHOTS) or not 0 < cfg.sandbox.timeout_s < math.inf:
         raise ValueError(f"--top_p is in (0, 1], --shots from 0 to {len(SHOTS)}, --timeout_s above 0")
     for day in filter(None, (cfg.since, cfg.until)):
-        if str(datetime.date.fromisoformat(day)) != day or cfg.task != "livecodebench":
+        if not re.fullmatch(r"\d{4}-\d\d-\d\d", day) or cfg.task != "livecodebench":
             raise ValueError("--since and --until are days of LiveCodeBench, such as 2024-10-01")
     if cfg.model != "dream" and cfg.dream != DreamFlags():
         raise ValueError("--chat, --threshold, --block_length and --cache are for --model=dream")
@@ -287,9 +287,8 @@ def parse_problems(cfg, data):
         if other := [problem.id for problem in problems.values() if not problem.id.startswith(name)]:
             raise ValueError(f"{other[0]} is none of its problems")
         if len(rows) != count:
-            print(
-                f"the file has {len(rows)} problems; {version}, of which scores are published, {count}", file=sys.stderr
-            )
+            told = f"this file has {len(rows)} problems; {version}, of which scores are published, has {count}"
+            print(f"--task={cfg.task}: {told}", file=sys.stderr)
     return problems
 
 
@@ -341,10 +340,8 @@ def mbpp_problem(row, shots):
     # solved problems, then this one without its solution
     prompt = "".join(f"{ask(shot)}{shot['code'].strip()}\n[DONE]\n\n" for shot in shots if shot is not row) + ask(row)
     imports = "".join(f"{line}\n" for line in row["test_imports"])
-    # No field names the function that is asked for: it is the one that the asserts call.
-    calls = [node for test in row["test_list"][:3] for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
-    names = [call.func.id for call in calls if isinstance(call.func, ast.Name)]
-    entry = next((name for name in names if not hasattr(builtins, name)), names[0])  # one problem redefines sum()
+    calls = calls_of(row["test_list"])
+    entry = called(row["test_list"])
     # all in one process, as the harnesses have it: a function that works once is no solution
     test = imports + "\n".join(row["test_list"])
     asserts = "\n".join(row["test_list"][:3])
@@ -352,6 +349,17 @@ def mbpp_problem(row, shots):
     arguments = [args for args in (literals(call, entry) for call in calls) if args is not None]
     found = probes(row["task_id"], entry, arguments)
     return Problem(row["task_id"], entry, prompt, question, "", test, [], found, row["code"])
+
+
+def calls_of(tests):
+    """The calls in the first three asserts."""
+    return [node for test in tests[:3] for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
+
+
+def called(tests):
+    """MBPP has no field for the function that is asked for: it is the one that the asserts call."""
+    names = [call.func.id for call in calls_of(tests) if isinstance(call.func, ast.Name)]
+    return next((name for name in names if not hasattr(builtins, name)), names[0])  # one problem redefines sum()
 
 
 def docstring_examples(prompt, entry):
@@ -631,7 +639,7 @@ def live_problems(cfg):
                     day = row["contest_date"][:10]
                     if (cfg.since or day) <= day <= (cfg.until or day) and len(problems) < (cfg.problems or math.inf):
                         problems[key_of(row["question_id"])] = live_problem(row)
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError, EOFError, zlib.error) as error:
                 raise ValueError(f"{file} is no file of LiveCodeBench: {error}") from None
     if not problems:
         raise ValueError(f"{path} holds no problem of LiveCodeBench from {cfg.since or 'the first day'} to {cfg.until}")
@@ -741,12 +749,12 @@ class Writer(typing.NamedTuple):
 
 
 def load_jax(family, cfg, run, step):
-    """(model, function that gives the random key of a batch)."""
+    """(model on all devices, its mesh, function that gives the random key of a batch)."""
     import jax
 
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    model, _ = runs.load(family, run, step or 0, dtype)
-    return model, lambda batch: jax.random.fold_in(jax.random.key(cfg.seed), batch)
+    runs.keep_compiled(cfg.compile_cache)
+    model, _, mesh = runs.load_for_inference(family, run, step or 0, rows=cfg.batch_size)
+    return model, mesh, lambda batch: jax.random.fold_in(jax.random.key(cfg.seed), batch)
 
 
 def cut(ids, ends):
@@ -758,14 +766,15 @@ def pythoncoder_writer(cfg, run, step):
     """Writes from left to right; with heads for further tokens it drafts by them."""
     import model_pythoncoder as pc
 
-    model, key_of_batch = load_jax(pc, cfg, run, step)
+    model, mesh, key_of_batch = load_jax(pc, cfg, run, step)
     tokenizer = runs.read_tokenizer(run)
     eos = tokenizer.token_to_id("<|endoftext|>")
     vocab, eos = tokenizer.get_vocab_size(), -1 if eos is None else eos
     rule = pc.Sampling(cfg.temperature, 0, cfg.top_p, vocab, eos, speculate=model.cfg.mtp)
 
     def write(prompts, finished, batch):
-        return pc.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), on_tokens=finished)[0]
+        with runs.on(mesh):
+            return pc.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), on_tokens=finished)[0]
 
     return Writer(tokenizer, int(model.cfg.positions * model.cfg.yarn_factor), write)
 
@@ -775,7 +784,7 @@ def dream_writer(cfg, run, step):
     import model_dream
     import sample_dream
 
-    model, key_of_batch = load_jax(model_dream, cfg, run, step)
+    model, mesh, key_of_batch = load_jax(model_dream, cfg, run, step)
     tokenizer, wrap = sample_dream.load_tokenizer(run, model.cfg), sample_dream.chat_template(run)
     if cfg.dream.chat and not wrap:
         raise ValueError(f"--chat: {run} holds no chat template (tokenizer_config.json)")
@@ -786,15 +795,23 @@ def dream_writer(cfg, run, step):
     rule |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "vocab": tokenizer.get_vocab_size()}
     rule = sample_dream.Sampling(**rule, eos_ids=ends)
 
+    def ask(problem):
+        return wrap(CHAT[cfg.task.rstrip("+")].format(problem.question)) if cfg.dream.chat else problem.prompt
+
+    # Each width of a canvas is a program that must be compiled: all batches have three at most.
+    asked = tokenizer.encode_batch([ask(p) for p in read_problems(cfg).values()], add_special_tokens=False)
+    lengths = sorted(len(encoding) + cfg.max_new for encoding in asked)
+    lengths = [n for n in lengths if n <= model.cfg.positions]
+    widths = sample_dream.widths(lengths, cfg.batch_size, model.cfg.positions) if lengths else ()
+
     def write(prompts, finished, batch):
-        rows, _ = sample_dream.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch))
+        width = next(width for width in widths if width >= max(map(len, prompts)) + cfg.max_new)
+        shape = {"width": width, "rows": cfg.batch_size}
+        with runs.on(mesh):
+            rows, _ = sample_dream.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), **shape)
         return [cut(row[len(ids) :], ends) for row, ids in zip(rows, prompts, strict=True)]
 
-    if cfg.dream.chat:
-        return Writer(
-            tokenizer, model.cfg.positions, write, lambda p: wrap(CHAT[cfg.task.rstrip("+")].format(p.question))
-        )
-    return Writer(tokenizer, model.cfg.positions, write)
+    return Writer(tokenizer, model.cfg.positions, write, ask)
 
 
 def mdlm_writer(cfg, run, step):
@@ -922,7 +939,7 @@ def append(path, rows):
 
 def given_samples(cfg, problems):
     """{(key of problems, number): code} of --samples, of which a problem may have several."""
-    samples, count = {}, collections.Counter()
+    samples, count, outside = {}, collections.Counter(), []
     try:
         rows = [*parse_lines(Path(cfg.samples).read_text("utf-8").split("\n"), ["task_id"], SAMPLE)]
     except ValueError as error:
@@ -930,6 +947,9 @@ def given_samples(cfg, problems):
     for row in rows:
         key = key_of(row["task_id"])
         names = {str(problems[key].id).lower(), f"{cfg.task}/{key}"} if key in problems else ()
+        if str(row["task_id"]).lower() not in names and (cfg.since or cfg.until):
+            outside.append(row["task_id"])
+            continue
         if str(row["task_id"]).lower() not in names:
             among = f"the {len(problems)} problems (--split, --problems)"
             raise ValueError(f"{cfg.samples}: {row['task_id']!r} is not among {among}")
@@ -940,6 +960,8 @@ def given_samples(cfg, problems):
         else:
             samples[key, count[key]] = extract(row["completion"], problems[key].entry, ())[0]
         count[key] += 1
+    if outside:
+        print(f"{len(outside)} samples are not of the days from --since to --until, and left out", file=sys.stderr)
     if not samples:
         raise ValueError(f"{cfg.samples} holds no samples; a line is {{'task_id': ..., 'completion': ...}}")
     k, most = max(cfg.k, default=1), max(count.values())
@@ -1031,7 +1053,7 @@ def score_samples(cfg, problems, samples, path):
         problem, code = problems[key], samples[key, number]
         row = {"task_id": problem.id, "solution" if isinstance(code, Solution) else "completion": code or ""}
         row |= {"sample": number} | hidden_verdict(problem, known.get(key), result)
-        if several:
+        if several and not isinstance(problem.cases, Live):  # which shows examples as prose
             hidden, public = len(result.verdicts) - len(problem.public + problem.probes), len(problem.public)
             row["public"] = result.verdicts[hidden : hidden + public].count("pass") / max(1, public)
             row["behaviour"] = next((v for v in result.values[hidden + public :] if isinstance(v, str)), "")
@@ -1215,7 +1237,7 @@ def report(cfg, problems, rows):
             values = [pass_at_k(n, c, k) for n, c in counts]
             row[f"{kind}pass@{k}"] = [float(np.mean(values)), *interval(values)]
             row |= {f"{kind}pass@{k} problems": len(counts)} if len(counts) < len(by_problem) else {}
-    if n > 1 and cfg.task != "livecodebench":  # whose problems show examples as prose
+    if n > 1 and cfg.task != "livecodebench":
         values = [choose(group)["passed"] for group in by_problem.values()]
         row["best of n"] = [float(np.mean(values)), *interval(values)]
     return row
