@@ -772,8 +772,7 @@ def main(cfg, draw=draw_masks):
             if not cfg.resume:  # so that --resume finds a run that was stopped before its first round
                 runs.write(run.out / "config.json", {"train": {"model": "dream"} | settings})
             cfg = make_demo(cfg)
-        if cfg.compile_cache:
-            jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
+        runs.keep_compiled(cfg.compile_cache)
 
         # All devices: --tensor of them share each layer, the others share rows and weights.
         shape, names = (1, jax.device_count() // cfg.tensor, cfg.tensor), ("data", "fsdp", "tensor")
@@ -848,9 +847,7 @@ def resolve(cfg):
     """The config with the preset's values where it says None. ValueError or FileNotFoundError for what cannot be."""
     preset = PRESETS[cfg.preset] | ({"lr": 2e-5} if cfg.preset == "7b" and cfg.lora_rank else {})
     sampling = unset_from(cfg.sampling, dataclasses.asdict(preset["sampling"]))
-    # Batches grow with the devices among which rows are shared out, up to a whole round.
-    full, devices = unset_from(cfg, preset), max(1, jax.device_count() // cfg.tensor)
-    rows = {name: min(preset[name] * devices, full.tasks * full.group) for name in ("micro_batch", "generation_batch")}
+    rows = batch_sizes(unset_from(cfg, preset), max(1, jax.device_count() // cfg.tensor))
     cfg = dataclasses.replace(unset_from(cfg, preset | rows), sampling=sampling)
     counts = ("tasks", "iterations", "micro_batch", "generation_batch", "eval_every", "save_every")
     wrong = [f"--{name}={getattr(cfg, name)}: at least 1" for name in counts if getattr(cfg, name) < 1]
@@ -864,6 +861,9 @@ def resolve(cfg):
         wrong.append("--temperature=0 writes the same completion again and again; nothing could be compared")
     if len(cfg.rewards) != len(cfg.reward_weights):
         wrong.append(f"{len(cfg.rewards)} --rewards need as many --reward_weights, not {len(cfg.reward_weights)}")
+    twice = sorted({name for name in cfg.rewards if cfg.rewards.count(name) > 1})
+    if twice:
+        wrong.append(f"--rewards names {', '.join(twice)} more than once; give it once, with a larger --reward_weights")
     if bool(cfg.ckpt) != bool(cfg.prompts) or (cfg.preset == "7b" and not cfg.ckpt):
         wrong.append("--ckpt and --prompts belong together; without both --preset=demo makes its own")
     if cfg.resume and Path(cfg.resume).resolve() != Path(cfg.out).resolve():
@@ -880,6 +880,14 @@ def resolve(cfg):
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} does not exist; write tasks with: python rl_tasks.py --out=data/acecode")
     return cfg
+
+
+def batch_sizes(cfg, devices):
+    """Those of the preset, {"micro_batch", "generation_batch"}: they grow with the devices among which rows are shared
+    out, up to a whole round.
+    """
+    names = "micro_batch", "generation_batch"
+    return {name: min(PRESETS[cfg.preset][name] * devices, cfg.tasks * cfg.group) for name in names}
 
 
 def unset_from(cfg, values):

@@ -195,11 +195,14 @@ def fused_forward(model, rate_N, kernels):
 
     `kernels` has attention, add_norm and bias_gelu. The time embeddings of all steps are made here, once.
     """
-    cfg, weight = model.cfg, model.embed.weight
+    cfg = model.cfg
     time_ND = model.time_embedding(rate_N)[:, 0] if cfg.time else None
-    # learned positions are added to the tokens; rotary ones turn queries and keys instead
-    place_PD = weight.new_zeros(cfg.positions, cfg.width) if cfg.rope else model.position.weight
-    cos_PK, sin_PK = mdlm.angles(cfg.positions, cfg.width // cfg.heads, weight.device)
+    # learned positions are added to the tokens; rotary ones turn queries and keys while attention loads them
+    if cfg.rope:
+        place_PD = model.embed.weight.new_zeros(cfg.positions, cfg.width)
+        cos_sin_PK = torch.cat(mdlm.angles(cfg.positions, cfg.width // cfg.heads, place_PD.device), -1)
+    else:
+        place_PD, cos_sin_PK = model.position.weight, None
     # every residual sum is followed by a norm: the one inside the block, or the first of the next block
     norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)] + [model.norm]
 
@@ -211,15 +214,14 @@ def fused_forward(model, rate_N, kernels):
         B, L = token_BL.shape
         # positions and the step's time embedding are the first residual
         place_LD = place_PD[:L]
+        cos_sin_LK = cos_sin_PK[:L] if cfg.rope else None
         if time_ND is not None:
             place_LD = place_LD + time_ND.index_select(0, step_1)
-        h_BLD, n_BLD = add_norm(model.embed(token_BL), place_LD.expand(B, *place_LD.shape).contiguous(), norms[0])
+        h_BLD, n_BLD = add_norm(model.embed(token_BL), place_LD.expand(B, L, -1).contiguous(), norms[0])
         for i, block in enumerate(model.blocks):
             qkv_BL3HK = block.qkv(n_BLD).view(B, L, 3, block.heads, -1)
-            if cfg.rope:
-                turned_BL2HK = mdlm.rotate(qkv_BL3HK[:, :, :2], cos_PK[:L, None, None], sin_PK[:L, None, None])
-                qkv_BL3HK = torch.cat([turned_BL2HK, qkv_BL3HK[:, :, 2:]], 2)
-            h_BLD, n_BLD = add_norm(block.out(kernels.attention(qkv_BL3HK, see_BL)), h_BLD, norms[2 * i + 1])
+            o_BLD = kernels.attention(qkv_BL3HK, see_BL, cos_sin_LK)
+            h_BLD, n_BLD = add_norm(block.out(o_BLD), h_BLD, norms[2 * i + 1])
             # the bias of the first layer goes into the fused GELU
             f_BLF = kernels.bias_gelu(F.linear(n_BLD, block.fc1.weight), block.fc1.bias)
             h_BLD, n_BLD = add_norm(block.fc2(f_BLF), h_BLD, norms[2 * i + 2])

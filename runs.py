@@ -25,6 +25,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import shutil
 import signal
 import sys
@@ -272,7 +273,7 @@ class Run:
                 raise ValueError("--wandb needs the package wandb: pip install wandb") from None
             name = self.out / "wandb_id"  # of its own: another run in a folder of this name is another curve
             if not (self.cfg.resume and name.exists()):
-                write(name, wandb.util.generate_id().encode())
+                write(name, secrets.token_hex(8).encode())
             where = {"project": self.cfg.wandb, "dir": str(self.out), "name": self.out.name, "id": name.read_text()}
             self.tracker = wandb.init(config=settings, resume="allow", **where)
             self.exits.callback(self.tracker.finish)
@@ -480,10 +481,35 @@ def quiet():
     threading.excepthook = sys.unraisablehook = lambda _: None
 
 
+WEIGHTS = Path(__file__).parent / "weights"  # small trained models, a folder for each family
+
+
+def default_folder(run, family):
+    """The folder of a model where none is named: `run` if it holds one, else that in WEIGHTS, if there is one."""
+    converted = any((Path(run) / name).is_file() for name in ("meta.json", "model.safetensors"))
+    if converted or checkpoints(Path(run)) or not (WEIGHTS / family).is_dir():
+        return run
+    print(f"no model in {run}: using weights/{family}, a small one that comes with Unmask", file=sys.stderr)
+    return str(WEIGHTS / family)
+
+
+# What a config.json beside the safetensors of a PythonCoder says besides its architecture, see convert_weights.py.
+NOT_ARCHITECTURE = "model_type", "torch_dtype", "source", "step"
+
+
 def find_weights(folder, step=0):
-    """(path, meta, step) of the weights that Orbax holds in a folder: a run's newest step, or what was converted."""
+    """(path, meta, step) of the weights in a folder: a run's newest step, or what convert_weights.py made of one.
+
+    That is in Orbax, or as safetensors if it is a PythonCoder; its step is that of the run, 0 for what is of the Hub.
+    """
     if (folder / "meta.json").is_file():  # written by convert_weights.py
-        return folder, read_json(folder / "meta.json", "sums"), step
+        meta = read_json(folder / "meta.json", "sums")
+        return folder, meta, step or meta.get("step", 0)
+    keys = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if (folder / "model.safetensors").is_file() and keys.get("model_type") == "pythoncoder":
+        model = {name: value for name, value in keys.items() if name not in NOT_ARCHITECTURE}
+        meta = {"model": model, "dtype": keys.get("torch_dtype", "float32"), "step": keys.get("step", 0)}
+        return folder, meta, step or meta["step"]
     if any(folder.glob("*.safetensors")):
         advice = f"convert it: python convert_weights.py --source={folder} --out=DIR"
         raise ValueError(f"{folder} is in the Hub's form; {advice}")
@@ -495,7 +521,7 @@ def find_weights(folder, step=0):
 
 
 def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
-    """(model, step) of a run of train_tpu.py, or of a folder of convert_weights.py (step 0).
+    """(model, step) of a run of train_tpu.py, or of a folder of convert_weights.py.
 
     family is model_dream or model_pythoncoder. dtype None keeps the stored one; step 0 takes the newest. With a mesh
     each device reads its own part of every parameter. With int8 (Dream) matrices are quantised as they are read, and
@@ -520,6 +546,10 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
     def convert(x):
         return family.quantise(x) if int8 and x.ndim == 2 else x.astype(dtype)
 
+    if "sums" not in meta:
+        params = {name: convert(x) for name, x in read_safetensors(path, like).items()}
+        return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
+
     # A layer at a time: the stored model is never whole in memory beside another form of it.
     sums = {name.removeprefix("params."): value for name, value in meta["sums"].items()}
     params, damaged = {}, []
@@ -530,6 +560,20 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
     if damaged:
         raise ValueError(f"checkpoint {path} cannot be read: {', '.join(damaged)} differ from what was saved")
     return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
+
+
+def read_safetensors(path, like):
+    """The arrays {name: ShapeDtypeStruct} of model.safetensors in a folder, which may hold no others."""
+    import jax
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path / "model.safetensors", "flax") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}/model.safetensors cannot be read: {error}") from None
+    check_tensors(*({name: x.shape for name, x in tensors.items()} for tensors in (found, like)), path)
+    return {name: jax.device_put(found[name], want.sharding) for name, want in like.items()}
 
 
 def read_arrays(path, like):
@@ -549,18 +593,38 @@ def read_arrays(path, like):
 
 # ---- the machine: what is here, and what fits (JAX) ------------------------------------------------------------------
 
-NVIDIA = "/dev/nvidia0", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"  # where there is a GPU; the last in Windows
+
+def keep_compiled(folder):
+    """Keep compiled programs in a folder, where a later process finds them; "" compiles anew."""
+    import jax
+
+    if folder:
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+
+
+MACHINE = Path("/")  # its devices are files
 
 
 def idle_accelerator():
-    """Which accelerator is here while JAX computes on the CPU, and what to install; "" for none."""
+    """Which accelerator is here while JAX computes on the CPU, and what to install; "" for none.
+
+    Whoever sets JAX_PLATFORMS, or an empty CUDA_VISIBLE_DEVICES, wants the CPU.
+    """
     import jax
 
-    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):  # whoever sets it wants the CPU
+    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
         return ""
-    if any(map(os.path.exists, NVIDIA)):
+
+    def here(pattern):
+        return any(MACHINE.glob(pattern))
+
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not hidden and (here("dev/nvidia[0-9]*") or here("usr/lib/wsl/lib/libcuda.so.1")):  # the latter in Windows
         return "an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
-    if os.path.exists("/dev/accel0"):
+    # Newer TPUs are behind vfio, as are graphics cards of virtual machines; 0x1ae0 is Google. A laptop's NPU is in
+    # the folder /dev/accel.
+    makers = (path.read_text().strip() for path in MACHINE.glob("sys/bus/pci/devices/*/vendor"))
+    if here("dev/accel[0-9]*") or (here("dev/vfio/[0-9]*") and "0x1ae0" in makers):
         return "a TPU is here, JAX does not see it: pip install -r requirements-tpu.txt"
     return ""
 
@@ -625,7 +689,7 @@ def load_for_inference(family, folder, step=0, dtype="", int8=False, devices=0, 
 
     # What the checkpoint holds, and how it would lie on the devices.
     path, meta, _ = find_weights(absolute(folder), step)
-    if step and (path / "meta.json").is_file():
+    if step and path == absolute(folder):
         raise ValueError(f"{folder} was converted and has no steps; leave --step={step} out")
     model, stored = family.read_config(path, meta), meta.get("dtype", "float32")
     if devices > jax.device_count():

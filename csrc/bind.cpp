@@ -6,8 +6,8 @@
 #include <stdexcept>
 
 extern "C" {
-const char *attention(const void *, const void *, const void *, const void *, void *, void *, int, int, int, int64_t,
-                      int64_t, int64_t, int64_t, int64_t, int64_t, float, int, void *);
+const char *attention(const void *, const void *, const void *, const void *, const void *, void *, void *, int, int,
+                      int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int, void *);
 const char *add_norm(const void *, const void *, const void *, const void *, void *, void *, int, int, float, void *);
 const char *bias_gelu(const void *, const void *, void *, int, int, bool, void *);
 const char *sample(const void *, bool, void *, const void *, const void *, const void *, const void *, const void *,

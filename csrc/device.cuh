@@ -40,6 +40,9 @@ __device__ inline T shuffle_xor(T x, int lanes) {
     return __shfl_xor_sync(0xffffffffu, x, lanes);
 }
 
+// Bit i: what lane i says.
+__device__ inline uint32_t vote(bool x) { return __ballot_sync(0xffffffffu, x); }
+
 __device__ inline uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 // Copy 16 bytes into shared memory, or 16 zero bytes if !valid, without waiting. Lands at the latest in copy_wait.
@@ -98,4 +101,7 @@ __device__ inline void put(float &to, float x) { to = x; }
 
 struct alignas(16) Half8 {  // what a lane loads or stores at once
     half_t x[8];
+};
+struct alignas(16) Float8 {
+    float x[8];
 };

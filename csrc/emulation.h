@@ -231,6 +231,16 @@ inline T shuffle_xor(T x, int lanes) {
     return other;
 }
 
+inline uint32_t vote(bool x) {
+    using namespace emulation;
+    warp().word[lane()] = x;
+    warp_wait();
+    uint32_t bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= warp().word[i] << i;
+    warp_wait();
+    return bits;
+}
+
 inline void copy_async16(void *shared, const void *global, bool valid) {
     emulation::check_aligned(shared);
     emulation::check_aligned(global);

@@ -895,6 +895,7 @@ def test_equal_rewards_update_nothing(folder, tmp_path, skip):
         ({"temperature": 0.0}, "--temperature=0"),
         ({"rewards": ("nothing",)}, "no reward 'nothing'"),
         ({"rewards": ("code", "syntax")}, "2 --rewards need as many --reward_weights"),
+        ({"rewards": ("code", "code"), "reward_weights": (1.0, 1.0)}, "--rewards names code more than once"),
         ({"lora_rank": 2, "lora_targets": ("lm_head",)}, "no matrix of a layer is called lm_head"),
         ({"prompts": ""}, "--ckpt and --prompts belong together"),
         ({"prompts": "none.jsonl"}, "none.jsonl does not exist; write tasks with"),

@@ -265,6 +265,61 @@ def test_a_tree_is_flattened_and_back():
     assert runs.bit_sums(tree) == {"a": 2 * 0x3F800000, "layers.0.w": 0x3C00 + 0x4000 + 0x4200}
 
 
+@pytest.mark.parametrize(
+    ("paths", "environment", "want"),
+    [
+        (["dev/nvidia0", "dev/nvidiactl"], {}, "requirements-cuda.txt"),
+        (["usr/lib/wsl/lib/libcuda.so.1"], {}, "requirements-cuda.txt"),
+        (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": ""}, ""),
+        (["dev/nvidia0"], {"JAX_PLATFORMS": "cpu"}, ""),
+        (["dev/nvidiactl"], {}, ""),  # a container that no card was given to
+        (["dev/accel0"], {}, "requirements-tpu.txt"),
+        (["dev/vfio/0", "sys/bus/pci/devices/0/vendor"], {}, "requirements-tpu.txt"),
+        (["dev/vfio/0"], {}, ""),  # a graphics card of a virtual machine
+        (["dev/accel/accel0"], {}, ""),  # a laptop's NPU
+        ([], {}, ""),
+    ],
+)
+def test_an_accelerator_that_jax_leaves_idle_is_found(tmp_path, monkeypatch, paths, environment, want):
+    pytest.importorskip("jax")
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("0x1ae0\n")
+    monkeypatch.setattr(runs, "MACHINE", tmp_path)
+    for name in ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    said = runs.idle_accelerator()
+    assert want in said
+    assert bool(want) == bool(said)
+
+
+def test_an_export_has_the_step_of_its_run(tmp_path):
+    runs.write(tmp_path / "meta.json", {"sums": {}, "step": 20})
+    assert runs.find_weights(tmp_path)[2] == 20
+    runs.write(tmp_path / "meta.json", {"sums": {}})  # as before exports said it
+    assert runs.find_weights(tmp_path)[2] == 0
+
+
+def test_a_resumed_run_goes_on_in_its_curve_of_wandb_and_a_new_one_begins_another(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    ids = []
+    for name, resume in (("a", ""), ("a", str(tmp_path / "a")), ("b", "")):
+        with runs.Run(Config(str(tmp_path / name), resume, wandb="project")) as run:
+            run.begin(0, {"train": {}})
+            ids.append(run.tracker.id)
+            assert (tmp_path / name / "wandb_id").read_text() == ids[-1]
+            run.log({"step": 1, "loss": 2.5})
+        assert wandb.run is None  # finished
+        files = [*(tmp_path / name / "wandb").glob(f"offline-run-*-{ids[-1]}/run-{ids[-1]}.wandb")]
+        assert files
+        assert all(b"loss" in path.read_bytes() for path in files)
+    assert ids[0] == ids[1] != ids[2]
+
+
 def test_it_needs_neither_jax_nor_torch():
     code = (
         "import sys; sys.modules.update(jax=None, torch=None, orbax=None, tyro=None); import runs; print(runs.command)"
