@@ -275,20 +275,14 @@ def parse_problems(cfg, data):
             shots = [row for row in rows if row["task_id"] in SHOTS][: cfg.shots]
             rows = [row for row in rows if cfg.split == "all" or 11 <= row["task_id"] <= 510]
             make = functools.partial(mbpp_problem, shots=shots)
+        if cfg.task in PUBLISHED:
+            check_version(cfg.task, rows)
         for row in rows[: cfg.problems or None]:
             problems[key_of(row["task_id"])] = make(row)
     except (LookupError, TypeError, AttributeError, SyntaxError) as error:
         raise ValueError(f"problem {len(problems) + 1} is of another form: {error!r}") from None
     if not problems:
         raise ValueError("it holds no problems")
-    if cfg.task in PUBLISHED:
-        version, count = PUBLISHED[cfg.task]
-        name = {"humaneval+": "HumanEval/", "mbpp+": "Mbpp/"}[cfg.task]
-        if other := [problem.id for problem in problems.values() if not problem.id.startswith(name)]:
-            raise ValueError(f"{other[0]} is none of its problems")
-        if len(rows) != count:
-            told = f"this file has {len(rows)} problems; {version}, of which scores are published, has {count}"
-            print(f"--task={cfg.task}: {told}", file=sys.stderr)
     return problems
 
 
@@ -458,6 +452,16 @@ MBPP_ARGUMENTS = {  # JSON knows no tuples, sets and complex numbers: problems o
     "722": lambda row: [{key: tuple(value) for key, value in row[0].items()}, *row[1:]],
 }
 MBPP_ARGUMENTS = {number: form for numbers, form in MBPP_ARGUMENTS.items() for number in numbers.split()}
+
+
+def check_version(task, rows):
+    """Refuse the other benchmark's file; say if the number of problems is another version's."""
+    name, (version, count) = {"humaneval+": "HumanEval/", "mbpp+": "Mbpp/"}[task], PUBLISHED[task]
+    if other := [row["task_id"] for row in rows if not str(row["task_id"]).startswith(name)]:
+        raise ValueError(f"{other[0]} is none of its problems")
+    if len(rows) != count:
+        told = f"this file has {len(rows)} problems; {version}, of which scores are published, has {count}"
+        print(f"--task={task}: {told}", file=sys.stderr)
 
 
 class Plus(typing.NamedTuple):

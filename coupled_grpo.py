@@ -8,7 +8,7 @@
 
 Reads a Dream (a folder of convert_weights.py or a run of train_tpu.py) and tasks (see rl_tasks.py); without --ckpt it
 makes both. Writes --out: config.json, log.jsonl, rounds.jsonl (each completion with its rewards), checkpoints/<round>/,
-the tokenizer; with LoRA at the end also merged/, a whole model. One host.
+the tokenizer, with --plot curve.png; with LoRA at the end also merged/, a whole model. One host.
 
 A round: --group completions of each of --tasks tasks, their rewards from sandbox.py, and --iterations updates, each
 over all of them under fresh masks. Everything drawn is a function of (seed, round), so a run that was killed goes on
@@ -131,6 +131,7 @@ class Config:
     keep: int = 2  # newest checkpoints to keep
     demo_steps: int = 300  # optimiser steps of the demo's own pre-training
     show: bool = False  # print the best and the worst completion of each round
+    plot: bool = False  # draw the rewards of the rounds in the terminal, and at the end curve.png
     wandb: str = ""  # project name; "" logs to files alone
     compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
     seed: int = 0  # of tasks, completions and masks
@@ -757,7 +758,7 @@ def show_round(rows):
 def main(cfg, draw=draw_masks):
     """Train, or go on training. draw replaces draw_masks, for a comparison with other masks."""
     cfg, started = resolve(cfg), time.perf_counter()
-    with runs.Run(cfg, unit="round") as run:
+    with runs.Run(cfg, unit="round", curves=("reward", "heldout_reward")) as run:
         settings = dataclasses.asdict(cfg)  # the demo's model and tasks are no settings: it finds them again
         rewards = {name: sandbox.find_reward(name) for name in cfg.rewards}
 

@@ -34,6 +34,8 @@ import time
 import traceback
 from pathlib import Path
 
+import numpy as np
+
 # ---- the command line ----------------------------------------------------------------------------------------------
 
 
@@ -228,12 +230,16 @@ def read_tokenizer(folder):
 class Run:
     """The folder cfg.out, locked. cfg has out, resume and wandb; unit is what the run counts: "step" or "round".
 
+    If cfg has a field plot that is True, what `curves` names in the logged rows is drawn, see Plot. A trainer needs no
+    more than `plot: bool = False  # draw loss and bits per byte in the terminal, and curve.png` in its Config.
+
     Of several processes each has its own Run with its rank; only that of rank 0 writes and prints. With hosts > 1,
     processes of JAX, SIGTERM belongs to jax.distributed, which tells all of them at which step to stop.
     """
 
-    def __init__(self, cfg, unit="step", rank=0, hosts=1):
+    def __init__(self, cfg, unit="step", rank=0, hosts=1, curves=("loss", "bits_per_byte")):
         self.cfg, self.out, self.unit, self.rank, self.hosts = cfg, as_path(cfg.out), unit, rank, hosts
+        self.curves, self.plot = curves, None
         self.signal = ""  # name of the signal that asks this process to stop
         self.asked_at = None  # when one came
         self.tracker = None
@@ -266,6 +272,9 @@ class Run:
         write(self.out / "config.json", settings)
         for name, data in (files or {}).items():
             write(self.out / name, data)
+        if getattr(self.cfg, "plot", False):
+            self.plot = Plot(self.out, self.curves, self.unit)
+            self.exits.callback(self.plot.close)
         if self.cfg.wandb:
             try:
                 import wandb
@@ -298,6 +307,8 @@ class Run:
         self.append("log.jsonl", [row])
         if self.tracker:
             self.tracker.log(row, step=row[self.unit])
+        if self.plot:
+            self.plot.add(row)
 
     def append(self, name, rows):
         """Add rows as JSON lines to a file of the folder."""
@@ -315,6 +326,95 @@ class Run:
         """End the program after a signal, when `done` is saved."""
         why = self.signal or "another process was asked to stop"
         raise InterruptedError(f"{why}: saved {self.unit} {done}; go on with --resume={self.out}")
+
+
+# ---- curves ---------------------------------------------------------------------------------------------------------
+
+
+def braille(x_N, y_N, width, height):
+    """`height` lines of `width` characters with a curve through the points (x, y), x rising: 2 by 4 dots a character.
+
+    The largest y is in the first line, the smallest in the last.
+    """
+    # the row of dots that the curve has reached in each column of dots
+    y_C = np.interp(np.linspace(x_N[0], x_N[-1], 2 * width), x_N, y_N)
+    row_C = np.rint((y_C.max() - y_C) / (np.ptp(y_C) or 1) * (4 * height - 1)).astype(int).tolist()
+    cells = np.zeros((height, width), int)
+    for column, (before, row) in enumerate(zip([row_C[0], *row_C], row_C, strict=False)):
+        for dot in range(min(before, row), max(before, row) + 1):  # down or up to it, so that the curve has no holes
+            bit = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))[dot % 4][column % 2]
+            cells[dot // 4, column // 2] |= bit
+    return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
+
+
+def series(rows, names, unit):
+    """{name: (units, values)} of the names that two or more rows have a finite number for."""
+    found = {}
+    for name in names:
+        points = [(row[unit], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+        if len(points) > 1:
+            found[name] = tuple(zip(*points, strict=True))
+    return found
+
+
+def text_plot(rows, names, unit="step", width=80, height=10):
+    """Lines of text with a curve of each of the names over rows of a log; [] while there is none.
+
+    Each has a heading with its newest value, and its largest and smallest beside it.
+    """
+    found, lines = series(rows, names, unit), []
+    for name, (x, y) in found.items():
+        curve = braille(x, y, width - 10, height // len(found) - 1)
+        labels = [f"{max(y):9.4g}", *[9 * " "] * (len(curve) - 2), f"{min(y):9.4g}"]
+        lines.append(f"{name} {y[-1]:.4g}, {unit} {x[-1]:,}")
+        lines += [f"{label} {line}" for label, line in zip(labels, curve, strict=True)]
+    return lines
+
+
+class Plot:
+    """Curves of the log of a run: live at the top of a terminal, and as curve.png in its folder when it ends.
+
+    The terminal scrolls below the curves only, so whatever else is printed leaves them where they are. Without a
+    terminal nothing is drawn before the end.
+    """
+
+    def __init__(self, out, names, unit, height=10):
+        self.out, self.names, self.unit, self.height, self.size = out, names, unit, height, None
+        log = out / "log.jsonl"  # of a run that goes on
+        self.rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        self.terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+    def add(self, row):
+        self.rows.append(row)
+        columns, lines = shutil.get_terminal_size()
+        if not self.terminal or lines < 2 * self.height or columns < 40:
+            return
+        if self.size != (columns, lines):  # the first time, or another window: what is on the screen scrolls away
+            self.size = columns, lines
+            print("\n" * lines + f"\x1b[{self.height + 1};{lines}r\x1b[{lines};1H", end="")
+        drawn = text_plot(self.rows, self.names, self.unit, columns - 1, self.height)
+        drawn = "".join(f"\x1b[{i};1H\x1b[K{line}" for i, line in enumerate(drawn, 1))
+        print(f"\x1b7{drawn}\x1b8", end="", flush=True)  # and back to where the cursor was
+
+    def close(self):
+        """Let the whole terminal scroll again, and write curve.png."""
+        if self.size:
+            print("\x1b7\x1b[r\x1b8", end="", flush=True)
+        found = series(self.rows, self.names, self.unit)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            print("--plot: curve.png needs matplotlib: pip install matplotlib", file=sys.stderr)
+            return
+        if not found:
+            return
+        figure, data = Figure((7, 2.5 * len(found)), layout="constrained"), io.BytesIO()
+        for axis, (name, points) in zip(figure.subplots(len(found), squeeze=False)[:, 0], found.items(), strict=True):
+            axis.plot(*points)
+            axis.set(ylabel=name.replace("_", " "), xlabel=self.unit)
+            axis.grid(alpha=0.3)
+        figure.savefig(data, format="png", dpi=120)
+        write(self.out / "curve.png", data.getvalue())
 
 
 # ---- trees of arrays (JAX) -----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The folder of a run: command line, lock, log, signals, and checkpoints that are damaged, cut short or of others."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -195,6 +196,87 @@ def test_a_signal_asks_the_run_to_stop_and_a_second_one_ends_it(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+# ---- curves ---------------------------------------------------------------------------------------------------------
+
+
+def dots(lines):
+    """{(row of dots, column of dots)} of lines of braille."""
+    places = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (3, 1)]  # of bits 0 to 7 of a character
+    return {
+        (4 * i + row, 2 * j + column)
+        for i, line in enumerate(lines)
+        for j, letter in enumerate(line)
+        for bit, (row, column) in enumerate(places)
+        if ord(letter) - 0x2800 >> bit & 1
+    }
+
+
+def test_a_curve_of_braille_has_its_dots_where_the_points_are():
+    falling = {(row, column) for column in range(8) for row in (max(0, column - 1), column)}
+    assert dots(runs.braille([0, 1], [7.0, 0.0], 4, 2)) == falling
+    assert dots(runs.braille([3, 9], [5.0, 5.0], 2, 1)) == {(0, column) for column in range(4)}
+    peak = dots(runs.braille([0, 50, 100], [1.0, 3.0, 1.0], 20, 5))
+    assert {column for row, column in peak if row == 0} <= {18, 19, 20, 21}
+    assert {(19, 0), (19, 39)} <= peak
+    assert {row for row, _ in peak} == set(range(20))  # without holes
+
+
+def test_a_text_plot_names_the_newest_largest_and_smallest_and_leaves_out_what_is_not_finite():
+    rows = [{"step": 10, "loss": 4.0}, {"step": 20, "loss": float("nan")}, {"step": 1200, "loss": 3.25}]
+    lines = runs.text_plot(rows, ("loss", "bits_per_byte"))
+    assert lines[0] == "loss 3.25, step 1,200"
+    assert (len(lines), lines[1][:10], lines[-1][:10]) == (10, "        4 ", "     3.25 ")
+    rows += [{"step": 20, "bits_per_byte": 2.0}, {"step": 40, "bits_per_byte": 1.5}]
+    lines = runs.text_plot(rows, ("loss", "bits_per_byte"), width=60)
+    assert [line for line in lines if "step" in line] == ["loss 3.25, step 1,200", "bits_per_byte 1.5, step 40"]
+    assert len(lines) == 10
+    assert max(map(len, lines)) == 60
+    assert runs.text_plot(rows[:1], ("loss",)) == []
+
+
+PLOTTING = """class Plotting:
+    out, resume, wandb, plot = cfg.out, cfg.resume, "", True
+
+with runs.Run(Plotting) as run:
+    first = 3 if cfg.resume else 0
+    run.begin(first, {"train": {}})
+    for step in range(first + 1, cfg.steps + 1):
+        run.log({"step": step, "loss": 1 / step})
+"""
+
+
+def test_curves_are_drawn_in_a_terminal_and_saved_at_the_end(script, tmp_path):
+    piped = script(PLOTTING, "--steps=3")
+    assert piped.stdout.splitlines() == ["step 1 | loss 1", "step 2 | loss 0.5", "step 3 | loss 0.3333"]
+    assert piped.stderr == ""
+    assert (tmp_path / "out" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "out" / "curve.png").unlink()
+    # the same run goes on in a terminal of 24 lines
+    ours, theirs = os.openpty()
+    env = os.environ | {"COLUMNS": "80", "LINES": "24", "TERM": "xterm"}
+    command = [sys.executable, "script.py", "--steps=5", "--resume=out"]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=tmp_path, env=env) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # its end
+            while chunk := os.read(ours, 65536):
+                shown += chunk
+    os.close(ours)
+    shown = shown.decode()
+    assert process.returncode == 0, shown
+    assert "\x1b[11;24r\x1b[24;1H" in shown  # lines 11 to 24 scroll
+    assert "\x1b[1;1H\x1b[Kloss 0.25, step 4\x1b[2;1H\x1b[K        1 " in shown  # with what the log had
+    assert shown.endswith("\x1b7\x1b[r\x1b8")
+    assert (tmp_path / "out" / "curve.png").exists()
+
+
+def test_without_matplotlib_there_is_no_picture_but_a_line(script, tmp_path):
+    result = script(f"sys.modules['matplotlib'] = None\n{PLOTTING}", "--steps=2")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == "--plot: curve.png needs matplotlib: pip install matplotlib\n"
+    assert not (tmp_path / "out" / "curve.png").exists()
 
 
 # ---- Orbax ---------------------------------------------------------------------------------------------------------
