@@ -88,7 +88,7 @@ class Documents(Shards):
     vocab_size: int = 8192  # size of the tokenizer that is trained; at least 261, for 256 bytes and 5 special tokens
     rows: typing.Literal["packed", "padded"] = "padded"  # packed for PythonCoder and Dream, padded for MDLM
     fim_rate: float = 0.0  # fraction of the training documents rearranged for fill-in-the-middle, in packed rows
-    spm_rate: float = 0.5  # fraction of these whose suffix comes first (SPM), not their prefix (PSM)
+    spm_rate: float = 0.5  # fraction of the rearranged documents that begin with their suffix (SPM), not prefix (PSM)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class Python(Documents):
     column: str = ""  # column of text in .parquet and .jsonl files or --hf; "" looks for content, text, code
     pypi: str = ""  # packages whose source distributions are fetched: top:300, names with commas, requirements.txt
     hf: str = ""  # data set on Hugging Face, read as it streams: NAME, NAME:FOLDER of it, or a folder on this machine
-    licences: typing.Literal["permissive", "any"] = "permissive"  # of packages, and of rows that name theirs
+    licences: typing.Literal["permissive", "any"] = "permissive"  # which packages stay, and rows that name one
     benchmarks: tuple[str, ...] = ()  # files of problems to keep out, or none; unset: HumanEval, MBPP but for .py files
     archives: str = "data/archives"  # folder that keeps the source distributions of --pypi
     hosts: int = 1  # machines that share the work, and the disk of --out
