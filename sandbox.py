@@ -24,7 +24,8 @@ program can make no folders, not use asyncio, and find out whether a path exists
 An exit status proves nothing, so the verdict does not come from where the program runs. What can it reach there? All
 of its own process: builtins, modules, frames, trace functions, memory, open pipes. So nothing that decides is there:
 - by value, for `assert f(..) == <literal>`: the program sends what f returned and this process compares. The expected
-  value never enters the sandbox; who sends the right one without calling f has known the answer.
+  value never enters the sandbox; who sends the right one without calling f has known the answer. So it is for tests
+  that call f for many inputs (Calls) or give a program its standard input (Stdin): whoever asks compares.
 - by judge, for every other test: the test runs in a second process, confined alike, that has never run a line of the
   program. The functions that it calls are pipes to the program's process, through which go arguments and results; what
   it compares, and with what, stays on its side. The kernel keeps the two apart: neither may trace or write the other.
@@ -107,8 +108,45 @@ class SandboxError(Exception):
     """The machinery failed, not the program."""
 
 
+# Three kinds of tests beside texts. What they bring back is what the program says: whoever asks compares it.
+
+
 class Probe(str):
-    """A test whose last line is an expression: its value comes back, as the program tells it, and proves nothing."""
+    """A test whose last line is an expression: its value comes back."""
+
+
+class Calls(typing.NamedTuple):
+    """A test that calls one function with one input after another, in one process, until a call raises.
+
+    Its value: [(what a call returned, its processor seconds)]; "pass" if all calls returned. Objects that are no data
+    come back as Opaque.
+    """
+
+    function: str  # an expression that gives it: f, or Solution().f
+    inputs: list  # the arguments of every call
+    limits: list  # processor seconds of every call
+    timeout_s: float  # processor seconds of all, in place of the option
+    most: int = 1 << 26  # bytes that may come back
+
+
+class Stdin(typing.NamedTuple):
+    """A test that runs the program alone, with a text as its standard input: what it prints comes back.
+
+    "pass" if the program ends without an exception. After a timeout the other tests of the program are timeouts, too.
+    """
+
+    text: str
+    most: int = 1 << 26  # bytes that may come back
+
+
+class Opaque:
+    """An object of a program that is no data, as far as it comes back: equal to nothing; callable, as a factory is."""
+
+    def __call__(self):
+        raise TypeError("this object is the program's")
+
+    def __repr__(self):
+        return "an object that is no data"
 
 
 # ---- the launcher: this section runs from its text, in an interpreter of its own ------------------------------------
@@ -321,6 +359,11 @@ def plain(value, form):
     if form is None:
         raise TypeError(f"values of {type(value)}")
     return form
+
+
+def opaque(value, form):
+    """For wire(): the same, but others are said to be there."""
+    return {"o": 0} if form is None else form
 
 
 # What one side may ask of objects of the other.
@@ -542,9 +585,11 @@ def run_program(libc, job, test, folder, read, pipe):
     """In a process of its own: give up all rights, run the program, and do with it what the mode of the test says.
 
     Writes to the pipe "+" when the restrictions hold, "=" when the program has run, then in value mode the token and
-    the value, with a judge its lines; or "memory". Never returns.
+    the value, with a judge its lines, for calls a line each; or "memory". With an input "=" comes first, then what the
+    program prints. Never returns.
     """
-    write, leave, dumps, exact = os.write, os._exit, json.dumps, wire  # before the program can put others there
+    # before the program can put others there
+    write, leave, dumps, exact, clock = os.write, os._exit, json.dumps, wire, time.process_time
     confine(libc, job, folder, test["mode"])
     write(pipe, b"+")
 
@@ -552,8 +597,10 @@ def run_program(libc, job, test, folder, read, pipe):
         python = os.path.realpath(sys._base_executable)  # sys.executable of a virtual environment is not readable here
         os.execv(python, [python, "-B", "-c", job["program"] + "\n" + test["before"]])
     # From here on nothing in this process can be trusted: what comes through the pipe is data.
-    name = "__main__" if job["main_block"] else "program"
+    name = "__main__" if job["main_block"] or test["mode"] == "stdin" else "program"
     main = sys.modules[name] = types.ModuleType(name)
+    if test["mode"] == "stdin":
+        leave(run_on_input(job["program"], test["text"], main, pipe))
     try:
         exec(compile(job["program"], "<program>", "exec"), main.__dict__)
         write(pipe, b"=")
@@ -563,13 +610,48 @@ def run_program(libc, job, test, folder, read, pipe):
             OPERATIONS["names"] = lambda *names: {name: known[name] for name in names if name in known}
             while True:
                 peer.answer(*peer.receive()[1:])
+        if test["mode"] == "calls":
+            function = eval(compile(test["call"], "<test>", "eval"), main.__dict__)
+            for form in test["inputs"]:
+                args, begun = unwire(form), clock()
+                value, seconds = function(*args), clock() - begun
+                write(pipe, dumps([exact(value, opaque), seconds]).encode() + b"\n")
+            leave(0)
         exec(compile(test["before"], "<test>", "exec"), main.__dict__)
-        answer = dumps(exact(eval(compile(test["call"], "<test>", "eval"), main.__dict__), plain))
+        answer = dumps(exact(eval(compile(test["call"], "<test>", "eval"), main.__dict__), opaque))
         write(pipe, (test["token"] + answer).encode())
     except MemoryError:
         write(pipe, b"memory")
     finally:
         leave(0)
+
+
+def run_on_input(program, text, main, pipe):
+    """Run a program as Python does: standard input is a file, standard output the pipe. The exit status."""
+    os.write(pipe, b"=")
+    with open("input", "w+b") as file:
+        file.write(text.encode("utf-8", "replace"))
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
+    os.unlink("input")
+    os.dup2(pipe, 1)
+    sys.stdin, sys.stdout = open(0, encoding="utf-8"), open(1, "w", encoding="utf-8")
+    sys.__stdin__, sys.__stdout__, status = sys.stdin, sys.stdout, 1
+    try:
+        exec(compile(program, "<program>", "exec"), main.__dict__)
+        status = 0
+    except SystemExit:
+        status = 0
+    except BaseException:
+        pass  # what has been printed counts for nothing
+    with contextlib.suppress(BaseException):
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()  # waits for those that are no daemons
+        importlib.import_module("atexit")._run_exitfuncs()
+    for stream in (sys.stdout, sys.__stdout__):
+        with contextlib.suppress(BaseException):
+            stream.flush()
+    return status
 
 
 # modules that tests compare by, under the names that they have there: a program's own of that name does not count
@@ -664,13 +746,17 @@ def cpu_seconds(pids):
     return total
 
 
-def follow_test(job, pids, pipe, folder, cap, end):
+def follow_test(job, test, pids, pipe, folder, end):
     """Read what the first of some processes writes until it exits: ("done", "timeout" or "output limit", bytes)."""
-    data, closed, look, deadline = b"", False, 0.0, min(time.monotonic() + 3 * job["timeout_s"], end)
+    data, closed, look, deadline = bytearray(), False, 0.0, min(time.monotonic() + 3 * job["timeout_s"], end)
+    # of the call that runs now: its number, its limit, and when it began on both clocks
+    call, limits = (-1, 0.0, 0.0, 0.0), [*test.get("limits", []), job["timeout_s"]]
     while (now := time.monotonic()) < deadline:
         if now > look:
-            look = now + 0.1
-            if cpu_seconds(pids) > job["timeout_s"]:
+            look, taken = now + 0.1, cpu_seconds(pids)
+            if (number := min(data.count(b"\n"), len(limits) - 1)) != call[0]:
+                call = number, limits[number], taken if number else 0.0, now
+            if taken > job["timeout_s"] or taken - call[2] > call[1] or now - call[3] > 3 * call[1]:
                 return "timeout", data
             # where it has no file system of its own that could be full
             if not job["namespaces"] and overfull(folder, job["disk_mb"]):
@@ -681,8 +767,9 @@ def follow_test(job, pids, pipe, folder, cap, end):
             time.sleep(0.0005)
         elif select.select([pipe], [], [], min(0.1, deadline - now))[0]:
             chunk = os.read(pipe, 65536)
-            data, closed = data + chunk, not chunk
-        if len(data) > cap:
+            data += chunk
+            closed = not chunk
+        if len(data) > test["cap"]:
             return "output limit", b""
     return "timeout", data
 
@@ -706,6 +793,7 @@ def spawn(files, function, *args):
 def run_confined(libc, job, i, end):
     """Run test i in a folder and a process of its own, of which nothing is left: the line of the report on it."""
     test, folder = job["tests"][i], f"{job['folder']}/{i}"
+    job = job | {"timeout_s": test.get("timeout_s", job["timeout_s"])}
     if job["namespaces"]:
         folder = "/.sandbox"
         size = f"size={job['disk_mb']}m,nr_inodes=2k,mode=700".encode()
@@ -729,7 +817,7 @@ def run_confined(libc, job, i, end):
     for file in files[1:]:
         os.close(file)
     try:
-        outcome, data = follow_test(job, pids, ours, folder, test["cap"], end)
+        outcome, data = follow_test(job, test, pids, ours, folder, end)
     finally:  # end what still runs, also where the trainer was killed
         os.close(ours)
         for pid in pids:
@@ -794,7 +882,8 @@ def launch():
             row = {"outcome": "timeout", "cpu_s": 0.0}
             if time.monotonic() < end and not hangs:
                 row = run_confined(libc, job, i, end)
-                hangs = row["outcome"] == "timeout" and test["mode"] != "status" and not row["loaded"]
+                late = row["outcome"] == "timeout" and test["mode"] != "status"
+                hangs = late and (test["mode"] == "stdin" or not row["loaded"])
             print(json.dumps(row), file=report, flush=True)
     finally:
         if job["folder"]:
@@ -846,6 +935,12 @@ def value_test(test):
 
 def plan(test, parity):
     """(what the launcher gets of a test, what it does not get: the expected value, or the text that a judge runs)."""
+    if isinstance(test, Stdin):
+        return {"mode": "stdin", "text": test.text, "cap": test.most}, None
+    if isinstance(test, Calls):
+        inputs = [wire(args, plain) for args in test.inputs]
+        limits = {"limits": test.limits, "timeout_s": test.timeout_s, "cap": test.most}
+        return {"mode": "calls", "call": test.function, "inputs": inputs} | limits, None
     found = None if parity else value_test(test)
     mode, before, call, secret = "judge", "", "", test
     if parity:
@@ -858,10 +953,23 @@ def plan(test, parity):
     return {"mode": mode, "before": before, "call": call, "token": secrets.token_hex(16), "cap": cap}, secret
 
 
+# what a forged line raises
+FORGED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, ImportError)
+
+
+def stays(kind, part):
+    """For unwire(): the only kind of object that a program may speak of here."""
+    return {"o": Opaque}[kind]()
+
+
 def verdict(test, secret, row):
     """(pass, fail, timeout, output limit or memory; the value that came back) of a test, by the launcher's line."""
+    if test["mode"] == "calls":
+        return verdict_of_calls(test, row)
     if row["outcome"] != "done":
         return row["outcome"], None
+    if test["mode"] == "stdin":
+        return "fail" if row["status"] else "pass", row["data"].encode("latin-1").decode("utf-8", "replace")
     if test["mode"] == "status":
         return "fail" if row["status"] else "pass", None
     # Without the token the test has not returned, whatever has been written.
@@ -872,13 +980,28 @@ def verdict(test, secret, row):
         return "fail" if data else "pass", None
     # The value is made of types that we know here, so that == is ours and not the program's.
     try:
-        value = unwire(json.loads(data))
+        opaque = []  # what the value holds that is no data
+        value = unwire(json.loads(data), lambda *form: opaque.append(stays(*form)) or opaque[-1])
         if isinstance(secret, Probe):
             return "pass", value
         want, same = secret
-        return "pass" if (value is want if same else value == want) else "fail", value
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, ImportError):
+        return "pass" if (value is want if same else value == want) else "fail", None if opaque else value
+    except FORGED:
         return "fail", None  # a forged line, or an array, which is neither equal nor not
+
+
+def verdict_of_calls(test, row):
+    """The same of Calls: the values of the calls that returned come back, whatever happened then."""
+    values, lines = [], row.get("data", "").split("\n")
+    with contextlib.suppress(*FORGED):
+        for line in lines[:-1]:
+            value, seconds = json.loads(line)
+            values.append((unwire(value, stays), float(seconds)))
+    if row["outcome"] != "done":
+        return row["outcome"], values
+    if row["loaded"] and len(values) == len(test["inputs"]):
+        return "pass", values
+    return "memory" if lines[-1] == "memory" else "fail", values
 
 
 # ---- the two runners: called with a job, they give the lines of the launcher's report and its complaint, if any ------
@@ -1076,8 +1199,9 @@ def run_tests(programs, tests, on_result=None, **options):
     """Run every program against its own tests: a list of Result, one per program.
 
     programs: source texts. tests: for each program a list of source texts, each run after the program in a fresh
-    process. options: the fields of Options. on_result(i, result) is called in this thread as programs finish, so that
-    an interrupted caller keeps what it has. However this is left, also by Ctrl-C, nothing goes on running.
+    process, or of Probe, Calls and Stdin. options: the fields of Options. on_result(i, result) is called in this thread
+    as programs finish, so that an interrupted caller keeps what it has. However this is left, also by Ctrl-C, nothing
+    goes on running.
 
     rate is passed / all tests, 0 without tests, and None where the sandbox failed: the launcher was killed, the disk is
     full, E2B cannot be reached. After a test that hangs while the program is loaded all others are timeouts. Time is at

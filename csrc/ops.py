@@ -94,25 +94,23 @@ class Kernels:
     def stream(self):
         return torch.cuda.current_stream().cuda_stream if self.device == "cuda" else 0
 
-    def warps(self, B, L, H):
-        """Warps of 16 query rows in a block: as many as leave two blocks for each multiprocessor, at most 4."""
-        current = torch.cuda.current_device() if self.device == "cuda" else None  # the tensors' device, see on_gpu
-        processors = 8 if current is None else torch.cuda.get_device_properties(current).multi_processor_count
-        return next((W for W in (4, 2) if B * H * -(-L // (16 * W)) >= 2 * processors), 1)
-
-    def attention(self, qkv_BL3HK, see_BL=None, warps=0, lse=False):
+    def attention(self, qkv_BL3HK, see_BL=None, cos_sin_LK=None, warps=0, lse=False):
         """softmax(q k^T / 8) v as [B, L, H K] from the packed projection; see_BL bool is False where nobody looks.
 
+        cos_sin_LK float32, the two tables of model_mdlm.angles side by side, turns q and k by their positions (RoPE).
         lse=True returns (out, log-sum-exp float32 [B, H, L]).
         """
         fits = qkv_BL3HK.ndim == 5 and qkv_BL3HK.shape[2] == 3 and qkv_BL3HK.shape[4] == HEAD
         need(fits, f"qkv is {tuple(qkv_BL3HK.shape)}, the kernel takes [B, L, 3, H, {HEAD}]")
         self.check(qkv=(qkv_BL3HK, torch.float16, None))
-        out_BLHK, lse_BHL = self.attention_strided(*qkv_BL3HK.unbind(2), see_BL, warps, lse)
+        out_BLHK, lse_BHL = self.attention_strided(*qkv_BL3HK.unbind(2), see_BL, warps, lse, cos_sin_LK)
         return (out_BLHK.flatten(2), lse_BHL) if lse else out_BLHK.flatten(2)
 
-    def attention_strided(self, q_BLHK, k_BLHK, v_BLHK, see_BL=None, warps=0, lse=True):
-        """(out [B, L, H, K], lse [B, H, L] or None) of three tensors of equal strides, the last one 1."""
+    def attention_strided(self, q_BLHK, k_BLHK, v_BLHK, see_BL=None, warps=0, lse=True, cos_sin_LK=None):
+        """(out [B, L, H, K], lse [B, H, L] or None) of three tensors of equal strides, the last one 1.
+
+        A block is 1, 2 or 4 warps of 16 query rows; 0: as few as cover a row, as each copies and turns fewer keys.
+        """
         B, L, H, K = q_BLHK.shape
         need(1 <= L <= MAX_LENGTH, f"length {L} is not in 1 .. {MAX_LENGTH}")
         # loads are of 16 bytes, and one set of strides serves all three
@@ -124,11 +122,13 @@ class Kernels:
             need(K == HEAD and fit, f"{name} must have rows of {HEAD} halves that begin at multiples of 16 bytes")
         if see_BL is not None:
             self.check(see=(see_BL, torch.bool, (B, L)))
+        if cos_sin_LK is not None:
+            self.check(cos_sin=(cos_sin_LK, torch.float32, (L, K)))
         out_BLHK = q_BLHK.new_empty(B, L, H, K)
         lse_BHL = q_BLHK.new_empty(B, H, L, dtype=torch.float32) if lse else None
         strides = (*q_BLHK.stride()[:3], *out_BLHK.stride()[:3])
-        pointers = (pointer(x) for x in (q_BLHK, k_BLHK, v_BLHK, see_BL, out_BLHK, lse_BHL))
-        warps = warps or self.warps(B, L, H)
+        pointers = (pointer(x) for x in (q_BLHK, k_BLHK, v_BLHK, see_BL, cos_sin_LK, out_BLHK, lse_BHL))
+        warps = warps or (1 if L <= 16 else 2 if L <= 32 else 4)
         self.module.attention(*pointers, B, L, H, *strides, K**-0.5, warps, self.stream())
         return out_BLHK, lse_BHL
 
@@ -184,8 +184,16 @@ def pointer(tensor):
 # ---- the same in plain PyTorch, for CPU tensors --------------------------------------------------------------------
 
 
-def attention_torch(qkv_BL3HK, see_BL=None):
+def rotate_torch(x_BHLK, cos_sin_LK):
+    """RoPE, as in model_mdlm.py: turns the pairs (x_k, x_{k + K/2}) of position l by the angle of cos_sin_LK[l]."""
+    (a, b), (cos_LK, sin_LK) = (x.chunk(2, -1) for x in (x_BHLK.to(cos_sin_LK.dtype), cos_sin_LK))
+    return torch.cat([a * cos_LK - b * sin_LK, b * cos_LK + a * sin_LK], -1).to(x_BHLK.dtype)
+
+
+def attention_torch(qkv_BL3HK, see_BL=None, cos_sin_LK=None):
     q_BHLK, k_BHLK, v_BHLK = qkv_BL3HK.permute(2, 0, 3, 1, 4)
+    if cos_sin_LK is not None:
+        q_BHLK, k_BHLK = rotate_torch(q_BHLK, cos_sin_LK), rotate_torch(k_BHLK, cos_sin_LK)
     see_B11L = None if see_BL is None else see_BL[:, None, None]
     return F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask=see_B11L).transpose(1, 2).flatten(2)
 
@@ -275,8 +283,8 @@ def register(name, schema, on_cpu, fake, mutates=()):
 
 
 register(
-    "attention", "(Tensor qkv, Tensor? see=None) -> Tensor", attention_torch,
-    lambda qkv, see=None: qkv.new_empty(*qkv.shape[:2], qkv.shape[3] * qkv.shape[4]),
+    "attention", "(Tensor qkv, Tensor? see=None, Tensor? cos_sin=None) -> Tensor", attention_torch,
+    lambda qkv, see=None, cos_sin=None: qkv.new_empty(*qkv.shape[:2], qkv.shape[3] * qkv.shape[4]),
 )  # fmt: skip
 register(
     "bias_gelu", "(Tensor y, Tensor bias, bool tanh=False) -> Tensor", bias_gelu_torch,

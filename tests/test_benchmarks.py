@@ -27,6 +27,7 @@ import model_pythoncoder
 import runs
 import sandbox
 
+pytestmark = pytest.mark.usefixtures("no_compile_cache")
 DATA = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data"))
 FILES = {"humaneval": DATA / "HumanEval.jsonl.gz", "mbpp": DATA / "sanitized-mbpp.json"}
 needs_tasks = pytest.mark.skipif(
@@ -677,6 +678,24 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
     else:
         refused(dataclasses.replace(cfg, step=99), "holds no checkpoint of step 99; it has [")
         refused(dataclasses.replace(cfg, dream=benchmarks.DreamFlags(chat=True)), "--chat", "for --model=dream")
+
+
+@pytest.mark.slow
+@needs_tasks
+def test_batches_of_dream_are_on_all_devices_and_few_programs(dream, tmp_path, capsys):
+    import sample_dream
+
+    cfg = benchmarks.resolve(config("humaneval", tmp_path, model="dream", ckpt=str(dream), max_new=2, batch_size=2))
+    problems = sorted(benchmarks.read_problems(cfg).values(), key=lambda p: len(p.prompt))
+    writer = benchmarks.dream_writer(cfg, dream, 0)
+    assert "8 x cpu; mesh data 2" in capsys.readouterr().err
+    before, widths = sample_dream.fill_block._cache_size(), set()
+    for first in range(0, len(problems), 20):
+        prompts = [writer.tokenizer.encode(writer.ask(p)).ids for p in problems[first : first + 2]]
+        widths.add(sample_dream.canvas_width(max(map(len, prompts)) + 2, 1024))
+        assert all(map(len, writer.write(prompts, None, 0)))
+    assert len(widths) > 5
+    assert sample_dream.fill_block._cache_size() - before <= 3
 
 
 @needs_tasks

@@ -30,8 +30,9 @@ def export(ckpt, out, **settings):
     return json.loads((out / "bundle.json").read_text())
 
 
-def test_weights_and_torchscript_are_the_model(tmp_path):
-    model = checkpoint(tmp_path / "step_3")
+@pytest.mark.parametrize("rope", [False, True])
+def test_weights_and_torchscript_are_the_model(tmp_path, rope):
+    model = checkpoint(tmp_path / "step_3", rope=rope)
     about = export(tmp_path, tmp_path / "out", onnx=False)
     assert about["format"] == inference_jetson.FORMAT
     written = {path.name for path in (tmp_path / "out").iterdir()} - {"bundle.json"}
@@ -40,6 +41,23 @@ def test_weights_and_torchscript_are_the_model(tmp_path):
     for name in ("model.safetensors", "model_jetson.pt"):
         assert 0 < about["files"][name]["max_error"] < 0.005 * about["files"][name]["largest_logit"]
     same(model, torch.jit.load(str(tmp_path / "out/model_jetson.pt")))
+
+
+def test_int8_halves_the_file_and_its_graphs_are_of_the_same_weights(tmp_path):
+    model = checkpoint(tmp_path / "run", rope=True)
+    small = export(tmp_path / "run", tmp_path / "small", onnx=False, int8=True)["files"]
+    large = export(tmp_path / "run", tmp_path / "large", onnx=False, torchscript=False)["files"]
+    assert small["model.safetensors"]["bytes"] < 0.6 * large["model.safetensors"]["bytes"]
+    assert 0.001 < small["model.safetensors"]["max_error"] / small["model.safetensors"]["largest_logit"] < 0.05
+    read = inference_jetson.read_model(tmp_path / "small", inference_jetson.read_bundle(tmp_path / "small"))
+    for name, weight in model.state_dict().items():
+        error, largest = (read.state_dict()[name] - weight).abs(), weight.abs()
+        if weight.ndim == 2:  # half a step of 1 / 127 of the row's largest
+            assert (error <= 1.001 * largest.amax(1, keepdim=True) / 254).all(), name
+            assert error.any() == weight.any(), name
+        else:
+            torch.testing.assert_close(error, torch.zeros_like(error), atol=1e-3, rtol=0)
+    same(read, torch.jit.load(str(tmp_path / "small/model_jetson.pt")))
 
 
 @torch.no_grad()
@@ -52,7 +70,7 @@ def same(model, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"time": False, "tie": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"rope": True}, {"time": False, "tie": True}], ids=str)
 def test_onnx_is_the_model(tmp_path, changes):
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import diffusion
+import model_mdlm as mdlm
 
 pytestmark = pytest.mark.golden
 MASK = 3
@@ -49,6 +50,37 @@ def test_attention_of_the_packed_projection(load, runs):
         out = runs.attention(qkv, given(runs, golden, case, "key_mask"))
         want = golden[f"{case}.out"].transpose(0, 2, 1, 3).reshape(out.shape)
         assert np.abs(out.float().cpu().numpy() - want).max() < (4e-3 if case.endswith("_hot") else 2e-3), case
+
+
+def turned(x_BHLK, cos_LK, sin_LK):
+    """RoPE in float64, rounded to halves, which is what both the kernel and model_mdlm.py multiply."""
+    a, b = np.split(x_BHLK.astype(np.float64), 2, -1)
+    return np.concatenate([a * cos_LK - b * sin_LK, b * cos_LK + a * sin_LK], -1).astype(np.float16)
+
+
+def attention(q, k, v, see):
+    """In float64; every row of these cases sees a key."""
+    score = np.einsum("bhld,bhmd->bhlm", *(x.astype(np.float64) for x in (q, k))) * q.shape[-1] ** -0.5
+    if see is not None:
+        score = np.where(see[:, None, None], score, -np.inf)
+    return np.einsum("bhlm,bhmd->bhld", diffusion.softmax(score), v.astype(np.float64))
+
+
+def test_attention_with_rope(load, runs):
+    golden = load("attention")
+    for case, warps in zip(cases(golden), itertools.cycle((1, 2, 4, 0))):
+        q, k, v = (golden[f"{case}.{name}"] for name in "qkv")
+        see = golden[f"{case}.key_mask"] if f"{case}.key_mask" in golden.files else None
+        # without rotation this reference is the golden one
+        assert np.abs(attention(q, k, v, see) - golden[f"{case}.out"]).max() < 1e-4, case
+        tables = [np.asarray(table) for table in mdlm.angles(q.shape[2], q.shape[3])]
+        want = attention(turned(q, *tables), turned(k, *tables), v, see)
+        inputs = (torch.from_numpy(x).to(runs.device).transpose(1, 2) for x in (q, k, v))
+        cos_sin = torch.from_numpy(np.concatenate(tables, -1)).to(runs.device)
+        see = given(runs, golden, case, "key_mask")
+        out, _ = runs.attention_strided(*inputs, see, warps, cos_sin_LK=cos_sin)
+        error = np.abs(out.transpose(1, 2).float().cpu().numpy() - want).max()
+        assert error < (4e-3 if case.endswith("_hot") else 2e-3), case
 
 
 def test_pointwise(load, runs):

@@ -1,0 +1,114 @@
+"""Every protocol against the harness it speaks for: prompts, tests and candidates byte for byte, and what survives."""
+
+import gzip
+import json
+import re
+
+import pytest
+from test_benchmarks import FILES, needs_tasks
+
+import benchmarks
+import protocols
+import sandbox
+
+pytestmark = [pytest.mark.golden, needs_tasks]
+
+
+def read(golden_dir, name):
+    return json.loads((golden_dir("protocols") / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def questions(golden_dir):
+    """{key of the data: {number of the problem: Question}}.
+
+    The full MBPP is not among our data. Its texts stand in the prompts of two harnesses: "mbpp" takes them from
+    BigCode's and "mbpp from Austin's" from lm_eval's, so that no prompt is compared with itself.
+    """
+    rows = [json.loads(line) for line in gzip.open(FILES["humaneval"], "rt")]
+    humaneval = {
+        benchmarks.key_of(row["task_id"]): protocols.Question(row["entry_point"], row["prompt"], row["test"])
+        for row in rows
+    }
+    sanitized = {
+        str(row["task_id"]): mbpp_question(row["prompt"], row["test_list"])
+        for row in json.loads(FILES["mbpp"].read_text())
+    }
+    prompts, out = (read(golden_dir, name) for name in ("prompts", "postprocess"))
+    numbers = {case["id"]: str(case["key"]) for case in out["cases"]}
+    docstrings = {numbers[case]: text for case, text in out["out"]["bigcode/mbpp"].items()}
+    docstrings |= prompts["bigcode/mbpp"]["prompts"]
+    parts = {key: re.match(r'"""\n(.*?)\n(assert.*?)\n"""\n', text, re.DOTALL) for key, text in docstrings.items()}
+    texts = {key: match[1] for key, match in parts.items()}
+    tests = {key: [match[2]] for key, match in parts.items()}
+    tests |= {key: re.split(r"\n(?=assert)", text) for key, text in prompts["bigcode/mbpp"]["target"].items()}
+    austin = re.compile(r".*and here is your task: (.*?) Your code should pass these tests:", re.DOTALL)
+    said = {key: austin.match(text)[1] for key, text in prompts["lm_eval_head/mbpp"]["prompts"].items()}
+    return {
+        "humaneval": humaneval,
+        "mbppplus": sanitized,  # EvalPlus makes its prompts of these texts and asserts
+        "mbpp": {key: mbpp_question(text, tests[key]) for key, text in texts.items()},
+        "mbpp from Austin's": {key: mbpp_question(text, tests[key]) for key, text in said.items()},
+    }
+
+
+def mbpp_question(text, tests):
+    docstring = f'"""\n{text}\n{tests[0]}\n"""\n'
+    return protocols.Question(benchmarks.called(tests), docstring, text=text, tests=tuple(tests))
+
+
+def test_every_prompt_and_what_comes_after_it(golden_dir, questions):
+    for name, golden in read(golden_dir, "prompts").items():
+        protocol = protocols.PROTOCOLS[name]
+        data = "mbpp from Austin's" if name == "bigcode/mbpp" else protocol.data[0]
+        for key, text in golden["prompts"].items():
+            assert protocols.prompt(protocol, questions[data][key]) == text, (name, key)
+        for key, text in golden.get("target", {}).items():
+            assert protocols.target(protocol, questions[data][key]) == text, (name, key)
+        arguments = golden.get("generation_kwargs", {})
+        assert list(protocol.stops) == golden.get("stop", arguments.get("until", [])), name
+        assert protocol.shots == golden.get("num_fewshot", protocol.shots), name
+        assert protocol.max_new == golden.get("max_new", protocol.max_new), name
+        assert golden["of"] in [count for key in protocol.data for count in protocols.DATA[key][1]], name
+
+
+def test_every_candidate(golden_dir, questions):
+    golden = read(golden_dir, "postprocess")
+    cases = {case["id"]: case for case in golden["cases"]}
+    for name, out in golden["out"].items():
+        protocol = protocols.PROTOCOLS[name]
+        for case, text in out.items():
+            question = questions[protocol.data[0]][str(cases[case]["key"])]
+            try:
+                found = protocols.candidate(protocol, cases[case]["raw"], question)
+            except (SyntaxError, ValueError, RecursionError) as error:
+                found = {"raises": type(error).__name__}
+            assert found == text, (name, case)
+
+
+def test_newer_transformers_keep_the_end_of_a_prefix(questions):
+    for name in ("dream_instruct/humaneval_instruct", "lm_eval_head/mbpp_instruct"):
+        protocol = protocols.PROTOCOLS[name]
+        question = next(iter(questions[protocol.data[0]].values()))
+        kept = protocols.prompt(protocol, question, trim_prefix=False)
+        assert kept == protocols.prompt(protocol, question) + "\n" * (2 if "{prompt}" in protocol.prefix else 1), name
+
+
+@pytest.mark.slow
+def test_which_right_answers_survive(golden_dir, questions):
+    cases = {case["id"]: case for case in read(golden_dir, "postprocess")["cases"]}
+    rows = []
+    for name, golden in read(golden_dir, "survives").items():
+        protocol = protocols.PROTOCOLS[name]
+        for case, survives in golden.items():
+            question = questions[protocol.data[0]][str(cases[case]["key"])]
+            code = protocols.candidate(protocol, cases[case]["raw"], question)
+            # whichever tests a harness has, it was the original ones that ran
+            original = questions["mbpp" if question.tests else "humaneval"][str(cases[case]["key"])]
+            program = protocols.program(protocol, code, question)
+            rows.append(((program, protocols.target(protocol, original)), survives, (name, case)))
+    distinct = list({row[0]: None for row in rows})
+    programs, tests = zip(*distinct, strict=True)
+    results = sandbox.run_tests(list(programs), [[test] for test in tests], main_block=False)
+    passed = {key: result.rate == 1 for key, result in zip(distinct, results, strict=True)}
+    assert [where for key, survives, where in rows if passed[key] != survives] == []
