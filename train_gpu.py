@@ -76,6 +76,7 @@ class Config:
     keep: int = 2  # newest checkpoints to keep
     log_every: int = 10  # steps between rows of the log
     prompt: str = ""  # text that the samples drawn while training begin with
+    plot: bool = False  # draw loss and bits per byte in the terminal, and at the end curve.png
     wandb: str = ""  # project name at Weights & Biases; "" logs to files alone
     seed: int = 0  # initial weights, row order, crops, noise
 

@@ -98,6 +98,7 @@ class Config:
     save_minutes: float = 30.0  # a checkpoint at least so often, also between evaluations; 0 leaves them to these
     keep: int = 2  # newest checkpoints to keep, besides the best
     prompt: str = "def read_lines(path):\n"  # continued at every evaluation
+    plot: bool = False  # draw loss and bits per byte in the terminal, and at the end curve.png
     wandb: str = ""  # project name; "" logs to files alone
     compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
     seed: int = 0  # initial weights, row order, dropout, noise
