@@ -40,7 +40,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import types
 from pathlib import Path
@@ -112,7 +111,7 @@ def find_bundle(bundle):
     """The folder of --bundle; without one out/jetson, or the weights that come with the scripts."""
     folder = Path(bundle or "out/jetson")
     if not bundle and not folder.exists() and SHIPPED.exists():
-        print(f"no --bundle and no out/jetson: using {SHIPPED}, which needs no export", file=sys.stderr)
+        print("no out/jetson: using weights/mdlm, a small model that comes with Unmask", file=sys.stderr)
         return SHIPPED
     return folder
 
@@ -307,7 +306,7 @@ class Denoiser:
         settings = mdlm.MASK, rule.vocab, rule.temperature, rule.top_k, rule.top_p
         self.sample_(logits_RV, token_BL, self.state_2, self.keep_N, self.ban, *settings)
         if not self.ancestral:
-            # of what was drawn stays what p(x0), unfiltered, is surest of
+            # keep what was drawn where p(x0), unfiltered, is surest
             race_RV = logits_RV[:, : rule.vocab].float().index_fill(1, self.ban.long(), -torch.inf)
             score_BL = diffusion.confidence(race_RV.softmax(-1), rule.sampler).view(token_BL.shape)
             count_B = self.count_NB.index_select(0, step_1)[0]
@@ -695,15 +694,14 @@ def mean_power():
     if not shutil.which("tegrastats"):
         yield mean_mw
         return
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(("tegrastats", "--interval", "100"), stdout=log, stderr=subprocess.DEVNULL)
+    # where it writes more than a pipe holds, half a minute, the mean is of what came first
+    command = "tegrastats", "--interval", "200"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             yield mean_mw
         finally:
             process.terminate()
-            process.wait()
-        log.seek(0)
-        lines = [rail_mw(line) for line in log]
+        lines = [rail_mw(line) for line in process.stdout]
     for rail in {rail for line in lines for rail in line}:
         mean_mw[rail] = statistics.mean(line[rail] for line in lines if rail in line)
 
