@@ -149,7 +149,7 @@ def test_arguments_of_mbpp_get_back_what_json_cannot_hold():
 
 
 SPECIAL = [  # entry point, arguments, the reference's result, results that pass, results that do not
-    ("similar_elements", [], (1, 2), [{1, 2}, [2, 1, 1], (2, 1)], [[1], 3, [[1], [2]]]),
+    ("similar_elements", [], (1, 2), [{1, 2}, [2, 1, 1], (2, 1)], [[1], 3, [[1], [2]], range(10**12)]),
     ("check_str", [], "a match", ["another", 3, True], [None, False]),
     ("check_str", [], None, [None, False], ["a match", True]),
     ("are_equivalent", [1, 2], False, [False, True, None], []),
