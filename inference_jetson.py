@@ -8,8 +8,9 @@
     echo '{"prompt": "Once", "max_new": 32, "seed": 1}' | python inference_jetson.py --serve    # stays; JSON lines
 
 Needs Python 3.10, torch 2.4 or newer, tokenizers and numpy, and beside it model_mdlm.py, diffusion.py and csrc/. On a
-GPU a denoising step (model, sampling, update) is captured once as a CUDA graph and replayed --steps times: what differs
-between steps lies in tables on the device, and the host synchronises with it once per sample. The kernels are built by
+GPU all steps of a text (model, sampling, update) are captured as one CUDA graph, which a later text replays by a single
+launch; more than 64 steps, or steps that are shown, are replayed one by one. What differs between steps lies in tables
+on the device, and the host synchronises with it once per sample. The kernels are built by
 `python setup_kernels.py build_ext --inplace`: --backend=auto then uses all of them, every other backend the sampler;
 without them the step is plain PyTorch, captured as well. On a CPU the loop is that of model_mdlm.py, in float32. For
 the clocks: sudo nvpmodel -m 2; sudo jetson_clocks.
@@ -40,7 +41,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import types
 from pathlib import Path
@@ -57,6 +57,7 @@ from csrc import ops
 FORMAT = 1  # of the bundles that this script reads
 SHIPPED = Path(__file__).resolve().parent / "weights/mdlm"  # a checkpoint that comes with the scripts
 SAMPLERS = ("ancestral", *diffusion.CONFIDENCES)
+MOST_TOGETHER = 64  # steps in one CUDA graph
 BACKENDS = ("auto", "kernels", "torch", "torchscript", "onnx", "tensorrt")
 
 
@@ -78,7 +79,7 @@ class Config:
     seed: int = 0  # of the random numbers
     show_steps: bool = False  # show the canvas after every step
     serve: bool = False  # answer JSON lines, "prompt" and settings, with lines of {"text", "ms", "tokens"} or {"error"}
-    graph: bool = True  # capture the step as a CUDA graph; off launches its kernels one by one
+    graph: bool = True  # capture the steps as a CUDA graph; off launches its kernels one by one
     benchmark: bool = False  # time canvases of masks instead of writing
     lengths: tuple[int, ...] = (64, 128, 256)  # canvases of the benchmark, in tokens
     steps_list: tuple[int, ...] = (10, 25)  # numbers of steps of the benchmark
@@ -112,7 +113,7 @@ def find_bundle(bundle):
     """The folder of --bundle; without one out/jetson, or the weights that come with the scripts."""
     folder = Path(bundle or "out/jetson")
     if not bundle and not folder.exists() and SHIPPED.exists():
-        print(f"no --bundle and no out/jetson: using {SHIPPED}, which needs no export", file=sys.stderr)
+        print("no out/jetson: using weights/mdlm, a small model that comes with Unmask", file=sys.stderr)
         return SHIPPED
     return folder
 
@@ -277,8 +278,8 @@ class Denoiser:
     """Fills canvases of one shape [B, L] in N steps over buffers that stay where they are.
 
     forward(token_BL, see_BL, step_1) gives logits; sample_ fills in place. state_2 = (seed, step) lies on the device,
-    the tables of all steps too: the same launches serve every step and can be captured as a CUDA graph. `rule` is the
-    Sampling of model_mdlm.py and means the same.
+    the tables of all steps too: the same launches serve every step, and one or all can be captured as a CUDA graph.
+    `rule` is the Sampling of model_mdlm.py and means the same.
     """
 
     def __init__(self, forward, sample_, B, L, keep_N, rule, device):
@@ -298,7 +299,7 @@ class Denoiser:
         self.keep_N = (keep_N if self.ancestral else torch.zeros_like(keep_N)).to(device)
         # rules of the sampler: they are the same in all steps, so a graph may hold them
         self.ban = torch.tensor(mdlm.BANNED, dtype=torch.int32, device=device)
-        self.graph = None
+        self.graph, self.together = None, 1
 
     def step(self):
         rule, step_1 = self.rule, self.state_2[1:]
@@ -307,15 +308,18 @@ class Denoiser:
         settings = mdlm.MASK, rule.vocab, rule.temperature, rule.top_k, rule.top_p
         self.sample_(logits_RV, token_BL, self.state_2, self.keep_N, self.ban, *settings)
         if not self.ancestral:
-            # of what was drawn stays what p(x0), unfiltered, is surest of
+            # keep what was drawn where p(x0), unfiltered, is surest
             race_RV = logits_RV[:, : rule.vocab].float().index_fill(1, self.ban.long(), -torch.inf)
             score_BL = diffusion.confidence(race_RV.softmax(-1), rule.sampler).view(token_BL.shape)
             count_B = self.count_NB.index_select(0, step_1)[0]
             self.token_BL.copy_(diffusion.unmask_top(self.token_BL, token_BL, score_BL, count_B, mdlm.MASK))
         step_1.add_(1)
 
-    def capture(self):
-        """Record the step as a CUDA graph; where that fails, say so: each step then launches its kernels itself."""
+    def capture(self, together):
+        """Record so many steps, one or all, as a CUDA graph, or one where all cannot be.
+
+        Where that fails, say so: each step then launches its kernels itself.
+        """
         # a few plain runs first, on a side stream: libraries allocate and choose kernels in them
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -324,14 +328,17 @@ class Denoiser:
                 self.state_2.zero_()  # the tables end at step N
                 self.step()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                self.step()
-            self.graph = graph
-        except (RuntimeError, ValueError) as error:
-            why = str(error).partition("\n")[0]
-            print(f"CUDA graph: {why}; launching kernels one by one, which is slower", file=sys.stderr)
+        for steps in dict.fromkeys((together, 1)):
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph):
+                    for _ in range(steps):
+                        self.step()
+                self.graph, self.together = graph, steps
+                return
+            except (RuntimeError, ValueError) as error:
+                why = str(error).partition("\n")[0]
+        print(f"CUDA graph: {why}; launching kernels one by one, which is slower", file=sys.stderr)
 
     @torch.inference_mode()
     def __call__(self, token_BL, seed, on_step=None):
@@ -343,7 +350,7 @@ class Denoiser:
         self.on_device.copy_(self.host, non_blocking=True)
         torch.manual_seed(seed)  # what sample_sorted_ draws from
         torch.ne(self.token_BL, mdlm.PAD, out=self.see_BL)
-        for i in range(self.steps):  # the step's number is on the device: nothing comes from the host
+        for i in range(0, self.steps, self.together):  # the step's number is on the device: nothing comes from the host
             self.graph.replay() if self.graph else self.step()
             if on_step:
                 on_step(i, self.token_BL.to("cpu", copy=True))
@@ -493,9 +500,14 @@ class Writer:
             print(f"kernels: {reason}; using PyTorch", file=sys.stderr)
         return "torch" if reason else "kernels"
 
-    def denoiser(self, B, L, rule):
-        """The step for this shape and rule, captured at its first use; the last eight are kept, as they hold memory."""
-        if (B, L, rule) not in self.denoisers:
+    def denoiser(self, B, L, rule, watched=False):
+        """The steps for this shape and rule, captured at first use; the last eight are kept, as they hold memory.
+
+        A graph holds all steps of a text; one step where each is watched, or where there are more than MOST_TOGETHER.
+        """
+        together = 1 if watched or rule.steps > MOST_TOGETHER else rule.steps
+        key = B, L, rule, together
+        if key not in self.denoisers:
             while len(self.denoisers) >= 8:
                 self.denoisers.pop(next(iter(self.denoisers)))
             # what differs between steps lies in tables on the device
@@ -505,9 +517,9 @@ class Writer:
                 forward = graph_forward(self.run, rate_N) if self.run else fused_forward(self.model, rate_N, kernels)
                 denoiser = Denoiser(forward, self.sample_, B, L, keep_N, rule, self.device)
                 if self.cfg.graph:
-                    denoiser.capture()
-            self.denoisers[B, L, rule] = denoiser
-        return self.denoisers[B, L, rule]
+                    denoiser.capture(together)
+            self.denoisers[key] = denoiser
+        return self.denoisers[key]
 
     def fill_captured(self, token_BL, rule, on_step=None):
         """Canvases grow by PAD, which nobody sees, to a multiple of 32 or the engine's length: few captures."""
@@ -517,7 +529,8 @@ class Writer:
         watch = on_step and (lambda i, token_BL: on_step(i, token_BL[:, :L]))
         # an engine takes one row at a time; the first of them is watched
         for part_BL in token_BL.split(1) if self.length else [token_BL]:
-            filled.append(self.denoiser(*part_BL.shape, rule)(part_BL, self.seed + len(filled), watch))
+            denoiser = self.denoiser(*part_BL.shape, rule, bool(watch))
+            filled.append(denoiser(part_BL, self.seed + len(filled), watch))
             watch = None
         return torch.cat(filled)[:, :L]
 
@@ -695,15 +708,14 @@ def mean_power():
     if not shutil.which("tegrastats"):
         yield mean_mw
         return
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(("tegrastats", "--interval", "100"), stdout=log, stderr=subprocess.DEVNULL)
+    # where it writes more than a pipe holds, half a minute, the mean is of what came first
+    command = "tegrastats", "--interval", "200"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             yield mean_mw
         finally:
             process.terminate()
-            process.wait()
-        log.seek(0)
-        lines = [rail_mw(line) for line in log]
+        lines = [rail_mw(line) for line in process.stdout]
     for rail in {rail for line in lines for rail in line}:
         mean_mw[rail] = statistics.mean(line[rail] for line in lines if rail in line)
 

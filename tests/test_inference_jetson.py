@@ -263,6 +263,64 @@ def test_a_graph_that_cannot_be_captured_is_said_and_the_step_runs_as_it_is(bund
                     "which is slower"]  # fmt: skip
 
 
+class Recorded:
+    """torch.cuda.graph and CUDAGraph of a machine without a GPU: steps are written down, and taken at each replay."""
+
+    def __init__(self, monkeypatch, most=1000):
+        self.open, self.replays = None, []
+        stream = types.SimpleNamespace(wait_stream=lambda other: None)
+        take = jetson.Denoiser.step
+
+        class Graph:
+            def __init__(self):
+                self.steps = []
+
+            def replay(graph):
+                self.replays.append(len(graph.steps))
+                for denoiser in graph.steps:
+                    take(denoiser)
+
+        @contextlib.contextmanager
+        def capturing(graph):
+            self.open = graph
+            yield
+            self.open = None
+            if len(graph.steps) > most:
+                raise RuntimeError("out of memory")
+
+        fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": Graph, "graph": capturing}
+        for name, fake in (fakes | {"stream": contextlib.nullcontext}).items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(
+            jetson.Denoiser, "step", lambda made: self.open.steps.append(made) if self.open else take(made)
+        )
+
+
+@pytest.mark.parametrize("sampler", ["ancestral", "entropy"])
+def test_a_graph_holds_all_steps_of_a_text(bundle, monkeypatch, capsys, sampler):
+    token_BL = canvases(SMALL)
+    plain = writer(bundle, graph=False, sampler=sampler)
+    want = plain.fill_captured(token_BL, rule(plain, 5))
+    recorded = Recorded(monkeypatch)
+    made = writer(bundle, sampler=sampler)
+    for _ in range(2):
+        assert torch.equal(made.fill_captured(token_BL, rule(made, 5)), want)
+    assert recorded.replays == [5, 5]
+    # what is watched is taken step by step, and so is a text of many steps
+    seen = []
+    assert torch.equal(made.fill_captured(token_BL, rule(made, 5), lambda i, token_BL: seen.append(i)), want)
+    assert seen == [0, 1, 2, 3, 4]
+    assert recorded.replays == [5, 5] + [1] * 5
+    made.fill_captured(token_BL, rule(made, jetson.MOST_TOGETHER + 1))
+    assert recorded.replays[7:] == [1] * (jetson.MOST_TOGETHER + 1)
+    # where all of them do not fit, one does
+    recorded = Recorded(monkeypatch, most=3)
+    made = writer(bundle, sampler=sampler)
+    assert torch.equal(made.fill_captured(token_BL, rule(made, 5)), want)
+    assert recorded.replays == [1] * 5
+    assert capsys.readouterr().err == ""
+
+
 def fake_tensorrt(monkeypatch, runs=True):
     """A module tensorrt whose engines do nothing."""
     context = types.SimpleNamespace(
@@ -469,7 +527,7 @@ def test_a_checkpoint_needs_no_export(tmp_path, monkeypatch, capsys):
     jetson.main(jetson.command_line(arguments))
     out, err = capsys.readouterr()
     assert out.startswith("once upon")
-    assert err.splitlines()[0].startswith("no --bundle and no out/jetson: using ")
+    assert err.splitlines()[0] == "no out/jetson: using weights/mdlm, a small model that comes with Unmask"
     made = writer(tmp_path / "weights/mdlm")
     for name, weight in made.model.state_dict().items():
         assert weight.dtype == torch.float32
@@ -591,8 +649,8 @@ def test_torchscript_writes_too(bundle):
 
 @pytest.mark.slow
 def test_onnx_writes_too(bundle, tmp_path):
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
+    for package in ("onnxruntime", "onnx", *["onnxscript"] * export_jetson.by_torch_export()):
+        pytest.importorskip(package)
     settings = {"ckpt": str(bundle.parent / "run"), "out": str(tmp_path / "b")}
     export_jetson.main(export_jetson.Config(**settings, torchscript=False))
     made = writer(tmp_path / "b", backend="onnx")
@@ -608,7 +666,7 @@ def test_canvases_grow_to_few_shapes(bundle):
         assert filled.shape == token_BL.shape
         assert not (filled == mdlm.MASK).any()
         assert torch.equal(filled == mdlm.PAD, token_BL == mdlm.PAD)
-    assert {L for _, L, _ in made.denoisers} == {32, 48}
+    assert {L for _, L, *_ in made.denoisers} == {32, 48}
     made.length = made.longest = 32  # an engine's
     assert made.fill_captured(token_BL[:, :20], rule(made)).shape == (2, 20)
     with pytest.raises(ValueError, match="takes up to 32 tokens, not 48"):
