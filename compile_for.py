@@ -444,7 +444,7 @@ class Train:
         settings = dataclasses.replace(self.settings, lr=3e-4, steps=1000, warmup=100)  # change no figure
         cfg, model, run, mesh = train_tpu.resolve(settings, devices)
         family = train_tpu.family_of(cfg)
-        optimizer = train_tpu.make_optimizer(cfg.clip, cfg.weight_decay, run.dtype)
+        optimizer = train_tpu.make_optimizer(cfg.clip, cfg.weight_decay, run.dtype, muon=cfg.optimizer == "muon")
         shapes = train_tpu.state_shapes(family, model, optimizer, mesh)
         step = train_tpu.lower_step(cfg, family.graph_of(model, run), optimizer, shapes, mesh)
         tokens = cfg.batch_size * cfg.seq_len

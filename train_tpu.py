@@ -121,7 +121,7 @@ def family_of(cfg):
 MICRO_BATCH = {"tiny": 2, "small": 4, "100m": 8, "300m": 8, "500m": 4, "1b": 4}
 # A preset is picked if its step fits a device, in GiB by compile_for.py, and if the run feeds it: with fewer tokens for
 # each parameter a larger model ends worse than a smaller one.
-STEP_GIB = {"small": 4.0, "300m": 9.0, "1b": 21.0}
+STEP_GIB = {"small": 1.0, "300m": 9.0, "1b": 21.0}
 TOKENS_PER_PARAMETER = 4
 TPU_FLOPS = {"TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12}  # bf16
 
@@ -240,9 +240,12 @@ def resolve(cfg, devices, data=None):
     block = 64 if memory is None else 128  # queries of attention at a time: scores that stay in a CPU's caches
     settings = {"dtype": jnp.dtype(dtype), "remat": remat, "block": block}
     # Whole float32 weights and gradients on each device, where a third of the memory holds them: see accumulate_apart.
-    whole_gib = 8 * family_of(cfg).count_params(model)["total"] / 2**30
+    params = family_of(cfg).count_params(model)["total"]
+    whole_gib = 8 * params / 2**30
     apart = family_of(cfg) is pc and whole_gib <= (memory or math.inf) / 3
-    cfg = dataclasses.replace(cfg, reduce=cfg.reduce or ("step" if apart else "micro"))
+    # What was trained with AdamW goes on with it.
+    optimizer = cfg.optimizer or ("muon" if params < 1e8 and not cfg.dream.init else "adamw")
+    cfg = dataclasses.replace(cfg, reduce=cfg.reduce or ("step" if apart else "micro"), optimizer=optimizer)
     if family_of(cfg) is md:
         run = md.Run(platform=device.platform, **settings)
     else:
@@ -265,17 +268,15 @@ def plan(cfg, model, rows):
     # Small models bear larger steps; what goes on from a trained one takes a tenth.
     peak = float(np.clip(3e-4 * math.sqrt(1.5e9 / counts["total"]), 1e-4, 3e-3)) / (10 if cfg.dream.init else 1)
     lr = cfg.lr or peak
-    # What was trained with AdamW goes on with it.
-    optimizer = cfg.optimizer or ("muon" if counts["total"] < 1e8 and not cfg.dream.init else "adamw")
     warmup = cfg.warmup or min(2000, max(1, steps // 10))
     # Evaluations divide an epoch evenly, so that its end is one of them.
     evals = max(1, round(per_epoch / min(1000, max(50, steps // 10))))  # in an epoch
     eval_every = cfg.eval_every or -(-per_epoch // evals)
-    cfg = dataclasses.replace(cfg, steps=steps, lr=lr, optimizer=optimizer, warmup=warmup, eval_every=eval_every)
+    cfg = dataclasses.replace(cfg, steps=steps, lr=lr, warmup=warmup, eval_every=eval_every)
     data, seen = rows.meta["splits"]["train"]["tokens"], steps * cfg.batch_size * cfg.seq_len
     print(", ".join(f"{part} {n:,}" for part, n in counts.items()) + " parameters")
     print(f"{steps:,} steps of {seen // steps:,} tokens = {steps / per_epoch:.2f} epochs of {data:,} tokens")
-    print(f"{seen / counts['total']:.1f} tokens per parameter; {optimizer}, peak learning rate {lr:.3g}")
+    print(f"{seen / counts['total']:.1f} tokens per parameter; {cfg.optimizer}, peak learning rate {lr:.3g}")
     return cfg, per_epoch
 
 
