@@ -76,7 +76,7 @@ class Config:
 
 
 CONFIGS = {
-    "tiny": Config(4096, 128, 4, 4, 2, head_size=32, ffn=384, positions=1024, init_std="fan_in"),
+    "tiny": Config(2048, 128, 4, 4, 2, head_size=32, ffn=384, positions=512, init_std="fan_in"),
     "small": Config(8192, 512, 8, 8, 4, head_size=64, ffn=1408, positions=1024, init_std="fan_in"),
     "300m": Config(32_768, 1024, 20, 8, 4, head_size=128, ffn=2816, init_std="fan_in"),
     "1b": Config(init_std="fan_in"),

@@ -54,7 +54,7 @@ class Coder:
 
     diff: typing.Literal["seed", "paper", "v2", "none"] = "seed"  # floored | as published | DIFF V2 | plain attention
     init_std: typing.Literal["", "fan_in", "paper"] = ""  # of new matrices: by fan-in | 0.02; "": the preset's, fan_in
-    dropout: float = 0.1  # of attention output, feed-forward hidden and feed-forward output
+    dropout: float | None = None  # of attention output, feed-forward hidden and output; 0.1, below 100 M parameters 0
     mtp_weight: float = 0.1  # of the loss of the head that predicts the token after the next
     z_loss: float = 0.0  # weight of logsumexp^2, which keeps logits small
 
@@ -76,7 +76,7 @@ class Config:
     coder: Coder = Coder()
     dream: Dream = Dream()
     seq_len: int = 0  # tokens per row; 0: the model's positions, at most 2048
-    batch_size: int = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 8,192 on a CPU
+    batch_size: int = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 4,096 on a CPU
     epochs: float = 4.0  # passes over the training rows; sets --steps
     steps: int = 0  # optimizer steps; 0: from --epochs
     lr: float = 0.0  # peak learning rate; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init
@@ -163,6 +163,7 @@ def pick_model(cfg, devices, data=None):
         if cfg.resume:  # the run's own; older ones do not say how they began
             saved = runs.read_json(runs.as_path(cfg.resume) / "config.json", "model")["model"]
             form, ids = cfg.coder.init_std or saved.get("init_std", "paper"), saved["vocab"]
+            model = dataclasses.replace(model, positions=saved["positions"])
         positions = max(model.positions, data["seq_len"] if data else 0)
         model = dataclasses.replace(model, diff=cfg.coder.diff, init_std=form, vocab=ids, positions=positions)
     return name, model
@@ -208,7 +209,7 @@ def pick_batch(cfg, model, copies, on_cpu, data=None):
     # Short runs take smaller steps: two thousand of them rather than sixty.
     seen = tokens_seen(cfg, data) if data else math.inf
     tokens = 2 ** int(math.log2(np.clip(seen / 2000, 8192, 131_072)))
-    rows = (8192 if on_cpu else tokens) // seq_len
+    rows = (4096 if on_cpu else tokens) // seq_len
     batch = cfg.batch_size or max(1, rows // copies) * copies
     if batch % copies:
         nearest = -(-batch // copies) * copies
@@ -243,13 +244,17 @@ def resolve(cfg, devices, data=None):
     params = family_of(cfg).count_params(model)["total"]
     whole_gib = 8 * params / 2**30
     apart = family_of(cfg) is pc and whole_gib <= (memory or math.inf) / 3
-    # What was trained with AdamW goes on with it.
-    optimizer = cfg.optimizer or ("muon" if params < 1e8 and not cfg.dream.init else "adamw")
-    cfg = dataclasses.replace(cfg, reduce=cfg.reduce or ("step" if apart else "micro"), optimizer=optimizer)
+    # What was trained with AdamW goes on with it. Small models have seen too little to need dropout.
+    small = params < 1e8
+    optimizer = cfg.optimizer or ("muon" if small and not cfg.dream.init else "adamw")
+    dropout = cfg.coder.dropout if cfg.coder.dropout is not None else 0.0 if small else 0.1
+    coder = dataclasses.replace(cfg.coder, dropout=dropout)
+    reduce = cfg.reduce or ("step" if apart else "micro")
+    cfg = dataclasses.replace(cfg, reduce=reduce, optimizer=optimizer, coder=coder)
     if family_of(cfg) is md:
         run = md.Run(platform=device.platform, **settings)
     else:
-        run = pc.Run(kernel=device.platform == "tpu", dropout=cfg.coder.dropout, **settings)
+        run = pc.Run(kernel=device.platform == "tpu", dropout=dropout, **settings)
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     where = "CPU" if memory is None else f"{memory:.1f} GiB each"
     accumulated = batch * cfg.tensor // mesh.size // micro

@@ -67,7 +67,8 @@ class Ours:
 
 
 def main(cfg):
-    ours = Ours(train_tpu.Config(model="tiny", seq_len=cfg.seq_len))
+    same = {"optimizer": "adamw", "coder": train_tpu.Coder(dropout=0.1)}  # as the baselines have them
+    ours = Ours(train_tpu.Config(model="tiny", seq_len=cfg.seq_len, **same))
     settings, model, compile_s = ours.cfg, ours.model, ours.compile_s
     seconds = ours.seconds(cfg.steps)
     tokens = settings.batch_size * settings.seq_len

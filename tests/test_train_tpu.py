@@ -342,7 +342,7 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, one_devi
     assert "data_prep.py" in refusal(config(tmp_path / "none", new))
     assert "tiny, small, 300m, 1b" in refusal(config(data, new, model="huge"))
     assert "rows of 64 tokens, the run wants 32" in refusal(config(data, new, seq_len=32))
-    assert "1024 positions" in refusal(config("", new, seq_len=9999))
+    assert "512 positions" in refusal(config("", new, seq_len=9999))
     assert "lower --batch_size" in refusal(config(data, new, batch_size=100_000))
     for part in ("another model", "diff seed there, paper here"):
         assert part in refusal(resumed(out, coder=train_tpu.Coder(diff="paper")))
@@ -704,7 +704,7 @@ def test_a_preset_takes_the_ids_and_rows_that_data_prep_writes_unasked():
     cfg, model, _, _ = train_tpu.resolve(train_tpu.Config(fsdp=1), jax.devices()[:1], data)
     assert (cfg.model, model.vocab, model.positions, cfg.seq_len) == ("tiny", 8192, 2048, 2048)
     # and a table twice as long as the data needs is cut
-    for ids, rows in ((300, 512), (2048, 2048), (3000, 4096), (4096, 4096)):
+    for ids, rows in ((300, 512), (1024, 1024), (1500, 2048), (2048, 2048), (3000, 3072)):
         data |= {"vocab_size": ids, "vocab_padded": -(-ids // 512) * 512}
         assert train_tpu.resolve(train_tpu.Config(fsdp=1), jax.devices()[:1], data)[1].vocab == rows
 
