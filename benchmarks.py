@@ -25,24 +25,21 @@ import dataclasses
 import gzip
 import hashlib
 import http.client
-import itertools
 import json
-import keyword
 import math
-import operator
 import os
 import random
 import re
 import sys
 import typing
 import urllib.request
-import warnings
 import zlib
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 
+import protocols
 import runs
 import sandbox
 
@@ -51,10 +48,13 @@ import sandbox
 class DreamFlags:
     """Flags of Dream, --model=dream."""
 
-    chat: bool = False  # ask by the chat template, as instruct models want it; for MBPP with --shots=0
+    chat: bool | None = None  # ask by the chat template, as instruct models want it; None: as the protocol has it
     threshold: float = 0.0  # fill at once all positions that are so sure; 0 fills one a pass
     block_length: int = 0  # fill blocks of this length from left to right; 0 takes the whole canvas at once
     cache: typing.Literal["", "prefix", "dual"] = ""  # keep keys and values within a block
+    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # who is filled first
+    steps: int = 0  # denoising steps; 0: as many as tokens, or by --threshold
+    eos_penalty: float = 0.0  # makes an early end less likely, see sample_dream.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SandboxFlags:
     runner: typing.Literal["local", "e2b"] = "local"  # this machine, or the service E2B
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     workers: int = 0  # programs run at a time; 0: one per CPU
-    timeout_s: float = 4.0  # processor seconds for the tests of a sample, or 4 times those of the reference if more
+    timeout_s: float | None = None  # processor seconds for the tests of a sample; None: the protocol's, for ours 4
     threads: bool = False  # let samples start threads
     allow_unsafe: bool = False  # run programs where the machine offers no safe sandbox
 
@@ -79,16 +79,19 @@ class Config:
     tasks_file: str = ""  # the official HumanEval.jsonl(.gz) or sanitized-mbpp.json; "" downloads it
     downloads: str = "data/tasks"  # folder for downloaded files
     split: typing.Literal["test", "all"] = "test"  # MBPP: ids 11-510 (257 problems), or all 427
-    shots: int = 3  # MBPP: solved problems in the prompt
+    protocol: str = "ours"  # a harness of protocols.py, as dream_instruct: its prompts, settings, cuts and tests
+    trim_prefix: bool = True  # chat protocols: how transformers 4.46 ends a prompt; False: 4.49, with a newline more
+    shots: int | None = None  # MBPP: solved problems in the prompt; None: the protocol's, for ours 3
     problems: int = 0  # only so many, the first ones; 0 takes all
     samples: str = ""  # score the completions in these JSON lines, taken out of ``` if need be; needs no model
     n: int = 1  # samples of each problem
     k: tuple[int, ...] = ()  # report pass@k for these; default 1 and n
-    temperature: float | None = None  # 0 takes the likeliest token; default 0 for one sample, else 0.8
-    top_p: float = 0.95  # draw from the smallest set of tokens of this probability
-    max_new: int = 512  # tokens at most
+    temperature: float | None = None  # 0 takes the likeliest token; None: the protocol's, for ours 0, of several 0.8
+    top_p: float | None = None  # draw from the smallest set of tokens of this probability; None: the protocol's, 0.95
+    max_new: int | None = None  # tokens at most; None: the protocol's, for ours 512
     batch_size: int = 16  # programs that are written at a time
     seed: int = 0  # of the samples
+    explain: bool = False  # score the texts of --samples under every protocol: a table of what each rule changes
     json: bool = False  # print the report as one JSON line instead of text
     dream: DreamFlags = DreamFlags()
     sandbox: SandboxFlags = SandboxFlags()
@@ -99,25 +102,30 @@ def main(cfg):
     cfg = resolve(cfg)
     run = Path(cfg.ckpt or ("out/train_gpu" if cfg.model == "mdlm" else "out/train_tpu"))
     problems, out = read_problems(cfg), Path(cfg.out or f"out/{cfg.task}")
+    if cfg.explain:
+        return explain(cfg, problems, out)
     # What the results depend on: a folder goes on under the same settings alone.
     settings = {"task": cfg.task, "split": cfg.split, "problems": cfg.problems, "timeout_s": cfg.sandbox.timeout_s}
+    settings |= {"protocol": protocol_of(cfg)[0], "tasks_sha256": sha256(tasks_path(cfg))}
     if cfg.samples:
         samples = given_samples(cfg, problems)
-        settings["samples_sha256"] = hashlib.sha256(Path(cfg.samples).read_bytes()).hexdigest()
+        settings["samples_sha256"] = sha256(cfg.samples)
     else:
         converted = (run / "meta.json").is_file()  # by convert_weights.py: it has no steps
         step = None if converted else runs.newest(run, cfg.step)[0]
-        names = "model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed"
+        names = "model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed", "trim_prefix"
         settings |= {name: getattr(cfg, name) for name in names} | {"ckpt": str(run), "step": step}
+        settings["model_sha256"] = sha256(run / ("meta.json" if converted else "config.json"), str(step))
         settings |= dataclasses.asdict(cfg.dream) if cfg.model == "dream" else {}
     # Write, run, score; every sample and result is on disk as soon as it is known.
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / "results.jsonl"):
         before = runs.read_json(out / "config.json") if (out / "config.json").exists() else settings
         changed = [f"{k}={before.get(k)!r}" for k in before | settings if before.get(k) != settings.get(k)]
+        changed = [setting for setting in changed if not setting.startswith("version=")]
         if changed:
             raise ValueError(f"{out} holds results with {', '.join(changed)}; choose another --out")
-        runs.write(out / "config.json", settings)
+        runs.write(out / "config.json", settings | {"version": VERSION})
         try:
             if not cfg.samples:
                 samples = generated_samples(cfg, problems, run, step, out / "samples.jsonl")
@@ -125,7 +133,8 @@ def main(cfg):
         except KeyboardInterrupt:
             print(f"stopped; what is done is in {out}, and the same command goes on", file=sys.stderr)
             raise
-        row = report(cfg, problems, read_own(out / "results.jsonl", "passed"))
+        row = report(cfg, problems, read_own(out / "results.jsonl", "passed", settings["protocol"]))
+        row |= {"version": VERSION, "settings": settings}
         runs.write(out / "summary.json", row)
     print(json.dumps(row) if cfg.json else describe(row), flush=True)
     if unscored:
@@ -135,10 +144,34 @@ def main(cfg):
     return row
 
 
+def sha256(path, more=""):
+    """The fingerprint of a file, and of a text that belongs to it."""
+    return hashlib.sha256(Path(path).read_bytes() + more.encode()).hexdigest()
+
+
+VERSION = sha256(__file__, "".join(sha256(module.__file__) for module in (protocols, sandbox)))[:12]  # of the ruler
+
+
+def protocol_of(cfg):
+    """(name, record) of --protocol, with what flags say in place of it."""
+    ours_chat = cfg.protocol == "ours" and cfg.dream.chat
+    name, record = protocols.named("ours_chat" if ours_chat else cfg.protocol, cfg.task)
+    flags = {field: getattr(cfg, field) for field in ("shots", "temperature", "top_p", "max_new")}
+    if cfg.dream.chat is not None and not name.startswith("ours"):
+        flags["system"] = (record.system or protocols.ASSISTANT) if cfg.dream.chat else None
+    given = {field: value for field, value in flags.items() if value is not None or field == "system"}
+    return name, record._replace(**given)
+
+
 def resolve(cfg):
     """The config with defaults filled in, checked."""
-    if cfg.temperature is None:
-        cfg = dataclasses.replace(cfg, temperature=0.8 if cfg.n > 1 else 0.0)
+    name, record = protocol_of(cfg)
+    filled = {field: getattr(record, field) for field in ("shots", "temperature", "top_p", "max_new")}
+    if cfg.temperature is None and name.startswith("ours"):
+        filled["temperature"] = 0.8 if cfg.n > 1 else 0.0
+    if cfg.sandbox.timeout_s is None:
+        filled["sandbox"] = dataclasses.replace(cfg.sandbox, timeout_s=float(record.limit_s))
+    cfg = dataclasses.replace(cfg, **filled)
     if min(cfg.n, cfg.max_new, cfg.batch_size, *cfg.k) < 1:
         raise ValueError("--n, --k, --max_new and --batch_size are at least 1")
     if min(cfg.problems, cfg.temperature, cfg.seed, cfg.sandbox.workers) < 0:
@@ -146,7 +179,9 @@ def resolve(cfg):
     if not 0 < cfg.top_p <= 1 or not 0 <= cfg.shots <= len(SHOTS) or not 0 < cfg.sandbox.timeout_s < math.inf:
         raise ValueError(f"--top_p is in (0, 1], --shots from 0 to {len(SHOTS)}, --timeout_s above 0")
     if cfg.model != "dream" and cfg.dream != DreamFlags():
-        raise ValueError("--chat, --threshold, --block_length and --cache are for --model=dream")
+        raise ValueError(f"{', '.join(f'--{f.name}' for f in dataclasses.fields(DreamFlags))} are for --model=dream")
+    if cfg.explain and not cfg.samples:
+        raise ValueError("--explain scores what a model wrote: --samples=FILE, such as samples.jsonl of an earlier run")
     if not cfg.samples and max(cfg.k, default=1) > cfg.n:
         raise ValueError(f"pass@{max(cfg.k)} needs --n={max(cfg.k)} samples of each problem or more, not {cfg.n}")
     if not cfg.samples and cfg.n > 1 and cfg.temperature == 0:
@@ -159,20 +194,8 @@ def resolve(cfg):
 TASKS = {  # official files
     "humaneval": "https://raw.githubusercontent.com/openai/human-eval/master/data/HumanEval.jsonl.gz",
     "mbpp": "https://raw.githubusercontent.com/google-research/google-research/master/mbpp/sanitized-mbpp.json",
+    "full": "https://raw.githubusercontent.com/google-research/google-research/master/mbpp/mbpp.jsonl",
 }
-# after these there is no answer in any text; Austin et al. end theirs by [DONE]
-ENDS = ("<|endoftext|>", "<|file_sep|>", "<|im_end|>", "<|dlm_pad|>", "<|mask|>", "[DONE]")
-STOPS = {  # of BigCode's harness
-    "humaneval": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint(", "\nassert "),
-    "mbpp": ("\nclass ", "\nassert ", '\n"""', "\nprint(", "\nif "),
-}
-CHAT = {  # what a user asks an instruct model
-    "humaneval": "Complete this Python function. Answer with all of it in one block of code.\n\n```python\n{}\n```",
-    "mbpp": "Write a Python function. Answer with all of it in one block of code.\n\n{}",
-}
-FENCE = re.compile(r"(?m)^([ \t]*)(```+)[ \t]*([^`\n]*?)[ \t]*$")  # indentation, backticks, language
-# a line that begins with two words, of which the first is none of Python's, or as an item of a list
-PROSE = re.compile(rf"(?!({'|'.join([*keyword.kwlist, *keyword.softkwlist])})\b)[\w'’-]+[,:;]? [A-Za-z]|\d+[.)] |[-*] ")
 SHOTS = (2, 3, 4)  # MBPP: the problems that the paper shows before the one that is asked
 ARROW = re.compile(r"\s*(?:==>|=>|==|=|->|➞|→|#?\s*(?:should )?returns?\b)[ \t]*")
 # Its value tells programs apart: a hash of what they return for some inputs, "" if they never do.
@@ -200,8 +223,7 @@ _behaviour()"""
 class Problem(typing.NamedTuple):
     id: str | int
     entry: str  # the function that is asked for
-    prompt: str  # what a model reads
-    question: str  # what stands in CHAT instead
+    asked: protocols.Question  # what prompts are made of
     head: str  # what stands before a completion when it runs
     test: str  # hidden
     public: list  # asserts made of the examples that the prompt shows
@@ -209,10 +231,19 @@ class Problem(typing.NamedTuple):
     reference: str  # a program that passes; its time is the measure of a sample's
 
 
+def tasks_path(cfg):
+    """The official file: --tasks_file, or where its download goes."""
+    return Path(cfg.tasks_file or Path(cfg.downloads) / tasks_url(cfg).rsplit("/", 1)[1])
+
+
+def tasks_url(cfg):
+    """MBPP is for some protocols the full one."""
+    return TASKS["full" if cfg.task == "mbpp" and protocol_of(cfg)[1].data == ("mbpp",) else cfg.task]
+
+
 def read_problems(cfg):
     """{id as a string: Problem} of the official file: --tasks_file, or downloaded once into --downloads."""
-    url = TASKS[cfg.task]
-    path = Path(cfg.tasks_file or Path(cfg.downloads) / url.rsplit("/", 1)[1])
+    url, path = tasks_url(cfg), tasks_path(cfg)
     if cfg.tasks_file or path.is_file():
         try:
             return parse_problems(cfg, path.read_bytes())
@@ -237,10 +268,14 @@ def parse_problems(cfg, data):
     except (EOFError, zlib.error) as error:
         raise ValueError(f"broken gzip: {error}") from None
     problems, humaneval = {}, cfg.task == "humaneval"
-    rows = parse_lines(text, ("task_id", "prompt", "entry_point", "test")) if humaneval else json.loads(text)
+    if humaneval:
+        rows = parse_lines(text, ("task_id", "prompt", "entry_point", "test"))
+    else:  # the full MBPP is JSON lines
+        rows = json.loads(text) if text.lstrip().startswith("[") else parse_lines(text, ("task_id", "text", "code"))
     try:
         if not humaneval:  # the solved problems of the prompt have ids outside the test split
-            shots = [row for row in rows if row["task_id"] in SHOTS][: cfg.shots]
+            check_data(cfg, "mbpp" if "text" in rows[0] else "sanitized")
+            shots = [mbpp_question(row) for row in rows if row["task_id"] in SHOTS]
             rows = [row for row in rows if cfg.split == "all" or 11 <= row["task_id"] <= 510]
         for row in rows[: cfg.problems or None]:
             problems[key_of(row["task_id"])] = humaneval_problem(row) if humaneval else mbpp_problem(row, shots)
@@ -249,6 +284,16 @@ def parse_problems(cfg, data):
     if not problems:
         raise ValueError("it holds no problems")
     return problems
+
+
+def check_data(cfg, kind):
+    """Raises ValueError if a protocol does not ask the problems of this data set."""
+    name, record = protocol_of(cfg)
+    wanted, given = (protocols.DATA[key][0] for key in (record.data[0], kind))
+    if kind not in record.data and not cfg.explain:
+        raise ValueError(f"--protocol={name} asks for {wanted}, and this is {given}")
+    if kind != record.data[0] and not cfg.explain and not name.startswith("ours"):
+        print(f"scores that are published of {name} are of {wanted}, and this is {given}", file=sys.stderr)
 
 
 def key_of(task_id):
@@ -273,15 +318,22 @@ def parse_lines(text, keys):
 
 
 def humaneval_problem(row):
-    """Ref: Chen et al., arXiv:2107.03374. The model reads the prompt without the last newline, as BPEs like it."""
+    """Ref: Chen et al., arXiv:2107.03374."""
     task_id, prompt, entry = row["task_id"], row["prompt"], row["entry_point"]
     reference = prompt + row.get("canonical_solution", "")
     public, arguments = docstring_examples(prompt, entry)
     # helpers that the prompt defines stand in the test, too: the test calls some, and not as a sample may redefine them
     helpers = [node for node in ast.parse(prompt).body if getattr(node, "name", "") != entry]
     test = "\n".join([*map(ast.unparse, helpers), row["test"], f"check({entry})"])
-    seen = prompt.rstrip()
-    return Problem(task_id, entry, seen, seen, prompt, test, public, probes(task_id, entry, arguments), reference)
+    asked = protocols.Question(entry, prompt, row["test"])
+    return Problem(task_id, entry, asked, prompt, test, public, probes(task_id, entry, arguments), reference)
+
+
+def mbpp_question(row):
+    """What is asked: the full MBPP has its words as "text", the sanitized one, in other words, as "prompt"."""
+    words, tests = row.get("text", row.get("prompt")), tuple(row["test_list"])
+    docstring = f'"""\n{words}\n{tests[0]}\n"""\n'  # as EvalPlus and BigCode ask it
+    return protocols.Question(called(tests), docstring, text=words, tests=tests, code=row["code"])
 
 
 def mbpp_problem(row, shots):
@@ -290,24 +342,13 @@ def mbpp_problem(row, shots):
     The asserts in the prompt are among those that decide, so none of them is `public`: best-of-n would be an oracle.
     The inputs in them are used, not the values expected.
     """
-
-    def ask(row):
-        asserts = "\n".join(row["test_list"][:3])
-        task = f"You are an expert Python programmer, and here is your task: {row['prompt'].strip()}"
-        return f"{task} Your code should pass these tests:\n\n{asserts}\n[BEGIN]\n"
-
-    # solved problems, then this one without its solution
-    prompt = "".join(f"{ask(shot)}{shot['code'].strip()}\n[DONE]\n\n" for shot in shots if shot is not row) + ask(row)
-    imports = "".join(f"{line}\n" for line in row["test_imports"])
-    calls = calls_of(row["test_list"])
-    entry = called(row["test_list"])
+    asked = mbpp_question(row)
+    asked = asked._replace(shots=tuple(shot for shot in shots if shot != asked))  # without its own solution
     # all in one process, as the harnesses have it: a function that works once is no solution
-    test = imports + "\n".join(row["test_list"])
-    asserts = "\n".join(row["test_list"][:3])
-    question = f"{row['prompt'].strip()}\nIt must pass these tests:\n\n```python\n{asserts}\n```"
-    arguments = [args for args in (literals(call, entry) for call in calls) if args is not None]
-    found = probes(row["task_id"], entry, arguments)
-    return Problem(row["task_id"], entry, prompt, question, "", test, [], found, row["code"])
+    test = "\n".join([*row.get("test_imports", row.get("test_setup_code", "").splitlines()), *row["test_list"]])
+    arguments = [literals(call, asked.entry) for call in calls_of(row["test_list"])]
+    found = probes(row["task_id"], asked.entry, [args for args in arguments if args is not None])
+    return Problem(row["task_id"], asked.entry, asked, "", test, [], found, row["code"])
 
 
 def calls_of(tests):
@@ -393,7 +434,7 @@ class Writer(typing.NamedTuple):
     tokenizer: tokenizers.Tokenizer
     longest: int  # tokens of prompt and completion at most
     write: typing.Callable  # (prompts, finished, number of the batch) -> new token ids of each prompt
-    ask: typing.Callable = operator.attrgetter("prompt")  # a problem -> what the model reads
+    wrap: typing.Callable | None = None  # the model's chat template
 
 
 def load_jax(family, cfg, run, step):
@@ -406,8 +447,8 @@ def load_jax(family, cfg, run, step):
 
 
 def cut(ids, ends):
-    """The token ids before the first one that ends a text."""
-    return list(itertools.takewhile(lambda i: i not in ends, ids))
+    """The token ids up to the first one that ends a text."""
+    return ids[: next((place + 1 for place, i in enumerate(ids) if i in ends), len(ids))]
 
 
 def pythoncoder_writer(cfg, run, step):
@@ -433,12 +474,15 @@ def dream_writer(cfg, run, step):
 
     model, key_of_batch = load_jax(model_dream, cfg, run, step)
     tokenizer, wrap = sample_dream.load_tokenizer(run, model.cfg), sample_dream.chat_template(run)
-    if cfg.dream.chat and not wrap:
+    record = protocol_of(cfg)[1]
+    if record.system == "" and not wrap:
         raise ValueError(f"--chat: {run} holds no chat template (tokenizer_config.json)")
-    # tokens after which nothing is read; MASK cannot be one, it is what is filled
-    ends = {tokenizer.token_to_id(name) for name in ENDS} | {model.cfg.eos_id}
+    # tokens after which nothing is read, if there are any; MASK cannot be one, it is what is filled
+    names = protocols.END_TOKENS.get(record.ends, ())
+    ends = {tokenizer.token_to_id(name) for name in names} | ({model.cfg.eos_id} if names else set())
     ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
-    rule = {name: getattr(cfg.dream, name) for name in ("threshold", "block_length", "cache")}
+    settings = dataclasses.asdict(cfg.dream)
+    rule = {name: value for name, value in settings.items() if name != "chat"}
     rule |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "vocab": tokenizer.get_vocab_size()}
     rule = sample_dream.Sampling(**rule, eos_ids=ends)
 
@@ -446,9 +490,7 @@ def dream_writer(cfg, run, step):
         rows, _ = sample_dream.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch))
         return [cut(row[len(ids) :], ends) for row, ids in zip(rows, prompts, strict=True)]
 
-    if cfg.dream.chat:
-        return Writer(tokenizer, model.cfg.positions, write, lambda p: wrap(CHAT[cfg.task].format(p.question)))
-    return Writer(tokenizer, model.cfg.positions, write)
+    return Writer(tokenizer, model.cfg.positions, write, wrap)
 
 
 def mdlm_writer(cfg, run, step):
@@ -479,85 +521,25 @@ WRITERS = {"pythoncoder": pythoncoder_writer, "mdlm": mdlm_writer, "dream": drea
 # ---- samples -------------------------------------------------------------------------------------------------------
 
 
-def extract(text, entry, stops):
-    """(code, ended) of what a model wrote: without fences, chat and what follows the answer.
-
-    A text that starts indented goes on with the function of the prompt, until the first stop string. One that defines
-    `entry` before any fence is code, too, until the first stop string, fence or prose behind it; it may have begun in a
-    block that the prompt opened. Otherwise a fenced block counts whole: the first that defines `entry`, or the first.
-    ended: nothing that could follow would change the code.
-    """
-    written = text.replace("\r\n", "\n").removeprefix("[BEGIN]")
-    text = written[: first_of(written, ENDS)]
-    ended = len(text) < len(written)
-    defines = re.compile(rf"(?m)^(async )?def {re.escape(entry)}\b")
-    goes_on = re.match(r"\s*\n[ \t]+[^\s`]|[ \t]+[^\s`]", text)
-    if goes_on:  # the prompt is indented by spaces
-        text = re.sub(r"(?m)^\t+", lambda tabs: "    " * len(tabs[0]), text)
-    restated, fences = None if goes_on else defines.search(text), list(FENCE.finditer(text))
-    if fences and not goes_on and not (restated and restated.start() < fences[0].start()):
-        blocks = fenced(text, fences)
-        code, closed = next((block for block in blocks if defines.search(block[0])), blocks[0])
-        return code, (closed or ended) and bool(defines.search(code))
-    # Helpers may come first, so stop strings count after the function that is asked for.
-    start = restated.end() if restated else 0
-    code = text[: first_of(text, (*stops, "\n```"), start)]
-    code = re.split(r"(?m)(?<=[^\s`])```[ \t]*$", code)[0]
-    kept = without_prose(code, start) if restated else code
-    return kept, ended or len(code) < len(text) or not code.endswith(kept)
-
-
-def first_of(text, stops, start=0):
-    """Where the first of some strings begins at or behind `start`; the end of the text if there is none."""
-    return min((i for i in (text.find(stop, start) for stop in stops) if i >= 0), default=len(text))
-
-
-def fenced(text, fences):
-    """[(code, whether its end is there)] of the blocks of a text, without the indentation of their fences.
-
-    A block ends at a fence that is as long and says no language; where it would be no Python so, at a later one.
-    """
-    blocks, behind = [], 0
-    for i, fence in enumerate(fences):
-        if fence.start() < behind:
-            continue
-        ends = [f for f in fences[i + 1 :] if f[2].startswith(fence[2]) and not f[3]]
-        codes = [re.sub(f"(?m)^{fence[1]}", "", text[fence.end() + 1 : end.start()]) for end in ends]
-        last = next((k for k, code in enumerate(codes) if parses(code)), 0)
-        behind = ends[last].end() if ends else len(text)
-        blocks.append((codes[last], True) if ends else (text[fence.end() + 1 :], False))
-    return blocks
-
-
-def parses(code):
-    """Whether a text of reasonable length is Python; a longer one may end the parser, and this process."""
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return len(code) <= 20_000 and bool(ast.parse(code) or True)
-    return False
-
-
-def without_prose(code, start):
-    """Code without lines of prose before the function whose name ends at `start`, and behind it."""
-    lines, first = code.split("\n"), code[:start].count("\n")
-    while first and not parses("\n".join(lines[:first])):
-        lines, first = lines[1:], first - 1
-    for i in range(first + 1, len(lines)):
-        if PROSE.match(lines[i]) and not parses(lines[i]) and parses("\n".join(lines[:i])):
-            return "\n".join(lines[:i])
-    return "\n".join(lines)
-
-
-def read_own(path, key):
+def read_own(path, key, protocol):
     """The rows of a file that we append to. A last line without its end, which a kill leaves, is cut off."""
     data = path.read_bytes() if path.exists() else b""
     complete = data[: data.rfind(b"\n") + 1]
     if complete != data:
         os.truncate(path, len(complete))
     try:
-        return parse_lines(complete.decode(), ("task_id", "completion", "sample", key))
+        rows = parse_lines(complete.decode(), ("task_id", "completion", "sample", key))
+        one_protocol(rows, protocol)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; remove it, or choose another --out") from None
+    return rows
+
+
+def one_protocol(rows, protocol):
+    """Raises ValueError for rows that were made by another protocol than this one."""
+    others = {row.get("protocol", protocol) for row in rows} - {protocol}
+    if others:
+        raise ValueError(f"it holds samples of --protocol={', '.join(sorted(others))}, and this is {protocol}")
 
 
 def append(path, rows):
@@ -568,9 +550,9 @@ def append(path, rows):
         os.fsync(file.fileno())
 
 
-def given_samples(cfg, problems):
-    """{(key of problems, number): code} of --samples: lines with "task_id" and "completion", several per problem."""
-    samples, count = {}, collections.Counter()
+def given_rows(cfg, problems):
+    """{(key of problems, number): row} of --samples, of which a problem may have several."""
+    samples, count, unknown = {}, collections.Counter(), []
     try:
         rows = parse_lines(Path(cfg.samples).read_text("utf-8"), ("task_id", "completion"))
     except ValueError as error:
@@ -579,10 +561,13 @@ def given_samples(cfg, problems):
         key = key_of(row["task_id"])
         names = {str(problems[key].id).lower(), f"{cfg.task}/{key}"} if key in problems else ()
         if str(row["task_id"]).lower() not in names:
-            among = f"the {len(problems)} problems (--split, --problems)"
-            raise ValueError(f"{cfg.samples}: {row['task_id']!r} is not among {among}")
-        samples[key, count[key]] = extract(row["completion"], problems[key].entry, ())[0]
+            unknown.append(repr(row["task_id"]))
+            continue
+        samples[key, count[key]] = row
         count[key] += 1
+    if unknown:
+        among = f"not among the {len(problems)} problems (--split, --problems)"
+        raise ValueError(f"{cfg.samples}: {', '.join(unknown[:3])}, {len(unknown)} in all, {among}")
     if not samples:
         raise ValueError(f"{cfg.samples} holds no samples; a line is {{'task_id': ..., 'completion': ...}}")
     k, most = max(cfg.k, default=1), max(count.values())
@@ -591,28 +576,59 @@ def given_samples(cfg, problems):
     return samples
 
 
+def given_samples(cfg, problems):
+    """{(key of problems, number): code} of --samples. Texts that a model wrote are cut by the protocol.
+
+    A completion of which the text is not there is the text; ours cuts it at no stop string, as that is done already.
+    """
+    name, record = protocol_of(cfg)
+    samples, rows = {}, given_rows(cfg, problems)
+    try:
+        one_protocol([row for row in rows.values() if "written" not in row], name)
+    except ValueError as error:
+        raise ValueError(f"{cfg.samples}: {error}; the texts that were written are needed") from None
+    for (key, number), row in rows.items():
+        question = problems[key].asked
+        if "written" in row or not name.startswith("ours"):
+            samples[key, number] = candidate(record, row.get("written", row["completion"]), question)
+        else:
+            samples[key, number] = protocols.taken_out(row["completion"], question.entry, ())
+    return samples
+
+
+def candidate(record, text, question, without=()):
+    """What a protocol makes of a text; "" where the harness itself would raise."""
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        return protocols.candidate(record, text, question, without)
+    return ""
+
+
 def generated_samples(cfg, problems, run, step, path):
     """{(key of problems, number): code} of --n samples each, None where the prompt does not fit; those in `path` stay.
 
     Batches are the same whichever samples are there already, so resuming equals not stopping.
     """
-    rows = {(key_of(row["task_id"]), row["sample"]): row for row in read_own(path, "fits")}
+    name, record = protocol_of(cfg)
+    rows = {(key_of(row["task_id"]), row["sample"]): row for row in read_own(path, "fits", name)}
     writer = None
     # problems of like length share a batch, and the first sample of all comes before the second of any
-    order = [(key, i) for i in range(cfg.n) for key in sorted(problems, key=lambda k: len(problems[k].prompt))]
+    order = [(key, i) for i in range(cfg.n) for key in sorted(problems, key=lambda k: len(problems[k].asked.prompt))]
     for number, first in enumerate(range(0, len(order), cfg.batch_size)):
         keys = order[first : first + cfg.batch_size]
         if all(key in rows for key in keys):
             continue
         if writer is None:  # not before it is needed: a finished run loads no model
             writer = WRITERS[cfg.model](cfg, run, step)
-            writer.tokenizer.encode_special_tokens = not cfg.dream.chat  # their names in a prompt are text
+            if record.system and writer.tokenizer.token_to_id("<|im_start|>") is None:
+                raise ValueError(f"--protocol={name} asks by a chat template, and {run} has no token <|im_start|>")
+            writer.tokenizer.encode_special_tokens = record.system is None  # their names in a prompt are text
         written = write_batch(cfg, writer, [problems[key] for key, _ in keys], number)
         # of a batch that was half on disk only the other half is new
         new = {}
         for (key, i), row in zip(keys, written, strict=True):
             if (key, i) not in rows:
-                new[key, i] = {"task_id": problems[key].id, "completion": "", "sample": i} | row
+                about = {"task_id": problems[key].id, "completion": "", "sample": i, "protocol": name}
+                new[key, i] = about | row
         append(path, new.values())
         rows |= new
         print(f"{len(rows):,} of {len(order):,} samples", file=sys.stderr, flush=True)
@@ -620,9 +636,10 @@ def generated_samples(cfg, problems, run, step, path):
 
 
 def write_batch(cfg, writer, batch, number):
-    """{"completion": code, "fits": True} of each problem, "written" too if the model wrote more; or {"fits": False}."""
+    """{"completion": code, "written": all of the text, "fits": True} of each problem; or {"fits": False}."""
+    record = protocol_of(cfg)[1]
     padded = batch + batch[-1:] * (cfg.batch_size - len(batch))  # one shape is compiled, not two
-    prompts = [writer.tokenizer.encode(writer.ask(p), add_special_tokens=False).ids for p in padded]
+    prompts = [prompt_ids(cfg, writer, record, problem.asked) for problem in padded]
     # A prompt that is too long is replaced by its first token, so that the others keep their places in the batch.
     fits = [len(ids) + cfg.max_new <= writer.longest for ids in prompts]
     if not any(fits):
@@ -630,24 +647,48 @@ def write_batch(cfg, writer, batch, number):
     prompts = [ids if fit else ids[:1] for ids, fit in zip(prompts, fits, strict=True)]
 
     def decode(ids_of_texts):
-        """(text, code, whether nothing could change it) of each problem."""
-        texts = writer.tokenizer.decode_batch(ids_of_texts)
-        return [(text, *extract(text, p.entry, STOPS[cfg.task])) for text, p in zip(texts, padded, strict=True)]
+        """What was written, special tokens by their names; MDLM's are no part of a text."""
+        if record.max_length:
+            pairs = zip(ids_of_texts, prompts, strict=True)
+            ids_of_texts = [ids[: max(0, record.max_length - len(prompt))] for ids, prompt in pairs]
+        return writer.tokenizer.decode_batch(ids_of_texts, skip_special_tokens=cfg.model == "mdlm")
 
-    written = writer.write(prompts, lambda ids_of_texts: all(ended for _, _, ended in decode(ids_of_texts)), number)
+    def finished(ids_of_texts):
+        pairs = zip(decode(ids_of_texts), padded, strict=True)
+        return all(protocols.ended(record, text, problem.asked) for text, problem in pairs)
+
     rows = []
-    for (text, code, _), fit in zip(decode(written), fits, strict=True):
-        row = {"completion": code, "fits": True} | ({"written": text} if text != code else {})
+    for text, problem, fit in zip(decode(writer.write(prompts, finished, number)), padded, fits, strict=True):
+        text = re.sub(r"(<\|endoftext\|>)+\Z", "<|endoftext|>", text)  # a canvas is filled up with them
+        row = {"completion": candidate(record, text, problem.asked), "fits": True, "written": text}
         rows.append(row if fit else {"fits": False})
     return rows[: len(batch)]
+
+
+def prompt_ids(cfg, writer, record, question):
+    """The tokens that a model reads; ours asks chat models by their own template."""
+    own = record.system == ""
+    text = writer.wrap(record.ask(question, ())) if own else protocols.prompt(record, question, cfg.trim_prefix)
+    ids = writer.tokenizer.encode(text, add_special_tokens=False).ids[-record.prompt_tokens :]
+    bos = writer.tokenizer.token_to_id("<|beginoftext|>") if record.bos else None
+    return ids if bos is None else [bos, *ids]
 
 
 # ---- running and scoring -------------------------------------------------------------------------------------------
 
 
-def program(problem, code):
-    """What is run of a sample; an import from the future would be an error behind the prompt."""
-    return problem.head + code.replace("from __future__ import annotations\n", "")
+def program(cfg, problem, code):
+    """What is run of a sample before its tests."""
+    name, record = protocol_of(cfg)
+    return problem.head + code if name.startswith("ours") else protocols.program(record, code, problem.asked)
+
+
+def hidden_test(cfg, problem):
+    """What decides: the file's tests; for MBPP and other protocols than ours the first three, as the harness has it."""
+    name, record = protocol_of(cfg)
+    if name.startswith("ours") or not problem.asked.tests:
+        return problem.test
+    return protocols.target(record, problem.asked)
 
 
 def score_samples(cfg, problems, samples, path):
@@ -655,9 +696,11 @@ def score_samples(cfg, problems, samples, path):
 
     A line is the official {"task_id", "completion"}, and "sample", "passed", "result" (of the hidden test). With
     several samples of a problem also what best-of-n needs: "public", the share of the examples in the prompt that pass,
-    and "behaviour". The limit is max(--timeout_s, 4 x what the reference solution takes here), as EvalPlus has it.
+    and "behaviour". The limit is max(--timeout_s, 4 x what the reference solution takes here), as EvalPlus has it; for
+    harnesses with one limit that alone.
     """
-    done = {(key_of(row["task_id"]), row["sample"]) for row in read_own(path, "passed")}
+    name, record = protocol_of(cfg)
+    done = {(key_of(row["task_id"]), row["sample"]) for row in read_own(path, "passed", name)}
     several, flags = any(number for _, number in samples), dataclasses.asdict(cfg.sandbox)
     unscored, slow = [], collections.defaultdict(list)
 
@@ -665,6 +708,7 @@ def score_samples(cfg, problems, samples, path):
         """Add the line of a sample: behind the hidden test are the examples of the prompt, then the probe."""
         problem = problems[key]
         row = {"task_id": problem.id, "completion": samples[key, number] or "", "sample": number}
+        row["protocol"] = name
         row["passed"] = result.verdicts[:1] == ["pass"]
         row["result"] = "passed" if row["passed"] else result.verdicts[0] if result.verdicts else "does not fit"
         if several:
@@ -682,14 +726,14 @@ def score_samples(cfg, problems, samples, path):
         programs, tests = [], []
         for key, number in todo:
             problem, code = problems[key], samples[key, number]
-            programs.append(program(problem, code or ""))
-            all_tests = [problem.test, *(problem.public + problem.probes) * several]
+            programs.append(program(cfg, problem, code or ""))
+            all_tests = [hidden_test(cfg, problem), *(problem.public + problem.probes) * several]
             tests.append(all_tests if code is not None else [])
 
         def on_result(i, result):
             if result.rate is None:
                 unscored.append((todo[i], result.error))
-            elif result.verdicts[:1] == ["timeout"] and timeout_s == cfg.sandbox.timeout_s:
+            elif result.verdicts[:1] == ["timeout"] and timeout_s == cfg.sandbox.timeout_s and record.factor:
                 slow[todo[i][0]].append((todo[i], result))
             else:
                 add(*todo[i], result)
@@ -703,13 +747,101 @@ def score_samples(cfg, problems, samples, path):
     patience = {"timeout_s": 60.0, "program_s": 180.0}
     timed = sandbox.run_tests(*map(list, zip(*references, strict=True)), **flags | patience) if slow else []
     for late, reference in zip(slow.values(), timed, strict=True):
-        limit = 4 * sum(reference.cpu_s)
+        limit = record.factor * sum(reference.cpu_s)
         if limit > cfg.sandbox.timeout_s:
             run([key for key, _ in late], limit)
         else:
             for key, result in late:
                 add(*key, result)
     return sorted(unscored)
+
+
+# ---- explaining: the same texts under every protocol ---------------------------------------------------------------
+
+
+def explain(cfg, problems, out):
+    """Score the texts of --samples under the post-processing of every protocol, by the same tests: rows of a table.
+
+    A protocol has lost a text that fails under it and passes under another. The rule to blame is the first one without
+    which it would pass. Protocols that treat texts alike share a row.
+    """
+    rows, names = given_rows(cfg, problems), {}
+    texts = {where: row.get("written", row["completion"]) for where, row in rows.items()}
+    for name, record in protocols.PROTOCOLS.items():
+        if name.split("/")[1].startswith(cfg.task.rstrip("+")):
+            names.setdefault(protocols.post_processing(record), []).append(name)
+    records = {alike[0]: protocols.PROTOCOLS[alike[0]] for alike in names.values()}
+
+    def made(name, where, without=()):
+        """(key, program) of a text."""
+        question = problems[where[0]].asked
+        code = candidate(records[name], texts[where], question, without)
+        return where[0], protocols.program(records[name], code, question)
+
+    programs = {(name, where): made(name, where) for name in records for where in texts}
+    passed = run_distinct(cfg, problems, programs.values(), {})
+    some = {where for (_, where), which in programs.items() if passed[which]}
+    lost = [(name, where) for (name, where), which in programs.items() if where in some and not passed[which]]
+    other = {}  # each lost text without one rule
+    for name, where in lost:
+        suspects = protocols.suspects(records[name], texts[where], problems[where[0]].asked)
+        other[name, where] = [(label, made(name, where, rules)) for label, rules in suspects]
+    passed = run_distinct(cfg, problems, [which for each in other.values() for _, which in each], passed)
+    table = []
+    for alike in names.values():
+        blamed, right = collections.defaultdict(list), collections.defaultdict(list)
+        for where in sorted(texts, key=lambda where: (list(problems).index(where[0]), where[1])):
+            name, task_id = alike[0], problems[where[0]].id
+            right[where[0]].append(passed[programs[name, where]])
+            if (name, where) in other:
+                fallback = protocols.left_over(other[name, where][-1][1][1], problems[where[0]].asked)
+                rule = next((rule for rule, which in other[name, where] if passed[which]), fallback)
+                blamed[rule].append(task_id)
+        rates = [sum(each) / len(each) for each in right.values()]
+        alike = [name.removesuffix(f"/{cfg.task.rstrip('+')}") for name in alike]
+        row = {"protocols": alike, "passed": sum(map(sum, right.values())), "samples": len(texts)}
+        row["pass@1"] = [float(np.mean(rates)), *interval(rates)]
+        row["lost"] = dict(sorted(blamed.items(), key=lambda item: -len(item[1])))
+        table.append(row)
+    table.sort(key=lambda row: -row["passed"])
+    hashes = {"tasks_sha256": sha256(tasks_path(cfg)), "samples_sha256": sha256(cfg.samples), "version": VERSION}
+    report = {"task": cfg.task, "problems": len({key for key, _ in texts}), "samples": len(texts), "some": len(some)}
+    report |= {"timeout_s": cfg.sandbox.timeout_s, "table": table} | hashes
+    out.mkdir(parents=True, exist_ok=True)
+    runs.write(out / "explain.json", report)
+    print(json.dumps(report) if cfg.json else describe_table(report), flush=True)
+    return report
+
+
+def run_distinct(cfg, problems, pairs, known):
+    """{(key, program): whether it passes} of pairs, with those known already; each runs once."""
+    new = [pair for pair in dict.fromkeys(pairs) if pair not in known]
+    tests = [[problems[key].test] for key, _ in new]
+    print(f"running {len(new):,} programs", file=sys.stderr, flush=True)
+    limits = {"timeout_s": cfg.sandbox.timeout_s, "program_s": 5 + 3 * cfg.sandbox.timeout_s, "main_block": False}
+    results = sandbox.run_tests([code for _, code in new], tests, **dataclasses.asdict(cfg.sandbox) | limits)
+    unscored = [problems[pair[0]].id for pair, result in zip(new, results, strict=True) if result.rate is None]
+    if unscored:
+        error = next(result.error for result in results if result.rate is None)
+        raise RuntimeError(f"{len(unscored)} programs, as of {unscored[0]}, could not be run: {error}")
+    return known | {pair: result.rate == 1 for pair, result in zip(new, results, strict=True)}
+
+
+def describe_table(report):
+    """The table of explain() as text: a line a protocol, and below it what it has lost by which rule."""
+    lines = ["{task}: {samples:,} texts of {problems} problems; {some:,} pass under some protocol".format(**report)]
+    for row in report["table"]:
+        mean, low, high = (100 * x for x in row["pass@1"])
+        score = f"{row['passed']:5,} of {row['samples']:,}, pass@1 {mean:5.1f} % ({low:.1f} to {high:.1f})"
+        lines.append(f"{score}  {', '.join(row['protocols'])}")
+        for rule, ids in row["lost"].items():
+            which = [str(i) for i in dict.fromkeys(ids)]
+            more = f" and {len(which) - 6} more" if len(which) > 6 else ""
+            lines.append(f"       -{len(ids):<4} {rule}: {', '.join(which[:6])}{more}")
+    return "\n".join(lines)
+
+
+# ---- scores --------------------------------------------------------------------------------------------------------
 
 
 def pass_at_k(n, c, k):
