@@ -3,12 +3,12 @@
     python compile_for.py train --model=1b --topology=v6e:1x1      # a step of train_tpu.py; three minutes on two cores
     python compile_for.py train --model=1b --topology=v6e:4x4 --batch_size=128 --micro_batch=8
     python compile_for.py sample --model=7b                        # Dream's denoising steps; --int8 with small weights
-    python compile_for.py grpo --lora_rank=16 --micro_batch=5      # the gradient of coupled_grpo.py on Dream 7B
+    python compile_for.py grpo --lora_rank=16                      # the gradient of coupled_grpo.py on Dream 7B
     python compile_for.py head                                     # the memory of its scoring head beside plain forms
     python compile_for.py dump module_0000.jit_step.after_codegen.txt     # adds up a program that XLA dumped
 
-Needs pip install libtpu. Prints for each program memory, FLOPs, HBM traffic, collectives and seconds, per chip. They
-are the compiler's estimates, not measurements. In a script:
+Needs pip install -r requirements-tpu.txt. Prints for each program memory, FLOPs, HBM traffic, collectives and seconds,
+per chip. They are the compiler's estimates, not measurements. In a script:
 
     devices = topology_devices("v6e:2x2")
     mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",))
@@ -79,7 +79,7 @@ def topology_devices(name):
     if not one_host and (rows % 2 or columns % 2):
         raise ValueError(f"topology {name!r}: beyond eight chips hosts are 2 x 2, so rows and columns must be even")
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
-        raise ImportError(f"compiling for {name} needs the TPU compiler: pip install libtpu")
+        raise ImportError(f"compiling for {name} needs the TPU compiler: pip install -r requirements-tpu.txt")
     # without these libtpu looks for the machine's TPU, and only one process at a time may load it
     for variable in ("TPU_SKIP_MDS_QUERY=1", "TPU_WORKER_HOSTNAMES=localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD=1"):
         os.environ.setdefault(*variable.split("="))
@@ -527,7 +527,7 @@ class Grpo:
     model: str = "7b"  # key of CONFIGS in model_dream.py
     layers: int = 0  # fewer layers, for a look at how long it takes; 0: the model's
     lora_rank: int = 0  # train a difference of this rank to each matrix; 0 trains all weights
-    micro_batch: int = 0  # completions of 256 tokens on all chips together; 0: one a chip
+    micro_batch: int = 0  # completions of 256 tokens on all chips together; 0: as many as coupled_grpo.py takes
 
     def rows(self):
         # the run: Dream with the 7B preset's settings, its weights split over all chips
@@ -535,8 +535,9 @@ class Grpo:
         model = dataclasses.replace(model, layers=self.layers or model.layers)
         devices = np.asarray(topology_devices(self.topology)).reshape(1, -1, 1)
         mesh = jax.sharding.Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-        settings = {"lora_rank": self.lora_rank, "micro_batch": self.micro_batch or mesh.size}
-        cfg = dataclasses.replace(coupled_grpo.Config(), **coupled_grpo.PRESETS["7b"] | settings)
+        cfg = coupled_grpo.Config(preset="7b", lora_rank=self.lora_rank, **coupled_grpo.PRESETS["7b"])
+        rows = self.micro_batch or coupled_grpo.batch_sizes(cfg, mesh.size)["micro_batch"]
+        cfg = dataclasses.replace(cfg, micro_batch=rows)
 
         def on_mesh(tree, dtype=None):
             def place(s, at):

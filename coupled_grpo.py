@@ -8,7 +8,7 @@
 
 Reads a Dream (a folder of convert_weights.py or a run of train_tpu.py) and tasks (see rl_tasks.py); without --ckpt it
 makes both. Writes --out: config.json, log.jsonl, rounds.jsonl (each completion with its rewards), checkpoints/<round>/,
-the tokenizer; with LoRA at the end also merged/, a whole model. One host.
+the tokenizer, with --plot curve.png; with LoRA at the end also merged/, a whole model. One host.
 
 A round: --group completions of each of --tasks tasks, their rewards from sandbox.py, and --iterations updates, each
 over all of them under fresh masks. Everything drawn is a function of (seed, round), so a run that was killed goes on
@@ -131,6 +131,7 @@ class Config:
     keep: int = 2  # newest checkpoints to keep
     demo_steps: int = 300  # optimiser steps of the demo's own pre-training
     show: bool = False  # print the best and the worst completion of each round
+    plot: bool = False  # draw the rewards of the rounds in the terminal, and at the end curve.png
     wandb: str = ""  # project name; "" logs to files alone
     compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
     seed: int = 0  # of tasks, completions and masks
@@ -757,7 +758,7 @@ def show_round(rows):
 def main(cfg, draw=draw_masks):
     """Train, or go on training. draw replaces draw_masks, for a comparison with other masks."""
     cfg, started = resolve(cfg), time.perf_counter()
-    with runs.Run(cfg, unit="round") as run:
+    with runs.Run(cfg, unit="round", curves=("reward", "heldout_reward")) as run:
         settings = dataclasses.asdict(cfg)  # the demo's model and tasks are no settings: it finds them again
         rewards = {name: sandbox.find_reward(name) for name in cfg.rewards}
 
@@ -772,8 +773,7 @@ def main(cfg, draw=draw_masks):
             if not cfg.resume:  # so that --resume finds a run that was stopped before its first round
                 runs.write(run.out / "config.json", {"train": {"model": "dream"} | settings})
             cfg = make_demo(cfg)
-        if cfg.compile_cache:
-            jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
+        runs.keep_compiled(cfg.compile_cache)
 
         # All devices: --tensor of them share each layer, the others share rows and weights.
         shape, names = (1, jax.device_count() // cfg.tensor, cfg.tensor), ("data", "fsdp", "tensor")
@@ -848,9 +848,7 @@ def resolve(cfg):
     """The config with the preset's values where it says None. ValueError or FileNotFoundError for what cannot be."""
     preset = PRESETS[cfg.preset] | ({"lr": 2e-5} if cfg.preset == "7b" and cfg.lora_rank else {})
     sampling = unset_from(cfg.sampling, dataclasses.asdict(preset["sampling"]))
-    # Batches grow with the devices among which rows are shared out, up to a whole round.
-    full, devices = unset_from(cfg, preset), max(1, jax.device_count() // cfg.tensor)
-    rows = {name: min(preset[name] * devices, full.tasks * full.group) for name in ("micro_batch", "generation_batch")}
+    rows = batch_sizes(unset_from(cfg, preset), max(1, jax.device_count() // cfg.tensor))
     cfg = dataclasses.replace(unset_from(cfg, preset | rows), sampling=sampling)
     counts = ("tasks", "iterations", "micro_batch", "generation_batch", "eval_every", "save_every")
     wrong = [f"--{name}={getattr(cfg, name)}: at least 1" for name in counts if getattr(cfg, name) < 1]
@@ -864,6 +862,9 @@ def resolve(cfg):
         wrong.append("--temperature=0 writes the same completion again and again; nothing could be compared")
     if len(cfg.rewards) != len(cfg.reward_weights):
         wrong.append(f"{len(cfg.rewards)} --rewards need as many --reward_weights, not {len(cfg.reward_weights)}")
+    twice = sorted({name for name in cfg.rewards if cfg.rewards.count(name) > 1})
+    if twice:
+        wrong.append(f"--rewards names {', '.join(twice)} more than once; give it once, with a larger --reward_weights")
     if bool(cfg.ckpt) != bool(cfg.prompts) or (cfg.preset == "7b" and not cfg.ckpt):
         wrong.append("--ckpt and --prompts belong together; without both --preset=demo makes its own")
     if cfg.resume and Path(cfg.resume).resolve() != Path(cfg.out).resolve():
@@ -880,6 +881,14 @@ def resolve(cfg):
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} does not exist; write tasks with: python rl_tasks.py --out=data/acecode")
     return cfg
+
+
+def batch_sizes(cfg, devices):
+    """Those of the preset, {"micro_batch", "generation_batch"}: they grow with the devices among which rows are shared
+    out, up to a whole round.
+    """
+    names = "micro_batch", "generation_batch"
+    return {name: min(PRESETS[cfg.preset][name] * devices, cfg.tasks * cfg.group) for name in names}
 
 
 def unset_from(cfg, values):

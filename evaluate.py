@@ -57,7 +57,8 @@ class DreamFlags:
 @dataclasses.dataclass(frozen=True)
 class Config:
     model: typing.Literal["pythoncoder", "mdlm", "dream"] = "pythoncoder"  # family of the checkpoint
-    ckpt: str = ""  # run folder; "" is out/train_tpu, or out/train_gpu for MDLM
+    # run folder; "" is out/train_tpu, or out/train_gpu for MDLM; where that holds no model, weights/, with --data
+    ckpt: str = ""
     data: str = ""  # folder of data_prep.py; "" is the one that the run was trained on
     step: int = 0  # which checkpoint; 0 takes the newest
     rows: int = 4096  # held-out rows to score, the first ones; 0 takes all
@@ -66,6 +67,7 @@ class Config:
     seed: int = 0  # MDLM, Dream: of the noise
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU if it fits, else 16 bits
     devices: int = 0  # PythonCoder, Dream: use so many of the machine's devices; 0 takes all
+    compile_cache: str = "~/.cache/unmask"  # PythonCoder, Dream: compiled programs of earlier runs; "" compiles anew
     json: bool = False  # print one JSON line per checkpoint instead of text
     pythoncoder: PythonCoderFlags = PythonCoderFlags()
     mdlm: MdlmFlags = MdlmFlags()
@@ -82,7 +84,7 @@ def main(cfg):
     if flags.plot and not Path(flags.plot).parent.is_dir():
         raise FileNotFoundError(f"--plot={flags.plot}: there is no folder {Path(flags.plot).parent}")
     trainer = "train_gpu" if cfg.model == "mdlm" else "train_tpu"
-    run = runs.as_path(cfg.ckpt or f"out/{trainer}")
+    run = runs.as_path(cfg.ckpt or runs.default_folder(f"out/{trainer}", cfg.model))
     if not (run / "config.json").is_file():
         raise FileNotFoundError(f"{run} is no run folder (no config.json); train one with: python {trainer}.py")
 
@@ -102,6 +104,8 @@ def main(cfg):
     if count < rows.total:
         print(f"the first {count:,} of {rows.total:,} held-out rows; --rows=0 takes all", file=sys.stderr)
     bytes_V = data_prep.token_bytes(tokenizer, rows.meta["vocab_size"])
+    if cfg.model != "mdlm":
+        runs.keep_compiled(cfg.compile_cache)
     score = {"pythoncoder": score_pythoncoder, "mdlm": score_mdlm, "dream": score_dream}[cfg.model]
     with runs.out_of_memory("--int8 or " * (cfg.model == "dream") + "a smaller --batch_size"):
         return score(cfg, run, rows.read(np.arange(count)), tokenizer, bytes_V)
@@ -142,7 +146,7 @@ def score_pythoncoder(cfg, run, columns, tokenizer, bytes_V):
 
     results, drafts = [], min(cfg.pythoncoder.drafts, len(token_RL))
     rows = math.gcd(cfg.batch_size, drafts)  # that divide over devices, here and for the drafts
-    for step in runs.checkpoints(run) if cfg.pythoncoder.all_steps else [cfg.step]:
+    for step in (cfg.pythoncoder.all_steps and runs.checkpoints(run)) or [cfg.step]:
         model, step, mesh = runs.load_for_inference(pc, run, step, cfg.dtype, devices=cfg.devices, rows=rows)
         with runs.on(mesh):
             sums = np.zeros(3)
@@ -219,7 +223,7 @@ def score_mdlm(cfg, run, columns, tokenizer, bytes_V):
 
     import model_mdlm as mdlm
 
-    step, folder = runs.newest(run, cfg.step)
+    step, folder = runs.newest(run, cfg.step) if cfg.step or runs.checkpoints(run) else (0, run)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = mdlm.load(folder, device, mdlm.torch_dtype(cfg.dtype))
     token_RL = columns[0].astype(np.int64)

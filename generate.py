@@ -1,6 +1,6 @@
 """Write code with a trained model: prompts in, text out.
 
-    python generate.py --prompt="def fibonacci(n):"                  # the newest checkpoint of out/train_tpu, greedily
+    python generate.py --prompt="def fibonacci(n):"    # the newest checkpoint of out/train_tpu, or weights/pythoncoder
     python generate.py                                               # an interactive prompt
     python generate.py --prompt="import os" --temperature=0.8 --top_p=0.95 --n=4
     python generate.py --prompt="def area(r):\\n    " --suffix="\\n    return a"    # fill in the middle
@@ -11,7 +11,8 @@
     python generate.py --model=dream --ckpt=out/diffucoder --chat=on --system="Answer in code."    # a conversation
     python generate.py --model=dream --ckpt=out/diffucoder --int8 --block_length=32 --cache=dual --threshold=0.9
 
-Reads a run folder of train_tpu.py or train_gpu.py, or for Dream a folder of convert_weights.py. PythonCoder decodes
+Reads a run folder of train_tpu.py or train_gpu.py, or a folder of convert_weights.py; where there is no run, a small
+PythonCoder or MDLM that comes with this project, in weights/. PythonCoder decodes
 with a static KV cache in one compiled loop, and its own MTP head drafts every second token: the text is the same as
 without (temperature 0), or drawn from the same distribution. MDLM and Dream fill a canvas of masks in --steps steps;
 [MASK:n] anywhere in a prompt is n tokens to fill, and nothing is appended to such a prompt.
@@ -69,7 +70,8 @@ class DreamFlags:
 @dataclasses.dataclass(frozen=True)
 class Config:
     model: typing.Literal["pythoncoder", "mdlm", "dream"] = "pythoncoder"  # family of the checkpoint
-    ckpt: str = ""  # folder; "" is out/train_tpu, out/train_gpu for MDLM, out/diffucoder for Dream
+    # folder; "" is out/train_tpu, out/train_gpu for MDLM, out/diffucoder for Dream; where that holds no model, weights/
+    ckpt: str = ""
     step: int = 0  # which checkpoint of a run; 0 takes the newest
     prompt: str = ""  # text to continue, \n for a new line; "" asks for one
     suffix: str = ""  # text that follows: the model fills the middle (PythonCoder must be trained with --fim_rate)
@@ -88,6 +90,7 @@ class Config:
     html: str = ""  # MDLM, Dream: write a page that shows in which step each token appeared; .svg: an animation of it
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU if it fits, else 16 bits
     devices: int = 0  # PythonCoder, Dream: use so many of the machine's devices; 0 takes all
+    compile_cache: str = "~/.cache/unmask"  # PythonCoder, Dream: compiled programs of earlier runs; "" compiles anew
     json: bool = False  # print one JSON line per completion instead of text
     seed: int = 0  # of every random draw
     pythoncoder: PythonCoderFlags = PythonCoderFlags()
@@ -111,6 +114,8 @@ def main(cfg):
     cfg = resolve(cfg)
     requests = read_requests(cfg.file) if cfg.file else [(cfg.prompt, cfg.suffix)]
     advice = "--int8, a smaller --batch_size or --max_new" if cfg.model == "dream" else "a smaller --n or --max_new"
+    if cfg.model != "mdlm":
+        runs.keep_compiled(cfg.compile_cache)
     with runs.out_of_memory(advice):
         model = {"pythoncoder": PythonCoder, "mdlm": Mdlm, "dream": Dream}[cfg.model](cfg, len(requests))
         if cfg.prompt or cfg.file:
@@ -122,6 +127,8 @@ def main(cfg):
 def resolve(cfg):
     """The config with the defaults of its family and its line breaks, checked."""
     unset = {name: value for name, value in DEFAULTS[cfg.model].items() if getattr(cfg, name) in ("", None)}
+    if "ckpt" in unset and not cfg.step:
+        unset["ckpt"] = runs.default_folder(unset["ckpt"], cfg.model)
     cfg = dataclasses.replace(cfg, **unset, sampler=cfg.sampler or SAMPLERS[cfg.model][0])
     if cfg.sampler not in SAMPLERS[cfg.model]:
         raise ValueError(f"--sampler={cfg.sampler} is not one of {cfg.model}'s: {', '.join(SAMPLERS[cfg.model])}")

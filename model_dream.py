@@ -105,7 +105,7 @@ def config_from_hf(folder):
 
     Raises ValueError for keys that are missing or ask for another model; FileNotFoundError if there is no file.
     """
-    path = Path(folder) / "config.json"
+    path = runs.as_path(folder) / "config.json"
     hf = runs.read_json(path)
     if isinstance(rope := hf.get("rope_parameters"), dict):  # transformers 5 has all about the rotary angles in here
         hf = {"rope_theta": rope.get("rope_theta")} | hf
@@ -128,7 +128,7 @@ def read_config(folder, meta=None):
 
     Without meta the folder's config.json says what it is. Raises ValueError for a model that is no Dream.
     """
-    meta = runs.read_json(Path(folder) / "config.json") if meta is None else meta
+    meta = runs.read_json(runs.as_path(folder) / "config.json") if meta is None else meta
     if "model" not in meta:  # converted
         return config_from_hf(folder)
     if meta["model"].keys() != {field.name for field in dataclasses.fields(DreamConfig)}:

@@ -65,6 +65,7 @@ DATA = {  # which file, its problems
     "mbpp": ("mbpp.jsonl, the full MBPP, ids 11-510", (500,)),
     "mbppplus": ("MbppPlus-v0.2.0.jsonl or v0.1.0", (378, 399)),
     "sanitized": ("sanitized-mbpp.json", (257, 427)),
+    "livecodebench": ("test*.jsonl of LiveCodeBench", ()),
 }
 
 # ---- prompts -------------------------------------------------------------------------------------------------------
@@ -181,9 +182,9 @@ def ask_opencompass_turns(q, shots):
 
 
 def ask_ours(q, shots):
-    """HumanEval's prompt without its last newline, as BPEs like it; MBPP as Austin et al."""
+    """HumanEval's prompt without its last newline, as BPEs like it; MBPP as Austin et al., MBPP+ as EvalPlus."""
     if not q.text:
-        return q.prompt.rstrip()
+        return ask_evalplus_base(q, shots) if q.prompt.startswith('"""') else q.prompt.rstrip()
     stripped = [shot._replace(text=shot.text.strip(), code=shot.code.strip()) for shot in (*q.shots[: len(shots)], q)]
     return ask_austin(stripped[-1], stripped[:-1])
 
@@ -301,6 +302,15 @@ def opencompass_answer(text, q):
     text = match[1] if match else text
     text = re.split(r"'?\s*\[?DONE\]?", text.split("```")[0])[0].replace("\\_", "_").strip()
     return text.removeprefix("'").removesuffix("'")
+
+
+def last_block(text, q):
+    """LiveCodeBench's way: what lies between the last two fences of an answer, all of it if it has none."""
+    lines = text.split("\n")
+    fences = [i for i, line in enumerate(lines) if "```" in line]
+    if not fences:
+        return text
+    return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else ""
 
 
 def strip_left(text, q):
@@ -509,11 +519,6 @@ def extract(text, entry, stops):
     return kept, ended or len(code) < len(text) or not code.endswith(kept)
 
 
-def taken_out(text, entry, stops):
-    """The code alone; an import from the future would be an error behind the prompt."""
-    return extract(text, entry, stops)[0].replace("from __future__ import annotations\n", "")
-
-
 def fenced(text, fences):
     """[(code, whether its end is there)] of the blocks of a text, without the indentation of their fences.
 
@@ -583,8 +588,12 @@ DREAM_RULES = (("code is what follows ```python", dream_fence), PROMPT_LINE, ("D
 SANITIZED = ("EvalPlus' sanitiser", evalplus_sanitize)
 
 
+FUTURE = "from __future__ import annotations\n"  # an error behind a prompt
 OURS_RULES = {
-    task: (("code is looked for everywhere", lambda text, q, stops=stops: taken_out(text, q.entry, stops)),)
+    task: (
+        ("code is looked for everywhere", lambda text, q, stops=stops: extract(text, q.entry, stops)[0]),
+        ("no import from the future", lambda text, q: text.replace(FUTURE, "")),
+    )
     for task, stops in OURS_STOPS.items()
 }
 
@@ -644,6 +653,11 @@ OURS = Protocol(
     ("humaneval",), ask_ours, top_p=0.95, ends="ours", stop_rule="none", limit_s=4, factor=4, prompt_first=True
 )
 
+LIVE = Protocol(
+    ("livecodebench",), ask_unchanged, top_p=0.95, ends="cut at im_end, drop", limit_s=6, factor=4,
+    rules=(("the last block counts", last_block),),
+)  # fmt: skip
+
 PROTOCOLS = {  # "harness/task": the names are those of the golden files
     "ours/humaneval": OURS._replace(stops=OURS_STOPS["humaneval"], rules=OURS_RULES["humaneval"]),
     "ours/mbpp": OURS._replace(
@@ -656,6 +670,8 @@ PROTOCOLS = {  # "harness/task": the names are those of the golden files
         data=("sanitized", "mbpp"), ask=ask_ours_chat, system="", stops=OURS_STOPS["mbpp"], rules=OURS_RULES["mbpp"],
         prompt_first=False,
     ),
+    "ours/livecodebench": LIVE,
+    "ours_chat/livecodebench": LIVE._replace(system=""),
     "openai/humaneval": Protocol(("humaneval",), ask_unchanged, temperature=0.2, top_p=0.95, prompt_first=True),
     "lm_eval_0.4.8/humaneval": LM_EVAL,
     "lm_eval_0.4.8/mbpp": AUSTIN,
@@ -681,8 +697,9 @@ PROTOCOLS = {  # "harness/task": the names are those of the golden files
     "dreamcoder_base/humaneval": DREAM_BASE._replace(
         top_p=0.9, stops=("```python\n", "```"), stop_rule="each", rules=(PROMPT_LINE, DREAM_RULES[-1])
     ),
-    "dreamcoder_base/mbpp": DREAM_BASE._replace(
-        **PLUS, ask=ask_dreamcoder, prefix=COMPLETED, temperature=0.1, top_p=0.9, stops=("```",), stop_rule="each",
+    "dreamcoder_base/mbpp": DREAM_BASE._replace(  # the Hub's mbppplus: 378 of these problems
+        data=("sanitized",), ask=ask_dreamcoder, prefix=COMPLETED,
+        temperature=0.1, top_p=0.9, stops=("```",), stop_rule="each",
         rules=(),
     ),
     "dreamcoder_instruct/humaneval": DREAMCODER,

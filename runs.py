@@ -25,6 +25,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import shutil
 import signal
 import sys
@@ -32,6 +33,8 @@ import threading
 import time
 import traceback
 from pathlib import Path
+
+import numpy as np
 
 # ---- the command line ----------------------------------------------------------------------------------------------
 
@@ -227,12 +230,16 @@ def read_tokenizer(folder):
 class Run:
     """The folder cfg.out, locked. cfg has out, resume and wandb; unit is what the run counts: "step" or "round".
 
+    If cfg has a field plot that is True, what `curves` names in the logged rows is drawn, see Plot. A trainer needs no
+    more than `plot: bool = False  # draw loss and bits per byte in the terminal, and curve.png` in its Config.
+
     Of several processes each has its own Run with its rank; only that of rank 0 writes and prints. With hosts > 1,
     processes of JAX, SIGTERM belongs to jax.distributed, which tells all of them at which step to stop.
     """
 
-    def __init__(self, cfg, unit="step", rank=0, hosts=1):
+    def __init__(self, cfg, unit="step", rank=0, hosts=1, curves=("loss", "bits_per_byte")):
         self.cfg, self.out, self.unit, self.rank, self.hosts = cfg, as_path(cfg.out), unit, rank, hosts
+        self.curves, self.plot = curves, None
         self.signal = ""  # name of the signal that asks this process to stop
         self.asked_at = None  # when one came
         self.tracker = None
@@ -265,6 +272,9 @@ class Run:
         write(self.out / "config.json", settings)
         for name, data in (files or {}).items():
             write(self.out / name, data)
+        if getattr(self.cfg, "plot", False):
+            self.plot = Plot(self.out, self.curves, self.unit)
+            self.exits.callback(self.plot.close)
         if self.cfg.wandb:
             try:
                 import wandb
@@ -272,7 +282,7 @@ class Run:
                 raise ValueError("--wandb needs the package wandb: pip install wandb") from None
             name = self.out / "wandb_id"  # of its own: another run in a folder of this name is another curve
             if not (self.cfg.resume and name.exists()):
-                write(name, wandb.util.generate_id().encode())
+                write(name, secrets.token_hex(8).encode())
             where = {"project": self.cfg.wandb, "dir": str(self.out), "name": self.out.name, "id": name.read_text()}
             self.tracker = wandb.init(config=settings, resume="allow", **where)
             self.exits.callback(self.tracker.finish)
@@ -297,6 +307,8 @@ class Run:
         self.append("log.jsonl", [row])
         if self.tracker:
             self.tracker.log(row, step=row[self.unit])
+        if self.plot:
+            self.plot.add(row)
 
     def append(self, name, rows):
         """Add rows as JSON lines to a file of the folder."""
@@ -314,6 +326,95 @@ class Run:
         """End the program after a signal, when `done` is saved."""
         why = self.signal or "another process was asked to stop"
         raise InterruptedError(f"{why}: saved {self.unit} {done}; go on with --resume={self.out}")
+
+
+# ---- curves ---------------------------------------------------------------------------------------------------------
+
+
+def braille(x_N, y_N, width, height):
+    """`height` lines of `width` characters with a curve through the points (x, y), x rising: 2 by 4 dots a character.
+
+    The largest y is in the first line, the smallest in the last.
+    """
+    # the row of dots that the curve has reached in each column of dots
+    y_C = np.interp(np.linspace(x_N[0], x_N[-1], 2 * width), x_N, y_N)
+    row_C = np.rint((y_C.max() - y_C) / (np.ptp(y_C) or 1) * (4 * height - 1)).astype(int).tolist()
+    cells = np.zeros((height, width), int)
+    for column, (before, row) in enumerate(zip([row_C[0], *row_C], row_C, strict=False)):
+        for dot in range(min(before, row), max(before, row) + 1):  # down or up to it, so that the curve has no holes
+            bit = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))[dot % 4][column % 2]
+            cells[dot // 4, column // 2] |= bit
+    return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
+
+
+def series(rows, names, unit):
+    """{name: (units, values)} of the names that two or more rows have a finite number for."""
+    found = {}
+    for name in names:
+        points = [(row[unit], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+        if len(points) > 1:
+            found[name] = tuple(zip(*points, strict=True))
+    return found
+
+
+def text_plot(rows, names, unit="step", width=80, height=10):
+    """Lines of text with a curve of each of the names over rows of a log; [] while there is none.
+
+    Each has a heading with its newest value, and its largest and smallest beside it.
+    """
+    found, lines = series(rows, names, unit), []
+    for name, (x, y) in found.items():
+        curve = braille(x, y, width - 10, height // len(found) - 1)
+        labels = [f"{max(y):9.4g}", *[9 * " "] * (len(curve) - 2), f"{min(y):9.4g}"]
+        lines.append(f"{name} {y[-1]:.4g}, {unit} {x[-1]:,}")
+        lines += [f"{label} {line}" for label, line in zip(labels, curve, strict=True)]
+    return lines
+
+
+class Plot:
+    """Curves of the log of a run: live at the top of a terminal, and as curve.png in its folder when it ends.
+
+    The terminal scrolls below the curves only, so whatever else is printed leaves them where they are. Without a
+    terminal nothing is drawn before the end.
+    """
+
+    def __init__(self, out, names, unit, height=10):
+        self.out, self.names, self.unit, self.height, self.size = out, names, unit, height, None
+        log = out / "log.jsonl"  # of a run that goes on
+        self.rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        self.terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+    def add(self, row):
+        self.rows.append(row)
+        columns, lines = shutil.get_terminal_size()
+        if not self.terminal or lines < 2 * self.height or columns < 40:
+            return
+        if self.size != (columns, lines):  # the first time, or another window: what is on the screen scrolls away
+            self.size = columns, lines
+            print("\n" * lines + f"\x1b[{self.height + 1};{lines}r\x1b[{lines};1H", end="")
+        drawn = text_plot(self.rows, self.names, self.unit, columns - 1, self.height)
+        drawn = "".join(f"\x1b[{i};1H\x1b[K{line}" for i, line in enumerate(drawn, 1))
+        print(f"\x1b7{drawn}\x1b8", end="", flush=True)  # and back to where the cursor was
+
+    def close(self):
+        """Let the whole terminal scroll again, and write curve.png."""
+        if self.size:
+            print("\x1b7\x1b[r\x1b8", end="", flush=True)
+        found = series(self.rows, self.names, self.unit)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            print("--plot: curve.png needs matplotlib: pip install matplotlib", file=sys.stderr)
+            return
+        if not found:
+            return
+        figure, data = Figure((7, 2.5 * len(found)), layout="constrained"), io.BytesIO()
+        for axis, (name, points) in zip(figure.subplots(len(found), squeeze=False)[:, 0], found.items(), strict=True):
+            axis.plot(*points)
+            axis.set(ylabel=name.replace("_", " "), xlabel=self.unit)
+            axis.grid(alpha=0.3)
+        figure.savefig(data, format="png", dpi=120)
+        write(self.out / "curve.png", data.getvalue())
 
 
 # ---- trees of arrays (JAX) -----------------------------------------------------------------------------------------
@@ -480,10 +581,35 @@ def quiet():
     threading.excepthook = sys.unraisablehook = lambda _: None
 
 
+WEIGHTS = Path(__file__).parent / "weights"  # small trained models, a folder for each family
+
+
+def default_folder(run, family):
+    """The folder of a model where none is named: `run` if it holds one, else that in WEIGHTS, if there is one."""
+    converted = any((Path(run) / name).is_file() for name in ("meta.json", "model.safetensors"))
+    if converted or checkpoints(Path(run)) or not (WEIGHTS / family).is_dir():
+        return run
+    print(f"no model in {run}: using weights/{family}, a small one that comes with Unmask", file=sys.stderr)
+    return str(WEIGHTS / family)
+
+
+# What a config.json beside the safetensors of a PythonCoder says besides its architecture, see convert_weights.py.
+NOT_ARCHITECTURE = "model_type", "torch_dtype", "source", "step"
+
+
 def find_weights(folder, step=0):
-    """(path, meta, step) of the weights that Orbax holds in a folder: a run's newest step, or what was converted."""
+    """(path, meta, step) of the weights in a folder: a run's newest step, or what convert_weights.py made of one.
+
+    That is in Orbax, or as safetensors if it is a PythonCoder; its step is that of the run, 0 for what is of the Hub.
+    """
     if (folder / "meta.json").is_file():  # written by convert_weights.py
-        return folder, read_json(folder / "meta.json", "sums"), step
+        meta = read_json(folder / "meta.json", "sums")
+        return folder, meta, step or meta.get("step", 0)
+    keys = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if (folder / "model.safetensors").is_file() and keys.get("model_type") == "pythoncoder":
+        model = {name: value for name, value in keys.items() if name not in NOT_ARCHITECTURE}
+        meta = {"model": model, "dtype": keys.get("torch_dtype", "float32"), "step": keys.get("step", 0)}
+        return folder, meta, step or meta["step"]
     if any(folder.glob("*.safetensors")):
         advice = f"convert it: python convert_weights.py --source={folder} --out=DIR"
         raise ValueError(f"{folder} is in the Hub's form; {advice}")
@@ -495,7 +621,7 @@ def find_weights(folder, step=0):
 
 
 def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
-    """(model, step) of a run of train_tpu.py, or of a folder of convert_weights.py (step 0).
+    """(model, step) of a run of train_tpu.py, or of a folder of convert_weights.py.
 
     family is model_dream or model_pythoncoder. dtype None keeps the stored one; step 0 takes the newest. With a mesh
     each device reads its own part of every parameter. With int8 (Dream) matrices are quantised as they are read, and
@@ -520,6 +646,10 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
     def convert(x):
         return family.quantise(x) if int8 and x.ndim == 2 else x.astype(dtype)
 
+    if "sums" not in meta:
+        params = {name: convert(x) for name, x in read_safetensors(path, like).items()}
+        return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
+
     # A layer at a time: the stored model is never whole in memory beside another form of it.
     sums = {name.removeprefix("params."): value for name, value in meta["sums"].items()}
     params, damaged = {}, []
@@ -530,6 +660,20 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
     if damaged:
         raise ValueError(f"checkpoint {path} cannot be read: {', '.join(damaged)} differ from what was saved")
     return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
+
+
+def read_safetensors(path, like):
+    """The arrays {name: ShapeDtypeStruct} of model.safetensors in a folder, which may hold no others."""
+    import jax
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path / "model.safetensors", "flax") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}/model.safetensors cannot be read: {error}") from None
+    check_tensors(*({name: x.shape for name, x in tensors.items()} for tensors in (found, like)), path)
+    return {name: jax.device_put(found[name], want.sharding) for name, want in like.items()}
 
 
 def read_arrays(path, like):
@@ -549,18 +693,38 @@ def read_arrays(path, like):
 
 # ---- the machine: what is here, and what fits (JAX) ------------------------------------------------------------------
 
-NVIDIA = "/dev/nvidia0", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"  # where there is a GPU; the last in Windows
+
+def keep_compiled(folder):
+    """Keep compiled programs in a folder, where a later process finds them; "" compiles anew."""
+    import jax
+
+    if folder:
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+
+
+MACHINE = Path("/")  # its devices are files
 
 
 def idle_accelerator():
-    """Which accelerator is here while JAX computes on the CPU, and what to install; "" for none."""
+    """Which accelerator is here while JAX computes on the CPU, and what to install; "" for none.
+
+    Whoever sets JAX_PLATFORMS, or an empty CUDA_VISIBLE_DEVICES, wants the CPU.
+    """
     import jax
 
-    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):  # whoever sets it wants the CPU
+    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
         return ""
-    if any(map(os.path.exists, NVIDIA)):
+
+    def here(pattern):
+        return any(MACHINE.glob(pattern))
+
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not hidden and (here("dev/nvidia[0-9]*") or here("usr/lib/wsl/lib/libcuda.so.1")):  # the latter in Windows
         return "an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
-    if os.path.exists("/dev/accel0"):
+    # Newer TPUs are behind vfio, as are graphics cards of virtual machines; 0x1ae0 is Google. A laptop's NPU is in
+    # the folder /dev/accel.
+    makers = (path.read_text().strip() for path in MACHINE.glob("sys/bus/pci/devices/*/vendor"))
+    if here("dev/accel[0-9]*") or (here("dev/vfio/[0-9]*") and "0x1ae0" in makers):
         return "a TPU is here, JAX does not see it: pip install -r requirements-tpu.txt"
     return ""
 
@@ -625,7 +789,7 @@ def load_for_inference(family, folder, step=0, dtype="", int8=False, devices=0, 
 
     # What the checkpoint holds, and how it would lie on the devices.
     path, meta, _ = find_weights(absolute(folder), step)
-    if step and (path / "meta.json").is_file():
+    if step and path == absolute(folder):
         raise ValueError(f"{folder} was converted and has no steps; leave --step={step} out")
     model, stored = family.read_config(path, meta), meta.get("dtype", "float32")
     if devices > jax.device_count():

@@ -19,7 +19,6 @@ import functools
 import itertools
 import math
 import typing
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -571,7 +570,7 @@ def chat_template(folder):
     The function's second argument is a system turn that goes before, the third the (prompt, answer)s since then. Raises
     ValueError for a template that is damaged; so does the function for one that fails.
     """
-    path, jinja = (Path(folder) / name for name in ("tokenizer_config.json", "chat_template.jinja"))
+    path, jinja = (runs.as_path(folder) / name for name in ("tokenizer_config.json", "chat_template.jinja"))
     config = runs.read_json(path) if path.exists() else {}
     template = jinja.read_text() if jinja.exists() else config.get("chat_template")
     if isinstance(template, list):  # a template for each purpose, by name

@@ -748,13 +748,14 @@ def cpu_seconds(pids):
 def follow_test(job, test, pids, pipe, folder, end):
     """Read what the first of some processes writes until it exits: ("done", "timeout" or "output limit", bytes)."""
     data, closed, look, deadline = bytearray(), False, 0.0, min(time.monotonic() + 3 * job["timeout_s"], end)
-    limits, calls, before = test.get("limits"), 0, 0.0
+    # of the call that runs now: its number, its limit, and when it began on both clocks
+    call, limits = (-1, 0.0, 0.0, 0.0), [*test.get("limits", []), job["timeout_s"]]
     while (now := time.monotonic()) < deadline:
         if now > look:
             look, taken = now + 0.1, cpu_seconds(pids)
-            if limits and data.count(b"\n") > calls:  # the call that runs now has just begun
-                calls, before = data.count(b"\n"), taken
-            if taken > job["timeout_s"] or (limits and taken - before > limits[min(calls, len(limits) - 1)]):
+            if (number := min(data.count(b"\n"), len(limits) - 1)) != call[0]:
+                call = number, limits[number], taken if number else 0.0, now
+            if taken > job["timeout_s"] or taken - call[2] > call[1] or now - call[3] > 3 * call[1]:
                 return "timeout", data
             # where it has no file system of its own that could be full
             if not job["namespaces"] and overfull(folder, job["disk_mb"]):
@@ -997,7 +998,7 @@ def verdict_of_calls(test, row):
             values.append((unwire(value, stays), float(seconds)))
     if row["outcome"] != "done":
         return row["outcome"], values
-    if len(values) == len(test["inputs"]):
+    if row["loaded"] and len(values) == len(test["inputs"]):
         return "pass", values
     return "memory" if lines[-1] == "memory" else "fail", values
 

@@ -32,9 +32,9 @@ PROGRAMS = {
     "pythoncoder 1b step, v6e:4x4, fsdp 16, 8 rows a chip": POD,
     "pythoncoder 1b step, v6e:4x4, fsdp 16, 8 rows a chip, no dropout": f"{POD} --dropout=0",
     "dream 7b bfloat16": "sample",
-    "dream 7b coupled-grpo micro-step, LoRA of rank 16, 5 completions, v6e:1x1": "grpo --lora_rank=16 --micro_batch=5",
-    "dream 7b coupled-grpo micro-step, all weights, 8 completions, v6e:2x4": "grpo --topology=v6e:2x4",
-    "dream 7b coupled-grpo micro-step, all weights, 16 completions, v6e:4x4": "grpo --topology=v6e:4x4",
+    "dream 7b coupled-grpo micro-step, LoRA of rank 16, 5 completions, v6e:1x1": "grpo --lora_rank=16",
+    "dream 7b coupled-grpo micro-step, all weights, 40 completions, v6e:2x4": "grpo --topology=v6e:2x4",
+    "dream 7b coupled-grpo micro-step, all weights, 80 completions, v6e:4x4": "grpo --topology=v6e:4x4",
     "coupled-grpo scoring head 7b, bfloat16 weights": "head",
     "coupled-grpo scoring head 7b, float32 weights": "head --weights=float32 --only=gradient",
 }

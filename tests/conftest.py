@@ -7,6 +7,7 @@ from the shell are compiled as for a user, and so are all tests, before a releas
 JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest -n 2 --dist=loadfile -m "slow or not slow".
 """
 
+import contextlib
 import fcntl
 import gc
 import importlib.util
@@ -15,8 +16,10 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +102,14 @@ def programs_of_one_file():
         gc.collect()
 
 
+@pytest.fixture
+def no_compile_cache(monkeypatch):
+    """What tests compile stays out of the user's folder of compiled programs."""
+    import runs
+
+    monkeypatch.setattr(runs, "keep_compiled", lambda folder: None)
+
+
 # ---- array libraries and reference values --------------------------------------------------------------------------
 
 
@@ -156,6 +167,55 @@ def golden_dir():
         return top / area
 
     return find
+
+
+def cases_of(path, split=str.rpartition):
+    """{case: {array: value}} of a golden .npz file; the case stands before the last dot of a name, or the first."""
+    arrays, cases = np.load(path), {}
+    for key in arrays.files:
+        case, _, name = split(key, ".")
+        cases.setdefault(case, {})[name] = arrays[key]
+    assert cases
+    return cases
+
+
+# ---- a bucket ------------------------------------------------------------------------------------------------------
+
+# The emulated storage does not say which generation of an object it hands out, which TensorStore asks for.
+BUCKET = """
+import sys
+from gcp_storage_emulator.handlers import objects
+def download(request, response, storage, *rest, plain=objects.download, **options):
+    plain(request, response, storage, *rest, **options)
+    if response.status < 300:
+        where = request.params["bucket_name"], request.params["object_id"]
+        response["x-goog-generation"] = storage.get_file_obj(*where)["generation"]
+objects.download = download
+from gcp_storage_emulator.server import create_server
+create_server("localhost", int(sys.argv[1]), in_memory=True, default_bucket="bucket").run()
+"""
+
+
+@pytest.fixture
+def bucket():
+    """The environment of a process that finds an emulated Google Cloud Storage with gs://bucket."""
+    for package in ("gcsfs", "gcp_storage_emulator"):
+        pytest.importorskip(package)
+    port = 30_000 + os.getpid() % 20_000
+    url = f"http://localhost:{port}"
+    with subprocess.Popen([sys.executable, "-c", BUCKET, str(port)], stdout=-3, stderr=-3) as process:
+        for _ in range(100):
+            with contextlib.suppress(OSError), socket.create_connection(("localhost", port)):
+                break
+            time.sleep(0.1)
+        yield {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url, "NO_GCE_CHECK": "true"}
+        process.kill()
+
+
+def copy_in_bucket(bucket, direction, here, there):
+    """Copy a folder to ("put") or from ("get") the emulated storage."""
+    code = f"import gcsfs; gcsfs.GCSFileSystem().{direction}({str(here)!r}, {str(there)!r}, recursive=True)"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | AS_A_USER | bucket, check=True, timeout=100)
 
 
 # ---- CUDA kernels, emulated on a CPU -------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import protocols
 import runs
 import sandbox
 
+pytestmark = pytest.mark.usefixtures("no_compile_cache")
 DATA = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data"))
 FILES = {"humaneval": DATA / "HumanEval.jsonl.gz", "mbpp": DATA / "sanitized-mbpp.json"}
 needs_tasks = pytest.mark.skipif(
@@ -199,9 +200,9 @@ def test_right_answers_in_all_forms_but_a_few_keep_their_code(golden_dir):
     problems = benchmarks.parse_problems(benchmarks.Config(task="humaneval"), FILES["humaneval"].read_bytes())
     cases = [case for case in golden["cases"] if case["id"].startswith("humaneval")]
     samples = {(str(case["key"]), i): case["raw"] for i, case in enumerate(cases)}
-    stops = protocols.OURS_STOPS["humaneval"]
-    codes = [protocols.taken_out(text, problems[key].entry, stops) for (key, _), text in samples.items()]
-    programs = [problems[key].head + code for (key, _), code in zip(samples, codes, strict=True)]
+    ours, asked = protocols.PROTOCOLS["ours/humaneval"], {key: problem.asked for key, problem in problems.items()}
+    codes = [protocols.candidate(ours, text, asked[key]) for (key, _), text in samples.items()]
+    programs = [protocols.program(ours, code, asked[key]) for (key, _), code in zip(samples, codes, strict=True)]
     results = sandbox.run_tests(programs, [[problems[key].test] for key, _ in samples])
     lost = {case["form"] for case, result in zip(cases, results, strict=True) if result.rate != 1}
     assert lost <= LOST
@@ -367,7 +368,9 @@ def test_a_main_block_does_not_run_and_all_calls_are_of_one_process(tmp_path):
 @needs_tasks
 def test_a_sample_has_four_times_the_time_of_a_slow_reference(tmp_path, monkeypatch):
     spin = "import time\ndef f():\n    while time.process_time() < {0}:\n        pass\n"
-    slow = benchmarks.Problem("slow", "f", None, "", "assert f() is None", [], [], spin.format(0.5))
+    slow = benchmarks.Problem(
+        "slow", "f", protocols.Question("f", ""), "", "assert f() is None", [], [], spin.format(0.5)
+    )
     quick = slow._replace(id="quick", reference=spin.format(0))
     monkeypatch.setattr(benchmarks, "read_problems", lambda cfg: {"slow": slow, "quick": quick})
     samples = [("slow", spin.format(1)), ("slow", spin.format(9)), ("quick", spin.format(1))]
@@ -681,6 +684,25 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
     else:
         refused(dataclasses.replace(cfg, step=99), "holds no checkpoint of step 99; it has [")
         refused(dataclasses.replace(cfg, dream=benchmarks.DreamFlags(chat=True)), "--chat", "for --model=dream")
+
+
+@pytest.mark.slow
+@needs_tasks
+def test_batches_of_dream_are_on_all_devices_and_few_programs(dream, tmp_path, capsys):
+    import sample_dream
+
+    cfg = benchmarks.resolve(config("humaneval", tmp_path, model="dream", ckpt=str(dream), max_new=2, batch_size=2))
+    problems = sorted(benchmarks.read_problems(cfg).values(), key=lambda p: len(p.asked.prompt))
+    writer = benchmarks.dream_writer(cfg, dream, 0)
+    assert "8 x cpu; mesh data 2" in capsys.readouterr().err
+    before, widths = sample_dream.fill_block._cache_size(), set()
+    for first in range(0, len(problems), 20):
+        batch = problems[first : first + 2]
+        prompts = [benchmarks.prompt_ids(cfg, writer.tokenizer, writer.wrap, p.asked) for p in batch]
+        widths.add(sample_dream.canvas_width(max(map(len, prompts)) + 2, 1024))
+        assert all(map(len, writer.write(prompts, None, 0)))
+    assert len(widths) > 5
+    assert sample_dream.fill_block._cache_size() - before <= 3
 
 
 @needs_tasks

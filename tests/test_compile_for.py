@@ -147,7 +147,7 @@ def test_other_text_and_other_topologies_are_refused():
 def test_missing_libtpu_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with pytest.raises(ImportError, match="pip install libtpu"):
+    with pytest.raises(ImportError, match=r"pip install -r requirements-tpu\.txt"):
         compile_for.topology_devices("v6e:1x1")
 
 
@@ -260,7 +260,7 @@ def compile_programs():
 @pytest.fixture(scope="module")
 def compiled():
     if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("needs the TPU compiler: pip install libtpu")
+        pytest.skip("needs the TPU compiler: pip install -r requirements-tpu.txt")
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-c", "import test_compile_for as t; t.compile_programs()"]
@@ -377,7 +377,7 @@ def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch, tmp_p
 @pytest.mark.slow
 def test_the_command_line_compiles_a_small_train_step(tmp_path):
     if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("needs the TPU compiler: pip install libtpu")
+        pytest.skip("needs the TPU compiler: pip install -r requirements-tpu.txt")
     flags = "train", "--model=tiny", "--seq_len=256", "--batch_size=4", "--micro_batch=4", "--topology=v6e:1x1"
     result = run("compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags)
     assert result.returncode == 0, result.stderr
@@ -390,7 +390,7 @@ def test_the_command_line_compiles_a_small_train_step(tmp_path):
 
 @pytest.mark.slow
 def test_the_1b_step_fits_a_v6e_chip_with_six_gib_to_spare(tmp_path):
-    pytest.importorskip("libtpu", reason="pip install libtpu compiles for TPUs")
+    pytest.importorskip("libtpu", reason="pip install -r requirements-tpu.txt compiles for TPUs")
     flags = "train", "--model=1b", "--topology=v6e:1x1", "--micro_batch=8"
     result = run("compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, timeout=900)
     assert result.returncode == 0, result.stderr
@@ -406,7 +406,7 @@ def test_the_1b_step_fits_a_v6e_chip_with_six_gib_to_spare(tmp_path):
      ("grpo", "--model=tiny"), ("grpo", "--model=tiny", "--lora_rank=4"), ("head", "--model=tiny", "--only=forward")],
 )  # fmt: skip
 def test_every_program_of_a_small_dream_compiles(flags, tmp_path):
-    pytest.importorskip("libtpu", reason="pip install libtpu compiles for TPUs")
+    pytest.importorskip("libtpu", reason="pip install -r requirements-tpu.txt compiles for TPUs")
     result = run("compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, timeout=900)
     assert result.returncode == 0, result.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())

@@ -802,7 +802,7 @@ def test_a_demo_that_is_stopped_in_its_pre_training_goes_on(tmp_path):
 
 def stopping(folder):
     """Settings of a run that a signal stops in its first round, unless the folder has a file `stopped`."""
-    return {"rewards": (f"{folder / 'own.py'}:stopping",), "sync_every": 3, "rounds": 3}
+    return {"rewards": (f"{folder / 'own.py'}:stopping",), "sync_every": 3, "rounds": 3, "plot": True}
 
 
 @pytest.fixture(scope="module")
@@ -821,6 +821,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, 
         file.write('{"round": 2, "written": "by a run that was killed before its checkpoint"}\n{"cut sho')
     resumed = runs.resumed(grpo.Config, [f"--resume={tmp_path / 'parts'}"])
     grpo.main(dataclasses.replace(resumed, resume=str(tmp_path / "parts")))
+    assert (tmp_path / "parts/curve.png").read_bytes().startswith(b"\x89PNG")
     assert sums(unbroken, 3) == sums(tmp_path / "parts", 3)
     assert read_lines(unbroken / "rounds.jsonl") == read_lines(tmp_path / "parts/rounds.jsonl")
     with pytest.raises(FileExistsError, match="already holds a run"):
@@ -895,6 +896,7 @@ def test_equal_rewards_update_nothing(folder, tmp_path, skip):
         ({"temperature": 0.0}, "--temperature=0"),
         ({"rewards": ("nothing",)}, "no reward 'nothing'"),
         ({"rewards": ("code", "syntax")}, "2 --rewards need as many --reward_weights"),
+        ({"rewards": ("code", "code"), "reward_weights": (1.0, 1.0)}, "--rewards names code more than once"),
         ({"lora_rank": 2, "lora_targets": ("lm_head",)}, "no matrix of a layer is called lm_head"),
         ({"prompts": ""}, "--ckpt and --prompts belong together"),
         ({"prompts": "none.jsonl"}, "none.jsonl does not exist; write tasks with"),

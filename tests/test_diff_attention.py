@@ -306,7 +306,7 @@ print("compiled")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install libtpu")
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install -r requirements-tpu.txt")
 @pytest.mark.parametrize(("L", "dtype"), [(2048, "bfloat16"), (8192, "bfloat16"), (2048, "float32")])
 def test_both_kernels_compile_for_a_v6e_chip(L, dtype):
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import os
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from conftest import run, says
+from conftest import AS_A_USER, copy_in_bucket, run, says
 from flax import nnx
 
 import data_prep
@@ -21,6 +23,7 @@ import model_mdlm
 import model_pythoncoder as pc
 import runs
 
+pytestmark = pytest.mark.usefixtures("no_compile_cache")
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 SOURCES = tuple(str(LIBRARY / f"{name}.py") for name in ("ast", "calendar", "csv", "fractions"))
 
@@ -92,6 +95,11 @@ def test_an_mdlm_that_knows_nothing_pays_log_vocab_for_every_token(data, tmp_pat
     assert [level["mask_rate"] for level in row["by_noise"]] == sorted(level["mask_rate"] for level in row["by_noise"])
     assert [r["steps"] for r in row["latency"]] == [2]
     assert "nats per masked token" in capsys.readouterr().out
+    model_mdlm.save(model, tmp_path / "model")  # without steps, as in weights/
+    runs.write(tmp_path / "model" / "tokenizer.json", (data["padded"] / "tokenizer.json").read_bytes())
+    settings = {"ckpt": str(tmp_path / "model"), "data": str(data["padded"]), "rows": 40, "draws": 3}
+    (same,) = evaluate.main(evaluate.Config(model="mdlm", mdlm=evaluate.MdlmFlags(lengths=(), steps=()), **settings))
+    assert (same["step"], same["nats_per_token"]) == (0, row["nats_per_token"])
     assert (tmp_path / "noise.png").stat().st_size > 5000
 
 
@@ -155,9 +163,28 @@ def test_only_the_rows_that_are_scored_are_read_and_compressed(data, pythoncoder
     assert evaluate.Config().rows > 0  # of a large data set not all, unless asked
 
 
-def test_bad_input_is_one_line(data, pythoncoder, tmp_path):
+@pytest.mark.slow
+def test_model_and_data_can_be_in_a_bucket(data, pythoncoder, bucket):
+    copy_in_bucket(bucket, "put", f"{data['packed']}/", "bucket/rows/")
+    copy_in_bucket(bucket, "put", f"{pythoncoder}/", "bucket/run/")
+    both = "--rows=4", "--batch_size=4", "--drafts=2", "--json", "--compile_cache=", "--devices=1"
+    remote = run(
+        "evaluate.py", "--ckpt=gs://bucket/run", "--data=gs://bucket/rows", *both, env=os.environ | AS_A_USER | bucket
+    )
+    assert remote.returncode == 0, remote.stderr
+    local = run("evaluate.py", f"--ckpt={pythoncoder}", *both)
+    assert json.loads(remote.stdout) == pytest.approx(json.loads(local.stdout))
+
+
+def test_bad_input_is_one_line(data, pythoncoder, tmp_path, monkeypatch):
     here = {"ckpt": str(pythoncoder)}
+    shipped = tmp_path / "weights" / "pythoncoder"
+    shutil.copytree(pythoncoder, shipped)
+    runs.write(shipped / "config.json", {})
+    monkeypatch.setattr(runs, "WEIGHTS", tmp_path / "weights")
+    monkeypatch.chdir(tmp_path)
     for part, settings in (
+        ("weights/pythoncoder does not say what it was trained on; pass --data", {}),
         ("no config.json", {"ckpt": str(tmp_path)}),
         ("train_gpu.py", {"ckpt": str(tmp_path), "model": "mdlm"}),
         ("another tokenizer", here | {"data": str(data["padded"])}),

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import re
 import shutil
 from xml.etree import ElementTree
@@ -12,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import run, says
+from conftest import AS_A_USER, copy_in_bucket, run, says
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import convert_weights
 import data_prep
 import generate
 import model_dream as md
@@ -24,6 +26,7 @@ import model_pythoncoder as pc
 import runs
 import sample_dream
 
+pytestmark = pytest.mark.usefixtures("no_compile_cache")
 SLOW = pytest.mark.slow
 CFG = pc.Config(vocab=384, width=32, layers=2, heads=4, kv_heads=4, head_size=8, ffn=48, positions=64)
 
@@ -131,14 +134,87 @@ def test_a_file_of_prompts_is_checked_while_it_is_read(tmp_path):
         refused("in.jsonl, line 2 is not", file=str(tmp_path / "in.jsonl"), ckpt=str(tmp_path / "none"))
 
 
+# ---- the models that come with the project
+
+
+@pytest.fixture
+def weights(run_folder, stories, tmp_path, monkeypatch):
+    """A folder weights/ with both models, and a working directory without runs."""
+    convert_weights.main(convert_weights.Config(str(run_folder), str(tmp_path / "export"), dtype="bfloat16"))
+    convert_weights.main(convert_weights.Config(str(tmp_path / "export"), str(tmp_path / "weights" / "pythoncoder")))
+    shutil.copytree(stories / "step_5", tmp_path / "weights" / "mdlm")
+    monkeypatch.setattr(runs, "WEIGHTS", tmp_path / "weights")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "weights"
+
+
+def test_without_a_run_the_models_in_weights_answer_and_say_so(weights, run_folder, capsys):
+    assert {path.name for path in (weights / "pythoncoder").iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json"
+    }  # fmt: skip
+    settings = {"prompt": "def f(x):", "max_new": 8}
+    exported, _ = says_pythoncoder(capsys, weights.parent / "export", **settings)
+    out, err = says_pythoncoder(capsys, "", **settings)
+    assert out == exported
+    assert "no model in out/train_tpu: using weights/pythoncoder, a small one" in err
+    assert "weights/pythoncoder step 7, float32" in err
+    out, err = mdlm_says(capsys, "", prompt="Once upon", max_new=4, steps=2)
+    assert out.startswith("Once upon")
+    assert "no model in out/train_gpu: using weights/mdlm" in err
+    shutil.copytree(run_folder, "out/train_tpu")
+    assert "weights" not in says_pythoncoder(capsys, "", **settings)[1]
+    refused("holds no checkpoint of step 3; it has [7]", prompt="x", step=3)
+    refused("out/diffucoder holds no checkpoint", model="dream", prompt="x")
+
+
+def test_damaged_weights_and_those_of_another_version_are_one_line(weights):
+    folder = weights / "pythoncoder"
+    file, keys = folder / "model.safetensors", runs.read_json(folder / "config.json")
+    refused("has no steps; leave --step=3 out", prompt="x", ckpt=str(folder), step=3)
+    runs.write(folder / "config.json", keys | {"rotors": 3})
+    refused("step 7 of", prompt="x")
+    refused("another version wrote it", prompt="x")
+    runs.write(folder / "config.json", keys | {"ffn": 49})
+    refused("do not fit the model: layers.w_down has shape", prompt="x")
+    runs.write(folder / "config.json", keys)
+    whole = file.read_bytes()
+    for damaged in (whole[:-100], whole[:5], b"", b"x" * 300):
+        file.write_bytes(damaged)
+        refused("weights/pythoncoder/model.safetensors cannot be read", prompt="x")
+        (weights / "mdlm" / "model.safetensors").write_bytes(damaged)
+        refused("weights/mdlm cannot be read", model="mdlm", prompt="x")
+
+
+# ---- a bucket
+
+
+@pytest.mark.slow
+def test_a_model_can_be_in_a_bucket(run_folder, coder, bucket):
+    env = os.environ | AS_A_USER | bucket
+    for folder, family in ((run_folder, "pythoncoder"), (coder / "model", "dream")):
+        copy_in_bucket(bucket, "put", f"{folder}/", f"bucket/{family}/")
+        flags = f"--model={family}", "--prompt=def f(x):", "--max_new=4", "--temperature=0", "--compile_cache="
+        local, remote = (
+            run("generate.py", f"--ckpt={at}", *flags, env=env) for at in (folder, f"gs://bucket/{family}")
+        )
+        assert remote.returncode == 0, remote.stderr
+        assert remote.stdout == local.stdout
+        assert f"gs://bucket/{family}" in remote.stderr
+        assert ("--chat=on asks it" in remote.stderr) == (family == "dream")  # its chat template was found
+    says(run("generate.py", "--ckpt=gs://bucket/none", "--prompt=x", env=env), "gs://bucket/none holds no checkpoint")
+
+
 # ---- the machine
 
 
 def test_the_first_line_says_what_is_used_and_what_is_idle(monkeypatch, tmp_path):
     assert runs.device_line() == "8 x cpu"
-    monkeypatch.setattr(runs, "NVIDIA", (str(tmp_path),))
+    monkeypatch.setattr(runs, "MACHINE", tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
     assert runs.device_line() == "8 x cpu"  # whoever set JAX_PLATFORMS wants the CPU
     monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     line = "8 x cpu; an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
     assert runs.device_line() == line
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import cases_of
 
 import coupled_grpo as grpo
 import diffusion
@@ -17,16 +18,6 @@ import rl_tasks
 import sandbox
 
 pytestmark = pytest.mark.golden
-
-
-def cases_of(path):
-    """{case: {array: value}} of a golden .npz file."""
-    arrays, cases = np.load(path), {}
-    for key in arrays.files:
-        case, _, name = key.rpartition(".")
-        cases.setdefault(case, {})[name] = arrays[key]
-    assert cases
-    return cases
 
 
 def close(got, want, what="", tolerance=1e-5):

@@ -7,20 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import cases_of
 
 import coupled_grpo as grpo
 
 pytestmark = pytest.mark.golden
-
-
-def cases_of(path):
-    """{case: {array: value}}; the case is what stands before the first dot."""
-    arrays, cases = np.load(path), {}
-    for key in arrays.files:
-        case, _, name = key.partition(".")
-        cases.setdefault(case, {})[name] = arrays[key]
-    assert cases
-    return cases
 
 
 def draws(n, elbo):
@@ -40,7 +31,7 @@ def draws(n, elbo):
 @pytest.mark.parametrize("estimator", ["coupled", "coupled_elbo"])
 def test_mean_and_covariance_of_the_scores(golden_dir, estimator):
     merge, elbo = jax.jit(grpo.merge_views, static_argnums=(0, 5, 6)), estimator == "coupled_elbo"
-    for name, case in cases_of(golden_dir("ruler") / "estimators.npz").items():
+    for name, case in cases_of(golden_dir("ruler") / "estimators.npz", str.partition).items():
         N, n, _ = case["logits"].shape
         chance_B, ratio_B, set_B = (np.array(x) for x in zip(*draws(n, elbo), strict=True))
         hidden_BKCD = case["logits"][np.stack([np.full(len(set_B), N - 1), set_B, N - 1 - set_B], 1)]

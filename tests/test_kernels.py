@@ -312,7 +312,8 @@ def operator_arguments():
 
 def test_operators_are_well_registered():
     for name, arguments in operator_arguments():
-        torch.library.opcheck(getattr(torch.ops.unmask, name).default, arguments)
+        checked = torch.library.opcheck(getattr(torch.ops.unmask, name).default, arguments)
+        assert {*checked.values()} == {"SUCCESS"}, (name, checked)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """The folder of a run: command line, lock, log, signals, and checkpoints that are damaged, cut short or of others."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -197,6 +198,87 @@ def test_a_signal_asks_the_run_to_stop_and_a_second_one_ends_it(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+# ---- curves ---------------------------------------------------------------------------------------------------------
+
+
+def dots(lines):
+    """{(row of dots, column of dots)} of lines of braille."""
+    places = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (3, 1)]  # of bits 0 to 7 of a character
+    return {
+        (4 * i + row, 2 * j + column)
+        for i, line in enumerate(lines)
+        for j, letter in enumerate(line)
+        for bit, (row, column) in enumerate(places)
+        if ord(letter) - 0x2800 >> bit & 1
+    }
+
+
+def test_a_curve_of_braille_has_its_dots_where_the_points_are():
+    falling = {(row, column) for column in range(8) for row in (max(0, column - 1), column)}
+    assert dots(runs.braille([0, 1], [7.0, 0.0], 4, 2)) == falling
+    assert dots(runs.braille([3, 9], [5.0, 5.0], 2, 1)) == {(0, column) for column in range(4)}
+    peak = dots(runs.braille([0, 50, 100], [1.0, 3.0, 1.0], 20, 5))
+    assert {column for row, column in peak if row == 0} <= {18, 19, 20, 21}
+    assert {(19, 0), (19, 39)} <= peak
+    assert {row for row, _ in peak} == set(range(20))  # without holes
+
+
+def test_a_text_plot_names_the_newest_largest_and_smallest_and_leaves_out_what_is_not_finite():
+    rows = [{"step": 10, "loss": 4.0}, {"step": 20, "loss": float("nan")}, {"step": 1200, "loss": 3.25}]
+    lines = runs.text_plot(rows, ("loss", "bits_per_byte"))
+    assert lines[0] == "loss 3.25, step 1,200"
+    assert (len(lines), lines[1][:10], lines[-1][:10]) == (10, "        4 ", "     3.25 ")
+    rows += [{"step": 20, "bits_per_byte": 2.0}, {"step": 40, "bits_per_byte": 1.5}]
+    lines = runs.text_plot(rows, ("loss", "bits_per_byte"), width=60)
+    assert [line for line in lines if "step" in line] == ["loss 3.25, step 1,200", "bits_per_byte 1.5, step 40"]
+    assert len(lines) == 10
+    assert max(map(len, lines)) == 60
+    assert runs.text_plot(rows[:1], ("loss",)) == []
+
+
+PLOTTING = """class Plotting:
+    out, resume, wandb, plot = cfg.out, cfg.resume, "", True
+
+with runs.Run(Plotting) as run:
+    first = 3 if cfg.resume else 0
+    run.begin(first, {"train": {}})
+    for step in range(first + 1, cfg.steps + 1):
+        run.log({"step": step, "loss": 1 / step})
+"""
+
+
+def test_curves_are_drawn_in_a_terminal_and_saved_at_the_end(script, tmp_path):
+    piped = script(PLOTTING, "--steps=3")
+    assert piped.stdout.splitlines() == ["step 1 | loss 1", "step 2 | loss 0.5", "step 3 | loss 0.3333"]
+    assert piped.stderr == ""
+    assert (tmp_path / "out" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "out" / "curve.png").unlink()
+    # the same run goes on in a terminal of 24 lines
+    ours, theirs = os.openpty()
+    env = os.environ | {"COLUMNS": "80", "LINES": "24", "TERM": "xterm"}
+    command = [sys.executable, "script.py", "--steps=5", "--resume=out"]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=tmp_path, env=env) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # its end
+            while chunk := os.read(ours, 65536):
+                shown += chunk
+    os.close(ours)
+    shown = shown.decode()
+    assert process.returncode == 0, shown
+    assert "\x1b[11;24r\x1b[24;1H" in shown  # lines 11 to 24 scroll
+    assert "\x1b[1;1H\x1b[Kloss 0.25, step 4\x1b[2;1H\x1b[K        1 " in shown  # with what the log had
+    assert shown.endswith("\x1b7\x1b[r\x1b8")
+    assert (tmp_path / "out" / "curve.png").exists()
+
+
+def test_without_matplotlib_there_is_no_picture_but_a_line(script, tmp_path):
+    result = script(f"sys.modules['matplotlib'] = None\n{PLOTTING}", "--steps=2")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == "--plot: curve.png needs matplotlib: pip install matplotlib\n"
+    assert not (tmp_path / "out" / "curve.png").exists()
+
+
 # ---- Orbax ---------------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +345,61 @@ def test_a_tree_is_flattened_and_back():
     assert list(flat) == ["a", "layers.0.w"]
     assert runs.unflatten(flat)["layers"]["0"]["w"] is tree["layers"]["0"]["w"]
     assert runs.bit_sums(tree) == {"a": 2 * 0x3F800000, "layers.0.w": 0x3C00 + 0x4000 + 0x4200}
+
+
+@pytest.mark.parametrize(
+    ("paths", "environment", "want"),
+    [
+        (["dev/nvidia0", "dev/nvidiactl"], {}, "requirements-cuda.txt"),
+        (["usr/lib/wsl/lib/libcuda.so.1"], {}, "requirements-cuda.txt"),
+        (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": ""}, ""),
+        (["dev/nvidia0"], {"JAX_PLATFORMS": "cpu"}, ""),
+        (["dev/nvidiactl"], {}, ""),  # a container that no card was given to
+        (["dev/accel0"], {}, "requirements-tpu.txt"),
+        (["dev/vfio/0", "sys/bus/pci/devices/0/vendor"], {}, "requirements-tpu.txt"),
+        (["dev/vfio/0"], {}, ""),  # a graphics card of a virtual machine
+        (["dev/accel/accel0"], {}, ""),  # a laptop's NPU
+        ([], {}, ""),
+    ],
+)
+def test_an_accelerator_that_jax_leaves_idle_is_found(tmp_path, monkeypatch, paths, environment, want):
+    pytest.importorskip("jax")
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("0x1ae0\n")
+    monkeypatch.setattr(runs, "MACHINE", tmp_path)
+    for name in ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    said = runs.idle_accelerator()
+    assert want in said
+    assert bool(want) == bool(said)
+
+
+def test_an_export_has_the_step_of_its_run(tmp_path):
+    runs.write(tmp_path / "meta.json", {"sums": {}, "step": 20})
+    assert runs.find_weights(tmp_path)[2] == 20
+    runs.write(tmp_path / "meta.json", {"sums": {}})  # as before exports said it
+    assert runs.find_weights(tmp_path)[2] == 0
+
+
+def test_a_resumed_run_goes_on_in_its_curve_of_wandb_and_a_new_one_begins_another(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    ids = []
+    for name, resume in (("a", ""), ("a", str(tmp_path / "a")), ("b", "")):
+        with runs.Run(Config(str(tmp_path / name), resume, wandb="project")) as run:
+            run.begin(0, {"train": {}})
+            ids.append(run.tracker.id)
+            assert (tmp_path / name / "wandb_id").read_text() == ids[-1]
+            run.log({"step": 1, "loss": 2.5})
+        assert wandb.run is None  # finished
+        files = [*(tmp_path / name / "wandb").glob(f"offline-run-*-{ids[-1]}/run-{ids[-1]}.wandb")]
+        assert files
+        assert all(b"loss" in path.read_bytes() for path in files)
+    assert ids[0] == ids[1] != ids[2]
 
 
 def test_it_needs_neither_jax_nor_torch():

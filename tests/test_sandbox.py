@@ -779,18 +779,8 @@ def f(x): raise MyError('bad')
 ---- test
 try:
     f(1)
-except MyError as e:
-    assert str(e) == 'bad'
-else:
-    assert False
-====
-class MyError(ValueError): pass
-def f(x): raise MyError('bad')
----- test
-try:
-    f(1)
 except ValueError as e:
-    assert 'bad' in str(e)
+    assert isinstance(e, MyError) and str(e) == 'bad'
 else:
     assert False
 ====
@@ -991,22 +981,29 @@ def test_what_calls_return_comes_back_to_the_first_that_raises_or_is_late(closed
     spin = "import time\ndef f(x):\n    while x == 2 and time.process_time() < {}: pass\n    return {{x}}, iter([])\n"
     programs = [
         spin.format(9),
-        spin.format(0.2),
+        spin.format(0.1),
         "def f(x):\n    return 1 / (x - 3)\n",
         "",
         "class f:\n  def __init__(self, x): pass",
     ]
-    test = sandbox.Calls("f", [[1], [2], [3]], [0.5] * 3, 2.0)
+    test = sandbox.Calls("f", [[1], [2], [3]], [1.0] * 3, 4.0)
     late, good, raising, missing, objects = sandbox.run_tests(programs, [[test]] * 5)
     assert [r.verdicts for r in (late, good, raising, missing, objects)] == [
         ["timeout"], ["pass"], ["fail"], ["fail"], ["pass"]]  # fmt: skip
     assert [value[0] for value, _ in late.values[0]] == [{1}]
     assert [value[0] for value, _ in good.values[0]] == [{1}, {2}, {3}]
     assert all(isinstance(value[1], sandbox.Opaque) for value, _ in good.values[0])
-    assert good.values[0][1][1] == pytest.approx(0.2, abs=0.1)
+    assert 0.05 < good.values[0][1][1] < 0.3
     assert [value for value, _ in raising.values[0]] == [-0.5, -1]
     assert missing.values == [[]]
     assert {type(value) for value, _ in objects.values[0]} == {sandbox.Opaque}
+    sleeper = "import time\ndef f(x): time.sleep(20 * (x == 3))"
+    empty = test._replace(inputs=[], limits=[])
+    results = sandbox.run_tests(
+        [sleeper, GOOD, "1 / 0"], [[test._replace(limits=[0.2] * 3, timeout_s=9.0)], *[[empty]] * 2]
+    )
+    assert [r.verdicts for r in results] == [["timeout"], ["pass"], ["fail"]]
+    assert len(results[0].values[0]) == 2
     (result,) = sandbox.run_tests(["def f(x): return 'x' * 1000"], [[test._replace(most=900)]])
     assert result.verdicts == ["output limit"]
     (result,) = sandbox.run_tests([spin.format(0.5)], [[test._replace(limits=[9.0] * 3, timeout_s=0.2)]], timeout_s=9)

@@ -11,9 +11,7 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -25,7 +23,7 @@ import numpy as np
 import optax
 import pytest
 import tokenizers
-from conftest import AS_A_USER, command, kill_and_resume, losses, run, says
+from conftest import AS_A_USER, command, copy_in_bucket, kill_and_resume, losses, run, says
 from flax import nnx
 
 import data_prep
@@ -339,8 +337,11 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, one_devi
 
 
 def test_a_cpu_is_not_used_beside_an_idle_gpu_unless_asked_for(data, monkeypatch, tmp_path):
-    monkeypatch.setattr(runs, "NVIDIA", (str(tmp_path),))
+    monkeypatch.setattr(runs, "MACHINE", tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
     monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert "requirements-cuda.txt; or train on the CPU with --device=cpu" in refusal(config(data, tmp_path / "run"))
     assert "not one of" in refusal(config(data, tmp_path / "run", model="huge", device="cpu"))
 
@@ -712,47 +713,10 @@ def test_a_checkpoint_is_written_after_save_minutes(data, one_device, tmp_path):
     assert list(runs.checkpoints(tmp_path / "run")) == [1, 2, 3]
 
 
-# The emulated storage does not say which generation of an object it hands out, which TensorStore asks for.
-BUCKET = """
-import sys
-from gcp_storage_emulator.handlers import objects
-def download(request, response, storage, *rest, plain=objects.download, **options):
-    plain(request, response, storage, *rest, **options)
-    if response.status < 300:
-        where = request.params["bucket_name"], request.params["object_id"]
-        response["x-goog-generation"] = storage.get_file_obj(*where)["generation"]
-objects.download = download
-from gcp_storage_emulator.server import create_server
-create_server("localhost", int(sys.argv[1]), in_memory=True, default_bucket="bucket").run()
-"""
-
-
-@pytest.fixture
-def bucket():
-    """The environment of a process that finds an emulated Google Cloud Storage with gs://bucket."""
-    for package in ("gcsfs", "gcp_storage_emulator"):
-        pytest.importorskip(package)
-    port = 30_000 + os.getpid() % 20_000
-    url = f"http://localhost:{port}"
-    with subprocess.Popen([sys.executable, "-c", BUCKET, str(port)], stdout=-3, stderr=-3) as process:
-        for _ in range(100):
-            with contextlib.suppress(OSError), socket.create_connection(("localhost", port)):
-                break
-            time.sleep(0.1)
-        yield {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url, "NO_GCE_CHECK": "true"}
-        process.kill()
-
-
 @pytest.mark.slow
 def test_data_and_run_can_be_in_a_bucket(data, bucket, tmp_path):
-    script = "import sys, gcsfs\nfs = gcsfs.GCSFileSystem()\n" + "{}"
     env = os.environ | AS_A_USER | bucket
-
-    def copy(direction, here, there):
-        code = script.format(f"fs.{direction}({str(here)!r}, {str(there)!r}, recursive=True)")
-        subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=100)
-
-    copy("put", f"{data}/", "bucket/rows/")
+    copy_in_bucket(bucket, "put", f"{data}/", "bucket/rows/")
     both = ("--eval_every=4", "--compile_cache=")
     first = run(*flags("gs://bucket/rows", "gs://bucket/run", "--steps=8", *both), env=env)
     assert first.returncode == 0, first.stderr
@@ -760,7 +724,7 @@ def test_data_and_run_can_be_in_a_bucket(data, bucket, tmp_path):
     finished = run(*flags("gs://bucket/rows", "gs://bucket/run", *again), env=env)
     assert finished.returncode == 0, finished.stderr
     assert not Path("gs:").exists()
-    copy("get", "bucket/run/", f"{tmp_path}/run/")
+    copy_in_bucket(bucket, "get", "bucket/run/", f"{tmp_path}/run/")
     assert max(losses(tmp_path / "run")) == 12
     assert (tmp_path / "run" / "samples.txt").exists()
 
