@@ -320,13 +320,13 @@ def parse_problems(cfg, data):
         keys = ("task_id", "text", "code", "test_list") if cfg.task == "mbpp" else keys
         rows = [*parse_lines(text.split("\n"), keys)]
     try:
-        check_data(cfg, rows)
         if cfg.task == "mbpp":  # the solved problems of the prompt have ids outside the test split
             shots = [mbpp_question(row) for row in rows if row["task_id"] in SHOTS]
             rows = [row for row in rows if cfg.split == "all" or 11 <= row["task_id"] <= 510]
             make = functools.partial(mbpp_problem, shots=shots)
         if cfg.task in PUBLISHED:
             check_version(cfg.task, rows)
+        check_data(cfg, rows)
         for row in rows[: cfg.problems or None]:
             problems[key_of(row["task_id"])] = make(row)
     except (LookupError, TypeError, AttributeError, SyntaxError) as error:

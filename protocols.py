@@ -653,6 +653,9 @@ OURS = Protocol(
     ("humaneval",), ask_ours, top_p=0.95, ends="ours", stop_rule="none", limit_s=4, factor=4, prompt_first=True
 )
 
+OURS_MBPP = OURS._replace(
+    data=("sanitized", "mbpp", "mbppplus"), stops=OURS_STOPS["mbpp"], rules=OURS_RULES["mbpp"], prompt_first=False
+)
 LIVE = Protocol(
     ("livecodebench",), ask_unchanged, top_p=0.95, ends="cut at im_end, drop", limit_s=6, factor=4,
     rules=(("the last block counts", last_block),),
@@ -660,16 +663,11 @@ LIVE = Protocol(
 
 PROTOCOLS = {  # "harness/task": the names are those of the golden files
     "ours/humaneval": OURS._replace(stops=OURS_STOPS["humaneval"], rules=OURS_RULES["humaneval"]),
-    "ours/mbpp": OURS._replace(
-        data=("sanitized", "mbpp"), shots=3, stops=OURS_STOPS["mbpp"], rules=OURS_RULES["mbpp"], prompt_first=False
-    ),
+    "ours/mbpp": OURS_MBPP._replace(shots=3),
     "ours_chat/humaneval": OURS._replace(
         ask=ask_ours_chat, system="", stops=OURS_STOPS["humaneval"], rules=OURS_RULES["humaneval"]
     ),
-    "ours_chat/mbpp": OURS._replace(
-        data=("sanitized", "mbpp"), ask=ask_ours_chat, system="", stops=OURS_STOPS["mbpp"], rules=OURS_RULES["mbpp"],
-        prompt_first=False,
-    ),
+    "ours_chat/mbpp": OURS_MBPP._replace(ask=ask_ours_chat, system=""),
     "ours/livecodebench": LIVE,
     "ours_chat/livecodebench": LIVE._replace(system=""),
     "openai/humaneval": Protocol(("humaneval",), ask_unchanged, temperature=0.2, top_p=0.95, prompt_first=True),
