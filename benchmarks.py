@@ -1094,6 +1094,7 @@ def score_samples(cfg, problems, samples, path):
     left = [key for key in samples if key not in done]
     for first in range(0, len(left), 200):
         batch = left[first : first + 200]
+        progress.end()
         known = what_decides(cfg, problems, {key for key, _ in batch}, known, flags)
         progress.started = progress.started or time.monotonic()
         unscored += [(sample, known[sample[0]]) for sample in batch if isinstance(known.get(sample[0]), str)]
@@ -1185,8 +1186,10 @@ class Progress:
         return f"{text}, {speed:.1f} programs/s, {int(left_s) // 60}:{int(left_s) % 60:02d} left"
 
     def end(self):
+        """What is printed next begins a line."""
         if self.watch and self.terminal and self.shown:
             print(file=sys.stderr)
+        self.shown = 0.0
 
 
 def pass_at_k(n, c, k):

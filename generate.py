@@ -56,7 +56,6 @@ class DreamFlags:
 
     alg_temp: float = 0.0  # temperature of the choice of positions; 0 fills the surest
     threshold: float = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
-    block_length: int = 0  # fill blocks of this length from left to right; 0 takes the whole canvas at once
     cache: typing.Literal["", "prefix", "dual"] = ""  # keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
     eos_penalty: float = 0.0  # keep a text from ending while little of it is written; Dream-Coder's demos use 3
@@ -85,6 +84,7 @@ class Config:
     raw: bool = False  # take --prompt, --suffix, --stop, --system as they are: \n stays a backslash and an n
     infill: bool = True  # MDLM, Dream: [MASK:n] in a prompt is n tokens to fill; --no-infill takes it as text
     steps: int | None = None  # passes over the canvas: default 64 for MDLM, 0 for Dream: one for each token
+    block_length: int = 0  # MDLM, Dream: fill blocks of this length from left to right; 0 takes the whole canvas
     sampler: str = ""  # MDLM: ancestral, max_prob, margin, entropy; Dream: entropy, maskgit_plus, topk_margin, origin
     show_steps: bool = False  # MDLM, Dream: show the canvas after every step
     html: str = ""  # MDLM, Dream: write a page that shows in which step each token appeared; .svg: an animation of it
@@ -132,7 +132,8 @@ def resolve(cfg):
     cfg = dataclasses.replace(cfg, **unset, sampler=cfg.sampler or SAMPLERS[cfg.model][0])
     if cfg.sampler not in SAMPLERS[cfg.model]:
         raise ValueError(f"--sampler={cfg.sampler} is not one of {cfg.model}'s: {', '.join(SAMPLERS[cfg.model])}")
-    least = {"temperature": 0, "top_k": 0, "max_new": 1, "n": 1, "devices": 0, "steps": int(cfg.model != "dream")}
+    least = {"temperature": 0, "top_k": 0, "max_new": 1, "n": 1, "devices": 0, "block_length": 0}
+    least |= {"steps": int(cfg.model != "dream")}
     if not 0 < cfg.top_p <= 1 or cfg.dream.batch_size < 1 or any(getattr(cfg, k) < least[k] for k in least):
         limits = ", ".join(f"--{name} at least {value}" for name, value in least.items())
         raise ValueError(f"{limits}, --batch_size at least 1, --top_p in (0, 1]")
@@ -142,6 +143,8 @@ def resolve(cfg):
         foreign = [f.name for f in dataclasses.fields(flags) if getattr(flags, f.name) != f.default]
         if foreign:
             raise ValueError(f"--{', --'.join(foreign)} is for --model={family}")
+    if cfg.block_length and cfg.model == "pythoncoder":
+        raise ValueError("--block_length is for --model=mdlm or dream")
     if cfg.prompt and cfg.file:
         raise ValueError("give --prompt or --file, not both")
     if cfg.html and not Path(cfg.html).parent.is_dir():  # would fail when all is generated
@@ -448,7 +451,7 @@ class Mdlm(CanvasModel):
         super().__init__(cfg, tokenizer, mdlm.MASK, {mdlm.EOS}, self.model.cfg.positions)
         self.begin, self.end = [mdlm.BOS], [mdlm.EOS]
         settings = cfg.sampler, cfg.steps, cfg.mdlm.schedule, cfg.temperature, cfg.top_k, cfg.top_p
-        self.rule = mdlm.Sampling(*settings, vocab=tokenizer.get_vocab_size())
+        self.rule = mdlm.Sampling(*settings, tokenizer.get_vocab_size(), cfg.block_length)
         self.generator = torch.Generator(self.device).manual_seed(cfg.seed)
         name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
         print(f"{folder}, {dtype} on {name}", file=sys.stderr)
@@ -486,8 +489,8 @@ class Dream(CanvasModel):
         # The rule refuses flags that do not go together, before the weights are read.
         flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
         shared = {name: getattr(cfg, name) for name in ("steps", "temperature", "top_p", "top_k")}
-        names = "alg_temp", "threshold", "block_length", "cache", "fast_dllm", "eos_penalty"
-        blocks = {name: getattr(flags, name) for name in names}
+        names = "alg_temp", "threshold", "cache", "fast_dllm", "eos_penalty"
+        blocks = {name: getattr(flags, name) for name in names} | {"block_length": cfg.block_length}
         rule = sample_dream.Sampling(cfg.sampler, **shared, **blocks, history=bool(cfg.html))
         where = {"dtype": cfg.dtype, "int8": flags.int8, "devices": cfg.devices, "rows": flags.batch_size}
         self.model, _, self.mesh = runs.load_for_inference(model_dream, folder, cfg.step, **where)

@@ -42,7 +42,8 @@ HALF = plus_row(0, "half", "    return x / 3\n", [[1], [2]], [[3], [10]])
 CHANGE = plus_row(1, "grow", "    x.append(len(x))\n    return x\n", [[[1]]], [[[]], [[1, 2]]])
 ROOT = plus_row(32, "find_zero", "    return -x[0] / x[1]\n", [[[1, 2]]], [[[-6, 3]]], atol=1e-4)
 SPIN = "import time\ndef half(x):\n    while x == {} and time.process_time() < 60: pass\n    return x / 3\n"
-PLUS = [  # problem, program, what EvalPlus' executor says of the base and of the plus inputs
+# problem, program, what EvalPlus' executor says of the base and of the plus inputs, but for forgeries and HumanEval/32
+PLUS = [
     (HALF, "def half(x): return x / 3", "pass", "pass"),
     (HALF, "def half(x): return x / 3 + 5e-7", "pass", "pass"),
     (HALF, "def half(x): return x / 3 + 5e-6", "fail", "fail"),
