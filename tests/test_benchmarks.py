@@ -24,6 +24,7 @@ from test_sandbox import cloud, descendants, layers, wait_for  # noqa: F401  two
 import benchmarks
 import model_mdlm
 import model_pythoncoder
+import protocols
 import runs
 import sandbox
 
@@ -176,14 +177,14 @@ FENCED = f'def add(a, b):\n    """\n    {F}python\n    add(1, 2)\n    """\n'
     ],
 )  # fmt: skip
 def test_code_is_taken_out_of_what_a_model_wrote(task, text, code):
-    assert benchmarks.extract(text, "add", benchmarks.STOPS[task])[0] == code
+    assert protocols.extract(text, "add", protocols.OURS_STOPS[task])[0] == code
 
 
 @pytest.mark.golden
 def test_function_bodies_are_cut_as_in_every_golden_case(golden_dir):
     golden = json.loads((golden_dir("pythoncoder") / "truncate.json").read_text())
     for case in golden["cases"]:
-        assert benchmarks.extract(case["text"], "f", benchmarks.STOPS["humaneval"])[0] == case["kept"], case
+        assert protocols.extract(case["text"], "f", protocols.OURS_STOPS["humaneval"])[0] == case["kept"], case
 
 
 LOST = {  # answers in a class, quoted, coloured or without their first indent, and those that are wrong or none
@@ -199,9 +200,9 @@ def test_right_answers_in_all_forms_but_a_few_keep_their_code(golden_dir):
     problems = benchmarks.parse_problems(benchmarks.Config(task="humaneval"), FILES["humaneval"].read_bytes())
     cases = [case for case in golden["cases"] if case["id"].startswith("humaneval")]
     samples = {(str(case["key"]), i): case["raw"] for i, case in enumerate(cases)}
-    stops = benchmarks.STOPS["humaneval"]
-    codes = [benchmarks.extract(text, problems[key].entry, stops)[0] for (key, _), text in samples.items()]
-    programs = [benchmarks.program(problems[key], code) for (key, _), code in zip(samples, codes, strict=True)]
+    ours, asked = protocols.PROTOCOLS["ours/humaneval"], {key: problem.asked for key, problem in problems.items()}
+    codes = [protocols.candidate(ours, text, asked[key]) for (key, _), text in samples.items()]
+    programs = [protocols.program(ours, code, asked[key]) for (key, _), code in zip(samples, codes, strict=True)]
     results = sandbox.run_tests(programs, [[problems[key].test] for key, _ in samples])
     lost = {case["form"] for case, result in zip(cases, results, strict=True) if result.rate != 1}
     assert lost <= LOST
@@ -212,18 +213,21 @@ def test_writing_ends_when_nothing_could_change_the_code():
                         (f"{F}python\n{FULL}", False), (f"{F}python\n{FULL}{F}", True), ("Sure", False),
                         (f"{FULL}\nThis adds ", True), (f"{FULL}<|im_end|>", True), ("\treturn a", False),
                         (f"{BODY}{F}", True), (f"Sure:\n{FULL}", False)):  # fmt: skip
-        assert benchmarks.extract(text, "add", benchmarks.STOPS["humaneval"])[1] == ended, text
+        assert protocols.extract(text, "add", protocols.OURS_STOPS["humaneval"])[1] == ended, text
 
 
 @needs_tasks
 def test_prompts_are_the_standard_ones():
     problems = benchmarks.parse_problems(benchmarks.Config(task="humaneval"), FILES["humaneval"].read_bytes())
-    assert problems["0"].head == problems["0"].prompt + "\n"
+    asked = protocols.prompt(protocols.PROTOCOLS["ours/humaneval"], problems["0"].asked)
+    assert problems["0"].head == asked + "\n"
     problems = benchmarks.parse_problems(benchmarks.Config(task="mbpp"), FILES["mbpp"].read_bytes())
     assert len(problems) == 257
-    assert "[BEGIN]" not in problems["11"].question  # an instruct model is asked by words and a block of asserts
-    assert problems["11"].question.endswith('assert remove_Occ("PHP","P") == "H"\n```')
-    *shots, asked = problems["11"].prompt.split("You are an expert Python programmer, and here is your task: ")[1:]
+    question = protocols.PROTOCOLS["ours_chat/mbpp"].ask(problems["11"].asked, ())
+    assert "[BEGIN]" not in question  # an instruct model is asked by words and a block of asserts
+    assert question.endswith('assert remove_Occ("PHP","P") == "H"\n```')
+    prompt = protocols.prompt(protocols.PROTOCOLS["ours/mbpp"], problems["11"].asked)
+    *shots, asked = prompt.split("You are an expert Python programmer, and here is your task: ")[1:]
     assert len(shots) == 3
     for shot, (_, _, code) in zip(shots, official("mbpp"), strict=False):
         assert shot.endswith(f"\n[BEGIN]\n{code.strip()}\n[DONE]\n\n")
@@ -364,7 +368,9 @@ def test_a_main_block_does_not_run_and_all_calls_are_of_one_process(tmp_path):
 @needs_tasks
 def test_a_sample_has_four_times_the_time_of_a_slow_reference(tmp_path, monkeypatch):
     spin = "import time\ndef f():\n    while time.process_time() < {0}:\n        pass\n"
-    slow = benchmarks.Problem("slow", "f", "", "", "", "assert f() is None", [], [], spin.format(0.5))
+    slow = benchmarks.Problem(
+        "slow", "f", protocols.Question("f", ""), "", "assert f() is None", [], [], spin.format(0.5)
+    )
     quick = slow._replace(id="quick", reference=spin.format(0))
     monkeypatch.setattr(benchmarks, "read_problems", lambda cfg: {"slow": slow, "quick": quick})
     samples = [("slow", spin.format(1)), ("slow", spin.format(9)), ("quick", spin.format(1))]
@@ -686,12 +692,13 @@ def test_batches_of_dream_are_on_all_devices_and_few_programs(dream, tmp_path, c
     import sample_dream
 
     cfg = benchmarks.resolve(config("humaneval", tmp_path, model="dream", ckpt=str(dream), max_new=2, batch_size=2))
-    problems = sorted(benchmarks.read_problems(cfg).values(), key=lambda p: len(p.prompt))
+    problems = sorted(benchmarks.read_problems(cfg).values(), key=lambda p: len(p.asked.prompt))
     writer = benchmarks.dream_writer(cfg, dream, 0)
     assert "8 x cpu; mesh data 2" in capsys.readouterr().err
     before, widths = sample_dream.fill_block._cache_size(), set()
     for first in range(0, len(problems), 20):
-        prompts = [writer.tokenizer.encode(writer.ask(p)).ids for p in problems[first : first + 2]]
+        batch = problems[first : first + 2]
+        prompts = [benchmarks.prompt_ids(cfg, writer.tokenizer, writer.wrap, p.asked) for p in batch]
         widths.add(sample_dream.canvas_width(max(map(len, prompts)) + 2, 1024))
         assert all(map(len, writer.write(prompts, None, 0)))
     assert len(widths) > 5
