@@ -1108,6 +1108,8 @@ def score_samples(cfg, problems, samples, path):
         problem, code = problems[key], samples[key, number]
         row = {"task_id": problem.id, "solution" if isinstance(code, Solution) else "completion": code or ""}
         row |= {"sample": number, "protocol": name} | hidden_verdict(problem, known.get(key), result)
+        if problem.id in record.never:
+            row |= {"passed": False, "result": f"never passes under {name}"}
         if several and not isinstance(problem.cases, Live):  # which shows examples as prose
             hidden, public = len(result.verdicts) - len(problem.public + problem.probes), len(problem.public)
             row["public"] = result.verdicts[hidden : hidden + public].count("pass") / max(1, public)

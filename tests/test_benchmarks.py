@@ -382,6 +382,77 @@ def test_a_sample_has_four_times_the_time_of_a_slow_reference(tmp_path, monkeypa
     assert found == {("slow", 0): "passed", ("slow", 1): "timeout", ("quick", 0): "timeout"}
 
 
+# ---- protocols
+
+
+def test_a_protocol_sets_what_no_flag_does():
+    cfg = benchmarks.resolve(benchmarks.Config(protocol="dream_instruct", model="dream"))
+    assert (cfg.temperature, cfg.top_p, cfg.max_new, cfg.sandbox.timeout_s) == (0.1, 0.9, 768, 3)
+    flags = benchmarks.DreamFlags(chat=False)
+    name, record = benchmarks.protocol_of(dataclasses.replace(cfg, max_new=64, dream=flags))
+    assert name == "dream_instruct/humaneval_instruct"
+    assert (record.max_new, record.system, record.temperature) == (64, None, 0.1)
+    cfg = benchmarks.resolve(benchmarks.Config(task="mbpp", protocol="dream_base", shots=1))
+    assert benchmarks.protocol_of(cfg)[0] == "dream_base_mbpp/mbpp"
+    assert benchmarks.protocol_of(cfg)[1].shots == 1
+    assert benchmarks.tasks_url(cfg).endswith("mbpp/mbpp.jsonl")  # the full MBPP
+    refused(benchmarks.Config(protocol="dream_infill"), "'dream_infill' is no protocol of humaneval; those are ours/")
+    refused(benchmarks.Config(explain=True), "--explain scores what a model wrote")
+
+
+ADD = "HumanEval/53", "    return x + y\n", f"{F}python\ndef add(x: int, y: int):\n    return x + y\n{F}"
+
+
+@needs_tasks
+def test_results_say_by_what_they_were_made_and_do_not_mix(tmp_path):
+    cfg = config("humaneval", tmp_path, [(ADD[0], ADD[2])], protocol="evalplus_head_instruct")
+    row = benchmarks.main(cfg)
+    assert row["pass@1"][0] == 1  # a whole function in a block: evalplus takes it, lm_eval cuts it away
+    assert row["settings"]["protocol"] == "evalplus_head_instruct/humaneval"
+    assert row["settings"]["tasks_sha256"] == benchmarks.sha256(FILES["humaneval"])
+    assert row["version"] == benchmarks.VERSION
+    assert results(cfg.out)[0]["protocol"] == "evalplus_head_instruct/humaneval"
+    refused(dataclasses.replace(cfg, protocol="lm_eval_head"), "holds results with protocol='evalplus_head_instruct/")
+    other = dataclasses.replace(cfg, protocol="lm_eval_head", out=str(tmp_path / "other"))
+    assert benchmarks.main(other)["pass@1"][0] == 0
+    # a candidate of one protocol is no text for another; what was written is
+    line = {"task_id": ADD[0], "completion": "", "protocol": "dream_base/humaneval"}
+    (tmp_path / "mixed.jsonl").write_text(json.dumps(line) + "\n")
+    mixed = dataclasses.replace(other, out=str(tmp_path / "mixed"), samples=str(tmp_path / "mixed.jsonl"))
+    refused(mixed, "holds samples of --protocol=dream_base/humaneval, and this is lm_eval_head/humaneval")
+    (tmp_path / "mixed.jsonl").write_text(json.dumps(line | {"written": ADD[1]}) + "\n")
+    assert benchmarks.main(mixed)["pass@1"][0] == 1
+    full = config("mbpp", tmp_path, [(11, "x")], protocol="lm_eval_head")
+    refused(full, "asks for mbpp.jsonl, the full MBPP, ids 11-510, and this is sanitized-mbpp.json")
+
+
+@needs_tasks
+def test_the_table_says_which_rule_of_which_protocol_lost_what(tmp_path, capsys):
+    samples = [(ADD[0], ADD[1]), (ADD[0], ADD[2]), (ADD[0], "    return x - y\n")]
+    report = benchmarks.main(config("humaneval", tmp_path, samples, explain=True))
+    assert json.loads((tmp_path / "out" / "explain.json").read_text()) == report
+    assert (report["samples"], report["some"]) == (3, 2)  # nobody passes the third
+    table = {name: (row["passed"], row["lost"]) for row in report["table"] for name in row["protocols"]}
+    assert {name.split("/")[0] for name in table} == {
+        name.split("/")[0] for name in protocols.PROTOCOLS if "/humaneval" in name
+    }
+    assert table["ours"] == table["dream_base"] == (2, {})
+    assert table["dream_instruct/humaneval_instruct"] == (1, {"'\\ndef' ends it": [ADD[0]]})
+    assert table["opencompass_dare"] == (1, {"no blanks in front": [ADD[0]]})
+    assert table["openai"] == (1, {"no rule: ``` stays": [ADD[0]]})
+    text = capsys.readouterr().out
+    assert text.startswith("humaneval: 3 texts of 1 problems; 2 pass under some protocol\n")
+    assert "       -1    no blanks in front: HumanEval/53\n" in text
+
+
+@needs_tasks
+def test_a_problem_that_a_harness_forgets_never_passes_under_it(tmp_path):
+    for protocol, right in (("evalplus_0.3.1_base", 0), ("evalplus_head_base", 1)):
+        samples = [row[::2] for row in official("humaneval") if row[0] == "HumanEval/32"]
+        cfg = config("humaneval", tmp_path, samples, protocol=protocol, out=str(tmp_path / protocol))
+        assert benchmarks.main(cfg)["pass@1"][0] == right
+
+
 # ---- files, stops, bad input
 
 
