@@ -96,9 +96,9 @@ TESTS = re.compile(r"/(tests?|test_?data|idle_test)/")
 TEST = re.compile(r"/(test_\w*|\w*_tests?|tests?|conftest)\.py$")
 EXPRESSION = re.compile(r"\(([^()]* (?:OR|AND) [^()]*)\)")  # a parenthesis of SPDX
 PERMISSIVE = re.compile(
-    r"\b(mit|x11|expat|0?bsd\d?|apache|apache2|asl|isc|iscl|psfl?|python-2\.0|python software foundation|unlicense"
-    r"|zlib|cc0|boost|bsl-1\.0|zpl|zope public|wtfpl|hpnd|historical permission|public domain|ncsa|blueoak|permissive"
-    r"|university of illinois|postgresql|upl|universal permissive|permission is hereby granted, free of charge"
+    r"\b(mit|x11|expat|0?bsd\d?|apache|apache2|asl|isc|iscl|psfl?|python-2\.0|cnri-python|python software foundation"
+    r"|unlicense|zlib|cc0|boost|bsl-1\.0|zpl|zope public|wtfpl|hpnd|historical permission|public domain|ncsa|blueoak"
+    r"|permissive|university of illinois|postgresql|upl|universal permissive|permission is hereby granted, free of charge"
     r"|redistribution and use in source and binary forms)\b"
 )
 RESTRICTED = re.compile(
@@ -410,14 +410,15 @@ def parallel(function, jobs, cfg, chunk):
 def work():
     """The other side of parallel()."""
     gc.disable()  # takes a quarter of the time of ast.parse, whose trees have no cycles
+    pipe, sys.stdout = sys.stdout.buffer, sys.stderr  # what a library prints is no result
     try:
         module, name, jobs = pickle.load(sys.stdin.buffer)
         function = getattr(importlib.import_module(module), name)
         for job in jobs:
-            pickle.dump(function(*job), sys.stdout.buffer)
-            sys.stdout.flush()
+            pickle.dump(function(*job), pipe)
+            pipe.flush()
     except (EOFError, pickle.UnpicklingError, BrokenPipeError):  # the parent was killed: leave without a message
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), pipe.fileno())
 
 
 # ---- Is a document fit? --------------------------------------------------------------------------------------------

@@ -94,10 +94,14 @@ def packages(cfg):
     """One run on packages, recorded with what it kept of them."""
     with tempfile.TemporaryDirectory(dir=Path(cfg.archives).parent) as folder:
         out = Path(folder) / "out"
-        cpu_s, parent_mib, worker_mib = measured(PACKAGES, cfg.pypi, Path(cfg.archives).absolute(), out)
-        meta = json.loads((out / "meta.json").read_text())
-        listed = json.loads((out / "manifest.json").read_text())["packages"]
+        record_packages(cfg, out, *measured(PACKAGES, cfg.pypi, Path(cfg.archives).absolute(), out))
+
+
+def record_packages(cfg, out, cpu_s, parent_mib, worker_mib):
+    meta = json.loads((out / "meta.json").read_text())
+    listed = json.loads((out / "manifest.json").read_text())["packages"]
     kept = [package for package in listed if package["files"]]
+    counts = {key: sum(total[key] for total in meta["splits"].values()) for key in ("documents", "bytes", "tokens")}
     record(
         "cpu",
         f"data_prep --pypi={cfg.pypi}: processor time of the whole run",
@@ -106,11 +110,10 @@ def packages(cfg):
         packages=len(kept),
         archive_bytes=sum(package["size"] or 0 for package in listed),
         python_bytes=sum(package["python_bytes"] for package in kept),
-        documents=sum(total["documents"] for total in meta["splits"].values()),
-        bytes=sum(total["bytes"] for total in meta["splits"].values()),
-        tokens=sum(total["tokens"] for total in meta["splits"].values()),
+        **counts,
         dropped=meta["dropped"],
         peak_mib={"parent": parent_mib, "largest worker": worker_mib},
+        load=os.getloadavg()[0],
     )
 
 
