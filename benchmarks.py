@@ -799,13 +799,14 @@ def dream_writer(cfg, run, step):
         return wrap(CHAT[cfg.task.rstrip("+")].format(problem.question)) if cfg.dream.chat else problem.prompt
 
     # Each width of a canvas is a program that must be compiled: all batches have three at most.
+    tokenizer.encode_special_tokens = not cfg.dream.chat  # as write_batch encodes them
     asked = tokenizer.encode_batch([ask(p) for p in read_problems(cfg).values()], add_special_tokens=False)
     lengths = sorted(len(encoding) + cfg.max_new for encoding in asked)
     lengths = [n for n in lengths if n <= model.cfg.positions]
     widths = sample_dream.widths(lengths, cfg.batch_size, model.cfg.positions) if lengths else ()
 
     def write(prompts, finished, batch):
-        width = next(width for width in widths if width >= max(map(len, prompts)) + cfg.max_new)
+        width = next((width for width in widths if width >= max(map(len, prompts)) + cfg.max_new), 0)
         shape = {"width": width, "rows": cfg.batch_size}
         with runs.on(mesh):
             rows, _ = sample_dream.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), **shape)
