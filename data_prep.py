@@ -6,13 +6,17 @@
     python data_prep.py python --roots ~/src ~/work --out=data/mine    # all .py files below these folders
     python data_prep.py python --tokenizer=qwen/tokenizer.json --fim_rate=0.5 --out=data/fim
     python data_prep.py python --roots shards --column=content --benchmarks HumanEval.jsonl.gz --out=data/rows
+    python data_prep.py python --pypi=top:300 --out=data/pypi       # source of 300 packages: a download of 560 MB
+    python data_prep.py python --hf=NAME:python --out=data/hf       # a data set of Hugging Face, as it streams
     python data_prep.py pairs pairs.jsonl --eos_to=64 --out=data/pairs    # prompts and responses, for Dream
     python data_prep.py pairs pairs.jsonl --chat --tokenizer=out/diffucoder/tokenizer.json --out=data/chat
     python data_prep.py parquet --roots shards --tokenizer=qwen/tokenizer.json --seq_len=4096 --out=data/long
 
 python drops generated, minified, huge, non-UTF-8 and unparsable files, exact and near duplicates, and holds some files
-out. With --column its documents are the rows of .parquet and .jsonl files; what is kept of them stands in --out/.rows
-until the run ends. With --benchmarks it drops what shares ten words in a row with a problem of HumanEval or MBPP.
+out. Its documents are .py files, the rows of a column of .parquet and .jsonl files or of a data set, or the source of
+packages. Of the last three it drops, too, what is not under a permissive licence, and what shares ten words in a row
+with a problem of HumanEval or MBPP; corpus.py, which does all this, says more. What is kept of them stands in
+--out/.rows until the run ends, and --out/manifest.json names the packages.
 
 text splits files of any size at <|endoftext|>. pairs reads lines {"prompt": TEXT, "response": TEXT}. parquet packs
 the column input_ids of Parquet files (rows of any length; documents end with EOS and may run over row borders), one
@@ -32,30 +36,23 @@ this file, reads such a folder.
 Axes: N documents, T tokens, R rows, L row length, P hash functions, V vocabulary.
 """
 
-import ast
 import bisect
 import codecs
 import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import gc
-import gzip
 import hashlib
 import itertools
 import json
 import os
-import pickle
 import random
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import time
 import typing
-import warnings
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +62,9 @@ import tyro
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
 
+import corpus
 import runs
+from corpus import Item, batched, draw
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,7 @@ class Shards:
 
     # No flags, but values for the sources that have no such flag: meta.json records most of them.
     rows, vocab_size, fim_rate, eos_to, max_bytes = "packed", 8192, 0.0, 1, 1_000_000
-    chat, column, benchmarks = False, "", ()
+    chat, column, benchmarks, hf, pypi, spm_rate, host, hosts = False, "", (), "", "", 0.0, 0, 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,17 +88,24 @@ class Documents(Shards):
     vocab_size: int = 8192  # size of the tokenizer that is trained; at least 261, for 256 bytes and 5 special tokens
     rows: typing.Literal["packed", "padded"] = "padded"  # packed for PythonCoder and Dream, padded for MDLM
     fim_rate: float = 0.0  # fraction of the training documents rearranged for fill-in-the-middle, in packed rows
+    spm_rate: float = 0.5  # fraction of the rearranged documents that begin with their suffix (SPM), not prefix (PSM)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Python(Documents):
-    """Python files; without --roots those of this Python's standard library."""
+    """Python files, rows of a column, packages or a data set; by default this Python's standard library."""
 
     roots: tuple[str, ...] = ()  # folders that are searched for .py files, or files; none is the standard library
     rows: typing.Literal["packed", "padded"] = "packed"  # packed for PythonCoder and Dream, padded for MDLM
     max_bytes: int = 1_000_000  # larger files are dropped
-    column: str = ""  # column of text in .parquet and .jsonl files, whose rows are read instead of .py files
-    benchmarks: tuple[str, ...] = ()  # HumanEval.jsonl.gz, sanitized-mbpp.json: what holds their problems is dropped
+    column: str = ""  # column of text in .parquet and .jsonl files or --hf; "" looks for content, text, code
+    pypi: str = ""  # packages whose source distributions are fetched: top:300, names with commas, requirements.txt
+    hf: str = ""  # data set on Hugging Face, read as it streams: NAME, NAME:FOLDER of it, or a folder on this machine
+    licences: typing.Literal["permissive", "any"] = "permissive"  # which packages stay, and rows that name one
+    benchmarks: tuple[str, ...] = ()  # files of problems to keep out, or none; unset: HumanEval, MBPP but for .py files
+    archives: str = "data/archives"  # folder that keeps the source distributions of --pypi
+    hosts: int = 1  # machines that share the work, and the disk of --out
+    host: int = 0  # number of this machine, from 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,22 +158,13 @@ SPECIAL = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "mask": "<mask>", "un
 SEPARATOR = "<|endoftext|>"  # between the documents of a text file
 TURN_END = "<|im_end|>"  # ends a turn of a chat, in Qwen2.5's template and Dream's
 CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"  # one of them holds a model's chat template
-PROBLEM = "prompt", "canonical_solution", "text", "code"  # keys of the texts of a problem in HumanEval and MBPP
-OVERLAP = 10  # a document that shares so many words in a row with a problem holds it, as in arXiv:2409.12186
 HIDDEN = "\ufdd0"  # breaks the names of special tokens in what people wrote; a noncharacter, which no text holds
 TINYSTORIES = "roneneldan/TinyStories"  # the data set on Hugging Face, or a folder of the same
 # Qwen2.5's split: single digits, runs of indentation together, line ends with the punctuation before them
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-GENERATED = re.compile(
-    r"@generated\b|do not edit|auto-?generated|automatically generated|^\W*(?:code )?generated by"
-    r"|\b(?:is|was|been|file) generated (?:by|from)|\bgenerated from '.*' with\b",  # the last: tables of encodings/
-    re.IGNORECASE | re.MULTILINE,
-)
-LETTERS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum())  # and digits
 NO_DOCUMENT = re.compile(rb"(?:\s|%b)*" % re.escape(SEPARATOR.encode()))  # what a text range may hold instead of text
-MULTIPLIER_P = np.random.default_rng(0).integers(0, 1 << 63, 128, np.uint64) * np.uint64(2) + np.uint64(1)  # hashes
 BATCH_BYTES = 4_000_000  # text tokenised at a time: the results take about 40 times its memory
 LONG_BYTES = 4_000_000  # longer documents of a text file are split at a line end, for each is tokenised in one go
 TRAIN_BYTES = 200_000_000  # text that a new tokenizer is trained on
@@ -175,16 +172,6 @@ LENGTHS = (*range(16, 257, 16), 512, 1024, 2048, 4096)  # steps of meta.json's h
 COLUMNS = ["input_ids", "segments", "positions", "fixed"]  # of a shard; the last of pairs only
 BLOCK_TOKENS = 1 << 21  # tokens packed at a time, one row group of a shard
 PARQUET = {"compression": "zstd", "use_dictionary": False, "use_byte_stream_split": True, "write_statistics": False}
-
-
-class Item(typing.NamedTuple):
-    """A range of an input file: a .py file, a shard of tokens, some documents of a text file, some lines of pairs."""
-
-    name: str  # path below its root
-    path: str
-    sha256: str
-    size: int  # bytes
-    start: int = 0  # the first byte
 
 
 class Vocabulary(typing.NamedTuple):
@@ -204,14 +191,14 @@ def main(cfg):
     for name, least in {"seq_len": 2, "vocab_size": 261, "eos_to": 1}.items():  # 261: 256 bytes, 5 special tokens
         if getattr(cfg, name) < least:
             raise ValueError(f"--{name}={getattr(cfg, name)} must be at least {least}")
-    if not (0 <= cfg.heldout < 1 and 0 <= cfg.fim_rate <= 1):
-        raise ValueError(f"--heldout={cfg.heldout} must be in [0, 1) and --fim_rate={cfg.fim_rate} in [0, 1]")
+    if not (0 <= cfg.heldout < 1 and 0 <= cfg.fim_rate <= 1 and 0 <= cfg.spm_rate <= 1):
+        rates = f"--fim_rate={cfg.fim_rate} and --spm_rate={cfg.spm_rate}"
+        raise ValueError(f"--heldout={cfg.heldout} must be in [0, 1), {rates} in [0, 1]")
     if cfg.fim_rate and cfg.rows == "padded":
         raise ValueError("--fim_rate goes with --rows=packed only")
     if cfg.chat and not cfg.tokenizer:
         raise ValueError("--chat takes the template of a model: name its tokenizer, --tokenizer=FOLDER/tokenizer.json")
-    if cfg.column and not cfg.roots:
-        raise ValueError(f"--column={cfg.column} is one of .parquet and .jsonl files: name these with --roots")
+    cfg = corpus.settled(cfg) if isinstance(cfg, Python) else cfg
     if cfg.workers:
         os.environ["RAYON_NUM_THREADS"] = str(cfg.workers)  # threads of the library tokenizers
     vocabulary = load_vocabulary(Path(cfg.tokenizer).read_bytes(), cfg) if cfg.tokenizer else None
@@ -219,7 +206,7 @@ def main(cfg):
         chat_writer(cfg.tokenizer)  # fails here where it fails at all
     out = Path(cfg.out)
     out.mkdir(parents=True, exist_ok=True)
-    with runs.lock(out / ".lock"):
+    with runs.lock(out / f".lock{cfg.host or ''}"):
         try:
             prepare(cfg, out, vocabulary)
         except KeyboardInterrupt:
@@ -228,8 +215,6 @@ def main(cfg):
         except OSError as error:  # a full disk, an input file that is gone
             problem = f"{error.filename or out}: {error.strerror or error}"
             raise OSError(f"{problem}; put that right and run the same command to go on") from None
-        finally:
-            shutil.rmtree(out / ".rows", ignore_errors=True)
 
 
 def prepare(cfg, out, vocabulary):
@@ -244,6 +229,10 @@ def prepare(cfg, out, vocabulary):
     data = tokenizer.read_bytes() if tokenizer.exists() else b""
     shards = [out / shard["file"] for split in earlier.get("splits", {}).values() for shard in split["shards"]]
     all_there = complete and all(path.exists() for path in shards)
+
+    if all_there and (cfg.pypi or cfg.hf):  # without asking the network again
+        print(f"{out} is complete, nothing to do")
+        return
 
     # A run that ended left a stamp of sizes and times: where it is the same, no file is read to find nothing to do.
     found, stamp = find(cfg), out / ".inputs"
@@ -261,12 +250,13 @@ def prepare(cfg, out, vocabulary):
 
     # The bytes of the shards follow from the settings, the files and the tokenizer: a fingerprint of the three says
     # whether what an earlier run wrote can stay.
-    items = {(item.name, item.sha256) for group in itertools.chain(*groups.values()) for item in group}
+    items = {key for group in itertools.chain(*groups.values()) for key in keys_of(group)}
     listing = json.dumps([1, settings, sorted(items)]).encode()
     unchanged = earlier.get("fingerprint") == hashlib.sha256(listing + data).hexdigest()
     if complete and not unchanged:
         raise ValueError(f"{out} holds data of other files, or these have changed; choose another --out or delete it")
     if all_there:
+        shutil.rmtree(out / ".rows", ignore_errors=True)
         runs.write(stamp, stamp_of(seen, earlier["fingerprint"], data))
         print(f"{out} is complete, nothing to do")
         return
@@ -274,24 +264,40 @@ def prepare(cfg, out, vocabulary):
         print(f"{out} is not complete, writing what is missing", flush=True)
     elif earlier:
         print(f"{out}: a run was stopped without a tokenizer, or its files have changed; starting over", flush=True)
-        for path in out.glob("[th]*/[0-9]*.parquet*"):  # of train and heldout
-            path.unlink()
 
     # Tokenizer: that of --tokenizer, of the run that was stopped, or a new one.
     vocabulary = vocabulary or (load_vocabulary(data, cfg) if unchanged else new_vocabulary(cfg, groups["train"]))
     fingerprint = hashlib.sha256(listing + vocabulary.data).hexdigest()
-    runs.write(progress, {"settings": settings, "fingerprint": fingerprint})
-    for name, content in {"tokenizer.json": vocabulary.data, **chat}.items():
-        runs.write(out / name, content)
+    begin(cfg, out, {"settings": settings, "fingerprint": fingerprint}, {"tokenizer.json": vocabulary.data, **chat})
 
     # Shards, then meta.json.
     splits = {split: write_split(out, split, groups[split], cfg, vocabulary, fingerprint) for split in groups}
+    if cfg.host:
+        (out / ".rows").mkdir(exist_ok=True)
+        runs.write(out / f".rows/host{cfg.host}", b"")
+        print(f"host {cfg.host} of {cfg.hosts} has written its shards; {out} is complete when host 0 says so")
+        return
     meta = describe(cfg, vocabulary, settings, fingerprint, dropped, splits)
     runs.write(progress, json.dumps(meta, indent=2).encode())
     progress.rename(out / "meta.json")
     runs.write(stamp, stamp_of(seen, fingerprint, vocabulary.data))
+    corpus.wait_for([out / f".rows/host{host}" for host in range(1, cfg.hosts)], "hosts")  # they may still read it
+    shutil.rmtree(out / ".rows", ignore_errors=True)
     ids = f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}"
     print(f"wrote {out} in {time.time() - started:.0f} s; {ids}")
+
+
+def begin(cfg, out, progress, files):
+    """Note in the folder what it is going to hold, and remove what is of another fingerprint."""
+    if cfg.host:
+        corpus.wait_for([out / "tokenizer.json"], "tokenizers")
+        return
+    for path in out.glob("[th]*/[0-9]*.parquet" + "*" * (cfg.hosts == 1)):  # of train and heldout
+        if counts_of(path, progress["fingerprint"]) is None:
+            path.unlink()
+    runs.write(out / "progress.json", progress)
+    for name, content in files.items():
+        runs.write(out / name, content)
 
 
 def settings_of(cfg, vocabulary, chat):
@@ -301,7 +307,10 @@ def settings_of(cfg, vocabulary, chat):
     settings = {"source": type(cfg).__name__.lower(), "tokenizer": given}
     settings |= {name: getattr(cfg, name) for name in names if name != "eos_to" or isinstance(cfg, Pairs)}
     settings |= {"rows": "padded"} if cfg.rows == "padded" else {}
-    settings |= {"column": cfg.column} if cfg.column else {}
+    settings |= {"spm_rate": cfg.spm_rate} if cfg.fim_rate else {}
+    if corpus.from_rows(cfg):
+        settings |= {"column": cfg.column, "hf": cfg.hf, "licences": cfg.licences}
+        settings |= {"pypi": corpus.asked(cfg.pypi)} if cfg.pypi else {}
     contents = {"chat": chat.values(), "benchmarks": [Path(path).read_bytes() for path in cfg.benchmarks]}
     return settings | {key: hashlib.sha256(b"".join(files)).hexdigest() for key, files in contents.items() if files}
 
@@ -328,12 +337,18 @@ def read_earlier(out, settings):
             raise ValueError(f"{out} holds files that data_prep.py did not write; choose another --out")
         return {}, False
     earlier = runs.read_json(path, "settings", "fingerprint")
-    unset = {"rows": "packed", "chat": "", "column": "", "benchmarks": ""}  # these are noted where they are set
+    unset = {"rows": "packed", "spm_rate": 0.0, "licences": "any"}  # these are noted where they are set
+    unset |= dict.fromkeys(("chat", "column", "hf", "pypi", "benchmarks"), "")
     before, now = (unset | kept for kept in (earlier["settings"], settings))
     other = [f"{key} {before.get(key)!r}, now {now[key]!r}" for key in now if before.get(key) != now[key]]
     if other:
         raise ValueError(f"{out} holds data of other settings ({'; '.join(other)}); choose another --out or delete it")
     return earlier, path.name == "meta.json"
+
+
+def keys_of(group):
+    """What the fingerprint of a folder has of the documents of a shard: of very many one hash."""
+    return group.keys() if isinstance(group, corpus.Group) else [(item.name, item.sha256) for item in group]
 
 
 def write_split(out, split, groups, cfg, vocabulary, fingerprint):
@@ -344,6 +359,10 @@ def write_split(out, split, groups, cfg, vocabulary, fingerprint):
     total |= {"shards": [], "lengths": np.zeros(len(LENGTHS) + 1, np.int64)}
     for number, items in enumerate(groups):
         path = out / split / f"{number:05}.parquet"
+        if number % cfg.hosts != cfg.host:
+            if cfg.host:
+                continue
+            corpus.wait_for([path], "shards")
         counts = write_shard(path, items, cfg, vocabulary, fingerprint)
         if not counts["rows"]:  # all its documents are of the other split
             path.unlink()
@@ -353,9 +372,9 @@ def write_split(out, split, groups, cfg, vocabulary, fingerprint):
         total |= {key: count + total[key] for key, count in counts.items()}
         total["shards"].append({"file": f"{split}/{path.name}", "rows": counts["rows"], "sha256": sha256})
         print(f"{split} | shard {number + 1:,} of {len(groups):,} | {total['tokens']:,} tokens", flush=True)
-    if split == "train" and not total["rows"]:
+    if split == "train" and not total["rows"] and not cfg.host:
         raise ValueError("no document is left to train on; lower --heldout or give more to read")
-    if split == "heldout" and cfg.heldout and not total["rows"]:
+    if split == "heldout" and cfg.heldout and not total["rows"] and not cfg.host:
         print(f"nothing is held out: the documents are few for --heldout={cfg.heldout}", file=sys.stderr)
     print(" | ".join([split, *(f"{key} {count:,}" for key, count in total.items() if isinstance(count, int))]))
     return total
@@ -363,10 +382,8 @@ def write_split(out, split, groups, cfg, vocabulary, fingerprint):
 
 def write_shard(path, items, cfg, vocabulary, fingerprint):
     """Documents -> ids -> rows -> a Parquet file, unless it is there; returns its counts, which it carries too."""
-    with contextlib.suppress(FileNotFoundError, pa.ArrowInvalid):  # never written, or cut short by a power failure
-        note = json.loads(pq.read_metadata(path).metadata.get(b"data_prep", b"{}"))
-        if note.get("of") == fingerprint:
-            return note["counts"]
+    if (counts := counts_of(path, fingerprint)) is not None:
+        return counts
     split, eos = path.parent.name, vocabulary.special["eos"]
     counts = dict.fromkeys(("documents", "bytes", "tokens", "rows"), 0)
     counts |= {"lengths": [0] * (len(LENGTHS) + 1)} if cfg.rows == "padded" else {}
@@ -402,6 +419,13 @@ def write_shard(path, items, cfg, vocabulary, fingerprint):
     return counts
 
 
+def counts_of(path, fingerprint):
+    """The counts that a shard of this fingerprint carries; None of any other file."""
+    with contextlib.suppress(FileNotFoundError, pa.ArrowInvalid):  # never written, or cut short by a power failure
+        note = json.loads(pq.read_metadata(path).metadata.get(b"data_prep", b"{}"))
+        return note["counts"] if note.get("of") == fingerprint else None
+
+
 def counted(documents, counts, eos, cfg):
     """The ids of (ids, bytes), counted. A pair gets its EOS, or is left out because it is too long for a row."""
     for ids, size in documents:
@@ -435,7 +459,9 @@ def describe(cfg, vocabulary, settings, fingerprint, dropped, splits):
 
 
 def find(cfg):
-    """(name, path) of all files that a source is to read, sorted."""
+    """(name, path) of all that a source is to read, sorted but for packages."""
+    if cfg.pypi or cfg.hf:
+        return corpus.inputs(cfg)
     if isinstance(cfg, TinyStories):
         roots = (tinystories(cfg.out),)
     else:
@@ -465,63 +491,6 @@ def files_below(roots, suffixes, out):
     return sorted(found)
 
 
-def parallel(function, jobs, cfg, chunk):
-    """[function(*job) for all jobs], in as many processes as there are cores and chunks of jobs.
-
-    Process i of n does jobs i, i + n, ... multiprocessing is not used: its processes would import the main script of
-    whoever calls us, jax and all, and outlive a parent that is killed.
-    """
-    n = min(cfg.workers or os.cpu_count(), -(-len(jobs) // chunk))  # processes
-    order = tqdm(range(len(jobs)), "reading", unit=" files", disable=None)
-    if n == 1:
-        return [function(*jobs[i]) for i in order]
-    here = Path(__file__)
-    code = f"import sys; sys.path.insert(0, {str(here.parent)!r}); import {here.stem}; {here.stem}.work()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}  # Ctrl-C is for us alone
-    workers = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(n)]
-    try:
-        for i, worker in enumerate(workers):  # jobs go in by one pipe, results come back by another
-            pickle.dump((function.__name__, jobs[i::n]), worker.stdin)
-            worker.stdin.flush()
-        return [pickle.load(workers[i % n].stdout) for i in order]  # job i is the next result of worker i mod n
-    except (EOFError, pickle.UnpicklingError, BrokenPipeError):
-        raise RuntimeError("a process that read files died, perhaps for lack of memory; try fewer --workers") from None
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
-
-
-def work():
-    """The other side of parallel()."""
-    gc.disable()  # takes a quarter of the time of ast.parse, whose trees have no cycles
-    try:
-        name, jobs = pickle.load(sys.stdin.buffer)
-        for job in jobs:
-            pickle.dump(globals()[name](*job), sys.stdout.buffer)
-            sys.stdout.flush()
-    except (EOFError, pickle.UnpicklingError, BrokenPipeError):  # the parent was killed: leave without a message
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def batched(items, limit, size_of=lambda item: item.size):
-    """Lists of consecutive items, each closed when the sum of their sizes, that is bytes, reaches `limit`."""
-    batch, size = [], 0
-    for item in items:
-        batch.append(item)
-        size += size_of(item)
-        if size >= limit:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def draw(*parts):
-    """A number in [0, 1) that is a hash of `parts`."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) / 2**64
-
-
 def belongs(data, split, cfg):
     """Whether a document is in this split, which a hash of `data` (its text, prompt or ids) decides."""
     return (draw(cfg.seed, hashlib.sha256(data).hexdigest()) < cfg.heldout) == (split == "heldout")
@@ -539,210 +508,6 @@ def read_text(item):
 
 # Each source has two functions. One gathers what was found: {"train" and "heldout": lists of Items, one list a shard},
 # and how many files it dropped, by reason. The other reads the documents of such a list: (text,) or (prompt, response).
-
-# ---- Python files --------------------------------------------------------------------------------------------------
-
-
-def gather_python(found, cfg, vocabulary):
-    """The files or rows that are fit, in an order drawn by hash; what is held out is drawn by their names."""
-    items, signatures, seen = [], [], set()
-    reasons = "unreadable huge non_utf8 empty generated minified unparsable exact_duplicate near_duplicate"
-    dropped = dict.fromkeys([*reasons.split(), *["benchmark"] * bool(cfg.benchmarks)], 0)
-    limits = cfg.max_bytes, runs_of_words(*itertools.chain.from_iterable(map(read_problems, cfg.benchmarks)))
-    if cfg.column:
-        results = examine_columns(found, cfg, limits)
-    else:
-        results = parallel(examine, [(path, *limits) for _, path in found], cfg, chunk=64)
-        results = ((*place, result) for place, result in zip(found, results, strict=True))
-    for name, path, result in results:
-        if isinstance(result, str) or result[0] in seen:
-            dropped[result if isinstance(result, str) else "exact_duplicate"] += 1
-            continue
-        sha256, size, signature_P, start = result
-        seen.add(sha256)
-        items.append(Item(name, path, sha256, size, start))
-        signatures.append(signature_P)
-
-    # Of files that are nearly the same the first stays.
-    near_N = near_duplicates(np.array(signatures, np.uint16).reshape(-1, len(MULTIPLIER_P)))
-    dropped["near_duplicate"] = int(near_N.sum())
-    items = list(itertools.compress(items, ~near_N))
-
-    # A draw depends on the seed and the file alone. Held out are the lowest, one at least, or evaluation has nothing.
-    items.sort(key=lambda item: (draw(cfg.seed, item.name), item.sha256))
-    count = max(sum(draw(cfg.seed, item.name) < cfg.heldout for item in items), int(cfg.heldout > 0))
-    groups = {"train": items[count:], "heldout": items[:count]}
-    for split, part in groups.items():
-        part.sort(key=lambda item: draw(cfg.seed, item.sha256))
-        groups[split] = list(batched(part, cfg.shard_bytes))
-    return groups, dropped
-
-
-def examine(path, max_bytes, problems):
-    """Why a Python file is dropped, or (SHA-256, bytes, signature, 0)."""
-    try:
-        if not os.path.isfile(path):  # reading a named pipe would never end
-            return "unreadable"
-        if os.path.getsize(path) > max_bytes:
-            return "huge"
-        data = Path(path).read_bytes()
-    except OSError:
-        return "unreadable"
-    return judge(data, max_bytes, problems) or (hashlib.sha256(data).hexdigest(), len(data), signature(data), 0)
-
-
-def judge(data, max_bytes, problems):
-    """Why a document is dropped, or "". The limits for minified files are StarCoder's."""
-    if len(data) > max_bytes:
-        return "huge"
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        return "non_utf8"
-    if not text.strip():
-        return "empty"
-    # A file that a program wrote says so in the first ten lines.
-    lines = text.splitlines()
-    if GENERATED.search("\n".join(lines[:10])):
-        return "generated"
-    # Minified: lines of over 100 characters on average or one of over 1000, or letters are under a quarter.
-    letters = len(data) - len(data.translate(None, LETTERS))
-    if len(text) > 100 * len(lines) or max(map(len, lines)) > 1000 or letters < 0.25 * len(data):
-        return "minified"
-    if not parses(data):
-        return "unparsable"
-    return "benchmark" if problems and not problems.isdisjoint(runs_of_words(text)) else ""
-
-
-def runs_of_words(*texts):
-    """The set of all runs of OVERLAP words in each text. Numbers and signs are no words: they agree by chance."""
-    words = (re.findall(r"[^\W\d]\w*", text) for text in texts)
-    return {" ".join(part[i : i + OVERLAP]) for part in words for i in range(len(part) - OVERLAP + 1)}
-
-
-def read_problems(path):
-    """The texts of the problems in a file of HumanEval or MBPP. ValueError if it holds none."""
-    try:
-        with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
-            data = file.read().decode()
-        rows = json.loads(data) if data.startswith("[") else map(json.loads, data.splitlines())
-        texts = [row[key] for row in rows for key in PROBLEM if key in row]
-    except (ValueError, TypeError, EOFError, gzip.BadGzipFile):
-        texts = []
-    if not texts:
-        raise ValueError(f"--benchmarks: {path} holds no problems; HumanEval.jsonl.gz and sanitized-mbpp.json do")
-    return texts
-
-
-def parses(source):
-    """Whether it is Python."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of invalid escapes and the like
-            ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # ValueError: NUL bytes; the last two: deep nesting
-        return False
-    return True
-
-
-def signature(data):
-    """MinHash uint16_P of the set of runs of five words or signs: the share of equal entries estimates Jaccard's index.
-
-    Ref: Broder 1997; 16 bits of each minimum are enough (Li and Koenig, arXiv:0910.3349).
-    """
-    word_T = np.array([zlib.crc32(word) for word in re.findall(rb"[\w\x80-\xff]+|[^\w\s]", data)], np.uint64)
-    # One hash for each run of five, repeated runs once; the shift mixes high bits into the low ones.
-    n = min(5, len(word_T))
-    run_T = sum(word_T[i : len(word_T) - n + 1 + i] * MULTIPLIER_P[i] for i in range(n))
-    run_T = np.unique(run_T ^ (run_T >> np.uint64(32)))
-    # Two sets have the same least hash with the probability of their Jaccard index.
-    least_P = np.array([(run_T * multiplier).min() for multiplier in MULTIPLIER_P])
-    return (least_P >> np.uint64(20)).astype(np.uint16)
-
-
-def near_duplicates(signature_NP, threshold=0.85):
-    """bool_N: True where an earlier document has an estimated Jaccard index of at least `threshold`.
-
-    Compares each document with the first and with the previous one of its bucket in 16 bands of 8 entries: a pair with
-    index .85 shares a bucket with probability .99, one with .5 with .06.
-    """
-    near_N = np.zeros(len(signature_NP), bool)
-    for band_N8 in np.split(signature_NP, 16, axis=1):
-        # A bucket: documents with the same 8 entries of 16 bits, two words of 64, which sorting puts side by side.
-        key_N2 = np.ascontiguousarray(band_N8).view(np.uint64)
-        order_N = np.lexsort(key_N2.T)  # stable: documents of a bucket stay in order
-        same_N = np.r_[False, (key_N2[order_N[1:]] == key_N2[order_N[:-1]]).all(axis=1)]
-        first_N = np.maximum.accumulate(np.where(same_N, 0, np.arange(len(order_N))))
-        for later in np.array_split(np.flatnonzero(same_N), len(same_N) // 100_000 + 1):  # bounds the memory
-            for earlier in (first_N[later], later - 1):
-                equal_NP = signature_NP[order_N[later]] == signature_NP[order_N[earlier]]
-                near_N[order_N[later[equal_NP.mean(axis=1) >= threshold]]] = True
-    return near_N
-
-
-# ---- Python in a column of Parquet or JSON-lines files -------------------------------------------------------------
-
-
-def examine_columns(found, cfg, limits):
-    """(name, path, reason or (SHA-256, bytes, signature, first byte)) of each row; its path is below --out/.rows."""
-    folder = Path(cfg.out) / ".rows"
-    folder.mkdir(exist_ok=True)
-    copies = [str(folder / f"{number:05}") for number in range(len(found))]
-    jobs = [(path, cfg.column, copy, *limits) for (_, path), copy in zip(found, copies, strict=True)]
-    results = []
-    for (name, path), copy, rows in zip(found, copies, parallel(examine_column, jobs, cfg, chunk=1), strict=True):
-        if isinstance(rows, str):
-            raise ValueError(f"{path} {rows}")
-        results += [(f"{name}#{number}", copy, row) for number, row in enumerate(rows)]
-    return results
-
-
-def examine_column(path, column, copy, *limits):
-    """What is wrong with a file, or for each row why it is dropped, or (SHA-256, bytes, signature, first byte).
-
-    The texts that are kept go into the file `copy`, one after the other.
-    """
-    results = []
-    try:
-        with open(copy, "wb") as file:
-            for text in column_texts(path, column):
-                data = text.encode("utf-8", "surrogatepass")  # half a surrogate pair is not UTF-8: dropped
-                reason, start = judge(data, *limits), file.tell()
-                if not reason:
-                    file.write(data)
-                results.append(reason or (hashlib.sha256(data).hexdigest(), len(data), signature(data), start))
-        return results
-    except pa.ArrowException as error:
-        return f"is corrupted ({runs.first_line(error)}); remove it or fetch it again"
-    except OSError as error:
-        return f"was not copied to {copy}: {error.strerror or error}"
-    except ValueError as error:
-        return str(error)
-
-
-def column_texts(path, column):
-    """The texts of a column of a Parquet or JSON-lines file, "" where there is none. ValueError without the column."""
-    if path.endswith(".parquet"):
-        with pq.ParquetFile(path, pre_buffer=False) as file:
-            types = {field.name: field.type for field in file.schema_arrow}
-            if types.get(column) not in (pa.string(), pa.large_string()):
-                listed = ", ".join(f"{name} {kind}" for name, kind in types.items())
-                raise ValueError(f"has no column {column} of text (it has {listed})")
-            for batch in file.iter_batches(256, columns=[column]):
-                yield from (text or "" for text in batch.column(0).to_pylist())
-        return
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)[column]
-            except (ValueError, KeyError, TypeError, RecursionError):
-                text = 0
-            if not isinstance(text, str | None):
-                raise ValueError(f'has no {{"{column}": TEXT}} in line {number}')
-            yield text or ""
-
 
 # ---- Text files ----------------------------------------------------------------------------------------------------
 
@@ -814,24 +579,11 @@ def tinystories(out):
     """The file of all stories in the folder --out, downloaded if it is not there."""
     path = os.path.join(out, "tinystories.txt")
     if not os.path.exists(path):
-        stories = download(TINYSTORIES, "prepare a text file with: python data_prep.py text FILE")
+        stories = corpus.download(TINYSTORIES, "prepare a text file with: python data_prep.py text FILE")
         with runs.writing(path) as file:
             for story in tqdm(stories, "writing", unit=" stories", disable=None):
                 file.write(f"{story['text'].strip()}\n{SEPARATOR}\n".encode())
     return path
-
-
-def download(name, otherwise):
-    """The training rows of a data set on Hugging Face, dictionaries. `otherwise` is what else a user can do."""
-    try:
-        import datasets
-
-        return datasets.load_dataset(name, split="train")
-    except ImportError:
-        raise ValueError(f"{name} is downloaded by the library datasets; install it: pip install datasets") from None
-    except Exception as error:  # of datasets, huggingface_hub, the network: there is no narrower class
-        reason = runs.first_line(error)
-        raise ValueError(f"{name} cannot be downloaded ({reason}); try again, or {otherwise}") from None
 
 
 # ---- Pairs of prompt and response ----------------------------------------------------------------------------------
@@ -911,7 +663,7 @@ def gather_parquet(found, cfg, vocabulary):
     """The input files, one training shard each. Both splits have all: a hash of its ids holds a document out."""
     items = []
     jobs = [(path, vocabulary.size, vocabulary.special["eos"]) for _, path in found]
-    for (name, path), result in zip(found, parallel(examine_parquet, jobs, cfg, chunk=1), strict=True):
+    for (name, path), result in zip(found, corpus.parallel(examine_parquet, jobs, cfg, chunk=1), strict=True):
         if isinstance(result, str):
             raise ValueError(f"{path} {result}")
         items.append(Item(name, path, *result))
@@ -971,8 +723,12 @@ class Source(typing.NamedTuple):
     documents: typing.Callable
 
 
+def python_documents(items, split, cfg):
+    return ((read_text(item),) for item in items)
+
+
 SOURCES = {
-    Python: Source((".py",), gather_python, lambda items, split, cfg: ((read_text(item),) for item in items)),
+    Python: Source((".py",), lambda found, cfg, vocabulary: corpus.gather(found, cfg), python_documents),
     Text: Source((".txt", ".text", ".md", ".py"), gather_text, text_documents),
     TinyStories: Source((".txt",), gather_text, text_documents),
     Pairs: Source((".jsonl",), gather_pairs, pair_documents),
@@ -1044,12 +800,15 @@ def load_vocabulary(data, cfg):
 def cut_for_fim(text, cfg):
     """Cut a document at two random places for fill-in-the-middle, or leave it as (text,); its content draws which.
 
-    The order is prefix, suffix, middle ("PSM"), that of Qwen2.5-Coder (arXiv:2409.12186).
+    The order is prefix, suffix, middle ("PSM"), that of Qwen2.5-Coder (arXiv:2409.12186), or SPM in the form that asks
+    for the same tokens (arXiv:2207.14255, appendix D): no prefix, the suffix, then prefix and middle in one.
     """
     rng = random.Random(f"{cfg.seed} {hashlib.sha256(text.encode()).hexdigest()}")
     if rng.random() >= cfg.fim_rate:
         return (text,)
     i, j = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
+    if rng.random() < cfg.spm_rate:
+        return "", text[j:], text[:j]
     return text[:i], text[j:], text[i:j]
 
 

@@ -57,7 +57,6 @@ class DreamFlags:
 
     alg_temp: float = 0.0  # temperature of the choice of positions; 0 fills the surest
     threshold: float = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
-    block_length: int = 0  # fill blocks of this length from left to right; 0 takes the whole canvas at once
     cache: typing.Literal["", "prefix", "dual"] = ""  # keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
     eos_penalty: float = 0.0  # keep a text from ending while little of it is written; Dream-Coder's demos use 3
@@ -86,6 +85,7 @@ class Config:
     raw: bool = False  # take --prompt, --suffix, --stop, --system as they are: \n stays a backslash and an n
     infill: bool = True  # MDLM, Dream: [MASK:n] in a prompt is n tokens to fill; --no-infill takes it as text
     steps: int | None = None  # passes over the canvas: default 64 for MDLM, 0 for Dream: one for each token
+    block_length: int = 0  # MDLM, Dream: fill blocks of this length from left to right; 0 takes the whole canvas
     sampler: str = ""  # MDLM: ancestral, max_prob, margin, entropy; Dream: entropy, maskgit_plus, topk_margin, origin
     # show the text after every step; in a terminal tokens are red to green by their probability, and of PythonCoder's
     # drafts the right ones green, those that took the place of a wrong one red
@@ -135,7 +135,8 @@ def resolve(cfg):
     cfg = dataclasses.replace(cfg, **unset, sampler=cfg.sampler or SAMPLERS[cfg.model][0])
     if cfg.sampler not in SAMPLERS[cfg.model]:
         raise ValueError(f"--sampler={cfg.sampler} is not one of {cfg.model}'s: {', '.join(SAMPLERS[cfg.model])}")
-    least = {"temperature": 0, "top_k": 0, "max_new": 1, "n": 1, "devices": 0, "steps": int(cfg.model != "dream")}
+    least = {"temperature": 0, "top_k": 0, "max_new": 1, "n": 1, "devices": 0, "block_length": 0}
+    least |= {"steps": int(cfg.model != "dream")}
     if not 0 < cfg.top_p <= 1 or cfg.dream.batch_size < 1 or any(getattr(cfg, k) < least[k] for k in least):
         limits = ", ".join(f"--{name} at least {value}" for name, value in least.items())
         raise ValueError(f"{limits}, --batch_size at least 1, --top_p in (0, 1]")
@@ -145,6 +146,8 @@ def resolve(cfg):
         foreign = [f.name for f in dataclasses.fields(flags) if getattr(flags, f.name) != f.default]
         if foreign:
             raise ValueError(f"--{', --'.join(foreign)} is for --model={family}")
+    if cfg.block_length and cfg.model == "pythoncoder":
+        raise ValueError("--block_length is for --model=mdlm or dream")
     if cfg.prompt and cfg.file:
         raise ValueError("give --prompt or --file, not both")
     if cfg.html and not Path(cfg.html).parent.is_dir():  # would fail when all is generated
@@ -521,7 +524,7 @@ class Mdlm(CanvasModel):
         super().__init__(cfg, tokenizer, mdlm.MASK, {mdlm.EOS}, self.model.cfg.positions)
         self.begin, self.end = [mdlm.BOS], [mdlm.EOS]
         settings = cfg.sampler, cfg.steps, cfg.mdlm.schedule, cfg.temperature, cfg.top_k, cfg.top_p
-        self.rule = mdlm.Sampling(*settings, vocab=tokenizer.get_vocab_size())
+        self.rule = mdlm.Sampling(*settings, tokenizer.get_vocab_size(), cfg.block_length)
         self.generator = torch.Generator(self.device).manual_seed(cfg.seed)
         name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
         print(f"{folder}, {dtype} on {name}", file=sys.stderr)
@@ -537,27 +540,24 @@ class Mdlm(CanvasModel):
         for row, canvas in zip(token_BL, canvases, strict=True):
             row[: len(canvas.ids)] = torch.tensor(canvas.ids)
 
-        prob_BL, before = torch.ones(token_BL.shape), token_BL.clone()
+        token_BL = token_BL.to(self.device)
+        prob_BL, before_BL = torch.ones(token_BL.shape, device=self.device), token_BL.clone()
         if self.watching:
             model = Watched(model)
 
         def on_step(i, token_BL):
             steps.append(token_BL.tolist())
-            if self.watching:  # the sampler takes logits where it draws, or at all masks, row by row
-                now = token_BL.cpu()
-                drawn = now != before
-                rows = drawn if len(model.last) == int(drawn.sum()) else before == mdlm.MASK
-                logits_MV = model.last[:, : self.rule.vocab].float().cpu()
+            if self.watching:
+                drawn_BL = token_BL != before_BL
+                logits_MV = model.logits(model.last_BLD[drawn_BL])[:, : self.rule.vocab].float()
                 logits_MV[:, list(mdlm.BANNED)] = -torch.inf
-                sure_BL = torch.zeros(now.shape)
-                sure_BL[rows] = logits_MV.softmax(-1).gather(1, now[rows][:, None])[:, 0]  # of a MASK that stays 0
-                prob_BL[drawn] = sure_BL[drawn]
-                before.copy_(now)
+                prob_BL[drawn_BL] = logits_MV.softmax(-1).gather(1, token_BL[drawn_BL][:, None])[:, 0]
+                before_BL.copy_(token_BL)
             if self.cfg.show_steps:
                 self.show_step(i, steps[-1][0][: lengths[0]], prob_BL[0].tolist())
 
         started = time.perf_counter()
-        filled = mdlm.sample(model, token_BL.to(self.device), self.rule, self.generator, on_step).tolist()
+        filled = mdlm.sample(model, token_BL, self.rule, self.generator, on_step).tolist()
         stats = {"forwards": len(steps), "seconds": time.perf_counter() - started}
         history = [[step[i][:length] for step in steps] for i, length in enumerate(lengths)]
         filled = [ids[:length] for ids, length in zip(filled, lengths, strict=True)]
@@ -565,14 +565,14 @@ class Mdlm(CanvasModel):
 
 
 class Watched:
-    """An MDLM that remembers the logits of its last pass."""
+    """An MDLM that remembers the hidden states of its last pass."""
 
     def __init__(self, model):
-        self.model, self.hidden, self.last = model, model.hidden, None
+        self.model, self.logits, self.last_BLD = model, model.logits, None
 
-    def logits(self, hidden):
-        self.last = self.model.logits(hidden)
-        return self.last
+    def hidden(self, *inputs):
+        self.last_BLD = self.model.hidden(*inputs)
+        return self.last_BLD
 
 
 class Dream(CanvasModel):
@@ -585,8 +585,8 @@ class Dream(CanvasModel):
         # The rule refuses flags that do not go together, before the weights are read.
         flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
         shared = {name: getattr(cfg, name) for name in ("steps", "temperature", "top_p", "top_k")}
-        names = "alg_temp", "threshold", "block_length", "cache", "fast_dllm", "eos_penalty"
-        blocks = {name: getattr(flags, name) for name in names}
+        names = "alg_temp", "threshold", "cache", "fast_dllm", "eos_penalty"
+        blocks = {name: getattr(flags, name) for name in names} | {"block_length": cfg.block_length}
         rule = sample_dream.Sampling(cfg.sampler, **shared, **blocks, history=bool(cfg.html or cfg.show_steps))
         where = {"dtype": cfg.dtype, "int8": flags.int8, "devices": cfg.devices, "rows": flags.batch_size}
         self.model, _, self.mesh = runs.load_for_inference(model_dream, folder, cfg.step, **where)

@@ -28,6 +28,7 @@ import numpy as np
 import tokenizers
 from tqdm import tqdm
 
+import corpus
 import data_prep
 import runs
 
@@ -68,7 +69,7 @@ def prepare_acecode(cfg, out):
     if complete(out, settings):
         print(f"{out} is complete, nothing to do")
         return
-    hub = None if paths else data_prep.download(ACECODE, "name JSONL files of its form with --roots")
+    hub = None if paths else corpus.download(ACECODE, "name JSONL files of its form with --roots")
 
     def read():
         return tqdm(read_acecode(paths) if paths else hub, "reading", unit=" rows", disable=None)
@@ -84,7 +85,7 @@ def prepare_acecode(cfg, out):
     counts = {"train": 0, "heldout": 0}
     with runs.writing(out / "train.jsonl") as train, runs.writing(out / "heldout.jsonl") as heldout:
         for task in clean(tasks, dropped, tokenizer, cfg.max_prompt):
-            split = "heldout" if data_prep.draw(cfg.seed, task["id"]) < cfg.heldout else "train"
+            split = "heldout" if corpus.draw(cfg.seed, task["id"]) < cfg.heldout else "train"
             counts[split] += 1
             (heldout if split == "heldout" else train).write((json.dumps(task) + "\n").encode())
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
@@ -187,7 +188,7 @@ def clean(tasks, dropped, tokenizer, limit):
     dropped |= dict.fromkeys(("unparsable_tests", "without_tests", "duplicates", "long_prompts"), 0)
     seen = set()
     for task in tasks:
-        tests = [test for test in task["test_cases"] if data_prep.parses(test)]
+        tests = [test for test in task["test_cases"] if corpus.parses(test)]
         dropped["unparsable_tests"] += len(task["test_cases"]) - len(tests)
         task = task | {"test_cases": tests}
         if not tests:

@@ -24,7 +24,8 @@ program can make no folders, not use asyncio, and find out whether a path exists
 An exit status proves nothing, so the verdict does not come from where the program runs. What can it reach there? All
 of its own process: builtins, modules, frames, trace functions, memory, open pipes. So nothing that decides is there:
 - by value, for `assert f(..) == <literal>`: the program sends what f returned and this process compares. The expected
-  value never enters the sandbox; who sends the right one without calling f has known the answer.
+  value never enters the sandbox; who sends the right one without calling f has known the answer. So it is for tests
+  that call f for many inputs (Calls) or give a program its standard input (Stdin): whoever asks compares.
 - by judge, for every other test: the test runs in a second process, confined alike, that has never run a line of the
   program. The functions that it calls are pipes to the program's process, through which go arguments and results; what
   it compares, and with what, stays on its side. The kernel keeps the two apart: neither may trace or write the other.
@@ -979,12 +980,12 @@ def verdict(test, secret, row):
         return "fail" if data else "pass", None
     # The value is made of types that we know here, so that == is ours and not the program's.
     try:
-        opaque = []  # what the value holds that is no data
-        value = unwire(json.loads(data), lambda *form: opaque.append(stays(*form)) or opaque[-1])
+        objects = []  # what the value holds that is no data
+        value = unwire(json.loads(data), lambda *form: objects.append(stays(*form)) or objects[-1])
         if isinstance(secret, Probe):
             return "pass", value
         want, same = secret
-        return "pass" if (value is want if same else value == want) else "fail", None if opaque else value
+        return "pass" if (value is want if same else value == want) else "fail", None if objects else value
     except FORGED:
         return "fail", None  # a forged line, or an array, which is neither equal nor not
 
@@ -1198,8 +1199,9 @@ def run_tests(programs, tests, on_result=None, **options):
     """Run every program against its own tests: a list of Result, one per program.
 
     programs: source texts. tests: for each program a list of source texts, each run after the program in a fresh
-    process. options: the fields of Options. on_result(i, result) is called in this thread as programs finish, so that
-    an interrupted caller keeps what it has. However this is left, also by Ctrl-C, nothing goes on running.
+    process, or of Probe, Calls and Stdin. options: the fields of Options. on_result(i, result) is called in this thread
+    as programs finish, so that an interrupted caller keeps what it has. However this is left, also by Ctrl-C, nothing
+    goes on running.
 
     rate is passed / all tests, 0 without tests, and None where the sandbox failed: the launcher was killed, the disk is
     full, E2B cannot be reached. After a test that hangs while the program is loaded all others are timeouts. Time is at

@@ -175,7 +175,7 @@ def main(cfg):
 
         def writer(**settings):
             made = jetson.Writer(jetson.Config(bundle=str(bundle), **settings))
-            return lambda token_BL: made.fill(token_BL, cfg.steps)
+            return lambda token_BL: made.fill(token_BL, dataclasses.replace(made.rule(made.cfg), steps=cfg.steps))
 
         model = mdlm.load(Path(folder) / "run", "cuda" if cuda else "cpu", torch.float16 if cuda else torch.float32)
         if cuda:

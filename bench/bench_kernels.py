@@ -2,17 +2,25 @@
 
     python setup_kernels.py build_ext --inplace && python bench/bench_kernels.py      # with a GPU: a minute
     python bench/bench_kernels.py                                                     # without one: predictions only
+    python bench/bench_kernels.py --sass=sampler --arch=87                            # instructions between branches
 
 With a GPU: errors against float64 first (at most twice those of the plain half operator), then device time and launches
 per call from torch.profiler, ours and theirs in turn, median of --rounds. Theirs: scaled_dot_product_attention from the
 packed projection with the copies that it takes, add and layer_norm, add and gelu, and the usual sampling chain. Writes
-bench/results/<GPU>.json. Without a GPU it writes bench/results/jetson_predicted.json: bytes of each kernel over the
-memory bandwidth of an Orin Nano, flops over half its tensor throughput. Nothing there is a measurement.
+bench/results/<GPU>.json. Without a GPU it writes bench/results/jetson_predicted.json, for each kernel and for a whole
+denoising step of an Orin Nano: bytes over 80 % of the memory bandwidth or instructions at half an instruction a cycle
+and scheduler, whichever takes longer, and the gaps between the nodes of a CUDA graph. Nothing there is a measurement.
+
+--sass needs nvcc, cuobjdump and nvdisasm; the latter two are on PyPI, too: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm.
 """
 
 import dataclasses
+import math
+import re
 import statistics
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +32,7 @@ from torch.nn import functional as F
 
 import model_mdlm as mdlm
 import runs
+import setup_kernels
 from csrc import ops
 
 
@@ -31,41 +40,91 @@ from csrc import ops
 class Config:
     lengths: tuple[int, ...] = (64, 128, 256)  # canvases, in tokens
     model: str = "small"  # key of CONFIGS in model_mdlm.py: width, heads, vocabulary
+    steps: int = 25  # denoising steps of a text, which share its masks in predictions
     calls: int = 50  # calls under one profile
     rounds: int = 5  # profiles of each kernel, of which the median counts
     seed: int = 0  # of the random inputs
+    sass: str = ""  # attention, pointwise or sampler: print its instructions between branches, and nothing else
+    arch: str = "87"  # compute capability for which --sass compiles
 
 
 ORIN = {"Orin Nano, 15 W": (68.3e9, 10.2e12), "Orin Nano Super": (102.4e9, 16.7e12)}  # bytes/s, dense FP16 FLOP/s
+CLOCK = {"Orin Nano, 15 W": 625e6, "Orin Nano Super": 1020e6}
+PROCESSORS, SCHEDULERS = 8, 4  # multiprocessors of an Orin Nano, schedulers of each
+GAP_US = 1.5  # between two nodes of a CUDA graph, assumed
 
 
 # ---- predictions ---------------------------------------------------------------------------------------------------
 
 
-def costs(L, cfg):
-    """{kernel: (bytes, flops)} at batch 1; the formulas of the .cu files."""
-    H, D, ffn, V = cfg.heads, cfg.width, cfg.ffn, cfg.vocab
+def costs(L, cfg, steps):
+    """{kernel: (calls a step, bytes, blocks, warps a block, instructions of a warp)} at batch 1.
+
+    Bytes are the formulas of the .cu files, instructions were counted by --sass for sm_87, without RoPE and padding.
+    """
+    H, D, ffn, V, rows = cfg.heads, cfg.width, cfg.ffn, cfg.vocab, math.ceil(L / steps)  # rows filled in a step
+    tiles = math.ceil(L / 64)
     return {
-        "attention": (8 * L * H * 64, 4 * H * L * L * 64),
-        "add_norm": (8 * L * D, 8 * L * D),
-        "bias_gelu": (4 * L * ffn, 10 * L * ffn),
-        "sample_": (2 * V * L, 60 * V * L),  # at most: every row is filled in this step
+        "attention": (cfg.layers, 8 * L * H * 64, H * tiles, 4, 254 + 422 * tiles),
+        "add_norm": (2 * cfg.layers + 1, 8 * L * D, math.ceil(L / 4), 4, 370 * D // 384),
+        "bias_gelu": (cfg.layers, 4 * L * ffn, L * math.ceil(ffn / 512), 2, 60 + 139),
+        # a race and a look at the likelier ids for top-p, 16 warps of 128 ids at a time
+        "sample_": (1, 2 * V * rows, rows, 16, 400 + math.ceil(V / 2048) * (147 + 34)),
     }
 
 
+def predict_step(L, device, preset, steps):
+    """{part: microseconds of one step at batch 1}, and "nodes", the number of nodes in its graph."""
+    bandwidth, flops_s = ORIN[device]
+    parts = {}
+    for kernel, (calls, moved, blocks, warps, instructions) in costs(L, preset, steps).items():
+        turns = max(math.ceil(blocks / PROCESSORS) * warps / SCHEDULERS, 1)  # warps that share a scheduler
+        parts[kernel] = calls * 1e6 * max(moved / (0.8 * bandwidth), turns * instructions / (0.5 * CLOCK[device]))
+    D = preset.width
+    weights = preset.layers * (4 * D * D + 2 * D * preset.ffn) + preset.vocab * D
+    moved = 2 * (weights + L * preset.vocab)  # and logits are written
+    parts["matrix products"] = 1e6 * max(moved / (0.8 * bandwidth), 2 * weights * L / (0.5 * flops_s))
+    # a block is four products, two norms, attention and GELU; before the first one stand embedding, time, their sum and
+    # a norm, behind the last one head, sampler and counter
+    nodes = 8 * preset.layers + 7
+    return parts | {"gaps": GAP_US * nodes}, nodes
+
+
 def predict(cfg, preset):
-    print("PREDICTED microseconds: 80 % of the bandwidth, 50 % of the tensor throughput; launches come on top")
+    print("PREDICTED microseconds of a step at batch 1, from bytes and instructions; nothing ran on a Jetson")
     rows = []
-    for name, (bandwidth, flops_s) in ORIN.items():
+    for device in ORIN:
         for L in cfg.lengths:
-            for kernel, (moved, flops) in costs(L, preset).items():
-                us = 1e6 * max(moved / (0.8 * bandwidth), flops / (0.5 * flops_s) if kernel == "attention" else 0)
-                rows.append({"device": name, "length": L, "kernel": kernel, "bytes": moved, "flops": flops, "us": us})
-                print(f"{name:16} length {L:4} {kernel:10} {moved / 1e6:7.3f} MB {flops / 1e6:8.1f} MFLOP {us:7.1f}")
+            parts, nodes = predict_step(L, device, preset, cfg.steps)
+            ms = sum(parts.values()) / 1e3
+            rate = (L - 1) / (cfg.steps * ms / 1e3)
+            row = {"device": device, "length": L, "ms_per_step": round(ms, 3), "tok_per_s": round(rate), "nodes": nodes}
+            rows.append(row | {"us": {part: round(us, 1) for part, us in parts.items()}})
+            us = ", ".join(f"{part} {us:.0f}" for part, us in parts.items())
+            print(f"{device:16} length {L:4}: {ms:.2f} ms a step, {rate:,.0f} tokens/s ({us})")
     record(
-        "jetson_predicted", "jetson_kernels_predicted", None, "us, PREDICTED by the roofline, not measured",
-        device="none: a prediction for Orin Nano", model=cfg.model, rows=rows,
+        "jetson_predicted", "jetson_kernels_predicted", None, "us, PREDICTED from bytes and instructions, not measured",
+        device="none: a prediction for Orin Nano", model=cfg.model, steps=cfg.steps, rows=rows,
     )  # fmt: skip
+
+
+def print_sass(name, arch):
+    """The instructions of csrc/<name>.cu between branches: first address, how many, and how the stretch ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = ROOT / f"csrc/{name}.cu", f"{folder}/kernel.cubin"
+        flags = [f"-arch=sm_{arch}", "-std=c++17", "-O3", "-cubin", "-o", cubin]
+        subprocess.run([setup_kernels.find_nvcc() or "nvcc", *flags, source], check=True)
+        listing = subprocess.run(["cuobjdump", "-sass", cubin], check=True, capture_output=True, text=True).stdout
+    for function in re.split(r"\n\s+Function : ", listing)[1:]:
+        print(function.partition("\n")[0])
+        lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", function)
+        targets = set(re.findall(r"\b(?:BRA|BSSY|CALL)\S* .*?0x([0-9a-f]+)", function))
+        begin = 0
+        for i, (_, text) in enumerate(lines):
+            branch = re.search(r"\b(BRA|EXIT|CALL|RET|BSYNC)\b", text)
+            if branch or (i + 1 < len(lines) and lines[i + 1][0].lstrip("0") in targets):
+                print(f"  {lines[begin][0]} {i + 1 - begin:5}  {text if branch else ''}")
+                begin = i + 1
 
 
 # ---- measurements --------------------------------------------------------------------------------------------------
@@ -130,6 +189,9 @@ def compare(ours, theirs, exact):
 
 def main(cfg):
     preset = mdlm.CONFIGS[cfg.model]
+    if cfg.sass:
+        print_sass(cfg.sass, cfg.arch)
+        return
     if not torch.cuda.is_available():
         predict(cfg, preset)
         return

@@ -2,12 +2,16 @@
 
     python bench/data_prep_speed.py                      # the standard library as text; three minutes
     python bench/data_prep_speed.py --text=stories.txt   # documents with <|endoftext|> between them
+    python bench/data_prep_speed.py --pypi=top:300       # processor minutes and memory of a corpus of packages
 
 The documents are shuffled and repeated to 20 MB. Ours is the time from the tokenizer to the last shard on disk:
 reading, held-out draw, tokenising, rows, compression. encode_batch gets the same texts from memory, all at once and in
 batches of 4 MB, as ours does; the faster counts. Each run is a process of its own: a tokenizer that has met the text
 has its words in a cache. Memory is the peak of a process that prepares 20 MB of text and of one that prepares 200 MB.
 Writes cpu.json.
+
+With --pypi one run of data_prep.py python is measured instead: processor time of it and its workers, from the archives
+(which --archives may hold already) to the last shard, and the peak memory of the parent and of its largest worker.
 """
 
 import dataclasses
@@ -34,6 +38,8 @@ import runs
 class Config:
     text: str = ""  # text file to repeat; "" joins the .py files of the standard library
     repeats: int = 5  # timed runs of data_prep.py and of encode_batch alone, in turn
+    pypi: str = ""  # packages to prepare instead of a text, as data_prep.py python --pypi takes them
+    archives: str = "data/archives"  # folder that keeps their source distributions
 
 
 def write_text(path, documents, megabytes):
@@ -75,6 +81,39 @@ print(time.perf_counter() - started)
 """
 
 
+PACKAGES = """
+import json, resource, sys
+import data_prep
+data_prep.main(data_prep.Python(pypi=sys.argv[1], archives=sys.argv[2], out=sys.argv[3]))
+usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+print(sum(part.ru_utime + part.ru_stime for part in usage), *(part.ru_maxrss / 1024 for part in usage))
+"""
+
+
+def packages(cfg):
+    """One run on packages, recorded with what it kept of them."""
+    with tempfile.TemporaryDirectory(dir=Path(cfg.archives).parent) as folder:
+        out = Path(folder) / "out"
+        cpu_s, parent_mib, worker_mib = measured(PACKAGES, cfg.pypi, Path(cfg.archives).absolute(), out)
+        meta = json.loads((out / "meta.json").read_text())
+        listed = json.loads((out / "manifest.json").read_text())["packages"]
+    kept = [package for package in listed if package["files"]]
+    record(
+        "cpu",
+        f"data_prep --pypi={cfg.pypi}: processor time of the whole run",
+        cpu_s / 60,
+        "minutes",
+        packages=len(kept),
+        archive_bytes=sum(package["size"] or 0 for package in listed),
+        python_bytes=sum(package["python_bytes"] for package in kept),
+        documents=sum(total["documents"] for total in meta["splits"].values()),
+        bytes=sum(total["bytes"] for total in meta["splits"].values()),
+        tokens=sum(total["tokens"] for total in meta["splits"].values()),
+        dropped=meta["dropped"],
+        peak_mib={"parent": parent_mib, "largest worker": worker_mib},
+    )
+
+
 def measured(code, *args):
     """The numbers that a process of its own prints last."""
     command = [sys.executable, "-c", code, *map(str, args)]
@@ -83,6 +122,9 @@ def measured(code, *args):
 
 
 def main(cfg):
+    if cfg.pypi:
+        packages(cfg)
+        return
     if cfg.text:
         documents = [text.strip() for text in Path(cfg.text).read_text(encoding="utf-8").split(data_prep.SEPARATOR)]
     else:

@@ -1,16 +1,24 @@
 """Programs per second and core that sandbox.py runs: a trivial program and three tests, every layer on.
 
-    python bench/sandbox_speed.py               # half a minute; keep the machine idle
+    python bench/sandbox_speed.py               # a minute; keep the machine idle
+    pip install psutil && pip install --no-deps evalplus      # before it, to have EvalPlus' executor beside it
 
 One round is --programs programs, as many at a time as there are cores, from the call of run_tests to its return. The
-first round is left out. Beside it: processor time of a program, seconds of a single one, and seconds of a Python
-interpreter that does nothing. Writes cpu.json.
+first round is left out. Beside it: the same by three calls in one process, as HumanEval+ is scored, and by EvalPlus'
+executor, which does that too; processor time of a program; seconds of a single one, and of a Python interpreter that
+does nothing; and seconds of benchmarks.py for HumanEval's own 164 solutions. Writes cpu.json.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
+import gzip
+import io
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 from record import record
 
+import benchmarks
 import runs
 import sandbox
 
@@ -28,15 +37,42 @@ import sandbox
 class Config:
     programs: int = 100  # programs in one round
     rounds: int = 5  # rounds that are timed
+    tasks_file: str = "data/tasks/HumanEval.jsonl.gz"  # HumanEval.jsonl.gz, for its solutions; left out without
 
 
 PROGRAM = "def f(x):\n    return x + 1\n"
 TESTS = ["assert f(1) == 2", "assert f(5) == 6", "assert f(-1) == 0"]
 
 
-def run_programs(count):
-    results = sandbox.run_tests([PROGRAM] * count, [TESTS] * count)
+CALLS = sandbox.Calls("f", [[1], [5], [-1]], [4.0] * 3, 13.0)
+
+
+def run_programs(count, tests=TESTS):
+    results = sandbox.run_tests([PROGRAM] * count, [tests] * count)
     assert all(result.rate == 1 for result in results), results[0]
+
+
+def evalplus_verdict(_):
+    from evalplus.eval import untrusted_check
+
+    args = PROGRAM, [[1], [5], [-1]], "f", [2, 6, 0], 0, [0.0] * 3
+    return untrusted_check("humaneval", *args, fast_check=True, min_time_limit=4.0)[0]
+
+
+def run_evalplus(pool, count):
+    assert set(pool.map(evalplus_verdict, range(count))) == {"pass"}
+
+
+def run_humaneval(tasks_file, folder):
+    """benchmarks.py on HumanEval's own solutions, from the file to the report."""
+    with gzip.open(tasks_file, "rt") as file, open(f"{folder}/samples.jsonl", "w") as samples:
+        for row in map(json.loads, file):
+            sample = {"task_id": row["task_id"], "completion": row["canonical_solution"]}
+            samples.write(json.dumps(sample) + "\n")
+    files = {"tasks_file": tasks_file, "samples": f"{folder}/samples.jsonl", "out": f"{folder}/out"}
+    with contextlib.redirect_stdout(io.StringIO()):
+        row = benchmarks.main(benchmarks.Config("humaneval", **files))
+    assert row["results"] == {"passed": 164}, row
 
 
 def timed(function, *args, **options):
@@ -52,6 +88,20 @@ def main(cfg):
     before = os.times()
     rates = [cfg.programs / timed(run_programs, cfg.programs) / cores for _ in range(cfg.rounds)]
     cpu_s = sum(os.times()[:4]) - sum(before[:4])  # user and system, of children too
+    by_calls = [cfg.programs / timed(run_programs, cfg.programs, [CALLS]) / cores for _ in range(cfg.rounds)]
+    more = {"by_three_calls": float(np.median(by_calls))}
+    try:
+        import evalplus.eval  # noqa: F401
+    except ImportError as error:
+        print(f"EvalPlus' executor is left out: {error}", file=sys.stderr)
+    else:
+        with concurrent.futures.ProcessPoolExecutor(cores) as pool:
+            run_evalplus(pool, cfg.programs)
+            theirs = [cfg.programs / timed(run_evalplus, pool, cfg.programs) / cores for _ in range(cfg.rounds)]
+        more["by_evalplus"] = float(np.median(theirs))
+    if Path(cfg.tasks_file).is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            more["humaneval_s"] = timed(run_humaneval, cfg.tasks_file, folder)
     single_s = [timed(run_programs, 1) for _ in range(20)]
     python_s = [timed(subprocess.run, [sys.executable, "-c", "pass"], check=True) for _ in range(20)]
     record(
@@ -66,6 +116,7 @@ def main(cfg):
         single_program_s=float(np.median(single_s)),
         empty_interpreter_s=float(np.median(python_s)),
         load=os.getloadavg()[0],
+        **more,
     )
 
 

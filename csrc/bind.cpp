@@ -14,6 +14,7 @@ const char *sample(const void *, bool, void *, const void *, const void *, const
                    int, int, int, int, int, int64_t, float, float, void *);
 #ifdef EMULATE
 void set_eager_copies(bool);
+const char *log2_exponentials(const void *, void *, int);
 #endif
 }
 
@@ -49,5 +50,6 @@ PYBIND11_MODULE(MODULE, m) {
     m.attr("source") = SOURCE;  // digest of the sources that this was built from
 #ifdef EMULATE
     m.def("set_eager_copies", set_eager_copies);
+    m.def("log2_exponentials", wrap(log2_exponentials));
 #endif
 }

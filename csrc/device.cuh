@@ -22,16 +22,28 @@ __device__ inline uint32_t pack2(float low, float high) {
     return *reinterpret_cast<uint32_t *>(&pair);
 }
 
-__device__ inline uint32_t bits_of(half_t x) { return __half_as_ushort(x); }
-__device__ inline uint32_t bits_of(float x) { return __float_as_uint(x); }
 __device__ inline float from_bits(uint32_t bits, half_t) { return __half2float(__ushort_as_half(bits)); }
 __device__ inline float from_bits(uint32_t bits, float) { return __uint_as_float(bits); }
 __device__ inline uint32_t mul_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 
-// 2^x; exactly 0 for -inf.
+// 2^x, off by at most a factor of 1 + 2^-22; exactly 0 for -inf.
 __device__ inline float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// log2(x), off by at most 2^-22 for x in [1/2, 2] and by a factor of 1 + 2^-22 elsewhere.
+__device__ inline float fast_log2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1 / x, off by at most a factor of 1 + 2^-22; 0 for inf.
+__device__ inline float fast_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

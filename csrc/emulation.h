@@ -62,7 +62,6 @@ inline half_t to_half(float x) {
 }
 
 inline uint32_t pack2(float low, float high) { return to_half(low).bits | (uint32_t)to_half(high).bits << 16; }
-inline uint32_t bits_of(half_t x) { return x.bits; }
 inline uint32_t bits_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -75,7 +74,14 @@ inline float from_bits(uint32_t bits, float) {
     return x;
 }
 inline uint32_t mul_high(uint32_t a, uint32_t b) { return (uint64_t)a * b >> 32; }
-inline float fast_exp2(float x) { return exp2f(x); }
+
+// These are as far off as the PTX manual allows a GPU to be, up or down by the bits of x.
+inline float allowed_error(float x) { return bits_of(x) * 0x9E3779B9u >> 31 ? 0x1p-22f : -0x1p-22f; }
+inline float fast_exp2(float x) { return exp2f(x) * (1 + allowed_error(x)); }
+inline float fast_reciprocal(float x) { return 1 / x * (1 + allowed_error(x)); }
+inline float fast_log2(float x) {
+    return x > 0.5f && x < 2 ? log2f(x) + allowed_error(x) : log2f(x) * (1 + allowed_error(x));
+}
 
 // ---- coroutines in the place of threads ----
 

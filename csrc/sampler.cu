@@ -13,18 +13,23 @@
 //
 // Bytes: 2 V for each row that is filled, and 8 for one that is not: rows that stay masked never read their logits. The
 // usual chain (float, divide, top-k, softmax, draw, where) moves 25 to 30 MB for 64 rows of 8192; this one at most 1 MB.
-// Flops: about 60 a logit, most of them Philox's integers.
+// Instructions (sm_87, halves): 37 a logit for the race, 11 of them Philox's, and 9 more where top_p < 1; top-k takes 5
+// for each of its 16 or 32 counts.
+//
+// log E and the likelihoods come from the GPU's approximate log2 and exp2. The score of an id that can win is exact to
+// 1e-5, so that of 100,000 draws about one falls otherwise than with exact logarithms.
 //
 // One block owns a row and holds its logits in shared memory: 33 KB. Top-k is a binary search over the bits of the k-th
-// largest logit, 16 or 32 counts. Top-p needs no sort: where the ids likelier than the winner have top_p or more, the
+// largest logit. Top-p needs no sort: where the ids likelier than the winner have top_p or more of the probability, the
 // winner lies outside the set, and the race is run again, with the same noise, among those likelier ones. Gumbel's
-// order makes this the arg-max over the set itself.
+// order makes this the arg-max over the set itself. Only a few rows are filled in a step, each on a multiprocessor of
+// its own; to split a row over several blocks, they would have to meet in memory after each race.
 
 #include "device.cuh"
 
 namespace {
 
-constexpr int THREADS = 256, BYTES = 32768;
+constexpr int THREADS = 512, BYTES = 32768;
 
 struct Philox {
     uint32_t word[4];
@@ -46,13 +51,18 @@ __device__ inline Philox philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t 
     return {{c0, c1, c2, c3}};
 }
 
-// In (0, 1); small values are exact to 2^-32, and it is a small E that wins.
-__device__ inline float uniform(uint32_t word) { return fminf((word + 0.5f) * 0x1p-32f, 0.99999994f); }
+// In (0, 1); small values are exact to 2^-32.
+__device__ inline float uniform(uint32_t word) { return fminf(word * 0x1p-32f + 0x1p-33f, 0.99999994f); }
 
-// Larger logits have larger keys, also where they are negative.
-__device__ inline uint32_t key_of(half_t x) { return bits_of(x) ^ (bits_of(x) >> 15 ? 0xffffu : 0x8000u); }
-__device__ inline uint32_t key_of(float x) { return bits_of(x) ^ (bits_of(x) >> 31 ? 0xffffffffu : 0x80000000u); }
+// log2 E of an exponential random number E = -log2(1 - u), in units of ln 2. It is a small E that wins: below u = 1/16,
+// where 1 - u loses digits, it is the series log2(e) (u + u^2 / 2 + u^3 / 3 + ...).
+__device__ inline float log2_exponential(uint32_t word) {
+    float u = uniform(word);
+    float series = u * (1.442695f + u * (0.7213475f + u * (0.48089835f + u * (0.36067376f + u * 0.288539f))));
+    return fast_log2(u < 0.0625f ? series : -fast_log2(1 - u));
+}
 
+// Larger keys are larger logits, also where they are negative.
 template <class T>
 __device__ inline float value_of_key(uint32_t key) {
     uint32_t sign = sizeof(T) == 2 ? 0x8000u : 0x80000000u, all = sizeof(T) == 2 ? 0xffffu : 0xffffffffu;
@@ -69,23 +79,15 @@ __device__ inline Best better(Best a, Best b) {
     return b.score > a.score || (b.score == a.score && b.id < a.id) ? b : a;
 }
 
-struct Add {
-    template <class T>
-    __device__ T operator()(T a, T b) const { return a + b; }
-};
-struct Max {
-    __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
-};
-
-// Combined over the block; every thread gets the result. `room` has a place for each warp.
-template <class T, class Op>
-__device__ inline T block_reduce(T x, Op op, T *room) {
-    for (int lanes = 16; lanes; lanes /= 2) x = op(x, shuffle_xor(x, lanes));
+// The sum over the block; every thread gets it. `room` has a place for each warp.
+template <class T>
+__device__ inline T block_sum(T x, T *room) {
+    for (int lanes = 16; lanes; lanes /= 2) x += shuffle_xor(x, lanes);
     __syncthreads();  // the room may still be read
     if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
     __syncthreads();
     x = room[0];
-    for (int i = 1; i < THREADS / 32; ++i) x = op(x, room[i]);
+    for (int i = 1; i < THREADS / 32; ++i) x += room[i];
     return x;
 }
 
@@ -98,6 +100,11 @@ __device__ inline Best block_best(Best x, Best *room) {
     for (int i = 1; i < THREADS / 32; ++i) x = better(x, room[i]);
     return x;
 }
+
+template <class T>
+struct alignas(4 * sizeof(T)) Four {  // logits that share a call of Philox
+    T x[4];
+};
 
 template <class T>
 struct Sample {
@@ -126,6 +133,7 @@ __global__ void __launch_bounds__(THREADS) sample_kernel(Sample<T> a) {
     float u = a.keep_noise ? a.keep_noise[row] : uniform(philox(0, row, step, 1, seed).word[0]);
     if (u < a.keep[step]) return;
 
+    // the row, up to a multiple of four, and -inf for what is not allowed
     const T *from = a.logits + (int64_t)row * a.stride;
     constexpr int CHUNK = 16 / sizeof(T);
     struct alignas(16) Chunk {
@@ -134,60 +142,69 @@ __global__ void __launch_bounds__(THREADS) sample_kernel(Sample<T> a) {
     const int whole = (uintptr_t)from % 16 ? 0 : a.vocab / CHUNK * CHUNK;
     for (int i = thread * CHUNK; i < whole; i += THREADS * CHUNK) *(Chunk *)(logit + i) = *(const Chunk *)(from + i);
     for (int i = whole + thread; i < a.vocab; i += THREADS) logit[i] = from[i];
+    if (thread < (-a.vocab & 3)) put(logit[a.vocab + thread], -INFINITY);
     __syncthreads();
     for (int i = thread; i < a.banned; i += THREADS)
         if (a.ban[i] >= 0 && a.ban[i] < a.vocab) put(logit[a.ban[i]], -INFINITY);
     __syncthreads();
-
-    float kth = -INFINITY;  // ids with a lower logit are out
     if (a.top_k > 0 && a.top_k < a.vocab) {
         uint32_t key = 0;
         for (int bit = BITS - 1; bit >= 0; --bit) {
-            uint32_t trial = key | 1u << bit;
+            float trial = value_of_key<T>(key | 1u << bit);
             int count = 0;
-            for (int i = thread; i < a.vocab; i += THREADS) count += key_of(logit[i]) >= trial;
-            if (block_reduce(count, Add{}, ints) >= a.top_k) key = trial;
+            for (int first = 4 * thread; first < a.vocab; first += 4 * THREADS) {
+                Four<T> four = *(const Four<T> *)(logit + first);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) count += to_float(four.x[j]) >= trial;
+            }
+            if (block_sum(count, ints) >= a.top_k) key |= 1u << bit;
         }
-        kth = value_of_key<T>(key);
+        const float kth = value_of_key<T>(key);
+        for (int i = thread; i < a.vocab; i += THREADS)
+            if (!(to_float(logit[i]) >= kth)) put(logit[i], -INFINITY);
+        __syncthreads();
     }
 
-    const float warmth = a.temperature > 0 ? a.temperature : 1.f;
-    float most = -INFINITY;
-    for (int i = thread; i < a.vocab; i += THREADS) most = fmaxf(most, to_float(logit[i]));
-    most = block_reduce(most, Max{}, floats);
-
-    float above = -INFINITY, total = 0;  // ids must be likelier than `above`
+    const bool draws = a.temperature > 0;
+    const float scale = draws ? 1.44269504f / a.temperature : 1.f;  // the race is run in powers of two
+    float above = -INFINITY;                                        // ids must be likelier than this
     Best best;
     while (true) {
         best = {-INFINITY, NONE};
-        float part = 0;
         for (int first = 4 * thread; first < a.vocab; first += 4 * THREADS) {
-            Philox words = a.temperature > 0 && !a.noise ? philox(first / 4, row, step, 0, seed) : Philox{};
+            Four<T> four = *(const Four<T> *)(logit + first);
+            float log_e[4] = {};
+            if (draws && a.noise) {
+                for (int j = 0; j < 4 && first + j < a.vocab; ++j)
+                    log_e[j] = fast_log2(-logf(a.noise[(int64_t)row * a.stride + first + j]));
+            } else if (draws) {
+                Philox words = philox(first / 4, row, step, 0, seed);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                int id = first + j;
-                if (id >= a.vocab) break;
-                float x = to_float(logit[id]);
-                if (!(x >= kth && x > above)) continue;
-                part += expf((x - most) / warmth);
-                float score = x;
-                if (a.temperature > 0) {
-                    float e = a.noise ? -logf(a.noise[(int64_t)row * a.stride + id]) : -log1pf(-uniform(words.word[j]));
-                    score = x / a.temperature - logf(e);
-                }
-                best = better(best, {score, id});
+                for (int j = 0; j < 4; ++j) log_e[j] = log2_exponential(words.word[j]);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {  // a thread's ids ascend: of equals the first one stays
+                float x = to_float(four.x[j]), score = x * scale - log_e[j];
+                if (x > above && score > best.score) best = {score, first + j};
             }
         }
         best = block_best(best, bests);
-        if (best.id == NONE || a.temperature == 0 || a.top_p >= 1) break;
-        if (above == -INFINITY) total = block_reduce(part, Add{}, floats);
+        if (best.id == NONE || !draws || a.top_p >= 1) break;
+        // Likelihoods in units of the winner's: noise lifts a logit by at most 2^34, so that none overflows.
         const float won = to_float(logit[best.id]);
-        float likelier = 0;
-        for (int i = thread; i < a.vocab; i += THREADS) {
-            float x = to_float(logit[i]);
-            likelier += x >= kth && x > won ? expf((x - most) / warmth) : 0.f;
+        float likelier = 0, rest = 0;
+        for (int first = 4 * thread; first < a.vocab; first += 4 * THREADS) {
+            Four<T> four = *(const Four<T> *)(logit + first);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                float x = to_float(four.x[j]), likelihood = fast_exp2((x - won) * scale);
+                if (x > won) likelier += likelihood;
+                if (x <= won) rest += likelihood;
+            }
         }
-        if (block_reduce(likelier, Add{}, floats) < fmaxf(a.top_p, 1e-9f) * total) break;
+        likelier = block_sum(likelier, floats);
+        rest = block_sum(rest, floats);
+        if (likelier < fmaxf(a.top_p, 1e-9f) * (likelier + rest)) break;
         above = won;
     }
     if (thread == 0 && best.id != NONE) a.token[row] = best.id;

@@ -26,6 +26,7 @@ import tyro
 from tokenizers import Tokenizer
 from tokenizers.normalizers import NFC
 
+import corpus as cp
 import data_prep as dp
 import runs
 
@@ -147,6 +148,12 @@ def tree(out):
     """{path: content} of all that a run wrote."""
     paths = [path for path in Path(out).rglob("*") if path.is_file() and path.name[0] != "."]
     return {str(path.relative_to(out)): path.read_bytes() for path in paths}
+
+
+@pytest.fixture(autouse=True)
+def no_download(monkeypatch):
+    """HumanEval and MBPP are only looked for where a test names them."""
+    monkeypatch.setattr(cp, "BENCHMARKS", {})
 
 
 @pytest.fixture(scope="module")
@@ -356,7 +363,7 @@ def test_minhash_estimates_the_jaccard_index():
             other[i] = "changed"
         runs = [{tuple(text[i : i + 5]) for i in range(2996)} for text in (words, other)]
         index = len(runs[0] & runs[1]) / len(runs[0] | runs[1])
-        a_P, b_P = (dp.signature(" ".join(text).encode()) for text in (words, other))
+        a_P, b_P = (cp.signature(" ".join(text).encode()) for text in (words, other))
         assert abs((a_P == b_P).mean() - index) < 0.12  # three standard errors of 128 draws at .3
 
 
@@ -367,14 +374,14 @@ def test_near_duplicates_keep_the_first_and_only_drop_what_is_near():
     signature_NP[30, :12] += 1  # .906
     signature_NP[40, 40:52] += 1
     signature_NP[20, :40] += 1  # .69
-    assert np.flatnonzero(dp.near_duplicates(signature_NP)).tolist() == [30, 40]
-    assert dp.near_duplicates(signature_NP[:0]).tolist() == []
+    assert np.flatnonzero(cp.near_duplicates(signature_NP)).tolist() == [30, 40]
+    assert cp.near_duplicates(signature_NP[:0]).tolist() == []
 
 
 def test_split_is_by_file_disjoint_and_independent_of_what_else_is_there(tmp_path):
     def names(folder, **changes):
         cfg = config(tmp_path, roots=(str(folder),), heldout=0.3, **changes)
-        groups, _ = dp.gather_python(dp.find(cfg), cfg, None)
+        groups, _ = cp.gather(dp.find(cfg), cfg)
         return {split: {item.name for group in groups[split] for item in group} for split in groups}
 
     files = corpus(tmp_path / "src", 40)
@@ -417,10 +424,15 @@ def test_fim_pieces_make_up_the_text_and_stay_out_of_the_heldout(tmp_path):
     assert not {*fim.values()} & {*np.concatenate(ids_of(out, "heldout")).tolist()}
 
 
-def test_fim_cut_is_prefix_suffix_middle():
-    for seed in range(50):
-        prefix, suffix, middle = dp.cut_for_fim(SPECIAL, dp.Python(fim_rate=1.0, seed=seed))
+def test_fim_cut_is_prefix_suffix_middle_or_the_suffix_first():
+    first = 0
+    for seed in range(200):
+        cfg = dp.Python(fim_rate=1.0, seed=seed)
+        prefix, suffix, middle = dp.cut_for_fim(SPECIAL, dataclasses.replace(cfg, spm_rate=0.0))
         assert prefix + middle + suffix == SPECIAL
+        assert dp.cut_for_fim(SPECIAL, dataclasses.replace(cfg, spm_rate=1.0)) == ("", suffix, prefix + middle)
+        first += dp.cut_for_fim(SPECIAL, cfg) == ("", suffix, prefix + middle)
+    assert 70 < first < 130
     assert dp.cut_for_fim(SPECIAL, dp.Python()) == (SPECIAL,)
 
 

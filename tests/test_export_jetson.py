@@ -43,6 +43,23 @@ def test_weights_and_torchscript_are_the_model(tmp_path, rope):
     same(model, torch.jit.load(str(tmp_path / "out/model_jetson.pt")))
 
 
+def test_int8_halves_the_file_and_its_graphs_are_of_the_same_weights(tmp_path):
+    model = checkpoint(tmp_path / "run", rope=True)
+    small = export(tmp_path / "run", tmp_path / "small", onnx=False, int8=True)["files"]
+    large = export(tmp_path / "run", tmp_path / "large", onnx=False, torchscript=False)["files"]
+    assert small["model.safetensors"]["bytes"] < 0.6 * large["model.safetensors"]["bytes"]
+    assert 0.001 < small["model.safetensors"]["max_error"] / small["model.safetensors"]["largest_logit"] < 0.05
+    read = inference_jetson.read_model(tmp_path / "small", inference_jetson.read_bundle(tmp_path / "small"))
+    for name, weight in model.state_dict().items():
+        error, largest = (read.state_dict()[name] - weight).abs(), weight.abs()
+        if weight.ndim == 2:  # half a step of 1 / 127 of the row's largest
+            assert (error <= 1.001 * largest.amax(1, keepdim=True) / 254).all(), name
+            assert error.any() == weight.any(), name
+        else:
+            torch.testing.assert_close(error, torch.zeros_like(error), atol=1e-3, rtol=0)
+    same(read, torch.jit.load(str(tmp_path / "small/model_jetson.pt")))
+
+
 @torch.no_grad()
 def same(model, run):
     """run(token, noise, see) in halves is the model, for other shapes than the exporter's."""
@@ -55,8 +72,8 @@ def same(model, run):
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"rope": True}, {"time": False, "tie": True}], ids=str)
 def test_onnx_is_the_model(tmp_path, changes):
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
+    for package in ("onnxruntime", "onnx", *["onnxscript"] * export_jetson.by_torch_export()):
+        pytest.importorskip(package)
     model = checkpoint(tmp_path / "run", **changes)
     about = export(tmp_path / "run", tmp_path / "out")
     assert 0 < about["files"]["model.onnx"]["max_error"] < 0.005 * about["files"]["model.onnx"]["largest_logit"]

@@ -322,7 +322,8 @@ def test_bad_input_is_one_line(run_folder, tmp_path):
     refused("256 positions", prompt="x", max_new=5000, **here)
     refused("line 2", file=str(tmp_path / "broken.jsonl"), **here)
     refused("none.jsonl", file=str(tmp_path / "none.jsonl"), **here)
-    refused("--block_length, --int8 is for --model=dream", dream=generate.DreamFlags(block_length=4, int8=True), **here)
+    refused("--threshold, --int8 is for --model=dream", dream=generate.DreamFlags(threshold=0.5, int8=True), **here)
+    refused("--block_length is for --model=mdlm or dream", prompt="x", block_length=4, **here)
     says(run("generate.py", f"--ckpt={run_folder}", "--prompt=x", "--step=3"), "it has [7]")
 
 

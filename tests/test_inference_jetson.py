@@ -6,9 +6,12 @@ import io
 import json
 import math
 import os
+import re
 import runpy
+import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -103,11 +106,12 @@ def test_fused_forward_on_kernels_is_as_exact_as_the_half_model(runs, rope):
 
 
 def denoiser(model, kernels, sample_, token_BL, steps=2, **settings):
-    cfg = jetson.Config(**{"temperature": 0.9, "top_p": 0.9, "schedule": "linear", **settings})
-    rate_N, keep_N = jetson.step_tables(steps, cfg.schedule)
+    defaults = {"temperature": 0.9, "top_p": 0.9, "schedule": "linear", "vocab": 290}
+    rule = mdlm.Sampling(**defaults | settings, steps=steps)
+    rate_N, keep_N = jetson.step_tables(steps, rule.schedule)
     with torch.inference_mode():
         forward = jetson.fused_forward(model, rate_N, kernels)
-        made = jetson.Denoiser(forward, sample_, *token_BL.shape, keep_N, cfg, 290, torch.device("cpu"))
+        made = jetson.Denoiser(forward, sample_, *token_BL.shape, keep_N, rule, torch.device("cpu"))
         return made, made(token_BL, 5)
 
 
@@ -146,7 +150,7 @@ def test_each_step_fills_its_share(schedule, monkeypatch):
     rate_N, keep_N = jetson.step_tables(N, schedule)
     zeros = lambda token, see, step: torch.zeros(*token.shape, 8)  # noqa: E731
     for sample_ in (torch.ops.unmask.sample_, jetson.sample_sorted_):
-        made = jetson.Denoiser(zeros, sample_, 1, L, keep_N, jetson.Config(), 8, torch.device("cpu"))
+        made = jetson.Denoiser(zeros, sample_, 1, L, keep_N, mdlm.Sampling(vocab=8), torch.device("cpu"))
         left = []
         for _ in range(N):
             made.step()
@@ -182,6 +186,20 @@ def test_the_sort_based_sampler_costs_a_tenth_of_the_bisection(monkeypatch):
     assert count.bytes < 90e6
 
 
+@pytest.mark.parametrize("sample_", [jetson.sample_sorted_, torch.ops.unmask.sample_])
+def test_the_surest_are_those_of_the_models_own_loop(sample_):
+    """At temperature 0 nothing is random: the same tokens at the same places after every step."""
+    model, token_BL, want, got = make_model(rope=True), canvases(SMALL), [], []
+    for sampler, schedule in zip(diffusion.CONFIDENCES, ("cosine_sq", "even", "linear"), strict=True):
+        rule = mdlm.Sampling(sampler, 4, schedule, temperature=0.0, vocab=290)
+        mdlm.sample(model, token_BL, rule, None, lambda i, token_BL: want.append(token_BL))
+        settings = {"sampler": sampler, "schedule": schedule, "temperature": 0.0}
+        made, _ = denoiser(model, torch.ops.unmask, sample_, token_BL, 4, **settings)
+        made(token_BL, 5, lambda i, token_BL: got.append(token_BL))
+    assert len(got) == len(want) == 12
+    assert all(map(torch.equal, got, want))
+
+
 class OneDevice(TorchDispatchMode):
     """Meta tensors play the GPU: an operator on both devices is an error, as there; copies between them are counted."""
 
@@ -201,14 +219,16 @@ class OneDevice(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("sampler", ["ancestral", "margin"])
 @pytest.mark.parametrize("sample_", [jetson.sample_sorted_, torch.ops.unmask.sample_])
-def test_a_text_is_one_copy_to_the_device_and_one_back(sample_, rope):
+def test_a_text_is_one_copy_to_the_device_and_one_back(sample_, sampler, rope):
     model, meta = make_model(rope=rope).to("meta"), torch.device("meta")
     rate_N, keep_N = (table_N.to("meta") for table_N in jetson.step_tables(3, "linear"))
     graph = lambda *inputs: export_jetson.Exported(model)(*inputs)  # noqa: E731
     with torch.inference_mode():
         for forward in (jetson.fused_forward(model, rate_N, torch.ops.unmask), jetson.graph_forward(graph, rate_N)):
-            made = jetson.Denoiser(forward, sample_, 2, 33, keep_N, jetson.Config(), 290, meta)
+            rule = mdlm.Sampling(sampler, schedule="even", vocab=290)
+            made = jetson.Denoiser(forward, sample_, 2, 33, keep_N, rule, meta)
             with OneDevice() as mode:
                 assert made(canvases(SMALL), 5).shape == (2, 33)
             assert mode.copies == ["copy_.default"] * 2
@@ -223,8 +243,8 @@ def test_every_backend_has_the_fused_sampler_where_it_is_built(bundle, monkeypat
     monkeypatch.setattr(jetson, "why_no_sampler", lambda vocab, device: "")
     for backend in ("torch", "torchscript"):
         made = writer(bundle, backend=backend, graph=False)
-        assert made.denoiser(1, 32, 3).sample_ is torch.ops.unmask.sample_
-        assert not (made.fill_captured(canvases(SMALL), 3) == mdlm.MASK).any()
+        assert made.denoiser(1, 32, mdlm.Sampling(steps=3)).sample_ is torch.ops.unmask.sample_
+        assert not (made.fill_captured(canvases(SMALL), rule(made)) == mdlm.MASK).any()
 
 
 def test_a_graph_that_cannot_be_captured_is_said_and_the_step_runs_as_it_is(bundle, monkeypatch, capsys):
@@ -237,10 +257,68 @@ def test_a_graph_that_cannot_be_captured_is_said_and_the_step_runs_as_it_is(bund
     for name, fake in (fakes | {"stream": contextlib.nullcontext, "graph": Fails}).items():
         monkeypatch.setattr(torch.cuda, name, fake)
     made = writer(bundle)
-    assert not (made.fill_captured(canvases(SMALL), 3) == mdlm.MASK).any()
+    assert not (made.fill_captured(canvases(SMALL), rule(made)) == mdlm.MASK).any()
     said = capsys.readouterr().err.splitlines()
     assert said == ["CUDA graph: operation not permitted when stream is capturing; launching kernels one by one, "
                     "which is slower"]  # fmt: skip
+
+
+class Recorded:
+    """torch.cuda.graph and CUDAGraph of a machine without a GPU: steps are written down, and taken at each replay."""
+
+    def __init__(self, monkeypatch, most=1000):
+        self.open, self.replays = None, []
+        stream = types.SimpleNamespace(wait_stream=lambda other: None)
+        take = jetson.Denoiser.step
+
+        class Graph:
+            def __init__(self):
+                self.steps = []
+
+            def replay(graph):
+                self.replays.append(len(graph.steps))
+                for denoiser in graph.steps:
+                    take(denoiser)
+
+        @contextlib.contextmanager
+        def capturing(graph):
+            self.open = graph
+            yield
+            self.open = None
+            if len(graph.steps) > most:
+                raise RuntimeError("out of memory")
+
+        fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": Graph, "graph": capturing}
+        for name, fake in (fakes | {"stream": contextlib.nullcontext}).items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(
+            jetson.Denoiser, "step", lambda made: self.open.steps.append(made) if self.open else take(made)
+        )
+
+
+@pytest.mark.parametrize("sampler", ["ancestral", "entropy"])
+def test_a_graph_holds_all_steps_of_a_text(bundle, monkeypatch, capsys, sampler):
+    token_BL = canvases(SMALL)
+    plain = writer(bundle, graph=False, sampler=sampler)
+    want = plain.fill_captured(token_BL, rule(plain, 5))
+    recorded = Recorded(monkeypatch)
+    made = writer(bundle, sampler=sampler)
+    for _ in range(2):
+        assert torch.equal(made.fill_captured(token_BL, rule(made, 5)), want)
+    assert recorded.replays == [5, 5]
+    # what is watched is taken step by step, and so is a text of many steps
+    seen = []
+    assert torch.equal(made.fill_captured(token_BL, rule(made, 5), lambda i, token_BL: seen.append(i)), want)
+    assert seen == [0, 1, 2, 3, 4]
+    assert recorded.replays == [5, 5] + [1] * 5
+    made.fill_captured(token_BL, rule(made, jetson.MOST_TOGETHER + 1))
+    assert recorded.replays[7:] == [1] * (jetson.MOST_TOGETHER + 1)
+    # where all of them do not fit, one does
+    recorded = Recorded(monkeypatch, most=3)
+    made = writer(bundle, sampler=sampler)
+    assert torch.equal(made.fill_captured(token_BL, rule(made, 5)), want)
+    assert recorded.replays == [1] * 5
+    assert capsys.readouterr().err == ""
 
 
 def fake_tensorrt(monkeypatch, runs=True):
@@ -291,6 +369,40 @@ def test_the_board_tells_its_memory():
         ("NVIDIA Jetson AGX Thor Developer Kit", "NV Power Mode: MAXN", 273.0),
     ):
         assert jetson.peak_gb_s(cuda, {"name": "Orin", "board": board, "power_mode": mode}) == want
+
+
+ORIN_NANO = {  # lines of tegrastats: JetPack 6, 6 under load, 5
+    "04-27-2026 14:59:41 RAM 775/7620MB (lfb 3x4MB) SWAP 0/3810MB (cached 0MB) CPU [1%@729,0%@729,0%@729,0%@729,0%@729,"
+    "0%@729] GR3D_FREQ 0% cpu@48.468C soc2@47.531C soc0@48.062C gpu@48.562C tj@49.156C soc1@49.156C VDD_IN "
+    "4761mW/4778mW VDD_CPU_GPU_CV 515mW/501mW VDD_SOC 1428mW/1428mW": (4761, 515),
+    "11-15-2024 08:38:09 RAM 6185/7620MB (lfb 8x2MB) SWAP 851/3810MB (cached 1MB) CPU [15%@729,11%@729,14%@729,13%@729,"
+    "11%@729,8%@729] EMC_FREQ 43%@2133 GR3D_FREQ 63%@[621] NVDEC off NVJPG off NVJPG1 off VIC off OFA off APE 200 "
+    "cpu@53.968C soc2@52.437C soc0@50.75C gpu@53.343C tj@53.968C soc1@51.656C VDD_IN 12479mW/12479mW VDD_CPU_GPU_CV "
+    "4667mW/4667mW VDD_SOC 2817mW/2817mW": (12479, 4667),
+    "05-11-2023 10:01:12 RAM 2446/6481MB (lfb 5x4MB) SWAP 0/3241MB (cached 0MB) CPU [3%@1510,1%@1510,off,off,off,off] "
+    "EMC_FREQ 0%@2133 GR3D_FREQ 0%@[0] VIC_FREQ 115 APE 200 CV0@-256C CPU@45.1C SOC2@44.3C SOC0@43.9C CV1@-256C "
+    "GPU@-256C tj@45.1C SOC1@44.6C CV2@-256C VDD_IN 3335mW/3335mW VDD_CPU_GPU_CV 521mW/521mW VDD_SOC 1125mW/1125mW":
+        (3335, 521),
+}  # fmt: skip
+
+
+def test_power_is_read_from_tegrastats(tmp_path, monkeypatch):
+    for line, milliwatts in ORIN_NANO.items():
+        assert jetson.rail_mw(line) == dict(zip(("VDD_IN", "VDD_CPU_GPU_CV"), milliwatts, strict=True))
+    agx = "GPU@-256C tj@42.593C SOC1@40.468C VDD_GPU_SOC 2399mW/2399mW VDD_CPU_CV 400mW/400mW VIN_SYS_5V0 4032mW/4032mW"
+    assert jetson.rail_mw(agx) == {}
+    with jetson.mean_power() as none:  # there is no tegrastats here
+        pass
+    assert none == {}
+    # one that writes two lines and goes on for ever, as the real one
+    lines = "\n".join(list(ORIN_NANO)[:2])
+    (tmp_path / "tegrastats").write_text(f"#!/bin/sh\necho '{lines}'\ntouch {tmp_path}/wrote\nexec sleep 600\n")
+    (tmp_path / "tegrastats").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with jetson.mean_power() as mean_mw:
+        while not (tmp_path / "wrote").exists():
+            time.sleep(0.01)
+    assert mean_mw == {"VDD_IN": (4761 + 12479) / 2, "VDD_CPU_GPU_CV": (515 + 4667) / 2}
 
 
 def test_the_first_hour_skips_what_needs_a_gpu_and_says_so(tmp_path, monkeypatch, capsys):
@@ -361,29 +473,188 @@ def test_interactive_prompts_and_infilling(bundle, monkeypatch, capsys):
     assert err.count("8 tokens in") == 1
 
 
+def test_the_steps_are_shown_on_both_paths(bundle, capsys):
+    run(bundle, "--steps=3", "--prompt=once [MASK:4] dragon", "--show_steps")
+    *shown, last = re.split(r"step [123]: (?=once)", capsys.readouterr().out)[1:]  # a text may hold line breaks
+    assert [text.count("\u2591") for text in shown] == sorted((text.count("\u2591") for text in shown), reverse=True)
+    text = last[: len(last) // 2]  # the last step shows the answer, which follows
+    assert last == text * 2
+    assert text.endswith(" dragon\n")
+    made, token_BL, seen = writer(bundle, graph=False), canvases(SMALL), []
+    filled = made.fill_captured(token_BL, rule(made), lambda i, token_BL: seen.append((i, token_BL)))
+    assert [i for i, _ in seen] == [0, 1, 2]
+    assert torch.equal(seen[-1][1], filled)
+    assert (seen[0][1] == mdlm.MASK).any()
+
+
+@pytest.mark.parametrize(("max_new", "block"), [(100, 0), (30, 7), (400, 0)])
+def test_a_text_that_is_longer_than_the_canvas_goes_on_from_its_last_tokens(bundle, monkeypatch, max_new, block):
+    made, canvases, filled = writer(bundle), [], []
+    fill = made.fill
+
+    def watched(token_BL, *arguments):
+        canvases.append(token_BL)
+        filled.append(fill(token_BL, *arguments))
+        return filled[-1]
+
+    monkeypatch.setattr(made, "fill", watched)
+    shown, cfg = [], jetson.Config(prompt="once upon a time", max_new=max_new, block=block, steps=2, n=2)
+    ids, _ = jetson.canvas(made, cfg)
+    texts, tokens = jetson.write(made, cfg, lambda i, ids: shown.append(ids))
+    text_BL = torch.tensor([ids, ids])
+    for canvas_BL, filled_BL in zip(canvases, filled, strict=True):
+        L = canvas_BL.shape[1]
+        new = int((canvas_BL[0] == mdlm.MASK).sum())
+        assert new == min(block or 24, max_new - text_BL.shape[1] + len(ids))
+        assert L == min(48, text_BL.shape[1] + new)
+        assert torch.equal(canvas_BL[:, : L - new], text_BL[:, new - L :] if L > new else text_BL)
+        assert (canvas_BL[:, L - new :] == mdlm.MASK).all()
+        text_BL = torch.cat([text_BL, filled_BL[:, L - new :]], 1)
+    ended = (text_BL == mdlm.EOS).any(1).all()
+    assert ended or text_BL.shape[1] == len(ids) + max_new
+    assert tokens == 2 * (text_BL.shape[1] - len(ids))
+    assert texts == [made.tokenizer.decode(jetson.written(row)) for row in text_BL.tolist()]
+    assert shown[-1] == text_BL[0].tolist()
+
+
+def test_a_checkpoint_needs_no_export(tmp_path, monkeypatch, capsys):
+    """The form of weights/mdlm: what mdlm.save writes, in 16 bits."""
+    model = make_model(rope=True).bfloat16()
+    mdlm.save(model, tmp_path / "weights/mdlm", tokenizer_json())
+    monkeypatch.setattr(jetson, "SHIPPED", tmp_path / "weights/mdlm")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--prompt=once upon", "--max_new=5", "--steps=2", "--device=cpu"]
+    jetson.main(jetson.command_line(arguments))
+    out, err = capsys.readouterr()
+    assert out.startswith("once upon")
+    assert err.splitlines()[0] == "no out/jetson: using weights/mdlm, a small model that comes with Unmask"
+    made = writer(tmp_path / "weights/mdlm")
+    for name, weight in made.model.state_dict().items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, model.state_dict()[name].float())
+    (tmp_path / "out/jetson").mkdir(parents=True)  # it is there, so it is meant
+    with pytest.raises(FileNotFoundError, match="out/jetson is no bundle"):
+        jetson.main(jetson.command_line(arguments))
+    path = tmp_path / "weights/mdlm/model.safetensors"
+    data = path.read_bytes()
+    for damaged in (data[:1000], data[:-1], b"", data.replace(b"BF16", b"BF61"), data.replace(b"BF16", b"I8  ")):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"holds no MDLM that this version reads: .*; copy it again") as stop:
+            writer(tmp_path / "weights/mdlm")
+        assert "\n" not in str(stop.value)
+
+
+# ---- one process for many texts ------------------------------------------------------------------------------------
+
+
+def served(bundle, monkeypatch, capsys, lines):
+    """The replies to lines of bytes, and whether the process ended by itself."""
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=lines))
+    try:
+        run(bundle, "--serve", "--steps=2", "--max_new=6")
+        stopped = None
+    except SystemExit as stop:
+        stopped = stop
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    out, err = capsys.readouterr()
+    assert err == "ready: torch on cpu\n"
+    return [json.loads(line) for line in out.splitlines()], stopped
+
+
+def test_each_line_has_one_reply(bundle, monkeypatch, capsys):
+    good = [{"prompt": "once", "seed": 7}, {"prompt": "once", "seed": 7, "sampler": "margin", "temperature": 1}]
+    good += [good[0], {"prompt": "once"}, {"prompt": "once"}, {"prompt": "a [MASK:3]\n", "steps": 1, "top_p": 0.5}]
+    bad = {
+        b"hello": "not JSON",
+        b"": "not JSON",
+        b"\xff\xfe": "not JSON",
+        b"[" * 100_000: "not JSON",
+        b"[1]": "a JSON object",
+        b'{"seed": 1}': "a JSON object",
+        b'{"prompt": 7}': "prompt is int, not str",
+        b'{"prompt": "a", "max_new": true}': "max_new is bool, not int",
+        b'{"prompt": "a", "steps": 1.5}': "steps is float, not int",
+        b'{"prompt": "a", "temperature": NaN}': "--temperature=nan: not in 0 .. 100",
+        b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}": "not in 0 .. 100",
+        b'{"prompt": "a", "seed": -1}': "--seed=-1: not in",
+        b'{"prompt": "a", "steps": 100000000}': "not in 1 .. 10,000",
+        b'{"prompt": "a", "sampler": "x"}': "not one of ancestral",
+        b'{"prompt": "a", "bundle": "x"}': "'bundle' is not one of",
+        b'{"prompt": "\\ud800"}': "surrogates not allowed",
+        b'{"prompt": "a[MASK:99]"}': "do not fit the model's 48",
+        b'{"prompt": "a[MASK]"}': "[MASK:12]",
+    }
+    lines = [json.dumps(request).encode() for request in good] + list(bad)
+    replies, stopped = served(bundle, monkeypatch, capsys, (line + b"\n" for line in lines))
+    assert stopped is None  # the end of input
+    assert len(replies) == len(lines)
+    for reply in replies[: len(good)]:
+        assert set(reply) == {"text", "ms", "tokens"}
+        assert reply["ms"] > 0
+    assert [reply["tokens"] for reply in replies[: len(good)]] == [6, 6, 6, 6, 6, 3]
+    texts = [reply["text"] for reply in replies[: len(good)]]
+    assert all(text.startswith("once") for text in texts[:5])
+    assert texts[0] == texts[2]
+    assert texts[0] != texts[1]
+    assert texts[3] != texts[4]
+    for reply, said in zip(replies[len(good) :], bad.values(), strict=True):
+        assert set(reply) == {"error"}
+        assert said in reply["error"]
+
+
+def test_sigterm_ends_the_server_cleanly(bundle, monkeypatch, capsys):
+    def lines():
+        yield b'{"prompt": "once"}\n'
+        signal.raise_signal(signal.SIGTERM)
+        yield b'{"prompt": "never"}\n'
+
+    replies, stopped = served(bundle, monkeypatch, capsys, lines())
+    assert len(replies) == 1
+    assert stopped.code is None
+
+
+def test_a_resident_process_keeps_few_captures(bundle):
+    made = writer(bundle, graph=False)
+    for k in range(12):
+        last = made.denoiser(1, 32, rule(made, top_k=k))
+    assert len(made.denoisers) == 8
+    assert made.denoiser(1, 32, rule(made, top_k=11)) is last
+
+
 def writer(bundle, **settings):
     return jetson.Writer(jetson.Config(bundle=str(bundle), **settings))
 
 
+NAMES = "sampler", "steps", "schedule", "temperature", "top_k", "top_p"
+
+
+def rule(made, steps=3, **settings):
+    return dataclasses.replace(made.rule(made.cfg), steps=steps, **settings)
+
+
 def test_on_a_cpu_it_is_the_models_own_loop(bundle):
     model, token_BL = mdlm.load(bundle), canvases(SMALL)
-    rule = mdlm.Sampling("ancestral", 5, "cosine", 0.9, 20, 0.9, vocab=writer(bundle).vocab)
-    want = mdlm.sample(model, token_BL, rule, torch.Generator().manual_seed(3))
-    got = writer(bundle, schedule="cosine", temperature=0.9, top_k=20, top_p=0.9, seed=3).fill(token_BL, 5)
-    assert torch.equal(got, want)
+    for settings in ("ancestral", 5, "cosine", 0.9, 20, 0.9), ("entropy", 5, "even", 1.0, 0, 1.0):
+        made = writer(bundle, **dict(zip(NAMES, settings, strict=True)), seed=3)
+        want = mdlm.sample(model, token_BL, mdlm.Sampling(*settings, made.vocab), torch.Generator().manual_seed(3))
+        assert torch.equal(made.fill(token_BL, made.rule(made.cfg)), want)
 
 
 def test_torchscript_writes_too(bundle):
-    assert not (writer(bundle, backend="torchscript").fill(canvases(SMALL), 3) == mdlm.MASK).any()
+    made = writer(bundle, backend="torchscript")
+    assert not (made.fill(canvases(SMALL), rule(made)) == mdlm.MASK).any()
 
 
 @pytest.mark.slow
 def test_onnx_writes_too(bundle, tmp_path):
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
+    for package in ("onnxruntime", "onnx", *["onnxscript"] * export_jetson.by_torch_export()):
+        pytest.importorskip(package)
     settings = {"ckpt": str(bundle.parent / "run"), "out": str(tmp_path / "b")}
     export_jetson.main(export_jetson.Config(**settings, torchscript=False))
-    assert not (writer(tmp_path / "b", backend="onnx").fill(canvases(SMALL), 3) == mdlm.MASK).any()
+    made = writer(tmp_path / "b", backend="onnx")
+    assert not (made.fill(canvases(SMALL), rule(made)) == mdlm.MASK).any()
 
 
 def test_canvases_grow_to_few_shapes(bundle):
@@ -391,14 +662,15 @@ def test_canvases_grow_to_few_shapes(bundle):
     made = writer(bundle, graph=False)
     for L in (20, 30, 33, 48):
         token_BL = canvases(SMALL, L=L)
-        filled = made.fill_captured(token_BL, 3)
+        filled = made.fill_captured(token_BL, rule(made))
         assert filled.shape == token_BL.shape
         assert not (filled == mdlm.MASK).any()
         assert torch.equal(filled == mdlm.PAD, token_BL == mdlm.PAD)
-    assert {L for _, L, _ in made.denoisers} == {32, 48}
-    made.length = 32
+    assert {L for _, L, *_ in made.denoisers} == {32, 48}
+    made.length = made.longest = 32  # an engine's
+    assert made.fill_captured(token_BL[:, :20], rule(made)).shape == (2, 20)
     with pytest.raises(ValueError, match="takes up to 32 tokens, not 48"):
-        made.fill_captured(token_BL, 3)
+        made.fill(token_BL, rule(made))
 
 
 def test_benchmark_writes_a_table_and_json(bundle, tmp_path, capsys):
@@ -427,18 +699,20 @@ def test_weights_are_counted_as_they_are():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--prompt=x --max_new=47", "49 tokens do not fit the model's 48 positions; lower --max_new"),
+        ("--prompt=x[MASK:47]", "50 tokens do not fit the model's 48 positions; mask fewer"),
         ("--benchmark --lengths 49", "49 tokens do not fit the model's 48 positions"),
         ("--prompt=[MASK]", "[MASK:12]"),
         ("--backend=fast", "not one of auto, kernels"),
         ("--backend=kernels", "the kernels need a CUDA device"),
         ("--backend=onnx", "holds no model.onnx"),
         ("--backend=tensorrt", "needs a CUDA device"),
-        ("--top_p=0 --prompt=x", "--top_p in (0, 1]"),
-        ("--steps=0 --prompt=x", "--steps at least 1"),
-        ("--schedule=even", "not one of linear, cosine, cosine_sq"),
+        ("--top_p=0 --prompt=x", "--top_p=0.0: not in 1e-09 .. 1"),
+        ("--temperature=nan --prompt=x", "--temperature=nan: not in 0 .. 100"),
+        ("--steps=0 --prompt=x", "--steps=0: not in 1 .. 10,000"),
+        ("--schedule=evenly", "not one of linear, cosine, cosine_sq, even"),
+        ("--sampler=surest", "not one of ancestral, max_prob, margin, entropy"),
         ("--device=tpu", "not one of cpu, cuda"),
-        ("--prompt=x --max_new=9 --n=10000000000000", "lower --n or --max_new"),
+        ("--prompt=x --n=10000000000000", "not in 1 .. 10,000"),
         ("--benchmark --lengths 9 --batches 10000000000000", "lower --batches or --lengths"),
     ],
 )
@@ -504,9 +778,9 @@ def test_reasons_against_the_kernels():
 
 def test_an_answer_that_is_not_finite_is_named(bundle, monkeypatch):
     made = writer(bundle)
-    monkeypatch.setattr(made, "fill", lambda token_BL, steps: token_BL)  # all masks stay
+    monkeypatch.setattr(made, "fill", lambda token_BL, *_: token_BL)  # all masks stay
     with pytest.raises(ValueError, match="not finite"):
-        jetson.answer(made, "[MASK:4]")
+        jetson.answer(made, jetson.Config(prompt="[MASK:4]"))
 
 
 # ---- with a GPU ----------------------------------------------------------------------------------------------------
@@ -517,11 +791,9 @@ def test_an_answer_that_is_not_finite_is_named(bundle, monkeypatch):
 @pytest.mark.parametrize("backend", ["kernels", "torch", "torchscript"])
 def test_a_captured_step_writes_what_its_launches_write(bundle, backend):
     token_BL = canvases(SMALL)
-    filled = [
-        writer(bundle, backend=backend, graph=graph, temperature=0.0).fill(token_BL, 6) for graph in (True, False)
-    ]
-    assert not (filled[0] == mdlm.MASK).any()
-    if backend == "kernels":  # its noise is a function of seed and step; torch's generator moves on while capturing
+    for sampler in jetson.SAMPLERS:
+        made = [writer(bundle, backend=backend, graph=graph, sampler=sampler) for graph in (True, False)]
+        filled = [one.fill(token_BL, rule(one, 6)) for one in made]
+        assert not (filled[0] == mdlm.MASK).any()
         assert torch.equal(*filled)
-    again = writer(bundle, backend=backend)
-    assert not torch.equal(again.fill(token_BL, 6), again.fill(token_BL, 6))
+        assert not torch.equal(made[0].fill(token_BL, rule(made[0], 6)), filled[0])

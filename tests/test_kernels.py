@@ -138,6 +138,11 @@ def test_add_norm_and_gelu(runs, width):
         no_worse(one, two, three)
 
 
+def test_gelu_of_more_rows_than_blocks(runs):
+    y, bias = normal(runs, 4099, 8, scale=3), normal(runs, 8, seed=1)
+    no_worse(runs.bias_gelu(y, bias), ops.bias_gelu_torch(y, bias), ops.bias_gelu_torch(y.double(), bias.double()))
+
+
 def test_norm_of_a_far_off_mean(runs):
     x = normal(runs, 5, 384, scale=0.5) + 300
     gamma, beta = torch.ones_like(x[0]), torch.zeros_like(x[0])
@@ -156,6 +161,20 @@ def test_the_bench_times_every_kernel_whatever_it_draws(kernels, monkeypatch):
             if exact is not None:
                 errors, as_exact = bench_kernels.compare(ours, theirs, exact)
                 assert as_exact, (name, seed, errors)
+
+
+@pytest.mark.parametrize("rope", [False, True])
+def test_predictions_count_the_launches_of_a_step(rope, monkeypatch):
+    pytest.importorskip("tokenizers")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import bench_jetson
+    import bench_kernels
+
+    preset = model_mdlm.Config(vocab=300, width=128, layers=2, heads=2, ffn=256, rope=rope)
+    launches, _ = bench_jetson.count_steps(model_mdlm.MDLM(preset), 32, preset.vocab)["ours"]
+    parts, nodes = bench_kernels.predict_step(32, "Orin Nano, 15 W", preset, 25)
+    assert nodes == launches
+    assert parts["gaps"] == nodes * bench_kernels.GAP_US
 
 
 # ---- sampler -------------------------------------------------------------------------------------------------------
@@ -189,6 +208,18 @@ def test_philox_gives_the_known_answers(counter, seed, want):
 
 def uniforms(words):
     return np.minimum((np.asarray(words, np.uint32).astype(np.float32) + np.float32(0.5)) * 2.0**-32, 1 - 2.0**-24)
+
+
+def test_logarithms_of_the_noise_are_exact_to_a_hundred_thousandth(kernels):
+    """The noise of ids that can win: E up to 16. Emulated logarithms are as far off as a GPU's may be."""
+    # all sizes of word, and both sides of u = 1/16, where series and logarithm meet
+    near = 2**28 + np.arange(-(2**16), 2**16, 7)
+    word = np.unique(np.concatenate([np.geomspace(1, 2**32 - 1, 200_000), near, np.arange(256)]).astype(np.uint32))
+    got = np.empty(len(word), np.float32)
+    kernels.module.log2_exponentials(word.ctypes.data, got.ctypes.data, len(word))
+    exact = np.log2(-np.log2(1 - uniforms(word).astype(np.float64)))
+    assert np.abs(got - exact).max() < 1e-5
+    assert np.abs(got - exact).max() > 1e-6  # else nothing is approximate here
 
 
 def expected(logits, token, seed, step, keep, ban, vocab, temperature, top_k, top_p):
@@ -280,6 +311,14 @@ def test_sampler_keeps_the_share_it_is_told(kernels):
     assert np.mean(drawn[0] == MASK) == pytest.approx(0.3, abs=4 * np.sqrt(0.21 / rows))
     np.testing.assert_array_equal(drawn[0], drawn[1])
     assert (drawn[0] != drawn[2]).mean() > 0.3
+
+
+def test_both_zeros_are_one_logit(runs):
+    logits, token = np.full((1, 8), -3, np.float16), np.full((1, 1), MASK)
+    logits[0, 5], logits[0, 6] = 0.0, -0.0  # bit patterns differ
+    for rule in ((1.0, 1, 1.0), (1.0, 0, 1e-9)):
+        got = {step(runs.sample_, runs.device, logits, token, s, 0, 0.0, [MASK], 8, *rule).item() for s in range(12)}
+        assert got == {5, 6}
 
 
 def test_sampler_leaves_a_row_without_finite_logits_masked(runs):
