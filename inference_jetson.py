@@ -136,11 +136,9 @@ def read_bundle(folder):
         # all that is read later: a bundle of another version may lack it
         _ = about["torch"], [(file["bytes"], file["sha256"]) for file in about["files"].values()]
         _ = about["tensorrt"] and [about["tensorrt"][key] for key in ("version", "gpu", "length")]
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder}/bundle.json cannot be used ({error}); export again with: {export}") from None
-    except KeyError as error:
-        why = f"bundle.json has no {error}: it is of another version"
-        raise ValueError(f"{folder}/{why}; export again with: {export}") from None
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        why = f"it has no {error}, so it is of another version" if isinstance(error, KeyError) else error
+        raise ValueError(f"{folder}/bundle.json cannot be used ({why}); export again with: {export}") from None
     return about
 
 
@@ -521,6 +519,14 @@ class Writer:
             self.denoisers[key] = denoiser
         return self.denoisers[key]
 
+    def fits(self, L):
+        """Raises ValueError for a canvas that is too long."""
+        if L > self.model.cfg.positions:
+            raise ValueError(f"{L:,} tokens do not fit the model's {self.model.cfg.positions} positions")
+        if L > self.longest:
+            another = f"python export_jetson.py --tensorrt --bundle={self.folder} --length={L}"
+            raise ValueError(f"the engine takes up to {self.longest} tokens, not {L}; build another: {another}")
+
     def fill_captured(self, token_BL, rule, on_step=None):
         """Canvases grow by PAD, which nobody sees, to a multiple of 32 or the engine's length: few captures."""
         L = token_BL.shape[1]
@@ -540,11 +546,7 @@ class Writer:
         Every call draws other noise. Raises ValueError where memory runs out.
         """
         B, L = token_BL.shape
-        if L > self.model.cfg.positions:
-            raise ValueError(f"{L} tokens do not fit the model's {self.model.cfg.positions} positions")
-        if L > self.longest:
-            another = f"python export_jetson.py --tensorrt --bundle={self.folder} --length={L}"
-            raise ValueError(f"the engine takes up to {self.longest} tokens, not {L}; build another: {another}")
+        self.fits(L)
         try:
             if self.captures:
                 return self.fill_captured(token_BL, rule, on_step)
@@ -577,9 +579,8 @@ def canvas(writer, cfg):
         raise ValueError("a mask is written with its number of tokens: [MASK:12]")
     encoded = [writer.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
     end = [mdlm.EOS] if sizes else []
-    length = 1 + sum(map(len, encoded)) + sum(sizes) + len(end)
-    if sizes and length > writer.longest:
-        raise ValueError(f"{length:,} tokens do not fit the model's {writer.longest} positions; mask fewer")
+    if sizes:
+        writer.fits(1 + sum(map(len, encoded)) + sum(sizes) + len(end))
     ids = [mdlm.BOS]
     for text_ids, size in itertools.zip_longest(encoded, sizes, fillvalue=0):
         ids += text_ids + [mdlm.MASK] * size
@@ -590,7 +591,7 @@ def write(writer, cfg, on_step=None):
     """(cfg.n texts of a prompt, number of tokens filled in all of them); on_step(i, ids of the first text so far).
 
     What does not fit one canvas is written in blocks from left to right: the last tokens of the text so far are the
-    prompt of the next canvas.
+    prompt of the next canvas, without BOS, as in training's crops from within a text.
     """
     ids, left = canvas(writer, cfg)
     text_BL, new = torch.tensor([ids]).expand(cfg.n, -1), ids.count(mdlm.MASK)

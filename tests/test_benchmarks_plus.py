@@ -12,6 +12,7 @@ from test_benchmarks import FILES, needs_tasks, refused, results
 from test_sandbox import layers  # noqa: F401  a fixture
 
 import benchmarks
+import protocols
 
 pytestmark = pytest.mark.usefixtures("layers")
 
@@ -262,9 +263,9 @@ def test_verdicts_by_the_rules_of_livecodebench(tmp_path):
     (tmp_path / "fenced").mkdir()
     report, _ = score(tmp_path / "fenced", "livecodebench", [SUM], [code])
     assert report["results"] == {"passed": 1}
-    assert benchmarks.last_block(answer) == LIVE[0][1]
-    assert benchmarks.last_block("print(1)") == "print(1)"
-    assert benchmarks.last_block(f"{fence}python\nprint(1)") == ""
+    assert protocols.last_block(answer, None) == LIVE[0][1]
+    assert protocols.last_block("print(1)", None) == "print(1)"
+    assert protocols.last_block(f"{fence}python\nprint(1)", None) == ""
 
 
 def test_problems_of_livecodebench_are_those_of_the_days(tmp_path, capsys):
@@ -280,8 +281,8 @@ def test_problems_of_livecodebench_are_those_of_the_days(tmp_path, capsys):
         chosen = benchmarks.dataclasses.replace(cfg, since=since, until=until)
         assert [*benchmarks.read_problems(chosen)] == ids
     problems = benchmarks.read_problems(cfg)
-    assert problems["abc301_a"].prompt.startswith("### Question:\nAdd.\n\n### Format: Read the inputs from stdin")
-    assert f"```python\n{PLUS_N['starter_code']}\n```\n\n### Answer: (use the" in problems["3606"].prompt
+    assert problems["abc301_a"].asked.prompt.startswith("### Question:\nAdd.\n\n### Format: Read the inputs from stdin")
+    assert f"```python\n{PLUS_N['starter_code']}\n```\n\n### Answer: (use the" in problems["3606"].asked.prompt
     samples = write(tmp_path / "given.jsonl", [{"task_id": i, "solution": ""} for i in ("abc301_a", "3606")])
     chosen = benchmarks.dataclasses.replace(cfg, since="2025-01-01", samples=samples)
     assert [*benchmarks.given_samples(chosen, benchmarks.read_problems(chosen))] == [("3606", 0)]
