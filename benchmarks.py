@@ -36,9 +36,7 @@ import hashlib
 import http.client
 import itertools
 import json
-import keyword
 import math
-import operator
 import os
 import pickletools
 import random
@@ -47,13 +45,13 @@ import sys
 import time
 import typing
 import urllib.request
-import warnings
 import zlib
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 
+import protocols
 import runs
 import sandbox
 
@@ -62,10 +60,13 @@ import sandbox
 class DreamFlags:
     """Flags of Dream, --model=dream."""
 
-    chat: bool = False  # ask by the chat template, as instruct models want it; for MBPP with --shots=0
+    chat: bool | None = None  # ask by the chat template, as instruct models want it; None: as the protocol has it
     threshold: float = 0.0  # fill at once all positions that are so sure; 0 fills one a pass
     block_length: int = 0  # fill blocks of this length from left to right; 0 takes the whole canvas at once
     cache: typing.Literal["", "prefix", "dual"] = ""  # keep keys and values within a block
+    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # who is filled first
+    steps: int = 0  # denoising steps; 0: as many as tokens, or by --threshold
+    eos_penalty: float = 0.0  # makes an early end less likely, see sample_dream.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ class SandboxFlags:
     runner: typing.Literal["local", "e2b"] = "local"  # this machine, or the service E2B
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     workers: int = 0  # programs run at a time; 0: one per CPU
-    # processor seconds of a sample, of a call for + and LiveCodeBench; 4 x the reference's if more; default 4 or 6
+    # processor seconds of a sample, of a call for + and LiveCodeBench; None: the protocol's, for ours 4, or 6
     timeout_s: float | None = None
     threads: bool = False  # let samples start threads
     allow_unsafe: bool = False  # run programs where the machine offers no safe sandbox
@@ -93,17 +94,20 @@ class Config:
     split: typing.Literal["test", "all"] = "test"  # MBPP: ids 11-510 (257 problems), or all 427
     since: str = ""  # LiveCodeBench: problems of contests from this day on, such as 2024-10-01; "" takes all
     until: str = ""  # LiveCodeBench: problems of contests up to this day; "" takes all
-    shots: int = 3  # MBPP: solved problems in the prompt
+    protocol: str = "ours"  # a harness of protocols.py, as dream_instruct: its prompts, settings, cuts and tests
+    trim_prefix: bool = True  # chat protocols: how transformers 4.46 ends a prompt; False: 4.49, with a newline more
+    shots: int | None = None  # MBPP: solved problems in the prompt; None: the protocol's, for ours 3
     problems: int = 0  # only so many, the first ones; 0 takes all
     samples: str = ""  # score these JSON lines, completions taken out of ``` if need be; needs no model
     n: int = 1  # samples of each problem
     k: tuple[int, ...] = ()  # report pass@k for these; default 1 and n
-    temperature: float | None = None  # 0 takes the likeliest token; default 0 for one sample, else 0.8
-    top_p: float = 0.95  # draw from the smallest set of tokens of this probability
-    max_new: int = 512  # tokens at most
+    temperature: float | None = None  # 0 takes the likeliest token; None: the protocol's, for ours 0, of several 0.8
+    top_p: float | None = None  # draw from the smallest set of tokens of this probability; None: the protocol's, 0.95
+    max_new: int | None = None  # tokens at most; None: the protocol's, for ours 512
     batch_size: int = 16  # programs that are written at a time
     seed: int = 0  # of the samples
     compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
+    explain: bool = False  # score the texts of --samples under every protocol: a table of what each rule changes
     json: bool = False  # print the report as one JSON line instead of text
     watch: bool = False  # show pass@1 so far, its interval, programs a second and the time left
     dream: DreamFlags = DreamFlags()
@@ -115,28 +119,33 @@ def main(cfg):
     cfg = resolve(cfg)
     run = Path(cfg.ckpt or ("out/train_gpu" if cfg.model == "mdlm" else "out/train_tpu"))
     problems, out = read_problems(cfg), Path(cfg.out or f"out/{cfg.task}")
+    if cfg.explain:
+        return explain(cfg, problems, out)
     # What the results depend on: a folder goes on under the same settings alone.
     settings = {"task": cfg.task, "split": cfg.split, "problems": cfg.problems, "timeout_s": cfg.sandbox.timeout_s}
+    settings |= {"protocol": protocol_of(cfg)[0], "tasks_sha256": sha256(tasks_path(cfg))}
     settings |= {"since": cfg.since, "until": cfg.until} if cfg.task == "livecodebench" else {}
     if cfg.samples:
         samples = given_samples(cfg, problems)
         if missing := problems.keys() - {key for key, _ in samples}:
             print(f"{cfg.samples} has no sample of {len(missing)} of {len(problems)} problems", file=sys.stderr)
-        settings["samples_sha256"] = hashlib.sha256(Path(cfg.samples).read_bytes()).hexdigest()
+        settings["samples_sha256"] = sha256(cfg.samples)
     else:
         converted = (run / "meta.json").is_file()  # by convert_weights.py: it has no steps
-        step = None if converted else runs.newest(run, cfg.step)[0]
-        names = "model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed"
+        step, folder = (None, run) if converted else runs.newest(run, cfg.step)
+        names = "model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed", "trim_prefix"
         settings |= {name: getattr(cfg, name) for name in names} | {"ckpt": str(run), "step": step}
+        settings["model_sha256"] = fingerprint(folder)
         settings |= dataclasses.asdict(cfg.dream) if cfg.model == "dream" else {}
     # Write, run, score; every sample and result is on disk as soon as it is known.
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / "results.jsonl"):
         before = runs.read_json(out / "config.json") if (out / "config.json").exists() else settings
         changed = [f"{k}={before.get(k)!r}" for k in before | settings if before.get(k) != settings.get(k)]
+        changed = [setting for setting in changed if not setting.startswith("version=")]
         if changed:
             raise ValueError(f"{out} holds results with {', '.join(changed)}; choose another --out")
-        runs.write(out / "config.json", settings)
+        runs.write(out / "config.json", settings | {"version": VERSION})
         try:
             if not cfg.samples:
                 samples = generated_samples(cfg, problems, run, step, out / "samples.jsonl")
@@ -144,7 +153,8 @@ def main(cfg):
         except KeyboardInterrupt:
             print(f"stopped; what is done is in {out}, and the same command goes on", file=sys.stderr)
             raise
-        row = report(cfg, problems, read_own(out / "results.jsonl", "passed"))
+        row = report(cfg, problems, read_own(out / "results.jsonl", "passed", settings["protocol"]))
+        row |= {"version": VERSION, "settings": settings}
         runs.write(out / "summary.json", row)
     print(json.dumps(row) if cfg.json else describe(row), flush=True)
     if unscored:
@@ -154,13 +164,49 @@ def main(cfg):
     return row
 
 
+def sha256(path, more=""):
+    """The fingerprint of a file, or of the files of LiveCodeBench in a folder, and of a text that belongs to it."""
+    sum_of_all, path = hashlib.sha256(), Path(path)
+    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+        with open(file, "rb") as data:
+            while piece := data.read(1 << 20):
+                sum_of_all.update(piece)
+    sum_of_all.update(more.encode())
+    return sum_of_all.hexdigest()
+
+
+def fingerprint(folder):
+    """Of a model: the names and sizes of its files, and its settings. Weights are not read, as they may be large."""
+    sum_of_all = hashlib.sha256()
+    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+        sum_of_all.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+        sum_of_all.update(path.read_bytes() if path.suffix == ".json" else b"")
+    return sum_of_all.hexdigest()
+
+
+VERSION = sha256(__file__, "".join(sha256(module.__file__) for module in (protocols, sandbox)))[:12]  # of the ruler
+
+
+def protocol_of(cfg):
+    """(name, record) of --protocol, with what flags say in place of it."""
+    ours_chat = cfg.protocol == "ours" and cfg.dream.chat
+    name, record = protocols.named("ours_chat" if ours_chat else cfg.protocol, cfg.task)
+    flags = {field: getattr(cfg, field) for field in ("shots", "temperature", "top_p", "max_new")}
+    if cfg.dream.chat is not None and not name.startswith("ours"):
+        flags["system"] = (record.system or protocols.ASSISTANT) if cfg.dream.chat else None
+    given = {field: value for field, value in flags.items() if value is not None or field == "system"}
+    return name, record._replace(**given)
+
+
 def resolve(cfg):
     """The config with defaults filled in, checked."""
-    if cfg.temperature is None:
-        cfg = dataclasses.replace(cfg, temperature=0.8 if cfg.n > 1 else 0.0)
+    name, record = protocol_of(cfg)
+    filled = {field: getattr(record, field) for field in ("shots", "temperature", "top_p", "max_new")}
+    if cfg.temperature is None and name.startswith("ours"):
+        filled["temperature"] = 0.8 if cfg.n > 1 else 0.0
     if cfg.sandbox.timeout_s is None:
-        limit = 6.0 if cfg.task == "livecodebench" else 4.0
-        cfg = dataclasses.replace(cfg, sandbox=dataclasses.replace(cfg.sandbox, timeout_s=limit))
+        filled["sandbox"] = dataclasses.replace(cfg.sandbox, timeout_s=float(record.limit_s))
+    cfg = dataclasses.replace(cfg, **filled)
     if min(cfg.n, cfg.max_new, cfg.batch_size, *cfg.k) < 1:
         raise ValueError("--n, --k, --max_new and --batch_size are at least 1")
     if min(cfg.problems, cfg.temperature, cfg.seed, cfg.sandbox.workers) < 0:
@@ -171,7 +217,11 @@ def resolve(cfg):
         if not re.fullmatch(r"\d{4}-\d\d-\d\d", day) or cfg.task != "livecodebench":
             raise ValueError("--since and --until are days of LiveCodeBench, such as 2024-10-01")
     if cfg.model != "dream" and cfg.dream != DreamFlags():
-        raise ValueError("--chat, --threshold, --block_length and --cache are for --model=dream")
+        raise ValueError(f"{', '.join(f'--{f.name}' for f in dataclasses.fields(DreamFlags))} are for --model=dream")
+    if cfg.explain and cfg.task == "livecodebench":
+        raise ValueError("--explain compares protocols, and LiveCodeBench has one")
+    if cfg.explain and not cfg.samples:
+        raise ValueError("--explain scores what a model wrote: --samples=FILE, such as samples.jsonl of an earlier run")
     if not cfg.samples and max(cfg.k, default=1) > cfg.n:
         raise ValueError(f"pass@{max(cfg.k)} needs --n={max(cfg.k)} samples of each problem or more, not {cfg.n}")
     if not cfg.samples and cfg.n > 1 and cfg.temperature == 0:
@@ -184,23 +234,10 @@ def resolve(cfg):
 TASKS = {  # official files
     "humaneval": "https://raw.githubusercontent.com/openai/human-eval/master/data/HumanEval.jsonl.gz",
     "mbpp": "https://raw.githubusercontent.com/google-research/google-research/master/mbpp/sanitized-mbpp.json",
+    "full": "https://raw.githubusercontent.com/google-research/google-research/master/mbpp/mbpp.jsonl",
     "humaneval+": "https://github.com/evalplus/humanevalplus_release/releases/download/v0.1.10/HumanEvalPlus.jsonl.gz",
     "mbpp+": "https://github.com/evalplus/mbppplus_release/releases/download/v0.2.0/MbppPlus.jsonl.gz",
 }
-# after these there is no answer in any text; Austin et al. end theirs by [DONE]
-ENDS = ("<|endoftext|>", "<|file_sep|>", "<|im_end|>", "<|dlm_pad|>", "<|mask|>", "[DONE]")
-STOPS = {  # of BigCode's harness
-    "humaneval": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint(", "\nassert "),
-    "mbpp": ("\nclass ", "\nassert ", '\n"""', "\nprint(", "\nif "),
-}
-CHAT = {  # what a user asks an instruct model
-    "humaneval": "Complete this Python function. Answer with all of it in one block of code.\n\n```python\n{}\n```",
-    "mbpp": "Write a Python function. Answer with all of it in one block of code.\n\n{}",
-    "livecodebench": "{}",
-}
-FENCE = re.compile(r"(?m)^([ \t]*)(```+)[ \t]*([^`\n]*?)[ \t]*$")  # indentation, backticks, language
-# a line that begins with two words, of which the first is none of Python's, or as an item of a list
-PROSE = re.compile(rf"(?!({'|'.join([*keyword.kwlist, *keyword.softkwlist])})\b)[\w'’-]+[,:;]? [A-Za-z]|\d+[.)] |[-*] ")
 SHOTS = (2, 3, 4)  # MBPP: the problems that the paper shows before the one that is asked
 ARROW = re.compile(r"\s*(?:==>|=>|==|=|->|➞|→|#?\s*(?:should )?returns?\b)[ \t]*")
 # Its value tells programs apart: a hash of what they return for some inputs, "" if they never do.
@@ -228,8 +265,7 @@ _behaviour()"""
 class Problem(typing.NamedTuple):
     id: str | int
     entry: str  # the function that is asked for
-    prompt: str  # what a model reads
-    question: str  # what stands in CHAT instead
+    asked: protocols.Question  # what prompts are made of
     head: str  # what stands before a completion when it runs
     test: str  # hidden
     public: list  # asserts made of the examples that the prompt shows
@@ -238,12 +274,21 @@ class Problem(typing.NamedTuple):
     cases: typing.Any = None  # what decides in place of `test`: Plus or Live
 
 
+def tasks_path(cfg):
+    """The official file: --tasks_file, or where its download goes."""
+    return Path(cfg.tasks_file or Path(cfg.downloads) / tasks_url(cfg).rsplit("/", 1)[1])
+
+
+def tasks_url(cfg):
+    """MBPP is for some protocols the full one."""
+    return TASKS["full" if cfg.task == "mbpp" and protocol_of(cfg)[1].data == ("mbpp",) else cfg.task]
+
+
 def read_problems(cfg):
     """{id as a string: Problem} of the official file: --tasks_file, or downloaded once into --downloads."""
     if cfg.task == "livecodebench":
         return live_problems(cfg)
-    url = TASKS[cfg.task]
-    path = Path(cfg.tasks_file or Path(cfg.downloads) / url.rsplit("/", 1)[1])
+    url, path = tasks_url(cfg), tasks_path(cfg)
     if cfg.tasks_file or path.is_file():
         try:
             return parse_problems(cfg, path.read_bytes())
@@ -269,14 +314,19 @@ def parse_problems(cfg, data):
         raise ValueError(f"broken gzip: {error}") from None
     problems, make = {}, {"humaneval": humaneval_problem, "mbpp": mbpp_problem}.get(cfg.task, plus_problem)
     keys = ("task_id", "prompt", "entry_point", "test") if cfg.task == "humaneval" else PLUS_KEYS
-    rows = json.loads(text) if cfg.task == "mbpp" else [*parse_lines(text.split("\n"), keys)]
+    if cfg.task == "mbpp" and text.lstrip().startswith("["):
+        rows = json.loads(text)
+    else:  # the full MBPP is JSON lines, too
+        keys = ("task_id", "text", "code", "test_list") if cfg.task == "mbpp" else keys
+        rows = [*parse_lines(text.split("\n"), keys)]
     try:
         if cfg.task == "mbpp":  # the solved problems of the prompt have ids outside the test split
-            shots = [row for row in rows if row["task_id"] in SHOTS][: cfg.shots]
+            shots = [mbpp_question(row) for row in rows if row["task_id"] in SHOTS]
             rows = [row for row in rows if cfg.split == "all" or 11 <= row["task_id"] <= 510]
             make = functools.partial(mbpp_problem, shots=shots)
         if cfg.task in PUBLISHED:
             check_version(cfg.task, rows)
+        check_data(cfg, rows)
         for row in rows[: cfg.problems or None]:
             problems[key_of(row["task_id"])] = make(row)
     except (LookupError, TypeError, AttributeError, SyntaxError) as error:
@@ -284,6 +334,18 @@ def parse_problems(cfg, data):
     if not problems:
         raise ValueError("it holds no problems")
     return problems
+
+
+def check_data(cfg, rows):
+    """Raises ValueError if a protocol does not ask the problems of a file."""
+    name, record = protocol_of(cfg)
+    mbpp = "mbpp" if "text" in rows[0] else "sanitized"
+    kind = {"humaneval": "humaneval", "humaneval+": "humaneval", "mbpp+": "mbppplus"}.get(cfg.task, mbpp)
+    wanted, given = (protocols.DATA[key][0] for key in (record.data[0], kind))
+    if kind not in record.data and not cfg.explain:
+        raise ValueError(f"--protocol={name} asks for {wanted}, and this is {given}")
+    if kind != record.data[0] and not cfg.explain and not name.startswith("ours"):
+        print(f"scores that are published of {name} are of {wanted}, and this is {given}", file=sys.stderr)
 
 
 def key_of(task_id):
@@ -308,15 +370,22 @@ def parse_lines(lines, keys, either=()):
 
 
 def humaneval_problem(row):
-    """Ref: Chen et al., arXiv:2107.03374. The model reads the prompt without the last newline, as BPEs like it."""
+    """Ref: Chen et al., arXiv:2107.03374."""
     task_id, prompt, entry = row["task_id"], row["prompt"], row["entry_point"]
     reference = prompt + row.get("canonical_solution", "")
     public, arguments = docstring_examples(prompt, entry)
     # helpers that the prompt defines stand in the test, too: the test calls some, and not as a sample may redefine them
     helpers = [node for node in ast.parse(prompt).body if getattr(node, "name", "") != entry]
     test = "\n".join([*map(ast.unparse, helpers), row["test"], f"check({entry})"])
-    seen = prompt.rstrip()
-    return Problem(task_id, entry, seen, seen, prompt, test, public, probes(task_id, entry, arguments), reference)
+    asked = protocols.Question(entry, prompt, row["test"])
+    return Problem(task_id, entry, asked, prompt, test, public, probes(task_id, entry, arguments), reference)
+
+
+def mbpp_question(row):
+    """What is asked: the full MBPP has its words as "text", the sanitized one, in other words, as "prompt"."""
+    words, tests = row.get("text", row.get("prompt")), tuple(row["test_list"])
+    docstring = f'"""\n{words}\n{tests[0]}\n"""\n'  # as EvalPlus and BigCode ask it
+    return protocols.Question(called(tests), docstring, text=words, tests=tests, code=row["code"])
 
 
 def mbpp_problem(row, shots):
@@ -325,24 +394,13 @@ def mbpp_problem(row, shots):
     The asserts in the prompt are among those that decide, so none of them is `public`: best-of-n would be an oracle.
     The inputs in them are used, not the values expected.
     """
-
-    def ask(row):
-        asserts = "\n".join(row["test_list"][:3])
-        task = f"You are an expert Python programmer, and here is your task: {row['prompt'].strip()}"
-        return f"{task} Your code should pass these tests:\n\n{asserts}\n[BEGIN]\n"
-
-    # solved problems, then this one without its solution
-    prompt = "".join(f"{ask(shot)}{shot['code'].strip()}\n[DONE]\n\n" for shot in shots if shot is not row) + ask(row)
-    imports = "".join(f"{line}\n" for line in row["test_imports"])
-    calls = calls_of(row["test_list"])
-    entry = called(row["test_list"])
+    asked = mbpp_question(row)
+    asked = asked._replace(shots=tuple(shot for shot in shots if shot != asked))  # without its own solution
     # all in one process, as the harnesses have it: a function that works once is no solution
-    test = imports + "\n".join(row["test_list"])
-    asserts = "\n".join(row["test_list"][:3])
-    question = f"{row['prompt'].strip()}\nIt must pass these tests:\n\n```python\n{asserts}\n```"
-    arguments = [args for args in (literals(call, entry) for call in calls) if args is not None]
-    found = probes(row["task_id"], entry, arguments)
-    return Problem(row["task_id"], entry, prompt, question, "", test, [], found, row["code"])
+    test = "\n".join([*row.get("test_imports", row.get("test_setup_code", "").splitlines()), *row["test_list"]])
+    arguments = [literals(call, asked.entry) for call in calls_of(row["test_list"])]
+    found = probes(row["task_id"], asked.entry, [args for args in arguments if args is not None])
+    return Problem(row["task_id"], asked.entry, asked, "", test, [], found, row["code"])
 
 
 def calls_of(tests):
@@ -490,11 +548,11 @@ def plus_problem(row):
     checked = prompt + row["contract"] + solution
     if f"def {entry}(" in solution:
         checked = prompt + re.sub(rf"(?m)^def {entry}\(.*$", lambda line: line[0] + "\n" + row["contract"], solution)
-    checked = checked if parses(checked) else reference
+    checked = checked if protocols.parses(checked) else reference
     public, arguments = docstring_examples(prompt, entry) if task_id.startswith("HumanEval/") else ([], base[:3])
     found, cases = probes(task_id, entry, arguments), Plus(base, plus, float(row["atol"]), checked)
-    question = prompt.strip()
-    return Problem(task_id, entry, question + "\n", question, prompt, "", public, found, reference, cases)
+    asked = protocols.Question(entry, prompt)
+    return Problem(task_id, entry, asked, prompt, "", public, found, reference, cases)
 
 
 def plus_tests(problem, limits, most=(1 << 26, 1 << 26)):
@@ -660,7 +718,7 @@ def live_problem(row):
     )
     entry = json.loads(row["metadata"] or "{}").get("func_name") or ""
     cases = Live(row["public_test_cases"], row["private_test_cases"])
-    return Problem(row["question_id"], entry, prompt, prompt, LIVE_HEAD, "", [], [], "", cases)
+    return Problem(row["question_id"], entry, protocols.Question(entry, prompt), LIVE_HEAD, "", [], [], "", cases)
 
 
 def live_cases(problem):
@@ -729,15 +787,6 @@ def same_lines(printed, wanted):
     return False
 
 
-def last_block(text):
-    """The code in an answer, by LiveCodeBench's rule: what lies between its last two fences; all if it has none."""
-    lines = text.split("\n")
-    fences = [i for i, line in enumerate(lines) if "```" in line]
-    if not fences:
-        return text
-    return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else ""
-
-
 # ---- models: a writer continues prompts ----------------------------------------------------------------------------
 
 
@@ -751,7 +800,7 @@ class Writer(typing.NamedTuple):
     tokenizer: tokenizers.Tokenizer
     longest: int  # tokens of prompt and completion at most
     write: typing.Callable  # (prompts, finished, number of the batch) -> new token ids of each prompt
-    ask: typing.Callable = operator.attrgetter("prompt")  # a problem -> what the model reads
+    wrap: typing.Callable | None = None  # the model's chat template
 
 
 def load_jax(family, cfg, run, step):
@@ -764,8 +813,8 @@ def load_jax(family, cfg, run, step):
 
 
 def cut(ids, ends):
-    """The token ids before the first one that ends a text."""
-    return list(itertools.takewhile(lambda i: i not in ends, ids))
+    """The token ids up to the first one that ends a text."""
+    return ids[: next((place + 1 for place, i in enumerate(ids) if i in ends), len(ids))]
 
 
 def pythoncoder_writer(cfg, run, step):
@@ -792,32 +841,32 @@ def dream_writer(cfg, run, step):
 
     model, mesh, key_of_batch = load_jax(model_dream, cfg, run, step)
     tokenizer, wrap = sample_dream.load_tokenizer(run, model.cfg), sample_dream.chat_template(run)
-    if cfg.dream.chat and not wrap:
+    record = protocol_of(cfg)[1]
+    if record.system == "" and not wrap:
         raise ValueError(f"--chat: {run} holds no chat template (tokenizer_config.json)")
-    # tokens after which nothing is read; MASK cannot be one, it is what is filled
-    ends = {tokenizer.token_to_id(name) for name in ENDS} | {model.cfg.eos_id}
+    # tokens after which nothing is read, if there are any; MASK cannot be one, it is what is filled
+    names = protocols.END_TOKENS.get(record.ends, ())
+    ends = {tokenizer.token_to_id(name) for name in names} | ({model.cfg.eos_id} if names else set())
     ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
-    rule = {name: getattr(cfg.dream, name) for name in ("threshold", "block_length", "cache")}
+    settings = dataclasses.asdict(cfg.dream)
+    rule = {name: value for name, value in settings.items() if name != "chat"}
     rule |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "vocab": tokenizer.get_vocab_size()}
     rule = sample_dream.Sampling(**rule, eos_ids=ends)
 
-    def ask(problem):
-        return wrap(CHAT[cfg.task.rstrip("+")].format(problem.question)) if cfg.dream.chat else problem.prompt
-
     # Each width of a canvas is a program that must be compiled: all batches have three at most.
-    asked = tokenizer.encode_batch([ask(p) for p in read_problems(cfg).values()], add_special_tokens=False)
-    lengths = sorted(len(encoding) + cfg.max_new for encoding in asked)
+    asked = [prompt_ids(cfg, tokenizer, wrap, problem.asked) for problem in read_problems(cfg).values()]
+    lengths = sorted(len(ids) + cfg.max_new for ids in asked)
     lengths = [n for n in lengths if n <= model.cfg.positions]
     widths = sample_dream.widths(lengths, cfg.batch_size, model.cfg.positions) if lengths else ()
 
     def write(prompts, finished, batch):
-        width = next(width for width in widths if width >= max(map(len, prompts)) + cfg.max_new)
+        width = next((width for width in widths if width >= max(map(len, prompts)) + cfg.max_new), 0)
         shape = {"width": width, "rows": cfg.batch_size}
         with runs.on(mesh):
             rows, _ = sample_dream.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), **shape)
         return [cut(row[len(ids) :], ends) for row, ids in zip(rows, prompts, strict=True)]
 
-    return Writer(tokenizer, model.cfg.positions, write, ask)
+    return Writer(tokenizer, model.cfg.positions, write, wrap)
 
 
 def mdlm_writer(cfg, run, step):
@@ -854,85 +903,25 @@ class Solution(str):
     """A sample that is a whole program; another goes on with the prompt."""
 
 
-def extract(text, entry, stops):
-    """(code, ended) of what a model wrote: without fences, chat and what follows the answer.
-
-    A text that starts indented goes on with the function of the prompt, until the first stop string. One that defines
-    `entry` before any fence is code, too, until the first stop string, fence or prose behind it; it may have begun in a
-    block that the prompt opened. Otherwise a fenced block counts whole: the first that defines `entry`, or the first.
-    ended: nothing that could follow would change the code.
-    """
-    written = text.replace("\r\n", "\n").removeprefix("[BEGIN]")
-    text = written[: first_of(written, ENDS)]
-    ended = len(text) < len(written)
-    defines = re.compile(rf"(?m)^(async )?def {re.escape(entry)}\b")
-    goes_on = re.match(r"\s*\n[ \t]+[^\s`]|[ \t]+[^\s`]", text)
-    if goes_on:  # the prompt is indented by spaces
-        text = re.sub(r"(?m)^\t+", lambda tabs: "    " * len(tabs[0]), text)
-    restated, fences = None if goes_on else defines.search(text), list(FENCE.finditer(text))
-    if fences and not goes_on and not (restated and restated.start() < fences[0].start()):
-        blocks = fenced(text, fences)
-        code, closed = next((block for block in blocks if defines.search(block[0])), blocks[0])
-        return code, (closed or ended) and bool(defines.search(code))
-    # Helpers may come first, so stop strings count after the function that is asked for.
-    start = restated.end() if restated else 0
-    code = text[: first_of(text, (*stops, "\n```"), start)]
-    code = re.split(r"(?m)(?<=[^\s`])```[ \t]*$", code)[0]
-    kept = without_prose(code, start) if restated else code
-    return kept, ended or len(code) < len(text) or not code.endswith(kept)
-
-
-def first_of(text, stops, start=0):
-    """Where the first of some strings begins at or behind `start`; the end of the text if there is none."""
-    return min((i for i in (text.find(stop, start) for stop in stops) if i >= 0), default=len(text))
-
-
-def fenced(text, fences):
-    """[(code, whether its end is there)] of the blocks of a text, without the indentation of their fences.
-
-    A block ends at a fence that is as long and says no language; where it would be no Python so, at a later one.
-    """
-    blocks, behind = [], 0
-    for i, fence in enumerate(fences):
-        if fence.start() < behind:
-            continue
-        ends = [f for f in fences[i + 1 :] if f[2].startswith(fence[2]) and not f[3]]
-        codes = [re.sub(f"(?m)^{fence[1]}", "", text[fence.end() + 1 : end.start()]) for end in ends]
-        last = next((k for k, code in enumerate(codes) if parses(code)), 0)
-        behind = ends[last].end() if ends else len(text)
-        blocks.append((codes[last], True) if ends else (text[fence.end() + 1 :], False))
-    return blocks
-
-
-def parses(code):
-    """Whether a text of reasonable length is Python; a longer one may end the parser, and this process."""
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return len(code) <= 20_000 and bool(ast.parse(code) or True)
-    return False
-
-
-def without_prose(code, start):
-    """Code without lines of prose before the function whose name ends at `start`, and behind it."""
-    lines, first = code.split("\n"), code[:start].count("\n")
-    while first and not parses("\n".join(lines[:first])):
-        lines, first = lines[1:], first - 1
-    for i in range(first + 1, len(lines)):
-        if PROSE.match(lines[i]) and not parses(lines[i]) and parses("\n".join(lines[:i])):
-            return "\n".join(lines[:i])
-    return "\n".join(lines)
-
-
-def read_own(path, key):
+def read_own(path, key, protocol):
     """The rows of a file that we append to. A last line without its end, which a kill leaves, is cut off."""
     data = path.read_bytes() if path.exists() else b""
     complete = data[: data.rfind(b"\n") + 1]
     if complete != data:
         os.truncate(path, len(complete))
     try:
-        return [*parse_lines(complete.decode().split("\n"), ("task_id", "sample", key), SAMPLE)]
+        rows = [*parse_lines(complete.decode().split("\n"), ("task_id", "sample", key), SAMPLE)]
+        one_protocol(rows, protocol)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; remove it, or choose another --out") from None
+    return rows
+
+
+def one_protocol(rows, protocol):
+    """Raises ValueError for rows that were made by another protocol than this one."""
+    others = {row.get("protocol", protocol) for row in rows} - {protocol}
+    if others:
+        raise ValueError(f"it holds samples of --protocol={', '.join(sorted(others))}, and this is {protocol}")
 
 
 def append(path, rows):
@@ -943,9 +932,9 @@ def append(path, rows):
         os.fsync(file.fileno())
 
 
-def given_samples(cfg, problems):
-    """{(key of problems, number): code} of --samples, of which a problem may have several."""
-    samples, count, outside = {}, collections.Counter(), []
+def given_rows(cfg, problems):
+    """{(key of problems, number): row} of --samples, of which a problem may have several."""
+    samples, count, outside, unknown = {}, collections.Counter(), [], []
     try:
         rows = [*parse_lines(Path(cfg.samples).read_text("utf-8").split("\n"), ["task_id"], SAMPLE)]
     except ValueError as error:
@@ -957,15 +946,15 @@ def given_samples(cfg, problems):
             outside.append(row["task_id"])
             continue
         if str(row["task_id"]).lower() not in names:
-            among = f"the {len(problems)} problems (--split, --problems)"
-            raise ValueError(f"{cfg.samples}: {row['task_id']!r} is not among {among}")
-        if "solution" in row:
-            samples[key, count[key]] = Solution(row["solution"])
-        elif cfg.task == "livecodebench":
-            samples[key, count[key]] = last_block(row["completion"])
-        else:
-            samples[key, count[key]] = extract(row["completion"], problems[key].entry, ())[0]
+            unknown.append(repr(row["task_id"]))
+            continue
+        samples[key, count[key]] = row
         count[key] += 1
+    if unknown:
+        more = f" and {len(unknown) - 1} more are" if len(unknown) > 1 else " is"
+        raise ValueError(
+            f"{cfg.samples}: {unknown[0]}{more} not among the {len(problems)} problems (--split, --problems)"
+        )
     if outside:
         print(f"{len(outside)} samples are not of the days from --since to --until, and left out", file=sys.stderr)
     if not samples:
@@ -976,29 +965,59 @@ def given_samples(cfg, problems):
     return samples
 
 
+def given_samples(cfg, problems):
+    """{(key of problems, number): code} of --samples. Texts that a model wrote are cut by the protocol.
+
+    Where no text is there the completion is, and a solution is a whole program. Ours cuts a completion at no stop
+    string, as that is done already.
+    """
+    name, record = protocol_of(cfg)
+    samples, rows = {}, given_rows(cfg, problems)
+    try:
+        one_protocol([row for row in rows.values() if "written" not in row], name)
+    except ValueError as error:
+        raise ValueError(f"{cfg.samples}: {error}; the texts that were written are needed") from None
+    for (key, number), row in rows.items():
+        question = problems[key].asked
+        if "solution" in row and "written" not in row:
+            samples[key, number] = Solution(row["solution"])
+        elif "written" in row or not name.startswith("ours") or cfg.task == "livecodebench":
+            samples[key, number] = candidate(record, row.get("written", row.get("completion")), question)
+        else:
+            samples[key, number] = protocols.extract(row["completion"], question.entry, ())[0]
+    return samples
+
+
+def candidate(record, text, question, without=()):
+    """What a protocol makes of a text; "" where the harness itself would raise."""
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        return protocols.candidate(record, text, question, without)
+    return ""
+
+
 def generated_samples(cfg, problems, run, step, path):
     """{(key of problems, number): code} of --n samples each, None where the prompt does not fit; those in `path` stay.
 
     Batches are the same whichever samples are there already, so resuming equals not stopping.
     """
-    rows = {(key_of(row["task_id"]), row["sample"]): row for row in read_own(path, "fits")}
+    name, _ = protocol_of(cfg)
+    rows = {(key_of(row["task_id"]), row["sample"]): row for row in read_own(path, "fits", name)}
     writer = None
     # problems of like length share a batch, and the first sample of all comes before the second of any
-    order = [(key, i) for i in range(cfg.n) for key in sorted(problems, key=lambda k: len(problems[k].prompt))]
+    order = [(key, i) for i in range(cfg.n) for key in sorted(problems, key=lambda k: len(problems[k].asked.prompt))]
     for number, first in enumerate(range(0, len(order), cfg.batch_size)):
         keys = order[first : first + cfg.batch_size]
         if all(key in rows for key in keys):
             continue
         if writer is None:  # not before it is needed: a finished run loads no model
             writer = WRITERS[cfg.model](cfg, run, step)
-            writer.tokenizer.encode_special_tokens = not cfg.dream.chat  # their names in a prompt are text
         written = write_batch(cfg, writer, [problems[key] for key, _ in keys], number)
         # of a batch that was half on disk only the other half is new
         new = {}
         for (key, i), row in zip(keys, written, strict=True):
             if (key, i) not in rows:
-                new[key, i] = {"task_id": problems[key].id, "completion": "", "sample": i} | row
-                new[key, i]["solution"] = program(problems[key], row.get("completion", ""))
+                about = {"task_id": problems[key].id, "completion": "", "sample": i, "protocol": name} | row
+                new[key, i] = about | {"solution": program(cfg, problems[key], about["completion"])}
         append(path, new.values())
         rows |= new
         print(f"{len(rows):,} of {len(order):,} samples", file=sys.stderr, flush=True)
@@ -1006,9 +1025,10 @@ def generated_samples(cfg, problems, run, step, path):
 
 
 def write_batch(cfg, writer, batch, number):
-    """{"completion": code, "fits": True} of each problem, "written" too if the model wrote more; or {"fits": False}."""
+    """{"completion": code, "written": all of the text, "fits": True} of each problem; or {"fits": False}."""
+    record = protocol_of(cfg)[1]
     padded = batch + batch[-1:] * (cfg.batch_size - len(batch))  # one shape is compiled, not two
-    prompts = [writer.tokenizer.encode(writer.ask(p), add_special_tokens=False).ids for p in padded]
+    prompts = [prompt_ids(cfg, writer.tokenizer, writer.wrap, problem.asked) for problem in padded]
     # A prompt that is too long is replaced by its first token, so that the others keep their places in the batch.
     fits = [len(ids) + cfg.max_new <= writer.longest for ids in prompts]
     if not any(fits):
@@ -1016,29 +1036,56 @@ def write_batch(cfg, writer, batch, number):
     prompts = [ids if fit else ids[:1] for ids, fit in zip(prompts, fits, strict=True)]
 
     def decode(ids_of_texts):
-        """(text, code, whether nothing could change it) of each problem."""
-        texts = writer.tokenizer.decode_batch(ids_of_texts)
-        if cfg.task == "livecodebench":
-            return [(text, last_block(text), False) for text in texts]
-        stops = STOPS[cfg.task.rstrip("+")]
-        return [(text, *extract(text, p.entry, stops)) for text, p in zip(texts, padded, strict=True)]
+        """What was written, special tokens by their names; MDLM's are no part of a text."""
+        if record.max_length:
+            pairs = zip(ids_of_texts, prompts, strict=True)
+            ids_of_texts = [ids[: max(0, record.max_length - len(prompt))] for ids, prompt in pairs]
+        return writer.tokenizer.decode_batch(ids_of_texts, skip_special_tokens=cfg.model == "mdlm")
 
-    written = writer.write(prompts, lambda ids_of_texts: all(ended for _, _, ended in decode(ids_of_texts)), number)
+    def finished(ids_of_texts):
+        pairs = zip(decode(ids_of_texts), padded, strict=True)
+        return all(protocols.ended(record, text, problem.asked) for text, problem in pairs)
+
     rows = []
-    for (text, code, _), fit in zip(decode(written), fits, strict=True):
-        row = {"completion": code, "fits": True} | ({"written": text} if text != code else {})
+    for text, problem, fit in zip(decode(writer.write(prompts, finished, number)), padded, fits, strict=True):
+        text = re.sub(r"(<\|endoftext\|>)+\Z", "<|endoftext|>", text)  # a canvas is filled up with them
+        row = {"completion": candidate(record, text, problem.asked), "fits": True, "written": text}
         rows.append(row if fit else {"fits": False})
     return rows[: len(batch)]
+
+
+def prompt_ids(cfg, tokenizer, wrap, question):
+    """The tokens that a model reads. Ours asks chat models by their own template, `wrap`."""
+    name, record = protocol_of(cfg)
+    if record.system and tokenizer.token_to_id("<|im_start|>") is None:
+        raise ValueError(f"--protocol={name} asks by a chat template, and the tokenizer has no token <|im_start|>")
+    own = record.system == ""
+    text = wrap(record.ask(question, ())) if own else protocols.prompt(record, question, cfg.trim_prefix)
+    tokenizer.encode_special_tokens = record.system is None  # their names in a prompt are text, but in a chat
+    ids = tokenizer.encode(text, add_special_tokens=False).ids[-record.prompt_tokens :]
+    bos = tokenizer.token_to_id("<|beginoftext|>") if record.bos else None
+    return ids if bos is None else [bos, *ids]
 
 
 # ---- running and scoring -------------------------------------------------------------------------------------------
 
 
-def program(problem, code):
-    """What is run of a sample; an import from the future would be an error behind the prompt."""
+def program(cfg, problem, code):
+    """What is run of a sample before its tests; an import from the future would be an error behind a prompt of ours."""
+    name, record = protocol_of(cfg)
     if isinstance(code, Solution) and not isinstance(problem.cases, Live):  # whose head is no prompt, but imports
         return code
-    return problem.head + code.replace("from __future__ import annotations\n", "")
+    if not name.startswith("ours"):
+        return protocols.program(record, code, problem.asked)
+    return problem.head + code.replace(protocols.FUTURE, "")
+
+
+def hidden_test(cfg, problem):
+    """What decides: the file's tests; for MBPP and other protocols than ours the first three, as the harness has it."""
+    name, record = protocol_of(cfg)
+    if name.startswith("ours") or not problem.asked.tests:
+        return problem.test
+    return protocols.target(record, problem.asked)
 
 
 def score_samples(cfg, problems, samples, path):
@@ -1046,9 +1093,11 @@ def score_samples(cfg, problems, samples, path):
 
     A line is that of the sample, and "sample", "passed", "result" (of the hidden test). With several samples of a
     problem also what best-of-n needs: "public", the share of the examples in the prompt that pass, and "behaviour".
-    The limit is max(--timeout_s, 4 x what the reference solution takes here), as EvalPlus has it.
+    The limit is max(--timeout_s, 4 x what the reference solution takes here), as EvalPlus has it; for harnesses that
+    have one limit that alone.
     """
-    rows = read_own(path, "passed")
+    name, record = protocol_of(cfg)
+    rows = read_own(path, "passed", name)
     done = {(key_of(row["task_id"]), row["sample"]) for row in rows}
     several, flags = any(number for _, number in samples), dataclasses.asdict(cfg.sandbox)
     unscored, slow, known = [], collections.defaultdict(list), {}
@@ -1058,7 +1107,9 @@ def score_samples(cfg, problems, samples, path):
         """Add the line of a sample: behind the hidden tests are the examples of the prompt, then the probe."""
         problem, code = problems[key], samples[key, number]
         row = {"task_id": problem.id, "solution" if isinstance(code, Solution) else "completion": code or ""}
-        row |= {"sample": number} | hidden_verdict(problem, known.get(key), result)
+        row |= {"sample": number, "protocol": name} | hidden_verdict(problem, known.get(key), result)
+        if problem.id in record.never:
+            row |= {"passed": False, "result": f"never passes under {name}"}
         if several and not isinstance(problem.cases, Live):  # which shows examples as prose
             hidden, public = len(result.verdicts) - len(problem.public + problem.probes), len(problem.public)
             row["public"] = result.verdicts[hidden : hidden + public].count("pass") / max(1, public)
@@ -1067,23 +1118,25 @@ def score_samples(cfg, problems, samples, path):
         done.add((key, number))
         progress.add(row)
 
+    def patient(key):
+        """Whether a sample may take longer where the reference solution does."""
+        return problems[key].test and record.factor
+
     def run(todo, timeout_s):
         """Add the lines of samples as soon as they have run; those too slow for the first limit are put by."""
         # one that does not fit the model has no tests, and so does not pass
         programs, tests = [], []
         for key, number in todo:
             problem, code = problems[key], samples[key, number]
-            programs.append(program(problem, code or ""))
-            all_tests = hidden_tests(problem, known.get(key), code, timeout_s)
+            programs.append(program(cfg, problem, code or ""))
+            all_tests = hidden_tests(cfg, problem, known.get(key), code, timeout_s)
             all_tests += (problem.public + problem.probes) * several
             tests.append(all_tests if code is not None else [])
 
         def on_result(i, result):
             if result.rate is None:
                 unscored.append((todo[i], result.error))
-            elif (
-                result.verdicts[:1] == ["timeout"] and timeout_s == cfg.sandbox.timeout_s and problems[todo[i][0]].test
-            ):
+            elif result.verdicts[:1] == ["timeout"] and timeout_s == cfg.sandbox.timeout_s and patient(todo[i][0]):
                 slow[todo[i][0]].append((todo[i], result))
             else:
                 add(*todo[i], result)
@@ -1094,6 +1147,7 @@ def score_samples(cfg, problems, samples, path):
     left = [key for key in samples if key not in done]
     for first in range(0, len(left), 200):
         batch = left[first : first + 200]
+        progress.end()
         known = what_decides(cfg, problems, {key for key, _ in batch}, known, flags)
         progress.started = progress.started or time.monotonic()
         unscored += [(sample, known[sample[0]]) for sample in batch if isinstance(known.get(sample[0]), str)]
@@ -1103,7 +1157,7 @@ def score_samples(cfg, problems, samples, path):
     patience = {"timeout_s": 60.0, "program_s": 180.0}
     timed = sandbox.run_tests(*map(list, zip(*references, strict=True)), **flags | patience) if slow else []
     for late, reference in zip(slow.values(), timed, strict=True):
-        limit = 4 * sum(reference.cpu_s)
+        limit = record.factor * sum(reference.cpu_s)
         if limit > cfg.sandbox.timeout_s:
             run([key for key, _ in late], limit)
         else:
@@ -1121,11 +1175,13 @@ def what_decides(cfg, problems, keys, known, flags):
     return {key: live_cases(problems[key]) for key in keys} if cfg.task == "livecodebench" else {}
 
 
-def hidden_tests(problem, known, code, timeout_s):
+def hidden_tests(cfg, problem, known, code, timeout_s):
     """The tests of a sample that decide whether it passes."""
     if isinstance(problem.cases, Plus):
         return plus_tests(problem, known.limits, known.most)
-    return live_tests(problem, known, code, timeout_s) if isinstance(problem.cases, Live) else [problem.test]
+    if isinstance(problem.cases, Live):
+        return live_tests(problem, known, code, timeout_s)
+    return [hidden_test(cfg, problem)]
 
 
 def hidden_verdict(problem, known, result):
@@ -1185,8 +1241,104 @@ class Progress:
         return f"{text}, {speed:.1f} programs/s, {int(left_s) // 60}:{int(left_s) % 60:02d} left"
 
     def end(self):
+        """What is printed next begins a line."""
         if self.watch and self.terminal and self.shown:
             print(file=sys.stderr)
+        self.shown = 0.0
+
+
+# ---- explaining: the same texts under every protocol ---------------------------------------------------------------
+
+
+def explain(cfg, problems, out):
+    """Score the texts of --samples under the post-processing of every protocol, by the same tests: rows of a table.
+
+    A protocol has lost a text that fails under it and passes under another. The rule to blame is the first one without
+    which it would pass. Protocols that treat texts alike share a row.
+    """
+    rows, names = given_rows(cfg, problems), {}
+    texts = {
+        where: next(row[key] for key in ("written", "completion", "solution") if key in row)
+        for where, row in rows.items()
+    }
+    for name, record in protocols.PROTOCOLS.items():
+        if name.split("/")[1].startswith(cfg.task.rstrip("+")):
+            names.setdefault(protocols.post_processing(record), []).append(name)
+    records = {alike[0]: protocols.PROTOCOLS[alike[0]] for alike in names.values()}
+
+    def made(name, where, without=()):
+        """(key, program) of a text."""
+        question = problems[where[0]].asked
+        code = candidate(records[name], texts[where], question, without)
+        return where[0], protocols.program(records[name], code, question)
+
+    programs = {(name, where): made(name, where) for name in records for where in texts}
+    passed = run_distinct(cfg, problems, programs.values(), {})
+    some = {where for (_, where), which in programs.items() if passed[which]}
+    lost = [(name, where) for (name, where), which in programs.items() if where in some and not passed[which]]
+    other = {}  # each lost text without one rule
+    for name, where in lost:
+        suspects = protocols.suspects(records[name], texts[where], problems[where[0]].asked)
+        other[name, where] = [(label, made(name, where, rules)) for label, rules in suspects]
+    passed = run_distinct(cfg, problems, [which for each in other.values() for _, which in each], passed)
+    table = []
+    for alike in names.values():
+        blamed, right = collections.defaultdict(list), collections.defaultdict(list)
+        for where in sorted(texts, key=lambda where: (list(problems).index(where[0]), where[1])):
+            name, task_id = alike[0], problems[where[0]].id
+            right[where[0]].append(passed[programs[name, where]])
+            if (name, where) in other:
+                fallback = protocols.left_over(other[name, where][-1][1][1], problems[where[0]].asked)
+                rule = next((rule for rule, which in other[name, where] if passed[which]), fallback)
+                blamed[rule].append(task_id)
+        rates = [sum(each) / len(each) for each in right.values()]
+        alike = [name.removesuffix(f"/{cfg.task.rstrip('+')}") for name in alike]
+        row = {"protocols": alike, "passed": sum(map(sum, right.values())), "samples": len(texts)}
+        row["pass@1"] = [float(np.mean(rates)), *interval(rates)]
+        row["lost"] = dict(sorted(blamed.items(), key=lambda item: -len(item[1])))
+        table.append(row)
+    table.sort(key=lambda row: -row["passed"])
+    hashes = {"tasks_sha256": sha256(tasks_path(cfg)), "samples_sha256": sha256(cfg.samples), "version": VERSION}
+    report = {"task": cfg.task, "problems": len({key for key, _ in texts}), "samples": len(texts), "some": len(some)}
+    report |= {"timeout_s": cfg.sandbox.timeout_s, "table": table} | hashes
+    out.mkdir(parents=True, exist_ok=True)
+    runs.write(out / "explain.json", report)
+    print(json.dumps(report) if cfg.json else describe_table(report), flush=True)
+    return report
+
+
+def run_distinct(cfg, problems, pairs, known):
+    """{(key, program): whether it passes} of pairs, with those known already; each runs once."""
+    new = [pair for pair in dict.fromkeys(pairs) if pair not in known]
+    print(f"running {len(new):,} programs", file=sys.stderr, flush=True)
+    flags, limit, found = dataclasses.asdict(cfg.sandbox), cfg.sandbox.timeout_s, dict(known)
+    decides = what_decides(cfg, problems, {key for key, _ in new}, {}, flags)
+    for first in range(0, len(new), 200):  # as in score_samples()
+        batch = new[first : first + 200]
+        tests = [hidden_tests(cfg, problems[key], decides.get(key), code, limit) for key, code in batch]
+        results = sandbox.run_tests([code for _, code in batch], tests, **flags | options(cfg.task, tests, limit))
+        for (key, code), result in zip(batch, results, strict=True):
+            if result.rate is None:
+                raise RuntimeError(f"a program for {problems[key].id} could not be run: {result.error}")
+            found[key, code] = hidden_verdict(problems[key], decides.get(key), result)["passed"]
+    return found
+
+
+def describe_table(report):
+    """The table of explain() as text: a line a protocol, and below it what it has lost by which rule."""
+    lines = ["{task}: {samples:,} texts of {problems} problems; {some:,} pass under some protocol".format(**report)]
+    for row in report["table"]:
+        mean, low, high = (100 * x for x in row["pass@1"])
+        score = f"{row['passed']:5,} of {row['samples']:,}, pass@1 {mean:5.1f} % ({low:.1f} to {high:.1f})"
+        lines.append(f"{score}  {', '.join(row['protocols'])}")
+        for rule, ids in row["lost"].items():
+            which = [str(i) for i in dict.fromkeys(ids)]
+            more = f" and {len(which) - 6} more" if len(which) > 6 else ""
+            lines.append(f"       -{len(ids):<4} {rule}: {', '.join(which[:6])}{more}")
+    return "\n".join(lines)
+
+
+# ---- scores --------------------------------------------------------------------------------------------------------
 
 
 def pass_at_k(n, c, k):

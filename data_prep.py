@@ -256,6 +256,7 @@ def prepare(cfg, out, vocabulary):
     if complete and not unchanged:
         raise ValueError(f"{out} holds data of other files, or these have changed; choose another --out or delete it")
     if all_there:
+        shutil.rmtree(out / ".rows", ignore_errors=True)
         runs.write(stamp, stamp_of(seen, earlier["fingerprint"], data))
         print(f"{out} is complete, nothing to do")
         return
@@ -267,26 +268,36 @@ def prepare(cfg, out, vocabulary):
     # Tokenizer: that of --tokenizer, of the run that was stopped, or a new one.
     vocabulary = vocabulary or (load_vocabulary(data, cfg) if unchanged else new_vocabulary(cfg, groups["train"]))
     fingerprint = hashlib.sha256(listing + vocabulary.data).hexdigest()
-    for path in out.glob("[th]*/[0-9]*.parquet" + "*" * (cfg.hosts == 1)):  # of train and heldout
-        if counts_of(path, fingerprint) is None and not cfg.host:
-            path.unlink()
-    if not cfg.host:
-        runs.write(progress, {"settings": settings, "fingerprint": fingerprint})
-        for name, content in {"tokenizer.json": vocabulary.data, **chat}.items():
-            runs.write(out / name, content)
+    begin(cfg, out, {"settings": settings, "fingerprint": fingerprint}, {"tokenizer.json": vocabulary.data, **chat})
 
     # Shards, then meta.json.
     splits = {split: write_split(out, split, groups[split], cfg, vocabulary, fingerprint) for split in groups}
     if cfg.host:
+        (out / ".rows").mkdir(exist_ok=True)
+        runs.write(out / f".rows/host{cfg.host}", b"")
         print(f"host {cfg.host} of {cfg.hosts} has written its shards; {out} is complete when host 0 says so")
         return
     meta = describe(cfg, vocabulary, settings, fingerprint, dropped, splits)
     runs.write(progress, json.dumps(meta, indent=2).encode())
     progress.rename(out / "meta.json")
     runs.write(stamp, stamp_of(seen, fingerprint, vocabulary.data))
+    corpus.wait_for([out / f".rows/host{host}" for host in range(1, cfg.hosts)], "hosts")  # they may still read it
     shutil.rmtree(out / ".rows", ignore_errors=True)
     ids = f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}"
     print(f"wrote {out} in {time.time() - started:.0f} s; {ids}")
+
+
+def begin(cfg, out, progress, files):
+    """Note in the folder what it is going to hold, and remove what is of another fingerprint."""
+    if cfg.host:
+        corpus.wait_for([out / "tokenizer.json"], "tokenizers")
+        return
+    for path in out.glob("[th]*/[0-9]*.parquet" + "*" * (cfg.hosts == 1)):  # of train and heldout
+        if counts_of(path, progress["fingerprint"]) is None:
+            path.unlink()
+    runs.write(out / "progress.json", progress)
+    for name, content in files.items():
+        runs.write(out / name, content)
 
 
 def settings_of(cfg, vocabulary, chat):
@@ -361,9 +372,9 @@ def write_split(out, split, groups, cfg, vocabulary, fingerprint):
         total |= {key: count + total[key] for key, count in counts.items()}
         total["shards"].append({"file": f"{split}/{path.name}", "rows": counts["rows"], "sha256": sha256})
         print(f"{split} | shard {number + 1:,} of {len(groups):,} | {total['tokens']:,} tokens", flush=True)
-    if split == "train" and not total["rows"]:
+    if split == "train" and not total["rows"] and not cfg.host:
         raise ValueError("no document is left to train on; lower --heldout or give more to read")
-    if split == "heldout" and cfg.heldout and not total["rows"]:
+    if split == "heldout" and cfg.heldout and not total["rows"] and not cfg.host:
         print(f"nothing is held out: the documents are few for --heldout={cfg.heldout}", file=sys.stderr)
     print(" | ".join([split, *(f"{key} {count:,}" for key, count in total.items() if isinstance(count, int))]))
     return total

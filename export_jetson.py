@@ -41,7 +41,8 @@ import inference_jetson
 import model_mdlm as mdlm
 import runs
 
-TOLERANCE = {False: 0.02, True: 0.1}  # of the largest logit, without and with --int8; FP16 errs by 0.001 to 0.005
+# of the largest logit, without and with --int8; on these models FP16 errs by 0.001 to 0.005, 8 bits by 0.008 to 0.02
+TOLERANCE = {False: 0.02, True: 0.05}
 
 
 @dataclasses.dataclass(frozen=True)

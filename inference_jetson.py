@@ -41,7 +41,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import types
 from pathlib import Path
@@ -114,7 +113,7 @@ def find_bundle(bundle):
     """The folder of --bundle; without one out/jetson, or the weights that come with the scripts."""
     folder = Path(bundle or "out/jetson")
     if not bundle and not folder.exists() and SHIPPED.exists():
-        print(f"no --bundle and no out/jetson: using {SHIPPED}, which needs no export", file=sys.stderr)
+        print("no out/jetson: using weights/mdlm, a small model that comes with Unmask", file=sys.stderr)
         return SHIPPED
     return folder
 
@@ -137,11 +136,9 @@ def read_bundle(folder):
         # all that is read later: a bundle of another version may lack it
         _ = about["torch"], [(file["bytes"], file["sha256"]) for file in about["files"].values()]
         _ = about["tensorrt"] and [about["tensorrt"][key] for key in ("version", "gpu", "length")]
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder}/bundle.json cannot be used ({error}); export again with: {export}") from None
-    except KeyError as error:
-        why = f"bundle.json has no {error}: it is of another version"
-        raise ValueError(f"{folder}/{why}; export again with: {export}") from None
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        why = f"it has no {error}, so it is of another version" if isinstance(error, KeyError) else error
+        raise ValueError(f"{folder}/bundle.json cannot be used ({why}); export again with: {export}") from None
     return about
 
 
@@ -309,7 +306,7 @@ class Denoiser:
         settings = mdlm.MASK, rule.vocab, rule.temperature, rule.top_k, rule.top_p
         self.sample_(logits_RV, token_BL, self.state_2, self.keep_N, self.ban, *settings)
         if not self.ancestral:
-            # of what was drawn stays what p(x0), unfiltered, is surest of
+            # keep what was drawn where p(x0), unfiltered, is surest
             race_RV = logits_RV[:, : rule.vocab].float().index_fill(1, self.ban.long(), -torch.inf)
             score_BL = diffusion.confidence(race_RV.softmax(-1), rule.sampler).view(token_BL.shape)
             count_B = self.count_NB.index_select(0, step_1)[0]
@@ -522,6 +519,14 @@ class Writer:
             self.denoisers[key] = denoiser
         return self.denoisers[key]
 
+    def fits(self, L):
+        """Raises ValueError for a canvas that is too long."""
+        if L > self.model.cfg.positions:
+            raise ValueError(f"{L:,} tokens do not fit the model's {self.model.cfg.positions} positions")
+        if L > self.longest:
+            another = f"python export_jetson.py --tensorrt --bundle={self.folder} --length={L}"
+            raise ValueError(f"the engine takes up to {self.longest} tokens, not {L}; build another: {another}")
+
     def fill_captured(self, token_BL, rule, on_step=None):
         """Canvases grow by PAD, which nobody sees, to a multiple of 32 or the engine's length: few captures."""
         L = token_BL.shape[1]
@@ -541,11 +546,7 @@ class Writer:
         Every call draws other noise. Raises ValueError where memory runs out.
         """
         B, L = token_BL.shape
-        if L > self.model.cfg.positions:
-            raise ValueError(f"{L} tokens do not fit the model's {self.model.cfg.positions} positions")
-        if L > self.longest:
-            another = f"python export_jetson.py --tensorrt --bundle={self.folder} --length={L}"
-            raise ValueError(f"the engine takes up to {self.longest} tokens, not {L}; build another: {another}")
+        self.fits(L)
         try:
             if self.captures:
                 return self.fill_captured(token_BL, rule, on_step)
@@ -578,9 +579,8 @@ def canvas(writer, cfg):
         raise ValueError("a mask is written with its number of tokens: [MASK:12]")
     encoded = [writer.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
     end = [mdlm.EOS] if sizes else []
-    length = 1 + sum(map(len, encoded)) + sum(sizes) + len(end)
-    if sizes and length > writer.longest:
-        raise ValueError(f"{length:,} tokens do not fit the model's {writer.longest} positions; mask fewer")
+    if sizes:
+        writer.fits(1 + sum(map(len, encoded)) + sum(sizes) + len(end))
     ids = [mdlm.BOS]
     for text_ids, size in itertools.zip_longest(encoded, sizes, fillvalue=0):
         ids += text_ids + [mdlm.MASK] * size
@@ -591,7 +591,7 @@ def write(writer, cfg, on_step=None):
     """(cfg.n texts of a prompt, number of tokens filled in all of them); on_step(i, ids of the first text so far).
 
     What does not fit one canvas is written in blocks from left to right: the last tokens of the text so far are the
-    prompt of the next canvas.
+    prompt of the next canvas, without BOS, as in training's crops from within a text.
     """
     ids, left = canvas(writer, cfg)
     text_BL, new = torch.tensor([ids]).expand(cfg.n, -1), ids.count(mdlm.MASK)
@@ -709,15 +709,14 @@ def mean_power():
     if not shutil.which("tegrastats"):
         yield mean_mw
         return
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(("tegrastats", "--interval", "100"), stdout=log, stderr=subprocess.DEVNULL)
+    # where it writes more than a pipe holds, half a minute, the mean is of what came first
+    command = "tegrastats", "--interval", "200"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             yield mean_mw
         finally:
             process.terminate()
-            process.wait()
-        log.seek(0)
-        lines = [rail_mw(line) for line in log]
+        lines = [rail_mw(line) for line in process.stdout]
     for rail in {rail for line in lines for rail in line}:
         mean_mw[rail] = statistics.mean(line[rail] for line in lines if rail in line)
 

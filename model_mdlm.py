@@ -186,6 +186,7 @@ class Sampling:
     top_k: int = 0  # draw from the k likeliest; 0: from all
     top_p: float = 0.95  # draw from the smallest set of this probability
     vocab: int = 0  # ids from here on have no token and are never drawn; 0: all have one
+    block_length: int = 0  # fill blocks of so many positions from left to right; 0: the whole canvas at once
 
 
 def draw(logits_MV, top_p, generator):
@@ -221,20 +222,38 @@ def sample(model, token_BL, rule, generator, on_step=None):
     row its own number; logits are filtered and drawn from there and nowhere else. A step that unmasks nothing is
     skipped, so a row takes at most as many passes as it has masks. PAD at a row's end is not seen; MASK, PAD, BOS and
     UNK are never drawn. on_step(i, token_BL) is called after each step that unmasked something.
+
+    In blocks the masks of one are filled, with a schedule and its share of the steps of its own, before those of the
+    next: text has then all of its left side, as LLaDA's sampler has it (arXiv:2502.09992).
     """
+    L = token_BL.shape[1]
+    size = rule.block_length or L
+    position_L, steps = torch.arange(L, device=token_BL.device), max(1, -(-rule.steps * size // L))
+    for first in range(0, L, size):
+        open_L = (first <= position_L) & (position_L < first + size)
+
+        def shifted(i, token_BL, first=first):
+            on_step(first // size * steps + i, token_BL)
+
+        token_BL = fill(model, token_BL, open_L, rule, min(steps, rule.steps), generator, on_step and shifted)
+    return token_BL
+
+
+def fill(model, token_BL, open_L, rule, steps, generator, on_step):
+    """`sample` of the positions where open_L."""
     device, see_BL = token_BL.device, token_BL != PAD
-    ancestral = rule.sampler == "ancestral"
+    ancestral, whole = rule.sampler == "ancestral", bool(open_L.all())
     # Tables of all steps, in float64: P(masked) before a step, which the model is told, and P(a mask stays) in it.
     schedule = "linear" if rule.schedule == "even" else rule.schedule
-    time_N = 1 - torch.arange(rule.steps + 1, dtype=torch.float64) / rule.steps
+    time_N = 1 - torch.arange(steps + 1, dtype=torch.float64) / steps
     rate_N = diffusion.mask_rate(time_N, schedule).float().to(device)
     keep_N = diffusion.keep_prob(time_N[:-1], time_N[1:], schedule).float().to(device)
     # A confidence unmasks exactly so many tokens of each row in each step.
     if not ancestral:
-        masks_B = (token_BL == MASK).sum(1).cpu().numpy()
-        counts_NB = diffusion.step_counts(masks_B, rule.steps, rule.schedule)
-    for i in range(rule.steps):
-        masked_BL = token_BL == MASK
+        masks_B = ((token_BL == MASK) & open_L).sum(1).cpu().numpy()
+        counts_NB = diffusion.step_counts(masks_B, steps, rule.schedule)
+    for i in range(steps):
+        masked_BL = (token_BL == MASK) & open_L
         # Choose positions first, with PAD in the place of tokens that are not drawn yet. Each mask goes on its own.
         if ancestral:
             u_BL = torch.rand(token_BL.shape, generator=generator, device=device)
@@ -243,13 +262,15 @@ def sample(model, token_BL, rule, generator, on_step=None):
                 continue
         elif not counts_NB[i].any():
             continue
-        hidden_BLD = model.hidden(token_BL, rate_N[i].expand(len(token_BL)), see_BL)
+        # the share of masks that the schedule gives, or with blocks to come what it is
+        rate_B = rate_N[i].expand(len(token_BL)) if whole else (token_BL == MASK).sum(1) / see_BL.sum(1)
+        hidden_BLD = model.hidden(token_BL, rate_B, see_BL)
         # Logits where ancestral sampling unmasks, or at all masks, to find the surest; never [B, L, V].
         logits_MV = model.logits(hidden_BLD[chosen_BL if ancestral else masked_BL])[:, : rule.vocab or None]
         logits_MV[:, list(BANNED)] = -math.inf
         # Keep the surest positions of each row, and their logits.
         if not ancestral:
-            score_BL = torch.zeros(token_BL.shape, device=device)
+            score_BL = torch.full(token_BL.shape, -math.inf, device=device)
             score_BL[masked_BL] = diffusion.confidence(diffusion.softmax(logits_MV), rule.sampler)
             count_B = torch.from_numpy(counts_NB[i]).to(device)
             chosen_BL = masked_BL & (diffusion.unmask_top(token_BL, PAD, score_BL, count_B, MASK) != MASK)

@@ -35,6 +35,7 @@ class Question(typing.NamedTuple):
     text: str = ""  # MBPP's words
     tests: tuple = ()  # MBPP's asserts
     code: str = ""  # a solution, for problems that are shown with it
+    shots: tuple = ()  # solved problems of the same file, which ours shows
 
 
 class Protocol(typing.NamedTuple):
@@ -48,7 +49,6 @@ class Protocol(typing.NamedTuple):
     prompt_tokens: int = 0  # only so many of the prompt, the last ones; 0 all
     max_new: int = 512  # tokens at most
     max_length: int = 0  # tokens of prompt and answer together at most; 0 no limit
-    steps: int = 0  # denoising steps; 0 one a token
     temperature: float = 0.0
     top_p: float = 1.0
     ends: str = "cut"  # key of ENDS: what a special token in the text means
@@ -58,6 +58,7 @@ class Protocol(typing.NamedTuple):
     prompt_first: bool = False  # the prompt stands before the candidate when it runs
     limit_s: float = 3.0  # for all tests of a candidate
     factor: float = 0.0  # at least this times what the reference solution takes; 0 none
+    never: tuple = ()  # problems that the harness counts as failed, whatever is written
 
 
 DATA = {  # which file, its problems
@@ -65,6 +66,7 @@ DATA = {  # which file, its problems
     "mbpp": ("mbpp.jsonl, the full MBPP, ids 11-510", (500,)),
     "mbppplus": ("MbppPlus-v0.2.0.jsonl or v0.1.0", (378, 399)),
     "sanitized": ("sanitized-mbpp.json", (257, 427)),
+    "livecodebench": ("test*.jsonl of LiveCodeBench", ()),
 }
 
 # ---- prompts -------------------------------------------------------------------------------------------------------
@@ -181,10 +183,10 @@ def ask_opencompass_turns(q, shots):
 
 
 def ask_ours(q, shots):
-    """HumanEval's prompt without its last newline, as BPEs like it; MBPP as Austin et al."""
+    """HumanEval's prompt without its last newline, as BPEs like it; MBPP as Austin et al., MBPP+ as EvalPlus."""
     if not q.text:
-        return q.prompt.rstrip()
-    stripped = [shot._replace(text=shot.text.strip(), code=shot.code.strip()) for shot in (*shots, q)]
+        return ask_evalplus_base(q, shots) if q.prompt.startswith('"""') else q.prompt.rstrip()
+    stripped = [shot._replace(text=shot.text.strip(), code=shot.code.strip()) for shot in (*q.shots[: len(shots)], q)]
     return ask_austin(stripped[-1], stripped[:-1])
 
 
@@ -197,14 +199,13 @@ def ask_ours_chat(q, shots):
     return f"{what}\n\n{q.text.strip()}\nIt must pass these tests:\n\n```python\n{asserts}\n```"
 
 
-def prompt(protocol, q, shots=None, trim_prefix=True):
+def prompt(protocol, q, trim_prefix=True):
     """What the tokenizer gets, before BOS.
 
-    shots: other solved problems than the harness's own. trim_prefix: transformers 4.46, which Dream's harness pins,
-    takes whitespace from the end of an answer's beginning; 4.49, which Fast-dLLM's pins, keeps it. The chat is ChatML,
-    as Dream's, DiffuCoder's and Qwen's templates write it.
+    trim_prefix: transformers 4.46, which Dream's harness pins, takes whitespace from the end of an answer's beginning;
+    4.49, which Fast-dLLM's pins, keeps it. The chat is ChatML, as Dream's, DiffuCoder's and Qwen's templates write it.
     """
-    asked = protocol.ask(q, SHOTS[: protocol.shots] if shots is None else shots)
+    asked = protocol.ask(q, SHOTS[: protocol.shots])
     prefix = protocol.prefix.replace("{prompt}", q.prompt)
     if protocol.system is None:
         return asked + prefix
@@ -234,6 +235,7 @@ ENDS = {
     "cut": (("<|endoftext|> ends it", before("<|endoftext|>")),),
     "drop": (("special tokens go, what follows them stays", lambda text, q: SPECIAL.sub("", text)),),
 }
+ENDS["ours"] = ()  # extract() looks for NO_ANSWER
 ENDS["cut, drop"] = ENDS["cut"] + (("special tokens go", ENDS["drop"][0][1]),)
 ENDS["cut at im_end, drop"] = (("<|im_end|> ends it", before("<|im_end|>")),) + ENDS["cut, drop"]
 
@@ -303,6 +305,15 @@ def opencompass_answer(text, q):
     return text.removeprefix("'").removesuffix("'")
 
 
+def last_block(text, q):
+    """LiveCodeBench's way: what lies between the last two fences of an answer, all of it if it has none."""
+    lines = text.split("\n")
+    fences = [i for i, line in enumerate(lines) if "```" in line]
+    if not fences:
+        return text
+    return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else ""
+
+
 def strip_left(text, q):
     return text.lstrip()
 
@@ -316,16 +327,26 @@ def longest_program(lines, least):
 
     The longest has most lines that are not blank; of equals, the first that begins and then the first that ends.
     """
-    filled = [0]
-    for line in lines:
-        filled.append(filled[-1] + bool(line.strip()))
-    # a run cannot begin in an indented line, comments apart; that leaves few to try
-    firsts = [i for i, line in enumerate(lines) if not line[:1].isspace() or not line.strip() or "#" in line]
-    runs = [(filled[i] - filled[j + 1], i, j) for i in firsts for j in range(i + least - 1, len(lines))]
-    for filled_lines, i, j in sorted(runs):
-        if filled_lines and syntax_holds("\n".join(lines[i : j + 1])):
-            return i, j
+    filled = [i for i, line in enumerate(lines) if line.strip()]
+    begins = [k for k, i in enumerate(filled) if may_begin(lines[i])]
+    for count in range(len(filled), 0, -1):
+        for k in (k for k in begins if k + count <= len(filled)):
+            first, last = filled[k], filled[k + count - 1]
+            while first and not lines[first - 1].strip(" \t\r\f"):  # with all blank lines before it
+                first -= 1
+            while last < len(lines) - 1 and last - first + 1 < least and not lines[last + 1].strip():
+                last += 1
+            if last - first + 1 >= least and syntax_holds("\n".join(lines[first : last + 1])):
+                return first, last
     return None
+
+
+def may_begin(line):
+    """Whether Python could begin in a line: not in an indented one, nor in one that is a sentence. Comments may."""
+    if "#" in line:
+        return True
+    statement = not re.search(r"[()\[\]{}'\"\\@]|:\s*$", line)  # nothing in it goes on in the next line
+    return not line[0].isspace() and (not statement or syntax_holds(line))
 
 
 def syntax_holds(code):
@@ -424,7 +445,7 @@ def evalplus_definitions(code, entry):
 def end_of_block(data, end, node):
     """Where tree-sitter lets a definition end whose last statement ends at `end`: behind comments of its block."""
     end += len(re.compile(rb"([ \t]*;)?([ \t]*#[^\n]*)?").match(data, end)[0])
-    comment = re.compile(rb"(?:[ \t\r]*\n)+([ \t]*)#[^\n]*")
+    comment = re.compile(rb"(?:[ \t\r\f]*\n)+([ \t]*)#[^\n]*")
     while (match := comment.match(data, end)) and len(match[1].expandtabs(8)) >= node.body[0].col_offset:
         end = match.end()
     return end
@@ -559,6 +580,7 @@ BELOW = "Below is a Python script with a self-contained function that solves the
 PROMPT = ("the prompt goes in front", prepend_prompt)
 PROMPT_LINE = ("the prompt and a newline go in front", prepend_prompt_line)
 STRIPPED_PROMPT = ("the stripped prompt goes in front", prepend_stripped_prompt)
+FIRST_STOP = "the first stop string ends it"
 TABS = ("a tab is four blanks", tabs)
 FIRST_10000 = ("only 10,000 characters", lambda text, q: text[:10_000])
 ANSI = ("no colours", lambda text, q: re.sub(r"\x1B(?:[@-Z\\-_]|\[[0-?]*[ -/]*[@-~])", "", text))
@@ -567,8 +589,14 @@ DREAM_RULES = (("code is what follows ```python", dream_fence), PROMPT_LINE, ("D
 SANITIZED = ("EvalPlus' sanitiser", evalplus_sanitize)
 
 
-def ours(task):
-    return "code is looked for everywhere", lambda text, q: extract(text, q.entry, OURS_STOPS[task])[0]
+FUTURE = "from __future__ import annotations\n"  # an error behind a prompt
+OURS_RULES = {
+    task: (
+        ("code is looked for everywhere", lambda text, q, stops=stops: extract(text, q.entry, stops)[0]),
+        ("no import from the future", lambda text, q: text.replace(FUTURE, "")),
+    )
+    for task, stops in OURS_STOPS.items()
+}
 
 
 # bases that several records share
@@ -594,6 +622,7 @@ PLUS = {"data": ("mbppplus", "sanitized")}
 PLUS_PLAIN = PLUS | {"stops": EVALPLUS_BASE["mbpp"]}
 OLD = {"rules": (FIRST_10000, TABS, SANITIZED), "limit_s": 1.0}  # evalplus 0.3.1: colours stay, a shorter least time
 OLD_PLAIN = OLD | {"rules": (FIRST_10000, TABS, STRIPPED_PROMPT, SANITIZED)}
+NO_32 = {"never": ("HumanEval/32",)}  # it passes over find_zero without a verdict
 DREAM = {"temperature": 0.2, "top_p": 0.95, "bos": True, "ends": "cut"}
 DREAM_BASE = LM_EVAL._replace(stop_rule="none", rules=DREAM_RULES, max_new=512, **DREAM)
 DREAM_CHAT = {"system": ASSISTANT, "trims": True, "prompt_tokens": 1024, "temperature": 0.1, "top_p": 0.9}
@@ -622,13 +651,27 @@ OPENCOMPASS_MBPP = {
     "data": ("mbpp",), "ask": ask_opencompass_turns, "shots": 3, "limit_s": 9, "prompt_first": False,
     "rules": (("the first of twenty patterns counts", opencompass_answer),),
 }  # fmt: skip
-OURS = Protocol(("humaneval",), ask_ours, top_p=0.95, ends="keep", limit_s=4, factor=4, prompt_first=True)
+OURS = Protocol(
+    ("humaneval",), ask_ours, top_p=0.95, ends="ours", stop_rule="none", limit_s=4, factor=4, prompt_first=True
+)
+
+OURS_MBPP = OURS._replace(
+    data=("sanitized", "mbpp", "mbppplus"), stops=OURS_STOPS["mbpp"], rules=OURS_RULES["mbpp"], prompt_first=False
+)
+LIVE = Protocol(
+    ("livecodebench",), ask_unchanged, top_p=0.95, ends="cut at im_end, drop", limit_s=6, factor=4,
+    rules=(("the last block counts", last_block),),
+)  # fmt: skip
 
 PROTOCOLS = {  # "harness/task": the names are those of the golden files
-    "ours/humaneval": OURS._replace(stops=OURS_STOPS["humaneval"], rules=(ours("humaneval"),)),
-    "ours/mbpp": OURS._replace(
-        data=("sanitized",), shots=3, stops=OURS_STOPS["mbpp"], rules=(ours("mbpp"),), prompt_first=False
+    "ours/humaneval": OURS._replace(stops=OURS_STOPS["humaneval"], rules=OURS_RULES["humaneval"]),
+    "ours/mbpp": OURS_MBPP._replace(shots=3),
+    "ours_chat/humaneval": OURS._replace(
+        ask=ask_ours_chat, system="", stops=OURS_STOPS["humaneval"], rules=OURS_RULES["humaneval"]
     ),
+    "ours_chat/mbpp": OURS_MBPP._replace(ask=ask_ours_chat, system=""),
+    "ours/livecodebench": LIVE,
+    "ours_chat/livecodebench": LIVE._replace(system=""),
     "openai/humaneval": Protocol(("humaneval",), ask_unchanged, temperature=0.2, top_p=0.95, prompt_first=True),
     "lm_eval_0.4.8/humaneval": LM_EVAL,
     "lm_eval_0.4.8/mbpp": AUSTIN,
@@ -654,15 +697,16 @@ PROTOCOLS = {  # "harness/task": the names are those of the golden files
     "dreamcoder_base/humaneval": DREAM_BASE._replace(
         top_p=0.9, stops=("```python\n", "```"), stop_rule="each", rules=(PROMPT_LINE, DREAM_RULES[-1])
     ),
-    "dreamcoder_base/mbpp": DREAM_BASE._replace(
-        **PLUS, ask=ask_dreamcoder, prefix=COMPLETED, temperature=0.1, top_p=0.9, stops=("```",), stop_rule="each",
+    "dreamcoder_base/mbpp": DREAM_BASE._replace(  # the Hub's mbppplus: 378 of these problems
+        data=("sanitized",), ask=ask_dreamcoder, prefix=COMPLETED,
+        temperature=0.1, top_p=0.9, stops=("```",), stop_rule="each",
         rules=(),
     ),
     "dreamcoder_instruct/humaneval": DREAMCODER,
     "dreamcoder_instruct/mbpp": DREAMCODER._replace(**PLUS),
-    "evalplus_0.3.1_base/humaneval": EVALPLUS_PLAIN._replace(**OLD_PLAIN),
+    "evalplus_0.3.1_base/humaneval": EVALPLUS_PLAIN._replace(**OLD_PLAIN, **NO_32),
     "evalplus_0.3.1_base/mbpp": EVALPLUS_PLAIN._replace(**PLUS_PLAIN, **OLD_PLAIN),
-    "evalplus_0.3.1_instruct/humaneval": EVALPLUS_CHAT._replace(**OLD),
+    "evalplus_0.3.1_instruct/humaneval": EVALPLUS_CHAT._replace(**OLD, **NO_32),
     "evalplus_0.3.1_instruct/mbpp": EVALPLUS_CHAT._replace(**PLUS, **OLD),
     "evalplus_head_base/humaneval": EVALPLUS_PLAIN,
     "evalplus_head_base/mbpp": EVALPLUS_PLAIN._replace(**PLUS_PLAIN),
@@ -686,6 +730,22 @@ PROTOCOLS = {  # "harness/task": the names are those of the golden files
 }  # fmt: skip
 
 
+END_TOKENS = {  # at which writing stops, as what follows is not read; the other rules of ENDS read the whole canvas
+    "ours": NO_ANSWER, "cut": ("<|endoftext|>",), "cut, drop": ("<|endoftext|>",), "keep": ("<|endoftext|>",),
+    "cut at im_end, drop": ("<|endoftext|>", "<|im_end|>"),
+}  # fmt: skip
+
+
+def named(name, task):
+    """ "harness/task" and its record, for the name of either and one of our tasks. Raises ValueError."""
+    task = task.rstrip("+")
+    for key in (name, f"{name}/{task}", f"{name}/{task}_instruct", f"{name}_{task}/{task}"):
+        if key in PROTOCOLS and key.split("/")[1].startswith(task):
+            return key, PROTOCOLS[key]
+    known = [key for key in PROTOCOLS if key.split("/")[1].startswith(task)]
+    raise ValueError(f"{name!r} is no protocol of {task}; those are {', '.join(known)}")
+
+
 # ---- from a text to a program --------------------------------------------------------------------------------------
 
 
@@ -695,17 +755,54 @@ def steps(protocol):
     if protocol.stop_rule == "each":
         cuts = [(f"{stop!r} ends it", before(stop)) for stop in stops]
     elif protocol.stop_rule == "first":
-        cuts = [("the first stop string ends it", lambda text, q: text[: first_of(text, stops)])]
+        cuts = [(FIRST_STOP, lambda text, q: text[: first_of(text, stops)])]
     else:
         cuts = []
     return [*ENDS[protocol.ends], *cuts, *protocol.rules]
 
 
-def candidate(protocol, text, q):
-    """What the harness makes of a model's text: the candidate that goes to the tests."""
-    for _, apply in steps(protocol):
-        text = apply(text, q)
+def candidate(protocol, text, q, without=()):
+    """What the harness makes of a model's text: the candidate that goes to the tests. `without` leaves rules out."""
+    for name, apply in steps(protocol):
+        text = text if name in without else apply(text, q)
     return text
+
+
+def suspects(protocol, text, q):
+    """[(what a table calls it, names of rules)] of what could have spoilt a text: each rule, then all stop strings."""
+    names = [name for name, _ in steps(protocol)]
+    stops = [name for name in names if name.endswith("ends it")]
+    found = [(name, [name]) for name in names] + [("its stop strings together", stops)]
+    if FIRST_STOP in names:  # say which
+        for _, apply in ENDS[protocol.ends]:
+            text = apply(text, q)
+        hit = min((stop for stop in protocol.stops if stop in text), key=text.find, default=None)
+        found[names.index(FIRST_STOP)] = (f"{hit!r} ends it", [FIRST_STOP])
+    return found
+
+
+def ended(protocol, text, q):
+    """Whether nothing that could follow would change the candidate, so that writing from left to right may stop."""
+    if protocol.ends == "ours":
+        return extract(text, q.entry, protocol.stops)[1]
+    return protocol.stop_rule != "none" and first_of(text, protocol.stops) < len(text)
+
+
+def post_processing(protocol):
+    """What decides what becomes of a text; protocols in which it is the same score alike."""
+    return protocol.ends, protocol.stop_rule, protocol.stops, protocol.rules, protocol.prompt_first
+
+
+def left_over(code, q):
+    """Why a program fails that no rule has spoilt, as a table of --explain says it."""
+    if "```" in code:
+        return "no rule: ``` stays"
+    if SPECIAL.search(code) or first_of(code, NO_ANSWER) < len(code):
+        return "no rule: special tokens stay"
+    if not parses(code):
+        return "no rule: what is no Python stays"
+    functions = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.FunctionDef) and n.name == q.entry]
+    return "no rule: the code is not there" if not any(map(has_return, functions)) else "no single rule"
 
 
 def program(protocol, code, q):

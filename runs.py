@@ -92,7 +92,14 @@ def settings_of(config_class, saved, machine=()):
         elif field.name in saved and field.name not in machine:
             value = saved[field.name]
             values[field.name] = tuple(value) if isinstance(value, list) else value
+        elif field.name not in saved and "before" in field.metadata:
+            values[field.name] = field.metadata["before"]
     return config_class(**values)
+
+
+def later(default, before):
+    """A setting that came later, with its default: a run that does not say it had `before`."""
+    return dataclasses.field(default=default, metadata={"before": before})
 
 
 # ---- files and folders ---------------------------------------------------------------------------------------------

@@ -980,12 +980,12 @@ def verdict(test, secret, row):
         return "fail" if data else "pass", None
     # The value is made of types that we know here, so that == is ours and not the program's.
     try:
-        opaque = []  # what the value holds that is no data
-        value = unwire(json.loads(data), lambda *form: opaque.append(stays(*form)) or opaque[-1])
+        objects = []  # what the value holds that is no data
+        value = unwire(json.loads(data), lambda *form: objects.append(stays(*form)) or objects[-1])
         if isinstance(secret, Probe):
             return "pass", value
         want, same = secret
-        return "pass" if (value is want if same else value == want) else "fail", None if opaque else value
+        return "pass" if (value is want if same else value == want) else "fail", None if objects else value
     except FORGED:
         return "fail", None  # a forged line, or an array, which is neither equal nor not
 

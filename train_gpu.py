@@ -49,11 +49,14 @@ class Config:
     model: str = "tiny"  # key of CONFIGS in model_mdlm.py
     tie: bool = False  # use the embedding as the head too, for fewer parameters
     time: bool = True  # give the model the noise level as an input
+    rope: bool = runs.later(True, False)  # positions turn queries and keys (RoPE); off: they are learned
     seq_len: int = 0  # tokens per row; 0 takes what the data has
     batch_size: int = 64  # rows per optimizer step, all devices together
     micro_batch: int = 0  # rows per device in one pass; 0 is 16 on a CPU, and the device's whole share on a GPU
     steps: int = 20_000  # optimizer steps
-    lr: float = 3e-4  # peak learning rate
+    optimizer: typing.Literal["muon", "adamw"] = runs.later("muon", "adamw")  # of the blocks' matrices
+    lr: float = 1e-3  # peak learning rate
+    muon_lr: float = 0.02  # peak learning rate of Muon, which makes all directions of a matrix's update equally large
     warmup: int = 1000  # steps of linear warm-up, at most a tenth of the run; then a cosine to a tenth of the peak
     weight_decay: float = 0.1  # decay of matrices and embeddings; biases and norms have none
     clip: float = 1.0  # largest global gradient norm
@@ -62,7 +65,9 @@ class Config:
     loss: typing.Literal["nelbo", "masked_ce"] = "nelbo"  # the bound, or the plain mean over masked tokens
     crop_rate: float = 0.25  # share of rows cut to a random length, so that the model knows short canvases
     ema: float = 0.999  # decay of the averaged weights, less in the beginning; 0 makes them equal the last weights
-    dtype: typing.Literal["", "bfloat16", "float16", "float32"] = ""  # type of matmuls; "": half on GPUs
+    dtype: typing.Literal["", "bfloat16", "float16", "float32"] = (
+        ""  # of matmuls; "": half where a device has units for it
+    )
     compile: bool = True  # use torch.compile; off runs op by op, for debugging
     fsdp: bool = False  # split weights over the devices (FSDP2) instead of copying them (DDP)
     eval_every: int = 0  # steps between evaluations, each with a sample; 0 is ten times a run
@@ -71,6 +76,7 @@ class Config:
     keep: int = 2  # newest checkpoints to keep
     log_every: int = 10  # steps between rows of the log
     prompt: str = ""  # text that the samples drawn while training begin with
+    plot: bool = False  # draw loss and bits per byte in the terminal, and at the end curve.png
     wandb: str = ""  # project name at Weights & Biases; "" logs to files alone
     seed: int = 0  # initial weights, row order, crops, noise
 
@@ -219,20 +225,27 @@ class Loss(nn.Module):
 
 
 def learning_rate(step, cfg):
-    """Of update `step` = 0, 1, ...: linear warm-up to cfg.lr, then half a cosine down to a tenth of it."""
+    """Of update `step` = 0, 1, ..., as a share of its peak: linear warm-up, then half a cosine down to a tenth."""
     warmup = max(1, min(cfg.warmup, cfg.steps // 10))
     if step < warmup:
-        return cfg.lr * (step + 1) / warmup
+        return (step + 1) / warmup
     x = (step - warmup) / max(1, cfg.steps - warmup)
-    return cfg.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * x)) / 2)
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * x)) / 2
 
 
-def make_optimizer(model, cfg):
-    """AdamW with decay on matrices and embeddings, none on biases and norms."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+def make_optimizers(model, cfg):
+    """Muon for the matrices of the blocks, AdamW for all else; decay on matrices and embeddings, none on vectors."""
+    muon = {p for p in model.blocks.parameters() if p.ndim == 2 and cfg.optimizer == "muon"}
+    rest = [p for p in model.parameters() if p not in muon]
+    decayed, vectors = ([p for p in rest if (p.ndim == 1) == vector] for vector in (False, True))
+    groups = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizers = [torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)]
+    if muon:
+        matrices = [p for p in model.parameters() if p in muon]  # a set has no order
+        optimizers.append(torch.optim.Muon(matrices, cfg.muon_lr, cfg.weight_decay))
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["initial_lr"] = group["lr"]  # the peak; the name is that of PyTorch's schedulers
+    return optimizers
 
 
 @torch.no_grad()
@@ -261,7 +274,7 @@ class State:
     ema: mdlm.MDLM  # the averaged weights: what is evaluated, and what others load
     loss: nn.Module  # Loss of the model, under DDP where it is
     step_loss: typing.Callable  # the same, compiled
-    optimizer: torch.optim.Optimizer
+    optimizers: list  # AdamW, and Muon
     scaler: torch.amp.GradScaler  # of float16; does nothing for other types
     autocast: torch.autocast
     skipped: int = 0  # updates left out, as the loss or the gradient was not finite
@@ -284,7 +297,7 @@ def make_state(cfg, architecture, dtype, devices):
     # weights and AdamW's moments are float32; only matmuls run in `dtype`
     scaler = torch.amp.GradScaler(devices.device.type, enabled=dtype == "float16")
     autocast = torch.autocast(devices.device.type, getattr(torch, dtype), enabled=dtype != "float32")
-    return State(model, ema, loss, step_loss, make_optimizer(model, cfg), scaler, autocast)
+    return State(model, ema, loss, step_loss, make_optimizers(model, cfg), scaler, autocast)
 
 
 def split(model, compiled):
@@ -327,13 +340,15 @@ def agree(loss, stop, devices):
 
 def update(state, loss, step, cfg):
     """One update of weights and averaged weights, left out where it is not finite; returns the gradient's norm."""
-    for group in state.optimizer.param_groups:
-        group["lr"] = learning_rate(step, cfg)
-    state.scaler.unscale_(state.optimizer)
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * learning_rate(step, cfg)
+        state.scaler.unscale_(optimizer)
     norm = float(full(nn.utils.clip_grad_norm_(state.model.parameters(), cfg.clip)))
     scaled = state.scaler.is_enabled()  # float16 overflows now and then; its scale falls, and it goes on
     if math.isfinite(loss) and math.isfinite(norm):
-        state.scaler.step(state.optimizer)
+        for optimizer in state.optimizers:
+            state.scaler.step(optimizer)
         average(state.ema, state.model, cfg.ema, step)
         state.skipped_in_a_row = 0
     else:
@@ -346,7 +361,7 @@ def update(state, loss, step, cfg):
         advice = f"--resume={cfg.out} with a lower --lr, from {saved}"
         raise ValueError(f"no finite loss in {state.skipped_in_a_row} steps, the last {step + 1}; {advice}")
     state.scaler.update()
-    state.optimizer.zero_grad(set_to_none=True)
+    state.model.zero_grad(set_to_none=True)
     return norm
 
 
@@ -358,7 +373,8 @@ def trainer_tensors(state):
     tensors = {f"model.{name}": p for name, p in state.model.named_parameters()}
     tensors |= {f"ema.{name}": p for name, p in state.ema.named_parameters()}
     for name, p in state.model.named_parameters():
-        tensors |= {f"{key}.{name}": value for key, value in state.optimizer.state.get(p, {}).items()}
+        for optimizer in state.optimizers:
+            tensors |= {f"{key}.{name}": value for key, value in optimizer.state.get(p, {}).items()}
     return tensors
 
 
@@ -396,11 +412,12 @@ def restore(folder, state, meta):
     runs.check_same(trainer["model"], meta["model"], folder)
     if trainer["data"] != meta["data"]:
         raise ValueError(f"{folder} was trained on other data; pass its --data, or start anew with another --out")
-    # AdamW makes its moments at the first update: a dummy one, all of whose effect is overwritten below
+    # moments are made at the first update: a dummy one, all of whose effect is overwritten below
     for p in state.model.parameters():
         p.grad = torch.zeros_like(p)
-    state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=True)
+    for optimizer in state.optimizers:
+        optimizer.step()
+    state.model.zero_grad(set_to_none=True)
     ours = trainer_tensors(state)
     shapes = ({name: t.shape for name, t in each.items()} for each in (tensors, ours))
     runs.check_tensors(*shapes, f"{folder} ({advice})")
@@ -497,11 +514,12 @@ def resolve(cfg, devices):
     micro = cfg.micro_batch or (share if cuda else math.gcd(share, 16))
     if cfg.batch_size % world or micro < 1 or share % micro:
         raise ValueError(f"--batch_size={cfg.batch_size} is no multiple of {world} devices times --micro_batch={micro}")
-    # a Turing card only emulates bfloat16, and Inductor cannot compile that
-    half = "bfloat16" if cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    # a Turing card only emulates bfloat16, and Inductor cannot compile that; a CPU has units for it, or is slower
+    bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else torch.cpu._is_amx_tile_supported()
+    dtype = "bfloat16" if bfloat16 else "float16" if cuda else "float32"
     eval_every = cfg.eval_every or max(1, cfg.steps // 10)
     resolved = {"micro_batch": micro, "eval_every": eval_every, "save_every": cfg.save_every or eval_every}
-    return dataclasses.replace(cfg, **resolved), cfg.dtype or (half if cuda else "float32")
+    return dataclasses.replace(cfg, **resolved), cfg.dtype or dtype
 
 
 def describe(cfg, dtype, architecture, rows, devices):
@@ -517,7 +535,8 @@ def train(cfg, devices):
     cfg, dtype = resolve(cfg, devices)
     rows, heldout, tokenizer_json = find_data(cfg, mdlm.CONFIGS[cfg.model].positions)
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
-    asked = {"vocab": rows.meta["vocab_padded"], "tie": cfg.tie, "time": cfg.time, "dropout": cfg.dropout}
+    asked = {name: getattr(cfg, name) for name in ("tie", "time", "rope", "dropout")}
+    asked["vocab"] = rows.meta["vocab_padded"]
     architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], **asked)
     model_and_train = {"model": dataclasses.asdict(architecture), "train": dataclasses.asdict(cfg)}
     meta = model_and_train | {"data": rows.meta["fingerprint"]}
@@ -540,7 +559,7 @@ def train(cfg, devices):
             done = step + 1
 
             if done % cfg.log_every == 0 or done == cfg.steps:
-                row = {"step": done, "loss": loss, "lr": learning_rate(step, cfg), "grad_norm": norm}
+                row = {"step": done, "loss": loss, "lr": cfg.lr * learning_rate(step, cfg), "grad_norm": norm}
                 run.log(row | speed.row(cfg.steps - done) | {"skipped": state.skipped})
                 speed.start()
             # All processes evaluate and sample, though one would do: FSDP gathers the weights from all of them.

@@ -81,6 +81,7 @@ class Config:
     steps: int = 0  # optimizer steps; 0: from --epochs
     lr: float = 0.0  # peak learning rate; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init
     warmup: int = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
+    optimizer: typing.Literal["", "adamw", "muon"] = runs.later("", "adamw")  # "": muon below 100 M parameters
     weight_decay: float = 0.1  # on matrices and embeddings only
     clip: float = 1.0  # largest norm of the gradient of all parameters
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
@@ -97,6 +98,7 @@ class Config:
     save_minutes: float = 30.0  # a checkpoint at least so often, also between evaluations; 0 leaves them to these
     keep: int = 2  # newest checkpoints to keep, besides the best
     prompt: str = "def read_lines(path):\n"  # continued at every evaluation
+    plot: bool = False  # draw loss and bits per byte in the terminal, and at the end curve.png
     wandb: str = ""  # project name; "" logs to files alone
     compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
     seed: int = 0  # initial weights, row order, dropout, noise
@@ -139,7 +141,7 @@ def device_memory_gib(device):
 def pick_model(cfg, devices, data=None):
     """(name of the preset, architecture): --model, that of --init, or the largest preset that memory and data feed.
 
-    A PythonCoder has as many ids and positions as the data, if these are more than the preset's.
+    A PythonCoder has as many ids and positions as the data, if the preset has fewer, or twice as many ids.
     """
     if cfg.dream.init:
         if cfg.model not in ("", "dream"):
@@ -155,14 +157,14 @@ def pick_model(cfg, devices, data=None):
         raise ValueError(f"--model={name}: not one of {', '.join(PRESETS)}")
     model = PRESETS[name]
     if isinstance(model, pc.Config):
-        form = cfg.coder.init_std or model.init_std
-        if cfg.resume and not cfg.coder.init_std:  # the run's own, which older ones do not say
+        form, ids = cfg.coder.init_std or model.init_std, model.vocab
+        if data and not data["vocab_size"] <= ids < 2 * data["vocab_padded"]:
+            ids = data["vocab_padded"]
+        if cfg.resume:  # the run's own; older ones do not say how they began
             saved = runs.read_json(runs.as_path(cfg.resume) / "config.json", "model")["model"]
-            form = saved.get("init_std", "paper")
-        model = dataclasses.replace(model, diff=cfg.coder.diff, init_std=form)
-        if data:
-            ids = model.vocab if data["vocab_size"] <= model.vocab else data["vocab_padded"]
-            model = dataclasses.replace(model, vocab=ids, positions=max(model.positions, data["seq_len"]))
+            form, ids = cfg.coder.init_std or saved.get("init_std", "paper"), saved["vocab"]
+        positions = max(model.positions, data["seq_len"] if data else 0)
+        model = dataclasses.replace(model, diff=cfg.coder.diff, init_std=form, vocab=ids, positions=positions)
     return name, model
 
 
@@ -263,15 +265,17 @@ def plan(cfg, model, rows):
     # Small models bear larger steps; what goes on from a trained one takes a tenth.
     peak = float(np.clip(3e-4 * math.sqrt(1.5e9 / counts["total"]), 1e-4, 3e-3)) / (10 if cfg.dream.init else 1)
     lr = cfg.lr or peak
+    # What was trained with AdamW goes on with it.
+    optimizer = cfg.optimizer or ("muon" if counts["total"] < 1e8 and not cfg.dream.init else "adamw")
     warmup = cfg.warmup or min(2000, max(1, steps // 10))
     # Evaluations divide an epoch evenly, so that its end is one of them.
     evals = max(1, round(per_epoch / min(1000, max(50, steps // 10))))  # in an epoch
     eval_every = cfg.eval_every or -(-per_epoch // evals)
-    cfg = dataclasses.replace(cfg, steps=steps, lr=lr, warmup=warmup, eval_every=eval_every)
+    cfg = dataclasses.replace(cfg, steps=steps, lr=lr, optimizer=optimizer, warmup=warmup, eval_every=eval_every)
     data, seen = rows.meta["splits"]["train"]["tokens"], steps * cfg.batch_size * cfg.seq_len
     print(", ".join(f"{part} {n:,}" for part, n in counts.items()) + " parameters")
     print(f"{steps:,} steps of {seen // steps:,} tokens = {steps / per_epoch:.2f} epochs of {data:,} tokens")
-    print(f"{seen / counts['total']:.1f} tokens per parameter; peak learning rate {lr:.3g}, warm-up {warmup}")
+    print(f"{seen / counts['total']:.1f} tokens per parameter; {optimizer}, peak learning rate {lr:.3g}")
     return cfg, per_epoch
 
 
@@ -435,10 +439,25 @@ def decays(tree):
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in names, tree)
 
 
-def make_optimizer(clip, weight_decay, mu_dtype=None, mask=decays):
-    """Clip, then AdamW at learning rate 1: its updates are multiplied by the schedule of the step."""
-    adamw = optax.adamw(1.0, 0.9, 0.95, 1e-8, weight_decay=weight_decay, mask=mask, mu_dtype=mu_dtype)
-    return optax.chain(optax.clip_by_global_norm(clip), adamw)
+def make_optimizer(clip, weight_decay, mu_dtype=None, mask=decays, muon=False):
+    """Clip, then AdamW at learning rate 1: its updates are multiplied by the schedule of the step.
+
+    muon: the layers' matrices are Muon's, with updates of AdamW's size (arXiv:2502.16982); embeddings, heads, norms and
+    vectors stay Adam's, without decay.
+    """
+    if not muon:
+        optimizer = optax.adamw(1.0, 0.9, 0.95, 1e-8, weight_decay=weight_decay, mask=mask, mu_dtype=mu_dtype)
+        return optax.chain(optax.clip_by_global_norm(clip), optimizer)
+    # By name: PythonCoder's are stacked, and each of a stack is orthogonalised by itself.
+    tables = {"embed", "head", "embed_tokens", "lm_head", "q_bias", "k_bias", "v_bias"}
+    matrices, axes = {*pc.SHARDING, *md.SHARDING} - tables, optax.contrib.MuonDimensionNumbers(-2, -1)
+
+    def dimensions(tree):
+        return jax.tree_util.tree_map_with_path(lambda path, _: axes if path[-1].key in matrices else None, tree)
+
+    settings = {"weight_decay": weight_decay, "mu_dtype": mu_dtype, "consistent_rms": 0.2, "adam_b2": 0.95}
+    optimizer = optax.contrib.muon(1.0, muon_weight_dimension_numbers=dimensions, **settings)
+    return optax.chain(optax.clip_by_global_norm(clip), optimizer)
 
 
 def accumulate(loss_fn, params, batches, inside=("layers",)):
@@ -616,7 +635,9 @@ class Trainer:
     def __post_init__(self):
         self.family = family_of(self.cfg)
         # moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32
-        self.optimizer = make_optimizer(self.cfg.clip, self.cfg.weight_decay, self.run.dtype)
+        self.optimizer = make_optimizer(
+            self.cfg.clip, self.cfg.weight_decay, self.run.dtype, muon=self.cfg.optimizer == "muon"
+        )
         self.shapes = state_shapes(self.family, self.model, self.optimizer, self.mesh)
         self.rows_at = NamedSharding(self.mesh, PS(None, self.family.BATCH))
         self.micro_rows = self.cfg.micro_batch * self.mesh.size // self.cfg.tensor  # on all devices together

@@ -37,6 +37,7 @@ import runs
 @dataclasses.dataclass(frozen=True)
 class Config:
     model: str = "small"  # key of CONFIGS in model_mdlm.py
+    rope: bool = False  # rotary positions in the place of learned ones
     lengths: tuple[int, ...] = (64, 128)  # canvases, in tokens
     steps: int = 25  # denoising steps
     rounds: int = 7  # timed samples of each contestant, in turn
@@ -166,7 +167,7 @@ def predict(cfg, model, preset):
 
 
 def main(cfg):
-    preset = mdlm.CONFIGS[cfg.model]
+    preset = dataclasses.replace(mdlm.CONFIGS[cfg.model], rope=cfg.rope)
     cuda = torch.cuda.is_available()
     if not cuda:
         torch.set_num_threads(1)

@@ -117,7 +117,7 @@ def plain_steps(cfg, settings, rows, device, micro, fused):
         weight_BL = np.where(noised.mask_BL, weight_B[:, None], 0)
         x0, xt, rate, weight = map(torch.from_numpy, (noised.token_BL, noised.xt_BL, rate_B, weight_BL))
         for group in optimizer.param_groups:
-            group["lr"] = train_gpu.learning_rate(step, settings)
+            group["lr"] = settings.lr * train_gpu.learning_rate(step, settings)
         # gradients over micro-batches: logits of every position
         total = 0.0
         for i in range(0, cfg.batch_size, micro):
@@ -161,7 +161,7 @@ def our_steps(cfg, data):
 def bench_training(cfg, file, device):
     data = cfg.data or "data/python-padded"
     asked = {"data": cfg.data, "model": cfg.model, "batch_size": cfg.batch_size, "dtype": cfg.dtype}
-    settings = train_gpu.Config(**asked, steps=cfg.warmup + cfg.steps)
+    settings = train_gpu.Config(**asked, optimizer="adamw", steps=cfg.warmup + cfg.steps)
     rows, _, _ = train_gpu.find_data(settings, mdlm.CONFIGS[cfg.model].positions)
     tokens = cfg.batch_size * rows.meta["seq_len"]
     ours, losses, _ = our_steps(cfg, data)

@@ -24,6 +24,7 @@ from test_sandbox import cloud, descendants, layers, wait_for  # noqa: F401  two
 import benchmarks
 import model_mdlm
 import model_pythoncoder
+import protocols
 import runs
 import sandbox
 
@@ -176,14 +177,14 @@ FENCED = f'def add(a, b):\n    """\n    {F}python\n    add(1, 2)\n    """\n'
     ],
 )  # fmt: skip
 def test_code_is_taken_out_of_what_a_model_wrote(task, text, code):
-    assert benchmarks.extract(text, "add", benchmarks.STOPS[task])[0] == code
+    assert protocols.extract(text, "add", protocols.OURS_STOPS[task])[0] == code
 
 
 @pytest.mark.golden
 def test_function_bodies_are_cut_as_in_every_golden_case(golden_dir):
     golden = json.loads((golden_dir("pythoncoder") / "truncate.json").read_text())
     for case in golden["cases"]:
-        assert benchmarks.extract(case["text"], "f", benchmarks.STOPS["humaneval"])[0] == case["kept"], case
+        assert protocols.extract(case["text"], "f", protocols.OURS_STOPS["humaneval"])[0] == case["kept"], case
 
 
 LOST = {  # answers in a class, quoted, coloured or without their first indent, and those that are wrong or none
@@ -199,9 +200,9 @@ def test_right_answers_in_all_forms_but_a_few_keep_their_code(golden_dir):
     problems = benchmarks.parse_problems(benchmarks.Config(task="humaneval"), FILES["humaneval"].read_bytes())
     cases = [case for case in golden["cases"] if case["id"].startswith("humaneval")]
     samples = {(str(case["key"]), i): case["raw"] for i, case in enumerate(cases)}
-    stops = benchmarks.STOPS["humaneval"]
-    codes = [benchmarks.extract(text, problems[key].entry, stops)[0] for (key, _), text in samples.items()]
-    programs = [benchmarks.program(problems[key], code) for (key, _), code in zip(samples, codes, strict=True)]
+    ours, asked = protocols.PROTOCOLS["ours/humaneval"], {key: problem.asked for key, problem in problems.items()}
+    codes = [protocols.candidate(ours, text, asked[key]) for (key, _), text in samples.items()]
+    programs = [protocols.program(ours, code, asked[key]) for (key, _), code in zip(samples, codes, strict=True)]
     results = sandbox.run_tests(programs, [[problems[key].test] for key, _ in samples])
     lost = {case["form"] for case, result in zip(cases, results, strict=True) if result.rate != 1}
     assert lost <= LOST
@@ -212,18 +213,21 @@ def test_writing_ends_when_nothing_could_change_the_code():
                         (f"{F}python\n{FULL}", False), (f"{F}python\n{FULL}{F}", True), ("Sure", False),
                         (f"{FULL}\nThis adds ", True), (f"{FULL}<|im_end|>", True), ("\treturn a", False),
                         (f"{BODY}{F}", True), (f"Sure:\n{FULL}", False)):  # fmt: skip
-        assert benchmarks.extract(text, "add", benchmarks.STOPS["humaneval"])[1] == ended, text
+        assert protocols.extract(text, "add", protocols.OURS_STOPS["humaneval"])[1] == ended, text
 
 
 @needs_tasks
 def test_prompts_are_the_standard_ones():
     problems = benchmarks.parse_problems(benchmarks.Config(task="humaneval"), FILES["humaneval"].read_bytes())
-    assert problems["0"].head == problems["0"].prompt + "\n"
+    asked = protocols.prompt(protocols.PROTOCOLS["ours/humaneval"], problems["0"].asked)
+    assert problems["0"].head == asked + "\n"
     problems = benchmarks.parse_problems(benchmarks.Config(task="mbpp"), FILES["mbpp"].read_bytes())
     assert len(problems) == 257
-    assert "[BEGIN]" not in problems["11"].question  # an instruct model is asked by words and a block of asserts
-    assert problems["11"].question.endswith('assert remove_Occ("PHP","P") == "H"\n```')
-    *shots, asked = problems["11"].prompt.split("You are an expert Python programmer, and here is your task: ")[1:]
+    question = protocols.PROTOCOLS["ours_chat/mbpp"].ask(problems["11"].asked, ())
+    assert "[BEGIN]" not in question  # an instruct model is asked by words and a block of asserts
+    assert question.endswith('assert remove_Occ("PHP","P") == "H"\n```')
+    prompt = protocols.prompt(protocols.PROTOCOLS["ours/mbpp"], problems["11"].asked)
+    *shots, asked = prompt.split("You are an expert Python programmer, and here is your task: ")[1:]
     assert len(shots) == 3
     for shot, (_, _, code) in zip(shots, official("mbpp"), strict=False):
         assert shot.endswith(f"\n[BEGIN]\n{code.strip()}\n[DONE]\n\n")
@@ -364,7 +368,9 @@ def test_a_main_block_does_not_run_and_all_calls_are_of_one_process(tmp_path):
 @needs_tasks
 def test_a_sample_has_four_times_the_time_of_a_slow_reference(tmp_path, monkeypatch):
     spin = "import time\ndef f():\n    while time.process_time() < {0}:\n        pass\n"
-    slow = benchmarks.Problem("slow", "f", "", "", "", "assert f() is None", [], [], spin.format(0.5))
+    slow = benchmarks.Problem(
+        "slow", "f", protocols.Question("f", ""), "", "assert f() is None", [], [], spin.format(0.5)
+    )
     quick = slow._replace(id="quick", reference=spin.format(0))
     monkeypatch.setattr(benchmarks, "read_problems", lambda cfg: {"slow": slow, "quick": quick})
     samples = [("slow", spin.format(1)), ("slow", spin.format(9)), ("quick", spin.format(1))]
@@ -374,6 +380,77 @@ def test_a_sample_has_four_times_the_time_of_a_slow_reference(tmp_path, monkeypa
     benchmarks.main(cfg)
     found = {(r["task_id"], r["sample"]): r["result"] for r in results(tmp_path / "out")}
     assert found == {("slow", 0): "passed", ("slow", 1): "timeout", ("quick", 0): "timeout"}
+
+
+# ---- protocols
+
+
+def test_a_protocol_sets_what_no_flag_does():
+    cfg = benchmarks.resolve(benchmarks.Config(protocol="dream_instruct", model="dream"))
+    assert (cfg.temperature, cfg.top_p, cfg.max_new, cfg.sandbox.timeout_s) == (0.1, 0.9, 768, 3)
+    flags = benchmarks.DreamFlags(chat=False)
+    name, record = benchmarks.protocol_of(dataclasses.replace(cfg, max_new=64, dream=flags))
+    assert name == "dream_instruct/humaneval_instruct"
+    assert (record.max_new, record.system, record.temperature) == (64, None, 0.1)
+    cfg = benchmarks.resolve(benchmarks.Config(task="mbpp", protocol="dream_base", shots=1))
+    assert benchmarks.protocol_of(cfg)[0] == "dream_base_mbpp/mbpp"
+    assert benchmarks.protocol_of(cfg)[1].shots == 1
+    assert benchmarks.tasks_url(cfg).endswith("mbpp/mbpp.jsonl")  # the full MBPP
+    refused(benchmarks.Config(protocol="dream_infill"), "'dream_infill' is no protocol of humaneval; those are ours/")
+    refused(benchmarks.Config(explain=True), "--explain scores what a model wrote")
+
+
+ADD = "HumanEval/53", "    return x + y\n", f"{F}python\ndef add(x: int, y: int):\n    return x + y\n{F}"
+
+
+@needs_tasks
+def test_results_say_by_what_they_were_made_and_do_not_mix(tmp_path):
+    cfg = config("humaneval", tmp_path, [(ADD[0], ADD[2])], protocol="evalplus_head_instruct")
+    row = benchmarks.main(cfg)
+    assert row["pass@1"][0] == 1  # a whole function in a block: evalplus takes it, lm_eval cuts it away
+    assert row["settings"]["protocol"] == "evalplus_head_instruct/humaneval"
+    assert row["settings"]["tasks_sha256"] == benchmarks.sha256(FILES["humaneval"])
+    assert row["version"] == benchmarks.VERSION
+    assert results(cfg.out)[0]["protocol"] == "evalplus_head_instruct/humaneval"
+    refused(dataclasses.replace(cfg, protocol="lm_eval_head"), "holds results with protocol='evalplus_head_instruct/")
+    other = dataclasses.replace(cfg, protocol="lm_eval_head", out=str(tmp_path / "other"))
+    assert benchmarks.main(other)["pass@1"][0] == 0
+    # a candidate of one protocol is no text for another; what was written is
+    line = {"task_id": ADD[0], "completion": "", "protocol": "dream_base/humaneval"}
+    (tmp_path / "mixed.jsonl").write_text(json.dumps(line) + "\n")
+    mixed = dataclasses.replace(other, out=str(tmp_path / "mixed"), samples=str(tmp_path / "mixed.jsonl"))
+    refused(mixed, "holds samples of --protocol=dream_base/humaneval, and this is lm_eval_head/humaneval")
+    (tmp_path / "mixed.jsonl").write_text(json.dumps(line | {"written": ADD[1]}) + "\n")
+    assert benchmarks.main(mixed)["pass@1"][0] == 1
+    full = config("mbpp", tmp_path, [(11, "x")], protocol="lm_eval_head")
+    refused(full, "asks for mbpp.jsonl, the full MBPP, ids 11-510, and this is sanitized-mbpp.json")
+
+
+@needs_tasks
+def test_the_table_says_which_rule_of_which_protocol_lost_what(tmp_path, capsys):
+    samples = [(ADD[0], ADD[1]), (ADD[0], ADD[2]), (ADD[0], "    return x - y\n")]
+    report = benchmarks.main(config("humaneval", tmp_path, samples, explain=True))
+    assert json.loads((tmp_path / "out" / "explain.json").read_text()) == report
+    assert (report["samples"], report["some"]) == (3, 2)  # nobody passes the third
+    table = {name: (row["passed"], row["lost"]) for row in report["table"] for name in row["protocols"]}
+    assert {name.split("/")[0] for name in table} == {
+        name.split("/")[0] for name in protocols.PROTOCOLS if "/humaneval" in name
+    }
+    assert table["ours"] == table["dream_base"] == (2, {})
+    assert table["dream_instruct/humaneval_instruct"] == (1, {"'\\ndef' ends it": [ADD[0]]})
+    assert table["opencompass_dare"] == (1, {"no blanks in front": [ADD[0]]})
+    assert table["openai"] == (1, {"no rule: ``` stays": [ADD[0]]})
+    text = capsys.readouterr().out
+    assert text.startswith("humaneval: 3 texts of 1 problems; 2 pass under some protocol\n")
+    assert "       -1    no blanks in front: HumanEval/53\n" in text
+
+
+@needs_tasks
+def test_a_problem_that_a_harness_forgets_never_passes_under_it(tmp_path):
+    for protocol, right in (("evalplus_0.3.1_base", 0), ("evalplus_head_base", 1)):
+        samples = [row[::2] for row in official("humaneval") if row[0] == "HumanEval/32"]
+        cfg = config("humaneval", tmp_path, samples, protocol=protocol, out=str(tmp_path / protocol))
+        assert benchmarks.main(cfg)["pass@1"][0] == right
 
 
 # ---- files, stops, bad input
@@ -686,12 +763,13 @@ def test_batches_of_dream_are_on_all_devices_and_few_programs(dream, tmp_path, c
     import sample_dream
 
     cfg = benchmarks.resolve(config("humaneval", tmp_path, model="dream", ckpt=str(dream), max_new=2, batch_size=2))
-    problems = sorted(benchmarks.read_problems(cfg).values(), key=lambda p: len(p.prompt))
+    problems = sorted(benchmarks.read_problems(cfg).values(), key=lambda p: len(p.asked.prompt))
     writer = benchmarks.dream_writer(cfg, dream, 0)
     assert "8 x cpu; mesh data 2" in capsys.readouterr().err
     before, widths = sample_dream.fill_block._cache_size(), set()
     for first in range(0, len(problems), 20):
-        prompts = [writer.tokenizer.encode(writer.ask(p)).ids for p in problems[first : first + 2]]
+        batch = problems[first : first + 2]
+        prompts = [benchmarks.prompt_ids(cfg, writer.tokenizer, writer.wrap, p.asked) for p in batch]
         widths.add(sample_dream.canvas_width(max(map(len, prompts)) + 2, 1024))
         assert all(map(len, writer.write(prompts, None, 0)))
     assert len(widths) > 5

@@ -12,6 +12,7 @@ from test_benchmarks import FILES, needs_tasks, refused, results
 from test_sandbox import layers  # noqa: F401  a fixture
 
 import benchmarks
+import protocols
 
 pytestmark = pytest.mark.usefixtures("layers")
 
@@ -42,7 +43,8 @@ HALF = plus_row(0, "half", "    return x / 3\n", [[1], [2]], [[3], [10]])
 CHANGE = plus_row(1, "grow", "    x.append(len(x))\n    return x\n", [[[1]]], [[[]], [[1, 2]]])
 ROOT = plus_row(32, "find_zero", "    return -x[0] / x[1]\n", [[[1, 2]]], [[[-6, 3]]], atol=1e-4)
 SPIN = "import time\ndef half(x):\n    while x == {} and time.process_time() < 60: pass\n    return x / 3\n"
-PLUS = [  # problem, program, what EvalPlus' executor says of the base and of the plus inputs
+# problem, program, what EvalPlus' executor says of the base and of the plus inputs, but for forgeries and HumanEval/32
+PLUS = [
     (HALF, "def half(x): return x / 3", "pass", "pass"),
     (HALF, "def half(x): return x / 3 + 5e-7", "pass", "pass"),
     (HALF, "def half(x): return x / 3 + 5e-6", "fail", "fail"),
@@ -53,8 +55,6 @@ PLUS = [  # problem, program, what EvalPlus' executor says of the base and of th
     (HALF, "def half(x): return [x / 3]", "fail", "fail"),
     (HALF, "def half(x): return x / 3 if x != 10 else None", "pass", "fail"),
     (HALF, "def half(x): return x / 3 if x < 10 else 1 / 0", "pass", "fail"),
-    (HALF, SPIN.format(10), "pass", "timeout"),
-    (HALF, SPIN.format(1), "timeout", "pass"),
     (HALF, "class Any:\n    __eq__ = lambda *a: True\ndef half(x): return Any()", "fail", "fail"),
     (HALF, "class Any(float):\n    __eq__ = lambda *a: True\ndef half(x): return Any(0)", "fail", "fail"),
     (HALF, "import numpy\nnumpy.allclose = lambda *a, **k: True\ndef half(x): return 0.5", "fail", "fail"),
@@ -74,15 +74,22 @@ PLUS = [  # problem, program, what EvalPlus' executor says of the base and of th
 
 def test_verdicts_by_the_rules_of_evalplus(tmp_path, capsys):
     samples = [(row["task_id"], program) for row, program, _, _ in PLUS]
-    row, found = score(tmp_path, "humaneval+", [HALF, CHANGE, ROOT], samples, timeout_s=0.5)
+    row, found = score(tmp_path, "humaneval+", [HALF, CHANGE, ROOT], samples)
     for (_, program, base, plus), result in zip(PLUS, found, strict=True):
         assert (result["base_status"], result["plus_status"]) == (base, plus), (program, result)
         assert result["passed"] == (base == plus == "pass")
     wrong = {program: result.get("wrong") for (_, program, _, _), result in zip(PLUS, found, strict=True)}
     assert wrong["def half(x): return x / 3 if x != 10 else None"] == ["plus", 1]
-    assert wrong[SPIN.format(10)] == ["plus", 1]
     assert row["base pass@1"][0] > row["pass@1"][0]
     assert "3 problems; v0.1.10, of which scores are published, has 164" in capsys.readouterr().err
+
+
+def test_a_call_that_is_late_is_a_timeout_and_the_other_inputs_count(tmp_path):
+    samples = [("HumanEval/0", SPIN.format(10)), ("HumanEval/0", SPIN.format(1))]
+    _, found = score(tmp_path, "humaneval+", [HALF], samples, timeout_s=0.4)
+    assert [(result["base_status"], result["plus_status"]) for result in found] == [
+        ("pass", "timeout"), ("timeout", "pass")]  # fmt: skip
+    assert found[0]["wrong"] == ["plus", 1]
 
 
 def test_completions_and_solutions_are_both_read_and_written(tmp_path, capsys):
@@ -261,9 +268,9 @@ def test_verdicts_by_the_rules_of_livecodebench(tmp_path):
     (tmp_path / "fenced").mkdir()
     report, _ = score(tmp_path / "fenced", "livecodebench", [SUM], [code])
     assert report["results"] == {"passed": 1}
-    assert benchmarks.last_block(answer) == LIVE[0][1]
-    assert benchmarks.last_block("print(1)") == "print(1)"
-    assert benchmarks.last_block(f"{fence}python\nprint(1)") == ""
+    assert protocols.last_block(answer, None) == LIVE[0][1]
+    assert protocols.last_block("print(1)", None) == "print(1)"
+    assert protocols.last_block(f"{fence}python\nprint(1)", None) == ""
 
 
 def test_problems_of_livecodebench_are_those_of_the_days(tmp_path, capsys):
@@ -279,8 +286,8 @@ def test_problems_of_livecodebench_are_those_of_the_days(tmp_path, capsys):
         chosen = benchmarks.dataclasses.replace(cfg, since=since, until=until)
         assert [*benchmarks.read_problems(chosen)] == ids
     problems = benchmarks.read_problems(cfg)
-    assert problems["abc301_a"].prompt.startswith("### Question:\nAdd.\n\n### Format: Read the inputs from stdin")
-    assert f"```python\n{PLUS_N['starter_code']}\n```\n\n### Answer: (use the" in problems["3606"].prompt
+    assert problems["abc301_a"].asked.prompt.startswith("### Question:\nAdd.\n\n### Format: Read the inputs from stdin")
+    assert f"```python\n{PLUS_N['starter_code']}\n```\n\n### Answer: (use the" in problems["3606"].asked.prompt
     samples = write(tmp_path / "given.jsonl", [{"task_id": i, "solution": ""} for i in ("abc301_a", "3606")])
     chosen = benchmarks.dataclasses.replace(cfg, since="2025-01-01", samples=samples)
     assert [*benchmarks.given_samples(chosen, benchmarks.read_problems(chosen))] == [("3606", 0)]

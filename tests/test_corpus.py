@@ -10,6 +10,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -280,15 +281,22 @@ def test_killed_while_it_fetches_or_reads_the_next_run_ends_with_the_same_bytes(
     assert not (tmp_path / "out" / ".rows").exists()
 
 
-def test_a_full_disk_leaves_no_half_archive(tmp_path, pip):
+@pytest.mark.parametrize("bytes_a_file", [900, 300])  # the manifest takes 1,200, an archive 400
+def test_a_full_disk_leaves_no_half_archive(tmp_path, pip, bytes_a_file):
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    cfg = config(tmp_path, pypi="alpha,classic,viral")
+    if bytes_a_file == 300:
+        (tmp_path / "out").mkdir()
+        cp.fetch_packages(cfg)
+        shutil.rmtree(cfg.archives)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (900, hard))  # bytes a file; the manifest takes more
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_a_file, hard))
         with pytest.raises(OSError, match=r"out: File too large; .*the same command to go on"):
-            dp.main(config(tmp_path, pypi="alpha,classic,viral"))
+            dp.main(cfg)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert left == ["manifest.json"] * (bytes_a_file == 300)
 
 
 def test_a_cached_archive_that_is_damaged_is_fetched_again(tmp_path, pip, index):
@@ -329,6 +337,7 @@ def test_what_packages_may_be_named_by(tmp_path):
         ("Apache License (2.0)", True),
         ("MIT License (MIT)", True),
         ("new BSD", True),
+        ("Apache-2.0 AND CNRI-Python", True),
         ("Mozilla Public License 2.0 (MPL 2.0)", False),
         ("BUSL-1.1", False),
         ("Proprietary", False),
@@ -445,21 +454,27 @@ def test_a_data_set_streams_into_the_rows_of_its_files(tmp_path, monkeypatch):
         dp.main(dataclasses.replace(cfg, hf=str(tmp_path / "nowhere"), out=str(tmp_path / "third")))
 
 
-def test_two_hosts_write_the_bytes_of_one(tmp_path):
+@pytest.mark.parametrize("shard_bytes", [5_000, 1_000_000])
+def test_two_hosts_write_the_bytes_of_one_and_a_shard_has_rows_of_all_files(tmp_path, capsys, shard_bytes):
     texts = [module(i) for i in range(40)] + [module(3) + "END = 1\n", module(4)]
     write_rows(tmp_path / "rows", texts)
-    cfg = config(tmp_path, roots=(str(tmp_path / "rows"),), shard_bytes=5_000, out=str(tmp_path / "whole"))
+    cfg = config(tmp_path, roots=(str(tmp_path / "rows"),), shard_bytes=shard_bytes, out=str(tmp_path / "whole"))
     dp.main(dataclasses.replace(cfg, out=str(tmp_path / "first")))
     cfg = dataclasses.replace(cfg, tokenizer=str(tmp_path / "first" / "tokenizer.json"))
     dp.main(cfg)
     hosts = [dataclasses.replace(cfg, out=str(tmp_path / "out"), hosts=2, host=host) for host in (0, 1)]
     other = threading.Thread(target=dp.main, args=(hosts[1],))
     other.start()
+    while "waiting for other hosts: 1 of 2 inputs" not in capsys.readouterr().out:
+        assert other.is_alive()
     dp.main(hosts[0])
     other.join()
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    assert len(dp.Rows(tmp_path / "out", "train").shards) > 3
+    assert len(dp.Rows(tmp_path / "out", "train").shards) == {5_000: 4, 1_000_000: 1}[shard_bytes]
     assert not (tmp_path / "out" / ".rows").exists()
+    groups, _ = cp.gather(dp.find(cp.settled(cfg)), cp.settled(cfg))
+    for group in groups["train"]:
+        assert {item.name[:2] for item in group} == {"a.", "b."}
     for changes, part in (({"host": 2}, "--host=2 must be in"), ({"tokenizer": ""}, "same tokenizer")):
         with pytest.raises(ValueError, match=part):
             dp.main(dataclasses.replace(hosts[0], **changes))

@@ -72,8 +72,8 @@ def same(model, run):
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"rope": True}, {"time": False, "tie": True}], ids=str)
 def test_onnx_is_the_model(tmp_path, changes):
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
+    for package in ("onnxruntime", "onnx", *["onnxscript"] * export_jetson.by_torch_export()):
+        pytest.importorskip(package)
     model = checkpoint(tmp_path / "run", **changes)
     about = export(tmp_path / "run", tmp_path / "out")
     assert 0 < about["files"]["model.onnx"]["max_error"] < 0.005 * about["files"]["model.onnx"]["largest_logit"]

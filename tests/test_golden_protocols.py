@@ -46,6 +46,7 @@ def questions(golden_dir):
     said = {key: austin.match(text)[1] for key, text in prompts["lm_eval_head/mbpp"]["prompts"].items()}
     return {
         "humaneval": humaneval,
+        "sanitized": sanitized,
         "mbppplus": sanitized,  # EvalPlus makes its prompts of these texts and asserts
         "mbpp": {key: mbpp_question(text, tests[key]) for key, text in texts.items()},
         "mbpp from Austin's": {key: mbpp_question(text, tests[key]) for key, text in said.items()},

@@ -527,7 +527,7 @@ def test_a_checkpoint_needs_no_export(tmp_path, monkeypatch, capsys):
     jetson.main(jetson.command_line(arguments))
     out, err = capsys.readouterr()
     assert out.startswith("once upon")
-    assert err.splitlines()[0].startswith("no --bundle and no out/jetson: using ")
+    assert err.splitlines()[0] == "no out/jetson: using weights/mdlm, a small model that comes with Unmask"
     made = writer(tmp_path / "weights/mdlm")
     for name, weight in made.model.state_dict().items():
         assert weight.dtype == torch.float32
@@ -649,8 +649,8 @@ def test_torchscript_writes_too(bundle):
 
 @pytest.mark.slow
 def test_onnx_writes_too(bundle, tmp_path):
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
+    for package in ("onnxruntime", "onnx", *["onnxscript"] * export_jetson.by_torch_export()):
+        pytest.importorskip(package)
     settings = {"ckpt": str(bundle.parent / "run"), "out": str(tmp_path / "b")}
     export_jetson.main(export_jetson.Config(**settings, torchscript=False))
     made = writer(tmp_path / "b", backend="onnx")
@@ -699,7 +699,7 @@ def test_weights_are_counted_as_they_are():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--prompt=x[MASK:47]", "50 tokens do not fit the model's 48 positions; mask fewer"),
+        ("--prompt=x[MASK:47]", "50 tokens do not fit the model's 48 positions"),
         ("--benchmark --lengths 49", "49 tokens do not fit the model's 48 positions"),
         ("--prompt=[MASK]", "[MASK:12]"),
         ("--backend=fast", "not one of auto, kernels"),
@@ -752,13 +752,13 @@ def test_bad_bundles_are_named(broken):
     stops("bundle.json cannot be used")
     for key in ("format", "torch", "tensorrt", "files"):
         (broken / "bundle.json").write_text(json.dumps({name: about[name] for name in about if name != key}))
-        stops(f"bundle.json has no '{key}': it is of another version; export again")
+        stops(f"bundle.json cannot be used (it has no '{key}', so it is of another version); export again")
     for changed, key in (
         ({"files": {"model.trt": {"bytes": 3}}}, "sha256"),
         ({"tensorrt": {"gpu": "Orin"}}, "version"),
     ):
         (broken / "bundle.json").write_text(json.dumps(about | changed))
-        stops(f"bundle.json has no '{key}'")
+        stops(f"it has no '{key}'")
     (broken / "bundle.json").write_text(json.dumps(about))
     for name in ("model_jetson.pt", "model.safetensors", "tokenizer.json", "config.json"):
         data = (broken / name).read_bytes()

@@ -154,6 +154,26 @@ def one_device(monkeypatch):
     use_one_device(monkeypatch)
 
 
+def test_muon_has_the_layers_matrices_and_orthogonalises_each_of_a_stack():
+    grads = {
+        "embed": jnp.ones((8, 4)),
+        "layers": {"wq": jax.random.normal(jax.random.key(0), (3, 6, 4)), "attn_norm": jnp.ones((3, 4))},
+        "mtp": {"proj": jax.random.normal(jax.random.key(1), (8, 4)), "head": jnp.ones((8, 4))},
+    }
+    params = jax.tree.map(jnp.zeros_like, grads)
+    optimizer = train_tpu.make_optimizer(1e9, 0.0, muon=True)
+    updates, state = optimizer.update(grads, optimizer.init(params), params)
+    # all singular values of an update are about equal: five Newton-Schulz steps leave them within 0.3 of their size
+    for update_MN in (*updates["layers"]["wq"], updates["mtp"]["proj"]):
+        values = np.linalg.svd(update_MN, compute_uv=False) / (0.2 * max(update_MN.shape) ** 0.5)
+        assert (np.abs(values - 0.95) < 0.3).all()
+    # the first step of Adam with Nesterov momentum
+    for update in (updates["embed"], updates["layers"]["attn_norm"], updates["mtp"]["head"]):
+        np.testing.assert_allclose(update, -(1 + 0.09 / 0.19), rtol=1e-4)
+    sizes = [leaf.shape for leaf in jax.tree.leaves(state)]
+    assert (sizes.count((3, 6, 4)), sizes.count((8, 4))) == (1, 5)  # a momentum of wq and proj, two of embed and head
+
+
 def test_every_row_is_read_once_an_epoch_in_an_order_of_seed_and_epoch(data):
     rows = data_prep.Rows(data, "train")
     assert len(rows.shards) > 1
@@ -683,6 +703,19 @@ def test_a_preset_takes_the_ids_and_rows_that_data_prep_writes_unasked():
     data = {"seq_len": 2048, "vocab_size": 8192, "vocab_padded": 8192, "splits": {"train": {"tokens": 200_000}}}
     cfg, model, _, _ = train_tpu.resolve(train_tpu.Config(fsdp=1), jax.devices()[:1], data)
     assert (cfg.model, model.vocab, model.positions, cfg.seq_len) == ("tiny", 8192, 2048, 2048)
+    # and a table twice as long as the data needs is cut
+    for ids, rows in ((300, 512), (2048, 2048), (3000, 4096), (4096, 4096)):
+        data |= {"vocab_size": ids, "vocab_padded": -(-ids // 512) * 512}
+        assert train_tpu.resolve(train_tpu.Config(fsdp=1), jax.devices()[:1], data)[1].vocab == rows
+
+
+def test_a_run_from_before_muon_goes_on_with_adamw(unbroken, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(unbroken[0], out)
+    saved = json.loads((out / "config.json").read_text())
+    assert saved["train"].pop("optimizer") == "muon"
+    runs.write(out / "config.json", saved)
+    assert resumed(out).optimizer == "adamw"
 
 
 @pytest.mark.slow
