@@ -5,6 +5,7 @@
     python generate.py --prompt="import os" --temperature=0.8 --top_p=0.95 --n=4
     python generate.py --prompt="def area(r):\\n    " --suffix="\\n    return a"    # fill in the middle
     python generate.py --file=prompts.jsonl --json > completions.jsonl
+    python generate.py --prompt="def area(r):\\n" --show_steps --html=steps.html    # which drafts were right, how sure
     python generate.py --model=mdlm --prompt="Once upon a time" --show_steps
     python generate.py --model=mdlm --prompt="Once upon a [MASK:12] dragon." --html=steps.html
     python generate.py --model=dream --ckpt=out/diffucoder --chat=on --prompt="Sort a list in Python." --show_steps
@@ -12,10 +13,10 @@
     python generate.py --model=dream --ckpt=out/diffucoder --int8 --block_length=32 --cache=dual --threshold=0.9
 
 Reads a run folder of train_tpu.py or train_gpu.py, or a folder of convert_weights.py; where there is no run, a small
-PythonCoder or MDLM that comes with this project, in weights/. PythonCoder decodes
-with a static KV cache in one compiled loop, and its own MTP head drafts every second token: the text is the same as
-without (temperature 0), or drawn from the same distribution. MDLM and Dream fill a canvas of masks in --steps steps;
-[MASK:n] anywhere in a prompt is n tokens to fill, and nothing is appended to such a prompt.
+PythonCoder or MDLM that comes with this project, in weights/. PythonCoder decodes with a static KV cache in one
+compiled loop, and its own MTP head drafts every second token: the text is the same as without (temperature 0), or
+drawn from the same distribution. MDLM and Dream fill a canvas of masks in --steps steps; [MASK:n] anywhere in a prompt
+is n tokens to fill, and nothing is appended to such a prompt.
 
 A prompt's way: main -> complete of its family -> token ids, or a canvas of them -> the model's sampler -> text.
 """
@@ -86,8 +87,10 @@ class Config:
     steps: int | None = None  # passes over the canvas: default 64 for MDLM, 0 for Dream: one for each token
     block_length: int = 0  # MDLM, Dream: fill blocks of this length from left to right; 0 takes the whole canvas
     sampler: str = ""  # MDLM: ancestral, max_prob, margin, entropy; Dream: entropy, maskgit_plus, topk_margin, origin
-    show_steps: bool = False  # MDLM, Dream: show the canvas after every step
-    html: str = ""  # MDLM, Dream: write a page that shows in which step each token appeared; .svg: an animation of it
+    # show the text after every step; in a terminal tokens are red to green by their probability, and of PythonCoder's
+    # drafts the right ones green, those that took the place of a wrong one red
+    show_steps: bool = False
+    html: str = ""  # write a page with the step and the probability of each token; .svg: an animation of the steps
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU if it fits, else 16 bits
     devices: int = 0  # PythonCoder, Dream: use so many of the machine's devices; 0 takes all
     compile_cache: str = "~/.cache/unmask"  # PythonCoder, Dream: compiled programs of earlier runs; "" compiles anew
@@ -241,10 +244,11 @@ class PythonCoder:
             print(requests[0][0], end="", flush=True)
 
         self.key, key = jax.random.split(self.key)
-        started = time.perf_counter()
+        self.passes, started = [], time.perf_counter()
         settings = prompts, cfg.max_new, self.rule, key, self.on_tokens
+        watching = cfg.show_steps or cfg.html
         with runs.on(self.mesh):
-            texts, stats = model_pythoncoder.generate(self.model, *settings)
+            texts, stats = model_pythoncoder.generate(self.model, *settings, chunk=1 if watching else 16)
         seconds = time.perf_counter() - started
 
         # Token ids as texts. Of the one that streamed only the end is missing.
@@ -252,9 +256,11 @@ class PythonCoder:
             text = truncate(tokenizer.decode(ids), cfg.stop)
             row = {"prompt": prompt, "suffix": suffix, "completion": text, "tokens": len(ids), "seed": cfg.seed}
             if self.streams:
-                self.stream(text + "\n")
+                self.stream(text + "\n", ids)
             else:
                 show(cfg, row, prompt + text, number)
+        if watching:
+            self.show_probabilities(prompts, texts)
         rate = f"{stats['tokens'] / stats['forwards']:.2f} tokens per forward pass"
         if self.rule.speculate:
             rate += f", {stats['accepted']} draft tokens accepted"
@@ -262,15 +268,75 @@ class PythonCoder:
 
     def on_tokens(self, texts):
         """Called with the token ids of all texts so far; True, which ends the call, if each holds a stop string."""
-        texts, stops = [self.tokenizer.decode(ids) for ids in texts], self.cfg.stop
+        self.passes.append([len(ids) for ids in texts])
+        ids, stops = texts[0], self.cfg.stop
+        texts = [self.tokenizer.decode(ids) for ids in texts]
         if self.streams:
-            self.stream(printable(texts[0], stops))
+            self.stream(printable(texts[0], stops), ids)
         return bool(stops) and all(truncate(text, stops) != text for text in texts)
 
-    def stream(self, completion):
-        """Print what has been added to the completion."""
+    def stream(self, completion, ids):
+        """Print what has been added to the completion, the text of `ids`; watched, in the colours of the drafts."""
+        if self.cfg.show_steps and sys.stdout.isatty():
+            end = 0
+            for text, (_, draft) in zip(pieces(self.tokenizer, ids), self.drafts(0, ids), strict=True):
+                begin, end = end, min(end + len(text), len(completion))
+                print(coloured(completion[max(begin, len(self.printed)) : end], DRAFT_COLOURS[draft]), end="")
+            self.printed = completion[:end]
         print(completion[len(self.printed) :], end="", flush=True)
         self.printed = completion
+
+    def drafts(self, row, ids):
+        """[(pass, "accepted" | "rejected" | "")] of the tokens of a text: accepted drafts, and what replaced others.
+
+        A pass that commits two tokens had the first of them as a draft; one that commits a single token had another
+        draft, unless it was the first pass or there was no room for two.
+        """
+        found, end = [], 0
+        for number, lengths in enumerate(self.passes, 1):
+            new, end = lengths[row] - end, lengths[row]
+            single = number == 1 or not self.rule.speculate or end >= self.cfg.max_new or ids[end - 1] == self.rule.eos
+            kinds = ["accepted", ""] if new == 2 else ["" if single else "rejected"]
+            found += [(number, kind) for kind in kinds[:new]]
+        return found
+
+    def show_probabilities(self, prompts, texts):
+        """The texts in the colours of their probabilities in a terminal, and the page of --html."""
+        import jax
+        import numpy as np
+        from flax import nnx
+
+        import model_pythoncoder as pc
+
+        @jax.jit
+        def of_next(model, token_BL):
+            index_BL = jax.numpy.broadcast_to(jax.numpy.arange(token_BL.shape[1]), token_BL.shape)
+            hidden_BLD, _ = model.step(model.new_cache(*token_BL.shape), token_BL, index_BL)
+            prob_BLV = jax.nn.softmax(model.logits(hidden_BLD[:, :-1]))
+            return jax.numpy.take_along_axis(prob_BLV, token_BL[:, 1:, None], -1)[..., 0]
+
+        # One pass over what is finished gives the probabilities that its tokens had: those before any filter.
+        rows = [prompt + new for prompt, new in zip(prompts, texts, strict=True)]
+        token_BL = np.zeros((len(rows), 1 << max(5, (max(map(len, rows)) - 1).bit_length())), np.int32)
+        for token_L, row in zip(token_BL, rows, strict=True):
+            token_L[: len(row)] = row
+        yarn = max(map(len, prompts)) + self.cfg.max_new > self.model.cfg.positions  # as generate() decides
+        graph = pc.graph_of(self.model.cfg, dataclasses.replace(self.model.run, yarn=yarn))
+        with runs.on(self.mesh):
+            prob_BL = np.asarray(of_next(nnx.merge(graph, nnx.state(self.model)), token_BL))
+
+        pages = []
+        for i, (prompt, new) in enumerate(zip(prompts, texts, strict=True)):
+            prob = prob_BL[i, len(prompt) - 1 : len(rows[i]) - 1].tolist()
+            told = zip(pieces(self.tokenizer, new), self.drafts(i, new), prob, strict=True)
+            tokens = [Token(text, number, p, f"draft {kind}" * bool(kind)) for text, (number, kind), p in told]
+            left = len(truncate("".join(token.text for token in tokens), self.cfg.stop))
+            for j, token in enumerate(tokens):  # without what follows a stop string
+                tokens[j], left = token._replace(text=token.text[:left]), max(0, left - len(token.text))
+            if self.cfg.show_steps and sys.stdout.isatty():
+                print("---- by probability\n" + "".join(shaded(token.text, token.probability) for token in tokens))
+            pages.append([Token(text, 0) for text in pieces(self.tokenizer, prompt)] + tokens)
+        write_page(self.cfg.html, pages)
 
 
 def encode(tokenizer, prompt, suffix):
@@ -316,16 +382,17 @@ class CanvasModel:
 
     def __init__(self, cfg, tokenizer, mask, ends, positions):
         self.cfg, self.tokenizer, self.mask, self.ends, self.positions = cfg, tokenizer, mask, ends, positions
+        self.watching = bool(cfg.show_steps or cfg.html)
 
     def complete(self, requests):
         """Fill a canvas for each request, cfg.n times, print the texts and return what the model wrote."""
-        cfg, histories, texts, total = self.cfg, [], [], collections.Counter()
+        cfg, pages, texts, total = self.cfg, [], [], collections.Counter()
         canvases = [self.prepare(*request) for request in requests for _ in range(cfg.n)]
         self.lengths = [len(canvas.ids) for canvas in canvases]
         for first in range(0, len(canvases), self.batch_size):
             batch = canvases[first : first + self.batch_size]
             self.watched, self.shown = batch[0], self.picture(batch[0], batch[0].ids)
-            filled, history, stats = self.fill(batch)  # the family's sampler
+            filled, history, prob, stats = self.fill(batch)  # the family's sampler
             total.update(stats)
             for i, (canvas, ids) in enumerate(zip(batch, filled, strict=True)):
                 # of what the model wrote, tokens behind an end token are left out
@@ -343,10 +410,9 @@ class CanvasModel:
                 show(cfg, row, row["text"], first + i + 1 if len(canvases) > 1 else 0)
                 if cfg.html:  # the kept tokens of the canvas as it was given and after each step
                     shown = [p for p in kept if p >= canvas.start]
-                    histories.append([[step[p] for p in shown] for step in (canvas.ids, *history[i])])
-        if cfg.html:
-            draw = animation if cfg.html.endswith(".svg") else page
-            Path(cfg.html).write_text(draw(histories, self.tokenizer, self.mask))
+                    steps = [[step[p] for p in shown] for step in (canvas.ids, *history[i])]
+                    pages.append(tokens_in_order(steps, self.tokenizer, self.mask, [prob[i][p] for p in shown]))
+        write_page(cfg.html, pages)
         rate = f"{total['tokens'] / total['seconds']:.1f} tokens/s, {total['forwards']} forward passes"
         compiling = f"; compiling took {total['compile_s']:.1f} s more" if total["compile_s"] else ""
         print(f"{total['tokens']} tokens in {total['seconds']:.2f} s, {rate}{compiling}", file=sys.stderr)
@@ -401,18 +467,25 @@ class CanvasModel:
                 kept.append(p)
         return kept
 
-    def picture(self, canvas, ids):
-        """The text of a canvas that is not full, masks as blocks."""
-        shown = [ids[p] for p in self.kept(canvas, ids) if p >= canvas.start]
-        groups = [(masked, list(group)) for masked, group in itertools.groupby(shown, lambda i: i == self.mask)]
-        return "".join("\u2591" * len(group) if masked else self.tokenizer.decode(group) for masked, group in groups)
+    def picture(self, canvas, ids, prob=None):
+        """The text of a canvas that is not full, masks as blocks; with probabilities what was written is coloured."""
+        shown, text = [p for p in self.kept(canvas, ids) if p >= canvas.start], ""
+        for masked, group in itertools.groupby(shown, lambda p: ids[p] == self.mask):
+            group = list(group)
+            if masked:
+                text += "\u2591" * len(group)
+                continue
+            for p, part in zip(group, pieces(self.tokenizer, [ids[p] for p in group]), strict=True):
+                text += shaded(part, prob[p]) if prob and canvas.ids[p] == self.mask else part
+        return text
 
-    def show_step(self, step, ids):
+    def show_step(self, step, ids, prob):
         """Show the first canvas of the batch after a step that changed it."""
         text = self.picture(self.watched, ids)
         if text != self.shown:
-            clear = "\x1b[2J\x1b[H" if sys.stdout.isatty() else ""
-            print(f"{clear}step {step + 1}: {text}", flush=True)
+            terminal = sys.stdout.isatty()
+            seen = "\x1b[2J\x1b[H" * terminal + f"step {step + 1}: "
+            print(seen + (self.picture(self.watched, ids, prob) if terminal else text), flush=True)
         self.shown = text
 
 
@@ -462,21 +535,44 @@ class Mdlm(CanvasModel):
         import model_mdlm as mdlm
 
         # one batch, padded on the right
-        lengths, steps = [len(canvas.ids) for canvas in canvases], []
+        lengths, steps, model = [len(canvas.ids) for canvas in canvases], [], self.model
         token_BL = torch.full((len(canvases), max(lengths)), mdlm.PAD)
         for row, canvas in zip(token_BL, canvases, strict=True):
             row[: len(canvas.ids)] = torch.tensor(canvas.ids)
 
+        token_BL = token_BL.to(self.device)
+        prob_BL, before_BL = torch.ones(token_BL.shape, device=self.device), token_BL.clone()
+        if self.watching:
+            model = Watched(model)
+
         def on_step(i, token_BL):
             steps.append(token_BL.tolist())
+            if self.watching:
+                drawn_BL = token_BL != before_BL
+                logits_MV = model.logits(model.last_BLD[drawn_BL])[:, : self.rule.vocab].float()
+                logits_MV[:, list(mdlm.BANNED)] = -torch.inf
+                prob_BL[drawn_BL] = logits_MV.softmax(-1).gather(1, token_BL[drawn_BL][:, None])[:, 0]
+                before_BL.copy_(token_BL)
             if self.cfg.show_steps:
-                self.show_step(i, steps[-1][0][: lengths[0]])
+                self.show_step(i, steps[-1][0][: lengths[0]], prob_BL[0].tolist())
 
         started = time.perf_counter()
-        filled = mdlm.sample(self.model, token_BL.to(self.device), self.rule, self.generator, on_step).tolist()
+        filled = mdlm.sample(model, token_BL, self.rule, self.generator, on_step).tolist()
         stats = {"forwards": len(steps), "seconds": time.perf_counter() - started}
         history = [[step[i][:length] for step in steps] for i, length in enumerate(lengths)]
-        return [ids[:length] for ids, length in zip(filled, lengths, strict=True)], history, stats
+        filled = [ids[:length] for ids, length in zip(filled, lengths, strict=True)]
+        return filled, history, prob_BL.tolist(), stats
+
+
+class Watched:
+    """An MDLM that remembers the hidden states of its last pass."""
+
+    def __init__(self, model):
+        self.model, self.logits, self.last_BLD = model, model.logits, None
+
+    def hidden(self, *inputs):
+        self.last_BLD = self.model.hidden(*inputs)
+        return self.last_BLD
 
 
 class Dream(CanvasModel):
@@ -491,7 +587,7 @@ class Dream(CanvasModel):
         shared = {name: getattr(cfg, name) for name in ("steps", "temperature", "top_p", "top_k")}
         names = "alg_temp", "threshold", "cache", "fast_dllm", "eos_penalty"
         blocks = {name: getattr(flags, name) for name in names} | {"block_length": cfg.block_length}
-        rule = sample_dream.Sampling(cfg.sampler, **shared, **blocks, history=bool(cfg.html))
+        rule = sample_dream.Sampling(cfg.sampler, **shared, **blocks, history=bool(cfg.html or cfg.show_steps))
         where = {"dtype": cfg.dtype, "int8": flags.int8, "devices": cfg.devices, "rows": flags.batch_size}
         self.model, _, self.mesh = runs.load_for_inference(model_dream, folder, cfg.step, **where)
 
@@ -544,69 +640,107 @@ class Dream(CanvasModel):
             print("more than 2,048 tokens: Dream was not trained on so long a text", file=sys.stderr)
         self.key, key = jax.random.split(self.key)
         self.compile_s, started = 0.0, time.perf_counter()
-        hook = self.token_hook if self.cfg.show_steps else None
+        watch = self.watch if self.cfg.show_steps else None
         # All batches have a width of three at most, and as many rows: each shape is a program that must be compiled.
         widths = sample_dream.widths(self.lengths, self.batch_size, self.positions)
         width = next(width for width in widths if width >= max(map(len, prompts)))
         shape = {"width": width, "rows": min(self.batch_size, len(self.lengths))}
         with runs.on(self.mesh):
-            filled, stats = sample_dream.generate(self.model, prompts, 0, self.rule, key, token_hook=hook, **shape)
+            filled, stats = sample_dream.generate(self.model, prompts, 0, self.rule, key, watch=watch, **shape)
         seconds = time.perf_counter() - started - self.compile_s
-        history = []
+        history, prob = [], []
         if self.cfg.html:  # rows are padded on the left
             history = [stats["history"][:, i, -len(ids) :].tolist() for i, ids in enumerate(prompts)]
-        return filled, history, {"forwards": stats["forwards"], "seconds": seconds, "compile_s": self.compile_s}
+            prob = [stats["probability"][i, -len(ids) :].tolist() for i, ids in enumerate(prompts)]
+        return filled, history, prob, {"forwards": stats["forwards"], "seconds": seconds, "compile_s": self.compile_s}
 
-    def token_hook(self, step, token_BL):
+    def watch(self, state):
         """Runs in the compiled loop of the sampler after each step."""
         import jax
 
-        def show(step, token_L):  # on the host; the row is padded on the left
-            self.show_step(int(step), token_L[-len(self.watched.ids) :].tolist())
+        def show(step, *rows):  # on the host; the row is padded on the left
+            self.show_step(int(step), *(row[-len(self.watched.ids) :].tolist() for row in rows))
 
-        jax.debug.callback(show, step, token_BL[0], ordered=not self.mesh)  # JAX orders those of one device alone
-        return token_BL
-
-
-# ---- in which step each token appeared -----------------------------------------------------------------------------
+        ordered = not self.mesh  # JAX orders those of one device alone
+        jax.debug.callback(show, state.step, state.token_BL[0], state.prob_BL[0], ordered=ordered)
 
 
-def tokens_in_order(history, tokenizer, mask):
-    """(text, step in which it appeared) of each token of a canvas; 0 was given. history: token ids after each step."""
-    ids, before = [], ""
-    for tokens in zip(*history, strict=True):
-        ids.append(tokens[-1])
-        text = tokenizer.decode(ids)  # with those before it: a character may take several tokens
-        yield text[len(before) :], next(step for step, token in enumerate(tokens) if token != mask)
+# ---- in which step each token appeared, and how sure the model was -------------------------------------------------
+
+
+class Token(typing.NamedTuple):
+    text: str
+    step: int  # in which it appeared; 0: it was given
+    probability: float = 1.0  # that the model gave it then
+    note: str = ""
+
+
+def pieces(tokenizer, ids):
+    """The text that each token adds; a character of several tokens belongs to the last of them."""
+    texts, before = [], ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end])
+        text = text.rstrip("\ufffd") if end < len(ids) else text
+        texts.append(text[len(before) :])
         before = text
+    return texts
+
+
+def tokens_in_order(history, tokenizer, mask, prob):
+    """The Tokens of a canvas, of its token ids before the first step and after each, and of their probabilities."""
+    steps = [next(step for step, token in enumerate(ids) if token != mask) for ids in zip(*history, strict=True)]
+    return list(map(Token, pieces(tokenizer, history[-1]), steps, prob))
+
+
+SHADES = 196, 202, 208, 214, 220, 190, 154, 118, 82, 46  # of a terminal, red to green: of a tenth of probability each
+DRAFT_COLOURS = {"accepted": 46, "rejected": 196, "": 0}
+
+
+def coloured(text, colour):
+    return f"\x1b[38;5;{colour}m{text}\x1b[39m" if text and colour else text
+
+
+def shaded(text, probability):
+    return coloured(text, SHADES[min(int(10 * probability), 9)])
+
+
+def write_page(path, texts):
+    """Write the page or animation of --html, if there is one: texts as lists of Tokens."""
+    if path:
+        Path(path).write_text((animation if path.endswith(".svg") else page)(texts))
 
 
 def colour(step, steps):
     return f"hsl({220 - 220 * step / max(steps, 1):.0f} 80% 85%)" if step else "#eee"
 
 
-def page(histories, tokenizer, mask):
-    """A self-contained HTML page: each text with its tokens coloured by the step in which they appeared."""
+def page(texts):
+    """A self-contained HTML page: each text with its tokens coloured by step, or by probability at a click."""
     rows = ""
-    for history in histories:
-        rows += "<p>"
-        for text, step in tokens_in_order(history, tokenizer, mask):
-            title = f"step {step} of {len(history) - 1}" if step else "given"
-            style = f"background:{colour(step, len(history) - 1)}"
+    for tokens in texts:
+        rows, steps = rows + "<p>", max((token.step for token in tokens), default=0)
+        for text, step, p, note in tokens:
+            title, sure = "given", "#eee"
+            if step:
+                title = f"step {step} of {steps}, probability {p:.3f}" + f", {note}" * bool(note)
+                sure = f"hsl({120 * p:.0f} 80% 80%)"
+            style = f"--step:{colour(step, steps)};--sure:{sure}"
             rows += f'<span style="{style}" title="{title}">{html.escape(text)}</span>'
         rows += "</p>"
-    style = "body{font:18px/1.8 serif;max-width:42em;margin:2em auto;white-space:pre-wrap}small{color:#666}"
-    note = "Blue tokens appeared first, red ones last, grey ones were given; point at one to read its step."
+    by = "span{background:var(--step)}body:has(:checked) span{background:var(--sure)}"
+    style = by + "body{font:18px/1.8 serif;max-width:42em;margin:2em auto;white-space:pre-wrap}small{color:#666}"
+    note = "<label><input type=checkbox> by probability: red ones were unsure, green ones sure</label>. "
+    note += "Blue tokens appeared first, red ones last, grey ones were given; point at one to read more."
     head = f"<!doctype html><meta charset=utf-8><title>Steps</title><style>{style}</style>"
     return f"{head}<body>{rows}<small>{note}</small></body>\n"
 
 
-def animation(histories, tokenizer, mask, step_s=0.4, rest_s=3.0):
+def animation(texts, step_s=0.4, rest_s=3.0):
     """A self-contained SVG of the same that writes the texts step by step, and again after a rest."""
     # Place each token; one may end a line and begin the next.
     placed, line, column = [], 0, 0
-    for history in histories:
-        for text, step in tokens_in_order(history, tokenizer, mask):
+    for tokens in texts:
+        for text, step, *_ in tokens:
             for part in re.split("(\n)", text):
                 if part == "\n":
                     line, column = line + 1, 0
@@ -617,7 +751,8 @@ def animation(histories, tokenizer, mask, step_s=0.4, rest_s=3.0):
 
     # Draw it: a coloured box and the letters over it, grey in the step in which they appear. What was given is there
     # from the beginning.
-    width, height, steps = 8.43, 21, max(map(len, histories)) - 1  # of a letter, of a line
+    steps = max((token.step for tokens in texts for token in tokens), default=0)
+    width, height = 8.43, 21  # of a letter, of a line
     total_s, shapes = steps * step_s + rest_s, []
     for row, column, part, step in placed:
         timing = f'keyTimes="0;{step * step_s / total_s:.3f}" dur="{total_s:.1f}s" calcMode="discrete"'

@@ -54,7 +54,7 @@ class Sampling:
     ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills up what follows
-    history: bool = False  # keep the canvas after every step
+    history: bool = False  # keep the canvas after every step, and how likely each token was when it was written
 
     def __post_init__(self):
         negative = [name for name, value in vars(self).items() if isinstance(value, int | float) and value < 0]
@@ -85,6 +85,7 @@ class State(typing.NamedTuple):
     idle: jax.Array  # steps that could not change anything and cost no pass
     left_B: jax.Array  # with a threshold: positions that the steps so far were allowed to fill and did not
     history_SBL: jax.Array | None = None
+    prob_BL: jax.Array | None = None  # with a history: the probability that the model gave to a token that it wrote
 
 
 class Given(typing.NamedTuple):
@@ -114,7 +115,8 @@ class Sampler:
 
     token_hook(step, token_BL) -> token_BL runs before the first step (step -1) and after every one. logit_hook(step,
     token_BL, slot_BC, logits_BCV) -> logits_BCV gets the logits of C masked positions of each row at a time, already
-    shifted: those of the tokens at slot_BC; a slot of L is none. Hooks are traced: jax.numpy only.
+    shifted: those of the tokens at slot_BC; a slot of L is none. Hooks are traced: jax.numpy only. watch(state) is
+    traced too and runs after every step; it changes nothing.
     """
 
     graph: typing.Any  # model_dream.graph_of: the model without its parameters
@@ -122,6 +124,7 @@ class Sampler:
     rule: Sampling
     token_hook: typing.Callable | None = None
     logit_hook: typing.Callable | None = None
+    watch: typing.Callable | None = None
 
     def masked(self, token_BL, given):
         return (token_BL == self.cfg.mask_id) & given.see_BL
@@ -163,7 +166,8 @@ class Sampler:
         return jax.vmap(of_row)(given.key_B, place_BC)
 
     def propose(self, model, hidden_BWD, start, state, given, wanted_BL):
-        """(token_BL, score_BL): what would be written at the wanted positions and how sure that is, -inf elsewhere.
+        """(token_BL, score_BL, prob_BL): what would be written at the wanted positions, how sure that is, -inf
+        elsewhere, and with a history the probability that the model gives it.
 
         hidden_BWD are those of slots start .. start + W - 1. The head is the widest matrix, so it runs for the wanted
         positions alone, C of each row at a time: those of a block, at most run.head_positions. A position whose left
@@ -182,7 +186,7 @@ class Sampler:
         slot_BL = jnp.full((B, L + -L % C), L).at[row_B1, order_BL].set(jnp.arange(L), mode="drop")
 
         def propose_chunk(c, carry):
-            token_BL, score_BL = carry
+            token_BL, score_BL, prob_BL = carry
             slot_BC = jax.lax.dynamic_slice(slot_BL, (0, c * C), (B, C))
             # The logits of the token at p come from the hidden state at p - 1.
             at_BC = jnp.minimum(slot_BC, L - 1)
@@ -215,10 +219,15 @@ class Sampler:
             elif rule.alg != "origin":
                 score_BC = diffusion.confidence(diffusion.softmax(logits_BCV), CONFIDENCE[rule.alg])
             token_BL = token_BL.at[row_B1, slot_BC].set(new_BC, mode="drop")
-            return token_BL, score_BL.at[row_B1, slot_BC].set(score_BC, mode="drop")
+            score_BL = score_BL.at[row_B1, slot_BC].set(score_BC, mode="drop")
+            if rule.history:
+                prob_BC = jnp.take_along_axis(diffusion.softmax(model_BCV), new_BC[..., None], -1)[..., 0]
+                prob_BL = prob_BL.at[row_B1, slot_BC].set(prob_BC, mode="drop")
+            return token_BL, score_BL, prob_BL
 
         chunks = (jnp.max(wanted_BL.sum(-1)) + C - 1) // C
-        return jax.lax.fori_loop(0, chunks, propose_chunk, (state.token_BL, jnp.full((B, L), -jnp.inf)))
+        carry = state.token_BL, jnp.full((B, L), -jnp.inf), state.prob_BL
+        return jax.lax.fori_loop(0, chunks, propose_chunk, carry)
 
     def forward(self, model, state, given, cache, wanted_BL, most_B, width=0):
         """One pass and what it is surest of written: (state, the keys and values that the pass leaves).
@@ -233,7 +242,7 @@ class Sampler:
             start = given.start
             window_BW = jax.lax.dynamic_slice_in_dim(state.token_BL, start, width, 1)
             hidden_BWD, cache = model.hidden(window_BW, None, given.see_BL, cache, start)
-        new_BL, score_BL = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
+        new_BL, score_BL, prob_BL = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
         # Write the surest: as many as the schedule says, or all that reach the threshold and at least one.
         done_B = most_B
         if rule.threshold:
@@ -243,6 +252,8 @@ class Sampler:
             u_BL = self.draw(given, 1, state.step, given.place_BL)
             score_BL = score_BL / rule.alg_temp - jnp.log(-jnp.log(u_BL))
         token_BL = diffusion.unmask_top(state.token_BL, new_BL, score_BL, done_B, self.cfg.mask_id)
+        if rule.history:
+            state = state._replace(prob_BL=jnp.where(token_BL != state.token_BL, prob_BL, state.prob_BL))
         return state._replace(token_BL=token_BL, forwards=state.forwards + 1, left_B=most_B - done_B), cache
 
     def end_step(self, state, given):
@@ -259,7 +270,10 @@ class Sampler:
             token_BL = jnp.where(ended_BL & ~eos_BL & given.see_BL, self.rule.eos_ids[0], token_BL)
         if self.rule.history:
             state = state._replace(history_SBL=state.history_SBL.at[state.step].set(token_BL))
-        return state._replace(token_BL=token_BL, step=state.step + 1)
+        state = state._replace(token_BL=token_BL)
+        if self.watch:
+            self.watch(state)
+        return state._replace(step=state.step + 1)
 
 
 @functools.partial(jax.jit, static_argnames=("sampler",))
@@ -414,25 +428,27 @@ def prepare(cfg, rule, token_BL, see_BL, made_BL, key=None, u_SBL=None):
     zero = np.int32(0)
     state = State(token_BL.astype(np.int32), zero, zero, zero, np.zeros(B, np.int32))
     if rule.history:
-        state = state._replace(history_SBL=padded(np.zeros((max(1, len(firsts)) * given.limit, B, L), np.int32)))
+        history_SBL = padded(np.zeros((max(1, len(firsts)) * given.limit, B, L), np.int32))
+        state = state._replace(history_SBL=history_SBL, prob_BL=np.ones((B, L), np.float32))
     return state, given, firsts
 
 
-def sampler_of(graph, cfg, rule, token_hook=None, logit_hook=None):
+def sampler_of(graph, cfg, rule, token_hook=None, logit_hook=None, watch=None):
     """The Sampler of a rule, without what `Given` says already: that must not ask for another program."""
     # of these it only matters whether they are set
     is_set = {name: float(bool(getattr(rule, name))) for name in ("threshold", "eos_penalty")}
     fixed = {"steps": 0, "tokens_per_step": 1.0, "eps": 0.5, "ban_ids": (), "vocab": 0, **is_set}
-    return Sampler(graph, cfg, dataclasses.replace(rule, **fixed), token_hook, logit_hook)
+    return Sampler(graph, cfg, dataclasses.replace(rule, **fixed), token_hook, logit_hook, watch)
 
 
-def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, logit_hook=None, u_SBL=None):
-    """Fill every MASK of a canvas: (token_BL, {"forwards", "idle", "steps", "windows", "history"}), NumPy arrays.
+def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, logit_hook=None, u_SBL=None, watch=None):
+    """Fill every MASK of a canvas: (token_BL, {"forwards", "idle", "steps", "windows", "history", "probability"}).
 
-    see_BL is False at padding, which stays as it is; so does every token that is not MASK. "idle" counts the steps that
-    could not change anything and cost no pass, "windows" the slots fed in each pass, "history" is the canvas after
-    every step [S, B, L]. A model that predicts MASK leaves it, where ban_ids allows that. Hooks are explained at
-    Sampler. u_SBL are the uniform numbers of alg="origin", for tests.
+    All are NumPy arrays. see_BL is False at padding, which stays as it is; so does every token that is not MASK. "idle"
+    counts the steps that could not change anything and cost no pass, "windows" the slots fed in each pass. "history" is
+    the canvas after every step [S, B, L], "probability" [B, L] what the model gave to each token when it wrote it. A
+    model that predicts MASK leaves it, where ban_ids allows that. Hooks are explained at Sampler. u_SBL are the uniform
+    numbers of alg="origin", for tests.
 
     Raises ValueError for a canvas that does not fit the model, or a number of steps that does not divide over the
     blocks.
@@ -454,24 +470,25 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
     if token_hook:
         token_BL = np.asarray(token_hook(-1, jnp.asarray(token_BL, jnp.int32)))
     state, given, firsts = prepare(cfg, rule, token_BL, see_BL, made_BL, key, u_SBL)
-    state, windows = fill_blocks(model, rule, state, given, firsts, token_hook, logit_hook)
+    state, windows = fill_blocks(model, rule, state, given, firsts, token_hook, logit_hook, watch)
 
     token_BL, done = np.asarray(state.token_BL), int(state.step)
     stats = {"forwards": int(state.forwards), "idle": int(state.idle), "steps": done, "windows": windows}
     if rule.history:
         history_SBL = np.array(state.history_SBL)
         history_SBL[done:] = token_BL  # the loop ends with the last MASK
+        stats["probability"] = np.asarray(state.prob_BL)
         stats["history"] = history_SBL[: done if rule.block_length else max(done, given.steps)]
     return token_BL, stats
 
 
-def fill_blocks(model, rule, state, given, firsts, token_hook, logit_hook):
+def fill_blocks(model, rule, state, given, firsts, token_hook=None, logit_hook=None, watch=None):
     """Block after block, or the canvas as one block: (state, slots fed in each pass).
 
     All blocks run one compiled program; those with Fast-dLLM's prefix cache each their own, as their windows shrink.
     """
     graph, params = nnx.split(model)
-    sampler = sampler_of(graph, model.cfg, rule, token_hook, logit_hook)
+    sampler = sampler_of(graph, model.cfg, rule, token_hook, logit_hook, watch)
     L, size, windows, has_hooks = state.token_BL.shape[1], given.size, [], token_hook or logit_hook
     state = place(state, params)
     for first in firsts:

@@ -11,7 +11,7 @@ has its words in a cache. Memory is the peak of a process that prepares 20 MB of
 Writes cpu.json.
 
 With --pypi one run of data_prep.py python is measured instead: processor time of it and its workers, from the archives
-(which --archives may hold already) to the last shard, and the peak memory of the parent and of its largest worker.
+(which --archives may hold already) until the documents are chosen, and to the last shard.
 """
 
 import dataclasses
@@ -81,12 +81,20 @@ print(time.perf_counter() - started)
 """
 
 
+# Prints processor seconds and MiB of the parent and of its largest worker: when documents are chosen, and at the end.
 PACKAGES = """
-import json, resource, sys
-import data_prep
+import resource, sys
+import corpus, data_prep
+def usage():
+    parts = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(part.ru_utime + part.ru_stime for part in parts), *(part.ru_maxrss / 1024 for part in parts)
+def gather(*args, gather=corpus.gather):
+    groups = gather(*args)
+    chosen.extend(usage())
+    return groups
+chosen, corpus.gather = [], gather
 data_prep.main(data_prep.Python(pypi=sys.argv[1], archives=sys.argv[2], out=sys.argv[3]))
-usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-print(sum(part.ru_utime + part.ru_stime for part in usage), *(part.ru_maxrss / 1024 for part in usage))
+print(*chosen, *usage())
 """
 
 
@@ -94,23 +102,29 @@ def packages(cfg):
     """One run on packages, recorded with what it kept of them."""
     with tempfile.TemporaryDirectory(dir=Path(cfg.archives).parent) as folder:
         out = Path(folder) / "out"
-        cpu_s, parent_mib, worker_mib = measured(PACKAGES, cfg.pypi, Path(cfg.archives).absolute(), out)
+        numbers = measured(PACKAGES, cfg.pypi, Path(cfg.archives).absolute(), out)
+        record_packages(cfg, out, "its documents are chosen", *numbers[:3])
         meta = json.loads((out / "meta.json").read_text())
-        listed = json.loads((out / "manifest.json").read_text())["packages"]
+        tokens = {"tokens": sum(total["tokens"] for total in meta["splits"].values()), "dropped": meta["dropped"]}
+        record_packages(cfg, out, "its shards are written", *numbers[3:], **tokens)
+
+
+def record_packages(cfg, out, moment, cpu_s, parent_mib, worker_mib, **more):
+    listed = json.loads((out / "manifest.json").read_text())["packages"]
     kept = [package for package in listed if package["files"]]
     record(
         "cpu",
-        f"data_prep --pypi={cfg.pypi}: processor time of the whole run",
+        f"data_prep --pypi={cfg.pypi}: processor time until {moment}",
         cpu_s / 60,
         "minutes",
         packages=len(kept),
         archive_bytes=sum(package["size"] or 0 for package in listed),
         python_bytes=sum(package["python_bytes"] for package in kept),
-        documents=sum(total["documents"] for total in meta["splits"].values()),
-        bytes=sum(total["bytes"] for total in meta["splits"].values()),
-        tokens=sum(total["tokens"] for total in meta["splits"].values()),
-        dropped=meta["dropped"],
+        documents=sum(package["files"] for package in kept),
+        bytes=sum(package["bytes"] for package in kept),
         peak_mib={"parent": parent_mib, "largest worker": worker_mib},
+        load=os.getloadavg()[0],
+        **more,
     )
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -280,15 +281,22 @@ def test_killed_while_it_fetches_or_reads_the_next_run_ends_with_the_same_bytes(
     assert not (tmp_path / "out" / ".rows").exists()
 
 
-def test_a_full_disk_leaves_no_half_archive(tmp_path, pip):
+@pytest.mark.parametrize("bytes_a_file", [900, 300])  # the manifest takes 1,200, an archive 400
+def test_a_full_disk_leaves_no_half_archive(tmp_path, pip, bytes_a_file):
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    cfg = config(tmp_path, pypi="alpha,classic,viral")
+    if bytes_a_file == 300:
+        (tmp_path / "out").mkdir()
+        cp.fetch_packages(cfg)
+        shutil.rmtree(cfg.archives)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (900, hard))  # bytes a file; the manifest takes more
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_a_file, hard))
         with pytest.raises(OSError, match=r"out: File too large; .*the same command to go on"):
-            dp.main(config(tmp_path, pypi="alpha,classic,viral"))
+            dp.main(cfg)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert left == ["manifest.json"] * (bytes_a_file == 300)
 
 
 def test_a_cached_archive_that_is_damaged_is_fetched_again(tmp_path, pip, index):
@@ -329,6 +337,7 @@ def test_what_packages_may_be_named_by(tmp_path):
         ("Apache License (2.0)", True),
         ("MIT License (MIT)", True),
         ("new BSD", True),
+        ("Apache-2.0 AND CNRI-Python", True),
         ("Mozilla Public License 2.0 (MPL 2.0)", False),
         ("BUSL-1.1", False),
         ("Proprietary", False),

@@ -413,7 +413,8 @@ def test_an_animation_writes_every_token_at_its_place_in_its_step():
             return "".join(map(chr, ids))
 
     history = [[ord(letter) for letter in text] for text in ("a??\n?", "a?<\n?", "ab<\nc")]
-    tree = ElementTree.fromstring(generate.animation([history], Letters, ord("?"), step_s=1.0, rest_s=2.0))
+    tokens = generate.tokens_in_order(history, Letters, ord("?"), [1.0] * 5)
+    tree = ElementTree.fromstring(generate.animation([tokens], step_s=1.0, rest_s=2.0))
     texts = [node for node in tree if node.tag.endswith("text")]
     assert [node.text for node in texts] == ["a", "b", "<", "c"]
     assert [node.get("y") for node in texts] == ["22", "22", "22", "43"]  # c is on the next line
@@ -672,3 +673,131 @@ def test_dream_refuses_what_does_not_fit_in_one_line(coder, tmp_path):
         if change:
             change()
         refused(part, dream_config(folder, prompt="x", **settings))
+
+
+# ---- the step viewer in a terminal
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def in_a_terminal(monkeypatch, config):
+    """What generate.py writes to a terminal."""
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    generate.main(config)
+    monkeypatch.undo()
+    return screen.getvalue()
+
+
+COLOUR = re.compile(r"\x1b\[38;5;(\d+)m(.*?)\x1b\[39m", re.DOTALL)
+
+
+def plain(text):
+    return re.sub(r"\x1b\[[\d;]*[mHJ]", "", text)
+
+
+def test_pythoncoders_drafts_and_probabilities_are_shown_in_colours_and_on_a_page(run_folder, capsys, monkeypatch):
+    # what is right for each token: one pass over the whole text
+    model, tokenizer = runs.load(pc, run_folder)[0], Tokenizer.from_file(str(run_folder / "tokenizer.json"))
+    prompt = tokenizer.encode("def f(x):").ids
+    rule = pc.Sampling(vocab=tokenizer.get_vocab_size(), eos=0)
+    (new,), stats = pc.generate(model, [prompt], 12, rule, jax.random.key(0))
+    ids = jnp.asarray([prompt + new])
+    prob_LV = jax.nn.softmax(model.logits(model.hidden(model.lookup(ids))))[0]
+    want = [float(prob_LV[len(prompt) + i - 1, token]) for i, token in enumerate(new)]
+
+    page = run_folder / "steps.html"
+    settings = {"prompt": "def f(x):", "max_new": 12, "devices": 1, "show_steps": True}
+    shown = in_a_terminal(monkeypatch, generate.Config(ckpt=str(run_folder), html=str(page), **settings))
+    streamed, by_probability = shown.split("---- by probability\n")
+    piped, _ = says_pythoncoder(capsys, run_folder, **settings)
+    assert "\x1b" not in piped
+    assert plain(streamed) == piped
+    assert plain(by_probability).rstrip("\n") == piped[len("def f(x):") :].rstrip("\n")
+
+    spans = re.findall(r'title="step (\d+) of \d+, probability ([\d.]+)(, draft \w+)?">', page.read_text())
+    assert [float(p) for _, p, _ in spans] == pytest.approx(want, abs=2e-3)
+    accepted = [note for _, _, note in spans].count(", draft accepted")
+    assert stats["accepted"] - accepted in (0, 1)  # behind the last there may be no room for another token
+    passes = [int(step) for step, _, _ in spans]
+    assert passes == sorted(passes)
+    assert passes[-1] == stats["forwards"]
+    colours = {colour for colour, _ in COLOUR.findall(streamed)}
+    assert colours <= {"46", "196"}
+    assert ("46" in colours) == any(note == ", draft accepted" for _, _, note in spans)
+    assert page.read_text().count('title="given"') == len(prompt)
+
+
+def test_drafts_are_told_by_the_tokens_of_each_pass():
+    coder = object.__new__(generate.PythonCoder)
+    coder.cfg, coder.rule = generate.Config(max_new=6), pc.Sampling(eos=9)
+    coder.passes = [[1], [2], [4], [5], [6]]
+    assert coder.drafts(0, [1, 2, 3, 4, 5, 6]) == [
+        (1, ""), (2, "rejected"), (3, "accepted"), (3, ""), (4, "rejected"), (5, ""),
+    ]  # fmt: skip
+    coder.passes = [[1], [3], [4], [4]]
+    assert coder.drafts(0, [1, 2, 3, 9]) == [(1, ""), (2, "accepted"), (2, ""), (3, "")]  # behind the end is no room
+    coder.rule = pc.Sampling(eos=9, speculate=False)
+    coder.passes = [[1], [2]]
+    assert coder.drafts(0, [1, 2]) == [(1, ""), (2, "")]
+
+
+@pytest.mark.parametrize("sampler", ["ancestral", "max_prob"])
+def test_mdlms_tokens_are_coloured_by_the_probability_they_had(stories, tmp_path, capsys, monkeypatch, sampler):
+    settings = {"prompt": "Once", "max_new": 8, "steps": 8, "temperature": 0.0, "sampler": sampler, "top_p": 1.0}
+    page = tmp_path / "steps.html"
+    shown = in_a_terminal(
+        monkeypatch, generate.Config(model="mdlm", ckpt=str(stories), show_steps=True, html=str(page), **settings)
+    )
+    *steps, last = shown.split("\x1b[2J\x1b[H")[1:]
+    out, _ = mdlm_says(capsys, stories, **settings)
+    assert plain(last).endswith(out)
+    assert len(COLOUR.findall(steps[0])) >= 1
+    # the first token that was written: what the model says of a canvas of masks
+    model, tokenizer = mdlm.load(stories / "step_5"), Tokenizer.from_file(str(stories / "step_5" / "tokenizer.json"))
+    ids = torch.tensor([[mdlm.BOS, *tokenizer.encode("Once", add_special_tokens=False).ids, *[mdlm.MASK] * 8]])
+    spans = re.findall(r'title="(given|step (\d+) of \d+, probability ([\d.]+))">', page.read_text())
+    steps_of = [int(step or 0) for _, step, _ in spans]
+    first = [i for i, step in enumerate(steps_of) if step == 1]
+    with torch.inference_mode():
+        time = torch.ones(1)  # all is masked: its share of the schedule is 1
+        logits = model(ids, time, ids != mdlm.PAD)[0, :, : tokenizer.get_vocab_size()]
+        logits[:, list(mdlm.BANNED)] = -torch.inf
+        prob = logits.softmax(-1).max(-1).values[1:]  # greedily the likeliest is written; without BOS
+    assert first
+    for i in first:
+        assert float(spans[i][2]) == pytest.approx(float(prob[i]), abs=1e-3)
+
+
+def test_dreams_tokens_are_coloured_by_the_probability_they_had(coder, tmp_path, capsys, monkeypatch):
+    page, settings = tmp_path / "steps.html", {"prompt": "def [MASK:4](x)", "temperature": 0.0, "html": ""}
+    config = dream_config(coder / "model", **settings | {"show_steps": True, "html": str(page)})
+    shown = in_a_terminal(monkeypatch, config)
+    out, _ = dream_says(capsys, coder / "model", **settings)
+    assert plain(shown.split("\x1b[2J\x1b[H")[-1]).endswith(out)
+    assert COLOUR.search(shown)
+    # the first token that was written: what the model says of the canvas as it was given
+    model, tokenizer = runs.load(md, coder / "model")[0], Tokenizer.from_file(str(coder / "model" / "tokenizer.json"))
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    ids = encode("def") + [3] * 4 + encode("(x)")
+    logits_LV = np.array(model.logits(model.hidden(jnp.asarray([ids]))[0])[0], np.float64)
+    logits_LV = logits_LV[:, : tokenizer.get_vocab_size()]
+    logits_LV[:, 3] = -np.inf
+    spans = re.findall(r'title="(given|step (\d+) of \d+, probability ([\d.]+))">', page.read_text())
+    steps = [int(step or 0) for _, step, _ in spans]
+    first = [i for i, step in enumerate(steps) if step == min(filter(None, steps))]
+    for i in first:  # greedily the likeliest is written; its logits are those of the position before
+        chance_V = np.exp(logits_LV[i - 1] - np.logaddexp.reduce(logits_LV[i - 1]))
+        assert float(spans[i][2]) == pytest.approx(chance_V.max(), abs=1e-3)
+
+
+def test_a_character_of_several_tokens_belongs_to_the_last():
+    class Bytes:  # a token a byte
+        @staticmethod
+        def decode(ids):
+            return bytes(ids).decode(errors="replace")
+
+    assert generate.pieces(Bytes, list("a\u00e9\u2591b".encode())) == ["a", "", "\u00e9", "", "", "\u2591", "b"]
