@@ -1118,7 +1118,8 @@ def score_samples(cfg, problems, samples, path):
     def add(key, number, result):
         """Add the line of a sample: behind the hidden tests are the examples of the prompt, then the probe."""
         problem, code = problems[key], samples[key, number]
-        row = {"task_id": problem.id, "solution" if isinstance(code, Solution) else "completion": code or ""}
+        whole = isinstance(code, Solution) or not (record.prompt_first or name.startswith("ours"))  # a program
+        row = {"task_id": problem.id, "solution" if whole else "completion": code or ""}
         row |= {"sample": number, "protocol": name} | hidden_verdict(problem, known.get(key), result)
         if problem.id in record.never:
             row |= {"passed": False, "result": f"never passes under {name}"}
