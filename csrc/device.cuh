@@ -10,7 +10,7 @@
 
 typedef __half half_t;
 
-// An array in shared memory; under emulation it is filled with NaN before each block.
+// An array in shared memory; under emulation it is filled with NaN or large numbers before each block.
 #define SHARED(type, name, count) __shared__ __align__(128) type name[count]
 
 __device__ inline float to_float(half_t x) { return __half2float(x); }

@@ -1,10 +1,10 @@
 // A CPU stand-in for device.cuh: coroutines stand in for the CUDA threads of a block, and blocks run one after another.
 //
 // What keeps it honest: a warp runs ahead until it must wait, for its own lanes in a shuffle or a matrix instruction and
-// for the block in __syncthreads(); shared memory holds NaN when a block starts; copy_async16 lands either at once or
-// not before copy_wait, as `eager_copies` says, and a kernel must be right both ways. A lane that leaves early, or a
-// barrier that not all threads reach, ends in an error instead of a hang. Not checked: bank conflicts, registers,
-// time, and weak memory order.
+// for the block in __syncthreads(). Shared memory holds large numbers when a block starts, or NaN, which comparisons
+// may hide; copy_async16 lands at once, or not before copy_wait. `eager_copies` says which, and a kernel must be right
+// both ways. A lane that leaves early, or a barrier that not all threads reach, ends in an error instead of a hang. Not
+// checked: bank conflicts, registers, time, and weak memory order.
 #pragma once
 #include <ucontext.h>
 
@@ -130,7 +130,7 @@ inline void poison(void *array, size_t bytes) {
     for (void *p : poisoned)
         if (p == array) return;
     poisoned.push_back(array);
-    memset(array, 0xff, bytes);  // NaN in every type of ours
+    memset(array, eager_copies ? 0x7b : 0xff, bytes);  // large numbers, or NaN, in every type of ours
 }
 
 // Give up the CPU to the next thread that is not done: in the same warp, or anywhere in the block.

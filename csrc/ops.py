@@ -109,7 +109,7 @@ class Kernels:
     def attention_strided(self, q_BLHK, k_BLHK, v_BLHK, see_BL=None, warps=0, lse=True, cos_sin_LK=None):
         """(out [B, L, H, K], lse [B, H, L] or None) of three tensors of equal strides, the last one 1.
 
-        A block is 1, 2 or 4 warps of 16 query rows; 0: as few as cover a row, as each copies and turns fewer keys.
+        A block is 1, 2 or 4 warps of 16 query rows, which share the copying and turning of keys; 0: as many as L fills.
         """
         B, L, H, K = q_BLHK.shape
         need(1 <= L <= MAX_LENGTH, f"length {L} is not in 1 .. {MAX_LENGTH}")

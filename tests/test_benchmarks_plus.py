@@ -55,8 +55,6 @@ PLUS = [
     (HALF, "def half(x): return [x / 3]", "fail", "fail"),
     (HALF, "def half(x): return x / 3 if x != 10 else None", "pass", "fail"),
     (HALF, "def half(x): return x / 3 if x < 10 else 1 / 0", "pass", "fail"),
-    (HALF, SPIN.format(10), "pass", "timeout"),
-    (HALF, SPIN.format(1), "timeout", "pass"),
     (HALF, "class Any:\n    __eq__ = lambda *a: True\ndef half(x): return Any()", "fail", "fail"),
     (HALF, "class Any(float):\n    __eq__ = lambda *a: True\ndef half(x): return Any(0)", "fail", "fail"),
     (HALF, "import numpy\nnumpy.allclose = lambda *a, **k: True\ndef half(x): return 0.5", "fail", "fail"),
@@ -76,15 +74,22 @@ PLUS = [
 
 def test_verdicts_by_the_rules_of_evalplus(tmp_path, capsys):
     samples = [(row["task_id"], program) for row, program, _, _ in PLUS]
-    row, found = score(tmp_path, "humaneval+", [HALF, CHANGE, ROOT], samples, timeout_s=0.5)
+    row, found = score(tmp_path, "humaneval+", [HALF, CHANGE, ROOT], samples)
     for (_, program, base, plus), result in zip(PLUS, found, strict=True):
         assert (result["base_status"], result["plus_status"]) == (base, plus), (program, result)
         assert result["passed"] == (base == plus == "pass")
     wrong = {program: result.get("wrong") for (_, program, _, _), result in zip(PLUS, found, strict=True)}
     assert wrong["def half(x): return x / 3 if x != 10 else None"] == ["plus", 1]
-    assert wrong[SPIN.format(10)] == ["plus", 1]
     assert row["base pass@1"][0] > row["pass@1"][0]
     assert "3 problems; v0.1.10, of which scores are published, has 164" in capsys.readouterr().err
+
+
+def test_a_call_that_is_late_is_a_timeout_and_the_other_inputs_count(tmp_path):
+    samples = [("HumanEval/0", SPIN.format(10)), ("HumanEval/0", SPIN.format(1))]
+    _, found = score(tmp_path, "humaneval+", [HALF], samples, timeout_s=0.4)
+    assert [(result["base_status"], result["plus_status"]) for result in found] == [
+        ("pass", "timeout"), ("timeout", "pass")]  # fmt: skip
+    assert found[0]["wrong"] == ["plus", 1]
 
 
 def test_completions_and_solutions_are_both_read_and_written(tmp_path, capsys):

@@ -148,6 +148,7 @@ def weights(run_folder, stories, tmp_path, monkeypatch):
     return tmp_path / "weights"
 
 
+@SLOW
 def test_without_a_run_the_models_in_weights_answer_and_say_so(weights, run_folder, capsys):
     assert {path.name for path in (weights / "pythoncoder").iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json"
@@ -699,6 +700,7 @@ def plain(text):
     return re.sub(r"\x1b\[[\d;]*[mHJ]", "", text)
 
 
+@SLOW
 def test_pythoncoders_drafts_and_probabilities_are_shown_in_colours_and_on_a_page(run_folder, capsys, monkeypatch):
     # what is right for each token: one pass over the whole text
     model, tokenizer = runs.load(pc, run_folder)[0], Tokenizer.from_file(str(run_folder / "tokenizer.json"))
@@ -772,6 +774,7 @@ def test_mdlms_tokens_are_coloured_by_the_probability_they_had(stories, tmp_path
         assert float(spans[i][2]) == pytest.approx(float(prob[i]), abs=1e-3)
 
 
+@SLOW
 def test_dreams_tokens_are_coloured_by_the_probability_they_had(coder, tmp_path, capsys, monkeypatch):
     page, settings = tmp_path / "steps.html", {"prompt": "def [MASK:4](x)", "temperature": 0.0, "html": ""}
     config = dream_config(coder / "model", **settings | {"show_steps": True, "html": str(page)})
