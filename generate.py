@@ -78,9 +78,9 @@ class Config:
     file: str = ""  # JSON lines with "prompt" and perhaps "suffix", generated as a batch; - reads standard input
     n: int = 1  # completions of each prompt
     max_new: int | None = None  # tokens at most; default 128, 256 for Dream
-    temperature: float | None = None  # 0 takes the likeliest token; default 0, 1 for MDLM, 0.2 for Dream
+    temperature: float | None = None  # 0 takes the likeliest token; default 0.7, 1 for MDLM, 0.2 for Dream
     top_k: int = 0  # draw from the k likeliest tokens; 0 draws from all
-    top_p: float | None = None  # draw from the smallest set of this probability; default 1, 0.95 for MDLM and Dream
+    top_p: float | None = None  # draw from the smallest set of this probability; default 0.95
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
     raw: bool = False  # take --prompt, --suffix, --stop, --system as they are: \n stays a backslash and an n
     infill: bool = True  # MDLM, Dream: [MASK:n] in a prompt is n tokens to fill; --no-infill takes it as text
@@ -107,7 +107,7 @@ SAMPLERS = {  # of each family; the first is its default
     "dream": ("entropy", "maskgit_plus", "topk_margin", "origin"),
 }
 DEFAULTS = {  # what "" and None stand for
-    "pythoncoder": {"ckpt": "out/train_tpu", "max_new": 128, "temperature": 0.0, "top_p": 1.0, "steps": 1},
+    "pythoncoder": {"ckpt": "out/train_tpu", "max_new": 128, "temperature": 0.7, "top_p": 0.95, "steps": 1},
     "mdlm": {"ckpt": "out/train_gpu", "max_new": 128, "temperature": 1.0, "top_p": 0.95, "steps": 64},
     "dream": {"ckpt": "out/diffucoder", "max_new": 256, "temperature": 0.2, "top_p": 0.95, "steps": 0},
 }

@@ -75,7 +75,7 @@ def main(cfg):
 
     # the curve
     _, axis = plt.subplots(figsize=(8, 4.5))
-    axis.plot([r["step"] for r in train], [r["main"] for r in train], lw=0.8, label="training, dropout on")
+    axis.plot([r["step"] for r in train], [r["main"] for r in train], lw=0.8, label="training")
     axis.plot([r["step"] for r in held], [r["heldout_nats"] for r in held], "o-", ms=4, label="held-out files")
     title = f"{final['bits_per_byte']:.3f} bits per byte at the end"
     axis.set(xlabel="optimizer step", ylabel="nats per token", title=title)
