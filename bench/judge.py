@@ -6,11 +6,11 @@
 stories: continues the beginnings of held-out stories, and asks a twin how likely that is: a PythonCoder with plain
 attention, trained from left to right on the same text with the same tokenizer (--twin, made if it is not there). Prints
 its perplexity on what was written and on what the stories go on with, and the distinct three words in a row of both.
-code: continues the heads of held-out functions, and prints how many parse up to the start of their last statement, and
-the share of lines that stand there twice, beside that of the functions themselves.
+code: continues the heads of held-out functions, and prints how many parse up to their last whole statement, and the share
+of lines that stood there before, beside that of the functions themselves.
 """
 
-import ast
+import codeop
 import dataclasses
 import json
 import math
@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import typing
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -147,13 +148,14 @@ HEAD = re.compile(r"^( *)def \w+\([^\n]*\)(?: *->[^\n]*)?:\n", re.MULTILINE)
 
 
 def parses(text):
-    """Whether a function at the margin parses, without its last statement, which may be cut short."""
-    lines = text.splitlines()
-    starts = [i for i, line in enumerate(lines) if re.match(r" {0,4}\S", line)]
-    try:
-        ast.parse("\n".join(lines[: starts[-1]] if len(starts) > 2 else [*lines[:1], "    pass"]))
-    except (SyntaxError, ValueError):
-        return False
+    """Whether a text parses up to its last whole statement; its last line, which is cut short, aside."""
+    lines = text.splitlines(keepends=True)[:-1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            codeop.compile_command("".join(lines), symbol="exec")  # None: no error so far, but more must follow
+        except (SyntaxError, ValueError, OverflowError):
+            return False
     return True
 
 

@@ -79,13 +79,13 @@ def says_pythoncoder(capsys, folder, **settings):
 
 
 def test_the_command_line_streams_a_prompt_and_its_continuation(run_folder, capsys, monkeypatch):
-    flags = f"--ckpt={run_folder}", "--prompt=def f(x):\\n", "--max_new=20", "--devices=1"
+    flags = f"--ckpt={run_folder}", "--prompt=def f(x):\\n", "--max_new=20", "--devices=1", "--temperature=0"
     monkeypatch.setattr("sys.argv", ["generate.py", *flags])
     runs.command(generate.main, generate.Config, generate.__doc__)
     greedy, err = capsys.readouterr()
     assert greedy.startswith("def f(x):\n")
     assert "tokens per forward pass" in err
-    settings = {"prompt": "def f(x):\\n", "max_new": 20}
+    settings = {"prompt": "def f(x):\\n", "max_new": 20, "temperature": 0.0}
     flags = generate.PythonCoderFlags(speculate=False)
     plain, _ = says_pythoncoder(capsys, run_folder, pythoncoder=flags, **settings)
     assert plain == greedy
