@@ -6,8 +6,8 @@
 stories: continues the beginnings of held-out stories, and asks a twin how likely that is: a PythonCoder with plain
 attention, trained from left to right on the same text with the same tokenizer (--twin, made if it is not there). Prints
 its perplexity on what was written and on what the stories go on with, and the distinct three words in a row of both.
-code: continues the heads of held-out functions, and prints how many parse up to their last whole statement, and the share
-of lines that stood there before, beside that of the functions themselves.
+code: continues the heads of held-out functions, and prints how many parse up to their last whole statement, and the
+share of lines that stood there before, beside that of the functions themselves.
 """
 
 import codeop
