@@ -24,41 +24,30 @@ config.json and summary.json hold the protocol, all settings, the hash of the ta
 A sample runs as in the official harnesses: all asserts of a problem in one process, a main block does not run. The
 asserts themselves are evaluated beside it, so a sample cannot forge them (see sandbox.py). The limit is
 processor time. Code is found in plain text, in a body that goes on with the prompt, and in fenced blocks.
-HumanEval+ and MBPP+ are scored by EvalPlus' rules: what a sample returns is compared with what the reference solution
-does, within EvalPlus' tolerances and with its exceptions; pass@k needs all inputs, base pass@k the original ones.
-LiveCodeBench is scored by its own rules: functions by their results, programs by the lines that they print.
+HumanEval+ and MBPP+ are scored by EvalPlus' rules, and pass@k needs all inputs, base pass@k the original ones.
+LiveCodeBench is scored by its own rules; see problems.py.
 
-A problem's way: read_problems -> prompt_ids -> a family's writer -> candidate (code) -> sandbox -> report.
+A problem's way: problems.py -> prompt_ids -> a family's writer -> candidate (code) -> sandbox -> report.
 """
 
-import ast
-import base64
-import builtins
 import collections
 import contextlib
 import dataclasses
-import decimal
-import functools
-import gzip
 import hashlib
-import http.client
 import itertools
 import json
 import math
 import os
-import pickletools
-import random
 import re
 import sys
 import time
 import typing
-import urllib.request
-import zlib
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 
+import problems as tasks
 import protocols
 import runs
 import sandbox
@@ -126,12 +115,12 @@ def main(cfg):
     """Generate, run and report: the report. RuntimeError if the sandbox left samples unscored."""
     cfg = resolve(cfg)
     run = Path(cfg.ckpt or ("out/train_gpu" if cfg.model == "mdlm" else "out/train_tpu"))
-    problems, out = read_problems(cfg), Path(cfg.out or f"out/{cfg.task}")
+    problems, out = tasks.read_problems(cfg), Path(cfg.out or f"out/{cfg.task}")
     if cfg.explain:
         return explain(cfg, problems, out)
     # What the results depend on: a folder goes on under the same settings alone.
     settings = {"task": cfg.task, "split": cfg.split, "problems": cfg.problems, "timeout_s": cfg.sandbox.timeout_s}
-    settings |= {"protocol": protocol_of(cfg)[0], "tasks_sha256": sha256(tasks_path(cfg))}
+    settings |= {"protocol": protocol_of(cfg)[0], "tasks_sha256": sha256(tasks.tasks_path(cfg))}
     settings |= {"since": cfg.since, "until": cfg.until} if cfg.task == "livecodebench" else {}
     if cfg.samples:
         samples = given_samples(cfg, problems)
@@ -149,9 +138,8 @@ def main(cfg):
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / "results.jsonl"):
         before = runs.read_json(out / "config.json") if (out / "config.json").exists() else settings
-        changed = [f"{k}={before.get(k)!r}" for k in before | settings if before.get(k) != settings.get(k)]
-        changed = [setting for setting in changed if not setting.startswith("version=")]
-        if changed:
+        names = [name for name in before | settings if before.get(name) != settings.get(name) and name != "version"]
+        if changed := [f"{name}={before.get(name)!r}" for name in names]:
             raise ValueError(f"{out} holds results with {', '.join(changed)}; choose another --out")
         runs.write(out / "config.json", settings | {"version": VERSION})
         try:
@@ -192,7 +180,8 @@ def fingerprint(folder):
     return sum_of_all.hexdigest()
 
 
-VERSION = sha256(__file__, "".join(sha256(module.__file__) for module in (protocols, sandbox)))[:12]  # of the ruler
+RULER = (tasks, protocols, sandbox)  # with this file
+VERSION = sha256(__file__, "".join(sha256(module.__file__) for module in RULER))[:12]
 
 
 def protocol_of(cfg):
@@ -219,8 +208,8 @@ def resolve(cfg):
         raise ValueError("--n, --k, --max_new and --batch_size are at least 1")
     if min(cfg.problems, cfg.temperature, cfg.seed, cfg.sandbox.workers) < 0:
         raise ValueError("--problems, --temperature, --seed and --workers are at least 0")
-    if not 0 < cfg.top_p <= 1 or not 0 <= cfg.shots <= len(SHOTS) or not 0 < cfg.sandbox.timeout_s < math.inf:
-        raise ValueError(f"--top_p is in (0, 1], --shots from 0 to {len(SHOTS)}, --timeout_s above 0")
+    if not 0 < cfg.top_p <= 1 or not 0 <= cfg.shots <= len(tasks.SHOTS) or not 0 < cfg.sandbox.timeout_s < math.inf:
+        raise ValueError(f"--top_p is in (0, 1], --shots from 0 to {len(tasks.SHOTS)}, --timeout_s above 0")
     for day in filter(None, (cfg.since, cfg.until)):
         if not re.fullmatch(r"\d{4}-\d\d-\d\d", day) or cfg.task != "livecodebench":
             raise ValueError("--since and --until are days of LiveCodeBench, such as 2024-10-01")
@@ -235,564 +224,6 @@ def resolve(cfg):
     if not cfg.samples and cfg.n > 1 and cfg.temperature == 0:
         raise ValueError(f"--temperature=0 writes the same text {cfg.n} times; raise it, or leave --n at 1")
     return cfg
-
-
-# ---- problems ------------------------------------------------------------------------------------------------------
-
-TASKS = {  # official files
-    "humaneval": "https://raw.githubusercontent.com/openai/human-eval/master/data/HumanEval.jsonl.gz",
-    "mbpp": "https://raw.githubusercontent.com/google-research/google-research/master/mbpp/sanitized-mbpp.json",
-    "full": "https://raw.githubusercontent.com/google-research/google-research/master/mbpp/mbpp.jsonl",
-    "humaneval+": "https://github.com/evalplus/humanevalplus_release/releases/download/v0.1.10/HumanEvalPlus.jsonl.gz",
-    "mbpp+": "https://github.com/evalplus/mbppplus_release/releases/download/v0.2.0/MbppPlus.jsonl.gz",
-}
-SHOTS = (2, 3, 4)  # MBPP: the problems that the paper shows before the one that is asked
-ARROW = re.compile(r"\s*(?:==>|=>|==|=|->|➞|→|#?\s*(?:should )?returns?\b)[ \t]*")
-# Its value tells programs apart: a hash of what they return for some inputs, "" if they never do.
-PROBE = """import signal, zlib
-def _late(*_): raise TimeoutError
-def _show(value):
-    if isinstance(value, (set, frozenset, dict)):
-        return str(sorted(map(repr, value.items() if isinstance(value, dict) else value)))
-    return repr(value)
-def _behaviour():
-    signal.signal(signal.SIGPROF, _late)
-    seen, returned = [], False
-    for args in {inputs!r}:
-        signal.setitimer(signal.ITIMER_PROF, 0.3)
-        try:
-            seen.append(_show({entry}(*args)))
-            returned = True
-        except Exception as error:
-            seen.append(type(error).__name__)
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    return returned * f"{{zlib.crc32(chr(10).join(seen).encode()):08x}}"
-_behaviour()"""
-
-
-class Problem(typing.NamedTuple):
-    id: str | int
-    entry: str  # the function that is asked for
-    asked: protocols.Question  # what prompts are made of
-    head: str  # what stands before a completion when it runs
-    test: str  # hidden
-    public: list  # asserts made of the examples that the prompt shows
-    probes: list  # PROBE, if there are inputs for it
-    reference: str  # a program that passes; its time is the measure of a sample's
-    cases: typing.Any = None  # what decides in place of `test`: Plus or Live
-
-
-def tasks_path(cfg):
-    """The official file: --tasks_file, or where its download goes."""
-    return Path(cfg.tasks_file or Path(cfg.downloads) / tasks_url(cfg).rsplit("/", 1)[1])
-
-
-def tasks_url(cfg):
-    """MBPP is for some protocols the full one."""
-    return TASKS["full" if cfg.task == "mbpp" and protocol_of(cfg)[1].data == ("mbpp",) else cfg.task]
-
-
-def read_problems(cfg):
-    """{id as a string: Problem} of the official file: --tasks_file, or downloaded once into --downloads."""
-    if cfg.task == "livecodebench":
-        return live_problems(cfg)
-    url, path = tasks_url(cfg), tasks_path(cfg)
-    if cfg.tasks_file or path.is_file():
-        try:
-            return parse_problems(cfg, path.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{path} is not the official file of {cfg.task}: {error}") from None
-    print(f"downloading {url}", file=sys.stderr)
-    try:  # parsed before it is kept: half a file or a login page is none
-        with urllib.request.urlopen(url, timeout=60) as response:
-            data = response.read()
-        problems = parse_problems(cfg, data)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise OSError(f"{url} cannot be downloaded ({error}); fetch it by hand and pass --tasks_file") from None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    runs.write(path, data)
-    return problems
-
-
-def parse_problems(cfg, data):
-    """The problems in the bytes of an official file; ValueError on what is wrong, with the line or the number."""
-    try:
-        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
-    except (EOFError, zlib.error) as error:
-        raise ValueError(f"broken gzip: {error}") from None
-    problems, make = {}, {"humaneval": humaneval_problem, "mbpp": mbpp_problem}.get(cfg.task, plus_problem)
-    keys = ("task_id", "prompt", "entry_point", "test") if cfg.task == "humaneval" else PLUS_KEYS
-    if cfg.task == "mbpp" and text.lstrip().startswith("["):
-        rows = json.loads(text)
-    else:  # the full MBPP is JSON lines, too
-        keys = ("task_id", "text", "code", "test_list") if cfg.task == "mbpp" else keys
-        rows = [*parse_lines(text.split("\n"), keys)]
-    try:
-        if cfg.task == "mbpp":  # the solved problems of the prompt have ids outside the test split
-            shots = [mbpp_question(row) for row in rows if row["task_id"] in SHOTS]
-            rows = [row for row in rows if cfg.split == "all" or 11 <= row["task_id"] <= 510]
-            make = functools.partial(mbpp_problem, shots=shots)
-        if cfg.task in PUBLISHED:
-            check_version(cfg.task, rows)
-        check_data(cfg, rows)
-        for row in rows[: cfg.problems or None]:
-            problems[key_of(row["task_id"])] = make(row)
-    except (LookupError, TypeError, AttributeError, SyntaxError) as error:
-        raise ValueError(f"problem {len(problems) + 1} is of another form: {error!r}") from None
-    if not problems:
-        raise ValueError("it holds no problems")
-    return problems
-
-
-def check_data(cfg, rows):
-    """Raises ValueError if a protocol does not ask the problems of a file."""
-    name, record = protocol_of(cfg)
-    mbpp = "mbpp" if "text" in rows[0] else "sanitized"
-    kind = {"humaneval": "humaneval", "humaneval+": "humaneval", "mbpp+": "mbppplus"}.get(cfg.task, mbpp)
-    wanted, given = (protocols.DATA[key][0] for key in (record.data[0], kind))
-    if kind not in record.data and not cfg.explain:
-        raise ValueError(f"--protocol={name} asks for {wanted}, and this is {given}")
-    if kind != record.data[0] and not cfg.explain and not name.startswith("ours"):
-        print(f"scores that are published of {name} are of {wanted}, and this is {given}", file=sys.stderr)
-
-
-def key_of(task_id):
-    """HumanEval/3, Mbpp/3 and 3 are the same problem: "3"."""
-    return str(task_id).split("/")[-1]
-
-
-def parse_lines(lines, keys, either=()):
-    """The objects of JSON lines, in turn; ValueError names the first that has not these keys, and one of `either`."""
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        complete = isinstance(row, dict) and row.keys() >= {*keys} and (not either or row.keys() & {*either})
-        if not complete or not all(isinstance(row.get(key, ""), str) for key in SAMPLE):
-            needed = [*keys, *filter(None, [" or ".join(either)])]
-            raise ValueError(f"line {number} is not a JSON object with {', '.join(needed)}; samples are texts")
-        yield row
-
-
-def humaneval_problem(row):
-    """Ref: Chen et al., arXiv:2107.03374."""
-    task_id, prompt, entry = row["task_id"], row["prompt"], row["entry_point"]
-    reference = prompt + row.get("canonical_solution", "")
-    public, arguments = docstring_examples(prompt, entry)
-    # helpers that the prompt defines stand in the test, too: the test calls some, and not as a sample may redefine them
-    helpers = [node for node in ast.parse(prompt).body if getattr(node, "name", "") != entry]
-    test = "\n".join([*map(ast.unparse, helpers), row["test"], f"check({entry})"])
-    asked = protocols.Question(entry, prompt, row["test"])
-    return Problem(task_id, entry, asked, prompt, test, public, probes(task_id, entry, arguments), reference)
-
-
-def mbpp_question(row):
-    """What is asked: the full MBPP has its words as "text", the sanitized one, in other words, as "prompt"."""
-    words, tests = row.get("text", row.get("prompt")), tuple(row["test_list"])
-    docstring = f'"""\n{words}\n{tests[0]}\n"""\n'  # as EvalPlus and BigCode ask it
-    return protocols.Question(called(tests), docstring, text=words, tests=tests, code=row["code"])
-
-
-def mbpp_problem(row, shots):
-    """Ref: Austin et al., arXiv:2108.07732: the task and three asserts, after problems with their answers.
-
-    The asserts in the prompt are among those that decide, so none of them is `public`: best-of-n would be an oracle.
-    The inputs in them are used, not the values expected.
-    """
-    asked = mbpp_question(row)
-    asked = asked._replace(shots=tuple(shot for shot in shots if shot != asked))  # without its own solution
-    # all in one process, as the harnesses have it: a function that works once is no solution
-    test = "\n".join([*row.get("test_imports", row.get("test_setup_code", "").splitlines()), *row["test_list"]])
-    arguments = [literals(call, asked.entry) for call in calls_of(row["test_list"])]
-    found = probes(row["task_id"], asked.entry, [args for args in arguments if args is not None])
-    return Problem(row["task_id"], asked.entry, asked, "", test, [], found, row["code"])
-
-
-def calls_of(tests):
-    """The calls in the first three asserts."""
-    return [node for test in tests[:3] for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
-
-
-def called(tests):
-    """MBPP has no field for the function that is asked for: it is the one that the asserts call."""
-    names = [call.func.id for call in calls_of(tests) if isinstance(call.func, ast.Name)]
-    return next((name for name in names if not hasattr(builtins, name)), names[0])  # one problem redefines sum()
-
-
-def docstring_examples(prompt, entry):
-    """(asserts, arguments) of the examples `f(1) == 2`, `f(1) -> 2`, `>>> f(1)` over `2`, and so on, in a docstring."""
-    asserts, arguments = [], []
-    for start in (match.start() for match in re.finditer(rf"\b{entry}\(", prompt)):
-        # The call ends at the first right parenthesis at which it is Python.
-        for end in (start + match.end() for match in re.finditer(r"\)", prompt[start : start + 500])):
-            with contextlib.suppress(SyntaxError, ValueError):
-                call = ast.parse(prompt[start:end], mode="eval").body
-                break
-        else:
-            continue
-        if (args := literals(call, entry)) is None:
-            continue
-        arguments.append(args)
-        # What it returns stands behind an arrow, or on the next line of a session.
-        arrow = ARROW.match(prompt, end)
-        if not arrow and prompt[:start].endswith(">>> "):
-            arrow = re.compile(r"[ \t]*\n[ \t]*").match(prompt, end)
-        line = prompt[arrow.end() :].split("\n")[0] if arrow else ""
-        for length in range(len(line), 0, -1):  # the longest literal that the line begins with
-            with contextlib.suppress(SyntaxError, ValueError):
-                value = ast.literal_eval(line[:length].strip())
-                if not re.match(r"\w|\s*[-+*/=]", line[length:]):  # not 19 of 19 - 5 - 6 = 8
-                    asserts.append(f"assert {prompt[start:end]} == {value!r}")
-                break
-    return asserts, arguments
-
-
-def literals(call, entry):
-    """The arguments of a call of `entry`, or None if they are not plain literals."""
-    with contextlib.suppress(ValueError):
-        if isinstance(call.func, ast.Name) and call.func.id == entry and not call.keywords:
-            return [ast.literal_eval(arg) for arg in call.args]
-    return None
-
-
-def probes(seed, entry, arguments):
-    """[PROBE] with the inputs of examples and variations of them; [] without examples."""
-    rng, examples = random.Random(str(seed)), arguments[:4]
-    inputs = examples + [[vary(arg, rng) for arg in args] for args in examples * 2]
-    return [sandbox.Probe(PROBE.format(inputs=inputs, entry=entry))] if inputs else []
-
-
-def vary(value, rng):
-    """A value of the same type near by: a number changed a little, a sequence reversed, shortened or lengthened."""
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int | float):
-        return rng.choice([value + 1, value - 1, value + 2, -value])
-    if isinstance(value, str | list | tuple) and value:
-        # backwards, without an item, with one more; a list also with a changed item
-        i = rng.randrange(len(value))
-        kinds = [value[::-1], value[:i] + value[i + 1 :], value + value[i : i + 1]]
-        if not isinstance(value, str):
-            kinds += [value[:i] + type(value)([vary(value[i], rng)]) + value[i + 1 :]] * 3
-        return rng.choice(kinds)
-    return value
-
-
-# ---- EvalPlus: HumanEval+ and MBPP+ --------------------------------------------------------------------------------
-#
-# Rules of evalplus 0.3.1 (its eval/__init__.py, eval/_special_oracle.py and data/mbpp.py, Apache-2.0), but HumanEval/32
-# can pass, as after that release. Ref: Liu et al., arXiv:2305.01210.
-
-PUBLISHED = {"humaneval+": ("v0.1.10", 164), "mbpp+": ("v0.2.0", 378)}  # what scores are published of; MBPP+ had 399
-PLUS_KEYS = "task_id prompt entry_point canonical_solution contract base_input plus_input atol".split()
-# MBPP+: functions whose results are compared as sets, and those of which only counts whether they return something
-SETS = """similar_elements find_char_long common_in_nested_lists extract_singly larg_nnum intersection_array
-find_dissimilar Diff""".split()
-NOT_NONE = ["check_str", "text_match_three", "text_starta_endb"]
-
-
-def tuples(lists):
-    return [tuple(items) for items in lists]
-
-
-def nested_tuples(value):
-    return tuple(map(nested_tuples, value)) if isinstance(value, list) else value
-
-
-MBPP_ARGUMENTS = {  # JSON knows no tuples, sets and complex numbers: problems of MBPP+ -> their arguments from a row
-    "2 116 132 143 222 261 273 394 399 421 424 429 470 560 579 596 616 630 726 740 744 809": tuples,
-    "63 64 70 94 120 237 272 299 400 409 417 438 473 614 780": lambda row: [*map(tuples, row)],
-    "75 413 444 753": lambda row: [tuples(row[0]), row[1]],
-    "106 750": lambda row: [row[0], tuple(row[1])],
-    "115": lambda row: [[set(item) if isinstance(item, list) and item else {} for item in row[0]]],
-    "124": lambda row: [float(row[0]), complex(row[1])],
-    "250 405 446 617 720 763 808": lambda row: [tuple(row[0]), row[1]],
-    "252": lambda row: [complex(row[0])],
-    "259 401 445": lambda row: [tuple(tuples(lists)) for lists in row],
-    "278": lambda row: [tuple(tuple(item) if isinstance(item, list) else item for item in row[0])],
-    "307": lambda row: [tuple(row[0]), row[1], row[2]],
-    "580 615 791": lambda row: [*map(nested_tuples, row)],
-    "722": lambda row: [{key: tuple(value) for key, value in row[0].items()}, *row[1:]],
-}
-MBPP_ARGUMENTS = {number: form for numbers, form in MBPP_ARGUMENTS.items() for number in numbers.split()}
-
-
-def check_version(task, rows):
-    """Refuse the other benchmark's file; say if the number of problems is another version's."""
-    name, (version, count) = {"humaneval+": "HumanEval/", "mbpp+": "Mbpp/"}[task], PUBLISHED[task]
-    if other := [row["task_id"] for row in rows if not str(row["task_id"]).startswith(name)]:
-        raise ValueError(f"{other[0]} is none of its problems")
-    if len(rows) != count:
-        told = f"this file has {len(rows)} problems; {version}, of which scores are published, has {count}"
-        print(f"--task={task}: {told}", file=sys.stderr)
-
-
-class Plus(typing.NamedTuple):
-    """The inputs of a problem of EvalPlus, and how far from the reference's a result may be."""
-
-    base: list
-    plus: list
-    atol: float
-    checked: str  # the reference solution, with the contract that inputs are to keep
-
-
-class Truth(typing.NamedTuple):
-    """What the reference solution returns for the base and the plus inputs, and the limits that follow."""
-
-    values: tuple
-    limits: tuple  # processor seconds of every call
-    most: tuple  # bytes that may come back of a sample
-
-
-def plus_problem(row):
-    task_id, prompt, entry, solution = (row[key] for key in PLUS_KEYS[:4])
-    convert = MBPP_ARGUMENTS.get(key_of(task_id), list) if task_id.startswith("Mbpp/") else list
-    base, plus = ([convert(args) for args in row[key]] for key in ("base_input", "plus_input"))
-    # the contract stands in the function, before all else; some are no Python there
-    reference = prompt + solution
-    checked = prompt + row["contract"] + solution
-    if f"def {entry}(" in solution:
-        checked = prompt + re.sub(rf"(?m)^def {entry}\(.*$", lambda line: line[0] + "\n" + row["contract"], solution)
-    checked = checked if protocols.parses(checked) else reference
-    public, arguments = docstring_examples(prompt, entry) if task_id.startswith("HumanEval/") else ([], base[:3])
-    found, cases = probes(task_id, entry, arguments), Plus(base, plus, float(row["atol"]), checked)
-    asked = protocols.Question(entry, prompt)
-    return Problem(task_id, entry, asked, prompt, "", public, found, reference, cases)
-
-
-def plus_tests(problem, limits, most=(1 << 26, 1 << 26)):
-    """The two tests of a sample. All calls together have at most a minute, as EvalPlus has it."""
-    sets = zip((problem.cases.base, problem.cases.plus), limits, most, strict=True)
-    return [sandbox.Calls(problem.entry, args, each, min(60.0, sum(each)) + 1, size) for args, each, size in sets]
-
-
-def truths(cfg, problems, keys, flags):
-    """{key: Truth, or why there is none} of some problems, by running their reference solutions."""
-    print(f"running {len(keys)} reference solutions", file=sys.stderr)
-    patience = {"program_s": 600.0, "memory_mb": 4096, "main_block": False}
-    tests = {}
-    for key in keys:
-        limits = [[60.0] * len(args) for args in (problems[key].cases.base, problems[key].cases.plus)]
-        tests[key] = [test._replace(timeout_s=120.0) for test in plus_tests(problems[key], limits)]
-    # Where an input breaks its contract EvalPlus scores by it all the same.
-    checked = sandbox.run_tests([problems[key].cases.checked for key in keys], [*tests.values()], **flags | patience)
-    found = dict(zip(keys, checked, strict=True))
-    broken = [key for key in keys if found[key].rate not in (1, None)]
-    plain = sandbox.run_tests(
-        [problems[key].reference for key in broken], [tests[k] for k in broken], **flags | patience
-    )
-    found |= dict(zip(broken, plain, strict=True))
-    if refused := [str(problems[key].id) for key in broken if found[key].rate == 1]:
-        print(f"inputs of {', '.join(refused)} break the contract in the file; they are used", file=sys.stderr)
-    return {key: truth(cfg, result) for key, result in found.items()}
-
-
-def truth(cfg, result):
-    """The Truth that a reference solution has told, or what went wrong with it."""
-    if result.rate != 1:
-        verdicts = " and ".join(result.verdicts)
-        return result.error or f"the file's own solution does not run here: {verdicts} on the base and the plus inputs"
-    values = tuple([value for value, _ in calls] for calls in result.values)
-    limits = tuple([max(cfg.sandbox.timeout_s, 4 * seconds) for _, seconds in calls] for calls in result.values)
-    sizes = [len(json.dumps(sandbox.wire(each, sandbox.opaque))) for each in values]
-    return Truth(values, limits, tuple(65_536 + 4 * size + 100 * len(v) for size, v in zip(sizes, values, strict=True)))
-
-
-def plus_verdict(problem, known, result):
-    """The fields of a result: those of EvalPlus' results file, and the first input that went wrong."""
-    row = {}
-    for i, name in enumerate(("base", "plus")):
-        inputs, wanted, outcome = problem.cases[i], known.values[i], result.verdicts[i]
-        values = [value for value, _ in result.values[i] or ()][: len(inputs)]
-        wrong = first_wrong(problem, inputs, values, wanted)
-        late = "timeout" if outcome == "timeout" else "fail"
-        row[f"{name}_status"] = "fail" if wrong is not None else "pass" if outcome == "pass" else late
-        if row[f"{name}_status"] != "pass":
-            row.setdefault("wrong", [name, len(values) if wrong is None else wrong])
-    worst = next((s for s in (row["base_status"], row["plus_status"]) if s != "pass"), "passed")
-    return {"passed": worst == "passed", "result": worst} | row
-
-
-def first_wrong(problem, inputs, values, wanted):
-    """The number of the first value that EvalPlus would not take for the wanted one; None if it takes all."""
-    entry, mbpp, atol = problem.entry, problem.id.startswith("Mbpp/"), problem.cases.atol
-    for i, (args, value, want) in enumerate(zip(inputs, values, wanted, strict=False)):
-        try:
-            if entry == "find_zero" and not mbpp:  # any root will do
-                if not abs(sum(factor * math.pow(value, power) for power, factor in enumerate(args[0]))) <= atol:
-                    return i
-                continue
-            same = special(entry, args, value, want, atol) if mbpp else value == want
-            # numbers with a fraction are never compared exactly, from the first one on
-            if atol == 0 and floats(want):
-                atol = 1e-6
-            if not same and atol:
-                same = type(value) is type(want) and np.allclose(value, want, rtol=1e-7, atol=atol)
-                same = same and (not isinstance(want, list | tuple) or len(value) == len(want))
-            if not same:
-                return i
-        except Exception:  # of whatever kind: a value that cannot be compared is wrong
-            return i
-    return None
-
-
-def special(entry, args, value, want, atol):
-    """Whether a value is the wanted one, by the rules that MBPP+ has for some functions."""
-    if entry in SETS:
-        return len(value) <= 1_000_000 and set(value) == set(want)  # a range has no end that memory would hold
-    if entry in NOT_NONE:
-        return value == (want is not None) if isinstance(value, bool) else (value is None) == (want is None)
-    same = value == want
-    if entry == "are_equivalent":
-        return True
-    if entry == "sum_div":
-        return same or value == 0
-    if entry == "surface_Area":  # the height may be that of the pyramid, too
-        edge, height = args
-        return same or abs(value - round(edge**2 + 2 * edge * math.sqrt((edge / 2) ** 2 + height**2))) <= atol
-    if entry == "digit_distance_nums":  # with zeros in front of the shorter number
-        digits = itertools.zip_longest(*(map(int, reversed(str(number))) for number in args), fillvalue=0)
-        return same or value == sum(abs(a - b) for a, b in digits)
-    return same
-
-
-def floats(value):
-    if isinstance(value, np.ndarray):
-        return value.dtype in (np.float64, np.float32)
-    return isinstance(value, float) or (
-        isinstance(value, list | tuple) and bool(value) and all(isinstance(item, float) for item in value)
-    )
-
-
-# ---- LiveCodeBench -------------------------------------------------------------------------------------------------
-#
-# Rules of LiveCodeBench (lcb_runner/evaluation/testing_util.py, MIT). Ref: Jain et al., arXiv:2403.07974.
-
-LIVE_KEYS = """question_content question_id contest_date starter_code public_test_cases private_test_cases
-metadata""".split()
-LIVE_MODULES = """string re datetime collections heapq bisect copy math random statistics itertools functools operator
-io sys json""".split()
-LIVE_HEAD = "\n".join([f"from {name} import *" for name in [*LIVE_MODULES, "builtins", "typing"]])
-LIVE_HEAD += "".join(f"\nimport {name}" for name in LIVE_MODULES) + "\nsys.setrecursionlimit(50000)\n\n"
-LIVE_STARTER = (
-    "You will use the following starter code to write the solution to the problem and enclose your code within"
-)
-LIVE_STARTER += " delimiters.\n```python\n{}\n```"
-LIVE_STDIN = """Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on \
-the sample inputs). \
-Enclose your code within delimiters as follows. Ensure that when the python program runs, it reads the \
-inputs, runs the algorithm and writes output to STDOUT.
-```python
-# YOUR CODE HERE
-```"""
-TEXT_PICKLE = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}  # beside one opcode with a text
-
-
-class Live(typing.NamedTuple):
-    """The tests of a problem of LiveCodeBench, as they stand in the file: unpacked they would fill the memory."""
-
-    public: str  # JSON
-    private: str  # JSON, or base64 of zlib of a pickle of it
-
-
-def live_problems(cfg):
-    """{id: Problem} of the days from --since to --until."""
-    if not cfg.tasks_file:
-        source = "https://huggingface.co/datasets/livecodebench/code_generation_lite"
-        raise ValueError(f"LiveCodeBench is too large to be fetched unasked: get test*.jsonl of {source}, --tasks_file")
-    path, problems = Path(cfg.tasks_file), {}
-    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
-        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
-            try:
-                for row in parse_lines(lines, LIVE_KEYS):
-                    day = row["contest_date"][:10]
-                    if (cfg.since or day) <= day <= (cfg.until or day) and len(problems) < (cfg.problems or math.inf):
-                        problems[key_of(row["question_id"])] = live_problem(row)
-            except (ValueError, LookupError, TypeError, AttributeError, EOFError, zlib.error) as error:
-                raise ValueError(f"{file} is no file of LiveCodeBench: {error}") from None
-    if not problems:
-        raise ValueError(f"{path} holds no problem of LiveCodeBench from {cfg.since or 'the first day'} to {cfg.until}")
-    return problems
-
-
-def live_problem(row):
-    starter, content = row["starter_code"], row["question_content"]
-    form = LIVE_STARTER.format(starter) if starter else LIVE_STDIN
-    prompt = (
-        f"### Question:\n{content}\n\n### Format: {form}\n\n### Answer: (use the provided format with backticks)\n\n"
-    )
-    entry = json.loads(row["metadata"] or "{}").get("func_name") or ""
-    cases = Live(row["public_test_cases"], row["private_test_cases"])
-    return Problem(row["question_id"], entry, protocols.Question(entry, prompt), LIVE_HEAD, "", [], [], "", cases)
-
-
-def live_cases(problem):
-    """[(input, output)] of all tests: texts, or arguments and result."""
-    private = problem.cases.private
-    try:
-        tests = json.loads(private)
-    except ValueError:
-        tests = json.loads(text_of_pickle(zlib.decompress(base64.b64decode(private))))
-    tests = [*json.loads(problem.cases.public), *tests]
-    if any(test["testtype"] == "functional" for test in tests):
-        return [([*map(json.loads, t["input"].split("\n"))], json.loads(t["output"])) for t in tests]
-    return [(test["input"], test["output"]) for test in tests]
-
-
-def text_of_pickle(data):
-    """The text that a pickle holds. No pickle is ever loaded, as that can run code; one that holds more is refused."""
-    texts = []
-    for opcode, value, _ in pickletools.genops(data):
-        if "UNICODE" in opcode.name:
-            texts.append(value)
-        elif opcode.name not in TEXT_PICKLE:
-            raise ValueError(f"its tests are a pickle with {opcode.name}, which no text needs")
-    (text,) = texts
-    return text
-
-
-def live_tests(problem, cases, code, timeout_s):
-    """The tests of a sample: one for each input of a program, one for all calls of a function."""
-    if not problem.entry:
-        return [sandbox.Stdin(text, 65_536 + 2 * len(output.encode())) for text, output in cases]
-    function = f"Solution().{problem.entry}" if "class Solution" in (code or "") else problem.entry
-    most = 65_536 + 8 * sum(len(json.dumps(output)) for _, output in cases) + 100 * len(cases)
-    limits, inputs = [timeout_s] * len(cases), [args for args, _ in cases]
-    return [sandbox.Calls(function, inputs, limits, (timeout_s + 1) * len(cases) + 5, most)]
-
-
-def live_verdict(problem, cases, result):
-    """The fields of a result: the first test that went wrong decides."""
-    outcomes, values = result.verdicts, result.values
-    if problem.entry:  # calls that did not return have the outcome of the one that ended all
-        returned = [list(value) if isinstance(value, tuple) else value for value, _ in values[0] or ()][: len(cases)]
-        missing = len(cases) - len(returned)
-        outcomes = ["pass"] * len(returned) + ["fail" if outcomes[0] == "pass" else outcomes[0]] * missing
-        values = returned + [None] * missing
-    for i, (outcome, value, (_, wanted)) in enumerate(zip(outcomes, values, cases, strict=True)):
-        try:
-            right = outcome == "pass" and bool(value == wanted if problem.entry else same_lines(value, wanted))
-        except Exception:  # of whatever kind: a value that cannot be compared is wrong
-            right = False
-        if not right:
-            return {"passed": False, "result": "fail" if outcome == "pass" else outcome, "wrong": ["test", i]}
-    return {"passed": True, "result": "passed"}
-
-
-def same_lines(printed, wanted):
-    """Whether a program printed what was wanted: the same lines but for space around them, or the same numbers."""
-    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, wanted))
-    if len(ours) != len(theirs):
-        return False
-    with contextlib.suppress(decimal.InvalidOperation):
-        return all(
-            a == b or [*map(decimal.Decimal, a.split())] == [*map(decimal.Decimal, b.split())]
-            for a, b in zip(ours, theirs, strict=True)
-        )
-    return False
 
 
 # ---- models: a writer continues prompts ----------------------------------------------------------------------------
@@ -857,18 +288,14 @@ def dream_writer(cfg, run, step):
     ends = {tokenizer.token_to_id(name) for name in names} | ({model.cfg.eos_id} if names else set())
     ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
     if cfg.dream.eos_penalty and not ends:
-        raise ValueError(
-            "--eos_penalty is for protocols in which <|endoftext|> ends a text; this one reads on behind it"
-        )
-    settings = dataclasses.asdict(cfg.dream)
-    rule = {name: value for name, value in settings.items() if name != "chat"}
-    rule |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "vocab": tokenizer.get_vocab_size()}
-    rule = sample_dream.Sampling(**rule, eos_ids=ends)
+        raise ValueError("--eos_penalty is for protocols in which <|endoftext|> ends a text; this one reads on behind")
+    flags = {name: value for name, value in dataclasses.asdict(cfg.dream).items() if name != "chat"}
+    flags |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "vocab": tokenizer.get_vocab_size()}
+    rule = sample_dream.Sampling(**flags, eos_ids=ends)
 
     # Each width of a canvas is a program that must be compiled: all batches have three at most.
-    asked = [prompt_ids(cfg, tokenizer, wrap, problem.asked) for problem in read_problems(cfg).values()]
-    lengths = sorted(len(ids) + cfg.max_new for ids in asked)
-    lengths = [n for n in lengths if n <= model.cfg.positions]
+    asked = [prompt_ids(cfg, tokenizer, wrap, problem.asked) for problem in tasks.read_problems(cfg).values()]
+    lengths = sorted(len(ids) + cfg.max_new for ids in asked if len(ids) + cfg.max_new <= model.cfg.positions)
     widths = sample_dream.widths(lengths, cfg.batch_size, model.cfg.positions) if lengths else ()
 
     def write(prompts, finished, batch):
@@ -921,19 +348,20 @@ def read_own(path, key, protocol):
     complete = data[: data.rfind(b"\n") + 1]
     if complete != data:
         os.truncate(path, len(complete))
+    advice = "remove it, or choose another --out"
     try:
-        rows = [*parse_lines(complete.decode().split("\n"), ("task_id", "sample", key), SAMPLE)]
-        one_protocol(rows, protocol)
+        rows = [*tasks.parse_lines(complete.decode().split("\n"), ("task_id", "sample", key), SAMPLE)]
     except ValueError as error:
-        raise ValueError(f"{path}: {error}; remove it, or choose another --out") from None
+        raise ValueError(f"{path}: {error}; {advice}") from None
+    one_protocol(path, rows, protocol, advice)
     return rows
 
 
-def one_protocol(rows, protocol):
+def one_protocol(path, rows, protocol, advice):
     """Raises ValueError for rows that were made by another protocol than this one."""
-    others = {row.get("protocol", protocol) for row in rows} - {protocol}
-    if others:
-        raise ValueError(f"it holds samples of --protocol={', '.join(sorted(others))}, and this is {protocol}")
+    if others := sorted({row.get("protocol", protocol) for row in rows} - {protocol}):
+        found = f"{path}: it holds samples of --protocol={', '.join(others)}, and this is {protocol}"
+        raise ValueError(f"{found}; {advice}")
 
 
 def append(path, rows):
@@ -946,29 +374,24 @@ def append(path, rows):
 
 def given_rows(cfg, problems):
     """{(key of problems, number): row} of --samples, of which a problem may have several."""
-    samples, count, outside, unknown = {}, collections.Counter(), [], []
+    samples, count, others = {}, collections.Counter(), []
     try:
-        rows = [*parse_lines(Path(cfg.samples).read_text("utf-8").split("\n"), ["task_id"], SAMPLE)]
+        rows = [*tasks.parse_lines(Path(cfg.samples).read_text("utf-8").split("\n"), ["task_id"], SAMPLE)]
     except ValueError as error:
         raise ValueError(f"--samples={cfg.samples}: {error}") from None
     for row in rows:
-        key = key_of(row["task_id"])
+        key = tasks.key_of(row["task_id"])
         names = {str(problems[key].id).lower(), f"{cfg.task}/{key}"} if key in problems else ()
-        if str(row["task_id"]).lower() not in names and (cfg.since or cfg.until):
-            outside.append(row["task_id"])
-            continue
-        if str(row["task_id"]).lower() not in names:
-            unknown.append(repr(row["task_id"]))
-            continue
-        samples[key, count[key]] = row
-        count[key] += 1
-    if unknown:
-        more = f" and {len(unknown) - 1} more are" if len(unknown) > 1 else " is"
-        raise ValueError(
-            f"{cfg.samples}: {unknown[0]}{more} not among the {len(problems)} problems (--split, --problems)"
-        )
-    if outside:
-        print(f"{len(outside)} samples are not of the days from --since to --until, and left out", file=sys.stderr)
+        if str(row["task_id"]).lower() in names:
+            samples[key, count[key]] = row
+            count[key] += 1
+        else:
+            others.append(repr(row["task_id"]))
+    if others and (cfg.since or cfg.until):
+        print(f"{len(others)} samples are not of the days from --since to --until, and left out", file=sys.stderr)
+    elif others:
+        found = f"{others[0]} and {len(others) - 1} more are" if len(others) > 1 else f"{others[0]} is"
+        raise ValueError(f"{cfg.samples}: {found} not among the {len(problems)} problems (--split, --problems)")
     if not samples:
         raise ValueError(f"{cfg.samples} holds no samples; a line is {{'task_id': ..., 'completion': ...}}")
     k, most = max(cfg.k, default=1), max(count.values())
@@ -985,10 +408,8 @@ def given_samples(cfg, problems):
     """
     name, record = protocol_of(cfg)
     samples, rows = {}, given_rows(cfg, problems)
-    try:
-        one_protocol([row for row in rows.values() if "written" not in row], name)
-    except ValueError as error:
-        raise ValueError(f"{cfg.samples}: {error}; the texts that were written are needed") from None
+    candidates = [row for row in rows.values() if "written" not in row]
+    one_protocol(cfg.samples, candidates, name, "the texts that were written are needed")
     for (key, number), row in rows.items():
         question = problems[key].asked
         if "solution" in row and "written" not in row:
@@ -1013,7 +434,7 @@ def generated_samples(cfg, problems, run, step, path):
     Batches are the same whichever samples are there already, so resuming equals not stopping.
     """
     name, _ = protocol_of(cfg)
-    rows = {(key_of(row["task_id"]), row["sample"]): row for row in read_own(path, "fits", name)}
+    rows = {(tasks.key_of(row["task_id"]), row["sample"]): row for row in read_own(path, "fits", name)}
     writer = None
     # problems of like length share a batch, and the first sample of all comes before the second of any
     order = [(key, i) for i in range(cfg.n) for key in sorted(problems, key=lambda k: len(problems[k].asked.prompt))]
@@ -1085,19 +506,11 @@ def prompt_ids(cfg, tokenizer, wrap, question):
 def program(cfg, problem, code):
     """What is run of a sample before its tests; an import from the future would be an error behind a prompt of ours."""
     name, record = protocol_of(cfg)
-    if isinstance(code, Solution) and not isinstance(problem.cases, Live):  # whose head is no prompt, but imports
+    if isinstance(code, Solution) and not isinstance(problem.cases, tasks.Live):  # whose head is no prompt, but imports
         return code
     if not name.startswith("ours"):
         return protocols.program(record, code, problem.asked)
     return problem.head + code.replace(protocols.FUTURE, "")
-
-
-def hidden_test(cfg, problem):
-    """What decides: the file's tests; for MBPP and other protocols than ours the first three, as the harness has it."""
-    name, record = protocol_of(cfg)
-    if name.startswith("ours") or not problem.asked.tests:
-        return problem.test
-    return protocols.target(record, problem.asked)
 
 
 def score_samples(cfg, problems, samples, path):
@@ -1110,7 +523,7 @@ def score_samples(cfg, problems, samples, path):
     """
     name, record = protocol_of(cfg)
     rows = read_own(path, "passed", name)
-    done = {(key_of(row["task_id"]), row["sample"]) for row in rows}
+    done = {(tasks.key_of(row["task_id"]), row["sample"]) for row in rows}
     several, flags = any(number for _, number in samples), dataclasses.asdict(cfg.sandbox)
     unscored, slow, known = [], collections.defaultdict(list), {}
     progress = Progress(cfg.watch, len(samples), rows)
@@ -1120,20 +533,16 @@ def score_samples(cfg, problems, samples, path):
         problem, code = problems[key], samples[key, number]
         whole = isinstance(code, Solution) or not (record.prompt_first or name.startswith("ours"))  # a program
         row = {"task_id": problem.id, "solution" if whole else "completion": code or ""}
-        row |= {"sample": number, "protocol": name} | hidden_verdict(problem, known.get(key), result)
+        row |= {"sample": number, "protocol": name} | tasks.hidden_verdict(problem, known.get(key), result)
         if problem.id in record.never:
             row |= {"passed": False, "result": f"never passes under {name}"}
-        if several and not isinstance(problem.cases, Live):  # which shows examples as prose
+        if several and not isinstance(problem.cases, tasks.Live):  # which shows examples as prose
             hidden, public = len(result.verdicts) - len(problem.public + problem.probes), len(problem.public)
             row["public"] = result.verdicts[hidden : hidden + public].count("pass") / max(1, public)
             row["behaviour"] = next((v for v in result.values[hidden + public :] if isinstance(v, str)), "")
         append(path, [row])
         done.add((key, number))
         progress.add(row)
-
-    def patient(key):
-        """Whether a sample may take longer where the reference solution does."""
-        return problems[key].test and record.factor
 
     def run(todo, timeout_s):
         """Add the lines of samples as soon as they have run; those too slow for the first limit are put by."""
@@ -1142,26 +551,28 @@ def score_samples(cfg, problems, samples, path):
         for key, number in todo:
             problem, code = problems[key], samples[key, number]
             programs.append(program(cfg, problem, code or ""))
-            all_tests = hidden_tests(cfg, problem, known.get(key), code, timeout_s)
+            all_tests = tasks.hidden_tests(problem, known.get(key), code, timeout_s, (name, record))
             all_tests += (problem.public + problem.probes) * several
             tests.append(all_tests if code is not None else [])
 
         def on_result(i, result):
+            key = todo[i][0]
+            patient = timeout_s == cfg.sandbox.timeout_s and problems[key].test and record.factor
             if result.rate is None:
                 unscored.append((todo[i], result.error))
-            elif result.verdicts[:1] == ["timeout"] and timeout_s == cfg.sandbox.timeout_s and patient(todo[i][0]):
-                slow[todo[i][0]].append((todo[i], result))
+            elif result.verdicts[:1] == ["timeout"] and patient:
+                slow[key].append((todo[i], result))
             else:
                 add(*todo[i], result)
 
-        sandbox.run_tests(programs, tests, on_result, **flags | options(cfg.task, tests, timeout_s))
+        sandbox.run_tests(programs, tests, on_result, **flags | tasks.options(cfg.task, tests, timeout_s))
 
     # a few hundred at a time, as inputs and results may be large
     left = [key for key in samples if key not in done]
     for first in range(0, len(left), 200):
         batch = left[first : first + 200]
         progress.end()
-        known = what_decides(cfg, problems, {key for key, _ in batch}, known, flags)
+        known = tasks.what_decides(cfg.task, problems, {key for key, _ in batch}, known, flags)
         progress.started = progress.started or time.monotonic()
         unscored += [(sample, known[sample[0]]) for sample in batch if isinstance(known.get(sample[0]), str)]
         run([sample for sample in batch if not isinstance(known.get(sample[0]), str)], cfg.sandbox.timeout_s)
@@ -1178,43 +589,6 @@ def score_samples(cfg, problems, samples, path):
                 add(*key, result)
     progress.end()
     return sorted(unscored)
-
-
-def what_decides(cfg, problems, keys, known, flags):
-    """{key: what hidden_tests and hidden_verdict need of a problem beside it, or why that cannot be had}."""
-    if cfg.task in PUBLISHED:
-        new = keys - known.keys()
-        return known | (truths(cfg, problems, sorted(new, key=list(problems).index), flags) if new else {})
-    return {key: live_cases(problems[key]) for key in keys} if cfg.task == "livecodebench" else {}
-
-
-def hidden_tests(cfg, problem, known, code, timeout_s):
-    """The tests of a sample that decide whether it passes."""
-    if isinstance(problem.cases, Plus):
-        return plus_tests(problem, known.limits, known.most)
-    if isinstance(problem.cases, Live):
-        return live_tests(problem, known, code, timeout_s)
-    return [hidden_test(cfg, problem)]
-
-
-def hidden_verdict(problem, known, result):
-    """{"passed", "result", and what else a benchmark reports} by the results of these tests."""
-    if not result.verdicts:
-        return {"passed": False, "result": "does not fit"}
-    if problem.cases:
-        return (plus_verdict if isinstance(problem.cases, Plus) else live_verdict)(problem, known, result)
-    passed = result.verdicts[0] == "pass"
-    return {"passed": passed, "result": "passed" if passed else result.verdicts[0]}
-
-
-def options(task, tests, timeout_s):
-    """How the sandbox runs a benchmark's tests: on the clock a program has three times its processor seconds."""
-    given = [[t.timeout_s if isinstance(t, sandbox.Calls) else timeout_s for t in each if not isinstance(t, str)]
-             for each in tests]  # fmt: skip
-    seconds = max((sum(each) for each in given), default=0.0) or timeout_s
-    more = {} if task in ("humaneval", "mbpp") else {"memory_mb": 4096}
-    more |= {"threads": True} if task == "livecodebench" else {}
-    return {"timeout_s": timeout_s, "program_s": 5 + 3 * seconds, "main_block": False} | more
 
 
 class Progress:
@@ -1236,12 +610,8 @@ class Progress:
         now = time.monotonic()
         if self.watch and (now - self.shown > (0.2 if self.terminal else 10) or self.done == self.total):
             self.shown = now
-            print(
-                "\r\033[K" * self.terminal + self.line(now),
-                end="" if self.terminal else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
+            start, end = ("\r\033[K", "") if self.terminal else ("", "\n")
+            print(start + self.line(now), end=end, file=sys.stderr, flush=True)
         elif not self.watch and (self.done % 200 == 0 or self.done == self.total):
             print(f"{self.done:,} of {self.total:,} samples scored", file=sys.stderr, flush=True)
 
@@ -1269,11 +639,9 @@ def explain(cfg, problems, out):
     A protocol has lost a text that fails under it and passes under another. The rule to blame is the first one without
     which it would pass. Protocols that treat texts alike share a row.
     """
-    rows, names = given_rows(cfg, problems), {}
-    texts = {
-        where: next(row[key] for key in ("written", "completion", "solution") if key in row)
-        for where, row in rows.items()
-    }
+    texts, names = {}, {}
+    for where, row in given_rows(cfg, problems).items():
+        texts[where] = next(row[key] for key in ("written", *SAMPLE) if key in row)
     for name, record in protocols.PROTOCOLS.items():
         if name.split("/")[1].startswith(cfg.task.rstrip("+")):
             names.setdefault(protocols.post_processing(record), []).append(name)
@@ -1311,7 +679,7 @@ def explain(cfg, problems, out):
         row["lost"] = dict(sorted(blamed.items(), key=lambda item: -len(item[1])))
         table.append(row)
     table.sort(key=lambda row: -row["passed"])
-    hashes = {"tasks_sha256": sha256(tasks_path(cfg)), "samples_sha256": sha256(cfg.samples), "version": VERSION}
+    hashes = {"tasks_sha256": sha256(tasks.tasks_path(cfg)), "samples_sha256": sha256(cfg.samples), "version": VERSION}
     report = {"task": cfg.task, "problems": len({key for key, _ in texts}), "samples": len(texts), "some": len(some)}
     report |= {"timeout_s": cfg.sandbox.timeout_s, "table": table} | hashes
     out.mkdir(parents=True, exist_ok=True)
@@ -1325,15 +693,16 @@ def run_distinct(cfg, problems, pairs, known):
     new = [pair for pair in dict.fromkeys(pairs) if pair not in known]
     print(f"running {len(new):,} programs", file=sys.stderr, flush=True)
     flags, limit, found = dataclasses.asdict(cfg.sandbox), cfg.sandbox.timeout_s, dict(known)
-    decides = what_decides(cfg, problems, {key for key, _ in new}, {}, flags)
+    decides = tasks.what_decides(cfg.task, problems, {key for key, _ in new}, {}, flags)
+    protocol = protocol_of(cfg)
     for first in range(0, len(new), 200):  # as in score_samples()
         batch = new[first : first + 200]
-        tests = [hidden_tests(cfg, problems[key], decides.get(key), code, limit) for key, code in batch]
-        results = sandbox.run_tests([code for _, code in batch], tests, **flags | options(cfg.task, tests, limit))
+        tests = [tasks.hidden_tests(problems[key], decides.get(key), code, limit, protocol) for key, code in batch]
+        results = sandbox.run_tests([code for _, code in batch], tests, **flags | tasks.options(cfg.task, tests, limit))
         for (key, code), result in zip(batch, results, strict=True):
             if result.rate is None:
                 raise RuntimeError(f"a program for {problems[key].id} could not be run: {result.error}")
-            found[key, code] = hidden_verdict(problems[key], decides.get(key), result)["passed"]
+            found[key, code] = tasks.hidden_verdict(problems[key], decides.get(key), result)["passed"]
     return found
 
 
@@ -1392,13 +761,13 @@ def report(cfg, problems, rows):
     # the samples of a problem in order
     by_problem = collections.defaultdict(list)
     for row in sorted(rows, key=lambda row: row["sample"]):
-        by_problem[key_of(row["task_id"])].append(row)
+        by_problem[tasks.key_of(row["task_id"])].append(row)
     n = max(map(len, by_problem.values()), default=0)
     row = {"task": cfg.task} | ({"split": cfg.split} if cfg.task == "mbpp" else {})
     row |= {"problems": len(by_problem), "of": len(problems), "samples": len(rows), "n": n}
     row["results"] = dict(collections.Counter(r["result"] for r in rows).most_common())
     kinds = {"": lambda r: r["passed"]}
-    if cfg.task in PUBLISHED:
+    if cfg.task in tasks.PUBLISHED:
         kinds["base "] = lambda r: r["base_status"] == "pass"
     # pass@k over the problems that have k samples
     for (kind, passed), k in itertools.product(kinds.items(), sorted({*(cfg.k or (1, n))})):

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import benchmarks
+import problems as tasks
 import runs
 import sandbox
 
@@ -173,23 +174,23 @@ def plain(mutant):
 def ours(cfg, found):
     """(verdicts on HumanEval's test, verdicts on EvalPlus' inputs or None) of mutants."""
     file = benchmarks.Config(tasks_file=cfg.tasks_file)
-    problems = benchmarks.read_problems(file)
-    tests = [[problems[benchmarks.key_of(row["task_id"])].test] for row, _, _ in found]
+    problems = tasks.read_problems(file)
+    tests = [[problems[tasks.key_of(row["task_id"])].test] for row, _, _ in found]
     limits = {"timeout_s": 4.0, "program_s": 60.0, "workers": cfg.workers, "main_block": False}
     by_test = sandbox.run_tests([program for _, _, program in found], tests, **limits)
     # the same by EvalPlus' rules
     rows = plus_rows(cfg, [row for row, _, _ in found])
-    plus = {key: benchmarks.plus_problem(row) for key, row in rows.items()}
-    settings = benchmarks.resolve(benchmarks.Config(task="humaneval+"))
-    truths = benchmarks.truths(settings, plus, [*plus], {"workers": cfg.workers})
+    plus = {key: tasks.plus_problem(row) for key, row in rows.items()}
+    timeout_s = benchmarks.resolve(benchmarks.Config(task="humaneval+")).sandbox.timeout_s
+    truths = tasks.truths(plus, [*plus], {"workers": cfg.workers, "timeout_s": timeout_s})
     chosen = [i for i, (row, _, _) in enumerate(found) if row["task_id"] in plus]
     known = {i: truths[found[i][0]["task_id"]] for i in chosen}
-    calls = [benchmarks.plus_tests(plus[found[i][0]["task_id"]], known[i].limits, known[i].most) for i in chosen]
+    calls = [tasks.plus_tests(plus[found[i][0]["task_id"]], known[i].limits, known[i].most) for i in chosen]
     limits |= {"program_s": 400.0, "memory_mb": 4096}
     results = sandbox.run_tests([found[i][2] for i in chosen], calls, **limits)
     by_inputs = [None] * len(found)
     for i, result in zip(chosen, results, strict=True):
-        by_inputs[i] = benchmarks.plus_verdict(plus[found[i][0]["task_id"]], known[i], result)["result"]
+        by_inputs[i] = tasks.plus_verdict(plus[found[i][0]["task_id"]], known[i], result)["result"]
     return [r.verdicts[0].replace("pass", "passed") for r in by_test], by_inputs, rows
 
 

@@ -24,6 +24,7 @@ from test_sandbox import cloud, descendants, layers, wait_for  # noqa: F401  two
 import benchmarks
 import model_mdlm
 import model_pythoncoder
+import problems as tasks
 import protocols
 import runs
 import sandbox
@@ -94,7 +95,7 @@ def {entry}(*args, **options):
 
 def broken(task, how):
     """Samples that must fail: every function gives a fresh object of a class of its own, raises, or is not there."""
-    problems = benchmarks.parse_problems(benchmarks.Config(task=task, split="all"), FILES[task].read_bytes())
+    problems = tasks.parse_problems(task, FILES[task].read_bytes(), split="all")
     texts = {
         "private": PRIVATE,
         "raise": "\ndef {entry}(*args, **options):\n    raise ValueError\n",
@@ -197,7 +198,7 @@ LOST = {  # answers in a class, quoted, coloured or without their first indent, 
 @pytest.mark.golden
 def test_right_answers_in_all_forms_but_a_few_keep_their_code(golden_dir):
     golden = json.loads((golden_dir("protocols") / "postprocess.json").read_text())
-    problems = benchmarks.parse_problems(benchmarks.Config(task="humaneval"), FILES["humaneval"].read_bytes())
+    problems = tasks.parse_problems("humaneval", FILES["humaneval"].read_bytes())
     cases = [case for case in golden["cases"] if case["id"].startswith("humaneval")]
     samples = {(str(case["key"]), i): case["raw"] for i, case in enumerate(cases)}
     ours, asked = protocols.PROTOCOLS["ours/humaneval"], {key: problem.asked for key, problem in problems.items()}
@@ -218,10 +219,10 @@ def test_writing_ends_when_nothing_could_change_the_code():
 
 @needs_tasks
 def test_prompts_are_the_standard_ones():
-    problems = benchmarks.parse_problems(benchmarks.Config(task="humaneval"), FILES["humaneval"].read_bytes())
+    problems = tasks.parse_problems("humaneval", FILES["humaneval"].read_bytes())
     asked = protocols.prompt(protocols.PROTOCOLS["ours/humaneval"], problems["0"].asked)
     assert problems["0"].head == asked + "\n"
-    problems = benchmarks.parse_problems(benchmarks.Config(task="mbpp"), FILES["mbpp"].read_bytes())
+    problems = tasks.parse_problems("mbpp", FILES["mbpp"].read_bytes())
     assert len(problems) == 257
     question = protocols.PROTOCOLS["ours_chat/mbpp"].ask(problems["11"].asked, ())
     assert "[BEGIN]" not in question  # an instruct model is asked by words and a block of asserts
@@ -243,14 +244,14 @@ WRONG = {47, 116, 130, 148}  # problems with docstrings that contradict their ow
 
 @needs_tasks
 def test_official_solutions_pass_the_examples_found_in_docstrings():
-    problems = benchmarks.parse_problems(benchmarks.Config(task="humaneval"), FILES["humaneval"].read_bytes())
+    problems = tasks.parse_problems("humaneval", FILES["humaneval"].read_bytes())
     assert sum(bool(problem.public) for problem in problems.values()) >= 135
     assert sum(bool(problem.probes) for problem in problems.values()) >= 140
     solutions = {task_id: text for task_id, _, text in official("humaneval")}
     chosen = [p for key, p in problems.items() if p.public and (int(key) % 5 == 0 or int(key) in WRONG)]
     ran = sandbox.run_tests([p.head + solutions[p.id] for p in chosen], [p.public for p in chosen])
     for problem, result in zip(chosen, ran, strict=True):
-        assert (result.rate == 1) != (int(benchmarks.key_of(problem.id)) in WRONG), (problem.id, problem.public, result)
+        assert (result.rate == 1) != (int(tasks.key_of(problem.id)) in WRONG), (problem.id, problem.public, result)
 
 
 @needs_tasks
@@ -306,11 +307,8 @@ OURS = {  # we limit processor time, not the clock, and take no function of os a
 @pytest.mark.golden
 def test_verdicts_of_mutants_are_those_of_the_official_executors(golden_dir):
     mutants = json.loads((golden_dir("protocols") / "scoring.json").read_text())
-    problems = {
-        task: benchmarks.parse_problems(benchmarks.Config(task=task, split="all"), path.read_bytes())
-        for task, path in FILES.items()
-    }
-    tests = [[problems[m["bench"]][benchmarks.key_of(m["task_id"])].test] for m in mutants]
+    problems = {task: tasks.parse_problems(task, path.read_bytes(), split="all") for task, path in FILES.items()}
+    tests = [[problems[m["bench"]][tasks.key_of(m["task_id"])].test] for m in mutants]
     results = sandbox.run_tests([m["code"] for m in mutants], tests, timeout_s=4, main_block=False)
     official = {"humaneval": "openai", "mbpp": "hf_code_eval"}
     pairs = zip(mutants, results, strict=True)
@@ -346,7 +344,7 @@ JUDGED = {
 @needs_tasks
 @pytest.mark.parametrize("task", JUDGED)
 def test_samples_that_attack_the_verdict_do_not_pass(task, tmp_path):
-    problems = benchmarks.parse_problems(benchmarks.Config(task=task, split="all"), FILES[task].read_bytes())
+    problems = tasks.parse_problems(task, FILES[task].read_bytes(), split="all")
     chosen = [problems[str(key)] for key in JUDGED[task]]
     values = ("Always()", "0")
     samples = [(p.id, FORGED.format(entry=p.entry, value=value).lstrip() if task == "mbpp" else FORGED.format(
@@ -368,11 +366,9 @@ def test_a_main_block_does_not_run_and_all_calls_are_of_one_process(tmp_path):
 @needs_tasks
 def test_a_sample_has_four_times_the_time_of_a_slow_reference(tmp_path, monkeypatch):
     spin = "import time\ndef f():\n    while time.process_time() < {0}:\n        pass\n"
-    slow = benchmarks.Problem(
-        "slow", "f", protocols.Question("f", ""), "", "assert f() is None", [], [], spin.format(0.5)
-    )
+    slow = tasks.Problem("slow", "f", protocols.Question("f", ""), "", "assert f() is None", [], [], spin.format(0.5))
     quick = slow._replace(id="quick", reference=spin.format(0))
-    monkeypatch.setattr(benchmarks, "read_problems", lambda cfg: {"slow": slow, "quick": quick})
+    monkeypatch.setattr(tasks, "read_problems", lambda cfg: {"slow": slow, "quick": quick})
     samples = [("slow", spin.format(1)), ("slow", spin.format(9)), ("quick", spin.format(1))]
     cfg = config("humaneval", tmp_path, timeout_s=0.4, given=str(tmp_path / "given.jsonl"))
     lines = [json.dumps({"task_id": task_id, "completion": text}) + "\n" for task_id, text in samples]
@@ -395,7 +391,7 @@ def test_a_protocol_sets_what_no_flag_does():
     cfg = benchmarks.resolve(benchmarks.Config(task="mbpp", protocol="dream_base", shots=1))
     assert benchmarks.protocol_of(cfg)[0] == "dream_base_mbpp/mbpp"
     assert benchmarks.protocol_of(cfg)[1].shots == 1
-    assert benchmarks.tasks_url(cfg).endswith("mbpp/mbpp.jsonl")  # the full MBPP
+    assert tasks.tasks_url(cfg).endswith("mbpp/mbpp.jsonl")  # the full MBPP
     refused(benchmarks.Config(protocol="dream_infill"), "'dream_infill' is no protocol of humaneval; those are ours/")
     refused(benchmarks.Config(explain=True), "--explain scores what a model wrote")
 
@@ -622,10 +618,10 @@ def test_the_official_file_is_downloaded_once_and_only_whole(tmp_path, monkeypat
     samples, downloads = [("HumanEval/0", "    pass\n")], str(tmp_path / "cache")
     cfg = config("humaneval", tmp_path, samples, tasks_file="", downloads=downloads)
     for kind, part in (("gone", "404"), ("cut", "IncompleteRead"), ("portal", "line 1")):
-        monkeypatch.setitem(benchmarks.TASKS, "humaneval", f"{address}/{kind}/HumanEval.jsonl.gz")
+        monkeypatch.setitem(tasks.TASKS, "humaneval", f"{address}/{kind}/HumanEval.jsonl.gz")
         refused(cfg, "cannot be downloaded", part, "--tasks_file")
         assert not (tmp_path / "cache").exists()
-    monkeypatch.setitem(benchmarks.TASKS, "humaneval", f"{address}/HumanEval.jsonl.gz")
+    monkeypatch.setitem(tasks.TASKS, "humaneval", f"{address}/HumanEval.jsonl.gz")
     assert benchmarks.main(cfg)["results"] == {"fail": 1}
     assert (tmp_path / "cache" / "HumanEval.jsonl.gz").read_bytes() == data
     server.shutdown()
@@ -766,10 +762,10 @@ def test_dream_writes_under_a_protocol_and_its_texts_are_explained(dream, tmp_pa
     assert row["settings"]["protocol"] == "dream_base/humaneval"
     assert (row["settings"]["temperature"], row["settings"]["top_p"], row["settings"]["max_new"]) == (0.2, 0.95, 8)
     assert row["settings"]["model_sha256"] == benchmarks.fingerprint(dream)
-    problems = benchmarks.read_problems(cfg)
+    problems = tasks.read_problems(cfg)
     samples = tmp_path / "out" / "samples.jsonl"
     for line in map(json.loads, samples.read_text().splitlines()):
-        asked = problems[benchmarks.key_of(line["task_id"])].asked
+        asked = problems[tasks.key_of(line["task_id"])].asked
         record = protocols.PROTOCOLS["dream_base/humaneval"]
         assert line["completion"] == line["solution"] == protocols.candidate(record, line["written"], asked)
     explained = dataclasses.replace(cfg, samples=str(samples), explain=True, out=str(tmp_path / "explained"))
@@ -784,7 +780,7 @@ def test_batches_of_dream_are_on_all_devices_and_few_programs(dream, tmp_path, c
     import sample_dream
 
     cfg = benchmarks.resolve(config("humaneval", tmp_path, model="dream", ckpt=str(dream), max_new=2, batch_size=2))
-    problems = sorted(benchmarks.read_problems(cfg).values(), key=lambda p: len(p.asked.prompt))
+    problems = sorted(tasks.read_problems(cfg).values(), key=lambda p: len(p.asked.prompt))
     writer = benchmarks.dream_writer(cfg, dream, 0)
     assert "8 x cpu; mesh data 2" in capsys.readouterr().err
     before, widths = sample_dream.fill_block._cache_size(), set()

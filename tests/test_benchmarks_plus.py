@@ -2,8 +2,11 @@
 
 import ast
 import base64
+import dataclasses
+import gzip
 import json
 import pickle
+import time
 import zlib
 
 import numpy as np
@@ -12,6 +15,7 @@ from test_benchmarks import FILES, needs_tasks, refused, results
 from test_sandbox import layers  # noqa: F401  a fixture
 
 import benchmarks
+import problems as tasks
 import protocols
 
 pytestmark = pytest.mark.usefixtures("layers")
@@ -111,7 +115,7 @@ def test_completions_and_solutions_are_both_read_and_written(tmp_path, capsys):
                          ({"task_id": "HumanEval/9", "solution": ""}, "'HumanEval/9' is not among the 2 problems"),
                          ({"task_id": "Mbpp/0", "solution": ""}, "'Mbpp/0' is not among")):  # fmt: skip
         samples = write(tmp_path / "bad.jsonl", [sample])
-        refused(benchmarks.dataclasses.replace(cfg, samples=samples), part)
+        refused(dataclasses.replace(cfg, samples=samples), part)
     assert not (tmp_path / "new").exists()
 
 
@@ -151,8 +155,8 @@ def test_arguments_of_mbpp_get_back_what_json_cannot_hold():
             722: ([{"a": [1]}, 2], [{"a": (1,)}, 2]), 3: ([[1], 2], [[1], 2])}  # fmt: skip
     for number, (stored, wanted) in rows.items():
         row = plus_row(number, "f", "def f(*x): return x\n", [stored], [], "Mbpp")
-        assert repr(benchmarks.plus_problem(row).cases.base) == repr([wanted]), number
-    assert len(benchmarks.MBPP_ARGUMENTS) == 62
+        assert repr(tasks.plus_problem(row).cases.base) == repr([wanted]), number
+    assert len(tasks.MBPP_ARGUMENTS) == 62
 
 
 SPECIAL = [  # entry point, arguments, the reference's result, results that pass, results that do not
@@ -172,13 +176,13 @@ SPECIAL = [  # entry point, arguments, the reference's result, results that pass
 
 def test_results_that_mbpp_compares_in_a_way_of_its_own():
     for entry, args, want, good, bad in SPECIAL:
-        problem = benchmarks.plus_problem(plus_row(1, entry, "", [args], [], "Mbpp"))
-        found = [benchmarks.first_wrong(problem, [args], [value], [want]) for value in [*good, *bad]]
+        problem = tasks.plus_problem(plus_row(1, entry, "", [args], [], "Mbpp"))
+        found = [tasks.first_wrong(problem, [args], [value], [want]) for value in [*good, *bad]]
         assert found == [None] * len(good) + [0] * len(bad), (entry, want)
     # from the first number with a fraction on, whole ones have the tolerance too
-    problem = benchmarks.plus_problem(plus_row(1, "f", "", [[]] * 2, [], "Mbpp"))
-    assert benchmarks.first_wrong(problem, [[]] * 2, [0.5, [3 + 1e-9]], [0.5, [3]]) is None
-    assert benchmarks.first_wrong(problem, [[]] * 2, [[3 + 1e-9], 0.5], [[3], 0.5]) == 0
+    problem = tasks.plus_problem(plus_row(1, "f", "", [[]] * 2, [], "Mbpp"))
+    assert tasks.first_wrong(problem, [[]] * 2, [0.5, [3 + 1e-9]], [0.5, [3]]) is None
+    assert tasks.first_wrong(problem, [[]] * 2, [[3 + 1e-9], 0.5], [[3], 0.5]) == 0
 
 
 def test_mbpp_runs_with_tuples_and_its_prompt_in_front(tmp_path):
@@ -194,7 +198,7 @@ def test_mbpp_runs_with_tuples_and_its_prompt_in_front(tmp_path):
 @pytest.mark.slow
 def test_all_reference_solutions_pass_on_the_inputs_of_their_own_asserts(tmp_path):
     rows, more = [], {32: [[[1, 2]], [[-6, 11, -6, 1]]], 38: [["abc"], ["hello"]], 50: [["abc"], ["xyz"]]}
-    for row in map(json.loads, benchmarks.gzip.open(FILES["humaneval"], "rt")):
+    for row in map(json.loads, gzip.open(FILES["humaneval"], "rt")):
         inputs = list(more.get(int(row["task_id"].split("/")[1]), []))
         for node in ast.walk(ast.parse(row["test"])):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "candidate" and not inputs[2:]:
@@ -283,17 +287,17 @@ def test_problems_of_livecodebench_are_those_of_the_days(tmp_path, capsys):
     for since, until, ids in (("", "", ["abc301_a", "3606", "later"]),
                               ("2024-12-01", "2025-03-01", ["abc301_a", "3606"]),
                               ("2024-12-02", "", ["3606", "later"]), ("", "2024-12-01", ["abc301_a"])):  # fmt: skip
-        chosen = benchmarks.dataclasses.replace(cfg, since=since, until=until)
-        assert [*benchmarks.read_problems(chosen)] == ids
-    problems = benchmarks.read_problems(cfg)
+        chosen = dataclasses.replace(cfg, since=since, until=until)
+        assert [*tasks.read_problems(chosen)] == ids
+    problems = tasks.read_problems(cfg)
     assert problems["abc301_a"].asked.prompt.startswith("### Question:\nAdd.\n\n### Format: Read the inputs from stdin")
     assert f"```python\n{PLUS_N['starter_code']}\n```\n\n### Answer: (use the" in problems["3606"].asked.prompt
     samples = write(tmp_path / "given.jsonl", [{"task_id": i, "solution": ""} for i in ("abc301_a", "3606")])
-    chosen = benchmarks.dataclasses.replace(cfg, since="2025-01-01", samples=samples)
-    assert [*benchmarks.given_samples(chosen, benchmarks.read_problems(chosen))] == [("3606", 0)]
+    chosen = dataclasses.replace(cfg, since="2025-01-01", samples=samples)
+    assert [*benchmarks.given_samples(chosen, tasks.read_problems(chosen))] == [("3606", 0)]
     assert "1 samples are not of the days" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no problem of LiveCodeBench"):
-        benchmarks.read_problems(benchmarks.dataclasses.replace(cfg, since="2030-01-01"))
+        tasks.read_problems(dataclasses.replace(cfg, since="2030-01-01"))
 
 
 class Evil:
@@ -304,11 +308,11 @@ class Evil:
 def test_pickled_tests_are_read_and_never_loaded(capsys):
     tests = [{"input": "é" * 300, "output": "\\", "testtype": "stdin"}]
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        assert json.loads(benchmarks.text_of_pickle(pickle.dumps(json.dumps(tests), protocol))) == tests
+        assert json.loads(tasks.text_of_pickle(pickle.dumps(json.dumps(tests), protocol))) == tests
     others = [pickle.dumps(value) for value in (Evil(), ["a"], ("a", "b"), 3)]
     for evil in (*others, b"", b"cos\nsystem\n"):
         with pytest.raises(ValueError, match=r"."):
-            benchmarks.text_of_pickle(evil)
+            tasks.text_of_pickle(evil)
     assert "this was run" not in capsys.readouterr().out
 
 
@@ -316,8 +320,8 @@ def test_lines_are_compared_as_livecodebench_compares_them():
     same = [("3\n", "3"), (" 3 \n4", "3\n4\n\n"), ("1.0 2", "1 2.00"), ("1e3", "1000"), ("a  b", "a  b"), ("", "\n")]
     other = [("3", "4"), ("3\n\n4", "3\n4"), ("a b", "a  b"), ("YES", "Yes"), ("1.0001", "1"), ("", "0"), ("nan", "1")]
     other += [("3 4", "34"), ("sNaN", "1"), ("1", "one")]
-    assert [benchmarks.same_lines(*pair) for pair in same] == [True] * len(same)
-    assert [benchmarks.same_lines(*pair) for pair in other] == [False] * len(other)
+    assert [tasks.same_lines(*pair) for pair in same] == [True] * len(same)
+    assert [tasks.same_lines(*pair) for pair in other] == [False] * len(other)
 
 
 # ---- --watch
@@ -332,7 +336,7 @@ def test_watch_shows_the_score_so_far_the_speed_and_the_time_left(tmp_path, caps
     # a terminal has one line
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     progress = benchmarks.Progress(True, 3, [{"task_id": 1, "passed": True}])
-    progress.started = benchmarks.time.monotonic() - 10
+    progress.started = time.monotonic() - 10
     progress.add({"task_id": 1, "passed": False})
     progress.shown = 0.0
     progress.add({"task_id": 2, "passed": False})

@@ -7,7 +7,7 @@ import re
 import pytest
 from test_benchmarks import FILES, needs_tasks
 
-import benchmarks
+import problems as tasks
 import protocols
 import sandbox
 
@@ -27,8 +27,7 @@ def questions(golden_dir):
     """
     rows = [json.loads(line) for line in gzip.open(FILES["humaneval"], "rt")]
     humaneval = {
-        benchmarks.key_of(row["task_id"]): protocols.Question(row["entry_point"], row["prompt"], row["test"])
-        for row in rows
+        tasks.key_of(row["task_id"]): protocols.Question(row["entry_point"], row["prompt"], row["test"]) for row in rows
     }
     sanitized = {
         str(row["task_id"]): mbpp_question(row["prompt"], row["test_list"])
@@ -55,7 +54,7 @@ def questions(golden_dir):
 
 def mbpp_question(text, tests):
     docstring = f'"""\n{text}\n{tests[0]}\n"""\n'
-    return protocols.Question(benchmarks.called(tests), docstring, text=text, tests=tuple(tests))
+    return protocols.Question(tasks.called(tests), docstring, text=text, tests=tuple(tests))
 
 
 def test_every_prompt_and_what_comes_after_it(golden_dir, questions):
