@@ -695,6 +695,9 @@ def run_distinct(cfg, problems, pairs, known):
     flags, limit, found = dataclasses.asdict(cfg.sandbox), cfg.sandbox.timeout_s, dict(known)
     decides = tasks.what_decides(cfg.task, problems, {key for key, _ in new}, {}, flags)
     protocol = protocol_of(cfg)
+    for key, complaint in decides.items():
+        if isinstance(complaint, str):
+            raise RuntimeError(f"the reference solution of {problems[key].id} does not run here: {complaint}")
     for first in range(0, len(new), 200):  # as in score_samples()
         batch = new[first : first + 200]
         tests = [tasks.hidden_tests(problems[key], decides.get(key), code, limit, protocol) for key, code in batch]
