@@ -78,13 +78,13 @@ class Config:
     file: str = ""  # JSON lines with "prompt" and perhaps "suffix", generated as a batch; - reads standard input
     n: int = 1  # completions of each prompt
     max_new: int | None = None  # tokens at most; default 128, 256 for Dream
-    temperature: float | None = None  # 0 takes the likeliest token; default 0.7, 1 for MDLM, 0.2 for Dream
+    temperature: float | None = None  # 0 takes the likeliest token; default 0.7, 0.8 for MDLM, 0.2 for Dream
     top_k: int = 0  # draw from the k likeliest tokens; 0 draws from all
-    top_p: float | None = None  # draw from the smallest set of this probability; default 0.95
+    top_p: float | None = None  # draw from the smallest set of this probability; default 0.95, 0.9 for MDLM
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
     raw: bool = False  # take --prompt, --suffix, --stop, --system as they are: \n stays a backslash and an n
     infill: bool = True  # MDLM, Dream: [MASK:n] in a prompt is n tokens to fill; --no-infill takes it as text
-    steps: int | None = None  # passes over the canvas: default 64 for MDLM, 0 for Dream: one for each token
+    steps: int | None = None  # passes over the canvas: default 128 for MDLM, 0 for Dream: one for each token
     block_length: int = 0  # MDLM, Dream: fill blocks of this length from left to right; 0 takes the whole canvas
     sampler: str = ""  # MDLM: ancestral, max_prob, margin, entropy; Dream: entropy, maskgit_plus, topk_margin, origin
     # show the text after every step; in a terminal tokens are red to green by their probability, and of PythonCoder's
@@ -108,7 +108,7 @@ SAMPLERS = {  # of each family; the first is its default
 }
 DEFAULTS = {  # what "" and None stand for
     "pythoncoder": {"ckpt": "out/train_tpu", "max_new": 128, "temperature": 0.7, "top_p": 0.95, "steps": 1},
-    "mdlm": {"ckpt": "out/train_gpu", "max_new": 128, "temperature": 1.0, "top_p": 0.95, "steps": 64},
+    "mdlm": {"ckpt": "out/train_gpu", "max_new": 128, "temperature": 0.8, "top_p": 0.9, "steps": 128},
     "dream": {"ckpt": "out/diffucoder", "max_new": 256, "temperature": 0.2, "top_p": 0.95, "steps": 0},
 }
 
