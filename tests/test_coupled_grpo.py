@@ -813,6 +813,7 @@ def unbroken(folder):
     return folder / "unbroken"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, tmp_path):
     (folder / "stopped").unlink()
     with pytest.raises(InterruptedError, match=r"SIGTERM: saved round 1; go on with --resume="):

@@ -261,6 +261,7 @@ def test_eight_devices_write_what_one_writes(run_folder, coder, capsys, monkeypa
     assert devices == [{1}, {8}]
 
 
+@pytest.mark.slow
 def test_steps_are_shown_on_eight_devices(coder, capsys):
     out, _ = dream_says(capsys, coder / "model", devices=0, prompt="x", show_steps=True, batch_size=4)
     masks = [line.count("\u2591") for line in out.split("step ")[1:]]

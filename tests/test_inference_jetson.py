@@ -186,7 +186,9 @@ def test_the_sort_based_sampler_costs_a_tenth_of_the_bisection(monkeypatch):
     assert count.bytes < 90e6
 
 
-@pytest.mark.parametrize("sample_", [jetson.sample_sorted_, torch.ops.unmask.sample_])
+@pytest.mark.parametrize(
+    "sample_", [pytest.param(jetson.sample_sorted_, marks=pytest.mark.slow), torch.ops.unmask.sample_]
+)
 def test_the_surest_are_those_of_the_models_own_loop(sample_):
     """At temperature 0 nothing is random: the same tokens at the same places after every step."""
     model, token_BL, want, got = make_model(rope=True), canvases(SMALL), [], []
@@ -296,7 +298,7 @@ class Recorded:
         )
 
 
-@pytest.mark.parametrize("sampler", ["ancestral", "entropy"])
+@pytest.mark.parametrize("sampler", ["ancestral", pytest.param("entropy", marks=pytest.mark.slow)])
 def test_a_graph_holds_all_steps_of_a_text(bundle, monkeypatch, capsys, sampler):
     token_BL = canvases(SMALL)
     plain = writer(bundle, graph=False, sampler=sampler)
@@ -487,7 +489,7 @@ def test_the_steps_are_shown_on_both_paths(bundle, capsys):
     assert (seen[0][1] == mdlm.MASK).any()
 
 
-@pytest.mark.parametrize(("max_new", "block"), [(100, 0), (30, 7), (400, 0)])
+@pytest.mark.parametrize(("max_new", "block"), [(100, 0), (30, 7), pytest.param(400, 0, marks=pytest.mark.slow)])
 def test_a_text_that_is_longer_than_the_canvas_goes_on_from_its_last_tokens(bundle, monkeypatch, max_new, block):
     made, canvases, filled = writer(bundle), [], []
     fill = made.fill
@@ -673,6 +675,7 @@ def test_canvases_grow_to_few_shapes(bundle):
         made.fill(token_BL, rule(made))
 
 
+@pytest.mark.slow
 def test_benchmark_writes_a_table_and_json(bundle, tmp_path, capsys):
     out, shapes = tmp_path / "b.json", "--lengths 16 32 --steps_list 3 --batches 1 2"
     run(bundle, "--benchmark", "--repeats=3", f"--out={out}", *shapes.split())
