@@ -409,7 +409,8 @@ def restore(folder, state, meta):
         tensors = safetensors.torch.load_file(folder / "trainer.safetensors")
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"{folder} cannot be read ({runs.first_line(error)}); {advice}") from None
-    runs.check_same(trainer["model"], meta["model"], folder)
+    # what the architecture could not be when an older run was saved has its default
+    runs.check_same(dataclasses.asdict(mdlm.Config()) | trainer["model"], meta["model"], folder)
     if trainer["data"] != meta["data"]:
         raise ValueError(f"{folder} was trained on other data; pass its --data, or start anew with another --out")
     # moments are made at the first update: a dummy one, all of whose effect is overwritten below
@@ -508,6 +509,9 @@ def resolve(cfg, devices):
     for name in ("batch_size", "steps", "log_every", "eval_rows", "keep"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"--{name}={getattr(cfg, name)}: at least 1")
+    if cfg.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        advice = "upgrade it (pip install -r requirements-gpu.txt), or train with --optimizer=adamw"
+        raise ValueError(f"PyTorch {torch.__version__} has no Muon, 2.9 has; {advice}")
     # on a GPU as many rows at a time as there are; a CPU is fastest with what its caches hold
     cuda, world = devices.device.type == "cuda", devices.world
     share = cfg.batch_size // world

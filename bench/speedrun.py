@@ -45,7 +45,7 @@ class Config:
     change: str = ""  # what is new about this run, for the table; "" leaves the run out of it
     data: str = ""  # flags for data_prep.py, instead of those of the best recipe
     flags: str = ""  # flags for the trainer, behind those of the best recipe
-    out: str = "out/speedrun"  # folder of data and run; a run that is there is gone on with
+    out: str = "out/speedrun"  # folder of data and run, one of each for a track; a new run needs a new one
 
 
 def script(name, *flags):
@@ -70,6 +70,10 @@ def table(rows):
 
 def main(cfg):
     data, out = f"{cfg.out}/{cfg.track}/data", f"{cfg.out}/{cfg.track}/run"
+    if cfg.track == "stories" and not Path(cfg.text).is_file():
+        raise FileNotFoundError(f"--text={cfg.text} is no file; it holds stories with <|endoftext|> between them")
+    if (ROOT / out).exists():  # its budget is that of one run from the start
+        raise FileExistsError(f"{out} already holds a run; take another --out")
     source = ["text", str(Path(cfg.text).absolute())] if cfg.track == "stories" else ["python"]
     script("data_prep.py", *source, f"--out={data}", *shlex.split(cfg.data or DATA[cfg.track]))
 

@@ -473,6 +473,26 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(script, unbroken, tmp_path)
     assert not list(out.glob("*.tmp"))
 
 
+def test_a_run_from_before_rope_and_muon_goes_on_as_it_was(data, tmp_path):
+    out = tmp_path / "run"
+    train(data, out, steps=4, eval_every=2, rope=False, optimizer="adamw")
+    uninterrupted = losses(out)
+    shutil.rmtree(out / "step_4")
+    for path in (out / "config.json", out / "step_2/trainer.json", out / "step_2/config.json"):
+        saved = json.loads(path.read_text())
+        for part in (saved, saved.get("model", {}), saved.get("train", {})):
+            for name in ("rope", "optimizer", "muon_lr"):
+                part.pop(name, None)
+        path.write_text(json.dumps(saved))
+    resume(out)
+    assert losses(out) == uninterrupted
+
+
+def test_a_torch_without_muon_is_one_line_that_says_what_to_do(data, tmp_path, monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    refuses("or train with --optimizer=adamw", data, tmp_path / "run", steps=2)
+
+
 def test_two_trainers_on_one_folder_are_refused(data, unbroken):
     with open(unbroken / ".lock0", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
