@@ -61,7 +61,8 @@ def command(main, config_class, doc, machine=()):
         ours = folder in (here, here / "bench")
         if sys.flags.dev_mode or not (ours or isinstance(error, OSError)):
             raise
-        print(str(error) or repr(error), file=sys.__stderr__)
+        advice = "; pip install -r requirements-gpu.txt" if getattr(error, "name", "") == "torch" else ""
+        print((str(error) or repr(error)) + advice, file=sys.__stderr__)
         status = 1
     # Leave at once after an error: threads of a broken Orbax save would print tracebacks until the interpreter ends.
     # And after torchrun: threads of gloo that outlive their process group abort a closing interpreter.

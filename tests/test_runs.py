@@ -74,6 +74,7 @@ def test_an_error_of_ours_is_one_line_and_status_1(script):
     result = script("raise ValueError('--steps=0: at least 1')")
     assert (result.returncode, result.stderr) == (1, "--steps=0: at least 1\n")
     says(script("open('nowhere/file')"), "nowhere/file")
+    says(script("sys.modules['torch'] = None\nimport torch"), "torch", "pip install -r requirements-gpu.txt")
 
 
 def test_a_bug_keeps_its_traceback(script):
