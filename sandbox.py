@@ -203,10 +203,13 @@ def enter_namespaces(libc, scratch, readable):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     # The next child is process 1 of the new list of processes: when it ends, the kernel kills all others in it.
-    first = os.fork()
+    parent, first = os.pidfd_open(os.getpid()), os.fork()
     if first:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: the one that stayed behind was killed
+    if select.select([parent], [], [], 0)[0]:  # it was killed before we could ask for that
+        os._exit(1)
+    os.close(parent)
     # A small file system in memory becomes the root; what may be read is mounted into it from the old one.
     root = scratch.encode()
     check(libc.mount(b"none", b"/", None, 0x44000, None), "private mounts")  # MS_REC | MS_PRIVATE
@@ -1008,10 +1011,10 @@ def verdict_of_calls(test, row):
 
 
 # What an interpreter does to become a launcher: its code comes in front of the job, compiled, which saves 10 ms.
-BOOT = """import marshal, os
+BOOT = """import marshal, os, sys
 code, size = b"", int(os.read(0, 16), 16)
 while len(code) < size:
-    code += os.read(0, size - len(code))
+    code += os.read(0, size - len(code)) or sys.exit("whoever started this was killed")
 exec(marshal.loads(code))"""
 
 

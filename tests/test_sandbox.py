@@ -1330,7 +1330,7 @@ def test_a_killed_trainer_takes_the_programs_with_it(closed, layers, namespaces,
     before, folder = children(), Path(tempfile.gettempdir())
     process = subprocess.Popen([sys.executable, "-c", trainer], cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
     if at_once:  # as soon as there is anything to leave behind
-        wait_for(lambda: descendants(process.pid) if namespaces else [*folder.iterdir()])
+        wait_for(lambda: descendants(process.pid) if namespaces else [*folder.glob("sandbox-*")])
     else:
         wait_for(lambda: len(descendants(process.pid)) == 2 + namespaces)  # the launcher, its process 1, the test
         time.sleep(0.5)
@@ -1339,6 +1339,58 @@ def test_a_killed_trainer_takes_the_programs_with_it(closed, layers, namespaces,
     process.wait()
     assert gone(children() - before)  # orphans come to us
     assert not [*folder.iterdir()]
+
+
+# A trainer that is killed when its launcher, which has hardly begun, has been sent so much of the job.
+CUT_SHORT = """
+import fcntl, os, subprocess, sandbox
+found = sandbox.layers() | {{"namespaces": {namespaces}}}
+class Pipe(subprocess.Popen):
+    def communicate(self, request, timeout):
+        fcntl.fcntl(self.stdin, 1031, 1 << 20)  # F_SETPIPE_SZ
+        self.stdin.write(request[:{size}])
+        self.stdin.flush()
+        os.kill(os.getpid(), 9)
+sandbox.layers, subprocess.Popen = lambda: found, Pipe
+sandbox.run_tests(["while True: pass"], [["assert f(1) == 2"]], timeout_s=100, program_s=100)
+"""
+
+
+@pytest.mark.parametrize("size", [10, 5_000, -10_000, None])
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_trainer_killed_while_its_launcher_starts(closed, layers, namespaces, size):
+    if namespaces and not layers["namespaces"]:
+        pytest.skip("this machine allows no namespaces")
+    before, env = children(), os.environ | {"TMPDIR": tempfile.gettempdir()}
+    trainer = CUT_SHORT.format(namespaces=namespaces, size=size)
+    ended = subprocess.run([sys.executable, "-c", trainer], cwd=ROOT, env=env, capture_output=True)
+    assert ended.returncode == -9, ended.stderr
+    assert gone(children() - before)
+
+
+# A trainer that is killed so many seconds after its launcher was started.
+KILLED_LATER = """
+import os, signal, sandbox
+found = sandbox.layers() | {{"namespaces": {namespaces}}}
+sandbox.layers = lambda: found
+signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), 9))
+signal.setitimer(0, {seconds})
+sandbox.run_tests(["while True: pass"], [["assert f(1) == 2"]], timeout_s=100, program_s=100)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_trainer_killed_at_any_moment(closed, layers, namespaces):
+    if namespaces and not layers["namespaces"]:
+        pytest.skip("this machine allows no namespaces")
+    before, env = children(), os.environ | {"TMPDIR": tempfile.gettempdir()}
+    for i in range(100):
+        trainer = KILLED_LATER.format(namespaces=namespaces, seconds=0.001 + 0.002 * i)
+        ended = subprocess.run([sys.executable, "-c", trainer], cwd=ROOT, env=env, capture_output=True)
+        assert ended.returncode == -9, ended.stderr
+        assert gone(children() - before), i
+        assert not [*Path(tempfile.gettempdir()).iterdir()], i
 
 
 # ---- E2B, without a network ----------------------------------------------------------------------------------------
