@@ -852,12 +852,12 @@ def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
 
 def test_a_lora_is_the_matrix_that_it_merges_into():
     base = tiny()
-    trained = grpo.new_adapters(jax.random.key(0), base, 3, ("v_proj", "gate_proj"))
+    trained = dream.new_adapters(jax.random.key(0), base, 3, ("v_proj", "gate_proj"))
     token_BL, plain = jnp.arange(14).reshape(2, 7) + 5, forward(base, jnp.arange(14).reshape(2, 7) + 5)
-    close(forward(grpo.assemble(base, trained), token_BL), plain)
+    close(forward(dream.assemble(base, trained), token_BL), plain)
     rng = np.random.default_rng(1)
     trained = jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), trained)
-    with_lora = grpo.assemble(base, trained)
+    with_lora = dream.assemble(base, trained)
     whole = jax.tree.map(dream.merged, with_lora, is_leaf=lambda x: isinstance(x, dream.Lora))
     close(forward(with_lora, token_BL), forward(whole, token_BL), 1e-4)
     assert not np.allclose(forward(whole, token_BL), plain, atol=1e-2)
