@@ -434,7 +434,7 @@ class Remote:
         return self._peer.ask("isinstance", value, self)
 
     def __exit__(self, *raised):
-        return self._peer.ask("exit", self)
+        self._peer.ask("exit", self)  # what it says does not count: it could end a failed assertion
 
     def __hash__(self):
         return hash(self._base)
@@ -520,7 +520,9 @@ class Peer:
             base = next(getattr(builtins, name) for name in names if hasattr(builtins, name))
             if not issubclass(base, BaseException):
                 raise TypeError(f"{names} are no exceptions")
-            self.errors[names[0]] = base if names[0] == base.__name__ else type(names[0], (base,), {})
+            # not the class that a failed assertion has: a test that expects it would hide that
+            same = names[0] == base.__name__ and not (self.permits and issubclass(AssertionError, base))
+            self.errors[names[0]] = base if same else type(names[0], (base,), {})
         return self.errors[names[0]]
 
     def send(self, text):

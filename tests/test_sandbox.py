@@ -597,9 +597,13 @@ for line, answer in zip(open(frame.f_locals['read'], 'rb'), FORMS):
 """
 )
 NO_NAMES, ANYTHING = {"d": []}, {"error": ["BaseException"]}
-TRUSTED = {  # a test, and programs that would pass it if the test's end took any builtin from them
-    "x = f(g())\nassert x == 5": ["f = exec\ndef g(): return " + repr(TAKES_TOKEN), "f = eval\ndef g(): return 'exit()'",
-                           "f = __import__\ndef g(): return 'unittest.mock'", "f = getattr\ndef g(): return 5"],
+TRUSTED = {  # a test, and programs that would pass it if it took from them what they offer
+    "x = f(g())\nassert x == 5": [
+        "f = exec\ndef g(): return " + repr(TAKES_TOKEN), "f = eval\ndef g(): return 'exit()'", "f = getattr"],
+    "with A(1) as x:\n    assert x == 2": [
+        "class A:\n    def __init__(self, x): pass\n    __enter__ = __exit__ = lambda *rest: True"],
+    "try:\n    f(1)\n    raise AssertionError\nexcept Wrong:\n    pass": [
+        f"Wrong = {name}\ndef f(x): pass" for name in ("Exception", "BaseException", "AssertionError")],
     "try:\n    f(1)\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError": [
         ANSWERS.replace("FORMS", repr([NO_NAMES, {"d": [["ValueError", ANYTHING]]}]))],
     "if __name__ == '__main__':\n    assert f(1) == 2": [
@@ -607,12 +611,13 @@ TRUSTED = {  # a test, and programs that would pass it if the test's end took an
 }  # fmt: skip
 
 
-def test_a_test_takes_no_builtin_from_a_program_that_it_relies_on(layers):
+def test_a_test_takes_nothing_from_a_program_that_it_relies_on(layers):
     pairs = [(program, test) for test, programs in TRUSTED.items() for program in programs]
     results = sandbox.run_tests([program for program, _ in pairs], [[test] for _, test in pairs])
     assert [result.verdicts for result in results] == [["fail"]] * len(pairs)
     # but one that the program has made of it is its own
     honest = {
+        "class Wrong(ValueError): pass\ndef f(x): raise Wrong": "try:\n    f(1)\nexcept Wrong:\n    pass",
         "f = len": "assert f('ab') + f([1]) == 3",
         "f = int": "assert f('2') == 2 and f is int",
         "def sum(a, b): return a + b": "assert sum(1, 2) - 3 == 0",
