@@ -168,6 +168,7 @@ SPECIAL = [  # entry point, arguments, the reference's result, results that pass
     ("surface_Area", [3, 4], 33, [33, 35], [34, None]),
     ("digit_distance_nums", [123, 56], 3, [3, 7], [8, None]),
     ("plain", [], [0.5, 1.5], [[0.5, 1.5], [0.5 + 1e-7, 1.5]], [(0.5, 1.5), [0.5], [0.5, 1.5, 2], "x", np.zeros(2)]),
+    ("plain", [], [0.5], [[0.5]], [[range(10**12)], [[range(10**12)]]]),
     ("plain", [], 2, [2, 2.0, np.int64(2)], [2 + 1e-9, "2", [2]]),
     ("plain", [], [1, 0.5], [[1, 0.5]], [[1, 0.5 + 1e-9]]),
     ("plain", [], float("inf"), [float("inf")], [float("nan"), 1e308]),
