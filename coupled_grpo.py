@@ -497,6 +497,7 @@ class Trainer:
         self.cfg, self.rewards = cfg, rewards
         on_cpu = jax.default_backend() == "cpu"
         dtype = jnp.dtype(cfg.dtype or ("float32" if on_cpu else "bfloat16"))  # of the computation and a frozen base
+        self.check_memory(mesh, dtype)
         model, _ = runs.load(md, cfg.ckpt, dtype=dtype if cfg.lora_rank else jnp.float32, mesh=mesh)
         self.model_cfg = model_cfg = model.cfg
 
@@ -539,6 +540,17 @@ class Trainer:
         self.row_sharding = jax.NamedSharding(mesh, md.PS(md.BATCH))  # rows of a batch over the devices
         self.row_devices = mesh.size // cfg.tensor  # among which rows are shared out
         self.updates, self.bad = 0, 0  # so far; the last of them without a finite gradient
+
+    def check_memory(self, mesh, dtype):
+        """ValueError, before any weight is read, if a device has less memory than it has to hold."""
+        cfg, (path, meta, _) = self.cfg, runs.find_weights(runs.absolute(self.cfg.ckpt))
+        model_cfg, optimizer = md.read_config(path, meta), make_optimizer(cfg.lr)
+
+        def needed(lora_rank):  # what is trained, its moments and gradients, the reference model; with LoRA the base
+            shapes = train_tpu.state_shapes(md, model_cfg, optimizer, mesh, lora_rank, dtype)
+            return runs.bytes_on_a_device(shapes) + (1 + bool(cfg.beta)) * runs.bytes_on_a_device(shapes["params"])
+
+        runs.check_memory(mesh, needed(cfg.lora_rank), {} if cfg.lora_rank else {"--lora_rank=16": needed(16)})
 
     def describe(self):
         """Print what is trained, on what."""

@@ -781,6 +781,23 @@ def bytes_on_a_device(tree):
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
+def check_memory(mesh, needed, smaller):
+    """Print what a device holds while it trains; ValueError if that is more than is free there.
+
+    needed are bytes, and smaller {flag: bytes} what takes less.
+    """
+    import jax
+
+    device = jax.local_devices()[0]
+    free = free_bytes(device) / (mesh.size if device.platform == "cpu" else 1)  # a CPU's devices share its memory
+    what = f"weights, moments and gradients take {needed / 1e9:.3g} GB on each device"
+    print(f"{what}, {free / 1e9:.3g} are free; activations come on top", flush=True)
+    if needed > free:
+        advice = " or ".join(f"{flag} takes {size / 1e9:.3g}" for flag, size in smaller.items() if size <= free)
+        advice = advice or "that takes a smaller model, or more devices"
+        raise ValueError(f"{what}, where {free / 1e9:.3g} are free; {advice}")
+
+
 def inference_mesh(model, devices, rows):
     """A mesh (data, fsdp, tensor) for inference: tensor up to the model's key/value heads, `rows` texts over data.
 

@@ -663,22 +663,15 @@ class Trainer:
         return state_shapes(self.family, self.model, self.optimizer, self.mesh, lora_rank, self.run.dtype)
 
     def check_memory(self):
-        """Print what a device has to hold; ValueError, before any weight is read, if that is more than it has."""
-        dream, device = self.cfg.dream, jax.local_devices()[0]
-        # A CPU's devices share its memory.
-        free = runs.free_bytes(device) / (self.mesh.size if device.platform == "cpu" else 1)
+        """ValueError, before any weight is read, if a device has less memory than it has to hold."""
 
         def needed(lora_rank):  # what is trained, its moments and gradients; with LoRA the weights beside it
             shapes = self.shapes_with(lora_rank)
             return sum(map(runs.bytes_on_a_device, (shapes, shapes["params"])))
 
-        what = f"weights, moments and gradients take {needed(dream.lora_rank) / 1e9:.3g} GB on each device"
-        print(f"{what}, {free / 1e9:.3g} are free; activations come on top", flush=True)
-        if needed(dream.lora_rank) > free:
-            advice = "that takes a smaller model, or more devices"
-            if dream.init and not dream.lora_rank and needed(16) <= free:
-                advice = f"--lora_rank=16 takes {needed(16) / 1e9:.3g}"
-            raise ValueError(f"{what}, where {free / 1e9:.3g} are free; {advice}")
+        dream = self.cfg.dream
+        smaller = {"--lora_rank=16": needed(16)} if dream.init and not dream.lora_rank else {}
+        runs.check_memory(self.mesh, needed(dream.lora_rank), smaller)
 
     def meta(self, step, skipped):
         """What a checkpoint says of itself."""

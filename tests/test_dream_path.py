@@ -130,31 +130,27 @@ def test_from_the_hub_to_a_fine_tuned_model_that_transformers_loads(tmp_path):
         return result
 
     def generate(*flags, ckpt="out/diffucoder", devices=1):
-        cache = [] if "--compile_cache=" in flags else ["--compile_cache=cache"]
-        common = "--model=dream", f"--ckpt={ckpt}", "--max_new=32", *cache
+        common = "--model=dream", f"--ckpt={ckpt}", "--max_new=32", "--compile_cache=cache"
         return do(["generate.py", *common, *flags], devices)
 
     do(["convert_weights.py", "--source=DiffuCoder-7B-Instruct", "--out=out/diffucoder", "--verify"])
 
-    # Chat, by the model's name; the steps are shown. A prompt and a text with holes, on one device and on eight.
+    # Chat, whose steps are shown; then prompts and a text with holes, in one batch on eight devices.
     shown = generate("--chat=on", "--prompt=Sort a list of words by length.", "--show_steps")
-    assert "bfloat16" in shown.stderr or "float32" in shown.stderr
+    assert "chat template" in shown.stderr
     assert shown.stdout.count("step ") > 3
-    assert "chat template" in generate("--prompt=add").stderr
     prompts = {"prompt": "def add(a, b):"}, {"prompt": "def [MASK:4](a, b): return[MASK:4] b"}, {"prompt": "# sort"}
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    batch = "--file=prompts.jsonl", "--json", "--chat=off", "--temperature=0", "--batch_size=4"
-    one, eight = (generate(*batch, devices=devices) for devices in (1, 8))
-    assert "8 x cpu; mesh data 2, fsdp 1, tensor 4" in eight.stderr
-    one, eight = ([json.loads(line)["text"] for line in result.stdout.splitlines()] for result in (one, eight))
-    assert one == eight
-    assert one[1].endswith(" b")
+    batch = generate("--file=prompts.jsonl", "--json", "--chat=off", "--batch_size=4", devices=8)
+    assert "8 x cpu; mesh data 2, fsdp 1, tensor 4" in batch.stderr
+    texts = [json.loads(line)["text"] for line in batch.stdout.splitlines()]
+    assert [text[:4] for text in texts] == ["def ", "def ", "# so"]
+    assert texts[1].endswith(" b")
 
-    # Blocks with a cache, and weights in 8 and 4 bits, also on eight devices.
+    # Blocks with a cache, and weights in 8 and 4 bits.
     fast = "--block_length=32", "--cache=dual", "--threshold=0.9", "--prompt=add"
-    for bits in ("--int8", "--int4"):
-        for devices in (1, 8):
-            assert f"{bits[2:]} and " in generate(*fast, bits, devices=devices).stderr
+    for bits, devices in (("--int8", 1), ("--int4", 8)):
+        assert f"{bits[2:]} and " in generate(*fast, bits, devices=devices).stderr
 
     # Fine-tuning on chats: the loss of the answers falls.
     pairs = [{"prompt": f"add {a} and {b}", "response": str(a + b)} for a in range(12) for b in range(12)]
