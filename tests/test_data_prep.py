@@ -1278,6 +1278,18 @@ def test_an_epoch_has_each_row_once_and_a_batch_may_run_over_its_end(rows_of_tex
     np.testing.assert_array_equal(rows.batch(5, 0, 2 * rows.total + 1), rows.read(stream[: 2 * rows.total + 1]))
 
 
+def test_some_rows_stand_for_all(rows_of_text):
+    """The first rows may be of one long document; a sample has rows of every part."""
+    rows = dp.Rows(rows_of_text, "train")
+    assert rows.spread(rows.total).tolist() == rows.spread(10 * rows.total).tolist() == list(range(rows.total))
+    for count in (1, 7, rows.total // 2, rows.total - 1):
+        ids = rows.spread(count)
+        assert len(ids) == count
+        assert 0 <= ids[0] < ids[-1] + 1 <= rows.total
+        for part in np.array_split(np.arange(rows.total), max(1, count // 2)):  # each holds at least one
+            assert {*part} & {*ids.tolist()}
+
+
 def test_pairs_are_read_with_their_column_fixed(tmp_path):
     write_pairs(tmp_path / "pairs.jsonl", 60)
     dp.main(pair_config(tmp_path))
