@@ -857,8 +857,8 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(folder, tmp_path
     cfg = dream.config_from_hf(folder / "base")
     params, leaves = dream.count_params(cfg)["total"], jax.tree.leaves(dream.param_shapes(cfg)["layers"])
     adapters = 16 * sum(sum(x.shape) for x in leaves if x.ndim == 2)
-    # weights, two moments, gradients, the reference model; two counters of updates
-    full, lora = 20 * params + 8, 4 * params + 20 * adapters + 8
+    # weights, two moments, gradients, the reference model; a counter of updates
+    full, lora = 20 * params + 4, 4 * params + 20 * adapters + 4
     mesh = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])
     for rank, size, words in ((0, full, f"--lora_rank=16 takes {lora / 1e9:.3g}"), (16, lora, "a smaller model, or")):
         monkeypatch.setattr(runs, "free_bytes", lambda _, size=size: size - 1)

@@ -144,7 +144,7 @@ def test_from_the_hub_to_a_fine_tuned_model_that_transformers_loads(tmp_path):
     batch = generate("--file=prompts.jsonl", "--json", "--chat=off", "--batch_size=4", devices=8)
     assert "8 x cpu; mesh data 2, fsdp 1, tensor 4" in batch.stderr
     texts = [json.loads(line)["text"] for line in batch.stdout.splitlines()]
-    assert [text[:4] for text in texts] == ["def ", "def ", "# so"]
+    assert [text[:3] for text in texts] == ["def", "def", "# s"]
     assert texts[1].endswith(" b")
 
     # Blocks with a cache, and weights in 8 and 4 bits.
