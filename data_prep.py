@@ -976,6 +976,11 @@ class Rows:
             out[:, here] = self.shard(int(i))[:, flat[here] - self.first[i]]
         return out.reshape(len(self.columns), *row_ids.shape, -1)
 
+    def spread(self, count):
+        """Numbers of `count` rows, or of all where there are no more, that lie evenly over the split."""
+        count = min(count, self.total)
+        return np.arange(count) * self.total // max(1, count)
+
     def batch(self, seed, step, size):
         """The rows of optimiser step 0, 1, ..., as read() gives them; a step may run over the end of an epoch."""
         epoch, start = divmod(step * size, self.total)  # rows that earlier steps have read

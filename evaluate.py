@@ -61,7 +61,7 @@ class Config:
     ckpt: str = ""
     data: str = ""  # folder of data_prep.py; "" is the one that the run was trained on
     step: int = 0  # which checkpoint; 0 takes the newest
-    rows: int = 4096  # held-out rows to score, the first ones; 0 takes all
+    rows: int = 4096  # held-out rows to score, of all parts; 0 takes all
     batch_size: int = 16  # rows that are scored at a time; MDLM on a GPU takes 16 times as many
     draws: int = 8  # MDLM, Dream: noise draws of every row; two at least, for the standard error
     seed: int = 0  # MDLM, Dream: of the noise
@@ -102,13 +102,13 @@ def main(cfg):
     if not count:
         raise ValueError(f"{rows.folder} holds no held-out rows; write it again with a larger --heldout")
     if count < rows.total:
-        print(f"the first {count:,} of {rows.total:,} held-out rows; --rows=0 takes all", file=sys.stderr)
+        print(f"{count:,} of {rows.total:,} held-out rows, from all parts; --rows=0 takes all", file=sys.stderr)
     bytes_V = data_prep.token_bytes(tokenizer, rows.meta["vocab_size"])
     if cfg.model != "mdlm":
         runs.keep_compiled(cfg.compile_cache)
     score = {"pythoncoder": score_pythoncoder, "mdlm": score_mdlm, "dream": score_dream}[cfg.model]
     with runs.out_of_memory("--int8 or " * (cfg.model == "dream") + "a smaller --batch_size"):
-        return score(cfg, run, rows.read(np.arange(count)), tokenizer, bytes_V)
+        return score(cfg, run, rows.read(rows.spread(count)), tokenizer, bytes_V)
 
 
 def batches(columns, size):

@@ -42,6 +42,7 @@ class PythonCoderFlags:
     """Flags of PythonCoder, --model=pythoncoder."""
 
     speculate: bool = True  # draft every second token with the MTP head
+    no_repeat_ngram: int = 6  # never write so many tokens in a row twice, as small models do; 0 allows it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Config:
     file: str = ""  # JSON lines with "prompt" and perhaps "suffix", generated as a batch; - reads standard input
     n: int = 1  # completions of each prompt
     max_new: int | None = None  # tokens at most; default 128, 256 for Dream
-    temperature: float | None = None  # 0 takes the likeliest token; default 0.7, 0.8 for MDLM, 0.2 for Dream
+    temperature: float | None = None  # 0 takes the likeliest token; default 0.6, 0.8 for MDLM, 0.2 for Dream
     top_k: int = 0  # draw from the k likeliest tokens; 0 draws from all
     top_p: float | None = None  # draw from the smallest set of this probability; default 0.95, 0.9 for MDLM
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
@@ -107,7 +108,7 @@ SAMPLERS = {  # of each family; the first is its default
     "dream": ("entropy", "maskgit_plus", "topk_margin", "origin"),
 }
 DEFAULTS = {  # what "" and None stand for
-    "pythoncoder": {"ckpt": "out/train_tpu", "max_new": 128, "temperature": 0.7, "top_p": 0.95, "steps": 1},
+    "pythoncoder": {"ckpt": "out/train_tpu", "max_new": 128, "temperature": 0.6, "top_p": 0.95, "steps": 1},
     "mdlm": {"ckpt": "out/train_gpu", "max_new": 128, "temperature": 0.8, "top_p": 0.9, "steps": 128},
     "dream": {"ckpt": "out/diffucoder", "max_new": 256, "temperature": 0.2, "top_p": 0.95, "steps": 0},
 }
@@ -137,9 +138,12 @@ def resolve(cfg):
         raise ValueError(f"--sampler={cfg.sampler} is not one of {cfg.model}'s: {', '.join(SAMPLERS[cfg.model])}")
     least = {"temperature": 0, "top_k": 0, "max_new": 1, "n": 1, "devices": 0, "block_length": 0}
     least |= {"steps": int(cfg.model != "dream")}
-    if not 0 < cfg.top_p <= 1 or cfg.dream.batch_size < 1 or any(getattr(cfg, k) < least[k] for k in least):
+    given = {name: getattr(cfg, name) for name in least}
+    least |= {"batch_size": 1, "no_repeat_ngram": 0}
+    given |= {"batch_size": cfg.dream.batch_size, "no_repeat_ngram": cfg.pythoncoder.no_repeat_ngram}
+    if not 0 < cfg.top_p <= 1 or any(given[name] < least[name] for name in least):
         limits = ", ".join(f"--{name} at least {value}" for name, value in least.items())
-        raise ValueError(f"{limits}, --batch_size at least 1, --top_p in (0, 1]")
+        raise ValueError(f"{limits}, --top_p in (0, 1]")
     # flags of another family would be ignored
     for family in DEFAULTS.keys() - {cfg.model}:
         flags = getattr(cfg, family)
@@ -225,6 +229,7 @@ class PythonCoder:
             *(cfg.temperature, cfg.top_k, cfg.top_p),
             vocab=self.tokenizer.get_vocab_size(),
             eos=-1 if eos is None else eos,
+            no_repeat_ngram=cfg.pythoncoder.no_repeat_ngram,
             speculate=cfg.pythoncoder.speculate and self.model.cfg.mtp,
         )
         print(f"{cfg.ckpt} step {step}, {self.model.run.dtype}", file=sys.stderr)

@@ -659,6 +659,7 @@ class Sampling:
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches top_p
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos: int = -1  # ends a text; -1 never
+    no_repeat_ngram: int = 0  # so many tokens in a row stand in a text once; 0 allows all
     speculate: bool = True  # let the MTP head draft every second token
 
 
@@ -675,6 +676,22 @@ def probabilities(logits_V, rule):
         return jax.nn.one_hot(jnp.argmax(logits_V, -1), V)
     settings = {"rule": "mdlm", "width": 1 if jax.default_backend() == "cpu" else 3}  # width changes the speed alone
     return diffusion.softmax(diffusion.filter_logits(logits_V, rule.temperature, rule.top_k, rule.top_p, **settings))
+
+
+def without_repeats(logits_BV, token_BM, length_B, n):
+    """Logits of what follows token_BM[:, :length_B], at -inf where n tokens in a row would stand there twice.
+
+    Ref: Paulus et al., arXiv:1705.04304, section 2.5; no_repeat_ngram_size of transformers.
+    """
+    if n == 0:
+        return logits_BV
+    row_B1, index_M = jnp.arange(len(length_B))[:, None], jnp.arange(token_BM.shape[1])
+    # Where the n - 1 tokens before a place are the last ones of the text, its token has followed them already.
+    followed_BM = (index_M >= n - 1) & (index_M < length_B[:, None])
+    for i in range(1, n):
+        followed_BM &= jnp.roll(token_BM, i, 1) == token_BM[row_B1, length_B[:, None] - i]
+    seen_BV = jnp.zeros(logits_BV.shape, bool).at[row_B1, token_BM].max(followed_BM)
+    return jnp.where(seen_BV, -jnp.inf, logits_BV)
 
 
 def draw(p_BV, key, rule):
@@ -713,7 +730,8 @@ def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
     key, now = jax.random.split(key)
     hidden_BLD, cache = model.step(model.new_cache(B, slots), prompt_BL, jnp.broadcast_to(jnp.arange(L), (B, L)))
     hidden_B1D = hidden_BLD[row_B, length_B - 1][:, None]  # of each prompt's last token
-    first_B = draw(probabilities(model.logits(hidden_B1D)[:, 0], rule), now, rule)
+    logits_BV = without_repeats(model.logits(hidden_B1D)[:, 0], prompt_BL, length_B, rule.no_repeat_ngram)
+    first_B = draw(probabilities(logits_BV, rule), now, rule)
     state = {
         "token_BM": jnp.zeros((B, slots), jnp.int32).at[:, :L].set(prompt_BL).at[row_B, length_B].set(first_B),
         "length_B": length_B + 1,
@@ -751,7 +769,10 @@ def advance(model, state, passes, rule):
             input_BL = jnp.concatenate([input_BL, state["draft_B"][:, None]], 1)
         index_BL = length_B[:, None] + jnp.arange(input_BL.shape[1])
         hidden_BLD, cache = model.step(state["cache"], input_BL, index_BL - 1)
-        p_BLV = probabilities(model.logits(hidden_BLD), rule)
+        token_BM = token_BM.at[row_B[:, None], index_BL[:, :-1]].set(input_BL[:, 1:])  # the draft, for now
+        logits_BLV = model.logits(hidden_BLD)
+        texts = [(logits_BLV[:, i], token_BM, length_B + i) for i in range(input_BL.shape[1])]
+        p_BLV = probabilities(jnp.stack([without_repeats(*text, rule.no_repeat_ngram) for text in texts], 1), rule)
         state = state | {"cache": cache, "key": key, "passes": state["passes"] - 1}
         if rule.speculate:
             # Judge the draft, and draw the token behind it, which counts where the draft was right.

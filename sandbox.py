@@ -353,7 +353,11 @@ def unwire(form, find=None):
     if kind == "r" and part[0] in ARGUMENTS:
         module, _, name = part[0].rpartition(".")
         make = VIEWS.get(part[0]) or getattr(importlib.import_module(module), name)
-        return make(*(unwire(argument, find) for argument in part[1:]))
+        arguments = [unwire(argument, find) for argument in part[1:]]
+        # a short line that would make a large value: a range that is spelt out, a fraction written as 1e999999999
+        if (name == "Fraction" and str in map(type, arguments)) or range in map(type, arguments):
+            raise ValueError(f"no arguments of {part[0]}: {arguments}")
+        return make(*arguments)
     return find(kind, part)
 
 
@@ -373,6 +377,7 @@ def opaque(value, form):
 UNARY = "len iter next bool str repr int float abs round".split()
 BINARY = "eq ne lt le gt ge add sub mul truediv floordiv mod pow matmul and or xor".split()
 ITEMS = ["getitem", "setitem", "delitem"]
+LOOKS = "len bool str repr int float abs round base".split()  # what changes nothing
 OPERATIONS = {name: getattr(builtins, name) for name in UNARY}
 OPERATIONS |= {name: getattr(operator, f"__{name}__") for name in [*BINARY, *ITEMS]}
 OPERATIONS |= {
@@ -395,12 +400,22 @@ class Remote:
     """
 
     def __init__(self, peer, number, plain):
-        vars(self).update(_peer=peer, _number=number, _plain=plain, _nothing=object())
+        vars(self).update(_peer=peer, _number=number, _plain=plain, _nothing=object(), _told={})
+
+    def _tell(self, operation):
+        """What the other side says of it, which holds until the other side is asked to do something.
+
+        So an object cannot be one number where it is first looked at and another where it is looked at again.
+        """
+        done, value = self._told.get(operation, (None, None))
+        if done != self._peer.done:
+            done, value = self._told[operation] = self._peer.done, self._peer.ask(operation, self)
+        return value
 
     @property
     def _base(self):
         """Its builtin value as it is now, or what equals nothing."""
-        return self._peer.ask("base", self) if self._plain else self._nothing
+        return self._tell("base") if self._plain else self._nothing
 
     __class__ = property(lambda self: type(self._base))  # so that isinstance(a named tuple, tuple)
 
@@ -419,7 +434,7 @@ class Remote:
         return self._peer.ask("isinstance", value, self)
 
     def __exit__(self, *raised):
-        return self._peer.ask("exit", self)
+        self._peer.ask("exit", self)  # what it says does not count: it could end a failed assertion
 
     def __hash__(self):
         return hash(self._base)
@@ -427,7 +442,7 @@ class Remote:
 
 def forwarded(name):
     """A method of Remote that asks for an operation."""
-    return lambda self, *args: self._peer.ask(name, self, *args)
+    return lambda self, *args: self._tell(name) if name in LOOKS and not args else self._peer.ask(name, self, *args)
 
 
 def between(name):
@@ -453,11 +468,15 @@ class Peer:
 
     A message is a line of JSON: ["ask", operation, arguments, options], ["got", value, changed arguments] or ["raised",
     names of classes, text]. Values travel as copies; of other objects the number under which their side holds them.
+
+    permits(operation, target, ...) is given at a test's end, as it cannot trust the other: that may ask about objects
+    that it was given, and no more, and names types alone. By name exec would be the test's own.
     """
 
-    def __init__(self, read, write, permits=lambda *request: True):
+    def __init__(self, read, write, permits=None):
         self.lines, self.pipe, self.permits = open(read, "rb"), open(write, "wb", 0), permits
         self.held, self.numbers, self.remotes, self.errors = [], {}, {}, {}
+        self.done = 0  # how often the other end was asked for what may change its objects
 
     def keep(self, value, form):
         """The form of an object that stays here, or of one that the other end has, too."""
@@ -468,7 +487,8 @@ class Peer:
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"error": [each.__name__ for each in value.__mro__]}
         name = getattr(value, "__name__", "") if callable(value) else ""
-        if isinstance(name, str) and getattr(builtins, name, None) is value:
+        by_name = isinstance(name, str) and getattr(builtins, name, None) is value
+        if by_name and (self.permits or value in BUILTIN):
             return {"builtin": name}
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.held)
@@ -482,8 +502,8 @@ class Peer:
             return self.held[part]
         if kind == "error":
             return self.error(part)
-        if kind == "builtin" and isinstance(found := getattr(builtins, part), type | types.BuiltinFunctionType):
-            return found
+        if kind == "builtin":
+            return {each.__name__: each for each in BUILTIN}[part] if self.permits else getattr(builtins, part)
         if kind == "module":
             return types.ModuleType(part)
         number, has_base = part
@@ -500,7 +520,9 @@ class Peer:
             base = next(getattr(builtins, name) for name in names if hasattr(builtins, name))
             if not issubclass(base, BaseException):
                 raise TypeError(f"{names} are no exceptions")
-            self.errors[names[0]] = base if names[0] == base.__name__ else type(names[0], (base,), {})
+            # not the class that a failed assertion has: a test that expects it would hide that
+            same = names[0] == base.__name__ and not (self.permits and issubclass(AssertionError, base))
+            self.errors[names[0]] = base if same else type(names[0], (base,), {})
         return self.errors[names[0]]
 
     def send(self, text):
@@ -523,6 +545,7 @@ class Peer:
     def ask(self, operation, /, *args, **options):
         """What an operation gives at the other end, or the exception that it raises there."""
         wired = {key: self.wire(value) for key, value in options.items()}
+        self.done += operation not in LOOKS
         self.send(json.dumps(["ask", operation, [self.wire(arg) for arg in args], wired]))
         while True:
             kind, *parts = self.receive()
@@ -547,7 +570,7 @@ class Peer:
         try:
             args = [self.unwire(form) for form in forms]
             options = {key: self.unwire(form) for key, form in options.items()}
-            if not self.permits(operation, *args):
+            if self.permits and not (forms[0].keys() == {"mine"} and self.permits(operation, *args)):
                 raise PermissionError(operation)
             value = OPERATIONS[operation](*args, **options)
             changed = [[i, self.wire(arg)] for i, arg in enumerate(args) if type(arg) in (list, bytearray, set, dict)]
@@ -699,8 +722,10 @@ def run_judge(i, libc, job, test, folder, read, ask, pipe):
     try:
         code = compile(text, "<test>", "exec")
         used = sorted(names_of(code))
-        own, builtin = [n for n in used if not hasattr(builtins, n)], [n for n in used if hasattr(builtins, n)]
-        # a builtin's name is the program's only if nothing else is: one problem asks for sum()
+        own = [name for name in used if not hasattr(builtins, name)]
+        # A builtin's name is the program's only if nothing else is: one problem asks for sum(). But an exception that a
+        # test expects, and __name__, are never the program's: all are written otherwise.
+        builtin = [name for name in used if hasattr(builtins, name) and name.isalpha() and name.islower()]
         for asked in (own, builtin):
             found = peer.ask("names", *asked)
             for name in [name for name in asked if name in found]:  # whatever else it offers

@@ -574,8 +574,8 @@ def evaluate(state, heldout, tokenizer, cfg, devices):
 
     The weight n / m of such a row is that of the linear schedule at t = m / n.
     """
-    R = min(heldout.total, cfg.eval_rows)
-    token_RL = heldout.read(np.arange(R))[0].astype(np.int64)
+    token_RL = heldout.read(heldout.spread(cfg.eval_rows))[0].astype(np.int64)
+    R = len(token_RL)
     rng = np.random.default_rng([cfg.seed, 2**31])  # no training step has this number
     counted_RL = (token_RL != mdlm.PAD) & (token_RL != mdlm.BOS)
     u_R = rng.permutation(diffusion.antithetic_times(rng.random(R), eps=0))

@@ -704,9 +704,9 @@ class Trainer:
         return step
 
     def score(self):
-        """Mean nats per held-out token and bits per byte, over the first eval_rows rows."""
+        """Mean nats per held-out token and bits per byte, over eval_rows rows, of all parts."""
         ids = np.full(-(-self.scored // self.micro_rows) * self.micro_rows, -1)  # -1 is an empty row: whole batches
-        ids[: self.scored] = np.arange(self.scored)
+        ids[: self.scored] = self.heldout.spread(self.scored)
         sums = np.zeros(3)
         for part in ids.reshape(-1, 1, self.micro_rows):
             with jax.set_mesh(self.mesh):

@@ -61,11 +61,11 @@ def heldout_texts(folder, tokenizer):
     return texts
 
 
-def write(cfg, model, prompts, *flags):
+def write(cfg, model, prompts):
     """The completions that generate.py gives."""
     lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
     command = [sys.executable, "generate.py", f"--model={model}", f"--ckpt={Path(cfg.ckpt).absolute()}", "--file=-"]
-    command += ["--json", f"--max_new={cfg.max_new}", *flags, *cfg.flags.split()]
+    command += ["--json", f"--max_new={cfg.max_new}", *cfg.flags.split()]
     done = subprocess.run(command, cwd=ROOT, input=lines, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line)["completion"] for line in done.stdout.splitlines()]
 
@@ -175,7 +175,7 @@ def judge_code(cfg, tokenizer):
                 following = tokenizer.encode(text[found.end() :], add_special_tokens=False).ids[: cfg.max_new]
                 bodies.append(tokenizer.decode(following))
     asked = (heads * -(-cfg.samples // len(heads)))[: cfg.samples]
-    written = write(cfg, "pythoncoder", asked, "--temperature=0.7", "--top_p=0.9")
+    written = write(cfg, "pythoncoder", asked)
     whole = [parses(head + text) for head, text in zip(asked, written, strict=True)]
     return {
         "samples": len(written),

@@ -153,7 +153,7 @@ def tree(out):
 @pytest.fixture(autouse=True)
 def no_download(monkeypatch):
     """HumanEval and MBPP are only looked for where a test names them."""
-    monkeypatch.setattr(cp, "BENCHMARKS", {})
+    monkeypatch.setattr(cp, "BENCHMARKS", ())
 
 
 @pytest.fixture(scope="module")
@@ -1276,6 +1276,18 @@ def test_an_epoch_has_each_row_once_and_a_batch_may_run_over_its_end(rows_of_tex
         want = rows.read(stream[step * size :][:size])
         np.testing.assert_array_equal(rows.batch(5, step, size), want)
     np.testing.assert_array_equal(rows.batch(5, 0, 2 * rows.total + 1), rows.read(stream[: 2 * rows.total + 1]))
+
+
+def test_some_rows_stand_for_all(rows_of_text):
+    """The first rows may be of one long document; a sample has rows of every part."""
+    rows = dp.Rows(rows_of_text, "train")
+    assert rows.spread(rows.total).tolist() == rows.spread(10 * rows.total).tolist() == list(range(rows.total))
+    for count in (1, 7, rows.total // 2, rows.total - 1):
+        ids = rows.spread(count)
+        assert len(ids) == count
+        assert 0 <= ids[0] < ids[-1] + 1 <= rows.total
+        for part in np.array_split(np.arange(rows.total), max(1, count // 2)):  # each holds at least one
+            assert {*part} & {*ids.tolist()}
 
 
 def test_pairs_are_read_with_their_column_fixed(tmp_path):

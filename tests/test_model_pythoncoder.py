@@ -238,6 +238,24 @@ def test_top_k_top_p_and_banned_ids_shape_the_distribution():
     assert np.array_equal(pc.probabilities(jnp.array([1.0, 3.0, 3.0]), pc.Sampling()), [0, 1, 0])  # first of equals
 
 
+def test_no_run_of_tokens_stands_in_a_text_twice():
+    """Every token of a greedy text is the likeliest that repeats nothing, in rows whose prompts differ in length."""
+    model, n, barred = build(dataclasses.replace(TINY, vocab=12)), 3, 0
+    prompts = [[3, 4, 3, 4, 3], [1], [2, 2]]
+    for speculate in (False, True):
+        rule = pc.Sampling(no_repeat_ngram=n, speculate=speculate)
+        texts, _ = pc.generate(model, prompts, 24, rule, jax.random.key(0))
+        for prompt, text in zip(prompts, texts, strict=True):
+            whole = prompt + text
+            logits_LV = logits(model, jnp.array([(whole + [0] * 32)[:32]]))[0]
+            for at in range(len(prompt), len(whole)):
+                seen = {tuple(whole[i - n + 1 : i + 1]) for i in range(n - 1, at)}
+                allowed = [v for v in range(12) if (*whole[at - n + 1 : at], v) not in seen]
+                assert whole[at] == max(allowed, key=lambda v: logits_LV[at - 1, v]), (prompt, at)
+                barred += 12 - len(allowed)
+    assert barred > 20  # else nothing was tested
+
+
 def test_generation_ends_at_eos_and_at_its_limit():
     model = build(TINY)
     (long,), _ = pc.generate(model, [[3, 4]], 12, pc.Sampling(speculate=False), jax.random.key(0))

@@ -498,6 +498,27 @@ for line in open(frame.f_locals['read'] or 0, 'rb'):
     value = FIRST.pop() if asked[1] == 'names' else ANSWER
     os.write(frame.f_locals['pipe'], json.dumps(["got", value, []]).encode() + bytes([10]))
 """
+# Python that writes the token, if it runs where the test does, and programs that ask the test's end to run it
+TAKES_TOKEN = """
+import os, sys
+frame = sys._getframe()
+while "test" not in frame.f_locals or "token" not in (frame.f_locals["test"] or {}):
+    frame = frame.f_back
+os.write(frame.f_locals["pipe"], frame.f_locals["test"]["token"].encode())
+os._exit(0)
+"""
+ASKS = """
+import json, os
+ASKED = [["ask", "call", [{"builtin": name}, TEXT], {}] for name in ("exec", "eval", "type")]
+ASKED += [["got", {"mine": 0}, []], ["ask", "get", [{"yours": [0, None]}, "_peer"], {}]]
+def f(x):
+    for fd in range(3, 64):
+        for asked in ASKED:
+            try:
+                os.write(fd, json.dumps(asked).encode() + bytes([10]))
+            except OSError:
+                pass
+""".replace("TEXT", repr(TAKES_TOKEN))
 FORGERIES = {
     "exec and compile": "import builtins\nbuiltins.exec = builtins.compile = builtins.eval = lambda *a, **k: None\n",
     "other builtins": (
@@ -529,6 +550,7 @@ FORGERIES = {
     "other end of iteration": "class End(StopIteration): pass\ndef f(x): raise End\n",
     "exit": "import os\ndef f(x): os._exit(0)\n",
     "messages": MESSAGES,
+    "code for the test's end": ASKS,
     "the judge itself": NEIGHBOURS,
     "other end": OTHER_END.replace("LATE", "own").replace("ANSWER", "0"),
     "other end that says yes": OTHER_END.replace("LATE", "own").replace("ANSWER", "True"),
@@ -564,6 +586,74 @@ def forged(without, tests):
 
 def test_no_forgery_passes_a_test_by_judge(layers):
     assert forged("nothing", JUDGED[::3]) == {}
+
+
+ANSWERS = (
+    OTHER_END[: OTHER_END.index("names = ")]
+    + """
+os.write(frame.f_locals['pipe'], b'=')
+for line, answer in zip(open(frame.f_locals['read'], 'rb'), FORMS):
+    os.write(frame.f_locals['pipe'], json.dumps(["got", answer, []]).encode() + bytes([10]))
+"""
+)
+NO_NAMES, ANYTHING = {"d": []}, {"error": ["BaseException"]}
+TRUSTED = {  # a test, and programs that would pass it if it took from them what they offer
+    "x = f(g())\nassert x == 5": [
+        "f = exec\ndef g(): return " + repr(TAKES_TOKEN), "f = eval\ndef g(): return 'exit()'", "f = getattr"],
+    "with A(1) as x:\n    assert x == 2": [
+        "class A:\n    def __init__(self, x): pass\n    __enter__ = __exit__ = lambda *rest: True"],
+    "try:\n    f(1)\n    raise AssertionError\nexcept Wrong:\n    pass": [
+        f"Wrong = {name}\ndef f(x): pass" for name in ("Exception", "BaseException", "AssertionError")],
+    "try:\n    f(1)\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError": [
+        ANSWERS.replace("FORMS", repr([NO_NAMES, {"d": [["ValueError", ANYTHING]]}]))],
+    "if __name__ == '__main__':\n    assert f(1) == 2": [
+        ANSWERS.replace("FORMS", repr([NO_NAMES, {"d": [["__name__", "x"]]}]))],
+}  # fmt: skip
+
+
+def test_a_test_takes_nothing_from_a_program_that_it_relies_on(layers):
+    pairs = [(program, test) for test, programs in TRUSTED.items() for program in programs]
+    results = sandbox.run_tests([program for program, _ in pairs], [[test] for _, test in pairs])
+    assert [result.verdicts for result in results] == [["fail"]] * len(pairs)
+    # but one that the program has made of it is its own
+    honest = {
+        "class Wrong(ValueError): pass\ndef f(x): raise Wrong": "try:\n    f(1)\nexcept Wrong:\n    pass",
+        "f = len": "assert f('ab') + f([1]) == 3",
+        "f = int": "assert f('2') == 2 and f is int",
+        "def sum(a, b): return a + b": "assert sum(1, 2) - 3 == 0",
+        "def f(g, x): return g(x)": "assert f(len, 'ab') + 1 == 3",
+    }
+    results = sandbox.run_tests([*honest], [[test] for test in honest.values()])
+    assert [result.verdicts for result in results] == [["pass"]] * len(honest)
+
+
+# objects that are another number each time a test looks, until the test does something with them
+CHANGES = """
+class A(float): pass
+class B:
+    looked = 0
+    def __float__(self):
+        self.looked += 1
+        return float(self.looked)
+    def more(self): pass
+import sys
+frame = sys._getframe()
+while 'pipe' not in frame.f_locals: frame = frame.f_back
+n = [0.0, 3.0] * 100
+frame.f_globals['OPERATIONS']['base'] = lambda value: n.pop()
+def f(x): return A(7.0)
+def g(x): return B()
+"""
+
+
+def test_an_object_is_one_number_wherever_a_test_looks_at_it(layers):
+    tests = {
+        "x = f(1)\nassert x > 1 and x < 3": "fail",
+        "import math\nx = g(1)\nassert math.floor(x) == 1 and math.ceil(x) == 2": "fail",
+        "x = g(1)\nassert float(x) == 1\nx.more()\nassert float(x) == 2": "pass",
+    }
+    (result,) = sandbox.run_tests([CHANGES], [[*tests]])
+    assert result.verdicts == [*tests.values()]
 
 
 def test_a_module_that_a_test_compares_by_is_never_the_programs(layers):
@@ -1066,7 +1156,11 @@ def test_a_forged_line_is_a_failure_whatever_it_holds():
         '{"r": ["decimal.Decimal", "sNaN"]}',
         '{"r": ["fractions.Fraction", {"i": "1"}, {"i": "0"}]}',
         '{"mine": 0}',
+        '{"r": ["fractions.Fraction", "1e30000000"]}',
     ]
+    endless = '{"r": ["builtins.range", 0, 1000000000, 1]}'  # a short line of a value that memory would not hold
+    bad += ['{"r": ["' + name + '", ' + endless + "]}" for name in ("collections.deque", "collections.Counter")]
+    bad += ['{"r": ["builtins.dict_' + name + '", ' + endless + "]}" for name in ("keys", "values", "items")]
     for answer in bad:
         row = {"outcome": "done", "data": planned["token"] + answer, "status": 0}
         assert sandbox.verdict(planned, expected, row)[0] == "fail", answer[:40]
