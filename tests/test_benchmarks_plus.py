@@ -112,7 +112,8 @@ def test_completions_and_solutions_are_both_read_and_written(tmp_path, capsys):
     cfg = benchmarks.Config("humaneval+", tasks_file=str(tmp_path / "tasks.jsonl"), out=str(tmp_path / "new"))
     for sample, part in (({"task_id": "HumanEval/0"}, "is not a JSON object with task_id, completion or solution"),
                          ({"task_id": "HumanEval/0", "solution": 1}, "line 1"),
-                         ({"task_id": "HumanEval/9", "solution": ""}, "'HumanEval/9' is not among the 2 problems"),
+                         ({"task_id": "HumanEval/9", "solution": ""},
+                          "'HumanEval/9' is not among the 2 problems of tasks.jsonl, which is v0.1.10 if it has 164"),
                          ({"task_id": "Mbpp/0", "solution": ""}, "'Mbpp/0' is not among")):  # fmt: skip
         samples = write(tmp_path / "bad.jsonl", [sample])
         refused(dataclasses.replace(cfg, samples=samples), part)
@@ -251,6 +252,7 @@ LIVE = [  # problem, answer, result
      "passed"),
     (SUM, "while input() == '1 2': pass", "fail"),
     (SUM, "while True: pass", "timeout"),
+    (SUM, "a = 10**5000\nprint(len(str(a)) - 4998 if input() == '1 2' else '6.5\\nend')", "passed"),
     (PLUS_N, METHOD + "return [x + n for x in xs]", "passed"),
     (PLUS_N, METHOD + "return tuple(x + n for x in xs)", "passed"),
     (PLUS_N, METHOD + "return deque(x + n for x in xs)", "fail"),
@@ -266,7 +268,7 @@ def test_verdicts_by_the_rules_of_livecodebench(tmp_path):
     row, found = score(tmp_path, "livecodebench", [SUM, PLUS_N], samples, timeout_s=1.0)
     assert [result["result"] for result in found] == [result for _, _, result in LIVE]
     assert found[2]["wrong"] == ["test", 1]
-    assert row["results"] == {"fail": 8, "passed": 7, "timeout": 1}
+    assert row["results"] == {"fail": 8, "passed": 8, "timeout": 1}
     fence = "`" * 3
     answer = f"So:\n{fence}python\nprint(1)\n{fence}\nNo, rather:\n{fence}python\n{LIVE[0][1]}\n{fence}\n"
     code = {"task_id": "abc301_a", "completion": LIVE[0][1]}
@@ -287,7 +289,8 @@ def test_problems_of_livecodebench_are_those_of_the_days(tmp_path, capsys):
     cfg = benchmarks.Config("livecodebench", tasks_file=str(folder))
     for since, until, ids in (("", "", ["abc301_a", "3606", "later"]),
                               ("2024-12-01", "2025-03-01", ["abc301_a", "3606"]),
-                              ("2024-12-02", "", ["3606", "later"]), ("", "2024-12-01", ["abc301_a"])):  # fmt: skip
+                              ("2024-12-02", "", ["3606", "later"]), ("", "2024-12-01", ["abc301_a"]),
+                              ("2025-04-01", "", ["later"]), ("2025-03-01", "2025-04-01", ["3606"])):  # fmt: skip
         chosen = dataclasses.replace(cfg, since=since, until=until)
         assert [*tasks.read_problems(chosen)] == ids
     problems = tasks.read_problems(cfg)

@@ -36,7 +36,7 @@ MIT = "License-Expression: MIT\n"
 @pytest.fixture(autouse=True)
 def no_download(monkeypatch):
     """HumanEval and MBPP are only looked for where a test says so."""
-    monkeypatch.setattr(cp, "BENCHMARKS", {})
+    monkeypatch.setattr(cp, "BENCHMARKS", ())
 
 
 def module(seed):
@@ -484,8 +484,9 @@ def test_two_hosts_write_the_bytes_of_one_and_a_shard_has_rows_of_all_files(tmp_
 def test_rows_are_cleaned_of_humaneval_and_mbpp_unless_these_cannot_be_had(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cp, "pip_settings", dict)
-    place = SHARED.as_uri() + "/"
-    monkeypatch.setattr(cp, "BENCHMARKS", {"HumanEval.jsonl.gz": place, "sanitized-mbpp.json": place})
+    monkeypatch.setattr(cp, "BENCHMARKS", ("humaneval", "mbpp"))
+    for task, name in (("humaneval", "HumanEval.jsonl.gz"), ("mbpp", "sanitized-mbpp.json")):
+        monkeypatch.setitem(cp.problems.TASKS, task, (SHARED / name).as_uri())
     humaneval = cp.read_problems(str(SHARED / "HumanEval.jsonl.gz"))
     mbpp = cp.read_problems(str(SHARED / "sanitized-mbpp.json"))
     leaked = [f"# copied\n{humaneval[0]}{humaneval[1]}", mbpp[-1] + "\nprint(1)\n"]
@@ -494,12 +495,13 @@ def test_rows_are_cleaned_of_humaneval_and_mbpp_unless_these_cannot_be_had(tmp_p
     dp.main(cfg)
     assert "2 benchmark" in capsys.readouterr().out
     assert texts_of(cfg.out) == sorted(module(i) for i in range(6))
-    assert sorted(path.name for path in (tmp_path / "data" / "tasks").iterdir()) == sorted(cp.BENCHMARKS)
+    kept = sorted(path.name for path in (tmp_path / "data" / "tasks").iterdir())
+    assert kept == ["HumanEval.jsonl.gz", "sanitized-mbpp.json"]
     off = dataclasses.replace(cfg, benchmarks=("none",), out=str(tmp_path / "off"))
     dp.main(off)
     assert len(texts_of(off.out)) == 8
     monkeypatch.setattr(cp, "TASKS", str(tmp_path / "tasks"))
-    monkeypatch.setattr(cp, "BENCHMARKS", {"HumanEval.jsonl.gz": "http://127.0.0.1:9/", "sanitized-mbpp.json": place})
+    monkeypatch.setitem(cp.problems.TASKS, "humaneval", "http://127.0.0.1:9/HumanEval.jsonl.gz")
     capsys.readouterr()
     cfg = dataclasses.replace(cfg, out=str(tmp_path / "one"))
     dp.main(cfg)

@@ -153,7 +153,7 @@ def tree(out):
 @pytest.fixture(autouse=True)
 def no_download(monkeypatch):
     """HumanEval and MBPP are only looked for where a test names them."""
-    monkeypatch.setattr(cp, "BENCHMARKS", {})
+    monkeypatch.setattr(cp, "BENCHMARKS", ())
 
 
 @pytest.fixture(scope="module")
