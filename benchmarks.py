@@ -403,7 +403,11 @@ def given_rows(cfg, problems):
         print(f"{len(others)} samples are not of the days from --since to --until, and left out", file=sys.stderr)
     elif others:
         found = f"{others[0]} and {len(others) - 1} more are" if len(others) > 1 else f"{others[0]} is"
-        raise ValueError(f"{cfg.samples}: {found} not among the {len(problems)} problems (--split, --problems)")
+        more = " (--split, --problems)"
+        if cfg.task in tasks.PUBLISHED:  # versions have other problems
+            file, (version, count) = tasks.tasks_path(cfg).name, tasks.PUBLISHED[cfg.task]
+            more = f" of {file}, which is {version} if it has {count}"
+        raise ValueError(f"{cfg.samples}: {found} not among the {len(problems)} problems{more}")
     if not samples:
         raise ValueError(f"{cfg.samples} holds no samples; a line is {{'task_id': ..., 'completion': ...}}")
     k, most = max(cfg.k, default=1), max(count.values())
@@ -655,6 +659,9 @@ def explain(cfg, problems, out):
     for where, row in given_rows(cfg, problems).items():
         texts[where] = next(row[key] for key in ("written", *SAMPLE) if key in row)
         asked |= {row["protocol"]} if "protocol" in row else set()
+        if "protocol" in row and "written" not in row:
+            cut = f"{cfg.samples}: {row['task_id']} was cut by --protocol={row['protocol']} already"
+            raise ValueError(f"{cut}; --explain needs what was written, as in samples.jsonl")
     for name, record in protocols.PROTOCOLS.items():
         if name.split("/")[1].startswith(cfg.task.rstrip("+")):
             names.setdefault(protocols.post_processing(record), []).append(name)
@@ -688,7 +695,8 @@ def explain(cfg, problems, out):
         rates = [sum(each) / len(each) for each in right.values()]
         alike = [name.removesuffix(f"/{cfg.task.rstrip('+')}") for name in alike]
         row = {"protocols": alike, "passed": sum(map(sum, right.values())), "samples": len(texts)}
-        row["no Python"] = sum(not protocols.parses(programs[name, where][1]) for where in texts)
+        whole = [protocols.left_over(programs[name, where][1], problems[where[0]].asked) for where in texts]
+        row["functions"] = whole.count(protocols.NO_SINGLE_RULE)  # of the texts, what is Python that returns something
         row["pass@1"] = [float(np.mean(rates)), *interval(rates)]
         row["lost"] = dict(sorted(blamed.items(), key=lambda item: -len(item[1])))
         table.append(row)
@@ -726,12 +734,13 @@ def run_distinct(cfg, problems, pairs, known):
 def describe_table(report):
     """The table of explain() as text: a line a protocol, and below it what it has lost by which rule."""
     lines = ["{task}: {samples:,} texts of {problems} problems; {some:,} pass under some protocol".format(**report)]
-    asked = ", ".join(report["asked_by"]) or "nobody knows which"
-    lines += [f"all texts answer one prompt (protocol {asked}), tests and limits are the same: only the cuts differ"]
+    asked = " and ".join(report["asked_by"]) or "a protocol that the file does not name"
+    lines += [f"asked for by {asked}; prompts, tests and limits are the same in all rows, only the cuts differ"]
+    lines += ["functions: texts of which a whole function is left that returns something, right or wrong"]
     for row in report["table"]:
         mean, low, high = (100 * x for x in row["pass@1"])
         score = f"{row['passed']:5,} of {row['samples']:,}, pass@1 {mean:5.1f} % ({low:.1f} to {high:.1f})"
-        lines.append(f"{score}, {row['no Python']:3,} no Python  {', '.join(row['protocols'])}")
+        lines.append(f"{score}, {row['functions']:3,} functions  {', '.join(row['protocols'])}")
         for rule, ids in row["lost"].items():
             which = [str(i) for i in dict.fromkeys(ids)]
             more = f" and {len(which) - 6} more" if len(which) > 6 else ""

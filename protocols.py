@@ -793,6 +793,9 @@ def post_processing(protocol):
     return protocol.ends, protocol.stop_rule, protocol.stops, protocol.rules, protocol.prompt_first
 
 
+NO_SINGLE_RULE = "no single rule"
+
+
 def left_over(code, q):
     """Why a program fails that no rule has spoilt, as a table of --explain says it."""
     if "```" in code:
@@ -802,7 +805,7 @@ def left_over(code, q):
     if not parses(code):
         return "no rule: what is no Python stays"
     functions = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.FunctionDef) and n.name == q.entry]
-    return "no rule: the code is not there" if not any(map(has_return, functions)) else "no single rule"
+    return "no rule: the code is not there" if not any(map(has_return, functions)) else NO_SINGLE_RULE
 
 
 def program(protocol, code, q):

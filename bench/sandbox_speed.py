@@ -4,9 +4,10 @@
     pip install psutil && pip install --no-deps evalplus      # before it, to have EvalPlus' executor beside it
 
 One round is --programs programs, as many at a time as there are cores, from the call of run_tests to its return. The
-first round is left out. Beside it: the same by three calls in one process, as HumanEval+ is scored, and by EvalPlus'
-executor, which does that too; processor time of a program; seconds of a single one, and of a Python interpreter that
-does nothing; and seconds of benchmarks.py for HumanEval's own 164 solutions. Writes cpu.json.
+first round is left out. Beside it: the same by judge; by three calls in one process, as HumanEval+ is scored; by
+EvalPlus' executor, which does that too. Of each also the processor seconds of a program, which a busy machine changes
+least. Then seconds of a single program, of a Python interpreter that does nothing, and of benchmarks.py for HumanEval's
+own 164 solutions. Writes cpu.json.
 """
 
 import concurrent.futures
@@ -45,6 +46,7 @@ TESTS = ["assert f(1) == 2", "assert f(5) == 6", "assert f(-1) == 0"]
 
 
 CALLS = sandbox.Calls("f", [[1], [5], [-1]], [4.0] * 3, 13.0)
+BY_JUDGE = [f"for y in [{test.split()[-1]}]:\n    {' '.join(test.split()[:-1])} y" for test in TESTS]
 
 
 def run_programs(count, tests=TESTS):
@@ -59,8 +61,9 @@ def evalplus_verdict(_):
     return untrusted_check("humaneval", *args, fast_check=True, min_time_limit=4.0)[0]
 
 
-def run_evalplus(pool, count):
-    assert set(pool.map(evalplus_verdict, range(count))) == {"pass"}
+def run_evalplus(count):
+    with concurrent.futures.ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        assert set(pool.map(evalplus_verdict, range(count))) == {"pass"}
 
 
 def run_humaneval(tasks_file, folder):
@@ -82,23 +85,27 @@ def timed(function, *args, **options):
     return time.perf_counter() - started
 
 
+def measured(cfg, function, *args):
+    """(programs a second and core in every round but the first, processor seconds of a program) of function(count)."""
+    before, cores = os.times(), len(os.sched_getaffinity(0))
+    rates = [cfg.programs / timed(function, cfg.programs, *args) / cores for _ in range(cfg.rounds + 1)]
+    cpu_s = sum(os.times()[:4]) - sum(before[:4])  # user and system, of children too
+    return rates[1:], cpu_s / cfg.programs / (cfg.rounds + 1)
+
+
 def main(cfg):
     cores, layers = len(os.sched_getaffinity(0)), sandbox.layers()
-    run_programs(cfg.programs)  # interpreter and libraries come from the disk once
-    before = os.times()
-    rates = [cfg.programs / timed(run_programs, cfg.programs) / cores for _ in range(cfg.rounds)]
-    cpu_s = sum(os.times()[:4]) - sum(before[:4])  # user and system, of children too
-    by_calls = [cfg.programs / timed(run_programs, cfg.programs, [CALLS]) / cores for _ in range(cfg.rounds)]
-    more = {"by_three_calls": float(np.median(by_calls))}
+    rates, cpu_s = measured(cfg, run_programs)
+    kinds = {"judge": (run_programs, BY_JUDGE), "three_calls": (run_programs, [CALLS]), "evalplus": (run_evalplus,)}
     try:
         import evalplus.eval  # noqa: F401
     except ImportError as error:
         print(f"EvalPlus' executor is left out: {error}", file=sys.stderr)
-    else:
-        with concurrent.futures.ProcessPoolExecutor(cores) as pool:
-            run_evalplus(pool, cfg.programs)
-            theirs = [cfg.programs / timed(run_evalplus, pool, cfg.programs) / cores for _ in range(cfg.rounds)]
-        more["by_evalplus"] = float(np.median(theirs))
+        del kinds["evalplus"]
+    more = {}
+    for name, (function, *args) in kinds.items():
+        by_kind, more[f"cpu_s_by_{name}"] = measured(cfg, function, *args)
+        more[f"by_{name}"] = float(np.median(by_kind))
     if Path(cfg.tasks_file).is_file():
         with tempfile.TemporaryDirectory() as folder:
             more["humaneval_s"] = timed(run_humaneval, cfg.tasks_file, folder)
@@ -112,7 +119,7 @@ def main(cfg):
         spread=np.quantile(rates, [0.1, 0.9]).tolist(),
         cores=cores,
         layers=layers,
-        cpu_s_of_a_program=cpu_s / cfg.rounds / cfg.programs,
+        cpu_s_of_a_program=cpu_s,
         single_program_s=float(np.median(single_s)),
         empty_interpreter_s=float(np.median(python_s)),
         load=os.getloadavg()[0],

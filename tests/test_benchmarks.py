@@ -474,10 +474,10 @@ def test_the_table_says_which_rule_of_which_protocol_lost_what(tmp_path, capsys)
     assert table["opencompass_dare"] == (1, {"no blanks in front": [ADD[0]]})
     assert table["openai"] == (1, {"no rule: ``` stays": [ADD[0]]})
     text = capsys.readouterr().out
-    assert text.startswith("humaneval: 3 texts of 1 problems; 2 pass under some protocol\nall texts answer one")
+    assert text.startswith("humaneval: 3 texts of 1 problems; 2 pass under some protocol\nasked for by ")
     assert text.rstrip().endswith(f"ruler {benchmarks.VERSION}; all ids: explain.json")
-    broken = {name: row["no Python"] for row in report["table"] for name in row["protocols"]}
-    assert (broken["ours"], broken["openai"]) == (0, 1)  # the block of the second text stays
+    functions = {name: row["functions"] for row in report["table"] for name in row["protocols"]}
+    assert (functions["ours"], functions["openai"]) == (3, 2)  # the fence of the second text stays
     assert "       -1    no blanks in front: HumanEval/53\n" in text
 
 
@@ -545,6 +545,21 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
                            ({"ckpt": str(tmp_path)}, "holds no checkpoint")):  # fmt: skip
         refused(config("humaneval", tmp_path, **settings), part)
     assert not (tmp_path / "out").exists()
+
+
+@needs_tasks
+def test_what_protocols_have_cut_is_not_mixed_and_nothing_is_lost(tmp_path):
+    cfg = config("humaneval", tmp_path, [ADD[:2]])
+    benchmarks.main(cfg)
+    path = tmp_path / "out" / "results.jsonl"
+    other = path.read_text().replace("ours/humaneval", "dream_base/humaneval")
+    path.write_text(other)
+    refused(cfg, "results.jsonl: it holds samples of --protocol=dream_base/humaneval, and this is ours/humaneval")
+    assert path.read_text() == other
+    # a result holds what a protocol has left of a text, which says nothing of the others
+    explained = dataclasses.replace(cfg, samples=str(path), explain=True, out=str(tmp_path / "explained"))
+    refused(explained, "cut by --protocol=dream_base/humaneval", "samples.jsonl")
+    assert not (tmp_path / "explained").exists()
 
 
 @needs_tasks

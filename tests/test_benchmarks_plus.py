@@ -112,7 +112,8 @@ def test_completions_and_solutions_are_both_read_and_written(tmp_path, capsys):
     cfg = benchmarks.Config("humaneval+", tasks_file=str(tmp_path / "tasks.jsonl"), out=str(tmp_path / "new"))
     for sample, part in (({"task_id": "HumanEval/0"}, "is not a JSON object with task_id, completion or solution"),
                          ({"task_id": "HumanEval/0", "solution": 1}, "line 1"),
-                         ({"task_id": "HumanEval/9", "solution": ""}, "'HumanEval/9' is not among the 2 problems"),
+                         ({"task_id": "HumanEval/9", "solution": ""},
+                          "'HumanEval/9' is not among the 2 problems of tasks.jsonl, which is v0.1.10 if it has 164"),
                          ({"task_id": "Mbpp/0", "solution": ""}, "'Mbpp/0' is not among")):  # fmt: skip
         samples = write(tmp_path / "bad.jsonl", [sample])
         refused(dataclasses.replace(cfg, samples=samples), part)
