@@ -5,7 +5,8 @@
 
 PyTorch. train_gpu.py trains it, generate.py samples from it. Written for Python 3.10 too; needs diffusion.py beside it.
 
-Letters: B batch, L length, D width, H heads, K head size, V vocabulary, N steps, M positions to draw.
+Letters: B batch, L length, D width, H heads, K head size, V vocabulary, N steps, M positions to draw, T texts in a
+packed row of S tokens.
 
 h = embed[token] + MLP(sinusoid(noise)); each block: h += W_o attn(LN h), then h += W_2 gelu(W_1 LN h);
 logits = W_head LN h. Attention sees both sides, PAD aside; where a token is turns its queries and keys (RoPE,
@@ -16,6 +17,7 @@ import dataclasses
 import json
 import math
 import os
+import typing
 from pathlib import Path
 
 import torch
@@ -23,6 +25,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import diffusion
+
+try:
+    from torch.nn.attention.varlen import varlen_attn  # PyTorch 2.10
+except ImportError:
+    varlen_attn = None
 
 PAD, BOS, EOS, MASK, UNK = range(5)  # in every tokenizer that data_prep.py makes for padded rows
 BANNED = (PAD, BOS, MASK, UNK)  # never sampled
@@ -77,6 +84,25 @@ def rotate(x_BHLK, cos_LK, sin_LK):
     return torch.cat([a * cos_LK - b * sin_LK, b * cos_LK + a * sin_LK], -1).to(x_BHLK.dtype)
 
 
+class Packed(typing.NamedTuple):
+    """Where the T texts of a row [1, S] are that holds one behind the other, without PAD; each sees itself alone."""
+
+    text_S: torch.Tensor  # the text that a token belongs to
+    place_S: torch.Tensor  # the token's place in its text
+    start_U: torch.Tensor  # where each text begins, and the last one ends: U = T + 1 numbers, int32
+    longest: int  # no text has more tokens
+
+
+def packed_attention(q_1HSK, k_1HSK, v_1HSK, packed):
+    """Flash attention within each text. On a CPU the same by a mask [S, S], for tests: padded rows are faster there."""
+    if q_1HSK.device.type == "cpu":
+        same_SS = packed.text_S[:, None] == packed.text_S
+        return F.scaled_dot_product_attention(q_1HSK, k_1HSK, v_1HSK, attn_mask=same_SS)
+    q_SHK, k_SHK, v_SHK = (x_1HSK[0].transpose(0, 1) for x_1HSK in (q_1HSK, k_1HSK, v_1HSK))
+    ends = packed.start_U, packed.start_U, packed.longest, packed.longest
+    return varlen_attn(q_SHK, k_SHK, v_SHK, *ends).transpose(0, 1)[None]
+
+
 class Block(nn.Module):
     def __init__(self, cfg):
         super().__init__()
@@ -86,14 +112,17 @@ class Block(nn.Module):
         self.fc1, self.fc2 = nn.Linear(D, cfg.ffn), nn.Linear(cfg.ffn, D)
         self.heads, self.dropout = cfg.heads, nn.Dropout(cfg.dropout)
 
-    def forward(self, h_BLD, see_B11L, cos_sin=None):
+    def forward(self, h_BLD, see_B11L, cos_sin=None, packed=None):
         B, L, D = h_BLD.shape
-        # attention over both sides: no causal mask, only PAD is hidden
+        # attention over both sides: no causal mask, only PAD and other texts are hidden
         qkv = self.qkv(self.norm1(h_BLD)).view(B, L, 3, self.heads, D // self.heads)
         q_BHLK, k_BHLK, v_BHLK = qkv.permute(2, 0, 3, 1, 4)
         if cos_sin:
             q_BHLK, k_BHLK = rotate(q_BHLK, *cos_sin), rotate(k_BHLK, *cos_sin)
-        o_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask=see_B11L)
+        if packed:
+            o_BHLK = packed_attention(q_BHLK, k_BHLK, v_BHLK, packed)
+        else:
+            o_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask=see_B11L)
         h_BLD = h_BLD + self.dropout(self.out(o_BHLK.transpose(1, 2).reshape(B, L, D)))
         # feed-forward
         return h_BLD + self.dropout(self.fc2(F.gelu(self.fc1(self.norm2(h_BLD)))))
@@ -142,28 +171,32 @@ class MDLM(nn.Module):
         weight = self.time[0].weight
         return self.time(sinusoid(noise_B, self.cfg.width).to(weight.dtype))[:, None]
 
-    def hidden(self, token_BL, noise_B=None, see_BL=None):
+    def hidden(self, token_BL, noise_B=None, see_BL=None, packed=None):
         """Normed states [B, L, D]. noise_B is P(masked), whatever the schedule; see_BL is False where nobody looks.
 
-        see_BL None lets all be seen. Raises ValueError for a row longer than the positions, or a noise level missing.
+        see_BL None lets all be seen. With `packed` the rows' texts stand in one row [1, S], and noise_B is the texts'.
+        Raises ValueError for a row longer than the positions, or a noise level missing.
         """
-        L = token_BL.shape[1]
+        L = packed.longest if packed else token_BL.shape[1]
         if L > self.cfg.positions:
             raise ValueError(f"{L} tokens do not fit the model's {self.cfg.positions} positions")
         # what each position holds, where it is, and how much of the canvas is masked
         h_BLD, cos_sin = self.embed(token_BL), None
+        place_L = packed.place_S if packed else slice(L)
         if self.cfg.rope:
-            cos_sin = angles(L, self.cfg.width // self.cfg.heads, token_BL.device)
+            cos_LK, sin_LK = angles(L, self.cfg.width // self.cfg.heads, token_BL.device)
+            cos_sin = cos_LK[place_L], sin_LK[place_L]
         else:
-            h_BLD = h_BLD + self.position.weight[:L]
+            h_BLD = h_BLD + self.position.weight[place_L]
         if self.cfg.time:
             if noise_B is None:
                 raise ValueError("this model is told the noise level: pass noise_B")
-            h_BLD = h_BLD + self.time_embedding(noise_B)
+            time_B1D = self.time_embedding(noise_B)
+            h_BLD = h_BLD + (time_B1D[packed.text_S, 0] if packed else time_B1D)
         # one mask of keys for all heads and queries
         see_B11L = None if see_BL is None else see_BL[:, None, None]
         for block in self.blocks:
-            h_BLD = block(h_BLD, see_B11L, cos_sin)
+            h_BLD = block(h_BLD, see_B11L, cos_sin, packed)
         return self.norm(h_BLD)
 
     def logits(self, hidden):

@@ -12,10 +12,15 @@ averaged weights, for everybody) and trainer.safetensors (all that a resumed run
 The loss is the NELBO: w(t) * cross-entropy at the masked positions, over all tokens that could be masked. Rows, crops
 and noise are functions of (seed, step), so they do not depend on micro-batches, devices or interruptions.
 
-Letters: B rows of a step, L row length, R held-out rows, N masked positions, padded to a multiple of 64, V vocabulary.
+A GPU with flash attention (Ampere or newer, PyTorch 2.10) gets the texts one behind the other, without PAD and mask;
+all else gets padded rows. A thread makes the next batch meanwhile. The host waits for the device where a row is logged.
+
+Letters: B rows of a step, L row length, R held-out rows, N masked positions, padded to a multiple of 64, V vocabulary,
+S tokens of a packed batch, M matrices of A x C numbers.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import copy
 import dataclasses
@@ -168,30 +173,79 @@ def training_batch(rows, cfg, step):
     return noise(token_BL, cfg.schedule, rng)
 
 
-def loss_inputs(noised, part, device):
-    """Arguments of Loss for the rows `part` of a batch, cut to the longest of them.
+def loss_inputs(noised, part, device, packed=False):
+    """Arguments of Loss for the rows `part` of a batch: cut to the longest of them, or packed without PAD.
 
     Masked positions are listed, as logits are made there and nowhere else. Both the length of the rows and the number
-    of masks are rounded up, so that they take few values: 32 tokens, and 64 masks, filled up with position 0.
+    of masks are rounded up, so that they take few values: 32 tokens, or 64 in all, and 64 masks, filled up with
+    position 0.
     """
-    longest = int((noised.token_BL[part] != mdlm.PAD).sum(1).max(initial=1))
-    columns = slice(0, -(-longest // 32) * 32)
-    token_BL, xt_BL, mask_BL = (np.ascontiguousarray(x[part, columns]) for x in noised[:3])
+    token_BL, xt_BL, mask_BL, _, time_B = (x[part] for x in noised)
+    length_B = (token_BL != mdlm.PAD).sum(1)
+    if packed:
+        xt_BL, token_BL, mask_BL, *layout = pack(xt_BL, token_BL, mask_BL, length_B)
+        # the time of each text, and of what fills up
+        time_B = np.append(time_B, 1.0)
+        row_N = layout[0][np.flatnonzero(mask_BL)]
+    else:
+        columns = slice(0, -(-int(length_B.max(initial=1)) // 32) * 32)
+        token_BL, xt_BL, mask_BL = (np.ascontiguousarray(x[:, columns]) for x in (token_BL, xt_BL, mask_BL))
+        layout, row_N = (), np.nonzero(mask_BL)[0]
     # where the masks are in the flattened rows; masked_N is False for what fills up
     index_N = np.flatnonzero(mask_BL)
     masks = len(index_N)
-    index_N = np.pad(index_N, (0, -masks % 64 if masks else 64))
+    index_N, row_N = (np.pad(x, (0, -masks % 64 if masks else 64)) for x in (index_N, row_N))
     masked_N = np.arange(len(index_N)) < masks
     # counts of the step, not of the part: the losses of micro-batches add up to that of the step
     counts = (np.asarray(x.sum()) for x in (noised.counted_BL, noised.mask_BL))
-    time_B = noised.time_B[part].astype(np.float32)
-    arrays = xt_BL, time_B, index_N, token_BL.ravel()[index_N], masked_N, *counts
-    inputs = [torch.from_numpy(x).to(device, non_blocking=True) for x in arrays]
+    time_B = time_B.astype(np.float32)
+    arrays = xt_BL, time_B, index_N, token_BL.ravel()[index_N], time_B[row_N], masked_N, *counts, *layout
+    inputs = [torch.from_numpy(x) for x in arrays]
+    if device.type == "cuda":  # from pinned memory a copy waits for nobody
+        inputs = [x.pin_memory().to(device, non_blocking=True) for x in inputs]
     # length and number of masks differ from call to call: torch.compile must not specialise on them
     torch._dynamo.mark_dynamic(inputs[0], 1)
-    for x in inputs[2:5]:
+    for x in (*inputs[2:6], *inputs[8:10]):
         torch._dynamo.mark_dynamic(x, 0)
-    return inputs
+    return *inputs[:8], mdlm.Packed(*inputs[8:], longest=noised.token_BL.shape[1]) if packed else None
+
+
+def pack(xt_BL, token_BL, mask_BL, length_B):
+    """The three in a row [1, S] without PAD, and text, place and start of mdlm.Packed. S is a multiple of 64.
+
+    A text of PAD fills up, of up to 63 tokens.
+    """
+    B, filled = len(length_B), -int(length_B.sum()) % 64
+    end_B = np.append(length_B, filled).cumsum()
+    text_S = np.repeat(np.arange(B + 1), np.append(length_B, filled))
+    start_U = np.append(0, end_B).astype(np.int32)
+    place_S = np.arange(end_B[-1]) - start_U[text_S]
+    seen_BL = np.arange(token_BL.shape[1]) < length_B[:, None]
+    rows = (np.append(x[seen_BL], np.full(filled, fill, x.dtype))[None]
+            for x, fill in ((xt_BL, mdlm.PAD), (token_BL, mdlm.PAD), (mask_BL, False)))  # fmt: skip
+    return *rows, text_S, place_S, start_U
+
+
+def batches(rows, cfg, first, devices, packed):
+    """(step, noised rows, [arguments of Loss for each micro-batch of this process]) of all steps from `first` on.
+
+    A thread makes those of the next step while this one is computed.
+    """
+    size = cfg.micro_batch * devices.world
+
+    def make(step):
+        noised = training_batch(rows, cfg, step)
+        # every world-th row is ours: rows are sorted, so all devices get like lengths
+        parts = (slice(i + devices.rank, i + size, devices.world) for i in range(0, cfg.batch_size, size))
+        return noised, [loss_inputs(noised, part, devices.device, packed) for part in parts]
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        ahead = thread.submit(make, first)
+        for step in range(first, cfg.steps):
+            noised, inputs = ahead.result()
+            if step + 1 < cfg.steps:
+                ahead = thread.submit(make, step + 1)
+            yield step, noised, inputs
 
 
 # ---- loss and update -----------------------------------------------------------------------------------------------
@@ -209,13 +263,13 @@ class Loss(nn.Module):
         # Times are drawn from a part of [0, 1]. With this factor a uniform prediction costs log V under any schedule.
         self.span = (1 - diffusion.time_of_rate(SMALLEST_RATE, schedule)) / (1 - SMALLEST_RATE)
 
-    def forward(self, xt_BL, time_B, index_N, token_N, masked_N, counted, masks):
+    def forward(self, xt_BL, time_B, index_N, token_N, time_N, masked_N, counted, masks, packed=None):
         # states of all positions, logits [N, V] of the masked ones alone: [B, L, V] is never made
-        hidden_BLD = self.model.hidden(xt_BL, diffusion.mask_rate(time_B, self.schedule), xt_BL != mdlm.PAD)
+        see_BL = None if packed else xt_BL != mdlm.PAD
+        hidden_BLD = self.model.hidden(xt_BL, diffusion.mask_rate(time_B, self.schedule), see_BL, packed)
         logits_NV = self.model.logits(hidden_BLD.flatten(0, 1)[index_N])
         nll_N = diffusion.masked_nll(logits_NV, token_N, masked_N, mdlm.MASK)
         # each masked token counts as a sequence of its own, at its row's time
-        time_N = time_B[index_N // xt_BL.shape[1]]
         nelbo = diffusion.nelbo_per_token(nll_N[:, None], time_N, counted, self.schedule)
         scores = {"nelbo": self.span * nelbo, "masked_ce": diffusion.masked_cross_entropy(nll_N, masks)}
         if not self.training:
@@ -233,6 +287,53 @@ def learning_rate(step, cfg):
     return 0.1 + 0.9 * (1 + math.cos(math.pi * x)) / 2
 
 
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is made orthogonal: a step is equally large in all directions of a matrix.
+
+    What torch.optim.Muon computes, but matrices of one shape together, and found_inf leaves an update out as it does in
+    fused AdamW: a 1 on the device, which the host need not read. Ref: https://kellerjordan.github.io/posts/muon
+    """
+
+    def __init__(self, matrices, lr, weight_decay, momentum=0.95):
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self.found_inf = None
+
+    @torch.no_grad()
+    def step(self):
+        (group,) = self.param_groups
+        lr, momentum, shapes = group["lr"], group["momentum"], collections.defaultdict(list)
+        for p in group["params"]:
+            shapes[p.shape].append(p)
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        out = torch.zeros((), device=local(p).device) if self.found_inf is None else self.found_inf
+        for shape, weights in shapes.items():
+            buffers = [local(self.state[p]["momentum_buffer"]) for p in weights]
+            buffer_MAC, grad_MAC = torch.stack(buffers), torch.stack([local(p.grad) for p in weights])
+            # with an update that is left out the momentum stays
+            grad_MAC = torch.where(out > 0, buffer_MAC, grad_MAC)
+            torch._foreach_copy_(buffers, buffer_MAC.lerp_(grad_MAC, 1 - momentum).unbind())
+            update_MAC = orthogonal(gather(grad_MAC.lerp(buffer_MAC, momentum), weights[0]))
+            update_MAC = torch.where(out > 0, 0.0, scatter(update_MAC, weights[0]).float())
+            weights = [local(p) for p in weights]
+            torch._foreach_mul_(weights, torch.where(out > 0, 1.0, 1 - lr * group["weight_decay"]))
+            # a matrix with more outputs than inputs takes larger steps
+            torch._foreach_add_(weights, update_MAC.unbind(), alpha=-lr * max(1, shape[0] / shape[1]) ** 0.5)
+
+
+def orthogonal(x_MAC):
+    """U V^T of the singular value decomposition U S V^T of each matrix, roughly: five steps of Newton-Schulz."""
+    tall = x_MAC.shape[1] > x_MAC.shape[2]
+    x_MAC = x_MAC.bfloat16().mT if tall else x_MAC.bfloat16()
+    norm_M = torch.stack(torch._foreach_norm(x_MAC.unbind()))
+    x_MAC = x_MAC / norm_M[:, None, None].clamp(min=1e-7)
+    for _ in range(5):
+        square_MAA = x_MAC @ x_MAC.mT
+        square_MAA = torch.baddbmm(square_MAA, square_MAA, square_MAA, beta=-4.7750, alpha=2.0315)
+        x_MAC = torch.baddbmm(x_MAC, square_MAA, x_MAC, beta=3.4445)
+    return x_MAC.mT if tall else x_MAC
+
+
 def make_optimizers(model, cfg):
     """Muon for the matrices of the blocks, AdamW for all else; decay on matrices and embeddings, none on vectors."""
     muon = {p for p in model.blocks.parameters() if p.ndim == 2 and cfg.optimizer == "muon"}
@@ -242,7 +343,7 @@ def make_optimizers(model, cfg):
     optimizers = [torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)]
     if muon:
         matrices = [p for p in model.parameters() if p in muon]  # a set has no order
-        optimizers.append(torch.optim.Muon(matrices, cfg.muon_lr, cfg.weight_decay))
+        optimizers.append(Muon(matrices, cfg.muon_lr, cfg.weight_decay))
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["initial_lr"] = group["lr"]  # the peak; the name is that of PyTorch's schedulers
     return optimizers
@@ -266,6 +367,23 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def gather(part_MAC, weight):
+    """Whole matrices of the processes' parts, which are split as `weight` is: by rows."""
+    if not hasattr(weight, "full_tensor"):
+        return part_MAC
+    M, A, C = len(part_MAC), *weight.shape
+    split = weight.device_mesh, [dist.tensor.Shard(1)]
+    return dist.tensor.DTensor.from_local(part_MAC, *split, shape=(M, A, C), stride=(A * C, C, 1)).full_tensor()
+
+
+def scatter(whole_MAC, weight):
+    """This process's part of whole matrices, the other way."""
+    if not hasattr(weight, "full_tensor"):
+        return whole_MAC
+    split = weight.device_mesh, [dist.tensor.Shard(1)]
+    return dist.tensor.distribute_tensor(whole_MAC, *split, src_data_rank=None).to_local()
+
+
 @dataclasses.dataclass
 class State:
     """What a step changes, and what it runs."""
@@ -277,8 +395,8 @@ class State:
     optimizers: list  # AdamW, and Muon
     scaler: torch.amp.GradScaler  # of float16; does nothing for other types
     autocast: torch.autocast
-    skipped: int = 0  # updates left out, as the loss or the gradient was not finite
-    skipped_in_a_row: int = 0
+    packed: bool  # texts stand one behind the other
+    skipped_2: torch.Tensor  # updates left out, as the gradient was not finite: in all, and the last ones in a row
 
 
 def make_state(cfg, architecture, dtype, devices):
@@ -297,7 +415,19 @@ def make_state(cfg, architecture, dtype, devices):
     # weights and AdamW's moments are float32; only matmuls run in `dtype`
     scaler = torch.amp.GradScaler(devices.device.type, enabled=dtype == "float16")
     autocast = torch.autocast(devices.device.type, getattr(torch, dtype), enabled=dtype != "float32")
-    return State(model, ema, loss, step_loss, make_optimizers(model, cfg), scaler, autocast)
+    packed, skipped_2 = not why_padded(devices.device, dtype), torch.zeros(2, device=devices.device)
+    return State(model, ema, loss, step_loss, make_optimizers(model, cfg), scaler, autocast, packed, skipped_2)
+
+
+def why_padded(device, dtype):
+    """The reason why texts are not packed without PAD, or an empty string."""
+    if device.type != "cuda":
+        return "a CPU is faster with padded rows"
+    if not mdlm.varlen_attn:
+        return f"packed ones need PyTorch 2.10, this is {torch.__version__}"
+    if dtype == "float32" or torch.cuda.get_device_capability(device) < (8, 0):
+        return "flash attention needs 16 bits and an Ampere GPU or newer"
+    return ""
 
 
 def split(model, compiled):
@@ -313,56 +443,57 @@ def split(model, compiled):
         register_fsdp_forward_method(model, method)
 
 
-def gradients(state, noised, cfg, devices):
+def gradients(state, inputs, cfg, devices):
     """Accumulate the gradients of a step over its micro-batches; returns this process's part of the loss."""
     loss = torch.zeros((), device=devices.device)
-    size = cfg.micro_batch * devices.world
-    for i in range(0, cfg.batch_size, size):
-        # every world-th row is ours: rows are sorted, so all devices get like lengths
-        inputs = loss_inputs(noised, slice(i + devices.rank, i + size, devices.world), devices.device)
+    for i, part in enumerate(inputs, 1):
         # DDP adds up the devices' gradients in the backward pass: once a step, with the last micro-batch
-        waits = isinstance(state.loss, DistributedDataParallel) and i + size < cfg.batch_size
+        waits = isinstance(state.loss, DistributedDataParallel) and i < len(inputs)
         with state.autocast, state.loss.no_sync() if waits else contextlib.nullcontext():
-            part_loss = state.step_loss(*inputs)[cfg.loss]
+            part_loss = state.step_loss(*part)[cfg.loss]
             state.scaler.scale(part_loss * devices.world).backward()  # several devices average their gradients
         loss += part_loss.detach()
     return loss
 
 
-def agree(loss, stop, devices):
-    """(loss, whether to stop) of all processes together: they leave after the same step."""
-    sums_2 = torch.stack([loss, torch.full_like(loss, bool(stop))])
-    if devices.world > 1:
-        dist.all_reduce(sums_2)
-    loss, stop = sums_2.tolist()
-    return loss, stop > 0
+def update(state, step, cfg):
+    """One update of weights and averaged weights; returns the gradient's norm.
 
-
-def update(state, loss, step, cfg):
-    """One update of weights and averaged weights, left out where it is not finite; returns the gradient's norm."""
+    Where that is not finite the weights stay: the device sees to it, and the host need not know.
+    """
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * learning_rate(step, cfg)
         state.scaler.unscale_(optimizer)
-    norm = float(full(nn.utils.clip_grad_norm_(state.model.parameters(), cfg.clip)))
-    scaled = state.scaler.is_enabled()  # float16 overflows now and then; its scale falls, and it goes on
-    if math.isfinite(loss) and math.isfinite(norm):
-        for optimizer in state.optimizers:
-            state.scaler.step(optimizer)
-        average(state.ema, state.model, cfg.ema, step)
-        state.skipped_in_a_row = 0
-    else:
-        state.skipped += 1
-        state.skipped_in_a_row += 1
-        if not scaled:
-            print(f"step {step + 1}: loss {loss}, gradient norm {norm}; the update is left out", flush=True)
-    if state.skipped_in_a_row >= (20 if scaled else 5):
-        saved = list(runs.checkpoints(Path(cfg.out))) or "the start"
-        advice = f"--resume={cfg.out} with a lower --lr, from {saved}"
-        raise ValueError(f"no finite loss in {state.skipped_in_a_row} steps, the last {step + 1}; {advice}")
+    norm = full(nn.utils.clip_grad_norm_(state.model.parameters(), cfg.clip))
+    left_out = (~norm.isfinite()).float()
+    for optimizer in state.optimizers:
+        optimizer.found_inf = left_out
+        optimizer.step()
+    average(state.ema, state.model, cfg.ema, step)
+    state.skipped_2.add_(left_out)[1].mul_(left_out)  # a finite one ends a row of them
     state.scaler.update()
     state.model.zero_grad(set_to_none=True)
     return norm
+
+
+def read(state, loss, norm, stop, step, cfg, devices):
+    """(loss, gradient norm, updates left out so far, whether to stop) of all processes. Here the host waits.
+
+    Raises ValueError where updates are left out for too long.
+    """
+    sums_2 = torch.stack([loss, torch.full_like(loss, bool(stop))])
+    if devices.world > 1:
+        dist.all_reduce(sums_2)
+    loss, stop, norm, skipped, in_a_row = torch.cat([sums_2, norm[None], state.skipped_2]).tolist()
+    scaled = state.scaler.is_enabled()  # float16 overflows now and then; its scale falls, and it goes on
+    if in_a_row and not scaled:
+        print(f"step {step + 1}: loss {loss}, gradient norm {norm}; the update is left out", flush=True)
+    if in_a_row >= (20 if scaled else 5):
+        saved = list(runs.checkpoints(Path(cfg.out))) or "the start"
+        advice = f"--resume={cfg.out} with a lower --lr, from {saved}"
+        raise ValueError(f"no finite loss in {in_a_row:.0f} steps, the last {step + 1}; {advice}")
+    return loss, norm, int(skipped), stop > 0
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
@@ -383,7 +514,7 @@ def save(state, step, cfg, meta, tokenizer_json, devices):
     tensors = {name: full(t.detach()).cpu().contiguous() for name, t in trainer_tensors(state).items()}
     if devices.rank == 0:
         averaged = {name.removeprefix("ema."): t for name, t in tensors.items() if name.startswith("ema.")}
-        trainer = {"step": step, "skipped": state.skipped, "scaler": state.scaler.state_dict()}
+        trainer = {"step": step, "skipped": int(state.skipped_2[0]), "scaler": state.scaler.state_dict()}
         try:
             with runs.new_folder(Path(cfg.out, f"step_{step}")) as folder:
                 # for everybody: what mdlm.load reads
@@ -430,7 +561,7 @@ def restore(folder, state, meta):
             local(tensor).copy_(local(source))
     if trainer["scaler"]:
         state.scaler.load_state_dict(trainer["scaler"])
-    state.skipped = trainer["skipped"]
+    state.skipped_2[0] = trainer["skipped"]
     return trainer["step"]
 
 
@@ -453,7 +584,7 @@ def evaluate(state, heldout, tokenizer, cfg, devices):
     loss, sums = Loss(state.ema, "linear").eval(), collections.Counter()
     for i in range(0, R, cfg.micro_batch):
         with state.autocast:
-            scores = loss(*loss_inputs(noised, slice(i, i + cfg.micro_batch), devices.device))
+            scores = loss(*loss_inputs(noised, slice(i, i + cfg.micro_batch), devices.device, state.packed))
         sums.update({name: float(score) for name, score in scores.items()})
     nats = sums.pop("nelbo")
     # bits of all rows over the bytes of their text: comparable between tokenizers
@@ -509,9 +640,6 @@ def resolve(cfg, devices):
     for name in ("batch_size", "steps", "log_every", "eval_rows", "keep"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"--{name}={getattr(cfg, name)}: at least 1")
-    if cfg.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
-        advice = "upgrade it (pip install -r requirements-gpu.txt), or train with --optimizer=adamw"
-        raise ValueError(f"PyTorch {torch.__version__} has no Muon, 2.9 has; {advice}")
     # on a GPU as many rows at a time as there are; a CPU is fastest with what its caches hold
     cuda, world = devices.device.type == "cuda", devices.world
     share = cfg.batch_size // world
@@ -533,6 +661,8 @@ def describe(cfg, dtype, architecture, rows, devices):
     batch = f"{cfg.batch_size} rows of {rows.meta['seq_len']}, {cfg.micro_batch} at a time on a device"
     epochs = f"{cfg.steps * cfg.batch_size / rows.total:.2f} epochs of {rows.total:,} rows"
     print(f"{cfg.steps:,} steps of {batch} = {epochs}", flush=True)
+    why = why_padded(devices.device, dtype)
+    print(f"rows are padded, PAD is masked: {why}" if why else "texts are packed without PAD", flush=True)
 
 
 def train(cfg, devices):
@@ -553,18 +683,20 @@ def train(cfg, devices):
             print(f"resuming {cfg.resume} after step {first}")
         run.begin(first, meta | {"data": str(rows.folder)}, {"tokenizer.json": tokenizer_json})
         speed = Speed(architecture, devices)
-        for step in range(first, cfg.steps):
+        for step, noised, inputs in batches(rows, cfg, first, devices, state.packed):
             # All randomness is a function of (seed, step): a resumed run meets the same rows, noise and dropout.
-            noised = training_batch(rows, cfg, step)
             torch.manual_seed(cfg.seed + step)
-            loss, stop = agree(gradients(state, noised, cfg, devices), run.signal, devices)
-            norm = update(state, loss, step, cfg)
+            loss = gradients(state, inputs, cfg, devices)
+            norm = update(state, step, cfg)
             speed.add(noised)
             done = step + 1
 
+            # several processes leave together, where they speak to each other
+            stop = run.signal if devices.world == 1 else ""
             if done % cfg.log_every == 0 or done == cfg.steps:
+                loss, norm, skipped, stop = read(state, loss, norm, run.signal, step, cfg, devices)
                 row = {"step": done, "loss": loss, "lr": cfg.lr * learning_rate(step, cfg), "grad_norm": norm}
-                run.log(row | speed.row(cfg.steps - done) | {"skipped": state.skipped})
+                run.log(row | speed.row(cfg.steps - done) | {"skipped": skipped})
                 speed.start()
             # All processes evaluate and sample, though one would do: FSDP gathers the weights from all of them.
             if done % cfg.eval_every == 0 or done == cfg.steps:

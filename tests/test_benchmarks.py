@@ -776,7 +776,7 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
     settings = {
         "pythoncoder": {"task": "humaneval", "max_new": 16},
         "mdlm": {"task": "mbpp", "split": "all", "shots": 0, "max_new": 8},
-        "dream": {"task": "humaneval", "max_new": 8, "threshold": 0.5, "chat": True},
+        "dream": {"task": "humaneval", "max_new": 8, "threshold": 0.5, "chat": True, "int4": True, "top_k": 50},
     }
     ckpt = str(request.getfixturevalue(model))
     cfg = config(tmp_path=tmp_path, model=model, ckpt=ckpt, n=3, problems=2, batch_size=2, **settings[model])
@@ -805,6 +805,11 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
     if model == "dream":
         flags = benchmarks.DreamFlags(cache="dual")  # reaches the sampler, which wants blocks for it
         refused(dataclasses.replace(cfg, out=str(tmp_path / "cache"), dream=flags), "set block_length")
+        path = tmp_path / "out" / "config.json"  # a folder from before --top_k had none
+        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "fast_dllm"}))
+        assert benchmarks.main(cfg)["samples"] == 6
+        flags = dataclasses.replace(cfg.dream, fast_dllm=True)
+        refused(dataclasses.replace(cfg, dream=flags), "holds results with fast_dllm=False")
         (Path(ckpt) / "tokenizer_config.json").unlink()
         refused(dataclasses.replace(cfg, out=str(tmp_path / "other")), "holds no chat template")
     else:

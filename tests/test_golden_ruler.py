@@ -1,15 +1,20 @@
-"""Reference values of estimators on table models: the scores that coupled_grpo.py trains with, over all their draws."""
+"""Reference values on table models: the scores that coupled_grpo.py trains with, and bench/grpo_ruler.py."""
 
 import itertools
 import math
+import re
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import cases_of
+from conftest import ROOT, cases_of
 
 import coupled_grpo as grpo
+
+sys.path.insert(0, str(ROOT / "bench"))
+import grpo_ruler as ruler
 
 pytestmark = pytest.mark.golden
 
@@ -47,3 +52,101 @@ def test_mean_and_covariance_of_the_scores(golden_dir, estimator):
 
 def identity(x):
     return x
+
+
+# ---- the exact ruler, float64 --------------------------------------------------------------------------------------
+
+
+def ruler_cases(golden_dir, file):
+    return cases_of(golden_dir("ruler") / file, str.partition).items()
+
+
+def close(got, want, name):
+    np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+def test_one_answer_exactly(golden_dir):
+    for name, case in ruler_cases(golden_dir, "answer.npz"):
+        logp_Nn = ruler.answer_logp(case["logits"], case["answer"])
+        n = logp_Nn.shape[1]
+        close(logp_Nn, case["logp"], name)
+        close(ruler.elbo_weights(n), case["elbo_coef"], name)
+        close(ruler.exact_elbo(logp_Nn), case["elbo"], name)
+        close((ruler.elbo_weights(n) * logp_Nn).sum(0), case["elbo_token"], name)
+        value, visits_Nn = ruler.any_order(logp_Nn)
+        close(value, case["any_order"], name)
+        close(value - ruler.exact_elbo(logp_Nn), case["kl_orders"], name)
+        if "any_order_visits" in case:
+            close(visits_Nn, case["any_order_visits"], name)
+        close(ruler.best_order(logp_Nn), case["best_order"], name)
+        close(ruler.best_order(logp_Nn, min), case["worst_order"], name)
+        for one_way in ("one_pass", "left_to_right"):
+            close((ruler.coefficients(one_way, n)[0] * logp_Nn).sum(), case[one_way], name)
+        close([ruler.upper_bound(logp_Nn, beta) for beta in case["betas"]], case["eubo"], name)
+        # gradients by the logits: the weight of every logp times onehot - softmax
+        d_NnV = np.eye(case["logits"].shape[2])[case["answer"]] - np.exp(ruler.diffusion.log_softmax(case["logits"]))
+        for weight_Nn, kind in ((ruler.elbo_weights(n), "elbo"), (visits_Nn, "any_order")):
+            if f"grad_{kind}" in case:
+                close(weight_Nn[..., None] * d_NnV, case[f"grad_{kind}"], name)
+        if "schedule" in case:
+            settings = zip(case["schedule"], case["steps"], strict=True)
+            found = np.array([ruler.ancestral(logp_Nn, str(kind), int(steps)) for kind, steps in settings])
+            close(found[:, 0], case["elbo_steps"], name)
+            close(found[:, 1], case["ancestral_steps"], name)
+
+
+def test_estimators_over_all_their_draws(golden_dir):
+    for name, case in ruler_cases(golden_dir, "estimators.npz"):
+        logp_Nn = ruler.answer_logp(case["logits"], case["answer"])
+        for estimator, passes in zip(map(str, case["names"]), case["passes"], strict=True):
+            found = *ruler.moments(estimator, logp_Nn), *ruler.coefficients(estimator, logp_Nn.shape[1])
+            for key, got in zip(("mean_token", "cov", "coef", "coef_sq"), found, strict=True):
+                close(got, case[f"{estimator}.{key}"], f"{name} {estimator} {key}")
+            assert ruler.passes(estimator, logp_Nn.shape[1]) == passes, (name, estimator)
+        for key in case:
+            if found := re.fullmatch(r"spg_K(\d+)_b([\d.]+)_w([\d.]+)\.mean", key):
+                mean_3, var_3 = ruler.spg(logp_Nn, int(found[1]), float(found[2]), float(found[3]))
+                close(mean_3, case[key], f"{name} {key}")
+                close(var_3, case[key.removesuffix("mean") + "var"], f"{name} {key}")
+
+
+def test_whole_policies(golden_dir):
+    for name, case in ruler_cases(golden_dir, "policy.npz"):
+        n = case["logits"].shape[1]
+        for number, text in enumerate(map(str, case["rules"])):
+            rule, tau, k = re.fullmatch(r"(.+)\|tau=(.+)\|k=(.+)", text).groups()
+            policy = ruler.Policy(case["logits"], case["reward"], rule, float(tau), int(k))
+            want = {key.partition(".")[2]: case[key] for key in case if key.startswith(f"rule{number}.")}
+            close(policy.likelihood_X, want["likelihood"], f"{name} {text}")
+            close(policy.likelihood_X.sum(), 1, f"{name} {text}")
+            close(policy.value, want["value"], f"{name} {text}")
+            grad_CnV = policy.gradient()
+            close(grad_CnV, want["grad"], f"{name} {text}")
+            tokens_only = ruler.cosine(policy.gradient("tokens_nV"), grad_CnV)
+            close(tokens_only, want["cosine_tokens_only"], f"{name} {text}")
+            for i, estimator in enumerate(map(str, case["estimators"])):
+                elbo = estimator == "elbo"
+                expected_CnV = policy.expected(ruler.elbo_weights(n) if elbo else ruler.coefficients(estimator, n)[0])
+                close(ruler.cosine(expected_CnV, grad_CnV), want["cosine"][i], f"{name} {text} {estimator}")
+                projection = (expected_CnV * grad_CnV).sum() / (grad_CnV**2).sum()
+                close(projection, want["projection"][i], f"{name} {text} {estimator}")
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_the_relations_of_the_bounds(n):
+    """elbo <= any order <= best order; all are one where the canvas does not matter; SPG's bound from beta = n on."""
+    rng = np.random.default_rng(n)
+    logits_NnV, answer_n = rng.normal(0, 2, (1 << n, n, 4)), rng.integers(0, 4, n)
+    logp_Nn = ruler.answer_logp(logits_NnV, answer_n)
+    elbo, value, best = ruler.exact_elbo(logp_Nn), ruler.any_order(logp_Nn)[0], ruler.best_order(logp_Nn)
+    assert ruler.best_order(logp_Nn, min) - 1e-9 <= elbo <= value + 1e-9 <= best + 2e-9
+    assert value >= best - math.log(math.factorial(n)) - 1e-9
+    assert ruler.upper_bound(logp_Nn, n) >= value - 1e-9
+    for steps in (1, 3, 40):
+        bound, likelihood = ruler.ancestral(logp_Nn, "linear", steps)
+        assert bound <= likelihood + 1e-9
+    assert bound == pytest.approx(elbo, abs=0.05 * abs(elbo))  # many steps: one token each, in any order
+    same_Nn = ruler.answer_logp(np.broadcast_to(logits_NnV[:1], logits_NnV.shape), answer_n)
+    want = same_Nn[-1].sum()
+    found = ruler.exact_elbo(same_Nn), ruler.any_order(same_Nn)[0], *ruler.ancestral(same_Nn, "cosine", 3)
+    np.testing.assert_allclose(found, want, rtol=1e-9)

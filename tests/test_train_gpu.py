@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import command, kill_and_resume, losses, says
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import data_prep
 import diffusion
@@ -181,6 +183,163 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(schedule):
         assert loss.item() == pytest.approx(by_hand, rel=1e-5)
 
 
+def unequal_rows(L=64):
+    """Four rows of 64, 20, 50 and 3 tokens behind BOS, noised."""
+    token_BL = rows_of_tokens(4, L)
+    token_BL[:, 0] = mdlm.BOS
+    for row, length in enumerate((64, 20, 50, 3)):
+        token_BL[row, length:] = mdlm.PAD
+    return train_gpu.noise(token_BL, "linear", np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("rope", [False, True])
+def test_packed_texts_have_the_loss_and_gradient_of_padded_rows(rope):
+    torch.manual_seed(0)
+    model = mdlm.MDLM(mdlm.Config(vocab=40, width=32, layers=2, heads=2, ffn=64, positions=64, rope=rope))
+    torch.nn.init.normal_(model.time[2].weight, 0, 0.5)
+    noised, loss_of, results = unequal_rows(), train_gpu.Loss(model, "linear"), []
+    for packed in (False, True):
+        inputs = train_gpu.loss_inputs(noised, slice(None), torch.device("cpu"), packed)
+        loss = loss_of(*inputs)["nelbo"]
+        results.append((loss, torch.autograd.grad(loss, list(model.parameters()))))
+    assert inputs[0].shape == (1, 192)  # 137 tokens, rounded up
+    assert (inputs[0] == mdlm.PAD).sum() == 192 - 137
+    (want, want_gradients), (got, gradients) = results
+    assert got.item() == pytest.approx(want.item(), rel=1e-5)
+    for a, b in zip(gradients, want_gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not mdlm.varlen_attn, reason="PyTorch has no varlen_attn")
+def test_attention_on_a_gpu_is_flash_attention_without_a_mask():
+    """Meta tensors play the GPU: every operator checks shapes and types, forwards and backwards, and none computes."""
+    *inputs, packed = train_gpu.loss_inputs(unequal_rows(), slice(None), torch.device("cpu"), packed=True)
+    loss_of = train_gpu.Loss(mdlm.MDLM(mdlm.Config(vocab=40, width=64, layers=2, heads=1, rope=True)), "linear")
+    loss_of, on_meta = loss_of.to("meta", torch.bfloat16), lambda x: x.to("meta")
+    with Operators() as ran:
+        packed = mdlm.Packed(*map(on_meta, packed[:3]), packed.longest)
+        loss = loss_of(*map(on_meta, inputs), packed)["nelbo"]
+        loss.backward()
+    assert all(weight.grad.shape == weight.shape for weight in loss_of.parameters())
+    assert ran.names.count("_varlen_attn.default") == ran.names.count("_varlen_attn_backward.default") == 2
+    assert not [name for name in ran.names if "scaled_dot_product" in name or "_local_scalar_dense" in name]
+
+
+def test_texts_are_packed_where_flash_attention_is(monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(mdlm, "varlen_attn", print)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert train_gpu.why_padded(cuda, "bfloat16") == ""
+    assert "a CPU" in train_gpu.why_padded(cpu, "bfloat16")
+    assert "16 bits" in train_gpu.why_padded(cuda, "float32")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "Ampere" in train_gpu.why_padded(cuda, "float16")
+    monkeypatch.setattr(mdlm, "varlen_attn", None)
+    assert "PyTorch 2.10" in train_gpu.why_padded(cuda, "bfloat16")
+
+
+ALONE = train_gpu.Devices(torch.device("cpu"))
+
+
+def new_state(optimizer="muon", dtype="float32"):
+    cfg = train_gpu.Config(optimizer=optimizer, compile=False, micro_batch=4, batch_size=4)
+    return cfg, train_gpu.make_state(cfg, dataclasses.replace(SMALLER, vocab=64), dtype, ALONE)
+
+
+def test_a_step_does_not_ask_the_device_for_a_number(monkeypatch):
+    cfg, state = new_state()
+    noised, asked = unequal_rows(), []
+    inputs = [train_gpu.loss_inputs(noised, slice(None), torch.device("cpu"))]
+    for name in ("tolist", "cpu", "numpy"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: asked.append(name))
+    with Operators() as ran:
+        loss = train_gpu.gradients(state, inputs, cfg, ALONE)
+        train_gpu.update(state, 0, cfg)
+    assert not asked
+    assert "_local_scalar_dense.default" not in ran.names  # what item(), float() and bool() run
+    monkeypatch.undo()
+    assert math.isfinite(loss.item())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_update_that_is_not_finite_is_left_out_on_the_device(dtype):
+    cfg, state = new_state(dtype=dtype)
+    inputs = [train_gpu.loss_inputs(unequal_rows(), slice(None), torch.device("cpu"))]
+
+    def step(i, broken):
+        train_gpu.gradients(state, inputs, cfg, ALONE)
+        if broken:
+            state.model.embed.weight.grad[3, 5] = broken
+        train_gpu.update(state, i, cfg)
+        return {name: tensor.clone() for name, tensor in train_gpu.trainer_tensors(state).items()}
+
+    first = step(0, 0)
+    for i, broken in ((1, math.nan), (2, math.inf)):
+        left_out = step(i, broken)
+        for name, tensor in first.items():
+            if not name.startswith("ema."):
+                assert torch.equal(left_out[name], tensor), name
+        assert state.skipped_2.tolist() == [i, i]
+    assert not torch.equal(step(3, 0)["model.embed.weight"], first["model.embed.weight"])
+    assert state.skipped_2.tolist() == [2, 0]
+
+
+def test_our_muon_is_pytorchs_to_the_digit():
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("PyTorch has no Muon to compare with")
+    torch.manual_seed(0)
+    shapes = (96, 32), (32, 32), (64, 32), (32, 64), (96, 32)
+    ours, theirs = ([torch.nn.Parameter(torch.randn(*shape)) for shape in shapes] for _ in range(2))
+    for a, b in zip(ours, theirs, strict=True):
+        b.data.copy_(a.data)
+    optimizers = train_gpu.Muon(ours, 0.02, 0.1), torch.optim.Muon(theirs, 0.02, 0.1)
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = b.grad = torch.randn_like(a)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_thread_makes_the_batch_of_the_next_step(data, monkeypatch):
+    cfg, make, made, other = train_gpu.Config(steps=3, batch_size=8, micro_batch=4), train_gpu.training_batch, [], []
+    second = threading.Event()
+
+    def training_batch(rows, cfg, step):
+        if step == 2:
+            raise OSError("the disk is gone")
+        noised = make(rows, cfg, step)
+        made.append(noised.token_BL)
+        other.append(threading.current_thread() is not threading.main_thread())
+        if step:
+            second.set()
+        return noised
+
+    monkeypatch.setattr(train_gpu, "training_batch", training_batch)
+    rows = data_prep.Rows(data, "train")
+    steps = train_gpu.batches(rows, cfg, 0, ALONE, packed=False)
+    step, noised, inputs = next(steps)
+    assert second.wait(10)  # while we hold the first
+    assert (step, len(inputs), inputs[0][0].shape) == (0, 2, (4, 32))
+    assert np.array_equal(noised.token_BL, made[0])
+    assert np.array_equal(next(steps)[1].token_BL, made[1])
+    assert other == [True, True]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(steps)
+
+
 def test_scores_of_micro_batches_add_up_to_those_of_all_rows():
     torch.manual_seed(0)
     model = mdlm.MDLM(mdlm.Config(vocab=8, width=32, layers=1, heads=2, ffn=64, positions=32))
@@ -283,6 +442,38 @@ def test_evaluate_estimates_the_bound_that_the_trainer_logged(data, unbroken, tm
     text_bytes = json.loads((data / "meta.json").read_text())["splits"]["heldout"]["bytes"]
     bits = row["nats_per_token"] * row["heldout_tokens"] / np.log(2)
     assert row["bits_per_byte"] == pytest.approx(bits / text_bytes)
+
+
+def test_the_bound_is_that_of_each_row_alone_but_takes_rows_of_like_length_together(monkeypatch):
+    torch.manual_seed(0)
+    model = mdlm.MDLM(mdlm.Config(vocab=40, width=32, layers=1, heads=1, ffn=64, positions=64, rope=True)).eval()
+    token_RL = rows_of_tokens(12, 64)
+    length_R = np.array([64, 8, 40, 10, 64, 9, 8, 41, 64, 10, 40, 64])
+    token_RL[np.arange(64) >= length_R[:, None]] = mdlm.PAD
+    counted_RL = token_RL != mdlm.PAD
+    # each row alone
+    rng, nats, want = np.random.default_rng(0), 0.0, np.zeros((10, 3))
+    u_R = rng.permutation(diffusion.antithetic_times(rng.random(12), eps=0))
+    mask_RL, weight_R = diffusion.mask_exactly(counted_RL, u_R, rng.random(token_RL.shape))
+    rows = (*map(torch.from_numpy, (token_RL, mask_RL, weight_R)), length_R)
+    for token_L, mask_L, weight, length in zip(*rows, strict=True):
+        xt_BL, n = torch.where(mask_L, mdlm.MASK, token_L)[None, :length], int(mask_L.sum())
+        with torch.no_grad():
+            logits_MV = model(xt_BL, (1 / weight)[None].float())[0, mask_L[:length]]
+        logits_MV[:, mdlm.MASK] = -math.inf
+        nll = -logits_MV.log_softmax(-1)[range(n), token_L[mask_L]].sum().item()
+        right = (logits_MV.argmax(-1) == token_L[mask_L]).sum().item()
+        nats += weight.item() * nll
+        want[min(int(10 / weight), 9)] += [nll, right, n]
+    # together: so many positions, in so many calls, and three numbers a masked token are read at the end
+    seen, hidden = [], model.hidden
+    monkeypatch.setattr(model, "hidden", lambda token, *rest: seen.append(tuple(token.shape)) or hidden(token, *rest))
+    with Operators() as ran:
+        bound, level = evaluate.bound_of_a_draw(model, token_RL, counted_RL, np.random.default_rng(0), 4)
+    assert bound == pytest.approx(nats / length_R.sum(), rel=1e-6)
+    np.testing.assert_allclose(level, want, rtol=1e-5)
+    assert seen == [(4, 10), (4, 41), (4, 64)]
+    assert "_local_scalar_dense.default" not in ran.names
 
 
 def test_what_evaluate_says(data, unbroken, tmp_path):
@@ -486,11 +677,6 @@ def test_a_run_from_before_rope_and_muon_goes_on_as_it_was(data, tmp_path):
         path.write_text(json.dumps(saved))
     resume(out)
     assert losses(out) == uninterrupted
-
-
-def test_a_torch_without_muon_is_one_line_that_says_what_to_do(data, tmp_path, monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon")
-    refuses("or train with --optimizer=adamw", data, tmp_path / "run", steps=2)
 
 
 def test_two_trainers_on_one_folder_are_refused(data, unbroken):

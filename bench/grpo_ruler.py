@@ -1,0 +1,540 @@
+"""An exact ruler for reinforcement learning of diffusion models: what the estimators of a completion's score are worth.
+
+    python bench/grpo_ruler.py --ckpt=out/grpo/base/run --tasks=out/grpo/base/heldout.jsonl     # after the demo
+
+The score of an answer of n tokens is a sum over the canvases that mask a set M of it, of weights times log p(x_i | M).
+With n at most 8 there are 256 canvases: all are run once, and what costs a trainer noise is computed exactly: the ELBO,
+the likelihood under any order, and of every estimator mean and variance over all that it may draw. Writes
+results/grpo_ruler.md, a row for each estimator, averaged over right answers of a trained model's held-out tasks.
+
+Policy does the same for a table of logits for every canvas: the exact likelihood of every answer under a
+sampler's rule, the exact gradient of the expected reward, and the gradient that an estimator expects instead.
+
+Sets are bits: bit i of M set means that position i is MASK. Letters: N = 2^n sets, n positions, V vocabulary, D draws
+of an estimator, K passes of a draw, X answers, C = (V + 1)^n canvases of all of them together.
+Refs: coupled-GRPO, arXiv:2506.20639; d1, arXiv:2504.12216; LLaDA 1.5 (VRPO), arXiv:2505.19223; SPG, arXiv:2510.09541;
+ESPO, arXiv:2512.03759; GDPO, arXiv:2510.08554; TraceRL, arXiv:2509.06949.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import shlex
+import sys
+import typing
+from pathlib import Path
+
+import numpy as np
+from record import RESULTS
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import diffusion
+import runs
+
+# ---- one answer: exact -------------------------------------------------------------------------------------------
+
+
+def sizes(n):
+    """(whether set M holds i, bool [N, n]; how many positions it holds, [N])."""
+    held_Nn = (np.arange(1 << n)[:, None] >> np.arange(n)) & 1 > 0
+    return held_Nn, held_Nn.sum(1)
+
+
+def answer_logp(logits_NnV, answer_n):
+    """log p(x_i | canvas that masks M) [N, n], and 0 where M does not hold i."""
+    logp_Nn = np.take_along_axis(diffusion.log_softmax(logits_NnV), answer_n[None, :, None].astype(np.int64), 2)[..., 0]
+    return np.where(sizes(len(answer_n))[0], logp_Nn, 0)
+
+
+def elbo_weights(n):
+    """c [N, n], elbo = sum of c * logp: the chance that an order reveals i when M is masked, (m-1)! (n-m)! / n!."""
+    held_Nn, m_N = sizes(n)
+    c = [0] + [math.factorial(m - 1) * math.factorial(n - m) / math.factorial(n) for m in range(1, n + 1)]
+    return np.where(held_Nn, np.array(c)[m_N][:, None], 0.0)
+
+
+def exact_elbo(logp_Nn):
+    return (elbo_weights(logp_Nn.shape[1]) * logp_Nn).sum()
+
+
+def any_order(logp_Nn):
+    """(log of the mean over orders of the product of a token a pass, chance v [N, n] that an order of x passes there).
+
+    F[M] = logsumexp over i in M of logp[M, i] + F[M without i], minus log m; the gradient is the sum of v * d logp.
+    """
+    N, n = logp_Nn.shape
+    held_Nn, m_N = sizes(n)
+    rest_Nn = np.arange(N)[:, None] & ~(1 << np.arange(n))
+    by_size = sorted(range(1, N), key=lambda M: m_N[M])
+    F_N, reach_N, visits_Nn = np.zeros(N), np.full(N, -np.inf), np.zeros((N, n))
+    for M in by_size:
+        terms = (logp_Nn[M] + F_N[rest_Nn[M]])[held_Nn[M]]
+        F_N[M] = np.logaddexp.reduce(terms) - math.log(m_N[M])
+    reach_N[N - 1] = 0
+    for M in reversed(by_size):
+        for i in np.flatnonzero(held_Nn[M]):
+            step = reach_N[M] + logp_Nn[M, i] - math.log(m_N[M])
+            reach_N[rest_Nn[M, i]] = np.logaddexp(reach_N[rest_Nn[M, i]], step)
+            visits_Nn[M, i] = math.exp(step + F_N[rest_Nn[M, i]] - F_N[N - 1])
+    return F_N[N - 1], visits_Nn
+
+
+def best_order(logp_Nn, best=max):
+    """The largest log product of all orders; with best=min the smallest."""
+    N, n = logp_Nn.shape
+    F_N = np.zeros(N)
+    for M in range(1, N):  # the sets below M have smaller numbers
+        F_N[M] = best(logp_Nn[M, i] + F_N[M & ~(1 << i)] for i in range(n) if M >> i & 1)
+    return F_N[N - 1]
+
+
+def upper_bound(logp_Nn, beta):
+    """SPG's score with infinitely many masks: (1/beta) sum_i log E_order[p_i^beta], without the paper's constant."""
+    weight_Nn = elbo_weights(logp_Nn.shape[1])
+    return sum(np.log((weight_Nn * np.exp(beta * (logp_Nn - logp_Nn.max(0)))).sum(0)) / beta + logp_Nn.max(0))
+
+
+def ancestral(logp_Nn, schedule, steps):
+    """(bound, log-likelihood) of `steps` ancestral steps on t = 1, 1 - 1/steps, ..., 0; the last one reveals all.
+
+    A masked token stays MASK with k = rate(s) / rate(t). Bound: sum over steps, sets of P(M at t) (1 - k) sum_i logp.
+    Likelihood: F_s[M] = sum over subsets S of (1 - k)^|S| k^(m - |S|) p(x_S | M) F[M without S].
+    """
+    N, n = logp_Nn.shape
+    _, m_N = sizes(n)
+    rates = [float(diffusion.mask_rate(np.float64(j / steps), schedule)) for j in range(steps + 1)]
+    rates[0], rates[-1] = 0.0, 1.0
+    bound, F_N = 0.0, np.where(m_N == 0, 0.0, -np.inf)
+    with np.errstate(divide="ignore"):  # log 0 is a step that cannot be
+        for rate, before in itertools.pairwise(rates):
+            keep = rate / before
+            bound += (before**m_N * (1 - before) ** (n - m_N) * (1 - keep) * logp_Nn.sum(1)).sum()
+            log_go, log_stay = np.log(1 - keep), np.log(keep)
+            new_N = np.full(N, -np.inf)
+            for M in range(N):
+                S = M
+                while True:  # over all subsets S of M
+                    size = m_N[S]
+                    chance = (size * log_go if size else 0) + ((m_N[M] - size) * log_stay if size < m_N[M] else 0)
+                    parts = sum(logp_Nn[M, i] for i in range(n) if S >> i & 1)
+                    new_N[M] = np.logaddexp(new_N[M], chance + parts + F_N[M ^ S])
+                    if not S:
+                        break
+                    S = (S - 1) & M
+            F_N = new_N
+    return bound, F_N[N - 1]
+
+
+# ---- one answer: estimators --------------------------------------------------------------------------------------
+
+
+class Draws(typing.NamedTuple):
+    """All draws of an estimator: score = sum over k of weight[d, k] * logp[set[d, k]], with chance chance[d]."""
+
+    chance_D: np.ndarray
+    set_DK: np.ndarray
+    weight_DK: np.ndarray
+
+
+def of_sizes(n, sizes_and_chances):
+    """(chance, size, set) of the sets of a size drawn with a chance, all sets of it alike."""
+    _, m_N = sizes(n)
+    for size, chance in sizes_and_chances:
+        found = np.flatnonzero(m_N == size)
+        yield from ((chance / len(found), size, int(M)) for M in found)
+
+
+def uniform_sizes(n, first, last):
+    return ((size, 1 / (last - first + 1)) for size in range(first, last + 1))
+
+
+def together(parts):
+    """Draws of several independent ones, each [(chance, weight, set)]: every combination, weights as they are."""
+    rows = [(math.prod(c for c, _, _ in draw), [M for *_, M in draw], [w for _, w, _ in draw]) for draw in parts]
+    chance, sets, weights = zip(*rows, strict=True)
+    return Draws(np.array(chance), np.array(sets), np.array(weights, float))
+
+
+def at_times(n, times, masks, weights):
+    """Draws at times t with chances: sets of each time and their weights, by functions of t."""
+    rows = [(chance * p, sets, weights(t)) for t, chance in times for p, sets in masks(t)]
+    chance, sets, weights = zip(*rows, strict=True)
+    return Draws(np.array(chance), np.array(sets), np.array(weights, float))
+
+
+def gauss(low, high, count=24):
+    """Nodes and chances of a uniform time in [low, high]."""
+    node, weight = np.polynomial.legendre.leggauss(count)
+    return list(zip((low + high) / 2 + (high - low) / 2 * node, weight / 2, strict=True))
+
+
+def bernoulli(n, t):
+    """[(chance, set)] of masks that hold each position with chance t."""
+    _, m_N = sizes(n)
+    return list(zip(t**m_N * (1 - t) ** (n - m_N), range(1 << n), strict=True))
+
+
+def coupled(n, weigh, independent=False):
+    """Full canvas, a mask of rate t in [0.2, 0.8], and its complement; or, independent, another mask of rate 1 - t."""
+    full = (1 << n) - 1
+
+    def masks(t):
+        if not independent:
+            return [(p, [full, M, full - M]) for p, M in bernoulli(n, t)]
+        both = itertools.product(bernoulli(n, t), bernoulli(n, 1 - t))
+        return [(p * q, [full, M, other]) for (p, M), (q, other) in both]
+
+    return at_times(n, gauss(0.2, 0.8), masks, lambda t: np.array([1, *(weigh(t))]) / 2)
+
+
+def one_pass(n):
+    return Draws(np.ones(1), np.array([[(1 << n) - 1]]), np.ones((1, 1)))
+
+
+def bernoulli_draws(n, eps=1e-3):
+    """One mask of rate t, weight 1/t, t uniform in [eps, 1]: smooth in log t, where it is integrated."""
+    nodes, range_u = gauss(math.log(eps), 0, 64), -math.log(eps) / (1 - eps)
+    times = [(math.exp(u), chance * math.exp(u) * range_u) for u, chance in nodes]
+    return at_times(n, times, lambda t: [(p, [M]) for p, M in bernoulli(n, t)], lambda t: [1 / t])
+
+
+def count(n):
+    return together([[(p, n / m, M)] for p, m, M in of_sizes(n, uniform_sizes(n, 1, n))])
+
+
+def strata(n, K):
+    """K draws of count, whose sizes lie n / K apart: m, m + n/K, ..."""
+    step, draws = n // K, []
+    for m in range(1, step + 1):
+        layers = [[(p, n / size / K, M) for p, size, M in of_sizes(n, [(size, 1)])] for size in range(m, n + 1, step)]
+        layers[0] = [(p / step, w, M) for p, w, M in layers[0]]
+        draws += itertools.product(*layers)
+    return together(draws)
+
+
+def espo(n):
+    full, rows = (1 << n) - 1, []
+    for p, m, M in of_sizes(n, uniform_sizes(n, 0, n)):
+        rows.append([(p, (n + 1) / m / 2 if m else 0.0, M), (1, (n + 1) / (n - m) / 2 if m < n else 0.0, full - M)])
+    return together(rows)
+
+
+def coupled_elbo(n):
+    if n == 1:  # the pair has no weight
+        return together([[(1, 1, 1), (1, 0, 1), (1, 0, 0)]])
+    full = (1 << n) - 1
+    rows = []
+    for p, m, M in of_sizes(n, uniform_sizes(n, 1, n - 1)):
+        rows.append([(p, 1 / n, full), (1, (n - 1) / 2 / m, M), (1, (n - 1) / 2 / (n - m), full - M)])
+    return together(rows)
+
+
+def gdpo(n, nodes):
+    """Quadrature of the integral over the share of masks: floor(x n) tokens, weight 1/x, at every node x."""
+    layers = [[(p, weight / x if x else 0.0, M) for p, _, M in of_sizes(n, [(int(x * n), 1.0)])] for x, weight in nodes]
+    return together(itertools.product(*layers))
+
+
+def left_to_right(n):
+    """Every token on the canvas that masks it and all behind it: not of the form of Draws."""
+    coef_Nn = np.zeros((1 << n, n))
+    coef_Nn[[(1 << n) - (1 << i) for i in range(n)], range(n)] = 1
+    return coef_Nn
+
+
+ESTIMATORS = {
+    "one_pass": one_pass,
+    "bernoulli_eps1e-3": bernoulli_draws,
+    "count": count,
+    "strata2": functools.partial(strata, K=2),
+    "strata3": functools.partial(strata, K=3),
+    "espo": espo,
+    "coupled": lambda n: coupled(n, lambda t: (1 / t, 1 / (1 - t))),
+    "coupled_unit": lambda n: coupled(n, lambda t: (1, 1)),
+    "independent": lambda n: coupled(n, lambda t: (1 / t, 1 / (1 - t)), independent=True),
+    "coupled_elbo": coupled_elbo,
+    "gdpo_gauss-2": lambda n: gdpo(n, gauss(0, 1, 2)),
+    "gdpo_gauss-3": lambda n: gdpo(n, gauss(0, 1, 3)),
+    "gdpo_simpson": lambda n: gdpo(n, [(0, 1 / 6), (0.5, 4 / 6), (1, 1 / 6)]),
+}
+
+
+def passes(name, n):
+    """Forward passes of one draw."""
+    return n if name == "left_to_right" else ESTIMATORS[name](n).set_DK.shape[1]
+
+
+@functools.lru_cache(None)
+def coefficients(name, n):
+    """(mean, mean square [N, n]) of the weight of logp[M, i] over all draws of an estimator."""
+    held_Nn, _ = sizes(n)
+    if name == "left_to_right":
+        return (left_to_right(n),) * 2
+    chance_D, set_DK, weight_DK = ESTIMATORS[name](n)
+    mean_N, square_N = np.zeros(1 << n), np.zeros(1 << n)
+    for k in range(set_DK.shape[1]):
+        np.add.at(mean_N, set_DK[:, k], chance_D * weight_DK[:, k])
+        for other in range(set_DK.shape[1]):  # a draw may hold a set twice
+            same = set_DK[:, k] == set_DK[:, other]
+            np.add.at(square_N, set_DK[:, k], chance_D * weight_DK[:, k] * weight_DK[:, other] * same)
+    return mean_N[:, None] * held_Nn, square_N[:, None] * held_Nn
+
+
+def moments(name, logp_Nn):
+    """(mean [n], covariance [n, n]) of an estimator's scores of the tokens over all its draws."""
+    n = logp_Nn.shape[1]
+    if name == "left_to_right":
+        return (left_to_right(n) * logp_Nn).sum(0), np.zeros((n, n))
+    chance_D, set_DK, weight_DK = ESTIMATORS[name](n)
+    score_Dn = (weight_DK[..., None] * logp_Nn[set_DK]).sum(1)
+    mean_n = chance_D @ score_Dn
+    return mean_n, (score_Dn - mean_n).T * chance_D @ (score_Dn - mean_n)
+
+
+def spg(logp_Nn, K, beta, mix):
+    """Mean and variance [3] of SPG's scores with K masks of uniform size: lower, upper, and mix * upper + rest * lower.
+
+    lower: mean over masks of the mean of logp. upper: mean over the tokens that were masked of (1/beta) log of the mean
+    over masks of [masked] p^beta n/m.
+    """
+    n = logp_Nn.shape[1]
+    held_Nn, m_N = sizes(n)
+    masks = list(of_sizes(n, uniform_sizes(n, 1, n)))
+    sets_DK = np.array(list(itertools.product([M for *_, M in masks], repeat=K)))
+    chance_D = np.prod(list(itertools.product([p for p, *_ in masks], repeat=K)), axis=1)
+    lower_D = (logp_Nn.sum(1) / np.maximum(m_N, 1))[sets_DK].mean(1)
+    held_DKn = held_Nn[sets_DK]
+    with np.errstate(divide="ignore"):
+        log_DKn = np.where(held_DKn, beta * logp_Nn[sets_DK] + np.log(n / m_N[sets_DK])[..., None], -np.inf)
+    token_Dn = (np.logaddexp.reduce(log_DKn, 1) - math.log(K)) / beta
+    seen_Dn = held_DKn.any(1)
+    upper_D = np.where(seen_Dn, token_Dn, 0).sum(1) / seen_Dn.sum(1)
+    scores_3D = np.stack([lower_D, upper_D, mix * upper_D + (1 - mix) * lower_D])
+    mean_3 = scores_3D @ chance_D
+    return mean_3, ((scores_3D - mean_3[:, None]) ** 2) @ chance_D
+
+
+# ---- a whole policy: all answers, all canvases ---------------------------------------------------------------------
+
+
+def canvas_of(answer_n, M, V):
+    """Number of the canvas that shows an answer but for set M: base V + 1, position 0 runs fastest, digit V is MASK."""
+    return sum((V if M >> i & 1 else int(v)) * (V + 1) ** i for i, v in enumerate(answer_n))
+
+
+def digits(number, base, n):
+    return [number // base**i % base for i in range(n)]
+
+
+class Step(typing.NamedTuple):
+    """One way on from a canvas: what is written, {position: token}, with what chance, and the gradient of its log."""
+
+    written: dict
+    chance: float
+    grad_nV: np.ndarray  # by the logits of the canvas
+    tokens_nV: np.ndarray  # of the written tokens' part alone, as if the positions had been given
+
+
+def surest(p_nV, masked, kind, k):
+    """The k masked positions that are surest, by their distributions alone; of equal ones the lower position."""
+    score = {
+        "max_prob": lambda p: p.max(),
+        "entropy": lambda p: (p * np.log(np.maximum(p, 1e-300))).sum(),
+        "margin": lambda p: -np.subtract(*np.sort(p)[-2:]),
+    }[kind]
+    return sorted(masked, key=lambda i: -score(p_nV[i]))[:k]
+
+
+def written_by(rule, p_nV, masked, drawn, tau, k):
+    """The positions that a rule writes of tokens drawn at all masked ones, by the probability of each drawn token."""
+    p = {i: p_nV[i, drawn[i]] for i in masked}
+    if rule == "threshold" and max(p.values()) >= tau:
+        return [i for i in masked if p[i] >= tau]
+    return sorted(masked, key=lambda i: -p[i])[: 1 if rule == "threshold" else k]
+
+
+def steps_from(rule, p_nV, masked, tau, k):
+    """All Steps of a rule from a canvas whose masked positions have probabilities p [n, V]."""
+    n, V = p_nV.shape
+    name, _, least = rule.partition(":")
+    sets = None  # [(chance, positions)] where these do not depend on what is drawn
+    if name == "any_order":
+        sets = [(1 / len(masked), [i]) for i in masked]
+    elif name == "left":
+        sets = [(1.0, masked[:k])]
+    elif least:
+        sure = [i for i in masked if p_nV[i].max() >= float(least)]
+        sets = [(1.0, sure or surest(p_nV, masked, "max_prob", 1))]
+    elif name in ("max_prob", "entropy", "margin"):
+        sets = [(1.0, surest(p_nV, masked, name, k))]
+    if sets:
+        for chance, places in sets:
+            for tokens in itertools.product(range(V), repeat=len(places)):
+                grad_nV = np.zeros((n, V))
+                for i, v in zip(places, tokens, strict=True):
+                    grad_nV[i] = -p_nV[i]
+                    grad_nV[i, v] += 1
+                p = math.prod(p_nV[i, v] for i, v in zip(places, tokens, strict=True))
+                yield Step(dict(zip(places, tokens, strict=True)), chance * p, grad_nV, grad_nV)
+        return
+    # Every masked position draws; draws that write the same are one step, with the chance of what was not written.
+    found = {}
+    for tokens in itertools.product(range(V), repeat=len(masked)):
+        drawn = dict(zip(masked, tokens, strict=True))
+        places = written_by(name, p_nV, masked, drawn, tau, k)
+        found.setdefault(tuple((i, drawn[i]) for i in sorted(places)), []).append(drawn)
+    for written, draws in found.items():
+        chances = [math.prod(p_nV[i, v] for i, v in drawn.items()) for drawn in draws]
+        total, grad_nV, tokens_nV = sum(chances), np.zeros((n, V)), np.zeros((n, V))
+        if not total:
+            continue
+        for drawn, chance in zip(draws, chances, strict=True):
+            for i, v in drawn.items():
+                grad_nV[i, v] += chance / total
+        for i in masked:
+            grad_nV[i] -= p_nV[i]
+        for i, v in written:
+            tokens_nV[i] = -p_nV[i]
+            tokens_nV[i, v] += 1
+        yield Step(dict(written), total, grad_nV, tokens_nV)
+
+
+class Policy:
+    """A sampler's rule on a table of logits [C, n, V]: exact likelihood of every answer, reward, and its gradient."""
+
+    def __init__(self, logits_CnV, reward_X, rule, tau=0.0, k=1):
+        C, n, V = logits_CnV.shape
+        self.logits, self.reward, self.shape = logits_CnV, reward_X, (C, n, V)
+        probs_CnV = np.exp(diffusion.log_softmax(logits_CnV))
+        self.answers = [digits(x, V, n) for x in range(V**n)]
+        # canvases by how much they mask: each leads to such that mask less
+        masked = {c: [i for i, v in enumerate(digits(c, V + 1, n)) if v == V] for c in range(C)}
+        order = sorted(range(C), key=lambda c: -len(masked[c]))
+        self.steps = {c: list(steps_from(rule, probs_CnV[c], masked[c], tau, k)) for c in order if masked[c]}
+        self.to = {c: [self.after(c, step.written) for step in steps] for c, steps in self.steps.items()}
+
+        # forward: the chance to come by a canvas; backward: the reward that it leads to
+        self.reach_C, self.value_C = np.zeros(C), np.zeros(C)
+        self.reach_C[C - 1] = 1
+        for c in order[: len(self.steps)]:
+            for step, c2 in zip(self.steps[c], self.to[c], strict=True):
+                self.reach_C[c2] += self.reach_C[c] * step.chance
+        ends = [canvas_of(answer, 0, V) for answer in self.answers]
+        self.likelihood_X, self.value_C[ends] = self.reach_C[ends], reward_X
+        for c in reversed(order[: len(self.steps)]):
+            self.value_C[c] = sum(s.chance * self.value_C[c2] for s, c2 in zip(self.steps[c], self.to[c], strict=True))
+        self.value = self.value_C[C - 1]
+
+    def after(self, c, written):
+        V = self.shape[2]
+        return c + sum((v - V) * (V + 1) ** i for i, v in written.items())
+
+    def gradient(self, part="grad_nV"):
+        """d E reward / d logits [C, n, V]; part="tokens_nV" leaves out the chance of what was not written."""
+        grad_CnV = np.zeros(self.shape)
+        for c, steps in self.steps.items():
+            for step, c2 in zip(steps, self.to[c], strict=True):
+                advantage = self.value_C[c2] - self.value
+                grad_CnV[c] += self.reach_C[c] * step.chance * advantage * getattr(step, part)
+        return grad_CnV
+
+    def expected(self, coef_Nn):
+        """The policy gradient that a score sum of coef * logp expects: the covariance of reward and its gradient.
+
+        That is what a leave-one-out baseline leaves of E[(reward - baseline) d score].
+        """
+        _, n, V = self.shape
+        probs_CnV, grad_CnV = np.exp(diffusion.log_softmax(self.logits)), np.zeros(self.shape)
+        for x, answer in enumerate(self.answers):
+            weight = self.likelihood_X[x] * (self.reward[x] - self.value)
+            for M in range(1, 1 << n):
+                c = canvas_of(answer, M, V)
+                for i in range(n):
+                    if coef_Nn[M, i]:
+                        grad_CnV[c, i] -= weight * coef_Nn[M, i] * probs_CnV[c, i]
+                        grad_CnV[c, i, answer[i]] += weight * coef_Nn[M, i]
+        return grad_CnV
+
+
+def cosine(a, b):
+    return float((a * b).sum() / math.sqrt((a * a).sum() * (b * b).sum()))
+
+
+# ---- a real model --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    ckpt: str = "out/grpo/base/run"  # run of train_tpu.py, or a folder of convert_weights.py
+    tasks: str = "out/grpo/base/heldout.jsonl"  # demo's tasks, with their right answers
+    answers: int = 48  # tasks whose right answers are scored
+    free: int = 6  # first tokens of an answer that are masked in all ways; the rest of the canvas is kept
+    length: int = 16  # tokens of a completion
+
+
+def tables(cfg):
+    """log p [answers, N, n] of the first tokens of right answers, each on the canvases of all sets of them."""
+    import jax
+    import tokenizers
+
+    import model_dream
+    import sample_dream
+
+    model, _ = runs.load(model_dream, cfg.ckpt)
+    tokenizer = tokenizers.Tokenizer.from_file(f"{cfg.ckpt}/tokenizer.json")
+    tasks = [json.loads(line) for line in Path(cfg.tasks).read_text().splitlines()][: cfg.answers]
+    n, (held_Nn, _) = cfg.free, sizes(cfg.free)
+    prompts = [tokenizer.encode(task["prompt"]).ids for task in tasks]
+    token_BL, see_BL = sample_dream.canvas(prompts, cfg.length, model.cfg)
+    answer_BC = np.full((len(tasks), cfg.length), model.cfg.eos_id, np.int32)
+    for row, task in zip(answer_BC, tasks, strict=True):
+        ids = tokenizer.encode(task["right"] + "\n").ids[: cfg.length]
+        row[: len(ids)] = ids
+    token_BL[:, -cfg.length :] = answer_BC
+    begin = token_BL.shape[1] - cfg.length
+
+    @jax.jit
+    def logits(token_NL, see_NL):
+        return model.logits(model.hidden(token_NL, see_BM=see_NL)[0][:, begin - 1 : begin - 1 + n])
+
+    for token_L, see_L, answer_C in zip(token_BL, see_BL, answer_BC, strict=True):
+        token_NL, see_NL = (np.repeat(x[None], 1 << n, 0) for x in (token_L, see_L))
+        token_NL[:, begin : begin + n][held_Nn] = model.cfg.mask_id
+        yield answer_logp(np.asarray(logits(token_NL, see_NL), np.float64), answer_C[:n])
+
+
+def main(cfg):
+    n = cfg.free
+    if not 1 <= n <= 8:
+        raise ValueError(f"--free={n} is 1 to 8: an answer has 2^n canvases")
+    found = list(tables(cfg))
+    elbos = np.array([exact_elbo(logp_Nn) for logp_Nn in found]) / n
+    orders = np.array([any_order(logp_Nn)[0] for logp_Nn in found]) / n
+    lines = [
+        f"{len(found)} right answers, their first {n} tokens: ELBO {elbos.mean():.4f} nats a token, any order "
+        f"{orders.mean():.4f}.\n",
+        "| estimator | passes | weight of a token | mean - ELBO | mean - any order | variance x passes | of a token |",
+        "|" + "---|" * 7,
+    ]
+    for name in ["left_to_right", *ESTIMATORS]:
+        if name.startswith("strata") and n % int(name[-1]):
+            continue
+        # divided by what the weights of a token sum to: coupled's 1.5 is a matter of the learning rate
+        weight = coefficients(name, n)[0].sum() / n
+        means, covs = zip(*(moments(name, logp_Nn) for logp_Nn in found), strict=True)
+        mean_B, cov_Bnn = np.array(means).sum(1) / n / weight, np.array(covs) / weight**2
+        scores = (mean_B - elbos).mean(), (mean_B - orders).mean()
+        spread = cov_Bnn.sum((1, 2)).mean(), np.trace(cov_Bnn, axis1=1, axis2=2).mean()
+        cells = f"{weight:.3g}", *(f"{x:+.4f}" for x in scores), *(f"{x * passes(name, n):.3f}" for x in spread)
+        lines.append(f"| {name} | {passes(name, n)} | {' | '.join(cells)} |")
+    text = "\n".join(lines) + f"\n\n`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`\n"
+    (RESULTS / "grpo_ruler.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__)
