@@ -56,8 +56,6 @@ import sample_dream
 import sandbox
 import train_tpu
 
-MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -126,7 +124,7 @@ class Config:
     rewards: tuple[str, ...] | None = None  # names in sandbox.py, or your own as file.py:function
     reward_weights: tuple[float, ...] | None = None  # weight of each of --rewards in their sum
     lora_rank: int = 0  # train a difference of this rank to each matrix instead of all weights; 0 trains all
-    lora_targets: tuple[str, ...] = MATRICES  # matrices of each layer that LoRA changes
+    lora_targets: tuple[str, ...] = md.MATRICES  # matrices of each layer that LoRA changes
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; "" float32 on a CPU, else bfloat16
     remat: typing.Literal["", "none", "qkvo", "full"] = ""  # what the backward pass recomputes; "" none on a CPU
     chunk: int = 1024  # tokens whose logits exist at a time
@@ -458,31 +456,6 @@ def sync_reference(ref, params, mixup=0.6):
 # ---- the model and its programs ------------------------------------------------------------------------------------
 
 
-def assemble(base, trained):
-    """The policy's parameters: those trained, or with LoRA the base's with the trained {"a", "b"} beside a matrix."""
-    if not isinstance(base, dict):
-        return md.Lora(base, trained["a"], trained["b"]) if trained else base
-    return {name: assemble(part, trained.get(name, {})) for name, part in base.items()} if base else trained
-
-
-def new_adapters(key, base, rank, targets):
-    """Float32 adapters of all layers' matrices with these names: A of size 1 / sqrt(D), B zero, so nothing changes yet.
-
-    {"layers": {"0": {"q_proj": {"a" [R, D], "b" [F, R]}}}}. B A is not scaled: alpha = rank, in others' terms.
-    """
-    layers = {}
-    for i, layer in base["layers"].items():
-        unknown = set(targets) - {name for name, weight in layer.items() if weight.ndim == 2}
-        if unknown:
-            raise ValueError(f"--lora_targets: no matrix of a layer is called {', '.join(sorted(unknown))}")
-        for j, name in enumerate(targets):
-            F, D = layer[name].shape
-            key_a = jax.random.fold_in(jax.random.fold_in(key, int(i)), j)
-            a_RD = D**-0.5 * jax.random.normal(key_a, (rank, D), jnp.float32)
-            layers.setdefault(i, {})[name] = {"a": a_RD, "b": jnp.zeros((F, rank), jnp.float32)}
-    return {"layers": layers}
-
-
 def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None):
     """(scores, gradients, update), compiled once each; base is {} for full fine-tuning.
 
@@ -495,7 +468,7 @@ def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None):
     limits = cfg.epsilon, cfg.epsilon_high, cfg.beta, cfg.chunk, elbo
 
     def policy(trained, base):
-        return nnx.merge(graph, assemble(base, trained))
+        return nnx.merge(graph, md.assemble(base, trained))
 
     @jax.jit
     def scores(trained, base, batch):
@@ -553,6 +526,7 @@ class Trainer:
         self.cfg, self.rewards = cfg, rewards
         on_cpu = jax.default_backend() == "cpu"
         dtype = jnp.dtype(cfg.dtype or ("float32" if on_cpu else "bfloat16"))  # of the computation and a frozen base
+        self.check_memory(mesh, dtype)
         model, _ = runs.load(md, cfg.ckpt, dtype=dtype if cfg.lora_rank else jnp.float32, mesh=mesh)
         self.model_cfg = model_cfg = model.cfg
 
@@ -561,7 +535,7 @@ class Trainer:
         del model  # or the weights could not be replaced by those that were learnt
         if cfg.lora_rank:
             key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
-            self.base, adapters = self.trained, new_adapters(key, self.trained, cfg.lora_rank, cfg.lora_targets)
+            self.base, adapters = self.trained, md.new_adapters(key, self.trained, cfg.lora_rank, cfg.lora_targets)
             self.trained = jax.device_put(adapters, md.shardings(mesh, adapters))
         self.ref = jax.tree.map(jnp.copy, self.trained) if cfg.beta else {}  # the same of the reference model
 
@@ -596,6 +570,17 @@ class Trainer:
         self.row_devices = mesh.size // cfg.tensor  # among which rows are shared out
         self.updates, self.bad = 0, 0  # so far; the last of them without a finite gradient
 
+    def check_memory(self, mesh, dtype):
+        """ValueError, before any weight is read, if a device has less memory than it has to hold."""
+        cfg, (path, meta, _) = self.cfg, runs.find_weights(runs.absolute(self.cfg.ckpt))
+        model_cfg, optimizer = md.read_config(path, meta), make_optimizer(cfg.lr)
+
+        def needed(lora_rank):  # what is trained, its moments and gradients, the reference model; with LoRA the base
+            shapes = train_tpu.state_shapes(md, model_cfg, optimizer, mesh, lora_rank, dtype)
+            return runs.bytes_on_a_device(shapes) + (1 + bool(cfg.beta)) * runs.bytes_on_a_device(shapes["params"])
+
+        runs.check_memory(mesh, needed(cfg.lora_rank), {} if cfg.lora_rank else {"--lora_rank=16": needed(16)})
+
     def describe(self):
         """Print what is trained, on what."""
         cfg, dropped = self.cfg, self.prompts.dropped
@@ -627,17 +612,6 @@ class Trainer:
         print(f"resuming {checkpoints.folder} after round {saved['round']}", flush=True)
         return saved["round"]
 
-    def merge(self, out):
-        """Write the model that LoRA has trained as the folder merged/, and return its path. The base is gone then."""
-        folder, layers = out / "merged", self.base["layers"]
-        shutil.rmtree(folder, ignore_errors=True)
-        for i, adapters in self.trained["layers"].items():  # a layer at a time: there is no room for two models
-            layer = assemble(layers[i], adapters)
-            layers[i] = jax.tree.map(md.merged, layer, is_leaf=lambda x: isinstance(x, md.Lora))
-        extra = [*out.glob("tokenizer*.json"), *out.glob("chat_template.jinja")]
-        md.save(folder, nnx.merge(self.writing_graph, self.base), extra)
-        return folder
-
     def take(self, batch, iteration, row_R, **more):
         """These rows of a batch on the devices, with what belongs to an iteration; row -1 counts for nothing."""
         arrays = {"token_BL": batch.token_BL, "see_BL": batch.see_BL, "counted_BC": batch.counted_BC} | iteration | more
@@ -647,7 +621,7 @@ class Trainer:
 
     def rollout(self, prompts, task_B, key):
         """Completions of the tasks with these numbers, by the policy as it is: a Batch."""
-        policy = nnx.merge(self.writing_graph, assemble(self.base, self.trained))
+        policy = nnx.merge(self.writing_graph, md.assemble(self.base, self.trained))
         canvas_BL, see_BL = prompts.canvas(task_B)
         size, filled, passes = self.cfg.generation_batch, [], []
         rows = round_up(size, self.row_devices)  # or no device would have a share, and each would do all the work
@@ -817,14 +791,17 @@ def main(cfg, draw=draw_masks):
 
         checkpoints = runs.Checkpoints(run.out, cfg.keep)
         meta = {"model": dataclasses.asdict(trainer.model_cfg), "train": {"model": "dream"} | settings}
+        # The name by which generate.py knows a chat model, the tokenizer and the chat template.
+        meta["source"] = source = runs.read_json(runs.as_path(cfg.ckpt) / "config.json").get("source", "")
+        files = runs.companions(cfg.ckpt)
         first = trainer.restore(checkpoints, settings) if cfg.resume else 0
-        paths = [Path(cfg.ckpt) / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")]
-        files = {path.name: path.read_bytes() for path in paths if path.exists()}
         run.begin(first or -1, meta, files, ("log.jsonl", "rounds.jsonl"))  # -1: cut round 0, an evaluation, too
         with jax.set_mesh(mesh):
             train(run, checkpoints, meta, trainer, first, draw)
         checkpoints.close()
-        folder = trainer.merge(run.out) if cfg.lora_rank else run.out
+        folder = run.out
+        if cfg.lora_rank:
+            folder = md.save_merged(run.out, trainer.writing_graph, trainer.base, trainer.trained, files, source)
     print(f"done in {(time.perf_counter() - started) / 60:.1f} min; python generate.py --model=dream --ckpt={folder}")
 
 

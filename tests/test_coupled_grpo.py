@@ -664,7 +664,7 @@ def folder(tmp_path_factory):
     tokenizer.add_special_tokens(["<|endoftext|>", "<|pad|>", "<|mask|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     cfg = dream.DreamConfig(32, 32, 1, 4, 2, 8, 48, mask_id=28, pad_id=27, bos_id=26, eos_id=26, positions=512)
-    dream.save(folder / "base", dream.Dream(cfg, nnx.Rngs(0)), [folder / "tokenizer.json"])
+    dream.save(folder / "base", dream.Dream(cfg, nnx.Rngs(0)), [folder / "tokenizer.json"], "me/A-Instruct")
     rows = [
         {"id": i, "prompt": word, "test_cases": ["assert True"]} for i, word in enumerate(("ab", "c", "def", "xyz"))
     ]
@@ -870,16 +870,32 @@ def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
     assert changed == {f"layers.0.{name}" for name in ("q_proj", "down_proj")}
     for name in changed:
         assert np.linalg.matrix_rank(np.asarray(now[name] - before[name]), tol=1e-5) <= 2
+    for path in (out, out / "merged"):  # the name by which generate.py knows how to ask it
+        assert runs.read_json(path / "config.json")["source"] == "me/A-Instruct"
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "load", None)
+    cfg = dream.config_from_hf(folder / "base")
+    params, leaves = dream.count_params(cfg)["total"], jax.tree.leaves(dream.param_shapes(cfg)["layers"])
+    adapters = 16 * sum(sum(x.shape) for x in leaves if x.ndim == 2)
+    # weights, two moments, gradients, the reference model; a counter of updates
+    full, lora = 20 * params + 4, 4 * params + 20 * adapters + 4
+    mesh = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])
+    for rank, size, words in ((0, full, f"--lora_rank=16 takes {lora / 1e9:.3g}"), (16, lora, "a smaller model, or")):
+        monkeypatch.setattr(runs, "free_bytes", lambda _, size=size: size - 1)
+        with pytest.raises(ValueError, match=f"take {size / 1e9:.3g} GB on each device, where .* are free; .*{words}"):
+            grpo.Trainer(grpo.resolve(config(folder, tmp_path, lora_rank=rank)), {}, mesh)
 
 
 def test_a_lora_is_the_matrix_that_it_merges_into():
     base = tiny()
-    trained = grpo.new_adapters(jax.random.key(0), base, 3, ("v_proj", "gate_proj"))
+    trained = dream.new_adapters(jax.random.key(0), base, 3, ("v_proj", "gate_proj"))
     token_BL, plain = jnp.arange(14).reshape(2, 7) + 5, forward(base, jnp.arange(14).reshape(2, 7) + 5)
-    close(forward(grpo.assemble(base, trained), token_BL), plain)
+    close(forward(dream.assemble(base, trained), token_BL), plain)
     rng = np.random.default_rng(1)
     trained = jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), trained)
-    with_lora = grpo.assemble(base, trained)
+    with_lora = dream.assemble(base, trained)
     whole = jax.tree.map(dream.merged, with_lora, is_leaf=lambda x: isinstance(x, dream.Lora))
     close(forward(with_lora, token_BL), forward(whole, token_BL), 1e-4)
     assert not np.allclose(forward(whole, token_BL), plain, atol=1e-2)
