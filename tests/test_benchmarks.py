@@ -455,6 +455,10 @@ def test_results_say_by_what_they_were_made_and_do_not_mix(tmp_path):
     refused(mixed, "holds samples of --protocol=dream_base/humaneval, and this is lm_eval_head/humaneval")
     (tmp_path / "mixed.jsonl").write_text(json.dumps(line | {"written": ADD[1]}) + "\n")
     assert benchmarks.main(mixed)["pass@1"][0] == 1
+    # half of the problems are another benchmark
+    (tmp_path / "half.jsonl").write_bytes(b"".join(gzip.open(FILES["humaneval"]).readlines()[:82]))
+    half = dataclasses.replace(other, tasks_file=str(tmp_path / "half.jsonl"), out=str(tmp_path / "half"))
+    refused(half, "half.jsonl is not", "82 problems; --protocol=lm_eval_head/humaneval is of 164")
     full = config("mbpp", tmp_path, [(11, "x")], protocol="lm_eval_head")
     refused(full, "asks for mbpp.jsonl, the full MBPP, ids 11-510, and this is sanitized-mbpp.json")
 
