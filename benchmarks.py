@@ -64,6 +64,12 @@ class DreamFlags:
     alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # who is filled first
     steps: int = 0  # denoising steps; 0: as many as tokens, or by --threshold
     eos_penalty: float = 0.0  # makes an early end less likely, see sample_dream.py
+    alg_temp: float = 0.0  # temperature of the choice of positions; 0 fills the surest
+    top_k: int = 0  # draw from the k likeliest tokens; 0 draws from all
+    fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
+    bos: bool | None = None  # begin with <|beginoftext|>, as evaluations of Dream-Base do; None: as the protocol has it
+    int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
+    int4: bool = False  # matrices of the layers in 4 bits, a third of the memory of bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +146,8 @@ def main(cfg):
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / "results.jsonl"):
         before = runs.read_json(out / "config.json") if (out / "config.json").exists() else settings
+        later = dataclasses.asdict(DreamFlags())  # flags that a folder of before does not name
+        before = {name: later[name] for name in settings.keys() & later} | before
         names = [name for name in before | settings if before.get(name) != settings.get(name) and name != "version"]
         if changed := [f"{name}={before.get(name)!r}" for name in names]:
             raise ValueError(f"{out} holds results with {', '.join(changed)}; choose another --out")
@@ -193,6 +201,7 @@ def protocol_of(cfg):
     flags = {field: getattr(cfg, field) for field in ("shots", "temperature", "top_p", "max_new")}
     if cfg.dream.chat is not None and not name.startswith("ours"):
         flags["system"] = (record.system or protocols.ASSISTANT) if cfg.dream.chat else None
+    flags["bos"] = cfg.dream.bos
     given = {field: value for field, value in flags.items() if value is not None or field == "system"}
     return name, record._replace(**given)
 
@@ -244,12 +253,12 @@ class Writer(typing.NamedTuple):
     wrap: typing.Callable | None = None  # the model's chat template
 
 
-def load_jax(family, cfg, run, step):
+def load_jax(family, cfg, run, step, bits=0):
     """(model on all devices, its mesh, function that gives the random key of a batch)."""
     import jax
 
     runs.keep_compiled(cfg.compile_cache)
-    model, _, mesh = runs.load_for_inference(family, run, step or 0, rows=cfg.batch_size)
+    model, _, mesh = runs.load_for_inference(family, run, step or 0, rows=cfg.batch_size, bits=bits)
     return model, mesh, lambda batch: jax.random.fold_in(jax.random.key(cfg.seed), batch)
 
 
@@ -280,7 +289,7 @@ def dream_writer(cfg, run, step):
     import model_dream
     import sample_dream
 
-    model, mesh, key_of_batch = load_jax(model_dream, cfg, run, step)
+    model, mesh, key_of_batch = load_jax(model_dream, cfg, run, step, runs.bits_of(cfg.dream))
     tokenizer, wrap = sample_dream.load_tokenizer(run, model.cfg), sample_dream.chat_template(run)
     record = protocol_of(cfg)[1]
     if record.system == "" and not wrap:
@@ -291,7 +300,8 @@ def dream_writer(cfg, run, step):
     ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
     if cfg.dream.eos_penalty and not ends:
         raise ValueError("--eos_penalty is for protocols in which <|endoftext|> ends a text; this one reads on behind")
-    flags = {name: value for name, value in dataclasses.asdict(cfg.dream).items() if name != "chat"}
+    others = "chat", "bos", "int8", "int4"
+    flags = {name: value for name, value in dataclasses.asdict(cfg.dream).items() if name not in others}
     flags |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "vocab": tokenizer.get_vocab_size()}
     rule = sample_dream.Sampling(**flags, eos_ids=ends)
 

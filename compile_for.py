@@ -549,7 +549,7 @@ class Grpo:
         shapes, base = md.param_shapes(model), {}
         if cfg.lora_rank:
             base = on_mesh(shapes, dtype=jnp.bfloat16)
-            adapters = functools.partial(coupled_grpo.new_adapters, rank=cfg.lora_rank, targets=cfg.lora_targets)
+            adapters = functools.partial(md.new_adapters, rank=cfg.lora_rank, targets=cfg.lora_targets)
             shapes = jax.eval_shape(lambda: adapters(jax.random.key(0), base))
         trained = on_mesh(shapes, dtype=jnp.float32)
         optimizer = coupled_grpo.make_optimizer(1e-6)

@@ -388,10 +388,6 @@ def output_folder(out, size):
 
 # ---- the files beside the weights ----------------------------------------------------------------------------------
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
 DREAM_CODE = "Dream-org/Dream-v0-Instruct-7B"  # repository of the Hub that holds configuration_dream.py and the rest
 # what Dream adds to Qwen2.5's tokenizer, which ends at 151,664
 DREAM_TOKENS = {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}
@@ -407,8 +403,7 @@ def files_beside(checkpoint):
     ValueError if it does not fit.
     """
     folder = checkpoint.folder
-    paths = [*map(folder.joinpath, TOKENIZER_FILES), *sorted(folder.glob("*.py"))]
-    files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+    files = runs.companions(folder)
     made = "tokenizer.json" not in files and {"vocab.json", "merges.txt"} <= files.keys()
     if checkpoint.family is DREAM and (made or "tokenizer.json" in files):
         tokenizer = from_merges(folder) if made else runs.read_tokenizer(folder)

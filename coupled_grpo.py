@@ -56,8 +56,6 @@ import sample_dream
 import sandbox
 import train_tpu
 
-MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -107,6 +105,13 @@ class Config:
     beta: float = 0.01  # weight of the KL divergence from the reference model; 0: no reference model
     epsilon: float = 0.5  # the ratio of new to old probability is clipped below 1 - epsilon
     epsilon_high: float = 0.5  # the ratio of new to old probability is clipped above 1 + epsilon_high
+    delta: float = 0.0  # largest ratio where an advantage is negative, above 1 + epsilon_high; 0: none
+    # of a token, as in the reference, or of a completion: the geometric mean over its tokens (GSPO)
+    ratio: typing.Literal["token", "sequence"] = "token"
+    # terms are divided by the tokens of their micro-batch, as in the reference, by those of the update, by those that
+    # all completions could have (Dr. GRPO), or by those of their completion (GRPO)
+    loss: typing.Literal["bnpo", "dapo", "dr_grpo", "grpo"] = "bnpo"
+    mask_truncated: bool = False  # completions without an end take no part in updates
     scale_rewards: bool = False  # divide advantages by the standard deviation of their group
     skip_constant: bool | None = None  # leave out groups of equal rewards, which the reference computes for their KL
     # of a token's score: the reference's, whose weights sum to 1.5, or for the same passes one whose mean is the ELBO
@@ -119,7 +124,7 @@ class Config:
     rewards: tuple[str, ...] | None = None  # names in sandbox.py, or your own as file.py:function
     reward_weights: tuple[float, ...] | None = None  # weight of each of --rewards in their sum
     lora_rank: int = 0  # train a difference of this rank to each matrix instead of all weights; 0 trains all
-    lora_targets: tuple[str, ...] = MATRICES  # matrices of each layer that LoRA changes
+    lora_targets: tuple[str, ...] = md.MATRICES  # matrices of each layer that LoRA changes
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; "" float32 on a CPU, else bfloat16
     remat: typing.Literal["", "none", "qkvo", "full"] = ""  # what the backward pass recomputes; "" none on a CPU
     chunk: int = 1024  # tokens whose logits exist at a time
@@ -319,17 +324,32 @@ def group_advantages(reward_BF, weight_F, group, scale=False, missing_is_zero=Fa
     return Advantages(reward_B, advantage_GN.reshape(-1), std_B, counted_B, constant_B)
 
 
-def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, low=0.5, high=0.5, beta=0.01, most=20.0):
-    """(loss, metrics): the mean over counted tokens of -min(r A, clip(r, 1 - low, 1 + high) A) + beta KL, float32.
+def grpo_loss(
+    score_BC, old_BC, ref_BC, advantage_B, counted_BC,
+    low=0.5, high=0.5, beta=0.01, most=20.0,
+    delta=0.0, ratio="token", loss="bnpo", update_tokens=0,
+):  # fmt: skip
+    """(loss, metrics): -min(r A, clip(r, 1 - low, 1 + high) A) + beta KL of the counted tokens, float32.
 
-    r = exp(score - old); old None stands for the score itself, so r = 1. KL = exp(d) - d - 1 with d = ref - score;
-    ref None leaves it out. Both logarithms are clipped to +-`most`, where their gradients end, and what is not counted
-    may be anything. Without a counted token loss and metrics are 0. metrics: "kl", "clip_low" and "clip_high" (shares
-    of tokens without gradient at either side), "ratio_max", "tokens".
-    Refs: PPO, arXiv:1707.06347, eq. 7; k3, http://joschu.net/blog/kl-approx.html.
+    r = exp(score - old), where ratio is "sequence" of the mean over a completion's tokens; old None stands for the
+    score itself, so r = 1. With delta r is at most delta in the first term. KL = exp(d) - d - 1 with d = ref - score;
+    ref None leaves it out. The sum over tokens is divided by their number ("bnpo"), by update_tokens ("dapo"), by B C
+    ("dr_grpo"), or is a mean over the completions of the mean over each one's tokens ("grpo"). Both logarithms are
+    clipped to +-`most`, where their gradients end, and what is not counted may be anything. Without a counted token
+    loss and metrics are 0. metrics: "kl", "clip_low" and "clip_high" (shares of tokens without gradient at either
+    side), "ratio_max", "tokens".
+    Refs: PPO, arXiv:1707.06347, eq. 7; k3, http://joschu.net/blog/kl-approx.html; DAPO, arXiv:2503.14476; Dr. GRPO,
+    arXiv:2503.20783; GSPO, arXiv:2507.18071; two-sided clip, arXiv:2505.07291.
     """
     counted_BC = counted_BC.astype(bool)
-    tokens = counted_BC.sum()
+    tokens, tokens_B1 = counted_BC.sum(), jnp.maximum(counted_BC.sum(1, keepdims=True), 1)
+    rows = jnp.maximum(counted_BC.any(1).sum(), 1)
+    divisor = {
+        "bnpo": lambda: jnp.maximum(tokens, 1),
+        "dapo": lambda: update_tokens,
+        "dr_grpo": lambda: rows * counted_BC.shape[1],
+        "grpo": lambda: rows * tokens_B1,
+    }[loss]()
 
     def mean(x_BC):
         return jnp.where(counted_BC, x_BC, 0.0).sum() / jnp.maximum(tokens, 1)
@@ -341,8 +361,13 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, low=0.5, high=0
     score_BC = score_BC.astype(jnp.float32)
     old_BC = jax.lax.stop_gradient(score_BC if old_BC is None else old_BC)
     advantage_B1 = jnp.asarray(advantage_B, jnp.float32)[:, None]
-    ratio_BC = jnp.exp(logarithm(score_BC - old_BC))
-    loss_BC = -jnp.minimum(ratio_BC * advantage_B1, jnp.clip(ratio_BC, 1 - low, 1 + high) * advantage_B1)
+    log_BC = logarithm(score_BC - old_BC)
+    if ratio == "sequence":
+        log_BC = jnp.broadcast_to(log_BC.sum(1, keepdims=True) / tokens_B1, log_BC.shape)
+    ratio_BC = jnp.exp(log_BC)
+    free_BC = jnp.minimum(ratio_BC, delta) if delta else ratio_BC
+    bound_BC = jnp.clip(ratio_BC, 1 - low, 1 + high)
+    loss_BC = -jnp.minimum(free_BC * advantage_B1, bound_BC * advantage_B1)
 
     # the divergence from the reference model
     kl_BC = jnp.zeros_like(loss_BC)
@@ -350,7 +375,7 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, low=0.5, high=0
         log_BC = logarithm(ref_BC - score_BC)
         kl_BC = jnp.exp(log_BC) - log_BC - 1
         loss_BC += beta * kl_BC
-    return mean(loss_BC), {
+    return (jnp.where(counted_BC, loss_BC, 0.0) / divisor).sum(), {
         "kl": mean(kl_BC),
         "clip_low": mean((ratio_BC < 1 - low) & (advantage_B1 < 0)),
         "clip_high": mean((ratio_BC > 1 + high) & (advantage_B1 > 0)),
@@ -359,17 +384,18 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, low=0.5, high=0
     }
 
 
-def micro_loss(model, batch, mask_id, low=0.5, high=0.5, beta=0.01, chunk=1024, elbo=False):
-    """(loss, metrics) of one micro-batch, to be differentiated: grpo_loss of coupled_scores.
+def micro_loss(model, batch, mask_id, low=0.5, high=0.5, beta=0.01, chunk=1024, elbo=False, **form):
+    """(loss, metrics) of one micro-batch, to be differentiated: grpo_loss, in a form of it, of coupled_scores.
 
     batch: token_BL, see_BL, u_BC, ratio_B, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0, other_BC if the
-    masks are to be independent. Where batch["first"] is True nothing was learnt since old_BC: the score stands for it.
+    masks are to be independent, update_tokens if the loss is "dapo". Where batch["first"] is True nothing was learnt
+    since old_BC: the score stands for it.
     """
     inputs = (batch[name] for name in ("token_BL", "see_BL", "u_BC", "ratio_B"))
     score_BC, entropy_BC = coupled_scores(model, *inputs, mask_id, chunk, batch.get("other_BC"), elbo)
     old_BC = jnp.where(batch["first"], jax.lax.stop_gradient(score_BC), batch["old_BC"])
     terms = old_BC, batch.get("ref_BC"), batch["advantage_B"], batch["counted_BC"]
-    loss, metrics = grpo_loss(score_BC, *terms, low, high, beta)
+    loss, metrics = grpo_loss(score_BC, *terms, low, high, beta, update_tokens=batch.get("update_tokens", 0), **form)
     entropy = jnp.where(batch["counted_BC"], entropy_BC, 0.0).sum() / jnp.maximum(metrics["tokens"], 1)
     return loss, metrics | {"entropy": entropy}
 
@@ -430,31 +456,6 @@ def sync_reference(ref, params, mixup=0.6):
 # ---- the model and its programs ------------------------------------------------------------------------------------
 
 
-def assemble(base, trained):
-    """The policy's parameters: those trained, or with LoRA the base's with the trained {"a", "b"} beside a matrix."""
-    if not isinstance(base, dict):
-        return md.Lora(base, trained["a"], trained["b"]) if trained else base
-    return {name: assemble(part, trained.get(name, {})) for name, part in base.items()} if base else trained
-
-
-def new_adapters(key, base, rank, targets):
-    """Float32 adapters of all layers' matrices with these names: A of size 1 / sqrt(D), B zero, so nothing changes yet.
-
-    {"layers": {"0": {"q_proj": {"a" [R, D], "b" [F, R]}}}}. B A is not scaled: alpha = rank, in others' terms.
-    """
-    layers = {}
-    for i, layer in base["layers"].items():
-        unknown = set(targets) - {name for name, weight in layer.items() if weight.ndim == 2}
-        if unknown:
-            raise ValueError(f"--lora_targets: no matrix of a layer is called {', '.join(sorted(unknown))}")
-        for j, name in enumerate(targets):
-            F, D = layer[name].shape
-            key_a = jax.random.fold_in(jax.random.fold_in(key, int(i)), j)
-            a_RD = D**-0.5 * jax.random.normal(key_a, (rank, D), jnp.float32)
-            layers.setdefault(i, {})[name] = {"a": a_RD, "b": jnp.zeros((F, rank), jnp.float32)}
-    return {"layers": layers}
-
-
 def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None):
     """(scores, gradients, update), compiled once each; base is {} for full fine-tuning.
 
@@ -464,9 +465,10 @@ def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None):
     """
 
     elbo = cfg.estimator == "coupled_elbo"
+    limits = cfg.epsilon, cfg.epsilon_high, cfg.beta, cfg.chunk, elbo
 
     def policy(trained, base):
-        return nnx.merge(graph, assemble(base, trained))
+        return nnx.merge(graph, md.assemble(base, trained))
 
     @jax.jit
     def scores(trained, base, batch):
@@ -476,8 +478,8 @@ def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None):
     @functools.partial(jax.jit, donate_argnums=2, out_shardings=(layout, None))
     def gradients(trained, base, total, batch):
         def loss(trained, batch):
-            model = policy(trained, base)
-            return micro_loss(model, batch, mask_id, cfg.epsilon, cfg.epsilon_high, cfg.beta, cfg.chunk, elbo)
+            form = {"delta": cfg.delta, "ratio": cfg.ratio, "loss": cfg.loss}
+            return micro_loss(policy(trained, base), batch, mask_id, *limits, **form)
 
         return add_gradients(loss, trained, batch, total)
 
@@ -524,6 +526,7 @@ class Trainer:
         self.cfg, self.rewards = cfg, rewards
         on_cpu = jax.default_backend() == "cpu"
         dtype = jnp.dtype(cfg.dtype or ("float32" if on_cpu else "bfloat16"))  # of the computation and a frozen base
+        self.check_memory(mesh, dtype)
         model, _ = runs.load(md, cfg.ckpt, dtype=dtype if cfg.lora_rank else jnp.float32, mesh=mesh)
         self.model_cfg = model_cfg = model.cfg
 
@@ -532,7 +535,7 @@ class Trainer:
         del model  # or the weights could not be replaced by those that were learnt
         if cfg.lora_rank:
             key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
-            self.base, adapters = self.trained, new_adapters(key, self.trained, cfg.lora_rank, cfg.lora_targets)
+            self.base, adapters = self.trained, md.new_adapters(key, self.trained, cfg.lora_rank, cfg.lora_targets)
             self.trained = jax.device_put(adapters, md.shardings(mesh, adapters))
         self.ref = jax.tree.map(jnp.copy, self.trained) if cfg.beta else {}  # the same of the reference model
 
@@ -567,6 +570,17 @@ class Trainer:
         self.row_devices = mesh.size // cfg.tensor  # among which rows are shared out
         self.updates, self.bad = 0, 0  # so far; the last of them without a finite gradient
 
+    def check_memory(self, mesh, dtype):
+        """ValueError, before any weight is read, if a device has less memory than it has to hold."""
+        cfg, (path, meta, _) = self.cfg, runs.find_weights(runs.absolute(self.cfg.ckpt))
+        model_cfg, optimizer = md.read_config(path, meta), make_optimizer(cfg.lr)
+
+        def needed(lora_rank):  # what is trained, its moments and gradients, the reference model; with LoRA the base
+            shapes = train_tpu.state_shapes(md, model_cfg, optimizer, mesh, lora_rank, dtype)
+            return runs.bytes_on_a_device(shapes) + (1 + bool(cfg.beta)) * runs.bytes_on_a_device(shapes["params"])
+
+        runs.check_memory(mesh, needed(cfg.lora_rank), {} if cfg.lora_rank else {"--lora_rank=16": needed(16)})
+
     def describe(self):
         """Print what is trained, on what."""
         cfg, dropped = self.cfg, self.prompts.dropped
@@ -598,17 +612,6 @@ class Trainer:
         print(f"resuming {checkpoints.folder} after round {saved['round']}", flush=True)
         return saved["round"]
 
-    def merge(self, out):
-        """Write the model that LoRA has trained as the folder merged/, and return its path. The base is gone then."""
-        folder, layers = out / "merged", self.base["layers"]
-        shutil.rmtree(folder, ignore_errors=True)
-        for i, adapters in self.trained["layers"].items():  # a layer at a time: there is no room for two models
-            layer = assemble(layers[i], adapters)
-            layers[i] = jax.tree.map(md.merged, layer, is_leaf=lambda x: isinstance(x, md.Lora))
-        extra = [*out.glob("tokenizer*.json"), *out.glob("chat_template.jinja")]
-        md.save(folder, nnx.merge(self.writing_graph, self.base), extra)
-        return folder
-
     def take(self, batch, iteration, row_R, **more):
         """These rows of a batch on the devices, with what belongs to an iteration; row -1 counts for nothing."""
         arrays = {"token_BL": batch.token_BL, "see_BL": batch.see_BL, "counted_BC": batch.counted_BC} | iteration | more
@@ -618,7 +621,7 @@ class Trainer:
 
     def rollout(self, prompts, task_B, key):
         """Completions of the tasks with these numbers, by the policy as it is: a Batch."""
-        policy = nnx.merge(self.writing_graph, assemble(self.base, self.trained))
+        policy = nnx.merge(self.writing_graph, md.assemble(self.base, self.trained))
         canvas_BL, see_BL = prompts.canvas(task_B)
         size, filled, passes = self.cfg.generation_batch, [], []
         rows = round_up(size, self.row_devices)  # or no device would have a share, and each would do all the work
@@ -675,12 +678,17 @@ class Trainer:
         advantage_B = advantages.advantage_B.astype(np.float32)
         # A completion whose reward is not known has no gradient, a group of equal rewards that of its KL divergence.
         left_out_B = ~advantages.counted_B | (advantages.constant_B & cfg.skip_constant)
+        if cfg.mask_truncated:
+            left_out_B |= (batch.token_BL[:, -cfg.max_new :] != self.rule.eos_ids[0]).all(1)
         batches = micro_batches(np.flatnonzero(~left_out_B), cfg.micro_batch, self.row_devices)
+        # of a micro-batch on average: the update is the mean of their gradients
+        tokens = jnp.float32(batch.counted_BC[~left_out_B].sum() / max(1, len(batches)))
         for j, i, complete in round_plan(len(batches), cfg.iterations):
             inputs = self.take(batch, iterations[i], batches[j], advantage_B=advantage_B)
+            whole = {"first": jnp.asarray(i == 0), "update_tokens": tokens}
             if j == 0:  # the first micro-batch of an update
                 total = jax.tree.map(jnp.zeros_like, self.trained)
-            total, metrics = self.gradients(self.trained, self.base, total, inputs | {"first": jnp.asarray(i == 0)})
+            total, metrics = self.gradients(self.trained, self.base, total, inputs | whole)
             measured.append(metrics)
             if not complete:
                 continue
@@ -783,14 +791,17 @@ def main(cfg, draw=draw_masks):
 
         checkpoints = runs.Checkpoints(run.out, cfg.keep)
         meta = {"model": dataclasses.asdict(trainer.model_cfg), "train": {"model": "dream"} | settings}
+        # The name by which generate.py knows a chat model, the tokenizer and the chat template.
+        meta["source"] = source = runs.read_json(runs.as_path(cfg.ckpt) / "config.json").get("source", "")
+        files = runs.companions(cfg.ckpt)
         first = trainer.restore(checkpoints, settings) if cfg.resume else 0
-        paths = [Path(cfg.ckpt) / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")]
-        files = {path.name: path.read_bytes() for path in paths if path.exists()}
         run.begin(first or -1, meta, files, ("log.jsonl", "rounds.jsonl"))  # -1: cut round 0, an evaluation, too
         with jax.set_mesh(mesh):
             train(run, checkpoints, meta, trainer, first, draw)
         checkpoints.close()
-        folder = trainer.merge(run.out) if cfg.lora_rank else run.out
+        folder = run.out
+        if cfg.lora_rank:
+            folder = md.save_merged(run.out, trainer.writing_graph, trainer.base, trainer.trained, files, source)
     print(f"done in {(time.perf_counter() - started) / 60:.1f} min; python generate.py --model=dream --ckpt={folder}")
 
 
@@ -858,6 +869,8 @@ def resolve(cfg):
         wrong.append(f"--tensor={cfg.tensor} does not divide {jax.device_count()} devices")
     if cfg.group < 2:
         wrong.append(f"--group={cfg.group}: a completion is compared with the others of its task; at least 2")
+    if cfg.delta and cfg.delta <= 1 + cfg.epsilon_high:
+        wrong.append(f"--delta={cfg.delta}: above 1 + --epsilon_high, which is {1 + cfg.epsilon_high}, or 0 for none")
     if not cfg.sampling.temperature:
         wrong.append("--temperature=0 writes the same completion again and again; nothing could be compared")
     if len(cfg.rewards) != len(cfg.reward_weights):

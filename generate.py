@@ -66,6 +66,7 @@ class DreamFlags:
     system: str = ""  # what the chat template tells the model before the first prompt, \n for a new line
     bos: bool = False  # begin a text without template with <|beginoftext|>, as evaluations of Dream-Base do
     int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
+    int4: bool = False  # matrices of the layers in 4 bits, a third of the memory of bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,9 @@ DEFAULTS = {  # what "" and None stand for
 def main(cfg):
     cfg = resolve(cfg)
     requests = read_requests(cfg.file) if cfg.file else [(cfg.prompt, cfg.suffix)]
-    advice = "--int8, a smaller --batch_size or --max_new" if cfg.model == "dream" else "a smaller --n or --max_new"
+    advice = (
+        "--int8, --int4, a smaller --batch_size or --max_new" if cfg.model == "dream" else "a smaller --n or --max_new"
+    )
     if cfg.model != "mdlm":
         runs.keep_compiled(cfg.compile_cache)
     with runs.out_of_memory(advice):
@@ -593,7 +596,8 @@ class Dream(CanvasModel):
         names = "alg_temp", "threshold", "cache", "fast_dllm", "eos_penalty"
         blocks = {name: getattr(flags, name) for name in names} | {"block_length": cfg.block_length}
         rule = sample_dream.Sampling(cfg.sampler, **shared, **blocks, history=bool(cfg.html or cfg.show_steps))
-        where = {"dtype": cfg.dtype, "int8": flags.int8, "devices": cfg.devices, "rows": flags.batch_size}
+        bits = runs.bits_of(flags)
+        where = {"dtype": cfg.dtype, "bits": bits, "devices": cfg.devices, "rows": flags.batch_size}
         self.model, _, self.mesh = runs.load_for_inference(model_dream, folder, cfg.step, **where)
 
         # What ends a text: the model's own ids, and tokens by which a turn of a conversation ends.
@@ -624,7 +628,7 @@ class Dream(CanvasModel):
                 raise ValueError(f"--bos: the tokenizer of {folder} has no <|beginoftext|>")
         hint = "; --chat=on asks it as an assistant" if wrap and not self.ask else ""
         how = "chat template" if self.ask else "plain completion"
-        print(f"{folder}, {'int8 and ' * flags.int8}{self.model.run.dtype}, {how}{hint}", file=sys.stderr)
+        print(f"{folder}, {f'int{bits} and ' * bool(bits)}{self.model.run.dtype}, {how}{hint}", file=sys.stderr)
 
     def complete(self, requests):
         """As CanvasModel.complete; the next call goes on with the conversation."""

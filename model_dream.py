@@ -187,7 +187,7 @@ def shardings(mesh, tree):
     """A NamedSharding for each leaf of a tree of parameters, or of optimizer moments, by its name."""
 
     def place(path, leaf):
-        # the innermost name that SHARDING knows: optimizers and Int8 wrap parameters in tuples of their own
+        # the innermost name that SHARDING knows: optimizers, Int8 and Int4 wrap parameters in tuples of their own
         names = (getattr(key, "key", None) for key in path[::-1])
         spec = next((SHARDING[name] for name in names if name in SHARDING), PS())
         return jax.NamedSharding(mesh, fit(spec, leaf.shape, mesh) if leaf.shape else PS())
@@ -232,6 +232,21 @@ class Int8(typing.NamedTuple):
     scale_F1: jax.Array  # float32; one for each row, which is an output channel, or a token's embedding
 
 
+GROUP = 64  # columns that share a scale in an Int4, or as many as divide half a row
+
+
+class Int4(typing.NamedTuple):
+    """A matrix in a seventh of float32's bytes, for inference: W = q * scale + low, whole numbers from 0 to 15.
+
+    A byte holds two columns, one of the left half of the matrix and one of the right: so each half is read from all
+    bytes by itself, and nothing has to be interleaved.
+    """
+
+    q_FE: jax.Array  # E = D / 2; the left half in the low bits
+    scale_FG: jax.Array  # bfloat16; one for each group of columns in a row
+    low_FG: jax.Array  # bfloat16
+
+
 class Lora(typing.NamedTuple):
     """A matrix that stays as it is and a trained difference of low rank: W + B A. Ref: LoRA, arXiv:2106.09685."""
 
@@ -247,8 +262,16 @@ def merged(weight):
     return (weight.base.astype(jnp.float32) + weight.b_FR @ weight.a_RD).astype(weight.base.dtype)
 
 
+def quantise(weight_FD, bits=8, name=""):
+    """The parameter of this name as Int8 or Int4. The embedding and the head keep 8 bits: with 4 they would double the
+    change of the predictions (bench/dream_bits.py). So do matrices of an odd width, which have no halves.
+    """
+    narrow = bits == 4 and name not in ("embed_tokens", "lm_head") and weight_FD.shape[1] % 2 == 0
+    return to_int4(weight_FD) if narrow else to_int8(weight_FD)
+
+
 @jax.jit
-def quantise(weight_FD):
+def to_int8(weight_FD):
     """The nearest Int8: scale = max |row| / 127, q = round(row / scale); it is off by half a scale at most."""
     weight_FD = weight_FD.astype(jnp.float32)
     scale_F1 = jnp.max(jnp.abs(weight_FD), -1, keepdims=True) / 127
@@ -256,10 +279,35 @@ def quantise(weight_FD):
     return Int8(jnp.round(weight_FD / divisor_F1).astype(jnp.int8), scale_F1)
 
 
+@jax.jit
+def to_int4(weight_FD):
+    """The nearest Int4: low = min of a group, scale = (max - low) / 15, both rounded to bfloat16.
+
+    It is off by scale / 2 + max |group| / 256 at most: half a step, and what the rounding of low and scale takes.
+    """
+    F, D = weight_FD.shape
+    weight_FGS = weight_FD.astype(jnp.float32).reshape(F, -1, math.gcd(D // 2, GROUP))
+    low_FG1 = weight_FGS.min(-1, keepdims=True).astype(jnp.bfloat16)
+    scale_FG1 = ((weight_FGS.max(-1, keepdims=True) - low_FG1) / 15).astype(jnp.bfloat16)
+    divisor_FG1 = jnp.where(scale_FG1 > 0, scale_FG1, 1).astype(jnp.float32)  # all of a group may be equal
+    q_FD = jnp.clip(jnp.round((weight_FGS - low_FG1) / divisor_FG1), 0, 15).astype(jnp.uint8).reshape(F, D)
+    left_FE, right_FE = jnp.split(q_FD, 2, 1)
+    return Int4(left_FE | right_FE << 4, scale_FG1[..., 0], low_FG1[..., 0])
+
+
+def halves(weight, dtype):
+    """The left and the right half of the columns that an Int4 stands for, [F, D / 2] each."""
+    parts = zip((weight.q_FE & 15, weight.q_FE >> 4), *(jnp.split(x, 2, 1) for x in weight[1:]), strict=True)
+    for q_FE, scale_FG, low_FG in parts:
+        q_FGS = q_FE.reshape(*scale_FG.shape, -1).astype(jnp.float32)
+        yield (q_FGS * scale_FG[..., None] + low_FG[..., None]).reshape(q_FE.shape).astype(dtype)
+
+
 def linear(x_BLD, weight, *spec, dtype=None, on_cpu=False):
     """x W^T [B, L, F] in x's dtype or another, as a matmul of two matrices; W lies on the mesh as spec says.
 
-    The scales of an Int8 multiply the product, in float32: every q is exact in bfloat16. on_cpu changes only the speed.
+    The scales of an Int8 multiply the product, in float32: every q is exact in bfloat16. Those of an Int4 differ along
+    a row, so they multiply the weights. on_cpu changes only the speed.
     """
     if isinstance(weight, Lora):  # W x + B (A x): the product B A, as large as W, is never made
         low_BLR = linear(x_BLD, weight.a_RD, on_cpu=on_cpu)
@@ -267,20 +315,27 @@ def linear(x_BLD, weight, *spec, dtype=None, on_cpu=False):
         return linear(x_BLD, weight.base, *spec, dtype=dtype, on_cpu=on_cpu) + change_BLF
     x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
     dtype = accumulate = dtype or x_BLD.dtype
-    scale_F = 1
-    if isinstance(weight, Int8):
-        weight, scale_F, accumulate = weight.q_FD, weight.scale_F1[:, 0], jnp.float32
+    if isinstance(weight, Int8 | Int4):
+        accumulate = jnp.float32
         if on_cpu:
             # Add a zero the compiler cannot constant-fold: else it converts all layers' matrices before the first one
             # is used, and holds them in x's dtype together.
-            weight = weight + jnp.isnan(x_TD[0, 0]).astype(jnp.int8)
+            weight = type(weight)(weight[0] + jnp.isnan(x_TD[0, 0]).astype(weight[0].dtype), *weight[1:])
     elif on_cpu:  # XLA has kernels for the CPU's bfloat16 units (AMX) only where the product is float32
         accumulate = jnp.float32
-    # Parameters may be stored wider or narrower than activations: here they get x's dtype, and fsdp's parts meet.
-    weight_FD = shard(weight.astype(x_BLD.dtype), *spec)
-    y_TF = jax.lax.dot_general(x_TD, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=accumulate)
-    y_TF = (y_TF * scale_F).astype(dtype)
-    return y_TF.reshape(*x_BLD.shape[:-1], -1)
+
+    def product(x_TD, weight_FD):
+        # Parameters may be stored wider or narrower than activations: here they get x's dtype, and fsdp's parts meet.
+        weight_FD = shard(weight_FD.astype(x_BLD.dtype), *spec)
+        return jax.lax.dot_general(x_TD, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=accumulate)
+
+    if isinstance(weight, Int4):
+        y_TF = sum(map(product, jnp.split(x_TD, 2, 1), halves(weight, x_BLD.dtype)))
+    elif isinstance(weight, Int8):
+        y_TF = product(x_TD, weight.q_FD) * weight.scale_F1[:, 0]
+    else:
+        y_TF = product(x_TD, weight)
+    return y_TF.astype(dtype).reshape(*x_BLD.shape[:-1], -1)
 
 
 def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, segment_BL=None):
@@ -534,9 +589,10 @@ def param_shapes(cfg):
     return jax.eval_shape(functools.partial(new_params, cfg, 0))
 
 
-def save(folder, model, extra=()):
-    """Write a model as an Orbax checkpoint folder: config.json (the Hub's keys), params/, meta.json, and copies of the
-    files `extra` (a tokenizer). The folder appears under its name when it is complete. Raises FileExistsError.
+def save(folder, model, extra=(), source=""):
+    """Write a model as an Orbax checkpoint folder: config.json (the Hub's keys, and the name of its source), params/,
+    meta.json, and copies of the files `extra` (a tokenizer). It appears under its name when it is complete. Raises
+    FileExistsError.
     """
     folder = Path(folder).absolute()
     if folder.exists():
@@ -548,10 +604,54 @@ def save(folder, model, extra=()):
     with runs.new_folder(folder) as partial:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(partial / "params", params)
-        runs.write(partial / "config.json", config_to_hf(model.cfg, dtype))
+        keys = config_to_hf(model.cfg, dtype) | ({"source": source} if source else {})
+        runs.write(partial / "config.json", keys)
         runs.write(partial / "meta.json", meta)
         for path in extra:
             shutil.copy(path, partial)
+
+
+# ---- LoRA ----------------------------------------------------------------------------------------------------------
+
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a layer
+
+
+def assemble(base, trained):
+    """The policy's parameters: those trained, or with LoRA the base's with the trained {"a", "b"} beside a matrix."""
+    if not isinstance(base, dict):
+        return Lora(base, trained["a"], trained["b"]) if trained else base
+    return {name: assemble(part, trained.get(name, {})) for name, part in base.items()} if base else trained
+
+
+def new_adapters(key, base, rank, targets=MATRICES):
+    """Float32 adapters of all layers' matrices with these names: A of size 1 / sqrt(D), B zero, so nothing changes yet.
+
+    {"layers": {"0": {"q_proj": {"a" [R, D], "b" [F, R]}}}}. B A is not scaled: alpha = rank, in others' terms.
+    """
+    layers = {}
+    for i, layer in base["layers"].items():
+        unknown = set(targets) - {name for name, weight in layer.items() if weight.ndim == 2}
+        if unknown:
+            raise ValueError(f"--lora_targets: no matrix of a layer is called {', '.join(sorted(unknown))}")
+        for j, name in enumerate(targets):
+            F, D = layer[name].shape
+            key_a = jax.random.fold_in(jax.random.fold_in(key, int(i)), j)
+            a_RD = D**-0.5 * jax.random.normal(key_a, (rank, D), jnp.float32)
+            layers.setdefault(i, {})[name] = {"a": a_RD, "b": jnp.zeros((F, rank), jnp.float32)}
+    return {"layers": layers}
+
+
+def save_merged(out, graph, base, adapters, files, source=""):
+    """Write the model that LoRA has trained as the folder merged/ of a run, in the base's dtype, and return its path.
+
+    base is given away: a layer at a time becomes W + B A, as there is no room for two models.
+    """
+    folder, layers = Path(out) / "merged", base["layers"]
+    shutil.rmtree(folder, ignore_errors=True)
+    for i, trained in adapters["layers"].items():
+        layers[i] = jax.tree.map(merged, assemble(layers[i], trained), is_leaf=lambda x: isinstance(x, Lora))
+    save(folder, nnx.merge(graph, base), [Path(out) / name for name in files], source)
+    return folder
 
 
 # ---- counts --------------------------------------------------------------------------------------------------------

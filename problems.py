@@ -170,6 +170,9 @@ def check_data(task, rows, protocol):
     wanted, given = (protocols.DATA[key][0] for key in (record.data[0], kind))
     if kind not in record.data:
         raise ValueError(f"--protocol={name} asks for {wanted}, and this is {given}")
+    counts = protocols.DATA[kind][1]
+    if len(rows) not in counts and not name.startswith("ours"):
+        raise ValueError(f"it has {len(rows)} problems; --protocol={name} is of {' or '.join(map(str, counts))}")
     if kind != record.data[0] and not name.startswith("ours"):
         print(f"scores that are published of {name} are of {wanted}, and this is {given}", file=sys.stderr)
 

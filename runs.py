@@ -605,6 +605,20 @@ def default_folder(run, family):
 NOT_ARCHITECTURE = "model_type", "torch_dtype", "source", "step"
 
 
+# What lies beside the weights of a model, besides config.json: its tokenizer, and the code that transformers runs.
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+def companions(folder):
+    """{name: bytes} of the files COMPANIONS and *.py that a model's folder holds."""
+    folder = as_path(folder)
+    paths = [*map(folder.joinpath, COMPANIONS), *sorted(folder.glob("*.py"))]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
 def find_weights(folder, step=0):
     """(path, meta, step) of the weights in a folder: a run's newest step, or what convert_weights.py made of one.
 
@@ -628,12 +642,12 @@ def find_weights(folder, step=0):
     return path, read_json(path / "meta" / "metadata", "model", "sums"), step
 
 
-def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
+def load(family, folder, step=0, dtype=None, run=None, mesh=None, bits=0):
     """(model, step) of a run of train_tpu.py, or of a folder of convert_weights.py.
 
     family is model_dream or model_pythoncoder. dtype None keeps the stored one; step 0 takes the newest. With a mesh
-    each device reads its own part of every parameter. With int8 (Dream) matrices are quantised as they are read, and
-    dtype is that of the rest. Raises ValueError or FileNotFoundError.
+    each device reads its own part of every parameter. With bits (Dream), 8 or 4, matrices are quantised as they are
+    read, and dtype is that of the rest. Raises ValueError or FileNotFoundError.
     """
     import jax
     from flax import nnx
@@ -651,11 +665,11 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
     layout = family.shardings(mesh, shapes) if mesh else jax.tree.map(lambda _: first_device, shapes)
     like = flatten(jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, stored, sharding=at), shapes, layout))
 
-    def convert(x):
-        return family.quantise(x) if int8 and x.ndim == 2 else x.astype(dtype)
+    def convert(name, x):
+        return family.quantise(x, bits, name.split(".")[-1]) if bits and x.ndim == 2 else x.astype(dtype)
 
     if "sums" not in meta:
-        params = {name: convert(x) for name, x in read_safetensors(path, like).items()}
+        params = {name: convert(name, x) for name, x in read_safetensors(path, like).items()}
         return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
 
     # A layer at a time: the stored model is never whole in memory beside another form of it.
@@ -664,7 +678,7 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, int8=False):
     for _, names in itertools.groupby(like, lambda name: name.rpartition(".")[0]):
         layer = read_arrays(path, {name: like[name] for name in names})
         damaged += [name for name, value in bit_sums(unflatten(layer)).items() if value != sums.get(name)]
-        params |= {name: convert(layer.pop(name)) for name in list(layer)}
+        params |= {name: convert(name, layer.pop(name)) for name in list(layer)}
     if damaged:
         raise ValueError(f"checkpoint {path} cannot be read: {', '.join(damaged)} differ from what was saved")
     return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
@@ -761,6 +775,29 @@ def free_bytes(device):
     return 0.9 * free
 
 
+def bytes_on_a_device(tree):
+    """Of a tree of arrays, or of ShapeDtypeStructs that say how they are laid out."""
+    leaves = flatten(tree).values()
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def check_memory(mesh, needed, smaller):
+    """Print what a device holds while it trains; ValueError if that is more than is free there.
+
+    needed are bytes, and smaller {flag: bytes} what takes less.
+    """
+    import jax
+
+    device = jax.local_devices()[0]
+    free = free_bytes(device) / (mesh.size if device.platform == "cpu" else 1)  # a CPU's devices share its memory
+    what = f"weights, moments and gradients take {needed / 1e9:.3g} GB on each device"
+    print(f"{what}, {free / 1e9:.3g} are free; activations come on top", flush=True)
+    if needed > free:
+        advice = " or ".join(f"{flag} takes {size / 1e9:.3g}" for flag, size in smaller.items() if size <= free)
+        advice = advice or "that takes a smaller model, or more devices"
+        raise ValueError(f"{what}, where {free / 1e9:.3g} are free; {advice}")
+
+
 def inference_mesh(model, devices, rows):
     """A mesh (data, fsdp, tensor) for inference: tensor up to the model's key/value heads, `rows` texts over data.
 
@@ -775,19 +812,31 @@ def inference_mesh(model, devices, rows):
     return jax.make_mesh((data, 1, tensor), axes, auto, devices=devices[: data * tensor])
 
 
-def bytes_needed(family, model, mesh, stored, dtype, int8):
+def bytes_needed(family, model, mesh, stored, dtype, bits):
     """Bytes of a device while a checkpoint is read: its part of the weights, and of the largest array as stored."""
     import jax
 
     shapes = family.param_shapes(model)
-    parts = jax.tree.map(lambda s, at: at.shard_shape(s.shape), shapes, family.shardings(mesh, shapes))
-    parts = jax.tree.leaves(parts, is_leaf=lambda part: isinstance(part, tuple))
-    item = jax.numpy.dtype(dtype).itemsize
-    sizes = [math.prod(p) + 4 * p[0] if int8 and len(p) == 2 else item * math.prod(p) for p in parts]
-    return sum(sizes) + jax.numpy.dtype(stored).itemsize * max(map(math.prod, parts))
+    parts = jax.tree.map(
+        lambda s, at: jax.ShapeDtypeStruct(at.shard_shape(s.shape), dtype), shapes, family.shardings(mesh, shapes)
+    )
+
+    def kept(path, part):
+        narrow = bits and len(part.shape) == 2
+        return jax.eval_shape(lambda x: family.quantise(x, bits, path[-1].key), part) if narrow else part
+
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.tree_util.tree_map_with_path(kept, parts)))
+    return size + jax.numpy.dtype(stored).itemsize * max(part.size for part in jax.tree.leaves(parts))
 
 
-def load_for_inference(family, folder, step=0, dtype="", int8=False, devices=0, rows=1):
+def bits_of(flags):
+    """How many bits --int8 and --int4 leave of a matrix's elements; 0: all."""
+    if flags.int8 and flags.int4:
+        raise ValueError("--int8 or --int4, not both")
+    return 8 if flags.int8 else 4 if flags.int4 else 0
+
+
+def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows=1):
     """(model, step, mesh) of load() on the machine's devices, or so many of them, for `rows` texts at a time.
 
     The mesh is None for one device. dtype "" is bfloat16; on a CPU float32, which is faster there, if memory holds it.
@@ -809,23 +858,23 @@ def load_for_inference(family, folder, step=0, dtype="", int8=False, devices=0, 
     free = free_bytes(mesh.devices.flat[0]) / (mesh.size if on_cpu else 1)  # a CPU's devices share its memory
 
     # The first type that fits; else what to do.
-    def needed(dtype, int8=int8):
-        return bytes_needed(family, model, mesh, stored, dtype, int8)
+    def needed(dtype, bits=bits):
+        return bytes_needed(family, model, mesh, stored, dtype, bits)
 
     choices = [dtype] if dtype else ["float32", "bfloat16"] if on_cpu else ["bfloat16"]
     fitting = [name for name in choices if needed(name) <= free]
     if not fitting:
         smaller = {"--dtype=bfloat16": needed("bfloat16")}
         if hasattr(family, "quantise"):
-            smaller["--int8"] = needed("bfloat16", True)
+            smaller |= {f"--int{bits}": needed("bfloat16", bits) for bits in (8, 4)}
         advice = " or ".join(f"{flag} takes {size / 1e9:.3g}" for flag, size in smaller.items() if size <= free)
-        takes = f"{needed(choices[-1]) / 1e9:.3g} GB in {'int8 and ' * int8}{choices[-1]}"
+        takes = f"{needed(choices[-1]) / 1e9:.3g} GB in {f'int{bits} and ' * bool(bits)}{choices[-1]}"
         advice = advice or "that takes a machine with more memory, or more devices"
         raise ValueError(f"{folder} takes {takes} on each device, where {free / 1e9:.3g} are free; {advice}")
     if fitting != choices:
         print(f"bfloat16: float32 takes {needed('float32') / 1e9:.3g} GB, {free / 1e9:.3g} are free", file=sys.stderr)
     mesh = mesh if mesh.size > 1 else None
-    model, step = load(family, folder, step, fitting[0], mesh=mesh, int8=int8)
+    model, step = load(family, folder, step, fitting[0], mesh=mesh, bits=bits)
     return model, step, mesh
 
 

@@ -6,10 +6,12 @@
     python train_tpu.py --data=data/mine --model=300m   # tokens that data_prep.py wrote
     python train_tpu.py --model=dream_tiny --seq_len=512    # masked diffusion: a Dream from scratch
     python train_tpu.py --init=out/diffucoder --data=data/pairs    # goes on with a converted Dream: fine-tuning
+    python train_tpu.py --init=out/diffucoder --data=data/pairs --lora_rank=16    # the same in a seventh of the memory
 
 Reads the folder of packed rows that data_prep.py writes, for Dream also pairs of prompt and response; without --data it
 first prepares the standard library of the running Python. Writes --out: config.json, tokenizer.json, log.jsonl,
-samples.txt, checkpoints/<step>/. Whether a model fits a TPU that is not here, says compile_for.py.
+samples.txt, checkpoints/<step>/, with --lora_rank at the end also merged/, a whole model. Whether a model fits a TPU
+that is not here, says compile_for.py.
 
 One optimizer step is one compiled program: a scan over micro-batches, each a scan over layers. The gradient is that of
 (sum of token losses) / (all valid tokens of the step), however the tokens fall into micro-batches. Row order, dropout
@@ -64,6 +66,7 @@ class Dream:
     """Dream alone."""
 
     init: str = ""  # folder of a Dream to start from, converted or trained here; sets --model
+    lora_rank: int = 0  # with --init: train a difference of this rank to the layers' matrices; 0 trains all weights
     schedule: typing.Literal[tuple(diffusion.SCHEDULES)] = "linear"  # noise schedule, see diffusion.py
 
 
@@ -79,7 +82,7 @@ class Config:
     batch_size: int = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 4,096 on a CPU
     epochs: float = 4.0  # passes over the training rows; sets --steps
     steps: int = 0  # optimizer steps; 0: from --epochs
-    lr: float = 0.0  # peak learning rate; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init
+    lr: float = 0.0  # peak; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init but for LoRA
     warmup: int = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
     optimizer: typing.Literal["", "adamw", "muon"] = runs.later("", "adamw")  # "": muon below 100 M parameters
     weight_decay: float = 0.1  # on matrices and embeddings only
@@ -259,7 +262,9 @@ def resolve(cfg, devices, data=None):
     where = "CPU" if memory is None else f"{memory:.1f} GiB each"
     accumulated = batch * cfg.tensor // mesh.size // micro
     print(f"{len(devices)} x {device.device_kind} ({where}): mesh {axes}")
-    print(f"model {name}, {dtype} compute on float32 weights, remat {remat}")
+    frozen = f"frozen {dtype} weights and LoRA of rank {cfg.dream.lora_rank}"
+    weights = frozen if cfg.dream.lora_rank else "float32 weights"
+    print(f"model {name}, {dtype} compute on {weights}, remat {remat}")
     print(f"a step is {batch} rows of {seq_len} = {batch * seq_len:,} tokens, {accumulated} x {micro} rows a device")
     return cfg, model, run, mesh
 
@@ -270,8 +275,9 @@ def plan(cfg, model, rows):
     # Length: whole epochs, unless --steps says otherwise.
     per_epoch = rows.total // cfg.batch_size
     steps = cfg.steps or max(1, round(cfg.epochs * per_epoch))
-    # Small models bear larger steps; what goes on from a trained one takes a tenth.
-    peak = float(np.clip(3e-4 * math.sqrt(1.5e9 / counts["total"]), 1e-4, 3e-3)) / (10 if cfg.dream.init else 1)
+    # Small models bear larger steps; what goes on from a trained one takes a tenth. New adapters take all: a guess.
+    tenth = cfg.dream.init and not cfg.dream.lora_rank
+    peak = float(np.clip(3e-4 * math.sqrt(1.5e9 / counts["total"]), 1e-4, 3e-3)) / (10 if tenth else 1)
     lr = cfg.lr or peak
     warmup = cfg.warmup or min(2000, max(1, steps // 10))
     # Evaluations divide an epoch evenly, so that its end is one of them.
@@ -373,16 +379,6 @@ def known_ids(folder, model, meta, tokenizer_json):
     return tokenizer_json
 
 
-def companions(*folders):
-    """{name: bytes} of the chat template, its tokens and the model's own code: of the first folder that has any."""
-    for folder in map(runs.as_path, filter(None, folders)):
-        paths = [folder / "tokenizer_config.json", folder / "chat_template.jinja", *folder.glob("*.py")]
-        found = {path.name: path.read_bytes() for path in paths if path.is_file()}
-        if found:
-            return found
-    return {}
-
-
 COLUMNS = "token_ABL", "segment_ABL", "position_ABL", "fixed_ABL"  # pairs alone have the last: 1 in a prompt
 
 
@@ -437,7 +433,7 @@ def wsd(step, peak, steps, warmup=2000, stable=0.9, start=0.01, final=0.1):
 
 
 def decays(tree):
-    """Weight decay mask, by name: matrices and embeddings, no norms, biases or lambda vectors.
+    """Weight decay mask, by name: matrices and embeddings, no norms, biases, lambda vectors or LoRA's adapters.
 
     By name, for stacked norms have two axes.
     """
@@ -514,13 +510,13 @@ def accumulate_apart(loss_fn, params, batches, inside=("layers",)):
 
 
 def apply_gradients(optimizer, state, grads, lr):
-    """One update of {"params", "opt"}; the step is left out (and said so) if any gradient is not finite."""
+    """One update of a state's "params" and "opt"; the step is left out (and said so) if any gradient is not finite."""
     norm = optax.tree.norm(grads)
     ok = jnp.isfinite(norm)
     updates, opt = optimizer.update(grads, state["opt"], state["params"])
     params = jax.tree.map(lambda p, u: p + lr * u, state["params"], updates)
-    new = {"params": params, "opt": opt}
-    return jax.tree.map(lambda old, new: jnp.where(ok, new, old), state, new), norm, ok
+    new, old = {"params": params, "opt": opt}, {"params": state["params"], "opt": state["opt"]}
+    return state | jax.tree.map(lambda old, new: jnp.where(ok, new, old), old, new), norm, ok
 
 
 def coder_loss(cfg, graph, batch, key):
@@ -538,13 +534,13 @@ def coder_loss(cfg, graph, batch, key):
     return loss_fn
 
 
-def dream_loss(cfg, graph, batch, key):
+def dream_loss(cfg, graph, batch, key, base):
     """loss_fn(params, micro, sums) -> (loss, {}) of Dream: the NELBO in nats per token that can be masked."""
     rows = math.prod(batch["token_ABL"].shape[:2])
     tokens = jnp.maximum(md.counted(batch["segment_ABL"], batch.get("fixed_ABL")).sum(), 1)
 
     def loss_fn(params, micro, sums):
-        model = nnx.merge(graph, params)
+        model = nnx.merge(graph, md.assemble(base, params))
         inputs = micro["token_ABL"], micro["segment_ABL"], micro["position_ABL"]
         noise = md.noise(key, rows, micro["row_AB"], micro["segment_ABL"])
         return model.nelbo(*inputs, *noise, micro.get("fixed_ABL"), schedule=cfg.dream.schedule) / tokens, {}
@@ -559,7 +555,8 @@ def make_step(cfg, graph, optimizer):
     def train_step(state, batch, step):
         key = jax.random.fold_in(jax.random.key(cfg.seed), step)
         lr = wsd(step, cfg.lr, cfg.steps, cfg.warmup)
-        loss_fn = (dream_loss if dream else coder_loss)(cfg, graph, batch, key)
+        loss_of = functools.partial(dream_loss, base=state.get("base", {})) if dream else coder_loss
+        loss_fn = loss_of(cfg, graph, batch, key)
         A, B, _ = batch["token_ABL"].shape
         micros = batch | {"row_AB": jnp.arange(A * B).reshape(A, B)}
         gradients = accumulate if dream or A == 1 or cfg.reduce == "micro" or alone() else accumulate_apart
@@ -602,10 +599,16 @@ def make_evaluate(cfg, graph, rows):
     return dream if family_of(cfg) is md else coder
 
 
-def state_shapes(family, model, optimizer, mesh):
-    """{"params", "opt"} as ShapeDtypeStructs, each with its layout on the mesh."""
-    params = family.param_shapes(model)
-    shapes = {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
+def state_shapes(family, model, optimizer, mesh, lora_rank=0, dtype=jnp.bfloat16):
+    """{"params", "opt"} as ShapeDtypeStructs, each with its layout on the mesh.
+
+    With LoRA params are the adapters, and beside them lie "base", the weights in `dtype`.
+    """
+    params, base = family.param_shapes(model), {}
+    if lora_rank:
+        base = {"base": jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), params)}
+        params = jax.eval_shape(lambda: md.new_adapters(jax.random.key(0), params, lora_rank))
+    shapes = {"params": params, "opt": jax.eval_shape(optimizer.init, params)} | base
     layout = family.shardings(mesh, shapes)
     return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, layout)
 
@@ -636,7 +639,7 @@ class Trainer:
     train: data_prep.Rows
     heldout: data_prep.Rows
     tokenizer: tokenizers.Tokenizer
-    state: dict | None = None  # {"params", "opt"}
+    state: dict | None = None  # {"params", "opt"}, with LoRA {"params": adapters, "opt", "base": what stays as it is}
 
     def __post_init__(self):
         self.family = family_of(self.cfg)
@@ -644,7 +647,9 @@ class Trainer:
         self.optimizer = make_optimizer(
             self.cfg.clip, self.cfg.weight_decay, self.run.dtype, muon=self.cfg.optimizer == "muon"
         )
-        self.shapes = state_shapes(self.family, self.model, self.optimizer, self.mesh)
+        self.shapes = self.shapes_with(self.cfg.dream.lora_rank)
+        if self.cfg.dream.lora_rank:  # which weights the adapters belong to
+            self.base_sums = runs.find_weights(runs.absolute(self.cfg.dream.init))[1]["sums"]
         self.rows_at = NamedSharding(self.mesh, PS(None, self.family.BATCH))
         self.micro_rows = self.cfg.micro_batch * self.mesh.size // self.cfg.tensor  # on all devices together
         self.scored = min(self.heldout.total, self.cfg.eval_rows)
@@ -653,10 +658,26 @@ class Trainer:
         self.evaluate = jax.jit(make_evaluate(self.cfg, graph, self.scored))
         self.bytes_V = jnp.asarray(data_prep.token_bytes(self.tokenizer, self.model.vocab))
 
+    def shapes_with(self, lora_rank):
+        """The shapes of a state of this run, with LoRA or without."""
+        return state_shapes(self.family, self.model, self.optimizer, self.mesh, lora_rank, self.run.dtype)
+
+    def check_memory(self):
+        """ValueError, before any weight is read, if a device has less memory than it has to hold."""
+
+        def needed(lora_rank):  # what is trained, its moments and gradients; with LoRA the weights beside it
+            shapes = self.shapes_with(lora_rank)
+            return sum(map(runs.bytes_on_a_device, (shapes, shapes["params"])))
+
+        dream = self.cfg.dream
+        smaller = {"--lora_rank=16": needed(16)} if dream.init and not dream.lora_rank else {}
+        runs.check_memory(self.mesh, needed(dream.lora_rank), smaller)
+
     def meta(self, step, skipped):
         """What a checkpoint says of itself."""
         settings = {"model": dataclasses.asdict(self.model), "train": dataclasses.asdict(self.cfg)}
-        return settings | {"data": self.train.meta["fingerprint"], "step": step, "skipped": skipped}
+        settings |= {"data": self.train.meta["fingerprint"], "step": step, "skipped": skipped}
+        return settings | ({"base": self.base_sums} if self.cfg.dream.lora_rank else {})
 
     def begin(self, checkpoints):
         """Fill the state: the newest checkpoint of --resume, the weights of --init, or new ones. (step, skipped)."""
@@ -667,24 +688,46 @@ class Trainer:
             saved, ours = checkpoints.meta(), self.meta(0, 0)
             path = f"{cfg.resume}/checkpoints/{checkpoints.newest()}"
             theirs = dataclasses.asdict(self.family.read_config(path, saved))  # a field that is new has its value
-            runs.check_same(theirs, ours["model"], path)
+            rank = {"--lora_rank": saved["train"].get("dream", {}).get("lora_rank", 0)}
+            runs.check_same(theirs | rank, ours["model"] | {"--lora_rank": cfg.dream.lora_rank}, path)
+            if saved.get("base") != ours.get("base"):
+                raise ValueError(f"{cfg.dream.init} holds other weights than those that {cfg.resume} began with")
             if saved["data"] != ours["data"]:
                 advice = "pass its --data, or start anew with another --out"
                 raise ValueError(f"{cfg.resume} was trained on other data; {advice}")
-            self.state = checkpoints.restore(self.shapes)
+            base = {"base": self.read_init(self.run.dtype)} if cfg.dream.lora_rank else {}
+            restored = checkpoints.restore(self.saved(self.shapes))
+            opt, (params,) = restored.pop("opt"), restored.values()
+            self.state = {"params": params, "opt": opt} | base
             print(f"resuming {cfg.resume} after step {saved['step']}")
             return saved["step"], saved["skipped"]
         if cfg.resume:
             print(f"{cfg.resume} stopped before its first checkpoint: starting at step 0 with its settings")
         layout = jax.tree.map(lambda s: s.sharding, self.shapes)
-        if cfg.dream.init:
-            model, _ = runs.load(md, cfg.dream.init, dtype=jnp.float32, mesh=self.mesh)
-            params = nnx.to_pure_dict(nnx.state(model))
+        base, key = {}, jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
+        if cfg.dream.lora_rank:
+            base = {"base": self.read_init(self.run.dtype)}
+            new = functools.partial(md.new_adapters, key, self.shapes["base"], cfg.dream.lora_rank)
+            params = jax.jit(new, out_shardings=layout["params"])()
+        elif cfg.dream.init:
+            params = self.read_init(jnp.float32)
         else:  # born split over the mesh: no device ever holds all of them
             params = jax.jit(lambda: self.family.new_params(self.model, cfg.seed), out_shardings=layout["params"])()
         opt = jax.jit(self.optimizer.init, out_shardings=layout["opt"])(params)
-        self.state = {"params": params, "opt": opt}
+        self.state = {"params": params, "opt": opt} | base
         return 0, 0
+
+    def read_init(self, dtype):
+        """The weights of --init."""
+        return nnx.to_pure_dict(nnx.state(runs.load(md, self.cfg.dream.init, dtype=dtype, mesh=self.mesh)[0]))
+
+    def weights(self):
+        """The parameters of the model as it is now."""
+        return md.assemble(self.state.get("base", {}), self.state["params"])
+
+    def saved(self, state):
+        """Of a state what a checkpoint holds; adapters are no model, so runs.load must not find "params"."""
+        return {"adapters" if "base" in state else "params": state["params"], "opt": state["opt"]}
 
     def batch(self, step):
         """The rows of a step on the mesh: those of its place in the epoch's order, cut into micro-batches."""
@@ -711,7 +754,7 @@ class Trainer:
         for part in ids.reshape(-1, 1, self.micro_rows):
             with jax.set_mesh(self.mesh):
                 batch = to_devices(self.heldout, part, self.rows_at)
-                sums += [float(x) for x in self.evaluate(self.state["params"], batch, part[0], self.bytes_V)]
+                sums += [float(x) for x in self.evaluate(self.weights(), batch, part[0], self.bytes_V)]
         if not self.scored:
             return {}
         nats, tokens, size = sums
@@ -722,7 +765,7 @@ class Trainer:
         if jax.process_count() > 1:  # one host does not hold the whole model
             return {}
         vocab, eos = self.train.meta["vocab_size"], self.train.meta["eos_id"]
-        lm = nnx.merge(self.family.graph_of(self.model, self.family.Run(self.run.dtype)), self.state["params"])
+        lm = nnx.merge(self.family.graph_of(self.model, self.family.Run(self.run.dtype)), self.weights())
         prompt, key = self.tokenizer.encode(self.cfg.prompt, add_special_tokens=False).ids, jax.random.key(0)
         new = min(64, self.model.positions - len(prompt))
         if self.family is md:
@@ -743,7 +786,10 @@ class Meter:
     def __init__(self, cfg, model, run, mesh, step, skipped):
         self.cfg, self.skipped, self.bad = cfg, skipped, 0  # bad: how many of them in a row
         self.tokens = cfg.batch_size * cfg.seq_len
-        self.flops = family_of(cfg).flops_per_token(model, cfg.seq_len) * self.tokens / mesh.size  # a step, a device
+        flops = family_of(cfg).flops_per_token(model, cfg.seq_len)
+        if cfg.dream.lora_rank:  # frozen matrices have no gradients: a third of what they cost
+            flops -= md.flops_per_token(model, 0) / 3
+        self.flops = flops * self.tokens / mesh.size  # a step, a device
         self.peak, source = peak_flops(jax.devices()[0], run.dtype)
         print(f"peak {self.peak / 1e12:.3g} TFLOP/s a device ({source}), a step is {self.flops / 1e12:.3g} TFLOP")
         self.restart(step)
@@ -781,6 +827,8 @@ def connect(cfg):
 
 def prepare(cfg):
     """(Trainer, files of the run's folder, steps of an epoch): what was left open is chosen by data and devices."""
+    if cfg.dream.lora_rank and (cfg.dream.lora_rank < 0 or not cfg.dream.init or cfg.hosts or "://" in cfg.out):
+        raise ValueError("--lora_rank is above 0, goes with --init, on one host, and with --out on its own disk")
     train, heldout, tokenizer_json = open_data(cfg)
     cfg, model, run, mesh = resolve(cfg, jax.devices(), train.meta)
     check_data(cfg, train)
@@ -790,8 +838,13 @@ def prepare(cfg):
         model, tokenizer_json = with_mask(model, train.meta, tokenizer_json)
     cfg, per_epoch = plan(cfg, model, train)
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
-    files = {"tokenizer.json": tokenizer_json} | companions(cfg.dream.init, train.folder)
-    return Trainer(cfg, model, run, mesh, train, heldout, tokenizer), files, per_epoch
+    # The chat template, its tokens and the model's own code: those of --init, else of the data.
+    found = [runs.companions(folder) for folder in (cfg.dream.init, train.folder) if folder]
+    files = next((files for files in found if files.keys() - {"tokenizer.json"}), {})
+    files |= {"tokenizer.json": tokenizer_json}
+    trainer = Trainer(cfg, model, run, mesh, train, heldout, tokenizer)
+    trainer.check_memory()
+    return trainer, files, per_epoch
 
 
 def check_hosts(folder, trainer):
@@ -834,18 +887,22 @@ def main(cfg):
         # The length is written as it was asked for: a resumed run may be given more --epochs or --steps.
         settings = {"train": dataclasses.asdict(cfg) | {"steps": asked.steps}}
         settings |= {"model": dataclasses.asdict(trainer.model), "data": str(trainer.train.folder)}
+        source = ""
         if cfg.dream.init:  # the name by which generate.py knows a chat model
-            settings["source"] = runs.read_json(runs.as_path(cfg.resume or cfg.dream.init) / "config.json").get(
-                "source"
-            )
+            source = runs.read_json(runs.as_path(cfg.resume or cfg.dream.init) / "config.json").get("source", "")
+            settings["source"] = source
         folder.begin(first, settings, files)
         if first < cfg.steps:
             train(folder, checkpoints, trainer, first, skipped, per_epoch)
         else:
             print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --epochs or --steps")
         checkpoints.close()
-    flags = f"--model=dream --ckpt={cfg.out}" if family_of(cfg) is md else f"--ckpt={cfg.out}"
-    print(f"done: {cfg.out}; write code with: python generate.py {flags}")
+        model = cfg.out
+        if cfg.dream.lora_rank:
+            graph = md.graph_of(trainer.model, md.Run())
+            model = md.save_merged(folder.out, graph, trainer.state["base"], trainer.state["params"], files, source)
+    flags = f"--model=dream --ckpt={model}" if family_of(cfg) is md else f"--ckpt={model}"
+    print(f"done: {model}; write code with: python generate.py {flags}")
 
 
 def train(folder, checkpoints, trainer, first, skipped, per_epoch):
@@ -874,7 +931,7 @@ def train(folder, checkpoints, trainer, first, skipped, per_epoch):
         stops = folder.signal or checkpoints.preempted(done)  # SIGTERM or Ctrl-C, to any host
         if evaluates or late or stops:
             scores = trainer.score() if evaluates else None
-            checkpoints.save(done, trainer.state, trainer.meta(done, meter.skipped), scores or None)
+            checkpoints.save(done, trainer.saved(trainer.state), trainer.meta(done, meter.skipped), scores or None)
             saved = time.monotonic()
         if evaluates:
             folder.log({"step": done, **scores, **trainer.sample(folder, done)})

@@ -455,6 +455,10 @@ def test_results_say_by_what_they_were_made_and_do_not_mix(tmp_path):
     refused(mixed, "holds samples of --protocol=dream_base/humaneval, and this is lm_eval_head/humaneval")
     (tmp_path / "mixed.jsonl").write_text(json.dumps(line | {"written": ADD[1]}) + "\n")
     assert benchmarks.main(mixed)["pass@1"][0] == 1
+    # half of the problems are another benchmark
+    (tmp_path / "half.jsonl").write_bytes(b"".join(gzip.open(FILES["humaneval"]).readlines()[:82]))
+    half = dataclasses.replace(other, tasks_file=str(tmp_path / "half.jsonl"), out=str(tmp_path / "half"))
+    refused(half, "half.jsonl is not", "82 problems; --protocol=lm_eval_head/humaneval is of 164")
     full = config("mbpp", tmp_path, [(11, "x")], protocol="lm_eval_head")
     refused(full, "asks for mbpp.jsonl, the full MBPP, ids 11-510, and this is sanitized-mbpp.json")
 
@@ -772,7 +776,7 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
     settings = {
         "pythoncoder": {"task": "humaneval", "max_new": 16},
         "mdlm": {"task": "mbpp", "split": "all", "shots": 0, "max_new": 8},
-        "dream": {"task": "humaneval", "max_new": 8, "threshold": 0.5, "chat": True},
+        "dream": {"task": "humaneval", "max_new": 8, "threshold": 0.5, "chat": True, "int4": True, "top_k": 50},
     }
     ckpt = str(request.getfixturevalue(model))
     cfg = config(tmp_path=tmp_path, model=model, ckpt=ckpt, n=3, problems=2, batch_size=2, **settings[model])
@@ -801,6 +805,11 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
     if model == "dream":
         flags = benchmarks.DreamFlags(cache="dual")  # reaches the sampler, which wants blocks for it
         refused(dataclasses.replace(cfg, out=str(tmp_path / "cache"), dream=flags), "set block_length")
+        path = tmp_path / "out" / "config.json"  # a folder from before --top_k had none
+        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "fast_dllm"}))
+        assert benchmarks.main(cfg)["samples"] == 6
+        flags = dataclasses.replace(cfg.dream, fast_dllm=True)
+        refused(dataclasses.replace(cfg, dream=flags), "holds results with fast_dllm=False")
         (Path(ckpt) / "tokenizer_config.json").unlink()
         refused(dataclasses.replace(cfg, out=str(tmp_path / "other")), "holds no chat template")
     else:

@@ -550,6 +550,28 @@ def test_gradients_are_means_over_micro_batches_not_over_tokens():
     jax.tree.map(lambda got, want: close(got / 3, want), total, want)
 
 
+@pytest.mark.parametrize("form", ["dapo", "dr_grpo", "grpo"])
+def test_an_update_by_micro_batches_is_that_of_all_its_completions(form):
+    """Whatever their lengths: what each is divided by does not depend on those that it is differentiated with."""
+    token, u, ratio = example(B=6)
+    counted = jnp.asarray(np.arange(11) < np.array([11, 11, 9, 1, 2, 1])[:, None])
+    batch = batch_of(token, u, ratio, counted_BC=counted)
+
+    @jax.jit
+    def grads(rows, update_tokens):
+        def loss(params):
+            micro = {name: x if name == "first" else x[rows] for name, x in batch.items() if x is not None}
+            micro |= {"see_BL": None, "update_tokens": update_tokens}
+            return grpo.micro_loss(Bag(params), micro, TINY.mask_id, beta=0.1, chunk=8, loss=form)[0]
+
+        return jax.grad(loss)(bag())
+
+    whole = grads(np.arange(6), counted.sum())
+    parts = [grads(np.arange(i, i + 2), counted.sum() / 3) for i in (0, 2, 4)]
+    largest = max(float(abs(leaf).max()) for leaf in jax.tree.leaves(whole))  # of sums that cancel
+    jax.tree.map(lambda want, *parts: close(sum(parts) / 3 / largest, want / largest), whole, *parts)
+
+
 @pytest.mark.parametrize(("accumulate", "iterations"), [(1, 1), (2, 2), (3, 2), (2, 5)])
 def test_a_round_shows_each_micro_batch_every_iteration_once(accumulate, iterations):
     plan = grpo.round_plan(accumulate, iterations)
@@ -642,7 +664,7 @@ def folder(tmp_path_factory):
     tokenizer.add_special_tokens(["<|endoftext|>", "<|pad|>", "<|mask|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     cfg = dream.DreamConfig(32, 32, 1, 4, 2, 8, 48, mask_id=28, pad_id=27, bos_id=26, eos_id=26, positions=512)
-    dream.save(folder / "base", dream.Dream(cfg, nnx.Rngs(0)), [folder / "tokenizer.json"])
+    dream.save(folder / "base", dream.Dream(cfg, nnx.Rngs(0)), [folder / "tokenizer.json"], "me/A-Instruct")
     rows = [
         {"id": i, "prompt": word, "test_cases": ["assert True"]} for i, word in enumerate(("ab", "c", "def", "xyz"))
     ]
@@ -848,16 +870,32 @@ def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
     assert changed == {f"layers.0.{name}" for name in ("q_proj", "down_proj")}
     for name in changed:
         assert np.linalg.matrix_rank(np.asarray(now[name] - before[name]), tol=1e-5) <= 2
+    for path in (out, out / "merged"):  # the name by which generate.py knows how to ask it
+        assert runs.read_json(path / "config.json")["source"] == "me/A-Instruct"
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "load", None)
+    cfg = dream.config_from_hf(folder / "base")
+    params, leaves = dream.count_params(cfg)["total"], jax.tree.leaves(dream.param_shapes(cfg)["layers"])
+    adapters = 16 * sum(sum(x.shape) for x in leaves if x.ndim == 2)
+    # weights, two moments, gradients, the reference model; a counter of updates
+    full, lora = 20 * params + 4, 4 * params + 20 * adapters + 4
+    mesh = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])
+    for rank, size, words in ((0, full, f"--lora_rank=16 takes {lora / 1e9:.3g}"), (16, lora, "a smaller model, or")):
+        monkeypatch.setattr(runs, "free_bytes", lambda _, size=size: size - 1)
+        with pytest.raises(ValueError, match=f"take {size / 1e9:.3g} GB on each device, where .* are free; .*{words}"):
+            grpo.Trainer(grpo.resolve(config(folder, tmp_path, lora_rank=rank)), {}, mesh)
 
 
 def test_a_lora_is_the_matrix_that_it_merges_into():
     base = tiny()
-    trained = grpo.new_adapters(jax.random.key(0), base, 3, ("v_proj", "gate_proj"))
+    trained = dream.new_adapters(jax.random.key(0), base, 3, ("v_proj", "gate_proj"))
     token_BL, plain = jnp.arange(14).reshape(2, 7) + 5, forward(base, jnp.arange(14).reshape(2, 7) + 5)
-    close(forward(grpo.assemble(base, trained), token_BL), plain)
+    close(forward(dream.assemble(base, trained), token_BL), plain)
     rng = np.random.default_rng(1)
     trained = jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), trained)
-    with_lora = grpo.assemble(base, trained)
+    with_lora = dream.assemble(base, trained)
     whole = jax.tree.map(dream.merged, with_lora, is_leaf=lambda x: isinstance(x, dream.Lora))
     close(forward(with_lora, token_BL), forward(whole, token_BL), 1e-4)
     assert not np.allclose(forward(whole, token_BL), plain, atol=1e-2)
@@ -889,9 +927,23 @@ def test_equal_rewards_update_nothing(folder, tmp_path, skip):
     assert want.items() <= sums(out, 1).items()
 
 
+@pytest.mark.slow
+def test_completions_without_an_end_can_be_left_out_of_updates(folder, tmp_path):
+    out = tmp_path / "run"
+    grpo.main(config(folder, out, rounds=1, skip_constant=False, mask_truncated=True, loss="dapo", ratio="sequence"))
+    (row,) = read_lines(out / "log.jsonl")
+    lines = [line for line in read_lines(out / "rounds.jsonl") if line["reward"] is not None]
+    most = max(line["tokens"] for line in lines)
+    ended = [line["tokens"] for line in lines if line["tokens"] < most]
+    assert 0 < len(ended) < len(lines)
+    assert 0 < row["tokens"] < 2 * sum(line["tokens"] for line in lines)
+    assert row["tokens"] >= 2 * sum(ended)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"delta": 1.5}, "--delta=1.5: above 1 + --epsilon_high"),
         ({"group": 1}, "--group=1: a completion is compared with the others"),
         ({"tasks": 0}, "--tasks=0: at least 1"),
         ({"temperature": 0.0}, "--temperature=0"),

@@ -119,7 +119,7 @@ def test_a_dream_that_knows_nothing_pays_log_vocab_for_every_masked_token(data, 
     settings = {"model": "dream", "ckpt": str(tmp_path / "model"), "rows": 9, "batch_size": 4, "draws": 3, "json": True}
     (row,) = evaluate.main(evaluate.Config(data=str(data["packed"]), devices=1, **settings))
     assert json.loads(capsys.readouterr().out) == row
-    for changed in ({"dtype": "bfloat16"}, {"dream": evaluate.DreamFlags(int8=True)}, {"devices": 0}):
+    for changed in ({"dtype": "bfloat16"}, {"dream": evaluate.DreamFlags(int4=True)}, {"devices": 0}):
         (same,) = evaluate.main(evaluate.Config(data=str(data["packed"]), **{"devices": 1} | settings | changed))
         assert same["nats_per_token"] == pytest.approx(row["nats_per_token"], rel=1e-2 if "dtype" in changed else 1e-5)
     assert "mesh data 4" in capsys.readouterr().err
@@ -195,7 +195,7 @@ def test_bad_input_is_one_line(data, pythoncoder, tmp_path, monkeypatch):
         ("another tokenizer", here | {"data": str(data["padded"])}),
         ("--batch_size", here | {"batch_size": 0}),
         ("--draws 2", here | {"draws": 1}),
-        ("--int8 is for --model=dream", here | {"dream": evaluate.DreamFlags(int8=True)}),
+        ("--int8 and --int4 are for --model=dream", here | {"dream": evaluate.DreamFlags(int8=True)}),
         ("there is no folder", here | {"mdlm": evaluate.MdlmFlags(plot=str(tmp_path / "none" / "a.png"))}),
         ("holds no checkpoint of step 3; it has [2, 5]", here | {"step": 3}),
     ):

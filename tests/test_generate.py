@@ -272,8 +272,8 @@ def test_steps_are_shown_on_eight_devices(coder, capsys):
 def test_a_checkpoint_is_stored_so_that_it_fits_or_refused_before_it_is_read(coder, run_folder, capsys, monkeypatch):
     cfg = md.config_from_hf(coder / "model")
     mesh = runs.inference_mesh(cfg, jax.devices()[:1], 1)
-    names = ("float32", False), ("bfloat16", False), ("bfloat16", True)
-    full, half, eighth = (runs.bytes_needed(md, cfg, mesh, "float32", *name) for name in names)
+    names = ("float32", 0), ("bfloat16", 0), ("bfloat16", 8), ("bfloat16", 4)
+    full, half, eight, four = (runs.bytes_needed(md, cfg, mesh, "float32", *name) for name in names)
     count = md.count_params(cfg)["total"]
     assert (full - half, full) == (2 * count, 4 * (count + cfg.vocab * cfg.width))
     free = lambda size: monkeypatch.setattr(runs, "free_bytes", lambda _: size)  # noqa: E731
@@ -282,17 +282,21 @@ def test_a_checkpoint_is_stored_so_that_it_fits_or_refused_before_it_is_read(cod
     assert "bfloat16: float32 takes" in err
     assert "bfloat16, plain" in err
     refused("--dtype=bfloat16 takes", dream_config(coder / "model", prompt="x", dtype="float32"))
-    free(eighth)
+    free(eight)
     monkeypatch.setattr(runs, "load", None)
-    refused("are free; --int8 takes 7.21e-05", dream_config(coder / "model", prompt="x"))
-    free(eighth - 1)
+    refused("are free; --int8 takes 7.21e-05 or --int4 takes", dream_config(coder / "model", prompt="x"))
+    free(eight - 1)
+    refused(f"are free; --int4 takes {four / 1e9:.3g}", dream_config(coder / "model", prompt="x"))
+    refused("--int4 takes", dream_config(coder / "model", prompt="x", int8=True))
+    free(four - 1)
     refused("more memory", dream_config(coder / "model", prompt="x"))
+    refused("--int8 or --int4, not both", dream_config(coder / "model", prompt="x", int8=True, int4=True))
     free(1)
     refused("more memory", ckpt=str(run_folder), prompt="x")
 
 
 def test_out_of_memory_is_one_line_that_says_what_to_lower(coder, monkeypatch):
-    advice = "out of memory; try --int8, a smaller --batch_size or --max_new"
+    advice = "out of memory; try --int8, --int4, a smaller --batch_size or --max_new"
 
     def grow(*_, **__):
         jnp.zeros((2**45,)).block_until_ready()
@@ -494,6 +498,7 @@ def dream_says(capsys, folder, **settings):
         {},
         {"sampler": "origin", "steps": 5, "top_k": 9, "temperature": 0.9},
         {"block_length": 4, "cache": "dual", "threshold": 0.5, "temperature": 0.0, "int8": True},
+        pytest.param({"block_length": 4, "cache": "prefix", "int4": True}, marks=pytest.mark.slow),
     ],
     ids=lambda settings: "-".join(settings) or "default",
 )

@@ -520,19 +520,81 @@ def test_a_dream_run_ends_with_what_generate_needs_and_resuming_equals_not_stopp
     assert "\n" not in str(error.value)
 
 
+def save_start(folder, data):
+    """A Dream far from a fresh one, in bfloat16, with the tokenizer of the data; its config."""
+    meta = data_prep.Rows(data, "train").meta
+    ids = {"mask_id": meta["vocab_size"], "pad_id": meta["eos_id"], "bos_id": meta["eos_id"], "eos_id": meta["eos_id"]}
+    cfg = dataclasses.replace(DREAM, **ids)
+    params = jax.tree.map(lambda x: (3 * x).astype(jnp.bfloat16), md.new_params(cfg, 5))
+    (folder.parent / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    (folder.parent / "vocab.json").write_text("{}")
+    files = [data / "tokenizer.json", *(folder.parent / name for name in ("tokenizer_config.json", "vocab.json"))]
+    md.save(folder, nnx.merge(md.graph_of(cfg, md.Run()), params), files, source="a/b")
+    return cfg
+
+
+def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(pairs, one_device, tmp_path, monkeypatch):
+    start, out, copy = (tmp_path / name for name in ("start", "run", "copy"))
+    save_start(start, pairs)
+    lora = {"dream": train_tpu.Dream(init=str(start), lora_rank=2), "weight_decay": 0.5}
+    train_tpu.main(dream_config(pairs, out, start, **lora))
+    want = first_loss(runs.load(md, start, dtype=jnp.float32)[0], pairs)
+    assert losses(out)[1][0] == pytest.approx(want, rel=1e-4)  # nothing has changed yet
+    saved = runs.Checkpoints(out).meta()["sums"]
+    assert sum(name.startswith("adapters.") for name in saved) == 2 * 7 * DREAM.layers
+    assert not any(name.startswith(("params.", "base.")) for name in saved)
+
+    # What is not in its targets stays, bit for bit; what is has a difference of rank 2.
+    before, after = (runs.load(md, folder, dtype=jnp.float32)[0] for folder in (start, out / "merged"))
+    before, after = (runs.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (before, after))
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {f"layers.{i}.{name}" for i in range(DREAM.layers) for name in md.MATRICES}
+    assert all(np.linalg.matrix_rank(after[name] - before[name], tol=1e-5) <= 2 for name in changed)
+    assert runs.read_json(out / "merged/config.json")["source"] == "a/b"  # what it was made of, and how it chats
+    assert {"tokenizer.json", "tokenizer_config.json", "vocab.json"} <= {
+        path.name for path in (out / "merged").iterdir()
+    }
+
+    # A run that was stopped goes on as if it had not been, beside the same weights alone.
+    shutil.copytree(out, copy)
+    shutil.rmtree(copy / "checkpoints/4")
+    train_tpu.main(resumed(copy, micro_batch=4))
+    assert losses(copy) == losses(out)
+    again = runs.flatten(nnx.to_pure_dict(nnx.state(runs.load(md, copy / "merged")[0])))
+    assert all(np.array_equal(again[name], after[name]) for name in after)
+    with pytest.raises(ValueError, match=r"holds what LoRA learnt; the whole model is in .*run/merged"):
+        runs.load(md, out)
+    assert "--lora_rank 2 there, 3 here" in refusal(resumed(copy, dream=train_tpu.Dream(str(start), 3)))
+    other = train_tpu.Dream(str(out / "merged"), 2)
+    assert "merged holds other weights than those that" in refusal(resumed(copy, dream=other))
+    for wrong in (train_tpu.Dream(str(start), -1), train_tpu.Dream("", 2)):
+        assert "--lora_rank is above 0, goes with --init" in refusal(config(pairs, tmp_path / "a", dream=wrong))
+
+
+def test_what_does_not_fit_is_refused_before_a_weight_is_read(pairs, one_device, tmp_path, monkeypatch, capsys):
+    cfg = save_start(tmp_path / "start", pairs)
+    params = md.count_params(cfg)["total"]
+    adapters = 16 * sum(sum(x.shape) for x in jax.tree.leaves(md.param_shapes(cfg)["layers"]) if x.ndim == 2)
+    full, lora = 16 * params + 4, 4 * params + 16 * adapters + 4  # weights, two moments, gradients; a counter
+    free = lambda size: monkeypatch.setattr(runs, "free_bytes", lambda _: size)  # noqa: E731
+    monkeypatch.setattr(runs, "load", None)
+    free(full - 1)
+    said = refusal(dream_config(pairs, tmp_path / "a", tmp_path / "start"))
+    assert said.startswith(f"weights, moments and gradients take {full / 1e9:.3g} GB on each device, where ")
+    assert said.endswith(f"--lora_rank=16 takes {lora / 1e9:.3g}")
+    free(lora - 1)
+    for rank in (0, 16):
+        start = train_tpu.Dream(str(tmp_path / "start"), rank)
+        assert "a smaller model, or more devices" in refusal(dream_config(pairs, tmp_path / "a", "x", dream=start))
+    free(1)
+    assert "a smaller model, or more devices" in refusal(config(pairs, tmp_path / "a", model="dream_test"))
+    assert not (tmp_path / "a").exists()
+
+
 @pytest.mark.parametrize("kind", [pytest.param("documents", marks=pytest.mark.slow), "pairs"])
 def test_init_starts_at_the_loss_of_the_checkpoint(kind, data, pairs, one_device, tmp_path):
     folder = data if kind == "documents" else pairs
-    meta = data_prep.Rows(folder, "train").meta
-    ids = {"mask_id": meta["vocab_size"], "pad_id": meta["eos_id"], "bos_id": meta["eos_id"], "eos_id": meta["eos_id"]}
-    cfg = dataclasses.replace(DREAM, **ids)
-    params = jax.tree.map(lambda x: 3 * x, md.new_params(cfg, 5))  # far from a fresh model
-    model = nnx.merge(md.graph_of(cfg, md.Run()), jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
-    md.save(tmp_path / "start", model, [folder / "tokenizer.json", tmp_path / "tokenizer_config.json"])
-    runs.write(
-        tmp_path / "start/config.json", json.loads((tmp_path / "start/config.json").read_text()) | {"source": "a/b"}
-    )
+    cfg = save_start(tmp_path / "start", folder)
     train_tpu.main(dream_config(folder, tmp_path / "run", init=tmp_path / "start", steps=1))
     want = first_loss(runs.load(md, tmp_path / "start", dtype=jnp.float32)[0], folder)
     assert losses(tmp_path / "run")[1][0] == pytest.approx(want, rel=1e-4)
