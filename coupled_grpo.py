@@ -105,6 +105,13 @@ class Config:
     beta: float = 0.01  # weight of the KL divergence from the reference model; 0: no reference model
     epsilon: float = 0.5  # the ratio of new to old probability is clipped below 1 - epsilon
     epsilon_high: float = 0.5  # the ratio of new to old probability is clipped above 1 + epsilon_high
+    delta: float = 0.0  # largest ratio where an advantage is negative, above 1 + epsilon_high; 0: none
+    # of a token, as in the reference, or of a completion: the geometric mean over its tokens (GSPO)
+    ratio: typing.Literal["token", "sequence"] = "token"
+    # terms are divided by the tokens of their micro-batch, as in the reference, by those of the update, by those that
+    # all completions could have (Dr. GRPO), or by those of their completion (GRPO)
+    loss: typing.Literal["bnpo", "dapo", "dr_grpo", "grpo"] = "bnpo"
+    mask_truncated: bool = False  # completions without an end take no part in updates
     scale_rewards: bool = False  # divide advantages by the standard deviation of their group
     skip_constant: bool | None = None  # leave out groups of equal rewards, which the reference computes for their KL
     # of a token's score: the reference's, whose weights sum to 1.5, or for the same passes one whose mean is the ELBO
@@ -317,17 +324,32 @@ def group_advantages(reward_BF, weight_F, group, scale=False, missing_is_zero=Fa
     return Advantages(reward_B, advantage_GN.reshape(-1), std_B, counted_B, constant_B)
 
 
-def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, low=0.5, high=0.5, beta=0.01, most=20.0):
-    """(loss, metrics): the mean over counted tokens of -min(r A, clip(r, 1 - low, 1 + high) A) + beta KL, float32.
+def grpo_loss(
+    score_BC, old_BC, ref_BC, advantage_B, counted_BC,
+    low=0.5, high=0.5, beta=0.01, most=20.0,
+    delta=0.0, ratio="token", loss="bnpo", update_tokens=0,
+):  # fmt: skip
+    """(loss, metrics): -min(r A, clip(r, 1 - low, 1 + high) A) + beta KL of the counted tokens, float32.
 
-    r = exp(score - old); old None stands for the score itself, so r = 1. KL = exp(d) - d - 1 with d = ref - score;
-    ref None leaves it out. Both logarithms are clipped to +-`most`, where their gradients end, and what is not counted
-    may be anything. Without a counted token loss and metrics are 0. metrics: "kl", "clip_low" and "clip_high" (shares
-    of tokens without gradient at either side), "ratio_max", "tokens".
-    Refs: PPO, arXiv:1707.06347, eq. 7; k3, http://joschu.net/blog/kl-approx.html.
+    r = exp(score - old), where ratio is "sequence" of the mean over a completion's tokens; old None stands for the
+    score itself, so r = 1. With delta r is at most delta in the first term. KL = exp(d) - d - 1 with d = ref - score;
+    ref None leaves it out. The sum over tokens is divided by their number ("bnpo"), by update_tokens ("dapo"), by B C
+    ("dr_grpo"), or is a mean over the completions of the mean over each one's tokens ("grpo"). Both logarithms are
+    clipped to +-`most`, where their gradients end, and what is not counted may be anything. Without a counted token
+    loss and metrics are 0. metrics: "kl", "clip_low" and "clip_high" (shares of tokens without gradient at either
+    side), "ratio_max", "tokens".
+    Refs: PPO, arXiv:1707.06347, eq. 7; k3, http://joschu.net/blog/kl-approx.html; DAPO, arXiv:2503.14476; Dr. GRPO,
+    arXiv:2503.20783; GSPO, arXiv:2507.18071; two-sided clip, arXiv:2505.07291.
     """
     counted_BC = counted_BC.astype(bool)
-    tokens = counted_BC.sum()
+    tokens, tokens_B1 = counted_BC.sum(), jnp.maximum(counted_BC.sum(1, keepdims=True), 1)
+    rows = jnp.maximum(counted_BC.any(1).sum(), 1)
+    divisor = {
+        "bnpo": lambda: jnp.maximum(tokens, 1),
+        "dapo": lambda: update_tokens,
+        "dr_grpo": lambda: rows * counted_BC.shape[1],
+        "grpo": lambda: rows * tokens_B1,
+    }[loss]()
 
     def mean(x_BC):
         return jnp.where(counted_BC, x_BC, 0.0).sum() / jnp.maximum(tokens, 1)
@@ -339,8 +361,13 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, low=0.5, high=0
     score_BC = score_BC.astype(jnp.float32)
     old_BC = jax.lax.stop_gradient(score_BC if old_BC is None else old_BC)
     advantage_B1 = jnp.asarray(advantage_B, jnp.float32)[:, None]
-    ratio_BC = jnp.exp(logarithm(score_BC - old_BC))
-    loss_BC = -jnp.minimum(ratio_BC * advantage_B1, jnp.clip(ratio_BC, 1 - low, 1 + high) * advantage_B1)
+    log_BC = logarithm(score_BC - old_BC)
+    if ratio == "sequence":
+        log_BC = jnp.broadcast_to(log_BC.sum(1, keepdims=True) / tokens_B1, log_BC.shape)
+    ratio_BC = jnp.exp(log_BC)
+    free_BC = jnp.minimum(ratio_BC, delta) if delta else ratio_BC
+    bound_BC = jnp.clip(ratio_BC, 1 - low, 1 + high)
+    loss_BC = -jnp.minimum(free_BC * advantage_B1, bound_BC * advantage_B1)
 
     # the divergence from the reference model
     kl_BC = jnp.zeros_like(loss_BC)
@@ -348,7 +375,7 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, low=0.5, high=0
         log_BC = logarithm(ref_BC - score_BC)
         kl_BC = jnp.exp(log_BC) - log_BC - 1
         loss_BC += beta * kl_BC
-    return mean(loss_BC), {
+    return (jnp.where(counted_BC, loss_BC, 0.0) / divisor).sum(), {
         "kl": mean(kl_BC),
         "clip_low": mean((ratio_BC < 1 - low) & (advantage_B1 < 0)),
         "clip_high": mean((ratio_BC > 1 + high) & (advantage_B1 > 0)),
@@ -357,17 +384,18 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, low=0.5, high=0
     }
 
 
-def micro_loss(model, batch, mask_id, low=0.5, high=0.5, beta=0.01, chunk=1024, elbo=False):
-    """(loss, metrics) of one micro-batch, to be differentiated: grpo_loss of coupled_scores.
+def micro_loss(model, batch, mask_id, low=0.5, high=0.5, beta=0.01, chunk=1024, elbo=False, **form):
+    """(loss, metrics) of one micro-batch, to be differentiated: grpo_loss, in a form of it, of coupled_scores.
 
     batch: token_BL, see_BL, u_BC, ratio_B, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0, other_BC if the
-    masks are to be independent. Where batch["first"] is True nothing was learnt since old_BC: the score stands for it.
+    masks are to be independent, update_tokens if the loss is "dapo". Where batch["first"] is True nothing was learnt
+    since old_BC: the score stands for it.
     """
     inputs = (batch[name] for name in ("token_BL", "see_BL", "u_BC", "ratio_B"))
     score_BC, entropy_BC = coupled_scores(model, *inputs, mask_id, chunk, batch.get("other_BC"), elbo)
     old_BC = jnp.where(batch["first"], jax.lax.stop_gradient(score_BC), batch["old_BC"])
     terms = old_BC, batch.get("ref_BC"), batch["advantage_B"], batch["counted_BC"]
-    loss, metrics = grpo_loss(score_BC, *terms, low, high, beta)
+    loss, metrics = grpo_loss(score_BC, *terms, low, high, beta, update_tokens=batch.get("update_tokens", 0), **form)
     entropy = jnp.where(batch["counted_BC"], entropy_BC, 0.0).sum() / jnp.maximum(metrics["tokens"], 1)
     return loss, metrics | {"entropy": entropy}
 
@@ -437,6 +465,7 @@ def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None):
     """
 
     elbo = cfg.estimator == "coupled_elbo"
+    limits = cfg.epsilon, cfg.epsilon_high, cfg.beta, cfg.chunk, elbo
 
     def policy(trained, base):
         return nnx.merge(graph, md.assemble(base, trained))
@@ -449,8 +478,8 @@ def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None):
     @functools.partial(jax.jit, donate_argnums=2, out_shardings=(layout, None))
     def gradients(trained, base, total, batch):
         def loss(trained, batch):
-            model = policy(trained, base)
-            return micro_loss(model, batch, mask_id, cfg.epsilon, cfg.epsilon_high, cfg.beta, cfg.chunk, elbo)
+            form = {"delta": cfg.delta, "ratio": cfg.ratio, "loss": cfg.loss}
+            return micro_loss(policy(trained, base), batch, mask_id, *limits, **form)
 
         return add_gradients(loss, trained, batch, total)
 
@@ -649,12 +678,17 @@ class Trainer:
         advantage_B = advantages.advantage_B.astype(np.float32)
         # A completion whose reward is not known has no gradient, a group of equal rewards that of its KL divergence.
         left_out_B = ~advantages.counted_B | (advantages.constant_B & cfg.skip_constant)
+        if cfg.mask_truncated:
+            left_out_B |= (batch.token_BL[:, -cfg.max_new :] != self.rule.eos_ids[0]).all(1)
         batches = micro_batches(np.flatnonzero(~left_out_B), cfg.micro_batch, self.row_devices)
+        # of a micro-batch on average: the update is the mean of their gradients
+        tokens = jnp.float32(batch.counted_BC[~left_out_B].sum() / max(1, len(batches)))
         for j, i, complete in round_plan(len(batches), cfg.iterations):
             inputs = self.take(batch, iterations[i], batches[j], advantage_B=advantage_B)
+            whole = {"first": jnp.asarray(i == 0), "update_tokens": tokens}
             if j == 0:  # the first micro-batch of an update
                 total = jax.tree.map(jnp.zeros_like, self.trained)
-            total, metrics = self.gradients(self.trained, self.base, total, inputs | {"first": jnp.asarray(i == 0)})
+            total, metrics = self.gradients(self.trained, self.base, total, inputs | whole)
             measured.append(metrics)
             if not complete:
                 continue
@@ -835,6 +869,8 @@ def resolve(cfg):
         wrong.append(f"--tensor={cfg.tensor} does not divide {jax.device_count()} devices")
     if cfg.group < 2:
         wrong.append(f"--group={cfg.group}: a completion is compared with the others of its task; at least 2")
+    if cfg.delta and cfg.delta <= 1 + cfg.epsilon_high:
+        wrong.append(f"--delta={cfg.delta}: above 1 + --epsilon_high, which is {1 + cfg.epsilon_high}, or 0 for none")
     if not cfg.sampling.temperature:
         wrong.append("--temperature=0 writes the same completion again and again; nothing could be compared")
     if len(cfg.rewards) != len(cfg.reward_weights):

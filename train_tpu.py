@@ -275,7 +275,7 @@ def plan(cfg, model, rows):
     # Length: whole epochs, unless --steps says otherwise.
     per_epoch = rows.total // cfg.batch_size
     steps = cfg.steps or max(1, round(cfg.epochs * per_epoch))
-    # Small models bear larger steps; what goes on from a trained one takes a tenth, but for new adapters.
+    # Small models bear larger steps; what goes on from a trained one takes a tenth. New adapters take all: a guess.
     tenth = cfg.dream.init and not cfg.dream.lora_rank
     peak = float(np.clip(3e-4 * math.sqrt(1.5e9 / counts["total"]), 1e-4, 3e-3)) / (10 if tenth else 1)
     lr = cfg.lr or peak

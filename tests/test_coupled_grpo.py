@@ -550,6 +550,28 @@ def test_gradients_are_means_over_micro_batches_not_over_tokens():
     jax.tree.map(lambda got, want: close(got / 3, want), total, want)
 
 
+@pytest.mark.parametrize("form", ["dapo", "dr_grpo", "grpo"])
+def test_an_update_by_micro_batches_is_that_of_all_its_completions(form):
+    """Whatever their lengths: what each is divided by does not depend on those that it is differentiated with."""
+    token, u, ratio = example(B=6)
+    counted = jnp.asarray(np.arange(11) < np.array([11, 11, 9, 1, 2, 1])[:, None])
+    batch = batch_of(token, u, ratio, counted_BC=counted)
+
+    @jax.jit
+    def grads(rows, update_tokens):
+        def loss(params):
+            micro = {name: x if name == "first" else x[rows] for name, x in batch.items() if x is not None}
+            micro |= {"see_BL": None, "update_tokens": update_tokens}
+            return grpo.micro_loss(Bag(params), micro, TINY.mask_id, beta=0.1, chunk=8, loss=form)[0]
+
+        return jax.grad(loss)(bag())
+
+    whole = grads(np.arange(6), counted.sum())
+    parts = [grads(np.arange(i, i + 2), counted.sum() / 3) for i in (0, 2, 4)]
+    largest = max(float(abs(leaf).max()) for leaf in jax.tree.leaves(whole))  # of sums that cancel
+    jax.tree.map(lambda want, *parts: close(sum(parts) / 3 / largest, want / largest), whole, *parts)
+
+
 @pytest.mark.parametrize(("accumulate", "iterations"), [(1, 1), (2, 2), (3, 2), (2, 5)])
 def test_a_round_shows_each_micro_batch_every_iteration_once(accumulate, iterations):
     plan = grpo.round_plan(accumulate, iterations)
@@ -905,9 +927,23 @@ def test_equal_rewards_update_nothing(folder, tmp_path, skip):
     assert want.items() <= sums(out, 1).items()
 
 
+@pytest.mark.slow
+def test_completions_without_an_end_can_be_left_out_of_updates(folder, tmp_path):
+    out = tmp_path / "run"
+    grpo.main(config(folder, out, rounds=1, skip_constant=False, mask_truncated=True, loss="dapo", ratio="sequence"))
+    (row,) = read_lines(out / "log.jsonl")
+    lines = [line for line in read_lines(out / "rounds.jsonl") if line["reward"] is not None]
+    most = max(line["tokens"] for line in lines)
+    ended = [line["tokens"] for line in lines if line["tokens"] < most]
+    assert 0 < len(ended) < len(lines)
+    assert 0 < row["tokens"] < 2 * sum(line["tokens"] for line in lines)
+    assert row["tokens"] >= 2 * sum(ended)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"delta": 1.5}, "--delta=1.5: above 1 + --epsilon_high"),
         ({"group": 1}, "--group=1: a completion is compared with the others"),
         ({"tasks": 0}, "--tasks=0: at least 1"),
         ({"temperature": 0.0}, "--temperature=0"),

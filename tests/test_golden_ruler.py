@@ -54,6 +54,28 @@ def identity(x):
     return x
 
 
+@pytest.mark.parametrize("form", ["grpo", "dapo", "dr_grpo", "gspo"])
+def test_losses(golden_dir, form):
+    for name, case in ruler_cases(golden_dir, "losses.npz"):
+        counted_BL, room = case["mask"] > 0, int(case["max_completion_length"])
+        wide = [(0, 0), (0, room - counted_BL.shape[1])]  # as many columns as a completion may have
+        arrays = [np.pad(case[key], wide) for key in ("new", "old")]
+        settings = {"low": float(case["epsilon_low"]), "high": float(case["epsilon_high"]), "beta": 0.0}
+        settings |= {"loss": "grpo" if form == "gspo" else form, "ratio": "sequence" if form == "gspo" else "token"}
+        settings |= {"delta": float(case["delta"]), "update_tokens": counted_BL.sum()}
+
+        fixed = arrays[1], None, case["advantages"], np.pad(counted_BL, wide)
+
+        def loss(new_BC, fixed=fixed, settings=settings):
+            return grpo.grpo_loss(new_BC, *fixed, **settings)[0]
+
+        value, grad_BC = jax.value_and_grad(loss)(jnp.asarray(arrays[0]))
+        np.testing.assert_allclose(value, case[f"loss_{form}"], rtol=1e-4, atol=1e-5, err_msg=name)
+        if f"grad_{form}" in case:
+            grad_BL = np.asarray(grad_BC)[:, : counted_BL.shape[1]]
+            np.testing.assert_allclose(grad_BL, case[f"grad_{form}"], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 # ---- the exact ruler, float64 --------------------------------------------------------------------------------------
 
 
