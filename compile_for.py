@@ -1,36 +1,48 @@
-"""Does a program fit a TPU that is not here, and what does it cost? The TPU's compiler, libtpu, answers on any machine.
+"""Does a program fit a TPU or GPU that is not here, and what does it cost? Their compilers answer on any machine.
 
-    python compile_for.py train --model=1b --topology=v6e:1x1      # a step of train_tpu.py; three minutes on two cores
-    python compile_for.py train --model=1b --topology=v6e:4x4 --batch_size=128 --micro_batch=8
-    python compile_for.py sample --model=7b                        # Dream's denoising steps; --int8 with small weights
-    python compile_for.py grpo --lora_rank=16                      # the gradient of coupled_grpo.py on Dream 7B
-    python compile_for.py head                                     # the memory of its scoring head beside plain forms
+    python compile_for.py train --model=1b                    # a step of train_tpu.py on a TPU v6e; three minutes
+    python compile_for.py train --model=1b --device=v6e:4x4   # on a pod of sixteen chips; h100:8 are eight GPUs
+    python compile_for.py --largest train --device=rtx4090    # the largest micro-batch that fits, by bisection
+    python compile_for.py generate --device=rtx4090 --int8    # Dream's denoising steps; --only=cached is one of them
+    python compile_for.py grpo --device=a100-80 --lora_rank=16     # the gradient of coupled_grpo.py on Dream 7B
+    python compile_for.py head                                # the memory of its scoring head beside plain forms
     python compile_for.py dump module_0000.jit_step.after_codegen.txt     # adds up a program that XLA dumped
+    python compile_for.py table                               # six programs on ten devices: bench/results/by_hardware
 
-Needs pip install -r requirements-tpu.txt. Prints for each program memory, FLOPs, HBM traffic, collectives and seconds,
-per chip. They are the compiler's estimates, not measurements. In a script:
+Devices: v5e, v6e (pip install -r requirements-tpu.txt), t4, l4, rtx3060, rtx4090, a100-40, a100-80, h100, h200 (pip
+install -r requirements-cuda.txt; no GPU, no driver). Prints for each program memory, FLOPs, traffic, collectives and
+seconds, per chip: what compilers and data sheets say, no measurements. In a script:
 
     devices = topology_devices("v6e:2x2")
     mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",))
     weights = jax.ShapeDtypeStruct((V, D), jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp")))
     with jax.set_mesh(mesh):                                    # Pallas kernels learn the chip from the mesh
-        compiled, cost, memory = compile_and_cost(jax.jit(step, donate_argnums=0).lower(weights))
+        compiled, cost, memory = compile_and_cost(jax.jit(step, donate_argnums=0).lower(weights), "v6e")
     print(cost.flops, cost.seconds("v6e"), memory["total_gib"], memory["usable_gib"])
 
+roofline_s is a lower bound: every kernel computes at the chip's peak or moves its inputs and outputs at the memory's
+bandwidth, whichever takes longer. For a TPU step_s is the sum of the cycles that its compiler estimates. That is a
+lower bound too: Pallas kernels, scatters, sorts, SparseCore programs, collectives and copies beside the computation
+carry no estimate; they are listed. For a GPU there is none. On the GPU itself the compiler times several forms of a
+matrix product and takes the fastest, so that a few MiB of temporaries can differ. Collectives are predicted apart:
+their bytes at the rate of the links of the worst placed chip.
+
 XLA's cost_analysis() counts the body of a loop once, so a model that scans over 24 layers looks 24 times too cheap, and
-its optimal_seconds came out negative for our train steps. Here the bodies are multiplied by their trip counts, and the
-time is the sum of the cycles that the compiler itself estimated for each operation. It is a lower bound: kernels,
-scatters, sorts, SparseCore programs, collectives and copies beside the computation carry no estimate; they are listed.
+its optimal_seconds came out negative for our train steps. Here the bodies are multiplied by their trip counts.
 """
 
 import collections
 import dataclasses
 import functools
 import importlib.util
+import json
 import math
 import os
 import re
+import subprocess
+import sys
 import tempfile
+import time
 import typing
 from pathlib import Path
 
@@ -48,71 +60,152 @@ import runs
 import sample_dream
 import train_tpu
 
-# ---- the target: chips that are not here, and their compiler. Another compiler needs its own three of these ---------
+# ---- the target: chips that are not here, and their compilers --------------------------------------------------------
 
 
 class Chip(typing.NamedTuple):
     kind: str  # device_kind in JAX
-    flops_per_s: float  # bfloat16 peak
-    clock_hz: float  # peak / (2 * matrix units * rows * columns)
-    hbm_bytes_per_s: float
-    usable_gib: float  # what the compiler lets one program use, from its own out-of-memory message
+    flops_per_s: float  # dense bfloat16 peak
+    bytes_per_s: float  # of its memory
+    usable_gib: float  # what one program can use
+    link_bytes_per_s: float  # one way: of one link between TPU chips; of NVLink or PCIe into a GPU
+    clock_hz: float  # of a TPU: peak / (2 * matrix units * rows * columns)
+    cuda: tuple = ()  # of a GPU: compute capability, SMs, cores, KiB of shared memory and threads of an SM, MiB of L2
 
 
+def gpu(kind, gib, tflops, gb_per_s, link_gb_per_s, ghz, *cuda):
+    """A GPU with so much memory by its driver. Scripts leave a tenth of it alone, see runs.command."""
+    return Chip(kind, 1e12 * tflops, 1e9 * gb_per_s, 0.9 * gib, 1e9 * link_gb_per_s, 1e9 * ghz, cuda)
+
+
+# TPUs: cloud.google.com/tpu/docs/v5e and v6e; the usable memory is from the compiler's own out-of-memory message.
+# GPUs: NVIDIA's data sheets and architecture white papers, peaks without sparsity and with float32 sums; per SM by the
+# table of compute capabilities in the CUDA programming guide. A T4 has no bfloat16: XLA computes in float32 there.
 CHIPS = {
-    "v5e": Chip("TPU v5 lite", 197e12, 197e12 / (2 * 4 * 128 * 128), 819e9, 15.75),
-    "v6e": Chip("TPU v6 lite", 918e12, 918e12 / (2 * 4 * 256 * 256), 1640e9, 31.24),
+    "v5e": Chip("TPU v5 lite", 197e12, 819e9, 15.75, 50e9, 197e12 / (2 * 4 * 128 * 128)),
+    "v6e": Chip("TPU v6 lite", 918e12, 1640e9, 31.24, 100e9, 918e12 / (2 * 4 * 256 * 256)),
+    "t4": gpu("Tesla T4", 14.6, 8.1, 320, 16, 1.59, 7.5, 40, 64, 64, 1024, 4),
+    "l4": gpu("NVIDIA L4", 22.0, 121, 300, 32, 2.04, 8.9, 58, 128, 100, 1536, 48),
+    "rtx3060": gpu("NVIDIA GeForce RTX 3060", 11.6, 25.5, 360, 32, 1.78, 8.6, 28, 128, 100, 1536, 2.25),
+    "rtx4090": gpu("NVIDIA GeForce RTX 4090", 23.6, 165, 1008, 32, 2.52, 8.9, 128, 128, 100, 1536, 72),
+    "a100-40": gpu("NVIDIA A100-SXM4-40GB", 39.4, 312, 1555, 300, 1.41, 8.0, 108, 64, 164, 2048, 40),
+    "a100-80": gpu("NVIDIA A100-SXM4-80GB", 79.2, 312, 2039, 300, 1.41, 8.0, 108, 64, 164, 2048, 40),
+    "h100": gpu("NVIDIA H100 80GB HBM3", 79.1, 989, 3352, 450, 1.98, 9.0, 132, 128, 228, 2048, 50),
+    "h200": gpu("NVIDIA H200", 139.8, 989, 4800, 450, 1.98, 9.0, 132, 128, 228, 2048, 50),
 }
 
 
-def topology_devices(name):
-    """Devices of a TPU topology to shard and lower for: v6e:1x1, v5e:2x4, v6e:16x16 ...; there need be no TPU.
+def description(chip):
+    """What XLA's compiler asks of a GPU that is not here, as text (its GpuTargetConfigProto)."""
+    capability, sms, cores, shared_kib, threads, l2_mib = chip.cuda
+    major, minor = divmod(round(10 * capability), 10)
+    extension = " feature_extension: ACCELERATED_FEATURES" * (major == 9)  # sm_90a
+    info = {
+        "threads_per_block_limit": 1024, "threads_per_warp": 32, "threads_per_core_limit": threads,
+        "block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 65535, "block_dim_limit_z": 65535,
+        "core_count": sms, "fpus_per_core": cores, "clock_rate_ghz": chip.clock_hz / 1e9,
+        "shared_memory_per_block": 49152, "shared_memory_per_core": 1024 * shared_kib,
+        "shared_memory_per_block_optin": 1024 * (shared_kib - (major > 7)),
+        "registers_per_core_limit": 65536, "registers_per_block_limit": 65536,
+        "memory_bandwidth": int(chip.bytes_per_s), "l2_cache_size": int(2**20 * l2_mib),
+        "device_memory_size": int(2**30 * chip.usable_gib / 0.9),
+        "cuda_compute_capability": f"{{ major: {major} minor: {minor}{extension} }}",
+    }  # fmt: skip
+    fields = " ".join(f"{name}: {value}" for name, value in info.items())
+    versions = "dnn_version_info { major: 9 minor: 8 } runtime_version { major: 12 minor: 9 patch: 0 }"
+    return f'gpu_device_info {{ {fields} }} platform_name: "CUDA" {versions} device_description_str: "{chip.kind}"'
 
-    Up to eight chips are one host, more are hosts of 2 x 2. Sets libtpu's environment variables where they are unset:
-    call it in a process that only compiles, with JAX itself on the CPU (JAX_PLATFORMS=cpu).
-    """
+
+def place(name):
+    """(its Chip, rows, columns) of a device: v6e, v5e:2x4, v6e:16x16, rtx4090, h100:8. ValueError for another name."""
     chip, _, grid = name.partition(":")
-    if chip not in CHIPS or not re.fullmatch(r"[1-9]\d*x[1-9]\d*", grid):
-        raise ValueError(f"unknown topology {name!r}; write <chip>:<rows>x<columns>, chips {list(CHIPS)}: v6e:2x2")
-    rows, columns = map(int, grid.split("x"))
-    one_host = rows * columns <= 8
-    if not one_host and (rows % 2 or columns % 2):
-        raise ValueError(f"topology {name!r}: beyond eight chips hosts are 2 x 2, so rows and columns must be even")
-    if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
-        raise ImportError(f"compiling for {name} needs the TPU compiler: pip install -r requirements-tpu.txt")
+    tpu = chip in CHIPS and not CHIPS[chip].cuda
+    if chip not in CHIPS or (grid and not re.fullmatch(r"[1-9]\d*x[1-9]\d*" if tpu else r"[1-9]\d*", grid)):
+        raise ValueError(f"unknown device {name!r}; one of {', '.join(CHIPS)}, or several: v6e:2x2, h100:8")
+    rows, columns = map(int, (grid or "1x1").split("x")) if tpu else (1, int(grid or 1))
+    if tpu and rows * columns > 8 and (rows % 2 or columns % 2):
+        raise ValueError(f"device {name!r}: beyond eight chips hosts are 2 x 2, so rows and columns must be even")
+    return CHIPS[chip], rows, columns
+
+
+def check_compiler(name):
+    """ImportError if the compiler for a device is not installed."""
+    if place(name)[0].cuda:
+        missing = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    else:
+        missing = importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ
+    if missing:
+        file = f"requirements-{'cuda' if place(name)[0].cuda else 'tpu'}.txt"
+        raise ImportError(f"compiling for {name} needs a compiler that is not installed: pip install -r {file}")
+
+
+def topology_devices(name):
+    """Devices to shard and lower for: v6e, v5e:2x4, v6e:16x16, rtx4090, h100:8; there need be none of them.
+
+    Up to eight TPU chips are one host, more are hosts of 2 x 2. Sets libtpu's environment variables where they are
+    unset: call it in a process that only compiles, with JAX itself on the CPU (JAX_PLATFORMS=cpu).
+    """
+    check_compiler(name)
+    chip, rows, columns = place(name)
     # without these libtpu looks for the machine's TPU, and only one process at a time may load it
     for variable in ("TPU_SKIP_MDS_QUERY=1", "TPU_WORKER_HOSTNAMES=localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD=1"):
         os.environ.setdefault(*variable.split("="))
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-1")
     from jax.experimental import topologies  # here, since it loads libtpu
 
-    host = (rows, columns, 1) if one_host else (2, 2, 1)
+    if chip.cuda:
+        jax.devices("cpu")  # JAX finds its plug-ins
+        options = {"target_config": description(chip), "topology": f"1x1x{columns}"}
+        return topologies.get_topology_desc("", "cuda", **options).devices
+    host = (rows, columns, 1) if rows * columns <= 8 else (2, 2, 1)
+    name = f"{name.partition(':')[0]}:{rows}x{columns}"
     return topologies.get_topology_desc(name, "tpu", chips_per_host_bounds=host, num_slices=1).devices
 
 
-def compile_and_cost(lowered, compiler_options=None):
-    """Compile jax.jit(f).lower(...) for the topology of its arguments; returns (compiled, Cost, memory).
+def link_rate(name):
+    """Bytes per second that the worst placed chip takes in from the others.
+
+    TPU chips have a link to each neighbour. A side of 16 is a ring, a shorter one ends in corners.
+    """
+    chip, *sides = place(name)
+    links = 1 if chip.cuda else sum(2 if side == 16 else 1 for side in sides if side > 1)
+    return chip.link_bytes_per_s * links
+
+
+def collective_seconds(cost, name):
+    """Predicted seconds of the collectives if nothing hides them: bytes / link_rate(), all chips taking part in each.
+
+    Of an array of n chips' parts a chip takes in all but its own, (n - 1) / n; an all-reduce is two such passes.
+    """
+    _, rows, columns = place(name)
+    share = 1 - 1 / (rows * columns)
+    parts = {op: share * (2 if op == "all-reduce" else 1) for op in COLLECTIVES} | {"collective-permute": 1}
+    total = sum(parts[op] * size for op, size in cost.collectives.items())
+    return total / link_rate(name) if total else 0.0
+
+
+def compile_and_cost(lowered, device="v6e", compiler_options=None):
+    """Compile jax.jit(f).lower(...) for the device of its arguments; returns (compiled, Cost, memory).
 
     memory is per chip, in bytes: arguments, temporaries, outputs, aliased (outputs in donated arguments) and code; then
-    total_gib = arguments + temporaries + outputs - aliased + code, and usable_gib of the chip. A program that does not
-    fit raises jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED, with the memory that it would need.
+    total_gib = arguments + temporaries + outputs - aliased + code, and usable_gib of the chip. If that is not enough,
+    the TPU's compiler raises jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED, with the memory that it would need.
     """
-    # The cycles are only in the text that the compiler dumps when it has placed and scheduled everything.
+    chip, *_ = place(device)
+    # For a TPU the cycles are only in the text that the compiler dumps when it has placed and scheduled everything.
     with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} | (compiler_options or {})
-        compiled = lowered.compile(compiler_options=options)
-        dumps = list(Path(folder).glob("*after_codegen.txt"))
-        if len(dumps) != 1:
-            raise ValueError(f"{len(dumps)} dumps *after_codegen.txt, expected 1: not lowered for topology_devices()?")
-        cost = cost_of(dumps[0].read_text())
+        dump = {} if chip.cuda else {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        compiled = lowered.compile(compiler_options=dump | (compiler_options or {}))
+        texts = [compiled.as_text()] if chip.cuda else list(Path(folder).glob("*after_codegen.txt"))
+        if len(texts) != 1:
+            raise ValueError(f"{len(texts)} dumps *after_codegen.txt, expected 1: not lowered for topology_devices()?")
+        cost = cost_of(texts[0] if chip.cuda else texts[0].read_text(), chip)
     stats = compiled.memory_analysis()
     names = "arguments", "temporaries", "outputs", "aliased", "code"
     kinds = "argument", "temp", "output", "alias", "generated_code"
     memory = {name: getattr(stats, f"{kind}_size_in_bytes") for name, kind in zip(names, kinds, strict=True)}
     memory["total_gib"] = (sum(memory.values()) - 2 * memory["aliased"]) / 2**30
-    (device, *_) = jax.tree.leaves(compiled.output_shardings)[0].device_set
-    memory["usable_gib"] = next(chip.usable_gib for chip in CHIPS.values() if chip.kind == device.device_kind)
-    return compiled, cost, memory
+    return compiled, cost, memory | {"usable_gib": chip.usable_gib}
 
 
 # ---- reading HLO text ----------------------------------------------------------------------------------------------
@@ -123,8 +216,9 @@ class Cost:
     """What one run of a program costs on one chip. Sizes are those of the arrays, without their padding to tiles."""
 
     flops: int = 0  # of matrix products and convolutions, those inside Pallas kernels left out
-    cycles: int = 0  # sum of the compiler's estimates
-    bytes: int = 0  # read from and written to HBM; of a slice only the slice, between arrays in VMEM nothing
+    cycles: int = 0  # sum of the compiler's estimates, of a TPU's alone
+    bytes: int = 0  # read from and written to memory; of a slice only the slice, between arrays in VMEM nothing
+    roofline_s: float = 0.0  # sum over the kernels of FLOPs at the peak or bytes at the bandwidth: the longer
     collectives: collections.Counter = dataclasses.field(
         default_factory=collections.Counter
     )  # operation -> bytes, the larger of input and output
@@ -136,7 +230,7 @@ class Cost:
     )  # op_name (the path in the JAX program) -> cycles
     custom_calls: collections.Counter = dataclasses.field(
         default_factory=collections.Counter
-    )  # Pallas kernels, all else without estimate -> times
+    )  # what the compiler cannot look into, on a TPU all else without estimate -> times
     unknown_loops: int = 0  # loops whose trip count is not a constant; counted as one round
 
     def add(self, other, times=1):
@@ -147,8 +241,8 @@ class Cost:
                 setattr(self, name, getattr(self, name) + times * value)
 
     def seconds(self, chip="v6e"):
-        """Estimated seconds = cycles / clock; chip is a key of CHIPS or a topology name such as v6e:4x4."""
-        return self.cycles / CHIPS[chip.split(":")[0]].clock_hz
+        """Estimated seconds = cycles / clock; chip is a key of CHIPS or a name such as v6e:4x4. A GPU's are 0."""
+        return self.cycles / place(chip)[0].clock_hz
 
 
 @dataclasses.dataclass(eq=False)
@@ -224,17 +318,19 @@ def root_of(block):
 
 # ---- the cost of one instruction -----------------------------------------------------------------------------------
 
+CUBLAS = '"gemm_backend_config"'  # in the attributes of a call of cuBLAS, the form of products on older GPUs
+
 
 def matmul_flops(ins):
-    """2 x multiply-adds of a dot or a convolution; the TPU compiler turns nearly all dots into convolutions.
+    """2 x multiply-adds of a dot, a call of cuBLAS or a convolution, into which a TPU's compiler turns nearly all dots.
 
     There a batch dimension of a dot becomes a spatial one, with a window as wide as the batch, dilated or padded so
     that one tap per output meets data. Therefore a tap counts only where it falls on an element of the input.
     """
     left, right, out = (shapes(i.type)[0][0] for i in (*ins.operands[:2], ins))
-    if ins.op == "dot":
-        contracted = ins.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
-        return 2 * math.prod(out) * math.prod(left[int(d)] for d in contracted.split(",") if d)
+    if ins.op != "convolution":
+        contracted = ins.attribute(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
+        return 2 * math.prod(out) * math.prod(left[int(d)] for d in re.findall(r"\d+", contracted))
     left_label, right_label, out_label = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", ins.tail).groups()
     window = dict(re.findall(r"(\w+)=([\dx_\-]+)", ins.attribute(r"window=\{([^}]*)\}")))
     features = [d for d, label in zip(out, out_label, strict=True) if not label.isdigit()]
@@ -312,6 +408,8 @@ def hbm_bytes(ins):
     """Bytes that an instruction moves from and to HBM."""
     if ins.op == "copy-start":  # its type is (destination, source, flag)
         return sum(count for _, count, in_hbm in shapes(ins.type)[:2] if in_hbm)
+    if ins.op == "custom-call" and CUBLAS in ins.tail:  # its type is (result, workspace)
+        return shapes(ins.type)[0][1] + sum(map(size, set(ins.operands)))
     if ins.op in SLICES:
         return size(ins) * (size(ins.operands[0], hbm_only=True) > 0) + size(ins, hbm_only=True)
     if ins.op in UPDATES:
@@ -332,8 +430,8 @@ FREE_OPS = "parameter constant tuple get-tuple-element bitcast after-all partiti
 FREE_CALLS = "AllocateBuffer ConcatBitcast AssumeGatherIndicesInBound Sharding".split()
 
 
-def cost_of(hlo_text):
-    """The Cost of one run of an HLO module, given the text of its dump *after_codegen.txt.
+def cost_of(hlo_text, chip=CHIPS["v6e"]):
+    """The Cost of one run of an HLO module on a chip, given a TPU's dump *after_codegen.txt, or as_text() for a GPU.
 
     The body of a while loop counts as often as it runs, of a conditional the dearest branch. What runs asynchronously
     counts once, at its start, without cycles since it runs beside the rest. Raises ValueError if the text is not HLO.
@@ -363,9 +461,10 @@ def cost_of(hlo_text):
         if op == "call" or ins.called("called_computations"):
             return cost.add(total((ins.called("to_apply") or ins.called("called_computations"))[0], fused))
         if op == "async":  # beside the rest: it adds no time
-            return cost.add(dataclasses.replace(total(ins.called("calls")[0], fused), cycles=0, ops={}))
+            return cost.add(dataclasses.replace(total(ins.called("calls")[0], fused), cycles=0, roofline_s=0, ops={}))
         # FLOPs and collectives
-        if op in ("dot", "convolution"):
+        before = cost.flops
+        if op in ("dot", "convolution") or CUBLAS in ins.tail:
             cost.flops += matmul_flops(ins)
         elif op == "fusion":
             cost.add(total(ins.called("calls")[0], fused=True))
@@ -380,9 +479,14 @@ def cost_of(hlo_text):
         # traffic and time; what has no estimate is listed by name
         if fused or ins.attribute(r'custom_call_target="([^"]*)"') in FREE_CALLS:
             return
-        cost.bytes += hbm_bytes(ins)
+        moved = hbm_bytes(ins)
+        cost.bytes += moved
+        if op not in COLLECTIVES:
+            cost.roofline_s += max((cost.flops - before) / chip.flops_per_s, moved / chip.bytes_per_s)
         cycles = int(ins.attribute(r'"estimated_cycles":"(\d+)"', 0))
-        if 0 < cycles < 2**62:  # SparseCore programs say 2**63 - 1
+        if chip.cuda:
+            cost.custom_calls.update([ins.attribute(r'custom_call_target="([^"]*)"')] if op == "custom-call" else [])
+        elif 0 < cycles < 2**62:  # SparseCore programs say 2**63 - 1
             cost.cycles += cycles
             cost.ops[ins.attribute(r'op_name="([^"]*)"', ins.op)] += cycles
         elif op in ("custom-call", "scatter", "gather", "sort") or (op == "fusion" and "calls=%all-" not in ins.tail):
@@ -396,28 +500,39 @@ def cost_of(hlo_text):
 # ---- our programs --------------------------------------------------------------------------------------------------
 
 
-def on_chip(topology):
-    """array(dtype, *shape) on the one chip of a topology."""
-    (device,) = topology_devices(topology)
+def on_chip(name):
+    """array(dtype, *shape) on the one chip of a device."""
+    (device,) = topology_devices(name)
     at = jax.sharding.SingleDeviceSharding(device)
     return lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=at)
 
 
-def report(name, lowered, topology, **facts):
-    """Compile a traced program, print what the compiler says of it, and return that as a row."""
-    print(f"{name}: compiling for {topology}", flush=True)
+def platform(name):
+    return "gpu" if place(name)[0].cuda else "tpu"
+
+
+def report(name, lowered, device, beside_gib=0.0, **facts):
+    """Compile a traced program, print what the compiler says of it, and return that as a row.
+
+    beside_gib is what lies in memory beside the program. Where the TPU's compiler finds that a program does not fit, it
+    says no more than the memory that is missing.
+    """
+    print(f"{name}: compiling for {device}", flush=True)
+    chip, row = place(device)[0], {"program": name, "device": device, **facts}
     try:
-        _, cost, memory = compile_and_cost(lowered)
+        _, cost, memory = compile_and_cost(lowered, device)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise ValueError(f"{name} does not fit {topology}: {runs.first_line(error)}") from None
-    row = {"program": name, "topology": topology, **facts}
+        print(f"  does not fit: {runs.first_line(error)}")
+        return row | {"fits": False, "usable_gib": chip.usable_gib, "because": runs.first_line(error)}
+    row |= {f"{part}_gib": size / 2**30 for part, size in memory.items() if not part.endswith("_gib")}
+    row |= {"hbm_gib": memory["total_gib"], "beside_gib": beside_gib, "total_gib": memory["total_gib"] + beside_gib}
+    row |= {"usable_gib": chip.usable_gib, "fits": row["total_gib"] <= chip.usable_gib}
+    row |= {"step_s": cost.seconds(device)} if cost.cycles else {}
     row |= {
-        "hbm_gib": memory["total_gib"],
-        "temporaries_gib": memory["temporaries"] / 2**30,
-        "usable_gib": memory["usable_gib"],
-        "step_s": cost.seconds(topology),
+        "roofline_s": cost.roofline_s,
+        "collective_s": collective_seconds(cost, device),
         "flops_per_chip": cost.flops,
         "hbm_bytes_per_chip": cost.bytes,
         "collective_gb": {op: round(size / 1e9, 3) for op, size in cost.collectives.items()},
@@ -425,55 +540,99 @@ def report(name, lowered, topology, **facts):
         "without_estimate": dict(cost.custom_calls),
         "loops_counted_once": cost.unknown_loops,
     }
+    row["predicted_s"] = row.get("step_s", row["roofline_s"]) + row["collective_s"]
+    notes = {"step_s": "(compiler estimate)", "roofline_s": "(lower bound)", "predicted_s": "(with collectives)"}
     for key, value in row.items():
-        print(f"  {key:22} {value:.4g}" if isinstance(value, float) else f"  {key:22} {value}")
+        shown = f"{value:.4g}" if isinstance(value, float) else value
+        print(f"  {key:22} {shown} {notes.get(key, '')}")
     for path, cycles in cost.ops.most_common(12):
-        print(f"  {cycles / cost.cycles:6.1%}  {path}", flush=True)
+        print(f"  {cycles / cost.cycles:6.1%}  {path}")
+    verdict = "fits" if row["fits"] else "does not fit"
+    print(f"  {verdict}: {row['total_gib']:.2f} of {chip.usable_gib:.2f} GiB", flush=True)
     return row
+
+
+SIZES = 1, 2, 4, 8, 16, 32, 64  # micro-batches that --largest tries
+
+
+def largest(program):
+    """The row of the largest micro-batch of SIZES that fits, by bisection; of the smallest if none does.
+
+    It also says what was compiled: {"largest": n, 0 if none fits, "tried": {n: GiB, or null where it is unknown}}.
+    """
+    fits, fails, found, tried = -1, len(SIZES), None, {}
+    while fails - fits > 1:
+        i = (fits + fails) // 2
+        (row,) = program.sized(SIZES[i]).rows()
+        tried[SIZES[i]] = row.get("total_gib")
+        fits, fails = (i, fails) if row["fits"] else (fits, i)
+        found = row if row["fits"] or i == 0 else found
+    print(f"the largest micro-batch that fits: {SIZES[fits] if fits >= 0 else 'none'}")
+    return [found | {"largest": SIZES[fits] if fits >= 0 else 0, "tried": tried}]
+
+
+Device = typing.Annotated[str, tyro.conf.arg(aliases=["--topology"])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(train_tpu.Config):
+    device: tyro.conf.Suppress[str] = ""  # where it would train
 
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """A step of train_tpu.py, with its flags; their defaults are those of the chip."""
+    """A step of train_tpu.py, with its flags; their defaults are those of the device."""
 
-    topology: str = "v6e:1x1"  # <chip>:<rows>x<columns>, of v5e or v6e
-    settings: train_tpu.Config = dataclasses.field(default_factory=train_tpu.Config)
+    device: Device = "v6e"  # what to compile for: v6e, v5e:2x4, rtx4090, h100:8 ...
+    settings: Settings = dataclasses.field(default_factory=Settings)
+
+    def sized(self, rows):
+        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, micro_batch=rows))
 
     def rows(self):
-        devices = topology_devices(self.topology)
+        chip, devices = place(self.device)[0], topology_devices(self.device)
         settings = dataclasses.replace(self.settings, lr=3e-4, steps=1000, warmup=100)  # change no figure
-        cfg, model, run, mesh = train_tpu.resolve(settings, devices)
+        cfg, model, run, mesh = train_tpu.resolve(settings, devices, memory=chip.usable_gib)
         family = train_tpu.family_of(cfg)
         optimizer = train_tpu.make_optimizer(cfg.clip, cfg.weight_decay, run.dtype, muon=cfg.optimizer == "muon")
         shapes = train_tpu.state_shapes(family, model, optimizer, mesh)
         step = train_tpu.lower_step(cfg, family.graph_of(model, run), optimizer, shapes, mesh)
         tokens = cfg.batch_size * cfg.seq_len
         flops = tokens * family.flops_per_token(model, cfg.seq_len)
-        row = report(f"{cfg.model} train step", step, self.topology, tokens=tokens, model_flops=flops)
-        chip = CHIPS[self.topology.partition(":")[0]]
-        row["tok_per_s"] = tokens / row["step_s"]
-        row["mfu"] = flops / len(devices) / row["step_s"] / chip.flops_per_s
-        print(f"  {row['tok_per_s']:,.0f} tokens per second, {row['mfu']:.1%} of the peak")
+        facts = {"tokens": tokens, "micro_batch": cfg.micro_batch, "seq_len": cfg.seq_len, "model_flops": flops}
+        row = report(f"{cfg.model} train step", step, self.device, **facts)
+        if "predicted_s" in row:
+            row["tok_per_s"] = tokens / row["predicted_s"]
+            row["mfu"] = flops / len(devices) / row["predicted_s"] / chip.flops_per_s
+            print(f"  {row['tok_per_s']:,.0f} tokens per second, {row['mfu']:.1%} of the peak, predicted")
         return [row]
 
 
-STEPS = "a step over the whole canvas", "the pass that opens a block", "a cached step over a block"
+STEPS = {
+    "canvas": "a step over the whole canvas",
+    "opens": "the pass that opens a block",
+    "cached": "a cached step over a block",
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
-    """The denoising steps of generate.py on one chip, one row: by default, and with blocks, a cache and a threshold.
+class Generate:
+    """The denoising steps of generate.py on one chip: by default, and with blocks, a cache and a threshold.
 
     One round of each loop counts: a step, with the logits of a block, or of as many positions as Run.head_positions in
     model_dream.py; a step of a canvas with more masks than that takes a little longer.
     """
 
-    topology: str = "v6e:1x1"  # chip to compile for
+    device: Device = "v6e"  # what to compile for: v6e, rtx4090 ...
     model: str = "7b"  # key of CONFIGS in model_dream.py
     int8: bool = False  # matrices in 8 bits, the rest in bfloat16
+    batch_size: int = 1  # texts that are filled together
     length: int = 768  # tokens of the canvas
     block_length: int = 32  # tokens of a block; 0: without blocks, the first of the three steps alone
-    only: typing.Literal[("", *STEPS)] = ""  # one of the three; "" all
+    only: typing.Literal[("", *STEPS)] = ""  # one of the three steps; "" all
+
+    def sized(self, rows):
+        return dataclasses.replace(self, batch_size=rows, only=self.only or "canvas")
 
     def program(self, array, cached):
         """Arguments of sample_dream.fill_block, as generate.py has them: (positional, by name)."""
@@ -482,13 +641,13 @@ class Sample:
         settings = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
         blocks = {"block_length": self.block_length, "cache": "dual", "threshold": 0.9} if cached else {}
         rule = sample_dream.Sampling(**settings, **blocks, eos_ids=(model.eos_id,))
-        graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), platform="tpu"))
+        graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), platform=platform(self.device)))
         params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), md.param_shapes(model))
         if self.int8:
             params = jax.tree.map(lambda s: jax.eval_shape(md.quantise, s) if len(s.shape) == 2 else s, params)
         # a canvas of masks behind one token
-        token_BL = np.full((1, self.length), model.mask_id)
-        token_BL[0, 0] = model.bos_id
+        token_BL = np.full((self.batch_size, self.length), model.mask_id)
+        token_BL[:, 0] = model.bos_id
         see_BL, masked_BL = np.ones(token_BL.shape, bool), token_BL == model.mask_id
         state, given, _ = sample_dream.prepare(model, rule, token_BL, see_BL, masked_BL)
         _, width = sample_dream.window(rule, self.length, 1, 1, given.size) if cached else (0, self.length)
@@ -498,24 +657,28 @@ class Sample:
 
     def lowered(self, name):
         """One of STEPS, traced. The last two are parts of one program."""
-        array, model = on_chip(self.topology), md.CONFIGS[self.model]
-        inputs, static = self.program(array, cached=name != STEPS[0])
-        if name == STEPS[0]:
+        array, model = on_chip(self.device), md.CONFIGS[self.model]
+        inputs, static = self.program(array, cached=name != "canvas")
+        if name == "canvas":
             return sample_dream.fill_block.lower(*inputs, **static)
-        if name == STEPS[1]:
+        if name == "opens":
             return sample_dream.open_block.lower(*inputs, sampler=static["sampler"])
-        layer = (array(jnp.bfloat16, 1, self.length, model.kv_heads, model.head_size),) * 2  # keys and values
+        shape = self.batch_size, self.length, model.kv_heads, model.head_size
+        layer = (array(jnp.bfloat16, *shape),) * 2  # keys and values
         return sample_dream.denoise.lower(*inputs, [layer] * model.layers, **static)
 
     def rows(self):
         # no step is faster than its FLOPs at the peak, nor than one pass over the weights
-        chip, size = CHIPS[self.topology.partition(":")[0]], 1 if self.int8 else 2
+        chip, size = place(self.device)[0], 1 if self.int8 else 2
         weights = size * md.count_params(md.CONFIGS[self.model])["total"]  # bytes that a step reads
         kind, found = "int8" if self.int8 else "bfloat16", []
-        for name in [self.only] if self.only else STEPS if self.block_length else STEPS[:1]:
-            row = report(f"dream {self.model} {kind}, {name}", self.lowered(name), self.topology)
-            ideal_s = max(row["flops_per_chip"] / chip.flops_per_s, weights / chip.hbm_bytes_per_s)
-            found.append(row | {"ideal_ms": 1e3 * ideal_s})
+        for name in [self.only] if self.only else STEPS if self.block_length else ["canvas"]:
+            row = report(f"dream {self.model} {kind}, {STEPS[name]}", self.lowered(name), self.device)
+            if "flops_per_chip" in row:
+                ideal_s = max(row["flops_per_chip"] / chip.flops_per_s, weights / chip.bytes_per_s)
+                # a TPU's prefetches of weights run beside the kernels, whose sum leaves them out
+                row |= {"ideal_ms": 1e3 * ideal_s, "roofline_s": max(ideal_s, row["roofline_s"])}
+            found.append(row)
         return found
 
 
@@ -523,17 +686,20 @@ class Sample:
 class Grpo:
     """Loss and gradients of coupled_grpo.py's micro-step, and what lies in memory beside it: moments, reference."""
 
-    topology: str = "v6e:1x1"  # chips to compile for
+    device: Device = "v6e"  # what to compile for: v6e:2x4, a100-80, h100:8 ...
     model: str = "7b"  # key of CONFIGS in model_dream.py
     layers: int = 0  # fewer layers, for a look at how long it takes; 0: the model's
     lora_rank: int = 0  # train a difference of this rank to each matrix; 0 trains all weights
     micro_batch: int = 0  # completions of 256 tokens on all chips together; 0: as many as coupled_grpo.py takes
 
+    def sized(self, rows):
+        return dataclasses.replace(self, micro_batch=rows)
+
     def rows(self):
         # the run: Dream with the 7B preset's settings, its weights split over all chips
         model = md.CONFIGS[self.model]
         model = dataclasses.replace(model, layers=self.layers or model.layers)
-        devices = np.asarray(topology_devices(self.topology)).reshape(1, -1, 1)
+        devices = np.asarray(topology_devices(self.device)).reshape(1, -1, 1)
         mesh = jax.sharding.Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
         cfg = coupled_grpo.Config(preset="7b", lora_rank=self.lora_rank, **coupled_grpo.PRESETS["7b"])
         rows = self.micro_batch or coupled_grpo.batch_sizes(cfg, mesh.size)["micro_batch"]
@@ -568,17 +734,14 @@ class Grpo:
         batch |= {name: row(jnp.float32, C) for name in ("u_BC", "old_BC", "ref_BC")}
         batch |= {"advantage_B": row(jnp.float32), "counted_BC": row(bool, C)}
         batch["first"] = jax.ShapeDtypeStruct((), bool, sharding=everywhere)
-        graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), remat="full", platform="tpu"))
+        graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), remat="full", platform=platform(self.device)))
         _, gradients, _ = coupled_grpo.make_programs(cfg, graph, optimizer, model.mask_id)
         with jax.set_mesh(mesh):
             lowered = gradients.lower(trained, base, trained, batch)
         what = f"LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "all weights"
         layers = f", {self.layers} layers" if self.layers else ""
         name = f"dream {self.model}{layers} coupled-grpo micro-step, {what}, {B} completions"
-        found = report(name, lowered, self.topology)
-        found |= {"beside_gib": beside / 2**30, "total_gib": found["hbm_gib"] + beside / 2**30}
-        print(f"  {found['total_gib']:.4g} GiB with optimizer moments and reference model")
-        return [found]
+        return [report(name, lowered, self.device, beside / 2**30, micro_batch=B)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -590,7 +753,7 @@ class Head:
     gradient is that of the hidden states and of the head, "frozen" of the hidden states alone, as with LoRA.
     """
 
-    topology: str = "v6e:1x1"  # chip to compile for
+    device: Device = "v6e"  # what to compile for
     model: str = "7b"  # key of CONFIGS in model_dream.py
     weights: typing.Literal["bfloat16", "float32"] = "bfloat16"  # of the head; the computation is in bfloat16
     completions: int = 5  # three versions of each
@@ -615,7 +778,7 @@ class Head:
         return (logp_BKC[:, 0] + seen_BC) / 2
 
     def rows(self):
-        array, model = on_chip(self.topology), md.CONFIGS[self.model]
+        array, model = on_chip(self.device), md.CONFIGS[self.model]
         B, C = self.completions, self.completion
         hidden = array(jnp.bfloat16, B, 3, self.prompt + C, model.width)
         head = array(jnp.dtype(self.weights), model.vocab, model.width)
@@ -629,7 +792,7 @@ class Head:
 
                 program = {"forward": total, "gradient": jax.grad(total, (0, 1)), "frozen": jax.grad(total)}[what]
                 lowered = jax.jit(program).lower(hidden, head, *given)
-                found.append(report(f"scoring head, {what}, {form}", lowered, self.topology, what=what, form=form))
+                found.append(report(f"scoring head, {what}, {form}", lowered, self.device, what=what, form=form))
         return found
 
 
@@ -638,14 +801,16 @@ class Dump:
     """The totals of a program that XLA dumped, and its most expensive operations."""
 
     file: tyro.conf.Positional[str]  # *after_codegen.txt that XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text" left
-    chip: typing.Literal["v5e", "v6e"] = "v6e"  # whose clock and bandwidth turn cycles and bytes into seconds
+    chip: typing.Literal[tuple(CHIPS)] = "v6e"  # whose peak, clock and bandwidth turn counts into seconds
     top: int = 30  # operations to list
 
     def rows(self):
-        cost, chip = cost_of(Path(self.file).read_text()), CHIPS[self.chip]
+        chip = CHIPS[self.chip]
+        cost = cost_of(Path(self.file).read_text(), chip)
         print(f"FLOPs      {cost.flops:12.4g}   {cost.flops / chip.flops_per_s:.4g} s at the peak of {self.chip}")
-        print(f"HBM bytes  {cost.bytes:12.4g}   {cost.bytes / chip.hbm_bytes_per_s:.4g} s at its bandwidth")
+        print(f"HBM bytes  {cost.bytes:12.4g}   {cost.bytes / chip.bytes_per_s:.4g} s at its bandwidth")
         print(f"cycles     {cost.cycles:12.4g}   {cost.seconds(self.chip):.4g} s estimated, without the following")
+        print(f"lower bound {cost.roofline_s:.4g} s, every kernel at the peak or at the bandwidth")
         for op, count in cost.collectives.items():
             print(f"  {op}: {cost.collective_counts[op]} x, {count / 1e9:.4g} GB")
         for name, count in sorted(cost.custom_calls.items()):
@@ -657,16 +822,103 @@ class Dump:
         return [vars(cost)]
 
 
+# ---- the table by hardware -----------------------------------------------------------------------------------------
+
+RESULTS = Path(__file__).parent / "bench" / "results" / "by_hardware.json"
+CELLS = {  # columns of the table -> flags
+    "train 300m": "train --model=300m",
+    "train 1b": "train --model=1b",
+    "generate 7b, whole canvas": "generate --only=canvas",
+    "generate 7b, cached step": "generate --only=cached",
+    "generate 7b int8, cached step": "generate --only=cached --int8",
+    "grpo 7b, LoRA of rank 16": "grpo --lora_rank=16",
+}
+
+
+def recorded():
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+
+
+def cell(entry):
+    """One cell of the table: memory, micro-batch, seconds."""
+    if entry is None or "not_compiled" in entry:
+        return f"not compiled: {entry['not_compiled']}" if entry else "not compiled"
+    if not entry["fits"] and "total_gib" not in entry:
+        return f"**no**: more than {entry['usable_gib']:.1f} GiB"
+    rows = f" ({entry['micro_batch']} rows)" if "micro_batch" in entry else ""
+    if not entry["fits"]:
+        return f"**no**: {entry['total_gib']:.1f} GiB{rows}"
+    unit, scale = ("s", 1) if entry["roofline_s"] >= 0.1 else ("ms", 1e3)
+    estimate = f"{scale * entry['step_s']:.3g} {unit} estimated, " if "step_s" in entry else ""
+    return f"{entry['total_gib']:.1f} GiB{rows}, {estimate}at least {scale * entry['roofline_s']:.3g} {unit}"
+
+
+def markdown(entries):
+    """The table of what was recorded, a row for each device."""
+    known = {(entry["cell"], entry["device"]): entry for entry in entries}
+    lines = [["device, usable GiB", *CELLS], ["---"] * (1 + len(CELLS))]
+    for device, chip in CHIPS.items():
+        lines.append([f"{device}, {chip.usable_gib:.1f}", *(cell(known.get((name, device))) for name in CELLS)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Six programs on all devices, into bench/results/by_hardware.json and .md. Goes on where it stopped.
+
+    Each is compiled in a process of its own, and recorded when it is done. A cell whose compiler is not installed is
+    left as it was. On two idle cores a cell takes from twenty seconds (a denoising step for a GPU) to five minutes.
+    """
+
+    only: str = ""  # compile the cells whose "<program> --device=<device>" holds this text
+    again: bool = False  # also what is recorded already
+
+    def rows(self):
+        for name, flags in CELLS.items():
+            for device in CHIPS:
+                at, command = (name, device), f"{flags} --device={device}"
+                done = any((e["cell"], e["device"]) == at and "not_compiled" not in e for e in recorded())
+                if self.only not in command or (done and not self.again):
+                    continue
+                try:
+                    check_compiler(device)
+                except ImportError as error:
+                    print(f"{command}: {error}")
+                    continue
+                entry = {"cell": name, "compiled_by": f"python compile_for.py {command}"} | self.compiled(command)
+                others = [e for e in recorded() if (e["cell"], e["device"]) != at]  # also what another process added
+                entries = sorted([*others, {"device": device} | entry], key=lambda e: (e["cell"], e["device"]))
+                runs.write(RESULTS, entries)
+                RESULTS.with_suffix(".md").write_text(markdown(entries))
+                print(f"{command}: {cell(entry)}", flush=True)
+        return recorded()
+
+    def compiled(self, command):
+        """The first row of `compile_for.py command`, or {"not_compiled": what it said}."""
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            rows = Path(folder) / "rows.json"
+            process = [sys.executable, __file__, f"--json={rows}", *command.split()]
+            result = subprocess.run(process, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+            if result.returncode:
+                return {"not_compiled": (result.stderr.strip().splitlines() or ["no message"])[-1]}
+            seconds = {"compile_s": round(time.perf_counter() - started), "jax": jax.__version__}
+            return json.loads(rows.read_text())[0] | seconds
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
-    program: tyro.conf.OmitSubcommandPrefixes[Train | Sample | Grpo | Head | Dump] = Train()  # what is compiled
+    program: tyro.conf.OmitSubcommandPrefixes[Train | Generate | Grpo | Head | Dump | Table] = Train()  # to compile
+    largest: bool = False  # of train, generate and grpo: find the largest micro-batch that fits, by bisection
     json: str = ""  # file to write the figures to; "" only prints them
 
 
 def main(cfg):
     """Print the figures of the programs, and return them: a list of dictionaries."""
+    if cfg.largest and not hasattr(cfg.program, "sized"):
+        raise ValueError("--largest goes with train, generate and grpo")
     jax.config.update("jax_platforms", "cpu")  # the chips are not here
-    rows = cfg.program.rows()
+    rows = largest(cfg.program) if cfg.largest else cfg.program.rows()
     if cfg.json:
         runs.write(cfg.json, rows)
     return rows

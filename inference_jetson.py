@@ -69,12 +69,12 @@ class Config:
     prompt: str = ""  # text to continue, \n for a new line, [MASK:n] for n tokens to fill; "" asks for one
     max_new: int = 64  # tokens to fill after a prompt without [MASK:n]; a text may end before
     block: int = 0  # fill so many tokens at a time, from left to right; 0: all, or half a canvas where they do not fit
-    steps: int = 25  # passes over a canvas
+    steps: int = 64  # passes over a canvas; 25 take 0.4 of the time and read worse, more than 64 read no better
     sampler: str = "ancestral"  # or max_prob, margin, entropy: the surest tokens of each step stay, a fixed number
     schedule: str = "cosine_sq"  # when how many tokens are filled: linear, cosine, cosine_sq, even
-    temperature: float = 1.0  # 0 takes the likeliest token
+    temperature: float = 0.8  # 0 takes the likeliest token
     top_k: int = 0  # draw from the k likeliest tokens; 0: from all
-    top_p: float = 0.95  # draw from the smallest set of this probability
+    top_p: float = 0.9  # draw from the smallest set of this probability
     n: int = 1  # completions of a prompt, as a batch
     seed: int = 0  # of the random numbers
     show_steps: bool = False  # show the canvas after every step

@@ -49,6 +49,7 @@ def command(main, config_class, doc, machine=()):
     """
     import tyro
 
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # of a GPU's memory; JAX alone takes three quarters
     status = 0
     try:
         default = resumed(config_class, sys.argv[1:], machine)

@@ -29,6 +29,7 @@ of its own process: builtins, modules, frames, trace functions, memory, open pip
 - by judge, for every other test: the test runs in a second process, confined alike, that has never run a line of the
   program. The functions that it calls are pipes to the program's process, through which go arguments and results; what
   it compares, and with what, stays on its side. The kernel keeps the two apart: neither may trace or write the other.
+  Through the pipes a program can have nothing run there but what the test has given it to call.
 What comes back is data: builtin types and some of the standard library's (Decimal, Fraction, datetime, deque, dict
 views, NumPy's arrays) are built anew, by type. Any other object stays where it is, and equals nothing but what its own
 side says among such objects: a class that the program is asked for may define ==. Lists given to f change as it did.

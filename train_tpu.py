@@ -122,9 +122,14 @@ def family_of(cfg):
 
 # Rows per device at a time. Few: on a v6e four keep the activations in VMEM, on a CPU (tiny, small) in its caches.
 MICRO_BATCH = {"tiny": 2, "small": 4, "100m": 8, "300m": 8, "500m": 4, "1b": 4}
-# A preset is picked if its step fits a device, in GiB by compile_for.py, and if the run feeds it: with fewer tokens for
-# each parameter a larger model ends worse than a smaller one.
-STEP_GIB = {"small": 1.0, "300m": 9.0, "1b": 21.0}
+# GiB of a step by rows per device at a time, as compiled by compile_for.py train --model=1b --device=h100 and alike. A
+# GPU's for small and 300m are the TPU's until they are compiled; that of 1b is 1.7 GiB less than the TPU's.
+STEP_GIB = {
+    "tpu": {"small": {4: 1.0}, "300m": {8: 9.0}, "1b": {4: 21.0}},
+    "gpu": {"small": {4: 1.0}, "300m": {8: 9.0}, "1b": {4: 19.2}},
+}
+# A preset is picked if its step fits a device, and if the run feeds it: with fewer tokens for each parameter a larger
+# model ends worse than a smaller one.
 TOKENS_PER_PARAMETER = 4
 TPU_FLOPS = {"TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12}  # bf16
 
@@ -141,7 +146,17 @@ def device_memory_gib(device):
         return 15.75
 
 
-def pick_model(cfg, devices, data=None):
+def most_rows(name, devices, memory):
+    """Rows per device at a time that fit its memory in GiB, 0 if none do; infinite where no step was compiled."""
+    recorded = STEP_GIB.get(devices[0].platform, {}).get(name)
+    if not recorded:
+        return math.inf
+    params = pc.count_params(pc.CONFIGS[name])["total"]
+    shared_gib = 14 * params / 2**30 * (1 - 1 / len(devices))  # weights, moments and gradients on other devices
+    return max((rows for rows, gib in recorded.items() if gib - shared_gib <= memory), default=0)
+
+
+def pick_model(cfg, devices, data=None, memory=None):
     """(name of the preset, architecture): --model, that of --init, or the largest preset that memory and data feed.
 
     A PythonCoder has as many ids and positions as the data, if the preset has fewer, or twice as many ids.
@@ -150,12 +165,11 @@ def pick_model(cfg, devices, data=None):
         if cfg.model not in ("", "dream"):
             raise ValueError(f"--init={cfg.dream.init} says what the model is; leave --model={cfg.model} out")
         return "dream", md.read_config(cfg.resume or cfg.dream.init)
-    name, memory = cfg.model or "tiny", device_memory_gib(devices[0]) or 0
-    for larger, step_gib in STEP_GIB.items() if not cfg.model else ():
+    name, memory = cfg.model or "tiny", memory or device_memory_gib(devices[0]) or 0
+    for larger in STEP_GIB.get(devices[0].platform, ()) if not cfg.model else ():
         params = pc.count_params(pc.CONFIGS[larger])["total"]
-        shared_gib = 14 * params / 2**30 * (1 - 1 / len(devices))  # weights, moments and gradients on other devices
         fed = not data or tokens_seen(cfg, data) >= TOKENS_PER_PARAMETER * params
-        name = larger if fed and step_gib - shared_gib <= memory else name
+        name = larger if fed and most_rows(larger, devices, memory) else name
     if name not in PRESETS:
         raise ValueError(f"--model={name}: not one of {', '.join(PRESETS)}")
     model = PRESETS[name]
@@ -206,7 +220,7 @@ def row_length(cfg, model, data=None):
     return seq_len
 
 
-def pick_batch(cfg, model, copies, on_cpu, data=None):
+def pick_batch(cfg, model, copies, on_cpu, data=None, fitting=math.inf):
     """(tokens of a row, rows of a step, rows per device at a time); `copies` devices hold different rows."""
     seq_len = row_length(cfg, model, data)
     # Short runs take smaller steps: two thousand of them rather than sixty.
@@ -218,24 +232,26 @@ def pick_batch(cfg, model, copies, on_cpu, data=None):
         nearest = -(-batch // copies) * copies
         raise ValueError(f"--batch_size={batch} does not divide over {copies} devices; try {nearest}")
     rows = batch // copies
-    most = min(rows, MICRO_BATCH.get(cfg.model.removeprefix("dream_"), 1))
+    most = min(rows, MICRO_BATCH.get(cfg.model.removeprefix("dream_"), 1), max(1, fitting))
     micro = cfg.micro_batch or max(m for m in range(1, most + 1) if rows % m == 0)
     if rows % micro:
         raise ValueError(f"--micro_batch={micro} does not divide the {rows} rows of a device; try a divisor of {rows}")
     return seq_len, batch, micro
 
 
-def resolve(cfg, devices, data=None):
+def resolve(cfg, devices, data=None, memory=None):
     """(cfg, architecture, how to run it, mesh): what was left open is picked by devices and data, and printed.
 
-    data is the meta.json of the rows; without it the choice is that for endless data.
+    data is the meta.json of the rows; without it the choice is that for endless data. memory is what a device holds, in
+    GiB, where it cannot be asked.
     """
     if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
         raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
-    device, memory = devices[0], device_memory_gib(devices[0])
-    name, model = pick_model(cfg, devices, data)
+    device, memory = devices[0], memory or device_memory_gib(devices[0])
+    name, model = pick_model(cfg, devices, data, memory)
     cfg = dataclasses.replace(cfg, model=name)
-    seq_len, batch, micro = pick_batch(cfg, model, len(devices) // cfg.tensor, memory is None, data)
+    fitting = most_rows(name, devices, memory)
+    seq_len, batch, micro = pick_batch(cfg, model, len(devices) // cfg.tensor, memory is None, data, fitting)
     mesh = pick_mesh(cfg, model, devices)
     cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro)
     dtype, remat = cfg.dtype or ("float32" if memory is None else "bfloat16"), cfg.remat or "qkvo"

@@ -24,17 +24,18 @@ from record import record
 import runs
 
 STEP = "train --model=1b"
-POD = f"{STEP} --topology=v6e:4x4 --batch_size=128 --micro_batch=8"
+POD = f"{STEP} --device=v6e:4x4 --batch_size=128 --micro_batch=8"
 PROGRAMS = {
     "pythoncoder 1b step, v6e:1x1, 16 x 4 rows": STEP,
     "pythoncoder 1b step, v6e:1x1, 16 x 4 rows, no dropout": f"{STEP} --dropout=0",
     "pythoncoder 1b step, v6e:1x1, 8 x 8 rows, no dropout": f"{STEP} --dropout=0 --micro_batch=8",
+    "pythoncoder 1b step, v6e:4x4, fsdp 16, the default batch": f"{STEP} --device=v6e:4x4",
     "pythoncoder 1b step, v6e:4x4, fsdp 16, 8 rows a chip": POD,
     "pythoncoder 1b step, v6e:4x4, fsdp 16, 8 rows a chip, no dropout": f"{POD} --dropout=0",
-    "dream 7b bfloat16": "sample",
+    "dream 7b bfloat16": "generate",
     "dream 7b coupled-grpo micro-step, LoRA of rank 16, 5 completions, v6e:1x1": "grpo --lora_rank=16",
-    "dream 7b coupled-grpo micro-step, all weights, 40 completions, v6e:2x4": "grpo --topology=v6e:2x4",
-    "dream 7b coupled-grpo micro-step, all weights, 80 completions, v6e:4x4": "grpo --topology=v6e:4x4",
+    "dream 7b coupled-grpo micro-step, all weights, 40 completions, v6e:2x4": "grpo --device=v6e:2x4",
+    "dream 7b coupled-grpo micro-step, all weights, 80 completions, v6e:4x4": "grpo --device=v6e:4x4",
     "coupled-grpo scoring head 7b, bfloat16 weights": "head",
     "coupled-grpo scoring head 7b, float32 weights": "head --weights=float32 --only=gradient",
 }
@@ -63,7 +64,7 @@ def main(cfg):
             continue
         rows, compile_s = compile_rows(flags)
         more = {"compiled_by": f"python compile_for.py {flags}", "compile_s": compile_s}
-        more["device"] = f"TPU {rows[0]['topology']}, compiled for, not run on"
+        more["device"] = f"TPU {rows[0]['device']}, compiled for, not run on"
         if flags.startswith("head"):  # one entry for the three forms of a program: how much smaller ours is
             for what in dict.fromkeys(row["what"] for row in rows):
                 forms = {row["form"]: row for row in rows if row["what"] == what}
@@ -72,11 +73,11 @@ def main(cfg):
                 shares |= {f"{form}_gib": gib[form] for form in ("plain", "reference")}
                 shares["estimated_ms"] = {form: 1e3 * row["step_s"] for form, row in forms.items()}
                 record("tpu_aot", f"{name}, {what}", gib["ours"], "GiB of temporaries", **shares, **more)
-        elif flags.startswith("sample"):  # an entry for each of the three steps
+        elif flags.startswith("generate"):  # an entry for each of the three steps
             for row in rows:
-                record("tpu_aot", row["program"], 1e3 * row["step_s"], "ms, estimate", **row, **more)
+                record("tpu_aot", row["program"], 1e3 * row["step_s"], "ms, estimate", **row | more)
         else:
-            record("tpu_aot", name, rows[0]["step_s"], "s, estimate", **rows[0], **more)
+            record("tpu_aot", name, rows[0]["step_s"], "s, estimate", **rows[0] | more)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,9 @@ def report(file, name, seconds, ours, L, device, **more):
 
 def own_loop(model, cfg, device):
     """fill(token_BL) by mdlm.sample, with the rule that inference_jetson.py has by default."""
-    rule = mdlm.Sampling("ancestral", cfg.steps, "cosine_sq", 1.0, 0, 0.95, mdlm.CONFIGS[cfg.model].vocab)
+    names = "sampler", "schedule", "temperature", "top_k", "top_p"
+    default = {name: getattr(jetson.Config, name) for name in names}
+    rule = mdlm.Sampling(steps=cfg.steps, vocab=mdlm.CONFIGS[cfg.model].vocab, **default)
     generator = torch.Generator(device).manual_seed(0)
     return lambda token_BL: mdlm.sample(model, token_BL.to(device), rule, generator)
 

@@ -1,8 +1,9 @@
-"""Costs read from HLO: a hand-written module, and small programs compiled for TPU topologies against closed forms."""
+"""Costs read from HLO: hand-written modules, and small programs compiled for TPUs and GPUs against closed forms."""
 
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -138,17 +139,158 @@ def test_loop_of_unknown_length_counts_once_and_is_reported():
 def test_other_text_and_other_topologies_are_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         compile_for.cost_of("module @jit_f { }")
-    with pytest.raises(ValueError, match="write <chip>:<rows>x<columns>"):
-        compile_for.topology_devices("v6e-8")
+    for name in ("v6e-8", "rtx4090:2x2", "v6e:8", "h100:0", "a100", "v6e:0x4"):
+        with pytest.raises(ValueError, match=r"unknown device .*; one of v5e, v6e, t4, "):
+            compile_for.topology_devices(name)
     with pytest.raises(ValueError, match="must be even"):
         compile_for.topology_devices("v6e:3x3")
+    with pytest.raises(ValueError, match="--largest goes with train, generate and grpo"):
+        compile_for.main(compile_for.Config(compile_for.Head(), largest=True))
 
 
-def test_missing_libtpu_says_how_to_install_it(monkeypatch):
+@pytest.mark.parametrize(("device", "file"), [("v6e:1x1", "tpu"), ("rtx4090", "cuda"), ("h100:8", "cuda")])
+def test_a_missing_compiler_says_how_to_install_it(device, file, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with pytest.raises(ImportError, match=r"pip install -r requirements-tpu\.txt"):
-        compile_for.topology_devices("v6e:1x1")
+    with pytest.raises(ImportError, match=rf"pip install -r requirements-{file}\.txt"):
+        compile_for.topology_devices(device)
+
+
+# ---- devices, rooflines, links ---------------------------------------------------------------------------------------
+
+
+def test_the_peaks_of_gpus_are_those_of_their_units():
+    # multiply-adds of an SM in a cycle, by the architecture white papers: tensor cores, of a T4 its float32 cores
+    per_cycle = {"t4": 64, "rtx3060": 256, "rtx4090": 256, "l4": 512, "a100-40": 1024, "a100-80": 1024}
+    per_cycle |= {"h100": 2048, "h200": 2048}
+    for name, chip in compile_for.CHIPS.items():
+        if chip.cuda:
+            sms = chip.cuda[1]
+            assert chip.flops_per_s == pytest.approx(2 * sms * chip.clock_hz * per_cycle.pop(name), rel=0.09), name
+            text = compile_for.description(chip)
+            assert f"core_count: {sms} " in text
+            assert text.count("{") == text.count("}")
+    assert not per_cycle
+
+
+def test_links_are_counted_at_the_worst_placed_chip():
+    cost = compile_for.Cost()
+    assert compile_for.collective_seconds(cost, "v6e") == 0
+    cost.collectives.update({"all-gather": 16_000, "all-reduce": 1600, "collective-permute": 100})
+    seconds = (15_000 + 2 * 1500 + 100) / 2e11  # a corner of 4 x 4 has two links of 1e11; fifteen parts of sixteen
+    assert compile_for.collective_seconds(cost, "v6e:4x4") == pytest.approx(seconds)
+    rates = {"v6e:16x16": 4e11, "v5e:1x8": 5e10, "v5e:2x4": 1e11, "v6e:4x16": 3e11, "h100:8": 4.5e11}
+    for name, rate in rates.items():
+        assert compile_for.link_rate(name) == rate
+
+
+GPU_HLO = """HloModule for_a_gpu, is_scheduled=true
+
+%fused_dot (p0: bf16[8,16], p1: bf16[16,32]) -> f32[8,32] {
+  %p0 = bf16[8,16]{1,0} parameter(0)
+  %p1 = bf16[16,32]{1,0} parameter(1)
+  ROOT %dot = f32[8,32]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}, backend_config={"sizes":["16"]}
+}
+
+%body (arg: (s32[], f32[8,32])) -> (s32[], f32[8,32]) {
+  %arg = (s32[], f32[8,32]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%arg), index=0
+  %y = f32[8,32]{1,0} get-tuple-element(%arg), index=1
+  %z = f32[8,32]{1,0} add(%y, %y)
+  ROOT %next = (s32[], f32[8,32]{1,0}) tuple(%i, %z)
+}
+
+%condition (arg.1: (s32[], f32[8,32])) -> pred[] {
+  %arg.1 = (s32[], f32[8,32]{1,0}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+
+ENTRY %main (x: bf16[8,16], w: bf16[16,32], v: f32[4,32,64]) -> f32[4,8,64] {
+  %x = bf16[8,16]{1,0} parameter(0)
+  %w = bf16[16,32]{1,0} parameter(1)
+  %v = f32[4,32,64]{2,1,0} parameter(2)
+  %gemm = f32[8,32]{1,0} fusion(%x, %w), kind=kCustom, calls=%fused_dot, backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[8,32]{1,0}) tuple(%zero, %gemm)
+  %loop = (s32[], f32[8,32]{1,0}) while(%init), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %last = f32[8,32]{1,0} get-tuple-element(%loop), index=1
+  %many = f32[4,8,32]{2,1,0} broadcast(%last), dimensions={1,2}
+  %call = (f32[4,8,64]{2,1,0}, s8[4194304]{0}) custom-call(%many, %v), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]}}}
+  ROOT %out = f32[4,8,64]{2,1,0} get-tuple-element(%call), index=0
+}
+"""  # noqa: E501
+
+
+def test_a_gpus_roofline_adds_up_its_kernels():
+    chip = compile_for.CHIPS["t4"]._replace(flops_per_s=16.0, bytes_per_s=1.0)  # sixteen FLOPs are worth a byte
+    cost = compile_for.cost_of(GPU_HLO, chip)
+    gemm, call = 2 * 8 * 32 * 16, 2 * 4 * 8 * 64 * 32  # FLOPs of the Triton kernel, of cuBLAS
+    assert cost.flops == gemm + call
+    small, added, many = 2 * (8 * 16 + 16 * 32) + 4 * 8 * 32, 5 * 2 * 4 * 8 * 32, 4 * 8 * 32 + 4 * 4 * 8 * 32
+    product = 4 * (4 * 8 * 32 + 4 * 32 * 64 + 4 * 8 * 64)  # without the workspace
+    assert cost.bytes == small + added + many + product
+    assert gemm / 16 < small
+    assert call / 16 < product
+    assert cost.roofline_s == cost.bytes
+    assert compile_for.cost_of(GPU_HLO, chip._replace(flops_per_s=0.25)).roofline_s == 4 * cost.flops + added + many
+    assert (cost.cycles, cost.custom_calls) == (0, {"__cublas$lt$matmul": 1})
+
+
+def test_a_tpus_roofline_leaves_out_collectives_and_what_runs_beside():
+    chip = compile_for.CHIPS["v6e"]._replace(flops_per_s=1e-6, bytes_per_s=math.inf)
+    cost = compile_for.cost_of(by_hand(), chip)
+    assert cost.roofline_s == pytest.approx(1e6 * cost.flops)
+    chip = chip._replace(flops_per_s=math.inf, bytes_per_s=1.0)
+    apart = 3 * (64 + 256) * 4 + (64 + 64 + 256 + 2) * 4 + (2 * 32 * 2 + 32) * 4  # all-gathers, the gather beside
+    assert abs(cost.bytes - apart - compile_for.cost_of(by_hand(), chip).roofline_s) <= 32 * 4
+
+
+# ---- the largest micro-batch, and the table --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("usable", "want", "compiled"), [(3, 0, [8, 2, 1]), (5, 1, [8, 2, 1]), (49, 8, [8, 32, 16])])
+def test_bisection_finds_the_largest_micro_batch_that_fits(usable, want, compiled):
+    class Program:  # 2 GiB, and 3 for each row
+        n = 0
+
+        def sized(self, rows):
+            program = Program()
+            program.n = rows
+            return program
+
+        def rows(self):
+            return [{"micro_batch": self.n, "total_gib": 2 + 3 * self.n, "fits": 2 + 3 * self.n <= usable}]
+
+    (row,) = compile_for.largest(Program())
+    assert (row["largest"], list(row["tried"])) == (want, compiled)
+    assert (row["micro_batch"], row["fits"]) == (want or 1, want > 0)
+    assert row["tried"][8] == 26
+
+
+def test_the_table_is_that_of_the_recorded_programs():
+    entries = compile_for.recorded()
+    text = compile_for.markdown(entries)
+    assert text == compile_for.RESULTS.with_suffix(".md").read_text()
+    lines = text.splitlines()
+    assert len(lines) == 2 + len(compile_for.CHIPS)
+    assert all(line.count("|") == 2 + len(compile_for.CELLS) for line in lines)
+    known = {(entry["device"], entry["cell"]) for entry in entries if "not_compiled" not in entry}
+    assert text.count("not compiled") == len(compile_for.CHIPS) * len(compile_for.CELLS) - len(known)
+    for entry in entries:
+        if entry.get("total_gib"):
+            assert entry["fits"] == (entry["total_gib"] <= entry["usable_gib"])
+            assert f"{entry['total_gib']:.1f} GiB" in text
+
+
+def test_cells_say_what_fits_what_does_not_and_what_was_not_compiled():
+    entry = {"fits": True, "total_gib": 19.14, "usable_gib": 21.24, "roofline_s": 2.0, "micro_batch": 4}
+    assert compile_for.cell(entry) == "19.1 GiB (4 rows), at least 2 s"
+    assert compile_for.cell(entry | {"step_s": 2.64}) == "19.1 GiB (4 rows), 2.64 s estimated, at least 2 s"
+    assert compile_for.cell(entry | {"roofline_s": 0.0151}) == "19.1 GiB (4 rows), at least 15.1 ms"
+    assert compile_for.cell(entry | {"fits": False}) == "**no**: 19.1 GiB (4 rows)"
+    assert compile_for.cell({"fits": False, "usable_gib": 15.75, "because": ""}) == "**no**: more than 15.8 GiB"
+    assert compile_for.cell({"not_compiled": "stopped"}) == "not compiled: stopped"
+    assert compile_for.cell(None) == "not compiled"
 
 
 def test_command_line_prints_totals_and_operations(tmp_path, capsys):
@@ -181,7 +323,8 @@ def compile_programs():
         return Mesh(np.array(compile_for.topology_devices(topology)), ("x",), axis_types=(AxisType.Auto,))
 
     def record(name, f, *args, options=None, **jit_options):
-        _, cost, memory = compile_for.compile_and_cost(jax.jit(f, **jit_options).lower(*args), options)
+        lowered = jax.jit(f, **jit_options).lower(*args)
+        _, cost, memory = compile_for.compile_and_cost(lowered, compiler_options=options)
         results[name] = [vars(cost), memory]
 
     chip = NamedSharding(mesh_of("v6e:1x1"), P())
@@ -248,7 +391,7 @@ def compile_programs():
     offload |= {"xla_tpu_enable_all_gather_offload_tracing": True, "xla_tpu_use_tc_device_shape_on_sc": True}
     record("fsdp asynchronous", gradient, *sharded, out_shardings=columns, options=offload)
 
-    for name in compile_for.CHIPS:
+    for name in ("v5e", "v6e"):
         full = array(2**30, 40, sharding=NamedSharding(mesh_of(f"{name}:1x1"), P()))
         try:
             record(name, lambda a: a + 1, full)
@@ -329,9 +472,9 @@ def test_pallas_kernels_are_named_and_counted(compiled):
 
 
 def test_usable_memory_is_what_the_compiler_says(compiled):
-    for name, chip in compile_for.CHIPS.items():
+    for name in ("v5e", "v6e"):
         assert compiled[name].startswith("RESOURCE_EXHAUSTED")
-        assert f"({chip.usable_gib}G)" in compiled[name]
+        assert f"({compile_for.CHIPS[name].usable_gib}G)" in compiled[name]
 
 
 # ---- our programs --------------------------------------------------------------------------------------------------
@@ -366,7 +509,7 @@ def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch, tmp_p
 
     # what is compiled for a chip
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    (_, *got), compiled = compile_for.Sample(model="tiny", length=96).program(array, cached=bool(flags))
+    (_, *got), compiled = compile_for.Generate(model="tiny", length=96).program(array, cached=bool(flags))
     describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), jax.eval_shape(lambda: tree))  # noqa: E731
     assert describe(tuple(want)) == describe(tuple(got))
     assert compiled["width"] == static["width"]
@@ -404,7 +547,7 @@ def test_the_1b_step_fits_a_v6e_chip_with_six_gib_to_spare(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    [("sample", "--model=tiny", "--length=96"), ("sample", "--model=tiny", "--length=96", "--int8"),
+    [("generate", "--model=tiny", "--length=96"), ("generate", "--model=tiny", "--length=96", "--int8"),
      ("grpo", "--model=tiny"), ("grpo", "--model=tiny", "--lora_rank=4"), ("head", "--model=tiny", "--only=forward")],
 )  # fmt: skip
 def test_every_program_of_a_small_dream_compiles(flags, tmp_path):
@@ -414,3 +557,52 @@ def test_every_program_of_a_small_dream_compiles(flags, tmp_path):
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert len(rows) == (1 if flags[0] == "grpo" else 3)
     assert all(row["step_s"] > 0 and 0 < row["hbm_gib"] < 4 for row in rows)
+
+
+# ---- programs compiled for GPUs --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cuda():
+    if not importlib.util.find_spec("jax_cuda12_plugin") and not importlib.util.find_spec("jax_cuda13_plugin"):
+        pytest.skip("needs the CUDA compiler: pip install -r requirements-cuda.txt, in an environment of its own")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "flags", "rows"),
+    [("h100", ("train", "--model=tiny", "--seq_len=256", "--batch_size=4", "--micro_batch=4"), 1),
+     ("t4", ("generate", "--model=tiny", "--length=96"), 3),
+     ("rtx4090", ("generate", "--model=tiny", "--length=96", "--int8"), 3),
+     ("h200", ("grpo", "--model=tiny", "--lora_rank=4"), 1), ("h100:2", ("grpo", "--model=tiny"), 1)],
+)  # fmt: skip
+def test_every_program_of_a_small_model_compiles_for_gpus(cuda, device, flags, rows, tmp_path):
+    result = run("compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, f"--device={device}", timeout=900)
+    assert result.returncode == 0, result.stderr
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert len(found) == rows
+    for row in found:
+        assert row["fits"]
+        assert "step_s" not in row, "no estimate of the compiler's"
+        assert row["roofline_s"] > 0
+        assert (row["collective_s"] > 0) == (":" in device)
+        assert bool(row["without_estimate"]) == (device == "t4"), "cuBLAS; newer GPUs have kernels of XLA's own"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["t4", "rtx4090", "h100"])
+def test_flops_on_a_gpu_equal_the_closed_form(cuda, device):
+    code = f"""if True:
+        import json, jax, jax.numpy as jnp, compile_for as c
+        array = c.on_chip("{device}")
+        layers = lambda x, w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+        lowered = jax.jit(layers).lower(array(jnp.float16, {M}, {D}), array(jnp.float16, {LAYERS}, {D}, {D}))
+        _, cost, memory = c.compile_and_cost(lowered, "{device}")
+        print(json.dumps([vars(cost), memory]))"""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    child = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    cost, memory = json.loads(child.stdout.splitlines()[-1])
+    assert cost["flops"] == LAYERS * MATMUL
+    assert memory["arguments"] == 2 * (M * D + LAYERS * D * D)
+    assert memory["total_gib"] < memory["usable_gib"]

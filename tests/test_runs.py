@@ -70,6 +70,13 @@ class Config:
 # ---- the command line ----------------------------------------------------------------------------------------------
 
 
+def test_scripts_take_nine_tenths_of_a_gpu_unless_told_otherwise(script):
+    body = "import os; print(os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'])"
+    env = {name: value for name, value in os.environ.items() if name != "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+    assert script(body, env=env).stdout == "0.9\n"
+    assert script(body, env=env | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}).stdout == "0.5\n"
+
+
 def test_an_error_of_ours_is_one_line_and_status_1(script):
     result = script("raise ValueError('--steps=0: at least 1')")
     assert (result.returncode, result.stderr) == (1, "--steps=0: at least 1\n")

@@ -762,6 +762,24 @@ def test_without_model_and_batch_size_data_and_device_decide_together(capsys):
     assert picked(8_000_000, model="1b")[0] == "1b"
 
 
+def test_steps_on_gpus_are_picked_by_what_was_compiled():
+    def picked(memory, **settings):
+        device = SimpleNamespace(platform="gpu", device_kind="NVIDIA")
+        cfg = train_tpu.Config(**settings)
+        name, model = train_tpu.pick_model(cfg, [device], memory=memory)
+        fitting = train_tpu.most_rows(name, [device], memory)
+        return name, train_tpu.pick_batch(dataclasses.replace(cfg, model=name), model, 1, False, None, fitting)[2]
+
+    for name, recorded in train_tpu.STEP_GIB["gpu"].items():
+        for rows, gib in recorded.items():
+            assert picked(gib, model=name) == (name, rows)
+    smallest = min(train_tpu.STEP_GIB["gpu"]["1b"].values())
+    assert picked(smallest)[0] == "1b"
+    assert picked(smallest - 0.01)[0] == "300m"
+    assert picked(smallest - 0.01, model="1b") == ("1b", 1)  # whoever insists gets the least
+    assert picked(0.5) == ("tiny", 2)
+
+
 def test_a_preset_takes_the_ids_and_rows_that_data_prep_writes_unasked():
     data = {"seq_len": 2048, "vocab_size": 8192, "vocab_padded": 8192, "splits": {"train": {"tokens": 200_000}}}
     cfg, model, _, _ = train_tpu.resolve(train_tpu.Config(fsdp=1), jax.devices()[:1], data)
