@@ -318,7 +318,7 @@ def root_of(block):
 
 # ---- the cost of one instruction -----------------------------------------------------------------------------------
 
-CUBLAS = '"gemm_backend_config"'  # in the attributes of a call of cuBLAS, the form of products on older GPUs
+CUBLAS = '"gemm_backend_config"'  # in the attributes of a call of cuBLAS: all products on a T4, elsewhere few
 
 
 def matmul_flops(ins):
@@ -842,7 +842,7 @@ def recorded():
 def cell(entry):
     """One cell of the table: memory, micro-batch, seconds."""
     if entry is None or "not_compiled" in entry:
-        return f"not compiled: {entry['not_compiled']}" if entry else "not compiled"
+        return f"not compiled: {entry['not_compiled'] if entry else 'not tried yet'}"
     if not entry["fits"] and "total_gib" not in entry:
         return f"**no**: more than {entry['usable_gib']:.1f} GiB"
     rows = f" ({entry['micro_batch']} rows)" if "micro_batch" in entry else ""
