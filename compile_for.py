@@ -528,7 +528,7 @@ def report(name, lowered, device, beside_gib=0.0, **facts):
         return row | {"fits": False, "usable_gib": chip.usable_gib, "because": runs.first_line(error)}
     row |= {f"{part}_gib": size / 2**30 for part, size in memory.items() if not part.endswith("_gib")}
     row |= {"hbm_gib": memory["total_gib"], "beside_gib": beside_gib, "total_gib": memory["total_gib"] + beside_gib}
-    row |= {"usable_gib": chip.usable_gib, "fits": row["total_gib"] <= chip.usable_gib}
+    row |= {"usable_gib": chip.usable_gib, "fits": bool(row["total_gib"] <= chip.usable_gib)}
     row |= {"step_s": cost.seconds(device)} if cost.cycles else {}
     row |= {
         "roofline_s": cost.roofline_s,
@@ -741,7 +741,7 @@ class Grpo:
         what = f"LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "all weights"
         layers = f", {self.layers} layers" if self.layers else ""
         name = f"dream {self.model}{layers} coupled-grpo micro-step, {what}, {B} completions"
-        return [report(name, lowered, self.device, beside / 2**30, micro_batch=B)]
+        return [report(name, lowered, self.device, float(beside) / 2**30, micro_batch=B)]
 
 
 @dataclasses.dataclass(frozen=True)
