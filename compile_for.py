@@ -595,7 +595,7 @@ class Train:
         cfg, model, run, mesh = train_tpu.resolve(settings, devices, memory=chip.usable_gib)
         family = train_tpu.family_of(cfg)
         optimizer = train_tpu.make_optimizer(cfg.clip, cfg.weight_decay, run.dtype, muon=cfg.optimizer == "muon")
-        shapes = train_tpu.state_shapes(family, model, optimizer, mesh)
+        shapes = train_tpu.state_shapes(family, model, optimizer, mesh, cfg.dream.lora_rank, run.dtype)
         step = train_tpu.lower_step(cfg, family.graph_of(model, run), optimizer, shapes, mesh)
         tokens = cfg.batch_size * cfg.seq_len
         flops = tokens * family.flops_per_token(model, cfg.seq_len)
@@ -626,6 +626,7 @@ class Generate:
     device: Device = "v6e"  # what to compile for: v6e, rtx4090 ...
     model: str = "7b"  # key of CONFIGS in model_dream.py
     int8: bool = False  # matrices in 8 bits, the rest in bfloat16
+    int4: bool = False  # matrices of the layers in 4 bits, embedding and head in 8, the rest in bfloat16
     batch_size: int = 1  # texts that are filled together
     length: int = 768  # tokens of the canvas
     block_length: int = 32  # tokens of a block; 0: without blocks, the first of the three steps alone
@@ -643,8 +644,13 @@ class Generate:
         rule = sample_dream.Sampling(**settings, **blocks, eos_ids=(model.eos_id,))
         graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), platform=platform(self.device)))
         params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), md.param_shapes(model))
-        if self.int8:
-            params = jax.tree.map(lambda s: jax.eval_shape(md.quantise, s) if len(s.shape) == 2 else s, params)
+        if bits := runs.bits_of(self):
+
+            def kept(path, s):
+                quantise = functools.partial(md.quantise, bits=bits, name=path[-1].key)
+                return jax.eval_shape(quantise, s) if len(s.shape) == 2 else s
+
+            params = jax.tree_util.tree_map_with_path(kept, params)
         # a canvas of masks behind one token
         token_BL = np.full((self.batch_size, self.length), model.mask_id)
         token_BL[:, 0] = model.bos_id
@@ -669,9 +675,10 @@ class Generate:
 
     def rows(self):
         # no step is faster than its FLOPs at the peak, nor than one pass over the weights
-        chip, size = place(self.device)[0], 1 if self.int8 else 2
+        chip, bits = place(self.device)[0], runs.bits_of(self)
+        size = {0: 2, 8: 1, 4: 0.625}[bits]  # bytes of a parameter; int4: of 7b, whose embedding and head have 8 bits
         weights = size * md.count_params(md.CONFIGS[self.model])["total"]  # bytes that a step reads
-        kind, found = "int8" if self.int8 else "bfloat16", []
+        kind, found = f"int{bits}" if bits else "bfloat16", []
         for name in [self.only] if self.only else STEPS if self.block_length else ["canvas"]:
             row = report(f"dream {self.model} {kind}, {STEPS[name]}", self.lowered(name), self.device)
             if "flops_per_chip" in row:

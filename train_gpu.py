@@ -16,7 +16,7 @@ A GPU with flash attention (Ampere or newer, PyTorch 2.10) gets the texts one be
 all else gets padded rows. A thread makes the next batch meanwhile. The host waits for the device where a row is logged.
 
 Letters: B rows of a step, L row length, R held-out rows, N masked positions, padded to a multiple of 64, V vocabulary,
-S tokens of a packed batch, M matrices of A x C numbers.
+S tokens of a packed batch.
 """
 
 import collections
@@ -287,53 +287,6 @@ def learning_rate(step, cfg):
     return 0.1 + 0.9 * (1 + math.cos(math.pi * x)) / 2
 
 
-class Muon(torch.optim.Optimizer):
-    """Momentum whose update is made orthogonal: a step is equally large in all directions of a matrix.
-
-    What torch.optim.Muon computes, but matrices of one shape together, and found_inf leaves an update out as it does in
-    fused AdamW: a 1 on the device, which the host need not read. Ref: https://kellerjordan.github.io/posts/muon
-    """
-
-    def __init__(self, matrices, lr, weight_decay, momentum=0.95):
-        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-        self.found_inf = None
-
-    @torch.no_grad()
-    def step(self):
-        (group,) = self.param_groups
-        lr, momentum, shapes = group["lr"], group["momentum"], collections.defaultdict(list)
-        for p in group["params"]:
-            shapes[p.shape].append(p)
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        out = torch.zeros((), device=local(p).device) if self.found_inf is None else self.found_inf
-        for shape, weights in shapes.items():
-            buffers = [local(self.state[p]["momentum_buffer"]) for p in weights]
-            buffer_MAC, grad_MAC = torch.stack(buffers), torch.stack([local(p.grad) for p in weights])
-            # with an update that is left out the momentum stays
-            grad_MAC = torch.where(out > 0, buffer_MAC, grad_MAC)
-            torch._foreach_copy_(buffers, buffer_MAC.lerp_(grad_MAC, 1 - momentum).unbind())
-            update_MAC = orthogonal(gather(grad_MAC.lerp(buffer_MAC, momentum), weights[0]))
-            update_MAC = torch.where(out > 0, 0.0, scatter(update_MAC, weights[0]).float())
-            weights = [local(p) for p in weights]
-            torch._foreach_mul_(weights, torch.where(out > 0, 1.0, 1 - lr * group["weight_decay"]))
-            # a matrix with more outputs than inputs takes larger steps
-            torch._foreach_add_(weights, update_MAC.unbind(), alpha=-lr * max(1, shape[0] / shape[1]) ** 0.5)
-
-
-def orthogonal(x_MAC):
-    """U V^T of the singular value decomposition U S V^T of each matrix, roughly: five steps of Newton-Schulz."""
-    tall = x_MAC.shape[1] > x_MAC.shape[2]
-    x_MAC = x_MAC.bfloat16().mT if tall else x_MAC.bfloat16()
-    norm_M = torch.stack(torch._foreach_norm(x_MAC.unbind()))
-    x_MAC = x_MAC / norm_M[:, None, None].clamp(min=1e-7)
-    for _ in range(5):
-        square_MAA = x_MAC @ x_MAC.mT
-        square_MAA = torch.baddbmm(square_MAA, square_MAA, square_MAA, beta=-4.7750, alpha=2.0315)
-        x_MAC = torch.baddbmm(x_MAC, square_MAA, x_MAC, beta=3.4445)
-    return x_MAC.mT if tall else x_MAC
-
-
 def make_optimizers(model, cfg):
     """Muon for the matrices of the blocks, AdamW for all else; decay on matrices and embeddings, none on vectors."""
     muon = {p for p in model.blocks.parameters() if p.ndim == 2 and cfg.optimizer == "muon"}
@@ -343,7 +296,7 @@ def make_optimizers(model, cfg):
     optimizers = [torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)]
     if muon:
         matrices = [p for p in model.parameters() if p in muon]  # a set has no order
-        optimizers.append(Muon(matrices, cfg.muon_lr, cfg.weight_decay))
+        optimizers.append(torch.optim.Muon(matrices, cfg.muon_lr, cfg.weight_decay))
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["initial_lr"] = group["lr"]  # the peak; the name is that of PyTorch's schedulers
     return optimizers
@@ -365,23 +318,6 @@ def local(tensor):
 def full(tensor):
     """All parts of it together, in every process."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def gather(part_MAC, weight):
-    """Whole matrices of the processes' parts, which are split as `weight` is: by rows."""
-    if not hasattr(weight, "full_tensor"):
-        return part_MAC
-    M, A, C = len(part_MAC), *weight.shape
-    split = weight.device_mesh, [dist.tensor.Shard(1)]
-    return dist.tensor.DTensor.from_local(part_MAC, *split, shape=(M, A, C), stride=(A * C, C, 1)).full_tensor()
-
-
-def scatter(whole_MAC, weight):
-    """This process's part of whole matrices, the other way."""
-    if not hasattr(weight, "full_tensor"):
-        return whole_MAC
-    split = weight.device_mesh, [dist.tensor.Shard(1)]
-    return dist.tensor.distribute_tensor(whole_MAC, *split, src_data_rank=None).to_local()
 
 
 @dataclasses.dataclass
@@ -456,6 +392,20 @@ def gradients(state, inputs, cfg, devices):
     return loss
 
 
+@torch.no_grad()
+def step_or_not(optimizer, left_out):
+    """A step that is undone where left_out is 1, on the device; Muon knows no found_inf, as fused AdamW does."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in weights:  # as its first step would
+        optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+        local(p.grad).nan_to_num_(0.0, 0.0, 0.0)
+    tensors = [local(x) for p in weights for x in (p, optimizer.state[p]["momentum_buffer"])]
+    before = torch._foreach_mul(tensors, 1.0)  # copies, in one launch
+    optimizer.step()
+    for x, old in zip(tensors, before, strict=True):
+        x.lerp_(old, left_out)  # which is exact at 0 and 1
+
+
 def update(state, step, cfg):
     """One update of weights and averaged weights; returns the gradient's norm.
 
@@ -467,9 +417,11 @@ def update(state, step, cfg):
         state.scaler.unscale_(optimizer)
     norm = full(nn.utils.clip_grad_norm_(state.model.parameters(), cfg.clip))
     left_out = (~norm.isfinite()).float()
-    for optimizer in state.optimizers:
-        optimizer.found_inf = left_out
-        optimizer.step()
+    adamw, *muon = state.optimizers
+    adamw.found_inf = left_out
+    adamw.step()
+    for optimizer in muon:
+        step_or_not(optimizer, left_out)
     average(state.ema, state.model, cfg.ema, step)
     state.skipped_2.add_(left_out)[1].mul_(left_out)  # a finite one ends a row of them
     state.scaler.update()
@@ -640,6 +592,9 @@ def resolve(cfg, devices):
     for name in ("batch_size", "steps", "log_every", "eval_rows", "keep"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"--{name}={getattr(cfg, name)}: at least 1")
+    if cfg.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        advice = "upgrade it (pip install -r requirements-gpu.txt), or train with --optimizer=adamw"
+        raise ValueError(f"PyTorch {torch.__version__} has no Muon, 2.9 has; {advice}")
     # on a GPU as many rows at a time as there are; a CPU is fastest with what its caches hold
     cuda, world = devices.device.type == "cuda", devices.world
     share = cfg.batch_size // world

@@ -91,14 +91,13 @@ def make_steps(cfg, scratch):
         Step("export", f"export_jetson.py --ckpt={run} --out={bundle}", ()),
         Step("engine", f"export_jetson.py --tensorrt --bundle={bundle}", ("GPU", "tensorrt", "onnx")),
     ]
-    more = {"kernels": ("kernels",), "onnx": ("onnxruntime",), "tensorrt": ("tensorrt",)}
+    more = {"kernels": ("GPU", "kernels"), "onnx": ("onnxruntime",), "tensorrt": ("GPU", "tensorrt")}
     for backend in jetson.BACKENDS[1:]:
-        result, needs = scratch / f"{backend}.json", ("GPU", *more.get(backend, ()))
+        result = scratch / f"{backend}.json"
         command = f"{write} --backend={backend} --out={result}"
-        steps.append(Step(f"write_{backend}", command, needs, result=result))
-    trains = "GPU", "pyarrow"
-    steps.append(Step("data", f"data_prep.py python --rows=padded --out={rows}", trains))
-    steps.append(Step("train", train, trains, seconds=cfg.train_s, endless=True, result=trained / "log.jsonl"))
+        steps.append(Step(f"write_{backend}", command, more.get(backend, ()), result=result))
+    steps.append(Step("data", f"data_prep.py python --rows=padded --out={rows}", ("pyarrow",)))
+    steps.append(Step("train", train, ("pyarrow",), seconds=cfg.train_s, endless=True, result=trained / "log.jsonl"))
     # the slowest tell least where all else passed
     for tool in ("memcheck", "racecheck"):
         steps.append(Step(tool, on_gpu, checked, under=(sanitizer(), f"--tool={tool}", "--error-exitcode=9")))

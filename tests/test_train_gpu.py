@@ -296,23 +296,6 @@ def test_an_update_that_is_not_finite_is_left_out_on_the_device(dtype):
     assert state.skipped_2.tolist() == [2, 0]
 
 
-def test_our_muon_is_pytorchs_to_the_digit():
-    if not hasattr(torch.optim, "Muon"):
-        pytest.skip("PyTorch has no Muon to compare with")
-    torch.manual_seed(0)
-    shapes = (96, 32), (32, 32), (64, 32), (32, 64), (96, 32)
-    ours, theirs = ([torch.nn.Parameter(torch.randn(*shape)) for shape in shapes] for _ in range(2))
-    for a, b in zip(ours, theirs, strict=True):
-        b.data.copy_(a.data)
-    optimizers = train_gpu.Muon(ours, 0.02, 0.1), torch.optim.Muon(theirs, 0.02, 0.1)
-    for _ in range(3):
-        for a, b in zip(ours, theirs, strict=True):
-            a.grad = b.grad = torch.randn_like(a)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert all(map(torch.equal, ours, theirs))
-
-
 def test_a_thread_makes_the_batch_of_the_next_step(data, monkeypatch):
     cfg, make, made, other = train_gpu.Config(steps=3, batch_size=8, micro_batch=4), train_gpu.training_batch, [], []
     second = threading.Event()
@@ -677,6 +660,11 @@ def test_a_run_from_before_rope_and_muon_goes_on_as_it_was(data, tmp_path):
         path.write_text(json.dumps(saved))
     resume(out)
     assert losses(out) == uninterrupted
+
+
+def test_a_torch_without_muon_is_one_line_that_says_what_to_do(data, tmp_path, monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    refuses("or train with --optimizer=adamw", data, tmp_path / "run", steps=2)
 
 
 def test_two_trainers_on_one_folder_are_refused(data, unbroken):
