@@ -318,7 +318,7 @@ def root_of(block):
 
 # ---- the cost of one instruction -----------------------------------------------------------------------------------
 
-CUBLAS = '"gemm_backend_config"'  # in the attributes of a call of cuBLAS, the form of products on older GPUs
+CUBLAS = '"gemm_backend_config"'  # in the attributes of a call of cuBLAS: all products on a T4, elsewhere few
 
 
 def matmul_flops(ins):
@@ -528,7 +528,7 @@ def report(name, lowered, device, beside_gib=0.0, **facts):
         return row | {"fits": False, "usable_gib": chip.usable_gib, "because": runs.first_line(error)}
     row |= {f"{part}_gib": size / 2**30 for part, size in memory.items() if not part.endswith("_gib")}
     row |= {"hbm_gib": memory["total_gib"], "beside_gib": beside_gib, "total_gib": memory["total_gib"] + beside_gib}
-    row |= {"usable_gib": chip.usable_gib, "fits": row["total_gib"] <= chip.usable_gib}
+    row |= {"usable_gib": chip.usable_gib, "fits": bool(row["total_gib"] <= chip.usable_gib)}
     row |= {"step_s": cost.seconds(device)} if cost.cycles else {}
     row |= {
         "roofline_s": cost.roofline_s,
@@ -595,7 +595,7 @@ class Train:
         cfg, model, run, mesh = train_tpu.resolve(settings, devices, memory=chip.usable_gib)
         family = train_tpu.family_of(cfg)
         optimizer = train_tpu.make_optimizer(cfg.clip, cfg.weight_decay, run.dtype, muon=cfg.optimizer == "muon")
-        shapes = train_tpu.state_shapes(family, model, optimizer, mesh)
+        shapes = train_tpu.state_shapes(family, model, optimizer, mesh, cfg.dream.lora_rank, run.dtype)
         step = train_tpu.lower_step(cfg, family.graph_of(model, run), optimizer, shapes, mesh)
         tokens = cfg.batch_size * cfg.seq_len
         flops = tokens * family.flops_per_token(model, cfg.seq_len)
@@ -626,6 +626,7 @@ class Generate:
     device: Device = "v6e"  # what to compile for: v6e, rtx4090 ...
     model: str = "7b"  # key of CONFIGS in model_dream.py
     int8: bool = False  # matrices in 8 bits, the rest in bfloat16
+    int4: bool = False  # matrices of the layers in 4 bits, embedding and head in 8, the rest in bfloat16
     batch_size: int = 1  # texts that are filled together
     length: int = 768  # tokens of the canvas
     block_length: int = 32  # tokens of a block; 0: without blocks, the first of the three steps alone
@@ -643,8 +644,13 @@ class Generate:
         rule = sample_dream.Sampling(**settings, **blocks, eos_ids=(model.eos_id,))
         graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), platform=platform(self.device)))
         params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), md.param_shapes(model))
-        if self.int8:
-            params = jax.tree.map(lambda s: jax.eval_shape(md.quantise, s) if len(s.shape) == 2 else s, params)
+        if bits := runs.bits_of(self):
+
+            def kept(path, s):
+                quantise = functools.partial(md.quantise, bits=bits, name=path[-1].key)
+                return jax.eval_shape(quantise, s) if len(s.shape) == 2 else s
+
+            params = jax.tree_util.tree_map_with_path(kept, params)
         # a canvas of masks behind one token
         token_BL = np.full((self.batch_size, self.length), model.mask_id)
         token_BL[:, 0] = model.bos_id
@@ -669,9 +675,10 @@ class Generate:
 
     def rows(self):
         # no step is faster than its FLOPs at the peak, nor than one pass over the weights
-        chip, size = place(self.device)[0], 1 if self.int8 else 2
+        chip, bits = place(self.device)[0], runs.bits_of(self)
+        size = {0: 2, 8: 1, 4: 0.625}[bits]  # bytes of a parameter; int4: of 7b, whose embedding and head have 8 bits
         weights = size * md.count_params(md.CONFIGS[self.model])["total"]  # bytes that a step reads
-        kind, found = "int8" if self.int8 else "bfloat16", []
+        kind, found = f"int{bits}" if bits else "bfloat16", []
         for name in [self.only] if self.only else STEPS if self.block_length else ["canvas"]:
             row = report(f"dream {self.model} {kind}, {STEPS[name]}", self.lowered(name), self.device)
             if "flops_per_chip" in row:
@@ -741,7 +748,7 @@ class Grpo:
         what = f"LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "all weights"
         layers = f", {self.layers} layers" if self.layers else ""
         name = f"dream {self.model}{layers} coupled-grpo micro-step, {what}, {B} completions"
-        return [report(name, lowered, self.device, beside / 2**30, micro_batch=B)]
+        return [report(name, lowered, self.device, float(beside) / 2**30, micro_batch=B)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -842,7 +849,7 @@ def recorded():
 def cell(entry):
     """One cell of the table: memory, micro-batch, seconds."""
     if entry is None or "not_compiled" in entry:
-        return f"not compiled: {entry['not_compiled']}" if entry else "not compiled"
+        return f"not compiled: {entry['not_compiled'] if entry else 'not tried yet'}"
     if not entry["fits"] and "total_gib" not in entry:
         return f"**no**: more than {entry['usable_gib']:.1f} GiB"
     rows = f" ({entry['micro_batch']} rows)" if "micro_batch" in entry else ""

@@ -232,19 +232,20 @@ class Int8(typing.NamedTuple):
     scale_F1: jax.Array  # float32; one for each row, which is an output channel, or a token's embedding
 
 
-GROUP = 64  # columns that share a scale in an Int4, or as many as divide half a row
+GROUP = 64  # rows of a column that share a scale in an Int4, or as many as divide all
 
 
 class Int4(typing.NamedTuple):
     """A matrix in a seventh of float32's bytes, for inference: W = q * scale + low, whole numbers from 0 to 15.
 
     A byte holds two columns, one of the left half of the matrix and one of the right: so each half is read from all
-    bytes by itself, and nothing has to be interleaved.
+    bytes by itself, and nothing has to be interleaved. A group is of one column, as a TPU takes half as long again to
+    spread scales along a row.
     """
 
     q_FE: jax.Array  # E = D / 2; the left half in the low bits
-    scale_FG: jax.Array  # bfloat16; one for each group of columns in a row
-    low_FG: jax.Array  # bfloat16
+    scale_GD: jax.Array  # bfloat16; one for each group of rows in a column
+    low_GD: jax.Array  # bfloat16
 
 
 class Lora(typing.NamedTuple):
@@ -286,28 +287,28 @@ def to_int4(weight_FD):
     It is off by scale / 2 + max |group| / 256 at most: half a step, and what the rounding of low and scale takes.
     """
     F, D = weight_FD.shape
-    weight_FGS = weight_FD.astype(jnp.float32).reshape(F, -1, math.gcd(D // 2, GROUP))
-    low_FG1 = weight_FGS.min(-1, keepdims=True).astype(jnp.bfloat16)
-    scale_FG1 = ((weight_FGS.max(-1, keepdims=True) - low_FG1) / 15).astype(jnp.bfloat16)
-    divisor_FG1 = jnp.where(scale_FG1 > 0, scale_FG1, 1).astype(jnp.float32)  # all of a group may be equal
-    q_FD = jnp.clip(jnp.round((weight_FGS - low_FG1) / divisor_FG1), 0, 15).astype(jnp.uint8).reshape(F, D)
+    weight_GSD = weight_FD.astype(jnp.float32).reshape(-1, math.gcd(F, GROUP), D)
+    low_G1D = weight_GSD.min(1, keepdims=True).astype(jnp.bfloat16)
+    scale_G1D = ((weight_GSD.max(1, keepdims=True) - low_G1D) / 15).astype(jnp.bfloat16)
+    divisor_G1D = jnp.where(scale_G1D > 0, scale_G1D, 1).astype(jnp.float32)  # all of a group may be equal
+    q_FD = jnp.clip(jnp.round((weight_GSD - low_G1D) / divisor_G1D), 0, 15).astype(jnp.uint8).reshape(F, D)
     left_FE, right_FE = jnp.split(q_FD, 2, 1)
-    return Int4(left_FE | right_FE << 4, scale_FG1[..., 0], low_FG1[..., 0])
+    return Int4(left_FE | right_FE << 4, scale_G1D[:, 0], low_G1D[:, 0])
 
 
 def halves(weight, dtype):
     """The left and the right half of the columns that an Int4 stands for, [F, D / 2] each."""
     parts = zip((weight.q_FE & 15, weight.q_FE >> 4), *(jnp.split(x, 2, 1) for x in weight[1:]), strict=True)
-    for q_FE, scale_FG, low_FG in parts:
-        q_FGS = q_FE.reshape(*scale_FG.shape, -1).astype(jnp.float32)
-        yield (q_FGS * scale_FG[..., None] + low_FG[..., None]).reshape(q_FE.shape).astype(dtype)
+    for q_FE, scale_GE, low_GE in parts:
+        q_GSE = q_FE.reshape(len(scale_GE), -1, scale_GE.shape[1]).astype(jnp.float32)
+        yield (q_GSE * scale_GE[:, None] + low_GE[:, None]).reshape(q_FE.shape).astype(dtype)
 
 
 def linear(x_BLD, weight, *spec, dtype=None, on_cpu=False):
     """x W^T [B, L, F] in x's dtype or another, as a matmul of two matrices; W lies on the mesh as spec says.
 
     The scales of an Int8 multiply the product, in float32: every q is exact in bfloat16. Those of an Int4 differ along
-    a row, so they multiply the weights. on_cpu changes only the speed.
+    a row, so they multiply the weights, which takes a TPU longer than bfloat16's. on_cpu changes only the speed.
     """
     if isinstance(weight, Lora):  # W x + B (A x): the product B A, as large as W, is never made
         low_BLR = linear(x_BLD, weight.a_RD, on_cpu=on_cpu)

@@ -156,10 +156,11 @@ def test_from_the_hub_to_a_fine_tuned_model_that_transformers_loads(tmp_path):
     pairs = [{"prompt": f"add {a} and {b}", "response": str(a + b)} for a in range(12) for b in range(12)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     tokenizer = "--tokenizer=out/diffucoder/tokenizer.json"
-    do(["data_prep.py", "pairs", "pairs.jsonl", "--chat", tokenizer, "--out=data/chat", "--seq_len=64"])
-    train = "--init=out/diffucoder", "--data=data/chat", "--lora_rank=4", "--out=out/chat", "--compile_cache=cache"
-    tuned = do(["train_tpu.py", *train, "--steps=60", "--batch_size=16", "--lr=0.01", "--prompt=add 1 and 2"])
-    assert "LoRA of rank 4" in tuned.stdout
+    settings = tokenizer, "--out=data/chat", "--heldout=0.2", "--seq_len=64"
+    do(["data_prep.py", "pairs", "pairs.jsonl", "--chat", *settings])
+    train = "--init=out/diffucoder", "--data=data/chat", "--lora_rank=16", "--out=out/chat", "--compile_cache=cache"
+    tuned = do(["train_tpu.py", *train, "--epochs=3", "--batch_size=4", "--lr=0.02", "--prompt=add 1 and 2"])
+    assert "LoRA of rank 16" in tuned.stdout
     assert "--ckpt=out/chat/merged" in tuned.stdout.splitlines()[-1]
 
     def nats(ckpt, *flags):
@@ -167,8 +168,7 @@ def test_from_the_hub_to_a_fine_tuned_model_that_transformers_loads(tmp_path):
         return json.loads(do(["evaluate.py", *evaluation, *flags]).stdout)["nats_per_token"]
 
     before, after, narrow = nats("out/diffucoder"), nats("out/chat/merged"), nats("out/chat/merged", "--int4")
-    assert after < 0.95 * before  # 0.90 seen
-    assert narrow < 0.97 * before
+    assert max(after, narrow) < before - 0.1
     assert "chat template" in generate("--prompt=add 1 and 2", ckpt="out/chat/merged").stderr
 
     # And back: what transformers loads is what we read.
