@@ -318,7 +318,7 @@ def root_of(block):
 
 # ---- the cost of one instruction -----------------------------------------------------------------------------------
 
-CUBLAS = '"gemm_backend_config"'  # in the attributes of a call of cuBLAS, the form of products on older GPUs
+CUBLAS = '"gemm_backend_config"'  # in the attributes of a call of cuBLAS: all products on a T4, elsewhere few
 
 
 def matmul_flops(ins):
@@ -528,7 +528,7 @@ def report(name, lowered, device, beside_gib=0.0, **facts):
         return row | {"fits": False, "usable_gib": chip.usable_gib, "because": runs.first_line(error)}
     row |= {f"{part}_gib": size / 2**30 for part, size in memory.items() if not part.endswith("_gib")}
     row |= {"hbm_gib": memory["total_gib"], "beside_gib": beside_gib, "total_gib": memory["total_gib"] + beside_gib}
-    row |= {"usable_gib": chip.usable_gib, "fits": row["total_gib"] <= chip.usable_gib}
+    row |= {"usable_gib": chip.usable_gib, "fits": bool(row["total_gib"] <= chip.usable_gib)}
     row |= {"step_s": cost.seconds(device)} if cost.cycles else {}
     row |= {
         "roofline_s": cost.roofline_s,
@@ -748,7 +748,7 @@ class Grpo:
         what = f"LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "all weights"
         layers = f", {self.layers} layers" if self.layers else ""
         name = f"dream {self.model}{layers} coupled-grpo micro-step, {what}, {B} completions"
-        return [report(name, lowered, self.device, beside / 2**30, micro_batch=B)]
+        return [report(name, lowered, self.device, float(beside) / 2**30, micro_batch=B)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -849,7 +849,7 @@ def recorded():
 def cell(entry):
     """One cell of the table: memory, micro-batch, seconds."""
     if entry is None or "not_compiled" in entry:
-        return f"not compiled: {entry['not_compiled']}" if entry else "not compiled"
+        return f"not compiled: {entry['not_compiled'] if entry else 'not tried yet'}"
     if not entry["fits"] and "total_gib" not in entry:
         return f"**no**: more than {entry['usable_gib']:.1f} GiB"
     rows = f" ({entry['micro_batch']} rows)" if "micro_batch" in entry else ""

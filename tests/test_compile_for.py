@@ -17,6 +17,7 @@ import compile_for
 import generate
 import model_dream as md
 import sample_dream
+import train_tpu
 
 # ---- text written by hand: 3 rounds of {matmul in a fusion, all-gather}, a conditional, collectives of every form
 
@@ -290,7 +291,15 @@ def test_cells_say_what_fits_what_does_not_and_what_was_not_compiled():
     assert compile_for.cell(entry | {"fits": False}) == "**no**: 19.1 GiB (4 rows)"
     assert compile_for.cell({"fits": False, "usable_gib": 15.75, "because": ""}) == "**no**: more than 15.8 GiB"
     assert compile_for.cell({"not_compiled": "stopped"}) == "not compiled: stopped"
-    assert compile_for.cell(None) == "not compiled"
+    assert compile_for.cell(None) == "not compiled: not tried yet"
+
+
+def test_trainers_pick_by_the_recorded_figures():
+    steps = [e for e in compile_for.recorded() if e["cell"].startswith("train") and "total_gib" in e]
+    assert steps
+    for entry in steps:
+        recorded = train_tpu.STEP_GIB[compile_for.platform(entry["device"])][entry["cell"].split()[1]]
+        assert 0 <= recorded[entry["micro_batch"]] - entry["total_gib"] < 0.3
 
 
 def test_command_line_prints_totals_and_operations(tmp_path, capsys):
@@ -586,7 +595,7 @@ def test_every_program_of_a_small_model_compiles_for_gpus(cuda, device, flags, r
         assert "step_s" not in row, "no estimate of the compiler's"
         assert row["roofline_s"] > 0
         assert (row["collective_s"] > 0) == (":" in device)
-        assert bool(row["without_estimate"]) == (device == "t4"), "cuBLAS; newer GPUs have kernels of XLA's own"
+        assert any("cublas" in name for name in row["without_estimate"]) or device != "t4"
 
 
 @pytest.mark.slow
