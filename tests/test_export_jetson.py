@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -221,3 +223,44 @@ def test_from_training_to_text(tmp_path):
         ran = run(*command.split(), cwd=tmp_path, timeout=500)
         assert ran.returncode == 0, (command, ran.stderr)
     assert ran.stdout.startswith("The")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["2.4.1", "2.5.1", "2.8.0"])  # JetPack 6's Python; each installs 5 GB
+def test_older_pytorch_on_python_310(version, tmp_path):
+    """The shipped weights through README's commands, and the tests of what runs on a Jetson."""
+    found = shutil.which("python3.10")
+    if not found or subprocess.run([found, "-c", ""]).returncode:
+        pytest.skip("there is no Python 3.10")
+    environment, python = tmp_path / "venv", tmp_path / "venv" / "bin" / "python"
+    try:
+        subprocess.run([found, "-m", "venv", environment], check=True)
+        packages = [f"torch=={version}", "-r", ROOT / "requirements-jetson.txt", "pytest", "packaging"]
+        packages += ["onnx", "onnxruntime", "onnxscript"]
+        installed = subprocess.run([python, "-m", "pip", "install", "-q", *packages], capture_output=True, text=True)
+        if installed.returncode:
+            pytest.skip(f"PyTorch {version} cannot be installed: {installed.stderr[-200:]}")
+        bundle = f"--bundle={tmp_path / 'jetson'}"
+        prompt = "--prompt=Once upon a time", "--steps=8"
+        for command in (
+            ["export_jetson.py", "--ckpt=weights/mdlm", f"--out={tmp_path / 'jetson'}"],
+            *(
+                ["inference_jetson.py", bundle, *prompt, f"--backend={kind}"]
+                for kind in ("torch", "torchscript", "onnx")
+            ),
+            [
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "tests/test_export_jetson.py",
+                "tests/test_inference_jetson.py",
+            ],
+        ):
+            done = subprocess.run([python, *command], cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+            if command[0] == "inference_jetson.py":
+                assert done.stdout.startswith("Once upon a time"), done.stdout
+    finally:
+        shutil.rmtree(environment, ignore_errors=True)

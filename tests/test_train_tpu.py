@@ -533,6 +533,25 @@ def save_start(folder, data):
     return cfg
 
 
+def test_a_step_with_lora_changes_the_adapters_alone():
+    cfg = md.DreamConfig(64, 16, 1, 2, 1, 8, 24, mask_id=3, pad_id=0, bos_id=0, eos_id=0, positions=64)
+    token_ABL = jnp.asarray(np.random.default_rng(0).integers(4, 64, (1, 4, 16)))
+    batch = {"token_ABL": token_ABL, "segment_ABL": jnp.ones_like(token_ABL)}
+    batch["position_ABL"] = jnp.broadcast_to(jnp.arange(16), token_ABL.shape)
+    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), md.new_params(cfg, 0))
+    adapters, optimizer = md.new_adapters(jax.random.key(1), base, 2), train_tpu.make_optimizer(1.0, 0.5)
+    state = {"params": adapters, "opt": optimizer.init(adapters), "base": base}
+    settings = train_tpu.Config(model="dream_tiny", lr=1e-2, steps=10, warmup=1)
+    step = jax.jit(train_tpu.make_step(settings, md.graph_of(cfg, md.Run()), optimizer))
+    new, metrics = step(state, batch, 1)
+    assert metrics["ok"]
+    assert jax.tree.map(np.array_equal, new["base"], base) == jax.tree.map(lambda _: True, base)
+    for old, x in zip(*(jax.tree.leaves(s["params"]["layers"]["0"]) for s in (state, new)), strict=True):
+        assert x.dtype == jnp.float32
+        assert np.array_equal(x, old) == bool(old.any())  # B is 0 at first, so A has no gradient, and does not decay
+
+
+@pytest.mark.slow
 def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(pairs, one_device, tmp_path, monkeypatch):
     start, out, copy = (tmp_path / name for name in ("start", "run", "copy"))
     save_start(start, pairs)
