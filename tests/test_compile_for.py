@@ -295,11 +295,14 @@ def test_cells_say_what_fits_what_does_not_and_what_was_not_compiled():
 
 
 def test_trainers_pick_by_the_recorded_figures():
-    steps = [e for e in compile_for.recorded() if e["cell"].startswith("train") and "total_gib" in e]
-    assert steps
-    for entry in steps:
-        recorded = train_tpu.STEP_GIB[compile_for.platform(entry["device"])][entry["cell"].split()[1]]
-        assert 0 <= recorded[entry["micro_batch"]] - entry["total_gib"] < 0.3
+    most = {}  # of all devices of a platform
+    for entry in compile_for.recorded():
+        if entry["cell"].startswith("train") and "total_gib" in entry:
+            at = compile_for.platform(entry["device"]), entry["cell"].split()[1], entry["micro_batch"]
+            most[at] = max(entry["total_gib"], most.get(at, 0))
+    assert most
+    for (platform, preset, rows), gib in most.items():
+        assert 0 <= train_tpu.STEP_GIB[platform][preset][rows] - gib < 0.1
 
 
 def test_command_line_prints_totals_and_operations(tmp_path, capsys):
