@@ -97,7 +97,7 @@ def sites(function):
 
 def mutants(cfg, rows):
     """[(row, kind, whole program)]: as many of one problem as of another, kinds in turn."""
-    rng, found, seen = random.Random(cfg.seed), [], set()
+    rng, found, seen, tries = random.Random(cfg.seed), [], set(), 0
     while len(found) < cfg.mutants:
         row = rows[len(found) % len(rows)]
         tree = ast.parse(HELPERS + row["prompt"] + row["canonical_solution"])
@@ -108,9 +108,13 @@ def mutants(cfg, rows):
         kind, node, field, value = rng.choice(returns if len(found) % 3 == 0 or not others else others)
         setattr(node, field, copy.deepcopy(value))
         program = ast.unparse(ast.fix_missing_locations(tree))
+        tries += 1
         if program not in seen:
             seen.add(program)
             found.append((row, kind, program + "\n"))
+            tries = 0
+        if tries > 1000:
+            raise ValueError(f"{row['task_id']} has no other mutants: {len(found)} in all; lower --mutants")
     return found
 
 
