@@ -603,6 +603,7 @@ def alive(pid):
         return False
 
 
+@pytest.mark.slow
 @needs_tasks
 def test_ctrl_c_keeps_what_is_done_leaves_no_process_and_the_same_command_goes_on(tmp_path):
     solutions = [(task_id, text) for task_id, _, text in official("humaneval")[:8]]
@@ -629,6 +630,7 @@ def test_ctrl_c_keeps_what_is_done_leaves_no_process_and_the_same_command_goes_o
     assert (out / "results.jsonl").read_text().startswith(kept)
 
 
+@pytest.mark.slow
 @needs_tasks
 def test_a_failure_of_the_sandbox_is_named_not_counted_and_scored_again(tmp_path, capsys):
     samples = [(task_id, text) for task_id, _, text in official("humaneval")[:2]]

@@ -861,6 +861,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, 
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
     out, short = tmp_path / "lora", {"iterations": 1, "beta": 0.0, "estimator": "coupled_elbo"}
     grpo.main(config(folder, out, lora_rank=2, lora_targets=("q_proj", "down_proj"), rounds=2, warmup=0, **short))

@@ -470,6 +470,7 @@ def first_loss(model, folder, seed=0):
     return float(nats) / free_BL.sum()
 
 
+@pytest.mark.slow
 def test_a_dream_learns_the_answers_to_eight_prompts_by_heart():
     token_ABL = jnp.asarray(np.random.default_rng(0).integers(4, 64, (1, 8, 16)))
     batch = {"token_ABL": token_ABL, "segment_ABL": jnp.ones_like(token_ABL)}
@@ -841,6 +842,7 @@ def test_without_held_out_rows_there_is_no_score(data, one_device, tmp_path):
     assert list(runs.checkpoints(tmp_path / "run")) == [2]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_written_after_save_minutes(data, one_device, tmp_path):
     train_tpu.main(config(data, tmp_path / "run", model="dream_test", steps=3, eval_every=3, save_minutes=1e-9, keep=9))
     assert list(runs.checkpoints(tmp_path / "run")) == [1, 2, 3]
