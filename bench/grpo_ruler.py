@@ -509,8 +509,8 @@ def tables(cfg):
 
 def main(cfg):
     n = cfg.free
-    if not 1 <= n <= 8:
-        raise ValueError(f"--free={n} is 1 to 8: an answer has 2^n canvases")
+    if not 1 <= n <= min(8, cfg.length) or cfg.answers < 1:
+        raise ValueError(f"--free={n} is 1 to 8, as an answer has 2^n canvases, --length no less, --answers at least 1")
     found = list(tables(cfg))
     elbos = np.array([exact_elbo(logp_Nn) for logp_Nn in found]) / n
     orders = np.array([any_order(logp_Nn)[0] for logp_Nn in found]) / n
