@@ -262,8 +262,13 @@ class Run:
         self.exits.enter_context(lock(self.out / f".lock{self.rank}"))
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, kind, error, trace):
         self.exits.close()
+        # A Ctrl-C in a terminal reaches child processes too, such as a compiler that PyTorch waits for.
+        if self.asked_at and isinstance(error, Exception) and not isinstance(error, InterruptedError):
+            why = f"{kind.__name__}: {error}".splitlines()[0]
+            after = f"go on with --resume={self.out}" if checkpoints(self.out) else "nothing was saved yet"
+            raise InterruptedError(f"stopped in the middle of a {self.unit} ({why}); {after}") from error
 
     def begin(self, first, settings, files=None, logs=("log.jsonl",)):
         """Write config.json and files, {name: bytes}. From here on a signal asks the run to stop, a second one ends it.

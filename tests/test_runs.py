@@ -206,6 +206,17 @@ def test_a_signal_asks_the_run_to_stop_and_a_second_one_ends_it(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_signal_that_ends_a_compiler_too_is_one_line(tmp_path):
+    def train():
+        with runs.Run(Config(str(tmp_path))) as run:
+            run.begin(0, {})
+            compiler = ["sh", "-c", f"kill -INT {os.getpid()}; kill -INT $$"]  # a Ctrl-C goes to both
+            subprocess.run(compiler, check=True)
+
+    with pytest.raises(InterruptedError, match="stopped in the middle of a step .*; nothing was saved yet"):
+        train()
+
+
 # ---- curves ---------------------------------------------------------------------------------------------------------
 
 
