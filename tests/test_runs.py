@@ -213,7 +213,7 @@ def test_a_signal_that_ends_a_compiler_too_is_one_line(tmp_path):
             compiler = ["sh", "-c", f"kill -INT {os.getpid()}; kill -INT $$"]  # a Ctrl-C goes to both
             subprocess.run(compiler, check=True)
 
-    with pytest.raises(InterruptedError, match="stopped in the middle of a step .*; nothing was saved yet"):
+    with pytest.raises(InterruptedError, match=r"stopped in the middle of a step .*; nothing was saved yet"):
         train()
 
 
