@@ -614,29 +614,62 @@ tags: [unmask, {kind}, {form}]
 
 # {name}
 
-{what}, {parameters:,} parameters in {dtype}, as {form}. Every byte of every tensor was compared with what it was
-converted from by `convert_weights.py` of Unmask.
+{what}, {parameters:,} parameters in {dtype}, as {form}, written by `convert_weights.py` of Unmask.
 
 Get the other form with: `python convert_weights.py --source={repository} --out=model`.
 """
+TRAINED = """
+## Training
+
+{model} on `{data}`: {steps:,} steps of {batch_size} rows of {seq_len} tokens, {optimizer}, peak learning rate {lr:.3g},
+seed {seed}; {hours:.2g} hours of steps. {heldout}All settings are those of config.json in the run's folder.
+"""
+
+
+def trained(run, step):
+    """The part of a card that says how step `step` of a run of train_tpu.py came about; else that of its own card."""
+    settings = runs.read_json(run / "config.json").get("train", {})
+    if "seq_len" not in settings:  # nor is it one of coupled_grpo.py
+        card = (run / "README.md").read_text() if (run / "README.md").is_file() else ""
+        return card[card.index("\n## Training") :] if "\n## Training" in card else ""
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["step"] <= step]
+    tokens = settings["batch_size"] * settings["seq_len"]
+    # a row of losses stands for the steps since the one before it
+    losses = [row for row in rows if "tok_per_s" in row]
+    since = [row["step"] - before["step"] for before, row in itertools.pairwise([{"step": 0}, *losses])]
+    seconds = sum(count * tokens / row["tok_per_s"] for count, row in zip(since, losses, strict=True))
+    scores = [row for row in rows if "bits_per_byte" in row]
+    last = (
+        f"Held-out text: {scores[-1]['bits_per_byte']:.3f} bits per byte at step {scores[-1]['step']:,}. "
+        if scores
+        else ""
+    )
+    return TRAINED.format(**settings | {"steps": step, "hours": seconds / 3600, "heldout": last})
+
+
+def write_card(checkpoint, repository, training=""):
+    """README.md of a folder that has none."""
+    path, base = checkpoint.folder / "README.md", checkpoint.origin
+    if path.exists():
+        return
+    arrays, dtype = open_orbax(checkpoint) if checkpoint.params else open_safetensors(checkpoint)
+    text = CARD.format(
+        kind=checkpoint.family.name,
+        form="orbax" if checkpoint.params else "safetensors",
+        base=f"base_model: {base}\n" if base.count("/") == 1 else "",
+        name=Path(repository).name,
+        what=checkpoint.family.what,
+        parameters=sum(math.prod(array.shape) for array in arrays.values()),
+        dtype=dtype,
+        repository=repository,
+    )
+    path.write_text(text + training)
 
 
 def push(checkpoint, repository):
-    """Upload a folder with a model card to the Hub; what a broken upload left there is not sent again."""
-    out, card, base = checkpoint.folder, checkpoint.folder / "README.md", checkpoint.origin
-    if not card.exists():
-        arrays, dtype = open_orbax(checkpoint) if checkpoint.params else open_safetensors(checkpoint)
-        text = CARD.format(
-            kind=checkpoint.family.name,
-            form="orbax" if checkpoint.params else "safetensors",
-            base=f"base_model: {base}\n" if base.count("/") == 1 else "",
-            name=repository.split("/")[1],
-            what=checkpoint.family.what,
-            parameters=sum(math.prod(array.shape) for array in arrays.values()),
-            dtype=dtype,
-            repository=repository,
-        )
-        card.write_text(text)
+    """Upload a folder to the Hub; what a broken upload left there is not sent again."""
+    out = checkpoint.folder
     api = huggingface_hub.HfApi()
     try:
         api.create_repo(repository, exist_ok=True)
@@ -695,10 +728,11 @@ def main(cfg):
             to_orbax(source, out, cfg.dtype)
         size, seconds = bytes_in(out), time.time() - started
         print(f"wrote {out}: {size / 1e9:.2f} GB in {seconds:.0f} s, {size / 1e9 / seconds:.2f} GB/s")
+    written = find(out)
     # Compare what was written, as it lies on the disk, with where it came from; always before it goes to the Hub.
     if compare:
-        written = find(out)
         verify(source, written)
+    write_card(written, cfg.push or cfg.out, trained(source.folder, source.step))
     if cfg.push:
         push(written, cfg.push)
 

@@ -322,14 +322,24 @@ def write_run(folder, model, params, steps):
 def test_a_run_of_pythoncoder_goes_to_safetensors_and_back(tmp_path):
     cfg = pc.Config(64, 32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=48, positions=64)
     want = write_run(tmp_path / "run", cfg, random_params(pc, cfg), [10, 20])
+    settings = {"model": "tiny", "data": "data/mine", "batch_size": 4, "seq_len": 50, "optimizer": "muon", "lr": 3e-3}
+    runs.write(tmp_path / "run" / "config.json", {"model": dataclasses.asdict(cfg), "train": settings | {"seed": 7}})
+    logged = [{"step": 5, "tok_per_s": 0.5}, {"step": 15, "tok_per_s": 1.0}, {"step": 20, "bits_per_byte": 1.25}]
+    (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
     convert.main(convert.Config(str(tmp_path / "run"), str(tmp_path / "hub"), verify=True))
+    card = (tmp_path / "hub" / "README.md").read_text()
+    assert "as safetensors" in card
+    for said in ("`data/mine`: 20 steps of 4 rows of 50 tokens", "seed 7; 1.1 hours", "1.250 bits per byte at step 20"):
+        assert said in card
     all_same(safetensors.numpy.load_file(tmp_path / "hub" / "model.safetensors"), want)  # step 20
     convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "back"), verify=True))
     model, _ = runs.load(pc, tmp_path / "back")
     assert (model.cfg, runs.read_json(tmp_path / "back" / "meta.json")["step"]) == (cfg, 20)
     all_same(params_of(model), want)
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
+    assert "seed 7; 1.1 hours" in (tmp_path / "back" / "README.md").read_text()
     convert.main(convert.Config(str(tmp_path / "run"), str(tmp_path / "older"), step=10))
+    assert "10 steps of 4 rows" in (tmp_path / "older" / "README.md").read_text()
     older = arrays_of(tmp_path / "older")
     assert all(np.array_equal(older[name] + 1, want[name]) for name in want)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 15; it has \[10, 20\]"):
