@@ -10,8 +10,9 @@ in the middle half. A question comes again as a function to complete, where its 
 that do not parse, rows without tests, repeated questions and, given --tokenizer, prompts of over --max_prompt tokens
 are left out.
 
-Writes --out: train.jsonl, heldout.jsonl and, last of all, meta.json with what was left out and why. The rest of this
-file is what coupled_grpo.py imports: the tasks of its demo, and tasks as canvases.
+Writes --out: train.jsonl, heldout.jsonl, with --humaneval its problems as humaneval.jsonl, all asserts of one a single
+test, and, last of all, meta.json with what was left out and why. The rest of this file is what coupled_grpo.py imports:
+the tasks of its demo, and tasks as canvases.
 
 Letters: B sequences, C tokens of a completion, L columns of a canvas, N rows.
 """
@@ -30,6 +31,7 @@ from tqdm import tqdm
 
 import corpus
 import data_prep
+import problems
 import runs
 
 ACECODE = "TIGER-Lab/AceCode-87K"  # the data set on Hugging Face, or a folder of the same
@@ -47,6 +49,7 @@ class Config:
     max_prompt: int = 200  # tokens of the longest prompt, with Qwen's chat template; counted with --tokenizer
     heldout: float = 0.02  # fraction of the questions held out
     seed: int = 0  # which questions are held out
+    humaneval: str = ""  # HumanEval.jsonl.gz, to be watched while training: written as tasks, humaneval.jsonl
 
 
 # ---- AceCode -------------------------------------------------------------------------------------------------------
@@ -91,6 +94,11 @@ def prepare_acecode(cfg, out):
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
         if not counts["train"]:
             raise ValueError(f"no task is left to train on (dropped: {reasons}); give more rows, or lower --heldout")
+    if cfg.humaneval:
+        runs.write(
+            out / "humaneval.jsonl",
+            "".join(json.dumps(task) + "\n" for task in humaneval_tasks(cfg.humaneval)).encode(),
+        )
     meta = {"settings": settings, "rows": len(kept_N), "tasks": counts, "dropped": dropped}
     runs.write(out / "meta.json", json.dumps(meta, indent=2).encode())
     print(f"{len(kept_N):,} rows | dropped: {reasons}")
@@ -110,7 +118,7 @@ def settings_of(cfg, paths):
         "seed": cfg.seed,
         "tokenizer": digest(cfg.tokenizer) if cfg.tokenizer else "",
         "files": [digest(path) for path in paths],
-    }
+    } | ({"humaneval": digest(cfg.humaneval)} if cfg.humaneval else {})
 
 
 def complete(out, settings):
@@ -203,6 +211,19 @@ def clean(tasks, dropped, tokenizer, limit):
         else:
             seen.add(digest)
             yield task
+
+
+def humaneval_tasks(path):
+    """The problems of an official file as AceCode's twins ask: split "humaneval", one test, so a pass is pass@1."""
+    try:
+        found = problems.parse_problems("humaneval", Path(path).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"--humaneval={path} is not the official file: {error}") from None
+    ask = "Please complete the following problem:\n```\n{}```\n".format
+    common = {"source": "humaneval", "split": "humaneval"}
+    return [
+        common | {"id": one.id, "question": ask(one.asked.prompt), "test_cases": [one.test]} for one in found.values()
+    ]
 
 
 def messages(task, system="You are a helpful assistant."):

@@ -12,6 +12,8 @@ from conftest import ROOT
 from nbclient import NotebookClient
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from test_dream_path import write_hub
+from test_rl_tasks import rows_of_acecode
 
 NOTEBOOK = ROOT / "notebooks" / "colab.ipynb"
 RUNTIMES = {  # of Colab: its device, the extra of JAX for it, and what has to be of JAX's release
@@ -21,10 +23,20 @@ RUNTIMES = {  # of Colab: its device, the extra of JAX for it, and what has to b
 
 
 @pytest.mark.slow
-def test_the_colab_notebook_trains_writes_code_and_scores(tmp_path, monkeypatch):
-    monkeypatch.setenv("UNMASK_OUT", str(tmp_path / "run"))
-    monkeypatch.setenv("UNMASK_STEPS", "10")
-    monkeypatch.setenv("UNMASK_TRAIN", "--batch_size=4 --compile_cache=")
+def test_the_colab_notebook_trains_writes_code_scores_and_learns(tmp_path, monkeypatch):
+    write_hub(tmp_path / "DiffuCoder-7B-Instruct")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_acecode(12)))
+    small = "--rounds=2 --tasks=2 --group=2 --iterations=1 --micro_batch=2 --generation_batch=4 --max_new=16"
+    settings = {
+        "OUT": tmp_path / "runs",
+        "STEPS": 10,
+        "TRAIN": "--batch_size=4 --compile_cache=",
+        "DREAM": tmp_path / "DiffuCoder-7B-Instruct",
+        "TASKS": f"--roots {tmp_path}/rows.jsonl --difficulty=all --heldout=0.2",
+        "GRPO": f"{small} --block_length=8 --eval_tasks=2 --eval_every=2 --save_every=1",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(f"UNMASK_{name}", str(value))
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(ROOT)}}).execute()
@@ -32,7 +44,11 @@ def test_the_colab_notebook_trains_writes_code_and_scores(tmp_path, monkeypatch)
     text = "".join(output.get("text", "") for output in outputs)
     for part in ("1,075,150,848 parameters", "model tiny", "step 10", "tokens per forward pass", "xz_bits_per_byte"):
         assert part in text, text
-    assert any("image/png" in output.get("data", {}) for output in outputs)
+    for part in ("tensors,", "64 tokens in", "round 2 |"):
+        assert part in text, text
+    assert (tmp_path / "runs" / "grpo" / "merged").is_dir()
+    kinds = {kind for output in outputs for kind in output.get("data", {})}
+    assert {"image/png", "text/html"} <= kinds
 
 
 def chosen(device, folder):

@@ -1,6 +1,7 @@
 """rl_tasks.py: AceCode's rows made into tasks, what is refused, the demo's tasks, and tasks as canvases."""
 
 import dataclasses
+import gzip
 import json
 import os
 import random
@@ -16,7 +17,8 @@ from conftest import ROOT, run, says
 import rl_tasks
 import sandbox
 
-QWEN = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data")) / "qwen2.5_tokenizer"
+DATA = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data"))
+HUMANEVAL, QWEN = DATA / "HumanEval.jsonl.gz", DATA / "qwen2.5_tokenizer"
 needs_qwen = pytest.mark.skipif(not QWEN.is_dir(), reason=f"no Qwen2.5 tokenizer in {QWEN}; set SHARED_DATA")
 
 
@@ -223,6 +225,21 @@ def test_a_folder_of_other_tasks_or_of_other_data_is_refused(tmp_path):
     held = Path(cfg.out) / ".lock"
     with rl_tasks.runs.lock(held), pytest.raises(BlockingIOError, match="another process is writing"):
         rl_tasks.main(cfg)
+
+
+@pytest.mark.skipif(not HUMANEVAL.is_file(), reason=f"no {HUMANEVAL}; set SHARED_DATA")
+def test_humaneval_is_written_as_tasks_that_its_solutions_pass(tmp_path):
+    cfg = acecode(tmp_path, rows_of_acecode(2), humaneval=str(HUMANEVAL))
+    rl_tasks.main(cfg)
+    tasks = rl_tasks.read_tasks(Path(cfg.out) / "humaneval.jsonl")
+    rows = [json.loads(line) for line in gzip.decompress(HUMANEVAL.read_bytes()).splitlines()]
+    assert [task["id"] for task in tasks] == [row["task_id"] for row in rows]
+    some = [0, 32, 38]  # of them two whose tests call a helper of the prompt
+    assert all(rows[i]["prompt"] in tasks[i]["question"] for i in some)
+    right = [rows[i]["prompt"] + rows[i]["canonical_solution"] for i in some]
+    results = sandbox.run_tests([*right, rows[0]["prompt"]], [tasks[i]["test_cases"] for i in [*some, 0]])
+    assert [result.rate for result in results] == [1, 1, 1, 0]
+    assert "not the official file" in refused(dataclasses.replace(cfg, humaneval=cfg.roots[0], out=cfg.out + "2"))
 
 
 def test_the_command_writes_tasks_and_says_in_a_line_what_is_wrong(tmp_path):

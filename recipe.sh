@@ -1,0 +1,47 @@
+#!/bin/bash
+# A code model from nothing: text, training, held-out bits per byte, weights with a card, HumanEval. After pip install
+# -r requirements.txt (-tpu, -cuda):
+#
+#   bash recipe.sh cpu        # two cores, 20 minutes: tiny, 1.3 M parameters, on the standard library
+#   bash recipe.sh t4         # Colab's GPU, an hour: small, 29 M, on 100 packages of PyPI
+#   bash recipe.sh v5e        # Colab's older TPU, an hour: small on 300 packages
+#   bash recipe.sh v6e        # one chip, a night: 300m on GitHub's Python
+#   bash recipe.sh v6e-16     # a pod of sixteen chips, a day: 1b. The same line on each host; OUT, DATA in a bucket
+#   OUT=gs://me/run bash recipe.sh score    # and what comes after the training, on one machine
+#
+# The same line goes on after a stop (in a bucket with --resume=$OUT behind it). What follows the device goes to
+# train_tpu.py. OUT is the folder of the run, DATA that of the rows.
+set -e
+
+device=${1:?which machine? bash recipe.sh cpu, t4, v5e, v6e, v6e-16 or score}
+shift
+out=${OUT:-out/recipe_$device}
+data=${DATA:-data/recipe_$device}
+github=codeparrot/codeparrot-clean # five million files, 50 GB; each row names its licence
+
+# hours are those of the steps by compile_for.py, a lower bound; bits per byte are known where somebody measured them
+case $device in
+cpu) text="" ids=2048 row=512 train="--model=tiny --steps=3100" ;;                 # 0.3 h and 1.06, measured
+t4) text="--pypi=top:100" ids=8192 row=1024 train="--model=small --steps=9000" ;;
+v5e) text="--pypi=top:300" ids=8192 row=1024 train="--model=small --steps=20000" ;;
+v6e) text="--hf=$github" ids=32768 row=2048 train="--model=300m --steps=33000" ;;
+v6e-16) text="--hf=$github" ids=32768 row=2048 train="--model=1b --steps=100000 --hosts=auto" ;;
+score) ;;
+*) echo "recipe.sh $device: not one of cpu, t4, v5e, v6e, v6e-16, score" >&2 && exit 1 ;;
+esac
+
+if [ $device != score ]; then
+    prepare="python data_prep.py python $text --vocab_size=$ids --seq_len=$row --out=$data"
+    if [ $device = v6e-16 ]; then # its hosts would all write the same
+        echo "the rows are made on one machine, once: $prepare"
+    else
+        $prepare
+    fi
+    resume=$(compgen -G "$out/checkpoints/[0-9]*" > /dev/null && echo "--resume=$out" || true)
+    python train_tpu.py --out=$out --data=$data $train $resume "$@"
+fi
+if [ $device != v6e-16 ]; then
+    python evaluate.py --ckpt=$out
+    [ -e $out/weights ] || python convert_weights.py --source=$out --out=$out/weights --dtype=bfloat16
+    python benchmarks.py --task=humaneval --ckpt=$out/weights --out=$out/humaneval --watch
+fi

@@ -1,0 +1,41 @@
+"""recipe.sh from its first line to its last on a CPU, and once more after it ended."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import AS_A_USER, ROOT
+from test_benchmarks import FILES, needs_tasks
+
+
+@pytest.mark.slow
+@needs_tasks
+def test_the_recipe_makes_a_scored_model_with_a_card_and_does_nothing_twice(tmp_path):
+    for path in (*ROOT.glob("*.py"), ROOT / "recipe.sh"):
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "data" / "tasks").mkdir(parents=True)
+    problems = gzip.decompress(FILES["humaneval"].read_bytes()).splitlines(keepends=True)[:3]
+    (tmp_path / "data" / "tasks" / "HumanEval.jsonl.gz").write_bytes(gzip.compress(b"".join(problems)))
+    env = os.environ | AS_A_USER | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+
+    def bash(*arguments):
+        settings = {"capture_output": True, "text": True, "cwd": tmp_path, "env": env, "timeout": 900}
+        return subprocess.run(["bash", "recipe.sh", *arguments], **settings)
+
+    first = bash("cpu", "--steps=3", "--eval_rows=4", "--compile_cache=cache")
+    assert first.returncode == 0, first.stderr
+    run = tmp_path / "out" / "recipe_cpu"
+    assert "3 steps of 8 rows of 512 tokens, muon" in (run / "weights" / "README.md").read_text()
+    assert json.loads((run / "humaneval" / "summary.json").read_text())["problems"] == 3
+    log = (run / "log.jsonl").read_bytes()
+    again = bash("cpu", "--steps=3", "--eval_rows=4", "--compile_cache=cache")
+    assert again.returncode == 0, again.stderr
+    assert "is complete, nothing to do" in again.stdout
+    assert (run / "log.jsonl").read_bytes() == log
+
+    wrong = bash("abacus")
+    assert wrong.returncode == 1
+    assert wrong.stderr == "recipe.sh abacus: not one of cpu, t4, v5e, v6e, v6e-16, score\n"
