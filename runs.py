@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import hashlib
 import io
 import itertools
 import json
@@ -490,6 +491,44 @@ def check_same(theirs, ours, where):
     if changed:
         listed = "; ".join(f"{k} {theirs.get(k)} there, {ours.get(k)} here" for k in changed)
         raise ValueError(f"{where} is of another model: {listed}")
+
+
+# ---- several hosts (JAX) -------------------------------------------------------------------------------------------
+
+
+def join_hosts(hosts):
+    """Make one machine of several: "auto" on TPU pods, SLURM and MPI, or ADDRESS:PORT,COUNT,INDEX; "" is one host."""
+    import jax
+
+    if hosts:
+        address, *numbers = hosts.split(",")
+        where = [] if hosts == "auto" else [address, *map(int, numbers)]
+        jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)  # all end when one is killed
+
+
+def check_hosts(folder, settings):
+    """The same ValueError on all hosts if one has other settings than host 0, or does not see its files."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return
+    marker, digest = folder / ".hosts", hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
+    mine = np.frombuffer(digest[:8] + os.urandom(4), np.int32)
+    first = multihost_utils.broadcast_one_to_all(mine)
+    if jax.process_index() == 0:
+        write(marker, {"run": int(mine[2])})
+    multihost_utils.sync_global_devices("marker written")
+    sees = False
+    for _ in range(20):  # a network disk can take seconds to show a new file
+        sees = sees or (marker.is_file() and read_json(marker).get("run") == int(first[2]))
+        time.sleep(0 if sees else 0.5)
+    equal_H, sees_H = multihost_utils.process_allgather(np.array([(mine[:2] == first[:2]).all(), sees])).T
+    if not equal_H.all():
+        raise ValueError(f"hosts {np.flatnonzero(~equal_H).tolist()} have other settings or data than host 0")
+    if not sees_H.all():
+        advice = "--out has to be on a disk that all hosts share, or in a bucket (gs://...)"
+        raise ValueError(f"hosts {np.flatnonzero(~sees_H).tolist()} do not see what host 0 wrote to {folder}: {advice}")
 
 
 # ---- Orbax checkpoints (JAX) ---------------------------------------------------------------------------------------

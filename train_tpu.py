@@ -22,10 +22,7 @@ Letters: A micro-batches of a step, B rows of a micro-batch, L length, V vocabul
 
 import dataclasses
 import functools
-import hashlib
-import json
 import math
-import os
 import queue
 import threading
 import time
@@ -829,10 +826,7 @@ class Meter:
 
 def connect(cfg):
     """Join the other hosts, and find compiled programs of earlier runs."""
-    if cfg.hosts:
-        address, *numbers = cfg.hosts.split(",")
-        where = [] if cfg.hosts == "auto" else [address, *map(int, numbers)]
-        jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)  # all end when one is killed
+    runs.join_hosts(cfg.hosts)
     if cfg.compile_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
     if cfg.device:
@@ -863,30 +857,6 @@ def prepare(cfg):
     return trainer, files, per_epoch
 
 
-def check_hosts(folder, trainer):
-    """The same ValueError on all hosts if one has other settings or data than host 0, or does not see its files."""
-    if jax.process_count() == 1:
-        return
-    settings = trainer.meta(0, 0)
-    settings["train"] = {name: value for name, value in settings["train"].items() if name not in OF_A_HOST}
-    marker, digest = folder / ".hosts", hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
-    mine = np.frombuffer(digest[:8] + os.urandom(4), np.int32)
-    first = multihost_utils.broadcast_one_to_all(mine)
-    if jax.process_index() == 0:
-        runs.write(marker, {"run": int(mine[2])})
-    multihost_utils.sync_global_devices("marker written")
-    sees = False
-    for _ in range(20):  # a network disk can take seconds to show a new file
-        sees = sees or (marker.is_file() and runs.read_json(marker).get("run") == int(first[2]))
-        time.sleep(0 if sees else 0.5)
-    equal_H, sees_H = multihost_utils.process_allgather(np.array([(mine[:2] == first[:2]).all(), sees])).T
-    if not equal_H.all():
-        raise ValueError(f"hosts {np.flatnonzero(~equal_H).tolist()} have other settings or data than host 0")
-    if not sees_H.all():
-        advice = "--out has to be on a disk that all hosts share, or in a bucket (gs://...)"
-        raise ValueError(f"hosts {np.flatnonzero(~sees_H).tolist()} do not see what host 0 wrote to {folder}: {advice}")
-
-
 def host_0_says(value):
     """Whether it is so on host 0: what depends on a clock has to be decided once."""
     return bool(multihost_utils.broadcast_one_to_all(value)) if jax.process_count() > 1 else value
@@ -897,7 +867,9 @@ def main(cfg):
     trainer, files, per_epoch = prepare(cfg)
     asked, cfg = cfg, trainer.cfg
     with runs.Run(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
-        check_hosts(folder.out, trainer)
+        settings = trainer.meta(0, 0)
+        settings["train"] = {name: value for name, value in settings["train"].items() if name not in OF_A_HOST}
+        runs.check_hosts(folder.out, settings)
         checkpoints = runs.Checkpoints(folder.out, cfg.keep, best="heldout_nats" if trainer.scored else "")
         first, skipped = trainer.begin(checkpoints)
         # The length is written as it was asked for: a resumed run may be given more --epochs or --steps.
