@@ -55,6 +55,7 @@ class Sampling:
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills up what follows
     history: bool = False  # keep the canvas after every step, and how likely each token was when it was written
+    record: bool = False  # keep when each token was drawn and with what probability, for training: a Record
 
     def __post_init__(self):
         negative = [name for name, value in vars(self).items() if isinstance(value, int | float) and value < 0]
@@ -76,6 +77,14 @@ class Sampling:
 # ---- one denoising step --------------------------------------------------------------------------------------------
 
 
+class Record(typing.NamedTuple):
+    """How the positions that were masked at the start were filled: enough to replay it, step by step."""
+
+    step_BL: jax.Array  # the step that filled it; -1 elsewhere
+    token_BL: jax.Array  # what was drawn, also where the end of a text has replaced it; MASK where nothing was drawn
+    logp_BL: jax.Array  # log p of that, after the temperature, before top-p and top-k; 0 where nothing was drawn
+
+
 class State(typing.NamedTuple):
     """What a denoising step changes."""
 
@@ -86,6 +95,7 @@ class State(typing.NamedTuple):
     left_B: jax.Array  # with a threshold: positions that the steps so far were allowed to fill and did not
     history_SBL: jax.Array | None = None
     prob_BL: jax.Array | None = None  # with a history: the probability that the model gave to a token that it wrote
+    record: Record | None = None
 
 
 class Given(typing.NamedTuple):
@@ -166,8 +176,8 @@ class Sampler:
         return jax.vmap(of_row)(given.key_B, place_BC)
 
     def propose(self, model, hidden_BWD, start, state, given, wanted_BL):
-        """(token_BL, score_BL, prob_BL): what would be written at the wanted positions, how sure that is, -inf
-        elsewhere, and with a history the probability that the model gives it.
+        """(token_BL, score_BL, prob_BL, logp_BL): what would be written at the wanted positions, how sure that is, -inf
+        elsewhere, with a history the probability that the model gives it, and what a Record says of it.
 
         hidden_BWD are those of slots start .. start + W - 1. The head is the widest matrix, so it runs for the wanted
         positions alone, C of each row at a time: those of a block, at most run.head_positions. A position whose left
@@ -186,7 +196,7 @@ class Sampler:
         slot_BL = jnp.full((B, L + -L % C), L).at[row_B1, order_BL].set(jnp.arange(L), mode="drop")
 
         def propose_chunk(c, carry):
-            token_BL, score_BL, prob_BL = carry
+            token_BL, score_BL, prob_BL, logp_BL = carry
             slot_BC = jax.lax.dynamic_slice(slot_BL, (0, c * C), (B, C))
             # The logits of the token at p come from the hidden state at p - 1.
             at_BC = jnp.minimum(slot_BC, L - 1)
@@ -223,10 +233,15 @@ class Sampler:
             if rule.history:
                 prob_BC = jnp.take_along_axis(diffusion.softmax(model_BCV), new_BC[..., None], -1)[..., 0]
                 prob_BL = prob_BL.at[row_B1, slot_BC].set(prob_BC, mode="drop")
-            return token_BL, score_BL, prob_BL
+            if rule.record:
+                logp_BCV = diffusion.log_softmax(model_BCV / (rule.temperature or 1.0))
+                logp_BC = jnp.take_along_axis(logp_BCV, new_BC[..., None], -1)[..., 0]
+                logp_BL = logp_BL.at[row_B1, slot_BC].set(logp_BC, mode="drop")
+            return token_BL, score_BL, prob_BL, logp_BL
 
         chunks = (jnp.max(wanted_BL.sum(-1)) + C - 1) // C
-        carry = state.token_BL, jnp.full((B, L), -jnp.inf), state.prob_BL
+        logp_BL = state.record.logp_BL if rule.record else None
+        carry = state.token_BL, jnp.full((B, L), -jnp.inf), state.prob_BL, logp_BL
         return jax.lax.fori_loop(0, chunks, propose_chunk, carry)
 
     def forward(self, model, state, given, cache, wanted_BL, most_B, width=0):
@@ -242,7 +257,7 @@ class Sampler:
             start = given.start
             window_BW = jax.lax.dynamic_slice_in_dim(state.token_BL, start, width, 1)
             hidden_BWD, cache = model.hidden(window_BW, None, given.see_BL, cache, start)
-        new_BL, score_BL, prob_BL = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
+        new_BL, score_BL, prob_BL, logp_BL = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
         # Write the surest: as many as the schedule says, or all that reach the threshold and at least one.
         done_B = most_B
         if rule.threshold:
@@ -252,12 +267,18 @@ class Sampler:
             u_BL = self.draw(given, 1, state.step, given.place_BL)
             score_BL = score_BL / rule.alg_temp - jnp.log(-jnp.log(u_BL))
         token_BL = diffusion.unmask_top(state.token_BL, new_BL, score_BL, done_B, self.cfg.mask_id)
+        written_BL = token_BL != state.token_BL
         if rule.history:
-            state = state._replace(prob_BL=jnp.where(token_BL != state.token_BL, prob_BL, state.prob_BL))
+            state = state._replace(prob_BL=jnp.where(written_BL, prob_BL, state.prob_BL))
+        if rule.record:
+            old = state.record
+            drawn = {"token_BL": (token_BL, old.token_BL), "logp_BL": (logp_BL, old.logp_BL)}
+            drawn = {name: jnp.where(written_BL, *new_old) for name, new_old in drawn.items()}
+            state = state._replace(record=old._replace(**drawn))
         return state._replace(token_BL=token_BL, forwards=state.forwards + 1, left_B=most_B - done_B), cache
 
     def end_step(self, state, given):
-        """Token hook, end of texts, history."""
+        """Token hook, end of texts, history and record."""
         token_BL = state.token_BL
         if self.token_hook:
             token_BL = self.token_hook(state.step, token_BL)
@@ -270,6 +291,10 @@ class Sampler:
             token_BL = jnp.where(ended_BL & ~eos_BL & given.see_BL, self.rule.eos_ids[0], token_BL)
         if self.rule.history:
             state = state._replace(history_SBL=state.history_SBL.at[state.step].set(token_BL))
+        if self.rule.record:
+            step_BL = state.record.step_BL
+            filled_BL = given.made_BL & (step_BL < 0) & ~self.masked(token_BL, given)
+            state = state._replace(record=state.record._replace(step_BL=jnp.where(filled_BL, state.step, step_BL)))
         state = state._replace(token_BL=token_BL)
         if self.watch:
             self.watch(state)
@@ -430,6 +455,9 @@ def prepare(cfg, rule, token_BL, see_BL, made_BL, key=None, u_SBL=None):
     if rule.history:
         history_SBL = padded(np.zeros((max(1, len(firsts)) * given.limit, B, L), np.int32))
         state = state._replace(history_SBL=history_SBL, prob_BL=np.ones((B, L), np.float32))
+    if rule.record:
+        drawn_BL = np.where(made_BL, cfg.mask_id, token_BL).astype(np.int32)
+        state = state._replace(record=Record(np.full((B, L), -1, np.int32), drawn_BL, np.zeros((B, L), np.float32)))
     return state, given, firsts
 
 
@@ -442,7 +470,8 @@ def sampler_of(graph, cfg, rule, token_hook=None, logit_hook=None, watch=None):
 
 
 def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, logit_hook=None, u_SBL=None, watch=None):
-    """Fill every MASK of a canvas: (token_BL, {"forwards", "idle", "steps", "windows", "history", "probability"}).
+    """Fill every MASK of a canvas: (token_BL, {"forwards", "idle", "steps", "windows"}), with `rule.history` also
+    "history" and "probability", with `rule.record` a Record, "record".
 
     All are NumPy arrays. see_BL is False at padding, which stays as it is; so does every token that is not MASK. "idle"
     counts the steps that could not change anything and cost no pass, "windows" the slots fed in each pass. "history" is
@@ -479,6 +508,8 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
         history_SBL[done:] = token_BL  # the loop ends with the last MASK
         stats["probability"] = np.asarray(state.prob_BL)
         stats["history"] = history_SBL[: done if rule.block_length else max(done, given.steps)]
+    if rule.record:
+        stats["record"] = Record(*map(np.asarray, state.record))
     return token_BL, stats
 
 
