@@ -28,12 +28,12 @@ import sample_dream
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a block is filled: by a schedule of `steps`, or a threshold, or an entropy bound."""
+    """How a block is filled: by a schedule of `steps`, a threshold that may write more, or an entropy bound."""
 
     block_length: int = 0  # 0: the model's
     steps: int = 0  # denoising steps of a block; 0: one for each token
     schedule: typing.Literal["block", "even"] = "block"  # tokens of each step, see diffusion.step_counts
-    threshold: float = 0.0  # write all tokens of more than this probability, at least one a step; 0: steps
+    threshold: float = 0.0  # write all tokens of more than this probability, as many as the schedule says at least
     entropy_bound: float = 0.0  # write the surest, while the entropies of those before add up to at most this; 0: steps
     sub_block: int = 0  # write so many places of a block before the next ones; 0: all are open
     first_argmax: bool = False  # a block's first token is its likeliest, before the first step: as Fast-dLLM v2
@@ -139,7 +139,7 @@ class Sampler:
             return diffusion.entropy_bound(entropy_BN, masked_BN, given.bound)
         count_B = given.count_MS[masks_B, jnp.minimum(i, given.count_MS.shape[1] - 1)]
         if rule.threshold:
-            count_B = jnp.maximum(1, (masked_BN & (prob_BN > given.bound)).sum(-1))
+            count_B = jnp.maximum(count_B, (masked_BN & (prob_BN > given.bound)).sum(-1))
         return diffusion.surest(prob_BN, masked_BN, count_B)
 
     def step(self, model, state, given, start_B, width, masks_B, i):
@@ -229,12 +229,11 @@ def counts(rule):
     return np.array([[*row, *[1] * (rule.block_length - len(row))] for row in rows], np.int32)
 
 
-def generate(model, prompts, max_new, rule=None, key=None, rows=0, watch=None, on_block=None):
+def generate(model, prompts, max_new, rule=None, key=None, rows=0, watch=None):
     """Continue prompts (lists of ids, any lengths) with max_new tokens each: (rows of ids, stats).
 
     A prompt may end in MASKs already. rows is how many the batch has at least, so that few shapes are compiled.
-    on_block(token_BL, done_B) gets the canvas after each block and how many slots of each row are final. stats are
-    NumPy: "forwards", "steps", "begun" (steps before each block), "when" and "probability" [B, L] as in State.
+    stats are NumPy: "forwards", "steps", "begun" (steps before each block), "when" and "probability" [B, L], see State.
     Raises ValueError for what does not fit.
     """
     cfg, rule = model.cfg, rule or Sampling()
@@ -272,8 +271,6 @@ def generate(model, prompts, max_new, rule=None, key=None, rows=0, watch=None, o
         start_B, width = (np.maximum(first_B - N, 0), 2 * N) if i else (0 * first_B, prefix)
         given = given._replace(first_B=first_B.astype(np.int32), start_B=start_B.astype(np.int32))
         state = fill_block(params, sample_dream.place(state, params), given, sampler=sampler, width=width)
-        if on_block:
-            on_block(np.asarray(state.token_BL), np.minimum(first_B + N, end_B))
     stats = {"forwards": int(state.forwards), "steps": int(state.step), "begun": begun}
     stats |= {"when": np.asarray(state.when_BL), "probability": np.asarray(state.prob_BL)}
     filled = np.asarray(state.token_BL)

@@ -614,11 +614,11 @@ def block_nats(dream, model, step, token_BL, segment_BL, position_BL, counted_BL
 
     noise is md.noise, that still needs the parts of a row which have a time of their own.
     """
-    row = segment_BL, position_BL
-    if dream.objective == "ar":
+    row, longest = (segment_BL, position_BL), model.cfg.block_length
+    if longest == 1 and model.cfg.shift:  # --objective=ar
         return model.ar_nll(token_BL, counted_BL, *row).sum()
     # Blocks double in equal numbers of steps. Their length is an array, so that all lengths are one program.
-    block = longest = model.cfg.block_length
+    block = longest
     if dream.block_warmup:
         doublings = math.ceil(math.log2(longest))
         done = jnp.minimum(step * doublings // dream.block_warmup, doublings)
@@ -637,7 +637,7 @@ def block_nats(dream, model, step, token_BL, segment_BL, position_BL, counted_BL
     nats = (weight_BL * model.nll(token_BL, mask_BL, *row, block)).sum()
     if not dream.complement:
         return nats
-    # Where a block is masked as a whole nothing is left to mask, and the weight of nothing is not needed.
+    # What was unweighted stays so. Where t is 1 nothing is left to mask, and any weight will do.
     weight_BL = jnp.where(weight_BL == 1, 1.0, 1 / jnp.maximum(1 - t_BL, low))
     return (nats + (weight_BL * model.nll(token_BL, counted_BL & ~mask_BL, *row, block)).sum()) / 2
 
@@ -888,7 +888,7 @@ class Meter:
         self.cfg, self.skipped, self.bad = cfg, skipped, 0  # bad: how many of them in a row
         self.tokens = cfg.batch_size * cfg.seq_len
         flops = family_of(cfg).flops_per_token(model, cfg.seq_len)
-        if getattr(model, "block_length", 0) and cfg.dream.objective != "ar":  # twice the tokens, each sees both rows
+        if getattr(model, "block_length", 0) > 1:  # twice the tokens, each sees both rows
             flops = 2 * md.flops_per_token(model, 2 * cfg.seq_len) * (1 + cfg.dream.complement)
         if cfg.dream.lora_rank:  # frozen matrices have no gradients: a third of what they cost
             flops -= md.flops_per_token(model, 0) / 3
