@@ -49,6 +49,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType
 
 import data_prep
@@ -60,6 +61,8 @@ import sample_dream
 import sandbox
 import train_tpu
 
+# Settings that may differ between hosts: where things are, and the sandbox, which host 0 alone needs.
+OF_A_HOST = ("sandbox", "hosts", "ckpt", "prompts", "heldout", "humaneval", "out", "resume", "wandb", "compile_cache")
 VIEWS = 3  # canvases of a completion that are scored at a time, whatever the estimator
 
 
@@ -94,6 +97,7 @@ class Config:
     ckpt: str = ""  # base model; "" trains a small one under --out, with tasks of its own
     prompts: str = ""  # folder of rl_tasks.py, or a JSONL file of tasks
     heldout: str = ""  # JSONL file of tasks to evaluate on; "" is heldout.jsonl of the folder --prompts
+    humaneval: str = ""  # a second such file, of rl_tasks.py --humaneval; "" is humaneval.jsonl of the folder --prompts
     out: str = "out/grpo"  # folder of the run
     resume: str = ""  # folder of a run to go on with, with its settings; "" starts anew
     rounds: int | None = None  # rounds of the whole run; 0: every task once
@@ -120,6 +124,7 @@ class Config:
     mask_truncated: bool = False  # completions without an end take no part in updates
     scale_rewards: bool = False  # divide advantages by the standard deviation of their group
     skip_constant: bool | None = None  # leave out groups of equal rewards, which the reference computes for their KL
+    refill: int = 0  # times that groups of equal rewards are written anew, for other tasks; as DAPO, 0 keeps them
     # of a token's score: the reference's, whose weights sum to 1.5; for the same passes one whose mean is the ELBO; or
     # the probability with which the token was drawn, replayed
     estimator: typing.Literal["coupled", "coupled_elbo", "trajectory"] = "coupled"
@@ -152,6 +157,7 @@ class Config:
     plot: bool = False  # draw the rewards of the rounds in the terminal, and at the end curve.png
     wandb: str = ""  # project name; "" logs to files alone
     compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
+    hosts: str = ""  # "" one host; "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process
     seed: int = 0  # of tasks, completions and masks
     sampling: Sampling = Sampling()
     sandbox: Sandbox = Sandbox()
@@ -639,6 +645,22 @@ class Batch(typing.NamedTuple):
     passes: float  # passes over a canvas that writing took, on average
     record: sample_dream.Record  # when each token was drawn
 
+    def replaced(self, row_R, new):
+        """A Batch with those of `new` in these rows."""
+
+        def put(old, new):
+            merged = old.copy()
+            merged[row_R] = new
+            return merged
+
+        rows = list(self.rows)
+        for row, one in zip(row_R.tolist(), new.rows, strict=True):
+            rows[row] = one
+        arrays = map(put, (*self[:3], *self.record), (*new[:3], *new.record))
+        token_BL, see_BL, counted_BC, *record = arrays
+        passes = self.passes + new.passes * len(row_R) / len(rows)
+        return Batch(token_BL, see_BL, counted_BC, rows, passes, sample_dream.Record(*record))
+
 
 class Replay(typing.NamedTuple):
     """What the model without a cache says of steps of a rollout."""
@@ -653,6 +675,26 @@ def micro_batches(row_R, size, devices=1):
     parts = np.array_split(row_R, -(-len(row_R) // size)) if len(row_R) else []
     width = round_up(size, devices)
     return [np.pad(part, (0, width - len(part)), constant_values=-1) for part in parts]
+
+
+def on_host(x):
+    """A device array as NumPy, also one whose parts lie on several hosts."""
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True) if jax.process_count() > 1 else x)
+
+
+def by_host_0(make, shape):
+    """make(), an array of this shape, of host 0, on all hosts: the others need no sandbox. Errors are on all, too."""
+    if jax.process_count() == 1:
+        return make()
+    error, values = None, np.zeros(shape)
+    if jax.process_index() == 0:
+        try:
+            values = make()
+        except Exception as problem:  # whatever a user's reward raises; the other hosts would wait for ever
+            error = problem
+    if multihost_utils.broadcast_one_to_all(np.array(error is not None)):
+        raise error or RuntimeError("host 0 could not run the programs; it says why")
+    return np.asarray(multihost_utils.broadcast_one_to_all(values), np.float64)
 
 
 def round_up(count, multiple):
@@ -683,7 +725,7 @@ class Trainer:
         tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), sample_dream.chat_template(cfg.ckpt)
         canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new
         self.prompts = rl_tasks.Prompts(cfg.prompts, *canvas)
-        self.heldout = rl_tasks.Prompts(cfg.heldout, *canvas) if cfg.heldout else None
+        self.heldout = [rl_tasks.Prompts(path, *canvas) for path in (cfg.heldout, cfg.humaneval) if path]
         if not cfg.rounds:
             rounds = max(1, len(self.prompts.tasks) // cfg.tasks)
             self.cfg = cfg = dataclasses.replace(cfg, rounds=rounds)
@@ -725,6 +767,8 @@ class Trainer:
 
     def describe(self):
         """Print what is trained, on what."""
+        if jax.process_index():
+            return
         cfg, dropped = self.cfg, self.prompts.dropped
         count, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (self.trained, self.base))
         what = f"rank {cfg.lora_rank}: {count:,} of {count + frozen:,}" if frozen else f"{count:,}"
@@ -732,6 +776,12 @@ class Trainer:
         left_out = f"; {dropped} tasks of more than {cfg.max_prompt} tokens left out" * bool(dropped)
         rounds = f"{cfg.rounds:,} rounds of {cfg.tasks} x {cfg.group}"
         print(f"{len(self.prompts.tasks):,} tasks; {rounds}{left_out}", flush=True)
+
+    def same_on_hosts(self, settings):
+        """What is the same on all hosts: settings, tasks, architecture."""
+        same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
+        tasks = [prompts.ids for prompts in (self.prompts, *self.heldout)]
+        return same | {"model": dataclasses.asdict(self.model_cfg), "tasks": tasks}
 
     def arrays(self):
         """What a checkpoint holds."""
@@ -785,7 +835,28 @@ class Trainer:
         rows = prompts.completions(task_B, token_BL, counted_BC)
         return Batch(token_BL, see_BL, counted_BC, rows, np.mean(passes), record)
 
+    def refill(self, batch, rng, key):
+        """(batch, reward_BF, groups written anew): those of equal rewards make room for other tasks', --refill times at
+        most. Ref: dynamic sampling, DAPO, arXiv:2503.14476.
+        """
+        cfg, anew, reward_BF = self.cfg, 0, self.reward(batch.rows)
+        for attempt in range(cfg.refill):
+            advantages = group_advantages(reward_BF, cfg.reward_weights, cfg.group, cfg.scale_rewards)
+            row_R = np.flatnonzero(advantages.constant_B)
+            if not len(row_R):
+                break
+            others = np.resize(rng.permutation(len(self.prompts.tasks)), len(row_R) // cfg.group)
+            new = self.rollout(self.prompts, np.repeat(others, cfg.group), jax.random.fold_in(key, (1 << 20) + attempt))
+            batch, reward_BF = batch.replaced(row_R, new), reward_BF.copy()
+            reward_BF[row_R] = self.reward(new.rows)
+            anew += len(others)
+        return batch, reward_BF, anew
+
     def reward(self, rows):
+        """reward_BF of completions, found on host 0, see rewards_here."""
+        return by_host_0(lambda: self.rewards_here(rows), (len(rows), len(self.rewards)))
+
+    def rewards_here(self, rows):
         """reward_BF of completions: a column per reward function, nan where it has none. Equal ones are run once.
 
         Leaves the tests' verdicts in the rows, where a function gives them. RuntimeError names a function that fails.
@@ -815,7 +886,7 @@ class Trainer:
             real_R = row_R >= 0
             for part in in_parts(views):
                 inputs = self.take(batch, part, row_R)
-                score_BC[row_R[real_R]] += np.asarray(self.scores(trained, self.base, inputs))[real_R]
+                score_BC[row_R[real_R]] += on_host(self.scores(trained, self.base, inputs))[real_R]
         return score_BC
 
     def replay(self, batch, rng):
@@ -887,11 +958,14 @@ class Trainer:
 
     def evaluate(self):
         """Mean reward of the first function on held-out tasks, and the share that has all of it; of each "split"."""
-        cfg, figures = self.cfg, {}
-        task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(self.heldout.tasks))), cfg.eval_samples)
+        cfg, rows, reward_B = self.cfg, [], []
         key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 21)  # the same at each evaluation
-        rows = self.rollout(self.heldout, task_B, key).rows
-        reward_B, split_B = self.reward(rows)[:, 0], np.array([row.get("split", "heldout") for row in rows])
+        for prompts in self.heldout:
+            task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(prompts.tasks))), cfg.eval_samples)
+            written = self.rollout(prompts, task_B, key).rows
+            rows += written
+            reward_B = np.append(reward_B, self.reward(written)[:, 0])
+        figures, split_B = {}, np.array([row.get("split", "heldout") for row in rows])
         for split in dict.fromkeys(split_B.tolist()):
             mine_B = reward_B[split_B == split]
             figures |= {f"{split}_reward": float(np.nanmean(mine_B)), f"{split}_pass": float(np.mean(mine_B == 1))}
@@ -925,7 +999,7 @@ def summary(trainer, batch, replay, reward_BF, advantages, measured, norms):
         known_B = reward_B[~np.isnan(reward_B)]
         row |= {f"{name}_{f.__name__}": float(f(known_B)) for f in (np.mean, np.std) if len(known_B)}
     row |= {"constant_groups": float(advantages.constant_B.mean()), "no_reward": int((~counted_B).sum())}
-    row["timeouts"] = sum(task["verdicts"].count("timeout") for task in batch.rows)
+    row["timeouts"] = sum(task.get("verdicts", []).count("timeout") for task in batch.rows)
 
     # over the micro-batches: the mean, but the largest ratio and the sum of the tokens; over their parts: the sum
     combine = {"ratio_max": (max, max), "tokens": (sum, sum)}
@@ -966,18 +1040,15 @@ def show_round(rows):
 
 def main(cfg, draw=draw_masks):
     """Train, or go on training. draw replaces draw_masks, for a comparison with other masks."""
-    cfg, started = resolve(cfg), time.perf_counter()
-    with runs.Run(cfg, unit="round", curves=("reward", "heldout_reward")) as run:
+    if cfg.hosts and (cfg.lora_rank or not cfg.ckpt):
+        raise ValueError("--hosts goes with --ckpt and --prompts, and without --lora_rank, which one host can train")
+    runs.join_hosts(cfg.hosts)
+    cfg, started, hosts = resolve(cfg), time.perf_counter(), {"rank": jax.process_index(), "hosts": jax.process_count()}
+    with runs.Run(cfg, unit="round", curves=("reward", "heldout_reward"), **hosts) as run:
         settings = dataclasses.asdict(cfg)  # the demo's model and tasks are no settings: it finds them again
         rewards = {name: sandbox.find_reward(name) for name in cfg.rewards}
 
-        # Whether the sandbox works is known before the model is read: a right and a wrong program.
-        tests = [["assert f() == 1"], ["assert f() == 2"]]
-        results = sandbox.run_tests(["def f():\n    return 1"] * 2, tests, **dataclasses.asdict(cfg.sandbox))
-        if [result.rate for result in results] != [1, 0]:
-            why = results[0].error or results[1].error or "a right program fails, or a wrong one passes"
-            raise RuntimeError(f"the sandbox cannot be used: {why}")
-
+        by_host_0(lambda: check_sandbox(cfg), ())  # before the model is read
         if not cfg.ckpt:
             if not cfg.resume:  # so that --resume finds a run that was stopped before its first round
                 runs.write(run.out / "config.json", {"train": {"model": "dream"} | settings})
@@ -988,6 +1059,7 @@ def main(cfg, draw=draw_masks):
         shape, names = (1, jax.device_count() // cfg.tensor, cfg.tensor), ("data", "fsdp", "tensor")
         mesh = jax.sharding.Mesh(np.reshape(jax.devices(), shape), names, axis_types=(AxisType.Auto,) * 3)
         trainer = Trainer(cfg, rewards, mesh)
+        runs.check_hosts(run.out, trainer.same_on_hosts(settings))
         trainer.describe()
 
         checkpoints = runs.Checkpoints(run.out, cfg.keep)
@@ -1006,6 +1078,16 @@ def main(cfg, draw=draw_masks):
     print(f"done in {(time.perf_counter() - started) / 60:.1f} min; python generate.py --model=dream --ckpt={folder}")
 
 
+def check_sandbox(cfg):
+    """RuntimeError if a right program fails, or a wrong one passes; else 1."""
+    tests = [["assert f() == 1"], ["assert f() == 2"]]
+    results = sandbox.run_tests(["def f():\n    return 1"] * 2, tests, **dataclasses.asdict(cfg.sandbox))
+    if [result.rate for result in results] != [1, 0]:
+        why = results[0].error or results[1].error or "a right program fails, or a wrong one passes"
+        raise RuntimeError(f"the sandbox cannot be used: {why}")
+    return 1
+
+
 def train(run, checkpoints, meta, trainer, first, draw):
     """The rounds after `first`."""
     cfg, count, pool = trainer.cfg, len(trainer.prompts.tasks), concurrent.futures.ThreadPoolExecutor(1)
@@ -1019,18 +1101,22 @@ def train(run, checkpoints, meta, trainer, first, draw):
         # A group of completions of each task. Every task comes once an epoch, in an order that is the epoch's own.
         slots = range(r * cfg.tasks, done * cfg.tasks)
         chosen = [np.random.default_rng([cfg.seed, slot // count]).permutation(count)[slot % count] for slot in slots]
-        batch = trainer.rollout(trainer.prompts, np.repeat(chosen, cfg.group), key)
+        batch, anew = trainer.rollout(trainer.prompts, np.repeat(chosen, cfg.group), key), 0
+        if cfg.refill:
+            batch, reward_BF, anew = trainer.refill(batch, np.random.default_rng([cfg.seed, r, 2]), key)
         clock.append(time.perf_counter())
 
         # Their programs run in the sandbox, on the CPU, while the devices score them. Scores are taken under the same
         # masks as the updates, so that new and old ones differ by what was learnt and nothing else.
-        rewarding = pool.submit(trainer.reward, batch.rows)
+        if not (cfg.refill or run.rank):
+            rewarding = pool.submit(trainer.rewards_here, batch.rows)
         replay = trainer.replay(batch, np.random.default_rng([cfg.seed, r, 1]))
         drawn = len(batch.rows), cfg.max_new, share, cfg.estimator == "coupled_elbo"
         masked = cfg.iterations if cfg.estimator != "trajectory" else 0
         iterations = trainer.score(batch, [draw(key, 1, i, *drawn) for i in range(masked)], replay)
         clock.append(time.perf_counter())
-        reward_BF = rewarding.result()
+        if not cfg.refill:
+            reward_BF = by_host_0(lambda: rewarding.result(), (len(batch.rows), len(trainer.rewards)))  # noqa: B023
         clock.append(time.perf_counter())
 
         # A completion that does better than the others of its task becomes likelier, one that does worse less likely.
@@ -1043,21 +1129,26 @@ def train(run, checkpoints, meta, trainer, first, draw):
         if cfg.drift_bound:
             now = trainer.refresh, trainer.calm, cfg.sampling.block_length
             trainer.refresh, trainer.calm = next_refresh(*now, row["drift_k3"], cfg.drift_bound)
+        row |= {"refilled": anew} if cfg.refill else {}
         if trainer.heldout and (done % cfg.eval_every == 0 or done == cfg.rounds):
             row |= trainer.evaluate()
-        completions = completion_rows(done, cfg, batch, reward_BF, advantages)
-        run.append("rounds.jsonl", completions)
+        if not run.rank:
+            completions = completion_rows(done, cfg, batch, reward_BF, advantages)
+            run.append("rounds.jsonl", completions)
+            if cfg.show:
+                show_round(completions)
         phases = ("generate_s", "score_s", "reward_s", "update_s")
         run.log(row | dict(zip(phases, np.diff(clock).tolist(), strict=True)))
-        if cfg.show:
-            show_round(completions)
 
-        # Saving goes on in the background. A signal asks for one more checkpoint, of a whole round.
-        if done % cfg.save_every == 0 or done == cfg.rounds or run.signal:
+        # Saving goes on in the background. A signal, to any host, asks for one more checkpoint, of a whole round.
+        stops = run.signal or checkpoints.preempted(done)
+        if done % cfg.save_every == 0 or done == cfg.rounds or stops:
             counters = {"round": done, "updates": trainer.updates, "refresh": trainer.refresh, "calm": trainer.calm}
             checkpoints.save(done, trainer.arrays(), meta | counters)
-        if run.signal:
-            checkpoints.wait()
+        if stops:
+            checkpoints.close()
+            if run.hosts > 1:
+                jax.distributed.shutdown()  # waits for the other hosts, until all have saved
             run.leave(done)
 
 
@@ -1069,6 +1160,8 @@ def resolve(cfg):
     cfg = dataclasses.replace(unset_from(cfg, preset | rows), sampling=sampling)
     counts = ("tasks", "iterations", "micro_batch", "generation_batch", "eval_every", "save_every")
     wrong = [f"--{name}={getattr(cfg, name)}: at least 1" for name in counts if getattr(cfg, name) < 1]
+    if cfg.refill < 0:
+        wrong.append(f"--refill={cfg.refill}: at least 0, which keeps groups of equal rewards")
     if cfg.rounds < 0:
         wrong.append(f"--rounds={cfg.rounds}: at least 0, which is every task once")
     if jax.device_count() % cfg.tensor:
@@ -1092,12 +1185,14 @@ def resolve(cfg):
     if wrong:
         raise ValueError("; ".join(wrong))
 
-    # A folder of rl_tasks.py holds both files; --heldout=0 leaves the second empty.
+    # A folder of rl_tasks.py holds the files; --heldout=0 leaves the second empty.
     if cfg.prompts and Path(cfg.prompts).is_dir():
-        train, heldout = (Path(cfg.prompts) / f"{split}.jsonl" for split in ("train", "heldout"))
-        there = str(heldout) if heldout.is_file() and heldout.stat().st_size else ""
-        cfg = dataclasses.replace(cfg, prompts=str(train), heldout=cfg.heldout or there)
-    for path in filter(None, (cfg.prompts, cfg.heldout)):
+        train, *others = (Path(cfg.prompts) / f"{split}.jsonl" for split in ("train", "heldout", "humaneval"))
+        there = [str(path) if path.is_file() and path.stat().st_size else "" for path in others]
+        cfg = dataclasses.replace(
+            cfg, prompts=str(train), heldout=cfg.heldout or there[0], humaneval=cfg.humaneval or there[1]
+        )
+    for path in filter(None, (cfg.prompts, cfg.heldout, cfg.humaneval)):
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} does not exist; write tasks with: python rl_tasks.py --out=data/acecode")
     return cfg
@@ -1166,4 +1261,4 @@ def make_demo(cfg):
 
 
 if __name__ == "__main__":
-    runs.command(main, Config, __doc__)
+    runs.command(main, Config, __doc__, ("hosts",))

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 import types
 
 import jax
@@ -773,6 +774,8 @@ def folder(tmp_path_factory):
         f"        open({str(folder / 'stopped')!r}, 'w')\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    return [None if i % 8 == 3 else x for i, x in enumerate(share(completions, rows))]\n"
+        "def for_some(completions, rows, **options):\n"
+        "    return [x * (row['id'] > 1) for x, row in zip(share(completions, rows), rows)]\n"
         "def raising(completions, rows, **options):\n"
         "    raise KeyError('no such thing')\n"
         "def few(completions, rows, **options):\n"
@@ -1057,6 +1060,8 @@ def test_completions_without_an_end_can_be_left_out_of_updates(folder, tmp_path)
         ({"estimator": "trajectory", "ratio": "sequence"}, "--ratio=sequence needs it whole"),
         ({"importance": "token_mask"}, "--importance=token_mask weighs tokens as they were drawn"),
         ({"importance": "sequence_mask"}, "--importance=sequence_mask needs every step of a completion: --replay=0"),
+        ({"hosts": "auto", "lora_rank": 2}, "--hosts goes with --ckpt and --prompts, and without --lora_rank"),
+        ({"refill": -1}, "--refill=-1: at least 0"),
         ({"drift_bound": 0.1, "cache": ""}, "--drift_bound=0.1 opens a cache more often"),
     ],
     ids=str,
@@ -1114,6 +1119,67 @@ def test_the_demo_doubles_the_reward_on_held_out_tasks(tmp_path):
     rewards = [row["heldout_reward"] for row in read_lines(tmp_path / "demo/log.jsonl") if "heldout_reward" in row]
     assert 0.1 < rewards[0] < 0.4
     assert rewards[-1] > max(2 * rewards[0], rewards[0] + 0.2)
+
+
+@pytest.mark.slow
+def test_groups_that_teach_nothing_make_room_for_other_tasks(folder, tmp_path):
+    rewards = (f"{folder / 'own.py'}:for_some",)
+    for refill in (0, 6):
+        grpo.main(config(folder, tmp_path / str(refill), rounds=2, rewards=rewards, refill=refill))
+    kept, anew = (read_lines(tmp_path / name / "log.jsonl") for name in ("0", "6"))
+    assert all(row["constant_groups"] >= 0.5 for row in kept)
+    assert all(row["constant_groups"] < 0.5 and row["refilled"] >= 2 and row["passes"] > 2 for row in anew)
+    for row, lines in zip(anew, np.split(np.array(read_lines(tmp_path / "6/rounds.jsonl")), 2), strict=True):
+        assert row["reward"] == pytest.approx(np.mean([line["reward"] for line in lines]))
+        groups = [lines[i : i + 8].tolist() for i in range(0, 32, 8)]
+        assert all(len({line["id"] for line in group}) == 1 for group in groups)
+        for line in lines:  # completion, tokens and reward are of the same text
+            assert line["reward"] == line["completion"].count("a") / 8 * (line["id"] > 1)
+
+
+def two_hosts(cfg, *more):
+    """Two processes with two devices each; the second could run no program."""
+    port = 20_000 + (os.getpid() * 11 + int(time.time() * 10)) % 20_000
+    env = os.environ | AS_A_USER | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env.pop("E2B_API_KEY", None)
+    pipes = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    hosts = [[f"--hosts=localhost:{port},2,{i}", *["--runner=e2b"] * i] for i in (0, 1)]
+    return [subprocess.Popen(command("coupled_grpo.py", *flags(cfg), *host, *more), **pipes) for host in hosts]
+
+
+@pytest.mark.slow
+def test_two_hosts_learn_as_one_and_stop_together(folder, tmp_path):
+    settings = {"rounds": 40, "heldout": str(folder / "heldout.jsonl"), "save_every": 20, "iterations": 1}
+    one, two = (config(folder, tmp_path / name, **settings) for name in ("one", "two"))
+    both = two_hosts(two)
+    for line in both[0].stdout:
+        if line.startswith("round 4 "):
+            break
+    both[1].send_signal(signal.SIGTERM)  # to either
+    for process in both:
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 1, error
+        assert "Traceback" not in error
+        assert f"go on with --resume={two.out}" in error.splitlines()[-1]
+    done = runs.newest(tmp_path / "two")[0]
+    assert 4 <= done < 20
+    for process in two_hosts(dataclasses.replace(two, resume=two.out, rounds=done + 2)):
+        _, error = process.communicate(timeout=240)
+        assert process.returncode == 0, error
+    whole = run("coupled_grpo.py", *flags(dataclasses.replace(one, rounds=done + 2)), devices=4)
+    assert whole.returncode == 0, whole.stderr
+    names = "round", "reward", "ended", "length", "duplicates"
+    logs = [
+        [[row.get(name) for name in names] for row in read_lines(tmp_path / n / "log.jsonl")] for n in ("one", "two")
+    ]
+    assert logs[0][:3] == logs[1][:3]  # before what is summed in another order makes another token
+    assert [row[0] for row in logs[1]] == [*range(done + 3)]
+
+    # What goes wrong on host 0 ends both, and so does another setting.
+    wrong = config(folder, tmp_path / "wrong", rewards=(f"{folder / 'own.py'}:raising",))
+    errors = [process.communicate(timeout=240)[1].splitlines()[-1] for process in two_hosts(wrong)]
+    assert "raised KeyError" in errors[0]
+    assert "host 0 could not run the programs" in errors[1]
 
 
 @pytest.mark.slow
