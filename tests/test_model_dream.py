@@ -482,6 +482,17 @@ def test_the_bound_of_uniform_logits_is_the_logarithm_of_the_vocabulary_without_
     assert float(bound(model, token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL)) == pytest.approx(want, rel=1e-5)
 
 
+def test_a_model_without_the_shift_is_read_at_the_masks_themselves():
+    model = build(dataclasses.replace(SHALLOW, shift=False))
+    token_BL = tokens(1, 12).copy()
+    token_BL[0, 7] = MASK
+    got_BL, _ = sd.fill(model, token_BL)
+    logits_BLV = model(jnp.asarray(token_BL)).at[..., MASK].set(-jnp.inf)
+    assert got_BL[0, 7] == logits_BLV[0, 7].argmax() != logits_BLV[0, 6].argmax()
+    with pytest.raises(ValueError, match="trained in blocks of 4"):
+        sd.fill(build(dataclasses.replace(SHALLOW, block_length=4)), token_BL)
+
+
 def test_documents_of_a_row_do_not_see_each_other():
     for block in (256, 7):
         model, token_BL = build(SHALLOW, block=block), tokens(1, 20)
