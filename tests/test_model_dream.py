@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import diffusion
 import model_dream as md
 import runs
 import sample_dream as sd
@@ -160,13 +161,13 @@ def test_the_gpus_attention_is_the_plain_one(shape, gradient):
     weight *= see_BL[..., None, None]  # what padding reads is of no use
 
     def outputs(attend, **more):
-        weighted = lambda *qkv: attend(*qkv, see_BL, segment_BL=segment_BL, **more) * weight  # noqa: E731
+        weighted = lambda *qkv: attend(*qkv, see_BL, **more) * weight  # noqa: E731
         return jax.grad(lambda *qkv: weighted(*qkv).sum(), (0, 1, 2))(q, k, v) if gradient else [weighted(q, k, v)]
 
     mesh = shape and jax.make_mesh(shape, ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3)
     with runs.on(mesh):
-        got = outputs(jax.jit(md.attention_gpu, static_argnames="interpret"), interpret=True)
-    for a, b in zip(got, outputs(md.attention), strict=True):
+        got = outputs(jax.jit(md.attention_gpu, static_argnames="interpret"), segment_BL=segment_BL, interpret=True)
+    for a, b in zip(got, outputs(md.attention, places=(diffusion.Place(segment_BL),) * 2), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
@@ -514,7 +515,7 @@ def test_the_bound_of_uniform_logits_is_the_logarithm_of_the_vocabulary_without_
 def test_documents_of_a_row_do_not_see_each_other():
     for block in (256, 7):
         model, token_BL = build(SHALLOW, block=block), tokens(1, 20)
-        see = jax.jit(lambda model, token_BL: model.hidden(token_BL, segment_BL=SEGMENT_BL[:1])[0])
+        see = jax.jit(lambda model, token_BL: model.hidden(token_BL, place=diffusion.Place(SEGMENT_BL[:1]))[0])
         before = np.asarray(see(model, token_BL))
         for i in (0, 7, 16, 19):
             changed_BL = token_BL.copy()
