@@ -401,6 +401,34 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, places=None):
     return o_nBLHK.swapaxes(0, 1).reshape(B, n * block, H, K)[:, :L]
 
 
+def attention_gpu(q_BLHK, k_BLJK, v_BLJK, see_BL=None, segment_BL=None, interpret=False):
+    """`attention` of a row to itself (M = L) by JAX's Triton kernels, one each way: scores never lie in memory.
+
+    segment_BL are the documents of packed rows. Padding is one of its own here: it sees itself, which nobody reads.
+    """
+    from jax.experimental.pallas.ops.gpu import attention as triton  # here, as it needs a JAX that knows GPUs
+
+    (B, L, H, K), J = q_BLHK.shape, k_BLJK.shape[2]
+    segment_BL = jnp.zeros((B, L), jnp.int32) if segment_BL is None else segment_BL
+    segment_BL = segment_BL if see_BL is None else jnp.where(see_BL, segment_BL, -1)
+
+    def kernel(q_BLHK, k_BLJK, v_BLJK, segment_BL):
+        k_BLHK, v_BLHK = (jnp.repeat(x_BLJK, H // J, 2) for x_BLJK in (k_BLJK, v_BLJK))
+        rows = [(0, 0), (0, -L % 128)]
+        q_BLHK, k_BLHK, v_BLHK = (jnp.pad(x, [*rows, (0, 0), (0, 0)]) for x in (q_BLHK, k_BLHK, v_BLHK))
+        segment_BL = jnp.pad(segment_BL, rows, constant_values=-1)
+        # queries and keys of a tile, forward and backward: with larger ones registers spill (ptxas, heads of 128)
+        sizes = triton.BlockSizes(128, 64, 32, 32, 32, 32)
+        settings = {"sm_scale": K**-0.5, "block_sizes": sizes, "interpret": interpret}
+        return triton.mha(q_BLHK, k_BLHK, v_BLHK, segment_BL, **settings)[:, :L]
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:  # a Pallas call is one device's program
+        heads, rows = fit(PS(BATCH, None, "tensor"), k_BLJK.shape, mesh), fit(PS(BATCH), segment_BL.shape, mesh)
+        kernel = jax.shard_map(kernel, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False)
+    return kernel(q_BLHK, k_BLJK, v_BLJK, segment_BL)
+
+
 def updated(old_BMJK, new_BLJK, start):
     """The cache with new keys or values in its slots start .. start + L - 1; start may be an array, one of each row."""
     if jnp.ndim(start) == 0:
@@ -409,6 +437,11 @@ def updated(old_BMJK, new_BLJK, start):
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------
+
+
+def platform_of(device):
+    """Run.platform of a JAX device: cpu, tpu, or a GPU with its compute capability, "gpu 8.9"."""
+    return f"gpu {device.compute_capability}" if device.platform == "gpu" else device.platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -423,11 +456,17 @@ class Run:
     # What the backward pass of a layer computes again: nothing; all but the inputs and output of attention; all.
     remat: typing.Literal["none", "qkvo", "full"] = "none"
     loss_tokens: int = 2048  # tokens whose logits exist at a time in the loss
-    platform: str = ""  # what the programs are compiled for: cpu, tpu, gpu; "" is JAX's own
+    platform: str = ""  # what the programs are compiled for, see platform_of; "" is JAX's own
 
     @property
     def on_cpu(self):
         return (self.platform or jax.default_backend()) == "cpu"
+
+    @property
+    def fused(self):
+        """Whether attention_gpu is used: on Ampere, Ada and Hopper, for which it was compiled, in 16 bits."""
+        platform = self.platform or platform_of(jax.devices()[0])
+        return platform.startswith(("gpu 8.", "gpu 9.")) and jnp.dtype(self.dtype).itemsize == 2
 
 
 class Block(nnx.Module):
@@ -476,7 +515,12 @@ class Block(nnx.Module):
             k_BMJK, v_BMJK = (
                 updated(old, new.astype(old.dtype), start) for old, new in zip(cache, (k_BMJK, v_BMJK), strict=True)
             )
-        o_BLHK = checkpoint_name(attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, places), "attn")
+        # the kernel knows documents; a cached step has few queries, and so few scores
+        if run.fused and cache is None and (places is None or places[0].block is None):
+            o_BLHK = attention_gpu(q_BLHK, k_BMJK, v_BMJK, see_BM, places and places[0].document)
+        else:
+            o_BLHK = attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, places)
+        o_BLHK = checkpoint_name(o_BLHK, "attn")
         x_BLD = x_BLD + project(o_BLHK.reshape(B, L, -1), "o", None, "tensor")
 
         # Feed-forward: silu in float32, as its exp loses digits in bfloat16.

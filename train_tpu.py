@@ -312,7 +312,7 @@ def resolve(cfg, devices, data=None, memory=None):
     reduce = cfg.reduce or ("step" if apart else "micro")
     cfg = dataclasses.replace(cfg, reduce=reduce, optimizer=optimizer, coder=coder)
     if family_of(cfg) is md:
-        run = md.Run(platform=device.platform, **settings)
+        run = md.Run(platform=md.platform_of(device), **settings)
     else:
         run = pc.Run(kernel=device.platform == "tpu", dropout=dropout, **settings)
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
