@@ -6,6 +6,7 @@
     python convert_weights.py --source=DiffuCoder-7B-Instruct --out=out/diffucoder --verify    # compares both
     python convert_weights.py --source=out/train_tpu --out=out/my_model --push=me/my_model     # a run, published
     python convert_weights.py --source=out/train_tpu --out=out/export --dtype=bfloat16         # a run's weights alone
+    python convert_weights.py --source=Qwen/Qwen2.5-Coder-0.5B --to=dream --out=out/start      # to train as a Dream
 
 Reads a folder, or a repository of the Hub (token from HF_TOKEN, or what `hf auth login` stored). The files in it say
 which form it is in, and it is converted to the other; of a run of train_tpu.py the newest step is taken. With --dtype
@@ -16,6 +17,12 @@ it becomes Orbax, whatever it was. Writes --out under another name and renames i
 
 Both have the name of what they were made of in config.json, as "source", and the *.py files that came with it, which
 transformers runs and we do not.
+
+--to=dream makes the start of a Dream from an autoregressive Qwen2, in Orbax, or loads what others made of one:
+Fast-dLLM v2 and dllm's a2d-qwen2. Where the tokenizer has no MASK, it gets one behind its last token, and the tables
+get the mean of their rows there. The model then has blocks of one token, as an autoregressive one has, if the
+checkpoint or --block_length does not say more: train_tpu.py --init=out/start --block_length=32 --block_warmup=... goes
+on from there.
 
 Conversion streams. Orbax is handed views of the mapped files, and no tensor is copied. On the way back, and to verify,
 two blocks of 32 MB are in memory; files that Orbax wrote elsewhere may hold an array as a single block. For --dtype a
@@ -61,6 +68,8 @@ class Config:
     out: str = ""  # folder to write
     revision: str = "main"  # branch, tag or commit of a repository of the Hub
     step: int = 0  # checkpoint of a run folder; 0 takes the newest
+    to: typing.Literal["", "dream"] = ""  # make a Dream of a Qwen2; "" keeps what it is
+    block_length: int = 0  # with --to: blocks that the checkpoint was trained with; 0: as it says, or 1
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # write Orbax in this dtype; "" keeps every byte
     shard_gb: float = 5.0  # largest safetensors file, in GB
     verify: bool = False  # read --source and --out again and compare every tensor
@@ -73,6 +82,7 @@ CHUNK_BYTES = 32 << 20  # of the Zarr arrays, and of the blocks read from them
 # ---- the Hub's form ------------------------------------------------------------------------------------------------
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("float16"), "F32": np.dtype("float32")}
+TABLES = {"embed_tokens", "lm_head"}  # have a row for each token
 # parameter of Dream -> its name on the Hub; shapes and layout are the same
 HF_NAMES = {"embed_tokens": "model.embed_tokens.weight", "norm": "model.norm.weight", "lm_head": "lm_head.weight"}
 
@@ -174,13 +184,16 @@ class Checkpoint:
     keys: dict  # of the config.json beside safetensors
     params: Path | None = None  # folder of Orbax; None: safetensors
     sums: dict | None = None  # {name of a parameter: word_sum}, Orbax only
+    table_rows: int = 0  # rows of the tables in the files, into which MASK's is still to be written; 0: it is there
     step: int = 0  # of a run
     origin: str = ""  # name of the model, OWNER/NAME for one of the Hub
 
     def shapes(self):
         """{name of a parameter: shape}, as the architecture says."""
         tree = self.family.model.param_shapes(self.cfg)
-        return {name: leaf.shape for name, leaf in runs.flatten(tree).items()}
+        shapes = {name: leaf.shape for name, leaf in runs.flatten(tree).items()}
+        tables = {name: (self.table_rows, *shapes[name][1:]) for name in TABLES & shapes.keys() if self.table_rows}
+        return shapes | tables
 
 
 def find(folder, step=0, repository=""):
@@ -212,11 +225,47 @@ def find(folder, step=0, repository=""):
         keys = runs.read_json(where / "config.json", *fields - {"init_std"})  # of which older ones say nothing
         family, cfg = PYTHONCODER, pc.Config(**{name: keys[name] for name in fields & keys.keys()})
     else:
+        if keys.get("model_type") in dream.QWEN2:
+            raise ValueError(f"{where} is a {keys['model_type']}; --to=dream makes a Dream of it")
         family, cfg = DREAM, dream.config_from_hf(where)
     if not (where / "meta.json").is_file():  # safetensors
         return Checkpoint(folder, family, cfg, keys, step=step, origin=origin or folder.resolve().name)
     sums = runs.read_json(where / "meta.json", "sums")["sums"]
     return Checkpoint(folder, family, cfg, keys, where / "params", sums, step, origin)
+
+
+MASKS = "<|mask|>", "|<MASK>|", "<mask>"  # of dllm and Dream, of Fast-dLLM v2, of others
+
+
+def find_qwen2(folder, block_length=0, repository=""):
+    """The checkpoint in a folder of an autoregressive Qwen2, or a diffusion model made of one, as a Dream.
+
+    What its config.json does not say: MASK is a token of the tokenizer, or the id behind its last one; without a
+    tokenizer the tables are taken to be full. PAD is the tokenizer's, or the end. Of several ends the first counts.
+    """
+    path, keys = folder / "config.json", runs.read_json(folder / "config.json", "vocab_size")
+    if keys.get("model_type") not in dream.QWEN2:
+        known = ", ".join(dream.QWEN2)
+        raise ValueError(f"{path}: --to=dream takes a model_type of {known}, not {keys.get('model_type')!r}")
+    ids, rows = {}, keys["vocab_size"]
+    if (folder / "tokenizer.json").is_file():
+        ids = runs.read_tokenizer(folder).get_vocab()
+    elif (folder / "vocab.json").is_file():
+        ids = from_merges(folder).get_vocab()
+    mask_id = next((ids[name] for name in MASKS if name in ids), None)
+    table_rows = rows if mask_id is None else 0
+    if mask_id is None:
+        mask_id = max(ids.values()) + 1 if ids else rows
+    ends = keys.get("eos_token_id")
+    eos_id = ends[0] if isinstance(ends, list) else ends
+    settings = folder / "tokenizer_config.json"
+    pad = runs.read_json(settings).get("pad_token") if settings.is_file() else None
+    pad_id = ids.get(pad["content"] if isinstance(pad, dict) else pad, eos_id)
+    given = {"mask_id": mask_id, "eos_id": eos_id, "pad_id": pad_id, "vocab": max(rows, mask_id + 1)}
+    given |= {"block_length": block_length} if block_length else {}
+    cfg = dream.config_from_hf(folder, given)
+    origin = repository or folder.resolve().name
+    return Checkpoint(folder, DREAM, cfg, dream.config_to_hf(cfg), table_rows=table_rows, origin=origin)
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------
@@ -254,6 +303,17 @@ def open_safetensors(checkpoint, wanted=None):
     runs.check_tensors({name: array.shape for name, array in arrays.items()}, want, checkpoint.folder)
     dtype = common_dtype((array.dtype for array in arrays.values()), checkpoint.folder, wanted)
     return {name: arrays[family.file_name(name)] for name in shapes}, dtype
+
+
+def with_mask_row(table_VD, mask_id):
+    """The table with the mean of the rows before MASK's, taken in float64, as MASK's: a spare row or a new last one."""
+    blocks = (table_VD[i : min(i + 8192, mask_id)] for i in range(0, mask_id, 8192))  # float64 of all would be large
+    mean_D = sum(block.astype(np.float64).sum(0) for block in blocks) / mask_id
+    rows = max(len(table_VD), mask_id + 1)
+    new_VD = np.empty((rows, table_VD.shape[1]), table_VD.dtype)
+    new_VD[: len(table_VD)] = table_VD
+    new_VD[mask_id] = mean_D.astype(np.float32).astype(table_VD.dtype)
+    return new_VD
 
 
 def open_orbax(checkpoint):
@@ -407,7 +467,8 @@ def files_beside(checkpoint):
     made = "tokenizer.json" not in files and {"vocab.json", "merges.txt"} <= files.keys()
     if checkpoint.family is DREAM and (made or "tokenizer.json" in files):
         tokenizer = from_merges(folder) if made else runs.read_tokenizer(folder)
-        changed = add_dream_tokens(tokenizer, checkpoint.cfg, folder / ("vocab.json" if made else "tokenizer.json"))
+        path = folder / ("vocab.json" if made else "tokenizer.json")
+        changed = add_dream_tokens(tokenizer, checkpoint.cfg, path, bool(checkpoint.table_rows))
         if made or changed:
             files["tokenizer.json"] = tokenizer.to_str(pretty=True).encode()
             print(f"tokenizer.json: {'made of vocab.json and merges.txt, ' * made}{'with Dream tokens' * changed}")
@@ -460,9 +521,10 @@ def from_merges(folder):
     return tokenizer
 
 
-def add_dream_tokens(tokenizer, cfg, where):
+def add_dream_tokens(tokenizer, cfg, where, is_new=False):
     """Add Dream's tokens to Qwen2.5's tokenizer: True; False if it has a token at MASK's id. ValueError if it cannot be
-    the model's: the library numbers added tokens from the end of the vocabulary, whatever ids a file claims.
+    the model's: the library numbers added tokens from the end of the vocabulary, whatever ids a file claims. Where MASK
+    is_new, it alone is added.
     """
     ids = tokenizer.get_vocab()
     largest = max(ids.values(), default=-1)
@@ -472,6 +534,11 @@ def add_dream_tokens(tokenizer, cfg, where):
         raise ValueError(f"{where} does not fit: its <|mask|> is {ids['<|mask|>']}, the model's {cfg.mask_id}")
     if cfg.mask_id in tokenizer.get_added_tokens_decoder():
         return False
+    if is_new:
+        tokenizer.add_special_tokens([MASKS[0]])
+        if tokenizer.token_to_id(MASKS[0]) != cfg.mask_id:
+            raise ValueError(f"{where} has gaps in its ids, so {MASKS[0]} does not become {cfg.mask_id}")
+        return True
     # It may be Qwen2.5's own, which ends where Dream's three tokens begin. Any other has no MASK, and none is invented.
     if cfg.mask_id != DREAM_TOKENS["<|mask|>"] or largest < min(DREAM_TOKENS.values()) - 1:
         raise ValueError(f"{where} does not fit: it has no special token at {cfg.mask_id}, the model's MASK")
@@ -510,6 +577,11 @@ def to_orbax(source, out, wanted=""):
     """Write the Orbax form of a checkpoint in safetensors, or of any in the dtype that is wanted."""
     files = files_beside(source)
     arrays, dtype = open_orbax(source) if source.params else open_safetensors(source, wanted)
+    if source.table_rows:
+        row = "a spare row" if source.cfg.mask_id < source.table_rows else "a new one"
+        print(f"MASK is {source.cfg.mask_id}, {row} of the tables, and gets the mean of the rows before it")
+        tables = {name: with_mask_row(arrays[name], source.cfg.mask_id) for name in TABLES & arrays.keys()}
+        arrays = {name: tables.get(name, array) for name, array in arrays.items()}
     dtype = np.dtype(wanted or dtype)
     to_cast = bool(source.params) or any(array.dtype != dtype for array in arrays.values())
     count = sum(math.prod(array.shape) for array in arrays.values())
@@ -674,6 +746,8 @@ def main(cfg):
     if cfg.push and cfg.push.count("/") != 1:
         raise ValueError(f"--push={cfg.push} is no repository of the Hub (OWNER/NAME)")
     compare = cfg.verify or bool(cfg.push)
+    if (cfg.to and compare) or (cfg.block_length and not cfg.to):
+        raise ValueError("--to=dream adds a row, so --verify and --push do not go with it; --block_length does")
     if cfg.dtype and compare:
         raise ValueError("--verify and --push compare bytes, which --dtype changes; convert --out again with them")
     runs.quiet()
@@ -684,7 +758,10 @@ def main(cfg):
         if cfg.source.count("/") != 1 or cfg.source.startswith((".", "/")):
             raise FileNotFoundError(f"{folder} does not exist, and is no repository of the Hub (OWNER/NAME)")
         folder, repository = fetch(cfg.source, cfg.revision, out), cfg.source
-    source = find(folder, cfg.step, repository)
+    if cfg.to:
+        source = find_qwen2(folder, cfg.block_length, repository)
+    else:
+        source = find(folder, cfg.step, repository)
     # Convert; a folder that is there already can still be compared and published.
     if out.exists():
         print(f"{out} exists and is not written again")

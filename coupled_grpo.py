@@ -18,6 +18,10 @@ A completion is scored on three versions of its canvas: all of it MASK, a random
 token is MASK in the first and in exactly one of the other two, so its score always counts, with the text around it
 half known. Rewards of the completions of a task are compared with each other: no value model is needed.
 
+--estimator=trajectory scores each token where it was drawn: on the canvas that the sampler saw in that step. With
+--replay=0 --top_p=1 the sum is the exact log-probability of the completion's path. What the sampler's cache and the
+model without one say of the same step is compared in every round: see "drift" in log.jsonl.
+
 --preset=7b holds the reference's settings, but for these. Its completions come from 256 passes, which are most of all
 work (--threshold=0 --block_length=0); ours from cached blocks, all sure tokens at once. Its masks repeat after about a
 hundred draws; ours never. It cuts long prompts on the left, we leave them out. It rewards text behind <|im_end|>, and
@@ -55,6 +59,8 @@ import runs
 import sample_dream
 import sandbox
 import train_tpu
+
+VIEWS = 3  # canvases of a completion that are scored at a time, whatever the estimator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +120,15 @@ class Config:
     mask_truncated: bool = False  # completions without an end take no part in updates
     scale_rewards: bool = False  # divide advantages by the standard deviation of their group
     skip_constant: bool | None = None  # leave out groups of equal rewards, which the reference computes for their KL
-    # of a token's score: the reference's, whose weights sum to 1.5, or for the same passes one whose mean is the ELBO
-    estimator: typing.Literal["coupled", "coupled_elbo"] = "coupled"
+    # of a token's score: the reference's, whose weights sum to 1.5; for the same passes one whose mean is the ELBO; or
+    # the probability with which the token was drawn, replayed
+    estimator: typing.Literal["coupled", "coupled_elbo", "trajectory"] = "coupled"
+    replay: int = 3  # steps of each completion that are replayed each round, drawn at random; 0: all of them
+    # weights for what the cache makes different between sampler and learner: the ratio of their probabilities of a
+    # token or a completion, at most --importance_max, or 0 beyond it; "" none
+    importance: typing.Literal["", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = ""
+    importance_max: float = 3.0  # largest weight of --importance
+    drift_bound: float = 0.0  # drift_k3 of a round above which the cache is opened twice as often; 0: never
     # completions that have the same share of their tokens masked: those of a task, as on a process of the reference,
     # each by itself, or all of a round
     ratio_per: typing.Literal["task", "completion", "round"] = "task"
@@ -245,6 +258,19 @@ def merge_views(logits_of, hidden_BKCD, token_BC, mask_BC, weights, chunk=1024, 
     return full * logp[:, 0] + part * logp[:, 1] * jnp.where(mask_BC, *weights), entropy.mean(1)
 
 
+def hidden_of_views(model, token_BL, see_BL, views_BKC):
+    """What predicts each token of K versions of the completions, the last C columns of token_BL: [B, K, C, D].
+
+    All versions go through the model in one pass, behind their prompt. Raises ValueError if there is none.
+    """
+    (B, K, C), L = views_BKC.shape, token_BL.shape[1]
+    if L <= C:
+        raise ValueError(f"{L} columns hold no prompt before {C} tokens of completion")
+    views_BKL = jnp.concatenate([jnp.repeat(token_BL[:, None, : L - C], K, 1), views_BKC], 2)
+    hidden, _ = model.hidden(views_BKL.reshape(K * B, L), see_BM=None if see_BL is None else jnp.repeat(see_BL, K, 0))
+    return hidden.reshape(B, K, L, -1)[:, :, L - C - 1 : L - 1]
+
+
 def coupled_scores(model, token_BL, see_BL, u_BC, ratio_B, mask_id, chunk=1024, other_BC=None, elbo=False):
     """Scores of the completions, the last C columns of token_BL, and the entropy of their predictions: float32 [B, C].
 
@@ -253,17 +279,10 @@ def coupled_scores(model, token_BL, see_BL, u_BC, ratio_B, mask_id, chunk=1024, 
     With other_BC, for comparison, a token is scored in none, one or both of the masked versions, which gives the same
     expectation. Raises ValueError if there is no prompt. Ref: DiffuCoder, arXiv:2506.20639, section 4.
     """
-    (B, C), L = u_BC.shape, token_BL.shape[1]
-    if L <= C:
-        raise ValueError(f"{L} columns hold no prompt before {C} tokens of completion")
-    ratio_B1 = jnp.reshape(ratio_B, (-1, 1)).astype(jnp.float32)
-
-    # One pass over the three versions of all canvases: the prompt as it is, the completion masked.
-    prompt_BP, token_BC = jnp.split(token_BL, [L - C], 1)
+    B, C = u_BC.shape
+    token_BC, ratio_B1 = token_BL[:, -C:], jnp.reshape(ratio_B, (-1, 1)).astype(jnp.float32)
     views_BKC, one_BC, two_BC = coupled_views(token_BC, jnp.ones((B, C), bool), u_BC, ratio_B, mask_id, other_BC)
-    views_BKL = jnp.concatenate([jnp.repeat(prompt_BP[:, None], 3, 1), views_BKC], 2)
-    hidden, _ = model.hidden(views_BKL.reshape(3 * B, L), see_BM=None if see_BL is None else jnp.repeat(see_BL, 3, 0))
-    hidden_BKCD = hidden.reshape(B, 3, L, -1)[:, :, L - C - 1 : L - 1]
+    hidden_BKCD = hidden_of_views(model, token_BL, see_BL, views_BKC)
     if other_BC is None:
         weights = 1 / ratio_B1, 1 / (1 - ratio_B1)
         return merge_views(model.logits, hidden_BKCD, token_BC, one_BC, weights, chunk, elbo)
@@ -273,6 +292,95 @@ def coupled_scores(model, token_BL, see_BL, u_BC, ratio_B, mask_id, chunk=1024, 
     logp_BKC, entropy_BKC = (x.reshape(B, 3, C) for x in token_logps(model.logits, *three, chunk))
     weight_BKC = jnp.stack([jnp.ones((B, C)), one_BC / ratio_B1, two_BC / (1 - ratio_B1)], 1)
     return (logp_BKC * weight_BKC).sum(1) / 2, entropy_BKC.mean(1)
+
+
+def trajectory_scores(
+    model, token_BL, see_BL, step_BC, at_BK, mask_id, chunk=1024, temperature=1.0, vocab=0
+):  # fmt: skip
+    """log p of each token that was drawn in the steps at_BK, 0 for the others, and its entropy: float32 [B, C].
+
+    token_BL and step_BC are a sample_dream.Record's, step_BC of the completion's columns: before step s a canvas shows
+    what has a smaller step. p is after the temperature, and without MASK and ids from `vocab` on, which are never
+    drawn; what top-p leaves out is in it, as in the Record. If positions are chosen by the distribution, the sum over
+    all steps is the log-probability of the path on which the completion was written.
+    """
+    C = step_BC.shape[1]
+    token_BC = token_BL[:, -C:]
+    views_BKC = jnp.where(step_BC[:, None] >= at_BK[..., None], mask_id, token_BC[:, None])
+    hidden_BKCD = hidden_of_views(model, token_BL, see_BL, views_BKC)
+    here_BKC = step_BC[:, None] == at_BK[..., None]
+    hidden_BCD = jnp.take_along_axis(hidden_BKCD, here_BKC.argmax(1)[:, None, :, None], 1)[:, 0]
+
+    def logits_of(hidden_BTD):
+        logits_BTV = model.logits(hidden_BTD).astype(jnp.float32) / temperature
+        id_V = jnp.arange(logits_BTV.shape[-1])
+        return jnp.where((id_V == mask_id) | (id_V >= (vocab or len(id_V))), -jnp.inf, logits_BTV)
+
+    logp_BC, entropy_BC = token_logps(logits_of, hidden_BCD, token_BC, chunk)
+    return jnp.where(here_BKC.any(1), logp_BC, 0.0), entropy_BC
+
+
+def steps_to_replay(step_BC, most, rng):
+    """(at_BJ, scale_B): steps of each completion, `most` at random or with 0 all, -1 fills up; all per chosen one.
+
+    So the mean of scale_B times a sum over the chosen steps is the sum over all. J is a multiple of VIEWS.
+    """
+    steps = [np.unique(step_C) for step_C in step_BC]
+    chosen = [np.sort(rng.permutation(step)[: most or len(step)]) for step in steps]
+    J = round_up(max(map(len, chosen)), VIEWS)
+    at_BJ = np.stack([np.pad(step, (0, J - len(step)), constant_values=-1) for step in chosen])
+    return at_BJ, np.array([len(a) / len(b) for a, b in zip(steps, chosen, strict=True)], np.float32)
+
+
+def in_parts(views):
+    """The arrays that say on which canvases completions are scored, for VIEWS canvases of each at a time."""
+    if "at_BJ" not in views:  # coupled masks: three
+        return [views]
+    rest, at_BJ = {name: x for name, x in views.items() if name != "at_BJ"}, views["at_BJ"]
+    return [rest | {"at_BK": at_BJ[:, j : j + VIEWS]} for j in range(0, at_BJ.shape[1], VIEWS)]
+
+
+# ---- sampler and learner -------------------------------------------------------------------------------------------
+
+
+def drift(log_BC, counted_BC):
+    """How far apart sampler and learner are, of log(learner's p / sampler's p) of the counted tokens.
+
+    "drift_k1" and "drift_k3" are means of -log w and w - 1 - log w, which estimate KL(sampler || learner), the second
+    with less noise; "drift_ratio_max" is the largest w.
+    """
+    log_T = np.clip(np.asarray(log_BC, np.float64)[counted_BC], -20, 20)
+    if not len(log_T):
+        return {}
+    k1, k3, most = -log_T.mean(), (np.exp(log_T) - 1 - log_T).mean(), np.exp(log_T.max())
+    return {"drift_k1": float(k1), "drift_k3": float(k3), "drift_ratio_max": float(most)}
+
+
+def importance_weights(log_BC, counted_BC, form, most=3.0):
+    """Weights of the tokens' losses, from log(learner's p / sampler's p): of a token, or the sum over its completion.
+
+    A weight is exp of that, and beyond `most` it is `most` ("truncate") or 0 ("mask"). Ref: TRL's GRPOTrainer.
+    """
+    level, kind = form.split("_")
+    log_BC = np.where(counted_BC, log_BC, 0.0)
+    if level == "sequence":
+        log_BC = np.broadcast_to(log_BC.sum(1, keepdims=True), log_BC.shape)
+    weight_BC = np.exp(np.clip(log_BC, -20, 20))
+    return np.minimum(weight_BC, most) if kind == "truncate" else np.where(weight_BC > most, 0.0, weight_BC)
+
+
+def next_refresh(refresh, calm, longest, k3, bound):
+    """(refresh, calm) of the next round: a cache is opened again after so many passes; 0 never, which is `longest`.
+
+    Twice as often if the drift k3 is above the bound, at last in each pass, which leaves no drift but that of rounding.
+    Half as often after five calm rounds in succession, in which it was below a fifth of the bound.
+    """
+    if k3 > bound:
+        return max(1, (refresh or longest) // 2), 0
+    calm = calm + 1 if k3 < bound / 5 else 0
+    if calm < 5 or not refresh:
+        return refresh, calm
+    return (2 * refresh if 2 * refresh < longest else 0), 0
 
 
 # ---- rewards and loss ----------------------------------------------------------------------------------------------
@@ -327,7 +435,7 @@ def group_advantages(reward_BF, weight_F, group, scale=False, missing_is_zero=Fa
 def grpo_loss(
     score_BC, old_BC, ref_BC, advantage_B, counted_BC,
     low=0.5, high=0.5, beta=0.01, most=20.0,
-    delta=0.0, ratio="token", loss="bnpo", update_tokens=0,
+    delta=0.0, ratio="token", loss="bnpo", update_tokens=0, weight_BC=None, part_BC=None,
 ):  # fmt: skip
     """(loss, metrics): -min(r A, clip(r, 1 - low, 1 + high) A) + beta KL of the counted tokens, float32.
 
@@ -336,8 +444,9 @@ def grpo_loss(
     ref None leaves it out. The sum over tokens is divided by their number ("bnpo"), by update_tokens ("dapo"), by B C
     ("dr_grpo"), or is a mean over the completions of the mean over each one's tokens ("grpo"). Both logarithms are
     clipped to +-`most`, where their gradients end, and what is not counted may be anything. Without a counted token
-    loss and metrics are 0. metrics: "kl", "clip_low" and "clip_high" (shares of tokens without gradient at either
-    side), "ratio_max", "tokens".
+    loss and metrics are 0. weight_BC multiplies the terms but for their KL. part_BC multiplies what is summed, in loss
+    and metrics, but not the divisors: 0 leaves a token to another call, whose result is added. metrics: "kl",
+    "clip_low" and "clip_high" (shares of tokens without gradient at either side), "ratio_max", "tokens".
     Refs: PPO, arXiv:1707.06347, eq. 7; k3, http://joschu.net/blog/kl-approx.html; DAPO, arXiv:2503.14476; Dr. GRPO,
     arXiv:2503.20783; GSPO, arXiv:2507.18071; two-sided clip, arXiv:2505.07291.
     """
@@ -351,8 +460,10 @@ def grpo_loss(
         "grpo": lambda: rows * tokens_B1,
     }[loss]()
 
+    part_BC = jnp.ones(counted_BC.shape) if part_BC is None else part_BC
+
     def mean(x_BC):
-        return jnp.where(counted_BC, x_BC, 0.0).sum() / jnp.maximum(tokens, 1)
+        return jnp.where(counted_BC, x_BC * part_BC, 0.0).sum() / jnp.maximum(tokens, 1)
 
     def logarithm(x_BC):
         return jnp.clip(jnp.where(counted_BC, x_BC, 0.0), -most, most)
@@ -367,7 +478,7 @@ def grpo_loss(
     ratio_BC = jnp.exp(log_BC)
     free_BC = jnp.minimum(ratio_BC, delta) if delta else ratio_BC
     bound_BC = jnp.clip(ratio_BC, 1 - low, 1 + high)
-    loss_BC = -jnp.minimum(free_BC * advantage_B1, bound_BC * advantage_B1)
+    loss_BC = -jnp.minimum(free_BC * advantage_B1, bound_BC * advantage_B1) * (1 if weight_BC is None else weight_BC)
 
     # the divergence from the reference model
     kl_BC = jnp.zeros_like(loss_BC)
@@ -375,28 +486,48 @@ def grpo_loss(
         log_BC = logarithm(ref_BC - score_BC)
         kl_BC = jnp.exp(log_BC) - log_BC - 1
         loss_BC += beta * kl_BC
-    return (jnp.where(counted_BC, loss_BC, 0.0) / divisor).sum(), {
+    seen_BC = counted_BC & (part_BC > 0)
+    return (jnp.where(counted_BC, loss_BC * part_BC, 0.0) / divisor).sum(), {
         "kl": mean(kl_BC),
         "clip_low": mean((ratio_BC < 1 - low) & (advantage_B1 < 0)),
         "clip_high": mean((ratio_BC > 1 + high) & (advantage_B1 > 0)),
-        "ratio_max": jnp.where(counted_BC, ratio_BC, 0.0).max(),
-        "tokens": tokens,
+        "ratio_max": jnp.where(seen_BC, ratio_BC, 0.0).max(),
+        "tokens": seen_BC.sum(),
     }
 
 
-def micro_loss(model, batch, mask_id, low=0.5, high=0.5, beta=0.01, chunk=1024, elbo=False, **form):
-    """(loss, metrics) of one micro-batch, to be differentiated: grpo_loss, in a form of it, of coupled_scores.
+def scores_of(model, batch, mask_id, chunk=1024, elbo=False, temperature=1.0, vocab=0):
+    """(score_BC, entropy_BC, part_BC) of a micro-batch: coupled_scores, or trajectory_scores if it has steps at_BK.
 
-    batch: token_BL, see_BL, u_BC, ratio_B, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0, other_BC if the
-    masks are to be independent, update_tokens if the loss is "dapo". Where batch["first"] is True nothing was learnt
-    since old_BC: the score stands for it.
+    part_BC is None, or what a token stands for: 0 if it was drawn in none of those steps.
     """
-    inputs = (batch[name] for name in ("token_BL", "see_BL", "u_BC", "ratio_B"))
-    score_BC, entropy_BC = coupled_scores(model, *inputs, mask_id, chunk, batch.get("other_BC"), elbo)
+    if "at_BK" not in batch:
+        inputs = (batch[name] for name in ("token_BL", "see_BL", "u_BC", "ratio_B"))
+        return *coupled_scores(model, *inputs, mask_id, chunk, batch.get("other_BC"), elbo), None
+    inputs = (batch[name] for name in ("token_BL", "see_BL", "step_BC", "at_BK"))
+    score_BC, entropy_BC = trajectory_scores(model, *inputs, mask_id, chunk, temperature, vocab)
+    here_BC = (batch["step_BC"][:, None] == batch["at_BK"][..., None]).any(1)
+    return score_BC, entropy_BC, here_BC * batch["scale_B"][:, None]
+
+
+def micro_loss(
+    model, batch, mask_id, low=0.5, high=0.5, beta=0.01, chunk=1024, elbo=False, temperature=1.0, vocab=0, **form
+):
+    """(loss, metrics) of one micro-batch, to be differentiated: grpo_loss, in a form of it, of scores_of.
+
+    batch: token_BL, see_BL, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0, update_tokens if the loss is
+    "dapo", weight_BC if terms have weights. For coupled scores u_BC, ratio_B, and other_BC if the masks are to be
+    independent; for a trajectory's step_BC, at_BK and scale_B. Where batch["first"] is True nothing was learnt since
+    old_BC: the score stands for it.
+    """
+    score_BC, entropy_BC, part_BC = scores_of(model, batch, mask_id, chunk, elbo, temperature, vocab)
     old_BC = jnp.where(batch["first"], jax.lax.stop_gradient(score_BC), batch["old_BC"])
     terms = old_BC, batch.get("ref_BC"), batch["advantage_B"], batch["counted_BC"]
-    loss, metrics = grpo_loss(score_BC, *terms, low, high, beta, update_tokens=batch.get("update_tokens", 0), **form)
-    entropy = jnp.where(batch["counted_BC"], entropy_BC, 0.0).sum() / jnp.maximum(metrics["tokens"], 1)
+    form |= {"update_tokens": batch.get("update_tokens", 0), "weight_BC": batch.get("weight_BC"), "part_BC": part_BC}
+    loss, metrics = grpo_loss(score_BC, *terms, low, high, beta, **form)
+    counted_BC = batch["counted_BC"].astype(bool)
+    part_BC = counted_BC if part_BC is None else part_BC
+    entropy = jnp.where(counted_BC, entropy_BC * part_BC, 0.0).sum() / jnp.maximum(counted_BC.sum(), 1)
     return loss, metrics | {"entropy": entropy}
 
 
@@ -456,30 +587,30 @@ def sync_reference(ref, params, mixup=0.6):
 # ---- the model and its programs ------------------------------------------------------------------------------------
 
 
-def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None):
+def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None, vocab=0):
     """(scores, gradients, update), compiled once each; base is {} for full fine-tuning.
 
     scores(trained, base, batch) -> [B, C]; gradients(trained, base, total, batch) -> (total + those of the batch,
     metrics); update(trained, opt, total, micro-batches) -> (trained, opt, norm), unchanged where the norm is not
-    finite. layout and opt_layout are the shardings of what is trained and of the optimizer's state.
+    finite. layout and opt_layout are the shardings of what is trained and of the optimizer's state. vocab: ids from
+    here on are never drawn.
     """
 
-    elbo = cfg.estimator == "coupled_elbo"
-    limits = cfg.epsilon, cfg.epsilon_high, cfg.beta, cfg.chunk, elbo
+    scoring = cfg.chunk, cfg.estimator == "coupled_elbo", cfg.sampling.temperature, vocab
+    limits = cfg.epsilon, cfg.epsilon_high, cfg.beta
 
     def policy(trained, base):
         return nnx.merge(graph, md.assemble(base, trained))
 
     @jax.jit
     def scores(trained, base, batch):
-        inputs = (batch[name] for name in ("token_BL", "see_BL", "u_BC", "ratio_B"))
-        return coupled_scores(policy(trained, base), *inputs, mask_id, cfg.chunk, batch.get("other_BC"), elbo)[0]
+        return scores_of(policy(trained, base), batch, mask_id, *scoring)[0]
 
     @functools.partial(jax.jit, donate_argnums=2, out_shardings=(layout, None))
     def gradients(trained, base, total, batch):
         def loss(trained, batch):
             form = {"delta": cfg.delta, "ratio": cfg.ratio, "loss": cfg.loss}
-            return micro_loss(policy(trained, base), batch, mask_id, *limits, **form)
+            return micro_loss(policy(trained, base), batch, mask_id, *limits, *scoring, **form)
 
         return add_gradients(loss, trained, batch, total)
 
@@ -506,6 +637,15 @@ class Batch(typing.NamedTuple):
     counted_BC: np.ndarray  # True up to and including the end of a completion
     rows: list  # the tasks, with "text", "written", "tokens" and, once rewarded, "verdicts"
     passes: float  # passes over a canvas that writing took, on average
+    record: sample_dream.Record  # when each token was drawn
+
+
+class Replay(typing.NamedTuple):
+    """What the model without a cache says of steps of a rollout."""
+
+    views: dict  # arrays for trajectory_scores, with the scores of policy and reference model
+    log_BC: np.ndarray  # log(learner's p / sampler's p)
+    seen_BC: np.ndarray  # of these tokens: drawn in a step that was replayed
 
 
 def micro_batches(row_R, size, devices=1):
@@ -553,7 +693,8 @@ class Trainer:
         sampling = dataclasses.asdict(cfg.sampling) | {"filtered": True}  # a threshold is that after top-p
         if not cfg.sampling.block_length:
             sampling["cache"] = ""  # it is kept while a block is filled
-        self.rule = sample_dream.Sampling("entropy", **sampling, vocab=tokenizer.get_vocab_size(), eos_ids=ends)
+        settings = {"vocab": tokenizer.get_vocab_size(), "eos_ids": ends, "record": True}
+        self.rule = sample_dream.Sampling("entropy", **sampling, **settings)
 
         # The backward pass of a large model recomputes its layers; writing differentiates nothing.
         run = md.Run(dtype, 64 if on_cpu else 256, remat=cfg.remat or ("none" if on_cpu else "full"))
@@ -563,12 +704,13 @@ class Trainer:
         optimizer = make_optimizer(rate, cfg.weight_decay, cfg.clip)
         layout = md.shardings(mesh, self.trained)
         opt_layout = md.shardings(mesh, jax.eval_shape(optimizer.init, self.trained))
-        programs = make_programs(cfg, graph, optimizer, model_cfg.mask_id, layout, opt_layout)
+        programs = make_programs(cfg, graph, optimizer, model_cfg.mask_id, layout, opt_layout, self.rule.vocab)
         self.scores, self.gradients, self.update = programs
         self.opt = jax.jit(optimizer.init, out_shardings=opt_layout)(self.trained)
         self.row_sharding = jax.NamedSharding(mesh, md.PS(md.BATCH))  # rows of a batch over the devices
         self.row_devices = mesh.size // cfg.tensor  # among which rows are shared out
         self.updates, self.bad = 0, 0  # so far; the last of them without a finite gradient
+        self.refresh, self.calm = 0, 0  # see next_refresh
 
     def check_memory(self, mesh, dtype):
         """ValueError, before any weight is read, if a device has less memory than it has to hold."""
@@ -606,9 +748,12 @@ class Trainer:
 
         saved, model = checkpoints.meta(), dataclasses.asdict(self.model_cfg)
         runs.check_same(described(saved["model"], saved["train"]), described(model, train), checkpoints.folder)
+        if saved["train"]["estimator"] != train["estimator"]:
+            went = f"was trained with --estimator={saved['train']['estimator']}"
+            raise ValueError(f"{checkpoints.folder} {went}; leave --estimator out, or start anew with another --out")
         arrays = checkpoints.restore(self.arrays())
         self.trained, self.ref, self.opt = (arrays[name] for name in self.arrays())
-        self.updates = saved["updates"]
+        self.updates, self.refresh, self.calm = (saved.get(name, 0) for name in ("updates", "refresh", "calm"))
         print(f"resuming {checkpoints.folder} after round {saved['round']}", flush=True)
         return saved["round"]
 
@@ -623,17 +768,22 @@ class Trainer:
         """Completions of the tasks with these numbers, by the policy as it is: a Batch."""
         policy = nnx.merge(self.writing_graph, md.assemble(self.base, self.trained))
         canvas_BL, see_BL = prompts.canvas(task_B)
-        size, filled, passes = self.cfg.generation_batch, [], []
+        size, filled, passes, records = self.cfg.generation_batch, [], [], []
+        rule = dataclasses.replace(self.rule, refresh=self.refresh)
         rows = round_up(size, self.row_devices)  # or no device would have a share, and each would do all the work
         for i in range(0, len(task_B), size):
             # All batches have one shape, for one compiled program: some rows may be there twice.
             inputs = [np.resize(x[i : i + size], (rows, x.shape[1])) for x in (canvas_BL, see_BL)]
-            token_BL, stats = sample_dream.fill(policy, *inputs, self.rule, jax.random.fold_in(key, i))
-            filled.append(token_BL[: min(size, len(task_B) - i)])
+            token_BL, stats = sample_dream.fill(policy, *inputs, rule, jax.random.fold_in(key, i))
+            real = min(size, len(task_B) - i)
+            filled.append(token_BL[:real])
+            records.append([x[:real] for x in stats["record"]])
             passes.append(sum(stats["windows"]) / canvas_BL.shape[1])
         token_BL = np.concatenate(filled)
         counted_BC = completion_mask(token_BL[:, -self.cfg.max_new :], self.rule.eos_ids[0])
-        return Batch(token_BL, see_BL, counted_BC, prompts.completions(task_B, token_BL, counted_BC), np.mean(passes))
+        record = sample_dream.Record(*map(np.concatenate, zip(*records, strict=True)))
+        rows = prompts.completions(task_B, token_BL, counted_BC)
+        return Batch(token_BL, see_BL, counted_BC, rows, np.mean(passes), record)
 
     def reward(self, rows):
         """reward_BF of completions: a column per reward function, nan where it has none. Equal ones are run once.
@@ -658,22 +808,51 @@ class Trainer:
             row["verdicts"] = first[kind].get("verdicts", [])
         return np.array(columns).T[kind_B]
 
-    def score(self, batch, masks):
-        """The masks of each iteration, and under them the scores of policy and reference model: "old_BC", "ref_BC"."""
+    def scores_by(self, trained, batch, views):
+        """Scores of all completions by a model, on the canvases of an iteration: [B, C]."""
+        score_BC = np.zeros(batch.counted_BC.shape, np.float32)
+        for row_R in micro_batches(np.arange(len(score_BC)), self.cfg.micro_batch, self.row_devices):
+            real_R = row_R >= 0
+            for part in in_parts(views):
+                inputs = self.take(batch, part, row_R)
+                score_BC[row_R[real_R]] += np.asarray(self.scores(trained, self.base, inputs))[real_R]
+        return score_BC
+
+    def replay(self, batch, rng):
+        """Steps of a rollout once more, by the model as it is but without a cache: a Replay."""
+        record, C = batch.record, self.cfg.max_new
+        step_BC, token_BC, logp_BC = (x_BL[:, -C:] for x_BL in record)
+        at_BJ, scale_B = steps_to_replay(step_BC, self.cfg.replay, rng)
+        drawn_BC = token_BC != self.model_cfg.mask_id
+        views = {"token_BL": record.token_BL, "counted_BC": drawn_BC}
+        views |= {"step_BC": step_BC, "at_BJ": at_BJ, "scale_B": scale_B}
+        old_BC = self.scores_by(self.trained, batch, views)
+        seen_BC = drawn_BC & (step_BC[:, None] == at_BJ[..., None]).any(1)
+        return Replay(views | {"old_BC": old_BC}, old_BC - logp_BC, seen_BC)
+
+    def score(self, batch, masks, replay):
+        """What each iteration learns from: the masks, or without any the replay, and the scores of policy and reference
+        model under them, "old_BC" and "ref_BC"; with --importance the tokens' weights.
+        """
+        cfg, weights = self.cfg, {}
+        if cfg.importance:
+            weight_BC = importance_weights(replay.log_BC, replay.seen_BC, cfg.importance, cfg.importance_max)
+            weights = {"weight_BC": weight_BC.astype(np.float32)}
+        if not masks:
+            ref = {"ref_BC": self.scores_by(self.ref, batch, replay.views)} if cfg.beta else {}
+            return [replay.views | ref | weights] * cfg.iterations
         known = []
         for i, mask in enumerate(jax.device_get(masks)):
             old_BC, ref_BC = np.zeros((2, *batch.counted_BC.shape), np.float32)
-            for row_R in micro_batches(np.arange(len(old_BC)), self.cfg.micro_batch, self.row_devices):
-                inputs, real_R = self.take(batch, mask, row_R), row_R >= 0
-                if i:  # before the first update the new score is the old one, see micro_loss
-                    old_BC[row_R[real_R]] = np.asarray(self.scores(self.trained, self.base, inputs))[real_R]
-                if self.cfg.beta:
-                    ref_BC[row_R[real_R]] = np.asarray(self.scores(self.ref, self.base, inputs))[real_R]
-            known.append(mask | {"old_BC": old_BC, "ref_BC": ref_BC})
+            if i:  # before the first update the new score is the old one, see micro_loss
+                old_BC = self.scores_by(self.trained, batch, mask)
+            if cfg.beta:
+                ref_BC = self.scores_by(self.ref, batch, mask)
+            known.append(mask | {"old_BC": old_BC, "ref_BC": ref_BC} | weights)
         return known
 
     def learn(self, batch, iterations, advantages):
-        """The updates of a round: (metrics of each micro-batch, gradient norm of each update). See score, reward."""
+        """The updates of a round: (metrics of each part of each micro-batch, gradient norm of each update)."""
         cfg, measured, norms = self.cfg, [], []
         advantage_B = advantages.advantage_B.astype(np.float32)
         # A completion whose reward is not known has no gradient, a group of equal rewards that of its KL divergence.
@@ -682,14 +861,17 @@ class Trainer:
             left_out_B |= (batch.token_BL[:, -cfg.max_new :] != self.rule.eos_ids[0]).all(1)
         batches = micro_batches(np.flatnonzero(~left_out_B), cfg.micro_batch, self.row_devices)
         # of a micro-batch on average: the update is the mean of their gradients
-        tokens = jnp.float32(batch.counted_BC[~left_out_B].sum() / max(1, len(batches)))
+        counted_BC = iterations[0].get("counted_BC", batch.counted_BC) if batches else batch.counted_BC
+        tokens = jnp.float32(counted_BC[~left_out_B].sum() / max(1, len(batches)))
         for j, i, complete in round_plan(len(batches), cfg.iterations):
-            inputs = self.take(batch, iterations[i], batches[j], advantage_B=advantage_B)
             whole = {"first": jnp.asarray(i == 0), "update_tokens": tokens}
             if j == 0:  # the first micro-batch of an update
                 total = jax.tree.map(jnp.zeros_like, self.trained)
-            total, metrics = self.gradients(self.trained, self.base, total, inputs | whole)
-            measured.append(metrics)
+            measured.append([])
+            for part in in_parts(iterations[i]):
+                inputs = self.take(batch, part, batches[j], advantage_B=advantage_B)
+                total, metrics = self.gradients(self.trained, self.base, total, inputs | whole)
+                measured[-1].append(metrics)
             if not complete:
                 continue
             self.trained, self.opt, norm = self.update(self.trained, self.opt, total, len(batches))
@@ -719,7 +901,23 @@ class Trainer:
 # ---- what is written down ------------------------------------------------------------------------------------------
 
 
-def summary(trainer, batch, reward_BF, advantages, measured, norms):
+def rollout_figures(batch, group, mask_id):
+    """What tells that a policy collapses: "duplicates", the share of completions that repeat one of their group;
+    "answer_entropy", the mean of -log p of the tokens as they were drawn; "tokens_per_step".
+    """
+    B, C = batch.counted_BC.shape
+    step_BC, drawn_BC, logp_BC = (x_BL[:, -C:] for x_BL in batch.record)
+    written = [ids[counted].tobytes() for ids, counted in zip(batch.token_BL[:, -C:], batch.counted_BC, strict=True)]
+    different = sum(len(set(written[i : i + group])) for i in range(0, B, group))
+    tokens, steps = (drawn_BC != mask_id).sum(), sum(len(set(step_C)) for step_C in step_BC.tolist())
+    return {
+        "duplicates": 1 - different / B,
+        "answer_entropy": float(-logp_BC.sum() / tokens),
+        "tokens_per_step": float(tokens / steps),
+    }
+
+
+def summary(trainer, batch, replay, reward_BF, advantages, measured, norms):
     """What a round's rewards, completions and micro-batches say, as numbers for the log."""
     counted_B = advantages.counted_B
     row = {"reward": float(advantages.reward_B[counted_B].mean()) if counted_B.any() else math.nan}
@@ -729,12 +927,15 @@ def summary(trainer, batch, reward_BF, advantages, measured, norms):
     row |= {"constant_groups": float(advantages.constant_B.mean()), "no_reward": int((~counted_B).sum())}
     row["timeouts"] = sum(task["verdicts"].count("timeout") for task in batch.rows)
 
-    # over the micro-batches: the mean, but the largest ratio and the sum of the tokens
-    combine = {"ratio_max": max, "tokens": sum}
-    for name in measured[0] if measured else ():
-        row[name] = float(combine.get(name, np.mean)([float(metrics[name]) for metrics in measured]))
+    # over the micro-batches: the mean, but the largest ratio and the sum of the tokens; over their parts: the sum
+    combine = {"ratio_max": (max, max), "tokens": (sum, sum)}
+    for name in measured[0][0] if measured else ():
+        of_parts, of_batches = combine.get(name, (sum, np.mean))
+        row[name] = float(of_batches([of_parts([float(metrics[name]) for metrics in parts]) for parts in measured]))
     ended_BC = batch.token_BL[:, -trainer.cfg.max_new :] == trainer.rule.eos_ids[0]
     row |= {"ended": float(ended_BC.any(-1).mean()), "length": float(batch.counted_BC.sum(-1).mean())}
+    row |= rollout_figures(batch, trainer.cfg.group, trainer.model_cfg.mask_id) | drift(replay.log_BC, replay.seen_BC)
+    row |= {"refresh": trainer.refresh} if trainer.cfg.drift_bound else {}
     return row | {"passes": float(batch.passes)} | ({"grad_norm": max(norms)} if norms else {})
 
 
@@ -824,9 +1025,10 @@ def train(run, checkpoints, meta, trainer, first, draw):
         # Their programs run in the sandbox, on the CPU, while the devices score them. Scores are taken under the same
         # masks as the updates, so that new and old ones differ by what was learnt and nothing else.
         rewarding = pool.submit(trainer.reward, batch.rows)
+        replay = trainer.replay(batch, np.random.default_rng([cfg.seed, r, 1]))
         drawn = len(batch.rows), cfg.max_new, share, cfg.estimator == "coupled_elbo"
-        masks = [draw(key, 1, i, *drawn) for i in range(cfg.iterations)]
-        iterations = trainer.score(batch, masks)
+        masked = cfg.iterations if cfg.estimator != "trajectory" else 0
+        iterations = trainer.score(batch, [draw(key, 1, i, *drawn) for i in range(masked)], replay)
         clock.append(time.perf_counter())
         reward_BF = rewarding.result()
         clock.append(time.perf_counter())
@@ -837,7 +1039,10 @@ def train(run, checkpoints, meta, trainer, first, draw):
         clock.append(time.perf_counter())
 
         # log.jsonl has a row a round, rounds.jsonl a row a completion.
-        row = {"round": done} | summary(trainer, batch, reward_BF, advantages, measured, norms)
+        row = {"round": done} | summary(trainer, batch, replay, reward_BF, advantages, measured, norms)
+        if cfg.drift_bound:
+            now = trainer.refresh, trainer.calm, cfg.sampling.block_length
+            trainer.refresh, trainer.calm = next_refresh(*now, row["drift_k3"], cfg.drift_bound)
         if trainer.heldout and (done % cfg.eval_every == 0 or done == cfg.rounds):
             row |= trainer.evaluate()
         completions = completion_rows(done, cfg, batch, reward_BF, advantages)
@@ -849,7 +1054,8 @@ def train(run, checkpoints, meta, trainer, first, draw):
 
         # Saving goes on in the background. A signal asks for one more checkpoint, of a whole round.
         if done % cfg.save_every == 0 or done == cfg.rounds or run.signal:
-            checkpoints.save(done, trainer.arrays(), meta | {"round": done, "updates": trainer.updates})
+            counters = {"round": done, "updates": trainer.updates, "refresh": trainer.refresh, "calm": trainer.calm}
+            checkpoints.save(done, trainer.arrays(), meta | counters)
         if run.signal:
             checkpoints.wait()
             run.leave(done)
@@ -880,6 +1086,7 @@ def resolve(cfg):
         wrong.append(f"--rewards names {', '.join(twice)} more than once; give it once, with a larger --reward_weights")
     if bool(cfg.ckpt) != bool(cfg.prompts) or (cfg.preset == "7b" and not cfg.ckpt):
         wrong.append("--ckpt and --prompts belong together; without both --preset=demo makes its own")
+    wrong += wrong_estimator(cfg)
     if cfg.resume and Path(cfg.resume).resolve() != Path(cfg.out).resolve():
         wrong.append(f"--resume={cfg.resume} goes on in its own folder; leave --out={cfg.out} out")
     if wrong:
@@ -894,6 +1101,27 @@ def resolve(cfg):
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} does not exist; write tasks with: python rl_tasks.py --out=data/acecode")
     return cfg
+
+
+def wrong_estimator(cfg):
+    """What does not fit together of estimator, replay and sampling."""
+    sampling, trajectory = cfg.sampling, cfg.estimator == "trajectory"
+    by_draw = sampling.score == "drawn" and sampling.threshold
+    cached = sampling.cache and sampling.block_length and sampling.threshold
+    if not 0 <= cfg.replay <= cfg.max_new:
+        yield f"--replay={cfg.replay}: a completion of {cfg.max_new} tokens has no more steps; 0 replays all"
+    if cfg.estimator == "coupled_elbo" and cfg.max_new < 2:
+        yield "--estimator=coupled_elbo masks one token and another: --max_new is at least 2"
+    if trajectory and by_draw:
+        yield "--estimator=trajectory replays what --score=distribution chose; with drawn a step has more to it"
+    if trajectory and cfg.ratio == "sequence":
+        yield "--estimator=trajectory scores a completion in parts, --ratio=sequence needs it whole; take token"
+    if cfg.importance.startswith("token") and not trajectory:
+        yield f"--importance={cfg.importance} weighs tokens as they were drawn: it needs --estimator=trajectory"
+    if cfg.importance.startswith("sequence") and cfg.replay:
+        yield f"--importance={cfg.importance} needs every step of a completion: --replay=0"
+    if cfg.drift_bound and not cached:
+        yield f"--drift_bound={cfg.drift_bound} opens a cache more often: it needs --cache, --block_length, --threshold"
 
 
 def batch_sizes(cfg, devices):

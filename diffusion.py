@@ -218,6 +218,93 @@ def _at_least_one(mask_BL):
     return xp.where(count > 0, count, 1)
 
 
+# ---- blocks --------------------------------------------------------------------------------------------------------
+
+
+class Place(typing.NamedTuple):
+    """Where tokens stand, whole numbers [B, L] each: what decides who sees whom.
+
+    document is 0 for padding. block counts the blocks of a document; None: there are none. noisy is True in the noised
+    copy of a row that stands beside the clean one; None: there is no such copy.
+    """
+
+    document: typing.Any
+    block: typing.Any = None
+    noisy: typing.Any = None
+
+
+def sees(query, key):
+    """Whether a query sees a key [B, L, M], of their Places.
+
+    Without blocks it sees its own document. With blocks also no later block of it. With a noised copy, a noised query
+    sees its own block noised and earlier blocks clean, a clean query never sees noise. Padding then sees nothing.
+    Ref: BD3-LM, arXiv:2503.09573, M_BD, M_OBC and M_BC.
+    """
+    query = Place(*(None if x is None else x[..., :, None] for x in query))
+    key = Place(*(None if x is None else x[..., None, :] for x in key))
+    same_BLM = query.document == key.document
+    if query.block is None:
+        return same_BLM
+    same_BLM, own_BLM = same_BLM & (query.document > 0), key.block == query.block
+    if query.noisy is None:
+        return same_BLM & (key.block <= query.block)
+    clean_BLM = (key.block < query.block) | (own_BLM & ~query.noisy)
+    return same_BLM & ((key.noisy & query.noisy & own_BLM) | (~key.noisy & clean_BLM))
+
+
+def block_noise(u, low=1e-3, high=1.0, least=0.0):
+    """(t, weight) of blocks: their mask rate low + (high - low) u, but `least` at least, and the weight of their loss.
+
+    The weight is 1 / t, or 1 where low > 0.5. Training on a part of the rates, or with least = 1 / block, varies less;
+    a bound it is only with all of them. Refs: BD3-LM, section 5.2; Stable-DiffCoder, arXiv:2601.15892, eq. 11.
+    """
+    xp, t = _namespace(u), low + (high - low) * u
+    t = xp.where(t < least, least + 0 * t, t)
+    return t, 1 / t if low <= 0.5 else 1 + 0 * t
+
+
+def highest_rate(step, steps, first=1e-3):
+    """The highest mask rate in a warm-up: from `first` in a line to 1 in so many steps. Ref: as above, eq. 10."""
+    share = step / max(steps, 1)
+    return first + (1 - first) * _namespace(share).where(share < 1, share, 1.0)
+
+
+def mask_one_at_least(mask_BL, counted_BL, u_BL, position_BL, block):
+    """The mask, and the counted token with the smallest u in each block: where u < t made the mask, one that has none.
+
+    position_BL counts the tokens of a document from 0. No bound on the likelihood: for training alone.
+    """
+    xp, slot_L = _namespace(u_BL), _ids(u_BL)
+    start_BL = slot_L - position_BL % block
+    # The order by block, then by u: the first of a block stands where the block begins.
+    order_BL = _rank(-xp.where(counted_BL, u_BL, 2.0))
+    first_BL = _rank(-(start_BL * u_BL.shape[-1] + order_BL)) == start_BL
+    return mask_BL | (counted_BL & first_BL)
+
+
+def subset_mask(subset, counted_BL, position_BL, block):
+    """(mask_BL, weight_BL): in each block the r-th counted token is masked if bit r of the number `subset` is 1.
+
+    Summed over 1 .. 2^block - 1, weight nll is the bound of the linear schedule itself, without a draw: k masks of n
+    counted tokens weigh 1 / (k C(n, k)), the integral of t^(k - 1) (1 - t)^(n - k). block is a plain number here.
+    """
+    xp, L, slot_L = _namespace(position_BL), position_BL.shape[-1], _ids(position_BL)
+    place_BL = position_BL % block
+    rank_BL = count_BL = 0 * position_BL
+    for j in range(block):  # the j-th token of the own block: counted, if it is there
+        at_BL = _long(slot_L - place_BL + j)
+        near_BL = xp.where(at_BL < L, at_BL, L - 1)
+        there_BL = _take(counted_BL, near_BL) & (_take(position_BL, near_BL) == position_BL - place_BL + j)
+        there_BL = there_BL & (at_BL < L)
+        count_BL, rank_BL = count_BL + there_BL, rank_BL + (there_BL & (at_BL < slot_L))
+    k = sum((subset >> j) & 1 for j in range(block))
+    rows = range(block + 1)
+    weight_NN = [[1 / (k * math.comb(n, k)) if 0 < k <= n else 0.0 for k in rows] for n in rows]
+    weight_BL = xp.asarray(weight_NN)[_long(count_BL), k]
+    mask_BL = counted_BL & ((subset >> rank_BL) % 2 == 1)
+    return mask_BL, xp.where(mask_BL & ((subset >> count_BL) == 0), weight_BL, 0.0)
+
+
 # ---- reverse process -----------------------------------------------------------------------------------------------
 
 
@@ -247,10 +334,16 @@ def step_counts(masks, steps, rule, eps=1e-3):
     """Tokens to unmask at each of `steps` steps, so that `masks` of them are gone at the end: int64 [steps, ...].
 
     masks is a number, or an array of one per row. rule is a schedule, followed as left_i = floor(masks rate(1 - i/N) +
-    1e-6); "even", the first masks % steps steps taking one more (LLaDA); or "dream": floor(left share_i), the
-    shares being dream_shares. NumPy, on the host, before the loop.
+    1e-6); "even", the first masks % steps steps taking one more (LLaDA); "dream": floor(left share_i), the shares being
+    dream_shares; or "block": left_i / (N - i), half to even (dllm). NumPy, on the host, before the loop.
     """
     masks = np.asarray(masks)
+    if rule == "block":
+        left, counts = masks.astype(np.int64), []
+        for steps_left in range(steps, 0, -1):
+            counts.append(np.rint(left / steps_left).astype(np.int64))
+            left = left - counts[-1]
+        return np.stack(counts)
     if rule == "even":
         step = np.arange(steps).reshape(-1, *[1] * masks.ndim)
         return (masks // steps + (step < masks % steps)).astype(np.int64)
@@ -401,9 +494,26 @@ def unmask_top(xt_BL, token_BL, score_BL, count_B, mask_id):
 
     A row with fewer masked positions gives all of them; positions that are not masked are never touched.
     """
-    xp, masked_BL = _namespace(xt_BL), xt_BL == mask_id
-    rank_BL = _rank(xp.where(masked_BL, _float(score_BL), -math.inf))
-    return xp.where(masked_BL & (rank_BL < _column(count_B, rank_BL)), token_BL, xt_BL)
+    return _namespace(xt_BL).where(surest(score_BL, xt_BL == mask_id, count_B), token_BL, xt_BL)
+
+
+def surest(score_BL, masked_BL, count_B):
+    """The count_B[b] masked positions of row b with the largest scores, or all it has; of equals the lower index."""
+    rank_BL = _rank(_namespace(score_BL).where(masked_BL, _float(score_BL), -math.inf))
+    return masked_BL & (rank_BL < _column(count_B, rank_BL))
+
+
+def entropy_bound(entropy_BL, masked_BL, bound):
+    """The masked positions of lowest entropy, each taken while the entropies before it add up to `bound` at most.
+
+    So the joint distribution of what is taken is off its product by `bound` nats at most. Ref: EB-Sampler,
+    arXiv:2505.24857.
+    """
+    xp, far = _namespace(entropy_BL), 1e9  # no entropy is so large, and inf - inf is NaN
+    entropy_BL = xp.where(masked_BL, _float(entropy_BL), far)
+    ordered_BL = -_descending(-entropy_BL)
+    before_BL = xp.cumsum(ordered_BL, -1) - ordered_BL
+    return masked_BL & (_take(before_BL, _rank(-entropy_BL)) <= bound)
 
 
 def coupled_masks(completion_BL, u_BL, ratio, strict=False):

@@ -197,7 +197,8 @@ def score_dream(cfg, run, columns, tokenizer, bytes_V):
     @jax.jit
     def nelbo(model, key, first, batch):
         token_BL, segment_BL, position_BL, *fixed_BL = batch
-        noise = md.noise(key, count, first + jax.numpy.arange(cfg.batch_size), segment_BL)
+        part_BL = md.parts(segment_BL, position_BL, model.cfg.block_length or None)
+        noise = md.noise(key, count, first + jax.numpy.arange(cfg.batch_size), part_BL)
         return model.nelbo(token_BL, segment_BL, position_BL, *noise, *fixed_BL)
 
     # every draw is a pass over all rows, whose times lie evenly

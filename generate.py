@@ -58,6 +58,7 @@ class DreamFlags:
 
     alg_temp: float = 0.0  # temperature of the choice of positions; 0 fills the surest
     threshold: float = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
+    entropy_bound: float = 0.0  # fill the surest tokens, of entropies up to this sum in nats; for a Dream of blocks
     cache: typing.Literal["", "prefix", "dual"] = ""  # keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
     eos_penalty: float = 0.0  # keep a text from ending while little of it is written; Dream-Coder's demos use 3
@@ -86,7 +87,8 @@ class Config:
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
     raw: bool = False  # take --prompt, --suffix, --stop, --system as they are: \n stays a backslash and an n
     infill: bool = True  # MDLM, Dream: [MASK:n] in a prompt is n tokens to fill; --no-infill takes it as text
-    steps: int | None = None  # passes over the canvas: default 128 for MDLM, 0 for Dream: one for each token
+    # passes over the canvas, or each block of a Dream of blocks; default 128 for MDLM, 0 for Dream: one for each token
+    steps: int | None = None
     block_length: int = 0  # MDLM, Dream: fill blocks of this length from left to right; 0 takes the whole canvas
     sampler: str = ""  # MDLM: ancestral, max_prob, margin, entropy; Dream: entropy, maskgit_plus, topk_margin, origin
     # show the text after every step; in a terminal tokens are red to green by their probability, and of PythonCoder's
@@ -606,6 +608,10 @@ class Dream(CanvasModel):
         ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i is not None)))
         super().__init__(cfg, tokenizer, dream.mask_id, ends, dream.positions)
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
+        if dream.block_length:
+            self.rule = self.rule_of_blocks(self.rule, flags)
+        elif flags.entropy_bound:
+            raise ValueError(f"--entropy_bound is for a Dream of blocks, and {folder} has none; try --threshold")
         self.batch_size, self.key, self.compile_s = flags.batch_size, jax.random.key(cfg.seed), 0.0
         self.turns = []  # (prompt, answer) so far
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
@@ -630,6 +636,22 @@ class Dream(CanvasModel):
         how = "chat template" if self.ask else "plain completion"
         print(f"{folder}, {f'int{bits} and ' * bool(bits)}{self.model.run.dtype}, {how}{hint}", file=sys.stderr)
 
+    def rule_of_blocks(self, rule, flags):
+        """The settings of sample_block.py for a checkpoint that was trained in blocks: its cache is always exact."""
+        import sample_block
+
+        cfg, trained = self.cfg, self.model.cfg.block_length
+        wrong = {name: getattr(flags, name) for name in ("alg_temp", "cache", "fast_dllm", "eos_penalty")}
+        wrong |= {"sampler": cfg.sampler not in ("entropy", "maskgit_plus")}
+        if any(wrong.values()):
+            names = ", ".join(f"--{name}" for name, value in wrong.items() if value)
+            raise ValueError(f"{cfg.ckpt} was trained in blocks, whose sampler has no such settings: leave out {names}")
+        if cfg.block_length not in (0, trained):
+            print(f"--block_length={cfg.block_length}: the model was trained with {trained}", file=sys.stderr)
+        shared = {name: getattr(rule, name) for name in ("steps", "temperature", "top_p", "top_k", "vocab", "eos_ids")}
+        shared |= {"threshold": flags.threshold, "entropy_bound": flags.entropy_bound}
+        return sample_block.Sampling(cfg.block_length or trained, **shared)
+
     def complete(self, requests):
         """As CanvasModel.complete; the next call goes on with the conversation."""
         answers = super().complete(requests)
@@ -642,6 +664,7 @@ class Dream(CanvasModel):
     def fill(self, canvases):
         import jax
 
+        import sample_block
         import sample_dream
 
         prompts = [canvas.ids for canvas in canvases]
@@ -650,25 +673,38 @@ class Dream(CanvasModel):
         self.key, key = jax.random.split(self.key)
         self.compile_s, started = 0.0, time.perf_counter()
         watch = self.watch if self.cfg.show_steps else None
-        # All batches have a width of three at most, and as many rows: each shape is a program that must be compiled.
+        rows, in_blocks = min(self.batch_size, len(self.lengths)), bool(self.model.cfg.block_length)
+        # All batches have as many rows, and without blocks a width of three at most: each shape is a program that must
+        # be compiled.
         widths = sample_dream.widths(self.lengths, self.batch_size, self.positions)
         width = next(width for width in widths if width >= max(map(len, prompts)))
-        shape = {"width": width, "rows": min(self.batch_size, len(self.lengths))}
+        arguments = {"rows": rows, "watch": watch} | ({} if in_blocks else {"width": width})
+        sampler = sample_block if in_blocks else sample_dream
         with runs.on(self.mesh):
-            filled, stats = sample_dream.generate(self.model, prompts, 0, self.rule, key, watch=watch, **shape)
+            filled, stats = sampler.generate(self.model, prompts, 0, self.rule, key, **arguments)
         seconds = time.perf_counter() - started - self.compile_s
         history, prob = [], []
-        if self.cfg.html:  # rows are padded on the left
-            history = [stats["history"][:, i, -len(ids) :].tolist() for i, ids in enumerate(prompts)]
-            prob = [stats["probability"][i, -len(ids) :].tolist() for i, ids in enumerate(prompts)]
+        for i, ids in enumerate(prompts if self.cfg.html else ()):
+            kept = self.slots(ids)
+            prob.append(stats["probability"][i, kept].tolist())
+            if not in_blocks:
+                history.append(stats["history"][:, i, kept].tolist())
+                continue
+            when = stats["when"][i, kept].tolist()
+            steps = range(1, stats["steps"] + 1)
+            history.append([[x if w <= s else self.mask for x, w in zip(filled[i], when, strict=True)] for s in steps])
         return filled, history, prob, {"forwards": stats["forwards"], "seconds": seconds, "compile_s": self.compile_s}
+
+    def slots(self, ids):
+        """Where a text stands in a row: on its right, or on its left with blocks."""
+        return slice(len(ids)) if self.model.cfg.block_length else slice(-len(ids), None)
 
     def watch(self, state):
         """Runs in the compiled loop of the sampler after each step."""
         import jax
 
-        def show(step, *rows):  # on the host; the row is padded on the left
-            self.show_step(int(step), *(row[-len(self.watched.ids) :].tolist() for row in rows))
+        def show(step, *rows):  # on the host
+            self.show_step(int(step), *(row[self.slots(self.watched.ids)].tolist() for row in rows))
 
         ordered = not self.mesh  # JAX orders those of one device alone
         jax.debug.callback(show, state.step, state.token_BL[0], state.prob_BL[0], ordered=ordered)

@@ -54,13 +54,15 @@ class DreamConfig:
     pad_id: int = 151_643
     bos_id: int = 151_643
     eos_id: int = 151_643
+    block_length: int = 0  # blocks of so many tokens see themselves and those before them; 0: all see all
+    shift: bool = True  # the logits at position p - 1 are those of the token at p
 
     def __post_init__(self):
         # a config.json may hold anything; most of it would fail far from here, or give a model that is silently wrong
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), field.type
             fits = type(value) is kind or (type(value), kind) == (int, float)
-            any_sign = kind is bool or field.name.endswith("_id")
+            any_sign = kind is bool or field.name.endswith("_id") or (field.name, value) == ("block_length", 0)
             if not fits or not (any_sign or 0 < value < math.inf):
                 raise ValueError(f"{field.name} is {value!r}, not a valid {kind.__name__}")
         if self.heads % self.kv_heads or self.head_size % 2:
@@ -87,7 +89,10 @@ HF_KEYS = {
     "pad_id": "pad_token_id",
     "bos_id": "bos_token_id",
     "eos_id": "eos_token_id",
+    "block_length": "bd_size",  # as in Fast-dLLM v2's
+    "shift": "shift",  # nobody's: written where it is False
 }
+DEFAULTS = {"head_size", "tie", "bos_id", "block_length", "shift"}  # a config.json may leave these out
 # Keys that would change the maths, with the values that this model computes. All others (auto_map, use_mrope, ...) are
 # ignored, as the reference ignores them.
 FIXED = {
@@ -100,8 +105,15 @@ FIXED = {
 }
 
 
-def config_from_hf(folder):
+# model_types of Qwen2's layers, with what their config.json does not say. An autoregressive model is one of blocks of
+# one token.
+QWEN2 = {"qwen2": {"block_length": 1}, "Fast_dLLM_Qwen": {}, "a2d-qwen2": {"shift": False}}
+
+
+def config_from_hf(folder, given=None):
     """The architecture in the config.json of a Hugging Face folder. Keys that do not concern us are ignored.
+
+    With `given`, fields that the file does not have or that replace its own, it may be one of QWEN2.
 
     Raises ValueError for keys that are missing or ask for another model; FileNotFoundError if there is no file.
     """
@@ -111,8 +123,12 @@ def config_from_hf(folder):
         hf = {"rope_theta": rope.get("rope_theta")} | hf
         hf |= {} if rope.get("rope_type", "default") == "default" else {"rope_scaling": rope}
     fields = {name: hf[key] for name, key in HF_KEYS.items() if hf.get(key) is not None}
-    missing = HF_KEYS.keys() - fields.keys() - {"head_size", "tie", "bos_id"}  # these have a default
-    wrong = [f"{k} is {hf[k]!r}, not {known[0]!r}" for k, known in FIXED.items() if k in hf and hf[k] not in known]
+    kind, known_types = hf.get("model_type"), FIXED["model_type"]
+    if given is not None:
+        fields, known_types = fields | QWEN2.get(kind, {}) | given, tuple(QWEN2)
+    missing = HF_KEYS.keys() - fields.keys() - DEFAULTS
+    fixed = FIXED | {"model_type": known_types}
+    wrong = [f"{k} is {hf[k]!r}, not {known[0]!r}" for k, known in fixed.items() if k in hf and hf[k] not in known]
     wrong += [f"{HF_KEYS[name]} is missing" for name in sorted(missing)]
     if not wrong:
         try:
@@ -131,7 +147,8 @@ def read_config(folder, meta=None):
     meta = runs.read_json(runs.as_path(folder) / "config.json") if meta is None else meta
     if "model" not in meta:  # converted
         return config_from_hf(folder)
-    if meta["model"].keys() != {field.name for field in dataclasses.fields(DreamConfig)}:
+    known = {field.name for field in dataclasses.fields(DreamConfig)}
+    if not known - {"block_length", "shift"} <= meta["model"].keys() <= known:  # older runs do not have these two
         name = meta.get("train", {}).get("model", "another model")
         raise ValueError(f"{folder} is of {name}, which is no Dream; say --model=pythoncoder")
     return DreamConfig(**meta["model"])
@@ -141,7 +158,8 @@ def config_to_hf(cfg, dtype="bfloat16"):
     """The config.json of the Hub for this architecture, as a dictionary; config_from_hf reads it back."""
     auto_map = {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}
     fixed = {key: known[0] for key, known in FIXED.items()}
-    ours = {key: getattr(cfg, name) for name, key in HF_KEYS.items()}
+    plain = () if cfg.block_length or not cfg.shift else ("block_length", "shift")  # as Dream's own has it
+    ours = {key: getattr(cfg, name) for name, key in HF_KEYS.items() if name not in plain}
     return {"architectures": ["DreamModel"], "auto_map": auto_map} | fixed | ours | {"torch_dtype": dtype}
 
 
@@ -339,19 +357,19 @@ def linear(x_BLD, weight, *spec, dtype=None, on_cpu=False):
     return y_TF.astype(dtype).reshape(*x_BLD.shape[:-1], -1)
 
 
-def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, segment_BL=None):
+def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, places=None):
     """softmax(q k^T / sqrt(K)) v, both ways: every query sees the keys with see_BM, and all without it. [B, L, H, K].
 
-    With segment_BL, the documents of packed rows (M = L), a query sees the keys of its own document alone. Query head h
-    reads key/value head h // G. Scores and softmax are float32, for `block` queries at a time: at most [B, H, block, M]
-    of them exist. A row that sees no key gets the mean of all values, not NaN.
+    With places, a diffusion.Place of the queries and one of the keys, a query sees what diffusion.sees says. Query head
+    h reads key/value head h // G. Scores and softmax are float32, for `block` queries at a time: at most [B, H, block,
+    M] of them exist. A row that sees no key gets the mean of all values, not NaN.
     """
     B, L, H, K = q_BLHK.shape
     J, M = k_BMJK.shape[2], k_BMJK.shape[1]
     k_BJMK, v_BJMK = k_BMJK.swapaxes(1, 2), v_BMJK.swapaxes(1, 2)
 
     def attend(queries):
-        q_BLHK, document_BL = queries
+        q_BLHK, place = queries
         # The G query heads of a key/value head are G times as many queries, T = G L: one matmul for each of J heads,
         # and no copies of the keys.
         q_BJTK = q_BLHK.reshape(B, -1, J, H // J, K).transpose(0, 2, 3, 1, 4).reshape(B, J, -1, K)
@@ -359,18 +377,19 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, segment_BL=None):
         # Padding and other documents get a score that softmax turns into 0; -inf would be NaN in a row of nothing else.
         if see_BM is not None:
             score_BJTM = jnp.where(see_BM[:, None, None], score_BJTM, -1e30)
-        if document_BL is not None:
-            same_B11LM = (document_BL[:, :, None] == segment_BL[:, None])[:, None, None]
+        if place is not None:
+            sees_B11LM = diffusion.sees(place, places[1])[:, None, None]
             score_BJGLM = score_BJTM.reshape(B, J, H // J, -1, M)
-            score_BJTM = jnp.where(same_B11LM, score_BJGLM, -1e30).reshape(score_BJTM.shape)
+            score_BJTM = jnp.where(sees_B11LM, score_BJGLM, -1e30).reshape(score_BJTM.shape)
         # The mean of the values, added up in float32; the heads go back to their places, h = j G + g.
         prob_BJTM = jax.nn.softmax(score_BJTM, -1).astype(v_BJMK.dtype)
         o_BJTK = jnp.einsum("BJTM,BJMK->BJTK", prob_BJTM, v_BJMK, preferred_element_type=jnp.float32)
         o_BJGLK = o_BJTK.astype(v_BJMK.dtype).reshape(B, J, H // J, -1, K)
         return o_BJGLK.transpose(0, 3, 1, 2, 4).reshape(B, -1, H, K)
 
+    queries = q_BLHK, places and places[0]
     if L <= block:
-        return attend((q_BLHK, segment_BL))
+        return attend(queries)
     n = -(-L // block)
 
     def split(x_BL):  # [B, L, ...] -> [n, B, block, ...]
@@ -378,8 +397,15 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, segment_BL=None):
         return x_BL.reshape(B, n, block, *x_BL.shape[2:]).swapaxes(0, 1)
 
     # One block after the other; the backward pass computes the scores of a block again.
-    o_nBLHK = jax.lax.map(jax.checkpoint(attend), jax.tree.map(split, (q_BLHK, segment_BL)))
+    o_nBLHK = jax.lax.map(jax.checkpoint(attend), jax.tree.map(split, queries))
     return o_nBLHK.swapaxes(0, 1).reshape(B, n * block, H, K)[:, :L]
+
+
+def updated(old_BMJK, new_BLJK, start):
+    """The cache with new keys or values in its slots start .. start + L - 1; start may be an array, one of each row."""
+    if jnp.ndim(start) == 0:
+        return jax.lax.dynamic_update_slice(old_BMJK, new_BLJK, (0, start, 0, 0))
+    return jax.vmap(lambda old, new, at: jax.lax.dynamic_update_slice(old, new, (at, 0, 0)))(old_BMJK, new_BLJK, start)
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------
@@ -424,11 +450,12 @@ class Block(nnx.Module):
         self.down_proj = normal(D, cfg.ffn, size=residual)
         self.cfg = cfg
 
-    def __call__(self, x_BLD, rope, see_BM, run, cache=None, start=0, segment_BL=None):
+    def __call__(self, x_BLD, rope, see_BM, run, cache=None, start=0, places=None):
         """One layer: (new x, (k, v) [B, M, J, K] with the keys already rotated).
 
-        rope holds cos and sin of the queries' positions, segment_BL their documents. The cache is the (k, v) of M slots
-        from an earlier pass: the queries' own are written at its slots start .. start + L - 1, and all slots are keys.
+        rope holds cos and sin of the queries' positions, places are those of attention(). The cache is the (k, v) of M
+        slots from an earlier pass: the queries' own are written at its slots start .. start + L - 1, and all slots are
+        keys.
         """
         cfg = self.cfg
         B, L, _ = x_BLD.shape
@@ -447,10 +474,9 @@ class Block(nnx.Module):
         # The window's fresh keys and values replace those of its slots in the cache; the others stay as they were.
         if cache is not None:
             k_BMJK, v_BMJK = (
-                jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, start, 0, 0))
-                for old, new in zip(cache, (k_BMJK, v_BMJK), strict=True)
+                updated(old, new.astype(old.dtype), start) for old, new in zip(cache, (k_BMJK, v_BMJK), strict=True)
             )
-        o_BLHK = checkpoint_name(attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, segment_BL), "attn")
+        o_BLHK = checkpoint_name(attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, places), "attn")
         x_BLD = x_BLD + project(o_BLHK.reshape(B, L, -1), "o", None, "tensor")
 
         # Feed-forward: silu in float32, as its exp loses digits in bfloat16.
@@ -481,28 +507,30 @@ class Dream(nnx.Module):
         x_BLD = row.q_FD * row.scale_F1 if isinstance(row, Int8) else row
         return shard(x_BLD.astype(self.run.dtype), BATCH)
 
-    def hidden(self, token_BL, position_BL=None, see_BM=None, cache=None, start=0, segment_BL=None):
+    def hidden(self, token_BL, position_BL=None, see_BM=None, cache=None, start=0, place=None, key_place=None):
         """Final-normed hidden states [B, L, D] of the tokens, and the cache: (k, v) [B, M, J, K] of each layer.
 
         Without a cache the keys are the tokens' own, and see_BM says which of them are not padding. With one of M slots
         the tokens are those of slots start .. start + L - 1 (start may be traced), see_BM is over all slots, and the
         new cache holds the tokens' fresh keys and values. position_BL defaults to the slot numbers; a constant offset
-        in a row changes nothing, so left padding needs no positions of its own. segment_BL numbers the documents packed
-        into a row: no token sees another document.
+        in a row changes nothing, so left padding needs no positions of its own. place, a diffusion.Place of the tokens,
+        says who sees whom: no token another document of a packed row, for instance. With a cache key_place is that of
+        all slots, and start may differ from row to row.
         """
         B, L = token_BL.shape
         if position_BL is None:
             position_BL = jnp.broadcast_to(start + jnp.arange(L), (B, L))
         rope = rope_table(position_BL, rope_frequencies(self.cfg.head_size, self.cfg.theta))  # once for all layers
         keep = jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn")
+        places = place and (place, key_place or place)
         x_BLD, new_cache = self.lookup(token_BL), []
         for i in range(self.cfg.layers):
             layer, layer_cache = self.layers[str(i)], None if cache is None else cache[i]
             if self.run.remat == "none":
-                x_BLD, layer_cache = layer(x_BLD, rope, see_BM, self.run, layer_cache, start, segment_BL)
+                x_BLD, layer_cache = layer(x_BLD, rope, see_BM, self.run, layer_cache, start, places)
                 new_cache.append(layer_cache)
             else:  # training needs no keys and values; policy None keeps a layer's input alone
-                forward = lambda x, layer=layer: layer(x, rope, see_BM, self.run, segment_BL=segment_BL)[0]  # noqa: E731
+                forward = lambda x, layer=layer: layer(x, rope, see_BM, self.run, places=places)[0]  # noqa: E731
                 x_BLD = jax.checkpoint(forward, policy=keep if self.run.remat == "qkvo" else None)(x_BLD)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), new_cache
 
@@ -516,38 +544,97 @@ class Dream(nnx.Module):
         hidden_BLD, _ = self.hidden(token_BL, position_BL, see_BL)
         return self.logits(hidden_BLD)
 
-    def nelbo(self, token_BL, segment_BL, position_BL, t_BL, u_BL, fixed_BL=None, schedule="linear"):
-        """A bound on -log p of packed rows, in nats, summed: sum of -w(t) log p(token | noised row) over masked tokens.
+    def nll(self, token_BL, mask_BL, segment_BL, position_BL, block=None, border="clean"):
+        """-log p(token | row with the tokens of mask_BL noised) of these tokens of packed rows, in nats, else 0 [B, L].
 
-        t_BL is the time of each token's document, constant within it; a token becomes MASK where u_BL < rate(t), if it
-        is `counted`. Divided by the number of counted tokens it is the bound per token. rate and w = rate' / rate are
-        those of the schedule of this name in diffusion.py: t and 1 / t for linear alone. The token at p is read from
-        the hidden state at p - 1, the first of a document from its own, as the sampler does.
-        Ref: MDLM, arXiv:2406.07524, eq. 10, with alpha = 1 - rate.
+        The token at p is read from the hidden state at p - 1, the first of a document from its own, as the sampler
+        does; where cfg.shift is False all from their own. With a block length, which may be traced, a token sees its
+        block noised and the blocks before it clean: the row goes through the layers twice, noised and clean, side by
+        side. The first token of a block is then read from the clean row, which is what the sampler has there; border
+        "noisy" is Fast-dLLM v2's training. Ref: BD3-LM, arXiv:2503.09573, section 3.
         """
-        B, L = token_BL.shape
-        # Noise: prompts and padding stay as they are.
-        frozen_BL = ~counted(segment_BL, fixed_BL)
-        noised_BL, mask_BL = diffusion.q_sample(token_BL, t_BL, u_BL, schedule, self.cfg.mask_id, -1, frozen_BL)
-        hidden_BLD, _ = self.hidden(noised_BL, position_BL, segment_BL=segment_BL)
-        # Shift, but never across the border of two documents.
-        first_BL1 = (jnp.roll(segment_BL, 1, 1) != segment_BL).at[:, 0].set(True)[..., None]
-        hidden_BLD = jnp.where(first_BL1, hidden_BLD, jnp.roll(hidden_BLD, 1, 1))
-        weight_BL = jnp.where(mask_BL, diffusion.nelbo_weight(t_BL, schedule), 0.0)
+        noised_BL, L = jnp.where(mask_BL, self.cfg.mask_id, token_BL), token_BL.shape[1]
+        if block is None:
+            hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=diffusion.Place(segment_BL))
+            border = "noisy"
+        else:
+            row_BM, position_BM, segment_BM = (
+                jnp.concatenate(pair, 1)
+                for pair in ((noised_BL, token_BL), (position_BL, position_BL), (segment_BL, segment_BL))
+            )
+            noisy_BM = jnp.broadcast_to(jnp.arange(2 * L) < L, row_BM.shape)
+            place = diffusion.Place(segment_BM, position_BM // block, noisy_BM)
+            hidden_BLD, clean_BLD = jnp.split(self.hidden(row_BM, position_BM, place=place)[0], 2, 1)
+        if self.cfg.shift:  # but never across the border of two documents
+            before_BLD = jnp.roll(hidden_BLD, 1, 1)
+            if border == "clean":
+                border_BL1 = (position_BL % block == 0)[..., None]
+                before_BLD = jnp.where(border_BL1, jnp.roll(clean_BLD, 1, 1), before_BLD)
+            hidden_BLD = jnp.where(first_of_document(segment_BL)[..., None], hidden_BLD, before_BLD)
+        return self.token_nll(hidden_BLD, token_BL, mask_BL)
+
+    def ar_nll(self, token_BL, mask_BL, segment_BL, position_BL):
+        """nll with blocks of one token, all masked: that of the next token, of an autoregressive model, in one pass.
+
+        A first token of a document has nothing before it: it is read from a MASK alone, as it is with blocks.
+        """
+        place = diffusion.Place(segment_BL, position_BL)
+        hidden_BLD, _ = self.hidden(token_BL, position_BL, place=place)
+        empty_BLD, _ = self.hidden(jnp.full((1, 1), self.cfg.mask_id))
+        hidden_BLD = jnp.where(first_of_document(segment_BL)[..., None], empty_BLD, jnp.roll(hidden_BLD, 1, 1))
+        return self.token_nll(hidden_BLD, token_BL, mask_BL)
+
+    def token_nll(self, hidden_BLD, token_BL, mask_BL):
+        """diffusion.masked_nll of the tokens with mask_BL, from the hidden states that predict them."""
         # All logits would be the largest array by far, [B, L, V] in float32. So the head runs over chunks of C
         # positions, whose logits the backward pass computes again: C divides L and keeps to run.loss_tokens.
+        B, L = token_BL.shape
         C = next(c for c in range(min(L, max(1, self.run.loss_tokens // B)), 0, -1) if L % c == 0)
 
         @jax.checkpoint
-        def loss_of(chunk):
-            hidden_BCD, token_BC, mask_BC, weight_BC = chunk
-            nll_BC = diffusion.masked_nll(self.logits(hidden_BCD), token_BC, mask_BC, self.cfg.mask_id)
-            return (nll_BC * weight_BC).sum()
+        def nll_of(chunk):
+            hidden_BCD, token_BC, mask_BC = chunk
+            return diffusion.masked_nll(self.logits(hidden_BCD), token_BC, mask_BC, self.cfg.mask_id)
 
         def chunks(x_BL):  # [B, L, ...] -> [L / C, B, C, ...]: along the row, so that rows stay split over devices
             return x_BL.reshape(B, L // C, C, *x_BL.shape[2:]).swapaxes(0, 1)
 
-        return jax.lax.map(loss_of, jax.tree.map(chunks, (hidden_BLD, token_BL, mask_BL, weight_BL))).sum()
+        nll_nBC = jax.lax.map(nll_of, jax.tree.map(chunks, (hidden_BLD, token_BL, mask_BL)))
+        return nll_nBC.swapaxes(0, 1).reshape(B, L)
+
+    def nelbo(self, token_BL, segment_BL, position_BL, t_BL, u_BL, fixed_BL=None, schedule="linear"):
+        """A bound on -log p of packed rows, in nats, summed: sum of -w(t) log p(token | noised row) over masked tokens.
+
+        t_BL is the time of each token's document, or block where cfg.block_length is set, and constant within it; a
+        token becomes MASK where u_BL < rate(t), if it is `counted`. Divided by the number of counted tokens it is the
+        bound per token. rate and w = rate' / rate are those of the schedule of this name in diffusion.py: t and 1 / t
+        for linear alone. Ref: MDLM, arXiv:2406.07524, eq. 10, with alpha = 1 - rate.
+        """
+        # Prompts and padding stay as they are.
+        frozen_BL = ~counted(segment_BL, fixed_BL)
+        _, mask_BL = diffusion.q_sample(token_BL, t_BL, u_BL, schedule, self.cfg.mask_id, -1, frozen_BL)
+        nll_BL = self.nll(token_BL, mask_BL, segment_BL, position_BL, self.cfg.block_length or None)
+        return jnp.where(mask_BL, diffusion.nelbo_weight(t_BL, schedule) * nll_BL, 0.0).sum()
+
+    def exact_nll(self, token_BL, segment_BL, position_BL, fixed_BL=None):
+        """The bound of small blocks itself, token by token in nats [B, L]: over all ways to mask a part of a block.
+
+        2^block_length - 1 passes: 15 for blocks of 4. For blocks of 1 it is the autoregressive -log p, in one.
+        """
+        segment_BL, position_BL = jnp.asarray(segment_BL), jnp.asarray(position_BL)
+        counted_BL, block = counted(segment_BL, fixed_BL), self.cfg.block_length
+        if block == 1 and self.cfg.shift:
+            return self.ar_nll(token_BL, counted_BL, segment_BL, position_BL)
+
+        def part(subset):
+            mask_BL, weight_BL = diffusion.subset_mask(subset, counted_BL, position_BL, block)
+            return weight_BL * self.nll(token_BL, mask_BL, segment_BL, position_BL, block)
+
+        return jax.lax.map(part, jnp.arange(1, 1 << block)).sum(0)
+
+
+def first_of_document(segment_BL):
+    return (jnp.roll(segment_BL, 1, 1) != segment_BL).at[:, 0].set(True)
 
 
 def counted(segment_BL, fixed_BL=None):
@@ -555,8 +642,15 @@ def counted(segment_BL, fixed_BL=None):
     return (segment_BL > 0) if fixed_BL is None else (segment_BL > 0) & (fixed_BL == 0)
 
 
-def noise(key, rows, row_B, segment_BL, eps=1e-3):
-    """(t_BL, u_BL): the time of each token's document and a uniform number for each token, of the rows row_B.
+def parts(segment_BL, position_BL, block=None):
+    """Numbers from 1 of what has a time of its own in a row: its documents, or their blocks."""
+    return segment_BL if block is None else jnp.cumsum(position_BL % block == 0, 1)
+
+
+def noise(key, rows, row_B, part_BL, eps=1e-3):
+    """(t_BL, u_BL): the time of each token's part of a row, see `parts`, and a uniform number for each token.
+
+    The rows are those numbered row_B. Below, a document is such a part.
 
     Functions of the key and of a row's number among `rows` alone, however these are split over devices. The first
     document of row i has its t in the i-th of `rows` equal parts of [eps, 1], each further one is 0.618 of the range
@@ -566,9 +660,9 @@ def noise(key, rows, row_B, segment_BL, eps=1e-3):
     # A key and a time for all `rows`, of which this process may hold a part; then those of its own.
     key_R = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
     t_R = diffusion.antithetic_times(jax.vmap(jax.random.uniform)(key_R), eps)
-    u_BL = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), segment_BL.shape[1:]))(key_R[row_B])
+    u_BL = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), part_BL.shape[1:]))(key_R[row_B])
     golden = (math.sqrt(5) - 1) / 2  # multiples of it modulo 1 spread evenly, however many there are
-    return eps + (t_R[row_B][:, None] - eps + golden * (segment_BL - 1)) % (1 - eps), u_BL
+    return eps + (t_R[row_B][:, None] - eps + golden * (part_BL - 1)) % (1 - eps), u_BL
 
 
 # ---- parameters and files ------------------------------------------------------------------------------------------

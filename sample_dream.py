@@ -49,12 +49,14 @@ class Sampling:
     score: typing.Literal["drawn", "distribution"] = "drawn"  # whose probability counts: the drawn token's, the largest
     block_length: int = 0  # fill blocks of this length from left to right; 0: the whole canvas at once
     cache: typing.Literal["", "prefix", "dual"] = ""  # keys and values kept within a block: of the prompt | all around
+    refresh: int = 0  # with a threshold: read the whole canvas into the cache again after so many passes; 0: never
     fast_dllm: bool = False  # Fast-dLLM's windows: a block's first token is filled whatever its probability
     eos_penalty: float = 0.0  # the logits of eos_ids fall by this times -log(filled share of the text + 0.001)
     ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills up what follows
     history: bool = False  # keep the canvas after every step, and how likely each token was when it was written
+    record: bool = False  # keep when each token was drawn and with what probability, for training: a Record
 
     def __post_init__(self):
         negative = [name for name, value in vars(self).items() if isinstance(value, int | float) and value < 0]
@@ -67,6 +69,9 @@ class Sampling:
             "tokens_per_step is 0": self.tokens_per_step == 0,
             "a cache works block by block: set block_length": self.cache and not self.block_length,
             "Fast-dLLM's windows need blocks and a cache: prefix or dual": self.fast_dllm and not self.cache,
+            "refresh needs a cache and a threshold, and not Fast-dLLM's windows": (
+                self.refresh and (not self.cache or not self.threshold or self.fast_dllm)
+            ),
             "origin has no blocks and no threshold": self.alg == "origin" and (self.block_length or self.threshold),
         }
         if any(wrong.values()):
@@ -74,6 +79,14 @@ class Sampling:
 
 
 # ---- one denoising step --------------------------------------------------------------------------------------------
+
+
+class Record(typing.NamedTuple):
+    """How the positions that were masked at the start were filled: enough to replay it, step by step."""
+
+    step_BL: jax.Array  # the step that filled it; -1 elsewhere
+    token_BL: jax.Array  # what was drawn, also where the end of a text has replaced it; MASK where nothing was drawn
+    logp_BL: jax.Array  # log p of that before top-p and top-k, and after the temperature; 0 where nothing was drawn
 
 
 class State(typing.NamedTuple):
@@ -85,7 +98,7 @@ class State(typing.NamedTuple):
     idle: jax.Array  # steps that could not change anything and cost no pass
     left_B: jax.Array  # with a threshold: positions that the steps so far were allowed to fill and did not
     history_SBL: jax.Array | None = None
-    prob_BL: jax.Array | None = None  # with a history: the probability that the model gave to a token that it wrote
+    record: Record | None = None  # with a history too; its log p is then what the model says, before the temperature
 
 
 class Given(typing.NamedTuple):
@@ -166,8 +179,8 @@ class Sampler:
         return jax.vmap(of_row)(given.key_B, place_BC)
 
     def propose(self, model, hidden_BWD, start, state, given, wanted_BL):
-        """(token_BL, score_BL, prob_BL): what would be written at the wanted positions, how sure that is, -inf
-        elsewhere, and with a history the probability that the model gives it.
+        """(token_BL, score_BL, logp_BL): what would be written at the wanted positions, how sure that is, -inf
+        elsewhere, and its log p for a Record.
 
         hidden_BWD are those of slots start .. start + W - 1. The head is the widest matrix, so it runs for the wanted
         positions alone, C of each row at a time: those of a block, at most run.head_positions. A position whose left
@@ -186,7 +199,7 @@ class Sampler:
         slot_BL = jnp.full((B, L + -L % C), L).at[row_B1, order_BL].set(jnp.arange(L), mode="drop")
 
         def propose_chunk(c, carry):
-            token_BL, score_BL, prob_BL = carry
+            token_BL, score_BL, logp_BL = carry
             slot_BC = jax.lax.dynamic_slice(slot_BL, (0, c * C), (B, C))
             # The logits of the token at p come from the hidden state at p - 1.
             at_BC = jnp.minimum(slot_BC, L - 1)
@@ -220,13 +233,14 @@ class Sampler:
                 score_BC = diffusion.confidence(diffusion.softmax(logits_BCV), CONFIDENCE[rule.alg])
             token_BL = token_BL.at[row_B1, slot_BC].set(new_BC, mode="drop")
             score_BL = score_BL.at[row_B1, slot_BC].set(score_BC, mode="drop")
-            if rule.history:
-                prob_BC = jnp.take_along_axis(diffusion.softmax(model_BCV), new_BC[..., None], -1)[..., 0]
-                prob_BL = prob_BL.at[row_B1, slot_BC].set(prob_BC, mode="drop")
-            return token_BL, score_BL, prob_BL
+            if state.record:
+                logp_BCV = diffusion.log_softmax(model_BCV / (rule.temperature or 1.0) if rule.record else model_BCV)
+                logp_BC = jnp.take_along_axis(logp_BCV, new_BC[..., None], -1)[..., 0]
+                logp_BL = logp_BL.at[row_B1, slot_BC].set(logp_BC, mode="drop")
+            return token_BL, score_BL, logp_BL
 
         chunks = (jnp.max(wanted_BL.sum(-1)) + C - 1) // C
-        carry = state.token_BL, jnp.full((B, L), -jnp.inf), state.prob_BL
+        carry = state.token_BL, jnp.full((B, L), -jnp.inf), state.record and state.record.logp_BL
         return jax.lax.fori_loop(0, chunks, propose_chunk, carry)
 
     def forward(self, model, state, given, cache, wanted_BL, most_B, width=0):
@@ -242,7 +256,7 @@ class Sampler:
             start = given.start
             window_BW = jax.lax.dynamic_slice_in_dim(state.token_BL, start, width, 1)
             hidden_BWD, cache = model.hidden(window_BW, None, given.see_BL, cache, start)
-        new_BL, score_BL, prob_BL = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
+        new_BL, score_BL, logp_BL = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
         # Write the surest: as many as the schedule says, or all that reach the threshold and at least one.
         done_B = most_B
         if rule.threshold:
@@ -252,12 +266,14 @@ class Sampler:
             u_BL = self.draw(given, 1, state.step, given.place_BL)
             score_BL = score_BL / rule.alg_temp - jnp.log(-jnp.log(u_BL))
         token_BL = diffusion.unmask_top(state.token_BL, new_BL, score_BL, done_B, self.cfg.mask_id)
-        if rule.history:
-            state = state._replace(prob_BL=jnp.where(token_BL != state.token_BL, prob_BL, state.prob_BL))
+        if state.record:
+            written_BL, (step_BL, *before) = token_BL != state.token_BL, state.record
+            drawn = (jnp.where(written_BL, *pair) for pair in zip((token_BL, logp_BL), before, strict=True))
+            state = state._replace(record=Record(step_BL, *drawn))
         return state._replace(token_BL=token_BL, forwards=state.forwards + 1, left_B=most_B - done_B), cache
 
     def end_step(self, state, given):
-        """Token hook, end of texts, history."""
+        """Token hook, end of texts, history and record."""
         token_BL = state.token_BL
         if self.token_hook:
             token_BL = self.token_hook(state.step, token_BL)
@@ -270,6 +286,10 @@ class Sampler:
             token_BL = jnp.where(ended_BL & ~eos_BL & given.see_BL, self.rule.eos_ids[0], token_BL)
         if self.rule.history:
             state = state._replace(history_SBL=state.history_SBL.at[state.step].set(token_BL))
+        if state.record:
+            step_BL = state.record.step_BL
+            filled_BL = given.made_BL & (step_BL < 0) & ~self.masked(token_BL, given)
+            state = state._replace(record=state.record._replace(step_BL=jnp.where(filled_BL, state.step, step_BL)))
         state = state._replace(token_BL=token_BL)
         if self.watch:
             self.watch(state)
@@ -429,7 +449,10 @@ def prepare(cfg, rule, token_BL, see_BL, made_BL, key=None, u_SBL=None):
     state = State(token_BL.astype(np.int32), zero, zero, zero, np.zeros(B, np.int32))
     if rule.history:
         history_SBL = padded(np.zeros((max(1, len(firsts)) * given.limit, B, L), np.int32))
-        state = state._replace(history_SBL=history_SBL, prob_BL=np.ones((B, L), np.float32))
+        state = state._replace(history_SBL=history_SBL)
+    if rule.history or rule.record:
+        drawn_BL = np.where(made_BL, cfg.mask_id, token_BL).astype(np.int32)
+        state = state._replace(record=Record(np.full((B, L), -1, np.int32), drawn_BL, np.zeros((B, L), np.float32)))
     return state, given, firsts
 
 
@@ -437,12 +460,13 @@ def sampler_of(graph, cfg, rule, token_hook=None, logit_hook=None, watch=None):
     """The Sampler of a rule, without what `Given` says already: that must not ask for another program."""
     # of these it only matters whether they are set
     is_set = {name: float(bool(getattr(rule, name))) for name in ("threshold", "eos_penalty")}
-    fixed = {"steps": 0, "tokens_per_step": 1.0, "eps": 0.5, "ban_ids": (), "vocab": 0, **is_set}
+    fixed = {"steps": 0, "tokens_per_step": 1.0, "eps": 0.5, "ban_ids": (), "vocab": 0, "refresh": 0, **is_set}
     return Sampler(graph, cfg, dataclasses.replace(rule, **fixed), token_hook, logit_hook, watch)
 
 
 def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, logit_hook=None, u_SBL=None, watch=None):
-    """Fill every MASK of a canvas: (token_BL, {"forwards", "idle", "steps", "windows", "history", "probability"}).
+    """Fill every MASK of a canvas: (token_BL, {"forwards", "idle", "steps", "windows"}), with `rule.history` also
+    "history" and "probability", with `rule.record` a Record, "record".
 
     All are NumPy arrays. see_BL is False at padding, which stays as it is; so does every token that is not MASK. "idle"
     counts the steps that could not change anything and cost no pass, "windows" the slots fed in each pass. "history" is
@@ -477,8 +501,10 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
     if rule.history:
         history_SBL = np.array(state.history_SBL)
         history_SBL[done:] = token_BL  # the loop ends with the last MASK
-        stats["probability"] = np.asarray(state.prob_BL)
+        stats["probability"] = np.exp(np.asarray(state.record.logp_BL))
         stats["history"] = history_SBL[: done if rule.block_length else max(done, given.steps)]
+    if rule.record:
+        stats["record"] = Record(*map(np.asarray, state.record))
     return token_BL, stats
 
 
@@ -497,11 +523,15 @@ def fill_blocks(model, rule, state, given, firsts, token_hook=None, logit_hook=N
         if not masked_BL[:, first : first + size].any() and (rule.block_length or not has_hooks):
             continue
         start, width = window(rule, L, firsts[0], first, size) if rule.cache else (0, L)
-        given = given._replace(first=first, start=start, begun=state.step)
-        before = int(state.forwards)
-        state = place(fill_block(params, state, given, sampler=sampler, width=width), params)
-        passes = int(state.forwards) - before
-        windows += [L] * bool(rule.cache) + [width] * (passes - bool(rule.cache))
+        left = given.limit  # steps that the block may take
+        while left > 0:
+            part = given._replace(first=first, start=start, begun=state.step, limit=min(left, rule.refresh or left))
+            before = int(state.forwards)
+            state = place(fill_block(params, state, part, sampler=sampler, width=width), params)
+            passes = int(state.forwards) - before
+            windows += [L] * bool(rule.cache) + [width] * (passes - bool(rule.cache))
+            masked_BL = (np.asarray(state.token_BL) == model.cfg.mask_id) & given.see_BL
+            left = left - part.limit if rule.refresh and masked_BL[:, first : first + size].any() else 0
     return state, windows
 
 

@@ -5,6 +5,8 @@
     python train_tpu.py --resume=out/train_tpu          # goes on where the run stopped, with the run's own settings
     python train_tpu.py --data=data/mine --model=300m   # tokens that data_prep.py wrote
     python train_tpu.py --model=dream_tiny --seq_len=512    # masked diffusion: a Dream from scratch
+    python train_tpu.py --model=dream_tiny --objective=ar --out=out/ar    # its layers as an autoregressive model
+    python train_tpu.py --init=out/ar --block_length=4 --block_warmup=200    # which then learns to fill blocks
     python train_tpu.py --init=out/diffucoder --data=data/pairs    # goes on with a converted Dream: fine-tuning
     python train_tpu.py --init=out/diffucoder --data=data/pairs --lora_rank=16    # the same in a seventh of the memory
 
@@ -12,6 +14,10 @@ Reads the folder of packed rows that data_prep.py writes, for Dream also pairs o
 first prepares the standard library of the running Python. Writes --out: config.json, tokenizer.json, log.jsonl,
 samples.txt, checkpoints/<step>/, with --lora_rank at the end also merged/, a whole model. Whether a model fits a TPU
 that is not here, says compile_for.py.
+
+With --block_length a Dream learns block diffusion: a masked token sees its own block, noised, and the clean text before
+it. Each row goes through the layers twice over for that, noised and clean. Blocks of one token are an autoregressive
+model, so that --block_warmup, 1, 2, 4, .., begins at the loss of one. sample_block.py then writes block after block.
 
 One optimizer step is one compiled program: a scan over micro-batches, each a scan over layers. The gradient is that of
 (sum of token losses) / (all valid tokens of the step), however the tokens fall into micro-batches. Row order, dropout
@@ -47,6 +53,7 @@ import diffusion
 import model_dream as md
 import model_pythoncoder as pc
 import runs
+import sample_block
 import sample_dream
 
 
@@ -69,6 +76,13 @@ class Dream:
     init: str = ""  # folder of a Dream to start from, converted or trained here; sets --model
     lora_rank: int = 0  # with --init: train a difference of this rank to the layers' matrices; 0 trains all weights
     schedule: typing.Literal[tuple(diffusion.SCHEDULES)] = "linear"  # noise schedule, see diffusion.py
+    objective: typing.Literal["diffusion", "ar"] = "diffusion"  # predict masked tokens | each next token
+    block_length: int = 0  # blocks of so many tokens see themselves and what is left of them; 0: as --init's, or none
+    block_warmup: int = 0  # steps in which blocks grow from 1 over 2, 4, .. to --block_length
+    rate_warmup: int = 0  # steps in which the highest mask rate of a block rises to that of --rates, without weights
+    rates: tuple[float, float] = (1e-3, 1.0)  # lowest and highest mask rate of a block; held-out rows have all rates
+    least_one: bool = False  # each block has one masked token at least, and a mask rate of 1 / --block_length
+    complement: bool = False  # each row twice in a step, its masks and the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +190,7 @@ def pick_model(cfg, devices, data=None, memory=None):
     if cfg.dream.init:
         if cfg.model not in ("", "dream"):
             raise ValueError(f"--init={cfg.dream.init} says what the model is; leave --model={cfg.model} out")
-        return "dream", md.read_config(cfg.resume or cfg.dream.init)
+        return "dream", with_blocks(cfg, md.read_config(cfg.resume or cfg.dream.init))
     name, memory = cfg.model or "tiny", memory or device_memory_gib(devices[0]) or 0
     for larger in STEP_GIB.get(devices[0].platform, ()) if not cfg.model else ():
         params = pc.count_params(pc.CONFIGS[larger])["total"]
@@ -195,7 +209,34 @@ def pick_model(cfg, devices, data=None, memory=None):
             model = dataclasses.replace(model, positions=saved["positions"])
         positions = max(model.positions, data["seq_len"] if data else 0)
         model = dataclasses.replace(model, diff=cfg.coder.diff, init_std=form, vocab=ids, positions=positions)
-    return name, model
+    return name, with_blocks(cfg, model)
+
+
+def with_blocks(cfg, model):
+    """The architecture with the blocks that --block_length and --objective ask for, and ValueError if they cannot be.
+
+    An autoregressive model is one with blocks of one token.
+    """
+    dream, ar = cfg.dream, cfg.dream.objective == "ar"
+    of_blocks = ("block_length", "block_warmup", "rate_warmup", "rates", "least_one", "complement")
+    changed = [f"--{name}" for name in of_blocks if getattr(dream, name) != getattr(Dream, name)]
+    block = 1 if ar else dream.block_length or getattr(model, "block_length", 0)
+    wrong = {
+        f"{', '.join(changed)} and --objective=ar are of Dream, --model=dream_...": isinstance(model, pc.Config)
+        and (changed or ar),
+        f"--objective=ar has no {', '.join(changed)}": ar and changed,
+        f"{', '.join(changed)}: set --block_length": changed and not block,
+        "--objective=ar is for a model with the shift": ar and not getattr(model, "shift", True),
+        "blocks have the linear --schedule": block and dream.schedule != "linear",
+        "--block_length, --block_warmup and --rate_warmup are 0 or more": min(
+            dream.block_length, dream.block_warmup, dream.rate_warmup
+        )
+        < 0,
+        "--rates are two numbers in (0, 1], the lower first": not 0 < dream.rates[0] < dream.rates[1] <= 1,
+    }
+    if any(wrong.values()):
+        raise ValueError("; ".join(message for message, is_wrong in wrong.items() if is_wrong))
+    return dataclasses.replace(model, block_length=block) if block else model
 
 
 def tokens_seen(cfg, data):
@@ -564,7 +605,7 @@ def coder_loss(cfg, graph, batch, key):
     return loss_fn
 
 
-def dream_loss(cfg, graph, batch, key, base):
+def dream_loss(cfg, graph, batch, key, step, base):
     """loss_fn(params, micro, sums) -> (loss, {}) of Dream: the NELBO in nats per token that can be masked."""
     rows = math.prod(batch["token_ABL"].shape[:2])
     tokens = jnp.maximum(md.counted(batch["segment_ABL"], batch.get("fixed_ABL")).sum(), 1)
@@ -572,10 +613,47 @@ def dream_loss(cfg, graph, batch, key, base):
     def loss_fn(params, micro, sums):
         model = nnx.merge(graph, md.assemble(base, params))
         inputs = micro["token_ABL"], micro["segment_ABL"], micro["position_ABL"]
+        if model.cfg.block_length:
+            counted_BL = md.counted(inputs[1], micro.get("fixed_ABL"))
+            noise = functools.partial(md.noise, key, rows, micro["row_AB"])
+            return block_nats(cfg.dream, model, step, *inputs, counted_BL, noise) / tokens, {}
         noise = md.noise(key, rows, micro["row_AB"], micro["segment_ABL"])
         return model.nelbo(*inputs, *noise, micro.get("fixed_ABL"), schedule=cfg.dream.schedule) / tokens, {}
 
     return loss_fn
+
+
+def block_nats(dream, model, step, token_BL, segment_BL, position_BL, counted_BL, noise):
+    """The nats of a micro-batch that a step of block diffusion, or of --objective=ar, makes smaller.
+
+    noise is md.noise, that still needs the parts of a row which have a time of their own.
+    """
+    row, longest = (segment_BL, position_BL), model.cfg.block_length
+    if longest == 1 and model.cfg.shift:  # --objective=ar
+        return model.ar_nll(token_BL, counted_BL, *row).sum()
+    # Blocks double in equal numbers of steps. Their length is an array, so that all lengths are one program.
+    block = longest
+    if dream.block_warmup:
+        doublings = math.ceil(math.log2(longest))
+        done = jnp.minimum(step * doublings // dream.block_warmup, doublings)
+        block = jnp.minimum(2**done, longest)
+    # A mask rate for each block; u decides for each token. A block of one token is masked: any other rate would only
+    # add noise to the same expectation.
+    u_BL, (low, high) = noise(md.parts(*row, block), eps=0.0), dream.rates
+    if dream.rate_warmup:
+        high = low + (high - low) * diffusion.highest_rate(step, dream.rate_warmup)
+    least = jnp.maximum(1 / block if dream.least_one else 0.0, block == 1)
+    t_BL, weight_BL = diffusion.block_noise(u_BL[0], low, high, least)
+    mask_BL = counted_BL & (u_BL[1] < t_BL)
+    if dream.least_one:
+        mask_BL = diffusion.mask_one_at_least(mask_BL, counted_BL, u_BL[1], position_BL, block)
+    weight_BL = jnp.where(step < dream.rate_warmup, 1.0, weight_BL)
+    nats = (weight_BL * model.nll(token_BL, mask_BL, *row, block)).sum()
+    if not dream.complement:
+        return nats
+    # What was unweighted stays so. Where t is 1 nothing is left to mask, and any weight will do.
+    weight_BL = jnp.where(weight_BL == 1, 1.0, 1 / jnp.maximum(1 - t_BL, low))
+    return (nats + (weight_BL * model.nll(token_BL, counted_BL & ~mask_BL, *row, block)).sum()) / 2
 
 
 def make_step(cfg, graph, optimizer):
@@ -585,7 +663,7 @@ def make_step(cfg, graph, optimizer):
     def train_step(state, batch, step):
         key = jax.random.fold_in(jax.random.key(cfg.seed), step)
         lr = wsd(step, cfg.lr, cfg.steps, cfg.warmup)
-        loss_of = functools.partial(dream_loss, base=state.get("base", {})) if dream else coder_loss
+        loss_of = functools.partial(dream_loss, step=step, base=state.get("base", {})) if dream else coder_loss
         loss_fn = loss_of(cfg, graph, batch, key)
         A, B, _ = batch["token_ABL"].shape
         micros = batch | {"row_AB": jnp.arange(A * B).reshape(A, B)}
@@ -599,12 +677,14 @@ def make_step(cfg, graph, optimizer):
 
 METRICS = "loss", "main", "mtp", "lr", "grad_norm", "ok"  # in the order of the log; jit returns them sorted
 EVAL_DRAWS = 4  # passes over each held-out row that bound Dream's likelihood
+EXACT_BLOCK = 4  # blocks of at most so many tokens have their bound computed, in up to 15 passes
 
 
 def make_evaluate(cfg, graph, rows):
     """evaluate(params, batch, row_B, bytes_V) -> nats, predicted tokens and their bytes, summed over held-out rows.
 
-    Of Dream the nats are a bound: the NELBO at EVAL_DRAWS noise levels a row, the same each time.
+    Of Dream the nats are a bound: the NELBO at EVAL_DRAWS noise levels a row, the same each time; with blocks of at
+    most EXACT_BLOCK tokens without a draw.
     """
 
     def coder(params, batch, row_B, bytes_V):
@@ -617,13 +697,17 @@ def make_evaluate(cfg, graph, rows):
         model, batch = nnx.merge(graph, params), {name: x[0] for name, x in batch.items()}
         token_BL, segment_BL, fixed_BL = batch["token_ABL"], batch["segment_ABL"], batch.get("fixed_ABL")
 
+        row, block = (segment_BL, batch["position_ABL"]), model.cfg.block_length
+
         def bound(draw):
-            noise = md.noise(jax.random.key(draw), rows, row_B, segment_BL)
-            inputs = token_BL, segment_BL, batch["position_ABL"], *noise, fixed_BL
-            return model.nelbo(*inputs, schedule=cfg.dream.schedule)
+            noise = md.noise(jax.random.key(draw), rows, row_B, md.parts(*row, block or None))
+            return model.nelbo(token_BL, *row, *noise, fixed_BL, schedule=cfg.dream.schedule)
 
         mask_BL = md.counted(segment_BL, fixed_BL)
-        nats = jax.lax.map(bound, jnp.arange(EVAL_DRAWS)).mean()
+        if 0 < block <= EXACT_BLOCK:
+            nats = model.exact_nll(token_BL, *row, fixed_BL).sum()
+        else:
+            nats = jax.lax.map(bound, jnp.arange(EVAL_DRAWS)).mean()
         return nats, mask_BL.sum(), (mask_BL * bytes_V[token_BL]).sum()
 
     return dream if family_of(cfg) is md else coder
@@ -799,8 +883,9 @@ class Trainer:
         prompt, key = self.tokenizer.encode(self.cfg.prompt, add_special_tokens=False).ids, jax.random.key(0)
         new = min(64, self.model.positions - len(prompt))
         if self.family is md:
-            rule = sample_dream.Sampling(vocab=vocab, eos_ids=(eos,))
-            (row,), stats = sample_dream.generate(lm, [prompt], new, rule, key)
+            sampler = sample_block if self.model.block_length else sample_dream
+            rule = sampler.Sampling(vocab=vocab, eos_ids=(eos,))
+            (row,), stats = sampler.generate(lm, [prompt], new, rule, key)
             text, tokens = row[len(prompt) :], new
         else:
             rule = pc.Sampling(vocab=vocab, eos=eos, speculate=self.model.mtp)
@@ -817,6 +902,8 @@ class Meter:
         self.cfg, self.skipped, self.bad = cfg, skipped, 0  # bad: how many of them in a row
         self.tokens = cfg.batch_size * cfg.seq_len
         flops = family_of(cfg).flops_per_token(model, cfg.seq_len)
+        if getattr(model, "block_length", 0) > 1:  # twice the tokens, each sees both rows
+            flops = 2 * md.flops_per_token(model, 2 * cfg.seq_len) * (1 + cfg.dream.complement)
         if cfg.dream.lora_rank:  # frozen matrices have no gradients: a third of what they cost
             flops -= md.flops_per_token(model, 0) / 3
         self.flops = flops * self.tokens / mesh.size  # a step, a device

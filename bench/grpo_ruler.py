@@ -5,7 +5,8 @@
 The score of an answer of n tokens is a sum over the canvases that mask a set M of it, of weights times log p(x_i | M).
 With n at most 8 there are 256 canvases: all are run once, and what costs a trainer noise is computed exactly: the ELBO,
 the likelihood under any order, and of every estimator mean and variance over all that it may draw. Writes
-results/grpo_ruler.md, a row for each estimator, averaged over right answers of a trained model's held-out tasks.
+results/grpo_ruler.md, a row for each estimator, averaged over right answers of a trained model's held-out tasks, and
+tables of what a sampler's own path says of them and of how fairly published code draws numbers of masked tokens.
 
 Policy does the same for a table of logits for every canvas: the exact likelihood of every answer under a
 sampler's rule, the exact gradient of the expected reward, and the gradient that an estimator expects instead.
@@ -318,6 +319,86 @@ def spg(logp_Nn, K, beta, mix):
     return mean_3, ((scores_3D - mean_3[:, None]) ** 2) @ chance_D
 
 
+def count_chances(kind, length, batch):
+    """P(row b has so many masked tokens) [batch, length + 1] where a batch draws one number and spreads it by strata.
+
+    ESPO's and LLaDA's code round the strata, half to even: where the batch divides badly, a row never draws some
+    numbers. "floor" is what rounds none: floor((u + b / batch) mod 1 * length) + 1 with u uniform in [0, 1).
+    """
+    chance = np.zeros((batch, length + 1))
+    row_B, first = np.arange(batch), int(kind != "espo")  # ESPO draws 0, too
+    numbers = length + 1 - first
+    starts = (np.arange(numbers * batch) + 0.5) / batch if kind == "floor" else np.arange(numbers)
+    rounded = np.floor if kind == "floor" else np.round
+    for start in first + starts:
+        count_B = (rounded(start + row_B * (numbers / batch)).astype(int) - first) % numbers + first
+        chance[row_B, count_B] += 1 / len(starts)
+    return chance
+
+
+# ---- one answer: a sampler's path --------------------------------------------------------------------------------
+
+
+def path_of(step_n):
+    """[(set that is masked before a step, positions that it writes)] of a record, empty steps left out."""
+    steps = [np.flatnonzero(step_n == step) for step in np.unique(step_n)]
+    return [(sum(1 << int(i) for later in steps[k:] for i in later), places) for k, places in enumerate(steps)]
+
+
+def path_logp(logp_Nn, step_n):
+    """log p of each token when it was written [n]: their sum is exact if positions are chosen by the distribution."""
+    found_n = np.zeros(len(step_n))
+    for M, places in path_of(step_n):
+        found_n[places] = logp_Nn[M, places]
+    return found_n
+
+
+def tracerl(logp_Nn, step_n, shrink=1):
+    """TraceRL's score: `shrink` steps at a time on the canvas of the first; the mean of the means over their tokens."""
+    path = path_of(step_n)
+    joined = [
+        (path[k][0], np.concatenate([places for _, places in path[k : k + shrink]]))
+        for k in range(0, len(path), shrink)
+    ]
+    return np.mean([logp_Nn[M, places].mean() for M, places in joined])
+
+
+def drawn_path_logp(logits_NnV, answer_n, step_n, tau=None):
+    """log p of a path whose positions are chosen by the probability of the drawn token; -inf where that cannot be.
+
+    All masked positions draw. Written are those with at least tau, else the best; or without tau as many of the best as
+    the record has. What is not written must have drawn a token of less: a factor that a replay of the tokens omits.
+    """
+    total, prob_NnV = 0.0, np.exp(diffusion.log_softmax(logits_NnV))
+    for M, places in path_of(step_n):
+        p_nV, masked = prob_NnV[M], [i for i in range(len(answer_n)) if M >> i & 1]
+        own = {i: p_nV[i, answer_n[i]] for i in places}
+        all_sure = tau is not None and min(own.values()) >= tau
+        if tau is not None and not all_sure and len(places) > 1:
+            return -np.inf
+        worst, _, place = min((p, -i, i) for i, p in own.items())
+        for j in masked:
+            less_V = p_nV[j] < (tau if all_sure else worst)
+            if not all_sure and j > place:  # of equal ones the lower position is written
+                less_V |= p_nV[j] == worst
+            with np.errstate(divide="ignore"):
+                total += np.log(own[j] if j in own else p_nV[j][less_V].sum())
+    return total
+
+
+def steps_of(logits_NnV, answer_n, tau, drawn):
+    """The steps [n] in which a sampler writes an answer if every masked position draws its token of it."""
+    n = len(answer_n)
+    prob_NnV, step_n, M = np.exp(diffusion.log_softmax(logits_NnV)), np.zeros(n, int), (1 << n) - 1
+    for step in range(n):
+        masked = [i for i in range(n) if M >> i & 1]
+        score = {i: prob_NnV[M, i, answer_n[i]] if drawn else prob_NnV[M, i].max() for i in masked}
+        places = [i for i in masked if score[i] >= tau] or [max(masked, key=score.get)] if masked else []
+        step_n[places] = step
+        M -= sum(1 << i for i in places)
+    return step_n
+
+
 # ---- a whole policy: all answers, all canvases ---------------------------------------------------------------------
 
 
@@ -472,12 +553,13 @@ class Config:
     ckpt: str = "out/grpo/base/run"  # run of train_tpu.py, or a folder of convert_weights.py
     tasks: str = "out/grpo/base/heldout.jsonl"  # demo's tasks, with their right answers
     answers: int = 48  # tasks whose right answers are scored
+    tau: float = 0.9  # threshold of the samplers whose paths are replayed
     free: int = 6  # first tokens of an answer that are masked in all ways; the rest of the canvas is kept
     length: int = 16  # tokens of a completion
 
 
 def tables(cfg):
-    """log p [answers, N, n] of the first tokens of right answers, each on the canvases of all sets of them."""
+    """(logits [N, n, V], tokens [n]) of the first tokens of right answers, each on the canvases of all sets of them."""
     import jax
     import tokenizers
 
@@ -504,14 +586,51 @@ def tables(cfg):
     for token_L, see_L, answer_C in zip(token_BL, see_BL, answer_BC, strict=True):
         token_NL, see_NL = (np.repeat(x[None], 1 << n, 0) for x in (token_L, see_L))
         token_NL[:, begin : begin + n][held_Nn] = model.cfg.mask_id
-        yield answer_logp(np.asarray(logits(token_NL, see_NL), np.float64), answer_C[:n])
+        yield np.asarray(logits(token_NL, see_NL), np.float64), answer_C[:n]
+
+
+def paths(found, tau, elbos):
+    """The table of what replays of samplers' paths say of the answers, per token."""
+    answers = [(logits_NnV, answer_n, answer_logp(logits_NnV, answer_n)) for logits_NnV, answer_n in found]
+    n, rows = len(found[0][1]), {}
+    for drawn, name in ((False, "largest probability"), (True, "drawn token's")):
+        walked = [steps_of(logits_NnV, answer_n, tau, drawn) for logits_NnV, answer_n, _ in answers]
+        passes = np.mean([len(set(step_n)) for step_n in walked])
+        each = list(zip(answers, walked, strict=True))
+        scores = {"tokens": [path_logp(logp_Nn, step_n).sum() / n for (*_, logp_Nn), step_n in each]}
+        if drawn:
+            scores["tokens, and what was not written"] = [
+                drawn_path_logp(*table, step_n, tau) / n for (*table, _), step_n in each
+            ]
+        scores |= {
+            f"TraceRL, {k} steps joined": [tracerl(logp_Nn, step_n, k) for (*_, logp_Nn), step_n in each]
+            for k in (1, 2)
+        }
+        rows |= {(name, kind): (passes, np.mean(values)) for kind, values in scores.items()}
+    yield f"\n\nPaths on which a sampler that fills all of at least {tau} would write the same answers, per token.\n"
+    yield "| threshold looks at | scored | steps | score | score - ELBO |\n|" + "---|" * 5
+    for (name, kind), (passes, score) in rows.items():
+        yield f"| {name} | {kind} | {passes:.2f} | {score:+.4f} | {score - elbos.mean():+.4f} |"
+
+
+def strata_rows(length):
+    """The table of numbers of masked tokens that a row of a batch never draws."""
+    yield f"\n\nOf the numbers of masked tokens of {length}, the share that some row of a batch never draws.\n"
+    yield "| batch | ESPO | LLaDA | floor |\n|" + "---|" * 4
+    for batch in (2, 3, 4, 6, 8):
+        shares = []
+        for kind in ("espo", "llada", "floor"):
+            chance = count_chances(kind, length, batch)[:, int(kind != "espo") :]
+            shares.append(f"{(chance == 0).mean(1).max():.2f}")
+        yield f"| {batch} | {' | '.join(shares)} |"
 
 
 def main(cfg):
     n = cfg.free
     if not 1 <= n <= min(8, cfg.length) or cfg.answers < 1:
         raise ValueError(f"--free={n} is 1 to 8, as an answer has 2^n canvases, --length no less, --answers at least 1")
-    found = list(tables(cfg))
+    of_answers = list(tables(cfg))
+    found = [answer_logp(*table) for table in of_answers]
     elbos = np.array([exact_elbo(logp_Nn) for logp_Nn in found]) / n
     orders = np.array([any_order(logp_Nn)[0] for logp_Nn in found]) / n
     lines = [
@@ -531,6 +650,7 @@ def main(cfg):
         spread = cov_Bnn.sum((1, 2)).mean(), np.trace(cov_Bnn, axis1=1, axis2=2).mean()
         cells = f"{weight:.3g}", *(f"{x:+.4f}" for x in scores), *(f"{x * passes(name, n):.3f}" for x in spread)
         lines.append(f"| {name} | {passes(name, n)} | {' | '.join(cells)} |")
+    lines += [*paths(of_answers, cfg.tau, elbos), *strata_rows(cfg.length)]
     text = "\n".join(lines) + f"\n\n`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`\n"
     (RESULTS / "grpo_ruler.md").write_text(text)
     print(text)

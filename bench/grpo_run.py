@@ -1,13 +1,16 @@
 """The demo of coupled_grpo.py over several seeds: held-out reward by round, and the time it takes.
 
     python bench/grpo_run.py                                   # three seeds, 15 minutes; keep the machine idle
-    python bench/grpo_run.py --masks coupled independent       # the same from masks that are not coupled, too
+    python bench/grpo_run.py --kinds coupled independent       # the same from masks that are not coupled, too
+    python bench/grpo_run.py --kinds naive replayed --out=out/grpo_rollouts      # rollouts that rot and that do not
 
 A seed is pre-training, tasks drawn and completions, all anew; the held-out tasks are the same. Their constants are in
 pre-training and never rewarded; the figure for a constant that is in neither stands beside it. With several kinds of
-masks each starts from the same pre-trained model. Independent masks show a token in none, one or both of the two masked
+runs each starts from the same pre-trained model. Independent masks show a token in none, one or both of the two masked
 versions of a canvas, which gives the same expectation; what the two kinds differ by is less than runs differ by, so
-compare them over a dozen seeds. Writes grpo_run.png and an entry of cpu.json under bench/results/.
+compare them over a dozen seeds. "naive" fills by the probability of the drawn token, with a low threshold; "replayed"
+has the same threshold for the largest probability of the distribution, and learns from the replayed path. Writes the
+name of the folder --out with .png and an entry for each kind in cpu.json under bench/results/.
 """
 
 import dataclasses
@@ -38,9 +41,18 @@ import runs
 class Config:
     out: str = "out/grpo_run"  # folder of the runs; those that are finished there are not run again
     seeds: tuple[int, ...] = (0, 1, 2)  # one run each
-    masks: tuple[typing.Literal["coupled", "independent"], ...] = ("coupled",)  # how completions are masked
+    kinds: tuple[typing.Literal["coupled", "independent", "naive", "replayed"], ...] = ("coupled",)  # see above
     rounds: int = 40  # of each run
     file: str = "cpu"  # bench/results/<file>.json
+
+
+FAST = {"temperature": 1.0, "top_p": 1.0, "block_length": 16, "threshold": 0.5}
+KINDS = {  # what differs from the demo's settings
+    "coupled": {},
+    "independent": {},
+    "naive": {"sampling": grpo.Sampling(**FAST, score="drawn")},
+    "replayed": {"sampling": grpo.Sampling(**FAST, score="distribution"), "estimator": "trajectory", "replay": 0},
+}
 
 
 def draw_independent(key, round, *rest):
@@ -48,21 +60,21 @@ def draw_independent(key, round, *rest):
     return grpo.draw_masks(key, round, *rest) | {"other_BC": grpo.draw_masks(key, 2, *rest)["u_BC"]}
 
 
-def run_demo(masks, settings):
+def run_demo(kind, settings):
     """One run of the demo, in a process of its own."""
-    grpo.main(grpo.Config(**settings), grpo.draw_masks if masks == "coupled" else draw_independent)
+    grpo.main(grpo.Config(**settings, **KINDS[kind]), draw_independent if kind == "independent" else grpo.draw_masks)
 
 
-def finished(cfg, seed, masks):
+def finished(cfg, seed, kind):
     """The log of a run and its minutes; runs it if that is not done yet."""
-    out, base = Path(cfg.out) / f"{masks}-{seed}", Path(cfg.out) / f"{cfg.masks[0]}-{seed}" / "base"
+    out, base = Path(cfg.out) / f"{kind}-{seed}", Path(cfg.out) / f"{cfg.kinds[0]}-{seed}" / "base"
     if not (out / "minutes.json").exists():
         shutil.rmtree(out, ignore_errors=True)
-        if masks != cfg.masks[0]:
+        if kind != cfg.kinds[0]:
             shutil.copytree(base, out / "base")
         started = time.perf_counter()
         settings = {"seed": seed, "out": str(out), "rounds": cfg.rounds, "compile_cache": ""}
-        process = multiprocessing.get_context("spawn").Process(target=run_demo, args=(masks, settings))
+        process = multiprocessing.get_context("spawn").Process(target=run_demo, args=(kind, settings))
         process.start()
         process.join()
         if process.exitcode:
@@ -73,30 +85,37 @@ def finished(cfg, seed, masks):
 
 
 def main(cfg):
-    found = {(masks, seed): finished(cfg, seed, masks) for seed in cfg.seeds for masks in cfg.masks}
+    found = {(kind, seed): finished(cfg, seed, kind) for seed in cfg.seeds for kind in cfg.kinds}
     curves = {
         key: [(row["round"], row["heldout_reward"]) for row in log if "heldout_reward" in row]
         for key, (log, _) in found.items()
     }
     figure, axis = plt.subplots(figsize=(7, 4))
-    for (masks, seed), curve in curves.items():
-        style = {"color": f"C{cfg.seeds.index(seed)}", "ls": "-" if masks == cfg.masks[0] else "--"}
-        axis.plot(*zip(*curve, strict=True), marker="o", ms=3, label=f"{masks} masks, seed {seed}", **style)
+    for (kind, seed), curve in curves.items():
+        style = {"color": f"C{cfg.seeds.index(seed)}", "ls": "-" if kind == cfg.kinds[0] else "--"}
+        axis.plot(*zip(*curve, strict=True), marker="o", ms=3, label=f"{kind}, seed {seed}", **style)
     axis.set(xlabel="round", ylabel="tests passed, 72 tasks with constants never rewarded", ylim=(0, 1))
     axis.grid(alpha=0.3)
     axis.legend(loc="lower right")
     figure.tight_layout()
-    figure.savefig(RESULTS / "grpo_run.png", dpi=120)
-    for masks in cfg.masks:
-        reward_SR = np.array([[reward for _, reward in curves[masks, seed]] for seed in cfg.seeds])
-        rows = [row for seed in cfg.seeds for row in found[masks, seed][0] if "update_s" in row]
+    figure.savefig(RESULTS / f"{Path(cfg.out).name}.png", dpi=120)
+    for kind in cfg.kinds:
+        what = f"{kind} {'masks' if kind in ('coupled', 'independent') else 'rollouts'}"
+        reward_SR = np.array([[reward for _, reward in curves[kind, seed]] for seed in cfg.seeds])
+        rows = [row for seed in cfg.seeds for row in found[kind, seed][0] if "update_s" in row]
         phases = ("generate_s", "score_s", "reward_s", "update_s")
+        signs = {  # of a policy that collapses, in the last five rounds of each seed
+            name: [
+                float(np.mean([row[name] for row in found[kind, seed][0] if name in row][-5:])) for seed in cfg.seeds
+            ]
+            for name in ("duplicates", "answer_entropy", "tokens_per_step", "drift_k3", "constant_groups")
+        }
         unseen = [
-            [row["unseen_reward"] for row in found[masks, seed][0] if "unseen_reward" in row] for seed in cfg.seeds
+            [row["unseen_reward"] for row in found[kind, seed][0] if "unseen_reward" in row] for seed in cfg.seeds
         ]
         record(
             cfg.file,
-            f"coupled-grpo demo, {masks} masks: held-out reward after {cfg.rounds} rounds",
+            f"coupled-grpo demo, {what}: held-out reward after {cfg.rounds} rounds",
             float(np.median(reward_SR[:, -1])),
             "share of tests passed",
             spread=[float(reward_SR[:, -1].min()), float(reward_SR[:, -1].max())],
@@ -104,9 +123,10 @@ def main(cfg):
             after=reward_SR[:, -1].tolist(),
             unseen_before=[curve[0] for curve in unseen],  # with a constant that was in neither stage
             unseen_after=[curve[-1] for curve in unseen],
-            rounds=[done for done, _ in curves[masks, cfg.seeds[0]]],
+            signs=signs,
+            rounds=[done for done, _ in curves[kind, cfg.seeds[0]]],
             curves=reward_SR.tolist(),
-            minutes=[found[masks, seed][1] for seed in cfg.seeds] if masks == cfg.masks[0] else None,
+            minutes=[found[kind, seed][1] for seed in cfg.seeds] if kind == cfg.kinds[0] else None,
             seconds_of_a_round={name: float(np.median([row[name] for row in rows])) for name in phases},
         )
 

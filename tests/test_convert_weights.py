@@ -392,6 +392,48 @@ def test_an_mdlm_needs_no_conversion_and_is_told_how_it_is_published(tmp_path):
         convert.find(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "mask", "keys", "block_length", "want"),
+    [
+        ("qwen2", "", {"eos_token_id": [2, 1]}, 0, {"mask_id": 5, "block_length": 1, "shift": True}),
+        ("Fast_dLLM_Qwen", "|<MASK>|", {"bd_size": 32}, 0, {"mask_id": 3, "block_length": 32, "shift": True}),
+        ("a2d-qwen2", "<|mask|>", {}, 8, {"mask_id": 3, "block_length": 8, "shift": False}),
+    ],
+)
+def test_a_qwen2_becomes_a_dream_and_goes_back_as_one(tmp_path, kind, mask, keys, block_length, want):
+    source, out, back = (tmp_path / name for name in ("hub", "dream", "back"))
+    tensors = write_hub_folder(source, dataclasses.replace(SMALL, tie=True), shards=1)
+    config = json.loads((source / "config.json").read_text()) | {"model_type": kind} | keys
+    for name in ("mask_token_id", "pad_token_id", "auto_map"):
+        config.pop(name)
+    (source / "config.json").write_text(json.dumps(config))
+    special = {"<pad>": 0, "<s>": 1, "</s>": 2} | ({mask: 3} if mask else {})
+    (source / "tokenizer.json").write_bytes(tokenizer_of(special))
+    (source / "tokenizer_config.json").write_text('{"pad_token": "<pad>"}')
+    with pytest.raises(ValueError, match="--to=dream"):
+        convert.find(source)
+    convert.main(convert.Config(str(source), str(out), to="dream", block_length=block_length))
+    model, _ = runs.load(dream, out)
+    assert model.cfg == dataclasses.replace(SMALL, tie=True, **want)  # with its ends and padding
+    table = np.asarray(model.embed_tokens[...])
+    same = np.arange(SMALL.vocab) != (-1 if mask else want["mask_id"])
+    np.testing.assert_array_equal(table[same], tensors["model.embed_tokens.weight"][same])
+    mean = tensors["model.embed_tokens.weight"][: want["mask_id"]].astype(np.float32).mean(0)
+    assert np.allclose(table[want["mask_id"]].astype(np.float32), mean, atol=0.01) == (not mask)
+    tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    assert tokenizer.id_to_token(want["mask_id"]) == (mask or "<|mask|>")
+    convert.main(convert.Config(str(out), str(back)))
+    assert dream.config_from_hf(back) == model.cfg
+
+
+def test_what_is_no_qwen2_becomes_no_dream(tmp_path):
+    write_hub_folder(tmp_path / "hub")
+    with pytest.raises(ValueError, match="takes a model_type of qwen2, Fast_dLLM_Qwen, a2d-qwen2, not 'Dream'"):
+        convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "out"), to="dream"))
+    with pytest.raises(ValueError, match="--block_length does"):
+        convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "out"), block_length=4))
+
+
 def test_two_checkpoints_of_one_form_and_of_two_models_are_not_compared(tmp_path):
     write_hub_folder(tmp_path / "one")
     write_hub_folder(tmp_path / "two", dataclasses.replace(SMALL, theta=1e4))

@@ -30,19 +30,19 @@ import sandbox
 TINY = dream.DreamConfig(61, 32, 1, 4, 2, 8, 48, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=128)
 
 
-def tiny():
+def tiny(cfg=TINY, matrix=0.1):
     """Parameters of a Dream whose predictions are far from uniform; norms are 1."""
     rng, scale = np.random.default_rng(0), {"embed_tokens": 0.4, "lm_head": 0.2}
 
     def draw(name, shape):
-        return jnp.ones(shape) if name.endswith("norm") else rng.normal(0, scale.get(name, 0.1), shape)
+        return jnp.ones(shape) if name.endswith("norm") else rng.normal(0, scale.get(name, matrix), shape)
 
-    flat = {name: draw(name, s.shape) for name, s in runs.flatten(dream.param_shapes(TINY)).items()}
+    flat = {name: draw(name, s.shape) for name, s in runs.flatten(dream.param_shapes(cfg)).items()}
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), runs.unflatten(flat))
 
 
-def model_of(params):
-    return nnx.merge(dream.graph_of(TINY, dream.Run(jnp.float32)), params)
+def model_of(params, cfg=TINY):
+    return nnx.merge(dream.graph_of(cfg, dream.Run(jnp.float32)), params)
 
 
 @jax.jit
@@ -345,6 +345,100 @@ def test_rollouts_choose_positions_by_the_distribution_and_not_by_what_was_drawn
         filled_BL = stats["history"][0] != TINY.mask_id
         assert (filled_BL == filled_BL[0]).all() == (score == "distribution")
     assert grpo.resolve(grpo.Config()).sampling.score == "distribution"
+
+
+# ---- sampler and learner
+
+
+def test_a_rollout_without_a_cache_has_no_drift_and_one_with_a_cache_has_less_if_it_is_opened_more_often():
+    """Whatever the temperature, the padding, ids without a token and texts that end."""
+    cfg, C = dataclasses.replace(TINY, layers=2), 16  # keys of the first layer do not change with the text around
+    params = tiny(cfg, 0.4)
+    replayed = jax.jit(
+        lambda *views: grpo.trajectory_scores(model_of(params, cfg), *views, TINY.mask_id, 8, 1.4, 50)[0]
+    )
+    settings = {"temperature": 1.4, "threshold": 0.15, "score": "distribution", "block_length": 8, "vocab": 50}
+    settings |= {"eos_ids": (7, 9, 11), "record": True}
+    inputs = sample_dream.canvas([[5, 6, 7], [8, 9, 10, 11, 12]] * 4, C, TINY)
+    found = {}
+    for cache, refresh in (("", 0), ("dual", 0), ("dual", 2), ("dual", 1)):
+        rule = sample_dream.Sampling(**settings, cache=cache, refresh=refresh)
+        _, stats = sample_dream.fill(model_of(params, cfg), *inputs, rule, jax.random.key(0))
+        step_BC, drawn_BC, logp_BC = (x_BL[:, -C:] for x_BL in stats["record"])
+        at_BJ, _ = grpo.steps_to_replay(step_BC, 0, np.random.default_rng(0))
+        parts = [part["at_BK"] for part in grpo.in_parts({"at_BJ": at_BJ})]
+        views = stats["record"].token_BL, inputs[1], step_BC
+        log_BC = sum(np.asarray(replayed(*views, at_BK)) for at_BK in parts) - logp_BC
+        figures = grpo.drift(log_BC, drawn_BC != TINY.mask_id)
+        found[cache, refresh] = figures["drift_k3"]
+        assert abs(figures["drift_ratio_max"] - 1) < 1e-3 or (cache and refresh != 1)
+        if refresh == 1:  # every pass is over the canvas
+            assert set(stats["windows"]) == {inputs[0].shape[1]}
+    assert max(found["", 0], found["dual", 1]) < 1e-6
+    assert 1e-6 < found["dual", 2] < found["dual", 0]
+
+
+def test_a_step_of_several_stands_for_all_of_them():
+    rng = np.random.default_rng(0)
+    step_BC = np.array([[4, 0, 4, 9], [2, 2, 2, 2], [5, 1, 0, 3]])
+    value_BC, sums = rng.normal(size=step_BC.shape), []
+    for _ in range(4000):
+        at_BJ, scale_B = grpo.steps_to_replay(step_BC, 2, rng)
+        assert at_BJ.shape == (3, grpo.VIEWS)
+        assert [len(set(row) - {-1}) for row in at_BJ.tolist()] == [2, 1, 2]
+        here_BC = (step_BC[..., None] == at_BJ[:, None]).any(-1)
+        sums.append(scale_B * (here_BC * value_BC).sum(1))
+    np.testing.assert_allclose(np.mean(sums, 0), value_BC.sum(1), atol=6 * np.std(sums, 0).max() / 4000**0.5)
+
+
+@pytest.mark.parametrize("form", ["bnpo", "dapo", "dr_grpo", "grpo"])
+def test_a_loss_in_parts_is_the_loss_of_the_whole(form):
+    """Every token is in one of two parts; for the metrics, too, but the largest ratio."""
+    rng = np.random.default_rng(0)
+    score, old, ref, weight = jnp.asarray(rng.normal(size=(4, 3, 7)), jnp.float32)
+    counted, part = jnp.asarray(rng.random((2, 3, 7)) < 0.6)
+    settings = {"loss": form, "update_tokens": 9.0, "weight_BC": jnp.exp(weight), "beta": 0.1}
+    inputs = score, old, ref, jnp.array([1.0, -1.0, 0.3]), counted
+    whole, *parts = (grpo.grpo_loss(*inputs, **settings, part_BC=part_BC) for part_BC in (None, part, ~part))
+    combined = jax.tree.map(jnp.add, *parts)
+    assert combined[1].pop("ratio_max") > whole[1].pop("ratio_max") == max(p[1]["ratio_max"] for p in parts)
+    jax.tree.map(close, combined, whole)
+
+
+def test_the_gradient_of_a_trajectory_is_that_of_its_path():
+    """In parts of VIEWS steps each, and of tokens that were drawn: the policy gradient of REINFORCE."""
+    token, u, ratio = example()
+    params, step = bag(), jnp.asarray(np.random.default_rng(3).integers(0, 5, u.shape))
+    at_BJ, scale_B = grpo.steps_to_replay(np.asarray(step), 0, np.random.default_rng(0))
+    drawn = jnp.asarray(np.random.default_rng(1).random(u.shape) < 0.8)
+    batch = batch_of(token, u, ratio, counted_BC=drawn) | {"step_BC": step, "scale_B": scale_B}
+    P = token.shape[1] - u.shape[1]
+
+    @jax.jit
+    def of_part(params, at_BK):
+        return grpo.micro_loss(Bag(params), batch | {"at_BK": at_BK}, TINY.mask_id, beta=0.0, chunk=8)[0]
+
+    @jax.jit
+    def surrogate(params):
+        total = 0
+        for s in range(5):
+            shown = token.at[:, P:].set(jnp.where(step >= s, TINY.mask_id, token[:, P:]))
+            logits = Bag(params).logits(Bag(params).hidden(shown)[0]).at[..., TINY.mask_id].set(-jnp.inf)
+            logp = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, P - 1 : -1], token[:, P:, None], -1)[..., 0]
+            total += (jnp.where(drawn & (step == s), logp, 0).sum(1) * batch["advantage_B"]).sum()
+        return -total / drawn.sum()
+
+    parts = [jax.grad(of_part)(params, part["at_BK"]) for part in grpo.in_parts({"at_BJ": at_BJ})]
+    assert len(parts) == 2
+    jax.tree.map(lambda want, *got: close(sum(got), want), jax.grad(surrogate)(params), *parts)
+
+
+def test_a_cache_is_opened_more_often_while_the_drift_is_above_its_bound():
+    found, at = [], (0, 0)
+    for k3 in [0.2, 0.2, 0.2, 0.2, *[0.001] * 5, 0.05, *[0.001] * 15]:
+        at = grpo.next_refresh(*at, 8, k3, 0.1)
+        found.append(at[0])
+    assert found == [4, 2, 1, 1, 1, 1, 1, 1, 2, 2, *[2] * 4, *[4] * 5, *[0] * 6]
 
 
 # ---- advantages
@@ -708,9 +802,12 @@ def sums(out, round):
 
 
 @pytest.mark.slow
-def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp_path, capsys):
-    out = tmp_path / "run"
-    grpo.main(config(folder, out, rounds=10, heldout=str(folder / "heldout.jsonl"), eval_every=10, show=True))
+@pytest.mark.parametrize("estimator", ["coupled", "trajectory"])
+def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp_path, capsys, estimator):
+    out, settings = tmp_path / "run", {"estimator": estimator, "rounds": 10, "eval_every": 10, "show": True}
+    if estimator == "trajectory":
+        settings |= {"replay": 0, "importance": "sequence_truncate"}
+    grpo.main(config(folder, out, heldout=str(folder / "heldout.jsonl"), **settings))
     log, lines = read_lines(out / "log.jsonl"), read_lines(out / "rounds.jsonl")
     rewards = [row["reward"] for row in log[1:]]
     assert [row["round"] for row in log] == list(range(11))
@@ -720,16 +817,10 @@ def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp
     for row in log[1:]:
         mine = [line for line in lines if line["round"] == row["round"]]
         assert row["reward"] == pytest.approx(np.mean([line["reward"] for line in mine]))
-        assert {
-            "kl",
-            "clip_low",
-            "clip_high",
-            "ratio_max",
-            "entropy",
-            "generate_s",
-            "update_s",
-            "timeouts",
-        } <= row.keys()
+        names = "kl clip_low clip_high ratio_max entropy generate_s update_s timeouts drift_k1 drift_k3 drift_ratio_max"
+        assert {*names.split(), "duplicates", "answer_entropy", "tokens_per_step"} <= row.keys()
+        assert 0 <= row["drift_k3"] < 1
+        assert 0 <= row["duplicates"] < 1
     for line in lines:
         assert line["reward"] == line["completion"].count("a") / 8
         assert not any(word in line["completion"] for word in ("<|mask|>", "<|pad|>"))
@@ -782,7 +873,7 @@ def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, mo
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(dream.Dream, "hidden", watched)
-        patch.setattr(grpo.Trainer, "score", lambda self, batch, masks: [])
+        patch.setattr(grpo.Trainer, "scores_by", lambda self, trained, batch, views: np.zeros(batch.counted_BC.shape))
         patch.setattr(grpo.Trainer, "learn", lambda self, *inputs: ([], []))
         grpo.main(config(folder, out, rounds=0, tasks=2, generation_batch=18, compile_cache=""))
     assert set(shares) == {(24, 3)}
@@ -824,7 +915,8 @@ def test_a_demo_that_is_stopped_in_its_pre_training_goes_on(tmp_path):
 
 def stopping(folder):
     """Settings of a run that a signal stops in its first round, unless the folder has a file `stopped`."""
-    return {"rewards": (f"{folder / 'own.py'}:stopping",), "sync_every": 3, "rounds": 3, "plot": True}
+    settings = {"rewards": (f"{folder / 'own.py'}:stopping",), "sync_every": 3, "rounds": 3, "plot": True}
+    return settings | {"drift_bound": 1e-9}  # so that the cache is opened more often in each round
 
 
 @pytest.fixture(scope="module")
@@ -855,8 +947,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, 
     for other, words in (
         ({"lora_rank": 2}, "--lora_rank 0 there, 2 here"),
         ({"beta": 0.0}, "--beta above 0 True there"),
+        ({"estimator": "trajectory"}, "was trained with --estimator=coupled; leave --estimator out, or"),
     ):
-        with pytest.raises(ValueError, match=f"is of another model: {words}"):
+        with pytest.raises(ValueError, match=words):
             grpo.main(config(folder, tmp_path / "parts", **resume | other))
     assert not (tmp_path / "other").exists()
 
@@ -958,6 +1051,13 @@ def test_completions_without_an_end_can_be_left_out_of_updates(folder, tmp_path)
         ({"max_prompt": 510}, "the model reaches 512 positions"),
         ({"tensor": 3}, "--tensor=3 does not divide 8 devices"),
         ({"rounds": -1}, "--rounds=-1: at least 0"),
+        ({"replay": 9}, "--replay=9: a completion of 8 tokens has no more steps"),
+        ({"estimator": "coupled_elbo", "max_new": 1, "replay": 0}, "--max_new is at least 2"),
+        ({"estimator": "trajectory", "score": "drawn"}, "--estimator=trajectory replays what --score=distribution"),
+        ({"estimator": "trajectory", "ratio": "sequence"}, "--ratio=sequence needs it whole"),
+        ({"importance": "token_mask"}, "--importance=token_mask weighs tokens as they were drawn"),
+        ({"importance": "sequence_mask"}, "--importance=sequence_mask needs every step of a completion: --replay=0"),
+        ({"drift_bound": 0.1, "cache": ""}, "--drift_bound=0.1 opens a cache more often"),
     ],
     ids=str,
 )

@@ -1,5 +1,6 @@
 """Properties of masked diffusion that need no reference values."""
 
+import functools
 import math
 
 import jax
@@ -78,6 +79,46 @@ def test_masking_exactly_m_tokens_leaves_what_is_not_counted():
     assert mask[counted.any(1)].any(1).all()
     np.testing.assert_allclose((weight * mask.sum(1))[1:], counted.sum(1)[1:])
     assert np.isfinite(weight).all()
+
+
+def documents_in_blocks():
+    """(counted_BL, position_BL, number of each token's block in its row) of two rows with blocks of three."""
+    position_BL = np.array([[*range(7), *range(4), 0, 0], range(13)])
+    counted_BL = np.ones(position_BL.shape, bool)
+    counted_BL[0, 11:] = counted_BL[1, :4] = counted_BL[1, 9] = False  # padding, a prompt, a hole
+    return counted_BL, position_BL, np.cumsum(position_BL % 3 == 0, 1)
+
+
+def test_a_block_without_a_mask_gets_one_where_u_is_smallest(library):
+    counted, position, number = documents_in_blocks()
+    u = np.random.default_rng(0).random(counted.shape).round(1)  # with equals
+    mask = counted & (u < 0.3)
+    got = library(functools.partial(diffusion.mask_one_at_least, block=3), mask, counted, u, position)
+    for b, n in {(row, n) for row in range(2) for n in number[row]}:
+        here = np.flatnonzero((number[b] == n) & counted[b])
+        want = set(here[mask[b, here]])
+        want = want or {min(here, key=lambda i: (u[b, i].astype(library.dtype), i))} if len(here) else want
+        assert set(np.flatnonzero(got[b] & (number[b] == n))) == want
+
+
+def test_subsets_of_a_block_weigh_what_the_integral_over_time_does(library):
+    counted, position, number = documents_in_blocks()
+    subset = functools.partial(diffusion.subset_mask, block=3)
+    all_of_them = lambda counted, position: tuple(subset(s, counted, position) for s in range(1, 8))  # noqa: E731
+    masks, weights = zip(*library(all_of_them, counted, position), strict=True)
+    library.close(np.sum(weights, 0), counted.astype(float))  # of the subsets that hold a token: 1 together
+    t = (np.arange(2000) + 0.5) / 2000
+    for b, n in {(row, n) for row in range(2) for n in number[row]}:
+        here = (number[b] == n) & counted[b]
+        seen = set()
+        for mask, weight in zip(masks, weights, strict=True):
+            k = int((weight[b] * here > 0).sum())
+            if k:
+                assert ((weight[b] > 0) & here == mask[b] & here).all()
+                seen.add(tuple(np.flatnonzero(mask[b] & here)))
+                want = np.mean(t ** (k - 1) * (1 - t) ** (here.sum() - k))
+                np.testing.assert_allclose(weight[b][mask[b] & here], want, rtol=1e-3)
+        assert len(seen) == 2 ** here.sum() - 1
 
 
 def test_the_two_rules_of_top_p_differ_where_the_sum_is_met_exactly():

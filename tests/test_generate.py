@@ -492,6 +492,30 @@ def dream_says(capsys, folder, **settings):
     return capsys.readouterr()
 
 
+def test_a_dream_of_blocks_is_filled_behind_its_exact_cache(coder, capsys, tmp_path):
+    cfg = dataclasses.replace(md.config_from_hf(coder / "model"), block_length=4)
+    model = nnx.merge(md.graph_of(cfg, md.Run()), new_params(md, cfg, 0.5))
+    md.save(tmp_path / "blocks", model, [coder / "tokenizer.json"])
+    prompts = {"prompt": "def area"}, {"prompt": "class A: pass # [MASK:5]"}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    settings = {"file": str(tmp_path / "in.jsonl"), "json": True, "html": str(tmp_path / "x.html")}
+    out, _ = dream_says(capsys, tmp_path / "blocks", entropy_bound=0.5, **settings)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert rows[0]["text"] == "def area" + rows[0]["completion"]
+    assert rows[1]["text"].startswith("class A: pass #")
+    assert 1 <= rows[0]["forwards"] <= 16
+    assert "step 1 of" in (tmp_path / "x.html").read_text()
+    for settings, part in (
+        ({"prompt": "a[MASK:2]b"}, "does not see the text behind a hole"),
+        ({"prompt": "a", "cache": "dual", "block_length": 4}, "leave out --cache"),
+        ({"prompt": "a", "threshold": 0.5, "entropy_bound": 0.5}, "do not go together"),
+    ):
+        with pytest.raises(ValueError, match=part):
+            dream_says(capsys, tmp_path / "blocks", **settings)
+    with pytest.raises(ValueError, match="--entropy_bound is for a Dream of blocks"):
+        dream_says(capsys, coder / "model", prompt="a", entropy_bound=0.5)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

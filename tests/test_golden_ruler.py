@@ -1,6 +1,7 @@
 """Reference values on table models: the scores that coupled_grpo.py trains with, and bench/grpo_ruler.py."""
 
 import itertools
+import json
 import math
 import re
 import sys
@@ -76,6 +77,70 @@ def test_losses(golden_dir, form):
             np.testing.assert_allclose(grad_BL, case[f"grad_{form}"], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("form", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_importance_weights_and_their_losses(golden_dir, form):
+    for name, case in ruler_cases(golden_dir, "losses.npz"):
+        counted_BL, advantage_B = case["mask"] > 0, case["advantages"]
+        weight_BL = grpo.importance_weights(case["old"] - case["rollout"], counted_BL, form, case["clip_max"])
+        close(weight_BL[counted_BL], case[f"weight_{form}"][counted_BL], name)
+        limits = {"low": float(case["epsilon_low"]), "high": float(case["epsilon_high"]), "delta": float(case["delta"])}
+        settings = limits | {"beta": 0.0, "loss": "dapo", "update_tokens": counted_BL.sum(), "weight_BC": weight_BL}
+        value, _ = grpo.grpo_loss(case["new"], case["old"], None, advantage_B, counted_BL, **settings)
+        np.testing.assert_allclose(value, case[f"loss_dapo_{form}"], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+class Table:
+    """A model that is a table of logits, of the canvas of each set of masked positions, behind one column of prompt."""
+
+    def __init__(self, logits_NnV):
+        self.logits_NnV = logits_NnV
+
+    def hidden(self, token_BL, see_BM=None):
+        _, n, V = self.logits_NnV.shape  # MASK is V, which has no logits
+        set_B = ((token_BL[:, 1:] == V) << jnp.arange(n)).sum(-1)
+        return jnp.pad(self.logits_NnV[set_B], ((0, 0), (0, 1), (0, 0))), None
+
+    def logits(self, hidden_BTD):
+        return hidden_BTD
+
+
+@jax.jit
+def replayed(logits_NnV, answer_n, step_Bn, at_BJ):
+    """log p of each token [B, n] as coupled_grpo.py replays a record."""
+    token_BL = jnp.pad(jnp.tile(answer_n, (len(step_Bn), 1)), ((0, 0), (1, 0)))
+    parts = [part["at_BK"] for part in grpo.in_parts({"at_BJ": at_BJ})]
+    inputs = Table(logits_NnV), token_BL, None, step_Bn
+    return sum(grpo.trajectory_scores(*inputs, at_BK, logits_NnV.shape[2])[0] for at_BK in parts)
+
+
+def test_replayed_trajectories_their_gradients_and_weights(golden_dir):
+    total = lambda *inputs: replayed(*inputs).sum(-1)  # noqa: E731
+    for name, case in ruler_cases(golden_dir, "trajectory.npz"):
+        step_Bn, tables = case["step"], {"learner": case["logits"], "behaviour": case["cached_logits"]}
+        at_BJ, scale_B = grpo.steps_to_replay(step_Bn, 0, np.random.default_rng(0))
+        assert (scale_B == 1).all()
+        inputs = case["answer"], step_Bn, at_BJ
+        for who, logits_NnV in tables.items():
+            logp_Bn = replayed(jnp.asarray(logits_NnV, jnp.float32), *inputs)
+            np.testing.assert_allclose(logp_Bn, case[f"{who}.logp_token"], rtol=1e-4, atol=1e-4, err_msg=name)
+            np.testing.assert_allclose(logp_Bn.sum(-1), case[f"{who}.logp"], rtol=1e-4, atol=1e-4, err_msg=name)
+        grad = jax.jacobian(total)(jnp.asarray(case["logits"], jnp.float32), *inputs)
+        np.testing.assert_allclose(grad, case["grad_logp"], rtol=1e-4, atol=1e-4, err_msg=name)
+
+        log_Bn = case["learner.logp_token"] - case["behaviour.logp_token"]
+        counted_Bn = np.ones(log_Bn.shape, bool)
+        close(log_Bn, case["log_weight_token"], name)
+        close(log_Bn.sum(-1), case["log_weight"], name)
+        for key in case:
+            if found := re.fullmatch(r"((token|sequence)_(truncate|mask))_([\d.]+)", key):
+                weight_Bn = grpo.importance_weights(log_Bn, counted_Bn, found[1], float(found[4]))
+                close(weight_Bn if found[2] == "token" else weight_Bn[:, 0], case[key], f"{name} {key}")
+        rows = [grpo.drift(log_Bn[i : i + 1], counted_Bn[i : i + 1]) for i in range(len(log_Bn))]
+        for key in ("k1", "k3"):
+            close([row[f"drift_{key}"] for row in rows], case[key], f"{name} {key}")
+        close([row["drift_ratio_max"] for row in rows], np.exp(log_Bn.max(-1)), name)
+
+
 # ---- the exact ruler, float64 --------------------------------------------------------------------------------------
 
 
@@ -115,6 +180,34 @@ def test_one_answer_exactly(golden_dir):
             found = np.array([ruler.ancestral(logp_Nn, str(kind), int(steps)) for kind, steps in settings])
             close(found[:, 0], case["elbo_steps"], name)
             close(found[:, 1], case["ancestral_steps"], name)
+
+
+def test_paths_of_samplers_that_look_at_the_drawn_token_and_tracerl(golden_dir):
+    for name, case in ruler_cases(golden_dir, "trajectory.npz"):
+        tables = {"learner": case["logits"], "behaviour": case["cached_logits"]}
+        for i, step_n in enumerate(case["step"]):
+            for who, logits_NnV in tables.items():
+                where, inputs = f"{name} {who} {i}", (logits_NnV, case["answer"], step_n)
+                logp_n = ruler.path_logp(ruler.answer_logp(logits_NnV, case["answer"]), step_n)
+                close(logp_n, case[f"{who}.logp_token"][i], where)
+                close(ruler.drawn_path_logp(*inputs, float(case["tau"])), case[f"{who}.logp_threshold"][i], where)
+                close(ruler.drawn_path_logp(*inputs), case[f"{who}.logp_topk"][i], where)
+            for key in case:
+                if found := re.fullmatch(r"tracerl_shrink(\d+)", key):
+                    logp_Nn = ruler.answer_logp(case["logits"], case["answer"])
+                    close(ruler.tracerl(logp_Nn, step_n, int(found[1])), case[key][i], f"{name} {key} {i}")
+
+
+def test_published_strata_and_one_in_which_every_row_draws_every_number(golden_dir):
+    for case in json.loads((golden_dir("ruler") / "strata.json").read_text()):
+        kind, length, batch = case["kind"], case["length"], case["batch"]
+        chance, least = ruler.count_chances(kind, length, batch), int(kind != "espo")
+        close(chance, case["marginal"], str(case))
+        uniform = np.zeros(length + 1)
+        uniform[least:] = 1 / (length + 1 - least)
+        assert np.allclose(chance, uniform) == case["uniform"]
+        mended = np.append(0, np.full(length, 1 / length))
+        close(ruler.count_chances("floor", length, batch), np.tile(mended, (batch, 1)), str(case))
 
 
 def test_estimators_over_all_their_draws(golden_dir):

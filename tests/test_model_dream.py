@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import diffusion
 import model_dream as md
 import runs
 import sample_dream as sd
@@ -484,7 +485,7 @@ def test_the_bound_of_uniform_logits_is_the_logarithm_of_the_vocabulary_without_
 def test_documents_of_a_row_do_not_see_each_other():
     for block in (256, 7):
         model, token_BL = build(SHALLOW, block=block), tokens(1, 20)
-        see = jax.jit(lambda model, token_BL: model.hidden(token_BL, segment_BL=SEGMENT_BL[:1])[0])
+        see = jax.jit(lambda model, token_BL: model.hidden(token_BL, place=diffusion.Place(SEGMENT_BL[:1]))[0])
         before = np.asarray(see(model, token_BL))
         for i in (0, 7, 16, 19):
             changed_BL = token_BL.copy()

@@ -240,6 +240,33 @@ def test_an_end_token_ends_its_row_alone(shallow):
         assert (infill[0, 9:14] != eos).all()
 
 
+def test_a_record_replays_every_step_with_what_was_drawn_in_it(shallow):
+    """Also behind an end of text, which replaces what was drawn before it; what is never drawn has no probability."""
+    B, P, C = 8, 5, 16
+    ends = tuple(range(3, 12))  # so many that most rows end early
+    settings = {"temperature": 1.3, "threshold": 0.2, "score": "distribution", "block_length": 8, "eos_ids": ends}
+    rule, canvas_BL = sd.Sampling(**settings, history=True, record=True), masked(B, P, C)
+    token_BL, stats = sd.fill(shallow, canvas_BL, None, rule, jax.random.key(1))
+    record, written_BL = stats["record"], canvas_BL == MASK
+    assert ((record.step_BL >= 0) == written_BL).all()
+    drawn_BL = written_BL & (record.token_BL != MASK)
+    assert 0 < (drawn_BL & (token_BL != record.token_BL)).sum()  # replaced by the end of their text
+    assert 0 < (written_BL & ~drawn_BL).sum()  # never drawn
+    for step, after_BL in enumerate(stats["history"]):
+        shown_BL = np.where(record.step_BL >= step, MASK, record.token_BL)
+        logits_BLV = np.array(apply(shallow, shown_BL)) / 1.3
+        logits_BLV[..., MASK] = -np.inf
+        logp_BLV = jax.nn.log_softmax(logits_BLV)[:, :-1]
+        here_BL = drawn_BL & (record.step_BL == step)
+        want_BL = np.take_along_axis(logp_BLV, record.token_BL[:, 1:, None], -1)[..., 0]
+        np.testing.assert_allclose(record.logp_BL[here_BL], want_BL[here_BL[:, 1:]], rtol=1e-3, atol=1e-3)
+        np.testing.assert_array_equal(after_BL[here_BL] != MASK, True)
+    assert (record.logp_BL[~drawn_BL] == 0).all()
+    plain_BL, plain = sd.fill(shallow, canvas_BL, None, sd.Sampling(**settings), jax.random.key(1))
+    np.testing.assert_array_equal(plain_BL, token_BL)
+    assert plain.keys() == {"forwards", "idle", "steps", "windows"}
+
+
 def test_a_penalty_keeps_end_tokens_from_an_empty_text_and_not_from_a_full_one(shallow):
     canvas_BL = np.pad(masked(1, 5, 8), ((0, 0), (0, 1)), constant_values=9)  # text follows: no end token ends it
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import io
 import json
 import lzma
@@ -27,6 +28,7 @@ from conftest import AS_A_USER, command, copy_in_bucket, kill_and_resume, losses
 from flax import nnx
 
 import data_prep
+import generate
 import model_dream as md
 import model_pythoncoder as pc
 import runs
@@ -468,6 +470,102 @@ def first_loss(model, folder, seed=0):
     )
     free_BL = (segment_BL > 0) & (fixed[0] == 0 if fixed else True)
     return float(nats) / free_BL.sum()
+
+
+def loss_in_blocks(model, params, batch, **settings):
+    """The loss of the first step of a Dream with these settings."""
+    cfg = train_tpu.Config(model="dream_tiny", dream=train_tpu.Dream(**settings))
+    graph, micro = md.graph_of(train_tpu.with_blocks(cfg, model), md.Run()), {k: x[0] for k, x in batch.items()}
+    loss_fn = train_tpu.dream_loss(cfg, graph, batch, jax.random.key(0), step=0, base={})
+    return float(jax.jit(loss_fn)(params, micro | {"row_AB": jnp.arange(len(micro["token_ABL"]))}, {})[0])
+
+
+def test_blocks_of_one_token_train_as_an_autoregressive_model_and_a_block_as_long_as_the_row_as_none():
+    cfg = md.DreamConfig(64, 16, 1, 2, 1, 8, 24, mask_id=3, pad_id=0, bos_id=0, eos_id=0, positions=64)
+    params, rng = md.new_params(cfg, 0), np.random.default_rng(0)
+    batch = {"token_ABL": jnp.asarray(rng.integers(4, 64, (1, 2, 16)))}
+    position_L = jnp.array([*range(9), *range(5), 0, 0])
+    packed = batch | {
+        "segment_ABL": jnp.tile(jnp.array([1] * 9 + [2] * 5 + [0] * 2), (1, 2, 1)),
+        "position_ABL": jnp.tile(position_L, (1, 2, 1)),
+        "fixed_ABL": jnp.tile((position_L < 2).astype(int), (1, 2, 1)),
+    }
+    ar = loss_in_blocks(cfg, params, packed, objective="ar")
+    # The first step of a warm-up has blocks of one.
+    grown = loss_in_blocks(cfg, params, packed, block_length=8, block_warmup=9)
+    assert grown == pytest.approx(ar, rel=1e-5)
+    whole = batch | {"segment_ABL": jnp.ones((1, 2, 16), int), "position_ABL": jnp.tile(jnp.arange(16), (1, 2, 1))}
+    none, all_of_it = (loss_in_blocks(cfg, params, whole, **s) for s in ({}, {"block_length": 16}))
+    assert all_of_it == pytest.approx(none, rel=1e-5)
+    assert abs(none - ar) > 1e-3
+
+
+def test_settings_of_blocks_that_do_not_go_together_are_one_line():
+    for changes, part in (
+        ({"objective": "ar", "block_length": 4}, "--objective=ar has no --block_length"),
+        ({"block_warmup": 5}, "--block_warmup: set --block_length"),
+        ({"block_length": 4, "schedule": "cosine"}, "blocks have the linear --schedule"),
+        ({"block_length": 4, "rates": (0.9, 0.1)}, "the lower first"),
+        ({"block_length": -1}, "are 0 or more"),
+    ):
+        cfg = train_tpu.Config(model="dream_tiny", dream=train_tpu.Dream(**changes))
+        with pytest.raises(ValueError, match=part):
+            train_tpu.with_blocks(cfg, DREAM)
+    with pytest.raises(ValueError, match="are of Dream"):
+        train_tpu.with_blocks(train_tpu.Config(dream=train_tpu.Dream(block_length=4)), CODER)
+
+
+@pytest.mark.slow
+def test_an_autoregressive_run_goes_on_in_blocks_without_a_jump_and_generate_writes_with_it(
+    data, one_device, tmp_path, capsys
+):
+    ar, blocks, common = tmp_path / "ar", tmp_path / "blocks", {"steps": 60, "eval_every": 30}
+    train_tpu.main(dream_config(data, ar, dream=train_tpu.Dream(objective="ar"), **common))
+    assert runs.load(md, ar)[0].cfg.block_length == 1
+    recipe = train_tpu.Dream(init=str(ar), block_length=4, block_warmup=20, rates=(0.3, 0.8), rate_warmup=5)
+    train_tpu.main(dream_config(data, blocks, str(ar), dream=recipe, **common))
+    assert runs.load(md, blocks)[0].cfg.block_length == 4
+    before = np.mean([loss for loss, _ in losses(ar).values()][-5:])
+    assert losses(blocks)[1][0] == pytest.approx(before, abs=0.3)  # log(600) = 6.4 at first
+    assert (blocks / "samples.txt").read_text().count("---- step") == 2
+    scores = [json.loads(line) for line in (blocks / "log.jsonl").read_text().splitlines()]
+    assert all(np.isfinite(row["bits_per_byte"]) for row in scores if "bits_per_byte" in row)
+    capsys.readouterr()
+    flags = generate.DreamFlags(threshold=0.1)
+    generate.main(generate.Config("dream", str(blocks), prompt="def area(", max_new=12, devices=1, dream=flags))
+    out, err = capsys.readouterr()
+    assert out.startswith("def area(")
+    assert "forward passes" in err
+
+
+@pytest.mark.slow
+def test_the_loss_of_blocks_is_in_the_mean_their_exact_bound_whatever_the_estimate():
+    cfg = md.DreamConfig(64, 32, 1, 4, 2, 8, 48, mask_id=3, pad_id=0, bos_id=0, eos_id=0, positions=64, block_length=4)
+    B, position_L = 64, jnp.array([*range(7), *range(4), 0])
+    token_BL = jnp.tile(jnp.asarray(np.random.default_rng(0).integers(4, 64, 12)), (B, 1))
+    segment_BL, position_BL = (jnp.tile(x, (B, 1)) for x in (jnp.array([1] * 7 + [2] * 4 + [0]), position_L))
+    model = nnx.merge(md.graph_of(cfg, md.Run()), jax.tree.map(lambda x: 3 * x, md.new_params(cfg, 0)))
+    counted_BL = md.counted(segment_BL).at[:, :2].set(False)
+    row = token_BL, segment_BL, position_BL
+    exact = float(jax.jit(lambda model: model.exact_nll(*row, ~counted_BL).sum())(model))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def nats(dream, key):
+        noise = functools.partial(md.noise, key, B, jnp.arange(B))
+        return train_tpu.block_nats(dream, model, 0, *row, counted_BL, noise)
+
+    def mean(**settings):
+        dream = train_tpu.Dream(**settings)
+        draws = [float(nats(dream, jax.random.key(i))) for i in range(40)]
+        return np.mean(draws), np.std(draws) / 40**0.5
+
+    for settings in ({}, {"complement": True}):
+        value, error = mean(**settings)
+        assert abs(value - exact) < 4 * error < 0.1 * exact, settings
+    value, error = mean(least_one=True)  # no bound, and so it says
+    assert abs(value - exact) > 4 * error
+    # Unweighted in the warm-up, where hardly a token is masked.
+    assert mean(rate_warmup=10)[0] < 0.1 * exact
 
 
 @pytest.mark.slow

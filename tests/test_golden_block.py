@@ -1,0 +1,285 @@
+"""Reference values of block diffusion (tests/golden/block/README.md): every case of what our scripts use."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import convert_weights
+import diffusion
+import model_dream as md
+import runs
+import sample_block
+
+pytestmark = pytest.mark.golden
+
+
+@pytest.fixture(autouse=True, scope="module")
+def exact_matmuls():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def block(golden_dir):
+    """The lists of cases."""
+    return json.loads((golden_dir("block") / "block.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def params(golden_dir):
+    """(architecture, parameters) of the model."""
+    model = convert_weights.from_hf(golden_dir("block"))
+    return model.cfg, nnx.to_pure_dict(nnx.state(model))
+
+
+def built(params, **changes):
+    """The model with other settings of its architecture."""
+    cfg, weights = params
+    return nnx.merge(md.graph_of(dataclasses.replace(cfg, **changes), md.Run()), weights)
+
+
+def positions(segment_BL):
+    """How far each token is from the first of its document, 0 in padding."""
+    position_BL = np.zeros_like(segment_BL)
+    for row, segment_L in zip(position_BL, segment_BL, strict=True):
+        for i in range(1, len(row)):
+            row[i] = (row[i - 1] + 1) * (segment_L[i] == segment_L[i - 1] > 0)
+    return position_BL
+
+
+def tensors(path, name):
+    """The tensors of a case."""
+    return {key[len(name) + 1 :]: x for key, x in load_file(path).items() if key.startswith(f"{name}.")}
+
+
+# ---- who sees whom -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", ["numpy", "jax", "torch"])
+def test_every_mask_of_noised_and_clean_rows_and_of_sampling(block, golden_dir, library):
+    namespace = pytest.importorskip("jax.numpy" if library == "jax" else library)
+    sees = jax.jit(diffusion.sees) if library == "jax" else diffusion.sees
+    assert block["masks"]
+    for case in block["masks"]:
+        name, arrays = case["name"], tensors(golden_dir("block") / "masks.safetensors", case["name"])
+        segment_L = arrays["segment_L"]
+        block_L = positions(segment_L[None])[0] // case["block"]
+        copies = np.repeat([True, False], len(segment_L))
+        twice = [np.tile(x, 2) for x in (segment_L, block_L)]
+        for want, place in (("train", (*twice, copies)), ("sample", (segment_L, block_L))):
+            place = diffusion.Place(*map(namespace.asarray, place))
+            got, real = np.asarray(sees(place, place)), np.asarray(place.document) > 0
+            np.testing.assert_array_equal(got[real], arrays[want][real] == 1, err_msg=f"{name} {want}")
+
+
+# ---- losses --------------------------------------------------------------------------------------------------------
+
+nll = jax.jit(lambda model, *args, border="clean": model.nll(*args, border=border), static_argnames="border")
+bound = jax.jit(lambda model, *args: model.nelbo(*args))
+exact = jax.jit(lambda model, *args: model.exact_nll(*args))
+autoregressive = jax.jit(lambda model, *args: model.ar_nll(*args))
+
+
+def test_every_loss_token_for_token(block, golden_dir, params):
+    assert block["losses"]
+    for case in block["losses"]:
+        name, arrays = case["name"], tensors(golden_dir("block") / "loss.safetensors", case["name"])
+        token_BL, segment_BL, fixed_BL, t_BL, u_BL = (
+            arrays[f"{key}_BL"] for key in ("token", "segment", "fixed", "t", "u")
+        )
+        counted_BL = np.asarray(md.counted(segment_BL, fixed_BL))
+        mask_BL = counted_BL & (u_BL < t_BL)
+        np.testing.assert_array_equal(mask_BL, arrays["mask_BL"] == 1, err_msg=name)
+        model = built(params, shift=case["shift"] != "none")
+        border = "noisy" if case["shift"] == "noisy" else "clean"
+        where = segment_BL, positions(segment_BL), case["block"]
+        got_BL = np.asarray(nll(model, token_BL, mask_BL, *where, border=border))
+        np.testing.assert_allclose(got_BL, arrays["nll_BL"], atol=2e-4, rtol=0, err_msg=name)
+        assert (got_BL / np.maximum(t_BL, 1e-9))[mask_BL].sum() == pytest.approx(case["nelbo"], rel=2e-5), name
+        assert counted_BL.sum() == case["counted"], name
+        assert mask_BL.sum() == case["masked"], name
+        assert got_BL[mask_BL].mean() == pytest.approx(case["cross_entropy"], rel=2e-5), name
+        if border == "clean":  # as the trainer's bound
+            model = built(params, shift=case["shift"] != "none", block_length=case["block"])
+            got = bound(model, token_BL, *where[:2], t_BL, u_BL, fixed_BL)
+            assert float(got) == pytest.approx(case["nelbo"], rel=2e-5), name
+
+
+def test_every_exact_bound_token_for_token(block, golden_dir, params):
+    assert block["exact"]
+    for case in block["exact"]:
+        name, arrays = case["name"], tensors(golden_dir("block") / "loss.safetensors", case["name"])
+        model = built(params, shift=case["shift"] != "none", block_length=case["block"])
+        token_BL = arrays["token_BL"]
+        segment_BL = np.ones_like(token_BL)
+        got_L = np.asarray(exact(model, token_BL, segment_BL, positions(segment_BL)))[0]
+        np.testing.assert_allclose(got_L, arrays["exact_nll_L"], atol=2e-4, rtol=0, err_msg=name)
+        starts = range(0, case["length"], case["block"])
+        np.testing.assert_allclose(np.add.reduceat(got_L, starts), case["block_nelbo"], rtol=2e-5, err_msg=name)
+        assert got_L.sum() == pytest.approx(case["nelbo"], rel=2e-5), name
+
+
+def test_autoregressive_nll_is_that_of_the_causal_model(block, golden_dir, params):
+    cases = [case for case in block["losses"] if case["name"] == "clean_block_1_is_ar"]
+    assert cases
+    for case in cases:
+        arrays = tensors(golden_dir("block") / "loss.safetensors", case["name"])
+        segment_BL, mask_BL = arrays["segment_BL"], arrays["mask_BL"] == 1
+        got_BL = np.asarray(
+            autoregressive(built(params), arrays["token_BL"], mask_BL, segment_BL, positions(segment_BL))
+        )
+        np.testing.assert_allclose(got_BL, arrays["nll_BL"], atol=2e-4, rtol=0)
+        later_BL = mask_BL & (positions(segment_BL) > 0)
+        np.testing.assert_allclose(got_BL[later_BL], arrays["ar_nll_BL"][later_BL], atol=2e-4, rtol=0)
+
+
+# ---- mask rates ----------------------------------------------------------------------------------------------------
+
+
+def test_every_mask_rate_and_weight(block):
+    for case in block["clipped"]:
+        t, weight = diffusion.block_noise(np.float64(case["u"]), case["low"], case["high"])
+        assert t == pytest.approx(case["t"], rel=1e-6), case
+        assert weight == pytest.approx(case["weight"], rel=1e-6), case
+    for case in block["block_clipped"]:
+        t, _ = diffusion.block_noise(np.float64(case["u"]), 0.0, 1.0, 1 / case["block"])
+        assert t == pytest.approx(case["rate"], rel=1e-6), case
+    for case in block["warmup"]:
+        got = diffusion.highest_rate(np.float64(case["step"]), case["steps"], case["init"])
+        assert got == pytest.approx(case["rate"], rel=1e-6), case
+    assert all(block[name] for name in ("clipped", "block_clipped", "warmup"))
+
+
+# ---- sampling ------------------------------------------------------------------------------------------------------
+
+
+def test_every_schedule_of_tokens_per_step(block):
+    names = {"dllm": "block", "sdar": "even"}
+    assert block["schedules"]
+    for case in block["schedules"]:
+        counts = diffusion.step_counts(case["masks"], case["steps"], names[case["rule"]])
+        assert [n for n in counts.tolist() if n or case["rule"] == "sdar"] == case["counts"], case
+
+
+def test_every_entropy_bound(block, golden_dir, library):
+    assert block["entropy_bound"]
+    for case in block["entropy_bound"]:
+        arrays = tensors(golden_dir("block") / "rules.safetensors", case["name"])
+        masked = arrays["masked"] == 1
+        got = library(lambda x: diffusion.confidence(diffusion.softmax(x), "entropy"), arrays["logits"])
+        np.testing.assert_allclose(-got, arrays["entropy"], atol=1e-5)
+        bounds = np.array(case["bounds"])
+        got = library(
+            lambda entropy, masked, bounds: tuple(diffusion.entropy_bound(entropy, masked, bound) for bound in bounds),
+            arrays["entropy"], masked, bounds,
+        )  # fmt: skip
+        for i, accepted in enumerate(got):
+            np.testing.assert_array_equal(accepted, arrays[f"entropy.{i}"] == 1, err_msg=f"{case['name']} {bounds[i]}")
+
+
+def rule_of(settings):
+    """A golden case's settings as ours."""
+    fields = {"threshold": {"threshold": settings.get("threshold")}}
+    fields["entropy_bound"] = {"entropy_bound": settings.get("entropy_bound")}
+    schedule = {"dllm": "block", "sdar": "even"}.get(settings.get("schedule"))
+    fields["schedule"] = {"steps": settings["steps_per_block"], "schedule": schedule}
+    return sample_block.Sampling(
+        block_length=settings["block"],
+        border={"absolute": "text"}.get(settings["border"], settings["border"]),
+        full=settings["last_block"] == "full",
+        first_argmax=settings["first"] == "argmax",
+        sub_block=settings["sub_block"],
+        eos_ids=() if settings["eos_id"] is None else (settings["eos_id"],),
+        **fields[settings["rule"]],
+    )
+
+
+@pytest.mark.parametrize("which", ["a batch", pytest.param("all", marks=pytest.mark.slow)])
+def test_every_text_token_for_token_with_the_steps_and_passes_of_the_oracle(block, params, which):
+    cases = block["samples"]
+    if which == "a batch":  # every case is a program or two
+        cases = [case for case in cases if len(case["prompts"]) > 1 and case["settings"]["rule"] == "threshold"][:1]
+    assert cases
+    for case in cases:
+        name, settings, prompts = case["name"], case["settings"], case["prompts"]
+        rule, model = rule_of(settings), built(params, shift=settings["shift"])
+        rows, stats = sample_block.generate(model, prompts, settings["max_new"], rule, rows=3)
+        for b, prompt in enumerate(prompts):
+            text = rows[b][len(prompt) :]
+            if settings["eos_id"] in text:
+                text = text[: text.index(settings["eos_id"]) + 1]
+            assert text == case["text"][b], (name, b)
+            # A row goes through its blocks side by side with the others: when a step was, counted from its block.
+            offset = 0 if settings["border"] == "absolute" else len(prompt)
+            first = offset + (len(prompt) - offset) // rule.block_length * rule.block_length
+            when, steps, passes = stats["when"][b], [], []
+            for i, begun in enumerate(stats["begun"]):
+                of_block = when[first + i * rule.block_length :][: rule.block_length] - begun
+                passes.append(int(of_block.max(initial=0)))
+                given = max(0, len(prompt) - first - i * rule.block_length)
+                steps += of_block.tolist()[given:]
+            assert steps[: len(text)] == case["step"][b], (name, b)
+            assert [n for n in passes if n > 0] == case["forwards"][b], (name, b)
+            assert stats["begun"][0] == 0
+
+
+# ---- a Qwen2 becomes a Dream ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def converted(golden_dir, tmp_path_factory):
+    """(folder of the Qwen2, folder of the Dream that convert_weights.py made of it)."""
+    source, out = golden_dir("block") / "ar", tmp_path_factory.mktemp("ar") / "dream"
+    convert_weights.main(convert_weights.Config(source=str(source), to="dream", out=str(out)))
+    return source, out
+
+
+def test_a_converted_qwen2_has_a_row_for_mask_and_every_other_byte(block, converted):
+    source, out = converted
+    model, _ = runs.load(md, out)
+    assert (model.cfg.mask_id, model.cfg.vocab) == tuple(
+        block["conversion"][k] for k in ("mask_token_id", "vocab_size")
+    )
+    rows = {key[4:]: row for key, row in load_file(source / "expected.safetensors").items() if key.startswith("row.")}
+    tensors, got = load_file(source / "model.safetensors"), runs.flatten(nnx.to_pure_dict(nnx.state(model)))
+    assert {convert_weights.hf_name(name) for name in got} == tensors.keys()
+    for name, array in got.items():
+        name, array = convert_weights.hf_name(name), np.asarray(array)
+        if name in rows:
+            np.testing.assert_allclose(array[model.cfg.mask_id], rows.pop(name), rtol=0, atol=1e-6, err_msg=name)
+            array = np.delete(array, model.cfg.mask_id, 0)
+        np.testing.assert_array_equal(array, tensors[name], err_msg=name)
+    assert not rows
+
+
+def test_a_converted_qwen2_computes_what_it_did_and_looks_both_ways_if_asked(converted):
+    source, out = converted
+    model, arrays = runs.load(md, out)[0], load_file(source / "expected.safetensors")
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def logits(model, token_BL, causal):
+        position_BL = jnp.broadcast_to(jnp.arange(token_BL.shape[1]), token_BL.shape)
+        place = diffusion.Place(jnp.ones_like(token_BL), position_BL) if causal else None
+        return model.logits(model.hidden(token_BL, place=place)[0])
+
+    for case, causal in (("causal", True), ("both_ways", False)):
+        want = arrays[f"{case}.logits"]
+        got = logits(model, arrays[f"{case}.token_BL"], causal)[..., : want.shape[-1]]
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max(), err_msg=case)
+
+
+def test_a_converted_qwen2_writes_its_greedy_text_in_blocks_of_one(block, converted):
+    model, cases = runs.load(md, converted[1])[0], block["conversion"]["greedy"]
+    assert model.cfg.block_length == 1
+    assert cases
+    new = max(len(case["text"]) for case in cases)
+    rows, _ = sample_block.generate(model, [case["prompt"] for case in cases], new)
+    for row, case in zip(rows, cases, strict=True):
+        assert row[len(case["prompt"]) :][: len(case["text"])] == case["text"]
