@@ -151,7 +151,6 @@ def test_dropout_is_on_in_training_and_off_elsewhere():
     assert losses(model, jax.random.key(0)) == losses(model, jax.random.key(0))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "cfg", "want"),
     [
@@ -170,6 +169,7 @@ def test_the_fused_kernel_is_taken_where_it_fits(kernel, cfg, want):
     assert getattr(getattr(found, "func", found), "__name__", None) == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "qkvo"])
 def test_the_gradient_of_sums_is_sums_plus_that_of_the_layers(remat):
     graph, params = nnx.split(build(dataclasses.replace(TINY, layers=3), remat=remat, dropout=0.1))
