@@ -508,7 +508,9 @@ def on_chip(name):
 
 
 def platform(name):
-    return "gpu" if place(name)[0].cuda else "tpu"
+    """model_dream.platform_of the devices of this name."""
+    cuda = place(name)[0].cuda
+    return f"gpu {cuda[0]}" if cuda else "tpu"
 
 
 def report(name, lowered, device, beside_gib=0.0, **facts):

@@ -300,7 +300,8 @@ def test_trainers_pick_by_the_recorded_figures():
     most = {}  # of all devices of a platform
     for entry in compile_for.recorded():
         if entry["cell"].startswith("train") and "total_gib" in entry:
-            at = compile_for.platform(entry["device"]), entry["cell"].split()[1], entry["micro_batch"]
+            platform = compile_for.platform(entry["device"]).split()[0]
+            at = platform, entry["cell"].split()[1], entry["micro_batch"]
             most[at] = max(entry["total_gib"], most.get(at, 0))
     assert most
     for (platform, preset, rows), gib in most.items():
@@ -601,6 +602,9 @@ def test_every_program_of_a_small_model_compiles_for_gpus(cuda, device, flags, r
         assert row["roofline_s"] > 0
         assert (row["collective_s"] > 0) == (":" in device)
         assert any("cublas" in name for name in row["without_estimate"]) or device != "t4"
+        # attention as a kernel where a Dream row attends to itself; a T4 has no bfloat16, a cached step few queries
+        fused = flags[0] != "train" and device != "t4" and "cached" not in row["program"]
+        assert ("__gpu$xla.gpu.triton" in row["without_estimate"]) == fused
 
 
 @pytest.mark.slow

@@ -492,6 +492,7 @@ def dream_says(capsys, folder, **settings):
     return capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_a_dream_of_blocks_is_filled_behind_its_exact_cache(coder, capsys, tmp_path):
     cfg = dataclasses.replace(md.config_from_hf(coder / "model"), block_length=4)
     model = nnx.merge(md.graph_of(cfg, md.Run()), new_params(md, cfg, 0.5))

@@ -506,11 +506,14 @@ def test_settings_of_blocks_that_do_not_go_together_are_one_line():
         ({"block_warmup": 5}, "--block_warmup: set --block_length"),
         ({"block_length": 4, "schedule": "cosine"}, "blocks have the linear --schedule"),
         ({"block_length": 4, "rates": (0.9, 0.1)}, "the lower first"),
-        ({"block_length": -1}, "are 0 or more"),
+        ({"block_length": -1}, "is below 0"),
+        ({"block_length": 4, "anneal_steps": 9}, "goes without blocks"),
     ):
         cfg = train_tpu.Config(model="dream_tiny", dream=train_tpu.Dream(**changes))
         with pytest.raises(ValueError, match=part):
             train_tpu.with_blocks(cfg, DREAM)
+    cfg = train_tpu.Config(dream=train_tpu.Dream(anneal_steps=9))  # from an autoregressive model to both ways
+    assert train_tpu.with_blocks(cfg, dataclasses.replace(DREAM, block_length=1)) == DREAM
     with pytest.raises(ValueError, match="are of Dream"):
         train_tpu.with_blocks(train_tpu.Config(dream=train_tpu.Dream(block_length=4)), CODER)
 
