@@ -66,6 +66,7 @@ class Coder:
     dropout: float | None = None  # of attention output, feed-forward hidden and output; 0.1, below 100 M parameters 0
     mtp_weight: float = 0.1  # of the loss of the head that predicts the token after the next
     z_loss: float = 0.0  # weight of logsumexp^2, which keeps logits small
+    einsums: bool = False  # attention as plain products also where the device has a fused kernel for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +142,7 @@ MICRO_BATCH = {"tiny": 2, "small": 4, "100m": 8, "300m": 8, "500m": 4, "1b": 4}
 # bench/results/by_hardware.json. That of small is a TPU's on both.
 STEP_GIB = {
     "tpu": {"small": {4: 1.0}, "300m": {8: 9.0}, "1b": {4: 21.0}},
-    "gpu": {"small": {4: 1.0}, "300m": {8: 9.4}, "1b": {4: 19.2}},
+    "gpu": {"small": {4: 1.0}, "300m": {8: 9.4}, "1b": {4: 19.1}},
 }
 # A preset is picked if its step fits a device, and if the run feeds it: with fewer tokens for each parameter a larger
 # model ends worse than a smaller one.
@@ -159,6 +160,17 @@ def device_memory_gib(device):
         return jax.local_devices()[0].memory_stats()["bytes_limit"] / 2**30  # another host's cannot be asked
     except (TypeError, KeyError, jax.errors.JaxRuntimeError):
         return 15.75
+
+
+def fused_kernel(device, dtype):
+    """Whose kernel computes PythonCoder's attention: a TPU's, that for NVIDIA's Ampere or Hopper; "" where none does.
+
+    An older GPU has no bfloat16, and too little shared memory for the tiles, as all have for float32.
+    """
+    if device.platform != "gpu" or dtype != "bfloat16":
+        return "tpu" if device.platform == "tpu" else ""
+    major = str(getattr(device, "compute_capability", "")).partition(".")[0]  # 8.9; of AMD's a name
+    return {"8": "ampere", "9": "hopper", "10": "ampere", "12": "ampere"}.get(major, "")
 
 
 def most_rows(name, devices, memory):
@@ -314,14 +326,16 @@ def resolve(cfg, devices, data=None, memory=None):
     if family_of(cfg) is md:
         run = md.Run(platform=md.platform_of(device), **settings)
     else:
-        run = pc.Run(kernel=device.platform == "tpu", dropout=dropout, **settings)
+        kernel = "" if cfg.coder.einsums else fused_kernel(device, dtype)
+        run = pc.Run(kernel=kernel, tpu=device.platform == "tpu", dropout=dropout, **settings)
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     where = "CPU" if memory is None else f"{memory:.1f} GiB each"
     accumulated = batch * cfg.tensor // mesh.size // micro
     print(f"{len(devices)} x {device.device_kind} ({where}): mesh {axes}")
     frozen = f"frozen {dtype} weights and LoRA of rank {cfg.dream.lora_rank}"
     weights = frozen if cfg.dream.lora_rank else "float32 weights"
-    print(f"model {name}, {dtype} compute on {weights}, remat {remat}")
+    attention = f", attention by {run.kernel or 'no'} kernel" if family_of(cfg) is pc else ""
+    print(f"model {name}, {dtype} compute on {weights}, remat {remat}{attention}")
     print(f"a step is {batch} rows of {seq_len} = {batch * seq_len:,} tokens, {accumulated} x {micro} rows a device")
     return cfg, model, run, mesh
 

@@ -883,6 +883,17 @@ def test_without_model_and_batch_size_data_and_device_decide_together(capsys):
     assert picked(8_000_000, model="1b")[0] == "1b"
 
 
+def test_the_fused_attention_is_that_of_the_device():
+    def of(platform, version="", dtype="bfloat16"):
+        device = SimpleNamespace(platform=platform, compute_capability=version)
+        return train_tpu.fused_kernel(device, dtype)
+
+    found = [of("gpu", version) for version in ("7.5", "8.0", "8.9", "9.0", "10.0", "12.0", "gfx942")]
+    assert found == ["", "ampere", "ampere", "hopper", "ampere", "ampere", ""]
+    assert (of("tpu"), of("cpu"), of("gpu", "8.0", "float32")) == ("tpu", "", "")
+    assert train_tpu.fused_kernel(SimpleNamespace(platform="gpu"), "bfloat16") == ""
+
+
 def test_steps_on_gpus_are_picked_by_what_was_compiled():
     def picked(memory, **settings):
         device = SimpleNamespace(platform="gpu", device_kind="NVIDIA")
