@@ -590,6 +590,7 @@ class Dream(CanvasModel):
         import jax
 
         import model_dream
+        import sample_block
         import sample_dream
 
         # The rule refuses flags that do not go together, before the weights are read.
@@ -609,7 +610,9 @@ class Dream(CanvasModel):
         super().__init__(cfg, tokenizer, dream.mask_id, ends, dream.positions)
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
         if dream.block_length:
-            self.rule = self.rule_of_blocks(self.rule, flags)
+            self.rule = sample_block.settings_of(self.rule, flags.entropy_bound)
+            if cfg.block_length not in (0, dream.block_length):
+                print(f"--block_length={cfg.block_length}: trained with {dream.block_length}", file=sys.stderr)
         elif flags.entropy_bound:
             raise ValueError(f"--entropy_bound is for a Dream of blocks, and {folder} has none; try --threshold")
         self.batch_size, self.key, self.compile_s = flags.batch_size, jax.random.key(cfg.seed), 0.0
@@ -635,22 +638,6 @@ class Dream(CanvasModel):
         hint = "; --chat=on asks it as an assistant" if wrap and not self.ask else ""
         how = "chat template" if self.ask else "plain completion"
         print(f"{folder}, {f'int{bits} and ' * bool(bits)}{self.model.run.dtype}, {how}{hint}", file=sys.stderr)
-
-    def rule_of_blocks(self, rule, flags):
-        """The settings of sample_block.py for a checkpoint that was trained in blocks: its cache is always exact."""
-        import sample_block
-
-        cfg, trained = self.cfg, self.model.cfg.block_length
-        wrong = {name: getattr(flags, name) for name in ("alg_temp", "cache", "fast_dllm", "eos_penalty")}
-        wrong |= {"sampler": cfg.sampler not in ("entropy", "maskgit_plus")}
-        if any(wrong.values()):
-            names = ", ".join(f"--{name}" for name, value in wrong.items() if value)
-            raise ValueError(f"{cfg.ckpt} was trained in blocks, whose sampler has no such settings: leave out {names}")
-        if cfg.block_length not in (0, trained):
-            print(f"--block_length={cfg.block_length}: the model was trained with {trained}", file=sys.stderr)
-        shared = {name: getattr(rule, name) for name in ("steps", "temperature", "top_p", "top_k", "vocab", "eos_ids")}
-        shared |= {"threshold": flags.threshold, "entropy_bound": flags.entropy_bound}
-        return sample_block.Sampling(cfg.block_length or trained, **shared)
 
     def complete(self, requests):
         """As CanvasModel.complete; the next call goes on with the conversation."""
