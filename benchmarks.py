@@ -304,8 +304,9 @@ def dream_writer(cfg, run, step):
     others = "chat", "bos", "int8", "int4"
     flags = {name: value for name, value in dataclasses.asdict(cfg.dream).items() if name not in others}
     flags |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "vocab": tokenizer.get_vocab_size()}
-    rule, in_blocks = sample_dream.Sampling(**flags, eos_ids=ends), bool(model.cfg.block_length)
-    rule = sample_block.settings_of(rule) if in_blocks else rule
+    rule, sampler = sample_dream.Sampling(**flags, eos_ids=ends), sample_dream
+    if model.cfg.block_length:
+        rule, sampler = sample_block.settings_of(rule), sample_block
 
     # Each width of a canvas is a program that must be compiled: all batches have three at most.
     asked = [prompt_ids(cfg, tokenizer, wrap, problem.asked) for problem in tasks.read_problems(cfg).values()]
@@ -314,8 +315,7 @@ def dream_writer(cfg, run, step):
 
     def write(prompts, finished, batch):
         width = next((width for width in widths if width >= max(map(len, prompts)) + cfg.max_new), 0)
-        shape = {"rows": cfg.batch_size} | ({} if in_blocks else {"width": width})
-        sampler = sample_block if in_blocks else sample_dream
+        shape = {"width": width, "rows": cfg.batch_size}
         with runs.on(mesh):
             rows, _ = sampler.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), **shape)
         return [cut(row[len(ids) :], ends) for row, ids in zip(rows, prompts, strict=True)]

@@ -660,15 +660,14 @@ class Dream(CanvasModel):
         self.key, key = jax.random.split(self.key)
         self.compile_s, started = 0.0, time.perf_counter()
         watch = self.watch if self.cfg.show_steps else None
-        rows, in_blocks = min(self.batch_size, len(self.lengths)), bool(self.model.cfg.block_length)
-        # All batches have as many rows, and without blocks a width of three at most: each shape is a program that must
-        # be compiled.
+        in_blocks = bool(self.model.cfg.block_length)
+        # All batches have a width of three at most, and as many rows: each shape is a program that must be compiled.
         widths = sample_dream.widths(self.lengths, self.batch_size, self.positions)
         width = next(width for width in widths if width >= max(map(len, prompts)))
-        arguments = {"rows": rows, "watch": watch} | ({} if in_blocks else {"width": width})
+        shape = {"width": width, "rows": min(self.batch_size, len(self.lengths))}
         sampler = sample_block if in_blocks else sample_dream
         with runs.on(self.mesh):
-            filled, stats = sampler.generate(self.model, prompts, 0, self.rule, key, **arguments)
+            filled, stats = sampler.generate(self.model, prompts, 0, self.rule, key, watch=watch, **shape)
         seconds = time.perf_counter() - started - self.compile_s
         history, prob = [], []
         for i, ids in enumerate(prompts if self.cfg.html else ()):
