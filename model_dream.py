@@ -515,8 +515,8 @@ class Block(nnx.Module):
             k_BMJK, v_BMJK = (
                 updated(old, new.astype(old.dtype), start) for old, new in zip(cache, (k_BMJK, v_BMJK), strict=True)
             )
-        # the kernel knows documents; a cached step has few queries, and so few scores
-        if run.fused and cache is None and (places is None or places[0].block is None):
+        # the kernel knows documents alone; a cached step has few queries, and so few scores
+        if run.fused and cache is None and (places is None or all(x is None for x in places[0][1:])):
             o_BLHK = attention_gpu(q_BLHK, k_BMJK, v_BMJK, see_BM, places and places[0].document)
         else:
             o_BLHK = attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, places)
