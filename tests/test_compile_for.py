@@ -239,6 +239,24 @@ def test_a_gpus_roofline_adds_up_its_kernels():
     assert (cost.cycles, cost.custom_calls) == (0, {"__cublas$lt$matmul": 1})
 
 
+def test_the_attention_kernels_of_a_gpu_are_counted():
+    B, I, P, J, L, K = 2, 2, 6, 2, 64, 16
+    q, k, v = f"bf16[{B},{I},{P},{L},{K}]", f"bf16[{B},{I},{J},{L},{K}]", f"bf16[{B},{J},{L},{I * K}]"
+    call = 'custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = "ML", name = "diff_attention_values"}'
+    text = f"""HloModule attention
+
+ENTRY %main (q: {q}, k: {k}, v: {v}, lse: f32[{B},{I},{P},{L}]) -> bf16[{B},{P},{L},{I * K}] {{
+  %q = {q} parameter(0)
+  %k = {k} parameter(1)
+  %v = {v} parameter(2)
+  %lse = f32[{B},{I},{P},{L}] parameter(3)
+  ROOT %pallas_call.4 = bf16[{B},{P},{L},{I * K}] custom-call(%q, %k, %v, %lse), {call}
+}}"""
+    cost = compile_for.cost_of(text, compile_for.CHIPS["h100"])
+    assert cost.flops == 2 * (I * K + I * K) * B * P * L * L // 2  # all scores, one product with v
+    assert compile_for.cost_of(text.replace("diff_attention_values", "other"), compile_for.CHIPS["h100"]).flops == 0
+
+
 def test_a_tpus_roofline_leaves_out_collectives_and_what_runs_beside():
     chip = compile_for.CHIPS["v6e"]._replace(flops_per_s=1e-6, bytes_per_s=math.inf)
     cost = compile_for.cost_of(by_hand(), chip)
