@@ -394,11 +394,39 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, places=None):
 
     def split(x_BL):  # [B, L, ...] -> [n, B, block, ...]
         x_BL = jnp.pad(x_BL, ((0, 0), (0, n * block - L), *[(0, 0)] * (x_BL.ndim - 2)))
-        return x_BL.reshape(B, n, block, *x_BL.shape[2:]).swapaxes(0, 1)
+        return x_BL.reshape(len(x_BL), n, block, *x_BL.shape[2:]).swapaxes(0, 1)
 
     # One block after the other; the backward pass computes the scores of a block again.
     o_nBLHK = jax.lax.map(jax.checkpoint(attend), jax.tree.map(split, queries))
     return o_nBLHK.swapaxes(0, 1).reshape(B, n * block, H, K)[:, :L]
+
+
+def attention_gpu(q_BLHK, k_BLJK, v_BLJK, see_BL=None, segment_BL=None, interpret=False):
+    """`attention` of a row to itself (M = L) by JAX's Triton kernels, one each way: scores never lie in memory.
+
+    segment_BL are the documents of packed rows. Padding is one of its own here: it sees itself, which nobody reads.
+    """
+    from jax.experimental.pallas.ops.gpu import attention as triton  # here, as it needs a JAX that knows GPUs
+
+    (B, L, H, K), J = q_BLHK.shape, k_BLJK.shape[2]
+    segment_BL = jnp.zeros((B, L), jnp.int32) if segment_BL is None else segment_BL
+    segment_BL = segment_BL if see_BL is None else jnp.where(see_BL, segment_BL, -1)
+
+    def kernel(q_BLHK, k_BLJK, v_BLJK, segment_BL):
+        k_BLHK, v_BLHK = (jnp.repeat(x_BLJK, H // J, 2) for x_BLJK in (k_BLJK, v_BLJK))
+        rows = [(0, 0), (0, -L % 128)]
+        q_BLHK, k_BLHK, v_BLHK = (jnp.pad(x, [*rows, (0, 0), (0, 0)]) for x in (q_BLHK, k_BLHK, v_BLHK))
+        segment_BL = jnp.pad(segment_BL, rows, constant_values=-1)
+        # queries and keys of a tile, forward and backward: with larger ones registers spill (ptxas, heads of 128)
+        sizes = triton.BlockSizes(128, 64, 32, 32, 32, 32)
+        settings = {"sm_scale": K**-0.5, "block_sizes": sizes, "interpret": interpret}
+        return triton.mha(q_BLHK, k_BLHK, v_BLHK, segment_BL, **settings)[:, :L]
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:  # a Pallas call is one device's program
+        heads, rows = fit(PS(BATCH, None, "tensor"), k_BLJK.shape, mesh), fit(PS(BATCH), segment_BL.shape, mesh)
+        kernel = jax.shard_map(kernel, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False)
+    return kernel(q_BLHK, k_BLJK, v_BLJK, segment_BL)
 
 
 def updated(old_BMJK, new_BLJK, start):
@@ -409,6 +437,11 @@ def updated(old_BMJK, new_BLJK, start):
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------
+
+
+def platform_of(device):
+    """Run.platform of a JAX device: cpu, tpu, or a GPU with its compute capability, "gpu 8.9"."""
+    return f"gpu {device.compute_capability}" if device.platform == "gpu" else device.platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -423,11 +456,17 @@ class Run:
     # What the backward pass of a layer computes again: nothing; all but the inputs and output of attention; all.
     remat: typing.Literal["none", "qkvo", "full"] = "none"
     loss_tokens: int = 2048  # tokens whose logits exist at a time in the loss
-    platform: str = ""  # what the programs are compiled for: cpu, tpu, gpu; "" is JAX's own
+    platform: str = ""  # what the programs are compiled for, see platform_of; "" is JAX's own
 
     @property
     def on_cpu(self):
         return (self.platform or jax.default_backend()) == "cpu"
+
+    @property
+    def fused(self):
+        """Whether attention_gpu is used: on Ampere, Ada and Hopper, for which it was compiled, in 16 bits."""
+        platform = self.platform or platform_of(jax.devices()[0])
+        return platform.startswith(("gpu 8.", "gpu 9.")) and jnp.dtype(self.dtype).itemsize == 2
 
 
 class Block(nnx.Module):
@@ -476,7 +515,12 @@ class Block(nnx.Module):
             k_BMJK, v_BMJK = (
                 updated(old, new.astype(old.dtype), start) for old, new in zip(cache, (k_BMJK, v_BMJK), strict=True)
             )
-        o_BLHK = checkpoint_name(attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, places), "attn")
+        # the kernel knows documents alone; a cached step has few queries, and so few scores
+        if run.fused and cache is None and (places is None or all(x is None for x in places[0][1:])):
+            o_BLHK = attention_gpu(q_BLHK, k_BMJK, v_BMJK, see_BM, places and places[0].document)
+        else:
+            o_BLHK = attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, places)
+        o_BLHK = checkpoint_name(o_BLHK, "attn")
         x_BLD = x_BLD + project(o_BLHK.reshape(B, L, -1), "o", None, "tensor")
 
         # Feed-forward: silu in float32, as its exp loses digits in bfloat16.
@@ -544,18 +588,19 @@ class Dream(nnx.Module):
         hidden_BLD, _ = self.hidden(token_BL, position_BL, see_BL)
         return self.logits(hidden_BLD)
 
-    def nll(self, token_BL, mask_BL, segment_BL, position_BL, block=None, border="clean"):
+    def nll(self, token_BL, mask_BL, segment_BL, position_BL, block=None, border="clean", seen_1LL=None):
         """-log p(token | row with the tokens of mask_BL noised) of these tokens of packed rows, in nats, else 0 [B, L].
 
         The token at p is read from the hidden state at p - 1, the first of a document from its own, as the sampler
         does; where cfg.shift is False all from their own. With a block length, which may be traced, a token sees its
         block noised and the blocks before it clean: the row goes through the layers twice, noised and clean, side by
         side. The first token of a block is then read from the clean row, which is what the sampler has there; border
-        "noisy" is Fast-dLLM v2's training. Ref: BD3-LM, arXiv:2503.09573, section 3.
+        "noisy" is Fast-dLLM v2's training. Without blocks seen_1LL may hide keys. Ref: BD3-LM, arXiv:2503.09573,
+        section 3.
         """
         noised_BL, L = jnp.where(mask_BL, self.cfg.mask_id, token_BL), token_BL.shape[1]
         if block is None:
-            hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=diffusion.Place(segment_BL))
+            hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=diffusion.Place(segment_BL, seen=seen_1LL))
             border = "noisy"
         else:
             row_BM, position_BM, segment_BM = (
@@ -602,7 +647,7 @@ class Dream(nnx.Module):
         nll_nBC = jax.lax.map(nll_of, jax.tree.map(chunks, (hidden_BLD, token_BL, mask_BL)))
         return nll_nBC.swapaxes(0, 1).reshape(B, L)
 
-    def nelbo(self, token_BL, segment_BL, position_BL, t_BL, u_BL, fixed_BL=None, schedule="linear"):
+    def nelbo(self, token_BL, segment_BL, position_BL, t_BL, u_BL, fixed_BL=None, schedule="linear", seen_1LL=None):
         """A bound on -log p of packed rows, in nats, summed: sum of -w(t) log p(token | noised row) over masked tokens.
 
         t_BL is the time of each token's document, or block where cfg.block_length is set, and constant within it; a
@@ -613,7 +658,8 @@ class Dream(nnx.Module):
         # Prompts and padding stay as they are.
         frozen_BL = ~counted(segment_BL, fixed_BL)
         _, mask_BL = diffusion.q_sample(token_BL, t_BL, u_BL, schedule, self.cfg.mask_id, -1, frozen_BL)
-        nll_BL = self.nll(token_BL, mask_BL, segment_BL, position_BL, self.cfg.block_length or None)
+        row = token_BL, mask_BL, segment_BL, position_BL
+        nll_BL = self.nll(*row, self.cfg.block_length or None, seen_1LL=seen_1LL)
         return jnp.where(mask_BL, diffusion.nelbo_weight(t_BL, schedule) * nll_BL, 0.0).sum()
 
     def exact_nll(self, token_BL, segment_BL, position_BL, fixed_BL=None):

@@ -150,6 +150,36 @@ def test_eight_devices_give_the_logits_of_one(model, shape):
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [None, pytest.param((2, 1, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gradient", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_gpus_attention_is_the_plain_one(shape, gradient):
+    B, L, H, J, K = 2, 70, 4, 2, 16
+    rng = np.random.default_rng(0)
+    q, k, v, weight = (jnp.asarray(rng.normal(0, 2, (B, L, n, K)), jnp.float32) for n in (H, J, J, H))
+    see_BL = np.arange(L) >= np.array([[0], [9]])
+    segment_BL = np.arange(L) // np.array([[70], [25]])
+    weight *= see_BL[..., None, None]  # what padding reads is of no use
+
+    def outputs(attend, **more):
+        weighted = lambda *qkv: attend(*qkv, see_BL, **more) * weight  # noqa: E731
+        return jax.grad(lambda *qkv: weighted(*qkv).sum(), (0, 1, 2))(q, k, v) if gradient else [weighted(q, k, v)]
+
+    mesh = shape and jax.make_mesh(shape, ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3)
+    with runs.on(mesh):
+        got = outputs(jax.jit(md.attention_gpu, static_argnames="interpret"), segment_BL=segment_BL, interpret=True)
+    for a, b in zip(got, outputs(md.attention, places=(diffusion.Place(segment_BL),) * 2), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_is_a_kernel_on_the_gpus_it_was_compiled_for():
+    for platform, dtype, fused in (
+        *(("gpu 8.0", jnp.bfloat16, True), ("gpu 9.0", jnp.float16, True), ("gpu 8.9", jnp.float32, False)),
+        *(("gpu 7.5", jnp.bfloat16, False), ("gpu gfx942", jnp.bfloat16, False), ("tpu", jnp.bfloat16, False)),
+        ("", jnp.bfloat16, False),
+    ):
+        assert md.Run(dtype, platform=platform).fused == fused, platform
+
+
 # ---- configuration and files ---------------------------------------------------------------------------------------
 
 
@@ -480,6 +510,29 @@ def test_the_bound_of_uniform_logits_is_the_logarithm_of_the_vocabulary_without_
     (t_BL, u_BL), in_BL = noised(), SEGMENT_BL > 0
     want = float(np.log(TINY.vocab - 1) * (in_BL * (u_BL < t_BL) / t_BL).sum())
     assert float(bound(model, token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL)) == pytest.approx(want, rel=1e-5)
+
+
+def test_the_gpu_kernel_is_left_alone_where_more_than_documents_decides_who_sees_whom():
+    model = nnx.eval_shape(lambda: md.Dream(SHALLOW, nnx.Rngs(0), md.Run(jnp.bfloat16, platform="gpu 8.9")))
+    place, hidden = (
+        diffusion.Place(SEGMENT_BL),
+        lambda model, place: model.hidden(jnp.asarray(tokens(2, 20)), place=place),
+    )
+    uses = lambda place: "mha" in str(jax.make_jaxpr(hidden)(model, place))  # noqa: E731
+    assert uses(place)
+    assert not uses(place._replace(block=POSITION_BL))
+    assert not uses(place._replace(seen=jnp.ones((1, 20, 20), bool)))
+
+
+def test_a_model_without_the_shift_is_read_at_the_masks_themselves():
+    model = build(dataclasses.replace(SHALLOW, shift=False))
+    token_BL = tokens(1, 12).copy()
+    token_BL[0, 7] = MASK
+    got_BL, _ = sd.fill(model, token_BL)
+    logits_BLV = model(jnp.asarray(token_BL)).at[..., MASK].set(-jnp.inf)
+    assert got_BL[0, 7] == logits_BLV[0, 7].argmax() != logits_BLV[0, 6].argmax()
+    with pytest.raises(ValueError, match="trained in blocks of 4"):
+        sd.fill(build(dataclasses.replace(SHALLOW, block_length=4)), token_BL)
 
 
 def test_documents_of_a_row_do_not_see_each_other():
