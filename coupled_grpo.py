@@ -837,7 +837,7 @@ class Trainer:
         """(batch, reward_BF, groups written anew): those of equal rewards make room for other tasks', --refill times at
         most. Ref: dynamic sampling, DAPO, arXiv:2503.14476.
         """
-        cfg, anew, reward_BF = self.cfg, 0, self.reward(batch.rows)
+        cfg, anew, reward_BF = self.cfg, 0, self.rewarded(batch.rows)
         for attempt in range(cfg.refill):
             advantages = group_advantages(reward_BF, cfg.reward_weights, cfg.group, cfg.scale_rewards)
             row_R = np.flatnonzero(advantages.constant_B)
@@ -846,15 +846,15 @@ class Trainer:
             others = np.resize(rng.permutation(len(self.prompts.tasks)), len(row_R) // cfg.group)
             new = self.rollout(self.prompts, np.repeat(others, cfg.group), jax.random.fold_in(key, (1 << 20) + attempt))
             batch, reward_BF = batch.replaced(row_R, new), reward_BF.copy()
-            reward_BF[row_R] = self.reward(new.rows)
+            reward_BF[row_R] = self.rewarded(new.rows)
             anew += len(others)
         return batch, reward_BF, anew
 
-    def reward(self, rows):
-        """reward_BF of completions, found on host 0, see rewards_here."""
-        return by_host_0(lambda: self.rewards_here(rows), (len(rows), len(self.rewards)))
+    def rewarded(self, rows):
+        """reward_BF of completions, found on host 0, see reward."""
+        return by_host_0(lambda: self.reward(rows), (len(rows), len(self.rewards)))
 
-    def rewards_here(self, rows):
+    def reward(self, rows):
         """reward_BF of completions: a column per reward function, nan where it has none. Equal ones are run once.
 
         Leaves the tests' verdicts in the rows, where a function gives them. RuntimeError names a function that fails.
@@ -962,7 +962,7 @@ class Trainer:
             task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(prompts.tasks))), cfg.eval_samples)
             written = self.rollout(prompts, task_B, key).rows
             rows += written
-            reward_B = np.append(reward_B, self.reward(written)[:, 0])
+            reward_B = np.append(reward_B, self.rewarded(written)[:, 0])
         figures, split_B = {}, np.array([row.get("split", "heldout") for row in rows])
         for split in dict.fromkeys(split_B.tolist()):
             mine_B = reward_B[split_B == split]
@@ -1107,7 +1107,7 @@ def train(run, checkpoints, meta, trainer, first, draw):
         # Their programs run in the sandbox, on the CPU, while the devices score them. Scores are taken under the same
         # masks as the updates, so that new and old ones differ by what was learnt and nothing else.
         if not (cfg.refill or run.rank):
-            rewarding = pool.submit(trainer.rewards_here, batch.rows)
+            rewarding = pool.submit(trainer.reward, batch.rows)
         replay = trainer.replay(batch, np.random.default_rng([cfg.seed, r, 1]))
         drawn = len(batch.rows), cfg.max_new, share, cfg.estimator == "coupled_elbo"
         masked = cfg.iterations if cfg.estimator != "trajectory" else 0
