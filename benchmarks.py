@@ -287,6 +287,7 @@ def pythoncoder_writer(cfg, run, step):
 def dream_writer(cfg, run, step):
     """Fills --max_new masks after the prompt, the surest tokens first."""
     import model_dream
+    import sample_block
     import sample_dream
 
     model, mesh, key_of_batch = load_jax(model_dream, cfg, run, step, runs.bits_of(cfg.dream))
@@ -303,7 +304,9 @@ def dream_writer(cfg, run, step):
     others = "chat", "bos", "int8", "int4"
     flags = {name: value for name, value in dataclasses.asdict(cfg.dream).items() if name not in others}
     flags |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "vocab": tokenizer.get_vocab_size()}
-    rule = sample_dream.Sampling(**flags, eos_ids=ends)
+    rule, sampler = sample_dream.Sampling(**flags, eos_ids=ends), sample_dream
+    if model.cfg.block_length:
+        rule, sampler = sample_block.settings_of(rule), sample_block
 
     # Each width of a canvas is a program that must be compiled: all batches have three at most.
     asked = [prompt_ids(cfg, tokenizer, wrap, problem.asked) for problem in tasks.read_problems(cfg).values()]
@@ -313,7 +316,7 @@ def dream_writer(cfg, run, step):
     def write(prompts, finished, batch):
         shape = {"widths": widths, "rows": cfg.batch_size}
         with runs.on(mesh):
-            rows, _ = sample_dream.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), **shape)
+            rows, _ = sampler.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), **shape)
         return [cut(row[len(ids) :], ends) for row, ids in zip(rows, prompts, strict=True)]
 
     return Writer(tokenizer, model.cfg.positions, write, wrap)

@@ -215,7 +215,7 @@ def compile_and_cost(lowered, device="v6e", compiler_options=None):
 class Cost:
     """What one run of a program costs on one chip. Sizes are those of the arrays, without their padding to tiles."""
 
-    flops: int = 0  # of matrix products and convolutions, those inside Pallas kernels left out
+    flops: int = 0  # of matrix products and convolutions; of those inside Pallas kernels only attention_gpu's
     cycles: int = 0  # sum of the compiler's estimates, of a TPU's alone
     bytes: int = 0  # read from and written to memory; of a slice only the slice, between arrays in VMEM nothing
     roofline_s: float = 0.0  # sum over the kernels of FLOPs at the peak or bytes at the bandwidth: the longer
@@ -348,6 +348,18 @@ def matmul_flops(ins):
     return flops
 
 
+ATTENTION = {"sums": 1, "values": 2, "means": 2, "dq": 3, "dkv": 4}  # products of all maps in a kernel of attention_gpu
+
+
+def attention_flops(ins):
+    """FLOPs of a kernel of diff_attention.attention_gpu if each row is one document; of another call 0."""
+    products = ATTENTION.get(ins.attribute(r'name = "diff_attention_(\w+)"'))
+    if not products:
+        return 0
+    q = next(dims for dims, *_ in (shapes(i.type)[0] for i in ins.operands) if len(dims) == 5)  # B, I, P, L, K
+    return products * math.prod(q) * q[3]  # two for a multiply-add, half of the keys
+
+
 def trip_count(ins):
     """Rounds of a while loop; None where they depend on data. A loop that may stop early (i < n and ...) counts n.
 
@@ -466,6 +478,8 @@ def cost_of(hlo_text, chip=CHIPS["v6e"]):
         before = cost.flops
         if op in ("dot", "convolution") or CUBLAS in ins.tail:
             cost.flops += matmul_flops(ins)
+        elif chip.cuda and op == "custom-call":
+            cost.flops += attention_flops(ins)
         elif op == "fusion":
             cost.add(total(ins.called("calls")[0], fused=True))
         elif op in COLLECTIVES:

@@ -716,6 +716,8 @@ class Trainer:
         """ValueError, before any weight is read, if a device has less memory than it has to hold."""
         cfg, (path, meta, _) = self.cfg, runs.find_weights(runs.absolute(self.cfg.ckpt))
         model_cfg, optimizer = md.read_config(path, meta), make_optimizer(cfg.lr)
+        if model_cfg.block_length or not model_cfg.shift:
+            raise ValueError(f"{cfg.ckpt} has blocks or no shift, and is scored as a Dream that has the shift alone")
 
         def needed(lora_rank):  # what is trained, its moments and gradients, the reference model; with LoRA the base
             shapes = train_tpu.state_shapes(md, model_cfg, optimizer, mesh, lora_rank, dtype)

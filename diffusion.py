@@ -225,12 +225,14 @@ class Place(typing.NamedTuple):
     """Where tokens stand, whole numbers [B, L] each: what decides who sees whom.
 
     document is 0 for padding. block counts the blocks of a document; None: there are none. noisy is True in the noised
-    copy of a row that stands beside the clean one; None: there is no such copy.
+    copy of a row that stands beside the clean one; None: there is no such copy. seen [1, L, M], of queries, is False
+    where a key is hidden even so; None: nowhere.
     """
 
     document: typing.Any
     block: typing.Any = None
     noisy: typing.Any = None
+    seen: typing.Any = None
 
 
 def sees(query, key):
@@ -240,9 +242,11 @@ def sees(query, key):
     sees its own block noised and earlier blocks clean, a clean query never sees noise. Padding then sees nothing.
     Ref: BD3-LM, arXiv:2503.09573, M_BD, M_OBC and M_BC.
     """
-    query = Place(*(None if x is None else x[..., :, None] for x in query))
-    key = Place(*(None if x is None else x[..., None, :] for x in key))
+    seen_BLM, query = query.seen, Place(*(None if x is None else x[..., :, None] for x in query[:3]))
+    key = Place(*(None if x is None else x[..., None, :] for x in key[:3]))
     same_BLM = query.document == key.document
+    if seen_BLM is not None:
+        same_BLM = same_BLM & seen_BLM
     if query.block is None:
         return same_BLM
     same_BLM, own_BLM = same_BLM & (query.document > 0), key.block == query.block
@@ -250,6 +254,15 @@ def sees(query, key):
         return same_BLM & (key.block <= query.block)
     clean_BLM = (key.block < query.block) | (own_BLM & ~query.noisy)
     return same_BLM & ((key.noisy & query.noisy & own_BLM) | (~key.noisy & clean_BLM))
+
+
+def annealed(u_LL, ratio):
+    """Attention on its way from causal to both ways: a query sees what is left of it, and the rest where u < ratio.
+
+    Ref: DiffuLLaMA, arXiv:2410.17891, section 3.
+    """
+    slot_L = _ids(u_LL)
+    return (slot_L <= slot_L[:, None]) | (u_LL < ratio)
 
 
 def block_noise(u, low=1e-3, high=1.0, least=0.0):

@@ -592,6 +592,7 @@ class Dream(CanvasModel):
         import jax
 
         import model_dream
+        import sample_block
         import sample_dream
 
         # The rule refuses flags that do not go together, before the weights are read.
@@ -611,7 +612,9 @@ class Dream(CanvasModel):
         super().__init__(cfg, tokenizer, dream.mask_id, ends, dream.positions)
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
         if dream.block_length:
-            self.rule = self.rule_of_blocks(self.rule, flags)
+            self.rule = sample_block.settings_of(self.rule, flags.entropy_bound)
+            if cfg.block_length not in (0, dream.block_length):
+                print(f"--block_length={cfg.block_length}: trained with {dream.block_length}", file=sys.stderr)
         elif flags.entropy_bound:
             raise ValueError(f"--entropy_bound is for a Dream of blocks, and {folder} has none; try --threshold")
         # Of many texts those that end make room for others. What is watched is one batch, and so are blocks.
@@ -640,22 +643,6 @@ class Dream(CanvasModel):
         how = "chat template" if self.ask else "plain completion"
         print(f"{folder}, {f'int{bits} and ' * bool(bits)}{self.model.run.dtype}, {how}{hint}", file=sys.stderr)
 
-    def rule_of_blocks(self, rule, flags):
-        """The settings of sample_block.py for a checkpoint that was trained in blocks: its cache is always exact."""
-        import sample_block
-
-        cfg, trained = self.cfg, self.model.cfg.block_length
-        wrong = {name: getattr(flags, name) for name in ("alg_temp", "cache", "fast_dllm", "eos_penalty")}
-        wrong |= {"sampler": cfg.sampler not in ("entropy", "maskgit_plus")}
-        if any(wrong.values()):
-            names = ", ".join(f"--{name}" for name, value in wrong.items() if value)
-            raise ValueError(f"{cfg.ckpt} was trained in blocks, whose sampler has no such settings: leave out {names}")
-        if cfg.block_length not in (0, trained):
-            print(f"--block_length={cfg.block_length}: the model was trained with {trained}", file=sys.stderr)
-        shared = {name: getattr(rule, name) for name in ("steps", "temperature", "top_p", "top_k", "vocab", "eos_ids")}
-        shared |= {"threshold": flags.threshold, "entropy_bound": flags.entropy_bound}
-        return sample_block.Sampling(cfg.block_length or trained, **shared)
-
     def complete(self, requests):
         """As CanvasModel.complete; the next call goes on with the conversation."""
         answers = super().complete(requests)
@@ -677,16 +664,14 @@ class Dream(CanvasModel):
         self.key, key = jax.random.split(self.key)
         self.compile_s, started = 0.0, time.perf_counter()
         watch = self.watch if self.cfg.show_steps else None
-        rows, in_blocks = min(self.cfg.dream.batch_size, len(self.lengths)), bool(self.model.cfg.block_length)
-        arguments, sampler = {"rows": rows, "watch": watch}, sample_block if in_blocks else sample_dream
-        # All batches have as many rows, and without blocks a width of three at most: each shape is a program that must
-        # be compiled. Texts of about one length go together.
-        if not in_blocks:
-            firsts = range(0, len(self.lengths), self.together)
-            lengths = [length for i in firsts for length in sorted(self.lengths[i : i + self.together])]
-            arguments["widths"] = sample_dream.widths(lengths, rows, self.positions)
+        in_blocks, rows = bool(self.model.cfg.block_length), min(self.cfg.dream.batch_size, len(self.lengths))
+        # All batches have a width of three at most, and as many rows: each shape is a program that must be compiled.
+        # Texts of about one length go together.
+        parts = [self.lengths[i : i + self.together] for i in range(0, len(self.lengths), self.together)]
+        widths = sample_dream.widths([*itertools.chain(*map(sorted, parts))], rows, self.positions)
+        shape, sampler = {"widths": widths, "rows": rows}, sample_block if in_blocks else sample_dream
         with runs.on(self.mesh):
-            filled, stats = sampler.generate(self.model, prompts, 0, self.rule, key, **arguments)
+            filled, stats = sampler.generate(self.model, prompts, 0, self.rule, key, watch=watch, **shape)
         seconds = time.perf_counter() - started - self.compile_s
         history, prob = [], []
         for i, ids in enumerate(prompts if self.cfg.html else ()):

@@ -394,7 +394,7 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, places=None):
 
     def split(x_BL):  # [B, L, ...] -> [n, B, block, ...]
         x_BL = jnp.pad(x_BL, ((0, 0), (0, n * block - L), *[(0, 0)] * (x_BL.ndim - 2)))
-        return x_BL.reshape(B, n, block, *x_BL.shape[2:]).swapaxes(0, 1)
+        return x_BL.reshape(len(x_BL), n, block, *x_BL.shape[2:]).swapaxes(0, 1)
 
     # One block after the other; the backward pass computes the scores of a block again.
     o_nBLHK = jax.lax.map(jax.checkpoint(attend), jax.tree.map(split, queries))
@@ -515,8 +515,8 @@ class Block(nnx.Module):
             k_BMJK, v_BMJK = (
                 updated(old, new.astype(old.dtype), start) for old, new in zip(cache, (k_BMJK, v_BMJK), strict=True)
             )
-        # the kernel knows documents; a cached step has few queries, and so few scores
-        if run.fused and cache is None and (places is None or places[0].block is None):
+        # the kernel knows documents alone; a cached step has few queries, and so few scores
+        if run.fused and cache is None and (places is None or all(x is None for x in places[0][1:])):
             o_BLHK = attention_gpu(q_BLHK, k_BMJK, v_BMJK, see_BM, places and places[0].document)
         else:
             o_BLHK = attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, places)
@@ -588,18 +588,19 @@ class Dream(nnx.Module):
         hidden_BLD, _ = self.hidden(token_BL, position_BL, see_BL)
         return self.logits(hidden_BLD)
 
-    def nll(self, token_BL, mask_BL, segment_BL, position_BL, block=None, border="clean"):
+    def nll(self, token_BL, mask_BL, segment_BL, position_BL, block=None, border="clean", seen_1LL=None):
         """-log p(token | row with the tokens of mask_BL noised) of these tokens of packed rows, in nats, else 0 [B, L].
 
         The token at p is read from the hidden state at p - 1, the first of a document from its own, as the sampler
         does; where cfg.shift is False all from their own. With a block length, which may be traced, a token sees its
         block noised and the blocks before it clean: the row goes through the layers twice, noised and clean, side by
         side. The first token of a block is then read from the clean row, which is what the sampler has there; border
-        "noisy" is Fast-dLLM v2's training. Ref: BD3-LM, arXiv:2503.09573, section 3.
+        "noisy" is Fast-dLLM v2's training. Without blocks seen_1LL may hide keys. Ref: BD3-LM, arXiv:2503.09573,
+        section 3.
         """
         noised_BL, L = jnp.where(mask_BL, self.cfg.mask_id, token_BL), token_BL.shape[1]
         if block is None:
-            hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=diffusion.Place(segment_BL))
+            hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=diffusion.Place(segment_BL, seen=seen_1LL))
             border = "noisy"
         else:
             row_BM, position_BM, segment_BM = (
@@ -646,7 +647,7 @@ class Dream(nnx.Module):
         nll_nBC = jax.lax.map(nll_of, jax.tree.map(chunks, (hidden_BLD, token_BL, mask_BL)))
         return nll_nBC.swapaxes(0, 1).reshape(B, L)
 
-    def nelbo(self, token_BL, segment_BL, position_BL, t_BL, u_BL, fixed_BL=None, schedule="linear"):
+    def nelbo(self, token_BL, segment_BL, position_BL, t_BL, u_BL, fixed_BL=None, schedule="linear", seen_1LL=None):
         """A bound on -log p of packed rows, in nats, summed: sum of -w(t) log p(token | noised row) over masked tokens.
 
         t_BL is the time of each token's document, or block where cfg.block_length is set, and constant within it; a
@@ -657,7 +658,8 @@ class Dream(nnx.Module):
         # Prompts and padding stay as they are.
         frozen_BL = ~counted(segment_BL, fixed_BL)
         _, mask_BL = diffusion.q_sample(token_BL, t_BL, u_BL, schedule, self.cfg.mask_id, -1, frozen_BL)
-        nll_BL = self.nll(token_BL, mask_BL, segment_BL, position_BL, self.cfg.block_length or None)
+        row = token_BL, mask_BL, segment_BL, position_BL
+        nll_BL = self.nll(*row, self.cfg.block_length or None, seen_1LL=seen_1LL)
         return jnp.where(mask_BL, diffusion.nelbo_weight(t_BL, schedule) * nll_BL, 0.0).sum()
 
     def exact_nll(self, token_BL, segment_BL, position_BL, fixed_BL=None):

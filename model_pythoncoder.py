@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as PS
 
 import diffusion
 import runs
-from diff_attention import attention, attention_tpu, lambda_init, lambda_value
+from diff_attention import GPU_TILES, attention, attention_gpu, attention_tpu, lambda_init, lambda_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,8 @@ class Run:
     """How to run the model, as opposed to what it is: nothing here changes a checkpoint."""
 
     dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
-    kernel: bool = False  # the Pallas TPU kernel for attention, and TPU layouts
+    kernel: typing.Literal["", "tpu", "ampere", "hopper"] = ""  # whose Pallas kernel attention is; "" is einsums
+    tpu: bool = False  # layouts for a TPU
     remat: typing.Literal["none", "qkvo", "full"] = "none"  # what the backward pass recomputes
     dropout: float = 0.0  # of attention output, feed-forward hidden and output, where a call gives a key
     block: int = 128  # queries per block of the einsum attention
@@ -198,7 +199,7 @@ class Run:
 
 REMAT = {  # qkvo keeps the inputs and output of attention and recomputes the rest
     "full": None,
-    "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn"),
+    "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn", "lse"),
 }
 
 
@@ -255,11 +256,11 @@ class Block(nnx.Module):
 
         # Feed-forward, SwiGLU: x + W_down(silu(n W_gate) * n W_up)
         n_BLD = self.barrier(rms_norm(x_BLD, self.ffn_norm[...], cfg.eps))
-        gate_BLF = linear(n_BLD, self.weight("w_gate", (cfg.width, cfg.ffn), None, "tensor"), self.run.kernel)
-        up_BLF = linear(n_BLD, self.weight("w_up", (cfg.width, cfg.ffn), None, "tensor"), self.run.kernel)
+        gate_BLF = linear(n_BLD, self.weight("w_gate", (cfg.width, cfg.ffn), None, "tensor"), self.run.tpu)
+        up_BLF = linear(n_BLD, self.weight("w_up", (cfg.width, cfg.ffn), None, "tensor"), self.run.tpu)
         hidden_BLF = self.barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, row_B, seeds[1], rate))
         w_down_FD = self.weight("w_down", (cfg.ffn, cfg.width), "tensor", None)
-        down_BLD = linear(hidden_BLF, w_down_FD, self.run.kernel)
+        down_BLD = linear(hidden_BLF, w_down_FD, self.run.tpu)
         return shard(x_BLD + dropout(down_BLD, row_B, seeds[2], rate), batch_axes()), cache
 
     def weight(self, name, shape, *spec):
@@ -268,11 +269,11 @@ class Block(nnx.Module):
 
     def barrier(self, x):
         """x. On a TPU no fusion crosses it, which keeps norms out of the matmuls: a step is 4 % faster."""
-        return jax.lax.optimization_barrier(x) if self.run.kernel else x
+        return jax.lax.optimization_barrier(x) if self.run.tpu else x
 
     def project(self, n_BLD, rope):
         """Queries and keys, rotated to their positions, and values: [B, I, P, L, K], [B, I, J, L, K], [B, J, L, E]."""
-        cfg, tpu, (B, L, D) = self.cfg, self.run.kernel, n_BLD.shape
+        cfg, tpu, (B, L, D) = self.cfg, self.run.tpu, n_BLD.shape
         K, I, P, J = cfg.head_size, cfg.maps, cfg.heads // cfg.maps, cfg.kv_heads // cfg.maps
 
         def heads(w_DIPK):
@@ -293,24 +294,35 @@ class Block(nnx.Module):
         return rotate(q_BIPLK, cos, sin, tpu), rotate(k_BIJLK, cos, sin, tpu), v_BJLE
 
     def attend(self, q_BIPLK, k_BIJLK, v_BJLE, layer, index_BL, start_BL):
-        """What each head reads, [B, P, L, E]: the fused kernel where it fits (training on a TPU), else einsums."""
+        """What each head reads, [B, P, L, E]: a fused kernel where one fits (in training), else einsums."""
         cfg, lam, floor = self.cfg, jnp.float32(0), self.cfg.diff == "seed"
         if cfg.maps == 2:
             vectors = (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2)
             lam = lambda_value(*(vector_K[...] for vector_K in vectors), lambda_init(layer), clamp=floor)
-        if self.run.kernel and index_BL is None and cfg.maps == 2 and not cfg.attn_cap:
-            kernel = functools.partial(attention_tpu, floor=floor)
-            if not jax.sharding.get_abstract_mesh().empty:  # a Pallas call is one device's program
-                rows = batch_axes()
-                specs = (PS(rows, None, "tensor"), PS(rows, None, "tensor"), PS(rows, "tensor"), PS(), PS(rows))
-                axes = {"tensor", *(rows or ())}
-                layout = {"in_specs": specs, "out_specs": PS(rows, "tensor"), "axis_names": axes, "check_vma": False}
-                kernel = jax.shard_map(kernel, **layout)
-            o_BPLE = kernel(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL)
-        else:
+        kernel = self.kernel() if index_BL is None else None
+        if kernel is None:
             settings = {"floor": floor, "cap": cfg.attn_cap, "block": self.run.block}
             o_BPLE = attention(q_BIPLK, k_BIJLK, v_BJLE, lam, index_BL, start_BL, **settings)
-        return checkpoint_name(o_BPLE, "attn")
+            return checkpoint_name(o_BPLE, "attn")
+        kernel = functools.partial(kernel, floor=floor)
+        if not jax.sharding.get_abstract_mesh().empty:  # a Pallas call is one device's program
+            rows = batch_axes()
+            specs = (PS(rows, None, "tensor"), PS(rows, None, "tensor"), PS(rows, "tensor"), PS(), PS(rows))
+            axes = {"tensor", *(rows or ())}
+            layout = {"in_specs": specs, "out_specs": PS(rows, "tensor"), "axis_names": axes, "check_vma": False}
+            kernel = jax.shard_map(kernel, **layout)
+        o_BPLE = kernel(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL)
+        # attention_gpu has named its result: with two names it would be kept twice
+        return o_BPLE if self.run.kernel in GPU_TILES else checkpoint_name(o_BPLE, "attn")
+
+    def kernel(self):
+        """The fused attention of this device for training this model, None if there is none."""
+        cfg, tiles = self.cfg, GPU_TILES.get(self.run.kernel)
+        if cfg.attn_cap:
+            return None
+        if tiles:
+            return functools.partial(attention_gpu, tiles=tiles) if cfg.head_size in (16, 32, 64, 128) else None
+        return attention_tpu if self.run.kernel == "tpu" and cfg.maps == 2 else None
 
     def join_heads(self, o_BPLE, n_BLD, layer):
         """W_o of all heads, [B, L, D]: each normed if differential, in V2 the difference of each two."""
@@ -322,7 +334,7 @@ class Block(nnx.Module):
             gate_BLP = jax.nn.sigmoid(linear(n_BLD, self.weight("w_lambda", (cfg.width, P // 2))).astype(jnp.float32))
             gate_BPL1 = gate_BLP.swapaxes(1, 2)[..., None].astype(o_BPLE.dtype)
             o_BPLE = o_BPLE[:, 0::2] - gate_BPL1 * o_BPLE[:, 1::2]
-        if self.run.kernel:  # from head-major, without a transpose
+        if self.run.tpu:  # from head-major, without a transpose
             wo_PED = self.weight("wo", (*o_BPLE.shape[1::2], cfg.width), "tensor", None)
             return jnp.einsum("BPLE,PED->BLD", self.barrier(o_BPLE), wo_PED)
         return linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), self.weight("wo", (-1, cfg.width), "tensor", None))

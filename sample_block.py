@@ -57,6 +57,16 @@ class Sampling:
             raise ValueError("; ".join(message for message, is_wrong in wrong.items() if is_wrong))
 
 
+def settings_of(rule, entropy_bound=0.0):
+    """A sample_dream.Sampling as one of blocks. ValueError for what only the filling of a canvas has."""
+    foreign = [name for name in ("alg_temp", "cache", "fast_dllm", "eos_penalty") if getattr(rule, name)]
+    foreign += [f"order by {rule.alg}"] * (rule.alg not in ("entropy", "maskgit_plus"))
+    if foreign:
+        raise ValueError(f"a model of blocks is filled without {', '.join(foreign)}: leave it out")
+    shared = ("block_length", "steps", "threshold", "temperature", "top_p", "top_k", "vocab", "eos_ids")
+    return Sampling(**{name: getattr(rule, name) for name in shared}, entropy_bound=entropy_bound)
+
+
 class State(typing.NamedTuple):
     """What a denoising step changes."""
 
@@ -191,10 +201,11 @@ def fill_block(params, state, given, *, sampler, width):
     return jax.lax.while_loop(unfinished, step, (state, jnp.int32(first + 1)))[0]
 
 
-def layout(cfg, rule, prompts, rows):
-    """(token_BL, end_B, begin_B, block_BL, slots that hold the prompts and a first block) of prompts that end in MASKs.
+def layout(cfg, rule, prompts, rows, width):
+    """(token_BL, end_B, begin_B, block_BL, slots that the first pass feeds) of prompts that end in MASKs.
 
-    begin_B is the first slot of each row's first block with a MASK, end_B the end of its text.
+    begin_B is the first slot of each row's first block with a MASK, end_B the end of its text. The first pass is over
+    the prompts and a block. With a width it is over all slots, and these are as many for all texts up to that width.
     """
     N, mask = rule.block_length, cfg.mask_id
     given_B = np.array([len(ids) if mask not in ids else ids.index(mask) for ids in prompts])
@@ -209,7 +220,9 @@ def layout(cfg, rule, prompts, rows):
     if rule.full:
         end_B = np.where(end_B > given_B, begin_B + -(-(end_B - begin_B) // N) * N, end_B)
     prefix = max(2 * N, int(begin_B.max()) + N)
-    L = sample_dream.canvas_width(max(prefix, int(end_B.max()) + N), 1 << 30)
+    needed = max(prefix, int(end_B.max()) + N)
+    L = sample_dream.canvas_width(max(needed, width + 2 * N if width else 0), 1 << 30)
+    prefix = L if width else min(sample_dream.canvas_width(prefix, 1 << 30), L)
     token_BL = np.full((max(rows, len(prompts)), L), cfg.pad_id, np.int32)
     pad = (0, len(token_BL) - len(prompts))  # rows of padding
     end_B, begin_B, border_B = (np.pad(x, pad) for x in (end_B, begin_B, border_B))
@@ -218,7 +231,7 @@ def layout(cfg, rule, prompts, rows):
         row[: len(ids)] = ids
     # The prompt is a block, or a part of the first ones.
     block_BL = (np.arange(L) - border_B[:, None] + N) // N
-    return token_BL, end_B, begin_B, np.maximum(block_BL, 0), min(sample_dream.canvas_width(prefix, 1 << 30), L)
+    return token_BL, end_B, begin_B, np.maximum(block_BL, 0), prefix
 
 
 def counts(rule):
@@ -229,10 +242,11 @@ def counts(rule):
     return np.array([[*row, *[1] * (rule.block_length - len(row))] for row in rows], np.int32)
 
 
-def generate(model, prompts, max_new, rule=None, key=None, rows=0, watch=None):
+def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, watch=None):
     """Continue prompts (lists of ids, any lengths) with max_new tokens each: (rows of ids, stats).
 
-    A prompt may end in MASKs already. rows is how many the batch has at least, so that few shapes are compiled.
+    A prompt may end in MASKs already. The batch has the first of the widths that holds its longest text: with the same
+    widths and rows other prompts need no other program.
     stats are NumPy: "forwards", "steps", "begun" (steps before each block), "when" and "probability" [B, L], see State.
     Raises ValueError for what does not fit.
     """
@@ -243,7 +257,8 @@ def generate(model, prompts, max_new, rule=None, key=None, rows=0, watch=None):
     if rule.temperature and key is None:
         raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
     N, prompts = rule.block_length, [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]
-    token_BL, end_B, begin_B, block_BL, prefix = layout(cfg, rule, prompts, rows)
+    width = next((width for width in widths if width >= max(map(len, prompts))), 0)
+    token_BL, end_B, begin_B, block_BL, prefix = layout(cfg, rule, prompts, rows, width)
     B, L = token_BL.shape
     see_BL = np.arange(L) < end_B[:, None]
     made_BL = (token_BL == cfg.mask_id) & see_BL

@@ -209,7 +209,7 @@ class Sampler:
             slot_BC = jax.lax.dynamic_slice(slot_BL, (0, c * C), (B, C))
             # The logits of the token at p come from the hidden state at p - 1.
             at_BC = jnp.minimum(slot_BC, L - 1)
-            shifted_BC = (at_BC > 0) & see_BL[row_B1, jnp.maximum(at_BC - 1, 0)]
+            shifted_BC = self.cfg.shift & (at_BC > 0) & see_BL[row_B1, jnp.maximum(at_BC - 1, 0)]
             source_BC = jnp.clip(at_BC - shifted_BC - start, 0, hidden_BWD.shape[1] - 1)
             logits_BCV = model.logits(jnp.take_along_axis(hidden_BWD, source_BC[..., None], 1))
             logits_BCV = jnp.where(given.banned_V, -jnp.inf, logits_BCV)
@@ -499,6 +499,10 @@ def fill(
     if token_BL.ndim != 2 or token_BL.min(initial=0) < 0 or token_BL.max(initial=0) >= cfg.vocab:
         found = f"{token_BL.shape} up to {token_BL.max()}"
         raise ValueError(f"a canvas is a [B, L] array of ids below {cfg.vocab}, not {found}")
+    if cfg.block_length:
+        raise ValueError(
+            f"the model was trained in blocks of {cfg.block_length}; generate.py and sample_block.py do these"
+        )
     B, L = token_BL.shape
     if L > cfg.positions:
         raise ValueError(f"{L} tokens do not fit: the model reaches {cfg.positions} positions")

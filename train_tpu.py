@@ -66,6 +66,7 @@ class Coder:
     dropout: float | None = None  # of attention output, feed-forward hidden and output; 0.1, below 100 M parameters 0
     mtp_weight: float = 0.1  # of the loss of the head that predicts the token after the next
     z_loss: float = 0.0  # weight of logsumexp^2, which keeps logits small
+    einsums: bool = False  # attention as plain products also where the device has a fused kernel for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Dream:
     lora_rank: int = 0  # with --init: train a difference of this rank to the layers' matrices; 0 trains all weights
     schedule: typing.Literal[tuple(diffusion.SCHEDULES)] = "linear"  # noise schedule, see diffusion.py
     objective: typing.Literal["diffusion", "ar"] = "diffusion"  # predict masked tokens | each next token
+    anneal_steps: int = 0  # steps in which attention goes from causal to both ways, without blocks; 0: none
     block_length: int = 0  # blocks of so many tokens see themselves and what is left of them; 0: as --init's, or none
     block_warmup: int = 0  # steps in which blocks grow from 1 over 2, 4, .. to --block_length
     rate_warmup: int = 0  # steps in which the highest mask rate of a block rises to that of --rates, without weights
@@ -140,7 +142,7 @@ MICRO_BATCH = {"tiny": 2, "small": 4, "100m": 8, "300m": 8, "500m": 4, "1b": 4}
 # bench/results/by_hardware.json. That of small is a TPU's on both.
 STEP_GIB = {
     "tpu": {"small": {4: 1.0}, "300m": {8: 9.0}, "1b": {4: 21.0}},
-    "gpu": {"small": {4: 1.0}, "300m": {8: 9.4}, "1b": {4: 19.2}},
+    "gpu": {"small": {4: 1.0}, "300m": {8: 9.4}, "1b": {4: 19.1}},
 }
 # A preset is picked if its step fits a device, and if the run feeds it: with fewer tokens for each parameter a larger
 # model ends worse than a smaller one.
@@ -158,6 +160,17 @@ def device_memory_gib(device):
         return jax.local_devices()[0].memory_stats()["bytes_limit"] / 2**30  # another host's cannot be asked
     except (TypeError, KeyError, jax.errors.JaxRuntimeError):
         return 15.75
+
+
+def fused_kernel(device, dtype):
+    """Whose kernel computes PythonCoder's attention: a TPU's, that for NVIDIA's Ampere or Hopper; "" where none does.
+
+    An older GPU has no bfloat16, and too little shared memory for the tiles, as all have for float32.
+    """
+    if device.platform != "gpu" or dtype != "bfloat16":
+        return "tpu" if device.platform == "tpu" else ""
+    major = str(getattr(device, "compute_capability", "")).partition(".")[0]  # 8.9; of AMD's a name
+    return {"8": "ampere", "9": "hopper", "10": "ampere", "12": "ampere"}.get(major, "")
 
 
 def most_rows(name, devices, memory):
@@ -208,23 +221,22 @@ def with_blocks(cfg, model):
     dream, ar = cfg.dream, cfg.dream.objective == "ar"
     of_blocks = ("block_length", "block_warmup", "rate_warmup", "rates", "least_one", "complement")
     changed = [f"--{name}" for name in of_blocks if getattr(dream, name) != getattr(Dream, name)]
-    block = 1 if ar else dream.block_length or getattr(model, "block_length", 0)
+    block = 1 if ar else dream.block_length or (0 if dream.anneal_steps else getattr(model, "block_length", 0))
+    foreign = isinstance(model, pc.Config) and (ar or dream.anneal_steps or changed)
+    lengths = dream.block_length, dream.block_warmup, dream.rate_warmup, dream.anneal_steps
     wrong = {
-        f"{', '.join(changed)} and --objective=ar are of Dream, --model=dream_...": isinstance(model, pc.Config)
-        and (changed or ar),
+        "blocks, --anneal_steps and --objective=ar are of Dream, --model=dream_...": foreign,
         f"--objective=ar has no {', '.join(changed)}": ar and changed,
         f"{', '.join(changed)}: set --block_length": changed and not block,
         "--objective=ar is for a model with the shift": ar and not getattr(model, "shift", True),
         "blocks have the linear --schedule": block and dream.schedule != "linear",
-        "--block_length, --block_warmup and --rate_warmup are 0 or more": min(
-            dream.block_length, dream.block_warmup, dream.rate_warmup
-        )
-        < 0,
+        "--anneal_steps ends with attention both ways, so it goes without blocks": block and dream.anneal_steps,
+        "a number of tokens or steps is below 0": min(lengths) < 0,
         "--rates are two numbers in (0, 1], the lower first": not 0 < dream.rates[0] < dream.rates[1] <= 1,
     }
     if any(wrong.values()):
         raise ValueError("; ".join(message for message, is_wrong in wrong.items() if is_wrong))
-    return dataclasses.replace(model, block_length=block) if block else model
+    return model if isinstance(model, pc.Config) else dataclasses.replace(model, block_length=block)
 
 
 def tokens_seen(cfg, data):
@@ -314,14 +326,16 @@ def resolve(cfg, devices, data=None, memory=None):
     if family_of(cfg) is md:
         run = md.Run(platform=md.platform_of(device), **settings)
     else:
-        run = pc.Run(kernel=device.platform == "tpu", dropout=dropout, **settings)
+        kernel = "" if cfg.coder.einsums else fused_kernel(device, dtype)
+        run = pc.Run(kernel=kernel, tpu=device.platform == "tpu", dropout=dropout, **settings)
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     where = "CPU" if memory is None else f"{memory:.1f} GiB each"
     accumulated = batch * cfg.tensor // mesh.size // micro
     print(f"{len(devices)} x {device.device_kind} ({where}): mesh {axes}")
     frozen = f"frozen {dtype} weights and LoRA of rank {cfg.dream.lora_rank}"
     weights = frozen if cfg.dream.lora_rank else "float32 weights"
-    print(f"model {name}, {dtype} compute on {weights}, remat {remat}")
+    attention = f", attention by {run.kernel or 'no'} kernel" if family_of(cfg) is pc else ""
+    print(f"model {name}, {dtype} compute on {weights}, remat {remat}{attention}")
     print(f"a step is {batch} rows of {seq_len} = {batch * seq_len:,} tokens, {accumulated} x {micro} rows a device")
     return cfg, model, run, mesh
 
@@ -603,8 +617,12 @@ def dream_loss(cfg, graph, batch, key, step, base):
             counted_BL = md.counted(inputs[1], micro.get("fixed_ABL"))
             noise = functools.partial(md.noise, key, rows, micro["row_AB"])
             return block_nats(cfg.dream, model, step, *inputs, counted_BL, noise) / tokens, {}
-        noise = md.noise(key, rows, micro["row_AB"], micro["segment_ABL"])
-        return model.nelbo(*inputs, *noise, micro.get("fixed_ABL"), schedule=cfg.dream.schedule) / tokens, {}
+        noise, seen_1LL = md.noise(key, rows, micro["row_AB"], micro["segment_ABL"]), None
+        if cfg.dream.anneal_steps:  # one draw for all rows and layers
+            u_LL = jax.random.uniform(jax.random.fold_in(key, rows), (inputs[0].shape[1],) * 2)
+            seen_1LL = diffusion.annealed(u_LL, jnp.minimum(1, (step + 1) / cfg.dream.anneal_steps))[None]
+        nats = model.nelbo(*inputs, *noise, micro.get("fixed_ABL"), cfg.dream.schedule, seen_1LL)
+        return nats / tokens, {}
 
     return loss_fn
 

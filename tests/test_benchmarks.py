@@ -11,6 +11,7 @@ import http.server
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sysconfig
@@ -817,6 +818,19 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
     else:
         refused(dataclasses.replace(cfg, step=99), "holds no checkpoint of step 99; it has [")
         refused(dataclasses.replace(cfg, dream=benchmarks.DreamFlags(chat=True)), "--chat", "for --model=dream")
+
+
+@pytest.mark.slow
+@needs_tasks
+def test_a_dream_of_blocks_writes_programs_behind_its_exact_cache(dream, tmp_path):
+    shutil.copytree(dream, tmp_path / "blocks")
+    path = tmp_path / "blocks" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bd_size": 4}))
+    settings = {"max_new": 8, "threshold": 0.5, "chat": False, "problems": 2, "batch_size": 2}
+    cfg = config("humaneval", tmp_path, model="dream", ckpt=str(tmp_path / "blocks"), **settings)
+    assert benchmarks.main(cfg)["samples"] == 2
+    cfg = dataclasses.replace(cfg, out=str(tmp_path / "a"), dream=benchmarks.DreamFlags(alg="origin", chat=False))
+    refused(cfg, "a model of blocks is filled without order by origin")
 
 
 @pytest.mark.slow

@@ -5,8 +5,10 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -235,6 +237,24 @@ def test_a_gpus_roofline_adds_up_its_kernels():
     assert cost.roofline_s == cost.bytes
     assert compile_for.cost_of(GPU_HLO, chip._replace(flops_per_s=0.25)).roofline_s == 4 * cost.flops + added + many
     assert (cost.cycles, cost.custom_calls) == (0, {"__cublas$lt$matmul": 1})
+
+
+def test_the_attention_kernels_of_a_gpu_are_counted():
+    B, I, P, J, L, K = 2, 2, 6, 2, 64, 16
+    q, k, v = f"bf16[{B},{I},{P},{L},{K}]", f"bf16[{B},{I},{J},{L},{K}]", f"bf16[{B},{J},{L},{I * K}]"
+    call = 'custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = "ML", name = "diff_attention_values"}'
+    text = f"""HloModule attention
+
+ENTRY %main (q: {q}, k: {k}, v: {v}, lse: f32[{B},{I},{P},{L}]) -> bf16[{B},{P},{L},{I * K}] {{
+  %q = {q} parameter(0)
+  %k = {k} parameter(1)
+  %v = {v} parameter(2)
+  %lse = f32[{B},{I},{P},{L}] parameter(3)
+  ROOT %pallas_call.4 = bf16[{B},{P},{L},{I * K}] custom-call(%q, %k, %v, %lse), {call}
+}}"""
+    cost = compile_for.cost_of(text, compile_for.CHIPS["h100"])
+    assert cost.flops == 2 * (I * K + I * K) * B * P * L * L // 2  # all scores, one product with v
+    assert compile_for.cost_of(text.replace("diff_attention_values", "other"), compile_for.CHIPS["h100"]).flops == 0
 
 
 def test_a_tpus_roofline_leaves_out_collectives_and_what_runs_beside():
@@ -603,6 +623,36 @@ def test_every_program_of_a_small_model_compiles_for_gpus(cuda, device, flags, r
         # attention as a kernel where a Dream row attends to itself; a T4 has no bfloat16, a cached step few queries
         fused = flags[0] != "train" and device != "t4" and "cached" not in row["program"]
         assert ("__gpu$xla.gpu.triton" in row["without_estimate"]) == fused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("diff", ["seed", "none"])
+@pytest.mark.parametrize("device", ["t4", "rtx4090", "a100-80", "h100"])
+def test_attention_kernels_compile_for_gpus_without_spills(cuda, device, diff, tmp_path):
+    code = f"""if True:
+        import dataclasses, compile_for, model_pythoncoder as pc, train_tpu
+        model = dataclasses.replace(pc.CONFIGS["tiny"], head_size=128, positions=2048)  # heads of the 1b's size
+        train_tpu.PRESETS["tiny"] = pc.CONFIGS["tiny"] = model
+        settings = compile_for.Settings(model="tiny", batch_size=2, micro_batch=2, coder=train_tpu.Coder("{diff}"))
+        (row,) = compile_for.Train("{device}", settings).rows()
+        print(sum(times for name, times in row["without_estimate"].items() if "triton" in name))"""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
+    child = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    # in each of four layers: with one map no means; none of the forward pass a second time, although it remats
+    kernels = 0 if device == "t4" else 5 - (diff == "none")
+    assert int(child.stdout.splitlines()[-1]) == 4 * kernels
+    ptxas = Path(*importlib.util.find_spec("nvidia.cuda_nvcc").submodule_search_locations, "bin", "ptxas")
+    spilled = {}  # bytes of a thread by kernel
+    for ptx in tmp_path.glob("*.ptx"):
+        target = re.search(r"^\.target (\w+)", ptx.read_text(), re.M)
+        if target and "diff_attention_" in ptx.read_text():
+            command = [ptxas, "-v", f"-arch={target[1]}", ptx, "-o", os.devnull]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            found = re.findall(r"function '(diff_attention_\w+)'.*?(\d+) bytes spill loads", said, re.DOTALL)
+            spilled |= {name: int(size) for name, size in found}
+    assert len(spilled) == kernels
+    assert all(size <= 64 for size in spilled.values()), spilled
 
 
 @pytest.mark.slow

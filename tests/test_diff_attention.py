@@ -1,4 +1,4 @@
-"""Differential attention: the einsums against golden values and NumPy, the TPU kernel in interpret mode against them.
+"""Differential attention: einsums against golden values and NumPy, the kernels in interpret mode against them.
 
 Interpret mode fills scratch memory with NaN, so it also shows that nothing is read that was not written.
 """
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diff_attention import attention, attention_tpu, lambda_init, lambda_value
+from diff_attention import attention, attention_gpu, attention_tpu, lambda_init, lambda_value
 
 LAMBDAS = ("lq1", "lk1", "lq2", "lk2")
 
@@ -222,7 +222,8 @@ def test_kernel_equals_einsums_forward_and_in_every_gradient(name):
         close(got[key], want[key], 1e-4 if key == "dlam" else 1e-5)  # dlam is a sum with cancellation
 
 
-def test_kernel_in_bfloat16_errs_at_most_twice_as_much_as_einsums():
+@pytest.mark.parametrize("by", ["tpu", pytest.param("gpu", marks=pytest.mark.slow)])
+def test_kernel_in_bfloat16_errs_at_most_twice_as_much_as_einsums(by):
     q, k, v, do = (jnp.asarray(x, jnp.bfloat16) for x in random(1, 2, 1, 256, 64))
     start_BL = starts([[150, 106]])
 
@@ -233,8 +234,10 @@ def test_kernel_in_bfloat16_errs_at_most_twice_as_much_as_einsums():
 
     @jax.jit
     def kernel(*inputs):
-        core = functools.partial(attention_tpu, start_BL=start_BL, block_q=128, block_k=128, interpret=True)
-        return with_gradients(core, *inputs)
+        core = functools.partial(attention_tpu, block_q=128, block_k=128)
+        if by == "gpu":
+            core = functools.partial(attention_gpu, tiles=gpu_tiles(128, 64))
+        return with_gradients(functools.partial(core, start_BL=start_BL, interpret=True), *inputs)
 
     inputs = q, k, v, jnp.float32(0.6), do
     exact, plain, fused = einsums(*inputs, dtype="float32"), einsums(*inputs, dtype="bfloat16"), kernel(*inputs)
@@ -244,27 +247,70 @@ def test_kernel_in_bfloat16_errs_at_most_twice_as_much_as_einsums():
 
 
 def test_kernel_skips_blocks_of_earlier_documents():
-    q, k, v, _ = random(1, 1, 1, 256, 8)
+    q, k, v, _ = random(1, 1, 1, 256, 16)
     k[..., :128, :] = v[..., :128, :] = np.nan
-    o_BPLE = attention_tpu(q, k, v, 0.6, starts([[128, 128]]), block_q=128, block_k=128, interpret=True)
-    assert np.isnan(o_BPLE[:, :, :128]).all()
-    assert np.isfinite(o_BPLE[:, :, 128:]).all()
+    for kernel, blocks in ((attention_tpu, {"block_q": 128, "block_k": 128}), (attention_gpu, {})):
+        o_BPLE = kernel(q, k, v, 0.6, starts([[128, 128]]), interpret=True, **blocks)
+        assert np.isnan(o_BPLE[:, :, :128]).all()
+        assert np.isfinite(o_BPLE[:, :, 128:]).all()
 
 
-@pytest.mark.parametrize("by", ["einsums", "kernel"])
+@pytest.mark.parametrize("by", ["einsums", "tpu", "gpu"])
 def test_a_change_reaches_later_positions_of_its_document_and_nothing_else(by):
     L, changed, end = 256, 140, 200
-    start_BL, moved = starts([[130, end - 130, L - end]]), random(1, 1, 1, L, 8)[:3]
+    start_BL, moved = starts([[130, end - 130, L - end]]), random(1, 1, 1, L, 16)[:3]
     for x in moved:
         x[..., changed, :] += 1
     core = functools.partial(attention, index_BL=None, start_BL=start_BL)
-    if by == "kernel":
+    if by == "tpu":
         core = functools.partial(attention_tpu, start_BL=start_BL, block_q=128, block_k=128, interpret=True)
+    if by == "gpu":
+        core = functools.partial(attention_gpu, start_BL=start_BL, tiles=gpu_tiles(32, 32), interpret=True)
     core = jax.jit(core)
-    differs_L = np.any(core(*moved, 0.6) != core(*random(1, 1, 1, L, 8)[:3], 0.6), (0, 1, 3))
+    differs_L = np.any(core(*moved, 0.6) != core(*random(1, 1, 1, L, 16)[:3], 0.6), (0, 1, 3))
     assert not differs_L[:changed].any()
     assert differs_L[changed:end].mean() > 0.9  # a weight that the floor held at 0 may stay there
     assert not differs_L[end:].any()
+
+
+def gpu_tiles(block_q, block_k):
+    return dict.fromkeys(("sums", "values", "means", "dq", "dkv"), (block_q, block_k, 4, 2))
+
+
+GPU_CASES = {
+    # documents of each row, block_q, block_k, heads P, groups J, maps I, floor
+    "borders before, at and after block borders": ([[15, 17, 16], [17, 15, 16]], 16, 16, 2, 2, 2, True),
+    "a length of no whole blocks, a group of three": ([[40, 1], [1, 40]], 16, 16, 3, 1, 2, True),
+    "blocks of queries longer than of keys, no floor": ([[9, 1, 30]], 32, 16, 2, 1, 2, False),
+    "blocks of keys longer than of queries": ([[5, 44], [49]], 16, 32, 1, 1, 2, True),
+    "plain attention": ([[20, 30]], 16, 16, 4, 2, 1, True),
+    "single tokens": ([[1] * 33], 16, 16, 1, 1, 2, True),
+}
+
+
+EVERY = "o dq dk dv dlam"
+GPU_DEFAULT = [("a length of no whole blocks, a group of three", "o dq dlam"),
+               ("a length of no whole blocks, a group of three", "dk dv"), ("plain attention", EVERY)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "results"), [*GPU_DEFAULT, *(pytest.param(name, EVERY, marks=pytest.mark.slow) for name in GPU_CASES)]
+)
+def test_gpu_kernels_equal_einsums_forward_and_in_every_gradient(name, results):
+    documents, block_q, block_k, P, J, I, floor = GPU_CASES[name]
+    inputs, start_BL = random(len(documents), P, J, sum(documents[0]), 16, I), starts(documents)
+
+    @jax.jit
+    def both(q, k, v, do, start_BL):
+        einsums = functools.partial(attention, index_BL=None, start_BL=start_BL, floor=floor)
+        settings = {"floor": floor, "tiles": gpu_tiles(block_q, block_k), "interpret": True}
+        kernels = functools.partial(attention_gpu, start_BL=start_BL, **settings)
+        found = [with_gradients(core, q, k, v, jnp.float32(0.6), do) for core in (einsums, kernels)]
+        return [{key: by[key] for key in results.split()} for by in found]  # the rest is not compiled
+
+    want, got = both(*inputs, start_BL)
+    for key in want:
+        close(got[key], want[key], 1e-4 if key == "dlam" else 1e-5)
 
 
 def test_sizes_that_do_not_fit_are_refused():
@@ -275,6 +321,10 @@ def test_sizes_that_do_not_fit_are_refused():
         attention_tpu(q[..., :128, :], k[..., :128, :], v[..., :128, :], 0.5, None, block_q=64)
     with pytest.raises(ValueError, match="I = 2"):
         attention_tpu(q[:, :1], k[:, :1], v, 0.5, None)
+    with pytest.raises(ValueError, match=r"heads of 8: .* power of 2, at least 16"):
+        attention_gpu(q, k, v, 0.5, None)
+    with pytest.raises(ValueError, match="E = I K"):
+        attention_gpu(q, k, v[..., :8], 0.5, None)
     with pytest.raises(ValueError, match="every query has its own key"):
         attention(q[..., :3, :], k, v, 0.5, None, None)
     with pytest.raises(ValueError, match="are not BIPLK"):

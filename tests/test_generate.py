@@ -492,6 +492,7 @@ def dream_says(capsys, folder, **settings):
     return capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_a_dream_of_blocks_is_filled_behind_its_exact_cache(coder, capsys, tmp_path):
     cfg = dataclasses.replace(md.config_from_hf(coder / "model"), block_length=4)
     model = nnx.merge(md.graph_of(cfg, md.Run()), new_params(md, cfg, 0.5))
@@ -507,7 +508,7 @@ def test_a_dream_of_blocks_is_filled_behind_its_exact_cache(coder, capsys, tmp_p
     assert "step 1 of" in (tmp_path / "x.html").read_text()
     for settings, part in (
         ({"prompt": "a[MASK:2]b"}, "does not see the text behind a hole"),
-        ({"prompt": "a", "cache": "dual", "block_length": 4}, "leave out --cache"),
+        ({"prompt": "a", "cache": "dual", "block_length": 4}, "without cache: leave it out"),
         ({"prompt": "a", "threshold": 0.5, "entropy_bound": 0.5}, "do not go together"),
     ):
         with pytest.raises(ValueError, match=part):

@@ -512,6 +512,29 @@ def test_the_bound_of_uniform_logits_is_the_logarithm_of_the_vocabulary_without_
     assert float(bound(model, token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL)) == pytest.approx(want, rel=1e-5)
 
 
+def test_the_gpu_kernel_is_left_alone_where_more_than_documents_decides_who_sees_whom():
+    model = nnx.eval_shape(lambda: md.Dream(SHALLOW, nnx.Rngs(0), md.Run(jnp.bfloat16, platform="gpu 8.9")))
+    place, hidden = (
+        diffusion.Place(SEGMENT_BL),
+        lambda model, place: model.hidden(jnp.asarray(tokens(2, 20)), place=place),
+    )
+    uses = lambda place: "mha" in str(jax.make_jaxpr(hidden)(model, place))  # noqa: E731
+    assert uses(place)
+    assert not uses(place._replace(block=POSITION_BL))
+    assert not uses(place._replace(seen=jnp.ones((1, 20, 20), bool)))
+
+
+def test_a_model_without_the_shift_is_read_at_the_masks_themselves():
+    model = build(dataclasses.replace(SHALLOW, shift=False))
+    token_BL = tokens(1, 12).copy()
+    token_BL[0, 7] = MASK
+    got_BL, _ = sd.fill(model, token_BL)
+    logits_BLV = model(jnp.asarray(token_BL)).at[..., MASK].set(-jnp.inf)
+    assert got_BL[0, 7] == logits_BLV[0, 7].argmax() != logits_BLV[0, 6].argmax()
+    with pytest.raises(ValueError, match="trained in blocks of 4"):
+        sd.fill(build(dataclasses.replace(SHALLOW, block_length=4)), token_BL)
+
+
 def test_documents_of_a_row_do_not_see_each_other():
     for block in (256, 7):
         model, token_BL = build(SHALLOW, block=block), tokens(1, 20)

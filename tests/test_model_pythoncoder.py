@@ -151,6 +151,24 @@ def test_dropout_is_on_in_training_and_off_elsewhere():
     assert losses(model, jax.random.key(0)) == losses(model, jax.random.key(0))
 
 
+@pytest.mark.parametrize(
+    ("kernel", "cfg", "want"),
+    [
+        ("hopper", {}, "attention_gpu"),
+        ("ampere", {"diff": "none"}, "attention_gpu"),
+        ("tpu", {}, "attention_tpu"),
+        ("tpu", {"diff": "v2"}, None),
+        ("ampere", {"attn_cap": 30.0}, None),
+        ("ampere", {"head_size": 24}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_fused_kernel_is_taken_where_it_fits(kernel, cfg, want):
+    cfg = dataclasses.replace(TINY, **{"head_size": 32} | cfg)
+    found = nnx.merge(pc.graph_of(cfg, pc.Run(kernel=kernel)), pc.param_shapes(cfg)).layers.kernel()
+    assert getattr(getattr(found, "func", found), "__name__", None) == want
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "qkvo"])
 def test_the_gradient_of_sums_is_sums_plus_that_of_the_layers(remat):

@@ -264,7 +264,7 @@ def test_a_record_replays_every_step_with_what_was_drawn_in_it(shallow):
     assert (record.logp_BL[~drawn_BL] == 0).all()
     plain_BL, plain = sd.fill(shallow, canvas_BL, None, sd.Sampling(**settings), jax.random.key(1))
     np.testing.assert_array_equal(plain_BL, token_BL)
-    assert plain.keys() == {"forwards", "idle", "steps", "windows"}
+    assert plain.keys() == {"forwards", "idle", "steps", "windows", "passes"}
 
 
 def test_a_penalty_keeps_end_tokens_from_an_empty_text_and_not_from_a_full_one(shallow):

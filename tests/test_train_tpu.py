@@ -506,11 +506,14 @@ def test_settings_of_blocks_that_do_not_go_together_are_one_line():
         ({"block_warmup": 5}, "--block_warmup: set --block_length"),
         ({"block_length": 4, "schedule": "cosine"}, "blocks have the linear --schedule"),
         ({"block_length": 4, "rates": (0.9, 0.1)}, "the lower first"),
-        ({"block_length": -1}, "are 0 or more"),
+        ({"block_length": -1}, "is below 0"),
+        ({"block_length": 4, "anneal_steps": 9}, "goes without blocks"),
     ):
         cfg = train_tpu.Config(model="dream_tiny", dream=train_tpu.Dream(**changes))
         with pytest.raises(ValueError, match=part):
             train_tpu.with_blocks(cfg, DREAM)
+    cfg = train_tpu.Config(dream=train_tpu.Dream(anneal_steps=9))  # from an autoregressive model to both ways
+    assert train_tpu.with_blocks(cfg, dataclasses.replace(DREAM, block_length=1)) == DREAM
     with pytest.raises(ValueError, match="are of Dream"):
         train_tpu.with_blocks(train_tpu.Config(dream=train_tpu.Dream(block_length=4)), CODER)
 
@@ -878,6 +881,17 @@ def test_without_model_and_batch_size_data_and_device_decide_together(capsys):
     assert picked(2_000_000_000, kind="v5") == ("300m", 131_072)
     assert picked(2_000_000_000, kind="v5", chips=8) == ("1b", 131_072)  # its weights and moments lie on all of them
     assert picked(8_000_000, model="1b")[0] == "1b"
+
+
+def test_the_fused_attention_is_that_of_the_device():
+    def of(platform, version="", dtype="bfloat16"):
+        device = SimpleNamespace(platform=platform, compute_capability=version)
+        return train_tpu.fused_kernel(device, dtype)
+
+    found = [of("gpu", version) for version in ("7.5", "8.0", "8.9", "9.0", "10.0", "12.0", "gfx942")]
+    assert found == ["", "ampere", "ampere", "hopper", "ampere", "ampere", ""]
+    assert (of("tpu"), of("cpu"), of("gpu", "8.0", "float32")) == ("tpu", "", "")
+    assert train_tpu.fused_kernel(SimpleNamespace(platform="gpu"), "bfloat16") == ""
 
 
 def test_steps_on_gpus_are_picked_by_what_was_compiled():

@@ -1,0 +1,65 @@
+"""Sampling in blocks: what the reference values of test_golden_block.py do not say."""
+
+import dataclasses
+
+import jax
+import pytest
+from flax import nnx
+
+import model_dream as md
+import sample_block
+
+CFG = md.DreamConfig(
+    64, 32, 1, 4, 2, 8, 48, mask_id=3, pad_id=0, bos_id=0, eos_id=0, positions=64, theta=100.0, block_length=4
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    params = jax.tree.map(lambda x: 2 * x, md.new_params(CFG, 0))
+    return nnx.merge(md.graph_of(CFG, md.Run()), params)
+
+
+def test_drawn_texts_are_of_a_row_alone_and_what_is_given_stays(model):
+    rule, key = sample_block.Sampling(temperature=1.0, threshold=0.3), jax.random.key(1)
+    prompts = [[5, 6, 7, 8, 9], [], [11] * 9, [12, 3, 3]]  # without a prompt; with masks of its own
+    rows, stats = sample_block.generate(model, prompts, 6, rule, key, rows=5)
+    assert [len(row) for row in rows] == [11, 6, 15, 9]
+    for row, prompt in zip(rows, prompts, strict=True):
+        assert 3 not in row
+        assert row[: len(prompt)] == prompt or prompt == [12, 3, 3]
+    assert rows[3][0] == 12
+    alone, _ = sample_block.generate(model, prompts[:1], 6, rule, key, rows=5)
+    assert alone[0] == rows[0]
+    wide, _ = sample_block.generate(model, prompts, 6, rule, key, widths=(15,), rows=5)
+    assert wide == rows
+    other, _ = sample_block.generate(model, prompts[:1], 6, rule, jax.random.key(2), rows=5)
+    assert other[0] != rows[0]
+    assert len(stats["begun"]) == 3
+    assert stats["forwards"] == stats["steps"]
+    # Nothing to fill costs no pass.
+    rows, stats = sample_block.generate(model, [[5, 6]], 0, rule, key)
+    assert (rows, stats["forwards"]) == ([[5, 6]], 0)
+
+
+def test_a_schedule_below_a_threshold_bounds_the_passes(model):
+    # At 1.0 no token is sure enough; two steps of a block of four then write two tokens each.
+    for steps, passes in ((0, 8), (2, 4)):
+        _, stats = sample_block.generate(model, [[5] * 4], 8, sample_block.Sampling(threshold=1.0, steps=steps))
+        assert stats["forwards"] == passes
+
+
+def test_what_does_not_fit_is_one_line(model):
+    for prompts, new, rule, part in (
+        ([[5, 3, 6]], 4, {}, "does not see the text behind a hole"),
+        ([[5] * 62], 4, {}, "66 tokens do not fit"),
+        ([[5]], 4, {"temperature": 0.5}, "sampling needs a key"),
+    ):
+        with pytest.raises(ValueError, match=part):
+            sample_block.generate(model, prompts, new, sample_block.Sampling(**rule))
+    whole = nnx.merge(md.graph_of(dataclasses.replace(CFG, block_length=0), md.Run()), nnx.state(model))
+    with pytest.raises(ValueError, match="the model has no blocks"):
+        sample_block.generate(whole, [[5]], 4)
+    for settings in ({"threshold": 0.5, "entropy_bound": 0.5}, {"sub_block": 2}, {"top_p": 0.0}, {"steps": -1}):
+        with pytest.raises(ValueError, match=r"together|sub_block|top_p|below 0"):
+            sample_block.Sampling(**settings)
