@@ -294,9 +294,7 @@ def coupled_scores(model, token_BL, see_BL, u_BC, ratio_B, mask_id, chunk=1024, 
     return (logp_BKC * weight_BKC).sum(1) / 2, entropy_BKC.mean(1)
 
 
-def trajectory_scores(
-    model, token_BL, see_BL, step_BC, at_BK, mask_id, chunk=1024, temperature=1.0, vocab=0
-):  # fmt: skip
+def trajectory_scores(model, token_BL, see_BL, step_BC, at_BK, mask_id, chunk=1024, temperature=1.0, vocab=0):
     """log p of each token that was drawn in the steps at_BK, 0 for the others, and its entropy: float32 [B, C].
 
     token_BL and step_BC are a sample_dream.Record's, step_BC of the completion's columns: before step s a canvas shows
@@ -321,9 +319,9 @@ def trajectory_scores(
 
 
 def steps_to_replay(step_BC, most, rng):
-    """(at_BJ, scale_B): steps of each completion, `most` at random or with 0 all, -1 fills up; all per chosen one.
+    """(at_BJ, scale_B): `most` steps of each completion at random, or with 0 all; and how many each of them stands for.
 
-    So the mean of scale_B times a sum over the chosen steps is the sum over all. J is a multiple of VIEWS.
+    scale_B times a sum over the chosen has the sum over all steps for its mean. -1 fills up to a multiple of VIEWS.
     """
     steps = [np.unique(step_C) for step_C in step_BC]
     chosen = [np.sort(rng.permutation(step)[: most or len(step)]) for step in steps]
@@ -333,7 +331,7 @@ def steps_to_replay(step_BC, most, rng):
 
 
 def in_parts(views):
-    """The arrays that say on which canvases completions are scored, for VIEWS canvases of each at a time."""
+    """What says on which canvases completions are scored, as parts of VIEWS canvases each, whose scores are added."""
     if "at_BJ" not in views:  # coupled masks: three
         return [views]
     rest, at_BJ = {name: x for name, x in views.items() if name != "at_BJ"}, views["at_BJ"]
@@ -350,8 +348,6 @@ def drift(log_BC, counted_BC):
     with less noise; "drift_ratio_max" is the largest w.
     """
     log_T = np.clip(np.asarray(log_BC, np.float64)[counted_BC], -20, 20)
-    if not len(log_T):
-        return {}
     k1, k3, most = -log_T.mean(), (np.exp(log_T) - 1 - log_T).mean(), np.exp(log_T.max())
     return {"drift_k1": float(k1), "drift_k3": float(k3), "drift_ratio_max": float(most)}
 

@@ -157,12 +157,10 @@ class Sampler:
         hidden_BWD, state = self.feed(model, state, given, start_B, width)
         masked_BN, slot_BN = self.masked(model, state, given)
         token_BN, prob_BN, entropy_BN = self.propose(model, hidden_BWD, start_B, given, slot_BN, i)
+        written_BN = self.choose(masked_BN, prob_BN, entropy_BN, given, masks_B, i)
         if self.rule.first_argmax:
             first_BN = masked_BN & (jnp.arange(slot_BN.shape[1]) == 0)
-            written_BN = self.choose(masked_BN, prob_BN, entropy_BN, given, masks_B, i)
             written_BN = jnp.where(i < 0, first_BN, written_BN)
-        else:
-            written_BN = self.choose(masked_BN, prob_BN, entropy_BN, given, masks_B, i)
         # Write into the rows.
         row_B1, step = jnp.arange(len(slot_BN))[:, None], state.step + (i >= 0)
         at_BN = jnp.where(written_BN, slot_BN, state.token_BL.shape[1])  # out of the row: dropped

@@ -17,6 +17,7 @@ Refs: coupled-GRPO, arXiv:2506.20639; d1, arXiv:2504.12216; LLaDA 1.5 (VRPO), ar
 ESPO, arXiv:2512.03759; GDPO, arXiv:2510.08554; TraceRL, arXiv:2509.06949.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -589,28 +590,25 @@ def tables(cfg):
         yield np.asarray(logits(token_NL, see_NL), np.float64), answer_C[:n]
 
 
-def paths(found, tau, elbos):
+def path_rows(found, tau, elbo):
     """The table of what replays of samplers' paths say of the answers, per token."""
-    answers = [(logits_NnV, answer_n, answer_logp(logits_NnV, answer_n)) for logits_NnV, answer_n in found]
-    n, rows = len(found[0][1]), {}
-    for drawn, name in ((False, "largest probability"), (True, "drawn token's")):
-        walked = [steps_of(logits_NnV, answer_n, tau, drawn) for logits_NnV, answer_n, _ in answers]
-        passes = np.mean([len(set(step_n)) for step_n in walked])
-        each = list(zip(answers, walked, strict=True))
-        scores = {"tokens": [path_logp(logp_Nn, step_n).sum() / n for (*_, logp_Nn), step_n in each]}
-        if drawn:
-            scores["tokens, and what was not written"] = [
-                drawn_path_logp(*table, step_n, tau) / n for (*table, _), step_n in each
-            ]
-        scores |= {
-            f"TraceRL, {k} steps joined": [tracerl(logp_Nn, step_n, k) for (*_, logp_Nn), step_n in each]
-            for k in (1, 2)
-        }
-        rows |= {(name, kind): (passes, np.mean(values)) for kind, values in scores.items()}
     yield f"\n\nPaths on which a sampler that fills all of at least {tau} would write the same answers, per token.\n"
     yield "| threshold looks at | scored | steps | score | score - ELBO |\n|" + "---|" * 5
-    for (name, kind), (passes, score) in rows.items():
-        yield f"| {name} | {kind} | {passes:.2f} | {score:+.4f} | {score - elbos.mean():+.4f} |"
+    for drawn, name in ((False, "largest probability"), (True, "drawn token's")):
+        steps, scores = [], collections.defaultdict(list)
+        for logits_NnV, answer_n in found:
+            logp_Nn, n = answer_logp(logits_NnV, answer_n), len(answer_n)
+            step_n = steps_of(logits_NnV, answer_n, tau, drawn)
+            steps.append(len(set(step_n)))
+            scores["tokens"].append(path_logp(logp_Nn, step_n).sum() / n)
+            if drawn:
+                exact = drawn_path_logp(logits_NnV, answer_n, step_n, tau) / n
+                scores["tokens, and what was not written"].append(exact)
+            for shrink in (1, 2):
+                scores[f"TraceRL, shrink {shrink}"].append(tracerl(logp_Nn, step_n, shrink))
+        for kind, values in scores.items():
+            score = np.mean(values)
+            yield f"| {name} | {kind} | {np.mean(steps):.2f} | {score:+.4f} | {score - elbo:+.4f} |"
 
 
 def strata_rows(length):
@@ -650,7 +648,7 @@ def main(cfg):
         spread = cov_Bnn.sum((1, 2)).mean(), np.trace(cov_Bnn, axis1=1, axis2=2).mean()
         cells = f"{weight:.3g}", *(f"{x:+.4f}" for x in scores), *(f"{x * passes(name, n):.3f}" for x in spread)
         lines.append(f"| {name} | {passes(name, n)} | {' | '.join(cells)} |")
-    lines += [*paths(of_answers, cfg.tau, elbos), *strata_rows(cfg.length)]
+    lines += [*path_rows(of_answers, cfg.tau, elbos.mean()), *strata_rows(cfg.length)]
     text = "\n".join(lines) + f"\n\n`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`\n"
     (RESULTS / "grpo_ruler.md").write_text(text)
     print(text)

@@ -2,15 +2,17 @@
 
     python bench/grpo_run.py                                   # three seeds, 15 minutes; keep the machine idle
     python bench/grpo_run.py --kinds coupled independent       # the same from masks that are not coupled, too
-    python bench/grpo_run.py --kinds naive replayed --out=out/grpo_rollouts      # rollouts that rot and that do not
+    python bench/grpo_run.py --kinds naive sure replayed --out=out/grpo_rollouts     # what becomes of fast rollouts
 
 A seed is pre-training, tasks drawn and completions, all anew; the held-out tasks are the same. Their constants are in
 pre-training and never rewarded; the figure for a constant that is in neither stands beside it. With several kinds of
 runs each starts from the same pre-trained model. Independent masks show a token in none, one or both of the two masked
 versions of a canvas, which gives the same expectation; what the two kinds differ by is less than runs differ by, so
-compare them over a dozen seeds. "naive" fills by the probability of the drawn token, with a low threshold; "replayed"
-has the same threshold for the largest probability of the distribution, and learns from the replayed path. Writes the
-name of the folder --out with .png and an entry for each kind in cpu.json under bench/results/.
+compare them over a dozen seeds. Writes the name of the folder --out with .png and an entry for each kind in cpu.json
+under bench/results/.
+
+The last three kinds fill all that is sure enough at a low threshold, and learn fast. "naive" asks how likely the drawn
+token is, "sure" how likely the likeliest is; "replayed" does that, and learns from the replayed path.
 """
 
 import dataclasses
@@ -40,18 +42,23 @@ import runs
 @dataclasses.dataclass(frozen=True)
 class Config:
     out: str = "out/grpo_run"  # folder of the runs; those that are finished there are not run again
-    seeds: tuple[int, ...] = (0, 1, 2)  # one run each
-    kinds: tuple[typing.Literal["coupled", "independent", "naive", "replayed"], ...] = ("coupled",)  # see above
+    seeds: tuple[int, ...] = (0, 1, 2)  # of pre-training, tasks and completions
+    # how completions are masked, or with the last three how they are written; a run of each kind and seed
+    kinds: tuple[typing.Literal["coupled", "independent", "naive", "sure", "replayed"], ...] = ("coupled",)
     rounds: int = 40  # of each run
     file: str = "cpu"  # bench/results/<file>.json
 
 
-FAST = {"temperature": 1.0, "top_p": 1.0, "block_length": 16, "threshold": 0.5}
+def fast(score, **settings):
+    return {"lr": 1e-3, "sampling": grpo.Sampling(1.0, 1.0, 16, threshold=0.5, score=score)} | settings
+
+
 KINDS = {  # what differs from the demo's settings
     "coupled": {},
     "independent": {},
-    "naive": {"sampling": grpo.Sampling(**FAST, score="drawn")},
-    "replayed": {"sampling": grpo.Sampling(**FAST, score="distribution"), "estimator": "trajectory", "replay": 0},
+    "naive": fast("drawn"),
+    "sure": fast("distribution"),
+    "replayed": fast("distribution", estimator="trajectory", replay=0),
 }
 
 

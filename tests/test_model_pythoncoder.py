@@ -170,6 +170,29 @@ def test_the_fused_kernel_is_taken_where_it_fits(kernel, cfg, want):
 
 
 @pytest.mark.slow
+@forms
+def test_gpu_kernels_leave_loss_and_gradients_as_they_are(cfg, monkeypatch):
+    monkeypatch.setattr(pc, "attention_gpu", functools.partial(pc.attention_gpu, interpret=True))
+    cfg, token_BL = dataclasses.replace(cfg, head_size=16), tokens((2, 24))
+    segment_BL = jnp.asarray(np.repeat([[1, 2, 3], [1, 1, 2]], 8, axis=1))
+
+    def found(**run):
+        graph, params = nnx.split(build(cfg, remat="qkvo", **run))
+
+        def loss(params):
+            return sum(nnx.merge(graph, params).losses(token_BL, segment_BL, jnp.arange(24)[None]))
+
+        return jax.jit(jax.value_and_grad(loss))(nnx.to_pure_dict(params))
+
+    (want, want_grads), (got, grads) = found(), found(kernel="ampere")
+    assert got == pytest.approx(float(want), rel=1e-5)
+    want_grads, grads = runs.flatten(want_grads), runs.flatten(grads)
+    for name, grad in grads.items():
+        error = np.abs(grad - want_grads[name]).max()
+        assert error <= 1e-4 * np.abs(want_grads[name]).max() + 1e-7, name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "qkvo"])
 def test_the_gradient_of_sums_is_sums_plus_that_of_the_layers(remat):
     graph, params = nnx.split(build(dataclasses.replace(TINY, layers=3), remat=remat, dropout=0.1))
