@@ -32,7 +32,7 @@ def test_drawn_texts_are_of_a_row_alone_and_what_is_given_stays(model):
     assert rows[3][0] == 12
     alone, _ = sample_block.generate(model, prompts[:1], 6, rule, key, rows=5)
     assert alone[0] == rows[0]
-    wide, _ = sample_block.generate(model, prompts, 6, rule, key, width=15, rows=5)
+    wide, _ = sample_block.generate(model, prompts, 6, rule, key, widths=(15,), rows=5)
     assert wide == rows
     other, _ = sample_block.generate(model, prompts[:1], 6, rule, jax.random.key(2), rows=5)
     assert other[0] != rows[0]
