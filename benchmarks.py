@@ -314,8 +314,7 @@ def dream_writer(cfg, run, step):
     widths = sample_dream.widths(lengths, cfg.batch_size, model.cfg.positions) if lengths else ()
 
     def write(prompts, finished, batch):
-        width = next((width for width in widths if width >= max(map(len, prompts)) + cfg.max_new), 0)
-        shape = {"width": width, "rows": cfg.batch_size}
+        shape = {"widths": widths, "rows": cfg.batch_size}
         with runs.on(mesh):
             rows, _ = sampler.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), **shape)
         return [cut(row[len(ids) :], ends) for row, ids in zip(rows, prompts, strict=True)]

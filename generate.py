@@ -386,7 +386,7 @@ class Canvas:
 class CanvasModel:
     """What MDLM and Dream share. The family adds `fill`: the token ids of canvases, their history, and statistics."""
 
-    batch_size = sys.maxsize
+    together = sys.maxsize  # texts that `fill` is given at a time
     begin, end = (), ()  # ids around a text; none at the end of masks, where the model writes its own
     ask = None  # function that writes a prompt as a question in the chat template, as token ids
 
@@ -399,11 +399,11 @@ class CanvasModel:
         cfg, pages, texts, total = self.cfg, [], [], collections.Counter()
         canvases = [self.prepare(*request) for request in requests for _ in range(cfg.n)]
         self.lengths = [len(canvas.ids) for canvas in canvases]
-        for first in range(0, len(canvases), self.batch_size):
-            batch = canvases[first : first + self.batch_size]
+        for first in range(0, len(canvases), self.together):
+            batch = canvases[first : first + self.together]
             self.watched, self.shown = batch[0], self.picture(batch[0], batch[0].ids)
             filled, history, prob, stats = self.fill(batch)  # the family's sampler
-            total.update(stats)
+            total.update({name: stats[name] for name in ("forwards", "seconds", "compile_s") if name in stats})
             for i, (canvas, ids) in enumerate(zip(batch, filled, strict=True)):
                 # of what the model wrote, tokens behind an end token are left out
                 kept = self.kept(canvas, ids)
@@ -414,8 +414,10 @@ class CanvasModel:
                 if canvas.around:
                     completion = truncate(self.tokenizer.decode(written), cfg.stop)
                     row |= {"completion": completion, "text": completion.join(canvas.around)}
-                row |= {"tokens": len(written), "forwards": stats["forwards"]}  # seconds and passes of its batch
-                row |= {"seconds": stats["seconds"], "seed": cfg.seed}
+                # the passes that it took part in, and their seconds
+                passes = int(stats["passes"][i]) if "passes" in stats else stats["forwards"]
+                seconds = stats["seconds"] * passes / max(1, stats["forwards"])
+                row |= {"tokens": len(written), "forwards": passes, "seconds": seconds, "seed": cfg.seed}
                 texts.append(row.get("completion", row["text"]))
                 show(cfg, row, row["text"], first + i + 1 if len(canvases) > 1 else 0)
                 if cfg.html:  # the kept tokens of the canvas as it was given and after each step
@@ -615,7 +617,9 @@ class Dream(CanvasModel):
                 print(f"--block_length={cfg.block_length}: trained with {dream.block_length}", file=sys.stderr)
         elif flags.entropy_bound:
             raise ValueError(f"--entropy_bound is for a Dream of blocks, and {folder} has none; try --threshold")
-        self.batch_size, self.key, self.compile_s = flags.batch_size, jax.random.key(cfg.seed), 0.0
+        # Of many texts those that end make room for others. What is watched is one batch, and so are blocks.
+        self.together = flags.batch_size * (1 if self.watching or dream.block_length else 8)
+        self.key, self.compile_s = jax.random.key(cfg.seed), 0.0
         self.turns = []  # (prompt, answer) so far
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
 
@@ -660,12 +664,12 @@ class Dream(CanvasModel):
         self.key, key = jax.random.split(self.key)
         self.compile_s, started = 0.0, time.perf_counter()
         watch = self.watch if self.cfg.show_steps else None
-        in_blocks = bool(self.model.cfg.block_length)
+        in_blocks, rows = bool(self.model.cfg.block_length), min(self.cfg.dream.batch_size, len(self.lengths))
         # All batches have a width of three at most, and as many rows: each shape is a program that must be compiled.
-        widths = sample_dream.widths(self.lengths, self.batch_size, self.positions)
-        width = next(width for width in widths if width >= max(map(len, prompts)))
-        shape = {"width": width, "rows": min(self.batch_size, len(self.lengths))}
-        sampler = sample_block if in_blocks else sample_dream
+        # Texts of about one length go together.
+        parts = [self.lengths[i : i + self.together] for i in range(0, len(self.lengths), self.together)]
+        widths = sample_dream.widths([*itertools.chain(*map(sorted, parts))], rows, self.positions)
+        shape, sampler = {"widths": widths, "rows": rows}, sample_block if in_blocks else sample_dream
         with runs.on(self.mesh):
             filled, stats = sampler.generate(self.model, prompts, 0, self.rule, key, watch=watch, **shape)
         seconds = time.perf_counter() - started - self.compile_s
@@ -679,7 +683,7 @@ class Dream(CanvasModel):
             when = stats["when"][i, kept].tolist()
             steps = range(1, stats["steps"] + 1)
             history.append([[x if w <= s else self.mask for x, w in zip(filled[i], when, strict=True)] for s in steps])
-        return filled, history, prob, {"forwards": stats["forwards"], "seconds": seconds, "compile_s": self.compile_s}
+        return filled, history, prob, stats | {"seconds": seconds, "compile_s": self.compile_s}
 
     def slots(self, ids):
         """Where a text stands in a row: on its right, or on its left with blocks."""

@@ -240,11 +240,11 @@ def counts(rule):
     return np.array([[*row, *[1] * (rule.block_length - len(row))] for row in rows], np.int32)
 
 
-def generate(model, prompts, max_new, rule=None, key=None, width=0, rows=0, watch=None):
+def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, watch=None):
     """Continue prompts (lists of ids, any lengths) with max_new tokens each: (rows of ids, stats).
 
-    A prompt may end in MASKs already. With the same width, of the longest text, and rows other prompts need no other
-    program.
+    A prompt may end in MASKs already. The batch has the first of the widths that holds its longest text: with the same
+    widths and rows other prompts need no other program.
     stats are NumPy: "forwards", "steps", "begun" (steps before each block), "when" and "probability" [B, L], see State.
     Raises ValueError for what does not fit.
     """
@@ -255,6 +255,7 @@ def generate(model, prompts, max_new, rule=None, key=None, width=0, rows=0, watc
     if rule.temperature and key is None:
         raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
     N, prompts = rule.block_length, [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]
+    width = next((width for width in widths if width >= max(map(len, prompts))), 0)
     token_BL, end_B, begin_B, block_BL, prefix = layout(cfg, rule, prompts, rows, width)
     B, L = token_BL.shape
     see_BL = np.arange(L) < end_B[:, None]

@@ -97,8 +97,14 @@ class State(typing.NamedTuple):
     forwards: jax.Array  # passes of the model
     idle: jax.Array  # steps that could not change anything and cost no pass
     left_B: jax.Array  # with a threshold: positions that the steps so far were allowed to fill and did not
+    step_B: jax.Array  # steps after which the row was not full yet
     history_SBL: jax.Array | None = None
     record: Record | None = None  # with a history too; its log p is then what the model says, before the temperature
+
+    @property
+    def prob_BL(self):
+        """With a history: what the model gave to each token that was written, else 1."""
+        return jnp.exp(self.record.logp_BL)
 
 
 class Given(typing.NamedTuple):
@@ -158,7 +164,7 @@ class Sampler:
         # origin: chance decides, for each position alone.
         if rule.alg == "origin":
             drawn = given.u_SBL is None
-            u_BL = self.draw(given, 2, state.step, given.place_BL) if drawn else given.u_SBL[i]
+            u_BL = self.draw(given, 2, state, given.place_BL) if drawn else given.u_SBL[i]
             wanted_BL &= u_BL < given.share_S[i]
             return wanted_BL, wanted_BL.sum(-1)
         # A threshold: what the schedule allows by now; `forward` says how many of them are sure enough.
@@ -168,15 +174,15 @@ class Sampler:
             return wanted_BL, jnp.minimum(new_B + state.left_B, count_B)
         return wanted_BL, jnp.floor(count_B * given.share_S[i]).astype(jnp.int32)
 
-    def draw(self, given, tag, step, place_BC, shape=()):
-        """Uniform numbers in (0, 1) [B, C, *shape] of row, step and place alone, whatever the batch or its padding."""
+    def draw(self, given, tag, state, place_BC, shape=()):
+        """Uniform numbers in (0, 1) [B, C, *shape] of row, its step and place alone, whatever the batch or padding."""
 
-        def uniform(key, place):
+        def uniform(key, step, place):
             key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, tag), step), place)
             return jax.random.uniform(key, shape, minval=jnp.finfo(jnp.float32).tiny)
 
-        of_row = lambda key, place_C: jax.vmap(functools.partial(uniform, key))(place_C)  # noqa: E731
-        return jax.vmap(of_row)(given.key_B, place_BC)
+        of_row = lambda key, step, place_C: jax.vmap(functools.partial(uniform, key, step))(place_C)  # noqa: E731
+        return jax.vmap(of_row)(given.key_B, state.step_B, place_BC)
 
     def propose(self, model, hidden_BWD, start, state, given, wanted_BL):
         """(token_BL, score_BL, logp_BL): what would be written at the wanted positions, how sure that is, -inf
@@ -218,7 +224,7 @@ class Sampler:
             u_BCV = None
             if rule.temperature:
                 place_BC = given.place_BL[row_B1, at_BC]
-                u_BCV = self.draw(given, 0, state.step, place_BC, logits_BCV.shape[-1:])
+                u_BCV = self.draw(given, 0, state, place_BC, logits_BCV.shape[-1:])
             new_BC = diffusion.sample_tokens(logits_BCV, u_BCV, 1.0 if rule.temperature else 0).astype(token_BL.dtype)
             # How sure is it? The token's probability, or a measure of the distribution; origin does not ask. The
             # filters make all tokens look sure, 0.61 of two becomes 0.90 at temperature 0.2: a threshold is compared
@@ -263,7 +269,7 @@ class Sampler:
             sure_B = jnp.sum(wanted_BL & (score_BL >= given.threshold), -1)
             done_B = jnp.minimum(most_B, jnp.maximum(1, sure_B))
         elif rule.alg_temp:  # Gumbel's k largest are k draws without replacement from softmax(score / alg_temp)
-            u_BL = self.draw(given, 1, state.step, given.place_BL)
+            u_BL = self.draw(given, 1, state, given.place_BL)
             score_BL = score_BL / rule.alg_temp - jnp.log(-jnp.log(u_BL))
         token_BL = diffusion.unmask_top(state.token_BL, new_BL, score_BL, done_B, self.cfg.mask_id)
         if state.record:
@@ -293,7 +299,8 @@ class Sampler:
         state = state._replace(token_BL=token_BL)
         if self.watch:
             self.watch(state)
-        return state._replace(step=state.step + 1)
+        left_B = self.open_positions(state, given).any(-1)
+        return state._replace(step=state.step + 1, step_B=state.step_B + left_B)
 
 
 @functools.partial(jax.jit, static_argnames=("sampler",))
@@ -424,6 +431,11 @@ def window(rule, length, begin, first, size):
     return min(max(first - 1, 0), length - width), width
 
 
+def keys_of_rows(key, rows):
+    """A random key for each row; as they are, if there is one for each already."""
+    return key if key.ndim else jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(rows))
+
+
 def prepare(cfg, rule, token_BL, see_BL, made_BL, key=None, u_SBL=None):
     """(State, Given, first slots of the blocks) before anything is filled; NumPy arrays but for the keys."""
     B, L = token_BL.shape
@@ -439,14 +451,14 @@ def prepare(cfg, rule, token_BL, see_BL, made_BL, key=None, u_SBL=None):
         made_BL=made_BL,
         place_BL=np.maximum(np.arange(L) - see_BL.argmax(-1)[:, None], 0),
         banned_V=banned_V,
-        key_B=jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(B)),
+        key_B=keys_of_rows(key, B),
         threshold=rule.threshold,
         eos_penalty=rule.eos_penalty,
         size=size,
         **schedule(rule, size, steps, masked_BL, u_SBL),
     )
     zero = np.int32(0)
-    state = State(token_BL.astype(np.int32), zero, zero, zero, np.zeros(B, np.int32))
+    state = State(token_BL.astype(np.int32), zero, zero, zero, np.zeros(B, np.int32), np.zeros(B, np.int32))
     if rule.history:
         history_SBL = padded(np.zeros((max(1, len(firsts)) * given.limit, B, L), np.int32))
         state = state._replace(history_SBL=history_SBL)
@@ -464,15 +476,20 @@ def sampler_of(graph, cfg, rule, token_hook=None, logit_hook=None, watch=None):
     return Sampler(graph, cfg, dataclasses.replace(rule, **fixed), token_hook, logit_hook, watch)
 
 
-def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, logit_hook=None, u_SBL=None, watch=None):
-    """Fill every MASK of a canvas: (token_BL, {"forwards", "idle", "steps", "windows"}), with `rule.history` also
-    "history" and "probability", with `rule.record` a Record, "record".
+def fill(
+    model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, logit_hook=None, u_SBL=None, watch=None, rows=0
+):
+    """Fill every MASK of a canvas: (token_BL, {"forwards", "idle", "steps", "windows", "passes"}), with `rule.history`
+    also "history" and "probability", with `rule.record` a Record, "record".
 
     All are NumPy arrays. see_BL is False at padding, which stays as it is; so does every token that is not MASK. "idle"
-    counts the steps that could not change anything and cost no pass, "windows" the slots fed in each pass. "history" is
-    the canvas after every step [S, B, L], "probability" [B, L] what the model gave to each token when it wrote it. A
-    model that predicts MASK leaves it, where ban_ids allows that. Hooks are explained at Sampler. u_SBL are the uniform
-    numbers of alg="origin", for tests.
+    counts the steps that could not change anything and cost no pass, "windows" the slots fed in each pass, "passes" [B]
+    those that each row took part in. "history" is the canvas after every step [S, B, L], "probability" [B, L] what the
+    model gave to each token when it wrote it. A model that predicts MASK leaves it, where ban_ids allows that. Hooks
+    are explained at Sampler. u_SBL are the uniform numbers of alg="origin", for tests.
+
+    key is one for all rows, or [B] one for each. `rows` of them are filled at a time, 0: all; block by block a row
+    whose text has ended makes room for another. What a row becomes does not depend on the others.
 
     Raises ValueError for a canvas that does not fit the model, or a number of steps that does not divide over the
     blocks.
@@ -498,45 +515,83 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, token_hook=None, log
     if token_hook:
         token_BL = np.asarray(token_hook(-1, jnp.asarray(token_BL, jnp.int32)))
     state, given, firsts = prepare(cfg, rule, token_BL, see_BL, made_BL, key, u_SBL)
-    state, windows = fill_blocks(model, rule, state, given, firsts, token_hook, logit_hook, watch)
+    state, windows, passes_B = fill_blocks(model, rule, state, given, firsts, token_hook, logit_hook, watch, rows)
 
-    token_BL, done = np.asarray(state.token_BL), int(state.step)
+    token_BL, done = state.token_BL, int(state.step)
     stats = {"forwards": int(state.forwards), "idle": int(state.idle), "steps": done, "windows": windows}
+    stats["passes"] = passes_B
     if rule.history:
         history_SBL = np.array(state.history_SBL)
         history_SBL[done:] = token_BL  # the loop ends with the last MASK
-        stats["probability"] = np.exp(np.asarray(state.record.logp_BL))
+        stats["probability"] = np.exp(state.record.logp_BL)
         stats["history"] = history_SBL[: done if rule.block_length else max(done, given.steps)]
     if rule.record:
-        stats["record"] = Record(*map(np.asarray, state.record))
+        stats["record"] = state.record
     return token_BL, stats
 
 
-def fill_blocks(model, rule, state, given, firsts, token_hook=None, logit_hook=None, watch=None):
-    """Block after block, or the canvas as one block: (state, slots fed in each pass).
+def fill_blocks(model, rule, state, given, firsts, token_hook=None, logit_hook=None, watch=None, rows=0):
+    """Block after block, or the canvas as one block: (state, slots fed in each pass, passes of each row).
 
-    All blocks run one compiled program; those with Fast-dLLM's prefix cache each their own, as their windows shrink.
+    All blocks run one compiled program; those with Fast-dLLM's prefix cache each their own, as their windows shrink. It
+    takes `rows` rows at a time, 0: all. Rows without a MASK in a block, as their text has ended, are left out of it,
+    and the others fill their places.
     """
     graph, params = nnx.split(model)
     sampler = sampler_of(graph, model.cfg, rule, token_hook, logit_hook, watch)
-    L, size, windows, has_hooks = state.token_BL.shape[1], given.size, [], token_hook or logit_hook
-    state = place(state, params)
+    (B, L), size, windows, passes_B = state.token_BL.shape, given.size, [], np.zeros(len(state.token_BL), int)
+    has_hooks = token_hook or logit_hook
+    # a history has one number of steps for all rows
+    whole = not rows or has_hooks or watch or rule.history or rule.record
+    rows = max(rows, B) if whole else rows
     for first in firsts:
-        # A text that has ended leaves nothing to fill.
-        masked_BL = (np.asarray(state.token_BL) == model.cfg.mask_id) & given.see_BL
-        if not masked_BL[:, first : first + size].any() and (rule.block_length or not has_hooks):
+        open_B = ((state.token_BL == model.cfg.mask_id) & given.see_BL)[:, first : first + size].any(-1)
+        if not open_B.any() and (rule.block_length or not has_hooks):
             continue
         start, width = window(rule, L, firsts[0], first, size) if rule.cache else (0, L)
-        left = given.limit  # steps that the block may take
-        while left > 0:
-            part = given._replace(first=first, start=start, begun=state.step, limit=min(left, rule.refresh or left))
-            before = int(state.forwards)
-            state = place(fill_block(params, state, part, sampler=sampler, width=width), params)
-            passes = int(state.forwards) - before
-            windows += [L] * bool(rule.cache) + [width] * (passes - bool(rule.cache))
-            masked_BL = (np.asarray(state.token_BL) == model.cfg.mask_id) & given.see_BL
-            left = left - part.limit if rule.refresh and masked_BL[:, first : first + size].any() else 0
-    return state, windows
+        waiting = np.arange(B) if whole else np.flatnonzero(open_B)
+        for i in range(0, len(waiting), rows):
+            chosen = waiting[i : i + rows]
+            index = np.resize(chosen, rows)  # of too few some come again
+            new, left = rows_of(state, index), given.limit  # left: steps that the block may take
+            while left > 0:
+                at = {"first": first, "start": start, "begun": np.asarray(new.step)}
+                part = rows_of(given._replace(**at, limit=min(left, rule.refresh or left)), index)
+                before = int(new.forwards)
+                new = fill_block(params, place(new, params), part, sampler=sampler, width=width)
+                passes = int(new.forwards) - before
+                passes_B[chosen] += passes
+                windows += [L] * bool(rule.cache) + [width] * (passes - bool(rule.cache))
+                masked_BL = (np.asarray(new.token_BL) == model.cfg.mask_id) & part.see_BL
+                left = left - part.limit if rule.refresh and masked_BL[:, first : first + size].any() else 0
+            state = put_rows(state, chosen, new)
+    return state, windows, passes_B
+
+
+def rows_of(tree, index):
+    """A State or Given of the rows with these numbers alone."""
+    take = lambda path, x: x[at_rows(path, index)] if at_rows(path, index) else x  # noqa: E731
+    return jax.tree_util.tree_map_with_path(take, tree)
+
+
+def put_rows(old, index, new):
+    """The State `old`, in NumPy arrays, with the rows of these numbers as they are in `new`."""
+
+    def put(path, old, new):
+        new = np.asarray(new)
+        if not at_rows(path, index):
+            return new
+        old = np.array(old)
+        old[at_rows(path, index)] = new[at_rows(path, slice(len(index)))]
+        return old
+
+    return jax.tree_util.tree_map_with_path(put, old, new)
+
+
+def at_rows(path, index):
+    """(:, ..., index) up to the axis B of an array with this path in a State or Given; () if it has none."""
+    axis = path[-1].name.partition("_")[2].find("B")
+    return (slice(None),) * axis + (index,) * (axis >= 0)
 
 
 def place(state, params):
@@ -569,34 +624,50 @@ def widths(lengths, size, positions, most=3):
     return min(((*choice, widest) for choice in choices), key=slots)
 
 
-def canvas(prompts, max_new, cfg, width=0, rows=0):
+def canvas(prompts, max_new, cfg, width=0):
     """Prompts (lists of ids, any lengths, MASK allowed) and max_new MASKs behind each, left-padded: (token_BL, see_BL).
 
-    It is as wide as canvas_width says, or `width`, and has a row for each prompt, or `rows` of which the others are
-    padding: so that few shapes are ever compiled.
+    It is as wide as canvas_width says, or `width`: so that few shapes are ever compiled.
     """
     longest = max(map(len, prompts), default=0) + max_new
     if not prompts or longest == 0:
         raise ValueError("nothing to fill: give a prompt or max_new")
     L = max(longest, width) if width else canvas_width(longest, cfg.positions)
-    token_BL = np.full((max(rows, len(prompts)), L), cfg.pad_id, np.int32)
+    token_BL = np.full((len(prompts), L), cfg.pad_id, np.int32)
     see_BL = np.zeros(token_BL.shape, bool)
-    for row, see, prompt in zip(token_BL, see_BL, prompts, strict=False):
+    for row, see, prompt in zip(token_BL, see_BL, prompts, strict=True):
         row[L - max_new :] = cfg.mask_id
         row[L - max_new - len(prompt) : L - max_new] = prompt
         see[L - max_new - len(prompt) :] = True
     return token_BL, see_BL
 
 
-def generate(model, prompts, max_new, rule=None, key=None, width=0, rows=0, **hooks):
+def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, **hooks):
     """Continue prompts with max_new tokens each and fill their MASKs, max_new 0 does only that: (rows of ids, stats).
 
-    A row is prompt and completion without padding. width and rows are those of `canvas`: with the same of both, other
-    prompts need no other program. Raises ValueError for what does not fit; see `fill`.
+    A row is prompt and completion without padding. `rows` of them are filled at a time, those of about one length
+    together, in canvases of these widths: with the same widths and rows other prompts need no other program. Stats are
+    those of `fill`, added up. Raises ValueError for what does not fit; see `fill`.
     """
-    token_BL, see_BL = canvas(prompts, max_new, model.cfg, width, rows)
-    token_BL, stats = fill(model, token_BL, see_BL, rule, key, **hooks)
-    return [row[see].tolist() for row, see, _ in zip(token_BL, see_BL, prompts, strict=False)], stats
+    lengths, size = [len(prompt) + max_new for prompt in prompts], rows or max(1, len(prompts))
+    order = sorted(range(len(prompts)), key=lengths.__getitem__) if len(prompts) > size else range(len(prompts))
+    of_width = collections.defaultdict(list)
+    for i in range(0, len(order), size):
+        longest = max(lengths[n] for n in order[i : i + size])
+        of_width[next((width for width in widths if width >= longest), 0)] += order[i : i + size]
+
+    key_B = None if key is None else keys_of_rows(key, len(prompts))
+    texts, passes_B = [None] * len(prompts), np.zeros(len(prompts), int)
+    total = {"forwards": 0, "idle": 0, "steps": 0, "windows": []}
+    for width, numbers in of_width.items() or [(0, [])]:
+        token_BL, see_BL = canvas([prompts[n] for n in numbers], max_new, model.cfg, width)
+        key_of_row = None if key is None else key_B[np.array(numbers)]
+        token_BL, stats = fill(model, token_BL, see_BL, rule, key_of_row, rows=rows, **hooks)
+        total = {name: value + stats[name] for name, value in total.items()}
+        passes_B[numbers] = stats["passes"]
+        for n, row, see in zip(numbers, token_BL, see_BL, strict=True):
+            texts[n] = row[see].tolist()
+    return texts, stats | total | {"passes": passes_B}
 
 
 def load_tokenizer(folder, cfg):

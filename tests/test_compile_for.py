@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from conftest import ROOT, run
+from conftest import AS_A_USER, ROOT, run
 from flax import nnx
 
 import compile_for
@@ -631,12 +631,12 @@ def test_every_program_of_a_small_model_compiles_for_gpus(cuda, device, flags, r
 def test_attention_kernels_compile_for_gpus_without_spills(cuda, device, diff, tmp_path):
     code = f"""if True:
         import dataclasses, compile_for, model_pythoncoder as pc, train_tpu
-        model = dataclasses.replace(pc.CONFIGS["tiny"], head_size=128, positions=2048)  # heads of the 1b's size
+        model = dataclasses.replace(pc.CONFIGS["300m"], vocab=2048, width=128, ffn=384, layers=4)  # its heads
         train_tpu.PRESETS["tiny"] = pc.CONFIGS["tiny"] = model
         settings = compile_for.Settings(model="tiny", batch_size=2, micro_batch=2, coder=train_tpu.Coder("{diff}"))
         (row,) = compile_for.Train("{device}", settings).rows()
         print(sum(times for name, times in row["without_estimate"].items() if "triton" in name))"""
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
+    env = os.environ | AS_A_USER | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
     child = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     # in each of four layers: with one map no means; none of the forward pass a second time, although it remats

@@ -280,6 +280,7 @@ def test_a_converted_qwen2_has_a_row_for_mask_and_every_other_byte(block, conver
     assert not rows
 
 
+@pytest.mark.slow
 def test_a_converted_qwen2_computes_what_it_did_and_looks_both_ways_if_asked(converted):
     source, out = converted
     model, arrays = runs.load(md, out)[0], load_file(source / "expected.safetensors")
@@ -296,6 +297,7 @@ def test_a_converted_qwen2_computes_what_it_did_and_looks_both_ways_if_asked(con
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max(), err_msg=case)
 
 
+@pytest.mark.slow
 def test_a_converted_qwen2_writes_its_greedy_text_in_blocks_of_one(block, converted):
     model, cases = runs.load(md, converted[1])[0], block["conversion"]["greedy"]
     assert model.cfg.block_length == 1

@@ -20,6 +20,7 @@ def model():
     return nnx.merge(md.graph_of(CFG, md.Run()), params)
 
 
+@pytest.mark.slow
 def test_drawn_texts_are_of_a_row_alone_and_what_is_given_stays(model):
     rule, key = sample_block.Sampling(temperature=1.0, threshold=0.3), jax.random.key(1)
     prompts = [[5, 6, 7, 8, 9], [], [11] * 9, [12, 3, 3]]  # without a prompt; with masks of its own
@@ -31,7 +32,7 @@ def test_drawn_texts_are_of_a_row_alone_and_what_is_given_stays(model):
     assert rows[3][0] == 12
     alone, _ = sample_block.generate(model, prompts[:1], 6, rule, key, rows=5)
     assert alone[0] == rows[0]
-    wide, _ = sample_block.generate(model, prompts, 6, rule, key, width=15, rows=5)
+    wide, _ = sample_block.generate(model, prompts, 6, rule, key, widths=(15,), rows=5)
     assert wide == rows
     other, _ = sample_block.generate(model, prompts[:1], 6, rule, jax.random.key(2), rows=5)
     assert other[0] != rows[0]
@@ -42,6 +43,7 @@ def test_drawn_texts_are_of_a_row_alone_and_what_is_given_stays(model):
     assert (rows, stats["forwards"]) == ([[5, 6]], 0)
 
 
+@pytest.mark.slow
 def test_a_schedule_below_a_threshold_bounds_the_passes(model):
     # At 1.0 no token is sure enough; two steps of a block of four then write two tokens each.
     for steps, passes in ((0, 8), (2, 4)):

@@ -379,7 +379,7 @@ def test_all_blocks_are_one_program_also_with_weights_that_were_read_from_a_file
     rule = sd.Sampling(block_length=4, threshold=0.9, **settings)
     sd.generate(model, [[5, 6, 7]], 14, rule)
     assert programs() == 1
-    sd.generate(model, [[5, 6]], 12, dataclasses.replace(rule, threshold=0.3), width=32)
+    sd.generate(model, [[5, 6]], 12, dataclasses.replace(rule, threshold=0.3), widths=(32,))
     assert programs() == 0
 
 
@@ -388,15 +388,36 @@ def test_a_hundred_mixed_prompts_are_at_most_three_programs(programs, settings):
     model = build(dataclasses.replace(SHALLOW, positions=256))
     lengths = np.random.default_rng(0).integers(1, 200, 100)
     prompts = [tokens(1, n, seed=n)[0].tolist() for n in lengths]
-    batches = [prompts[i : i + 8] for i in range(0, 100, 8)]
-    widths = sd.widths((lengths + 16).tolist(), 8, 256)
+    widths = sd.widths(sorted((lengths + 16).tolist()), 8, 256)
     assert len(widths) <= 3
-    for batch in batches:
-        width = next(width for width in widths if width >= max(map(len, batch)) + 16)
-        rows, _ = sd.generate(model, batch, 16, sd.Sampling(threshold=0.01, **settings), width=width, rows=8)
-        assert [row[:-16] for row in rows] == batch
-        assert MASK not in np.concatenate(rows)
+    rows, stats = sd.generate(model, prompts, 16, sd.Sampling(threshold=0.01, **settings), widths=widths, rows=8)
+    assert [row[:-16] for row in rows] == prompts
+    assert MASK not in np.concatenate(rows)
+    assert {*stats["windows"]} <= {9, *widths}
     assert programs() <= 3
+
+
+@pytest.mark.parametrize("settings", [{"steps": 24}, {"threshold": 0.3, "cache": "dual"}], ids=str)
+def test_texts_that_end_make_room_and_every_text_is_as_alone(programs, settings):
+    model, key = build(dataclasses.replace(SHALLOW, positions=256)), jax.random.key(3)
+    prompts = [tokens(1, 1 + n % 7, seed=n)[0].tolist() for n in range(30)]
+    rule = sd.Sampling(temperature=1.0, block_length=4, eos_ids=(2, 5, 7, 9, 11, 13), **settings)
+    rows, stats = sd.generate(model, prompts, 24, rule, key, widths=(32,), rows=4)
+    assert programs() == 1
+    # four at a time, and the next four when all of these have ended
+    key_B, batches = sd.keys_of_rows(key, 30), []
+    for i in range(0, 30, 4):
+        some = sd.canvas(prompts[i : i + 4], 24, model.cfg)
+        batches.append(sd.fill(model, *some, rule, key_B[i : i + 4], rows=4))
+        for n, row_L, see_L in zip(range(i, 30), batches[-1][0], some[1], strict=False):
+            assert rows[n] == row_L[see_L].tolist()
+    assert programs() == 0
+    # one by one
+    alone = [sd.generate(model, [prompts[n]], 24, rule, key_B[n : n + 1], rows=4) for n in (0, 11, 29)]
+    assert [row for (row,), _ in alone] == [rows[n] for n in (0, 11, 29)]
+    assert len({len(set(row[-24:])) for row in rows}) > 5, "texts end early and late"
+    assert stats["forwards"] < 0.75 * sum(one["forwards"] for _, one in batches)
+    assert stats["forwards"] <= stats["passes"].sum() <= 4 * stats["forwards"]
 
 
 def test_widths_of_canvases_waste_little_and_are_few():
