@@ -101,10 +101,12 @@ def main(cfg):
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         row = {"track": cfg.track, "date": datetime.date.today().isoformat(), "commit": commit.stdout.strip()}
         row |= {"change": cfg.change, "bits_per_byte": score["bits_per_byte"], "spread": spread, "tokens_seen": seen}
-        row |= {"processor_s": seconds, "command": "python bench/speedrun.py " + shlex.join(sys.argv[1:])}
+        flags = [flag for flag in sys.argv[1:] if not flag.startswith(("--change", "--out"))]
+        row |= {"processor_s": seconds, "command": "python bench/speedrun.py " + shlex.join(flags)}
         with open(RESULTS / "speedrun.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
         rows = [json.loads(line) for line in (RESULTS / "speedrun.jsonl").read_text().splitlines()]
+        rows.sort(key=lambda row: (row["track"], -row["bits_per_byte"]))
         (RESULTS / "speedrun.md").write_text(table(rows))
 
 
