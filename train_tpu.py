@@ -331,7 +331,7 @@ def resolve(cfg, devices, data=None, memory=None):
     print(f"{len(devices)} x {device.device_kind} ({where}): mesh {axes}")
     frozen = f"frozen {dtype} weights and LoRA of rank {cfg.dream.lora_rank}"
     weights = frozen if cfg.dream.lora_rank else "float32 weights"
-    attention = f", attention by {run.kernel or 'no'} kernel" if family_of(cfg) is pc else ""
+    attention = f", attention by the {run.kernel} kernel" if getattr(run, "kernel", "") else ""
     print(f"model {name}, {dtype} compute on {weights}, remat {remat}{attention}")
     print(f"a step is {batch} rows of {seq_len} = {batch * seq_len:,} tokens, {accumulated} x {micro} rows a device")
     return cfg, model, run, mesh
