@@ -21,11 +21,11 @@ github=codeparrot/codeparrot-clean # five million files, 50 GB; each row names i
 
 # hours are those of the steps by compile_for.py, a lower bound; bits per byte are known where somebody measured them
 case $device in
-cpu) text="" ids=2048 row=512 train="--model=tiny --steps=3100" ;;                 # 0.3 h and 1.06, measured
-t4) text="--pypi=top:100" ids=8192 row=1024 train="--model=small --steps=9000" ;;
-v5e) text="--pypi=top:300" ids=8192 row=1024 train="--model=small --steps=6000" ;;  # 0.8 h: 0.47 s a step
-v6e) text="--hf=$github" ids=32768 row=2048 train="--model=300m --steps=33000" ;;   # 9.8 h: 1.07 s a step
-v6e-16) text="--hf=$github" ids=32768 row=2048 train="--model=1b --steps=100000 --hosts=auto" ;;
+cpu) text="" ids=2048 row=512 train="--model=tiny --steps=3100" ;; # 0.3 h and 1.06, both measured
+t4) text="--pypi=top:100" ids=8192 row=1024 train="--model=small --batch_size=32 --steps=1800" ;; # 0.8 h
+v5e) text="--pypi=top:300" ids=8192 row=1024 train="--model=small --batch_size=128 --steps=6000" ;; # 0.8 h
+v6e) text="--hf=$github" ids=32768 row=2048 train="--model=300m --batch_size=64 --steps=33000" ;; # 9.8 h
+v6e-16) text="--hf=$github" ids=32768 row=2048 train="--model=1b --batch_size=64 --steps=164000 --hosts=auto" ;; # 9.2 h
 score) ;;
 *) echo "recipe.sh $device: not one of cpu, t4, v5e, v6e, v6e-16, score" >&2 && exit 1 ;;
 esac
