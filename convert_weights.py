@@ -184,9 +184,9 @@ class Checkpoint:
     keys: dict  # of the config.json beside safetensors
     params: Path | None = None  # folder of Orbax; None: safetensors
     sums: dict | None = None  # {name of a parameter: word_sum}, Orbax only
-    table_rows: int = 0  # rows of the tables in the files, into which MASK's is still to be written; 0: it is there
     step: int = 0  # of a run
     origin: str = ""  # name of the model, OWNER/NAME for one of the Hub
+    table_rows: int = 0  # rows of the tables in the files, into which MASK's is still to be written; 0: it is there
 
     def shapes(self):
         """{name of a parameter: shape}, as the architecture says."""

@@ -182,3 +182,48 @@ def test_from_the_hub_to_a_fine_tuned_model_that_transformers_loads(tmp_path):
     assert chat == "<|im_start|>user\nadd 1 and 2<|im_end|>\n"
     ours = runs.read_tokenizer(tmp_path / "out/back")
     assert ids == ours.encode("def add(a, b): return a<|im_end|>", add_special_tokens=False).ids
+
+
+@pytest.mark.slow
+def test_from_a_qwen2_to_a_model_of_blocks_and_back(tmp_path):
+    folder = tmp_path / "Qwen2.5-Coder-0.5B"
+    cfg = write_hub(folder)
+
+    # A Qwen2 of the Hub: no MASK, no code, no padding id.
+    def change(name, drop, **new):
+        content = {key: value for key, value in json.loads((folder / name).read_text()).items() if key not in drop}
+        (folder / name).write_text(json.dumps(content | new))
+
+    change("config.json", ("mask_token_id", "pad_token_id", "auto_map"), model_type="qwen2")
+    change("added_tokens.json", ("<|mask|>", "<|beginoftext|>", "<|dlm_pad|>"))
+    change(
+        "tokenizer_config.json", ("auto_map", "mask_token", "added_tokens_decoder"), tokenizer_class="Qwen2Tokenizer"
+    )
+    for path in folder.glob("*.py"):
+        path.unlink()
+    (tmp_path / "src").mkdir()
+    for i in range(12):
+        text = "".join(f"def add_{i}_{k}(a, b):\n    return a + {k} * b - {i}\n\n\n" for k in range(20))
+        (tmp_path / "src" / f"{i}.py").write_text(text)
+
+    def do(script, *flags):
+        result = run(script, *flags, cwd=tmp_path)
+        assert result.returncode == 0, f"{script} {flags}\n{result.stderr}"
+        return result.stdout + result.stderr
+
+    assert "MASK is" in do("convert_weights.py", f"--source={folder}", "--to=dream", "--out=out/start")
+    rows = "--tokenizer=out/start/tokenizer.json", "--seq_len=64", "--heldout=0.2", "--benchmarks"
+    do("data_prep.py", "python", "--roots", "src", "--out=data/qwen", *rows)
+    train = "--init=out/start", "--data=data/qwen", "--block_length=4", "--block_warmup=10", "--compile_cache=cache"
+    said = do("train_tpu.py", *train, "--out=out/blocks", "--steps=60", "--batch_size=4", "--lr=0.01")
+    losses = [float(line.split("loss ")[1].split()[0]) for line in said.splitlines() if line.startswith("step 10 ")]
+    scores = [json.loads(line) for line in (tmp_path / "out/blocks/log.jsonl").read_text().splitlines()]
+    held = [row["heldout_nats"] for row in scores if "heldout_nats" in row]
+    assert held[-1] < losses[0] - 1  # nats per token
+    write = "--model=dream", "--max_new=12", "--threshold=0.9", "--prompt=def add", "--compile_cache=cache"
+    assert "def add" in do("generate.py", "--ckpt=out/blocks", *write)
+    do("convert_weights.py", "--source=out/blocks", "--out=out/hub", "--verify")
+    keys = json.loads((tmp_path / "out/hub/config.json").read_text())
+    assert (keys["bd_size"], keys["vocab_size"]) == (4, cfg.vocab)
+    do("convert_weights.py", "--source=out/hub", "--out=out/again")
+    assert "def add" in do("generate.py", "--ckpt=out/again", *write)
