@@ -2,6 +2,7 @@
 
 `attention` is einsums, for every device and use: training, packed documents, KV caches, left pads, and plain attention.
 `attention_tpu` is the fused Pallas kernel for training on TPU: exact softmax rows in VMEM, one product with V.
+`plain_tpu` is plain attention there, I = 1, by JAX's own kernel, so that comparisons of the two are fair.
 `attention_gpu` is the same for NVIDIA GPUs, in five kernels: there a row does not fit and is computed twice.
 One rule masks everywhere: the query at key slot `index` sees the key slots from `start` to `index`.
 
@@ -195,6 +196,30 @@ def _fused_backward(static, inputs, do_BPLE):
 
 
 _fused.defvjp(lambda *args: (_fused(*args), args[:5]), _fused_backward)
+
+
+def plain_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, interpret=False):
+    """`attention` for training on a TPU with I = 1, index None and cap 0, by JAX's splash attention; lam is not read.
+
+    The slots of a document have one start, so starts are its segment ids. Raises ValueError if L is no multiple of 128.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    (B, I, P, L, K), J = q_BIPLK.shape, k_BIJLK.shape[2]
+    if I != 1 or L % 128:
+        raise ValueError(f"{I} maps over {L} slots: plain_tpu is for one map, and rows of a multiple of 128")
+    block = max(n for n in range(128, 513, 128) if L % n == 0)
+    names = "q kv kv_compute q_dkv kv_dkv kv_dkv_compute q_dq kv_dq".split()
+    sizes = splash.BlockSizes(**{f"block_{name}": block for name in names})
+    mask = masks.MultiHeadMask([masks.CausalMask((L, L))] * (P // J))
+    named = {"residual_checkpoint_name": "lse"}  # result and sums, which remat keeps
+    kernel = splash.make_splash_mqa_single_device(mask, block_sizes=sizes, interpret=interpret, **named)
+    q_BJGLK = (q_BIPLK[:, 0] * jnp.asarray(K**-0.5, q_BIPLK.dtype)).reshape(B, J, P // J, L, K)
+    start_BL = jnp.zeros((B, L), jnp.int32) if start_BL is None else start_BL
+    of_a_row = jax.vmap(kernel, (0, 0, 0, None))  # the query heads of each group share its keys
+    o_BJGLE = jax.vmap(of_a_row)(q_BJGLK, k_BIJLK[:, 0], v_BJLE, splash.SegmentIds(start_BL, start_BL))
+    return o_BJGLE.reshape(B, P, L, -1).astype(v_BJLE.dtype)
 
 
 def _call(do_BPLE, q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, floor, block_q, block_k, interpret):

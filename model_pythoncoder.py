@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as PS
 
 import diffusion
 import runs
-from diff_attention import GPU_TILES, attention, attention_gpu, attention_tpu, lambda_init, lambda_value
+from diff_attention import GPU_TILES, attention, attention_gpu, attention_tpu, lambda_init, lambda_value, plain_tpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,16 +304,16 @@ class Block(nnx.Module):
             settings = {"floor": floor, "cap": cfg.attn_cap, "block": self.run.block}
             o_BPLE = attention(q_BIPLK, k_BIJLK, v_BJLE, lam, index_BL, start_BL, **settings)
             return checkpoint_name(o_BPLE, "attn")
-        kernel = functools.partial(kernel, floor=floor)
+        call = functools.partial(kernel, floor=floor)
         if not jax.sharding.get_abstract_mesh().empty:  # a Pallas call is one device's program
             rows = batch_axes()
             specs = (PS(rows, None, "tensor"), PS(rows, None, "tensor"), PS(rows, "tensor"), PS(), PS(rows))
             axes = {"tensor", *(rows or ())}
             layout = {"in_specs": specs, "out_specs": PS(rows, "tensor"), "axis_names": axes, "check_vma": False}
-            kernel = jax.shard_map(kernel, **layout)
-        o_BPLE = kernel(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL)
-        # attention_gpu has named its result: with two names it would be kept twice
-        return o_BPLE if self.run.kernel in GPU_TILES else checkpoint_name(o_BPLE, "attn")
+            call = jax.shard_map(call, **layout)
+        o_BPLE = call(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL)
+        # the others have named their results: with two names they would be kept twice
+        return checkpoint_name(o_BPLE, "attn") if kernel is attention_tpu else o_BPLE
 
     def kernel(self):
         """The fused attention of this device for training this model, None if there is none."""
@@ -322,7 +322,9 @@ class Block(nnx.Module):
             return None
         if tiles:
             return functools.partial(attention_gpu, tiles=tiles) if cfg.head_size in (16, 32, 64, 128) else None
-        return attention_tpu if self.run.kernel == "tpu" and cfg.maps == 2 else None
+        if self.run.kernel != "tpu":
+            return None
+        return attention_tpu if cfg.maps == 2 else plain_tpu
 
     def join_heads(self, o_BPLE, n_BLD, layer):
         """W_o of all heads, [B, L, D]: each normed if differential, in V2 the difference of each two."""

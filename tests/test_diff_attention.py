@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diff_attention import attention, attention_gpu, attention_tpu, lambda_init, lambda_value
+from diff_attention import attention, attention_gpu, attention_tpu, lambda_init, lambda_value, plain_tpu
 
 LAMBDAS = ("lq1", "lk1", "lq2", "lk2")
 
@@ -220,6 +220,22 @@ def test_kernel_equals_einsums_forward_and_in_every_gradient(name):
     want, got = both(*inputs, start_BL)
     for key in want:
         close(got[key], want[key], 1e-4 if key == "dlam" else 1e-5)  # dlam is a sum with cancellation
+
+
+def test_the_library_s_kernel_for_one_map_equals_einsums_forward_and_in_every_gradient():
+    (q, k, v, do), start_BL = random(2, 4, 2, 256, 16), starts([[150, 106], [256]])
+    q, k, v, do = q[:, :1], k[:, :1], v[..., :16], do[..., :16]
+
+    @jax.jit
+    def both(*inputs):
+        cores = functools.partial(attention, index_BL=None), functools.partial(plain_tpu, interpret=True)
+        return [with_gradients(functools.partial(core, start_BL=start_BL), *inputs) for core in cores]
+
+    want, got = both(q, k, v, jnp.float32(0), do)
+    for key in ("o", "dq", "dk", "dv"):
+        close(got[key], want[key], 1e-5)
+    with pytest.raises(ValueError, match="1 maps over 200 slots"):
+        plain_tpu(q[..., :200, :], k[..., :200, :], v[..., :200, :], 0.0, None)
 
 
 @pytest.mark.parametrize("by", ["tpu", pytest.param("gpu", marks=pytest.mark.slow)])

@@ -157,7 +157,7 @@ def test_dropout_is_on_in_training_and_off_elsewhere():
         ("hopper", {}, "attention_gpu"),
         ("ampere", {"diff": "none"}, "attention_gpu"),
         ("tpu", {}, "attention_tpu"),
-        ("tpu", {"diff": "v2"}, None),
+        ("tpu", {"diff": "v2"}, "plain_tpu"),
         ("ampere", {"attn_cap": 30.0}, None),
         ("ampere", {"head_size": 24}, None),
         ("", {}, None),
