@@ -700,7 +700,7 @@ seed {seed}; {hours:.2g} hours of steps. {heldout}All settings are those of conf
 
 def trained(run, step):
     """The part of a card that says how step `step` of a run of train_tpu.py came about; else that of its own card."""
-    settings = runs.read_json(run / "config.json").get("train", {})
+    settings = runs.read_json(run / "config.json").get("train", {}) if (run / "config.json").is_file() else {}
     if "seq_len" not in settings:  # nor is it one of coupled_grpo.py
         card = (run / "README.md").read_text() if (run / "README.md").is_file() else ""
         return card[card.index("\n## Training") :] if "\n## Training" in card else ""

@@ -138,8 +138,8 @@ MICRO_BATCH = {"tiny": 2, "small": 4, "100m": 8, "300m": 8, "500m": 4, "1b": 4}
 # GiB of a step by rows per device at a time, the most of the devices that compile_for.py compiled it for; see
 # bench/results/by_hardware.json. That of small is a TPU's on both.
 STEP_GIB = {
-    "tpu": {"small": {4: 1.0}, "300m": {8: 9.0}, "1b": {4: 21.0}},
-    "gpu": {"small": {4: 1.0}, "300m": {8: 9.4}, "1b": {4: 19.1}},
+    "tpu": {"small": {4: 1.0}, "300m": {8: 8.1}, "1b": {4: 20.9}},
+    "gpu": {"small": {4: 1.0}, "300m": {8: 9.4}, "1b": {1: 17.8, 4: 19.1}},
 }
 # A preset is picked if its step fits a device, and if the run feeds it: with fewer tokens for each parameter a larger
 # model ends worse than a smaller one.
