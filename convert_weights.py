@@ -694,30 +694,29 @@ TRAINED = """
 ## Training
 
 {model} on `{data}`: {steps:,} steps of {batch_size} rows of {seq_len} tokens, {optimizer}, peak learning rate {lr:.3g},
-seed {seed}; {hours:.2g} hours of steps. {heldout}All settings are those of config.json in the run's folder.
+seed {seed}{log}. All settings are those of config.json in the run's folder.
 """
 
 
 def trained(run, step):
     """The part of a card that says how step `step` of a run of train_tpu.py came about; else that of its own card."""
-    settings = runs.read_json(run / "config.json").get("train", {}) if (run / "config.json").is_file() else {}
+    config, card = ((run / name).read_text() if (run / name).is_file() else "" for name in ("config.json", "README.md"))
+    settings = json.loads(config or "{}").get("train", {})
     if "seq_len" not in settings:  # nor is it one of coupled_grpo.py
-        card = (run / "README.md").read_text() if (run / "README.md").is_file() else ""
         return card[card.index("\n## Training") :] if "\n## Training" in card else ""
-    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["step"] <= step]
-    tokens = settings["batch_size"] * settings["seq_len"]
+    lines = (run / "log.jsonl").read_text().splitlines(True) if (run / "log.jsonl").is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith("}\n")]  # a kill may have cut the last one
+    rows, said = [row for row in rows if row["step"] <= step], ""
     # a row of losses stands for the steps since the one before it
     losses = [row for row in rows if "tok_per_s" in row]
     since = [row["step"] - before["step"] for before, row in itertools.pairwise([{"step": 0}, *losses])]
+    tokens = settings["batch_size"] * settings["seq_len"]
     seconds = sum(count * tokens / row["tok_per_s"] for count, row in zip(since, losses, strict=True))
-    scores = [row for row in rows if "bits_per_byte" in row]
-    last = (
-        f"Held-out text: {scores[-1]['bits_per_byte']:.3f} bits per byte at step {scores[-1]['step']:,}. "
-        if scores
-        else ""
-    )
-    return TRAINED.format(**settings | {"steps": step, "hours": seconds / 3600, "heldout": last})
+    said += f"; {seconds / 3600:.2g} hours of steps" * bool(losses)
+    for row in [row for row in rows if "bits_per_byte" in row][-1:]:
+        said += f"; held-out text: {row['bits_per_byte']:.3f} bits per byte at step {row['step']:,}"
+    older = {"optimizer": "adamw"}  # runs that do not say so had it
+    return TRAINED.format(**older | settings | {"steps": step, "log": said})
 
 
 def write_card(checkpoint, repository, training=""):

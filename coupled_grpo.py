@@ -774,6 +774,10 @@ class Trainer:
         left_out = f"; {dropped} tasks of more than {cfg.max_prompt} tokens left out" * bool(dropped)
         rounds = f"{cfg.rounds:,} rounds of {cfg.tasks} x {cfg.group}"
         print(f"{len(self.prompts.tasks):,} tasks; {rounds}{left_out}", flush=True)
+        for prompts in self.heldout:
+            used, all_of = min(cfg.eval_tasks, len(prompts.tasks)), len(prompts.tasks) + prompts.dropped
+            long = f", without {prompts.dropped} of over --max_prompt={cfg.max_prompt} tokens" * bool(prompts.dropped)
+            print(f"evaluated on {used} of {all_of} tasks of {prompts.path}{long}", flush=True)
 
     def same_on_hosts(self, settings):
         """What is the same on all hosts: settings, tasks, architecture."""

@@ -333,7 +333,8 @@ class Prompts:
     """
 
     def __init__(self, path, tokenizer, wrap, model_cfg, max_prompt, max_new):
-        self.tokenizer, self.model_cfg, self.max_prompt, self.max_new = tokenizer, model_cfg, max_prompt, max_new
+        self.path, self.tokenizer, self.model_cfg = path, tokenizer, model_cfg
+        self.max_prompt, self.max_new = max_prompt, max_new
         self.tasks, self.ids, self.dropped = [], [], 0  # dropped: tasks whose prompt is too long
         for task in read_tasks(path):
             chat = "question" in task

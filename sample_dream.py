@@ -433,6 +433,8 @@ def window(rule, length, begin, first, size):
 
 def keys_of_rows(key, rows):
     """A random key for each row; as they are, if there is one for each already."""
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):  # of jax.random.PRNGKey
+        key = jax.random.wrap_key_data(key)
     return key if key.ndim else jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(rows))
 
 

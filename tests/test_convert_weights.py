@@ -353,6 +353,17 @@ def test_a_run_of_pythoncoder_goes_to_safetensors_and_back(tmp_path):
     assert convert.find(tmp_path / "hub").cfg == cfg
 
 
+def test_a_card_is_made_of_what_a_run_left(tmp_path):
+    settings = {"model": "tiny", "data": "x", "batch_size": 4, "seq_len": 50, "lr": 3e-3, "seed": 7}
+    runs.write(tmp_path / "config.json", {"train": settings})  # of a first version: it names no optimizer
+    assert "adamw, peak learning rate 0.003,\nseed 7. All" in convert.trained(tmp_path, 20)  # and has lost its log
+    (tmp_path / "log.jsonl").write_text('{"step": 20, "tok_per_s": 1.0}\n{"step": 30, "to')  # cut by a kill
+    assert "seed 7; 1.1 hours of steps. All" in convert.trained(tmp_path, 30)
+    (tmp_path / "log.jsonl").write_text("")
+    assert "hours" not in convert.trained(tmp_path, 30)
+    assert convert.trained(tmp_path / "none", 30) == ""
+
+
 def test_a_run_of_dream_goes_to_the_hubs_layout(tmp_path):
     want = write_run(tmp_path / "run", SMALL, random_params(dream, SMALL), [7])
     (tmp_path / "run" / "tokenizer.json").write_bytes(tokenizer_of({"<mask>": SMALL.mask_id}))
