@@ -7,10 +7,10 @@
 #   bash recipe.sh v5e        # Colab's older TPU, an hour: small on 300 packages
 #   bash recipe.sh v6e        # one chip, a night: 300m on GitHub's Python
 #   bash recipe.sh v6e-16     # a pod of sixteen chips, a day: 1b. The same line on each host; OUT, DATA in a bucket
-#   OUT=gs://me/run bash recipe.sh score    # and what comes after the training, on one machine
+#   OUT=out/run bash recipe.sh score    # and what comes after the training, on one machine, in a copy of the run
 #
 # The same line goes on after a stop (in a bucket with --resume=$OUT behind it). What follows the device goes to
-# train_tpu.py. OUT is the folder of the run, DATA that of the rows.
+# train_tpu.py. OUT is the folder of the run, DATA that of the rows. Only cpu has been run; the rest is compiled.
 set -e
 
 device=${1:?which machine? bash recipe.sh cpu, t4, v5e, v6e, v6e-16 or score}
@@ -30,18 +30,20 @@ score) ;;
 *) echo "recipe.sh $device: not one of cpu, t4, v5e, v6e, v6e-16, score" >&2 && exit 1 ;;
 esac
 
-if [ $device != score ]; then
-    prepare="python data_prep.py python $text --vocab_size=$ids --seq_len=$row --out=$data"
-    if [ $device = v6e-16 ]; then # its hosts would all write the same
-        echo "the rows are made on one machine, once: $prepare"
+if [ "$device" != score ]; then
+    prepare=(python data_prep.py python $text --vocab_size=$ids --seq_len=$row --out="$data")
+    if [ "$device" = v6e-16 ]; then # its hosts would all write the same
+        echo "the rows are made on one machine, once: ${prepare[*]}"
     else
-        $prepare
+        "${prepare[@]}"
     fi
-    resume=$(compgen -G "$out/checkpoints/[0-9]*" > /dev/null && echo "--resume=$out" || true)
-    python train_tpu.py --out=$out --data=$data $train $resume "$@"
+    resume=()
+    if compgen -G "$out/checkpoints/[0-9]*" > /dev/null; then resume=(--resume="$out"); fi
+    python train_tpu.py --out="$out" --data="$data" $train "${resume[@]}" "$@"
 fi
-if [ $device != v6e-16 ]; then
-    python evaluate.py --ckpt=$out
-    [ -e $out/weights ] || python convert_weights.py --source=$out --out=$out/weights --dtype=bfloat16
-    python benchmarks.py --task=humaneval --ckpt=$out/weights --out=$out/humaneval --watch
+if [ "$device" != v6e-16 ]; then
+    python evaluate.py --ckpt="$out"
+    step=$(ls "$out/checkpoints" | sort -n | tail -1)
+    [ -e "$out/weights_$step" ] || python convert_weights.py --source="$out" --out="$out/weights_$step" --dtype=bfloat16
+    python benchmarks.py --task=humaneval --ckpt="$out/weights_$step" --out="$out/humaneval_$step" --watch
 fi

@@ -157,6 +157,15 @@ def library(library_name, request):
     return Library(library_name, request.param)
 
 
+@pytest.fixture(scope="module")
+def exact_matmuls():
+    """No product in fewer bits than its inputs have."""
+    import jax
+
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def golden_dir():
     """golden_dir("pythoncoder") is the folder of that area's reference values, under GOLDEN_DIR or tests/golden."""

@@ -18,13 +18,9 @@ import pytest
 
 from diff_attention import attention, attention_gpu, attention_tpu, lambda_init, lambda_value, plain_tpu
 
+pytestmark = pytest.mark.usefixtures("exact_matmuls")
+
 LAMBDAS = ("lq1", "lk1", "lq2", "lk2")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def exact_matmuls():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def close(got, want, rel):

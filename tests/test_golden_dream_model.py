@@ -15,13 +15,7 @@ import model_dream as md
 import sample_dream as sd
 from convert_weights import from_hf
 
-pytestmark = pytest.mark.golden
-
-
-@pytest.fixture(autouse=True, scope="module")
-def exact_matmuls():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("exact_matmuls")]
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,7 @@ from test_model_pythoncoder import stack_layers
 import model_pythoncoder as pc
 import runs
 
-pytestmark = pytest.mark.golden
-
-
-@pytest.fixture(autouse=True, scope="module")
-def exact_matmuls():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("exact_matmuls")]
 
 
 def relative(got, want):

@@ -19,7 +19,8 @@ def test_the_recipe_makes_a_scored_model_with_a_card_and_does_nothing_twice(tmp_
     (tmp_path / "data" / "tasks").mkdir(parents=True)
     problems = gzip.decompress(FILES["humaneval"].read_bytes()).splitlines(keepends=True)[:3]
     (tmp_path / "data" / "tasks" / "HumanEval.jsonl.gz").write_bytes(gzip.compress(b"".join(problems)))
-    env = os.environ | AS_A_USER | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    env = os.environ | AS_A_USER | {"OUT": "out/a run", "PATH": path}
 
     def bash(*arguments):
         settings = {"capture_output": True, "text": True, "cwd": tmp_path, "env": env, "timeout": 900}
@@ -27,15 +28,24 @@ def test_the_recipe_makes_a_scored_model_with_a_card_and_does_nothing_twice(tmp_
 
     first = bash("cpu", "--steps=3", "--eval_rows=4", "--compile_cache=cache")
     assert first.returncode == 0, first.stderr
-    run = tmp_path / "out" / "recipe_cpu"
-    assert "3 steps of 8 rows of 512 tokens, muon" in (run / "weights" / "README.md").read_text()
-    assert json.loads((run / "humaneval" / "summary.json").read_text())["problems"] == 3
+    run = tmp_path / "out" / "a run"
+    assert "3 steps of 8 rows of 512 tokens, muon" in (run / "weights_3" / "README.md").read_text()
+    assert json.loads((run / "humaneval_3" / "summary.json").read_text())["problems"] == 3
     log = (run / "log.jsonl").read_bytes()
     again = bash("cpu", "--steps=3", "--eval_rows=4", "--compile_cache=cache")
     assert again.returncode == 0, again.stderr
     assert "is complete, nothing to do" in again.stdout
     assert (run / "log.jsonl").read_bytes() == log
 
+    # It goes on to more steps, and scores these.
+    more = bash("cpu", "--steps=5", "--eval_rows=4", "--compile_cache=cache")
+    assert more.returncode == 0, more.stderr
+    assert "5 steps of 8 rows" in (run / "weights_5" / "README.md").read_text()
+
+    env["OUT"] = "out/none"
+    nothing = bash("score")
+    assert nothing.returncode != 0
+    assert "out/none is no run folder" in nothing.stderr.splitlines()[-1]
     wrong = bash("abacus")
     assert wrong.returncode == 1
     assert wrong.stderr == "recipe.sh abacus: not one of cpu, t4, v5e, v6e, v6e-16, score\n"
