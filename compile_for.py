@@ -50,6 +50,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as PS
 
@@ -654,7 +655,7 @@ class Generate:
     def program(self, array, cached):
         """Arguments of sample_dream.fill_block, as generate.py has them: (positional, by name)."""
         model = md.CONFIGS[self.model]
-        # the settings of the command line, and the weights as runs.load gives them
+        # the settings of the command line, and the weights as runs.load_for_inference gives them
         settings = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
         blocks = {"block_length": self.block_length, "cache": "dual", "threshold": 0.9} if cached else {}
         rule = sample_dream.Sampling(**settings, **blocks, eos_ids=(model.eos_id,))
@@ -667,6 +668,7 @@ class Generate:
                 return jax.eval_shape(quantise, s) if len(s.shape) == 2 else s
 
             params = jax.tree_util.tree_map_with_path(kept, params)
+        params = jax.eval_shape(lambda tree: nnx.to_pure_dict(nnx.state(md.join(nnx.merge(graph, tree)))), params)
         # a canvas of masks behind one token
         token_BL = np.full((self.batch_size, self.length), model.mask_id)
         token_BL[:, 0] = model.bos_id
@@ -685,7 +687,7 @@ class Generate:
             return sample_dream.fill_block.lower(*inputs, **static)
         if name == "opens":
             return sample_dream.open_block.lower(*inputs, sampler=static["sampler"])
-        shape = self.batch_size, self.length, model.kv_heads, model.head_size
+        shape = self.batch_size, model.kv_heads, self.length, model.head_size
         layer = (array(jnp.bfloat16, *shape),) * 2  # keys and values
         return sample_dream.denoise.lower(*inputs, [layer] * model.layers, **static)
 

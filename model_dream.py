@@ -429,11 +429,11 @@ def attention_gpu(q_BLHK, k_BLJK, v_BLJK, see_BL=None, segment_BL=None, interpre
     return kernel(q_BLHK, k_BLJK, v_BLJK, segment_BL)
 
 
-def updated(old_BMJK, new_BLJK, start):
+def updated(old_BJMK, new_BJLK, start):
     """The cache with new keys or values in its slots start .. start + L - 1; start may be an array, one of each row."""
     if jnp.ndim(start) == 0:
-        return jax.lax.dynamic_update_slice(old_BMJK, new_BLJK, (0, start, 0, 0))
-    return jax.vmap(lambda old, new, at: jax.lax.dynamic_update_slice(old, new, (at, 0, 0)))(old_BMJK, new_BLJK, start)
+        return jax.lax.dynamic_update_slice(old_BJMK, new_BJLK, (0, 0, start, 0))
+    return jax.vmap(lambda old, new, at: jax.lax.dynamic_update_slice(old, new, (0, at, 0)))(old_BJMK, new_BJLK, start)
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------
@@ -490,7 +490,7 @@ class Block(nnx.Module):
         self.cfg = cfg
 
     def __call__(self, x_BLD, rope, see_BM, run, cache=None, start=0, places=None):
-        """One layer: (new x, (k, v) [B, M, J, K] with the keys already rotated).
+        """One layer: (new x, (k, v) [B, J, M, K] with the keys already rotated).
 
         rope holds cos and sin of the queries' positions, places are those of attention(). The cache is the (k, v) of M
         slots from an earlier pass: the queries' own are written at its slots start .. start + L - 1, and all slots are
@@ -511,10 +511,12 @@ class Block(nnx.Module):
         )
         q_BLHK, k_BMJK = rotate(q_BLHK, *rope), rotate(k_BMJK, *rope)
         # The window's fresh keys and values replace those of its slots in the cache; the others stay as they were.
+        # Slots are the last axis but one: a TPU then writes them in place, without a copy of the cache in each step.
+        new_cache = k_BMJK.swapaxes(1, 2), v_BMJK.swapaxes(1, 2)
         if cache is not None:
-            k_BMJK, v_BMJK = (
-                updated(old, new.astype(old.dtype), start) for old, new in zip(cache, (k_BMJK, v_BMJK), strict=True)
-            )
+            pairs = zip(cache, new_cache, strict=True)
+            new_cache = tuple(updated(old, new.astype(old.dtype), start) for old, new in pairs)
+            k_BMJK, v_BMJK = (x_BJMK.swapaxes(1, 2) for x_BJMK in new_cache)
         # the kernel knows documents alone; a cached step has few queries, and so few scores
         if run.fused and cache is None and (places is None or all(x is None for x in places[0][1:])):
             o_BLHK = attention_gpu(q_BLHK, k_BMJK, v_BMJK, see_BM, places and places[0].document)
@@ -525,9 +527,11 @@ class Block(nnx.Module):
 
         # Feed-forward: silu in float32, as its exp loses digits in bfloat16.
         n_BLD = rms_norm(x_BLD, self.post_attention_layernorm[...], cfg.eps)
-        gate_BLF, up_BLF = (project(n_BLD, name, "tensor", None) for name in ("gate", "up"))
+        gate_BLF = project(n_BLD, "gate", "tensor", None)
+        joined = gate_BLF.shape[-1] > cfg.ffn  # see join()
+        gate_BLF, up_BLF = jnp.split(gate_BLF, 2, -1) if joined else (gate_BLF, project(n_BLD, "up", "tensor", None))
         hidden_BLF = (jax.nn.silu(gate_BLF.astype(jnp.float32)) * up_BLF).astype(run.dtype)
-        return shard(x_BLD + project(hidden_BLF, "down", None, "tensor"), BATCH), (k_BMJK, v_BMJK)
+        return shard(x_BLD + project(hidden_BLF, "down", None, "tensor"), BATCH), new_cache
 
 
 class Dream(nnx.Module):
@@ -552,7 +556,7 @@ class Dream(nnx.Module):
         return shard(x_BLD.astype(self.run.dtype), BATCH)
 
     def hidden(self, token_BL, position_BL=None, see_BM=None, cache=None, start=0, place=None, key_place=None):
-        """Final-normed hidden states [B, L, D] of the tokens, and the cache: (k, v) [B, M, J, K] of each layer.
+        """Final-normed hidden states [B, L, D] of the tokens, and the cache: (k, v) [B, J, M, K] of each layer.
 
         Without a cache the keys are the tokens' own, and see_BM says which of them are not padding. With one of M slots
         the tokens are those of slots start .. start + L - 1 (start may be traced), see_BM is over all slots, and the
@@ -750,6 +754,19 @@ def save(folder, model, extra=(), source=""):
         runs.write(partial / "meta.json", meta)
         for path in extra:
             shutil.copy(path, partial)
+
+
+def join(model):
+    """The same model, for inference: gate_proj holds the rows of up_proj too, which keeps none. Not to be saved.
+
+    A product with few tokens takes as long as its weights take to arrive, and one large product comes closer to that.
+    A layer at a time, so that there is never a second model in memory.
+    """
+    for layer in model.layers.values():
+        gate, up = layer.gate_proj.get_value(), layer.up_proj.get_value()
+        layer.gate_proj.set_value(jax.tree.map(lambda *x: jnp.concatenate(x), gate, up))
+        layer.up_proj.set_value(jax.tree.map(lambda x: x[:0], up))
+    return model
 
 
 # ---- LoRA ----------------------------------------------------------------------------------------------------------

@@ -920,6 +920,8 @@ def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows
         print(f"bfloat16: float32 takes {needed('float32') / 1e9:.3g} GB, {free / 1e9:.3g} are free", file=sys.stderr)
     mesh = mesh if mesh.size > 1 else None
     model, step = load(family, folder, step, fitting[0], mesh=mesh, bits=bits)
+    if not mesh and hasattr(family, "join"):
+        family.join(model)
     return model, step, mesh
 
 

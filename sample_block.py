@@ -75,7 +75,7 @@ class State(typing.NamedTuple):
     when_BL: jax.Array  # in which step a token was written, from 1 on; 0: it was given
     step: jax.Array  # steps done
     forwards: jax.Array  # passes of the model
-    cache: list  # (keys, values) [B, L, J, K] of each layer
+    cache: list  # (keys, values) [B, J, L, K] of each layer
 
 
 class Given(typing.NamedTuple):
@@ -271,7 +271,7 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
     sampler = Sampler(graph, dataclasses.replace(rule, **fixed), watch)
 
     # Empty keys and values; then block after block, of which a row that is done repeats its last.
-    kv = lambda: jnp.zeros((B, L, cfg.kv_heads, cfg.head_size), model.run.dtype)  # noqa: E731
+    kv = lambda: jnp.zeros((B, cfg.kv_heads, L, cfg.head_size), model.run.dtype)  # noqa: E731
     cache = [(kv(), kv()) for _ in range(cfg.layers)]
     zero, begun = np.int32(0), []
     state = State(token_BL, np.ones((B, L), np.float32), np.zeros((B, L), np.int32), zero, zero, cache)

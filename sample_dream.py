@@ -320,7 +320,7 @@ def denoise(params, state, given, cache=None, *, sampler, width=0):
     """Fill a block, in one loop on the device: (state, cache). The block is the whole canvas if block_length is 0.
 
     Arguments as those of open_block. Without a cache each step is a pass over the canvas. With that of open_block, [(k,
-    v)] of each layer as [B, L, J, K], a step feeds `width` slots from given.start on and writes their keys and values
+    v)] of each layer as [B, J, L, K], a step feeds `width` slots from given.start on and writes their keys and values
     into the cache. A model that predicts MASK again and again ends at given.limit.
     """
     model, rule = nnx.merge(sampler.graph, params), sampler.rule

@@ -367,6 +367,18 @@ def test_quantised_logits_are_those_of_the_matrices_that_the_numbers_stand_for(b
     assert low < error < high  # not exact, and near
 
 
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_joined_matrices_give_the_same_logits(bits):
+    cfg = dataclasses.replace(SHALLOW, ffn=128)
+    params = quantised(params_of(cfg), bits=bits) if bits else params_of(cfg)
+    alone, joined = (nnx.merge(md.graph_of(cfg, md.Run()), jax.tree.map(jnp.asarray, params)) for _ in range(2))
+    layer = md.join(joined).layers["0"]
+    rows = [len(jax.tree.leaves(getattr(layer, name).get_value())[0]) for name in ("gate_proj", "up_proj")]
+    assert rows == [256, 0]
+    token_BL = tokens(2, 14)
+    np.testing.assert_allclose(apply(joined, token_BL), apply(alone, token_BL), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_checkpoints_load_layer_by_layer_also_onto_a_mesh(tmp_path, bits):
