@@ -215,7 +215,7 @@ def score_dream(cfg, run, columns, tokenizer, bytes_V):
     counted_RL = md.counted(columns[1], *columns[3:])
     tokens, heldout_bytes = int(counted_RL.sum()), float(bytes_V[columns[0][counted_RL]].sum(dtype=np.float64))
     nats, bits = nats_N.mean() / tokens, tokens / math.log(2) / heldout_bytes  # bits per byte of a nat per token
-    kind = ("likelihood" if block == 1 else "exact bound") if exact else f"bound of {draws} draws"
+    kind = f"exact {'likelihood' if block == 1 else 'bound'}" if exact else f"bound of {draws} draws"
     row = {"step": step, "score": kind, "heldout_tokens": tokens, "nats_per_token": nats, "bits_per_byte": nats * bits}
     if not exact:
         error = nats_N.std(ddof=1) / math.sqrt(draws) / tokens

@@ -395,10 +395,13 @@ class CanvasModel:
         self.watching = bool(cfg.show_steps or cfg.html)
 
     def complete(self, requests):
-        """Fill a canvas for each request, cfg.n times, print the texts and return what the model wrote."""
+        """Fill a canvas for each request, cfg.n times, print the texts and return what the model wrote.
+
+        Of a Dream of blocks a single text streams to the terminal.
+        """
         cfg, pages, texts, total = self.cfg, [], [], collections.Counter()
         canvases = [self.prepare(*request) for request in requests for _ in range(cfg.n)]
-        self.lengths = [len(canvas.ids) for canvas in canvases]
+        self.lengths, self.printed = [len(canvas.ids) for canvas in canvases], ""
         for first in range(0, len(canvases), self.together):
             batch = canvases[first : first + self.together]
             self.watched, self.shown = batch[0], self.picture(batch[0], batch[0].ids)
@@ -409,17 +412,15 @@ class CanvasModel:
                 kept = self.kept(canvas, ids)
                 written = [ids[p] for p in kept if canvas.ids[p] == self.mask]
                 total["tokens"] += len(written)
-                text = self.tokenizer.decode([ids[p] for p in kept])
+                completion, text = self.text_of(canvas, ids)
                 row = {"prompt": canvas.prompt, "suffix": canvas.suffix, "text": text}
-                if canvas.around:
-                    completion = truncate(self.tokenizer.decode(written), cfg.stop)
-                    row |= {"completion": completion, "text": completion.join(canvas.around)}
+                row |= {"completion": completion} if canvas.around else {}
                 # the passes that it took part in, and their seconds
                 passes = int(stats["passes"][i]) if "passes" in stats else stats["forwards"]
                 seconds = stats["seconds"] * passes / max(1, stats["forwards"])
                 row |= {"tokens": len(written), "forwards": passes, "seconds": seconds, "seed": cfg.seed}
-                texts.append(row.get("completion", row["text"]))
-                show(cfg, row, row["text"], first + i + 1 if len(canvases) > 1 else 0)
+                texts.append(completion)
+                show(cfg, row, text[len(self.printed) :], first + i + 1 if len(canvases) > 1 else 0)
                 if cfg.html:  # the kept tokens of the canvas as it was given and after each step
                     shown = [p for p in kept if p >= canvas.start]
                     steps = [[step[p] for p in shown] for step in (canvas.ids, *history[i])]
@@ -478,6 +479,19 @@ class CanvasModel:
             if not ended:
                 kept.append(p)
         return kept
+
+    def text_of(self, canvas, ids, cut=truncate):
+        """(what the model wrote, the whole text), one and the same where [MASK:n] said where to write.
+
+        cut is truncate, or printable for a text that grows.
+        """
+        kept = self.kept(canvas, ids)
+        if not canvas.around:
+            text = cut(self.tokenizer.decode([ids[p] for p in kept]), ())
+            return text, text
+        written = self.tokenizer.decode([ids[p] for p in kept if canvas.ids[p] == self.mask])
+        completion = cut(written, self.cfg.stop)
+        return completion, completion.join(canvas.around)
 
     def picture(self, canvas, ids, prob=None):
         """The text of a canvas that is not full, masks as blocks; with probabilities what was written is coloured."""
@@ -665,13 +679,16 @@ class Dream(CanvasModel):
         self.compile_s, started = 0.0, time.perf_counter()
         watch = self.watch if self.cfg.show_steps else None
         in_blocks, rows = bool(self.model.cfg.block_length), min(self.cfg.dream.batch_size, len(self.lengths))
+        streams = len(self.lengths) == 1 and not (self.cfg.json or self.cfg.show_steps)
         # All batches have a width of three at most, and as many rows: each shape is a program that must be compiled.
         # Texts of about one length go together.
         parts = [self.lengths[i : i + self.together] for i in range(0, len(self.lengths), self.together)]
         widths = sample_dream.widths([*itertools.chain(*map(sorted, parts))], rows, self.positions)
-        shape, sampler = {"widths": widths, "rows": rows}, sample_block if in_blocks else sample_dream
+        sampler, settings = sample_dream, {"widths": widths, "rows": rows, "watch": watch}
+        if in_blocks:
+            sampler, settings = sample_block, settings | {"on_block": self.on_block if streams else None}
         with runs.on(self.mesh):
-            filled, stats = sampler.generate(self.model, prompts, 0, self.rule, key, watch=watch, **shape)
+            filled, stats = sampler.generate(self.model, prompts, 0, self.rule, key, **settings)
         seconds = time.perf_counter() - started - self.compile_s
         history, prob = [], []
         for i, ids in enumerate(prompts if self.cfg.html else ()):
@@ -684,6 +701,14 @@ class Dream(CanvasModel):
             steps = range(1, stats["steps"] + 1)
             history.append([[x if w <= s else self.mask for x, w in zip(filled[i], when, strict=True)] for s in steps])
         return filled, history, prob, stats | {"seconds": seconds, "compile_s": self.compile_s}
+
+    def on_block(self, rows):
+        """Called with the token ids of the single text after each block; prints what has been added before a MASK."""
+        ids = [*itertools.takewhile(lambda token: token != self.mask, rows[0])]
+        canvas = dataclasses.replace(self.watched, ids=self.watched.ids[: len(ids)])
+        _, text = self.text_of(canvas, ids, printable)
+        print(text[len(self.printed) :], end="", flush=True)
+        self.printed = text
 
     def slots(self, ids):
         """Where a text stands in a row: on its right, or on its left with blocks."""

@@ -34,6 +34,7 @@ class Sampling:
     steps: int = 0  # denoising steps of a block; 0: one for each token
     schedule: typing.Literal["block", "even"] = "block"  # tokens of each step, see diffusion.step_counts
     threshold: float = 0.0  # write all tokens of more than this probability, as many as the schedule says at least
+    score: typing.Literal["drawn", "distribution"] = "drawn"  # whose probability counts: the drawn token's, the largest
     entropy_bound: float = 0.0  # write the surest, while the entropies of those before add up to at most this; 0: steps
     sub_block: int = 0  # write so many places of a block before the next ones; 0: all are open
     first_argmax: bool = False  # a block's first token is its likeliest, before the first step: as Fast-dLLM v2
@@ -44,6 +45,7 @@ class Sampling:
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills up what follows
+    record: bool = False  # the record's log p is after the temperature, for training; else what the model says itself
 
     def __post_init__(self):
         wrong = {
@@ -63,7 +65,8 @@ def settings_of(rule, entropy_bound=0.0):
     foreign += [f"order by {rule.alg}"] * (rule.alg not in ("entropy", "maskgit_plus"))
     if foreign:
         raise ValueError(f"a model of blocks is filled without {', '.join(foreign)}: leave it out")
-    shared = ("block_length", "steps", "threshold", "temperature", "top_p", "top_k", "vocab", "eos_ids")
+    shared = "block_length", "steps", "threshold", "score", "temperature", "top_p", "top_k"
+    shared += "vocab", "eos_ids", "record"
     return Sampling(**{name: getattr(rule, name) for name in shared}, entropy_bound=entropy_bound)
 
 
@@ -71,11 +74,15 @@ class State(typing.NamedTuple):
     """What a denoising step changes."""
 
     token_BL: jax.Array
-    prob_BL: jax.Array  # what the model gave to a token when it was written, 1 for those given
-    when_BL: jax.Array  # in which step a token was written, from 1 on; 0: it was given
+    record: sample_dream.Record  # when each token was drawn, and how likely it was
     step: jax.Array  # steps done
     forwards: jax.Array  # passes of the model
     cache: list  # (keys, values) [B, J, L, K] of each layer
+
+    @property
+    def prob_BL(self):
+        """What the model gave to a token when it was written, 1 for those given."""
+        return jnp.exp(self.record.logp_BL)
 
 
 class Given(typing.NamedTuple):
@@ -117,14 +124,16 @@ class Sampler:
         return hidden_BWD, state._replace(cache=cache, forwards=state.forwards + 1)
 
     def propose(self, model, hidden_BWD, start_B, given, slot_BN, i):
-        """(token_BN, prob_BN, entropy_BN): what would be written in step i, and how sure the model itself is of it."""
+        """What would be written in step i, how sure the model itself is of it, and its log p for the record: (token_BN,
+        prob_BN, entropy_BN, logp_BN).
+        """
         rule = self.rule
         # The logits of the token at p come from the hidden state at p - 1; a text without prompt begins with its own.
         source_BN = slot_BN - (slot_BN > 0) * model.cfg.shift - start_B[:, None]
         logits_BNV = model.logits(jnp.take_along_axis(hidden_BWD, source_BN[..., None], 1))
         logits_BNV = jnp.where(given.banned_V, -jnp.inf, logits_BNV)
         prob_BNV = diffusion.softmax(logits_BNV)  # unfiltered: top-k of 1 would make every token look sure
-        u_BNV = None
+        model_BNV, u_BNV = logits_BNV, None
         if rule.temperature:
 
             def uniform(key, slot):  # of row, step and slot alone, whatever the batch
@@ -136,8 +145,14 @@ class Sampler:
             filters = rule.temperature, rule.top_k, rule.top_p
             logits_BNV = diffusion.filter_logits(logits_BNV, *filters, rule="dream", width=width)
         token_BN = diffusion.sample_tokens(logits_BNV, u_BNV, 1.0 if rule.temperature else 0).astype(jnp.int32)
-        entropy_BN = -diffusion.confidence(prob_BNV, "entropy")
-        return token_BN, jnp.take_along_axis(prob_BNV, token_BN[..., None], -1)[..., 0], entropy_BN
+        of_token = lambda x_BNV: jnp.take_along_axis(x_BNV, token_BN[..., None], -1)[..., 0]  # noqa: E731
+        prob_BN = of_token(prob_BNV)
+        logp_BN = jnp.log(prob_BN)
+        if rule.record and rule.temperature:
+            logp_BN = of_token(diffusion.log_softmax(model_BNV / rule.temperature))
+        if rule.score == "distribution":  # where is written then does not depend on what is drawn
+            prob_BN = prob_BNV.max(-1)
+        return token_BN, prob_BN, -diffusion.confidence(prob_BNV, "entropy"), logp_BN
 
     def choose(self, masked_BN, prob_BN, entropy_BN, given, masks_B, i):
         """The positions [B, N] that step i of the block writes."""
@@ -156,17 +171,17 @@ class Sampler:
         """Step i of a block: a pass, and what it is surest of written. Of first_argmax the step -1 writes one token."""
         hidden_BWD, state = self.feed(model, state, given, start_B, width)
         masked_BN, slot_BN = self.masked(model, state, given)
-        token_BN, prob_BN, entropy_BN = self.propose(model, hidden_BWD, start_B, given, slot_BN, i)
+        token_BN, prob_BN, entropy_BN, logp_BN = self.propose(model, hidden_BWD, start_B, given, slot_BN, i)
         written_BN = self.choose(masked_BN, prob_BN, entropy_BN, given, masks_B, i)
         if self.rule.first_argmax:
             first_BN = masked_BN & (jnp.arange(slot_BN.shape[1]) == 0)
             written_BN = jnp.where(i < 0, first_BN, written_BN)
-        # Write into the rows.
+        # Write into the rows, and into the record.
         row_B1, step = jnp.arange(len(slot_BN))[:, None], state.step + (i >= 0)
         at_BN = jnp.where(written_BN, slot_BN, state.token_BL.shape[1])  # out of the row: dropped
-        token_BL = state.token_BL.at[row_B1, at_BN].set(token_BN, mode="drop")
-        prob_BL = state.prob_BL.at[row_B1, at_BN].set(prob_BN, mode="drop")
-        when_BL = state.when_BL.at[row_B1, at_BN].set(step, mode="drop")
+        put = lambda x_BL, new_BN: x_BL.at[row_B1, at_BN].set(new_BN, mode="drop")  # noqa: E731
+        token_BL, record = put(state.token_BL, token_BN), map(put, state.record, (step - 1, token_BN, logp_BN))
+        record = sample_dream.Record(*record)
         # An end token ends its row if nothing is masked before it; the masks behind it need no pass.
         if self.rule.eos_ids:
             mask_BL = (token_BL == model.cfg.mask_id) & given.see_BL
@@ -174,8 +189,9 @@ class Sampler:
             ended_BL = jnp.cumsum(eos_BL & (jnp.cumsum(mask_BL, -1) == 0), -1) > 0
             behind_BL = ended_BL & ~eos_BL & given.made_BL
             token_BL = jnp.where(behind_BL, self.rule.eos_ids[0], token_BL)
-            when_BL = jnp.where(behind_BL & (when_BL == 0), step, when_BL)
-        state = state._replace(token_BL=token_BL, prob_BL=prob_BL, when_BL=when_BL)
+            step_BL = jnp.where(behind_BL & (record.step_BL < 0), step - 1, record.step_BL)
+            record = record._replace(step_BL=step_BL)
+        state = state._replace(token_BL=token_BL, record=record)
         if self.watch:
             self.watch(state)
         return state._replace(step=step)
@@ -240,12 +256,14 @@ def counts(rule):
     return np.array([[*row, *[1] * (rule.block_length - len(row))] for row in rows], np.int32)
 
 
-def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, watch=None):
+def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, watch=None, on_block=None):
     """Continue prompts (lists of ids, any lengths) with max_new tokens each: (rows of ids, stats).
 
+    on_block is called after each block with the rows so far: what stands before their first MASK stays as it is.
     A prompt may end in MASKs already. The batch has the first of the widths that holds its longest text: with the same
     widths and rows other prompts need no other program.
-    stats are NumPy: "forwards", "steps", "begun" (steps before each block), "when" and "probability" [B, L], see State.
+    stats: "forwards", "steps", "begun" (steps before each block), "windows" (slots fed in each pass); and NumPy arrays
+    [B, L]: "record", a Record, "when" and "probability", the step that wrote a token, from 1 on, and what it gave it.
     Raises ValueError for what does not fit.
     """
     cfg, rule = model.cfg, rule or Sampling()
@@ -270,11 +288,15 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
     fixed |= {"threshold": float(rule.threshold > 0), "entropy_bound": float(rule.entropy_bound > 0)}
     sampler = Sampler(graph, dataclasses.replace(rule, **fixed), watch)
 
+    def texts_of(state):
+        return [row[: len(ids)].tolist() for row, ids in zip(np.asarray(state.token_BL), prompts, strict=False)]
+
     # Empty keys and values; then block after block, of which a row that is done repeats its last.
     kv = lambda: jnp.zeros((B, cfg.kv_heads, L, cfg.head_size), model.run.dtype)  # noqa: E731
     cache = [(kv(), kv()) for _ in range(cfg.layers)]
-    zero, begun = np.int32(0), []
-    state = State(token_BL, np.ones((B, L), np.float32), np.zeros((B, L), np.int32), zero, zero, cache)
+    zero, begun, windows = np.int32(0), [], []
+    record = sample_dream.Record(np.full((B, L), -1, np.int32), token_BL.copy(), np.zeros((B, L), np.float32))
+    state = State(token_BL, record, zero, zero, cache)
     last_B = begin_B + np.maximum(end_B - begin_B - 1, 0) // N * N
     for i in range(max((last_B - begin_B) // N) + 1):
         first_B = np.minimum(begin_B + i * N, last_B)
@@ -284,7 +306,31 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
         start_B, width = (np.maximum(first_B - N, 0), 2 * N) if i else (0 * first_B, prefix)
         given = given._replace(first_B=first_B.astype(np.int32), start_B=start_B.astype(np.int32))
         state = fill_block(params, sample_dream.place(state, params), given, sampler=sampler, width=width)
+        windows += [width] + [N + 1] * (int(state.forwards) - len(windows) - 1)
+        if on_block:
+            on_block(texts_of(state))
+    record = sample_dream.Record(*map(np.asarray, state.record))
     stats = {"forwards": int(state.forwards), "steps": int(state.step), "begun": begun}
-    stats |= {"when": np.asarray(state.when_BL), "probability": np.asarray(state.prob_BL)}
-    filled = np.asarray(state.token_BL)
-    return [row[: len(ids)].tolist() for row, ids in zip(filled, prompts, strict=False)], stats
+    stats |= {"windows": windows, "record": record}
+    stats |= {"when": record.step_BL + 1, "probability": np.exp(record.logp_BL)}
+    return texts_of(state), stats
+
+
+def fill(model, token_BL, see_BL, rule, key):
+    """Fill the MASKs behind left-padded prompts, as sample_dream.fill: (token_BL, stats), "record" in the same columns.
+
+    see_BL is False at padding. All canvases of one width take one program.
+    """
+    prompts = [row[see].tolist() for row, see in zip(token_BL, see_BL, strict=True)]
+    rows, stats = generate(model, prompts, 0, rule, key, widths=(token_BL.shape[1],))
+    there_BM = np.arange(stats["when"].shape[1]) < see_BL.sum(1)[:, None]  # on the left
+
+    def on_the_right(x_BM, empty):
+        x_BL = np.full(see_BL.shape, empty, x_BM.dtype)
+        x_BL[see_BL] = x_BM[there_BM]
+        return x_BL
+
+    filled_BL = token_BL.copy()
+    filled_BL[see_BL] = np.concatenate(rows)
+    record = map(on_the_right, stats["record"], (-1, model.cfg.pad_id, 0))
+    return filled_BL, stats | {"record": sample_dream.Record(*record)}

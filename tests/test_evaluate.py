@@ -109,7 +109,7 @@ def test_an_mdlm_that_knows_nothing_pays_log_vocab_for_every_token(data, tmp_pat
 
 
 def new_dream(folder, data, size, **changes):
-    """(tokenizer, model) of a small Dream that is saved as the folder model; its last norm is `size`, 0 knows nothing."""
+    """(tokenizer, model) of a Dream, saved in the folder model, with a last norm of this size: 0 knows nothing."""
     cfg = md.DreamConfig(512, 16, 1, 2, 1, 8, 16, positions=64, mask_id=400, pad_id=0, bos_id=0, eos_id=0, **changes)
     tokenizer = tokenizers.Tokenizer.from_file(str(data["packed"] / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|mask|>"])  # as train_tpu.py does
@@ -148,7 +148,7 @@ def test_a_dream_that_knows_nothing_pays_log_vocab_for_every_masked_token(data, 
         evaluate.main(evaluate.Config(data=str(data["padded"]), **settings))
 
 
-@pytest.mark.parametrize(("block", "score"), [(1, "likelihood"), (2, "exact bound")])
+@pytest.mark.parametrize(("block", "score"), [(1, "exact likelihood"), (2, "exact bound")])
 def test_a_dream_of_small_blocks_is_scored_without_a_draw(data, tmp_path, capsys, block, score):
     _, model = new_dream(tmp_path, data, 3, block_length=block)
     settings = {"data": str(data["packed"]), "rows": 5, "batch_size": 4, "devices": 1}

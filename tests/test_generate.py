@@ -517,6 +517,47 @@ def test_a_dream_of_blocks_is_filled_behind_its_exact_cache(coder, capsys, tmp_p
         dream_says(capsys, coder / "model", prompt="a", entropy_bound=0.5)
 
 
+class Pieces(io.StringIO):
+    """A terminal or a pipe that remembers each text that it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.pieces = []
+
+    def write(self, text):
+        self.pieces.append(text)
+        return super().write(text)
+
+
+def test_a_dream_of_blocks_streams_whole_characters_to_the_text_that_it_prints_at_once(coder, capsys, monkeypatch):
+    """A model that writes the bytes of é and € in turn, of which a block of two tokens holds parts."""
+    cfg = dataclasses.replace(md.config_from_hf(coder / "model"), block_length=2)
+    tokenizer = Tokenizer.from_file(str(coder / "tokenizer.json"))
+    ((letters, _),) = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str("é€")
+    ids = [tokenizer.token_to_id(letter) for letter in letters]
+    params = jax.tree.map(lambda x: 0 * x, new_params(md, cfg, 0.5))
+    table = np.random.default_rng(0).normal(size=(cfg.vocab, cfg.width)).astype(np.float32)
+    head = np.zeros_like(table)
+    head[np.roll(ids, -1)] = table[ids]  # each byte is followed by the next one
+    params |= {"norm": jnp.ones(cfg.width), "embed_tokens": jnp.asarray(table), "lm_head": jnp.asarray(head)}
+    folder = coder / "bytes"
+    md.save(folder, nnx.merge(md.graph_of(cfg, md.Run()), params), [coder / "tokenizer.json"])
+    at_once = dream_says(capsys, folder, json=True, prompt="x€", temperature=0.0).out
+    assert json.loads(at_once)["text"] == "x€é€é\ufffd"
+    for settings, text, least in (
+        ({"prompt": "x€"}, "x€é€é\ufffd", 3),
+        ({"prompt": "x€", "stop": ("€é",)}, "x€é", 1),
+        ({"prompt": "a € [MASK:5]"}, "a €é€", 2),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", out := Pieces())
+            generate.main(dream_config(folder, temperature=0.0, **settings))
+        assert out.getvalue() == text + "\n"
+        shown = [piece for piece in out.pieces if piece.strip()]
+        assert len(shown) >= least
+        assert not any("\ufffd" in piece for piece in shown[:-1])
+
+
 @pytest.mark.parametrize(
     "settings",
     [
