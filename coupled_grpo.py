@@ -18,6 +18,9 @@ A completion is scored on three versions of its canvas: all of it MASK, a random
 token is MASK in the first and in exactly one of the other two, so its score always counts, with the text around it
 half known. Rewards of the completions of a task are compared with each other: no value model is needed.
 
+A Dream of blocks writes them behind its exact cache and is scored as it writes, at twice the work: a token sees its
+block under the mask and the blocks before it as they are.
+
 --estimator=trajectory scores each token where it was drawn: on the canvas that the sampler saw in that step. With
 --replay=0 --top_p=1 the sum is the exact log-probability of the completion's path. What the sampler's cache and the
 model without one say of the same step is compared in every round: see "drift" in log.jsonl.
@@ -57,6 +60,7 @@ import diffusion
 import model_dream as md
 import rl_tasks
 import runs
+import sample_block
 import sample_dream
 import sandbox
 import train_tpu
@@ -72,8 +76,10 @@ class Sampling:
 
     temperature: float = 1.0  # of the distribution that completions are drawn from
     top_p: float | None = None  # draw from the likeliest tokens that have this probability together
-    block_length: int | None = None  # write block by block of so many tokens; 0: the whole canvas at once
-    cache: typing.Literal["", "prefix", "dual"] = "dual"  # keys and values kept while a block is filled; "" none
+    # write block by block of so many tokens; 0: the whole canvas at once. A model of blocks has its own
+    block_length: int | None = None
+    # keys and values kept while a block is filled, dual without the flag; "" none. That of a model of blocks is exact
+    cache: typing.Literal["", "prefix", "dual"] | None = None
     threshold: float = 0.9  # all positions of at least this probability are filled at once; 0 fills one a pass
     # what --threshold looks at: the likeliest token's probability, or as in Fast-dLLM that of the token that was drawn,
     # which makes the policy sharper than its distributions
@@ -168,13 +174,13 @@ PRESETS = {  # micro_batch and generation_batch are for one device
         "rounds": 40, "tasks": 16, "group": 8, "iterations": 2, "micro_batch": 64, "generation_batch": 128,
         "max_prompt": 40, "max_new": 16, "lr": 3e-4, "weight_decay": 0.0, "clip": 1.0, "rewards": ("code",),
         "reward_weights": (1.0,), "skip_constant": True, "eval_every": 5, "save_every": 10,
-        "sampling": Sampling(top_p=1.0, block_length=16),
+        "sampling": Sampling(top_p=1.0, block_length=16, cache="dual"),
     },
     "7b": {
         "rounds": 0, "tasks": 8, "group": 10, "iterations": 2, "micro_batch": 5, "generation_batch": 10,
         "max_prompt": 200, "max_new": 256, "lr": 1e-6, "weight_decay": 0.1, "clip": 0.2,
         "rewards": ("code", "code_format"), "reward_weights": (2.0, 0.5), "skip_constant": False, "eval_every": 50,
-        "save_every": 50, "sampling": Sampling(top_p=0.95, block_length=32),
+        "save_every": 50, "sampling": Sampling(top_p=0.95, block_length=32, cache="dual"),
     },
 }  # fmt: skip
 
@@ -267,14 +273,21 @@ def merge_views(logits_of, hidden_BKCD, token_BC, mask_BC, weights, chunk=1024, 
 def hidden_of_views(model, token_BL, see_BL, views_BKC):
     """What predicts each token of K versions of the completions, the last C columns of token_BL: [B, K, C, D].
 
-    All versions go through the model in one pass, behind their prompt. Raises ValueError if there is none.
+    All versions go through the model in one pass, behind their prompt. Raises ValueError if there is none. In a Dream
+    of blocks each has the clean row beside it: see its `predicting`.
     """
     (B, K, C), L = views_BKC.shape, token_BL.shape[1]
     if L <= C:
         raise ValueError(f"{L} columns hold no prompt before {C} tokens of completion")
     views_BKL = jnp.concatenate([jnp.repeat(token_BL[:, None, : L - C], K, 1), views_BKC], 2)
-    hidden, _ = model.hidden(views_BKL.reshape(K * B, L), see_BM=None if see_BL is None else jnp.repeat(see_BL, K, 0))
-    return hidden.reshape(B, K, L, -1)[:, :, L - C - 1 : L - 1]
+    views_RL, see_RL = views_BKL.reshape(K * B, L), None if see_BL is None else jnp.repeat(see_BL, K, 0)
+    cfg = getattr(model, "cfg", md.DreamConfig)  # the defaults, of a model that has none
+    if not cfg.block_length:
+        hidden, _ = model.hidden(views_RL, see_BM=see_RL)
+        return hidden.reshape(B, K, L, -1)[:, :, L - C - cfg.shift : L - cfg.shift]
+    see_RL = jnp.ones_like(views_RL) if see_RL is None else see_RL.astype(jnp.int32)
+    rows = views_RL, jnp.repeat(token_BL, K, 0), see_RL, jnp.maximum(jnp.cumsum(see_RL, 1) - 1, 0)
+    return model.predicting(*rows, cfg.block_length).reshape(B, K, L, -1)[:, :, L - C :]
 
 
 def coupled_scores(model, token_BL, see_BL, u_BC, ratio_B, mask_id, chunk=1024, other_BC=None, elbo=False):
@@ -728,11 +741,13 @@ class Trainer:
         chat = "question" in self.prompts.tasks[0]
         ends = [tokenizer.token_to_id("<|im_end|>")] * chat + [model_cfg.eos_id, tokenizer.token_to_id("<|dlm_pad|>")]
         ends = tuple(dict.fromkeys(token for token in ends if token is not None))
-        sampling = dataclasses.asdict(cfg.sampling) | {"filtered": True}  # a threshold is that after top-p
+        sampling = dataclasses.asdict(cfg.sampling) | {"filtered": True}  # a threshold is after top-p; in blocks before
         if not cfg.sampling.block_length:
             sampling["cache"] = ""  # it is kept while a block is filled
         settings = {"vocab": tokenizer.get_vocab_size(), "eos_ids": ends, "record": True}
-        self.rule = sample_dream.Sampling("entropy", **sampling, **settings)
+        self.rule, self.fill = sample_dream.Sampling("entropy", **sampling, **settings), sample_dream.fill
+        if model_cfg.block_length:
+            self.rule, self.fill = sample_block.settings_of(self.rule), sample_block.fill
 
         # The backward pass of a large model recomputes its layers; writing differentiates nothing.
         run = md.Run(dtype, 64 if on_cpu else 256, remat=cfg.remat or ("none" if on_cpu else "full"))
@@ -754,8 +769,6 @@ class Trainer:
         """ValueError, before any weight is read, if a device has less memory than it has to hold."""
         cfg, (path, meta, _) = self.cfg, runs.find_weights(runs.absolute(self.cfg.ckpt))
         model_cfg, optimizer = md.read_config(path, meta), make_optimizer(cfg.lr)
-        if model_cfg.block_length or not model_cfg.shift:
-            raise ValueError(f"{cfg.ckpt} has blocks or no shift, and is scored as a Dream that has the shift alone")
 
         def needed(lora_rank):  # what is trained, its moments and gradients, the reference model; with LoRA the base
             shapes = train_tpu.state_shapes(md, model_cfg, optimizer, mesh, lora_rank, dtype)
@@ -821,12 +834,12 @@ class Trainer:
         policy = nnx.merge(self.writing_graph, md.assemble(self.base, self.trained))
         canvas_BL, see_BL = prompts.canvas(task_B)
         size, filled, passes, records = self.cfg.generation_batch, [], [], []
-        rule = dataclasses.replace(self.rule, refresh=self.refresh)
+        rule = dataclasses.replace(self.rule, refresh=self.refresh) if self.refresh else self.rule
         rows = round_up(size, self.row_devices)  # or no device would have a share, and each would do all the work
         for i in range(0, len(task_B), size):
             # All batches have one shape, for one compiled program: some rows may be there twice.
             inputs = [np.resize(x[i : i + size], (rows, x.shape[1])) for x in (canvas_BL, see_BL)]
-            token_BL, stats = sample_dream.fill(policy, *inputs, rule, jax.random.fold_in(key, i))
+            token_BL, stats = self.fill(policy, *inputs, rule, jax.random.fold_in(key, i))
             real = min(size, len(task_B) - i)
             filled.append(token_BL[:real])
             records.append([x[:real] for x in stats["record"]])
@@ -1157,7 +1170,9 @@ def train(run, checkpoints, meta, trainer, first, draw):
 def resolve(cfg):
     """The config with the preset's values where it says None. ValueError or FileNotFoundError for what cannot be."""
     preset = PRESETS[cfg.preset] | ({"lr": 2e-5} if cfg.preset == "7b" and cfg.lora_rank else {})
-    sampling = unset_from(cfg.sampling, dataclasses.asdict(preset["sampling"]))
+    blocks = blocks_of(cfg.ckpt)
+    own = {"block_length": blocks, "cache": ""} if blocks else {}
+    sampling = unset_from(cfg.sampling, dataclasses.asdict(preset["sampling"]) | own)
     rows = batch_sizes(unset_from(cfg, preset), max(1, jax.device_count() // cfg.tensor))
     cfg = dataclasses.replace(unset_from(cfg, preset | rows), sampling=sampling)
     counts = ("tasks", "iterations", "micro_batch", "generation_batch", "eval_every", "save_every")
@@ -1181,7 +1196,7 @@ def resolve(cfg):
         wrong.append(f"--rewards names {', '.join(twice)} more than once; give it once, with a larger --reward_weights")
     if bool(cfg.ckpt) != bool(cfg.prompts) or (cfg.preset == "7b" and not cfg.ckpt):
         wrong.append("--ckpt and --prompts belong together; without both --preset=demo makes its own")
-    wrong += wrong_estimator(cfg)
+    wrong += wrong_estimator(cfg, blocks)
     if cfg.resume and Path(cfg.resume).resolve() != Path(cfg.out).resolve():
         wrong.append(f"--resume={cfg.resume} goes on in its own folder; leave --out={cfg.out} out")
     if wrong:
@@ -1200,8 +1215,14 @@ def resolve(cfg):
     return cfg
 
 
-def wrong_estimator(cfg):
-    """What does not fit together of estimator, replay and sampling."""
+def blocks_of(folder):
+    """How many tokens the blocks of a checkpoint's model have; 0: it has none, or is not there."""
+    is_there = folder and (runs.as_path(folder) / "config.json").is_file()
+    return md.read_config(folder).block_length if is_there else 0
+
+
+def wrong_estimator(cfg, blocks):
+    """What does not fit together of estimator, replay, sampling and the model's blocks."""
     sampling, trajectory = cfg.sampling, cfg.estimator == "trajectory"
     by_draw = sampling.score == "drawn" and sampling.threshold
     cached = sampling.cache and sampling.block_length and sampling.threshold
@@ -1217,7 +1238,10 @@ def wrong_estimator(cfg):
         yield f"--importance={cfg.importance} weighs tokens as they were drawn: it needs --estimator=trajectory"
     if cfg.importance.startswith("sequence") and cfg.replay:
         yield f"--importance={cfg.importance} needs every step of a completion: --replay=0"
-    if cfg.drift_bound and not cached:
+    if blocks and (sampling.cache or sampling.block_length != blocks or cfg.drift_bound):
+        flags = "leave --cache, --block_length and --drift_bound out"
+        yield f"{cfg.ckpt} was trained in blocks of {blocks}, and its cache is exact: {flags}"
+    elif cfg.drift_bound and not cached:
         yield f"--drift_bound={cfg.drift_bound} opens a cache more often: it needs --cache, --block_length, --threshold"
 
 

@@ -598,6 +598,15 @@ class Dream(nnx.Module):
     def nll(self, token_BL, mask_BL, segment_BL, position_BL, block=None, border="clean", seen_1LL=None):
         """-log p(token | row with the tokens of mask_BL noised) of these tokens of packed rows, in nats, else 0 [B, L].
 
+        What a token sees, and what predicts it: see predicting.
+        """
+        noised_BL = jnp.where(mask_BL, self.cfg.mask_id, token_BL)
+        row = noised_BL, token_BL, segment_BL, position_BL
+        return self.token_nll(self.predicting(*row, block, border, seen_1LL), token_BL, mask_BL)
+
+    def predicting(self, noised_BL, token_BL, segment_BL, position_BL, block=None, border="clean", seen_1LL=None):
+        """The hidden states [B, L, D] that predict the tokens of packed rows, which the model sees noised.
+
         The token at p is read from the hidden state at p - 1, the first of a document from its own, as the sampler
         does; where cfg.shift is False all from their own. With a block length, which may be traced, a token sees its
         block noised and the blocks before it clean: the row goes through the layers twice, noised and clean, side by
@@ -605,7 +614,7 @@ class Dream(nnx.Module):
         "noisy" is Fast-dLLM v2's training. Without blocks seen_1LL may hide keys. Ref: BD3-LM, arXiv:2503.09573,
         section 3.
         """
-        noised_BL, L = jnp.where(mask_BL, self.cfg.mask_id, token_BL), token_BL.shape[1]
+        L = token_BL.shape[1]
         if block is None:
             hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=diffusion.Place(segment_BL, seen=seen_1LL))
             border = "noisy"
@@ -623,7 +632,7 @@ class Dream(nnx.Module):
                 border_BL1 = (position_BL % block == 0)[..., None]
                 before_BLD = jnp.where(border_BL1, jnp.roll(clean_BLD, 1, 1), before_BLD)
             hidden_BLD = jnp.where(first_of_document(segment_BL)[..., None], hidden_BLD, before_BLD)
-        return self.token_nll(hidden_BLD, token_BL, mask_BL)
+        return hidden_BLD
 
     def ar_nll(self, token_BL, mask_BL, segment_BL, position_BL):
         """nll with blocks of one token, all masked: that of the next token, of an autoregressive model, in one pass.

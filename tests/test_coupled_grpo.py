@@ -22,9 +22,11 @@ from flax import nnx
 from test_rl_tasks import QWEN, needs_qwen
 
 import coupled_grpo as grpo
+import diffusion
 import model_dream as dream
 import rl_tasks
 import runs
+import sample_block
 import sample_dream
 import sandbox
 
@@ -51,9 +53,9 @@ def forward(params, token_BL):
     return model_of(params)(token_BL)
 
 
-@jax.jit
-def scores_of(params, token_BL, see_BL, u_BC, ratio_B, other_BC=None):
-    return grpo.coupled_scores(model_of(params), token_BL, see_BL, u_BC, ratio_B, TINY.mask_id, 8, other_BC)
+@functools.partial(jax.jit, static_argnames="cfg")
+def scores_of(params, token_BL, see_BL, u_BC, ratio_B, other_BC=None, cfg=TINY):
+    return grpo.coupled_scores(model_of(params, cfg), token_BL, see_BL, u_BC, ratio_B, TINY.mask_id, 8, other_BC)
 
 
 class Bag:
@@ -150,18 +152,19 @@ def batch_of(token, u, ratio, **changes):
     } | changes  # fmt: skip
 
 
-@pytest.mark.parametrize("independent", [False, True])
-def test_scores_of_a_model_are_those_of_three_passes(independent):
+@pytest.mark.parametrize(("independent", "shift"), [(False, True), (True, True), (False, False)])
+def test_scores_of_a_model_are_those_of_three_passes(independent, shift):
     token, u, ratio = example()
     other = jnp.asarray(np.random.default_rng(5).random(u.shape), jnp.float32) if independent else None
     params, P = tiny(), token.shape[1] - u.shape[1]
-    got, entropy = scores_of(params, token, None, u, ratio, other)
+    got, entropy = scores_of(params, token, None, u, ratio, other, dataclasses.replace(TINY, shift=shift))
     one = u < ratio[:, None]
     two = ~one if other is None else other >= ratio[:, None]
     want, spread = 0, []
     for mask, weight in ((jnp.ones_like(one), 1), (one, one / ratio[:, None]), (two, two / (1 - ratio[:, None]))):
         shown = token.at[:, P:].set(jnp.where(mask, TINY.mask_id, token[:, P:]))
-        logp = jax.nn.log_softmax(forward(params, shown))[:, P - 1 : -1]
+        logp = jax.nn.log_softmax(forward(params, shown))
+        logp = logp[:, P - 1 : -1] if shift else logp[:, P:]
         want += weight * jnp.take_along_axis(logp, token[:, P:, None], -1)[..., 0] / 2
         spread.append(-(jnp.exp(logp) * logp).sum(-1))
     close(got, want)
@@ -182,6 +185,40 @@ def test_left_padding_changes_no_score():
     close(got, want)
     seen, _ = scores_of(params, padded, jnp.ones(padded.shape, bool), u, ratio)
     assert np.abs(seen - want).max() > 1e-3  # the padding is there to be seen
+
+
+def test_a_block_as_long_as_the_row_is_scored_as_the_canvas_of_a_model_without_blocks():
+    token, u, ratio = example()
+    params, see = tiny(), jnp.arange(7 + token.shape[1]) >= jnp.array([[7], [5], [7]])
+    token = jnp.pad(token, ((0, 0), (7, 0)), constant_values=TINY.pad_id)
+    got, want = (
+        scores_of(params, token, see, u, ratio, cfg=dataclasses.replace(TINY, block_length=block)) for block in (18, 0)
+    )
+    jax.tree.map(close, got, want)
+
+
+def test_blocks_of_a_token_are_scored_by_the_autoregressive_likelihood():
+    token, u, ratio = example()
+    cfg = dataclasses.replace(TINY, layers=2, block_length=1)
+    params, P = tiny(cfg), token.shape[1] - u.shape[1]
+
+    @jax.jit
+    def plain(params):
+        """A causal pass over the text; MASK aside, as it is never drawn, or as likely as the model has it."""
+        model, slot_BL = model_of(params, cfg), jnp.broadcast_to(jnp.arange(token.shape[1]), token.shape)
+        logits = model.logits(model.hidden(token, place=diffusion.Place(jnp.ones_like(slot_BL), slot_BL))[0])
+        logits = logits[:, P - 1 : -1], logits.at[..., TINY.mask_id].set(-jnp.inf)[:, P - 1 : -1]
+        return [jnp.take_along_axis(jax.nn.log_softmax(x), token[:, P:, None], -1)[..., 0] for x in logits]
+
+    @jax.jit
+    def at_once(params):  # all of the completion in one step
+        step, at = jnp.zeros(u.shape, jnp.int32), jnp.array([[0, -1, -1]] * len(u))
+        return grpo.trajectory_scores(model_of(params, cfg), token, None, step, at, TINY.mask_id, 8)[0]
+
+    logp, drawn = plain(params)
+    weight = jnp.where(u < ratio[:, None], 1 / ratio[:, None], 1 / (1 - ratio[:, None]))
+    close(scores_of(params, token, None, u, ratio, cfg=cfg)[0], logp * (1 + weight) / 2)
+    close(at_once(params), drawn)
 
 
 class Uniform:
@@ -351,30 +388,57 @@ def test_rollouts_choose_positions_by_the_distribution_and_not_by_what_was_drawn
 # ---- sampler and learner
 
 
+def drift_of(params, cfg, stats, see_BL, C):
+    """How far sampler and learner are apart in a rollout at temperature 1.4, of 50 ids."""
+
+    @jax.jit
+    def replayed(*views):
+        return grpo.trajectory_scores(model_of(params, cfg), *views, TINY.mask_id, 8, 1.4, 50)[0]
+
+    step_BC, drawn_BC, logp_BC = (x_BL[:, -C:] for x_BL in stats["record"])
+    at_BJ, _ = grpo.steps_to_replay(step_BC, 0, np.random.default_rng(0))
+    parts = [part["at_BK"] for part in grpo.in_parts({"at_BJ": at_BJ})]
+    views = stats["record"].token_BL, see_BL, step_BC
+    log_BC = sum(np.asarray(replayed(*views, at_BK)) for at_BK in parts) - logp_BC
+    return grpo.drift(log_BC, drawn_BC != TINY.mask_id)
+
+
+WARM = {"temperature": 1.4, "threshold": 0.15, "score": "distribution", "vocab": 50, "eos_ids": (7, 9, 11)}
+
+
 def test_a_cached_rollout_drifts_less_if_the_cache_is_opened_more_often_and_not_at_all_if_in_each_pass():
     """Whatever the temperature, the padding, ids without a token and texts that end."""
     cfg, C = dataclasses.replace(TINY, layers=2), 16  # keys of the first layer do not change with the text around
     params = tiny(cfg, 0.4)
-    replayed = jax.jit(
-        lambda *views: grpo.trajectory_scores(model_of(params, cfg), *views, TINY.mask_id, 8, 1.4, 50)[0]
-    )
-    settings = {"temperature": 1.4, "threshold": 0.15, "score": "distribution", "block_length": 8, "vocab": 50}
-    settings |= {"eos_ids": (7, 9, 11), "record": True}
     inputs = sample_dream.canvas([[5, 6, 7], [8, 9, 10, 11, 12]] * 4, C, TINY)
     found = {}
     for refresh in (0, 2, 1):
-        rule = sample_dream.Sampling(**settings, cache="dual", refresh=refresh)
+        rule = sample_dream.Sampling(**WARM, block_length=8, record=True, cache="dual", refresh=refresh)
         _, stats = sample_dream.fill(model_of(params, cfg), *inputs, rule, jax.random.key(0))
-        step_BC, drawn_BC, logp_BC = (x_BL[:, -C:] for x_BL in stats["record"])
-        at_BJ, _ = grpo.steps_to_replay(step_BC, 0, np.random.default_rng(0))
-        parts = [part["at_BK"] for part in grpo.in_parts({"at_BJ": at_BJ})]
-        views = stats["record"].token_BL, inputs[1], step_BC
-        log_BC = sum(np.asarray(replayed(*views, at_BK)) for at_BK in parts) - logp_BC
-        figures = grpo.drift(log_BC, drawn_BC != TINY.mask_id)
+        figures = drift_of(params, cfg, stats, inputs[1], C)
         found[refresh] = figures["drift_k3"]
     assert set(stats["windows"]) == {inputs[0].shape[1]}  # every pass is over the canvas
     assert abs(figures["drift_ratio_max"] - 1) < 1e-3
     assert found[1] < 1e-6 < found[2] < found[0]
+
+
+def test_what_is_written_in_blocks_is_what_is_scored():
+    """As above, behind an exact cache; and prompts that end within a block."""
+    cfg, C = dataclasses.replace(TINY, layers=2, block_length=4), 10
+    params, rule = tiny(cfg, 0.4), sample_block.Sampling(**WARM, record=True)
+    canvas_BL, see_BL = sample_dream.canvas([[5, 6, 7], [8, 9, 10, 11, 12]] * 4, C, TINY)
+    token_BL, stats = sample_block.fill(model_of(params, cfg), canvas_BL, see_BL, rule, jax.random.key(0))
+    figures = drift_of(params, cfg, stats, see_BL, C)
+    assert abs(figures["drift_ratio_max"] - 1) < 1e-3
+    assert figures["drift_k3"] < 1e-6
+    np.testing.assert_array_equal(token_BL[:, :-C], canvas_BL[:, :-C])
+    step_BC, drawn_BC, _ = (x_BL[:, -C:] for x_BL in stats["record"])
+    assert (token_BL != TINY.mask_id).all()
+    assert (step_BC >= 0).all()
+    assert (drawn_BC == TINY.mask_id).any()  # behind the end of a text
+    written_BC = (step_BC == 0)[::2]  # rows of one prompt: where is written does not depend on what is drawn
+    assert (written_BC == written_BC[0]).all()
+    assert len(set(drawn_BC[::2][:, written_BC[0]].ravel().tolist())) > 1
 
 
 def test_a_step_of_several_stands_for_all_of_them():
@@ -757,7 +821,9 @@ def folder(tmp_path_factory):
     tokenizer.add_special_tokens(["<|endoftext|>", "<|pad|>", "<|mask|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     cfg = dream.DreamConfig(32, 32, 1, 4, 2, 8, 48, mask_id=28, pad_id=27, bos_id=26, eos_id=26, positions=512)
-    dream.save(folder / "base", dream.Dream(cfg, nnx.Rngs(0)), [folder / "tokenizer.json"], "me/A-Instruct")
+    for name, changes in (("base", {}), ("blocks", {"block_length": 4}), ("plain", {"shift": False})):
+        model = dream.Dream(dataclasses.replace(cfg, **changes), nnx.Rngs(0))
+        dream.save(folder / name, model, [folder / "tokenizer.json"], "me/A-Instruct")
     rows = [
         {"id": i, "prompt": word, "test_cases": ["assert True"]} for i, word in enumerate(("ab", "c", "def", "xyz"))
     ]
@@ -830,6 +896,33 @@ def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp
     model, _ = runs.load(dream, out)
     row, _ = sample_dream.generate(model, [[0]], 8, sample_dream.Sampling(eos_ids=(26,)))
     assert row[0].count(0) > 3, "the trained model writes the letter that was rewarded"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["blocks", "plain"])
+@pytest.mark.parametrize("estimator", ["coupled", "coupled_elbo", "trajectory"])
+def test_a_model_of_blocks_and_one_without_the_shift_learn(folder, tmp_path, model, estimator):
+    out, own = tmp_path / "run", {"block_length": None} if model == "blocks" else {}
+    settings = {
+        "estimator": estimator,
+        "rounds": 6,
+        "ckpt": str(folder / model),
+        "heldout": str(folder / "heldout.jsonl"),
+    }
+    grpo.main(config(folder, out, **settings, **own))
+    log = read_lines(out / "log.jsonl")
+    assert log[-1]["heldout_reward"] > 2 * log[0]["heldout_reward"]
+    if model == "blocks":
+        assert all(row["drift_k3"] < 1e-6 and row["passes"] > 0 for row in log[1:])
+        assert runs.read_json(out / "config.json")["train"]["sampling"]["block_length"] == 4
+    assert not any("<|mask|>" in line["completion"] for line in read_lines(out / "rounds.jsonl"))
+
+
+@pytest.mark.parametrize("settings", [{"block_length": 8}, {"cache": "dual"}, {"drift_bound": 0.1}], ids=str)
+def test_what_a_model_of_blocks_has_no_use_for_is_refused_before_it_is_read(folder, tmp_path, settings):
+    settings = {"ckpt": str(folder / "blocks"), "block_length": None} | settings
+    with pytest.raises(ValueError, match="trained in blocks of 4, and its cache is exact: leave --cache, --block_len"):
+        grpo.resolve(config(folder, tmp_path, **settings))
 
 
 def test_the_7b_preset_holds_the_reference_s_settings(tmp_path):
