@@ -7,9 +7,10 @@
 
 Prints nats per token and bits per byte. PythonCoder: beside `xz -9` on the same bytes, and the acceptance rate of the
 MTP head's greedy draft tokens. MDLM, Dream: an upper bound with its standard error over draws of the noise; of MDLM
-also the accuracy by noise level, and generation times. Reads a run folder of train_tpu.py or train_gpu.py, or for Dream
-a folder of convert_weights.py, and the data folder it was trained on. Programs that a model writes are run and scored
-by benchmarks.py.
+also the accuracy by noise level, and generation times. A Dream with blocks of 2 to 4 tokens has the bound without a
+draw, with blocks of 1 the likelihood itself: "score" says which. Reads a run folder of train_tpu.py or train_gpu.py, or
+for Dream a folder of convert_weights.py, and the data folder it was trained on. Programs that a model writes are run
+and scored by benchmarks.py.
 
 Letters: R rows, B rows at a time, M masked positions of a row, L row length, N draws, V vocabulary.
 """
@@ -64,7 +65,7 @@ class Config:
     step: int = 0  # which checkpoint; 0 takes the newest
     rows: int = 4096  # held-out rows to score, of all parts; 0 takes all
     batch_size: int = 16  # rows that are scored at a time; MDLM on a GPU takes 16 times as many
-    draws: int = 8  # MDLM, Dream: noise draws of every row; two at least, for the standard error
+    draws: int = 8  # MDLM, Dream: noise draws of every row, two at least; a Dream with blocks of up to 4 needs none
     seed: int = 0  # MDLM, Dream: of the noise
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU if it fits, else 16 bits
     devices: int = 0  # PythonCoder, Dream: use so many of the machine's devices; 0 takes all
@@ -120,7 +121,8 @@ def batches(columns, size):
 
 
 def show(cfg, row):
-    print(json.dumps(row) if cfg.json else " | ".join(f"{k} {v:,.4g}" for k, v in row.items()), flush=True)
+    texts = (f"{k} {v if isinstance(v, str) else format(v, ',.4g')}" for k, v in row.items())
+    print(json.dumps(row) if cfg.json else " | ".join(texts), flush=True)
 
 
 # ---- PythonCoder ---------------------------------------------------------------------------------------------------
@@ -184,7 +186,7 @@ def score_dream(cfg, run, columns, tokenizer, bytes_V):
     """Print the bound of one checkpoint, model_dream's NELBO of the linear schedule; of pairs that of the responses.
 
     The interval is two standard errors wide on each side, about 95 %: of the noise alone, for these rows. Times below
-    0.001 are left out, as in training.
+    0.001 are left out, as in training. Small blocks have neither draws nor an interval: see model_dream's exact_nll.
     """
     import jax
 
@@ -192,26 +194,32 @@ def score_dream(cfg, run, columns, tokenizer, bytes_V):
 
     where = {"bits": runs.bits_of(cfg.dream), "devices": cfg.devices, "rows": cfg.batch_size}
     model, step, mesh = runs.load_for_inference(md, run, cfg.step, cfg.dtype, **where)
-    count = columns.shape[1]
+    count, block = columns.shape[1], model.cfg.block_length
+    exact = 0 < block <= md.EXACT_BLOCK
+    draws = 1 if exact else cfg.draws
 
     @jax.jit
-    def nelbo(model, key, first, batch):
+    def bound(model, key, first, batch):
         token_BL, segment_BL, position_BL, *fixed_BL = batch
-        part_BL = md.parts(segment_BL, position_BL, model.cfg.block_length or None)
+        if exact:
+            return model.exact_nll(token_BL, segment_BL, position_BL, *fixed_BL).sum()
+        part_BL = md.parts(segment_BL, position_BL, block or None)
         noise = md.noise(key, count, first + jax.numpy.arange(cfg.batch_size), part_BL)
         return model.nelbo(token_BL, segment_BL, position_BL, *noise, *fixed_BL)
 
     # every draw is a pass over all rows, whose times lie evenly
-    nats_N = np.zeros(cfg.draws)
+    nats_N = np.zeros(draws)
     with runs.on(mesh):
         for first, batch in batches(columns, cfg.batch_size):
-            nats_N += [float(nelbo(model, jax.random.key(cfg.seed + n), first, batch)) for n in range(cfg.draws)]
+            nats_N += [float(bound(model, jax.random.key(cfg.seed + n), first, batch)) for n in range(draws)]
     counted_RL = md.counted(columns[1], *columns[3:])
     tokens, heldout_bytes = int(counted_RL.sum()), float(bytes_V[columns[0][counted_RL]].sum(dtype=np.float64))
-    nats, error = nats_N.mean() / tokens, nats_N.std(ddof=1) / math.sqrt(cfg.draws) / tokens
-    bits = tokens / math.log(2) / heldout_bytes  # bits per byte of a nat per token
-    row = {"step": step, "heldout_tokens": tokens, "nats_per_token": nats, "standard_error": error}
-    row |= {"bits_per_byte": nats * bits, "low": (nats - 2 * error) * bits, "high": (nats + 2 * error) * bits}
+    nats, bits = nats_N.mean() / tokens, tokens / math.log(2) / heldout_bytes  # bits per byte of a nat per token
+    kind = ("likelihood" if block == 1 else "exact bound") if exact else f"bound of {draws} draws"
+    row = {"step": step, "score": kind, "heldout_tokens": tokens, "nats_per_token": nats, "bits_per_byte": nats * bits}
+    if not exact:
+        error = nats_N.std(ddof=1) / math.sqrt(draws) / tokens
+        row |= {"standard_error": error, "low": (nats - 2 * error) * bits, "high": (nats + 2 * error) * bits}
     show(cfg, row)
     return [row]
 

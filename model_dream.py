@@ -536,6 +536,9 @@ class Block(nnx.Module):
         return shard(x_BLD + project(hidden_BLF, "down", None, "tensor"), BATCH), new_cache
 
 
+EXACT_BLOCK = 4  # blocks of at most so many tokens are scored by exact_nll, in up to 15 passes
+
+
 class Dream(nnx.Module):
     def __init__(self, cfg, rngs, run=None):
         def table(size):

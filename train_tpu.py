@@ -678,14 +678,13 @@ def make_step(cfg, graph, optimizer):
 
 METRICS = "loss", "main", "mtp", "lr", "grad_norm", "ok"  # in the order of the log; jit returns them sorted
 EVAL_DRAWS = 4  # passes over each held-out row that bound Dream's likelihood
-EXACT_BLOCK = 4  # blocks of at most so many tokens have their bound computed, in up to 15 passes
 
 
 def make_evaluate(cfg, graph, rows):
     """evaluate(params, batch, row_B, bytes_V) -> nats, predicted tokens and their bytes, summed over held-out rows.
 
     Of Dream the nats are a bound: the NELBO at EVAL_DRAWS noise levels a row, the same each time; with blocks of at
-    most EXACT_BLOCK tokens without a draw.
+    most md.EXACT_BLOCK tokens without a draw.
     """
 
     def coder(params, batch, row_B, bytes_V):
@@ -705,7 +704,7 @@ def make_evaluate(cfg, graph, rows):
             return model.nelbo(token_BL, *row, *noise, fixed_BL, schedule=cfg.dream.schedule)
 
         mask_BL = md.counted(segment_BL, fixed_BL)
-        if 0 < block <= EXACT_BLOCK:
+        if 0 < block <= md.EXACT_BLOCK:
             nats = model.exact_nll(token_BL, *row, fixed_BL).sum()
         else:
             nats = jax.lax.map(bound, jnp.arange(EVAL_DRAWS)).mean()

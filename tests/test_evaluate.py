@@ -108,14 +108,20 @@ def test_an_mdlm_that_knows_nothing_pays_log_vocab_for_every_token(data, tmp_pat
     assert (tmp_path / "noise.png").stat().st_size > 5000
 
 
-def test_a_dream_that_knows_nothing_pays_log_vocab_for_every_masked_token(data, tmp_path, capsys):
-    cfg = md.DreamConfig(512, 16, 1, 2, 1, 8, 16, positions=64, mask_id=400, pad_id=0, bos_id=0, eos_id=0)
+def new_dream(folder, data, size, **changes):
+    """(tokenizer, model) of a small Dream that is saved as the folder model; its last norm is `size`, 0 knows nothing."""
+    cfg = md.DreamConfig(512, 16, 1, 2, 1, 8, 16, positions=64, mask_id=400, pad_id=0, bos_id=0, eos_id=0, **changes)
     tokenizer = tokenizers.Tokenizer.from_file(str(data["packed"] / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|mask|>"])  # as train_tpu.py does
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     params = md.new_params(cfg, 0)
-    params |= {"norm": 0 * params["norm"]}
-    md.save(tmp_path / "model", nnx.merge(md.graph_of(cfg, md.Run()), params), [tmp_path / "tokenizer.json"])
+    model = nnx.merge(md.graph_of(cfg, md.Run()), params | {"norm": size * params["norm"]})
+    md.save(folder / "model", model, [folder / "tokenizer.json"])
+    return tokenizer, model
+
+
+def test_a_dream_that_knows_nothing_pays_log_vocab_for_every_masked_token(data, tmp_path, capsys):
+    tokenizer, _ = new_dream(tmp_path, data, 0)
     settings = {"model": "dream", "ckpt": str(tmp_path / "model"), "rows": 9, "batch_size": 4, "draws": 3, "json": True}
     (row,) = evaluate.main(evaluate.Config(data=str(data["packed"]), devices=1, **settings))
     assert json.loads(capsys.readouterr().out) == row
@@ -128,6 +134,7 @@ def test_a_dream_that_knows_nothing_pays_log_vocab_for_every_masked_token(data, 
     noises = (md.noise(jax.random.key(n), 9, np.arange(9), segment_RL) for n in range(3))
     nats_N = [float((((u_RL < t_RL) & (segment_RL > 0)) / t_RL).sum()) * math.log(511) for t_RL, u_RL in noises]
     tokens = (segment_RL > 0).sum()
+    assert row["score"] == "bound of 3 draws"
     assert row["heldout_tokens"] == tokens
     assert row["nats_per_token"] == pytest.approx(np.mean(nats_N) / tokens, rel=1e-5)
     assert row["standard_error"] == pytest.approx(np.std(nats_N, ddof=1) / 3**0.5 / tokens, rel=1e-3)
@@ -139,6 +146,31 @@ def test_a_dream_that_knows_nothing_pays_log_vocab_for_every_masked_token(data, 
         evaluate.main(evaluate.Config(**settings))
     with pytest.raises(ValueError, match="another tokenizer"):
         evaluate.main(evaluate.Config(data=str(data["padded"]), **settings))
+
+
+@pytest.mark.parametrize(("block", "score"), [(1, "likelihood"), (2, "exact bound")])
+def test_a_dream_of_small_blocks_is_scored_without_a_draw(data, tmp_path, capsys, block, score):
+    _, model = new_dream(tmp_path, data, 3, block_length=block)
+    settings = {"data": str(data["packed"]), "rows": 5, "batch_size": 4, "devices": 1}
+    (row,) = evaluate.main(evaluate.Config(model="dream", ckpt=str(tmp_path / "model"), **settings))
+    assert f" | score {score} | " in capsys.readouterr().out
+    token_RL, segment_RL, position_RL = spread_rows(data["packed"], 5)
+    counted_RL = segment_RL > 0
+
+    @jax.jit
+    def nats(mask_RL):
+        return model.nll(token_RL, mask_RL, segment_RL, position_RL, block).sum()
+
+    if block == 1:  # all masked: each token behind those before it
+        want = nats(counted_RL)
+    else:  # a token masked alone counts half, and so does each of two; the last one of a document may have no other
+        odd_RL = counted_RL & (position_RL % 2 == 1)
+        single_RL = counted_RL & ~odd_RL & ~np.roll(odd_RL, -1, 1)
+        even_RL = counted_RL & ~odd_RL & ~single_RL
+        want = (nats(odd_RL) + nats(even_RL) + nats(odd_RL | even_RL)) / 2 + nats(single_RL)
+    assert row["nats_per_token"] == pytest.approx(float(want) / counted_RL.sum(), rel=1e-5)
+    assert row["nats_per_token"] > math.log(511) + 0.1
+    assert not {"standard_error", "low", "high"} & row.keys()
 
 
 @pytest.mark.slow
