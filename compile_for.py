@@ -32,6 +32,7 @@ its optimal_seconds came out negative for our train steps. Here the bodies are m
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -634,13 +635,14 @@ STEPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Generate:
-    """The denoising steps of generate.py on one chip: by default, and with blocks, a cache and a threshold.
+    """The denoising steps of generate.py: by default, and with blocks, a cache and a threshold.
 
     One round of each loop counts: a step, with the logits of a block, or of as many positions as Run.head_positions in
-    model_dream.py; a step of a canvas with more masks than that takes a little longer.
+    model_dream.py; a step of a canvas with more masks than that takes a little longer. Several chips share the heads of
+    each layer, up to four, and then the texts of --batch_size.
     """
 
-    device: Device = "v6e"  # what to compile for: v6e, rtx4090 ...
+    device: Device = "v6e"  # what to compile for: v6e, v5e:2x4, rtx3060:2 ...
     model: str = "7b"  # key of CONFIGS in model_dream.py
     int8: bool = False  # matrices in 8 bits, the rest in bfloat16
     int4: bool = False  # matrices of the layers in 4 bits, embedding and head in 8, the rest in bfloat16
@@ -652,7 +654,11 @@ class Generate:
     def sized(self, rows):
         return dataclasses.replace(self, batch_size=rows, only=self.only or "canvas")
 
-    def program(self, array, cached):
+    def mesh(self):
+        """The mesh of the device's chips that generate.py would take for this batch."""
+        return runs.inference_mesh(md.CONFIGS[self.model], topology_devices(self.device), self.batch_size)
+
+    def program(self, mesh, cached):
         """Arguments of sample_dream.fill_block, as generate.py has them: (positional, by name)."""
         model = md.CONFIGS[self.model]
         # the settings of the command line, and the weights as runs.load_for_inference gives them
@@ -668,34 +674,43 @@ class Generate:
                 return jax.eval_shape(quantise, s) if len(s.shape) == 2 else s
 
             params = jax.tree_util.tree_map_with_path(kept, params)
-        params = jax.eval_shape(lambda tree: nnx.to_pure_dict(nnx.state(md.join(nnx.merge(graph, tree)))), params)
+        if mesh.size == 1:
+            params = jax.eval_shape(lambda tree: nnx.to_pure_dict(nnx.state(md.join(nnx.merge(graph, tree)))), params)
         # a canvas of masks behind one token
         token_BL = np.full((self.batch_size, self.length), model.mask_id)
         token_BL[:, 0] = model.bos_id
         see_BL, masked_BL = np.ones(token_BL.shape, bool), token_BL == model.mask_id
         state, given, _ = sample_dream.prepare(model, rule, token_BL, see_BL, masked_BL)
         _, width = sample_dream.window(rule, self.length, 1, 1, given.size) if cached else (0, self.length)
-        inputs = jax.tree.map(lambda s: array(s.dtype, *s.shape), (params, jax.eval_shape(lambda: (state, given))))
-        sampler = sample_dream.sampler_of(graph, model, rule)
-        return (inputs[0], *inputs[1]), {"sampler": sampler, "width": width}
+        # weights as they lie on the mesh; all else whole on each chip
+        inputs = params, *jax.eval_shape(lambda: (state, given))
+        everywhere = jax.NamedSharding(mesh, PS())
+        places = md.shardings(mesh, params), *jax.tree.map(lambda _: everywhere, inputs[1:])
+        put = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at)  # noqa: E731
+        return jax.tree.map(put, inputs, places), {
+            "sampler": sample_dream.sampler_of(graph, model, rule),
+            "width": width,
+        }
 
     def lowered(self, name):
         """One of STEPS, traced. The last two are parts of one program."""
-        array, model = on_chip(self.device), md.CONFIGS[self.model]
-        inputs, static = self.program(array, cached=name != "canvas")
-        if name == "canvas":
-            return sample_dream.fill_block.lower(*inputs, **static)
-        if name == "opens":
-            return sample_dream.open_block.lower(*inputs, sampler=static["sampler"])
-        shape = self.batch_size, model.kv_heads, self.length, model.head_size
-        layer = (array(jnp.bfloat16, *shape),) * 2  # keys and values
-        return sample_dream.denoise.lower(*inputs, [layer] * model.layers, **static)
+        mesh, model = self.mesh(), md.CONFIGS[self.model]
+        inputs, static = self.program(mesh, cached=name != "canvas")
+        with jax.set_mesh(mesh) if mesh.size > 1 else contextlib.nullcontext():
+            if name == "canvas":
+                return sample_dream.fill_block.lower(*inputs, **static)
+            if name == "opens":
+                return sample_dream.open_block.lower(*inputs, sampler=static["sampler"])
+            at = jax.NamedSharding(mesh, PS(md.BATCH, "tensor"))
+            shape = self.batch_size, model.kv_heads, self.length, model.head_size
+            layer = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=at),) * 2  # keys and values
+            return sample_dream.denoise.lower(*inputs, [layer] * model.layers, **static)
 
     def rows(self):
         # no step is faster than its FLOPs at the peak, nor than one pass over the weights
-        chip, bits = place(self.device)[0], runs.bits_of(self)
+        chip, bits, mesh = place(self.device)[0], runs.bits_of(self), self.mesh()
         size = {0: 2, 8: 1, 4: 0.625}[bits]  # bytes of a parameter; int4: of 7b, whose embedding and head have 8 bits
-        weights = size * md.count_params(md.CONFIGS[self.model])["total"]  # bytes that a step reads
+        weights = size * md.count_params(md.CONFIGS[self.model])["total"] / mesh.shape["tensor"]  # that a step reads
         kind, found = f"int{bits}" if bits else "bfloat16", []
         for name in [self.only] if self.only else STEPS if self.block_length else ["canvas"]:
             row = report(f"dream {self.model} {kind}, {STEPS[name]}", self.lowered(name), self.device)

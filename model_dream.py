@@ -329,9 +329,11 @@ def linear(x_BLD, weight, *spec, dtype=None, on_cpu=False):
     a row, so they multiply the weights, which takes a TPU longer than bfloat16's. on_cpu changes only the speed.
     """
     if isinstance(weight, Lora):  # W x + B (A x): the product B A, as large as W, is never made
-        low_BLR = linear(x_BLD, weight.a_RD, on_cpu=on_cpu)
+        # A GPU's compiler would make one product of two with the same input, and for that copy W beside A and B.
+        apart = jax.lax.optimization_barrier
+        low_BLR = linear(apart(x_BLD), weight.a_RD, on_cpu=on_cpu)
         change_BLF = linear(low_BLR, weight.b_FR, dtype=dtype, on_cpu=on_cpu)
-        return linear(x_BLD, weight.base, *spec, dtype=dtype, on_cpu=on_cpu) + change_BLF
+        return linear(x_BLD, weight.base, *spec, dtype=dtype, on_cpu=on_cpu) + apart(change_BLF)
     x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
     dtype = accumulate = dtype or x_BLD.dtype
     if isinstance(weight, Int8 | Int4):
