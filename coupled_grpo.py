@@ -76,9 +76,9 @@ class Sampling:
 
     temperature: float = 1.0  # of the distribution that completions are drawn from
     top_p: float | None = None  # draw from the likeliest tokens that have this probability together
-    # write block by block of so many tokens; 0: the whole canvas at once. A model of blocks has its own
+    # write block by block of so many tokens; 0: the whole canvas at once. A model trained in blocks has its own
     block_length: int | None = None
-    # keys and values kept while a block is filled, dual without the flag; "" none. That of a model of blocks is exact
+    # keys and values kept while a block is filled; "" none. If not given dual; a model trained in blocks has its own
     cache: typing.Literal["", "prefix", "dual"] | None = None
     threshold: float = 0.9  # all positions of at least this probability are filled at once; 0 fills one a pass
     # what --threshold looks at: the likeliest token's probability, or as in Fast-dLLM that of the token that was drawn,

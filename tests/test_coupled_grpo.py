@@ -953,7 +953,8 @@ def test_batches_of_a_preset_grow_with_the_devices_up_to_a_round(tmp_path, monke
 
 
 @pytest.mark.slow
-def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("model", ["base", "blocks"])
+def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, monkeypatch, model):
     """Eighteen rows do not divide by eight: they are filled up to 24, three a device, and so are their keys."""
     shares, hidden = [], dream.Dream.hidden
 
@@ -969,7 +970,8 @@ def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, mo
         patch.setattr(dream.Dream, "hidden", watched)
         patch.setattr(grpo.Trainer, "scores_by", lambda self, trained, batch, views: np.zeros(batch.counted_BC.shape))
         patch.setattr(grpo.Trainer, "learn", lambda self, *inputs: ([], []))
-        grpo.main(config(folder, out, rounds=0, tasks=2, generation_batch=18, compile_cache=""))
+        own = {"ckpt": str(folder / model), "block_length": None if model == "blocks" else 8}
+        grpo.main(config(folder, out, rounds=0, tasks=2, generation_batch=18, compile_cache="", **own))
     assert set(shares) == {(24, 3)}
     assert [row["round"] for row in read_lines(out / "log.jsonl")] == [1, 2]  # every task once
     assert len(read_lines(out / "rounds.jsonl")) == 4 * 8
