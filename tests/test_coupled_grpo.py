@@ -422,6 +422,7 @@ def test_a_cached_rollout_drifts_less_if_the_cache_is_opened_more_often_and_not_
     assert found[1] < 1e-6 < found[2] < found[0]
 
 
+@pytest.mark.slow
 def test_what_is_written_in_blocks_is_what_is_scored():
     """As above, behind an exact cache; and prompts that end within a block."""
     cfg, C = dataclasses.replace(TINY, layers=2, block_length=4), 10
