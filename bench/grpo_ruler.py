@@ -557,11 +557,32 @@ class Config:
     tau: float = 0.9  # threshold of the samplers whose paths are replayed
     free: int = 6  # first tokens of an answer that are masked in all ways; the rest of the canvas is kept
     length: int = 16  # tokens of a completion
+    batches: int = 100  # of completions whose policy gradients are compared, after as many for the exact one; 0: none
+    prompts: int = 4  # of a batch
+    group: int = 8  # completions of a prompt
 
 
-def tables(cfg):
-    """(logits [N, n, V], tokens [n]) of the first tokens of right answers, each on the canvases of all sets of them."""
-    import jax
+class Canvases(typing.NamedTuple):
+    """A model, and tasks with their right answers on its canvases."""
+
+    model: typing.Any
+    token_BL: np.ndarray
+    see_BL: np.ndarray
+    begin: int  # slot of an answer's first token
+
+    def masked(self, row, n):
+        """The canvases [N, L] of a row of tokens that mask all sets of its answer's first n tokens."""
+        token_NL = np.repeat(row[None], 1 << n, 0)
+        token_NL[:, self.begin : self.begin + n][sizes(n)[0]] = self.model.cfg.mask_id
+        return token_NL
+
+    def logits(self, model, token_NL, see_L, n):
+        """Logits [N, n, V] of an answer's first n tokens."""
+        return model.logits(model.hidden(token_NL, see_BM=see_L[None])[0][:, self.begin - 1 : self.begin - 1 + n])
+
+
+def load(cfg):
+    """The Canvases of --tasks."""
     import tokenizers
 
     import model_dream
@@ -570,7 +591,6 @@ def tables(cfg):
     model, _ = runs.load(model_dream, cfg.ckpt)
     tokenizer = tokenizers.Tokenizer.from_file(f"{cfg.ckpt}/tokenizer.json")
     tasks = [json.loads(line) for line in Path(cfg.tasks).read_text().splitlines()][: cfg.answers]
-    n, (held_Nn, _) = cfg.free, sizes(cfg.free)
     prompts = [tokenizer.encode(task["prompt"]).ids for task in tasks]
     token_BL, see_BL = sample_dream.canvas(prompts, cfg.length, model.cfg)
     answer_BC = np.full((len(tasks), cfg.length), model.cfg.eos_id, np.int32)
@@ -578,16 +598,135 @@ def tables(cfg):
         ids = tokenizer.encode(task["right"] + "\n").ids[: cfg.length]
         row[: len(ids)] = ids
     token_BL[:, -cfg.length :] = answer_BC
-    begin = token_BL.shape[1] - cfg.length
+    return Canvases(model, token_BL, see_BL, token_BL.shape[1] - cfg.length)
+
+
+def tables(canvases, n):
+    """(logits [N, n, V], tokens [n]) of the first tokens of right answers, each on the canvases of all sets of them."""
+    import jax
 
     @jax.jit
-    def logits(token_NL, see_NL):
-        return model.logits(model.hidden(token_NL, see_BM=see_NL)[0][:, begin - 1 : begin - 1 + n])
+    def logits(token_NL, see_L):
+        return canvases.logits(canvases.model, token_NL, see_L, n)
 
-    for token_L, see_L, answer_C in zip(token_BL, see_BL, answer_BC, strict=True):
-        token_NL, see_NL = (np.repeat(x[None], 1 << n, 0) for x in (token_L, see_L))
-        token_NL[:, begin : begin + n][held_Nn] = model.cfg.mask_id
-        yield np.asarray(logits(token_NL, see_NL), np.float64), answer_C[:n]
+    for row, see_L in zip(canvases.token_BL, canvases.see_BL, strict=True):
+        found = np.asarray(logits(canvases.masked(row, n), see_L), np.float64)
+        yield found, row[canvases.begin : canvases.begin + n]
+
+
+# ---- the gradient of a real model ----------------------------------------------------------------------------------
+
+
+@functools.lru_cache(None)
+def draws_of(name, n):
+    return ESTIMATORS[name](n)
+
+
+def one_draw(name, n, rng):
+    """Weights [N, n] of logp in one draw of an estimator."""
+    if name == "left_to_right":
+        return left_to_right(n)
+    chance_D, set_DK, weight_DK = draws_of(name, n)
+    d, weight_N = rng.choice(len(chance_D), p=chance_D / chance_D.sum()), np.zeros(1 << n)
+    np.add.at(weight_N, set_DK[d], weight_DK[d])
+    return weight_N[:, None] * sizes(n)[0]
+
+
+def path_weights(step_n, by_step=False):
+    """Weights [N, n] of logp in the log-likelihood of a path; by_step those of TraceRL, a mean over steps of means."""
+    path, weight_Nn = path_of(step_n), np.zeros((1 << len(step_n), len(step_n)))
+    for M, places in path:
+        weight_Nn[M, places] = 1 / len(path) / len(places) if by_step else 1
+    return weight_Nn
+
+
+def batch(canvases, cfg, rng):
+    """{(row of tokens, its steps): (see_L, [advantage of each completion that wrote it])} of a few groups.
+
+    The positions are chosen by the largest probability, so the record's path is all that the sampler did. The reward
+    is 1 for the right answer, the advantage that less the mean of the others in the group.
+    """
+    import jax
+
+    import sample_dream
+
+    at = slice(canvases.begin, canvases.begin + cfg.free)
+    task_R = np.repeat(rng.choice(len(canvases.token_BL), cfg.prompts, replace=False), cfg.group)
+    token_RL, right_Rn = canvases.token_BL[task_R].copy(), canvases.token_BL[task_R, at]
+    token_RL[:, at] = canvases.model.cfg.mask_id
+    rule = sample_dream.Sampling(temperature=1.0, threshold=cfg.tau, score="distribution", record=True)
+    key = jax.random.key(int(rng.integers(1 << 30)))
+    token_RL, stats = sample_dream.fill(canvases.model, token_RL, canvases.see_BL[task_R], rule, key)
+    reward_PG = (token_RL[:, at] == right_Rn).all(1).reshape(-1, cfg.group).astype(float)
+    advantage_R = ((reward_PG - reward_PG.mean(1, keepdims=True)) * cfg.group / (cfg.group - 1)).ravel()
+    found = {}
+    for r in np.flatnonzero(advantage_R):
+        what = tuple(token_RL[r]), tuple(np.asarray(stats["record"].step_BL)[r, at])
+        found.setdefault(what, (canvases.see_BL[task_R[r]], []))[1].append(advantage_R[r])
+    return found, reward_PG.mean()
+
+
+GRADIENTS = "one_pass", "count", "espo", "coupled", "independent", "coupled_elbo", "gdpo_gauss-2", "left_to_right"
+
+
+def gradient_rows(canvases, cfg):
+    """The table of policy gradients: what estimators expect, and one draw of them, beside the exact one of the path."""
+    import jax
+    from flax import nnx
+    from jax.flatten_util import ravel_pytree
+
+    n, rng = cfg.free, np.random.default_rng(0)
+    graph, params = nnx.split(canvases.model)
+
+    @jax.jit
+    def pulled(params, token_NL, see_L, answer_n, weight_KNn):
+        """The gradients [K, P] of sums of weight * logp."""
+
+        def logp(params):
+            logp_NnV = jax.nn.log_softmax(canvases.logits(nnx.merge(graph, params), token_NL, see_L, n))
+            return logp_NnV[:, np.arange(n), answer_n]
+
+        _, back = jax.vjp(logp, params)
+        return jax.lax.map(lambda weight_Nn: ravel_pytree(back(weight_Nn)[0])[0], weight_KNn)
+
+    def gradient(kinds):
+        """([K, parameters] of a batch, mean reward): the exact gradient, and for `kinds` expected ones and draws."""
+        answers, reward = batch(canvases, cfg, rng)
+        total = 0.0
+        for (row, step_n), (see_L, advantages) in answers.items():
+            row, step_n = np.array(row, np.int32), np.array(step_n)
+            weights = [path_weights(step_n), path_weights(step_n, by_step=True)][: 1 + bool(kinds)]
+            weights = [sum(advantages) * weight for weight in weights]
+            weights += [sum(advantages) * coefficients(name, n)[0] for name in kinds]
+            weights += [sum(a * one_draw(name, n, rng) for a in advantages) for name in kinds]
+            answer_n = row[canvases.begin : canvases.begin + n]
+            inputs = canvases.masked(row, n), see_L, answer_n, np.array(weights, np.float32)
+            total += np.asarray(pulled(params, *inputs), np.float64)
+        return total, reward
+
+    # the direction to measure single batches by comes from batches of its own
+    found = [gradient(()) for _ in range(cfg.batches)]
+    exact_P = sum(gradient_KP for gradient_KP, _ in found)[0] / cfg.batches
+    sums_KP, alone, noise, rewards = 0.0, [], [], [reward for _, reward in found]
+    for _ in range(cfg.batches):
+        gradient_KP, _ = gradient(GRADIENTS)
+        if np.ndim(gradient_KP) == 0:  # every group was constant
+            continue
+        sums_KP = sums_KP + gradient_KP
+        expected_KP, drawn_KP = np.split(gradient_KP[2:], 2)
+        alone.append([cosine(g_P, exact_P) for g_P in (*gradient_KP[:2], *drawn_KP)])
+        noise.append(((drawn_KP - expected_KP) ** 2).sum(1))
+    mean_KP, alone_K, noise_K = sums_KP / len(alone), np.mean(alone, 0), np.mean(noise, 0)
+    error_K = np.std(alone, 0, ddof=1) / math.sqrt(len(alone))
+    yield f"\n\nPolicy gradients of {len(alone)} batches of {cfg.prompts} x {cfg.group} answers of {n} tokens."
+    yield f"The sampler fills all whose largest probability is at least {cfg.tau}. Mean reward {np.mean(rewards):.2f}\n"
+    yield "| estimator | passes | cosine of what it expects | cosine of one batch | noise of masks / signal |"
+    yield "|" + "---|" * 5
+    kinds = {"the path, exactly": "steps", "TraceRL, shrink 1": "steps"} | {name: passes(name, n) for name in GRADIENTS}
+    noise_K = [0.0, 0.0, *(noise_K / (mean_KP[2 : 2 + len(GRADIENTS)] ** 2).sum(1))]
+    for k, (name, cost) in enumerate(kinds.items()):
+        expects = f"{cosine(mean_KP[k], mean_KP[0]):.3f}"
+        yield f"| {name} | {cost} | {expects} | {alone_K[k]:.3f} ± {2 * error_K[k]:.3f} | {noise_K[k]:.2f} |"
 
 
 def path_rows(found, tau, elbo):
@@ -627,7 +766,8 @@ def main(cfg):
     n = cfg.free
     if not 1 <= n <= min(8, cfg.length) or cfg.answers < 1:
         raise ValueError(f"--free={n} is 1 to 8, as an answer has 2^n canvases, --length no less, --answers at least 1")
-    of_answers = list(tables(cfg))
+    canvases = load(cfg)
+    of_answers = list(tables(canvases, n))
     found = [answer_logp(*table) for table in of_answers]
     elbos = np.array([exact_elbo(logp_Nn) for logp_Nn in found]) / n
     orders = np.array([any_order(logp_Nn)[0] for logp_Nn in found]) / n
@@ -649,6 +789,7 @@ def main(cfg):
         cells = f"{weight:.3g}", *(f"{x:+.4f}" for x in scores), *(f"{x * passes(name, n):.3f}" for x in spread)
         lines.append(f"| {name} | {passes(name, n)} | {' | '.join(cells)} |")
     lines += [*path_rows(of_answers, cfg.tau, elbos.mean()), *strata_rows(cfg.length)]
+    lines += gradient_rows(canvases, cfg) if cfg.batches else []
     text = "\n".join(lines) + f"\n\n`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`\n"
     (RESULTS / "grpo_ruler.md").write_text(text)
     print(text)
