@@ -377,6 +377,9 @@ def test_joined_matrices_give_the_same_logits(bits):
     assert rows == [256, 0]
     token_BL = tokens(2, 14)
     np.testing.assert_allclose(apply(joined, token_BL), apply(alone, token_BL), rtol=1e-5, atol=1e-5)
+    # and so does a window over a cache, where the product is one
+    (want, _), (got, _) = (m.hidden(token_BL[:, 4:6], cache=m.hidden(token_BL)[1], start=4) for m in (alone, joined))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
