@@ -23,6 +23,7 @@ import numpy as np
 from flax import nnx
 
 import diffusion
+import model_dream as md
 import sample_dream
 
 
@@ -212,7 +213,9 @@ def fill_block(params, state, given, *, sampler, width):
     def unfinished(carry):
         return sampler.masked(model, carry[0], given)[0].any()
 
-    return jax.lax.while_loop(unfinished, step, (state, jnp.int32(first + 1)))[0]
+    state = jax.lax.while_loop(unfinished, step, (state, jnp.int32(first + 1)))[0]
+    # The texts of all rows go to every host, which could not read those of another one's devices.
+    return state._replace(token_BL=md.shard(state.token_BL), record=jax.tree.map(md.shard, state.record))
 
 
 def layout(cfg, rule, prompts, rows, width):

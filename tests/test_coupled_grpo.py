@@ -919,10 +919,13 @@ def test_a_model_of_blocks_and_one_without_the_shift_learn(folder, tmp_path, mod
     assert not any("<|mask|>" in line["completion"] for line in read_lines(out / "rounds.jsonl"))
 
 
-@pytest.mark.parametrize("settings", [{"block_length": 8}, {"cache": "dual"}, {"drift_bound": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"block_length": 8}, {"cache": "dual"}, {"drift_bound": 0.1}, {"hosts": "auto"}], ids=str
+)
 def test_what_a_model_of_blocks_has_no_use_for_is_refused_before_it_is_read(folder, tmp_path, settings):
+    words = "is trained on one host so far" if "hosts" in settings else "its cache is exact: leave --cache, --block_len"
     settings = {"ckpt": str(folder / "blocks"), "block_length": None} | settings
-    with pytest.raises(ValueError, match="trained in blocks of 4, and its cache is exact: leave --cache, --block_len"):
+    with pytest.raises(ValueError, match=f"trained in blocks of 4, and {words}"):
         grpo.resolve(config(folder, tmp_path, **settings))
 
 
@@ -957,7 +960,12 @@ def test_batches_of_a_preset_grow_with_the_devices_up_to_a_round(tmp_path, monke
 @pytest.mark.parametrize("model", ["base", "blocks"])
 def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, monkeypatch, model):
     """Eighteen rows do not divide by eight: they are filled up to 24, three a device, and so are their keys."""
-    shares, hidden = [], dream.Dream.hidden
+    shares, hidden, fill_block, readable = [], dream.Dream.hidden, sample_block.fill_block, []
+
+    def filled(*inputs, **options):
+        state = fill_block(*inputs, **options)
+        readable.extend(x.is_fully_replicated for x in (state.token_BL, *state.record))
+        return state
 
     def watched(self, token_BL, *rest, **options):
         hidden_BLD, cache = hidden(self, token_BL, *rest, **options)
@@ -969,11 +977,14 @@ def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, mo
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(dream.Dream, "hidden", watched)
+        patch.setattr(sample_block, "fill_block", filled)
         patch.setattr(grpo.Trainer, "scores_by", lambda self, trained, batch, views: np.zeros(batch.counted_BC.shape))
         patch.setattr(grpo.Trainer, "learn", lambda self, *inputs: ([], []))
         own = {"ckpt": str(folder / model), "block_length": None if model == "blocks" else 8}
         grpo.main(config(folder, out, rounds=0, tasks=2, generation_batch=18, compile_cache="", **own))
     assert set(shares) == {(24, 3)}
+    assert all(readable), "each of several hosts reads the texts of all"
+    assert len(readable) > 0 or model == "base"
     assert [row["round"] for row in read_lines(out / "log.jsonl")] == [1, 2]  # every task once
     assert len(read_lines(out / "rounds.jsonl")) == 4 * 8
 
