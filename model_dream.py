@@ -529,19 +529,11 @@ class Block(nnx.Module):
 
         # Feed-forward: silu in float32, as its exp loses digits in bfloat16.
         n_BLD = rms_norm(x_BLD, self.post_attention_layernorm[...], cfg.eps)
-        gate_BLF, up_BLF = self.gate_and_up(n_BLD, cache is not None, on_cpu=run.on_cpu)
+        gate_BLF = project(n_BLD, "gate", "tensor", None)
+        joined = gate_BLF.shape[-1] > cfg.ffn  # see join()
+        gate_BLF, up_BLF = jnp.split(gate_BLF, 2, -1) if joined else (gate_BLF, project(n_BLD, "up", "tensor", None))
         hidden_BLF = (jax.nn.silu(gate_BLF.astype(jnp.float32)) * up_BLF).astype(run.dtype)
         return shard(x_BLD + project(hidden_BLF, "down", None, "tensor"), BATCH), new_cache
-
-    def gate_and_up(self, n_BLD, few, **where):
-        """The products with gate_proj and up_proj. After join() they are one, used as such for few tokens only."""
-        gate, up = self.gate_proj.get_value(), self.up_proj.get_value()
-        product = functools.partial(linear, n_BLD, **where)
-        if not len(jax.tree.leaves(up)[0]):
-            if few:
-                return jnp.split(product(gate), 2, -1)
-            gate, up = (jax.tree.map(lambda x, half=half: jnp.split(x, 2)[half], gate) for half in (0, 1))
-        return product(gate, "tensor", None), product(up, "tensor", None)
 
 
 EXACT_BLOCK = 4  # blocks of at most so many tokens are scored by exact_nll, in up to 15 passes
@@ -781,8 +773,8 @@ def save(folder, model, extra=(), source=""):
 def join(model):
     """The same model, for inference: gate_proj holds the rows of up_proj too, which keeps none. Not to be saved.
 
-    A product with few tokens takes as long as its weights take to arrive, and one large product comes closer to that;
-    with many, two are faster, each of a half. A layer at a time, so that there is never a second model in memory.
+    A product with few tokens takes as long as its weights take to arrive, and one large product comes closer to that.
+    A layer at a time, so that there is never a second model in memory.
     """
     for layer in model.layers.values():
         gate, up = layer.gate_proj.get_value(), layer.up_proj.get_value()
