@@ -907,7 +907,8 @@ class Table:
     """Six programs on all devices, into bench/results/by_hardware.json and .md. Goes on where it stopped.
 
     Each is compiled in a process of its own, and recorded when it is done. A cell whose compiler is not installed is
-    left as it was. On two idle cores a cell takes from twenty seconds (a denoising step for a GPU) to five minutes.
+    left as it was. README.md holds a copy of the table, which a test compares. On two idle cores a cell takes from
+    twenty seconds (a denoising step for a GPU) to five minutes.
     """
 
     only: str = ""  # compile the cells whose "<program> --device=<device>" holds this text

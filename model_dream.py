@@ -780,6 +780,7 @@ def join(model):
         gate, up = layer.gate_proj.get_value(), layer.up_proj.get_value()
         layer.gate_proj.set_value(jax.tree.map(lambda *x: jnp.concatenate(x), gate, up))
         layer.up_proj.set_value(jax.tree.map(lambda x: x[:0], up))
+        jax.block_until_ready((layer.gate_proj.get_value(), layer.up_proj.get_value()))  # the old ones are free then
     return model
 
 

@@ -557,7 +557,7 @@ class Config:
     tau: float = 0.9  # threshold of the samplers whose paths are replayed
     free: int = 6  # first tokens of an answer that are masked in all ways; the rest of the canvas is kept
     length: int = 16  # tokens of a completion
-    batches: int = 100  # of completions whose policy gradients are compared, after as many for the exact one; 0: none
+    batches: int = 0  # of completions whose policy gradients are compared, a minute or more for each; 0: none
     prompts: int = 4  # of a batch
     group: int = 8  # completions of a prompt
 
@@ -706,7 +706,7 @@ def gradient_rows(canvases, cfg):
 
     # the direction to measure single batches by comes from batches of its own
     found = [gradient(()) for _ in range(cfg.batches)]
-    exact_P = sum(gradient_KP for gradient_KP, _ in found)[0] / cfg.batches
+    exact_P = np.sum([gradient_KP[0] for gradient_KP, _ in found if np.ndim(gradient_KP)], 0)
     sums_KP, alone, noise, rewards = 0.0, [], [], [reward for _, reward in found]
     for _ in range(cfg.batches):
         gradient_KP, _ = gradient(GRADIENTS)
@@ -716,6 +716,8 @@ def gradient_rows(canvases, cfg):
         expected_KP, drawn_KP = np.split(gradient_KP[2:], 2)
         alone.append([cosine(g_P, exact_P) for g_P in (*gradient_KP[:2], *drawn_KP)])
         noise.append(((drawn_KP - expected_KP) ** 2).sum(1))
+    if len(alone) < 2 or not np.ndim(exact_P):
+        raise ValueError("all completions of nearly every task got the same reward: no gradient; take more --batches")
     mean_KP, alone_K, noise_K = sums_KP / len(alone), np.mean(alone, 0), np.mean(noise, 0)
     error_K = np.std(alone, 0, ddof=1) / math.sqrt(len(alone))
     yield f"\n\nPolicy gradients of {len(alone)} batches of {cfg.prompts} x {cfg.group} answers of {n} tokens."
@@ -766,6 +768,8 @@ def main(cfg):
     n = cfg.free
     if not 1 <= n <= min(8, cfg.length) or cfg.answers < 1:
         raise ValueError(f"--free={n} is 1 to 8, as an answer has 2^n canvases, --length no less, --answers at least 1")
+    if cfg.batches and not (cfg.batches > 1 and cfg.group > 1 and 1 <= cfg.prompts <= cfg.answers):
+        raise ValueError("--batches and --group are at least 2, --prompts at least 1 and at most --answers")
     canvases = load(cfg)
     of_answers = list(tables(canvases, n))
     found = [answer_logp(*table) for table in of_answers]
