@@ -267,7 +267,7 @@ ESTIMATORS = {
 
 def passes(name, n):
     """Forward passes of one draw."""
-    return n if name == "left_to_right" else ESTIMATORS[name](n).set_DK.shape[1]
+    return {"left_to_right": n, "spg": 2}.get(name) or ESTIMATORS[name](n).set_DK.shape[1]
 
 
 @functools.lru_cache(None)
@@ -297,27 +297,36 @@ def moments(name, logp_Nn):
     return mean_n, (score_Dn - mean_n).T * chance_D @ (score_Dn - mean_n)
 
 
-def spg(logp_Nn, K, beta, mix):
-    """Mean and variance [3] of SPG's scores with K masks of uniform size: lower, upper, and mix * upper + rest * lower.
+def spg_draws(logp_Nn, K, beta):
+    """All draws of K masks of uniform size: chance [D], sets [D, K], scores [D, 2], their derivatives [D, 2, K, n].
 
-    lower: mean over masks of the mean of logp. upper: mean over the tokens that were masked of (1/beta) log of the mean
-    over masks of [masked] p^beta n/m.
+    The derivatives are by logp of each set. Of the scores the lower is the mean over masks of the mean of logp, the
+    upper the mean over the tokens that were masked of (1/beta) log of the mean over masks of [masked] p^beta n/m.
     """
     n = logp_Nn.shape[1]
     held_Nn, m_N = sizes(n)
     masks = list(of_sizes(n, uniform_sizes(n, 1, n)))
-    sets_DK = np.array(list(itertools.product([M for *_, M in masks], repeat=K)))
+    set_DK = np.array(list(itertools.product([M for *_, M in masks], repeat=K)))
     chance_D = np.prod(list(itertools.product([p for p, *_ in masks], repeat=K)), axis=1)
-    lower_D = (logp_Nn.sum(1) / np.maximum(m_N, 1))[sets_DK].mean(1)
-    held_DKn = held_Nn[sets_DK]
+    held_DKn, m_DK1 = held_Nn[set_DK], m_N[set_DK][..., None]
+    lower_D = (logp_Nn[set_DK] / m_DK1).sum(2).mean(1)
     with np.errstate(divide="ignore"):
-        log_DKn = np.where(held_DKn, beta * logp_Nn[sets_DK] + np.log(n / m_N[sets_DK])[..., None], -np.inf)
-    token_Dn = (np.logaddexp.reduce(log_DKn, 1) - math.log(K)) / beta
-    seen_Dn = held_DKn.any(1)
-    upper_D = np.where(seen_Dn, token_Dn, 0).sum(1) / seen_Dn.sum(1)
-    scores_3D = np.stack([lower_D, upper_D, mix * upper_D + (1 - mix) * lower_D])
-    mean_3 = scores_3D @ chance_D
-    return mean_3, ((scores_3D - mean_3[:, None]) ** 2) @ chance_D
+        log_DKn = np.where(held_DKn, beta * logp_Nn[set_DK] + np.log(n / m_DK1), -np.inf)
+    total_D1n = np.logaddexp.reduce(log_DKn, 1, keepdims=True)
+    seen_D1n = held_DKn.any(1, keepdims=True)
+    share_D1n = seen_D1n / seen_D1n.sum(2, keepdims=True)
+    upper_D = (np.where(seen_D1n, total_D1n - math.log(K), 0) * share_D1n).sum((1, 2)) / beta
+    upper_DKn = np.exp(log_DKn - np.where(seen_D1n, total_D1n, 0)) * share_D1n
+    slopes = np.stack([held_DKn / m_DK1 / K, upper_DKn], 1)
+    return chance_D, set_DK, np.stack([lower_D, upper_D], 1), slopes
+
+
+def spg(logp_Nn, K, beta, mix):
+    """Mean and variance [3] of SPG's scores with K masks: lower, upper, and mix * upper + (1 - mix) * lower."""
+    chance_D, _, score_D2, _ = spg_draws(logp_Nn, K, beta)
+    score_D3 = np.concatenate([score_D2, score_D2 @ [[1 - mix], [mix]]], 1)
+    mean_3 = chance_D @ score_D3
+    return mean_3, chance_D @ (score_D3 - mean_3) ** 2
 
 
 def count_chances(kind, length, batch):
@@ -632,6 +641,22 @@ def one_draw(name, n, rng):
     return weight_N[:, None] * sizes(n)[0]
 
 
+def spg_weights(logp_Nn, advantages, rng, K=2, beta=1.5, mix=0.5):
+    """Weights [2, N, n] of d logp in SPG's gradient, sums over completions: what it expects, and one draw of it.
+
+    An answer that was worse than its group is pushed down by the mixed score, one that was better up by the lower.
+    """
+    chance_D, set_DK, _, slope_D2Kn = spg_draws(logp_Nn, K, beta)
+    weight_2Nn = np.zeros((2, *logp_Nn.shape))
+    for advantage in advantages:
+        up = 0 if advantage > 0 else mix
+        slope_DKn = advantage * ((1 - up) * slope_D2Kn[:, 0] + up * slope_D2Kn[:, 1])
+        d = rng.choice(len(chance_D), p=chance_D / chance_D.sum())
+        np.add.at(weight_2Nn[0], set_DK, chance_D[:, None, None] * slope_DKn)
+        np.add.at(weight_2Nn[1], set_DK[d], slope_DKn[d])
+    return weight_2Nn
+
+
 def path_weights(step_n, by_step=False):
     """Weights [N, n] of logp in the log-likelihood of a path; by_step those of TraceRL, a mean over steps of means."""
     path, weight_Nn = path_of(step_n), np.zeros((1 << len(step_n), len(step_n)))
@@ -666,7 +691,10 @@ def batch(canvases, cfg, rng):
     return found, reward_PG.mean()
 
 
-GRADIENTS = "one_pass", "count", "espo", "coupled", "independent", "coupled_elbo", "gdpo_gauss-2", "left_to_right"
+GRADIENTS = (  # without those of much more noise, and of other nodes or weights
+    *("one_pass", "count", "strata2", "espo", "coupled", "independent", "coupled_elbo", "gdpo_gauss-2"),
+    *("left_to_right", "spg"),
+)
 
 
 def gradient_rows(canvases, cfg):
@@ -676,18 +704,25 @@ def gradient_rows(canvases, cfg):
     from jax.flatten_util import ravel_pytree
 
     n, rng = cfg.free, np.random.default_rng(0)
+    kinds = [name for name in GRADIENTS if not name.startswith("strata") or n % int(name[-1]) == 0]
     graph, params = nnx.split(canvases.model)
+
+    def logp(params, token_NL, see_L, answer_n):
+        logp_NnV = jax.nn.log_softmax(canvases.logits(nnx.merge(graph, params), token_NL, see_L, n))
+        return logp_NnV[:, np.arange(n), answer_n]
 
     @jax.jit
     def pulled(params, token_NL, see_L, answer_n, weight_KNn):
         """The gradients [K, P] of sums of weight * logp."""
-
-        def logp(params):
-            logp_NnV = jax.nn.log_softmax(canvases.logits(nnx.merge(graph, params), token_NL, see_L, n))
-            return logp_NnV[:, np.arange(n), answer_n]
-
-        _, back = jax.vjp(logp, params)
+        _, back = jax.vjp(lambda params: logp(params, token_NL, see_L, answer_n), params)
         return jax.lax.map(lambda weight_Nn: ravel_pytree(back(weight_Nn)[0])[0], weight_KNn)
+
+    def weights_of(name, advantages, logp_Nn):
+        """Weights [2, N, n] of logp: what an estimator expects, and one draw of it."""
+        if name == "spg":
+            return spg_weights(logp_Nn, advantages, rng)
+        draws = sum(a * one_draw(name, n, rng) for a in advantages)
+        return np.stack([sum(advantages) * coefficients(name, n)[0], draws])
 
     def gradient(kinds):
         """([K, parameters] of a batch, mean reward): the exact gradient, and for `kinds` expected ones and draws."""
@@ -695,21 +730,22 @@ def gradient_rows(canvases, cfg):
         total = 0.0
         for (row, step_n), (see_L, advantages) in answers.items():
             row, step_n = np.array(row, np.int32), np.array(step_n)
+            inputs = canvases.masked(row, n), see_L, row[canvases.begin : canvases.begin + n]
             weights = [path_weights(step_n), path_weights(step_n, by_step=True)][: 1 + bool(kinds)]
             weights = [sum(advantages) * weight for weight in weights]
-            weights += [sum(advantages) * coefficients(name, n)[0] for name in kinds]
-            weights += [sum(a * one_draw(name, n, rng) for a in advantages) for name in kinds]
-            answer_n = row[canvases.begin : canvases.begin + n]
-            inputs = canvases.masked(row, n), see_L, answer_n, np.array(weights, np.float32)
-            total += np.asarray(pulled(params, *inputs), np.float64)
+            if kinds:
+                logp_Nn = np.where(sizes(n)[0], np.asarray(logps(params, *inputs), np.float64), 0)
+                weights += [*np.concatenate(np.stack([weights_of(name, advantages, logp_Nn) for name in kinds], 1))]
+            total += np.asarray(pulled(params, *inputs, np.array(weights, np.float32)), np.float64)
         return total, reward
 
+    logps = jax.jit(logp)
     # the direction to measure single batches by comes from batches of its own
     found = [gradient(()) for _ in range(cfg.batches)]
     exact_P = np.sum([gradient_KP[0] for gradient_KP, _ in found if np.ndim(gradient_KP)], 0)
     sums_KP, alone, noise, rewards = 0.0, [], [], [reward for _, reward in found]
     for _ in range(cfg.batches):
-        gradient_KP, _ = gradient(GRADIENTS)
+        gradient_KP, _ = gradient(kinds)
         if np.ndim(gradient_KP) == 0:  # every group was constant
             continue
         sums_KP = sums_KP + gradient_KP
@@ -724,9 +760,9 @@ def gradient_rows(canvases, cfg):
     yield f"The sampler fills all whose largest probability is at least {cfg.tau}. Mean reward {np.mean(rewards):.2f}\n"
     yield "| estimator | passes | cosine of what it expects | cosine of one batch | noise of masks / signal |"
     yield "|" + "---|" * 5
-    kinds = {"the path, exactly": "steps", "TraceRL, shrink 1": "steps"} | {name: passes(name, n) for name in GRADIENTS}
-    noise_K = [0.0, 0.0, *(noise_K / (mean_KP[2 : 2 + len(GRADIENTS)] ** 2).sum(1))]
-    for k, (name, cost) in enumerate(kinds.items()):
+    rows = {"the path, exactly": "steps", "TraceRL, shrink 1": "steps"} | {name: passes(name, n) for name in kinds}
+    noise_K = [0.0, 0.0, *(noise_K / (mean_KP[2 : 2 + len(kinds)] ** 2).sum(1))]
+    for k, (name, cost) in enumerate(rows.items()):
         expects = f"{cosine(mean_KP[k], mean_KP[0]):.3f}"
         yield f"| {name} | {cost} | {expects} | {alone_K[k]:.3f} ± {2 * error_K[k]:.3f} | {noise_K[k]:.2f} |"
 
