@@ -762,6 +762,11 @@ class Trainer:
         self.opt = jax.jit(optimizer.init, out_shardings=opt_layout)(self.trained)
         self.row_sharding = jax.NamedSharding(mesh, md.PS(md.BATCH))  # rows of a batch over the devices
         self.row_devices = mesh.size // cfg.tensor  # among which rows are shared out
+
+        # Weights that are spread over all devices would meet anew in every pass of a rollout: a narrow copy does not.
+        self.writing_mesh = runs.inference_mesh(model_cfg, jax.devices(), 0)
+        self.narrow = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(dtype) if x.ndim > 1 else x))
+
         self.updates, self.bad = 0, 0  # so far; the last of them without a finite gradient
         self.refresh, self.calm = 0, 0  # see next_refresh
 
@@ -829,17 +834,26 @@ class Trainer:
         arrays["counted_BC"] &= (row_R >= 0)[:, None]
         return jax.device_put(arrays, self.row_sharding)
 
+    def policy(self):
+        """The model as it is, to write with: on several devices a copy, which lies there as generate.py has it."""
+        params = md.assemble(self.base, self.trained)
+        if self.writing_mesh.size > 1:
+            params = jax.device_put(self.narrow(params), md.shardings(self.writing_mesh, params))
+        return nnx.merge(self.writing_graph, params)
+
     def rollout(self, prompts, task_B, key):
         """Completions of the tasks with these numbers, by the policy as it is: a Batch."""
-        policy = nnx.merge(self.writing_graph, md.assemble(self.base, self.trained))
+        policy, key = self.policy(), jax.device_put(key, jax.NamedSharding(self.writing_mesh, md.PS()))
         canvas_BL, see_BL = prompts.canvas(task_B)
         size, filled, passes, records = self.cfg.generation_batch, [], [], []
         rule = dataclasses.replace(self.rule, refresh=self.refresh) if self.refresh else self.rule
-        rows = round_up(size, self.row_devices)  # or no device would have a share, and each would do all the work
+        # or no device would have a share, and each would do all the work
+        rows = round_up(size, self.writing_mesh.shape["data"])
         for i in range(0, len(task_B), size):
             # All batches have one shape, for one compiled program: some rows may be there twice.
             inputs = [np.resize(x[i : i + size], (rows, x.shape[1])) for x in (canvas_BL, see_BL)]
-            token_BL, stats = self.fill(policy, *inputs, rule, jax.random.fold_in(key, i))
+            with jax.set_mesh(self.writing_mesh):
+                token_BL, stats = self.fill(policy, *inputs, rule, jax.random.fold_in(key, i))
             real = min(size, len(task_B) - i)
             filled.append(token_BL[:real])
             records.append([x[:real] for x in stats["record"]])

@@ -846,7 +846,7 @@ def check_memory(mesh, needed, smaller):
 def inference_mesh(model, devices, rows):
     """A mesh (data, fsdp, tensor) for inference: tensor up to the model's key/value heads, `rows` texts over data.
 
-    Of the devices only those that this divides evenly.
+    Of the devices only those that this divides evenly; with rows 0 all of them.
     """
     import jax
 

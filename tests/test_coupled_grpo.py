@@ -959,8 +959,17 @@ def test_batches_of_a_preset_grow_with_the_devices_up_to_a_round(tmp_path, monke
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["base", "blocks"])
 def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, monkeypatch, model):
-    """Eighteen rows do not divide by eight: they are filled up to 24, three a device, and so are their keys."""
+    """Two devices share the heads. Eighteen rows do not divide by four: they are filled up to 20, five on each pair, and
+    so are their keys. No device waits for weights of others: its halves of all matrices lie there."""
     shares, hidden, fill_block, readable = [], dream.Dream.hidden, sample_block.fill_block, []
+    policy_of, layouts = grpo.Trainer.policy, []
+
+    def policy(self):
+        written = policy_of(self)
+        for x in jax.tree.leaves(nnx.state(written)):
+            halves = x.size // math.prod(x.sharding.shard_shape(x.shape))
+            layouts.append((halves, x.sharding.mesh.shape["fsdp"], x.dtype.name if x.ndim > 1 else "float32"))
+        return written
 
     def filled(*inputs, **options):
         state = fill_block(*inputs, **options)
@@ -977,12 +986,15 @@ def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, mo
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(dream.Dream, "hidden", watched)
+        patch.setattr(grpo.Trainer, "policy", policy)
         patch.setattr(sample_block, "fill_block", filled)
         patch.setattr(grpo.Trainer, "scores_by", lambda self, trained, batch, views: np.zeros(batch.counted_BC.shape))
         patch.setattr(grpo.Trainer, "learn", lambda self, *inputs: ([], []))
         own = {"ckpt": str(folder / model), "block_length": None if model == "blocks" else 8}
+        own |= {"dtype": "bfloat16"}
         grpo.main(config(folder, out, rounds=0, tasks=2, generation_batch=18, compile_cache="", **own))
-    assert set(shares) == {(24, 3)}
+    assert set(shares) == {(20, 5)}
+    assert set(layouts) == {(2, 1, "bfloat16"), (2, 1, "float32"), (1, 1, "float32")}  # biases, norms
     assert all(readable), "each of several hosts reads the texts of all"
     assert len(readable) > 0 or model == "base"
     assert [row["round"] for row in read_lines(out / "log.jsonl")] == [1, 2]  # every task once
