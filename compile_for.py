@@ -5,6 +5,7 @@
     python compile_for.py --largest train --device=rtx4090    # the largest micro-batch that fits, by bisection
     python compile_for.py generate --device=rtx4090 --int8    # Dream's denoising steps; --only=cached is one of them
     python compile_for.py grpo --device=a100-80 --lora_rank=16     # the gradient of coupled_grpo.py on Dream 7B
+    python compile_for.py grpo --device=v6e:2x4 --round            # and what writes and scores: seconds of a round
     python compile_for.py head                                # the memory of its scoring head beside plain forms
     python compile_for.py dump module_0000.jit_step.after_codegen.txt     # adds up a program that XLA dumped
     python compile_for.py table                               # six programs on ten devices: bench/results/by_hardware
@@ -32,7 +33,6 @@ its optimal_seconds came out negative for our train steps. Here the bodies are m
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -52,7 +52,6 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from flax import nnx
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as PS
 
 import coupled_grpo
@@ -633,6 +632,35 @@ STEPS = {
 }
 
 
+def denoising(sampler, params, mesh, rows, length, begin):
+    """Arguments of sample_dream.fill_block: (positional, by name), of canvases of masks behind `begin` tokens."""
+    model, rule = sampler.cfg, sampler.rule
+    token_BL = np.full((rows, length), model.mask_id)
+    token_BL[:, :begin] = model.bos_id
+    see_BL, masked_BL = np.ones(token_BL.shape, bool), token_BL == model.mask_id
+    state, given, _ = sample_dream.prepare(model, rule, token_BL, see_BL, masked_BL)
+    _, width = sample_dream.window(rule, length, begin, begin, given.size) if rule.cache else (0, length)
+    # weights as they lie on the mesh; all else whole on each chip
+    inputs = params, *jax.eval_shape(lambda: (state, given))
+    everywhere = jax.NamedSharding(mesh, PS())
+    places = md.shardings(mesh, params), *jax.tree.map(lambda _: everywhere, inputs[1:])
+    put = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at)  # noqa: E731
+    return jax.tree.map(put, inputs, places), {"sampler": sampler, "width": width}
+
+
+def lowered_step(name, mesh, inputs, static):
+    """One of STEPS, traced, of such arguments. The last two are parts of one program."""
+    if name == "canvas":
+        return sample_dream.fill_block.lower(*inputs, **static)
+    if name == "opens":
+        return sample_dream.open_block.lower(*inputs, sampler=static["sampler"])
+    model, (rows, length) = static["sampler"].cfg, inputs[1].token_BL.shape
+    at = jax.NamedSharding(mesh, PS(md.BATCH, "tensor"))
+    shape = rows, model.kv_heads, length, model.head_size
+    layer = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=at),) * 2  # keys and values
+    return sample_dream.denoise.lower(*inputs, [layer] * model.layers, **static)
+
+
 @dataclasses.dataclass(frozen=True)
 class Generate:
     """The denoising steps of generate.py: by default, and with blocks, a cache and a threshold.
@@ -676,35 +704,14 @@ class Generate:
             params = jax.tree_util.tree_map_with_path(kept, params)
         if mesh.size == 1:
             params = jax.eval_shape(lambda tree: nnx.to_pure_dict(nnx.state(md.join(nnx.merge(graph, tree)))), params)
-        # a canvas of masks behind one token
-        token_BL = np.full((self.batch_size, self.length), model.mask_id)
-        token_BL[:, 0] = model.bos_id
-        see_BL, masked_BL = np.ones(token_BL.shape, bool), token_BL == model.mask_id
-        state, given, _ = sample_dream.prepare(model, rule, token_BL, see_BL, masked_BL)
-        _, width = sample_dream.window(rule, self.length, 1, 1, given.size) if cached else (0, self.length)
-        # weights as they lie on the mesh; all else whole on each chip
-        inputs = params, *jax.eval_shape(lambda: (state, given))
-        everywhere = jax.NamedSharding(mesh, PS())
-        places = md.shardings(mesh, params), *jax.tree.map(lambda _: everywhere, inputs[1:])
-        put = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at)  # noqa: E731
-        return jax.tree.map(put, inputs, places), {
-            "sampler": sample_dream.sampler_of(graph, model, rule),
-            "width": width,
-        }
+        sampler = sample_dream.sampler_of(graph, model, rule)
+        return denoising(sampler, params, mesh, self.batch_size, self.length, begin=1)
 
     def lowered(self, name):
-        """One of STEPS, traced. The last two are parts of one program."""
-        mesh, model = self.mesh(), md.CONFIGS[self.model]
-        inputs, static = self.program(mesh, cached=name != "canvas")
-        with jax.set_mesh(mesh) if mesh.size > 1 else contextlib.nullcontext():
-            if name == "canvas":
-                return sample_dream.fill_block.lower(*inputs, **static)
-            if name == "opens":
-                return sample_dream.open_block.lower(*inputs, sampler=static["sampler"])
-            at = jax.NamedSharding(mesh, PS(md.BATCH, "tensor"))
-            shape = self.batch_size, model.kv_heads, self.length, model.head_size
-            layer = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=at),) * 2  # keys and values
-            return sample_dream.denoise.lower(*inputs, [layer] * model.layers, **static)
+        """One of STEPS, traced."""
+        mesh = self.mesh()
+        with runs.on(mesh if mesh.size > 1 else None):
+            return lowered_step(name, mesh, *self.program(mesh, cached=name != "canvas"))
 
     def rows(self):
         # no step is faster than its FLOPs at the peak, nor than one pass over the weights
@@ -731,6 +738,7 @@ class Grpo:
     layers: int = 0  # fewer layers, for a look at how long it takes; 0: the model's
     lora_rank: int = 0  # train a difference of this rank to each matrix; 0 trains all weights
     micro_batch: int = 0  # completions of 256 tokens on all chips together; 0: as many as coupled_grpo.py takes
+    round: bool = False  # the programs that write and score completions, too, and the seconds of a whole round
 
     def sized(self, rows):
         return dataclasses.replace(self, micro_batch=rows)
@@ -739,11 +747,11 @@ class Grpo:
         # the run: Dream with the 7B preset's settings, its weights split over all chips
         model = md.CONFIGS[self.model]
         model = dataclasses.replace(model, layers=self.layers or model.layers)
-        devices = np.asarray(topology_devices(self.device)).reshape(1, -1, 1)
-        mesh = jax.sharding.Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+        devices = topology_devices(self.device)
+        mesh = coupled_grpo.mesh_of(devices, (1, len(devices), 1))
         cfg = coupled_grpo.Config(preset="7b", lora_rank=self.lora_rank, **coupled_grpo.PRESETS["7b"])
-        rows = self.micro_batch or coupled_grpo.batch_sizes(cfg, mesh.size)["micro_batch"]
-        cfg = dataclasses.replace(cfg, micro_batch=rows)
+        cfg = dataclasses.replace(cfg, **coupled_grpo.batch_sizes(cfg, mesh.size))
+        cfg = dataclasses.replace(cfg, micro_batch=self.micro_batch or cfg.micro_batch)
 
         def on_mesh(tree, dtype=None):
             def place(s, at):
@@ -761,27 +769,79 @@ class Grpo:
         optimizer = coupled_grpo.make_optimizer(1e-6)
         # beside the program lie the moments and the reference, a copy of what is trained
         others = jax.tree.leaves((on_mesh(jax.eval_shape(optimizer.init, trained)), trained))
-        beside = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in others)
+        beside = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in others) / 2**30
 
         # a micro-batch as coupled_grpo.score leaves it: B prompts of P tokens with completions of C
         rows_at, everywhere = (jax.NamedSharding(mesh, spec) for spec in (PS(md.BATCH), PS()))
-        B, P, C = cfg.micro_batch, cfg.max_prompt, cfg.max_new
+        B, P, C = coupled_grpo.round_up(cfg.micro_batch, mesh.size), cfg.max_prompt, cfg.max_new
 
         def row(dtype, *shape):
             return jax.ShapeDtypeStruct((B, *shape), dtype, sharding=rows_at)
 
-        batch = {"token_BL": row(jnp.int32, P + C), "see_BL": row(bool, P + C), "ratio_B": row(jnp.float32)}
-        batch |= {name: row(jnp.float32, C) for name in ("u_BC", "old_BC", "ref_BC")}
-        batch |= {"advantage_B": row(jnp.float32), "counted_BC": row(bool, C)}
-        batch["first"] = jax.ShapeDtypeStruct((), bool, sharding=everywhere)
-        graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), remat="full", platform=platform(self.device)))
-        _, gradients, _ = coupled_grpo.make_programs(cfg, graph, optimizer, model.mask_id)
-        with jax.set_mesh(mesh):
-            lowered = gradients.lower(trained, base, trained, batch)
+        views = {"token_BL": row(jnp.int32, P + C), "see_BL": row(bool, P + C), "ratio_B": row(jnp.float32)}
+        views |= {"u_BC": row(jnp.float32, C), "counted_BC": row(bool, C)}
+        batch = views | {name: row(jnp.float32, C) for name in ("old_BC", "ref_BC")}
+        batch |= {"advantage_B": row(jnp.float32), "first": jax.ShapeDtypeStruct((), bool, sharding=everywhere)}
+        graphs = coupled_grpo.graphs_of(cfg, model, jnp.dtype("bfloat16"), platform=platform(self.device))
+        scores, gradients, _ = coupled_grpo.make_programs(cfg, graphs[0], optimizer, model.mask_id)
         what = f"LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "all weights"
-        layers = f", {self.layers} layers" if self.layers else ""
-        name = f"dream {self.model}{layers} coupled-grpo micro-step, {what}, {B} completions"
-        return [report(name, lowered, self.device, float(beside) / 2**30, micro_batch=B)]
+        name = f"dream {self.model}" + f", {self.layers} layers" * bool(self.layers) + " coupled-grpo"
+
+        def compiled(step, trace, rows, at=mesh):
+            with jax.set_mesh(at):
+                lowered = trace()
+            return report(f"{name} {step}, {what}, {rows} completions", lowered, self.device, beside, micro_batch=rows)
+
+        learn = compiled("micro-step", lambda: gradients.lower(trained, base, trained, batch), B)
+        if not self.round:
+            return [learn]
+        score = compiled("scores", lambda: scores.lower(trained, base, views), B)
+
+        # rollouts: on several chips with a copy of the weights that lies as generate.py has them
+        writing = coupled_grpo.mesh_of(devices, runs.inference_mesh(model, devices, 0).devices.shape)
+        rule = coupled_grpo.rule_of(cfg.sampling, model.vocab, (model.eos_id,))
+        sampler = sample_dream.sampler_of(graphs[1], model, rule)
+        params = md.assemble(base, trained)
+        if writing.size > 1:
+            copy = functools.partial(coupled_grpo.to_write, mesh=writing, dtype=jnp.bfloat16)
+            params = jax.eval_shape(copy, params)
+            beside += (
+                sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(trained))
+                / 2**30
+            )
+        rows = coupled_grpo.round_up(cfg.generation_batch, writing.shape["data"])
+        inputs = denoising(sampler, params, writing, rows, P + C, begin=P)
+        steps = {}
+        for step in ("opens", "cached"):
+            trace = functools.partial(lowered_step, step, writing, *inputs)
+            steps[step] = compiled(STEPS[step], trace, rows, writing)
+        return [learn, score, *steps.values(), self.round_of(cfg, learn, score, **steps)]
+
+    def round_of(self, cfg, learn, score, opens, cached):
+        """Seconds of a round's phases, if a step writes 1, 2 or 4 tokens of each text on average."""
+        everyone, size = cfg.tasks * cfg.group, cfg.sampling.block_length
+        parts, batches = (-(-everyone // count) for count in (cfg.micro_batch, cfg.generation_batch))
+        blocks = cfg.max_new // size
+        # the reference's and, after the first update, the old policy's scores; the replay that measures drift
+        passes = 2 * cfg.iterations - 1 + -(-cfg.replay // coupled_grpo.VIEWS)
+        seconds = {
+            "score": parts * passes * score["predicted_s"],
+            "learn": parts * cfg.iterations * learn["predicted_s"],
+        }
+        row = {
+            "program": "a round",
+            "device": self.device,
+            "fits": all(r["fits"] for r in (learn, score, opens, cached)),
+        }
+        print(f"a round of {everyone} completions: scores {seconds['score']:.1f} s, updates {seconds['learn']:.1f} s")
+        for tokens in (1, 2, 4):
+            write = batches * blocks * (opens["predicted_s"] + (size / tokens - 1) * cached["predicted_s"])
+            share = write / (write + sum(seconds.values()))
+            print(
+                f"  {tokens} tokens a step: writing {write:.1f} s, {share:.0%} of {write + sum(seconds.values()):.0f} s"
+            )
+            row[f"write_{tokens}"] = write
+        return row | seconds
 
 
 @dataclasses.dataclass(frozen=True)

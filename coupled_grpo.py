@@ -602,6 +602,40 @@ def sync_reference(ref, params, mixup=0.6):
 # ---- the model and its programs ------------------------------------------------------------------------------------
 
 
+def graphs_of(cfg, model_cfg, dtype, on_cpu=False, platform=""):
+    """The model without its parameters, twice: as it is trained, and as it writes, which recomputes nothing."""
+    run = md.Run(dtype, 64 if on_cpu else 256, remat=cfg.remat or ("none" if on_cpu else "full"), platform=platform)
+    return md.graph_of(model_cfg, run), md.graph_of(model_cfg, dataclasses.replace(run, remat="none"))
+
+
+def mesh_of(devices, shape):
+    """The devices in their order as a mesh (data, fsdp, tensor)."""
+    return jax.sharding.Mesh(np.reshape(devices, shape), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def to_write(params, mesh, dtype):
+    """The weights on a mesh of (data, 1, tensor), matrices in dtype. A matrix that all devices share goes there by two
+    exchanges, between the groups of devices and within each; in one step XLA would make it whole on every device.
+    """
+
+    def move(x, last):
+        x = x.astype(dtype) if x.ndim > 1 else x
+        for axes in (("data", "tensor"), "tensor") if "fsdp" in last.spec else ():
+            spec = md.PS(*(axes if axis == "fsdp" else None for axis in last.spec))
+            x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, md.fit(spec, x.shape, mesh)))
+        return jax.lax.with_sharding_constraint(x, last)
+
+    return jax.tree.map(move, params, md.shardings(mesh, params))
+
+
+def rule_of(sampling, vocab, ends):
+    """How rollouts are written, for sample_dream; the first of `ends` fills up what follows the end of a text."""
+    sampling = dataclasses.asdict(sampling) | {"filtered": True}  # a threshold is after top-p; in blocks before
+    if not sampling["block_length"]:
+        sampling["cache"] = ""  # it is kept while a block is filled
+    return sample_dream.Sampling("entropy", **sampling, vocab=vocab, eos_ids=ends, record=True)
+
+
 def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None, vocab=0):
     """(scores, gradients, update), compiled once each; base is {} for full fine-tuning.
 
@@ -741,18 +775,12 @@ class Trainer:
         chat = "question" in self.prompts.tasks[0]
         ends = [tokenizer.token_to_id("<|im_end|>")] * chat + [model_cfg.eos_id, tokenizer.token_to_id("<|dlm_pad|>")]
         ends = tuple(dict.fromkeys(token for token in ends if token is not None))
-        sampling = dataclasses.asdict(cfg.sampling) | {"filtered": True}  # a threshold is after top-p; in blocks before
-        if not cfg.sampling.block_length:
-            sampling["cache"] = ""  # it is kept while a block is filled
-        settings = {"vocab": tokenizer.get_vocab_size(), "eos_ids": ends, "record": True}
-        self.rule, self.fill = sample_dream.Sampling("entropy", **sampling, **settings), sample_dream.fill
+        self.rule, self.fill = rule_of(cfg.sampling, tokenizer.get_vocab_size(), ends), sample_dream.fill
         if model_cfg.block_length:
             self.rule, self.fill = sample_block.settings_of(self.rule), sample_block.fill
 
-        # The backward pass of a large model recomputes its layers; writing differentiates nothing.
-        run = md.Run(dtype, 64 if on_cpu else 256, remat=cfg.remat or ("none" if on_cpu else "full"))
-        graph = md.graph_of(model_cfg, run)
-        self.writing_graph = md.graph_of(model_cfg, dataclasses.replace(run, remat="none"))
+        # The backward pass of a large model recomputes its layers.
+        graph, self.writing_graph = graphs_of(cfg, model_cfg, dtype, on_cpu)
         rate = functools.partial(learning_rate, peak=cfg.lr, steps=cfg.rounds * cfg.iterations, warmup=cfg.warmup)
         optimizer = make_optimizer(rate, cfg.weight_decay, cfg.clip)
         layout = md.shardings(mesh, self.trained)
@@ -764,8 +792,8 @@ class Trainer:
         self.row_devices = mesh.size // cfg.tensor  # among which rows are shared out
 
         # Weights that are spread over all devices would meet anew in every pass of a rollout: a narrow copy does not.
-        self.writing_mesh = runs.inference_mesh(model_cfg, jax.devices(), 0)
-        self.narrow = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(dtype) if x.ndim > 1 else x))
+        self.writing_mesh = mesh_of(jax.devices(), runs.inference_mesh(model_cfg, jax.devices(), 0).devices.shape)
+        self.to_write = jax.jit(functools.partial(to_write, mesh=self.writing_mesh, dtype=dtype))
 
         self.updates, self.bad = 0, 0  # so far; the last of them without a finite gradient
         self.refresh, self.calm = 0, 0  # see next_refresh
@@ -837,13 +865,11 @@ class Trainer:
     def policy(self):
         """The model as it is, to write with: on several devices a copy, which lies there as generate.py has it."""
         params = md.assemble(self.base, self.trained)
-        if self.writing_mesh.size > 1:
-            params = jax.device_put(self.narrow(params), md.shardings(self.writing_mesh, params))
-        return nnx.merge(self.writing_graph, params)
+        return nnx.merge(self.writing_graph, self.to_write(params) if self.writing_mesh.size > 1 else params)
 
     def rollout(self, prompts, task_B, key):
         """Completions of the tasks with these numbers, by the policy as it is: a Batch."""
-        policy, key = self.policy(), jax.device_put(key, jax.NamedSharding(self.writing_mesh, md.PS()))
+        policy, key = self.policy(), np.asarray(jax.random.key_data(key))  # which is on no device
         canvas_BL, see_BL = prompts.canvas(task_B)
         size, filled, passes, records = self.cfg.generation_batch, [], [], []
         rule = dataclasses.replace(self.rule, refresh=self.refresh) if self.refresh else self.rule
@@ -853,7 +879,8 @@ class Trainer:
             # All batches have one shape, for one compiled program: some rows may be there twice.
             inputs = [np.resize(x[i : i + size], (rows, x.shape[1])) for x in (canvas_BL, see_BL)]
             with jax.set_mesh(self.writing_mesh):
-                token_BL, stats = self.fill(policy, *inputs, rule, jax.random.fold_in(key, i))
+                own = jax.random.fold_in(jax.random.wrap_key_data(key), i)
+                token_BL, stats = self.fill(policy, *inputs, rule, own)
             real = min(size, len(task_B) - i)
             filled.append(token_BL[:real])
             records.append([x[:real] for x in stats["record"]])
@@ -1085,8 +1112,7 @@ def main(cfg, draw=draw_masks):
         runs.keep_compiled(cfg.compile_cache)
 
         # All devices: --tensor of them share each layer, the others share rows and weights.
-        shape, names = (1, jax.device_count() // cfg.tensor, cfg.tensor), ("data", "fsdp", "tensor")
-        mesh = jax.sharding.Mesh(np.reshape(jax.devices(), shape), names, axis_types=(AxisType.Auto,) * 3)
+        mesh = mesh_of(jax.devices(), (1, jax.device_count() // cfg.tensor, cfg.tensor))
         trainer = Trainer(cfg, rewards, mesh)
         runs.check_hosts(run.out, trainer.same_on_hosts(settings))
         trainer.describe()

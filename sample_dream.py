@@ -27,7 +27,7 @@ from flax import nnx
 
 import diffusion
 import runs
-from model_dream import PS, DreamConfig
+from model_dream import PS, DreamConfig, shard
 
 CONFIDENCE = {"maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "entropy"}
 
@@ -359,7 +359,8 @@ def fill_block(params, state, given, *, sampler, width=0):
     cache = None
     if sampler.rule.cache:
         state, cache = open_block(params, state, given, sampler=sampler)
-    return denoise(params, state, given, cache, sampler=sampler, width=width)[0]
+    state, _ = denoise(params, state, given, cache, sampler=sampler, width=width)
+    return jax.tree.map(shard, state)  # on all hosts, which could not read what lies on another one's devices
 
 
 # ---- a canvas ------------------------------------------------------------------------------------------------------

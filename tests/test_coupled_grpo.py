@@ -959,8 +959,9 @@ def test_batches_of_a_preset_grow_with_the_devices_up_to_a_round(tmp_path, monke
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["base", "blocks"])
 def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, monkeypatch, model):
-    """Two devices share the heads. Eighteen rows do not divide by four: they are filled up to 20, five on each pair, and
-    so are their keys. No device waits for weights of others: its halves of all matrices lie there."""
+    """Two devices share the heads. Eighteen rows do not divide by four: they are filled up to 20, five on each pair,
+    and so are their keys. No device waits for weights of others: its halves of all matrices lie there.
+    """
     shares, hidden, fill_block, readable = [], dream.Dream.hidden, sample_block.fill_block, []
     policy_of, layouts = grpo.Trainer.policy, []
 
