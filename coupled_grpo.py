@@ -1278,8 +1278,6 @@ def wrong_estimator(cfg, blocks):
         yield f"--importance={cfg.importance} weighs tokens as they were drawn: it needs --estimator=trajectory"
     if cfg.importance.startswith("sequence") and cfg.replay:
         yield f"--importance={cfg.importance} needs every step of a completion: --replay=0"
-    if blocks and cfg.hosts:  # a rollout in blocks was not seen to end on two hosts
-        yield f"{cfg.ckpt} was trained in blocks of {blocks}, and is trained on one host so far: leave --hosts out"
     if blocks and (sampling.cache or sampling.block_length != blocks or cfg.drift_bound):
         flags = "leave --cache, --block_length and --drift_bound out"
         yield f"{cfg.ckpt} was trained in blocks of {blocks}, and its cache is exact: {flags}"

@@ -1,15 +1,16 @@
 """The demo of coupled_grpo.py over several seeds: held-out reward by round, and the time it takes.
 
     python bench/grpo_run.py                                   # three seeds, 15 minutes; keep the machine idle
-    python bench/grpo_run.py --kinds coupled independent       # the same from masks that are not coupled, too
     python bench/grpo_run.py --kinds naive sure replayed --out=out/grpo_rollouts     # what becomes of fast rollouts
+    python bench/grpo_run.py --kinds coupled independent coupled_elbo trajectory --seeds 0 1 2 3 4 5 6 7 8 9 10 11 \
+        --rounds=20 --eval_every=20 --eval_samples=8 --out=out/grpo_paired     # estimators; four hours of one core
 
 A seed is pre-training, tasks drawn and completions, all anew; the held-out tasks are the same. Their constants are in
 pre-training and never rewarded; the figure for a constant that is in neither stands beside it. With several kinds of
-runs each starts from the same pre-trained model. Independent masks show a token in none, one or both of the two masked
-versions of a canvas, which gives the same expectation; what the two kinds differ by is less than runs differ by, so
-compare them over a dozen seeds. Writes the name of the folder --out with .png and an entry for each kind in cpu.json
-under bench/results/.
+runs each starts from the same pre-trained model, and differences from the first kind are paired by seed: runs differ by
+more than kinds do. Independent masks show a token in none, one or both of the two masked versions of a canvas; the
+others are --estimator of coupled_grpo.py. All of them pass over three canvases of a completion. Writes the name of the
+folder --out with .png and an entry for each kind in cpu.json under bench/results/.
 
 The last three kinds fill all that is sure enough at a low threshold, and learn fast. "naive" asks how likely the drawn
 token is, "sure" how likely the likeliest is; "replayed" does that, and learns from the replayed path.
@@ -44,8 +45,12 @@ class Config:
     out: str = "out/grpo_run"  # folder of the runs; those that are finished there are not run again
     seeds: tuple[int, ...] = (0, 1, 2)  # of pre-training, tasks and completions
     # how completions are masked, or with the last three how they are written; a run of each kind and seed
-    kinds: tuple[typing.Literal["coupled", "independent", "naive", "sure", "replayed"], ...] = ("coupled",)
+    kinds: tuple[
+        typing.Literal["coupled", "independent", "coupled_elbo", "trajectory", "naive", "sure", "replayed"], ...
+    ] = ("coupled",)
     rounds: int = 40  # of each run
+    eval_every: int = 5  # rounds between evaluations
+    eval_samples: int = 2  # completions of each held-out task
     file: str = "cpu"  # bench/results/<file>.json
 
 
@@ -56,6 +61,8 @@ def fast(score, **settings):
 KINDS = {  # what differs from the demo's settings
     "coupled": {},
     "independent": {},
+    "coupled_elbo": {"estimator": "coupled_elbo"},
+    "trajectory": {"estimator": "trajectory"},
     "naive": fast("drawn"),
     "sure": fast("distribution"),
     "replayed": fast("distribution", estimator="trajectory", replay=0),
@@ -80,7 +87,8 @@ def finished(cfg, seed, kind):
         if kind != cfg.kinds[0]:
             shutil.copytree(base, out / "base")
         started = time.perf_counter()
-        settings = {"seed": seed, "out": str(out), "rounds": cfg.rounds, "compile_cache": ""}
+        settings = {name: getattr(cfg, name) for name in ("rounds", "eval_every", "eval_samples")}
+        settings |= {"seed": seed, "out": str(out), "compile_cache": str(Path(cfg.out).absolute() / "compiled")}
         process = multiprocessing.get_context("spawn").Process(target=run_demo, args=(kind, settings))
         process.start()
         process.join()
@@ -98,16 +106,19 @@ def main(cfg):
         for key, (log, _) in found.items()
     }
     figure, axis = plt.subplots(figsize=(7, 4))
-    for (kind, seed), curve in curves.items():
-        style = {"color": f"C{cfg.seeds.index(seed)}", "ls": "-" if kind == cfg.kinds[0] else "--"}
-        axis.plot(*zip(*curve, strict=True), marker="o", ms=3, label=f"{kind}, seed {seed}", **style)
+    for color, kind in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], cfg.kinds, strict=False):
+        rounds, rewards = (
+            np.array([list(zip(*curves[kind, seed], strict=True))[i] for seed in cfg.seeds]) for i in (0, 1)
+        )
+        axis.plot(rounds.T, rewards.T, color=color, lw=0.7, alpha=0.6)
+        axis.plot(rounds[0], rewards.mean(0), color=color, lw=2.5, marker="o", ms=3, label=kind)
     axis.set(xlabel="round", ylabel="tests passed, 72 tasks with constants never rewarded", ylim=(0, 1))
     axis.grid(alpha=0.3)
     axis.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(RESULTS / f"{Path(cfg.out).name}.png", dpi=120)
     for kind in cfg.kinds:
-        what = f"{kind} {'masks' if kind in ('coupled', 'independent') else 'rollouts'}"
+        what = f"{kind}, {len(cfg.seeds)} seeds"
         reward_SR = np.array([[reward for _, reward in curves[kind, seed]] for seed in cfg.seeds])
         rows = [row for seed in cfg.seeds for row in found[kind, seed][0] if "update_s" in row]
         phases = ("generate_s", "score_s", "reward_s", "update_s")
@@ -120,6 +131,10 @@ def main(cfg):
         unseen = [
             [row["unseen_reward"] for row in found[kind, seed][0] if "unseen_reward" in row] for seed in cfg.seeds
         ]
+        gain_S = np.array([curves[kind, seed][-1][1] - curves[cfg.kinds[0], seed][-1][1] for seed in cfg.seeds])
+        error = 2 * gain_S.std(ddof=1) / len(gain_S) ** 0.5 if len(gain_S) > 1 else np.nan
+        print(f"{what}: {reward_SR[:, -1].mean():.3f} after; less {cfg.kinds[0]}: {gain_S.mean():+.3f} ± {error:.3f}")
+        timed = cfg.kinds == Config.kinds  # the others may have shared the machine
         record(
             cfg.file,
             f"coupled-grpo demo, {what}: held-out reward after {cfg.rounds} rounds",
@@ -133,8 +148,11 @@ def main(cfg):
             signs=signs,
             rounds=[done for done, _ in curves[kind, cfg.seeds[0]]],
             curves=reward_SR.tolist(),
-            minutes=[found[kind, seed][1] for seed in cfg.seeds] if kind == cfg.kinds[0] else None,
-            seconds_of_a_round={name: float(np.median([row[name] for row in rows])) for name in phases},
+            less_the_first_kind=None if kind == cfg.kinds[0] else [gain_S.mean(), error],  # two standard errors
+            minutes=[found[kind, seed][1] for seed in cfg.seeds] if timed else None,
+            seconds_of_a_round={name: float(np.median([row[name] for row in rows])) for name in phases}
+            if timed
+            else None,
         )
 
 

@@ -919,13 +919,10 @@ def test_a_model_of_blocks_and_one_without_the_shift_learn(folder, tmp_path, mod
     assert not any("<|mask|>" in line["completion"] for line in read_lines(out / "rounds.jsonl"))
 
 
-@pytest.mark.parametrize(
-    "settings", [{"block_length": 8}, {"cache": "dual"}, {"drift_bound": 0.1}, {"hosts": "auto"}], ids=str
-)
+@pytest.mark.parametrize("settings", [{"block_length": 8}, {"cache": "dual"}, {"drift_bound": 0.1}], ids=str)
 def test_what_a_model_of_blocks_has_no_use_for_is_refused_before_it_is_read(folder, tmp_path, settings):
-    words = "is trained on one host so far" if "hosts" in settings else "its cache is exact: leave --cache, --block_len"
     settings = {"ckpt": str(folder / "blocks"), "block_length": None} | settings
-    with pytest.raises(ValueError, match=f"trained in blocks of 4, and {words}"):
+    with pytest.raises(ValueError, match="trained in blocks of 4, and its cache is exact: leave --cache, --block_len"):
         grpo.resolve(config(folder, tmp_path, **settings))
 
 
@@ -1263,6 +1260,19 @@ def two_hosts(cfg, *more):
     pipes = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     hosts = [[f"--hosts=localhost:{port},2,{i}", *["--runner=e2b"] * i] for i in (0, 1)]
     return [subprocess.Popen(command("coupled_grpo.py", *flags(cfg), *host, *more), **pipes) for host in hosts]
+
+
+@pytest.mark.slow
+def test_two_hosts_write_in_blocks_as_one(folder, tmp_path):
+    own = {"ckpt": str(folder / "blocks"), "block_length": None, "rounds": 2, "heldout": str(folder / "heldout.jsonl")}
+    one, two = (config(folder, tmp_path / name, **own) for name in ("one", "two"))
+    for process in two_hosts(two):
+        _, error = process.communicate(timeout=240)
+        assert process.returncode == 0, error
+    whole = run("coupled_grpo.py", *flags(one), devices=4)
+    assert whole.returncode == 0, whole.stderr
+    texts = [[row["completion"] for row in read_lines(tmp_path / name / "rounds.jsonl")] for name in ("one", "two")]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
