@@ -56,6 +56,7 @@ from jax.sharding import PartitionSpec as PS
 
 import coupled_grpo
 import generate
+import grpo
 import model_dream as md
 import runs
 import sample_dream
@@ -766,14 +767,14 @@ class Grpo:
             adapters = functools.partial(md.new_adapters, rank=cfg.lora_rank, targets=cfg.lora_targets)
             shapes = jax.eval_shape(lambda: adapters(jax.random.key(0), base))
         trained = on_mesh(shapes, dtype=jnp.float32)
-        optimizer = coupled_grpo.make_optimizer(1e-6)
+        optimizer = grpo.make_optimizer(1e-6)
         # beside the program lie the moments and the reference, a copy of what is trained
         others = jax.tree.leaves((on_mesh(jax.eval_shape(optimizer.init, trained)), trained))
         beside = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in others) / 2**30
 
         # a micro-batch as coupled_grpo.score leaves it: B prompts of P tokens with completions of C
         rows_at, everywhere = (jax.NamedSharding(mesh, spec) for spec in (PS(md.BATCH), PS()))
-        B, P, C = coupled_grpo.round_up(cfg.micro_batch, mesh.size), cfg.max_prompt, cfg.max_new
+        B, P, C = grpo.round_up(cfg.micro_batch, mesh.size), cfg.max_prompt, cfg.max_new
 
         def row(dtype, *shape):
             return jax.ShapeDtypeStruct((B, *shape), dtype, sharding=rows_at)
@@ -809,7 +810,7 @@ class Grpo:
                 sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(trained))
                 / 2**30
             )
-        rows = coupled_grpo.round_up(cfg.generation_batch, writing.shape["data"])
+        rows = grpo.round_up(cfg.generation_batch, writing.shape["data"])
         inputs = denoising(sampler, params, writing, rows, P + C, begin=P)
         steps = {}
         for step in ("opens", "cached"):
@@ -823,7 +824,7 @@ class Grpo:
         parts, batches = (-(-everyone // count) for count in (cfg.micro_batch, cfg.generation_batch))
         blocks = cfg.max_new // size
         # the reference's and, after the first update, the old policy's scores; the replay that measures drift
-        passes = 2 * cfg.iterations - 1 + -(-cfg.replay // coupled_grpo.VIEWS)
+        passes = 2 * cfg.iterations - 1 + -(-cfg.replay // grpo.VIEWS)
         seconds = {
             "score": parts * passes * score["predicted_s"],
             "learn": parts * cfg.iterations * learn["predicted_s"],
@@ -849,7 +850,7 @@ class Head:
     """The scoring head of coupled_grpo.py at Dream 7B's shape, bfloat16 hidden states, beside plain forms of it.
 
     "reference" computes the logits of all positions, as the PyTorch reference does; "plain" of the completions' alone,
-    in one piece; "ours" is coupled_grpo.merge_views: two versions, in chunks that the backward pass makes again. The
+    in one piece; "ours" is grpo.merge_views: two versions, in chunks that the backward pass makes again. The
     gradient is that of the hidden states and of the head, "frozen" of the hidden states alone, as with LoRA.
     """
 
@@ -868,7 +869,7 @@ class Head:
         logits_of = functools.partial(md.linear, weight=head_VD, dtype=jnp.float32)
         if form == "ours":
             inputs = hidden_BKLD[:, :, last], token_BC, mask_BC, (1 / weight_B1, 1 / (1 - weight_B1)), self.chunk
-            return coupled_grpo.merge_views(logits_of, *inputs)[0]
+            return grpo.merge_views(logits_of, *inputs)[0]
         everywhere = form == "reference"
         logits_BKCV = logits_of(hidden_BKLD)[:, :, last] if everywhere else logits_of(hidden_BKLD[:, :, last])
         # the versions: all masked, some masked, the others masked; each token is masked in one of the last two

@@ -33,9 +33,8 @@ counts a failed sandbox as a wrong answer. It has no LoRA; the rate that ours ha
 The demo's tasks are split by constant. "heldout" are tasks whose constants were in pre-training and are never rewarded,
 "unseen" ones with a constant that neither stage has shown.
 
-Letters: B sequences, N completions of a prompt, L columns of a canvas, C of them its completion, T tokens in a chunk,
-K versions of a canvas, I iterations, D width, R rank (or rows of a micro-batch), V vocabulary, F reward functions.
-Refs: DiffuCoder, arXiv:2506.20639; GRPO, arXiv:2402.03300; leave-one-out baseline, arXiv:2402.14740.
+The mathematics is in grpo.py. Letters: B sequences, N completions of a prompt, L columns of a canvas, C of them its
+completion, J steps that are replayed, K versions of a canvas, R rows of a micro-batch, F reward functions.
 """
 
 import concurrent.futures
@@ -56,7 +55,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType
 
 import data_prep
-import diffusion
+import grpo
 import model_dream as md
 import rl_tasks
 import runs
@@ -67,7 +66,6 @@ import train_tpu
 
 # Settings that may differ between hosts: where things are, and the sandbox, which host 0 alone needs.
 OF_A_HOST = ("sandbox", "hosts", "ckpt", "prompts", "heldout", "humaneval", "out", "resume", "wandb", "compile_cache")
-VIEWS = 3  # canvases of a completion that are scored at a time, whatever the estimator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,420 +183,6 @@ PRESETS = {  # micro_batch and generation_batch are for one device
 }  # fmt: skip
 
 
-# ---- scores --------------------------------------------------------------------------------------------------------
-
-
-def draw_masks(key, round, iteration, rows, columns, share=1, elbo=False):
-    """{"ratio_B", "u_BC"} of one iteration: the share of a completion that the first mask takes, and its uniforms.
-
-    A function of the arguments alone, and a row's draws of its number alone: old, reference and new scores of an
-    iteration see the same masks. Each `share` rows in succession have one ratio, in [0.2, 0.8). For the ELBO exactly m
-    tokens are masked, m uniform in 1 .. C - 1: the uniforms are then evenly spaced, and ratio m / C lies between two.
-    """
-    key = jax.random.fold_in(jax.random.fold_in(key, round), iteration)
-
-    def uniform(key, number_B, *shape):
-        return jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number), shape))(number_B)
-
-    row_B = jnp.arange(rows)
-    t_B, u_BC = uniform(jax.random.fold_in(key, 0), row_B // share), uniform(key, row_B + 1, columns)
-    if not elbo:
-        return {"ratio_B": 0.2 + 0.6 * t_B, "u_BC": u_BC}
-    m_B, rank_BC = 1 + jnp.floor(t_B * (columns - 1)), u_BC.argsort(-1).argsort(-1)
-    return {"ratio_B": m_B / columns, "u_BC": (rank_BC + 0.5) / columns}
-
-
-def coupled_views(token_BL, completion_BL, u_BL, ratio_B, mask_id, other_BL=None):
-    """(the three versions of each canvas [B, K, L], mask_BL and other_BL, what is MASK in the second and the third).
-
-    All of the completion is MASK in the first; what has u < ratio in the second, the rest in the third. The prompt is
-    never; what follows EOS is, as in the reference. other_BL, uniforms of its own, makes the third independent.
-    """
-    ratio_B1 = jnp.reshape(ratio_B, (-1, 1))
-    one_BL, two_BL = diffusion.coupled_masks(completion_BL, u_BL, ratio_B1)
-    if other_BL is not None:
-        two_BL = diffusion.coupled_masks(completion_BL, other_BL, ratio_B1)[1]
-    views = [jnp.where(mask_BL, mask_id, token_BL) for mask_BL in (completion_BL, one_BL, two_BL)]
-    return jnp.stack(views, 1), one_BL, two_BL
-
-
-def token_logps(logits_of, hidden_BLD, token_BL, chunk=1024):
-    """(log p, entropy) of each token's prediction, float32 [B, L] in nats; logits_of([B, T, D]) is float32 [B, T, V].
-
-    The head runs over at most `chunk` tokens at a time, of all devices together, and the backward pass makes their
-    logits again: [B, L, V] never exists. The entropy, for the log, has no gradient.
-    """
-    B, L, _ = hidden_BLD.shape
-    T = 1 << (max(1, min(L, chunk // B)).bit_length() - 1)  # with 43, the TPU's compiler was not done in 100 s
-    chunks = -(-L // T)
-
-    @jax.checkpoint
-    def of_chunk(inputs):
-        hidden_BTD, token_BT = inputs
-        logits_BTV = logits_of(hidden_BTD).astype(jnp.float32)
-        logits_BTV -= jax.lax.stop_gradient(logits_BTV.max(-1, keepdims=True))  # exp stays finite
-        weight_BTV = jnp.exp(logits_BTV)
-        total_BT = weight_BTV.sum(-1)
-        logp_BT = jnp.take_along_axis(logits_BTV, token_BT[..., None], -1)[..., 0] - jnp.log(total_BT)
-        # entropy = log sum_v e^x_v - sum_v e^x_v x_v / sum_v e^x_v
-        finite_BTV = jnp.where(weight_BTV > 0, logits_BTV, 0.0)  # a banned token's is -inf
-        entropy_BT = jnp.log(total_BT) - (weight_BTV * finite_BTV).sum(-1) / total_BT
-        return logp_BT, jax.lax.stop_gradient(entropy_BT)
-
-    def split(x_BL):  # along the rows, so that they stay where they are on a mesh
-        x_BL = jnp.pad(x_BL, ((0, 0), (0, chunks * T - L), *[(0, 0)] * (x_BL.ndim - 2)))
-        return x_BL.reshape(B, chunks, T, *x_BL.shape[2:]).swapaxes(0, 1)
-
-    outs = jax.lax.map(of_chunk, (split(hidden_BLD), split(token_BL)))
-    return tuple(out.swapaxes(0, 1).reshape(B, -1)[:, :L] for out in outs)
-
-
-def merge_views(logits_of, hidden_BKCD, token_BC, mask_BC, weights, chunk=1024, elbo=False):
-    """The score of each token, (lp_0 + (w_1 lp_1 where the mask, else w_2 lp_2)) / 2, and its entropy: float32 [B, C].
-
-    For the ELBO, with w_1 = C / m and w_2 = C / (C - m), it is (lp_0 + (C - 1) / 2 (w_1 lp_1 or w_2 lp_2)) / C.
-
-    hidden_BKCD holds what predicts the tokens in the three versions: all masked, the mask, its complement. Of the last
-    two each position is scored in one alone, so they are merged before the head, which then has 2 C rows, not 3 C.
-    The weights (w_1, w_2) multiply log-probabilities, as in the reference: a score is not one itself.
-    """
-    B, _, C, D = hidden_BKCD.shape
-    seen_BCD = jnp.where(mask_BC[..., None], hidden_BKCD[:, 1], hidden_BKCD[:, 2])
-    two_BCD = jnp.stack([hidden_BKCD[:, 0], seen_BCD], 1).reshape(2 * B, C, D)
-    logp, entropy = (x.reshape(B, 2, C) for x in token_logps(logits_of, two_BCD, jnp.repeat(token_BC, 2, 0), chunk))
-    full, part = (1 / C, (C - 1) / 2 / C) if elbo else (0.5, 0.5)
-    return full * logp[:, 0] + part * logp[:, 1] * jnp.where(mask_BC, *weights), entropy.mean(1)
-
-
-def hidden_of_views(model, token_BL, see_BL, views_BKC):
-    """What predicts each token of K versions of the completions, the last C columns of token_BL: [B, K, C, D].
-
-    All versions go through the model in one pass, behind their prompt. Raises ValueError if there is none. In a Dream
-    of blocks each has the clean row beside it: see its `predicting`.
-    """
-    (B, K, C), L = views_BKC.shape, token_BL.shape[1]
-    if L <= C:
-        raise ValueError(f"{L} columns hold no prompt before {C} tokens of completion")
-    views_BKL = jnp.concatenate([jnp.repeat(token_BL[:, None, : L - C], K, 1), views_BKC], 2)
-    views_RL, see_RL = views_BKL.reshape(K * B, L), None if see_BL is None else jnp.repeat(see_BL, K, 0)
-    cfg = getattr(model, "cfg", md.DreamConfig)  # the defaults, of a model that has none
-    if not cfg.block_length:
-        hidden, _ = model.hidden(views_RL, see_BM=see_RL)
-        return hidden.reshape(B, K, L, -1)[:, :, L - C - cfg.shift : L - cfg.shift]
-    see_RL = jnp.ones_like(views_RL) if see_RL is None else see_RL.astype(jnp.int32)
-    rows = views_RL, jnp.repeat(token_BL, K, 0), see_RL, jnp.maximum(jnp.cumsum(see_RL, 1) - 1, 0)
-    return model.predicting(*rows, cfg.block_length).reshape(B, K, L, -1)[:, :, L - C :]
-
-
-def coupled_scores(model, token_BL, see_BL, u_BC, ratio_B, mask_id, chunk=1024, other_BC=None, elbo=False):
-    """Scores of the completions, the last C columns of token_BL, and the entropy of their predictions: float32 [B, C].
-
-    model.hidden(token_BL, see_BM=see_BL) are hidden states, those at p predict the token at p + 1; model.logits is the
-    head. see_BL is False at padding. The masks are those of coupled_views, the weights 1 / ratio and 1 / (1 - ratio).
-    With other_BC, for comparison, a token is scored in none, one or both of the masked versions, which gives the same
-    expectation. Raises ValueError if there is no prompt. Ref: DiffuCoder, arXiv:2506.20639, section 4.
-    """
-    B, C = u_BC.shape
-    token_BC, ratio_B1 = token_BL[:, -C:], jnp.reshape(ratio_B, (-1, 1)).astype(jnp.float32)
-    views_BKC, one_BC, two_BC = coupled_views(token_BC, jnp.ones((B, C), bool), u_BC, ratio_B, mask_id, other_BC)
-    hidden_BKCD = hidden_of_views(model, token_BL, see_BL, views_BKC)
-    if other_BC is None:
-        weights = 1 / ratio_B1, 1 / (1 - ratio_B1)
-        return merge_views(model.logits, hidden_BKCD, token_BC, one_BC, weights, chunk, elbo)
-
-    # Independent masks: (lp_0 + m_1 lp_1 / ratio + m_2 lp_2 / (1 - ratio)) / 2.
-    three = hidden_BKCD.reshape(3 * B, C, -1), jnp.repeat(token_BC, 3, 0)
-    logp_BKC, entropy_BKC = (x.reshape(B, 3, C) for x in token_logps(model.logits, *three, chunk))
-    weight_BKC = jnp.stack([jnp.ones((B, C)), one_BC / ratio_B1, two_BC / (1 - ratio_B1)], 1)
-    return (logp_BKC * weight_BKC).sum(1) / 2, entropy_BKC.mean(1)
-
-
-def trajectory_scores(model, token_BL, see_BL, step_BC, at_BK, mask_id, chunk=1024, temperature=1.0, vocab=0):
-    """log p of each token that was drawn in the steps at_BK, 0 for the others, and its entropy: float32 [B, C].
-
-    token_BL and step_BC are a sample_dream.Record's, step_BC of the completion's columns: before step s a canvas shows
-    what has a smaller step. p is after the temperature, and without MASK and ids from `vocab` on, which are never
-    drawn; what top-p leaves out is in it, as in the Record. If positions are chosen by the distribution, the sum over
-    all steps is the log-probability of the path on which the completion was written.
-    """
-    C = step_BC.shape[1]
-    token_BC = token_BL[:, -C:]
-    views_BKC = jnp.where(step_BC[:, None] >= at_BK[..., None], mask_id, token_BC[:, None])
-    hidden_BKCD = hidden_of_views(model, token_BL, see_BL, views_BKC)
-    here_BKC = step_BC[:, None] == at_BK[..., None]
-    hidden_BCD = jnp.take_along_axis(hidden_BKCD, here_BKC.argmax(1)[:, None, :, None], 1)[:, 0]
-
-    def logits_of(hidden_BTD):
-        logits_BTV = model.logits(hidden_BTD).astype(jnp.float32) / temperature
-        id_V = jnp.arange(logits_BTV.shape[-1])
-        return jnp.where((id_V == mask_id) | (id_V >= (vocab or len(id_V))), -jnp.inf, logits_BTV)
-
-    logp_BC, entropy_BC = token_logps(logits_of, hidden_BCD, token_BC, chunk)
-    return jnp.where(here_BKC.any(1), logp_BC, 0.0), entropy_BC
-
-
-def steps_to_replay(step_BC, most, rng):
-    """(at_BJ, scale_B): `most` steps of each completion at random, or with 0 all; and how many each of them stands for.
-
-    scale_B times a sum over the chosen has the sum over all steps for its mean. -1 fills up to a multiple of VIEWS.
-    """
-    steps = [np.unique(step_C) for step_C in step_BC]
-    chosen = [np.sort(rng.permutation(step)[: most or len(step)]) for step in steps]
-    J = round_up(max(map(len, chosen)), VIEWS)
-    at_BJ = np.stack([np.pad(step, (0, J - len(step)), constant_values=-1) for step in chosen])
-    return at_BJ, np.array([len(a) / len(b) for a, b in zip(steps, chosen, strict=True)], np.float32)
-
-
-def in_parts(views):
-    """What says on which canvases completions are scored, as parts of VIEWS canvases each, whose scores are added."""
-    if "at_BJ" not in views:  # coupled masks: three
-        return [views]
-    rest, at_BJ = {name: x for name, x in views.items() if name != "at_BJ"}, views["at_BJ"]
-    return [rest | {"at_BK": at_BJ[:, j : j + VIEWS]} for j in range(0, at_BJ.shape[1], VIEWS)]
-
-
-# ---- sampler and learner -------------------------------------------------------------------------------------------
-
-
-def drift(log_BC, counted_BC):
-    """How far apart sampler and learner are, of log(learner's p / sampler's p) of the counted tokens.
-
-    "drift_k1" and "drift_k3" are means of -log w and w - 1 - log w, which estimate KL(sampler || learner), the second
-    with less noise; "drift_ratio_max" is the largest w.
-    """
-    log_T = np.clip(np.asarray(log_BC, np.float64)[counted_BC], -20, 20)
-    k1, k3, most = -log_T.mean(), (np.exp(log_T) - 1 - log_T).mean(), np.exp(log_T.max())
-    return {"drift_k1": float(k1), "drift_k3": float(k3), "drift_ratio_max": float(most)}
-
-
-def importance_weights(log_BC, counted_BC, form, most=3.0):
-    """Weights of the tokens' losses, from log(learner's p / sampler's p): of a token, or the sum over its completion.
-
-    A weight is exp of that, and beyond `most` it is `most` ("truncate") or 0 ("mask"). Ref: TRL's GRPOTrainer.
-    """
-    level, kind = form.split("_")
-    log_BC = np.where(counted_BC, log_BC, 0.0)
-    if level == "sequence":
-        log_BC = np.broadcast_to(log_BC.sum(1, keepdims=True), log_BC.shape)
-    weight_BC = np.exp(np.clip(log_BC, -20, 20))
-    return np.minimum(weight_BC, most) if kind == "truncate" else np.where(weight_BC > most, 0.0, weight_BC)
-
-
-def next_refresh(refresh, calm, longest, k3, bound):
-    """(refresh, calm) of the next round: a cache is opened again after so many passes; 0 never, which is `longest`.
-
-    Twice as often if the drift k3 is above the bound, at last in each pass, which leaves no drift but that of rounding.
-    Half as often after five calm rounds in succession, in which it was below a fifth of the bound.
-    """
-    if k3 > bound:
-        return max(1, (refresh or longest) // 2), 0
-    calm = calm + 1 if k3 < bound / 5 else 0
-    if calm < 5 or not refresh:
-        return refresh, calm
-    return (2 * refresh if 2 * refresh < longest else 0), 0
-
-
-# ---- rewards and loss ----------------------------------------------------------------------------------------------
-
-
-def completion_mask(token_BC, eos_id):
-    """True up to and including the first EOS; all True where there is none. NumPy or JAX arrays."""
-    ends_BC = token_BC == eos_id
-    return ends_BC.cumsum(-1) - ends_BC == 0
-
-
-class Advantages(typing.NamedTuple):
-    """One entry per completion, NumPy float64 or bool."""
-
-    reward_B: np.ndarray  # weighted sum of the reward functions, nan counting as 0
-    advantage_B: np.ndarray
-    std_B: np.ndarray  # of its group, with N - 1
-    counted_B: np.ndarray  # False: its reward is not known
-    constant_B: np.ndarray  # all known rewards of its group are equal, so nothing is learnt from it
-
-
-def group_advantages(reward_BF, weight_F, group, scale=False, missing_is_zero=False):
-    """Each reward minus the mean of the others in its group of `group` consecutive rows; None or nan: none known.
-
-    A = R - sum_others / (n - 1) = n / (n - 1) (R - mean), with n known rewards in the group. A completion that lacks a
-    reward, as when the sandbox failed, has advantage 0 and is in nobody's baseline; leave its tokens out of the loss
-    (counted_B). missing_is_zero, the reference: it has a reward of 0. scale divides by the group's standard deviation +
-    1e-4. Raises ValueError for groups of one, which have no baseline. Ref: RLOO, arXiv:2402.14740.
-    """
-    if group < 2:
-        raise ValueError(f"groups of {group} have no baseline: at least 2 completions per prompt are needed")
-    reward_BF = np.array(reward_BF, np.float64).reshape(len(reward_BF), -1)
-    counted_B = ~np.isnan(reward_BF).any(-1) | missing_is_zero
-    reward_B = (np.nan_to_num(reward_BF, nan=0.0) * np.asarray(weight_F, np.float64)).sum(-1)
-
-    # A row is a group. Masked entries, the rewards that are not known, are in none of its statistics.
-    reward_GN = np.ma.array(reward_B, mask=~counted_B).reshape(-1, group)
-    n_G1 = reward_GN.count(-1)[:, None]
-    others_G1 = np.maximum(n_G1 - 1, 1)
-    range_G1 = (reward_GN.max(-1) - reward_GN.min(-1)).filled(0)[:, None]
-    constant_G1 = (n_G1 < 2) | (range_G1 == 0)
-    difference_GN = (reward_GN - reward_GN.mean(-1, keepdims=True)).filled(0)
-    difference_GN = np.where(constant_G1, 0.0, difference_GN)  # that from a rounded mean may not be 0
-    std_G1 = np.sqrt((difference_GN**2).sum(-1, keepdims=True) / others_G1)
-    advantage_GN = difference_GN * n_G1 / others_G1
-    if scale:
-        advantage_GN /= std_G1 + 1e-4
-    std_B, constant_B = (np.repeat(x_G1, group) for x_G1 in (std_G1, constant_G1))
-    return Advantages(reward_B, advantage_GN.reshape(-1), std_B, counted_B, constant_B)
-
-
-def grpo_loss(
-    score_BC, old_BC, ref_BC, advantage_B, counted_BC,
-    low=0.5, high=0.5, beta=0.01, most=20.0,
-    delta=0.0, ratio="token", loss="bnpo", update_tokens=0, weight_BC=None, part_BC=None,
-):  # fmt: skip
-    """(loss, metrics): -min(r A, clip(r, 1 - low, 1 + high) A) + beta KL of the counted tokens, float32.
-
-    r = exp(score - old), where ratio is "sequence" of the mean over a completion's tokens; old None stands for the
-    score itself, so r = 1. With delta r is at most delta in the first term. KL = exp(d) - d - 1 with d = ref - score;
-    ref None leaves it out. The sum over tokens is divided by their number ("bnpo"), by update_tokens ("dapo"), by B C
-    ("dr_grpo"), or is a mean over the completions of the mean over each one's tokens ("grpo"). Both logarithms are
-    clipped to +-`most`, where their gradients end, and what is not counted may be anything. Without a counted token
-    loss and metrics are 0. weight_BC multiplies the terms but for their KL. part_BC multiplies what is summed, in loss
-    and metrics, but not the divisors: 0 leaves a token to another call, whose result is added. metrics: "kl",
-    "clip_low" and "clip_high" (shares of tokens without gradient at either side), "ratio_max", "tokens".
-    Refs: PPO, arXiv:1707.06347, eq. 7; k3, http://joschu.net/blog/kl-approx.html; DAPO, arXiv:2503.14476; Dr. GRPO,
-    arXiv:2503.20783; GSPO, arXiv:2507.18071; two-sided clip, arXiv:2505.07291.
-    """
-    counted_BC = counted_BC.astype(bool)
-    tokens, tokens_B1 = counted_BC.sum(), jnp.maximum(counted_BC.sum(1, keepdims=True), 1)
-    rows = jnp.maximum(counted_BC.any(1).sum(), 1)
-    divisor = {
-        "bnpo": lambda: jnp.maximum(tokens, 1),
-        "dapo": lambda: update_tokens,
-        "dr_grpo": lambda: rows * counted_BC.shape[1],
-        "grpo": lambda: rows * tokens_B1,
-    }[loss]()
-
-    part_BC = jnp.ones(counted_BC.shape) if part_BC is None else part_BC
-
-    def mean(x_BC):
-        return jnp.where(counted_BC, x_BC * part_BC, 0.0).sum() / jnp.maximum(tokens, 1)
-
-    def logarithm(x_BC):
-        return jnp.clip(jnp.where(counted_BC, x_BC, 0.0), -most, most)
-
-    # the clipped policy gradient
-    score_BC = score_BC.astype(jnp.float32)
-    old_BC = jax.lax.stop_gradient(score_BC if old_BC is None else old_BC)
-    advantage_B1 = jnp.asarray(advantage_B, jnp.float32)[:, None]
-    log_BC = logarithm(score_BC - old_BC)
-    if ratio == "sequence":
-        log_BC = jnp.broadcast_to(log_BC.sum(1, keepdims=True) / tokens_B1, log_BC.shape)
-    ratio_BC = jnp.exp(log_BC)
-    free_BC = jnp.minimum(ratio_BC, delta) if delta else ratio_BC
-    bound_BC = jnp.clip(ratio_BC, 1 - low, 1 + high)
-    loss_BC = -jnp.minimum(free_BC * advantage_B1, bound_BC * advantage_B1) * (1 if weight_BC is None else weight_BC)
-
-    # the divergence from the reference model
-    kl_BC = jnp.zeros_like(loss_BC)
-    if beta and ref_BC is not None:
-        log_BC = logarithm(ref_BC - score_BC)
-        kl_BC = jnp.exp(log_BC) - log_BC - 1
-        loss_BC += beta * kl_BC
-    seen_BC = counted_BC & (part_BC > 0)
-    return (jnp.where(counted_BC, loss_BC * part_BC, 0.0) / divisor).sum(), {
-        "kl": mean(kl_BC),
-        "clip_low": mean((ratio_BC < 1 - low) & (advantage_B1 < 0)),
-        "clip_high": mean((ratio_BC > 1 + high) & (advantage_B1 > 0)),
-        "ratio_max": jnp.where(seen_BC, ratio_BC, 0.0).max(),
-        "tokens": seen_BC.sum(),
-    }
-
-
-def scores_of(model, batch, mask_id, chunk=1024, elbo=False, temperature=1.0, vocab=0):
-    """(score_BC, entropy_BC, part_BC) of a micro-batch: coupled_scores, or trajectory_scores if it has steps at_BK.
-
-    part_BC is None, or what a token stands for: 0 if it was drawn in none of those steps.
-    """
-    if "at_BK" not in batch:
-        inputs = (batch[name] for name in ("token_BL", "see_BL", "u_BC", "ratio_B"))
-        return *coupled_scores(model, *inputs, mask_id, chunk, batch.get("other_BC"), elbo), None
-    inputs = (batch[name] for name in ("token_BL", "see_BL", "step_BC", "at_BK"))
-    score_BC, entropy_BC = trajectory_scores(model, *inputs, mask_id, chunk, temperature, vocab)
-    here_BC = (batch["step_BC"][:, None] == batch["at_BK"][..., None]).any(1)
-    return score_BC, entropy_BC, here_BC * batch["scale_B"][:, None]
-
-
-def micro_loss(
-    model, batch, mask_id, low=0.5, high=0.5, beta=0.01, chunk=1024, elbo=False, temperature=1.0, vocab=0, **form
-):
-    """(loss, metrics) of one micro-batch, to be differentiated: grpo_loss, in a form of it, of scores_of.
-
-    batch: token_BL, see_BL, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0, update_tokens if the loss is
-    "dapo", weight_BC if terms have weights. For coupled scores u_BC, ratio_B, and other_BC if the masks are to be
-    independent; for a trajectory's step_BC, at_BK and scale_B. Where batch["first"] is True nothing was learnt since
-    old_BC: the score stands for it.
-    """
-    score_BC, entropy_BC, part_BC = scores_of(model, batch, mask_id, chunk, elbo, temperature, vocab)
-    old_BC = jnp.where(batch["first"], jax.lax.stop_gradient(score_BC), batch["old_BC"])
-    terms = old_BC, batch.get("ref_BC"), batch["advantage_B"], batch["counted_BC"]
-    form |= {"update_tokens": batch.get("update_tokens", 0), "weight_BC": batch.get("weight_BC"), "part_BC": part_BC}
-    loss, metrics = grpo_loss(score_BC, *terms, low, high, beta, **form)
-    counted_BC = batch["counted_BC"].astype(bool)
-    part_BC = counted_BC if part_BC is None else part_BC
-    entropy = jnp.where(counted_BC, entropy_BC * part_BC, 0.0).sum() / jnp.maximum(counted_BC.sum(), 1)
-    return loss, metrics | {"entropy": entropy}
-
-
-# ---- updates -------------------------------------------------------------------------------------------------------
-
-
-def add_gradients(loss_fn, params, batch, total):
-    """(total + the gradients of one micro-batch, metrics) for loss_fn(params, batch) -> (loss, metrics).
-
-    An update divides the total by the number of micro-batches. Each of them has been divided by its own number of
-    tokens, on all devices (in the reference: a device's part by its own): this is no mean over the tokens of all.
-    """
-    (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
-    return jax.tree.map(jnp.add, total, grads), {"loss": loss} | metrics
-
-
-def round_plan(accumulate, iterations, reference_index=False):
-    """[(micro-batch, iteration, whether an update follows)] of the micro-steps between two generations.
-
-    All A micro-batches are gone through `iterations` times, each time under masks of its own. The reference takes
-    (step + 1) mod iterations for the iteration, which with A = 2 shows a micro-batch the same masks every time.
-    """
-    return [
-        (k % accumulate, (k + 1 if reference_index else k // accumulate) % iterations, (k + 1) % accumulate == 0)
-        for k in range(accumulate * iterations)
-    ]
-
-
-def learning_rate(step, peak, steps, warmup=1, floor=0.1):
-    """Of update `step` (0, 1, ...): peak step / warmup below warmup, then a cosine that ends at floor peak at `steps`.
-
-    So the first update has rate 0, as in the reference (cosine_with_min_lr of Transformers).
-    """
-    step = jnp.asarray(step, jnp.float32)
-    x = jnp.clip((step - warmup) / max(1, steps - warmup), 0.0, 1.0)
-    falling = floor + (1 - floor) * (1 + jnp.cos(jnp.pi * x)) / 2
-    return peak * jnp.where(step < warmup, step / max(1, warmup), falling)
-
-
-def make_optimizer(rate, weight_decay=0.1, clip=0.2):
-    """Global-norm clip, then AdamW (0.9, 0.99, 1e-8); rate is a number or a function of the update.
-
-    Only arrays of two or more axes decay: no norm and no bias. Keep the parameters in float32: at rate 1e-6 an update
-    of bfloat16 weights is nearly always rounded away.
-    """
-    decays = functools.partial(jax.tree.map, lambda x: x.ndim >= 2)
-    adamw = optax.adamw(rate, 0.9, 0.99, 1e-8, weight_decay=weight_decay, mask=decays)
-    return optax.chain(optax.clip_by_global_norm(clip), adamw)
-
-
-@functools.partial(jax.jit, donate_argnums=0, static_argnames="mixup")
-def sync_reference(ref, params, mixup=0.6):
-    """The reference model moved towards the policy: (1 - mixup) ref + mixup params; ref is given away."""
-    return jax.tree.map(lambda r, p: ((1 - mixup) * r + mixup * p).astype(r.dtype), ref, params)
-
-
 # ---- the model and its programs ------------------------------------------------------------------------------------
 
 
@@ -653,15 +237,15 @@ def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None, 
 
     @jax.jit
     def scores(trained, base, batch):
-        return scores_of(policy(trained, base), batch, mask_id, *scoring)[0]
+        return grpo.scores_of(policy(trained, base), batch, mask_id, *scoring)[0]
 
     @functools.partial(jax.jit, donate_argnums=2, out_shardings=(layout, None))
     def gradients(trained, base, total, batch):
         def loss(trained, batch):
             form = {"delta": cfg.delta, "ratio": cfg.ratio, "loss": cfg.loss}
-            return micro_loss(policy(trained, base), batch, mask_id, *limits, *scoring, **form)
+            return grpo.micro_loss(policy(trained, base), batch, mask_id, *limits, *scoring, **form)
 
-        return add_gradients(loss, trained, batch, total)
+        return grpo.add_gradients(loss, trained, batch, total)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(layout, opt_layout, None))
     def update(trained, opt, total, count):
@@ -708,7 +292,7 @@ class Batch(typing.NamedTuple):
 class Replay(typing.NamedTuple):
     """What the model without a cache says of steps of a rollout."""
 
-    views: dict  # arrays for trajectory_scores, with the scores of policy and reference model
+    views: dict  # arrays for grpo.trajectory_scores, with the scores of policy and reference model
     log_BC: np.ndarray  # log(learner's p / sampler's p)
     seen_BC: np.ndarray  # of these tokens: drawn in a step that was replayed
 
@@ -716,7 +300,7 @@ class Replay(typing.NamedTuple):
 def micro_batches(row_R, size, devices=1):
     """The rows in as few batches of `size` as hold them, of even lengths; -1 fills each up, for equal shares."""
     parts = np.array_split(row_R, -(-len(row_R) // size)) if len(row_R) else []
-    width = round_up(size, devices)
+    width = grpo.round_up(size, devices)
     return [np.pad(part, (0, width - len(part)), constant_values=-1) for part in parts]
 
 
@@ -738,10 +322,6 @@ def by_host_0(make, shape):
     if multihost_utils.broadcast_one_to_all(np.array(error is not None)):
         raise error or RuntimeError("host 0 could not run the programs; it says why")
     return np.asarray(multihost_utils.broadcast_one_to_all(values), np.float64)
-
-
-def round_up(count, multiple):
-    return -(-count // multiple) * multiple
 
 
 class Trainer:
@@ -781,8 +361,8 @@ class Trainer:
 
         # The backward pass of a large model recomputes its layers.
         graph, self.writing_graph = graphs_of(cfg, model_cfg, dtype, on_cpu)
-        rate = functools.partial(learning_rate, peak=cfg.lr, steps=cfg.rounds * cfg.iterations, warmup=cfg.warmup)
-        optimizer = make_optimizer(rate, cfg.weight_decay, cfg.clip)
+        rate = functools.partial(grpo.learning_rate, peak=cfg.lr, steps=cfg.rounds * cfg.iterations, warmup=cfg.warmup)
+        optimizer = grpo.make_optimizer(rate, cfg.weight_decay, cfg.clip)
         layout = md.shardings(mesh, self.trained)
         opt_layout = md.shardings(mesh, jax.eval_shape(optimizer.init, self.trained))
         programs = make_programs(cfg, graph, optimizer, model_cfg.mask_id, layout, opt_layout, self.rule.vocab)
@@ -796,12 +376,12 @@ class Trainer:
         self.to_write = jax.jit(functools.partial(to_write, mesh=self.writing_mesh, dtype=dtype))
 
         self.updates, self.bad = 0, 0  # so far; the last of them without a finite gradient
-        self.refresh, self.calm = 0, 0  # see next_refresh
+        self.refresh, self.calm = 0, 0  # see grpo.next_refresh
 
     def check_memory(self, mesh, dtype):
         """ValueError, before any weight is read, if a device has less memory than it has to hold."""
         cfg, (path, meta, _) = self.cfg, runs.find_weights(runs.absolute(self.cfg.ckpt))
-        model_cfg, optimizer = md.read_config(path, meta), make_optimizer(cfg.lr)
+        model_cfg, optimizer = md.read_config(path, meta), grpo.make_optimizer(cfg.lr)
 
         def needed(lora_rank):  # what is trained, its moments and gradients, the reference model; with LoRA the base
             shapes = train_tpu.state_shapes(md, model_cfg, optimizer, mesh, lora_rank, dtype)
@@ -874,7 +454,7 @@ class Trainer:
         size, filled, passes, records = self.cfg.generation_batch, [], [], []
         rule = dataclasses.replace(self.rule, refresh=self.refresh) if self.refresh else self.rule
         # or no device would have a share, and each would do all the work
-        rows = round_up(size, self.writing_mesh.shape["data"])
+        rows = grpo.round_up(size, self.writing_mesh.shape["data"])
         for i in range(0, len(task_B), size):
             # All batches have one shape, for one compiled program: some rows may be there twice.
             inputs = [np.resize(x[i : i + size], (rows, x.shape[1])) for x in (canvas_BL, see_BL)]
@@ -886,7 +466,7 @@ class Trainer:
             records.append([x[:real] for x in stats["record"]])
             passes.append(sum(stats["windows"]) / canvas_BL.shape[1])
         token_BL = np.concatenate(filled)
-        counted_BC = completion_mask(token_BL[:, -self.cfg.max_new :], self.rule.eos_ids[0])
+        counted_BC = grpo.completion_mask(token_BL[:, -self.cfg.max_new :], self.rule.eos_ids[0])
         record = sample_dream.Record(*map(np.concatenate, zip(*records, strict=True)))
         rows = prompts.completions(task_B, token_BL, counted_BC)
         return Batch(token_BL, see_BL, counted_BC, rows, np.mean(passes), record)
@@ -897,7 +477,7 @@ class Trainer:
         """
         cfg, anew, reward_BF = self.cfg, 0, self.rewarded(batch.rows)
         for attempt in range(cfg.refill):
-            advantages = group_advantages(reward_BF, cfg.reward_weights, cfg.group, cfg.scale_rewards)
+            advantages = grpo.group_advantages(reward_BF, cfg.reward_weights, cfg.group, cfg.scale_rewards)
             row_R = np.flatnonzero(advantages.constant_B)
             if not len(row_R):
                 break
@@ -940,7 +520,7 @@ class Trainer:
         score_BC = np.zeros(batch.counted_BC.shape, np.float32)
         for row_R in micro_batches(np.arange(len(score_BC)), self.cfg.micro_batch, self.row_devices):
             real_R = row_R >= 0
-            for part in in_parts(views):
+            for part in grpo.in_parts(views):
                 inputs = self.take(batch, part, row_R)
                 score_BC[row_R[real_R]] += on_host(self.scores(trained, self.base, inputs))[real_R]
         return score_BC
@@ -949,7 +529,7 @@ class Trainer:
         """Steps of a rollout once more, by the model as it is but without a cache: a Replay."""
         record, C = batch.record, self.cfg.max_new
         step_BC, token_BC, logp_BC = (x_BL[:, -C:] for x_BL in record)
-        at_BJ, scale_B = steps_to_replay(step_BC, self.cfg.replay, rng)
+        at_BJ, scale_B = grpo.steps_to_replay(step_BC, self.cfg.replay, rng)
         drawn_BC = token_BC != self.model_cfg.mask_id
         views = {"token_BL": record.token_BL, "counted_BC": drawn_BC}
         views |= {"step_BC": step_BC, "at_BJ": at_BJ, "scale_B": scale_B}
@@ -963,7 +543,7 @@ class Trainer:
         """
         cfg, weights = self.cfg, {}
         if cfg.importance:
-            weight_BC = importance_weights(replay.log_BC, replay.seen_BC, cfg.importance, cfg.importance_max)
+            weight_BC = grpo.importance_weights(replay.log_BC, replay.seen_BC, cfg.importance, cfg.importance_max)
             weights = {"weight_BC": weight_BC.astype(np.float32)}
         if not masks:
             ref = {"ref_BC": self.scores_by(self.ref, batch, replay.views)} if cfg.beta else {}
@@ -971,7 +551,7 @@ class Trainer:
         known = []
         for i, mask in enumerate(jax.device_get(masks)):
             old_BC, ref_BC = np.zeros((2, *batch.counted_BC.shape), np.float32)
-            if i:  # before the first update the new score is the old one, see micro_loss
+            if i:  # before the first update the new score is the old one, see grpo.micro_loss
                 old_BC = self.scores_by(self.trained, batch, mask)
             if cfg.beta:
                 ref_BC = self.scores_by(self.ref, batch, mask)
@@ -990,12 +570,12 @@ class Trainer:
         # of a micro-batch on average: the update is the mean of their gradients
         counted_BC = iterations[0].get("counted_BC", batch.counted_BC) if batches else batch.counted_BC
         tokens = jnp.float32(counted_BC[~left_out_B].sum() / max(1, len(batches)))
-        for j, i, complete in round_plan(len(batches), cfg.iterations):
+        for j, i, complete in grpo.round_plan(len(batches), cfg.iterations):
             whole = {"first": jnp.asarray(i == 0), "update_tokens": tokens}
             if j == 0:  # the first micro-batch of an update
                 total = jax.tree.map(jnp.zeros_like, self.trained)
             measured.append([])
-            for part in in_parts(iterations[i]):
+            for part in grpo.in_parts(iterations[i]):
                 inputs = self.take(batch, part, batches[j], advantage_B=advantage_B)
                 total, metrics = self.gradients(self.trained, self.base, total, inputs | whole)
                 measured[-1].append(metrics)
@@ -1009,7 +589,7 @@ class Trainer:
             if self.bad >= 5:
                 raise RuntimeError(f"no finite gradient in five updates; lower --lr, then --resume={cfg.out}")
             if cfg.beta and cfg.sync_every and self.updates % cfg.sync_every == 0:
-                self.ref = sync_reference(self.ref, self.trained, 1.0 if cfg.lora_rank else cfg.mixup)
+                self.ref = grpo.sync_reference(self.ref, self.trained, 1.0 if cfg.lora_rank else cfg.mixup)
         return measured, norms
 
     def evaluate(self):
@@ -1064,7 +644,9 @@ def summary(trainer, batch, replay, reward_BF, advantages, measured, norms):
         row[name] = float(of_batches([of_parts([float(metrics[name]) for metrics in parts]) for parts in measured]))
     ended_BC = batch.token_BL[:, -trainer.cfg.max_new :] == trainer.rule.eos_ids[0]
     row |= {"ended": float(ended_BC.any(-1).mean()), "length": float(batch.counted_BC.sum(-1).mean())}
-    row |= rollout_figures(batch, trainer.cfg.group, trainer.model_cfg.mask_id) | drift(replay.log_BC, replay.seen_BC)
+    row |= rollout_figures(batch, trainer.cfg.group, trainer.model_cfg.mask_id) | grpo.drift(
+        replay.log_BC, replay.seen_BC
+    )
     row |= {"refresh": trainer.refresh} if trainer.cfg.drift_bound else {}
     return row | {"passes": float(batch.passes)} | ({"grad_norm": max(norms)} if norms else {})
 
@@ -1094,8 +676,8 @@ def show_round(rows):
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
-def main(cfg, draw=draw_masks):
-    """Train, or go on training. draw replaces draw_masks, for a comparison with other masks."""
+def main(cfg, draw=grpo.draw_masks):
+    """Train, or go on training. draw replaces grpo.draw_masks, for a comparison with other masks."""
     if cfg.hosts and (cfg.lora_rank or not cfg.ckpt):
         raise ValueError("--hosts goes with --ckpt and --prompts, and without --lora_rank, which one host can train")
     runs.join_hosts(cfg.hosts)
@@ -1175,7 +757,7 @@ def train(run, checkpoints, meta, trainer, first, draw):
         clock.append(time.perf_counter())
 
         # A completion that does better than the others of its task becomes likelier, one that does worse less likely.
-        advantages = group_advantages(reward_BF, cfg.reward_weights, cfg.group, cfg.scale_rewards)
+        advantages = grpo.group_advantages(reward_BF, cfg.reward_weights, cfg.group, cfg.scale_rewards)
         measured, norms = trainer.learn(batch, iterations, advantages)
         clock.append(time.perf_counter())
 
@@ -1183,7 +765,7 @@ def train(run, checkpoints, meta, trainer, first, draw):
         row = {"round": done} | summary(trainer, batch, replay, reward_BF, advantages, measured, norms)
         if cfg.drift_bound:
             now = trainer.refresh, trainer.calm, cfg.sampling.block_length
-            trainer.refresh, trainer.calm = next_refresh(*now, row["drift_k3"], cfg.drift_bound)
+            trainer.refresh, trainer.calm = grpo.next_refresh(*now, row["drift_k3"], cfg.drift_bound)
         row |= {"refilled": anew} if cfg.refill else {}
         if trainer.heldout and (done % cfg.eval_every == 0 or done == cfg.rounds):
             row |= trainer.evaluate()

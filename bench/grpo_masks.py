@@ -21,7 +21,7 @@ import numpy as np
 import tokenizers
 from record import record
 
-import coupled_grpo as grpo
+import grpo
 import model_dream
 import runs
 import sample_dream

@@ -36,7 +36,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from record import RESULTS, record
 
-import coupled_grpo as grpo
+import coupled_grpo
+import grpo
 import runs
 
 
@@ -55,7 +56,7 @@ class Config:
 
 
 def fast(score, **settings):
-    return {"lr": 1e-3, "sampling": grpo.Sampling(1.0, 1.0, 16, threshold=0.5, score=score)} | settings
+    return {"lr": 1e-3, "sampling": coupled_grpo.Sampling(1.0, 1.0, 16, threshold=0.5, score=score)} | settings
 
 
 KINDS = {  # what differs from the demo's settings
@@ -76,7 +77,9 @@ def draw_independent(key, round, *rest):
 
 def run_demo(kind, settings):
     """One run of the demo, in a process of its own."""
-    grpo.main(grpo.Config(**settings, **KINDS[kind]), draw_independent if kind == "independent" else grpo.draw_masks)
+    coupled_grpo.main(
+        coupled_grpo.Config(**settings, **KINDS[kind]), draw_independent if kind == "independent" else grpo.draw_masks
+    )
 
 
 def finished(cfg, seed, kind):

@@ -21,8 +21,9 @@ from conftest import AS_A_USER, command, kill_and_resume, run, says
 from flax import nnx
 from test_rl_tasks import QWEN, needs_qwen
 
-import coupled_grpo as grpo
+import coupled_grpo
 import diffusion
+import grpo
 import model_dream as dream
 import rl_tasks
 import runs
@@ -350,7 +351,7 @@ def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(tmp_pa
     question = "Write a function to find the shared elements from the given two lists."
     tests = ["assert shared([1, 2], [2, 3]) == [2]", "assert shared([5], [5]) == [5]"]
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"question": question, "test_cases": tests}))
-    cfg = grpo.resolve(grpo.Config(preset="7b", ckpt="base", prompts=str(tmp_path / "tasks.jsonl")))
+    cfg = coupled_grpo.resolve(coupled_grpo.Config(preset="7b", ckpt="base", prompts=str(tmp_path / "tasks.jsonl")))
     wrap = lambda user, system: rl_tasks.CHAT.format(system, user)  # noqa: E731
     inputs = cfg.prompts, tokenizer, wrap, dream.CONFIGS["7b"], cfg.max_prompt, cfg.max_new
     prompts, end = rl_tasks.Prompts(*inputs), tokenizer.token_to_id("<|im_end|>")
@@ -367,7 +368,7 @@ def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(tmp_pa
         rows = prompts.completions(
             [0] * len(ANSWERS), canvas_BL, grpo.completion_mask(canvas_BL[:, -cfg.max_new :], end)
         )
-        rewards = grpo.Trainer.reward(trainer, rows)
+        rewards = coupled_grpo.Trainer.reward(trainer, rows)
         assert [tuple(reward) for reward in rewards.tolist()] == [want for _, want in ANSWERS], behind
         if behind == "<|endoftext|>":
             seen = [tokenizer.decode(row[-cfg.max_new :].tolist(), skip_special_tokens=True) for row in canvas_BL]
@@ -382,7 +383,7 @@ def test_rollouts_choose_positions_by_the_distribution_and_not_by_what_was_drawn
         _, stats = sample_dream.generate(model, [[5, 6, 7]] * 8, 16, rule, jax.random.key(0))
         filled_BL = stats["history"][0] != TINY.mask_id
         assert (filled_BL == filled_BL[0]).all() == (score == "distribution")
-    assert grpo.resolve(grpo.Config()).sampling.score == "distribution"
+    assert coupled_grpo.resolve(coupled_grpo.Config()).sampling.score == "distribution"
 
 
 # ---- sampler and learner
@@ -855,10 +856,10 @@ def config(folder, out, **settings):
         "micro_batch": 16, "generation_batch": 16, "max_prompt": 4, "max_new": 8, "block_length": 8, "threshold": 0.5,
         "lr": 0.02, "rewards": (f"{folder / 'own.py'}:share",), "save_every": 1, "compile_cache": str(folder / "cache"),
     } | settings  # fmt: skip
-    for name, group in (("sampling", grpo.Sampling), ("sandbox", grpo.Sandbox)):
+    for name, group in (("sampling", coupled_grpo.Sampling), ("sandbox", coupled_grpo.Sandbox)):
         fields = settings.keys() & {field.name for field in dataclasses.fields(group)}
         settings[name] = group(**{field: settings.pop(field) for field in fields})
-    return grpo.Config(out=str(out), **settings)
+    return coupled_grpo.Config(out=str(out), **settings)
 
 
 def read_lines(path):
@@ -875,7 +876,7 @@ def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp
     out, settings = tmp_path / "run", {"estimator": estimator, "rounds": 10, "eval_every": 10, "show": True}
     if estimator == "trajectory":
         settings |= {"replay": 0, "importance": "sequence_truncate"}
-    grpo.main(config(folder, out, heldout=str(folder / "heldout.jsonl"), **settings))
+    coupled_grpo.main(config(folder, out, heldout=str(folder / "heldout.jsonl"), **settings))
     log, lines = read_lines(out / "log.jsonl"), read_lines(out / "rounds.jsonl")
     rewards = [row["reward"] for row in log[1:]]
     assert [row["round"] for row in log] == list(range(11))
@@ -910,7 +911,7 @@ def test_a_model_of_blocks_and_one_without_the_shift_learn(folder, tmp_path, mod
         "ckpt": str(folder / model),
         "heldout": str(folder / "heldout.jsonl"),
     }
-    grpo.main(config(folder, out, **settings, **own))
+    coupled_grpo.main(config(folder, out, **settings, **own))
     log = read_lines(out / "log.jsonl")
     assert log[-1]["heldout_reward"] > 2 * log[0]["heldout_reward"]
     if model == "blocks":
@@ -923,12 +924,12 @@ def test_a_model_of_blocks_and_one_without_the_shift_learn(folder, tmp_path, mod
 def test_what_a_model_of_blocks_has_no_use_for_is_refused_before_it_is_read(folder, tmp_path, settings):
     settings = {"ckpt": str(folder / "blocks"), "block_length": None} | settings
     with pytest.raises(ValueError, match="trained in blocks of 4, and its cache is exact: leave --cache, --block_len"):
-        grpo.resolve(config(folder, tmp_path, **settings))
+        coupled_grpo.resolve(config(folder, tmp_path, **settings))
 
 
 def test_the_7b_preset_holds_the_reference_s_settings(tmp_path):
     (tmp_path / "tasks.jsonl").touch()
-    cfg = grpo.resolve(grpo.Config(preset="7b", ckpt="base", prompts=str(tmp_path / "tasks.jsonl")))
+    cfg = coupled_grpo.resolve(coupled_grpo.Config(preset="7b", ckpt="base", prompts=str(tmp_path / "tasks.jsonl")))
     reference = {
         "tasks": 8, "group": 10, "iterations": 2, "max_prompt": 200, "max_new": 256, "lr": 1e-6, "warmup": 1,
         "weight_decay": 0.1, "clip": 0.2, "beta": 0.01, "epsilon": 0.5, "scale_rewards": False, "sync_every": 64,
@@ -940,15 +941,15 @@ def test_the_7b_preset_holds_the_reference_s_settings(tmp_path):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8, 16, 64])
-@pytest.mark.parametrize("preset", grpo.PRESETS)
+@pytest.mark.parametrize("preset", coupled_grpo.PRESETS)
 def test_batches_of_a_preset_grow_with_the_devices_up_to_a_round(tmp_path, monkeypatch, preset, devices):
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     (tmp_path / "tasks.jsonl").touch()
     files = {"ckpt": "base", "prompts": str(tmp_path / "tasks.jsonl")} if preset == "7b" else {}
-    cfg, one = grpo.resolve(grpo.Config(preset=preset, **files)), grpo.PRESETS[preset]
+    cfg, one = coupled_grpo.resolve(coupled_grpo.Config(preset=preset, **files)), coupled_grpo.PRESETS[preset]
     for name in ("micro_batch", "generation_batch"):
         assert getattr(cfg, name) == min(devices * one[name], cfg.tasks * cfg.group)
-    batches = grpo.micro_batches(np.arange(cfg.tasks * cfg.group), cfg.micro_batch, devices)
+    batches = coupled_grpo.micro_batches(np.arange(cfg.tasks * cfg.group), cfg.micro_batch, devices)
     assert all(len(batch) % devices == 0 for batch in batches)
     assert sorted(row for batch in batches for row in batch if row >= 0) == [*range(cfg.tasks * cfg.group)]
 
@@ -960,7 +961,7 @@ def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, mo
     and so are their keys. No device waits for weights of others: its halves of all matrices lie there.
     """
     shares, hidden, fill_block, readable = [], dream.Dream.hidden, sample_block.fill_block, []
-    policy_of, layouts = grpo.Trainer.policy, []
+    policy_of, layouts = coupled_grpo.Trainer.policy, []
 
     def policy(self):
         written = policy_of(self)
@@ -984,13 +985,15 @@ def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, mo
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(dream.Dream, "hidden", watched)
-        patch.setattr(grpo.Trainer, "policy", policy)
+        patch.setattr(coupled_grpo.Trainer, "policy", policy)
         patch.setattr(sample_block, "fill_block", filled)
-        patch.setattr(grpo.Trainer, "scores_by", lambda self, trained, batch, views: np.zeros(batch.counted_BC.shape))
-        patch.setattr(grpo.Trainer, "learn", lambda self, *inputs: ([], []))
+        patch.setattr(
+            coupled_grpo.Trainer, "scores_by", lambda self, trained, batch, views: np.zeros(batch.counted_BC.shape)
+        )
+        patch.setattr(coupled_grpo.Trainer, "learn", lambda self, *inputs: ([], []))
         own = {"ckpt": str(folder / model), "block_length": None if model == "blocks" else 8}
         own |= {"dtype": "bfloat16"}
-        grpo.main(config(folder, out, rounds=0, tasks=2, generation_batch=18, compile_cache="", **own))
+        coupled_grpo.main(config(folder, out, rounds=0, tasks=2, generation_batch=18, compile_cache="", **own))
     assert set(shares) == {(20, 5)}
     assert set(layouts) == {(2, 1, "bfloat16"), (2, 1, "float32"), (1, 1, "float32")}  # biases, norms
     assert all(readable), "each of several hosts reads the texts of all"
@@ -1001,7 +1004,7 @@ def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("preset", grpo.PRESETS)
+@pytest.mark.parametrize("preset", coupled_grpo.PRESETS)
 def test_every_preset_starts_on_any_number_of_devices(folder, tmp_path, preset, devices):
     files = "--ckpt", folder / "base", "--prompts", folder / "tasks.jsonl"
     flags = files if preset == "7b" else ("--demo_steps=2", "--eval_every=9", "--eval_tasks=4")
@@ -1041,7 +1044,7 @@ def stopping(folder):
 def unbroken(folder):
     """A run that nothing stops. Of eight completions one has no reward."""
     (folder / "stopped").touch()
-    grpo.main(config(folder, folder / "unbroken", **stopping(folder)))
+    coupled_grpo.main(config(folder, folder / "unbroken", **stopping(folder)))
     return folder / "unbroken"
 
 
@@ -1049,33 +1052,35 @@ def unbroken(folder):
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, tmp_path):
     (folder / "stopped").unlink()
     with pytest.raises(InterruptedError, match=r"SIGTERM: saved round 1; go on with --resume="):
-        grpo.main(config(folder, tmp_path / "parts", **stopping(folder)))
+        coupled_grpo.main(config(folder, tmp_path / "parts", **stopping(folder)))
     with open(tmp_path / "parts/rounds.jsonl", "a") as file:
         file.write('{"round": 2, "written": "by a run that was killed before its checkpoint"}\n{"cut sho')
-    resumed = runs.resumed(grpo.Config, [f"--resume={tmp_path / 'parts'}"])
-    grpo.main(dataclasses.replace(resumed, resume=str(tmp_path / "parts")))
+    resumed = runs.resumed(coupled_grpo.Config, [f"--resume={tmp_path / 'parts'}"])
+    coupled_grpo.main(dataclasses.replace(resumed, resume=str(tmp_path / "parts")))
     assert (tmp_path / "parts/curve.png").read_bytes().startswith(b"\x89PNG")
     assert sums(unbroken, 3) == sums(tmp_path / "parts", 3)
     assert read_lines(unbroken / "rounds.jsonl") == read_lines(tmp_path / "parts/rounds.jsonl")
     with pytest.raises(FileExistsError, match="already holds a run"):
-        grpo.main(config(folder, tmp_path / "parts"))
+        coupled_grpo.main(config(folder, tmp_path / "parts"))
     resume = {"resume": str(tmp_path / "parts")}
     with pytest.raises(ValueError, match="goes on in its own folder; leave --out="):
-        grpo.main(config(folder, tmp_path / "other", **resume))
+        coupled_grpo.main(config(folder, tmp_path / "other", **resume))
     for other, words in (
         ({"lora_rank": 2}, "--lora_rank 0 there, 2 here"),
         ({"beta": 0.0}, "--beta above 0 True there"),
         ({"estimator": "trajectory"}, "was trained with --estimator=coupled; leave --estimator out, or"),
     ):
         with pytest.raises(ValueError, match=words):
-            grpo.main(config(folder, tmp_path / "parts", **resume | other))
+            coupled_grpo.main(config(folder, tmp_path / "parts", **resume | other))
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.slow
 def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
     out, short = tmp_path / "lora", {"iterations": 1, "beta": 0.0, "estimator": "coupled_elbo"}
-    grpo.main(config(folder, out, lora_rank=2, lora_targets=("q_proj", "down_proj"), rounds=2, warmup=0, **short))
+    coupled_grpo.main(
+        config(folder, out, lora_rank=2, lora_targets=("q_proj", "down_proj"), rounds=2, warmup=0, **short)
+    )
     base, after = (runs.load(dream, path)[0] for path in (folder / "base", out / "merged"))
     before, now = (runs.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (base, after))
     changed = {name for name in before if not np.array_equal(before[name], now[name])}
@@ -1097,7 +1102,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(folder, tmp_path
     for rank, size, words in ((0, full, f"--lora_rank=16 takes {lora / 1e9:.3g}"), (16, lora, "a smaller model, or")):
         monkeypatch.setattr(runs, "free_bytes", lambda _, size=size: size - 1)
         with pytest.raises(ValueError, match=f"take {size / 1e9:.3g} GB on each device, where .* are free; .*{words}"):
-            grpo.Trainer(grpo.resolve(config(folder, tmp_path, lora_rank=rank)), {}, mesh)
+            coupled_grpo.Trainer(coupled_grpo.resolve(config(folder, tmp_path, lora_rank=rank)), {}, mesh)
 
 
 def test_a_lora_is_the_matrix_that_it_merges_into():
@@ -1126,7 +1131,7 @@ def test_equal_rewards_update_nothing(folder, tmp_path, skip):
     """They are skipped; or computed as in the reference, where at first their KL divergence has hardly a gradient."""
     (tmp_path / "same.py").write_text("def same(completions, rows, **options):\n    return [0.5] * len(rows)\n")
     out, same = tmp_path / "run", (f"{tmp_path / 'same.py'}:same",)
-    grpo.main(config(folder, out, rounds=1, rewards=same, warmup=0, skip_constant=skip))
+    coupled_grpo.main(config(folder, out, rounds=1, rewards=same, warmup=0, skip_constant=skip))
     (row,) = read_lines(out / "log.jsonl")
     assert row["constant_groups"] == 1
     assert ("loss" not in row) == skip
@@ -1142,7 +1147,9 @@ def test_equal_rewards_update_nothing(folder, tmp_path, skip):
 @pytest.mark.slow
 def test_completions_without_an_end_can_be_left_out_of_updates(folder, tmp_path):
     out = tmp_path / "run"
-    grpo.main(config(folder, out, rounds=1, skip_constant=False, mask_truncated=True, loss="dapo", ratio="sequence"))
+    coupled_grpo.main(
+        config(folder, out, rounds=1, skip_constant=False, mask_truncated=True, loss="dapo", ratio="sequence")
+    )
     (row,) = read_lines(out / "log.jsonl")
     lines = [line for line in read_lines(out / "rounds.jsonl") if line["reward"] is not None]
     most = max(line["tokens"] for line in lines)
@@ -1183,7 +1190,7 @@ def test_completions_without_an_end_can_be_left_out_of_updates(folder, tmp_path)
 )
 def test_bad_settings_are_one_line_before_the_first_round(folder, tmp_path, settings, words):
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(words)) as error:
-        grpo.main(config(folder, tmp_path / "run", **settings))
+        coupled_grpo.main(config(folder, tmp_path / "run", **settings))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
@@ -1193,13 +1200,13 @@ def test_bad_settings_are_one_line_before_the_first_round(folder, tmp_path, sett
 )
 def test_a_reward_that_fails_ends_the_run_in_one_line(folder, tmp_path, reward, words):
     with pytest.raises(RuntimeError, match=words):
-        grpo.main(config(folder, tmp_path / "run", rewards=(f"{folder / 'own.py'}:{reward}",)))
+        coupled_grpo.main(config(folder, tmp_path / "run", rewards=(f"{folder / 'own.py'}:{reward}",)))
 
 
 def test_a_sandbox_that_cannot_be_used_ends_the_run_before_it_begins(folder, tmp_path, monkeypatch):
     monkeypatch.delenv("E2B_API_KEY", raising=False)
     with pytest.raises((RuntimeError, ValueError), match="E2B_API_KEY"):
-        grpo.main(config(folder, tmp_path / "run", runner="e2b", ckpt="none"))
+        coupled_grpo.main(config(folder, tmp_path / "run", runner="e2b", ckpt="none"))
 
 
 def flags(cfg, prefix=""):
@@ -1217,7 +1224,7 @@ def flags(cfg, prefix=""):
 @pytest.mark.slow
 def test_the_command_goes_on_with_the_settings_of_a_run_and_says_in_a_line_what_is_wrong(folder, tmp_path):
     cfg = config(folder, tmp_path / "run", rounds=1, threshold=0.6)
-    grpo.main(cfg)
+    coupled_grpo.main(cfg)
     says(run("coupled_grpo.py", "--resume", cfg.out, "--rewards", "nothing"), "no reward 'nothing'; there are code")
     done = run("coupled_grpo.py", "--resume", cfg.out, "--rounds=2")
     assert done.returncode == 0, done.stderr
@@ -1240,7 +1247,7 @@ def test_the_demo_doubles_the_reward_on_held_out_tasks(tmp_path):
 def test_groups_that_teach_nothing_make_room_for_other_tasks(folder, tmp_path):
     rewards = (f"{folder / 'own.py'}:for_some",)
     for refill in (0, 6):
-        grpo.main(config(folder, tmp_path / str(refill), rounds=2, rewards=rewards, refill=refill))
+        coupled_grpo.main(config(folder, tmp_path / str(refill), rounds=2, rewards=rewards, refill=refill))
     kept, anew = (read_lines(tmp_path / name / "log.jsonl") for name in ("0", "6"))
     assert all(row["constant_groups"] >= 0.5 for row in kept)
     assert all(row["constant_groups"] < 0.5 and row["refilled"] >= 2 and row["passes"] > 2 for row in anew)

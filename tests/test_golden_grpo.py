@@ -12,8 +12,8 @@ import optax
 import pytest
 from conftest import cases_of
 
-import coupled_grpo as grpo
 import diffusion
+import grpo
 import rl_tasks
 import sandbox
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, cases_of
 from flax import nnx
 
-import coupled_grpo as grpo
+import grpo
 
 sys.path.insert(0, str(ROOT / "bench"))
 import grpo_ruler as ruler
