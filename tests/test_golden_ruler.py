@@ -294,3 +294,10 @@ def test_of_one_token_all_estimators_expect_the_exact_gradient():
     for name, _, expects, *_ in lines:
         if "gdpo" not in name:  # it rounds the number of masks down, here to none: its gradient is 0
             assert float(expects) == 1, name
+
+
+def test_the_table_in_the_readme_is_the_ruler_s():
+    text = (ruler.RESULTS / "grpo_ruler.md").read_text()
+    table = text[text.index("| estimator | passes | cosine of what it expects") :].split("\n\n")[0]
+    assert len(table.splitlines()) == 2 + 2 + len(ruler.GRADIENTS)
+    assert table in (ruler.ROOT / "README.md").read_text()
