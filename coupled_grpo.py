@@ -346,7 +346,7 @@ class Trainer:
 
         # The tasks, and what ends a text, first of all: a chat model ends its turn with <|im_end|>.
         tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), sample_dream.chat_template(cfg.ckpt)
-        canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new
+        canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, runs_tests(rewards)
         self.prompts = rl_tasks.Prompts(cfg.prompts, *canvas)
         self.heldout = [rl_tasks.Prompts(path, *canvas) for path in (cfg.heldout, cfg.humaneval) if path]
         if not cfg.rounds:
@@ -686,7 +686,8 @@ def main(cfg, draw=grpo.draw_masks):
         settings = dataclasses.asdict(cfg)  # the demo's model and tasks are no settings: it finds them again
         rewards = {name: sandbox.find_reward(name) for name in cfg.rewards}
 
-        by_host_0(lambda: check_sandbox(cfg), ())  # before the model is read
+        if runs_tests(rewards):
+            by_host_0(lambda: check_sandbox(cfg), ())  # before the model is read
         if not cfg.ckpt:
             if not cfg.resume:  # so that --resume finds a run that was stopped before its first round
                 runs.write(run.out / "config.json", {"train": {"model": "dream"} | settings})
@@ -713,6 +714,10 @@ def main(cfg, draw=grpo.draw_masks):
         if cfg.lora_rank:
             folder = md.save_merged(run.out, trainer.writing_graph, trainer.base, trainer.trained, files, source)
     print(f"done in {(time.perf_counter() - started) / 60:.1f} min; python generate.py --model=dream --ckpt={folder}")
+
+
+def runs_tests(rewards):
+    return any(function in sandbox.TESTED for function in rewards.values())
 
 
 def check_sandbox(cfg):
@@ -772,6 +777,7 @@ def train(run, checkpoints, meta, trainer, first, draw):
         if not run.rank:
             completions = completion_rows(done, cfg, batch, reward_BF, advantages)
             run.append("rounds.jsonl", completions)
+            run.table("completions", completions)
             if cfg.show:
                 show_round(completions)
         phases = ("generate_s", "score_s", "reward_s", "update_s")

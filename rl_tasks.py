@@ -306,20 +306,22 @@ def write_demo(folder, seed):
 # ---- tasks as canvases ---------------------------------------------------------------------------------------------
 
 
-def read_tasks(path):
-    """The tasks of a JSONL file. ValueError names the line that is none."""
+def read_tasks(path, tests=True):
+    """The tasks of a JSONL file, which need no tests if nothing runs them. ValueError names the line that is none."""
     tasks = []
     for number, line in enumerate(Path(path).read_text().split("\n"), 1):
         if not line.strip():
             continue
         try:
             task = json.loads(line)
+            task.setdefault("test_cases", [])
             "".join([task["question"] if "question" in task else task["prompt"]] + task["test_cases"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             form = '{"question" or "prompt": text, "test_cases": [texts]}'
             raise ValueError(f"{path}, line {number} is no task: {form}") from None
-        if not task["test_cases"]:
-            raise ValueError(f"{path}, line {number} has no tests, so nothing could be rewarded")
+        if tests and not task["test_cases"]:
+            advice = "a reward of your own needs none: --rewards=file.py:function"
+            raise ValueError(f"{path}, line {number} has no tests, so nothing could be rewarded; {advice}")
         tasks.append(task)
     if not tasks:
         raise ValueError(f"{path} holds no tasks; write some with: python rl_tasks.py --out=data/acecode")
@@ -332,11 +334,11 @@ class Prompts:
     wrap(user turn, system turn) writes a chat, as sample_dream.chat_template gives it; tasks with a question need it.
     """
 
-    def __init__(self, path, tokenizer, wrap, model_cfg, max_prompt, max_new):
+    def __init__(self, path, tokenizer, wrap, model_cfg, max_prompt, max_new, tests=True):
         self.path, self.tokenizer, self.model_cfg = path, tokenizer, model_cfg
         self.max_prompt, self.max_new = max_prompt, max_new
         self.tasks, self.ids, self.dropped = [], [], 0  # dropped: tasks whose prompt is too long
-        for task in read_tasks(path):
+        for task in read_tasks(path, tests):
             chat = "question" in task
             if chat and not wrap:
                 raise ValueError(f"{path} asks questions, and the model has no chat template (tokenizer_config.json)")

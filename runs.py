@@ -325,6 +325,14 @@ class Run:
         if self.plot:
             self.plot.add(row)
 
+    def table(self, name, rows):
+        """Show rows of one step or round as a table in wandb."""
+        if self.tracker:
+            import wandb
+
+            cells = [[json.dumps(x) if isinstance(x, dict | list) else x for x in row.values()] for row in rows]
+            self.tracker.log({name: wandb.Table(columns=list(rows[0]), data=cells)}, step=rows[0][self.unit])
+
     def append(self, name, rows):
         """Add rows as JSON lines to a file of the folder."""
         self.append_text(name, "".join(json.dumps(row) + "\n" for row in rows))

@@ -1396,6 +1396,7 @@ def repetition(completions, rows, **options):
     return rewards
 
 
+TESTED = code, binary_code  # these run tests, the others need neither tests nor a sandbox that is safe
 REWARDS = {reward.__name__: reward for reward in (code, binary_code, code_format, syntax, soft_overlong, repetition)}
 
 

@@ -1318,12 +1318,32 @@ def test_two_hosts_learn_as_one_and_stop_together(folder, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_reward_of_one_s_own_needs_no_tests_and_no_sandbox(folder, tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "c"}\n')
+    own = {"prompts": str(tmp_path / "tasks.jsonl"), "runner": "e2b", "rounds": 1, "tasks": 2}  # there is no key for it
+    done = run("coupled_grpo.py", *flags(config(folder, tmp_path / "run", **own)))
+    assert done.returncode == 0, done.stderr
+    (row,) = read_lines(tmp_path / "run/log.jsonl")
+    assert row["no_reward"] == 0
+    refused = run("coupled_grpo.py", *flags(config(folder, tmp_path / "tested", rewards=("code",), **own)))
+    assert refused.returncode == 1
+    assert "E2B_API_KEY" in refused.stderr.splitlines()[-1]
+    own |= {"runner": "local", "rewards": ("code",)}
+    refused = run("coupled_grpo.py", *flags(config(folder, tmp_path / "tested", **own)))
+    assert refused.stderr.splitlines()[-1].endswith(
+        "tasks.jsonl, line 1 has no tests, so nothing could be rewarded; a reward of your own needs none: "
+        "--rewards=file.py:function"
+    )
+
+
+@pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_as_the_unbroken_one(folder, tmp_path):
-    """Killed at a random line of its log, eight times; most kills hit while a checkpoint is being written."""
-    whole, parts = (config(folder, tmp_path / name, rounds=24) for name in ("whole", "parts"))
+    """Killed at a random line of its log, twenty times; most kills hit while a checkpoint is being written."""
+    own = {"estimator": "trajectory", "importance": "token_truncate", "refill": 1, "drift_bound": 1e-9}
+    whole, parts = (config(folder, tmp_path / name, rounds=60, **own) for name in ("whole", "parts"))
     done = run("coupled_grpo.py", *flags(whole))
     assert done.returncode == 0, done.stderr
     first, resume = command("coupled_grpo.py", *flags(parts)), command("coupled_grpo.py", "--resume", parts.out)
-    kill_and_resume(first, resume, kills=8)
-    assert sums(tmp_path / "whole", 24) == sums(tmp_path / "parts", 24)
+    kill_and_resume(first, resume)
+    assert sums(tmp_path / "whole", 60) == sums(tmp_path / "parts", 60)
     assert read_lines(tmp_path / "whole/rounds.jsonl") == read_lines(tmp_path / "parts/rounds.jsonl")
