@@ -5,7 +5,7 @@
     python compile_for.py --largest train --device=rtx4090    # the largest micro-batch that fits, by bisection
     python compile_for.py generate --device=rtx4090 --int8    # Dream's denoising steps; --only=cached is one of them
     python compile_for.py grpo --device=a100-80 --lora_rank=16     # the gradient of coupled_grpo.py on Dream 7B
-    python compile_for.py grpo --device=v6e:2x4 --round            # and what writes and scores: seconds of a round
+    python compile_for.py grpo --device=v6e:2x4 --phase=round      # and what writes and scores: seconds of a round
     python compile_for.py head                                # the memory of its scoring head beside plain forms
     python compile_for.py dump module_0000.jit_step.after_codegen.txt     # adds up a program that XLA dumped
     python compile_for.py table                               # six programs on ten devices: bench/results/by_hardware
@@ -739,7 +739,8 @@ class Grpo:
     layers: int = 0  # fewer layers, for a look at how long it takes; 0: the model's
     lora_rank: int = 0  # train a difference of this rank to each matrix; 0 trains all weights
     micro_batch: int = 0  # completions of 256 tokens on all chips together; 0: as many as coupled_grpo.py takes
-    round: bool = False  # the programs that write and score completions, too, and the seconds of a whole round
+    # of a round: its micro-step, the scores of a micro-batch, what writes completions; "round" all, and what it takes
+    phase: typing.Literal["learn", "score", "opens", "cached", "round"] = "learn"
 
     def sized(self, rows):
         return dataclasses.replace(self, micro_batch=rows)
@@ -769,8 +770,7 @@ class Grpo:
         trained = on_mesh(shapes, dtype=jnp.float32)
         optimizer = grpo.make_optimizer(1e-6)
         # beside the program lie the moments and the reference, a copy of what is trained
-        others = jax.tree.leaves((on_mesh(jax.eval_shape(optimizer.init, trained)), trained))
-        beside = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in others) / 2**30
+        beside = runs.bytes_on_a_device((on_mesh(jax.eval_shape(optimizer.init, trained)), trained))
 
         # a micro-batch as coupled_grpo.score leaves it: B prompts of P tokens with completions of C
         rows_at, everywhere = (jax.NamedSharding(mesh, spec) for spec in (PS(md.BATCH), PS()))
@@ -788,35 +788,32 @@ class Grpo:
         what = f"LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "all weights"
         name = f"dream {self.model}" + f", {self.layers} layers" * bool(self.layers) + " coupled-grpo"
 
-        def compiled(step, trace, rows, at=mesh):
-            with jax.set_mesh(at):
-                lowered = trace()
-            return report(f"{name} {step}, {what}, {rows} completions", lowered, self.device, beside, micro_batch=rows)
-
-        learn = compiled("micro-step", lambda: gradients.lower(trained, base, trained, batch), B)
-        if not self.round:
-            return [learn]
-        score = compiled("scores", lambda: scores.lower(trained, base, views), B)
-
         # rollouts: on several chips with a copy of the weights that lies as generate.py has them
         writing = coupled_grpo.mesh_of(devices, runs.inference_mesh(model, devices, 0).devices.shape)
-        rule = coupled_grpo.rule_of(cfg.sampling, model.vocab, (model.eos_id,))
-        sampler = sample_dream.sampler_of(graphs[1], model, rule)
-        params = md.assemble(base, trained)
+        params, beside_copy = md.assemble(base, trained), 0
         if writing.size > 1:
             copy = functools.partial(coupled_grpo.to_write, mesh=writing, dtype=jnp.bfloat16)
-            params = jax.eval_shape(copy, params)
-            beside += (
-                sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(trained))
-                / 2**30
-            )
-        rows = grpo.round_up(cfg.generation_batch, writing.shape["data"])
-        inputs = denoising(sampler, params, writing, rows, P + C, begin=P)
-        steps = {}
-        for step in ("opens", "cached"):
-            trace = functools.partial(lowered_step, step, writing, *inputs)
-            steps[step] = compiled(STEPS[step], trace, rows, writing)
-        return [learn, score, *steps.values(), self.round_of(cfg, learn, score, **steps)]
+            params, beside_copy = jax.eval_shape(copy, params), runs.bytes_on_a_device(trained)
+        rule = coupled_grpo.rule_of(cfg.sampling, model.vocab, (model.eos_id,))
+        sampler = sample_dream.sampler_of(graphs[1], model, rule)
+        filled = grpo.round_up(cfg.generation_batch, writing.shape["data"])
+        inputs = denoising(sampler, params, writing, filled, P + C, begin=P)
+
+        phases = {
+            "learn": (B, mesh, beside, lambda: gradients.lower(trained, base, trained, batch)),
+            "score": (B, mesh, beside, lambda: scores.lower(trained, base, views)),
+            "opens": (filled, writing, beside + beside_copy, lambda: lowered_step("opens", writing, *inputs)),
+            "cached": (filled, writing, beside + beside_copy, lambda: lowered_step("cached", writing, *inputs)),
+        }
+        found = {}
+        for phase in phases if self.phase == "round" else [self.phase]:
+            count, on, size, trace = phases[phase]
+            step = {"learn": "micro-step", "score": "scores"}.get(phase) or STEPS[phase]
+            with jax.set_mesh(on):
+                lowered = trace()
+            title = f"{name} {step}, {what}, {count} completions"
+            found[phase] = report(title, lowered, self.device, size / 2**30, micro_batch=count)
+        return [*found.values(), *([self.round_of(cfg, **found)] if self.phase == "round" else [])]
 
     def round_of(self, cfg, learn, score, opens, cached):
         """Seconds of a round's phases, if a step writes 1, 2 or 4 tokens of each text on average."""

@@ -115,7 +115,7 @@ def main(cfg):
         )
         axis.plot(rounds.T, rewards.T, color=color, lw=0.7, alpha=0.6)
         axis.plot(rounds[0], rewards.mean(0), color=color, lw=2.5, marker="o", ms=3, label=kind)
-    axis.set(xlabel="round", ylabel="tests passed, 72 tasks with constants never rewarded", ylim=(0, 1))
+    axis.set(xlabel="round", ylabel="tests passed, 72 held-out tasks", ylim=(0, 1))
     axis.grid(alpha=0.3)
     axis.legend(loc="lower right")
     figure.tight_layout()

@@ -596,6 +596,25 @@ def test_every_program_of_a_small_dream_compiles(flags, tmp_path):
     assert all(row["step_s"] > 0 and 0 < row["hbm_gib"] < 4 for row in rows)
 
 
+@pytest.mark.slow
+def test_of_a_round_each_chip_writes_its_share(tmp_path):
+    pytest.importorskip("libtpu", reason="pip install -r requirements-tpu.txt compiles for TPUs")
+    found = {}
+    for device in ("v6e", "v6e:2x2"):
+        flags = f"--json={tmp_path / 'rows.json'}", "grpo", "--model=tiny", f"--device={device}", "--phase=round"
+        result = run("compile_for.py", *flags, timeout=900)
+        assert result.returncode == 0, result.stderr
+        *programs, whole = found[device] = json.loads((tmp_path / "rows.json").read_text())
+        assert [row["micro_batch"] for row in programs] == [5, 5, 10, 10] if device == "v6e" else [20, 20, 40, 40]
+        assert "  2 tokens a step: writing" in result.stdout
+        assert min(whole["score"], whole["learn"], whole["write_4"]) > 0
+        assert whole["write_1"] > whole["write_2"] > whole["write_4"]
+    for one, four in list(zip(*found.values(), strict=True))[:-1]:  # four times the rows
+        assert four["flops_per_chip"] < 1.3 * one["flops_per_chip"]
+    assert not any("all-gather" in row["collective_gb"] for row in found["v6e"][:-1])
+    assert found["v6e:2x2"][3]["collective_gb"].get("all-gather", 0) < 0.01  # no weights meet in a step
+
+
 # ---- programs compiled for GPUs --------------------------------------------------------------------------------------
 
 
