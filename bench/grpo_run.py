@@ -102,24 +102,44 @@ def finished(cfg, seed, kind):
     return log, json.loads((out / "minutes.json").read_text())
 
 
+def gains(cfg, curves, kind):
+    """The last held-out reward of each seed, less that of the first kind."""
+    return np.array([curves[kind, seed][-1][1] - curves[cfg.kinds[0], seed][-1][1] for seed in cfg.seeds])
+
+
+def plot(cfg, curves):
+    """Held-out reward by round, thin for a seed; and with several kinds what each seed gains over the first of them."""
+    figure, axes = plt.subplots(1, 2 if len(cfg.kinds) > 1 else 1, figsize=(9, 4), squeeze=False)
+    left, *right = axes[0]
+    for i, kind in enumerate(cfg.kinds):
+        curve_SE2 = np.array([curves[kind, seed] for seed in cfg.seeds])
+        round_E, reward_SE = curve_SE2[0, :, 0], curve_SE2[..., 1]
+        left.plot(round_E, reward_SE.T, color=f"C{i}", lw=0.7, alpha=0.6)
+        left.plot(round_E, reward_SE.mean(0), color=f"C{i}", lw=2.5, marker="o", ms=3, label=kind)
+        for axis in right if i else ():
+            gain_S = gains(cfg, curves, kind)
+            error = 2 * gain_S.std(ddof=1) / len(gain_S) ** 0.5 if len(gain_S) > 1 else 0
+            axis.plot([i] * len(gain_S), gain_S, ".", color=f"C{i}", alpha=0.5)
+            axis.errorbar(i + 0.15, gain_S.mean(), error, fmt="o", color=f"C{i}", capsize=4)
+    left.set(xlabel="round", ylabel="tests passed, 72 held-out tasks", ylim=(0, 1))
+    left.legend(loc="lower right")
+    for axis in right:
+        axis.axhline(0, color="C0", lw=1)
+        axis.set_xticks(range(1, len(cfg.kinds)), cfg.kinds[1:])
+        axis.set(ylabel=f"after the last round, less {cfg.kinds[0]}", xlim=(0.5, len(cfg.kinds) - 0.4))
+    for axis in axes[0]:
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{Path(cfg.out).name}.png", dpi=120)
+
+
 def main(cfg):
     found = {(kind, seed): finished(cfg, seed, kind) for seed in cfg.seeds for kind in cfg.kinds}
     curves = {
         key: [(row["round"], row["heldout_reward"]) for row in log if "heldout_reward" in row]
         for key, (log, _) in found.items()
     }
-    figure, axis = plt.subplots(figsize=(7, 4))
-    for color, kind in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], cfg.kinds, strict=False):
-        rounds, rewards = (
-            np.array([list(zip(*curves[kind, seed], strict=True))[i] for seed in cfg.seeds]) for i in (0, 1)
-        )
-        axis.plot(rounds.T, rewards.T, color=color, lw=0.7, alpha=0.6)
-        axis.plot(rounds[0], rewards.mean(0), color=color, lw=2.5, marker="o", ms=3, label=kind)
-    axis.set(xlabel="round", ylabel="tests passed, 72 held-out tasks", ylim=(0, 1))
-    axis.grid(alpha=0.3)
-    axis.legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(RESULTS / f"{Path(cfg.out).name}.png", dpi=120)
+    plot(cfg, curves)
     for kind in cfg.kinds:
         what = f"{kind}, {len(cfg.seeds)} seeds"
         reward_SR = np.array([[reward for _, reward in curves[kind, seed]] for seed in cfg.seeds])
@@ -134,7 +154,7 @@ def main(cfg):
         unseen = [
             [row["unseen_reward"] for row in found[kind, seed][0] if "unseen_reward" in row] for seed in cfg.seeds
         ]
-        gain_S = np.array([curves[kind, seed][-1][1] - curves[cfg.kinds[0], seed][-1][1] for seed in cfg.seeds])
+        gain_S = gains(cfg, curves, kind)
         error = 2 * gain_S.std(ddof=1) / len(gain_S) ** 0.5 if len(gain_S) > 1 else np.nan
         print(f"{what}: {reward_SR[:, -1].mean():.3f} after; less {cfg.kinds[0]}: {gain_S.mean():+.3f} ± {error:.3f}")
         timed = cfg.kinds == Config.kinds  # the others may have shared the machine
