@@ -3,7 +3,7 @@
     python bench/grpo_run.py                                   # three seeds, 15 minutes; keep the machine idle
     python bench/grpo_run.py --kinds naive sure replayed --out=out/grpo_rollouts     # what becomes of fast rollouts
     python bench/grpo_run.py --kinds coupled independent coupled_elbo trajectory --seeds 0 1 2 3 4 5 6 7 8 9 10 11 \
-        --rounds=20 --eval_every=20 --eval_samples=8 --out=out/grpo_paired     # estimators; four hours of one core
+        --rounds=12 --eval_every=12 --eval_samples=8 --out=out/grpo_paired     # estimators; two hours of one core
 
 A seed is pre-training, tasks drawn and completions, all anew; the held-out tasks are the same. Their constants are in
 pre-training and never rewarded; the figure for a constant that is in neither stands beside it. With several kinds of
