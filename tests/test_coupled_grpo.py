@@ -1206,7 +1206,7 @@ def test_a_reward_that_fails_ends_the_run_in_one_line(folder, tmp_path, reward, 
 def test_a_sandbox_that_cannot_be_used_ends_the_run_before_it_begins(folder, tmp_path, monkeypatch):
     monkeypatch.delenv("E2B_API_KEY", raising=False)
     with pytest.raises((RuntimeError, ValueError), match="E2B_API_KEY"):
-        coupled_grpo.main(config(folder, tmp_path / "run", runner="e2b", ckpt="none"))
+        coupled_grpo.main(config(folder, tmp_path / "run", runner="e2b", ckpt="none", rewards=("code",)))
 
 
 def flags(cfg, prefix=""):
