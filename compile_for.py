@@ -743,7 +743,7 @@ class Grpo:
     phase: typing.Literal["learn", "score", "opens", "cached", "round"] = "learn"
 
     def sized(self, rows):
-        return dataclasses.replace(self, micro_batch=rows)
+        return dataclasses.replace(self, micro_batch=rows, phase="learn")
 
     def rows(self):
         # the run: Dream with the 7B preset's settings, its weights split over all chips
@@ -813,7 +813,10 @@ class Grpo:
                 lowered = trace()
             title = f"{name} {step}, {what}, {count} completions"
             found[phase] = report(title, lowered, self.device, size / 2**30, micro_batch=count)
-        return [*found.values(), *([self.round_of(cfg, **found)] if self.phase == "round" else [])]
+        rows = [*found.values()]
+        if self.phase == "round" and all("predicted_s" in row for row in rows):  # what does not fit has no time
+            rows.append(self.round_of(cfg, **found))
+        return rows
 
     def round_of(self, cfg, learn, score, opens, cached):
         """Seconds of a round's phases, if a step writes 1, 2 or 4 tokens of each text on average."""

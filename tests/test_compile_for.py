@@ -596,6 +596,19 @@ def test_every_program_of_a_small_dream_compiles(flags, tmp_path):
     assert all(row["step_s"] > 0 and 0 < row["hbm_gib"] < 4 for row in rows)
 
 
+def test_a_round_whose_programs_do_not_fit_has_no_time(monkeypatch):
+    pytest.importorskip("libtpu", reason="pip install -r requirements-tpu.txt compiles for TPUs")
+    reports = []
+
+    def report(name, lowered, device, beside_gib, **facts):
+        reports.append(name)
+        return {"fits": False, "because": "RESOURCE_EXHAUSTED"}
+
+    monkeypatch.setattr(compile_for, "report", report)
+    assert len(compile_for.Grpo(model="tiny", phase="round").rows()) == len(reports) == 4
+    assert compile_for.Grpo(phase="round").sized(8).phase == "learn"  # --largest
+
+
 @pytest.mark.slow
 def test_of_a_round_each_chip_writes_its_share(tmp_path):
     pytest.importorskip("libtpu", reason="pip install -r requirements-tpu.txt compiles for TPUs")
