@@ -789,7 +789,7 @@ class Grpo:
         name = f"dream {self.model}" + f", {self.layers} layers" * bool(self.layers) + " coupled-grpo"
 
         # rollouts: on several chips with a copy of the weights that lies as generate.py has them
-        writing = coupled_grpo.mesh_of(devices, runs.inference_mesh(model, devices, 0).devices.shape)
+        writing = coupled_grpo.writing_mesh(model, devices)
         params, beside_copy = md.assemble(base, trained), 0
         if writing.size > 1:
             copy = functools.partial(coupled_grpo.to_write, mesh=writing, dtype=jnp.bfloat16)

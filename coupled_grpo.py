@@ -197,6 +197,11 @@ def mesh_of(devices, shape):
     return jax.sharding.Mesh(np.reshape(devices, shape), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
+def writing_mesh(model_cfg, devices):
+    """All devices as generate.py shares them: up to as many as key/value heads share each layer, the others texts."""
+    return mesh_of(devices, runs.inference_mesh(model_cfg, devices, 0).devices.shape)
+
+
 def to_write(params, mesh, dtype):
     """The weights on a mesh of (data, 1, tensor), matrices in dtype. A matrix that all devices share goes there by two
     exchanges, between the groups of devices and within each; in one step XLA would make it whole on every device.
@@ -372,7 +377,7 @@ class Trainer:
         self.row_devices = mesh.size // cfg.tensor  # among which rows are shared out
 
         # Weights that are spread over all devices would meet anew in every pass of a rollout: a narrow copy does not.
-        self.writing_mesh = mesh_of(jax.devices(), runs.inference_mesh(model_cfg, jax.devices(), 0).devices.shape)
+        self.writing_mesh = writing_mesh(model_cfg, jax.devices())
         self.to_write = jax.jit(functools.partial(to_write, mesh=self.writing_mesh, dtype=dtype))
 
         self.updates, self.bad = 0, 0  # so far; the last of them without a finite gradient
@@ -383,9 +388,15 @@ class Trainer:
         cfg, (path, meta, _) = self.cfg, runs.find_weights(runs.absolute(self.cfg.ckpt))
         model_cfg, optimizer = md.read_config(path, meta), grpo.make_optimizer(cfg.lr)
 
+        copy, writing, shapes = 0, writing_mesh(model_cfg, jax.devices()), md.param_shapes(model_cfg)
+        if writing.size > 1:  # what rollouts are written with, while there are no gradients
+            put = lambda s, at: jax.ShapeDtypeStruct(s.shape, dtype, sharding=at)  # noqa: E731
+            copy = runs.bytes_on_a_device(jax.tree.map(put, shapes, md.shardings(writing, shapes)))
+
         def needed(lora_rank):  # what is trained, its moments and gradients, the reference model; with LoRA the base
             shapes = train_tpu.state_shapes(md, model_cfg, optimizer, mesh, lora_rank, dtype)
-            return runs.bytes_on_a_device(shapes) + (1 + bool(cfg.beta)) * runs.bytes_on_a_device(shapes["params"])
+            state, trained = runs.bytes_on_a_device(shapes), runs.bytes_on_a_device(shapes["params"])
+            return state + bool(cfg.beta) * trained + max(trained, copy)
 
         runs.check_memory(mesh, needed(cfg.lora_rank), {} if cfg.lora_rank else {"--lora_rank=16": needed(16)})
 
