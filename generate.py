@@ -58,7 +58,10 @@ class DreamFlags:
 
     alg_temp: float = 0.0  # temperature of the choice of positions; 0 fills the surest
     threshold: float = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
-    entropy_bound: float = 0.0  # fill the surest tokens, of entropies up to this sum in nats; for a Dream of blocks
+    entropy_bound: float = 0.0  # fill the surest tokens of a step, of entropies up to this sum in nats
+    # with blocks, a threshold or bound, and no cache: open the next block once this share of the last one is filled
+    block_add: float = 0.0
+    stable_steps: int = 0  # fill all at once when the likeliest tokens stood still for so many steps; 0 never does
     cache: typing.Literal["", "prefix", "dual"] = ""  # keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
     eos_penalty: float = 0.0  # keep a text from ending while little of it is written; Dream-Coder's demos use 3
@@ -612,7 +615,8 @@ class Dream(CanvasModel):
         # The rule refuses flags that do not go together, before the weights are read.
         flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
         shared = {name: getattr(cfg, name) for name in ("steps", "temperature", "top_p", "top_k")}
-        names = "alg_temp", "threshold", "cache", "fast_dllm", "eos_penalty"
+        names = "alg_temp", "threshold", "entropy_bound", "block_add", "stable_steps", "cache", "fast_dllm"
+        names += ("eos_penalty",)
         blocks = {name: getattr(flags, name) for name in names} | {"block_length": cfg.block_length}
         rule = sample_dream.Sampling(cfg.sampler, **shared, **blocks, history=bool(cfg.html or cfg.show_steps))
         bits = runs.bits_of(flags)
@@ -626,11 +630,9 @@ class Dream(CanvasModel):
         super().__init__(cfg, tokenizer, dream.mask_id, ends, dream.positions)
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
         if dream.block_length:
-            self.rule = sample_block.settings_of(self.rule, flags.entropy_bound)
+            self.rule = sample_block.settings_of(self.rule)
             if cfg.block_length not in (0, dream.block_length):
                 print(f"--block_length={cfg.block_length}: trained with {dream.block_length}", file=sys.stderr)
-        elif flags.entropy_bound:
-            raise ValueError(f"--entropy_bound is for a Dream of blocks, and {folder} has none; try --threshold")
         # Of many texts those that end make room for others. What is watched is one batch, and so are blocks.
         self.together = flags.batch_size * (1 if self.watching or dream.block_length else 8)
         self.key, self.compile_s = jax.random.key(cfg.seed), 0.0

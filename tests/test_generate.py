@@ -510,11 +510,10 @@ def test_a_dream_of_blocks_is_filled_behind_its_exact_cache(coder, capsys, tmp_p
         ({"prompt": "a[MASK:2]b"}, "does not see the text behind a hole"),
         ({"prompt": "a", "cache": "dual", "block_length": 4}, "without cache: leave it out"),
         ({"prompt": "a", "threshold": 0.5, "entropy_bound": 0.5}, "do not go together"),
+        ({"prompt": "a", "stable_steps": 1}, "without stable_steps: leave it out"),
     ):
         with pytest.raises(ValueError, match=part):
             dream_says(capsys, tmp_path / "blocks", **settings)
-    with pytest.raises(ValueError, match="--entropy_bound is for a Dream of blocks"):
-        dream_says(capsys, coder / "model", prompt="a", entropy_bound=0.5)
 
 
 class Pieces(io.StringIO):
