@@ -1,6 +1,6 @@
 """Memory, FLOPs, collectives and the compiler's time estimates of our programs on TPUs, compiled ahead of time.
 
-    python bench/aot.py                              # fourteen programs, half an hour on two cores; needs libtpu, no TPU
+    python bench/aot.py                              # fourteen programs, 40 minutes on two cores; needs libtpu alone
     python bench/aot.py --only="1b step, v6e:1x1"    # those whose name holds this text
 
 Estimates of the compiler, not measurements: Pallas kernels, sorts and scatters carry none and come on top. Runs
