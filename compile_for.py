@@ -4,6 +4,7 @@
     python compile_for.py train --model=1b --device=v6e:4x4   # on a pod of sixteen chips; h100:8 are eight GPUs
     python compile_for.py --largest train --device=rtx4090    # the largest micro-batch that fits, by bisection
     python compile_for.py generate --device=rtx4090 --int8    # Dream's denoising steps; --only=cached is one of them
+    python compile_for.py generate --only=blocks              # those of a Dream of blocks, behind its exact cache
     python compile_for.py grpo --device=a100-80 --lora_rank=16     # the gradient of coupled_grpo.py on Dream 7B
     python compile_for.py grpo --device=v6e:2x4 --phase=round      # and what writes and scores: seconds of a round
     python compile_for.py head                                # the memory of its scoring head beside plain forms
@@ -59,6 +60,7 @@ import generate
 import grpo
 import model_dream as md
 import runs
+import sample_block
 import sample_dream
 import train_tpu
 
@@ -616,7 +618,7 @@ class Train:
         shapes = train_tpu.state_shapes(family, model, optimizer, mesh, cfg.dream.lora_rank, run.dtype)
         step = train_tpu.lower_step(cfg, family.graph_of(model, run), optimizer, shapes, mesh)
         tokens = cfg.batch_size * cfg.seq_len
-        flops = tokens * family.flops_per_token(model, cfg.seq_len)
+        flops = train_tpu.step_flops(cfg, model)
         facts = {"tokens": tokens, "micro_batch": cfg.micro_batch, "seq_len": cfg.seq_len, "model_flops": flops}
         row = report(f"{cfg.model} train step", step, self.device, **facts)
         if "predicted_s" in row:
@@ -678,7 +680,8 @@ class Generate:
     batch_size: int = 1  # texts that are filled together
     length: int = 768  # tokens of the canvas
     block_length: int = 32  # tokens of a block; 0: without blocks, the first of the three steps alone
-    only: typing.Literal[("", *STEPS)] = ""  # one of the three steps; "" all
+    # one of the three steps; blocks: the passes of a Dream trained in blocks, behind its exact cache; "" all three
+    only: typing.Literal[("", *STEPS, "blocks")] = ""
 
     def sized(self, rows):
         return dataclasses.replace(self, batch_size=rows, only=self.only or "canvas")
@@ -690,10 +693,17 @@ class Generate:
     def program(self, mesh, cached):
         """Arguments of sample_dream.fill_block, as generate.py has them: (positional, by name)."""
         model = md.CONFIGS[self.model]
-        # the settings of the command line, and the weights as runs.load_for_inference gives them
+        # the settings of the command line
         settings = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
         blocks = {"block_length": self.block_length, "cache": "dual", "threshold": 0.9} if cached else {}
         rule = sample_dream.Sampling(**settings, **blocks, eos_ids=(model.eos_id,))
+        graph, params = self.weights(mesh)
+        sampler = sample_dream.sampler_of(graph, model, rule)
+        return denoising(sampler, params, mesh, self.batch_size, self.length, begin=1)
+
+    def weights(self, mesh):
+        """(the model without its parameters, their shapes), as runs.load_for_inference gives them."""
+        model = md.CONFIGS[self.model]
         graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), platform=platform(self.device)))
         params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), md.param_shapes(model))
         if bits := runs.bits_of(self):
@@ -705,14 +715,36 @@ class Generate:
             params = jax.tree_util.tree_map_with_path(kept, params)
         if mesh.size == 1:
             params = jax.eval_shape(lambda tree: nnx.to_pure_dict(nnx.state(md.join(nnx.merge(graph, tree)))), params)
-        sampler = sample_dream.sampler_of(graph, model, rule)
-        return denoising(sampler, params, mesh, self.batch_size, self.length, begin=1)
+        return graph, params
 
     def lowered(self, name):
-        """One of STEPS, traced."""
+        """One of STEPS, or a pass over so many slots behind the cache of sample_block.py, traced."""
         mesh = self.mesh()
         with runs.on(mesh if mesh.size > 1 else None):
+            if isinstance(name, int):
+                return self.block_pass(mesh, name)
             return lowered_step(name, mesh, *self.program(mesh, cached=name != "canvas"))
+
+    def block_pass(self, mesh, width):
+        """A denoising step of a Dream of blocks, traced: of sample_block.fill_block, which is a loop of them."""
+        model = md.CONFIGS[self.model]
+        settings = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
+        rule = sample_block.Sampling(self.block_length, threshold=0.9, **settings, eos_ids=(model.eos_id,))
+        graph, params = self.weights(mesh)
+        sampler = sample_block.sampler_of(graph, rule)
+        prompts = [[model.bos_id] + [model.mask_id] * (self.length - 1)] * self.batch_size
+        inputs = jax.eval_shape(lambda: sample_block.prepare(model, rule, prompts, dtype=jnp.bfloat16)[:2])
+
+        def step(params, state, given):
+            model = nnx.merge(graph, params)
+            masks_B = sampler.masked(model, state, given)[0].sum(-1)
+            return sampler.step(model, state, given, given.start_B, width, masks_B, 1)
+
+        # the cache is split as it is in a pass, all else is whole on each chip
+        at = lambda s: PS(md.BATCH, "tensor") if len(s.shape) == 4 else PS()  # noqa: E731
+        places = md.shardings(mesh, params), *jax.tree.map(lambda s: jax.NamedSharding(mesh, at(s)), inputs)
+        put = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at)  # noqa: E731
+        return jax.jit(step, donate_argnums=1).lower(*jax.tree.map(put, (params, *inputs), places))
 
     def rows(self):
         # no step is faster than its FLOPs at the peak, nor than one pass over the weights
@@ -720,8 +752,12 @@ class Generate:
         size = {0: 2, 8: 1, 4: 0.625}[bits]  # bytes of a parameter; int4: of 7b, whose embedding and head have 8 bits
         weights = size * md.count_params(md.CONFIGS[self.model])["total"] / mesh.shape["tensor"]  # that a step reads
         kind, found = f"int{bits}" if bits else "bfloat16", []
-        for name in [self.only] if self.only else STEPS if self.block_length else ["canvas"]:
-            row = report(f"dream {self.model} {kind}, {STEPS[name]}", self.lowered(name), self.device)
+        # a block's first pass is over the block before it too, the others over it and the token before it
+        slots = dict.fromkeys((2 * self.block_length, self.block_length + 1))
+        names = {"": STEPS if self.block_length else ["canvas"], "blocks": slots}.get(self.only, [self.only])
+        for name in names:
+            what = STEPS.get(name) or f"blocks of {self.block_length}, a pass over {name} slots"
+            row = report(f"dream {self.model} {kind}, {what}", self.lowered(name), self.device)
             if "flops_per_chip" in row:
                 ideal_s = max(row["flops_per_chip"] / chip.flops_per_s, weights / chip.bytes_per_s)
                 # a TPU's prefetches of weights run beside the kernels, whose sum leaves them out

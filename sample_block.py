@@ -259,6 +259,31 @@ def counts(rule):
     return np.array([[*row, *[1] * (rule.block_length - len(row))] for row in rows], np.int32)
 
 
+def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
+    """(State, Given, slots that the first pass feeds) of prompts that end in MASKs, before anything is filled."""
+    token_BL, end_B, begin_B, block_BL, prefix = layout(cfg, rule, prompts, rows, width)
+    B, L = token_BL.shape
+    see_BL = np.arange(L) < end_B[:, None]
+    made_BL = (token_BL == cfg.mask_id) & see_BL
+    banned_V = np.isin(np.arange(cfg.vocab), cfg.mask_id) | (np.arange(cfg.vocab) >= (rule.vocab or cfg.vocab))
+    key_B = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(0) if key is None else key))(jnp.arange(B))
+    bound = rule.threshold or rule.entropy_bound
+    given = Given(see_BL, made_BL, block_BL, begin_B, 0 * begin_B, counts(rule), banned_V, key_B, bound)
+    # keys and values that are still empty
+    kv = lambda: jnp.zeros((B, cfg.kv_heads, L, cfg.head_size), dtype)  # noqa: E731
+    cache = [(kv(), kv()) for _ in range(cfg.layers)]
+    record = sample_dream.Record(np.full((B, L), -1, np.int32), token_BL.copy(), np.zeros((B, L), np.float32))
+    return State(token_BL, record, np.int32(0), np.int32(0), cache), given, prefix
+
+
+def sampler_of(graph, rule, watch=None):
+    """The Sampler of a rule, without what `Given` says already: that must not ask for another program."""
+    fixed = {"steps": 0, "schedule": "block", "border": "text", "full": False, "vocab": 0}
+    # of a bound it matters whether it is set
+    fixed |= {"threshold": float(rule.threshold > 0), "entropy_bound": float(rule.entropy_bound > 0)}
+    return Sampler(graph, dataclasses.replace(rule, **fixed), watch)
+
+
 def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, watch=None, on_block=None):
     """Continue prompts (lists of ids, any lengths) with max_new tokens each: (rows of ids, stats).
 
@@ -277,33 +302,19 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
         raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
     N, prompts = rule.block_length, [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]
     width = next((width for width in widths if width >= max(map(len, prompts))), 0)
-    token_BL, end_B, begin_B, block_BL, prefix = layout(cfg, rule, prompts, rows, width)
-    B, L = token_BL.shape
-    see_BL = np.arange(L) < end_B[:, None]
-    made_BL = (token_BL == cfg.mask_id) & see_BL
-    banned_V = np.isin(np.arange(cfg.vocab), cfg.mask_id) | (np.arange(cfg.vocab) >= (rule.vocab or cfg.vocab))
-    key_B = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(0) if key is None else key))(jnp.arange(B))
-    bound = rule.threshold or rule.entropy_bound
-    given = Given(see_BL, made_BL, block_BL, begin_B, 0 * begin_B, counts(rule), banned_V, key_B, bound)
+    state, given, prefix = prepare(cfg, rule, prompts, rows, width, key, model.run.dtype)
     graph, params = nnx.split(model)
-    # What `given` says already must not ask for another program; of a bound it matters whether it is set.
-    fixed = {"steps": 0, "schedule": "block", "border": "text", "full": False, "vocab": 0}
-    fixed |= {"threshold": float(rule.threshold > 0), "entropy_bound": float(rule.entropy_bound > 0)}
-    sampler = Sampler(graph, dataclasses.replace(rule, **fixed), watch)
+    sampler = sampler_of(graph, rule, watch)
 
     def texts_of(state):
         return [row[: len(ids)].tolist() for row, ids in zip(np.asarray(state.token_BL), prompts, strict=False)]
 
-    # Empty keys and values; then block after block, of which a row that is done repeats its last.
-    kv = lambda: jnp.zeros((B, cfg.kv_heads, L, cfg.head_size), model.run.dtype)  # noqa: E731
-    cache = [(kv(), kv()) for _ in range(cfg.layers)]
-    zero, begun, windows = np.int32(0), [], []
-    record = sample_dream.Record(np.full((B, L), -1, np.int32), token_BL.copy(), np.zeros((B, L), np.float32))
-    state = State(token_BL, record, zero, zero, cache)
-    last_B = begin_B + np.maximum(end_B - begin_B - 1, 0) // N * N
+    # Block after block, of which a row that is done repeats its last.
+    begun, windows, begin_B = [], [], given.first_B
+    last_B = begin_B + np.maximum(given.see_BL.sum(1) - begin_B - 1, 0) // N * N
     for i in range(max((last_B - begin_B) // N) + 1):
         first_B = np.minimum(begin_B + i * N, last_B)
-        if not ((np.asarray(state.token_BL) == cfg.mask_id) & see_BL).any():
+        if not ((np.asarray(state.token_BL) == cfg.mask_id) & given.see_BL).any():
             break
         begun.append(int(state.step))
         start_B, width = (np.maximum(first_B - N, 0), 2 * N) if i else (0 * first_B, prefix)

@@ -80,7 +80,7 @@ class Dream:
     rate_warmup: int = 0  # steps in which the highest mask rate of a block rises to that of --rates, without weights
     rates: tuple[float, float] = (1e-3, 1.0)  # lowest and highest mask rate of a block; held-out rows have all rates
     least_one: bool = False  # each block has one masked token at least, and a mask rate of 1 / --block_length
-    complement: bool = False  # each row twice in a step, its masks and the others
+    complement: bool = False  # each row twice in a step, its masks and the others; after --rate_warmup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,6 +357,17 @@ def plan(cfg, model, rows):
     print(f"{steps:,} steps of {seen // steps:,} tokens = {steps / per_epoch:.2f} epochs of {data:,} tokens")
     print(f"{seen / counts['total']:.1f} tokens per parameter; {cfg.optimizer}, peak learning rate {lr:.3g}")
     return cfg, per_epoch
+
+
+def step_flops(cfg, model):
+    """Training FLOPs of a step, of all devices together, without what remat computes again."""
+    length, copies = cfg.seq_len, 1
+    if getattr(model, "block_length", 0) > 1:  # each row noised and clean, side by side
+        length, copies = 2 * length, 2 * (1 + cfg.dream.complement)
+    flops = family_of(cfg).flops_per_token(model, length)
+    if cfg.dream.lora_rank:  # frozen matrices have no gradients: a third of what they cost
+        flops -= md.flops_per_token(model, 0) / 3
+    return copies * flops * cfg.batch_size * cfg.seq_len
 
 
 def peak_flops(device, dtype):
@@ -652,9 +663,11 @@ def block_nats(dream, model, step, token_BL, segment_BL, position_BL, counted_BL
     nats = (weight_BL * model.nll(token_BL, mask_BL, *row, block)).sum()
     if not dream.complement:
         return nats
-    # What was unweighted stays so. Where t is 1 nothing is left to mask, and any weight will do.
+    # High rates have no weights. Where t is 1 nothing is left to mask, and any weight will do.
     weight_BL = jnp.where(weight_BL == 1, 1.0, 1 / jnp.maximum(1 - t_BL, low))
-    return (nats + (weight_BL * model.nll(token_BL, counted_BL & ~mask_BL, *row, block)).sum()) / 2
+    others = (weight_BL * model.nll(token_BL, counted_BL & ~mask_BL, *row, block)).sum()
+    # Blocks of one token are all masked, and in the warm-up the others would be nearly all tokens.
+    return jnp.where((block == 1) | (step < dream.rate_warmup), nats, (nats + others) / 2)
 
 
 def make_step(cfg, graph, optimizer):
@@ -901,12 +914,7 @@ class Meter:
     def __init__(self, cfg, model, run, mesh, step, skipped):
         self.cfg, self.skipped, self.bad = cfg, skipped, 0  # bad: how many of them in a row
         self.tokens = cfg.batch_size * cfg.seq_len
-        flops = family_of(cfg).flops_per_token(model, cfg.seq_len)
-        if getattr(model, "block_length", 0) > 1:  # twice the tokens, each sees both rows
-            flops = 2 * md.flops_per_token(model, 2 * cfg.seq_len) * (1 + cfg.dream.complement)
-        if cfg.dream.lora_rank:  # frozen matrices have no gradients: a third of what they cost
-            flops -= md.flops_per_token(model, 0) / 3
-        self.flops = flops * self.tokens / mesh.size  # a step, a device
+        self.flops = step_flops(cfg, model) / mesh.size  # a device
         self.peak, source = peak_flops(jax.devices()[0], run.dtype)
         print(f"peak {self.peak / 1e12:.3g} TFLOP/s a device ({source}), a step is {self.flops / 1e12:.3g} TFLOP")
         self.restart(step)

@@ -1,6 +1,6 @@
 """Memory, FLOPs, collectives and the compiler's time estimates of our programs on TPUs, compiled ahead of time.
 
-    python bench/aot.py                              # twelve programs, half an hour on two cores; needs libtpu, no TPU
+    python bench/aot.py                              # fourteen programs, 40 minutes on two cores; needs libtpu alone
     python bench/aot.py --only="1b step, v6e:1x1"    # those whose name holds this text
 
 Estimates of the compiler, not measurements: Pallas kernels, sorts and scatters carry none and come on top. Runs
@@ -33,6 +33,8 @@ PROGRAMS = {
     "pythoncoder 1b step, v6e:4x4, fsdp 16, 8 rows a chip": POD,
     "pythoncoder 1b step, v6e:4x4, fsdp 16, 8 rows a chip, no dropout": f"{POD} --dropout=0",
     "dream 7b bfloat16": "generate",
+    "dream 7b bfloat16, blocks of 32": "generate --only=blocks",
+    "dream 7b bfloat16, blocks of 1, an autoregressive model": "generate --only=blocks --block_length=1",
     "dream 7b coupled-grpo micro-step, LoRA of rank 16, 5 completions, v6e:1x1": "grpo --lora_rank=16",
     "dream 7b coupled-grpo micro-step, all weights, 40 completions, v6e:2x4": "grpo --device=v6e:2x4",
     "dream 7b coupled-grpo micro-step, all weights, 80 completions, v6e:4x4": "grpo --device=v6e:4x4",
@@ -73,7 +75,7 @@ def main(cfg):
                 shares |= {f"{form}_gib": gib[form] for form in ("plain", "reference")}
                 shares["estimated_ms"] = {form: 1e3 * row["step_s"] for form, row in forms.items()}
                 record("tpu_aot", f"{name}, {what}", gib["ours"], "GiB of temporaries", **shares, **more)
-        elif flags.startswith("generate"):  # an entry for each of the three steps
+        elif flags.startswith("generate"):  # an entry for each of the steps
             for row in rows:
                 record("tpu_aot", row["program"], 1e3 * row["step_s"], "ms, estimate", **row | more)
         else:

@@ -71,16 +71,20 @@ def losses(out):
 def kill_and_resume(first, resume, kills=20, seed=0):
     """Run the command `first`, kill -9 it at a random line of its log, go on with `resume` until one is not killed.
 
-    Asserts that it was killed `kills` times.
+    Asserts that it was killed `kills` times. Returns the first step or round that each of the processes logged.
     """
-    rng, killed, line_number = random.Random(seed), 0, 0
+    rng, killed, line_number, first_steps = random.Random(seed), 0, 0, []
     env = os.environ | AS_A_USER | {"XLA_FLAGS": ""}
     while True:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": env}
         with subprocess.Popen(resume if killed else first, **pipes) as process:
             die_after = rng.randint(1, 4) if killed < kills else None  # lines of the log
             for line in process.stdout:
-                line_number += line.startswith((b"step ", b"round "))
+                if not line.startswith((b"step ", b"round ")):
+                    continue
+                line_number += 1
+                if line_number == 1:
+                    first_steps.append(int(line.split()[1].replace(b",", b"")))
                 if die_after and line_number >= die_after:
                     process.send_signal(signal.SIGKILL)
                     break
@@ -91,6 +95,7 @@ def kill_and_resume(first, resume, kills=20, seed=0):
         assert process.returncode == -signal.SIGKILL, error
         killed, line_number = killed + 1, 0
     assert killed == kills
+    return first_steps
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -583,16 +583,20 @@ def test_the_1b_step_fits_a_v6e_chip_with_six_gib_to_spare(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags",
-    [("generate", "--model=tiny", "--length=96"), ("generate", "--model=tiny", "--length=96", "--int8"),
-     ("grpo", "--model=tiny"), ("grpo", "--model=tiny", "--lora_rank=4"), ("head", "--model=tiny", "--only=forward")],
+    ("flags", "count"),
+    [(("generate", "--model=tiny", "--length=96"), 3), (("generate", "--model=tiny", "--length=96", "--int8"), 3),
+     (("generate", "--model=tiny", "--length=96", "--only=blocks"), 2),
+     (("generate", "--model=tiny", "--length=96", "--only=blocks", "--block_length=1"), 1),
+     (("train", "--model=dream_tiny", "--seq_len=64", "--batch_size=2", "--block_length=4", "--lora_rank=2"), 1),
+     (("grpo", "--model=tiny"), 1), (("grpo", "--model=tiny", "--lora_rank=4"), 1),
+     (("head", "--model=tiny", "--only=forward"), 3)],
 )  # fmt: skip
-def test_every_program_of_a_small_dream_compiles(flags, tmp_path):
+def test_every_program_of_a_small_dream_compiles(flags, count, tmp_path):
     pytest.importorskip("libtpu", reason="pip install -r requirements-tpu.txt compiles for TPUs")
     result = run("compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, timeout=900)
     assert result.returncode == 0, result.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert len(rows) == (1 if flags[0] == "grpo" else 3)
+    assert len(rows) == count
     assert all(row["step_s"] > 0 and 0 < row["hbm_gib"] < 4 for row in rows)
 
 

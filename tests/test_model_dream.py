@@ -190,6 +190,12 @@ def test_the_7b_preset_has_the_parameters_of_the_spec():
     assert shapes["layers.27.k_proj"].shape == (512, 3584)
 
 
+@pytest.mark.parametrize(("preset", "count", "tensors"), [("500m", 494_032_768, 290), ("1500m", 1_543_714_304, 338)])
+def test_small_presets_are_as_large_as_qwen2_5_is(preset, count, tensors):
+    shapes = runs.flatten(md.param_shapes(md.CONFIGS[preset]))
+    assert (md.count_params(md.CONFIGS[preset])["total"], len(shapes)) == (count, tensors)
+
+
 def test_every_preset_counts_what_it_allocates_and_survives_its_config_json(tmp_path):
     for name, cfg in md.CONFIGS.items():
         parts = md.count_params(cfg)

@@ -491,9 +491,10 @@ def test_blocks_of_one_token_train_as_an_autoregressive_model_and_a_block_as_lon
         "fixed_ABL": jnp.tile((position_L < 2).astype(int), (1, 2, 1)),
     }
     ar = loss_in_blocks(cfg, params, packed, objective="ar")
-    # The first step of a warm-up has blocks of one.
-    grown = loss_in_blocks(cfg, params, packed, block_length=8, block_warmup=9)
-    assert grown == pytest.approx(ar, rel=1e-5)
+    # The first step of a warm-up has blocks of one, all masked, so that nothing is left to the other half of a pair.
+    for more in ({}, {"complement": True}):
+        grown = loss_in_blocks(cfg, params, packed, block_length=8, block_warmup=9, **more)
+        assert grown == pytest.approx(ar, rel=1e-5)
     whole = batch | {"segment_ABL": jnp.ones((1, 2, 16), int), "position_ABL": jnp.tile(jnp.arange(16), (1, 2, 1))}
     none, all_of_it = (loss_in_blocks(cfg, params, whole, **s) for s in ({}, {"block_length": 16}))
     assert all_of_it == pytest.approx(none, rel=1e-5)
@@ -568,7 +569,8 @@ def test_the_loss_of_blocks_is_in_the_mean_their_exact_bound_whatever_the_estima
     value, error = mean(least_one=True)  # no bound, and so it says
     assert abs(value - exact) > 4 * error
     # Unweighted in the warm-up, where hardly a token is masked.
-    assert mean(rate_warmup=10)[0] < 0.1 * exact
+    for more in ({}, {"complement": True}):
+        assert mean(rate_warmup=10, **more)[0] < 0.1 * exact
 
 
 @pytest.mark.slow
@@ -783,15 +785,23 @@ def test_two_processes_train_as_one(data, from_the_shell, tmp_path):
         np.testing.assert_allclose(losses(out)[step], want, rtol=2e-3)
 
 
+IN_BLOCKS = ("--model=dream_tiny", "--block_length=4", "--block_warmup=30", "--rate_warmup=15", "--complement")
+
+
 @pytest.mark.slow
-def test_kill_9_at_twenty_random_moments_always_resumes_to_the_unbroken_losses(data, tmp_path):
-    more = ("--steps=400", "--eval_every=10", "--eval_rows=8")
-    unbroken = run(*flags(data, tmp_path / "unbroken", *more), timeout=900)
-    assert unbroken.returncode == 0, unbroken.stderr
-    out = tmp_path / "killed"
+@pytest.mark.parametrize(
+    ("kills", "more"), [(20, ["--steps=400"]), (5, ["--steps=40", *IN_BLOCKS])], ids=["pythoncoder", "blocks"]
+)
+def test_kill_9_at_random_moments_always_resumes_to_the_unbroken_run(data, tmp_path, kills, more):
+    more = (*more, "--eval_every=3", "--eval_rows=8")
+    unbroken, out = tmp_path / "unbroken", tmp_path / "killed"
+    result = run(*flags(data, unbroken, *more), timeout=900)
+    assert result.returncode == 0, result.stderr
     resume = flags(data, out, *more, f"--resume={out}")
-    kill_and_resume(command(*flags(data, out, *more)), command(*resume))
-    assert losses(out) == losses(tmp_path / "unbroken")
+    steps = kill_and_resume(command(*flags(data, out, *more)), command(*resume), kills)
+    assert max(steps) > 3  # a checkpoint lay between two kills
+    assert losses(out) == losses(unbroken)
+    assert runs.Checkpoints(out).meta()["sums"] == runs.Checkpoints(unbroken).meta()["sums"]
 
 
 def two_hosts(data, outs, *more):
