@@ -9,6 +9,7 @@
     python generate.py --model=mdlm --prompt="Once upon a time" --show_steps
     python generate.py --model=mdlm --prompt="Once upon a [MASK:12] dragon." --html=steps.html
     python generate.py --model=dream --ckpt=out/diffucoder --chat=on --prompt="Sort a list in Python." --show_steps
+    python generate.py --model=dream --prompt="def area(r):\\n    [MASK]\\n    return a" --valid=python
     python generate.py --model=dream --ckpt=out/diffucoder --chat=on --system="Answer in code."    # a conversation
     python generate.py --model=dream --ckpt=out/diffucoder --int8 --block_length=32 --cache=dual --threshold=0.9
 
@@ -16,7 +17,8 @@ Reads a run folder of train_tpu.py or train_gpu.py, or a folder of convert_weigh
 PythonCoder or MDLM that comes with this project, in weights/. PythonCoder decodes with a static KV cache in one
 compiled loop, and its own MTP head drafts every second token: the text is the same as without (temperature 0), or
 drawn from the same distribution. MDLM and Dream fill a canvas of masks in --steps steps; [MASK:n] anywhere in a prompt
-is n tokens to fill, and nothing is appended to such a prompt.
+is n tokens to fill, and nothing is appended to such a prompt. Dream finds out how many tokens a [MASK] has, and with
+--valid=python what it writes stays Python; see infill.py.
 
 A prompt's way: main -> complete of its family -> token ids, or a canvas of them -> the model's sampler -> text.
 """
@@ -58,7 +60,10 @@ class DreamFlags:
 
     alg_temp: float = 0.0  # temperature of the choice of positions; 0 fills the surest
     threshold: float = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
-    entropy_bound: float = 0.0  # fill the surest tokens, of entropies up to this sum in nats; for a Dream of blocks
+    entropy_bound: float = 0.0  # fill the surest tokens of a step, of entropies up to this sum in nats
+    # with blocks, a threshold or bound, and no cache: open the next block once this share of the last one is filled
+    block_add: float = 0.0
+    stable_steps: int = 0  # fill all at once when the likeliest tokens stood still for so many steps; 0 never does
     cache: typing.Literal["", "prefix", "dual"] = ""  # keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
     eos_penalty: float = 0.0  # keep a text from ending while little of it is written; Dream-Coder's demos use 3
@@ -66,6 +71,7 @@ class DreamFlags:
     chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: if the model's name says instruct
     system: str = ""  # what the chat template tells the model before the first prompt, \n for a new line
     bos: bool = False  # begin a text without template with <|beginoftext|>, as evaluations of Dream-Base do
+    valid: typing.Literal["", "python"] = ""  # write only what Python can read, or can read once it goes on
     int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
     int4: bool = False  # matrices of the layers in 4 bits, a third of the memory of bfloat16
 
@@ -86,7 +92,8 @@ class Config:
     top_p: float | None = None  # draw from the smallest set of this probability; default 0.95, 0.9 for MDLM
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
     raw: bool = False  # take --prompt, --suffix, --stop, --system as they are: \n stays a backslash and an n
-    infill: bool = True  # MDLM, Dream: [MASK:n] in a prompt is n tokens to fill; --no-infill takes it as text
+    # MDLM, Dream: [MASK:n] in a prompt is n tokens to fill, [MASK] of Dream as many as fit; --no-infill: both are text
+    infill: bool = True
     # passes over the canvas, or each block of a Dream of blocks; default 128 for MDLM, 0 for Dream: one for each token
     steps: int | None = None
     block_length: int = 0  # MDLM, Dream: fill blocks of this length from left to right; 0 takes the whole canvas
@@ -439,13 +446,13 @@ class CanvasModel:
         """
         # Cut the request at its masks: texts and numbers of masks take turns.
         cfg = self.cfg
-        cut = re.compile(r" ?\[MASK:(\d+)\]").split if cfg.infill else lambda text: [text]
+        cut = re.compile(r" ?\[MASK(?::(\d+))?\]").split if cfg.infill else lambda text: [text]
         parts = cut(prompt)
         if suffix or len(parts) == 1:
             parts.append(cfg.max_new)
         if suffix:
             parts += cut(suffix)
-        texts, sizes = parts[::2], [int(count) for count in parts[1::2]]
+        texts, sizes = parts[::2], [count and int(count) for count in parts[1::2]]
         if cfg.infill and any("[MASK" in text for text in texts):
             raise ValueError("a mask is written with its number of tokens: [MASK:12]; --no-infill takes [MASK as text")
 
@@ -461,6 +468,8 @@ class CanvasModel:
         if answer:
             encoded = [self.ask(prompt)]
         begin, end = () if answer else self.begin, self.end if ended else ()
+        if None in sizes:
+            sizes = self.measure([*begin, *encoded[0]], encoded[1:], sizes)
         length, most = len(begin) + sum(map(len, encoded)) + sum(sizes) + len(end), self.positions
         if length > most:
             raise ValueError(f"{length} tokens do not fit the model's {most} positions; lower --max_new or mask less")
@@ -470,6 +479,10 @@ class CanvasModel:
         start = ids.index(self.mask) if answer else len(begin)
         around = None if gaps else ("", "") if answer else (prompt, suffix)
         return Canvas(prompt, suffix, [*ids, *end], start, around)
+
+    def measure(self, before, following, sizes):
+        """The sizes of holes, of which one is not known: with `following` texts behind the ids `before`."""
+        raise ValueError("a mask is written with its number of tokens: [MASK:12]; --no-infill takes [MASK as text")
 
     def kept(self, canvas, ids):
         """Positions of a filled canvas without what a run of masks holds from its first end token on."""
@@ -605,6 +618,7 @@ class Dream(CanvasModel):
     def __init__(self, cfg, _):
         import jax
 
+        import infill
         import model_dream
         import sample_block
         import sample_dream
@@ -612,7 +626,8 @@ class Dream(CanvasModel):
         # The rule refuses flags that do not go together, before the weights are read.
         flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
         shared = {name: getattr(cfg, name) for name in ("steps", "temperature", "top_p", "top_k")}
-        names = "alg_temp", "threshold", "cache", "fast_dllm", "eos_penalty"
+        names = "alg_temp", "threshold", "entropy_bound", "block_add", "stable_steps", "cache", "fast_dllm"
+        names += ("eos_penalty",)
         blocks = {name: getattr(flags, name) for name in names} | {"block_length": cfg.block_length}
         rule = sample_dream.Sampling(cfg.sampler, **shared, **blocks, history=bool(cfg.html or cfg.show_steps))
         bits = runs.bits_of(flags)
@@ -626,11 +641,12 @@ class Dream(CanvasModel):
         super().__init__(cfg, tokenizer, dream.mask_id, ends, dream.positions)
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
         if dream.block_length:
-            self.rule = sample_block.settings_of(self.rule, flags.entropy_bound)
+            self.rule = sample_block.settings_of(self.rule)
             if cfg.block_length not in (0, dream.block_length):
                 print(f"--block_length={cfg.block_length}: trained with {dream.block_length}", file=sys.stderr)
-        elif flags.entropy_bound:
-            raise ValueError(f"--entropy_bound is for a Dream of blocks, and {folder} has none; try --threshold")
+        if flags.valid and (dream.block_length or flags.chat == "on"):
+            raise ValueError("--valid=python is for a Dream without blocks that writes code, without a chat template")
+        self.read = infill.Reader(self.model, tokenizer)
         # Of many texts those that end make room for others. What is watched is one batch, and so are blocks.
         self.together = flags.batch_size * (1 if self.watching or dream.block_length else 8)
         self.key, self.compile_s = jax.random.key(cfg.seed), 0.0
@@ -645,7 +661,7 @@ class Dream(CanvasModel):
         config = runs.read_json(folder / "config.json")
         name = config.get("source") or f"{folder.resolve().name} {config.get('_name_or_path', '')}"
         instruct = any(word in name.lower() for word in ("instruct", "chat", "cpgrpo"))
-        if wrap and (flags.chat == "on" or (flags.chat == "auto" and instruct)):
+        if wrap and (flags.chat == "on" or (flags.chat == "auto" and instruct and not flags.valid)):
             self.ask = functools.partial(encode_chat, tokenizer, wrap, system=flags.system, before=self.turns)
         if flags.system and not self.ask:
             raise ValueError("--system goes before a conversation; say --chat=on")
@@ -662,6 +678,28 @@ class Dream(CanvasModel):
         answers = super().complete(requests)
         self.turns.append((requests[-1][0], answers[-1]))
         return answers
+
+    def measure(self, before, following, sizes):
+        """As CanvasModel.measure: the size of the only hole, with which the text is likeliest."""
+        import jax
+
+        import infill
+        import sample_dream
+
+        if sizes != [None] or following[-1:] in ([], [[]]) or self.model.cfg.block_length:
+            raise ValueError(
+                "[MASK] without its number of tokens is the only hole of a text and has text behind it, for a Dream "
+                "without blocks; say [MASK:12]"
+            )
+        rule, key = dataclasses.replace(self.rule, history=False), jax.random.fold_in(self.key, 1)
+
+        def fill(canvases):
+            return sample_dream.generate(self.model, canvases, 0, rule, key, rows=self.cfg.dream.batch_size)[0]
+
+        with runs.on(self.mesh):
+            size = infill.hole_length(self.read, before, *following, fill, bool(self.cfg.dream.valid))
+        print(f"[MASK] is {size} tokens here", file=sys.stderr)
+        return [size]
 
     def on_event(self, name, seconds, **_):
         self.compile_s += seconds if name.startswith("/jax/core/compile/") else 0
@@ -689,18 +727,32 @@ class Dream(CanvasModel):
             sampler, settings = sample_block, settings | {"on_block": self.on_block if streams else None}
         with runs.on(self.mesh):
             filled, stats = sampler.generate(self.model, prompts, 0, self.rule, key, **settings)
+            if self.cfg.dream.valid:
+                filled = [self.mend(*canvas, key) for canvas in zip(prompts, filled, strict=True)]
         seconds = time.perf_counter() - started - self.compile_s
         history, prob = [], []
         for i, ids in enumerate(prompts if self.cfg.html else ()):
             kept = self.slots(ids)
             prob.append(stats["probability"][i, kept].tolist())
             if not in_blocks:
-                history.append(stats["history"][:, i, kept].tolist())
+                history.append([*stats["history"][:, i, kept].tolist(), filled[i]])
                 continue
             when = stats["when"][i, kept].tolist()
             steps = range(1, stats["steps"] + 1)
             history.append([[x if w <= s else self.mask for x, w in zip(filled[i], when, strict=True)] for s in steps])
         return filled, history, prob, stats | {"seconds": seconds, "compile_s": self.compile_s}
+
+    def mend(self, canvas, filled, key):
+        """The ids of a filled canvas, what was written changed where Python cannot read it."""
+        import infill
+        import sample_dream
+
+        rule = dataclasses.replace(self.rule, history=False)
+        write = lambda ids: sample_dream.generate(self.model, [ids], 0, rule, key)[0][0]  # noqa: E731
+        ids, is_right = infill.mend(self.read, canvas, filled, write, self.ends)
+        if not is_right:
+            print("--valid=python: found nothing that Python can read between what was given", file=sys.stderr)
+        return ids
 
     def on_block(self, rows):
         """Called with the token ids of the single text after each block; prints what has been added before a MASK."""

@@ -60,15 +60,16 @@ class Sampling:
             raise ValueError("; ".join(message for message, is_wrong in wrong.items() if is_wrong))
 
 
-def settings_of(rule, entropy_bound=0.0):
+def settings_of(rule):
     """A sample_dream.Sampling as one of blocks. ValueError for what only the filling of a canvas has."""
-    foreign = [name for name in ("alg_temp", "cache", "fast_dllm", "eos_penalty") if getattr(rule, name)]
+    names = "alg_temp", "cache", "fast_dllm", "eos_penalty", "block_add", "stable_steps"
+    foreign = [name for name in names if getattr(rule, name)]
     foreign += [f"order by {rule.alg}"] * (rule.alg not in ("entropy", "maskgit_plus"))
     if foreign:
         raise ValueError(f"a model of blocks is filled without {', '.join(foreign)}: leave it out")
-    shared = "block_length", "steps", "threshold", "score", "temperature", "top_p", "top_k"
+    shared = "block_length", "steps", "threshold", "score", "entropy_bound", "temperature", "top_p", "top_k"
     shared += "vocab", "eos_ids", "record"
-    return Sampling(**{name: getattr(rule, name) for name in shared}, entropy_bound=entropy_bound)
+    return Sampling(**{name: getattr(rule, name) for name in shared})
 
 
 class State(typing.NamedTuple):

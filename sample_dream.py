@@ -37,7 +37,7 @@ class Sampling:
     """How masked positions are filled. Another value of most fields is another compiled program."""
 
     alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # who is filled first
-    steps: int = 0  # denoising steps, all blocks together; 0: by tokens_per_step, one with a threshold
+    steps: int = 0  # denoising steps, all blocks together; 0: by tokens_per_step, one with a threshold or bound
     tokens_per_step: float = 1.0  # used where steps is 0
     eps: float = 1e-3  # end of the time grid
     temperature: float = 0.0  # 0 takes the likeliest token
@@ -45,11 +45,15 @@ class Sampling:
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     alg_temp: float = 0.0  # temperature of the choice of positions; 0 takes the surest
     threshold: float = 0.0  # fill all tokens to which the model gives this probability, at least one a step; 0: steps
+    entropy_bound: float = 0.0  # fill the surest, while the entropies of those before add up to at most this; 0: steps
     filtered: bool = False  # compare the threshold after temperature, top-k and top-p, as Fast-dLLM's code does
     score: typing.Literal["drawn", "distribution"] = "drawn"  # whose probability counts: the drawn token's, the largest
     block_length: int = 0  # fill blocks of this length from left to right; 0: the whole canvas at once
+    block_add: float = 0.0  # open the next block once this share of the last one is filled; 0: once it is full
+    # fill a block, or canvas, at once when its likeliest tokens stood still for so many steps: an approximation; 0: off
+    stable_steps: int = 0
     cache: typing.Literal["", "prefix", "dual"] = ""  # keys and values kept within a block: of the prompt | all around
-    refresh: int = 0  # with a threshold: read the whole canvas into the cache again after so many passes; 0: never
+    refresh: int = 0  # with a threshold or bound: read the canvas into the cache again after so many passes; 0: never
     fast_dllm: bool = False  # Fast-dLLM's windows: a block's first token is filled whatever its probability
     eos_penalty: float = 0.0  # the logits of eos_ids fall by this times -log(filled share of the text + 0.001)
     ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
@@ -62,6 +66,7 @@ class Sampling:
         negative = [name for name, value in vars(self).items() if isinstance(value, int | float) and value < 0]
         known = self.alg in (*CONFIDENCE, "origin") and self.cache in ("", "prefix", "dual")
         in_range = 0 < self.eps < 1 and 0 < self.top_p <= 1 and self.threshold <= 1
+        in_blocks = self.block_length and self.bound and not self.cache
         wrong = {
             f"{', '.join(negative)} is below 0": negative,
             f"alg {self.alg!r} or cache {self.cache!r} is not one of those that exist": not known,
@@ -69,13 +74,24 @@ class Sampling:
             "tokens_per_step is 0": self.tokens_per_step == 0,
             "a cache works block by block: set block_length": self.cache and not self.block_length,
             "Fast-dLLM's windows need blocks and a cache: prefix or dual": self.fast_dllm and not self.cache,
-            "refresh needs a cache and a threshold, and not Fast-dLLM's windows": (
-                self.refresh and (not self.cache or not self.threshold or self.fast_dllm)
+            "refresh needs a cache and a threshold or an entropy bound, and not Fast-dLLM's windows": (
+                self.refresh and (not self.cache or not self.bound or self.fast_dllm)
             ),
-            "origin has no blocks and no threshold": self.alg == "origin" and (self.block_length or self.threshold),
+            "threshold and entropy_bound do not go together": self.threshold and self.entropy_bound,
+            "block_add is a share, 1 at most": self.block_add > 1,
+            "block_add needs block_length and a threshold or an entropy bound, and no cache: that would hold keys of"
+            " blocks that are not full": self.block_add and not in_blocks,
+            "origin has no blocks, no threshold, no entropy bound and no stable_steps": (
+                self.alg == "origin" and (self.block_length or self.bound or self.stable_steps)
+            ),
         }
         if any(wrong.values()):
             raise ValueError("; ".join(message for message, is_wrong in wrong.items() if is_wrong))
+
+    @property
+    def bound(self):
+        """What says how many are filled in a step, the threshold or the entropy bound; 0: the schedule does."""
+        return self.threshold or self.entropy_bound
 
 
 # ---- one denoising step --------------------------------------------------------------------------------------------
@@ -96,10 +112,13 @@ class State(typing.NamedTuple):
     step: jax.Array  # steps done, in all blocks
     forwards: jax.Array  # passes of the model
     idle: jax.Array  # steps that could not change anything and cost no pass
-    left_B: jax.Array  # with a threshold: positions that the steps so far were allowed to fill and did not
+    left_B: jax.Array  # with a threshold or bound: positions that the steps so far were allowed to fill and did not
     step_B: jax.Array  # steps after which the row was not full yet
     history_SBL: jax.Array | None = None
     record: Record | None = None  # with a history too; its log p is then what the model says, before the temperature
+    # with stable_steps: the likeliest tokens of the last pass, -1 where there was none, and since how many they stand
+    best_BL: jax.Array | None = None
+    still_B: jax.Array | None = None
 
     @property
     def prob_BL(self):
@@ -117,10 +136,12 @@ class Given(typing.NamedTuple):
     key_B: jax.Array  # a random key for each row
     steps: int  # how many steps the schedule of a block has
     limit: int  # a block is left after so many steps, whatever is masked in it
-    budget_SB: jax.Array | None = None  # with a threshold: how many positions more may be filled from step i on
+    budget_SB: jax.Array | None = (
+        None  # with a threshold or bound: how many positions more may be filled from step i on
+    )
     share_S: jax.Array | None = None  # without: the part of the masked positions that step i fills; origin: its chance
     u_SBL: jax.Array | None = None  # origin: uniform numbers, if they are not to be drawn
-    threshold: float = 0.0
+    bound: float = 0.0  # the threshold, or the entropy bound
     eos_penalty: float = 0.0
     first: int = 0  # first slot of the block
     size: int = 0  # slots of the block
@@ -153,6 +174,22 @@ class Sampler:
         slot_L = jnp.arange(state.token_BL.shape[1])
         return self.masked(state.token_BL, given) & (slot_L >= given.first) & (slot_L < given.first + given.size)
 
+    def blocks(self, state, given):
+        """With block_add: (block of each slot [B, L], counted from the row's first mask, whether that is open).
+
+        A block is open if the share block_add of each one left of it is filled: with 1 block after block, near 0 many
+        at once. Ref: d3LLM's multi-block decoding, arXiv:2601.07568, without its cache, which would hold keys of blocks
+        that are not full. It accepts tokens by a bound on the entropy of each, where we have threshold or
+        entropy_bound, and an EOS ends its text while masks are left before it, where ours wait for these.
+        """
+        made_BL, L = given.made_BL, state.token_BL.shape[1]
+        block_BL = jnp.maximum(jnp.arange(L) - jnp.argmax(made_BL, -1)[:, None], 0) // self.rule.block_length
+        count = lambda x_BL: jnp.zeros(x_BL.shape, int).at[jnp.arange(len(x_BL))[:, None], block_BL].add(x_BL)  # noqa: E731
+        filled_BL = count(made_BL & ~self.masked(state.token_BL, given))  # of each block
+        enough_BL = filled_BL >= self.rule.block_add * count(made_BL)
+        before_BL = jnp.cumsum(~enough_BL, -1) - ~enough_BL  # blocks left of it that have too little
+        return block_BL, jnp.take_along_axis(before_BL, block_BL, -1) == 0
+
     def plan(self, state, given, opening=False):
         """(wanted_BL, most_B): the positions that this step may fill, and at most how many of each row."""
         rule, i = self.rule, state.step - given.begun  # step i of this block
@@ -167,9 +204,11 @@ class Sampler:
             u_BL = self.draw(given, 2, state, given.place_BL) if drawn else given.u_SBL[i]
             wanted_BL &= u_BL < given.share_S[i]
             return wanted_BL, wanted_BL.sum(-1)
-        # A threshold: what the schedule allows by now; `forward` says how many of them are sure enough.
+        if rule.block_add:
+            wanted_BL &= self.blocks(state, given)[1]
+        # A threshold or a bound: what the schedule allows by now; `forward` says how many of them are sure enough.
         count_B = wanted_BL.sum(-1)
-        if rule.threshold:
+        if rule.bound:
             new_B = given.budget_SB.at[i].get(mode="fill", fill_value=0)
             return wanted_BL, jnp.minimum(new_B + state.left_B, count_B)
         return wanted_BL, jnp.floor(count_B * given.share_S[i]).astype(jnp.int32)
@@ -185,8 +224,8 @@ class Sampler:
         return jax.vmap(of_row)(given.key_B, state.step_B, place_BC)
 
     def propose(self, model, hidden_BWD, start, state, given, wanted_BL):
-        """(token_BL, score_BL, logp_BL): what would be written at the wanted positions, how sure that is, -inf
-        elsewhere, and its log p for a Record.
+        """(token_BL, score_BL, logp_BL, best_BL): what would be written at the wanted positions, how sure that is, -inf
+        elsewhere, its log p for a Record, and for stable_steps the likeliest token.
 
         hidden_BWD are those of slots start .. start + W - 1. The head is the widest matrix, so it runs for the wanted
         positions alone, C of each row at a time: those of a block, at most run.head_positions. A position whose left
@@ -205,7 +244,7 @@ class Sampler:
         slot_BL = jnp.full((B, L + -L % C), L).at[row_B1, order_BL].set(jnp.arange(L), mode="drop")
 
         def propose_chunk(c, carry):
-            token_BL, score_BL, logp_BL = carry
+            token_BL, score_BL, logp_BL, best_BL = carry
             slot_BC = jax.lax.dynamic_slice(slot_BL, (0, c * C), (B, C))
             # The logits of the token at p come from the hidden state at p - 1.
             at_BC = jnp.minimum(slot_BC, L - 1)
@@ -227,10 +266,12 @@ class Sampler:
                 u_BCV = self.draw(given, 0, state, place_BC, logits_BCV.shape[-1:])
             new_BC = diffusion.sample_tokens(logits_BCV, u_BCV, 1.0 if rule.temperature else 0).astype(token_BL.dtype)
             # How sure is it? The token's probability, or a measure of the distribution; origin does not ask. The
-            # filters make all tokens look sure, 0.61 of two becomes 0.90 at temperature 0.2: a threshold is compared
-            # with what the model said, Dream's other orders are defined by what the filters left.
+            # filters make all tokens look sure, 0.61 of two becomes 0.90 at temperature 0.2: a threshold or a bound is
+            # compared with what the model said, Dream's other orders are defined by what the filters left.
             score_BC = jnp.zeros(slot_BC.shape)
-            if rule.threshold or rule.alg == "maskgit_plus":
+            if rule.entropy_bound:
+                score_BC = diffusion.confidence(diffusion.softmax(model_BCV), "entropy")
+            elif rule.threshold or rule.alg == "maskgit_plus":
                 prob_BCV = diffusion.softmax(model_BCV if rule.threshold and not rule.filtered else logits_BCV)
                 # by the largest probability, where is written does not depend on what is drawn
                 score_BC = jnp.take_along_axis(prob_BCV, new_BC[..., None], -1)[..., 0]
@@ -243,11 +284,37 @@ class Sampler:
                 logp_BCV = diffusion.log_softmax(model_BCV / (rule.temperature or 1.0) if rule.record else model_BCV)
                 logp_BC = jnp.take_along_axis(logp_BCV, new_BC[..., None], -1)[..., 0]
                 logp_BL = logp_BL.at[row_B1, slot_BC].set(logp_BC, mode="drop")
-            return token_BL, score_BL, logp_BL
+            if rule.stable_steps:
+                best_BC = jnp.argmax(model_BCV, -1).astype(best_BL.dtype)
+                best_BL = best_BL.at[row_B1, slot_BC].set(best_BC, mode="drop")
+            return token_BL, score_BL, logp_BL, best_BL
 
         chunks = (jnp.max(wanted_BL.sum(-1)) + C - 1) // C
-        carry = state.token_BL, jnp.full((B, L), -jnp.inf), state.record and state.record.logp_BL
+        carry = state.token_BL, jnp.full((B, L), -jnp.inf), state.record and state.record.logp_BL, state.best_BL
         return jax.lax.fori_loop(0, chunks, propose_chunk, carry)
+
+    def accept(self, score_BL, wanted_BL, state, given):
+        """(score_BL, count_B): with a threshold or a bound, how many are sure enough, and the scores in their order."""
+        if self.rule.entropy_bound:
+            sure_BL = diffusion.entropy_bound(-score_BL, wanted_BL, given.bound)
+        else:
+            sure_BL = wanted_BL & (score_BL >= given.bound)
+        if self.rule.block_add:  # of the leftmost block that has masks one at least, however sure later ones are
+            block_BL = jnp.where(wanted_BL, self.blocks(state, given)[0], wanted_BL.shape[1])
+            leftmost_BL = wanted_BL & (block_BL == block_BL.min(-1, keepdims=True))
+            first_BL = diffusion.surest(score_BL, leftmost_BL, jnp.ones(len(score_BL), int))
+            sure_BL, score_BL = sure_BL | first_BL, jnp.where(first_BL, jnp.inf, score_BL)
+        return score_BL, jnp.sum(sure_BL, -1)
+
+    def settle(self, state, best_BL, wanted_BL, most_B):
+        """(state, [B] whether the row's likeliest tokens have stood still for stable_steps).
+
+        A pass in which a row may write nothing, as others wait for it, does not count.
+        """
+        may_B, moved_B = most_B > 0, jnp.any(wanted_BL & (best_BL != state.best_BL), -1)
+        still_B = jnp.where(may_B, jnp.where(moved_B, 0, state.still_B + 1), state.still_B)
+        best_BL = jnp.where(may_B[:, None], best_BL, state.best_BL)
+        return state._replace(best_BL=best_BL, still_B=still_B), still_B >= self.rule.stable_steps
 
     def forward(self, model, state, given, cache, wanted_BL, most_B, width=0):
         """One pass and what it is surest of written: (state, the keys and values that the pass leaves).
@@ -262,15 +329,18 @@ class Sampler:
             start = given.start
             window_BW = jax.lax.dynamic_slice_in_dim(state.token_BL, start, width, 1)
             hidden_BWD, cache = model.hidden(window_BW, None, given.see_BL, cache, start)
-        new_BL, score_BL, logp_BL = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
-        # Write the surest: as many as the schedule says, or all that reach the threshold and at least one.
+        new_BL, score_BL, logp_BL, best_BL = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
+        # Write the surest: as many as the schedule says, or all that are sure enough and at least one.
         done_B = most_B
-        if rule.threshold:
-            sure_B = jnp.sum(wanted_BL & (score_BL >= given.threshold), -1)
+        if rule.bound:
+            score_BL, sure_B = self.accept(score_BL, wanted_BL, state, given)
             done_B = jnp.minimum(most_B, jnp.maximum(1, sure_B))
         elif rule.alg_temp:  # Gumbel's k largest are k draws without replacement from softmax(score / alg_temp)
             u_BL = self.draw(given, 1, state, given.place_BL)
             score_BL = score_BL / rule.alg_temp - jnp.log(-jnp.log(u_BL))
+        if rule.stable_steps:  # then all the rest is written, as if none of it mattered to the others
+            state, stable_B = self.settle(state, best_BL, wanted_BL, most_B)
+            most_B, done_B = (jnp.where(stable_B, wanted_BL.sum(-1), n_B) for n_B in (most_B, done_B))
         token_BL = diffusion.unmask_top(state.token_BL, new_BL, score_BL, done_B, self.cfg.mask_id)
         if state.record:
             written_BL, (step_BL, *before) = token_BL != state.token_BL, state.record
@@ -375,10 +445,13 @@ def layout(rule, masked_BL):
     """(first slot of each block, slots of a block, steps of a block). Blocks cover the columns that hold a MASK."""
     L, size = masked_BL.shape[1], rule.block_length
     columns = np.flatnonzero(masked_BL.any(0)).tolist()
+    # With blocks that open one after another, the loop is over the canvas; Sampler.blocks says what is open.
+    if rule.block_add:
+        return [0], L, L
     # Without blocks: the canvas is one.
     if not size:
         most = masked_BL.sum(-1).max()
-        return [0], L, rule.steps or (1 if rule.threshold else max(1, math.ceil(most / rule.tokens_per_step)))
+        return [0], L, rule.steps or (1 if rule.bound else max(1, math.ceil(most / rule.tokens_per_step)))
     if not columns:
         return [], size, 1
     begin, end = columns[0], columns[-1] + 1
@@ -400,13 +473,13 @@ def schedule(rule, size, steps, masked_BL, u_SBL=None):
     They have a row for each slot of the canvas at least: a program for all numbers of steps up to that.
     """
     pad = functools.partial(padded, least=masked_BL.shape[1])
-    # A threshold with blocks: every step may fill all. It fills one token at least, as does a block's opening pass.
-    if rule.threshold and rule.block_length:
+    # A threshold or a bound, with blocks: every step may fill all. It fills one at least, as does the opening pass.
+    if rule.bound and rule.block_length:
         limit = size + 1
         budget_SB = np.full((limit, len(masked_BL)), size, np.int32)
         return {"steps": limit, "limit": limit, "budget_SB": pad(budget_SB)}
-    # A threshold without: the steps share the masks evenly; each one beyond them fills at least one that is left.
-    if rule.threshold:
+    # Without blocks: the steps share the masks evenly; each one beyond them fills at least one that is left.
+    if rule.bound:
         count_B = masked_BL.sum(-1)
         budget_SB = diffusion.step_counts(count_B, steps, "even").astype(np.int32)
         return {"steps": steps, "limit": steps + int(count_B.max()), "budget_SB": pad(budget_SB)}
@@ -455,7 +528,7 @@ def prepare(cfg, rule, token_BL, see_BL, made_BL, key=None, u_SBL=None):
         place_BL=np.maximum(np.arange(L) - see_BL.argmax(-1)[:, None], 0),
         banned_V=banned_V,
         key_B=keys_of_rows(key, B),
-        threshold=rule.threshold,
+        bound=rule.bound,
         eos_penalty=rule.eos_penalty,
         size=size,
         **schedule(rule, size, steps, masked_BL, u_SBL),
@@ -468,13 +541,15 @@ def prepare(cfg, rule, token_BL, see_BL, made_BL, key=None, u_SBL=None):
     if rule.history or rule.record:
         drawn_BL = np.where(made_BL, cfg.mask_id, token_BL).astype(np.int32)
         state = state._replace(record=Record(np.full((B, L), -1, np.int32), drawn_BL, np.zeros((B, L), np.float32)))
+    if rule.stable_steps:
+        state = state._replace(best_BL=np.full((B, L), -1, np.int32), still_B=np.zeros(B, np.int32))
     return state, given, firsts
 
 
 def sampler_of(graph, cfg, rule, token_hook=None, logit_hook=None, watch=None):
     """The Sampler of a rule, without what `Given` says already: that must not ask for another program."""
     # of these it only matters whether they are set
-    is_set = {name: float(bool(getattr(rule, name))) for name in ("threshold", "eos_penalty")}
+    is_set = {name: float(bool(getattr(rule, name))) for name in ("threshold", "entropy_bound", "eos_penalty")}
     fixed = {"steps": 0, "tokens_per_step": 1.0, "eps": 0.5, "ban_ids": (), "vocab": 0, "refresh": 0, **is_set}
     return Sampler(graph, cfg, dataclasses.replace(rule, **fixed), token_hook, logit_hook, watch)
 

@@ -1,5 +1,6 @@
 """Text generation from a checkpoint: stop strings, streaming, fill-in-the-middle, batches, and bad input."""
 
+import ast
 import dataclasses
 import io
 import json
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import convert_weights
 import data_prep
 import generate
+import infill
 import model_dream as md
 import model_mdlm as mdlm
 import model_pythoncoder as pc
@@ -510,11 +512,10 @@ def test_a_dream_of_blocks_is_filled_behind_its_exact_cache(coder, capsys, tmp_p
         ({"prompt": "a[MASK:2]b"}, "does not see the text behind a hole"),
         ({"prompt": "a", "cache": "dual", "block_length": 4}, "without cache: leave it out"),
         ({"prompt": "a", "threshold": 0.5, "entropy_bound": 0.5}, "do not go together"),
+        ({"prompt": "a", "stable_steps": 1}, "without stable_steps: leave it out"),
     ):
         with pytest.raises(ValueError, match=part):
             dream_says(capsys, tmp_path / "blocks", **settings)
-    with pytest.raises(ValueError, match="--entropy_bound is for a Dream of blocks"):
-        dream_says(capsys, coder / "model", prompt="a", entropy_bound=0.5)
 
 
 class Pieces(io.StringIO):
@@ -717,11 +718,31 @@ def test_dream_cuts_what_follows_an_end_token_and_keeps_what_was_given(coder, ca
     assert cut == "def" + out[3 : out.index(out[6:8], 3)]
 
 
+@SLOW
+def test_a_hole_of_any_length_stays_python(coder, capsys):
+    settings = {"prompt": "def area(r):\n    x = [MASK]\n    return x\n", "temperature": 0.9, "max_new": 4}
+    out, err = dream_says(capsys, coder / "model", valid="python", **settings)
+    assert ast.parse(out)
+    assert out.startswith("def area(r):\n    x =")
+    assert out.endswith("\n    return x\n\n")
+    size = int(re.search(r"\[MASK\] is (\d+) tokens here", err)[1])
+    assert size in infill.LENGTHS
+    # random weights: without the parser it is not Python
+    out, _ = dream_says(capsys, coder / "model", **settings)
+    with pytest.raises((SyntaxError, ValueError)):
+        ast.parse(out)
+    out, _ = dream_says(capsys, coder / "model", prompt="def area(r):\n    x", valid="python", temperature=0.9)
+    assert infill.can_go_on(out.rstrip("\n"))
+
+
 def test_dream_refuses_what_does_not_fit_in_one_line(coder, tmp_path):
     for settings, part in (
         ({"max_new": 96}, "do not fit the model's 96 positions"),
         ({"prompt": "[MASK:99999999999999]"}, "do not fit the model's 96 positions"),
-        ({"prompt": "x [MASK] y"}, "[MASK:12]"),
+        ({"prompt": "x [MASK]"}, "say [MASK:12]"),
+        ({"prompt": "x [MASK] y [MASK:2] z"}, "say [MASK:12]"),
+        ({"prompt": "x [MASK", "suffix": "y"}, "[MASK:12]"),
+        ({"valid": "python", "chat": "on"}, "without a chat template"),
         ({"block_length": 3, "cache": "dual", "fast_dllm": True}, "block_length 3 does not divide the 8 tokens"),
         ({"block_length": 4, "steps": 3}, "do not divide over 2 blocks"),
         ({"cache": "dual"}, "set block_length"),

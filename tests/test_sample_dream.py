@@ -122,7 +122,7 @@ def test_cached_blocks_of_a_padded_batch_are_those_of_each_row_alone(cache):
         assert MASK not in np.array(rows[0])
 
 
-def test_a_threshold_is_compared_with_what_the_model_says_whatever_the_filters_leave(shallow):
+def test_a_threshold_or_bound_is_compared_with_what_the_model_says_whatever_the_filters_leave(shallow):
     def hook(step, token_BL, slot_BC, logits_BCV):  # 0.3 for one token, the rest even over the others
         is_best_V = jnp.arange(TINY.vocab) == 9
         return jnp.broadcast_to(jnp.where(is_best_V, jnp.log(0.3), jnp.log(0.7 / (TINY.vocab - 2))), logits_BCV.shape)
@@ -135,6 +135,98 @@ def test_a_threshold_is_compared_with_what_the_model_says_whatever_the_filters_l
             assert (got_BL[:, 5:] == 9).all()  # at temperature 0.2 the others have no probability that top-p leaves
             passes.setdefault("".join(settings), []).append(stats["forwards"])
     assert passes == {"": [1, 6, 6], "score": [1, 6, 6], "filtered": [1, 1, 1]}
+    p_V = np.where(np.arange(TINY.vocab) == 9, 0.3, 0.7 / (TINY.vocab - 2))  # the hook has unbanned MASK
+    entropy = np.log(p_V.sum()) - (p_V * np.log(p_V)).sum() / p_V.sum()
+    for bound, passes in ((0.99 * entropy, 6), (1.01 * entropy, 3), (5.01 * entropy, 1)):
+        rule = sd.Sampling(temperature=0.2, top_p=0.95, entropy_bound=bound)
+        _, stats = sd.fill(shallow, masked(1, 5, 6), None, rule, jax.random.key(0), logit_hook=hook)
+        assert stats["forwards"] == passes
+
+
+def decode(model, row_L, rule):
+    """(row, passes): a row without padding, by the words of the rules, in NumPy around passes over the whole row."""
+    row_L, made_L, passes = row_L.copy(), row_L == MASK, 0
+    block_L = np.maximum(np.arange(len(row_L)) - made_L.argmax(), 0) // (rule.block_length or len(row_L))
+    best_before, still, share_S = {}, 0, diffusion.dream_shares(rule.steps or 1)
+    for i in range(99):
+        if not (row_L == MASK).any():
+            return row_L, passes
+        # The leftmost block with masks, and those that block_add has opened right of it.
+        last = leftmost = block_L[row_L == MASK].min()
+        while (
+            rule.block_add
+            and last < block_L.max()
+            and np.mean(row_L[made_L & (block_L == last)] != MASK) >= rule.block_add
+        ):
+            last += 1
+        slots = np.flatnonzero((row_L == MASK) & (block_L <= last))
+        n = int(len(slots) * share_S[i]) if not rule.bound else None
+        if n == 0:
+            continue
+        passes += 1
+        logits_CV = np.array(apply(model, row_L[None])[0], np.float64)[slots - 1]
+        logits_CV[:, MASK] = -np.inf
+        p_CV = np.exp(logits_CV - logits_CV.max(-1, keepdims=True))
+        p_CV /= p_CV.sum(-1, keepdims=True)
+        best_C, sure_C, H_C = p_CV.argmax(-1), p_CV.max(-1), -(p_CV * np.log(p_CV + 1e-300)).sum(-1)
+        order = np.argsort(-sure_C if rule.threshold else H_C, kind="stable")
+        if rule.entropy_bound:  # the longest prefix
+            fits = [n for n in range(1, len(order) + 1) if H_C[order[:n]].sum() - H_C[order[:n]].max() <= rule.bound]
+            n = max(fits)
+        elif rule.threshold:
+            n = (sure_C >= rule.bound).sum()
+        chosen = order[:n].tolist()
+        if rule.bound and leftmost not in block_L[slots[chosen]]:
+            chosen.append(next(c for c in order if block_L[slots[c]] == leftmost))
+        # The likeliest tokens of all that is open, as in the pass before?
+        best = dict(zip(slots.tolist(), best_C.tolist(), strict=True))
+        still = still + 1 if all(best_before.get(slot) == token for slot, token in best.items()) else 0
+        best_before = best
+        chosen = range(len(slots)) if rule.stable_steps and still >= rule.stable_steps else chosen
+        for c in chosen:
+            row_L[slots[c]] = best_C[c]
+    raise AssertionError("99 steps did not fill the row")
+
+
+@pytest.mark.parametrize(
+    ("settings", "values"),
+    [
+        ({}, [{"entropy_bound": x} for x in (1e-6, 3.0, 12.0, np.inf)]),
+        ({"stable_steps": 1}, [{"entropy_bound": x} for x in (1e-6, 3.0)]),
+        ({"stable_steps": 2}, [{"steps": 7}, {"steps": 30}]),
+        ({"block_length": 5, "block_add": 0.2}, [{"threshold": x} for x in (0.1, 0.2, 1.0)]),
+        ({"block_length": 5, "block_add": 0.6, "stable_steps": 1}, [{"entropy_bound": x} for x in (1e-6, 6.0)]),
+    ],
+    ids=str,
+)
+def test_rows_of_a_batch_are_filled_by_the_words_of_the_rules_as_each_alone(shallow, settings, values):
+    canvas_BL, see_BL = masked(3, 6, 18), np.ones((3, 24), bool)
+    canvas_BL[0, :3], see_BL[0, :3] = TINY.pad_id, False
+    canvas_BL[1, 6:13] = tokens(1, 7, seed=5)[0]
+    passes = []
+    for value in values:
+        rule = sd.Sampling(**settings, **value)
+        got_BL, stats = sd.fill(shallow, canvas_BL, see_BL, rule)
+        alone = [decode(shallow, row_L[see_L], rule) for row_L, see_L in zip(canvas_BL, see_BL, strict=True)]
+        for got_L, see_L, (want_L, _) in zip(got_BL, see_BL, alone, strict=True):
+            np.testing.assert_array_equal(got_L[see_L], want_L, err_msg=str(rule))
+        passes.append(max(passes for _, passes in alone))
+        assert stats["forwards"] == passes[-1] if rule.bound else stats["forwards"] >= passes[-1]
+    assert len({*passes}) == len(values), "the settings differ in what they do"
+    if settings == {}:
+        assert (passes[0], passes[-1]) == (18, 1)  # one by one, and all at once
+
+
+@pytest.mark.parametrize("settings", [{"cache": "dual"}, {"block_add": 1.0}], ids=str)
+def test_blocks_by_an_entropy_bound_with_an_exact_cache_and_where_each_opens_when_the_last_is_full(shallow, settings):
+    # with one layer a cache is exact: its keys and values are those of the embeddings
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (9, 3)]
+    rule = sd.Sampling(entropy_bound=5.0, block_length=6, **settings)
+    rows, _ = sd.generate(shallow, prompts, 18, rule)
+    for row, prompt in zip(rows, prompts, strict=True):
+        want_L, passes = decode(shallow, np.array(prompt + [MASK] * 18), dataclasses.replace(rule, cache=""))
+        np.testing.assert_array_equal(row, want_L)
+        assert 3 < passes < 18
 
 
 def test_a_lower_threshold_takes_fewer_passes_and_no_prompt_is_needed(shallow):
@@ -447,6 +539,22 @@ def test_bad_input_is_one_clear_line(shallow):
         {"eps": 0.0}, {"steps": -1}, {"alg": "origin", "threshold": 0.5}, {"fast_dllm": True, "block_length": 4},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"is|block|window|lie in"):
+            sd.Sampling(**settings)
+    blocks = {"block_length": 4, "block_add": 0.5}
+    for settings, text in (
+        ({"threshold": 0.5, "entropy_bound": 0.5}, "threshold and entropy_bound do not go together"),
+        ({"alg": "origin", "entropy_bound": 0.5}, "origin has no blocks, no threshold, no entropy bound"),
+        ({"alg": "origin", "stable_steps": 1}, "and no stable_steps"),
+        (blocks, "needs block_length and a threshold or an entropy bound"),
+        ({"block_add": 0.5, "threshold": 0.5}, "needs block_length and a threshold or an entropy bound"),
+        (
+            blocks | {"threshold": 0.5, "cache": "dual"},
+            "and no cache: that would hold keys of blocks that are not full",
+        ),
+        (blocks | {"threshold": 0.5, "block_add": 1.1}, "block_add is a share, 1 at most"),
+        ({"entropy_bound": -1.0}, "entropy_bound is below 0"),
+    ):
+        with pytest.raises(ValueError, match=text):
             sd.Sampling(**settings)
     with pytest.raises(ValueError, match=r"ids below 48, not .* up to 48"):
         sd.fill(shallow, canvas_BL + 1)

@@ -1,0 +1,220 @@
+"""Text that stays Python, and holes whose tokens nobody has counted: for Dreams that see the whole canvas.
+
+    infill.can_go_on("def area(r):\\n    return (r *")               # True: more text makes a program of it
+    ids, stats = infill.fill(model, tokenizer, before, after, rule, key)    # the hole between two lists of ids
+    ids, stats = infill.mend(model, tokenizer, canvas, filled, ends)        # what was filled, as Python
+
+generate.py does this for [MASK] without a number, and with --valid=python.
+
+How long is a hole? It is filled at several lengths. Each is scored by the likelihood of the text up to a few tokens
+behind the hole, all that follows hidden: texts of different lengths compare as those of an autoregressive model do, and
+a hole of the wrong length pays for a line that does not go on.
+
+What is written stays Python by Python's own parser, which tells apart a text that is wrong and one that is not at its
+end. A canvas is filled without it. Where the result is wrong, the first token behind which nothing can follow is found,
+and the tokens from there are written again from left to right, the likeliest that fit: a beam search. A canvas that was
+right costs no pass more.
+
+Letters: B rows, L slots, V vocabulary.
+Ref: DreamOn (hkunlp.github.io/blog/2025/dreamon) learns to grow and to shrink holes instead.
+"""
+
+import ast
+import bisect
+import codeop
+import functools
+import itertools
+import keyword
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import diffusion
+import sample_dream
+
+LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # that are tried, tokens
+BEHIND = 8  # tokens behind a hole that are scored with it
+BEAMS = 8  # texts that are kept while tokens are written again
+CHOICES = 64  # likeliest tokens of each that are tried
+
+# ---- what Python can still become ----------------------------------------------------------------------------------
+
+# What may follow a text that stops in the middle: the rest of a string, a number, an operator or a statement.
+ENDINGS = ("", "(", " (", ":", " x:", ":(", " x(", ": x", "x", "x(", " x", " in(", " else(", " x in(", "'", '"', "''")
+ENDINGS += ('""', "}'", '}"', "0", "=(", "':", '":', "0]}'", '0]}"', ".", " import(", "x import(", ">x:", " x import(")
+ENDINGS += ("\n", " def x(", "*x")
+WORDS = *keyword.kwlist, "match", "case"
+
+
+def parses(text, whole=True):
+    """Whether a text is Python, or with whole=False the beginning of it: then it may stop within a bracket, a string of
+    three quotes or a block. A text that begins indented is the body of something.
+    """
+    flags = ast.PyCF_ONLY_AST | (0 if whole else codeop.PyCF_ALLOW_INCOMPLETE_INPUT)
+    first = next((line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
+    text = "if x:\n" * first[:1].isspace() + text
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes in strings, which would be printed
+        try:
+            compile(text, "<text>", "exec", flags, dont_inherit=True)
+        except SyntaxError as error:
+            return not whole and error.msg == "incomplete input"
+        except (ValueError, RecursionError, MemoryError):  # a null character, too many brackets
+            return False
+    return True
+
+
+@functools.lru_cache(1 << 14)
+def can_go_on(text):
+    """Whether some text makes a program of this one, by the parser of the running Python.
+
+    Where the parser does not say so, some endings are tried, and all keywords that the last word begins.
+    """
+    text = text.rstrip("\ufffd")  # half a character
+    word = re.search(r"[^\W\d]\w*\Z", text)
+    stem, word = (text[: word.start()], word[0]) if word else (text, "")
+    words = [word, *(each for each in WORDS if word and each.startswith(word) and each != word)]
+    return any(parses(stem + word + ending, whole=False) for word in words for ending in ENDINGS)
+
+
+# ---- what a model says of a canvas -----------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "vocab", "choices"))
+def predict(params, token_BL, see_BL, slot_BC, target_BC, *, graph, vocab, choices):
+    """log p [B, C] of the targets at slots of canvases; log p and ids of the likeliest `choices` at each slot."""
+    model = nnx.merge(graph, params)
+    hidden_BLD, _ = model.hidden(token_BL, see_BM=see_BL)
+    # The logits of the token at p come from the hidden state at p - 1.
+    source_BC = jnp.maximum(slot_BC - model.cfg.shift, 0)
+    logits_BCV = model.logits(jnp.take_along_axis(hidden_BLD, source_BC[..., None], 1))
+    id_V = jnp.arange(logits_BCV.shape[-1])
+    logits_BCV = jnp.where((id_V == model.cfg.mask_id) | (id_V >= vocab), -jnp.inf, logits_BCV)
+    logp_BCV = diffusion.log_softmax(logits_BCV)
+    of_target_BC = jnp.take_along_axis(logp_BCV, target_BC[..., None], -1)[..., 0]
+    return of_target_BC, *jax.lax.top_k(logp_BCV, choices)
+
+
+class Reader:
+    """A model and its tokenizer, to score canvases, which are lists of ids. `passes` counts canvases."""
+
+    def __init__(self, model, tokenizer):
+        self.model, self.tokenizer, self.passes = model, tokenizer, 0
+        self.mask, self.vocab = model.cfg.mask_id, tokenizer.get_vocab_size()
+        self.graph, self.params = nnx.split(model)
+
+    def __call__(self, canvases, slots, targets=None):
+        """`predict` for slots [B, C] of canvases of any lengths, BEAMS of them in a pass."""
+        B, C, cfg, found = len(canvases), len(slots[0]), self.model.cfg, []
+        rows = -(-B // BEAMS) * BEAMS
+        L = sample_dream.canvas_width(max(map(len, canvases)), cfg.positions)
+        token_BL, see_BL = np.full((rows, L), cfg.pad_id, np.int32), np.zeros((rows, L), bool)
+        slot_BC, target_BC = np.zeros((2, rows, C), np.int32)
+        for row, canvas in enumerate(canvases):
+            token_BL[row, : len(canvas)], see_BL[row, : len(canvas)] = canvas, True
+        slot_BC[:B], target_BC[:B] = slots, slot_BC[:B] if targets is None else targets
+        fixed = {"graph": self.graph, "vocab": self.vocab, "choices": min(CHOICES, self.vocab - 1)}
+        for i in range(0, rows, BEAMS):
+            part = (x[i : i + BEAMS] for x in (token_BL, see_BL, slot_BC, target_BC))
+            found.append(predict(self.params, *part, **fixed))
+        self.passes += B
+        return [np.concatenate(parts)[:B] for parts in zip(*found, strict=True)]
+
+
+# ---- as Python -------------------------------------------------------------------------------------------------------
+
+
+def text_of(tokenizer, canvas, ids, mask, ends):
+    """(the text of a canvas, whether it ended by itself): a run of masks is left out from its first end token on."""
+    kept, ended = [], False
+    for given, token in zip(canvas, ids, strict=False):
+        ended = given == mask and (ended or token in ends)
+        kept += [] if ended else [token]
+    return tokenizer.decode(kept), ended
+
+
+def mend(read, canvas, filled, write, ends=()):
+    """A filled canvas of which what was written is changed until the text is Python: (ids, whether it is).
+
+    The text may stop in the middle where the canvas ends with masks and none of the ids `ends` is written there. There
+    write(canvas) fills anew what follows a token that was changed; a hole is written again up to its end.
+    """
+    mask, ids = read.mask, list(filled)
+    places = [p for p, token in enumerate(canvas) if token == mask]
+    following = {p: next((q for q in places if q > p), len(canvas)) for p in places}  # slot of the next mask
+
+    def fits(ids, p):
+        """Whether the text up to slot p, and what was given behind it, can become Python; the whole: whether it is."""
+        text, ended = text_of(read.tokenizer, canvas, ids[: following[p]], mask, ends)
+        whole = following[p] == len(canvas) and canvas[-1] != mask
+        return parses(text) if whole or ended else can_go_on(text)
+
+    while not fits(ids, places[-1]):
+        wrong = bisect.bisect_left(places, True, key=lambda p: not fits(ids, p))
+        # The hole of that place. One at the end of the canvas is written again there alone, and then filled anew.
+        first = next(i for i in range(wrong, -1, -1) if i == 0 or places[i - 1] < places[i] - 1)
+        last = next(
+            i for i in range(wrong, len(places)) if following[places[i]] > places[i] + 1 or i == len(places) - 1
+        )
+        open_ended = places[last] == len(canvas) - 1
+        begin, new = wrong, None
+        while new is None:
+            new = write_again(read, ids, places[begin : (wrong if open_ended else last) + 1], fits)
+            if new is None and begin == first:
+                return ids, False
+            begin = first + (begin - first) // 2  # as it was written, nothing fits: from further left
+        ids = new
+        if open_ended and wrong < last:
+            behind = set(places[wrong + 1 :])
+            ids = write([mask if p in behind else token for p, token in enumerate(ids)])
+    return ids, True
+
+
+def write_again(read, ids, span, fits):
+    """ids with the likeliest tokens at the slots `span` behind which the text can go on, from left to right; None where
+    there are none.
+    """
+    beams = [(0.0, [read.mask if p in span else token for p, token in enumerate(ids)])]
+    for p in span:
+        _, logp_B1C, token_B1C = read([beam for _, beam in beams], [[p]] * len(beams))
+        found = [
+            (total + logp, [*beam[:p], token, *beam[p + 1 :]])
+            for (total, beam), logp_1C, token_1C in zip(beams, logp_B1C.tolist(), token_B1C.tolist(), strict=True)
+            for logp, token in zip(logp_1C[0], token_1C[0], strict=True)
+        ]
+        fitting = (each for each in sorted(found, reverse=True) if fits(each[1], p))
+        beams = list(itertools.islice(fitting, BEAMS))
+        if not beams:
+            return None
+    return beams[0][1]
+
+
+# ---- how long a hole is ----------------------------------------------------------------------------------------------
+
+
+def hole_length(read, before, after, fill, valid=False):
+    """The number of masks, of LENGTHS, with which the text between two lists of ids is likeliest.
+
+    fill(canvases) fills them. With valid=True those whose text is Python come first, if there are any.
+    """
+    lengths = [n for n in LENGTHS if len(before) + n + len(after) <= read.model.cfg.positions]
+    filled = fill([[*before, *[read.mask] * n, *after] for n in lengths])
+    holes = [ids[len(before) : len(before) + n] for ids, n in zip(filled, lengths, strict=True)]
+    if valid:
+        right = [parses(read.tokenizer.decode(ids)) for ids in filled]
+        holes = [hole for hole, is_right in zip(holes, right, strict=True) if is_right] or holes
+    return len(max(holes, key=lambda hole: score(read, before, hole, after, max(lengths))))
+
+
+def score(read, before, hole, after, longest):
+    """log p of a hole and the BEHIND tokens after it, from left to right, given the text before them.
+
+    What follows is hidden in each pass: canvases are of one length, whatever the hole's.
+    """
+    text, slots = [*hole, *after[:BEHIND]], longest + BEHIND
+    canvases = [[*before, *text[:i], *[read.mask] * (slots - i)] for i in range(len(text))]
+    return read(canvases, [[len(before) + i] for i in range(len(text))], [[token] for token in text])[0].sum()

@@ -1,0 +1,185 @@
+"""Holes whose length nobody has counted, and text that stays Python: against Python itself and closed forms."""
+
+import inspect
+import itertools
+import math
+import statistics
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+from tokenizers import decoders, models, pre_tokenizers
+
+import infill
+import model_dream as md
+import sample_dream
+
+CODE = textwrap.dedent('''
+    @functools.cache
+    def area(r, *, unit="mm", **kw) -> float:
+        """A text
+        of lines."""
+        try:
+            with open(f"{r:.3f} {unit!r}") as file, lock:
+                rows = [(i, x["a"]) for i, x in enumerate(file) if not x.startswith('#') and i is not None]
+        except (OSError, ValueError) as error:
+            raise KeyError(r'\\d') from error
+        else:
+            print(0x1F, 1.5e-3, b"ab", *rows, sep="\\n") if kw else lambda a, b=1: a ** -b
+        finally:
+            del rows[1:], kw
+        match unit:
+            case "mm" | "cm": return r if r > 0 else \\
+                -r
+            case _: pass
+        while True:
+            async def inner(): yield (await r)
+            global z; z: int = 3; nonlocal_ = z != 4
+        from . import os as path, sys
+        from os import (getcwd)
+        import a.b as c
+        assert z, "no"
+''')
+
+
+def test_every_beginning_of_python_can_go_on():
+    texts = [CODE, inspect.getsource(statistics.fmean), inspect.getsource(textwrap.TextWrapper._split_chunks)]
+    for text in texts:
+        assert infill.parses(text)
+        wrong = [text[:end] for end in range(len(text)) if not infill.can_go_on(text[:end])]
+        assert not wrong, wrong[0][-60:]
+
+
+WRONG = [
+    "retur x",
+    "x = [1, 2\ny = 3",
+    "f(a))",
+    "def f(:",
+    "if a\n",
+    "x = 'a\n",
+    "@a\nx = 1\n",
+    "a b",
+    "x = $",
+    "1 = x\n",
+]
+WRONG += [
+    "def f():\n    x\n      y",
+    "def f():\nx",
+    "def f():\n    if a:\n        b\n      c",
+    "try:\n    a\nb",
+    "f(x=1, 2",
+]
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_no_text_makes_python_cannot_go_on(text):
+    assert not infill.can_go_on(text)
+    assert not infill.can_go_on(text + "\n")
+    assert not infill.parses(text)
+
+
+def test_a_beginning_is_not_the_whole():
+    for text in ("def f(a", "x = (1,", "if a:\n", "x = '''a", "x ="):
+        assert infill.can_go_on(text)
+        assert not infill.parses(text)
+    assert infill.parses("    def f(self):\n        return 1\n")  # a method without its class
+    assert not infill.parses("x = '\0'")
+
+
+# A token is a piece of Python; the model's next token depends on the token before alone.
+PIECES = ["<pad>", "<bos>", "<eos>", "<mask>", *(chr(c) for c in range(97, 123)), "(", ")", "=", "\n", " ", "1", ","]
+
+
+def of_pieces(text):
+    return [PIECES.index(letter) for letter in text]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    model = models.WordLevel({piece: i for i, piece in enumerate(PIECES)}, unk_token="<pad>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer.add_special_tokens(PIECES[:4])
+    return tokenizer
+
+
+def new_model(likely, strength=9.0):
+    """A Dream in which `likely` says which token follows which; after MASK all are equally likely."""
+    V = len(PIECES)
+    ids = {"mask_id": 3, "pad_id": 0, "bos_id": 1, "eos_id": 2}
+    cfg = md.DreamConfig(V, 48, layers=1, heads=4, kv_heads=2, head_size=8, ffn=40, positions=128, **ids)
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), md.param_shapes(cfg))
+    embed, head = np.zeros((V, 48), np.float32), np.zeros((V, 48), np.float32)
+    embed[np.arange(V), np.arange(V)] = 1
+    embed[3] = 0
+    for before, then in likely:
+        head[PIECES.index(then), PIECES.index(before)] = strength / math.sqrt(48)
+    params |= {"norm": jnp.ones(48), "embed_tokens": jnp.asarray(embed), "lm_head": jnp.asarray(head)}
+    return nnx.merge(md.graph_of(cfg, md.Run()), params)
+
+
+def test_the_score_of_a_hole_is_its_likelihood_from_left_to_right(tokenizer):
+    read = infill.Reader(new_model(["ab", "bc", "cd"], strength=2.0), tokenizer)
+    # The likely next token has 2 in the logits, all others 0; <mask> is never drawn.
+    likely, other = 2 - math.log(math.exp(2) + len(PIECES) - 2), -math.log(math.exp(2) + len(PIECES) - 2)
+    for hole, after, expected in (
+        ("bc", "d", 3 * likely),
+        ("b", "d", likely + other),
+        ("xc", "d", 2 * other + likely - math.log(len(PIECES) - 1) - other),  # nothing is likely behind an x
+    ):
+        score = infill.score(read, of_pieces("xa"), of_pieces(hole), of_pieces(after), 6)
+        assert score == pytest.approx(expected, abs=1e-3)  # the norm's epsilon
+
+
+def test_a_hole_has_the_length_with_which_the_text_goes_on(tokenizer):
+    read = infill.Reader(new_model(itertools.pairwise("abcdefghijklmnopqrstuvwxyz")), tokenizer)
+    rule = sample_dream.Sampling(threshold=0.9, vocab=len(PIECES))
+    fill = lambda canvases: sample_dream.generate(read.model, canvases, 0, rule)[0]  # noqa: E731
+    for end in "dgm":
+        n = ord(end) - ord("b") - 1
+        after = "".join(map(chr, range(ord(end), 123)))
+        assert infill.hole_length(read, of_pieces("ab"), of_pieces(after), fill) == min(
+            infill.LENGTHS, key=lambda length: abs(length - n)
+        )
+
+
+def mended(read, canvas, filled, ends=()):
+    fill = lambda ids: [PIECES.index("a") if token == 3 else token for token in ids]  # noqa: E731
+    ids, is_right = infill.mend(read, canvas, filled, fill, ends)
+    assert all(token == given for token, given in zip(ids, canvas, strict=True) if given != 3)
+    assert 3 not in ids
+    return read.tokenizer.decode(ids), is_right
+
+
+def test_what_python_cannot_read_is_written_again_and_what_it_can_is_left(tokenizer):
+    likely = ["=(", "((", "(a", "ab", "b)", ")\n", ")1"]
+    read = infill.Reader(new_model(likely), tokenizer)
+    canvas = [*of_pieces("x="), 3, 3, 3, 3, *of_pieces("\ny=1\n")]
+    # Right already: no pass.
+    text = "x=f(a)\ny=1\n"
+    assert mended(read, canvas, of_pieces(text)) == (text, True)
+    assert read.passes == 0
+    # The likeliest, a bracket that is not closed, fits nothing behind; the likeliest that does is found.
+    assert mended(read, canvas, of_pieces("x=((ab\ny=1\n")) == ("x=(ab)\ny=1\n", True)
+    # What follows a hole decides whether the text before was right.
+    canvas = [*of_pieces("x"), 3, 3, *of_pieces("1)\n")]
+    assert mended(read, canvas, of_pieces("x=a1)\n")) == ("x=(1)\n", True)
+    # Between these no text is Python, whatever stands there.
+    canvas = [*of_pieces("x="), 3, 3, *of_pieces("\n==\n")]
+    assert mended(read, canvas, of_pieces("x=ab\n==\n"))[1] is False
+
+
+def test_a_text_that_goes_on_stops_anywhere_and_ends_whole(tokenizer):
+    read = infill.Reader(new_model(["=(", "(a", "ab", "b)", ")\n", "\na"]), tokenizer)
+    canvas = [*of_pieces("x="), *[3] * 6]
+    assert mended(read, canvas, of_pieces("x=(ab,aa")) == ("x=(ab,aa", True)  # a bracket may be closed later
+    assert read.passes == 0
+    assert mended(read, canvas, of_pieces("x=(a))bb")) == ("x=(a)\naa", True)  # the likeliest behind it, then anew
+    # An end token within a bracket: what was written before it must be whole.
+    text, is_right = mended(read, canvas, [*of_pieces("x=(a"), 2, 2, 2, 2], ends={2})
+    assert is_right
+    assert text == "x=(abaaa"
