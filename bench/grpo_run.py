@@ -1,7 +1,7 @@
 """The demo of coupled_grpo.py over several seeds: held-out reward by round, and the time it takes.
 
     python bench/grpo_run.py                                   # three seeds, 15 minutes; keep the machine idle
-    python bench/grpo_run.py --kinds naive sure replayed --out=out/grpo_rollouts     # what becomes of fast rollouts
+    python bench/grpo_run.py --kinds naive sure replayed --rounds=20 --out=out/grpo_rollouts    # fast rollouts
     python bench/grpo_run.py --kinds coupled independent coupled_elbo trajectory --seeds 0 1 2 3 4 5 6 7 8 9 10 11 \
         --rounds=12 --eval_every=12 --eval_samples=8 --out=out/grpo_paired     # estimators; two hours of one core
 
@@ -12,14 +12,16 @@ more than kinds do. Independent masks show a token in none, one or both of the t
 others are --estimator of coupled_grpo.py. All of them pass over three canvases of a completion. Writes the name of the
 folder --out with .png and an entry for each kind in cpu.json under bench/results/.
 
-The last three kinds fill all that is sure enough at a low threshold, and learn fast. "naive" asks how likely the drawn
-token is, "sure" how likely the likeliest is; "replayed" does that, and learns from the replayed path.
+The last three kinds fill all that is sure enough at a low threshold and a low temperature, and learn fast. "naive" asks
+how likely the drawn token is, "sure" how likely the likeliest is; "replayed" does that, and learns from the replayed
+path.
 """
 
 import dataclasses
 import json
 import multiprocessing
 import shutil
+import signal
 import sys
 import time
 import typing
@@ -56,7 +58,7 @@ class Config:
 
 
 def fast(score, **settings):
-    return {"lr": 1e-3, "sampling": coupled_grpo.Sampling(1.0, 1.0, 16, threshold=0.5, score=score)} | settings
+    return {"lr": 1e-3, "sampling": coupled_grpo.Sampling(0.5, 1.0, 16, threshold=0.5, score=score)} | settings
 
 
 KINDS = {  # what differs from the demo's settings
@@ -94,7 +96,10 @@ def finished(cfg, seed, kind):
         settings |= {"seed": seed, "out": str(out), "compile_cache": str(Path(cfg.out).absolute() / "compiled")}
         process = multiprocessing.get_context("spawn").Process(target=run_demo, args=(kind, settings))
         process.start()
-        process.join()
+        try:
+            process.join()
+        finally:  # ends with us, also when we are told to
+            process.terminate()
         if process.exitcode:
             raise RuntimeError(f"the run {out} failed; what it printed says why")
         (out / "minutes.json").write_text(json.dumps((time.perf_counter() - started) / 60))
@@ -122,7 +127,7 @@ def plot(cfg, curves):
             axis.plot([i] * len(gain_S), gain_S, ".", color=f"C{i}", alpha=0.5)
             axis.errorbar(i + 0.15, gain_S.mean(), error, fmt="o", color=f"C{i}", capsize=4)
     left.set(xlabel="round", ylabel="tests passed, 72 held-out tasks", ylim=(0, 1))
-    left.legend(loc="lower right")
+    left.legend(loc="upper left")
     for axis in right:
         axis.axhline(0, color="C0", lw=1)
         axis.set_xticks(range(1, len(cfg.kinds)), cfg.kinds[1:])
@@ -134,6 +139,7 @@ def plot(cfg, curves):
 
 
 def main(cfg):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("SIGTERM"))
     found = {(kind, seed): finished(cfg, seed, kind) for seed in cfg.seeds for kind in cfg.kinds}
     curves = {
         key: [(row["round"], row["heldout_reward"]) for row in log if "heldout_reward" in row]

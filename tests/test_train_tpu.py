@@ -656,13 +656,16 @@ def test_a_step_with_lora_changes_the_adapters_alone():
 
 
 @pytest.mark.slow
-def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(pairs, one_device, tmp_path, monkeypatch):
+@pytest.mark.parametrize("block", [0, 4])
+def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(pairs, one_device, tmp_path, block):
     start, out, copy = (tmp_path / name for name in ("start", "run", "copy"))
     save_start(start, pairs)
-    lora = {"dream": train_tpu.Dream(init=str(start), lora_rank=2), "weight_decay": 0.5}
-    train_tpu.main(dream_config(pairs, out, start, **lora))
-    want = first_loss(runs.load(md, start, dtype=jnp.float32)[0], pairs)
-    assert losses(out)[1][0] == pytest.approx(want, rel=1e-4)  # nothing has changed yet
+    dream = train_tpu.Dream(init=str(start), lora_rank=2, block_length=block)
+    train_tpu.main(dream_config(pairs, out, start, dream=dream, weight_decay=0.5))
+    if not block:  # nothing has changed yet
+        want = first_loss(runs.load(md, start, dtype=jnp.float32)[0], pairs)
+        assert losses(out)[1][0] == pytest.approx(want, rel=1e-4)
+    assert runs.load(md, out / "merged")[0].cfg.block_length == block
     saved = runs.Checkpoints(out).meta()["sums"]
     assert sum(name.startswith("adapters.") for name in saved) == 2 * 7 * DREAM.layers
     assert not any(name.startswith(("params.", "base.")) for name in saved)
@@ -687,9 +690,13 @@ def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(pairs, one_d
     assert all(np.array_equal(again[name], after[name]) for name in after)
     with pytest.raises(ValueError, match=r"holds what LoRA learnt; the whole model is in .*run/merged"):
         runs.load(md, out)
-    assert "--lora_rank 2 there, 3 here" in refusal(resumed(copy, dream=train_tpu.Dream(str(start), 3)))
-    other = train_tpu.Dream(str(out / "merged"), 2)
-    assert "merged holds other weights than those that" in refusal(resumed(copy, dream=other))
+    changes = {
+        "--lora_rank 2 there, 3 here": {"lora_rank": 3},
+        f"block_length {block} there, 8 here": {"block_length": 8},
+        "merged holds other weights than those that": {"init": str(out / "merged")},
+    }
+    for said, changed in changes.items():
+        assert said in refusal(resumed(copy, dream=dataclasses.replace(dream, **changed)))
     for wrong in (train_tpu.Dream(str(start), -1), train_tpu.Dream("", 2)):
         assert "--lora_rank is above 0, goes with --init" in refusal(config(pairs, tmp_path / "a", dream=wrong))
 
