@@ -136,9 +136,7 @@ class Given(typing.NamedTuple):
     key_B: jax.Array  # a random key for each row
     steps: int  # how many steps the schedule of a block has
     limit: int  # a block is left after so many steps, whatever is masked in it
-    budget_SB: jax.Array | None = (
-        None  # with a threshold or bound: how many positions more may be filled from step i on
-    )
+    budget_SB: jax.Array | None = None  # with a threshold or bound: how many more may be filled from step i on
     share_S: jax.Array | None = None  # without: the part of the masked positions that step i fills; origin: its chance
     u_SBL: jax.Array | None = None  # origin: uniform numbers, if they are not to be drawn
     bound: float = 0.0  # the threshold, or the entropy bound
