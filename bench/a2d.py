@@ -131,10 +131,10 @@ def curve(cfg, parts):
 
 
 def losses(cfg, folder, first):
-    """Mean training loss of a run's first or last fifty steps, nats a token."""
+    """Mean training loss of a run's first ten or last fifty steps, nats a token."""
     log = [json.loads(line) for line in (ROOT / cfg.out / folder / "log.jsonl").read_text().splitlines()]
     rows = [row["loss"] for row in log if "loss" in row]
-    return float(np.mean(rows[:5] if first else rows[-5:]))
+    return float(np.mean(rows[:1] if first else rows[-5:]))
 
 
 def plot(found):
@@ -152,8 +152,8 @@ def plot(found):
         axis.errorbar(
             end, np.mean(bits), np.ptp(bits) / 2, fmt="o", color=color, capsize=4, label=f"{arm}: {ARMS[arm]}"
         )
-    axis.set(xlabel="processor seconds of training steps", ylabel="bits per held-out byte", yscale="log")
-    axis.grid(alpha=0.3, which="both")
+    axis.set(xlabel="processor seconds of training steps", ylabel="bits per held-out byte, at the run's own blocks")
+    axis.grid(alpha=0.3)
     axis.legend()
     figure.tight_layout()
     figure.savefig(RESULTS / "a2d.png", dpi=120)
@@ -191,7 +191,8 @@ def main(cfg):
         passes = np.mean([row["tokens_per_pass"] for row in mine])
         lines.append(f"| {arm}, {name} | {bits} | {mine[0]['score']} | {passes:.2f} | {steps} |")
     jumps = ", ".join("{:.2f} -> {:.2f}".format(*row["loss_at_conversion"]) for row in found if row["arm"] == "C")
-    lines += ["", f"Loss before and after the conversion of C, nats a token, fifty steps each: {jumps}.", ""]
+    what = "Loss before and after the conversion of C, nats a token, its last fifty steps and first ten"
+    lines += ["", f"{what}: {jumps}.", ""]
     for row in (row for row in found if row["seed"] == cfg.seeds[0]):
         prompt, text = row["texts"][0]
         lines += [f"**{row['arm']}**", "", "```", f"{prompt}⟶{text}", "```", ""]
