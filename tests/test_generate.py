@@ -153,7 +153,7 @@ def weights(run_folder, stories, tmp_path, monkeypatch):
 @SLOW
 def test_without_a_run_the_models_in_weights_answer_and_say_so(weights, run_folder, capsys):
     assert {path.name for path in (weights / "pythoncoder").iterdir()} == {
-        "config.json", "model.safetensors", "tokenizer.json"
+        "README.md", "config.json", "model.safetensors", "tokenizer.json"
     }  # fmt: skip
     settings = {"prompt": "def f(x):", "max_new": 8}
     exported, _ = says_pythoncoder(capsys, weights.parent / "export", **settings)
@@ -806,6 +806,7 @@ def test_pythoncoders_drafts_and_probabilities_are_shown_in_colours_and_on_a_pag
 
     page = run_folder / "steps.html"
     settings = {"prompt": "def f(x):", "max_new": 12, "devices": 1, "show_steps": True}
+    settings |= {"temperature": 0.0, "pythoncoder": generate.PythonCoderFlags(no_repeat_ngram=0)}
     shown = in_a_terminal(monkeypatch, generate.Config(ckpt=str(run_folder), html=str(page), **settings))
     streamed, by_probability = shown.split("---- by probability\n")
     piped, _ = says_pythoncoder(capsys, run_folder, **settings)
