@@ -407,7 +407,7 @@ class CanvasModel:
         Of a Dream of blocks a single text streams to the terminal.
         """
         cfg, pages, texts, total = self.cfg, [], [], collections.Counter()
-        canvases = [self.prepare(*request) for request in requests for _ in range(cfg.n)]
+        canvases = [canvas for request in requests for canvas in [self.prepare(*request)] * cfg.n]
         self.lengths, self.printed = [len(canvas.ids) for canvas in canvases], ""
         for first in range(0, len(canvases), self.together):
             batch = canvases[first : first + self.together]

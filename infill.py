@@ -1,8 +1,9 @@
 """Text that stays Python, and holes whose tokens nobody has counted: for Dreams that see the whole canvas.
 
-    infill.can_go_on("def area(r):\\n    return (r *")               # True: more text makes a program of it
-    ids, stats = infill.fill(model, tokenizer, before, after, rule, key)    # the hole between two lists of ids
-    ids, stats = infill.mend(model, tokenizer, canvas, filled, ends)        # what was filled, as Python
+    infill.can_go_on("def area(r):\\n    return (r *")      # True: more text makes a program of it
+    read = infill.Reader(model, tokenizer)
+    size = infill.hole_length(read, before, after, fill)    # masks between two lists of ids; fill(canvases) fills them
+    ids, is_right = infill.mend(read, canvas, filled, write, ends)    # what was filled, as Python
 
 generate.py does this for [MASK] without a number, and with --valid=python.
 
@@ -81,6 +82,14 @@ def can_go_on(text):
     return any(parses(stem + word + ending, whole=False) for word in words for ending in ENDINGS)
 
 
+def swallows(before, hole, behind):
+    """Whether what stands behind a hole has become part of a comment or a string that begins in it: where a $, which
+    Python does not know elsewhere, is allowed.
+    """
+    dollar = "\n$" if behind.startswith("\n") else "$"  # a comment ends with its line
+    return bool(behind) and can_go_on(before + hole + dollar) and not can_go_on(before + "$")
+
+
 # ---- what a model says of a canvas -----------------------------------------------------------------------------------
 
 
@@ -151,6 +160,11 @@ def mend(read, canvas, filled, write, ends=()):
         """Whether the text up to slot p, and what was given behind it, can become Python; the whole: whether it is."""
         text, ended = text_of(read.tokenizer, canvas, ids[: following[p]], mask, ends)
         whole = following[p] == len(canvas) and canvas[-1] != mask
+        if following[p] > p + 1:  # the end of a hole, and text that was given
+            begin = next(q for q in range(p, -1, -1) if q == 0 or canvas[q - 1] != mask)
+            before, upto = (text_of(read.tokenizer, canvas, ids[:q], mask, ends)[0] for q in (begin, p + 1))
+            if swallows(before, upto[len(before) :], text[len(upto) :]):
+                return False
         return parses(text) if whole or ended else can_go_on(text)
 
     while not fits(ids, places[-1]):
@@ -202,10 +216,15 @@ def hole_length(read, before, after, fill, valid=False):
     fill(canvases) fills them. With valid=True those whose text is Python come first, if there are any.
     """
     lengths = [n for n in LENGTHS if len(before) + n + len(after) <= read.model.cfg.positions]
+    if not lengths:
+        given, most = len(before) + len(after), read.model.cfg.positions
+        raise ValueError(f"{given} tokens around [MASK] leave no room in the model's {most} positions")
     filled = fill([[*before, *[read.mask] * n, *after] for n in lengths])
     holes = [ids[len(before) : len(before) + n] for ids, n in zip(filled, lengths, strict=True)]
     if valid:
-        right = [parses(read.tokenizer.decode(ids)) for ids in filled]
+        first, behind = map(read.tokenizer.decode, (before, after))
+        texts = [read.tokenizer.decode(hole) for hole in holes]
+        right = [parses(first + text + behind) and not swallows(first, text, behind) for text in texts]
         holes = [hole for hole, is_right in zip(holes, right, strict=True) if is_right] or holes
     return len(max(holes, key=lambda hole: score(read, before, hole, after, max(lengths))))
 

@@ -90,6 +90,16 @@ def test_a_beginning_is_not_the_whole():
     assert not infill.parses("x = '\0'")
 
 
+def test_what_was_given_does_not_become_a_comment_or_a_string():
+    assert infill.swallows("", "# a ", "return x\n")
+    assert infill.swallows("x = ", "a  # ", "b\n")
+    assert infill.swallows("x = 1\n", "y = '''", "z\n'''\n")
+    assert not infill.swallows("x = ", "a  # b", "\ny = 2\n")  # the comment ends with its line
+    assert not infill.swallows("x = '", "a b", "c'\n")  # it was a string before
+    assert not infill.swallows("# a ", "b", " c\n")
+    assert not infill.swallows("x = ", "(1, 2", ")\n")
+
+
 # A token is a piece of Python; the model's next token depends on the token before alone.
 PIECES = ["<pad>", "<bos>", "<eos>", "<mask>", *(chr(c) for c in range(97, 123)), "(", ")", "=", "\n", " ", "1", ","]
 
