@@ -38,6 +38,7 @@ Letters: A micro-batches of a step, B rows of a micro-batch, L length, V vocabul
 
 import dataclasses
 import functools
+import hashlib
 import math
 import queue
 import threading
@@ -409,10 +410,15 @@ def open_data(cfg):
     # These few million tokens feed the tiny preset, whatever the device.
     _, model = pick_model(dataclasses.replace(cfg, model=cfg.model or "tiny" * (not cfg.dream.init)), jax.devices())
     seq_len, vocab = row_length(cfg, model), min(model.vocab, 32_768)
-    folder = Path(f"data/python-{seq_len}-{vocab}")
+    # A Dream that is there already has a tokenizer.
+    known = runs.as_path(cfg.dream.init) / "tokenizer.json" if cfg.dream.init else Path()
+    name, tokens = vocab, {"vocab_size": vocab}
+    if known.is_file():
+        name, tokens = hashlib.sha256(known.read_bytes()).hexdigest()[:8], {"tokenizer": str(known)}
+    folder = Path(f"data/python-{seq_len}-{name}")
     if not (folder / "meta.json").exists():
         print(f"no --data: preparing the Python standard library in {folder}")
-        data_prep.main(data_prep.Python(out=str(folder), seq_len=seq_len, vocab_size=vocab))
+        data_prep.main(data_prep.Python(out=str(folder), seq_len=seq_len, **tokens))
     return data_prep.open_data(folder, seq_len)
 
 

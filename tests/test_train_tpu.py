@@ -778,6 +778,19 @@ def test_weight_decay_leaves_out_the_biases_and_norms_of_dream():
 
 
 @pytest.mark.slow
+def test_a_model_that_is_there_reads_the_standard_library_with_its_own_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    common = ("--seq_len=64", "--batch_size=8", "--steps=2", "--eval_rows=8")
+    for more in (
+        ("--model=dream_tiny", "--objective=ar", "--out=ar"),
+        ("--init=ar", "--block_length=4", "--block_warmup=1", "--out=blocks"),
+    ):
+        result = run("train_tpu.py", *common, *more, timeout=600)
+        assert result.returncode == 0, result.stderr
+    assert (tmp_path / "ar/tokenizer.json").read_bytes() == (tmp_path / "blocks/tokenizer.json").read_bytes()
+
+
+@pytest.mark.slow
 def test_two_processes_train_as_one(data, from_the_shell, tmp_path):
     out, port = tmp_path / "run", 20_000 + os.getpid() % 20_000
     env = os.environ | AS_A_USER | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
