@@ -170,7 +170,7 @@ class Config:
 PRESETS = {  # micro_batch and generation_batch are for one device
     "demo": {
         "rounds": 40, "tasks": 16, "group": 8, "iterations": 2, "micro_batch": 64, "generation_batch": 128,
-        "max_prompt": 40, "max_new": 16, "lr": 3e-4, "weight_decay": 0.0, "clip": 1.0, "rewards": ("code",),
+        "max_prompt": 24, "max_new": 16, "lr": 3e-4, "weight_decay": 0.0, "clip": 1.0, "rewards": ("code",),
         "reward_weights": (1.0,), "skip_constant": True, "eval_every": 5, "save_every": 10,
         "sampling": Sampling(top_p=1.0, block_length=16, cache="dual"),
     },
@@ -225,7 +225,7 @@ def rule_of(sampling, vocab, ends):
     return sample_dream.Sampling("entropy", **sampling, vocab=vocab, eos_ids=ends, record=True)
 
 
-def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None, vocab=0):
+def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None, vocab=0, scores_of=grpo.scores_of):
     """(scores, gradients, update), compiled once each; base is {} for full fine-tuning.
 
     scores(trained, base, batch) -> [B, C]; gradients(trained, base, total, batch) -> (total + those of the batch,
@@ -242,13 +242,13 @@ def make_programs(cfg, graph, optimizer, mask_id, layout=None, opt_layout=None, 
 
     @jax.jit
     def scores(trained, base, batch):
-        return grpo.scores_of(policy(trained, base), batch, mask_id, *scoring)[0]
+        return scores_of(policy(trained, base), batch, mask_id, *scoring)[0]
 
     @functools.partial(jax.jit, donate_argnums=2, out_shardings=(layout, None))
     def gradients(trained, base, total, batch):
         def loss(trained, batch):
             form = {"delta": cfg.delta, "ratio": cfg.ratio, "loss": cfg.loss}
-            return grpo.micro_loss(policy(trained, base), batch, mask_id, *limits, *scoring, **form)
+            return grpo.micro_loss(policy(trained, base), batch, mask_id, *limits, *scoring, scores_of, **form)
 
         return grpo.add_gradients(loss, trained, batch, total)
 
@@ -332,7 +332,7 @@ def by_host_0(make, shape):
 class Trainer:
     """A Dream in training, its tasks and its rewards, {name: function as in sandbox.py}."""
 
-    def __init__(self, cfg, rewards, mesh):
+    def __init__(self, cfg, rewards, mesh, scores_of=grpo.scores_of):
         self.cfg, self.rewards = cfg, rewards
         on_cpu = jax.default_backend() == "cpu"
         dtype = jnp.dtype(cfg.dtype or ("float32" if on_cpu else "bfloat16"))  # of the computation and a frozen base
@@ -370,7 +370,8 @@ class Trainer:
         optimizer = grpo.make_optimizer(rate, cfg.weight_decay, cfg.clip)
         layout = md.shardings(mesh, self.trained)
         opt_layout = md.shardings(mesh, jax.eval_shape(optimizer.init, self.trained))
-        programs = make_programs(cfg, graph, optimizer, model_cfg.mask_id, layout, opt_layout, self.rule.vocab)
+        layouts = layout, opt_layout
+        programs = make_programs(cfg, graph, optimizer, model_cfg.mask_id, *layouts, self.rule.vocab, scores_of)
         self.scores, self.gradients, self.update = programs
         self.opt = jax.jit(optimizer.init, out_shardings=opt_layout)(self.trained)
         self.row_sharding = jax.NamedSharding(mesh, md.PS(md.BATCH))  # rows of a batch over the devices
@@ -687,8 +688,8 @@ def show_round(rows):
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
-def main(cfg, draw=grpo.draw_masks):
-    """Train, or go on training. draw replaces grpo.draw_masks, for a comparison with other masks."""
+def main(cfg, draw=grpo.draw_masks, scores_of=grpo.scores_of):
+    """Train, or go on training. draw and scores_of replace those of grpo.py, for a comparison of estimators."""
     if cfg.hosts and (cfg.lora_rank or not cfg.ckpt):
         raise ValueError("--hosts goes with --ckpt and --prompts, and without --lora_rank, which one host can train")
     runs.join_hosts(cfg.hosts)
@@ -707,7 +708,7 @@ def main(cfg, draw=grpo.draw_masks):
 
         # All devices: --tensor of them share each layer, the others share rows and weights.
         mesh = mesh_of(jax.devices(), (1, jax.device_count() // cfg.tensor, cfg.tensor))
-        trainer = Trainer(cfg, rewards, mesh)
+        trainer = Trainer(cfg, rewards, mesh, scores_of)
         runs.check_hosts(run.out, trainer.same_on_hosts(settings))
         trainer.describe()
 

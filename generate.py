@@ -63,6 +63,7 @@ class DreamFlags:
     entropy_bound: float = 0.0  # fill the surest tokens of a step, of entropies up to this sum in nats
     # with blocks, a threshold or bound, and no cache: open the next block once this share of the last one is filled
     block_add: float = 0.0
+    credit: float = 0.0  # with a threshold: a token counts for more the longer it is the likeliest, e.g. by 0.7
     stable_steps: int = 0  # fill all at once when the likeliest tokens stood still for so many steps; 0 never does
     cache: typing.Literal["", "prefix", "dual"] = ""  # keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
@@ -626,7 +627,7 @@ class Dream(CanvasModel):
         # The rule refuses flags that do not go together, before the weights are read.
         flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
         shared = {name: getattr(cfg, name) for name in ("steps", "temperature", "top_p", "top_k")}
-        names = "alg_temp", "threshold", "entropy_bound", "block_add", "stable_steps", "cache", "fast_dllm"
+        names = "alg_temp", "threshold", "entropy_bound", "block_add", "credit", "stable_steps", "cache", "fast_dllm"
         names += ("eos_penalty",)
         blocks = {name: getattr(flags, name) for name in names} | {"block_length": cfg.block_length}
         rule = sample_dream.Sampling(cfg.sampler, **shared, **blocks, history=bool(cfg.html or cfg.show_steps))

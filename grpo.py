@@ -370,8 +370,9 @@ def scores_of(model, batch, mask_id, chunk=1024, elbo=False, temperature=1.0, vo
 
 
 def micro_loss(
-    model, batch, mask_id, low=0.5, high=0.5, beta=0.01, chunk=1024, elbo=False, temperature=1.0, vocab=0, **form
-):
+    model, batch, mask_id,
+    low=0.5, high=0.5, beta=0.01, chunk=1024, elbo=False, temperature=1.0, vocab=0, scores_of=scores_of, **form,
+):  # fmt: skip
     """(loss, metrics) of one micro-batch, to be differentiated: grpo_loss, in a form of it, of scores_of.
 
     batch: token_BL, see_BL, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0, update_tokens if the loss is

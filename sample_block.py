@@ -62,7 +62,7 @@ class Sampling:
 
 def settings_of(rule):
     """A sample_dream.Sampling as one of blocks. ValueError for what only the filling of a canvas has."""
-    names = "alg_temp", "cache", "fast_dllm", "eos_penalty", "block_add", "stable_steps"
+    names = "alg_temp", "cache", "fast_dllm", "eos_penalty", "block_add", "credit", "stable_steps"
     foreign = [name for name in names if getattr(rule, name)]
     foreign += [f"order by {rule.alg}"] * (rule.alg not in ("entropy", "maskgit_plus"))
     if foreign:

@@ -45,6 +45,7 @@ class Sampling:
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     alg_temp: float = 0.0  # temperature of the choice of positions; 0 takes the surest
     threshold: float = 0.0  # fill all tokens to which the model gives this probability, at least one a step; 0: steps
+    credit: float = 0.0  # with a threshold: how much more a token counts the longer it is the likeliest, e.g. 0.7
     entropy_bound: float = 0.0  # fill the surest, while the entropies of those before add up to at most this; 0: steps
     filtered: bool = False  # compare the threshold after temperature, top-k and top-p, as Fast-dLLM's code does
     score: typing.Literal["drawn", "distribution"] = "drawn"  # whose probability counts: the drawn token's, the largest
@@ -78,6 +79,7 @@ class Sampling:
                 self.refresh and (not self.cache or not self.bound or self.fast_dllm)
             ),
             "threshold and entropy_bound do not go together": self.threshold and self.entropy_bound,
+            "credit needs a threshold": self.credit and not self.threshold,
             "block_add is a share, 1 at most": self.block_add > 1,
             "block_add needs block_length and a threshold or an entropy bound, and no cache: that would hold keys of"
             " blocks that are not full": self.block_add and not in_blocks,
@@ -116,9 +118,11 @@ class State(typing.NamedTuple):
     step_B: jax.Array  # steps after which the row was not full yet
     history_SBL: jax.Array | None = None
     record: Record | None = None  # with a history too; its log p is then what the model says, before the temperature
-    # with stable_steps: the likeliest tokens of the last pass, -1 where there was none, and since how many they stand
+    # with stable_steps or credit: the likeliest tokens of the last pass, -1 where there was none, since how many all of
+    # them stand, and what each has as credit
     best_BL: jax.Array | None = None
     still_B: jax.Array | None = None
+    credit_BL: jax.Array | None = None
 
     @property
     def prob_BL(self):
@@ -222,8 +226,8 @@ class Sampler:
         return jax.vmap(of_row)(given.key_B, state.step_B, place_BC)
 
     def propose(self, model, hidden_BWD, start, state, given, wanted_BL):
-        """(token_BL, score_BL, logp_BL, best_BL): what would be written at the wanted positions, how sure that is, -inf
-        elsewhere, its log p for a Record, and for stable_steps the likeliest token.
+        """(token_BL, score_BL, logp_BL, best_BL, credit_BL): what would be written at the wanted positions, how sure
+        that is, -inf elsewhere, its log p for a Record; with stable_steps or credit the likeliest token and its credit.
 
         hidden_BWD are those of slots start .. start + W - 1. The head is the widest matrix, so it runs for the wanted
         positions alone, C of each row at a time: those of a block, at most run.head_positions. A position whose left
@@ -242,7 +246,7 @@ class Sampler:
         slot_BL = jnp.full((B, L + -L % C), L).at[row_B1, order_BL].set(jnp.arange(L), mode="drop")
 
         def propose_chunk(c, carry):
-            token_BL, score_BL, logp_BL, best_BL = carry
+            token_BL, score_BL, logp_BL, best_BL, credit_BL = carry
             slot_BC = jax.lax.dynamic_slice(slot_BL, (0, c * C), (B, C))
             # The logits of the token at p come from the hidden state at p - 1.
             at_BC = jnp.minimum(slot_BC, L - 1)
@@ -276,19 +280,27 @@ class Sampler:
                 score_BC = score_BC if rule.score == "drawn" else prob_BCV.max(-1)
             elif rule.alg != "origin":
                 score_BC = diffusion.confidence(diffusion.softmax(logits_BCV), CONFIDENCE[rule.alg])
+            if best_BL is not None:
+                best_BC = jnp.argmax(model_BCV, -1).astype(best_BL.dtype)
+                best_BL = best_BL.at[row_B1, slot_BC].set(best_BC, mode="drop")
+            if rule.credit:  # CreditDecoding, arXiv:2510.06133, by dInfer's numbers; it keeps all tokens' credits
+                top_BC, stood_BC = prob_BCV.max(-1), best_BC == state.best_BL[row_B1, at_BC]
+                credit_BC = 0.8 * jnp.where(stood_BC, state.credit_BL[row_B1, at_BC], 0) + top_BC**0.2
+                credit_BL = credit_BL.at[row_B1, slot_BC].set(credit_BC, mode="drop")
+                more_BC = (1 + credit_BC) ** rule.credit
+                is_best_BC = (new_BC == best_BC) | (rule.score == "distribution")
+                score_BC *= jnp.where(is_best_BC, more_BC, 1) / (1 + top_BC * (more_BC - 1))
             token_BL = token_BL.at[row_B1, slot_BC].set(new_BC, mode="drop")
             score_BL = score_BL.at[row_B1, slot_BC].set(score_BC, mode="drop")
             if state.record:
                 logp_BCV = diffusion.log_softmax(model_BCV / (rule.temperature or 1.0) if rule.record else model_BCV)
                 logp_BC = jnp.take_along_axis(logp_BCV, new_BC[..., None], -1)[..., 0]
                 logp_BL = logp_BL.at[row_B1, slot_BC].set(logp_BC, mode="drop")
-            if rule.stable_steps:
-                best_BC = jnp.argmax(model_BCV, -1).astype(best_BL.dtype)
-                best_BL = best_BL.at[row_B1, slot_BC].set(best_BC, mode="drop")
-            return token_BL, score_BL, logp_BL, best_BL
+            return token_BL, score_BL, logp_BL, best_BL, credit_BL
 
         chunks = (jnp.max(wanted_BL.sum(-1)) + C - 1) // C
-        carry = state.token_BL, jnp.full((B, L), -jnp.inf), state.record and state.record.logp_BL, state.best_BL
+        logp_BL = state.record and state.record.logp_BL
+        carry = state.token_BL, jnp.full((B, L), -jnp.inf), logp_BL, state.best_BL, state.credit_BL
         return jax.lax.fori_loop(0, chunks, propose_chunk, carry)
 
     def accept(self, score_BL, wanted_BL, state, given):
@@ -304,15 +316,16 @@ class Sampler:
             sure_BL, score_BL = sure_BL | first_BL, jnp.where(first_BL, jnp.inf, score_BL)
         return score_BL, jnp.sum(sure_BL, -1)
 
-    def settle(self, state, best_BL, wanted_BL, most_B):
-        """(state, [B] whether the row's likeliest tokens have stood still for stable_steps).
+    def remember(self, state, best_BL, credit_BL, wanted_BL, most_B):
+        """The state with the likeliest tokens of a pass, since how many they stand, and their credit.
 
         A pass in which a row may write nothing, as others wait for it, does not count.
         """
         may_B, moved_B = most_B > 0, jnp.any(wanted_BL & (best_BL != state.best_BL), -1)
         still_B = jnp.where(may_B, jnp.where(moved_B, 0, state.still_B + 1), state.still_B)
-        best_BL = jnp.where(may_B[:, None], best_BL, state.best_BL)
-        return state._replace(best_BL=best_BL, still_B=still_B), still_B >= self.rule.stable_steps
+        new, old = (best_BL, credit_BL), (state.best_BL, state.credit_BL)
+        best_BL, credit_BL = jax.tree.map(functools.partial(jnp.where, may_B[:, None]), new, old)
+        return state._replace(best_BL=best_BL, still_B=still_B, credit_BL=credit_BL)
 
     def forward(self, model, state, given, cache, wanted_BL, most_B, width=0):
         """One pass and what it is surest of written: (state, the keys and values that the pass leaves).
@@ -327,7 +340,8 @@ class Sampler:
             start = given.start
             window_BW = jax.lax.dynamic_slice_in_dim(state.token_BL, start, width, 1)
             hidden_BWD, cache = model.hidden(window_BW, None, given.see_BL, cache, start)
-        new_BL, score_BL, logp_BL, best_BL = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
+        proposed = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
+        new_BL, score_BL, logp_BL, best_BL, credit_BL = proposed
         # Write the surest: as many as the schedule says, or all that are sure enough and at least one.
         done_B = most_B
         if rule.bound:
@@ -336,8 +350,10 @@ class Sampler:
         elif rule.alg_temp:  # Gumbel's k largest are k draws without replacement from softmax(score / alg_temp)
             u_BL = self.draw(given, 1, state, given.place_BL)
             score_BL = score_BL / rule.alg_temp - jnp.log(-jnp.log(u_BL))
+        if best_BL is not None:
+            state = self.remember(state, best_BL, credit_BL, wanted_BL, most_B)
         if rule.stable_steps:  # then all the rest is written, as if none of it mattered to the others
-            state, stable_B = self.settle(state, best_BL, wanted_BL, most_B)
+            stable_B = state.still_B >= rule.stable_steps
             most_B, done_B = (jnp.where(stable_B, wanted_BL.sum(-1), n_B) for n_B in (most_B, done_B))
         token_BL = diffusion.unmask_top(state.token_BL, new_BL, score_BL, done_B, self.cfg.mask_id)
         if state.record:
@@ -539,8 +555,10 @@ def prepare(cfg, rule, token_BL, see_BL, made_BL, key=None, u_SBL=None):
     if rule.history or rule.record:
         drawn_BL = np.where(made_BL, cfg.mask_id, token_BL).astype(np.int32)
         state = state._replace(record=Record(np.full((B, L), -1, np.int32), drawn_BL, np.zeros((B, L), np.float32)))
-    if rule.stable_steps:
+    if rule.stable_steps or rule.credit:
         state = state._replace(best_BL=np.full((B, L), -1, np.int32), still_B=np.zeros(B, np.int32))
+    if rule.credit:
+        state = state._replace(credit_BL=np.zeros((B, L), np.float32))
     return state, given, firsts
 
 

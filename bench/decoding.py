@@ -75,6 +75,8 @@ def rules(cfg):
             found[f"multi-block {share}, {text}"] = "dream", block | accept | {"block_add": share}
         found[f"dual cache, {text}"] = "dream", block | accept | {"cache": "dual"}
         found[f"early stop, {text}"] = "dream", accept | {"stable_steps": 1}
+    for p, credit in ((0.9, 0.7), (0.95, 0.7), (0.9, 1.4), (0.95, 1.4), (0.98, 1.4), (0.99, 2.0)):
+        found[f"credit {credit}, threshold {p}"] = "dream", {"threshold": p, "credit": credit}
     for n in (1, 2):
         found[f"early stop after {n}, 1 a pass"] = "dream", {"stable_steps": n}
     found["exact block cache, 1 a pass"] = "blocks", {}

@@ -4,13 +4,18 @@
     python bench/grpo_run.py --kinds naive sure replayed --rounds=20 --out=out/grpo_rollouts    # fast rollouts
     python bench/grpo_run.py --kinds coupled independent coupled_elbo trajectory --seeds 0 1 2 3 4 5 6 7 8 9 10 11 \
         --rounds=12 --eval_every=12 --eval_samples=8 --out=out/grpo_paired     # estimators; two hours of one core
+    python bench/grpo_run.py --kinds coupled_alone d1 count espo spg gdpo left_to_right \
+        --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --rounds=12 --eval_every=12 --eval_samples=8 --out=out/grpo_published
 
 A seed is pre-training, tasks drawn and completions, all anew; the held-out tasks are the same. Their constants are in
 pre-training and never rewarded; the figure for a constant that is in neither stands beside it. With several kinds of
 runs each starts from the same pre-trained model, and differences from the first kind are paired by seed: runs differ by
-more than kinds do. Independent masks show a token in none, one or both of the two masked versions of a canvas; the
-others are --estimator of coupled_grpo.py. All of them pass over three canvases of a completion. Writes the name of the
-folder --out with .png and an entry for each kind in cpu.json under bench/results/.
+more than kinds do. All of them pass over as many canvases. Writes the name of the folder --out with .png and an entry
+for each kind in cpu.json under bench/results/.
+
+"coupled", "coupled_elbo" and "trajectory" are --estimator of coupled_grpo.py. Independent masks show a token in none,
+one or both of the two masked versions of a canvas. The scores of `views_of` are those of published methods, with the
+ratio that each has, or none, and without a KL divergence, as "coupled_alone": its weight means another thing for each.
 
 The last three kinds fill all that is sure enough at a low threshold and a low temperature, and learn fast. "naive" asks
 how likely the drawn token is, "sure" how likely the likeliest is; "replayed" does that, and learns from the replayed
@@ -18,6 +23,7 @@ path.
 """
 
 import dataclasses
+import functools
 import json
 import multiprocessing
 import shutil
@@ -34,6 +40,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 
+import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from record import RESULTS, record
@@ -41,20 +49,6 @@ from record import RESULTS, record
 import coupled_grpo
 import grpo
 import runs
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    out: str = "out/grpo_run"  # folder of the runs; those that are finished there are not run again
-    seeds: tuple[int, ...] = (0, 1, 2)  # of pre-training, tasks and completions
-    # how completions are masked, or with the last three how they are written; a run of each kind and seed
-    kinds: tuple[
-        typing.Literal["coupled", "independent", "coupled_elbo", "trajectory", "naive", "sure", "replayed"], ...
-    ] = ("coupled",)
-    rounds: int = 40  # of each run
-    eval_every: int = 5  # rounds between evaluations
-    eval_samples: int = 2  # completions of each held-out task
-    file: str = "cpu"  # bench/results/<file>.json
 
 
 def fast(score, **settings):
@@ -66,10 +60,33 @@ KINDS = {  # what differs from the demo's settings
     "independent": {},
     "coupled_elbo": {"estimator": "coupled_elbo"},
     "trajectory": {"estimator": "trajectory"},
+    "coupled_alone": {"beta": 0.0},
+    "d1": {"beta": 0.0},
+    "count": {"beta": 0.0},
+    "espo": {"beta": 0.0, "ratio": "sequence", "iterations": 3},  # of two canvases
+    "spg": {"beta": 0.0},
+    "gdpo": {"beta": 0.0, "ratio": "sequence"},
+    "left_to_right": {"beta": 0.0},
     "naive": fast("drawn"),
     "sure": fast("distribution"),
     "replayed": fast("distribution", estimator="trajectory", replay=0),
 }
+PUBLISHED = "d1", "count", "espo", "spg", "gdpo", "left_to_right"  # scored by scores_by
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    out: str = "out/grpo_run"  # folder of the runs; those that are finished there are not run again
+    seeds: tuple[int, ...] = (0, 1, 2)  # of pre-training, tasks and completions
+    # how completions are scored, or with the last three how they are written; a run of each kind and seed
+    kinds: tuple[typing.Literal[*KINDS], ...] = ("coupled",)
+    rounds: int = 40  # of each run
+    eval_every: int = 5  # rounds between evaluations
+    eval_samples: int = 2  # completions of each held-out task
+    file: str = "cpu"  # bench/results/<file>.json
+
+
+# ---- estimators ------------------------------------------------------------------------------------------------------
 
 
 def draw_independent(key, round, *rest):
@@ -77,11 +94,85 @@ def draw_independent(key, round, *rest):
     return grpo.draw_masks(key, round, *rest) | {"other_BC": grpo.draw_masks(key, 2, *rest)["u_BC"]}
 
 
+def draw_uniforms(key, round, iteration, rows, columns, *_):
+    """{"u_BKL", "t_BK"}: of three canvases of each completion, its prompt with them, uniforms; and one for each."""
+    own = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, round), iteration))
+    L = coupled_grpo.PRESETS["demo"]["max_prompt"] + columns
+    return {"u_BKL": jax.random.uniform(own[0], (rows, 3, L)), "t_BK": jax.random.uniform(own[1], (rows, 3))}
+
+
+def views_of(kind, u_BKC, t_BK, counted_BC):
+    """(mask_BKC, weight_BKC) of a published estimator: its score is the sum over k of weight * log p where masked.
+
+    d1 masks all of the completion, and some of its prompt. "count" (VRPO, BGPO) and SPG mask m of its C tokens, of
+    weight C / m, with m from each third of 1 .. C or three times at random; ESPO m in 0 .. C, and the others, of weight
+    (C + 1) / m; GDPO xC at the nodes x of a quadrature, of weight 1 / x. left_to_right (JustGRPO) has a canvas for each
+    token, with MASK from there on: one is drawn from each third of the completion. Refs: see grpo_ruler.py.
+    """
+    B, K, C = u_BKC.shape
+    rank_BKC, third_BK = u_BKC.argsort(-1).argsort(-1), (t_BK[:, :1] + jnp.arange(K)) / K
+    if kind == "d1":
+        return jnp.ones((B, K, C), bool), jnp.full((B, K, C), 1 / K)
+    if kind == "left_to_right":
+        ends_B1, column_C = counted_BC.sum(1, keepdims=True), jnp.arange(C)
+        at_BK1 = jnp.floor(third_BK * ends_B1)[..., None]
+        return column_C >= at_BK1, (column_C == at_BK1) * ends_B1[..., None] / K
+    if kind == "espo":
+        m_B1 = jnp.floor(t_BK[:, :1] * (C + 1))
+        two_BKC = jnp.stack([rank_BKC[:, 0] < m_B1, rank_BKC[:, 0] >= m_B1], 1)
+        return two_BKC, jnp.broadcast_to((C + 1) / 2 / two_BKC.sum(-1, keepdims=True).clip(1), two_BKC.shape)
+    if kind == "gdpo":
+        node_K, weight_K = np.polynomial.legendre.leggauss(K)
+        x_K1 = (1 + node_K[:, None]) / 2
+        weight_BKC = jnp.broadcast_to(weight_K[:, None] / 2 / x_K1, u_BKC.shape)
+        return rank_BKC < np.floor(x_K1 * C), weight_BKC
+    m_BK1 = 1 + jnp.floor((third_BK if kind == "count" else t_BK) * C)[..., None]
+    return rank_BKC < m_BK1, jnp.broadcast_to(C / m_BK1 / K, u_BKC.shape)
+
+
+def spg_score(logp_BKC, mask_BKC, weight_BKC, worse_B1):
+    """What was worse than its group is pushed down by half an upper score, the mean over its tokens of the logarithm of
+    the mean of weight * p^1.5, over 1.5; and by half its lower score, by which what was better is pushed up.
+    """
+    lower_BC, seen_BC = (weight_BKC * mask_BKC * logp_BKC).sum(1), mask_BKC.any(1)
+    log_BKC = jnp.where(mask_BKC, 1.5 * logp_BKC + jnp.log(weight_BKC), -jnp.inf)
+    log_BC = jax.nn.logsumexp(jnp.where(seen_BC[:, None], log_BKC, 0.0), 1) / 1.5
+    upper_BC = jnp.where(seen_BC, log_BC, 0.0) * seen_BC.shape[1] / seen_BC.sum(1, keepdims=True)
+    return jnp.where(worse_B1, (lower_BC + upper_BC) / 2, lower_BC)
+
+
+def scores_by(kind, model, batch, mask_id, chunk=1024, *rest):
+    """grpo.scores_of for an estimator of views_of. Those without a ratio score 0, with the gradient of their score."""
+    if "at_BK" in batch:  # what was written, once more, for the drift
+        return grpo.scores_of(model, batch, mask_id, chunk, *rest)
+    token_BL, u_BKL, counted_BC = batch["token_BL"], batch["u_BKL"], batch["counted_BC"].astype(bool)
+    B, C = counted_BC.shape
+    mask_BKC, weight_BKC = views_of(kind, u_BKL[..., -C:], batch["t_BK"], counted_BC)
+    K, shift = mask_BKC.shape[1], model.cfg.shift
+    prompt_BKL = (u_BKL[:, :K, :-C] < 0.15) & (kind == "d1")
+    views_BKL = jnp.where(jnp.concatenate([prompt_BKL, mask_BKC], -1), mask_id, token_BL[:, None])
+    hidden, _ = model.hidden(views_BKL.reshape(B * K, -1), see_BM=jnp.repeat(batch["see_BL"], K, 0))
+    hidden = hidden[:, hidden.shape[1] - C - shift : hidden.shape[1] - shift]
+    outs = grpo.token_logps(model.logits, hidden, jnp.repeat(token_BL[:, -C:], K, 0), chunk)
+    logp_BKC, entropy_BKC = (x.reshape(B, K, C) for x in outs)
+    score_BC = (weight_BKC * mask_BKC * logp_BKC).sum(1)
+    if kind == "spg":
+        worse_B1 = batch.get("advantage_B", jnp.zeros(B))[:, None] < 0  # unknown where the value does not matter
+        score_BC = spg_score(logp_BKC, mask_BKC, weight_BKC, worse_B1)
+    if kind in ("count", "spg", "left_to_right"):
+        score_BC -= jax.lax.stop_gradient(score_BC)
+    return score_BC, entropy_BKC.mean(1), None
+
+
+# ---- the runs --------------------------------------------------------------------------------------------------------
+
+
 def run_demo(kind, settings):
     """One run of the demo, in a process of its own."""
-    coupled_grpo.main(
-        coupled_grpo.Config(**settings, **KINDS[kind]), draw_independent if kind == "independent" else grpo.draw_masks
-    )
+    functions = (draw_independent,) if kind == "independent" else ()
+    if kind in PUBLISHED:
+        functions = draw_uniforms, functools.partial(scores_by, kind)
+    coupled_grpo.main(coupled_grpo.Config(**settings, **KINDS[kind]), *functions)
 
 
 def finished(cfg, seed, kind):

@@ -17,6 +17,7 @@ import grpo
 
 sys.path.insert(0, str(ROOT / "bench"))
 import grpo_ruler as ruler
+import grpo_run
 
 pytestmark = pytest.mark.golden
 
@@ -294,6 +295,27 @@ def test_of_one_token_all_estimators_expect_the_exact_gradient():
     for name, _, expects, *_ in lines:
         if "gdpo" not in name:  # it rounds the number of masks down, here to none: its gradient is 0
             assert float(expects) == 1, name
+
+
+SAME = {"d1": "one_pass", "gdpo": "gdpo_gauss-3", "spg": "count"}  # names of the ruler; spg's lower score
+
+
+@pytest.mark.parametrize("kind", sorted(grpo_run.PUBLISHED))
+def test_what_the_bench_trains_with_is_what_the_ruler_measures(kind):
+    B, n, rng = 20_000, 4, np.random.default_rng(0)
+    u_BKC, t_BK = rng.random((B, 3, n)), rng.random((B, 3))
+    mask_BKC, weight_BKC = (np.asarray(x) for x in grpo_run.views_of(kind, u_BKC, t_BK, np.ones((B, n), bool)))
+    coef_BNn, set_BK = np.zeros((B, 1 << n, n)), (mask_BKC << np.arange(n)).sum(-1)
+    for k in range(mask_BKC.shape[1]):
+        coef_BNn[np.arange(B), set_BK[:, k]] += weight_BKC[:, k] * mask_BKC[:, k]
+    error_Nn = 5 * coef_BNn.std(0) / B**0.5 + 1e-6
+    assert (abs(coef_BNn.mean(0) - ruler.coefficients(SAME.get(kind, kind), n)[0]) < error_Nn).all()
+
+    if kind == "spg":
+        logp_Nn = np.where(ruler.sizes(n)[0], -3 * rng.random((1 << n, n)), 0)
+        score_BC = np.asarray(grpo_run.spg_score(logp_Nn[set_BK], mask_BKC, weight_BKC, np.ones((B, 1), bool)))
+        means, variances = ruler.spg(logp_Nn, 3, 1.5, 0.5)
+        assert abs(score_BC.sum(1).mean() / n - means[2]) < 5 * (variances[2] / B) ** 0.5
 
 
 def test_the_table_in_the_readme_is_the_ruler_s():

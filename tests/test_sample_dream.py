@@ -147,7 +147,7 @@ def decode(model, row_L, rule):
     """(row, passes): a row without padding, by the words of the rules, in NumPy around passes over the whole row."""
     row_L, made_L, passes = row_L.copy(), row_L == MASK, 0
     block_L = np.maximum(np.arange(len(row_L)) - made_L.argmax(), 0) // (rule.block_length or len(row_L))
-    best_before, still, share_S = {}, 0, diffusion.dream_shares(rule.steps or 1)
+    best_before, credits, still, share_S = {}, {}, 0, diffusion.dream_shares(rule.steps or 1)
     for i in range(99):
         if not (row_L == MASK).any():
             return row_L, passes
@@ -169,6 +169,13 @@ def decode(model, row_L, rule):
         p_CV = np.exp(logits_CV - logits_CV.max(-1, keepdims=True))
         p_CV /= p_CV.sum(-1, keepdims=True)
         best_C, sure_C, H_C = p_CV.argmax(-1), p_CV.max(-1), -(p_CV * np.log(p_CV + 1e-300)).sum(-1)
+        if rule.credit:  # the logit of the likeliest token rises by its credit, which begins anew with another token
+            for c, (slot, best) in enumerate(zip(slots.tolist(), best_C.tolist(), strict=True)):
+                before = credits.get(slot, 0) if best_before.get(slot) == best else 0
+                credits[slot] = 0.8 * before + sure_C[c] ** 0.2
+                fused_V = np.log(p_CV[c] + 1e-300)
+                fused_V[best] += rule.credit * np.log(1 + credits[slot])
+                sure_C[c] = np.exp(fused_V[best]) / np.exp(fused_V).sum()
         order = np.argsort(-sure_C if rule.threshold else H_C, kind="stable")
         if rule.entropy_bound:  # the longest prefix
             fits = [n for n in range(1, len(order) + 1) if H_C[order[:n]].sum() - H_C[order[:n]].max() <= rule.bound]
@@ -194,6 +201,9 @@ def decode(model, row_L, rule):
         ({}, [{"entropy_bound": x} for x in (1e-6, 3.0, 12.0, np.inf)]),
         ({"stable_steps": 1}, [{"entropy_bound": x} for x in (1e-6, 3.0)]),
         ({"stable_steps": 2}, [{"steps": 7}, {"steps": 30}]),
+        ({"credit": 0.7}, [{"threshold": x} for x in (0.1, 0.2, 1.0)]),
+        ({"threshold": 0.2}, [{"credit": x} for x in (0.0, 0.7, 1.4)]),
+        ({"block_length": 5, "block_add": 0.6, "credit": 0.5}, [{"threshold": x} for x in (0.1, 1.0)]),
         ({"block_length": 5, "block_add": 0.2}, [{"threshold": x} for x in (0.1, 0.2, 1.0)]),
         ({"block_length": 5, "block_add": 0.6, "stable_steps": 1}, [{"entropy_bound": x} for x in (1e-6, 6.0)]),
     ],
@@ -552,6 +562,7 @@ def test_bad_input_is_one_clear_line(shallow):
             "and no cache: that would hold keys of blocks that are not full",
         ),
         (blocks | {"threshold": 0.5, "block_add": 1.1}, "block_add is a share, 1 at most"),
+        ({"entropy_bound": 0.5, "credit": 0.7}, "credit needs a threshold"),
         ({"entropy_bound": -1.0}, "entropy_bound is below 0"),
     ):
         with pytest.raises(ValueError, match=text):
