@@ -629,8 +629,13 @@ class Dream(CanvasModel):
         shared = {name: getattr(cfg, name) for name in ("steps", "temperature", "top_p", "top_k")}
         names = "alg_temp", "threshold", "entropy_bound", "block_add", "credit", "stable_steps", "cache", "fast_dllm"
         names += ("eos_penalty",)
-        blocks = {name: getattr(flags, name) for name in names} | {"block_length": cfg.block_length}
+        path, meta, _ = runs.find_weights(folder, cfg.step)
+        own = model_dream.read_config(path, meta).block_length
+        blocks = {name: getattr(flags, name) for name in names} | {"block_length": cfg.block_length or own}
         rule = sample_dream.Sampling(cfg.sampler, **shared, **blocks, history=bool(cfg.html or cfg.show_steps))
+        rule = sample_block.settings_of(rule) if own else rule
+        if flags.valid and (own or flags.chat == "on"):
+            raise ValueError("--valid=python is for a Dream without blocks that writes code, without a chat template")
         bits = runs.bits_of(flags)
         where = {"dtype": cfg.dtype, "bits": bits, "devices": cfg.devices, "rows": flags.batch_size}
         self.model, _, self.mesh = runs.load_for_inference(model_dream, folder, cfg.step, **where)
@@ -641,12 +646,8 @@ class Dream(CanvasModel):
         ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i is not None)))
         super().__init__(cfg, tokenizer, dream.mask_id, ends, dream.positions)
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
-        if dream.block_length:
-            self.rule = sample_block.settings_of(self.rule)
-            if cfg.block_length not in (0, dream.block_length):
-                print(f"--block_length={cfg.block_length}: trained with {dream.block_length}", file=sys.stderr)
-        if flags.valid and (dream.block_length or flags.chat == "on"):
-            raise ValueError("--valid=python is for a Dream without blocks that writes code, without a chat template")
+        if own and self.rule.block_length != own:
+            print(f"--block_length={cfg.block_length}: trained with {own}", file=sys.stderr)
         self.read = infill.Reader(self.model, tokenizer)
         # Of many texts those that end make room for others. What is watched is one batch, and so are blocks.
         self.together = flags.batch_size * (1 if self.watching or dream.block_length else 8)

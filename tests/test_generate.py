@@ -511,6 +511,7 @@ def test_a_dream_of_blocks_is_filled_behind_its_exact_cache(coder, capsys, tmp_p
     for settings, part in (
         ({"prompt": "a[MASK:2]b"}, "does not see the text behind a hole"),
         ({"prompt": "a", "cache": "dual", "block_length": 4}, "without cache: leave it out"),
+        ({"prompt": "a", "cache": "dual"}, "without cache: leave it out"),
         ({"prompt": "a", "threshold": 0.5, "entropy_bound": 0.5}, "do not go together"),
         ({"prompt": "a", "stable_steps": 1}, "without stable_steps: leave it out"),
     ):
