@@ -75,8 +75,10 @@ def rules(cfg):
             found[f"multi-block {share}, {text}"] = "dream", block | accept | {"block_add": share}
         found[f"dual cache, {text}"] = "dream", block | accept | {"cache": "dual"}
         found[f"early stop, {text}"] = "dream", accept | {"stable_steps": 1}
-    for p, credit in ((0.9, 0.7), (0.95, 0.7), (0.9, 1.4), (0.95, 1.4), (0.98, 1.4), (0.99, 2.0)):
+    for p, credit in ((0.9, 0.7), (0.9, 1.0), (0.9, 1.4), (0.95, 1.4)):
         found[f"credit {credit}, threshold {p}"] = "dream", {"threshold": p, "credit": credit}
+    settings = block | {"threshold": 0.95, "credit": 1.4, "block_add": 0.1}
+    found["multi-block 0.1, credit 1.4, threshold 0.95"] = "dream", settings
     for n in (1, 2):
         found[f"early stop after {n}, 1 a pass"] = "dream", {"stable_steps": n}
     found["exact block cache, 1 a pass"] = "blocks", {}
@@ -234,8 +236,8 @@ def plot(rows, path):
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(9, 5.5))
-    kinds = ["schedule", "threshold", "entropy bound", "multi-block", "dual cache", "early stop", "exact block cache"]
-    for number, kind in enumerate([*kinds, "PythonCoder"]):
+    kinds = "schedule", "threshold", "entropy bound", "credit", "multi-block", "dual cache", "early stop"
+    for number, kind in enumerate([*kinds, "exact block cache", "PythonCoder"]):
         mine = sorted(
             (one["passes"], one["pass"], one["pass_2se"]) for name, one in rows.items() if name.startswith(kind)
         )

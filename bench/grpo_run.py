@@ -10,8 +10,8 @@
 A seed is pre-training, tasks drawn and completions, all anew; the held-out tasks are the same. Their constants are in
 pre-training and never rewarded; the figure for a constant that is in neither stands beside it. With several kinds of
 runs each starts from the same pre-trained model, and differences from the first kind are paired by seed: runs differ by
-more than kinds do. All of them pass over as many canvases. Writes the name of the folder --out with .png and an entry
-for each kind in cpu.json under bench/results/.
+more than kinds do. All of them pass over as many canvases. Writes the name of the folder --out with .png and .md, and
+an entry for each kind in cpu.json, under bench/results/.
 
 "coupled", "coupled_elbo" and "trajectory" are --estimator of coupled_grpo.py. Independent masks show a token in none,
 one or both of the two masked versions of a canvas. The scores of `views_of` are those of published methods, with the
@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import json
 import multiprocessing
+import shlex
 import shutil
 import signal
 import sys
@@ -199,11 +200,25 @@ def finished(cfg, seed, kind):
 
 
 def gains(cfg, curves, kind):
-    """The last held-out reward of each seed, less that of the first kind."""
-    return np.array([curves[kind, seed][-1][1] - curves[cfg.kinds[0], seed][-1][1] for seed in cfg.seeds])
+    """(last held-out reward of each seed, less that of the first kind; two standard errors of their mean)."""
+    gain_S = np.array([curves[kind, seed][-1][1] - curves[cfg.kinds[0], seed][-1][1] for seed in cfg.seeds])
+    return gain_S, 2 * gain_S.std(ddof=1) / len(gain_S) ** 0.5 if len(gain_S) > 1 else np.nan
 
 
-def plot(cfg, curves):
+def table(cfg, curves):
+    """Held-out reward of each kind, and paired by seed with the first."""
+    first, *others = cfg.kinds
+    yield f"| scored by | held-out reward after {cfg.rounds} rounds | less that of {first} | better than it |"
+    yield "|---" * 4 + "|"
+    after = {kind: np.mean([curves[kind, seed][-1][1] for seed in cfg.seeds]) for kind in cfg.kinds}
+    yield f"| {first} | {after[first]:.3f} | | |"
+    for kind in others:
+        gain_S, error = gains(cfg, curves, kind)
+        better = f"{(gain_S > 0).sum()} of {len(gain_S)}"
+        yield f"| {kind} | {after[kind]:.3f} | {gain_S.mean():+.3f} ± {error:.3f} | {better} |"
+
+
+def plot(cfg, curves, name):
     """Held-out reward by round, thin for a seed; and with several kinds what each seed gains over the first of them."""
     figure, axes = plt.subplots(1, 2 if len(cfg.kinds) > 1 else 1, figsize=(9, 4), squeeze=False)
     left, *right = axes[0]
@@ -213,20 +228,19 @@ def plot(cfg, curves):
         left.plot(round_E, reward_SE.T, color=f"C{i}", lw=0.7, alpha=0.6)
         left.plot(round_E, reward_SE.mean(0), color=f"C{i}", lw=2.5, marker="o", ms=3, label=kind)
         for axis in right if i else ():
-            gain_S = gains(cfg, curves, kind)
-            error = 2 * gain_S.std(ddof=1) / len(gain_S) ** 0.5 if len(gain_S) > 1 else 0
+            gain_S, error = gains(cfg, curves, kind)
             axis.plot([i] * len(gain_S), gain_S, ".", color=f"C{i}", alpha=0.5)
             axis.errorbar(i + 0.15, gain_S.mean(), error, fmt="o", color=f"C{i}", capsize=4)
     left.set(xlabel="round", ylabel="tests passed, 72 held-out tasks", ylim=(0, 1))
     left.legend(loc="upper left")
     for axis in right:
         axis.axhline(0, color="C0", lw=1)
-        axis.set_xticks(range(1, len(cfg.kinds)), cfg.kinds[1:])
+        axis.set_xticks(range(1, len(cfg.kinds)), cfg.kinds[1:], rotation=20)
         axis.set(ylabel=f"after the last round, less {cfg.kinds[0]}", xlim=(0.5, len(cfg.kinds) - 0.4))
     for axis in axes[0]:
         axis.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(RESULTS / f"{Path(cfg.out).name}.png", dpi=120)
+    figure.savefig(RESULTS / f"{name}.png", dpi=120)
 
 
 def main(cfg):
@@ -236,7 +250,13 @@ def main(cfg):
         key: [(row["round"], row["heldout_reward"]) for row in log if "heldout_reward" in row]
         for key, (log, _) in found.items()
     }
-    plot(cfg, curves)
+    name = Path(cfg.out).name
+    plot(cfg, curves, name)
+    text = "\n".join(table(cfg, curves))
+    if len(cfg.kinds) > 1:
+        command = f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"
+        (RESULTS / f"{name}.md").write_text(f"{text}\n\n{len(cfg.seeds)} seeds; ± two standard errors.\n\n{command}\n")
+    print(text)
     for kind in cfg.kinds:
         what = f"{kind}, {len(cfg.seeds)} seeds"
         reward_SR = np.array([[reward for _, reward in curves[kind, seed]] for seed in cfg.seeds])
@@ -251,9 +271,7 @@ def main(cfg):
         unseen = [
             [row["unseen_reward"] for row in found[kind, seed][0] if "unseen_reward" in row] for seed in cfg.seeds
         ]
-        gain_S = gains(cfg, curves, kind)
-        error = 2 * gain_S.std(ddof=1) / len(gain_S) ** 0.5 if len(gain_S) > 1 else np.nan
-        print(f"{what}: {reward_SR[:, -1].mean():.3f} after; less {cfg.kinds[0]}: {gain_S.mean():+.3f} ± {error:.3f}")
+        gain_S, error = gains(cfg, curves, kind)
         timed = cfg.kinds == Config.kinds  # the others may have shared the machine
         record(
             cfg.file,
