@@ -4,8 +4,8 @@
     python bench/grpo_run.py --kinds naive sure replayed --rounds=20 --out=out/grpo_rollouts    # fast rollouts
     python bench/grpo_run.py --kinds coupled independent coupled_elbo trajectory --seeds 0 1 2 3 4 5 6 7 8 9 10 11 \
         --rounds=12 --eval_every=12 --eval_samples=8 --out=out/grpo_paired     # estimators; two hours of one core
-    python bench/grpo_run.py --kinds coupled_alone d1 count espo spg gdpo left_to_right \
-        --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --rounds=12 --eval_every=12 --eval_samples=8 --out=out/grpo_published
+    python bench/grpo_run.py --kinds coupled_alone d1 count espo spg gdpo left_to_right --out=out/grpo_published \
+        --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --rounds=12 --eval_every=12 --eval_samples=8    # published ones; four hours
 
 A seed is pre-training, tasks drawn and completions, all anew; the held-out tasks are the same. Their constants are in
 pre-training and never rewarded; the figure for a constant that is in neither stands beside it. With several kinds of
