@@ -566,7 +566,7 @@ class Config:
     tau: float = 0.9  # threshold of the samplers whose paths are replayed
     free: int = 6  # first tokens of an answer that are masked in all ways; the rest of the canvas is kept
     length: int = 16  # tokens of a completion
-    batches: int = 0  # of completions whose policy gradients are compared, a minute or more for each; 0: none
+    batches: int = 0  # of completions whose policy gradients are compared, 25 s for each; 0: none
     prompts: int = 4  # of a batch
     group: int = 8  # completions of a prompt
 
