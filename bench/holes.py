@@ -1,0 +1,193 @@
+"""Holes of unknown length, and text that stays Python: what infill.py makes of held-out functions.
+
+    python bench/holes.py                                       # an hour of one core, most of it training
+    python bench/holes.py --steps 60 60 --holes=8 --out=out/try --file=try    # a first look
+
+Trains dream_tiny on this Python's standard library, from left to right and then both ways, and takes complete functions
+out of held-out files. One statement of a line, or two lines and more of one block, make room for masks: as many as they
+had, 4, 16 or 64, or [MASK], as many as the model finds likeliest. Each hole is filled as generate.py fills it, without
+and with --valid=python, at temperature 0. Counted are holes that are filled with what was there, functions that parse,
+passes of the model over a canvas, and seconds, compiling in none. Writes holes.md under bench/results/.
+"""
+
+import ast
+import dataclasses
+import json
+import shlex
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import jax
+import numpy as np
+from record import RESULTS
+
+import data_prep
+import infill
+import model_dream
+import runs
+import sample_dream
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    out: str = "out/holes"  # folder of data, runs and what was measured; what is in there is not done again
+    steps: tuple[int, int] = (1500, 1500)  # optimizer steps from left to right, and then both ways
+    holes: int = 200  # held-out holes, half of them statements, half of them blocks
+    context: int = 216  # tokens of a function at most; the model was trained on 256
+    longest: int = 48  # tokens of a hole at most
+    file: str = "holes"  # bench/results/<file>.md
+    seed: int = 0  # of training and of what makes room
+
+
+def prepare(cfg):
+    """Data and the trained model, in folders of cfg.out."""
+    out = Path(cfg.out)
+
+    def script(name, *flags):
+        subprocess.run([sys.executable, str(ROOT / name), *map(str, flags)], check=True)
+
+    if not (out / "data/meta.json").exists():
+        flags = "--vocab_size=2048", "--seq_len=256", "--heldout=0.04"
+        script("data_prep.py", "python", f"--out={out / 'data'}", *flags)
+    common = f"--data={out / 'data'}", "--seq_len=256", "--batch_size=16", "--micro_batch=4", f"--seed={cfg.seed}"
+    causal, both = cfg.steps
+    parts = {"causal": (causal, "--model=dream_tiny", "--objective=ar")}
+    parts["both"] = both, f"--init={out / 'causal'}", f"--anneal_steps={both // 3}", "--optimizer=muon"
+    for name, (steps, *flags) in parts.items():
+        if not (out / name / "done").exists():
+            subprocess.run(["rm", "-rf", str(out / name)], check=True)
+            script("train_tpu.py", f"--out={out / name}", f"--steps={steps}", f"--eval_every={steps}", *common, *flags)
+            (out / name / "done").touch()
+
+
+# ---- holes -----------------------------------------------------------------------------------------------------------
+
+
+def functions(text):
+    """Complete functions in a piece of a file, methods too, from the left margin on."""
+    lines = text.splitlines()
+    for i, line in enumerate(lines):
+        if not line.lstrip().startswith("def "):
+            continue
+        margin = len(line) - len(line.lstrip())
+        inside = lambda line, margin=margin: not line.strip() or line.startswith(" " * (margin + 1))  # noqa: E731
+        end = next((j for j in range(i + 1, len(lines)) if not inside(lines[j])), None)
+        if end:  # else the piece may end within
+            found = textwrap.dedent("\n".join(lines[i:end]).rstrip() + "\n")
+            if infill.parses(found):
+                yield found
+
+
+def spans(function):
+    """(kind, first character, one past the last) of what may make room in a function: "statement" or "block"."""
+    starts = [0, *np.cumsum([len(line) for line in function.splitlines(keepends=True)])]
+    for node in ast.walk(ast.parse(function)):
+        for body in (getattr(node, name, []) for name in ("body", "orelse", "finalbody")):
+            for i, first in enumerate(body if isinstance(body, list) else []):
+                begin = starts[first.lineno - 1] + first.col_offset
+                if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                    continue  # a docstring
+                for last in body[i:]:
+                    lines = last.end_lineno - first.lineno + 1
+                    if lines == 1 or 2 <= lines <= 4:
+                        yield (
+                            "statement" if lines == 1 else "block",
+                            begin,
+                            starts[last.end_lineno - 1] + last.end_col_offset,
+                        )
+
+
+def find_holes(cfg):
+    """[(kind, ids before, ids of the hole, ids behind)]: one of each function at most."""
+    rows, tokenizer = data_prep.Rows(f"{cfg.out}/data", "heldout"), runs.read_tokenizer(Path(cfg.out) / "data")
+    rng, found, seen = np.random.default_rng(cfg.seed), {"statement": [], "block": []}, set()
+    ids_BL, segment_BL = rows.read(np.arange(rows.total))[:2]
+    pieces = [ids_L[segment_L == s] for ids_L, segment_L in zip(ids_BL, segment_BL, strict=True) for s in {*segment_L}]
+    texts = [tokenizer.decode(piece.tolist()) for piece in pieces]
+    for function in dict.fromkeys(function for text in texts for function in functions(text)):
+        if not function.isascii() or function in seen:  # ast counts bytes
+            continue
+        kind = min(found, key=lambda kind: len(found[kind]))
+        places = [place for place in spans(function) if place[0] == kind]
+        if not places:
+            continue
+        _, begin, end = places[rng.integers(len(places))]
+        parts = [tokenizer.encode(part).ids for part in (function[:begin], function[begin:end], function[end:])]
+        if len(parts[1]) <= cfg.longest and sum(map(len, parts)) <= cfg.context:
+            found[kind].append((kind, *parts))
+    half = cfg.holes // 2
+    if min(map(len, found.values())) < half:
+        raise ValueError(f"the held-out files have {' and '.join(str(len(x)) for x in found.values())} holes of a kind")
+    return found["statement"][:half] + found["block"][:half]
+
+
+# ---- what fills them -------------------------------------------------------------------------------------------------
+
+
+def fill_holes(cfg, masks, valid):
+    """[{"kind", "exact", "parses", "passes", "seconds", "masks"}] of all holes, with so many masks."""
+    model, _ = runs.load(model_dream, Path(cfg.out) / "both")
+    tokenizer, clock = runs.read_tokenizer(Path(cfg.out) / "both"), {"compile": 0.0}
+
+    def on_event(name, seconds, **_):
+        clock["compile"] += seconds if name.startswith("/jax/core/compile/") else 0
+
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    rule = sample_dream.Sampling(vocab=tokenizer.get_vocab_size())
+    passes, mask, rows = 0, model.cfg.mask_id, []
+
+    def write(canvases):
+        nonlocal passes
+        filled, stats = sample_dream.generate(model, canvases, 0, rule, jax.random.key(0), rows=8)
+        passes += int(np.sum(stats["passes"]))
+        return filled
+
+    for kind, before, hole, behind in find_holes(cfg):
+        read, passes, compiled, started = infill.Reader(model, tokenizer), 0, clock["compile"], time.perf_counter()
+        n = {"as many": len(hole)}.get(masks, masks)
+        if masks == "[MASK]":
+            n = infill.hole_length(read, before, behind, write, valid)
+        canvas = [*before, *[mask] * n, *behind]
+        (ids,) = write([canvas])
+        if valid:
+            ids, _ = infill.mend(read, canvas, ids, lambda ids: write([ids])[0])
+        seconds = time.perf_counter() - started - (clock["compile"] - compiled)
+        first, text, last = (tokenizer.decode(part) for part in (before, ids[len(before) : len(before) + n], behind))
+        right = infill.parses(first + text + last) and not infill.swallows(first, text, last)
+        exact = text.strip() == tokenizer.decode(hole).strip()
+        row = {"kind": kind, "exact": exact, "parses": right, "passes": passes + read.passes, "masks": n}
+        rows.append(row | {"seconds": seconds, "length": len(hole)})
+    return rows
+
+
+def main(cfg):
+    if cfg.holes < 4 or min(cfg.steps) < 3:
+        raise ValueError("--holes is at least 4, --steps at least 3 each")
+    prepare(cfg)
+    lines = ["| masks | --valid | exact, statements | exact, blocks | parse | passes | seconds |", "|---" * 7 + "|"]
+    for masks in ("as many", 4, 16, 64, "[MASK]"):
+        for valid in (False, True):
+            path = Path(cfg.out) / f"{masks}-{valid}-{cfg.holes}.json"
+            if not path.exists():
+                path.write_text(json.dumps(fill_holes(cfg, masks, valid)))
+            rows = json.loads(path.read_text())
+            mean = lambda key, kind="", rows=rows: np.mean([row[key] for row in rows if kind in row["kind"]])  # noqa: E731
+            exact = f"{100 * mean('exact', 'statement'):.1f} % | {100 * mean('exact', 'block'):.1f} %"
+            rest = f"{100 * mean('parses'):.1f} % | {mean('passes'):.1f} | {mean('seconds'):.2f}"
+            lines.append(f"| {masks} | {'python' if valid else ''} | {exact} | {rest} |")
+            print(lines[-1], flush=True)
+    log = [json.loads(line) for line in (Path(cfg.out) / "both/log.jsonl").read_text().splitlines()]
+    bits = [row["bits_per_byte"] for row in log if "bits_per_byte" in row][-1]
+    lines += ["", f"{cfg.holes} holes; {bits:.2f} bits per held-out byte. Compiling is in no second.", ""]
+    lines += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
+    (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__)
