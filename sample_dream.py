@@ -289,7 +289,8 @@ class Sampler:
                 credit_BL = credit_BL.at[row_B1, slot_BC].set(credit_BC, mode="drop")
                 more_BC = (1 + credit_BC) ** rule.credit
                 is_best_BC = (new_BC == best_BC) | (rule.score == "distribution")
-                score_BC *= jnp.where(is_best_BC, more_BC, 1) / (1 + top_BC * (more_BC - 1))
+                fused_BC = top_BC / (top_BC + (1 - top_BC) / more_BC)
+                score_BC = jnp.where(is_best_BC, fused_BC, score_BC / (1 + top_BC * (more_BC - 1)))
             token_BL = token_BL.at[row_B1, slot_BC].set(new_BC, mode="drop")
             score_BL = score_BL.at[row_B1, slot_BC].set(score_BC, mode="drop")
             if state.record:

@@ -10,8 +10,8 @@
 A seed is pre-training, tasks drawn and completions, all anew; the held-out tasks are the same. Their constants are in
 pre-training and never rewarded; the figure for a constant that is in neither stands beside it. With several kinds of
 runs each starts from the same pre-trained model, and differences from the first kind are paired by seed: runs differ by
-more than kinds do. All of them pass over as many canvases. Writes the name of the folder --out with .png and .md, and
-an entry for each kind in cpu.json, under bench/results/.
+more than kinds do. Estimators pass over as many canvases each. Writes the name of the folder --out with .png and, of
+several kinds, .md, and an entry for each kind in cpu.json, under bench/results/.
 
 "coupled", "coupled_elbo" and "trajectory" are --estimator of coupled_grpo.py. Independent masks show a token in none,
 one or both of the two masked versions of a canvas. The scores of `views_of` are those of published methods, with the

@@ -95,7 +95,7 @@ def spans(function):
                     continue  # a docstring
                 for last in body[i:]:
                     lines = last.end_lineno - first.lineno + 1
-                    if lines == 1 or 2 <= lines <= 4:
+                    if lines <= 4:
                         yield (
                             "statement" if lines == 1 else "block",
                             begin,
@@ -106,12 +106,12 @@ def spans(function):
 def find_holes(cfg):
     """[(kind, ids before, ids of the hole, ids behind)]: one of each function at most."""
     rows, tokenizer = data_prep.Rows(f"{cfg.out}/data", "heldout"), runs.read_tokenizer(Path(cfg.out) / "data")
-    rng, found, seen = np.random.default_rng(cfg.seed), {"statement": [], "block": []}, set()
+    rng, found = np.random.default_rng(cfg.seed), {"statement": [], "block": []}
     ids_BL, segment_BL = rows.read(np.arange(rows.total))[:2]
     pieces = [ids_L[segment_L == s] for ids_L, segment_L in zip(ids_BL, segment_BL, strict=True) for s in {*segment_L}]
     texts = [tokenizer.decode(piece.tolist()) for piece in pieces]
     for function in dict.fromkeys(function for text in texts for function in functions(text)):
-        if not function.isascii() or function in seen:  # ast counts bytes
+        if not function.isascii():  # ast counts bytes
             continue
         kind = min(found, key=lambda kind: len(found[kind]))
         places = [place for place in spans(function) if place[0] == kind]
