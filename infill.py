@@ -12,9 +12,9 @@ behind the hole, all that follows hidden: texts of different lengths compare as 
 a hole of the wrong length pays for a line that does not go on.
 
 What is written stays Python by Python's own parser, which tells apart a text that is wrong and one that is not at its
-end. A canvas is filled without it. Where the result is wrong, the first token behind which nothing can follow is found,
-and the tokens from there are written again from left to right, the likeliest that fit: a beam search. A canvas that was
-right costs no pass more.
+end. A canvas is filled without it. Where the result is wrong, the first token behind which nothing can follow is found;
+the likeliest that fits takes its place, and what follows is filled anew. Where that leads nowhere, the hole is written
+again from left to right up to its end, by a beam search. A canvas that was right costs no pass more.
 
 Letters: B rows, L slots, V vocabulary.
 Ref: DreamOn (hkunlp.github.io/blog/2025/dreamon) learns to grow and to shrink holes instead.
@@ -23,6 +23,7 @@ Ref: DreamOn (hkunlp.github.io/blog/2025/dreamon) learns to grow and to shrink h
 import ast
 import bisect
 import codeop
+import collections
 import functools
 import itertools
 import keyword
@@ -41,6 +42,7 @@ LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # that are tried, 
 BEHIND = 8  # tokens behind a hole that are scored with it
 BEAMS = 8  # texts that are kept while tokens are written again
 CHOICES = 64  # likeliest tokens of each that are tried
+TRIES = 4  # times that the rest of a hole is filled anew before it is written from left to right
 
 # ---- what Python can still become ----------------------------------------------------------------------------------
 
@@ -117,9 +119,10 @@ class Reader:
         self.graph, self.params = nnx.split(model)
 
     def __call__(self, canvases, slots, targets=None):
-        """`predict` for slots [B, C] of canvases of any lengths, BEAMS of them in a pass."""
+        """`predict` for slots [B, C] of canvases of any lengths, one or BEAMS of them in a pass."""
         B, C, cfg, found = len(canvases), len(slots[0]), self.model.cfg, []
-        rows = -(-B // BEAMS) * BEAMS
+        at_once = 1 if B == 1 else BEAMS
+        rows = -(-B // at_once) * at_once
         L = sample_dream.canvas_width(max(map(len, canvases)), cfg.positions)
         token_BL, see_BL = np.full((rows, L), cfg.pad_id, np.int32), np.zeros((rows, L), bool)
         slot_BC, target_BC = np.zeros((2, rows, C), np.int32)
@@ -127,8 +130,8 @@ class Reader:
             token_BL[row, : len(canvas)], see_BL[row, : len(canvas)] = canvas, True
         slot_BC[:B], target_BC[:B] = slots, slot_BC[:B] if targets is None else targets
         fixed = {"graph": self.graph, "vocab": self.vocab, "choices": min(CHOICES, self.vocab - 1)}
-        for i in range(0, rows, BEAMS):
-            part = (x[i : i + BEAMS] for x in (token_BL, see_BL, slot_BC, target_BC))
+        for i in range(0, rows, at_once):
+            part = (x[i : i + at_once] for x in (token_BL, see_BL, slot_BC, target_BC))
             found.append(predict(self.params, *part, **fixed))
         self.passes += B
         return [np.concatenate(parts)[:B] for parts in zip(*found, strict=True)]
@@ -149,8 +152,8 @@ def text_of(tokenizer, canvas, ids, mask, ends):
 def mend(read, canvas, filled, write, ends=()):
     """A filled canvas of which what was written is changed until the text is Python: (ids, whether it is).
 
-    The text may stop in the middle where the canvas ends with masks and none of the ids `ends` is written there. There
-    write(canvas) fills anew what follows a token that was changed; a hole is written again up to its end.
+    The text may stop in the middle where the canvas ends with masks and none of the ids `ends` is written there.
+    write(canvas) fills masks.
     """
     mask, ids = read.mask, list(filled)
     places = [p for p, token in enumerate(canvas) if token == mask]
@@ -167,24 +170,27 @@ def mend(read, canvas, filled, write, ends=()):
                 return False
         return parses(text) if whole or ended else can_go_on(text)
 
+    tries = collections.Counter()
     while not fits(ids, places[-1]):
         wrong = bisect.bisect_left(places, True, key=lambda p: not fits(ids, p))
-        # The hole of that place. One at the end of the canvas is written again there alone, and then filled anew.
+        # The hole of that place.
         first = next(i for i in range(wrong, -1, -1) if i == 0 or places[i - 1] < places[i] - 1)
-        last = next(
-            i for i in range(wrong, len(places)) if following[places[i]] > places[i] + 1 or i == len(places) - 1
-        )
-        open_ended = places[last] == len(canvas) - 1
+        last = next((i for i in range(wrong, len(places)) if following[places[i]] > places[i] + 1), len(places) - 1)
+        tries[last] += 1
+        # That token alone is written again, and what follows is filled anew. Where that comes to no end, all up to the
+        # end of the hole is: it has to fit what was given there, so not where the canvas ends with the hole.
+        anew = places[last] == len(canvas) - 1 or tries[last] <= TRIES
         begin, new = wrong, None
         while new is None:
-            new = write_again(read, ids, places[begin : (wrong if open_ended else last) + 1], fits)
+            behind = set(places[wrong + 1 : last + 1]) if anew else ()
+            masked = [mask if p in behind else token for p, token in enumerate(ids)]
+            new = write_again(read, masked, places[begin : (wrong if anew else last) + 1], fits)
             if new is None and begin == first:
                 return ids, False
-            begin = first + (begin - first) // 2  # as it was written, nothing fits: from further left
-        ids = new
-        if open_ended and wrong < last:
-            behind = set(places[wrong + 1 :])
-            ids = write([mask if p in behind else token for p, token in enumerate(ids)])
+            if new is None:  # as it was written, nothing fits: from further left
+                begin = first + (begin - first) // 2
+                anew = places[last] == len(canvas) - 1
+        ids = write(new) if behind else new
     return ids, True
 
 

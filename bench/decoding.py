@@ -1,6 +1,6 @@
 """Decoding contest: programs that pass against passes of the model, by every rule, on small Python tasks.
 
-    python bench/decoding.py    # a quarter of an hour of an idle core; goes on where it stopped
+    python bench/decoding.py    # half an hour of an idle core; goes on where it stopped
     python bench/decoding.py --steps 9 5 9 --tasks=4 --draws=1 --out=out/try --file=try    # a first look, minutes
 
 The tasks are those of coupled_grpo.py's demo, a function's head and docstring and three tests. An answer is written in
@@ -11,8 +11,9 @@ threshold fills most canvases in one pass.
 Trains dream_tiny, a dream_tiny of blocks and a PythonCoder on right answers for about as many processor seconds, and
 completes heads that are not among them, one prompt at a time, at the temperature and top-p of generate.py's Dream. Work
 is counted twice: passes of the model, and slots that go through it, in canvases. The rules of one model are compared on
-the same tasks: a difference and its two standard errors are over tasks. Writes decoding.md, decoding.png and an entry
-of cpu.json under bench/results/.
+the same tasks: a difference and its two standard errors are over tasks. Dream's schedule writes no token in its first
+pass and two in its last, "1 a pass" too (diffusion.step_counts). Writes decoding.md, decoding.png and an entry of
+cpu.json under bench/results/.
 """
 
 import dataclasses
@@ -52,11 +53,11 @@ class Config:
     models: tuple[typing.Literal["dream", "blocks", "coder"], ...] = ("dream", "blocks", "coder")  # whose rules
     # optimizer steps of the Dream, that of blocks and PythonCoder, of 16 rows of 128 tokens; each model for about as
     # many processor seconds, which are recorded
-    steps: tuple[int, int, int] = (200, 100, 120)
+    steps: tuple[int, int, int] = (700, 350, 600)
     ways: int = 6  # ways in which answers are written, up to 6
     canvas: int = 24  # tokens to fill: an answer has 6 to 19, EOS stands behind it
     block_length: int = 8  # of the Dream of blocks, and of the rules with blocks
-    tasks: int = 96  # held-out tasks
+    tasks: int = 192  # held-out tasks
     draws: int = 2  # completions of each task by each rule
     margin: float = 0.05  # a rule is as good as the threshold 0.9 if it is shown to pass less by no more than this
     file: str = "cpu"  # bench/results/<file>.json; decoding.md and .png belong to "cpu", else <file>.md and .png
