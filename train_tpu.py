@@ -24,10 +24,15 @@ So any Qwen2.5 becomes a block diffusion model; Fast-dLLM v2 took about 1e9 toke
     python data_prep.py python --tokenizer=out/start/tokenizer.json --out=data/qwen
     python train_tpu.py --init=out/start --data=data/qwen --block_length=32 --block_warmup=1500 --rate_warmup=500
 
-Predicted, not measured, for rows of 2,048 tokens: 0.5 B on a v6e takes 16 s a step of 131,072 tokens, 34 hours for 1e9,
-and 12.7 GiB (compile_for.py train --model=dream_500m --block_length=32). 1.5 B on an RTX 4090 takes 38 s, 80 hours, at
-the very least, and 8.4 GiB (--model=dream_1500m --lora_rank=16 --micro_batch=1 --device=rtx4090); all its weights, with
-moments and gradients, would take 20 GiB before activations. --complement takes twice as long.
+Predicted, not measured, for rows of 2,048 tokens, 64 a step, and 1e9 tokens in all (compile_for.py train
+--model=dream_500m --block_length=32 --micro_batch=1, --model=dream_1500m, --device=rtx4090; times of the RTX 4090 are
+bounds from below):
+
+                                    v6e                     RTX 4090, 24 GB
+    0.5 B                           24 hours, 12.5 GiB      54 hours, 11.2 GiB
+    1.5 B                           35 hours, 28.2 GiB      80 hours, 8.4 GiB, with --lora_rank=16
+
+--complement takes twice as long.
 
 One optimizer step is one compiled program: a scan over micro-batches, each a scan over layers. The gradient is that of
 (sum of token losses) / (all valid tokens of the step), however the tokens fall into micro-batches. Row order, dropout
