@@ -1,6 +1,6 @@
 """Holes of unknown length, and text that stays Python: what infill.py makes of held-out functions.
 
-    python bench/holes.py                                       # an hour of one core, most of it training
+    python bench/holes.py                                       # two hours of one core, most of it training
     python bench/holes.py --steps 60 60 --holes=8 --out=out/try --file=try    # a first look
 
 Trains dream_tiny on this Python's standard library, from left to right and then both ways, and takes complete functions
@@ -37,7 +37,7 @@ import sample_dream
 @dataclasses.dataclass(frozen=True)
 class Config:
     out: str = "out/holes"  # folder of data, runs and what was measured; what is in there is not done again
-    steps: tuple[int, int] = (1500, 1500)  # optimizer steps from left to right, and then both ways
+    steps: tuple[int, int] = (2400, 2400)  # optimizer steps from left to right, and then both ways
     holes: int = 200  # held-out holes, half of them statements, half of them blocks
     context: int = 216  # tokens of a function at most; the model was trained on 256
     longest: int = 48  # tokens of a hole at most
