@@ -18,16 +18,17 @@ packages. Of the last three it drops, too, what is not under a permissive licenc
 with a problem of HumanEval or MBPP; corpus.py, which does all this, says more. What is kept of them stands in
 --out/.rows until the run ends, and --out/manifest.json names the packages.
 
-text splits files of any size at <|endoftext|>. pairs reads lines {"prompt": TEXT, "response": TEXT}. parquet packs
-the column input_ids of Parquet files (rows of any length; documents end with EOS and may run over row borders), one
-training shard for each input file. Without --tokenizer a byte-level BPE is trained on the training documents.
+text splits files of any size at <|endoftext|>. pairs reads lines {"prompt": TEXT, "response": TEXT}; a "suffix" that
+follows the response is given as the prompt is, so that a Dream learns to fill holes. parquet packs the column input_ids
+of Parquet files (rows of any length; documents end with EOS and may run over row borders), one training shard for each
+input file. Without --tokenizer a byte-level BPE is trained on the training documents.
 
 Packed rows, for PythonCoder and Dream, are filled with documents that follow each other, each ended by EOS. Padded
 rows, for MDLM, start each document in a row of its own: BOS, tokens, EOS, then PAD; a long one goes on in the next
 rows. Rows of pairs hold whole pairs, and a pair longer than a row is left out.
 
 Writes --out: tokenizer.json, train/00000.parquet, heldout/00000.parquet and so on (columns input_ids, segments and
-positions, of pairs also fixed, 1 where a token is of a prompt: int32 lists of seq_len) and, last of all, meta.json
+positions, of pairs also fixed, 1 where a token is of no response: int32 lists of seq_len) and, last of all, meta.json
 (special ids, counts, shards and their hashes, for padded rows how many documents have which length): its presence means
 that all is there. The same command goes on with a run that was stopped or killed, and ends with the same bytes as a run
 that was not. With --chat the model's tokenizer_config.json and chat_template.jinja go along. open_data, at the end of
@@ -430,8 +431,9 @@ def counted(documents, counts, eos, cfg):
     """The ids of (ids, bytes), counted. A pair gets its EOS, or is left out because it is too long for a row."""
     for ids, size in documents:
         if isinstance(cfg, Pairs):
-            # EOS fills the response, whose ids are not negative, to a multiple of eos_to. pack() adds the last one.
-            fill = -(np.count_nonzero(ids >= 0) + 1) % cfg.eos_to
+            # EOS fills a response at the end, ids that are not negative, to a multiple of eos_to. pack() adds the last.
+            written = np.count_nonzero(ids >= 0)
+            fill = 0 if written and ids[-1] < 0 else -(written + 1) % cfg.eos_to
             ids = np.append(ids, np.full(fill, eos, np.int32))
             if len(ids) + 1 > cfg.seq_len:
                 counts["too_long"] += 1
@@ -507,7 +509,7 @@ def read_text(item):
 
 
 # Each source has two functions. One gathers what was found: {"train" and "heldout": lists of Items, one list a shard},
-# and how many files it dropped, by reason. The other reads the documents of such a list: (text,) or (prompt, response).
+# and how many files it dropped, by reason. The other reads the documents of such a list: (text,), or a pair.
 
 # ---- Text files ----------------------------------------------------------------------------------------------------
 
@@ -595,12 +597,15 @@ def gather_pairs(found, cfg, vocabulary):
     with open(cfg.source, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                read_pair(line)
+                texts = read_pair(line)
+                if cfg.chat and texts and len(texts) > 2:
+                    bad.append(str(number))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 bad.append(str(number))
     if bad:
         numbers = ", ".join(bad[:3]) + f" and {len(bad) - 3:,} more" * (len(bad) > 3)
-        raise ValueError(f'{cfg.source}: not {{"prompt": TEXT, "response": TEXT}} in UTF-8: line {numbers}')
+        what = '{"prompt": TEXT, "response": TEXT} in UTF-8' + ', without "suffix" as --chat is set' * cfg.chat
+        raise ValueError(f"{cfg.source}: not {what}: line {numbers}")
     with open(cfg.source, "rb") as file:
         for lines in batched(file, cfg.shard_bytes + 1, len):
             data = b"".join(lines)  # as many lines as make up a shard
@@ -611,12 +616,13 @@ def gather_pairs(found, cfg, vocabulary):
 
 
 def read_pair(line):
-    """(prompt, response) of a line, None of an empty one. What is wrong with it raises one of five errors."""
+    """[prompt, response(, suffix)] of a line, None of an empty one. What is wrong with it raises one of five errors."""
     if not line.strip():
         return None
     pair = json.loads(line)
-    (pair["prompt"] + pair["response"]).encode()  # fails for numbers, lists, and half a surrogate pair
-    return pair["prompt"], pair["response"]
+    texts = [pair["prompt"], pair["response"], *filter(None, [pair.get("suffix")])]
+    "".join(texts).encode()  # fails for numbers, lists, and half a surrogate pair
+    return texts
 
 
 def pair_documents(items, split, cfg):
@@ -817,7 +823,7 @@ def text_bytes(texts):
 
 
 def tokenised(documents, split, cfg, vocabulary):
-    """(ids, bytes) of each document, tokenised by all cores. The ids of a prompt are ~id, which pair_rows undoes."""
+    """(ids, bytes) of each document, tokenised by all cores. Ids around a response are ~id, which pair_rows undoes."""
     if cfg.fim_rate and split == "train":
         documents = (cut_for_fim(text, cfg) for (text,) in documents)
     fim, encode = vocabulary.fim, functools.partial(vocabulary.encoder.encode_batch_fast, add_special_tokens=False)
@@ -828,8 +834,8 @@ def tokenised(documents, split, cfg, vocabulary):
             parts = (encoding.ids for encoding in encodings.result())
             for texts in batch:
                 ids = list(itertools.islice(parts, len(texts)))
-                if len(ids) == 2:  # a prompt and its response
-                    ids[0] = [~id for id in ids[0]]
+                if isinstance(cfg, Pairs):  # prompt, response, suffix
+                    ids[::2] = ([~id for id in part] for part in ids[::2])
                 elif len(ids) == 3:  # prefix, suffix, middle: each follows its token
                     ids = [fim["prefix"]], ids[0], [fim["suffix"]], ids[1], [fim["middle"]], ids[2]
                 yield np.fromiter(itertools.chain.from_iterable(ids), np.int32), text_bytes(texts)
@@ -905,8 +911,8 @@ def pad_rows(documents, seq_len, special):
 def pair_rows(pairs, seq_len, eos):
     """Whole pairs in rows, each where it still fits the last one: int32 tokens, segments, positions and fixed, all _RL.
 
-    A pair's ids are those of the prompt as ~id and those of the response. Segments and positions are those of pack();
-    fixed is 1 where a token is a prompt's.
+    A pair's ids are those of the response, and as ~id those around it. Segments and positions are those of pack().
+    fixed is 0 in the response and at EOS, 1 around it.
     """
     rows, room = [], 0
     for ids in pairs:
@@ -915,7 +921,7 @@ def pair_rows(pairs, seq_len, eos):
             room = seq_len
         rows[-1].append(ids)
         room -= len(ids) + 1
-    # Prompts are negative so far: that tells them from responses, and ~ gives the ids back.
+    # What is given is negative so far: that tells it from responses, and ~ gives the ids back.
     columns = zip(*(pack(row, seq_len, eos, eos) for row in rows), strict=True)
     tokens_RL, *rest = (np.concatenate(column) for column in columns)
     fixed_RL = tokens_RL < 0

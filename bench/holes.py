@@ -3,11 +3,12 @@
     python bench/holes.py                                       # two hours of one core, most of it training
     python bench/holes.py --steps 60 60 --holes=8 --out=out/try --file=try    # a first look
 
-Trains dream_tiny on this Python's standard library, from left to right and then both ways, and takes complete functions
-out of held-out files. One statement of a line, or two lines and more of one block, make room for masks: as many as they
-had, 4, 16 or 64, or [MASK], as many as the model finds likeliest. Each hole is filled as generate.py fills it, without
-and with --valid=python, at temperature 0. Counted are holes that are filled with what was there, functions that parse,
-passes of the model over a canvas, and seconds, compiling in none. Writes holes.md under bench/results/.
+Trains dream_tiny on this Python's standard library from left to right, and then to fill holes in its functions: pairs
+of prompt and response with a suffix. Then it fills holes in functions of held-out files. One statement of a line, or
+two lines and more of one block, make room for masks: as many as they had, 4, 16 or 64, or [MASK], as many as the model
+finds likeliest. Each hole is filled as generate.py fills it, without and with --valid=python, at temperature 0. Counted
+are holes that are filled with what was there, functions that parse, passes of the model over a canvas, and seconds,
+compiling in none. Writes holes.md under bench/results/.
 """
 
 import ast
@@ -37,7 +38,8 @@ import sample_dream
 @dataclasses.dataclass(frozen=True)
 class Config:
     out: str = "out/holes"  # folder of data, runs and what was measured; what is in there is not done again
-    steps: tuple[int, int] = (2400, 2400)  # optimizer steps from left to right, and then both ways
+    steps: tuple[int, int] = (2400, 2400)  # optimizer steps from left to right, and then on holes
+    draws: int = 6  # holes of each training function
     holes: int = 200  # held-out holes, half of them statements, half of them blocks
     context: int = 216  # tokens of a function at most; the model was trained on 256
     longest: int = 48  # tokens of a hole at most
@@ -55,14 +57,21 @@ def prepare(cfg):
     if not (out / "data/meta.json").exists():
         flags = "--vocab_size=2048", "--seq_len=256", "--heldout=0.04"
         script("data_prep.py", "python", f"--out={out / 'data'}", *flags)
-    common = f"--data={out / 'data'}", "--seq_len=256", "--batch_size=16", "--micro_batch=4", f"--seed={cfg.seed}"
-    causal, both = cfg.steps
-    parts = {"causal": (causal, "--model=dream_tiny", "--objective=ar")}
-    parts["both"] = both, f"--init={out / 'causal'}", f"--anneal_steps={both // 3}", "--optimizer=muon"
+    if not (out / "holes/meta.json").exists():
+        holes = draw_holes(cfg, "train", cfg.draws)
+        lines = [json.dumps(dict(zip(("prompt", "response", "suffix"), texts, strict=True))) for _, *texts in holes]
+        (out / "holes.jsonl").write_text("\n".join(lines))
+        flags = f"--tokenizer={out / 'data/tokenizer.json'}", "--seq_len=256", "--heldout=0.02"
+        script("data_prep.py", "pairs", out / "holes.jsonl", f"--out={out / 'holes'}", *flags)
+    common = "--seq_len=256", "--batch_size=16", "--micro_batch=4", f"--seed={cfg.seed}"
+    causal, fill = cfg.steps
+    parts = {"causal": (causal, f"--data={out / 'data'}", "--model=dream_tiny", "--objective=ar")}
+    parts["fill"] = fill, f"--data={out / 'holes'}", f"--init={out / 'causal'}", f"--anneal_steps={fill // 3}"
     for name, (steps, *flags) in parts.items():
         if not (out / name / "done").exists():
             subprocess.run(["rm", "-rf", str(out / name)], check=True)
-            script("train_tpu.py", f"--out={out / name}", f"--steps={steps}", f"--eval_every={steps}", *common, *flags)
+            flags += ["--optimizer=muon", f"--steps={steps}", f"--eval_every={steps}"]
+            script("train_tpu.py", f"--out={out / name}", *common, *flags)
             (out / name / "done").touch()
 
 
@@ -87,7 +96,7 @@ def functions(text):
 def spans(function):
     """(kind, first character, one past the last) of what may make room in a function: "statement" or "block"."""
     starts = [0, *np.cumsum([len(line) for line in function.splitlines(keepends=True)])]
-    for node in ast.walk(ast.parse(function)):
+    for node in ast.walk(ast.parse(function).body[0]):
         for body in (getattr(node, name, []) for name in ("body", "orelse", "finalbody")):
             for i, first in enumerate(body if isinstance(body, list) else []):
                 begin = starts[first.lineno - 1] + first.col_offset
@@ -96,35 +105,40 @@ def spans(function):
                 for last in body[i:]:
                     lines = last.end_lineno - first.lineno + 1
                     if lines <= 4:
-                        yield (
-                            "statement" if lines == 1 else "block",
-                            begin,
-                            starts[last.end_lineno - 1] + last.end_col_offset,
-                        )
+                        end = starts[last.end_lineno - 1] + last.end_col_offset
+                        yield "statement" if lines == 1 else "block", begin, end
 
 
-def find_holes(cfg):
-    """[(kind, ids before, ids of the hole, ids behind)]: one of each function at most."""
-    rows, tokenizer = data_prep.Rows(f"{cfg.out}/data", "heldout"), runs.read_tokenizer(Path(cfg.out) / "data")
+def draw_holes(cfg, split, draws):
+    """[(kind, text before, hole, text behind)] of a split: that many of each function, of both kinds in turn."""
+    rows, tokenizer = data_prep.Rows(f"{cfg.out}/data", split), runs.read_tokenizer(Path(cfg.out) / "data")
     rng, found = np.random.default_rng(cfg.seed), {"statement": [], "block": []}
     ids_BL, segment_BL = rows.read(np.arange(rows.total))[:2]
     pieces = [ids_L[segment_L == s] for ids_L, segment_L in zip(ids_BL, segment_BL, strict=True) for s in {*segment_L}]
     texts = [tokenizer.decode(piece.tolist()) for piece in pieces]
     for function in dict.fromkeys(function for text in texts for function in functions(text)):
-        if not function.isascii():  # ast counts bytes
-            continue
-        kind = min(found, key=lambda kind: len(found[kind]))
-        places = [place for place in spans(function) if place[0] == kind]
-        if not places:
-            continue
-        _, begin, end = places[rng.integers(len(places))]
-        parts = [tokenizer.encode(part).ids for part in (function[:begin], function[begin:end], function[end:])]
-        if len(parts[1]) <= cfg.longest and sum(map(len, parts)) <= cfg.context:
-            found[kind].append((kind, *parts))
-    half = cfg.holes // 2
-    if min(map(len, found.values())) < half:
-        raise ValueError(f"the held-out files have {' and '.join(str(len(x)) for x in found.values())} holes of a kind")
-    return found["statement"][:half] + found["block"][:half]
+        everywhere = [*spans(function)] if function.isascii() else []  # ast counts bytes
+        for _ in range(draws):
+            kind = min(found, key=lambda kind: len(found[kind]))
+            places = [place for place in everywhere if place[0] == kind]
+            if places:
+                _, begin, end = places[rng.integers(len(places))]
+                begin -= function[begin - 1] == " "  # words bring their own, as in generate.py
+                texts = function[:begin], function[begin:end], function[end:]
+                sizes = [len(tokenizer.encode(text).ids) for text in texts]
+                if sizes[1] <= cfg.longest and sum(sizes) <= cfg.context:
+                    found[kind].append((kind, *texts))
+    return found["statement"] + found["block"]
+
+
+def find_holes(cfg):
+    """[(kind, ids before, ids of the hole, ids behind)] that are measured: one of a held-out function at most."""
+    tokenizer = runs.read_tokenizer(Path(cfg.out) / "data")
+    found = [(kind, *(tokenizer.encode(text).ids for text in texts)) for kind, *texts in draw_holes(cfg, "heldout", 1)]
+    parts = [[hole for hole in found if hole[0] == kind] for kind in ("statement", "block")]
+    if min(map(len, parts)) < cfg.holes // 2:
+        raise ValueError(f"the held-out files have {' and '.join(str(len(part)) for part in parts)} holes of a kind")
+    return [hole for part in parts for hole in part[: cfg.holes // 2]]
 
 
 # ---- what fills them -------------------------------------------------------------------------------------------------
@@ -132,8 +146,8 @@ def find_holes(cfg):
 
 def fill_holes(cfg, masks, valid):
     """[{"kind", "exact", "parses", "passes", "seconds", "masks"}] of all holes, with so many masks."""
-    model, _ = runs.load(model_dream, Path(cfg.out) / "both")
-    tokenizer, clock = runs.read_tokenizer(Path(cfg.out) / "both"), {"compile": 0.0}
+    model, _ = runs.load(model_dream, Path(cfg.out) / "fill")
+    tokenizer, clock = runs.read_tokenizer(Path(cfg.out) / "fill"), {"compile": 0.0}
 
     def on_event(name, seconds, **_):
         clock["compile"] += seconds if name.startswith("/jax/core/compile/") else 0
@@ -182,7 +196,7 @@ def main(cfg):
             rest = f"{100 * mean('parses'):.1f} % | {mean('passes'):.1f} | {mean('seconds'):.2f}"
             lines.append(f"| {masks} | {'python' if valid else ''} | {exact} | {rest} |")
             print(lines[-1], flush=True)
-    log = [json.loads(line) for line in (Path(cfg.out) / "both/log.jsonl").read_text().splitlines()]
+    log = [json.loads(line) for line in (Path(cfg.out) / "fill/log.jsonl").read_text().splitlines()]
     bits = [row["bits_per_byte"] for row in log if "bits_per_byte" in row][-1]
     lines += ["", f"{cfg.holes} holes; {bits:.2f} bits per held-out byte. Compiling is in no second.", ""]
     lines += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]

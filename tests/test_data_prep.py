@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gzip
+import itertools
 import json
 import keyword
 import os
@@ -1149,6 +1150,26 @@ def test_without_eos_to_a_response_ends_with_one_eos_and_a_pair_longer_than_a_ro
     assert {prompt for prompt, _, _, _ in everything} == {prompt for prompt, size in sizes.items() if size <= 40}
 
 
+def test_a_suffix_follows_the_response_and_is_fixed_as_the_prompt_is(tmp_path, capsys):
+    source, texts = tmp_path / "pairs.jsonl", ("x = (", " y + 1", ")\n    return x")
+    lines = [dict(zip(("prompt", "response", "suffix"), texts, strict=True)), {"prompt": "a", "response": " b"}] * 3
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    dp.main(pair_config(tmp_path, eos_to=16, heldout=0.0))
+    token_RL, segment_RL, _, fixed_RL = (rows := dp.Rows(tmp_path / "out", "train")).read(np.arange(1))
+    assert rows.total == 1
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    ids = [tokenizer.encode(text).ids for text in texts]
+    first_L = segment_RL[0] == 1
+    assert token_RL[0][first_L].tolist() == [*itertools.chain(*ids), meta_of(tmp_path / "out")["eos_id"]]
+    given = [1] * len(ids[0]), [0] * len(ids[1]), [1] * len(ids[2]), [0]  # the EOS behind a pair
+    assert fixed_RL[0][first_L].tolist() == [*itertools.chain(*given)]
+    second_L = segment_RL[0] == 2  # has none: EOS fills it
+    assert (fixed_RL[0][second_L] == 0).sum() == 16
+    for suffix in (3, ["a"], "\ud800"):
+        source.write_text(json.dumps(lines[0] | {"suffix": suffix}))
+        assert "UTF-8: line 1" in refused(pair_config(tmp_path, out=str(tmp_path / "bad")), capsys)
+
+
 def test_a_held_out_prompt_is_in_no_training_pair(tmp_path):
     rng = random.Random(0)
     lines = [{"prompt": f"prompt {rng.randint(0, 60)}: ", "response": f"answer {i}"} for i in range(300)]
@@ -1221,6 +1242,8 @@ def test_pairs_of_a_chat_are_turns_and_special_tokens_are_the_templates_alone(ch
     dp.main(cfg)
     assert "nothing to do" in capsys.readouterr().out
     assert "other settings (chat '" in refused(dataclasses.replace(cfg, chat=False), capsys)
+    (tmp_path / "holes.jsonl").write_text(json.dumps({"prompt": "a", "response": "b", "suffix": "c"}))
+    assert "--chat is set: line 1" in refused(dataclasses.replace(cfg, source=str(tmp_path / "holes.jsonl")), capsys)
     save(chat_model, {"chat_template.jinja": b"Q: {{ messages[0].content }}"})
     assert "other settings (chat '" in refused(cfg, capsys)
 
