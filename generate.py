@@ -688,11 +688,11 @@ class Dream(CanvasModel):
         import infill
         import sample_dream
 
-        if sizes != [None] or following[-1:] in ([], [[]]) or self.model.cfg.block_length:
-            raise ValueError(
-                "[MASK] without its number of tokens is the only hole of a text and has text behind it, for a Dream "
-                "without blocks; say [MASK:12]"
-            )
+        if self.model.cfg.block_length:
+            raise ValueError("[MASK] without a number is for a Dream without blocks; say [MASK:12] at the end")
+        if sizes != [None] or following[-1:] in ([], [[]]):
+            what = "[MASK] without its number of tokens is the only hole of a text and has text behind it"
+            raise ValueError(f"{what}; say [MASK:12]")
         rule, key = dataclasses.replace(self.rule, history=False), jax.random.fold_in(self.key, 1)
 
         def fill(canvases):
@@ -700,7 +700,7 @@ class Dream(CanvasModel):
 
         with runs.on(self.mesh):
             size = infill.hole_length(self.read, before, *following, fill, bool(self.cfg.dream.valid))
-        print(f"[MASK] is {size} tokens here", file=sys.stderr)
+        print(f"[MASK] is {size} token{'s' * (size > 1)} here", file=sys.stderr)
         return [size]
 
     def on_event(self, name, seconds, **_):
