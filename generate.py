@@ -730,7 +730,7 @@ class Dream(CanvasModel):
         with runs.on(self.mesh):
             filled, stats = sampler.generate(self.model, prompts, 0, self.rule, key, **settings)
             if self.cfg.dream.valid:
-                filled = [self.mend(*canvas, key) for canvas in zip(prompts, filled, strict=True)]
+                filled = [self.mend(*canvas) for canvas in zip(prompts, filled, strict=True)]
         seconds = time.perf_counter() - started - self.compile_s
         history, prob = [], []
         for i, ids in enumerate(prompts if self.cfg.html else ()):
@@ -744,14 +744,11 @@ class Dream(CanvasModel):
             history.append([[x if w <= s else self.mask for x, w in zip(filled[i], when, strict=True)] for s in steps])
         return filled, history, prob, stats | {"seconds": seconds, "compile_s": self.compile_s}
 
-    def mend(self, canvas, filled, key):
+    def mend(self, canvas, filled):
         """The ids of a filled canvas, what was written changed where Python cannot read it."""
         import infill
-        import sample_dream
 
-        rule = dataclasses.replace(self.rule, history=False)
-        write = lambda ids: sample_dream.generate(self.model, [ids], 0, rule, key)[0][0]  # noqa: E731
-        ids, is_right = infill.mend(self.read, canvas, filled, write, self.ends)
+        ids, is_right = infill.mend(self.read, canvas, filled, self.ends)
         if not is_right:
             print("--valid=python: found nothing that Python can read between what was given", file=sys.stderr)
         return ids

@@ -3,7 +3,7 @@
     infill.can_go_on("def area(r):\\n    return (r *")      # True: more text makes a program of it
     read = infill.Reader(model, tokenizer)
     size = infill.hole_length(read, before, after, fill)    # masks between two lists of ids; fill(canvases) fills them
-    ids, is_right = infill.mend(read, canvas, filled, write, ends)    # what was filled, as Python
+    ids, is_right = infill.mend(read, canvas, filled, ends)    # what was filled, as Python
 
 generate.py does this for [MASK] without a number, and with --valid=python.
 
@@ -12,9 +12,9 @@ behind the hole, all that follows hidden: texts of different lengths compare as 
 a hole of the wrong length pays for a line that does not go on.
 
 What is written stays Python by Python's own parser, which tells apart a text that is wrong and one that is not at its
-end. A canvas is filled without it. Where the result is wrong, the first token behind which nothing can follow is found;
-the likeliest that fits takes its place, and what follows is filled anew. Where that leads nowhere, the hole is written
-again from left to right up to its end, by a beam search. A canvas that was right costs no pass more.
+end. A canvas is filled without it. Where the result is wrong, the first token behind which nothing can follow is found,
+and the likeliest that fits takes its place; what follows stays, as long as it can. Where no token fits, some before it
+are written again as well, by a beam search. A canvas that was right costs no pass more.
 
 Letters: B rows, L slots, V vocabulary.
 Ref: DreamOn (hkunlp.github.io/blog/2025/dreamon) learns to grow and to shrink holes instead.
@@ -23,7 +23,6 @@ Ref: DreamOn (hkunlp.github.io/blog/2025/dreamon) learns to grow and to shrink h
 import ast
 import bisect
 import codeop
-import collections
 import functools
 import itertools
 import keyword
@@ -40,9 +39,8 @@ import sample_dream
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # that are tried, tokens
 BEHIND = 8  # tokens behind a hole that are scored with it
-BEAMS = 8  # texts that are kept while tokens are written again
+BEAMS = 4  # texts that are kept while tokens are written again
 CHOICES = 64  # likeliest tokens of each that are tried
-TRIES = 4  # times that the rest of a hole is filled anew before it is written from left to right
 
 # ---- what Python can still become ----------------------------------------------------------------------------------
 
@@ -149,48 +147,38 @@ def text_of(tokenizer, canvas, ids, mask, ends):
     return tokenizer.decode(kept), ended
 
 
-def mend(read, canvas, filled, write, ends=()):
+def mend(read, canvas, filled, ends=()):
     """A filled canvas of which what was written is changed until the text is Python: (ids, whether it is).
 
     The text may stop in the middle where the canvas ends with masks and none of the ids `ends` is written there.
-    write(canvas) fills masks.
     """
-    mask, ids = read.mask, list(filled)
+    mask, ids, n = read.mask, list(filled), 0
     places = [p for p, token in enumerate(canvas) if token == mask]
     following = {p: next((q for q in places if q > p), len(canvas)) for p in places}  # slot of the next mask
 
     def fits(ids, p):
         """Whether the text up to slot p, and what was given behind it, can become Python; the whole: whether it is."""
         text, ended = text_of(read.tokenizer, canvas, ids[: following[p]], mask, ends)
-        whole = following[p] == len(canvas) and canvas[-1] != mask
-        if following[p] > p + 1:  # the end of a hole, and text that was given
-            begin = next(q for q in range(p, -1, -1) if q == 0 or canvas[q - 1] != mask)
-            before, upto = (text_of(read.tokenizer, canvas, ids[:q], mask, ends)[0] for q in (begin, p + 1))
-            if swallows(before, upto[len(before) :], text[len(upto) :]):
-                return False
-        return parses(text) if whole or ended else can_go_on(text)
+        whole = ended or (following[p] == len(canvas) and canvas[-1] != mask)
+        right = parses(text) if whole else can_go_on(text)
+        if not right or following[p] == p + 1:
+            return right
+        # the end of a hole, and text that was given
+        begin = next(q for q in range(p, -1, -1) if q == 0 or canvas[q - 1] != mask)
+        before, upto = (text_of(read.tokenizer, canvas, ids[:q], mask, ends)[0] for q in (begin, p + 1))
+        return not swallows(before, upto[len(before) :], text[len(upto) :])
 
-    tries = collections.Counter()
     while not fits(ids, places[-1]):
-        wrong = bisect.bisect_left(places, True, key=lambda p: not fits(ids, p))
-        # The hole of that place.
-        first = next(i for i in range(wrong, -1, -1) if i == 0 or places[i - 1] < places[i] - 1)
-        last = next((i for i in range(wrong, len(places)) if following[places[i]] > places[i] + 1), len(places) - 1)
-        tries[last] += 1
-        # That token alone is written again, and what follows is filled anew. Where that comes to no end, all up to the
-        # end of the hole is: it has to fit what was given there, so not where the canvas ends with the hole.
-        anew = places[last] == len(canvas) - 1 or tries[last] <= TRIES
-        begin, new = wrong, None
+        n = bisect.bisect_left(places, True, lo=n, key=lambda p: not fits(ids, p))
+        first = next(i for i in range(n, -1, -1) if i == 0 or places[i - 1] < places[i] - 1)  # of this hole
+        # That token alone is written again; where none fits what stands before it, more and more of that, too.
+        width, new = 1, None
         while new is None:
-            behind = set(places[wrong + 1 : last + 1]) if anew else ()
-            masked = [mask if p in behind else token for p, token in enumerate(ids)]
-            new = write_again(read, masked, places[begin : (wrong if anew else last) + 1], fits)
+            begin, width = max(first, n + 1 - width), 4 * width
+            new = write_again(read, ids, places[begin : n + 1], fits)
             if new is None and begin == first:
                 return ids, False
-            if new is None:  # as it was written, nothing fits: from further left
-                begin = first + (begin - first) // 2
-                anew = places[last] == len(canvas) - 1
-        ids = write(new) if behind else new
+        ids, n = new, n + 1
     return ids, True
 
 
@@ -207,7 +195,7 @@ def write_again(read, ids, span, fits):
             for logp, token in zip(logp_1C[0], token_1C[0], strict=True)
         ]
         fitting = (each for each in sorted(found, reverse=True) if fits(each[1], p))
-        beams = list(itertools.islice(fitting, BEAMS))
+        beams = list(itertools.islice(fitting, 1 if p == span[-1] else BEAMS))
         if not beams:
             return None
     return beams[0][1]

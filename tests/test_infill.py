@@ -158,8 +158,7 @@ def test_a_hole_has_the_length_with_which_the_text_goes_on(tokenizer):
 
 
 def mended(read, canvas, filled, ends=()):
-    fill = lambda ids: [PIECES.index("a") if token == 3 else token for token in ids]  # noqa: E731
-    ids, is_right = infill.mend(read, canvas, filled, fill, ends)
+    ids, is_right = infill.mend(read, canvas, filled, ends)
     assert all(token == given for token, given in zip(ids, canvas, strict=True) if given != 3)
     assert 3 not in ids
     return read.tokenizer.decode(ids), is_right
@@ -173,8 +172,11 @@ def test_what_python_cannot_read_is_written_again_and_what_it_can_is_left(tokeni
     text = "x=f(a)\ny=1\n"
     assert mended(read, canvas, of_pieces(text)) == (text, True)
     assert read.passes == 0
-    # The likeliest, a bracket that is not closed, fits nothing behind; the likeliest that does is found.
+    # No token closes two brackets: the last four are written again.
     assert mended(read, canvas, of_pieces("x=((ab\ny=1\n")) == ("x=(ab)\ny=1\n", True)
+    assert read.passes <= 2 + 3 * infill.BEAMS
+    # One closes one of them, and is all that changes.
+    assert mended(read, canvas, of_pieces("x=(ab,\ny=1\n")) == ("x=(ab)\ny=1\n", True)
     # What follows a hole decides whether the text before was right.
     canvas = [*of_pieces("x"), 3, 3, *of_pieces("1)\n")]
     assert mended(read, canvas, of_pieces("x=a1)\n")) == ("x=(1)\n", True)
@@ -188,8 +190,8 @@ def test_a_text_that_goes_on_stops_anywhere_and_ends_whole(tokenizer):
     canvas = [*of_pieces("x="), *[3] * 6]
     assert mended(read, canvas, of_pieces("x=(ab,aa")) == ("x=(ab,aa", True)  # a bracket may be closed later
     assert read.passes == 0
-    assert mended(read, canvas, of_pieces("x=(a))bb")) == ("x=(a)\naa", True)  # the likeliest behind it, then anew
+    assert mended(read, canvas, of_pieces("x=(a))bb")) == ("x=(a)\nbb", True)  # a bracket too many
     # An end token within a bracket: what was written before it must be whole.
     text, is_right = mended(read, canvas, [*of_pieces("x=(a"), 2, 2, 2, 2], ends={2})
     assert is_right
-    assert text == "x=(abaaa"
+    assert text == "x=(ab)"
