@@ -145,7 +145,7 @@ def find_holes(cfg):
 
 
 def fill_holes(cfg, masks, valid):
-    """[{"kind", "exact", "parses", "passes", "masks", "filling", "mending", "length"}] of all holes; -ing in seconds."""
+    """[{"kind", "exact", "parses", "passes", "masks", "filling", "mending", "length"}]; -ing in seconds."""
     model, _ = runs.load(model_dream, Path(cfg.out) / "fill")
     tokenizer, clock = runs.read_tokenizer(Path(cfg.out) / "fill"), {"compile": 0.0}
 
