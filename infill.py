@@ -39,7 +39,7 @@ import sample_dream
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # that are tried, tokens
 BEHIND = 8  # tokens behind a hole that are scored with it
-BEAMS = 4  # texts that are kept while tokens are written again
+BEAMS = 8  # texts that are kept while tokens are written again
 CHOICES = 64  # likeliest tokens of each that are tried
 
 # ---- what Python can still become ----------------------------------------------------------------------------------
@@ -172,33 +172,41 @@ def mend(read, canvas, filled, ends=()):
         n = bisect.bisect_left(places, True, lo=n, key=lambda p: not fits(ids, p))
         first = next(i for i in range(n, -1, -1) if i == 0 or places[i - 1] < places[i] - 1)  # of this hole
         # That token alone is written again; where none fits what stands before it, more and more of that, too.
-        width, new = 1, None
-        while new is None:
-            begin, width = max(first, n + 1 - width), 4 * width
-            new = write_again(read, ids, places[begin : n + 1], fits)
-            if new is None and begin == first:
-                return ids, False
+        size = n + 1 - first
+        for width, beams in ((1, 0), (4, 0), (16, 2), (size, BEAMS)):
+            new = write_again(read, ids, places[n + 1 - min(width, size) : n + 1], fits, beams)
+            if new:
+                break
+        else:
+            return ids, False
         ids, n = new, n + 1
     return ids, True
 
 
-def write_again(read, ids, span, fits):
+def write_again(read, ids, span, fits, beams=0):
     """ids with the likeliest tokens at the slots `span` behind which the text can go on, from left to right; None where
-    there are none.
+    none were found. One pass says for all slots how likely they are; with `beams` one for each slot and beam.
     """
-    beams = [(0.0, [read.mask if p in span else token for p, token in enumerate(ids)])]
-    for p in span:
-        _, logp_B1C, token_B1C = read([beam for _, beam in beams], [[p]] * len(beams))
+    kept = [(0.0, [read.mask if p in span else token for p, token in enumerate(ids)])]
+    if not beams:
+        padded = [*span, *[span[-1]] * (4 - len(span))] if span[1:] else span  # two shapes are compiled
+        _, (logp_SC,), (token_SC,) = read([kept[0][1]], [padded])
+    for i, p in enumerate(span):
+        if beams:
+            _, logp_B1C, token_B1C = read([beam for _, beam in kept], [[p]] * len(kept))
+            choices = zip(logp_B1C[:, 0].tolist(), token_B1C[:, 0].tolist(), strict=True)
+        else:
+            choices = [(logp_SC[i].tolist(), token_SC[i].tolist())] * len(kept)
         found = [
             (total + logp, [*beam[:p], token, *beam[p + 1 :]])
-            for (total, beam), logp_1C, token_1C in zip(beams, logp_B1C.tolist(), token_B1C.tolist(), strict=True)
-            for logp, token in zip(logp_1C[0], token_1C[0], strict=True)
+            for (total, beam), likeliest in zip(kept, choices, strict=True)
+            for logp, token in zip(*likeliest, strict=True)
         ]
         fitting = (each for each in sorted(found, reverse=True) if fits(each[1], p))
-        beams = list(itertools.islice(fitting, 1 if p == span[-1] else BEAMS))
-        if not beams:
+        kept = list(itertools.islice(fitting, 1 if p == span[-1] else beams or BEAMS))
+        if not kept:
             return None
-    return beams[0][1]
+    return kept[0][1]
 
 
 # ---- how long a hole is ----------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def fill_holes(cfg, masks, valid):
 
     def write(canvases):
         nonlocal passes
-        filled, stats = sample_dream.generate(model, canvases, 0, rule, jax.random.key(0), rows=8)
+        filled, stats = sample_dream.generate(model, canvases, 0, rule, jax.random.key(0), rows=min(8, len(canvases)))
         passes += int(np.sum(stats["passes"]))
         return filled
 
