@@ -1,6 +1,6 @@
 """Holes of unknown length, and text that stays Python: what infill.py makes of held-out functions.
 
-    python bench/holes.py                                       # two hours of one core, most of it training
+    python bench/holes.py                                       # two hours of one core
     python bench/holes.py --steps 60 60 --holes=8 --out=out/try --file=try    # a first look
 
 Trains dream_tiny on this Python's standard library from left to right, and then to fill holes in its functions: pairs
@@ -186,8 +186,8 @@ def main(cfg):
     if cfg.holes < 4 or min(cfg.steps) < 3:
         raise ValueError("--holes is at least 4, --steps at least 3 each")
     prepare(cfg)
-    lines = ["| masks | --valid | exact, statements | exact, blocks | parse | passes | seconds | of them mending |"]
-    lines.append("|---" * 8 + "|")
+    head = "| masks | --valid | exact, statements | blocks | parse | passes | seconds | of them mending | median |"
+    lines = [head, "|---" * 9 + "|"]
     for masks in ("as many", 4, 16, 64, "[MASK]"):
         for valid in (False, True):
             path = Path(cfg.out) / f"{masks}-{valid}-{cfg.holes}.json"
@@ -197,7 +197,8 @@ def main(cfg):
             mean = lambda key, kind="", rows=rows: np.mean([row[key] for row in rows if kind in row["kind"]])  # noqa: E731
             exact = f"{100 * mean('exact', 'statement'):.1f} % | {100 * mean('exact', 'block'):.1f} %"
             seconds = mean("filling") + mean("mending")
-            rest = f"{100 * mean('parses'):.1f} % | {mean('passes'):.1f} | {seconds:.2f} | {mean('mending'):.3f}"
+            rest = f"{100 * mean('parses'):.1f} % | {mean('passes'):.1f} | {seconds:.3f} | {mean('mending'):.3f}"
+            rest += f" | {np.median([row['mending'] for row in rows]):.3f}"
             lines.append(f"| {masks} | {'python' if valid else ''} | {exact} | {rest} |")
             print(lines[-1], flush=True)
     log = [json.loads(line) for line in (Path(cfg.out) / "fill/log.jsonl").read_text().splitlines()]
