@@ -160,20 +160,24 @@ def mend(read, canvas, filled, ends=()):
         """Whether the text up to slot p, and what was given behind it, can become Python; the whole: whether it is."""
         text, ended = text_of(read.tokenizer, canvas, ids[: following[p]], mask, ends)
         whole = ended or (following[p] == len(canvas) and canvas[-1] != mask)
-        right = parses(text) if whole else can_go_on(text)
-        if not right or following[p] == p + 1:
-            return right
-        # the end of a hole, and text that was given
+        if not (parses(text) if whole else can_go_on(text)):
+            return False
+        # What a hole opened is closed in it, by a token each.
         begin = next(q for q in range(p, -1, -1) if q == 0 or canvas[q - 1] != mask)
+        end = next((q for q in range(p + 1, len(canvas)) if canvas[q] != mask), None)
         before, upto = (text_of(read.tokenizer, canvas, ids[:q], mask, ends)[0] for q in (begin, p + 1))
-        return not swallows(before, upto[len(before) :], text[len(upto) :])
+        hole = upto[len(before) :]
+        if end is None or following[p] == p + 1:
+            depth = sum(map(hole.count, "([{")) - sum(map(hole.count, ")]}"))
+            return end is None or depth < end - p
+        return not swallows(before, hole, text[len(upto) :])
 
     while not fits(ids, places[-1]):
         n = bisect.bisect_left(places, True, lo=n, key=lambda p: not fits(ids, p))
         first = next(i for i in range(n, -1, -1) if i == 0 or places[i - 1] < places[i] - 1)  # of this hole
         # That token alone is written again; where none fits what stands before it, more and more of that, too.
         size = n + 1 - first
-        for width, beams in ((1, 0), (4, 0), (16, 2), (size, BEAMS)):
+        for width, beams in ((1, 0), (4, 0), (16, 2), (size, BEAMS), (size, 4 * BEAMS)):
             new = write_again(read, ids, places[n + 1 - min(width, size) : n + 1], fits, beams)
             if new:
                 break
