@@ -87,7 +87,8 @@ def swallows(before, hole, behind):
     Python does not know elsewhere, is allowed.
     """
     dollar = "\n$" if behind.startswith("\n") else "$"  # a comment ends with its line
-    return bool(behind) and can_go_on(before + hole + dollar) and not can_go_on(before + "$")
+    takes = lambda text: any(parses(text + end, whole=False) for end in ("", "'", '"', "}'", '}"'))  # noqa: E731
+    return bool(behind) and takes(before + hole + dollar) and not takes(before + "$")
 
 
 # ---- what a model says of a canvas -----------------------------------------------------------------------------------
