@@ -9,6 +9,7 @@
     python data_prep.py python --pypi=top:300 --out=data/pypi       # source of 300 packages: a download of 560 MB
     python data_prep.py python --hf=NAME:python --out=data/hf       # a data set of Hugging Face, as it streams
     python data_prep.py pairs pairs.jsonl --eos_to=64 --out=data/pairs    # prompts and responses, for Dream
+    python data_prep.py pairs holes.jsonl --edit_rate=0.5 --out=data/holes    # with a "suffix": holes of any length
     python data_prep.py pairs pairs.jsonl --chat --tokenizer=out/diffucoder/tokenizer.json --out=data/chat
     python data_prep.py parquet --roots shards --tokenizer=qwen/tokenizer.json --seq_len=4096 --out=data/long
 
@@ -19,16 +20,18 @@ with a problem of HumanEval or MBPP; corpus.py, which does all this, says more. 
 --out/.rows until the run ends, and --out/manifest.json names the packages.
 
 text splits files of any size at <|endoftext|>. pairs reads lines {"prompt": TEXT, "response": TEXT}; a "suffix" that
-follows the response is given as the prompt is, so that a Dream learns to fill holes. parquet packs the column input_ids
-of Parquet files (rows of any length; documents end with EOS and may run over row borders), one training shard for each
-input file. Without --tokenizer a byte-level BPE is trained on the training documents.
+follows the response is given as the prompt is, so that a Dream learns to fill holes; with --edit_rate it learns how long
+they are, too. parquet packs the column input_ids of Parquet files (rows of any length; documents end with EOS and may
+run over row borders), one training shard for each input file. Without --tokenizer a byte-level BPE is trained on the
+training documents.
 
 Packed rows, for PythonCoder and Dream, are filled with documents that follow each other, each ended by EOS. Padded
 rows, for MDLM, start each document in a row of its own: BOS, tokens, EOS, then PAD; a long one goes on in the next
 rows. Rows of pairs hold whole pairs, and a pair longer than a row is left out.
 
 Writes --out: tokenizer.json, train/00000.parquet, heldout/00000.parquet and so on (columns input_ids, segments and
-positions, of pairs also fixed, 1 where a token is of no response: int32 lists of seq_len) and, last of all, meta.json
+positions, of pairs also fixed, 1 where a token is of no response, 2 where MASK is all that is ever seen, see edit: int32
+lists of seq_len) and, last of all, meta.json
 (special ids, counts, shards and their hashes, for padded rows how many documents have which length): its presence means
 that all is there. The same command goes on with a run that was stopped or killed, and ends with the same bytes as a run
 that was not. With --chat the model's tokenizer_config.json and chat_template.jinja go along. open_data, at the end of
@@ -80,7 +83,7 @@ class Shards:
     seed: int = 0  # draws which documents are held out, their order and the fill-in-the-middle cuts
 
     # No flags, but values for the sources that have no such flag: meta.json records most of them.
-    rows, vocab_size, fim_rate, eos_to, max_bytes = "packed", 8192, 0.0, 1, 1_000_000
+    rows, vocab_size, fim_rate, eos_to, edit_rate, max_bytes = "packed", 8192, 0.0, 1, 0.0, 1_000_000
     chat, column, benchmarks, hf, pypi, spm_rate, host, hosts = False, "", (), "", "", 0.0, 0, 1
 
 
@@ -132,6 +135,7 @@ class Pairs(Shards):
     out: str = "data/pairs"  # folder to write
     vocab_size: int = 8192  # size of the tokenizer that is trained; at least 261, for 256 bytes and 5 special tokens
     eos_to: int = 1  # EOS fills each response to a multiple of so many tokens, as the end of a canvas to sample on
+    edit_rate: float = 0.0  # of the training responses with a suffix so many learn to grow, and so many to shrink
     chat: bool = False  # write pairs as turns of a chat, by the template beside --tokenizer; <|im_end|> ends a response
 
 
@@ -309,6 +313,7 @@ def settings_of(cfg, vocabulary, chat):
     settings |= {name: getattr(cfg, name) for name in names if name != "eos_to" or isinstance(cfg, Pairs)}
     settings |= {"rows": "padded"} if cfg.rows == "padded" else {}
     settings |= {"spm_rate": cfg.spm_rate} if cfg.fim_rate else {}
+    settings |= {"edit_rate": cfg.edit_rate} if cfg.edit_rate else {}
     if corpus.from_rows(cfg):
         settings |= {"column": cfg.column, "hf": cfg.hf, "licences": cfg.licences}
         settings |= {"pypi": corpus.asked(cfg.pypi)} if cfg.pypi else {}
@@ -338,7 +343,7 @@ def read_earlier(out, settings):
             raise ValueError(f"{out} holds files that data_prep.py did not write; choose another --out")
         return {}, False
     earlier = runs.read_json(path, "settings", "fingerprint")
-    unset = {"rows": "packed", "spm_rate": 0.0, "licences": "any"}  # these are noted where they are set
+    unset = {"rows": "packed", "spm_rate": 0.0, "edit_rate": 0.0, "licences": "any"}  # these are noted where they are set
     unset |= dict.fromkeys(("chat", "column", "hf", "pypi", "benchmarks"), "")
     before, now = (unset | kept for kept in (earlier["settings"], settings))
     other = [f"{key} {before.get(key)!r}, now {now[key]!r}" for key in now if before.get(key) != now[key]]
@@ -822,19 +827,42 @@ def text_bytes(texts):
     return sum(len(text.encode()) for text in texts)
 
 
+EDIT = 1 << 28  # what it is added to is only ever seen as MASK
+MOST_DELETED = 64  # masks of a hole that stand for nothing
+
+
+def edit(parts, eos, number, cfg):
+    """Ids of a hole with masks that stand for no single token, from [before, hole, after]: so a length can be found.
+
+    Where the hole is to grow, tokens that follow each other become one: EDIT + the first of them, which a model learns
+    to expand. Where it is to shrink, up to MOST_DELETED times EDIT + EOS follow, which it learns to delete. The pair and
+    its number in a shard draw how. Ref: DreamOn (hkunlp.github.io/blog/2025/dreamon).
+    """
+    rng = np.random.default_rng([cfg.seed, number, *hashlib.sha256(np.int32(sum(parts, [])).tobytes()).digest()])
+    grows, shrinks = rng.random(2) < cfg.edit_rate
+    joined = rng.random(len(parts[1])) < grows * rng.uniform(0, 0.95)  # with the token after it
+    joined[-1:] = False
+    starts = np.append(True, ~joined[:-1])[: len(joined)]
+    ids = np.where(joined, EDIT, 0)[starts] + np.int32(parts[1])[starts]
+    most = min(MOST_DELETED, cfg.seq_len - 1 - sum(map(len, parts)))
+    return [*ids.tolist(), *[EDIT + eos] * (rng.integers(most + 1) if shrinks and most > 0 else 0)]
+
+
 def tokenised(documents, split, cfg, vocabulary):
     """(ids, bytes) of each document, tokenised by all cores. Ids around a response are ~id, which pair_rows undoes."""
     if cfg.fim_rate and split == "train":
         documents = (cut_for_fim(text, cfg) for (text,) in documents)
     fim, encode = vocabulary.fim, functools.partial(vocabulary.encoder.encode_batch_fast, add_special_tokens=False)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:  # tokenises the next batch while this one is written
-        batch, encodings = [], thread.submit(list)
+        batch, encodings, numbers = [], thread.submit(list), itertools.count()
         for following in itertools.chain(batched(documents, BATCH_BYTES, text_bytes), [[]]):
             ahead = thread.submit(encode, list(itertools.chain.from_iterable(following)))
             parts = (encoding.ids for encoding in encodings.result())
             for texts in batch:
                 ids = list(itertools.islice(parts, len(texts)))
                 if isinstance(cfg, Pairs):  # prompt, response, suffix
+                    if cfg.edit_rate and split == "train" and len(ids) == 3:
+                        ids[1] = edit(ids, vocabulary.special["eos"], next(numbers), cfg)
                     ids[::2] = ([~id for id in part] for part in ids[::2])
                 elif len(ids) == 3:  # prefix, suffix, middle: each follows its token
                     ids = [fim["prefix"]], ids[0], [fim["suffix"]], ids[1], [fim["middle"]], ids[2]
@@ -912,7 +940,7 @@ def pair_rows(pairs, seq_len, eos):
     """Whole pairs in rows, each where it still fits the last one: int32 tokens, segments, positions and fixed, all _RL.
 
     A pair's ids are those of the response, and as ~id those around it. Segments and positions are those of pack().
-    fixed is 0 in the response and at EOS, 1 around it.
+    fixed is 0 in the response and at EOS, 1 around it, 2 at an `edit`.
     """
     rows, room = [], 0
     for ids in pairs:
@@ -924,8 +952,8 @@ def pair_rows(pairs, seq_len, eos):
     # What is given is negative so far: that tells it from responses, and ~ gives the ids back.
     columns = zip(*(pack(row, seq_len, eos, eos) for row in rows), strict=True)
     tokens_RL, *rest = (np.concatenate(column) for column in columns)
-    fixed_RL = tokens_RL < 0
-    return np.where(fixed_RL, ~tokens_RL, tokens_RL), *rest, fixed_RL.astype(np.int32)
+    fixed_RL = np.where(tokens_RL < 0, 1, np.where(tokens_RL >= EDIT, 2, 0)).astype(np.int32)
+    return np.select([fixed_RL == 1, fixed_RL == 2], [~tokens_RL, tokens_RL - EDIT], tokens_RL), *rest, fixed_RL
 
 
 # ---- The reader of such a folder -----------------------------------------------------------------------------------

@@ -643,7 +643,7 @@ class Dream(CanvasModel):
         # What ends a text: the model's own ids, and tokens by which a turn of a conversation ends.
         dream, tokenizer = self.model.cfg, sample_dream.load_tokenizer(folder, self.model.cfg)
         ends = map(tokenizer.token_to_id, ("<|endoftext|>", "<|im_end|>", "<|dlm_pad|>"))
-        ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i is not None)))
+        ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id))))
         super().__init__(cfg, tokenizer, dream.mask_id, ends, dream.positions)
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
         if own and self.rule.block_length != own:
@@ -682,7 +682,7 @@ class Dream(CanvasModel):
         return answers
 
     def measure(self, before, following, sizes):
-        """As CanvasModel.measure: the size of the only hole, with which the text is likeliest."""
+        """As CanvasModel.measure: the size of the only hole, as a Dream that counts says it, or the likeliest."""
         import jax
 
         import infill
@@ -699,7 +699,10 @@ class Dream(CanvasModel):
             return sample_dream.generate(self.model, canvases, 0, rule, key, rows=self.cfg.dream.batch_size)[0]
 
         with runs.on(self.mesh):
-            size = infill.hole_length(self.read, before, *following, fill, bool(self.cfg.dream.valid))
+            if self.model.cfg.expand_id >= 0:
+                size = len(infill.grow(self.read, before, *following))
+            else:
+                size = infill.hole_length(self.read, before, *following, fill, bool(self.cfg.dream.valid))
         print(f"[MASK] is {size} token{'s' * (size > 1)} here", file=sys.stderr)
         return [size]
 

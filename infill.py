@@ -3,13 +3,16 @@
     infill.can_go_on("def area(r):\\n    return (r *")      # True: more text makes a program of it
     read = infill.Reader(model, tokenizer)
     size = infill.hole_length(read, before, after, fill)    # masks between two lists of ids; fill(canvases) fills them
+    hole = infill.grow(read, before, after)    # ids between them, of a Dream that learned to grow and to shrink holes
     ids, is_right = infill.mend(read, canvas, filled, ends)    # what was filled, as Python
 
 generate.py does this for [MASK] without a number, and with --valid=python.
 
 How long is a hole? It is filled at several lengths. Each is scored by the likelihood of the text up to a few tokens
 behind the hole, all that follows hidden: texts of different lengths compare as those of an autoregressive model do, and
-a hole of the wrong length pays for a line that does not go on.
+a hole of the wrong length pays for a line that does not go on. A Dream that was trained on holes of any length
+(data_prep.py pairs --edit_rate, or DreamOn) says so itself: in each pass the surest mask becomes a token, or two masks,
+or goes.
 
 What is written stays Python by Python's own parser, which tells apart a text that is wrong and one that is not at its
 end. A canvas is filled without it. Where the result is wrong, the first token behind which nothing can follow is found,
@@ -17,7 +20,7 @@ and the likeliest that fits takes its place; what follows stays, as long as it c
 are written again as well, by a beam search. A canvas that was right costs no pass more.
 
 Letters: B rows, L slots, V vocabulary.
-Ref: DreamOn (hkunlp.github.io/blog/2025/dreamon) learns to grow and to shrink holes instead.
+Ref: DreamOn, hkunlp.github.io/blog/2025/dreamon.
 """
 
 import ast
@@ -38,6 +41,7 @@ import diffusion
 import sample_dream
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # that are tried, tokens
+START = 8  # tokens of a hole that is to grow or to shrink
 BEHIND = 8  # tokens behind a hole that are scored with it
 BEAMS = 8  # texts that are kept while tokens are written again
 CHOICES = 64  # likeliest tokens of each that are tried
@@ -94,16 +98,20 @@ def swallows(before, hole, behind):
 # ---- what a model says of a canvas -----------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "vocab", "choices"))
-def predict(params, token_BL, see_BL, slot_BC, target_BC, *, graph, vocab, choices):
-    """log p [B, C] of the targets at slots of canvases; log p and ids of the likeliest `choices` at each slot."""
+@functools.partial(jax.jit, static_argnames=("graph", "vocab", "choices", "grows"))
+def predict(params, token_BL, see_BL, slot_BC, target_BC, *, graph, vocab, choices, grows):
+    """log p [B, C] of the targets at slots of canvases; log p and ids of the likeliest `choices` at each slot.
+
+    A mask is no mask again, nor, unless it grows, two of them.
+    """
     model = nnx.merge(graph, params)
     hidden_BLD, _ = model.hidden(token_BL, see_BM=see_BL)
     # The logits of the token at p come from the hidden state at p - 1.
     source_BC = jnp.maximum(slot_BC - model.cfg.shift, 0)
     logits_BCV = model.logits(jnp.take_along_axis(hidden_BLD, source_BC[..., None], 1))
-    id_V = jnp.arange(logits_BCV.shape[-1])
-    logits_BCV = jnp.where((id_V == model.cfg.mask_id) | (id_V >= vocab), -jnp.inf, logits_BCV)
+    id_V, expand = jnp.arange(logits_BCV.shape[-1]), model.cfg.expand_id
+    allowed_V = (id_V < vocab) & (id_V != model.cfg.mask_id) & (id_V != expand) | (grows & (id_V == expand))
+    logits_BCV = jnp.where(allowed_V, logits_BCV, -jnp.inf)
     logp_BCV = diffusion.log_softmax(logits_BCV)
     of_target_BC = jnp.take_along_axis(logp_BCV, target_BC[..., None], -1)[..., 0]
     return of_target_BC, *jax.lax.top_k(logp_BCV, choices)
@@ -117,7 +125,7 @@ class Reader:
         self.mask, self.vocab = model.cfg.mask_id, tokenizer.get_vocab_size()
         self.graph, self.params = nnx.split(model)
 
-    def __call__(self, canvases, slots, targets=None):
+    def __call__(self, canvases, slots, targets=None, grows=False):
         """`predict` for slots [B, C] of canvases of any lengths, one or BEAMS of them in a pass."""
         B, C, cfg, found = len(canvases), len(slots[0]), self.model.cfg, []
         at_once = 1 if B == 1 else BEAMS
@@ -128,7 +136,7 @@ class Reader:
         for row, canvas in enumerate(canvases):
             token_BL[row, : len(canvas)], see_BL[row, : len(canvas)] = canvas, True
         slot_BC[:B], target_BC[:B] = slots, slot_BC[:B] if targets is None else targets
-        fixed = {"graph": self.graph, "vocab": self.vocab, "choices": min(CHOICES, self.vocab - 1)}
+        fixed = {"graph": self.graph, "vocab": self.vocab, "choices": min(CHOICES, self.vocab - 1), "grows": grows}
         for i in range(0, rows, at_once):
             part = (x[i : i + at_once] for x in (token_BL, see_BL, slot_BC, target_BC))
             found.append(predict(self.params, *part, **fixed))
@@ -234,6 +242,30 @@ def hole_length(read, before, after, fill, valid=False):
         right = [parses(first + text + behind) and not swallows(first, text, behind) for text in texts]
         holes = [hole for hole, is_right in zip(holes, right, strict=True) if is_right] or holes
     return len(max(holes, key=lambda hole: score(read, before, hole, after, max(lengths))))
+
+
+def grow(read, before, after, size=START, most=LENGTHS[-1]):
+    """The ids between two lists of ids, as a Dream with cfg.expand_id fills and counts them from `size` masks on.
+
+    Each pass turns the mask that it is surest of into a token, or into two masks, up to `most` tokens, or takes it away
+    where it says EOS. Ref: DreamOn, whose order by entropy this is not.
+    """
+    cfg, mask = read.model.cfg, read.mask
+    most = min(most, cfg.positions - len(before) - len(after))
+    hole, growths = [mask] * min(size, most), 0
+    while mask in hole:
+        places = [i for i, token in enumerate(hole) if token == mask]
+        slots = [len(before) + i for i in places] + [len(before) + places[-1]] * (most - len(places))
+        _, (logp_SC,), (token_SC,) = read([[*before, *hole, *after]], [slots], grows=True)
+        # Growing and shrinking in turn would never end.
+        banned = {cfg.expand_id} if len(hole) == most or growths == most else set()
+        banned |= {cfg.eos_id} if len(hole) == 1 else set()
+        logp_SC = np.where(np.isin(token_SC, [*banned]), -np.inf, logp_SC)[: len(places)]
+        slot, choice = np.unravel_index(np.argmax(logp_SC), logp_SC.shape)
+        token = int(token_SC[slot, choice])
+        new = {cfg.expand_id: [mask, mask], cfg.eos_id: []}.get(token, [token])
+        hole[places[slot] : places[slot] + 1], growths = new, growths + (token == cfg.expand_id)
+    return hole
 
 
 def score(read, before, hole, after, longest):

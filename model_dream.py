@@ -15,6 +15,7 @@ at p, as in the autoregressive model that Dream was made from; position 0 uses i
 Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -56,6 +57,7 @@ class DreamConfig:
     eos_id: int = 151_643
     block_length: int = 0  # blocks of so many tokens see themselves and those before them; 0: all see all
     shift: bool = True  # the logits at position p - 1 are those of the token at p
+    expand_id: int = -1  # a mask that becomes two, while one that becomes EOS goes, as in DreamOn; -1: none does
 
     def __post_init__(self):
         # a config.json may hold anything; most of it would fail far from here, or give a model that is silently wrong
@@ -70,6 +72,8 @@ class DreamConfig:
         other_ids = {self.pad_id, self.bos_id, self.eos_id}
         if self.mask_id in other_ids or not all(0 <= i < self.vocab for i in (self.mask_id, *other_ids)):
             raise ValueError(f"mask_id {self.mask_id} and the ids {other_ids} must differ and lie below {self.vocab}")
+        if self.expand_id in (self.mask_id, self.eos_id) or self.expand_id >= self.vocab:
+            raise ValueError(f"expand_id {self.expand_id} is no id below {self.vocab} besides those of MASK and EOS")
 
 
 # our field -> key of a Hugging Face config.json
@@ -91,8 +95,9 @@ HF_KEYS = {
     "eos_id": "eos_token_id",
     "block_length": "bd_size",  # as in Fast-dLLM v2's
     "shift": "shift",  # nobody's: written where it is False
+    "expand_id": "expand_token_id",
 }
-DEFAULTS = {"head_size", "tie", "bos_id", "block_length", "shift"}  # a config.json may leave these out
+DEFAULTS = {"head_size", "tie", "bos_id", "block_length", "shift", "expand_id"}  # a config.json may leave these out
 # Keys that would change the maths, with the values that this model computes. All others (auto_map, use_mrope, ...) are
 # ignored, as the reference ignores them.
 FIXED = {
@@ -122,6 +127,9 @@ def config_from_hf(folder, given=None):
     if isinstance(rope := hf.get("rope_parameters"), dict):  # transformers 5 has all about the rotary angles in here
         hf = {"rope_theta": rope.get("rope_theta")} | hf
         hf |= {} if rope.get("rope_type", "default") == "default" else {"rope_scaling": rope}
+    with contextlib.suppress(FileNotFoundError):
+        sampling = runs.read_json(path.with_name("generation_config.json"))
+        hf = {"expand_token_id": sampling.get("expand_token_id")} | hf  # DreamOn's samplers read it there
     fields = {name: hf[key] for name, key in HF_KEYS.items() if hf.get(key) is not None}
     kind, known_types = hf.get("model_type"), FIXED["model_type"]
     if given is not None:
@@ -148,7 +156,7 @@ def read_config(folder, meta=None):
     if "model" not in meta:  # converted
         return config_from_hf(folder)
     known = {field.name for field in dataclasses.fields(DreamConfig)}
-    if not known - {"block_length", "shift"} <= meta["model"].keys() <= known:  # older runs do not have these two
+    if not known - {"block_length", "shift", "expand_id"} <= meta["model"].keys() <= known:  # older runs have fewer
         name = meta.get("train", {}).get("model", "another model")
         raise ValueError(f"{folder} is of {name}, which is no Dream; say --model=pythoncoder")
     return DreamConfig(**meta["model"])
@@ -159,6 +167,7 @@ def config_to_hf(cfg, dtype="bfloat16"):
     auto_map = {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}
     fixed = {key: known[0] for key, known in FIXED.items()}
     plain = () if cfg.block_length or not cfg.shift else ("block_length", "shift")  # as Dream's own has it
+    plain += ("expand_id",) * (cfg.expand_id < 0)
     ours = {key: getattr(cfg, name) for name, key in HF_KEYS.items() if name not in plain}
     return {"architectures": ["DreamModel"], "auto_map": auto_map} | fixed | ours | {"torch_dtype": dtype}
 
@@ -673,13 +682,21 @@ class Dream(nnx.Module):
         token becomes MASK where u_BL < rate(t), if it is `counted`. Divided by the number of counted tokens it is the
         bound per token. rate and w = rate' / rate are those of the schedule of this name in diffusion.py: t and 1 / t
         for linear alone. Ref: MDLM, arXiv:2406.07524, eq. 10, with alpha = 1 - rate.
+
+        Where fixed_BL is 2 (data_prep.edit) the model sees nothing but MASK, at all times, and learns that it is EOS or
+        else cfg.expand_id: with weight 1, which is what another token has on average.
         """
         # Prompts and padding stay as they are.
         frozen_BL = ~counted(segment_BL, fixed_BL)
         _, mask_BL = diffusion.q_sample(token_BL, t_BL, u_BL, schedule, self.cfg.mask_id, -1, frozen_BL)
+        weight_BL = diffusion.nelbo_weight(t_BL, schedule)
+        if fixed_BL is not None and self.cfg.expand_id >= 0:
+            edit_BL = fixed_BL == 2
+            token_BL = jnp.where(edit_BL & (token_BL != self.cfg.eos_id), self.cfg.expand_id, token_BL)
+            mask_BL, weight_BL = mask_BL | edit_BL, jnp.where(edit_BL, 1.0, weight_BL)
         row = token_BL, mask_BL, segment_BL, position_BL
         nll_BL = self.nll(*row, self.cfg.block_length or None, seen_1LL=seen_1LL)
-        return jnp.where(mask_BL, diffusion.nelbo_weight(t_BL, schedule) * nll_BL, 0.0).sum()
+        return jnp.where(mask_BL, weight_BL * nll_BL, 0.0).sum()
 
     def exact_nll(self, token_BL, segment_BL, position_BL, fixed_BL=None):
         """The bound of small blocks itself, token by token in nats [B, L]: over all ways to mask a part of a block.
@@ -703,7 +720,7 @@ def first_of_document(segment_BL):
 
 
 def counted(segment_BL, fixed_BL=None):
-    """The positions that can be masked and count in the loss: of a document (segment 0 is padding), and no prompt."""
+    """The positions that can be masked, and are not always: of a document (segment 0 is padding), and no prompt."""
     return (segment_BL > 0) if fixed_BL is None else (segment_BL > 0) & (fixed_BL == 0)
 
 

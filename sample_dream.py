@@ -532,7 +532,8 @@ def prepare(cfg, rule, token_BL, see_BL, made_BL, key=None, u_SBL=None):
     B, L = token_BL.shape
     masked_BL = (token_BL == cfg.mask_id) & see_BL
     firsts, size, steps = layout(rule, masked_BL)
-    banned_V = np.isin(np.arange(cfg.vocab), (cfg.mask_id,) if rule.ban_ids is None else rule.ban_ids)
+    banned = (cfg.mask_id, cfg.expand_id) if rule.ban_ids is None else rule.ban_ids
+    banned_V = np.isin(np.arange(cfg.vocab), banned)
     banned_V |= np.arange(cfg.vocab) >= (rule.vocab or cfg.vocab)
     if banned_V.all():
         raise ValueError("every token is banned")

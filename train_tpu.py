@@ -479,7 +479,21 @@ def known_ids(folder, model, meta, tokenizer_json):
     return tokenizer_json
 
 
-COLUMNS = "token_ABL", "segment_ABL", "position_ABL", "fixed_ABL"  # pairs alone have the last: 1 in a prompt
+def with_expand(cfg, model, tokenizer_json):
+    """A Dream that learns holes of any length (data_prep.edit): with an id for the mask that becomes two."""
+    if model.block_length or cfg.dream.lora_rank:
+        what = "for a Dream that sees the whole canvas, trained whole"
+        raise ValueError(f"{cfg.data} has holes that grow and shrink, {what}; prepare it without --edit_rate")
+    if model.expand_id < 0:
+        tokens = tokenizers.Tokenizer.from_str(tokenizer_json.decode()).get_vocab(with_added_tokens=True)
+        free = max(model.mask_id, *tokens.values()) + 1
+        if free >= model.vocab:
+            raise ValueError(f"no row of the model's {model.vocab:,} is free for masks that grow; leave out --edit_rate")
+        model = dataclasses.replace(model, expand_id=free)
+    return model
+
+
+COLUMNS = "token_ABL", "segment_ABL", "position_ABL", "fixed_ABL"  # pairs alone have the last
 
 
 def to_devices(rows, row_ids, sharding):
@@ -979,6 +993,8 @@ def prepare(cfg):
         tokenizer_json = known_ids(cfg.resume or cfg.dream.init, model, train.meta, tokenizer_json)
     elif family_of(cfg) is md:
         model, tokenizer_json = with_mask(model, train.meta, tokenizer_json)
+    if train.meta["settings"].get("edit_rate"):
+        model = with_expand(cfg, model, tokenizer_json)
     cfg, per_epoch = plan(cfg, model, train)
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
     # The chat template, its tokens and the model's own code: those of --init, else of the data.

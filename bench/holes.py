@@ -39,7 +39,7 @@ import sample_dream
 class Config:
     out: str = "out/holes"  # folder of data, runs and what was measured; what is in there is not done again
     steps: tuple[int, int] = (2400, 2400)  # optimizer steps from left to right, and then on holes
-    draws: int = 6  # holes of each training function
+    draws: int = 16  # holes of each training function
     holes: int = 200  # held-out holes, half of them statements, half of them blocks
     context: int = 216  # tokens of a function at most; the model was trained on 256
     longest: int = 48  # tokens of a hole at most
@@ -61,7 +61,7 @@ def prepare(cfg):
         holes = draw_holes(cfg, "train", cfg.draws)
         lines = [json.dumps(dict(zip(("prompt", "response", "suffix"), texts, strict=True))) for _, *texts in holes]
         (out / "holes.jsonl").write_text("\n".join(lines))
-        flags = f"--tokenizer={out / 'data/tokenizer.json'}", "--seq_len=256", "--heldout=0.02"
+        flags = f"--tokenizer={out / 'data/tokenizer.json'}", "--seq_len=256", "--heldout=0.02", "--edit_rate=0.5"
         script("data_prep.py", "pairs", out / "holes.jsonl", f"--out={out / 'holes'}", *flags)
     common = "--seq_len=256", "--batch_size=16", "--micro_batch=4", f"--seed={cfg.seed}"
     causal, fill = cfg.steps

@@ -1135,6 +1135,48 @@ def test_rows_of_pairs_hold_each_pair_whole_with_its_prompt_fixed_and_eos_behind
     assert meta["splits"]["train"]["too_long"] == 0
 
 
+def test_holes_of_any_length_have_masks_for_several_tokens_and_for_none():
+    parts, eos = [[*range(100, 105)], [*range(10, 40)], [*range(200, 210)]], 0
+    grown = shrunk = 0
+    for number in range(400):
+        ids = np.array(dp.edit(parts, eos, number, dp.Pairs(source="", seq_len=256, edit_rate=0.5)))
+        shown = ids[ids < dp.EDIT]
+        deleted = ids == dp.EDIT + eos
+        assert deleted.sum() <= 64
+        assert not np.diff(deleted.astype(int)).min(initial=0) < 0  # at the end
+        kept = np.where(ids >= dp.EDIT, ids - dp.EDIT, ids)[~deleted]
+        assert kept[0] == 10
+        assert (np.diff(kept) > 0).all()  # in order, and what is left out was joined with what stands before it
+        runs = np.diff([*kept, 40])
+        assert (runs[ids[~deleted] < dp.EDIT] == 1).all()
+        assert (runs[ids[~deleted] >= dp.EDIT] > 1).all()
+        assert len(shown) < 30 or (ids[:30] == parts[1]).all()
+        grown, shrunk = grown + (len(kept) < 30), shrunk + deleted.any()
+    assert 140 < grown < 230  # of a half of them a few join nothing
+    assert 150 < shrunk < 250
+    # A row has room for what is deleted, and each rate is obeyed.
+    few = [len(dp.edit(parts, eos, n, dp.Pairs(source="", seq_len=48, edit_rate=1.0))) for n in range(50)]
+    assert max(few) <= 48 - 1 - 15
+    assert dp.edit(parts, eos, 3, dp.Pairs(source="", seq_len=256)) == parts[1]
+
+
+def test_rows_of_holes_of_any_length_say_what_is_only_seen_as_mask(tmp_path):
+    texts = [(f"def f{i}(x):\n    ", f"return {i} * x + {i * i}", "\n\nf(3)\n") for i in range(200)]
+    lines = [json.dumps(dict(zip(("prompt", "response", "suffix"), text, strict=True))) for text in texts]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    dp.main(pair_config(tmp_path, eos_to=1, edit_rate=0.7))
+    read = {split: dp.Rows(tmp_path / "out", split) for split in ("train", "heldout")}
+    tokens, segments, _, fixed = read["train"].read(np.arange(read["train"].total))
+    assert {*np.unique(fixed)} == {0, 1, 2}
+    assert tokens.max() < 300
+    assert (tokens[fixed == 2] == 0).any()
+    assert (tokens[fixed == 2] != 0).any()
+    assert not fixed[segments == 0].any()
+    assert 2 not in read["heldout"].read(np.arange(read["heldout"].total))[3]
+    with pytest.raises(ValueError, match="edit_rate 0.7, now 0.5"):
+        dp.main(pair_config(tmp_path, eos_to=1, edit_rate=0.5))
+
+
 def test_without_eos_to_a_response_ends_with_one_eos_and_a_pair_longer_than_a_row_is_counted(tmp_path):
     pairs = write_pairs(tmp_path / "pairs.jsonl", 200)
     dp.main(pair_config(tmp_path, eos_to=1, seq_len=40, shard_bytes=3000))

@@ -118,16 +118,20 @@ def tokenizer():
 
 
 def new_model(likely, strength=9.0):
-    """A Dream in which `likely` says which token follows which; after MASK all are equally likely."""
-    V = len(PIECES)
-    ids = {"mask_id": 3, "pad_id": 0, "bos_id": 1, "eos_id": 2}
+    """A Dream in which `likely` says which token follows which; after MASK all are equally likely.
+
+    Behind its last token + is the id of a mask that becomes two, and - is <eos>.
+    """
+    V = len(PIECES) + 1
+    ids = {"mask_id": 3, "pad_id": 0, "bos_id": 1, "eos_id": 2, "expand_id": len(PIECES)}
     cfg = md.DreamConfig(V, 48, layers=1, heads=4, kv_heads=2, head_size=8, ffn=40, positions=128, **ids)
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), md.param_shapes(cfg))
     embed, head = np.zeros((V, 48), np.float32), np.zeros((V, 48), np.float32)
     embed[np.arange(V), np.arange(V)] = 1
     embed[3] = 0
     for before, then in likely:
-        head[PIECES.index(then), PIECES.index(before)] = strength / math.sqrt(48)
+        then = {"+": len(PIECES), "-": 2}.get(then) or PIECES.index(then)
+        head[then, PIECES.index(before)] = strength / math.sqrt(48)
     params |= {"norm": jnp.ones(48), "embed_tokens": jnp.asarray(embed), "lm_head": jnp.asarray(head)}
     return nnx.merge(md.graph_of(cfg, md.Run()), params)
 
@@ -155,6 +159,27 @@ def test_a_hole_has_the_length_with_which_the_text_goes_on(tokenizer):
         assert infill.hole_length(read, of_pieces("ab"), of_pieces(after), fill) == min(
             infill.LENGTHS, key=lambda length: abs(length - n)
         )
+
+
+def test_a_hole_shrinks_and_grows_as_the_model_says(tokenizer):
+    model = new_model(["ab", "bc", "c-", "x+"])
+    read = infill.Reader(model, tokenizer)
+    # Each mask behind a c goes.
+    for size in (2, 3, 9):
+        assert infill.grow(read, of_pieces("a"), of_pieces("z"), size) == of_pieces("bc")
+    # Those behind an x become two until there is no room, and then tokens.
+    hole = infill.grow(read, of_pieces("x"), of_pieces("z"), 2, most=7)
+    assert len(hole) == 7
+    assert not {3, len(PIECES)} & {*hole}
+    # One token stays, whatever the model says, and a canvas ends with the positions.
+    assert len(infill.grow(read, of_pieces("c"), of_pieces("z"), 4)) == 1
+    assert len(infill.grow(read, of_pieces("x"), of_pieces("z" * 120), 2)) == 7
+    # Nothing else that fills masks writes what becomes two.
+    rule = sample_dream.Sampling(temperature=0.0, vocab=model.cfg.vocab)
+    (ids,), _ = sample_dream.generate(model, [[*of_pieces("x"), 3, 3]], 0, rule)
+    assert not {3, len(PIECES)} & {*ids}
+    _, _, token_BCN = read([[*of_pieces("x"), 3]], [[1]])
+    assert len(PIECES) not in token_BCN
 
 
 def mended(read, canvas, filled, ends=()):

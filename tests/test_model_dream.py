@@ -455,7 +455,7 @@ def nelbo_by_hand(params, cfg, token_BL, t_BL, u_BL, fixed_BL, schedule, wrong="
     for b, s in ((0, 1), (0, 2), (0, 3), (1, 1)):
         here_L = np.asarray(SEGMENT_BL[b] == s)
         token_L, t_L, u_L, fixed_L = (np.asarray(x)[b][here_L] for x in (token_BL, t_BL, u_BL, fixed_BL))
-        mask_L = (u_L < rate(t_L)) & ((fixed_L == 0) | (wrong == "prompt"))
+        mask_L = (u_L < rate(t_L)) & ((fixed_L == 0) | (wrong == "prompt")) | (fixed_L == 2)
         noised_L = np.where(mask_L, cfg.mask_id, token_L)
         logits_LV = brute_force(params, cfg, noised_L, np.asarray(POSITION_BL[b])[here_L], np.ones(len(token_L), bool))
         if wrong != "mask possible":
@@ -463,7 +463,8 @@ def nelbo_by_hand(params, cfg, token_BL, t_BL, u_BL, fixed_BL, schedule, wrong="
         logp_LV = logits_LV - np.log(np.exp(logits_LV).sum(-1, keepdims=True))
         if wrong != "shift":
             logp_LV = np.concatenate([logp_LV[:1], logp_LV[:-1]])
-        weight_L = 1 if wrong == "weight" else weight(t_L)
+        weight_L = 1 if wrong == "weight" else np.where(fixed_L == 2, 1, weight(t_L))
+        token_L = np.where((fixed_L == 2) & (token_L != cfg.eos_id), cfg.expand_id, token_L)
         total -= (logp_LV[np.arange(len(token_L)), token_L] * mask_L * weight_L).sum()
     return total
 
@@ -504,6 +505,18 @@ def test_the_bound_is_that_of_the_formulas_and_of_none_of_the_likely_mistakes():
     assert got == pytest.approx(nelbo_by_hand(*args), rel=2e-5)
     for wrong in ("prompt", "mask possible", "shift", "weight"):
         assert got != pytest.approx(nelbo_by_hand(*args, wrong), rel=1e-3), wrong
+
+
+def test_what_is_only_ever_seen_as_mask_counts_once_as_a_mask_to_expand_or_to_delete():
+    cfg = dataclasses.replace(SHALLOW, expand_id=45)
+    fixed_BL = FIXED_BL.at[0, 2:5].set(2).at[1, 14:18].set(2)
+    token_BL = jnp.asarray(tokens(2, 20)).at[1, 15:18].set(cfg.eos_id)
+    args = token_BL, *noised(1), fixed_BL, "linear"
+    got = float(bound(build(cfg), token_BL, SEGMENT_BL, POSITION_BL, *args[1:]))
+    assert got == pytest.approx(nelbo_by_hand(params_of(cfg), cfg, *args), rel=2e-5)
+    # What stands there is never seen.
+    token_BL = token_BL.at[0, 2:5].set(7).at[1, 14].set(9)
+    assert float(bound(build(cfg), token_BL, SEGMENT_BL, POSITION_BL, *args[1:])) == got
 
 
 def test_what_is_computed_twice_or_in_blocks_gives_the_same_bound_and_gradient(plain):
