@@ -343,7 +343,12 @@ def read_earlier(out, settings):
             raise ValueError(f"{out} holds files that data_prep.py did not write; choose another --out")
         return {}, False
     earlier = runs.read_json(path, "settings", "fingerprint")
-    unset = {"rows": "packed", "spm_rate": 0.0, "edit_rate": 0.0, "licences": "any"}  # these are noted where they are set
+    unset = {
+        "rows": "packed",
+        "spm_rate": 0.0,
+        "edit_rate": 0.0,
+        "licences": "any",
+    }  # these are noted where they are set
     unset |= dict.fromkeys(("chat", "column", "hf", "pypi", "benchmarks"), "")
     before, now = (unset | kept for kept in (earlier["settings"], settings))
     other = [f"{key} {before.get(key)!r}, now {now[key]!r}" for key in now if before.get(key) != now[key]]

@@ -720,8 +720,8 @@ def first_of_document(segment_BL):
 
 
 def counted(segment_BL, fixed_BL=None):
-    """The positions that can be masked, and are not always: of a document (segment 0 is padding), and no prompt."""
-    return (segment_BL > 0) if fixed_BL is None else (segment_BL > 0) & (fixed_BL == 0)
+    """The positions that can be masked and count in the loss: of a document (segment 0 is padding), and no prompt."""
+    return (segment_BL > 0) if fixed_BL is None else (segment_BL > 0) & (fixed_BL != 1)
 
 
 def parts(segment_BL, position_BL, block=None):

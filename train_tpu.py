@@ -488,7 +488,9 @@ def with_expand(cfg, model, tokenizer_json):
         tokens = tokenizers.Tokenizer.from_str(tokenizer_json.decode()).get_vocab(with_added_tokens=True)
         free = max(model.mask_id, *tokens.values()) + 1
         if free >= model.vocab:
-            raise ValueError(f"no row of the model's {model.vocab:,} is free for masks that grow; leave out --edit_rate")
+            raise ValueError(
+                f"no row of the model's {model.vocab:,} is free for masks that grow; leave out --edit_rate"
+            )
         model = dataclasses.replace(model, expand_id=free)
     return model
 

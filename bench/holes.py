@@ -1,18 +1,20 @@
 """Holes of unknown length, and text that stays Python: what infill.py makes of held-out functions.
 
-    python bench/holes.py                                       # two hours of one core
+    python bench/holes.py                                       # three hours of one core
     python bench/holes.py --steps 60 60 --holes=8 --out=out/try --file=try    # a first look
 
-Trains dream_tiny on this Python's standard library from left to right, and then to fill holes in its functions: pairs
-of prompt and response with a suffix. Then it fills holes in functions of held-out files. One statement of a line, or
-two lines and more of one block, make room for masks: as many as they had, 4, 16 or 64, or [MASK], as many as the model
-finds likeliest. Each hole is filled as generate.py fills it, without and with --valid=python, at temperature 0. Counted
-are holes that are filled with what was there, functions that parse, passes of the model over a canvas, and seconds,
-compiling in none. Writes holes.md under bench/results/.
+Trains dream_tiny on this Python's standard library from left to right, and then to fill holes in its functions, and to
+say how long they are: pairs of prompt and response with a suffix, --edit_rate=0.5. Then it fills holes in functions of
+held-out files. One statement of a line, or two lines and more of one block, make room for masks: as many as they had,
+4, 16 or 64; as many as the model finds likeliest; or as many as become of 4, 16 or 64 that grow and shrink. Each hole
+is filled as generate.py fills it, without and with --valid=python, at temperature 0. Counted are holes that are filled
+with what was there, how similar they are to it (2 x what matches / both lengths, of characters, by difflib), functions
+that parse, passes of the model over a canvas, and seconds, compiling in none. Writes holes.md under bench/results/.
 """
 
 import ast
 import dataclasses
+import difflib
 import json
 import shlex
 import subprocess
@@ -38,7 +40,7 @@ import sample_dream
 @dataclasses.dataclass(frozen=True)
 class Config:
     out: str = "out/holes"  # folder of data, runs and what was measured; what is in there is not done again
-    steps: tuple[int, int] = (2400, 2400)  # optimizer steps from left to right, and then on holes
+    steps: tuple[int, int] = (2400, 8000)  # optimizer steps from left to right, and then on holes
     draws: int = 16  # holes of each training function
     holes: int = 200  # held-out holes, half of them statements, half of them blocks
     context: int = 216  # tokens of a function at most; the model was trained on 256
@@ -66,7 +68,13 @@ def prepare(cfg):
     common = "--seq_len=256", "--batch_size=16", "--micro_batch=4", f"--seed={cfg.seed}"
     causal, fill = cfg.steps
     parts = {"causal": (causal, f"--data={out / 'data'}", "--model=dream_tiny", "--objective=ar")}
-    parts["fill"] = fill, f"--data={out / 'holes'}", f"--init={out / 'causal'}", f"--anneal_steps={fill // 3}"
+    parts["fill"] = (
+        fill,
+        f"--data={out / 'holes'}",
+        f"--init={out / 'causal'}",
+        f"--anneal_steps={fill // 8}",
+        "--lr=1e-3",
+    )
     for name, (steps, *flags) in parts.items():
         if not (out / name / "done").exists():
             subprocess.run(["rm", "-rf", str(out / name)], check=True)
@@ -145,7 +153,7 @@ def find_holes(cfg):
 
 
 def fill_holes(cfg, masks, valid):
-    """[{"kind", "exact", "parses", "passes", "masks", "filling", "mending", "length"}]; -ing in seconds."""
+    """[{"kind", "exact", "similar", "parses", "passes", "masks", "filling", "mending", "length"}]; -ing in seconds."""
     model, _ = runs.load(model_dream, Path(cfg.out) / "fill")
     tokenizer, clock = runs.read_tokenizer(Path(cfg.out) / "fill"), {"compile": 0.0}
 
@@ -166,8 +174,10 @@ def fill_holes(cfg, masks, valid):
     for kind, before, hole, behind in find_holes(cfg):
         read, passes, started = infill.Reader(model, tokenizer), 0, now()
         n = {"as many": len(hole)}.get(masks, masks)
-        if masks == "[MASK]":
+        if masks == "likeliest":
             n = infill.hole_length(read, before, behind, write, valid)
+        elif "from" in str(masks):
+            n = len(infill.grow(read, before, behind, int(masks[5:])))
         canvas = [*before, *[mask] * n, *behind]
         (ids,) = write([canvas])
         filled = now()
@@ -176,9 +186,10 @@ def fill_holes(cfg, masks, valid):
         seconds = {"filling": filled - started, "mending": now() - filled}
         first, text, last = (tokenizer.decode(part) for part in (before, ids[len(before) : len(before) + n], behind))
         right = infill.parses(first + text + last) and not infill.swallows(first, text, last)
-        exact = text.strip() == tokenizer.decode(hole).strip()
-        row = {"kind": kind, "exact": exact, "parses": right, "passes": passes + read.passes, "masks": n}
-        rows.append(row | seconds | {"length": len(hole)})
+        text, wanted = text.strip(), tokenizer.decode(hole).strip()
+        similar = difflib.SequenceMatcher(None, text, wanted, autojunk=False).ratio()
+        row = {"kind": kind, "exact": text == wanted, "similar": similar, "parses": right, "masks": n}
+        rows.append(row | seconds | {"length": len(hole), "passes": passes + read.passes})
     return rows
 
 
@@ -186,9 +197,10 @@ def main(cfg):
     if cfg.holes < 4 or min(cfg.steps) < 3:
         raise ValueError("--holes is at least 4, --steps at least 3 each")
     prepare(cfg)
-    head = "| masks | --valid | exact, statements | blocks | parse | passes | seconds | of them mending | median |"
-    lines = [head, "|---" * 9 + "|"]
-    for masks in ("as many", 4, 16, 64, "[MASK]"):
+    head = "| masks | --valid | exact, statements | blocks | similar | tokens | parse | passes | seconds |"
+    head += " of them mending | median |"
+    lines = [head, "|---" * 11 + "|"]
+    for masks in ("as many", 4, 16, 64, "likeliest", "from 4", "from 16", "from 64"):
         for valid in (False, True):
             path = Path(cfg.out) / f"{masks}-{valid}-{cfg.holes}.json"
             if not path.exists():
@@ -197,6 +209,7 @@ def main(cfg):
             mean = lambda key, kind="", rows=rows: np.mean([row[key] for row in rows if kind in row["kind"]])  # noqa: E731
             exact = f"{100 * mean('exact', 'statement'):.1f} % | {100 * mean('exact', 'block'):.1f} %"
             seconds = mean("filling") + mean("mending")
+            exact += f" | {100 * mean('similar'):.1f} % | {mean('masks'):.1f}"
             rest = f"{100 * mean('parses'):.1f} % | {mean('passes'):.1f} | {seconds:.3f} | {mean('mending'):.3f}"
             rest += f" | {np.median([row['mending'] for row in rows]):.3f}"
             lines.append(f"| {masks} | {'python' if valid else ''} | {exact} | {rest} |")

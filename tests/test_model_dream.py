@@ -214,6 +214,15 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
     assert md.config_from_hf(tmp_path) == TINY
     path.write_text(json.dumps({k: v for k, v in good.items() if k not in ("head_dim", "bos_token_id")}))
     assert md.config_from_hf(tmp_path) == dataclasses.replace(TINY, bos_id=TINY.eos_id)
+    grows = dataclasses.replace(TINY, expand_id=46)
+    path.write_text(json.dumps(md.config_to_hf(grows)))
+    assert md.config_from_hf(tmp_path) == grows
+    sampling = tmp_path / "generation_config.json"
+    sampling.write_text('{"expand_token_id": 46, "delete_token_id": 2}')  # beside DreamOn's config.json
+    path.write_text(json.dumps(good))
+    assert md.config_from_hf(tmp_path) == grows
+    sampling.write_text('{"eos_token_id": [2, 3]}')
+    assert md.config_from_hf(tmp_path) == TINY
     rope = {"rope_theta": good["rope_theta"], "rope_type": "default"}  # as transformers 5 saves it
     rest = {k: v for k, v in good.items() if k not in ("rope_theta", "rope_scaling")}
     path.write_text(json.dumps(rest | {"rope_parameters": rope}))
@@ -232,6 +241,7 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
         "tie_word_embeddings": "no",
         "vocab_size": None,
         "mask_token_id": 48,
+        "expand_token_id": MASK,
         "pad_token_id": MASK,
         "rope_theta": float("nan"),
     }

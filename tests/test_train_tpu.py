@@ -637,6 +637,31 @@ def save_start(folder, data):
     return cfg
 
 
+def test_a_dream_learns_holes_of_any_length_and_says_with_which_id_they_grow(one_device, tmp_path):
+    texts = [(f"f({n}) = ", f"{n} + {n} * {n}", f" of {n}") for n in range(300)]
+    lines = [json.dumps(dict(zip(("prompt", "response", "suffix"), text, strict=True))) for text in texts]
+    (tmp_path / "holes.jsonl").write_text("\n".join(lines))
+    cfg = {"source": str(tmp_path / "holes.jsonl"), "seq_len": 64, "vocab_size": 300, "heldout": 0.1, "workers": 1}
+    data = tmp_path / "rows"
+    data_prep.main(data_prep.Pairs(out=str(data), edit_rate=0.5, **cfg))
+    train_tpu.main(dream_config(data, tmp_path / "run"))
+    model = runs.load(md, tmp_path / "run")[0].cfg
+    assert model.expand_id == model.mask_id + 1
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy/checkpoints/4")
+    train_tpu.main(resumed(tmp_path / "copy", micro_batch=4))
+    assert losses(tmp_path / "copy") == losses(tmp_path / "run")
+    # A Dream that knew no such id gets the first that is free.
+    start = save_start(tmp_path / "start", data)
+    train_tpu.main(dream_config(data, tmp_path / "next", init=tmp_path / "start", steps=1))
+    known = tokenizers.Tokenizer.from_file(str(data / "tokenizer.json")).get_vocab_size()
+    learnt = dataclasses.replace(start, expand_id=max(known, start.mask_id + 1))
+    assert runs.load(md, tmp_path / "next")[0].cfg == learnt
+    for wrong in ({"block_length": 4}, {"objective": "ar"}, {"init": str(tmp_path / "start"), "lora_rank": 2}):
+        settings = dream_config(data, tmp_path / "no", init=wrong.get("init", ""), dream=train_tpu.Dream(**wrong))
+        assert "prepare it without --edit_rate" in refusal(settings)
+
+
 def test_a_step_with_lora_changes_the_adapters_alone():
     cfg = md.DreamConfig(64, 16, 1, 2, 1, 8, 24, mask_id=3, pad_id=0, bos_id=0, eos_id=0, positions=64)
     token_ABL = jnp.asarray(np.random.default_rng(0).integers(4, 64, (1, 4, 16)))
