@@ -20,8 +20,8 @@ with a problem of HumanEval or MBPP; corpus.py, which does all this, says more. 
 --out/.rows until the run ends, and --out/manifest.json names the packages.
 
 text splits files of any size at <|endoftext|>. pairs reads lines {"prompt": TEXT, "response": TEXT}; a "suffix" that
-follows the response is given as the prompt is, so that a Dream learns to fill holes; with --edit_rate it learns how long
-they are, too. parquet packs the column input_ids of Parquet files (rows of any length; documents end with EOS and may
+follows the response is given as the prompt is, so that a Dream learns to fill holes, and with --edit_rate to say how
+long they are. parquet packs the column input_ids of Parquet files (rows of any length; documents end with EOS and may
 run over row borders), one training shard for each input file. Without --tokenizer a byte-level BPE is trained on the
 training documents.
 
@@ -30,12 +30,11 @@ rows, for MDLM, start each document in a row of its own: BOS, tokens, EOS, then 
 rows. Rows of pairs hold whole pairs, and a pair longer than a row is left out.
 
 Writes --out: tokenizer.json, train/00000.parquet, heldout/00000.parquet and so on (columns input_ids, segments and
-positions, of pairs also fixed, 1 where a token is of no response, 2 where MASK is all that is ever seen, see edit: int32
-lists of seq_len) and, last of all, meta.json
-(special ids, counts, shards and their hashes, for padded rows how many documents have which length): its presence means
-that all is there. The same command goes on with a run that was stopped or killed, and ends with the same bytes as a run
-that was not. With --chat the model's tokenizer_config.json and chat_template.jinja go along. open_data, at the end of
-this file, reads such a folder.
+positions, of pairs also fixed, 1 where a token is of no response, 2 where only MASK is ever seen, see edit: int32 lists
+of seq_len) and, last of all, meta.json (special ids, counts, shards and their hashes, for padded rows how many
+documents have which length): its presence means that all is there. The same command goes on with a run that was stopped
+or killed, and ends with the same bytes as a run that was not. With --chat the model's tokenizer_config.json and
+chat_template.jinja go along. open_data, at the end of this file, reads such a folder.
 
 Axes: N documents, T tokens, R rows, L row length, P hash functions, V vocabulary.
 """
@@ -196,8 +195,8 @@ def main(cfg):
     for name, least in {"seq_len": 2, "vocab_size": 261, "eos_to": 1}.items():  # 261: 256 bytes, 5 special tokens
         if getattr(cfg, name) < least:
             raise ValueError(f"--{name}={getattr(cfg, name)} must be at least {least}")
-    if not (0 <= cfg.heldout < 1 and 0 <= cfg.fim_rate <= 1 and 0 <= cfg.spm_rate <= 1):
-        rates = f"--fim_rate={cfg.fim_rate} and --spm_rate={cfg.spm_rate}"
+    if not (0 <= cfg.heldout < 1 and all(0 <= rate <= 1 for rate in (cfg.fim_rate, cfg.spm_rate, cfg.edit_rate))):
+        rates = f"--fim_rate={cfg.fim_rate}, --spm_rate={cfg.spm_rate}, --edit_rate={cfg.edit_rate}"
         raise ValueError(f"--heldout={cfg.heldout} must be in [0, 1), {rates} in [0, 1]")
     if cfg.fim_rate and cfg.rows == "padded":
         raise ValueError("--fim_rate goes with --rows=packed only")
@@ -343,12 +342,8 @@ def read_earlier(out, settings):
             raise ValueError(f"{out} holds files that data_prep.py did not write; choose another --out")
         return {}, False
     earlier = runs.read_json(path, "settings", "fingerprint")
-    unset = {
-        "rows": "packed",
-        "spm_rate": 0.0,
-        "edit_rate": 0.0,
-        "licences": "any",
-    }  # these are noted where they are set
+    # These are noted where they are set.
+    unset = {"rows": "packed", "spm_rate": 0.0, "edit_rate": 0.0, "licences": "any"}
     unset |= dict.fromkeys(("chat", "column", "hf", "pypi", "benchmarks"), "")
     before, now = (unset | kept for kept in (earlier["settings"], settings))
     other = [f"{key} {before.get(key)!r}, now {now[key]!r}" for key in now if before.get(key) != now[key]]
@@ -840,10 +835,11 @@ def edit(parts, eos, number, cfg):
     """Ids of a hole with masks that stand for no single token, from [before, hole, after]: so a length can be found.
 
     Where the hole is to grow, tokens that follow each other become one: EDIT + the first of them, which a model learns
-    to expand. Where it is to shrink, up to MOST_DELETED times EDIT + EOS follow, which it learns to delete. The pair and
-    its number in a shard draw how. Ref: DreamOn (hkunlp.github.io/blog/2025/dreamon).
+    to expand. Where it is to shrink, up to MOST_DELETED times EDIT + EOS follow, which it learns to delete. What stands
+    there and its number in a shard draw how. Ref: DreamOn (hkunlp.github.io/blog/2025/dreamon).
     """
-    rng = np.random.default_rng([cfg.seed, number, *hashlib.sha256(np.int32(sum(parts, [])).tobytes()).digest()])
+    content = np.fromiter(itertools.chain.from_iterable(parts), np.int32).tobytes()
+    rng = np.random.default_rng([cfg.seed, number, *hashlib.sha256(content).digest()])
     grows, shrinks = rng.random(2) < cfg.edit_rate
     joined = rng.random(len(parts[1])) < grows * rng.uniform(0, 0.95)  # with the token after it
     joined[-1:] = False

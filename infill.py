@@ -230,10 +230,7 @@ def hole_length(read, before, after, fill, valid=False):
 
     fill(canvases) fills them. With valid=True those whose text is Python come first, if there are any.
     """
-    lengths = [n for n in LENGTHS if len(before) + n + len(after) <= read.model.cfg.positions]
-    if not lengths:
-        given, most = len(before) + len(after), read.model.cfg.positions
-        raise ValueError(f"{given} tokens around [MASK] leave no room in the model's {most} positions")
+    lengths = [n for n in LENGTHS if n <= room(read, before, after)]
     filled = fill([[*before, *[read.mask] * n, *after] for n in lengths])
     holes = [ids[len(before) : len(before) + n] for ids, n in zip(filled, lengths, strict=True)]
     if valid:
@@ -244,6 +241,14 @@ def hole_length(read, before, after, fill, valid=False):
     return len(max(holes, key=lambda hole: score(read, before, hole, after, max(lengths))))
 
 
+def room(read, before, after):
+    """How many tokens a hole between two lists of ids may have; ValueError where there is no room for one."""
+    given, positions = len(before) + len(after), read.model.cfg.positions
+    if given >= positions:
+        raise ValueError(f"{given} tokens around [MASK] leave no room in the model's {positions} positions")
+    return positions - given
+
+
 def grow(read, before, after, size=START, most=LENGTHS[-1]):
     """The ids between two lists of ids, as a Dream with cfg.expand_id fills and counts them from `size` masks on.
 
@@ -251,7 +256,7 @@ def grow(read, before, after, size=START, most=LENGTHS[-1]):
     where it says EOS. Ref: DreamOn, whose order by entropy this is not.
     """
     cfg, mask = read.model.cfg, read.mask
-    most = min(most, cfg.positions - len(before) - len(after))
+    most = min(most, room(read, before, after))
     hole, growths = [mask] * min(size, most), 0
     while mask in hole:
         places = [i for i, token in enumerate(hole) if token == mask]

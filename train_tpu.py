@@ -489,7 +489,7 @@ def with_expand(cfg, model, tokenizer_json):
         free = max(model.mask_id, *tokens.values()) + 1
         if free >= model.vocab:
             raise ValueError(
-                f"no row of the model's {model.vocab:,} is free for masks that grow; leave out --edit_rate"
+                f"none of the model's {model.vocab:,} ids is free for masks that grow; leave out --edit_rate"
             )
         model = dataclasses.replace(model, expand_id=free)
     return model

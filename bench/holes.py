@@ -68,13 +68,8 @@ def prepare(cfg):
     common = "--seq_len=256", "--batch_size=16", "--micro_batch=4", f"--seed={cfg.seed}"
     causal, fill = cfg.steps
     parts = {"causal": (causal, f"--data={out / 'data'}", "--model=dream_tiny", "--objective=ar")}
-    parts["fill"] = (
-        fill,
-        f"--data={out / 'holes'}",
-        f"--init={out / 'causal'}",
-        f"--anneal_steps={fill // 8}",
-        "--lr=1e-3",
-    )
+    parts["fill"] = fill, f"--data={out / 'holes'}", f"--init={out / 'causal'}", f"--anneal_steps={fill // 8}"
+    parts["fill"] += ("--lr=1e-3",)
     for name, (steps, *flags) in parts.items():
         if not (out / name / "done").exists():
             subprocess.run(["rm", "-rf", str(out / name)], check=True)

@@ -1173,7 +1173,7 @@ def test_rows_of_holes_of_any_length_say_what_is_only_seen_as_mask(tmp_path):
     assert (tokens[fixed == 2] != 0).any()
     assert not fixed[segments == 0].any()
     assert 2 not in read["heldout"].read(np.arange(read["heldout"].total))[3]
-    with pytest.raises(ValueError, match="edit_rate 0.7, now 0.5"):
+    with pytest.raises(ValueError, match=r"edit_rate 0\.7, now 0\.5"):
         dp.main(pair_config(tmp_path, eos_to=1, edit_rate=0.5))
 
 
