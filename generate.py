@@ -389,6 +389,7 @@ class Canvas:
     ids: list[int]  # MASK where the model writes
     start: int  # where the ids begin that are shown
     around: tuple[str, str] | None  # what is shown around a completion; None where [MASK:n] says where to write
+    counted: bool = False  # [MASK] has got its number of tokens
 
 
 class CanvasModel:
@@ -469,7 +470,8 @@ class CanvasModel:
         if answer:
             encoded = [self.ask(prompt)]
         begin, end = () if answer else self.begin, self.end if ended else ()
-        if None in sizes:
+        counted = None in sizes
+        if counted:
             sizes = self.measure([*begin, *encoded[0]], encoded[1:], sizes)
         length, most = len(begin) + sum(map(len, encoded)) + sum(sizes) + len(end), self.positions
         if length > most:
@@ -479,7 +481,7 @@ class CanvasModel:
             ids += text_ids + [self.mask] * size
         start = ids.index(self.mask) if answer else len(begin)
         around = None if gaps else ("", "") if answer else (prompt, suffix)
-        return Canvas(prompt, suffix, [*ids, *end], start, around)
+        return Canvas(prompt, suffix, [*ids, *end], start, around, counted)
 
     def measure(self, before, following, sizes):
         """The sizes of holes, of which one is not known: with `following` texts behind the ids `before`."""
@@ -646,6 +648,8 @@ class Dream(CanvasModel):
         ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id))))
         super().__init__(cfg, tokenizer, dream.mask_id, ends, dream.positions)
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
+        never = dream.mask_id, dream.expand_id, *ends
+        self.whole = dataclasses.replace(self.rule, ban_ids=never)  # in a hole that has been counted no text ends
         if own and self.rule.block_length != own:
             print(f"--block_length={cfg.block_length}: trained with {own}", file=sys.stderr)
         self.read = infill.Reader(self.model, tokenizer)
@@ -693,7 +697,7 @@ class Dream(CanvasModel):
         if sizes != [None] or following[-1:] in ([], [[]]):
             what = "[MASK] without its number of tokens is the only hole of a text and has text behind it"
             raise ValueError(f"{what}; say [MASK:12]")
-        rule, key = dataclasses.replace(self.rule, history=False), jax.random.fold_in(self.key, 1)
+        rule, key = dataclasses.replace(self.whole, history=False), jax.random.fold_in(self.key, 1)
 
         def fill(canvases):
             return sample_dream.generate(self.model, canvases, 0, rule, key, rows=self.cfg.dream.batch_size)[0]
@@ -731,7 +735,8 @@ class Dream(CanvasModel):
         if in_blocks:
             sampler, settings = sample_block, settings | {"on_block": self.on_block if streams else None}
         with runs.on(self.mesh):
-            filled, stats = sampler.generate(self.model, prompts, 0, self.rule, key, **settings)
+            rule = self.whole if all(canvas.counted for canvas in canvases) else self.rule
+            filled, stats = sampler.generate(self.model, prompts, 0, rule, key, **settings)
             if self.cfg.dream.valid:
                 filled = [self.mend(*canvas) for canvas in zip(prompts, filled, strict=True)]
         seconds = time.perf_counter() - started - self.compile_s

@@ -158,11 +158,15 @@ def fill_holes(cfg, masks, valid):
     jax.monitoring.register_event_duration_secs_listener(on_event)
     rule = sample_dream.Sampling(vocab=tokenizer.get_vocab_size())
     passes, mask, rows = 0, model.cfg.mask_id, []
+    never = mask, model.cfg.expand_id, model.cfg.eos_id
     now = lambda: time.perf_counter() - clock["compile"]  # noqa: E731
 
     def write(canvases):
         nonlocal passes
-        filled, stats = sample_dream.generate(model, canvases, 0, rule, jax.random.key(0), rows=min(8, len(canvases)))
+        # In a hole whose length is known no text ends; in another one it may, and what follows is left out.
+        known = masks not in (4, 16, 64)
+        settings = canvases, 0, dataclasses.replace(rule, ban_ids=never) if known else rule, jax.random.key(0)
+        filled, stats = sample_dream.generate(model, *settings, rows=min(8, len(canvases)))
         passes += int(np.sum(stats["passes"]))
         return filled
 

@@ -720,7 +720,7 @@ def test_dream_cuts_what_follows_an_end_token_and_keeps_what_was_given(coder, ca
 
 
 @SLOW
-def test_a_hole_of_any_length_stays_python(coder, capsys):
+def test_a_hole_of_any_length_stays_python(coder, capsys, tmp_path):
     settings = {"prompt": "def area(r):\n    x = [MASK]\n    return x\n", "temperature": 0.9, "max_new": 4}
     out, err = dream_says(capsys, coder / "model", valid="python", **settings)
     assert ast.parse(out)
@@ -734,6 +734,13 @@ def test_a_hole_of_any_length_stays_python(coder, capsys):
         ast.parse(out)
     out, _ = dream_says(capsys, coder / "model", prompt="def area(r):\n    x", valid="python", temperature=0.9)
     assert infill.can_go_on(out.rstrip("\n"))
+    # A checkpoint that says with which id its masks grow counts by itself, and what it counted is filled.
+    grows = shutil.copytree(coder / "model", tmp_path / "grows")
+    config = runs.read_json(grows / "config.json")
+    (grows / "config.json").write_text(json.dumps(config | {"expand_token_id": config["vocab_size"] - 1}))
+    row = json.loads(dream_says(capsys, grows, json=True, **settings)[0])
+    assert 1 <= row["tokens"] <= infill.LENGTHS[-1]
+    assert "<|" not in row["text"]
 
 
 def test_dream_refuses_what_does_not_fit_in_one_line(coder, tmp_path):
