@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax
 import numpy as np
-from record import RESULTS
+from record import RESULTS, cpu_name
 
 import data_prep
 import infill
@@ -215,7 +215,7 @@ def main(cfg):
             print(lines[-1], flush=True)
     log = [json.loads(line) for line in (Path(cfg.out) / "fill/log.jsonl").read_text().splitlines()]
     bits = [row["bits_per_byte"] for row in log if "bits_per_byte" in row][-1]
-    lines += ["", f"{cfg.holes} holes; {bits:.2f} bits per held-out byte. Compiling is in no second.", ""]
+    lines += ["", f"{cfg.holes} holes; {bits:.2f} bits per held-out byte. {cpu_name()}; compiling is in no second.", ""]
     lines += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines) + "\n")
 
