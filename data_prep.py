@@ -598,11 +598,12 @@ def tinystories(out):
 
 def gather_pairs(found, cfg, vocabulary):
     """Ranges of whole lines. Both splits have all: what of them is held out is drawn by a hash of each prompt."""
-    bad, items, start = [], [], 0
+    bad, items, start, holes = [], [], 0, False
     with open(cfg.source, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 texts = read_pair(line)
+                holes |= bool(texts) and len(texts) > 2
                 if cfg.chat and texts and len(texts) > 2:
                     bad.append(str(number))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -611,6 +612,8 @@ def gather_pairs(found, cfg, vocabulary):
         numbers = ", ".join(bad[:3]) + f" and {len(bad) - 3:,} more" * (len(bad) > 3)
         what = '{"prompt": TEXT, "response": TEXT} in UTF-8' + ', without "suffix" as --chat is set' * cfg.chat
         raise ValueError(f"{cfg.source}: not {what}: line {numbers}")
+    if cfg.edit_rate and not holes:
+        raise ValueError(f'--edit_rate={cfg.edit_rate} is for holes: no line of {cfg.source} has a "suffix"')
     with open(cfg.source, "rb") as file:
         for lines in batched(file, cfg.shard_bytes + 1, len):
             data = b"".join(lines)  # as many lines as make up a shard

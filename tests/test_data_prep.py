@@ -1173,6 +1173,9 @@ def test_rows_of_holes_of_any_length_say_what_is_only_seen_as_mask(tmp_path):
     assert (tokens[fixed == 2] != 0).any()
     assert not fixed[segments == 0].any()
     assert 2 not in read["heldout"].read(np.arange(read["heldout"].total))[3]
+    write_pairs(tmp_path / "plain.jsonl", 20)
+    with pytest.raises(ValueError, match=r'no line of .*plain\.jsonl has a "suffix"'):
+        dp.main(pair_config(tmp_path, source=str(tmp_path / "plain.jsonl"), edit_rate=0.5, out=str(tmp_path / "no")))
     with pytest.raises(ValueError, match=r"edit_rate 0\.7, now 0\.5"):
         dp.main(pair_config(tmp_path, eos_to=1, edit_rate=0.5))
 
