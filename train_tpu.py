@@ -488,9 +488,7 @@ def with_expand(cfg, model, tokenizer_json):
         tokens = tokenizers.Tokenizer.from_str(tokenizer_json.decode()).get_vocab(with_added_tokens=True)
         free = max(model.mask_id, *tokens.values()) + 1
         if free >= model.vocab:
-            raise ValueError(
-                f"none of the model's {model.vocab:,} ids is free for masks that grow; leave out --edit_rate"
-            )
+            raise ValueError(f"none of the model's {model.vocab:,} ids is free for masks that grow (--edit_rate)")
         model = dataclasses.replace(model, expand_id=free)
     return model
 
@@ -995,7 +993,7 @@ def prepare(cfg):
         tokenizer_json = known_ids(cfg.resume or cfg.dream.init, model, train.meta, tokenizer_json)
     elif family_of(cfg) is md:
         model, tokenizer_json = with_mask(model, train.meta, tokenizer_json)
-    if train.meta["settings"].get("edit_rate"):
+    if train.meta.get("settings", {}).get("edit_rate"):
         model = with_expand(cfg, model, tokenizer_json)
     cfg, per_epoch = plan(cfg, model, train)
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
