@@ -648,8 +648,7 @@ class Dream(CanvasModel):
         ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id))))
         super().__init__(cfg, tokenizer, dream.mask_id, ends, dream.positions)
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
-        never = dream.mask_id, dream.expand_id, *ends
-        self.whole = dataclasses.replace(self.rule, ban_ids=never)  # in a hole that has been counted no text ends
+        self.banned = {"ban_ids": (dream.mask_id, dream.expand_id, *ends)}  # no text ends in a hole that was counted
         if own and self.rule.block_length != own:
             print(f"--block_length={cfg.block_length}: trained with {own}", file=sys.stderr)
         self.read = infill.Reader(self.model, tokenizer)
@@ -697,7 +696,7 @@ class Dream(CanvasModel):
         if sizes != [None] or following[-1:] in ([], [[]]):
             what = "[MASK] without its number of tokens is the only hole of a text and has text behind it"
             raise ValueError(f"{what}; say [MASK:12]")
-        rule, key = dataclasses.replace(self.whole, history=False), jax.random.fold_in(self.key, 1)
+        rule, key = dataclasses.replace(self.rule, history=False, **self.banned), jax.random.fold_in(self.key, 1)
 
         def fill(canvases):
             return sample_dream.generate(self.model, canvases, 0, rule, key, rows=self.cfg.dream.batch_size)[0]
@@ -735,7 +734,8 @@ class Dream(CanvasModel):
         if in_blocks:
             sampler, settings = sample_block, settings | {"on_block": self.on_block if streams else None}
         with runs.on(self.mesh):
-            rule = self.whole if all(canvas.counted for canvas in canvases) else self.rule
+            changes = self.banned if all(canvas.counted for canvas in canvases) else {}
+            rule = dataclasses.replace(self.rule, **changes)
             filled, stats = sampler.generate(self.model, prompts, 0, rule, key, **settings)
             if self.cfg.dream.valid:
                 filled = [self.mend(*canvas) for canvas in zip(prompts, filled, strict=True)]
