@@ -232,7 +232,8 @@ def hole_length(read, before, after, fill, valid=False):
 
     fill(canvases) fills them. With valid=True those whose text is Python come first, if there are any.
     """
-    lengths = [n for n in LENGTHS if n <= room(read, before, after)]
+    most = room(read, before, after)
+    lengths = [n for n in LENGTHS if n <= most]
     filled = fill([[*before, *[read.mask] * n, *after] for n in lengths])
     holes = [ids[len(before) : len(before) + n] for ids, n in zip(filled, lengths, strict=True)]
     if valid:
@@ -256,7 +257,7 @@ def grow(read, before, after, size=START, most=LENGTHS[-1]):
 
     Each pass turns the mask that it is surest of into a token, or into two masks, up to `most` tokens, or takes it away
     where it says EOS, and with it all that are SURE to go. A hole that has shrunk grows no more: DreamOn's may do both
-    in turn until a budget is spent, for the same text in five times as many passes (bench/LOG.md).
+    in turn until a budget is spent, in four to eight times as many passes for texts no better (bench/LOG.md).
     """
     cfg, mask, shrunk = read.model.cfg, read.mask, False
     most = min(most, room(read, before, after))

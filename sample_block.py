@@ -266,7 +266,8 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
     B, L = token_BL.shape
     see_BL = np.arange(L) < end_B[:, None]
     made_BL = (token_BL == cfg.mask_id) & see_BL
-    banned_V = np.isin(np.arange(cfg.vocab), cfg.mask_id) | (np.arange(cfg.vocab) >= (rule.vocab or cfg.vocab))
+    id_V = np.arange(cfg.vocab)
+    banned_V = np.isin(id_V, (cfg.mask_id, cfg.expand_id)) | (id_V >= (rule.vocab or cfg.vocab))
     key_B = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(0) if key is None else key))(jnp.arange(B))
     bound = rule.threshold or rule.entropy_bound
     given = Given(see_BL, made_BL, block_BL, begin_B, 0 * begin_B, counts(rule), banned_V, key_B, bound)

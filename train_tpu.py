@@ -482,8 +482,8 @@ def known_ids(folder, model, meta, tokenizer_json):
 def with_expand(cfg, model, tokenizer_json):
     """A Dream that learns holes of any length (data_prep.edit): with an id for the mask that becomes two."""
     if model.block_length or cfg.dream.lora_rank:
-        what = "for a Dream that sees the whole canvas, trained whole"
-        raise ValueError(f"{cfg.data} has holes that grow and shrink, {what}; prepare it without --edit_rate")
+        what = "a Dream that sees the whole canvas, without --lora_rank; --anneal_steps makes an autoregressive one so"
+        raise ValueError(f"{cfg.data} has holes that grow and shrink (--edit_rate), for {what}")
     if model.expand_id < 0:
         tokens = tokenizers.Tokenizer.from_str(tokenizer_json.decode()).get_vocab(with_added_tokens=True)
         free = max(model.mask_id, *tokens.values()) + 1

@@ -43,6 +43,14 @@ def test_drawn_texts_are_of_a_row_alone_and_what_is_given_stays(model):
     assert (rows, stats["forwards"]) == ([[5, 6]], 0)
 
 
+def test_the_id_of_a_mask_that_grows_is_never_written(model):
+    ids, _ = sample_block.generate(model, [[5, 6, 7]], 12)
+    written = ids[0][3:]
+    often = max(set(written) - {CFG.eos_id}, key=written.count)
+    grows = nnx.merge(md.graph_of(dataclasses.replace(CFG, expand_id=often), md.Run()), nnx.state(model))
+    assert often not in sample_block.generate(grows, [[5, 6, 7]], 12)[0][0][3:]
+
+
 @pytest.mark.slow
 def test_a_schedule_below_a_threshold_bounds_the_passes(model):
     # At 1.0 no token is sure enough; two steps of a block of four then write two tokens each.

@@ -659,7 +659,14 @@ def test_a_dream_learns_holes_of_any_length_and_says_with_which_id_they_grow(one
     assert runs.load(md, tmp_path / "next")[0].cfg == learnt
     for wrong in ({"block_length": 4}, {"objective": "ar"}, {"init": str(tmp_path / "start"), "lora_rank": 2}):
         settings = dream_config(data, tmp_path / "no", init=wrong.get("init", ""), dream=train_tpu.Dream(**wrong))
-        assert "prepare it without --edit_rate" in refusal(settings)
+        assert "for a Dream that sees the whole canvas, without --lora_rank" in refusal(settings)
+    # An autoregressive one becomes such a Dream.
+    plain = tmp_path / "plain"
+    data_prep.main(data_prep.Pairs(out=str(plain), tokenizer=str(data / "tokenizer.json"), **cfg))
+    train_tpu.main(dream_config(plain, tmp_path / "ar", dream=train_tpu.Dream(objective="ar"), steps=1))
+    whole = train_tpu.Dream(init=str(tmp_path / "ar"), anneal_steps=1)
+    train_tpu.main(dream_config(data, tmp_path / "whole", tmp_path / "ar", dream=whole, steps=1))
+    assert runs.load(md, tmp_path / "whole")[0].cfg.expand_id > 0
 
 
 def test_a_step_with_lora_changes_the_adapters_alone():
