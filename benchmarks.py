@@ -47,6 +47,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+import checkpoints
 import problems as tasks
 import protocols
 import runs
@@ -139,7 +140,7 @@ def main(cfg):
         settings["samples_sha256"] = sha256(cfg.samples)
     else:
         trainer = "out/train_gpu" if cfg.model == "mdlm" else "out/train_tpu"
-        run = Path(cfg.ckpt or runs.default_folder(trainer, cfg.model))
+        run = Path(cfg.ckpt or checkpoints.default_folder(trainer, cfg.model))
         one = any((run / name).is_file() for name in ("meta.json", "model.safetensors"))  # a model without steps
         step, folder = (None, run) if one else runs.newest(run, cfg.step)
         names = "model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed", "trim_prefix"
@@ -261,8 +262,8 @@ def load_jax(family, cfg, run, step, bits=0):
     """(model on all devices, its mesh, function that gives the random key of a batch)."""
     import jax
 
-    runs.keep_compiled(cfg.compile_cache)
-    model, _, mesh = runs.load_for_inference(family, run, step or 0, rows=cfg.batch_size, bits=bits)
+    checkpoints.keep_compiled(cfg.compile_cache)
+    model, _, mesh = checkpoints.load_for_inference(family, run, step or 0, rows=cfg.batch_size, bits=bits)
     return model, mesh, lambda batch: jax.random.fold_in(jax.random.key(cfg.seed), batch)
 
 
@@ -282,7 +283,7 @@ def pythoncoder_writer(cfg, run, step):
     rule = pc.Sampling(cfg.temperature, 0, cfg.top_p, vocab, eos, speculate=model.cfg.mtp)
 
     def write(prompts, finished, batch):
-        with runs.on(mesh):
+        with checkpoints.mesh_context(mesh):
             return pc.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), on_tokens=finished)[0]
 
     return Writer(tokenizer, int(model.cfg.positions * model.cfg.yarn_factor), write)
@@ -294,8 +295,8 @@ def dream_writer(cfg, run, step):
     import sample_block
     import sample_dream
 
-    model, mesh, key_of_batch = load_jax(model_dream, cfg, run, step, runs.bits_of(cfg.dream))
-    tokenizer, wrap = sample_dream.load_tokenizer(run, model.cfg), sample_dream.chat_template(run)
+    model, mesh, key_of_batch = load_jax(model_dream, cfg, run, step, checkpoints.bits_of(cfg.dream))
+    tokenizer, wrap = runs.load_tokenizer(run, model.cfg), runs.chat_template(run)
     record = protocol_of(cfg)[1]
     if record.system == "" and not wrap:
         raise ValueError(f"--chat: {run} holds no chat template (tokenizer_config.json)")
@@ -319,7 +320,7 @@ def dream_writer(cfg, run, step):
 
     def write(prompts, finished, batch):
         shape = {"widths": widths, "rows": cfg.batch_size}
-        with runs.on(mesh):
+        with checkpoints.mesh_context(mesh):
             rows, _ = sampler.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), **shape)
         return [cut(row[len(ids) :], ends) for row, ids in zip(rows, prompts, strict=True)]
 

@@ -55,6 +55,7 @@ import tyro
 from flax import nnx
 from jax.sharding import PartitionSpec as PS
 
+import checkpoints
 import coupled_grpo
 import generate
 import grpo
@@ -615,7 +616,7 @@ class Train:
         cfg, model, run, mesh = train_tpu.resolve(settings, devices, memory=chip.usable_gib)
         family = train_tpu.family_of(cfg)
         optimizer = train_tpu.make_optimizer(cfg.clip, cfg.weight_decay, run.dtype, muon=cfg.optimizer == "muon")
-        shapes = train_tpu.state_shapes(family, model, optimizer, mesh, cfg.dream.lora_rank, run.dtype)
+        shapes = checkpoints.state_shapes(family, model, optimizer, mesh, cfg.dream.lora_rank, run.dtype)
         step = train_tpu.lower_step(cfg, family.graph_of(model, run), optimizer, shapes, mesh)
         tokens = cfg.batch_size * cfg.seq_len
         flops = train_tpu.step_flops(cfg, model)
@@ -688,7 +689,7 @@ class Generate:
 
     def mesh(self):
         """The mesh of the device's chips that generate.py would take for this batch."""
-        return runs.inference_mesh(md.CONFIGS[self.model], topology_devices(self.device), self.batch_size)
+        return checkpoints.inference_mesh(md.CONFIGS[self.model], topology_devices(self.device), self.batch_size)
 
     def program(self, mesh, cached):
         """Arguments of sample_dream.fill_block, as generate.py has them: (positional, by name)."""
@@ -702,11 +703,11 @@ class Generate:
         return denoising(sampler, params, mesh, self.batch_size, self.length, begin=1)
 
     def weights(self, mesh):
-        """(the model without its parameters, their shapes), as runs.load_for_inference gives them."""
+        """(the model without its parameters, their shapes), as checkpoints.load_for_inference gives them."""
         model = md.CONFIGS[self.model]
         graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), platform=platform(self.device)))
         params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), md.param_shapes(model))
-        if bits := runs.bits_of(self):
+        if bits := checkpoints.bits_of(self):
 
             def kept(path, s):
                 quantise = functools.partial(md.quantise, bits=bits, name=path[-1].key)
@@ -720,7 +721,7 @@ class Generate:
     def lowered(self, name):
         """One of STEPS, or a pass over so many slots behind the cache of sample_block.py, traced."""
         mesh = self.mesh()
-        with runs.on(mesh if mesh.size > 1 else None):
+        with checkpoints.mesh_context(mesh if mesh.size > 1 else None):
             if isinstance(name, int):
                 return self.block_pass(mesh, name)
             return lowered_step(name, mesh, *self.program(mesh, cached=name != "canvas"))
@@ -748,7 +749,7 @@ class Generate:
 
     def rows(self):
         # no step is faster than its FLOPs at the peak, nor than one pass over the weights
-        chip, bits, mesh = place(self.device)[0], runs.bits_of(self), self.mesh()
+        chip, bits, mesh = place(self.device)[0], checkpoints.bits_of(self), self.mesh()
         size = {0: 2, 8: 1, 4: 0.625}[bits]  # bytes of a parameter; int4: of 7b, whose embedding and head have 8 bits
         weights = size * md.count_params(md.CONFIGS[self.model])["total"] / mesh.shape["tensor"]  # that a step reads
         kind, found = f"int{bits}" if bits else "bfloat16", []
@@ -806,7 +807,7 @@ class Grpo:
         trained = on_mesh(shapes, dtype=jnp.float32)
         optimizer = grpo.make_optimizer(1e-6)
         # beside the program lie the moments and the reference, a copy of what is trained
-        beside = runs.bytes_on_a_device((on_mesh(jax.eval_shape(optimizer.init, trained)), trained))
+        beside = checkpoints.bytes_on_a_device((on_mesh(jax.eval_shape(optimizer.init, trained)), trained))
 
         # a micro-batch as coupled_grpo.score leaves it: B prompts of P tokens with completions of C
         rows_at, everywhere = (jax.NamedSharding(mesh, spec) for spec in (PS(md.BATCH), PS()))
@@ -829,7 +830,7 @@ class Grpo:
         params, beside_copy = md.assemble(base, trained), 0
         if writing.size > 1:
             copy = functools.partial(coupled_grpo.to_write, mesh=writing, dtype=jnp.bfloat16)
-            params, beside_copy = jax.eval_shape(copy, params), runs.bytes_on_a_device(trained)
+            params, beside_copy = jax.eval_shape(copy, params), checkpoints.bytes_on_a_device(trained)
         rule = coupled_grpo.rule_of(cfg.sampling, model.vocab, (model.eos_id,))
         sampler = sample_dream.sampler_of(graphs[1], model, rule)
         filled = grpo.round_up(cfg.generation_batch, writing.shape["data"])

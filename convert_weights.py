@@ -57,6 +57,7 @@ from flax import nnx
 from orbax.checkpoint import type_handlers
 from tqdm import tqdm
 
+import checkpoints
 import model_dream as dream
 import model_pythoncoder as pc
 import runs
@@ -141,7 +142,7 @@ def from_hf(folder, dtype=None, run=None):
     arrays, stored = open_safetensors(Checkpoint(Path(folder), DREAM, cfg, {}), dtype)
     params = {name: jax.numpy.array(array, dtype or stored) for name, array in arrays.items()}
     run = run or dream.Run(dtype=jax.numpy.dtype(dtype or stored))
-    return nnx.merge(dream.graph_of(cfg, run), runs.unflatten(params))
+    return nnx.merge(dream.graph_of(cfg, run), checkpoints.unflatten(params))
 
 
 # ---- which checkpoint a folder holds -------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ class Checkpoint:
     def shapes(self):
         """{name of a parameter: shape}, as the architecture says."""
         tree = self.family.model.param_shapes(self.cfg)
-        shapes = {name: leaf.shape for name, leaf in runs.flatten(tree).items()}
+        shapes = {name: leaf.shape for name, leaf in checkpoints.flatten(tree).items()}
         tables = {name: (self.table_rows, *shapes[name][1:]) for name in TABLES & shapes.keys() if self.table_rows}
         return shapes | tables
 
@@ -202,13 +203,13 @@ def find(folder, step=0, repository=""):
     repository is what it was downloaded from. Raises ValueError or FileNotFoundError.
     """
     where, config = folder, folder / "config.json"
-    if step or runs.checkpoints(folder):
+    if step or runs.saved_steps(folder):
         step, where = runs.newest(folder, step)
     # What it was made of: what an earlier conversion noted, or else where it is from.
     origin = runs.read_json(config).get("source", repository) if config.is_file() else repository
     # A run of train_tpu.py.
     if where.parent.name == "checkpoints":
-        where, meta, step = runs.find_weights(folder, step)
+        where, meta, step = checkpoints.find_weights(folder, step)
         family = DREAM if "mask_id" in meta["model"] else PYTHONCODER
         cfg = family.model.read_config(where, meta)
         keys = family.to_hub(cfg, "float32") | {"step": step}
@@ -277,7 +278,7 @@ def as_integers(array):
 
 
 def word_sum(array):
-    """Sum of an array's words modulo 2^32, as runs.bit_sums; changes with any one bit."""
+    """Sum of an array's words modulo 2^32, as checkpoints.bit_sums; changes with any one bit."""
     return int(as_integers(array).sum(dtype=np.uint32))
 
 
@@ -463,7 +464,7 @@ def files_beside(checkpoint):
     ValueError if it does not fit.
     """
     folder = checkpoint.folder
-    files = runs.companions(folder)
+    files = checkpoints.companions(folder)
     made = "tokenizer.json" not in files and {"vocab.json", "merges.txt"} <= files.keys()
     if checkpoint.family is DREAM and (made or "tokenizer.json" in files):
         tokenizer = from_merges(folder) if made else runs.read_tokenizer(folder)
@@ -564,7 +565,7 @@ def save_params(folder, arrays):
     for name, array in arrays.items():
         wide = array.ndim > 1 and array.shape[-1] > array.shape[0] and array.nbytes <= 8 * CHUNK_BYTES
         chunks[name] = ocp.SaveArgs(chunk_byte_size=None if wide else CHUNK_BYTES)
-    arguments = ocp.args.PyTreeSave(runs.unflatten(arrays), save_args=runs.unflatten(chunks))
+    arguments = ocp.args.PyTreeSave(checkpoints.unflatten(arrays), save_args=checkpoints.unflatten(chunks))
     total = sum(array.nbytes for array in arrays.values())
     try:
         with progress("writing", total, lambda: bytes_in(folder.parent)), ocp.Checkpointer(handler) as orbax:
@@ -782,7 +783,7 @@ def main(cfg):
         raise ValueError("--to=dream adds a row, so --verify and --push do not go with it; --block_length does")
     if cfg.dtype and compare:
         raise ValueError("--verify and --push compare bytes, which --dtype changes; convert --out again with them")
-    runs.quiet()
+    checkpoints.quiet()
     started, folder, out, repository = time.time(), Path(cfg.source), Path(cfg.out), ""
     if not compare:
         refuse_existing(out)

@@ -54,7 +54,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType
 
-import data_prep
+import checkpoints
 import grpo
 import model_dream as md
 import rl_tasks
@@ -62,7 +62,6 @@ import runs
 import sample_block
 import sample_dream
 import sandbox
-import train_tpu
 
 # Settings that may differ between hosts: where things are, and the sandbox, which host 0 alone needs.
 OF_A_HOST = ("sandbox", "hosts", "ckpt", "prompts", "heldout", "humaneval", "out", "resume", "wandb", "compile_cache")
@@ -199,7 +198,7 @@ def mesh_of(devices, shape):
 
 def writing_mesh(model_cfg, devices):
     """All devices as generate.py shares them: up to as many as key/value heads share each layer, the others texts."""
-    return mesh_of(devices, runs.inference_mesh(model_cfg, devices, 0).devices.shape)
+    return mesh_of(devices, checkpoints.inference_mesh(model_cfg, devices, 0).devices.shape)
 
 
 def to_write(params, mesh, dtype):
@@ -337,7 +336,7 @@ class Trainer:
         on_cpu = jax.default_backend() == "cpu"
         dtype = jnp.dtype(cfg.dtype or ("float32" if on_cpu else "bfloat16"))  # of the computation and a frozen base
         self.check_memory(mesh, dtype)
-        model, _ = runs.load(md, cfg.ckpt, dtype=dtype if cfg.lora_rank else jnp.float32, mesh=mesh)
+        model, _ = checkpoints.load(md, cfg.ckpt, dtype=dtype if cfg.lora_rank else jnp.float32, mesh=mesh)
         self.model_cfg = model_cfg = model.cfg
 
         # Trained are all weights, or with LoRA adapters beside a base that stays as it is.
@@ -350,7 +349,7 @@ class Trainer:
         self.ref = jax.tree.map(jnp.copy, self.trained) if cfg.beta else {}  # the same of the reference model
 
         # The tasks, and what ends a text, first of all: a chat model ends its turn with <|im_end|>.
-        tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), sample_dream.chat_template(cfg.ckpt)
+        tokenizer, wrap = runs.load_tokenizer(cfg.ckpt, model_cfg), runs.chat_template(cfg.ckpt)
         canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, runs_tests(rewards)
         self.prompts = rl_tasks.Prompts(cfg.prompts, *canvas)
         self.heldout = [rl_tasks.Prompts(path, *canvas) for path in (cfg.heldout, cfg.humaneval) if path]
@@ -386,20 +385,20 @@ class Trainer:
 
     def check_memory(self, mesh, dtype):
         """ValueError, before any weight is read, if a device has less memory than it has to hold."""
-        cfg, (path, meta, _) = self.cfg, runs.find_weights(runs.absolute(self.cfg.ckpt))
+        cfg, (path, meta, _) = self.cfg, checkpoints.find_weights(checkpoints.absolute(self.cfg.ckpt))
         model_cfg, optimizer = md.read_config(path, meta), grpo.make_optimizer(cfg.lr)
 
         copy, writing, shapes = 0, writing_mesh(model_cfg, jax.devices()), md.param_shapes(model_cfg)
         if writing.size > 1:  # what rollouts are written with, while there are no gradients
             put = lambda s, at: jax.ShapeDtypeStruct(s.shape, dtype, sharding=at)  # noqa: E731
-            copy = runs.bytes_on_a_device(jax.tree.map(put, shapes, md.shardings(writing, shapes)))
+            copy = checkpoints.bytes_on_a_device(jax.tree.map(put, shapes, md.shardings(writing, shapes)))
 
         def needed(lora_rank):  # what is trained, its moments and gradients, the reference model; with LoRA the base
-            shapes = train_tpu.state_shapes(md, model_cfg, optimizer, mesh, lora_rank, dtype)
-            state, trained = runs.bytes_on_a_device(shapes), runs.bytes_on_a_device(shapes["params"])
+            shapes = checkpoints.state_shapes(md, model_cfg, optimizer, mesh, lora_rank, dtype)
+            state, trained = checkpoints.bytes_on_a_device(shapes), checkpoints.bytes_on_a_device(shapes["params"])
             return state + bool(cfg.beta) * trained + max(trained, copy)
 
-        runs.check_memory(mesh, needed(cfg.lora_rank), {} if cfg.lora_rank else {"--lora_rank=16": needed(16)})
+        checkpoints.check_memory(mesh, needed(cfg.lora_rank), {} if cfg.lora_rank else {"--lora_rank=16": needed(16)})
 
     def describe(self):
         """Print what is trained, on what."""
@@ -427,24 +426,24 @@ class Trainer:
         """What a checkpoint holds."""
         return {"adapters" if self.base else "params": self.trained, "ref": self.ref, "opt": self.opt}
 
-    def restore(self, checkpoints, train):
+    def restore(self, store, train):
         """Go on from the newest checkpoint, and return its round; 0 without one. ValueError for other settings."""
-        if checkpoints.newest() is None:
+        if store.newest() is None:
             return 0
 
         def described(model, train):  # what decides which arrays there are
             lora = {"--lora_rank": train["lora_rank"], "--lora_targets": list(train["lora_targets"])}
             return model | lora | {"--beta above 0": train["beta"] > 0}
 
-        saved, model = checkpoints.meta(), dataclasses.asdict(self.model_cfg)
-        runs.check_same(described(saved["model"], saved["train"]), described(model, train), checkpoints.folder)
+        saved, model = store.meta(), dataclasses.asdict(self.model_cfg)
+        runs.check_same(described(saved["model"], saved["train"]), described(model, train), store.folder)
         if saved["train"]["estimator"] != train["estimator"]:
             went = f"was trained with --estimator={saved['train']['estimator']}"
-            raise ValueError(f"{checkpoints.folder} {went}; leave --estimator out, or start anew with another --out")
-        arrays = checkpoints.restore(self.arrays())
+            raise ValueError(f"{store.folder} {went}; leave --estimator out, or start anew with another --out")
+        arrays = store.restore(self.arrays())
         self.trained, self.ref, self.opt = (arrays[name] for name in self.arrays())
         self.updates, self.refresh, self.calm = (saved.get(name, 0) for name in ("updates", "refresh", "calm"))
-        print(f"resuming {checkpoints.folder} after round {saved['round']}", flush=True)
+        print(f"resuming {store.folder} after round {saved['round']}", flush=True)
         return saved["round"]
 
     def take(self, batch, iteration, row_R, **more):
@@ -692,7 +691,7 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.scores_of):
     """Train, or go on training. draw and scores_of replace those of grpo.py, for a comparison of estimators."""
     if cfg.hosts and (cfg.lora_rank or not cfg.ckpt):
         raise ValueError("--hosts goes with --ckpt and --prompts, and without --lora_rank, which one host can train")
-    runs.join_hosts(cfg.hosts)
+    checkpoints.join_hosts(cfg.hosts)
     cfg, started, hosts = resolve(cfg), time.perf_counter(), {"rank": jax.process_index(), "hosts": jax.process_count()}
     with runs.Run(cfg, unit="round", curves=("reward", "heldout_reward"), **hosts) as run:
         settings = dataclasses.asdict(cfg)  # the demo's model and tasks are no settings: it finds them again
@@ -704,27 +703,31 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.scores_of):
             if not cfg.resume:  # so that --resume finds a run that was stopped before its first round
                 runs.write(run.out / "config.json", {"train": {"model": "dream"} | settings})
             cfg = make_demo(cfg)
-        runs.keep_compiled(cfg.compile_cache)
+        checkpoints.keep_compiled(cfg.compile_cache)
 
         # All devices: --tensor of them share each layer, the others share rows and weights.
         mesh = mesh_of(jax.devices(), (1, jax.device_count() // cfg.tensor, cfg.tensor))
         trainer = Trainer(cfg, rewards, mesh, scores_of)
-        runs.check_hosts(run.out, trainer.same_on_hosts(settings))
+        checkpoints.check_hosts(run.out, trainer.same_on_hosts(settings))
         trainer.describe()
 
-        checkpoints = runs.Checkpoints(run.out, cfg.keep)
+        store = checkpoints.Checkpoints(run.out, cfg.keep)
         meta = {"model": dataclasses.asdict(trainer.model_cfg), "train": {"model": "dream"} | settings}
         # The name by which generate.py knows a chat model, the tokenizer and the chat template.
         meta["source"] = source = runs.read_json(runs.as_path(cfg.ckpt) / "config.json").get("source", "")
-        files = runs.companions(cfg.ckpt)
-        first = trainer.restore(checkpoints, settings) if cfg.resume else 0
+        files = checkpoints.companions(cfg.ckpt)
+        first = trainer.restore(store, settings) if cfg.resume else 0
         run.begin(first or -1, meta, files, ("log.jsonl", "rounds.jsonl"))  # -1: cut round 0, an evaluation, too
         with jax.set_mesh(mesh):
-            train(run, checkpoints, meta, trainer, first, draw)
-        checkpoints.close()
+            train(run, store, meta, trainer, first, draw)
+        store.close()
         folder = run.out
         if cfg.lora_rank:
-            folder = md.save_merged(run.out, trainer.writing_graph, trainer.base, trainer.trained, files, source)
+            params = md.merge_adapters(trainer.base, trainer.trained)
+            folder = run.out / "merged"
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that goes on
+            model = nnx.merge(trainer.writing_graph, params)
+            checkpoints.save(md, folder, model, [run.out / name for name in files], source)
     print(f"done in {(time.perf_counter() - started) / 60:.1f} min; python generate.py --model=dream --ckpt={folder}")
 
 
@@ -742,7 +745,7 @@ def check_sandbox(cfg):
     return 1
 
 
-def train(run, checkpoints, meta, trainer, first, draw):
+def train(run, store, meta, trainer, first, draw):
     """The rounds after `first`."""
     cfg, count, pool = trainer.cfg, len(trainer.prompts.tasks), concurrent.futures.ThreadPoolExecutor(1)
     share = {"task": cfg.group, "completion": 1, "round": cfg.tasks * cfg.group}[cfg.ratio_per]
@@ -796,12 +799,12 @@ def train(run, checkpoints, meta, trainer, first, draw):
         run.log(row | dict(zip(phases, np.diff(clock).tolist(), strict=True)))
 
         # Saving goes on in the background. A signal, to any host, asks for one more checkpoint, of a whole round.
-        stops = run.signal or checkpoints.preempted(done)
+        stops = run.signal or store.preempted(done)
         if done % cfg.save_every == 0 or done == cfg.rounds or stops:
             counters = {"round": done, "updates": trainer.updates, "refresh": trainer.refresh, "calm": trainer.calm}
-            checkpoints.save(done, trainer.arrays(), meta | counters)
+            store.save(done, trainer.arrays(), meta | counters)
         if stops:
-            checkpoints.close()
+            store.close()
             if run.hosts > 1:
                 jax.distributed.shutdown()  # waits for the other hosts, until all have saved
             run.leave(done)
@@ -904,23 +907,19 @@ def make_demo(cfg):
     if not (base / "done").exists():
         print("no --ckpt: training a small Dream on tasks of its own, with three in ten answers right", flush=True)
         rows, run = str(base / "rows"), str(base / "run")
-        resume = run if cfg.resume and runs.checkpoints(base / "run") else ""
+        resume = run if cfg.resume and runs.saved_steps(base / "run") else ""
         if not resume:
             shutil.rmtree(base, ignore_errors=True)
             rl_tasks.write_demo(base, cfg.seed)
-            pairs = {"source": str(base / "pairs.jsonl"), "out": rows, "seed": cfg.seed}
-            data_prep.main(data_prep.Pairs(**pairs, seq_len=128, eos_to=16, vocab_size=512))
-        try:
-            train_tpu.main(
-                train_tpu.Config(
-                    model="dream_tiny", data=rows, out=run, resume=resume, seq_len=128, batch_size=16,
-                    micro_batch=max(1, 16 // jax.device_count()), remat="none", steps=cfg.demo_steps,
-                    eval_every=cfg.demo_steps, log_every=100, seed=cfg.seed,
-                    prompt=rl_tasks.read_tasks(base / "heldout.jsonl")[0]["prompt"],
-                )
-            )  # fmt: skip
-        except InterruptedError as error:  # it names its own folder
-            raise InterruptedError(f"{str(error).partition(';')[0]} of pre-training; --resume={cfg.out}") from None
+            pairs = ("pairs", str(base / "pairs.jsonl"), f"--out={rows}", f"--seed={cfg.seed}")
+            runs.script("data_prep.py", *pairs, "--seq_len=128", "--eos_to=16", "--vocab_size=512")
+        settings = {
+            "model": "dream_tiny", "data": rows, "out": run, "resume": resume, "seq_len": 128, "batch_size": 16,
+            "micro_batch": max(1, 16 // jax.device_count()), "remat": "none", "steps": cfg.demo_steps,
+            "eval_every": cfg.demo_steps, "log_every": 100, "seed": cfg.seed,
+            "prompt": rl_tasks.read_tasks(base / "heldout.jsonl")[0]["prompt"],
+        }  # fmt: skip
+        runs.script("train_tpu.py", *(f"--{name}={value}" for name, value in settings.items()))
         (base / "done").touch()
     prompts, heldout = (str(base / f"{split}.jsonl") for split in ("train", "heldout"))
     return dataclasses.replace(cfg, ckpt=str(base / "run"), prompts=prompts, heldout=heldout)

@@ -34,7 +34,7 @@ positions, of pairs also fixed, 1 where a token is of no response, 2 where only 
 of seq_len) and, last of all, meta.json (special ids, counts, shards and their hashes, for padded rows how many
 documents have which length): its presence means that all is there. The same command goes on with a run that was stopped
 or killed, and ends with the same bytes as a run that was not. With --chat the model's tokenizer_config.json and
-chat_template.jinja go along. open_data, at the end of this file, reads such a folder.
+chat_template.jinja go along. rows.py reads such a folder.
 
 Axes: N documents, T tokens, R rows, L row length, P hash functions, V vocabulary.
 """
@@ -68,6 +68,7 @@ from tqdm import tqdm
 import corpus
 import runs
 from corpus import Item, batched, draw
+from rows import BLOCK_TOKENS, COLUMNS, EDIT, packed_blocks, pad_rows, pair_rows, token_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,8 +174,6 @@ BATCH_BYTES = 4_000_000  # text tokenised at a time: the results take about 40 t
 LONG_BYTES = 4_000_000  # longer documents of a text file are split at a line end, for each is tokenised in one go
 TRAIN_BYTES = 200_000_000  # text that a new tokenizer is trained on
 LENGTHS = (*range(16, 257, 16), 512, 1024, 2048, 4096)  # steps of meta.json's histogram: tokens with BOS and EOS
-COLUMNS = ["input_ids", "segments", "positions", "fixed"]  # of a shard; the last of pairs only
-BLOCK_TOKENS = 1 << 21  # tokens packed at a time, one row group of a shard
 PARQUET = {"compression": "zstd", "use_dictionary": False, "use_byte_stream_split": True, "write_statistics": False}
 
 
@@ -655,10 +654,9 @@ def chat_writer(tokenizer):
     The special tokens of the template become tokens; their names in what people wrote are broken by HIDDEN, and stay
     text. Raises ValueError if there is no template.
     """
-    import sample_dream  # and with it JAX, which nothing else here needs
 
     folder = Path(tokenizer).parent
-    wrap = sample_dream.chat_template(folder)
+    wrap = runs.chat_template(folder)
     if wrap is None:
         raise ValueError(f"--chat: {folder} holds no chat template ({' or '.join(CHAT_FILES)})")
     names = [token["content"] for token in json.loads(Path(tokenizer).read_bytes())["added_tokens"]]
@@ -830,7 +828,6 @@ def text_bytes(texts):
     return sum(len(text.encode()) for text in texts)
 
 
-EDIT = 1 << 28  # what it is added to is only ever seen as MASK
 MOST_DELETED = 64  # masks of a hole that stand for nothing
 
 
@@ -873,179 +870,6 @@ def tokenised(documents, split, cfg, vocabulary):
                 yield np.fromiter(itertools.chain.from_iterable(ids), np.int32), text_bytes(texts)
             batch, encodings = following, ahead
             del parts  # frees the results of this batch, 40 times its text, before the next ones come
-
-
-# ---- Ids to rows ---------------------------------------------------------------------------------------------------
-
-
-def pack(documents, seq_len, eos, pad):
-    """Cut documents, each followed by `eos`, into rows of `seq_len`: int32 tokens_RL, segments_RL, positions_RL.
-
-    Segments count the documents of a row from 1, positions the tokens of a document from 0, and both start anew in
-    every row. The last row is filled up with `pad`, segment 0, position 0. No documents give no rows.
-    """
-    end_N = np.cumsum([0] + [len(document) + 1 for document in documents])
-    total, end = end_N[-1], np.int32([eos])
-    tokens_RL = np.full((-(-total // seq_len), seq_len), pad, np.int32)
-    parts = [part for document in documents for part in (document, end)]
-    tokens_RL.reshape(-1)[:total] = np.concatenate([end[:0], *parts])
-    # A document starts where a row does, and after each EOS.
-    starts_RL = np.zeros(tokens_RL.shape, bool)
-    starts_RL[:, 0] = True
-    starts_RL.reshape(-1)[end_N[:-1]] = True
-    segments_RL = np.cumsum(starts_RL, axis=1, dtype=np.int32)
-    # A position counts from the last start before it: the largest start up to its column.
-    column_L = np.arange(seq_len, dtype=np.int32)
-    positions_RL = column_L - np.maximum.accumulate(np.where(starts_RL, column_L, 0), axis=1)
-    segments_RL.reshape(-1)[total:] = 0
-    positions_RL.reshape(-1)[total:] = 0
-    return tokens_RL, segments_RL, positions_RL
-
-
-def packed_blocks(documents, seq_len, eos):
-    """The rows that pack() gives for all documents, in blocks of about BLOCK_TOKENS tokens."""
-    block, waiting = [], 0  # documents, and how many tokens they have with EOS
-    for ids in documents:
-        block.append(ids)
-        waiting += len(ids) + 1
-        if waiting >= max(BLOCK_TOKENS, seq_len):
-            # Full rows go out now.
-            rows = pack(block, seq_len, eos, eos)
-            full, waiting = divmod(waiting, seq_len)
-            yield [array_RL[:full] for array_RL in rows]
-            # All in the unfinished row ends with EOS: packing that again gives the same.
-            token_L, segment_L, _ = (array_RL[-1] for array_RL in rows)
-            segments = range(1, segment_L.max() + 1) if waiting else ()
-            block = [token_L[segment_L == segment][:-1] for segment in segments]
-    if block:
-        yield pack(block, seq_len, eos, eos)
-
-
-def pad_rows(documents, seq_len, special):
-    """Each document in rows of its own, BOS first, then EOS, then PAD: int32 tokens_RL, segments_RL, positions_RL.
-
-    What is over seq_len goes on in the next row. Segments are 1, positions count the tokens of a row from 0; both are 0
-    at PAD.
-    """
-    size_N = np.array([len(document) + 2 for document in documents])
-    rows_N = -(-size_N // seq_len)  # rows of each document
-    start_N = seq_len * (np.cumsum(rows_N) - rows_N)  # its first place in the rows written one after the other
-    tokens_RL = np.full((rows_N.sum(), seq_len), special["pad"], np.int32)
-    segments_RL = np.zeros(tokens_RL.shape, np.int32)
-    # The place of every token: its document's start and its number in it.
-    place_T = np.repeat(start_N - np.cumsum(size_N) + size_N, size_N) + np.arange(size_N.sum())
-    bos, eos = np.int32([special["bos"]]), np.int32([special["eos"]])
-    tokens_RL.reshape(-1)[place_T] = np.concatenate([part for ids in documents for part in (bos, ids, eos)])
-    segments_RL.reshape(-1)[place_T] = 1
-    return tokens_RL, segments_RL, segments_RL * np.arange(seq_len, dtype=np.int32)
-
-
-def pair_rows(pairs, seq_len, eos):
-    """Whole pairs in rows, each where it still fits the last one: int32 tokens, segments, positions and fixed, all _RL.
-
-    A pair's ids are those of the response, and as ~id those around it. Segments and positions are those of pack().
-    fixed is 0 in the response and at EOS, 1 around it, 2 at an `edit`.
-    """
-    rows, room = [], 0
-    for ids in pairs:
-        if len(ids) + 1 > room:
-            rows.append([])
-            room = seq_len
-        rows[-1].append(ids)
-        room -= len(ids) + 1
-    # What is given is negative so far: that tells it from responses, and ~ gives the ids back.
-    columns = zip(*(pack(row, seq_len, eos, eos) for row in rows), strict=True)
-    tokens_RL, *rest = (np.concatenate(column) for column in columns)
-    fixed_RL = np.where(tokens_RL < 0, 1, np.where(tokens_RL >= EDIT, 2, 0)).astype(np.int32)
-    return np.select([fixed_RL == 1, fixed_RL == 2], [~tokens_RL, tokens_RL - EDIT], tokens_RL), *rest, fixed_RL
-
-
-# ---- The reader of such a folder -----------------------------------------------------------------------------------
-
-
-class Rows:
-    """The rows of one split ("train" or "heldout") of a folder; their order is a function of (seed, epoch).
-
-    Raises FileNotFoundError or ValueError with one line, where the folder is not finished, or a file of it is damaged.
-    """
-
-    def __init__(self, folder, split):
-        self.folder = runs.as_path(folder)
-        path = self.folder / "meta.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"{folder} holds no finished data (no meta.json); write it with data_prep.py")
-        try:
-            self.meta = runs.read_json(path, "splits", "seq_len", "tokenizer_sha256")
-            self.shards = self.meta["splits"][split]["shards"]
-            self.first = np.cumsum([0] + [shard["rows"] for shard in self.shards])  # row number at which each begins
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} is damaged; delete the folder and write it again with data_prep.py") from None
-        self.total = int(self.first[-1])
-        self.columns = COLUMNS[: 3 + (self.meta.get("source") == "pairs")]
-        self.order = functools.lru_cache(2)(self.order)  # of this epoch and the next
-        self.shard = functools.lru_cache(3)(self.shard)
-
-    def order(self, seed, epoch):
-        """All row numbers in the order of this epoch.
-
-        Shards are permuted, then the rows of each: a step reads one or two shards, whatever the size of the data.
-        """
-        rng = np.random.default_rng([seed, epoch])
-        shards = rng.permutation(len(self.shards))
-        return np.concatenate([self.first[i] + rng.permutation(self.shards[i]["rows"]) for i in shards])
-
-    def shard(self, i):
-        """Shard i as int32 [columns, R, L], when its bytes are those that were written."""
-        path = self.folder / self.shards[i]["file"]
-        data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest() != self.shards[i]["sha256"]:
-            raise ValueError(f"{path} is corrupted (its SHA-256 is another); delete it and run data_prep.py again")
-        table = pq.read_table(pa.BufferReader(data), columns=self.columns)
-        columns = [table[name].combine_chunks() for name in self.columns]
-        return np.stack([column.values.to_numpy().reshape(len(column), -1) for column in columns], dtype=np.int32)
-
-    def read(self, row_ids):
-        """int32 [columns, ..., L] for an array of row numbers; -1 gives a row of zeros."""
-        flat = row_ids.ravel()
-        shards = np.searchsorted(self.first, flat, side="right") - 1  # that each row is in
-        out = np.zeros((len(self.columns), len(flat), self.meta["seq_len"]), np.int32)
-        for i in np.unique(shards[flat >= 0]):
-            here = (shards == i) & (flat >= 0)
-            out[:, here] = self.shard(int(i))[:, flat[here] - self.first[i]]
-        return out.reshape(len(self.columns), *row_ids.shape, -1)
-
-    def spread(self, count):
-        """Numbers of `count` rows, or of all where there are no more, that lie evenly over the split."""
-        count = min(count, self.total)
-        return np.arange(count) * self.total // max(1, count)
-
-    def batch(self, seed, step, size):
-        """The rows of optimiser step 0, 1, ..., as read() gives them; a step may run over the end of an epoch."""
-        epoch, start = divmod(step * size, self.total)  # rows that earlier steps have read
-        ids = self.order(seed, epoch)[start:]
-        while len(ids) < size:
-            epoch += 1
-            ids = np.concatenate([ids, self.order(seed, epoch)])
-        return self.read(ids[:size])
-
-
-def open_data(folder, seq_len=0):
-    """(training Rows, held-out Rows, bytes of tokenizer.json) of a folder; seq_len 0 takes rows of any length."""
-    train, heldout = Rows(folder, "train"), Rows(folder, "heldout")
-    tokenizer = (train.folder / "tokenizer.json").read_bytes()
-    if hashlib.sha256(tokenizer).hexdigest() != train.meta["tokenizer_sha256"]:
-        raise ValueError(f"{folder}/tokenizer.json is not the one that made the shards; prepare the data again")
-    if seq_len and train.meta["seq_len"] != seq_len:
-        advice = f"prepare it again with data_prep.py --seq_len={seq_len} and another --out"
-        raise ValueError(f"{folder} has rows of {train.meta['seq_len']} tokens, the run wants {seq_len}; {advice}")
-    return train, heldout, tokenizer
-
-
-def token_bytes(tokenizer, vocab):
-    """Bytes of each token of a byte-level BPE, float32 [V]: one for each character; a special token has none."""
-    special = tokenizer.get_added_tokens_decoder()
-    names = {id: name for name, id in tokenizer.get_vocab().items() if id not in special}
-    return np.array([len(names.get(id, "")) for id in range(vocab)], np.float32)
 
 
 if __name__ == "__main__":

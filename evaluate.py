@@ -27,8 +27,9 @@ from pathlib import Path
 
 import numpy as np
 
-import data_prep
+import checkpoints
 import runs
+from rows import Rows, token_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ def main(cfg):
     if flags.plot and not Path(flags.plot).parent.is_dir():
         raise FileNotFoundError(f"--plot={flags.plot}: there is no folder {Path(flags.plot).parent}")
     trainer = "train_gpu" if cfg.model == "mdlm" else "train_tpu"
-    run = runs.as_path(cfg.ckpt or runs.default_folder(f"out/{trainer}", cfg.model))
+    run = runs.as_path(cfg.ckpt or checkpoints.default_folder(f"out/{trainer}", cfg.model))
     if not (run / "config.json").is_file():
         raise FileNotFoundError(f"{run} is no run folder (no config.json); train one with: python {trainer}.py")
 
@@ -94,7 +95,7 @@ def main(cfg):
     data = cfg.data or runs.read_json(run / "config.json").get("data")
     if not data:
         raise ValueError(f"{run} does not say what it was trained on; pass --data")
-    rows, tokenizer = data_prep.Rows(data, "heldout"), runs.read_tokenizer(run)
+    rows, tokenizer = Rows(data, "heldout"), runs.read_tokenizer(run)
     same = rows.meta["tokenizer_sha256"] == hashlib.sha256((run / "tokenizer.json").read_bytes()).hexdigest()
     if cfg.model == "dream":  # whose tokenizer may have got a MASK
         same = same or runs.read_tokenizer(rows.folder).get_vocab().items() <= tokenizer.get_vocab().items()
@@ -105,11 +106,11 @@ def main(cfg):
         raise ValueError(f"{rows.folder} holds no held-out rows; write it again with a larger --heldout")
     if count < rows.total:
         print(f"{count:,} of {rows.total:,} held-out rows, from all parts; --rows=0 takes all", file=sys.stderr)
-    bytes_V = data_prep.token_bytes(tokenizer, rows.meta["vocab_size"])
+    bytes_V = token_bytes(tokenizer, rows.meta["vocab_size"])
     if cfg.model != "mdlm":
-        runs.keep_compiled(cfg.compile_cache)
+        checkpoints.keep_compiled(cfg.compile_cache)
     score = {"pythoncoder": score_pythoncoder, "mdlm": score_mdlm, "dream": score_dream}[cfg.model]
-    with runs.out_of_memory("--int8, --int4 or " * (cfg.model == "dream") + "a smaller --batch_size"):
+    with checkpoints.out_of_memory("--int8, --int4 or " * (cfg.model == "dream") + "a smaller --batch_size"):
         return score(cfg, run, rows.read(rows.spread(count)), tokenizer, bytes_V)
 
 
@@ -149,9 +150,9 @@ def score_pythoncoder(cfg, run, columns, tokenizer, bytes_V):
 
     results, drafts = [], min(cfg.pythoncoder.drafts, len(token_RL))
     rows = math.gcd(cfg.batch_size, drafts)  # that divide over devices, here and for the drafts
-    for step in (cfg.pythoncoder.all_steps and runs.checkpoints(run)) or [cfg.step]:
-        model, step, mesh = runs.load_for_inference(pc, run, step, cfg.dtype, devices=cfg.devices, rows=rows)
-        with runs.on(mesh):
+    for step in (cfg.pythoncoder.all_steps and runs.saved_steps(run)) or [cfg.step]:
+        model, step, mesh = checkpoints.load_for_inference(pc, run, step, cfg.dtype, devices=cfg.devices, rows=rows)
+        with checkpoints.mesh_context(mesh):
             sums = np.zeros(3)
             for _, batch in batches(columns[:3], cfg.batch_size):
                 sums += np.asarray(score(model, *batch), np.float64)
@@ -192,8 +193,8 @@ def score_dream(cfg, run, columns, tokenizer, bytes_V):
 
     import model_dream as md
 
-    where = {"bits": runs.bits_of(cfg.dream), "devices": cfg.devices, "rows": cfg.batch_size}
-    model, step, mesh = runs.load_for_inference(md, run, cfg.step, cfg.dtype, **where)
+    where = {"bits": checkpoints.bits_of(cfg.dream), "devices": cfg.devices, "rows": cfg.batch_size}
+    model, step, mesh = checkpoints.load_for_inference(md, run, cfg.step, cfg.dtype, **where)
     count, block = columns.shape[1], model.cfg.block_length
     exact = 0 < block <= md.EXACT_BLOCK
     draws = 1 if exact else cfg.draws
@@ -209,7 +210,7 @@ def score_dream(cfg, run, columns, tokenizer, bytes_V):
 
     # every draw is a pass over all rows, whose times lie evenly
     nats_N = np.zeros(draws)
-    with runs.on(mesh):
+    with checkpoints.mesh_context(mesh):
         for first, batch in batches(columns, cfg.batch_size):
             nats_N += [float(bound(model, jax.random.key(cfg.seed + n), first, batch)) for n in range(draws)]
     counted_RL = md.counted(columns[1], *columns[3:])
@@ -233,7 +234,7 @@ def score_mdlm(cfg, run, columns, tokenizer, bytes_V):
 
     import model_mdlm as mdlm
 
-    step, folder = runs.newest(run, cfg.step) if cfg.step or runs.checkpoints(run) else (0, run)
+    step, folder = runs.newest(run, cfg.step) if cfg.step or runs.saved_steps(run) else (0, run)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = mdlm.load(folder, device, mdlm.torch_dtype(cfg.dtype))
     token_RL = columns[0].astype(np.int64)

@@ -241,7 +241,7 @@ def export(cfg):
     ckpt, out = Path(cfg.ckpt), Path(cfg.out)
     if out.exists() and any(out.iterdir()) and not (out / "bundle.json").exists():
         raise FileExistsError(f"{out} holds other things than a bundle; choose another --out")
-    if cfg.step or runs.checkpoints(ckpt):  # a run; else a folder with a model in it
+    if cfg.step or runs.saved_steps(ckpt):  # a run; else a folder with a model in it
         _, ckpt = runs.newest(ckpt, cfg.step)
     model = mdlm.load(ckpt)  # in float32, for comparison
     positions = model.cfg.positions

@@ -36,6 +36,7 @@ import time
 import typing
 from pathlib import Path
 
+import checkpoints
 import runs
 
 
@@ -132,8 +133,8 @@ def main(cfg):
         "--int8, --int4, a smaller --batch_size or --max_new" if cfg.model == "dream" else "a smaller --n or --max_new"
     )
     if cfg.model != "mdlm":
-        runs.keep_compiled(cfg.compile_cache)
-    with runs.out_of_memory(advice):
+        checkpoints.keep_compiled(cfg.compile_cache)
+    with checkpoints.out_of_memory(advice):
         model = {"pythoncoder": PythonCoder, "mdlm": Mdlm, "dream": Dream}[cfg.model](cfg, len(requests))
         if cfg.prompt or cfg.file:
             model.complete(requests)
@@ -145,7 +146,7 @@ def resolve(cfg):
     """The config with the defaults of its family and its line breaks, checked."""
     unset = {name: value for name, value in DEFAULTS[cfg.model].items() if getattr(cfg, name) in ("", None)}
     if "ckpt" in unset and not cfg.step:
-        unset["ckpt"] = runs.default_folder(unset["ckpt"], cfg.model)
+        unset["ckpt"] = checkpoints.default_folder(unset["ckpt"], cfg.model)
     cfg = dataclasses.replace(cfg, **unset, sampler=cfg.sampler or SAMPLERS[cfg.model][0])
     if cfg.sampler not in SAMPLERS[cfg.model]:
         raise ValueError(f"--sampler={cfg.sampler} is not one of {cfg.model}'s: {', '.join(SAMPLERS[cfg.model])}")
@@ -234,7 +235,7 @@ class PythonCoder:
 
         self.cfg, self.key = cfg, jax.random.key(cfg.seed)
         where = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": requests * cfg.n}
-        self.model, step, self.mesh = runs.load_for_inference(model_pythoncoder, cfg.ckpt, cfg.step, **where)
+        self.model, step, self.mesh = checkpoints.load_for_inference(model_pythoncoder, cfg.ckpt, cfg.step, **where)
         self.tokenizer = runs.read_tokenizer(cfg.ckpt)
         # the head has more rows than the tokenizer has tokens: those are never drawn
         eos = self.tokenizer.token_to_id("<|endoftext|>")
@@ -265,7 +266,7 @@ class PythonCoder:
         self.passes, started = [], time.perf_counter()
         settings = prompts, cfg.max_new, self.rule, key, self.on_tokens
         watching = cfg.show_steps or cfg.html
-        with runs.on(self.mesh):
+        with checkpoints.mesh_context(self.mesh):
             texts, stats = model_pythoncoder.generate(self.model, *settings, chunk=1 if watching else 16)
         seconds = time.perf_counter() - started
 
@@ -340,7 +341,7 @@ class PythonCoder:
             token_L[: len(row)] = row
         yarn = max(map(len, prompts)) + self.cfg.max_new > self.model.cfg.positions  # as generate() decides
         graph = pc.graph_of(self.model.cfg, dataclasses.replace(self.model.run, yarn=yarn))
-        with runs.on(self.mesh):
+        with checkpoints.mesh_context(self.mesh):
             prob_BL = np.asarray(of_next(nnx.merge(graph, nnx.state(self.model)), token_BL))
 
         pages = []
@@ -558,7 +559,7 @@ class Mdlm(CanvasModel):
         import model_mdlm as mdlm
 
         folder = Path(cfg.ckpt)  # of a run, or a checkpoint itself
-        if cfg.step or runs.checkpoints(folder):
+        if cfg.step or runs.saved_steps(folder):
             folder = runs.newest(folder, cfg.step)[1]
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = mdlm.torch_dtype(cfg.dtype)
@@ -631,19 +632,19 @@ class Dream(CanvasModel):
         shared = {name: getattr(cfg, name) for name in ("steps", "temperature", "top_p", "top_k")}
         names = "alg_temp", "threshold", "entropy_bound", "block_add", "credit", "stable_steps", "cache", "fast_dllm"
         names += ("eos_penalty",)
-        path, meta, _ = runs.find_weights(folder, cfg.step)
+        path, meta, _ = checkpoints.find_weights(folder, cfg.step)
         own = model_dream.read_config(path, meta).block_length
         blocks = {name: getattr(flags, name) for name in names} | {"block_length": cfg.block_length or own}
         rule = sample_dream.Sampling(cfg.sampler, **shared, **blocks, history=bool(cfg.html or cfg.show_steps))
         rule = sample_block.settings_of(rule) if own else rule
         if flags.valid and (own or flags.chat == "on"):
             raise ValueError("--valid=python is for a Dream without blocks that writes code, without a chat template")
-        bits = runs.bits_of(flags)
+        bits = checkpoints.bits_of(flags)
         where = {"dtype": cfg.dtype, "bits": bits, "devices": cfg.devices, "rows": flags.batch_size}
-        self.model, _, self.mesh = runs.load_for_inference(model_dream, folder, cfg.step, **where)
+        self.model, _, self.mesh = checkpoints.load_for_inference(model_dream, folder, cfg.step, **where)
 
         # What ends a text: the model's own ids, and tokens by which a turn of a conversation ends.
-        dream, tokenizer = self.model.cfg, sample_dream.load_tokenizer(folder, self.model.cfg)
+        dream, tokenizer = self.model.cfg, runs.load_tokenizer(folder, self.model.cfg)
         ends = map(tokenizer.token_to_id, ("<|endoftext|>", "<|im_end|>", "<|dlm_pad|>"))
         ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id))))
         super().__init__(cfg, tokenizer, dream.mask_id, ends, dream.positions)
@@ -660,7 +661,7 @@ class Dream(CanvasModel):
 
         # A template is no sign of a model for conversations: base models carry that of the tokenizer they began with.
         # Its name is: that of what was converted, else that of the folder.
-        wrap = sample_dream.chat_template(folder)
+        wrap = runs.chat_template(folder)
         if flags.chat == "on" and not wrap:
             raise ValueError(f"--chat=on: {folder} holds no chat template (tokenizer_config.json)")
         config = runs.read_json(folder / "config.json")
@@ -701,7 +702,7 @@ class Dream(CanvasModel):
         def fill(canvases):
             return sample_dream.generate(self.model, canvases, 0, rule, key, rows=self.cfg.dream.batch_size)[0]
 
-        with runs.on(self.mesh):
+        with checkpoints.mesh_context(self.mesh):
             if self.model.cfg.expand_id >= 0:
                 size = len(infill.grow(self.read, before, *following))
             else:
@@ -733,7 +734,7 @@ class Dream(CanvasModel):
         sampler, settings = sample_dream, {"widths": widths, "rows": rows, "watch": watch}
         if in_blocks:
             sampler, settings = sample_block, settings | {"on_block": self.on_block if streams else None}
-        with runs.on(self.mesh):
+        with checkpoints.mesh_context(self.mesh):
             changes = self.banned if all(canvas.counted for canvas in canvases) else {}
             rule = dataclasses.replace(self.rule, **changes)
             filled, stats = sampler.generate(self.model, prompts, 0, rule, key, **settings)

@@ -1,8 +1,5 @@
 """Dream: a masked-diffusion language model with Qwen2.5's layers (Dream-7B, DiffuCoder-7B): architecture and loss.
 
-    python model_dream.py                 # prints the presets and their parameter counts
-    python model_dream.py --model=7b      # the breakdown of one preset
-
 Flax NNX. Parameters keep the names and the [out, in] layout of the Hugging Face checkpoint, one array per tensor, so a
 conversion moves bytes and changes none. convert_weights.py converts, train_tpu.py trains, sample_dream.py fills MASKs.
 
@@ -20,14 +17,11 @@ import dataclasses
 import functools
 import itertools
 import math
-import shutil
 import typing
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as PS
@@ -766,28 +760,6 @@ def param_shapes(cfg):
     return jax.eval_shape(functools.partial(new_params, cfg, 0))
 
 
-def save(folder, model, extra=(), source=""):
-    """Write a model as an Orbax checkpoint folder: config.json (the Hub's keys, and the name of its source), params/,
-    meta.json, and copies of the files `extra` (a tokenizer). It appears under its name when it is complete. Raises
-    FileExistsError.
-    """
-    folder = Path(folder).absolute()
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists; delete it or choose another name")
-    params = nnx.to_pure_dict(nnx.state(model))
-    leaves = jax.tree.leaves(params)
-    (dtype,) = {x.dtype.name for x in leaves}  # a checkpoint has one
-    meta = {"dtype": dtype, "parameters": sum(x.size for x in leaves), "sums": runs.bit_sums(params)}
-    with runs.new_folder(folder) as partial:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(partial / "params", params)
-        keys = config_to_hf(model.cfg, dtype) | ({"source": source} if source else {})
-        runs.write(partial / "config.json", keys)
-        runs.write(partial / "meta.json", meta)
-        for path in extra:
-            shutil.copy(path, partial)
-
-
 def join(model):
     """The same model, for inference: gate_proj holds the rows of up_proj too, which keeps none. Not to be saved.
 
@@ -832,17 +804,12 @@ def new_adapters(key, base, rank, targets=MATRICES):
     return {"layers": layers}
 
 
-def save_merged(out, graph, base, adapters, files, source=""):
-    """Write the model that LoRA has trained as the folder merged/ of a run, in the base's dtype, and return its path.
-
-    base is given away: a layer at a time becomes W + B A, as there is no room for two models.
-    """
-    folder, layers = Path(out) / "merged", base["layers"]
-    shutil.rmtree(folder, ignore_errors=True)
+def merge_adapters(base, adapters):
+    """The parameters W + B A, in the base's dtype. base is given away, a layer at a time: two models would not fit."""
+    layers = base["layers"]
     for i, trained in adapters["layers"].items():
         layers[i] = jax.tree.map(merged, assemble(layers[i], trained), is_leaf=lambda x: isinstance(x, Lora))
-    save(folder, nnx.merge(graph, base), [Path(out) / name for name in files], source)
-    return folder
+    return base
 
 
 # ---- counts --------------------------------------------------------------------------------------------------------
@@ -852,8 +819,8 @@ def count_params(cfg):
     """Parameters by part: {"embed", "attention", "ffn", "norms", "head", "total"}."""
     parts = dict.fromkeys(("embed", "attention", "ffn", "norms", "head"), 0)
     part_of = {"embed_tokens": "embed", "lm_head": "head", "gate_proj": "ffn", "up_proj": "ffn", "down_proj": "ffn"}
-    for name, leaf in runs.flatten(param_shapes(cfg)).items():
-        name = name.split(".")[-1]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(cfg)):
+        name = path[-1].key
         part = "norms" if name.endswith("norm") else part_of.get(name, "attention")
         parts[part] += leaf.size
     return parts | {"total": sum(parts.values())}
@@ -868,23 +835,3 @@ def flops_per_token(cfg, length):
     parts = count_params(cfg)
     matmul = parts["total"] - parts["norms"] - (0 if cfg.tie else parts["embed"])
     return 6 * matmul + 3 * cfg.layers * cfg.heads * 4 * cfg.head_size * length
-
-
-@dataclasses.dataclass(frozen=True)
-class Args:
-    model: str = ""  # key of CONFIGS; "" prints a line for each
-
-
-def main(args):
-    if args.model not in ("", *CONFIGS):
-        raise ValueError(f"--model={args.model}: not one of {', '.join(CONFIGS)}")
-    for name in [args.model] if args.model else CONFIGS:
-        parts = count_params(CONFIGS[name])
-        tensors = len(jax.tree.leaves(param_shapes(CONFIGS[name])))
-        print(f"{name:6} {parts['total']:>15,} parameters in {tensors} tensors")
-        if args.model:
-            print("\n".join(f"  {part:20} {n:>15,}" for part, n in parts.items() if part != "total"))
-
-
-if __name__ == "__main__":
-    runs.command(main, Args, __doc__)

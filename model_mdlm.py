@@ -1,8 +1,5 @@
 """MDLM: a bidirectional transformer that predicts masked tokens, 5 to 60 million parameters, and its sampling loop.
 
-    python model_mdlm.py                  # prints the presets and their parameter counts
-    python model_mdlm.py --model=small    # the breakdown of one preset
-
 PyTorch. train_gpu.py trains it, generate.py samples from it. Written for Python 3.10 too; needs diffusion.py beside it.
 
 Letters: B batch, L length, D width, H heads, K head size, V vocabulary, N steps, M positions to draw, T texts in a
@@ -388,24 +385,3 @@ def count_params(cfg):
     for name, weight in model.named_parameters():
         parts[name.split(".")[0]] += weight.numel()
     return parts | {"total": sum(parts.values())}
-
-
-@dataclasses.dataclass(frozen=True)
-class Args:
-    model: str = ""  # key of CONFIGS; "" prints a line for each
-
-
-def main(args):
-    if args.model not in ("", *CONFIGS):
-        raise ValueError(f"--model={args.model}: not one of {', '.join(CONFIGS)}")
-    for name in [args.model] if args.model else CONFIGS:
-        tied, parts = (count_params(dataclasses.replace(CONFIGS[name], tie=tie)) for tie in (True, False))
-        print(f"{name:6} {parts['total']:>12,} parameters, {tied['total']:>12,} with a tied head")
-        if args.model:
-            print("\n".join(f"  {part:10} {n:>12,}" for part, n in parts.items() if part != "total"))
-
-
-if __name__ == "__main__":
-    import runs
-
-    runs.command(main, Args, __doc__)

@@ -1,8 +1,5 @@
 """PythonCoder: a code model with differential attention and a multi-token-prediction head (Diff-Llama-MTP).
 
-    python model_pythoncoder.py                 # prints the presets and their parameter counts
-    python model_pythoncoder.py --model=1b      # the breakdown of one preset
-
 Flax NNX. The parameters of all layers are stacked on a leading axis, and the forward pass scans over it: one layer is
 compiled, not 24. train_tpu.py trains it, generate.py samples from it.
 
@@ -29,7 +26,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as PS
 
 import diffusion
-import runs
 from diff_attention import GPU_TILES, attention, attention_gpu, attention_tpu, lambda_init, lambda_value, plain_tpu
 
 
@@ -860,8 +856,8 @@ def count_params(cfg):
     part_of |= dict.fromkeys(("wq", "wk", "wv", "wo", "w_lambda"), "attention")
     part_of |= dict.fromkeys(("w_gate", "w_up", "w_down"), "ffn")
     parts = dict.fromkeys(("embed", "attention", "ffn", "norms and lambdas", "mtp projection", "mtp head"), 0)
-    for name, leaf in runs.flatten(param_shapes(cfg)).items():
-        parts[part_of.get(name.split(".")[-1], "norms and lambdas")] += leaf.size
+    for path, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(cfg)):
+        parts[part_of.get(path[-1].key, "norms and lambdas")] += leaf.size
     return parts | {"total": sum(parts.values())}
 
 
@@ -875,20 +871,3 @@ def flops_per_token(cfg, length):
     matmul = parts["total"] - parts["norms and lambdas"]
     pair = cfg.heads * 2 * cfg.head_size * 2  # scores of all heads; E = 2K on half as many maps: the same again
     return 6 * matmul + 3 * cfg.layers * pair * length / 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Args:
-    model: typing.Literal[("", *CONFIGS)] = ""  # preset to break down; "" prints a line for each
-
-
-def main(args):
-    for name in [args.model] if args.model else CONFIGS:
-        parts = count_params(CONFIGS[name])
-        print(f"{name:6} {parts.pop('total'):>15,} parameters")
-        for part, n in parts.items() if args.model else ():
-            print(f"  {part:20} {n:>15,}")
-
-
-if __name__ == "__main__":
-    runs.command(main, Args, __doc__)

@@ -331,7 +331,7 @@ def read_tasks(path, tests=True):
 class Prompts:
     """Tasks as canvases: left-padded token ids of the prompts, max_new columns of MASK behind them.
 
-    wrap(user turn, system turn) writes a chat, as sample_dream.chat_template gives it; tasks with a question need it.
+    wrap(user turn, system turn) writes a chat, as runs.chat_template gives it; tasks with a question need it.
     """
 
     def __init__(self, path, tokenizer, wrap, model_cfg, max_prompt, max_new, tests=True):

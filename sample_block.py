@@ -1,6 +1,6 @@
 """Sampling from a Dream of blocks (--block_length of train_tpu.py): block after block, behind an exact cache.
 
-    model, _ = runs.load(model_dream, "out/blocks")
+    model, _ = checkpoints.load(model_dream, "out/blocks")
     rows, stats = sample_block.generate(model, [[5, 6, 7]], 256, sample_block.Sampling(threshold=0.9))
 
 A token sees its own block and those before it, so the keys and values of a finished block never change. A block's first

@@ -1,6 +1,6 @@
 """Sampling from Dream: a canvas that holds MASKs is filled step by step, as a whole or block by block.
 
-    model, _ = runs.load(model_dream, "out/dream")
+    model, _ = checkpoints.load(model_dream, "out/dream")
     rows, stats = sample_dream.generate(model, [[5, 6, 7]], 256, sample_dream.Sampling(steps=64))
 
 A denoising step feeds the canvas to the model, proposes a token for each masked position, and writes the proposals that
@@ -26,7 +26,6 @@ import numpy as np
 from flax import nnx
 
 import diffusion
-import runs
 from model_dream import PS, DreamConfig, shard
 
 CONFIDENCE = {"maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "entropy"}
@@ -764,57 +763,3 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, **
         for n, row, see in zip(numbers, token_BL, see_BL, strict=True):
             texts[n] = row[see].tolist()
     return texts, stats | total | {"passes": passes_B}
-
-
-def load_tokenizer(folder, cfg):
-    """The tokenizer in a model's folder. Raises FileNotFoundError, or ValueError for one that is damaged or does not
-    fit the model: more tokens than rows, or a MASK or end token of the model that is an ordinary word.
-    """
-    tokenizer = runs.read_tokenizer(folder)
-    size, added = tokenizer.get_vocab_size(), tokenizer.get_added_tokens_decoder()
-    if size > cfg.vocab:
-        raise ValueError(f"the tokenizer of {folder} does not fit: it has {size:,} tokens, the model {cfg.vocab:,}")
-    for name in ("mask_id", "eos_id"):
-        i = getattr(cfg, name)
-        token, is_special = tokenizer.id_to_token(i), i in added and added[i].special
-        if not is_special and (token or name == "eos_id"):  # MASK may have no name; the end token needs one
-            raise ValueError(f"the tokenizer of {folder} does not fit: {i}, the model's {name}, is {token!r} in it")
-    return tokenizer
-
-
-def chat_template(folder):
-    """A function that writes a prompt as a user's turn, by the chat template in a model's folder; None if it has none.
-
-    The function's second argument is a system turn that goes before, the third the (prompt, answer)s since then. Raises
-    ValueError for a template that is damaged; so does the function for one that fails.
-    """
-    path, jinja = (runs.as_path(folder) / name for name in ("tokenizer_config.json", "chat_template.jinja"))
-    config = runs.read_json(path) if path.exists() else {}
-    template = jinja.read_text() if jinja.exists() else config.get("chat_template")
-    if isinstance(template, list):  # a template for each purpose, by name
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    if not template:
-        return None
-    import jinja2.sandbox
-
-    def refuse(message):  # templates call it raise_exception
-        raise jinja2.TemplateError(message)
-
-    # The template is code of whoever made the model, so it runs in jinja2's sandbox, as in transformers.
-    special = {f"{name}_token": config.get(f"{name}_token") for name in ("bos", "eos", "pad")}
-    special = {name: token["content"] if isinstance(token, dict) else token for name, token in special.items()}
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"raise_exception": refuse, **special}
-    compiled = functools.cache(environment.from_string)  # compiling takes 5 ms, rendering 0.07
-
-    def wrap(prompt, system="", before=()):
-        turns = [{"role": "system", "content": system}] * bool(system)
-        for user, assistant in before:
-            turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-        turns.append({"role": "user", "content": prompt})
-        try:
-            return compiled(template).render(messages=turns, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template of {folder} fails: {error}") from None
-
-    return wrap

@@ -40,10 +40,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import data_prep
 import diffusion
 import model_mdlm as mdlm
 import runs
+from rows import open_data, token_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Config:
     model: str = "tiny"  # key of CONFIGS in model_mdlm.py
     tie: bool = False  # use the embedding as the head too, for fewer parameters
     time: bool = True  # give the model the noise level as an input
-    rope: bool = runs.later(True, False)  # positions turn queries and keys (RoPE); off: they are learned
+    rope: bool = True  # positions turn queries and keys (RoPE); off: they are learned
     seq_len: int = 0  # tokens per row; 0 takes what the data has
     batch_size: int = 64  # rows per optimizer step, all devices together
     micro_batch: int = 0  # rows per device in one pass; 0 is 16 on a CPU, and the device's whole share on a GPU
     steps: int = 20_000  # optimizer steps
-    optimizer: typing.Literal["muon", "adamw"] = runs.later("muon", "adamw")  # of the blocks' matrices
+    optimizer: typing.Literal["muon", "adamw"] = "muon"  # of the blocks' matrices
     lr: float = 1e-3  # peak learning rate
     muon_lr: float = 0.02  # peak learning rate of Muon, which makes all directions of a matrix's update equally large
     warmup: int = 1000  # steps of linear warm-up, at most a tenth of the run; then a cosine to a tenth of the peak
@@ -114,8 +114,8 @@ def find_data(cfg, positions):
         if dist.is_initialized():
             raise ValueError("several processes need --data: first python data_prep.py python --rows=padded")
         print(f"no --data: preparing the Python standard library in {folder}")
-        data_prep.main(data_prep.Python(rows="padded", out=str(folder)))
-    train, heldout, tokenizer_json = data_prep.open_data(folder, cfg.seq_len)
+        runs.script("data_prep.py", "python", "--rows=padded", f"--out={folder}")
+    train, heldout, tokenizer_json = open_data(folder, cfg.seq_len)
     ids = [train.meta.get(f"{name}_id") for name in ("pad", "bos", "eos", "mask", "unk")]
     if ids != [mdlm.PAD, mdlm.BOS, mdlm.EOS, mdlm.MASK, mdlm.UNK]:
         raise ValueError(f"{folder} is not for a masked diffusion model; prepare it with --rows=padded")
@@ -442,7 +442,7 @@ def read(state, loss, norm, stop, step, cfg, devices):
     if in_a_row and not scaled:
         print(f"step {step + 1}: loss {loss}, gradient norm {norm}; the update is left out", flush=True)
     if in_a_row >= (20 if scaled else 5):
-        saved = list(runs.checkpoints(Path(cfg.out))) or "the start"
+        saved = list(runs.saved_steps(Path(cfg.out))) or "the start"
         advice = f"--resume={cfg.out} with a lower --lr, from {saved}"
         raise ValueError(f"no finite loss in {in_a_row:.0f} steps, the last {step + 1}; {advice}")
     return loss, norm, int(skipped), stop > 0
@@ -478,7 +478,7 @@ def save(state, step, cfg, meta, tokenizer_json, devices):
                 runs.write(folder / "trainer.safetensors", safetensors.torch.save(tensors))
         except OSError as error:
             raise OSError(f"step_{step} was not written ({error}); make room, then --resume={cfg.out}") from None
-        for old in list(runs.checkpoints(Path(cfg.out)).values())[: -cfg.keep]:
+        for old in list(runs.saved_steps(Path(cfg.out)).values())[: -cfg.keep]:
             shutil.rmtree(old)
     if devices.world > 1:
         dist.barrier()  # torchrun kills all when one leaves
@@ -540,7 +540,7 @@ def evaluate(state, heldout, tokenizer, cfg, devices):
         sums.update({name: float(score) for name, score in scores.items()})
     nats = sums.pop("nelbo")
     # bits of all rows over the bytes of their text: comparable between tokenizers
-    text_bytes = data_prep.token_bytes(tokenizer, state.ema.cfg.vocab)[token_RL].sum(dtype=float)
+    text_bytes = token_bytes(tokenizer, state.ema.cfg.vocab)[token_RL].sum(dtype=float)
     bits_per_byte = nats * int(counted_RL.sum()) / math.log(2) / text_bytes
     return {"heldout_nats": nats, "perplexity": math.exp(nats), "bits_per_byte": bits_per_byte, **sums}
 
@@ -632,7 +632,7 @@ def train(cfg, devices):
     describe(cfg, dtype, architecture, rows, devices)
     with runs.Run(cfg, rank=devices.rank) as run:
         state, first = make_state(cfg, architecture, dtype, devices), 0
-        if cfg.resume and runs.checkpoints(Path(cfg.resume)):
+        if cfg.resume and runs.saved_steps(Path(cfg.resume)):
             first = restore(runs.newest(cfg.resume)[1], state, meta)
         if cfg.resume:
             print(f"resuming {cfg.resume} after step {first}")

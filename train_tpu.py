@@ -46,6 +46,7 @@ import functools
 import hashlib
 import math
 import queue
+import shutil
 import threading
 import time
 import typing
@@ -61,13 +62,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as PS
 
-import data_prep
+import checkpoints
 import diffusion
 import model_dream as md
 import model_pythoncoder as pc
 import runs
 import sample_block
 import sample_dream
+from rows import Rows, open_data, token_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Config:
     steps: int = 0  # optimizer steps; 0: from --epochs
     lr: float = 0.0  # peak; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init but for LoRA
     warmup: int = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
-    optimizer: typing.Literal["", "adamw", "muon"] = runs.later("", "adamw")  # "": muon below 100 M parameters
+    optimizer: typing.Literal["", "adamw", "muon"] = ""  # "": muon below 100 M parameters
     weight_decay: float = 0.1  # on matrices and embeddings only
     clip: float = 1.0  # largest norm of the gradient of all parameters
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
@@ -406,10 +408,10 @@ def peak_flops(device, dtype):
 # ---- data ----------------------------------------------------------------------------------------------------------
 
 
-def open_data(cfg):
+def find_data(cfg):
     """(training rows, held-out rows, tokenizer.json); without --data those of the standard library, prepared first."""
     if cfg.data:
-        return data_prep.open_data(cfg.data, cfg.seq_len)
+        return open_data(cfg.data, cfg.seq_len)
     if cfg.hosts:
         raise ValueError("several hosts need the same data: write it with data_prep.py and pass --data")
     # These few million tokens feed the tiny preset, whatever the device.
@@ -417,14 +419,14 @@ def open_data(cfg):
     seq_len, vocab = row_length(cfg, model), min(model.vocab, 32_768)
     # A Dream that is there already has a tokenizer.
     known = runs.as_path(cfg.dream.init) / "tokenizer.json" if cfg.dream.init else Path()
-    name, tokens = vocab, {"vocab_size": vocab}
+    name, tokens = vocab, f"--vocab_size={vocab}"
     if known.is_file():
-        name, tokens = hashlib.sha256(known.read_bytes()).hexdigest()[:8], {"tokenizer": str(known)}
+        name, tokens = hashlib.sha256(known.read_bytes()).hexdigest()[:8], f"--tokenizer={known}"
     folder = Path(f"data/python-{seq_len}-{name}")
     if not (folder / "meta.json").exists():
         print(f"no --data: preparing the Python standard library in {folder}")
-        data_prep.main(data_prep.Python(out=str(folder), seq_len=seq_len, **tokens))
-    return data_prep.open_data(folder, seq_len)
+        runs.script("data_prep.py", "python", f"--out={folder}", f"--seq_len={seq_len}", tokens)
+    return open_data(folder, seq_len)
 
 
 def check_data(cfg, train):
@@ -462,7 +464,7 @@ def known_ids(folder, model, meta, tokenizer_json):
     data = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
     path, known, wrong = runs.as_path(folder) / "tokenizer.json", data, ""
     if path.is_file():
-        known = sample_dream.load_tokenizer(folder, model)
+        known = runs.load_tokenizer(folder, model)
         tokenizer_json = path.read_bytes()
     theirs, ours = (t.get_vocab(with_added_tokens=True) for t in (known, data))
     changed = sum(theirs.get(token) != i for token, i in ours.items())
@@ -761,20 +763,6 @@ def make_evaluate(cfg, graph, rows):
     return dream if family_of(cfg) is md else coder
 
 
-def state_shapes(family, model, optimizer, mesh, lora_rank=0, dtype=jnp.bfloat16):
-    """{"params", "opt"} as ShapeDtypeStructs, each with its layout on the mesh.
-
-    With LoRA params are the adapters, and beside them lie "base", the weights in `dtype`.
-    """
-    params, base = family.param_shapes(model), {}
-    if lora_rank:
-        base = {"base": jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), params)}
-        params = jax.eval_shape(lambda: md.new_adapters(jax.random.key(0), params, lora_rank))
-    shapes = {"params": params, "opt": jax.eval_shape(optimizer.init, params)} | base
-    layout = family.shardings(mesh, shapes)
-    return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, layout)
-
-
 def lower_step(cfg, graph, optimizer, shapes, mesh, columns=3):
     """The train step, traced for a mesh that need not be here; .compile() makes the program."""
     rows = cfg.micro_batch * mesh.size // cfg.tensor  # of a micro-batch, on all devices together
@@ -798,8 +786,8 @@ class Trainer:
     model: pc.Config | md.DreamConfig
     run: pc.Run | md.Run
     mesh: jax.sharding.Mesh
-    train: data_prep.Rows
-    heldout: data_prep.Rows
+    train: Rows
+    heldout: Rows
     tokenizer: tokenizers.Tokenizer
     state: dict | None = None  # {"params", "opt"}, with LoRA {"params": adapters, "opt", "base": what stays as it is}
 
@@ -811,29 +799,29 @@ class Trainer:
         )
         self.shapes = self.shapes_with(self.cfg.dream.lora_rank)
         if self.cfg.dream.lora_rank:  # which weights the adapters belong to
-            self.base_sums = runs.find_weights(runs.absolute(self.cfg.dream.init))[1]["sums"]
+            self.base_sums = checkpoints.find_weights(checkpoints.absolute(self.cfg.dream.init))[1]["sums"]
         self.rows_at = NamedSharding(self.mesh, PS(None, self.family.BATCH))
         self.micro_rows = self.cfg.micro_batch * self.mesh.size // self.cfg.tensor  # on all devices together
         self.scored = min(self.heldout.total, self.cfg.eval_rows)
         plain = {"remat": "none"} | ({"dropout": 0.0} if self.family is pc else {})
         graph = self.family.graph_of(self.model, dataclasses.replace(self.run, **plain))
         self.evaluate = jax.jit(make_evaluate(self.cfg, graph, self.scored))
-        self.bytes_V = jnp.asarray(data_prep.token_bytes(self.tokenizer, self.model.vocab))
+        self.bytes_V = jnp.asarray(token_bytes(self.tokenizer, self.model.vocab))
 
     def shapes_with(self, lora_rank):
         """The shapes of a state of this run, with LoRA or without."""
-        return state_shapes(self.family, self.model, self.optimizer, self.mesh, lora_rank, self.run.dtype)
+        return checkpoints.state_shapes(self.family, self.model, self.optimizer, self.mesh, lora_rank, self.run.dtype)
 
     def check_memory(self):
         """ValueError, before any weight is read, if a device has less memory than it has to hold."""
 
         def needed(lora_rank):  # what is trained, its moments and gradients; with LoRA the weights beside it
             shapes = self.shapes_with(lora_rank)
-            return sum(map(runs.bytes_on_a_device, (shapes, shapes["params"])))
+            return sum(map(checkpoints.bytes_on_a_device, (shapes, shapes["params"])))
 
         dream = self.cfg.dream
         smaller = {"--lora_rank=16": needed(16)} if dream.init and not dream.lora_rank else {}
-        runs.check_memory(self.mesh, needed(dream.lora_rank), smaller)
+        checkpoints.check_memory(self.mesh, needed(dream.lora_rank), smaller)
 
     def meta(self, step, skipped):
         """What a checkpoint says of itself."""
@@ -841,14 +829,14 @@ class Trainer:
         settings |= {"data": self.train.meta["fingerprint"], "step": step, "skipped": skipped}
         return settings | ({"base": self.base_sums} if self.cfg.dream.lora_rank else {})
 
-    def begin(self, checkpoints):
+    def begin(self, store):
         """Fill the state: the newest checkpoint of --resume, the weights of --init, or new ones. (step, skipped)."""
         cfg = self.cfg
-        if cfg.resume and runs.absolute(cfg.resume) != checkpoints.folder:
-            checkpoints = runs.Checkpoints(cfg.resume)
-        if cfg.resume and checkpoints.newest() is not None:
-            saved, ours = checkpoints.meta(), self.meta(0, 0)
-            path = f"{cfg.resume}/checkpoints/{checkpoints.newest()}"
+        if cfg.resume and checkpoints.absolute(cfg.resume) != store.folder:
+            store = checkpoints.Checkpoints(cfg.resume)
+        if cfg.resume and store.newest() is not None:
+            saved, ours = store.meta(), self.meta(0, 0)
+            path = f"{cfg.resume}/checkpoints/{store.newest()}"
             theirs = dataclasses.asdict(self.family.read_config(path, saved))  # a field that is new has its value
             rank = {"--lora_rank": saved["train"].get("dream", {}).get("lora_rank", 0)}
             runs.check_same(theirs | rank, ours["model"] | {"--lora_rank": cfg.dream.lora_rank}, path)
@@ -858,7 +846,7 @@ class Trainer:
                 advice = "pass its --data, or start anew with another --out"
                 raise ValueError(f"{cfg.resume} was trained on other data; {advice}")
             base = {"base": self.read_init(self.run.dtype)} if cfg.dream.lora_rank else {}
-            restored = checkpoints.restore(self.saved(self.shapes))
+            restored = store.restore(self.saved(self.shapes))
             opt, (params,) = restored.pop("opt"), restored.values()
             self.state = {"params": params, "opt": opt} | base
             print(f"resuming {cfg.resume} after step {saved['step']}")
@@ -881,14 +869,14 @@ class Trainer:
 
     def read_init(self, dtype):
         """The weights of --init."""
-        return nnx.to_pure_dict(nnx.state(runs.load(md, self.cfg.dream.init, dtype=dtype, mesh=self.mesh)[0]))
+        return nnx.to_pure_dict(nnx.state(checkpoints.load(md, self.cfg.dream.init, dtype=dtype, mesh=self.mesh)[0]))
 
     def weights(self):
         """The parameters of the model as it is now."""
         return md.assemble(self.state.get("base", {}), self.state["params"])
 
     def saved(self, state):
-        """Of a state what a checkpoint holds; adapters are no model, so runs.load must not find "params"."""
+        """Of a state what a checkpoint holds; adapters are no model, so checkpoints.load must not find "params"."""
         return {"adapters" if "base" in state else "params": state["params"], "opt": state["opt"]}
 
     def batch(self, step):
@@ -973,20 +961,20 @@ class Meter:
 
 def connect(cfg):
     """Join the other hosts, and find compiled programs of earlier runs."""
-    runs.join_hosts(cfg.hosts)
+    checkpoints.join_hosts(cfg.hosts)
     if cfg.compile_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(cfg.compile_cache).expanduser()))
     if cfg.device:
         jax.config.update("jax_platforms", cfg.device)
-    elif runs.idle_accelerator():
-        raise ValueError(f"{runs.idle_accelerator()}; or train on the CPU with --device=cpu")
+    elif checkpoints.idle_accelerator():
+        raise ValueError(f"{checkpoints.idle_accelerator()}; or train on the CPU with --device=cpu")
 
 
 def prepare(cfg):
     """(Trainer, files of the run's folder, steps of an epoch): what was left open is chosen by data and devices."""
     if cfg.dream.lora_rank and (cfg.dream.lora_rank < 0 or not cfg.dream.init or cfg.hosts or "://" in cfg.out):
         raise ValueError("--lora_rank is above 0, goes with --init, on one host, and with --out on its own disk")
-    train, heldout, tokenizer_json = open_data(cfg)
+    train, heldout, tokenizer_json = find_data(cfg)
     cfg, model, run, mesh = resolve(cfg, jax.devices(), train.meta)
     check_data(cfg, train)
     if cfg.dream.init:
@@ -998,7 +986,7 @@ def prepare(cfg):
     cfg, per_epoch = plan(cfg, model, train)
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
     # The chat template, its tokens and the model's own code: those of --init, else of the data.
-    found = [runs.companions(folder) for folder in (cfg.dream.init, train.folder) if folder]
+    found = [checkpoints.companions(folder) for folder in (cfg.dream.init, train.folder) if folder]
     files = next((files for files in found if files.keys() - {"tokenizer.json"}), {})
     files |= {"tokenizer.json": tokenizer_json}
     trainer = Trainer(cfg, model, run, mesh, train, heldout, tokenizer)
@@ -1018,9 +1006,9 @@ def main(cfg):
     with runs.Run(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
         settings = trainer.meta(0, 0)
         settings["train"] = {name: value for name, value in settings["train"].items() if name not in OF_A_HOST}
-        runs.check_hosts(folder.out, settings)
-        checkpoints = runs.Checkpoints(folder.out, cfg.keep, best="heldout_nats" if trainer.scored else "")
-        first, skipped = trainer.begin(checkpoints)
+        checkpoints.check_hosts(folder.out, settings)
+        store = checkpoints.Checkpoints(folder.out, cfg.keep, best="heldout_nats" if trainer.scored else "")
+        first, skipped = trainer.begin(store)
         # The length is written as it was asked for: a resumed run may be given more --epochs or --steps.
         settings = {"train": dataclasses.asdict(cfg) | {"steps": asked.steps}}
         settings |= {"model": dataclasses.asdict(trainer.model), "data": str(trainer.train.folder)}
@@ -1030,19 +1018,22 @@ def main(cfg):
             settings["source"] = source
         folder.begin(first, settings, files)
         if first < cfg.steps:
-            train(folder, checkpoints, trainer, first, skipped, per_epoch)
+            train(folder, store, trainer, first, skipped, per_epoch)
         else:
             print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --epochs or --steps")
-        checkpoints.close()
+        store.close()
         model = cfg.out
         if cfg.dream.lora_rank:
             graph = md.graph_of(trainer.model, md.Run())
-            model = md.save_merged(folder.out, graph, trainer.state["base"], trainer.state["params"], files, source)
+            params = md.merge_adapters(trainer.state["base"], trainer.state["params"])
+            model = folder.out / "merged"
+            shutil.rmtree(model, ignore_errors=True)  # of a run that goes on
+            checkpoints.save(md, model, nnx.merge(graph, params), [folder.out / name for name in files], source)
     flags = f"--model=dream --ckpt={model}" if family_of(cfg) is md else f"--ckpt={model}"
     print(f"done: {model}; write code with: python generate.py {flags}")
 
 
-def train(folder, checkpoints, trainer, first, skipped, per_epoch):
+def train(folder, store, trainer, first, skipped, per_epoch):
     """The steps after `first`."""
     cfg, train_step = trainer.cfg, trainer.compile()
     epoch_ends = range(per_epoch, cfg.steps + 1, per_epoch)
@@ -1056,7 +1047,7 @@ def train(folder, checkpoints, trainer, first, skipped, per_epoch):
         # A gradient that is not finite leaves the state as it was: one may be bad luck, five are a bad setting.
         meter.count(metrics.pop("ok"), waited_s)
         if meter.bad == 5:
-            left = f"step {checkpoints.newest() or 0}, with a lower --lr"
+            left = f"step {store.newest() or 0}, with a lower --lr"
             raise RuntimeError(f"no finite gradient in five steps, the last {done}; go on from {left}")
         late = False
         if done % cfg.log_every == 0 or done == cfg.steps or meter.bad:
@@ -1065,16 +1056,16 @@ def train(folder, checkpoints, trainer, first, skipped, per_epoch):
 
         # Held-out rows and a sample; the checkpoint is written while the next steps run.
         evaluates = done % cfg.eval_every == 0 or done in epoch_ends or done == cfg.steps
-        stops = folder.signal or checkpoints.preempted(done)  # SIGTERM or Ctrl-C, to any host
+        stops = folder.signal or store.preempted(done)  # SIGTERM or Ctrl-C, to any host
         if evaluates or late or stops:
             scores = trainer.score() if evaluates else None
-            checkpoints.save(done, trainer.saved(trainer.state), trainer.meta(done, meter.skipped), scores or None)
+            store.save(done, trainer.saved(trainer.state), trainer.meta(done, meter.skipped), scores or None)
             saved = time.monotonic()
         if evaluates:
             folder.log({"step": done, **scores, **trainer.sample(folder, done)})
             meter.restart(done)  # their time is not the steps'
         if stops:
-            checkpoints.close()
+            store.close()
             jax.distributed.shutdown()  # waits for the other hosts, until all have saved
             folder.leave(done)
 

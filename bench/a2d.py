@@ -31,8 +31,9 @@ from record import RESULTS
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import data_prep
+import checkpoints
 import runs
+from rows import Rows
 
 ARMS = {"A": "autoregressive", "B": "blocks from scratch", "C": "half autoregressive, then blocks", "D": "whole canvas"}
 
@@ -107,8 +108,8 @@ def write(cfg, folder):
     import sample_block
     import sample_dream
 
-    model, _ = runs.load(md, ROOT / cfg.out / folder)
-    rows, tokenizer = data_prep.Rows(f"{cfg.out}/data", "heldout"), runs.read_tokenizer(ROOT / cfg.out / folder)
+    model, _ = checkpoints.load(md, ROOT / cfg.out / folder)
+    rows, tokenizer = Rows(f"{cfg.out}/data", "heldout"), runs.read_tokenizer(ROOT / cfg.out / folder)
     columns = rows.read(rows.spread(cfg.prompts))
     sampler = sample_block if model.cfg.block_length else sample_dream
     rule = sampler.Sampling(temperature=0.0, threshold=0.9, vocab=rows.meta["vocab_size"])

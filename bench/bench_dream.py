@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 from record import record
 
+import checkpoints
 import model_dream as dream
 import runs
 import sample_dream
@@ -51,7 +52,7 @@ def write_weights(folder, cfg):
 
     (folder / "config.json").write_text(json.dumps(dream.config_to_hf(cfg)))
     header, start, rng = {}, 0, np.random.default_rng(0)
-    shapes = {hf_name(name): leaf.shape for name, leaf in runs.flatten(dream.param_shapes(cfg)).items()}
+    shapes = {hf_name(name): leaf.shape for name, leaf in checkpoints.flatten(dream.param_shapes(cfg)).items()}
     for name, shape in shapes.items():
         size = 2 * int(np.prod(shape))
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, start + size]}

@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 from record import record
 
+import checkpoints
 import convert_weights
 import model_dream as dream
 import runs
@@ -44,7 +45,9 @@ class Config:
 def make(folder, cfg, seed, files=4):
     """A folder in the Hub's layout with random words; its bytes."""
     folder.mkdir()
-    sizes = {convert_weights.hf_name(name): leaf.shape for name, leaf in runs.flatten(dream.param_shapes(cfg)).items()}
+    sizes = {
+        convert_weights.hf_name(name): leaf.shape for name, leaf in checkpoints.flatten(dream.param_shapes(cfg)).items()
+    }
     names = sorted(sizes)
     rng, weight_map, total = np.random.default_rng(seed), {}, 0
     for i in range(files):

@@ -33,6 +33,7 @@ import jax
 import numpy as np
 from record import RESULTS, record
 
+import checkpoints
 import data_prep
 import generate
 import model_dream
@@ -166,7 +167,7 @@ def measure(cfg, out, tasks):
     tokenizer, verdicts, path = runs.read_tokenizer(out / "pairs"), {}, out / "measured.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     families = {"dream": model_dream, "blocks": model_dream, "coder": model_pythoncoder}
-    models = {name: runs.load(families[name], out / name)[0] for name in cfg.models}
+    models = {name: checkpoints.load(families[name], out / name)[0] for name in cfg.models}
     make = {"dream": sample_dream.Sampling, "blocks": sample_block.Sampling, "coder": model_pythoncoder.Sampling}
     common = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
     end, prompts = tokenizer.token_to_id("<|endoftext|>"), [tokenizer.encode(head_of(task)).ids for task in tasks]
@@ -256,7 +257,7 @@ def plot(rows, path):
 def main(cfg):
     if not 1 <= cfg.ways <= 1 + len(NAMES) or cfg.tasks < 2 or cfg.draws < 1 or "dream" not in cfg.models:
         raise ValueError(f"--ways is 1 to {1 + len(NAMES)}, --tasks at least 2, --draws at least 1, --models has dream")
-    runs.keep_compiled("~/.cache/unmask")
+    checkpoints.keep_compiled("~/.cache/unmask")
     out, everything = Path(cfg.out), rl_tasks.make_tasks(0)
     if not (out / "texts/meta.json").exists():
         prepare(cfg, out, everything[cfg.tasks :])

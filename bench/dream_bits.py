@@ -21,10 +21,11 @@ import numpy as np
 from flax import nnx
 from record import record
 
-import data_prep
+import checkpoints
 import evaluate
 import model_dream as md
 import runs
+from rows import Rows, token_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +62,12 @@ def size_of(params):
 
 
 def main(cfg):
-    model, step = runs.load(md, Path(cfg.ckpt), dtype=jnp.float32)
+    model, step = checkpoints.load(md, Path(cfg.ckpt), dtype=jnp.float32)
     data = cfg.data or runs.read_json(Path(cfg.ckpt) / "config.json", "data")["data"]
-    rows = data_prep.Rows(data, "heldout")
+    rows = Rows(data, "heldout")
     columns = rows.read(np.arange(min(cfg.rows, rows.total)))
     graph, params, count = nnx.split(model)[0], nnx.to_pure_dict(nnx.state(model)), columns.shape[1]
-    bytes_V = data_prep.token_bytes(runs.read_tokenizer(cfg.ckpt), rows.meta["vocab_size"])
+    bytes_V = token_bytes(runs.read_tokenizer(cfg.ckpt), rows.meta["vocab_size"])
     counted_RL = md.counted(columns[1], *columns[3:])
     bits = 1 / math.log(2) / bytes_V[columns[0][counted_RL]].sum(dtype=np.float64)  # per byte, of a nat in all rows
 

@@ -21,6 +21,7 @@ import numpy as np
 import tokenizers
 from record import record
 
+import checkpoints
 import grpo
 import model_dream
 import runs
@@ -38,7 +39,7 @@ class Config:
 
 
 def main(cfg):
-    model, _ = runs.load(model_dream, cfg.ckpt)
+    model, _ = checkpoints.load(model_dream, cfg.ckpt)
     tokenizer = tokenizers.Tokenizer.from_file(f"{cfg.ckpt}/tokenizer.json")
     tasks = [json.loads(line) for line in Path(cfg.tasks).read_text().splitlines()][: cfg.completions]
     prompts = [tokenizer.encode(task["prompt"]).ids for task in tasks]

@@ -34,6 +34,7 @@ from record import RESULTS
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import checkpoints
 import diffusion
 import runs
 
@@ -597,7 +598,7 @@ def load(cfg):
     import model_dream
     import sample_dream
 
-    model, _ = runs.load(model_dream, cfg.ckpt)
+    model, _ = checkpoints.load(model_dream, cfg.ckpt)
     tokenizer = tokenizers.Tokenizer.from_file(f"{cfg.ckpt}/tokenizer.json")
     tasks = [json.loads(line) for line in Path(cfg.tasks).read_text().splitlines()][: cfg.answers]
     prompts = [tokenizer.encode(task["prompt"]).ids for task in tasks]

@@ -31,11 +31,12 @@ import jax
 import numpy as np
 from record import RESULTS, cpu_name
 
-import data_prep
+import checkpoints
 import infill
 import model_dream
 import runs
 import sample_dream
+from rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,7 @@ def spans(function):
 
 def draw_holes(cfg, split, draws):
     """[(kind, text before, hole, text behind)] of a split: that many of each function, of both kinds in turn."""
-    rows, tokenizer = data_prep.Rows(f"{cfg.out}/data", split), runs.read_tokenizer(Path(cfg.out) / "data")
+    rows, tokenizer = Rows(f"{cfg.out}/data", split), runs.read_tokenizer(Path(cfg.out) / "data")
     rng, found = np.random.default_rng(cfg.seed), {"statement": [], "block": []}
     ids_BL, segment_BL = rows.read(np.arange(rows.total))[:2]
     pieces = [ids_L[segment_L == s] for ids_L, segment_L in zip(ids_BL, segment_BL, strict=True) for s in {*segment_L}]
@@ -150,7 +151,7 @@ def find_holes(cfg):
 
 def fill_holes(cfg, masks, valid):
     """[{"kind", "exact", "similar", "parses", "passes", "masks", "filling", "mending", "length"}]; -ing in seconds."""
-    model, _ = runs.load(model_dream, Path(cfg.out) / "fill")
+    model, _ = checkpoints.load(model_dream, Path(cfg.out) / "fill")
     tokenizer, clock = runs.read_tokenizer(Path(cfg.out) / "fill"), {"compile": 0.0}
 
     def on_event(name, seconds, **_):

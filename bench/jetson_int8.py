@@ -18,12 +18,12 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 from record import record
 
-import data_prep
 import evaluate
 import export_jetson
 import inference_jetson as jetson
 import model_mdlm as mdlm
 import runs
+from rows import Rows, token_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Config:
 
 
 def main(cfg):
-    rows = data_prep.Rows(cfg.data or runs.read_json(Path(cfg.ckpt) / "config.json")["data"], "heldout")
+    rows = Rows(cfg.data or runs.read_json(Path(cfg.ckpt) / "config.json")["data"], "heldout")
     token_RL = rows.read(np.arange(min(cfg.rows, rows.total)))[0].astype(np.int64)
     counted_RL = (token_RL != mdlm.PAD) & (token_RL != mdlm.BOS)
-    bytes_V = data_prep.token_bytes(runs.read_tokenizer(cfg.ckpt), rows.meta["vocab_size"])
+    bytes_V = token_bytes(runs.read_tokenizer(cfg.ckpt), rows.meta["vocab_size"])
     bits = counted_RL.sum() / math.log(2) / bytes_V[token_RL].sum(dtype=np.float64)  # per byte, of a nat per token
     bounds, sizes = {}, {}
     with tempfile.TemporaryDirectory() as folder:

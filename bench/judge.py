@@ -28,8 +28,9 @@ from record import record
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import data_prep
+import checkpoints
 import runs
+from rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Config:
 
 def heldout_texts(folder, tokenizer):
     """The documents of the held-out rows."""
-    rows = data_prep.Rows(folder, "heldout")
+    rows = Rows(folder, "heldout")
     token_RL = rows.read(np.arange(rows.total))[0]
     ends = {tokenizer.token_to_id(name) for name in ("<eos>", "<|endoftext|>")}
     skip = {tokenizer.token_to_id(name) for name in ("<pad>", "<bos>")}
@@ -116,9 +117,9 @@ def distinct(texts):
 def judge_stories(cfg, tokenizer):
     import model_pythoncoder as pc
 
-    if not runs.checkpoints(Path(cfg.twin, "run")):
+    if not runs.saved_steps(Path(cfg.twin, "run")):
         train_twin(cfg)
-    model, _, _ = runs.load_for_inference(pc, runs.as_path(f"{cfg.twin}/run"), 0, "")
+    model, _, _ = checkpoints.load_for_inference(pc, runs.as_path(f"{cfg.twin}/run"), 0, "")
 
     # the first ten words of each story, and the hundred tokens behind them
     stories = [story.strip() for story in heldout_texts(cfg.data, tokenizer)]

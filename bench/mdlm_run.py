@@ -25,9 +25,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from record import RESULTS, record
 
-import data_prep
 import model_mdlm as mdlm
 import runs
+from rows import Rows
 
 PROMPTS = [
     ["--prompt=Once upon a time, there was a little girl named Lily."],
@@ -48,7 +48,7 @@ def unigram(folder):
     """Nats per token of the held-out rows under the training rows' token frequencies, plus one for every id."""
     counts = []
     for split in ("train", "heldout"):
-        rows = data_prep.Rows(folder, split)
+        rows = Rows(folder, split)
         token_RL = rows.read(np.arange(rows.total))[0]
         counts.append(np.bincount(token_RL.ravel(), minlength=rows.meta["vocab_size"]))
         counts[-1][[mdlm.PAD, mdlm.BOS]] = 0  # they are no text

@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 
 from record import RESULTS, record
 
-import data_prep
 import runs
+from rows import Rows
 
 PROMPTS = [
     "def read_lines(path):\\n",
@@ -55,7 +55,7 @@ def xz_after_training_text(run):
     data, tokenizer = runs.read_json(run / "config.json", "data")["data"], runs.read_tokenizer(run)
     texts = []
     for split in ("train", "heldout"):
-        rows = data_prep.Rows(data, split)
+        rows = Rows(data, split)
         token_RL, segment_RL = rows.read(np.arange(rows.total))[:2]
         texts.append(tokenizer.decode(token_RL[segment_RL > 0].tolist()).encode())
     extreme = 9 | lzma.PRESET_EXTREME

@@ -110,9 +110,9 @@ def programs_of_one_file():
 @pytest.fixture
 def no_compile_cache(monkeypatch):
     """What tests compile stays out of the user's folder of compiled programs."""
-    import runs
+    import checkpoints
 
-    monkeypatch.setattr(runs, "keep_compiled", lambda folder: None)
+    monkeypatch.setattr(checkpoints, "keep_compiled", lambda folder: None)
 
 
 # ---- array libraries and reference values --------------------------------------------------------------------------

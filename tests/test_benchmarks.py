@@ -26,11 +26,11 @@ from conftest import ROOT, command
 from test_sandbox import cloud, descendants, layers, wait_for  # noqa: F401  two are fixtures
 
 import benchmarks
+import checkpoints
 import model_mdlm
 import model_pythoncoder
 import problems as tasks
 import protocols
-import runs
 import sandbox
 
 pytestmark = pytest.mark.usefixtures("no_compile_cache")
@@ -732,10 +732,10 @@ def pythoncoder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pythoncoder")
     new_tokenizer(folder / "tokenizer.json", ["<|endoftext|>"])
     cfg = model_pythoncoder.Config(512, 32, 2, 4, 2, head_size=8, ffn=48, positions=512)
-    checkpoints = runs.Checkpoints(folder)
+    store = checkpoints.Checkpoints(folder)
     params = model_pythoncoder.new_params(cfg, 0)
-    checkpoints.save(4, {"params": params}, {"model": dataclasses.asdict(cfg), "step": 4})
-    checkpoints.close()
+    store.save(4, {"params": params}, {"model": dataclasses.asdict(cfg), "step": 4})
+    store.close()
     jax.clear_caches()
     return folder
 
@@ -768,7 +768,7 @@ def dream(tmp_path_factory):
     template = "User: {{ messages[0].content }}\nAssistant:"
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
-    model_dream.save(folder / "model", model_dream.Dream(cfg, nnx.Rngs(0)), files)
+    checkpoints.save(model_dream, folder / "model", model_dream.Dream(cfg, nnx.Rngs(0)), files)
     jax.clear_caches()
     return folder / "model"
 

@@ -15,10 +15,10 @@ import tokenizers
 from conftest import AS_A_USER, ROOT, run
 from flax import nnx
 
+import checkpoints
 import compile_for
 import generate
 import model_dream as md
-import runs
 import sample_dream
 import train_tpu
 
@@ -525,7 +525,7 @@ def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch, tmp_p
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     model = nnx.merge(md.graph_of(cfg, md.Run()), md.new_params(cfg, 0))
-    md.save(tmp_path / "model", model, [tmp_path / "tokenizer.json"])
+    checkpoints.save(md, tmp_path / "model", model, [tmp_path / "tokenizer.json"])
     settings = {"ckpt": str(tmp_path / "model"), "prompt": "a", "dtype": "bfloat16", "devices": 1}
     settings |= {"block_length": flags.get("block_length", 0)}
     dream = generate.DreamFlags(**{name: flag for name, flag in flags.items() if name != "block_length"})
@@ -543,11 +543,11 @@ def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch, tmp_p
     want, static = calls[0]
 
     # what is compiled for a chip
-    mesh = runs.inference_mesh(cfg, jax.devices()[:1], 1)
+    mesh = checkpoints.inference_mesh(cfg, jax.devices()[:1], 1)
     got, compiled = compile_for.Generate(model="tiny", length=96).program(mesh, cached=bool(flags))
     describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), jax.eval_shape(lambda: tree))  # noqa: E731
     assert describe(tuple(want[1:])) == describe(tuple(got[1:]))
-    sizes = lambda tree: {name: (x.shape, str(x.dtype)) for name, x in runs.flatten(tree).items()}  # noqa: E731
+    sizes = lambda tree: {name: (x.shape, str(x.dtype)) for name, x in checkpoints.flatten(tree).items()}  # noqa: E731
     assert sizes(nnx.to_pure_dict(want[0])) == sizes(got[0])
     assert compiled["width"] == static["width"]
     rules = [how["sampler"].rule for how in (static, compiled)]

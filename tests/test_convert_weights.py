@@ -28,6 +28,7 @@ from conftest import command, says
 from conftest import run as run_script
 from flax import nnx
 
+import checkpoints
 import convert_weights as convert
 import model_dream as dream
 import model_pythoncoder as pc
@@ -52,7 +53,7 @@ def write_hub_folder(folder, cfg=SMALL, dtype=ml_dtypes.bfloat16, shards=3, chan
     rng, weight_map = np.random.default_rng(0), {}
     tensors = {
         convert.hf_name(name): rng.standard_normal(leaf.shape).astype(dtype)
-        for name, leaf in runs.flatten(dream.param_shapes(cfg)).items()
+        for name, leaf in checkpoints.flatten(dream.param_shapes(cfg)).items()
     }
     if change:
         change(tensors)
@@ -85,7 +86,7 @@ def all_same(a, b):
 
 def params_of(model):
     """{name: NumPy array} of a model."""
-    return {name: np.asarray(x) for name, x in runs.flatten(nnx.to_pure_dict(nnx.state(model))).items()}
+    return {name: np.asarray(x) for name, x in checkpoints.flatten(nnx.to_pure_dict(nnx.state(model))).items()}
 
 
 def random_params(family, cfg):
@@ -109,7 +110,7 @@ def test_there_and_back_every_byte_is_equal(tmp_path, dtype, tie):
         assert same(safetensors.numpy.load_file(back / file)[name], tensors[name])  # the library's own reader
     assert json.loads((back / "config.json").read_text())["note"] == "kept"
     assert (back / "tokenizer.json").read_bytes() == (tmp_path / "hub" / "tokenizer.json").read_bytes()
-    for model in (runs.load(dream, tmp_path / "orbax")[0], convert.from_hf(back)):
+    for model in (checkpoints.load(dream, tmp_path / "orbax")[0], convert.from_hf(back)):
         assert model.run.dtype == dtype
         for name, array in params_of(model).items():
             assert same(array, tensors[convert.hf_name(name)])
@@ -123,7 +124,7 @@ def test_one_file_loads_without_an_index_and_in_another_dtype(tmp_path):
 
 
 def test_every_parameter_of_7b_has_a_name_of_its_own_on_the_hub():
-    names = set(map(convert.hf_name, runs.flatten(dream.param_shapes(dream.CONFIGS["7b"]))))
+    names = set(map(convert.hf_name, checkpoints.flatten(dream.param_shapes(dream.CONFIGS["7b"]))))
     assert len(names) == 339
     assert {"model.layers.27.self_attn.v_proj.bias", "model.layers.0.mlp.down_proj.weight"} < names
 
@@ -140,7 +141,7 @@ def test_the_golden_checkpoint_converts_both_ways(golden_dir, tmp_path):
 def test_a_sum_changes_with_any_one_bit_and_is_the_models_own():
     array = np.random.default_rng(0).standard_normal(1000).astype(ml_dtypes.bfloat16)
     want = convert.word_sum(array)
-    assert runs.bit_sums({"x": jnp.asarray(array)}) == {"x": want}
+    assert checkpoints.bit_sums({"x": jnp.asarray(array)}) == {"x": want}
     for bit in range(16):
         array.view(np.uint16)[77] ^= 1 << bit
         assert convert.word_sum(array) != want
@@ -308,15 +309,15 @@ def test_a_model_that_the_library_saved_goes_to_the_hub_in_blocks(tmp_path, monk
 
 def write_run(folder, model, params, steps):
     """A run folder as train_tpu.py leaves it, with the same optimizer state in all steps."""
-    checkpoints = runs.Checkpoints(folder, keep=9)
+    store = checkpoints.Checkpoints(folder, keep=9)
     for step in steps:
         params = jax.tree.map(lambda x: x + 1, params)
         state = {"params": params, "opt": {"mu": params}}
-        checkpoints.save(step, state, {"model": dataclasses.asdict(model), "step": step})
-    checkpoints.close()
+        store.save(step, state, {"model": dataclasses.asdict(model), "step": step})
+    store.close()
     (folder / "config.json").write_text(json.dumps({"model": dataclasses.asdict(model), "train": {}, "data": ""}))
     (folder / "tokenizer.json").write_bytes(tokenizer_of({"<|endoftext|>": 0}))
-    return {name: np.asarray(x) for name, x in runs.flatten(params).items()}
+    return {name: np.asarray(x) for name, x in checkpoints.flatten(params).items()}
 
 
 def test_a_run_of_pythoncoder_goes_to_safetensors_and_back(tmp_path):
@@ -333,7 +334,7 @@ def test_a_run_of_pythoncoder_goes_to_safetensors_and_back(tmp_path):
         assert said in card
     all_same(safetensors.numpy.load_file(tmp_path / "hub" / "model.safetensors"), want)  # step 20
     convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "back"), verify=True))
-    model, _ = runs.load(pc, tmp_path / "back")
+    model, _ = checkpoints.load(pc, tmp_path / "back")
     assert (model.cfg, runs.read_json(tmp_path / "back" / "meta.json")["step"]) == (cfg, 20)
     all_same(params_of(model), want)
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
@@ -381,7 +382,7 @@ def test_a_run_is_exported_in_bfloat16_without_its_optimizer(tmp_path):
         if family is dream:
             (folder / "run" / "tokenizer.json").write_bytes(tokenizer_of({"<mask>": SMALL.mask_id}))
         convert.main(convert.Config(str(folder / "run"), str(folder / "export"), dtype="bfloat16"))
-        model, _ = runs.load(family, folder / "export")
+        model, _ = checkpoints.load(family, folder / "export")
         assert model.cfg == model_cfg
         all_same(params_of(model), {name: array.astype(ml_dtypes.bfloat16) for name, array in want.items()})
         assert (folder / "export" / "tokenizer.json").exists()
@@ -402,7 +403,7 @@ def test_tensors_of_several_dtypes_are_made_one_by_a_flag(tmp_path):
     with pytest.raises(ValueError, match=problem):
         convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "out")))
     convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "out"), dtype="float32"))
-    found = params_of(runs.load(dream, tmp_path / "out")[0])
+    found = params_of(checkpoints.load(dream, tmp_path / "out")[0])
     all_same(found, {name: tensors[convert.hf_name(name)].astype(np.float32) for name in found})
 
 
@@ -434,7 +435,7 @@ def test_a_qwen2_becomes_a_dream_and_goes_back_as_one(tmp_path, kind, mask, keys
     with pytest.raises(ValueError, match="--to=dream"):
         convert.find(source)
     convert.main(convert.Config(str(source), str(out), to="dream", block_length=block_length))
-    model, _ = runs.load(dream, out)
+    model, _ = checkpoints.load(dream, out)
     assert model.cfg == dataclasses.replace(SMALL, tie=True, **want)  # with its ends and padding
     table = np.asarray(model.embed_tokens[...])
     same = np.arange(SMALL.vocab) != (-1 if mask else want["mask_id"])

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 
 import corpus as cp
 import data_prep as dp
+from rows import Rows, open_data
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data"))
@@ -50,7 +51,7 @@ def module(seed):
 def texts_of(out):
     """All documents of a folder, sorted."""
     tokenizer, texts = Tokenizer.from_file(str(Path(out) / "tokenizer.json")), []
-    for rows in dp.open_data(out)[:2]:
+    for rows in open_data(out)[:2]:
         token_RL, segment_RL, _ = rows.read(dp.np.arange(rows.total)) if rows.total else dp.np.zeros((3, 0, 1), int)
         stream = token_RL[segment_RL > 0]
         ends = dp.np.flatnonzero(stream == rows.meta["eos_id"]) + 1
@@ -158,7 +159,7 @@ def test_packages_are_kept_by_licence_and_a_manifest_says_what_became_of_each(
     cfg = config(tmp_path, pypi=EVERYTHING)
     dp.main(cfg)
     assert texts_of(cfg.out) == sorted(index[1])
-    dropped = {reason: count for reason, count in dp.Rows(cfg.out, "train").meta["dropped"].items() if count}
+    dropped = {reason: count for reason, count in Rows(cfg.out, "train").meta["dropped"].items() if count}
     want = {"exact_duplicate": 1, "near_duplicate": 1, "vendored": 1, "tests_data": 1, "package_licence": 2}
     assert dropped == want | dict.fromkeys(("package_damaged", "package_unknown", "package_without_source"), 1)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -398,7 +399,7 @@ def test_the_column_of_text_is_found_and_rows_of_other_licences_are_dropped(tmp_
     write_rows(tmp_path / "rows", texts, license=licences)
     cfg = config(tmp_path, roots=(str(tmp_path / "rows"),))
     dp.main(cfg)
-    meta = dp.Rows(cfg.out, "train").meta
+    meta = Rows(cfg.out, "train").meta
     assert texts_of(cfg.out) == sorted(
         text for text, licence in zip(texts, licences, strict=True) if licence != "gpl-3.0"
     )
@@ -411,7 +412,7 @@ def test_the_column_of_text_is_found_and_rows_of_other_licences_are_dropped(tmp_
     )
     cfg = config(tmp_path, roots=(str(tmp_path / "lists"),), out=str(tmp_path / "out2"))
     dp.main(cfg)
-    assert dp.Rows(cfg.out, "train").meta["dropped"]["licence"] == 2
+    assert Rows(cfg.out, "train").meta["dropped"]["licence"] == 2
     pq.write_table(pa.table({"number": [1]}), tmp_path / "rows" / "c.parquet")
     with pytest.raises(
         ValueError, match=r"c.parquet has no column content or text or code of text .it has number int64."
@@ -447,7 +448,7 @@ def test_a_data_set_streams_into_the_rows_of_its_files(tmp_path, monkeypatch):
     cfg = config(tmp_path, hf=f"{tmp_path / 'set'}:python")
     dp.main(cfg)
     assert texts_of(cfg.out) == sorted(text for i, text in enumerate(texts) if i % 4 < 3)
-    assert dp.Rows(cfg.out, "train").meta["dropped"]["licence"] == 3
+    assert Rows(cfg.out, "train").meta["dropped"]["licence"] == 3
     with pytest.raises(ValueError, match=r"has no column nothing of text .it has content, license, stars"):
         dp.main(dataclasses.replace(cfg, column="nothing", out=str(tmp_path / "other")))
     with pytest.raises(ValueError, match=r"nowhere cannot be downloaded .*name its files with --roots"):
@@ -470,7 +471,7 @@ def test_two_hosts_write_the_bytes_of_one_and_a_shard_has_rows_of_all_files(tmp_
     dp.main(hosts[0])
     other.join()
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    assert len(dp.Rows(tmp_path / "out", "train").shards) == {5_000: 4, 1_000_000: 1}[shard_bytes]
+    assert len(Rows(tmp_path / "out", "train").shards) == {5_000: 4, 1_000_000: 1}[shard_bytes]
     assert not (tmp_path / "out" / ".rows").exists()
     groups, _ = cp.gather(dp.find(cp.settled(cfg)), cp.settled(cfg))
     for group in groups["train"]:

@@ -21,6 +21,7 @@ from conftest import AS_A_USER, command, kill_and_resume, run, says
 from flax import nnx
 from test_rl_tasks import QWEN, needs_qwen
 
+import checkpoints
 import coupled_grpo
 import diffusion
 import grpo
@@ -41,8 +42,8 @@ def tiny(cfg=TINY, matrix=0.1):
     def draw(name, shape):
         return jnp.ones(shape) if name.endswith("norm") else rng.normal(0, scale.get(name, matrix), shape)
 
-    flat = {name: draw(name, s.shape) for name, s in runs.flatten(dream.param_shapes(cfg)).items()}
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), runs.unflatten(flat))
+    flat = {name: draw(name, s.shape) for name, s in checkpoints.flatten(dream.param_shapes(cfg)).items()}
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), checkpoints.unflatten(flat))
 
 
 def model_of(params, cfg=TINY):
@@ -895,7 +896,7 @@ def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp
         assert not any(word in line["completion"] for word in ("<|mask|>", "<|pad|>"))
     shown = capsys.readouterr().out
     assert shown.count("---- best") == shown.count("---- worst") == 10
-    model, _ = runs.load(dream, out)
+    model, _ = checkpoints.load(dream, out)
     row, _ = sample_dream.generate(model, [[0]], 8, sample_dream.Sampling(eos_ids=(26,)))
     assert row[0].count(0) > 3, "the trained model writes the letter that was rewarded"
 
@@ -1081,8 +1082,8 @@ def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
     coupled_grpo.main(
         config(folder, out, lora_rank=2, lora_targets=("q_proj", "down_proj"), rounds=2, warmup=0, **short)
     )
-    base, after = (runs.load(dream, path)[0] for path in (folder / "base", out / "merged"))
-    before, now = (runs.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (base, after))
+    base, after = (checkpoints.load(dream, path)[0] for path in (folder / "base", out / "merged"))
+    before, now = (checkpoints.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (base, after))
     changed = {name for name in before if not np.array_equal(before[name], now[name])}
     assert changed == {f"layers.0.{name}" for name in ("q_proj", "down_proj")}
     for name in changed:
@@ -1092,7 +1093,7 @@ def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_read(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "load", None)
+    monkeypatch.setattr(checkpoints, "load", None)
     cfg = dream.config_from_hf(folder / "base")
     params, leaves = dream.count_params(cfg)["total"], jax.tree.leaves(dream.param_shapes(cfg)["layers"])
     adapters = 16 * sum(sum(x.shape) for x in leaves if x.ndim == 2)
@@ -1100,7 +1101,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(folder, tmp_path
     full, lora = 20 * params + 4, 4 * params + 20 * adapters + 4
     mesh = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])
     for rank, size, words in ((0, full, f"--lora_rank=16 takes {lora / 1e9:.3g}"), (16, lora, "a smaller model, or")):
-        monkeypatch.setattr(runs, "free_bytes", lambda _, size=size: size - 1)
+        monkeypatch.setattr(checkpoints, "free_bytes", lambda _, size=size: size - 1)
         with pytest.raises(ValueError, match=f"take {size / 1e9:.3g} GB on each device, where .* are free; .*{words}"):
             coupled_grpo.Trainer(coupled_grpo.resolve(config(folder, tmp_path, lora_rank=rank)), {}, mesh)
 
@@ -1139,8 +1140,8 @@ def test_equal_rewards_update_nothing(folder, tmp_path, skip):
         assert row["tokens"] == 2 * sum(line["tokens"] for line in read_lines(out / "rounds.jsonl"))
         assert row["grad_norm"] < 1e-3
         return
-    base, _ = runs.load(dream, folder / "base")
-    want = {f"params.{name}": value for name, value in runs.bit_sums(nnx.to_pure_dict(nnx.state(base))).items()}
+    base, _ = checkpoints.load(dream, folder / "base")
+    want = {f"params.{name}": value for name, value in checkpoints.bit_sums(nnx.to_pure_dict(nnx.state(base))).items()}
     assert want.items() <= sums(out, 1).items()
 
 

@@ -30,6 +30,7 @@ from tokenizers.normalizers import NFC
 import corpus as cp
 import data_prep as dp
 import runs
+from rows import EDIT, Rows, open_data, pack, packed_blocks, pad_rows, token_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data")) / "qwen2.5_tokenizer"
@@ -169,7 +170,7 @@ def python_run(tmp_path_factory):
 @pytest.mark.golden
 def test_packing_equals_the_reference_values(golden_dir):
     for case in json.loads((golden_dir("pythoncoder") / "packing.json").read_text())["cases"]:
-        rows = dp.pack(case["docs"], case["seq_len"], case["eos"], case["pad"])
+        rows = pack(case["docs"], case["seq_len"], case["eos"], case["pad"])
         for name, array_RL in zip(("tokens", "segments", "positions"), rows, strict=True):
             assert array_RL.dtype == np.int32
             assert array_RL.tolist() == [row[name] for row in case["rows"]]
@@ -190,11 +191,11 @@ def test_packing_equals_a_loop_over_tokens():
                     row, segment, position = [], 1, 0
         if row:
             want.append(row + [(0, 0, 0)] * (seq_len - len(row)))
-        np.testing.assert_array_equal(np.stack(dp.pack(documents, seq_len, 1, 0), axis=-1), want)
+        np.testing.assert_array_equal(np.stack(pack(documents, seq_len, 1, 0), axis=-1), want)
 
 
 def test_packing_nothing_gives_no_rows():
-    assert [array_RL.shape for array_RL in dp.pack([], 8, 1, 0)] == [(0, 8)] * 3
+    assert [array_RL.shape for array_RL in pack([], 8, 1, 0)] == [(0, 8)] * 3
 
 
 def test_packing_in_blocks_equals_packing_at_once(monkeypatch):
@@ -202,8 +203,8 @@ def test_packing_in_blocks_equals_packing_at_once(monkeypatch):
     documents = [rng.integers(2, 50, n).astype(np.int32) for n in rng.integers(0, 40, 200)]
     for block in (1, 10, 64, 65, 1000):
         monkeypatch.setattr(dp, "BLOCK_TOKENS", block)
-        blocks = list(dp.packed_blocks(iter(documents), 16, 1))
-        want = dp.pack(documents, 16, 1, 1)
+        blocks = list(packed_blocks(iter(documents), 16, 1))
+        want = pack(documents, 16, 1, 1)
         for i in range(3):
             np.testing.assert_array_equal(np.concatenate([rows[i] for rows in blocks]), want[i])
 
@@ -715,7 +716,7 @@ def test_parquet_source_keeps_documents_counts_and_bytes(tmp_path, python_run, l
     assert [shard["file"][:9] for shard in meta["splits"]["train"]["shards"]] == ["train/000"] * 3
     names = sorted((tmp_path / "shards").rglob("*.parquet"))
     part = [ids for ids in dp.eos_documents(names[0], 0) if tuple(ids.tolist()) in got["train"]]
-    want = dp.pack(part, 100, 0, 0)
+    want = pack(part, 100, 0, 0)
     for got_RL, want_RL in zip(rows_of(out, "train"), want, strict=True):
         np.testing.assert_array_equal(got_RL[: len(want_RL)], want_RL)
     before = tree(out)
@@ -856,7 +857,7 @@ def test_padded_rows_equal_a_loop_over_documents():
                 tokens.append(row + [9] * len(empty))
                 segments.append([1] * len(row) + empty)
                 positions.append([*range(len(row)), *empty])
-        rows = dp.pad_rows(documents, seq_len, special)
+        rows = pad_rows(documents, seq_len, special)
         for got_RL, want in zip(rows, (tokens, segments, positions), strict=True):
             assert got_RL.dtype == np.int32
             assert got_RL.tolist() == want
@@ -1140,16 +1141,16 @@ def test_holes_of_any_length_have_masks_for_several_tokens_and_for_none():
     grown = shrunk = 0
     for number in range(400):
         ids = np.array(dp.edit(parts, eos, number, dp.Pairs(source="", seq_len=256, edit_rate=0.5)))
-        shown = ids[ids < dp.EDIT]
-        deleted = ids == dp.EDIT + eos
+        shown = ids[ids < EDIT]
+        deleted = ids == EDIT + eos
         assert deleted.sum() <= 64
         assert not np.diff(deleted.astype(int)).min(initial=0) < 0  # at the end
-        kept = np.where(ids >= dp.EDIT, ids - dp.EDIT, ids)[~deleted]
+        kept = np.where(ids >= EDIT, ids - EDIT, ids)[~deleted]
         assert kept[0] == 10
         assert (np.diff(kept) > 0).all()  # in order, and what is left out was joined with what stands before it
         runs = np.diff([*kept, 40])
-        assert (runs[ids[~deleted] < dp.EDIT] == 1).all()
-        assert (runs[ids[~deleted] >= dp.EDIT] > 1).all()
+        assert (runs[ids[~deleted] < EDIT] == 1).all()
+        assert (runs[ids[~deleted] >= EDIT] > 1).all()
         assert len(shown) < 30 or (ids[:30] == parts[1]).all()
         grown, shrunk = grown + (len(kept) < 30), shrunk + deleted.any()
     assert 140 < grown < 230  # of a half of them a few join nothing
@@ -1165,7 +1166,7 @@ def test_rows_of_holes_of_any_length_say_what_is_only_seen_as_mask(tmp_path):
     lines = [json.dumps(dict(zip(("prompt", "response", "suffix"), text, strict=True))) for text in texts]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     dp.main(pair_config(tmp_path, eos_to=1, edit_rate=0.7))
-    read = {split: dp.Rows(tmp_path / "out", split) for split in ("train", "heldout")}
+    read = {split: Rows(tmp_path / "out", split) for split in ("train", "heldout")}
     tokens, segments, _, fixed = read["train"].read(np.arange(read["train"].total))
     assert {*np.unique(fixed)} == {0, 1, 2}
     assert tokens.max() < 300
@@ -1200,7 +1201,7 @@ def test_a_suffix_follows_the_response_and_is_fixed_as_the_prompt_is(tmp_path, c
     lines = [dict(zip(("prompt", "response", "suffix"), texts, strict=True)), {"prompt": "a", "response": " b"}] * 3
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     dp.main(pair_config(tmp_path, eos_to=16, heldout=0.0))
-    token_RL, segment_RL, _, fixed_RL = (rows := dp.Rows(tmp_path / "out", "train")).read(np.arange(1))
+    token_RL, segment_RL, _, fixed_RL = (rows := Rows(tmp_path / "out", "train")).read(np.arange(1))
     assert rows.total == 1
     tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
     ids = [tokenizer.encode(text).ids for text in texts]
@@ -1270,7 +1271,7 @@ def test_pairs_of_a_chat_are_turns_and_special_tokens_are_the_templates_alone(ch
     tokenizer, out = Tokenizer.from_file(cfg.tokenizer), tmp_path / "out"
     start, end, mask = map(tokenizer.token_to_id, ("<|im_start|>", "<|im_end|>", "<|mask|>"))
     found = {}
-    for rows in dp.open_data(out)[:2]:
+    for rows in open_data(out)[:2]:
         for token_L, segment_L, _, fixed_L in rows.read(np.arange(rows.total)).swapaxes(0, 1):
             for segment in range(1, segment_L.max() + 1):
                 prompt, response = (token_L[(segment_L == segment) & (fixed_L == i)].tolist() for i in (1, 0))
@@ -1319,7 +1320,7 @@ def rows_of_text(tmp_path_factory):
 
 
 def test_the_reader_gives_the_rows_that_were_written(rows_of_text):
-    train, heldout, tokenizer = dp.open_data(rows_of_text, seq_len=64)
+    train, heldout, tokenizer = open_data(rows_of_text, seq_len=64)
     assert tokenizer == (rows_of_text / "tokenizer.json").read_bytes()
     assert train.columns == ["input_ids", "segments", "positions"]
     for rows, split in ((train, "train"), (heldout, "heldout")):
@@ -1334,7 +1335,7 @@ def test_the_reader_gives_the_rows_that_were_written(rows_of_text):
 
 
 def test_an_epoch_has_each_row_once_and_a_batch_may_run_over_its_end(rows_of_text):
-    rows = dp.Rows(rows_of_text, "train")
+    rows = Rows(rows_of_text, "train")
     assert len(rows.shards) > 3
     first, second = rows.order(5, 0), rows.order(5, 1)
     assert sorted(first) == sorted(second) == list(range(rows.total))
@@ -1348,7 +1349,7 @@ def test_an_epoch_has_each_row_once_and_a_batch_may_run_over_its_end(rows_of_tex
 
 def test_some_rows_stand_for_all(rows_of_text):
     """The first rows may be of one long document; a sample has rows of every part."""
-    rows = dp.Rows(rows_of_text, "train")
+    rows = Rows(rows_of_text, "train")
     assert rows.spread(rows.total).tolist() == rows.spread(10 * rows.total).tolist() == list(range(rows.total))
     for count in (1, 7, rows.total // 2, rows.total - 1):
         ids = rows.spread(count)
@@ -1361,7 +1362,7 @@ def test_some_rows_stand_for_all(rows_of_text):
 def test_pairs_are_read_with_their_column_fixed(tmp_path):
     write_pairs(tmp_path / "pairs.jsonl", 60)
     dp.main(pair_config(tmp_path))
-    train, _, _ = dp.open_data(tmp_path / "out")
+    train, _, _ = open_data(tmp_path / "out")
     token_RL, segment_RL, position_RL, fixed_RL = train.read(np.arange(train.total))
     assert train.columns[-1] == "fixed"
     assert {*np.unique(fixed_RL)} == {0, 1}
@@ -1378,16 +1379,16 @@ def test_a_damaged_folder_is_one_line_that_says_what_to_do(rows_of_text, tmp_pat
         return tmp_path / "copy"
 
     with pytest.raises(FileNotFoundError, match=r"holds no finished data .*write it with data_prep.py"):
-        dp.open_data(tmp_path / "nowhere")
+        open_data(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="rows of 64 tokens, the run wants 128; prepare it again"):
-        dp.open_data(rows_of_text, seq_len=128)
+        open_data(rows_of_text, seq_len=128)
     for data in (b"{", b"[]", b"{}", b'{"splits": {}, "seq_len": 64, "tokenizer_sha256": ""}'):
         with pytest.raises(ValueError, match=r"meta.json is damaged; delete the folder and write it again"):
-            dp.open_data(damaged("meta.json", data))
+            open_data(damaged("meta.json", data))
     with pytest.raises(ValueError, match=r"tokenizer.json is not the one that made the shards"):
-        dp.open_data(damaged("tokenizer.json", b"{}"))
+        open_data(damaged("tokenizer.json", b"{}"))
     shard = (rows_of_text / "train" / "00000.parquet").read_bytes()
-    train, _, _ = dp.open_data(damaged("train/00000.parquet", shard[:-1]))
+    train, _, _ = open_data(damaged("train/00000.parquet", shard[:-1]))
     with pytest.raises(ValueError, match=r"00000.parquet is corrupted .its SHA-256 .* run data_prep.py again"):
         train.read(np.arange(1))
     (tmp_path / "copy" / "train" / "00000.parquet").unlink()
@@ -1397,7 +1398,7 @@ def test_a_damaged_folder_is_one_line_that_says_what_to_do(rows_of_text, tmp_pat
 
 def test_bytes_of_the_tokens_of_a_text_are_its_bytes(rows_of_text):
     tokenizer = Tokenizer.from_file(str(rows_of_text / "tokenizer.json"))
-    bytes_V = dp.token_bytes(tokenizer, 512)
+    bytes_V = token_bytes(tokenizer, 512)
     assert (bytes_V.dtype, bytes_V.shape) == (np.float32, (512,))
     assert not bytes_V[:5].any()
     assert not bytes_V[400:].any()

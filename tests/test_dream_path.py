@@ -12,6 +12,7 @@ import safetensors.numpy
 import tokenizers
 from conftest import run
 
+import checkpoints
 import convert_weights
 import model_dream as md
 import runs
@@ -91,7 +92,7 @@ def write_hub(folder):
     rng, shards = np.random.default_rng(0), 3
     tensors = {
         convert_weights.hf_name(name): (0.2 * rng.standard_normal(leaf.shape)).astype(ml_dtypes.bfloat16)
-        for name, leaf in runs.flatten(md.param_shapes(cfg)).items()
+        for name, leaf in checkpoints.flatten(md.param_shapes(cfg)).items()
     }
     parts = {f"model-{i + 1:05}-of-{shards:05}.safetensors": sorted(tensors)[i::shards] for i in range(shards)}
     for file, part in parts.items():

@@ -16,12 +16,14 @@ import torch
 from conftest import AS_A_USER, copy_in_bucket, run, says
 from flax import nnx
 
+import checkpoints
 import data_prep
 import evaluate
 import model_dream as md
 import model_mdlm
 import model_pythoncoder as pc
 import runs
+from rows import Rows
 
 pytestmark = pytest.mark.usefixtures("no_compile_cache")
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
@@ -52,15 +54,15 @@ def pythoncoder(data, tmp_path_factory):
     cfg = pc.Config(512, 32, 2, 4, 4, head_size=8, ffn=48, positions=128)
     new_run(out, data["packed"], cfg.vocab)
     params = pc.new_params(cfg, 0)
-    checkpoints = runs.Checkpoints(out)
+    store = checkpoints.Checkpoints(out)
     for step, tree in ((2, jax.tree.map(lambda x: 0 * x, params)), (5, params)):
-        checkpoints.save(step, {"params": tree}, {"model": dataclasses.asdict(cfg), "step": step})
-    checkpoints.close()
+        store.save(step, {"params": tree}, {"model": dataclasses.asdict(cfg), "step": step})
+    store.close()
     return out
 
 
 def spread_rows(folder, count):
-    rows = data_prep.Rows(folder, "heldout")
+    rows = Rows(folder, "heldout")
     assert rows.total > count  # else all rows would be these
     return rows.read(np.arange(count) * rows.total // count)
 
@@ -116,7 +118,7 @@ def new_dream(folder, data, size, **changes):
     tokenizer.save(str(folder / "tokenizer.json"))
     params = md.new_params(cfg, 0)
     model = nnx.merge(md.graph_of(cfg, md.Run()), params | {"norm": size * params["norm"]})
-    md.save(folder / "model", model, [folder / "tokenizer.json"])
+    checkpoints.save(md, folder / "model", model, [folder / "tokenizer.json"])
     return tokenizer, model
 
 
@@ -183,17 +185,17 @@ def test_pythoncoder_scores_the_same_on_eight_devices(pythoncoder, capsys):
 
 
 def test_only_the_rows_that_are_scored_are_read_and_compressed(data, pythoncoder, capsys, monkeypatch):
-    read, compress, seen = data_prep.Rows.read, evaluate.lzma.compress, {}
+    read, compress, seen = Rows.read, evaluate.lzma.compress, {}
 
     def remember(rows, ids):
         seen["rows"] = read(rows, ids)
         return seen["rows"]
 
-    monkeypatch.setattr(data_prep.Rows, "read", remember)
+    monkeypatch.setattr(Rows, "read", remember)
     monkeypatch.setattr(evaluate.lzma, "compress", lambda text, **kw: compress(seen.setdefault("text", text), **kw))
     settings = {"ckpt": str(pythoncoder), "devices": 1, "pythoncoder": evaluate.PythonCoderFlags(drafts=0)}
     evaluate.main(evaluate.Config(rows=3, **settings))
-    total = data_prep.Rows(data["packed"], "heldout").total
+    total = Rows(data["packed"], "heldout").total
     assert seen["rows"].shape == (3, 3, 64)
     assert len(seen["text"]) < 3 * 64 * 16
     assert f"3 of {total:,} held-out rows" in capsys.readouterr().err
@@ -218,7 +220,7 @@ def test_bad_input_is_one_line(data, pythoncoder, tmp_path, monkeypatch):
     shipped = tmp_path / "weights" / "pythoncoder"
     shutil.copytree(pythoncoder, shipped)
     runs.write(shipped / "config.json", {})
-    monkeypatch.setattr(runs, "WEIGHTS", tmp_path / "weights")
+    monkeypatch.setattr(checkpoints, "WEIGHTS", tmp_path / "weights")
     monkeypatch.chdir(tmp_path)
     for part, settings in (
         ("weights/pythoncoder does not say what it was trained on; pass --data", {}),

@@ -18,6 +18,7 @@ from conftest import AS_A_USER, copy_in_bucket, run, says
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import checkpoints
 import convert_weights
 import data_prep
 import generate
@@ -68,10 +69,10 @@ def run_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     special = "<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"
     new_tokenizer(special, "def f(x):").save(str(folder / "tokenizer.json"))
-    checkpoints = runs.Checkpoints(folder)
+    store = checkpoints.Checkpoints(folder)
     meta = {"model": dataclasses.asdict(CFG), "step": 7}
-    checkpoints.save(7, {"params": new_params(pc, CFG, 0.3)}, meta)
-    checkpoints.close()
+    store.save(7, {"params": new_params(pc, CFG, 0.3)}, meta)
+    store.close()
     return folder
 
 
@@ -145,7 +146,7 @@ def weights(run_folder, stories, tmp_path, monkeypatch):
     convert_weights.main(convert_weights.Config(str(run_folder), str(tmp_path / "export"), dtype="bfloat16"))
     convert_weights.main(convert_weights.Config(str(tmp_path / "export"), str(tmp_path / "weights" / "pythoncoder")))
     shutil.copytree(stories / "step_5", tmp_path / "weights" / "mdlm")
-    monkeypatch.setattr(runs, "WEIGHTS", tmp_path / "weights")
+    monkeypatch.setattr(checkpoints, "WEIGHTS", tmp_path / "weights")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "weights"
 
@@ -211,15 +212,15 @@ def test_a_model_can_be_in_a_bucket(run_folder, coder, bucket):
 
 
 def test_the_first_line_says_what_is_used_and_what_is_idle(monkeypatch, tmp_path):
-    assert runs.device_line() == "8 x cpu"
-    monkeypatch.setattr(runs, "MACHINE", tmp_path)
+    assert checkpoints.device_line() == "8 x cpu"
+    monkeypatch.setattr(checkpoints, "MACHINE", tmp_path)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
-    assert runs.device_line() == "8 x cpu"  # whoever set JAX_PLATFORMS wants the CPU
+    assert checkpoints.device_line() == "8 x cpu"  # whoever set JAX_PLATFORMS wants the CPU
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     line = "8 x cpu; an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
-    assert runs.device_line() == line
+    assert checkpoints.device_line() == line
 
 
 def test_heads_are_split_up_to_the_key_value_heads_and_rows_over_the_rest():
@@ -231,7 +232,7 @@ def test_heads_are_split_up_to_the_key_value_heads_and_rows_over_the_rest():
         (pc.CONFIGS["1b"], 8, 4, (4, 1, 2)),
         (pc.CONFIGS["tiny"], 1, 4, (1, 1, 1)),
     ):
-        assert runs.inference_mesh(model, jax.devices()[:devices], rows).devices.shape == shape
+        assert checkpoints.inference_mesh(model, jax.devices()[:devices], rows).devices.shape == shape
 
 
 @pytest.mark.slow
@@ -244,13 +245,13 @@ def test_heads_are_split_up_to_the_key_value_heads_and_rows_over_the_rest():
     ],
 )
 def test_eight_devices_write_what_one_writes(run_folder, coder, capsys, monkeypatch, tmp_path, settings):
-    loaded, load = [], runs.load
+    loaded, load = [], checkpoints.load
 
     def remember(*args, **kwargs):
         loaded.append(load(*args, **kwargs)[0])
         return loaded[-1], 0
 
-    monkeypatch.setattr(runs, "load", remember)
+    monkeypatch.setattr(checkpoints, "load", remember)
     lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in ("def f(x):", "import os", "x", "def area")]
     (tmp_path / "in.jsonl").write_text("".join(lines))
     write, folder = (dream_says, coder / "model") if settings else (says_pythoncoder, run_folder)
@@ -273,19 +274,19 @@ def test_steps_are_shown_on_eight_devices(coder, capsys):
 
 def test_a_checkpoint_is_stored_so_that_it_fits_or_refused_before_it_is_read(coder, run_folder, capsys, monkeypatch):
     cfg = md.config_from_hf(coder / "model")
-    mesh = runs.inference_mesh(cfg, jax.devices()[:1], 1)
+    mesh = checkpoints.inference_mesh(cfg, jax.devices()[:1], 1)
     names = ("float32", 0), ("bfloat16", 0), ("bfloat16", 8), ("bfloat16", 4)
-    full, half, eight, four = (runs.bytes_needed(md, cfg, mesh, "float32", *name) for name in names)
+    full, half, eight, four = (checkpoints.bytes_needed(md, cfg, mesh, "float32", *name) for name in names)
     count = md.count_params(cfg)["total"]
     assert (full - half, full) == (2 * count, 4 * (count + cfg.vocab * cfg.width))
-    free = lambda size: monkeypatch.setattr(runs, "free_bytes", lambda _: size)  # noqa: E731
+    free = lambda size: monkeypatch.setattr(checkpoints, "free_bytes", lambda _: size)  # noqa: E731
     free(half)
     _, err = dream_says(capsys, coder / "model", prompt="x", max_new=2)
     assert "bfloat16: float32 takes" in err
     assert "bfloat16, plain" in err
     refused("--dtype=bfloat16 takes", dream_config(coder / "model", prompt="x", dtype="float32"))
     free(eight)
-    monkeypatch.setattr(runs, "load", None)
+    monkeypatch.setattr(checkpoints, "load", None)
     refused("are free; --int8 takes 7.21e-05 or --int4 takes", dream_config(coder / "model", prompt="x"))
     free(eight - 1)
     refused(f"are free; --int4 takes {four / 1e9:.3g}", dream_config(coder / "model", prompt="x"))
@@ -305,7 +306,7 @@ def test_out_of_memory_is_one_line_that_says_what_to_lower(coder, monkeypatch):
 
     monkeypatch.setattr(sample_dream, "generate", grow)
     refused(advice, dream_config(coder / "model", prompt="x"))
-    monkeypatch.setattr(runs, "bit_sums", grow)
+    monkeypatch.setattr(checkpoints, "bit_sums", grow)
     refused(advice, dream_config(coder / "model", prompt="x"))
 
 
@@ -336,7 +337,7 @@ def test_bad_input_is_one_line(run_folder, tmp_path):
 
 
 def test_loading_in_bfloat16_gives_the_same_model_in_half_the_bytes(run_folder):
-    full, half = (runs.load(pc, run_folder, dtype=d)[0] for d in (jnp.float32, jnp.bfloat16))
+    full, half = (checkpoints.load(pc, run_folder, dtype=d)[0] for d in (jnp.float32, jnp.bfloat16))
     size = [sum(x.nbytes for x in jax.tree.leaves(nnx.state(m))) for m in (full, half)]
     assert size[0] == 2 * size[1]
     token_BL = jnp.asarray(np.random.default_rng(0).integers(0, 260, (1, 16)))
@@ -475,9 +476,9 @@ def coder(tmp_path_factory):
     cfg = md.DreamConfig(320, 32, layers=1, heads=4, kv_heads=2, head_size=8, ffn=40, positions=96, **ids)
     params = new_params(md, cfg, 0.5)
     extra = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
-    md.save(folder / "model", nnx.merge(md.graph_of(cfg, md.Run()), params), extra)
+    checkpoints.save(md, folder / "model", nnx.merge(md.graph_of(cfg, md.Run()), params), extra)
     silent = params | {"norm": 0 * params["norm"]}  # all logits are equal: the likeliest token is PAD, an end
-    md.save(folder / "silent", nnx.merge(md.graph_of(cfg, md.Run()), silent), extra)
+    checkpoints.save(md, folder / "silent", nnx.merge(md.graph_of(cfg, md.Run()), silent), extra)
     return folder
 
 
@@ -498,7 +499,7 @@ def dream_says(capsys, folder, **settings):
 def test_a_dream_of_blocks_is_filled_behind_its_exact_cache(coder, capsys, tmp_path):
     cfg = dataclasses.replace(md.config_from_hf(coder / "model"), block_length=4)
     model = nnx.merge(md.graph_of(cfg, md.Run()), new_params(md, cfg, 0.5))
-    md.save(tmp_path / "blocks", model, [coder / "tokenizer.json"])
+    checkpoints.save(md, tmp_path / "blocks", model, [coder / "tokenizer.json"])
     prompts = {"prompt": "def area"}, {"prompt": "class A: pass # [MASK:5]"}
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     settings = {"file": str(tmp_path / "in.jsonl"), "json": True, "html": str(tmp_path / "x.html")}
@@ -543,7 +544,7 @@ def test_a_dream_of_blocks_streams_whole_characters_to_the_text_that_it_prints_a
     head[np.roll(ids, -1)] = table[ids]  # each byte is followed by the next one
     params |= {"norm": jnp.ones(cfg.width), "embed_tokens": jnp.asarray(table), "lm_head": jnp.asarray(head)}
     folder = coder / "bytes"
-    md.save(folder, nnx.merge(md.graph_of(cfg, md.Run()), params), [coder / "tokenizer.json"])
+    checkpoints.save(md, folder, nnx.merge(md.graph_of(cfg, md.Run()), params), [coder / "tokenizer.json"])
     at_once = dream_says(capsys, folder, json=True, prompt="x€", temperature=0.0).out
     assert json.loads(at_once)["text"] == "x€é€é\ufffd"
     for settings, text, least in (
@@ -591,7 +592,7 @@ def test_dream_continues_and_fills_in(coder, capsys, tmp_path, settings):
 
 def greedy(folder, ids, new):
     """Ids that Dream writes behind some, without generate.py, up to the first that ends a text."""
-    (model, _), tokenizer = runs.load(md, folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    (model, _), tokenizer = checkpoints.load(md, folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
     ends = [0, 2, tokenizer.token_to_id("<|im_end|>")]
     rule = sample_dream.Sampling(top_p=0.95, vocab=tokenizer.get_vocab_size(), eos_ids=(2, 0, ends[2]))
     (row,), _ = sample_dream.generate(model, [ids + [3] * new], 0, rule)
@@ -655,7 +656,7 @@ def test_a_plain_text_can_begin_with_dreams_first_token(coder, capsys, tmp_path)
 
 
 def test_special_tokens_in_a_users_text_stay_text(coder, capsys):
-    tokenizer, wrap = Tokenizer.from_file(str(coder / "tokenizer.json")), sample_dream.chat_template(coder)
+    tokenizer, wrap = Tokenizer.from_file(str(coder / "tokenizer.json")), runs.chat_template(coder)
     im_end, mask = map(tokenizer.token_to_id, ("<|im_end|>", "<mask>"))
     for text in ("return 3", "\n\n caf\u00e9 ", ""):
         tokenizer.encode_special_tokens = False
@@ -804,7 +805,7 @@ def plain(text):
 @SLOW
 def test_pythoncoders_drafts_and_probabilities_are_shown_in_colours_and_on_a_page(run_folder, capsys, monkeypatch):
     # what is right for each token: one pass over the whole text
-    model, tokenizer = runs.load(pc, run_folder)[0], Tokenizer.from_file(str(run_folder / "tokenizer.json"))
+    model, tokenizer = checkpoints.load(pc, run_folder)[0], Tokenizer.from_file(str(run_folder / "tokenizer.json"))
     prompt = tokenizer.encode("def f(x):").ids
     rule = pc.Sampling(vocab=tokenizer.get_vocab_size(), eos=0)
     (new,), stats = pc.generate(model, [prompt], 12, rule, jax.random.key(0))
@@ -885,7 +886,10 @@ def test_dreams_tokens_are_coloured_by_the_probability_they_had(coder, tmp_path,
     assert plain(shown.split("\x1b[2J\x1b[H")[-1]).endswith(out)
     assert COLOUR.search(shown)
     # the first token that was written: what the model says of the canvas as it was given
-    model, tokenizer = runs.load(md, coder / "model")[0], Tokenizer.from_file(str(coder / "model" / "tokenizer.json"))
+    model, tokenizer = (
+        checkpoints.load(md, coder / "model")[0],
+        Tokenizer.from_file(str(coder / "model" / "tokenizer.json")),
+    )
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
     ids = encode("def") + [3] * 4 + encode("(x)")
     logits_LV = np.array(model.logits(model.hidden(jnp.asarray([ids]))[0])[0], np.float64)

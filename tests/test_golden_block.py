@@ -12,10 +12,10 @@ import torch
 from flax import nnx
 from safetensors.numpy import load_file
 
+import checkpoints
 import convert_weights
 import diffusion
 import model_dream as md
-import runs
 import sample_block
 
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("exact_matmuls")]
@@ -258,12 +258,12 @@ def converted(golden_dir, tmp_path_factory):
 
 def test_a_converted_qwen2_has_a_row_for_mask_and_every_other_byte(block, converted):
     source, out = converted
-    model, _ = runs.load(md, out)
+    model, _ = checkpoints.load(md, out)
     assert (model.cfg.mask_id, model.cfg.vocab) == tuple(
         block["conversion"][k] for k in ("mask_token_id", "vocab_size")
     )
     rows = {key[4:]: row for key, row in load_file(source / "expected.safetensors").items() if key.startswith("row.")}
-    tensors, got = load_file(source / "model.safetensors"), runs.flatten(nnx.to_pure_dict(nnx.state(model)))
+    tensors, got = load_file(source / "model.safetensors"), checkpoints.flatten(nnx.to_pure_dict(nnx.state(model)))
     assert {convert_weights.hf_name(name) for name in got} == tensors.keys()
     for name, array in got.items():
         name, array = convert_weights.hf_name(name), np.asarray(array)
@@ -277,7 +277,7 @@ def test_a_converted_qwen2_has_a_row_for_mask_and_every_other_byte(block, conver
 @pytest.mark.slow
 def test_a_converted_qwen2_computes_what_it_did_and_looks_both_ways_if_asked(converted):
     source, out = converted
-    model, arrays = runs.load(md, out)[0], load_file(source / "expected.safetensors")
+    model, arrays = checkpoints.load(md, out)[0], load_file(source / "expected.safetensors")
 
     @functools.partial(jax.jit, static_argnums=2)
     def logits(model, token_BL, causal):
@@ -293,7 +293,7 @@ def test_a_converted_qwen2_computes_what_it_did_and_looks_both_ways_if_asked(con
 
 @pytest.mark.slow
 def test_a_converted_qwen2_writes_its_greedy_text_in_blocks_of_one(block, converted):
-    model, cases = runs.load(md, converted[1])[0], block["conversion"]["greedy"]
+    model, cases = checkpoints.load(md, converted[1])[0], block["conversion"]["greedy"]
     assert model.cfg.block_length == 1
     assert cases
     new = max(len(case["text"]) for case in cases)

@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 from test_model_pythoncoder import stack_layers
 
+import checkpoints
 import model_pythoncoder as pc
-import runs
 
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("exact_matmuls")]
 
@@ -146,7 +146,7 @@ def test_whole_model_logits_losses_and_gradients(golden_dir, remat):
             end = -1 if key == "mtp_logits" else None  # the last position has no next token
             np.testing.assert_allclose(got[:, :end], arrays[f"{name}/{key}"][:, :end], atol=1e-4, err_msg=key)
 
-        flat = runs.flatten(grads)
+        flat = checkpoints.flatten(grads)
         for tensor, want in variant["directional_derivatives"].items():
             parts = tensor.split(".")
             grad = flat[f"layers.{parts[2]}"][int(parts[1])] if parts[0] == "layers" else flat[tensor]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import checkpoints
 import diffusion
 import model_dream as md
-import runs
 import sample_dream as sd
 
 TINY = md.DreamConfig(
@@ -60,7 +60,7 @@ def masked(B, P, new, seed=0):
 
 def brute_force(params, cfg, token_L, position_L, see_L, wrong=""):
     """The specification in float64 NumPy, a loop over heads; `wrong` makes one of the mistakes that others made."""
-    p = {k: np.asarray(v, np.float64) for k, v in runs.flatten(params).items()}
+    p = {k: np.asarray(v, np.float64) for k, v in checkpoints.flatten(params).items()}
     L, K, half = len(token_L), cfg.head_size, cfg.head_size // 2
     eps = 0.1 if wrong == "eps" else cfg.eps
     position_L = np.arange(L) if wrong == "positions" else position_L
@@ -165,7 +165,7 @@ def test_the_gpus_attention_is_the_plain_one(shape, gradient):
         return jax.grad(lambda *qkv: weighted(*qkv).sum(), (0, 1, 2))(q, k, v) if gradient else [weighted(q, k, v)]
 
     mesh = shape and jax.make_mesh(shape, ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3)
-    with runs.on(mesh):
+    with checkpoints.mesh_context(mesh):
         got = outputs(jax.jit(md.attention_gpu, static_argnames="interpret"), segment_BL=segment_BL, interpret=True)
     for a, b in zip(got, outputs(md.attention, places=(diffusion.Place(segment_BL),) * 2), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
@@ -184,7 +184,7 @@ def test_attention_is_a_kernel_on_the_gpus_it_was_compiled_for():
 
 
 def test_the_7b_preset_has_the_parameters_of_the_spec():
-    shapes = runs.flatten(md.param_shapes(md.CONFIGS["7b"]))
+    shapes = checkpoints.flatten(md.param_shapes(md.CONFIGS["7b"]))
     assert (md.count_params(md.CONFIGS["7b"])["total"], len(shapes)) == (7_615_616_512, 339)
     assert sum(leaf.size for name, leaf in shapes.items() if name.endswith("_bias")) == 28 * 4608
     assert shapes["layers.27.k_proj"].shape == (512, 3584)
@@ -192,7 +192,7 @@ def test_the_7b_preset_has_the_parameters_of_the_spec():
 
 @pytest.mark.parametrize(("preset", "count", "tensors"), [("500m", 494_032_768, 290), ("1500m", 1_543_714_304, 338)])
 def test_small_presets_are_as_large_as_qwen2_5_is(preset, count, tensors):
-    shapes = runs.flatten(md.param_shapes(md.CONFIGS[preset]))
+    shapes = checkpoints.flatten(md.param_shapes(md.CONFIGS[preset]))
     assert (md.count_params(md.CONFIGS[preset])["total"], len(shapes)) == (count, tensors)
 
 
@@ -203,8 +203,6 @@ def test_every_preset_counts_what_it_allocates_and_survives_its_config_json(tmp_
         assert total == sum(parts.values()) == sum(x.size for x in jax.tree.leaves(md.param_shapes(cfg)))
         (tmp_path / "config.json").write_text(json.dumps(md.config_to_hf(cfg)))
         assert md.config_from_hf(tmp_path) == cfg, name
-    with pytest.raises(ValueError, match="not one of tiny"):
-        md.main(md.Args(model="8b"))
 
 
 def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
@@ -263,40 +261,40 @@ def test_a_saved_model_loads_bit_for_bit_also_onto_a_mesh(tmp_path):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(TINY))
     model = nnx.merge(md.graph_of(TINY, md.Run()), params)
     (tmp_path / "tokenizer.json").write_text("{}")
-    md.save(tmp_path / "ckpt", model, extra=[tmp_path / "tokenizer.json"])
+    checkpoints.save(md, tmp_path / "ckpt", model, files=[tmp_path / "tokenizer.json"])
     assert {p.name for p in (tmp_path / "ckpt").iterdir()} == {"config.json", "meta.json", "params", "tokenizer.json"}
     with pytest.raises(FileExistsError):
-        md.save(tmp_path / "ckpt", model)
+        checkpoints.save(md, tmp_path / "ckpt", model)
     for where in (None, mesh):
-        back = runs.load(md, tmp_path / "ckpt", mesh=where)[0]
+        back = checkpoints.load(md, tmp_path / "ckpt", mesh=where)[0]
         assert back.cfg == TINY
-        got = runs.flatten(nnx.to_pure_dict(nnx.state(back)))
-        for name, x in runs.flatten(params).items():
+        got = checkpoints.flatten(nnx.to_pure_dict(nnx.state(back)))
+        for name, x in checkpoints.flatten(params).items():
             assert np.asarray(got[name]).tobytes() == np.asarray(x).tobytes(), name
         assert len(got["lm_head"].sharding.device_set) == (8 if where else 1)
-    assert runs.load(md, tmp_path / "ckpt", dtype=jnp.float32)[0].norm[...].dtype == jnp.float32
+    assert checkpoints.load(md, tmp_path / "ckpt", dtype=jnp.float32)[0].norm[...].dtype == jnp.float32
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax drops its own futures
 def test_damaged_checkpoints_are_one_clear_line(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
-        runs.load(md, tmp_path)
-    md.save(tmp_path / "ckpt", build())
+        checkpoints.load(md, tmp_path)
+    checkpoints.save(md, tmp_path / "ckpt", build())
     meta = json.loads((tmp_path / "ckpt" / "meta.json").read_text())
     meta["sums"]["layers.1.o_proj"] += 1
     (tmp_path / "ckpt" / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match=r"layers\.1\.o_proj differ from what was saved"):
-        runs.load(md, tmp_path / "ckpt")
+        checkpoints.load(md, tmp_path / "ckpt")
     largest = max((p for p in (tmp_path / "ckpt" / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:100])
     with pytest.raises(ValueError, match="cannot be read") as error:
-        runs.load(md, tmp_path / "ckpt")
+        checkpoints.load(md, tmp_path / "ckpt")
     assert "\n" not in str(error.value)
     gc.collect()
 
 
 def quantised(params, dtype=jnp.float32, bits=8):
-    """As runs.load gives them."""
+    """As checkpoints.load gives them."""
 
     def kept(path, x):
         return md.quantise(x, bits, path[-1].key) if x.ndim == 2 else x.astype(dtype)
@@ -403,20 +401,22 @@ def test_joined_matrices_give_the_same_logits(bits):
 def test_quantised_checkpoints_load_layer_by_layer_also_onto_a_mesh(tmp_path, bits):
     cfg = dataclasses.replace(TINY, ffn=128)  # two groups of 64
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(cfg))
-    md.save(tmp_path / "ckpt", nnx.merge(md.graph_of(cfg, md.Run()), params))
-    model = runs.load(md, tmp_path / "ckpt", dtype=jnp.float32, bits=bits)[0]
-    want, got = (runs.flatten(x) for x in (quantised(params, bits=bits), nnx.to_pure_dict(nnx.state(model))))
+    checkpoints.save(md, tmp_path / "ckpt", nnx.merge(md.graph_of(cfg, md.Run()), params))
+    model = checkpoints.load(md, tmp_path / "ckpt", dtype=jnp.float32, bits=bits)[0]
+    want, got = (checkpoints.flatten(x) for x in (quantised(params, bits=bits), nnx.to_pure_dict(nnx.state(model))))
     assert want.keys() == got.keys()
     for name, x in want.items():
         assert got[name].dtype == x.dtype
         np.testing.assert_array_equal(got[name], x, err_msg=name)
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     like = {"dtype": "float32", "bits": bits}
-    needed = runs.bytes_needed(md, cfg, runs.inference_mesh(cfg, jax.devices()[:1], 1), "bfloat16", **like)
+    needed = checkpoints.bytes_needed(
+        md, cfg, checkpoints.inference_mesh(cfg, jax.devices()[:1], 1), "bfloat16", **like
+    )
     assert sum(x.nbytes for x in got.values()) + max(x.nbytes for x in jax.tree.leaves(params)) == needed
     alone = apply(model, tokens(8, 10))
     with jax.set_mesh(mesh):
-        spread = runs.load(md, tmp_path / "ckpt", dtype=jnp.float32, mesh=mesh, bits=bits)[0]
+        spread = checkpoints.load(md, tmp_path / "ckpt", dtype=jnp.float32, mesh=mesh, bits=bits)[0]
         gate = spread.layers["0"].gate_proj.get_value()
         assert gate[0].sharding.spec == jax.P("tensor", "fsdp")
         assert len(gate[0].addressable_shards[0].data) == cfg.ffn // 2
@@ -439,8 +439,12 @@ def test_7b_takes_half_of_16_gb_in_int8_and_of_8_gb_five_in_int4():
     assert size(8) == tables + layers + 2 * vectors + 4 * (rows + 2 * 152_064) < 8e9
     assert size(4) == tables + layers // 2 + layers // 16 + 2 * vectors + 4 * 2 * 152_064 < 5e9
     # while it is read the largest array is there as stored; JAX takes three quarters of a GPU's memory
-    mesh = runs.inference_mesh(cfg, jax.devices()[:1], 1)
-    assert runs.bytes_needed(md, cfg, mesh, "bfloat16", "bfloat16", 4) == size(4) + 2 * parts["embed"] < 0.75 * 2**33
+    mesh = checkpoints.inference_mesh(cfg, jax.devices()[:1], 1)
+    assert (
+        checkpoints.bytes_needed(md, cfg, mesh, "bfloat16", "bfloat16", 4)
+        == size(4) + 2 * parts["embed"]
+        < 0.75 * 2**33
+    )
 
 
 # ---- training ------------------------------------------------------------------------------------------------------

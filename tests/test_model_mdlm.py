@@ -22,7 +22,7 @@ def tokens(*shape):
     return torch.randint(5, TINY.vocab, shape, generator=torch.Generator().manual_seed(1))
 
 
-def test_presets_have_their_true_parameter_counts(capsys):
+def test_presets_have_their_true_parameter_counts():
     want = {"tiny": (5_453_824, 7_550_976), "small": (14_187_264, 17_332_992), "medium": (30_070_784, 34_265_088)}
     want["large"] = (55_463_680, 60_706_560)
     assert set(want) == set(mdlm.CONFIGS)
@@ -32,8 +32,6 @@ def test_presets_have_their_true_parameter_counts(capsys):
             assert mdlm.count_params(cfg)["total"] == count
             with torch.device("meta"):
                 assert sum(p.numel() for p in mdlm.MDLM(cfg).parameters()) == count
-    mdlm.main(mdlm.Args())
-    assert "17,332,992" in capsys.readouterr().out
 
 
 def test_rope_turns_pairs_so_that_products_depend_on_distance_alone():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import checkpoints
 import model_pythoncoder as pc
 import runs
 
@@ -64,7 +65,7 @@ def test_every_preset_counts_what_it_allocates():
 @pytest.mark.parametrize("init_std", ["paper", "fan_in"])
 def test_new_matrices_have_the_size_that_their_form_says(init_std):
     cfg = dataclasses.replace(TINY, vocab=512, heads=8, init_std=init_std)
-    params, N = runs.flatten(new_params(cfg)), cfg.layers
+    params, N = checkpoints.flatten(new_params(cfg)), cfg.layers
     matrices = {"layers.wq": 32, "layers.w_up": 32, "layers.wo": 64, "layers.w_down": 48, "mtp.proj": 64}  # and rows
     for name, fan_in in matrices.items():
         std = fan_in**-0.5 if init_std == "fan_in" else 0.02
@@ -186,7 +187,7 @@ def test_gpu_kernels_leave_loss_and_gradients_as_they_are(cfg, monkeypatch):
 
     (want, want_grads), (got, grads) = found(), found(kernel="ampere")
     assert got == pytest.approx(float(want), rel=1e-5)
-    want_grads, grads = runs.flatten(want_grads), runs.flatten(grads)
+    want_grads, grads = checkpoints.flatten(want_grads), checkpoints.flatten(grads)
     for name, grad in grads.items():
         error = np.abs(grad - want_grads[name]).max()
         assert error <= 1e-4 * np.abs(want_grads[name]).max() + 1e-7, name
@@ -209,8 +210,8 @@ def test_the_gradient_of_sums_is_sums_plus_that_of_the_layers(remat):
     assert got == want
     assert all((g == 0).all() for g in jax.tree.leaves(grads["layers"]))
     wanted = want_grads | {"layers": jax.tree.map(jnp.add, sums, want_grads["layers"])}
-    for name, grad in runs.flatten(grads | {"layers": new_sums}).items():
-        want = runs.flatten(wanted)[name]
+    for name, grad in checkpoints.flatten(grads | {"layers": new_sums}).items():
+        want = checkpoints.flatten(wanted)[name]
         np.testing.assert_allclose(grad, want, atol=1e-5 * np.abs(want).max(), err_msg=name)
 
 
@@ -235,8 +236,8 @@ def test_eight_devices_give_the_losses_and_gradients_of_one(tensor):
     with jax.set_mesh(mesh):
         got, grads = jax.jit(jax.value_and_grad(loss))(params, *batch)
     assert float(got) == pytest.approx(float(want), rel=1e-5)
-    for name, grad in runs.flatten(grads).items():
-        want = runs.flatten(want_grads)[name]
+    for name, grad in checkpoints.flatten(grads).items():
+        want = checkpoints.flatten(want_grads)[name]
         np.testing.assert_allclose(grad, want, atol=1e-4 * np.abs(want).max() + 1e-7, err_msg=name)
 
 
@@ -326,14 +327,14 @@ def stack_layers(flat, cfg):
         layers = [flat.pop(f"layers.{i}.{name[9:]}", None) for i in range(cfg.layers)]
         if all(layer is not None for layer in layers):
             flat["layers." + name[9:]] = np.stack(layers)
-    want = runs.flatten(pc.param_shapes(cfg))
+    want = checkpoints.flatten(pc.param_shapes(cfg))
     runs.check_tensors({n: x.shape for n, x in flat.items()}, {n: x.shape for n, x in want.items()}, "the file")
-    return runs.unflatten({name: jnp.asarray(value) for name, value in flat.items()})
+    return checkpoints.unflatten({name: jnp.asarray(value) for name, value in flat.items()})
 
 
 def test_flat_names_stack_into_layers_and_errors_list_every_tensor():
     params, flat = new_params(TINY), {}
-    for name, value in runs.flatten(params).items():
+    for name, value in checkpoints.flatten(params).items():
         if name.startswith("layers."):
             flat |= {f"layers.{i}.{name[7:]}": np.asarray(part) for i, part in enumerate(value)}
         else:

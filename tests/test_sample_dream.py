@@ -12,6 +12,7 @@ from test_model_dream import MASK, SHALLOW, TINY, apply, build, hidden, masked, 
 
 import diffusion
 import model_dream as md
+import runs
 import sample_dream as sd
 
 
@@ -29,21 +30,23 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
     tokenizer.add_special_tokens(["<|endoftext|>", "<|mask|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     cfg = dataclasses.replace(TINY, vocab=16, mask_id=7, eos_id=6, pad_id=6, bos_id=6)
-    assert sd.load_tokenizer(tmp_path, cfg).encode("abc<|mask|>").ids == [5, 7]
+    assert runs.load_tokenizer(tmp_path, cfg).encode("abc<|mask|>").ids == [5, 7]
     for change, part in (
         ({"vocab": 6, "mask_id": 5, "eos_id": 1, "pad_id": 1, "bos_id": 1}, "it has 8 tokens, the model 6"),
         ({"mask_id": 4}, "4, the model's mask_id, is 'ab' in it"),
         ({"eos_id": 9}, "9, the model's eos_id, is None in it"),
     ):
         with pytest.raises(ValueError, match=part):
-            sd.load_tokenizer(tmp_path, dataclasses.replace(cfg, **change))
-    assert sd.load_tokenizer(tmp_path, dataclasses.replace(cfg, mask_id=9)).get_vocab_size() == 8  # MASK needs no name
+            runs.load_tokenizer(tmp_path, dataclasses.replace(cfg, **change))
+    assert (
+        runs.load_tokenizer(tmp_path, dataclasses.replace(cfg, mask_id=9)).get_vocab_size() == 8
+    )  # MASK needs no name
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="cannot be read"):
-        sd.load_tokenizer(tmp_path, cfg)
+        runs.load_tokenizer(tmp_path, cfg)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
-        sd.load_tokenizer(tmp_path, cfg)
+        runs.load_tokenizer(tmp_path, cfg)
 
 
 # ---- sampling ------------------------------------------------------------------------------------------------------
@@ -477,7 +480,9 @@ def test_logits_exist_for_few_positions_and_other_steps_are_the_same_program(mon
 @pytest.mark.parametrize("settings", [{}, {"cache": "dual"}, {"cache": "prefix"}], ids=str)
 def test_all_blocks_are_one_program_also_with_weights_that_were_read_from_a_file(programs, settings):
     graph, params = nnx.split(build(SHALLOW))
-    model = nnx.merge(graph, jax.device_put(params, jax.devices()[0]))  # committed to a device, as runs.load does it
+    model = nnx.merge(
+        graph, jax.device_put(params, jax.devices()[0])
+    )  # committed to a device, as checkpoints.load does it
     rule = sd.Sampling(block_length=4, threshold=0.9, **settings)
     sd.generate(model, [[5, 6, 7]], 14, rule)
     assert programs() == 1

@@ -27,6 +27,7 @@ import evaluate
 import model_mdlm as mdlm
 import runs
 import train_gpu
+from rows import Rows
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALLER = mdlm.Config(width=64, layers=2, heads=1, ffn=128)
@@ -311,7 +312,7 @@ def test_a_thread_makes_the_batch_of_the_next_step(data, monkeypatch):
         return noised
 
     monkeypatch.setattr(train_gpu, "training_batch", training_batch)
-    rows = data_prep.Rows(data, "train")
+    rows = Rows(data, "train")
     steps = train_gpu.batches(rows, cfg, 0, ALONE, packed=False)
     step, noised, inputs = next(steps)
     assert second.wait(10)  # while we hold the first
@@ -400,7 +401,7 @@ def test_a_run_leaves_a_model_that_loads_and_its_scores_fall(data, unbroken):
     assert scores[-1]["heldout_nats"] < scores[0]["heldout_nats"]
     assert scores[-1]["perplexity"] == pytest.approx(np.exp(scores[-1]["heldout_nats"]))
     assert 0 <= scores[-1]["masked_accuracy"] < 1
-    assert list(runs.checkpoints(unbroken)) == [8, 12]
+    assert list(runs.saved_steps(unbroken)) == [8, 12]
     model = mdlm.load(unbroken / "step_12")
     assert model.cfg == dataclasses.replace(mdlm.CONFIGS["tiny"], vocab=512, rope=True)  # 300 token ids, filled up
     assert "---- step 12" in (unbroken / "samples.txt").read_text()
@@ -568,7 +569,7 @@ def test_two_processes_leave_together_when_one_is_asked_to_stop(script, data, un
             break
     errors = process.communicate(timeout=60)[1].decode()
     assert process.returncode != 0
-    saved = list(runs.checkpoints(out))[-1]
+    saved = list(runs.saved_steps(out))[-1]
     assert saved in (5, 6, 7)
     assert errors.count(f"saved step {saved}; go on with --resume=") == 2
     again = [*LAUNCH, script, "--resume", out]
@@ -625,7 +626,7 @@ def test_a_damaged_checkpoint_is_named(data, unbroken, tmp_path, damage):
         file.write_bytes(safetensors.torch.save({"model.embed.weight": torch.zeros(2, 2)}))
     with pytest.raises(ValueError, match=r"step_12 .*delete it"):
         resume(out, steps=14)
-    assert list(runs.checkpoints(out)) == [8, 12]
+    assert list(runs.saved_steps(out)) == [8, 12]
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(script, unbroken, tmp_path):
@@ -639,11 +640,11 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(script, unbroken, tmp_path)
     more = [sys.executable, script, f"--resume={out}", "--steps=14"]
     result = subprocess.run(more, capture_output=True, text=True, env=ENV, preexec_fn=small_files)
     says(result, "make room", "--resume")
-    assert list(runs.checkpoints(out)) == [8, 12]
+    assert list(runs.saved_steps(out)) == [8, 12]
     assert mdlm.load(out / "step_12").cfg.vocab == 512
     (out / "step_14.tmp").mkdir(exist_ok=True)  # what a killed process left is no obstacle
     resume(out, steps=14)
-    assert list(runs.checkpoints(out)) == [12, 14]
+    assert list(runs.saved_steps(out)) == [12, 14]
     assert not list(out.glob("*.tmp"))
 
 

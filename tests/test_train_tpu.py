@@ -27,12 +27,14 @@ import tokenizers
 from conftest import AS_A_USER, command, copy_in_bucket, kill_and_resume, losses, run, says
 from flax import nnx
 
+import checkpoints
 import data_prep
 import generate
 import model_dream as md
 import model_pythoncoder as pc
 import runs
 import train_tpu
+from rows import Rows
 
 
 @pytest.mark.golden
@@ -92,7 +94,7 @@ def test_a_step_without_finite_gradient_changes_nothing():
 
 
 def test_weight_decay_touches_matrices_and_embeddings_alone():
-    mask = runs.flatten(train_tpu.decays(pc.param_shapes(pc.CONFIGS["1b"])))
+    mask = checkpoints.flatten(train_tpu.decays(pc.param_shapes(pc.CONFIGS["1b"])))
     assert {n for n, decay in mask.items() if not decay} == {
         "norm", "mtp.norm_hidden", "mtp.norm_embed", "mtp.norm_out", "layers.attn_norm", "layers.ffn_norm",
         "layers.lambda_q1", "layers.lambda_k1", "layers.lambda_q2", "layers.lambda_k2", "layers.subln",
@@ -177,7 +179,7 @@ def test_muon_has_the_layers_matrices_and_orthogonalises_each_of_a_stack():
 
 
 def test_every_row_is_read_once_an_epoch_in_an_order_of_seed_and_epoch(data):
-    rows = data_prep.Rows(data, "train")
+    rows = Rows(data, "train")
     assert len(rows.shards) > 1
     orders = [rows.order(seed, epoch) for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))]
     assert all(sorted(order) == list(range(rows.total)) for order in orders)
@@ -212,7 +214,7 @@ def test_thirty_steps_on_one_batch_learn_it_by_heart():
 @pytest.mark.slow
 def test_splitting_a_step_into_micro_batches_changes_nothing(data):
     cfg = pc.Config(vocab=640, width=64, layers=2, heads=4, kv_heads=2, head_size=16, ffn=128, positions=64)
-    rows = data_prep.Rows(data, "train").read(np.arange(8))
+    rows = Rows(data, "train").read(np.arange(8))
     optimizer, params = train_tpu.make_optimizer(1.0, 0.1), pc.new_params(cfg, 0)
     results = []
     for micro in (8, 2):
@@ -262,7 +264,7 @@ def test_a_run_prints_its_choices_and_leaves_what_generate_needs(unbroken):
     assert [row["step"] for row in scores] == [4, 8, 12]
     assert scores[-1]["heldout_nats"] < scores[0]["heldout_nats"]
     assert {"config.json", "tokenizer.json", "log.jsonl", "samples.txt", "checkpoints"} <= set(os.listdir(out))
-    model, step = runs.load(pc, out)
+    model, step = checkpoints.load(pc, out)
     assert step == 12
     assert model.cfg == CODER
 
@@ -280,7 +282,7 @@ def test_evaluate_scores_a_checkpoint_as_the_trainer_did(data, unbroken, tmp_pat
     for row in rows:
         assert row["bits_per_byte"] == pytest.approx(logged[row["step"]], rel=1e-4)
         assert 0 <= row["drafts_accepted"] <= 1
-    rows = data_prep.Rows(data, "heldout")
+    rows = Rows(data, "heldout")
     rows = rows.read(rows.spread(100))
     text = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json")).decode(rows[0][rows[1] > 0].tolist()).encode()
     result = run("evaluate.py", f"--ckpt={out}", "--rows=100", "--drafts=0", "--json")
@@ -360,7 +362,7 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, one_devi
 
 
 def test_a_cpu_is_not_used_beside_an_idle_gpu_unless_asked_for(data, monkeypatch, tmp_path):
-    monkeypatch.setattr(runs, "MACHINE", tmp_path)
+    monkeypatch.setattr(checkpoints, "MACHINE", tmp_path)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
     monkeypatch.delenv("JAX_PLATFORMS")
@@ -414,7 +416,7 @@ def test_a_damaged_checkpoint_is_named(data, unbroken, one_device, tmp_path, dam
         largest.write_bytes(content if damage == "flipped bit" else content[: len(content) // 2])
     assert "checkpoints/12" in refusal(resumed(out, steps=14))
     with pytest.raises(ValueError, match=r"checkpoints/12 cannot be read|step 12 of .* cannot be read") as error:
-        runs.load(pc, out)
+        checkpoints.load(pc, out)
     assert "\n" not in str(error.value)
 
 
@@ -429,7 +431,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(from_the_shell, tmp_path):
 
     result = run("train_tpu.py", f"--resume={out}", "--steps=14", "--compile_cache=", preexec_fn=small_files)
     says(result, "was not written", "from [")
-    assert runs.load(pc, out)[1] == 12
+    assert checkpoints.load(pc, out)[1] == 12
 
 
 @pytest.mark.slow
@@ -462,7 +464,7 @@ def pairs(tmp_path_factory):
 
 def first_loss(model, folder, seed=0):
     """The loss of the first step of a run over a folder of rows, computed from the model alone."""
-    rows = data_prep.Rows(folder, "train")
+    rows = Rows(folder, "train")
     token_BL, segment_BL, position_BL, *fixed = rows.read(rows.order(seed, 0)[:8])
     t_BL, u_BL = md.noise(jax.random.fold_in(jax.random.key(seed), 0), 8, jnp.arange(8), jnp.asarray(segment_BL))
     nats = jax.jit(lambda model, *args: model.nelbo(*args))(
@@ -525,10 +527,10 @@ def test_an_autoregressive_run_goes_on_in_blocks_without_a_jump_and_generate_wri
 ):
     ar, blocks, common = tmp_path / "ar", tmp_path / "blocks", {"steps": 60, "eval_every": 30}
     train_tpu.main(dream_config(data, ar, dream=train_tpu.Dream(objective="ar"), **common))
-    assert runs.load(md, ar)[0].cfg.block_length == 1
+    assert checkpoints.load(md, ar)[0].cfg.block_length == 1
     recipe = train_tpu.Dream(init=str(ar), block_length=4, block_warmup=20, rates=(0.3, 0.8), rate_warmup=5)
     train_tpu.main(dream_config(data, blocks, str(ar), dream=recipe, **common))
-    assert runs.load(md, blocks)[0].cfg.block_length == 4
+    assert checkpoints.load(md, blocks)[0].cfg.block_length == 4
     before = np.mean([loss for loss, _ in losses(ar).values()][-5:])
     assert losses(blocks)[1][0] == pytest.approx(before, abs=0.3)  # log(600) = 6.4 at first
     assert (blocks / "samples.txt").read_text().count("---- step") == 2
@@ -596,9 +598,9 @@ def test_a_dream_run_ends_with_what_generate_needs_and_resuming_equals_not_stopp
     out, copy = tmp_path / "run", tmp_path / "copy"
     train_tpu.main(dream_config(data, out))
     tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
-    size = data_prep.Rows(data, "train").meta["vocab_size"]
+    size = Rows(data, "train").meta["vocab_size"]
     assert tokenizer.token_to_id("<|mask|>") == size  # behind the last id of the data
-    model, _ = runs.load(md, out)
+    model, _ = checkpoints.load(md, out)
     assert model.cfg == dataclasses.replace(DREAM, mask_id=size)
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     scores = {row["step"]: row for row in rows if "bits_per_byte" in row}
@@ -611,29 +613,31 @@ def test_a_dream_run_ends_with_what_generate_needs_and_resuming_equals_not_stopp
     train_tpu.main(resumed(copy, micro_batch=4))
     assert losses(copy) == losses(out)
     assert len(losses(copy)) == 4
-    for a, b in zip(*(jax.tree.leaves(nnx.state(runs.load(md, folder)[0])) for folder in (out, copy)), strict=True):
+    for a, b in zip(
+        *(jax.tree.leaves(nnx.state(checkpoints.load(md, folder)[0])) for folder in (out, copy)), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
-    assert runs.load(md, out, step=2)[0].cfg == model.cfg
+    assert checkpoints.load(md, out, step=2)[0].cfg == model.cfg
     for kwargs, part in (({"step": 3}, "no checkpoint of step 3; it has [2, 4]"), ({}, "no checkpoint; train one")):
         with pytest.raises(FileNotFoundError, match=re.escape(part)):
-            runs.load(md, out if kwargs else tmp_path, **kwargs)
+            checkpoints.load(md, out if kwargs else tmp_path, **kwargs)
     largest = max((copy / "checkpoints" / "4" / "params").rglob("*"), key=lambda p: p.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
     with pytest.raises(ValueError, match=r"checkpoints/4 cannot be read: .+") as error:
-        runs.load(md, copy)
+        checkpoints.load(md, copy)
     assert "\n" not in str(error.value)
 
 
 def save_start(folder, data):
     """A Dream far from a fresh one, in bfloat16, with the tokenizer of the data; its config."""
-    meta = data_prep.Rows(data, "train").meta
+    meta = Rows(data, "train").meta
     ids = {"mask_id": meta["vocab_size"], "pad_id": meta["eos_id"], "bos_id": meta["eos_id"], "eos_id": meta["eos_id"]}
     cfg = dataclasses.replace(DREAM, **ids)
     params = jax.tree.map(lambda x: (3 * x).astype(jnp.bfloat16), md.new_params(cfg, 5))
     (folder.parent / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     (folder.parent / "vocab.json").write_text("{}")
     files = [data / "tokenizer.json", *(folder.parent / name for name in ("tokenizer_config.json", "vocab.json"))]
-    md.save(folder, nnx.merge(md.graph_of(cfg, md.Run()), params), files, source="a/b")
+    checkpoints.save(md, folder, nnx.merge(md.graph_of(cfg, md.Run()), params), files, source="a/b")
     return cfg
 
 
@@ -645,7 +649,7 @@ def test_a_dream_learns_holes_of_any_length_and_says_with_which_id_they_grow(one
     data = tmp_path / "rows"
     data_prep.main(data_prep.Pairs(out=str(data), edit_rate=0.5, **cfg))
     train_tpu.main(dream_config(data, tmp_path / "run"))
-    model = runs.load(md, tmp_path / "run")[0].cfg
+    model = checkpoints.load(md, tmp_path / "run")[0].cfg
     assert model.expand_id == model.mask_id + 1
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy/checkpoints/4")
@@ -656,7 +660,7 @@ def test_a_dream_learns_holes_of_any_length_and_says_with_which_id_they_grow(one
     train_tpu.main(dream_config(data, tmp_path / "next", init=tmp_path / "start", steps=1))
     known = tokenizers.Tokenizer.from_file(str(data / "tokenizer.json")).get_vocab_size()
     learnt = dataclasses.replace(start, expand_id=max(known, start.mask_id + 1))
-    assert runs.load(md, tmp_path / "next")[0].cfg == learnt
+    assert checkpoints.load(md, tmp_path / "next")[0].cfg == learnt
     for wrong in ({"block_length": 4}, {"objective": "ar"}, {"init": str(tmp_path / "start"), "lora_rank": 2}):
         settings = dream_config(data, tmp_path / "no", init=wrong.get("init", ""), dream=train_tpu.Dream(**wrong))
         assert "for a Dream that sees the whole canvas, without --lora_rank" in refusal(settings)
@@ -666,7 +670,7 @@ def test_a_dream_learns_holes_of_any_length_and_says_with_which_id_they_grow(one
     train_tpu.main(dream_config(plain, tmp_path / "ar", dream=train_tpu.Dream(objective="ar"), steps=1))
     whole = train_tpu.Dream(init=str(tmp_path / "ar"), anneal_steps=1)
     train_tpu.main(dream_config(data, tmp_path / "whole", tmp_path / "ar", dream=whole, steps=1))
-    assert runs.load(md, tmp_path / "whole")[0].cfg.expand_id > 0
+    assert checkpoints.load(md, tmp_path / "whole")[0].cfg.expand_id > 0
 
 
 def test_a_step_with_lora_changes_the_adapters_alone():
@@ -695,16 +699,16 @@ def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(pairs, one_d
     dream = train_tpu.Dream(init=str(start), lora_rank=2, block_length=block)
     train_tpu.main(dream_config(pairs, out, start, dream=dream, weight_decay=0.5))
     if not block:  # nothing has changed yet
-        want = first_loss(runs.load(md, start, dtype=jnp.float32)[0], pairs)
+        want = first_loss(checkpoints.load(md, start, dtype=jnp.float32)[0], pairs)
         assert losses(out)[1][0] == pytest.approx(want, rel=1e-4)
-    assert runs.load(md, out / "merged")[0].cfg.block_length == block
-    saved = runs.Checkpoints(out).meta()["sums"]
+    assert checkpoints.load(md, out / "merged")[0].cfg.block_length == block
+    saved = checkpoints.Checkpoints(out).meta()["sums"]
     assert sum(name.startswith("adapters.") for name in saved) == 2 * 7 * DREAM.layers
     assert not any(name.startswith(("params.", "base.")) for name in saved)
 
     # What is not in its targets stays, bit for bit; what is has a difference of rank 2.
-    before, after = (runs.load(md, folder, dtype=jnp.float32)[0] for folder in (start, out / "merged"))
-    before, after = (runs.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (before, after))
+    before, after = (checkpoints.load(md, folder, dtype=jnp.float32)[0] for folder in (start, out / "merged"))
+    before, after = (checkpoints.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (before, after))
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert changed == {f"layers.{i}.{name}" for i in range(DREAM.layers) for name in md.MATRICES}
     assert all(np.linalg.matrix_rank(after[name] - before[name], tol=1e-5) <= 2 for name in changed)
@@ -718,10 +722,10 @@ def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(pairs, one_d
     shutil.rmtree(copy / "checkpoints/4")
     train_tpu.main(resumed(copy, micro_batch=4))
     assert losses(copy) == losses(out)
-    again = runs.flatten(nnx.to_pure_dict(nnx.state(runs.load(md, copy / "merged")[0])))
+    again = checkpoints.flatten(nnx.to_pure_dict(nnx.state(checkpoints.load(md, copy / "merged")[0])))
     assert all(np.array_equal(again[name], after[name]) for name in after)
     with pytest.raises(ValueError, match=r"holds what LoRA learnt; the whole model is in .*run/merged"):
-        runs.load(md, out)
+        checkpoints.load(md, out)
     changes = {
         "--lora_rank 2 there, 3 here": {"lora_rank": 3},
         f"block_length {block} there, 8 here": {"block_length": 8},
@@ -738,8 +742,8 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_read(pairs, one_device,
     params = md.count_params(cfg)["total"]
     adapters = 16 * sum(sum(x.shape) for x in jax.tree.leaves(md.param_shapes(cfg)["layers"]) if x.ndim == 2)
     full, lora = 16 * params + 4, 4 * params + 16 * adapters + 4  # weights, two moments, gradients; a counter
-    free = lambda size: monkeypatch.setattr(runs, "free_bytes", lambda _: size)  # noqa: E731
-    monkeypatch.setattr(runs, "load", None)
+    free = lambda size: monkeypatch.setattr(checkpoints, "free_bytes", lambda _: size)  # noqa: E731
+    monkeypatch.setattr(checkpoints, "load", None)
     free(full - 1)
     said = refusal(dream_config(pairs, tmp_path / "a", tmp_path / "start"))
     assert said.startswith(f"weights, moments and gradients take {full / 1e9:.3g} GB on each device, where ")
@@ -758,14 +762,14 @@ def test_init_starts_at_the_loss_of_the_checkpoint(kind, data, pairs, one_device
     folder = data if kind == "documents" else pairs
     cfg = save_start(tmp_path / "start", folder)
     train_tpu.main(dream_config(folder, tmp_path / "run", init=tmp_path / "start", steps=1))
-    want = first_loss(runs.load(md, tmp_path / "start", dtype=jnp.float32)[0], folder)
+    want = first_loss(checkpoints.load(md, tmp_path / "start", dtype=jnp.float32)[0], folder)
     assert losses(tmp_path / "run")[1][0] == pytest.approx(want, rel=1e-4)
-    assert runs.load(md, tmp_path / "run")[0].cfg == cfg
+    assert checkpoints.load(md, tmp_path / "run")[0].cfg == cfg
     assert "messages" in (tmp_path / "run" / "tokenizer_config.json").read_text()  # it still knows how to chat
     assert runs.read_json(tmp_path / "run" / "config.json")["source"] == "a/b"
     if kind == "documents":
         train_tpu.main(dream_config(folder, tmp_path / "next", init=tmp_path / "run", steps=1))
-        want = first_loss(runs.load(md, tmp_path / "run")[0], folder)
+        want = first_loss(checkpoints.load(md, tmp_path / "run")[0], folder)
         assert losses(tmp_path / "next")[1][0] == pytest.approx(want, rel=1e-4)
         return
     assert "other ids" in refusal(dream_config(data, tmp_path / "a", init=tmp_path / "start"))
@@ -778,7 +782,7 @@ def test_init_starts_at_the_loss_of_the_checkpoint(kind, data, pairs, one_device
 
 @pytest.mark.slow
 def test_a_dream_step_on_eight_devices_has_the_loss_of_one(data):
-    rows, cfg = data_prep.Rows(data, "train").read(np.arange(8)), DREAM
+    rows, cfg = Rows(data, "train").read(np.arange(8)), DREAM
     names = "token_ABL", "segment_ABL", "position_ABL"
     optimizer, params = train_tpu.make_optimizer(1.0, 0.1), md.new_params(cfg, 0)
     state = {"params": params, "opt": optimizer.init(params)}
@@ -803,7 +807,7 @@ def test_a_dream_step_on_eight_devices_has_the_loss_of_one(data):
 
 
 def test_weight_decay_leaves_out_the_biases_and_norms_of_dream():
-    mask = runs.flatten(train_tpu.decays(md.param_shapes(md.CONFIGS["tiny"])))
+    mask = checkpoints.flatten(train_tpu.decays(md.param_shapes(md.CONFIGS["tiny"])))
     assert {name.split(".")[-1] for name, decay in mask.items() if not decay} == {
         "norm", "input_layernorm", "post_attention_layernorm", "q_bias", "k_bias", "v_bias",
     }  # fmt: skip
@@ -853,7 +857,7 @@ def test_kill_9_at_random_moments_always_resumes_to_the_unbroken_run(data, tmp_p
     steps = kill_and_resume(command(*flags(data, out, *more)), command(*resume), kills)
     assert max(steps) > 3  # a checkpoint lay between two kills
     assert losses(out) == losses(unbroken)
-    assert runs.Checkpoints(out).meta()["sums"] == runs.Checkpoints(unbroken).meta()["sums"]
+    assert checkpoints.Checkpoints(out).meta()["sums"] == checkpoints.Checkpoints(unbroken).meta()["sums"]
 
 
 def two_hosts(data, outs, *more):
@@ -1002,7 +1006,7 @@ def test_more_epochs_go_on_with_a_finished_run_and_old_epochs_are_not_kept(data,
     assert f"has all of its {done} steps; more with --epochs or --steps" in capsys.readouterr().out
     train_tpu.main(resumed(out, epochs=3.0))
     assert max(losses(out)) == 3 * done
-    assert len(runs.checkpoints(out)) <= 3  # two, and the best
+    assert len(runs.saved_steps(out)) <= 3  # two, and the best
 
 
 def test_without_held_out_rows_there_is_no_score(data, one_device, tmp_path):
@@ -1013,13 +1017,13 @@ def test_without_held_out_rows_there_is_no_score(data, one_device, tmp_path):
     (folder / "meta.json").write_text(json.dumps(meta))
     train_tpu.main(config(folder, tmp_path / "run", model="dream_test", steps=2))
     assert "NaN" not in (tmp_path / "run" / "log.jsonl").read_text()
-    assert list(runs.checkpoints(tmp_path / "run")) == [2]
+    assert list(runs.saved_steps(tmp_path / "run")) == [2]
 
 
 @pytest.mark.slow
 def test_a_checkpoint_is_written_after_save_minutes(data, one_device, tmp_path):
     train_tpu.main(config(data, tmp_path / "run", model="dream_test", steps=3, eval_every=3, save_minutes=1e-9, keep=9))
-    assert list(runs.checkpoints(tmp_path / "run")) == [1, 2, 3]
+    assert list(runs.saved_steps(tmp_path / "run")) == [1, 2, 3]
 
 
 @pytest.mark.slow
@@ -1062,7 +1066,7 @@ def test_gradients_of_many_micro_batches_meet_once_a_step():
             model="tiny", seq_len=32, batch_size=16, micro_batch=1, lr=1e-2, steps=10, warmup=1, reduce=reduce
         )
         optimizer = train_tpu.make_optimizer(1.0, 0.1)
-        shapes = train_tpu.state_shapes(pc, model, optimizer, mesh)
+        shapes = checkpoints.state_shapes(pc, model, optimizer, mesh)
         graph = pc.graph_of(model, pc.Run(dropout=0.1))
         step = train_tpu.lower_step(cfg, graph, optimizer, shapes, mesh).compile()
         text = step.as_text()

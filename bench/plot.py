@@ -1,0 +1,67 @@
+"""Draw the curves of a run in the terminal, and as curve.png in its folder, also while it trains.
+
+python bench/plot.py out/train_tpu                      # loss and bits per byte
+python bench/plot.py out/grpo --names reward kl         # any numbers of log.jsonl
+watch -n 10 python bench/plot.py out/train_tpu          # every ten seconds
+"""
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    run: tyro.conf.Positional[str]  # folder of a run
+    names: tuple[str, ...] = ("loss", "bits_per_byte")  # metrics of log.jsonl, a curve each
+    height: int = 20  # lines of the terminal
+
+
+def braille(x_N, y_N, width, height):
+    """`height` lines of `width` characters with a curve through the points (x, y), x rising: 2 by 4 dots a character.
+
+    The largest y is in the first line, the smallest in the last.
+    """
+    # the row of dots that the curve has reached in each column of dots
+    y_C = np.interp(np.linspace(x_N[0], x_N[-1], 2 * width), x_N, y_N)
+    row_C = np.rint((y_C.max() - y_C) / (np.ptp(y_C) or 1) * (4 * height - 1)).astype(int).tolist()
+    cells = np.zeros((height, width), int)
+    for column, (before, row) in enumerate(zip([row_C[0], *row_C], row_C, strict=False)):
+        for dot in range(min(before, row), max(before, row) + 1):  # down or up to it, so that the curve has no holes
+            bit = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))[dot % 4][column % 2]
+            cells[dot // 4, column // 2] |= bit
+    return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
+
+
+def text_plot(rows, names, unit="step", width=80, height=10):
+    """Lines of text with a curve of each of the names over rows of a log; [] while there is none.
+
+    Each has a heading with its newest value, and its largest and smallest beside it.
+    """
+    found, lines = runs.series(rows, names, unit), []
+    for name, (x, y) in found.items():
+        curve = braille(x, y, width - 10, height // len(found) - 1)
+        labels = [f"{max(y):9.4g}", *[9 * " "] * (len(curve) - 2), f"{min(y):9.4g}"]
+        lines.append(f"{name} {y[-1]:.4g}, {unit} {x[-1]:,}")
+        lines += [f"{label} {line}" for label, line in zip(labels, curve, strict=True)]
+    return lines
+
+
+def main(cfg):
+    rows = [json.loads(line) for line in (Path(cfg.run) / "log.jsonl").read_text().splitlines()]
+    unit = "round" if "round" in rows[0] else "step"
+    lines = text_plot(rows, cfg.names, unit, shutil.get_terminal_size().columns - 1, cfg.height)
+    print("\n".join(lines) or f"{cfg.run} has not logged {' or '.join(cfg.names)} twice yet")
+    runs.save_curves(Path(cfg.run), cfg.names, unit)
+
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__)
