@@ -197,8 +197,6 @@ def resolve(cfg, devices, data=None, memory=None):
     data is the meta.json of the rows; without it the choice is that for endless data. memory is what a device holds, in
     GiB, where it cannot be asked.
     """
-    if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
-        raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     device = devices[0]
     memory = memory or checkpoints.device_memory_gib(device)
     on_cpu = memory is None
@@ -574,12 +572,13 @@ def evaluate(cfg):
     """--eval_only: print the bound of a model, trained here or converted, on held-out rows."""
     folder = runs.as_path(cfg.eval_only)
     heldout, tokenizer = held_out(folder, cfg.data)
-    size = math.gcd(16, len(heldout.spread(cfg.eval_rows)))
+    rows = len(heldout.spread(cfg.eval_rows))
+    size = min(16, rows)  # rows at a time
     model, step, mesh = checkpoints.load_for_inference(md, folder, 0, cfg.dtype, rows=size)
     mesh = mesh or checkpoints.inference_mesh(model.cfg, jax.devices()[:1], 1)
     graph, params = nnx.split(model)
     bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))
-    scores = {"step": step} | score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=8)
+    scores = {"step": step, "rows": rows} | score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=8)
     print(" | ".join(f"{name} {value:,.4g}" for name, value in scores.items()))
     return scores
 
@@ -771,6 +770,8 @@ def prepare(cfg):
 
 
 def main(cfg):
+    if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
+        raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     checkpoints.connect(cfg)
     if cfg.eval_only:
         return evaluate(cfg)

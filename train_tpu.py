@@ -185,8 +185,6 @@ def resolve(cfg, devices, data=None, memory=None):
     data is the meta.json of the rows; without it the choice is that for endless data. memory is what a device holds, in
     GiB, where it cannot be asked.
     """
-    if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
-        raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     device = devices[0]
     memory = memory or checkpoints.device_memory_gib(device)
     on_cpu = memory is None
@@ -478,14 +476,14 @@ def evaluate(cfg):
     folder = runs.as_path(cfg.eval_only)
     heldout, tokenizer = held_out(folder, cfg.data)
     ids = heldout.spread(cfg.eval_rows)
-    size = math.gcd(16, len(ids))
+    size = min(16, len(ids))  # rows at a time
     model, step, mesh = checkpoints.load_for_inference(pc, folder, 0, cfg.dtype, rows=size)
     mesh = mesh or checkpoints.inference_mesh(model.cfg, jax.devices()[:1], 1)
     graph, params = nnx.split(model)
     bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))
     scores = {"step": step, "rows": len(ids), **score(graph, params, heldout, ids, size, mesh, bytes_V)}
 
-    token_RL, segment_RL, _ = heldout.read(ids)
+    token_RL, segment_RL = heldout.read(ids)[:2]  # of pairs there are four columns
     text = tokenizer.decode(token_RL[segment_RL > 0].tolist()).encode()
     scores["xz_bits_per_byte"] = 8 * len(lzma.compress(text, preset=9)) / len(text)
     if model.cfg.mtp:  # the share of greedy draft tokens that are accepted, on continuations of held-out rows
@@ -634,6 +632,8 @@ def prepare(cfg):
 
 
 def main(cfg):
+    if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
+        raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     checkpoints.connect(cfg)
     if cfg.eval_only:
         return evaluate(cfg)
