@@ -557,9 +557,9 @@ def score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=EVAL_DRAWS):
     padded[: len(row_ids)] = row_ids
     nats_N, tokens, text_bytes, rows_at = 0.0, 0.0, 0.0, NamedSharding(mesh, PS(None, md.BATCH))
     with jax.set_mesh(mesh):
-        for ids in padded.reshape(-1, 1, size):
-            batch = to_devices(heldout, ids, rows_at)
-            sums = sums_of(graph, cfg.schedule, len(row_ids), draws, params, batch, ids[0], bytes_V)
+        for first in range(0, len(padded), size):
+            batch, row_B = to_devices(heldout, padded[None, first : first + size], rows_at), first + np.arange(size)
+            sums = sums_of(graph, cfg.schedule, len(row_ids), draws, params, batch, row_B, bytes_V)
             nats_N, tokens, text_bytes = (
                 total + np.asarray(x, float) for total, x in zip((nats_N, tokens, text_bytes), sums, strict=True)
             )
