@@ -213,7 +213,7 @@ def test_a_model_can_be_in_a_bucket(run_folder, coder, bucket):
 
 def test_the_first_line_says_what_is_used_and_what_is_idle(monkeypatch, tmp_path):
     assert checkpoints.device_line() == "8 x cpu"
-    monkeypatch.setattr(checkpoints, "MACHINE", tmp_path)
+    monkeypatch.setattr(checkpoints, "ROOT", tmp_path)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
     assert checkpoints.device_line() == "8 x cpu"  # whoever set JAX_PLATFORMS wants the CPU
