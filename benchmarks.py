@@ -131,7 +131,7 @@ def main(cfg):
         except KeyboardInterrupt:
             print(f"stopped; what is done is in {out}, and the same command resumes", file=sys.stderr)
             raise
-        row = report(cfg, problems, read_own(out / "results.jsonl", "passed"))
+        row = report(cfg, problems, read_own(out / "results.jsonl", "passed", settings["protocol"]))
         row |= {"version": VERSION, "settings": settings}
         runs.write(out / "summary.json", row)
     print(json.dumps(row) if cfg.json else describe(row), flush=True)
@@ -239,8 +239,8 @@ def generated_samples(cfg, problems, settings, path):
 
     Samples in `path` are kept. Batches do not depend on which samples exist, so a resumed run equals one without stop.
     """
-    rows = {(tasks.key_of(row["task_id"]), row["sample"]): row for row in read_own(path, "fits")}
     name, record = protocol_of(cfg)
+    rows = {(tasks.key_of(row["task_id"]), row["sample"]): row for row in read_own(path, "fits", name)}
     writer = None  # loaded when it is needed: a finished run loads no model
     # Problems of similar length share a batch, and the first sample of all comes before the second of any.
     by_length = sorted(problems, key=lambda key: len(problems[key].asked.prompt))
@@ -299,16 +299,24 @@ class Solution(str):
     """The text of a sample that is a whole program; others continue the prompt."""
 
 
-def read_own(path, key):
+def read_own(path, key, protocol):
     """The rows of a file that this program appends to. An incomplete last line, which a kill leaves, is cut off."""
     data = path.read_bytes() if path.exists() else b""
     complete = data[: data.rfind(b"\n") + 1]
     if complete != data:
         os.truncate(path, len(complete))
     try:
-        return [*tasks.parse_lines(complete.decode().split("\n"), ("task_id", "sample", key), SAMPLE)]
+        rows = [*tasks.parse_lines(complete.decode().split("\n"), ("task_id", "sample", key), SAMPLE)]
+        check_protocol(rows, protocol)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; remove it, or choose another --out") from None
+    return rows
+
+
+def check_protocol(rows, protocol):
+    """Raises ValueError for rows that another protocol made."""
+    if others := sorted({row.get("protocol", protocol) for row in rows} - {protocol}):
+        raise ValueError(f"it holds samples of --protocol={', '.join(others)}, and this is {protocol}")
 
 
 def append(path, rows):
@@ -357,12 +365,13 @@ def given_samples(cfg, problems):
     "ours" a completion is only freed of fences and prose: its stop strings cut it before it was written to the file.
     """
     name, record = protocol_of(cfg)
-    samples = {}
-    for (key, number), row in given_rows(cfg, problems).items():
-        question, other = problems[key].asked, row.get("protocol", name)
-        if "written" not in row and other != name:
-            found = f"{cfg.samples}: it holds samples of --protocol={other}, and this is {name}"
-            raise ValueError(f"{found}; the texts as written are needed, as in samples.jsonl")
+    samples, rows = {}, given_rows(cfg, problems)
+    try:
+        check_protocol([row for row in rows.values() if "written" not in row], name)
+    except ValueError as error:
+        raise ValueError(f"{cfg.samples}: {error}; the texts as written are needed, as in samples.jsonl") from None
+    for (key, number), row in rows.items():
+        question = problems[key].asked
         if "solution" in row and "written" not in row:
             samples[key, number] = Solution(row["solution"])
         elif "written" in row or not record.ours or cfg.task == "livecodebench":
@@ -405,7 +414,7 @@ class Scorer:
         self.protocol, self.record = protocol_of(cfg)
         self.flags = dataclasses.asdict(cfg.sandbox)
         self.several = any(number for _, number in samples)
-        rows = read_own(path, "passed")
+        rows = read_own(path, "passed", self.protocol)
         self.done = {(tasks.key_of(row["task_id"]), row["sample"]) for row in rows}
         self.progress = Progress(cfg.watch, len(samples), rows)
         self.expected = {}  # {key of a problem: expected results, or the reason why there are none}
