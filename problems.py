@@ -105,13 +105,13 @@ def read_problems(cfg):
     """
     if cfg.task == "livecodebench":
         return live_problems(cfg)
-    path, parse = tasks_path(cfg), functools.partial(parse_problems, cfg.task)
     settings = {"split": cfg.split, "count": cfg.problems, "protocol": cfg.protocol}
+    path, parse = tasks_path(cfg), functools.partial(parse_problems, cfg.task, **settings)
     if not cfg.tasks_file and not path.is_file():
         print(f"downloading {tasks_url(cfg)}", file=sys.stderr)
-        return download(tasks_url(cfg), path, "--tasks_file", functools.partial(parse, **settings))
+        return download(tasks_url(cfg), path, "--tasks_file", parse)
     try:
-        return parse(path.read_bytes(), **settings)
+        return parse(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not the official file of {cfg.task}: {error}") from None
 
@@ -376,7 +376,7 @@ def plus_problem(row):
     return Problem(task_id, entry, asked, prompt, "", public, found, prompt + solution, cases)
 
 
-MAKERS = {  # task: (function that makes a Problem of a row, keys of a row); MBPP's rows are checked by its function
+MAKERS = {  # task: (function from a row to a Problem, keys that every line of the file has)
     "humaneval": (humaneval_problem, ("task_id", "prompt", "entry_point", "test")),
     "mbpp": (mbpp_problem, ("task_id", "text", "code", "test_list")),
     "humaneval+": (plus_problem, PLUS_KEYS),
@@ -385,7 +385,7 @@ MAKERS = {  # task: (function that makes a Problem of a row, keys of a row); MBP
 
 
 def plus_tests(problem, limits, most=(1 << 26, 1 << 26)):
-    """The two tests of a sample, of the base and the plus inputs. All calls of a test have a minute, as in EvalPlus."""
+    """The two tests of a sample: the base and the plus inputs. All calls of one share a minute, as in EvalPlus."""
     sets = zip((problem.cases.base, problem.cases.plus), limits, most, strict=True)
     return [sandbox.Calls(problem.entry, args, each, min(60.0, sum(each)) + 1, size) for args, each, size in sets]
 
@@ -521,7 +521,7 @@ class Live(typing.NamedTuple):
 
 
 def live_problems(cfg):
-    """{id: Problem} of contests from the first minute of --since to the first minute of --until, as officially."""
+    """{id: Problem} of contests from the first minute of --since to the first minute of --until, both included."""
     if not cfg.tasks_file:
         source = "https://huggingface.co/datasets/livecodebench/code_generation_lite"
         raise ValueError(f"LiveCodeBench is too large to download unasked: get test*.jsonl of {source}, --tasks_file")
@@ -655,15 +655,11 @@ def hidden_verdict(problem, expected, result):
 
 def options(task, tests, timeout_s):
     """Options of the sandbox: a program may take 5 s and three times its processor seconds by the wall clock."""
-    limits = [
-        sum(
-            test.timeout_s if isinstance(test, sandbox.Calls) else timeout_s
-            for test in each
-            if not isinstance(test, str)
-        )
-        for each in tests
-    ]
-    seconds = max(limits, default=0.0) or timeout_s
+    seconds = timeout_s
+    for each in tests:
+        limited = [test for test in each if not isinstance(test, str)]  # Calls and Stdin
+        limits = [test.timeout_s if isinstance(test, sandbox.Calls) else timeout_s for test in limited]
+        seconds = max(seconds, sum(limits))
     more = {} if task in ("humaneval", "mbpp") else {"memory_mb": 4096}
     more |= {"threads": True} if task == "livecodebench" else {}
     return {"timeout_s": timeout_s, "program_s": 5 + 3 * seconds, "main_block": False} | more

@@ -38,9 +38,7 @@ class Question(typing.NamedTuple):
 
 
 class Protocol(typing.NamedTuple):
-    ask: (
-        typing.Callable
-    )  # (question, solved problems) -> the user's text; for several turns [(user, assistant), ..., user]
+    ask: typing.Callable  # (question, solved problems) -> the user's text, or turns [(user, assistant), ..., user]
     data: tuple = ("humaneval",)  # keys of DATA: the problems of the harness
     system: str | None = None  # system text of the chat; "" is the model's own template, None is no chat
     prefix: str = ""  # beginning of the answer, which the model continues; {prompt} is the question's
@@ -52,13 +50,13 @@ class Protocol(typing.NamedTuple):
     temperature: float = 0.0
     top_p: float = 1.0
     ends: tuple = ("<|endoftext|>",)  # special tokens that end a text
-    drops: bool = False  # other special tokens are removed, and the text behind them stays
+    drops: bool = False  # other special tokens are removed; the text behind them stays
     stops: tuple = ()  # stop strings
     stop_rule: str = "each"  # cut at "each" in turn, at the "first" in the text, by extract() ("extract"), or at "none"
     rules: tuple = ()  # functions (text, question) -> text, applied in order
     prompt_first: bool = False  # the prompt runs in front of the candidate
     frame: tuple = ("", "")  # text in front of the tests, and behind them
-    ours: bool = False  # our own way, not a harness'
+    ours: bool = False  # our own record, not a harness'
     limit_s: float = 3.0  # seconds for all tests of a candidate
     factor: float = 0.0  # the limit is at least this times the time of the reference solution; 0: no such rule
 
@@ -312,10 +310,10 @@ def longest_program(lines, least):
 
 
 def may_begin(line):
-    """Whether Python could begin in a line: not in an indented one, nor in one that is a sentence. Comments may."""
+    """Whether a program could begin with this line: not if it is indented, nor if it is a sentence."""
     if "#" in line:
         return True
-    statement = not re.search(r"[()\[\]{}'\"\\@]|:\s*$", line)  # nothing in it goes on in the next line
+    statement = not re.search(r"[()\[\]{}'\"\\@]|:\s*$", line)  # it cannot continue in the next line
     return not line[0].isspace() and (not statement or syntax_holds(line))
 
 
@@ -327,7 +325,7 @@ def syntax_holds(code):
 
 
 def reached(entry, names):
-    """The definitions that `entry` needs: names is {definition: the names in it}."""
+    """The definitions that `entry` needs, directly or not. names: {definition: names that it uses}."""
     found, todo = {entry}, [entry]
     while todo:
         new = names.get(todo.pop(), set()) - found
@@ -337,9 +335,9 @@ def reached(entry, names):
 
 
 def dream_sanitize(text, q):
-    """Imports, and of functions that return, classes and assignments those that the entry point needs, unparsed.
+    """The imports, and the functions with a return, classes and assignments that the entry point needs, unparsed.
 
-    Of a name defined twice the last definition counts, of `a.b` only b, and of a text only 100 lines.
+    The last definition of a name counts, `a.b` uses only b, and only the first 100 lines are read.
     """
     text = text.replace("\t", "    ").replace("\r\n", "\n").replace("\r", "\n").strip() + "\n"
     lines = text.splitlines()[:100]
@@ -361,7 +359,7 @@ def has_return(node):
 
 
 def dream_names(node):
-    """Names and attributes in a definition, but not what stands before the dot of an attribute."""
+    """Names and attributes in a definition; of `a.b` only b."""
     names, todo = set(), [node]
     while todo:
         for child in ast.iter_child_nodes(todo.pop()):
@@ -373,10 +371,10 @@ def dream_names(node):
 
 
 def evalplus_sanitize(text, q):
-    """Like Dream's, with other rules: the first definition of a name counts, and its bytes stay as they are.
+    """As Dream's, but the first definition of a name counts, and the source stays as it is.
 
-    EvalPlus walks a tree-sitter parse; this finds the same nodes by `ast` and its offsets, which count bytes. Where
-    nothing is left, the longest Python in the text comes back.
+    EvalPlus walks the tree of tree-sitter; this finds the same nodes by `ast` and its offsets, which count bytes. If
+    nothing is left, the longest program in the text is returned.
     """
     lines = text.split("\n")
     first, last = longest_program(tuple(lines), 2) or (0, 0)
@@ -413,7 +411,7 @@ def evalplus_definitions(code, entry):
 
 
 def end_of_block(data, end, node):
-    """Where tree-sitter lets a definition end whose last statement ends at `end`: behind comments of its block."""
+    """The end of a definition in tree-sitter, where the last statement ends at `end`: comments of the block count."""
     end += len(re.compile(rb"([ \t]*;)?([ \t]*#[^\n]*)?").match(data, end)[0])
     comment = re.compile(rb"(?:[ \t\r\f]*\n)+([ \t]*)#[^\n]*")
     while (match := comment.match(data, end)) and len(match[1].expandtabs(8)) >= node.body[0].col_offset:
@@ -422,13 +420,13 @@ def end_of_block(data, end, node):
 
 
 def evalplus_name(node):
-    """The name that a statement defines in EvalPlus' eyes, or None; decorated definitions define none."""
+    """The name that a statement defines according to EvalPlus, or None, as for decorated definitions."""
     if isinstance(node, ast.ClassDef):
         return None if node.decorator_list else node.name
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return node.name if has_return(node) and not node.decorator_list else None
     if isinstance(node, ast.Assign | ast.AnnAssign):
-        # the first plain name of both sides, so that `a.b = c` defines c; a name in parentheses is none
+        # The first plain name of both sides: `a.b = c` defines c. A name in parentheses does not count.
         left, *more = node.targets if isinstance(node, ast.Assign) else [node.target]
         if isinstance(left, ast.Name):
             return left.id if left.col_offset == node.col_offset else None
@@ -453,36 +451,36 @@ def evalplus_names(node):
     return names
 
 
-# ---- ours: loses least of a right answer ---------------------------------------------------------------------------
+# ---- ours: loses the fewest right answers --------------------------------------------------------------------------
 
-# after these there is no answer in any text; Austin et al. end theirs by [DONE]
+# No text continues its answer behind one of these. [DONE] is Austin et al.'s.
 NO_ANSWER = ("<|endoftext|>", "<|file_sep|>", "<|im_end|>", "<|dlm_pad|>", "<|mask|>", "[DONE]")
 FENCE = re.compile(r"(?m)^([ \t]*)(```+)[ \t]*([^`\n]*?)[ \t]*$")  # indentation, backticks, language
-# a line that begins with two words, of which the first is none of Python's, or as an item of a list
+# a line that begins with two words, the first not a keyword of Python, or with the mark of a list item
 PROSE = re.compile(rf"(?!({'|'.join([*keyword.kwlist, *keyword.softkwlist])})\b)[\w'’-]+[,:;]? [A-Za-z]|\d+[.)] |[-*] ")
 
 
 def extract(text, entry, stops):
-    """(code, ended) of what a model wrote: without fences, chat and what follows the answer.
+    """(code, ended) of a model's text: the code without fences, chat and text behind the answer.
 
-    A text that starts indented goes on with the function of the prompt, until the first stop string. One that defines
-    `entry` before any fence is code, too, until the first stop string, fence or prose behind it; it may have begun in a
-    block that the prompt opened. Otherwise a fenced block counts whole: the first that defines `entry`, or the first.
-    ended: nothing that could follow would change the code.
+    A text that begins indented continues the function of the prompt, up to the first stop string. A text that defines
+    `entry` before any fence is code up to the first stop string, fence or prose behind the definition; the prompt may
+    have opened a block. In other texts the code is a fenced block: the first that defines `entry`, else the first.
+    ended: no further text could change the code.
     """
     written = text.replace("\r\n", "\n").removeprefix("[BEGIN]")
     text = written[: first_of(written, NO_ANSWER)]
     ended = len(text) < len(written)
     defines = re.compile(rf"(?m)^(async )?def {re.escape(entry)}\b")
-    goes_on = re.match(r"\s*\n[ \t]+[^\s`]|[ \t]+[^\s`]", text)
-    if goes_on:  # the prompt is indented by spaces
+    continues = re.match(r"\s*\n[ \t]+[^\s`]|[ \t]+[^\s`]", text)
+    if continues:  # the prompt is indented by spaces
         text = re.sub(r"(?m)^\t+", lambda tabs: "    " * len(tabs[0]), text)
-    restated, fences = None if goes_on else defines.search(text), list(FENCE.finditer(text))
-    if fences and not goes_on and not (restated and restated.start() < fences[0].start()):
+    restated, fences = None if continues else defines.search(text), list(FENCE.finditer(text))
+    if fences and not continues and not (restated and restated.start() < fences[0].start()):
         blocks = fenced(text, fences)
         code, closed = next((block for block in blocks if defines.search(block[0])), blocks[0])
         return code, (closed or ended) and bool(defines.search(code))
-    # Helpers may come first, so stop strings count after the function that is asked for.
+    # Helpers may come first, so stop strings count only behind the definition of `entry`.
     start = restated.end() if restated else 0
     code = text[: first_of(text, (*stops, "\n```"), start)]
     code = re.split(r"(?m)(?<=[^\s`])```[ \t]*$", code)[0]
@@ -491,9 +489,9 @@ def extract(text, entry, stops):
 
 
 def fenced(text, fences):
-    """[(code, whether its end is there)] of the blocks of a text, without the indentation of their fences.
+    """[(code, whether it is closed)] of the fenced blocks of a text, without the indentation of their fences.
 
-    A block ends at a fence that is as long and says no language; where it would be no Python so, at a later one.
+    A block ends at the first fence of at least its length, without a language, where the code parses.
     """
     blocks, behind = [], 0
     for i, fence in enumerate(fences):
@@ -508,7 +506,7 @@ def fenced(text, fences):
 
 
 def parses(code):
-    """Whether a text of reasonable length is Python; a longer one may end the parser, and this process."""
+    """Whether a text of at most 20,000 characters is Python; a longer one may crash the parser and this process."""
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return len(code) <= 20_000 and bool(ast.parse(code) or True)
@@ -516,7 +514,7 @@ def parses(code):
 
 
 def without_prose(code, start):
-    """Code without lines of prose before the function whose name ends at `start`, and behind it."""
+    """The code without prose before and behind the function whose name ends at `start`."""
     lines, first = code.split("\n"), code[:start].count("\n")
     while first and not parses("\n".join(lines[:first])):
         lines, first = lines[1:], first - 1
@@ -583,7 +581,7 @@ PROTOCOLS = {  # "harness/task"
     **ours("ours", ask_ours, shots=3),
     **ours("ours_chat", ask_ours_chat, system=""),
     "openai/humaneval": Protocol(ask_prompt, temperature=0.2, top_p=0.95, prompt_first=True),
-    # 0.4.8 and 0.4.9.2 are equal, but 0.4.8 has no instruct tasks, and 0.4.9.2 another mbpp_instruct.
+    # Equal in 0.4.8, which has no instruct tasks, and 0.4.9.2, which has another mbpp_instruct.
     "lm_eval/humaneval": Protocol(ask_prompt, max_new=1024, drops=True, stops=CHEN, rules=(prepend_prompt,)),
     "lm_eval/mbpp": Protocol(ask_austin, ("mbpp",), shots=3, max_new=256, drops=True, stops=("[DONE]",)),
     "lm_eval/humaneval_instruct": Protocol(
@@ -595,7 +593,7 @@ PROTOCOLS = {  # "harness/task"
         prefix="\n```python\n", trims=True, shots=3, max_new=256, drops=True,
         rules=(lm_eval_fence,),
     ),
-    # HumanEval by postprocess_code.py, which scores what lm_eval has logged.
+    # HumanEval is scored by Dream's postprocess_code.py, from the log of lm_eval.
     "dream_base/humaneval": Protocol(ask_prompt, bos=True, temperature=0.2, top_p=0.95, rules=DREAM_RULES),
     "dream_base/mbpp": Protocol(
         ask_austin, ("mbpp",), shots=3, bos=True, temperature=0.2, top_p=0.95, stops=("[DONE]",)
@@ -613,11 +611,11 @@ PROTOCOLS = {  # "harness/task"
         ask_prompt, bos=True, temperature=0.2, top_p=0.9, stops=("```python\n", "```"),
         rules=(prepend_prompt_line, dream_sanitize),
     ),
-    "dreamcoder_base/mbpp": Protocol(  # its data is mbppplus of the Hub: 378 of these problems
+    "dreamcoder_base/mbpp": Protocol(  # on mbppplus of the Hub: 378 of these problems
         asks("{text}\nThe code should pass these tests:\n\n{tests}\n\n"), ("sanitized",), prefix=COMPLETED, bos=True,
         temperature=0.1, top_p=0.9, stops=("```",), frame=("", "\n\n"),
     ),
-    # its own copy of evalplus, as in d3LLM
+    # Dream-Coder and d3LLM score with their own copy of evalplus.
     **both(
         "dreamcoder_instruct", ask=ask_evalplus, system=ASSISTANT, prefix=BELOW + "```python\n", max_new=768,
         temperature=0.1, top_p=0.9, ends=(), drops=True, stops=(*EVALPLUS, "\n```\n"), stop_rule="first",
@@ -636,7 +634,7 @@ PROTOCOLS = {  # "harness/task"
         drops=True, stops=(*EVALPLUS, "\n```\n"), stop_rule="first",
         rules=(first_10000, tabs_to_spaces, without_colours, evalplus_sanitize), limit_s=4, factor=4,
     ),
-    # DiffuCoder's paper evaluates with Qwen2.5-Coder's programs.
+    # DiffuCoder evaluates with Qwen2.5-Coder's harness.
     "qwen_base/humaneval": Protocol(
         ask_evalplus_base, max_new=768, ends=IM_END, drops=True, stops=(*EVALPLUS_HUMANEVAL, "\n```\n", "```"),
         stop_rule="first", rules=(tabs_to_spaces, prepend_stripped_prompt), prompt_first=True, limit_s=1, factor=4,
@@ -654,7 +652,7 @@ PROTOCOLS = {  # "harness/task"
         drops=True, stops=QWEN_STOPS, stop_rule="first", rules=(tabs_to_spaces, cut_at_fence, evalplus_sanitize),
         limit_s=1, factor=4,
     ),
-    # OpenCompass in DARE, which quotes 78.05 % on HumanEval and 56.40 % on MBPP of Dream-Instruct by it.
+    # DARE's OpenCompass: it quotes 78.05 % on HumanEval and 56.40 % on MBPP for Dream-Instruct.
     "opencompass_dare/humaneval": Protocol(
         asks("Complete the following python code:\n{prompt}"), system=ASSISTANT, temperature=0.2, top_p=0.95, ends=(),
         drops=True, rules=(opencompass_fence, strip_left), prompt_first=True,

@@ -118,19 +118,19 @@ def broken(task, how):
 
 @needs_tasks
 @pytest.mark.parametrize(("task", "count"), [("humaneval", 164), ("mbpp", 427)])
-def test_the_first_twenty_official_solutions_pass_and_broken_ones_fail(task, count, tmp_path):
+def test_the_first_ten_official_solutions_pass_and_broken_ones_fail(task, count, tmp_path):
     solutions = [(task_id, text) for task_id, _, text in official(task)]
     assert len(solutions) == count
-    cfg = config(task, tmp_path, solutions[:20], split="all")
+    cfg = config(task, tmp_path, solutions[:10], split="all")
     row = benchmarks.main(cfg)
-    assert row["results"] == {"passed": 20}
-    assert row["pass@1"] == [1, pytest.approx(0.839, abs=1e-3), 1]  # of twenty problems that is not yet certainty
-    assert row["problems"] == 20
+    assert row["results"] == {"passed": 10}
+    assert row["pass@1"] == pytest.approx([1, 0.722, 1], abs=1e-3)  # ten right answers leave room
+    assert row["problems"] == 10
     assert row["of"] == count
-    samples = broken(task, "private")[:7] + broken(task, "raise")[7:14] + broken(task, "missing")[14:20]
+    samples = broken(task, "private")[:4] + broken(task, "raise")[4:7] + broken(task, "missing")[7:10]
     row = benchmarks.main(config(task, tmp_path, samples, split="all", out=str(tmp_path / "broken")))
-    assert row["results"] == {"fail": 20}
-    assert row["pass@1"] == [0, 0, pytest.approx(0.161, abs=1e-3)]
+    assert row["results"] == {"fail": 10}
+    assert row["pass@1"] == pytest.approx([0, 0, 0.278], abs=1e-3)
 
 
 @needs_tasks
@@ -409,11 +409,11 @@ def test_a_main_block_does_not_run_and_all_calls_are_of_one_process(tmp_path):
 @needs_tasks
 def test_a_sample_has_four_times_the_time_of_a_slow_reference(tmp_path, monkeypatch):
     spin = "import time\ndef f():\n    while time.process_time() < {0}:\n        pass\n"
-    slow = tasks.Problem("slow", "f", protocols.Question("f", ""), "", "assert f() is None", [], [], spin.format(0.5))
+    slow = tasks.Problem("slow", "f", protocols.Question("f", ""), "", "assert f() is None", [], [], spin.format(0.25))
     quick = slow._replace(id="quick", reference=spin.format(0))
     monkeypatch.setattr(tasks, "read_problems", lambda cfg: {"slow": slow, "quick": quick})
-    samples = [("slow", spin.format(1)), ("slow", spin.format(9)), ("quick", spin.format(1))]
-    cfg = config("humaneval", tmp_path, timeout_s=0.4, given=str(tmp_path / "given.jsonl"))
+    samples = [("slow", spin.format(0.5)), ("slow", spin.format(9)), ("quick", spin.format(0.5))]
+    cfg = config("humaneval", tmp_path, timeout_s=0.2, given=str(tmp_path / "given.jsonl"))
     lines = [json.dumps({"task_id": task_id, "completion": text}) + "\n" for task_id, text in samples]
     (tmp_path / "given.jsonl").write_text("".join(lines))
     benchmarks.main(cfg)
@@ -519,7 +519,7 @@ def test_completions_with_nul_bytes_ten_megabytes_or_half_a_character_fail_alone
     assert benchmarks.main(cfg)["results"] == {"fail": 3, "passed": 1}
     assert {r["task_id"]: r["completion"] for r in results(cfg.out)} == dict(samples)
     (tmp_path / "big").mkdir()
-    samples = [(samples[3][0], samples[3][1] + "#" * 10_000_000)]  # large and right
+    samples = [(samples[3][0], samples[3][1] + "#" * 2_000_000)]  # large and right
     assert benchmarks.main(config("humaneval", tmp_path / "big", samples))["results"] == {"passed": 1}
 
 
@@ -783,15 +783,17 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
     settings = {
         "pythoncoder": {"task": "humaneval", "max_new": 16},
         "mdlm": {"task": "mbpp", "split": "all", "shots": 0, "max_new": 8},
-        "dream": {"task": "humaneval", "max_new": 8, "threshold": 0.5, "chat": True, "int4": True, "top_k": 50},
+        # one problem: the canvases of two would be two programs to compile
+        "dream": {"task": "humaneval", "max_new": 8, "threshold": 0.5, "chat": True, "int4": True, "top_k": 50}
+        | {"problems": 1, "n": 6},
     }
-    ckpt = str(request.getfixturevalue(model))
-    cfg = config(tmp_path=tmp_path, model=model, ckpt=ckpt, n=3, problems=2, batch_size=2, **settings[model])
+    shared = {"model": model, "ckpt": str(request.getfixturevalue(model)), "batch_size": 2}
+    cfg = config(tmp_path=tmp_path, **shared | {"problems": 2, "n": 3} | settings[model])
     row = benchmarks.main(cfg)
-    assert row["n"] == 3
+    assert row["n"] == cfg.n
     assert row["samples"] == 6
-    assert row["problems"] == 2
-    assert {"pass@1", "pass@3", "best of n"} <= set(row)
+    assert row["problems"] == cfg.problems
+    assert {"pass@1", f"pass@{cfg.n}", "best of n"} <= set(row)
     path = tmp_path / "out" / "samples.jsonl"
     uninterrupted = path.read_bytes()
     rows = [json.loads(line) for line in uninterrupted.splitlines()]
@@ -814,7 +816,7 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
         refused(dataclasses.replace(cfg, out=str(tmp_path / "cache"), dream=flags), "set block_length")
         flags = dataclasses.replace(cfg.dream, fast_dllm=True)
         refused(dataclasses.replace(cfg, dream=flags), "holds results with fast_dllm=False")
-        (Path(ckpt) / "tokenizer_config.json").unlink()
+        (Path(cfg.ckpt) / "tokenizer_config.json").unlink()
         refused(dataclasses.replace(cfg, out=str(tmp_path / "other")), "holds no chat template")
     else:
         refused(dataclasses.replace(cfg, step=99), "holds no checkpoint of step 99; it has [")
@@ -852,7 +854,7 @@ def test_dream_writes_under_a_protocol_and_its_texts_are_explained(dream, tmp_pa
     again = explained(cfg, samples=str(samples), out=str(tmp_path / "explained"))
     assert explain.main(again)["samples"] == 2
     chat = dataclasses.replace(cfg, protocol="dream_instruct", out=str(tmp_path / "chat"))
-    refused(chat, "asks by a chat template, and the tokenizer has no token <|im_start|>")
+    refused(chat, "needs a chat template, and the tokenizer has no token <|im_start|>")
 
 
 @pytest.mark.slow
