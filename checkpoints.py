@@ -347,6 +347,52 @@ def keep_compiled(folder):
 MACHINE = Path("/")  # its devices are files
 
 
+def connect(cfg):
+    """Join the other hosts, use the compile cache. ValueError if an accelerator would stay idle."""
+    join_hosts(cfg.hosts)
+    keep_compiled(cfg.compile_cache)
+    if cfg.device:
+        jax.config.update("jax_platforms", cfg.device)
+    elif idle := idle_accelerator():
+        raise ValueError(f"{idle}; or train on the CPU with --device=cpu")
+
+
+def host_0_says(value):
+    """The value of host 0: what depends on a clock has to be decided once."""
+    return bool(multihost_utils.broadcast_one_to_all(value)) if jax.process_count() > 1 else value
+
+
+def device_memory_gib(device):
+    """What an accelerator can hold, in GiB; None for a CPU."""
+    if device.platform == "cpu":
+        return None
+    if device.platform == "tpu" and "v6" in device.device_kind:
+        return 31.24  # also for a compile-only device, which cannot be asked
+    try:
+        return jax.local_devices()[0].memory_stats()["bytes_limit"] / 2**30  # another host's cannot be asked
+    except (TypeError, KeyError, jax.errors.JaxRuntimeError):
+        return 15.75
+
+
+def training_mesh(cfg, model, devices):
+    """The devices as a mesh (data, fsdp, tensor). ValueError if they do not divide, or do not divide the model."""
+    tensor = cfg.tensor
+    fsdp = cfg.fsdp or max(1, len(devices) // tensor)
+    if len(devices) % (tensor * fsdp):
+        raise ValueError(f"{len(devices)} devices do not divide by --fsdp={fsdp} times --tensor={tensor}")
+    shared = {  # (size, devices that share it)
+        "key/value groups": (model.kv_heads // getattr(model, "maps", 1), tensor),
+        "feed-forward width": (model.ffn, tensor),
+        "vocabulary": (model.vocab, tensor * fsdp),
+        "width": (model.width, fsdp),
+    }
+    uneven = [f"{name} ({size})" for name, (size, count) in shared.items() if size % count]
+    if uneven:
+        raise ValueError(f"--fsdp={fsdp} --tensor={tensor} do not divide the model's {', '.join(uneven)}; try --fsdp=1")
+    grid = np.asarray(devices).reshape(-1, fsdp, tensor)
+    return jax.sharding.Mesh(grid, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+
 def idle_accelerator():
     """Which accelerator is here while JAX computes on the CPU, and what to install; "" for none.
 
@@ -412,10 +458,7 @@ def bytes_on_a_device(tree):
 
 
 def check_memory(mesh, needed, smaller):
-    """Print what a device holds while it trains; ValueError if that is more than is free there.
-
-    needed are bytes, and smaller {flag: bytes} what takes less.
-    """
+    """Print how many bytes a device needs to train; ValueError if fewer are free. smaller is {flag: bytes}."""
     device = jax.local_devices()[0]
     free = free_bytes(device) / (mesh.size if device.platform == "cpu" else 1)  # a CPU's devices share its memory
     what = f"weights, moments and gradients take {needed / 1e9:.3g} GB on each device"

@@ -15,6 +15,9 @@ Axes: N documents, T tokens, R rows, L row length, V vocabulary.
 
 import functools
 import hashlib
+import queue
+import threading
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -190,6 +193,43 @@ def open_data(folder, seq_len=0):
         advice = f"prepare it again with data_prep.py --seq_len={seq_len} and another --out"
         raise ValueError(f"{folder} has rows of {train.meta['seq_len']} tokens, the run wants {seq_len}; {advice}")
     return train, heldout, tokenizer
+
+
+def held_out(folder, data=""):
+    """(held-out Rows, tokenizer) to score the model in a folder on, of `data` or the data that it was trained on.
+
+    ValueError if no rows are held out, or if the model has other token ids.
+    """
+    data = data or runs.read_json(runs.as_path(folder) / "config.json").get("data", "")
+    if not data:
+        raise ValueError(f"{folder}/config.json does not say what the model was trained on; pass --data")
+    heldout, tokenizer = Rows(data, "heldout"), runs.read_tokenizer(folder)
+    # The model's tokenizer may have one token more, MASK.
+    if not runs.read_tokenizer(data).get_vocab().items() <= tokenizer.get_vocab().items():
+        raise ValueError(f"{data} was written with another tokenizer than that of {folder}; pass --data of its own")
+    if not heldout.total:
+        raise ValueError(f"{data} holds no held-out rows; write it again with a larger --heldout")
+    return heldout, tokenizer
+
+
+def prefetch(make, first, last):
+    """Yield (step, make(step), seconds waited) with one batch made ahead by a thread."""
+    ready = queue.Queue(2)
+
+    def work():
+        try:
+            for step in range(first, last):
+                ready.put(make(step))
+        except BaseException as error:  # handed to the consumer, which raises it
+            ready.put(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    for step in range(first, last):
+        started = time.perf_counter()
+        batch = ready.get()
+        if isinstance(batch, BaseException):
+            raise batch
+        yield step, batch, time.perf_counter() - started
 
 
 def token_bytes(tokenizer, vocab):

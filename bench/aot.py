@@ -49,11 +49,11 @@ class Config:
 
 
 def compile_rows(flags):
-    """The rows of `python compile_for.py FLAGS`, and the seconds that it took. RuntimeError with what it said."""
+    """The rows of `python bench/compile_for.py FLAGS`, and the seconds that it took. RuntimeError with what it said."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
-        command = [sys.executable, str(ROOT / "compile_for.py"), f"--json={path}", *flags.split()]
+        command = [sys.executable, str(ROOT / "bench" / "compile_for.py"), f"--json={path}", *flags.split()]
         result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
         if result.returncode:
             raise RuntimeError(f"compile_for.py {flags}: {result.stderr.strip().splitlines()[-1]}")
@@ -65,7 +65,7 @@ def main(cfg):
         if cfg.only not in name:
             continue
         rows, compile_s = compile_rows(flags)
-        more = {"compiled_by": f"python compile_for.py {flags}", "compile_s": compile_s}
+        more = {"compiled_by": f"python bench/compile_for.py {flags}", "compile_s": compile_s}
         more["device"] = f"TPU {rows[0]['device']}, compiled for, not run on"
         if flags.startswith("head"):  # one entry for the three forms of a program: how much smaller ours is
             for what in dict.fromkeys(row["what"] for row in rows):

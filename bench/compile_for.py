@@ -1,15 +1,16 @@
 """Does a program fit a TPU or GPU that is not here, and what does it cost? Their compilers answer on any machine.
 
-    python compile_for.py train --model=1b                    # a step of train_tpu.py on a TPU v6e; three minutes
-    python compile_for.py train --model=1b --device=v6e:4x4   # on a pod of sixteen chips; h100:8 are eight GPUs
-    python compile_for.py --largest train --device=rtx4090    # the largest micro-batch that fits, by bisection
-    python compile_for.py generate --device=rtx4090 --int8    # Dream's denoising steps; --only=cached is one of them
-    python compile_for.py generate --only=blocks              # those of a Dream of blocks, behind its exact cache
-    python compile_for.py grpo --device=a100-80 --lora_rank=16     # the gradient of coupled_grpo.py on Dream 7B
-    python compile_for.py grpo --device=v6e:2x4 --phase=round      # and what writes and scores: seconds of a round
-    python compile_for.py head                                # the memory of its scoring head beside plain forms
-    python compile_for.py dump module_0000.jit_step.after_codegen.txt     # adds up a program that XLA dumped
-    python compile_for.py table                               # six programs on ten devices: bench/results/by_hardware
+    python bench/compile_for.py train --model=1b                    # a step of train_tpu.py on a TPU v6e; three minutes
+    python bench/compile_for.py train --model=1b --device=v6e:4x4   # on a pod of sixteen chips; h100:8 are eight GPUs
+    python bench/compile_for.py dream --model=500m --block_length=32 --micro_batch=1    # a step of train_dream.py
+    python bench/compile_for.py --largest train --device=rtx4090    # the largest micro-batch that fits, by bisection
+    python bench/compile_for.py generate --device=rtx4090 --int8    # Dream's denoising steps; --only=cached is one
+    python bench/compile_for.py generate --only=blocks              # those of a Dream of blocks, behind its exact cache
+    python bench/compile_for.py grpo --device=a100-80 --lora_rank=16    # the gradient of coupled_grpo.py on Dream 7B
+    python bench/compile_for.py grpo --device=v6e:2x4 --phase=round     # and rollouts and scores: seconds of a round
+    python bench/compile_for.py head                                # the memory of its scoring head beside plain forms
+    python bench/compile_for.py dump module_0000.jit_step.after_codegen.txt     # adds up a program that XLA dumped
+    python bench/compile_for.py table                               # six programs on ten devices: results/by_hardware
 
 Devices: v5e, v6e (pip install -r requirements-tpu.txt), t4, l4, rtx3060, rtx4090, a100-40, a100-80, h100, h200 (pip
 install -r requirements-cuda.txt; no GPU, no driver). Prints for each program memory, FLOPs, traffic, collectives and
@@ -55,14 +56,17 @@ import tyro
 from flax import nnx
 from jax.sharding import PartitionSpec as PS
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import checkpoints
 import coupled_grpo
 import generate
 import grpo
 import model_dream as md
+import model_pythoncoder as pc
 import runs
 import sample_block
 import sample_dream
+import train_dream
 import train_tpu
 
 # ---- the target: chips that are not here, and their compilers --------------------------------------------------------
@@ -596,7 +600,12 @@ Device = typing.Annotated[str, tyro.conf.arg(aliases=["--topology"])]
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(train_tpu.Config):
+class CoderSettings(train_tpu.Config):
+    device: tyro.conf.Suppress[str] = ""  # where it would train
+
+
+@dataclasses.dataclass(frozen=True)
+class DreamSettings(train_dream.Config):
     device: tyro.conf.Suppress[str] = ""  # where it would train
 
 
@@ -605,28 +614,47 @@ class Train:
     """A step of train_tpu.py, with its flags; their defaults are those of the device."""
 
     device: Device = "v6e"  # what to compile for: v6e, v5e:2x4, rtx4090, h100:8 ...
-    settings: Settings = dataclasses.field(default_factory=Settings)
+    settings: CoderSettings = dataclasses.field(default_factory=CoderSettings)
 
     def sized(self, rows):
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, micro_batch=rows))
 
     def rows(self):
-        chip, devices = place(self.device)[0], topology_devices(self.device)
-        settings = dataclasses.replace(self.settings, lr=3e-4, steps=1000, warmup=100)  # change no figure
-        cfg, model, run, mesh = train_tpu.resolve(settings, devices, memory=chip.usable_gib)
-        family = train_tpu.family_of(cfg)
-        optimizer = train_tpu.make_optimizer(cfg.clip, cfg.weight_decay, run.dtype, muon=cfg.optimizer == "muon")
-        shapes = checkpoints.state_shapes(family, model, optimizer, mesh, cfg.dream.lora_rank, run.dtype)
-        step = train_tpu.lower_step(cfg, family.graph_of(model, run), optimizer, shapes, mesh)
-        tokens = cfg.batch_size * cfg.seq_len
-        flops = train_tpu.step_flops(cfg, model)
-        facts = {"tokens": tokens, "micro_batch": cfg.micro_batch, "seq_len": cfg.seq_len, "model_flops": flops}
-        row = report(f"{cfg.model} train step", step, self.device, **facts)
-        if "predicted_s" in row:
-            row["tok_per_s"] = tokens / row["predicted_s"]
-            row["mfu"] = flops / len(devices) / row["predicted_s"] / chip.flops_per_s
-            print(f"  {row['tok_per_s']:,.0f} tokens per second, {row['mfu']:.1%} of the peak, predicted")
-        return [row]
+        return [train_step(train_tpu, pc, self.settings, self.device)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainDream:
+    """A step of train_dream.py, with its flags; their defaults are those of the device."""
+
+    device: Device = "v6e"  # what to compile for: v6e, v5e:2x4, rtx4090, h100:8 ...
+    settings: DreamSettings = dataclasses.field(default_factory=DreamSettings)
+
+    def sized(self, rows):
+        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, micro_batch=rows))
+
+    def rows(self):
+        return [train_step(train_dream, md, self.settings, self.device)]
+
+
+def train_step(trainer, family, settings, device):
+    """The figures of a step of a trainer, train_tpu or train_dream."""
+    chip, devices = place(device)[0], topology_devices(device)
+    settings = dataclasses.replace(settings, lr=3e-4, steps=1000, warmup=100)  # change no figure
+    cfg, model, run, mesh = trainer.resolve(settings, devices, memory=chip.usable_gib)
+    optimizer = trainer.make_optimizer(cfg.clip, cfg.weight_decay, run.dtype, muon=cfg.optimizer == "muon")
+    lora_rank = getattr(cfg, "lora_rank", 0)
+    shapes = checkpoints.state_shapes(family, model, optimizer, mesh, lora_rank, run.dtype)
+    step = trainer.lower_step(cfg, family.graph_of(model, run), optimizer, shapes, mesh)
+    tokens = cfg.batch_size * cfg.seq_len
+    flops = trainer.step_flops(cfg, model)
+    facts = {"tokens": tokens, "micro_batch": cfg.micro_batch, "seq_len": cfg.seq_len, "model_flops": flops}
+    row = report(f"{cfg.model} train step", step, device, **facts)
+    if "predicted_s" in row:
+        row["tok_per_s"] = tokens / row["predicted_s"]
+        row["mfu"] = flops / len(devices) / row["predicted_s"] / chip.flops_per_s
+        print(f"  {row['tok_per_s']:,.0f} tokens per second, {row['mfu']:.1%} of the peak, predicted")
+    return row
 
 
 STEPS = {
@@ -962,7 +990,7 @@ class Dump:
 
 # ---- the table by hardware -----------------------------------------------------------------------------------------
 
-RESULTS = Path(__file__).parent / "bench" / "results" / "by_hardware.json"
+RESULTS = Path(__file__).parent / "results" / "by_hardware.json"
 CELLS = {  # columns of the table -> flags
     "train 300m": "train --model=300m",
     "train 1b": "train --model=1b",
@@ -1005,8 +1033,8 @@ class Table:
     """Six programs on all devices, into bench/results/by_hardware.json and .md. Goes on where it stopped.
 
     Each is compiled in a process of its own, and recorded when it is done. A cell whose compiler is not installed is
-    left as it was. README.md holds a copy of the table, which a test compares. On two idle cores a cell takes from
-    twenty seconds (a denoising step for a GPU) to five minutes.
+    left as it was. On two idle cores a cell takes from twenty seconds (a denoising step for a GPU) to
+    five minutes.
     """
 
     only: str = ""  # compile the cells whose "<program> --device=<device>" holds this text
@@ -1024,7 +1052,7 @@ class Table:
                 except ImportError as error:
                     print(f"{command}: {error}")
                     continue
-                entry = {"cell": name, "compiled_by": f"python compile_for.py {command}"} | self.compiled(command)
+                entry = {"cell": name, "compiled_by": f"python bench/compile_for.py {command}"} | self.compiled(command)
                 others = [e for e in recorded() if (e["cell"], e["device"]) != at]  # also what another process added
                 entries = sorted([*others, {"device": device} | entry], key=lambda e: (e["cell"], e["device"]))
                 runs.write(RESULTS, entries)
@@ -1045,9 +1073,14 @@ class Table:
             return json.loads(rows.read_text())[0] | seconds
 
 
+AsDream = typing.Annotated[TrainDream, tyro.conf.subcommand("dream")]
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
-    program: tyro.conf.OmitSubcommandPrefixes[Train | Generate | Grpo | Head | Dump | Table] = Train()  # to compile
+    program: tyro.conf.OmitSubcommandPrefixes[Train | AsDream | Generate | Grpo | Head | Dump | Table] = (
+        Train()
+    )  # to compile
     largest: bool = False  # of train, generate and grpo: find the largest micro-batch that fits, by bisection
     json: str = ""  # file to write the figures to; "" only prints them
 

@@ -1,0 +1,848 @@
+"""Train Dream: masked diffusion over text, in blocks or whole, from scratch, from a converted model, or with LoRA.
+
+    python train_dream.py --steps=50 --seq_len=512      # CPU: the tiny preset from scratch, to see it work
+    python train_dream.py --resume=out/train_dream      # goes on where the run stopped, with the run's own settings
+    python train_dream.py --objective=ar --out=out/ar   # the same layers as an autoregressive model
+    python train_dream.py --init=out/ar --block_length=4 --block_warmup=200     # which then learns to fill blocks
+    python train_dream.py --init=out/diffucoder --data=data/pairs               # fine-tunes a converted Dream
+    python train_dream.py --init=out/diffucoder --data=data/pairs --lora_rank=16    # in a seventh of the memory
+    python train_dream.py --eval_only=out/diffucoder --data=data/mine           # held-out bits per byte, a bound
+
+Reads the folder of packed rows, or of pairs, that data_prep.py writes; without --data it first prepares the standard
+library of the running Python. Writes --out: config.json, tokenizer.json, log.jsonl, samples.txt, checkpoints/<step>/,
+with --lora_rank at the end also merged/, a whole model. train_tpu.py trains PythonCoder.
+
+With --block_length a Dream learns block diffusion (BD3-LM, arXiv:2503.09573): a masked token attends to its own block,
+noised, and to the clean text before it, so each row goes through the layers twice, noised and clean. Blocks of one
+token are an autoregressive model: --block_warmup, which goes 1, 2, 4, .., begins at the loss of one. Samples are then
+generated block by block (sample_block.py). Any Qwen2.5 becomes a block diffusion model this way; Fast-dLLM v2 took
+about 1e9 tokens for it:
+
+    python convert_weights.py --source=Qwen/Qwen2.5-Coder-0.5B --to=dream --out=out/start
+    python data_prep.py python --tokenizer=out/start/tokenizer.json --out=data/qwen
+    python train_dream.py --init=out/start --data=data/qwen --block_length=32 --block_warmup=1500 --rate_warmup=500
+
+One optimizer step is one compiled program, a scan over micro-batches. The gradient is that of (sum of token losses) /
+(all tokens of the step that can be masked). Row order, noise and learning rate are functions of (seed, step), so a
+checkpoint needs no more than parameters, moments and the step.
+
+Letters: A micro-batches of a step, B rows of a micro-batch, L length, V vocabulary.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import math
+import shutil
+import time
+import typing
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tokenizers
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as PS
+
+import checkpoints
+import diffusion
+import model_dream as md
+import runs
+import sample_block
+import sample_dream
+from rows import Rows, held_out, open_data, prefetch, token_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Block diffusion."""
+
+    block_length: int = 0  # block size: a token attends to its own and earlier blocks; 0: that of --init, else none
+    block_warmup: int = 0  # steps in which the block size grows 1, 2, 4, .. to --block_length
+    rate_warmup: int = 0  # steps of mask-rate warm-up, to the maximum of --rates; the loss is unweighted meanwhile
+    rates: tuple[float, float] = (1e-3, 1.0)  # lowest and highest mask rate of a block in training
+    least_one: bool = False  # at least one masked token per block, so a mask rate of at least 1 / --block_length
+    complement: bool = False  # each row twice per step, with its masks and with the complement; after --rate_warmup
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    data: str = ""  # folder written by data_prep.py; "" prepares the Python standard library under data/
+    out: str = "out/train_dream"  # folder of the run
+    resume: str = ""  # folder of a run to go on with, with its settings; "" starts anew
+    eval_only: str = ""  # folder of a model to score on held-out rows, instead of training
+    model: str = ""  # key of CONFIGS in model_dream.py; "" is tiny, or the model of --init
+    init: str = ""  # folder of a Dream to start from, converted or trained here
+    lora_rank: int = 0  # with --init: train adapters of this rank beside the layers' matrices; 0 trains all weights
+    objective: typing.Literal["diffusion", "ar"] = "diffusion"  # predict masked tokens | each next token
+    schedule: typing.Literal[tuple(diffusion.SCHEDULES)] = "linear"  # noise schedule, see diffusion.py
+    anneal_steps: int = 0  # steps in which the attention mask goes from causal to two-way, without blocks; 0: none
+    blocks: Blocks = Blocks()
+    seq_len: int = 0  # tokens per row; 0: the model's positions, at most 2048
+    batch_size: int = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 4,096 on a CPU
+    epochs: float = 4.0  # passes over the training rows; sets --steps
+    steps: int = 0  # optimizer steps; 0: from --epochs
+    lr: float = 0.0  # peak; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init, unless LoRA
+    warmup: int = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
+    optimizer: typing.Literal["", "adamw", "muon"] = ""  # "": muon below 100 M parameters without --init
+    weight_decay: float = 0.1  # of matrices and embeddings
+    clip: float = 1.0  # largest norm of the gradient of all parameters
+    dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
+    remat: typing.Literal["", "none", "qkvo", "full"] = ""  # what the backward pass recomputes; "" is qkvo
+    micro_batch: int = 0  # rows per device at a time; 0: by model
+    fsdp: int = 0  # devices that share one copy of the weights; 0: all that data and tensor leave
+    tensor: int = 1  # devices that share each layer's heads, feed-forward and vocabulary
+    device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
+    hosts: str = ""  # "" one host; "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process
+    log_every: int = 10  # steps between rows of the log
+    eval_every: int = 0  # steps between evaluations, each saves a checkpoint; 0: about ten times a run
+    eval_rows: int = 512  # held-out rows at most
+    save_minutes: float = 30.0  # a checkpoint at least so often, also between evaluations; 0 leaves them to these
+    keep: int = 2  # newest checkpoints to keep, besides the best
+    prompt: str = "def read_lines(path):\n"  # continued at every evaluation
+    plot: bool = False  # draw loss and bits per byte as curve.png at the end
+    wandb: str = ""  # project name; "" logs to files alone
+    compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
+    seed: int = 0  # initial weights, row order, noise
+
+
+# Settings that may differ between hosts, and those that --resume does not take from the run.
+OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")
+MACHINE = ("device", "hosts", "micro_batch", "fsdp", "tensor")
+
+
+# ---- choices for the device ----------------------------------------------------------------------------------------
+
+MICRO_BATCH = {"tiny": 2, "500m": 4}  # rows per device at a time, 1 of any other preset
+TPU_FLOPS = {"TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12}  # bf16
+
+
+def pick_model(cfg):
+    """(name of the preset, architecture): --model, or that of --init, with the blocks that the flags ask for."""
+    if cfg.init:
+        if cfg.model not in ("", "init"):
+            raise ValueError(f"--init={cfg.init} says what the model is; leave --model={cfg.model} out")
+        return "init", with_blocks(cfg, md.read_config(cfg.resume or cfg.init))
+    name = cfg.model or "tiny"
+    if name not in md.CONFIGS:
+        raise ValueError(f"--model={name}: not one of {', '.join(md.CONFIGS)}; train_tpu.py trains PythonCoder")
+    return name, with_blocks(cfg, md.CONFIGS[name])
+
+
+def with_blocks(cfg, model):
+    """The architecture with the block size that --block_length or --objective asks for. An autoregressive model is one
+    with blocks of one token. ValueError for flags that do not go together.
+    """
+    ar, blocks = cfg.objective == "ar", cfg.blocks
+    changed = [
+        f"--{field.name}" for field in dataclasses.fields(blocks) if getattr(blocks, field.name) != field.default
+    ]
+    block = 1 if ar else blocks.block_length or (0 if cfg.anneal_steps else model.block_length)
+    if ar and changed:
+        raise ValueError(f"--objective=ar has no {', '.join(changed)}")
+    if ar and not model.shift:
+        raise ValueError("--objective=ar is for a model with the shift")
+    if changed and not block:
+        raise ValueError(f"{', '.join(changed)}: set --block_length")
+    if block and cfg.schedule != "linear":
+        raise ValueError("blocks have the linear --schedule")
+    if block and cfg.anneal_steps:
+        raise ValueError("--anneal_steps ends with two-way attention, so it goes without blocks")
+    if min(blocks.block_length, blocks.block_warmup, blocks.rate_warmup, cfg.anneal_steps) < 0:
+        raise ValueError("a number of tokens or steps is below 0")
+    if not 0 < blocks.rates[0] < blocks.rates[1] <= 1:
+        raise ValueError("--rates are two numbers in (0, 1], the lower first")
+    return dataclasses.replace(model, block_length=block)
+
+
+def tokens_seen(cfg, data):
+    """Tokens that --epochs trains on, of the data with this meta.json."""
+    return cfg.epochs * data["splits"]["train"]["tokens"]
+
+
+def row_length(cfg, model, data=None):
+    """Tokens of a row: --seq_len, or that of the data, or what suits the model."""
+    seq_len = cfg.seq_len or (data["seq_len"] if data else min(model.positions, 2048))
+    if seq_len > model.positions:
+        advice = f"prepare them with data_prep.py --seq_len={model.positions} at most"
+        raise ValueError(f"rows of {seq_len} tokens do not fit the {model.positions} positions of the model; {advice}")
+    return seq_len
+
+
+def pick_batch(cfg, model, copies, on_cpu, data=None):
+    """(tokens of a row, rows of a step, rows per device at a time); `copies` devices hold different rows."""
+    seq_len = row_length(cfg, model, data)
+    # Short runs take smaller steps: two thousand of them rather than sixty.
+    seen = tokens_seen(cfg, data) if data else math.inf
+    tokens = 2 ** int(math.log2(np.clip(seen / 2000, 8192, 131_072)))
+    rows = (4096 if on_cpu else tokens) // seq_len
+    batch = cfg.batch_size or max(1, rows // copies) * copies
+    if batch % copies:
+        nearest = math.ceil(batch / copies) * copies
+        raise ValueError(f"--batch_size={batch} does not divide over {copies} devices; try {nearest}")
+    rows = batch // copies
+    most = min(rows, MICRO_BATCH.get(cfg.model, 1))
+    micro = cfg.micro_batch or max(m for m in range(1, most + 1) if rows % m == 0)
+    if rows % micro:
+        raise ValueError(f"--micro_batch={micro} does not divide the {rows} rows of a device; try a divisor of {rows}")
+    return seq_len, batch, micro
+
+
+def resolve(cfg, devices, data=None, memory=None):
+    """(cfg, architecture, how to run it, mesh): what was left open is picked by devices and data, and printed.
+
+    data is the meta.json of the rows; without it the choice is that for endless data. memory is what a device holds, in
+    GiB, where it cannot be asked.
+    """
+    if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
+        raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
+    device = devices[0]
+    memory = memory or checkpoints.device_memory_gib(device)
+    on_cpu = memory is None
+    name, model = pick_model(cfg)
+    cfg = dataclasses.replace(cfg, model=name)
+    seq_len, batch, micro = pick_batch(cfg, model, len(devices) // cfg.tensor, on_cpu, data)
+    mesh = checkpoints.training_mesh(cfg, model, devices)
+    dtype, remat = cfg.dtype or ("float32" if on_cpu else "bfloat16"), cfg.remat or "qkvo"
+    if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
+        jax.config.update("jax_default_matmul_precision", "highest")
+    small = md.count_params(model)["total"] < 1e8
+    optimizer = cfg.optimizer or ("muon" if small and not cfg.init else "adamw")
+    cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro, optimizer=optimizer)
+    block = 64 if on_cpu else 128  # queries of attention at a time: scores that stay in a CPU's caches
+    run = md.Run(platform=md.platform_of(device), dtype=jnp.dtype(dtype), remat=remat, block=block)
+
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    where = "CPU" if on_cpu else f"{memory:.1f} GiB each"
+    accumulated = batch * cfg.tensor // mesh.size // micro
+    weights = f"frozen {dtype} weights and LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "float32 weights"
+    print(f"{len(devices)} x {device.device_kind} ({where}): mesh {axes}")
+    print(f"model {name}, {dtype} compute on {weights}, remat {remat}")
+    print(f"a step is {batch} rows of {seq_len} = {batch * seq_len:,} tokens, {accumulated} x {micro} rows a device")
+    return cfg, model, run, mesh
+
+
+def plan(cfg, model, rows):
+    """(cfg with the length of the run and its learning rate, steps of an epoch); prints them."""
+    counts = md.count_params(model)
+    # Length: whole epochs, unless --steps says otherwise.
+    per_epoch = rows.total // cfg.batch_size
+    steps = cfg.steps or max(1, round(cfg.epochs * per_epoch))
+    # Small models bear larger steps; a trained model goes on with a tenth. New adapters take all: a guess.
+    peak = float(np.clip(3e-4 * math.sqrt(1.5e9 / counts["total"]), 1e-4, 3e-3))
+    lr = cfg.lr or (peak / 10 if cfg.init and not cfg.lora_rank else peak)
+    warmup = cfg.warmup or min(2000, max(1, steps // 10))
+    # Evaluations divide an epoch evenly, so that its end is one of them.
+    evals = max(1, round(per_epoch / min(1000, max(50, steps // 10))))  # in an epoch
+    eval_every = cfg.eval_every or math.ceil(per_epoch / evals)
+    cfg = dataclasses.replace(cfg, steps=steps, lr=lr, warmup=warmup, eval_every=eval_every)
+    data, seen = rows.meta["splits"]["train"]["tokens"], steps * cfg.batch_size * cfg.seq_len
+    print(", ".join(f"{part} {n:,}" for part, n in counts.items()) + " parameters")
+    print(f"{steps:,} steps of {seen // steps:,} tokens = {steps / per_epoch:.2f} epochs of {data:,} tokens")
+    print(f"{seen / counts['total']:.1f} tokens per parameter; {cfg.optimizer}, peak learning rate {lr:.3g}")
+    return cfg, per_epoch
+
+
+def step_flops(cfg, model):
+    """Training FLOPs of a step, of all devices together, without what remat computes again."""
+    length, copies = cfg.seq_len, 1
+    if model.block_length > 1:  # each row noised and clean, side by side
+        length, copies = 2 * length, 4 if cfg.blocks.complement else 2
+    flops = md.flops_per_token(model, length)
+    if cfg.lora_rank:  # frozen matrices have no gradients: a third of what they cost
+        flops -= md.flops_per_token(model, 0) / 3
+    return copies * flops * cfg.batch_size * cfg.seq_len
+
+
+def peak_flops(device, dtype):
+    """FLOP/s of one device: the data sheet's for a TPU, elsewhere the best of five products of square matrices."""
+    for kind, peak in TPU_FLOPS.items():
+        if device.device_kind.startswith(kind):
+            return peak, "data sheet"
+    n = 1536 if device.platform == "cpu" else 8192
+    a = jnp.ones((n, n), dtype)
+    product = jax.jit(lambda a: a @ a)
+    product(a).block_until_ready()
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        product(a).block_until_ready()
+        seconds.append(time.perf_counter() - started)
+    return 2 * n**3 / min(seconds), f"measured, {n} x {n} {jnp.dtype(dtype)} matmul"
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+def find_data(cfg):
+    """(training rows, held-out rows, tokenizer.json); without --data those of the standard library, prepared first."""
+    if cfg.data:
+        return open_data(cfg.data, cfg.seq_len)
+    if cfg.hosts:
+        raise ValueError("several hosts need the same data: write it with data_prep.py and pass --data")
+    _, model = pick_model(cfg)
+    seq_len, vocab = row_length(cfg, model), min(model.vocab, 32_768)
+    name, tokens = vocab, f"--vocab_size={vocab}"
+    known = runs.as_path(cfg.init) / "tokenizer.json" if cfg.init else Path()
+    if known.is_file():  # a model that is trained already has a tokenizer
+        name, tokens = hashlib.sha256(known.read_bytes()).hexdigest()[:8], f"--tokenizer={known}"
+    folder = Path(f"data/python-{seq_len}-{name}")
+    if not (folder / "meta.json").exists():
+        print(f"no --data: preparing the Python standard library in {folder}", flush=True)
+        runs.script("data_prep.py", "python", f"--out={folder}", f"--seq_len={seq_len}", tokens)
+    return open_data(folder, seq_len)
+
+
+MASKS = "<|mask|>", "<mask>"  # what tokenizers call MASK
+
+
+def with_mask(model, meta, tokenizer_json):
+    """(model, tokenizer.json) of a Dream from scratch: a preset with the data's ids, and one for MASK.
+
+    Rows have no MASK. It is <|mask|> or <mask> of the data's tokenizer, else a token added to the copy that the run
+    keeps.
+    """
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
+    mask_id = next((i for i in map(tokenizer.token_to_id, MASKS) if i is not None), None)
+    if mask_id is None:
+        tokenizer.add_special_tokens([MASKS[0]])
+        mask_id, tokenizer_json = tokenizer.token_to_id(MASKS[0]), tokenizer.to_str().encode()
+    vocab = -(-max(meta["vocab_size"], mask_id + 1) // 128) * 128
+    ids = {"mask_id": mask_id, "pad_id": meta["pad_id"], "eos_id": meta["eos_id"]}
+    ids["bos_id"] = meta.get("bos_id", meta["eos_id"])
+    return dataclasses.replace(model, vocab=vocab, **ids), tokenizer_json
+
+
+def known_ids(folder, model, meta, tokenizer_json):
+    """tokenizer.json of the Dream in `folder`, else of the data. ValueError if ids do not mean the same in both."""
+    data = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
+    path, known, wrong = runs.as_path(folder) / "tokenizer.json", data, ""
+    if path.is_file():
+        known = runs.load_tokenizer(folder, model)
+        tokenizer_json = path.read_bytes()
+    theirs, ours = (t.get_vocab(with_added_tokens=True) for t in (known, data))
+    changed = sum(theirs.get(token) != i for token, i in ours.items())
+    if changed:
+        wrong = f"{changed:,} of its tokens have other ids"
+    elif max(ours.values()) >= model.vocab:
+        wrong = f"its {meta['vocab_size']:,} ids are more than the model's {model.vocab:,}"
+    elif meta["eos_id"] != model.eos_id:
+        wrong = f"its documents end with id {meta['eos_id']}, the model's with {model.eos_id}"
+    elif data.id_to_token(model.mask_id) not in (None, *MASKS):
+        wrong = f"{data.id_to_token(model.mask_id)!r} is the model's MASK, {model.mask_id}"
+    if wrong:
+        raise ValueError(f"the data's tokenizer is not that of {folder}: {wrong}; prepare it with --tokenizer={path}")
+    return tokenizer_json
+
+
+def with_expand(cfg, model, tokenizer_json):
+    """A Dream that learns holes of any length (data_prep.edit): with an id for the mask that becomes two."""
+    if model.block_length or cfg.lora_rank:
+        what = "a Dream that sees the whole canvas, without --lora_rank; --anneal_steps makes an autoregressive one so"
+        raise ValueError(f"{cfg.data} has holes that grow and shrink (--edit_rate), for {what}")
+    if model.expand_id < 0:
+        tokens = tokenizers.Tokenizer.from_str(tokenizer_json.decode()).get_vocab(with_added_tokens=True)
+        free = max(model.mask_id, *tokens.values()) + 1
+        if free >= model.vocab:
+            raise ValueError(f"none of the model's {model.vocab:,} ids is free for masks that grow (--edit_rate)")
+        model = dataclasses.replace(model, expand_id=free)
+    return model
+
+
+COLUMNS = "token_ABL", "segment_ABL", "position_ABL", "fixed_ABL"  # the last of pairs alone
+
+
+def to_devices(rows, row_ids, sharding):
+    """The rows of these numbers [A, B] on the mesh, {name of COLUMNS: array}. A host reads only its own."""
+    read = functools.lru_cache(None)(lambda a, b: rows.read(row_ids[slice(*a), slice(*b)]))
+    shape = (*row_ids.shape, rows.meta["seq_len"])
+
+    def column(c):
+        def of_a_device(index):
+            return read(*((s.start, s.stop) for s in index[:2]))[c]
+
+        return jax.make_array_from_callback(shape, sharding, of_a_device)
+
+    return {name: column(c) for c, name in enumerate(COLUMNS[: len(rows.columns)])}
+
+
+# ---- the compiled step ---------------------------------------------------------------------------------------------
+
+
+def wsd(step, peak, steps, warmup=2000, stable=0.9, start=0.01, final=0.1):
+    """Warmup-stable-decay learning rate of update `step` (0, 1, ...), float32.
+
+    peak (start + (1 - start) s / warmup) while s < warmup; peak while s < D = int(stable steps); then with x =
+    min(s - D, steps - D) / (steps - D): peak (final + (1 - final) (1 + cos(pi x)) / 2), so final peak after the end.
+    """
+    step, decay = jnp.asarray(step, jnp.float32), int(stable * steps)
+    rising = start + (1 - start) * step / max(warmup, 1)
+    x = jnp.clip((step - decay) / max(steps - decay, 1), 0, 1)
+    falling = final + (1 - final) * (1 + jnp.cos(jnp.pi * x)) / 2
+    return peak * jnp.where(step < warmup, rising, jnp.where(step < decay, 1.0, falling))
+
+
+def decays(tree):
+    """Weight decay mask, by name: matrices and embeddings, no norms, biases or adapters."""
+    names = {*md.SHARDING} - {"q_bias", "k_bias", "v_bias"}
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in names, tree)
+
+
+def make_optimizer(clip, weight_decay, mu_dtype=None, mask=decays, muon=False):
+    """Clip, then AdamW at learning rate 1: its updates are multiplied by the schedule of the step.
+
+    muon: the layers' matrices are Muon's, with updates of AdamW's size (arXiv:2502.16982); embeddings, heads, norms and
+    vectors stay Adam's, without decay.
+    """
+    if not muon:
+        optimizer = optax.adamw(1.0, 0.9, 0.95, 1e-8, weight_decay=weight_decay, mask=mask, mu_dtype=mu_dtype)
+        return optax.chain(optax.clip_by_global_norm(clip), optimizer)
+    matrices = {*md.SHARDING} - {"embed_tokens", "lm_head", "q_bias", "k_bias", "v_bias"}
+    axes = optax.contrib.MuonDimensionNumbers(-2, -1)
+
+    def dimensions(tree):
+        return jax.tree_util.tree_map_with_path(lambda path, _: axes if path[-1].key in matrices else None, tree)
+
+    settings = {"weight_decay": weight_decay, "mu_dtype": mu_dtype, "consistent_rms": 0.2, "adam_b2": 0.95}
+    optimizer = optax.contrib.muon(1.0, muon_weight_dimension_numbers=dimensions, **settings)
+    return optax.chain(optax.clip_by_global_norm(clip), optimizer)
+
+
+def accumulate(loss_fn, params, batches):
+    """Sum of gradients and of losses of loss_fn(params, batch) over the leading axis of batches."""
+
+    def body(carry, batch):
+        return jax.tree.map(jnp.add, carry, jax.value_and_grad(loss_fn)(params, batch)), None
+
+    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+    (loss, grads), _ = jax.lax.scan(body, zeros, batches)
+    return grads, loss
+
+
+def apply_gradients(optimizer, state, grads, lr):
+    """One update of a state's "params" and "opt"; the step is left out (and said so) if any gradient is not finite."""
+    norm = optax.tree.norm(grads)
+    ok = jnp.isfinite(norm)
+    updates, opt = optimizer.update(grads, state["opt"], state["params"])
+    params = jax.tree.map(lambda p, u: p + lr * u, state["params"], updates)
+    new, old = {"params": params, "opt": opt}, {"params": state["params"], "opt": state["opt"]}
+    return state | jax.tree.map(lambda old, new: jnp.where(ok, new, old), old, new), norm, ok
+
+
+def loss_of_step(cfg, graph, batch, key, step, base):
+    """loss_fn(params, micro): the NELBO in nats per token that can be masked; with --objective=ar the likelihood."""
+    rows = math.prod(batch["token_ABL"].shape[:2])
+    tokens = jnp.maximum(md.counted(batch["segment_ABL"], batch.get("fixed_ABL")).sum(), 1)
+
+    def loss_fn(params, micro):
+        model = nnx.merge(graph, md.assemble(base, params))
+        inputs = micro["token_ABL"], micro["segment_ABL"], micro["position_ABL"]
+        if model.cfg.block_length:
+            counted_BL = md.counted(inputs[1], micro.get("fixed_ABL"))
+            noise = functools.partial(md.noise, key, rows, micro["row_AB"])
+            return block_nats(cfg.blocks, model, step, *inputs, counted_BL, noise) / tokens
+        noise, attention_1LL = md.noise(key, rows, micro["row_AB"], micro["segment_ABL"]), None
+        if cfg.anneal_steps:  # one draw for all rows and layers
+            u_LL = jax.random.uniform(jax.random.fold_in(key, rows), (inputs[0].shape[1],) * 2)
+            attention_1LL = diffusion.annealed(u_LL, jnp.minimum(1, (step + 1) / cfg.anneal_steps))[None]
+        nats = model.nelbo(*inputs, *noise, micro.get("fixed_ABL"), cfg.schedule, attention_1LL)
+        return nats / tokens
+
+    return loss_fn
+
+
+def block_nats(blocks, model, step, token_BL, segment_BL, position_BL, counted_BL, noise):
+    """The nats of a micro-batch that a step of block diffusion, or of --objective=ar, makes smaller.
+
+    noise is md.noise, that still needs the parts of a row which have a time of their own.
+    """
+    row, longest = (segment_BL, position_BL), model.cfg.block_length
+    if longest == 1 and model.cfg.shift:  # --objective=ar
+        return model.ar_nll(token_BL, counted_BL, *row).sum()
+    # Blocks double in equal numbers of steps. Their length is an array, so that all lengths are one program.
+    block = longest
+    if blocks.block_warmup:
+        doublings = math.ceil(math.log2(longest))
+        done = jnp.minimum(step * doublings // blocks.block_warmup, doublings)
+        block = jnp.minimum(2**done, longest)
+    # A mask rate for each block; u decides for each token. A block of one token is masked: any other rate would only
+    # add noise to the same expectation.
+    u_BL, (low, high) = noise(md.parts(*row, block), eps=0.0), blocks.rates
+    if blocks.rate_warmup:
+        high = low + (high - low) * diffusion.highest_rate(step, blocks.rate_warmup)
+    least = jnp.maximum(1 / block if blocks.least_one else 0.0, block == 1)
+    t_BL, weight_BL = diffusion.block_noise(u_BL[0], low, high, least)
+    mask_BL = counted_BL & (u_BL[1] < t_BL)
+    if blocks.least_one:
+        mask_BL = diffusion.mask_one_at_least(mask_BL, counted_BL, u_BL[1], position_BL, block)
+    weight_BL = jnp.where(step < blocks.rate_warmup, 1.0, weight_BL)
+    nats = (weight_BL * model.nll(token_BL, mask_BL, *row, block)).sum()
+    if not blocks.complement:
+        return nats
+    # High rates have no weights. Where t is 1 nothing is left to mask, and any weight will do.
+    weight_BL = jnp.where(weight_BL == 1, 1.0, 1 / jnp.maximum(1 - t_BL, low))
+    others = (weight_BL * model.nll(token_BL, counted_BL & ~mask_BL, *row, block)).sum()
+    # Blocks of one token are all masked, and in the warm-up the others would be nearly all tokens.
+    return jnp.where((block == 1) | (step < blocks.rate_warmup), nats, (nats + others) / 2)
+
+
+def make_step(cfg, graph, optimizer):
+    """train_step(state, batch, step) -> (state, metrics), to be compiled once with the state donated."""
+
+    def train_step(state, batch, step):
+        key = jax.random.fold_in(jax.random.key(cfg.seed), step)
+        lr = wsd(step, cfg.lr, cfg.steps, cfg.warmup)
+        loss_fn = loss_of_step(cfg, graph, batch, key, step, state.get("base", {}))
+        A, B, _ = batch["token_ABL"].shape
+        grads, loss = accumulate(loss_fn, state["params"], batch | {"row_AB": jnp.arange(A * B).reshape(A, B)})
+        state, norm, ok = apply_gradients(optimizer, state, grads, lr)
+        return state, {"loss": loss, "lr": lr, "grad_norm": norm, "ok": ok}
+
+    return train_step
+
+
+METRICS = "loss", "lr", "grad_norm", "ok"  # in the order of the log; jit returns them sorted
+
+
+def lower_step(cfg, graph, optimizer, shapes, mesh, columns=3):
+    """The train step, traced for a mesh that need not be here; .compile() makes the program."""
+    rows = cfg.micro_batch * mesh.size // cfg.tensor  # of a micro-batch, on all devices together
+    shape = (cfg.batch_size // rows, rows, cfg.seq_len)
+    row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, PS(None, md.BATCH)))
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PS()))
+    layout = jax.tree.map(lambda s: s.sharding, shapes)
+    train_step = jax.jit(make_step(cfg, graph, optimizer), donate_argnums=0, out_shardings=(layout, None))
+    with jax.set_mesh(mesh):
+        return train_step.lower(shapes, dict.fromkeys(COLUMNS[:columns], row), step)
+
+
+# ---- scores --------------------------------------------------------------------------------------------------------
+
+EVAL_DRAWS = 4  # noise draws per held-out row; --eval_only takes 8
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def sums_of(graph, schedule, rows, draws, params, batch, row_B, bytes_V):
+    """(nats of each draw, tokens, their bytes) of a batch of the `rows` held-out rows, the same draws each time.
+
+    The nats are a bound: the NELBO at one noise level per document and draw. With blocks of at most md.EXACT_BLOCK
+    tokens they are exact, without a draw.
+    """
+    model, batch = nnx.merge(graph, params), {name: x[0] for name, x in batch.items()}
+    token_BL, segment_BL, fixed_BL = batch["token_ABL"], batch["segment_ABL"], batch.get("fixed_ABL")
+    row, block = (segment_BL, batch["position_ABL"]), model.cfg.block_length
+
+    def bound(draw):
+        noise = md.noise(jax.random.key(draw), rows, row_B, md.parts(*row, block or None))
+        return model.nelbo(token_BL, *row, *noise, fixed_BL, schedule=schedule)
+
+    mask_BL = md.counted(segment_BL, fixed_BL)
+    if 0 < block <= md.EXACT_BLOCK:
+        nats_N = model.exact_nll(token_BL, *row, fixed_BL).sum()[None]
+    else:
+        nats_N = jax.lax.map(bound, jnp.arange(draws))
+    return nats_N, mask_BL.sum(), (mask_BL * bytes_V[token_BL]).sum()
+
+
+def score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=EVAL_DRAWS):
+    """{"heldout_nats", "bits_per_byte", "standard_error"} over --eval_rows held-out rows, `size` rows at a time.
+
+    Nats are per token that can be masked; the standard error is that of the noise, in bits per byte.
+    """
+    row_ids = heldout.spread(cfg.eval_rows)
+    if not len(row_ids):
+        return {}
+    padded = np.full(math.ceil(len(row_ids) / size) * size, -1)  # -1 is an empty row: whole batches
+    padded[: len(row_ids)] = row_ids
+    nats_N, tokens, text_bytes, rows_at = 0.0, 0.0, 0.0, NamedSharding(mesh, PS(None, md.BATCH))
+    with jax.set_mesh(mesh):
+        for ids in padded.reshape(-1, 1, size):
+            batch = to_devices(heldout, ids, rows_at)
+            sums = sums_of(graph, cfg.schedule, len(row_ids), draws, params, batch, ids[0], bytes_V)
+            nats_N, tokens, text_bytes = (
+                total + np.asarray(x, float) for total, x in zip((nats_N, tokens, text_bytes), sums, strict=True)
+            )
+    bits_N = nats_N / math.log(2) / text_bytes
+    error = bits_N.std(ddof=1) / math.sqrt(len(bits_N)) if len(bits_N) > 1 else 0.0
+    return {"heldout_nats": nats_N.mean() / tokens, "bits_per_byte": bits_N.mean(), "standard_error": error}
+
+
+def evaluate(cfg):
+    """--eval_only: print the bound of a model, trained here or converted, on held-out rows."""
+    folder = runs.as_path(cfg.eval_only)
+    heldout, tokenizer = held_out(folder, cfg.data)
+    size = math.gcd(16, len(heldout.spread(cfg.eval_rows)))
+    model, step, mesh = checkpoints.load_for_inference(md, folder, 0, cfg.dtype, rows=size)
+    mesh = mesh or checkpoints.inference_mesh(model.cfg, jax.devices()[:1], 1)
+    graph, params = nnx.split(model)
+    bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))
+    scores = {"step": step} | score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=8)
+    print(" | ".join(f"{name} {value:,.4g}" for name, value in scores.items()))
+    return scores
+
+
+# ---- the run -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Trainer:
+    """A run in memory. Only `state` changes with the steps."""
+
+    cfg: Config  # every setting filled in
+    model: md.DreamConfig
+    run: md.Run
+    mesh: jax.sharding.Mesh
+    train: Rows
+    heldout: Rows
+    tokenizer: tokenizers.Tokenizer
+    state: dict | None = None  # {"params", "opt"}, with LoRA {"params": adapters, "opt", "base": frozen weights}
+
+    def __post_init__(self):
+        cfg = self.cfg
+        # Moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32.
+        self.optimizer = make_optimizer(cfg.clip, cfg.weight_decay, self.run.dtype, muon=cfg.optimizer == "muon")
+        self.shapes = self.shapes_with(cfg.lora_rank)
+        if cfg.lora_rank:  # which weights the adapters belong to
+            self.base_sums = checkpoints.find_weights(checkpoints.absolute(cfg.init))[1]["sums"]
+        self.rows_at = NamedSharding(self.mesh, PS(None, md.BATCH))
+        self.micro_rows = cfg.micro_batch * self.mesh.size // cfg.tensor  # on all devices together
+        self.scored = min(self.heldout.total, cfg.eval_rows)
+        self.bytes_V = jnp.asarray(token_bytes(self.tokenizer, self.model.vocab))
+
+    def shapes_with(self, lora_rank):
+        """The shapes of a state of this run, with LoRA or without."""
+        return checkpoints.state_shapes(md, self.model, self.optimizer, self.mesh, lora_rank, self.run.dtype)
+
+    def check_memory(self):
+        """ValueError, before any weight is read, if a device has less memory than the state takes."""
+
+        def needed(shapes):  # what is trained, its moments and gradients; with LoRA the weights beside it
+            return checkpoints.bytes_on_a_device(shapes) + checkpoints.bytes_on_a_device(shapes["params"])
+
+        smaller = {}
+        if self.cfg.init and not self.cfg.lora_rank:
+            smaller["--lora_rank=16"] = needed(self.shapes_with(16))
+        checkpoints.check_memory(self.mesh, needed(self.shapes), smaller)
+
+    def meta(self, step, skipped):
+        """What a checkpoint says of itself."""
+        settings = {"model": dataclasses.asdict(self.model), "train": dataclasses.asdict(self.cfg)}
+        settings |= {"data": self.train.meta["fingerprint"], "step": step, "skipped": skipped}
+        return settings | ({"base": self.base_sums} if self.cfg.lora_rank else {})
+
+    def begin(self, store):
+        """Fill the state: newest checkpoint of --resume, weights of --init, or new ones. Returns (step, skipped)."""
+        cfg = self.cfg
+        if cfg.resume and checkpoints.absolute(cfg.resume) != store.folder:
+            store = checkpoints.Checkpoints(cfg.resume)
+        base = {"base": self.read_init(self.run.dtype)} if cfg.lora_rank else {}
+        if cfg.resume and store.newest() is not None:
+            saved, ours = store.meta(), self.meta(0, 0)
+            theirs = saved["model"] | {"--lora_rank": saved["train"]["lora_rank"]}
+            path = f"{cfg.resume}/checkpoints/{store.newest()}"
+            runs.check_same(theirs, ours["model"] | {"--lora_rank": cfg.lora_rank}, path)
+            if saved.get("base") != ours.get("base"):
+                raise ValueError(f"{cfg.init} holds other weights than those that {cfg.resume} began with")
+            if saved["data"] != ours["data"]:
+                advice = "pass its --data, or start anew with another --out"
+                raise ValueError(f"{cfg.resume} was trained on other data; {advice}")
+            restored = store.restore(self.saved(self.shapes))
+            opt, (params,) = restored.pop("opt"), restored.values()
+            self.state = {"params": params, "opt": opt} | base
+            print(f"resuming {cfg.resume} after step {saved['step']}")
+            return saved["step"], saved["skipped"]
+        if cfg.resume:
+            print(f"{cfg.resume} stopped before its first checkpoint: starting at step 0 with its settings")
+        layout = jax.tree.map(lambda s: s.sharding, self.shapes)
+        if cfg.lora_rank:
+            key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
+            new = functools.partial(md.new_adapters, key, self.shapes["base"], cfg.lora_rank)
+            params = jax.jit(new, out_shardings=layout["params"])()
+        elif cfg.init:
+            params = self.read_init(jnp.float32)
+        else:  # born split over the mesh: no device ever holds all of them
+            params = jax.jit(lambda: md.new_params(self.model, cfg.seed), out_shardings=layout["params"])()
+        opt = jax.jit(self.optimizer.init, out_shardings=layout["opt"])(params)
+        self.state = {"params": params, "opt": opt} | base
+        return 0, 0
+
+    def read_init(self, dtype):
+        """The weights of --init."""
+        return nnx.to_pure_dict(nnx.state(checkpoints.load(md, self.cfg.init, dtype=dtype, mesh=self.mesh)[0]))
+
+    def weights(self):
+        """The parameters of the model as it is now."""
+        return md.assemble(self.state.get("base", {}), self.state["params"])
+
+    def saved(self, state):
+        """Of a state what a checkpoint holds; adapters are no model, so checkpoints.load must not find "params"."""
+        return {"adapters" if "base" in state else "params": state["params"], "opt": state["opt"]}
+
+    def batch(self, step):
+        """The rows of a step on the mesh: those of its place in the epoch's order, cut into micro-batches."""
+        size = self.cfg.batch_size
+        epoch, i = divmod(step, self.train.total // size)
+        ids = self.train.order(self.cfg.seed, epoch)[i * size : (i + 1) * size]
+        return to_devices(self.train, ids.reshape(-1, self.micro_rows), self.rows_at)
+
+    def compile(self):
+        """The program of a step."""
+        started = time.perf_counter()
+        print("compiling the train step", flush=True)
+        graph, columns = md.graph_of(self.model, self.run), len(self.train.columns)
+        step = lower_step(self.cfg, graph, self.optimizer, self.shapes, self.mesh, columns).compile()
+        print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
+        return step
+
+    def score(self):
+        """Scores over --eval_rows held-out rows, from all parts of them."""
+        graph = md.graph_of(self.model, dataclasses.replace(self.run, remat="none"))
+        scores = score(self.cfg, graph, self.weights(), self.heldout, self.micro_rows, self.mesh, self.bytes_V)
+        return {name: value for name, value in scores.items() if name != "standard_error"}
+
+    def sample(self, folder, step):
+        """Continue --prompt and append the text to samples.txt; returns the row's tokens per forward pass."""
+        if jax.process_count() > 1:  # one host does not hold the whole model
+            return {}
+        lm = nnx.merge(md.graph_of(self.model, md.Run(self.run.dtype)), self.weights())
+        prompt, vocab = self.tokenizer.encode(self.cfg.prompt, add_special_tokens=False).ids, self.train.meta
+        new = min(64, self.model.positions - len(prompt))
+        sampler = sample_block if self.model.block_length else sample_dream
+        rule = sampler.Sampling(vocab=vocab["vocab_size"], eos_ids=(vocab["eos_id"],))
+        (row,), stats = sampler.generate(lm, [prompt], new, rule, jax.random.key(0))
+        text = self.tokenizer.decode(row[len(prompt) :])
+        folder.append_text("samples.txt", f"---- step {step}\n{self.cfg.prompt}{text}\n")
+        return {"tokens_per_forward": new / stats["forwards"]}
+
+
+class Meter:
+    """Speed between two rows of the log, and steps without a finite gradient."""
+
+    def __init__(self, cfg, model, run, mesh, step, skipped):
+        self.cfg, self.skipped, self.bad = cfg, skipped, 0  # bad: how many of them in a row
+        self.tokens = cfg.batch_size * cfg.seq_len
+        self.flops = step_flops(cfg, model) / mesh.size  # a device
+        self.peak, source = peak_flops(jax.devices()[0], run.dtype)
+        print(f"peak {self.peak / 1e12:.3g} TFLOP/s a device ({source}), a step is {self.flops / 1e12:.3g} TFLOP")
+        self.restart(step)
+
+    def restart(self, step):
+        self.step, self.started, self.waited_s = step, time.perf_counter(), 0.0
+
+    def count(self, ok, waited_s):
+        self.bad = 0 if ok else self.bad + 1
+        self.skipped += not ok
+        self.waited_s += waited_s
+
+    def row(self, step):
+        """Tokens per second, share of the device's peak, share of the time without a batch, minutes to go."""
+        elapsed = time.perf_counter() - self.started
+        rate = (step - self.step) / elapsed
+        row = {"tok_per_s": rate * self.tokens, "mfu": rate * self.flops / self.peak, "wait": self.waited_s / elapsed}
+        self.restart(step)
+        return row | {"eta_min": (self.cfg.steps - step) / rate / 60, "skipped": self.skipped}
+
+
+def prepare(cfg):
+    """(Trainer, files of the run's folder, steps of an epoch): what was left open is chosen by data and devices."""
+    if cfg.lora_rank and (cfg.lora_rank < 0 or not cfg.init or cfg.hosts or "://" in cfg.out):
+        raise ValueError("--lora_rank is above 0, goes with --init, on one host, and with --out on its own disk")
+    train, heldout, tokenizer_json = find_data(cfg)
+    cfg, model, run, mesh = resolve(cfg, jax.devices(), train.meta)
+    if train.total < cfg.batch_size:
+        advice = "lower --batch_size or add data"
+        raise ValueError(f"{train.folder} has {train.total} training rows, a step takes {cfg.batch_size}; {advice}")
+    if cfg.init:
+        tokenizer_json = known_ids(cfg.resume or cfg.init, model, train.meta, tokenizer_json)
+    else:
+        model, tokenizer_json = with_mask(model, train.meta, tokenizer_json)
+    if train.meta.get("settings", {}).get("edit_rate"):
+        model = with_expand(cfg, model, tokenizer_json)
+    cfg, per_epoch = plan(cfg, model, train)
+    # The chat template, its tokens and the model's own code: those of --init, else of the data.
+    found = [checkpoints.companions(folder) for folder in (cfg.init, train.folder) if folder]
+    files = next((files for files in found if files.keys() - {"tokenizer.json"}), {})
+    trainer = Trainer(cfg, model, run, mesh, train, heldout, tokenizers.Tokenizer.from_str(tokenizer_json.decode()))
+    trainer.check_memory()
+    return trainer, files | {"tokenizer.json": tokenizer_json}, per_epoch
+
+
+def main(cfg):
+    checkpoints.connect(cfg)
+    if cfg.eval_only:
+        return evaluate(cfg)
+    trainer, files, per_epoch = prepare(cfg)
+    asked, cfg = cfg, trainer.cfg
+    with runs.Run(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
+        settings = trainer.meta(0, 0)
+        settings["train"] = {name: value for name, value in settings["train"].items() if name not in OF_A_HOST}
+        checkpoints.check_hosts(folder.out, settings)
+        store = checkpoints.Checkpoints(folder.out, cfg.keep, best="heldout_nats" if trainer.scored else "")
+        first, skipped = trainer.begin(store)
+        # The length is written as it was asked for: a resumed run may be given more --epochs or --steps.
+        settings = {"train": dataclasses.asdict(cfg) | {"steps": asked.steps}}
+        settings |= {"model": dataclasses.asdict(trainer.model), "data": str(trainer.train.folder)}
+        if cfg.init:  # the name by which generate.py knows a chat model
+            config = runs.read_json(runs.as_path(cfg.resume or cfg.init) / "config.json")
+            settings["source"] = config.get("source", "")
+        folder.begin(first, settings, files)
+        if first < cfg.steps:
+            train(folder, store, trainer, first, skipped, per_epoch)
+        else:
+            print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --epochs or --steps")
+        store.close()
+        model = save_merged(folder.out, trainer, files, settings["source"]) if cfg.lora_rank else cfg.out
+    print(f"done: {model}; generate code with: python generate.py --model=dream --ckpt={model}")
+
+
+def save_merged(out, trainer, files, source):
+    """Write the model that LoRA has trained as the folder merged/ of its run, and return the path."""
+    params = md.merge_adapters(trainer.state["base"], trainer.state["params"])
+    shutil.rmtree(out / "merged", ignore_errors=True)  # of a run that goes on
+    model = nnx.merge(md.graph_of(trainer.model, md.Run()), params)
+    checkpoints.save(md, out / "merged", model, [out / name for name in files], source)
+    return out / "merged"
+
+
+def train(folder, store, trainer, first, skipped, per_epoch):
+    """The steps after `first`."""
+    cfg, train_step = trainer.cfg, trainer.compile()
+    epoch_ends = range(per_epoch, cfg.steps + 1, per_epoch)
+    meter, saved = Meter(cfg, trainer.model, trainer.run, trainer.mesh, first, skipped), time.monotonic()
+    for step, batch, waited_s in prefetch(trainer.batch, first, cfg.steps):
+        # One program: gradients of all micro-batches, clipping, update. The new state takes the old one's memory.
+        trainer.state, metrics = train_step(trainer.state, batch, jnp.int32(step))
+        metrics = {name: float(metrics[name]) for name in METRICS}  # waits for the step
+        done = step + 1
+
+        # A gradient that is not finite leaves the state as it was: one may be bad luck, five are a bad setting.
+        meter.count(metrics.pop("ok"), waited_s)
+        if meter.bad == 5:
+            left = f"step {store.newest() or 0}, with a lower --lr"
+            raise RuntimeError(f"no finite gradient in five steps, the last {done}; go on from {left}")
+        late = False
+        if done % cfg.log_every == 0 or done == cfg.steps or meter.bad:
+            folder.log({"step": done, **metrics, **meter.row(done)})
+            late = checkpoints.host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
+
+        # Held-out rows and a sample; the checkpoint is written while the next steps run.
+        evaluates = done % cfg.eval_every == 0 or done in epoch_ends or done == cfg.steps
+        stops = folder.signal or store.preempted(done)  # SIGTERM or Ctrl-C, to any host
+        if evaluates or late or stops:
+            scores = trainer.score() if evaluates else None
+            store.save(done, trainer.saved(trainer.state), trainer.meta(done, meter.skipped), scores or None)
+            saved = time.monotonic()
+        if evaluates:
+            folder.log({"step": done, **scores, **trainer.sample(folder, done)})
+            meter.restart(done)  # their time is not the steps'
+        if stops:
+            store.close()
+            jax.distributed.shutdown()  # waits for the other hosts, until all have saved
+            folder.leave(done)
+
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__, MACHINE)
