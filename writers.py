@@ -22,8 +22,8 @@ def find_model(cfg):
     """(folder of the run, step, folder of the weights) of --ckpt; step is None for a model without steps."""
     import checkpoints
 
-    trainer = "out/train_gpu" if cfg.model == "mdlm" else "out/train_tpu"
-    run = Path(cfg.ckpt or checkpoints.default_folder(trainer, cfg.model))
+    trained = {"pythoncoder": "out/train_tpu", "mdlm": "out/train_gpu", "dream": "out/train_dream"}
+    run = Path(cfg.ckpt or checkpoints.default_folder(trained[cfg.model], cfg.model))
     if any((run / name).is_file() for name in ("meta.json", "model.safetensors")):
         return run, None, run
     return run, *runs.newest(run, cfg.step)
