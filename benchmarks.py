@@ -94,9 +94,9 @@ class Config:
     downloads: str = ""  # folder of downloaded files; default: data/tasks
     split: typing.Literal["test", "all"] = "test"  # MBPP: ids 11-510 (257 problems), or all 427
     since: str = ""  # LiveCodeBench: only contests from this day on, such as 2024-10-01
-    until: str = ""  # LiveCodeBench: only contests before this day, or in its first minute
+    until: str = ""  # LiveCodeBench: only contests up to the first minute of this day
     protocol: str = "ours"  # harness to reproduce, such as dream_instruct: its prompts, settings, cuts and tests
-    trim_prefix: bool = True  # chat protocols: end the prompt as transformers 4.46 does; False adds 4.49's newline
+    trim_prefix: bool = True  # chat protocols: strip the end of the prompt, as transformers 4.46; 4.49 does not
     shots: int | None = None  # MBPP: solved problems in the prompt; default: the protocol's, 3 for ours
     problems: int = 0  # only the first N problems; 0 takes all
     samples: str = ""  # score the texts of this JSON-lines file; no model is loaded
@@ -106,7 +106,7 @@ class Config:
     top_p: float | None = None  # nucleus sampling; default: the protocol's, 0.95 for ours
     max_new: int | None = None  # new tokens at most; default: the protocol's, 512 for ours
     batch_size: int = 16  # texts generated at a time
-    seed: int = 0  # seed of generation
+    seed: int = 0  # random seed of generation
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles again
     json: bool = False  # print the report as one JSON line
     watch: bool = False  # show pass@1 so far, its interval, programs per second and the time left

@@ -65,7 +65,7 @@ def _behaviour():
         except Exception as error:
             seen.append(type(error).__name__)
     signal.setitimer(signal.ITIMER_PROF, 0)
-    return returned * f"{{zlib.crc32(chr(10).join(seen).encode()):08x}}"
+    return f"{{zlib.crc32(chr(10).join(seen).encode()):08x}}" if returned else ""
 _behaviour()"""
 
 

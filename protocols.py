@@ -28,8 +28,8 @@ import warnings
 class Question(typing.NamedTuple):
     """What a protocol knows about a problem."""
 
-    entry: str  # name of the function to write
-    prompt: str  # HumanEval's, or the docstring that EvalPlus makes of MBPP's text and first assert
+    entry: str = ""  # name of the function to write
+    prompt: str = ""  # HumanEval's, or the docstring that EvalPlus makes of MBPP's text and first assert
     test: str = ""  # HumanEval's check()
     text: str = ""  # MBPP's description
     tests: tuple = ()  # MBPP's asserts
@@ -73,8 +73,6 @@ DATA = {  # file of the problems, and how many it holds
 
 SHOTS = (  # the solved problems 2, 3, 4 of the full MBPP, as the harnesses hold them
     Question(
-        "similar_elements",
-        "",
         text="Write a function to find the similar elements from the given two tuple lists.",
         tests=(
             "assert similar_elements((3, 4, 5, 6),(5, 7, 4, 10)) == (4, 5)",
@@ -85,8 +83,6 @@ SHOTS = (  # the solved problems 2, 3, 4 of the full MBPP, as the harnesses hold
         "  return (res) ",
     ),
     Question(
-        "is_not_prime",
-        "",
         text="Write a python function to identify non-prime numbers.",
         tests=("assert is_not_prime(2) == False", "assert is_not_prime(10) == True", "assert is_not_prime(35) == True"),
         code="import math\r\ndef is_not_prime(n):\r\n    result = False\r\n"
@@ -94,8 +90,6 @@ SHOTS = (  # the solved problems 2, 3, 4 of the full MBPP, as the harnesses hold
         "    return result",
     ),
     Question(
-        "heap_queue_largest",
-        "",
         text="Write a function to find the largest integers from a given list of numbers using heap queue algorithm.",
         tests=(
             "assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],3)==[85, 75, 65] ",
@@ -146,9 +140,8 @@ def ask_ours(q, solved):
     """HumanEval's prompt without its last newline, which suits BPEs; MBPP as Austin et al., MBPP+ as EvalPlus."""
     if not q.text:
         return q.prompt.strip() + "\n" if q.prompt.startswith('"""') else q.prompt.rstrip()
-    *shots, last = (
-        shot._replace(text=shot.text.strip(), code=shot.code.strip()) for shot in (*q.shots[: len(solved)], q)
-    )
+    questions = *q.shots[: len(solved)], q
+    *shots, last = (each._replace(text=each.text.strip(), code=each.code.strip()) for each in questions)
     return ask_austin(last, shots)
 
 
@@ -291,16 +284,16 @@ def last_block(text, q):
 
 @functools.lru_cache(1024)
 def longest_program(lines, least):
-    """The longest run of at least so many lines that is Python, as (first, last) line; None if there is none.
+    """(first, last) line of the longest program of at least `least` lines; None if there is none.
 
-    The longest has most lines that are not blank; of equals, the first that begins and then the first that ends.
+    Blank lines do not count for its length. Ties go to the first to begin, then to the first to end.
     """
     filled = [i for i, line in enumerate(lines) if line.strip()]
     begins = [k for k, i in enumerate(filled) if may_begin(lines[i])]
     for count in range(len(filled), 0, -1):
         for k in (k for k in begins if k + count <= len(filled)):
             first, last = filled[k], filled[k + count - 1]
-            while first and not lines[first - 1].strip(" \t\r\f"):  # with all blank lines before it
+            while first and not lines[first - 1].strip(" \t\r\f"):  # include the blank lines before it
                 first -= 1
             while last < len(lines) - 1 and last - first + 1 < least and not lines[last + 1].strip():
                 last += 1

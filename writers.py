@@ -66,8 +66,9 @@ def pythoncoder_writer(cfg, record, questions, run, step):
     model, mesh, key_of_batch = load_jax(pc, cfg, run, step)
     tokenizer = runs.read_tokenizer(run)
     eos = tokenizer.token_to_id("<|endoftext|>")
-    vocab, eos = tokenizer.get_vocab_size(), -1 if eos is None else eos
-    rule = pc.Sampling(cfg.temperature, 0, cfg.top_p, vocab, eos, speculate=model.cfg.mtp)
+    vocab = tokenizer.get_vocab_size()
+    eos = -1 if eos is None else eos
+    rule = pc.Sampling(cfg.temperature, top_p=cfg.top_p, vocab=vocab, eos=eos, speculate=model.cfg.mtp)
 
     def write(prompts, finished, batch):
         with checkpoints.mesh_context(mesh):
@@ -122,7 +123,8 @@ def mdlm_writer(cfg, record, questions, run, step):
     folder = run if step is None else runs.newest(run, step)[1]
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     model, tokenizer = mdlm.load(folder, device, dtype), runs.read_tokenizer(folder)
-    rule = mdlm.Sampling("max_prob", cfg.max_new, "even", cfg.temperature, 0, cfg.top_p, tokenizer.get_vocab_size())
+    vocab = tokenizer.get_vocab_size()
+    rule = mdlm.Sampling("max_prob", cfg.max_new, "even", cfg.temperature, top_p=cfg.top_p, vocab=vocab)
 
     def write(prompts, finished, batch):
         # A canvas is BOS, the prompt and masks; shorter ones are padded behind.

@@ -242,7 +242,12 @@ def main(cfg):
     for row, alike in zip(table, names, strict=True):
         row["protocols"] = [name.removesuffix(f"/{cfg.task.rstrip('+')}") for name in alike]
     table.sort(key=lambda row: -row["passed"])
-    report = {"task": cfg.task, "problems": len({key for key, _ in texts}), "samples": len(texts), "some": len(solved)}
+    report = {
+        "task": cfg.task,
+        "problems": len({key for key, _ in texts}),
+        "samples": len(texts),
+        "solved": len(solved),
+    }
     report |= {"asked_by": asked, "timeout_s": bench.sandbox.timeout_s, "table": table}
     report["tasks_sha256"] = benchmarks.sha256(*tasks.task_files(bench))
     report |= {"samples_sha256": benchmarks.sha256(cfg.samples), "version": benchmarks.VERSION}
@@ -306,7 +311,9 @@ def run_distinct(cfg, problems, pairs, known):
 
 def describe(report):
     """The report as text: a line for each row, and below it what it lost by which rule."""
-    lines = ["{task}: {samples:,} texts of {problems} problems; {some:,} pass under some protocol".format(**report)]
+    lines = [
+        "{task}: {samples:,} texts of {problems} problems; {solved:,} pass under at least one protocol".format(**report)
+    ]
     asked = " and ".join(report["asked_by"]) or "a protocol that the file does not name"
     lines += [f"asked for by {asked}; prompts, tests and limits are the same in all rows, only the cuts differ"]
     lines += ["functions: texts with a whole function that returns something, right or wrong"]
