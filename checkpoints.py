@@ -1,14 +1,13 @@
-"""JAX: checkpoints in Orbax, loading a model for inference, meshes, several hosts, and what fits the memory.
+"""JAX: checkpoints in Orbax, models in folders, meshes, several hosts, and what fits the memory.
 
     store = Checkpoints("out/run", keep=2)                 # <folder>/checkpoints/<step>/, asynchronous and atomic
     store.save(step, {"params": ..., "opt": ...}, meta)
     state = store.restore(like)                            # on any number of devices; every checksum is compared
-    model, step, mesh = load_for_inference(model_dream, "out/run", bits=8)
+    model, step = load(model_dream, "out/run", mesh=mesh)
 
 A model family is a module, model_dream or model_pythoncoder, with read_config, param_shapes, shardings and graph_of.
 """
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -232,7 +231,6 @@ def state_shapes(family, model, optimizer, mesh, lora_rank=0, dtype=jnp.bfloat16
 
 # ---- models in folders ---------------------------------------------------------------------------------------------
 
-WEIGHTS = Path(__file__).parent / "weights"  # small trained models, a folder for each family
 # What lies beside the weights of a model: its tokenizer, chat template, and the code that transformers runs.
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -240,15 +238,6 @@ COMPANIONS = (
 )  # fmt: skip
 # What a config.json beside the safetensors of a PythonCoder says besides its architecture, see convert_weights.py.
 NOT_ARCHITECTURE = "model_type", "torch_dtype", "source", "step"
-
-
-def default_folder(run, family):
-    """The folder of a model where none is named: `run` if it holds one, else that in WEIGHTS, if there is one."""
-    converted = any((Path(run) / name).is_file() for name in ("meta.json", "model.safetensors"))
-    if converted or runs.saved_steps(Path(run)) or not (WEIGHTS / family).is_dir():
-        return run
-    print(f"no model in {run}: using weights/{family}, a small one that comes with Unmask", file=sys.stderr)
-    return str(WEIGHTS / family)
 
 
 def companions(folder):
@@ -406,12 +395,6 @@ def idle_accelerator():
     return ""
 
 
-def device_line():
-    """What JAX computes on, and what it leaves idle."""
-    devices, idle = jax.devices(), idle_accelerator()
-    return f"{len(devices)} x {devices[0].device_kind}" + (f"; {idle}" if idle else "")
-
-
 def peak_flops(device):
     """FLOP/s of a device's dense bfloat16 products; NaN where the data sheet is not in PEAK_FLOPS."""
     return next((peak for kind, peak in PEAK_FLOPS.items() if device.device_kind.startswith(kind)), math.nan)
@@ -472,11 +455,6 @@ def inference_mesh(model, devices, rows):
     return jax.make_mesh((data, 1, tensor), axes, auto, devices=devices[: data * tensor])
 
 
-def mesh_context(mesh):
-    """A context in which programs are compiled for a mesh; None is a single device."""
-    return jax.set_mesh(mesh) if mesh else contextlib.nullcontext()
-
-
 def bytes_on_a_device(tree):
     """Of a tree of arrays, or of ShapeDtypeStructs that say how they are laid out."""
     leaves = flatten(tree).values()
@@ -498,72 +476,3 @@ def check_memory(mesh, needed, smaller):
     what = f"weights, moments and gradients take {needed / 1e9:.3g} GB"
     print(f"{what} on each device, {free / 1e9:.3g} are free; activations come on top", flush=True)
     fits(needed, free, what, smaller)
-
-
-def bytes_needed(family, model, mesh, stored, dtype, bits):
-    """Bytes of a device while a checkpoint is read: its part of the weights, and of the largest array as stored."""
-    size, largest = 0, 0
-    shapes = family.param_shapes(model)
-    layout = flatten(family.shardings(mesh, shapes))
-    for name, s in flatten(shapes).items():
-        part = jax.ShapeDtypeStruct(layout[name].shard_shape(s.shape), dtype)
-        largest = max(largest, part.size)
-        if bits and len(part.shape) == 2:
-            part = jax.eval_shape(functools.partial(family.quantise, bits=bits, name=name.split(".")[-1]), part)
-        size += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part))
-    return size + jnp.dtype(stored).itemsize * largest
-
-
-def bits_of(flags):
-    """How many bits --int8 and --int4 leave of a matrix's elements; 0: all."""
-    if flags.int8 and flags.int4:
-        raise ValueError("--int8 or --int4, not both")
-    return 8 if flags.int8 else 4 if flags.int4 else 0
-
-
-def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows=1):
-    """(model, step, mesh) of load() on the machine's devices, or so many of them, for `rows` texts at a time.
-
-    The mesh is None for one device. dtype "" is bfloat16; on a CPU float32, which is faster there, if memory holds it.
-    Raises ValueError for a checkpoint that is too large, before it is read, and what load() raises.
-    """
-    path, meta, _ = find_weights(absolute(folder), step)
-    if step and path == absolute(folder):
-        raise ValueError(f"{folder} was converted and has no steps; leave --step={step} out")
-    model, stored = family.read_config(path, meta), meta.get("dtype", "float32")
-    if devices > jax.device_count():
-        raise ValueError(f"--devices={devices}: there are {device_line()}")
-    mesh = inference_mesh(model, jax.devices()[: devices or None], rows)
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    print(device_line() + (f"; mesh {axes}" if mesh.size > 1 else ""), file=sys.stderr)
-
-    # The first type that fits; else what to do.
-    def needed(dtype, bits=bits):
-        return bytes_needed(family, model, mesh, stored, dtype, bits)
-
-    on_cpu, wide = jax.default_backend() == "cpu", needed("float32")
-    free = free_bytes(mesh.devices.flat[0]) / (mesh.size if on_cpu else 1)  # a CPU's devices share its memory
-    if not dtype and on_cpu and wide > free:
-        print(f"bfloat16: float32 takes {wide / 1e9:.3g} GB, {free / 1e9:.3g} are free", file=sys.stderr)
-    dtype = dtype or ("float32" if on_cpu and wide <= free else "bfloat16")
-    smaller = {"--dtype=bfloat16": needed("bfloat16")}
-    if hasattr(family, "quantise"):
-        smaller |= {f"--int{bits}": needed("bfloat16", bits) for bits in (8, 4)}
-    kind = f"int{bits} and {dtype}" if bits else dtype
-    fits(needed(dtype), free, f"{folder} takes {needed(dtype) / 1e9:.3g} GB in {kind}", smaller)
-    mesh = mesh if mesh.size > 1 else None
-    model, step = load(family, folder, step, dtype, mesh=mesh, bits=bits)
-    if not mesh and hasattr(family, "join"):
-        family.join(model)
-    return model, step, mesh
-
-
-@contextlib.contextmanager
-def out_of_memory(advice):
-    """Where memory runs out, one line that says what to do."""
-    try:
-        yield
-    except Exception as error:  # JAX raises its own, and Orbax wraps them
-        if not isinstance(error, MemoryError) and not re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
-            raise
-        raise ValueError(f"out of memory; try {advice}") from None

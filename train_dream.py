@@ -532,11 +532,12 @@ def score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=EVAL_DRAWS):
 
 def evaluate(cfg):
     """--eval_only: print the bound of a model, trained here or converted, on held-out rows."""
-    folder = runs.as_path(cfg.eval_only)
+    folder = checkpoints.absolute(cfg.eval_only)
     heldout, tokenizer = held_out(folder, cfg.data)
     size = math.gcd(16, len(heldout.spread(cfg.eval_rows)))
-    model, step, mesh = checkpoints.load_for_inference(md, folder, 0, cfg.dtype, rows=size)
-    mesh = mesh or checkpoints.inference_mesh(model.cfg, jax.devices()[:1], 1)
+    mesh = checkpoints.inference_mesh(md.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), size)
+    dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    model, step = checkpoints.load(md, folder, dtype=dtype, mesh=mesh)
     graph, params = nnx.split(model)
     bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))
     scores = {"step": step} | score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=8)

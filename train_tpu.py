@@ -439,12 +439,13 @@ def score(graph, params, heldout, row_ids, size, mesh, bytes_V):
 
 def evaluate(cfg):
     """--eval_only: print the scores of a model on held-out rows, beside `xz -9` on the same text."""
-    folder = runs.as_path(cfg.eval_only)
+    folder = checkpoints.absolute(cfg.eval_only)
     heldout, tokenizer = held_out(folder, cfg.data)
     ids = heldout.spread(cfg.eval_rows)
     size = math.gcd(16, len(ids))
-    model, step, mesh = checkpoints.load_for_inference(pc, folder, 0, cfg.dtype, rows=size)
-    mesh = mesh or checkpoints.inference_mesh(model.cfg, jax.devices()[:1], 1)
+    mesh = checkpoints.inference_mesh(pc.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), size)
+    dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    model, step = checkpoints.load(pc, folder, dtype=dtype, mesh=mesh)
     graph, params = nnx.split(model)
     bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))
     scores = {"step": step, "rows": len(ids), **score(graph, params, heldout, ids, size, mesh, bytes_V)}

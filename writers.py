@@ -20,10 +20,10 @@ import runs
 
 def find_model(cfg):
     """(folder of the run, step, folder of the weights) of --ckpt; step is None for a model without steps."""
-    import checkpoints
+    import inference
 
     trained = {"pythoncoder": "out/train_tpu", "mdlm": "out/train_gpu", "dream": "out/train_dream"}
-    run = Path(cfg.ckpt or checkpoints.default_folder(trained[cfg.model], cfg.model))
+    run = Path(cfg.ckpt or inference.default_folder(trained[cfg.model], cfg.model))
     if any((run / name).is_file() for name in ("meta.json", "model.safetensors")):
         return run, None, run
     return run, *runs.newest(run, cfg.step)
@@ -47,9 +47,10 @@ def load_jax(family, cfg, run, step, bits=0):
     import jax
 
     import checkpoints
+    import inference
 
     checkpoints.keep_compiled(cfg.compile_cache)
-    model, _, mesh = checkpoints.load_for_inference(family, run, step or 0, rows=cfg.batch_size, bits=bits)
+    model, _, mesh = inference.load_for_inference(family, run, step or 0, rows=cfg.batch_size, bits=bits)
     return model, mesh, lambda batch: jax.random.fold_in(jax.random.key(cfg.seed), batch)
 
 
@@ -60,7 +61,7 @@ def cut(ids, ends):
 
 def pythoncoder_writer(cfg, record, questions, run, step):
     """Generates from left to right; a model with heads for further tokens speculates with them."""
-    import checkpoints
+    import inference
     import model_pythoncoder as pc
 
     model, mesh, key_of_batch = load_jax(pc, cfg, run, step)
@@ -71,7 +72,7 @@ def pythoncoder_writer(cfg, record, questions, run, step):
     rule = pc.Sampling(cfg.temperature, top_p=cfg.top_p, vocab=vocab, eos=eos, speculate=model.cfg.mtp)
 
     def write(prompts, finished, batch):
-        with checkpoints.mesh_context(mesh):
+        with inference.mesh_context(mesh):
             return pc.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), on_tokens=finished)[0]
 
     return Writer(tokenizer, int(model.cfg.positions * model.cfg.yarn_factor), write)
@@ -79,12 +80,12 @@ def pythoncoder_writer(cfg, record, questions, run, step):
 
 def dream_writer(cfg, record, questions, run, step):
     """Unmasks --max_new masks behind the prompt."""
-    import checkpoints
+    import inference
     import model_dream
     import sample_block
     import sample_dream
 
-    model, mesh, key_of_batch = load_jax(model_dream, cfg, run, step, checkpoints.bits_of(cfg.dream))
+    model, mesh, key_of_batch = load_jax(model_dream, cfg, run, step, inference.bits_of(cfg.dream))
     tokenizer, wrap = runs.load_tokenizer(run, model.cfg), runs.chat_template(run)
     if record.system == "" and not wrap:
         raise ValueError(f"--chat: {run} holds no chat template (tokenizer_config.json)")
@@ -107,7 +108,7 @@ def dream_writer(cfg, record, questions, run, step):
 
     def write(prompts, finished, batch):
         shape = {"widths": widths, "rows": cfg.batch_size}
-        with checkpoints.mesh_context(mesh):
+        with inference.mesh_context(mesh):
             rows, _ = sampler.generate(model, prompts, cfg.max_new, rule, key_of_batch(batch), **shape)
         return [cut(row[len(ids) :], ends) for row, ids in zip(rows, prompts, strict=True)]
 

@@ -28,7 +28,7 @@ from record import record
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import checkpoints
+import inference
 import runs
 from rows import Rows
 
@@ -130,7 +130,7 @@ def judge_stories(cfg, tokenizer):
 
     if not runs.saved_steps(Path(cfg.twin, "run")):
         train_twin(cfg)
-    model, _, _ = checkpoints.load_for_inference(pc, runs.as_path(f"{cfg.twin}/run"), 0, "")
+    model, _, _ = inference.load_for_inference(pc, runs.as_path(f"{cfg.twin}/run"), 0, "")
 
     # the first ten words of each story, and the hundred tokens behind them
     stories = [story.strip() for story in heldout_texts(cfg.data, tokenizer)]
