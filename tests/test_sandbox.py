@@ -22,6 +22,7 @@ import pytest
 from conftest import run
 
 import sandbox
+import sandbox_inside
 
 ROOT = Path(__file__).resolve().parent.parent
 VALUE = ["assert f(1) == 2", "assert f(5) == 6"]
@@ -387,7 +388,8 @@ def test_attacks_as_an_ordinary_user_where_the_tests_run_as_root(closed):
     job = [(closed(ATTACKS[name][0]), VALUE) for name in names] + [(text, JUDGED[:5]) for text in FORGERIES.values()]
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o777)
-        shutil.copy(ROOT / "sandbox.py", folder)
+        for name in ("sandbox.py", "sandbox_inside.py"):
+            shutil.copy(ROOT / name, folder)
         command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", python, "-B", "-c", ORDINARY]
         env = {"PATH": os.environ["PATH"], "TMPDIR": folder}
         done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, cwd=folder, env=env)
@@ -395,7 +397,7 @@ def test_attacks_as_an_ordinary_user_where_the_tests_run_as_root(closed):
     if done.returncode in (77, 127):
         pytest.skip("no Landlock, or no right to become another user")
     assert done.returncode == 0, done.stderr
-    assert left == {"sandbox.py"}
+    assert left == {"sandbox.py", "sandbox_inside.py"}
     lines = done.stdout.splitlines()
     assert lines
     for line in lines:
@@ -671,7 +673,7 @@ def test_no_forgery_passes_whatever_the_machine_lacks(without, layers):
 
 def filtered(program, machine, call, *args):
     """What a seccomp filter returns for a system call: the few operations of the kernel's machine that it uses."""
-    data = struct.pack("iIQ6Q", call, sandbox.MACHINES[machine][1], 0, *args, *[0] * (6 - len(args)))
+    data = struct.pack("iIQ6Q", call, sandbox_inside.MACHINES[machine][1], 0, *args, *[0] * (6 - len(args)))
     rows, at, held = list(struct.iter_unpack("HBBI", program)), 0, 0
     while True:
         operation, true, false, operand = rows[at]
@@ -684,12 +686,12 @@ def filtered(program, machine, call, *args):
             at += true if {0x15: held == operand, 0x35: held >= operand, 0x45: held & operand}[operation] else false
 
 
-@pytest.mark.parametrize("machine", sandbox.MACHINES)
+@pytest.mark.parametrize("machine", sandbox_inside.MACHINES)
 def test_the_filter_of_system_calls_refuses_these_and_no_others(machine):
     allow, refuse, unknown, kill = 0x7FFF0000, 0x50001, 0x50026, 0x80000000
-    column, _, fcntl, _ = sandbox.MACHINES[machine]
-    program = sandbox.call_filter(machine, set())
-    denied = {row[column] for row in sandbox.DENIED.values()} - {None}
+    column, _, fcntl, _ = sandbox_inside.MACHINES[machine]
+    program = sandbox_inside.call_filter(machine, set())
+    denied = {row[column] for row in sandbox_inside.DENIED.values()} - {None}
     assert len(denied) > 50
     for call in range(500):
         expected = unknown if call >= 424 else refuse if call in denied else allow
@@ -702,18 +704,18 @@ def test_the_filter_of_system_calls_refuses_these_and_no_others(machine):
         refuse,
         refuse,
     ]
-    (other,) = {*sandbox.MACHINES} - {machine}
+    (other,) = {*sandbox_inside.MACHINES} - {machine}
     assert filtered(program, other, 0) == kill
     # with threads, clone is allowed if it makes one
-    program, clone = sandbox.call_filter(machine, set(), True), sandbox.DENIED["clone"][column]
+    program, clone = sandbox_inside.call_filter(machine, set(), True), sandbox_inside.DENIED["clone"][column]
     assert [filtered(program, machine, clone, flags) for flags in (0x3D0F00, 17, 0)] == [allow, refuse, refuse]
     for call in range(500):
         expected = unknown if call >= 424 else refuse if call in denied else allow
         assert filtered(program, machine, call) == expected, call
     assert [filtered(program, machine, fcntl, 1, n) for n in (1, 8)] == [allow, refuse]
-    assert sandbox.DENIED["fanotify_init"][column] in denied
-    execve = sandbox.DENIED["execve"][column]
-    assert filtered(sandbox.call_filter(machine, {"execve"}), machine, execve) == allow
+    assert sandbox_inside.DENIED["fanotify_init"][column] in denied
+    execve = sandbox_inside.DENIED["execve"][column]
+    assert filtered(sandbox_inside.call_filter(machine, {"execve"}), machine, execve) == allow
 
 
 HEADERS = ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h"]
@@ -725,13 +727,13 @@ def test_numbers_of_system_calls_are_those_of_the_kernel_headers(column):
         pytest.skip("no kernel headers")
     text = Path(HEADERS[column]).read_text()
     numbers = {name: int(n) for name, n in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
-    ours = {name: row[column] for name, row in sandbox.DENIED.items() if row[column] is not None}
+    ours = {name: row[column] for name, row in sandbox_inside.DENIED.items() if row[column] is not None}
     assert ours == {name: numbers.get(name) for name in ours}
-    missing = {name for name, row in sandbox.DENIED.items() if row[column] is None} & numbers.keys()
+    missing = {name for name, row in sandbox_inside.DENIED.items() if row[column] is None} & numbers.keys()
     assert not missing, "refused on the other machine only"
-    machine = [*sandbox.MACHINES.values()][column]
+    machine = [*sandbox_inside.MACHINES.values()][column]
     assert machine[2:] == (numbers["fcntl"], numbers["capset"])
-    assert numbers["pivot_root"] == sandbox.DENIED["pivot_root"][column]
+    assert numbers["pivot_root"] == sandbox_inside.DENIED["pivot_root"][column]
 
 
 # ---- verdicts ------------------------------------------------------------------------------------------------------
@@ -1361,7 +1363,7 @@ def test_a_failure_in_the_middle_leaves_the_other_programs_their_rates(closed, m
     run = sandbox.run_launcher
 
     def sometimes(launcher, job, *rest):
-        broken = launcher.replace("\nlaunch()", "\nsys.exit('no luck')")
+        broken = launcher.replace("\n    launch()", "\n    sys.exit('no luck')")
         return run(broken if "unlucky" in job["program"] else launcher, job, *rest)
 
     monkeypatch.setattr(sandbox, "run_launcher", sometimes)
