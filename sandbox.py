@@ -82,7 +82,6 @@ class Options:
     threads: bool = False  # let programs start threads; still no processes
     main_block: bool = True  # whether __name__ is "__main__" in a program, so that its main block runs
     parity: bool = False  # rewards as the reference computes them: the exit status is the verdict
-    strict_newline: bool = True  # code_format asks for exactly one newline after the closing fence
     max_tokens: int = 256  # soft_overlong: tokens at which the reward reaches -1
     overlong_tokens: int = 64  # soft_overlong: tokens before max_tokens over which the reward falls from 0 to -1
     ngram: int = 3  # repetition: words in an n-gram
@@ -509,12 +508,12 @@ def run_tests(programs, tests, on_result=None, **options):
 # ---- rewards: f(completions, rows, **options) -> a reward per completion, None where there is none ------------------
 
 
-def block(completion, strict_newline=True):
-    """The code of a completion that holds one block, fenced by ```python and ```, and ends with it; else None."""
+def block(completion):
+    """The code of a completion that holds one block, fenced by ```python and ```, and ends with it and one newline."""
     _, *rest = completion.split("```")
-    if len(rest) != 2 or not rest[0].startswith("python\n"):
+    if len(rest) != 2 or rest[1] != "\n" or not rest[0].startswith("python\n"):
         return None
-    return rest[0].removeprefix("python\n") if rest[1] == "\n" or (rest[1] == "" and not strict_newline) else None
+    return rest[0].removeprefix("python\n")
 
 
 def parses(sources, options, accept=()):
@@ -539,12 +538,12 @@ def parses(sources, options, accept=()):
 def code_format(completions, rows, **options):
     """1.0 if a completion is one fenced Python block, after any text, that parses; 0.5 if it does not; 0.0 else.
 
-    The block must end the completion, with one newline after its fence (strict_newline). None where the sandbox failed;
+    The block must end the completion, with one newline after its fence. None where the sandbox failed;
     parity: also where the reference raises, at code that exhausts the parser.
     Ref: Open-R1's code_format_reward as used by Coupled-GRPO, arXiv:2506.20639.
     """
     options = Options(**options)
-    blocks = [block(completion, options.strict_newline) for completion in completions]
+    blocks = [block(completion) for completion in completions]
     sources = {i: source.strip() for i, source in enumerate(blocks) if source is not None}
     rewards = [0.0] * len(completions)
     for i, good in zip(sources, parses(list(sources.values()), options), strict=True):
@@ -560,7 +559,7 @@ def code_format(completions, rows, **options):
 def syntax(completions, rows, **options):
     """1.0 if the code parses, else 0.0: the fenced block of a completion in code_format's form, or all of it."""
     options = Options(**options)
-    blocks = [block(completion, options.strict_newline) for completion in completions]
+    blocks = [block(completion) for completion in completions]
     sources = [completion if code is None else code for completion, code in zip(completions, blocks, strict=True)]
     return [good if good is None else float(good) for good in parses(sources, options)]
 
@@ -577,7 +576,7 @@ def code(completions, rows, **options):
     rewards = [None if form is None else 0.0 for form in forms]
     # only what has the form is run
     good = [i for i, form in enumerate(forms) if form == 1.0]
-    programs = [block(completions[i], settings.strict_newline) for i in good]
+    programs = [block(completions[i]) for i in good]
     tests = [rows[i]["test_cases"] for i in good]
     for i, result in zip(good, run_tests(programs, tests, **options), strict=True):
         rewards[i] = 0.0 if settings.parity and "timeout" in result.verdicts else result.rate
