@@ -3,42 +3,39 @@
     python sandbox.py program.py --tests=tests.txt                # a verdict for every test, in a tenth of a second
     python sandbox.py program.py --tests=tests.txt --runner=e2b   # in E2B's cloud: pip install e2b-code-interpreter
 
-tests.txt holds one test a line, an indented line goes on with the test above. Exit status 0: all passed, 1: not
-all, or nothing to run, 2: the sandbox itself failed. From Python:
+tests.txt holds one test per line; an indented line continues the test above. Exit status 0: all passed, 1: not all, or
+nothing to run, 2: the sandbox itself failed. From Python:
 
     sandbox.run_tests([program], [["assert f(1) == 2", "assert f(5) == 7"]])
     # -> [Result(rate=0.5, verdicts=["pass", "fail"], values=[2, 6], error="")]
     sandbox.code(completions, [{"test_cases": [...]}, ...])                    # -> [1.0, 0.5, None]
 
-Every test runs in a process and a folder of its own, without network, threads, other processes, other programs or
-files but Python's own. Four layers see to that, and each stops most attacks without the others:
-
+Every test runs in a process and a folder of its own, without network, threads, other processes, other programs or any
+files but Python's own. Four layers enforce this (sandbox_inside.py); each stops most attacks without the others:
 - namespaces: a root directory, a list of processes and a network of its own, in which there is nothing to attack
-- Landlock: no file but those named can be opened, whatever path or link leads to it; no TCP
+- Landlock: no file can be opened but those named, whatever path or link leads to it; no TCP
 - seccomp: system calls that start processes, reach others, or are rarely needed and often attacked are refused
-- limits: time, memory, open files, and what may be written
+- limits: time, memory, open files, and bytes written
 
-What the machine offers is tried and printed; the least is seccomp with one of the first two. Without namespaces a
-program can make no folders, not use asyncio, and find out whether a path exists.
+What the machine offers is tried and printed. The minimum is seccomp and one of the first two. Without namespaces a
+program cannot make folders or use asyncio, and can find out whether a path exists.
 
-An exit status proves nothing, so the verdict does not come from where the program runs. What can it reach there? All
-of its own process: builtins, modules, frames, trace functions, memory, open pipes. So nothing that decides is there:
-- by value, for `assert f(..) == <literal>`: the program sends what f returned and this process compares. The expected
-  value never enters the sandbox; who sends the right one without calling f has known the answer. So it is for tests
-  that call f for many inputs (Calls) or give a program its standard input (Stdin): whoever asks compares.
-- by judge, for every other test: the test runs in a second process, confined alike, that has never run a line of the
-  program. The functions that it calls are pipes to the program's process, through which go arguments and results; what
-  it compares, and with what, stays on its side. The kernel keeps the two apart: neither may trace or write the other.
-  Through the pipes a program can have nothing run there but what the test has given it to call.
+An exit status proves nothing, so the verdict does not come from where the program runs. A program controls all of its
+own process: builtins, modules, frames, trace functions, memory, open pipes. So nothing that decides is there:
+- by value, for `assert f(..) == <literal>`: the program's process sends what f returned, and this process compares. The
+  expected value never enters the sandbox; a program that returns the right value without calling f must already know
+  it. So it is for tests with many inputs of f (Calls) or with a standard input (Stdin), where the caller compares.
+- by judge, for every other test: the test runs in a second process, confined alike, that never runs a line of the
+  program. The functions that it calls are pipes to the program's process, for arguments and results; what it compares,
+  and with what, stays on its side. The kernel keeps the two apart: neither can trace or write the other. Through the
+  pipes a program can call nothing there but what the test has given it to call.
 What comes back is data: builtin types and some of the standard library's (Decimal, Fraction, datetime, deque, dict
-views, NumPy's arrays) are built anew, by type. Any other object stays where it is, and equals nothing but what its own
-side says among such objects: a class that the program is asked for may define ==. Lists given to f change as it did.
+views, NumPy's arrays) are built anew, by type. Any other object stays where it is, and equals only what its own side
+says among such objects: a class that the program is asked for may define ==. Lists that f changes are changed.
 
 A program imports what the Python that runs this has: its standard library and its site-packages, read-only. With
---threads it may start threads, within the same walls; what starts processes fails.
-
-Needs Linux on x86-64 or aarch64 for the local sandbox (--runner=e2b also works on macOS and Windows), and nothing but
-the standard library of Python 3.10 to 3.12.
+--threads it may start threads, within the same walls; starting a process fails. The local sandbox needs Linux on x86-64
+or aarch64 (--runner=e2b also works on macOS and Windows), and nothing but the standard library of Python 3.10 to 3.12.
 """
 
 import ast
@@ -74,18 +71,18 @@ class Options:
     runner: typing.Literal["local", "e2b"] = "local"  # where programs run: this machine, or E2B's cloud
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     workers: int = 0  # programs that run at a time; 0: one per CPU, or 2 E2B sandboxes
-    timeout_s: float = 5.0  # processor seconds for one test; on the clock three times as many
-    program_s: float = 30.0  # seconds for all tests of a program; those that it leaves no time for are timeouts
+    timeout_s: float = 5.0  # processor seconds per test; the limit in wall-clock time is three times as long
+    program_s: float = 30.0  # seconds for all tests of a program; tests that do not fit in are timeouts
     memory_mb: int = 1024  # address space of a test, in MB
     disk_mb: int = 64  # files that a test may write, in MB
-    allow_unsafe: bool = False  # run programs also where the machine offers less than the safe minimum
+    allow_unsafe: bool = False  # run programs even where the machine offers less than the safe minimum
     threads: bool = False  # let programs start threads; still no processes
-    main_block: bool = True  # whether __name__ is "__main__" in a program, so that its main block runs
-    parity: bool = False  # rewards as the reference computes them: the exit status is the verdict
+    main_block: bool = True  # set __name__ to "__main__" in a program, so that its main block runs
+    parity: bool = False  # rewards as the reference computes them: a test passes if the exit status is 0
     max_tokens: int = 256  # soft_overlong: tokens at which the reward reaches -1
     overlong_tokens: int = 64  # soft_overlong: tokens before max_tokens over which the reward falls from 0 to -1
     ngram: int = 3  # repetition: words in an n-gram
-    max_penalty: float = -1.0  # repetition: reward of a completion that repeats one n-gram only
+    max_penalty: float = -1.0  # repetition: reward of a completion that repeats a single n-gram
 
 
 class Result(typing.NamedTuple):
@@ -100,21 +97,17 @@ class SandboxError(Exception):
     """The machinery failed, not the program."""
 
 
-# Three kinds of tests beside texts. What they bring back is what the program says: whoever asks compares it.
-
-
 class Probe(str):
-    """A test whose last line is an expression: its value comes back."""
+    """A test whose last line is an expression: its value comes back, and the caller compares it."""
 
 
 class Calls(typing.NamedTuple):
     """A test that calls one function with one input after another, in one process, until a call raises.
 
-    Its value: [(what a call returned, its processor seconds)]; "pass" if all calls returned. Objects that are no data
-    come back as Opaque.
+    Its value: [(what a call returned, its processor seconds)], with Opaque for objects; "pass" if all calls returned.
     """
 
-    function: str  # an expression that gives it: f, or Solution().f
+    function: str  # an expression for the function: f, or Solution().f
     inputs: list  # the arguments of every call
     limits: list  # processor seconds of every call
     timeout_s: float  # processor seconds of all, in place of the option
@@ -124,7 +117,7 @@ class Calls(typing.NamedTuple):
 class Stdin(typing.NamedTuple):
     """A test that runs the program alone, with a text as its standard input: what it prints comes back.
 
-    "pass" if the program ends without an exception. After a timeout the other tests of the program are timeouts, too.
+    "pass" if the program ends without an exception. After a timeout the program's other tests are timeouts too.
     """
 
     text: str
@@ -132,25 +125,18 @@ class Stdin(typing.NamedTuple):
 
 
 class Opaque:
-    """An object of a program that is no data, as far as it comes back: equal to nothing; callable, as a factory is."""
+    """Stands for an object of a program that is not data: equal to nothing; callable, so that it can be a factory."""
 
     def __call__(self):
         raise TypeError("this object is the program's")
 
-    def __repr__(self):
-        return "an object that is no data"
-
 
 # ---- verdicts ------------------------------------------------------------------------------------------------------
-
-LAUNCHER = Path(__file__).with_name("sandbox_inside.py").read_text("utf-8")  # its text is the program
-
-
 def value_test(test):
     """(statements before it, call, expected value) of a test that ends in `assert f(..) == <literal>`; else None.
 
-    Either way round, and with `is` for None, True and False. f is a name that neither Python nor the statements before
-    give, and those only import and name literals: nothing that runs beside the program compares or knows the answer.
+    Either way round, and with `is` for None, True and False. Neither Python nor the statements before define f, and
+    those only import and name literals: nothing that runs beside the program compares or knows the answer.
     """
     if len(test) > 20_000:  # deeper nesting than the parser's stack holds kills the process in Python 3.10
         return None
@@ -159,29 +145,24 @@ def value_test(test):
             warnings.simplefilter("ignore")
             *before, last = ast.parse(test).body
         left, (operation,), (right,) = last.test.left, last.test.ops, last.test.comparators
-        for call, literal in ((left, right), (right, left)):
-            try:
-                expected = ast.literal_eval(literal)
-            except ValueError:
-                continue
-            given = {*dir(builtins)}
-            for statement in before:
-                if isinstance(statement, ast.Import | ast.ImportFrom):
-                    given |= {alias.asname or alias.name for alias in statement.names}
-                else:
-                    ast.literal_eval(statement.value)
-                    given |= {target.id for target in statement.targets}
-            if "*" in given:
-                return None
-            # `is` is for None, True and False alone
-            same = isinstance(operation, ast.Is) and (expected is None or isinstance(expected, bool))
-            if isinstance(last, ast.Assert) and call.func.id not in given and (same or isinstance(operation, ast.Eq)):
-                return "\n".join(map(ast.unparse, before)), ast.unparse(call), (expected, same)
+        call, literal = (left, right) if isinstance(left, ast.Call) else (right, left)
+        expected = ast.literal_eval(literal)
+        defined = {*dir(builtins)}
+        for statement in before:
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                defined |= {alias.asname or alias.name for alias in statement.names}
+            else:
+                ast.literal_eval(statement.value)
+                defined |= {target.id for target in statement.targets}
+        by_is = isinstance(operation, ast.Is) and (expected is None or isinstance(expected, bool))
+        compares = isinstance(last, ast.Assert) and (by_is or isinstance(operation, ast.Eq))
+        if compares and not {call.func.id, "*"} & defined:
+            return "\n".join(map(ast.unparse, before)), ast.unparse(call), (expected, by_is)
     except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
-        return None  # of another form; if it is no Python at all, running it will say so
+        return None  # of another form; if it is not Python at all, running it will say so
 
 
-def plan(test, parity):
+def plan(test, parity=False):
     """(what the launcher gets of a test, what it does not get: the expected value, or the text that a judge runs)."""
     if isinstance(test, Stdin):
         return {"mode": "stdin", "text": test.text, "cap": test.most}, None
@@ -189,13 +170,12 @@ def plan(test, parity):
         inputs = [wire(args, plain) for args in test.inputs]
         limits = {"limits": test.limits, "timeout_s": test.timeout_s, "cap": test.most}
         return {"mode": "calls", "call": test.function, "inputs": inputs} | limits, None
-    found = None if parity else value_test(test)
     mode, before, call, secret = "judge", "", "", test
     if parity:
         mode, before = "status", test
     elif isinstance(test, Probe):
         mode, (before, _, call) = "value", test.rpartition("\n")
-    elif found:
+    elif found := value_test(test):
         mode, (before, call, secret) = "value", found
     cap = 65_536 + 40 * len(test)  # bytes; no value equal to a literal in the test is longer
     return {"mode": mode, "before": before, "call": call, "token": secrets.token_hex(16), "cap": cap}, secret
@@ -205,22 +185,30 @@ def plan(test, parity):
 FORGED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, ImportError)
 
 
-def stays(kind, part):
-    """For unwire(): the only kind of object that a program may speak of here."""
-    return {"o": Opaque}[kind]()
+def object_of(tag, content):
+    """For unwire(): the only kind of object that a program may send here."""
+    return {"o": Opaque}[tag]()
 
 
 def verdict(test, secret, row):
-    """(pass, fail, timeout, output limit or memory; the value that came back) of a test, by the launcher's line."""
-    if test["mode"] == "calls":
-        return verdict_of_calls(test, row)
+    """(pass, fail, timeout, output limit or memory; the value that came back) of a test, from the launcher's line."""
+    if test["mode"] == "calls":  # the values of the calls that returned come back, whatever happened then
+        values, lines = [], row.get("data", "").split("\n")
+        with contextlib.suppress(*FORGED):
+            for line in lines[:-1]:
+                value, seconds = json.loads(line)
+                values.append((unwire(value, object_of), float(seconds)))
+        if row["outcome"] == "done" and row["loaded"] and len(values) == len(test["inputs"]):
+            return "pass", values
+        failure = "memory" if lines[-1] == "memory" else "fail"
+        return failure if row["outcome"] == "done" else row["outcome"], values
     if row["outcome"] != "done":
         return row["outcome"], None
     if test["mode"] == "stdin":
         return "fail" if row["status"] else "pass", row["data"].encode("latin-1").decode("utf-8", "replace")
     if test["mode"] == "status":
         return "fail" if row["status"] else "pass", None
-    # Without the token the test has not returned, whatever has been written.
+    # Without the token the test has not finished, whatever has been written.
     if not row["data"].startswith(test["token"]):
         return "memory" if row["data"] == "memory" else "fail", None
     data = row["data"].removeprefix(test["token"])
@@ -228,34 +216,21 @@ def verdict(test, secret, row):
         return "fail" if data else "pass", None
     # The value is made of types that we know here, so that == is ours and not the program's.
     try:
-        objects = []  # what the value holds that is no data
-        value = unwire(json.loads(data), lambda *form: objects.append(stays(*form)) or objects[-1])
+        objects = []  # those in the value that are not data
+        value = unwire(json.loads(data), lambda *form: objects.append(object_of(*form)) or objects[-1])
         if isinstance(secret, Probe):
             return "pass", value
-        want, same = secret
-        return "pass" if (value is want if same else value == want) else "fail", None if objects else value
+        expected, by_is = secret
+        passed = value is expected if by_is else value == expected
+        return "pass" if passed else "fail", None if objects else value
     except FORGED:
         return "fail", None  # a forged line, or an array, which is neither equal nor not
 
 
-def verdict_of_calls(test, row):
-    """The same of Calls: the values of the calls that returned come back, whatever happened then."""
-    values, lines = [], row.get("data", "").split("\n")
-    with contextlib.suppress(*FORGED):
-        for line in lines[:-1]:
-            value, seconds = json.loads(line)
-            values.append((unwire(value, stays), float(seconds)))
-    if row["outcome"] != "done":
-        return row["outcome"], values
-    if row["loaded"] and len(values) == len(test["inputs"]):
-        return "pass", values
-    return "memory" if lines[-1] == "memory" else "fail", values
-
-
-# ---- the two runners: called with a job, they give the lines of the launcher's report and its complaint, if any ------
-
-
-# What an interpreter does to become a launcher: its code comes in front of the job, compiled, which saves 10 ms.
+# ---- the two runners: called with a job, they return the lines of the launcher's report and its complaint, if any ----
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS, Windows
+LAUNCHER = Path(__file__).with_name("sandbox_inside.py").read_text("utf-8")
+# What an interpreter does to become a launcher: its code comes before the job, compiled, which saves 10 ms.
 BOOT = """import marshal, os, sys
 code, size = b"", int(os.read(0, 16), 16)
 while len(code) < size:
@@ -271,14 +246,14 @@ def compiled(launcher):
 def run_launcher(launcher, job, spawned=lambda process: None):
     """Run a launcher on a job: the lines of its report, and its complaint if it failed. Leaves no process and no file.
 
-    job["judged"], [number, text] of each test by judge, goes behind the rest, where no program comes to know it.
+    job["judged"], [number, text] of each test by judge, follows the rest, where no program can read it.
     spawned(process) is called when it has started, so that another thread can kill it.
     """
-    # With namespaces tests write to file systems of their own, and a trainer that is killed leaves no folder behind.
-    # Without, the launcher makes a folder and removes it; so do we, if the launcher was killed.
+    # With namespaces tests write to file systems of their own, and a killed trainer leaves no folder behind. Without,
+    # the launcher makes a folder and removes it; if the launcher was killed, we do.
     folder = "" if job["namespaces"] else f"{tempfile.gettempdir()}/sandbox-{secrets.token_hex(8)}"
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    # nothing of our environment, where keys may be; -I and -S keep our settings and packages out as well
+    # nothing of our environment, which may hold keys; -I and -S keep our settings and packages out as well
     env = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     try:
         command = [sys.executable, "-IBS", "-c", BOOT]
@@ -296,19 +271,16 @@ def run_launcher(launcher, job, spawned=lambda process: None):
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)  # does not follow links
-    # first what it found, then a line for every test
-    rows = [json.loads(line) for line in out.splitlines()]
-    complete = process.returncode == 0 and len(rows) == len(job["tests"]) + 1
-    lines = complaint.decode(errors="replace").splitlines() or [f"the launcher ended with {process.returncode}"]
-    return rows, "" if complete else lines[-1]
+    lines = out.splitlines()  # first the layers that it found, then one for every test
+    if process.returncode == 0 and len(lines) == len(job["tests"]) + 1:
+        return [json.loads(line) for line in lines], ""
+    complaints = complaint.decode(errors="replace").splitlines() or [f"the launcher ended with {process.returncode}"]
+    return [], complaints[-1]
 
 
 @functools.lru_cache(1)
 def layers():
-    """What this machine allows, found by trying and printed once: {"namespaces", "landlock": version or 0, "seccomp"}.
-
-    Raises SandboxError where the launcher does not even start.
-    """
+    """Try once what this machine offers, and print it: {"namespaces", "landlock": version or 0, "seccomp"}."""
     job = dataclasses.asdict(Options(allow_unsafe=True)) | {"program": "", "tests": [], "judged": [], "packages": []}
     rows, refused = run_launcher(LAUNCHER, job | {"namespaces": True})
     if refused:
@@ -316,23 +288,22 @@ def layers():
         if complaint:
             raise SandboxError(complaint)
     (found,) = rows
-    namespaces, seccomp = f"off ({refused})" if refused else "on", "on" if found["seccomp"] else "off"
-    landlock = found["landlock"] or "off"
+    namespaces = f"off ({refused})" if refused else "on"
+    landlock, seccomp = found["landlock"] or "off", "on" if found["seccomp"] else "off"
     print(f"sandbox: namespaces {namespaces}, Landlock {landlock}, seccomp {seccomp}, limits on", file=sys.stderr)
     return found
 
 
 class Local:
-    """Runs jobs on this machine, each under a launcher of its own. RuntimeError where they cannot be confined."""
+    """Runs jobs on this machine, each in a launcher of its own. RuntimeError if the machine cannot confine them."""
 
     def __init__(self, options):
         if sys.platform != "linux":
             raise RuntimeError("the local sandbox needs Linux; use --runner=e2b")
         found = layers()
         if not options.allow_unsafe and not (found["seccomp"] and (found["namespaces"] or found["landlock"])):
-            advice = "use --runner=e2b, or --allow_unsafe where nothing can be lost"
-            needed = "seccomp, and namespaces or Landlock 3"
-            raise RuntimeError(f"this machine cannot confine a program (needed: {needed}); {advice}")
+            needed = "seccomp, and namespaces or Landlock 3; use --runner=e2b, or --allow_unsafe if nothing can be lost"
+            raise RuntimeError(f"this machine cannot confine a program: it needs {needed}")
         packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         self.settings = {"namespaces": found["namespaces"], "packages": packages}
         self.running, self.closed = set(), False
@@ -351,7 +322,7 @@ class Local:
             process.kill()
 
 
-# What runs in a sandbox of E2B: the same launcher, with namespaces if they can be had there.
+# What runs in a sandbox of E2B: the same launcher. No minimum of layers is required on a machine of its own.
 REMOTE = """import functools, json, marshal, os, secrets, shutil, subprocess, sys, tempfile
 BOOT = {boot!r}
 {compiled}
@@ -366,16 +337,8 @@ print(json.dumps([rows, complaint]))
 """
 
 
-def cores():
-    """How many CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS, Windows
-
-
 class E2B:
-    """Runs jobs in E2B sandboxes, one for each thread that calls, or through a router of Open-R1's protocol.
-
-    The safe minimum of layers is not asked for there, as the sandbox is a machine of its own.
-    """
+    """Runs jobs in E2B sandboxes, one for each calling thread, or through a router of Open-R1's protocol."""
 
     def __init__(self, options):
         self.url, self.seconds = options.e2b_router_url, int(options.program_s) + 30
@@ -390,19 +353,18 @@ class E2B:
             self.sdk, self.lost = sdk, (sdk.SandboxException, httpx.HTTPError)
 
     def __call__(self, job):
-        parts = {function.__name__: inspect.getsource(function) for function in (compiled, run_launcher)}
-        parts |= {"boot": BOOT, "launcher": LAUNCHER, "job": json.dumps(job)}
-        text = (self.routed if self.url else self.direct)(REMOTE.format(**parts))
+        sources = {function.__name__: inspect.getsource(function) for function in (compiled, run_launcher)}
+        script = REMOTE.format(boot=BOOT, launcher=LAUNCHER, job=json.dumps(job), **sources)
+        output = self.routed(script) if self.url else self.direct(script)
         try:
-            return json.loads(text.strip().splitlines()[-1])
+            return json.loads(output.strip().splitlines()[-1])
         except (ValueError, IndexError):
-            raise SandboxError(f"E2B: no report but {text[-200:]!r}") from None
+            raise SandboxError(f"E2B: no report but {output[-200:]!r}") from None
 
     def direct(self, script):
-        """Standard output of a script. Rate limits and lost sandboxes are tried again, for about a minute."""
-        # waits that double, and differ between threads
+        """Standard output of a script. At a rate limit or a lost sandbox it tries again, for about a minute."""
         end = time.monotonic() + self.seconds + 60
-        for wait_s in (1, 2, 4, 8, 16, 32, 0):
+        for wait_s in (1, 2, 4, 8, 16, 32, 0):  # they differ between threads, by the random factor below
             try:
                 if not hasattr(self.mine, "sandbox"):
                     self.mine.sandbox = self.sdk.Sandbox.create(timeout=20 * self.seconds, allow_internet_access=False)
@@ -423,7 +385,7 @@ class E2B:
         raise SandboxError(complaint)
 
     def routed(self, script):
-        """The same from a router, which takes lists of scripts: we send each by itself, when its turn comes."""
+        """The same from a router. It takes lists of scripts; we send each alone, when its turn comes."""
         body = {"scripts": [script], "languages": ["python"], "timeout": self.seconds, "request_timeout": self.seconds}
         url = (self.url if "://" in self.url else f"http://{self.url}").rstrip("/") + "/execute_batch"
         request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
@@ -448,17 +410,16 @@ def run_tests(programs, tests, on_result=None, **options):
 
     programs: source texts. tests: for each program a list of source texts, each run after the program in a fresh
     process, or of Probe, Calls and Stdin. options: the fields of Options. on_result(i, result) is called in this thread
-    as programs finish, so that an interrupted caller keeps what it has. However this is left, also by Ctrl-C, nothing
-    goes on running.
+    as programs finish, so that an interrupted caller keeps what it has. However it ends, it leaves nothing running.
 
     rate is passed / all tests, 0 without tests, and None where the sandbox failed: the launcher was killed, the disk is
-    full, E2B cannot be reached. After a test that hangs while the program is loaded all others are timeouts. Time is at
-    most programs * program_s / workers, plus start-up. Raises ValueError for limits of 0 or another number of lists
-    than of programs, RuntimeError where the machine offers less than the safe minimum.
+    full, E2B cannot be reached. After a test that hangs while the program loads, all others are timeouts. It takes at
+    most programs * program_s / workers seconds, plus start-up. Raises ValueError for limits of 0 or another number of
+    lists than of programs, RuntimeError where the machine offers less than the safe minimum.
     """
     options = Options(**options)
     if min(options.timeout_s, options.program_s, options.memory_mb, options.disk_mb) <= 0 or options.workers < 0:
-        raise ValueError("timeout_s, program_s, memory_mb and disk_mb are above 0, workers at least 0")
+        raise ValueError("timeout_s, program_s, memory_mb and disk_mb must be above 0, workers at least 0")
     if len(programs) != len(tests) or isinstance(tests, str) or any(isinstance(each, str) for each in tests):
         raise ValueError(f"{len(programs)} programs need as many lists of tests, not {len(tests)} of {type(tests)}")
     plans = [[plan(test, options.parity) for test in cases] for cases in tests]
@@ -470,23 +431,23 @@ def run_tests(programs, tests, on_result=None, **options):
 
     def run_program(program, cases):
         """The Result of one program; runs in a thread of the pool."""
+        if not cases:
+            return Result(0.0, [], [])
         judged = [[i, text] for i, (test, text) in enumerate(cases) if test["mode"] == "judge"]
         job = dataclasses.asdict(options) | {"program": program, "tests": [t for t, _ in cases], "judged": judged}
         try:
-            rows, complaint = runner(job) if cases else ([], "")
+            rows, complaint = runner(job)
         except (OSError, SandboxError) as error:
             complaint = str(error)
         if complaint:
             return Result(None, [], [], complaint)
         outcomes = [verdict(test, secret, row) for (test, secret), row in zip(cases, rows[1:], strict=True)]
-        verdicts, values = [outcome for outcome, _ in outcomes], [value for _, value in outcomes]
-        seconds = [row["cpu_s"] for row in rows[1:]]
-        return Result(verdicts.count("pass") / max(1, len(verdicts)), verdicts, values, "", seconds)
+        verdicts, values = map(list, zip(*outcomes, strict=True))
+        return Result(verdicts.count("pass") / len(cases), verdicts, values, "", [row["cpu_s"] for row in rows[1:]])
 
-    # As many threads as programs run at a time; each waits for a launcher.
     results = [None] * len(programs)
-    workers = options.workers or (2 if options.runner == "e2b" else cores())
-    pool = concurrent.futures.ThreadPoolExecutor(workers)
+    workers = options.workers or (2 if options.runner == "e2b" else CORES)
+    pool = concurrent.futures.ThreadPoolExecutor(workers)  # each thread waits for a launcher
     try:
         futures = {pool.submit(run_program, *pair): i for i, pair in enumerate(zip(programs, plans, strict=True))}
         for future in concurrent.futures.as_completed(futures):
@@ -499,15 +460,12 @@ def run_tests(programs, tests, on_result=None, **options):
         runner.close()
         pool.shutdown()
         runner.close()  # of what was about to start
-    failed = [result.error for result in results if result.rate is None]
-    if failed:
+    if failed := [result.error for result in results if result.rate is None]:
         print(f"sandbox: {len(failed)} of {len(results)} programs could not be run: {failed[0]}", file=sys.stderr)
     return results
 
 
 # ---- rewards: f(completions, rows, **options) -> a reward per completion, None where there is none ------------------
-
-
 def block(completion):
     """The code of a completion that holds one block, fenced by ```python and ```, and ends with it and one newline."""
     _, *rest = completion.split("```")
@@ -516,52 +474,48 @@ def block(completion):
     return rest[0].removeprefix("python\n")
 
 
-def parses(sources, options, accept=()):
+PARSE = "try:\n    good = bool(ast.parse({!r}))\nexcept (SyntaxError, ValueError):\n    good = False\ngood"
+
+
+def parses(sources, options, exhausted=False):
     """Whether each source text is Python, True or False; None where the sandbox failed.
 
-    A parser may end its process or take all memory, so it runs in the sandbox, one program for every worker. A source
-    at which it raises one of `accept` counts too.
+    A parser may end its process or take all memory (`exhausted`), so it runs in the sandbox, one program per worker.
     """
-    workers = options.workers or cores()
+    workers = options.workers or CORES
     program = "import ast, warnings\nwarnings.simplefilter('ignore')"
-    tests = [f"try:\n    ast.parse({source!r})\nexcept ({', '.join(accept)}):\n    pass" for source in sources]
+    tests = [Probe(PARSE.format(source)) for source in sources]
     shares = [tests[i::workers] for i in range(workers)]
     limits = {"timeout_s": options.timeout_s, "program_s": options.timeout_s * len(sources) + 30}
     limits |= {"runner": options.runner, "e2b_router_url": options.e2b_router_url}
     good = [None] * len(sources)
     for i, result in enumerate(run_tests([program] * workers, shares, workers=workers, allow_unsafe=True, **limits)):
         if result.rate is not None:
-            good[i::workers] = [outcome == "pass" for outcome in result.verdicts]
+            good[i::workers] = [exhausted if value is None else value for value in result.values]
     return good
 
 
 def code_format(completions, rows, **options):
     """1.0 if a completion is one fenced Python block, after any text, that parses; 0.5 if it does not; 0.0 else.
 
-    The block must end the completion, with one newline after its fence. None where the sandbox failed;
-    parity: also where the reference raises, at code that exhausts the parser.
+    The block must end the completion, with one newline after its fence. None where the sandbox failed; parity: also
+    where the reference raises, at code that exhausts the parser.
     Ref: Open-R1's code_format_reward as used by Coupled-GRPO, arXiv:2506.20639.
     """
     options = Options(**options)
-    blocks = [block(completion) for completion in completions]
-    sources = {i: source.strip() for i, source in enumerate(blocks) if source is not None}
+    exhausted = None if options.parity else False
+    sources = {i: source.strip() for i, source in enumerate(map(block, completions)) if source is not None}
     rewards = [0.0] * len(completions)
-    for i, good in zip(sources, parses(list(sources.values()), options), strict=True):
+    for i, good in zip(sources, parses([*sources.values()], options, exhausted), strict=True):
         rewards[i] = {True: 1.0, False: 0.5, None: None}[good]
-    if options.parity:  # the reference expects these two errors alone
-        bad = [i for i in sources if rewards[i] == 0.5]
-        caught = parses([sources[i] for i in bad], options, accept=("SyntaxError", "ValueError"))
-        for i in [i for i, was_caught in zip(bad, caught, strict=True) if not was_caught]:
-            rewards[i] = None
     return rewards
 
 
 def syntax(completions, rows, **options):
     """1.0 if the code parses, else 0.0: the fenced block of a completion in code_format's form, or all of it."""
-    options = Options(**options)
-    blocks = [block(completion) for completion in completions]
+    blocks = map(block, completions)
     sources = [completion if code is None else code for completion, code in zip(completions, blocks, strict=True)]
-    return [good if good is None else float(good) for good in parses(sources, options)]
+    return [good if good is None else float(good) for good in parses(sources, Options(**options))]
 
 
 def code(completions, rows, **options):
@@ -571,15 +525,13 @@ def code(completions, rows, **options):
     status is the verdict, so sys.exit(0) passes; one timeout makes the whole completion 0.0.
     Ref: Open-R1's code_reward as used by Coupled-GRPO, arXiv:2506.20639.
     """
-    settings = Options(**options)
     forms = code_format(completions, rows, **options)
     rewards = [None if form is None else 0.0 for form in forms]
-    # only what has the form is run
     good = [i for i, form in enumerate(forms) if form == 1.0]
-    programs = [block(completions[i]) for i in good]
-    tests = [rows[i]["test_cases"] for i in good]
-    for i, result in zip(good, run_tests(programs, tests, **options), strict=True):
-        rewards[i] = 0.0 if settings.parity and "timeout" in result.verdicts else result.rate
+    results = run_tests([block(completions[i]) for i in good], [rows[i]["test_cases"] for i in good], **options)
+    for i, result in zip(good, results, strict=True):
+        late = options.get("parity") and "timeout" in result.verdicts
+        rewards[i] = 0.0 if late else result.rate
         rows[i]["verdicts"] = result.verdicts
     return rewards
 
@@ -590,7 +542,7 @@ def binary_code(completions, rows, **options):
 
 
 def soft_overlong(completions, rows, **options):
-    """0 up to max_tokens - overlong_tokens tokens (rows[i]["tokens"]), then in a line to -1 at max_tokens.
+    """0 up to max_tokens - overlong_tokens tokens (rows[i]["tokens"]), then falling linearly to -1 at max_tokens.
 
     Ref: DAPO, arXiv:2503.14476, eq. 13.
     """
@@ -606,7 +558,7 @@ def repetition(completions, rows, **options):
     """
     options = Options(**options)
     if options.max_penalty > 0:
-        raise ValueError(f"max_penalty is {options.max_penalty}; a penalty is 0 or less")
+        raise ValueError(f"max_penalty is {options.max_penalty}; it must be 0 or less")
     rewards = []
     for completion in completions:
         words = completion.lower().split()
@@ -615,7 +567,7 @@ def repetition(completions, rows, **options):
     return rewards
 
 
-TESTED = code, binary_code  # these run tests, the others need neither tests nor a sandbox that is safe
+TESTED = code, binary_code  # these run tests; the others need neither tests nor a safe sandbox
 REWARDS = {reward.__name__: reward for reward in (code, binary_code, code_format, syntax, soft_overlong, repetition)}
 
 
@@ -636,19 +588,19 @@ def main(program: Path, /, tests: Path, options: Options = Options()):
     """Print a verdict for every test of a file; the exit status of the command."""
     cases = []
     for line in filter(str.strip, tests.read_text("utf-8").splitlines()):
-        if line[0].isspace() and cases:  # goes on with the test above
+        if line[0].isspace() and cases:  # continues the test above
             cases[-1] += "\n" + line
         else:
             cases.append(line)
     if not cases:
-        raise ValueError(f"{tests} holds no tests; write one a line, such as: assert f(1) == 2")
+        raise ValueError(f"{tests} holds no tests; write one per line, such as: assert f(1) == 2")
     (result,) = run_tests([program.read_text("utf-8")], [cases], **dataclasses.asdict(options))
     if result.rate is None:
         return 2
     for outcome, value, case in zip(result.verdicts, result.values, cases, strict=True):
         got = ""
         if outcome == "fail" and value is not None:
-            with contextlib.suppress(ValueError):  # an integer that is too long to be printed
+            with contextlib.suppress(ValueError):  # an integer too long to print
                 got = f"    # got {reprlib.repr(value)}"
         print(f"{outcome:12} {case.splitlines()[0]}{got}")
     print(f"{result.verdicts.count('pass')} of {len(cases)} passed")

@@ -1,9 +1,8 @@
-"""What sandbox.py runs in the child: the walls, the program, the judge, and the form in which values travel.
+"""What sandbox.py runs in the child: confinement, the program, the judge, and the wire format of values.
 
-The text of this file is a program, which needs Python's standard library alone: sandbox.py starts it once for every
-program in an interpreter of its own (here, or in E2B's cloud), with a job on standard input. So: launch() ->
-run_confined() for every test -> run_program() in a fork, and beside it, for a test by judge, run_judge() in another.
-sandbox.py itself imports wire() and unwire().
+sandbox.py starts one Python interpreter per program, here or in E2B's cloud, which executes the text of this file; so
+the file needs nothing but the standard library. The job arrives on standard input. launch() calls run_confined() for
+every test, which forks run_program() and, for a test by judge, run_judge(). sandbox.py imports wire() and unwire().
 """
 
 import builtins
@@ -24,9 +23,85 @@ with contextlib.suppress(ImportError):
     import resource  # Windows has none; sandbox.py --runner=e2b works there too
 
 
-# what a program may read beside Python itself and the libraries installed for it; /proc is not among it
+def check(returned, what):
+    """Raise OSError if a C function returned -1."""
+    if returned == -1:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+    return returned
+
+
+# ---- namespaces ----------------------------------------------------------------------------------------------------
+def enter_namespaces(libc, scratch, readable):
+    """Continue as process 1 of new user, mount, process, network, IPC and host-name namespaces, in a root of their own.
+
+    The new root holds `readable`, read-only, and the folder /.sandbox, a name under which no interpreter is installed.
+    The calling process stays behind and exits with the status of the new one.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    # CLONE_NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET: nothing is shared with the machine
+    check(libc.unshare(0x20000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000), "unshare")
+    # Inside, we are user 65534 with all capabilities over these namespaces, and none over anything else.
+    for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    # The next child is process 1 of the new process namespace: when it ends, the kernel kills all others in it.
+    parent, first = os.pidfd_open(os.getpid()), os.fork()
+    if first:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end when the parent is killed
+    if select.select([parent], [], [], 0)[0]:  # it was killed before that call
+        os._exit(1)
+    os.close(parent)
+    # A small file system in memory becomes the root; the readable paths of the old root are mounted into it.
+    root = scratch.encode()
+    check(libc.mount(b"none", b"/", None, 0x44000, None), "private mounts")  # MS_REC | MS_PRIVATE
+    check(libc.mount(b"tmpfs", root, b"tmpfs", 6, b"size=1m,nr_inodes=4k,mode=755"), "tmpfs")
+    for path in sorted(map(os.fsencode, readable), key=len):  # parents before what lies in them
+        if os.path.isdir(path):
+            if os.path.exists(root + path):
+                continue
+            os.makedirs(root + path)
+        else:
+            os.makedirs(os.path.dirname(root + path), exist_ok=True)
+            open(root + path, "w").close()
+        check(libc.mount(path, root + path, None, 0x5000, None), "bind")  # MS_BIND | MS_REC
+    os.mkdir(root + b"/.sandbox")
+    # Swap the roots, unmount the old one, and make the new one and all below it read-only.
+    os.chdir(root)
+    pivot_root = DENIED["pivot_root"][MACHINES[os.uname().machine][0]]
+    check(libc.syscall(pivot_root, b".", b"."), "pivot_root")
+    check(libc.umount2(b".", 2), "umount")
+    os.chdir("/")
+    flags = struct.pack("4Q", 3, 0, 0, 0)  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
+    check(libc.syscall(442, -100, b"/", 0x8000, flags, 32), "mount_setattr")
+
+
+# ---- Landlock ------------------------------------------------------------------------------------------------------
+# What a program may read besides Python itself and its installed libraries. /proc is not among it.
 READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
-# system calls that a program is refused: (x86-64, aarch64); those from 424 on are refused without being named
+
+
+def restrict_files(libc, job, writable):
+    """Allow reading and executing below job["readable"], everything below `writable`; no TCP, no signals to others."""
+    abi = job["landlock"]
+    rights = 0xFFFF if abi >= 5 else 0x7FFF  # all that this kernel knows: what no rule allows is refused
+    size = 8 if abi < 4 else 16 if abi < 6 else 24  # files; since 4 also TCP, since 6 abstract sockets and signals
+    ruleset = check(libc.syscall(444, struct.pack("3Q", rights, 3, 3)[:size], size, 0), "landlock")
+    for path in [*job["readable"], writable]:
+        allowed = 6 if path.startswith("/dev/") else 13  # write and read a file; execute, read a file, list a folder
+        if path == writable:
+            allowed = rights if job["namespaces"] else rights - 128  # no new folders: see overfull()
+        if not os.path.isdir(path):
+            allowed &= 7  # the rights that a file can have
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        check(libc.syscall(445, ruleset, 1, struct.pack("=Qi", allowed, fd), 0), "landlock rule")
+        os.close(fd)
+    check(libc.syscall(446, ruleset, 0), "landlock restrict")
+    os.close(ruleset)
+
+
+# ---- seccomp -------------------------------------------------------------------------------------------------------
+# System calls that a program is refused, with their numbers on (x86-64, aarch64). Those from 424 on need no name.
 # fmt: off
 DENIED = {
     "fork": (57, None), "vfork": (58, None), "clone": (56, 220), "execve": (59, 221), "execveat": (322, 281),
@@ -52,89 +127,17 @@ DENIED = {
 MACHINES = {"x86_64": (0, 0xC000003E, 72, 126), "aarch64": (1, 0xC00000B7, 25, 91)}  # column, audit, fcntl, capset
 
 
-def check(returned, what):
-    """Raise OSError for a C function that returned -1."""
-    if returned == -1:
-        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
-    return returned
-
-
-def enter_namespaces(libc, scratch, readable):
-    """Go on as process 1 of new user, mount, process, network, IPC and name namespaces, in a root of its own.
-
-    The root holds `readable`, read-only, and /.sandbox, a name under which no interpreter is installed. The process
-    that called stays behind and exits with the new one.
-    """
-    uid, gid = os.getuid(), os.getgid()
-    # mounts, host name, IPC, users, processes, network: none is shared with the machine
-    check(libc.unshare(0x20000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000), "unshare")
-    # Inside, we are user 65534 with all capabilities over these namespaces, and none over anything else.
-    for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
-    # The next child is process 1 of the new list of processes: when it ends, the kernel kills all others in it.
-    parent, first = os.pidfd_open(os.getpid()), os.fork()
-    if first:
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: the one that stayed behind was killed
-    if select.select([parent], [], [], 0)[0]:  # it was killed before we could ask for that
-        os._exit(1)
-    os.close(parent)
-    # A small file system in memory becomes the root; what may be read is mounted into it from the old one.
-    root = scratch.encode()
-    check(libc.mount(b"none", b"/", None, 0x44000, None), "private mounts")  # MS_REC | MS_PRIVATE
-    check(libc.mount(b"tmpfs", root, b"tmpfs", 6, b"size=1m,nr_inodes=4k,mode=755"), "tmpfs")
-    for path in sorted(map(os.fsencode, readable), key=len):  # parents before what lies in them
-        if os.path.isdir(path):
-            if os.path.exists(root + path):
-                continue
-            os.makedirs(root + path)
-        else:
-            os.makedirs(os.path.dirname(root + path), exist_ok=True)
-            open(root + path, "w").close()
-        check(libc.mount(path, root + path, None, 0x5000, None), "bind")  # MS_BIND | MS_REC
-    os.mkdir(root + b"/.sandbox")
-    # Swap the roots, let go of the old one, and make the new one and all below it read-only.
-    os.chdir(root)
-    pivot_root = DENIED["pivot_root"][MACHINES[os.uname().machine][0]]
-    check(libc.syscall(pivot_root, b".", b"."), "pivot_root")
-    check(libc.umount2(b".", 2), "umount")
-    os.chdir("/")
-    flags = struct.pack("4Q", 3, 0, 0, 0)  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
-    check(libc.syscall(442, -100, b"/", 0x8000, flags, 32), "mount_setattr")
-
-
-def restrict_files(libc, job, writable):
-    """Landlock: read and execute below job["readable"], all below `writable`, nothing else; no TCP, no signals out."""
-    abi = job["landlock"]
-    rights = 0xFFFF if abi >= 5 else 0x7FFF  # all that the kernel knows: what is not allowed below is refused
-    size = 8 if abi < 4 else 16 if abi < 6 else 24  # files; since 4 also TCP, since 6 abstract sockets and signals
-    ruleset = check(libc.syscall(444, struct.pack("3Q", rights, 3, 3)[:size], size, 0), "landlock")
-    for path in [*job["readable"], writable]:
-        allowed = 6 if path.startswith("/dev/") else 13  # write and read a file; execute, read a file, list a folder
-        if path == writable:
-            # new folders only where each test has a file system: overfull() does not look into them
-            allowed = rights if job["namespaces"] else rights - 128
-        if not os.path.isdir(path):
-            allowed &= 7  # the rights that a file can have
-        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        check(libc.syscall(445, ruleset, 1, struct.pack("=Qi", allowed, fd), 0), "landlock rule")
-        os.close(fd)
-    check(libc.syscall(446, ruleset, 0), "landlock restrict")
-    os.close(ruleset)
-
-
 def call_filter(machine, allowed, threads=False):
     """A seccomp filter, bytes: EPERM for the calls in DENIED but not in `allowed`, and for fcntl that sends signals.
 
     From 424 on, numbers are the same on all machines: io_uring, pidfds, clone3, the new mount calls and what is to
-    come. ENOSYS makes the C library fall back to the old ones. The x32 calls of x86-64 lie there too.
+    come. ENOSYS makes the C library fall back to the old calls. The x32 calls of x86-64 lie there too.
     """
     column, audit, fcntl, _ = MACHINES[machine]
-    allowed = {*allowed, "clone"} if threads else allowed
+    allowed = {*allowed, "clone"} if threads else allowed  # with CLONE_THREAD alone, see below
     denied = [row[column] for name, row in DENIED.items() if row[column] is not None and name not in allowed]
     # A row: operation, rows to skip if true, if false, operand. 0x20 loads, 0x15 is ==, 0x35 >=, 0x45 &, 6 returns.
-    clone = [(0x15, 0, 2, DENIED["clone"][column]), (0x20, 0, 0, 16), (0x45, 5, 6, 0x10000)] * threads  # CLONE_THREAD
+    clone = [(0x15, 0, 2, DENIED["clone"][column]), (0x20, 0, 0, 16), (0x45, 5, 6, 0x10000)] if threads else []
     n = len(denied) + len(clone)
     rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (6, 0, 0, 0x80000000)]  # calls of another machine: kill
     rows += [(0x20, 0, 0, 0), (0x35, n + 7, 0, 424)]  # the number of the call
@@ -145,7 +148,36 @@ def call_filter(machine, allowed, threads=False):
     return b"".join(struct.pack("HBBI", *row) for row in rows)
 
 
-# Types that are built anew from arguments: name -> the arguments that make a value. Views of a dict stand in VIEWS too.
+def confine(libc, job, folder, mode):
+    """Give up all rights of this process for good: resource limits, Landlock, capabilities, seccomp."""
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    os.setsid()
+    os.chdir(folder)
+    os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job["packages"]))
+    sys.path += job["packages"]
+    job["tests"].clear()  # a program does not see the other tests
+
+    limits = {"CPU": int(job["timeout_s"]) + 2, "AS": job["memory_mb"] << 20, "FSIZE": job["disk_mb"] << 20}
+    limits |= {"NOFILE": 64, "CORE": 0}
+    if not job["threads"]:
+        limits["NPROC"] = 0  # no new threads and processes for an ordinary user; seccomp refuses them to root too
+    for name, limit in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, without which an ordinary user may not install the two below
+    if job["landlock"]:
+        restrict_files(libc, job, folder)
+    machine = os.uname().machine
+    if machine in MACHINES:  # no capabilities, so that root is an ordinary user too
+        check(libc.syscall(MACHINES[machine][3], struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
+    if job["seccomp"]:  # the filter judges every call from here on
+        # asyncio needs a socketpair, which is harmless where it reaches nothing
+        allowed = {"execve"} if mode == "status" else {"socketpair"} if job["namespaces"] else set()
+        code = ctypes.create_string_buffer(call_filter(machine, allowed, job["threads"]))
+        check(libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0), "seccomp")
+
+
+# ---- the wire format of values -------------------------------------------------------------------------------------
+# Types that are built anew from arguments: name -> the arguments that make a value. VIEWS: how to make views of a dict.
 ARGUMENTS = {
     "decimal.Decimal": lambda value: [str(value)],
     "fractions.Fraction": lambda value: [value.numerator, value.denominator],
@@ -166,91 +198,94 @@ VIEWS = {
 BUILTIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
 
 
-def wire(value, keep):
+def wire(value, other):
     """The JSON form of a value: exact for builtin types, those in ARGUMENTS and NumPy's.
 
-    keep(value, form) gives that of any other object; form is that of its builtin value, None if it has none. Calls the
-    builtin type's own methods: what a subclass says of itself does not count.
+    other(value, form) gives the form of any other object: `form` is that of its builtin value if its class derives from
+    a builtin type, else None. Calls the builtin type's own methods, so that a subclass cannot misreport its value.
     """
-    kind, name = type(value), f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if value is None or kind is bool:
+        return value
     if kind.__module__ == "numpy" and hasattr(value, "dtype"):
         if value.dtype.kind not in "biufcSU":
             raise TypeError(f"values of NumPy's {value.dtype}")
         return {"a": [value.dtype.str, list(value.shape), value.tobytes().decode("latin-1")]}
     if name in ARGUMENTS:
-        return {"r": [name, *(wire(part, keep) for part in ARGUMENTS[name](value))]}
+        return {"r": [name, *(wire(argument, other) for argument in ARGUMENTS[name](value))]}
     base = next((base for base in BUILTIN if issubclass(kind, base)), None)
+    if base is None:
+        return other(value, None)
     if base is int:
         form = {"i": int.__format__(value, "x")}  # decimal digits are limited to 4,300
+    elif base in (float, str):
+        form = {float: float.__pos__, str: str.__str__}[base](value)
     elif base is complex:
         form = {"c": [complex.real.__get__(value), complex.imag.__get__(value)]}
     elif base is dict:
-        form = {"d": [[wire(key, keep), wire(item, keep)] for key, item in dict.items(value)]}
+        form = {"d": [[wire(key, other), wire(item, other)] for key, item in dict.items(value)]}
     elif base in (bytes, bytearray):
         form = {"b" if base is bytes else "y": b"".join([value]).decode("latin-1")}
-    elif base in (list, tuple, set, frozenset):
-        items = [wire(item, keep) for item in base.__iter__(value)]
+    else:
+        items = [wire(item, other) for item in base.__iter__(value)]
         form = items if base is list else {{tuple: "t", set: "s", frozenset: "f"}[base]: items}
-    else:  # JSON has these
-        form = {float: float.__pos__, str: str.__str__}.get(base, lambda value: value)(value)
-        base = base or (kind if value is None else None)
-    return form if kind is base else keep(value, form if base else None)
+    return form if kind is base else other(value, form)
 
 
-def unwire(form, find=None):
-    """The value of a JSON form; find(kind, part) gives that of kinds that wire() did not write.
+def unwire(form, other=None):
+    """The value of a JSON form. other(tag, content) gives that of a form {tag: content} that wire() did not write.
 
-    ValueError, TypeError, AttributeError, LookupError, ArithmeticError or ImportError for what it cannot have written.
+    ValueError, TypeError, AttributeError, LookupError, ArithmeticError or ImportError for a malformed form.
     """
     if isinstance(form, list):
-        return [unwire(part, find) for part in form]
+        return [unwire(item, other) for item in form]
     if not isinstance(form, dict):
         return form
-    ((kind, part),) = form.items()
-    if kind == "i":
-        return int(part, 16)
-    if kind == "c":
-        return complex(*part)
-    if kind in ("b", "y"):
-        return {"b": bytes, "y": bytearray}[kind](part.encode("latin-1"))
-    if kind == "d":
-        return {unwire(key, find): unwire(value, find) for key, value in part}
-    if kind in ("t", "s", "f"):
-        return {"t": tuple, "s": set, "f": frozenset}[kind](unwire(item, find) for item in part)
-    if kind == "a":
+    ((tag, content),) = form.items()
+    if tag == "i":
+        return int(content, 16)
+    if tag == "c":
+        return complex(*content)
+    if tag in ("b", "y"):
+        return {"b": bytes, "y": bytearray}[tag](content.encode("latin-1"))
+    if tag == "d":
+        return {unwire(key, other): unwire(value, other) for key, value in content}
+    if tag in ("t", "s", "f"):
+        return {"t": tuple, "s": set, "f": frozenset}[tag](unwire(item, other) for item in content)
+    if tag == "a":
         numpy = importlib.import_module("numpy")
-        return numpy.frombuffer(part[2].encode("latin-1"), part[0]).reshape(part[1]).copy()[()]
-    if kind == "r" and part[0] in ARGUMENTS:
-        module, _, name = part[0].rpartition(".")
-        make = VIEWS.get(part[0]) or getattr(importlib.import_module(module), name)
-        arguments = [unwire(argument, find) for argument in part[1:]]
-        # a short line that would make a large value: a range that is spelt out, a fraction written as 1e999999999
+        return numpy.frombuffer(content[2].encode("latin-1"), content[0]).reshape(content[1]).copy()[()]
+    if tag == "r" and content[0] in ARGUMENTS:
+        module, _, name = content[0].rpartition(".")
+        make = VIEWS.get(content[0]) or getattr(importlib.import_module(module), name)
+        arguments = [unwire(argument, other) for argument in content[1:]]
+        # a short line that would make a large value: a range written out, a fraction such as 1e999999999
         if (name == "Fraction" and str in map(type, arguments)) or range in map(type, arguments):
-            raise ValueError(f"no arguments of {part[0]}: {arguments}")
+            raise ValueError(f"no arguments of {content[0]}: {arguments}")
         return make(*arguments)
-    return find(kind, part)
+    return other(tag, content)
 
 
 def plain(value, form):
-    """For wire(): objects of subclasses count as their builtin value, others are refused."""
+    """For wire(): an object of a subclass counts as its builtin value, others are refused."""
     if form is None:
         raise TypeError(f"values of {type(value)}")
     return form
 
 
 def opaque(value, form):
-    """For wire(): the same, but others are said to be there."""
+    """For wire(): an object of a subclass counts as its builtin value, of others it says that there is one."""
     return {"o": 0} if form is None else form
 
 
-# What one side may ask of objects of the other.
+# ---- the judge: a test and a program in two processes, and what each may ask of the other's objects -----------------
 UNARY = "len iter next bool str repr int float abs round".split()
 BINARY = "eq ne lt le gt ge add sub mul truediv floordiv mod pow matmul and or xor".split()
 ITEMS = ["getitem", "setitem", "delitem"]
-LOOKS = "len bool str repr int float abs round base".split()  # what changes nothing
-OPERATIONS = {name: getattr(builtins, name) for name in UNARY}
-OPERATIONS |= {name: getattr(operator, f"__{name}__") for name in [*BINARY, *ITEMS]}
-OPERATIONS |= {
+READING = "len bool str repr int float abs round base".split()  # these change nothing
+OPERATIONS = {name: getattr(operator, f"__{name}__") for name in [*BINARY, *ITEMS]}
+OPERATIONS |= {name: getattr(builtins, name) for name in UNARY} | {
     "get": getattr,
     "set": setattr,
     "isinstance": isinstance,
@@ -263,29 +298,26 @@ OPERATIONS |= {
 
 
 class Remote:
-    """An object of the other side: calls, attributes, items and iteration go there.
+    """An object of the other side: calls, attributes, items and iteration are asked for there.
 
-    Operators go there between two such objects alone. With anything else its builtin value counts, if it is of a
-    subclass, and it equals nothing if it is not: an object that says yes to all never sees what it is compared with.
+    Operators are asked for there between two such objects only. With anything else its builtin value counts, if its
+    class has one, and else it equals nothing: an object that claims to equal all never sees what it is compared with.
     """
 
-    def __init__(self, peer, number, plain):
-        vars(self).update(_peer=peer, _number=number, _plain=plain, _nothing=object(), _told={})
+    def __init__(self, peer, number, has_base):
+        vars(self).update(_peer=peer, _number=number, _has_base=has_base, _nothing=object(), _answers={})
 
-    def _tell(self, operation):
-        """What the other side says of it, which holds until the other side is asked to do something.
-
-        So an object cannot be one number where it is first looked at and another where it is looked at again.
-        """
-        done, value = self._told.get(operation, (None, None))
-        if done != self._peer.done:
-            done, value = self._told[operation] = self._peer.done, self._peer.ask(operation, self)
-        return value
+    def _read(self, operation):
+        """The answer to an operation of READING, kept until the other side is asked to do something."""
+        # So an object cannot be one number where it is first looked at and another where it is looked at again.
+        if operation not in self._answers or self._answers[operation][0] != self._peer.changes:
+            self._answers[operation] = self._peer.changes, self._peer.ask(operation, self)
+        return self._answers[operation][1]
 
     @property
     def _base(self):
-        """Its builtin value as it is now, or what equals nothing."""
-        return self._tell("base") if self._plain else self._nothing
+        """Its builtin value as it is now, or an object that equals nothing."""
+        return self._read("base") if self._has_base else self._nothing
 
     __class__ = property(lambda self: type(self._base))  # so that isinstance(a named tuple, tuple)
 
@@ -304,7 +336,7 @@ class Remote:
         return self._peer.ask("isinstance", value, self)
 
     def __exit__(self, *raised):
-        self._peer.ask("exit", self)  # what it says does not count: it could end a failed assertion
+        self._peer.ask("exit", self)  # its answer does not count: it could suppress a failed assertion
 
     def __hash__(self):
         return hash(self._base)
@@ -312,11 +344,11 @@ class Remote:
 
 def forwarded(name):
     """A method of Remote that asks for an operation."""
-    return lambda self, *args: self._tell(name) if name in LOOKS and not args else self._peer.ask(name, self, *args)
+    return lambda self, *args: self._read(name) if name in READING and not args else self._peer.ask(name, self, *args)
 
 
 def between(name):
-    """A binary operator of Remote, and the same with its sides exchanged."""
+    """A binary operator of Remote, and the same with its operands exchanged."""
 
     def apply(left, right):
         if isinstance(left, Remote) and isinstance(right, Remote):
@@ -334,22 +366,25 @@ for name in BINARY:  # Python never calls those named __req__ and the like
 
 
 class Peer:
-    """One end of the pipes between a test and a program: asks the other end, and answers what it asks meanwhile.
+    """One end of the pipes between a test and a program: asks the other end, and meanwhile answers its questions.
 
-    A message is a line of JSON: ["ask", operation, arguments, options], ["got", value, changed arguments] or ["raised",
-    names of classes, text]. Values travel as copies; of other objects the number under which their side holds them.
+    A message is a line of JSON: ["ask", operation, arguments, options], ["got", value, changed arguments] or
+    ["raised", class names, text]. Data is copied; any other object travels as the number that its own side gave it.
 
-    permits(operation, target, ...) is given at a test's end, as it cannot trust the other: that may ask about objects
-    that it was given, and no more, and names types alone. By name exec would be the test's own.
+    permits(operation, target, ...) is set at the judge's end, which cannot trust the program: that may ask about
+    objects that it was given, and no others, and name types but no functions. Otherwise it could name exec.
     """
 
     def __init__(self, read, write, permits=None):
-        self.lines, self.pipe, self.permits = open(read, "rb"), open(write, "wb", 0), permits
-        self.held, self.numbers, self.remotes, self.errors = [], {}, {}, {}
-        self.done = 0  # how often the other end was asked for what may change its objects
+        self.lines = open(read, "rb")
+        self.pipe = open(write, "wb")
+        self.permits = permits
+        self.held, self.numbers = [], {}  # our objects that the other end knows, and their numbers by id
+        self.remotes, self.errors = {}, {}  # its objects by number, its exception classes by name
+        self.changes = 0  # how often the other end was asked for what may change its objects
 
-    def keep(self, value, form):
-        """The form of an object that stays here, or of one that the other end has, too."""
+    def refer(self, value, form):
+        """The form of an object that stays here, or that the other end has too."""
         if isinstance(value, Remote):
             return {"mine": value._number}
         if isinstance(value, types.ModuleType):
@@ -363,42 +398,41 @@ class Peer:
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.held)
             self.held.append(value)
-        kind = "coroutine" if isinstance(value, types.CoroutineType) else "yours"
-        return {kind: [self.numbers[id(value)], form is not None]}
+        tag = "coroutine" if isinstance(value, types.CoroutineType) else "yours"
+        return {tag: [self.numbers[id(value)], form is not None]}
 
-    def find(self, kind, part):
-        """The object of a form that keep() wrote at the other end."""
-        if kind == "mine":
-            return self.held[part]
-        if kind == "error":
-            return self.error(part)
-        if kind == "builtin":
-            return {each.__name__: each for each in BUILTIN}[part] if self.permits else getattr(builtins, part)
-        if kind == "module":
-            return types.ModuleType(part)
-        number, has_base = part
+    def resolve(self, tag, content):
+        """The object of a form that refer() made at the other end."""
+        if tag == "mine":
+            return self.held[content]
+        if tag == "error":
+            return self.error(content)
+        if tag == "builtin":
+            return {each.__name__: each for each in BUILTIN}[content] if self.permits else getattr(builtins, content)
+        if tag == "module":
+            return types.ModuleType(content)
+        number, has_base = content
         remote = self.remotes.setdefault(number, Remote(self, number, has_base))
-        return self.later(remote) if kind == "coroutine" else remote
+        return self.awaitable(remote) if tag == "coroutine" else remote
 
-    async def later(self, remote):
+    async def awaitable(self, remote):
         """A coroutine of the other end; it runs there, to its end, when it is awaited here."""
         return self.ask("run", remote)
 
     def error(self, names):
-        """An exception class like that of the other end: the builtin one, or one that is derived from it."""
+        """An exception class like that of the other end: the builtin one, or one derived from it."""
         if names[0] not in self.errors:
             base = next(getattr(builtins, name) for name in names if hasattr(builtins, name))
             if not issubclass(base, BaseException):
                 raise TypeError(f"{names} are no exceptions")
-            # not the class that a failed assertion has: a test that expects it would hide that
-            same = names[0] == base.__name__ and not (self.permits and issubclass(AssertionError, base))
-            self.errors[names[0]] = base if same else type(names[0], (base,), {})
+            # never the class of a failed assertion: a test that expects the program's class would hide its own failure
+            is_base = names[0] == base.__name__ and not (self.permits and issubclass(AssertionError, base))
+            self.errors[names[0]] = base if is_base else type(names[0], (base,), {})
         return self.errors[names[0]]
 
     def send(self, text):
-        text = memoryview(text.encode() + b"\n")
-        while text:
-            text = text[self.pipe.write(text) :]
+        self.pipe.write(text.encode() + b"\n")
+        self.pipe.flush()
 
     def receive(self):
         line = self.lines.readline()
@@ -406,90 +440,58 @@ class Peer:
             os._exit(1)  # the other end is gone
         return json.loads(line)
 
-    def wire(self, value):
-        return wire(value, self.keep)
-
-    def unwire(self, form):
-        return unwire(form, self.find)
-
     def ask(self, operation, /, *args, **options):
-        """What an operation gives at the other end, or the exception that it raises there."""
-        wired = {key: self.wire(value) for key, value in options.items()}
-        self.done += operation not in LOOKS
-        self.send(json.dumps(["ask", operation, [self.wire(arg) for arg in args], wired]))
+        """The result of an operation at the other end, or the exception that it raises there."""
+        wired = {key: wire(value, self.refer) for key, value in options.items()}
+        if operation not in READING:
+            self.changes += 1
+        self.send(json.dumps(["ask", operation, [wire(arg, self.refer) for arg in args], wired]))
         while True:
-            kind, *parts = self.receive()
+            kind, *content = self.receive()
             if kind == "got":
                 break
             if kind == "raised":
-                error = self.error(parts[0])
+                error = self.error(content[0])
                 # in a map or a generator of the test it would end the loop, and the test with it
-                raise (RuntimeError if issubclass(error, StopIteration) and operation != "next" else error)(parts[1])
-            self.answer(*parts)
-        for i, form in parts[1]:  # lists and the like that the other end has changed
-            new = self.unwire(form)
+                raise (RuntimeError if issubclass(error, StopIteration) and operation != "next" else error)(content[1])
+            self.answer(*content)
+        for i, form in content[1]:  # lists and the like that the other end has changed
+            new = unwire(form, self.resolve)
             if isinstance(args[i], list | bytearray):
                 args[i][:] = new
             else:
                 args[i].clear()
                 args[i].update(new)
-        return self.unwire(parts[0])
+        return unwire(content[0], self.resolve)
 
     def answer(self, operation, forms, options):
-        """Do what the other end asks for, and say what came of it."""
+        """Do what the other end asks for, and send the result or the exception."""
         try:
-            args = [self.unwire(form) for form in forms]
-            options = {key: self.unwire(form) for key, form in options.items()}
+            args = [unwire(form, self.resolve) for form in forms]
+            options = {key: unwire(form, self.resolve) for key, form in options.items()}
             if self.permits and not (forms[0].keys() == {"mine"} and self.permits(operation, *args)):
                 raise PermissionError(operation)
             value = OPERATIONS[operation](*args, **options)
-            changed = [[i, self.wire(arg)] for i, arg in enumerate(args) if type(arg) in (list, bytearray, set, dict)]
-            reply = json.dumps(["got", self.wire(value), [[i, form] for i, form in changed if form != forms[i]]])
+            mutable = [i for i, arg in enumerate(args) if type(arg) in (list, bytearray, set, dict)]
+            now = {i: wire(args[i], self.refer) for i in mutable}
+            reply = json.dumps(["got", wire(value, self.refer), [[i, now[i]] for i in mutable if now[i] != forms[i]]])
         except BaseException as error:
             reply = json.dumps(["raised", [each.__name__ for each in type(error).__mro__], str(error)])
         self.send(reply)
 
 
-def confine(libc, job, folder, mode):
-    """Give up all rights for good: limits, Landlock, capabilities, and system calls."""
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    os.setsid()
-    os.chdir(folder)
-    os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job["packages"]))
-    sys.path += job["packages"]
-    job["tests"].clear()  # the others are none of its business
-
-    # Limits of the kernel. NPROC 0 refuses new threads and processes to an ordinary user, seccomp also to root.
-    limits = {"CPU": int(job["timeout_s"]) + 2, "AS": job["memory_mb"] << 20, "FSIZE": job["disk_mb"] << 20}
-    limits |= {"NOFILE": 64, "CORE": 0} | ({} if job["threads"] else {"NPROC": 0})
-    for name, limit in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
-    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, without which an ordinary user may not install the two below
-    if job["landlock"]:
-        restrict_files(libc, job, folder)
-    machine = os.uname().machine
-    if machine in MACHINES:  # no capabilities, so that root is an ordinary user too
-        check(libc.syscall(MACHINES[machine][3], struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
-    if job["seccomp"]:  # the filter judges every call from here on
-        # asyncio needs a socketpair; where nothing can be reached from it, let it have one
-        allowed = {"execve"} if mode == "status" else {"socketpair"} if job["namespaces"] else set()
-        code = ctypes.create_string_buffer(call_filter(machine, allowed, job["threads"]))
-        check(libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0), "seccomp")
-
-
 def run_program(libc, job, test, folder, read, pipe):
-    """In a process of its own: give up all rights, run the program, and do with it what the mode of the test says.
+    """In a process of its own: confine it, run the program, and do what the mode of the test says. Never returns.
 
-    Writes to the pipe "+" when the restrictions hold, "=" when the program has run, then in value mode the token and
-    the value, with a judge its lines, for calls a line each; or "memory". With an input "=" comes first, then what the
-    program prints. Never returns.
+    Writes to the pipe "+" when the process is confined and "=" when the program has run; then the token and the value,
+    messages to a judge, or a line per call; or "memory". In mode stdin, what the program prints comes after "=".
     """
-    # before the program can put others there
+    # before the program can replace them
     write, leave, dumps, exact, clock = os.write, os._exit, json.dumps, wire, time.process_time
     confine(libc, job, folder, test["mode"])
     write(pipe, b"+")
-
-    if test["mode"] == "status":
+    if test["mode"] == "status":  # the exit status of another Python is the verdict
+        write(pipe, b"=")
         python = os.path.realpath(sys._base_executable)  # sys.executable of a virtual environment is not readable here
         os.execv(python, [python, "-B", "-c", job["program"] + "\n" + test["before"]])
     # From here on nothing in this process can be trusted: what comes through the pipe is data.
@@ -502,8 +504,7 @@ def run_program(libc, job, test, folder, read, pipe):
         write(pipe, b"=")
         if test["mode"] == "judge":
             peer = Peer(read, pipe)
-            known = main.__dict__
-            OPERATIONS["names"] = lambda *names: {name: known[name] for name in names if name in known}
+            OPERATIONS["names"] = lambda *names: {n: main.__dict__[n] for n in names if n in main.__dict__}
             while True:
                 peer.answer(*peer.receive()[1:])
         if test["mode"] == "calls":
@@ -523,7 +524,7 @@ def run_program(libc, job, test, folder, read, pipe):
 
 
 def run_on_input(program, text, main, pipe):
-    """Run a program as Python does: standard input is a file, standard output the pipe. The exit status."""
+    """Run a program as Python does, with a file as standard input and the pipe as standard output: the exit status."""
     os.write(pipe, b"=")
     with open("input", "w+b") as file:
         file.write(text.encode("utf-8", "replace"))
@@ -531,15 +532,15 @@ def run_on_input(program, text, main, pipe):
         os.dup2(file.fileno(), 0)
     os.unlink("input")
     os.dup2(pipe, 1)
-    sys.stdin, sys.stdout = open(0, encoding="utf-8"), open(1, "w", encoding="utf-8")
-    sys.__stdin__, sys.__stdout__, status = sys.stdin, sys.stdout, 1
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8")
+    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8")
     try:
         exec(compile(program, "<program>", "exec"), main.__dict__)
         status = 0
     except SystemExit:
         status = 0
     except BaseException:
-        pass  # what has been printed counts for nothing
+        status = 1  # whatever it has printed
     with contextlib.suppress(BaseException):
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()  # waits for those that are no daemons
@@ -550,12 +551,12 @@ def run_on_input(program, text, main, pipe):
     return status
 
 
-# modules that tests compare by, under the names that they have there: a program's own of that name does not count
+# Modules by which tests compare, under their usual names: a program's own object of that name does not count.
 COMPARING = {name: name for name in ("math", "cmath", "numpy", "pytest", "unittest")} | {"np": "numpy"}
 
 
 def permits(operation, target, *rest):
-    """What a program may ask of a test's objects: to call and iterate, and attributes of instances of its classes."""
+    """What a program may do with a test's objects: call and iterate, and read or set attributes of its own classes."""
     if operation in ("get", "set", "getitem", "setitem", "len", "bool", "str", "repr"):
         private = rest and isinstance(rest[0], str) and rest[0].startswith("_")
         return type(target).__module__ == "__main__" and not private
@@ -564,22 +565,22 @@ def permits(operation, target, *rest):
 
 def names_of(code):
     """The names that compiled code uses, and code within it."""
-    return {*code.co_names}.union(*(names_of(part) for part in code.co_consts if isinstance(part, types.CodeType)))
+    return {*code.co_names}.union(*(names_of(item) for item in code.co_consts if isinstance(item, types.CodeType)))
 
 
 def run_judge(i, libc, job, test, folder, read, ask, pipe):
     """In a process of its own, confined too: run the test itself, and ask the program's process for what it calls.
 
-    Writes to the pipe what run_program() writes, and the token behind it when the test has ended well. Never returns.
+    Writes to the pipe what run_program() writes, and the token after it if the test has passed.
     """
-    # Its text is in nobody's memory but ours: all before it in standard input is of tests that had no time.
+    # Only this process reads the text of the test. Before it in standard input are those of tests that had no time.
     number = None
     while number != i:
         number, text = receive(job["secrets"])
     os.write(pipe, b"r")
     confine(libc, job, folder, test["mode"])
     os.write(pipe, begun := os.read(read, 1))
-    if begun != b"+":  # the program could not be confined, and has said why
+    if begun != b"+":  # the program's process could not be confined, and has said why
         os.write(pipe, os.read(read, 4096))
         return
     os.write(pipe, loaded := os.read(read, 1))
@@ -587,22 +588,22 @@ def run_judge(i, libc, job, test, folder, read, ask, pipe):
         os.write(pipe, b"emory")
     if loaded != b"=":
         return
-    peer, main = Peer(read, ask, permits), types.ModuleType("__main__")
-    sys.modules["__main__"] = main
+    peer = Peer(read, ask, permits)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         code = compile(text, "<test>", "exec")
         used = sorted(names_of(code))
         own = [name for name in used if not hasattr(builtins, name)]
-        # A builtin's name is the program's only if nothing else is: one problem asks for sum(). But an exception that a
-        # test expects, and __name__, are never the program's: all are written otherwise.
+        # A builtin's name is the program's only if nothing else is: a problem may ask for sum(). But an exception that
+        # a test expects, and __name__, are never the program's: those are not in lower case, or not letters alone.
         builtin = [name for name in used if hasattr(builtins, name) and name.isalpha() and name.islower()]
-        for asked in (own, builtin):
-            found = peer.ask("names", *asked)
-            for name in [name for name in asked if name in found]:  # whatever else it offers
-                # a module that the program alone imports is ours of that name
-                module = COMPARING.get(name) or (isinstance(found[name], types.ModuleType) and name)
-                setattr(main, name, importlib.import_module(module) if module else found[name])
-            if found:
+        for names in (own, builtin):
+            offered = peer.ask("names", *names)
+            for name in [name for name in names if name in offered]:  # whatever else it offers
+                # a module that only the program imports is replaced by ours of that name
+                module = COMPARING.get(name) or (isinstance(offered[name], types.ModuleType) and name)
+                setattr(main, name, importlib.import_module(module) if module else offered[name])
+            if offered:
                 break
         exec(code, main.__dict__)
         os.write(pipe, test["token"].encode())
@@ -612,18 +613,17 @@ def run_judge(i, libc, job, test, folder, read, ask, pipe):
         return  # the test does not pass
 
 
+# ---- the launcher: one confined process, or two, for each test ------------------------------------------------------
 def receive(fd):
-    """The next message from a pipe, of which nothing behind it is read."""
-    size = 16
-    for of_message in (False, True):
+    """The next message from a pipe: 16 hexadecimal digits of its size, and JSON. Nothing after it is read."""
+
+    def read(size):
         text = b""
         while len(text) < size:
-            part = os.read(fd, size - len(text))
-            if not part:
-                sys.exit("no job")
-            text += part
-        size = size if of_message else int(text, 16)
-    return json.loads(text)
+            text += os.read(fd, size - len(text)) or sys.exit("no job")
+        return text
+
+    return json.loads(read(int(read(16), 16)))
 
 
 def overfull(folder, megabytes):
@@ -635,29 +635,23 @@ def overfull(folder, megabytes):
     return len(sizes) > 2000 or sum(sizes) > megabytes << 20
 
 
-def cpu_seconds(pids):
-    """Processor seconds that processes have taken so far, all threads together."""
-    total = 0.0
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has just ended
-            total += time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(pid)
-    return total
-
-
 def follow_test(job, test, pids, pipe, folder, end):
-    """Read what the first of some processes writes until it exits: ("done", "timeout" or "output limit", bytes)."""
-    data, closed, look, deadline = bytearray(), False, 0.0, min(time.monotonic() + 3 * job["timeout_s"], end)
-    # of the call that runs now: its number, its limit, and when it began on both clocks
-    call, limits = (-1, 0.0, 0.0, 0.0), [*test.get("limits", []), job["timeout_s"]]
+    """Read what the first of the processes writes until it exits: ("done", "timeout" or "output limit", bytes)."""
+    data, closed, next_look = bytearray(), False, 0.0
+    deadline = min(time.monotonic() + 3 * job["timeout_s"], end)
+    limits = [*test.get("limits", []), job["timeout_s"]]  # processor seconds of every call; other tests are one call
+    call, call_cpu_s, call_begun = -1, 0.0, 0.0  # the call that runs now, and both clocks when it began
     while (now := time.monotonic()) < deadline:
-        if now > look:
-            look, taken = now + 0.1, cpu_seconds(pids)
-            if (number := min(data.count(b"\n"), len(limits) - 1)) != call[0]:
-                call = number, limits[number], taken if number else 0.0, now
-            if taken > job["timeout_s"] or taken - call[2] > call[1] or now - call[3] > 3 * call[1]:
+        if now > next_look:
+            next_look, cpu_s = now + 0.1, 0.0
+            for pid in pids:
+                with contextlib.suppress(OSError):  # it has just ended
+                    cpu_s += time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(pid): of all its threads
+            if (number := min(data.count(b"\n"), len(limits) - 1)) != call:
+                call, call_cpu_s, call_begun = number, cpu_s if number else 0.0, now
+            if cpu_s > job["timeout_s"] or cpu_s - call_cpu_s > limits[call] or now - call_begun > 3 * limits[call]:
                 return "timeout", data
-            # where it has no file system of its own that could be full
-            if not job["namespaces"] and overfull(folder, job["disk_mb"]):
+            if not job["namespaces"] and overfull(folder, job["disk_mb"]):  # a file system of its own would be full
                 return "output limit", b""
         if closed:  # the process should be gone in a moment
             if os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -673,7 +667,7 @@ def follow_test(job, test, pids, pipe, folder, end):
 
 
 def spawn(files, function, *args):
-    """The id of a process that calls a function, which ends it, and has only these files; an error goes to the last."""
+    """The id of a process that calls a function and ends; it has only these files, and an error goes to the last."""
     pid = os.fork()
     if not pid:
         try:
@@ -681,7 +675,7 @@ def spawn(files, function, *args):
                 os.closerange(below + 1, above)
             os.dup2(1, 2)
             function(*args)
-        except BaseException as error:  # nobody may go on in this process
+        except BaseException as error:  # nothing may continue in this process
             os.write(files[-1], repr(error).encode())
         finally:
             os._exit(1)
@@ -689,7 +683,7 @@ def spawn(files, function, *args):
 
 
 def run_confined(libc, job, i, end):
-    """Run test i in a folder and a process of its own, of which nothing is left: the line of the report on it."""
+    """Run test i in a folder and a process of its own, of which nothing is left: the test's line of the report."""
     test, folder = job["tests"][i], f"{job['folder']}/{i}"
     job = job | {"timeout_s": test.get("timeout_s", job["timeout_s"])}
     if job["namespaces"]:
@@ -702,7 +696,7 @@ def run_confined(libc, job, i, end):
     ours, theirs = os.pipe()  # the only way out of the test
     files, args = [ours, theirs], (libc, job, test, folder)
     if test["mode"] == "judge":
-        # the judge asks, the program answers; the judge's text is read before the program begins, and the clock
+        # The judge asks, the program answers. The program and the clock start when the judge has read its text.
         asked, ask, answers, answer = os.pipe() + os.pipe()
         files += [asked, ask, answers, answer]
         judge = [job["secrets"], answers, ask, theirs]
@@ -722,7 +716,6 @@ def run_confined(libc, job, i, end):
             os.kill(pid, signal.SIGKILL)
         ended = [os.wait4(pid, 0) for pid in pids]
 
-    # the exit status of the first and the processor time of all
     status = os.waitstatus_to_exitcode(ended[0][1])
     cpu_s = sum(usage.ru_utime + usage.ru_stime for _, _, usage in ended)
     if job["namespaces"]:
@@ -743,35 +736,34 @@ def orphaned(*_):
 
 
 def launch():
-    """Read a job from standard input, close what can be closed for all its tests, run them, report a line for each."""
+    """Read a job from standard input, close what no test needs, run the tests one by one, report a line for each."""
     libc = ctypes.CDLL(None, use_errno=True)
     job = receive(0)
-    job["secrets"] = os.dup(0)  # the texts of tests by judge come behind it; whoever runs the program never has them
+    job["secrets"] = os.dup(0)  # the texts of tests by judge follow; the program's process never has them
     # The report goes to a copy of standard output that no test inherits; what programs print goes nowhere.
     report, null = open(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    # PR_SET_PDEATHSIG: end with whoever started this; but a folder is removed first, as nobody else does it then
+    # PR_SET_PDEATHSIG: end with whoever started this; but remove the folder first, as nobody else does it then
     signal.signal(signal.SIGTERM, orphaned)
     libc.prctl(1, signal.SIGTERM if job["folder"] else signal.SIGKILL, 0, 0, 0)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # when memory runs out, the kernel takes this process before the trainer
+        file.write("1000")  # when memory runs out, the kernel kills this process before the trainer
 
     # Ask the kernel what it offers. Namespaces were tried before, by layers(), in a launcher without tests.
     landlock = libc.syscall(444, None, 0, 1)
-    job["landlock"] = landlock if landlock >= 3 else 0  # older ones let files be truncated
+    job["landlock"] = landlock if landlock >= 3 else 0  # older versions let files be truncated
     refused = libc.prctl(22, 2, None, 0, 0) == -1 and ctypes.get_errno()
     job["seccomp"] = os.uname().machine in MACHINES and refused == 14  # EFAULT: known, only there was no filter
     job["readable"] = [path for path in (sys.base_prefix, *job["packages"], *READABLE) if os.path.exists(path)]
     if job["namespaces"]:
         enter_namespaces(libc, "/proc", job["readable"])  # mounts its root there, where nothing readable lies
-    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core; no other process may trace this one or those that it forks
-    found = {layer: job[layer] for layer in ("namespaces", "landlock", "seccomp")}
-    print(json.dumps(found), file=report, flush=True)
+    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core; no other process may trace this one or its forks
+    print(json.dumps({layer: job[layer] for layer in ("namespaces", "landlock", "seccomp")}), file=report, flush=True)
     if not job["allow_unsafe"] and not (job["seccomp"] and (job["namespaces"] or job["landlock"])):
         sys.exit("less than the safe minimum")
 
-    # One test after another, until their time is over or the program itself does not end.
+    # One test after another, until their time is over or the program does not finish loading.
     end, hangs = time.monotonic() + job["program_s"], False
     try:
         if job["folder"]:
@@ -780,8 +772,7 @@ def launch():
             row = {"outcome": "timeout", "cpu_s": 0.0}
             if time.monotonic() < end and not hangs:
                 row = run_confined(libc, job, i, end)
-                late = row["outcome"] == "timeout" and test["mode"] != "status"
-                hangs = late and (test["mode"] == "stdin" or not row["loaded"])
+                hangs = row["outcome"] == "timeout" and (test["mode"] == "stdin" or not row["loaded"])
             print(json.dumps(row), file=report, flush=True)
     finally:
         if job["folder"]:

@@ -801,7 +801,7 @@ VERDICTS = [  # program, test, mode, verdict
 def test_verdicts_by_value_and_by_judge(layers):
     if not layers["namespaces"]:
         pytest.skip("asyncio and folders need namespaces")
-    assert [sandbox.plan(test, False)[0]["mode"] for _, test, _, _ in VERDICTS] == [mode for _, _, mode, _ in VERDICTS]
+    assert [sandbox.plan(test)[0]["mode"] for _, test, _, _ in VERDICTS] == [mode for _, _, mode, _ in VERDICTS]
     tests = {program: [row[1] for row in VERDICTS if row[0] == program] for program, *_ in VERDICTS}
     for program, result in zip(tests, sandbox.run_tests([*tests], [*tests.values()]), strict=True):
         expected = [row[3] for row in VERDICTS if row[0] == program]
@@ -1148,7 +1148,7 @@ def test_values_of_numpy_compare_as_in_python(layers):
 
 
 def test_a_forged_line_is_a_failure_whatever_it_holds():
-    planned, expected = sandbox.plan("assert f() == {1: [2]}", False)
+    planned, expected = sandbox.plan("assert f() == {1: [2]}")
     deep = '{"t":[' * 50_000 + "]}" * 50_000
     bad = ["", "{", "[", "null", '{"i": "x"}', '{"i": 3}', '{"z": []}', '{"d": [[[], 1]]}', '{"s": [[]]}', "{}"]
     bad += ['{"f": null}', '{"c": ["1"]}', '{"b": "\\u4e00"}', '{"d": 1}', '{"f": "0x1p999999"}', "1e999", "NaN"]
