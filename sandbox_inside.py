@@ -178,16 +178,13 @@ def confine(libc, job, folder, mode):
 
 # ---- the wire format of values -------------------------------------------------------------------------------------
 # Types that are built anew from arguments: name -> the arguments that make a value. VIEWS: how to make views of a dict.
-ARGUMENTS = {
-    "decimal.Decimal": lambda value: [str(value)],
+REDUCED = "builtins.range builtins.slice collections.Counter decimal.Decimal datetime.date datetime.time"
+REDUCED += " datetime.datetime datetime.timedelta"
+ARGUMENTS = dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1]) | {
     "fractions.Fraction": lambda value: [value.numerator, value.denominator],
-    **dict.fromkeys(("builtins.range", "builtins.slice"), lambda value: [value.start, value.stop, value.step]),
     "collections.deque": lambda value: [list(value), value.maxlen],
-    "collections.Counter": lambda value: [dict(value)],
     "collections.OrderedDict": lambda value: [list(value.items())],
     "collections.defaultdict": lambda value: [value.default_factory, dict(value)],
-    "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
-    **dict.fromkeys(("datetime.date", "datetime.time", "datetime.datetime"), lambda value: value.__reduce__()[1]),
     **dict.fromkeys(("builtins.dict_keys", "builtins.dict_values", "builtins.dict_items"), lambda value: [list(value)]),
 }
 VIEWS = {

@@ -244,7 +244,7 @@ def wait_for(condition, seconds=60):
 
 
 def gone(pids):
-    """Whether processes have ended, or do within a second; the dead are buried."""
+    """Whether processes have ended, or do within a second. Reaps them."""
     for pid in pids:
         deadline = time.monotonic() + 1
         while os.waitpid(pid, os.WNOHANG)[0] == 0:
