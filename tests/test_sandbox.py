@@ -1485,14 +1485,19 @@ def test_a_trainer_killed_while_its_launcher_starts(closed, layers, namespaces, 
     assert gone(children() - before)
 
 
-# A trainer that is killed so many seconds after its launcher was started.
+# A hundred trainers, one after another, each killed a little later after its launcher was started.
 KILLED_LATER = """
 import os, signal, sandbox
 found = sandbox.layers() | {{"namespaces": {namespaces}}}
 sandbox.layers = lambda: found
-signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), 9))
-signal.setitimer(0, {seconds})
-sandbox.run_tests(["while True: pass"], [["assert f(1) == 2"]], timeout_s=100, program_s=100)
+for i in range(100):
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), 9))
+        signal.setitimer(0, 0.001 + 0.002 * i)
+        sandbox.run_tests(["while True: pass"], [["assert f(1) == 2"]], timeout_s=100, program_s=100)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    input()  # until the test has looked
 """
 
 
@@ -1502,12 +1507,14 @@ def test_a_trainer_killed_at_any_moment(closed, layers, namespaces):
     if namespaces and not layers["namespaces"]:
         pytest.skip("this machine allows no namespaces")
     before, env = children(), os.environ | {"TMPDIR": tempfile.gettempdir()}
-    for i in range(100):
-        trainer = KILLED_LATER.format(namespaces=namespaces, seconds=0.001 + 0.002 * i)
-        ended = subprocess.run([sys.executable, "-c", trainer], cwd=ROOT, env=env, capture_output=True)
-        assert ended.returncode == -9, ended.stderr
-        assert gone(children() - before), i
-        assert not [*Path(tempfile.gettempdir()).iterdir()], i
+    command = [sys.executable, "-c", KILLED_LATER.format(namespaces=namespaces)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=env, **pipes) as trainers:
+        for i in range(100):
+            assert trainers.stdout.readline() == "-9\n"
+            assert gone(children() - before - {trainers.pid}), i
+            assert not [*Path(tempfile.gettempdir()).iterdir()], i
+            print(file=trainers.stdin, flush=True)
 
 
 # ---- E2B, without a network ----------------------------------------------------------------------------------------
