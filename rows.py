@@ -185,6 +185,11 @@ class Rows:
         count = min(count, self.total)
         return np.arange(count) * self.total // max(1, count)
 
+    def padded(self, count, size):
+        """Row numbers [batches, 1, size] of `count` rows from all parts of the split; -1, an empty row, fills up."""
+        ids = self.spread(count)
+        return np.append(ids, np.full(-len(ids) % size, -1)).astype(int).reshape(-1, 1, size)
+
     def batch(self, seed, step, size):
         """The rows of optimiser step 0, 1, ..., as read() gives them; a step may run over the end of an epoch."""
         epoch, start = divmod(step * size, self.total)  # rows that earlier steps have read

@@ -514,16 +514,13 @@ def score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=EVAL_DRAWS):
 
     Nats are per token that can be masked; the standard error is that of the noise, in bits per byte.
     """
-    row_ids = heldout.spread(cfg.eval_rows)
-    if not len(row_ids):
+    if not (count := min(cfg.eval_rows, heldout.total)):
         return {}
-    padded = np.full(math.ceil(len(row_ids) / size) * size, -1)  # -1 is an empty row: whole batches
-    padded[: len(row_ids)] = row_ids
     sums, rows_at = [], NamedSharding(mesh, PS(None, md.BATCH))
     with jax.set_mesh(mesh):
-        for ids in padded.reshape(-1, 1, size):
+        for ids in heldout.padded(count, size):
             batch = dict(zip(COLUMNS, heldout.on_mesh(ids, rows_at), strict=False))
-            sums.append(sums_of(graph, cfg.schedule, len(row_ids), draws, params, batch, ids[0], bytes_V))
+            sums.append(sums_of(graph, cfg.schedule, count, draws, params, batch, ids[0], bytes_V))
     nats_N, tokens, text_bytes = (sum(np.asarray(x, float) for x in column) for column in zip(*sums, strict=True))
     bits_N = nats_N / math.log(2) / text_bytes
     error = bits_N.std(ddof=1) / math.sqrt(len(bits_N)) if len(bits_N) > 1 else 0.0
