@@ -179,8 +179,6 @@ def resolve(cfg, devices, data=None, memory=None):
     data is the meta.json of the rows; without it the choice is that for endless data. memory is what a device holds, in
     GiB, where it cannot be asked.
     """
-    if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
-        raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     device = devices[0]
     memory = memory or checkpoints.device_memory_gib(device)
     on_cpu = memory is None
@@ -439,7 +437,7 @@ def evaluate(cfg):
     folder = checkpoints.absolute(cfg.eval_only)
     heldout, tokenizer = held_out(folder, cfg.data)
     ids = heldout.spread(cfg.eval_rows)
-    size = math.gcd(16, len(ids))
+    size = min(16, len(ids))  # rows at a time
     mesh = checkpoints.inference_mesh(pc.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), size)
     dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     model, step = checkpoints.load(pc, folder, dtype=dtype, mesh=mesh)
@@ -447,7 +445,7 @@ def evaluate(cfg):
     bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))
     scores = {"step": step, "rows": len(ids), **score(graph, params, heldout, len(ids), size, mesh, bytes_V)}
 
-    token_RL, segment_RL, _ = heldout.read(ids)
+    token_RL, segment_RL = heldout.read(ids)[:2]  # of pairs there are four columns
     text = tokenizer.decode(token_RL[segment_RL > 0].tolist()).encode()
     scores["xz_bits_per_byte"] = 8 * len(lzma.compress(text, preset=9)) / len(text)
     if model.cfg.mtp:  # the share of greedy draft tokens that are accepted, on continuations of held-out rows
@@ -586,6 +584,8 @@ def prepare(cfg):
 
 
 def main(cfg):
+    if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
+        raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     checkpoints.connect(cfg)
     if cfg.eval_only:
         return evaluate(cfg)
