@@ -43,7 +43,7 @@ class Config:
     twin_steps: int = 800  # of the twin's training
     samples: int = 200  # texts
     max_new: int = 100  # tokens of each
-    flags: str = ""  # more flags for generate.py
+    flags: str = ""  # more flags for generate.py, or inference_jetson.py
 
 
 def heldout_texts(folder, tokenizer):
@@ -63,12 +63,19 @@ def heldout_texts(folder, tokenizer):
 
 
 def write(cfg, model, prompts):
-    """The completions that generate.py gives."""
-    lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-    command = [sys.executable, "generate.py", f"--model={model}", f"--ckpt={Path(cfg.ckpt).absolute()}", "--file=-"]
-    command += ["--json", f"--max_new={cfg.max_new}", *cfg.flags.split()]
+    """The completions of generate.py, or for MDLM of inference_jetson.py."""
+    ckpt = Path(cfg.ckpt).absolute()
+    settings = {"max_new": cfg.max_new} if model == "mdlm" else {}
+    lines = "".join(json.dumps({"prompt": prompt, **settings}) + "\n" for prompt in prompts)
+    command = ["generate.py", f"--model={model}", f"--ckpt={ckpt}", "--file=-", "--json", f"--max_new={cfg.max_new}"]
+    if model == "mdlm":
+        command = ["inference_jetson.py", f"--bundle={ckpt}", "--serve", "--steps=128"]
+    command = [sys.executable, *command, *cfg.flags.split()]
     done = subprocess.run(command, cwd=ROOT, input=lines, stdout=subprocess.PIPE, text=True, check=True)
-    return [json.loads(line)["completion"] for line in done.stdout.splitlines()]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    if model == "mdlm":
+        return [row["text"].removeprefix(prompt) for row, prompt in zip(rows, prompts, strict=True)]
+    return [row["completion"] for row in rows]
 
 
 # ---- stories -------------------------------------------------------------------------------------------------------
