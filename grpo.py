@@ -134,7 +134,7 @@ def coupled_scores(model, batch, mask_id, chunk=1024):
     prompt. Ref: DiffuCoder, arXiv:2506.20639, section 4.
     """
     B, C = batch["u_BC"].shape
-    token_BC, ratio_B1 = batch["token_BL"][:, -C:], batch["ratio_B"].reshape(B, 1).astype(jnp.float32)
+    token_BC, ratio_B1 = batch["token_BL"][:, -C:], jnp.reshape(batch["ratio_B"], (-1, 1)).astype(jnp.float32)
     views_BKC, mask_BC = coupled_views(token_BC, jnp.ones((B, C), bool), batch["u_BC"], batch["ratio_B"], mask_id)
     hidden_BKCD = hidden_of_views(model, batch["token_BL"], batch["see_BL"], views_BKC)
     weights = 0.5, 0.5 / ratio_B1, 0.5 / (1 - ratio_B1)
