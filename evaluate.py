@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 import checkpoints
+import inference
 import runs
 from rows import Rows, token_bytes
 
@@ -87,7 +88,7 @@ def main(cfg):
     if flags.plot and not Path(flags.plot).parent.is_dir():
         raise FileNotFoundError(f"--plot={flags.plot}: there is no folder {Path(flags.plot).parent}")
     trainer = "train_gpu" if cfg.model == "mdlm" else "train_tpu"
-    run = runs.as_path(cfg.ckpt or checkpoints.default_folder(f"out/{trainer}", cfg.model))
+    run = runs.as_path(cfg.ckpt or inference.default_folder(f"out/{trainer}", cfg.model))
     if not (run / "config.json").is_file():
         raise FileNotFoundError(f"{run} is no run folder (no config.json); train one with: python {trainer}.py")
 
@@ -110,7 +111,7 @@ def main(cfg):
     if cfg.model != "mdlm":
         checkpoints.keep_compiled(cfg.compile_cache)
     score = {"pythoncoder": score_pythoncoder, "mdlm": score_mdlm, "dream": score_dream}[cfg.model]
-    with checkpoints.out_of_memory("--int8, --int4 or " * (cfg.model == "dream") + "a smaller --batch_size"):
+    with inference.out_of_memory("--int8, --int4 or " * (cfg.model == "dream") + "a smaller --batch_size"):
         return score(cfg, run, rows.read(rows.spread(count)), tokenizer, bytes_V)
 
 
@@ -151,8 +152,8 @@ def score_pythoncoder(cfg, run, columns, tokenizer, bytes_V):
     results, drafts = [], min(cfg.pythoncoder.drafts, len(token_RL))
     rows = math.gcd(cfg.batch_size, drafts)  # that divide over devices, here and for the drafts
     for step in (cfg.pythoncoder.all_steps and runs.saved_steps(run)) or [cfg.step]:
-        model, step, mesh = checkpoints.load_for_inference(pc, run, step, cfg.dtype, devices=cfg.devices, rows=rows)
-        with checkpoints.mesh_context(mesh):
+        model, step, mesh = inference.load_for_inference(pc, run, step, cfg.dtype, devices=cfg.devices, rows=rows)
+        with inference.mesh_context(mesh):
             sums = np.zeros(3)
             for _, batch in batches(columns[:3], cfg.batch_size):
                 sums += np.asarray(score(model, *batch), np.float64)
@@ -193,8 +194,8 @@ def score_dream(cfg, run, columns, tokenizer, bytes_V):
 
     import model_dream as md
 
-    where = {"bits": checkpoints.bits_of(cfg.dream), "devices": cfg.devices, "rows": cfg.batch_size}
-    model, step, mesh = checkpoints.load_for_inference(md, run, cfg.step, cfg.dtype, **where)
+    where = {"bits": inference.bits_of(cfg.dream), "devices": cfg.devices, "rows": cfg.batch_size}
+    model, step, mesh = inference.load_for_inference(md, run, cfg.step, cfg.dtype, **where)
     count, block = columns.shape[1], model.cfg.block_length
     exact = 0 < block <= md.EXACT_BLOCK
     draws = 1 if exact else cfg.draws
@@ -210,7 +211,7 @@ def score_dream(cfg, run, columns, tokenizer, bytes_V):
 
     # every draw is a pass over all rows, whose times lie evenly
     nats_N = np.zeros(draws)
-    with checkpoints.mesh_context(mesh):
+    with inference.mesh_context(mesh):
         for first, batch in batches(columns, cfg.batch_size):
             nats_N += [float(bound(model, jax.random.key(cfg.seed + n), first, batch)) for n in range(draws)]
     counted_RL = md.counted(columns[1], *columns[3:])

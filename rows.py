@@ -13,10 +13,9 @@ and meta.json, which names the shards with their rows and SHA-256 and is written
 Axes: N documents, T tokens, R rows, L row length, V vocabulary.
 """
 
+import concurrent.futures
 import functools
 import hashlib
-import queue
-import threading
 import time
 
 import numpy as np
@@ -168,6 +167,19 @@ class Rows:
             out[:, here] = self.shard(int(i))[:, flat[here] - self.first[i]]
         return out.reshape(len(self.columns), *row_ids.shape, -1)
 
+    def on_mesh(self, row_ids, sharding):
+        """A tuple of JAX arrays [A, B, L], one per column, of the rows [A, B]. A host reads only its own."""
+        import jax
+
+        read = functools.lru_cache(None)(lambda a, b: self.read(row_ids[slice(*a), slice(*b)]))
+        shape = (*row_ids.shape, self.meta["seq_len"])
+
+        def column(c):
+            return lambda index: read(*((s.start, s.stop) for s in index[:2]))[c]
+
+        columns = range(len(self.columns))
+        return tuple(jax.make_array_from_callback(shape, sharding, column(c)) for c in columns)
+
     def spread(self, count):
         """Numbers of `count` rows, or of all where there are no more, that lie evenly over the split."""
         count = min(count, self.total)
@@ -213,23 +225,16 @@ def held_out(folder, data=""):
 
 
 def prefetch(make, first, last):
-    """Yield (step, make(step), seconds waited) with one batch made ahead by a thread."""
-    ready = queue.Queue(2)
-
-    def work():
-        try:
-            for step in range(first, last):
-                ready.put(make(step))
-        except BaseException as error:  # handed to the consumer, which raises it
-            ready.put(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    for step in range(first, last):
-        started = time.perf_counter()
-        batch = ready.get()
-        if isinstance(batch, BaseException):
-            raise batch
-        yield step, batch, time.perf_counter() - started
+    """Yield (step, make(step), seconds waited); a thread makes the next one meanwhile. Its errors are raised here."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        ahead = thread.submit(make, first)
+        for step in range(first, last):
+            started = time.perf_counter()
+            batch = ahead.result()
+            waited_s = time.perf_counter() - started
+            if step + 1 < last:
+                ahead = thread.submit(make, step + 1)
+            yield step, batch, waited_s
 
 
 def token_bytes(tokenizer, vocab):

@@ -61,6 +61,7 @@ import checkpoints
 import coupled_grpo
 import generate
 import grpo
+import inference
 import model_dream as md
 import model_pythoncoder as pc
 import runs
@@ -731,11 +732,11 @@ class Generate:
         return denoising(sampler, params, mesh, self.batch_size, self.length, begin=1)
 
     def weights(self, mesh):
-        """(the model without its parameters, their shapes), as checkpoints.load_for_inference gives them."""
+        """(the model without its parameters, their shapes), as inference.load_for_inference gives them."""
         model = md.CONFIGS[self.model]
         graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), platform=platform(self.device)))
         params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), md.param_shapes(model))
-        if bits := checkpoints.bits_of(self):
+        if bits := inference.bits_of(self):
 
             def kept(path, s):
                 quantise = functools.partial(md.quantise, bits=bits, name=path[-1].key)
@@ -749,7 +750,7 @@ class Generate:
     def lowered(self, name):
         """One of STEPS, or a pass over so many slots behind the cache of sample_block.py, traced."""
         mesh = self.mesh()
-        with checkpoints.mesh_context(mesh if mesh.size > 1 else None):
+        with inference.mesh_context(mesh if mesh.size > 1 else None):
             if isinstance(name, int):
                 return self.block_pass(mesh, name)
             return lowered_step(name, mesh, *self.program(mesh, cached=name != "canvas"))
@@ -777,7 +778,7 @@ class Generate:
 
     def rows(self):
         # no step is faster than its FLOPs at the peak, nor than one pass over the weights
-        chip, bits, mesh = place(self.device)[0], checkpoints.bits_of(self), self.mesh()
+        chip, bits, mesh = place(self.device)[0], inference.bits_of(self), self.mesh()
         size = {0: 2, 8: 1, 4: 0.625}[bits]  # bytes of a parameter; int4: of 7b, whose embedding and head have 8 bits
         weights = size * md.count_params(md.CONFIGS[self.model])["total"] / mesh.shape["tensor"]  # that a step reads
         kind, found = f"int{bits}" if bits else "bfloat16", []

@@ -19,6 +19,7 @@ from flax import nnx
 import checkpoints
 import data_prep
 import evaluate
+import inference
 import model_dream as md
 import model_mdlm
 import model_pythoncoder as pc
@@ -220,7 +221,7 @@ def test_bad_input_is_one_line(data, pythoncoder, tmp_path, monkeypatch):
     shipped = tmp_path / "weights" / "pythoncoder"
     shutil.copytree(pythoncoder, shipped)
     runs.write(shipped / "config.json", {})
-    monkeypatch.setattr(checkpoints, "WEIGHTS", tmp_path / "weights")
+    monkeypatch.setattr(inference, "WEIGHTS", tmp_path / "weights")
     monkeypatch.chdir(tmp_path)
     for part, settings in (
         ("weights/pythoncoder does not say what it was trained on; pass --data", {}),

@@ -362,7 +362,7 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, one_devi
 
 
 def test_a_cpu_is_not_used_beside_an_idle_gpu_unless_asked_for(data, monkeypatch, tmp_path):
-    monkeypatch.setattr(checkpoints, "MACHINE", tmp_path)
+    monkeypatch.setattr(checkpoints, "ROOT", tmp_path)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
     monkeypatch.delenv("JAX_PLATFORMS")
