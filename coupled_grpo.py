@@ -26,8 +26,7 @@ draws; ours never do. It truncates long prompts on the left; we leave them out. 
 whose rewards are all equal; we leave them out of the update. It rewards text behind <|im_end|>, and counts a failed
 sandbox as a wrong answer. It has no LoRA; the learning rate of ours is a guess.
 
-The demo's tasks are split by constant. "heldout" are tasks whose constants were in pre-training and are never rewarded,
-"unseen" ones with a constant that neither stage has shown.
+In the demo "heldout" are tasks with constants of pre-training that are never rewarded, "unseen" those with a new one.
 
 Letters: B sequences, L columns of a canvas, C of them its completion, R rows of a micro-batch, F reward functions.
 """
@@ -97,7 +96,6 @@ class Config:
     rewards: tuple[str, ...] | None = None  # names in sandbox.py, or your own as file.py:function
     reward_weights: tuple[float, ...] | None = None  # weight of each of --rewards in their sum
     lora_rank: int = 0  # train adapters of this rank beside the layers' matrices; 0 trains all weights
-    tensor: int = 1  # devices that share each layer's heads, feed-forward and vocabulary
     eval_every: int | None = None  # rounds between evaluations on held-out tasks, each saves a checkpoint
     eval_tasks: int = 96  # held-out tasks at most, of each file
     runner: str = "local"  # where programs run: local, e2b (its cloud), or HOST:PORT of an Open-R1 router to E2B
@@ -279,6 +277,14 @@ def by_host_0(make, shape):
 # ---- the model and its programs ------------------------------------------------------------------------------------
 
 
+def graphs_of(model_cfg, dtype, on_cpu=False, platform=""):
+    """The model without its parameters, for training and for generation. Off the CPU the backward pass computes the
+    layers again, which saves memory.
+    """
+    run = md.Run(dtype, 64 if on_cpu else 256, remat="none" if on_cpu else "full", platform=platform)
+    return md.graph_of(model_cfg, run), md.graph_of(model_cfg, dataclasses.replace(run, remat="none"))
+
+
 def mesh_of(devices, shape):
     """The devices in their order as a mesh (data, fsdp, tensor)."""
     return jax.sharding.Mesh(np.reshape(devices, shape), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
@@ -424,10 +430,8 @@ class Trainer:
         rounds = cfg.rounds or max(1, len(self.prompts.tasks) // cfg.tasks)
         self.cfg = cfg = dataclasses.replace(cfg, rounds=rounds)
 
-        # The programs. Off the CPU the backward pass computes the layers again, to save memory.
-        run = md.Run(dtype, 64 if on_cpu else 256, remat="none")
-        self.writing_graph = md.graph_of(model_cfg, run)
-        graph = md.graph_of(model_cfg, dataclasses.replace(run, remat="none" if on_cpu else "full"))
+        # The programs.
+        graph, self.writing_graph = graphs_of(model_cfg, dtype, on_cpu)
         rate = functools.partial(grpo.learning_rate, peak=cfg.lr, steps=cfg.rounds * cfg.iterations)
         optimizer = grpo.make_optimizer(rate, *OPTIMIZER[cfg.preset])
         state = self.trained, jax.eval_shape(optimizer.init, self.trained)
@@ -435,8 +439,7 @@ class Trainer:
         programs = make_programs(cfg, graph, optimizer, model_cfg.mask_id, layouts, scores_of)
         self.scores, self.gradients, self.update = programs
         self.opt = jax.jit(optimizer.init, out_shardings=layouts[1])(self.trained)
-        self.row_sharding = jax.NamedSharding(mesh, md.PS(md.BATCH))  # rows of a batch over the devices
-        self.row_devices = mesh.size // cfg.tensor  # among which rows are shared out
+        self.mesh, self.row_sharding = mesh, jax.NamedSharding(mesh, md.PS(md.BATCH))  # rows of a batch on the devices
 
         # Weights spread over all devices would be gathered in every forward pass of a rollout; a narrow copy is not.
         self.writing_mesh = writing_mesh(model_cfg, jax.devices())
@@ -462,13 +465,12 @@ class Trainer:
         """Go on from the newest checkpoint, and return its round; 0 without one. ValueError for other settings."""
         if store.newest() is None:
             return 0
-        saved = store.meta()
-        # what decides which arrays there are
-        theirs, ours = (
-            {"--lora_rank": chosen["lora_rank"], "--beta above 0": chosen["beta"] > 0}
-            for chosen in (saved["train"], settings)
-        )
-        runs.check_same(saved["model"] | theirs, dataclasses.asdict(self.model_cfg) | ours, store.folder)
+
+        def described(model, settings):  # what decides which arrays there are
+            return model | {"--lora_rank": settings["lora_rank"], "--beta above 0": settings["beta"] > 0}
+
+        saved, model = store.meta(), dataclasses.asdict(self.model_cfg)
+        runs.check_same(described(saved["model"], saved["train"]), described(model, settings), store.folder)
         arrays = store.restore(self.arrays())
         self.trained, self.ref, self.opt = (arrays[name] for name in self.arrays())
         self.updates = saved["updates"]
@@ -509,7 +511,7 @@ class Trainer:
     def scores_by(self, trained, batch, masks):
         """Scores of all completions by a model, under the masks of an iteration: [B, C]."""
         score_BC = np.zeros(batch.counted_BC.shape, np.float32)
-        for row_R in micro_batches(np.arange(len(score_BC)), self.cfg.micro_batch, self.row_devices):
+        for row_R in micro_batches(np.arange(len(score_BC)), self.cfg.micro_batch, self.mesh.size):
             found_RC = self.scores(trained, self.base, self.to_devices(batch, row_R, masks))
             if jax.process_count() > 1:  # rows of all hosts on each
                 found_RC = multihost_utils.process_allgather(found_RC, tiled=True)
@@ -533,7 +535,7 @@ class Trainer:
         cfg, measured, norms = self.cfg, [], []
         # There is nothing to learn from an unknown reward, nor from a group of equal rewards.
         kept_B = advantages.counted_B & ~advantages.constant_B
-        batches = micro_batches(np.flatnonzero(kept_B), cfg.micro_batch, self.row_devices)
+        batches = micro_batches(np.flatnonzero(kept_B), cfg.micro_batch, self.mesh.size)
         # counted tokens per micro-batch, on average: the update is the mean of their gradients
         update_tokens = jnp.float32(batch.counted_BC[kept_B].sum() / max(1, len(batches)))
         advantage_B = advantages.advantage_B.astype(np.float32)
@@ -563,20 +565,18 @@ class Trainer:
 
     def evaluate(self):
         """Mean of the first reward, and the share of completions where it is 1, of each "split" of held-out tasks."""
-        cfg, rows, rewards = self.cfg, [], []
+        cfg, figures = self.cfg, {}
         key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 21)  # the same at each evaluation
         for prompts in self.heldout:
             task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(prompts.tasks))), EVAL_SAMPLES)
-            written = self.rollout(prompts, task_B, key).rows
-            make = functools.partial(reward, written, self.rewards, cfg)
-            rewards.append(by_host_0(make, (len(written), len(self.rewards)))[:, 0])
-            rows += written
-        figures, reward_B = {}, np.concatenate(rewards)
-        split_B = np.array([row.get("split", "heldout") for row in rows])
-        for split in dict.fromkeys(split_B.tolist()):
-            of_split_B = reward_B[split_B == split]
-            figures[f"{split}_reward"] = float(np.nanmean(of_split_B))
-            figures[f"{split}_pass"] = float(np.mean(of_split_B == 1))
+            rows = self.rollout(prompts, task_B, key).rows
+            make = functools.partial(reward, rows, self.rewards, cfg)
+            reward_B = by_host_0(make, (len(rows), len(self.rewards)))[:, 0]
+            split_B = np.array([row.get("split", "heldout") for row in rows])
+            for split in dict.fromkeys(split_B.tolist()):
+                of_split_B = reward_B[split_B == split]
+                figures[f"{split}_reward"] = float(np.nanmean(of_split_B))
+                figures[f"{split}_pass"] = float(np.mean(of_split_B == 1))
         return figures
 
 
@@ -614,9 +614,8 @@ def completion_rows(done, cfg, batch, reward_BF, advantages):
         row |= {"completion": task["written"], "tokens": task["tokens"], "verdicts": task["verdicts"]}
         values = [None if math.isnan(x) else x for x in reward_BF[i].tolist()]
         row["rewards"] = dict(zip(cfg.rewards, values, strict=True))
-        known = advantages.counted_B[i]
-        row["reward"] = float(advantages.reward_B[i]) if known else None
-        row["advantage"] = float(advantages.advantage_B[i]) if known else None
+        for name, value_B in (("reward", advantages.reward_B), ("advantage", advantages.advantage_B)):
+            row[name] = float(value_B[i]) if advantages.counted_B[i] else None
         rows.append(row)
     return rows
 
@@ -637,13 +636,10 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
         if not cfg.ckpt:
             cfg = make_demo(cfg, run.out, settings)
 
-        # From here on this process holds the devices: --tensor of them share each layer, the others weights and rows.
+        # From here on this process holds the devices, which share weights and rows.
         checkpoints.keep_compiled(os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/unmask"))
-        if jax.device_count() % cfg.tensor:
-            raise ValueError(f"--tensor={cfg.tensor} does not divide {jax.device_count()} devices")
-        sizes = batch_sizes(cfg, jax.device_count() // cfg.tensor)
+        mesh, sizes = mesh_of(jax.devices(), (1, -1, 1)), batch_sizes(cfg, jax.device_count())
         cfg, settings = dataclasses.replace(cfg, **sizes), settings | sizes
-        mesh = mesh_of(jax.devices(), (1, -1, cfg.tensor))
         trainer = Trainer(cfg, rewards, mesh, scores_of)
         model, tasks = dataclasses.asdict(trainer.model_cfg), [each.ids for each in (trainer.prompts, *trainer.heldout)]
         same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
@@ -789,15 +785,18 @@ def make_demo(cfg, out, settings):
         resume = model if cfg.resume and runs.saved_steps(model) else ""
         if not cfg.resume:  # so that --resume finds a run that was stopped before its first round
             runs.write(out / "config.json", {"train": {"model": "dream"} | settings})
-        if not resume:
-            shutil.rmtree(base, ignore_errors=True)
-            runs.script("rl_tasks.py", "--demo", f"--out={base}", seed)
-            packing = "--seq_len=128", "--eos_to=16", "--vocab_size=512"
-            runs.script("data_prep.py", "pairs", str(base / "pairs.jsonl"), f"--out={rows}", *packing, seed)
+        packing = "--seq_len=128", "--eos_to=16", "--vocab_size=512"
         steps = f"--steps={DEMO_STEPS}", f"--eval_every={DEMO_STEPS}", "--log_every=100"
         flags = f"--data={rows}", f"--out={model}", "--seq_len=128", "--batch_size=16", "--remat=none", *steps, seed
-        prompt = read_tasks(base / "heldout.jsonl")[0]["prompt"]
-        runs.script("train_dream.py", "--model=tiny", f"--resume={resume}", f"--prompt={prompt}", *flags)
+        try:
+            if not resume:
+                shutil.rmtree(base, ignore_errors=True)
+                runs.script("rl_tasks.py", "--demo", f"--out={base}", seed)
+                runs.script("data_prep.py", "pairs", str(base / "pairs.jsonl"), f"--out={rows}", *packing, seed)
+            prompt = read_tasks(base / "heldout.jsonl")[0]["prompt"]
+            runs.script("train_dream.py", "--model=tiny", f"--resume={resume}", f"--prompt={prompt}", *flags)
+        except RuntimeError:  # the script has said why
+            raise RuntimeError(f"the demo's model was not made; go on with --resume={cfg.out}") from None
         (base / "done").touch()
     prompts, heldout = (str(base / f"{split}.jsonl") for split in ("train", "heldout"))
     return dataclasses.replace(cfg, ckpt=str(model), prompts=prompts, heldout=heldout)
