@@ -103,11 +103,17 @@ def settings_of(config_class, saved, machine=()):
 
 
 def script(name, *flags):
-    """Run another stage as a program. FileNotFoundError if it is not beside this file, RuntimeError if it fails."""
+    """Run another stage as a program, which gets our Ctrl-C and SIGTERM. FileNotFoundError if it is not beside this
+    file, RuntimeError if it fails.
+    """
     path = Path(__file__).parent / name
     if not path.exists():
         raise FileNotFoundError(f"{path} is not here; copy it, or name what it writes")
-    status = subprocess.run([sys.executable, str(path), *flags], check=False).returncode
+    with subprocess.Popen([sys.executable, str(path), *flags]) as process, contextlib.ExitStack() as exits:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(number, lambda number, _: process.send_signal(number))
+            exits.callback(signal.signal, number, before)
+        status = process.wait()
     if status:
         raise RuntimeError(f"{shlex.join(['python', name, *flags])} ended with exit status {status}")
 
