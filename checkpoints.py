@@ -1,14 +1,13 @@
-"""JAX: checkpoints in Orbax, loading a model for inference, several hosts, and what fits the memory that is here.
+"""JAX: checkpoints in Orbax, models in folders, meshes, several hosts, and what fits the memory.
 
-    checkpoints = Checkpoints("out/run", keep=2)             # <folder>/checkpoints/<step>/, asynchronous and atomic
-    checkpoints.save(step, {"params": ..., "opt": ...}, meta)
-    state = checkpoints.restore(like)                        # on any number of devices; every checksum is compared
-    model, step, mesh = load_for_inference(model_dream, "out/run", bits=8)
+    store = Checkpoints("out/run", keep=2)                 # <folder>/checkpoints/<step>/, asynchronous and atomic
+    store.save(step, {"params": ..., "opt": ...}, meta)
+    state = store.restore(like)                            # on any number of devices; every checksum is compared
+    model, step = load(model_dream, "out/run", mesh=mesh)
 
 A model family is a module, model_dream or model_pythoncoder, with read_config, param_shapes, shardings and graph_of.
 """
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -52,22 +51,18 @@ def unflatten(flat):
     return tree
 
 
-@functools.cache
-def _bit_sum():
-    def bit_sum(x):
-        unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-        return jnp.sum(jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32), dtype=jnp.uint32)
-
-    return jax.jit(bit_sum)
+@jax.jit
+def bit_sum(x):
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    return jnp.sum(jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32), dtype=jnp.uint32)
 
 
 def bit_sums(tree):
     """{name: checksum} of a tree: the sum of each array's words modulo 2^32, the same however the array is split.
 
-    One array at a time, each waited for: a CPU makes a copy of the words, and reductions over devices that run side by
-    side can wait for each other for ever.
+    One array at a time: a CPU copies the words, and reductions over devices that run side by side can deadlock.
     """
-    return {name: int(_bit_sum()(x)) for name, x in flatten(tree).items()}
+    return {name: int(bit_sum(x)) for name, x in flatten(tree).items()}
 
 
 # ---- several hosts -------------------------------------------------------------------------------------------------
@@ -81,17 +76,22 @@ def join_hosts(hosts):
         jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)  # all end when one is killed
 
 
+def host_0_says(value):
+    """The truth of a value on host 0: what depends on a clock has to be decided once."""
+    return bool(multihost_utils.broadcast_one_to_all(value)) if jax.process_count() > 1 else value
+
+
 def check_hosts(folder, settings):
     """The same ValueError on all hosts if one has other settings than host 0, or does not see its files."""
     if jax.process_count() == 1:
         return
-    marker, digest = folder / ".hosts", hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
     mine = np.frombuffer(digest[:8] + os.urandom(4), np.int32)
     first = multihost_utils.broadcast_one_to_all(mine)
+    marker, sees = folder / ".hosts", False
     if jax.process_index() == 0:
         runs.write(marker, {"run": int(mine[2])})
     multihost_utils.sync_global_devices("marker written")
-    sees = False
     for _ in range(20):  # a network disk can take seconds to show a new file
         sees = sees or (marker.is_file() and runs.read_json(marker).get("run") == int(first[2]))
         time.sleep(0 if sees else 0.5)
@@ -103,7 +103,7 @@ def check_hosts(folder, settings):
         raise ValueError(f"hosts {np.flatnonzero(~sees_H).tolist()} do not see what host 0 wrote to {folder}: {advice}")
 
 
-# ---- Orbax checkpoints ---------------------------------------------------------------------------------------------
+# ---- checkpoints of a run ------------------------------------------------------------------------------------------
 
 
 class Checkpoints:
@@ -114,14 +114,13 @@ class Checkpoints:
 
     def __init__(self, folder, keep=2, best=""):
         quiet()
-        # What is kept of old checkpoints: a step stays if any of these rules wants it.
-        policy = [kept.LatestN(keep)]
+        rules = [kept.LatestN(keep)]  # a step stays if any rule wants it
         if best:
             lowest = {"get_metric_fn": lambda metrics: metrics[best], "reverse": True, "n": 1}
-            policy.append(kept.BestN(**lowest, keep_checkpoints_without_metrics=False))
-        policy = kept.AnyPreservationPolicy(policy)
+            rules.append(kept.BestN(**lowest, keep_checkpoints_without_metrics=False))
+        policy = kept.AnyPreservationPolicy(rules)
         options = ocp.CheckpointManagerOptions(preservation_policy=policy, cleanup_tmp_directories=True)
-        self.folder, self.args = absolute(folder), ocp.args
+        self.folder = absolute(folder)
         self.manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
 
     def newest(self):
@@ -129,17 +128,17 @@ class Checkpoints:
         return self.manager.latest_step()
 
     def preempted(self, step):
-        """Of several hosts one was asked to stop (SIGTERM), and this is the step at which all of them do."""
+        """True at the step where all hosts stop after one of them received SIGTERM."""
         return self.manager.reached_preemption(step)
 
     def save(self, step, state, meta, metrics=None):
         """Start to save a dictionary of trees, with what meta holds as JSON; waits for the save before it."""
         self.wait()
         # The checksums are of what is in memory now: restore() compares them with what the disk gives back.
-        items = {name: self.args.StandardSave(tree) for name, tree in state.items() if tree}
-        items["meta"] = self.args.JsonSave(meta | {"sums": bit_sums(state)})
+        items = {name: ocp.args.StandardSave(tree) for name, tree in state.items() if tree}
+        items["meta"] = ocp.args.JsonSave(meta | {"sums": bit_sums(state)})
         try:
-            self.manager.save(step, args=self.args.Composite(**items), metrics=metrics, force=True)
+            self.manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
         except (OSError, ValueError) as error:
             raise self.unwritten(error) from None
 
@@ -152,9 +151,8 @@ class Checkpoints:
 
     def unwritten(self, error):
         left = sorted(self.manager.all_steps(read=True)) or "no checkpoint"
-        return OSError(
-            f"a checkpoint was not written ({runs.first_line(error)}); go on with --resume={self.folder} from {left}"
-        )
+        why = f"a checkpoint was not written ({runs.first_line(error)})"
+        return OSError(f"{why}; go on with --resume={self.folder} from {left}")
 
     def meta(self):
         """The JSON of the newest checkpoint."""
@@ -168,9 +166,9 @@ class Checkpoints:
         """
         step, sums = self.newest(), self.meta()["sums"]
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
-        items = {name: self.args.StandardRestore(tree) for name, tree in like.items() if tree}
+        items = {name: ocp.args.StandardRestore(tree) for name, tree in like.items() if tree}
         try:
-            state = {**like, **self.manager.restore(step, args=self.args.Composite(**items))}
+            state = {**like, **self.manager.restore(step, args=ocp.args.Composite(**items))}
             wrong = [name for name, value in bit_sums(state).items() if value != sums.get(name)]
         except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
             wrong = [runs.first_line(error)]
@@ -178,6 +176,26 @@ class Checkpoints:
             advice = "delete its folder to use the one before"
             raise ValueError(f"{self.folder}/checkpoints/{step} cannot be read ({', '.join(wrong)}); {advice}")
         return state
+
+    def resume(self, folder, meta, like):
+        """(state, its meta) of the newest checkpoint of the run in `folder`, None if there is none yet.
+
+        ValueError if its model, rows, LoRA rank or base weights are not those in meta.
+        """
+        store = self if absolute(folder) == self.folder else Checkpoints(folder)
+        if store.newest() is None:
+            print(f"{folder} stopped before its first checkpoint: starting at step 0 with its settings")
+            return None
+        saved = store.meta()
+        rank = {"--lora_rank": saved["train"].get("lora_rank", 0)}
+        ours = meta["model"] | {"--lora_rank": meta["train"].get("lora_rank", 0)}
+        runs.check_same(saved["model"] | rank, ours, f"{folder}/checkpoints/{store.newest()}")
+        if saved["data"] != meta["data"]:
+            raise ValueError(f"{folder} was trained on other data; pass its --data, or start anew with another --out")
+        if saved.get("base") != meta.get("base"):
+            raise ValueError(f"{meta['train']['init']} holds other weights than those that {folder} began with")
+        print(f"resuming {folder} after step {saved['step']}")
+        return store.restore(like), saved
 
     def close(self):
         self.wait()
@@ -197,27 +215,29 @@ def quiet():
     threading.excepthook = sys.unraisablehook = lambda _: None
 
 
-WEIGHTS = Path(__file__).parent / "weights"  # small trained models, a folder for each family
+def state_shapes(family, model, optimizer, mesh, lora_rank=0, dtype=jnp.bfloat16):
+    """{"params", "opt"} of a trainer as ShapeDtypeStructs, each with its layout on the mesh.
+
+    With LoRA params are the adapters, and beside them lie "base", the weights in `dtype`.
+    """
+    params, base = family.param_shapes(model), {}
+    if lora_rank:
+        base = {"base": jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), params)}
+        params = jax.eval_shape(lambda: family.new_adapters(jax.random.key(0), params, lora_rank))
+    shapes = {"params": params, "opt": jax.eval_shape(optimizer.init, params)} | base
+    layout = family.shardings(mesh, shapes)
+    return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, layout)
 
 
-def default_folder(run, family):
-    """The folder of a model where none is named: `run` if it holds one, else that in WEIGHTS, if there is one."""
-    converted = any((Path(run) / name).is_file() for name in ("meta.json", "model.safetensors"))
-    if converted or runs.saved_steps(Path(run)) or not (WEIGHTS / family).is_dir():
-        return run
-    print(f"no model in {run}: using weights/{family}, a small one that comes with Unmask", file=sys.stderr)
-    return str(WEIGHTS / family)
+# ---- models in folders ---------------------------------------------------------------------------------------------
 
-
-# What a config.json beside the safetensors of a PythonCoder says besides its architecture, see convert_weights.py.
-NOT_ARCHITECTURE = "model_type", "torch_dtype", "source", "step"
-
-
-# What lies beside the weights of a model, besides config.json: its tokenizer, and the code that transformers runs.
+# What lies beside the weights of a model: its tokenizer, chat template, and the code that transformers runs.
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+# What a config.json beside the safetensors of a PythonCoder says besides its architecture, see convert_weights.py.
+NOT_ARCHITECTURE = "model_type", "torch_dtype", "source", "step"
 
 
 def companions(folder):
@@ -230,7 +250,7 @@ def companions(folder):
 def find_weights(folder, step=0):
     """(path, meta, step) of the weights in a folder: a run's newest step, or what convert_weights.py made of one.
 
-    That is in Orbax, or as safetensors if it is a PythonCoder; its step is that of the run, 0 for what is of the Hub.
+    Orbax, or safetensors of a PythonCoder. The step is that of the run, 0 for a model of the Hub.
     """
     if (folder / "meta.json").is_file():  # written by convert_weights.py
         meta = runs.read_json(folder / "meta.json", "sums")
@@ -251,18 +271,17 @@ def find_weights(folder, step=0):
 
 
 def load(family, folder, step=0, dtype=None, run=None, mesh=None, bits=0):
-    """(model, step) of a run of train_tpu.py, or of a folder of convert_weights.py.
+    """(model, step) in the folder of a run, or of convert_weights.py. dtype None is the stored one; step 0 the newest.
 
-    family is model_dream or model_pythoncoder. dtype None keeps the stored one; step 0 takes the newest. With a mesh
-    each device reads its own part of every parameter. With bits (Dream), 8 or 4, matrices are quantised as they are
-    read, and dtype is that of the rest. Raises ValueError or FileNotFoundError.
+    With a mesh each device reads its own part of every parameter. With bits (Dream), 8 or 4, matrices are quantised as
+    they are read, and dtype is that of the rest. Raises ValueError or FileNotFoundError.
     """
     quiet()
     folder = absolute(folder)
     path, meta, step = find_weights(folder, step)
     cfg = family.read_config(folder, meta)
-    stored = jax.numpy.dtype(meta.get("dtype", "float32"))
-    dtype = jax.numpy.dtype(dtype or stored)
+    stored = jnp.dtype(meta.get("dtype", "float32"))
+    dtype = jnp.dtype(dtype or stored)
 
     # Shape, type and place of every parameter, before any is read.
     shapes = family.param_shapes(cfg)
@@ -273,20 +292,45 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, bits=0):
     def convert(name, x):
         return family.quantise(x, bits, name.split(".")[-1]) if bits and x.ndim == 2 else x.astype(dtype)
 
-    if "sums" not in meta:
+    if "sums" in meta:
+        params = read_orbax(path, like, meta["sums"], convert)
+    else:
         params = {name: convert(name, x) for name, x in read_safetensors(path, like).items()}
-        return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
+    return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
 
-    # A layer at a time: the stored model is never whole in memory beside another form of it.
-    sums = {name.removeprefix("params."): value for name, value in meta["sums"].items()}
+
+def read_orbax(path, like, sums, convert):
+    """{name: convert(name, array)} of the parameters {name: ShapeDtypeStruct}, each on the devices of its sharding.
+
+    A layer at a time: the stored model is never whole in memory beside another form of it.
+    """
+    sums = {name.removeprefix("params."): value for name, value in sums.items()}
     params, damaged = {}, []
     for _, names in itertools.groupby(like, lambda name: name.rpartition(".")[0]):
-        layer = read_arrays(path, {name: like[name] for name in names})
-        damaged += [name for name, value in bit_sums(unflatten(layer)).items() if value != sums.get(name)]
+        item = unflatten({name: like[name] for name in names})
+        how = {"restore_args": ocp.checkpoint_utils.construct_restore_args(item), "partial_restore": True}
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                layer = checkpointer.restore(path / "params", args=ocp.args.PyTreeRestore(item, **how))
+        except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
+            raise ValueError(f"checkpoint {path} cannot be read: {runs.first_line(error)}") from None
+        damaged += [name for name, value in bit_sums(layer).items() if value != sums.get(name)]
+        layer = flatten(layer)
         params |= {name: convert(name, layer.pop(name)) for name in list(layer)}
     if damaged:
         raise ValueError(f"checkpoint {path} cannot be read: {', '.join(damaged)} differ from what was saved")
-    return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
+    return params
+
+
+def read_safetensors(path, like):
+    """The arrays {name: ShapeDtypeStruct} of model.safetensors in a folder, which may hold no others."""
+    try:
+        with safetensors.safe_open(path / "model.safetensors", "flax") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}/model.safetensors cannot be read: {error}") from None
+    runs.check_tensors(*({name: x.shape for name, x in tensors.items()} for tensors in (found, like)), path)
+    return {name: jax.device_put(found[name], want.sharding) for name, want in like.items()}
 
 
 def save(family, folder, model, files=(), source=""):
@@ -311,40 +355,13 @@ def save(family, folder, model, files=(), source=""):
             shutil.copy(path, partial)
 
 
-def read_safetensors(path, like):
-    """The arrays {name: ShapeDtypeStruct} of model.safetensors in a folder, which may hold no others."""
-    try:
-        with safetensors.safe_open(path / "model.safetensors", "flax") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path}/model.safetensors cannot be read: {error}") from None
-    runs.check_tensors(*({name: x.shape for name, x in tensors.items()} for tensors in (found, like)), path)
-    return {name: jax.device_put(found[name], want.sharding) for name, want in like.items()}
+# ---- devices, and what fits their memory ---------------------------------------------------------------------------
 
-
-def read_arrays(path, like):
-    """The arrays {name: ShapeDtypeStruct} of an Orbax checkpoint, each on the devices that its sharding names."""
-    item = unflatten(like)
-    how = ocp.args.PyTreeRestore(
-        item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
-    )
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            return flatten(checkpointer.restore(path / "params", args=how))
-    except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
-        raise ValueError(f"checkpoint {path} cannot be read: {runs.first_line(error)}") from None
-
-
-# ---- the machine: what is here, and what fits (JAX) ------------------------------------------------------------------
-
-
-def keep_compiled(folder):
-    """Keep compiled programs in a folder, where a later process finds them; "" compiles anew."""
-    if folder:
-        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
-
-
-MACHINE = Path("/")  # its devices are files
+ROOT = Path("/")  # of the file system; tests replace it
+PEAK_FLOPS = {  # of dense bfloat16 products, by the data sheets
+    "TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12,
+    "NVIDIA H200": 989e12, "NVIDIA H100": 989e12, "NVIDIA A100": 312e12, "NVIDIA GeForce RTX 4090": 165e12,
+}  # fmt: skip
 
 
 def connect(cfg):
@@ -357,21 +374,54 @@ def connect(cfg):
         raise ValueError(f"{idle}; or train on the CPU with --device=cpu")
 
 
-def host_0_says(value):
-    """The value of host 0: what depends on a clock has to be decided once."""
-    return bool(multihost_utils.broadcast_one_to_all(value)) if jax.process_count() > 1 else value
+def keep_compiled(folder):
+    """Keep compiled programs in a folder, where a later process finds them; "" compiles anew."""
+    if folder:
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+
+
+def idle_accelerator():
+    """Which accelerator JAX leaves idle, and what to install; "" for none, or where the user asked for the CPU."""
+    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
+        return ""
+    files = [*ROOT.glob("dev/nvidia[0-9]*"), *ROOT.glob("usr/lib/wsl/lib/libcuda.so.1")]  # the latter in Windows
+    if files and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        return "an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
+    # Newer TPUs are behind vfio, as are graphics cards of virtual machines; 0x1ae0 is Google. A laptop's NPU is in
+    # the folder /dev/accel.
+    google = any(path.read_text().strip() == "0x1ae0" for path in ROOT.glob("sys/bus/pci/devices/*/vendor"))
+    if any(ROOT.glob("dev/accel[0-9]*")) or (google and any(ROOT.glob("dev/vfio/[0-9]*"))):
+        return "a TPU is here, JAX does not see it: pip install -r requirements-tpu.txt"
+    return ""
+
+
+def peak_flops(device):
+    """FLOP/s of a device's dense bfloat16 products; NaN where the data sheet is not in PEAK_FLOPS."""
+    return next((peak for kind, peak in PEAK_FLOPS.items() if device.device_kind.startswith(kind)), math.nan)
 
 
 def device_memory_gib(device):
     """What an accelerator can hold, in GiB; None for a CPU."""
     if device.platform == "cpu":
         return None
-    if device.platform == "tpu" and "v6" in device.device_kind:
-        return 31.24  # also for a compile-only device, which cannot be asked
-    try:
-        return jax.local_devices()[0].memory_stats()["bytes_limit"] / 2**30  # another host's cannot be asked
-    except (TypeError, KeyError, jax.errors.JaxRuntimeError):
-        return 15.75
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 15.75 * 2**30) / 2**30
+
+
+def free_bytes(device):
+    """Bytes that are free on a device, infinite if unknown.
+
+    On a CPU nine tenths of what is left: the system kills a process that takes too much, without a word.
+    """
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
+    if not Path("/proc/meminfo").exists():
+        return math.inf
+    free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
+    for path in map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if path.exists() and path.read_text().strip().isdigit():  # a container may have less than the machine
+            free = min(free, int(path.read_text()))
+    return 0.9 * free
 
 
 def training_mesh(cfg, model, devices):
@@ -393,82 +443,6 @@ def training_mesh(cfg, model, devices):
     return jax.sharding.Mesh(grid, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 
 
-def idle_accelerator():
-    """Which accelerator is here while JAX computes on the CPU, and what to install; "" for none.
-
-    Whoever sets JAX_PLATFORMS, or an empty CUDA_VISIBLE_DEVICES, wants the CPU.
-    """
-    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
-        return ""
-
-    def here(pattern):
-        return any(MACHINE.glob(pattern))
-
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if not hidden and (here("dev/nvidia[0-9]*") or here("usr/lib/wsl/lib/libcuda.so.1")):  # the latter in Windows
-        return "an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
-    # Newer TPUs are behind vfio, as are graphics cards of virtual machines; 0x1ae0 is Google. A laptop's NPU is in
-    # the folder /dev/accel.
-    makers = (path.read_text().strip() for path in MACHINE.glob("sys/bus/pci/devices/*/vendor"))
-    if here("dev/accel[0-9]*") or (here("dev/vfio/[0-9]*") and "0x1ae0" in makers):
-        return "a TPU is here, JAX does not see it: pip install -r requirements-tpu.txt"
-    return ""
-
-
-def device_line():
-    """What JAX computes on, and what it leaves idle."""
-    devices, idle = jax.devices(), idle_accelerator()
-    return f"{len(devices)} x {devices[0].device_kind}" + f"; {idle}" * bool(idle)
-
-
-def free_bytes(device):
-    """Bytes that are free on a device, infinite where nothing says. On a CPU nine tenths of what the machine has left:
-    the system ends a process that takes too much without a word.
-    """
-    if device.platform != "cpu":
-        stats = device.memory_stats() or {}
-        return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
-    if not Path("/proc/meminfo").exists():
-        return math.inf
-    free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
-    for path in map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        if path.exists() and path.read_text().strip().isdigit():  # a container may have less than the machine
-            free = min(free, int(path.read_text()))
-    return 0.9 * free
-
-
-def state_shapes(family, model, optimizer, mesh, lora_rank=0, dtype=jnp.bfloat16):
-    """{"params", "opt"} as ShapeDtypeStructs, each with its layout on the mesh.
-
-    With LoRA params are the adapters, and beside them lie "base", the weights in `dtype`.
-    """
-    params, base = family.param_shapes(model), {}
-    if lora_rank:
-        base = {"base": jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), params)}
-        params = jax.eval_shape(lambda: family.new_adapters(jax.random.key(0), params, lora_rank))
-    shapes = {"params": params, "opt": jax.eval_shape(optimizer.init, params)} | base
-    layout = family.shardings(mesh, shapes)
-    return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, layout)
-
-
-def bytes_on_a_device(tree):
-    """Of a tree of arrays, or of ShapeDtypeStructs that say how they are laid out."""
-    leaves = flatten(tree).values()
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-
-
-def check_memory(mesh, needed, smaller):
-    """Print how many bytes a device needs to train; ValueError if fewer are free. smaller is {flag: bytes}."""
-    device = jax.local_devices()[0]
-    free = free_bytes(device) / (mesh.size if device.platform == "cpu" else 1)  # a CPU's devices share its memory
-    what = f"weights, moments and gradients take {needed / 1e9:.3g} GB on each device"
-    print(f"{what}, {free / 1e9:.3g} are free; activations come on top", flush=True)
-    if needed > free:
-        advice = " or ".join(f"{flag} takes {size / 1e9:.3g}" for flag, size in smaller.items() if size <= free)
-        advice = advice or "that takes a smaller model, or more devices"
-        raise ValueError(f"{what}, where {free / 1e9:.3g} are free; {advice}")
-
-
 def inference_mesh(model, devices, rows):
     """A mesh (data, fsdp, tensor) for inference: tensor up to the model's key/value heads, `rows` texts over data.
 
@@ -481,81 +455,24 @@ def inference_mesh(model, devices, rows):
     return jax.make_mesh((data, 1, tensor), axes, auto, devices=devices[: data * tensor])
 
 
-def bytes_needed(family, model, mesh, stored, dtype, bits):
-    """Bytes of a device while a checkpoint is read: its part of the weights, and of the largest array as stored."""
-    shapes = family.param_shapes(model)
-    parts = jax.tree.map(
-        lambda s, at: jax.ShapeDtypeStruct(at.shard_shape(s.shape), dtype), shapes, family.shardings(mesh, shapes)
-    )
-
-    def kept(path, part):
-        narrow = bits and len(part.shape) == 2
-        return jax.eval_shape(lambda x: family.quantise(x, bits, path[-1].key), part) if narrow else part
-
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.tree_util.tree_map_with_path(kept, parts)))
-    return size + jax.numpy.dtype(stored).itemsize * max(part.size for part in jax.tree.leaves(parts))
+def bytes_on_a_device(tree):
+    """Of a tree of arrays, or of ShapeDtypeStructs that say how they are laid out."""
+    leaves = flatten(tree).values()
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def bits_of(flags):
-    """How many bits --int8 and --int4 leave of a matrix's elements; 0: all."""
-    if flags.int8 and flags.int4:
-        raise ValueError("--int8 or --int4, not both")
-    return 8 if flags.int8 else 4 if flags.int4 else 0
-
-
-def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows=1):
-    """(model, step, mesh) of load() on the machine's devices, or so many of them, for `rows` texts at a time.
-
-    The mesh is None for one device. dtype "" is bfloat16; on a CPU float32, which is faster there, if memory holds it.
-    Raises ValueError for a checkpoint that is too large, before it is read, and what load() raises.
-    """
-    # What the checkpoint holds, and how it would lie on the devices.
-    path, meta, _ = find_weights(absolute(folder), step)
-    if step and path == absolute(folder):
-        raise ValueError(f"{folder} was converted and has no steps; leave --step={step} out")
-    model, stored = family.read_config(path, meta), meta.get("dtype", "float32")
-    if devices > jax.device_count():
-        raise ValueError(f"--devices={devices}: there are {device_line()}")
-    mesh = inference_mesh(model, jax.devices()[: devices or None], rows)
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    print(device_line() + f"; mesh {axes}" * (mesh.size > 1), file=sys.stderr)
-    on_cpu = jax.default_backend() == "cpu"
-    free = free_bytes(mesh.devices.flat[0]) / (mesh.size if on_cpu else 1)  # a CPU's devices share its memory
-
-    # The first type that fits; else what to do.
-    def needed(dtype, bits=bits):
-        return bytes_needed(family, model, mesh, stored, dtype, bits)
-
-    choices = [dtype] if dtype else ["float32", "bfloat16"] if on_cpu else ["bfloat16"]
-    fitting = [name for name in choices if needed(name) <= free]
-    if not fitting:
-        smaller = {"--dtype=bfloat16": needed("bfloat16")}
-        if hasattr(family, "quantise"):
-            smaller |= {f"--int{bits}": needed("bfloat16", bits) for bits in (8, 4)}
+def fits(needed, free, what, smaller):
+    """Raise ValueError if fewer bytes are free than needed; smaller is {flag: bytes} of what takes less."""
+    if needed > free:
         advice = " or ".join(f"{flag} takes {size / 1e9:.3g}" for flag, size in smaller.items() if size <= free)
-        takes = f"{needed(choices[-1]) / 1e9:.3g} GB in {f'int{bits} and ' * bool(bits)}{choices[-1]}"
-        advice = advice or "that takes a machine with more memory, or more devices"
-        raise ValueError(f"{folder} takes {takes} on each device, where {free / 1e9:.3g} are free; {advice}")
-    if fitting != choices:
-        print(f"bfloat16: float32 takes {needed('float32') / 1e9:.3g} GB, {free / 1e9:.3g} are free", file=sys.stderr)
-    mesh = mesh if mesh.size > 1 else None
-    model, step = load(family, folder, step, fitting[0], mesh=mesh, bits=bits)
-    if not mesh and hasattr(family, "join"):
-        family.join(model)
-    return model, step, mesh
+        advice = advice or "that takes a smaller model, or more devices or memory"
+        raise ValueError(f"{what} on each device, where {free / 1e9:.3g} are free; {advice}")
 
 
-def mesh_context(mesh):
-    """A context in which programs are compiled for a mesh; None is a single device."""
-    return jax.set_mesh(mesh) if mesh else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def out_of_memory(advice):
-    """Where memory runs out, one line that says what to do."""
-    try:
-        yield
-    except Exception as error:  # JAX and PyTorch raise their own, and Orbax wraps them
-        if not isinstance(error, MemoryError) and not re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
-            raise
-        raise ValueError(f"out of memory; try {advice}") from None
+def check_memory(mesh, needed, smaller):
+    """Print how many bytes a device needs to train; ValueError if fewer are free. smaller is {flag: bytes}."""
+    device = jax.local_devices()[0]
+    free = free_bytes(device) / (mesh.size if device.platform == "cpu" else 1)  # a CPU's devices share its memory
+    what = f"weights, moments and gradients take {needed / 1e9:.3g} GB"
+    print(f"{what} on each device, {free / 1e9:.3g} are free; activations come on top", flush=True)
+    fits(needed, free, what, smaller)

@@ -37,6 +37,7 @@ import typing
 from pathlib import Path
 
 import checkpoints
+import inference
 import runs
 
 
@@ -134,7 +135,7 @@ def main(cfg):
     )
     if cfg.model != "mdlm":
         checkpoints.keep_compiled(cfg.compile_cache)
-    with checkpoints.out_of_memory(advice):
+    with inference.out_of_memory(advice):
         model = {"pythoncoder": PythonCoder, "mdlm": Mdlm, "dream": Dream}[cfg.model](cfg, len(requests))
         if cfg.prompt or cfg.file:
             model.complete(requests)
@@ -146,7 +147,7 @@ def resolve(cfg):
     """The config with the defaults of its family and its line breaks, checked."""
     unset = {name: value for name, value in DEFAULTS[cfg.model].items() if getattr(cfg, name) in ("", None)}
     if "ckpt" in unset and not cfg.step:
-        unset["ckpt"] = checkpoints.default_folder(unset["ckpt"], cfg.model)
+        unset["ckpt"] = inference.default_folder(unset["ckpt"], cfg.model)
     cfg = dataclasses.replace(cfg, **unset, sampler=cfg.sampler or SAMPLERS[cfg.model][0])
     if cfg.sampler not in SAMPLERS[cfg.model]:
         raise ValueError(f"--sampler={cfg.sampler} is not one of {cfg.model}'s: {', '.join(SAMPLERS[cfg.model])}")
@@ -235,7 +236,7 @@ class PythonCoder:
 
         self.cfg, self.key = cfg, jax.random.key(cfg.seed)
         where = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": requests * cfg.n}
-        self.model, step, self.mesh = checkpoints.load_for_inference(model_pythoncoder, cfg.ckpt, cfg.step, **where)
+        self.model, step, self.mesh = inference.load_for_inference(model_pythoncoder, cfg.ckpt, cfg.step, **where)
         self.tokenizer = runs.read_tokenizer(cfg.ckpt)
         # the head has more rows than the tokenizer has tokens: those are never drawn
         eos = self.tokenizer.token_to_id("<|endoftext|>")
@@ -266,7 +267,7 @@ class PythonCoder:
         self.passes, started = [], time.perf_counter()
         settings = prompts, cfg.max_new, self.rule, key, self.on_tokens
         watching = cfg.show_steps or cfg.html
-        with checkpoints.mesh_context(self.mesh):
+        with inference.mesh_context(self.mesh):
             texts, stats = model_pythoncoder.generate(self.model, *settings, chunk=1 if watching else 16)
         seconds = time.perf_counter() - started
 
@@ -341,7 +342,7 @@ class PythonCoder:
             token_L[: len(row)] = row
         yarn = max(map(len, prompts)) + self.cfg.max_new > self.model.cfg.positions  # as generate() decides
         graph = pc.graph_of(self.model.cfg, dataclasses.replace(self.model.run, yarn=yarn))
-        with checkpoints.mesh_context(self.mesh):
+        with inference.mesh_context(self.mesh):
             prob_BL = np.asarray(of_next(nnx.merge(graph, nnx.state(self.model)), token_BL))
 
         pages = []
@@ -639,9 +640,9 @@ class Dream(CanvasModel):
         rule = sample_block.settings_of(rule) if own else rule
         if flags.valid and (own or flags.chat == "on"):
             raise ValueError("--valid=python is for a Dream without blocks that writes code, without a chat template")
-        bits = checkpoints.bits_of(flags)
+        bits = inference.bits_of(flags)
         where = {"dtype": cfg.dtype, "bits": bits, "devices": cfg.devices, "rows": flags.batch_size}
-        self.model, _, self.mesh = checkpoints.load_for_inference(model_dream, folder, cfg.step, **where)
+        self.model, _, self.mesh = inference.load_for_inference(model_dream, folder, cfg.step, **where)
 
         # What ends a text: the model's own ids, and tokens by which a turn of a conversation ends.
         dream, tokenizer = self.model.cfg, runs.load_tokenizer(folder, self.model.cfg)
@@ -702,7 +703,7 @@ class Dream(CanvasModel):
         def fill(canvases):
             return sample_dream.generate(self.model, canvases, 0, rule, key, rows=self.cfg.dream.batch_size)[0]
 
-        with checkpoints.mesh_context(self.mesh):
+        with inference.mesh_context(self.mesh):
             if self.model.cfg.expand_id >= 0:
                 size = len(infill.grow(self.read, before, *following))
             else:
@@ -734,7 +735,7 @@ class Dream(CanvasModel):
         sampler, settings = sample_dream, {"widths": widths, "rows": rows, "watch": watch}
         if in_blocks:
             sampler, settings = sample_block, settings | {"on_block": self.on_block if streams else None}
-        with checkpoints.mesh_context(self.mesh):
+        with inference.mesh_context(self.mesh):
             changes = self.banned if all(canvas.counted for canvas in canvases) else {}
             rule = dataclasses.replace(self.rule, **changes)
             filled, stats = sampler.generate(self.model, prompts, 0, rule, key, **settings)

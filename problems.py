@@ -1,12 +1,11 @@
-"""The problems of five benchmarks of code, HumanEval(+), MBPP(+) and LiveCodeBench: files, tests, verdicts.
+"""The problems of HumanEval(+), MBPP(+) and LiveCodeBench: official files, hidden tests, verdicts.
 
-    problems = read_problems(cfg)                                      # {id: Problem}, of a file or of the download
-    known = what_decides(task, problems, ids, {}, flags)               # {id: what the next two need beside a problem}
-    tests = hidden_tests(problem, known.get(id), code, 4.0, protocol)  # of a sample, for sandbox.run_tests
-    row = hidden_verdict(problem, known.get(id), result)               # "passed", "result", what a benchmark adds
+    problems = read_problems(cfg)                                       # {id: Problem}, from a file or a download
+    expected = expectations(task, problems, ids, {}, flags)             # {id: expected results}, where tests need them
+    tests = hidden_tests(problem, expected.get(id), code, 4.0, record)  # tests of one sample, for sandbox.run_tests
+    row = hidden_verdict(problem, expected.get(id), result)             # "passed", "result", fields of the benchmark
 
-Owns the official files and the rules by which results become verdicts; prompts and what is cut out of texts are those
-of protocols.py, the command is benchmarks.py.
+protocols.py holds the prompts and cuts the answers; benchmarks.py is the command.
 Sources: HumanEval, arXiv:2107.03374; MBPP, arXiv:2108.07732; HumanEval+ and MBPP+ by the rules of evalplus 0.3.1,
 arXiv:2305.01210; LiveCodeBench by those of its testing_util.py, arXiv:2403.07974.
 """
@@ -46,9 +45,9 @@ TASKS = {  # official files
     "humaneval+": "https://github.com/evalplus/humanevalplus_release/releases/download/v0.1.10/HumanEvalPlus.jsonl.gz",
     "mbpp+": "https://github.com/evalplus/mbppplus_release/releases/download/v0.2.0/MbppPlus.jsonl.gz",
 }
-SHOTS = (2, 3, 4)  # MBPP: the problems that the paper shows before the one that is asked
+SHOTS = (2, 3, 4)  # MBPP: ids of the solved problems that the paper's prompt shows
 ARROW = re.compile(r"\s*(?:==>|=>|==|=|->|➞|→|#?\s*(?:should )?returns?\b)[ \t]*")
-# Its value tells programs apart: a hash of what they return for some inputs, "" if they never do.
+# Evaluates to a hash of what a program returns for some inputs, which tells programs apart; "" if it never returns.
 PROBE = """import signal, zlib
 def _late(*_): raise TimeoutError
 def _show(value):
@@ -66,55 +65,61 @@ def _behaviour():
         except Exception as error:
             seen.append(type(error).__name__)
     signal.setitimer(signal.ITIMER_PROF, 0)
-    return returned * f"{{zlib.crc32(chr(10).join(seen).encode()):08x}}"
+    return f"{{zlib.crc32(chr(10).join(seen).encode()):08x}}" if returned else ""
 _behaviour()"""
 
 
 class Problem(typing.NamedTuple):
     id: str | int
-    entry: str  # the function that is asked for
-    asked: protocols.Question  # what prompts are made of
-    head: str  # what stands before a completion when it runs
-    test: str  # hidden
-    public: list  # asserts made of the examples that the prompt shows
+    entry: str  # name of the function to write
+    asked: protocols.Question  # source of the prompts
+    head: str  # text in front of a completion when it runs
+    test: str  # hidden test
+    public: list  # asserts made from the examples in the prompt
     probes: list  # PROBE, if there are inputs for it
-    reference: str  # a program that passes; its time is the measure of a sample's
-    cases: typing.Any = None  # what decides in place of `test`: Plus or Live
+    reference: str  # a program that passes; its time sets the limit of a sample
+    cases: typing.Any = None  # Plus or Live, which decide instead of `test`
 
 
 def tasks_path(cfg):
-    """The official file: --tasks_file, or where its download goes."""
-    return Path(cfg.tasks_file or Path(cfg.downloads) / tasks_url(cfg).rsplit("/", 1)[1])
+    """The official file: --tasks_file, or the file that the download writes."""
+    return Path(cfg.tasks_file or Path(cfg.downloads or "data/tasks") / tasks_url(cfg).rsplit("/", 1)[1])
+
+
+def task_files(cfg):
+    """The official file in a list; of LiveCodeBench all files of a folder."""
+    path = tasks_path(cfg)
+    return sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
 
 
 def tasks_url(cfg):
-    """MBPP is for some protocols the full one."""
+    """Some protocols use the full MBPP, the others the sanitized one."""
     full = cfg.task == "mbpp" and protocols.named(cfg.protocol, cfg.task)[1].data == ("mbpp",)
     return TASKS["full" if full else cfg.task]
 
 
 def read_problems(cfg):
-    """{id as a string: Problem} of the official file: --tasks_file, or downloaded once into --downloads.
+    """{id as a string: Problem} of the official file: --tasks_file, or a download into --downloads.
 
-    cfg is the Config of benchmarks.py. With --explain no protocol is asked whether it has these problems.
+    cfg is the Config of benchmarks.py.
     """
     if cfg.task == "livecodebench":
-        return live_problems(cfg.tasks_file, cfg.since, cfg.until, cfg.problems)
-    url, path = tasks_url(cfg), tasks_path(cfg)
-    settings = {"split": cfg.split, "count": cfg.problems, "protocol": "" if cfg.explain else cfg.protocol}
-    if cfg.tasks_file or path.is_file():
-        try:
-            return parse_problems(cfg.task, path.read_bytes(), **settings)
-        except ValueError as error:
-            raise ValueError(f"{path} is not the official file of {cfg.task}: {error}") from None
-    print(f"downloading {url}", file=sys.stderr)
-    return download(url, path, "--tasks_file", lambda data: parse_problems(cfg.task, data, **settings))
+        return live_problems(cfg)
+    settings = {"split": cfg.split, "count": cfg.problems, "protocol": cfg.protocol}
+    path, parse = tasks_path(cfg), functools.partial(parse_problems, cfg.task, **settings)
+    if not cfg.tasks_file and not path.is_file():
+        print(f"downloading {tasks_url(cfg)}", file=sys.stderr)
+        return download(tasks_url(cfg), path, "--tasks_file", parse)
+    try:
+        return parse(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not the official file of {cfg.task}: {error}") from None
 
 
 def download(url, path, flag, parse):
-    """What parse(bytes) makes of an official file. It is kept if that raises no ValueError: half a file is none.
+    """parse(bytes) of an official file, which is kept in `path` unless that raises ValueError, as for half a file.
 
-    OSError names `flag`, by which a user says where the file is.
+    OSError names `flag`, with which a user names the file.
     """
     try:
         with urllib.request.urlopen(url, timeout=60) as response:
@@ -129,23 +134,20 @@ def download(url, path, flag, parse):
 
 
 def parse_problems(task, data, split="test", count=0, protocol=""):
-    """The problems in the bytes of an official file; ValueError on what is wrong, with the line or the number.
+    """{id as a string: Problem} in the bytes of an official file. ValueError names the line or the problem.
 
-    count: only so many, 0 all. protocol: its name, if it is to have these problems.
+    count: only the first N problems, 0 for all. protocol: raise ValueError if it is made for other problems.
     """
     try:
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
     except (EOFError, zlib.error) as error:
         raise ValueError(f"broken gzip: {error}") from None
-    problems, make, keys = {}, plus_problem, PLUS_KEYS
-    if task == "humaneval":
-        make, keys = humaneval_problem, ("task_id", "prompt", "entry_point", "test")
-    if task == "mbpp":
-        make, keys = mbpp_problem, ("task_id", "text", "code", "test_list")
-    one_list = task == "mbpp" and text.lstrip().startswith("[")  # the full MBPP is JSON lines, too
+    make, keys = MAKERS[task]
+    one_list = task == "mbpp" and text.lstrip().startswith("[")  # the full MBPP is JSON lines
     rows = json.loads(text) if one_list else [*parse_lines(text.split("\n"), keys)]
+    problems = {}
     try:
-        if task == "mbpp":  # the solved problems of the prompt have ids outside the test split
+        if task == "mbpp":  # the solved problems of the prompt are not in the test split
             shots = [mbpp_question(row) for row in rows if row["task_id"] in SHOTS]
             make = functools.partial(mbpp_problem, shots=shots)
             rows = [row for row in rows if split == "all" or 11 <= row["task_id"] <= 510]
@@ -163,7 +165,7 @@ def parse_problems(task, data, split="test", count=0, protocol=""):
 
 
 def check_data(task, rows, protocol):
-    """Raises ValueError if a protocol does not ask the problems of a file."""
+    """Raises ValueError if a protocol is made for other problems than those of a file."""
     name, record = protocols.named(protocol, task)
     mbpp = "mbpp" if "text" in rows[0] else "sanitized"
     kind = {"humaneval": "humaneval", "humaneval+": "humaneval", "mbpp+": "mbppplus"}.get(task, mbpp)
@@ -171,10 +173,10 @@ def check_data(task, rows, protocol):
     if kind not in record.data:
         raise ValueError(f"--protocol={name} asks for {wanted}, and this is {given}")
     counts = protocols.DATA[kind][1]
-    if len(rows) not in counts and not name.startswith("ours"):
+    if len(rows) not in counts and not record.ours:
         raise ValueError(f"it has {len(rows)} problems; --protocol={name} is of {' or '.join(map(str, counts))}")
-    if kind != record.data[0] and not name.startswith("ours"):
-        print(f"scores that are published of {name} are of {wanted}, and this is {given}", file=sys.stderr)
+    if kind != record.data[0] and not record.ours:
+        print(f"published scores of {name} are of {wanted}, and this is {given}", file=sys.stderr)
 
 
 def key_of(task_id):
@@ -183,7 +185,7 @@ def key_of(task_id):
 
 
 def parse_lines(lines, keys, either=()):
-    """The objects of JSON lines, in turn; ValueError names the first that has not these keys, and one of `either`."""
+    """The objects of JSON lines. ValueError names the first line that lacks one of `keys`, or all of `either`."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -202,7 +204,7 @@ def humaneval_problem(row):
     task_id, prompt, entry = row["task_id"], row["prompt"], row["entry_point"]
     reference = prompt + row.get("canonical_solution", "")
     public, arguments = docstring_examples(prompt, entry)
-    # helpers that the prompt defines stand in the test, too: the test calls some, and not as a sample may redefine them
+    # The test defines the prompt's helpers again: it calls some of them, and a sample may redefine them.
     helpers = [node for node in ast.parse(prompt).body if getattr(node, "name", "") != entry]
     test = "\n".join([*map(ast.unparse, helpers), row["test"], f"check({entry})"])
     asked = protocols.Question(entry, prompt, row["test"])
@@ -210,21 +212,20 @@ def humaneval_problem(row):
 
 
 def mbpp_question(row):
-    """What is asked: the full MBPP has its words as "text", the sanitized one, in other words, as "prompt"."""
-    words, tests = row.get("text", row.get("prompt")), tuple(row["test_list"])
-    docstring = f'"""\n{words}\n{tests[0]}\n"""\n'  # as EvalPlus and BigCode ask it
-    return protocols.Question(called(tests), docstring, text=words, tests=tests, code=row["code"])
+    """The description is "text" in the full MBPP; the sanitized one has another description, as "prompt"."""
+    text, tests = row.get("text", row.get("prompt")), tuple(row["test_list"])
+    docstring = f'"""\n{text}\n{tests[0]}\n"""\n'  # the prompt of EvalPlus and BigCode
+    return protocols.Question(called(tests), docstring, text=text, tests=tests, code=row["code"])
 
 
 def mbpp_problem(row, shots):
-    """The task and three asserts, after problems with their answers.
+    """A problem whose asserts are all hidden: those in the prompt decide too, so that best-of-n must not see them.
 
-    The asserts in the prompt are among those that decide, so none of them is `public`: best-of-n would be an oracle.
-    The inputs in them are used, not the values expected.
+    Probes use the inputs of the asserts, but not the expected values.
     """
     asked = mbpp_question(row)
     asked = asked._replace(shots=tuple(shot for shot in shots if shot != asked))  # without its own solution
-    # all in one process, as the harnesses have it: a function that works once is no solution
+    # All asserts run in one process, as in the harnesses: a function that works once is no solution.
     test = "\n".join([*row.get("test_imports", row.get("test_setup_code", "").splitlines()), *row["test_list"]])
     arguments = [literals(call, asked.entry) for call in calls_of(row["test_list"])]
     found = probes(row["task_id"], asked.entry, [args for args in arguments if args is not None])
@@ -237,7 +238,7 @@ def calls_of(tests):
 
 
 def called(tests):
-    """MBPP has no field for the function that is asked for: it is the one that the asserts call."""
+    """The name of the function to write: MBPP has no field for it, but its asserts call it."""
     names = [call.func.id for call in calls_of(tests) if isinstance(call.func, ast.Name)]
     return next((name for name in names if not hasattr(builtins, name)), names[0])  # one problem redefines sum()
 
@@ -246,7 +247,7 @@ def docstring_examples(prompt, entry):
     """(asserts, arguments) of the examples `f(1) == 2`, `f(1) -> 2`, `>>> f(1)` over `2`, and so on, in a docstring."""
     asserts, arguments = [], []
     for start in (match.start() for match in re.finditer(rf"\b{entry}\(", prompt)):
-        # The call ends at the first right parenthesis at which it is Python.
+        # The call ends at the first right parenthesis where the text parses.
         for end in (start + match.end() for match in re.finditer(r"\)", prompt[start : start + 500])):
             with contextlib.suppress(SyntaxError, ValueError):
                 call = ast.parse(prompt[start:end], mode="eval").body
@@ -256,12 +257,12 @@ def docstring_examples(prompt, entry):
         if (args := literals(call, entry)) is None:
             continue
         arguments.append(args)
-        # What it returns stands behind an arrow, or on the next line of a session.
+        # The result follows an arrow, or is the next line of a session.
         arrow = ARROW.match(prompt, end)
         if not arrow and prompt[:start].endswith(">>> "):
             arrow = re.compile(r"[ \t]*\n[ \t]*").match(prompt, end)
         line = prompt[arrow.end() :].split("\n")[0] if arrow else ""
-        for length in range(len(line), 0, -1):  # the longest literal that the line begins with
+        for length in range(len(line), 0, -1):  # the longest literal at the beginning of the line
             with contextlib.suppress(SyntaxError, ValueError):
                 value = ast.literal_eval(line[:length].strip())
                 if not re.match(r"\w|\s*[-+*/=]", line[length:]):  # not 19 of 19 - 5 - 6 = 8
@@ -279,20 +280,20 @@ def literals(call, entry):
 
 
 def probes(seed, entry, arguments):
-    """[PROBE] with the inputs of examples and variations of them; [] without examples."""
+    """[PROBE] for the inputs of examples and variations of them; [] without examples."""
     rng, examples = random.Random(str(seed)), arguments[:4]
     inputs = examples + [[vary(arg, rng) for arg in args] for args in examples * 2]
     return [sandbox.Probe(PROBE.format(inputs=inputs, entry=entry))] if inputs else []
 
 
 def vary(value, rng):
-    """A value of the same type near by: a number changed a little, a sequence reversed, shortened or lengthened."""
+    """A similar value of the same type: a number changed a little, a sequence reversed, shortened or lengthened."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
         return rng.choice([value + 1, value - 1, value + 2, -value])
     if isinstance(value, str | list | tuple) and value:
-        # backwards, without an item, with one more; a list also with a changed item
+        # reversed, one item less, one item more; lists and tuples also with a changed item
         i = rng.randrange(len(value))
         kinds = [value[::-1], value[:i] + value[i + 1 :], value + value[i : i + 1]]
         if not isinstance(value, str):
@@ -303,12 +304,12 @@ def vary(value, rng):
 
 # ---- EvalPlus: HumanEval+ and MBPP+ --------------------------------------------------------------------------------
 #
-# Rules of evalplus 0.3.1 (its eval/__init__.py, eval/_special_oracle.py and data/mbpp.py, Apache-2.0), but HumanEval/32
-# can pass, as after that release. Ref: Liu et al., arXiv:2305.01210.
+# Rules of evalplus 0.3.1 (its eval/__init__.py, eval/_special_oracle.py and data/mbpp.py, Apache-2.0), except that
+# HumanEval/32 can pass, as in later versions. Ref: Liu et al., arXiv:2305.01210.
 
-PUBLISHED = {"humaneval+": ("v0.1.10", 164), "mbpp+": ("v0.2.0", 378)}  # what scores are published of; MBPP+ had 399
-PLUS_KEYS = "task_id prompt entry_point canonical_solution contract base_input plus_input atol".split()
-# MBPP+: functions whose results are compared as sets, and those of which only counts whether they return something
+PUBLISHED = {"humaneval+": ("v0.1.10", 164), "mbpp+": ("v0.2.0", 378)}  # version of published scores, its problems
+PLUS_KEYS = "task_id prompt entry_point canonical_solution base_input plus_input atol".split()
+# MBPP+: results of SETS are compared as sets; of NOT_NONE only whether a result is None
 SETS = """similar_elements find_char_long common_in_nested_lists extract_singly larg_nnum intersection_array
 find_dissimilar Diff""".split()
 NOT_NONE = ["check_str", "text_match_three", "text_starta_endb"]
@@ -322,7 +323,7 @@ def nested_tuples(value):
     return tuple(map(nested_tuples, value)) if isinstance(value, list) else value
 
 
-MBPP_ARGUMENTS = {  # JSON knows no tuples, sets and complex numbers: problems of MBPP+ -> their arguments from a row
+MBPP_ARGUMENTS = {  # JSON has no tuples, sets or complex numbers: numbers of MBPP+ -> function that restores them
     "2 116 132 143 222 261 273 394 399 421 424 429 470 560 579 596 616 630 726 740 744 809": tuples,
     "63 64 70 94 120 237 272 299 400 409 417 438 473 614 780": lambda row: [*map(tuples, row)],
     "75 413 444 753": lambda row: [tuples(row[0]), row[1]],
@@ -340,93 +341,84 @@ MBPP_ARGUMENTS = {number: form for numbers, form in MBPP_ARGUMENTS.items() for n
 
 
 def check_version(task, rows):
-    """Refuse the other benchmark's file; say if the number of problems is another version's."""
+    """Refuses the file of the other benchmark; warns if the number of problems is that of another version."""
     name, (version, count) = {"humaneval+": "HumanEval/", "mbpp+": "Mbpp/"}[task], PUBLISHED[task]
     if other := [row["task_id"] for row in rows if not str(row["task_id"]).startswith(name)]:
         raise ValueError(f"{other[0]} is none of its problems")
     if len(rows) != count:
-        told = f"this file has {len(rows)} problems; {version}, of which scores are published, has {count}"
-        print(f"--task={task}: {told}", file=sys.stderr)
+        found = f"this file has {len(rows)} problems; {version}, of which scores are published, has {count}"
+        print(f"--task={task}: {found}", file=sys.stderr)
 
 
 class Plus(typing.NamedTuple):
-    """The inputs of a problem of EvalPlus, and how far from the reference's a result may be."""
+    """The inputs of a problem of EvalPlus, and the absolute tolerance of results."""
 
     base: list
     plus: list
     atol: float
-    checked: str  # the reference solution, with the contract that inputs are to keep
 
 
-class Truth(typing.NamedTuple):
-    """What the reference solution returns for the base and the plus inputs, and the limits that follow."""
+class Expected(typing.NamedTuple):
+    """For the base and the plus inputs: results of the reference solution, and limits for samples."""
 
     values: tuple
     limits: tuple  # processor seconds of every call
-    most: tuple  # bytes that may come back of a sample
+    most: tuple  # bytes that a sample may send back
 
 
 def plus_problem(row):
     task_id, prompt, entry, solution = (row[key] for key in PLUS_KEYS[:4])
     convert = MBPP_ARGUMENTS.get(key_of(task_id), list) if task_id.startswith("Mbpp/") else list
     base, plus = ([convert(args) for args in row[key]] for key in ("base_input", "plus_input"))
-    # the contract stands in the function, before all else; some are no Python there
-    reference = prompt + solution
-    checked = prompt + row["contract"] + solution
-    if f"def {entry}(" in solution:
-        checked = prompt + re.sub(rf"(?m)^def {entry}\(.*$", lambda line: line[0] + "\n" + row["contract"], solution)
-    checked = checked if protocols.parses(checked) else reference
     public, arguments = docstring_examples(prompt, entry) if task_id.startswith("HumanEval/") else ([], base[:3])
-    found, cases = probes(task_id, entry, arguments), Plus(base, plus, float(row["atol"]), checked)
+    found, cases = probes(task_id, entry, arguments), Plus(base, plus, float(row["atol"]))
     asked = protocols.Question(entry, prompt)
-    return Problem(task_id, entry, asked, prompt, "", public, found, reference, cases)
+    return Problem(task_id, entry, asked, prompt, "", public, found, prompt + solution, cases)
+
+
+MAKERS = {  # task: (function from a row to a Problem, keys that every line of the file has)
+    "humaneval": (humaneval_problem, ("task_id", "prompt", "entry_point", "test")),
+    "mbpp": (mbpp_problem, ("task_id", "text", "code", "test_list")),
+    "humaneval+": (plus_problem, PLUS_KEYS),
+    "mbpp+": (plus_problem, PLUS_KEYS),
+}
 
 
 def plus_tests(problem, limits, most=(1 << 26, 1 << 26)):
-    """The two tests of a sample. All calls together have at most a minute, as EvalPlus has it."""
+    """The two tests of a sample: the base and the plus inputs. All calls of one share a minute, as in EvalPlus."""
     sets = zip((problem.cases.base, problem.cases.plus), limits, most, strict=True)
     return [sandbox.Calls(problem.entry, args, each, min(60.0, sum(each)) + 1, size) for args, each, size in sets]
 
 
-def truths(problems, keys, flags):
-    """{key: Truth, or why there is none} of some problems, by running their reference solutions."""
+def plus_expected(problems, keys, flags):
+    """{key: Expected, or the reason why there is none}, by running the reference solutions."""
     print(f"running {len(keys)} reference solutions", file=sys.stderr)
-    tests = {}
-    for key in keys:
-        limits = [[60.0] * len(args) for args in (problems[key].cases.base, problems[key].cases.plus)]
-        tests[key] = [test._replace(timeout_s=120.0) for test in plus_tests(problems[key], limits)]
-
-    def run(programs):
-        """{key: Result} of programs by the key of their problem."""
-        patience = {"program_s": 600.0, "memory_mb": 4096, "main_block": False}
-        found = sandbox.run_tests([*programs.values()], [tests[key] for key in programs], **flags | patience)
-        return dict(zip(programs, found, strict=True))
-
-    # Where an input breaks its contract EvalPlus scores by it all the same.
-    found = run({key: problems[key].cases.checked for key in keys})
-    broken = [key for key in keys if found[key].rate not in (1, None)]
-    found |= run({key: problems[key].reference for key in broken})
-    if refused := [str(problems[key].id) for key in broken if found[key].rate == 1]:
-        print(f"inputs of {', '.join(refused)} break the contract in the file; they are used", file=sys.stderr)
-    return {key: truth(result, flags["timeout_s"]) for key, result in found.items()}
+    tests = []
+    for problem in (problems[key] for key in keys):
+        limits = [[60.0] * len(args) for args in (problem.cases.base, problem.cases.plus)]
+        tests.append([test._replace(timeout_s=120.0) for test in plus_tests(problem, limits)])
+    limits = {"program_s": 600.0, "memory_mb": 4096, "main_block": False}
+    results = sandbox.run_tests([problems[key].reference for key in keys], tests, **flags | limits)
+    return {key: expected_of(result, flags["timeout_s"]) for key, result in zip(keys, results, strict=True)}
 
 
-def truth(result, timeout_s):
-    """The Truth that a reference solution has told, or what went wrong with it."""
+def expected_of(result, timeout_s):
+    """The Expected that follows from the Result of a reference solution, or the reason why there is none."""
     if result.rate != 1:
         verdicts = " and ".join(result.verdicts)
         return result.error or f"the file's own solution does not run here: {verdicts} on the base and the plus inputs"
     values = tuple([value for value, _ in calls] for calls in result.values)
     limits = tuple([max(timeout_s, 4 * seconds) for _, seconds in calls] for calls in result.values)
     sizes = [len(json.dumps(sandbox.wire(each, sandbox.opaque))) for each in values]
-    return Truth(values, limits, tuple(65_536 + 4 * size + 100 * len(v) for size, v in zip(sizes, values, strict=True)))
+    most = tuple(65_536 + 4 * size + 100 * len(each) for size, each in zip(sizes, values, strict=True))
+    return Expected(values, limits, most)
 
 
-def plus_verdict(problem, known, result):
-    """The fields of a result: those of EvalPlus' results file, and the first input that went wrong."""
+def plus_verdict(problem, expected, result):
+    """The fields of EvalPlus' results file, and the first input with a wrong result."""
     row = {}
     for i, name in enumerate(("base", "plus")):
-        inputs, wanted, outcome = problem.cases[i], known.values[i], result.verdicts[i]
+        inputs, wanted, outcome = problem.cases[i], expected.values[i], result.verdicts[i]
         values = [value for value, _ in result.values[i] or ()][: len(inputs)]
         wrong = first_wrong(problem, inputs, values, wanted)
         late = "timeout" if outcome == "timeout" else "fail"
@@ -438,7 +430,7 @@ def plus_verdict(problem, known, result):
 
 
 def first_wrong(problem, inputs, values, wanted):
-    """The number of the first value that EvalPlus would not take for the wanted one; None if it takes all."""
+    """The index of the first value that is wrong by EvalPlus' rules; None if all are right."""
     entry, mbpp, atol = problem.entry, problem.id.startswith("Mbpp/"), problem.cases.atol
     for i, (args, value, want) in enumerate(zip(inputs, values, wanted, strict=False)):
         try:
@@ -447,24 +439,24 @@ def first_wrong(problem, inputs, values, wanted):
                     return i
                 continue
             same = special(entry, args, value, want, atol) if mbpp else value == want
-            # numbers with a fraction are never compared exactly, from the first one on
+            # floats are compared with a tolerance, which then stays for the values that follow
             if atol == 0 and floats(want):
                 atol = 1e-6
             if not same and atol:
-                same = type(value) is type(want) and not holds_range(value)  # which NumPy would spell out
+                same = type(value) is type(want) and not holds_range(value)  # NumPy would expand a range
                 same = same and np.allclose(value, want, rtol=1e-7, atol=atol)
                 same = same and (not isinstance(want, list | tuple) or len(value) == len(want))
             if not same:
                 return i
-        except Exception:  # of whatever kind: a value that cannot be compared is wrong
+        except Exception:  # a value that cannot be compared is wrong
             return i
     return None
 
 
 def special(entry, args, value, want, atol):
-    """Whether a value is the wanted one, by the rules that MBPP+ has for some functions."""
+    """Whether a value is right by the rules that MBPP+ has for some functions."""
     if entry in SETS:
-        return len(value) <= 1_000_000 and set(value) == set(want)  # a range has no end that memory would hold
+        return len(value) <= 1_000_000 and set(value) == set(want)  # a huge range would fill the memory
     if entry in NOT_NONE:
         return value == (want is not None) if isinstance(value, bool) else (value is None) == (want is None)
     same = value == want
@@ -472,7 +464,7 @@ def special(entry, args, value, want, atol):
         return True
     if entry == "sum_div":
         return same or value == 0
-    if entry == "surface_Area":  # the height may be that of the pyramid, too
+    if entry == "surface_Area":  # the height may also be that of the pyramid
         edge, height = args
         return same or abs(value - round(edge**2 + 2 * edge * math.sqrt((edge / 2) ** 2 + height**2))) <= atol
     if entry == "digit_distance_nums":  # with zeros in front of the shorter number
@@ -495,9 +487,9 @@ def floats(value):
 # ---- LiveCodeBench -------------------------------------------------------------------------------------------------
 #
 # Rules of LiveCodeBench 28fef95 (lcb_runner/evaluation/testing_util.py, MIT). Ref: Jain et al., arXiv:2403.07974.
-# Programs run as Python runs them. There a program is the body of a function whose sys.stdin is a copy, so that these
-# fail: lines of sys.stdin in a loop, more than a line of sys.stdin.buffer, the end of input as EOFError, a `global`,
-# quit() and os._exit(), sys.stdout.buffer, an import from the future. And its limits are those of the clock.
+# Here a program runs as a script. There it is the body of a function with a copy of sys.stdin, so that these fail:
+# looping over sys.stdin, more than one line of sys.stdin.buffer, EOFError at the end of input, `global`, quit(),
+# os._exit(), sys.stdout.buffer, imports from the future. Its limits are wall-clock seconds, ours processor seconds.
 
 LIVE_KEYS = """question_content question_id contest_date starter_code public_test_cases private_test_cases
 metadata""".split()
@@ -518,34 +510,35 @@ the inputs, runs the algorithm and writes output to STDOUT.
 # YOUR CODE HERE
 ```"""
 LIVE_PROMPT = "### Question:\n{}\n\n### Format: {}\n\n### Answer: (use the provided format with backticks)\n\n"
-TEXT_PICKLE = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}  # beside one opcode with a text
+TEXT_PICKLE = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}  # opcodes around that of a text
 
 
 class Live(typing.NamedTuple):
-    """The tests of a problem of LiveCodeBench, as they stand in the file: unpacked they would fill the memory."""
+    """The tests of a problem of LiveCodeBench, packed as in the file: unpacked they would fill the memory."""
 
     public: str  # JSON
-    private: str  # JSON, or base64 of zlib of a pickle of it
+    private: str  # JSON, or base64(zlib(pickle(JSON)))
 
 
-def live_problems(tasks_file, since, until, count):
-    """{id: Problem} from the first minute of --since to the first minute of --until, as the official loader has it."""
-    if not tasks_file:
+def live_problems(cfg):
+    """{id: Problem} of contests from the first minute of --since to the first minute of --until, both included."""
+    if not cfg.tasks_file:
         source = "https://huggingface.co/datasets/livecodebench/code_generation_lite"
-        raise ValueError(f"LiveCodeBench is too large to be fetched unasked: get test*.jsonl of {source}, --tasks_file")
-    path, problems = Path(tasks_file), {}
-    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+        raise ValueError(f"LiveCodeBench is too large to download unasked: get test*.jsonl of {source}, --tasks_file")
+    last = f"{cfg.until}T00:00:00" if cfg.until else "9999"
+    problems = {}
+    for file in task_files(cfg):
         with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
             try:
                 for row in parse_lines(lines, LIVE_KEYS):
-                    begins = row["contest_date"]
-                    in_time = since <= begins <= (f"{until}T00:00:00" if until else begins)
-                    if in_time and len(problems) < (count or math.inf):
+                    wanted = cfg.since <= row["contest_date"] <= last
+                    if wanted and len(problems) < (cfg.problems or math.inf):
                         problems[key_of(row["question_id"])] = live_problem(row)
             except (ValueError, LookupError, TypeError, AttributeError, EOFError, zlib.error) as error:
-                raise ValueError(f"{file} is no file of LiveCodeBench: {error}") from None
+                raise ValueError(f"{file} is not a file of LiveCodeBench: {error}") from None
     if not problems:
-        raise ValueError(f"{path} holds no problem of LiveCodeBench from {since or 'the first day'} to {until}")
+        days = f"from {cfg.since or 'the first day'} to {cfg.until or 'the last'}"
+        raise ValueError(f"{cfg.tasks_file} holds no problem of LiveCodeBench {days}")
     return problems
 
 
@@ -558,7 +551,7 @@ def live_problem(row):
 
 
 def live_cases(problem):
-    """[(input, output)] of all tests: texts, or arguments and result."""
+    """[(input, output)] of all tests: two texts, or arguments and result."""
     private = problem.cases.private
     try:
         tests = json.loads(private)
@@ -571,7 +564,7 @@ def live_cases(problem):
 
 
 def text_of_pickle(data):
-    """The text that a pickle holds. No pickle is ever loaded, as that can run code; one that holds more is refused."""
+    """The text in a pickle, without loading it, as that can run code. ValueError if it holds anything else."""
     texts = []
     for opcode, value, _ in pickletools.genops(data):
         if "UNICODE" in opcode.name:
@@ -583,7 +576,7 @@ def text_of_pickle(data):
 
 
 def live_tests(problem, cases, code, timeout_s):
-    """The tests of a sample: one for each input of a program, one for all calls of a function."""
+    """The tests of a sample: one for each input of a program; a single one for all calls of a function."""
     if not problem.entry:
         return [sandbox.Stdin(text, 65_536 + 2 * len(output.encode())) for text, output in cases]
     function = f"Solution().{problem.entry}" if "class Solution" in (code or "") else problem.entry
@@ -593,9 +586,9 @@ def live_tests(problem, cases, code, timeout_s):
 
 
 def live_verdict(problem, cases, result):
-    """The fields of a result: the first test that went wrong decides."""
+    """The first failed test decides."""
     outcomes, values = result.verdicts, result.values
-    if problem.entry:  # calls that did not return have the outcome of the one that ended all
+    if problem.entry:  # calls that did not return get the outcome of the call that ended the test
         returned = [list(value) if isinstance(value, tuple) else value for value, _ in values[0] or ()][: len(cases)]
         missing = len(cases) - len(returned)
         outcomes = ["pass"] * len(returned) + ["fail" if outcomes[0] == "pass" else outcomes[0]] * missing
@@ -603,7 +596,7 @@ def live_verdict(problem, cases, result):
     for i, (outcome, value, (_, wanted)) in enumerate(zip(outcomes, values, cases, strict=True)):
         try:
             right = outcome == "pass" and bool(value == wanted if problem.entry else same_lines(value, wanted))
-        except Exception:  # of whatever kind: a value that cannot be compared is wrong
+        except Exception:  # a value that cannot be compared is wrong
             right = False
         if not right:
             return {"passed": False, "result": "fail" if outcome == "pass" else outcome, "wrong": ["test", i]}
@@ -611,7 +604,7 @@ def live_verdict(problem, cases, result):
 
 
 def same_lines(printed, wanted):
-    """Whether a program printed what was wanted: the same lines but for space around them, or the same numbers."""
+    """Whether a program printed the right output: equal lines without surrounding spaces, or equal numbers."""
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, wanted))
     if len(ours) != len(theirs):
         return False
@@ -621,49 +614,52 @@ def same_lines(printed, wanted):
     return False
 
 
-# ---- what decides --------------------------------------------------------------------------------------------------
+# ---- all benchmarks ------------------------------------------------------------------------------------------------
 
 
-def what_decides(task, problems, keys, known, flags):
-    """{key: what hidden_tests and hidden_verdict need of a problem beside it, or why that cannot be had}.
+def expectations(task, problems, keys, known, flags):
+    """{key: expected results that hidden_tests and hidden_verdict need, or the reason why there are none}.
 
-    known: what earlier calls have told. flags: options of the sandbox, with the "timeout_s" of a sample.
+    known: results of earlier calls. flags: options of the sandbox, with "timeout_s" of a sample.
     """
     if task in PUBLISHED:
-        new = keys - known.keys()
-        return known | (truths(problems, sorted(new, key=list(problems).index), flags) if new else {})
+        new = [key for key in problems if key in keys and key not in known]
+        return known | (plus_expected(problems, new, flags) if new else {})
     return {key: live_cases(problems[key]) for key in keys} if task == "livecodebench" else {}
 
 
-def hidden_tests(problem, known, code, timeout_s, protocol):
-    """The tests of a sample that decide whether it passes.
+def hidden_tests(problem, expected, code, timeout_s, record):
+    """The tests that decide whether a sample passes: those of the file.
 
-    They are the file's; for MBPP and other protocols than ours the first three, as the harness has it.
+    Other protocols than ours run the first three asserts of MBPP, as their harnesses do.
     """
     if isinstance(problem.cases, Plus):
-        return plus_tests(problem, known.limits, known.most)
+        return plus_tests(problem, expected.limits, expected.most)
     if isinstance(problem.cases, Live):
-        return live_tests(problem, known, code, timeout_s)
-    name, record = protocol
-    ours = name.startswith("ours") or not problem.asked.tests
-    return [problem.test if ours else protocols.target(record, problem.asked)]
+        return live_tests(problem, expected, code, timeout_s)
+    all_asserts = record.ours or not problem.asked.tests
+    return [problem.test if all_asserts else protocols.target(record, problem.asked)]
 
 
-def hidden_verdict(problem, known, result):
-    """{"passed", "result", and what else a benchmark reports} by the results of these tests."""
+def hidden_verdict(problem, expected, result):
+    """{"passed", "result"} and the fields of the benchmark, from the results of the hidden tests."""
     if not result.verdicts:
         return {"passed": False, "result": "does not fit"}
-    if problem.cases:
-        return (plus_verdict if isinstance(problem.cases, Plus) else live_verdict)(problem, known, result)
+    if isinstance(problem.cases, Plus):
+        return plus_verdict(problem, expected, result)
+    if isinstance(problem.cases, Live):
+        return live_verdict(problem, expected, result)
     passed = result.verdicts[0] == "pass"
     return {"passed": passed, "result": "passed" if passed else result.verdicts[0]}
 
 
 def options(task, tests, timeout_s):
-    """How the sandbox runs a benchmark's tests: on the clock a program has three times its processor seconds."""
-    given = [[t.timeout_s if isinstance(t, sandbox.Calls) else timeout_s for t in each if not isinstance(t, str)]
-             for each in tests]  # fmt: skip
-    seconds = max((sum(each) for each in given), default=0.0) or timeout_s
+    """Options of the sandbox: a program may take 5 s and three times its processor seconds by the wall clock."""
+    seconds = timeout_s
+    for each in tests:
+        limited = [test for test in each if not isinstance(test, str)]  # Calls and Stdin
+        limits = [test.timeout_s if isinstance(test, sandbox.Calls) else timeout_s for test in limited]
+        seconds = max(seconds, sum(limits))
     more = {} if task in ("humaneval", "mbpp") else {"memory_mb": 4096}
     more |= {"threads": True} if task == "livecodebench" else {}
     return {"timeout_s": timeout_s, "program_s": 5 + 3 * seconds, "main_block": False} | more

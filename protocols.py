@@ -1,20 +1,19 @@
-"""How the public harnesses ask for programs and what they make of the answers: one table, a record a harness and task.
+"""How public harnesses ask for programs and cut the answers: one record for each harness and task.
 
-    python benchmarks.py --task=humaneval --protocol=dream_instruct ...     # asks, cuts, runs as that harness does
-    python benchmarks.py --task=humaneval --explain --samples=raw.jsonl     # what every protocol makes of one file
+    python benchmarks.py --task=humaneval --model=dream --protocol=dream_instruct    # asks, cuts and runs as Dream's
+    python bench/explain.py --task=humaneval --samples=out/humaneval/samples.jsonl   # cuts the same texts as each one
 
-Scores that do not reproduce mostly differ in here, not in the model. A record of PROTOCOLS says what the model reads
-(ask, system, prefix, bos), how it writes (max_new and on), where its text ends (ends, stops), what is done to it then
-(rules), and what runs (prompt_first, limit_s). Prompts, candidates and tests are those of the harness byte for byte:
-tests/test_golden_protocols.py. Ours, the record "ours", loses least of a right answer.
+Most scores that do not reproduce differ here, not in the model. A record of PROTOCOLS holds the prompt (ask, system,
+prefix, bos), the settings of generation, where a text ends (ends, stops), what is done to it (drops, rules), and what
+runs (prompt_first, limit_s). Prompts, candidates and tests equal the harness's byte for byte: see
+tests/test_golden_protocols.py. "ours" is our own record; it loses the fewest right answers.
 
-    prompt(protocol, question)           what the tokenizer gets
-    candidate(protocol, text, question)  what is left of a model's text
-    program(protocol, code, question)    what runs before target(protocol, question), the tests
+    prompt(protocol, question)           text for the tokenizer
+    candidate(protocol, text, question)  the code in a model's text
+    program(protocol, code, question)    the code that runs before target(protocol, question), the tests
 
-Versions: lm_eval 0.4.8, 0.4.9.2, 4e7e0d4; Dream fac0a7f; Fast-dLLM 24cc59e; Dream-Coder 87409da with d3LLM e5bfcac;
-evalplus 0.3.1, 26d6d00; Qwen2.5-Coder d5ead97 (DiffuCoder's paper evaluates with it); bigcode 8fc5bae; DARE 83ae8a3
-(OpenCompass); human-eval 6d43fb9; simple-evals ee3b031.
+Sources: lm_eval 4e7e0d4; Dream fac0a7f; Fast-dLLM 24cc59e; Dream-Coder 87409da with d3LLM e5bfcac; evalplus 26d6d00;
+Qwen2.5-Coder d5ead97; DARE 83ae8a3; human-eval 6d43fb9. Other harnesses and older versions: bench/explain.py.
 """
 
 import ast
@@ -27,41 +26,42 @@ import warnings
 
 
 class Question(typing.NamedTuple):
-    """What a protocol knows of a problem."""
+    """What a protocol knows about a problem."""
 
-    entry: str  # the function that is asked for
-    prompt: str  # HumanEval's, or the docstring that EvalPlus makes of MBPP's text and first assert
+    entry: str = ""  # name of the function to write
+    prompt: str = ""  # HumanEval's, or the docstring that EvalPlus makes of MBPP's text and first assert
     test: str = ""  # HumanEval's check()
-    text: str = ""  # MBPP's words
+    text: str = ""  # MBPP's description
     tests: tuple = ()  # MBPP's asserts
-    code: str = ""  # a solution, for problems that are shown with it
-    shots: tuple = ()  # solved problems of the same file, which ours shows
+    code: str = ""  # the solution of a problem that is shown in a prompt
+    shots: tuple = ()  # solved problems of the same file, which "ours" shows
 
 
 class Protocol(typing.NamedTuple):
-    data: tuple  # keys of DATA: which problems the harness has
-    ask: typing.Callable  # (question, shots) -> what the user says; a list of (user, assistant) turns and the last one
-    system: str | None = None  # asks by a chat template with this system text; None: no chat
-    prefix: str = ""  # how the answer begins that the model goes on with; {prompt} is the question's
-    trims: bool = False  # the prefix goes through transformers' continue_final_message, see prompt()
+    ask: typing.Callable  # (question, solved problems) -> the user's text, or turns [(user, assistant), ..., user]
+    data: tuple = ("humaneval",)  # keys of DATA: the problems of the harness
+    system: str | None = None  # system text of the chat; "" is the model's own template, None is no chat
+    prefix: str = ""  # beginning of the answer, which the model continues; {prompt} is the question's
+    trims: bool = False  # transformers' continue_final_message handles the prefix, see prompt()
     shots: int = 0  # solved problems in the prompt
-    bos: bool = False  # the beginning-of-text token stands before the prompt
-    prompt_tokens: int = 0  # only so many of the prompt, the last ones; 0 all
-    max_new: int = 512  # tokens at most
-    max_length: int = 0  # tokens of prompt and answer together at most; 0 no limit
+    bos: bool = False  # the prompt begins with the beginning-of-text token
+    prompt_tokens: int = 0  # keep only this many tokens at the end of the prompt; 0 keeps all
+    max_new: int = 512  # new tokens at most
     temperature: float = 0.0
     top_p: float = 1.0
-    ends: str = "cut"  # key of ENDS: what a special token in the text means
-    stops: tuple = ()  # strings behind which there is no answer
-    stop_rule: str = "each"  # cut at each "in turn", at the "first" in the text, or "none"
-    rules: tuple = ()  # [(name, function of text and question)], in order
-    prompt_first: bool = False  # the prompt stands before the candidate when it runs
-    limit_s: float = 3.0  # for all tests of a candidate
-    factor: float = 0.0  # at least this times what the reference solution takes; 0 none
-    never: tuple = ()  # problems that the harness counts as failed, whatever is written
+    ends: tuple = ("<|endoftext|>",)  # special tokens that end a text
+    drops: bool = False  # other special tokens are removed; the text behind them stays
+    stops: tuple = ()  # stop strings
+    stop_rule: str = "each"  # cut at "each" in turn, at the "first" in the text, by extract() ("extract"), or at "none"
+    rules: tuple = ()  # functions (text, question) -> text, applied in order
+    prompt_first: bool = False  # the prompt runs in front of the candidate
+    frame: tuple = ("", "")  # text in front of the tests, and behind them
+    ours: bool = False  # our own record, not a harness'
+    limit_s: float = 3.0  # seconds for all tests of a candidate
+    factor: float = 0.0  # the limit is at least this times the time of the reference solution; 0: no such rule
 
 
-DATA = {  # which file, its problems
+DATA = {  # file of the problems, and how many it holds
     "humaneval": ("HumanEval.jsonl.gz", (164,)),
     "mbpp": ("mbpp.jsonl, the full MBPP, ids 11-510", (500,)),
     "mbppplus": ("MbppPlus-v0.2.0.jsonl or v0.1.0", (378, 399)),
@@ -73,8 +73,6 @@ DATA = {  # which file, its problems
 
 SHOTS = (  # the solved problems 2, 3, 4 of the full MBPP, as the harnesses hold them
     Question(
-        "similar_elements",
-        "",
         text="Write a function to find the similar elements from the given two tuple lists.",
         tests=(
             "assert similar_elements((3, 4, 5, 6),(5, 7, 4, 10)) == (4, 5)",
@@ -85,8 +83,6 @@ SHOTS = (  # the solved problems 2, 3, 4 of the full MBPP, as the harnesses hold
         "  return (res) ",
     ),
     Question(
-        "is_not_prime",
-        "",
         text="Write a python function to identify non-prime numbers.",
         tests=("assert is_not_prime(2) == False", "assert is_not_prime(10) == True", "assert is_not_prime(35) == True"),
         code="import math\r\ndef is_not_prime(n):\r\n    result = False\r\n"
@@ -94,8 +90,6 @@ SHOTS = (  # the solved problems 2, 3, 4 of the full MBPP, as the harnesses hold
         "    return result",
     ),
     Question(
-        "heap_queue_largest",
-        "",
         text="Write a function to find the largest integers from a given list of numbers using heap queue algorithm.",
         tests=(
             "assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],3)==[85, 75, 65] ",
@@ -109,71 +103,31 @@ SHOTS = (  # the solved problems 2, 3, 4 of the full MBPP, as the harnesses hold
 EXPERT = "You are an expert Python programmer, and here is your task:"
 
 
-def ask_unchanged(q, shots):
-    return q.prompt
+def asks(question, answer=""):
+    """A function (question, solved problems) -> prompt of two templates: one for a question, one for its solution.
+
+    {prompt}, {stripped}, {text} and {tests}, the first three asserts, are the question's; {code} is the solution.
+    """
+
+    def ask(q, solved=()):
+        shown = "".join(filled(question, shot) + answer.format(code=shot.code) for shot in solved)
+        return shown + filled(question, q)
+
+    return ask
 
 
-def ask_stripped(q, shots):
-    return q.prompt.strip()
+def filled(template, q):
+    return template.format(prompt=q.prompt, stripped=q.prompt.strip(), text=q.text, tests="\n".join(q.tests[:3]))
 
 
-def ask_evalplus_base(q, shots):
-    return q.prompt.strip() + "\n"
+# Ref: Austin et al., arXiv:2108.07732
+ask_austin = asks(EXPERT + " {text} Your code should pass these tests:\n\n{tests}\n[BEGIN]\n", "{code}\n[DONE]\n\n")
 
 
-def ask_evalplus(q, shots):
-    what = "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
-    return f"{what}\n```\n{q.prompt.strip()}\n```\n"
-
-
-def ask_qwen(q, shots):
-    return f"Can you complete the following Python function?\n```python\n{q.prompt.strip()}\n```\n"
-
-
-def ask_solution(q, shots, fence="```{}"):
-    what = "Write a solution to the following problem and make sure that it passes the tests:"
-    return f"{what}\n{fence.format(q.prompt)}"
-
-
-def ask_opencompass(q, shots):
-    return f"Complete the following python code:\n{q.prompt}"
-
-
-def ask_simple_evals(q, shots):
-    what = "Read the following function signature and docstring, and fully implement the function described."
-    return f"{what} Your response should only contain the code for this function.\n{q.prompt}"
-
-
-def ask_austin(q, shots, begin="\n[BEGIN]\n"):
-    """Ref: Austin et al., arXiv:2108.07732; three asserts, after problems with their answers."""
-
-    def one(q):
-        return f"{EXPERT} {q.text} Your code should pass these tests:\n\n" + "\n".join(q.tests[:3]) + begin
-
-    return "".join(f"{one(shot)}{shot.code}\n[DONE]\n\n" for shot in shots) + one(q)
-
-
-def ask_expert_block(q, shots, gap=""):
-    """lm_eval's mbpp_instruct; 0.4.9.2 puts a blank before each answer that it shows."""
-
-    def one(q):
-        return f"{EXPERT}\n{q.text}\nYour code should pass these tests:\n" + "\n".join(q.tests[:3])
-
-    return "".join(f"{one(shot)}\n```python\n{gap}{shot.code}\n```\n\n" for shot in shots) + one(q)
-
-
-def ask_dreamcoder(q, shots):
-    return f"{q.text}\nThe code should pass these tests:\n\n" + "\n".join(q.tests[:3]) + "\n\n"
-
-
-def ask_docstring(q, shots):
-    return f'"""\n{q.text}\n{q.tests[0]}\n"""\n'
-
-
-def ask_opencompass_turns(q, shots):
-    """[(user, assistant), ..., user]: answers are quoted, asserts end in blanks, but for the very first."""
+def ask_opencompass_turns(q, solved):
+    """[(user, assistant), ..., user]: answers are quoted; asserts end in a space, except the very first one."""
     turns = []
-    for shot in shots:
+    for shot in solved:
         asserts = "".join(f"{test.strip()} \n" for test in shot.tests)
         asserts = asserts if turns else asserts.replace(" \n", "\n", 1)
         asked = f"{EXPERT} {shot.text} Your code should pass these tests:\n\n {asserts}"
@@ -182,15 +136,16 @@ def ask_opencompass_turns(q, shots):
     return [*turns, f"{EXPERT} {q.text} Your code should pass these tests:\n\n {asserts}  \n"]
 
 
-def ask_ours(q, shots):
-    """HumanEval's prompt without its last newline, as BPEs like it; MBPP as Austin et al., MBPP+ as EvalPlus."""
+def ask_ours(q, solved):
+    """HumanEval's prompt without its last newline, which suits BPEs; MBPP as Austin et al., MBPP+ as EvalPlus."""
     if not q.text:
-        return ask_evalplus_base(q, shots) if q.prompt.startswith('"""') else q.prompt.rstrip()
-    stripped = [shot._replace(text=shot.text.strip(), code=shot.code.strip()) for shot in (*q.shots[: len(shots)], q)]
-    return ask_austin(stripped[-1], stripped[:-1])
+        return q.prompt.strip() + "\n" if q.prompt.startswith('"""') else q.prompt.rstrip()
+    questions = *q.shots[: len(solved)], q
+    *shots, last = (each._replace(text=each.text.strip(), code=each.code.strip()) for each in questions)
+    return ask_austin(last, shots)
 
 
-def ask_ours_chat(q, shots):
+def ask_ours_chat(q, solved):
     if not q.text:
         what = "Complete this Python function. Answer with all of it in one block of code."
         return f"{what}\n\n```python\n{q.prompt.rstrip()}\n```"
@@ -200,10 +155,10 @@ def ask_ours_chat(q, shots):
 
 
 def prompt(protocol, q, trim_prefix=True):
-    """What the tokenizer gets, before BOS.
+    """The text for the tokenizer, before BOS.
 
-    trim_prefix: transformers 4.46, which Dream's harness pins, takes whitespace from the end of an answer's beginning;
-    4.49, which Fast-dLLM's pins, keeps it. The chat is ChatML, as Dream's, DiffuCoder's and Qwen's templates write it.
+    trim_prefix: transformers 4.46, which Dream's harness pins, strips whitespace at the end of the answer's prefix;
+    4.49, which Fast-dLLM's pins, keeps it. The chat template is ChatML, as in Dream, DiffuCoder and Qwen.
     """
     asked = protocol.ask(q, SHOTS[: protocol.shots])
     prefix = protocol.prefix.replace("{prompt}", q.prompt)
@@ -217,32 +172,33 @@ def prompt(protocol, q, trim_prefix=True):
     return text.rstrip() if trim_prefix and protocol.trims else text
 
 
-# ---- what is done to a text ----------------------------------------------------------------------------------------
+# ---- rules: from a text to a candidate -----------------------------------------------------------------------------
 
-SPECIAL = re.compile(  # tokens that a tokenizer leaves out with skip_special_tokens=True: Qwen2.5's and Dream's
+SPECIAL = re.compile(  # tokens that Qwen2.5's and Dream's tokenizer remove with skip_special_tokens=True
     r"<\|(endoftext|im_start|im_end|mask|beginoftext|object_ref_start|object_ref_end|box_start|box_end|quad_start|"
     r"quad_end|vision_start|vision_end|vision_pad|image_pad|video_pad)\|>"
 )
 
 
-def before(*ends):
-    """A rule: the text before each of these strings in turn."""
-    return lambda text, q: functools.reduce(lambda text, end: text.split(end, 1)[0], ends, text)
-
-
-ENDS = {
-    "keep": (),
-    "cut": (("<|endoftext|> ends it", before("<|endoftext|>")),),
-    "drop": (("special tokens go, what follows them stays", lambda text, q: SPECIAL.sub("", text)),),
-}
-ENDS["ours"] = ()  # extract() looks for NO_ANSWER
-ENDS["cut, drop"] = ENDS["cut"] + (("special tokens go", ENDS["drop"][0][1]),)
-ENDS["cut at im_end, drop"] = (("<|im_end|> ends it", before("<|im_end|>")),) + ENDS["cut, drop"]
-
-
 def first_of(text, stops, start=0):
-    """Where the first of some strings begins at or behind `start`; the end of the text if there is none."""
+    """Where the first of these strings begins, at `start` or behind it; the length of the text if there is none."""
     return min((i for i in (text.find(stop, start) for stop in stops) if i >= 0), default=len(text))
+
+
+def cut_at(stop, text, q):
+    return text.split(stop, 1)[0]
+
+
+def cut_at_first(stops, text, q):
+    return text[: first_of(text, stops)]
+
+
+def extracted(stops, text, q):
+    return extract(text, q.entry, stops)[0]
+
+
+def without_special(text, q):
+    return SPECIAL.sub("", text)
 
 
 def prepend_prompt(text, q):
@@ -257,8 +213,21 @@ def prepend_stripped_prompt(text, q):
     return f"{q.prompt.strip()}\n{text}"
 
 
-def tabs(text, q):
+def tabs_to_spaces(text, q):
     return text.replace("\t", "    ")
+
+
+def first_10000(text, q):
+    return text[:10_000]
+
+
+def without_colours(text, q):
+    return re.sub(r"\x1B(?:[@-Z\\-_]|\[[0-?]*[ -/]*[@-~])", "", text)
+
+
+def without_future(text, q):
+    """An import from the future is an error behind a prompt."""
+    return text.replace("from __future__ import annotations\n", "")
 
 
 def dream_fence(text, q):
@@ -266,7 +235,7 @@ def dream_fence(text, q):
 
 
 def lm_eval_fence(text, q):
-    """The first block of a text that began inside one. A word at its very beginning is taken for its language."""
+    """The first block of a text that began inside one. A leading word counts as the block's language."""
     blocks = re.findall(r"```(?:\w+)?\n?(.*?)\n?```", "```" + text, re.DOTALL)
     return blocks[0] if blocks else ""
 
@@ -276,13 +245,8 @@ def opencompass_fence(text, q):
     return blocks[0] if blocks else text
 
 
-def simple_evals_fence(text, q):
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    return blocks[0] if blocks else text
-
-
-def without_signature(text, q):
-    return text[text.find(":\n    ") + 2 :]  # where there is none, all but the first character
+def strip_left(text, q):
+    return text.lstrip()
 
 
 BEGINS = r"\[BEGIN\]\s*'", r"BEGIN\s*'", r"\[BEGIN\]\s*", r"BEGIN\s*"
@@ -299,6 +263,7 @@ PATTERNS = [  # tried in this order: quoted answers, those without the second qu
 
 
 def opencompass_answer(text, q):
+    """The match of the first pattern that fits, without fences, [DONE] and quotes."""
     match = next((m for m in (re.search(pattern, text, re.DOTALL) for pattern in PATTERNS) if m), None)
     text = match[1] if match else text
     text = re.split(r"'?\s*\[?DONE\]?", text.split("```")[0])[0].replace("\\_", "_").strip()
@@ -306,7 +271,7 @@ def opencompass_answer(text, q):
 
 
 def last_block(text, q):
-    """LiveCodeBench's way: what lies between the last two fences of an answer, all of it if it has none."""
+    """LiveCodeBench's rule: the lines between the last two fences; the whole text if it has none."""
     lines = text.split("\n")
     fences = [i for i, line in enumerate(lines) if "```" in line]
     if not fences:
@@ -314,25 +279,21 @@ def last_block(text, q):
     return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else ""
 
 
-def strip_left(text, q):
-    return text.lstrip()
-
-
-# ---- the two sanitisers --------------------------------------------------------------------------------------------
+# ---- the sanitisers of Dream and EvalPlus --------------------------------------------------------------------------
 
 
 @functools.lru_cache(1024)
 def longest_program(lines, least):
-    """The longest run of at least so many lines that is Python, as (first, last) line; None if there is none.
+    """(first, last) line of the longest program of at least `least` lines; None if there is none.
 
-    The longest has most lines that are not blank; of equals, the first that begins and then the first that ends.
+    Blank lines do not count for its length. Ties go to the first to begin, then to the first to end.
     """
     filled = [i for i, line in enumerate(lines) if line.strip()]
     begins = [k for k, i in enumerate(filled) if may_begin(lines[i])]
     for count in range(len(filled), 0, -1):
         for k in (k for k in begins if k + count <= len(filled)):
             first, last = filled[k], filled[k + count - 1]
-            while first and not lines[first - 1].strip(" \t\r\f"):  # with all blank lines before it
+            while first and not lines[first - 1].strip(" \t\r\f"):  # include the blank lines before it
                 first -= 1
             while last < len(lines) - 1 and last - first + 1 < least and not lines[last + 1].strip():
                 last += 1
@@ -342,10 +303,10 @@ def longest_program(lines, least):
 
 
 def may_begin(line):
-    """Whether Python could begin in a line: not in an indented one, nor in one that is a sentence. Comments may."""
+    """Whether a program could begin with this line: not if it is indented, nor if it is a sentence."""
     if "#" in line:
         return True
-    statement = not re.search(r"[()\[\]{}'\"\\@]|:\s*$", line)  # nothing in it goes on in the next line
+    statement = not re.search(r"[()\[\]{}'\"\\@]|:\s*$", line)  # it cannot continue in the next line
     return not line[0].isspace() and (not statement or syntax_holds(line))
 
 
@@ -357,7 +318,7 @@ def syntax_holds(code):
 
 
 def reached(entry, names):
-    """The definitions that `entry` needs: names is {definition: the names in it}."""
+    """The definitions that `entry` needs, directly or not. names: {definition: names that it uses}."""
     found, todo = {entry}, [entry]
     while todo:
         new = names.get(todo.pop(), set()) - found
@@ -367,9 +328,9 @@ def reached(entry, names):
 
 
 def dream_sanitize(text, q):
-    """Imports, and of functions that return, classes and assignments those that the entry point needs, unparsed.
+    """The imports, and the functions with a return, classes and assignments that the entry point needs, unparsed.
 
-    Of a name defined twice the last definition counts, of `a.b` only b, and of a text only 100 lines.
+    The last definition of a name counts, `a.b` uses only b, and only the first 100 lines are read.
     """
     text = text.replace("\t", "    ").replace("\r\n", "\n").replace("\r", "\n").strip() + "\n"
     lines = text.splitlines()[:100]
@@ -391,7 +352,7 @@ def has_return(node):
 
 
 def dream_names(node):
-    """Names and attributes in a definition, but not what stands before the dot of an attribute."""
+    """Names and attributes in a definition; of `a.b` only b."""
     names, todo = set(), [node]
     while todo:
         for child in ast.iter_child_nodes(todo.pop()):
@@ -403,10 +364,10 @@ def dream_names(node):
 
 
 def evalplus_sanitize(text, q):
-    """Like Dream's, with other rules: the first definition of a name counts, and its bytes stay as they are.
+    """As Dream's, but the first definition of a name counts, and the source stays as it is.
 
-    EvalPlus walks a tree-sitter parse; this finds the same nodes by `ast` and its offsets, which count bytes. Where
-    nothing is left, the longest Python in the text comes back.
+    EvalPlus walks the tree of tree-sitter; this finds the same nodes by `ast` and its offsets, which count bytes. If
+    nothing is left, the longest program in the text is returned.
     """
     lines = text.split("\n")
     first, last = longest_program(tuple(lines), 2) or (0, 0)
@@ -443,7 +404,7 @@ def evalplus_definitions(code, entry):
 
 
 def end_of_block(data, end, node):
-    """Where tree-sitter lets a definition end whose last statement ends at `end`: behind comments of its block."""
+    """The end of a definition in tree-sitter, where the last statement ends at `end`: comments of the block count."""
     end += len(re.compile(rb"([ \t]*;)?([ \t]*#[^\n]*)?").match(data, end)[0])
     comment = re.compile(rb"(?:[ \t\r\f]*\n)+([ \t]*)#[^\n]*")
     while (match := comment.match(data, end)) and len(match[1].expandtabs(8)) >= node.body[0].col_offset:
@@ -452,13 +413,13 @@ def end_of_block(data, end, node):
 
 
 def evalplus_name(node):
-    """The name that a statement defines in EvalPlus' eyes, or None; decorated definitions define none."""
+    """The name that a statement defines according to EvalPlus, or None, as for decorated definitions."""
     if isinstance(node, ast.ClassDef):
         return None if node.decorator_list else node.name
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return node.name if has_return(node) and not node.decorator_list else None
     if isinstance(node, ast.Assign | ast.AnnAssign):
-        # the first plain name of both sides, so that `a.b = c` defines c; a name in parentheses is none
+        # The first plain name of both sides: `a.b = c` defines c. A name in parentheses does not count.
         left, *more = node.targets if isinstance(node, ast.Assign) else [node.target]
         if isinstance(left, ast.Name):
             return left.id if left.col_offset == node.col_offset else None
@@ -483,36 +444,36 @@ def evalplus_names(node):
     return names
 
 
-# ---- ours: loses least of a right answer ---------------------------------------------------------------------------
+# ---- ours: loses the fewest right answers --------------------------------------------------------------------------
 
-# after these there is no answer in any text; Austin et al. end theirs by [DONE]
+# No text continues its answer behind one of these. [DONE] is Austin et al.'s.
 NO_ANSWER = ("<|endoftext|>", "<|file_sep|>", "<|im_end|>", "<|dlm_pad|>", "<|mask|>", "[DONE]")
 FENCE = re.compile(r"(?m)^([ \t]*)(```+)[ \t]*([^`\n]*?)[ \t]*$")  # indentation, backticks, language
-# a line that begins with two words, of which the first is none of Python's, or as an item of a list
+# a line that begins with two words, the first not a keyword of Python, or with the mark of a list item
 PROSE = re.compile(rf"(?!({'|'.join([*keyword.kwlist, *keyword.softkwlist])})\b)[\w'’-]+[,:;]? [A-Za-z]|\d+[.)] |[-*] ")
 
 
 def extract(text, entry, stops):
-    """(code, ended) of what a model wrote: without fences, chat and what follows the answer.
+    """(code, ended) of a model's text: the code without fences, chat and text behind the answer.
 
-    A text that starts indented goes on with the function of the prompt, until the first stop string. One that defines
-    `entry` before any fence is code, too, until the first stop string, fence or prose behind it; it may have begun in a
-    block that the prompt opened. Otherwise a fenced block counts whole: the first that defines `entry`, or the first.
-    ended: nothing that could follow would change the code.
+    A text that begins indented continues the function of the prompt, up to the first stop string. A text that defines
+    `entry` before any fence is code up to the first stop string, fence or prose behind the definition; the prompt may
+    have opened a block. In other texts the code is a fenced block: the first that defines `entry`, else the first.
+    ended: no further text could change the code.
     """
     written = text.replace("\r\n", "\n").removeprefix("[BEGIN]")
     text = written[: first_of(written, NO_ANSWER)]
     ended = len(text) < len(written)
     defines = re.compile(rf"(?m)^(async )?def {re.escape(entry)}\b")
-    goes_on = re.match(r"\s*\n[ \t]+[^\s`]|[ \t]+[^\s`]", text)
-    if goes_on:  # the prompt is indented by spaces
+    continues = re.match(r"\s*\n[ \t]+[^\s`]|[ \t]+[^\s`]", text)
+    if continues:  # the prompt is indented by spaces
         text = re.sub(r"(?m)^\t+", lambda tabs: "    " * len(tabs[0]), text)
-    restated, fences = None if goes_on else defines.search(text), list(FENCE.finditer(text))
-    if fences and not goes_on and not (restated and restated.start() < fences[0].start()):
+    restated, fences = None if continues else defines.search(text), list(FENCE.finditer(text))
+    if fences and not continues and not (restated and restated.start() < fences[0].start()):
         blocks = fenced(text, fences)
         code, closed = next((block for block in blocks if defines.search(block[0])), blocks[0])
         return code, (closed or ended) and bool(defines.search(code))
-    # Helpers may come first, so stop strings count after the function that is asked for.
+    # Helpers may come first, so stop strings count only behind the definition of `entry`.
     start = restated.end() if restated else 0
     code = text[: first_of(text, (*stops, "\n```"), start)]
     code = re.split(r"(?m)(?<=[^\s`])```[ \t]*$", code)[0]
@@ -521,9 +482,9 @@ def extract(text, entry, stops):
 
 
 def fenced(text, fences):
-    """[(code, whether its end is there)] of the blocks of a text, without the indentation of their fences.
+    """[(code, whether it is closed)] of the fenced blocks of a text, without the indentation of their fences.
 
-    A block ends at a fence that is as long and says no language; where it would be no Python so, at a later one.
+    A block ends at the first fence of at least its length, without a language, where the code parses.
     """
     blocks, behind = [], 0
     for i, fence in enumerate(fences):
@@ -538,7 +499,7 @@ def fenced(text, fences):
 
 
 def parses(code):
-    """Whether a text of reasonable length is Python; a longer one may end the parser, and this process."""
+    """Whether a text of at most 20,000 characters is Python; a longer one may crash the parser and this process."""
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return len(code) <= 20_000 and bool(ast.parse(code) or True)
@@ -546,7 +507,7 @@ def parses(code):
 
 
 def without_prose(code, start):
-    """Code without lines of prose before the function whose name ends at `start`, and behind it."""
+    """The code without prose before and behind the function whose name ends at `start`."""
     lines, first = code.split("\n"), code[:start].count("\n")
     while first and not parses("\n".join(lines[:first])):
         lines, first = lines[1:], first - 1
@@ -558,14 +519,12 @@ def without_prose(code, start):
 
 # ---- the table -----------------------------------------------------------------------------------------------------
 
-CHEN = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # of Chen et al., arXiv:2107.03374, as lm_eval has them
+IM_END = ("<|im_end|>", "<|endoftext|>")
+CHEN = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al., arXiv:2107.03374, as in lm_eval
 EVALPLUS = ("<|endoftext|>", "<|endofmask|>", "</s>", "\nif __name__", "\ndef main(", "\nprint(")
-EVALPLUS_BASE = {
-    "humaneval": (*EVALPLUS, "\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert "),
-    "mbpp": (*EVALPLUS, '\n"""', "\nassert"),
-}
-BIGCODE_STOPS = ("\nclass", "\ndef", "\n#", "\n@", "\nprint", "\nif", "\n```", "<file_sep>", "<|endoftext|>")
-BIGCODE_MBPP_STOPS = ("\nclass", "\nassert", '\n"""', "\nprint", "\nif", "\n<|/", "\n```", "<|endoftext|>")
+EVALPLUS_HUMANEVAL = (*EVALPLUS, "\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ")
+EVALPLUS_MBPP = (*EVALPLUS, '\n"""', "\nassert")
+QWEN_STOPS = (*EVALPLUS, "\n#", "\n```")
 OURS_STOPS = {
     "humaneval": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint(", "\nassert "),
     "mbpp": ("\nclass ", "\nassert ", '\n"""', "\nprint(", "\nif "),
@@ -573,250 +532,178 @@ OURS_STOPS = {
 ASSISTANT = "You are a helpful assistant."
 QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 QWEN_CODER = "You are an intelligent programming assistant to produce Python algorithmic solutions"
+EXPERT_BLOCK = EXPERT + "\n{text}\nYour code should pass these tests:\n{tests}"
+WRITE = "Write a solution to the following problem and make sure that it passes the tests:\n"
+SCRIPT = "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
 COMPLETED = "Here is the completed function:\n```python\n"
-BELOW = "Below is a Python script with a self-contained function that solves the problem and passes corresponding tests"
-
-# rules: (what a table of --explain calls it, function of text and question)
-PROMPT = ("the prompt goes in front", prepend_prompt)
-PROMPT_LINE = ("the prompt and a newline go in front", prepend_prompt_line)
-STRIPPED_PROMPT = ("the stripped prompt goes in front", prepend_stripped_prompt)
-FIRST_STOP = "the first stop string ends it"
-TABS = ("a tab is four blanks", tabs)
-FIRST_10000 = ("only 10,000 characters", lambda text, q: text[:10_000])
-ANSI = ("no colours", lambda text, q: re.sub(r"\x1B(?:[@-Z\\-_]|\[[0-?]*[ -/]*[@-~])", "", text))
-TO_FENCE = ("``` ends it", before("```"))
-DREAM_RULES = (("code is what follows ```python", dream_fence), PROMPT_LINE, ("Dream's sanitiser", dream_sanitize))
-SANITIZED = ("EvalPlus' sanitiser", evalplus_sanitize)
-
-
-FUTURE = "from __future__ import annotations\n"  # an error behind a prompt
-OURS_RULES = {
-    task: (
-        ("code is looked for everywhere", lambda text, q, stops=stops: extract(text, q.entry, stops)[0]),
-        ("no import from the future", lambda text, q: text.replace(FUTURE, "")),
-    )
-    for task, stops in OURS_STOPS.items()
-}
-
-
-# bases that several records share
-LM_EVAL = Protocol(("humaneval",), ask_unchanged, stops=CHEN, rules=(PROMPT,), max_new=1024, ends="cut, drop")
-AUSTIN = Protocol(("mbpp",), ask_austin, shots=3, stops=("[DONE]",), max_new=256, ends="cut, drop")
-LM_EVAL_CHAT = LM_EVAL._replace(
-    ask=functools.partial(ask_solution, fence="```python\n{}\n```\n"),
-    system=ASSISTANT, prefix=COMPLETED + "{prompt}\n", trims=True, rules=(TO_FENCE, PROMPT),
-)  # fmt: skip
-AUSTIN_CHAT = AUSTIN._replace(
-    ask=ask_expert_block, system=ASSISTANT, prefix="\n```python\n", trims=True, stops=(),
-    rules=(("the first block counts, a leading word is its language", lm_eval_fence),),
-)  # fmt: skip
-EVALPLUS_CHAT = Protocol(
-    ("humaneval",), ask_evalplus, QWEN, f"{BELOW}:\n```python\n", max_new=768, ends="drop",
-    stops=(*EVALPLUS, "\n```\n"), stop_rule="first", rules=(FIRST_10000, TABS, ANSI, SANITIZED), limit_s=4, factor=4,
-)  # fmt: skip
-EVALPLUS_PLAIN = EVALPLUS_CHAT._replace(
-    ask=ask_evalplus_base, system=None, prefix="", stops=EVALPLUS_BASE["humaneval"],
-    rules=(FIRST_10000, TABS, STRIPPED_PROMPT, ANSI, SANITIZED),
-)  # fmt: skip
-PLUS = {"data": ("mbppplus", "sanitized")}
-PLUS_PLAIN = PLUS | {"stops": EVALPLUS_BASE["mbpp"]}
-OLD = {"rules": (FIRST_10000, TABS, SANITIZED), "limit_s": 1.0}  # evalplus 0.3.1: colours stay, a shorter least time
-OLD_PLAIN = OLD | {"rules": (FIRST_10000, TABS, STRIPPED_PROMPT, SANITIZED)}
-NO_32 = {"never": ("HumanEval/32",)}  # it passes over find_zero without a verdict
-DREAM = {"temperature": 0.2, "top_p": 0.95, "bos": True, "ends": "cut"}
-DREAM_BASE = LM_EVAL._replace(stop_rule="none", rules=DREAM_RULES, max_new=512, **DREAM)
-DREAM_CHAT = {"system": ASSISTANT, "trims": True, "prompt_tokens": 1024, "temperature": 0.1, "top_p": 0.9}
-DREAM_CHAT |= {"ends": "cut"}
-DREAMCODER = EVALPLUS_CHAT._replace(system=ASSISTANT, temperature=0.1, top_p=0.9, **OLD)
-QWEN_BASE = Protocol(
-    ("humaneval",), ask_evalplus_base, max_new=768, ends="cut at im_end, drop", stop_rule="first",
-    stops=(*EVALPLUS_BASE["humaneval"], "\n```\n", "```"), rules=(TABS, STRIPPED_PROMPT), prompt_first=True,
-    limit_s=1, factor=4,
-)  # fmt: skip
-QWEN_CHAT = QWEN_BASE._replace(
-    ask=ask_qwen, system=QWEN_CODER, prefix="```python\n", max_new=2048, stops=(*EVALPLUS, "\n#", "\n```"),
-    rules=(TABS, TO_FENCE), prompt_first=False,
-)  # fmt: skip
-QWEN_SANITIZED = {"rules": (TABS, TO_FENCE, SANITIZED)}
-BIGCODE = Protocol(
-    ("humaneval",), ask_stripped, max_length=512, temperature=0.2, top_p=0.95, ends="keep", stop_rule="first",
-    stops=BIGCODE_STOPS, rules=(("the stripped prompt goes in front", lambda text, q: q.prompt.strip() + text),),
-)  # fmt: skip
-BIGCODE_MBPP = {"data": ("mbpp",), "ask": ask_docstring, "stops": BIGCODE_MBPP_STOPS, "rules": (PROMPT,)}
-OPENCOMPASS = Protocol(
-    ("humaneval",), ask_opencompass, ASSISTANT, ends="drop", temperature=0.2, top_p=0.95,
-    rules=(("the first block counts", opencompass_fence), ("no blanks in front", strip_left)), prompt_first=True,
-)  # fmt: skip
-OPENCOMPASS_MBPP = {
-    "data": ("mbpp",), "ask": ask_opencompass_turns, "shots": 3, "limit_s": 9, "prompt_first": False,
-    "rules": (("the first of twenty patterns counts", opencompass_answer),),
-}  # fmt: skip
-OURS = Protocol(
-    ("humaneval",), ask_ours, top_p=0.95, ends="ours", stop_rule="none", limit_s=4, factor=4, prompt_first=True
+BELOW = (
+    "Below is a Python script with a self-contained function that solves the problem and passes corresponding tests:\n"
 )
 
-OURS_MBPP = OURS._replace(
-    data=("sanitized", "mbpp", "mbppplus"), stops=OURS_STOPS["mbpp"], rules=OURS_RULES["mbpp"], prompt_first=False
-)
-LIVE = Protocol(
-    ("livecodebench",), ask_unchanged, top_p=0.95, ends="cut at im_end, drop", limit_s=6, factor=4,
-    rules=(("the last block counts", last_block),),
-)  # fmt: skip
-
-PROTOCOLS = {  # "harness/task": the names are those of the golden files
-    "ours/humaneval": OURS._replace(stops=OURS_STOPS["humaneval"], rules=OURS_RULES["humaneval"]),
-    "ours/mbpp": OURS_MBPP._replace(shots=3),
-    "ours_chat/humaneval": OURS._replace(
-        ask=ask_ours_chat, system="", stops=OURS_STOPS["humaneval"], rules=OURS_RULES["humaneval"]
-    ),
-    "ours_chat/mbpp": OURS_MBPP._replace(ask=ask_ours_chat, system=""),
-    "ours/livecodebench": LIVE,
-    "ours_chat/livecodebench": LIVE._replace(system=""),
-    "openai/humaneval": Protocol(("humaneval",), ask_unchanged, temperature=0.2, top_p=0.95, prompt_first=True),
-    "lm_eval_0.4.8/humaneval": LM_EVAL,
-    "lm_eval_0.4.8/mbpp": AUSTIN,
-    "lm_eval_0.4.9.2/humaneval": LM_EVAL,
-    "lm_eval_0.4.9.2/mbpp": AUSTIN,
-    "lm_eval_0.4.9.2/humaneval_instruct": LM_EVAL_CHAT,
-    "lm_eval_0.4.9.2/mbpp_instruct": AUSTIN_CHAT._replace(ask=functools.partial(ask_expert_block, gap=" ")),
-    "lm_eval_head/humaneval": LM_EVAL,
-    "lm_eval_head/mbpp": AUSTIN,
-    "lm_eval_head/humaneval_instruct": LM_EVAL_CHAT,
-    "lm_eval_head/mbpp_instruct": AUSTIN_CHAT,
-    "dream_base_lm_eval/humaneval": DREAM_BASE._replace(rules=(PROMPT,)),  # the score that lm_eval prints
-    "dream_base/humaneval": DREAM_BASE,  # the one that postprocess_code.py prints
-    "dream_base_mbpp/mbpp": AUSTIN._replace(max_new=512, **DREAM),
-    "fast_dllm/humaneval": DREAM_BASE._replace(max_new=256, temperature=0.0, top_p=1.0),
-    "dream_instruct/humaneval_instruct": LM_EVAL_CHAT._replace(
-        ask=ask_solution, rules=DREAM_RULES, max_new=768, **DREAM_CHAT
-    ),
-    "dream_instruct/mbpp_instruct": AUSTIN._replace(
-        ask=functools.partial(ask_austin, begin=""), prefix=COMPLETED, shots=0, stops=("```",), max_new=1024,
-        **DREAM_CHAT,
-    ),
-    "dreamcoder_base/humaneval": DREAM_BASE._replace(
-        top_p=0.9, stops=("```python\n", "```"), stop_rule="each", rules=(PROMPT_LINE, DREAM_RULES[-1])
-    ),
-    "dreamcoder_base/mbpp": DREAM_BASE._replace(  # the Hub's mbppplus: 378 of these problems
-        data=("sanitized",), ask=ask_dreamcoder, prefix=COMPLETED,
-        temperature=0.1, top_p=0.9, stops=("```",), stop_rule="each",
-        rules=(),
-    ),
-    "dreamcoder_instruct/humaneval": DREAMCODER,
-    "dreamcoder_instruct/mbpp": DREAMCODER._replace(**PLUS),
-    "evalplus_0.3.1_base/humaneval": EVALPLUS_PLAIN._replace(**OLD_PLAIN, **NO_32),
-    "evalplus_0.3.1_base/mbpp": EVALPLUS_PLAIN._replace(**PLUS_PLAIN, **OLD_PLAIN),
-    "evalplus_0.3.1_instruct/humaneval": EVALPLUS_CHAT._replace(**OLD, **NO_32),
-    "evalplus_0.3.1_instruct/mbpp": EVALPLUS_CHAT._replace(**PLUS, **OLD),
-    "evalplus_head_base/humaneval": EVALPLUS_PLAIN,
-    "evalplus_head_base/mbpp": EVALPLUS_PLAIN._replace(**PLUS_PLAIN),
-    "evalplus_head_instruct/humaneval": EVALPLUS_CHAT,
-    "evalplus_head_instruct/mbpp": EVALPLUS_CHAT._replace(**PLUS),
-    "bigcode/humaneval": BIGCODE,
-    "bigcode/humaneval-unstripped": BIGCODE._replace(ask=ask_unchanged, rules=(PROMPT,)),
-    "bigcode/mbpp": BIGCODE._replace(**BIGCODE_MBPP),
-    "qwen_base/humaneval": QWEN_BASE,
-    "qwen_base/mbpp": QWEN_BASE._replace(**PLUS, stops=(*EVALPLUS_BASE["mbpp"], "\n```\n", "```")),
-    "qwen_instruct/humaneval": QWEN_CHAT,
-    "qwen_instruct/humaneval_sanitized": QWEN_CHAT._replace(**QWEN_SANITIZED),
-    "qwen_instruct/mbpp": QWEN_CHAT._replace(**PLUS),
-    "qwen_instruct/mbpp_sanitized": QWEN_CHAT._replace(**PLUS, **QWEN_SANITIZED),
-    "opencompass_dare/humaneval": OPENCOMPASS,
-    "opencompass_dare/mbpp": OPENCOMPASS._replace(**OPENCOMPASS_MBPP),
-    "simple_evals/humaneval": Protocol(
-        ("humaneval",), ask_simple_evals, ends="drop", prompt_first=True,
-        rules=(("the first ```python block counts", simple_evals_fence), ("no signature", without_signature)),
-    ),
-}  # fmt: skip
+ask_prompt = asks("{prompt}")
+ask_evalplus = asks(SCRIPT + "```\n{stripped}\n```\n")
+ask_evalplus_base = asks("{stripped}\n")
+ask_qwen = asks("Can you complete the following Python function?\n```python\n{stripped}\n```\n")
+cut_at_fence = functools.partial(cut_at, "```")
+DREAM_RULES = (dream_fence, prepend_prompt_line, dream_sanitize)
+EVALPLUS_BASE_RULES = (first_10000, tabs_to_spaces, prepend_stripped_prompt, without_colours, evalplus_sanitize)
+PLUS = ("mbppplus", "sanitized")
 
 
-END_TOKENS = {  # at which writing stops, as what follows is not read; the other rules of ENDS read the whole canvas
-    "ours": NO_ANSWER, "cut": ("<|endoftext|>",), "cut, drop": ("<|endoftext|>",), "keep": ("<|endoftext|>",),
-    "cut at im_end, drop": ("<|endoftext|>", "<|im_end|>"),
+def ours(name, ask, shots=0, system=None):
+    """Our own records: code is found in plain text, in a body that continues the prompt, and in fenced blocks."""
+    settings = {"system": system, "top_p": 0.95, "ours": True, "factor": 4}
+    extracts = settings | {"ends": NO_ANSWER, "stop_rule": "extract", "rules": (without_future,), "limit_s": 4}
+    mbpp = ("sanitized", "mbpp", "mbppplus")
+    return {
+        f"{name}/humaneval": Protocol(ask, stops=OURS_STOPS["humaneval"], prompt_first=True, **extracts),
+        f"{name}/mbpp": Protocol(ask, mbpp, shots=shots, stops=OURS_STOPS["mbpp"], **extracts),
+        f"{name}/livecodebench": Protocol(
+            ask_prompt, ("livecodebench",), ends=IM_END, drops=True, rules=(last_block,), limit_s=6, **settings
+        ),
+    }
+
+
+def both(harness, suffix="", **settings):
+    """The records of HumanEval and of EvalPlus' MBPP where they differ in the data alone."""
+    tasks = {"humaneval": ("humaneval",), "mbpp": PLUS}
+    return {f"{harness}/{task}{suffix}": Protocol(data=data, **settings) for task, data in tasks.items()}
+
+
+PROTOCOLS = {  # "harness/task"
+    **ours("ours", ask_ours, shots=3),
+    **ours("ours_chat", ask_ours_chat, system=""),
+    "openai/humaneval": Protocol(ask_prompt, temperature=0.2, top_p=0.95, prompt_first=True),
+    # Equal in 0.4.8, which has no instruct tasks, and 0.4.9.2, which has another mbpp_instruct.
+    "lm_eval/humaneval": Protocol(ask_prompt, max_new=1024, drops=True, stops=CHEN, rules=(prepend_prompt,)),
+    "lm_eval/mbpp": Protocol(ask_austin, ("mbpp",), shots=3, max_new=256, drops=True, stops=("[DONE]",)),
+    "lm_eval/humaneval_instruct": Protocol(
+        asks(WRITE + "```python\n{prompt}\n```\n"), system=ASSISTANT, prefix=COMPLETED + "{prompt}\n", trims=True,
+        max_new=1024, drops=True, stops=CHEN, rules=(cut_at_fence, prepend_prompt),
+    ),
+    "lm_eval/mbpp_instruct": Protocol(
+        asks(EXPERT_BLOCK, answer="\n```python\n{code}\n```\n\n"), ("mbpp",), system=ASSISTANT,
+        prefix="\n```python\n", trims=True, shots=3, max_new=256, drops=True,
+        rules=(lm_eval_fence,),
+    ),
+    # HumanEval is scored by Dream's postprocess_code.py, from the log of lm_eval.
+    "dream_base/humaneval": Protocol(ask_prompt, bos=True, temperature=0.2, top_p=0.95, rules=DREAM_RULES),
+    "dream_base/mbpp": Protocol(
+        ask_austin, ("mbpp",), shots=3, bos=True, temperature=0.2, top_p=0.95, stops=("[DONE]",)
+    ),
+    "dream_instruct/humaneval_instruct": Protocol(
+        asks(WRITE + "```{prompt}"), system=ASSISTANT, prefix=COMPLETED + "{prompt}\n", trims=True, prompt_tokens=1024,
+        max_new=768, temperature=0.1, top_p=0.9, stops=CHEN, rules=DREAM_RULES,
+    ),
+    "dream_instruct/mbpp_instruct": Protocol(
+        asks(EXPERT + " {text} Your code should pass these tests:\n\n{tests}"), ("mbpp",), system=ASSISTANT,
+        prefix=COMPLETED, trims=True, prompt_tokens=1024, max_new=1024, temperature=0.1, top_p=0.9, stops=("```",),
+    ),
+    "fast_dllm/humaneval": Protocol(ask_prompt, bos=True, max_new=256, rules=DREAM_RULES),
+    "dreamcoder_base/humaneval": Protocol(
+        ask_prompt, bos=True, temperature=0.2, top_p=0.9, stops=("```python\n", "```"),
+        rules=(prepend_prompt_line, dream_sanitize),
+    ),
+    "dreamcoder_base/mbpp": Protocol(  # on mbppplus of the Hub: 378 of these problems
+        asks("{text}\nThe code should pass these tests:\n\n{tests}\n\n"), ("sanitized",), prefix=COMPLETED, bos=True,
+        temperature=0.1, top_p=0.9, stops=("```",), frame=("", "\n\n"),
+    ),
+    # Dream-Coder and d3LLM score with their own copy of evalplus.
+    **both(
+        "dreamcoder_instruct", ask=ask_evalplus, system=ASSISTANT, prefix=BELOW + "```python\n", max_new=768,
+        temperature=0.1, top_p=0.9, ends=(), drops=True, stops=(*EVALPLUS, "\n```\n"), stop_rule="first",
+        rules=(first_10000, tabs_to_spaces, evalplus_sanitize), limit_s=1, factor=4,
+    ),
+    "evalplus_base/humaneval": Protocol(
+        ask_evalplus_base, max_new=768, ends=(), drops=True, stops=EVALPLUS_HUMANEVAL, stop_rule="first",
+        rules=EVALPLUS_BASE_RULES, limit_s=4, factor=4,
+    ),
+    "evalplus_base/mbpp": Protocol(
+        ask_evalplus_base, PLUS, max_new=768, ends=(), drops=True, stops=EVALPLUS_MBPP, stop_rule="first",
+        rules=EVALPLUS_BASE_RULES, limit_s=4, factor=4,
+    ),
+    **both(
+        "evalplus_instruct", ask=ask_evalplus, system=QWEN, prefix=BELOW + "```python\n", max_new=768, ends=(),
+        drops=True, stops=(*EVALPLUS, "\n```\n"), stop_rule="first",
+        rules=(first_10000, tabs_to_spaces, without_colours, evalplus_sanitize), limit_s=4, factor=4,
+    ),
+    # DiffuCoder evaluates with Qwen2.5-Coder's harness.
+    "qwen_base/humaneval": Protocol(
+        ask_evalplus_base, max_new=768, ends=IM_END, drops=True, stops=(*EVALPLUS_HUMANEVAL, "\n```\n", "```"),
+        stop_rule="first", rules=(tabs_to_spaces, prepend_stripped_prompt), prompt_first=True, limit_s=1, factor=4,
+    ),
+    "qwen_base/mbpp": Protocol(
+        ask_evalplus_base, PLUS, max_new=768, ends=IM_END, drops=True, stops=(*EVALPLUS_MBPP, "\n```\n", "```"),
+        stop_rule="first", rules=(tabs_to_spaces, prepend_stripped_prompt), prompt_first=True, limit_s=1, factor=4,
+    ),
+    **both(
+        "qwen_instruct", ask=ask_qwen, system=QWEN_CODER, prefix="```python\n", max_new=2048, ends=IM_END, drops=True,
+        stops=QWEN_STOPS, stop_rule="first", rules=(tabs_to_spaces, cut_at_fence), limit_s=1, factor=4,
+    ),
+    **both(
+        "qwen_instruct", "_sanitized", ask=ask_qwen, system=QWEN_CODER, prefix="```python\n", max_new=2048, ends=IM_END,
+        drops=True, stops=QWEN_STOPS, stop_rule="first", rules=(tabs_to_spaces, cut_at_fence, evalplus_sanitize),
+        limit_s=1, factor=4,
+    ),
+    # DARE's OpenCompass: it quotes 78.05 % on HumanEval and 56.40 % on MBPP for Dream-Instruct.
+    "opencompass_dare/humaneval": Protocol(
+        asks("Complete the following python code:\n{prompt}"), system=ASSISTANT, temperature=0.2, top_p=0.95, ends=(),
+        drops=True, rules=(opencompass_fence, strip_left), prompt_first=True,
+    ),
+    "opencompass_dare/mbpp": Protocol(
+        ask_opencompass_turns, ("mbpp",), system=ASSISTANT, shots=3, temperature=0.2, top_p=0.95, ends=(), drops=True,
+        rules=(opencompass_answer,), limit_s=9,
+    ),
 }  # fmt: skip
 
 
 def named(name, task):
-    """ "harness/task" and its record, for the name of either and one of our tasks. Raises ValueError."""
+    """("harness/task", record) for the name of a record or of a harness. ValueError lists the names of a task."""
     task = task.rstrip("+")
-    for key in (name, f"{name}/{task}", f"{name}/{task}_instruct", f"{name}_{task}/{task}"):
+    for key in (name, f"{name}/{task}", f"{name}/{task}_instruct"):
         if key in PROTOCOLS and key.split("/")[1].startswith(task):
             return key, PROTOCOLS[key]
-    known = [key for key in PROTOCOLS if key.split("/")[1].startswith(task)]
-    raise ValueError(f"{name!r} is no protocol of {task}; those are {', '.join(known)}")
+    known = ", ".join(key for key in PROTOCOLS if key.split("/")[1].startswith(task))
+    raise ValueError(f"{name!r} is no protocol of {task}; there are {known}; others are in bench/explain.py")
 
 
 # ---- from a text to a program --------------------------------------------------------------------------------------
 
 
 def steps(protocol):
-    """[(name, function of text and question)]: all that is done to a text, in order; names say what a user sees."""
-    stops = protocol.stops
-    if protocol.stop_rule == "each":
-        cuts = [(f"{stop!r} ends it", before(stop)) for stop in stops]
-    elif protocol.stop_rule == "first":
-        cuts = [(FIRST_STOP, lambda text, q: text[: first_of(text, stops)])]
-    else:
-        cuts = []
-    return [*ENDS[protocol.ends], *cuts, *protocol.rules]
+    """The functions (text, question) -> text that make a candidate of a text, in order."""
+    ends = [functools.partial(cut_at, end) for end in protocol.ends]
+    special = [without_special] if protocol.drops else []
+    stops = {
+        "each": [functools.partial(cut_at, stop) for stop in protocol.stops],
+        "first": [functools.partial(cut_at_first, protocol.stops)],
+        "extract": [functools.partial(extracted, protocol.stops)],
+        "none": [],
+    }
+    return [*ends, *special, *stops[protocol.stop_rule], *protocol.rules]
 
 
-def candidate(protocol, text, q, without=()):
-    """What the harness makes of a model's text: the candidate that goes to the tests. `without` leaves rules out."""
-    for name, apply in steps(protocol):
-        text = text if name in without else apply(text, q)
+def candidate(protocol, text, q):
+    """The code that the harness finds in a model's text. SyntaxError, ValueError where the harness raises."""
+    for step in steps(protocol):
+        text = step(text, q)
     return text
 
 
-def suspects(protocol, text, q):
-    """[(what a table calls it, names of rules)] of what could have spoilt a text: each rule, then all stop strings."""
-    names = [name for name, _ in steps(protocol)]
-    stops = [name for name in names if name.endswith("ends it")]
-    found = [(name, [name]) for name in names] + [("its stop strings together", stops)]
-    if FIRST_STOP in names:  # say which
-        for _, apply in ENDS[protocol.ends]:
-            text = apply(text, q)
-        hit = min((stop for stop in protocol.stops if stop in text), key=text.find, default=None)
-        found[names.index(FIRST_STOP)] = (f"{hit!r} ends it", [FIRST_STOP])
-    return found
-
-
 def ended(protocol, text, q):
-    """Whether nothing that could follow would change the candidate, so that writing from left to right may stop."""
-    if protocol.ends == "ours":
+    """Whether the candidate can no longer change, so that generation from left to right may stop."""
+    if protocol.stop_rule == "extract":
         return extract(text, q.entry, protocol.stops)[1]
     return protocol.stop_rule != "none" and first_of(text, protocol.stops) < len(text)
 
 
-def post_processing(protocol):
-    """What decides what becomes of a text; protocols in which it is the same score alike."""
-    return protocol.ends, protocol.stop_rule, protocol.stops, protocol.rules, protocol.prompt_first
-
-
-NO_SINGLE_RULE = "no single rule"
-
-
-def left_over(code, q):
-    """Why a program fails that no rule has spoilt, as a table of --explain says it."""
-    if "```" in code:
-        return "no rule: ``` stays"
-    if SPECIAL.search(code) or first_of(code, NO_ANSWER) < len(code):
-        return "no rule: special tokens stay"
-    if not parses(code):
-        return "no rule: what is no Python stays"
-    functions = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.FunctionDef) and n.name == q.entry]
-    return "no rule: the code is not there" if not any(map(has_return, functions)) else NO_SINGLE_RULE
-
-
 def program(protocol, code, q):
-    """What runs before the tests."""
+    """The code that runs before the tests."""
     return q.prompt + code if protocol.prompt_first else code
 
 
 def target(protocol, q):
-    """The tests, as the harness puts them behind a program and a newline."""
-    if q.tests:
-        tests = "\n".join(q.tests[:3])
-        return tests + "\n\n" if protocol.ask is ask_dreamcoder else tests
-    first = "\n" if protocol.stops == BIGCODE_STOPS else ""
-    return f"{first}{q.test}\ncheck({q.entry})"
+    """The tests, as the harness appends them to a program and a newline."""
+    tests = "\n".join(q.tests[:3]) or f"{q.test}\ncheck({q.entry})"
+    before, after = protocol.frame
+    return before + tests + after

@@ -13,10 +13,9 @@ and meta.json, which names the shards with their rows and SHA-256 and is written
 Axes: N documents, T tokens, R rows, L row length, V vocabulary.
 """
 
+import concurrent.futures
 import functools
 import hashlib
-import queue
-import threading
 import time
 
 import numpy as np
@@ -27,7 +26,6 @@ import runs
 
 COLUMNS = ["input_ids", "segments", "positions", "fixed"]  # of a shard; the last of pairs only
 BLOCK_TOKENS = 1 << 21  # tokens packed at a time, one row group of a shard
-EDIT = 1 << 28  # added to an id whose input is always MASK
 
 # ---- documents to rows ---------------------------------------------------------------------------------------------
 
@@ -95,23 +93,25 @@ def pad_rows(documents, seq_len, special):
 
 
 def pair_rows(pairs, seq_len, eos):
-    """Whole pairs in rows, each where it still fits the last one: int32 tokens, segments, positions and fixed, all _RL.
+    """Whole pairs in rows, each where it still fits the last row: int32 tokens, segments, positions and fixed, all _RL.
 
-    A pair's ids are those of the response, and as ~id those around it. Segments and positions are those of pack().
-    fixed is 0 in the response and at EOS, 1 around it, 2 at an `edit`.
+    A pair is (int32 ids, int32 fixed) of equal length; both without the EOS that ends it. Segments and positions are
+    those of pack(); fixed is 0 at EOS and at padding.
     """
     rows, room = [], 0
-    for ids in pairs:
-        if len(ids) + 1 > room:
+    for pair in pairs:
+        size = len(pair[0]) + 1
+        if size > room:
             rows.append([])
             room = seq_len
-        rows[-1].append(ids)
-        room -= len(ids) + 1
-    # What is given is negative so far: that tells it from responses, and ~ gives the ids back.
-    columns = zip(*(pack(row, seq_len, eos, eos) for row in rows), strict=True)
-    tokens_RL, *rest = (np.concatenate(column) for column in columns)
-    fixed_RL = np.where(tokens_RL < 0, 1, np.where(tokens_RL >= EDIT, 2, 0)).astype(np.int32)
-    return np.select([fixed_RL == 1, fixed_RL == 2], [~tokens_RL, tokens_RL - EDIT], tokens_RL), *rest, fixed_RL
+        rows[-1].append(pair)
+        room -= size
+    columns = []
+    for row in rows:
+        ids, fixed = zip(*row, strict=True)
+        fixed_RL, _, _ = pack(fixed, seq_len, 0, 0)
+        columns.append([*pack(ids, seq_len, eos, eos), fixed_RL])
+    return [np.concatenate(column) for column in zip(*columns, strict=True)]
 
 
 # ---- rows to batches ----------------------------------------------------------------------------------------------
@@ -168,10 +168,28 @@ class Rows:
             out[:, here] = self.shard(int(i))[:, flat[here] - self.first[i]]
         return out.reshape(len(self.columns), *row_ids.shape, -1)
 
+    def on_mesh(self, row_ids, sharding):
+        """A tuple of JAX arrays [A, B, L], one per column, of the rows [A, B]. A host reads only its own."""
+        import jax
+
+        read = functools.lru_cache(None)(lambda a, b: self.read(row_ids[slice(*a), slice(*b)]))
+        shape = (*row_ids.shape, self.meta["seq_len"])
+
+        def column(c):
+            return lambda index: read(*((s.start, s.stop) for s in index[:2]))[c]
+
+        columns = range(len(self.columns))
+        return tuple(jax.make_array_from_callback(shape, sharding, column(c)) for c in columns)
+
     def spread(self, count):
         """Numbers of `count` rows, or of all where there are no more, that lie evenly over the split."""
         count = min(count, self.total)
         return np.arange(count) * self.total // max(1, count)
+
+    def padded(self, count, size):
+        """Row numbers [batches, 1, size] of `count` rows from all parts of the split; -1, an empty row, fills up."""
+        ids = self.spread(count)
+        return np.append(ids, np.full(-len(ids) % size, -1)).astype(int).reshape(-1, 1, size)
 
     def batch(self, seed, step, size):
         """The rows of optimiser step 0, 1, ..., as read() gives them; a step may run over the end of an epoch."""
@@ -213,23 +231,16 @@ def held_out(folder, data=""):
 
 
 def prefetch(make, first, last):
-    """Yield (step, make(step), seconds waited) with one batch made ahead by a thread."""
-    ready = queue.Queue(2)
-
-    def work():
-        try:
-            for step in range(first, last):
-                ready.put(make(step))
-        except BaseException as error:  # handed to the consumer, which raises it
-            ready.put(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    for step in range(first, last):
-        started = time.perf_counter()
-        batch = ready.get()
-        if isinstance(batch, BaseException):
-            raise batch
-        yield step, batch, time.perf_counter() - started
+    """Yield (step, make(step), seconds waited); a thread makes the next one meanwhile. Its errors are raised here."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        ahead = thread.submit(make, first)
+        for step in range(first, last):
+            started = time.perf_counter()
+            batch = ahead.result()
+            waited_s = time.perf_counter() - started
+            if step + 1 < last:
+                ahead = thread.submit(make, step + 1)
+            yield step, batch, waited_s
 
 
 def token_bytes(tokenizer, vocab):

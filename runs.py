@@ -1,8 +1,5 @@
 """A run: command line, folder, lock, log, signals; the tokenizer and chat template in a model's folder.
 
-    if __name__ == "__main__":
-        runs.command(main, Config, __doc__)         # command line; an error becomes one line
-
     with runs.Run(cfg) as run:                      # locks cfg.out; refuses a folder that holds another run
         run.begin(first, settings, {"tokenizer.json": data})    # writes config.json, cuts the logs to step `first`
         for step in range(first, cfg.steps):
@@ -10,20 +7,20 @@
             if run.signal:                          # Ctrl-C or SIGTERM: save, then
                 run.leave(step + 1)
 
-The folder of a run holds config.json, tokenizer.json, log.jsonl and its checkpoints: checkpoints/<step>/ written by
-Orbax (JAX, see checkpoints.py), step_<n>/ in safetensors (PyTorch). This file imports neither JAX nor PyTorch.
+The folder of a run holds config.json, tokenizer.json, log.jsonl and its checkpoints: checkpoints/<step>/ (JAX, see
+checkpoints.py) or step_<n>/ in safetensors (PyTorch). This file imports neither JAX nor PyTorch.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import fcntl
 import functools
 import io
-import itertools
 import json
-import math
 import os
 import secrets
+import select
 import shlex
 import shutil
 import signal
@@ -41,8 +38,8 @@ def command(main, config_class, doc, machine=()):
 
     The flags are the fields of the dataclass, their comments the help; nested dataclasses are groups of flags. With
     --resume=DIR the defaults are the settings of that run, but for those named by `machine`: they belong to the machine
-    that it ran on. What this project's own code raises says what is wrong, and so does the system (OSError). What a
-    library raises is a bug of ours, and keeps its traceback; python -X dev shows all of them.
+    that it ran on. An error that this project raises says what is wrong, and so does the system's (OSError). What a
+    library raises is a bug of ours and keeps its traceback; python -X dev shows all of them.
     """
     import tyro
 
@@ -51,12 +48,15 @@ def command(main, config_class, doc, machine=()):
     try:
         default = resumed(config_class, sys.argv[1:], machine)
         main(tyro.cli(config_class, default=default, description=doc, config=(tyro.conf.OmitArgPrefixes,)))
+        sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
         # Whose line raised it? Only what this project says on purpose is short.
         folder, here = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent, Path(__file__).parent
         ours = folder in (here, here / "bench")
+        if isinstance(error, BrokenPipeError) and reader_has_gone():
+            os._exit(141)  # silently, as SIGPIPE ends other programs
         if sys.flags.dev_mode or not (ours or isinstance(error, OSError)):
             raise
         advice = "; pip install -r requirements-gpu.txt" if getattr(error, "name", "") == "torch" else ""
@@ -66,15 +66,23 @@ def command(main, config_class, doc, machine=()):
     # And after torchrun: threads of gloo that outlive their process group abort a closing interpreter.
     if status or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         for stream in (sys.stdout, sys.__stderr__):
-            with contextlib.suppress(OSError):  # a reader such as head has gone
+            with contextlib.suppress(OSError):
                 stream.flush()
         os._exit(status)
 
 
+def reader_has_gone():
+    """Whether standard output is a pipe that nobody reads any more, as after `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 def resumed(config_class, arguments, machine=()):
     """The defaults of a command line: those of the class, or the settings of the run that --resume names."""
-    pairs = (a.split("=", 1) if "=" in a else (a, b) for a, b in itertools.zip_longest(arguments, arguments[1:]))
-    folder = next((value for flag, value in pairs if flag == "--resume"), None)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", nargs="?")
+    folder = parser.parse_known_args(arguments)[0].resume
     if not folder or "resume" not in {field.name for field in dataclasses.fields(config_class)}:
         return config_class()
     saved = read_json(as_path(folder) / "config.json", "train")["train"]
@@ -95,11 +103,17 @@ def settings_of(config_class, saved, machine=()):
 
 
 def script(name, *flags):
-    """Run another stage as a program. FileNotFoundError if it is not beside this file, RuntimeError if it fails."""
-    path = Path(__file__).with_name(name)
+    """Run another stage as a program, which gets our Ctrl-C and SIGTERM. FileNotFoundError if it is not beside this
+    file, RuntimeError if it fails.
+    """
+    path = Path(__file__).parent / name
     if not path.exists():
-        raise FileNotFoundError(f"{name} is not in {path.parent}; copy it there, or name what it writes")
-    status = subprocess.run([sys.executable, str(path), *flags], check=False).returncode
+        raise FileNotFoundError(f"{path} is not here; copy it, or name what it writes")
+    with subprocess.Popen([sys.executable, str(path), *flags]) as process, contextlib.ExitStack() as exits:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(number, lambda number, _: process.send_signal(number))
+            exits.callback(signal.signal, number, before)
+        status = process.wait()
     if status:
         raise RuntimeError(f"{shlex.join(['python', name, *flags])} ended with exit status {status}")
 
@@ -123,11 +137,11 @@ def read_json(path, *needed):
         raise FileNotFoundError(f"{path} does not exist; is {path.parent} the folder that you mean?")
     try:
         found = json.loads(path.read_text())
-        missing = [key for key in needed if key not in found]
-    except (ValueError, TypeError):
+        missing = [key for key in needed if key not in found.keys()]
+    except (ValueError, AttributeError):
         raise ValueError(f"{path} is damaged: it is not a JSON object") from None
-    if missing or not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it has no {' and no '.join(missing) or 'keys'}")
+    if missing:
+        raise ValueError(f"{path} is damaged: it has no {' and no '.join(missing)}")
     return found
 
 
@@ -152,7 +166,7 @@ def writing(path):
 
 
 def write(path, data):
-    """Write bytes, or anything else as JSON: the file is whole, or as it was."""
+    """Write bytes, or anything else as JSON. The file is whole, or as it was."""
     with writing(path) as file:
         file.write(data if isinstance(data, bytes) else (json.dumps(data, indent=2) + "\n").encode())
 
@@ -174,8 +188,8 @@ def new_folder(path):
             time.sleep(0.1)
         raise
     # Everything is on disk before the name says that it is complete.
-    for part in [*partial.rglob("*"), partial]:
-        descriptor = os.open(part, os.O_RDONLY)
+    for path_in_it in [*partial.rglob("*"), partial]:
+        descriptor = os.open(path_in_it, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
     shutil.rmtree(path, ignore_errors=True)
@@ -195,18 +209,15 @@ def lock(path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            folder = Path(path).parent
-            raise BlockingIOError(
-                f"another process is writing to {folder}; wait for it or choose another --out"
-            ) from None
+            advice = "wait for it or choose another --out"
+            raise BlockingIOError(f"another process is writing to {Path(path).parent}; {advice}") from None
         yield
 
 
 def saved_steps(folder):
     """{step: path} of the finished checkpoints of a run, in order: checkpoints/<step>/ (JAX) or step_<n>/ (PyTorch)."""
-    names = (
-        (path.name.removeprefix("step_"), path) for glob in ("checkpoints/*", "step_*") for path in folder.glob(glob)
-    )
+    paths = [*folder.glob("checkpoints/*"), *folder.glob("step_*")]
+    names = [(path.name.removeprefix("step_"), path) for path in paths]
     return dict(sorted((int(name), path) for name, path in names if name.isdigit()))
 
 
@@ -215,7 +226,8 @@ def newest(folder, step=0):
     found = saved_steps(as_path(folder))
     if not found or (step and step not in found):
         there = f"it has {list(found)}" if found else "train one, or name the folder of a run or of convert_weights.py"
-        raise FileNotFoundError(f"{folder} holds no checkpoint{f' of step {step}' * bool(step)}; {there}")
+        asked = f" of step {step}" if step else ""
+        raise FileNotFoundError(f"{folder} holds no checkpoint{asked}; {there}")
     step = step or max(found)
     return step, found[step]
 
@@ -237,9 +249,7 @@ def read_tokenizer(folder):
 
 
 def load_tokenizer(folder, cfg):
-    """The tokenizer in a model's folder. Raises FileNotFoundError, or ValueError for one that is damaged or does not
-    fit the model: more tokens than rows, or a MASK or end token of the model that is an ordinary word.
-    """
+    """read_tokenizer(), and ValueError for one that does not fit a Dream: too many tokens, MASK or EOS a plain word."""
     tokenizer = read_tokenizer(folder)
     size, added = tokenizer.get_vocab_size(), tokenizer.get_added_tokens_decoder()
     if size > cfg.vocab:
@@ -253,10 +263,10 @@ def load_tokenizer(folder, cfg):
 
 
 def chat_template(folder):
-    """A function that writes a prompt as a user's turn, by the chat template in a model's folder; None if it has none.
+    """wrap(prompt, system="", before=()) -> text, by the chat template in a model's folder; None if it has none.
 
-    The function's second argument is a system turn that goes before, the third the (prompt, answer)s since then. Raises
-    ValueError for a template that is damaged; so does the function for one that fails.
+    The prompt is a user's turn; system goes before it, and the (prompt, answer) pairs of `before` between them. Raises
+    ValueError for a template that is damaged; so does wrap for one that fails.
     """
     path, jinja = (as_path(folder) / name for name in ("tokenizer_config.json", "chat_template.jinja"))
     config = read_json(path) if path.exists() else {}
@@ -278,7 +288,7 @@ def chat_template(folder):
     compiled = functools.cache(environment.from_string)  # compiling takes 5 ms, rendering 0.07
 
     def wrap(prompt, system="", before=()):
-        turns = [{"role": "system", "content": system}] * bool(system)
+        turns = [{"role": "system", "content": system}] if system else []
         for user, assistant in before:
             turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
         turns.append({"role": "user", "content": prompt})
@@ -296,15 +306,14 @@ def chat_template(folder):
 class Run:
     """The folder cfg.out, locked. cfg has out, resume and wandb; unit is what the run counts: "step" or "round".
 
-    If cfg.plot is True, the metrics that `curves` names are drawn as curve.png when the run ends.
-
-    Of several processes each has its own Run with its rank; only that of rank 0 writes and prints. With hosts > 1,
-    processes of JAX, SIGTERM belongs to jax.distributed, which tells all of them at which step to stop.
+    If cfg.plot is True, the metrics that `curves` names are drawn as curve.png when the run ends. Each of several
+    processes has a Run with its rank; only that of rank 0 writes and prints. With hosts > 1 (JAX) SIGTERM belongs to
+    jax.distributed, which tells all of them at which step to stop.
     """
 
     def __init__(self, cfg, unit="step", rank=0, hosts=1, curves=("loss", "bits_per_byte")):
-        self.cfg, self.out, self.unit, self.rank, self.hosts = cfg, as_path(cfg.out), unit, rank, hosts
-        self.curves = curves
+        self.cfg, self.out, self.unit = cfg, as_path(cfg.out), unit
+        self.rank, self.hosts, self.curves = rank, hosts, curves
         self.signal = ""  # name of the signal that asks this process to stop
         self.asked_at = None  # when one came
         self.tracker = None
@@ -329,7 +338,7 @@ class Run:
     def begin(self, first, settings, files=None, logs=("log.jsonl",)):
         """Write config.json and files, {name: bytes}. From here on a signal asks the run to stop, a second one ends it.
 
-        What a killed run logged after step `first`, its last checkpoint, is cut off: it will be logged again.
+        What a killed run logged after its last checkpoint, step `first`, is cut off: it will be logged again.
         """
         for number in (signal.SIGINT,) if self.hosts > 1 else (signal.SIGTERM, signal.SIGINT):
             self.exits.callback(signal.signal, number, signal.signal(number, self.on_signal))
@@ -343,18 +352,22 @@ class Run:
         for name, data in (files or {}).items():
             write(self.out / name, data)
         if getattr(self.cfg, "plot", False):
-            self.exits.callback(save_curves, self.out, self.curves, self.unit)
+            self.exits.callback(script, "bench/plot.py", str(self.out), "--names", *self.curves)
         if self.cfg.wandb:
-            try:
-                import wandb
-            except ImportError:
-                raise ValueError("--wandb needs the package wandb: pip install wandb") from None
-            name = self.out / "wandb_id"  # of its own: another run in a folder of this name is another curve
-            if not (self.cfg.resume and name.exists()):
-                write(name, secrets.token_hex(8).encode())
-            where = {"project": self.cfg.wandb, "dir": str(self.out), "name": self.out.name, "id": name.read_text()}
-            self.tracker = wandb.init(config=settings, resume="allow", **where)
-            self.exits.callback(self.tracker.finish)
+            self.track(settings)
+
+    def track(self, settings):
+        """Log to wandb, too, with an id of the run's own: another run in a folder of this name is another curve."""
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError("--wandb needs the package wandb: pip install wandb") from None
+        name = self.out / "wandb_id"
+        if not (self.cfg.resume and name.exists()):
+            write(name, secrets.token_hex(8).encode())
+        where = {"project": self.cfg.wandb, "dir": str(self.out), "name": self.out.name, "id": name.read_text()}
+        self.tracker = wandb.init(config=settings, resume="allow", **where)
+        self.exits.callback(self.tracker.finish)
 
     def on_signal(self, number, frame):
         now, name = time.monotonic(), signal.Signals(number).name
@@ -391,11 +404,11 @@ class Run:
 
     def append_text(self, name, text):
         path = self.out / name
-        if isinstance(path, Path):
-            with open(path, "a") as file:
-                file.write(text)
-        else:  # objects in a bucket cannot grow
+        if not isinstance(path, Path):  # objects in a bucket cannot grow
             path.write_text((path.read_text() if path.exists() else "") + text)
+            return
+        with open(path, "a") as file:
+            file.write(text)
 
     def leave(self, done):
         """End the program after a signal, when `done` is saved."""
@@ -403,46 +416,12 @@ class Run:
         raise InterruptedError(f"{why}: saved {self.unit} {done}; go on with --resume={self.out}")
 
 
-def series(rows, names, unit):
-    """{name: (units, values)} of the names that two or more rows of a log have a finite number for."""
-    found = {}
-    for name in names:
-        points = [(row[unit], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
-        if len(points) > 1:
-            found[name] = tuple(zip(*points, strict=True))
-    return found
-
-
-def save_curves(folder, names, unit):
-    """Draw what `names` lists of log.jsonl in a run's folder as curve.png. Needs matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("--plot: curve.png needs matplotlib: pip install matplotlib", file=sys.stderr)
-        return
-    log = folder / "log.jsonl"
-    found = series([json.loads(line) for line in log.read_text().splitlines()] if log.exists() else [], names, unit)
-    if not found:
-        return
-    figure, data = Figure((7, 2.5 * len(found)), layout="constrained"), io.BytesIO()
-    for axis, (name, points) in zip(figure.subplots(len(found), squeeze=False)[:, 0], found.items(), strict=True):
-        axis.plot(*points)
-        axis.set(ylabel=name.replace("_", " "), xlabel=unit)
-        axis.grid(alpha=0.3)
-    figure.savefig(data, format="png", dpi=120)
-    write(folder / "curve.png", data.getvalue())
-
-
-# ---- what a checkpoint is held against -----------------------------------------------------------------------------
-
-
 def check_tensors(found, want, where):
     """Raise ValueError that names each missing, unexpected or misshapen tensor. Both are {name: shape}."""
     wrong = [f"missing {name}" for name in want.keys() - found.keys()]
     wrong += [f"unexpected {name}" for name in found.keys() - want.keys()]
-    for name in want.keys() & found.keys():
-        if tuple(found[name]) != tuple(want[name]):
-            wrong.append(f"{name} has shape {tuple(found[name])}, not {tuple(want[name])}")
+    shapes = {name: (tuple(found[name]), tuple(want[name])) for name in want.keys() & found.keys()}
+    wrong += [f"{name} has shape {ours}, not {theirs}" for name, (ours, theirs) in shapes.items() if ours != theirs]
     if wrong:
         more = f" and {len(wrong) - 20} more" if len(wrong) > 20 else ""
         raise ValueError(f"the tensors of {where} do not fit the model: " + "; ".join(sorted(wrong)[:20]) + more)

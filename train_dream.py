@@ -117,7 +117,6 @@ MACHINE = ("device", "hosts", "micro_batch", "fsdp", "tensor")
 # ---- choices for the device ----------------------------------------------------------------------------------------
 
 MICRO_BATCH = {"tiny": 2, "500m": 4}  # rows per device at a time, 1 of any other preset
-TPU_FLOPS = {"TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12}  # bf16
 
 
 def pick_model(cfg):
@@ -137,9 +136,8 @@ def with_blocks(cfg, model):
     with blocks of one token. ValueError for flags that do not go together.
     """
     ar, blocks = cfg.objective == "ar", cfg.blocks
-    changed = [
-        f"--{field.name}" for field in dataclasses.fields(blocks) if getattr(blocks, field.name) != field.default
-    ]
+    defaults = vars(Blocks())
+    changed = [f"--{name}" for name, value in vars(blocks).items() if value != defaults[name]]
     block = 1 if ar else blocks.block_length or (0 if cfg.anneal_steps else model.block_length)
     if ar and changed:
         raise ValueError(f"--objective=ar has no {', '.join(changed)}")
@@ -158,11 +156,6 @@ def with_blocks(cfg, model):
     return dataclasses.replace(model, block_length=block)
 
 
-def tokens_seen(cfg, data):
-    """Tokens that --epochs trains on, of the data with this meta.json."""
-    return cfg.epochs * data["splits"]["train"]["tokens"]
-
-
 def row_length(cfg, model, data=None):
     """Tokens of a row: --seq_len, or that of the data, or what suits the model."""
     seq_len = cfg.seq_len or (data["seq_len"] if data else min(model.positions, 2048))
@@ -172,13 +165,12 @@ def row_length(cfg, model, data=None):
     return seq_len
 
 
-def pick_batch(cfg, model, copies, on_cpu, data=None):
-    """(tokens of a row, rows of a step, rows per device at a time); `copies` devices hold different rows."""
-    seq_len = row_length(cfg, model, data)
+def pick_batch(cfg, seq_len, copies, on_cpu, data=None):
+    """(rows of a step, rows per device at a time); `copies` devices hold different rows."""
     # Short runs take smaller steps: two thousand of them rather than sixty.
-    seen = tokens_seen(cfg, data) if data else math.inf
-    tokens = 2 ** int(math.log2(np.clip(seen / 2000, 8192, 131_072)))
-    rows = (4096 if on_cpu else tokens) // seq_len
+    seen = cfg.epochs * data["splits"]["train"]["tokens"] if data else math.inf
+    tokens = 4096 if on_cpu else 2 ** int(math.log2(np.clip(seen / 2000, 8192, 131_072)))
+    rows = tokens // seq_len
     batch = cfg.batch_size or max(1, rows // copies) * copies
     if batch % copies:
         nearest = math.ceil(batch / copies) * copies
@@ -188,7 +180,7 @@ def pick_batch(cfg, model, copies, on_cpu, data=None):
     micro = cfg.micro_batch or max(m for m in range(1, most + 1) if rows % m == 0)
     if rows % micro:
         raise ValueError(f"--micro_batch={micro} does not divide the {rows} rows of a device; try a divisor of {rows}")
-    return seq_len, batch, micro
+    return batch, micro
 
 
 def resolve(cfg, devices, data=None, memory=None):
@@ -202,7 +194,8 @@ def resolve(cfg, devices, data=None, memory=None):
     on_cpu = memory is None
     name, model = pick_model(cfg)
     cfg = dataclasses.replace(cfg, model=name)
-    seq_len, batch, micro = pick_batch(cfg, model, len(devices) // cfg.tensor, on_cpu, data)
+    seq_len = row_length(cfg, model, data)
+    batch, micro = pick_batch(cfg, seq_len, len(devices) // cfg.tensor, on_cpu, data)
     mesh = checkpoints.training_mesh(cfg, model, devices)
     dtype, remat = cfg.dtype or ("float32" if on_cpu else "bfloat16"), cfg.remat or "qkvo"
     if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
@@ -253,23 +246,6 @@ def step_flops(cfg, model):
     if cfg.lora_rank:  # frozen matrices have no gradients: a third of what they cost
         flops -= md.flops_per_token(model, 0) / 3
     return copies * flops * cfg.batch_size * cfg.seq_len
-
-
-def peak_flops(device, dtype):
-    """FLOP/s of one device: the data sheet's for a TPU, elsewhere the best of five products of square matrices."""
-    for kind, peak in TPU_FLOPS.items():
-        if device.device_kind.startswith(kind):
-            return peak, "data sheet"
-    n = 1536 if device.platform == "cpu" else 8192
-    a = jnp.ones((n, n), dtype)
-    product = jax.jit(lambda a: a @ a)
-    product(a).block_until_ready()
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        product(a).block_until_ready()
-        seconds.append(time.perf_counter() - started)
-    return 2 * n**3 / min(seconds), f"measured, {n} x {n} {jnp.dtype(dtype)} matmul"
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
@@ -351,20 +327,6 @@ def with_expand(cfg, model, tokenizer_json):
 
 
 COLUMNS = "token_ABL", "segment_ABL", "position_ABL", "fixed_ABL"  # the last of pairs alone
-
-
-def to_devices(rows, row_ids, sharding):
-    """The rows of these numbers [A, B] on the mesh, {name of COLUMNS: array}. A host reads only its own."""
-    read = functools.lru_cache(None)(lambda a, b: rows.read(row_ids[slice(*a), slice(*b)]))
-    shape = (*row_ids.shape, rows.meta["seq_len"])
-
-    def column(c):
-        def of_a_device(index):
-            return read(*((s.start, s.stop) for s in index[:2]))[c]
-
-        return jax.make_array_from_callback(shape, sharding, of_a_device)
-
-    return {name: column(c) for c, name in enumerate(COLUMNS[: len(rows.columns)])}
 
 
 # ---- the compiled step ---------------------------------------------------------------------------------------------
@@ -550,19 +512,14 @@ def score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=EVAL_DRAWS):
 
     Nats are per token that can be masked; the standard error is that of the noise, in bits per byte.
     """
-    row_ids = heldout.spread(cfg.eval_rows)
-    if not len(row_ids):
+    if not (count := min(cfg.eval_rows, heldout.total)):
         return {}
-    padded = np.full(math.ceil(len(row_ids) / size) * size, -1)  # -1 is an empty row: whole batches
-    padded[: len(row_ids)] = row_ids
-    nats_N, tokens, text_bytes, rows_at = 0.0, 0.0, 0.0, NamedSharding(mesh, PS(None, md.BATCH))
+    sums, rows_at = [], NamedSharding(mesh, PS(None, md.BATCH))
     with jax.set_mesh(mesh):
-        for first in range(0, len(padded), size):
-            batch, row_B = to_devices(heldout, padded[None, first : first + size], rows_at), first + np.arange(size)
-            sums = sums_of(graph, cfg.schedule, len(row_ids), draws, params, batch, row_B, bytes_V)
-            nats_N, tokens, text_bytes = (
-                total + np.asarray(x, float) for total, x in zip((nats_N, tokens, text_bytes), sums, strict=True)
-            )
+        for i, ids in enumerate(heldout.padded(count, size)):
+            batch, row_B = dict(zip(COLUMNS, heldout.on_mesh(ids, rows_at), strict=False)), size * i + np.arange(size)
+            sums.append(sums_of(graph, cfg.schedule, count, draws, params, batch, row_B, bytes_V))
+    nats_N, tokens, text_bytes = (sum(np.asarray(x, float) for x in column) for column in zip(*sums, strict=True))
     bits_N = nats_N / math.log(2) / text_bytes
     error = bits_N.std(ddof=1) / math.sqrt(len(bits_N)) if len(bits_N) > 1 else 0.0
     return {"heldout_nats": nats_N.mean() / tokens, "bits_per_byte": bits_N.mean(), "standard_error": error}
@@ -570,12 +527,13 @@ def score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=EVAL_DRAWS):
 
 def evaluate(cfg):
     """--eval_only: print the bound of a model, trained here or converted, on held-out rows."""
-    folder = runs.as_path(cfg.eval_only)
+    folder = checkpoints.absolute(cfg.eval_only)
     heldout, tokenizer = held_out(folder, cfg.data)
-    rows = len(heldout.spread(cfg.eval_rows))
-    size = min(16, rows)  # rows at a time
-    model, step, mesh = checkpoints.load_for_inference(md, folder, 0, cfg.dtype, rows=size)
-    mesh = mesh or checkpoints.inference_mesh(model.cfg, jax.devices()[:1], 1)
+    rows = min(cfg.eval_rows, heldout.total)
+    size = min(16, rows)  # at a time
+    mesh = checkpoints.inference_mesh(md.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), size)
+    dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    model, step = checkpoints.load(md, folder, dtype=dtype, mesh=mesh)
     graph, params = nnx.split(model)
     bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))
     scores = {"step": step, "rows": rows} | score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=8)
@@ -634,28 +592,13 @@ class Trainer:
 
     def begin(self, store):
         """Fill the state: newest checkpoint of --resume, weights of --init, or new ones. Returns (step, skipped)."""
-        cfg = self.cfg
-        if cfg.resume and checkpoints.absolute(cfg.resume) != store.folder:
-            store = checkpoints.Checkpoints(cfg.resume)
+        cfg, layout = self.cfg, jax.tree.map(lambda s: s.sharding, self.shapes)
         base = {"base": self.read_init(self.run.dtype)} if cfg.lora_rank else {}
-        if cfg.resume and store.newest() is not None:
-            saved, ours = store.meta(), self.meta(0, 0)
-            theirs = saved["model"] | {"--lora_rank": saved["train"]["lora_rank"]}
-            path = f"{cfg.resume}/checkpoints/{store.newest()}"
-            runs.check_same(theirs, ours["model"] | {"--lora_rank": cfg.lora_rank}, path)
-            if saved.get("base") != ours.get("base"):
-                raise ValueError(f"{cfg.init} holds other weights than those that {cfg.resume} began with")
-            if saved["data"] != ours["data"]:
-                advice = "pass its --data, or start anew with another --out"
-                raise ValueError(f"{cfg.resume} was trained on other data; {advice}")
-            restored = store.restore(self.saved(self.shapes))
-            opt, (params,) = restored.pop("opt"), restored.values()
+        if cfg.resume and (found := store.resume(cfg.resume, self.meta(0, 0), self.saved(self.shapes))):
+            state, saved = found
+            opt, (params,) = state.pop("opt"), state.values()
             self.state = {"params": params, "opt": opt} | base
-            print(f"resuming {cfg.resume} after step {saved['step']}")
             return saved["step"], saved["skipped"]
-        if cfg.resume:
-            print(f"{cfg.resume} stopped before its first checkpoint: starting at step 0 with its settings")
-        layout = jax.tree.map(lambda s: s.sharding, self.shapes)
         if cfg.lora_rank:
             key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
             new = functools.partial(md.new_adapters, key, self.shapes["base"], cfg.lora_rank)
@@ -685,7 +628,8 @@ class Trainer:
         size = self.cfg.batch_size
         epoch, i = divmod(step, self.train.total // size)
         ids = self.train.order(self.cfg.seed, epoch)[i * size : (i + 1) * size]
-        return to_devices(self.train, ids.reshape(-1, self.micro_rows), self.rows_at)
+        columns = self.train.on_mesh(ids.reshape(-1, self.micro_rows), self.rows_at)
+        return dict(zip(COLUMNS, columns, strict=False))
 
     def compile(self):
         """The program of a step."""
@@ -721,11 +665,9 @@ class Meter:
     """Speed between two rows of the log, and steps without a finite gradient."""
 
     def __init__(self, cfg, model, run, mesh, step, skipped):
-        self.cfg, self.skipped, self.bad = cfg, skipped, 0  # bad: how many of them in a row
-        self.tokens = cfg.batch_size * cfg.seq_len
+        self.cfg, self.skipped, self.bad = cfg, skipped, 0  # bad: how many in a row
         self.flops = step_flops(cfg, model) / mesh.size  # a device
-        self.peak, source = peak_flops(jax.devices()[0], run.dtype)
-        print(f"peak {self.peak / 1e12:.3g} TFLOP/s a device ({source}), a step is {self.flops / 1e12:.3g} TFLOP")
+        self.peak = checkpoints.peak_flops(jax.devices()[0]) if run.dtype == jnp.bfloat16 else math.nan
         self.restart(step)
 
     def restart(self, step):
@@ -737,10 +679,13 @@ class Meter:
         self.waited_s += waited_s
 
     def row(self, step):
-        """Tokens per second, share of the device's peak, share of the time without a batch, minutes to go."""
+        """Tokens per second, share of the device's peak (MFU), share of the time without a batch, minutes to go."""
         elapsed = time.perf_counter() - self.started
         rate = (step - self.step) / elapsed
-        row = {"tok_per_s": rate * self.tokens, "mfu": rate * self.flops / self.peak, "wait": self.waited_s / elapsed}
+        row = {"tok_per_s": rate * self.cfg.batch_size * self.cfg.seq_len}
+        if math.isfinite(self.peak):
+            row["mfu"] = rate * self.flops / self.peak
+        row["wait"] = self.waited_s / elapsed
         self.restart(step)
         return row | {"eta_min": (self.cfg.steps - step) / rate / 60, "skipped": self.skipped}
 

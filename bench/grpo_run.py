@@ -1,31 +1,32 @@
 """The demo of coupled_grpo.py over several seeds: held-out reward by round, and the time it takes.
 
     python bench/grpo_run.py                                   # three seeds, 15 minutes; keep the machine idle
-    python bench/grpo_run.py --kinds naive sure replayed --rounds=20 --out=out/grpo_rollouts    # fast rollouts
-    python bench/grpo_run.py --kinds coupled independent coupled_elbo trajectory --seeds 0 1 2 3 4 5 6 7 8 9 10 11 \
+    python bench/grpo_run.py --kinds naive sure --rounds=20 --out=out/grpo_rollouts    # fast rollouts
+    python bench/grpo_run.py --kinds coupled independent coupled_elbo --seeds 0 1 2 3 4 5 6 7 8 9 10 11 \
         --rounds=12 --eval_every=12 --eval_samples=8 --out=out/grpo_paired     # estimators; two hours of one core
     python bench/grpo_run.py --kinds coupled_alone d1 count espo spg gdpo left_to_right --out=out/grpo_published \
         --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --rounds=12 --eval_every=12 --eval_samples=8    # published ones; four hours
 
-A seed is pre-training, tasks drawn and completions, all anew; the held-out tasks are the same. Their constants are in
+A seed sets pre-training, the order of tasks and completions; the held-out tasks are the same. Their constants are in
 pre-training and never rewarded; the figure for a constant that is in neither stands beside it. With several kinds of
 runs each starts from the same pre-trained model, and differences from the first kind are paired by seed: runs differ by
-more than kinds do. Estimators pass over as many canvases each. Writes the name of the folder --out with .png and, of
-several kinds, .md, and an entry for each kind in cpu.json, under bench/results/.
+more than kinds do. All estimators of a comparison take as many forward passes. Writes the name of the folder --out with
+.png and, of several kinds, .md, and an entry for each kind in cpu.json, under bench/results/.
 
-"coupled", "coupled_elbo" and "trajectory" are --estimator of coupled_grpo.py. Independent masks show a token in none,
-one or both of the two masked versions of a canvas. The scores of `views_of` are those of published methods, with the
-ratio that each has, or none, and without a KL divergence, as "coupled_alone": its weight means another thing for each.
+"coupled" is what coupled_grpo.py does. Independent masks show a token in none, one or both of the two masked versions
+of a canvas; "coupled_elbo" weighs coupled masks so that the mean score is the ELBO. The other scores of `views_of` are
+those of published methods, with the ratio that each has, or none, and without a KL divergence, as "coupled_alone": its
+weight means another thing for each.
 
-The last three kinds fill all that is sure enough at a low threshold and a low temperature, and learn fast. "naive" asks
-how likely the drawn token is, "sure" how likely the likeliest is; "replayed" does that, and learns from the replayed
-path.
+The last two kinds fill positions at a low threshold and a low temperature, and learn fast. "naive" compares the
+threshold with the probability of the drawn token, "sure", as coupled_grpo.py, with the maximum of the distribution.
 """
 
 import dataclasses
 import functools
 import json
 import multiprocessing
+import os
 import shlex
 import shutil
 import signal
@@ -51,35 +52,30 @@ import coupled_grpo
 import grpo
 import runs
 
-
-def fast(score, **settings):
-    return {"lr": 1e-3, "sampling": coupled_grpo.Sampling(0.5, 1.0, 16, threshold=0.5, score=score)} | settings
-
-
+FAST = {"lr": 1e-3, "temperature": 0.5, "threshold": 0.5}
 KINDS = {  # what differs from the demo's settings
     "coupled": {},
     "independent": {},
-    "coupled_elbo": {"estimator": "coupled_elbo"},
-    "trajectory": {"estimator": "trajectory"},
+    "coupled_elbo": {},
     "coupled_alone": {"beta": 0.0},
     "d1": {"beta": 0.0},
     "count": {"beta": 0.0},
-    "espo": {"beta": 0.0, "ratio": "sequence", "iterations": 3},  # of two canvases
+    "espo": {"beta": 0.0, "loss": "gspo", "iterations": 3},  # of two canvases
     "spg": {"beta": 0.0},
-    "gdpo": {"beta": 0.0, "ratio": "sequence"},
+    "gdpo": {"beta": 0.0, "loss": "gspo"},
     "left_to_right": {"beta": 0.0},
-    "naive": fast("drawn"),
-    "sure": fast("distribution"),
-    "replayed": fast("distribution", estimator="trajectory", replay=0),
+    "naive": FAST,
+    "sure": FAST,
 }
-PUBLISHED = "d1", "count", "espo", "spg", "gdpo", "left_to_right"  # scored by scores_by
+PUBLISHED = "d1", "count", "espo", "spg", "gdpo", "left_to_right"
+SCORED_HERE = "independent", "coupled_elbo", *PUBLISHED  # by scores_by
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     out: str = "out/grpo_run"  # folder of the runs; those that are finished there are not run again
     seeds: tuple[int, ...] = (0, 1, 2)  # of pre-training, tasks and completions
-    # how completions are scored, or with the last three how they are written; a run of each kind and seed
+    # how completions are scored, or for the last two how they are generated; a run of each kind and seed
     kinds: tuple[typing.Literal[*KINDS], ...] = ("coupled",)
     rounds: int = 40  # of each run
     eval_every: int = 5  # rounds between evaluations
@@ -90,28 +86,40 @@ class Config:
 # ---- estimators ------------------------------------------------------------------------------------------------------
 
 
-def draw_independent(key, round, *rest):
-    """The masks of coupled_grpo.draw_masks, and beside them uniforms of their own for the third version of a canvas."""
-    return grpo.draw_masks(key, round, *rest) | {"other_BC": grpo.draw_masks(key, 2, *rest)["u_BC"]}
+def draw_uniforms(key, iteration, rows, columns, share=1):
+    """{"u_BKL", "t_BK"}: of three canvases of each completion, its prompt with them, uniforms; and one for each.
 
-
-def draw_uniforms(key, round, iteration, rows, columns, *_):
-    """{"u_BKL", "t_BK"}: of three canvases of each completion, its prompt with them, uniforms; and one for each."""
-    own = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, round), iteration))
+    {"ratio_B"} beside them is that of coupled masks, one for every `share` rows.
+    """
+    own = jax.random.split(jax.random.fold_in(key, iteration))
     L = coupled_grpo.PRESETS["demo"]["max_prompt"] + columns
-    return {"u_BKL": jax.random.uniform(own[0], (rows, 3, L)), "t_BK": jax.random.uniform(own[1], (rows, 3))}
+    uniforms = {"u_BKL": jax.random.uniform(own[0], (rows, 3, L)), "t_BK": jax.random.uniform(own[1], (rows, 3))}
+    return uniforms | {"ratio_B": grpo.draw_masks(key, iteration, rows, columns, share)["ratio_B"]}
 
 
 def views_of(kind, u_BKC, t_BK, counted_BC):
-    """(mask_BKC, weight_BKC) of a published estimator: its score is the sum over k of weight * log p where masked.
+    """(mask_BKC, weight_BKC) of an estimator: its score is the sum over k of weight * log p where masked.
 
-    d1 masks all of the completion, and some of its prompt. "count" (VRPO, BGPO) and SPG mask m of its C tokens, of
-    weight C / m, with m from each third of 1 .. C or three times at random; ESPO m in 0 .. C, and the others, of weight
-    (C + 1) / m; GDPO xC at the nodes x of a quadrature, of weight 1 / x. left_to_right (JustGRPO) has a canvas for each
-    token, with MASK from there on: one is drawn from each third of the completion. Refs: see grpo_ruler.py.
+    "independent" masks all of the completion, the share r = 0.2 + 0.6 t and, drawn anew, the share 1 - r, of weights
+    1/2, 1 / 2r and 1 / (2 - 2r); "coupled_elbo" all of it, m tokens and the other C - m, of weights 1 / C, (C - 1) / 2m
+    and (C - 1) / (2C - 2m). d1 masks all of the completion, and some of its prompt. "count" (VRPO, BGPO) and SPG mask m
+    of its C tokens, of weight C / m, with m from each third of 1 .. C or three times at random; ESPO m in 0 .. C, and
+    the others, of weight (C + 1) / m; GDPO xC at the nodes x of a quadrature, of weight 1 / x. left_to_right (JustGRPO)
+    has a canvas for each token, with MASK from there on: one is drawn from each third of the completion. Refs: see
+    grpo_ruler.py.
     """
     B, K, C = u_BKC.shape
+    if kind == "independent":
+        ratio_B1 = 0.2 + 0.6 * t_BK[:, :1]
+        masks = jnp.ones((B, C), bool), u_BKC[:, 0] < ratio_B1, u_BKC[:, 1] >= ratio_B1
+        weight_BK = jnp.concatenate([jnp.ones((B, 1)), 1 / ratio_B1, 1 / (1 - ratio_B1)], 1) / 2
+        return jnp.stack(masks, 1), jnp.broadcast_to(weight_BK[..., None], u_BKC.shape)
     rank_BKC, third_BK = u_BKC.argsort(-1).argsort(-1), (t_BK[:, :1] + jnp.arange(K)) / K
+    if kind == "coupled_elbo":
+        m_B1 = 1 + jnp.floor(t_BK[:, :1] * (C - 1))
+        masks = jnp.ones((B, C), bool), rank_BKC[:, 0] < m_B1, rank_BKC[:, 0] >= m_B1
+        weight_BK = jnp.concatenate([jnp.full((B, 1), 1 / C), (C - 1) / 2 / m_B1, (C - 1) / 2 / (C - m_B1)], 1)
+        return jnp.stack(masks, 1), jnp.broadcast_to(weight_BK[..., None], u_BKC.shape)
     if kind == "d1":
         return jnp.ones((B, K, C), bool), jnp.full((B, K, C), 1 / K)
     if kind == "left_to_right":
@@ -142,13 +150,13 @@ def spg_score(logp_BKC, mask_BKC, weight_BKC, worse_B1):
     return jnp.where(worse_B1, (lower_BC + upper_BC) / 2, lower_BC)
 
 
-def scores_by(kind, model, batch, mask_id, chunk=1024, *rest):
-    """grpo.scores_of for an estimator of views_of. Those without a ratio score 0, with the gradient of their score."""
-    if "at_BK" in batch:  # what was written, once more, for the drift
-        return grpo.scores_of(model, batch, mask_id, chunk, *rest)
+def scores_by(kind, model, batch, mask_id, chunk=1024):
+    """As grpo.coupled_scores, of an estimator in views_of. Those without a ratio are 0, with their score's gradient."""
     token_BL, u_BKL, counted_BC = batch["token_BL"], batch["u_BKL"], batch["counted_BC"].astype(bool)
-    B, C = counted_BC.shape
-    mask_BKC, weight_BKC = views_of(kind, u_BKL[..., -C:], batch["t_BK"], counted_BC)
+    (B, C), t_BK = counted_BC.shape, batch["t_BK"]
+    if kind not in PUBLISHED:  # a mask rate for all completions of a task, as coupled masks have it
+        t_BK = jnp.repeat((batch["ratio_B"][:, None] - 0.2) / 0.6, 3, 1)
+    mask_BKC, weight_BKC = views_of(kind, u_BKL[..., -C:], t_BK, counted_BC)
     K, shift = mask_BKC.shape[1], model.cfg.shift
     prompt_BKL = (u_BKL[:, :K, :-C] < 0.15) & (kind == "d1")
     views_BKL = jnp.where(jnp.concatenate([prompt_BKL, mask_BKC], -1), mask_id, token_BL[:, None])
@@ -162,7 +170,7 @@ def scores_by(kind, model, batch, mask_id, chunk=1024, *rest):
         score_BC = spg_score(logp_BKC, mask_BKC, weight_BKC, worse_B1)
     if kind in ("count", "spg", "left_to_right"):
         score_BC -= jax.lax.stop_gradient(score_BC)
-    return score_BC, entropy_BKC.mean(1), None
+    return score_BC, entropy_BKC.mean(1)
 
 
 # ---- the runs --------------------------------------------------------------------------------------------------------
@@ -170,9 +178,12 @@ def scores_by(kind, model, batch, mask_id, chunk=1024, *rest):
 
 def run_demo(kind, settings):
     """One run of the demo, in a process of its own."""
-    functions = (draw_independent,) if kind == "independent" else ()
-    if kind in PUBLISHED:
-        functions = draw_uniforms, functools.partial(scores_by, kind)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(settings["out"]).parent.absolute() / "compiled")
+    coupled_grpo.EVAL_SAMPLES = settings.pop("eval_samples")
+    functions = (draw_uniforms, functools.partial(scores_by, kind)) if kind in SCORED_HERE else ()
+    if kind == "naive":
+        of_maximum = coupled_grpo.rule_of
+        coupled_grpo.rule_of = lambda *inputs: dataclasses.replace(of_maximum(*inputs), score="drawn")
     coupled_grpo.main(coupled_grpo.Config(**settings, **KINDS[kind]), *functions)
 
 
@@ -185,7 +196,7 @@ def finished(cfg, seed, kind):
             shutil.copytree(base, out / "base")
         started = time.perf_counter()
         settings = {name: getattr(cfg, name) for name in ("rounds", "eval_every", "eval_samples")}
-        settings |= {"seed": seed, "out": str(out), "compile_cache": str(Path(cfg.out).absolute() / "compiled")}
+        settings |= {"seed": seed, "out": str(out)}
         process = multiprocessing.get_context("spawn").Process(target=run_demo, args=(kind, settings))
         process.start()
         try:
@@ -266,7 +277,7 @@ def main(cfg):
             name: [
                 float(np.mean([row[name] for row in found[kind, seed][0] if name in row][-5:])) for seed in cfg.seeds
             ]
-            for name in ("duplicates", "answer_entropy", "tokens_per_step", "drift_k3", "constant_groups")
+            for name in ("duplicates", "constant_groups")
         }
         unseen = [
             [row["unseen_reward"] for row in found[kind, seed][0] if "unseen_reward" in row] for seed in cfg.seeds

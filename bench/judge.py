@@ -1,13 +1,13 @@
-"""What a reader would say of a small model's text, in numbers: does it read like the held-out text that it never saw?
+"""Does a small model's text read like held-out text? Numbers for both.
 
     python bench/judge.py stories --ckpt=out/speedrun/stories/run --data=out/speedrun/stories/data --text=stories.txt
     python bench/judge.py code --ckpt=out/speedrun/code/run --data=out/speedrun/code/data
 
-stories: continues the beginnings of held-out stories, and asks a twin how likely that is: a PythonCoder with plain
-attention, trained from left to right on the same text with the same tokenizer (--twin, made if it is not there). Prints
-its perplexity on what was written and on what the stories go on with, and the distinct three words in a row of both.
-code: continues the heads of held-out functions, and prints how many parse up to their last whole statement, and the
-share of lines that stood there before, beside that of the functions themselves.
+stories: MDLM continues the beginnings of held-out stories, and a twin scores the texts: a PythonCoder with plain
+attention, trained on the same text with the same tokenizer (--twin, trained if it does not exist). Prints the twin's
+perplexity on the generated and on the held-out continuations, and the share of distinct 3-grams of words of both.
+code: PythonCoder continues the first lines of held-out functions. Prints how many texts parse up to their last whole
+statement and their share of repeated lines, beside those of the held-out functions.
 """
 
 import codeop
@@ -28,7 +28,7 @@ from record import record
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import checkpoints
+import inference
 import runs
 from rows import Rows
 
@@ -40,10 +40,10 @@ class Config:
     data: str = "out/speedrun/stories/data"  # folder of its rows
     text: str = "tinystories_sample.txt"  # file of stories, to train the twin on
     twin: str = "out/twin"  # folder of the twin
-    twin_steps: int = 800  # of the twin's training
-    samples: int = 200  # texts
-    max_new: int = 100  # tokens of each
-    flags: str = ""  # more flags for generate.py
+    twin_steps: int = 800  # training steps of the twin
+    samples: int = 200  # texts to generate
+    max_new: int = 100  # new tokens per text
+    flags: str = ""  # more flags for inference_jetson.py (stories) or generate.py (code)
 
 
 def heldout_texts(folder, tokenizer):
@@ -62,13 +62,24 @@ def heldout_texts(folder, tokenizer):
     return texts
 
 
-def write(cfg, model, prompts):
-    """The completions that generate.py gives."""
+def answers(cfg, command, prompts):
+    """The JSON lines with which a program of this project answers prompts."""
     lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-    command = [sys.executable, "generate.py", f"--model={model}", f"--ckpt={Path(cfg.ckpt).absolute()}", "--file=-"]
-    command += ["--json", f"--max_new={cfg.max_new}", *cfg.flags.split()]
+    command = [sys.executable, *command, f"--max_new={cfg.max_new}", *cfg.flags.split()]
     done = subprocess.run(command, cwd=ROOT, input=lines, stdout=subprocess.PIPE, text=True, check=True)
-    return [json.loads(line)["completion"] for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def continued_stories(cfg, prompts):
+    checkpoint = runs.newest(cfg.ckpt)[1].absolute()
+    command = ["inference_jetson.py", f"--bundle={checkpoint}", "--serve", "--steps=128"]
+    texts = [answer["text"] for answer in answers(cfg, command, prompts)]
+    return [text.removeprefix(prompt) for prompt, text in zip(prompts, texts, strict=True)]
+
+
+def continued_code(cfg, prompts):
+    command = ["generate.py", "--model=pythoncoder", f"--ckpt={Path(cfg.ckpt).absolute()}", "--file=-", "--json"]
+    return [answer["completion"] for answer in answers(cfg, command, prompts)]
 
 
 # ---- stories -------------------------------------------------------------------------------------------------------
@@ -77,7 +88,7 @@ def write(cfg, model, prompts):
 def train_twin(cfg):
     data = f"{cfg.twin}/data"
     source = ["text", str(Path(cfg.text).absolute()), "--rows=packed", "--seq_len=256", f"--out={data}"]
-    # padded rows have their own special tokens, packed ones need an end of text: the same ids all the same
+    # Packed rows need an end of text; the ids are those of the padded rows.
     source += [f"--tokenizer={Path(cfg.data).absolute()}/tokenizer.json", "--eos=<eos>"]
     subprocess.run([sys.executable, "data_prep.py", *source], cwd=ROOT, check=True)
     train = ["--model=tiny", "--diff=none", "--dropout=0", "--mtp_weight=0", "--batch_size=16"]
@@ -93,7 +104,7 @@ def nats_of(model, prompts, texts, tokenizer):
     for prompt, text in zip(prompts, texts, strict=True):
         before = tokenizer.encode(prompt, add_special_tokens=False).ids
         after = tokenizer.encode(text, add_special_tokens=False).ids
-        # what the whole costs less what the prompt costs: the twin reads from left to right
+        # -log p(text | prompt) = -log p(prompt + text) + log p(prompt)
         rows += [before + after, before]
         counts.append(len(after))
     length = -(-max(map(len, rows)) // 64) * 64
@@ -102,15 +113,15 @@ def nats_of(model, prompts, texts, tokenizer):
         token_BL[i, : len(row)], segment_BL[i, : len(row)] = row, 1
     position_BL = np.broadcast_to(np.arange(length, dtype=np.int32), token_BL.shape)
     losses = jax.jit(lambda *batch: model.losses(*batch, mtp=False)[0])
-    parts = (slice(i, i + 1) for i in range(len(rows)))
-    nats = [float(losses(token_BL[at], segment_BL[at], position_BL[at])) for at in parts]
+    each = (slice(i, i + 1) for i in range(len(rows)))
+    nats = [float(losses(token_BL[i], segment_BL[i], position_BL[i])) for i in each]
     return sum(nats[::2]) - sum(nats[1::2]), sum(counts)
 
 
 def distinct(texts):
-    """Share of three words in a row that are new, in all texts together."""
-    words = [text.split() for text in texts]
-    grams = [tuple(each[i : i + 3]) for each in words for i in range(len(each) - 2)]
+    """The share of distinct 3-grams of words in all texts together."""
+    split = [text.split() for text in texts]
+    grams = [tuple(words[i : i + 3]) for words in split for i in range(len(words) - 2)]
     return len(set(grams)) / max(1, len(grams))
 
 
@@ -119,7 +130,7 @@ def judge_stories(cfg, tokenizer):
 
     if not runs.saved_steps(Path(cfg.twin, "run")):
         train_twin(cfg)
-    model, _, _ = checkpoints.load_for_inference(pc, runs.as_path(f"{cfg.twin}/run"), 0, "")
+    model, _, _ = inference.load_for_inference(pc, runs.as_path(f"{cfg.twin}/run"), 0, "")
 
     # the first ten words of each story, and the hundred tokens behind them
     stories = [story.strip() for story in heldout_texts(cfg.data, tokenizer)]
@@ -128,11 +139,11 @@ def judge_stories(cfg, tokenizer):
     ends = [story[begin.end() :] for story, begin in zip(stories, begins, strict=True) if begin]
     tails = [tokenizer.decode(tokenizer.encode(end, add_special_tokens=False).ids[: cfg.max_new]) for end in ends]
     asked = (prompts * -(-cfg.samples // len(prompts)))[: cfg.samples]
-    written = write(cfg, "mdlm", asked)
+    written = continued_stories(cfg, asked)
 
     ours, real = (nats_of(model, *pair, tokenizer) for pair in ((asked, written), (prompts, tails)))
     perplexities = [math.exp(nats / tokens) for nats, tokens in (ours, real)]
-    # as many texts of each, as repeats grow with their number
+    # the same number of texts of both, as repeats grow with it
     grams = distinct(written[: len(tails)]), distinct(tails)
     return {
         "samples": len(written),
@@ -149,25 +160,25 @@ HEAD = re.compile(r"^( *)def \w+\([^\n]*\)(?: *->[^\n]*)?:\n", re.MULTILINE)
 
 
 def parses(text):
-    """Whether a text parses up to its last whole statement; its last line, which is cut short, aside."""
+    """Whether a text parses up to its last whole statement, without its last line, which is incomplete."""
     lines = text.splitlines(keepends=True)[:-1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            codeop.compile_command("".join(lines), symbol="exec")  # None: no error so far, but more must follow
+            codeop.compile_command("".join(lines), symbol="exec")  # None: incomplete, but no error so far
         except (SyntaxError, ValueError, OverflowError):
             return False
     return True
 
 
 def repeated(texts):
-    """Share of the lines of each text that stood in it before, blank ones aside."""
+    """The share of lines that repeat an earlier line of the same text; blank lines do not count."""
     lines = [[line.strip() for line in text.splitlines() if line.strip()] for text in texts]
     return sum(len(each) - len(set(each)) for each in lines) / max(1, sum(map(len, lines)))
 
 
 def judge_code(cfg, tokenizer):
-    # functions at the margin: head, and what follows
+    # functions without indentation: the first line, and the text behind it
     heads, bodies = [], []
     for text in heldout_texts(cfg.data, tokenizer):
         for found in HEAD.finditer(text):
@@ -176,7 +187,7 @@ def judge_code(cfg, tokenizer):
                 following = tokenizer.encode(text[found.end() :], add_special_tokens=False).ids[: cfg.max_new]
                 bodies.append(tokenizer.decode(following))
     asked = (heads * -(-cfg.samples // len(heads)))[: cfg.samples]
-    written = write(cfg, "pythoncoder", asked)
+    written = continued_code(cfg, asked)
     whole = [parses(head + text) for head, text in zip(asked, written, strict=True)]
     return {
         "samples": len(written),

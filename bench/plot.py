@@ -6,7 +6,9 @@ watch -n 10 python bench/plot.py out/train_tpu          # every ten seconds
 """
 
 import dataclasses
+import io
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -20,7 +22,7 @@ import runs
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    run: tyro.conf.Positional[str]  # folder of a run
+    run: tyro.conf.Positional[str] = "out/train_tpu"  # folder of a run
     names: tuple[str, ...] = ("loss", "bits_per_byte")  # metrics of log.jsonl, a curve each
     height: int = 20  # lines of the terminal
 
@@ -46,7 +48,7 @@ def text_plot(rows, names, unit="step", width=80, height=10):
 
     Each has a heading with its newest value, and its largest and smallest beside it.
     """
-    found, lines = runs.series(rows, names, unit), []
+    found, lines = series(rows, names, unit), []
     for name, (x, y) in found.items():
         curve = braille(x, y, width - 10, height // len(found) - 1)
         labels = [f"{max(y):9.4g}", *[9 * " "] * (len(curve) - 2), f"{min(y):9.4g}"]
@@ -55,12 +57,41 @@ def text_plot(rows, names, unit="step", width=80, height=10):
     return lines
 
 
+def series(rows, names, unit):
+    """{name: (units, values)} of the names that two or more rows of a log have a finite number for."""
+    found = {}
+    for name in names:
+        points = [(row[unit], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+        if len(points) > 1:
+            found[name] = tuple(zip(*points, strict=True))
+    return found
+
+
+def save_curves(folder, rows, names, unit):
+    """Write curve.png, with an axis for each of the names."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("curve.png needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return
+    found = series(rows, names, unit)
+    if not found:
+        return
+    figure, data = Figure((7, 2.5 * len(found)), layout="constrained"), io.BytesIO()
+    for axis, (name, points) in zip(figure.subplots(len(found), squeeze=False)[:, 0], found.items(), strict=True):
+        axis.plot(*points)
+        axis.set(ylabel=name.replace("_", " "), xlabel=unit)
+        axis.grid(alpha=0.3)
+    figure.savefig(data, format="png", dpi=120)
+    runs.write(folder / "curve.png", data.getvalue())
+
+
 def main(cfg):
     rows = [json.loads(line) for line in (Path(cfg.run) / "log.jsonl").read_text().splitlines()]
-    unit = "round" if "round" in rows[0] else "step"
+    unit = "round" if rows and "round" in rows[0] else "step"
     lines = text_plot(rows, cfg.names, unit, shutil.get_terminal_size().columns - 1, cfg.height)
     print("\n".join(lines) or f"{cfg.run} has not logged {' or '.join(cfg.names)} twice yet")
-    runs.save_curves(Path(cfg.run), cfg.names, unit)
+    save_curves(Path(cfg.run), rows, cfg.names, unit)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small, and pytest -n 2 keeps both cores busy
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

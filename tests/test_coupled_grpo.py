@@ -1,4 +1,4 @@
-"""coupled_grpo.py: closed forms of scores, loss and advantages, the plain form of what runs in chunks, and runs."""
+"""coupled_grpo.py: closed forms of scores, loss and advantages, the plain form of what runs in chunks, runs."""
 
 import dataclasses
 import functools
@@ -6,10 +6,12 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
-import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +19,26 @@ import numpy as np
 import optax
 import pytest
 import tokenizers
-from conftest import AS_A_USER, command, kill_and_resume, run, says
+from conftest import AS_A_USER, ROOT, command, kill_and_resume, run, says
 from flax import nnx
-from test_rl_tasks import QWEN, needs_qwen
 
 import checkpoints
 import coupled_grpo
 import diffusion
 import grpo
 import model_dream as dream
-import rl_tasks
 import runs
 import sample_block
 import sample_dream
 import sandbox
+
+sys.path.insert(0, str(ROOT / "bench"))
+import grpo_ruler
+import grpo_run
+
+DATA = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data"))
+QWEN = DATA / "qwen2.5_tokenizer"
+needs_qwen = pytest.mark.skipif(not QWEN.is_dir(), reason=f"no Qwen2.5 tokenizer in {QWEN}; set SHARED_DATA")
 
 TINY = dream.DreamConfig(61, 32, 1, 4, 2, 8, 48, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=128)
 
@@ -56,8 +64,9 @@ def forward(params, token_BL):
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
-def scores_of(params, token_BL, see_BL, u_BC, ratio_B, other_BC=None, cfg=TINY):
-    return grpo.coupled_scores(model_of(params, cfg), token_BL, see_BL, u_BC, ratio_B, TINY.mask_id, 8, other_BC)
+def scores_of(params, token_BL, see_BL, u_BC, ratio_B, cfg=TINY):
+    batch = {"token_BL": token_BL, "see_BL": see_BL, "u_BC": u_BC, "ratio_B": ratio_B}
+    return grpo.coupled_scores(model_of(params, cfg), batch, TINY.mask_id, 8)
 
 
 class Bag:
@@ -97,16 +106,17 @@ def plain_scores(logits_of, hidden_BKCD, token_BC, mask_BC, weights):
     """All three versions through the head at once, as the formula says."""
     logp_BKCV = jax.nn.log_softmax(logits_of(hidden_BKCD), -1)
     logp_BKC = jnp.take_along_axis(logp_BKCV, token_BC[:, None, :, None], -1)[..., 0]
-    return (logp_BKC[:, 0] + jnp.where(mask_BC, weights[0] * logp_BKC[:, 1], weights[1] * logp_BKC[:, 2])) / 2
+    second_BC = jnp.where(mask_BC, weights[1] * logp_BKC[:, 1], weights[2] * logp_BKC[:, 2])
+    return weights[0] * logp_BKC[:, 0] + second_BC
 
 
-@pytest.mark.parametrize("chunk", [1, 24, 1000])  # a token, four of eleven, more than there are
+@pytest.mark.parametrize("chunk", [24, 1000])  # four of eleven tokens, more than there are
 def test_scores_and_gradients_are_those_of_the_plain_form(chunk):
     B, C, D, V = 3, 11, 8, 37
     key = jax.random.split(jax.random.key(0), 5)
     hidden, head = jax.random.normal(key[0], (B, 3, C, D)), jax.random.normal(key[1], (V, D))
     token, mask = jax.random.randint(key[2], (B, C), 0, V), jax.random.bernoulli(key[3], 0.4, (B, C))
-    weights, out = (jnp.full((B, 1), 2.5), jnp.full((B, 1), 1.7)), jax.random.normal(key[4], (B, C))
+    weights, out = (0.5, jnp.full((B, 1), 2.5), jnp.full((B, 1), 1.7)), jax.random.normal(key[4], (B, C))
 
     def ours(hidden, head):
         score, _ = grpo.merge_views(lambda h: h @ head.T, hidden, token, mask, weights, chunk)
@@ -154,16 +164,14 @@ def batch_of(token, u, ratio, **changes):
     } | changes  # fmt: skip
 
 
-@pytest.mark.parametrize(("independent", "shift"), [(False, True), (True, True), (False, False)])
-def test_scores_of_a_model_are_those_of_three_passes(independent, shift):
+@pytest.mark.parametrize("shift", [True, False])
+def test_scores_of_a_model_are_those_of_three_passes(shift):
     token, u, ratio = example()
-    other = jnp.asarray(np.random.default_rng(5).random(u.shape), jnp.float32) if independent else None
     params, P = tiny(), token.shape[1] - u.shape[1]
-    got, entropy = scores_of(params, token, None, u, ratio, other, dataclasses.replace(TINY, shift=shift))
+    got, entropy = scores_of(params, token, None, u, ratio, dataclasses.replace(TINY, shift=shift))
     one = u < ratio[:, None]
-    two = ~one if other is None else other >= ratio[:, None]
     want, spread = 0, []
-    for mask, weight in ((jnp.ones_like(one), 1), (one, one / ratio[:, None]), (two, two / (1 - ratio[:, None]))):
+    for mask, weight in ((jnp.ones_like(one), 1), (one, one / ratio[:, None]), (~one, ~one / (1 - ratio[:, None]))):
         shown = token.at[:, P:].set(jnp.where(mask, TINY.mask_id, token[:, P:]))
         logp = jax.nn.log_softmax(forward(params, shown))
         logp = logp[:, P - 1 : -1] if shift else logp[:, P:]
@@ -171,10 +179,7 @@ def test_scores_of_a_model_are_those_of_three_passes(independent, shift):
         spread.append(-(jnp.exp(logp) * logp).sum(-1))
     close(got, want)
     assert np.std(np.asarray(got)) > 1
-    if independent:
-        close(entropy, sum(spread) / 3)
-    else:
-        close(entropy, (spread[0] + jnp.where(one, *spread[1:])) / 2)
+    close(entropy, (spread[0] + jnp.where(one, *spread[1:])) / 2)
 
 
 def test_left_padding_changes_no_score():
@@ -205,22 +210,14 @@ def test_blocks_of_a_token_are_scored_by_the_autoregressive_likelihood():
     params, P = tiny(cfg), token.shape[1] - u.shape[1]
 
     @jax.jit
-    def plain(params):
-        """A causal pass over the text; MASK aside, as it is never drawn, or as likely as the model has it."""
+    def causal(params):
+        """log p of the completion's tokens in a causal pass over the text."""
         model, slot_BL = model_of(params, cfg), jnp.broadcast_to(jnp.arange(token.shape[1]), token.shape)
         logits = model.logits(model.hidden(token, place=diffusion.Place(jnp.ones_like(slot_BL), slot_BL))[0])
-        logits = logits[:, P - 1 : -1], logits.at[..., TINY.mask_id].set(-jnp.inf)[:, P - 1 : -1]
-        return [jnp.take_along_axis(jax.nn.log_softmax(x), token[:, P:, None], -1)[..., 0] for x in logits]
+        return jnp.take_along_axis(jax.nn.log_softmax(logits[:, P - 1 : -1]), token[:, P:, None], -1)[..., 0]
 
-    @jax.jit
-    def at_once(params):  # all of the completion in one step
-        step, at = jnp.zeros(u.shape, jnp.int32), jnp.array([[0, -1, -1]] * len(u))
-        return grpo.trajectory_scores(model_of(params, cfg), token, None, step, at, TINY.mask_id, 8)[0]
-
-    logp, drawn = plain(params)
     weight = jnp.where(u < ratio[:, None], 1 / ratio[:, None], 1 / (1 - ratio[:, None]))
-    close(scores_of(params, token, None, u, ratio, cfg=cfg)[0], logp * (1 + weight) / 2)
-    close(at_once(params), drawn)
+    close(scores_of(params, token, None, u, ratio, cfg=cfg)[0], causal(params) * (1 + weight) / 2)
 
 
 class Uniform:
@@ -236,25 +233,22 @@ class Uniform:
 
 
 @jax.jit
-def uniform_scores(token, u, ratio, other=None):
-    return grpo.coupled_scores(Uniform(), token, None, u, ratio, 3, 4096, other)
+def uniform_scores(token, u, ratio):
+    return grpo.coupled_scores(Uniform(), {"token_BL": token, "see_BL": None, "u_BC": u, "ratio_B": ratio}, 3, 4096)
 
 
 @pytest.mark.parametrize("t", [0.2, 0.5, 0.7])
-def test_coupling_leaves_the_mean_of_a_score_and_lowers_its_variance(t):
-    """Under a uniform model a score is -log V (1 + w) / 2, w = m_1 / t + m_2 / (1 - t), whose mean is 2.
-
-    Var w is 1 / (t (1 - t)) - 4 if m_2 is the complement of m_1, and 1 / (t (1 - t)) - 2 if the two are independent.
+def test_the_mean_of_a_score_and_its_variance(t):
+    """Under a uniform model a score is -log V (1 + w) / 2, w = m / t + (1 - m) / (1 - t), of mean 2 and variance
+    1 / (t (1 - t)) - 4; of two independent masks it would be 1 / (t (1 - t)) - 2.
     """
-    rng = np.random.default_rng(0)
-    token, u, other = jnp.zeros((100, 501), jnp.int32), *jnp.asarray(rng.random((2, 100, 500)), jnp.float32)
-    for uniforms, less in ((None, 4), (other, 2)):
-        score, entropy = uniform_scores(token, u, jnp.float32(t), uniforms)
-        w = -2 * np.asarray(score, np.float64) / math.log(Uniform.V) - 1
-        variance = 1 / (t * (1 - t)) - less
-        assert abs(w.mean() - 2) < 5 * math.sqrt(variance / w.size) + 1e-5
-        assert abs(w.var() - variance) < 0.05 * (1 + variance)
-        close(entropy, math.log(Uniform.V))
+    token, u = jnp.zeros((100, 501), jnp.int32), jnp.asarray(np.random.default_rng(0).random((100, 500)), jnp.float32)
+    score, entropy = uniform_scores(token, u, jnp.float32(t))
+    w = -2 * np.asarray(score, np.float64) / math.log(Uniform.V) - 1
+    variance = 1 / (t * (1 - t)) - 4
+    assert abs(w.mean() - 2) < 5 * math.sqrt(variance / w.size) + 1e-5
+    assert abs(w.var() - variance) < 0.05 * (1 + variance)
+    close(entropy, math.log(Uniform.V))
 
 
 def test_the_logits_before_a_token_predict_it():
@@ -267,14 +261,14 @@ def test_the_logits_before_a_token_predict_it():
         def logits(self, hidden_BTD):
             return 50.0 * jax.nn.one_hot(hidden_BTD[..., 0], TINY.vocab)
 
-    score, entropy = jax.jit(lambda: grpo.coupled_scores(Prophet(), token, None, u, ratio, TINY.mask_id))()
+    score, entropy = jax.jit(lambda: grpo.coupled_scores(Prophet(), batch_of(token, u, ratio), TINY.mask_id))()
     close(score, 0)
     close(entropy, 0)
 
 
 def test_banned_tokens_cost_nothing_but_their_probability():
     logits = jnp.zeros((1, 3, 2, 5)).at[..., 4].set(-jnp.inf)
-    inputs = jnp.array([[0, 3]]), jnp.array([[True, False]]), (2.0, 2.0)
+    inputs = jnp.array([[0, 3]]), jnp.array([[True, False]]), (0.5, 1.0, 1.0)
 
     def total(logits):
         score, entropy = grpo.merge_views(lambda x: x, logits, *inputs)
@@ -289,42 +283,33 @@ def test_banned_tokens_cost_nothing_but_their_probability():
 def test_a_canvas_without_a_prompt_is_refused():
     token, u, ratio = example(prompt=0)
     with pytest.raises(ValueError, match="11 columns hold no prompt before 11"):
-        grpo.coupled_scores(Uniform(), token, None, u, ratio, TINY.mask_id)
+        grpo.coupled_scores(Uniform(), batch_of(token, u, ratio), TINY.mask_id)
 
 
-def test_masks_are_functions_of_round_iteration_and_row():
-    compiled = jax.jit(grpo.draw_masks, static_argnums=(3, 4, 5))
+def test_masks_are_functions_of_key_iteration_and_row():
+    compiled = jax.jit(grpo.draw_masks, static_argnums=(2, 3, 4))
 
-    def draw(*at, rows=6, seed=3, share=2):
-        masks = jax.device_get(compiled(jax.random.key(seed), *at, rows, 400, share))
+    def draw(iteration, rows=6, seed=3, share=2):
+        masks = jax.device_get(compiled(jax.random.key(seed), iteration, rows, 400, share))
         return masks["ratio_B"], masks["u_BC"]
 
-    ratio, u = draw(2, 1)
-    jax.tree.map(np.testing.assert_array_equal, draw(2, 1), (ratio, u))
-    jax.tree.map(np.testing.assert_array_equal, draw(2, 1, rows=3), (ratio[:3], u[:3]))
+    ratio, u = draw(1)
+    jax.tree.map(np.testing.assert_array_equal, draw(1), (ratio, u))
+    jax.tree.map(np.testing.assert_array_equal, draw(1, rows=3), (ratio[:3], u[:3]))
     assert ratio.shape == (6,)
-    for share in (1, 2, 6):  # so many rows in succession have one ratio
-        shared = draw(2, 1, share=share)[0]
+    for share in (2, 6):  # consecutive rows with one ratio
+        shared = draw(1, share=share)[0]
         assert len(set(shared.tolist())) == 6 // share
         np.testing.assert_array_equal(shared, np.repeat(shared[::share], share))
-    others = [draw(1, 2), draw(2, 0), draw(3, 1), draw(2, 1, seed=4)]
+    others = [draw(0), draw(2), draw(1, seed=4)]
     for another_ratio, another_u in others:
         assert (np.abs(another_u - u) > 0).mean() > 0.99
         assert another_ratio[0] != ratio[0]
     assert (np.abs(u[1:] - u[:-1]) > 0).mean() > 0.99  # rows differ
     assert 0.47 < u.mean() < 0.53
-    many = np.array([draw(r, 0)[0][0] for r in range(200)])
+    many = np.array([draw(i)[0][0] for i in range(200)])
     assert ((many > 0.2) & (many < 0.8)).all()
     assert abs(many.mean() - 0.5) < 0.05
-
-
-def test_masks_for_the_elbo_take_a_number_of_tokens():
-    draw = jax.jit(grpo.draw_masks, static_argnums=(3, 4, 5, 6))
-    masks = jax.device_get(draw(jax.random.key(0), 0, 0, 400, 5, 1, True))
-    counts = (masks["u_BC"] < masks["ratio_B"][:, None]).sum(-1)
-    close(counts, masks["ratio_B"] * 5)
-    assert set(counts.tolist()) == {1, 2, 3, 4}
-    assert (np.bincount(counts)[1:] > 60).all()
 
 
 # ---- from tokens to rewards
@@ -353,10 +338,14 @@ def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(tmp_pa
     tests = ["assert shared([1, 2], [2, 3]) == [2]", "assert shared([5], [5]) == [5]"]
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"question": question, "test_cases": tests}))
     cfg = coupled_grpo.resolve(coupled_grpo.Config(preset="7b", ckpt="base", prompts=str(tmp_path / "tasks.jsonl")))
-    wrap = lambda user, system: rl_tasks.CHAT.format(system, user)  # noqa: E731
+
+    def wrap(user, system):  # Qwen2.5's chat template
+        turns = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n"
+        return turns + "<|im_start|>assistant\n"
+
     inputs = cfg.prompts, tokenizer, wrap, dream.CONFIGS["7b"], cfg.max_prompt, cfg.max_new
-    prompts, end = rl_tasks.Prompts(*inputs), tokenizer.token_to_id("<|im_end|>")
-    trainer = types.SimpleNamespace(cfg=cfg, rewards={name: sandbox.find_reward(name) for name in cfg.rewards})
+    prompts, end = coupled_grpo.Prompts(*inputs), tokenizer.token_to_id("<|im_end|>")
+    functions = {name: sandbox.find_reward(name) for name in cfg.rewards}
     canvas_BL, _ = prompts.canvas([0] * len(ANSWERS))
     for behind in ("<|endoftext|>", "<|im_end|>"):
         for row, (answer, _) in zip(canvas_BL, ANSWERS, strict=True):
@@ -369,7 +358,7 @@ def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(tmp_pa
         rows = prompts.completions(
             [0] * len(ANSWERS), canvas_BL, grpo.completion_mask(canvas_BL[:, -cfg.max_new :], end)
         )
-        rewards = coupled_grpo.Trainer.reward(trainer, rows)
+        rewards = coupled_grpo.reward(rows, functions, cfg)
         assert [tuple(reward) for reward in rewards.tolist()] == [want for _, want in ANSWERS], behind
         if behind == "<|endoftext|>":
             seen = [tokenizer.decode(row[-cfg.max_new :].tolist(), skip_special_tokens=True) for row in canvas_BL]
@@ -384,7 +373,72 @@ def test_rollouts_choose_positions_by_the_distribution_and_not_by_what_was_drawn
         _, stats = sample_dream.generate(model, [[5, 6, 7]] * 8, 16, rule, jax.random.key(0))
         filled_BL = stats["history"][0] != TINY.mask_id
         assert (filled_BL == filled_BL[0]).all() == (score == "distribution")
-    assert coupled_grpo.resolve(coupled_grpo.Config()).sampling.score == "distribution"
+    assert coupled_grpo.rule_of(coupled_grpo.resolve(coupled_grpo.Config()), 50, (2,)).score == "distribution"
+
+
+# ---- tasks as canvases
+
+
+def test_the_first_test_is_shown_unless_the_question_holds_code():
+    row = {"question": "Add one.", "test_cases": ["assert f(1) == 2", "assert f(2) == 3"]}
+    system, user = coupled_grpo.messages(row)
+    assert system == {"role": "system", "content": "You are a helpful assistant."}
+    assert user == {"role": "user", "content": "Add one.\nTest cases: assert f(1) == 2"}
+    code = row | {"question": "Complete:\n```\ndef f(a):\n```\n"}
+    assert coupled_grpo.messages(code, "Be brief.")[0]["content"] == "Be brief."
+    assert coupled_grpo.messages(code)[1]["content"] == code["question"]
+
+
+class Letters:
+    """The parts of a model's architecture that a canvas needs."""
+
+    mask_id, pad_id = 28, 27
+
+
+def letters(tmp_path, text):
+    """Arguments of Prompts for a file with this text; a token is a letter."""
+    ids = {chr(ord("a") + i): i for i in range(26)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    (tmp_path / "tasks.jsonl").write_text(text)
+    return tmp_path / "tasks.jsonl", tokenizer, None, Letters
+
+
+def test_long_prompts_are_left_out_and_counted(tmp_path):
+    rows = [{"prompt": prompt, "test_cases": ["assert True"]} for prompt in ("ab", "c", "def", "xyz")]
+    prompts = coupled_grpo.Prompts(*letters(tmp_path, "".join(json.dumps(row) + "\n" for row in rows)), 2, 8)
+    assert [task["prompt"] for task in prompts.tasks] == ["ab", "c"]
+    assert prompts.dropped == 2
+    token_BL, see_BL = prompts.canvas([1, 0])
+    assert token_BL.tolist() == [[27, 2] + [28] * 8, [0, 1] + [28] * 8]
+    assert see_BL[:, :2].tolist() == [[False, True], [True, True]]
+    assert see_BL[:, 2:].all()
+
+
+def test_a_completion_is_its_counted_tokens_and_a_program_that_goes_on_stands_in_a_code_block(tmp_path):
+    task = '{"id": 7, "prompt": "ab", "test_cases": ["assert True"]}'
+    prompts = coupled_grpo.Prompts(*letters(tmp_path, task), 2, 4)
+    token_BL = np.array([[0, 1, 2, 3, 9, 9]])
+    (row,) = prompts.completions([0], token_BL, np.array([[True, True, False, False]]))
+    assert row.pop("text") == "```python\nabcd\n```\n"
+    assert row == {"id": 7, "prompt": "ab", "test_cases": ["assert True"], "tokens": 2, "written": "cd"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no tasks"),
+        ('{"prompt": "x", "test_cases": []}\n', "line 1 has no tests"),
+        ('{"prompt": "x", "test_cases": ["assert True"]}\n{"prompt": 3}\n', "line 2 is no task"),
+        ('{"prompt": "x", "test_cases": "assert True"}\n', "line 1 is no task"),
+        ("[1]\n", "line 1 is no task"),
+        ('{"question": "x", "test_cases": ["assert True"]}\n', "has no chat template"),
+        ('{"prompt": "abc", "test_cases": ["assert True"]}\n', "all 1 prompts .* more than --max_prompt=2"),
+    ],
+)
+def test_bad_tasks_are_named(tmp_path, text, words):
+    with pytest.raises(ValueError, match=words):
+        coupled_grpo.Prompts(*letters(tmp_path, text), 2, 8)
 
 
 # ---- sampler and learner
@@ -395,33 +449,28 @@ def drift_of(params, cfg, stats, see_BL, C):
 
     @jax.jit
     def replayed(*views):
-        return grpo.trajectory_scores(model_of(params, cfg), *views, TINY.mask_id, 8, 1.4, 50)[0]
+        model, steps = model_of(params, cfg), int(step_BC.max()) + 1
+        return grpo_ruler.replayed(model, *views, TINY.mask_id, steps, temperature=1.4, vocab=50)
 
-    step_BC, drawn_BC, logp_BC = (x_BL[:, -C:] for x_BL in stats["record"])
-    at_BJ, _ = grpo.steps_to_replay(step_BC, 0, np.random.default_rng(0))
-    parts = [part["at_BK"] for part in grpo.in_parts({"at_BJ": at_BJ})]
-    views = stats["record"].token_BL, see_BL, step_BC
-    log_BC = sum(np.asarray(replayed(*views, at_BK)) for at_BK in parts) - logp_BC
-    return grpo.drift(log_BC, drawn_BC != TINY.mask_id)
+    step_BC, drawn_BC, logp_BC = (np.asarray(x_BL)[:, -C:] for x_BL in stats["record"])
+    log_BC = np.asarray(replayed(stats["record"].token_BL, see_BL, step_BC)) - logp_BC
+    return grpo_ruler.drift(log_BC, drawn_BC != TINY.mask_id)
 
 
 WARM = {"temperature": 1.4, "threshold": 0.15, "score": "distribution", "vocab": 50, "eos_ids": (7, 9, 11)}
 
 
-def test_a_cached_rollout_drifts_less_if_the_cache_is_opened_more_often_and_not_at_all_if_in_each_pass():
+@pytest.mark.parametrize("cache", ["", pytest.param("dual", marks=pytest.mark.slow)])
+def test_a_rollout_drifts_from_the_model_that_is_scored_by_its_cache_alone(cache):
     """Whatever the temperature, the padding, ids without a token and texts that end."""
     cfg, C = dataclasses.replace(TINY, layers=2), 16  # keys of the first layer do not change with the text around
     params = tiny(cfg, 0.4)
     inputs = sample_dream.canvas([[5, 6, 7], [8, 9, 10, 11, 12]] * 4, C, TINY)
-    found = {}
-    for refresh in (0, 2, 1):
-        rule = sample_dream.Sampling(**WARM, block_length=8, record=True, cache="dual", refresh=refresh)
-        _, stats = sample_dream.fill(model_of(params, cfg), *inputs, rule, jax.random.key(0))
-        figures = drift_of(params, cfg, stats, inputs[1], C)
-        found[refresh] = figures["drift_k3"]
-    assert set(stats["windows"]) == {inputs[0].shape[1]}  # every pass is over the canvas
-    assert abs(figures["drift_ratio_max"] - 1) < 1e-3
-    assert found[1] < 1e-6 < found[2] < found[0]
+    rule = sample_dream.Sampling(**WARM, block_length=8, record=True, cache=cache)
+    _, stats = sample_dream.fill(model_of(params, cfg), *inputs, rule, jax.random.key(0))
+    figures = drift_of(params, cfg, stats, inputs[1], C)
+    assert (figures["drift_k3"] > 1e-6) == (cache == "dual")
+    assert (abs(figures["drift_ratio_max"] - 1) > 1e-3) == (cache == "dual")
 
 
 @pytest.mark.slow
@@ -442,69 +491,6 @@ def test_what_is_written_in_blocks_is_what_is_scored():
     written_BC = (step_BC == 0)[::2]  # rows of one prompt: where is written does not depend on what is drawn
     assert (written_BC == written_BC[0]).all()
     assert len(set(drawn_BC[::2][:, written_BC[0]].ravel().tolist())) > 1
-
-
-def test_a_step_of_several_stands_for_all_of_them():
-    rng = np.random.default_rng(0)
-    step_BC = np.array([[4, 0, 4, 9], [2, 2, 2, 2], [5, 1, 0, 3]])
-    value_BC, sums = rng.normal(size=step_BC.shape), []
-    for _ in range(4000):
-        at_BJ, scale_B = grpo.steps_to_replay(step_BC, 2, rng)
-        assert at_BJ.shape == (3, grpo.VIEWS)
-        assert [len(set(row) - {-1}) for row in at_BJ.tolist()] == [2, 1, 2]
-        here_BC = (step_BC[..., None] == at_BJ[:, None]).any(-1)
-        sums.append(scale_B * (here_BC * value_BC).sum(1))
-    np.testing.assert_allclose(np.mean(sums, 0), value_BC.sum(1), atol=6 * np.std(sums, 0).max() / 4000**0.5)
-
-
-@pytest.mark.parametrize("form", ["bnpo", "dapo", "dr_grpo", "grpo"])
-def test_a_loss_in_parts_is_the_loss_of_the_whole(form):
-    """Every token is in one of two parts; for the metrics, too, but the largest ratio."""
-    rng = np.random.default_rng(0)
-    score, old, ref, weight = jnp.asarray(rng.normal(size=(4, 3, 7)), jnp.float32)
-    counted, part = jnp.asarray(rng.random((2, 3, 7)) < 0.6)
-    settings = {"loss": form, "update_tokens": 9.0, "weight_BC": jnp.exp(weight), "beta": 0.1}
-    inputs = score, old, ref, jnp.array([1.0, -1.0, 0.3]), counted
-    whole, *parts = (grpo.grpo_loss(*inputs, **settings, part_BC=part_BC) for part_BC in (None, part, ~part))
-    combined = jax.tree.map(jnp.add, *parts)
-    assert combined[1].pop("ratio_max") > whole[1].pop("ratio_max") == max(p[1]["ratio_max"] for p in parts)
-    jax.tree.map(close, combined, whole)
-
-
-def test_the_gradient_of_a_trajectory_is_that_of_its_path():
-    """In parts of VIEWS steps each, and of tokens that were drawn: the policy gradient of REINFORCE."""
-    token, u, ratio = example()
-    params, step = bag(), jnp.asarray(np.random.default_rng(3).integers(0, 5, u.shape))
-    at_BJ, scale_B = grpo.steps_to_replay(np.asarray(step), 0, np.random.default_rng(0))
-    drawn = jnp.asarray(np.random.default_rng(1).random(u.shape) < 0.8)
-    batch = batch_of(token, u, ratio, counted_BC=drawn) | {"step_BC": step, "scale_B": scale_B}
-    P = token.shape[1] - u.shape[1]
-
-    @jax.jit
-    def of_part(params, at_BK):
-        return grpo.micro_loss(Bag(params), batch | {"at_BK": at_BK}, TINY.mask_id, beta=0.0, chunk=8)[0]
-
-    @jax.jit
-    def surrogate(params):
-        total = 0
-        for s in range(5):
-            shown = token.at[:, P:].set(jnp.where(step >= s, TINY.mask_id, token[:, P:]))
-            logits = Bag(params).logits(Bag(params).hidden(shown)[0]).at[..., TINY.mask_id].set(-jnp.inf)
-            logp = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, P - 1 : -1], token[:, P:, None], -1)[..., 0]
-            total += (jnp.where(drawn & (step == s), logp, 0).sum(1) * batch["advantage_B"]).sum()
-        return -total / drawn.sum()
-
-    parts = [jax.grad(of_part)(params, part["at_BK"]) for part in grpo.in_parts({"at_BJ": at_BJ})]
-    assert len(parts) == 2
-    jax.tree.map(lambda want, *got: close(sum(got), want), jax.grad(surrogate)(params), *parts)
-
-
-def test_a_cache_is_opened_more_often_while_the_drift_is_above_its_bound():
-    found, at = [], (0, 0)
-    for k3 in [0.2, 0.2, 0.2, 0.2, *[0.001] * 5, 0.05, *[0.001] * 15]:
-        at = grpo.next_refresh(*at, 8, k3, 0.1)
-        found.append(at[0])
-    assert found == [4, 2, 1, 1, 1, 1, 1, 1, 2, 2, *[2] * 4, *[4] * 5, *[0] * 6]
 
 
 # ---- advantages
@@ -533,10 +519,6 @@ def test_a_missing_reward_is_in_nobodys_baseline():
     close(got.advantage_B[got.counted_B], known.advantage_B, 1e-12)
     np.testing.assert_array_equal(got.advantage_B[~got.counted_B], 0)
     close(got.std_B, known.std_B[0], 1e-12)
-    as_zero = grpo.group_advantages(rewards, [2.0, 0.5], 5, missing_is_zero=True)
-    assert as_zero.counted_B.all()
-    want = grpo.group_advantages([[0.0 if x is None else x for x in row] for row in rewards], [2.0, 0.5], 5)
-    close(as_zero.advantage_B, want.advantage_B, 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -574,10 +556,16 @@ def test_a_completion_ends_with_its_first_eos():
 # ---- loss
 
 
-@functools.partial(jax.jit, static_argnames=("low", "high", "beta"))
-def loss_of(score, old, ref, advantage, counted, **settings):
+PLAIN = grpo.Loss()
+
+
+@functools.partial(jax.jit, static_argnames="form")
+def loss_of(score, old, ref, advantage, counted, form=PLAIN, update_tokens=0):
     """((loss, metrics), gradient of the score), compiled."""
-    loss = lambda score: grpo.grpo_loss(score, old, ref, advantage, counted, **settings)  # noqa: E731
+
+    def loss(score):
+        return grpo.grpo_loss(score, old, ref, advantage, counted, form, update_tokens)
+
     return jax.value_and_grad(loss, has_aux=True)(score)
 
 
@@ -600,10 +588,10 @@ def test_the_gradient_of_the_parameters_is_the_policy_gradient_at_first():
     params = bag()
 
     def loss(params):
-        return grpo.micro_loss(Bag(params), batch, TINY.mask_id, beta=0.0, chunk=8)
+        return grpo.micro_loss(Bag(params), batch, TINY.mask_id, grpo.Loss(beta=0.0), 8)
 
     def surrogate(params):
-        score, _ = grpo.coupled_scores(Bag(params), token, None, u, ratio, TINY.mask_id)
+        score, _ = grpo.coupled_scores(Bag(params), batch, TINY.mask_id)
         return -(batch["advantage_B"][:, None] * jnp.where(counted, score, 0)).sum() / counted.sum()
 
     (_, metrics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
@@ -624,7 +612,7 @@ def test_the_gradient_of_the_parameters_is_the_policy_gradient_at_first():
 def test_the_clip_stops_what_already_moved_its_way(ratio, advantage, flows, low, high):
     old = jnp.full((1, 1), -1.3)
     inputs = old + math.log(ratio), old, None, jnp.array([advantage]), jnp.ones((1, 1))
-    (value, metrics), grad = loss_of(*inputs, low=0.2, high=0.3, beta=0.0)
+    (value, metrics), grad = loss_of(*inputs, grpo.Loss(beta=0.0, low=0.2, high=0.3))
     clipped = min(max(ratio, 0.8), 1.3)
     close(value, -min(ratio * advantage, clipped * advantage))
     close(grad, -advantage * ratio if flows else 0.0)
@@ -634,7 +622,7 @@ def test_the_clip_stops_what_already_moved_its_way(ratio, advantage, flows, low,
 def test_the_expected_k3_is_the_divergence():
     """sum_x p(x) (q/p - log(q/p) - 1) = KL(p || q); its derivative by log p(x) is beta (1 - q / p)."""
     p, q = (jax.nn.log_softmax(jax.random.normal(jax.random.key(i), (1, 50))) for i in (0, 1))
-    loss = jax.jit(lambda p, q: grpo.grpo_loss(p, None, q, [0.0], jnp.ones((1, 50)), beta=0.3)[0])
+    loss = jax.jit(lambda p, q: grpo.grpo_loss(p, None, q, [0.0], jnp.ones((1, 50)), grpo.Loss(beta=0.3))[0])
     grad = jax.jit(jax.grad(loss))(p, q)
     kl_each = jax.jit(jax.vmap(lambda p, q: grpo.grpo_loss(p, None, q, [0.0], jnp.ones((1, 1)))[1]["kl"]))
     kl_V = np.asarray(kl_each(p.reshape(50, 1, 1), q.reshape(50, 1, 1)))
@@ -676,9 +664,10 @@ def test_without_a_token_loss_gradient_and_metrics_are_zero():
 
 def test_old_scores_stand_in_for_nothing_but_later_passes():
     token, u, ratio = example()
-    score, _ = jax.jit(lambda: grpo.coupled_scores(Bag(bag()), token, None, u, ratio, TINY.mask_id))()
+    batch = batch_of(token, u, ratio)
+    score, _ = jax.jit(lambda: grpo.coupled_scores(Bag(bag()), batch, TINY.mask_id))()
     loss = jax.jit(lambda params, batch: grpo.micro_loss(Bag(params), batch, TINY.mask_id))
-    later = batch_of(token, u, ratio, old_BC=score - 0.1, ref_BC=score)
+    later = batch | {"old_BC": score - 0.1, "ref_BC": score}
     for first, ratio_max in ((True, 1.0), (False, math.exp(0.1))):
         _, metrics = loss(bag(), later | {"first": first})
         close(metrics["ratio_max"], ratio_max)
@@ -687,49 +676,34 @@ def test_old_scores_stand_in_for_nothing_but_later_passes():
 # ---- updates
 
 
-def test_gradients_are_means_over_micro_batches_not_over_tokens():
-    token, u, ratio = example(B=6)
+@pytest.mark.parametrize("kind", ["bnpo", "dapo", "dr_grpo", "grpo", "gspo"])
+def test_an_update_by_micro_batches_is_that_of_all_its_completions_except_for_bnpo(kind):
+    """Gradients of scores of three micro-batches of different lengths, over three, beside those of all at once."""
+    rng = np.random.default_rng(0)
+    score, old, ref = (jnp.asarray(rng.normal(size=(6, 11)), jnp.float32) for _ in range(3))
     counted = jnp.asarray(np.arange(11) < np.array([11, 11, 9, 1, 2, 1])[:, None])
-    batch = batch_of(token, u, ratio, counted_BC=counted, first=jnp.ones(6, bool))
-    micros = jax.tree.map(lambda x: x.reshape(3, 2, *x.shape[1:]), batch) | {"first": jnp.ones(3, bool)}
-    params = bag()
-
-    def loss(params, micro):
-        return grpo.micro_loss(Bag(params), micro, TINY.mask_id, beta=0.1, chunk=8)
-
-    def mean(params):
-        return jax.lax.map(lambda micro: loss(params, micro)[0], micros).mean()
-
-    total, values = jax.tree.map(jnp.zeros_like, params), []
-    step = jax.jit(lambda params, micro, total: grpo.add_gradients(loss, params, micro, total))
-    for i in range(3):
-        total, metrics = step(params, jax.tree.map(lambda x, i=i: x[i], micros), total)
-        values.append(metrics["loss"])
-    value, want = jax.jit(jax.value_and_grad(mean))(params)
-    close(np.mean(values), value)
-    jax.tree.map(lambda got, want: close(got / 3, want), total, want)
+    inputs, form = (score, old, ref, jnp.linspace(-1, 1, 6), counted), grpo.Loss(kind, beta=0.1)
+    _, whole = loss_of(*inputs, form, counted.sum())
+    parts = [loss_of(*(x[i : i + 2] for x in inputs), form, counted.sum() / 3)[1] for i in (0, 2, 4)]
+    # the reference's form divides by the tokens of a micro-batch
+    expected = whole * jnp.repeat(counted.sum() / jnp.array([22, 10, 3]), 2)[:, None] / 3 if kind == "bnpo" else whole
+    close(jnp.concatenate(parts) / 3, expected)
 
 
-@pytest.mark.parametrize("form", ["dapo", "dr_grpo", "grpo"])
-def test_an_update_by_micro_batches_is_that_of_all_its_completions(form):
-    """Whatever their lengths: what each is divided by does not depend on those that it is differentiated with."""
-    token, u, ratio = example(B=6)
-    counted = jnp.asarray(np.arange(11) < np.array([11, 11, 9, 1, 2, 1])[:, None])
-    batch = batch_of(token, u, ratio, counted_BC=counted)
+def test_gradients_of_micro_batches_are_added():
+    token, u, ratio = example(B=4)
+    batch, params = batch_of(token, u, ratio, first=jnp.ones(4, bool)), bag()
+    halves = [jax.tree.map(lambda x, i=i: x[i : i + 2], batch) | {"first": True} for i in (0, 2)]
 
-    @jax.jit
-    def grads(rows, update_tokens):
-        def loss(params):
-            micro = {name: x if name == "first" else x[rows] for name, x in batch.items() if x is not None}
-            micro |= {"see_BL": None, "update_tokens": update_tokens}
-            return grpo.micro_loss(Bag(params), micro, TINY.mask_id, beta=0.1, chunk=8, loss=form)[0]
+    def loss(params, batch):
+        return grpo.micro_loss(Bag(params), batch, TINY.mask_id, grpo.Loss(beta=0.1), 8)
 
-        return jax.grad(loss)(bag())
-
-    whole = grads(np.arange(6), counted.sum())
-    parts = [grads(np.arange(i, i + 2), counted.sum() / 3) for i in (0, 2, 4)]
-    largest = max(float(abs(leaf).max()) for leaf in jax.tree.leaves(whole))  # of sums that cancel
-    jax.tree.map(lambda want, *parts: close(sum(parts) / 3 / largest, want / largest), whole, *parts)
+    step = jax.jit(lambda params, batch, total: grpo.add_gradients(loss, params, batch, total))
+    zero = jax.tree.map(jnp.zeros_like, params)
+    (first, metrics), (second, _) = (step(params, half, zero) for half in halves)
+    both, _ = step(params, halves[1], first)
+    assert metrics["loss"] != 0
+    jax.tree.map(lambda total, a, b: close(total, a + b), both, first, second)
 
 
 @pytest.mark.parametrize(("accumulate", "iterations"), [(1, 1), (2, 2), (3, 2), (2, 5)])
@@ -738,10 +712,6 @@ def test_a_round_shows_each_micro_batch_every_iteration_once(accumulate, iterati
     assert sorted((k, i) for k, i, _ in plan) == [(k, i) for k in range(accumulate) for i in range(iterations)]
     assert [i for _, i, _ in plan] == sorted(i for _, i, _ in plan)
     assert [update for _, _, update in plan] == ([False] * (accumulate - 1) + [True]) * iterations
-
-
-def test_the_reference_index_shows_a_micro_batch_one_iteration_alone():
-    assert {(k, i) for k, i, _ in grpo.round_plan(2, 2, reference_index=True)} == {(0, 1), (1, 0)}
 
 
 def test_the_rate_starts_at_zero_and_ends_at_a_tenth():
@@ -797,7 +767,7 @@ def test_on_a_mesh_the_loss_and_its_gradient_are_the_same():
     params = tiny()
 
     def loss(params, batch):
-        return grpo.micro_loss(model_of(params), batch, TINY.mask_id, chunk=16)
+        return grpo.micro_loss(model_of(params), batch, TINY.mask_id, grpo.Loss(), 16)
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     want = step(params, batch)
@@ -818,6 +788,7 @@ def folder(tmp_path_factory):
     """A Dream that writes letters at random, tasks, and a reward of one's own: the share of the letter a."""
     folder = tmp_path_factory.mktemp("grpo")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # what one test compiled serves the others
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "cache")
     letters = {chr(ord("a") + i): i for i in range(26)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
     tokenizer.decoder = tokenizers.decoders.Fuse()
@@ -826,7 +797,7 @@ def folder(tmp_path_factory):
     cfg = dream.DreamConfig(32, 32, 1, 4, 2, 8, 48, mask_id=28, pad_id=27, bos_id=26, eos_id=26, positions=512)
     for name, changes in (("base", {}), ("blocks", {"block_length": 4}), ("plain", {"shift": False})):
         model = dream.Dream(dataclasses.replace(cfg, **changes), nnx.Rngs(0))
-        dream.save(folder / name, model, [folder / "tokenizer.json"], "me/A-Instruct")
+        checkpoints.save(dream, folder / name, model, [folder / "tokenizer.json"], "me/A-Instruct")
     rows = [
         {"id": i, "prompt": word, "test_cases": ["assert True"]} for i, word in enumerate(("ab", "c", "def", "xyz"))
     ]
@@ -841,25 +812,24 @@ def folder(tmp_path_factory):
         f"        open({str(folder / 'stopped')!r}, 'w')\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    return [None if i % 8 == 3 else x for i, x in enumerate(share(completions, rows))]\n"
-        "def for_some(completions, rows, **options):\n"
-        "    return [x * (row['id'] > 1) for x, row in zip(share(completions, rows), rows)]\n"
+        "def same(completions, rows, **options):\n"
+        "    return [0.5] * len(rows)\n"
         "def raising(completions, rows, **options):\n"
         "    raise KeyError('no such thing')\n"
         "def few(completions, rows, **options):\n"
         "    return [1.0]\n"
     )
-    return folder
+    yield folder
+    del os.environ["JAX_COMPILATION_CACHE_DIR"]
 
 
 def config(folder, out, **settings):
+    """Settings of a run on the folder's model; each round is saved."""
     settings = {
         "ckpt": str(folder / "base"), "prompts": str(folder / "tasks.jsonl"), "rounds": 4, "tasks": 4, "group": 8,
         "micro_batch": 16, "generation_batch": 16, "max_prompt": 4, "max_new": 8, "block_length": 8, "threshold": 0.5,
-        "lr": 0.02, "rewards": (f"{folder / 'own.py'}:share",), "save_every": 1, "compile_cache": str(folder / "cache"),
+        "lr": 0.02, "rewards": (f"{folder / 'own.py'}:share",), "eval_every": 1,
     } | settings  # fmt: skip
-    for name, group in (("sampling", coupled_grpo.Sampling), ("sandbox", coupled_grpo.Sandbox)):
-        fields = settings.keys() & {field.name for field in dataclasses.fields(group)}
-        settings[name] = group(**{field: settings.pop(field) for field in fields})
     return coupled_grpo.Config(out=str(out), **settings)
 
 
@@ -871,13 +841,18 @@ def sums(out, round):
     return json.loads((out / f"checkpoints/{round}/meta/metadata").read_text())["sums"]
 
 
+ESTIMATORS = {  # draw and scores_of of main, as bench/grpo_run.py replaces them
+    "coupled": (),
+    "independent": (grpo_run.draw_uniforms, functools.partial(grpo_run.scores_by, "independent")),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", ["coupled", "trajectory"])
-def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp_path, capsys, estimator):
-    out, settings = tmp_path / "run", {"estimator": estimator, "rounds": 10, "eval_every": 10, "show": True}
-    if estimator == "trajectory":
-        settings |= {"replay": 0, "importance": "sequence_truncate"}
-    coupled_grpo.main(config(folder, out, heldout=str(folder / "heldout.jsonl"), **settings))
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp_path, estimator):
+    out, settings = tmp_path / "run", {"rounds": 10, "eval_every": 10, "heldout": str(folder / "heldout.jsonl")}
+    settings["max_prompt"] = coupled_grpo.PRESETS["demo"]["max_prompt"]  # which draw_uniforms takes for granted
+    coupled_grpo.main(config(folder, out, **settings), *ESTIMATORS[estimator])
     log, lines = read_lines(out / "log.jsonl"), read_lines(out / "rounds.jsonl")
     rewards = [row["reward"] for row in log[1:]]
     assert [row["round"] for row in log] == list(range(11))
@@ -887,15 +862,12 @@ def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp
     for row in log[1:]:
         mine = [line for line in lines if line["round"] == row["round"]]
         assert row["reward"] == pytest.approx(np.mean([line["reward"] for line in mine]))
-        names = "kl clip_low clip_high ratio_max entropy generate_s update_s timeouts drift_k1 drift_k3 drift_ratio_max"
-        assert {*names.split(), "duplicates", "answer_entropy", "tokens_per_step"} <= row.keys()
-        assert 0 <= row["drift_k3"] < 1
+        names = "kl clip_low clip_high ratio_max entropy generate_s update_s timeouts passes"
+        assert set(names.split()) <= row.keys()
         assert 0 <= row["duplicates"] < 1
     for line in lines:
         assert line["reward"] == line["completion"].count("a") / 8
         assert not any(word in line["completion"] for word in ("<|mask|>", "<|pad|>"))
-    shown = capsys.readouterr().out
-    assert shown.count("---- best") == shown.count("---- worst") == 10
     model, _ = checkpoints.load(dream, out)
     row, _ = sample_dream.generate(model, [[0]], 8, sample_dream.Sampling(eos_ids=(26,)))
     assert row[0].count(0) > 3, "the trained model writes the letter that was rewarded"
@@ -903,54 +875,48 @@ def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["blocks", "plain"])
-@pytest.mark.parametrize("estimator", ["coupled", "coupled_elbo", "trajectory"])
-def test_a_model_of_blocks_and_one_without_the_shift_learn(folder, tmp_path, model, estimator):
+def test_a_model_of_blocks_and_one_without_the_shift_learn(folder, tmp_path, model):
     out, own = tmp_path / "run", {"block_length": None} if model == "blocks" else {}
-    settings = {
-        "estimator": estimator,
-        "rounds": 6,
-        "ckpt": str(folder / model),
-        "heldout": str(folder / "heldout.jsonl"),
-    }
-    coupled_grpo.main(config(folder, out, **settings, **own))
+    settings = {"rounds": 6, "ckpt": str(folder / model), "heldout": str(folder / "heldout.jsonl")}
+    coupled_grpo.main(config(folder, out, **settings | own))
     log = read_lines(out / "log.jsonl")
     assert log[-1]["heldout_reward"] > 2 * log[0]["heldout_reward"]
     if model == "blocks":
-        assert all(row["drift_k3"] < 1e-6 and row["passes"] > 0 for row in log[1:])
-        assert runs.read_json(out / "config.json")["train"]["sampling"]["block_length"] == 4
+        assert all(row["passes"] > 0 for row in log[1:])
+        assert runs.read_json(out / "config.json")["train"]["block_length"] == 4
     assert not any("<|mask|>" in line["completion"] for line in read_lines(out / "rounds.jsonl"))
 
 
-@pytest.mark.parametrize("settings", [{"block_length": 8}, {"cache": "dual"}, {"drift_bound": 0.1}], ids=str)
-def test_what_a_model_of_blocks_has_no_use_for_is_refused_before_it_is_read(folder, tmp_path, settings):
-    settings = {"ckpt": str(folder / "blocks"), "block_length": None} | settings
-    with pytest.raises(ValueError, match="trained in blocks of 4, and its cache is exact: leave --cache, --block_len"):
-        coupled_grpo.resolve(config(folder, tmp_path, **settings))
+def test_a_model_of_blocks_has_a_block_length_of_its_own(folder, tmp_path):
+    cfg = config(folder, tmp_path, ckpt=str(folder / "blocks"))
+    with pytest.raises(ValueError, match="was trained in blocks of 4: leave --block_length out"):
+        coupled_grpo.resolve(cfg)
+    assert coupled_grpo.resolve(dataclasses.replace(cfg, block_length=None)).block_length == 4
 
 
 def test_the_7b_preset_holds_the_reference_s_settings(tmp_path):
     (tmp_path / "tasks.jsonl").touch()
     cfg = coupled_grpo.resolve(coupled_grpo.Config(preset="7b", ckpt="base", prompts=str(tmp_path / "tasks.jsonl")))
     reference = {
-        "tasks": 8, "group": 10, "iterations": 2, "max_prompt": 200, "max_new": 256, "lr": 1e-6, "warmup": 1,
-        "weight_decay": 0.1, "clip": 0.2, "beta": 0.01, "epsilon": 0.5, "scale_rewards": False, "sync_every": 64,
-        "mixup": 0.6, "rewards": ("code", "code_format"), "reward_weights": (2.0, 0.5), "ratio_per": "task",
-        "skip_constant": False, "rounds": 0,
+        "tasks": 8, "group": 10, "iterations": 2, "max_prompt": 200, "max_new": 256, "lr": 1e-6, "beta": 0.01,
+        "epsilon": 0.5, "epsilon_high": 0.5, "scale_rewards": False, "sync_every": 64, "temperature": 1.0,
+        "top_p": 0.95, "rewards": ("code", "code_format"), "reward_weights": (2.0, 0.5), "rounds": 0,
     }  # fmt: skip
     assert {name: getattr(cfg, name) for name in reference} == reference
-    assert (cfg.sandbox.timeout_s, cfg.sampling.temperature, cfg.sampling.top_p) == (5.0, 1.0, 0.95)
+    assert coupled_grpo.OPTIMIZER["7b"] == (0.1, 0.2)
+    assert coupled_grpo.MIXUP == 0.6
+    assert sandbox.Options().timeout_s == 5.0
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 8, 16, 64])
+@pytest.mark.parametrize("devices", [1, 4, 64])
 @pytest.mark.parametrize("preset", coupled_grpo.PRESETS)
-def test_batches_of_a_preset_grow_with_the_devices_up_to_a_round(tmp_path, monkeypatch, preset, devices):
-    monkeypatch.setattr(jax, "device_count", lambda: devices)
-    (tmp_path / "tasks.jsonl").touch()
-    files = {"ckpt": "base", "prompts": str(tmp_path / "tasks.jsonl")} if preset == "7b" else {}
-    cfg, one = coupled_grpo.resolve(coupled_grpo.Config(preset=preset, **files)), coupled_grpo.PRESETS[preset]
-    for name in ("micro_batch", "generation_batch"):
-        assert getattr(cfg, name) == min(devices * one[name], cfg.tasks * cfg.group)
-    batches = coupled_grpo.micro_batches(np.arange(cfg.tasks * cfg.group), cfg.micro_batch, devices)
+def test_batches_of_a_preset_grow_with_the_devices_up_to_a_round(preset, devices):
+    cfg = coupled_grpo.Config(preset=preset, **coupled_grpo.PRESETS[preset])
+    sizes = coupled_grpo.batch_sizes(cfg, devices)
+    for name, on_each in coupled_grpo.ON_A_DEVICE[preset].items():
+        assert sizes[name] == min(devices * on_each, cfg.tasks * cfg.group)
+        assert coupled_grpo.batch_sizes(dataclasses.replace(cfg, **{name: 3}), devices)[name] == 3
+    batches = coupled_grpo.micro_batches(np.arange(cfg.tasks * cfg.group), sizes["micro_batch"], devices)
     assert all(len(batch) % devices == 0 for batch in batches)
     assert sorted(row for batch in batches for row in batch if row >= 0) == [*range(cfg.tasks * cfg.group)]
 
@@ -968,12 +934,12 @@ def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, mo
         written = policy_of(self)
         for x in jax.tree.leaves(nnx.state(written)):
             halves = x.size // math.prod(x.sharding.shard_shape(x.shape))
-            layouts.append((halves, x.sharding.mesh.shape["fsdp"], x.dtype.name if x.ndim > 1 else "float32"))
+            layouts.append((halves, x.sharding.mesh.shape["fsdp"]))
         return written
 
     def filled(*inputs, **options):
         state = fill_block(*inputs, **options)
-        readable.extend(x.is_fully_replicated for x in (state.token_BL, *state.record))
+        readable.append(state.token_BL.is_fully_replicated)
         return state
 
     def watched(self, token_BL, *rest, **options):
@@ -988,28 +954,72 @@ def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, mo
         patch.setattr(dream.Dream, "hidden", watched)
         patch.setattr(coupled_grpo.Trainer, "policy", policy)
         patch.setattr(sample_block, "fill_block", filled)
-        patch.setattr(
-            coupled_grpo.Trainer, "scores_by", lambda self, trained, batch, views: np.zeros(batch.counted_BC.shape)
-        )
+        patch.setattr(coupled_grpo.Trainer, "score", lambda self, batch, masks: [])
         patch.setattr(coupled_grpo.Trainer, "learn", lambda self, *inputs: ([], []))
+        patch.setattr(checkpoints, "keep_compiled", lambda folder: None)  # so that all programs are traced
         own = {"ckpt": str(folder / model), "block_length": None if model == "blocks" else 8}
-        own |= {"dtype": "bfloat16"}
-        coupled_grpo.main(config(folder, out, rounds=0, tasks=2, generation_batch=18, compile_cache="", **own))
+        coupled_grpo.main(config(folder, out, rounds=0, tasks=2, generation_batch=18, **own))
     assert set(shares) == {(20, 5)}
-    assert set(layouts) == {(2, 1, "bfloat16"), (2, 1, "float32"), (1, 1, "float32")}  # biases, norms
+    assert set(layouts) == {(2, 1), (1, 1)}  # matrices and biases, norms
     assert all(readable), "each of several hosts reads the texts of all"
     assert len(readable) > 0 or model == "base"
     assert [row["round"] for row in read_lines(out / "log.jsonl")] == [1, 2]  # every task once
     assert len(read_lines(out / "rounds.jsonl")) == 4 * 8
 
 
+# ---- the demo
+
+
+def test_the_demo_s_programs_run_before_this_process_asks_for_devices(tmp_path):
+    """A TPU, or nine tenths of a GPU, that the parent has is not the child's."""
+    code = """
+import jax, coupled_grpo, runs
+from jax._src import xla_bridge
+def script(name, *flags):
+    assert not xla_bridge.backends_are_initialized(), name
+    print("ran", name)
+    if name == "train_dream.py":
+        raise RuntimeError
+    out = next(flag for flag in flags if flag.startswith("--out="))[6:]
+    runs.as_path(out).mkdir(parents=True)
+    runs.write(runs.as_path(out) / "heldout.jsonl", b'{"prompt": "x", "test_cases": ["assert True"]}')
+runs.script = script
+runs.command(coupled_grpo.main, coupled_grpo.Config, "")
+"""
+    flags = "--out", str(tmp_path / "demo"), "--rewards=code_format"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *flags], capture_output=True, text=True, cwd=ROOT, env=os.environ | AS_A_USER
+    )
+    assert [line for line in done.stdout.splitlines() if line.startswith("ran")] == [
+        "ran rl_tasks.py", "ran data_prep.py", "ran train_dream.py"
+    ], done.stderr  # fmt: skip
+    says(done, "the demo's model was not made", f"--resume={tmp_path / 'demo'}")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The folder of a demo that ran for 20 rounds."""
+    out = tmp_path_factory.mktemp("demo") / "run"
+    done = run("coupled_grpo.py", f"--out={out}", "--rounds=20", timeout=1200)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.mark.slow
+def test_the_demo_doubles_the_reward_on_held_out_tasks(demo):
+    rewards = [row["heldout_reward"] for row in read_lines(demo / "log.jsonl") if "heldout_reward" in row]
+    assert 0.1 < rewards[0] < 0.4
+    assert rewards[-1] > max(2 * rewards[0], rewards[0] + 0.2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("preset", coupled_grpo.PRESETS)
-def test_every_preset_starts_on_any_number_of_devices(folder, tmp_path, preset, devices):
-    files = "--ckpt", folder / "base", "--prompts", folder / "tasks.jsonl"
-    flags = files if preset == "7b" else ("--demo_steps=2", "--eval_every=9", "--eval_tasks=4")
-    out = tmp_path / "run"
+def test_every_preset_starts_on_any_number_of_devices(folder, demo, tmp_path, preset, devices):
+    out, flags = tmp_path / "run", ("--ckpt", folder / "base", "--prompts", folder / "tasks.jsonl")
+    if preset == "demo":  # its model is there already
+        flags = "--eval_every=9", "--eval_tasks=4"
+        shutil.copytree(demo / "base", out / "base")
     done = run("coupled_grpo.py", f"--preset={preset}", *flags, "--rounds=1", f"--out={out}", devices=devices)
     assert done.returncode == 0, done.stderr
     assert f"{devices} x cpu" in done.stdout
@@ -1018,7 +1028,7 @@ def test_every_preset_starts_on_any_number_of_devices(folder, tmp_path, preset, 
 
 @pytest.mark.slow
 def test_a_demo_that_is_stopped_in_its_pre_training_goes_on(tmp_path):
-    flags = "--demo_steps=12", "--rounds=1", "--eval_tasks=4", f"--out={tmp_path / 'demo'}"
+    flags = "--rounds=1", "--eval_tasks=4", f"--out={tmp_path / 'demo'}"
     env = os.environ | AS_A_USER | {"XLA_FLAGS": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
     with subprocess.Popen(command("coupled_grpo.py", *flags), **pipes) as process:
@@ -1028,17 +1038,20 @@ def test_a_demo_that_is_stopped_in_its_pre_training_goes_on(tmp_path):
                 break
         error = process.communicate()[1]
     assert process.returncode == 1
-    assert f"of pre-training; --resume={tmp_path / 'demo'}" in error.splitlines()[-1]
-    done = run("coupled_grpo.py", "--resume", tmp_path / "demo")
+    assert f"go on with --resume={tmp_path / 'demo'}" in error.splitlines()[-1]
+    assert runs.saved_steps(tmp_path / "demo/base/run"), "what was learnt is saved"
+    done = run("coupled_grpo.py", "--resume", tmp_path / "demo", timeout=1200)
     assert done.returncode == 0, done.stderr
     assert "resuming" in done.stdout
     assert [row["round"] for row in read_lines(tmp_path / "demo/log.jsonl")] == [0, 1]
 
 
+# ---- runs that are stopped, and runs that fail
+
+
 def stopping(folder):
     """Settings of a run that a signal stops in its first round, unless the folder has a file `stopped`."""
-    settings = {"rewards": (f"{folder / 'own.py'}:stopping",), "sync_every": 3, "rounds": 3, "plot": True}
-    return settings | {"drift_bound": 1e-9}  # so that the cache is opened more often in each round
+    return {"rewards": (f"{folder / 'own.py'}:stopping",), "sync_every": 3, "rounds": 3, "plot": True}
 
 
 @pytest.fixture(scope="module")
@@ -1069,7 +1082,6 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, 
     for other, words in (
         ({"lora_rank": 2}, "--lora_rank 0 there, 2 here"),
         ({"beta": 0.0}, "--beta above 0 True there"),
-        ({"estimator": "trajectory"}, "was trained with --estimator=coupled; leave --estimator out, or"),
     ):
         with pytest.raises(ValueError, match=words):
             coupled_grpo.main(config(folder, tmp_path / "parts", **resume | other))
@@ -1078,14 +1090,12 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, 
 
 @pytest.mark.slow
 def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
-    out, short = tmp_path / "lora", {"iterations": 1, "beta": 0.0, "estimator": "coupled_elbo"}
-    coupled_grpo.main(
-        config(folder, out, lora_rank=2, lora_targets=("q_proj", "down_proj"), rounds=2, warmup=0, **short)
-    )
+    out = tmp_path / "lora"
+    coupled_grpo.main(config(folder, out, lora_rank=2, rounds=3, iterations=1, beta=0.0))
     base, after = (checkpoints.load(dream, path)[0] for path in (folder / "base", out / "merged"))
     before, now = (checkpoints.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (base, after))
     changed = {name for name in before if not np.array_equal(before[name], now[name])}
-    assert changed == {f"layers.0.{name}" for name in ("q_proj", "down_proj")}
+    assert changed == {f"layers.0.{name}" for name in dream.MATRICES}
     for name in changed:
         assert np.linalg.matrix_rank(np.asarray(now[name] - before[name]), tol=1e-5) <= 2
     for path in (out, out / "merged"):  # the name by which generate.py knows how to ask it
@@ -1127,65 +1137,34 @@ def test_what_has_no_reward_is_in_no_update_and_said_so(unbroken):
         assert all(line["advantage"] is None for line in missing)
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_equal_rewards_update_nothing(folder, tmp_path, skip):
-    """They are skipped; or computed as in the reference, where at first their KL divergence has hardly a gradient."""
-    (tmp_path / "same.py").write_text("def same(completions, rows, **options):\n    return [0.5] * len(rows)\n")
-    out, same = tmp_path / "run", (f"{tmp_path / 'same.py'}:same",)
-    coupled_grpo.main(config(folder, out, rounds=1, rewards=same, warmup=0, skip_constant=skip))
+def test_equal_rewards_update_nothing(folder, tmp_path):
+    out = tmp_path / "run"
+    coupled_grpo.main(config(folder, out, rounds=1, rewards=(f"{folder / 'own.py'}:same",)))
     (row,) = read_lines(out / "log.jsonl")
     assert row["constant_groups"] == 1
-    assert ("loss" not in row) == skip
-    if not skip:
-        assert row["tokens"] == 2 * sum(line["tokens"] for line in read_lines(out / "rounds.jsonl"))
-        assert row["grad_norm"] < 1e-3
-        return
+    assert "loss" not in row
     base, _ = checkpoints.load(dream, folder / "base")
     want = {f"params.{name}": value for name, value in checkpoints.bit_sums(nnx.to_pure_dict(nnx.state(base))).items()}
     assert want.items() <= sums(out, 1).items()
-
-
-@pytest.mark.slow
-def test_completions_without_an_end_can_be_left_out_of_updates(folder, tmp_path):
-    out = tmp_path / "run"
-    coupled_grpo.main(
-        config(folder, out, rounds=1, skip_constant=False, mask_truncated=True, loss="dapo", ratio="sequence")
-    )
-    (row,) = read_lines(out / "log.jsonl")
-    lines = [line for line in read_lines(out / "rounds.jsonl") if line["reward"] is not None]
-    most = max(line["tokens"] for line in lines)
-    ended = [line["tokens"] for line in lines if line["tokens"] < most]
-    assert 0 < len(ended) < len(lines)
-    assert 0 < row["tokens"] < 2 * sum(line["tokens"] for line in lines)
-    assert row["tokens"] >= 2 * sum(ended)
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"delta": 1.5}, "--delta=1.5: above 1 + --epsilon_high"),
-        ({"group": 1}, "--group=1: a completion is compared with the others"),
+        ({"group": 1}, "--group=1: at least 2"),
         ({"tasks": 0}, "--tasks=0: at least 1"),
         ({"temperature": 0.0}, "--temperature=0"),
         ({"rewards": ("nothing",)}, "no reward 'nothing'"),
-        ({"rewards": ("code", "syntax")}, "2 --rewards need as many --reward_weights"),
-        ({"rewards": ("code", "code"), "reward_weights": (1.0, 1.0)}, "--rewards names code more than once"),
-        ({"lora_rank": 2, "lora_targets": ("lm_head",)}, "no matrix of a layer is called lm_head"),
+        ({"rewards": ("code", "syntax")}, "--rewards=code syntax: each once, with a weight of its own"),
+        ({"rewards": ("code", "code"), "reward_weights": (1.0, 1.0)}, "each once, with a weight of its own"),
+        ({"runner": "docker"}, "--runner=docker: local, e2b, or HOST:PORT"),
         ({"prompts": ""}, "--ckpt and --prompts belong together"),
         ({"prompts": "none.jsonl"}, "none.jsonl does not exist; write tasks with"),
         ({"ckpt": "none"}, "holds no checkpoint"),
         ({"max_prompt": 510}, "the model reaches 512 positions"),
-        ({"tensor": 3}, "--tensor=3 does not divide 8 devices"),
         ({"rounds": -1}, "--rounds=-1: at least 0"),
-        ({"replay": 9}, "--replay=9: a completion of 8 tokens has no more steps"),
-        ({"estimator": "coupled_elbo", "max_new": 1, "replay": 0}, "--max_new is at least 2"),
-        ({"estimator": "trajectory", "score": "drawn"}, "--estimator=trajectory replays what --score=distribution"),
-        ({"estimator": "trajectory", "ratio": "sequence"}, "--ratio=sequence needs it whole"),
-        ({"importance": "token_mask"}, "--importance=token_mask weighs tokens as they were drawn"),
-        ({"importance": "sequence_mask"}, "--importance=sequence_mask needs every step of a completion: --replay=0"),
         ({"hosts": "auto", "lora_rank": 2}, "--hosts goes with --ckpt and --prompts, and without --lora_rank"),
-        ({"refill": -1}, "--refill=-1: at least 0"),
-        ({"drift_bound": 0.1, "cache": ""}, "--drift_bound=0.1 opens a cache more often"),
     ],
     ids=str,
 )
@@ -1210,14 +1189,12 @@ def test_a_sandbox_that_cannot_be_used_ends_the_run_before_it_begins(folder, tmp
         coupled_grpo.main(config(folder, tmp_path / "run", runner="e2b", ckpt="none", rewards=("code",)))
 
 
-def flags(cfg, prefix=""):
+def flags(cfg):
     """The command line of a config."""
     found = []
     for field in dataclasses.fields(cfg):
-        value, default = getattr(cfg, field.name), field.default
-        if dataclasses.is_dataclass(value):
-            found += flags(value)
-        elif value != default:
+        value = getattr(cfg, field.name)
+        if value != field.default:
             found += [f"--{field.name}", *map(str, value if isinstance(value, tuple) else [value])]
     return found
 
@@ -1232,32 +1209,7 @@ def test_the_command_goes_on_with_the_settings_of_a_run_and_says_in_a_line_what_
     assert "generate.py --model=dream --ckpt=" in done.stdout
     assert [row["round"] for row in read_lines(tmp_path / "run/log.jsonl")] == [1, 2]
     kept = runs.read_json(tmp_path / "run/config.json")["train"]
-    assert (kept["rounds"], kept["sampling"]["threshold"]) == (2, 0.6)
-
-
-@pytest.mark.slow
-def test_the_demo_doubles_the_reward_on_held_out_tasks(tmp_path):
-    done = run("coupled_grpo.py", f"--out={tmp_path / 'demo'}", "--rounds=20", cwd=tmp_path, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    rewards = [row["heldout_reward"] for row in read_lines(tmp_path / "demo/log.jsonl") if "heldout_reward" in row]
-    assert 0.1 < rewards[0] < 0.4
-    assert rewards[-1] > max(2 * rewards[0], rewards[0] + 0.2)
-
-
-@pytest.mark.slow
-def test_groups_that_teach_nothing_make_room_for_other_tasks(folder, tmp_path):
-    rewards = (f"{folder / 'own.py'}:for_some",)
-    for refill in (0, 6):
-        coupled_grpo.main(config(folder, tmp_path / str(refill), rounds=2, rewards=rewards, refill=refill))
-    kept, anew = (read_lines(tmp_path / name / "log.jsonl") for name in ("0", "6"))
-    assert all(row["constant_groups"] >= 0.5 for row in kept)
-    assert all(row["constant_groups"] < 0.5 and row["refilled"] >= 2 and row["passes"] > 2 for row in anew)
-    for row, lines in zip(anew, np.split(np.array(read_lines(tmp_path / "6/rounds.jsonl")), 2), strict=True):
-        assert row["reward"] == pytest.approx(np.mean([line["reward"] for line in lines]))
-        groups = [lines[i : i + 8].tolist() for i in range(0, 32, 8)]
-        assert all(len({line["id"] for line in group}) == 1 for group in groups)
-        for line in lines:  # completion, tokens and reward are of the same text
-            assert line["reward"] == line["completion"].count("a") / 8 * (line["id"] > 1)
+    assert (kept["rounds"], kept["threshold"]) == (2, 0.6)
 
 
 def two_hosts(cfg, *more):
@@ -1285,7 +1237,7 @@ def test_two_hosts_write_in_blocks_as_one(folder, tmp_path):
 
 @pytest.mark.slow
 def test_two_hosts_learn_as_one_and_stop_together(folder, tmp_path):
-    settings = {"rounds": 40, "heldout": str(folder / "heldout.jsonl"), "save_every": 20, "iterations": 1}
+    settings = {"rounds": 40, "heldout": str(folder / "heldout.jsonl"), "eval_every": 20, "iterations": 1}
     one, two = (config(folder, tmp_path / name, **settings) for name in ("one", "two"))
     both = two_hosts(two)
     for line in both[0].stdout:
@@ -1340,8 +1292,7 @@ def test_a_reward_of_one_s_own_needs_no_tests_and_no_sandbox(folder, tmp_path):
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_as_the_unbroken_one(folder, tmp_path):
     """Killed at a random line of its log, twenty times; most kills hit while a checkpoint is being written."""
-    own = {"estimator": "trajectory", "importance": "token_truncate", "refill": 1, "drift_bound": 1e-9}
-    whole, parts = (config(folder, tmp_path / name, rounds=60, **own) for name in ("whole", "parts"))
+    whole, parts = (config(folder, tmp_path / name, rounds=60) for name in ("whole", "parts"))
     done = run("coupled_grpo.py", *flags(whole))
     assert done.returncode == 0, done.stderr
     first, resume = command("coupled_grpo.py", *flags(parts)), command("coupled_grpo.py", "--resume", parts.out)

@@ -22,6 +22,7 @@ import checkpoints
 import convert_weights
 import data_prep
 import generate
+import inference
 import infill
 import model_dream as md
 import model_mdlm as mdlm
@@ -146,7 +147,7 @@ def weights(run_folder, stories, tmp_path, monkeypatch):
     convert_weights.main(convert_weights.Config(str(run_folder), str(tmp_path / "export"), dtype="bfloat16"))
     convert_weights.main(convert_weights.Config(str(tmp_path / "export"), str(tmp_path / "weights" / "pythoncoder")))
     shutil.copytree(stories / "step_5", tmp_path / "weights" / "mdlm")
-    monkeypatch.setattr(checkpoints, "WEIGHTS", tmp_path / "weights")
+    monkeypatch.setattr(inference, "WEIGHTS", tmp_path / "weights")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "weights"
 
@@ -212,15 +213,15 @@ def test_a_model_can_be_in_a_bucket(run_folder, coder, bucket):
 
 
 def test_the_first_line_says_what_is_used_and_what_is_idle(monkeypatch, tmp_path):
-    assert checkpoints.device_line() == "8 x cpu"
-    monkeypatch.setattr(checkpoints, "MACHINE", tmp_path)
+    assert inference.device_line() == "8 x cpu"
+    monkeypatch.setattr(checkpoints, "ROOT", tmp_path)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
-    assert checkpoints.device_line() == "8 x cpu"  # whoever set JAX_PLATFORMS wants the CPU
+    assert inference.device_line() == "8 x cpu"  # whoever set JAX_PLATFORMS wants the CPU
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     line = "8 x cpu; an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
-    assert checkpoints.device_line() == line
+    assert inference.device_line() == line
 
 
 def test_heads_are_split_up_to_the_key_value_heads_and_rows_over_the_rest():
@@ -276,7 +277,7 @@ def test_a_checkpoint_is_stored_so_that_it_fits_or_refused_before_it_is_read(cod
     cfg = md.config_from_hf(coder / "model")
     mesh = checkpoints.inference_mesh(cfg, jax.devices()[:1], 1)
     names = ("float32", 0), ("bfloat16", 0), ("bfloat16", 8), ("bfloat16", 4)
-    full, half, eight, four = (checkpoints.bytes_needed(md, cfg, mesh, "float32", *name) for name in names)
+    full, half, eight, four = (inference.bytes_needed(md, cfg, mesh, "float32", *name) for name in names)
     count = md.count_params(cfg)["total"]
     assert (full - half, full) == (2 * count, 4 * (count + cfg.vocab * cfg.width))
     free = lambda size: monkeypatch.setattr(checkpoints, "free_bytes", lambda _: size)  # noqa: E731

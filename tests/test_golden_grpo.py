@@ -12,6 +12,7 @@ import optax
 import pytest
 from conftest import cases_of
 
+import coupled_grpo
 import diffusion
 import grpo
 import rl_tasks
@@ -51,11 +52,10 @@ def test_the_three_versions_of_a_canvas(golden_dir):
         )
         u = np.tile(u, (len(batch) // len(u), 1))
         completion = jnp.asarray(np.broadcast_to(~prompt, batch.shape))
-        views, one, two = grpo.coupled_views(jnp.asarray(batch), completion, jnp.asarray(u), ratio, int(mask_id))
+        views, mask = grpo.coupled_views(jnp.asarray(batch), completion, jnp.asarray(u), ratio, int(mask_id))
         want = np.stack([case[key] for key in ("noisy0", "noisy1", "noisy2_exact_complement")], 1)
         np.testing.assert_array_equal(views, want, err_msg=name)
-        np.testing.assert_array_equal(one, case["completion_mask"] & completion, err_msg=name)
-        np.testing.assert_array_equal(two, completion & ~one, err_msg=name)
+        np.testing.assert_array_equal(mask, case["completion_mask"] & completion, err_msg=name)
 
 
 def identity(x):
@@ -71,7 +71,7 @@ def test_scores_of_logits(golden_dir):
         weights = case["weights"].reshape(n, 3)
         for i in range(n):
             hidden = jnp.asarray(logits[i].swapaxes(0, 1))  # the head is the identity
-            score, _ = merge(identity, hidden, index[i], mask[i], tuple(weights[i, 1:]), 7)
+            score, _ = merge(identity, hidden, index[i], mask[i], (0.5, *weights[i, 1:] / 2), 7)
             close(score, want[i], name)
             close(score, want64[i], name)
 
@@ -86,8 +86,9 @@ def loss_arguments(case):
 def loss_in_three_forms(score, old, ref, advantage, counted, low, high, beta, single):
     """grpo_loss with its gradient, clipped at 20 and not at all, and the loss of each token alone."""
 
-    def loss(score, counted, most):
-        return grpo.grpo_loss(score, None if single else old, ref, advantage, counted, low, high, beta, most)
+    def loss(score, counted, limit):
+        form = grpo.Loss(beta=beta, low=low, high=high, limit=limit)
+        return grpo.grpo_loss(score, None if single else old, ref, advantage, counted, form)
 
     gradient = jax.value_and_grad(loss, has_aux=True)
     one_hot = jnp.eye(score.size, dtype=bool).reshape(-1, *score.shape)
@@ -133,8 +134,10 @@ def test_gradient_of_the_logits(golden_dir):
 
         def loss(logits, case=case, arrays=arrays, numbers=numbers, C=C, V=V):
             hidden = logits.reshape(3, -1, C, V).swapaxes(0, 1)
-            score, _ = grpo.merge_views(identity, hidden, case["index"], case["mask"], tuple(case["weights"][1:]), 4)
-            return grpo.grpo_loss(score, *arrays, case["completion_mask"], *numbers)[0], score
+            weights, (low, high, beta) = (0.5, *case["weights"][1:] / 2), numbers
+            score, _ = grpo.merge_views(identity, hidden, case["index"], case["mask"], weights, 4)
+            form = grpo.Loss(beta=beta, low=low, high=high)
+            return grpo.grpo_loss(score, *arrays, case["completion_mask"], form)[0], score
 
         (value, score), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(jnp.asarray(case["logits"]))
         close(score, case["per_token_logps"], name)
@@ -150,16 +153,27 @@ def test_completion_mask(golden_dir, asarray):
         np.testing.assert_array_equal(mask.sum(-1), case["lengths"], err_msg=name)
 
 
+def missing_as_zero(rewards):
+    """As in the reference, a reward that is not known is one of 0."""
+    return np.nan_to_num(np.array(rewards, np.float64))
+
+
 def test_advantages(golden_dir):
     for name, case in cases_of(golden_dir("grpo") / "advantages.npz").items():
-        inputs = case["rewards_per_func"], case["reward_weights"], int(case["num_generations"])
-        plain = grpo.group_advantages(*inputs, missing_is_zero=True)
+        inputs = missing_as_zero(case["rewards_per_func"]), case["reward_weights"], int(case["num_generations"])
+        plain = grpo.group_advantages(*inputs)
         close(plain.reward_B, case["rewards"], name)
         close(plain.advantage_B, case["advantages"], name)
         close(plain.std_B, case["group_std"], name)
         assert plain.constant_B.mean() == case["zero_std_ratio"], name
-        scaled = grpo.group_advantages(*inputs, scale=True, missing_is_zero=True)
+        scaled = grpo.group_advantages(*inputs, scale=True)
         close(scaled.advantage_B, case["advantages_scaled"], name, 1e-4)
+
+
+def reference_plan(accumulate, iterations):
+    """grpo.round_plan with the reference's iteration: its counter is one ahead."""
+    plan = grpo.round_plan(accumulate, iterations)
+    return [(micro, (k + 1) % iterations, update) for k, (micro, _, update) in enumerate(plan)]
 
 
 def test_iteration_index(golden_dir):
@@ -168,8 +182,8 @@ def test_iteration_index(golden_dir):
         for step in case["steps"]:
             k = step["micro_step"] % (A * n)
             assert (k == 0) == step["generates"]
-            for reference, key in ((False, "correct_index"), (True, "reference_index")):
-                micro, iteration, update = grpo.round_plan(A, n, reference)[k]
+            for plan, key in ((grpo.round_plan, "correct_index"), (reference_plan, "reference_index")):
+                micro, iteration, update = plan(A, n)[k]
                 assert micro == step["micro_batch"]
                 assert iteration == step[key]
                 assert update == step["optimizer_step_after"]
@@ -224,12 +238,14 @@ def programs(mask_id, epsilon, beta):
 
     @jax.jit
     def scores(params, tokens, u, ratio):
-        return grpo.coupled_scores(Mixer(params), tokens, None, u, ratio, mask_id, 8)[0]
+        batch = {"token_BL": tokens, "see_BL": None, "u_BC": u, "ratio_B": ratio}
+        return grpo.coupled_scores(Mixer(params), batch, mask_id, 8)[0]
 
     @jax.jit
     def gradients(params, batches):
         def loss(params, batch):
-            return grpo.micro_loss(Mixer(params), batch, mask_id, epsilon, epsilon, beta, 8)
+            form = grpo.Loss(beta=beta, low=epsilon, high=epsilon)
+            return grpo.micro_loss(Mixer(params), batch, mask_id, form, 8)
 
         def add(total, batch):
             total, metrics = grpo.add_gradients(loss, params, batch, total)
@@ -259,7 +275,7 @@ def check_run(everything, name, run, variant):
     mask_id, epsilon, beta, rate = (run[key].item() for key in ("mask_id", "epsilon", "beta", "learning_rate"))
     params = {key: jnp.asarray(run[key]) for key in names}
     ref = {key: jnp.asarray(run[f"ref_{key}"]) for key in names}
-    plan = grpo.round_plan(A, n, variant == "reference_index")
+    plan = (reference_plan if variant == "reference_index" else grpo.round_plan)(A, n)
     scores, gradients = programs(mask_id, epsilon, beta)
     updates = taken = 0
 
@@ -269,7 +285,7 @@ def check_run(everything, name, run, variant):
         C = data["completion_ids"].shape[1]
         counted = grpo.completion_mask(data["completion_ids"], int(run["eos_id"]))
         np.testing.assert_array_equal(counted, data["completion_mask"] == 1)
-        advantages = grpo.group_advantages(data["rewards_per_func"], run["reward_weights"], group, missing_is_zero=True)
+        advantages = grpo.group_advantages(missing_as_zero(data["rewards_per_func"]), run["reward_weights"], group)
         close(advantages.advantage_B, data["advantages"], name)
         u = jnp.asarray(np.tile(data["random_matrix"][:, :, -C:], (1, A, 1)))  # [n, A micro, C]
         ratio = data["mask_ratio"].astype(np.float32)
@@ -338,7 +354,7 @@ def test_acecode(golden_dir):
         assert all(list(task) == want["columns"] for task in tasks)
         if (folder / f"acecode_expected_{difficulty}.jsonl").exists():
             assert tasks == read_lines(folder / f"acecode_expected_{difficulty}.jsonl"), difficulty
-    assert [rl_tasks.messages(task) for task in prepared(rows, "hard")[0]] == want["hard_prompts"]
+    assert [coupled_grpo.messages(task) for task in prepared(rows, "hard")[0]] == want["hard_prompts"]
 
 
 @pytest.mark.parametrize("difficulty", ["hard", "all"])

@@ -1,11 +1,19 @@
-"""Every protocol against the harness it speaks for: prompts, tests and candidates byte for byte, and what survives."""
+"""Every protocol against its harness: prompts, tests and candidates byte for byte, and which right answers survive.
+
+The names are those of the golden files; bench/explain.py has a record for each.
+"""
 
 import gzip
 import json
 import re
+import sys
 
 import pytest
+from conftest import ROOT
 from test_benchmarks import FILES, needs_tasks
+
+sys.path.insert(0, str(ROOT / "bench"))
+import explain
 
 import problems as tasks
 import protocols
@@ -59,7 +67,7 @@ def mbpp_question(text, tests):
 
 def test_every_prompt_and_what_comes_after_it(golden_dir, questions):
     for name, golden in read(golden_dir, "prompts").items():
-        protocol = protocols.PROTOCOLS[name]
+        protocol = explain.HARNESSES[name]
         data = "mbpp from Austin's" if name == "bigcode/mbpp" else protocol.data[0]
         for key, text in golden["prompts"].items():
             assert protocols.prompt(protocol, questions[data][key]) == text, (name, key)
@@ -76,7 +84,7 @@ def test_every_candidate(golden_dir, questions):
     golden = read(golden_dir, "postprocess")
     cases = {case["id"]: case for case in golden["cases"]}
     for name, out in golden["out"].items():
-        protocol = protocols.PROTOCOLS[name]
+        protocol = explain.HARNESSES[name]
         for case, text in out.items():
             question = questions[protocol.data[0]][str(cases[case]["key"])]
             try:
@@ -88,7 +96,7 @@ def test_every_candidate(golden_dir, questions):
 
 def test_newer_transformers_keep_the_end_of_a_prefix(questions):
     for name in ("dream_instruct/humaneval_instruct", "lm_eval_head/mbpp_instruct"):
-        protocol = protocols.PROTOCOLS[name]
+        protocol = explain.HARNESSES[name]
         question = next(iter(questions[protocol.data[0]].values()))
         kept = protocols.prompt(protocol, question, trim_prefix=False)
         assert kept == protocols.prompt(protocol, question) + "\n" * (2 if "{prompt}" in protocol.prefix else 1), name
@@ -102,7 +110,7 @@ def test_which_right_answers_survive(golden_dir, questions):
     cases = {case["id"]: case for case in read(golden_dir, "postprocess")["cases"]}
     rows = []
     for name, golden in read(golden_dir, "survives").items():
-        protocol = protocols.PROTOCOLS[name]
+        protocol = explain.HARNESSES[name]
         for case, survives in golden.items():
             question = questions[protocol.data[0]][str(cases[case]["key"])]
             code = protocols.candidate(protocol, cases[case]["raw"], question)

@@ -1,5 +1,6 @@
 """Reference values on table models: the scores that coupled_grpo.py trains with, and bench/grpo_ruler.py."""
 
+import functools
 import itertools
 import json
 import math
@@ -38,15 +39,16 @@ def draws(n, elbo):
 
 @pytest.mark.parametrize("estimator", ["coupled", "coupled_elbo"])
 def test_mean_and_covariance_of_the_scores(golden_dir, estimator):
-    merge, elbo = jax.jit(grpo.merge_views, static_argnums=(0, 5, 6)), estimator == "coupled_elbo"
+    merge, elbo = jax.jit(grpo.merge_views, static_argnums=(0, 5)), estimator == "coupled_elbo"
     for name, case in cases_of(golden_dir("ruler") / "estimators.npz", str.partition).items():
         N, n, _ = case["logits"].shape
         chance_B, ratio_B, set_B = (np.array(x) for x in zip(*draws(n, elbo), strict=True))
         hidden_BKCD = case["logits"][np.stack([np.full(len(set_B), N - 1), set_B, N - 1 - set_B], 1)]
         mask_BC, token_BC = (set_B[:, None] >> np.arange(n)) & 1 > 0, np.tile(case["answer"], (len(set_B), 1))
-        weights = [1 / np.maximum(x, 1e-9)[:, None] for x in (ratio_B, 1 - ratio_B)]
+        full, half = (1 / n, (n - 1) / 2 / n) if elbo else (0.5, 0.5)
+        weights = full, *(half / np.maximum(x, 1e-9)[:, None] for x in (ratio_B, 1 - ratio_B))
         arrays = jnp.asarray(hidden_BKCD, jnp.float32), token_BC, mask_BC, [jnp.float32(x) for x in weights]
-        score_BC = np.asarray(merge(identity, *arrays, 1024, elbo)[0], np.float64)
+        score_BC = np.asarray(merge(identity, *arrays, 1024)[0], np.float64)
         mean_C = chance_B @ score_BC
         cov_CC = (score_BC - mean_C).T * chance_B @ (score_BC - mean_C)
         np.testing.assert_allclose(mean_C, case[f"{estimator}.mean_token"], rtol=1e-4, atol=1e-4, err_msg=name)
@@ -63,14 +65,12 @@ def test_losses(golden_dir, form):
         counted_BL, room = case["mask"] > 0, int(case["max_completion_length"])
         wide = [(0, 0), (0, room - counted_BL.shape[1])]  # as many columns as a completion may have
         arrays = [np.pad(case[key], wide) for key in ("new", "old")]
-        settings = {"low": float(case["epsilon_low"]), "high": float(case["epsilon_high"]), "beta": 0.0}
-        settings |= {"loss": "grpo" if form == "gspo" else form, "ratio": "sequence" if form == "gspo" else "token"}
-        settings |= {"delta": float(case["delta"]), "update_tokens": counted_BL.sum()}
-
+        limits = float(case["epsilon_low"]), float(case["epsilon_high"]), float(case["delta"])
+        settings = grpo.Loss(form, 0.0, *limits), counted_BL.sum()
         fixed = arrays[1], None, case["advantages"], np.pad(counted_BL, wide)
 
         def loss(new_BC, fixed=fixed, settings=settings):
-            return grpo.grpo_loss(new_BC, *fixed, **settings)[0]
+            return grpo.grpo_loss(new_BC, *fixed, *settings)[0]
 
         value, grad_BC = jax.value_and_grad(loss)(jnp.asarray(arrays[0]))
         np.testing.assert_allclose(value, case[f"loss_{form}"], rtol=1e-4, atol=1e-5, err_msg=name)
@@ -81,13 +81,16 @@ def test_losses(golden_dir, form):
 
 @pytest.mark.parametrize("form", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_importance_weights_and_their_losses(golden_dir, form):
+    """A weight, which is not negative, multiplies a token's advantage: the same as to multiply its loss."""
     for name, case in ruler_cases(golden_dir, "losses.npz"):
-        counted_BL, advantage_B = case["mask"] > 0, case["advantages"]
-        weight_BL = grpo.importance_weights(case["old"] - case["rollout"], counted_BL, form, case["clip_max"])
+        counted_BL = case["mask"] > 0
+        weight_BL = ruler.importance_weights(case["old"] - case["rollout"], counted_BL, form, case["clip_max"])
         close(weight_BL[counted_BL], case[f"weight_{form}"][counted_BL], name)
-        limits = {"low": float(case["epsilon_low"]), "high": float(case["epsilon_high"]), "delta": float(case["delta"])}
-        settings = limits | {"beta": 0.0, "loss": "dapo", "update_tokens": counted_BL.sum(), "weight_BC": weight_BL}
-        value, _ = grpo.grpo_loss(case["new"], case["old"], None, advantage_B, counted_BL, **settings)
+        limits = float(case["epsilon_low"]), float(case["epsilon_high"]), float(case["delta"])
+        settings = grpo.Loss("dapo", 0.0, *limits), counted_BL.sum()
+        advantage_BL = weight_BL * case["advantages"][:, None]
+        new, old, counted = (x.reshape(-1, 1) for x in (case["new"], case["old"], counted_BL))  # a token a row
+        value, _ = grpo.grpo_loss(new, old, None, advantage_BL.reshape(-1), counted, *settings)
         np.testing.assert_allclose(value, case[f"loss_dapo_{form}"], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
@@ -106,27 +109,26 @@ class Table:
         return hidden_BTD
 
 
-@jax.jit
-def replayed(logits_NnV, answer_n, step_Bn, at_BJ):
-    """log p of each token [B, n] as coupled_grpo.py replays a record."""
+@functools.partial(jax.jit, static_argnums=3)
+def replayed(logits_NnV, answer_n, step_Bn, steps):
+    """log p of each token [B, n] of a record, by grpo_ruler.replayed."""
     token_BL = jnp.pad(jnp.tile(answer_n, (len(step_Bn), 1)), ((0, 0), (1, 0)))
-    parts = [part["at_BK"] for part in grpo.in_parts({"at_BJ": at_BJ})]
-    inputs = Table(logits_NnV), token_BL, None, step_Bn
-    return sum(grpo.trajectory_scores(*inputs, at_BK, logits_NnV.shape[2])[0] for at_BK in parts)
+    return ruler.replayed(Table(logits_NnV), token_BL, None, step_Bn, logits_NnV.shape[2], steps)
 
 
 def test_replayed_trajectories_their_gradients_and_weights(golden_dir):
-    total = lambda *inputs: replayed(*inputs).sum(-1)  # noqa: E731
+    @functools.partial(jax.jit, static_argnums=3)
+    def gradient(*inputs):
+        return jax.jacobian(lambda logits, *rest: replayed(logits, *rest).sum(-1))(*inputs)
+
     for name, case in ruler_cases(golden_dir, "trajectory.npz"):
         step_Bn, tables = case["step"], {"learner": case["logits"], "behaviour": case["cached_logits"]}
-        at_BJ, scale_B = grpo.steps_to_replay(step_Bn, 0, np.random.default_rng(0))
-        assert (scale_B == 1).all()
-        inputs = case["answer"], step_Bn, at_BJ
+        inputs = case["answer"], step_Bn, int(step_Bn.max()) + 1
         for who, logits_NnV in tables.items():
             logp_Bn = replayed(jnp.asarray(logits_NnV, jnp.float32), *inputs)
             np.testing.assert_allclose(logp_Bn, case[f"{who}.logp_token"], rtol=1e-4, atol=1e-4, err_msg=name)
             np.testing.assert_allclose(logp_Bn.sum(-1), case[f"{who}.logp"], rtol=1e-4, atol=1e-4, err_msg=name)
-        grad = jax.jacobian(total)(jnp.asarray(case["logits"], jnp.float32), *inputs)
+        grad = gradient(jnp.asarray(case["logits"], jnp.float32), *inputs)
         np.testing.assert_allclose(grad, case["grad_logp"], rtol=1e-4, atol=1e-4, err_msg=name)
 
         log_Bn = case["learner.logp_token"] - case["behaviour.logp_token"]
@@ -135,9 +137,9 @@ def test_replayed_trajectories_their_gradients_and_weights(golden_dir):
         close(log_Bn.sum(-1), case["log_weight"], name)
         for key in case:
             if found := re.fullmatch(r"((token|sequence)_(truncate|mask))_([\d.]+)", key):
-                weight_Bn = grpo.importance_weights(log_Bn, counted_Bn, found[1], float(found[4]))
+                weight_Bn = ruler.importance_weights(log_Bn, counted_Bn, found[1], float(found[4]))
                 close(weight_Bn if found[2] == "token" else weight_Bn[:, 0], case[key], f"{name} {key}")
-        rows = [grpo.drift(log_Bn[i : i + 1], counted_Bn[i : i + 1]) for i in range(len(log_Bn))]
+        rows = [ruler.drift(log_Bn[i : i + 1], counted_Bn[i : i + 1]) for i in range(len(log_Bn))]
         for key in ("k1", "k3"):
             close([row[f"drift_{key}"] for row in rows], case[key], f"{name} {key}")
         close([row["drift_ratio_max"] for row in rows], np.exp(log_Bn.max(-1)), name)
@@ -300,7 +302,7 @@ def test_of_one_token_all_estimators_expect_the_exact_gradient():
 SAME = {"d1": "one_pass", "gdpo": "gdpo_gauss-3", "spg": "count"}  # names of the ruler; spg's lower score
 
 
-@pytest.mark.parametrize("kind", sorted(grpo_run.PUBLISHED))
+@pytest.mark.parametrize("kind", sorted(grpo_run.SCORED_HERE))
 def test_what_the_bench_trains_with_is_what_the_ruler_measures(kind):
     B, n, rng = 20_000, 4, np.random.default_rng(0)
     u_BKC, t_BK = rng.random((B, 3, n)), rng.random((B, 3))
@@ -316,13 +318,3 @@ def test_what_the_bench_trains_with_is_what_the_ruler_measures(kind):
         score_BC = np.asarray(grpo_run.spg_score(logp_Nn[set_BK], mask_BKC, weight_BKC, np.ones((B, 1), bool)))
         means, variances = ruler.spg(logp_Nn, 3, 1.5, 0.5)
         assert abs(score_BC.sum(1).mean() / n - means[2]) < 5 * (variances[2] / B) ** 0.5
-
-
-def test_the_tables_in_the_readme_are_those_of_the_benches():
-    readme, text = (ruler.ROOT / "README.md").read_text(), (ruler.RESULTS / "grpo_ruler.md").read_text()
-    table = text[text.index("| estimator | passes | cosine of what it expects") :].split("\n\n")[0]
-    assert len(table.splitlines()) == 2 + 2 + len(ruler.GRADIENTS)
-    assert table in readme
-    table = (ruler.RESULTS / "grpo_published.md").read_text().split("\n\n")[0]
-    assert len(table.splitlines()) == 2 + 1 + len(grpo_run.PUBLISHED)
-    assert table in readme

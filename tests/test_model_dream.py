@@ -12,6 +12,7 @@ from flax import nnx
 
 import checkpoints
 import diffusion
+import inference
 import model_dream as md
 import sample_dream as sd
 
@@ -165,7 +166,7 @@ def test_the_gpus_attention_is_the_plain_one(shape, gradient):
         return jax.grad(lambda *qkv: weighted(*qkv).sum(), (0, 1, 2))(q, k, v) if gradient else [weighted(q, k, v)]
 
     mesh = shape and jax.make_mesh(shape, ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3)
-    with checkpoints.mesh_context(mesh):
+    with inference.mesh_context(mesh):
         got = outputs(jax.jit(md.attention_gpu, static_argnames="interpret"), segment_BL=segment_BL, interpret=True)
     for a, b in zip(got, outputs(md.attention, places=(diffusion.Place(segment_BL),) * 2), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
@@ -410,9 +411,7 @@ def test_quantised_checkpoints_load_layer_by_layer_also_onto_a_mesh(tmp_path, bi
         np.testing.assert_array_equal(got[name], x, err_msg=name)
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     like = {"dtype": "float32", "bits": bits}
-    needed = checkpoints.bytes_needed(
-        md, cfg, checkpoints.inference_mesh(cfg, jax.devices()[:1], 1), "bfloat16", **like
-    )
+    needed = inference.bytes_needed(md, cfg, checkpoints.inference_mesh(cfg, jax.devices()[:1], 1), "bfloat16", **like)
     assert sum(x.nbytes for x in got.values()) + max(x.nbytes for x in jax.tree.leaves(params)) == needed
     alone = apply(model, tokens(8, 10))
     with jax.set_mesh(mesh):
@@ -441,9 +440,7 @@ def test_7b_takes_half_of_16_gb_in_int8_and_of_8_gb_five_in_int4():
     # while it is read the largest array is there as stored; JAX takes three quarters of a GPU's memory
     mesh = checkpoints.inference_mesh(cfg, jax.devices()[:1], 1)
     assert (
-        checkpoints.bytes_needed(md, cfg, mesh, "bfloat16", "bfloat16", 4)
-        == size(4) + 2 * parts["embed"]
-        < 0.75 * 2**33
+        inference.bytes_needed(md, cfg, mesh, "bfloat16", "bfloat16", 4) == size(4) + 2 * parts["embed"] < 0.75 * 2**33
     )
 
 

@@ -1,0 +1,110 @@
+"""JAX: a model for inference. Which folder, which devices, and the first type that fits their memory.
+
+model, step, mesh = load_for_inference(model_dream, default_folder("out/train_dream", "dream"), bits=8)
+with mesh_context(mesh):
+    ...                                        # programs are compiled for the mesh; None is a single device
+"""
+
+import contextlib
+import functools
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import checkpoints
+import runs
+
+WEIGHTS = Path(__file__).parent / "weights"  # small trained models, a folder for each family
+
+
+def default_folder(run, family):
+    """The folder of a model where none is named: `run` if it holds one, else that in WEIGHTS, if there is one."""
+    converted = any((Path(run) / name).is_file() for name in ("meta.json", "model.safetensors"))
+    if converted or runs.saved_steps(Path(run)) or not (WEIGHTS / family).is_dir():
+        return run
+    print(f"no model in {run}: using weights/{family}, a small one that comes with Unmask", file=sys.stderr)
+    return str(WEIGHTS / family)
+
+
+def device_line():
+    """What JAX computes on, and what it leaves idle."""
+    devices, idle = jax.devices(), checkpoints.idle_accelerator()
+    return f"{len(devices)} x {devices[0].device_kind}" + (f"; {idle}" if idle else "")
+
+
+def bits_of(flags):
+    """How many bits --int8 and --int4 leave of a matrix's elements; 0: all."""
+    if flags.int8 and flags.int4:
+        raise ValueError("--int8 or --int4, not both")
+    return 8 if flags.int8 else 4 if flags.int4 else 0
+
+
+def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows=1):
+    """checkpoints.load() on the machine's devices, or so many of them, for `rows` texts at a time: (model, step, mesh).
+
+    The mesh is None for one device. dtype "" is bfloat16; on a CPU float32, which is faster there, if memory holds it.
+    Raises ValueError for a checkpoint that is too large, before it is read, and what checkpoints.load() raises.
+    """
+    path, meta, _ = checkpoints.find_weights(checkpoints.absolute(folder), step)
+    if step and path == checkpoints.absolute(folder):
+        raise ValueError(f"{folder} was converted and has no steps; leave --step={step} out")
+    model, stored = family.read_config(path, meta), meta.get("dtype", "float32")
+    if devices > jax.device_count():
+        raise ValueError(f"--devices={devices}: there are {device_line()}")
+    mesh = checkpoints.inference_mesh(model, jax.devices()[: devices or None], rows)
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    print(device_line() + (f"; mesh {axes}" if mesh.size > 1 else ""), file=sys.stderr)
+
+    # The first type that fits; else what to do.
+    def needed(dtype, bits=bits):
+        return bytes_needed(family, model, mesh, stored, dtype, bits)
+
+    on_cpu, wide = jax.default_backend() == "cpu", needed("float32")
+    share = mesh.size if on_cpu else 1  # a CPU's devices share its memory
+    free = checkpoints.free_bytes(mesh.devices.flat[0]) / share
+    if not dtype and on_cpu and wide > free:
+        print(f"bfloat16: float32 takes {wide / 1e9:.3g} GB, {free / 1e9:.3g} are free", file=sys.stderr)
+    dtype = dtype or ("float32" if on_cpu and wide <= free else "bfloat16")
+    smaller = {"--dtype=bfloat16": needed("bfloat16")}
+    if hasattr(family, "quantise"):
+        smaller |= {f"--int{bits}": needed("bfloat16", bits) for bits in (8, 4)}
+    kind = f"int{bits} and {dtype}" if bits else dtype
+    checkpoints.fits(needed(dtype), free, f"{folder} takes {needed(dtype) / 1e9:.3g} GB in {kind}", smaller)
+    mesh = mesh if mesh.size > 1 else None
+    model, step = checkpoints.load(family, folder, step, dtype, mesh=mesh, bits=bits)
+    if not mesh and hasattr(family, "join"):
+        family.join(model)
+    return model, step, mesh
+
+
+def bytes_needed(family, model, mesh, stored, dtype, bits):
+    """Bytes of a device while a checkpoint is read: its part of the weights, and of the largest array as stored."""
+    size, largest = 0, 0
+    shapes = family.param_shapes(model)
+    layout = checkpoints.flatten(family.shardings(mesh, shapes))
+    for name, s in checkpoints.flatten(shapes).items():
+        part = jax.ShapeDtypeStruct(layout[name].shard_shape(s.shape), dtype)
+        largest = max(largest, part.size)
+        if bits and len(part.shape) == 2:
+            part = jax.eval_shape(functools.partial(family.quantise, bits=bits, name=name.split(".")[-1]), part)
+        size += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part))
+    return size + jnp.dtype(stored).itemsize * largest
+
+
+def mesh_context(mesh):
+    """A context in which programs are compiled for a mesh; None is a single device."""
+    return jax.set_mesh(mesh) if mesh else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def out_of_memory(advice):
+    """Where memory runs out, one line that says what to do."""
+    try:
+        yield
+    except Exception as error:  # JAX raises its own, and Orbax wraps them
+        if not isinstance(error, MemoryError) and not re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
+            raise
+        raise ValueError(f"out of memory; try {advice}") from None
