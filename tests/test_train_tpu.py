@@ -231,10 +231,10 @@ def test_without_model_and_batch_size_data_and_device_decide_together(capsys):
     """The largest preset that memory holds and the data feeds; short runs take small steps."""
 
     def picked(tokens, chips=1, kind="v6", **settings):
-        devices = [SimpleNamespace(platform="tpu", device_kind=f"TPU {kind} lite", memory_stats=dict)] * chips
+        devices, memory = [SimpleNamespace(platform="tpu")] * chips, {"v6": 31.24, "v5": 15.75}[kind]
         data = {"seq_len": 1024, "vocab_size": 4000, "vocab_padded": 4096, "splits": {"train": {"tokens": tokens}}}
         cfg = train_tpu.Config(**settings)
-        name, _ = train_tpu.pick_model(cfg, devices, data)
+        name, _ = train_tpu.pick_model(cfg, devices, data, memory)
         batch, _ = train_tpu.pick_batch(dataclasses.replace(cfg, model=name), 1024, 1, False, data)
         return name, batch * 1024
 
