@@ -151,14 +151,13 @@ def code_rows(tmp_path_factory):
 
 
 def use_one_device(monkeypatch, trainer, presets, name, model):
-    """main() of a trainer in this process: one device, a preset `name` that compiles in seconds, no timed matmuls."""
+    """main() of a trainer in this process: one device, a preset `name` that compiles in seconds."""
     import jax
 
     first = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: first)
     monkeypatch.setitem(presets, name, model)
     monkeypatch.setitem(trainer.MICRO_BATCH, name, 4)
-    monkeypatch.setattr(trainer, "peak_flops", lambda *_: (1e12, "of a test"))
 
 
 def resumed(trainer, out, **changes):
