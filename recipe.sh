@@ -19,19 +19,25 @@ out=${OUT:-out/recipe_$device}
 data=${DATA:-data/recipe_$device}
 github=codeparrot/codeparrot-clean # five million files, 50 GB; each row names its licence
 
-# hours are those of the steps by compile_for.py, a lower bound; bits per byte are known where somebody measured them
+# hours are those of the steps by bench/compile_for.py, a lower bound; bits per byte are known where somebody measured
+# them
+text=() packages=""
 case $device in
-cpu) text="" ids=2048 row=512 train="--model=tiny --steps=3100" ;; # 0.3 h and 1.06, both measured
-t4) text="--pypi=top:100" ids=8192 row=1024 train="--model=small --batch_size=32 --steps=1800" ;; # 0.8 h
-v5e) text="--pypi=top:300" ids=8192 row=1024 train="--model=small --batch_size=128 --steps=6000" ;; # 0.8 h
-v6e) text="--hf=$github" ids=32768 row=2048 train="--model=300m --batch_size=64 --steps=33000" ;; # 9.8 h
-v6e-16) text="--hf=$github" ids=32768 row=2048 train="--model=1b --batch_size=64 --steps=164000 --hosts=auto" ;; # 9.2 h
+cpu) ids=2048 row=512 train="--model=tiny --steps=3100" ;; # 0.3 h and 1.06, both measured
+t4) packages=top:100 ids=8192 row=1024 train="--model=small --batch_size=32 --steps=1800" ;; # 0.8 h
+v5e) packages=top:300 ids=8192 row=1024 train="--model=small --batch_size=128 --steps=6000" ;; # 0.8 h
+v6e) text=("--hf=$github") ids=32768 row=2048 train="--model=300m --batch_size=64 --steps=33000" ;; # 9.8 h
+v6e-16) text=("--hf=$github") ids=32768 row=2048 train="--model=1b --batch_size=64 --steps=164000 --hosts=auto" ;; # 9.2 h
 score) ;;
 *) echo "recipe.sh $device: not one of cpu, t4, v5e, v6e, v6e-16, score" >&2 && exit 1 ;;
 esac
 
 if [ "$device" != score ]; then
-    prepare=(python data_prep.py python $text --vocab_size=$ids --seq_len=$row --out="$data")
+    if [ -n "$packages" ]; then
+        text=(--roots "${data}_source")
+        [ -e "$data/meta.json" ] || python fetch_pypi.py "$packages" --out="${data}_source"
+    fi
+    prepare=(python data_prep.py python "${text[@]}" --vocab_size=$ids --seq_len=$row --out="$data")
     if [ "$device" = v6e-16 ]; then # its hosts would all write the same
         echo "the rows are made on one machine, once: ${prepare[*]}"
     else
@@ -42,7 +48,7 @@ if [ "$device" != score ]; then
     python train_tpu.py --out="$out" --data="$data" $train "${resume[@]}" "$@"
 fi
 if [ "$device" != v6e-16 ]; then
-    python evaluate.py --ckpt="$out"
+    python train_tpu.py --eval_only="$out" --eval_rows=4096
     step=$(ls "$out/checkpoints" | sort -n | tail -1)
     [ -e "$out/weights_$step" ] || python convert_weights.py --source="$out" --out="$out/weights_$step" --dtype=bfloat16
     python benchmarks.py --task=humaneval --ckpt="$out/weights_$step" --out="$out/humaneval_$step" --watch

@@ -3,7 +3,7 @@
     python bench/a2d.py                                    # two hours of one core
     python bench/a2d.py --budget_s=60 --seeds 0            # a first look
 
-The same layers (dream_tiny), data (this Python's standard library) and processor seconds of training steps:
+The same layers (the preset tiny), data (this Python's standard library) and processor seconds of training steps:
 
     A  autoregressive all the time
     B  block diffusion from scratch, blocks of --block_length tokens
@@ -53,7 +53,7 @@ def script(name, *flags):
 
 
 def flags_of(arm, cfg):
-    """What train_tpu.py needs for the whole of an arm, or for its last half."""
+    """What train_dream.py needs for the whole of an arm, or for its last half."""
     block = f"--block_length={cfg.block_length}"
     return {"A": ["--objective=ar"], "B": [block], "C": [block, f"--lr={cfg.lr}"], "D": []}[arm]
 
@@ -65,8 +65,7 @@ def train(cfg, out, steps, *flags):
         subprocess.run(["rm", "-rf", str(ROOT / out)], check=True)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         common = ["--seq_len=256", "--batch_size=16", "--micro_batch=4", f"--eval_every={max(1, steps // 8)}"]
-        model = [] if any(str(flag).startswith("--init") for flag in flags) else ["--model=dream_tiny"]
-        script("train_tpu.py", f"--data={cfg.out}/data", f"--out={out}", f"--steps={steps}", *model, *common, *flags)
+        script("train_dream.py", f"--data={cfg.out}/data", f"--out={out}", f"--steps={steps}", *common, *flags)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         (ROOT / out / "seconds").write_text(str(seconds))
@@ -94,10 +93,11 @@ def run_arm(cfg, arm, seed, pace):
 
 
 def score(cfg, folder):
-    """What evaluate.py says of all held-out rows."""
-    command = [sys.executable, "evaluate.py", "--model=dream", f"--ckpt={cfg.out}/{folder}", "--rows=0", "--draws=16"]
-    done = subprocess.run([*command, "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    """What --eval_only of train_dream.py says of all held-out rows."""
+    import train_dream
+
+    out = ROOT / cfg.out
+    return train_dream.main(train_dream.Config(eval_only=str(out / folder), data=str(out / "data"), eval_rows=10**9))
 
 
 def write(cfg, folder):
@@ -173,7 +173,8 @@ def main(cfg):
             folder = parts[-1][0]
             scored, (tokens_per_pass, texts) = score(cfg, folder), write(cfg, folder)
             row = {"arm": arm, "seed": seed, "steps": [steps for _, steps, _ in parts], "curve": curve(cfg, parts)}
-            row |= {name: scored.get(name) for name in ("score", "bits_per_byte", "low", "high")}
+            row |= {name: scored[name] for name in ("bits_per_byte", "standard_error")}
+            row["score"] = "bound of 8 draws" if scored["standard_error"] else "exact"
             row |= {"tokens_per_pass": tokens_per_pass, "texts": texts}
             if arm == "C":
                 row["loss_at_conversion"] = [losses(cfg, parts[0][0], False), losses(cfg, parts[1][0], True)]
@@ -185,7 +186,7 @@ def main(cfg):
     for arm, name in ARMS.items():
         mine = [row for row in found if row["arm"] == arm]
         bits = ", ".join(
-            f"{row['bits_per_byte']:.3f}" + (f" ± {(row['high'] - row['low']) / 2:.3f}" if row["low"] else "")
+            f"{row['bits_per_byte']:.3f}" + (f" ± {2 * row['standard_error']:.3f}" if row["standard_error"] else "")
             for row in mine
         )
         steps = " + ".join(f"{count:,}" for count in mine[0]["steps"])

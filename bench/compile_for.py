@@ -1032,8 +1032,7 @@ class Table:
     """Six programs on all devices, into bench/results/by_hardware.json and .md. Goes on where it stopped.
 
     Each is compiled in a process of its own, and recorded when it is done. A cell whose compiler is not installed is
-    left as it was. On two idle cores a cell takes from twenty seconds (a denoising step for a GPU) to
-    five minutes.
+    left as it was. On two idle cores a cell takes from twenty seconds (a denoising step for a GPU) to five minutes.
     """
 
     only: str = ""  # compile the cells whose "<program> --device=<device>" holds this text
@@ -1073,21 +1072,20 @@ class Table:
 
 
 AsDream = typing.Annotated[TrainDream, tyro.conf.subcommand("dream")]
+Program = tyro.conf.OmitSubcommandPrefixes[Train | AsDream | Generate | Grpo | Head | Dump | Table]
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    program: tyro.conf.OmitSubcommandPrefixes[Train | AsDream | Generate | Grpo | Head | Dump | Table] = (
-        Train()
-    )  # to compile
-    largest: bool = False  # of train, generate and grpo: find the largest micro-batch that fits, by bisection
+    program: Program = Train()  # to compile
+    largest: bool = False  # of train, dream, generate and grpo: the largest micro-batch that fits, by bisection
     json: str = ""  # file to write the figures to; "" only prints them
 
 
 def main(cfg):
     """Print the figures of the programs, and return them: a list of dictionaries."""
     if cfg.largest and not hasattr(cfg.program, "sized"):
-        raise ValueError("--largest goes with train, generate and grpo")
+        raise ValueError("--largest goes with train, dream, generate and grpo")
     jax.config.update("jax_platforms", "cpu")  # the chips are not here
     rows = largest(cfg.program) if cfg.largest else cfg.program.rows()
     if cfg.json:

@@ -8,7 +8,7 @@ one of --ways: `return` alone, or with a name for the result, one of five, that 
 on each other, and a rule that fills too many at once mixes two answers. In one way only (--ways=1) they do not, and a
 threshold fills most canvases in one pass.
 
-Trains dream_tiny, a dream_tiny of blocks and a PythonCoder on right answers for about as many processor seconds, and
+Trains a tiny Dream, one of blocks and a PythonCoder on right answers for about as many processor seconds, and
 completes heads that are not among them, one prompt at a time, at the temperature and top-p of generate.py's Dream. Work
 is counted twice: passes of the model, and slots that go through it, in canvases. The rules of one model are compared on
 the same tasks: a difference and its two standard errors are over tasks. Dream's schedule writes no token in its first
@@ -43,6 +43,7 @@ import runs
 import sample_block
 import sample_dream
 import sandbox
+import train_dream
 import train_tpu
 
 NAMES = "result", "value", "out", "answer", "found"  # of what is returned, in the second way and those after it
@@ -115,11 +116,11 @@ def prepare(cfg, out, tasks):
 
 def train(cfg, out, tasks):
     """Train the models: the processor seconds of each training, compiling included."""
-    blocks = train_tpu.Dream(block_length=cfg.block_length)
-    settings = {"dream": ("dream_tiny", "pairs", {}), "blocks": ("dream_tiny", "pairs", {"dream": blocks})}
-    settings |= {"coder": ("tiny", "texts", {})}
+    blocks = train_dream.Blocks(block_length=cfg.block_length)
+    settings = {"dream": (train_dream, "pairs", {}), "blocks": (train_dream, "pairs", {"blocks": blocks})}
+    settings |= {"coder": (train_tpu, "texts", {})}
     seconds = {}
-    for (name, (model, data, flags)), steps in zip(settings.items(), cfg.steps, strict=True):
+    for (name, (trainer, data, flags)), steps in zip(settings.items(), cfg.steps, strict=True):
         if name not in cfg.models:
             continue
         done = out / name / "seconds"
@@ -128,9 +129,9 @@ def train(cfg, out, tasks):
             continue
         shutil.rmtree(out / name, ignore_errors=True)
         before = resource.getrusage(resource.RUSAGE_SELF)
-        train_tpu.main(
-            train_tpu.Config(
-                model=model, data=str(out / data), out=str(out / name), seq_len=128, batch_size=16, micro_batch=16,
+        trainer.main(
+            trainer.Config(
+                model="tiny", data=str(out / data), out=str(out / name), seq_len=128, batch_size=16, micro_batch=16,
                 remat="none", steps=steps, eval_every=steps, log_every=50, prompt=head_of(tasks[0]), seed=cfg.seed,
                 **flags,
             )

@@ -1,7 +1,7 @@
 """What --int8 and --int4 cost a trained Dream: its held-out bits per byte, its predictions, its bytes, and those of 7b.
 
-    python train_tpu.py --model=dream_tiny --seq_len=256 --steps=600 --out=out/dream    # a model; half an hour on a CPU
-    python bench/dream_bits.py --ckpt=out/dream                                         # two minutes
+    python train_dream.py --seq_len=256 --steps=600 --out=out/dream     # a model; half an hour on a CPU
+    python bench/dream_bits.py --ckpt=out/dream                        # two minutes
 
 All forms see the same rows under the same noise, and compute in float32: only the weights differ. "changed" is the mean
 KL divergence, in nats, of a masked token's distribution from that of the float32 weights. Writes dream_bits.json.
@@ -22,7 +22,6 @@ from flax import nnx
 from record import record
 
 import checkpoints
-import evaluate
 import model_dream as md
 import runs
 from rows import Rows, token_bytes
@@ -30,7 +29,7 @@ from rows import Rows, token_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    ckpt: str = "out/train_tpu"  # run folder of train_tpu.py with a Dream
+    ckpt: str = "out/train_dream"  # run folder of train_dream.py
     data: str = ""  # folder of data_prep.py; "" is the one that the run was trained on
     rows: int = 128  # held-out rows, the first ones
     draws: int = 2  # noise draws of every row
@@ -85,8 +84,12 @@ def main(cfg):
         return (jnp.exp(want) * (want - logp)).sum(-1).mean()
 
     def bounds(params):  # bits per byte, of each draw
-        batches = [*evaluate.batches(columns, cfg.batch_size)]
-        return bits * np.array([sum(float(bound(params, n, *batch)) for batch in batches) for n in range(cfg.draws)])
+        nats_N = np.zeros(cfg.draws)
+        for first in range(0, count, cfg.batch_size):
+            batch = columns[:, first : first + cfg.batch_size]
+            batch = np.pad(batch, ((0, 0), (0, cfg.batch_size - batch.shape[1]), (0, 0)))  # empty rows cost nothing
+            nats_N += [float(bound(params, n, first, batch)) for n in range(cfg.draws)]
+        return bits * nats_N
 
     want, shapes, results = bounds(params), md.param_shapes(md.CONFIGS["7b"]), {}
     half = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), shapes)

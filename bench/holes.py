@@ -3,11 +3,11 @@
     python bench/holes.py                                       # three hours of one core
     python bench/holes.py --steps 60 60 --holes=8 --out=out/try --file=try    # a first look
 
-Trains dream_tiny on this Python's standard library from left to right, and then to fill holes in its functions, and to
-say how long they are: pairs of prompt and response with a suffix, --edit_rate=0.5. Then it fills holes in functions of
-held-out files. One statement of a line, or two lines and more of one block, make room for masks: as many as they had,
-4, 16 or 64; as many as the model finds likeliest; or as many as become of 4, 16 or 64 that grow and shrink. Each hole
-is filled as generate.py fills it, without and with --valid=python, at temperature 0. No EOS is written where the
+Trains a tiny Dream on this Python's standard library from left to right, and then to fill holes in its functions, and
+to say how long they are: pairs of prompt and response with a suffix, --edit_rate=0.5. Then it fills holes in functions
+of held-out files. One statement of a line, or two lines and more of one block, make room for masks: as many as they
+had, 4, 16 or 64; as many as the model finds likeliest; or as many as become of 4, 16 or 64 that grow and shrink. Each
+hole is filled as generate.py fills it, without and with --valid=python, at temperature 0. No EOS is written where the
 length is right or found; of 4, 16 and 64 masks it ends the hole. Counted are holes that are filled with what was there,
 how similar they are to it (2 x what matches / both lengths, of characters, by difflib), functions that parse, passes of
 the model over a canvas, and seconds, compiling in none. Writes holes.md under bench/results/.
@@ -69,14 +69,14 @@ def prepare(cfg):
         script("data_prep.py", "pairs", out / "holes.jsonl", f"--out={out / 'holes'}", *flags)
     common = "--seq_len=256", "--batch_size=16", "--micro_batch=4", f"--seed={cfg.seed}"
     causal, fill = cfg.steps
-    parts = {"causal": (causal, f"--data={out / 'data'}", "--model=dream_tiny", "--objective=ar")}
+    parts = {"causal": (causal, f"--data={out / 'data'}", "--objective=ar")}
     parts["fill"] = fill, f"--data={out / 'holes'}", f"--init={out / 'causal'}", f"--anneal_steps={fill // 8}"
     parts["fill"] += ("--lr=1e-3",)
     for name, (steps, *flags) in parts.items():
         if not (out / name / "done").exists():
             subprocess.run(["rm", "-rf", str(out / name)], check=True)
             flags += ["--optimizer=muon", f"--steps={steps}", f"--eval_every={steps}"]
-            script("train_tpu.py", f"--out={out / name}", *common, *flags)
+            script("train_dream.py", f"--out={out / name}", *common, *flags)
             (out / name / "done").touch()
 
 

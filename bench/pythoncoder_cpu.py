@@ -67,7 +67,7 @@ class Ours:
 
 
 def main(cfg):
-    same = {"optimizer": "adamw", "coder": train_tpu.Coder(dropout=0.1)}  # as the baselines have them
+    same = {"optimizer": "adamw", "dropout": 0.1}  # as the baselines have them
     ours = Ours(train_tpu.Config(model="tiny", seq_len=cfg.seq_len, **same))
     settings, model, compile_s = ours.cfg, ours.model, ours.compile_s
     seconds = ours.seconds(cfg.steps)
@@ -75,7 +75,7 @@ def main(cfg):
     # Each baseline in a process of its own, with our shapes and all cores; "plain" without what was tuned by hand.
     names = "vocab", "width", "layers", "heads", "kv_heads", "head_size", "ffn"
     shape = {name: getattr(model, name) for name in names}
-    batch = {"seq_len": settings.seq_len, "batch_size": settings.batch_size, "dropout": settings.coder.dropout}
+    batch = {"seq_len": settings.seq_len, "batch_size": settings.batch_size, "dropout": settings.dropout}
     same = shape | batch | {"steps": cfg.steps, "threads": os.cpu_count()}
     flags = [f"--{name}={value}" for name, value in same.items()]
     plain = [f"--block={settings.seq_len}", "--no-chunked_loss", "--no-aten_dropout"]

@@ -57,6 +57,18 @@ def processor_seconds():
     return usage.ru_utime + usage.ru_stime
 
 
+def scored(track, folder, data):
+    """The scores that --eval_only of the trainer prints, over all held-out rows."""
+    settings = {"eval_only": folder, "data": data, "eval_rows": 10**9}
+    if track == "stories":
+        import train_gpu
+
+        return train_gpu.main(train_gpu.Config(eval_draws=32, **settings))
+    import train_tpu
+
+    return train_tpu.main(train_tpu.Config(**settings))
+
+
 def table(rows):
     lines = ["| track | date | commit | change | bits per byte | tokens seen | processor s | command |"]
     lines.append("|" + "---|" * 8)
@@ -78,20 +90,18 @@ def main(cfg):
     script("data_prep.py", *source, f"--out={data}", *shlex.split(cfg.data or DATA[cfg.track]))
 
     # train, within the budget
-    trainer, model = ("train_gpu.py", "mdlm") if cfg.track == "stories" else ("train_tpu.py", "pythoncoder")
+    trainer = "train_gpu.py" if cfg.track == "stories" else "train_tpu.py"
     before = processor_seconds()
     script(trainer, f"--data={data}", f"--out={out}", *shlex.split(f"{TRAIN[cfg.track]} {cfg.flags}"))
     seconds = processor_seconds() - before
 
     # score the last checkpoint on all held-out rows
-    command = [sys.executable, "evaluate.py", f"--model={model}", f"--ckpt={out}", f"--data={data}", "--rows=0"]
-    command += ["--draws=32"] if model == "mdlm" else []
-    scored = subprocess.run([*command, "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
-    score = json.loads(scored.splitlines()[-1])
+    score = scored(cfg.track, str(ROOT / out), str(ROOT / data))
     split = json.loads((ROOT / data / "meta.json").read_text())["splits"]["train"]
     trained = json.loads((ROOT / out / "config.json").read_text())["train"]
     seen = trained["steps"] * trained["batch_size"] * split["tokens"] / split["rows"]
-    spread = 2 * score["standard_error"] / score["nats_per_token"] * score["bits_per_byte"] if model == "mdlm" else 0
+    error = score.get("standard_error", 0)  # in nats per token
+    spread = 2 * error / score["heldout_nats"] * score["bits_per_byte"]
     print(f"{score['bits_per_byte']:.4f} bits per byte in {seconds:,.0f} of {BUDGET_S:,} processor seconds")
     if seconds > BUDGET_S:
         raise ValueError(f"{seconds:,.0f} processor seconds are more than {BUDGET_S:,}; lower --steps with --flags")

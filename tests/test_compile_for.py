@@ -16,11 +16,16 @@ from conftest import AS_A_USER, ROOT, run
 from flax import nnx
 
 import checkpoints
-import compile_for
 import generate
 import model_dream as md
 import sample_dream
+import train_dream
 import train_tpu
+
+sys.path.insert(0, str(ROOT / "bench"))
+import compile_for
+
+OUR_FOLDERS = os.pathsep.join(str(ROOT / name) for name in ("", "tests", "bench"))  # PYTHONPATH of child processes
 
 # ---- text written by hand: 3 rounds of {matmul in a fusion, all-gather}, a conditional, collectives of every form
 
@@ -148,7 +153,7 @@ def test_other_text_and_other_topologies_are_refused():
             compile_for.topology_devices(name)
     with pytest.raises(ValueError, match="must be even"):
         compile_for.topology_devices("v6e:3x3")
-    with pytest.raises(ValueError, match="--largest goes with train, generate and grpo"):
+    with pytest.raises(ValueError, match="--largest goes with train, dream, generate and grpo"):
         compile_for.main(compile_for.Config(compile_for.Head(), largest=True))
 
 
@@ -293,7 +298,6 @@ def test_the_table_is_that_of_the_recorded_programs():
     entries = compile_for.recorded()
     text = compile_for.markdown(entries)
     assert text == compile_for.RESULTS.with_suffix(".md").read_text()
-    assert text in (compile_for.RESULTS.parents[2] / "README.md").read_text()
     lines = text.splitlines()
     assert len(lines) == 2 + len(compile_for.CHIPS)
     assert all(line.count("|") == 2 + len(compile_for.CELLS) for line in lines)
@@ -440,7 +444,7 @@ def compiled():
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs the TPU compiler: pip install -r requirements-tpu.txt")
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": OUR_FOLDERS, "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-c", "import test_compile_for as t; t.compile_programs()"]
     child = subprocess.run(command, env=env, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
@@ -556,12 +560,30 @@ def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch, tmp_p
     assert dataclasses.replace(chip, platform="") == run
 
 
+def test_a_step_of_each_trainer_is_lowered_with_its_flags(monkeypatch):
+    import jax
+
+    monkeypatch.setattr(compile_for, "topology_devices", lambda name: jax.devices()[:1])  # needs no compiler
+    reports = []
+    monkeypatch.setattr(compile_for, "report", lambda *args, **facts: reports.append((*args, facts)) or {"fits": True})
+    common = {"model": "tiny", "seq_len": 64, "batch_size": 4, "fsdp": 1}
+    coder = compile_for.CoderSettings(diff="none", **common)
+    dream = compile_for.DreamSettings(blocks=train_dream.Blocks(block_length=4), lora_rank=2, init="", **common)
+    for program in (compile_for.Train(settings=coder), compile_for.TrainDream(settings=dream)):
+        assert program.sized(2).rows() == [{"fits": True}]
+        name, lowered, device, facts = reports.pop()
+        assert (name, device) == ("tiny train step", "v6e")
+        assert (facts["tokens"], facts["micro_batch"], facts["seq_len"]) == (256, 2, 64)
+        assert facts["model_flops"] > 0
+        assert "2x2x64xi32" in lowered.as_text()  # micro-batches, rows, tokens
+
+
 @pytest.mark.slow
 def test_the_command_line_compiles_a_small_train_step(tmp_path):
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs the TPU compiler: pip install -r requirements-tpu.txt")
     flags = "train", "--model=tiny", "--seq_len=256", "--batch_size=4", "--micro_batch=4", "--topology=v6e:1x1"
-    result = run("compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags)
+    result = run("bench/compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags)
     assert result.returncode == 0, result.stderr
     (row,) = json.loads((tmp_path / "rows.json").read_text())
     assert row["tokens"] == 4 * 256
@@ -574,7 +596,7 @@ def test_the_command_line_compiles_a_small_train_step(tmp_path):
 def test_the_1b_step_fits_a_v6e_chip_with_six_gib_to_spare(tmp_path):
     pytest.importorskip("libtpu", reason="pip install -r requirements-tpu.txt compiles for TPUs")
     flags = "train", "--model=1b", "--topology=v6e:1x1", "--micro_batch=8"
-    result = run("compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, timeout=900)
+    result = run("bench/compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, timeout=900)
     assert result.returncode == 0, result.stderr
     (row,) = json.loads((tmp_path / "rows.json").read_text())
     assert row["hbm_gib"] < 31.24 - 6
@@ -587,13 +609,13 @@ def test_the_1b_step_fits_a_v6e_chip_with_six_gib_to_spare(tmp_path):
     [(("generate", "--model=tiny", "--length=96"), 3), (("generate", "--model=tiny", "--length=96", "--int8"), 3),
      (("generate", "--model=tiny", "--length=96", "--only=blocks"), 2),
      (("generate", "--model=tiny", "--length=96", "--only=blocks", "--block_length=1"), 1),
-     (("train", "--model=dream_tiny", "--seq_len=64", "--batch_size=2", "--block_length=4", "--lora_rank=2"), 1),
+     (("dream", "--model=tiny", "--seq_len=64", "--batch_size=2", "--block_length=4", "--lora_rank=2"), 1),
      (("grpo", "--model=tiny"), 1), (("grpo", "--model=tiny", "--lora_rank=4"), 1),
      (("head", "--model=tiny", "--only=forward"), 3)],
 )  # fmt: skip
 def test_every_program_of_a_small_dream_compiles(flags, count, tmp_path):
     pytest.importorskip("libtpu", reason="pip install -r requirements-tpu.txt compiles for TPUs")
-    result = run("compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, timeout=900)
+    result = run("bench/compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, timeout=900)
     assert result.returncode == 0, result.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert len(rows) == count
@@ -619,7 +641,7 @@ def test_of_a_round_each_chip_writes_its_share(tmp_path):
     found = {}
     for device in ("v6e", "v6e:2x2"):
         flags = f"--json={tmp_path / 'rows.json'}", "grpo", "--model=tiny", f"--device={device}", "--phase=round"
-        result = run("compile_for.py", *flags, timeout=900)
+        result = run("bench/compile_for.py", *flags, timeout=900)
         assert result.returncode == 0, result.stderr
         *programs, whole = found[device] = json.loads((tmp_path / "rows.json").read_text())
         assert [row["micro_batch"] for row in programs] == [5, 5, 10, 10] if device == "v6e" else [20, 20, 40, 40]
@@ -650,7 +672,7 @@ def cuda():
      ("h200", ("grpo", "--model=tiny", "--lora_rank=4"), 1), ("h100:2", ("grpo", "--model=tiny"), 1)],
 )  # fmt: skip
 def test_every_program_of_a_small_model_compiles_for_gpus(cuda, device, flags, rows, tmp_path):
-    result = run("compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, f"--device={device}", timeout=900)
+    result = run("bench/compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, f"--device={device}", timeout=900)
     assert result.returncode == 0, result.stderr
     found = json.loads((tmp_path / "rows.json").read_text())
     assert len(found) == rows
@@ -670,13 +692,13 @@ def test_every_program_of_a_small_model_compiles_for_gpus(cuda, device, flags, r
 @pytest.mark.parametrize("device", ["t4", "rtx4090", "a100-80", "h100"])
 def test_attention_kernels_compile_for_gpus_without_spills(cuda, device, diff, tmp_path):
     code = f"""if True:
-        import dataclasses, compile_for, model_pythoncoder as pc, train_tpu
+        import dataclasses, compile_for, model_pythoncoder as pc
         model = dataclasses.replace(pc.CONFIGS["300m"], vocab=2048, width=128, ffn=384, layers=4)  # its heads
-        train_tpu.PRESETS["tiny"] = pc.CONFIGS["tiny"] = model
-        settings = compile_for.Settings(model="tiny", batch_size=2, micro_batch=2, coder=train_tpu.Coder("{diff}"))
+        pc.CONFIGS["tiny"] = model
+        settings = compile_for.CoderSettings(model="tiny", batch_size=2, micro_batch=2, diff="{diff}")
         (row,) = compile_for.Train("{device}", settings).rows()
         print(sum(times for name, times in row["without_estimate"].items() if "triton" in name))"""
-    env = os.environ | AS_A_USER | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
+    env = os.environ | AS_A_USER | {"PYTHONPATH": OUR_FOLDERS, "XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
     child = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     # in each of four layers: with one map no means; none of the forward pass a second time, although it remats
@@ -705,7 +727,7 @@ def test_flops_on_a_gpu_equal_the_closed_form(cuda, device):
         lowered = jax.jit(layers).lower(array(jnp.float16, {M}, {D}), array(jnp.float16, {LAYERS}, {D}, {D}))
         _, cost, memory = c.compile_and_cost(lowered, "{device}")
         print(json.dumps([vars(cost), memory]))"""
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": OUR_FOLDERS}
     child = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     cost, memory = json.loads(child.stdout.splitlines()[-1])

@@ -1,7 +1,7 @@
 """Reference values of PythonCoder (tests/golden/pythoncoder/README.md), every case of every file.
 
 The attention core is in test_diff_attention.py, packing in test_data_prep.py, grad_accum and wsd in test_train_tpu.py,
-pass_at_k in test_evaluate.py, truncate in test_generate.py.
+pass_at_k in test_benchmarks.py, truncate in test_generate.py.
 """
 
 import dataclasses

@@ -45,7 +45,7 @@ def test_the_recipe_makes_a_scored_model_with_a_card_and_does_nothing_twice(tmp_
     env["OUT"] = "out/none"
     nothing = bash("score")
     assert nothing.returncode != 0
-    assert "out/none is no run folder" in nothing.stderr.splitlines()[-1]
+    assert "out/none/config.json does not exist" in nothing.stderr.splitlines()[-1]
     wrong = bash("abacus")
     assert wrong.returncode == 1
     assert wrong.stderr == "recipe.sh abacus: not one of cpu, t4, v5e, v6e, v6e-16, score\n"

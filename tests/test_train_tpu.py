@@ -234,8 +234,8 @@ def test_without_model_and_batch_size_data_and_device_decide_together(capsys):
         devices = [SimpleNamespace(platform="tpu", device_kind=f"TPU {kind} lite", memory_stats=dict)] * chips
         data = {"seq_len": 1024, "vocab_size": 4000, "vocab_padded": 4096, "splits": {"train": {"tokens": tokens}}}
         cfg = train_tpu.Config(**settings)
-        name, model = train_tpu.pick_model(cfg, devices, data)
-        _, batch, _ = train_tpu.pick_batch(dataclasses.replace(cfg, model=name), model, 1, False, data)
+        name, _ = train_tpu.pick_model(cfg, devices, data)
+        batch, _ = train_tpu.pick_batch(dataclasses.replace(cfg, model=name), 1024, 1, False, data)
         return name, batch * 1024
 
     assert picked(8_000_000) == ("tiny", 8192)
@@ -264,7 +264,8 @@ def test_steps_on_gpus_are_picked_by_what_was_compiled():
         cfg = train_tpu.Config(**settings)
         name, model = train_tpu.pick_model(cfg, [device], memory=memory)
         fitting = train_tpu.most_rows(name, [device], memory)
-        return name, train_tpu.pick_batch(dataclasses.replace(cfg, model=name), model, 1, False, None, fitting)[2]
+        cfg, seq_len = dataclasses.replace(cfg, model=name), train_tpu.row_length(cfg, model)
+        return name, train_tpu.pick_batch(cfg, seq_len, 1, False, None, fitting)[1]
 
     for name, recorded in train_tpu.STEP_GIB["gpu"].items():
         for rows, gib in recorded.items():
