@@ -3,8 +3,8 @@
 # -r requirements.txt (-tpu, -cuda):
 #
 #   bash recipe.sh cpu        # two cores, 20 minutes: tiny, 1.3 M parameters, on the standard library
-#   bash recipe.sh t4         # Colab's GPU, an hour: small, 33 M, on 100 packages of PyPI
-#   bash recipe.sh v5e        # Colab's older TPU, an hour: small on 300 packages
+#   bash recipe.sh t4         # Colab's GPU, an hour: small, 33 M, on 100 packages of PyPI; pip install pypi-simple
+#   bash recipe.sh v5e        # Colab's older TPU, an hour: small on 300 packages; pip install pypi-simple
 #   bash recipe.sh v6e        # one chip, a night: 300m on GitHub's Python
 #   bash recipe.sh v6e-16     # a pod of sixteen chips, a day: 1b. The same line on each host; OUT, DATA in a bucket
 #   OUT=out/run bash recipe.sh score    # and what comes after the training, on one machine, in a copy of the run
@@ -19,11 +19,12 @@ out=${OUT:-out/recipe_$device}
 data=${DATA:-data/recipe_$device}
 github=codeparrot/codeparrot-clean # five million files, 50 GB; each row names its licence
 
+text="" packages=""
 # hours are those of the steps by compile_for.py, a lower bound; bits per byte are known where somebody measured them
 case $device in
-cpu) text="" ids=2048 row=512 train="--model=tiny --steps=3100" ;; # 0.3 h and 1.06, both measured
-t4) text="--pypi=top:100" ids=8192 row=1024 train="--model=small --batch_size=32 --steps=1800" ;; # 0.8 h
-v5e) text="--pypi=top:300" ids=8192 row=1024 train="--model=small --batch_size=128 --steps=6000" ;; # 0.8 h
+cpu) ids=2048 row=512 train="--model=tiny --steps=3100" ;; # 0.3 h and 1.06, both measured
+t4) packages=top:100 ids=8192 row=1024 train="--model=small --batch_size=32 --steps=1800" ;; # 0.8 h
+v5e) packages=top:300 ids=8192 row=1024 train="--model=small --batch_size=128 --steps=6000" ;; # 0.8 h
 v6e) text="--hf=$github" ids=32768 row=2048 train="--model=300m --batch_size=64 --steps=33000" ;; # 9.8 h
 v6e-16) text="--hf=$github" ids=32768 row=2048 train="--model=1b --batch_size=64 --steps=164000 --hosts=auto" ;; # 9.2 h
 score) ;;
@@ -31,6 +32,10 @@ score) ;;
 esac
 
 if [ "$device" != score ]; then
+    if [ -n "$packages" ]; then
+        python fetch_pypi.py "$packages" --out="data/pypi_$packages"
+        text="--roots data/pypi_$packages"
+    fi
     prepare=(python data_prep.py python $text --vocab_size=$ids --seq_len=$row --out="$data")
     if [ "$device" = v6e-16 ]; then # its hosts would all write the same
         echo "the rows are made on one machine, once: ${prepare[*]}"

@@ -137,23 +137,16 @@ def test_packages_are_kept_by_licence_and_a_manifest_says_what_became_of_each(tm
 
 
 def test_a_killed_run_goes_on_and_what_is_there_is_not_fetched_again(tmp_path, index):
-    command = [
-        sys.executable,
-        str(ROOT / "fetch_pypi.py"),
-        EVERYTHING,
-        f"--index={index[0]}",
-        f"--out={tmp_path / 'src'}",
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    packages = "Alpha,bee.two,classic"
+    flags = [packages, f"--index={index[0]}", f"--out={tmp_path / 'src'}"]
+    process = subprocess.Popen([sys.executable, str(ROOT / "fetch_pypi.py"), *flags], stdout=subprocess.DEVNULL)
     while not (tmp_path / "src" / "manifest.json").exists():
         assert process.poll() is None
         time.sleep(0.0005)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    fetch_pypi.main(config(tmp_path, index, "Alpha,bee.two,classic"))
-    assert {name: text for name, text in texts(tmp_path / "src").items() if ".tmp" not in name} == index[2] | {
-        name: text for name, text in texts(tmp_path / "src").items() if name.startswith("bomb")
-    }
+    fetch_pypi.main(config(tmp_path, index, packages))
+    assert texts(tmp_path / "src") == index[2]
     before = os.stat(tmp_path / "src" / "alpha-1.10" / "a.py").st_mtime_ns
     fetch_pypi.main(config(tmp_path, index, "Alpha"))
     assert os.stat(tmp_path / "src" / "alpha-1.10" / "a.py").st_mtime_ns == before
@@ -187,7 +180,7 @@ def test_what_packages_may_be_named_by(tmp_path):
     assert len(top) == 300
     assert {"requests", "numpy", "boto3"} < {*top}
     for spec in ("top:0", "top:x", "not a name", "", "#"):
-        with pytest.raises(ValueError, match="names no package|write names, or NAME==VERSION"):
+        with pytest.raises(ValueError, match=r"names no package|write names, or NAME==VERSION"):
             fetch_pypi.requirements(spec)
 
 
