@@ -1,6 +1,6 @@
 """What --int8 and --int4 cost a trained Dream: its held-out bits per byte, its predictions, its bytes, and those of 7b.
 
-    python train_tpu.py --model=dream_tiny --seq_len=256 --steps=600 --out=out/dream    # a model; half an hour on a CPU
+    python train_dream.py --seq_len=256 --steps=600 --out=out/dream     # a model; half an hour on a CPU
     python bench/dream_bits.py --ckpt=out/dream                                         # two minutes
 
 All forms see the same rows under the same noise, and compute in float32: only the weights differ. "changed" is the mean
@@ -22,7 +22,6 @@ from flax import nnx
 from record import record
 
 import checkpoints
-import evaluate
 import model_dream as md
 import runs
 from rows import Rows, token_bytes
@@ -30,10 +29,10 @@ from rows import Rows, token_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    ckpt: str = "out/train_tpu"  # run folder of train_tpu.py with a Dream
-    data: str = ""  # folder of data_prep.py; "" is the one that the run was trained on
+    ckpt: str = "out/train_dream"  # run folder of train_dream.py
+    data: str = ""  # folder of data_prep.py; "" is that of the run
     rows: int = 128  # held-out rows, the first ones
-    draws: int = 2  # noise draws of every row
+    draws: int = 2  # noise draws per row
     batch_size: int = 16  # rows that are scored at a time
 
 
@@ -85,7 +84,7 @@ def main(cfg):
         return (jnp.exp(want) * (want - logp)).sum(-1).mean()
 
     def bounds(params):  # bits per byte, of each draw
-        batches = [*evaluate.batches(columns, cfg.batch_size)]
+        batches = [(i, columns[:, i : i + cfg.batch_size]) for i in range(0, count, cfg.batch_size)]
         return bits * np.array([sum(float(bound(params, n, *batch)) for batch in batches) for n in range(cfg.draws)])
 
     want, shapes, results = bounds(params), md.param_shapes(md.CONFIGS["7b"]), {}
