@@ -248,6 +248,23 @@ def exact_matmuls():
         yield
 
 
+def from_hf(folder, dtype=None, run=None):
+    """A Dream in the Hub's form, in `dtype`, or as it is stored."""
+    import jax
+    from flax import nnx
+
+    import checkpoints
+    import convert_weights
+    import model_dream
+
+    checkpoint = convert_weights.find(Path(folder))
+    arrays, stored = convert_weights.open_safetensors(checkpoint, dtype)
+    dtype = jax.numpy.dtype(dtype or stored)
+    params = {name: jax.numpy.array(array, dtype) for name, array in arrays.items()}
+    graph = model_dream.graph_of(checkpoint.cfg, run or model_dream.Run(dtype=dtype))
+    return nnx.merge(graph, checkpoints.unflatten(params))
+
+
 @pytest.fixture(scope="session")
 def golden_dir():
     """golden_dir("pythoncoder") is the folder of that area's reference values, under GOLDEN_DIR or tests/golden."""
