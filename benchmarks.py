@@ -46,6 +46,7 @@ import problems as tasks
 import protocols
 import runs
 import sandbox
+import sandbox_inside
 import writers
 
 
@@ -228,7 +229,7 @@ def fingerprint(folder):
     return digest.hexdigest()
 
 
-VERSION = sha256(__file__, *(module.__file__ for module in (tasks, protocols, writers, sandbox)))[:12]
+VERSION = sha256(__file__, *(module.__file__ for module in (tasks, protocols, writers, sandbox, sandbox_inside)))[:12]
 
 
 # ---- samples of a model --------------------------------------------------------------------------------------------

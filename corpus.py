@@ -1,87 +1,57 @@
-"""What goes into a corpus of Python: where documents come from, and which of them stay. data_prep.py makes rows of it.
+"""Where documents come from and which of them stay: Python, rows of a column, text, pairs. data_prep.py makes rows.
 
-    python data_prep.py python --pypi=top:300 --out=data/pypi           # source distributions from the package index
-    python data_prep.py python --pypi=numpy,requests --out=data/two     # names, or --pypi=requirements.txt
-    python data_prep.py python --hf=NAME:python --out=data/hf           # a data set of Hugging Face, its folder python
-    python data_prep.py python --roots shards --out=data/rows         # the column of text in .parquet and .jsonl files
+Of Python, .py files or rows of a text column, dropped are, each counted by reason: what is generated, minified, huge,
+not UTF-8 or not Python; rows under a licence that is not permissive; what shares ten words in a row with a problem of
+HumanEval or MBPP; exact and near duplicates. What stays is shuffled over all shards by hash.
 
-Documents are .py files, the Python files of source distributions, or the rows of a column of text. Dropped are, each
-counted by reason: what is generated, minified, huge, not UTF-8, or does not parse; what a licence that is not
-permissive covers; vendored copies and the data of tests; what shares ten words in a row with a problem of HumanEval or
-MBPP; exact and near duplicates. What stays is shuffled over all shards by hash.
+Python is examined in several processes. The texts that stay are copied to --out/.rows, with a record and a signature of
+310 bytes for each document. A run that was killed goes on with the next input; the folder goes when a run ends.
 
-Packages come from the index that pip is configured for (pip config list; PIP_INDEX_URL), by its simple API (PEP 503,
-691), checked by their SHA-256. Nothing of them is run or unpacked: pip download would start a package's own build to
-learn its metadata, so pip is only asked for its settings. The newest release that has a source distribution is taken.
-A licence is permissive by PKG-INFO: its License-Expression, or its License and classifiers where one names a permissive
-licence and none another; no statement, no package. pypi_top.txt has the ranking of top:N.
-
-Every input (a file, an archive, a shard of a data set) is examined on its own, by any number of processes: the texts
-that are fit go to --out/.rows, with a record of 300 bytes a document. A run that was killed goes on with the next one.
-With --hosts=N and a shared disk host I examines every Nth input and writes every Nth shard; the bytes are those of one.
-
-What a large corpus takes: bench/data_prep_speed.py --pypi=top:300 read 773 MB of Python in 291 packages, and chose
-34,000 documents of 514 MB, in 3.4 processor minutes, with 190 MB of memory for the parent and 175 for a worker. At that
-rate (a PREDICTION) 100 GB of source take 7.2 processor hours, one hour on four hosts of two cores. They leave 4.4 M
-documents, whose records take 380 bytes each, 1.7 GB on every host, and whose copies take 70 GB in --out/.rows.
-Tokenising comes on top: 0.4 processor seconds a MB (3.9 s for 20 MB on two cores, in bench/results/cpu.json).
---pypi=top:450 --vocab_size=2048, all steps: 1,154 MB of Python in 447 packages -> 50,888 documents of 752 MB, 249 M
-tokens, in 9.4 processor minutes, with 847 MB of memory at most (in the training of the tokenizer, on 200 MB).
-
-Axes: N documents, P hash functions.
+Axes: N documents, T tokens, P hash functions.
 """
 
 import ast
-import base64
+import codecs
 import collections
-import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import gc
 import gzip
 import hashlib
-import html.parser
 import http.client
-import importlib
-import io
 import itertools
 import json
 import os
 import pickle
 import re
-import ssl
 import subprocess
 import sys
-import tarfile
-import time
+import sysconfig
 import typing
-import urllib.error
-import urllib.parse
 import urllib.request
 import warnings
-import zipfile
 import zlib
-from email.parser import BytesHeaderParser
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import InvalidSdistFilename, canonicalize_name, parse_sdist_filename
 from tqdm import tqdm
 
-import problems
 import runs
 
+# Folders of the standard library that are left out: packages, and its own tests, 60 % of the bytes.
+NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 REASONS = "unreadable huge non_utf8 empty generated minified unparsable exact_duplicate near_duplicate".split()
 TEXT_COLUMNS = "content,text,code"  # columns of text that are looked for, in this order
 LICENCE_COLUMNS = "license", "licence", "licenses", "max_stars_repo_licenses", "detected_licenses", "license_type"
-TASKS = "data/tasks"  # where benchmarks.py keeps these downloads, too
-BENCHMARKS = ("humaneval", "mbpp")  # of problems.py
+TASKS = "data/tasks"  # folder of the benchmarks' files; benchmarks.py keeps its own there, too
+BENCHMARKS = (
+    "https://raw.githubusercontent.com/openai/human-eval/master/data/HumanEval.jsonl.gz",
+    "https://raw.githubusercontent.com/google-research/google-research/master/mbpp/sanitized-mbpp.json",
+)
 PROBLEM = "prompt", "canonical_solution", "text", "code"  # keys of the texts of a problem in HumanEval and MBPP
-OVERLAP = 10  # a document that shares so many words in a row with a problem holds it, as in arXiv:2409.12186
+OVERLAP = 10  # words in a row that a document may not share with a problem, as in arXiv:2409.12186
 GENERATED = re.compile(
     r"@generated\b|do not edit|auto-?generated|automatically generated|^\W*(?:code )?generated by"
     r"|\b(?:is|was|been|file) generated (?:by|from)|\bgenerated from '.*' with\b",  # the last: tables of encodings/
@@ -89,17 +59,14 @@ GENERATED = re.compile(
 )
 LETTERS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum())  # and digits
 MULTIPLIER_P = np.random.default_rng(0).integers(0, 1 << 63, 128, np.uint64) * np.uint64(2) + np.uint64(1)  # hashes
-
-ARCHIVE_BYTES = 100_000_000  # larger archives hold data or other languages
-UNPACKED_BYTES = 4_000_000_000  # an archive that says it holds more is taken for damaged
-FETCHERS = 8  # connections to the index at a time
-JSON_OR_HTML = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
-# Folders of other people's code, and of tests, below which only the tests themselves stay.
-VENDORED = re.compile(
-    r"/(_?vendor\w*|vendored[-\w]*|third_?party|3rd_?party|_?extern(?:al)?s?|site-packages|node_modules)/"
-)
-TESTS = re.compile(r"/(tests?|test_?data|idle_test)/")
-TEST = re.compile(r"/(test_\w*|\w*_tests?|tests?|conftest)\.py$")
+EXAMINED_BYTES = 1_000_000  # of .py files that a process examines at a time
+# A document: the number of its input, its row there (-1: it is a whole file), where its copy is, and its hash.
+DOCUMENT = np.dtype([("input", "i4"), ("row", "i4"), ("start", "i8"), ("size", "i4"), ("sha256", "S32")])
+SEPARATOR = "<|endoftext|>"  # between the documents of a text file
+ROWS = (".parquet", ".jsonl")  # files whose rows hold documents
+TINYSTORIES = "roneneldan/TinyStories"  # the data set on Hugging Face, or a folder of the same
+NO_DOCUMENT = re.compile(rb"(?:\s|%b)*" % re.escape(SEPARATOR.encode()))  # what a text range may hold instead of text
+LONG_BYTES = 4_000_000  # longer documents of a text file are split at a line end, for each is tokenised in one go
 EXPRESSION = re.compile(r"\(([^()]* (?:OR|AND) [^()]*)\)")  # a parenthesis of SPDX
 PERMISSIVE = re.compile(
     r"\b(mit|x11|expat|0?bsd\d?|apache|apache2|asl|isc|iscl|psfl?|python-2\.0|cnri-python|python software foundation"
@@ -114,137 +81,65 @@ RESTRICTED = re.compile(
 
 
 class Item(typing.NamedTuple):
-    """A range of an input file: a .py file, a shard of tokens, some documents of a text file, some lines of pairs."""
+    """A whole input file, or a range of it: a document, some documents of a text file, some lines of pairs."""
 
     name: str  # path below its root
     path: str
-    sha256: str
+    sha256: str  # "" where the file cannot be read
     size: int  # bytes
-    start: int = 0  # the first byte
+    start: int = 0  # the first byte; of a data set the number of the shard
 
 
-# ---- Which documents stay, and in what order -----------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------------------------
 
 
-def from_rows(cfg):
-    """Whether documents are parts of larger inputs: rows of a column, files of an archive."""
-    return bool(cfg.column or cfg.hf or cfg.pypi)
+def files_below(roots, suffixes, out):
+    """Items of all files with these suffixes below the roots, sorted; the folder `out` is not entered.
 
-
-def settled(cfg):
-    """cfg with what the flags leave open: which column has the text, and the files of the benchmarks."""
-    if sum(map(bool, (cfg.roots, cfg.hf, cfg.pypi))) > 1 or (cfg.pypi and cfg.column):
-        raise ValueError("--roots, --hf and --pypi are three sources, and --column is of the first two; give one")
-    if cfg.column and not (cfg.roots or cfg.hf):
-        raise ValueError(f"--column={cfg.column} is of .parquet and .jsonl files or --hf: name these with --roots")
-    if not 0 <= cfg.host < cfg.hosts:
-        raise ValueError(f"--host={cfg.host} must be in [0, --hosts={cfg.hosts})")
-    if cfg.hosts > 1 and not cfg.tokenizer:
-        raise ValueError("--hosts: all of them need the same tokenizer; name it with --tokenizer")
-    if not cfg.column and (cfg.hf or only_rows(cfg.roots)):
-        cfg = dataclasses.replace(cfg, column=TEXT_COLUMNS)
-    if cfg.benchmarks == ("none",):
-        return dataclasses.replace(cfg, benchmarks=())
-    if from_rows(cfg) and not cfg.benchmarks:
-        return dataclasses.replace(cfg, benchmarks=benchmark_files())
-    return cfg
-
-
-def only_rows(roots):
-    """Whether there are .parquet or .jsonl files below the roots, and no .py files."""
-    found = False
-    for root in roots:
-        for _, _, files in os.walk(root) if os.path.isdir(root) else [("", (), [root])]:
-            if any(name.endswith(".py") for name in files):
-                return False
-            found |= any(name.endswith((".parquet", ".jsonl")) for name in files)
-    return found
-
-
-def inputs(cfg):
-    """[(name, path)] of what --pypi or --hf stands for; a shard of a data set has no path."""
-    if cfg.pypi:
-        folder = Path(cfg.archives)
-        return [(package["filename"], str(folder / package["filename"])) for package in fetch_packages(cfg)]
-    return [(f"{cfg.hf}@{shard}", "") for shard in range(stream(cfg.hf).num_shards)]
-
-
-class Documents(typing.NamedTuple):
-    """The documents that are fit, 52 bytes each, and 256 of a signature until near duplicates are gone."""
-
-    file_N: np.ndarray  # number of its input
-    number_N: np.ndarray  # its row there, -1 for the whole file
-    start_N: np.ndarray
-    size_N: np.ndarray
-    sha256_N: np.ndarray  # S32
-
-    def at(self, kept):
-        return Documents(*(array_N[kept] for array_N in self))
-
-
-class Group:
-    """The documents of a shard. Their Items are made when they are asked for: an Item takes ten times its record."""
-
-    def __init__(self, found, documents, ids):
-        self.found, self.documents, self.ids = found, documents, ids
-
-    def __iter__(self):
-        return map(self.item, self.ids)
-
-    def item(self, i):
-        file, number, start, size, sha256 = (array_N[i] for array_N in self.documents)
-        name, path = self.found[file]
-        name = f"{name}#{number}" if number >= 0 else name
-        return Item(name, path, sha256.ljust(32, b"\0").hex(), int(size), int(start))
-
-    def keys(self):
-        """What the fingerprint of a folder has of it: of .py files names and hashes, of many rows one hash."""
-        if len(self.ids) and self.documents.number_N[self.ids[0]] >= 0:
-            return [("", hashlib.sha256(self.documents.sha256_N[self.ids].tobytes()).hexdigest())]
-        return [(item.name, item.sha256) for item in self]
-
-
-def gather(found, cfg):
-    """The documents that are fit as Groups, in an order drawn by hash; what is held out is drawn by their names."""
-    texts = itertools.chain.from_iterable(map(read_problems, cfg.benchmarks))
-    limits, dropped = (cfg.max_bytes, runs_of_words(*texts)), collections.Counter()
-    examined = examined_rows if from_rows(cfg) else examined_files
-    paths, documents, signatures = examined(found, cfg, limits, dropped)
-    # Of equal documents the first stays, and so of those that are nearly the same.
-    first_N = np.zeros(len(documents.sha256_N), bool)
-    first_N[np.unique(documents.sha256_N, return_index=True)[1]] = True
-    near_N = near_duplicates(signatures(first_N))
-    dropped.update(exact_duplicate=int((~first_N).sum()), near_duplicate=int(near_N.sum()))
-    kept = np.flatnonzero(first_N)[~near_N]
-    documents = documents.at(kept)
-    if cfg.pypi:
-        manifest = read_manifest(cfg)
-        dropped.update(manifest["left_out"].values())
-        if cfg.host == 0:
-            note_packages(cfg, manifest, [path.replace(".text", ".npz") for path in paths], documents)
-    dropped = dict.fromkeys([*REASONS, *["benchmark"] * bool(cfg.benchmarks)], 0) | dict(dropped)
-    return shuffled([(name, path) for (name, _), path in zip(found, paths, strict=True)], documents, cfg), dropped
-
-
-def shuffled(found, documents, cfg):
-    """{split: [Group]}. A draw depends on the seed and the document alone, so that splits change little with the rest.
-
-    Held out are the lowest draws, one at least, or evaluation has nothing. Shards are consecutive in the order of
-    other draws: each has documents of all inputs.
+    A root that is a file is taken as it is. No roots are the standard library.
     """
-    everything = Group(found, documents, np.arange(len(documents.size_N)))
-    draw_N2 = np.fromiter(
-        ((draw(cfg.seed, item.name), draw(cfg.seed, item.sha256)) for item in everything), np.dtype((float, 2))
-    ).reshape(-1, 2)
-    head_N = np.array([int.from_bytes(sha256[:8]) for sha256 in documents.sha256_N], np.uint64)
-    order_N = np.lexsort((head_N, draw_N2[:, 0]))
-    count = max(int((draw_N2[:, 0] < cfg.heldout).sum()), int(cfg.heldout > 0))
-    groups = {"train": order_N[count:], "heldout": order_N[:count]}
-    for split, part_N in groups.items():
-        part_N = part_N[np.argsort(draw_N2[part_N, 1], kind="stable")]
-        shards = batched(part_N.tolist(), cfg.shard_bytes, lambda i: documents.size_N[i])
-        groups[split] = [Group(found, documents, np.array(ids)) for ids in shards]
-    return groups
+    own, found = os.path.realpath(out), []
+    skipped = set() if roots else NOT_THE_LIBRARY
+    for root in roots or [sysconfig.get_paths()["stdlib"]]:
+        os.stat(root)  # raises if it does not exist, where os.walk is silent
+        if not os.path.isdir(root):
+            found.append((os.path.basename(root), root))
+            continue
+        for folder, folders, files in os.walk(root, onerror=lambda error: print(f"left out: {error}", file=sys.stderr)):
+            # os.walk goes on with what is left in this list
+            folders[:] = [f for f in folders if f not in skipped and os.path.realpath(os.path.join(folder, f)) != own]
+            paths = [os.path.join(folder, name) for name in files if name.endswith(suffixes)]
+            found += [(os.path.relpath(path, root), path) for path in paths]
+    if not found:
+        raise ValueError(f"no {', '.join(suffixes)} files below {', '.join(roots) or root}; name other folders")
+    items = []
+    for name, path in tqdm(sorted(found), "hashing", unit=" files", disable=None, delay=1):
+        items.append(Item(name, path, "", 0))
+        with contextlib.suppress(OSError):
+            if os.path.isfile(path):  # reading a named pipe would never end
+                with open(path, "rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                    items[-1] = Item(name, path, digest, file.tell())
+    return items
+
+
+def sha256(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_text(item):
+    """The text of an Item. Raises ValueError if the file is not the one that was gathered."""
+    with open(item.path, "rb") as file:
+        file.seek(item.start)
+        data = file.read(item.size)
+    if sha256(data) != item.sha256:
+        raise ValueError(f"{item.path} has changed since it was examined; run the same command again")
+    return data.decode()
+
+
+def belongs(data, split, cfg):
+    """Whether a document is in this split, which a hash of `data` (its text, prompt or ids) decides."""
+    return (draw(cfg.seed, sha256(data)) < cfg.heldout) == (split == "heldout")
 
 
 def draw(*parts):
@@ -265,174 +160,415 @@ def batched(items, limit, size_of=lambda item: item.size):
         yield batch
 
 
-# ---- Examining inputs, in several processes ------------------------------------------------------------------------
-
-
-def examined_files(found, cfg, limits, dropped):
-    """(paths, Documents, function that gives some of their signatures) of .py files; counts what is dropped."""
-    results = parallel(examine, [(path, *limits) for _, path in found], cfg, chunk=64)
-    dropped.update(result for result in results if isinstance(result, str))
-    files = [(i, *result) for i, result in enumerate(results) if not isinstance(result, str)]
-    ids, sha256s, sizes, signatures = zip(*files, strict=True) if files else [()] * 4
-    signature_NP = np.array(signatures, np.uint16).reshape(-1, len(MULTIPLIER_P))
-    kinds = {"file": np.int32, "number": np.int32, "start": np.int64, "size": np.int32, "sha256": "S32"}
-    columns = ids, [-1] * len(ids), [0] * len(ids), sizes, sha256s
-    documents = Documents(*(np.array(column, kind) for column, kind in zip(columns, kinds.values(), strict=True)))
-    return [path for _, path in found], documents, lambda kept_N: signature_NP[kept_N]
-
-
-def examine(path, max_bytes, problems):
-    """Why a Python file is dropped, or (SHA-256, bytes, signature)."""
+def download(name, otherwise, **options):
+    """The training rows of a data set on Hugging Face, dictionaries. `otherwise` is what else a user can do."""
     try:
-        if not os.path.isfile(path):  # reading a named pipe would never end
-            return "unreadable"
-        if os.path.getsize(path) > max_bytes:
-            return "huge"
-        data = Path(path).read_bytes()
-    except OSError:
-        return "unreadable"
-    return judge(data, max_bytes, problems) or (hashlib.sha256(data).digest(), len(data), signature(data))
+        import datasets
+
+        return datasets.load_dataset(name, split="train", **options)
+    except ImportError:
+        raise ValueError(f"{name} is downloaded by the library datasets; install it: pip install datasets") from None
+    except Exception as error:  # of datasets, huggingface_hub, the network: there is no narrower class
+        reason = runs.first_line(error)
+        raise ValueError(f"{name} cannot be downloaded ({reason}); try again, or {otherwise}") from None
 
 
-def examined_rows(found, cfg, limits, dropped):
-    """The same of inputs that hold many documents: copies of these are below --out/.rows."""
+# ---- text files ----------------------------------------------------------------------------------------------------
+
+
+def gather_text(found, cfg, vocabulary):
+    """Ranges of the text files. Both splits have all: what of them is held out is drawn by a hash of each document."""
+    items, dropped = [], {"unreadable": 0, "binary": 0, "empty": 0}
+    for file in found:
+        if not file.sha256:
+            dropped["unreadable"] += 1
+            continue
+        try:
+            ranges = text_ranges(file, cfg.shard_bytes)
+        except ValueError:
+            dropped["binary"] += 1
+            continue
+        if not ranges:
+            dropped["empty"] += 1
+        items += ranges
+    # So much text holds about one shard of held-out documents.
+    heldout = batched(items, cfg.shard_bytes / cfg.heldout) if cfg.heldout else []
+    return {"train": list(batched(items, cfg.shard_bytes)), "heldout": list(heldout)}, dropped
+
+
+def text_ranges(item, limit):
+    """Items of the ranges of a file. ValueError if it is not UTF-8 or has NUL.
+
+    A range ends with the separator that follows its first `limit` bytes, or within a document of over LONG_BYTES: at a
+    line end, or between two characters if there is none. Ranges without a document are left out.
+    """
+    ranges, start, data, decoder = [], 0, bytearray(), codecs.getincrementaldecoder("utf-8")()
+    separator = SEPARATOR.encode()
+    with open(item.path, "rb") as file:
+        blocks = iter(lambda: file.read(1 << 20), b"")
+        for block in itertools.chain(blocks, [b""]):  # the empty block is the end of the file
+            if "\0" in decoder.decode(block, final=not block):
+                raise ValueError(f"{item.path} is binary")
+            data += block
+            while data:  # cut ranges off its beginning
+                end = data.find(separator, max(0, limit - len(separator)))
+                if end >= 0:
+                    end += len(separator)
+                elif len(data) - max(0, data.rfind(separator)) >= LONG_BYTES:
+                    end = data.rfind(b"\n") + 1 or len(data) - len(decoder.getstate()[0])
+                elif block:  # no end in sight: read on
+                    break
+                else:
+                    end = len(data)
+                if NO_DOCUMENT.match(data, 0, end).end() < end:
+                    ranges.append(Item(f"{item.name}@{start}", item.path, sha256(data[:end]), end, start))
+                start += end
+                del data[:end]
+    return ranges
+
+
+def text_documents(items, split, cfg):
+    """The documents of this split. One that is a whole file stays as it is, others lose the whitespace around them."""
+    for item in items:
+        texts = read_text(item).split(SEPARATOR)
+        if len(texts) > 1 or item.start:
+            texts = map(str.strip, texts)
+        for text in texts:
+            if text.strip() and belongs(text.encode(), split, cfg):
+                yield (text,)
+
+
+def tinystories(out):
+    """The file of all stories in the folder --out, downloaded if it is not there."""
+    path = os.path.join(out, "tinystories.txt")
+    if not os.path.exists(path):
+        stories = download(TINYSTORIES, "prepare a text file with: python data_prep.py text FILE")
+        with runs.writing(path) as file:
+            for story in tqdm(stories, "writing", unit=" stories", disable=None):
+                file.write(f"{story['text'].strip()}\n{SEPARATOR}\n".encode())
+    return path
+
+
+# ---- pairs of prompt and response ----------------------------------------------------------------------------------
+
+
+def gather_pairs(found, cfg, vocabulary):
+    """Ranges of whole lines. Both splits have all: what of them is held out is drawn by a hash of each prompt."""
+    items, bad, sizes, count, start = [], [], set(), 0, 0
+    with open(cfg.source, "rb") as file:
+        for lines in batched(file, cfg.shard_bytes + 1, len):  # as many as make up a shard
+            for number, line in enumerate(lines, count + 1):
+                try:
+                    sizes.add(len(read_pair(line, cfg.chat)))
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                    bad.append(str(number))
+            data = b"".join(lines)
+            items.append(Item(f"{os.path.basename(cfg.source)}@{start}", cfg.source, sha256(data), len(data), start))
+            count += len(lines)
+            start += len(data)
+    if bad:
+        numbers = ", ".join(bad[:3]) + (f" and {len(bad) - 3:,} more" if len(bad) > 3 else "")
+        chat = ', without "suffix" as --chat is set' if cfg.chat else ""
+        raise ValueError(f'{cfg.source}: not {{"prompt": TEXT, "response": TEXT}} in UTF-8{chat}: line {numbers}')
+    if cfg.edit_rate and 3 not in sizes:
+        raise ValueError(f'--edit_rate={cfg.edit_rate} is for holes: no line of {cfg.source} has a "suffix"')
+    return {"train": [[item] for item in items], "heldout": [items] if cfg.heldout else []}, {}
+
+
+def read_pair(line, chat):
+    """(prompt, response) or (prompt, response, suffix) of a line, () of an empty one; a bad one raises some error."""
+    if not line.strip():
+        return ()
+    pair = json.loads(line)
+    texts = pair["prompt"], pair["response"], pair.get("suffix") or ""
+    "".join(texts).encode()  # fails for numbers, lists, and half a surrogate pair
+    if chat and texts[2]:
+        raise ValueError("a turn of a chat has no suffix")
+    return texts if texts[2] else texts[:2]
+
+
+def pair_documents(items, split, cfg):
+    """The pairs of this split. A prompt that is held out is in no training pair."""
+    for item in items:
+        for line in read_text(item).split("\n"):
+            pair = read_pair(line, cfg.chat)
+            if pair and belongs(pair[0].encode(), split, cfg):
+                yield pair
+
+
+# ---- Parquet files of token ids ------------------------------------------------------------------------------------
+
+
+def gather_parquet(found, cfg, vocabulary):
+    """The input files, one training shard each. Both splits have all: a hash of its ids holds a document out."""
+    for path in tqdm([item.path for item in found], "reading", unit=" files", disable=None):
+        try:
+            for ids in eos_documents(path, vocabulary.special["eos"]):
+                bad = ids[(ids < 0) | (ids >= vocabulary.size)]
+                if len(bad):
+                    advice = f"--tokenizer has ids 0 to {vocabulary.size - 1}; give the one these ids come from"
+                    raise ValueError(f"{path} holds id {bad[0]}, but {advice}")
+        except (pa.ArrowException, OSError) as error:
+            problem = f"is corrupted or cannot be read ({runs.first_line(error)})"
+            raise ValueError(f"{path} {problem}; remove it or fetch it again") from None
+    # What is held out of so many files fills about one shard.
+    heldout = batched(found, int(1 / cfg.heldout), lambda item: 1) if cfg.heldout else []
+    return {"train": [[item] for item in found], "heldout": list(heldout)}, {}
+
+
+def eos_documents(path, eos):
+    """The documents of a file of token ids, without their EOS. Raises ValueError if it is no such file."""
+    with pq.ParquetFile(path, pre_buffer=False) as file:
+        types = {field.name: field.type for field in file.schema_arrow}
+        if not pa.types.is_integer(getattr(types.get("input_ids"), "value_type", pa.null())):
+            listed = ", ".join(f"{name} {kind}" for name, kind in types.items())
+            raise ValueError(f"{path} has no column input_ids with lists of integers (it has {listed})")
+        rest = []  # of a document that goes on in the next batch of 256 rows
+        for batch in file.iter_batches(256, columns=["input_ids"]):
+            ids = batch.column(0).flatten().to_numpy()  # null has no number: ArrowInvalid
+            *whole, tail = np.split(ids, np.flatnonzero(ids == eos) + 1)  # each ends with EOS
+            for document in whole:
+                yield np.concatenate([*rest, document[:-1]])
+                rest = []
+            rest.append(tail)
+            if sum(map(len, rest)) > 1 << 24:
+                advice = "give the right --tokenizer and --eos"
+                raise ValueError(f"{path} has {1 << 24:,} tokens without EOS ({eos}); {advice}")
+        yield np.concatenate([*rest, np.zeros(0, np.int32)])
+
+
+# ---- Python: which documents stay, and in what order ---------------------------------------------------------------
+
+
+class Rules(typing.NamedTuple):
+    """What decides which documents of an input stay, beside duplicates."""
+
+    hf: str  # data set of Hugging Face, "" for files
+    column: str  # names of the column of text, with commas; "" for .py files
+    licences: str
+    max_bytes: int
+    problems: frozenset  # runs of OVERLAP words in the problems of benchmarks
+
+
+class Group:
+    """The documents of a shard. Their Items are made when they are asked for: an Item takes ten times its record."""
+
+    def __init__(self, copies, document_N):
+        self.copies, self.document_N = copies, document_N  # [(name, path of the copy)] of all inputs
+
+    def __iter__(self):
+        for number, row, start, size, digest in map(np.void.item, self.document_N):
+            name, path = self.copies[number]
+            name = f"{name}#{row}" if row >= 0 else name
+            yield Item(name, path, digest.ljust(32, b"\0").hex(), size, start)
+
+
+def keys_of(group):
+    """What the fingerprint of a folder has of the documents of a shard: names and hashes, of many rows one hash."""
+    if isinstance(group, Group) and group.document_N["row"][0] >= 0:
+        return [("", sha256(group.document_N["sha256"].tobytes()))]
+    return [(item.name, item.sha256) for item in group]
+
+
+def gather(found, cfg, vocabulary=None):
+    """({split: [Group]} of the documents that stay, {reason: how many were dropped})."""
+    dropped = collections.Counter(dict.fromkeys(REASONS, 0))
+    if cfg.hf:
+        batches = [[Item(f"{cfg.hf}@{i}", "", "", 0, i)] for i in range(stream(cfg.hf).num_shards)]
+    elif cfg.column:
+        batches = [[item] for item in found]
+    else:
+        readable = [item for item in found if item.sha256]
+        dropped["unreadable"] = len(found) - len(readable)
+        batches = list(batched(readable, EXAMINED_BYTES))
+    if cfg.benchmarks:
+        dropped["benchmark"] = 0
+    texts = [text for path in cfg.benchmarks for text in read_problems(Path(path).read_bytes(), path)]
+    rules = Rules(cfg.hf, cfg.column, cfg.licences, cfg.max_bytes, runs_of_words(texts))
+
+    # Examine. A copy has another name if its inputs or the rules are others.
     folder = Path(cfg.out) / ".rows"
     folder.mkdir(exist_ok=True)
-    packages = read_manifest(cfg)["packages"] if cfg.pypi else ()
-    sources = [source_of(cfg, i, path, len(found), packages) for i, (_, path) in enumerate(found)]
-    settings = hashlib.sha256(repr((cfg.max_bytes, cfg.licences, sorted(limits[1]))).encode()).digest()
-    copies = [str(folder / hashlib.sha256(settings + repr(source).encode()).hexdigest()[:32]) for source in sources]
-    jobs = [(source, copy, cfg.licences, *limits) for source, copy in zip(sources, copies, strict=True)]
-    jobs = [job for job in jobs[cfg.host :: cfg.hosts] if not os.path.exists(job[1] + ".npz")]
-    if problems := [problem for problem in parallel(examine_rows, jobs, cfg, chunk=1) if problem]:
-        raise ValueError(problems[0])
-    wait_for([copy + ".npz" for copy in copies], "inputs")
-    parts = []
-    for i, copy in enumerate(copies):
-        with np.load(copy + ".npz") as part:
-            dropped.update(json.loads(str(part["dropped"])))
-            file_N = np.full(len(part["size"]), i, np.int32)
-            parts.append(Documents(file_N, part["number"], part["start"], part["size"], part["sha256"]))
-    documents = Documents(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-    return [copy + ".text" for copy in copies], documents, lambda kept_N: signatures_of(copies, kept_N)
+    digest = sha256(repr((*rules[:-1], len(batches), texts)).encode())
+    jobs, copies = [], []
+    for batch in batches:
+        inputs = repr((digest, [(item.name, item.sha256) for item in batch]))
+        copy = str(folder / sha256(inputs.encode())[:32])
+        jobs.append((batch, copy, rules))
+        copies += [(item.name, f"{copy}.text") for item in batch]
+    examine_all(jobs, cfg.workers)
+
+    # Collect the records. Of equal documents the first stays.
+    records, count = [], 0
+    for batch, copy, _ in jobs:
+        with np.load(f"{copy}.npz") as saved:
+            dropped.update(json.loads(str(saved["dropped"])))
+            records.append(saved["documents"])
+        records[-1]["input"] += count
+        count += len(batch)
+    document_N = np.concatenate([np.zeros(0, DOCUMENT), *records])
+    first_N = np.zeros(len(document_N), bool)
+    first_N[np.unique(document_N["sha256"], return_index=True)[1]] = True
+
+    # So of nearly equal documents. Their signatures are most of what memory holds: copies are read one at a time.
+    signature_NP, done = np.empty((first_N.sum(), len(MULTIPLIER_P)), np.uint16), 0
+    borders = np.cumsum([len(part_N) for part_N in records])
+    for (_, copy, _), part_N in zip(jobs, np.split(first_N, borders)[:-1], strict=True):
+        with np.load(f"{copy}.npz") as saved:
+            part_NP = saved["signatures"][part_N]
+        signature_NP[done : done + len(part_NP)] = part_NP
+        done += len(part_NP)
+    near_N = near_duplicates(signature_NP)
+    dropped.update(exact_duplicate=int((~first_N).sum()), near_duplicate=int(near_N.sum()))
+    return shuffled(Group(copies, document_N[first_N][~near_N]), cfg), dict(dropped)
 
 
-def source_of(cfg, i, path, count, packages):
-    """What examine_rows() is to read, and with it the name of its copy: another if the input is not the same."""
-    if cfg.pypi:
-        return "package_rows", path, packages[i]["sha256"]
-    if cfg.hf:
-        return "dataset_rows", cfg.hf, cfg.column, i, count
-    status = os.stat(path)
-    return "column_rows", path, cfg.column, status.st_size, status.st_mtime_ns
+def shuffled(everything, cfg):
+    """{split: [Group]}. A draw depends on the seed and the document alone, so that splits change little with the rest.
 
-
-def examine_rows(source, copy, licences, *limits):
-    """What is wrong with an input, or "" when its copy is whole.
-
-    The documents that are fit go to `copy`.text, one after the other. Their records, and how many were dropped for
-    which reason, go to `copy`.npz, which comes last.
+    Held out are the lowest draws, one at least, or evaluation has nothing. Shards are consecutive in the order of
+    other draws: each has documents of all inputs.
     """
-    reader, path, *details = source
-    dropped, records, signatures, about, start = collections.Counter(), [], [], {}, 0
+    document_N = everything.document_N
+    draws = ((draw(cfg.seed, item.name), draw(cfg.seed, item.sha256)) for item in everything)
+    draw_N2 = np.fromiter(draws, np.dtype((float, 2))).reshape(-1, 2)
+    head_N = np.array([int.from_bytes(digest[:8]) for digest in document_N["sha256"]], np.uint64)
+    order_N = np.lexsort((head_N, draw_N2[:, 0]))
+    count = max(int((draw_N2[:, 0] < cfg.heldout).sum()), int(cfg.heldout > 0))
+    groups = {"train": order_N[count:], "heldout": order_N[:count]}
+    for split, part_N in groups.items():
+        part_N = part_N[np.argsort(draw_N2[part_N, 1], kind="stable")]
+        shards = batched(part_N.tolist(), cfg.shard_bytes, lambda i: document_N["size"][i])
+        groups[split] = [Group(everything.copies, document_N[ids]) for ids in shards]
+    return groups
+
+
+def python_documents(items, split, cfg):
+    return ((read_text(item),) for item in items)
+
+
+def benchmark_files(cfg):
+    """Paths of the files whose problems are kept out: --benchmarks, or HumanEval and MBPP for the code of other people.
+
+    That is rows, data sets and packages. A file that cannot be downloaded is one line.
+    """
+    packages = any((Path(root) / "manifest.json").exists() for root in cfg.roots)  # of fetch_pypi.py
+    if cfg.benchmarks or not (cfg.column or packages):
+        return tuple(path for path in cfg.benchmarks if path not in ("", "none"))
+    paths = []
+    for url in BENCHMARKS:
+        path = Path(TASKS) / url.rpartition("/")[2]
+        try:
+            if not path.exists():
+                with urllib.request.urlopen(url, timeout=60) as response:
+                    data = response.read()
+                read_problems(data, url)  # half a file is none
+                path.parent.mkdir(parents=True, exist_ok=True)
+                runs.write(path, data)
+            paths.append(str(path))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            advice = f"fetch {url} by hand into {TASKS}, or name it with --benchmarks"
+            print(f"documents that hold problems of {path.name} stay in: {error}; {advice}", file=sys.stderr)
+    return tuple(paths)
+
+
+def read_problems(data, path):
+    """The texts of the problems in the bytes of a file of HumanEval or MBPP."""
     try:
-        with runs.writing(copy + ".text") as file:
-            for number, (data, reason) in enumerate(globals()[reader](path, about, licences, *details)):
-                reason = reason or judge(data, *limits)
+        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
+        rows = json.loads(text) if text.startswith("[") else map(json.loads, text.splitlines())
+        texts = [row[key] for row in rows for key in PROBLEM if key in row]
+    except (ValueError, TypeError, EOFError, gzip.BadGzipFile, zlib.error):
+        texts = []
+    if not texts:
+        raise ValueError(f"--benchmarks: {path} holds no problems; HumanEval.jsonl.gz and sanitized-mbpp.json do")
+    return texts
+
+
+# ---- examining inputs, in several processes ------------------------------------------------------------------------
+
+
+def examine(items, copy, rules):
+    """Write the documents of inputs that are fit to `copy`.text, one after the other.
+
+    Their records and signatures, and how many were dropped for which reason, go to `copy`.npz, which comes last.
+    """
+    if os.path.exists(f"{copy}.npz"):  # by a run that was stopped
+        return
+    documents, signatures, dropped, start = [], [], collections.Counter(), 0
+    with runs.writing(f"{copy}.text") as file:
+        for number, item in enumerate(items):
+            for row, (data, reason) in enumerate(documents_of(item, rules)):
+                reason = reason or judge(data, rules)
                 if reason:
                     dropped[reason] += 1
                     continue
                 file.write(data)
-                records.append((number, start, len(data), hashlib.sha256(data).digest()))
+                row = row if rules.column else -1
+                documents.append((number, row, start, len(data), hashlib.sha256(data).digest()))
                 signatures.append(signature(data))
                 start += len(data)
-        kinds = {"number": np.int32, "start": np.int64, "size": np.int32, "sha256": "S32"}
-        columns = zip(*records, strict=True) if records else [()] * len(kinds)
-        arrays = {name: np.array(column, kinds[name]) for name, column in zip(kinds, columns, strict=True)}
-        arrays["signature"] = np.array(signatures, np.uint16).reshape(-1, len(MULTIPLIER_P))
-        with runs.writing(copy + ".npz") as file:
-            np.savez(file, dropped=json.dumps(dropped), about=json.dumps(about), **arrays)
-        return ""
-    except pa.ArrowException as error:
-        return f"{path} is corrupted ({runs.first_line(error)}); remove it or fetch it again"
-    except OSError as error:
-        return f"{path} was not copied to {copy}: {error.strerror or error}; the same command goes on from here"
-    except ValueError as error:
-        return f"{path} {error}"
-    finally:
-        gc.collect()  # work() has switched it off, and archives have cycles
+    arrays = {"documents": np.array(documents, DOCUMENT), "dropped": json.dumps(dropped)}
+    arrays["signatures"] = np.array(signatures, np.uint16).reshape(-1, len(MULTIPLIER_P))
+    with runs.writing(f"{copy}.npz") as file:
+        np.savez(file, **arrays)
 
 
-def signatures_of(copies, kept_N):
-    """uint16 [count of kept_N, P]. Filled input by input, for all signatures are most of what memory holds."""
-    signature_NP, start, done = np.empty((int(kept_N.sum()), len(MULTIPLIER_P)), np.uint16), 0, 0
-    for copy in copies:
-        with np.load(copy + ".npz") as part:
-            part_NP = part["signature"]
-        here_NP = part_NP[kept_N[start : start + len(part_NP)]]
-        signature_NP[done : done + len(here_NP)] = here_NP
-        start, done = start + len(part_NP), done + len(here_NP)
-    return signature_NP
-
-
-def wait_for(paths, what):
-    """Until all these files are there, which other hosts write."""
-    for waits in itertools.count():
-        missing = sum(not os.path.exists(path) for path in paths)
-        if not missing:
-            return
-        if waits % 60 == 0:
-            print(f"waiting for other hosts: {missing:,} of {len(paths):,} {what}", flush=True)
-        time.sleep(1)
-
-
-def parallel(function, jobs, cfg, chunk):
-    """[function(*job) for all jobs], in as many processes as there are cores and chunks of jobs.
+def examine_all(jobs, workers):
+    """examine(*job) for all jobs, in as many processes as there are cores; raises the first ValueError or OSError.
 
     Process i of n does jobs i, i + n, ... multiprocessing is not used: its processes would import the main script of
-    whoever calls us, jax and all, and outlive a parent that is killed.
+    whoever calls us, and outlive a parent that is killed.
     """
-    n = min(cfg.workers or os.cpu_count(), -(-len(jobs) // chunk))  # processes
-    order = tqdm(range(len(jobs)), "reading", unit=" files", disable=None)
+    n = min(workers or os.cpu_count(), len(jobs))
+    order = tqdm(range(len(jobs)), "reading", unit=" inputs", disable=None)
     if n <= 1:
-        return [function(*jobs[i]) for i in order]
+        for i in order:
+            examine(*jobs[i])
+        return
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import corpus; corpus.work()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}  # Ctrl-C is for us alone
-    workers = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(n)]
-    module = Path(function.__code__.co_filename).stem  # __module__ is "__main__" in a script
+    processes = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(n)]
     try:
-        for i, worker in enumerate(workers):  # jobs go in by one pipe, results come back by another
-            pickle.dump((module, function.__name__, jobs[i::n]), worker.stdin)
-            worker.stdin.flush()
-        return [pickle.load(workers[i % n].stdout) for i in order]  # job i is the next result of worker i mod n
+        for i, process in enumerate(processes):  # jobs go in by one pipe, errors come back by another
+            pickle.dump(jobs[i::n], process.stdin)
+            process.stdin.flush()
+        for i in order:  # job i is the next one of process i mod n
+            error = pickle.load(processes[i % n].stdout)
+            if error:
+                raise error
     except (EOFError, pickle.UnpicklingError, BrokenPipeError):
         raise RuntimeError("a process that read files died, perhaps for lack of memory; try fewer --workers") from None
     finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def work():
-    """The other side of parallel()."""
+    """The other side of examine_all()."""
     gc.disable()  # takes a quarter of the time of ast.parse, whose trees have no cycles
-    pipe, sys.stdout = sys.stdout.buffer, sys.stderr  # what a library prints is no result
+    pipe, sys.stdout = sys.stdout.buffer, sys.stderr  # what a library prints is no error of ours
     try:
-        module, name, jobs = pickle.load(sys.stdin.buffer)
-        function = getattr(importlib.import_module(module), name)
-        for job in jobs:
-            pickle.dump(function(*job), pipe)
+        for job in pickle.load(sys.stdin.buffer):
+            error = None
+            try:
+                examine(*job)
+            except (ValueError, OSError) as raised:
+                error = raised
+            pickle.dump(error, pipe)
             pipe.flush()
+            gc.collect()
     except (EOFError, pickle.UnpicklingError, BrokenPipeError):  # the parent was killed: leave without a message
         os.dup2(os.open(os.devnull, os.O_WRONLY), pipe.fileno())
 
 
-# ---- Is a document fit? --------------------------------------------------------------------------------------------
+# ---- is a document fit? --------------------------------------------------------------------------------------------
 
 
-def judge(data, max_bytes, problems):
+def judge(data, rules):
     """Why a document is dropped, or "". The limits for minified files are StarCoder's."""
-    if len(data) > max_bytes:
+    if len(data) > rules.max_bytes:
         return "huge"
     try:
         text = data.decode()
@@ -448,55 +584,24 @@ def judge(data, max_bytes, problems):
     letters = len(data) - len(data.translate(None, LETTERS))
     if len(text) > 100 * len(lines) or max(map(len, lines)) > 1000 or letters < 0.25 * len(data):
         return "minified"
-    if not parses(data):
-        return "unparsable"
-    return "benchmark" if problems and not problems.isdisjoint(runs_of_words(text)) else ""
-
-
-def runs_of_words(*texts):
-    """The set of all runs of OVERLAP words in each text. Numbers and signs are no words: they agree by chance."""
-    words = (re.findall(r"[^\W\d]\w*", text) for text in texts)
-    return {" ".join(part[i : i + OVERLAP]) for part in words for i in range(len(part) - OVERLAP + 1)}
-
-
-def benchmark_files():
-    """Paths of HumanEval and MBPP, downloaded once; one line and none where they cannot be had."""
-    paths = []
-    for task in BENCHMARKS:
-        url = problems.TASKS[task]
-        path = Path(TASKS) / url.rpartition("/")[2]
-        try:
-            if not path.exists():
-                problems.download(url, path, "--benchmarks", functools.partial(problems.parse_problems, task))
-            paths.append(str(path))
-        except OSError as error:
-            print(f"documents that hold problems of {path.name} stay in: {error}", file=sys.stderr)
-    return tuple(paths)
-
-
-def read_problems(path):
-    """The texts of the problems in a file of HumanEval or MBPP. ValueError if it holds none."""
-    try:
-        data = Path(path).read_bytes()
-        data = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
-        rows = json.loads(data) if data.startswith("[") else map(json.loads, data.splitlines())
-        texts = [row[key] for row in rows for key in PROBLEM if key in row]
-    except (ValueError, TypeError, EOFError, gzip.BadGzipFile, zlib.error):
-        texts = []
-    if not texts:
-        raise ValueError(f"--benchmarks: {path} holds no problems; HumanEval.jsonl.gz and sanitized-mbpp.json do")
-    return texts
-
-
-def parses(source):
-    """Whether it is Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of invalid escapes and the like
-            ast.parse(source)
+            ast.parse(data)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # ValueError: NUL bytes; the last two: deep nesting
-        return False
-    return True
+        return "unparsable"
+    if rules.problems and not rules.problems.isdisjoint(runs_of_words([text])):
+        return "benchmark"
+    return ""
+
+
+def runs_of_words(texts):
+    """The set of all runs of OVERLAP words in each text. Numbers and signs are no words: they agree by chance."""
+    found = set()
+    for text in texts:
+        words = re.findall(r"[^\W\d]\w*", text)
+        found.update(" ".join(words[i : i + OVERLAP]) for i in range(len(words) - OVERLAP + 1))
+    return found
 
 
 def signature(data):
@@ -549,84 +654,80 @@ def is_permissive(name):
     return bool(PERMISSIVE.search(name)) and not RESTRICTED.search(name)
 
 
-def row_permits(statements):
-    """Whether a row says no licence, or permissive ones alone."""
-    statements = [statements] if isinstance(statements, str) else statements or []
-    return all(permits(str(statement)) for statement in statements if statement)
-
-
 def package_licence(metadata):
     """(what PKG-INFO says of the licence, whether that is permissive)."""
     if expression := metadata.get("License-Expression"):
         return expression, permits(expression)
-    classifiers = [text.split(" :: ") for text in metadata.get_all("Classifier", [])]
-    names = [parts[-1] for parts in classifiers if parts[0] == "License" and len(parts) > 1]
-    names.insert(0, " ".join(str(metadata.get("License", "")).split())[:300])  # some put the text of a licence here
+    names = [" ".join(str(metadata.get("License", "")).split())[:300]]  # some put the text of a licence here
+    names += [text.rpartition(" :: ")[2] for text in metadata.get_all("Classifier", []) if text.startswith("License :")]
     names = [name for name in dict.fromkeys(names) if name.lower() not in ("", "unknown", "osi approved")]
     restricted = any(RESTRICTED.search(name.lower()) for name in names)
     return "; ".join(names)[:100], any(map(permits, names)) and not restricted
 
 
-# ---- Rows of .parquet and .jsonl files, and of data sets on Hugging Face -------------------------------------------
-# A reader yields (bytes, "" or why it is dropped) of each document; `about` takes what the manifest says of an input.
+# ---- what inputs hold ----------------------------------------------------------------------------------------------
 
 
-def row(values, text, licence, licences):
-    """What a reader yields of a row, a dictionary; data that cannot be UTF-8 is left to judge()."""
-    data = (values[text] or "").encode("utf-8", "surrogatepass")  # half a surrogate pair is not UTF-8: dropped
-    allowed = licences == "any" or not licence or row_permits(values[licence])
-    return data, "" if allowed else "licence"
-
-
-def chosen(columns, candidates, what):
-    """The first of the candidates that is a column of text, and the column of licences, or None."""
-    text = next((name for name in candidates.split(",") if name in columns), None)
-    if text is None:
-        wanted = candidates.replace(",", " or ")
-        raise ValueError(f"has no column {wanted} of text ({what}); name one with --column")
-    return text, next((name for name in LICENCE_COLUMNS if name in columns), None)
-
-
-def column_rows(path, about, licences, column, *_):
-    """The rows of a Parquet or JSON-lines file. ValueError without the column."""
-    if path.endswith(".parquet"):
-        with pq.ParquetFile(path, pre_buffer=False) as file:
-            types = {field.name: field.type for field in file.schema_arrow}
-            texts = [name for name, kind in types.items() if kind in (pa.string(), pa.large_string())]
-            listed = "it has " + ", ".join(f"{name} {kind}" for name, kind in types.items())
-            text, _ = chosen(texts, column, listed)
-            _, licence = chosen(types, text, listed)
-            for batch in file.iter_batches(256, columns=[text, *[licence] * bool(licence)]):
-                yield from (row(values, text, licence, licences) for values in batch.to_pylist())
+def documents_of(item, rules):
+    """(bytes, "" or why it is dropped) of each document of an input: a .py file, or the rows of a column of text."""
+    if not rules.column:
+        with open(item.path, "rb") as file:
+            yield file.read(rules.max_bytes + 1), ""  # what is larger, judge() drops
         return
-    text = None
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                values = json.loads(line)
-                text = text or chosen(values, column, f"line {number} has {', '.join(values)}")[0]
-                good = isinstance(values[text], str | None)
-            except (KeyError, TypeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError):
-                good = False
-            if not good:
-                raise ValueError(f'has no {{"{text or column}": TEXT}} in line {number}')
-            licence = next((name for name in LICENCE_COLUMNS if name in values), None)
-            yield row(values, text, licence, licences)
+    for row, columns in rows_of(item, rules):
+        text, licences = row[columns[0]], row[columns[1]] if len(columns) > 1 else None
+        if not isinstance(text, str | None):
+            raise ValueError(
+                f"{item.path} has no text in column {columns[0]}, but {text!r:.50}; name one with --column"
+            )
+        data = (text or "").encode("utf-8", "surrogatepass")  # half a surrogate pair is not UTF-8: judge() drops it
+        names = [licences] if isinstance(licences, str) else licences or []  # without one a row stays
+        allowed = rules.licences == "any" or all(permits(str(name)) for name in names if name)
+        yield data, "" if allowed else "licence"
 
 
-def download(name, otherwise, **options):
-    """The training rows of a data set on Hugging Face, dictionaries. `otherwise` is what else a user can do."""
-    try:
-        import datasets
+def rows_of(item, rules):
+    """({column: value}, names of the columns by chosen()) of each row. ValueError without a column of text."""
+    if rules.hf:
+        dataset = stream(rules.hf)
+        shard = dataset.shard(num_shards=dataset.num_shards, index=item.start)
+        try:
+            names = shard.column_names or list(next(iter(shard), {}))
+            columns = chosen(names, rules, rules.hf) if names else []  # an empty shard has none
+            yield from ((row, columns) for row in shard.select_columns(columns))
+        except (ValueError, OSError):
+            raise
+        except Exception as error:  # of datasets, the network: there is no narrower class
+            reason = f"{rules.hf} cannot be read ({runs.first_line(error)})"
+            raise ValueError(f"{reason}; the same command goes on from here") from None
+    elif item.path.endswith(".parquet"):
+        try:
+            with pq.ParquetFile(item.path, pre_buffer=False) as file:
+                columns = chosen(file.schema_arrow.names, rules, item.path)
+                for batch in file.iter_batches(256, columns=columns):
+                    yield from ((row, columns) for row in batch.to_pylist())
+        except pa.ArrowException as error:
+            reason = f"{item.path} is corrupted ({runs.first_line(error)})"
+            raise ValueError(f"{reason}; remove it or fetch it again") from None
+    else:
+        with open(item.path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    where = f"{item.path}, line {number}"
+                    try:
+                        row = dict(json.loads(line))
+                    except (ValueError, TypeError, RecursionError):
+                        raise ValueError(f"{where} is no JSON object") from None
+                    yield row, chosen(row, rules, where)
 
-        return datasets.load_dataset(name, split="train", **options)
-    except ImportError:
-        raise ValueError(f"{name} is downloaded by the library datasets; install it: pip install datasets") from None
-    except Exception as error:  # of datasets, huggingface_hub, the network: there is no narrower class
-        reason = runs.first_line(error)
-        raise ValueError(f"{name} cannot be downloaded ({reason}); try again, or {otherwise}") from None
+
+def chosen(names, rules, where):
+    """[column of text] or [column of text, column of licences], of columns with these names."""
+    text = [name for name in rules.column.split(",") if name in names]
+    if not text:
+        wanted, listed = rules.column.replace(",", " or "), ", ".join(names)
+        raise ValueError(f"{where} has no column {wanted} of text (it has {listed}); name one with --column")
+    return text[:1] + [name for name in LICENCE_COLUMNS if name in names][:1]
 
 
 @functools.lru_cache(1)
@@ -635,306 +736,3 @@ def stream(name):
     name, _, folder = name.partition(":")
     options = {"data_dir": folder} if folder else {}
     return download(name, "name its files with --roots", streaming=True, **options)
-
-
-def dataset_rows(name, about, licences, column, shard, shards):
-    """The rows of one shard of a data set."""
-    try:
-        part = stream(name).shard(num_shards=shards, index=shard)
-        columns = part.column_names or list(next(iter(part), {}))
-        if not columns:  # an empty shard
-            return
-        text, licence = chosen(columns, column, f"it has {', '.join(columns)}")
-        for values in part.select_columns([text, *[licence] * bool(licence)]):
-            if not isinstance(values[text], str | None):
-                raise ValueError(f"has no text in column {text}")
-            yield row(values, text, licence, licences)
-    except (ValueError, OSError, GeneratorExit):
-        raise
-    except Exception as error:  # of datasets, the network
-        raise ValueError(f"cannot be read ({runs.first_line(error)}); the same command goes on from here") from None
-
-
-# ---- Source distributions of a package index -----------------------------------------------------------------------
-
-
-def requirements(spec):
-    """The packages that --pypi asks for, each once: top:N, the path of a requirements file, or names and commas."""
-    if spec.startswith("top:"):
-        lines = Path(__file__).with_name("pypi_top.txt").read_text().splitlines()
-        names = [line for line in lines if not line.startswith("#")]
-        count = spec.removeprefix("top:")
-        if not count.isdigit() or not 0 < int(count) <= len(names):
-            raise ValueError(
-                f"--pypi={spec}: the ranking has {len(names):,} packages; ask for top:1 to top:{len(names)}"
-            )
-        lines = names[: int(count)]
-    elif spec.endswith(".txt"):
-        lines = Path(spec).read_text().splitlines()
-    else:
-        lines = spec.split(",")
-    wanted = {}
-    for line in lines:
-        line = re.sub(r"(^|\s)#.*", "", line.replace("\\", "")).split(" --hash")[0].strip()
-        if not line or line.startswith("-"):  # -r, --hash and other options of pip
-            continue
-        try:
-            requirement = Requirement(line)
-        except InvalidRequirement as error:
-            problem = f"{line!r} is no requirement ({runs.first_line(error)})"
-            raise ValueError(f"--pypi={spec}: {problem}; write names, or NAME==VERSION") from None
-        if requirement.marker is None or requirement.marker.evaluate():
-            wanted.setdefault(canonicalize_name(requirement.name), requirement)
-    if not wanted:
-        raise ValueError(f"--pypi={spec} names no package")
-    return wanted
-
-
-def asked(spec):
-    """--pypi for the settings of a folder: the text of a requirements file instead of its path."""
-    return Path(spec).read_text() if spec.endswith(".txt") else spec
-
-
-@functools.cache
-def pip_settings():
-    """pip's own settings, of its files and its environment variables: {"index-url": "https://...", ...}."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
-    settings, ranks = {}, ("global", "download", ":env:")  # the last one counts
-    for place in ranks:
-        for line in listed.stdout.splitlines():
-            key, _, value = line.partition("=")
-            if key.startswith(f"{place}."):
-                settings[key.removeprefix(f"{place}.")] = ast.literal_eval(value)
-    return settings
-
-
-def indexes():
-    settings = pip_settings()
-    urls = [settings.get("index-url", "https://pypi.org/simple"), *settings.get("extra-index-url", "").split()]
-    return [url.rstrip("/") + "/" for url in urls]
-
-
-def get(url, file, sha256="", note=lambda count: None, waits_s=(1, 4, None)):
-    """Write what is at a URL to a file: (its type, the URL it came from), or None where there is nothing.
-
-    Tries again after each wait. RuntimeError if it cannot be fetched; `note` is told the size of each block.
-    """
-    for wait_s in waits_s:
-        file.seek(0)
-        file.truncate()
-        digest, blocks = hashlib.sha256(), blocks_of(url)
-        try:
-            answer = next(blocks, None)
-            for block in blocks:
-                file.write(block)
-                digest.update(block)
-                note(len(block))
-            if answer and sha256 and digest.hexdigest() != sha256:
-                raise RuntimeError(f"{url} cannot be fetched (what came is not what the index says: another SHA-256)")
-            return answer
-        except RuntimeError:
-            if wait_s is None:
-                raise
-            time.sleep(wait_s)
-
-
-def blocks_of(url):
-    """(type, final URL) of what is at a URL, then its bytes in blocks; nothing where there is nothing."""
-    parts = urllib.parse.urlsplit(url)
-    plain = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-    try:
-        request = urllib.request.Request(plain, headers={"Accept": JSON_OR_HTML, "User-Agent": "unmask-data-prep"})
-        if known := credentials(parts):
-            request.add_unredirected_header("Authorization", known)  # for this host alone
-        context = trusted() if parts.scheme == "https" else None
-        with urllib.request.urlopen(request, timeout=30, context=context) as response:
-            yield response.headers.get_content_type(), response.url
-            while block := response.read(1 << 18):
-                yield block
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)  # urllib's errors hold that of the system
-        if getattr(error, "code", 0) not in (404, 410) and not isinstance(reason, FileNotFoundError):
-            raise RuntimeError(f"{plain} cannot be fetched ({runs.first_line(reason)})") from None
-
-
-@functools.cache
-def trusted():
-    """Whom to trust; reading it takes 30 ms."""
-    return ssl.create_default_context(cafile=pip_settings().get("cert"))
-
-
-def credentials(parts):
-    """What to tell the host of a URL, if its name and password stand in the URL of an index."""
-    for index in map(urllib.parse.urlsplit, indexes()):
-        if index.username and (index.hostname, index.port) == (parts.hostname, parts.port):
-            pair = f"{urllib.parse.unquote(index.username)}:{urllib.parse.unquote(index.password or '')}"
-            return f"Basic {base64.b64encode(pair.encode()).decode()}"
-    return ""
-
-
-class Anchors(html.parser.HTMLParser):
-    """The files of a page of PEP 503, in PEP 691's form."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.files = []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        values = dict(attributes)
-        if tag == "a" and values.get("href"):
-            url, _, fragment = values["href"].partition("#")
-            method, _, digest = fragment.partition("=")
-            filename = urllib.parse.unquote(url.rsplit("/", 1)[-1])
-            entry = {"filename": filename, "url": url, "hashes": {method: digest}, "yanked": "data-yanked" in values}
-            self.files.append(entry)
-
-
-def find_package(name, requirement, bar):
-    """{name, version, filename, url, sha256, size} of the newest source distribution, or why there is none.
-
-    Newest without its Python or platform asked, for nothing is run.
-    """
-    bar.update()
-    found = None
-    for index in indexes():
-        page = io.BytesIO()
-        answer = get(index + f"{name}/" + "index.html" * index.startswith("file:"), page)
-        if answer is None:
-            continue
-        found, (kind, base), text = found or {}, answer, page.getvalue().decode()
-        for file in json.loads(text)["files"] if kind.endswith("json") else Anchors(text).files:
-            with contextlib.suppress(InvalidSdistFilename):
-                named, version = parse_sdist_filename(file["filename"])
-                if named == name and not file.get("yanked") and "sha256" in file["hashes"]:
-                    found.setdefault(version, file | {"url": urllib.parse.urljoin(base, file["url"])})
-    if found is None:
-        return "package_unknown"
-    versions = [*requirement.specifier.filter(found)]
-    if not versions:
-        return "package_without_source"
-    file = found[max(versions)]
-    if file.get("size") and file["size"] > ARCHIVE_BYTES:
-        return "package_huge"
-    entry = {"name": name, "version": str(max(versions)), "filename": file["filename"], "url": file["url"]}
-    return entry | {"sha256": file["hashes"]["sha256"], "size": file.get("size")}
-
-
-def read_manifest(cfg):
-    """The manifest of this folder; None if there is none, or one of another --pypi."""
-    path = Path(cfg.out) / "manifest.json"
-    manifest = runs.read_json(path, "pypi", "packages", "left_out") if path.exists() else {"pypi": None}
-    return manifest if manifest["pypi"] == asked(cfg.pypi) else None
-
-
-def fetch_packages(cfg):
-    """The packages that --pypi asks for, whose archives are in the folder --archives then.
-
-    Before the first archive the manifest names versions and hashes: a run that goes on takes the same ones.
-    """
-    path, archives = Path(cfg.out) / "manifest.json", Path(cfg.archives)
-    if cfg.host:
-        wait_for([path], "manifests")
-    manifest = read_manifest(cfg)
-    if manifest is None:
-        wanted = requirements(cfg.pypi)
-        pip_settings()  # once, before several threads ask for them
-        with tqdm(total=len(wanted), desc="looking up", unit=" packages", disable=None) as bar:
-            results = in_threads(find_package, [(*pair, bar) for pair in wanted.items()])
-        left_out = {name: result for name, result in zip(wanted, results, strict=True) if isinstance(result, str)}
-        packages = [result for result in results if isinstance(result, dict)]
-        if not packages:
-            counts = collections.Counter(left_out.values())
-            listed = ", ".join(f"{count} {reason}" for reason, count in counts.items())
-            raise ValueError(f"--pypi={cfg.pypi}: no package has a source distribution to take ({listed}); name others")
-        manifest = {"pypi": asked(cfg.pypi), "packages": packages, "left_out": left_out}
-        runs.write(path, manifest)
-    archives.mkdir(parents=True, exist_ok=True)
-    packages = manifest["packages"][cfg.host :: cfg.hosts]
-    total = sum(package["size"] or 0 for package in packages)
-    print(f"{len(packages):,} source distributions, {total / 1e6:,.1f} MB, in {archives}", flush=True)
-    with (
-        runs.lock(archives / f".lock{cfg.host or ''}"),
-        tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar,
-    ):
-        in_threads(fetch, [(package, archives / package["filename"], bar) for package in packages])
-    return manifest["packages"]
-
-
-def fetch(package, path, bar):
-    """The archive of a package at this path, whole or not at all."""
-    if path.exists():
-        with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() == package["sha256"]:
-                bar.update(path.stat().st_size)
-                return
-    with runs.writing(path) as file:
-        if get(package["url"], file, package["sha256"], bar.update) is None:
-            raise RuntimeError(f"{package['url']} is in the index, and not there; leave {package['name']} out")
-
-
-def in_threads(function, jobs):
-    """[function(*job) for all jobs], some at a time; the first error ends it."""
-    with concurrent.futures.ThreadPoolExecutor(FETCHERS) as pool:
-        futures = [pool.submit(function, *job) for job in jobs]
-        try:
-            return [future.result() for future in futures]
-        except BaseException as error:
-            pool.shutdown(wait=False, cancel_futures=True)
-            if not isinstance(error, RuntimeError):
-                raise
-            advice = "see to the network, or to pip's index (pip config list); the same command goes on from here"
-            raise RuntimeError(f"{error}; {advice}") from None
-
-
-def note_packages(cfg, manifest, copies, documents):
-    """Add to the manifest what is kept of each package, and its licence."""
-    packages = manifest["packages"]
-    files = np.bincount(documents.file_N, minlength=len(packages))
-    sizes = np.bincount(documents.file_N, documents.size_N, minlength=len(packages))
-    for package, copy, count, size in zip(packages, copies, files, sizes, strict=True):
-        with np.load(copy) as part:
-            package |= json.loads(str(part["about"])) | {"files": int(count), "bytes": int(size)}
-    runs.write(Path(cfg.out) / "manifest.json", manifest)
-
-
-def package_rows(path, about, licences, sha256):
-    """The Python files of a source distribution. Nothing is unpacked: each is read where it stands in the archive."""
-    try:
-        with opened(path) as files:
-            about["python_bytes"] = sum(size for name, size, _ in files if name.endswith(".py"))
-            notes = [read() for name, size, read in files if re.fullmatch(r"[^/]+/PKG-INFO", name) and size < 1 << 24]
-            about["licence"], allowed = package_licence(BytesHeaderParser().parsebytes(b"".join(notes[:1])))
-            if licences == "permissive" and not allowed:
-                about["left_out"] = "package_licence"
-                yield b"", "package_licence"
-                return
-            for name, size, read in files:
-                if name.endswith(".py"):
-                    vendored = "vendored" * bool(VENDORED.search(f"/{name}"))
-                    reason = vendored or "tests_data" * bool(TESTS.search(f"/{name}") and not TEST.search(name))
-                    reason = reason or "huge" * (size > 1 << 24)
-                    yield b"" if reason else read(), reason
-    except (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, EOFError, zlib.error, RuntimeError):
-        about["left_out"] = "package_damaged"
-        yield b"", "package_damaged"
-
-
-@contextlib.contextmanager
-def opened(path):
-    """[(name, bytes, function that reads it)] of the files in a .tar.gz or .zip."""
-    if path.endswith(".zip"):
-        with zipfile.ZipFile(path) as archive:
-            infos = archive.infolist()
-            yield [(info.filename, info.file_size, functools.partial(archive.read, info)) for info in infos]
-        return
-    with tarfile.open(path, "r:gz") as archive:
-        files, total = [], 0
-        for member in archive:
-            total += member.size
-            if total > UNPACKED_BYTES:  # known before its bytes are read
-                raise tarfile.ReadError(f"{path} unpacks to over {UNPACKED_BYTES:,} bytes")
-            if member.isreg():
-                read = functools.partial(lambda member: archive.extractfile(member).read(), member)
-                files.append((member.name, member.size, read))
-        yield files

@@ -3,18 +3,14 @@
     python export_jetson.py --ckpt=out/stories                          # the newest checkpoint of a run; half a minute
     python export_jetson.py --ckpt=out/stories --int8                   # matrices in 8 bits: half the file
     python export_jetson.py --tensorrt --bundle=out/jetson --length=64  # on the Jetson: adds an engine to this bundle
-    python inference_jetson.py --prompt="Once upon a time"              # runs what this wrote
 
 Reads a run folder of train_gpu.py or one of its step_<n>/. Writes --out: bundle.json, config.json, tokenizer.json,
 model.safetensors (FP16: what inference_jetson.py reads by default), model_jetson.pt (TorchScript), model.onnx, and
 model.trt. Each is read back as inference_jetson.py does, run on canvases of several lengths, and compared with the
-float32 model; a graph that cannot be written costs one line, not the bundle.
-
---int8 halves model.safetensors, not the time of a step nor memory: the device multiplies the weights out when it reads
-them, since cuBLAS takes 8 bits only where activations have 8 bits too. It is for the way to the device, and its disk.
+float32 model. A graph that cannot be written costs one line, not the bundle.
 
 Runs on Python 3.10 and torch 2.4 or newer. ONNX comes from torch.export with torch 2.9 or newer, from TorchScript with
-an older one, whose torch.export does not keep batch and length free or mixes types.
+an older one, whose torch.export fixes batch and length or mixes types.
 
 All graphs take token [B, L] int64, noise [B] float32 = P(masked), see [B, L] bool (False for PAD), and give float16
 logits [B, L, V]. Letters: B batch, L length, P positions, D width, K head size, V vocabulary.
@@ -41,31 +37,28 @@ import inference_jetson
 import model_mdlm as mdlm
 import runs
 
-# of the largest logit, without and with --int8; on these models FP16 errs by 0.001 to 0.005, 8 bits by 0.008 to 0.02
-TOLERANCE = {False: 0.02, True: 0.05}
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    ckpt: str = "out/train_gpu"  # run folder of train_gpu.py, or a folder with config.json and model.safetensors
-    step: int = 0  # which checkpoint of a run; 0 takes the newest
-    out: str = "out/jetson"  # folder to write; an earlier bundle there is replaced
-    int8: bool = False  # matrices of model.safetensors in 8 bits, half its size; as fast and as large in memory as FP16
+    ckpt: str = "out/train_gpu"  # run folder of train_gpu.py, or a checkpoint
+    step: int = 0  # checkpoint of the run; 0: the newest
+    out: str = "out/jetson"  # folder to write; replaces an earlier bundle
+    int8: bool = False  # quantise matrices in model.safetensors: half the file; the device dequantises them on loading
     torchscript: bool = True  # write model_jetson.pt
     onnx: bool = True  # write model.onnx; needs the packages onnx and onnxscript, and onnxruntime to verify it
     tensorrt: bool = False  # build an engine from model.onnx for the GPU of this machine
-    bundle: str = ""  # with --tensorrt: the finished bundle to add the engine to, wherever it was made; "" exports anew
-    length: int = 64  # canvas of the engine: it takes batch 1 and this many tokens, nothing else
+    bundle: str = ""  # with --tensorrt: an existing bundle to add the engine to; default: export a new one
+    length: int = 64  # canvas of the engine, which takes batch 1 and exactly this many tokens
 
 
 class Exported(nn.Module):
-    """The model as graphs see it: the same sum as in MDLM.hidden, without its checks."""
+    """The model as a graph: MDLM.forward without its checks, its tables as buffers."""
 
     def __init__(self, model):
         super().__init__()
         half, device = model.cfg.width // 2, model.embed.weight.device
         self.model = model
-        # buffers, as a trace that made the frequencies itself would remember the device that it was made on
+        # buffers, as a trace would fix the device of tables that it computed
         k = torch.arange(half, device=device)
         self.register_buffer("frequency", torch.exp(-math.log(10_000) / half * k).float())
         cos_PK, sin_PK = mdlm.angles(model.cfg.positions, model.cfg.width // model.cfg.heads, device)
@@ -74,28 +67,25 @@ class Exported(nn.Module):
 
     def forward(self, token, noise, see):
         model, L = self.model, token.shape[1]
-        # tokens, positions and the noise level; PAD is hidden from all
         h_BLD, cos_sin = model.embed(token), None
         if model.cfg.rope:
             cos_sin = self.cos_PK[:L], self.sin_PK[:L]
         else:
             h_BLD = h_BLD + model.position.weight[:L]
-        if model.cfg.time:
-            angle_BD = 1000 * noise[:, None] * self.frequency
-            h_BLD = h_BLD + model.time(torch.cat([angle_BD.sin(), angle_BD.cos()], -1).to(h_BLD.dtype))[:, None]
+        angle_BD = 1000 * noise[:, None] * self.frequency
+        h_BLD = h_BLD + model.time(torch.cat([angle_BD.sin(), angle_BD.cos()], -1).to(h_BLD.dtype))[:, None]
         for block in model.blocks:
             h_BLD = block(h_BLD, see[:, None, None], cos_sin)
         return model.logits(model.norm(h_BLD))
 
 
-# ---- what is compared ----------------------------------------------------------------------------------------------
+# ---- comparison with the float32 model -----------------------------------------------------------------------------
 
 
 def canvases(cfg, lengths):
-    """[(token, noise, see)]: random tokens of which a share `noise` is masked, a row with PAD at its end among them."""
+    """[(token, noise, see)]: random tokens, masked at the rate `noise`; with several rows the last one ends in PAD."""
     generator, inputs = torch.Generator().manual_seed(0), []
     for B, L in lengths:
-        # a random text behind BOS, masked at the rate that the model is told
         token_BL = torch.randint(5, cfg.vocab, (B, L), generator=generator)
         noise_B = torch.linspace(1.0, 0.3, B)
         token_BL[torch.rand(B, L, generator=generator) < noise_B[:, None]] = mdlm.MASK
@@ -106,35 +96,38 @@ def canvases(cfg, lengths):
     return inputs
 
 
-def compare(name, run, inputs, want, int8=False):
-    """Print and return how far run(token, noise, see) is from the float32 logits; ValueError if that is no rounding."""
+def compare(name, run, inputs, want, tolerance=0.02):
+    """Print and return the largest error of run(token, noise, see) against the float32 logits `want`.
+
+    ValueError if it exceeds `tolerance` of the largest logit. FP16 errs by 0.001 to 0.005 of it, int8 by 0.008 to 0.02.
+    """
     worst, largest, same, masks = 0.0, 0.0, 0, 0
     for (token_BL, noise_B, see_BL), want_BLV in zip(inputs, want, strict=True):
         got_BLV = run(token_BL, noise_B, see_BL).float().cpu()
         if got_BLV.shape != want_BLV.shape:
             raise ValueError(f"{name}: logits {[*got_BLV.shape]}, the model has {[*want_BLV.shape]}; not exported")
         token_BL, see_BL = token_BL.cpu(), see_BL.cpu()
-        # the largest error where somebody looks; NaN counts as infinite
+        # the largest error, PAD excluded; NaN counts as infinite
         worst = max(worst, (got_BLV - want_BLV)[see_BL].abs().nan_to_num(math.inf).max().item())
         largest = max(largest, want_BLV[see_BL].abs().max().item())
-        # and whether the likeliest token of each mask is the same
         masked_BL = token_BL == mdlm.MASK
         same += (got_BLV.argmax(-1) == want_BLV.argmax(-1))[masked_BL].sum().item()
         masks += masked_BL.sum().item()
-    error = f"{worst:.2g} of float32 (the largest is {largest:.3g})"
-    print(f"{name:18} logits within {error}, the same likeliest token at {same / masks:.1%} of the masks", flush=True)
-    if not worst <= TOLERANCE[int8] * largest:
+    print(
+        f"{name:18} error {worst:.2g} of {largest:.3g}, the same argmax at {same / masks:.1%} of the masks", flush=True
+    )
+    if not worst <= tolerance * largest:
         raise ValueError(f"{name}: an error of {worst:.3g} is no rounding; not exported")
     return {"max_error": worst, "largest_logit": largest, "same_likeliest": same / masks}
 
 
-# ---- weights in 8 bits ----------------------------------------------------------------------------------------------
+# ---- the files -----------------------------------------------------------------------------------------------------
 
 
 def quantise(tensors):
-    """Every matrix as int8, with NAME.scale [rows, 1] in float32: the largest weight of a row, an output, becomes 127.
+    """Every matrix as int8, with NAME.scale [rows, 1] in float32: the largest weight of a row becomes 127 or -127.
 
-    Symmetric: 0 stays 0. inference_jetson.read_safetensors multiplies them out again.
+    Symmetric: 0 stays 0. model_mdlm.read_safetensors dequantises them.
     """
     result = {name: weight.half() for name, weight in tensors.items()}
     for name, weight in tensors.items():
@@ -144,19 +137,15 @@ def quantise(tensors):
     return result
 
 
-# ---- the artefacts -------------------------------------------------------------------------------------------------
-
-
 def write_torchscript(exported, example, path):
-    print("model_jetson.pt: PyTorch calls TorchScript deprecated; inference_jetson.py needs only model.safetensors")
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.trace(exported, example, check_trace=False).save(str(path))
         return torch.jit.load(str(path))
 
 
 def plain_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask):
-    """Attention in the open: TorchScript's exporter mixes halves and floats in the fused one, which nobody reads."""
+    """Unfused attention: TorchScript's exporter mixes halves and floats in the fused one, which no runtime accepts."""
     score_BHLM = q_BHLK @ k_BHLK.transpose(-2, -1) * float(q_BHLK.shape[-1]) ** -0.5
     return score_BHLM.masked_fill(~attn_mask, -math.inf).softmax(-1) @ v_BHLK
 
@@ -172,7 +161,7 @@ def write_onnx(exported, example, path):
     else:
         axes = {"token": {0: "batch", 1: "length"}, "noise": {0: "batch"}, "see": {0: "batch", 1: "length"}}
         names |= {"dynamic_axes": axes, "opset_version": 17}  # the first one with LayerNormalization
-    with warnings.catch_warnings(), torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision
         with unittest.mock.patch.object(F, "scaled_dot_product_attention", attention):
@@ -183,11 +172,11 @@ def write_onnx(exported, example, path):
     return inference_jetson.run_onnx(path.read_bytes())
 
 
-def attempt(name, write, half, folder, inputs, want, int8):
-    """Write a graph of the model and compare it: {name: errors}. What goes wrong costs this file alone, and is said."""
+def attempt(name, write, half, folder, inputs, want, tolerance):
+    """Write a graph of the model and compare it: {name: errors}. A failure is printed and costs this file only."""
     try:
         run = write(half, inputs[0], folder / name)
-        return {name: compare(name, torch.no_grad()(run), inputs, want, int8)} if run else {}
+        return {name: compare(name, run, inputs, want, tolerance)} if run else {}
     except Exception as error:  # the exporters raise all kinds
         (folder / name).unlink(missing_ok=True)
         print(f"{name}: not written by torch {torch.__version__}: {runs.first_line(error)}", flush=True)
@@ -195,7 +184,7 @@ def attempt(name, write, half, folder, inputs, want, int8):
 
 
 def build_engine(onnx, length):
-    """The bytes of a strongly typed engine for [1, length] on this GPU (TensorRT 10.3 and newer)."""
+    """(bytes, {"version", "gpu", "length"}) of a strongly typed engine for [1, length] on this GPU; TensorRT 10.3."""
     import tensorrt as trt
 
     logger = trt.Logger(trt.Logger.WARNING)
@@ -206,7 +195,7 @@ def build_engine(onnx, length):
     if not parser.parse(onnx):
         errors = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
         raise ValueError(f"TensorRT {trt.__version__} cannot read model.onnx: {errors}")
-    # one shape alone, so that kernels are chosen for it
+    # a single shape, so that kernels are chosen for it
     config, profile = builder.create_builder_config(), builder.create_optimization_profile()
     for i in range(network.num_inputs):
         shape = (1,) if network.get_input(i).name == "noise" else (1, length)
@@ -219,54 +208,48 @@ def build_engine(onnx, length):
     return bytes(plan), {"version": trt.__version__, "gpu": torch.cuda.get_device_name(), "length": length}
 
 
-# ---- main ----------------------------------------------------------------------------------------------------------
-
-
 def lacks(*packages):
     return [name for name in packages if not importlib.util.find_spec(name)]
 
 
 def by_torch_export():
-    """Whether this PyTorch writes ONNX from torch.export; TorchScript's exporter does it elsewhere."""
+    """Whether this PyTorch writes ONNX from torch.export, not from TorchScript."""
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 
 
 def about_file(data, errors):
-    """Entry of bundle.json: size and digest, by which a damaged copy is found, and the errors measured."""
+    """Entry of bundle.json: size and digest, which reveal a damaged copy, and the measured errors."""
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), **errors}
 
 
+@torch.no_grad()
 def export(cfg):
     """Write the bundle cfg.out of a checkpoint."""
     ckpt, out = Path(cfg.ckpt), Path(cfg.out)
     if out.exists() and any(out.iterdir()) and not (out / "bundle.json").exists():
         raise FileExistsError(f"{out} holds other things than a bundle; choose another --out")
-    if cfg.step or runs.saved_steps(ckpt):  # a run; else a folder with a model in it
+    if cfg.step or runs.saved_steps(ckpt):  # a run, not a checkpoint
         _, ckpt = runs.newest(ckpt, cfg.step)
     model = mdlm.load(ckpt)  # in float32, for comparison
     positions = model.cfg.positions
-    print(f"{ckpt}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
 
-    # What each artefact must give, up to rounding: the float32 model on canvases of several shapes.
+    # the float32 model on canvases of several shapes: every file must agree with it, up to rounding
     inputs = canvases(model.cfg, [(2, min(64, positions)), (1, min(17, positions)), (3, positions), (1, 1)])
-    with torch.no_grad():
-        want = [model(*given) for given in inputs]
-    # FP16 ends at 65,504: a larger weight would be infinite
-    small = quantise(model.state_dict()) if cfg.int8 else {}
+    want = [model(*given) for given in inputs]
+    int8_tensors = quantise(model.state_dict()) if cfg.int8 else {}
     model = model.half()
     too_large = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
     if too_large:
         raise ValueError(f"weights beyond FP16's 65,504 or not finite: {', '.join(too_large)}")
 
-    with runs.new_folder(out) as folder:  # it replaces an earlier bundle when all is written and verified
-        # write each artefact, read it back, compare
+    with runs.new_folder(out) as folder:  # replaces an earlier bundle once all is written and verified
         mdlm.save(model, folder, (ckpt / "tokenizer.json").read_bytes())
         if cfg.int8:
-            runs.write(folder / "model.safetensors", safetensors.torch.save(small))
-        # as the device reads them; graphs are of these very weights
+            runs.write(folder / "model.safetensors", safetensors.torch.save(int8_tensors))
+        # the weights as the device reads them, which graphs get too
         half = Exported(inference_jetson.read_model(folder, inference_jetson.read_bundle(folder)).half()).eval()
-        compared = inputs, want, cfg.int8
-        errors = {"model.safetensors": compare("model.safetensors", torch.no_grad()(half), *compared)}
+        compared = inputs, want, 0.05 if cfg.int8 else 0.02
+        errors = {"model.safetensors": compare("model.safetensors", half, *compared)}
         if cfg.torchscript:
             errors |= attempt("model_jetson.pt", write_torchscript, half, folder, *compared)
         needed = lacks("onnx", "onnxscript") if by_torch_export() else lacks("onnx")
@@ -274,39 +257,33 @@ def export(cfg):
             print(f"model.onnx: not written, for want of: pip install {' '.join(needed)}", flush=True)
         elif cfg.onnx:
             errors |= attempt("model.onnx", write_onnx, half, folder, *compared)
-        paths = sorted(folder.iterdir())
-        files = {path.name: about_file(path.read_bytes(), errors.get(path.name, {})) for path in paths}
+        names = sorted(path.name for path in folder.iterdir())
+        files = {name: about_file((folder / name).read_bytes(), errors.get(name, {})) for name in names}
         about = {"format": inference_jetson.FORMAT, "checkpoint": ckpt.name, "python": platform.python_version()}
         runs.write(folder / "bundle.json", about | {"torch": torch.__version__, "tensorrt": None, "files": files})
-    sizes = ", ".join(f"{name} {file['bytes'] / 1e6:.1f} MB" for name, file in files.items())
-    print(f"wrote {out}: {sizes}")
+    print(f"wrote {out}: " + ", ".join(f"{name} {file['bytes'] / 1e6:.1f} MB" for name, file in files.items()))
 
 
+@torch.no_grad()
 def add_engine(folder, length):
     """Build an engine from the model.onnx of a finished bundle, compare it with the weights there, and register it."""
     about = inference_jetson.read_bundle(folder)
-    model, graph = inference_jetson.read_model(folder, about), inference_jetson.part(folder, about, "model.onnx")
-    if not 1 <= length <= model.cfg.positions:
-        raise ValueError(f"--length={length}: the model has {model.cfg.positions} positions")
+    model, onnx = inference_jetson.read_model(folder, about), inference_jetson.read_file(folder, about, "model.onnx")
+    inputs = canvases(model.cfg, [(1, length)])
+    want = [model(*given) for given in inputs]
     if lacks("tensorrt") or not torch.cuda.is_available():
         missing = "Python module tensorrt (JetPack's: apt install python3-libnvinfer)" if lacks("tensorrt") else "GPU"
-        shapes = f"token:1x{length},{'noise:1,' * model.cfg.time}see:1x{length}"
-        by_hand = f"trtexec --onnx=model.onnx --stronglyTyped --shapes={shapes} --saveEngine=model.trt"
-        there = f"python export_jetson.py --tensorrt --bundle={folder} --length={length}"
-        raise ValueError(
-            f"{folder} has no engine: it is built on the GPU that runs it, and there is no {missing} here. Copy the "
-            f"folder to the device, there: {there}. For a runtime of your own: {by_hand}"
-        )
-    inputs = canvases(model.cfg, [(1, length)])
-    with torch.no_grad():
-        want = [model(*given) for given in inputs]
-    plan, engine = build_engine(graph, length)
+        by_hand = f"trtexec --onnx=model.onnx --stronglyTyped --shapes=token:1x{length},noise:1,see:1x{length}"
+        raise ValueError(f"there is no {missing} here, and an engine is built on the GPU that runs it: copy {folder} "
+                         "to the device and run the same command there, or for a runtime of your own "
+                         f"{by_hand} --saveEngine=model.trt")  # fmt: skip
+    plan, engine = build_engine(onnx, length)
     run = inference_jetson.run_tensorrt(plan, engine)
     errors = compare("model.trt", run, [tuple(array.cuda() for array in given) for given in inputs], want)
     runs.write(folder / "model.trt", plan)
     about["files"]["model.trt"] = about_file(plan, errors)
     runs.write(folder / "bundle.json", about | {"tensorrt": engine})
-    print(f"added model.trt to {folder}; write with: python inference_jetson.py --bundle={folder} --backend=tensorrt")
+    print(f"added model.trt to {folder}; generate text with: python inference_jetson.py --backend=tensorrt")
 
 
 def main(cfg):
@@ -314,8 +291,8 @@ def main(cfg):
         raise ValueError("--bundle is the bundle that --tensorrt adds an engine to; pass both, or --ckpt to export")
     if not cfg.bundle:
         export(cfg)
-        print(f"write with: python inference_jetson.py --bundle={cfg.out}")
-    if cfg.tensorrt:  # the bundle is whole by now, whatever happens to the engine
+        print(f"generate text with: python inference_jetson.py --bundle={cfg.out}")
+    if cfg.tensorrt:  # if this fails the bundle is whole all the same
         add_engine(Path(cfg.bundle or cfg.out), cfg.length)
 
 

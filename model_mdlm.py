@@ -1,13 +1,14 @@
 """MDLM: a bidirectional transformer that predicts masked tokens, 5 to 60 million parameters, and its sampling loop.
 
-PyTorch. train_gpu.py trains it, generate.py samples from it. Written for Python 3.10 too; needs diffusion.py beside it.
+PyTorch. train_gpu.py trains it, inference_jetson.py samples from it on any device. Needs diffusion.py beside it and
+Python 3.10 or newer.
 
 Letters: B batch, L length, D width, H heads, K head size, V vocabulary, N steps, M positions to draw, T texts in a
 packed row of S tokens.
 
 h = embed[token] + MLP(sinusoid(noise)); each block: h += W_o attn(LN h), then h += W_2 gelu(W_1 LN h);
-logits = W_head LN h. Attention sees both sides, PAD aside; where a token is turns its queries and keys (RoPE,
-arXiv:2104.09864), or is a learned vector that is added to embed[token] (rope=False). Ref: MDLM, arXiv:2406.07524.
+logits = W_head LN h. Attention is bidirectional; only PAD is masked out. Positions are rotary (RoPE, arXiv:2104.09864),
+or learned embeddings (rope=False). Ref: MDLM, arXiv:2406.07524.
 """
 
 import dataclasses
@@ -34,18 +35,17 @@ BANNED = (PAD, BOS, MASK, UNK)  # never sampled
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The architecture; everything that a checkpoint needs to be read again."""
+    """The architecture: all that is needed to load a checkpoint."""
 
-    vocab: int = 8192  # token ids, MASK and PAD among them
+    vocab: int = 8192  # token ids, special tokens included
     width: int = 384
     layers: int = 6
-    heads: int = 6  # width / heads is the head size; 64 in all presets, which the kernels of csrc/ need
+    heads: int = 6  # width / heads is the head size; 64 in all presets, as the kernels of csrc/ need it
     ffn: int = 1536
     positions: int = 256  # longest sequence
-    rope: bool = False  # positions turn queries and keys instead of being learned
-    time: bool = True  # the noise level is an input
-    tie: bool = False  # the head is the embedding
-    dropout: float = 0.0  # of what each residual branch adds
+    rope: bool = False  # rotary positions; off: learned embeddings
+    tie: bool = False  # share the embedding with the head
+    dropout: float = 0.0  # on the output of each residual branch
 
     def __post_init__(self):
         if self.width % self.heads:
@@ -76,22 +76,22 @@ def angles(length, head_size, device=None):
 
 
 def rotate(x_BHLK, cos_LK, sin_LK):
-    """RoPE: turns the pairs (x_k, x_{k + K/2}) of each head by the angle of their position; in float32."""
+    """RoPE: rotates the pairs (x_k, x_{k + K/2}) of each head by the angle of their position; in float32."""
     a, b = x_BHLK.float().chunk(2, -1)
     return torch.cat([a * cos_LK - b * sin_LK, b * cos_LK + a * sin_LK], -1).to(x_BHLK.dtype)
 
 
 class Packed(typing.NamedTuple):
-    """Where the T texts of a row [1, S] are that holds one behind the other, without PAD; each sees itself alone."""
+    """Layout of T texts that are concatenated in one row [1, S] without PAD. A token attends to its own text alone."""
 
-    text_S: torch.Tensor  # the text that a token belongs to
-    place_S: torch.Tensor  # the token's place in its text
-    start_U: torch.Tensor  # where each text begins, and the last one ends: U = T + 1 numbers, int32
-    longest: int  # no text has more tokens
+    text_S: torch.Tensor  # index of the token's text
+    place_S: torch.Tensor  # index of the token within its text
+    start_U: torch.Tensor  # start of each text, and the end of the last: U = T + 1 offsets, int32
+    longest: int  # upper bound on the length of a text
 
 
 def packed_attention(q_1HSK, k_1HSK, v_1HSK, packed):
-    """Flash attention within each text. On a CPU the same by a mask [S, S], for tests: padded rows are faster there."""
+    """Flash attention within each text. On a CPU an attention mask [S, S] does the same, for tests."""
     if q_1HSK.device.type == "cpu":
         same_SS = packed.text_S[:, None] == packed.text_S
         return F.scaled_dot_product_attention(q_1HSK, k_1HSK, v_1HSK, attn_mask=same_SS)
@@ -111,7 +111,7 @@ class Block(nn.Module):
 
     def forward(self, h_BLD, see_B11L, cos_sin=None, packed=None):
         B, L, D = h_BLD.shape
-        # attention over both sides: no causal mask, only PAD and other texts are hidden
+        # bidirectional attention: no causal mask; only PAD and other texts are masked out
         qkv = self.qkv(self.norm1(h_BLD)).view(B, L, 3, self.heads, D // self.heads)
         q_BHLK, k_BHLK, v_BHLK = qkv.permute(2, 0, 3, 1, 4)
         if cos_sin:
@@ -133,8 +133,7 @@ class MDLM(nn.Module):
         self.embed = nn.Embedding(cfg.vocab, D)
         if not cfg.rope:
             self.position = nn.Embedding(cfg.positions, D)
-        if cfg.time:  # one vector for the whole canvas, added at every position
-            self.time = nn.Sequential(nn.Linear(D, D), nn.SiLU(), nn.Linear(D, D))
+        self.time = nn.Sequential(nn.Linear(D, D), nn.SiLU(), nn.Linear(D, D))  # of the noise level
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
         self.norm = nn.LayerNorm(D)
         if not cfg.tie:
@@ -143,41 +142,42 @@ class MDLM(nn.Module):
 
     @torch.no_grad()
     def init(self):
-        """Tokens and positions of size 1, matrices that keep the size of their input, no time embedding yet.
+        """Embeddings of standard deviation 1, matrices scaled by fan-in, and a time embedding of zero.
 
-        Positions are learned, but begin as sinusoids. With GPT-2's 0.02 for all weights time embedding and the first
-        MLP drown tokens and positions, and the model stays at the entropy of single tokens for much longer.
+        Learned positions start as sinusoids. With GPT-2's 0.02 for all weights, the time embedding and the first MLP
+        drown tokens and positions, and the loss stays at the unigram entropy for much longer (bench/LOG.md).
         """
         size = self.cfg.width**-0.5 if self.cfg.tie else 1.0  # a tied embedding is also the head
         for name, weight in self.named_parameters():
             if name == "embed.weight":
                 nn.init.normal_(weight, 0, size)
             elif name == "position.weight":
-                # position p looks like noise level p / 1000; sqrt(2) makes the mean square of sines 1
+                # the sinusoid of position p is that of noise level p / 1000; sqrt(2) gives it a mean square of 1
                 weight.copy_(size * math.sqrt(2) * sinusoid(torch.arange(len(weight)) / 1000, weight.shape[1]))
             elif name.endswith("bias") or name == "time.2.weight":
                 nn.init.zeros_(weight)
             elif weight.ndim > 1:
-                # what is added to the residual stream is smaller, as 2 x layers of them add up
+                # the 2 x layers outputs that are added to the residual stream are scaled down, as in GPT-2
                 residual = name.endswith(("out.weight", "fc2.weight"))
                 std = weight.shape[1] ** -0.5 / (math.sqrt(2 * self.cfg.layers) if residual else 1)
                 nn.init.normal_(weight, 0, std)
 
     def time_embedding(self, noise_B):
-        """[B, 1, D] for noise levels in [0, 1]."""
+        """[B, 1, D] for noise levels in [0, 1]; added at every position."""
         weight = self.time[0].weight
         return self.time(sinusoid(noise_B, self.cfg.width).to(weight.dtype))[:, None]
 
-    def hidden(self, token_BL, noise_B=None, see_BL=None, packed=None):
-        """Normed states [B, L, D]. noise_B is P(masked), whatever the schedule; see_BL is False where nobody looks.
+    def hidden(self, token_BL, noise_B, see_BL=None, packed=None):
+        """Hidden states [B, L, D] after the last norm.
 
-        see_BL None lets all be seen. With `packed` the rows' texts stand in one row [1, S], and noise_B is the texts'.
-        Raises ValueError for a row longer than the positions, or a noise level missing.
+        noise_B is P(masked), whatever the schedule. see_BL is the attention mask: False at keys that nobody attends to;
+        None attends to all. With `packed`, token_BL is [1, S] and noise_B has a value per text.
+        Raises ValueError for a row longer than the positions.
         """
         L = packed.longest if packed else token_BL.shape[1]
         if L > self.cfg.positions:
             raise ValueError(f"{L} tokens do not fit the model's {self.cfg.positions} positions")
-        # what each position holds, where it is, and how much of the canvas is masked
+        # tokens and their positions
         h_BLD, cos_sin = self.embed(token_BL), None
         place_L = packed.place_S if packed else slice(L)
         if self.cfg.rope:
@@ -185,12 +185,10 @@ class MDLM(nn.Module):
             cos_sin = cos_LK[place_L], sin_LK[place_L]
         else:
             h_BLD = h_BLD + self.position.weight[place_L]
-        if self.cfg.time:
-            if noise_B is None:
-                raise ValueError("this model is told the noise level: pass noise_B")
-            time_B1D = self.time_embedding(noise_B)
-            h_BLD = h_BLD + (time_B1D[packed.text_S, 0] if packed else time_B1D)
-        # one mask of keys for all heads and queries
+        # the noise level
+        time_B1D = self.time_embedding(noise_B)
+        h_BLD = h_BLD + (time_B1D[packed.text_S, 0] if packed else time_B1D)
+        # one attention mask for all heads and queries
         see_B11L = None if see_BL is None else see_BL[:, None, None]
         for block in self.blocks:
             h_BLD = block(h_BLD, see_B11L, cos_sin, packed)
@@ -200,7 +198,7 @@ class MDLM(nn.Module):
         """Logits [..., V] of hidden states [..., D], in their dtype."""
         return F.linear(hidden, self.embed.weight if self.cfg.tie else self.head.weight)
 
-    def forward(self, token_BL, noise_B=None, see_BL=None):
+    def forward(self, token_BL, noise_B, see_BL=None):
         return self.logits(self.hidden(token_BL, noise_B, see_BL))
 
 
@@ -209,52 +207,65 @@ class MDLM(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    sampler: str = "ancestral"  # or a confidence of diffusion.py: the surest tokens of each step stay
-    steps: int = 64  # at most so many passes through the model
-    schedule: str = "cosine_sq"  # when how many tokens are unmasked, or "even"; need not be that of training
-    temperature: float = 1.0  # 0 takes the likeliest token
-    top_k: int = 0  # draw from the k likeliest; 0: from all
-    top_p: float = 0.95  # draw from the smallest set of this probability
-    vocab: int = 0  # ids from here on have no token and are never drawn; 0: all have one
-    block_length: int = 0  # fill blocks of so many positions from left to right; 0: the whole canvas at once
+    sampler: str = "ancestral"  # which masks a step fills: random ones, or those of highest confidence (diffusion.py)
+    steps: int = 64  # forward passes at most
+    schedule: str = "cosine_sq"  # how many tokens each step unmasks, or "even"; need not be that of training
+    temperature: float = 1.0  # 0 takes the argmax
+    top_k: int = 0  # sample from the k likeliest tokens; 0: from all
+    top_p: float = 0.95  # sample from the smallest set of tokens with this probability
+    vocab: int = 0  # never draw ids from here on, as they have no token; 0: all have one
+    block_length: int = 0  # fill blocks of this length from left to right; 0: the whole canvas at once
+
+
+def step_tables(steps, schedule):
+    """P(masked) before each step, an input of the model, and P(a mask stays) in it: both float32 [N].
+
+    "even" fixes the number of tokens, not the noise: the model gets the rates of the linear schedule.
+    """
+    schedule = "linear" if schedule == "even" else schedule
+    # times from 1 to 0 in equal steps, in float64; the last step keeps no mask
+    time_N = 1 - torch.arange(steps + 1, dtype=torch.float64) / steps
+    before_N, after_N = time_N[:-1], time_N[1:]
+    return diffusion.mask_rate(before_N, schedule).float(), diffusion.keep_prob(before_N, after_N, schedule).float()
 
 
 def draw(logits_MV, top_p, generator):
-    """Tokens [M] from the smallest set of likeliest ones whose probability reaches top_p.
+    """Tokens [M] drawn from the top-p set: the likeliest ids whose probabilities first sum to top_p.
 
-    Draws from the whole distribution. Where the tokens likelier than the one drawn have top_p or more, it and all that
-    are no likelier lie outside the set: they go, and another is drawn. What diffusion.filter_logits gives, without a
-    sort and mostly in one draw; equals are in together.
+    By rejection, as sorting the vocabulary takes a CPU ten times as long. Draw from all ids. Where the likelier ids
+    already sum to top_p, the drawn one lies outside the set: keep only the likelier ids and draw again. Gives the
+    distribution of diffusion.filter_logits, but ids of equal probability are in the set together.
     """
     prob_RV = diffusion.softmax(logits_MV)
-    token_M = torch.zeros_like(prob_RV[:, 0], dtype=torch.long)
-    # the R of the M rows that still have to draw; at first all
-    row_R = torch.arange(len(token_M), device=token_M.device)
+    M, V = prob_RV.shape
+    token_M = torch.zeros(M, dtype=torch.long, device=prob_RV.device)
+    row_R = torch.arange(M, device=prob_RV.device)  # rows that still need a token: R of the M
     while len(row_R):
-        # inverse transform: the first token whose cumulated probability exceeds a uniform number
-        sum_RV, u_R1 = prob_RV.cumsum(-1), torch.rand(len(row_R), 1, generator=generator, device=token_M.device)
-        drawn_R1 = torch.searchsorted(sum_RV, u_R1 * sum_RV[:, -1:], right=True).clamp(max=prob_RV.shape[1] - 1)
+        # draw by inverse transform: the first id whose cumulative probability exceeds a uniform number
+        total_RV = prob_RV.cumsum(-1)
+        u_R1 = torch.rand(len(row_R), 1, generator=generator, device=prob_RV.device)
+        drawn_R1 = torch.searchsorted(total_RV, u_R1 * total_RV[:, -1:], right=True).clamp(max=V - 1)
         token_M[row_R] = drawn_R1[:, 0]
-        # a token outside the set: draw again from the likelier ones, which hold the whole set
+        # reject what lies outside the top-p set; the argmax never does, even at top_p 0
         drawn_prob_R1 = prob_RV.gather(1, drawn_R1)
-        likelier_RV = prob_RV * (prob_RV > drawn_prob_R1)
-        outside_R = likelier_RV.sum(1) >= max(top_p, 1e-9)  # never the likeliest, even for top_p 0
-        again_R = outside_R | (drawn_prob_R1[:, 0] == 0)  # rounding can end on a token without probability
-        row_R, prob_RV = row_R[again_R], likelier_RV[again_R]
+        likelier_RV = prob_RV.masked_fill(prob_RV <= drawn_prob_R1, 0)
+        rejected_R = likelier_RV.sum(1) >= max(top_p, 1e-9)
+        rejected_R |= drawn_prob_R1[:, 0] == 0  # by rounding, a draw can end on an id of probability 0
+        row_R, prob_RV = row_R[rejected_R], likelier_RV[rejected_R]
     return token_M
 
 
 @torch.inference_mode()
 def sample(model, token_BL, rule, generator, on_step=None):
-    """Fill every MASK of token_BL [B, L] in rule.steps steps; what is not MASK stays. Returns the filled [B, L].
+    """Fill every MASK of token_BL [B, L] in rule.steps steps; all other tokens stay. Returns the filled [B, L].
 
-    Each step first chooses the positions to unmask, at random (ancestral) or where p(x0), unfiltered, is surest, each
-    row its own number; logits are filtered and drawn from there and nowhere else. A step that unmasks nothing is
-    skipped, so a row takes at most as many passes as it has masks. PAD at a row's end is not seen; MASK, PAD, BOS and
-    UNK are never drawn. on_step(i, token_BL) is called after each step that unmasked something.
+    A step first chooses the positions to unmask: at random (ancestral), or those of highest confidence by the raw
+    distribution, a number per row. Then it samples their tokens from the filtered distribution. A step that unmasks
+    nothing costs no forward pass, so a row takes at most as many passes as it has masks. PAD is masked out of
+    attention. MASK, PAD, BOS and UNK are never drawn. on_step(i, token_BL) follows each step that unmasked a token.
 
-    In blocks the masks of one are filled, with a schedule and its share of the steps of its own, before those of the
-    next: text has then all of its left side, as LLaDA's sampler has it (arXiv:2502.09992).
+    With block_length, a block is filled before the next is started: it has its share of the steps and a schedule of its
+    own (LLaDA's semi-autoregressive sampling, arXiv:2502.09992).
     """
     L = token_BL.shape[1]
     size = rule.block_length or L
@@ -262,29 +273,25 @@ def sample(model, token_BL, rule, generator, on_step=None):
     for first in range(0, L, size):
         open_L = (first <= position_L) & (position_L < first + size)
 
-        def shifted(i, token_BL, first=first):
+        def on_block_step(i, token_BL, first=first):
             on_step(first // size * steps + i, token_BL)
 
-        token_BL = fill(model, token_BL, open_L, rule, min(steps, rule.steps), generator, on_step and shifted)
+        token_BL = fill(model, token_BL, open_L, rule, min(steps, rule.steps), generator, on_step and on_block_step)
     return token_BL
 
 
 def fill(model, token_BL, open_L, rule, steps, generator, on_step):
-    """`sample` of the positions where open_L."""
+    """`sample` restricted to the positions where open_L."""
     device, see_BL = token_BL.device, token_BL != PAD
-    ancestral, whole = rule.sampler == "ancestral", bool(open_L.all())
-    # Tables of all steps, in float64: P(masked) before a step, which the model is told, and P(a mask stays) in it.
-    schedule = "linear" if rule.schedule == "even" else rule.schedule
-    time_N = 1 - torch.arange(steps + 1, dtype=torch.float64) / steps
-    rate_N = diffusion.mask_rate(time_N, schedule).float().to(device)
-    keep_N = diffusion.keep_prob(time_N[:-1], time_N[1:], schedule).float().to(device)
-    # A confidence unmasks exactly so many tokens of each row in each step.
+    ancestral, whole_canvas = rule.sampler == "ancestral", bool(open_L.all())
+    rate_N, keep_N = (table_N.to(device) for table_N in step_tables(steps, rule.schedule))
+    # By confidence, the number of tokens to unmask in each step is fixed for each row.
     if not ancestral:
         masks_B = ((token_BL == MASK) & open_L).sum(1).cpu().numpy()
         counts_NB = diffusion.step_counts(masks_B, steps, rule.schedule)
     for i in range(steps):
         masked_BL = (token_BL == MASK) & open_L
-        # Choose positions first, with PAD in the place of tokens that are not drawn yet. Each mask goes on its own.
+        # Choose positions first; PAD stands for the tokens that are drawn later.
         if ancestral:
             u_BL = torch.rand(token_BL.shape, generator=generator, device=device)
             chosen_BL = masked_BL & (diffusion.ancestral_step(token_BL, PAD, u_BL, keep_N[i], MASK) != MASK)
@@ -292,14 +299,14 @@ def fill(model, token_BL, open_L, rule, steps, generator, on_step):
                 continue
         elif not counts_NB[i].any():
             continue
-        # the share of masks that the schedule gives, or with blocks to come what it is
-        rate_B = rate_N[i].expand(len(token_BL)) if whole else (token_BL == MASK).sum(1) / see_BL.sum(1)
+        # The mask rate of the schedule, or with further blocks the actual one.
+        rate_B = rate_N[i].expand(len(token_BL)) if whole_canvas else (token_BL == MASK).sum(1) / see_BL.sum(1)
         hidden_BLD = model.hidden(token_BL, rate_B, see_BL)
-        # Logits where ancestral sampling unmasks, or at all masks, to find the surest; never [B, L, V].
+        # Logits of the chosen positions, or for confidences of all masks; never [B, L, V].
         logits_MV = model.logits(hidden_BLD[chosen_BL if ancestral else masked_BL])[:, : rule.vocab or None]
         logits_MV[:, list(BANNED)] = -math.inf
-        # Keep the surest positions of each row, and their logits.
         if not ancestral:
+            # Choose each row's positions of highest confidence, and keep their logits.
             score_BL = torch.full(token_BL.shape, -math.inf, device=device)
             score_BL[masked_BL] = diffusion.confidence(diffusion.softmax(logits_MV), rule.sampler)
             count_B = torch.from_numpy(counts_NB[i]).to(device)
@@ -318,7 +325,7 @@ def fill(model, token_BL, open_L, rule, steps, generator, on_step):
 
 
 def save(model, folder, tokenizer_json=None):
-    """Write config.json, model.safetensors (and tokenizer.json) into a folder; each file is whole or not there."""
+    """Write config.json, model.safetensors and, if given, tokenizer.json into a folder, each atomically."""
     from safetensors.torch import save as to_bytes
 
     folder = Path(folder)
@@ -328,7 +335,7 @@ def save(model, folder, tokenizer_json=None):
     files = {"config.json": config.encode(), "model.safetensors": to_bytes(tensors)}
     if tokenizer_json is not None:
         files["tokenizer.json"] = tokenizer_json
-    # write under another name, to disk, then rename
+    # write under a temporary name, sync to disk, rename
     for name, data in files.items():
         temporary = folder / f"{name}.tmp"
         with open(temporary, "wb") as file:
@@ -338,33 +345,43 @@ def save(model, folder, tokenizer_json=None):
         os.replace(temporary, folder / name)
 
 
-def torch_dtype(dtype):
-    """The type of this name; "" is float32, on a GPU bfloat16, or float16 where bfloat16 would be emulated."""
-    if not dtype and torch.cuda.is_available():
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    return getattr(torch, dtype or "float32")
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
+
+
+def read_safetensors(data):
+    """{name: tensor} of a safetensors file's bytes, without the package: an 8-byte length, JSON, then the numbers.
+
+    int8 matrices are dequantised: row i of NAME times NAME.scale[i].
+    """
+    start = 8 + int.from_bytes(data[:8], "little")
+    entries, numbers, tensors = json.loads(data[8:start]), bytearray(data[start:]), {}
+    entries.pop("__metadata__", None)
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        flat = torch.frombuffer(numbers, dtype=torch.uint8, count=end - begin, offset=begin)
+        flat = flat.clone()  # aligned to 64 bytes, as the kernels need it
+        tensors[name] = flat.view(DTYPES[entry["dtype"]]).view(entry["shape"])
+    for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.int8]:
+        tensors[name] = tensors[name] * tensors.pop(f"{name}.scale")
+    return tensors
 
 
 def load(folder, device="cpu", dtype=torch.float32):
-    """MDLM of a folder that `save` wrote. Raises FileNotFoundError, or ValueError with one line on what is wrong."""
-    from safetensors import SafetensorError, safe_open
-
+    """The MDLM of a folder that `save` wrote. Raises FileNotFoundError, or ValueError if the files do not fit."""
     folder = Path(folder)
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).exists():
             raise FileNotFoundError(f"{folder} holds no {name}; train a model with: python train_gpu.py")
     try:
-        config = (folder / "config.json").read_text()
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        model = build(config, tensors)
-    except (ValueError, TypeError, SafetensorError) as error:
+        tensors = read_safetensors((folder / "model.safetensors").read_bytes())
+        model = build((folder / "config.json").read_text(), tensors)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{folder} cannot be read: {error}") from None
     return model.to(device, dtype).eval()
 
 
 def build(config_json, tensors):
-    """MDLM of the text of a config.json and of {name: tensor}. Raises ValueError that names what does not fit."""
+    """The MDLM of a config.json's text and {name: tensor}. Raises ValueError that names what does not fit."""
     config = json.loads(config_json)
     if config.get("model_type") != "mdlm":
         raise ValueError(f"model_type {config.get('model_type')!r} is not mdlm")

@@ -26,7 +26,6 @@ import runs
 
 COLUMNS = ["input_ids", "segments", "positions", "fixed"]  # of a shard; the last of pairs only
 BLOCK_TOKENS = 1 << 21  # tokens packed at a time, one row group of a shard
-EDIT = 1 << 28  # added to an id whose input is always MASK
 
 # ---- documents to rows ---------------------------------------------------------------------------------------------
 
@@ -94,23 +93,25 @@ def pad_rows(documents, seq_len, special):
 
 
 def pair_rows(pairs, seq_len, eos):
-    """Whole pairs in rows, each where it still fits the last one: int32 tokens, segments, positions and fixed, all _RL.
+    """Whole pairs in rows, each where it still fits the last row: int32 tokens, segments, positions and fixed, all _RL.
 
-    A pair's ids are those of the response, and as ~id those around it. Segments and positions are those of pack().
-    fixed is 0 in the response and at EOS, 1 around it, 2 at an `edit`.
+    A pair is (int32 ids, int32 fixed) of equal length; both without the EOS that ends it. Segments and positions are
+    those of pack(); fixed is 0 at EOS and at padding.
     """
     rows, room = [], 0
-    for ids in pairs:
-        if len(ids) + 1 > room:
+    for pair in pairs:
+        size = len(pair[0]) + 1
+        if size > room:
             rows.append([])
             room = seq_len
-        rows[-1].append(ids)
-        room -= len(ids) + 1
-    # What is given is negative so far: that tells it from responses, and ~ gives the ids back.
-    columns = zip(*(pack(row, seq_len, eos, eos) for row in rows), strict=True)
-    tokens_RL, *rest = (np.concatenate(column) for column in columns)
-    fixed_RL = np.where(tokens_RL < 0, 1, np.where(tokens_RL >= EDIT, 2, 0)).astype(np.int32)
-    return np.select([fixed_RL == 1, fixed_RL == 2], [~tokens_RL, tokens_RL - EDIT], tokens_RL), *rest, fixed_RL
+        rows[-1].append(pair)
+        room -= size
+    columns = []
+    for row in rows:
+        ids, fixed = zip(*row, strict=True)
+        fixed_RL, _, _ = pack(fixed, seq_len, 0, 0)
+        columns.append([*pack(ids, seq_len, eos, eos), fixed_RL])
+    return [np.concatenate(column) for column in zip(*columns, strict=True)]
 
 
 # ---- rows to batches ----------------------------------------------------------------------------------------------
@@ -184,6 +185,11 @@ class Rows:
         """Numbers of `count` rows, or of all where there are no more, that lie evenly over the split."""
         count = min(count, self.total)
         return np.arange(count) * self.total // max(1, count)
+
+    def padded(self, count, size):
+        """Row numbers [batches, 1, size] of `count` rows from all parts of the split; -1, an empty row, fills up."""
+        ids = self.spread(count)
+        return np.append(ids, np.full(-len(ids) % size, -1)).astype(int).reshape(-1, 1, size)
 
     def batch(self, seed, step, size):
         """The rows of optimiser step 0, 1, ..., as read() gives them; a step may run over the end of an epoch."""

@@ -1,8 +1,5 @@
 """A run: command line, folder, lock, log, signals; the tokenizer and chat template in a model's folder.
 
-    if __name__ == "__main__":
-        runs.command(main, Config, __doc__)         # command line; an error becomes one line
-
     with runs.Run(cfg) as run:                      # locks cfg.out; refuses a folder that holds another run
         run.begin(first, settings, {"tokenizer.json": data})    # writes config.json, cuts the logs to step `first`
         for step in range(first, cfg.steps):
@@ -10,8 +7,8 @@
             if run.signal:                          # Ctrl-C or SIGTERM: save, then
                 run.leave(step + 1)
 
-The folder of a run holds config.json, tokenizer.json, log.jsonl and its checkpoints: checkpoints/<step>/ written by
-Orbax (JAX, see checkpoints.py), step_<n>/ in safetensors (PyTorch). This file imports neither JAX nor PyTorch.
+The folder of a run holds config.json, tokenizer.json, log.jsonl and its checkpoints: checkpoints/<step>/ (JAX, see
+checkpoints.py) or step_<n>/ in safetensors (PyTorch). This file imports neither JAX nor PyTorch.
 """
 
 import argparse
@@ -140,11 +137,11 @@ def read_json(path, *needed):
         raise FileNotFoundError(f"{path} does not exist; is {path.parent} the folder that you mean?")
     try:
         found = json.loads(path.read_text())
-        missing = [key for key in needed if key not in found]
-    except (ValueError, TypeError):
+        missing = [key for key in needed if key not in found.keys()]
+    except (ValueError, AttributeError):
         raise ValueError(f"{path} is damaged: it is not a JSON object") from None
-    if missing or not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it has no {' and no '.join(missing) or 'keys'}")
+    if missing:
+        raise ValueError(f"{path} is damaged: it has no {' and no '.join(missing)}")
     return found
 
 
@@ -169,7 +166,7 @@ def writing(path):
 
 
 def write(path, data):
-    """Write bytes, or anything else as JSON: the file is whole, or as it was."""
+    """Write bytes, or anything else as JSON. The file is whole, or as it was."""
     with writing(path) as file:
         file.write(data if isinstance(data, bytes) else (json.dumps(data, indent=2) + "\n").encode())
 

@@ -189,8 +189,6 @@ def resolve(cfg, devices, data=None, memory=None):
     data is the meta.json of the rows; without it the choice is that for endless data. memory is what a device holds, in
     GiB, where it cannot be asked.
     """
-    if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
-        raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     device = devices[0]
     memory = memory or checkpoints.device_memory_gib(device)
     on_cpu = memory is None
@@ -514,16 +512,13 @@ def score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=EVAL_DRAWS):
 
     Nats are per token that can be masked; the standard error is that of the noise, in bits per byte.
     """
-    row_ids = heldout.spread(cfg.eval_rows)
-    if not len(row_ids):
+    if not (count := min(cfg.eval_rows, heldout.total)):
         return {}
-    padded = np.full(math.ceil(len(row_ids) / size) * size, -1)  # -1 is an empty row: whole batches
-    padded[: len(row_ids)] = row_ids
     sums, rows_at = [], NamedSharding(mesh, PS(None, md.BATCH))
     with jax.set_mesh(mesh):
-        for ids in padded.reshape(-1, 1, size):
-            batch = dict(zip(COLUMNS, heldout.on_mesh(ids, rows_at), strict=False))
-            sums.append(sums_of(graph, cfg.schedule, len(row_ids), draws, params, batch, ids[0], bytes_V))
+        for i, ids in enumerate(heldout.padded(count, size)):
+            batch, row_B = dict(zip(COLUMNS, heldout.on_mesh(ids, rows_at), strict=False)), size * i + np.arange(size)
+            sums.append(sums_of(graph, cfg.schedule, count, draws, params, batch, row_B, bytes_V))
     nats_N, tokens, text_bytes = (sum(np.asarray(x, float) for x in column) for column in zip(*sums, strict=True))
     bits_N = nats_N / math.log(2) / text_bytes
     error = bits_N.std(ddof=1) / math.sqrt(len(bits_N)) if len(bits_N) > 1 else 0.0
@@ -534,13 +529,14 @@ def evaluate(cfg):
     """--eval_only: print the bound of a model, trained here or converted, on held-out rows."""
     folder = checkpoints.absolute(cfg.eval_only)
     heldout, tokenizer = held_out(folder, cfg.data)
-    size = math.gcd(16, len(heldout.spread(cfg.eval_rows)))
+    rows = min(cfg.eval_rows, heldout.total)
+    size = min(16, rows)  # at a time
     mesh = checkpoints.inference_mesh(md.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), size)
     dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     model, step = checkpoints.load(md, folder, dtype=dtype, mesh=mesh)
     graph, params = nnx.split(model)
     bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))
-    scores = {"step": step} | score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=8)
+    scores = {"step": step, "rows": rows} | score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=8)
     print(" | ".join(f"{name} {value:,.4g}" for name, value in scores.items()))
     return scores
 
@@ -719,6 +715,8 @@ def prepare(cfg):
 
 
 def main(cfg):
+    if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
+        raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     checkpoints.connect(cfg)
     if cfg.eval_only:
         return evaluate(cfg)

@@ -179,8 +179,6 @@ def resolve(cfg, devices, data=None, memory=None):
     data is the meta.json of the rows; without it the choice is that for endless data. memory is what a device holds, in
     GiB, where it cannot be asked.
     """
-    if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
-        raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     device = devices[0]
     memory = memory or checkpoints.device_memory_gib(device)
     on_cpu = memory is None
@@ -423,18 +421,15 @@ def sums_of(graph, params, token_ABL, segment_ABL, position_ABL, bytes_V):
     return jnp.stack([nats, mask_BL.sum(), (mask_BL * bytes_V[jnp.roll(token_BL, -1, 1)]).sum()])
 
 
-def score(graph, params, heldout, row_ids, size, mesh, bytes_V):
-    """{"heldout_nats", "bits_per_byte"}: mean nats per token of these held-out rows, `size` rows at a time."""
-    if not len(row_ids):
+def score(graph, params, heldout, count, size, mesh, bytes_V):
+    """{"heldout_nats", "bits_per_byte"}: mean nats per token of `count` held-out rows, `size` rows at a time."""
+    if not min(count, heldout.total):
         return {}
-    padded = np.full(math.ceil(len(row_ids) / size) * size, -1)  # -1 is an empty row: whole batches
-    padded[: len(row_ids)] = row_ids
-    sums, rows_at = np.zeros(3), NamedSharding(mesh, PS(None, pc.BATCH))
+    rows_at = NamedSharding(mesh, PS(None, pc.BATCH))
     with jax.set_mesh(mesh):
-        for ids in padded.reshape(-1, 1, size):
-            sums += np.asarray(sums_of(graph, params, *heldout.on_mesh(ids, rows_at), bytes_V), np.float64)
-    nats, tokens, size = sums
-    return {"heldout_nats": nats / tokens, "bits_per_byte": nats / math.log(2) / size}
+        sums = [sums_of(graph, params, *heldout.on_mesh(ids, rows_at), bytes_V) for ids in heldout.padded(count, size)]
+    nats, tokens, text_bytes = sum(np.asarray(x, np.float64) for x in sums)
+    return {"heldout_nats": nats / tokens, "bits_per_byte": nats / math.log(2) / text_bytes}
 
 
 def evaluate(cfg):
@@ -442,15 +437,15 @@ def evaluate(cfg):
     folder = checkpoints.absolute(cfg.eval_only)
     heldout, tokenizer = held_out(folder, cfg.data)
     ids = heldout.spread(cfg.eval_rows)
-    size = math.gcd(16, len(ids))
+    size = min(16, len(ids))  # rows at a time
     mesh = checkpoints.inference_mesh(pc.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), size)
     dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     model, step = checkpoints.load(pc, folder, dtype=dtype, mesh=mesh)
     graph, params = nnx.split(model)
     bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))
-    scores = {"step": step, "rows": len(ids), **score(graph, params, heldout, ids, size, mesh, bytes_V)}
+    scores = {"step": step, "rows": len(ids), **score(graph, params, heldout, len(ids), size, mesh, bytes_V)}
 
-    token_RL, segment_RL, _ = heldout.read(ids)
+    token_RL, segment_RL = heldout.read(ids)[:2]  # of pairs there are four columns
     text = tokenizer.decode(token_RL[segment_RL > 0].tolist()).encode()
     scores["xz_bits_per_byte"] = 8 * len(lzma.compress(text, preset=9)) / len(text)
     if model.cfg.mtp:  # the share of greedy draft tokens that are accepted, on continuations of held-out rows
@@ -525,10 +520,10 @@ class Trainer:
         return step
 
     def score(self):
-        """Scores over eval_rows held-out rows, from all parts."""
+        """Scores over --eval_rows held-out rows, from all parts of them."""
         graph = pc.graph_of(self.model, dataclasses.replace(self.run, remat="none", dropout=0.0))
-        ids = self.heldout.spread(self.scored)
-        return score(graph, self.state["params"], self.heldout, ids, self.micro_rows, self.mesh, self.bytes_V)
+        where = self.scored, self.micro_rows, self.mesh
+        return score(graph, self.state["params"], self.heldout, *where, self.bytes_V)
 
     def sample(self, folder, step):
         """Continue --prompt and append the text to samples.txt; returns the row's tokens per forward pass."""
@@ -589,6 +584,8 @@ def prepare(cfg):
 
 
 def main(cfg):
+    if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
+        raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     checkpoints.connect(cfg)
     if cfg.eval_only:
         return evaluate(cfg)

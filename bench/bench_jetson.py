@@ -1,19 +1,32 @@
-"""Whole generation with inference_jetson.py against eager TorchScript; on a CPU against model_mdlm.py's own loop.
+"""Generation with inference_jetson.py: the speed of a bundle, or a contest with eager TorchScript and a plain loop.
 
-    python bench/bench_jetson.py      # two minutes on two cores
+    python bench/bench_jetson.py --bundle=out/jetson --lengths 64 128 --steps_list 10 25    # this bundle on this device
+    python bench/bench_jetson.py      # the contest, two minutes on two cores
     python bench/bench_jetson.py --model=tiny --rounds=3
 
-On random weights of a preset, which cost what trained ones cost. With a GPU, in one run: ours (kernels and CUDA graph),
-ours with the fused sampler alone, eager FP16 TorchScript and, where Triton is, torch.compile(mode="reduce-overhead") in
-the loop of model_mdlm.py; writes bench/results/<GPU>.json. On a CPU: inference_jetson.py's fill beside mdlm.sample of a
-model that mdlm.load read, in turn; then the operators of a step that a GPU would launch and the bytes that they touch,
-counted by running them, and from these times PREDICTED for an Orin Nano; writes bench/results/cpu.json and
-jetson_predicted.json.
+--bundle times canvases of masks, all steps included, three samples of warm-up excluded: tokens/s, memory bandwidth and
+peak memory, and on a Jetson millijoules a token by tegrastats. Writes --out, by default benchmark.json in the bundle.
+
+The contest runs on random weights of a preset, which cost what trained ones cost. With a GPU: ours (kernels and CUDA
+graph), ours with the fused sampler alone, eager FP16 TorchScript and, if there is Triton, torch.compile(
+mode="reduce-overhead") in the loop of model_mdlm.py; writes bench/results/<GPU>.json. On a CPU: inference_jetson.py's
+fill and mdlm.sample of a model that mdlm.load read, in turn; then the operators of a step that a GPU would launch and
+the bytes that they touch, counted by running them, and from these times PREDICTED for an Orin Nano; writes
+bench/results/cpu.json and jetson_predicted.json.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
+import itertools
+import json
+import os
+import platform
+import re
+import resource
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +35,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import numpy as np
 import tokenizers
 import torch
 from bench_kernels import ORIN, usual_chain
@@ -36,12 +50,150 @@ import runs
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    model: str = "small"  # key of CONFIGS in model_mdlm.py
-    rope: bool = False  # rotary positions in the place of learned ones
+    bundle: str = ""  # bundle, run folder or checkpoint to time; default: the contest
+    backend: str = "auto"  # of inference_jetson.py, for --bundle; so are device, sampler and graph
+    device: str = ""  # cpu or cuda; default: cuda if there is one
+    sampler: str = "ancestral"  # or max_prob, margin, entropy
+    graph: bool = True  # capture the steps as a CUDA graph
+    steps_list: tuple[int, ...] = (10, 25)  # denoising steps, for --bundle
+    batches: tuple[int, ...] = (1,)  # batch sizes, for --bundle
+    repeats: int = 10  # timed samples of each size, for --bundle
+    out: str = ""  # JSON file, for --bundle; default: benchmark.json in the bundle
     lengths: tuple[int, ...] = (64, 128)  # canvases, in tokens
-    steps: int = 25  # denoising steps
+    model: str = "small"  # preset of the contest, see CONFIGS in model_mdlm.py
+    rope: bool = False  # rotary positions instead of learned ones, in the contest
+    steps: int = 25  # denoising steps, in the contest
     rounds: int = 7  # timed samples of each contestant, in turn
     dispatch_us: float = 25.0  # assumed for an eager operator on the Jetson's CPU; enters predictions alone
+
+
+# ---- the speed of a bundle -----------------------------------------------------------------------------------------
+
+
+def first_line_of(*command):
+    """First line of a command's output, or "" if there is no such command."""
+    if not shutil.which(command[0]):
+        return ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        line = process.stdout.readline().strip()
+        process.kill()  # tegrastats goes on for ever
+    return line
+
+
+def rail_mw(line):
+    """{rail: milliwatts now} of a line of tegrastats, as in "VDD_IN 4761mW/4778mW", now and the mean so far."""
+    return {rail: int(mw) for rail, mw in re.findall(r"\b(VDD_IN|VDD_CPU_GPU_CV) (\d+)mW", line)}
+
+
+@contextlib.contextmanager
+def mean_power():
+    """A dict that is filled at the end: the mean milliwatts of each rail by tegrastats, or nothing without it."""
+    mean_mw = {}
+    if not shutil.which("tegrastats"):
+        yield mean_mw
+        return
+    # beyond what a pipe holds, half a minute, its lines are lost
+    command = "tegrastats", "--interval", "200"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            yield mean_mw
+        finally:
+            process.terminate()
+        lines = [rail_mw(line) for line in process.stdout]
+    for rail in {rail for line in lines for rail in line}:
+        mean_mw[rail] = statistics.mean(line[rail] for line in lines if rail in line)
+
+
+def device_state(device):
+    """Name, power mode and clocks, as far as this machine tells them."""
+    cpu = first_line_of("grep", "-m1", "model name", "/proc/cpuinfo").split(": ")[-1] or platform.machine()
+    state = {"name": cpu, "cores": os.cpu_count(), "torch": torch.__version__}
+    state["board"] = first_line_of("cat", "/proc/device-tree/model").strip("\0")
+    if device.type == "cuda":
+        state["name"] = torch.cuda.get_device_name(device)
+        query = "--query-gpu=clocks.sm,clocks.mem,power.limit"
+        state["clocks"] = first_line_of("nvidia-smi", query, "--format=csv,noheader")
+    state["power_mode"] = first_line_of("nvpmodel", "-q")
+    state["tegrastats"] = first_line_of("tegrastats", "--interval", "500")
+    return {name: value for name, value in state.items() if value}
+
+
+# GB/s of the data sheets, by what /proc/device-tree/model says
+BANDWIDTH = {"AGX Thor": 273.0, "AGX Orin": 204.8, "Orin NX": 102.4, "Orin Nano": 68.3}
+
+
+def peak_gb_s(device, state):
+    """Memory bandwidth of the data sheet, or of the driver's clock and bus width; 0 if unknown."""
+    if device.type != "cuda":
+        return 0.0
+    for name, gb_s in BANDWIDTH.items():
+        if name in state.get("board", ""):
+            # the memory of an Orin Nano runs faster at 25 W and MAXN than at 15 W
+            fast = name == "Orin Nano" and re.search("MAXN|25W", state.get("power_mode", ""))
+            return 102.4 if fast else gb_s
+    properties = torch.cuda.get_device_properties(device)
+    return 2e-6 * getattr(properties, "memory_clock_rate", 0) * getattr(properties, "memory_bus_width", 0) / 8
+
+
+def bytes_per_step(model, B, L, size):
+    """Least bytes of a step: weights of blocks, norms and head once, logits written and read; `size` bytes a number."""
+    weights = sum(p.numel() for name, p in model.named_parameters() if name.startswith(("blocks", "norm")))
+    return size * (weights + model.cfg.vocab * model.cfg.width + 2 * B * L * model.cfg.vocab)
+
+
+def time_bundle(cfg):
+    """Time canvases of masks of all sizes. Prints a table and writes it as JSON; tokens are those filled."""
+    if min((*cfg.steps_list, *cfg.batches, cfg.repeats)) < 1 or min(cfg.lengths) < 2:
+        raise ValueError("--lengths at least 2; --steps_list, --batches and --repeats at least 1")
+    names = "bundle", "backend", "device", "sampler", "graph"
+    settings = jetson.check(jetson.Config(**{name: getattr(cfg, name) for name in names}))
+    writer = jetson.Writer(settings)
+    device, cuda = writer.device, writer.device.type == "cuda"
+    state = device_state(device)
+    peak, rows = peak_gb_s(device, state), []
+    print(json.dumps(state))
+    print("length  steps  batch    tokens/s   ms/step   GB/s  of peak  memory MB")
+    for L, steps, B in itertools.product(cfg.lengths, cfg.steps_list, cfg.batches):
+        token_BL = canvas(L).expand(B, -1)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        # three samples of warm-up: the first captures the steps
+        seconds, rule = [], dataclasses.replace(writer.rule(settings), steps=steps)
+        for _ in range(3):
+            writer.fill(token_BL, rule)
+        with mean_power() as mean_mw:
+            for _ in range(cfg.repeats):
+                started = time.perf_counter()
+                writer.fill(token_BL, rule)
+                seconds.append(time.perf_counter() - started)
+        graph = any(denoiser.graph for denoiser in writer.denoisers.values())
+        writer.denoisers.clear()  # their buffers are not part of the next row's memory
+        # speed, and the share of the memory's bandwidth that it needs at least
+        median = statistics.median(seconds)
+        rates = np.percentile([B * (L - 1) / s for s in seconds], [10, 90])
+        moved = bytes_per_step(writer.model, B, L, 2 if cuda else 4) * steps / median / 1e9
+        host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = torch.cuda.max_memory_allocated() if cuda else host_bytes
+        row = {
+            "length": L, "steps": steps, "batch": B, "tok_per_s": B * (L - 1) / median, "spread": rates.tolist(),
+            "ms_per_step": 1e3 * median / steps, "gb_s": moved, "peak_gb_s": peak or None, "memory_mb": memory / 1e6,
+            "graph": graph, "mj_per_token": {rail: mw * median / (B * (L - 1)) for rail, mw in mean_mw.items()},
+        }  # fmt: skip
+        rows.append(row)
+        share = f"{moved / peak:8.0%}" if peak else "        "
+        print(f"{L:6} {steps:6} {B:6} {row['tok_per_s']:11,.0f} {row['ms_per_step']:9.3f} {moved:6.1f} {share} "
+              f"{row['memory_mb']:10,.0f}", flush=True)  # fmt: skip
+        if row["mj_per_token"]:  # all that the board draws, idle power included
+            print("  millijoules a token:", ", ".join(f"{r} {mj:.3g}" for r, mj in row["mj_per_token"].items()))
+    sampler = "sort" if writer.sample_ is jetson.sample_sorted_ else "fused"
+    about = {"backend": writer.backend, "sampler": sampler if writer.captures else "loop of model_mdlm.py"}
+    about |= {"device": state, "device_after": device_state(device), "rows": rows}  # clocks fall when a board gets hot
+    out = Path(cfg.out or writer.folder / "benchmark.json")
+    out.write_text(json.dumps(about, indent=2) + "\n")
+    print(f"wrote {out}")
+
+
+# ---- the contest ---------------------------------------------------------------------------------------------------
 
 
 def make_bundle(folder, preset):
@@ -169,6 +321,9 @@ def predict(cfg, model, preset):
 
 
 def main(cfg):
+    if cfg.bundle:
+        time_bundle(cfg)
+        return
     preset = dataclasses.replace(mdlm.CONFIGS[cfg.model], rope=cfg.rope)
     cuda = torch.cuda.is_available()
     if not cuda:
@@ -186,11 +341,11 @@ def main(cfg):
             contestants = {
                 "kernels_graph": writer(backend="kernels"),
                 "torch_graph": writer(backend="torch"),
-                "eager_torchscript": own_loop(jetson.Full(script), cfg, "cuda"),
+                "eager_torchscript": own_loop(jetson.as_model(script), cfg, "cuda"),
             }
             if importlib.util.find_spec("triton"):
                 compiled = torch.compile(export_jetson.Exported(model), mode="reduce-overhead")
-                contestants["compiled"] = own_loop(jetson.Full(compiled), cfg, "cuda")
+                contestants["compiled"] = own_loop(jetson.as_model(compiled), cfg, "cuda")
             else:
                 print("compiled: left out, as torch.compile needs Triton, which JetPack's wheels come without")
             device = torch.cuda.get_device_name()

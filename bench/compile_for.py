@@ -670,8 +670,7 @@ def denoising(sampler, params, mesh, rows, length, begin):
     model, rule = sampler.cfg, sampler.rule
     token_BL = np.full((rows, length), model.mask_id)
     token_BL[:, :begin] = model.bos_id
-    see_BL, masked_BL = np.ones(token_BL.shape, bool), token_BL == model.mask_id
-    state, given, _ = sample_dream.prepare(model, rule, token_BL, see_BL, masked_BL)
+    state, given, _ = sample_dream.prepare(model, rule, token_BL, np.ones(token_BL.shape, bool))
     _, width = sample_dream.window(rule, length, begin, begin, given.size) if rule.cache else (0, length)
     # weights as they lie on the mesh; all else whole on each chip
     inputs = params, *jax.eval_shape(lambda: (state, given))

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import tokenizers
 import torch
+from bench_jetson import device_state
 from record import RESULTS, cpu_name
 
 import inference_jetson as jetson
@@ -77,7 +78,7 @@ def make_steps(cfg, scratch):
     """All steps, in the order in which they tell most."""
     run, bundle, rows, trained = (scratch / name for name in ("run", "bundle", "rows", "trained"))
     on_gpu = "-m pytest -q -m gpu -p no:cacheprovider tests/test_golden_kernels.py"
-    write = f"inference_jetson.py --bundle={bundle} --benchmark --lengths 64 --steps_list 25"
+    write = f"bench/bench_jetson.py --bundle={bundle} --lengths 64 --steps_list 25"
     # on a GPU torch.compile needs Triton
     train = f"train_gpu.py --model={cfg.model} --data={rows} --out={trained} --eval_every=100000"
     train += "" if importlib.util.find_spec("triton") else " --no-compile"
@@ -154,7 +155,7 @@ def main(cfg):
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else "CPU"
     out = Path(cfg.out or RESULTS / f"first_hour_{name.replace(' ', '_')}.json")
-    device = jetson.device_state(torch.device("cuda" if cuda else "cpu")) | {"cpu": cpu_name(), "python": sys.version}
+    device = device_state(torch.device("cuda" if cuda else "cpu")) | {"cpu": cpu_name(), "python": sys.version}
     done = []
     with tempfile.TemporaryDirectory() as folder:
         random_run(Path(folder) / "run", mdlm.CONFIGS[cfg.model])

@@ -18,11 +18,10 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 from record import record
 
-import evaluate
 import export_jetson
 import inference_jetson as jetson
-import model_mdlm as mdlm
 import runs
+import train_gpu
 from rows import Rows, token_bytes
 
 
@@ -37,9 +36,9 @@ class Config:
 def main(cfg):
     rows = Rows(cfg.data or runs.read_json(Path(cfg.ckpt) / "config.json")["data"], "heldout")
     token_RL = rows.read(np.arange(min(cfg.rows, rows.total)))[0].astype(np.int64)
-    counted_RL = (token_RL != mdlm.PAD) & (token_RL != mdlm.BOS)
     bytes_V = token_bytes(runs.read_tokenizer(cfg.ckpt), rows.meta["vocab_size"])
-    bits = counted_RL.sum() / math.log(2) / bytes_V[token_RL].sum(dtype=np.float64)  # per byte, of a nat per token
+    tokens = train_gpu.is_text(token_RL).sum()
+    bits = tokens / math.log(2) / bytes_V[token_RL].sum(dtype=np.float64)  # per byte, of a nat per token
     bounds, sizes = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("fp16", "int8"):
@@ -47,8 +46,8 @@ def main(cfg):
             settings = {"out": str(out), "int8": name == "int8", "torchscript": False, "onnx": False}
             export_jetson.main(export_jetson.Config(ckpt=cfg.ckpt, **settings))
             model, rng = jetson.read_model(out, jetson.read_bundle(out)), np.random.default_rng(0)
-            draws = [evaluate.bound_of_a_draw(model, token_RL, counted_RL, rng, 16)[0] for _ in range(cfg.draws)]
-            bounds[name] = bits * np.array(draws)
+            draws = [train_gpu.evaluate(model, token_RL, rng, 16, "float32") for _ in range(cfg.draws)]
+            bounds[name] = bits * np.array([sums_T4[:, 0].sum() for sums_T4 in draws])
             sizes[name] = (out / "model.safetensors").stat().st_size
     lost = bounds["int8"] - bounds["fp16"]  # of each draw of the noise
     record(

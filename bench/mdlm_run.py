@@ -27,6 +27,7 @@ from record import RESULTS, record
 
 import model_mdlm as mdlm
 import runs
+import train_gpu
 from rows import Rows
 
 PROMPTS = [
@@ -58,9 +59,13 @@ def unigram(folder):
     return nats, nats * held_V.sum() / math.log(2) / rows.meta["splits"]["heldout"]["bytes"]
 
 
-def script(name, *args):
-    result = subprocess.run([sys.executable, str(ROOT / name), *args], capture_output=True, text=True, check=True)
-    return result.stdout, result.stderr
+def plot_noise(levels, title):
+    _, axis = plt.subplots(figsize=(7, 4))
+    axis.plot([level["mask_rate"] for level in levels], [level["masked_ce"] for level in levels], "o-")
+    axis.set(xlabel="share of tokens masked", ylabel="nats per masked token", title=title)
+    axis.grid(alpha=0.3)
+    plt.tight_layout()
+    plt.savefig(RESULTS / "mdlm_noise.png", dpi=120)
 
 
 def main(cfg):
@@ -69,8 +74,8 @@ def main(cfg):
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     settings = json.loads((run / "config.json").read_text())
     train, held = ([r for r in rows if key in r] for key in ("loss", "heldout_nats"))
-    noise = f"--plot={RESULTS / 'mdlm_noise.png'}"
-    final = json.loads(script("evaluate.py", "--model=mdlm", f"--ckpt={run}", "--draws=32", "--json", noise)[0])
+    final = train_gpu.main(train_gpu.Config(eval_only=str(run), eval_rows=10**9, eval_draws=32))
+    plot_noise(final["by_noise"], f"{run.name}, step {final['step']}")
     unigram_nats, unigram_bits = unigram(settings["data"])
 
     # figure: loss of each step, bound of the held-out stories, unigram
@@ -90,9 +95,10 @@ def main(cfg):
     text = ["# Samples, unedited\n"]
     for args in PROMPTS:
         args = [*args, f"--max_new={cfg.max_new}"]
-        out, err = script("generate.py", "--model=mdlm", f"--ckpt={run}", *args)
+        command = [sys.executable, str(ROOT / "inference_jetson.py"), f"--bundle={run}", *args]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         shown = " ".join(f'{a.split("=", 1)[0]}="{a.split("=", 1)[1]}"' if " " in a else a for a in args)
-        text.append(f"```\n$ python generate.py --model=mdlm --ckpt={run} {shown}\n{out}{err}```\n")
+        text.append(f"```\n$ python inference_jetson.py --bundle={run} {shown}\n{done.stdout}{done.stderr}```\n")
     (RESULTS / "mdlm_run.md").write_text("\n".join(text))
 
     speed = np.quantile([r["tok_per_s"] for r in train[2:]], [0.5, 0.1, 0.9]).tolist()
@@ -103,11 +109,10 @@ def main(cfg):
         "bits per byte",
         device=cfg.device,
         unigram=unigram_bits,
-        nats_per_token=final["nats_per_token"],
+        nats_per_token=final["heldout_nats"],
         standard_error=final["standard_error"],
         steps=final["step"],
         tok_per_s=dict(zip(("median", "p10", "p90"), speed, strict=True)),
-        latency=final["latency"],
         settings=settings["train"],
     )
 

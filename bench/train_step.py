@@ -47,22 +47,22 @@ class Step(TorchDispatchMode):
 def main(cfg):
     devices = train_gpu.Devices(torch.device("cpu"))
     settings = train_gpu.Config(data=cfg.data, model=cfg.model, batch_size=cfg.batch_size, micro_batch=cfg.batch_size)
-    rows, _, _ = train_gpu.find_data(settings, mdlm.CONFIGS[cfg.model].positions)
+    rows, _, _ = train_gpu.find_data(settings)
     architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], vocab=rows.meta["vocab_padded"], rope=True)
     state = train_gpu.make_state(dataclasses.replace(settings, compile=False), architecture, "float32", devices)
     noised = train_gpu.training_batch(rows, settings, 0)
     on_meta = train_gpu.Loss(mdlm.MDLM(architecture).to("meta", torch.bfloat16), settings.schedule)
     for packed in (False, True):
-        *inputs, layout = train_gpu.loss_inputs(noised, slice(None), devices.device, packed)
-        copies = len(inputs) + 3 * packed
-        moved = [x.to("meta") for x in inputs]
-        layout = layout and mdlm.Packed(*(x.to("meta") for x in layout[:3]), layout.longest)
+        batch = train_gpu.make_batch(noised, slice(None), devices.device, packed)
+        tensors, layout = batch[:-1], batch.packed
+        copies = len(tensors) + (3 if packed else 0)
+        if packed:
+            layout = mdlm.Packed(*(x.to("meta") for x in layout[:3]), layout.longest)
         with Step() as passes:
-            on_meta(*moved, layout)["nelbo"].backward()
-        pad = float((inputs[0] == mdlm.PAD).float().mean())
-        print(
-            f"{'packed' if packed else 'padded'}: {inputs[0].numel():,} tokens, {pad:.1%} of them PAD, {copies} copies"
-        )
+            on_meta(train_gpu.Batch(*(x.to("meta") for x in tensors), layout)).backward()
+        pad = float((batch.xt_BL == mdlm.PAD).float().mean())
+        name, count = "packed" if packed else "padded", batch.xt_BL.numel()
+        print(f"{name}: {count:,} tokens, {pad:.1%} of them PAD, {copies} copies")
         print(f"    {passes.launches} operators forwards and backwards, {passes.waits} synchronisations")
     for _ in range(2):  # the first update makes the moments
         for p in state.model.parameters():

@@ -8,8 +8,10 @@ JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest -n 2 --dist=loadfile -m "slow or not slo
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import gc
+import hashlib
 import importlib.util
 import json
 import os
@@ -19,12 +21,14 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small, and pytest -n 2 keeps both cores busy
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -98,6 +102,21 @@ def kill_and_resume(first, resume, kills=20, seed=0):
     return first_steps
 
 
+def two_hosts(*lines):
+    """Two processes of JAX that train together, with two devices each: of each its script and flags."""
+    address = f"localhost:{20_000 + (os.getpid() * 7 + int(time.time() * 10)) % 20_000}"
+    env = os.environ | AS_A_USER | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    pipes = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen(command(*line, f"--hosts={address},2,{i}"), **pipes) for i, line in enumerate(lines)]
+
+
+def wait_for_step(process, step):
+    for line in process.stdout:
+        if line.startswith(f"step {step} "):
+            return
+    raise AssertionError(process.stderr.read())
+
+
 @pytest.fixture(scope="module", autouse=True)
 def programs_of_one_file():
     """What a file has compiled is forgotten at its end: the programs of all files together take gigabytes."""
@@ -113,6 +132,65 @@ def no_compile_cache(monkeypatch):
     import checkpoints
 
     monkeypatch.setattr(checkpoints, "keep_compiled", lambda folder: None)
+
+
+# ---- trainers, in this process ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def code_rows(tmp_path_factory):
+    """A folder of data_prep.py: rows of 64 tokens, packed from a few modules of the standard library; 600 ids."""
+    import data_prep
+
+    folder, library = tmp_path_factory.mktemp("code"), Path(sysconfig.get_paths()["stdlib"])
+    names = "ast calendar configparser csv dataclasses difflib enum fractions functools shutil string tokenize"
+    settings = {"vocab_size": 600, "seq_len": 64, "heldout": 0.1, "workers": 1, "shard_bytes": 60_000}
+    roots = tuple(str(library / f"{name}.py") for name in names.split())
+    data_prep.main(data_prep.Python(roots=roots, out=str(folder / "rows"), **settings))
+    return folder / "rows"
+
+
+def use_one_device(monkeypatch, trainer, presets, name, model):
+    """main() of a trainer in this process: one device, a preset `name` that compiles in seconds, no timed matmuls."""
+    import jax
+
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
+    monkeypatch.setitem(presets, name, model)
+    monkeypatch.setitem(trainer.MICRO_BATCH, name, 4)
+    monkeypatch.setattr(trainer, "peak_flops", lambda *_: (1e12, "of a test"))
+
+
+def resumed(trainer, out, **changes):
+    """The settings with which a trainer goes on with a run."""
+    import runs
+
+    saved = runs.resumed(trainer.Config, [f"--resume={out}"], trainer.MACHINE)
+    return dataclasses.replace(saved, resume=str(out), **changes)
+
+
+def refusal(trainer, cfg):
+    """The one line with which a trainer's main() refuses."""
+    with pytest.raises((ValueError, OSError)) as error:
+        trainer.main(cfg)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def with_other_tokenizer(folder, copy):
+    """A copy of a folder of rows whose tokenizer has other ids for the same tokens."""
+    import tokenizers
+
+    shutil.copytree(folder, copy)
+    known = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    saved = json.loads(known.to_str())
+    vocab = saved["model"]["vocab"]
+    vocab["e"], vocab["a"] = vocab["a"], vocab["e"]
+    (copy / "tokenizer.json").write_text(json.dumps(saved))
+    meta = json.loads((copy / "meta.json").read_text())
+    meta["tokenizer_sha256"] = hashlib.sha256((copy / "tokenizer.json").read_bytes()).hexdigest()
+    (copy / "meta.json").write_text(json.dumps(meta))
+    return copy
 
 
 # ---- array libraries and reference values --------------------------------------------------------------------------

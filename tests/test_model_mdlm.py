@@ -1,4 +1,4 @@
-"""MDLM: parameter counts, what attention sees, sampling, files."""
+"""MDLM: parameter counts, attention masks, sampling, files."""
 
 import dataclasses
 import json
@@ -62,16 +62,12 @@ def test_every_position_sees_both_sides_and_nobody_sees_pad(rope):
     torch.testing.assert_close(model(padded, noise_B, see)[:, :10], plain)
 
 
-def test_the_noise_level_is_an_input_unless_the_model_is_time_free():
-    token_BL = tokens(2, 8)
-    model = build()
-    assert torch.equal(model(token_BL, torch.tensor([0.1, 0.1])), model(token_BL, torch.tensor([0.9, 0.9])))  # at first
+def test_the_noise_level_is_an_input():
+    token_BL, model = tokens(2, 8), build()
+    low, high = torch.tensor([0.1, 0.1]), torch.tensor([0.9, 0.9])
+    assert torch.equal(model(token_BL, low), model(token_BL, high))  # the time embedding starts at zero
     torch.nn.init.normal_(model.time[2].weight)
-    assert not torch.allclose(model(token_BL, torch.tensor([0.1, 0.1])), model(token_BL, torch.tensor([0.9, 0.9])))
-    with pytest.raises(ValueError, match="pass noise_B"):
-        model(token_BL)
-    free = build(time=False)
-    assert torch.equal(free(token_BL), free(token_BL, torch.tensor([0.3, 0.9])))
+    assert not torch.allclose(model(token_BL, low), model(token_BL, high))
 
 
 def test_sinusoids_are_those_of_a_transformer_at_a_thousand_times_the_noise():

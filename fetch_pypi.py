@@ -1,0 +1,150 @@
+"""Fetch the Python source of packages from a package index, with their licences: a folder for data_prep.py --roots.
+
+    python fetch_pypi.py top:300    # the most downloaded packages, 560 MB of archives; needs: pip install pypi-simple
+    python fetch_pypi.py numpy,requests==2.32.3 --out=data/two
+    python fetch_pypi.py requirements.txt --index=$(pip config get global.index-url)    # a mirror, as pip is set up
+    python data_prep.py python --roots data/pypi_src --out=data/pypi
+
+Takes the newest source distribution of each package. Nothing of it is run: .py files and licence texts are copied out
+of the archive, without vendored packages and the data of tests. The licence in its metadata has to be permissive.
+Writes --out: a folder NAME-VERSION for each package, which appears whole, and manifest.json: version, licence and
+number of files of each, or why it was left out. The same command goes on with a run that was stopped.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import re
+import tarfile
+import tempfile
+import typing
+import zlib
+from email.parser import BytesHeaderParser
+from pathlib import Path
+
+import tyro
+from tqdm import tqdm
+
+import corpus
+import runs
+
+try:
+    import pypi_simple
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.utils import canonicalize_name
+    from packaging.version import InvalidVersion, Version
+    from requests.adapters import HTTPAdapter, Retry
+except ImportError:
+    pypi_simple = None
+
+ARCHIVE_BYTES = 100_000_000  # larger archives hold data or other languages
+UNPACKED_BYTES = 4_000_000_000  # an archive that says it holds more is a trap
+FILE_BYTES = 1 << 24  # larger files are data
+# Folders of other people's code, and of tests, below which only the tests themselves stay.
+SKIPPED = re.compile(
+    r"/(_?vendor[-\w]*|third_?party|3rd_?party|_?extern(al)?s?|site-packages|node_modules)/"
+    r"|/(tests?|test_?data|idle_test)/(?!(.*/)?(test_\w*|\w*_tests?|tests?|conftest)\.py$)"
+)
+LICENCE_TEXT = re.compile(r"/(licen[cs]e|copying|notice)[^/]*$", re.IGNORECASE)
+OUTSIDE = re.compile(r"/|(.*/)?\.\.(/|$)|.{1000}")  # names that lead out of a folder, or are too long for a file
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    packages: tyro.conf.Positional[str] = ""  # top:N, names or NAME==VERSION with commas, or a requirements file (.txt)
+    out: str = "data/pypi_src"  # folder to write
+    licences: typing.Literal["permissive", "any"] = "permissive"  # which packages stay
+    index: str = "https://pypi.org/simple"  # package index with the simple API
+
+
+def main(cfg):
+    if not pypi_simple:
+        raise ValueError("fetch_pypi.py needs the library pypi-simple; install it: pip install pypi-simple")
+    wanted, manifest = requirements(cfg.packages), Path(cfg.out) / "manifest.json"
+    manifest.parent.mkdir(parents=True, exist_ok=True)
+    with runs.lock(manifest.with_name(".lock")), pypi_simple.PyPISimple(cfg.index) as client:
+        client.s.mount("https://", HTTPAdapter(max_retries=Retry(3, backoff_factor=1)))
+        entries = runs.read_json(manifest) if manifest.exists() else {}
+        for requirement in tqdm(wanted, "fetching", unit=" packages", disable=None):
+            if "files" not in entries.get(str(requirement), {}):  # what was left out is tried again
+                entries[str(requirement)] = fetch(client, requirement, cfg)
+                runs.write(manifest, entries)
+    files = [entry["files"] for entry in entries.values() if "files" in entry]
+    print(f"{cfg.out}: {sum(files):,} files of {len(files):,} packages; {len(entries) - len(files)} left out")
+
+
+def requirements(packages):
+    """[Requirement] of what the command line names."""
+    lines = Path(packages).read_text().splitlines() if packages.endswith(".txt") else packages.split(",")
+    if packages.startswith("top:"):
+        ranking = Path(__file__).with_name("pypi_top.txt").read_text().splitlines()[2:]  # after two lines of comments
+        lines = ranking[: int(packages[4:])] if packages[4:].isdigit() else []
+    lines = [re.sub(r"(^|\s)#.*|\s--hash.*|\\", "", line).strip() for line in lines]
+    try:
+        wanted = [Requirement(line) for line in lines if line and not line.startswith("-")]  # -r, --hash and the like
+    except InvalidRequirement as error:
+        raise ValueError(f"{packages}: {runs.first_line(error)}; write names, or NAME==VERSION") from None
+    if not wanted:
+        raise ValueError(f"{packages!r} names no package; write top:1 to top:2000, numpy,requests or requirements.txt")
+    return [requirement for requirement in wanted if not requirement.marker or requirement.marker.evaluate()]
+
+
+def fetch(client, requirement, cfg):
+    """What the manifest says of a package: version, licence and files, or why it is left out."""
+    name, found = canonicalize_name(requirement.name), {}
+    try:
+        for package in client.get_project_page(name, timeout=60).packages:
+            if package.filename.endswith(".tar.gz") and package.package_type == "sdist" and not package.is_yanked:
+                with contextlib.suppress(InvalidVersion):
+                    found[Version(package.version)] = package
+        version = max(requirement.specifier.filter(found), default=None)
+        if version is None:
+            return {"left_out": "no source distribution"}
+        package = found[version]
+        entry = {"version": str(version), "archive": package.filename, "digests": package.digests}
+        size = package.size or int(client.s.head(package.url, timeout=60).headers.get("Content-Length", 0))
+        if size > ARCHIVE_BYTES:
+            return entry | {"left_out": "huge"}
+        with tempfile.NamedTemporaryFile() as archive:
+            client.download_package(package, archive.name, timeout=60)  # and checks its hash
+            return entry | copy(archive.name, Path(cfg.out) / f"{name}-{version}", cfg.licences)
+    except pypi_simple.NoSuchProjectError:
+        return {"left_out": "unknown to the index"}
+    except (OSError, ValueError) as error:  # of the network, a hash, the disk
+        advice = "see to that or name another --index; the same command goes on from here"
+        raise OSError(f"{name} cannot be fetched ({runs.first_line(error)}); {advice}") from None
+
+
+def copy(archive, folder, licences):
+    """Copy the code and licence texts of an archive to a folder: {"licence", "files"}, or why it is left out."""
+    members, total = {}, 0
+    try:
+        with tarfile.open(archive, "r:gz") as file:
+            for member in file:
+                total += member.size
+                if total > UNPACKED_BYTES:
+                    raise ValueError(f"it unpacks to over {UNPACKED_BYTES:,} bytes")
+                if OUTSIDE.match(member.name):
+                    raise ValueError(f"it holds a file {member.name!r:.99}")
+                if member.isreg() and "/" in member.name and member.size <= FILE_BYTES:
+                    members[member.name] = member
+            notes = [file.extractfile(members[name]).read() for name in members if re.fullmatch("[^/]+/PKG-INFO", name)]
+            licence, permissive = corpus.package_licence(BytesHeaderParser().parsebytes(b"".join(notes[:1])))
+            if licences == "permissive" and not permissive:
+                return {"licence": licence, "left_out": "no permissive licence"}
+            code = {name for name in members if name.endswith(".py") and not SKIPPED.search(name)}
+            with runs.new_folder(folder) as partial:
+                for name, member in members.items():
+                    if name in code or LICENCE_TEXT.search(name):
+                        target = partial / name.partition("/")[2]  # without the folder NAME-VERSION
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        target.write_bytes(file.extractfile(member).read())
+        return {"licence": licence, "files": len(code)}
+    except (tarfile.TarError, zlib.error, EOFError, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise  # the disk is full
+        return {"left_out": "damaged or unsafe", "why": runs.first_line(error)}
+
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__)
