@@ -100,7 +100,7 @@ def make_extension(name, sources, **macros):
     macros |= {"MODULE": name, "SOURCE": f'"{source_digest()}"'}
     extension = Pybind11Extension(f"csrc.{name}", sources, cxx_std=17, define_macros=list(macros.items()))
     # fortified longjmp takes the emulation's jumps between stacks for errors
-    extension.extra_compile_args += ["-O2", "-g0", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"]
+    extension.extra_compile_args += ["-O1", "-g0", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"]
     return extension
 
 
