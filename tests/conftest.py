@@ -209,7 +209,9 @@ class Library:
             import jax
 
             with jax.enable_x64(self.dtype == "float64"):
-                return as_numpy(jax.jit(function)(*map(jax.numpy.asarray, arrays)))
+                # without fusion, which takes XLA most of the time to compile the bisections
+                compiled = jax.jit(function, compiler_options={"xla_disable_hlo_passes": "fusion"})
+                return as_numpy(compiled(*map(jax.numpy.asarray, arrays)))
         if self.name == "torch":
             import torch
 
