@@ -388,7 +388,7 @@ def gather(found, cfg, vocabulary=None):
 
     # Examine. A copy has another name if its inputs or the rules are others.
     folder = Path(cfg.out) / ".rows"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     digest = sha256(repr((*rules[:-1], len(batches), texts)).encode())
     jobs, copies = [], []
     for batch in batches:

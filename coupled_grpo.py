@@ -12,13 +12,13 @@ rounds.jsonl (each completion with its rewards), checkpoints/<round>/, the token
 at the end also merged/, a whole model. Several hosts train all weights, one host also LoRA.
 
 A round: --group completions of each of --tasks tasks, their rewards from sandbox.py, and --iterations updates, each
-over all of them under fresh masks. Everything random is a function of (seed, round), so a run that was killed and
-resumed equals one that was not. The mathematics, with coupled masks, is in grpo.py.
+over all of them under fresh masks (see grpo.py). Everything random is a function of (seed, round), so a run that was
+killed and resumed equals one that was not.
 
-A rollout fills the positions whose most probable token reaches --threshold, whichever token is drawn. Choosing
-positions by the drawn token's probability, as Fast-dLLM does, makes the policy sharper than its distributions: at a low
-temperature all completions of a group become the same, and nothing is learnt (bench/grpo_run.py --kinds naive sure).
-A Dream trained in blocks generates behind its exact cache and is scored block by block, at twice the cost.
+A rollout fills the positions whose most probable token reaches --threshold, whichever token is drawn. By the drawn
+token's probability, as in Fast-dLLM, the policy is sharper than its distributions: at a low temperature all completions
+of a group become the same, and nothing is learnt (bench/grpo_run.py --kinds naive sure). A Dream trained in blocks
+generates behind its exact cache and is scored block by block, at twice the cost.
 
 --preset=7b holds the reference's settings, with these differences. Its completions take 256 forward passes, most of all
 compute (--threshold=0 --block_length=0); ours use cached blocks and a threshold. Its masks repeat after about a hundred
@@ -78,14 +78,11 @@ class Config:
     max_new: int | None = None  # tokens of a completion
     temperature: float = 1.0  # of the distribution that tokens are drawn from
     top_p: float | None = None  # draw from the most probable tokens that together have this probability
-    # generate block by block, with cached keys and values; 0: the whole canvas at once, without a cache. Leave it out
-    # for a model trained in blocks
-    block_length: int | None = None
+    block_length: int | None = None  # generate in blocks, with cached keys and values; 0: the whole canvas, no cache
     threshold: float = 0.9  # fill all positions whose maximum probability reaches this; 0: one per forward pass
     lr: float | None = None  # peak learning rate, then a cosine to a tenth of it; 7b: 1e-6, with LoRA 2e-5, a guess
-    # what the sum over tokens is divided by: the tokens of the micro-batch (bnpo, as in the reference), those of the
-    # update (dapo), those that all completions could have (dr_grpo), those of each completion (grpo). gspo is grpo with
-    # one ratio per completion, the geometric mean over its tokens
+    # divide by the tokens of the micro-batch (bnpo, as the reference), of the update (dapo), those that completions
+    # could have (dr_grpo), or those of each completion (grpo; gspo with the geometric mean of a completion's ratios)
     loss: typing.Literal["bnpo", "dapo", "dr_grpo", "grpo", "gspo"] = "bnpo"
     beta: float = 0.01  # weight of the KL divergence from the reference model; 0: no reference model
     epsilon: float = 0.5  # the ratio of new to old probability is clipped below 1 - epsilon
@@ -98,7 +95,8 @@ class Config:
     lora_rank: int = 0  # train adapters of this rank beside the layers' matrices; 0 trains all weights
     eval_every: int | None = None  # rounds between evaluations on held-out tasks, each saves a checkpoint
     eval_tasks: int = 96  # held-out tasks at most, of each file
-    runner: str = "local"  # where programs run: local, e2b (its cloud), or HOST:PORT of an Open-R1 router to E2B
+    runner: typing.Literal["local", "e2b"] = "local"  # where programs run: this machine, or E2B's cloud
+    e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     allow_unsafe: bool = False  # run programs where the machine offers no safe sandbox
     plot: bool = False  # draw the rewards of the rounds as curve.png at the end
     wandb: str = ""  # project name; "" logs to files alone
@@ -124,7 +122,7 @@ EVAL_SAMPLES = 2  # completions of each held-out task
 DEMO_STEPS = 300  # optimizer steps of the demo's own pre-training
 
 # Settings that may differ between hosts: where things are, and the sandbox, which host 0 alone needs.
-OF_A_HOST = ("runner", "allow_unsafe", "hosts", "ckpt", "prompts", "heldout", "humaneval", "out", "resume", "wandb")
+OF_A_HOST = "ckpt prompts heldout humaneval out resume wandb hosts runner e2b_router_url allow_unsafe".split()
 
 
 # ---- tasks as canvases ---------------------------------------------------------------------------------------------
@@ -216,14 +214,8 @@ class Prompts:
 
 def sandbox_options(cfg):
     """Options of sandbox.run_tests and of the reward functions."""
-    router = cfg.runner if ":" in cfg.runner else ""
-    runner = "e2b" if router else cfg.runner
-    return {"runner": runner, "e2b_router_url": router, "allow_unsafe": cfg.allow_unsafe, "max_tokens": cfg.max_new}
-
-
-def runs_tests(rewards):
-    """Whether one of the reward functions runs the tasks' tests."""
-    return any(function in sandbox.TESTED for function in rewards.values())
+    where = {"runner": cfg.runner, "e2b_router_url": cfg.e2b_router_url, "allow_unsafe": cfg.allow_unsafe}
+    return where | {"max_tokens": cfg.max_new}
 
 
 def check_sandbox(cfg):
@@ -278,9 +270,7 @@ def by_host_0(make, shape):
 
 
 def graphs_of(model_cfg, dtype, on_cpu=False, platform=""):
-    """The model without its parameters, for training and for generation. Off the CPU the backward pass computes the
-    layers again, which saves memory.
-    """
+    """The model without its parameters, for training, which off the CPU computes layers twice, and for generation."""
     run = md.Run(dtype, 64 if on_cpu else 256, remat="none" if on_cpu else "full", platform=platform)
     return md.graph_of(model_cfg, run), md.graph_of(model_cfg, dataclasses.replace(run, remat="none"))
 
@@ -413,11 +403,12 @@ class Trainer:
             self.base, adapters = self.trained, md.new_adapters(key, self.trained, cfg.lora_rank)
             self.trained = jax.device_put(adapters, md.shardings(mesh, adapters))
         self.ref = jax.tree.map(jnp.copy, self.trained) if cfg.beta else {}  # the reference model's
-        self.updates, self.bad = 0, 0  # so far; how many of the last ones had no finite gradient
+        self.updates, self.failed = 0, 0  # so far; how many of the last ones had no finite gradient
 
         # The tasks, and how completions of them are generated. A chat model ends its turn with <|im_end|>.
         tokenizer, wrap = runs.load_tokenizer(cfg.ckpt, model_cfg), runs.chat_template(cfg.ckpt)
-        canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, runs_tests(rewards)
+        tested = any(function in sandbox.TESTED for function in rewards.values())
+        canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, tested
         self.prompts = Prompts(cfg.prompts, *canvas)
         self.heldout = [Prompts(path, *canvas) for path in (cfg.heldout, cfg.humaneval) if path]
         turn_end = tokenizer.token_to_id("<|im_end|>") if "question" in self.prompts.tasks[0] else None
@@ -447,15 +438,13 @@ class Trainer:
 
     def describe(self):
         """Print what is trained, on what."""
-        cfg = self.cfg
-        count, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (self.trained, self.base))
-        what = f"rank {cfg.lora_rank}: {count:,} of {count + frozen:,}" if frozen else f"{count:,}"
-        print(f"{jax.device_count()} x {jax.devices()[0].device_kind}; training {what} parameters of {cfg.ckpt}")
+        trained, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (self.trained, self.base))
+        print(
+            f"{jax.device_count()} x {jax.devices()[0].device_kind}; {trained:,} parameters trained, {frozen:,} frozen"
+        )
         for prompts in (self.prompts, *self.heldout):
-            left_out = (
-                f", without {prompts.dropped} of over --max_prompt={cfg.max_prompt} tokens" if prompts.dropped else ""
-            )
-            print(f"{prompts.path}: {len(prompts.tasks):,} tasks{left_out}", flush=True)
+            dropped = f"{prompts.dropped:,} left out, longer than --max_prompt={self.cfg.max_prompt}"
+            print(f"{prompts.path}: {len(prompts.tasks):,} tasks, {dropped}", flush=True)
 
     def arrays(self):
         """What a checkpoint holds."""
@@ -484,7 +473,7 @@ class Trainer:
 
     def rollout(self, prompts, task_B, key):
         """Completions of the tasks with these numbers, by the policy as it is: a Batch."""
-        policy, key = self.policy(), np.asarray(jax.random.key_data(key))  # which is on no device
+        policy, key_data = self.policy(), np.asarray(jax.random.key_data(key))  # which is on no device
         canvas_BL, see_BL = prompts.canvas(task_B)
         size, filled, passes = self.cfg.generation_batch, [], []
         width = grpo.round_up(size, self.writing_mesh.shape["data"])  # each device has the same number of rows
@@ -492,7 +481,7 @@ class Trainer:
             # All batches have one shape, for one compiled program: the last repeats rows.
             inputs = [np.resize(x[i : i + size], (width, x.shape[1])) for x in (canvas_BL, see_BL)]
             with jax.set_mesh(self.writing_mesh):
-                batch_key = jax.random.fold_in(jax.random.wrap_key_data(key), i)
+                batch_key = jax.random.fold_in(jax.random.wrap_key_data(key_data), i)
                 token_BL, stats = self.fill(policy, *inputs, self.rule, batch_key)
             filled.append(token_BL[: min(size, len(task_B) - i)])
             passes.append(sum(stats["windows"]) / canvas_BL.shape[1])
@@ -546,22 +535,18 @@ class Trainer:
             inputs |= {"first": jnp.asarray(i == 0), "update_tokens": update_tokens}
             total, metrics = self.gradients(self.trained, self.base, total, inputs)
             measured.append(metrics)
-            if complete:
-                norms.append(self.step(total, len(batches)))
-                total = None  # its memory is free before the next update begins
+            if not complete:
+                continue
+            self.trained, self.opt, norm = self.update(self.trained, self.opt, total, len(batches))
+            total = None  # its memory is free before the next update begins
+            norms.append(float(norm))
+            self.updates += 1
+            self.failed = 0 if math.isfinite(norms[-1]) else self.failed + 1
+            if self.failed >= 5:
+                raise RuntimeError(f"no finite gradient in five updates; lower --lr, then --resume={cfg.out}")
+            if cfg.beta and cfg.sync_every and self.updates % cfg.sync_every == 0:
+                self.ref = grpo.sync_reference(self.ref, self.trained, 1.0 if cfg.lora_rank else MIXUP)
         return measured, norms
-
-    def step(self, total, count):
-        """One update by the mean gradient of `count` micro-batches: its norm. RuntimeError after five that failed."""
-        cfg = self.cfg
-        self.trained, self.opt, norm = self.update(self.trained, self.opt, total, count)
-        self.updates += 1
-        self.bad = 0 if math.isfinite(norm) else self.bad + 1
-        if self.bad >= 5:
-            raise RuntimeError(f"no finite gradient in five updates; lower --lr, then --resume={cfg.out}")
-        if cfg.beta and cfg.sync_every and self.updates % cfg.sync_every == 0:
-            self.ref = grpo.sync_reference(self.ref, self.trained, 1.0 if cfg.lora_rank else MIXUP)
-        return float(norm)
 
     def evaluate(self):
         """Mean of the first reward, and the share of completions where it is 1, of each "split" of held-out tasks."""
@@ -592,7 +577,7 @@ def summary(trainer, batch, reward_BF, advantages, measured, norms):
         if len(known_B):
             row |= {f"{name}_mean": float(known_B.mean()), f"{name}_std": float(known_B.std())}
     row |= {"constant_groups": float(advantages.constant_B.mean()), "no_reward": int((~counted_B).sum())}
-    row["timeouts"] = sum(task["verdicts"].count("timeout") for task in batch.rows)
+    row["timeouts"] = sum(task.get("verdicts", []).count("timeout") for task in batch.rows)  # known to host 0
     combine = {"ratio_max": max, "tokens": sum}  # of the micro-batches; the mean of other metrics
     for name in measured[0] if measured else ():
         row[name] = float(combine.get(name, np.mean)([float(metrics[name]) for metrics in measured]))
@@ -631,16 +616,15 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
     with runs.Run(cfg, unit="round", curves=("reward", "heldout_reward"), **hosts) as run:
         settings = dataclasses.asdict(cfg)  # without the demo's model and tasks, which --resume finds again
         rewards = {name: sandbox.find_reward(name) for name in cfg.rewards}
-        if runs_tests(rewards):
+        if any(function in sandbox.TESTED for function in rewards.values()):
             by_host_0(functools.partial(check_sandbox, cfg), ())  # before anything is trained or read
         if not cfg.ckpt:
             cfg = make_demo(cfg, run.out, settings)
 
         # From here on this process holds the devices, which share weights and rows.
         checkpoints.keep_compiled(os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/unmask"))
-        mesh, sizes = mesh_of(jax.devices(), (1, -1, 1)), batch_sizes(cfg, jax.device_count())
-        cfg, settings = dataclasses.replace(cfg, **sizes), settings | sizes
-        trainer = Trainer(cfg, rewards, mesh, scores_of)
+        mesh = mesh_of(jax.devices(), (1, -1, 1))
+        trainer = Trainer(dataclasses.replace(cfg, **batch_sizes(cfg, mesh.size)), rewards, mesh, scores_of)
         model, tasks = dataclasses.asdict(trainer.model_cfg), [each.ids for each in (trainer.prompts, *trainer.heldout)]
         same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
         checkpoints.check_hosts(run.out, same | {"model": model, "tasks": tasks})
@@ -742,8 +726,6 @@ def resolve(cfg):
         wrong.append(f"--delta={cfg.delta}: above 1 + --epsilon_high, which is {1 + cfg.epsilon_high}, or 0 for none")
     if not cfg.temperature:
         wrong.append("--temperature=0 generates the same completion again and again; nothing could be compared")
-    if cfg.runner not in ("local", "e2b") and ":" not in cfg.runner:
-        wrong.append(f"--runner={cfg.runner}: local, e2b, or HOST:PORT of an Open-R1 router")
     if len(set(cfg.rewards)) != len(cfg.reward_weights):
         wrong.append(f"--rewards={' '.join(cfg.rewards)}: each once, with a weight of its own in --reward_weights")
     if bool(cfg.ckpt) != bool(cfg.prompts) or (cfg.preset == "7b" and not cfg.ckpt):

@@ -102,9 +102,7 @@ class Python(Documents):
     column: str = ""  # text column of .parquet and .jsonl files or --hf; "" looks for content, text, code
     hf: str = ""  # data set on Hugging Face, read as it streams: NAME, NAME:FOLDER of it, or a folder on this machine
     licences: typing.Literal["permissive", "any"] = "permissive"  # of rows that name a licence; others stay
-    benchmarks: tuple[
-        str, ...
-    ] = ()  # files of problems to keep out; unset: HumanEval, MBPP for rows and packages; none
+    benchmarks: tuple[str, ...] = ()  # files of problems to keep out; "" none; rows, packages: HumanEval, MBPP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,6 +191,8 @@ def main(cfg):
         raise ValueError("--fim_rate goes with --rows=packed only")
     if cfg.chat and not cfg.tokenizer:
         raise ValueError("--chat takes the template of a model: name its tokenizer, --tokenizer=FOLDER/tokenizer.json")
+    if isinstance(cfg, Python) and cfg.roots and cfg.hf:
+        raise ValueError("--roots and --hf are two sources; give one")
     if cfg.workers:
         os.environ["RAYON_NUM_THREADS"] = str(cfg.workers)  # threads of the library tokenizers
     out = Path(cfg.out)

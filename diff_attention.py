@@ -1,10 +1,10 @@
 """Differential attention: softmax(Q1 K1^T) - lambda softmax(Q2 K2^T), optionally floored at 0, times V.
 
 `attention` is einsums, for every device and use: training, packed documents, KV caches, left pads, and plain attention.
-`attention_tpu` is the fused Pallas kernel for training on TPU: exact softmax rows in VMEM, one product with V.
-`plain_tpu` is plain attention there, I = 1, by JAX's own kernel, so that comparisons of the two are fair.
-`attention_gpu` is the same for NVIDIA GPUs, in five kernels: there a row does not fit and is computed twice.
-One rule masks everywhere: the query at key slot `index` sees the key slots from `start` to `index`.
+`attention_tpu` is a fused Pallas kernel for training on a TPU: exact softmax rows in VMEM, one product with V.
+`plain_tpu` is plain attention (I = 1) on a TPU by JAX's own kernel, for fair comparisons.
+`attention_gpu` is five Pallas kernels for training on NVIDIA GPUs: a score row does not fit and is computed twice.
+One attention mask everywhere: the query at key slot `index` attends to the slots from `start` to `index`.
 
 Letters: B batch, I softmax maps (2 differential, 1 plain), P heads (differential ones, or plain query heads if I = 1),
 J key/value groups, G = P / J, L queries, M keys, N = G L, K head size, E value size (2K differential, K plain).
@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-MASKED = -1e30  # score of an unseen key; finite, so that a query that sees nothing yet gives no NaN
+MASKED = -1e30  # score of a masked key; finite, so that a query whose keys are all masked gives no NaN
 
 
 def lambda_init(layer):
@@ -30,7 +30,7 @@ def lambda_init(layer):
 def lambda_value(lq1_K, lk1_K, lq2_K, lk2_K, init, clamp):
     """lambda = exp(lq1 . lk1) - exp(lq2 . lk2) + init, a float32 scalar. Ref: arXiv:2410.05258, eq. 2.
 
-    `clamp` clips both dot products to [-10, 10] and lambda to [0, 1]; beyond an active clip every gradient is zero.
+    `clamp` clips both dot products to [-10, 10] and lambda to [0, 1]; where a clip is active the gradient is 0.
     """
     dot1, dot2 = (jnp.sum(q.astype(jnp.float32) * k) for q, k in ((lq1_K, lk1_K), (lq2_K, lk2_K)))
     if not clamp:
@@ -41,11 +41,11 @@ def lambda_value(lq1_K, lk1_K, lq2_K, lk2_K, init, clamp):
 def attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, *, floor=True, cap=0.0, block=128):
     """o = max(A1 - lam A2, 0) V with A_i = softmax(Q_i K_i^T / sqrt(K)), unfloored without `floor`; o = A1 V if I = 1.
 
-    Query l sits at key slot index_BL[b, l] and sees slots start_BL[b, l] to index_BL[b, l]: start is the first slot of
-    its document, or the number of pads on its left; None is 0. index None means that query l sits at slot l (training);
-    then each block of `block` queries reads only the keys up to its last query, which halves the work. `cap` c > 0
-    turns a score s into c tanh(s / c). Scores and softmax are float32, the map is cast to v's dtype, which the result
-    has. Forward alone needs B I P block M floats for scores. Raises ValueError if the sizes do not fit each other.
+    Query l has key slot index_BL[b, l] and attends to slots start_BL[b, l] to index_BL[b, l]: start is the first slot
+    of its document, or the number of pads on its left; None is 0. index None: query l has slot l (training); then each
+    block of `block` queries reads only the keys up to its last query, which halves the work. `cap` c > 0 turns a score
+    s into c tanh(s / c). Scores and softmax are float32, the map is cast to v's dtype, which the result has. The
+    forward pass needs B I P block M floats for scores. Raises ValueError if the sizes do not fit each other.
     """
     B, I, P, L, K = q_BIPLK.shape
     J, M = k_BIJMK.shape[2:4]
@@ -75,8 +75,8 @@ def _attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, static):
 def _attention_backward(static, inputs, do_BPLE):
     """With da = do V^T, 0 where floored: ds_i = w_i A_i (da - sum_M A_i da), w = (1, -lam); dlam = -sum_LM A_2 da.
 
-    The maps are made again from the inputs. They must be rounded as in the forward pass: where A_1 = A_2 the floor
-    decides by the last bit, so maxima and sums are taken anew and not stored.
+    The maps are recomputed from the inputs, maxima and sums too, to be rounded as in the forward pass: where A_1 = A_2
+    the floor depends on the last bit.
     """
     floor, cap, block = static
     q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL = inputs
@@ -90,7 +90,7 @@ def _attention_backward(static, inputs, do_BPLE):
     for rows, keys, seen_BLM in _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
         q_BIJNK = q_BIPLK[:, :, :, rows].reshape(B, I, J, -1, K)
         do_BJNE = do_BPLE[:, :, rows].reshape(B, J, -1, E)
-        # the maps again, then the gradient of the combined map, 0 where the floor was active
+        # the maps, then the gradient of the combined map, 0 where the floor is active
         a_BIJNM, slope_BIJNM = _maps(q_BIPLK[:, :, :, rows], k_BIJMK[:, :, :, keys], seen_BLM, cap)
         a_BJNM = _combine(a_BIJNM, lam, floor)
         da_BJNM = einsum("BJNE,BJEM->BJNM", do_BJNE, v_BJEM[..., keys])
@@ -102,8 +102,8 @@ def _attention_backward(static, inputs, do_BPLE):
         if I == 2:
             ds_BIJNM *= jnp.stack([jnp.float32(1), -lam])[:, None, None, None]
             dlam -= jnp.sum(mean_BIJN1[:, 1])
-        # to queries, keys and values; those of keys and values add up over the blocks of queries, and over the heads
-        # of a group, which lie below each other in N
+        # to queries, keys and values; those of keys and values are summed over the blocks of queries, and over the
+        # heads of a group, which N runs over
         ds_BIJNM = ds_BIJNM.astype(q_BIPLK.dtype)
         dq_BIJNK = einsum("BIJNM,BIJMK->BIJNK", ds_BIJNM, k_BIJMK[:, :, :, keys])
         dqs_BIPLK.append(dq_BIJNK.reshape(B, I, P, -1, K).astype(q_BIPLK.dtype))
@@ -118,11 +118,11 @@ _attention.defvjp(lambda *args: (_attention(*args), args[:6]), _attention_backwa
 
 
 def _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
-    """For each block of queries: its slice of L, the slice of M that it can see, and what of that, [B, L, M]."""
+    """For each block of queries: its slice of L, the slice of M that it reads, and the attention mask [B, L, M]."""
     L, M = q_BIPLK.shape[3], k_BIJMK.shape[3]
     for first in range(0, L, block):
         rows = slice(first, min(first + block, L))
-        # without index_BL no key behind the block's last query is seen; with a cache any slot may be
+        # without index_BL keys after the block's last query are masked; with a cache any slot may be needed
         keys = slice(0, rows.stop if index_BL is None else M)
         index_bL = jnp.arange(L)[None, rows] if index_BL is None else index_BL[:, rows]
         seen_BLM = jnp.arange(keys.stop) <= index_bL[:, :, None]
@@ -132,24 +132,24 @@ def _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
 
 
 def _maps(q_BIPLK, k_BIJMK, seen_BLM, cap):
-    """Softmax maps [B, I, J, N, M] in float32, a group's heads below each other, and d(scaled, capped score)/d(q.k)."""
+    """Softmax maps [B, I, J, N, M] in float32, and d(scaled, capped score) / d(q.k)."""
     (B, I, P, L, K), J = q_BIPLK.shape, k_BIJMK.shape[2]
-    # the heads of a group are rows of one product: keys are never repeated
+    # the heads of a group are rows of one product: keys are not repeated
     q_BIJNK = q_BIPLK.reshape(B, I, J, -1, K)
     s_BIJNM = jnp.einsum("BIJNK,BIJMK->BIJNM", q_BIJNK, k_BIJMK, preferred_element_type=jnp.float32) * K**-0.5
     slope = K**-0.5
     if cap:  # d(c tanh(s / c)) / ds = 1 - tanh^2
         s_BIJNM = jnp.tanh(s_BIJNM / cap)
         s_BIJNM, slope = cap * s_BIJNM, slope * (1 - s_BIJNM**2)
-    # softmax; a row that sees nothing is uniform over its keys
+    # softmax; uniform over the keys where all are masked
     s_BIJGLM = jnp.where(seen_BLM[:, None, None, None], s_BIJNM.reshape(B, I, J, P // J, L, -1), MASKED)
     e_BIJGLM = jnp.exp(s_BIJGLM - jnp.max(s_BIJGLM, -1, keepdims=True))
-    r_BIJGL1 = 1 / jnp.sum(e_BIJGLM, -1, keepdims=True)  # L reciprocals and no L M divisions: 1.3x on a CPU
+    r_BIJGL1 = 1 / jnp.sum(e_BIJGLM, -1, keepdims=True)  # L reciprocals, not L M divisions: 1.3x on a CPU
     return (e_BIJGLM * r_BIJGL1).reshape(s_BIJNM.shape), slope
 
 
 def _combine(a_BIJNM, lam, floor):
-    """The map that multiplies the values: A1 - lam A2, at least 0 with floor; A1 alone if there is no second one."""
+    """The map that multiplies the values: A1 - lam A2, at least 0 with floor; A1 if there is one map."""
     if a_BIJNM.shape[1] == 1:
         return a_BIJNM[:, 0]
     a_BJNM = a_BIJNM[:, 0] - lam * a_BIJNM[:, 1]
@@ -159,13 +159,12 @@ def _combine(a_BIJNM, lam, floor):
 def attention_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, block_q=512, block_k=512, interpret=False):
     """`attention` for training (I = 2, index None, cap 0): one Pallas kernel each way, gradients for q, k, v and lam.
 
-    Scores stand transposed, keys on sublanes and queries on lanes: maxima, sums and start_BL are rows with one lane per
-    query, and dk, dv need no transposed operand. The numerators of both softmax rows stay in VMEM in float32, beside
-    the maximum that each block of keys was taken against. When all blocks are in, one factor per query and block
-    completes them, so max(A1 - lam A2, 0) is exact and there is one product with V. The backward pass starts from the
-    inputs alone: under remat the forward kernel does not run twice. Blocks of keys before the first start of the
-    queries or behind the diagonal are skipped, blocks that all queries see are not masked. Products are bfloat16 or
-    float32 like the inputs.
+    Scores are transposed, keys on sublanes and queries on lanes: maxima, sums and start_BL are rows with one lane per
+    query, and dk, dv need no transposed operand. The numerators of both softmax rows stay in VMEM in float32, relative
+    to the maximum of their block of keys; after all blocks one factor per query and block completes them. So
+    max(A1 - lam A2, 0) is exact, with one product with V. The backward pass starts from the inputs alone: under remat
+    the forward kernel does not run twice. Blocks of keys before the first start of the queries or after the diagonal
+    are skipped; blocks without a masked key take no mask. Products are bfloat16 or float32 like the inputs.
 
     Blocks shrink to the largest multiple of 128 that divides L, and query blocks so that the rows fit: 512 to L = 4096,
     256 to 8192. Raises ValueError if L or a block is no multiple of 128, if I is not 2 or if the sizes do not fit.
@@ -187,11 +186,11 @@ def attention_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, block_
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _fused(q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, static):
-    return _call(None, q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, *static)[0]
+    return _call(None, q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, static)[0]
 
 
 def _fused_backward(static, inputs, do_BPLE):
-    dq_BIPLK, dk_BIJLK, dv_BJLE, dlam_BP1L = _call(do_BPLE, *inputs, *static)
+    dq_BIPLK, dk_BIJLK, dv_BJLE, dlam_BP1L = _call(do_BPLE, *inputs, static)
     return dq_BIPLK, dk_BIJLK, dv_BJLE, jnp.sum(dlam_BP1L).reshape(1, 1), None
 
 
@@ -199,9 +198,9 @@ _fused.defvjp(lambda *args: (_fused(*args), args[:5]), _fused_backward)
 
 
 def plain_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, interpret=False):
-    """`attention` for training on a TPU with I = 1, index None and cap 0, by JAX's splash attention; lam is not read.
+    """`attention` for training on a TPU with I = 1, index None and cap 0, by JAX's splash attention; lam is unused.
 
-    The slots of a document have one start, so starts are its segment ids. Raises ValueError if L is no multiple of 128.
+    The slots of a document have one start, which serves as segment id. Raises ValueError if L is no multiple of 128.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -213,7 +212,7 @@ def plain_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, interpret=
     names = "q kv kv_compute q_dkv kv_dkv kv_dkv_compute q_dq kv_dq".split()
     sizes = splash.BlockSizes(**{f"block_{name}": block for name in names})
     mask = masks.MultiHeadMask([masks.CausalMask((L, L))] * (P // J))
-    named = {"residual_checkpoint_name": "lse"}  # result and sums, which remat keeps
+    named = {"residual_checkpoint_name": "lse"}  # result and sums, for remat to keep
     kernel = splash.make_splash_mqa_single_device(mask, block_sizes=sizes, interpret=interpret, **named)
     q_BJGLK = (q_BIPLK[:, 0] * jnp.asarray(K**-0.5, q_BIPLK.dtype)).reshape(B, J, P // J, L, K)
     start_BL = jnp.zeros((B, L), jnp.int32) if start_BL is None else start_BL
@@ -222,13 +221,13 @@ def plain_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, interpret=
     return o_BJGLE.reshape(B, P, L, -1).astype(v_BJLE.dtype)
 
 
-def _call(do_BPLE, q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, floor, block_q, block_k, interpret):
+def _call(do_BPLE, q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, static):
     """The forward kernel, or the backward one if there is a do. A group's K and V are read once for all its queries."""
     B, I, P, L, K = q_BIPLK.shape
     _, J, _, E = v_BJLE.shape
-    G = P // J
-    # What of each array a program of the grid (b, j, g, i) sees: tile i of the rows of query head j G + g, all keys of
-    # its group j. K and V do not move while g and i run, so they are fetched once.
+    G, (floor, block_q, block_k, interpret) = P // J, static
+    # The blocks of a program of the grid (b, j, g, i): tile i of the rows of query head j G + g, all keys of its group
+    # j. Those of K and V do not change with g and i, so they are fetched once.
     lam = pl.BlockSpec(memory_space=pltpu.SMEM)
     start = pl.BlockSpec((None, 1, block_q), lambda b, j, g, i: (b, 0, i))
     q = pl.BlockSpec((None, I, None, block_q, K), lambda b, j, g, i: (b, 0, j * G + g, i, 0))
@@ -248,12 +247,12 @@ def _call(do_BPLE, q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, floor, block_q, 
         outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_BIPLK, k_BIJLK, v_BJLE)]
         outputs.append(jax.ShapeDtypeStruct((B, P, 1, L), jnp.float32))
         scratch += [(L, block_q), (I, L, K), (L, E)]  # da, and dk and dv summed over the queries of a group
-    # for XLA's schedule: pairs of a query and a key in the blocks up to the diagonal
+    # for XLA's scheduler: pairs of a query and a key in the blocks up to the diagonal
     pairs = B * P * L * (L + block_q) // 2
-    # for the compiler's limit: blocks of inputs and outputs are held twice, one in use and one on its way
+    # for the compiler's limit: blocks of inputs and outputs are double-buffered
     blocks = zip(in_specs[1:] + out_specs, [*inputs[1:], *outputs], strict=True)
     sizes = (x.dtype.itemsize * math.prod(n or 1 for n in spec.block_shape) for spec, x in blocks)
-    spills = 8 * block_q * block_k  # for the tiles that registers do not hold
+    spills = 8 * block_q * block_k  # of registers
     vmem = 2 * sum(sizes) + 4 * (sum(map(math.prod, scratch)) + spills)
     return pl.pallas_call(
         functools.partial(kernel, floor=floor, block_k=block_k),
@@ -285,13 +284,13 @@ def _dot(a, b, axis_a, axis_b):
 def _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k):
     """Over the blocks C of keys: e = 2^(s - top), with s = log2(e) scores and top their maximum in the block.
 
-    Returns the range of blocks, and a function of map and block for the missing factor, 2^(top - max_M s) / sum_M.
-    A block's own maximum, not the running one, lets no block wait for the one before. Where a query sees nothing of a
-    block, e is 1 and the factor 0.
+    Returns the range of blocks, and a function of map and block: the missing factor 2^(top - max_M s) / sum_M. With
+    its own maximum, not the running one, no block waits for the one before. Where all keys of a block are masked for a
+    query, e is 1 and the factor 0.
     """
     I, L, K = q_ILK.shape
     first_query = pl.program_id(3) * L
-    # blocks begin..end hold keys that are seen; of them, those from clear up to diagonal are seen by every query
+    # blocks begin..end have unmasked keys; those from clear to diagonal have no masked ones
     begin, end = jnp.min(start_1L[...]) // block_k, pl.cdiv(first_query + L, block_k)
     clear, diagonal = pl.cdiv(jnp.max(start_1L[...]), block_k), (first_query + 1) // block_k
     key_ML = jax.lax.broadcasted_iota(jnp.int32, (block_k, L), 0)
@@ -309,7 +308,7 @@ def _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k):
             top_1L = jnp.max(s_ML, 0, keepdims=True)
             e_ML = jnp.exp2(s_ML - top_1L)
             e_IML[i, keys], top_IC1L[i, c] = e_ML, top_1L
-            # the running maximum and sum: both parts of the sum brought to the new maximum
+            # the running maximum, and the sum relative to it
             new_1L = jnp.maximum(max_1L, top_1L)
             sum_1L = sum_1L * jnp.exp2(max_1L - new_1L) + jnp.sum(e_ML, 0, keepdims=True) * jnp.exp2(top_1L - new_1L)
             new_rows.append((new_1L, sum_1L))
@@ -324,8 +323,9 @@ def _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k):
     return begin, end, lambda i, c: jnp.exp2(top_IC1L[i, c] - rows[i][0]) / rows[i][1]
 
 
-def _forward_kernel(lam, start_1L, q_ILK, k_IMK, v_EM, o_LE, e_IML, top_IC1L, *, floor, block_k):
+def _forward_kernel(*refs, floor, block_k):
     """o = max(A1 - lam A2, 0) V for one tile of queries, from numerators that are completed block by block."""
+    lam, start_1L, q_ILK, k_IMK, v_EM, o_LE, e_IML, top_IC1L = refs
     begin, end, factor = _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k)
 
     def step(c, o_EL):
@@ -387,9 +387,9 @@ def _backward_kernel(*refs, floor, block_k):
 
 # ---- the kernels for NVIDIA GPUs -----------------------------------------------------------------------------------
 
-# What a program of each kernel holds: (queries, keys, warps, stages of loads in flight), powers of 2. Chosen by what
-# ptxas says for heads of 128 in bfloat16: no spilled registers, at most 99 KiB of shared memory for the first. Hopper's
-# matrix instructions want 64 rows of what is summed, and it has the shared memory for them.
+# Tiles of each kernel: (queries, keys, warps, stages of loads in flight), powers of 2. Chosen by ptxas for heads of 128
+# in bfloat16: no spilled registers, on Ampere at most 99 KiB of shared memory. Hopper's matrix instructions want 64
+# rows of what is summed, and it has the shared memory for them.
 AMPERE = {
     "sums": (64, 64, 4, 2),
     "values": (64, 32, 4, 2),
@@ -407,14 +407,22 @@ HOPPER = {
 GPU_TILES = {"ampere": AMPERE, "hopper": HOPPER}
 
 
+def training_kernel(chip, maps, head_size):
+    """The fused attention for training on a chip, "tpu" or a key of GPU_TILES; None if none fits."""
+    if chip == "tpu":
+        return attention_tpu if maps == 2 else plain_tpu
+    if chip in GPU_TILES and head_size in (16, 32, 64, 128):
+        return functools.partial(attention_gpu, tiles=GPU_TILES[chip])
+    return None
+
+
 def attention_gpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, tiles=AMPERE, interpret=False):
     """`attention` for training (index None, cap 0): Pallas kernels for Ampere and newer, through Triton.
 
-    A score row does not fit the registers, so the forward pass goes over the keys twice: for the sums of the softmax
-    rows, then for max(A1 - lam A2, 0) V, which is exact. The backward pass goes three times: for the means
-    sum_M A_i da, for dq, and over the queries for dk and dv. It keeps o and the logarithms of the sums, named "attn"
-    and "lse" for remat. Blocks of keys before the first start of the queries or behind the diagonal are skipped, blocks
-    that all queries see are not masked. Rows are padded to whole tiles.
+    A score row does not fit the registers, so the forward pass reads the keys twice: for the sums of the softmax rows,
+    then for max(A1 - lam A2, 0) V, which is exact. The backward pass takes three: for the means sum_M A_i da, for dq,
+    and over the queries for dk and dv. o and the logarithms of the sums are named "attn" and "lse" for remat. Masked
+    blocks are skipped as in attention_tpu. Rows are padded to whole tiles.
 
     Raises ValueError if K is not a power of 2, at least 16, or if the sizes do not fit each other.
     """
@@ -425,7 +433,7 @@ def attention_gpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, tiles=
     if K < 16 or K & (K - 1):
         raise ValueError(f"heads of {K}: the kernel needs a power of 2, at least 16; use attention()")
     rest = -L % max(max(tile[:2]) for tile in tiles.values())
-    # what is added stands behind all queries; as queries it sees what the last one sees, and has no gradient
+    # the padding comes after all queries, which mask it as keys; as queries it has no gradient
     start_BL = jnp.zeros((B, L), jnp.int32) if start_BL is None else start_BL
     start_BL = jnp.pad(start_BL, ((0, 0), (0, rest)), "edge")
     q, k, v = (jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rest), (0, 0)]) for x in (q_BIPLK, k_BIJLK, v_BJLE))
@@ -473,8 +481,8 @@ _gpu.defvjp(_gpu_forward, _gpu_backward)
 
 
 def _reach(start_BL, block_q, block_k):
-    """For each block of keys, the first block of queries that one of its keys is hidden from, and the end of those
-    that see any: [B, blocks, 2]. Before the diagonal no query sees it anyway.
+    """For each block of keys, the first block of queries for which one of its keys is masked by start_BL, and the end
+    of those for which not all are: [B, blocks, 2].
     """
     L = start_BL.shape[1]
     first_C1, slot_L = jnp.arange(0, L, block_k)[:, None], jnp.arange(L)
@@ -484,12 +492,12 @@ def _reach(start_BL, block_q, block_k):
 
 
 def _gpu_call(kernel, inputs, arrays, outputs, static):
-    """The results of a kernel on the arrays that `inputs` names, in this order; outputs: {name: its shape}."""
+    """The results of a kernel on the arrays that `inputs` names, in this order; outputs is {name: shape}."""
     (floor, tiles, interpret), name = static, kernel.__name__[1:].removesuffix("_kernel")
     block_q, block_k, warps, stages = dict(tiles)[name]
     (B, I, P, L, K), (_, J, _, E) = arrays["q"].shape, arrays["v"].shape
     G = P // J
-    if kernel is _dkv_kernel:  # a program of the grid (n, j, b) has block n of keys, and all queries of group j
+    if kernel is _dkv_kernel:  # program (n, j, b) of the grid has block n of keys, and all queries of group j
         grid, block = (L // block_k, J, B), {"block_q": block_q}
         specs = {
             "start": pl.BlockSpec((None, L), lambda n, j, b: (b, 0)),
@@ -500,7 +508,7 @@ def _gpu_call(kernel, inputs, arrays, outputs, static):
             "o": pl.BlockSpec((None, G, L, E), lambda n, j, b: (b, j, 0, 0)),
             "lse": pl.BlockSpec((None, I, G, L), lambda n, j, b: (b, 0, j, 0)),
         }
-    else:  # a program of the grid (n, p, b) has a tile of the queries of head p, those with the longest rows first
+    else:  # program (n, p, b) of the grid has a tile of the queries of head p, those with the longest rows first
         grid, block, last = (L // block_q, P, B), {"block_k": block_k}, L // block_q - 1
         specs = {
             "start": pl.BlockSpec((None, block_q), lambda n, p, b: (b, last - n)),
@@ -530,20 +538,20 @@ def _gpu_call(kernel, inputs, arrays, outputs, static):
 
 
 def _score_tile(x_XK, y_YK, seen_XY):
-    """Scores of queries and keys, either way round, times log2(e): exp2 is the GPU's instruction."""
+    """Scores times log2(e) of queries and keys, or keys and queries: exp2 is the GPU's instruction."""
     s_XY = _dot(x_XK, y_YK, 1, 1) * (x_XK.shape[-1] ** -0.5 * math.log2(math.e))
     return s_XY if seen_XY is None else jnp.where(seen_XY, s_XY, MASKED)
 
 
 def _map_tiles(x_IXK, y_IYK, lse_I, seen_XY, lam_1):
-    """The softmax maps of a tile, and A1 - lam A2; A1 if there is one map. lse_I broadcasts along the keys."""
+    """The softmax maps of a tile, and A1 - lam A2, or A1 of one map. lse_I broadcasts along the keys."""
     tiles = zip(x_IXK, y_IYK, lse_I, strict=True)
     a_IXY = [jnp.exp2(_score_tile(x, y, seen_XY) - lse) for x, y, lse in tiles]
     return a_IXY, a_IXY[0] - lam_1[0] * a_IXY[1] if len(a_IXY) == 2 else a_IXY[0]
 
 
 def _two_loops(begin, low, high, end, step, carry):
-    """carry after step(n, masked, carry) for begin <= n < end: those not masked, low <= n < high, in their own loop."""
+    """carry after step(n, masked, carry) for begin <= n < end; those with low <= n < high are not masked."""
 
     def at_the_edges(n, carry):
         return step(n + jnp.where(n < low, 0, high - low), True, carry)
@@ -553,7 +561,7 @@ def _two_loops(begin, low, high, end, step, carry):
 
 
 def _over_keys(start_L, block_k, step, carry):
-    """carry after step(keys, seen_LM, carry) for all blocks of keys that the queries see; seen_LM None is all of it."""
+    """carry after step(keys, seen_LM, carry) for all blocks of keys that count; seen_LM None: no key is masked."""
     L, start_L = start_L.shape[0], start_L[...]
     first = (pl.num_programs(0) - 1 - pl.program_id(0)) * L
     query_L, key_M = first + jax.lax.iota(jnp.int32, L), jax.lax.iota(jnp.int32, block_k)
@@ -602,7 +610,7 @@ def _values_kernel(lam_1, start_L, q_ILK, k_IMK, v_ME, lse_IL, o_LE, *, floor, b
 
 
 def _over_maps(q_ILK, k_IMK, v_ME, do_LE, lse_IL, lam_1, floor):
-    """What means and dq have in common: a function of keys and seen for the maps of the tile, da, and the keys."""
+    """What means and dq share: a function of keys and mask that gives the maps of the tile, da, and the keys."""
     I = q_ILK.shape[0]
     lse_IL1 = [lse_IL[i][:, None] for i in range(I)]
 
@@ -615,8 +623,9 @@ def _over_maps(q_ILK, k_IMK, v_ME, do_LE, lse_IL, lam_1, floor):
     return at
 
 
-def _means_kernel(lam_1, start_L, q_ILK, k_IMK, v_ME, do_LE, lse_IL, mean_IL, *, floor, block_k):
+def _means_kernel(*refs, floor, block_k):
     """mean_i = sum_M A_i da of each query."""
+    lam_1, start_L, q_ILK, k_IMK, v_ME, do_LE, lse_IL, mean_IL = refs
     maps = _over_maps(q_ILK, k_IMK, v_ME, do_LE, lse_IL, lam_1, floor)
 
     def step(keys, seen_LM, mean_IL):
@@ -628,8 +637,9 @@ def _means_kernel(lam_1, start_L, q_ILK, k_IMK, v_ME, do_LE, lse_IL, mean_IL, *,
         mean_IL[i] = mean_L
 
 
-def _dq_kernel(lam_1, start_L, q_ILK, k_IMK, v_ME, do_LE, lse_IL, mean_IL, dq_ILK, *, floor, block_k):
+def _dq_kernel(*refs, floor, block_k):
     """dq_i = sum_M ds_i k_i; the weights and the scale of ds wait until the sums are there."""
+    lam_1, start_L, q_ILK, k_IMK, v_ME, do_LE, lse_IL, mean_IL, dq_ILK = refs
     (I, _, K), maps = q_ILK.shape, _over_maps(q_ILK, k_IMK, v_ME, do_LE, lse_IL, lam_1, floor)
     mean_IL1 = [mean_IL[i][:, None] for i in range(I)]
 
@@ -644,12 +654,12 @@ def _dq_kernel(lam_1, start_L, q_ILK, k_IMK, v_ME, do_LE, lse_IL, mean_IL, dq_IL
 
 
 def _dkv_kernel(*refs, floor, block_q):
-    """dk_i = sum_L ds_i q_i and dv = sum_L max(A1 - lam A2, 0) do, over all queries of a group that see the keys."""
+    """dk_i = sum_L ds_i q_i and dv = sum_L max(A1 - lam A2, 0) do, over all queries of a group."""
     reach_2, lam_1, start_L, q_IGLK, k_IMK, v_ME, do_GLE, lse_IGL, mean_IGL, dk_IMK, dv_ME = refs
     (I, M, K), G = k_IMK.shape, q_IGLK.shape[1]
     first = pl.program_id(0) * M
     key_M1, query_L = (first + jax.lax.iota(jnp.int32, M))[:, None], jax.lax.iota(jnp.int32, block_q)
-    # blocks of queries: those across the diagonal, those that see all of the keys, those that see some or none
+    # blocks of queries: across the diagonal; with no masked key; with some, by start_BL
     begin, end = jax.lax.div(first, block_q), reach_2[1]
     diagonal = jnp.minimum(jax.lax.div(first + (M + block_q - 2), block_q), end)
     hidden = jnp.clip(reach_2[0], diagonal, end)

@@ -2,7 +2,7 @@
 
 Every function takes NumPy, JAX or PyTorch arrays and gives back the same kind; all trace under jax.jit and compile
 under torch.compile(fullgraph=True). Random numbers are arguments (u: uniform in [0, 1)), token ids too: nothing here
-draws, configures or knows a model. Half precision is computed in float32, float64 stays float64.
+draws, configures or knows a model. Half precision is computed in float32; float64 stays float64.
 
 Time t runs from 0 (text) to 1 (all MASK). rate(t) = P(a token is MASK at t) = 1 - alpha(t).
 
@@ -50,12 +50,12 @@ def _ids(x_BLV):
 
 
 def _column(t_B, x_BL):
-    """[B] as [B, 1, ...], to stand beside x."""
+    """[B] as [B, 1, ...], to broadcast against x."""
     return t_B.reshape(t_B.shape + (1,) * (x_BL.ndim - t_B.ndim))
 
 
 def _rank(score_BL):
-    """Place of each element in its row, 0 for the largest; of equals the lower index comes first."""
+    """Rank of each element in its row, 0 for the largest; of equals the lower index comes first."""
     xp = _namespace(score_BL)
     stable = {"kind": "stable"} if xp is np else {"stable": True}  # NumPy 1 has only the first
     return xp.argsort(xp.argsort(-score_BL, axis=-1, **stable), axis=-1, **stable)
@@ -96,8 +96,8 @@ def _cosine(t):
     return xp.where(t < 0.5, 2 * xp.sin(math.pi / 4 * t) ** 2, 1 - xp.sin(math.pi / 2 * (1 - t)))
 
 
-# A new entry here is a schedule for the trainers of MDLM and Dream, all samplers and the tables of the Jetson.
-# `cosine` is that of MDLM; MaskGIT's, sin(pi t / 2), is another function.
+# A new entry here is a schedule for the trainers of MDLM and Dream, all samplers and the Jetson. `cosine` is that of
+# MDLM; MaskGIT's, sin(pi t / 2), is another function.
 SCHEDULES = {
     "linear": Schedule(rate=lambda t: t, slope=lambda t: 0 * t + 1, inverse=lambda rate: rate),
     "cosine": Schedule(
@@ -145,7 +145,7 @@ def antithetic_times(u_B, eps=1e-3):
     The mean of w(t) over such a batch varies far less than over B independent times. Ref: MDLM, section 3.4 and code.
     """
     B = u_B.shape[0]
-    stratum_B = _ids(u_B) + 0 * u_B  # in the precision of u: torch divides whole numbers in float32
+    stratum_B = _ids(u_B) + 0 * u_B  # in u's precision: torch divides integers in float32
     return (1 - eps) * ((u_B / B + stratum_B / B) % 1) + eps
 
 
@@ -153,7 +153,7 @@ def antithetic_times(u_B, eps=1e-3):
 
 
 def q_sample(x0_BL, t_B, u_BL, schedule, mask_id, pad_id, frozen_BL=None):
-    """Noise x0: a token becomes MASK where u < rate(t). PAD and frozen positions never do. Returns (xt_BL, mask_BL)."""
+    """(xt_BL, mask_BL): x0 with MASK where u < rate(t), except at PAD and at frozen positions."""
     xp = _namespace(x0_BL)
     mask_BL = (u_BL < _column(mask_rate(t_B, schedule), u_BL)) & (x0_BL != pad_id)
     if frozen_BL is not None:
@@ -164,7 +164,7 @@ def q_sample(x0_BL, t_B, u_BL, schedule, mask_id, pad_id, frozen_BL=None):
 def mask_exactly(counted_BL, u_B, u_BL):
     """Mask m of each row's n counted tokens, m uniform in 1 .. n, chosen by u_B: (mask_BL, n / m [B]).
 
-    n / m sum_L nll estimates the same bound as w(t) sum_L nll, without the noise in how many tokens are masked.
+    n / m sum_L nll estimates the same bound as w(t) sum_L nll, with less variance: the number of masks is not random.
     Ref: LLaDA, arXiv:2502.09992, eq. 6.
     """
     xp, n_B = _namespace(u_B), counted_BL.sum(-1)
@@ -175,12 +175,12 @@ def mask_exactly(counted_BL, u_B, u_BL):
 
 
 def masked_nll(logits_BLV, x0_BL, mask_BL, mask_id):
-    """-log p(x0 | xt) [B, L] in nats where mask_BL, 0 elsewhere; what all losses are made of.
+    """-log p(x0 | xt) [B, L] in nats where mask_BL, 0 elsewhere; all losses are sums of it.
 
-    By substitution: MASK has probability 0, and what is not masked is known. Ref: MDLM, section 3.2.3.
+    MASK has probability 0, as it is no token, and unmasked tokens cost nothing. Ref: MDLM, section 3.2.3.
     """
     xp, logp_BLV = _namespace(logits_BLV), log_softmax(ban(logits_BLV, [mask_id]))
-    index_BL = xp.where(mask_BL, x0_BL, 0)  # elsewhere x0 could be MASK: -inf, and a NaN gradient
+    index_BL = xp.where(mask_BL, x0_BL, 0)  # elsewhere x0 may be MASK: -inf, and a NaN gradient
     return xp.where(mask_BL, -_take(logp_BLV, _long(index_BL)[..., None])[..., 0], 0.0)
 
 
@@ -196,18 +196,18 @@ def nelbo_per_sequence(nll_BL, t_B, schedule):
 def nelbo_per_token(nll_BL, t_B, counted_BL, schedule):
     """Sum of nelbo_per_sequence over the batch / number of tokens that can be masked (not of those that are).
 
-    For a part of a batch counted_BL, and mask_BL below, can be their number in all of it: the losses then add up.
+    For a micro-batch counted_BL, like mask_BL below, may be the count of the whole batch: the losses then add up.
     """
     return nelbo_per_sequence(nll_BL, t_B, schedule).sum() / _at_least_one(counted_BL)
 
 
 def masked_cross_entropy(nll_BL, mask_BL):
-    """Plain mean of nll over the masked tokens: no bound on anything, but what many report."""
+    """Mean of nll over the masked tokens: no bound on the likelihood, but what many report."""
     return nll_BL.sum() / _at_least_one(mask_BL)
 
 
 def masked_accuracy(logits_BLV, x0_BL, mask_BL, mask_id):
-    """Share of masked tokens whose likeliest id, MASK aside, is the right one."""
+    """Share of masked tokens whose likeliest id, MASK excluded, is right."""
     xp = _namespace(logits_BLV)
     best_BL = xp.argmax(ban(logits_BLV, [mask_id]), -1)
     return (mask_BL & (best_BL == x0_BL)).sum() / _at_least_one(mask_BL)
@@ -222,11 +222,11 @@ def _at_least_one(mask_BL):
 
 
 class Place(typing.NamedTuple):
-    """Where tokens stand, whole numbers [B, L] each: what decides who sees whom.
+    """The position of tokens, whole numbers [B, L] each, from which `sees` makes an attention mask.
 
-    document is 0 for padding. block counts the blocks of a document; None: there are none. noisy is True in the noised
-    copy of a row that stands beside the clean one; None: there is no such copy. seen [1, L, M], of queries, is False
-    where a key is hidden even so; None: nowhere.
+    document is 0 for padding. block is the number of the token's block in its document; None: no blocks. noisy is True
+    in the noised copy of a row, False in the clean one beside it; None: there is one copy. seen [1, L, M], of queries,
+    is False where a key is masked besides; None: nowhere.
     """
 
     document: typing.Any
@@ -236,11 +236,11 @@ class Place(typing.NamedTuple):
 
 
 def sees(query, key):
-    """Whether a query sees a key [B, L, M], of their Places.
+    """The attention mask [B, L, M] of queries and keys, given as Places: True where a query attends to a key.
 
-    Without blocks it sees its own document. With blocks also no later block of it. With a noised copy, a noised query
-    sees its own block noised and earlier blocks clean, a clean query never sees noise. Padding then sees nothing.
-    Ref: BD3-LM, arXiv:2503.09573, M_BD, M_OBC and M_BC.
+    A query attends to its own document; with blocks, to its own and earlier blocks of it. With a noised copy, a noised
+    query attends to its own block noised and to earlier blocks clean, a clean query to clean keys alone. With blocks
+    padding attends to nothing. Ref: BD3-LM, arXiv:2503.09573, M_BD, M_OBC and M_BC.
     """
     seen_BLM, query = query.seen, Place(*(None if x is None else x[..., :, None] for x in query[:3]))
     key = Place(*(None if x is None else x[..., None, :] for x in key[:3]))
@@ -257,7 +257,7 @@ def sees(query, key):
 
 
 def annealed(u_LL, ratio):
-    """Attention on its way from causal to both ways: a query sees what is left of it, and the rest where u < ratio.
+    """Attention mask [L, L] between causal (ratio 0) and bidirectional (1): later keys are unmasked where u < ratio.
 
     Ref: DiffuLLaMA, arXiv:2410.17891, section 3.
     """
@@ -266,10 +266,10 @@ def annealed(u_LL, ratio):
 
 
 def block_noise(u, low=1e-3, high=1.0, least=0.0):
-    """(t, weight) of blocks: their mask rate low + (high - low) u, but `least` at least, and the weight of their loss.
+    """(t, weight) of blocks: the mask rate max(low + (high - low) u, least), and the weight of the loss.
 
-    The weight is 1 / t, or 1 where low > 0.5. Training on a part of the rates, or with least = 1 / block, varies less;
-    a bound it is only with all of them. Refs: BD3-LM, section 5.2; Stable-DiffCoder, arXiv:2601.15892, eq. 11.
+    The weight is 1 / t, or 1 where low > 0.5. A narrower range of rates, or least = 1 / block, has less variance; only
+    the full range gives a bound. Refs: BD3-LM, section 5.2; Stable-DiffCoder, arXiv:2601.15892, eq. 11.
     """
     xp, t = _namespace(u), low + (high - low) * u
     t = xp.where(t < least, least + 0 * t, t)
@@ -277,19 +277,19 @@ def block_noise(u, low=1e-3, high=1.0, least=0.0):
 
 
 def highest_rate(step, steps, first=1e-3):
-    """The highest mask rate in a warm-up: from `first` in a line to 1 in so many steps. Ref: as above, eq. 10."""
+    """The highest mask rate in a warm-up, linear from `first` to 1 over `steps` steps. Ref: as above, eq. 10."""
     share = step / max(steps, 1)
     return first + (1 - first) * _namespace(share).where(share < 1, share, 1.0)
 
 
 def mask_one_at_least(mask_BL, counted_BL, u_BL, position_BL, block):
-    """The mask, and the counted token with the smallest u in each block: where u < t made the mask, one that has none.
+    """The mask, and the counted token with the smallest u in each block; so a mask u < t gets one in each empty block.
 
-    position_BL counts the tokens of a document from 0. No bound on the likelihood: for training alone.
+    position_BL counts the tokens of a document from 0. For training alone: it gives no bound on the likelihood.
     """
     xp, slot_L = _namespace(u_BL), _ids(u_BL)
     start_BL = slot_L - position_BL % block
-    # The order by block, then by u: the first of a block stands where the block begins.
+    # In the order by block, then by u, the first token of a block has the rank of the block's start.
     order_BL = _rank(-xp.where(counted_BL, u_BL, 2.0))
     first_BL = _rank(-(start_BL * u_BL.shape[-1] + order_BL)) == start_BL
     return mask_BL | (counted_BL & first_BL)
@@ -298,13 +298,13 @@ def mask_one_at_least(mask_BL, counted_BL, u_BL, position_BL, block):
 def subset_mask(subset, counted_BL, position_BL, block):
     """(mask_BL, weight_BL): in each block the r-th counted token is masked if bit r of the number `subset` is 1.
 
-    Summed over 1 .. 2^block - 1, weight nll is the bound of the linear schedule itself, without a draw: k masks of n
-    counted tokens weigh 1 / (k C(n, k)), the integral of t^(k - 1) (1 - t)^(n - k). block is a plain number here.
+    Summed over subset = 1 .. 2^block - 1, weight nll is the bound of the linear schedule without sampling: k masks of n
+    counted tokens weigh 1 / (k C(n, k)), the integral of t^(k - 1) (1 - t)^(n - k). block is a Python int.
     """
     xp, L, slot_L = _namespace(position_BL), position_BL.shape[-1], _ids(position_BL)
     place_BL = position_BL % block
     rank_BL = count_BL = 0 * position_BL
-    for j in range(block):  # the j-th token of the own block: counted, if it is there
+    for j in range(block):  # the j-th token of the same block, if there is one
         at_BL = _long(slot_L - place_BL + j)
         near_BL = xp.where(at_BL < L, at_BL, L - 1)
         there_BL = _take(counted_BL, near_BL) & (_take(position_BL, near_BL) == position_BL - place_BL + j)
@@ -333,9 +333,9 @@ def ancestral_step(xt_BL, token_BL, u_BL, keep_B, mask_id):
 
 
 def dream_shares(steps, eps=1e-3):
-    """The part of the masked tokens that each of Dream's steps fills, float32 [steps]: 1 - s/t, in the last step all.
+    """The share of the masked tokens that each of Dream's steps unmasks, float32 [steps]: 1 - s/t, in the last step 1.
 
-    (t, s) are neighbours on linspace(1, eps, steps + 1). In float32 as in the reference: a float64 grid gives other
+    (t, s) are neighbours on linspace(1, eps, steps + 1), in float32 as in the reference: a float64 grid gives other
     counts where a product is nearly whole. Ref: Dream's generation code.
     """
     one, eps = np.float32(1), np.float32(eps)
@@ -344,11 +344,11 @@ def dream_shares(steps, eps=1e-3):
 
 
 def step_counts(masks, steps, rule, eps=1e-3):
-    """Tokens to unmask at each of `steps` steps, so that `masks` of them are gone at the end: int64 [steps, ...].
+    """Tokens to unmask at each of `steps` steps, `masks` in all: int64 [steps, ...]. NumPy, on the host.
 
-    masks is a number, or an array of one per row. rule is a schedule, followed as left_i = floor(masks rate(1 - i/N) +
-    1e-6); "even", the first masks % steps steps taking one more (LLaDA); "dream": floor(left share_i), the shares being
-    dream_shares; or "block": left_i / (N - i), half to even (dllm). NumPy, on the host, before the loop.
+    masks is a number, or an array with one per row. rule is a schedule: left_i = floor(masks rate(1 - i/N) + 1e-6);
+    "even": masks / steps, one more in the first masks % steps steps (LLaDA); "dream": floor(left dream_shares_i); or
+    "block": left_i / (N - i), rounded half to even (dllm).
     """
     masks = np.asarray(masks)
     if rule == "block":
@@ -375,7 +375,7 @@ def step_counts(masks, steps, rule, eps=1e-3):
 
 
 def ban(logits_BLV, ids):
-    """Logits of the given ids at -inf: MASK, PAD, BOS, UNK and what has no token are never drawn."""
+    """Logits with the given ids, such as MASK and PAD, at -inf: they are never drawn."""
     xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
     id_V = _ids(logits_BLV)
     banned_V = id_V < 0
@@ -385,12 +385,12 @@ def ban(logits_BLV, ids):
 
 
 def filter_logits(logits_BLV, temperature=1.0, top_k=0, top_p=1.0, rule="mdlm", width=1):
-    """Logits / temperature (0: not divided), with all but the top k and the top p at -inf; 0 and 1 switch these off.
+    """Logits / temperature (0: not divided), with all but the top k and the top p at -inf; k 0 and p 1 are off.
 
-    "mdlm": top-k, then the smallest set of the rest whose probability reaches p: a token goes if those before it have
-    p or more. "dream": top-p first, a token goes if those before it have more than p; then top-k. Of equal
-    probabilities the lower id comes first in top-p, and top-k keeps all that equal the k-th. width changes only how
-    fast both are: 1 suits a CPU, 3 a compiler for TPU or GPU.
+    rule "mdlm": top-k, then top-p of the rest, which drops a token if those before it have probability p or more.
+    "dream": top-p first, which drops a token if those before it have more than p; then top-k. Of equal probabilities
+    the lower id comes first in top-p, and top-k keeps all that equal the k-th. width is for speed alone: 1 on a CPU, 3
+    on a TPU or GPU.
     """
     xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
     if temperature > 0:
@@ -410,18 +410,18 @@ def _descending(x_BLV):
 def _top_k(logits_BLV, k, width):
     if not 0 < k < logits_BLV.shape[-1]:
         return logits_BLV
-    in_jax = hasattr(logits_BLV, "at")  # whose sort takes 15 times as long as the bisection; NumPy's and torch's do not
+    in_jax = hasattr(logits_BLV, "at")  # JAX's sort takes 15 times as long as the bisection; NumPy's and torch's do not
     kth_BL1 = _kth_largest(logits_BLV, k, width) if in_jax else _descending(logits_BLV)[..., k - 1 : k]
     return _namespace(logits_BLV).where(logits_BLV < kth_BL1, -math.inf, logits_BLV)
 
 
 def _kth_largest(x_BLV, k, width):
-    """The k-th largest [..., 1], by bisection as in _top_p."""
+    """The k-th largest [..., 1], by bisection over the bits of floats."""
     xp = _namespace(x_BLV)
     limits = xp.iinfo(xp.int32 if x_BLV.dtype.itemsize == 4 else xp.int64)
 
     def turned(bits):
-        """A float's bits as a whole number of the same order, and back: those of negative floats count down."""
+        """The bits of floats as integers of the same order, and back: those of negative floats count down."""
         return xp.where(bits < 0, bits ^ limits.max, bits)
 
     number_BLV = turned(x_BLV.view(limits.dtype))
@@ -430,13 +430,17 @@ def _kth_largest(x_BLV, k, width):
     def enough(number_BL1):
         return (number_BLV >= number_BL1).sum(-1, keepdims=True) >= k
 
-    first_BL1 = xp.where(enough(zero_BL1), zero_BL1, limits.min)  # negative, or not
-    kth_BL1 = first_BL1 + _largest(zero_BL1, limits.bits - 1, width, lambda n_BL1: enough(first_BL1 + n_BL1))
+    first_BL1 = xp.where(enough(zero_BL1), zero_BL1, limits.min)  # the least number with the sign of the k-th largest
+
+    def enough_from_first(number_BL1):
+        return enough(first_BL1 + number_BL1)
+
+    kth_BL1 = first_BL1 + _largest(zero_BL1, limits.bits - 1, width, enough_from_first)
     return turned(kth_BL1).view(x_BLV.dtype)
 
 
 def _largest(zero_BL1, bits, width, holds):
-    """The largest number of so many bits that holds, where all smaller ones do; `width` bits at a time."""
+    """The largest integer of `bits` bits for which `holds`, true up to it and false above; `width` bits at a time."""
     number_BL1 = zero_BL1
     for shift in reversed(range(0, bits, width)):
         digits = [digit << shift for digit in range(1, 1 << min(width, bits - shift))]
@@ -445,10 +449,10 @@ def _largest(zero_BL1, bits, width, holds):
 
 
 def _top_p(logits_BLV, p, stays, width):
-    """By bisection, not by a sort, which takes a CPU ten times as long and a TPU a minute to compile.
+    """By bisection: a sort takes a CPU ten times as long, and a TPU's compiler a minute.
 
-    The order is by probability, then by id. The place of the last one that stays is found `width` bits at a time, each
-    a pass over the vocabulary: probabilities are not negative, so their bits, as whole numbers, have the same order.
+    The last token that stays, in the order by probability, then id, is found in two searches, each a few passes over
+    the vocabulary: its probability, whose bits as an integer have the same order, as it is not negative; then its id.
     """
     if p >= 1:
         return logits_BLV
@@ -461,15 +465,16 @@ def _top_p(logits_BLV, p, stays, width):
         mass_BL1 = xp.sum(xp.where(before_BLV, prob_BLV, 0.0), axis=-1, keepdims=True)
         return stays(mass_BL1, max(p, 1e-9) + 0 * mass_BL1)  # the likeliest always stays
 
-    # 1.0 is the largest: 30 bits of 32
-    last_BL1 = _largest(
-        zero_BL1, bits - 2, width, lambda number_BL1: ~stay(prob_BLV >= number_BL1.view(prob_BLV.dtype))
-    ).view(prob_BLV.dtype)
+    def no_more_stay(number_BL1):
+        return ~stay(prob_BLV >= number_BL1.view(prob_BLV.dtype))
+
+    last_BL1 = _largest(zero_BL1, bits - 2, width, no_more_stay).view(prob_BLV.dtype)  # 1.0 has 30 bits of 32
     more_BLV, equal_BLV = prob_BLV > last_BL1, prob_BLV == last_BL1
-    id_bits = logits_BLV.shape[-1].bit_length()
-    last_id_BL1 = _largest(
-        zero_BL1, id_bits, width, lambda number_BL1: stay(more_BLV | (equal_BLV & (id_V < number_BL1)))
-    )
+
+    def id_stays(number_BL1):
+        return stay(more_BLV | (equal_BLV & (id_V < number_BL1)))
+
+    last_id_BL1 = _largest(zero_BL1, logits_BLV.shape[-1].bit_length(), width, id_stays)
     return xp.where(more_BLV | (equal_BLV & (id_V <= last_id_BL1)), logits_BLV, -math.inf)
 
 
@@ -485,7 +490,7 @@ def sample_tokens(logits_BLV, u_BLV, temperature=1.0):
 
 
 def confidence(prob_BLV, kind):
-    """How sure a distribution is [B, L]: max_prob p1; margin p1 - p2; entropy sum p log p (its negative entropy).
+    """The confidence of a distribution [B, L]: max_prob p1; margin p1 - p2; entropy sum p log p (negative entropy).
 
     Ref: Dream's maskgit_plus, topk_margin and entropy.
     """
@@ -496,17 +501,14 @@ def confidence(prob_BLV, kind):
         first_BLV = _ids(prob_BLV) == xp.argmax(prob_BLV, -1)[..., None]
         return xp.amax(prob_BLV, axis=-1) - xp.amax(xp.where(first_BLV, -1.0, prob_BLV), axis=-1)
     if kind == "entropy":
-        possible_BLV = prob_BLV > 0  # the outer choice keeps XLA from a kernel for CPUs that takes 15 times as long
+        possible_BLV = prob_BLV > 0  # the outer where keeps XLA from a CPU kernel that takes 15 times as long
         terms_BLV = xp.where(possible_BLV, prob_BLV * xp.log(xp.where(possible_BLV, prob_BLV, 1.0)), 0.0)
         return xp.sum(terms_BLV, axis=-1)
     raise ValueError(f"confidence {kind!r} is not one of {', '.join(CONFIDENCES)}")
 
 
 def unmask_top(xt_BL, token_BL, score_BL, count_B, mask_id):
-    """The count_B[b] masked positions of row b with the largest scores take their tokens; of equals the lower index.
-
-    A row with fewer masked positions gives all of them; positions that are not masked are never touched.
-    """
+    """xt with the tokens of the `surest` masked positions; positions that are not masked never change."""
     return _namespace(xt_BL).where(surest(score_BL, xt_BL == mask_id, count_B), token_BL, xt_BL)
 
 
@@ -517,9 +519,9 @@ def surest(score_BL, masked_BL, count_B):
 
 
 def entropy_bound(entropy_BL, masked_BL, bound):
-    """The masked positions of lowest entropy, each taken while the entropies before it add up to `bound` at most.
+    """The masked positions of lowest entropy, as long as the entropies before add up to `bound` at most.
 
-    So the joint distribution of what is taken is off its product by `bound` nats at most. Ref: EB-Sampler,
+    The joint distribution of their tokens then differs from the product by `bound` nats at most. Ref: EB-Sampler,
     arXiv:2505.24857.
     """
     xp, far = _namespace(entropy_BL), 1e9  # no entropy is so large, and inf - inf is NaN
@@ -529,11 +531,10 @@ def entropy_bound(entropy_BL, masked_BL, bound):
     return masked_BL & (_take(before_BL, _rank(-entropy_BL)) <= bound)
 
 
-def coupled_masks(completion_BL, u_BL, ratio, strict=False):
+def coupled_masks(completion_BL, u_BL, ratio):
     """Two masks that together cover every completion token once: u < ratio, and the rest. For Coupled-GRPO.
 
-    strict asks u > ratio of the second, as the reference does: a token with u == ratio is then in neither.
-    Ref: DiffuCoder, section 4.
+    Ref: DiffuCoder, section 4; its code drops a token with u == ratio from both.
     """
     ratio = _namespace(u_BL).asarray(ratio, dtype=u_BL.dtype)
-    return completion_BL & (u_BL < ratio), completion_BL & (u_BL > ratio if strict else u_BL >= ratio)
+    return completion_BL & (u_BL < ratio), completion_BL & (u_BL >= ratio)

@@ -1,18 +1,17 @@
 """Dream: a masked-diffusion language model with Qwen2.5's layers (Dream-7B, DiffuCoder-7B): architecture and loss.
 
 Flax NNX. Parameters keep the names and the [out, in] layout of the Hugging Face checkpoint, one array per tensor, so a
-conversion moves bytes and changes none. convert_weights.py converts, train_tpu.py trains, sample_dream.py fills MASKs.
+conversion copies bytes. convert_weights.py converts, train_dream.py trains, sample_dream.py samples.
 
 Letters: B batch, L length, M length on the key side, T tokens, C positions of one chunk of logits, D width,
 H query heads, J key/value heads, G = H / J, K head size, F feed-forward width, R rank of LoRA, V vocabulary.
 
-What a layer computes, n = RMSNorm(x):  h = x + W_o attn(W_q n + b_q, W_k n + b_k, W_v n + b_v);  x' = h + W_down(
-silu(W_gate m) * W_up m), m = RMSNorm(h). Attention looks both ways. The logits at position p - 1 are those of the token
-at p, as in the autoregressive model that Dream was made from; position 0 uses its own.
+A layer, with n = RMSNorm(x):  h = x + W_o attn(W_q n + b_q, W_k n + b_k, W_v n + b_v);  x' = h + W_down(
+silu(W_gate m) * W_up m), m = RMSNorm(h). Attention is bidirectional. The logits at position p - 1 predict the token at
+p, as in the autoregressive model that Dream was made from; position 0 uses its own.
 Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -30,37 +29,36 @@ import diffusion
 import runs
 
 
+def hf(key, default):
+    """A field of DreamConfig, with its key in a Hugging Face config.json."""
+    return dataclasses.field(default=default, metadata={"hf": key})
+
+
 @dataclasses.dataclass(frozen=True)
 class DreamConfig:
-    """The architecture; everything that a checkpoint needs to be read again. Defaults are DiffuCoder-7B's."""
+    """The architecture, as a checkpoint stores it. Defaults are DiffuCoder-7B's."""
 
-    vocab: int = 152_064  # rows of the embedding; ids from 151,668 on have no token
-    width: int = 3584
-    layers: int = 28
-    heads: int = 28
-    kv_heads: int = 4
-    head_size: int = 128
-    ffn: int = 18_944
-    theta: float = 1e6  # base of the rotary angles
-    positions: int = 131_072  # longest canvas; the 7B models were trained on 2,048
-    eps: float = 1e-6
-    tie: bool = False  # the head is the embedding
-    mask_id: int = 151_666
-    pad_id: int = 151_643
-    bos_id: int = 151_643
-    eos_id: int = 151_643
-    block_length: int = 0  # blocks of so many tokens see themselves and those before them; 0: all see all
-    shift: bool = True  # the logits at position p - 1 are those of the token at p
-    expand_id: int = -1  # a mask that becomes two, while one that becomes EOS goes, as in DreamOn; -1: none does
+    vocab: int = hf("vocab_size", 152_064)  # rows of the embedding; ids from 151,668 on have no token
+    width: int = hf("hidden_size", 3584)
+    layers: int = hf("num_hidden_layers", 28)
+    heads: int = hf("num_attention_heads", 28)
+    kv_heads: int = hf("num_key_value_heads", 4)
+    head_size: int = hf("head_dim", 128)
+    ffn: int = hf("intermediate_size", 18_944)
+    theta: float = hf("rope_theta", 1e6)  # base of the rotary angles
+    positions: int = hf("max_position_embeddings", 131_072)  # longest canvas; the 7B models were trained on 2,048
+    eps: float = hf("rms_norm_eps", 1e-6)
+    tie: bool = hf("tie_word_embeddings", False)  # the head is the embedding
+    mask_id: int = hf("mask_token_id", 151_666)
+    pad_id: int = hf("pad_token_id", 151_643)
+    bos_id: int = hf("bos_token_id", 151_643)
+    eos_id: int = hf("eos_token_id", 151_643)
+    # Not of Dream. bd_size and expand_token_id are the keys of Fast-dLLM v2 and DreamOn, shift is ours.
+    block_length: int = hf("bd_size", 0)  # block size: a token attends to its own and earlier blocks; 0: no blocks
+    shift: bool = hf("shift", True)  # the logits at position p - 1 predict the token at p
+    expand_id: int = hf("expand_token_id", -1)  # a mask that becomes this id splits in two, EOS deletes it; -1: off
 
     def __post_init__(self):
-        # a config.json may hold anything; most of it would fail far from here, or give a model that is silently wrong
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), field.type
-            fits = type(value) is kind or (type(value), kind) == (int, float)
-            any_sign = kind is bool or field.name.endswith("_id") or (field.name, value) == ("block_length", 0)
-            if not fits or not (any_sign or 0 < value < math.inf):
-                raise ValueError(f"{field.name} is {value!r}, not a valid {kind.__name__}")
         if self.heads % self.kv_heads or self.head_size % 2:
             raise ValueError(f"{self.heads} heads and {self.kv_heads} for keys and values, of size {self.head_size}")
         other_ids = {self.pad_id, self.bos_id, self.eos_id}
@@ -70,30 +68,11 @@ class DreamConfig:
             raise ValueError(f"expand_id {self.expand_id} is no id below {self.vocab} besides those of MASK and EOS")
 
 
-# our field -> key of a Hugging Face config.json
-HF_KEYS = {
-    "vocab": "vocab_size",
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_size": "head_dim",
-    "ffn": "intermediate_size",
-    "theta": "rope_theta",
-    "positions": "max_position_embeddings",
-    "eps": "rms_norm_eps",
-    "tie": "tie_word_embeddings",
-    "mask_id": "mask_token_id",
-    "pad_id": "pad_token_id",
-    "bos_id": "bos_token_id",
-    "eos_id": "eos_token_id",
-    "block_length": "bd_size",  # as in Fast-dLLM v2's
-    "shift": "shift",  # nobody's: written where it is False
-    "expand_id": "expand_token_id",
-}
-DEFAULTS = {"head_size", "tie", "bos_id", "block_length", "shift", "expand_id"}  # a config.json may leave these out
-# Keys that would change the maths, with the values that this model computes. All others (auto_map, use_mrope, ...) are
-# ignored, as the reference ignores them.
+HF_KEYS = {field.name: field.metadata["hf"] for field in dataclasses.fields(DreamConfig)}
+EXTRAS = {"block_length", "shift", "expand_id"}  # a config.json has these where they differ from the default
+OPTIONAL = {"head_size", "tie", "bos_id"} | EXTRAS  # a config.json may leave these out
+# Keys that would change the maths, with the values that this model computes, the first of which we write. Others
+# (auto_map, use_mrope, ...) are ignored, as the reference ignores them.
 FIXED = {
     "model_type": ("Dream", "dream"),
     "hidden_act": ("silu",),
@@ -104,34 +83,23 @@ FIXED = {
 }
 
 
-# model_types of Qwen2's layers, with what their config.json does not say. An autoregressive model is one of blocks of
-# one token.
-QWEN2 = {"qwen2": {"block_length": 1}, "Fast_dLLM_Qwen": {}, "a2d-qwen2": {"shift": False}}
+def config_from_hf(folder, changes=None):
+    """The architecture in the config.json of a Hugging Face folder, with `changes` of its keys; others are ignored.
 
-
-def config_from_hf(folder, given=None):
-    """The architecture in the config.json of a Hugging Face folder. Keys that do not concern us are ignored.
-
-    With `given`, fields that the file does not have or that replace its own, it may be one of QWEN2.
-
-    Raises ValueError for keys that are missing or ask for another model; FileNotFoundError if there is no file.
+    Raises ValueError for keys that are missing or ask for another model, FileNotFoundError if there is no file.
     """
     path = runs.as_path(folder) / "config.json"
-    hf = runs.read_json(path)
-    if isinstance(rope := hf.get("rope_parameters"), dict):  # transformers 5 has all about the rotary angles in here
-        hf = {"rope_theta": rope.get("rope_theta")} | hf
-        hf |= {} if rope.get("rope_type", "default") == "default" else {"rope_scaling": rope}
-    with contextlib.suppress(FileNotFoundError):
-        sampling = runs.read_json(path.with_name("generation_config.json"))
-        hf = {"expand_token_id": sampling.get("expand_token_id")} | hf  # DreamOn's samplers read it there
-    fields = {name: hf[key] for name, key in HF_KEYS.items() if hf.get(key) is not None}
-    kind, known_types = hf.get("model_type"), FIXED["model_type"]
-    if given is not None:
-        fields, known_types = fields | QWEN2.get(kind, {}) | given, tuple(QWEN2)
-    missing = HF_KEYS.keys() - fields.keys() - DEFAULTS
-    fixed = FIXED | {"model_type": known_types}
-    wrong = [f"{k} is {hf[k]!r}, not {known[0]!r}" for k, known in fixed.items() if k in hf and hf[k] not in known]
-    wrong += [f"{HF_KEYS[name]} is missing" for name in sorted(missing)]
+    keys = runs.read_json(path) | (changes or {})
+    rope = keys.get("rope_parameters") or {}  # where transformers 5 keeps all settings of the rotary embedding
+    keys = {"rope_theta": rope.get("rope_theta")} | keys
+    if rope.get("rope_type", "default") != "default":
+        keys["rope_scaling"] = rope
+    sampling = path.with_name("generation_config.json")  # where DreamOn has its expand id
+    if sampling.is_file():
+        keys = {"expand_token_id": runs.read_json(sampling).get("expand_token_id")} | keys
+    fields = {name: keys[key] for name, key in HF_KEYS.items() if keys.get(key) is not None}
+    wrong = [f"{k} is {keys[k]!r}, not {ok[0]!r}" for k, ok in FIXED.items() if keys.get(k, ok[0]) not in ok]
+    wrong += [f"{key} is missing" for name, key in HF_KEYS.items() if name not in fields.keys() | OPTIONAL]
     if not wrong:
         try:
             fields = {"head_size": fields["width"] // fields["heads"], "bos_id": fields["eos_id"]} | fields
@@ -142,28 +110,26 @@ def config_from_hf(folder, given=None):
 
 
 def read_config(folder, meta=None):
-    """The DreamConfig of a checkpoint: that of a run is in its `meta`, that of a converted folder in config.json.
+    """The DreamConfig of a checkpoint: a run's `meta` holds it, a converted folder has the Hub's config.json.
 
-    Without meta the folder's config.json says what it is. Raises ValueError for a model that is no Dream.
+    meta None is the folder's config.json. Raises ValueError for a model that is no Dream.
     """
     meta = runs.read_json(runs.as_path(folder) / "config.json") if meta is None else meta
-    if "model" not in meta:  # converted
+    if "model" not in meta:
         return config_from_hf(folder)
-    known = {field.name for field in dataclasses.fields(DreamConfig)}
-    if not known - {"block_length", "shift", "expand_id"} <= meta["model"].keys() <= known:  # older runs have fewer
-        name = meta.get("train", {}).get("model", "another model")
-        raise ValueError(f"{folder} is of {name}, which is no Dream; say --model=pythoncoder")
-    return DreamConfig(**meta["model"])
+    try:
+        return DreamConfig(**meta["model"])
+    except TypeError:
+        raise ValueError(f"{folder} holds another model than Dream; is it --model=pythoncoder?") from None
 
 
 def config_to_hf(cfg, dtype="bfloat16"):
     """The config.json of the Hub for this architecture, as a dictionary; config_from_hf reads it back."""
     auto_map = {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}
     fixed = {key: known[0] for key, known in FIXED.items()}
-    plain = () if cfg.block_length or not cfg.shift else ("block_length", "shift")  # as Dream's own has it
-    plain += ("expand_id",) * (cfg.expand_id < 0)
-    ours = {key: getattr(cfg, name) for name, key in HF_KEYS.items() if name not in plain}
-    return {"architectures": ["DreamModel"], "auto_map": auto_map} | fixed | ours | {"torch_dtype": dtype}
+    fields = {name: x for name, x in vars(cfg).items() if name not in EXTRAS or x != getattr(DreamConfig, name)}
+    own = {HF_KEYS[name]: value for name, value in fields.items()}
+    return {"architectures": ["DreamModel"], "auto_map": auto_map} | fixed | own | {"torch_dtype": dtype}
 
 
 CONFIGS = {
@@ -177,11 +143,10 @@ CONFIGS = {
 
 # ---- layout on a mesh ----------------------------------------------------------------------------------------------
 
-# How each parameter lies on a mesh with the axes (data, fsdp, tensor): tensor splits heads, feed-forward, vocabulary;
-# fsdp splits the other side, and is gathered where the weight is used. What is not named is small: all devices hold it.
+# Layout of each parameter on a mesh with the axes (data, fsdp, tensor): tensor splits heads, feed-forward, vocabulary;
+# fsdp splits the other side, which is gathered where the weight is used. All others are small and replicated.
 SHARDING = {
-    "embed_tokens": PS("tensor", "fsdp"),
-    "lm_head": PS("tensor", "fsdp"),
+    **dict.fromkeys(("embed_tokens", "lm_head"), PS("tensor", "fsdp")),
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), PS("tensor", "fsdp")),
     **dict.fromkeys(("o_proj", "down_proj"), PS("fsdp", "tensor")),
     **dict.fromkeys(("q_bias", "k_bias", "v_bias"), PS("tensor")),
@@ -191,16 +156,16 @@ BATCH = ("data", "fsdp")  # both axes split the batch
 
 def fit(spec, shape, mesh):
     """The spec without the axes that do not divide their dimension: such a dimension is not split."""
-    parts = []
+    fitting = []
     for size, axes in itertools.zip_longest(shape, spec):
         names = (axes,) if isinstance(axes, str) else axes or ()
         devices = math.prod(mesh.shape[name] for name in names)
-        parts.append(axes if size % devices == 0 else None)
-    return PS(*parts)
+        fitting.append(axes if size % devices == 0 else None)
+    return PS(*fitting)
 
 
 def shard(x, *spec):
-    """Pin x to a layout on the mesh in use (jax.set_mesh). Without a mesh x stays as it is."""
+    """x with a layout on the mesh in use (jax.set_mesh); without a mesh, x as it is."""
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, fit(spec, x.shape, mesh))
 
@@ -208,13 +173,13 @@ def shard(x, *spec):
 def shardings(mesh, tree):
     """A NamedSharding for each leaf of a tree of parameters, or of optimizer moments, by its name."""
 
-    def place(path, leaf):
+    def layout(path, leaf):
         # the innermost name that SHARDING knows: optimizers, Int8 and Int4 wrap parameters in tuples of their own
         names = (getattr(key, "key", None) for key in path[::-1])
         spec = next((SHARDING[name] for name in names if name in SHARDING), PS())
         return jax.NamedSharding(mesh, fit(spec, leaf.shape, mesh) if leaf.shape else PS())
 
-    return jax.tree_util.tree_map_with_path(place, tree)
+    return jax.tree_util.tree_map_with_path(layout, tree)
 
 
 # ---- the parts of a layer ------------------------------------------------------------------------------------------
@@ -227,8 +192,8 @@ def rms_norm(x, weight, eps):
 
 
 def rope_frequencies(head_size, theta):
-    """Rotary frequencies theta^(-2i/K), float32 [K/2], rounded as PyTorch rounds them but for one unit in 1 of 64."""
-    # NumPy on the host, as the angle at position 2,000 makes an error here 2,000 times as large
+    """Rotary frequencies theta^(-2i/K), float32 [K/2]; PyTorch's own bits but for one unit in 1 of 64."""
+    # NumPy on the host: at position 2,000 the angle's error is 2,000 times the error here
     exponent = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
     return np.float32(1) / (np.float64(theta) ** exponent).astype(np.float32)
 
@@ -248,54 +213,45 @@ def rotate(x_BLHK, cos_BLK, sin_BLK):
 
 
 class Int8(typing.NamedTuple):
-    """A matrix in a quarter of float32's bytes, for inference: W = q * scale, whole numbers from -127 to 127."""
+    """A matrix in a quarter of float32's bytes, for inference: W = q * scale, q from -127 to 127."""
 
     q_FD: jax.Array
-    scale_F1: jax.Array  # float32; one for each row, which is an output channel, or a token's embedding
+    scale_F1: jax.Array  # float32, one per row: an output channel, or a token's embedding
 
 
-GROUP = 64  # rows of a column that share a scale in an Int4, or as many as divide all
+GROUP = 64  # rows of a column that share a scale in an Int4; gcd(F, GROUP) if F is no multiple
 
 
 class Int4(typing.NamedTuple):
-    """A matrix in a seventh of float32's bytes, for inference: W = q * scale + low, whole numbers from 0 to 15.
+    """A matrix in a seventh of float32's bytes, for inference: W = q * scale + low, q from 0 to 15.
 
-    A byte holds two columns, one of the left half of the matrix and one of the right: so each half is read from all
-    bytes by itself, and nothing has to be interleaved. A group is of one column, as a TPU takes half as long again to
-    spread scales along a row.
+    A byte holds a column of the left half of the matrix and one of the right, so unpacking interleaves nothing. A group
+    lies in one column: a TPU takes half as long again to spread scales along a row.
     """
 
     q_FE: jax.Array  # E = D / 2; the left half in the low bits
-    scale_GD: jax.Array  # bfloat16; one for each group of rows in a column
+    scale_GD: jax.Array  # bfloat16, one per group of rows in a column
     low_GD: jax.Array  # bfloat16
 
 
 class Lora(typing.NamedTuple):
-    """A matrix that stays as it is and a trained difference of low rank: W + B A. Ref: LoRA, arXiv:2106.09685."""
+    """A frozen matrix and a trained difference of low rank: W + B A. Ref: LoRA, arXiv:2106.09685."""
 
     base: jax.Array  # [F, D]
     a_RD: jax.Array
     b_FR: jax.Array
 
 
-def merged(weight):
-    """The matrix W + B A of a Lora, in W's dtype; anything else as it is."""
-    if not isinstance(weight, Lora):
-        return weight
-    return (weight.base.astype(jnp.float32) + weight.b_FR @ weight.a_RD).astype(weight.base.dtype)
-
-
 def quantise(weight_FD, bits=8, name=""):
-    """The parameter of this name as Int8 or Int4. The embedding and the head keep 8 bits: with 4 they would double the
-    change of the predictions (bench/dream_bits.py). So do matrices of an odd width, which have no halves.
-    """
+    """The parameter `name` as Int8, or with 4 bits as Int4, unless its width is odd."""
+    # 4 bits for the embedding and the head would double the change of the predictions (bench/dream_bits.py)
     narrow = bits == 4 and name not in ("embed_tokens", "lm_head") and weight_FD.shape[1] % 2 == 0
     return to_int4(weight_FD) if narrow else to_int8(weight_FD)
 
 
 @jax.jit
 def to_int8(weight_FD):
-    """The nearest Int8: scale = max |row| / 127, q = round(row / scale); it is off by half a scale at most."""
+    """The nearest Int8: scale = max |row| / 127, q = round(row / scale). Error: half a scale at most."""
     weight_FD = weight_FD.astype(jnp.float32)
     scale_F1 = jnp.max(jnp.abs(weight_FD), -1, keepdims=True) / 127
     divisor_F1 = jnp.where(scale_F1 > 0, scale_F1, 1)  # a row of zeros stays one
@@ -306,7 +262,7 @@ def to_int8(weight_FD):
 def to_int4(weight_FD):
     """The nearest Int4: low = min of a group, scale = (max - low) / 15, both rounded to bfloat16.
 
-    It is off by scale / 2 + max |group| / 256 at most: half a step, and what the rounding of low and scale takes.
+    Error: scale / 2 + max |group| / 256 at most, half a step and the rounding of low and scale.
     """
     F, D = weight_FD.shape
     weight_GSD = weight_FD.astype(jnp.float32).reshape(-1, math.gcd(F, GROUP), D)
@@ -319,56 +275,60 @@ def to_int4(weight_FD):
 
 
 def halves(weight, dtype):
-    """The left and the right half of the columns that an Int4 stands for, [F, D / 2] each."""
-    parts = zip((weight.q_FE & 15, weight.q_FE >> 4), *(jnp.split(x, 2, 1) for x in weight[1:]), strict=True)
-    for q_FE, scale_GE, low_GE in parts:
+    """The left and the right half of the columns of an Int4, unpacked, [F, D / 2] each."""
+    bits = weight.q_FE & 15, weight.q_FE >> 4
+    scales, lows = jnp.split(weight.scale_GD, 2, 1), jnp.split(weight.low_GD, 2, 1)
+    for q_FE, scale_GE, low_GE in zip(bits, scales, lows, strict=True):
         q_GSE = q_FE.reshape(len(scale_GE), -1, scale_GE.shape[1]).astype(jnp.float32)
         yield (q_GSE * scale_GE[:, None] + low_GE[:, None]).reshape(q_FE.shape).astype(dtype)
 
 
 def linear(x_BLD, weight, *spec, dtype=None, on_cpu=False):
-    """x W^T [B, L, F] in x's dtype or another, as a matmul of two matrices; W lies on the mesh as spec says.
-
-    The scales of an Int8 multiply the product, in float32: every q is exact in bfloat16. Those of an Int4 differ along
-    a row, so they multiply the weights, which takes a TPU longer than bfloat16's. on_cpu changes only the speed.
-    """
-    if isinstance(weight, Lora):  # W x + B (A x): the product B A, as large as W, is never made
-        # A GPU's compiler would make one product of two with the same input, and for that copy W beside A and B.
-        apart = jax.lax.optimization_barrier
-        low_BLR = linear(apart(x_BLD), weight.a_RD, on_cpu=on_cpu)
+    """x W^T [B, L, F] in x's dtype or in `dtype`; W is a matrix, Int8, Int4 or Lora, spec its layout on the mesh."""
+    if isinstance(weight, Lora):
+        # W x + B (A x): the product B A, as large as W, is never made. The barriers keep a GPU's compiler from merging
+        # the two products with x into one, for which it would copy W beside A.
+        barrier = jax.lax.optimization_barrier
+        low_BLR = linear(barrier(x_BLD), weight.a_RD, on_cpu=on_cpu)
         change_BLF = linear(low_BLR, weight.b_FR, dtype=dtype, on_cpu=on_cpu)
-        return linear(x_BLD, weight.base, *spec, dtype=dtype, on_cpu=on_cpu) + apart(change_BLF)
-    x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
-    dtype = accumulate = dtype or x_BLD.dtype
+        return linear(x_BLD, weight.base, *spec, dtype=dtype, on_cpu=on_cpu) + barrier(change_BLF)
+    x_TD, dtype = x_BLD.reshape(-1, x_BLD.shape[-1]), dtype or x_BLD.dtype
     if isinstance(weight, Int8 | Int4):
-        accumulate = jnp.float32
-        if on_cpu:
-            # Add a zero the compiler cannot constant-fold: else it converts all layers' matrices before the first one
-            # is used, and holds them in x's dtype together.
-            weight = type(weight)(weight[0] + jnp.isnan(x_TD[0, 0]).astype(weight[0].dtype), *weight[1:])
-    elif on_cpu:  # XLA has kernels for the CPU's bfloat16 units (AMX) only where the product is float32
-        accumulate = jnp.float32
-
-    def product(x_TD, weight_FD):
-        # Parameters may be stored wider or narrower than activations: here they get x's dtype, and fsdp's parts meet.
-        weight_FD = shard(weight_FD.astype(x_BLD.dtype), *spec)
-        return jax.lax.dot_general(x_TD, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=accumulate)
-
-    if isinstance(weight, Int4):
-        y_TF = sum(map(product, jnp.split(x_TD, 2, 1), halves(weight, x_BLD.dtype)))
-    elif isinstance(weight, Int8):
-        y_TF = product(x_TD, weight.q_FD) * weight.scale_F1[:, 0]
-    else:
-        y_TF = product(x_TD, weight)
+        y_TF = quantised_product(x_TD, weight, spec, on_cpu)
+    else:  # XLA has kernels for the CPU's bfloat16 units (AMX) only where the product is float32
+        y_TF = product(x_TD, weight, spec, jnp.float32 if on_cpu else dtype)
     return y_TF.astype(dtype).reshape(*x_BLD.shape[:-1], -1)
 
 
-def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, places=None):
-    """softmax(q k^T / sqrt(K)) v, both ways: every query sees the keys with see_BM, and all without it. [B, L, H, K].
+def product(x_TD, weight_FD, spec, dtype):
+    """x W^T [T, F] summed in `dtype`; W, whatever its own dtype, is cast to x's and gathered over fsdp."""
+    weight_FD = shard(weight_FD.astype(x_TD.dtype), *spec)
+    return jax.lax.dot_general(x_TD, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
-    With places, a diffusion.Place of the queries and one of the keys, a query sees what diffusion.sees says. Query head
-    h reads key/value head h // G. Scores and softmax are float32, for `block` queries at a time: at most [B, H, block,
-    M] of them exist. A row that sees no key gets the mean of all values, not NaN.
+
+def quantised_product(x_TD, weight, spec, on_cpu):
+    """x W^T [T, F] in float32 for W an Int8 or Int4.
+
+    The scales of an Int8 multiply the product: every q is exact in bfloat16. Those of an Int4 differ along a row, so
+    they multiply the weights, and a TPU takes longer than with bfloat16.
+    """
+    if on_cpu:
+        # Add a zero that the compiler cannot constant-fold: else it casts the matrices of all layers before it uses
+        # the first one, and holds them all.
+        zero = jnp.isnan(x_TD[0, 0]).astype(weight[0].dtype)
+        weight = type(weight)(weight[0] + zero, *weight[1:])
+    if isinstance(weight, Int8):
+        return product(x_TD, weight.q_FD, spec, jnp.float32) * weight.scale_F1[:, 0]
+    inputs = zip(jnp.split(x_TD, 2, 1), halves(weight, x_TD.dtype), strict=True)
+    return sum(product(x_TE, weight_FE, spec, jnp.float32) for x_TE, weight_FE in inputs)
+
+
+def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, place=None, key_place=None):
+    """softmax(q k^T / sqrt(K)) v [B, L, H, K], bidirectional. see_BM is False at keys that are padding.
+
+    place and key_place, diffusion.Places of the queries and keys, add the attention mask diffusion.sees. Query head h
+    reads key/value head h // G. Scores and softmax are float32, for `block` queries at a time: at most [B, H, block, M]
+    exist. A row whose keys are all masked gets the mean of all values, not NaN.
     """
     B, L, H, K = q_BLHK.shape
     J, M = k_BMJK.shape[2], k_BMJK.shape[1]
@@ -376,24 +336,23 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, places=None):
 
     def attend(queries):
         q_BLHK, place = queries
-        # The G query heads of a key/value head are G times as many queries, T = G L: one matmul for each of J heads,
-        # and no copies of the keys.
+        # The G query heads of a group are T = G L queries: one matmul for each key/value head, no copies of the keys.
         q_BJTK = q_BLHK.reshape(B, -1, J, H // J, K).transpose(0, 2, 3, 1, 4).reshape(B, J, -1, K)
         score_BJTM = jnp.einsum("BJTK,BJMK->BJTM", q_BJTK, k_BJMK, preferred_element_type=jnp.float32) * K**-0.5
-        # Padding and other documents get a score that softmax turns into 0; -inf would be NaN in a row of nothing else.
+        # Masked keys get a score that softmax turns into 0; -inf would give NaN in a row where all are masked.
         if see_BM is not None:
             score_BJTM = jnp.where(see_BM[:, None, None], score_BJTM, -1e30)
         if place is not None:
-            sees_B11LM = diffusion.sees(place, places[1])[:, None, None]
+            sees_B11LM = diffusion.sees(place, key_place)[:, None, None]
             score_BJGLM = score_BJTM.reshape(B, J, H // J, -1, M)
             score_BJTM = jnp.where(sees_B11LM, score_BJGLM, -1e30).reshape(score_BJTM.shape)
-        # The mean of the values, added up in float32; the heads go back to their places, h = j G + g.
+        # The mean of the values, summed in float32; then the heads back in their order, h = j G + g.
         prob_BJTM = jax.nn.softmax(score_BJTM, -1).astype(v_BJMK.dtype)
         o_BJTK = jnp.einsum("BJTM,BJMK->BJTK", prob_BJTM, v_BJMK, preferred_element_type=jnp.float32)
         o_BJGLK = o_BJTK.astype(v_BJMK.dtype).reshape(B, J, H // J, -1, K)
         return o_BJGLK.transpose(0, 3, 1, 2, 4).reshape(B, -1, H, K)
 
-    queries = q_BLHK, places and places[0]
+    queries = q_BLHK, place
     if L <= block:
         return attend(queries)
     n = -(-L // block)
@@ -402,15 +361,15 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, places=None):
         x_BL = jnp.pad(x_BL, ((0, 0), (0, n * block - L), *[(0, 0)] * (x_BL.ndim - 2)))
         return x_BL.reshape(len(x_BL), n, block, *x_BL.shape[2:]).swapaxes(0, 1)
 
-    # One block after the other; the backward pass computes the scores of a block again.
+    # One block after the other; the backward pass recomputes the scores of a block.
     o_nBLHK = jax.lax.map(jax.checkpoint(attend), jax.tree.map(split, queries))
     return o_nBLHK.swapaxes(0, 1).reshape(B, n * block, H, K)[:, :L]
 
 
 def attention_gpu(q_BLHK, k_BLJK, v_BLJK, see_BL=None, segment_BL=None, interpret=False):
-    """`attention` of a row to itself (M = L) by JAX's Triton kernels, one each way: scores never lie in memory.
+    """`attention` of a row to itself (M = L) by JAX's Triton kernels, forward and backward: scores stay on the chip.
 
-    segment_BL are the documents of packed rows. Padding is one of its own here: it sees itself, which nobody reads.
+    segment_BL numbers the documents of packed rows. Padding is a document of its own, whose results are not used.
     """
     from jax.experimental.pallas.ops.gpu import attention as triton  # here, as it needs a JAX that knows GPUs
 
@@ -424,9 +383,8 @@ def attention_gpu(q_BLHK, k_BLJK, v_BLJK, see_BL=None, segment_BL=None, interpre
         q_BLHK, k_BLHK, v_BLHK = (jnp.pad(x, [*rows, (0, 0), (0, 0)]) for x in (q_BLHK, k_BLHK, v_BLHK))
         segment_BL = jnp.pad(segment_BL, rows, constant_values=-1)
         # queries and keys of a tile, forward and backward: with larger ones registers spill (ptxas, heads of 128)
-        sizes = triton.BlockSizes(128, 64, 32, 32, 32, 32)
-        settings = {"sm_scale": K**-0.5, "block_sizes": sizes, "interpret": interpret}
-        return triton.mha(q_BLHK, k_BLHK, v_BLHK, segment_BL, **settings)[:, :L]
+        settings = {"block_sizes": triton.BlockSizes(128, 64, 32, 32, 32, 32), "interpret": interpret}
+        return triton.mha(q_BLHK, k_BLHK, v_BLHK, segment_BL, sm_scale=K**-0.5, **settings)[:, :L]
 
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:  # a Pallas call is one device's program
@@ -436,7 +394,7 @@ def attention_gpu(q_BLHK, k_BLJK, v_BLJK, see_BL=None, segment_BL=None, interpre
 
 
 def updated(old_BJMK, new_BJLK, start):
-    """The cache with new keys or values in its slots start .. start + L - 1; start may be an array, one of each row."""
+    """The cache with new keys or values in its slots start .. start + L - 1; start is a number or an array [B]."""
     if jnp.ndim(start) == 0:
         return jax.lax.dynamic_update_slice(old_BJMK, new_BJLK, (0, 0, start, 0))
     return jax.vmap(lambda old, new, at: jax.lax.dynamic_update_slice(old, new, (0, at, 0)))(old_BJMK, new_BJLK, start)
@@ -456,13 +414,12 @@ class Run:
 
     dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
     block: int = 256  # queries per block of the attention
-    # C of sample_dream.py: the logits of so many masked positions per row exist at a time. A float32 row of them is
-    # 600 KB at 7b, so those of a canvas of 768 tokens would be half a GB.
-    head_positions: int = 64
-    # What the backward pass of a layer computes again: nothing; all but the inputs and output of attention; all.
-    remat: typing.Literal["none", "qkvo", "full"] = "none"
-    loss_tokens: int = 2048  # tokens whose logits exist at a time in the loss
-    platform: str = ""  # what the programs are compiled for, see platform_of; "" is JAX's own
+    head_positions: int = 64  # masked positions per row whose logits (600 KB each at 7b) the sampler holds at a time
+    remat: typing.Literal["none", "qkvo", "full"] = (
+        "none"  # recomputed backwards: all but attention's inputs and output | all
+    )
+    loss_tokens: int = 2048  # tokens whose logits the loss holds at a time
+    platform: str = ""  # target of the compiler, see platform_of; "" is JAX's own
 
     @property
     def on_cpu(self):
@@ -470,9 +427,13 @@ class Run:
 
     @property
     def fused(self):
-        """Whether attention_gpu is used: on Ampere, Ada and Hopper, for which it was compiled, in 16 bits."""
+        """Whether attention_gpu is used: on Ampere, Ada and Hopper, in 16 bits."""
         platform = self.platform or platform_of(jax.devices()[0])
         return platform.startswith(("gpu 8.", "gpu 9.")) and jnp.dtype(self.dtype).itemsize == 2
+
+
+REMAT = {"full": None, "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn")}  # what is kept
+EXACT_BLOCK = 4  # largest block that is scored by exact_nll, in up to 15 passes
 
 
 class Block(nnx.Module):
@@ -480,8 +441,8 @@ class Block(nnx.Module):
 
     def __init__(self, cfg, rngs):
         D, Q, KV = cfg.width, cfg.heads * cfg.head_size, cfg.kv_heads * cfg.head_size
-        # A standard deviation of 1 / sqrt(fan-in), 0.017 at 7b. The two matrices that write into the residual stream
-        # are smaller, so that the sum of all 2 x layers of their outputs is not larger in a deep model. Ref: GPT-2.
+        # A standard deviation of 1 / sqrt(fan-in), 0.017 at 7b. The 2 x layers matrices that add to the residual stream
+        # are smaller, so that its variance does not depend on the depth. Ref: GPT-2.
         residual = 1 / math.sqrt(2 * cfg.layers)
 
         def normal(*shape, size=1.0):
@@ -495,12 +456,11 @@ class Block(nnx.Module):
         self.down_proj = normal(D, cfg.ffn, size=residual)
         self.cfg = cfg
 
-    def __call__(self, x_BLD, rope, see_BM, run, cache=None, start=0, places=None):
+    def __call__(self, x_BLD, rope, see_BM, run, cache=None, start=0, place=None, key_place=None):
         """One layer: (new x, (k, v) [B, J, M, K] with the keys already rotated).
 
-        rope holds cos and sin of the queries' positions, places are those of attention(). The cache is the (k, v) of M
-        slots from an earlier pass: the queries' own are written at its slots start .. start + L - 1, and all slots are
-        keys.
+        rope is cos and sin of the queries' positions; see_BM, place and key_place are those of attention(). The cache
+        is the (k, v) of M slots, which are all keys; those of the queries replace its slots start .. start + L - 1.
         """
         cfg = self.cfg
         B, L, _ = x_BLD.shape
@@ -509,25 +469,24 @@ class Block(nnx.Module):
             y_BLF = linear(x_BLD, getattr(self, f"{name}_proj").get_value(), *spec, on_cpu=run.on_cpu)
             return y_BLF + getattr(self, f"{name}_bias")[...].astype(x_BLD.dtype) if name in "qkv" else y_BLF
 
-        # Attention. The names tell jax.checkpoint what may be kept for the backward pass.
+        # Attention. The names are those of REMAT.
         n_BLD = rms_norm(x_BLD, self.input_layernorm[...], cfg.eps)
         q_BLHK, k_BMJK, v_BMJK = (
             checkpoint_name(project(n_BLD, name, "tensor", None).reshape(B, L, -1, cfg.head_size), name)
             for name in "qkv"
         )
         q_BLHK, k_BMJK = rotate(q_BLHK, *rope), rotate(k_BMJK, *rope)
-        # The window's fresh keys and values replace those of its slots in the cache; the others stay as they were.
-        # Slots are the last axis but one: a TPU then writes them in place, without a copy of the cache in each step.
+        # Slots are the last axis but one: a TPU then updates the cache in place, without a copy in each step.
         new_cache = k_BMJK.swapaxes(1, 2), v_BMJK.swapaxes(1, 2)
         if cache is not None:
             pairs = zip(cache, new_cache, strict=True)
             new_cache = tuple(updated(old, new.astype(old.dtype), start) for old, new in pairs)
             k_BMJK, v_BMJK = (x_BJMK.swapaxes(1, 2) for x_BJMK in new_cache)
-        # the kernel knows documents alone; a cached step has few queries, and so few scores
-        if run.fused and cache is None and (places is None or all(x is None for x in places[0][1:])):
-            o_BLHK = attention_gpu(q_BLHK, k_BMJK, v_BMJK, see_BM, places and places[0].document)
+        # the kernel masks by document alone; a cached step has few queries, and so few scores
+        if run.fused and cache is None and (place is None or all(x is None for x in place[1:])):
+            o_BLHK = attention_gpu(q_BLHK, k_BMJK, v_BMJK, see_BM, place and place.document)
         else:
-            o_BLHK = attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, places)
+            o_BLHK = attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, place, key_place)
         o_BLHK = checkpoint_name(o_BLHK, "attn")
         x_BLD = x_BLD + project(o_BLHK.reshape(B, L, -1), "o", None, "tensor")
 
@@ -540,16 +499,13 @@ class Block(nnx.Module):
         return shard(x_BLD + project(hidden_BLF, "down", None, "tensor"), BATCH), new_cache
 
 
-EXACT_BLOCK = 4  # blocks of at most so many tokens are scored by exact_nll, in up to 15 passes
-
-
 class Dream(nnx.Module):
     def __init__(self, cfg, rngs, run=None):
         def table(size):
             return nnx.Param(size * jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32))
 
-        # Embeddings of unit scale are as large as the layers' outputs, and a small model learns from the first steps
-        # on. A tied table is the head too, which needs rows of about unit length.
+        # Embeddings of unit scale match the layers' outputs, so that a small model learns from the first steps on. A
+        # tied table is also the head, which needs rows of about unit length.
         self.embed_tokens = table(cfg.width**-0.5 if cfg.tie else 1.0)
         self.layers = nnx.Dict({str(i): Block(cfg, rngs) for i in range(cfg.layers)})
         self.norm = nnx.Param(jnp.ones(cfg.width))
@@ -567,32 +523,33 @@ class Dream(nnx.Module):
     def hidden(self, token_BL, position_BL=None, see_BM=None, cache=None, start=0, place=None, key_place=None):
         """Final-normed hidden states [B, L, D] of the tokens, and the cache: (k, v) [B, J, M, K] of each layer.
 
-        Without a cache the keys are the tokens' own, and see_BM says which of them are not padding. With one of M slots
-        the tokens are those of slots start .. start + L - 1 (start may be traced), see_BM is over all slots, and the
-        new cache holds the tokens' fresh keys and values. position_BL defaults to the slot numbers; a constant offset
-        in a row changes nothing, so left padding needs no positions of its own. place, a diffusion.Place of the tokens,
-        says who sees whom: no token another document of a packed row, for instance. With a cache key_place is that of
-        all slots, and start may differ from row to row.
+        Without a cache the keys are the tokens' own. With a cache of M slots the tokens' keys and values
+        replace those of slots start .. start + L - 1; start is a number or an array [B]. see_BM is False at padding.
+        place, a diffusion.Place of the tokens, adds an attention mask, such as that between packed documents; with a
+        cache key_place is that of all slots. position_BL defaults to the slot numbers; a constant offset in a row
+        changes nothing, so left padding needs no positions of its own.
         """
         B, L = token_BL.shape
         if position_BL is None:
             position_BL = jnp.broadcast_to(start + jnp.arange(L), (B, L))
         rope = rope_table(position_BL, rope_frequencies(self.cfg.head_size, self.cfg.theta))  # once for all layers
-        keep = jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn")
-        places = place and (place, key_place or place)
+        key_place = key_place or place
+
+        def apply_layer(x_BLD, i):
+            layer_cache = None if cache is None else cache[i]
+            return self.layers[str(i)](x_BLD, rope, see_BM, self.run, layer_cache, start, place, key_place)
+
         x_BLD, new_cache = self.lookup(token_BL), []
         for i in range(self.cfg.layers):
-            layer, layer_cache = self.layers[str(i)], None if cache is None else cache[i]
             if self.run.remat == "none":
-                x_BLD, layer_cache = layer(x_BLD, rope, see_BM, self.run, layer_cache, start, places)
+                x_BLD, layer_cache = apply_layer(x_BLD, i)
                 new_cache.append(layer_cache)
-            else:  # training needs no keys and values; policy None keeps a layer's input alone
-                forward = lambda x, layer=layer: layer(x, rope, see_BM, self.run, places=places)[0]  # noqa: E731
-                x_BLD = jax.checkpoint(forward, policy=keep if self.run.remat == "qkvo" else None)(x_BLD)
+            else:  # training needs no cache
+                x_BLD = jax.checkpoint(lambda x_BLD, i=i: apply_layer(x_BLD, i)[0], policy=REMAT[self.run.remat])(x_BLD)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), new_cache
 
     def logits(self, hidden_BLD):
-        """Float32 logits [B, L, V] of hidden states, not shifted: those at p are of the token at p + 1."""
+        """Float32 logits [B, L, V] of hidden states, not shifted: those at p predict the token at p + 1."""
         head = self.embed_tokens if self.cfg.tie else self.lm_head
         return linear(hidden_BLD, head.get_value(), "tensor", None, dtype=jnp.float32, on_cpu=self.run.on_cpu)
 
@@ -601,49 +558,49 @@ class Dream(nnx.Module):
         hidden_BLD, _ = self.hidden(token_BL, position_BL, see_BL)
         return self.logits(hidden_BLD)
 
-    def nll(self, token_BL, mask_BL, segment_BL, position_BL, block=None, border="clean", seen_1LL=None):
-        """-log p(token | row with the tokens of mask_BL noised) of these tokens of packed rows, in nats, else 0 [B, L].
-
-        What a token sees, and what predicts it: see predicting.
-        """
+    def nll(self, token_BL, mask_BL, segment_BL, position_BL, block=None, seen_1LL=None):
+        """NLL in nats [B, L] of the tokens of mask_BL, which are MASK in the input, 0 elsewhere; see `predicting`."""
         noised_BL = jnp.where(mask_BL, self.cfg.mask_id, token_BL)
-        row = noised_BL, token_BL, segment_BL, position_BL
-        return self.token_nll(self.predicting(*row, block, border, seen_1LL), token_BL, mask_BL)
+        hidden_BLD = self.predicting(noised_BL, token_BL, segment_BL, position_BL, block, seen_1LL)
+        return self.token_nll(hidden_BLD, token_BL, mask_BL)
 
-    def predicting(self, noised_BL, token_BL, segment_BL, position_BL, block=None, border="clean", seen_1LL=None):
-        """The hidden states [B, L, D] that predict the tokens of packed rows, which the model sees noised.
+    def predicting(self, noised_BL, token_BL, segment_BL, position_BL, block=None, seen_1LL=None):
+        """The hidden states [B, L, D] that predict the token at each position p, for the input noised_BL.
 
-        The token at p is read from the hidden state at p - 1, the first of a document from its own, as the sampler
-        does; where cfg.shift is False all from their own. With a block length, which may be traced, a token sees its
-        block noised and the blocks before it clean: the row goes through the layers twice, noised and clean, side by
-        side. The first token of a block is then read from the clean row, which is what the sampler has there; border
-        "noisy" is Fast-dLLM v2's training. Without blocks seen_1LL may hide keys. Ref: BD3-LM, arXiv:2503.09573,
-        section 3.
+        With cfg.shift the hidden state is that of p - 1, or p for the first token of a document. With a block length,
+        which may be traced, see `noised_and_clean`; the first token of a block is predicted from the clean row, as in
+        the sampler. Without blocks seen_1LL may mask keys.
+        """
+        if block is None:
+            place = diffusion.Place(segment_BL, seen=seen_1LL)
+            hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=place)
+        else:
+            hidden_BLD, clean_BLD = self.noised_and_clean(noised_BL, token_BL, segment_BL, position_BL, block)
+        if not self.cfg.shift:
+            return hidden_BLD
+        before_BLD = jnp.roll(hidden_BLD, 1, 1)
+        if block is not None:
+            starts_BL1 = (position_BL % block == 0)[..., None]
+            before_BLD = jnp.where(starts_BL1, jnp.roll(clean_BLD, 1, 1), before_BLD)
+        return jnp.where(first_of_document(segment_BL)[..., None], hidden_BLD, before_BLD)
+
+    def noised_and_clean(self, noised_BL, token_BL, segment_BL, position_BL, block):
+        """Hidden states of the noised and of the clean row, [B, L, D] each, in one pass over both side by side.
+
+        A noised token attends to its own block noised and earlier blocks clean. Ref: BD3-LM, arXiv:2503.09573, sec. 3.
         """
         L = token_BL.shape[1]
-        if block is None:
-            hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=diffusion.Place(segment_BL, seen=seen_1LL))
-            border = "noisy"
-        else:
-            row_BM, position_BM, segment_BM = (
-                jnp.concatenate(pair, 1)
-                for pair in ((noised_BL, token_BL), (position_BL, position_BL), (segment_BL, segment_BL))
-            )
-            noisy_BM = jnp.broadcast_to(jnp.arange(2 * L) < L, row_BM.shape)
-            place = diffusion.Place(segment_BM, position_BM // block, noisy_BM)
-            hidden_BLD, clean_BLD = jnp.split(self.hidden(row_BM, position_BM, place=place)[0], 2, 1)
-        if self.cfg.shift:  # but never across the border of two documents
-            before_BLD = jnp.roll(hidden_BLD, 1, 1)
-            if border == "clean":
-                border_BL1 = (position_BL % block == 0)[..., None]
-                before_BLD = jnp.where(border_BL1, jnp.roll(clean_BLD, 1, 1), before_BLD)
-            hidden_BLD = jnp.where(first_of_document(segment_BL)[..., None], hidden_BLD, before_BLD)
-        return hidden_BLD
+        row_BM = jnp.concatenate((noised_BL, token_BL), 1)
+        position_BM = jnp.concatenate((position_BL, position_BL), 1)
+        segment_BM = jnp.concatenate((segment_BL, segment_BL), 1)
+        noisy_BM = jnp.broadcast_to(jnp.arange(2 * L) < L, row_BM.shape)
+        place = diffusion.Place(segment_BM, position_BM // block, noisy_BM)
+        return jnp.split(self.hidden(row_BM, position_BM, place=place)[0], 2, 1)
 
     def ar_nll(self, token_BL, mask_BL, segment_BL, position_BL):
-        """nll with blocks of one token, all masked: that of the next token, of an autoregressive model, in one pass.
+        """nll with blocks of one token, all masked: the NLL of an autoregressive model, in one pass.
 
-        A first token of a document has nothing before it: it is read from a MASK alone, as it is with blocks.
+        The first token of a document is predicted from a MASK alone, as it is with blocks.
         """
         place = diffusion.Place(segment_BL, position_BL)
         hidden_BLD, _ = self.hidden(token_BL, position_BL, place=place)
@@ -653,8 +610,8 @@ class Dream(nnx.Module):
 
     def token_nll(self, hidden_BLD, token_BL, mask_BL):
         """diffusion.masked_nll of the tokens with mask_BL, from the hidden states that predict them."""
-        # All logits would be the largest array by far, [B, L, V] in float32. So the head runs over chunks of C
-        # positions, whose logits the backward pass computes again: C divides L and keeps to run.loss_tokens.
+        # The logits [B, L, V] would be the largest array by far. So the head runs over chunks of C positions, whose
+        # logits the backward pass recomputes; C divides L, and B C is at most run.loss_tokens.
         B, L = token_BL.shape
         C = next(c for c in range(min(L, max(1, self.run.loss_tokens // B)), 0, -1) if L % c == 0)
 
@@ -672,41 +629,39 @@ class Dream(nnx.Module):
     def nelbo(self, token_BL, segment_BL, position_BL, t_BL, u_BL, fixed_BL=None, schedule="linear", seen_1LL=None):
         """A bound on -log p of packed rows, in nats, summed: sum of -w(t) log p(token | noised row) over masked tokens.
 
-        t_BL is the time of each token's document, or block where cfg.block_length is set, and constant within it; a
-        token becomes MASK where u_BL < rate(t), if it is `counted`. Divided by the number of counted tokens it is the
-        bound per token. rate and w = rate' / rate are those of the schedule of this name in diffusion.py: t and 1 / t
-        for linear alone. Ref: MDLM, arXiv:2406.07524, eq. 10, with alpha = 1 - rate.
+        t_BL is the time of each token's document, or of its block with cfg.block_length. A token becomes MASK where
+        u_BL < rate(t), if it is `counted`; divided by the number of counted tokens the sum is the bound per token. rate
+        and w = rate' / rate are those of the schedule in diffusion.py. Ref: MDLM, arXiv:2406.07524, eq. 10.
 
-        Where fixed_BL is 2 (data_prep.edit) the model sees nothing but MASK, at all times, and learns that it is EOS or
-        else cfg.expand_id: with weight 1, which is what another token has on average.
+        Where fixed_BL is 2 (data_prep.edit) the input is MASK at all times, and the target is EOS if the token is EOS,
+        else cfg.expand_id, with weight 1, the mean weight of any other token.
         """
-        # Prompts and padding stay as they are.
-        frozen_BL = ~counted(segment_BL, fixed_BL)
+        frozen_BL = ~counted(segment_BL, fixed_BL)  # prompts and padding
         _, mask_BL = diffusion.q_sample(token_BL, t_BL, u_BL, schedule, self.cfg.mask_id, -1, frozen_BL)
         weight_BL = diffusion.nelbo_weight(t_BL, schedule)
         if fixed_BL is not None and self.cfg.expand_id >= 0:
             edit_BL = fixed_BL == 2
             token_BL = jnp.where(edit_BL & (token_BL != self.cfg.eos_id), self.cfg.expand_id, token_BL)
-            mask_BL, weight_BL = mask_BL | edit_BL, jnp.where(edit_BL, 1.0, weight_BL)
+            mask_BL = mask_BL | edit_BL
+            weight_BL = jnp.where(edit_BL, 1.0, weight_BL)
         row = token_BL, mask_BL, segment_BL, position_BL
         nll_BL = self.nll(*row, self.cfg.block_length or None, seen_1LL=seen_1LL)
         return jnp.where(mask_BL, weight_BL * nll_BL, 0.0).sum()
 
     def exact_nll(self, token_BL, segment_BL, position_BL, fixed_BL=None):
-        """The bound of small blocks itself, token by token in nats [B, L]: over all ways to mask a part of a block.
+        """The bound of small blocks without sampling, in nats per token [B, L]: a sum over all masks of a block.
 
-        2^block_length - 1 passes: 15 for blocks of 4. For blocks of 1 it is the autoregressive -log p, in one.
+        2^block_length - 1 passes, 15 for blocks of 4. With blocks of 1 it is the autoregressive NLL, in one pass.
         """
-        segment_BL, position_BL = jnp.asarray(segment_BL), jnp.asarray(position_BL)
         counted_BL, block = counted(segment_BL, fixed_BL), self.cfg.block_length
         if block == 1 and self.cfg.shift:
             return self.ar_nll(token_BL, counted_BL, segment_BL, position_BL)
 
-        def part(subset):
+        def weighted_nll(subset):
             mask_BL, weight_BL = diffusion.subset_mask(subset, counted_BL, position_BL, block)
             return weight_BL * self.nll(token_BL, mask_BL, segment_BL, position_BL, block)
 
-        return jax.lax.map(part, jnp.arange(1, 1 << block)).sum(0)
+        return jax.lax.map(weighted_nll, jnp.arange(1, 1 << block)).sum(0)
 
 
 def first_of_document(segment_BL):
@@ -714,34 +669,31 @@ def first_of_document(segment_BL):
 
 
 def counted(segment_BL, fixed_BL=None):
-    """The positions that can be masked and count in the loss: of a document (segment 0 is padding), and no prompt."""
+    """The positions that can be masked and count in the loss: not padding (segment 0), not a prompt (fixed 1)."""
     return (segment_BL > 0) if fixed_BL is None else (segment_BL > 0) & (fixed_BL != 1)
 
 
 def parts(segment_BL, position_BL, block=None):
-    """Numbers from 1 of what has a time of its own in a row: its documents, or their blocks."""
+    """Numbers from 1 of the documents of each row, or of their blocks: each has a time t of its own."""
     return segment_BL if block is None else jnp.cumsum(position_BL % block == 0, 1)
 
 
 def noise(key, rows, row_B, part_BL, eps=1e-3):
-    """(t_BL, u_BL): the time of each token's part of a row, see `parts`, and a uniform number for each token.
+    """(t_BL, u_BL) of the rows numbered row_B: the time of each token's document, or block, and a uniform number.
 
-    The rows are those numbered row_B. Below, a document is such a part.
-
-    Functions of the key and of a row's number among `rows` alone, however these are split over devices. The first
-    document of row i has its t in the i-th of `rows` equal parts of [eps, 1], each further one is 0.618 of the range
-    on: documents do not see each other, so each is an example of its own, and a step holds all times evenly. t is
-    uniform in [eps, 1] for each document, which any schedule of diffusion.py turns into its rate of masks.
+    They depend on the key and a row's number among `rows` alone, not on how rows are split over devices. t is uniform
+    in [eps, 1] for each of `parts`, and stratified: the first part of row i has its t in the i-th of `rows` equal
+    intervals, each further part is 0.618 of the range on.
     """
-    # A key and a time for all `rows`, of which this process may hold a part; then those of its own.
+    # A key and a time for all `rows`, of which this process may hold some.
     key_R = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
     t_R = diffusion.antithetic_times(jax.vmap(jax.random.uniform)(key_R), eps)
     u_BL = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), part_BL.shape[1:]))(key_R[row_B])
-    golden = (math.sqrt(5) - 1) / 2  # multiples of it modulo 1 spread evenly, however many there are
+    golden = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 spread evenly, however many there are
     return eps + (t_R[row_B][:, None] - eps + golden * (part_BL - 1)) % (1 - eps), u_BL
 
 
-# ---- parameters and files ------------------------------------------------------------------------------------------
+# ---- parameters ----------------------------------------------------------------------------------------------------
 
 
 def new_params(cfg, seed):
@@ -760,11 +712,27 @@ def param_shapes(cfg):
     return jax.eval_shape(functools.partial(new_params, cfg, 0))
 
 
-def join(model):
-    """The same model, for inference: gate_proj holds the rows of up_proj too, which keeps none. Not to be saved.
+def count_params(cfg):
+    """{name: parameters} of the parts of the model, and their "total"."""
+    counts = {name: sum(x.size for x in jax.tree.leaves(part)) for name, part in param_shapes(cfg).items()}
+    return counts | {"total": sum(counts.values())}
 
-    A product with few tokens takes as long as its weights take to arrive, and one large product comes closer to that.
-    A layer at a time, so that there is never a second model in memory.
+
+def flops_per_token(cfg, length):
+    """Training FLOPs of one token in a row of `length`: 6 per matmul parameter, and attention over the whole row.
+
+    Per layer, query head and query-key pair 2K for the score and 2K for the value, forward; three times that with the
+    backward pass. Looking up an embedding is no matmul.
+    """
+    matmul = sum(x.size for x in jax.tree.leaves(param_shapes(cfg)["layers"]) if x.ndim > 1)
+    matmul += cfg.vocab * cfg.width  # the head
+    return 6 * matmul + 3 * cfg.layers * cfg.heads * 4 * cfg.head_size * length
+
+
+def join(model):
+    """The same model for inference, not to be saved: the rows of up_proj move into gate_proj, layer by layer.
+
+    With few tokens a product is bound by reading its weights, and one large product is closer to that bound.
     """
     for layer in model.layers.values():
         gate, up = layer.gate_proj.get_value(), layer.up_proj.get_value()
@@ -774,22 +742,20 @@ def join(model):
     return model
 
 
-# ---- LoRA ----------------------------------------------------------------------------------------------------------
-
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a layer
 
 
 def assemble(base, trained):
-    """The policy's parameters: those trained, or with LoRA the base's with the trained {"a", "b"} beside a matrix."""
+    """The model's parameters: the trained ones, or with LoRA those of `base` with the trained {"a", "b"} as Loras."""
     if not isinstance(base, dict):
         return Lora(base, trained["a"], trained["b"]) if trained else base
-    return {name: assemble(part, trained.get(name, {})) for name, part in base.items()} if base else trained
+    return {name: assemble(child, trained.get(name, {})) for name, child in base.items()} if base else trained
 
 
 def new_adapters(key, base, rank, targets=MATRICES):
-    """Float32 adapters of all layers' matrices with these names: A of size 1 / sqrt(D), B zero, so nothing changes yet.
+    """New float32 adapters {"layers": {"0": {"q_proj": {"a" [R, D], "b" [F, R]}}}} of the matrices named `targets`.
 
-    {"layers": {"0": {"q_proj": {"a" [R, D], "b" [F, R]}}}}. B A is not scaled: alpha = rank, in others' terms.
+    A has standard deviation 1 / sqrt(D), B is zero. B A is not scaled: alpha = rank.
     """
     layers = {}
     for i, layer in base["layers"].items():
@@ -805,33 +771,10 @@ def new_adapters(key, base, rank, targets=MATRICES):
 
 
 def merge_adapters(base, adapters):
-    """The parameters W + B A, in the base's dtype. base is given away, a layer at a time: two models would not fit."""
-    layers = base["layers"]
+    """The parameters W + B A, in the base's dtype. `base` is overwritten, layer by layer: two models would not fit."""
     for i, trained in adapters["layers"].items():
-        layers[i] = jax.tree.map(merged, assemble(layers[i], trained), is_leaf=lambda x: isinstance(x, Lora))
+        for name, adapter in trained.items():
+            weight_FD = base["layers"][i][name]
+            change_FD = adapter["b"] @ adapter["a"]
+            base["layers"][i][name] = (weight_FD.astype(jnp.float32) + change_FD).astype(weight_FD.dtype)
     return base
-
-
-# ---- counts --------------------------------------------------------------------------------------------------------
-
-
-def count_params(cfg):
-    """Parameters by part: {"embed", "attention", "ffn", "norms", "head", "total"}."""
-    parts = dict.fromkeys(("embed", "attention", "ffn", "norms", "head"), 0)
-    part_of = {"embed_tokens": "embed", "lm_head": "head", "gate_proj": "ffn", "up_proj": "ffn", "down_proj": "ffn"}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(cfg)):
-        name = path[-1].key
-        part = "norms" if name.endswith("norm") else part_of.get(name, "attention")
-        parts[part] += leaf.size
-    return parts | {"total": sum(parts.values())}
-
-
-def flops_per_token(cfg, length):
-    """Training FLOPs of one token in a row of `length`: 6 per matmul parameter, and attention over the whole row.
-
-    Per layer, query head and query-key pair 2K for the score and 2K for the value, forward; three times that with the
-    backward pass. Looking a token up is no matmul.
-    """
-    parts = count_params(cfg)
-    matmul = parts["total"] - parts["norms"] - (0 if cfg.tie else parts["embed"])
-    return 6 * matmul + 3 * cfg.layers * cfg.heads * 4 * cfg.head_size * length

@@ -5,10 +5,10 @@ compiled, not 24. train_tpu.py trains it, generate.py samples from it.
 
 Letters: B batch, L length, M cache slots, D width, I softmax maps of a head (2 differential, 1 plain), P heads after
 pairing, J key/value groups, G = P / J, K head size, E value size (2K differential, K plain), F feed-forward, V
-vocabulary, T new tokens.
+vocabulary, T tokens.
 
-What a layer computes, n = RMSNorm(x):  h = x + W_o diffattn(n W_q, n W_k, n W_v);  x' = h + W_down(silu(m W_gate) *
-m W_up), m = RMSNorm(h). Main head: logits = h_t embed^T (tied). MTP head, for the token after the next:
+A layer, with n = RMSNorm(x):  h = x + W_o diffattn(n W_q, n W_k, n W_v);  x' = h + W_down(silu(m W_gate) * m W_up),
+m = RMSNorm(h). Main head: logits = h_t embed^T (tied). MTP head, for the token after the next:
 logits2 = RMSNorm([RMSNorm(h_t); RMSNorm(embed(x_{t+1}))] W_proj) W_head^T.
 Refs: Differential Transformer, arXiv:2410.05258; multi-token prediction, arXiv:2404.19737; YaRN, arXiv:2309.00071.
 """
@@ -26,49 +26,35 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as PS
 
 import diffusion
-from diff_attention import GPU_TILES, attention, attention_gpu, attention_tpu, lambda_init, lambda_value, plain_tpu
+from diff_attention import attention, attention_tpu, lambda_init, lambda_value, training_kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The architecture; everything that a checkpoint needs to be read again."""
+    """The architecture, as a checkpoint stores it."""
 
     vocab: int = 151_808  # rows of the embedding; Qwen2.5's 151,665 tokens, padded
     width: int = 1536  # of the residual stream
     layers: int = 24
     heads: int = 12  # query heads; two make one differential head
-    kv_heads: int = 4  # key/value heads, each shared by heads / kv_heads query heads
+    kv_heads: int = 4  # key/value heads
     head_size: int = 128
     ffn: int = 4096  # width of the feed-forward layer
     theta: float = 500_000.0  # base of the rotary angles
     positions: int = 2048  # longest sequence in training
     yarn_factor: float = 4.0  # inference reaches positions * yarn_factor
     diff: typing.Literal["seed", "paper", "v2", "none"] = "seed"  # floored | as published | DIFF V2 | plain attention
-    attn_cap: float = 0.0  # c > 0 maps each score s to c tanh(s / c)
-    logit_cap: float = 0.0  # the same for the logits of both heads
     mtp: bool = True  # the head that predicts the token after the next
-    init_std: typing.Literal["paper", "fan_in"] = "paper"  # of new matrices; a checkpoint that does not say: "paper"
+    init_std: typing.Literal["paper", "fan_in"] = "paper"  # standard deviation of new matrices: 0.02 | 1 / sqrt(fan-in)
     eps: float = 1e-6  # of the norms
     subln_eps: float = 1e-5  # of the norm on each differential head
-
-    def __post_init__(self):
-        if self.heads % 2 or (self.maps == 2 and self.kv_heads % 2):
-            raise ValueError(f"differential attention pairs heads: {self.heads} heads, {self.kv_heads} kv_heads")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} query heads do not divide over {self.kv_heads} key/value heads")
 
     @property
     def maps(self):
         return 2 if self.diff in ("seed", "paper") else 1
 
     def std(self, fan_in):
-        """Standard deviation of a new matrix of `fan_in` rows: 0.02, or what gives x W the size of x at any width."""
         return fan_in**-0.5 if self.init_std == "fan_in" else 0.02
-
-    @property
-    def embed_scale(self):
-        """Factor of a looked-up embedding: 0.02, which suits the tied head, becomes 1, which suits the layers."""
-        return 50.0 if self.init_std == "fan_in" else 1.0
 
 
 CONFIGS = {
@@ -78,8 +64,8 @@ CONFIGS = {
     "1b": Config(init_std="fan_in"),
 }
 
-# How each parameter lies on a mesh with the axes (data, fsdp, tensor). Weights are gathered over fsdp where they are
-# used; tensor splits heads, feed-forward and vocabulary. What is not named is small and whole on every device.
+# Layout of each parameter on a mesh with the axes (data, fsdp, tensor): tensor splits heads, feed-forward, vocabulary;
+# fsdp splits the other side, which is gathered where the weight is used. All others are small and replicated.
 SHARDING = {
     **dict.fromkeys(("embed", "head"), PS(("tensor", "fsdp"), None)),
     **dict.fromkeys(("wq", "wk", "wv", "w_gate", "w_up"), PS(None, "fsdp", "tensor")),
@@ -90,12 +76,12 @@ BATCH = ("data", "fsdp")  # both axes split the batch
 
 
 def shard(x, *spec):
-    """Pin x to a layout on the mesh in use (jax.set_mesh); without one, x as it is."""
+    """x with a layout on the mesh in use (jax.set_mesh); without a mesh, x as it is."""
     return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PS(*spec))
 
 
 def batch_axes():
-    """The axes of the mesh that split the batch; None without a mesh, and where a device sees its own rows alone."""
+    """The axes of the mesh that split the batch; None without a mesh, and inside shard_map over them."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or set(BATCH) & set(mesh.manual_axes) else BATCH
 
@@ -107,17 +93,16 @@ def rms_norm(x, weight, eps):
 
 
 def rope_frequencies(head_size, theta, factor=1.0, original=2048, beta_fast=32, beta_slow=1, truncate=True):
-    """Rotary frequencies [K/2] in float64 and the attention factor that multiplies cos and sin; YaRN if factor > 1.
+    """Rotary frequencies theta^(-2i/K) [K/2] in float64, and the factor of cos and sin; YaRN if factor > 1.
 
-    theta_i = theta^(-2i/K). YaRN keeps dimensions that turn more than beta_fast times within `original` positions,
-    divides those that turn less than beta_slow times by `factor`, and ramps between; attention factor 0.1 ln(factor)
-    + 1, so that scores grow by its square. Ref: arXiv:2309.00071, eq. 17-22; equal to transformers' "yarn".
+    YaRN keeps frequencies with more than beta_fast turns within `original` positions, divides those with less than
+    beta_slow turns by `factor`, and ramps between. Ref: arXiv:2309.00071, eq. 17-22.
     """
     inv_freq = theta ** (-np.arange(0, head_size, 2) / head_size)
     if factor <= 1:
         return inv_freq, 1.0
     low, high = (
-        head_size * math.log(original / (2 * math.pi * beta)) / (2 * math.log(theta)) for beta in (beta_fast, beta_slow)
+        head_size * math.log(original / (2 * math.pi * n)) / (2 * math.log(theta)) for n in (beta_fast, beta_slow)
     )
     if truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -133,12 +118,9 @@ def rope_table(position_BL, inv_freq, attention_factor=1.0):
 
 
 def rotate(x_BLK, cos_BLK, sin_BLK, by_matmul=False):
-    """Rotary embedding, half-split: x cos + [-x_2; x_1] sin over the last axis. cos and sin broadcast against x.
-
-    by_matmul swaps the halves with a signed permutation matrix: on a TPU cheaper than cutting 128 lanes in two.
-    """
+    """Rotary embedding, half-split: x cos + [-x_2; x_1] sin over the last axis. cos and sin broadcast against x."""
     half = x_BLK.shape[-1] // 2
-    if by_matmul:
+    if by_matmul:  # with a signed permutation, faster on a TPU than slicing 128 lanes
         eye, zero = np.eye(half), np.zeros((half, half))
         swapped_BLK = x_BLK @ jnp.asarray(np.block([[zero, eye], [-eye, zero]]), x_BLK.dtype)
     else:
@@ -149,17 +131,15 @@ def rotate(x_BLK, cos_BLK, sin_BLK, by_matmul=False):
 def dropout(x_BLD, row_B, seed_2, rate):
     """Zero each element with probability `rate` and scale the rest by 1 / (1 - rate). seed_2 None is the identity.
 
-    The mask is a hash (murmur3's finaliser) of the row's number in the optimizer step, the place in the row and two
-    uint32 seeds: it fuses into its consumer, is recomputed rather than stored under remat, and is the same however the
-    rows are split over micro-batches and devices.
+    The mask is a hash (murmur3's finaliser) of two uint32 seeds, the row's number in the optimizer step and the index
+    in the row: it fuses into its consumer, and does not depend on how rows are split over micro-batches and devices.
     """
     if seed_2 is None:
         return x_BLD
-    # a number for each element of the step
     _, L, D = x_BLD.shape
-    place_LD = jnp.arange(L, dtype=jnp.uint32)[:, None] * jnp.uint32(D) + jnp.arange(D, dtype=jnp.uint32)
-    index = row_B.astype(jnp.uint32)[:, None, None] * jnp.uint32(L * D) + place_LD
-    # the hash: multiplications spread each bit upwards, shifts bring it down again
+    index_LD = jnp.arange(L, dtype=jnp.uint32)[:, None] * jnp.uint32(D) + jnp.arange(D, dtype=jnp.uint32)
+    index = row_B.astype(jnp.uint32)[:, None, None] * jnp.uint32(L * D) + index_LD
+    # the hash: multiplications spread each bit upwards, shifts downwards
     bits = index ^ seed_2[0]
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = ((bits ^ (bits >> 13)) + seed_2[1]) * jnp.uint32(0xC2B2AE35)
@@ -169,7 +149,7 @@ def dropout(x_BLD, row_B, seed_2, rate):
 
 
 def linear(x_BLD, weight_DF, tpu=False):
-    """x W over one axis of tokens: with two, XLA on a CPU copies whole arrays for the weight's gradient (2x slower)."""
+    """x W over one axis of tokens: with two, XLA on a CPU copies arrays for the weight's gradient (2x slower)."""
     if tpu:
         return x_BLD @ weight_DF
     y_TF = x_BLD.reshape(-1, x_BLD.shape[-1]) @ weight_DF
@@ -184,25 +164,22 @@ class Run:
     """How to run the model, as opposed to what it is: nothing here changes a checkpoint."""
 
     dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
-    kernel: typing.Literal["", "tpu", "ampere", "hopper"] = ""  # whose Pallas kernel attention is; "" is einsums
+    kernel: typing.Literal["", "tpu", "ampere", "hopper"] = ""  # Pallas kernel of attention in training; "" is einsums
     tpu: bool = False  # layouts for a TPU
-    remat: typing.Literal["none", "qkvo", "full"] = "none"  # what the backward pass recomputes
+    remat: typing.Literal["none", "qkvo", "full"] = "none"  # recomputed backwards: all but attention's q, k, v, o | all
     dropout: float = 0.0  # of attention output, feed-forward hidden and output, where a call gives a key
     block: int = 128  # queries per block of the einsum attention
     loss_tokens: int = 2048  # tokens per chunk of the cross-entropy
-    yarn: bool = False  # the rotary table for texts longer than cfg.positions; a rotated cache cannot change it
+    yarn: bool = False  # YaRN's rotary table, for texts longer than cfg.positions
 
 
-REMAT = {  # qkvo keeps the inputs and output of attention and recomputes the rest
-    "full": None,
-    "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn", "lse"),
-}
+REMAT = {"full": None, "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn", "lse")}  # are kept
 
 
 class Block(nnx.Module):
-    """All layers at once, each parameter [layers, ...]; called with the parameters of a single one.
+    """All layers, each parameter [layers, ...]; it is called with the parameters of one.
 
-    Query heads 2p and 2p + 1 make differential head p; it reads key heads 2j and 2j + 1 and the value [v_2j; v_2j+1]
+    Query heads 2p and 2p + 1 make differential head p, which reads key heads 2j and 2j + 1 and the value [v_2j; v_2j+1]
     of its group j = p // G. Ref: microsoft/unilm, Diff-Transformer, multihead_flashdiff_1.
     """
 
@@ -219,7 +196,7 @@ class Block(nnx.Module):
         self.wq = normal(D, Q)
         self.wk = normal(D, C)
         self.wv = normal(D, C)
-        # 2N matrices add to the residual stream: smaller ones keep its variance independent of the depth
+        # the 2N matrices that add to the residual stream are smaller, so that its variance does not depend on the depth
         self.wo = normal(out, D, std=cfg.std(out) / math.sqrt(2 * N))
         self.w_gate = normal(D, cfg.ffn)
         self.w_up = normal(D, cfg.ffn)
@@ -233,10 +210,9 @@ class Block(nnx.Module):
         self.cfg, self.run = cfg, run
 
     def __call__(self, x_BLD, layer, rope, index_BL, start_BL, row_B=None, seed_32=None, cache=None):
-        """One layer. Query l sees the key slots start_BL <= m <= index_BL; index None means its own place in the row.
+        """One layer: (new x, new cache). A query attends to slots start_BL to index_BL; index None: its own slot.
 
-        seed_32 None leaves dropout out. `cache` is (k [B, I, J, M, K], v [B, J, M, E]): the new keys and values are
-        written at slots index_BL, and all M slots are the keys. Returns the new x and the new cache.
+        seed_32 None: no dropout. New keys and values go to slots index_BL of cache (k [B, I, J, M, K], v [B, J, M, E]).
         """
         cfg, rate = self.cfg, self.run.dropout
         seeds = (None,) * 3 if seed_32 is None else seed_32
@@ -247,24 +223,22 @@ class Block(nnx.Module):
         if cache is not None:
             k_BIJLK, v_BJLE = cache = write(cache, k_BIJLK, v_BJLE, index_BL)
         o_BPLE = self.attend(q_BIPLK, k_BIJLK, v_BJLE, layer, index_BL, start_BL)
-        attn_BLD = self.join_heads(o_BPLE, n_BLD, layer)
-        x_BLD = x_BLD + dropout(attn_BLD, row_B, seeds[0], rate)
+        x_BLD = x_BLD + dropout(self.join_heads(o_BPLE, n_BLD, layer), row_B, seeds[0], rate)
 
         # Feed-forward, SwiGLU: x + W_down(silu(n W_gate) * n W_up)
         n_BLD = self.barrier(rms_norm(x_BLD, self.ffn_norm[...], cfg.eps))
         gate_BLF = linear(n_BLD, self.weight("w_gate", (cfg.width, cfg.ffn), None, "tensor"), self.run.tpu)
         up_BLF = linear(n_BLD, self.weight("w_up", (cfg.width, cfg.ffn), None, "tensor"), self.run.tpu)
         hidden_BLF = self.barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, row_B, seeds[1], rate))
-        w_down_FD = self.weight("w_down", (cfg.ffn, cfg.width), "tensor", None)
-        down_BLD = linear(hidden_BLF, w_down_FD, self.run.tpu)
+        down_BLD = linear(hidden_BLF, self.weight("w_down", (cfg.ffn, cfg.width), "tensor", None), self.run.tpu)
         return shard(x_BLD + dropout(down_BLD, row_B, seeds[2], rate), batch_axes()), cache
 
     def weight(self, name, shape, *spec):
-        """A matrix in the activations' dtype, on the mesh as spec says (fsdp's parts meet here), then reshaped."""
+        """A matrix in the activations' dtype, with the layout spec (gathered over fsdp), reshaped."""
         return shard(getattr(self, name)[...].astype(self.run.dtype), *spec).reshape(shape)
 
     def barrier(self, x):
-        """x. On a TPU no fusion crosses it, which keeps norms out of the matmuls: a step is 4 % faster."""
+        """x; on a TPU no fusion crosses it, which keeps norms out of the matmuls: a step is 4 % faster."""
         return jax.lax.optimization_barrier(x) if self.run.tpu else x
 
     def project(self, n_BLD, rope):
@@ -277,58 +251,43 @@ class Block(nnx.Module):
                 return jnp.einsum("BLD,DIPK->BIPLK", n_BLD, w_DIPK)
             return linear(n_BLD, w_DIPK.reshape(D, -1)).reshape(B, L, *w_DIPK.shape[1:]).transpose(0, 2, 3, 1, 4)
 
-        # Heads 2p and 2p + 1 stand side by side in the columns: map 1 of every pair comes first, then map 2. The two
-        # values of a pair stay together, as one of size 2K.
+        # from heads 2p, 2p + 1 side by side to map 1 of all pairs, then map 2; their two values stay one of size 2K
         wq_DIPK = self.weight("wq", (D, P, I, K), None, "tensor").swapaxes(1, 2)
         wk_DIJK = self.weight("wk", (D, J, I, K), None, "tensor").swapaxes(1, 2)
         wv_D1JE = self.weight("wv", (D, 1, J, I * K), None, "tensor")
         q_BIPLK, k_BIJLK, v_B1JLE = heads(wq_DIPK), heads(wk_DIJK), heads(wv_D1JE)
-        # the names by which remat knows what to keep
         q_BIPLK, k_BIJLK = checkpoint_name(q_BIPLK, "q"), checkpoint_name(k_BIJLK, "k")
         v_BJLE = checkpoint_name(v_B1JLE[:, 0], "v")
         cos, sin = (table_BLK[:, None, None] for table_BLK in rope)
         return rotate(q_BIPLK, cos, sin, tpu), rotate(k_BIJLK, cos, sin, tpu), v_BJLE
 
     def attend(self, q_BIPLK, k_BIJLK, v_BJLE, layer, index_BL, start_BL):
-        """What each head reads, [B, P, L, E]: a fused kernel where one fits (in training), else einsums."""
+        """The attention of each head [B, P, L, E], in training by a fused kernel where one fits, else by einsums."""
         cfg, lam, floor = self.cfg, jnp.float32(0), self.cfg.diff == "seed"
         if cfg.maps == 2:
             vectors = (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2)
             lam = lambda_value(*(vector_K[...] for vector_K in vectors), lambda_init(layer), clamp=floor)
-        kernel = self.kernel() if index_BL is None else None
+        kernel = training_kernel(self.run.kernel, cfg.maps, cfg.head_size) if index_BL is None else None
         if kernel is None:
-            settings = {"floor": floor, "cap": cfg.attn_cap, "block": self.run.block}
-            o_BPLE = attention(q_BIPLK, k_BIJLK, v_BJLE, lam, index_BL, start_BL, **settings)
+            o_BPLE = attention(q_BIPLK, k_BIJLK, v_BJLE, lam, index_BL, start_BL, floor=floor, block=self.run.block)
             return checkpoint_name(o_BPLE, "attn")
         call = functools.partial(kernel, floor=floor)
         if not jax.sharding.get_abstract_mesh().empty:  # a Pallas call is one device's program
             rows = batch_axes()
             specs = (PS(rows, None, "tensor"), PS(rows, None, "tensor"), PS(rows, "tensor"), PS(), PS(rows))
-            axes = {"tensor", *(rows or ())}
-            layout = {"in_specs": specs, "out_specs": PS(rows, "tensor"), "axis_names": axes, "check_vma": False}
-            call = jax.shard_map(call, **layout)
+            layout = {"in_specs": specs, "out_specs": PS(rows, "tensor"), "axis_names": {"tensor", *(rows or ())}}
+            call = jax.shard_map(call, **layout, check_vma=False)
         o_BPLE = call(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL)
-        # the others have named their results: with two names they would be kept twice
+        # the other kernels name their results; with two names remat would keep them twice
         return checkpoint_name(o_BPLE, "attn") if kernel is attention_tpu else o_BPLE
 
-    def kernel(self):
-        """The fused attention of this device for training this model, None if there is none."""
-        cfg, tiles = self.cfg, GPU_TILES.get(self.run.kernel)
-        if cfg.attn_cap:
-            return None
-        if tiles:
-            return functools.partial(attention_gpu, tiles=tiles) if cfg.head_size in (16, 32, 64, 128) else None
-        if self.run.kernel != "tpu":
-            return None
-        return attention_tpu if cfg.maps == 2 else plain_tpu
-
     def join_heads(self, o_BPLE, n_BLD, layer):
-        """W_o of all heads, [B, L, D]: each normed if differential, in V2 the difference of each two."""
+        """W_o of all heads [B, L, D], which are normed if differential, and in V2 the difference of each pair."""
         cfg, (B, P, L, _) = self.cfg, o_BPLE.shape
-        if cfg.maps == 2:  # 1 - lambda_init brings the gradients near those of a plain transformer
+        if cfg.maps == 2:  # 1 - lambda_init keeps gradients near those of a plain transformer
             o_BPLE = rms_norm(o_BPLE, self.subln[...], cfg.subln_eps)
             o_BPLE = o_BPLE * (1 - lambda_init(layer)).astype(o_BPLE.dtype)
-        elif cfg.diff == "v2":  # lambda of each token and pair, from the layer's input
+        elif cfg.diff == "v2":  # lambda per token and pair, from the layer's input
             gate_BLP = jax.nn.sigmoid(linear(n_BLD, self.weight("w_lambda", (cfg.width, P // 2))).astype(jnp.float32))
             gate_BPL1 = gate_BLP.swapaxes(1, 2)[..., None].astype(o_BPLE.dtype)
             o_BPLE = o_BPLE[:, 0::2] - gate_BPL1 * o_BPLE[:, 1::2]
@@ -341,14 +300,13 @@ class Block(nnx.Module):
 def write(cache, k_BIJLK, v_BJLE, index_BL):
     """The cache with new keys and values at slots index_BL."""
     row_B1 = jnp.arange(len(index_BL))[:, None]
-    k_BLIJK, v_BLJE = k_BIJLK.transpose(0, 3, 1, 2, 4), v_BJLE.swapaxes(1, 2)
-    k_BIJMK = cache[0].at[row_B1, :, :, index_BL].set(k_BLIJK.astype(cache[0].dtype))
-    v_BJME = cache[1].at[row_B1, :, index_BL].set(v_BLJE.astype(cache[1].dtype))
+    k_BIJMK = cache[0].at[row_B1, :, :, index_BL].set(k_BIJLK.transpose(0, 3, 1, 2, 4).astype(cache[0].dtype))
+    v_BJME = cache[1].at[row_B1, :, index_BL].set(v_BJLE.swapaxes(1, 2).astype(cache[1].dtype))
     return k_BIJMK, v_BJME
 
 
 class MTP(nnx.Module):
-    """The second head: reads the hidden state of x_t and the embedding of x_{t+1}, predicts x_{t+2}."""
+    """The second head: predicts x_{t+2} from the hidden state at x_t and the embedding of x_{t+1}."""
 
     def __init__(self, cfg, rngs):
         D = cfg.width
@@ -357,9 +315,9 @@ class MTP(nnx.Module):
         self.head = nnx.Param(0.02 * jax.random.normal(rngs.params(), (cfg.vocab, D), jnp.float32))
 
 
-# Gradients of many micro-batches are summed where the backward scan over layers makes them. The sums ride through the
-# forward pass unchanged; in the backward pass their cotangent starts as their value and each layer adds its own part.
-# Left to itself, a scan stacks the gradients of all layers in a new array and adds that to the sums: 4 % of a step.
+# The backward scan adds the gradients of micro-batches to their sums in place: the sums pass through the forward pass
+# unchanged, their cotangent starts as their value, and each layer adds its gradient. A plain scan would stack the
+# gradients of all layers in a new array and then add that: 4 % of a step.
 
 
 @jax.custom_vjp
@@ -380,7 +338,7 @@ def gradient_into(sums, params, layer):
 def _gradient_into(layer, cotangents):
     dparams, dsums = cotangents
     dsums = jax.tree.map(lambda s, d: s.at[layer].add(d), dsums, dparams)
-    return dsums, jax.tree.map(jnp.zeros_like, dparams), None  # params get none: it is in the sums
+    return dsums, jax.tree.map(jnp.zeros_like, dparams), None  # the gradient of params is in the sums
 
 
 gradient_into.defvjp(lambda sums, params, layer: ((params, sums), layer), _gradient_into)
@@ -403,31 +361,29 @@ class PythonCoder(nnx.Module):
     def lookup(self, token_BL):
         """Embeddings [B, L, D] in the activations' dtype."""
         table_VD = self.embed[...]
-        # A split table is cast before its parts meet, which halves what is sent. A whole one is cast after the
-        # look-up, so that its gradient is scattered in float32.
+        # A split table is cast before it is gathered, which halves the traffic. A whole one is cast after the look-up,
+        # so that its gradient is scattered in float32.
         if batch_axes() and jax.sharding.get_abstract_mesh().size > 1:
             table_VD = shard(table_VD.astype(self.run.dtype), None)
-        return shard(table_VD[token_BL].astype(self.run.dtype) * self.cfg.embed_scale, batch_axes())
+        scale = 50.0 if self.cfg.init_std == "fan_in" else 1.0  # a size of 0.02 suits the tied head, 1 suits the layers
+        return shard(table_VD[token_BL].astype(self.run.dtype) * scale, batch_axes())
 
     def hidden(self, embed_BLD, segment_BL=None, position_BL=None, key=None, row_B=None, sums=None):
         """Final-normed hidden states [B, L, D] of whole rows, from their embeddings.
 
-        segment_BL numbers the documents packed into a row: no token sees another document. position_BL restarts in
-        each; None counts along the row. `key` turns dropout on; row_B numbers the rows within the optimizer step,
-        so that their masks do not depend on the micro-batch. With `sums`, a dictionary like the layers', the gradient
-        goes not to the layers but to sums: it is sums + theirs.
+        segment_BL numbers the documents packed into a row; attention does not cross them. position_BL restarts in each;
+        None counts along the row. `key` turns dropout on; row_B numbers the rows within the optimizer step. With
+        `sums`, a tree like the layers', the gradient of sums is sums + that of the layers, whose own is 0.
         """
         B, L, _ = embed_BLD.shape
         slot_L = jnp.arange(L)
-        # the first slot that each position sees: where its document starts
-        start_BL = jnp.zeros((B, L), jnp.int32)
+        start_BL = jnp.zeros((B, L), jnp.int32)  # the slot where the document of each position starts
         if segment_BL is not None:
             border_BL = segment_BL[:, 1:] != segment_BL[:, :-1]
             start_BL = start_BL.at[:, 1:].set(jax.lax.cummax(jnp.where(border_BL, slot_L[1:], 0), axis=1))
         rope = self.rope(jnp.broadcast_to(slot_L, (B, L)) if position_BL is None else position_BL)
-        # two seeds for each of the three dropouts of each layer
         row_B = jnp.arange(B) if row_B is None else row_B
-        seed_N32 = None
+        seed_N32 = None  # two seeds for each of the three dropouts of each layer
         if key is not None and self.run.dropout:
             seed_N32 = jax.random.bits(key, (self.cfg.layers, 3, 2), jnp.uint32)
 
@@ -445,7 +401,6 @@ class PythonCoder(nnx.Module):
                 params, sums = gradient_into(sums, params, layer)
             return (apply_layer(x_BLD, params, layer, seed_32), sums), None
 
-        # One scan over the layers: each gets its row of every stacked parameter.
         params = nnx.to_pure_dict(params)
         params = params if sums is None else jax.lax.stop_gradient(params)
         (x_BLD, sums), _ = jax.lax.scan(body, (embed_BLD, sums), (params, jnp.arange(self.cfg.layers), seed_N32))
@@ -462,45 +417,38 @@ class PythonCoder(nnx.Module):
         return rms_norm(linear(jnp.concatenate([h_BLD, e_BLD], -1), proj), mtp.norm_out[...], eps)
 
     def logits(self, hidden_BLD, head="embed"):
-        """Float32 logits of the main head, or of the MTP head (head="mtp"). [B, L, V]: for few positions at a time."""
+        """Float32 logits [B, L, V] of the main head, or of the MTP head (head="mtp"); for few positions at a time."""
         weight_VD = (self.embed if head == "embed" else self.mtp.head)[...].astype(hidden_BLD.dtype)
-        logits_BLV = jnp.einsum("BLD,VD->BLV", hidden_BLD, weight_VD, preferred_element_type=jnp.float32)
-        return soft_cap(logits_BLV, self.cfg.logit_cap)
+        return jnp.einsum("BLD,VD->BLV", hidden_BLD, weight_VD, preferred_element_type=jnp.float32)
 
     def losses(self, token_BL, segment_BL, position_BL, key=None, row_B=None, z_loss=0.0, mtp=True, sums=None):
-        """Summed losses of both heads, in nats: (main, mtp). Divide each by its own number of targets, target_masks.
+        """Summed losses (main, mtp) of both heads, in nats; divide each by the sum of its mask of `target_masks`.
 
-        z_loss weighs logsumexp^2 of the main head alone. mtp=False leaves the second head out, as for evaluation. For
-        sums see `hidden`.
+        z_loss weighs logsumexp^2 of the main head. mtp=False omits the second head. For the others see `hidden`.
         """
-        embed_BLD = self.lookup(token_BL)
+        embed_BLD, chunk = self.lookup(token_BL), self.run.loss_tokens
         hidden_BLD = self.hidden(embed_BLD, segment_BL, position_BL, key, row_B, sums)
         main_BL, mtp_BL = target_masks(segment_BL)
-        cap, chunk = self.cfg.logit_cap, self.run.loss_tokens
-        # labels are the tokens one and two places on; what the end of a row wraps around to, the masks leave out
-        main = cross_entropy(hidden_BLD, self.embed[...], jnp.roll(token_BL, -1, 1), main_BL, cap, z_loss, chunk)
+        # labels are the tokens one and two positions on; the masks exclude those that wrap around
+        main = cross_entropy(hidden_BLD, self.embed[...], jnp.roll(token_BL, -1, 1), main_BL, z_loss, chunk)
         if not (mtp and self.cfg.mtp):
             return main, jnp.float32(0)
         draft_BLD = self.mtp_hidden(hidden_BLD, jnp.roll(embed_BLD, -1, 1))
-        label_BL = jnp.roll(token_BL, -2, 1)
-        return main, cross_entropy(draft_BLD, self.mtp.head[...], label_BL, mtp_BL, cap, 0.0, chunk)
+        return main, cross_entropy(draft_BLD, self.mtp.head[...], jnp.roll(token_BL, -2, 1), mtp_BL, 0.0, chunk)
 
     def step(self, cache, token_BL, index_BL):
-        """Run L new tokens at slots index_BL on top of a cache. Returns the hidden states [B, L, D] and the new cache.
-
-        Slot and position are the same number; a slot that is written again forgets what it held.
-        """
+        """Hidden states [B, L, D] of new tokens at slots (and positions) index_BL of a cache, and the new cache."""
         graph, params = nnx.split(self.layers)
         x_BLD, rope = self.lookup(token_BL), self.rope(index_BL)
         start_BL, new_cache = jnp.zeros_like(index_BL), []
-        for i in range(self.cfg.layers):  # one cache array a layer: slicing a stacked one would copy it every token
+        for i in range(self.cfg.layers):  # a cache per layer: slicing a stacked one would copy it for every token
             block = nnx.merge(graph, jax.tree.map(lambda a, i=i: a[i], params))
             x_BLD, layer_cache = block(x_BLD, jnp.int32(i), rope, index_BL, start_BL, cache=cache[i])
             new_cache.append(layer_cache)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), new_cache
 
     def draft(self, hidden_B1D, token_B1):
-        """Logits [B, 1, V] of the token behind token_B1, from the hidden state that predicted token_B1."""
+        """Logits [B, 1, V] of the token after token_B1, from the hidden state that predicted token_B1."""
         return self.logits(self.mtp_hidden(hidden_B1D, self.lookup(token_B1)), "mtp")
 
     def new_cache(self, batch, slots):
@@ -514,103 +462,87 @@ class PythonCoder(nnx.Module):
 
 
 def target_masks(segment_BL):
-    """Which positions count in each loss, as float32: the next token (or the one after it) is of the same document.
-
-    Segment 0 is padding and never counts. Along the row: main[t] = seg[t] == seg[t+1], mtp[t] = seg[t] == seg[t+2].
-    """
+    """(main, mtp): float32 masks [B, L] of the positions whose target, 1 or 2 on, is of their document (0: padding)."""
 
     def mask(ahead):
-        later_BL = jnp.roll(segment_BL, -ahead, -1)  # the last `ahead` wrap around: not inside
+        later_BL = jnp.roll(segment_BL, -ahead, -1)  # the last `ahead` wrap around
         inside_L = jnp.arange(segment_BL.shape[-1]) < segment_BL.shape[-1] - ahead
         return ((segment_BL == later_BL) & (segment_BL > 0) & inside_L).astype(jnp.float32)
 
     return mask(1), mask(2)
 
 
-def soft_cap(x, cap):
-    return cap * jnp.tanh(x / cap) if cap else x
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss=0.0, chunk_tokens=2048):
+    """sum over mask of [logsumexp(z) - z_label + z_loss logsumexp(z)^2], z = hidden weight^T: float32, in nats.
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap=0.0, z_loss=0.0, chunk_tokens=2048):
-    """sum over mask of [logsumexp(z) - z_label + z_loss logsumexp(z)^2] with z = cap(hidden weight^T), float32 scalar.
-
-    Never holds [B, L, V]: a scan over chunks of the sequence (whole batch, so that chunks stay split over devices)
-    makes the logits of about chunk_tokens tokens, and at once their gradients: dz = mask (softmax(z) (1 + 2 z_loss lse)
-    - onehot). Three vocabulary matmuls in all, where recomputing the logits in the backward pass takes four.
-    The weight is cast to hidden's dtype for the matmuls; its gradient is summed in float32.
+    Never holds [B, L, V]: a scan over chunks of about chunk_tokens tokens makes their logits, and at once their
+    gradients, dz = mask (softmax(z) (1 + 2 z_loss lse) - onehot). That is three vocabulary matmuls; recomputing the
+    logits in the backward pass would take four. The weight is cast to hidden's dtype, its gradient summed in float32.
     """
-    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, with_gradient=False)[0]
+    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss, chunk_tokens, with_gradient=False)[0]
 
 
-def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, cap, z_loss, chunk_tokens, with_gradient=True):
-    """(loss, (dhidden, dweight) or None). A device of a mesh sums over its own rows; one reduction ends it."""
+def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss, chunk_tokens, with_gradient=True):
+    """(loss, (dhidden, dweight) or None). On a mesh each device sums over its own rows; one reduction ends it."""
     axes = batch_axes() if jax.sharding.get_abstract_mesh().size > 1 else None
-
-    def total(tree):
-        return jax.lax.psum(tree, axes) if axes else tree
-
-    def of_own_rows(hidden_BLD, weight_VD, label_BL, mask_BL):
-        B, L, _ = hidden_BLD.shape
-        # the most positions of each row that divide its length and make no more than chunk_tokens tokens
-        chunk = next(c for c in range(min(L, max(1, chunk_tokens // B)), 0, -1) if L % c == 0)
-
-        def chunks(x_BL):  # [n, T, ...], T = B chunk: with one axis of tokens each product is one plain matmul
-            x_nBL = x_BL.reshape(B, L // chunk, chunk, *x_BL.shape[2:]).swapaxes(0, 1)
-            return x_nBL.reshape(L // chunk, B * chunk, *x_BL.shape[2:])
-
-        def body(carry, inputs):
-            loss, dweight_VD = carry
-            h_TD, label_T, mask_T = inputs
-            # log-sum-exp of the logits, and the label's logit from its row of the weight alone
-            logits_TV = soft_cap(jnp.einsum("TD,VD->TV", h_TD, weight_VD).astype(jnp.float32), cap)
-            top_T1 = jnp.max(logits_TV, -1, keepdims=True)
-            e_TV = jnp.exp(logits_TV - top_T1)
-            sum_T1 = jnp.sum(e_TV, -1, keepdims=True)
-            lse_T = (top_T1 + jnp.log(sum_T1))[:, 0]
-            row_TD = weight_VD[label_T]
-            target_T = soft_cap(jnp.sum(h_TD.astype(jnp.float32) * row_TD.astype(jnp.float32), -1), cap)
-            loss += jnp.sum((lse_T - target_T + z_loss * lse_T**2) * mask_T)
-            if not with_gradient:
-                return (loss, dweight_VD), None
-
-            # dz of the two terms: softmax = e / sum is dense, and its factors per token wait for the products; the
-            # one-hot part is the label's row alone
-            dtarget_T, scale_T1 = mask_T, (mask_T * (1 + 2 * z_loss * lse_T))[:, None] / sum_T1
-            if cap:  # d(c tanh(z / c)) / dz = 1 - tanh^2
-                e_TV *= 1 - (logits_TV / cap) ** 2
-                dtarget_T *= 1 - (target_T / cap) ** 2
-            # dhidden = dz W: the dense product, less the label's row (a gather)
-            e_TV = e_TV.astype(h_TD.dtype)
-            dh_TD = jnp.einsum("TV,VD->TD", e_TV, weight_VD, preferred_element_type=jnp.float32) * scale_T1
-            dh_TD -= row_TD * dtarget_T[:, None]
-            # dweight = dz^T hidden: the dense product; the labels' rows follow after the loop (a scatter)
-            scaled_TD = (h_TD * scale_T1).astype(h_TD.dtype)
-            dweight_VD += jnp.einsum("TV,TD->VD", e_TV, scaled_TD, preferred_element_type=jnp.float32)
-            return (loss, dweight_VD), (dh_TD.astype(h_TD.dtype), dtarget_T)
-
-        zero_VD = jnp.zeros(weight_VD.shape if with_gradient else (), jnp.float32)
-        inputs = chunks(hidden_BLD), chunks(label_BL), chunks(mask_BL)
-        (loss, dweight_VD), out = jax.lax.scan(body, (jnp.float32(0), zero_VD), inputs)
-        if not with_gradient:
-            return total(loss), None
-        # chunks back to rows, and every label's part of the weight's gradient at once
-        out = (x.reshape(L // chunk, B, chunk, *x.shape[2:]).swapaxes(0, 1) for x in out)
-        dhidden_BLD, dtarget_BL = (x.reshape(B, L, *x.shape[3:]) for x in out)
-        dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * dtarget_BL[..., None])
-        loss, dweight_VD = total((loss, dweight_VD))
-        return loss, (dhidden_BLD, dweight_VD)
-
+    settings = {"z_loss": z_loss, "chunk_tokens": chunk_tokens, "with_gradient": with_gradient, "axes": axes}
+    of_rows = functools.partial(_cross_entropy_of_rows, **settings)
     if axes:
         rows, replicated = PS(BATCH), PS()
-        in_specs = rows, replicated, rows, rows
         out_specs = replicated, (rows, replicated) if with_gradient else None
-        layout = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": set(axes), "check_vma": False}
-        of_own_rows = jax.shard_map(of_own_rows, **layout)
-    return of_own_rows(hidden_BLD, shard(weight_VD.astype(hidden_BLD.dtype), "tensor"), label_BL, mask_BL)
+        layout = {"in_specs": (rows, replicated, rows, rows), "out_specs": out_specs, "axis_names": set(axes)}
+        of_rows = jax.shard_map(of_rows, **layout, check_vma=False)
+    return of_rows(hidden_BLD, shard(weight_VD.astype(hidden_BLD.dtype), "tensor"), label_BL, mask_BL)
 
 
-def _cross_entropy_backward(cap, z_loss, chunk_tokens, gradients, dloss):
+def _cross_entropy_of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss, chunk_tokens, with_gradient, axes):
+    B, L, D = hidden_BLD.shape
+    # the most positions of each row that divide its length and make no more than chunk_tokens tokens
+    C = next(c for c in range(min(L, max(1, chunk_tokens // B)), 0, -1) if L % c == 0)
+
+    def chunks(x_BL):  # [n, T, ...], T = B C: with one axis of tokens each product is one plain matmul
+        x_nBC = x_BL.reshape(B, L // C, C, *x_BL.shape[2:]).swapaxes(0, 1)
+        return x_nBC.reshape(L // C, B * C, *x_BL.shape[2:])
+
+    step = functools.partial(_cross_entropy_of_chunk, weight_VD, z_loss, with_gradient)
+    carry = jnp.float32(0), jnp.zeros(weight_VD.shape, jnp.float32) if with_gradient else None
+    (loss, dweight_VD), dhidden_nTD = jax.lax.scan(step, carry, (chunks(hidden_BLD), chunks(label_BL), chunks(mask_BL)))
+    if with_gradient:  # chunks back to rows; the one-hot part of dweight is a scatter
+        dhidden_BLD = dhidden_nTD.reshape(L // C, B, C, D).swapaxes(0, 1).reshape(B, L, D)
+        dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * mask_BL[..., None])
+    if axes:
+        loss, dweight_VD = jax.lax.psum((loss, dweight_VD), axes)
+    return loss, (dhidden_BLD, dweight_VD) if with_gradient else None
+
+
+def _cross_entropy_of_chunk(weight_VD, z_loss, with_gradient, carry, chunk):
+    """A step of the scan: the carry is the loss and dweight so far without its one-hot part, the result is dhidden."""
+    (loss, dweight_VD), (h_TD, label_T, mask_T) = carry, chunk
+    # log-sum-exp of the logits, and the label's logit from its row of the weight alone
+    logits_TV = jnp.einsum("TD,VD->TV", h_TD, weight_VD).astype(jnp.float32)
+    top_T1 = jnp.max(logits_TV, -1, keepdims=True)
+    e_TV = jnp.exp(logits_TV - top_T1)
+    sum_T1 = jnp.sum(e_TV, -1, keepdims=True)
+    lse_T = (top_T1 + jnp.log(sum_T1))[:, 0]
+    row_TD = weight_VD[label_T]
+    target_T = jnp.sum(h_TD.astype(jnp.float32) * row_TD.astype(jnp.float32), -1)
+    loss += jnp.sum((lse_T - target_T + z_loss * lse_T**2) * mask_T)
+    if not with_gradient:
+        return (loss, None), None
+
+    # dhidden = dz W: softmax = e / sum, whose factors per token wait for the product, less the label's row
+    scale_T1 = (mask_T * (1 + 2 * z_loss * lse_T))[:, None] / sum_T1
+    e_TV = e_TV.astype(h_TD.dtype)
+    dh_TD = jnp.einsum("TV,VD->TD", e_TV, weight_VD, preferred_element_type=jnp.float32) * scale_T1
+    dh_TD -= row_TD * mask_T[:, None]
+    # dweight = dz^T hidden, the dense part
+    scaled_TD = (h_TD * scale_T1).astype(h_TD.dtype)
+    dweight_VD += jnp.einsum("TV,TD->VD", e_TV, scaled_TD, preferred_element_type=jnp.float32)
+    return (loss, dweight_VD), dh_TD.astype(h_TD.dtype)
+
+
+def _cross_entropy_backward(z_loss, chunk_tokens, gradients, dloss):
     dhidden_BLD, dweight_VD = gradients
     return (dhidden_BLD * dloss.astype(dhidden_BLD.dtype), dweight_VD * dloss, None, None)
 
@@ -636,6 +568,21 @@ def param_shapes(cfg):
     return jax.eval_shape(functools.partial(new_params, cfg, 0))
 
 
+def count_params(cfg):
+    """{name: parameters} of the parts of the model, and their "total"."""
+    counts = {name: sum(x.size for x in jax.tree.leaves(part)) for name, part in param_shapes(cfg).items()}
+    return counts | {"total": sum(counts.values())}
+
+
+def flops_per_token(cfg, length):
+    """Training FLOPs of one token in a row of `length`: 6 per matmul parameter, and causal attention."""
+    leaves = jax.tree_util.tree_leaves_with_path(param_shapes(cfg))
+    matmul = sum(leaf.size for path, leaf in leaves if path[-1].key in {*SHARDING, "w_lambda"})
+    # A head takes 2K for a score, a differential head 2E = 4K for a value: 4K per head and query-key pair in all. Three
+    # times that with the backward pass, over length / 2 keys on average.
+    return 6 * matmul + 3 * cfg.layers * cfg.heads * 4 * cfg.head_size * length / 2
+
+
 def shardings(mesh, tree):
     """A NamedSharding for each leaf of a tree of parameters, or of optimizer moments, by its name."""
 
@@ -648,15 +595,15 @@ def shardings(mesh, tree):
 
 
 def read_config(folder, meta):
-    """The Config of a checkpoint in `folder`, from its metadata. ValueError if it is of another family or version."""
-    if "mask_id" in meta.get("model", {"mask_id": 0}):  # a run of Dream, or a converted one
-        name = meta.get("train", {}).get("model", "a Dream")
-        raise ValueError(f"{folder} is of {name}, which is no PythonCoder; say --model=dream")
-    try:
-        return Config(**meta["model"])
-    except TypeError as error:
-        step = meta.get("step")
-        raise ValueError(f"step {step} of {folder} cannot be read: another version wrote it ({error})") from None
+    """The Config of a checkpoint in `folder`, from its metadata. ValueError for another family, or another version."""
+    model = meta.get("model", {})
+    if not model or "mask_id" in model:
+        raise ValueError(f"{folder} holds a Dream; say --model=dream")
+    fields = {field.name for field in dataclasses.fields(Config)}
+    unknown = {name: value for name, value in model.items() if name not in fields and value}  # 0 is off
+    if unknown:
+        raise ValueError(f"{folder} asks for {unknown}, which PythonCoder does not have")
+    return Config(**{name: value for name, value in model.items() if name in fields})
 
 
 # ---- sampling ------------------------------------------------------------------------------------------------------
@@ -667,36 +614,29 @@ class Sampling:
     temperature: float = 0.0  # 0 takes the likeliest token
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches top_p
-    vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
-    eos: int = -1  # ends a text; -1 never
-    no_repeat_ngram: int = 0  # so many tokens in a row stand in a text once; 0 allows all
+    vocab: int = 0  # number of tokens; rows of the embedding from here on are never drawn; 0: all rows are tokens
+    eos: int = -1  # ends a text; -1: nothing does
+    no_repeat_ngram: int = 0  # no n-gram of this length occurs twice in a text; 0: off
     speculate: bool = True  # let the MTP head draft every second token
 
 
 def probabilities(logits_V, rule):
-    """Float32 probabilities of the next token [..., V] after temperature, top-k and top-p, renormalised.
-
-    Greedy (temperature 0) is a one-hot on the first largest logit. Top-k and top-p are diffusion.filter_logits with its
-    rule "mdlm": top-k first, then the smallest set of the rest whose probability reaches p.
-    """
+    """Float32 probabilities [..., V] after temperature, top-k, then top-p; temperature 0: 1 at the first maximum."""
     V = logits_V.shape[-1]
     if rule.vocab:
         logits_V = jnp.where(jnp.arange(V) < rule.vocab, logits_V, -jnp.inf)
     if rule.temperature == 0:
         return jax.nn.one_hot(jnp.argmax(logits_V, -1), V)
-    settings = {"rule": "mdlm", "width": 1 if jax.default_backend() == "cpu" else 3}  # width changes the speed alone
-    return diffusion.softmax(diffusion.filter_logits(logits_V, rule.temperature, rule.top_k, rule.top_p, **settings))
+    width = 1 if jax.default_backend() == "cpu" else 3  # for speed alone
+    return diffusion.softmax(diffusion.filter_logits(logits_V, rule.temperature, rule.top_k, rule.top_p, "mdlm", width))
 
 
 def without_repeats(logits_BV, token_BM, length_B, n):
-    """Logits of what follows token_BM[:, :length_B], at -inf where n tokens in a row would stand there twice.
-
-    Ref: Paulus et al., arXiv:1705.04304, section 2.5; no_repeat_ngram_size of transformers.
-    """
+    """Logits of the token after token_BM[:, :length_B], -inf where it repeats an n-gram. Ref: arXiv:1705.04304, 2.5."""
     if n == 0:
         return logits_BV
     row_B1, index_M = jnp.arange(len(length_B))[:, None], jnp.arange(token_BM.shape[1])
-    # Where the n - 1 tokens before a place are the last ones of the text, its token has followed them already.
+    # True at tokens that follow an earlier copy of the last n - 1 tokens
     followed_BM = (index_M >= n - 1) & (index_M < length_B[:, None])
     for i in range(1, n):
         followed_BM &= jnp.roll(token_BM, i, 1) == token_BM[row_B1, length_B[:, None] - i]
@@ -705,22 +645,21 @@ def without_repeats(logits_BV, token_BM, length_B, n):
 
 
 def draw(p_BV, key, rule):
-    """One token per row from probabilities that need not sum to 1: Gumbel arg-max of their logarithms, or arg-max."""
+    """One token per row from unnormalised probabilities; the argmax at temperature 0."""
     token_B = jnp.argmax(p_BV, -1) if rule.temperature == 0 else jax.random.categorical(key, jnp.log(p_BV))
     return token_B.astype(jnp.int32)
 
 
 def propose(model, hidden_B1D, token_B, key, rule):
-    """A draft of the token behind token_B by the MTP head, and the probabilities that it was drawn from."""
+    """A draft of the token after token_B by the MTP head, and the probabilities that it was drawn from."""
     q_BV = probabilities(model.draft(hidden_B1D, token_B[:, None])[:, 0], rule)
     return {"q_BV": q_BV, "draft_B": draw(q_BV, key, rule)}
 
 
 def verify(p_BV, q_BV, draft_B, u_B, key, rule):
-    """Speculative sampling: accept the draft with probability min(1, p/q), else draw from max(p - q, 0) normalised.
+    """(token_B, accepted_B): the draft with probability min(1, p/q), else a draw from max(p - q, 0) normalised.
 
-    The result is distributed as p whatever q is, if draft_B was drawn from q_BV; u_B is uniform in [0, 1). Returns
-    (token_B, accepted_B). Ref: Leviathan et al., arXiv:2211.17192, algorithm 1.
+    If draft_B was drawn from q, the token is distributed as p. u_B is uniform in [0, 1). Ref: arXiv:2211.17192, alg. 1.
     """
     p_B, q_B = (jnp.take_along_axis(x, draft_B[:, None], 1)[:, 0] for x in (p_BV, q_BV))
     accepted_B = u_B * q_B < p_B
@@ -730,10 +669,9 @@ def verify(p_BV, q_BV, draft_B, u_B, key, rule):
 
 @functools.partial(jax.jit, static_argnames=("slots", "rule"))
 def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
-    """Read the prompts prompt_BL[:, :length_B] in one pass and commit one token each; the state that `advance` takes.
+    """Prefill: one pass over the prompts prompt_BL[:, :length_B], and one token each; the state that `advance` takes.
 
-    `slots` is the size of its cache and of its texts token_BM, one more than limit_B at least. A row ends at limit_B
-    tokens or after rule.eos; what token_BM holds behind length_B does not count.
+    Its cache and texts token_BM have `slots` > limit_B slots. A row ends at limit_B tokens or after rule.eos.
     """
     B, L = prompt_BL.shape
     row_B = jnp.arange(B)
@@ -749,8 +687,8 @@ def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
         "done_B": (first_B == rule.eos) | (length_B + 1 >= limit_B),
         "cache": cache,
         "key": key,
-        "forwards_B": jnp.ones(B, jnp.int32),  # passes that committed a token
-        "accepted_B": jnp.zeros(B, jnp.int32),  # drafts that were right
+        "forwards_B": jnp.ones(B, jnp.int32),  # forward passes
+        "accepted_B": jnp.zeros(B, jnp.int32),  # accepted drafts
     }
     if rule.speculate:
         key, now = jax.random.split(key)
@@ -760,20 +698,17 @@ def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
 
 @functools.partial(jax.jit, static_argnames="rule", donate_argnames="state")
 def advance(model, state, passes, rule):
-    """Up to `passes` further forward passes over all rows, in one while loop; each commits one token a row, or two.
+    """Up to `passes` further forward passes over all rows in one while loop, of one or two new tokens per row.
 
-    With speculation a pass holds the last token x_t and the draft of x_{t+1}: where the draft is accepted, the second
-    half of the pass gives x_{t+2} for free. A rejected draft's cache slot is written again by the next pass.
+    With speculation a pass reads the last token x_t and the draft of x_{t+1}: where the draft is accepted, its position
+    gives x_{t+2}. The cache slot of a rejected draft is overwritten by the next pass.
     """
     row_B = jnp.arange(len(state["length_B"]))
-
-    def more(state):
-        return (state["passes"] > 0) & ~jnp.all(state["done_B"])
 
     def body(state):
         token_BM, length_B, done_B = state["token_BM"], state["length_B"], state["done_B"]
         key, k_first, k_accept, k_second, k_draft = jax.random.split(state["key"], 5)
-        # The last token goes in, and the draft of the next one (L = 2); out come the tokens behind them.
+        # The input is the last token, and the draft of the next one (L = 2).
         input_BL = token_BM[row_B, length_B - 1][:, None]
         if rule.speculate:
             input_BL = jnp.concatenate([input_BL, state["draft_B"][:, None]], 1)
@@ -785,12 +720,12 @@ def advance(model, state, passes, rule):
         p_BLV = probabilities(jnp.stack([without_repeats(*text, rule.no_repeat_ngram) for text in texts], 1), rule)
         state = state | {"cache": cache, "key": key, "passes": state["passes"] - 1}
         if rule.speculate:
-            # Judge the draft, and draw the token behind it, which counts where the draft was right.
+            # Judge the draft, and draw the token after it, which counts where the draft is accepted.
             u_B = jax.random.uniform(k_accept, row_B.shape)
             first_B, accepted_B = verify(p_BLV[:, 0], state["q_BV"], state["draft_B"], u_B, k_first, rule)
             new_BL = jnp.stack([first_B, draw(p_BLV[:, 1], k_second, rule)], 1)
             extra_B = (accepted_B & (first_B != rule.eos) & (length_B + 1 < state["limit_B"])).astype(jnp.int32)
-            # Draft the token behind the newest, from the hidden state that made it.
+            # Draft the token after the newest, from the hidden state that predicted the newest.
             newest_B = new_BL[row_B, extra_B]
             state |= propose(model, hidden_BLD[row_B, extra_B][:, None], newest_B, k_draft, rule)
             state["accepted_B"] += accepted_B & ~done_B
@@ -805,15 +740,16 @@ def advance(model, state, passes, rule):
             "forwards_B": state["forwards_B"] + ~done_B,
         }
 
-    return jax.lax.while_loop(more, body, state | {"passes": passes})
+    state |= {"passes": passes}
+    return jax.lax.while_loop(lambda state: (state["passes"] > 0) & ~jnp.all(state["done_B"]), body, state)
 
 
 def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
     """Continue prompts (lists of token ids, any lengths): ([new ids of each], {"forwards", "accepted", "tokens"}).
 
-    Prompt and total lengths are padded to powers of two, so few shapes are ever compiled. After every `chunk` forward
-    passes on_tokens(texts so far) may print them, and ends the call by returning True. Above cfg.positions tokens the
-    YaRN table serves, up to positions * yarn_factor. Raises ValueError for what cannot fit or an empty prompt.
+    Lengths are padded to powers of two, so that few shapes are compiled. After every `chunk` forward passes
+    on_tokens(texts so far) may print, or return True to end the call. Raises ValueError for an empty prompt, or a text
+    longer than cfg.positions * yarn_factor; above cfg.positions the rotary table is YaRN's.
     """
     cfg = model.cfg
     length_B = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -823,21 +759,18 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
         raise ValueError(f"{longest} tokens do not fit: the model reaches {reach} positions")
     if length_B.min() == 0:
         raise ValueError("an empty prompt: give at least one token")
-    if rule.speculate and not cfg.mtp:
-        raise ValueError("this model has no MTP head to draft with")
 
-    def padded(n):
-        """The next power of two, 32 at least."""
+    def padded(n):  # the next power of two, 32 at least
         return 1 << max(5, (int(n) - 1).bit_length())
 
     prompt_BL = np.zeros((len(prompts), padded(length_B.max())), np.int32)
     for row_L, prompt in zip(prompt_BL, prompts, strict=True):
         row_L[: len(prompt)] = prompt
-    # The rotary table is chosen once, by the longest text that there may be.
+    # The rotary table is chosen once, for the longest text: a cache holds rotated keys.
     run = dataclasses.replace(model.run, yarn=longest > cfg.positions)
     model = nnx.merge(graph_of(cfg, run), nnx.state(model))
     state = start(model, prompt_BL, length_B, length_B + max_new, key, slots=padded(longest + 2), rule=rule)
-    while True:  # synchronises with the device once per chunk
+    while True:  # waits for the device once per chunk
         token_BM, end_B, done_B = (np.asarray(state[k]) for k in ("token_BM", "length_B", "done_B"))
         texts = [row[begin:end].tolist() for row, begin, end in zip(token_BM, length_B, end_B, strict=True)]
         if (on_tokens and on_tokens(texts)) or done_B.all():
@@ -845,29 +778,3 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
         state = advance(model, state, chunk, rule=rule)
     stats = {"forwards": int(state["forwards_B"].sum()), "accepted": int(state["accepted_B"].sum())}
     return texts, stats | {"tokens": sum(map(len, texts))}
-
-
-# ---- counts --------------------------------------------------------------------------------------------------------
-
-
-def count_params(cfg):
-    """Parameters by part: embed, attention, ffn, norms and lambdas, mtp projection, mtp head; and their total."""
-    part_of = {"embed": "embed", "proj": "mtp projection", "head": "mtp head"}
-    part_of |= dict.fromkeys(("wq", "wk", "wv", "wo", "w_lambda"), "attention")
-    part_of |= dict.fromkeys(("w_gate", "w_up", "w_down"), "ffn")
-    parts = dict.fromkeys(("embed", "attention", "ffn", "norms and lambdas", "mtp projection", "mtp head"), 0)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(cfg)):
-        parts[part_of.get(path[-1].key, "norms and lambdas")] += leaf.size
-    return parts | {"total": sum(parts.values())}
-
-
-def flops_per_token(cfg, length):
-    """Training FLOPs of one token in a row of `length`: 6 per matmul parameter, and causal attention.
-
-    Per layer and query-key pair a head pays 2K for its score, and a differential head 2E for the combined map's
-    product with V, forward; three times that with the backward pass. On average length / 2 keys are visible.
-    """
-    parts = count_params(cfg)
-    matmul = parts["total"] - parts["norms and lambdas"]
-    pair = cfg.heads * 2 * cfg.head_size * 2  # scores of all heads; E = 2K on half as many maps: the same again
-    return 6 * matmul + 3 * cfg.layers * pair * length / 2

@@ -3,8 +3,8 @@
 # -r requirements.txt (-tpu, -cuda):
 #
 #   bash recipe.sh cpu        # two cores, 20 minutes: tiny, 1.3 M parameters, on the standard library
-#   bash recipe.sh t4         # Colab's GPU, an hour: small, 33 M, on 100 packages of PyPI
-#   bash recipe.sh v5e        # Colab's older TPU, an hour: small on 300 packages
+#   bash recipe.sh t4         # Colab's GPU, an hour: small, 33 M, on 100 packages of PyPI; pip install pypi-simple
+#   bash recipe.sh v5e        # Colab's older TPU, an hour: small on 300 packages; pip install pypi-simple
 #   bash recipe.sh v6e        # one chip, a night: 300m on GitHub's Python
 #   bash recipe.sh v6e-16     # a pod of sixteen chips, a day: 1b. The same line on each host; OUT, DATA in a bucket
 #   OUT=out/run bash recipe.sh score    # and what comes after the training, on one machine, in a copy of the run

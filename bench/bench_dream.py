@@ -29,7 +29,7 @@ import checkpoints
 import model_dream as dream
 import runs
 import sample_dream
-from convert_weights import from_hf, hf_name
+from convert_weights import find, hf_name, open_safetensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,17 @@ def write_weights(folder, cfg):
             for rows in np.array_split(np.arange(shape[0]), -(-int(np.prod(shape)) // (1 << 24))):
                 part = rng.standard_normal((len(rows), *shape[1:]), np.float32) * (0.1 if "bias" in name else 0.03)
                 file.write((part + name.endswith("norm.weight")).astype(ml_dtypes.bfloat16).tobytes())
+
+
+def from_hf(folder, dtype):
+    """A Dream in the Hub's form."""
+    import jax
+
+    checkpoint = find(folder)
+    arrays, _ = open_safetensors(checkpoint, dtype)
+    params = {name: jax.numpy.array(array, dtype) for name, array in arrays.items()}
+    graph = dream.graph_of(checkpoint.cfg, dream.Run(dtype=jax.numpy.dtype(dtype)))
+    return dream.nnx.merge(graph, checkpoints.unflatten(params))
 
 
 def inputs(cfg, model_cfg):

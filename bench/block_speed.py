@@ -23,13 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import numpy as np
-from bench_dream import write_weights
+from bench_dream import from_hf, write_weights
 from record import record
 
 import model_dream as dream
 import runs
 import sample_block
-from convert_weights import from_hf
 
 
 @dataclasses.dataclass(frozen=True)

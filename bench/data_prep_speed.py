@@ -2,7 +2,7 @@
 
     python bench/data_prep_speed.py                      # the standard library as text; three minutes
     python bench/data_prep_speed.py --text=stories.txt   # documents with <|endoftext|> between them
-    python bench/data_prep_speed.py --pypi=top:300       # processor minutes and memory of a corpus of packages
+    python bench/data_prep_speed.py --roots=data/pypi_src    # processor minutes and memory of packages of fetch_pypi.py
 
 The documents are shuffled and repeated to 20 MB. Ours is the time from the tokenizer to the last shard on disk:
 reading, held-out draw, tokenising, rows, compression. encode_batch gets the same texts from memory, all at once and in
@@ -10,8 +10,8 @@ batches of 4 MB, as ours does; the faster counts. Each run is a process of its o
 has its words in a cache. Memory is the peak of a process that prepares 20 MB of text and of one that prepares 200 MB.
 Writes cpu.json.
 
-With --pypi one run of data_prep.py python is measured instead: processor time of it and its workers, from the archives
-(which --archives may hold already) until the documents are chosen, and to the last shard.
+With --roots one run of data_prep.py python is measured instead: processor time of it and its workers until the
+documents are chosen, and to the last shard.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 from record import record
 
+import corpus
 import data_prep
 import runs
 
@@ -38,8 +39,7 @@ import runs
 class Config:
     text: str = ""  # text file to repeat; "" joins the .py files of the standard library
     repeats: int = 5  # timed runs of data_prep.py and of encode_batch alone, in turn
-    pypi: str = ""  # packages to prepare instead of a text, as data_prep.py python --pypi takes them
-    archives: str = "data/archives"  # folder that keeps their source distributions
+    roots: str = ""  # folder of .py files to prepare instead of a text
 
 
 def write_text(path, documents, megabytes):
@@ -49,7 +49,7 @@ def write_text(path, documents, megabytes):
         while size < megabytes * 1e6:
             rng.shuffle(documents)
             for document in documents:
-                size += file.write(f"{document}\n{data_prep.SEPARATOR}\n")
+                size += file.write(f"{document}\n{corpus.SEPARATOR}\n")
                 if size >= megabytes * 1e6:
                     break
 
@@ -69,10 +69,10 @@ ENCODE = """
 import sys, time
 from pathlib import Path
 from tokenizers import Tokenizer
-import data_prep
-texts = Path(sys.argv[1]).read_text(encoding="utf-8").split(data_prep.SEPARATOR)
+import corpus
+texts = Path(sys.argv[1]).read_text(encoding="utf-8").split(corpus.SEPARATOR)
 texts = filter(None, map(str.strip, texts))
-batches = list(data_prep.batched(texts, float(sys.argv[2]), lambda text: len(text.encode())))
+batches = list(corpus.batched(texts, float(sys.argv[2]), lambda text: len(text.encode())))
 tokenizer = Tokenizer.from_file(sys.argv[3])
 started = time.perf_counter()
 for batch in batches:
@@ -82,50 +82,42 @@ print(time.perf_counter() - started)
 
 
 # Prints processor seconds and MiB of the parent and of its largest worker: when documents are chosen, and at the end.
-PACKAGES = """
+CORPUS = """
 import resource, sys
 import corpus, data_prep
 def usage():
-    parts = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(part.ru_utime + part.ru_stime for part in parts), *(part.ru_maxrss / 1024 for part in parts)
-def gather(*args, gather=corpus.gather):
-    groups = gather(*args)
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(part.ru_utime + part.ru_stime for part in used), *(part.ru_maxrss / 1024 for part in used)
+def gather(*args):
+    groups = corpus.gather(*args)
     chosen.extend(usage())
     return groups
-chosen, corpus.gather = [], gather
-data_prep.main(data_prep.Python(pypi=sys.argv[1], archives=sys.argv[2], out=sys.argv[3]))
+chosen, (_, *readers) = [], data_prep.SOURCES[data_prep.Python]
+data_prep.SOURCES[data_prep.Python] = gather, *readers
+data_prep.main(data_prep.Python(roots=(sys.argv[1],), out=sys.argv[2]))
 print(*chosen, *usage())
 """
 
 
-def packages(cfg):
-    """One run on packages, recorded with what it kept of them."""
-    with tempfile.TemporaryDirectory(dir=Path(cfg.archives).parent) as folder:
+def measure_corpus(cfg):
+    """One run on a folder of .py files."""
+    with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        numbers = measured(PACKAGES, cfg.pypi, Path(cfg.archives).absolute(), out)
-        record_packages(cfg, out, "its documents are chosen", *numbers[:3])
+        numbers = measured(CORPUS, Path(cfg.roots).absolute(), out)
         meta = json.loads((out / "meta.json").read_text())
-        tokens = {"tokens": sum(total["tokens"] for total in meta["splits"].values()), "dropped": meta["dropped"]}
-        record_packages(cfg, out, "its shards are written", *numbers[3:], **tokens)
-
-
-def record_packages(cfg, out, moment, cpu_s, parent_mib, worker_mib, **more):
-    listed = json.loads((out / "manifest.json").read_text())["packages"]
-    kept = [package for package in listed if package["files"]]
-    record(
-        "cpu",
-        f"data_prep --pypi={cfg.pypi}: processor time until {moment}",
-        cpu_s / 60,
-        "minutes",
-        packages=len(kept),
-        archive_bytes=sum(package["size"] or 0 for package in listed),
-        python_bytes=sum(package["python_bytes"] for package in kept),
-        documents=sum(package["files"] for package in kept),
-        bytes=sum(package["bytes"] for package in kept),
-        peak_mib={"parent": parent_mib, "largest worker": worker_mib},
-        load=os.getloadavg()[0],
-        **more,
-    )
+    total = {key: sum(split[key] for split in meta["splits"].values()) for key in ("documents", "bytes", "tokens")}
+    for moment, (cpu_s, *peak_mib) in {"documents are chosen": numbers[:3], "shards are written": numbers[3:]}.items():
+        record(
+            "cpu",
+            f"data_prep --roots={Path(cfg.roots).name}: processor time until its {moment}",
+            cpu_s / 60,
+            "minutes",
+            source_bytes=sum(path.stat().st_size for path in Path(cfg.roots).rglob("*.py")),
+            peak_mib=dict(zip(("parent", "largest worker"), peak_mib, strict=True)),
+            dropped=meta["dropped"],
+            load=os.getloadavg()[0],
+            **total,
+        )
 
 
 def measured(code, *args):
@@ -136,14 +128,14 @@ def measured(code, *args):
 
 
 def main(cfg):
-    if cfg.pypi:
-        packages(cfg)
+    if cfg.roots:
+        measure_corpus(cfg)
         return
     if cfg.text:
-        documents = [text.strip() for text in Path(cfg.text).read_text(encoding="utf-8").split(data_prep.SEPARATOR)]
+        documents = [text.strip() for text in Path(cfg.text).read_text(encoding="utf-8").split(corpus.SEPARATOR)]
     else:
         paths = Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")
-        paths = sorted(path for path in paths if not data_prep.NOT_THE_LIBRARY & {*path.parts})
+        paths = sorted(path for path in paths if not corpus.NOT_THE_LIBRARY & {*path.parts})
         documents = [path.read_text(encoding="utf-8", errors="replace").replace("\0", "").strip() for path in paths]
     documents = [document for document in documents if document]
     with tempfile.TemporaryDirectory() as folder:

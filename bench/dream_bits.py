@@ -32,7 +32,7 @@ class Config:
     ckpt: str = "out/train_dream"  # run folder of train_dream.py
     data: str = ""  # folder of data_prep.py; "" is the one that the run was trained on
     rows: int = 128  # held-out rows, the first ones
-    draws: int = 2  # noise draws of every row
+    draws: int = 2  # noise draws per row
     batch_size: int = 16  # rows that are scored at a time
 
 

@@ -6,6 +6,7 @@
 // both ways. A lane that leaves early, or a barrier that not all threads reach, ends in an error instead of a hang. Not
 // checked: bank conflicts, registers, time, and weak memory order.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -106,14 +107,15 @@ struct Warp {
 };
 
 struct Thread {
-    ucontext_t context;
-    bool done = false;
+    ucontext_t context;  // to start with
+    jmp_buf state;       // to go on with
+    bool started = false, done = false;
     std::vector<std::vector<Copy>> groups{1};  // copies under way; the last group is still open
 };
 
 inline bool eager_copies = false;
 inline const char *error = nullptr;
-inline ucontext_t home;
+inline jmp_buf home;
 inline std::vector<Thread> threads;
 inline std::vector<Warp> warps;
 inline std::vector<char> stacks;
@@ -133,6 +135,13 @@ inline void poison(void *array, size_t bytes) {
     memset(array, eager_copies ? 0x7b : 0xff, bytes);  // large numbers, or NaN, in every type of ours
 }
 
+// Does not return. A jump costs no system call, as a switch of contexts does: it is for the signal mask.
+inline void resume(Thread &thread) {
+    if (thread.started) _longjmp(thread.state, 1);
+    thread.started = true;
+    setcontext(&thread.context);
+}
+
 // Give up the CPU to the next thread that is not done: in the same warp, or anywhere in the block.
 inline void yield(bool within_warp) {
     int me = current, first = within_warp ? me / 32 * 32 : 0, count = within_warp ? 32 : threads.size(), next = me;
@@ -140,10 +149,10 @@ inline void yield(bool within_warp) {
     while (threads[next].done && next != me);
     if (next == me || ++idle > 64 * (int)threads.size()) {
         error = "emulation: a thread waits for others that never arrive";
-        setcontext(&home);
+        _longjmp(home, 1);
     }
     current = next;
-    swapcontext(&threads[me].context, &threads[next].context);
+    if (!_setjmp(threads[me].state)) resume(threads[next]);
     current = me;
     threadIdx.x = me;
 }
@@ -152,7 +161,7 @@ inline void yield(bool within_warp) {
 inline void check_aligned(const void *address) {
     if ((uintptr_t)address % 16 == 0) return;
     error = "emulation: an address is not a multiple of 16 bytes";
-    setcontext(&home);
+    _longjmp(home, 1);
 }
 
 inline void wait(Barrier &barrier, int all, bool within_warp) {
@@ -178,10 +187,10 @@ inline void thread_main() {
         if (!threads[next].done) {
             current = next;
             threadIdx.x = next;
-            setcontext(&threads[next].context);
+            resume(threads[next]);
         }
     }
-    setcontext(&home);
+    _longjmp(home, 1);
 }
 
 inline const char *run(dim3 grid, int count) {
@@ -204,7 +213,7 @@ inline const char *run(dim3 grid, int count) {
                     threads[i].context.uc_stack.ss_size = STACK;
                     makecontext(&threads[i].context, thread_main, 0);
                 }
-                swapcontext(&home, &threads[0].context);
+                if (!_setjmp(home)) resume(threads[0]);
                 if (error) return error;
             }
     return nullptr;

@@ -209,7 +209,9 @@ class Library:
             import jax
 
             with jax.enable_x64(self.dtype == "float64"):
-                return as_numpy(jax.jit(function)(*map(jax.numpy.asarray, arrays)))
+                # without fusion, which takes XLA most of the time to compile the bisections
+                compiled = jax.jit(function, compiler_options={"xla_disable_hlo_passes": "fusion"})
+                return as_numpy(compiled(*map(jax.numpy.asarray, arrays)))
         if self.name == "torch":
             import torch
 
@@ -246,6 +248,23 @@ def exact_matmuls():
 
     with jax.default_matmul_precision("highest"):
         yield
+
+
+def from_hf(folder, dtype=None, run=None):
+    """A Dream in the Hub's form, in `dtype`, or as it is stored."""
+    import jax
+    from flax import nnx
+
+    import checkpoints
+    import convert_weights
+    import model_dream
+
+    checkpoint = convert_weights.find(Path(folder))
+    arrays, stored = convert_weights.open_safetensors(checkpoint, dtype)
+    dtype = jax.numpy.dtype(dtype or stored)
+    params = {name: jax.numpy.array(array, dtype) for name, array in arrays.items()}
+    graph = model_dream.graph_of(checkpoint.cfg, run or model_dream.Run(dtype=dtype))
+    return nnx.merge(graph, checkpoints.unflatten(params))
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import tokenizers
 from conftest import AS_A_USER, ROOT, run
 from flax import nnx
 
+import canvas
 import checkpoints
 import generate
 import model_dream as md
@@ -543,7 +544,7 @@ def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch, tmp_p
     monkeypatch.setattr(sample_dream, "fill_block", stop)
     writer.lengths = [96]
     with pytest.raises(InterruptedError):
-        writer.fill([generate.Canvas("", "", [cfg.bos_id] + [cfg.mask_id] * 95, 0, None)])
+        writer.fill([canvas.Canvas("", "", [cfg.bos_id] + [cfg.mask_id] * 95, 0, None)])
     want, static = calls[0]
 
     # what is compiled for a chip

@@ -1158,7 +1158,6 @@ def test_equal_rewards_update_nothing(folder, tmp_path):
         ({"rewards": ("nothing",)}, "no reward 'nothing'"),
         ({"rewards": ("code", "syntax")}, "--rewards=code syntax: each once, with a weight of its own"),
         ({"rewards": ("code", "code"), "reward_weights": (1.0, 1.0)}, "each once, with a weight of its own"),
-        ({"runner": "docker"}, "--runner=docker: local, e2b, or HOST:PORT"),
         ({"prompts": ""}, "--ckpt and --prompts belong together"),
         ({"prompts": "none.jsonl"}, "none.jsonl does not exist; write tasks with"),
         ({"ckpt": "none"}, "holds no checkpoint"),

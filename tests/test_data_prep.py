@@ -30,7 +30,7 @@ from tokenizers.normalizers import NFC
 import corpus as cp
 import data_prep as dp
 import runs
-from rows import EDIT, Rows, open_data, pack, packed_blocks, pad_rows, token_bytes
+from rows import Rows, open_data, pack, packed_blocks, pad_rows, token_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data")) / "qwen2.5_tokenizer"
@@ -321,16 +321,24 @@ def test_a_column_that_is_not_there_is_one_line(tmp_path, capsys):
     rows = tmp_path / "rows"
     rows.mkdir()
     cfg = config(tmp_path, roots=(str(rows),), column="content")
-    assert "name these with --roots" in refused(dataclasses.replace(cfg, roots=()), capsys)
+    assert "no .parquet, .jsonl files below" in refused(dataclasses.replace(cfg, roots=()), capsys)
     assert "no .parquet, .jsonl files below" in refused(cfg, capsys)
     pq.write_table(pa.table({"text": ["x = 1"]}), rows / "a.parquet")
-    assert "a.parquet has no column content of text (it has text string)" in refused(cfg, capsys)
+    assert "a.parquet has no column content of text (it has text); name" in refused(cfg, capsys)
+    pq.write_table(pa.table({"content": [1]}), rows / "a.parquet")
+    assert "a.parquet has no text in column content, but 1; name" in refused(cfg, capsys)
     (rows / "a.parquet").write_bytes(b"PAR1")
     assert "a.parquet is corrupted (" in refused(cfg, capsys)
     (rows / "a.parquet").unlink()
-    for line in ('{"text": "x = 1"}', '{"content": 1}', "[]", "x = 1", '{"content": ' + "[" * 9999):
+    for line, part in {
+        '{"text": "x = 1"}': ", line 2 has no column content of text (it has text); name",
+        '{"content": 1}': " has no text in column content, but 1; name",
+        "[1]": ", line 2 is no JSON object",
+        "x = 1": ", line 2 is no JSON object",
+        '{"content": ' + "[" * 9999: ", line 2 is no JSON object",
+    }.items():
         (rows / "b.jsonl").write_text(f'{{"content": "x = 1"}}\n{line}\n')
-        assert 'b.jsonl has no {"content": TEXT} in line 2' in refused(cfg, capsys)
+        assert f"b.jsonl{part}" in refused(cfg, capsys)
 
 
 def test_documents_that_hold_problems_of_benchmarks_are_dropped_and_counted(tmp_path, capsys):
@@ -349,7 +357,7 @@ def test_documents_that_hold_problems_of_benchmarks_are_dropped_and_counted(tmp_
     dp.main(config(tmp_path, benchmarks=benchmarks))
     assert "left out: 2 benchmark\n" in capsys.readouterr().out
     assert sorted(text.encode() for text in both(texts_of, tmp_path / "out")) == sorted((files | fine).values())
-    assert "other settings (benchmarks '" in refused(config(tmp_path), capsys)
+    assert ", now unset)" in refused(config(tmp_path), capsys)
     for data in (b"{}", b"text", b"[1]", b"\xff", b""):
         (tmp_path / "mbpp.json").write_bytes(data)
         cfg = config(tmp_path, benchmarks=benchmarks, out=str(tmp_path / "new"))
@@ -397,8 +405,9 @@ def test_split_is_by_file_disjoint_and_independent_of_what_else_is_there(tmp_pat
     assert a["heldout"] != names(tmp_path / "src", seed=1)["heldout"]
 
 
-def test_many_workers_give_the_bytes_of_one(tmp_path):
-    corpus(tmp_path / "src", 130)  # more than two chunks of 64
+def test_many_workers_give_the_bytes_of_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(cp, "EXAMINED_BYTES", 20_000)
+    corpus(tmp_path / "src", 40)
     dp.main(config(tmp_path, workers=1))
     dp.main(config(tmp_path, workers=2, out=str(tmp_path / "out2")))
     assert tree(tmp_path / "out") == tree(tmp_path / "out2")
@@ -464,7 +473,7 @@ def test_killed_at_any_moment_the_next_run_ends_with_the_same_bytes(tmp_path):
     corpus(tmp_path / "src", 150)
     dp.main(config(tmp_path, shard_bytes=15_000, out=str(tmp_path / "whole")))
     cfg = config(tmp_path, shard_bytes=15_000)
-    moments = ("progress.json", "tokenizer.json", "train/00000.parquet", "heldout")
+    moments = ("progress.json", "train/00000.parquet", "heldout")
     printed = [killed(cfg, moment) for moment in moments]
     dp.main(cfg)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
@@ -536,7 +545,7 @@ def test_a_folder_is_left_alone_or_mended_or_started_over(tmp_path, capsys):
     assert tree(out) == tree(tmp_path / "whole")
 
 
-def test_a_second_run_reads_no_file_unless_one_has_another_size_or_time(tmp_path, python_run, monkeypatch, capsys):
+def test_a_second_run_compares_the_content_of_the_files_and_nothing_else(tmp_path, python_run, monkeypatch, capsys):
     corpus(tmp_path / "src", 20)
     write_stories(tmp_path / "stories.txt", stories(60))
     write_pairs(tmp_path / "pairs.jsonl", 60)
@@ -549,25 +558,16 @@ def test_a_second_run_reads_no_file_unless_one_has_another_size_or_time(tmp_path
         "shards/x/0.parquet": config(tmp_path, dp.Parquet, out=str(tmp_path / "parquet"), **shards),
     }.items():
         dp.main(cfg)
-        source, gathered = dp.SOURCES[type(cfg)], []
-
-        def gather(*args, source=source, gathered=gathered):
-            gathered.append(1)
-            return source.gather(*args)
-
-        monkeypatch.setitem(dp.SOURCES, type(cfg), source._replace(gather=gather))
         before = tree(cfg.out)
-        capsys.readouterr()
-        dp.main(cfg)
-        assert not gathered
-        os.utime(tmp_path / name, (1, 1))  # the same bytes, but who knows
-        for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setitem(dp.SOURCES, type(cfg), (None, None, None))  # nobody examines anything
+            os.utime(tmp_path / name, (1, 1))
+            capsys.readouterr()
             dp.main(cfg)
-            assert len(gathered) == 1
-        assert capsys.readouterr().out.count("is complete, nothing to do") == 3
+            assert capsys.readouterr().out == f"{cfg.out} is complete, nothing to do\n"
         data = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(data[: len(data) // 2])
-        refused(cfg, capsys)
+        assert "holds data of other files, or these have changed" in refused(cfg, capsys)
         assert tree(cfg.out) == before
 
 
@@ -596,10 +596,15 @@ def test_second_run_into_one_folder_is_refused(tmp_path, capsys):
     dp.main(config(tmp_path))
 
 
-def test_full_disk_gives_one_line_and_leaves_nothing_that_looks_complete(tmp_path):
-    corpus(tmp_path / "src", 70)
-    cfg = config(tmp_path, shard_bytes=60_000)
-    limit = 20_000  # bytes per file; the tokenizer takes 13 kB, a shard 40 kB
+@pytest.mark.parametrize("kind", [pytest.param(dp.Python, marks=pytest.mark.slow), dp.Text])
+def test_full_disk_gives_one_line_and_leaves_nothing_that_looks_complete(tmp_path, kind):
+    if kind is dp.Python:  # the copy of its texts takes 100 kB
+        corpus(tmp_path / "src", 70)
+        cfg, left = config(tmp_path, shard_bytes=60_000), []
+    else:  # the tokenizer takes 13 kB, a shard 40 kB
+        write_stories(tmp_path / "stories.txt", stories(800))
+        cfg, left = text_config(tmp_path, shard_bytes=100_000), ["progress.json", "tokenizer.json"]
+    limit = 20_000  # bytes per file
 
     def small_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -608,9 +613,9 @@ def test_full_disk_gives_one_line_and_leaves_nothing_that_looks_complete(tmp_pat
     err = run.communicate()[1]
     assert run.returncode == 1
     assert re.fullmatch(rf"{tmp_path}/out: File too large; [^\n]+ the same command to go on\n", err)
-    assert sorted(tree(tmp_path / "out")) == ["progress.json", "tokenizer.json"]
+    assert sorted(tree(tmp_path / "out")) == left
     dp.main(cfg)
-    dp.main(config(tmp_path, shard_bytes=60_000, out=str(tmp_path / "whole")))
+    dp.main(dataclasses.replace(cfg, out=str(tmp_path / "whole")))
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
@@ -627,7 +632,7 @@ def test_bad_input_is_one_line_that_says_what_to_do(python_run, tmp_path, capsys
     save(tmp_path / "none", {"notes.txt": b"no Python here"})
     save(tmp_path / "bad", {"a.py": b"print 1", "b.py": b""})
     save(tmp_path / "one", {"a.py": b"print(1)"})
-    save(tmp_path, {"broken.json": b"{}", "file": b""})
+    save(tmp_path, {"broken.json": b"{}", "file": b"", "a.parquet": b""})
     tokenizer = json.loads((python_run[0] / "tokenizer.json").read_text())
     for name in ("<|endoftext|>", "<|fim_middle|>"):
         tokens = [token for token in tokenizer["added_tokens"] if token["content"] != name]
@@ -638,7 +643,7 @@ def test_bad_input_is_one_line_that_says_what_to_do(python_run, tmp_path, capsys
     (tmp_path / "spm.json").write_text(json.dumps(tokenizer | {"model": tokenizer["model"] | {"vocab": vocab}}))
     cases = [
         ({"roots": (str(tmp_path / "nowhere"),)}, ["nowhere: No such file", "run the same command"]),
-        ({"roots": (str(tmp_path / "none"),)}, ["no .py files below", "name other folders"]),
+        ({"roots": (str(tmp_path / "none"),)}, ["no .py, .parquet, .jsonl files below", "name other folders"]),
         ({"roots": (str(tmp_path / "bad"),)}, ["1 empty, 1 unparsable", "no document to train on", "name more"]),
         ({"roots": (str(tmp_path / "one"),)}, ["no document to train on"]),
         ({"tokenizer": str(tmp_path / "nowhere.json")}, ["No such file", "nowhere.json"]),
@@ -715,7 +720,7 @@ def test_parquet_source_keeps_documents_counts_and_bytes(tmp_path, python_run, l
         assert sum(split[key] for split in meta["splits"].values()) == meta_of(first)["splits"]["train"][key]
     assert [shard["file"][:9] for shard in meta["splits"]["train"]["shards"]] == ["train/000"] * 3
     names = sorted((tmp_path / "shards").rglob("*.parquet"))
-    part = [ids for ids in dp.eos_documents(names[0], 0) if tuple(ids.tolist()) in got["train"]]
+    part = [ids for ids in cp.eos_documents(names[0], 0) if tuple(ids.tolist()) in got["train"]]
     want = pack(part, 100, 0, 0)
     for got_RL, want_RL in zip(rows_of(out, "train"), want, strict=True):
         np.testing.assert_array_equal(got_RL[: len(want_RL)], want_RL)
@@ -949,11 +954,11 @@ def test_heldout_is_drawn_by_seed_and_content_alone(tmp_path):
 
 
 def test_ranges_end_with_documents_and_long_documents_are_split_at_line_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(dp, "LONG_BYTES", 3_000)
+    monkeypatch.setattr(cp, "LONG_BYTES", 3_000)
 
     def ranges(data, limit=1_000):
         (tmp_path / "x.txt").write_bytes(data)
-        items = dp.text_ranges("x.txt", str(tmp_path / "x.txt"), limit)
+        items = cp.text_ranges(cp.Item("x.txt", str(tmp_path / "x.txt"), "", 0), limit)
         parts = [data[item.start : item.start + item.size] for item in items]
         assert [dp.hashlib.sha256(part).hexdigest() for part in parts] == [item.sha256 for item in items]
         return parts
@@ -980,15 +985,14 @@ def test_text_run_killed_at_any_moment_ends_with_the_same_bytes(tmp_path, capsys
     write_stories(tmp_path / "stories.txt", stories(800))
     dp.main(text_config(tmp_path, shard_bytes=10_000, out=str(tmp_path / "whole")))
     cfg = text_config(tmp_path, shard_bytes=10_000)
-    for moment in ("train/00009.parquet", "heldout"):
-        killed(cfg, moment)
+    killed(cfg, "train/00009.parquet")
     dp.main(cfg)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
     capsys.readouterr()
     dp.main(cfg)
     assert capsys.readouterr().out.endswith(f"{tmp_path}/out is complete, nothing to do\n")
     packed = text_config(tmp_path, shard_bytes=10_000, rows="packed")
-    assert "other settings (rows 'padded', now 'packed')" in refused(packed, capsys)
+    assert "other settings (rows padded, now unset)" in refused(packed, capsys)
     write_stories(tmp_path / "stories.txt", stories(800, seed=2))
     assert "holds data of other files" in refused(cfg, capsys)
 
@@ -1051,13 +1055,13 @@ def test_tinystories_come_through_datasets_once(tmp_path, monkeypatch, capsys):
     (tmp_path / "hub").mkdir()
     pq.write_table(pa.table({"text": [f"{text}\n" for text in texts]}), tmp_path / "hub" / "train-00000.parquet")
     pq.write_table(pa.table({"text": stories(9, seed=3)}), tmp_path / "hub" / "validation-00000.parquet")
-    monkeypatch.setattr(dp, "TINYSTORIES", str(tmp_path / "hub"))
+    monkeypatch.setattr(cp, "TINYSTORIES", str(tmp_path / "hub"))
     cfg = config(tmp_path, dp.TinyStories)
     dp.main(cfg)
     assert both(padded_texts, cfg.out) == sorted(texts)
     assert meta_of(cfg.out)["source"] == "tinystories"
     capsys.readouterr()
-    monkeypatch.setattr(dp, "TINYSTORIES", str(tmp_path / "nowhere"))  # the file that is there is used
+    monkeypatch.setattr(cp, "TINYSTORIES", str(tmp_path / "nowhere"))  # the file that is there is used
     dp.main(cfg)
     assert "nothing to do" in capsys.readouterr().out
     message = refused(config(tmp_path, dp.TinyStories, out=str(tmp_path / "new")), capsys)
@@ -1139,26 +1143,31 @@ def test_rows_of_pairs_hold_each_pair_whole_with_its_prompt_fixed_and_eos_behind
 def test_holes_of_any_length_have_masks_for_several_tokens_and_for_none():
     parts, eos = [[*range(100, 105)], [*range(10, 40)], [*range(200, 210)]], 0
     grown = shrunk = 0
+
+    def edited(number, **settings):
+        return [np.array(column) for column in dp.edit(*parts, eos, number, dp.Pairs(source="", **settings))]
+
     for number in range(400):
-        ids = np.array(dp.edit(parts, eos, number, dp.Pairs(source="", seq_len=256, edit_rate=0.5)))
-        shown = ids[ids < EDIT]
-        deleted = ids == EDIT + eos
+        ids, fixed = edited(number, seq_len=256, edit_rate=0.5)
+        assert {*fixed.tolist()} <= {0, 2}
+        deleted = (fixed == 2) & (ids == eos)
         assert deleted.sum() <= 64
         assert not np.diff(deleted.astype(int)).min(initial=0) < 0  # at the end
-        kept = np.where(ids >= EDIT, ids - EDIT, ids)[~deleted]
+        kept, masked = ids[~deleted], fixed[~deleted] == 2
         assert kept[0] == 10
         assert (np.diff(kept) > 0).all()  # in order, and what is left out was joined with what stands before it
-        runs = np.diff([*kept, 40])
-        assert (runs[ids[~deleted] < EDIT] == 1).all()
-        assert (runs[ids[~deleted] >= EDIT] > 1).all()
-        assert len(shown) < 30 or (ids[:30] == parts[1]).all()
-        grown, shrunk = grown + (len(kept) < 30), shrunk + deleted.any()
+        lengths = np.diff([*kept, 40])
+        assert (lengths[~masked] == 1).all()
+        assert (lengths[masked] > 1).all()
+        assert masked.any() or (kept == parts[1]).all()
+        grown += len(kept) < 30
+        shrunk += deleted.any()
     assert 140 < grown < 230  # of a half of them a few join nothing
     assert 150 < shrunk < 250
     # A row has room for what is deleted, and each rate is obeyed.
-    few = [len(dp.edit(parts, eos, n, dp.Pairs(source="", seq_len=48, edit_rate=1.0))) for n in range(50)]
+    few = [len(edited(number, seq_len=48, edit_rate=1.0)[0]) for number in range(50)]
     assert max(few) <= 48 - 1 - 15
-    assert dp.edit(parts, eos, 3, dp.Pairs(source="", seq_len=256)) == parts[1]
+    assert [column.tolist() for column in edited(3, seq_len=256)] == [parts[1], [0] * 30]
 
 
 def test_rows_of_holes_of_any_length_say_what_is_only_seen_as_mask(tmp_path):
@@ -1287,11 +1296,12 @@ def test_pairs_of_a_chat_are_turns_and_special_tokens_are_the_templates_alone(ch
     capsys.readouterr()
     dp.main(cfg)
     assert "nothing to do" in capsys.readouterr().out
-    assert "other settings (chat '" in refused(dataclasses.replace(cfg, chat=False), capsys)
+    assert "other settings (chat " in refused(dataclasses.replace(cfg, chat=False), capsys)
     (tmp_path / "holes.jsonl").write_text(json.dumps({"prompt": "a", "response": "b", "suffix": "c"}))
-    assert "--chat is set: line 1" in refused(dataclasses.replace(cfg, source=str(tmp_path / "holes.jsonl")), capsys)
+    holes = dataclasses.replace(cfg, source=str(tmp_path / "holes.jsonl"), out=str(tmp_path / "new"))
+    assert "--chat is set: line 1" in refused(holes, capsys)
     save(chat_model, {"chat_template.jinja": b"Q: {{ messages[0].content }}"})
-    assert "other settings (chat '" in refused(cfg, capsys)
+    assert "other settings (chat " in refused(cfg, capsys)
 
 
 def test_a_chat_needs_a_template_and_a_token_that_ends_a_turn(chat_model, python_run, tmp_path, capsys):

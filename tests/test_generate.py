@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from conftest import AS_A_USER, copy_in_bucket, run, says
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import canvas
 import checkpoints
 import convert_weights
 import data_prep
@@ -25,7 +25,6 @@ import generate
 import inference
 import infill
 import model_dream as md
-import model_mdlm as mdlm
 import model_pythoncoder as pc
 import runs
 import sample_dream
@@ -142,11 +141,10 @@ def test_a_file_of_prompts_is_checked_while_it_is_read(tmp_path):
 
 
 @pytest.fixture
-def weights(run_folder, stories, tmp_path, monkeypatch):
-    """A folder weights/ with both models, and a working directory without runs."""
+def weights(run_folder, tmp_path, monkeypatch):
+    """A folder weights/ with a model, and a working directory without runs."""
     convert_weights.main(convert_weights.Config(str(run_folder), str(tmp_path / "export"), dtype="bfloat16"))
     convert_weights.main(convert_weights.Config(str(tmp_path / "export"), str(tmp_path / "weights" / "pythoncoder")))
-    shutil.copytree(stories / "step_5", tmp_path / "weights" / "mdlm")
     monkeypatch.setattr(inference, "WEIGHTS", tmp_path / "weights")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "weights"
@@ -163,9 +161,6 @@ def test_without_a_run_the_models_in_weights_answer_and_say_so(weights, run_fold
     assert out == exported
     assert "no model in out/train_tpu: using weights/pythoncoder, a small one" in err
     assert "weights/pythoncoder step 7, float32" in err
-    out, err = mdlm_says(capsys, "", prompt="Once upon", max_new=4, steps=2)
-    assert out.startswith("Once upon")
-    assert "no model in out/train_gpu: using weights/mdlm" in err
     shutil.copytree(run_folder, "out/train_tpu")
     assert "weights" not in says_pythoncoder(capsys, "", **settings)[1]
     refused("holds no checkpoint of step 3; it has [7]", prompt="x", step=3)
@@ -186,8 +181,6 @@ def test_damaged_weights_and_those_of_another_version_are_one_line(weights):
     for damaged in (whole[:-100], whole[:5], b"", b"x" * 300):
         file.write_bytes(damaged)
         refused("weights/pythoncoder/model.safetensors cannot be read", prompt="x")
-        (weights / "mdlm" / "model.safetensors").write_bytes(damaged)
-        refused("weights/mdlm cannot be read", model="mdlm", prompt="x")
 
 
 # ---- a bucket
@@ -311,14 +304,6 @@ def test_out_of_memory_is_one_line_that_says_what_to_lower(coder, monkeypatch):
     refused(advice, dream_config(coder / "model", prompt="x"))
 
 
-def test_half_precision_is_what_the_gpu_has(monkeypatch):
-    assert mdlm.torch_dtype("") == torch.float32
-    assert mdlm.torch_dtype("bfloat16") == torch.bfloat16
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert mdlm.torch_dtype("") == torch.float16  # a T4
-
-
 # ---- bad input
 
 
@@ -333,7 +318,9 @@ def test_bad_input_is_one_line(run_folder, tmp_path):
     refused("line 2", file=str(tmp_path / "broken.jsonl"), **here)
     refused("none.jsonl", file=str(tmp_path / "none.jsonl"), **here)
     refused("--threshold, --int8 is for --model=dream", dream=generate.DreamFlags(threshold=0.5, int8=True), **here)
-    refused("--block_length is for --model=mdlm or dream", prompt="x", block_length=4, **here)
+    refused("--block_length, --steps is for --model=dream", prompt="x", block_length=4, steps=2, **here)
+    refused("--n at least 1, --batch_size at least 1", dream_config("x", n=0, batch_size=0))
+    refused("python inference_jetson.py --prompt=", model="mdlm", prompt="x")
     says(run("generate.py", f"--ckpt={run_folder}", "--prompt=x", "--step=3"), "it has [7]")
 
 
@@ -347,111 +334,48 @@ def test_loading_in_bfloat16_gives_the_same_model_in_half_the_bytes(run_folder):
     np.testing.assert_allclose(logits[0], logits[1], atol=0.05 * np.abs(logits[0]).max())
 
 
-# ---- MDLM
+# ---- texts of canvases
 
 
 @pytest.fixture(scope="module")
-def stories(tmp_path_factory):
-    """A run folder with an untrained MDLM and a tokenizer."""
-    folder = tmp_path_factory.mktemp("mdlm")
-    tokenizer = new_tokenizer(data_prep.SPECIAL.values(), "Once upon a time there was a dragon.")
-    torch.manual_seed(0)
-    model = mdlm.MDLM(mdlm.Config(vocab=320, width=32, layers=1, heads=2, ffn=64, positions=64))
-    mdlm.save(model, folder / "step_5", tokenizer.to_str().encode())
-    return folder
+def tokenizer():
+    return new_tokenizer(data_prep.SPECIAL.values(), "Once upon a time there was a dragon.")
 
 
-def mdlm_says(capsys, folder, **settings):
-    generate.main(generate.Config(model="mdlm", ckpt=str(folder), **settings))
-    return capsys.readouterr()
+def test_a_canvas_has_masks_anywhere_and_leaves_the_space_to_the_masked_words(tokenizer):
+    BOS, MASK = 1, 3
+    texts = canvas.Texts(tokenizer, MASK, {2}, 64, [BOS])
 
+    def ids(text):
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
-@pytest.mark.parametrize("sampler", ["ancestral", "max_prob", "margin", "entropy"])
-def test_mdlm_continues_and_fills_in_with_every_sampler(stories, capsys, sampler):
-    out, err = mdlm_says(capsys, stories, prompt="Once upon", max_new=12, steps=6, sampler=sampler)
-    assert out.startswith("Once upon")
-    assert "12 tokens" in err
-    rows = mdlm_says(capsys, stories, prompt="Once [MASK:3] dragon.", n=3, steps=3, sampler=sampler, json=True)[0]
-    texts = [json.loads(row)["text"] for row in rows.splitlines()]
-    assert len(texts) == 3
-    for text in texts:
-        assert text.startswith("Once")
-        assert text.endswith(" dragon.")
-        assert not any(name in text for name in (*data_prep.SPECIAL.values(), "\u2591"))
-    with_suffix = mdlm_says(capsys, stories, prompt="Once", suffix=" dragon.", max_new=3, steps=2, seed=1)[0]
-    assert with_suffix.startswith("Once")
+    def blank(prompt, suffix="", **settings):
+        return texts.canvas(prompt, suffix, 3, **settings).ids
 
-
-def test_mdlm_canvas_masks_anywhere_and_leaves_the_space_to_the_masked_words(stories):
-    tokenizer = Tokenizer.from_file(str(stories / "step_5" / "tokenizer.json"))
-    ids = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
-
-    def canvas(prompt, suffix="", **settings):
-        model = generate.CanvasModel(generate.Config(max_new=3, **settings), tokenizer, mdlm.MASK, {mdlm.EOS}, 64)
-        model.begin, model.end = [mdlm.BOS], [mdlm.EOS]
-        return model.prepare(prompt, suffix).ids
-
-    masks = [mdlm.MASK] * 3
-    assert canvas("Once [MASK:2] upon[MASK:1]") == [
-        mdlm.BOS, *ids("Once"), *masks[:2], *ids(" upon"), *masks[:1], mdlm.EOS,
-    ]  # fmt: skip
-    assert canvas("Once") == [mdlm.BOS, *ids("Once"), *masks]
-    assert canvas("Once", " dragon") == [mdlm.BOS, *ids("Once"), *masks, *ids(" dragon"), mdlm.EOS]
-    assert canvas("a[MASK:1]b", "c") == [mdlm.BOS, *ids("a"), mdlm.MASK, *ids("b"), *masks, *ids("c"), mdlm.EOS]
-    assert canvas("[MASK] [MASK:1]", infill=False) == [mdlm.BOS, *ids("[MASK] [MASK:1]"), *masks]
-
-
-def test_mdlm_shows_its_steps_in_the_terminal_and_as_a_page(stories, capsys, tmp_path):
-    page = tmp_path / "steps.html"
-    out, _ = mdlm_says(capsys, stories, prompt="A <b>", max_new=10, steps=5, show_steps=True, html=str(page), n=2)
-    steps = [line for line in out.splitlines() if line.startswith("step ")]
-    assert 1 <= len(steps) <= 5
-    masks = [line.count("\u2591") for line in steps]
-    assert masks == sorted(masks, reverse=True)
-    assert "\x1b" not in out
-    text = page.read_text()
-    assert text.count("<p>") == 2
-    assert "<b>" not in text
-    assert 'title="given"' in text
-    assert re.search(r"title=.step \d of \d", text)
+    masks = [MASK] * 3
+    assert blank("Once [MASK:2] upon[MASK:1]") == [BOS, *ids("Once"), *masks[:2], *ids(" upon"), *masks[:1]]
+    assert blank("Once") == [BOS, *ids("Once"), *masks]
+    assert blank("Once", " dragon") == [BOS, *ids("Once"), *masks, *ids(" dragon")]
+    assert blank("a[MASK:1]b", "c") == [BOS, *ids("a"), MASK, *ids("b"), *masks, *ids("c")]
+    assert blank("[MASK] [MASK:1]", infill=False) == [BOS, *ids("[MASK] [MASK:1]"), *masks]
+    # What the model wrote, up to the first end token of each run of masks.
+    filled = texts.canvas("a[MASK:3]b", "", 3)
+    full = [*filled.ids[:2], *ids("on")[:1], 2, *ids("on")[:1], *filled.ids[5:]]
+    assert texts.text_of(filled, full)[1] == "a" + tokenizer.decode(ids("on")[:1]) + "b"
+    assert [token.step for token in texts.tokens(filled, full, [0, 0, 2, 1, 1, 0], [1.0] * 6)] == [0, 2, 0]
+    for prompt, part in (("x[MASK:99999999999999]", "do not fit the model's 64 positions"), ("x [MASK", "[MASK:12]")):
+        with pytest.raises(ValueError, match=re.escape(part)):
+            blank(prompt)
 
 
 def test_an_animation_writes_every_token_at_its_place_in_its_step():
-    class Letters:  # a tokenizer of one letter a token
-        @staticmethod
-        def decode(ids):
-            return "".join(map(chr, ids))
-
-    history = [[ord(letter) for letter in text] for text in ("a??\n?", "a?<\n?", "ab<\nc")]
-    tokens = generate.tokens_in_order(history, Letters, ord("?"), [1.0] * 5)
-    tree = ElementTree.fromstring(generate.animation([tokens], step_s=1.0, rest_s=2.0))
+    tokens = [canvas.Token(text, step) for text, step in (("a", 0), ("b", 2), ("<", 1), ("\n", 0), ("c", 2))]
+    tree = ElementTree.fromstring(canvas.animation([tokens], step_s=1.0, rest_s=2.0))
     texts = [node for node in tree if node.tag.endswith("text")]
     assert [node.text for node in texts] == ["a", "b", "<", "c"]
     assert [node.get("y") for node in texts] == ["22", "22", "22", "43"]  # c is on the next line
     starts = [[child.get("keyTimes") for child in node] for node in texts]
     assert starts == [[], ["0;0.500"], ["0;0.250"], ["0;0.500"]]  # of 4 seconds; a was given
-
-
-def test_mdlm_cuts_a_completion_at_a_stop_string(stories, capsys):
-    settings = {"prompt": "Once", "max_new": 12, "steps": 12, "temperature": 0.0}
-    text = mdlm_says(capsys, stories, **settings)[0].rstrip("\n")
-    stop = text[7:9]
-    assert mdlm_says(capsys, stories, stop=(stop,), **settings)[0].rstrip("\n") == text[: text.index(stop, 4)]
-
-
-def test_mdlm_refuses_what_does_not_fit_and_a_folder_without_a_model(stories, tmp_path):
-    for settings, part in (
-        ({"max_new": 64}, "do not fit the model's 64 positions"),
-        ({"step": 7}, "holds no checkpoint of step 7; it has [5]"),
-        ({"steps": 0}, "--steps at least 1"),
-        ({"sampler": "origin"}, "not one of mdlm's"),
-        ({"dream": generate.DreamFlags(cache="dual")}, "--cache is for --model=dream"),
-        ({"prompt": "x[MASK:99999999999999999999]"}, "do not fit the model's 64 positions"),
-        ({"prompt": "x [MASK] y"}, "[MASK:12]"),
-        ({"html": str(tmp_path / "none" / "a.html")}, "there is no folder"),
-    ):
-        refused(part, **{"model": "mdlm", "ckpt": str(stories), "prompt": "x"} | settings)
-    refused("train_gpu.py", model="mdlm", ckpt=str(tmp_path), prompt="x")
 
 
 # ---- Dream
@@ -513,9 +437,8 @@ def test_a_dream_of_blocks_is_filled_behind_its_exact_cache(coder, capsys, tmp_p
     for settings, part in (
         ({"prompt": "a[MASK:2]b"}, "does not see the text behind a hole"),
         ({"prompt": "a", "cache": "dual", "block_length": 4}, "without cache: leave it out"),
-        ({"prompt": "a", "cache": "dual"}, "without cache: leave it out"),
         ({"prompt": "a", "threshold": 0.5, "entropy_bound": 0.5}, "do not go together"),
-        ({"prompt": "a", "stable_steps": 1}, "without stable_steps: leave it out"),
+        ({"prompt": "a", "valid": "python"}, "for a Dream without blocks"),
     ):
         with pytest.raises(ValueError, match=part):
             dream_says(capsys, tmp_path / "blocks", **settings)
@@ -662,9 +585,9 @@ def test_special_tokens_in_a_users_text_stay_text(coder, capsys):
     for text in ("return 3", "\n\n caf\u00e9 ", ""):
         tokenizer.encode_special_tokens = False
         whole = tokenizer.encode(wrap(text), add_special_tokens=False).ids
-        assert generate.encode_chat(tokenizer, wrap, text) == whole
+        assert canvas.encode_chat(tokenizer, wrap, text) == whole
     for text in ("fill <mask>", "<|im_end|>\n<|im_start|>assistant\nSure", "<|im_<|im_end|>end|>"):
-        ids = generate.encode_chat(tokenizer, wrap, text)
+        ids = canvas.encode_chat(tokenizer, wrap, text)
         assert (ids.count(im_end), ids.count(mask)) == (1, 0)  # the template's own
         assert tokenizer.decode(ids).startswith(f"user\n{text}\n")
     settings = {"json": True, "temperature": 0.0}
@@ -756,8 +679,7 @@ def test_dream_refuses_what_does_not_fit_in_one_line(coder, tmp_path):
         ({"block_length": 3, "cache": "dual", "fast_dllm": True}, "block_length 3 does not divide the 8 tokens"),
         ({"block_length": 4, "steps": 3}, "do not divide over 2 blocks"),
         ({"cache": "dual"}, "set block_length"),
-        ({"sampler": "ancestral"}, "not one of dream's"),
-        ({"threshold": 1.5}, "top_p and threshold lie in (0, 1), (0, 1] and [0, 1]"),
+        ({"threshold": 1.5}, "eps and threshold are at most 1"),
         ({"steps": -1}, "--steps at least 0"),
         ({"chat": "on", "suffix": "y"}, "filled in plain text"),
         ({"html": str(tmp_path / "none" / "a.html")}, "there is no folder"),
@@ -851,33 +773,6 @@ def test_drafts_are_told_by_the_tokens_of_each_pass():
     assert coder.drafts(0, [1, 2]) == [(1, ""), (2, "")]
 
 
-@pytest.mark.parametrize("sampler", ["ancestral", "max_prob"])
-def test_mdlms_tokens_are_coloured_by_the_probability_they_had(stories, tmp_path, capsys, monkeypatch, sampler):
-    settings = {"prompt": "Once", "max_new": 8, "steps": 8, "temperature": 0.0, "sampler": sampler, "top_p": 1.0}
-    page = tmp_path / "steps.html"
-    shown = in_a_terminal(
-        monkeypatch, generate.Config(model="mdlm", ckpt=str(stories), show_steps=True, html=str(page), **settings)
-    )
-    *steps, last = shown.split("\x1b[2J\x1b[H")[1:]
-    out, _ = mdlm_says(capsys, stories, **settings)
-    assert plain(last).endswith(out)
-    assert len(COLOUR.findall(steps[0])) >= 1
-    # the first token that was written: what the model says of a canvas of masks
-    model, tokenizer = mdlm.load(stories / "step_5"), Tokenizer.from_file(str(stories / "step_5" / "tokenizer.json"))
-    ids = torch.tensor([[mdlm.BOS, *tokenizer.encode("Once", add_special_tokens=False).ids, *[mdlm.MASK] * 8]])
-    spans = re.findall(r'title="(given|step (\d+) of \d+, probability ([\d.]+))">', page.read_text())
-    steps_of = [int(step or 0) for _, step, _ in spans]
-    first = [i for i, step in enumerate(steps_of) if step == 1]
-    with torch.inference_mode():
-        time = torch.ones(1)  # all is masked: its share of the schedule is 1
-        logits = model(ids, time, ids != mdlm.PAD)[0, :, : tokenizer.get_vocab_size()]
-        logits[:, list(mdlm.BANNED)] = -torch.inf
-        prob = logits.softmax(-1).max(-1).values[1:]  # greedily the likeliest is written; without BOS
-    assert first
-    for i in first:
-        assert float(spans[i][2]) == pytest.approx(float(prob[i]), abs=1e-3)
-
-
 @SLOW
 def test_dreams_tokens_are_coloured_by_the_probability_they_had(coder, tmp_path, capsys, monkeypatch):
     page, settings = tmp_path / "steps.html", {"prompt": "def [MASK:4](x)", "temperature": 0.0, "html": ""}
@@ -910,4 +805,4 @@ def test_a_character_of_several_tokens_belongs_to_the_last():
         def decode(ids):
             return bytes(ids).decode(errors="replace")
 
-    assert generate.pieces(Bytes, list("a\u00e9\u2591b".encode())) == ["a", "", "\u00e9", "", "", "\u2591", "b"]
+    assert canvas.pieces(Bytes, list("a\u00e9\u2591b".encode())) == ["a", "", "\u00e9", "", "", "\u2591", "b"]

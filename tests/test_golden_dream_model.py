@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import from_hf
 from safetensors.numpy import load_file
 
 import model_dream as md
 import sample_dream as sd
-from convert_weights import from_hf
 
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("exact_matmuls")]
 

@@ -1,4 +1,7 @@
-"""Reference values of masked diffusion: every case of every file, in NumPy, JAX under jit and compiled PyTorch."""
+"""Reference values of masked diffusion: every case of every file, in NumPy, JAX under jit and compiled PyTorch.
+
+What a test compiles is one program for all of its cases, as compiling takes nearly all of the time.
+"""
 
 import math
 
@@ -41,7 +44,7 @@ def test_schedules(load, library):
     golden = load("schedules")
     assert schedules(golden) == sorted(diffusion.SCHEDULES)
 
-    def all_of_them(t, t_positive, rate):  # one program for all schedules: it is compiled once
+    def all_of_them(t, t_positive, rate):
         return tuple(
             (diffusion.mask_rate(t, s), diffusion.mask_slope(t, s), diffusion.nelbo_weight(t_positive, s),
              diffusion.time_of_rate(rate, s))
@@ -57,9 +60,10 @@ def test_schedules(load, library):
 
 def test_antithetic_times(load, library):
     golden = load("times")
-    for name in golden.files:
-        if name[0] == "u":
-            library.close(library(diffusion.antithetic_times, golden[name]), golden[f"t{name[1:]}"])
+    names = [name for name in golden.files if name[0] == "u"]
+    got = library(lambda *u: tuple(map(diffusion.antithetic_times, u)), *(golden[name] for name in names))
+    for name, t in zip(names, got, strict=True):
+        library.close(t, golden[f"t{name[1:]}"])
 
 
 def test_q_sample(load, library):
@@ -89,31 +93,33 @@ def test_subs(load, library):
 def test_losses(load, library):
     golden = load("nelbo")
     logits, x0, mask, t = (golden[name] for name in ("logits", "x0", "mask", "t"))
-    nll = library(lambda *a: diffusion.masked_nll(*a, MASK), logits, x0, mask)
-    library.close(nll, golden["ce"])
 
-    def all_of_them(nll, t, counted):
-        return tuple(
+    def all_of_them(logits, x0, mask, t, counted):
+        nll = diffusion.masked_nll(logits, x0, mask, MASK)
+        bounds = tuple(
             (diffusion.nelbo_per_sequence(nll, t, s), diffusion.nelbo_per_token(nll, t, counted, s),
              diffusion.nelbo_weight(t, s))
             for s in schedules(golden)
         )  # fmt: skip
+        accuracy = diffusion.masked_accuracy(logits, x0, mask, MASK)
+        return nll, diffusion.masked_cross_entropy(nll, mask), accuracy, bounds
 
-    for s, got in zip(schedules(golden), library(all_of_them, nll, t, x0 != PAD), strict=True):
+    nll, masked_ce, accuracy, bounds = library(all_of_them, logits, x0, mask, t, x0 != PAD)
+    library.close(nll, golden["ce"])
+    library.close(masked_ce, golden["masked_ce"])
+    library.close(accuracy, golden["masked_accuracy"], atol=1e-7)
+    for s, got in zip(schedules(golden), bounds, strict=True):
         for value, name in zip(got, ("nelbo_seq", "nelbo_token", "weight"), strict=True):
             library.close(value, golden[f"{s}.{name}"])
-    library.close(library(diffusion.masked_cross_entropy, nll, mask), golden["masked_ce"])
-    accuracy = library(lambda *a: diffusion.masked_accuracy(*a, MASK), logits, x0, mask)
-    library.close(accuracy, golden["masked_accuracy"], atol=1e-7)
     assert mask.sum() / (x0 != PAD).sum() == pytest.approx(golden["realised_mask_rate"])
 
 
 def test_masking_exactly_m_tokens_makes_the_bound_tight(load, library):
     golden = load("any_order")
     masks, weight = golden["masks"], golden["mask_weight"]
-    for x0, logits, ce_sum, want in zip(golden["x0"], golden["logits"], golden["ce_sum"], golden["nll"], strict=True):
-        x0 = np.broadcast_to(x0, masks.shape)
-        nll = library(lambda *a: diffusion.masked_nll(*a, MASK), logits, x0, masks)
+    x0, all_masks = np.broadcast_arrays(golden["x0"][:, None], masks)
+    got = library(lambda *a: diffusion.masked_nll(*a, MASK), golden["logits"], x0, all_masks)
+    for nll, ce_sum, want in zip(got, golden["ce_sum"], golden["nll"], strict=True):
         library.close(nll.sum(-1), ce_sum)
         library.close(nll.sum(-1) @ weight, want)
 
@@ -132,19 +138,21 @@ def test_masking_exactly_m_tokens_estimates_the_likelihoods(load, library):
 def test_reverse_process(load, library):
     golden = load("reverse")
     times = (np.full(len(golden["xt"]), golden[name]) for name in ("post_t", "post_s"))
+    grids = [name for name in golden.files if ".keep_grid." in name]
+    ends = [1 - np.arange(len(golden[name]) + 1) / len(golden[name]) for name in grids]
 
-    def all_of_them(t, before, logits, xt, post_t, post_s):
-        return tuple(
-            (diffusion.keep_prob(t, before, s), posterior(logits, xt, post_t, post_s, s)) for s in schedules(golden)
-        )
+    def all_of_them(t, before, logits, xt, post_t, post_s, *ends):
+        keep = tuple(diffusion.keep_prob(t, before, s) for s in schedules(golden))
+        after = tuple(posterior(logits, xt, post_t, post_s, s) for s in schedules(golden))
+        named = zip(grids, ends, strict=True)
+        return keep, after, tuple(diffusion.keep_prob(end[:-1], end[1:], name.split(".")[0]) for name, end in named)
 
-    got = library(all_of_them, *(golden[name] for name in ("t", "s", "logits", "xt")), *times)
-    for s, (keep, after) in zip(schedules(golden), got, strict=True):
+    got = library(all_of_them, *(golden[name] for name in ("t", "s", "logits", "xt")), *times, *ends)
+    for s, keep, after in zip(schedules(golden), *got[:2], strict=True):
         library.close(keep, golden[f"{s}.keep_prob"])
         library.close(after, golden[f"{s}.posterior"])
-        for name in (name for name in golden.files if name.startswith(f"{s}.keep_grid.")):
-            grid = 1 - np.arange(len(golden[name]) + 1) / len(golden[name])
-            library.close(library(lambda *a, s=s: diffusion.keep_prob(*a, s), grid[:-1], grid[1:]), golden[name])
+    for name, keep in zip(grids, got[2], strict=True):
+        library.close(keep, golden[name])
 
 
 def test_step_counts(load):
@@ -160,13 +168,17 @@ def test_step_counts(load):
 def test_confidence_and_unmasking_the_surest(load, library):
     golden = load("confidence")
     logits, xt, k = (golden[name] for name in ("logits", "xt", "k"))
-    for name in {name.split(".")[0] for name in golden.files if name.endswith(".score")}:
-        kind = {"low_confidence": "max_prob"}.get(name, name)
-        score = library(lambda x, kind=kind: diffusion.confidence(diffusion.softmax(x), kind), logits)
+    names = sorted({name.split(".")[0] for name in golden.files if name.endswith(".score")})
+
+    def all_of_them(logits, xt, k):
+        kinds = [{"low_confidence": "max_prob"}.get(name, name) for name in names]
+        scores = [diffusion.confidence(diffusion.softmax(logits), kind) for kind in kinds]
+        return tuple((score, diffusion.unmask_top(xt, logits.argmax(-1), score, k, MASK)) for score in scores)
+
+    for name, (score, after) in zip(names, library(all_of_them, logits, xt, k), strict=True):
         masked = xt == MASK
         library.close(score[masked], golden[f"{name}.score"][masked], atol=1e-8)
-        got = library(lambda *a: diffusion.unmask_top(a[0], a[1].argmax(-1), a[2], a[3], MASK), xt, logits, score, k)
-        np.testing.assert_array_equal(got, golden[f"{name}.x_next"])
+        np.testing.assert_array_equal(after, golden[f"{name}.x_next"])
 
 
 def test_filters(load, library):
@@ -183,17 +195,18 @@ def test_filters(load, library):
 
 def test_sampling_with_given_noise(load, library):
     golden = load("sample")
-    logits, xt, u = (golden[name] for name in ("logits", "xt", "u_token"))
-    for name in (name for name in golden.files if name.startswith("token.t")):
-        t = float(name.removeprefix("token.t"))
-        got = library(lambda *a, t=t: diffusion.sample_tokens(*a, t), logits, u)
+    names = [name for name in golden.files if name.startswith("token.t")]
+    times = (np.full(len(golden["xt"]), golden[name]) for name in ("t", "s"))
+
+    def all_of_them(xt, logits, u, u_keep, t, time):
+        token = diffusion.sample_tokens(diffusion.ban(logits, [MASK]), u)
+        keeps = [diffusion.keep_prob(t, time, s) for s in schedules(golden)]
+        tokens = tuple(diffusion.sample_tokens(logits, u, float(name.removeprefix("token.t"))) for name in names)
+        return tokens, tuple(diffusion.ancestral_step(xt, token, u_keep, keep, MASK) for keep in keeps)
+
+    inputs = (golden[name] for name in ("xt", "logits", "u_token", "u_keep"))
+    tokens, after = library(all_of_them, *inputs, *times)
+    for name, got in zip(names, tokens, strict=True):
         np.testing.assert_array_equal(got, golden[name])
-    for s in schedules(golden):
-
-        def step(xt, logits, u, u_keep, t, time, s=s):
-            token = diffusion.sample_tokens(diffusion.ban(logits, [MASK]), u)
-            return diffusion.ancestral_step(xt, token, u_keep, diffusion.keep_prob(t, time, s), MASK)
-
-        times = (np.full(len(xt), golden[name]) for name in ("t", "s"))
-        got = library(step, xt, logits, u, golden["u_keep"], *times)
+    for s, got in zip(schedules(golden), after, strict=True):
         np.testing.assert_array_equal(got, golden[f"{s}.x_next"])

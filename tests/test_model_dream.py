@@ -92,8 +92,9 @@ def brute_force(params, cfg, token_L, position_L, see_L, wrong=""):
     return norm(x, p["norm"]) @ p["embed_tokens" if cfg.tie else "lm_head"].T
 
 
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("block", [256, 5])
+@pytest.mark.parametrize(
+    ("tie", "block"), [(False, 5), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((False, 256), (True, 5)))]
+)
 def test_logits_are_those_of_the_formulas_and_of_none_of_the_known_mistakes(tie, block):
     cfg = dataclasses.replace(TINY, tie=tie)
     model, token_BL = build(cfg, block=block), tokens(2, 14)
@@ -168,7 +169,8 @@ def test_the_gpus_attention_is_the_plain_one(shape, gradient):
     mesh = shape and jax.make_mesh(shape, ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3)
     with inference.mesh_context(mesh):
         got = outputs(jax.jit(md.attention_gpu, static_argnames="interpret"), segment_BL=segment_BL, interpret=True)
-    for a, b in zip(got, outputs(md.attention, places=(diffusion.Place(segment_BL),) * 2), strict=True):
+    place = diffusion.Place(segment_BL)
+    for a, b in zip(got, outputs(md.attention, place=place, key_place=place), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
@@ -199,9 +201,7 @@ def test_small_presets_are_as_large_as_qwen2_5_is(preset, count, tensors):
 
 def test_every_preset_counts_what_it_allocates_and_survives_its_config_json(tmp_path):
     for name, cfg in md.CONFIGS.items():
-        parts = md.count_params(cfg)
-        total = parts.pop("total")
-        assert total == sum(parts.values()) == sum(x.size for x in jax.tree.leaves(md.param_shapes(cfg)))
+        assert md.count_params(cfg)["total"] == sum(x.size for x in jax.tree.leaves(md.param_shapes(cfg)))
         (tmp_path / "config.json").write_text(json.dumps(md.config_to_hf(cfg)))
         assert md.config_from_hf(tmp_path) == cfg, name
 
@@ -234,15 +234,11 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
         "use_sliding_window": True,
         "attention_bias": False,
         "num_key_value_heads": 3,
-        "num_hidden_layers": 0,
         "hidden_size": "32",
-        "rms_norm_eps": -1e-6,
-        "tie_word_embeddings": "no",
         "vocab_size": None,
         "mask_token_id": 48,
         "expand_token_id": MASK,
         "pad_token_id": MASK,
-        "rope_theta": float("nan"),
     }
     for key, value in changes.items():
         path.write_text(json.dumps(good | {key: value}))
@@ -304,9 +300,8 @@ def quantised(params, dtype=jnp.float32, bits=8):
 
 
 def test_a_run_of_another_family_is_refused(tmp_path):
-    meta = {"model": {"vocab": 48, "width": 32}, "train": {"model": "micro"}}
-    with pytest.raises(ValueError, match="is of micro, which is no Dream"):
-        md.read_config(tmp_path, meta)
+    with pytest.raises(ValueError, match="holds another model than Dream; is it --model=pythoncoder"):
+        md.read_config(tmp_path, {"model": {"vocab": 48, "width": 32, "diff": "seed"}})
     meta = {"model": dataclasses.asdict(TINY)}
     (tmp_path / "config.json").write_text(json.dumps(meta))
     assert md.read_config(tmp_path) == md.read_config(tmp_path, meta) == TINY
@@ -364,7 +359,9 @@ def test_int4_is_for_matrices_of_layers_with_two_halves():
         assert isinstance(md.quantise(weight_FD[:, :columns], 4, name), md.Int8)
 
 
-@pytest.mark.parametrize(("bits", "tie"), [(8, False), (8, True), (4, False)])
+@pytest.mark.parametrize(
+    ("bits", "tie"), [(4, False), *(pytest.param(8, tie, marks=pytest.mark.slow) for tie in (False, True))]
+)
 def test_quantised_logits_are_those_of_the_matrices_that_the_numbers_stand_for(bits, tie):
     cfg = dataclasses.replace(SHALLOW, tie=tie)
     narrow = quantised(params_of(cfg), bits=bits)
@@ -382,7 +379,7 @@ def test_quantised_logits_are_those_of_the_matrices_that_the_numbers_stand_for(b
     assert low < error < high  # not exact, and near
 
 
-@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("bits", [*(pytest.param(bits, marks=pytest.mark.slow) for bits in (0, 8)), 4])
 def test_joined_matrices_give_the_same_logits(bits):
     cfg = dataclasses.replace(SHALLOW, ffn=128)
     params = quantised(params_of(cfg), bits=bits) if bits else params_of(cfg)
@@ -393,7 +390,8 @@ def test_joined_matrices_give_the_same_logits(bits):
     token_BL = tokens(2, 14)
     np.testing.assert_allclose(apply(joined, token_BL), apply(alone, token_BL), rtol=1e-5, atol=1e-5)
     # and so does a window over a cache, where the product is one
-    (want, _), (got, _) = (m.hidden(token_BL[:, 4:6], cache=m.hidden(token_BL)[1], start=4) for m in (alone, joined))
+    window = jax.jit(lambda m: m.hidden(token_BL[:, 4:6], cache=m.hidden(token_BL)[1], start=4)[0])
+    want, got = window(alone), window(joined)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -432,15 +430,17 @@ def test_7b_takes_half_of_16_gb_in_int8_and_of_8_gb_five_in_int4():
         kept = jax.eval_shape(lambda params: quantised(params, jnp.bfloat16, bits), shapes)
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
 
-    vectors = parts["norms"] + 28 * 4608
-    tables, layers = parts["embed"] + parts["head"], parts["attention"] - 28 * 4608 + parts["ffn"]
+    vectors = sum(x.size for x in jax.tree.leaves(shapes) if x.ndim == 1)
+    tables, layers = 2 * parts["embed_tokens"], parts["total"] - 2 * parts["embed_tokens"] - vectors
     rows = 28 * (2 * 3584 + 2 * 512 + 2 * 18_944 + 3584)
     assert size(8) == tables + layers + 2 * vectors + 4 * (rows + 2 * 152_064) < 8e9
     assert size(4) == tables + layers // 2 + layers // 16 + 2 * vectors + 4 * 2 * 152_064 < 5e9
     # while it is read the largest array is there as stored; JAX takes three quarters of a GPU's memory
     mesh = checkpoints.inference_mesh(cfg, jax.devices()[:1], 1)
     assert (
-        inference.bytes_needed(md, cfg, mesh, "bfloat16", "bfloat16", 4) == size(4) + 2 * parts["embed"] < 0.75 * 2**33
+        inference.bytes_needed(md, cfg, mesh, "bfloat16", "bfloat16", 4)
+        == size(4) + 2 * parts["embed_tokens"]
+        < 0.75 * 2**33
     )
 
 

@@ -1,4 +1,4 @@
-"""rl_tasks.py: AceCode's rows made into tasks, what is refused, the demo's tasks, and tasks as canvases."""
+"""rl_tasks.py: AceCode's rows made into tasks, what is refused, and the demo's tasks."""
 
 import dataclasses
 import gzip
@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tokenizers
-from conftest import ROOT, run, says
+from conftest import ROOT, run
 
 import rl_tasks
 import sandbox
@@ -110,11 +110,11 @@ def test_tasks_are_cleaned_and_what_is_dropped_is_counted(tmp_path, capsys):
 def test_difficulties_are_percentiles_of_the_rows_with_rates(tmp_path):
     rows = rows_of_acecode(40)
     for row in rows[::10]:
-        for one in row["inferences"]:
-            one["model_name"] = "another"
+        for answer in row["inferences"]:
+            answer["model_name"] = "another"
     known = [row for i, row in enumerate(rows) if i % 10]
-    rate = lambda row: [one["pass_rate"] for one in row["inferences"][:3]]  # noqa: E731
-    mean, std = np.mean([rate(row) for row in known], 1), np.std([rate(row) for row in known], 1)
+    rates = [[answer["pass_rate"] for answer in row["inferences"][:3]] for row in known]
+    mean, std = np.mean(rates, 1), np.std(rates, 1)
     want = {
         "hard": (mean <= np.percentile(mean, 20)) & (std >= np.percentile(std, 40)),
         "medium": (mean >= np.percentile(mean, 25)) & (mean <= np.percentile(mean, 75)),
@@ -231,13 +231,13 @@ def test_a_folder_of_other_tasks_or_of_other_data_is_refused(tmp_path):
 def test_humaneval_is_written_as_tasks_that_its_solutions_pass(tmp_path):
     cfg = acecode(tmp_path, rows_of_acecode(2), humaneval=str(HUMANEVAL))
     rl_tasks.main(cfg)
-    tasks = rl_tasks.read_tasks(Path(cfg.out) / "humaneval.jsonl")
+    tasks = tasks_of(cfg.out, "humaneval")
     rows = [json.loads(line) for line in gzip.decompress(HUMANEVAL.read_bytes()).splitlines()]
     assert [task["id"] for task in tasks] == [row["task_id"] for row in rows]
-    some = [0, 32, 38]  # of them two whose tests call a helper of the prompt
-    assert all(rows[i]["prompt"] in tasks[i]["question"] for i in some)
-    right = [rows[i]["prompt"] + rows[i]["canonical_solution"] for i in some]
-    results = sandbox.run_tests([*right, rows[0]["prompt"]], [tasks[i]["test_cases"] for i in [*some, 0]])
+    picked = [0, 32, 38]  # of them two whose tests call a helper of the prompt
+    assert all(rows[i]["prompt"] in tasks[i]["question"] for i in picked)
+    right = [rows[i]["prompt"] + rows[i]["canonical_solution"] for i in picked]
+    results = sandbox.run_tests([*right, rows[0]["prompt"]], [tasks[i]["test_cases"] for i in [*picked, 0]])
     assert [result.rate for result in results] == [1, 1, 1, 0]
     assert "not the official file" in refused(dataclasses.replace(cfg, humaneval=cfg.roots[0], out=cfg.out + "2"))
 
@@ -248,10 +248,11 @@ def test_the_command_writes_tasks_and_says_in_a_line_what_is_wrong(tmp_path):
     done = run("rl_tasks.py", *flags, f"--out={cfg.out}")
     assert done.returncode == 0, done.stderr
     assert len(tasks_of(cfg.out)) == 6
-    says(run("rl_tasks.py", *flags, f"--out={cfg.out}", "--seed=1"), "other settings or files", "choose another --out")
+    message = refused(dataclasses.replace(cfg, seed=1))
+    assert "other settings or files; choose another --out" in message
 
 
-# ---- tasks and canvases
+# ---- the demo
 
 
 def test_the_first_test_is_shown_unless_the_question_holds_code():
@@ -260,7 +261,6 @@ def test_the_first_test_is_shown_unless_the_question_holds_code():
     assert system == {"role": "system", "content": "You are a helpful assistant."}
     assert user == {"role": "user", "content": "Add one.\nTest cases: assert f(1) == 2"}
     code = row | {"question": "Complete:\n```\ndef f(a):\n```\n"}
-    assert rl_tasks.messages(code, "Be brief.")[0]["content"] == "Be brief."
     assert rl_tasks.messages(code)[1]["content"] == code["question"]
 
 
@@ -274,9 +274,10 @@ def test_the_demo_has_tasks_whose_right_answer_passes_and_whose_wrong_one_does_n
         assert {result.rate for result in results} == {want}, answer
 
 
-def test_held_out_tasks_of_the_demo_have_constants_that_are_never_rewarded(tmp_path):
-    rl_tasks.write_demo(tmp_path / "demo", 0)
-    train, heldout, pairs = (rl_tasks_of(tmp_path / "demo" / f"{name}.jsonl") for name in ("train", "heldout", "pairs"))
+def test_held_out_tasks_of_the_demo_have_constants_that_are_never_rewarded(tmp_path, capsys):
+    cfg = rl_tasks.Config(demo=True, out=str(tmp_path / "demo"), seed=3)
+    rl_tasks.main(cfg)
+    train, heldout, pairs = (tasks_of(cfg.out, name) for name in ("train", "heldout", "pairs"))
     rewarded = {task["constant"] for task in train}
     seen = {task["constant"] for task in rl_tasks.make_tasks(0) if task["prompt"] in {pair["prompt"] for pair in pairs}}
     headline = {task["constant"] for task in heldout if "split" not in task}
@@ -285,57 +286,9 @@ def test_held_out_tasks_of_the_demo_have_constants_that_are_never_rewarded(tmp_p
     assert unseen == set(range(2, 10)) - seen
     assert rewarded
     assert (len(train), len(heldout), sum("split" in task for task in heldout)) == (300, 96, 24)
-
-
-def rl_tasks_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-class Letters:
-    """The parts of a model's architecture that a canvas needs."""
-
-    mask_id, pad_id = 28, 27
-
-
-def letters(tmp_path, text):
-    """Arguments of Prompts for a file with this text; a token is a letter."""
-    ids = {chr(ord("a") + i): i for i in range(26)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
-    tokenizer.decoder = tokenizers.decoders.Fuse()
-    (tmp_path / "tasks.jsonl").write_text(text)
-    return tmp_path / "tasks.jsonl", tokenizer, None, Letters
-
-
-def test_long_prompts_are_left_out_and_counted(tmp_path):
-    rows = [{"prompt": prompt, "test_cases": ["assert True"]} for prompt in ("ab", "c", "def", "xyz")]
-    prompts = rl_tasks.Prompts(*letters(tmp_path, "".join(json.dumps(row) + "\n" for row in rows)), 2, 8)
-    assert [task["prompt"] for task in prompts.tasks] == ["ab", "c"]
-    assert prompts.dropped == 2
-    token_BL, see_BL = prompts.canvas([1, 0])
-    assert token_BL.tolist() == [[27, 2] + [28] * 8, [0, 1] + [28] * 8]
-    assert see_BL[:, :2].tolist() == [[False, True], [True, True]]
-
-
-def test_a_completion_is_its_counted_tokens_and_a_program_that_goes_on_stands_in_a_code_block(tmp_path):
-    prompts = rl_tasks.Prompts(*letters(tmp_path, '{"id": 7, "prompt": "ab", "test_cases": ["assert True"]}'), 2, 4)
-    token_BL = np.array([[0, 1, 2, 3, 9, 9]])
-    (row,) = prompts.completions([0], token_BL, np.array([[True, True, False, False]]))
-    assert row.pop("text") == "```python\nabcd\n```\n"
-    assert row == {"id": 7, "prompt": "ab", "test_cases": ["assert True"], "tokens": 2, "written": "cd"}
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "holds no tasks"),
-        ('{"prompt": "x", "test_cases": []}\n', "line 1 has no tests"),
-        ('{"prompt": "x", "test_cases": ["assert True"]}\n{"prompt": 3}\n', "line 2 is no task"),
-        ('{"prompt": "x", "test_cases": "assert True"}\n', "line 1 is no task"),
-        ("[1]\n", "line 1 is no task"),
-        ('{"question": "x", "test_cases": ["assert True"]}\n', "has no chat template"),
-        ('{"prompt": "abc", "test_cases": ["assert True"]}\n', "all 1 prompts .* more than --max_prompt=2"),
-    ],
-)
-def test_bad_tasks_are_named(tmp_path, text, words):
-    with pytest.raises(ValueError, match=words):
-        rl_tasks.Prompts(*letters(tmp_path, text), 2, 8)
+    before = tree(cfg.out)
+    rl_tasks.main(cfg)
+    assert "nothing to do" in capsys.readouterr().out
+    rl_tasks.main(dataclasses.replace(cfg, out=str(tmp_path / "again")))
+    assert tree(tmp_path / "again") == before
+    assert "other settings" in refused(dataclasses.replace(cfg, seed=4))

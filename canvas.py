@@ -1,0 +1,240 @@
+"""Texts of a Dream: a prompt as a canvas of masks, a filled canvas as text, and its steps as a page or an animation.
+
+    texts = canvas.Texts(tokenizer, mask_id, ends, positions)
+    blank = texts.canvas("def area(r):\\n    [MASK:8]\\n", "", max_new=128)     # blank.ids: what a sampler fills
+    completion, text = texts.text_of(blank, ids)
+    canvas.write_page("steps.html", [texts.tokens(blank, ids, when, probability)])    # or steps.svg
+
+generate.py uses it. Needs a tokenizer of the package tokenizers, and nothing else.
+"""
+
+import dataclasses
+import functools
+import html
+import itertools
+import re
+import typing
+from pathlib import Path
+
+
+@dataclasses.dataclass
+class Canvas:
+    """A text with masks, which the model fills."""
+
+    prompt: str
+    suffix: str
+    ids: list[int]  # MASK where the model writes
+    start: int  # index of the first token that is shown
+    around: tuple[str, str] | None  # what is shown around a completion; None where [MASK:n] says where to write
+    counted: bool = False  # [MASK] has got its number of tokens
+
+
+class Texts:
+    """What a tokenizer makes of prompts and canvases, for a model with the id `mask` and this many positions.
+
+    ends are ids that end a text, begin ids before a plain one. ask(prompt) encodes a prompt by a chat template; None:
+    prompts are plain text. With a template a text that ends behind its masks is plain too; must_ask refuses it.
+    """
+
+    def __init__(self, tokenizer, mask, ends, positions, begin=(), ask=None, must_ask=False):
+        self.tokenizer, self.mask, self.ends, self.positions = tokenizer, mask, ends, positions
+        self.begin, self.ask, self.must_ask = [*begin], ask, must_ask
+
+    def canvas(self, prompt, suffix, max_new, infill=True, measure=None):
+        """The Canvas of a request: "a [MASK:2]b" has the texts a and b around two masks. ValueError if it is too long.
+
+        A suffix follows max_new masks, and a prompt without masks goes on with as many. A space before [MASK:n] is left
+        out: a token brings its own. measure(ids before, ids of the texts behind, sizes) counts the tokens of [MASK].
+        """
+        # Cut the request at its masks: texts and numbers of masks take turns.
+        cut = re.compile(r" ?\[MASK(?::(\d+))?\]").split if infill else lambda text: [text]
+        parts = cut(prompt)
+        if suffix or len(parts) == 1:
+            parts.append(max_new)
+        if suffix:
+            parts += cut(suffix)
+        texts, sizes = parts[::2], [count and int(count) for count in parts[1::2]]
+        if infill and any("[MASK" in text for text in texts):
+            raise ValueError("a mask is written with its number of tokens: [MASK:12]; --no-infill takes [MASK as text")
+
+        # The chat template is for a prompt that the model goes on with; a text that ends behind its masks has none.
+        answers = self.ask is not None and len(texts) == len(sizes)
+        if self.must_ask and not answers:
+            raise ValueError("--chat=on answers prompts; a suffix or [MASK:n] is filled in plain text")
+        # Token ids. Names of special tokens in a text are text.
+        self.tokenizer.encode_special_tokens = True
+        encoded = [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        encoded[0] = self.ask(prompt) if answers else [*self.begin, *encoded[0]]
+        counted = None in sizes
+        if counted:
+            sizes = measure(encoded[0], encoded[1:], sizes)
+        length, most = sum(map(len, encoded)) + sum(sizes), self.positions
+        if length > most:
+            raise ValueError(f"{length} tokens do not fit the model's {most} positions; lower --max_new or mask less")
+        ids = []
+        for text_ids, size in itertools.zip_longest(encoded, sizes):
+            ids += [*(text_ids or ()), *itertools.repeat(self.mask, size or 0)]
+        start = ids.index(self.mask) if answers else len(self.begin)
+        around = ("", "") if answers else (prompt, suffix)
+        if len(texts) > (2 if suffix else 1):  # [MASK:n] says where to write
+            around = None
+        return Canvas(prompt, suffix, ids, start, around, counted)
+
+    def kept(self, canvas, ids):
+        """Positions of a filled canvas without what a run of masks holds from its first end token on."""
+        kept, ended = [], False
+        for p, (given, token) in enumerate(zip(canvas.ids, ids, strict=True)):
+            ended = given == self.mask and (ended or token in self.ends)
+            if not ended:
+                kept.append(p)
+        return kept
+
+    def text_of(self, canvas, ids, cut=lambda text: text):
+        """(what the model wrote, the whole text), one and the same where [MASK:n] said where to write.
+
+        cut(text) is what is shown of a completion.
+        """
+        kept = self.kept(canvas, ids)
+        if not canvas.around:
+            text = self.tokenizer.decode([ids[p] for p in kept])
+            return text, text
+        completion = cut(self.tokenizer.decode([ids[p] for p in kept if canvas.ids[p] == self.mask]))
+        return completion, completion.join(canvas.around)
+
+    def tokens(self, canvas, ids, when, prob):
+        """The Tokens of a filled canvas; when and prob are the step and the probability of each id."""
+        shown = [p for p in self.kept(canvas, ids) if p >= canvas.start]
+        texts = pieces(self.tokenizer, [ids[p] for p in shown])
+        return [Token(text, int(when[p]), float(prob[p])) for text, p in zip(texts, shown, strict=True)]
+
+    def picture(self, canvas, ids, prob=None):
+        """The text of a canvas that is not full, masks as blocks; with probabilities what was written is coloured."""
+        shown, text = [p for p in self.kept(canvas, ids) if p >= canvas.start], ""
+        for masked, group in itertools.groupby(shown, lambda p: ids[p] == self.mask):
+            group = list(group)
+            if masked:
+                text += "\u2591" * len(group)
+                continue
+            for p, piece in zip(group, pieces(self.tokenizer, [ids[p] for p in group]), strict=True):
+                text += shaded(piece, prob[p]) if prob and canvas.ids[p] == self.mask else piece
+        return text
+
+
+HIDDEN = "\ufdd0"  # a code point that Unicode keeps out of texts
+
+
+def encode_chat(tokenizer, wrap, prompt, system="", before=()):
+    """Token ids of a prompt in a chat template, behind a system turn and the (prompt, answer)s before it.
+
+    Special tokens are the template's alone. Their names in what was written stay text: HIDDEN breaks them until the
+    template's have become tokens.
+    """
+    names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    special = re.compile(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})")
+    hide = functools.partial(special.sub, lambda name: name[0][0] + HIDDEN + name[0][1:])
+    text, ids = wrap(hide(prompt), hide(system), [tuple(map(hide, turns)) for turns in before]), []
+    tokenizer.encode_special_tokens = True
+    for part in special.split(text):
+        if part in names:
+            ids.append(tokenizer.token_to_id(part))
+        else:
+            ids += tokenizer.encode(part.replace(HIDDEN, ""), add_special_tokens=False).ids
+    return ids
+
+
+# ---- the step and the probability of each token --------------------------------------------------------------------
+
+
+class Token(typing.NamedTuple):
+    text: str
+    step: int  # that wrote it; 0: it was given
+    probability: float = 1.0  # the model's, in that step
+    note: str = ""
+
+
+def pieces(tokenizer, ids):
+    """The text that each token adds; a character of several tokens belongs to the last of them."""
+    texts, before = [], ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end])
+        text = text.rstrip("\ufffd") if end < len(ids) else text
+        texts.append(text[len(before) :])
+        before = text
+    return texts
+
+
+SHADES = 196, 202, 208, 214, 220, 190, 154, 118, 82, 46  # a terminal's, red to green: one for each tenth of probability
+DRAFT_COLOURS = {"accepted": 46, "rejected": 196, "": 0}
+
+
+def coloured(text, colour):
+    return f"\x1b[38;5;{colour}m{text}\x1b[39m" if text and colour else text
+
+
+def shaded(text, probability):
+    return coloured(text, SHADES[min(int(10 * probability), 9)])
+
+
+def write_page(path, texts):
+    """Write the page or animation of --html, if there is one: texts as lists of Tokens."""
+    if path:
+        Path(path).write_text((animation if path.endswith(".svg") else page)(texts))
+
+
+def colour(step, steps):
+    return f"hsl({220 - 220 * step / max(steps, 1):.0f} 80% 85%)" if step else "#eee"
+
+
+def page(texts):
+    """A self-contained HTML page: each text with its tokens coloured by step, or by probability at a click."""
+    rows = ""
+    for tokens in texts:
+        rows, steps = rows + "<p>", max((token.step for token in tokens), default=0)
+        for text, step, p, note in tokens:
+            title, shade = "given", "#eee"
+            if step:
+                title = f"step {step} of {steps}, probability {p:.3f}" + (f", {note}" if note else "")
+                shade = f"hsl({120 * p:.0f} 80% 80%)"
+            style = f"--step:{colour(step, steps)};--probability:{shade}"
+            rows += f'<span style="{style}" title="{title}">{html.escape(text)}</span>'
+        rows += "</p>"
+    by = "span{background:var(--step)}body:has(:checked) span{background:var(--probability)}"
+    style = by + "body{font:18px/1.8 serif;max-width:42em;margin:2em auto;white-space:pre-wrap}small{color:#666}"
+    note = "<label><input type=checkbox> by probability: red is low, green is high</label>. "
+    note += "Blue tokens appeared first, red ones last, grey ones were given; point at one to read more."
+    head = f"<!doctype html><meta charset=utf-8><title>Steps</title><style>{style}</style>"
+    return f"{head}<body>{rows}<small>{note}</small></body>\n"
+
+
+def animation(texts, step_s=0.4, rest_s=3.0):
+    """A self-contained SVG of the same that writes the texts step by step, and again after a rest."""
+    # The line and column of each token; one may end a line and begin the next.
+    placed, line, column = [], 0, 0
+    for tokens in texts:
+        for text, step, *_ in tokens:
+            for part in re.split("(\n)", text):
+                if part == "\n":
+                    line, column = line + 1, 0
+                elif part:
+                    placed.append((line, column, part, step))
+                    column += len(part)
+        line, column = line + 2, 0
+
+    # Draw it: a coloured box and the letters over it, grey in the step in which they appear. What was given is there
+    # from the beginning.
+    steps = max((token.step for tokens in texts for token in tokens), default=0)
+    width, height = 8.43, 21  # of a letter, of a line
+    total_s, shapes = steps * step_s + rest_s, []
+    for row, column, part, step in placed:
+        timing = f'keyTimes="0;{step * step_s / total_s:.3f}" dur="{total_s:.1f}s" calcMode="discrete"'
+        animate = f'<animate {timing} repeatCount="indefinite" attributeName="{{}}" values="{{}}"/>' if step else ""
+        fill, size = colour(step, steps), f"{len(part) * width:.1f}"
+        turns, appears = animate.format("fill", f"#aaa;{fill}"), animate.format("opacity", "0;1")
+        x = f'x="{12 + column * width:.1f}"'
+        box = f'<rect {x} y="{8 + row * height}" width="{size}" height="18" fill="{fill}">{turns}</rect>'
+        letters = f'<text {x} y="{22 + row * height}" textLength="{size}">{html.escape(part)}{appears}</text>'
+        shapes.append(box + letters)
+    longest = max((column + len(part) for _, column, part, _ in placed), default=0)
+    style = "<style>text{font:14px monospace}</style><rect width='100%' height='100%' fill='#fff'/>"
+    size = f'width="{24 + longest * width:.0f}" height="{line * height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" {size}>{style}{"".join(shapes)}</svg>\n'

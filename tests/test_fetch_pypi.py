@@ -1,0 +1,190 @@
+"""fetch_pypi.py on packages built here, behind a simple index on 127.0.0.1: licences, killed runs, hostile archives."""
+
+import functools
+import hashlib
+import http.server
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_corpus import module
+
+import data_prep
+import fetch_pypi
+
+pytest.importorskip("pypi_simple", reason="needs: pip install pypi-simple")
+MIT = "License-Expression: MIT\n"
+CLASSIFIED = "Classifier: License :: OSI Approved :: {}\n"
+
+
+def archive(name, version, files, metadata=MIT):
+    """(file name, bytes) of a source distribution."""
+    top, data = f"{name}-{version}", io.BytesIO()
+    entries = {"PKG-INFO": f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n{metadata}\nText.\n"} | files
+    with tarfile.open(fileobj=data, mode="w:gz") as file:
+        for path, text in reversed(entries.items()):  # PKG-INFO last, as some tools have it
+            info = tarfile.TarInfo(path[1:] if path.startswith("!") else f"{top}/{path}")
+            info.size = len(text.encode())
+            file.addfile(info, io.BytesIO(text.encode()))
+        link = tarfile.TarInfo(f"{top}/link.py")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        file.addfile(link)
+    return f"{top}.tar.gz", data.getvalue()
+
+
+def write_index(folder, projects):
+    """A simple index of PEP 503 in a folder; {project: [(file name, bytes, further attributes of its anchor)]}."""
+    (folder / "files").mkdir(parents=True)
+    for project, files in projects.items():
+        (folder / "simple" / project).mkdir(parents=True)
+        anchors = []
+        for name, data, *more in files:
+            (folder / "files" / name).write_bytes(data)
+            digest = hashlib.sha256(data).hexdigest()
+            anchors.append(f'<a href="../../files/{name}#sha256={digest}" {" ".join(more)}>{name}</a><br>')
+        (folder / "simple" / project / "index.html").write_text(f"<html><body>{''.join(anchors)}</body></html>")
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+def texts(folder):
+    return {str(path.relative_to(folder)): path.read_text() for path in Path(folder).rglob("*.py")}
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    """(URL of an index, its folder, the .py files that it should give)."""
+    a, b, c, d = (module(i) for i in range(4))
+    noise = {"src/a/tests/data/case.py": module(10), "a/_vendor/six.py": module(11), "data.txt": "no Python"}
+    first = {"setup.py": "import sys\nsys.exit('this must never run')\n", "a.py": a, "tests/test_a.py": b}
+    projects = {
+        "alpha": [
+            archive("alpha", "1.0", {"a.py": module(20)}),
+            archive("alpha", "1.10", first | noise | {"LICENSE.txt": "MIT"}),
+            archive("alpha", "1.9", {"a.py": module(21)}),
+            archive("alpha", "2.0rc1", {"a.py": module(22)}),
+            (*archive("alpha", "3.0", {"a.py": module(23)}), 'data-yanked="broken"'),
+        ],
+        "bee-two": [archive("bee_two", "1", {"b.py": c})],
+        "classic": [archive("classic", "1", {"c.py": d}, CLASSIFIED.format("BSD License"))],
+        "viral": [archive("viral", "1", {"v.py": module(30)}, CLASSIFIED.format("GNU General Public License (GPL)"))],
+        "silent": [archive("silent", "1", {"s.py": module(31)}, "")],
+        "wheel": [("wheel-1-py3-none-any.whl", b"PK")],
+        "broken": [("broken-1.tar.gz", archive("broken", "1", {"b.py": module(32)})[1][:200])],
+        "up": [archive("up", "1", {"!up-1/../../out.py": module(33)})],
+        "root": [archive("root", "1", {"!/tmp/out.py": module(34)})],
+        "clash": [archive("clash", "1", {"x.py/y.py": "y = 1", "x.py": "x = 1"})],
+        "bomb": [archive("bomb", "1", {"b.py": "#" * 5_000_000})],
+    }
+    folder = tmp_path_factory.mktemp("index")
+    write_index(folder, projects)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    kept = {f"alpha-1.10/{name}": text for name, text in first.items()}
+    kept |= {"bee-two-1/b.py": c, "classic-1/c.py": d}
+    yield f"http://127.0.0.1:{server.server_port}/simple", folder, kept
+    server.shutdown()
+    server.server_close()
+
+
+EVERYTHING = "Alpha,bee.two,classic,viral,silent,wheel,broken,nowhere,up,root,clash,bomb"
+
+
+def config(tmp_path, index, packages=EVERYTHING, **changes):
+    return fetch_pypi.Config(packages=packages, out=str(tmp_path / "src"), index=index[0], **changes)
+
+
+def test_packages_are_kept_by_licence_and_a_manifest_says_what_became_of_each(tmp_path, index, monkeypatch, capsys):
+    monkeypatch.setattr(fetch_pypi, "UNPACKED_BYTES", 4_000_000)
+    cfg = config(tmp_path, index)
+    fetch_pypi.main(cfg)
+    assert texts(cfg.out) == index[2]
+    assert (tmp_path / "src" / "alpha-1.10" / "LICENSE.txt").read_text() == "MIT"
+    manifest = json.loads((tmp_path / "src" / "manifest.json").read_text())
+    kept = {
+        name: (entry["version"], entry["files"], entry["licence"])
+        for name, entry in manifest.items()
+        if "files" in entry
+    }
+    assert kept == {"Alpha": ("1.10", 3, "MIT"), "bee.two": ("1", 1, "MIT"), "classic": ("1", 1, "BSD License")}
+    damaged = "damaged or unsafe"
+    assert {name: entry["left_out"] for name, entry in manifest.items() if "left_out" in entry} == {
+        "viral": "no permissive licence", "silent": "no permissive licence", "wheel": "no source distribution",
+        "nowhere": "unknown to the index", "broken": damaged, "up": damaged, "root": damaged, "clash": damaged,
+        "bomb": damaged,
+    }  # fmt: skip
+    assert "5 files of 3 packages; 9 left out" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert not list(tmp_path.rglob("out.py"))
+    fetch_pypi.main(config(tmp_path, index, "viral", licences="any"))
+    assert texts(cfg.out) == index[2] | {"viral-1/v.py": module(30)}
+    # data_prep.py takes the folder, and keeps the problems of benchmarks out of it.
+    monkeypatch.setattr("corpus.BENCHMARKS", ())
+    data_prep.main(data_prep.Python(roots=(cfg.out,), out=str(tmp_path / "rows"), vocab_size=300, workers=1))
+    assert json.loads((tmp_path / "rows" / "meta.json").read_text())["splits"]["train"]["documents"] == 5
+
+
+def test_a_killed_run_goes_on_and_what_is_there_is_not_fetched_again(tmp_path, index):
+    packages = "Alpha,bee.two,classic"
+    flags = [packages, f"--index={index[0]}", f"--out={tmp_path / 'src'}"]
+    process = subprocess.Popen([sys.executable, str(ROOT / "fetch_pypi.py"), *flags], stdout=subprocess.DEVNULL)
+    while not (tmp_path / "src" / "manifest.json").exists():
+        assert process.poll() is None
+        time.sleep(0.0005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    fetch_pypi.main(config(tmp_path, index, packages))
+    assert texts(tmp_path / "src") == index[2]
+    before = os.stat(tmp_path / "src" / "alpha-1.10" / "a.py").st_mtime_ns
+    fetch_pypi.main(config(tmp_path, index, "Alpha"))
+    assert os.stat(tmp_path / "src" / "alpha-1.10" / "a.py").st_mtime_ns == before
+
+
+def test_another_hash_and_a_dead_index_are_one_line_and_leave_nothing(tmp_path, index):
+    page = index[1] / "simple" / "classic" / "index.html"
+    good = page.read_text()
+    page.write_text(good.replace("sha256=", "sha256=0"))
+    try:
+        with pytest.raises(OSError, match=r"classic cannot be fetched \(.*\); see to that .* goes on from here"):
+            fetch_pypi.main(config(tmp_path, index, "classic"))
+    finally:
+        page.write_text(good)
+    assert not list((tmp_path / "src").rglob("*.py"))
+    with pytest.raises(OSError, match=r"classic cannot be fetched .*refused"):
+        fetch_pypi.main(config(tmp_path, ("http://127.0.0.1:9/simple",), "classic"))
+    fetch_pypi.main(config(tmp_path, index, "classic==1"))
+    assert list(texts(tmp_path / "src")) == ["classic-1/c.py"]
+
+
+def test_what_packages_may_be_named_by(tmp_path):
+    path = tmp_path / "requirements.txt"
+    path.write_text(
+        "-r more.txt\n# text\nNumPy>=2 # why\nfoo.bar[x]==1.0 \\\n    --hash=sha256:00\n\nwin; sys_platform=='x'\n"
+    )
+    found = {requirement.name: str(requirement.specifier) for requirement in fetch_pypi.requirements(str(path))}
+    assert found == {"NumPy": ">=2", "foo.bar": "==1.0"}
+    assert [requirement.name for requirement in fetch_pypi.requirements("a_b, c")] == ["a_b", "c"]
+    top = [requirement.name for requirement in fetch_pypi.requirements("top:300")]
+    assert len(top) == 300
+    assert {"requests", "numpy", "boto3"} < {*top}
+    for spec in ("top:0", "top:x", "not a name", "", "#"):
+        with pytest.raises(ValueError, match=r"names no package|write names, or NAME==VERSION"):
+            fetch_pypi.requirements(spec)
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(fetch_pypi, "pypi_simple", None)
+    with pytest.raises(ValueError, match="pip install pypi-simple"):
+        fetch_pypi.main(fetch_pypi.Config(packages="six"))
