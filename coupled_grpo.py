@@ -406,7 +406,7 @@ class Trainer:
         self.updates, self.failed = 0, 0  # so far; how many of the last ones had no finite gradient
 
         # The tasks, and how completions of them are generated. A chat model ends its turn with <|im_end|>.
-        tokenizer, wrap = runs.load_tokenizer(cfg.ckpt, model_cfg), runs.chat_template(cfg.ckpt)
+        tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), runs.chat_template(cfg.ckpt)
         tested = any(function in sandbox.TESTED for function in rewards.values())
         canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, tested
         self.prompts = Prompts(cfg.prompts, *canvas)
@@ -591,6 +591,14 @@ def summary(trainer, batch, reward_BF, advantages, measured, norms):
     return row | ({"grad_norm": max(norms)} if norms else {})
 
 
+def wandb_table(rows):
+    """Rows of completions as a table of wandb."""
+    import wandb
+
+    cells = [[json.dumps(x) if isinstance(x, dict | list) else x for x in row.values()] for row in rows]
+    return wandb.Table(columns=list(rows[0]), data=cells)
+
+
 def completion_rows(done, cfg, batch, reward_BF, advantages):
     """Each completion with its rewards, for rounds.jsonl; None where a reward is not known."""
     rows = []
@@ -691,7 +699,8 @@ def train(run, store, meta, trainer, first, draw):
         if not run.rank:
             completions = completion_rows(done, cfg, batch, reward_BF, advantages)
             run.append("rounds.jsonl", completions)
-            run.table("completions", completions)
+            if run.tracker:
+                run.tracker.log({"completions": wandb_table(completions)}, step=done)
         phases = ("generate_s", "score_s", "reward_s", "update_s")
         run.log(row | dict(zip(phases, np.diff(clock).tolist(), strict=True)))
 

@@ -374,6 +374,7 @@ class Dream:
         import canvas
         import infill
         import model_dream
+        import sample_dream
 
         flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
         self.cfg, self.watching = cfg, bool(cfg.show_steps or cfg.html)
@@ -385,7 +386,7 @@ class Dream:
         self.model, _, self.mesh = inference.load_for_inference(model_dream, folder, cfg.step, **where)
 
         # What ends a text: the model's own ids, and tokens by which a turn of a conversation ends.
-        dream, tokenizer = self.model.cfg, runs.load_tokenizer(folder, self.model.cfg)
+        dream, tokenizer = self.model.cfg, sample_dream.load_tokenizer(folder, self.model.cfg)
         ends = map(tokenizer.token_to_id, ("<|endoftext|>", "<|im_end|>", "<|dlm_pad|>"))
         ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id))))
         self.banned = {"ban_ids": (dream.mask_id, dream.expand_id, *ends)}  # no text ends in a hole that was counted

@@ -34,12 +34,11 @@ from pathlib import Path
 
 
 def command(main, config_class, doc, machine=()):
-    """Run main(config) from the command line, by tyro; an error that a user can mend is one line and exit status 1.
+    """Run main(config) from the command line, by tyro: the flags are the fields of the dataclass, their comments the help.
 
-    The flags are the fields of the dataclass, their comments the help; nested dataclasses are groups of flags. With
-    --resume=DIR the defaults are the settings of that run, but for those named by `machine`: they belong to the machine
-    that it ran on. An error that this project raises says what is wrong, and so does the system's (OSError). What a
-    library raises is a bug of ours and keeps its traceback; python -X dev shows all of them.
+    With --resume=DIR the defaults are the settings of that run, without those of its `machine`. An error that this
+    project raises, or the system (OSError), is one line and exit status 1. What a library raises is a bug of ours and
+    keeps its traceback; python -X dev shows all of them.
     """
     import tyro
 
@@ -90,7 +89,7 @@ def resumed(config_class, arguments, machine=()):
 
 
 def settings_of(config_class, saved, machine=()):
-    """A config of saved settings, without those that `machine` names; a group of flags has a dictionary of its own."""
+    """A config of saved settings, without those that `machine` names; a group of flags is a dictionary in it."""
     values = {}
     for field in dataclasses.fields(config_class):
         if field.name not in saved or field.name in machine:
@@ -137,11 +136,11 @@ def read_json(path, *needed):
         raise FileNotFoundError(f"{path} does not exist; is {path.parent} the folder that you mean?")
     try:
         found = json.loads(path.read_text())
-        missing = [key for key in needed if key not in found.keys()]
+        missing = set(needed) - found.keys()
     except (ValueError, AttributeError):
         raise ValueError(f"{path} is damaged: it is not a JSON object") from None
     if missing:
-        raise ValueError(f"{path} is damaged: it has no {' and no '.join(missing)}")
+        raise ValueError(f"{path} is damaged: it has no {' and no '.join(sorted(missing))}")
     return found
 
 
@@ -246,20 +245,6 @@ def read_tokenizer(folder):
         return tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
         raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-def load_tokenizer(folder, cfg):
-    """read_tokenizer(), and ValueError for one that does not fit a Dream: too many tokens, MASK or EOS a plain word."""
-    tokenizer = read_tokenizer(folder)
-    size, added = tokenizer.get_vocab_size(), tokenizer.get_added_tokens_decoder()
-    if size > cfg.vocab:
-        raise ValueError(f"the tokenizer of {folder} does not fit: it has {size:,} tokens, the model {cfg.vocab:,}")
-    for name in ("mask_id", "eos_id"):
-        i = getattr(cfg, name)
-        token, is_special = tokenizer.id_to_token(i), i in added and added[i].special
-        if not is_special and (token or name == "eos_id"):  # MASK may have no name; the end token needs one
-            raise ValueError(f"the tokenizer of {folder} does not fit: {i}, the model's {name}, is {token!r} in it")
-    return tokenizer
 
 
 def chat_template(folder):
@@ -389,14 +374,6 @@ class Run:
         self.append("log.jsonl", [row])
         if self.tracker:
             self.tracker.log(row, step=row[self.unit])
-
-    def table(self, name, rows):
-        """Show rows of one step or round as a table in wandb."""
-        if self.tracker:
-            import wandb
-
-            cells = [[json.dumps(x) if isinstance(x, dict | list) else x for x in row.values()] for row in rows]
-            self.tracker.log({name: wandb.Table(columns=list(rows[0]), data=cells)}, step=rows[0][self.unit])
 
     def append(self, name, rows):
         """Add rows as JSON lines to a file of the folder."""

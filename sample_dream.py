@@ -26,6 +26,7 @@ import numpy as np
 from flax import nnx
 
 import diffusion
+import runs
 from model_dream import PS, DreamConfig, shard
 
 
@@ -646,3 +647,17 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
         for n, row, see in zip(numbers, token_BL, see_BL, strict=True):
             texts[n] = row[see].tolist()
     return texts, stats | total | {"passes": passes_B}
+
+
+def load_tokenizer(folder, cfg):
+    """The tokenizer in a folder, and ValueError for one that does not fit a Dream: too many tokens, MASK or EOS a plain word."""
+    tokenizer = runs.read_tokenizer(folder)
+    size, added = tokenizer.get_vocab_size(), tokenizer.get_added_tokens_decoder()
+    if size > cfg.vocab:
+        raise ValueError(f"the tokenizer of {folder} does not fit: it has {size:,} tokens, the model {cfg.vocab:,}")
+    for name in ("mask_id", "eos_id"):
+        i = getattr(cfg, name)
+        token, is_special = tokenizer.id_to_token(i), i in added and added[i].special
+        if not is_special and (token or name == "eos_id"):  # MASK may have no name; the end token needs one
+            raise ValueError(f"the tokenizer of {folder} does not fit: {i}, the model's {name}, is {token!r} in it")
+    return tokenizer

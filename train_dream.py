@@ -295,7 +295,7 @@ def known_ids(folder, model, meta, tokenizer_json):
     data = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
     path, known, wrong = runs.as_path(folder) / "tokenizer.json", data, ""
     if path.is_file():
-        known = runs.load_tokenizer(folder, model)
+        known = sample_dream.load_tokenizer(folder, model)
         tokenizer_json = path.read_bytes()
     theirs, ours = (t.get_vocab(with_added_tokens=True) for t in (known, data))
     changed = sum(theirs.get(token) != i for token, i in ours.items())

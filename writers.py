@@ -86,7 +86,7 @@ def dream_writer(cfg, record, questions, run, step):
     import sample_dream
 
     model, mesh, key_of_batch = load_jax(model_dream, cfg, run, step, inference.bits_of(cfg.dream))
-    tokenizer, wrap = runs.load_tokenizer(run, model.cfg), runs.chat_template(run)
+    tokenizer, wrap = sample_dream.load_tokenizer(run, model.cfg), runs.chat_template(run)
     if record.system == "" and not wrap:
         raise ValueError(f"--chat: {run} holds no chat template (tokenizer_config.json)")
     # MASK is among the ends of "ours"; the sampler fills it.

@@ -12,7 +12,6 @@ from test_model_dream import MASK, SHALLOW, TINY, apply, build, hidden, masked, 
 
 import diffusion
 import model_dream as md
-import runs
 import sample_dream as sd
 
 
@@ -30,23 +29,21 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
     tokenizer.add_special_tokens(["<|endoftext|>", "<|mask|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     cfg = dataclasses.replace(TINY, vocab=16, mask_id=7, eos_id=6, pad_id=6, bos_id=6)
-    assert runs.load_tokenizer(tmp_path, cfg).encode("abc<|mask|>").ids == [5, 7]
+    assert sd.load_tokenizer(tmp_path, cfg).encode("abc<|mask|>").ids == [5, 7]
     for change, part in (
         ({"vocab": 6, "mask_id": 5, "eos_id": 1, "pad_id": 1, "bos_id": 1}, "it has 8 tokens, the model 6"),
         ({"mask_id": 4}, "4, the model's mask_id, is 'ab' in it"),
         ({"eos_id": 9}, "9, the model's eos_id, is None in it"),
     ):
         with pytest.raises(ValueError, match=part):
-            runs.load_tokenizer(tmp_path, dataclasses.replace(cfg, **change))
-    assert (
-        runs.load_tokenizer(tmp_path, dataclasses.replace(cfg, mask_id=9)).get_vocab_size() == 8
-    )  # MASK needs no name
+            sd.load_tokenizer(tmp_path, dataclasses.replace(cfg, **change))
+    assert sd.load_tokenizer(tmp_path, dataclasses.replace(cfg, mask_id=9)).get_vocab_size() == 8  # MASK needs no name
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="cannot be read"):
-        runs.load_tokenizer(tmp_path, cfg)
+        sd.load_tokenizer(tmp_path, cfg)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
-        runs.load_tokenizer(tmp_path, cfg)
+        sd.load_tokenizer(tmp_path, cfg)
 
 
 # ---- sampling ------------------------------------------------------------------------------------------------------
