@@ -34,7 +34,7 @@ from pathlib import Path
 
 
 def command(main, config_class, doc, machine=()):
-    """Run main(config) from the command line, by tyro: the flags are the fields of the dataclass, their comments the help.
+    """Run main(config) from the command line, by tyro: flags are the fields of the dataclass, their comments the help.
 
     With --resume=DIR the defaults are the settings of that run, without those of its `machine`. An error that this
     project raises, or the system (OSError), is one line and exit status 1. What a library raises is a bug of ours and
