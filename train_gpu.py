@@ -67,6 +67,7 @@ class Config:
     clip: float = 1.0  # maximum global gradient norm
     dropout: float = 0.0  # on the output of each residual branch
     schedule: typing.Literal[tuple(diffusion.SCHEDULES)] = "linear"  # noise schedule, see diffusion.py
+    loss: typing.Literal["nelbo", "masked_ce"] = "nelbo"  # the bound, or the unweighted mean over masked tokens
     crop_rate: float = 0.25  # share of rows cropped to a random length, to train short canvases
     ema: float = 0.999  # EMA decay, warmed up; 0 disables averaging
     # dtype of matmuls; default: bfloat16, or else float16, if the device has units for it
@@ -95,10 +96,6 @@ class Devices:
     device: torch.device
     rank: int = 0
     world: int = 1
-
-    @property
-    def name(self):
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
 
 # ---- batches: crops and noise, in NumPy on the host ----------------------------------------------------------------
@@ -181,6 +178,7 @@ class Batch(typing.NamedTuple):
     time_N: torch.Tensor  # noise times of their rows
     masked_N: torch.Tensor  # False for the padding of the four [N]
     counted: torch.Tensor  # tokens of the text in the whole step, so that the losses of micro-batches add up
+    masks: torch.Tensor  # masked tokens in the whole step
     packed: mdlm.Packed | None = None
 
 
@@ -204,16 +202,17 @@ def make_batch(noised, row_ids, device, packed=False):
     masks = len(index_N)
     index_N, row_N = (np.pad(x, (0, -masks % 64 if masks else 64)) for x in (index_N, row_N))
     masked_N = np.arange(len(index_N)) < masks
-    counted, time_B = np.asarray(is_text(noised.token_BL).sum()), time_B.astype(np.float32)
-    arrays = xt_BL, time_B, index_N, token_BL.ravel()[index_N], time_B[row_N], masked_N, counted, *layout
+    counts = (np.asarray(x.sum()) for x in (is_text(noised.token_BL), noised.mask_BL))
+    time_B = time_B.astype(np.float32)
+    arrays = xt_BL, time_B, index_N, token_BL.ravel()[index_N], time_B[row_N], masked_N, *counts, *layout
     tensors = [torch.from_numpy(x) for x in arrays]
     if device.type == "cuda":  # copies from pinned memory do not block
         tensors = [x.pin_memory().to(device, non_blocking=True) for x in tensors]
     # row length and number of masks change with every batch: torch.compile must not specialise on them
     torch._dynamo.mark_dynamic(tensors[0], 1)
-    for x in (*tensors[2:6], *tensors[7:9]):
+    for x in (*tensors[2:6], *tensors[8:10]):
         torch._dynamo.mark_dynamic(x, 0)
-    return Batch(*tensors[:7], mdlm.Packed(*tensors[7:], longest=noised.token_BL.shape[1]) if packed else None)
+    return Batch(*tensors[:8], mdlm.Packed(*tensors[8:], longest=noised.token_BL.shape[1]) if packed else None)
 
 
 def pack(xt_BL, token_BL, mask_BL, length_B):
@@ -258,14 +257,14 @@ def batches(rows, cfg, first, devices, packed):
 
 
 class Loss(nn.Module):
-    """The NELBO of a Batch, in nats per token of the text in the whole step.
+    """The loss of a Batch as its share of the step's: the NELBO in nats per token, or the mean over masked tokens.
 
     In evaluation mode [4]: the NELBO, the nats and the correct ones of the masked tokens, and their number.
     """
 
-    def __init__(self, model, schedule):
+    def __init__(self, model, schedule, kind="nelbo"):
         super().__init__()
-        self.model, self.schedule = model, schedule
+        self.model, self.schedule, self.kind = model, schedule, kind
         # Times are drawn from a part of [0, 1]. With this factor a uniform prediction costs log V under any schedule.
         self.span = (1 - diffusion.time_of_rate(SMALLEST_RATE, schedule)) / (1 - SMALLEST_RATE)
 
@@ -276,6 +275,8 @@ class Loss(nn.Module):
         hidden_BLD = self.model.hidden(batch.xt_BL, rate_B, see_BL, batch.packed)
         logits_NV = self.model.logits(hidden_BLD.flatten(0, 1)[batch.index_N])
         nll_N = diffusion.masked_nll(logits_NV, batch.token_N, batch.masked_N, mdlm.MASK)
+        if self.training and self.kind == "masked_ce":
+            return diffusion.masked_cross_entropy(nll_N, batch.masks)
         # each masked token counts as a sequence of its own, at its row's time
         nelbo = self.span * diffusion.nelbo_per_token(nll_N[:, None], batch.time_N, batch.counted, self.schedule)
         if self.training:
@@ -345,7 +346,7 @@ def make_state(cfg, architecture, dtype, devices):
     torch.manual_seed(cfg.seed)
     model = mdlm.MDLM(architecture).to(devices.device)
     ema = copy.deepcopy(model).eval().requires_grad_(False)
-    loss = Loss(model, cfg.schedule)
+    loss = Loss(model, cfg.schedule, cfg.loss)
     if cfg.fsdp and devices.world > 1:
         shard(model, cfg.compile)
         shard(ema, compiled=False)
@@ -580,7 +581,8 @@ def eval_only(cfg, devices):
     rng = np.random.default_rng(cfg.seed)
     sums_NT4 = np.stack([evaluate(model, token_RL, rng, cfg.micro_batch, dtype) for _ in range(cfg.eval_draws)])
     row = {"step": step} | scores(sums_NT4.mean(0), bits)
-    row["standard_error"] = float(sums_NT4[..., 0].sum(1).std(ddof=1) / math.sqrt(cfg.eval_draws))
+    nats_N = sums_NT4[..., 0].sum(1)
+    row["standard_error"] = float(nats_N.std(ddof=1) / math.sqrt(len(nats_N))) if len(nats_N) > 1 else 0.0
     row["by_noise"] = [
         {"mask_rate": (tenth + 0.5) / 10, "masked_ce": nats / masks, "accuracy": correct / masks}
         for tenth, (_, nats, correct, masks) in enumerate(sums_NT4.sum(0).tolist())
@@ -629,16 +631,9 @@ class Speed:
 
 def resolve(cfg, devices):
     """The settings with defaults for micro_batch, eval_every and save_every; and the dtype of matmuls."""
-    for name, least in {
-        "batch_size": 1,
-        "steps": 1,
-        "log_every": 1,
-        "eval_rows": 1,
-        "eval_draws": 2,
-        "keep": 1,
-    }.items():
-        if getattr(cfg, name) < least:
-            raise ValueError(f"--{name}={getattr(cfg, name)}: at least {least}")
+    for name in ("batch_size", "steps", "log_every", "eval_rows", "eval_draws", "keep"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"--{name}={getattr(cfg, name)}: at least 1")
     # a GPU gets all its rows at once; a CPU is fastest with what its caches hold
     cuda, world = devices.device.type == "cuda", devices.world
     share = cfg.batch_size // world
@@ -654,13 +649,13 @@ def resolve(cfg, devices):
 
 
 def describe(cfg, dtype, architecture, rows, devices):
-    print(f"{devices.world} x {devices.name}, {dtype} matmuls on float32 weights")
+    device = torch.cuda.get_device_name(devices.device) if devices.device.type == "cuda" else "CPU"
+    print(f"{devices.world} x {device}, {dtype} matmuls on float32 weights")
     print(", ".join(f"{part} {n:,}" for part, n in mdlm.count_params(architecture).items()) + " parameters")
     batch = f"{cfg.batch_size} rows of {rows.meta['seq_len']}, {cfg.micro_batch} at a time on a device"
     epochs = f"{cfg.steps * cfg.batch_size / rows.total:.2f} epochs of {rows.total:,} rows"
-    print(
-        f"{cfg.steps:,} steps of {batch} = {epochs}; texts are {'packed' if packs(devices.device, dtype) else 'padded'}"
-    )
+    layout = "packed" if packs(devices.device, dtype) else "padded"
+    print(f"{cfg.steps:,} steps of {batch}, {layout} = {epochs}", flush=True)
     if cfg.compile:
         print("compiling: the first step takes about a minute more", flush=True)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import generate
+import canvas
 import inference_jetson as jetson
 import model_mdlm as mdlm
 import runs
@@ -49,11 +49,13 @@ def main(cfg):
     writer = jetson.Writer(settings)
     recorder = Recorder(writer, settings)
     jetson.write(writer, settings, recorder)
-    # without BOS and what follows EOS; blocks to come are masks
-    end = 1 + len(jetson.text_ids(recorder.history[-1]))
-    steps = [(ids + [mdlm.MASK] * end)[1:end] for ids in recorder.history]
-    prob = [recorder.found.get(p, 1.0) for p in range(1, end)]
-    generate.write_page(cfg.html, [generate.tokens_in_order(steps, writer.tokenizer, mdlm.MASK, prob)])
+    # in which step each token was written, 0: given; without BOS and what follows EOS
+    text = jetson.text_ids(recorder.history[-1])
+    steps = [[ids[p] if p < len(ids) else mdlm.MASK for p in range(1, 1 + len(text))] for ids in recorder.history]
+    when = [next(i for i, token in enumerate(tokens) if token != mdlm.MASK) for tokens in zip(*steps, strict=True)]
+    prob = [recorder.found.get(p, 1.0) for p in range(1, 1 + len(text))]
+    tokens = map(canvas.Token, canvas.pieces(writer.tokenizer, text), when, prob)
+    canvas.write_page(cfg.html, [list(tokens)])
     print(f"wrote {cfg.html}")
 
 

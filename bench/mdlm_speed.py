@@ -185,7 +185,7 @@ def bench_training(cfg, file, device):
             plain[fused, micro] = seconds
     half = "" if cfg.dtype == "float32" else f", {cfg.dtype}"
     again, _ = our_steps(cfg, data)  # the machine's speed drifts
-    peak = next((flops_s for kind, flops_s in PEAK_FLOPS.items() if kind in train_gpu.Devices(device).name), 0)
+    peak = next((flops_s for kind, flops_s in PEAK_FLOPS.items() if kind in file), 0)
     architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], vocab=rows.meta["vocab_padded"])
     steps = range(cfg.warmup, settings.steps)
     mean_flops = np.mean([flops(train_gpu.training_batch(rows, settings, step), architecture) for step in steps])

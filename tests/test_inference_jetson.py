@@ -530,6 +530,31 @@ def test_the_steps_are_shown_on_both_paths(bundle, capsys):
     assert (seen[0][1] == mdlm.MASK).any()
 
 
+def test_tokens_are_coloured_by_their_probability(bundle, monkeypatch, capsys):
+    made = writer(bundle)
+    cfg = jetson.Config(prompt="once [MASK:4] dragon", steps=3, sampler="max_prob", schedule="even", temperature=0.0)
+    viewer, seen = jetson.StepViewer(made, cfg), []
+    before = viewer.ids
+    jetson.write(made, cfg, lambda i, start, ids: seen.append((i, viewer.probabilities(i, start, ids), ids)))
+    assert [len(prob) for _, prob, _ in seen] == [2, 1, 1]
+    for i, prob, ids in seen:
+        with torch.no_grad():
+            logits_LV = made.model(torch.tensor([before]), torch.tensor([1 - i / 3]))[0, :, : made.vocab]
+        logits_LV[:, list(mdlm.BANNED)] = -torch.inf
+        for p, value in prob.items():
+            assert before[p] == mdlm.MASK
+            assert value == pytest.approx(logits_LV[p].softmax(-1)[ids[p]].item(), rel=1e-4)
+            assert logits_LV[p].argmax() == ids[p]
+        before = ids
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    jetson.answer(made, dataclasses.replace(cfg, show_steps=True))
+    last = capsys.readouterr().out.split("step 3: ")[1].partition("\n")[0]
+    shades = {p: jetson.SHADES[int(10 * value)] for _, prob, _ in seen for p, value in prob.items()}
+    assert {int(shade) for shade in re.findall(r"\x1b\[38;5;(\d+)m", last)} == {*shades.values()}
+    plain = re.sub(r"\x1b\[[\d;]*m", "", last)
+    assert plain == made.tokenizer.decode(jetson.text_ids(before))
+
+
 @pytest.mark.parametrize(("max_new", "block"), [(100, 0), (30, 7), pytest.param(400, 0, marks=pytest.mark.slow)])
 def test_a_text_that_is_longer_than_the_canvas_goes_on_from_its_last_tokens(bundle, monkeypatch, max_new, block):
     made, canvases, filled = writer(bundle), [], []
@@ -558,6 +583,19 @@ def test_a_text_that_is_longer_than_the_canvas_goes_on_from_its_last_tokens(bund
     assert tokens == 2 * (text_BL.shape[1] - len(ids))
     assert texts == [made.tokenizer.decode(jetson.text_ids(row)) for row in text_BL.tolist()]
     assert shown[-1] == text_BL[0].tolist()
+
+
+def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):
+    for step in (9, 10):
+        mdlm.save(make_model(rope=True, layers=step - 8), tmp_path / f"step_{step}", tokenizer_json())
+    (tmp_path / "step_11.tmp").mkdir()  # of a run that goes on
+    (tmp_path / "config.json").write_text('{"train": {}}')
+    jetson.main(
+        jetson.command_line([f"--ckpt={tmp_path}", "--prompt=once", "--max-new=4", "--steps=2", "--device=cpu"])
+    )
+    assert capsys.readouterr().out.startswith("once")
+    for folder, layers in ((tmp_path, 2), (tmp_path / "step_9", 1)):
+        assert writer(folder).model.cfg.layers == layers
 
 
 def test_a_checkpoint_needs_no_export(tmp_path, monkeypatch, capsys):

@@ -344,6 +344,10 @@ def test_scores_of_micro_batches_add_up_to_those_of_all_rows():
     logits[..., mdlm.MASK] = -math.inf
     assert whole[2] == (logits.argmax(-1).numpy() == noised.token_BL)[noised.mask_BL].sum()
     torch.testing.assert_close(sum(parts), whole)
+    for kind, want in (("nelbo", whole[0]), ("masked_ce", whole[1] / whole[3])):
+        loss_of = train_gpu.Loss(model, "cosine", kind)
+        micro_batches = [batch_of(noised, slice(*ends)) for ends in ((0, 1), (1, 6))]
+        torch.testing.assert_close(sum(map(loss_of, micro_batches)), want)
 
 
 @pytest.mark.slow
@@ -493,7 +497,7 @@ def test_what_eval_only_says_of_bad_input(data, unbroken, tmp_path):
     (other / "meta.json").write_text(json.dumps(meta | {"tokenizer_sha256": digest}))
     for folder, settings, message in (
         (unbroken, {"data": str(other)}, "another tokenizer"),
-        (unbroken, {"eval_draws": 1}, "--eval_draws=1: at least 2"),
+        (unbroken, {"eval_draws": 0}, "--eval_draws=0: at least 1"),
         (tmp_path / "none", {}, "config.json does not exist"),
     ):
         with pytest.raises((ValueError, OSError), match=message):
