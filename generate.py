@@ -402,8 +402,7 @@ class Dream:
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
         self.turns = []  # (prompt, answer) so far
         begin, ask, how = self.conversation(folder, tokenizer)
-        about = tokenizer, dream.mask_id, ends, dream.positions
-        self.texts = canvas.Texts(*about, begin, ask, must_ask=flags.chat == "on")
+        self.texts = canvas.Texts(tokenizer, dream.mask_id, ends, dream.positions, begin, ask, flags.chat == "on")
         weights = f"int{bits} and {self.model.run.dtype}" if bits else self.model.run.dtype
         print(f"{folder}, {weights}, {how}", file=sys.stderr)
 
