@@ -455,6 +455,17 @@ def inference_mesh(model, devices, rows):
     return jax.make_mesh((data, 1, tensor), axes, auto, devices=devices[: data * tensor])
 
 
+def on_mesh(rows, row_ids, sharding):
+    """A tuple of arrays [A, B, L], one per column of rows.Rows, of the rows [A, B]. A host reads only its own."""
+    read = functools.lru_cache(None)(lambda a, b: rows.read(row_ids[slice(*a), slice(*b)]))
+    shape = (*row_ids.shape, rows.meta["seq_len"])
+
+    def column(c):
+        return lambda index: read(*((s.start, s.stop) for s in index[:2]))[c]
+
+    return tuple(jax.make_array_from_callback(shape, sharding, column(c)) for c in range(len(rows.columns)))
+
+
 def bytes_on_a_device(tree):
     """Of a tree of arrays, or of ShapeDtypeStructs that say how they are laid out."""
     leaves = flatten(tree).values()

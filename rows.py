@@ -168,19 +168,6 @@ class Rows:
             out[:, here] = self.shard(int(i))[:, flat[here] - self.first[i]]
         return out.reshape(len(self.columns), *row_ids.shape, -1)
 
-    def on_mesh(self, row_ids, sharding):
-        """A tuple of JAX arrays [A, B, L], one per column, of the rows [A, B]. A host reads only its own."""
-        import jax
-
-        read = functools.lru_cache(None)(lambda a, b: self.read(row_ids[slice(*a), slice(*b)]))
-        shape = (*row_ids.shape, self.meta["seq_len"])
-
-        def column(c):
-            return lambda index: read(*((s.start, s.stop) for s in index[:2]))[c]
-
-        columns = range(len(self.columns))
-        return tuple(jax.make_array_from_callback(shape, sharding, column(c)) for c in columns)
-
     def spread(self, count):
         """Numbers of `count` rows, or of all where there are no more, that lie evenly over the split."""
         count = min(count, self.total)

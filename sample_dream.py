@@ -650,7 +650,7 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
 
 
 def load_tokenizer(folder, cfg):
-    """The tokenizer in a model's folder. ValueError if it does not fit: too many tokens, or MASK or EOS a plain word."""
+    """The tokenizer in a folder. ValueError if it does not fit the model: too many tokens, MASK or EOS a plain word."""
     tokenizer = runs.read_tokenizer(folder)
     size, added = tokenizer.get_vocab_size(), tokenizer.get_added_tokens_decoder()
     if size > cfg.vocab:

@@ -517,7 +517,10 @@ def score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=EVAL_DRAWS):
     sums, rows_at = [], NamedSharding(mesh, PS(None, md.BATCH))
     with jax.set_mesh(mesh):
         for i, ids in enumerate(heldout.padded(count, size)):
-            batch, row_B = dict(zip(COLUMNS, heldout.on_mesh(ids, rows_at), strict=False)), size * i + np.arange(size)
+            batch, row_B = (
+                dict(zip(COLUMNS, checkpoints.on_mesh(heldout, ids, rows_at), strict=False)),
+                size * i + np.arange(size),
+            )
             sums.append(sums_of(graph, cfg.schedule, count, draws, params, batch, row_B, bytes_V))
     nats_N, tokens, text_bytes = (sum(np.asarray(x, float) for x in column) for column in zip(*sums, strict=True))
     bits_N = nats_N / math.log(2) / text_bytes
@@ -628,7 +631,7 @@ class Trainer:
         size = self.cfg.batch_size
         epoch, i = divmod(step, self.train.total // size)
         ids = self.train.order(self.cfg.seed, epoch)[i * size : (i + 1) * size]
-        columns = self.train.on_mesh(ids.reshape(-1, self.micro_rows), self.rows_at)
+        columns = checkpoints.on_mesh(self.train, ids.reshape(-1, self.micro_rows), self.rows_at)
         return dict(zip(COLUMNS, columns, strict=False))
 
     def compile(self):

@@ -427,7 +427,10 @@ def score(graph, params, heldout, count, size, mesh, bytes_V):
         return {}
     rows_at = NamedSharding(mesh, PS(None, pc.BATCH))
     with jax.set_mesh(mesh):
-        sums = [sums_of(graph, params, *heldout.on_mesh(ids, rows_at), bytes_V) for ids in heldout.padded(count, size)]
+        sums = [
+            sums_of(graph, params, *checkpoints.on_mesh(heldout, ids, rows_at), bytes_V)
+            for ids in heldout.padded(count, size)
+        ]
     nats, tokens, text_bytes = sum(np.asarray(x, np.float64) for x in sums)
     return {"heldout_nats": nats / tokens, "bits_per_byte": nats / math.log(2) / text_bytes}
 
@@ -507,7 +510,7 @@ class Trainer:
         size = self.cfg.batch_size
         epoch, i = divmod(step, self.train.total // size)
         ids = self.train.order(self.cfg.seed, epoch)[i * size : (i + 1) * size]
-        columns = self.train.on_mesh(ids.reshape(-1, self.micro_rows), self.rows_at)
+        columns = checkpoints.on_mesh(self.train, ids.reshape(-1, self.micro_rows), self.rows_at)
         return dict(zip(COLUMNS, columns, strict=True))
 
     def compile(self):
