@@ -62,9 +62,6 @@ class DreamFlags:
     threshold: float = 0.0  # fill at once all positions that are so sure; 0 fills one a pass
     entropy_bound: float = 0.0  # fill the surest positions of a step, of entropies up to this sum in nats
     block_length: int = 0  # fill blocks of this length from left to right; 0 takes the whole canvas at once
-    block_add: float = 0.0  # without cache: open the next block once this share of the last one is filled
-    credit: float = 0.0  # with a threshold: a token counts for more the longer it is the likeliest, e.g. by 0.7
-    stable_steps: int = 0  # fill all at once when the likeliest tokens stood still for so many steps; 0 never does
     cache: typing.Literal["", "prefix", "dual"] = ""  # keep keys and values within a block
     alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # who is filled first
     steps: int = 0  # denoising steps; 0: as many as tokens, or by --threshold
