@@ -9,15 +9,15 @@
 generate.py does this for [MASK] without a number, and with --valid=python.
 
 How long is a hole? It is filled at several lengths. Each is scored by the likelihood of the text up to a few tokens
-behind the hole, all that follows hidden: texts of different lengths compare as those of an autoregressive model do, and
-a hole of the wrong length pays for a line that does not go on. A Dream that was trained on holes of any length
-(data_prep.py pairs --edit_rate, or DreamOn) says so itself: in each pass the surest mask becomes a token, or two masks,
-or goes.
+behind the hole, with all that follows hidden: so texts of different lengths compare as those of an autoregressive
+model, and a wrong length makes the text behind the hole less likely. A Dream that was trained on holes of any length
+(data_prep.py pairs --edit_rate, or DreamOn) finds it itself: in each forward pass the mask of highest confidence
+becomes a token, or two masks, or is deleted.
 
-What is written stays Python by Python's own parser, which tells apart a text that is wrong and one that is not at its
-end. A canvas is filled without it. Where the result is wrong, the first token behind which nothing can follow is found,
-and the likeliest that fits takes its place; what follows stays, as long as it can. Where no token fits, some before it
-are written again as well, by a beam search. A canvas that was right costs no pass more.
+Text stays valid by Python's own parser, which tells a wrong text from one that is not at its end. A canvas is filled
+without the parser. If the result is wrong, the first token behind which no Python can follow is replaced by the
+likeliest that fits; what follows is kept, as long as it can be. Where no token fits, some before it are written again,
+too, by a beam search. A canvas that was right costs no further pass.
 
 Letters: B rows, L slots, V vocabulary.
 Ref: DreamOn, hkunlp.github.io/blog/2025/dreamon.
@@ -41,19 +41,21 @@ from flax import nnx
 import diffusion
 import sample_dream
 
-LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # that are tried, tokens
-START = 8  # tokens of a hole that is to grow or to shrink
-SURE = 0.9  # probability with which masks are taken away together
+LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # tokens of a hole that are tried
+START = 8  # masks of a hole before it grows or shrinks
+SURE = 0.9  # masks of at least this probability of EOS are deleted together
 BEHIND = 8  # tokens behind a hole that are scored with it
-BEAMS = 8  # texts that are kept while tokens are written again
-CHOICES = 64  # likeliest tokens of each that are tried
+BEAMS = 8  # width of the beam search
+CHOICES = 64  # likeliest tokens that are tried at a position
 
 # ---- what Python can still become ----------------------------------------------------------------------------------
 
 # What may follow a text that stops in the middle: the rest of a string, a number, an operator or a statement.
-ENDINGS = ("", "(", " (", ":", " x:", ":(", " x(", ": x", "x", "x(", " x", " in(", " else(", " x in(", "'", '"', "''")
-ENDINGS += ('""', "}'", '}"', "0", "=(", "':", '":', "0]}'", '0]}"', ".", " import(", "x import(", ">x:", " x import(")
-ENDINGS += ("\n", " def x(", "*x")
+ENDINGS = (
+    *("", "(", " (", ":", " x:", ":(", " x(", ": x", "x", "x(", " x", " in(", " else(", " x in(", "=(", "*x", ">x:"),
+    *("'", '"', "''", '""', "}'", '}"', "':", '":', "0]}'", '0]}"', "0", ".", "\n", " def x("),
+    *(" import(", "x import(", " x import("),
+)
 WORDS = *keyword.kwlist, "match", "case"
 
 
@@ -63,7 +65,8 @@ def parses(text, whole=True):
     """
     flags = ast.PyCF_ONLY_AST | (0 if whole else codeop.PyCF_ALLOW_INCOMPLETE_INPUT)
     first = next((line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
-    text = "if x:\n" * first[:1].isspace() + text
+    if first[:1].isspace():
+        text = "if x:\n" + text
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes in strings, which would be printed
         try:
@@ -93,8 +96,11 @@ def swallows(before, hole, behind):
     Python does not know elsewhere, is allowed.
     """
     dollar = "\n$" if behind.startswith("\n") else "$"  # a comment ends with its line
-    takes = lambda text: any(parses(text + end, whole=False) for end in ("", "'", '"', "}'", '}"'))  # noqa: E731
-    return bool(behind) and takes(before + hole + dollar) and not takes(before + "$")
+
+    def allows(text):
+        return any(parses(text + end, whole=False) for end in ("", "'", '"', "}'", '}"'))
+
+    return bool(behind) and allows(before + hole + dollar) and not allows(before + "$")
 
 
 # ---- what a model says of a canvas -----------------------------------------------------------------------------------
@@ -159,13 +165,13 @@ def text_of(tokenizer, canvas, ids, mask, ends):
 
 
 def mend(read, canvas, filled, ends=()):
-    """A filled canvas of which what was written is changed until the text is Python: (ids, whether it is).
+    """A filled canvas whose generated tokens are changed until the text is Python: (ids, whether it is).
 
     The text may stop in the middle where the canvas ends with masks and none of the ids `ends` is written there.
     """
     mask, ids, n = read.mask, list(filled), 0
-    places = [p for p, token in enumerate(canvas) if token == mask]
-    following = {p: next((q for q in places if q > p), len(canvas)) for p in places}  # slot of the next mask
+    masks = [p for p, token in enumerate(canvas) if token == mask]  # their slots
+    following = {p: next((q for q in masks if q > p), len(canvas)) for p in masks}  # slot of the next mask
 
     def fits(ids, p):
         """Whether the text up to slot p, and what was given behind it, can become Python; the whole: whether it is."""
@@ -183,13 +189,13 @@ def mend(read, canvas, filled, ends=()):
             return end is None or depth < end - p
         return not swallows(before, hole, text[len(upto) :])
 
-    while not fits(ids, places[-1]):
-        n = bisect.bisect_left(places, True, lo=n, key=lambda p: not fits(ids, p))
-        first = next(i for i in range(n, -1, -1) if i == 0 or places[i - 1] < places[i] - 1)  # of this hole
+    while not fits(ids, masks[-1]):
+        n = bisect.bisect_left(masks, True, lo=n, key=lambda p: not fits(ids, p))
+        first = next(i for i in range(n, -1, -1) if i == 0 or masks[i - 1] < masks[i] - 1)  # of this hole
         # That token alone is written again; where none fits what stands before it, more and more of that, too.
         size = n + 1 - first
         for width, beams in ((1, 0), (4, 0), (16, 2), (size, BEAMS), (size, 4 * BEAMS)):
-            new = write_again(read, ids, places[n + 1 - min(width, size) : n + 1], fits, beams)
+            new = write_again(read, ids, masks[n + 1 - min(width, size) : n + 1], fits, beams)
             if new:
                 break
         else:
@@ -255,28 +261,29 @@ def room(read, before, after):
 def grow(read, before, after, size=START, most=LENGTHS[-1]):
     """The ids between two lists of ids, as a Dream with cfg.expand_id fills and counts them from `size` masks on.
 
-    Each pass turns the mask that it is surest of into a token, or into two masks, up to `most` tokens, or takes it away
-    where it says EOS, and with it all that are SURE to go. A hole that has shrunk grows no more: DreamOn's may do both
-    in turn until a budget is spent, in four to eight times as many passes for texts no better (bench/LOG.md).
+    Each pass turns the mask of highest confidence into a token, or into two masks, up to `most` tokens. If that token
+    is EOS, it deletes the mask, and with it all that are SURE. A hole that has shrunk grows no more: DreamOn's may do
+    both in turn until a budget is spent, in four to eight times as many passes for texts no better (bench/LOG.md).
     """
     cfg, mask, shrunk = read.model.cfg, read.mask, False
     most = min(most, room(read, before, after))
     hole = [mask] * min(size, most)
     while mask in hole:
-        places = [i for i, token in enumerate(hole) if token == mask]
-        slots = [len(before) + i for i in places] + [len(before) + places[-1]] * (most - len(places))
-        logp_SC, token_SC = (x[0, : len(places)] for x in read([[*before, *hole, *after]], [slots], grows=True)[1:])
-        banned = [cfg.expand_id] * (shrunk or len(hole) == most) + [cfg.eos_id] * (len(hole) == 1)
+        masks = [i for i, token in enumerate(hole) if token == mask]
+        slots = [len(before) + i for i in masks] + [len(before) + masks[-1]] * (most - len(masks))
+        logp_SC, token_SC = (x[0, : len(masks)] for x in read([[*before, *hole, *after]], [slots], grows=True)[1:])
+        banned = [cfg.expand_id] if shrunk or len(hole) == most else []
+        banned += [cfg.eos_id] if len(hole) == 1 else []
         logp_SC[np.isin(token_SC, banned)] = -np.inf
         slot, choice = np.unravel_index(np.argmax(logp_SC), logp_SC.shape)
         if token_SC[slot, choice] == cfg.eos_id:
             goes_S = ((token_SC == cfg.eos_id) & (logp_SC > math.log(SURE))).any(1)
             goes_S[slot], shrunk = True, True
-            gone = {p for p, goes in zip(places, goes_S, strict=True) if goes}
+            gone = {p for p, goes in zip(masks, goes_S, strict=True) if goes}
             hole = [token for i, token in enumerate(hole) if i not in gone] or [mask]
         else:
             token = int(token_SC[slot, choice])
-            hole[places[slot] : places[slot] + 1] = [mask, mask] if token == cfg.expand_id else [token]
+            hole[masks[slot] : masks[slot] + 1] = [mask, mask] if token == cfg.expand_id else [token]
     return hole
 
 

@@ -69,21 +69,12 @@ class Config:
 def rules(cfg):
     """{name: (model, settings)}; a name begins with its kind."""
     block = {"block_length": cfg.block_length}
-    found = {f"schedule, {n} a pass": ("dream", {"tokens_per_step": float(n)}) for n in (1, 2, 4)}
+    found = {f"schedule, {n} a pass": ("dream", {"steps": -(-cfg.canvas // n)}) for n in (1, 2, 4)}
     found |= {f"threshold {p}": ("dream", {"threshold": p}) for p in (0.7, 0.8, 0.9, 0.95)}
     found |= {f"entropy bound {h}": ("dream", {"entropy_bound": h}) for h in (0.1, 0.3, 1.0, 2.0)}
     for accept in ({"threshold": 0.9}, {"entropy_bound": 0.3}):
         text = " ".join(f"{name} {value}" for name, value in accept.items()).replace("_", " ")
-        for share in (0.1, 0.5):
-            found[f"multi-block {share}, {text}"] = "dream", block | accept | {"block_add": share}
         found[f"dual cache, {text}"] = "dream", block | accept | {"cache": "dual"}
-        found[f"early stop, {text}"] = "dream", accept | {"stable_steps": 1}
-    for p, credit in ((0.9, 0.7), (0.9, 1.0), (0.9, 1.4), (0.95, 1.4)):
-        found[f"credit {credit}, threshold {p}"] = "dream", {"threshold": p, "credit": credit}
-    settings = block | {"threshold": 0.95, "credit": 1.4, "block_add": 0.1}
-    found["multi-block 0.1, credit 1.4, threshold 0.95"] = "dream", settings
-    for n in (1, 2):
-        found[f"early stop after {n}, 1 a pass"] = "dream", {"stable_steps": n}
     found["exact block cache, 1 a pass"] = "blocks", {}
     found |= {f"exact block cache, threshold {p}": ("blocks", {"threshold": p}) for p in (0.7, 0.9)}
     found |= {f"exact block cache, entropy bound {h}": ("blocks", {"entropy_bound": h}) for h in (0.1, 0.3, 1.0)}
@@ -239,8 +230,8 @@ def plot(rows, path):
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(9, 5.5))
-    kinds = "schedule", "threshold", "entropy bound", "credit", "multi-block", "dual cache", "early stop"
-    for number, kind in enumerate([*kinds, "exact block cache", "PythonCoder"]):
+    kinds = "schedule", "threshold", "entropy bound", "dual cache", "exact block cache", "PythonCoder"
+    for number, kind in enumerate(kinds):
         mine = sorted(
             (one["passes"], one["pass"], one["pass_2se"]) for name, one in rows.items() if name.startswith(kind)
         )

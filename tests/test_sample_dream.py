@@ -186,7 +186,7 @@ def decode(model, row_L, rule):
     ("settings", "values"),
     [
         ({}, [{"entropy_bound": x} for x in (1e-6, 3.0, 12.0, np.inf)]),
-        ({"block_length": 5}, [{"threshold": x} for x in (0.1, 0.5, 1.0)]),
+        ({"block_length": 5}, [{"threshold": x} for x in (0.1, 0.14, 1.0)]),
     ],
     ids=str,
 )
