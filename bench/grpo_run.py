@@ -87,13 +87,12 @@ class Config:
 
 
 def draw_uniforms(key, iteration, rows, columns, share=1):
-    """{"u_BKL", "t_BK"}: of three canvases of each completion, its prompt with them, uniforms; and one for each.
-
-    {"ratio_B"} beside them is that of coupled masks, one for every `share` rows.
+    """{"u_BKC", "prompt_BKP", "t_BK"}: uniforms of three canvases of each completion, of the demo's prompt before them,
+    and one for each canvas; {"ratio_B"}, that of coupled masks, one for every `share` rows.
     """
-    own = jax.random.split(jax.random.fold_in(key, iteration))
-    L = coupled_grpo.PRESETS["demo"]["max_prompt"] + columns
-    uniforms = {"u_BKL": jax.random.uniform(own[0], (rows, 3, L)), "t_BK": jax.random.uniform(own[1], (rows, 3))}
+    own = jax.random.split(jax.random.fold_in(key, iteration), 3)
+    shapes = {"u_BKC": (columns,), "prompt_BKP": (coupled_grpo.PRESETS["demo"]["max_prompt"],), "t_BK": ()}
+    uniforms = {n: jax.random.uniform(k, (rows, 3, *shapes[n])) for n, k in zip(shapes, own, strict=True)}
     return uniforms | {"ratio_B": grpo.draw_masks(key, iteration, rows, columns, share)["ratio_B"]}
 
 
@@ -152,14 +151,14 @@ def spg_score(logp_BKC, mask_BKC, weight_BKC, worse_B1):
 
 def scores_by(kind, model, batch, mask_id, chunk=1024):
     """As grpo.coupled_scores, of an estimator in views_of. Those without a ratio are 0, with their score's gradient."""
-    token_BL, u_BKL, counted_BC = batch["token_BL"], batch["u_BKL"], batch["counted_BC"].astype(bool)
-    (B, C), t_BK = counted_BC.shape, batch["t_BK"]
+    token_BL, counted_BC, t_BK = batch["token_BL"], batch["counted_BC"].astype(bool), batch["t_BK"]
+    (B, C), L = counted_BC.shape, token_BL.shape[1]
     if kind not in PUBLISHED:  # a mask rate for all completions of a task, as coupled masks have it
         t_BK = jnp.repeat((batch["ratio_B"][:, None] - 0.2) / 0.6, 3, 1)
-    mask_BKC, weight_BKC = views_of(kind, u_BKL[..., -C:], t_BK, counted_BC)
+    mask_BKC, weight_BKC = views_of(kind, batch["u_BKC"], t_BK, counted_BC)
     K, shift = mask_BKC.shape[1], model.cfg.shift
-    prompt_BKL = (u_BKL[:, :K, :-C] < 0.15) & (kind == "d1")
-    views_BKL = jnp.where(jnp.concatenate([prompt_BKL, mask_BKC], -1), mask_id, token_BL[:, None])
+    prompt_BKP = batch["prompt_BKP"] < 0.15 if kind == "d1" else jnp.zeros((B, K, L - C), bool)
+    views_BKL = jnp.where(jnp.concatenate([prompt_BKP, mask_BKC], -1), mask_id, token_BL[:, None])
     hidden, _ = model.hidden(views_BKL.reshape(B * K, -1), see_BM=jnp.repeat(batch["see_BL"], K, 0))
     hidden = hidden[:, hidden.shape[1] - C - shift : hidden.shape[1] - shift]
     outs = grpo.token_logps(model.logits, hidden, jnp.repeat(token_BL[:, -C:], K, 0), chunk)

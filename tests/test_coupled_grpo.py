@@ -851,7 +851,6 @@ ESTIMATORS = {  # draw and scores_of of main, as bench/grpo_run.py replaces them
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp_path, estimator):
     out, settings = tmp_path / "run", {"rounds": 10, "eval_every": 10, "heldout": str(folder / "heldout.jsonl")}
-    settings["max_prompt"] = coupled_grpo.PRESETS["demo"]["max_prompt"]  # which draw_uniforms takes for granted
     coupled_grpo.main(config(folder, out, **settings), *ESTIMATORS[estimator])
     log, lines = read_lines(out / "log.jsonl"), read_lines(out / "rounds.jsonl")
     rewards = [row["reward"] for row in log[1:]]
