@@ -32,7 +32,7 @@ CEILINGS = {  # script: files that it carries, with itself, and lines of all of 
     "train_gpu": (5, 2200),
     "train_tpu": (7, 3700),
 }
-LEAF = {"benchmarks", "problems", "protocols"}  # one program in three files
+LEAF = {"benchmarks", "problems", "protocols", "writers"}  # one program in four files
 TRAINERS = ("train_tpu", "train_dream", "train_gpu", "coupled_grpo")
 # A stage is a program. Another one gets its work as files, or by running it: see runs.script.
 STAGES = {*TRAINERS, "data_prep", "fetch_pypi", "rl_tasks", "generate", "convert_weights"}
@@ -97,9 +97,9 @@ def test_a_trainer_imports_the_ground_alone(trainer):
 
 
 @pytest.mark.parametrize("name", ["runs", "rows", "sandbox", "sandbox_inside", "data_prep", "corpus", "rl_tasks"])
-def test_what_needs_no_model_imports_neither_jax_nor_pytorch(name):
-    for file in carried(name, inside=True):
-        assert not imports(file, inside=True) & {"jax", "flax", "optax", "orbax", "torch"}, file
+def test_what_needs_no_model_loads_neither_jax_nor_pytorch(name):
+    for file in carried(name):  # Rows.on_mesh, which JAX's trainers call, imports JAX when it is called
+        assert not imports(file, inside=file != "rows") & {"jax", "flax", "optax", "orbax", "torch"}, file
 
 
 @pytest.mark.parametrize("name", ["inference_jetson", "model_mdlm"])
