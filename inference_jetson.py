@@ -176,10 +176,10 @@ def fused_forward(model, rate_N, kernels):
     cfg, time_ND = model.cfg, model.time_embedding(rate_N)[:, 0]
     # learned positions are added to the tokens; rotary ones are applied as attention loads queries and keys
     if cfg.rope:
-        place_PD = model.embed.weight.new_zeros(cfg.positions, cfg.width)
-        cos_sin_PK = torch.cat(mdlm.angles(cfg.positions, cfg.width // cfg.heads, place_PD.device), -1)
+        position_PD = model.embed.weight.new_zeros(cfg.positions, cfg.width)
+        cos_sin_PK = torch.cat(mdlm.angles(cfg.positions, cfg.width // cfg.heads, position_PD.device), -1)
     else:
-        place_PD, cos_sin_PK = model.position.weight, None
+        position_PD, cos_sin_PK = model.position.weight, None
     # every residual sum is followed by a norm: the one inside the block, or the first of the next block
     norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)] + [model.norm]
 
@@ -190,9 +190,9 @@ def fused_forward(model, rate_N, kernels):
     def forward(token_BL, see_BL, step_1):
         B, L = token_BL.shape
         # positions and the step's time embedding are the first residual
-        place_LD = place_PD[:L] + time_ND.index_select(0, step_1)
+        position_LD = position_PD[:L] + time_ND.index_select(0, step_1)
         cos_sin_LK = cos_sin_PK[:L] if cfg.rope else None
-        h_BLD, n_BLD = add_norm(model.embed(token_BL), place_LD.expand(B, L, -1).contiguous(), norms[0])
+        h_BLD, n_BLD = add_norm(model.embed(token_BL), position_LD.expand(B, L, -1).contiguous(), norms[0])
         for i, block in enumerate(model.blocks):
             qkv_BL3HK = block.qkv(n_BLD).view(B, L, 3, block.heads, -1)
             o_BLD = kernels.attention(qkv_BL3HK, see_BL, cos_sin_LK)
@@ -484,9 +484,9 @@ class Writer:
         token_BL, filled = F.pad(token_BL, (0, room - L), value=mdlm.PAD), []
         watch = on_step and (lambda i, token_BL: on_step(i, token_BL[:, :L]))
         # an engine takes one row at a time; the first of them is watched
-        for part_BL in token_BL.split(1) if self.length else [token_BL]:
-            denoiser = self.denoiser(*part_BL.shape, rule, bool(watch))
-            filled.append(denoiser(part_BL, self.seed + len(filled), watch))
+        for rows_BL in token_BL.split(1) if self.length else [token_BL]:
+            denoiser = self.denoiser(*rows_BL.shape, rule, bool(watch))
+            filled.append(denoiser(rows_BL, self.seed + len(filled), watch))
             watch = None
         return torch.cat(filled)[:, :L]
 
@@ -558,7 +558,8 @@ def write(writer, cfg, on_step=None):
         filled_BL = writer.fill(canvas_BL, writer.rule(cfg), on_step and on_canvas)
         if (filled_BL == mdlm.MASK).any():
             raise ValueError("the model's logits are not finite; export it again, or train with a lower --lr")
-        text_BL, left, new = torch.cat([text_BL[:, :start], filled_BL], 1), left - size, new + size
+        text_BL = torch.cat([text_BL[:, :start], filled_BL], 1)
+        left, new = left - size, new + size
         if left <= 0 or (text_BL == mdlm.EOS).any(1).all():
             return [writer.tokenizer.decode(text_ids(row)) for row in text_BL.tolist()], cfg.n * new
 
@@ -587,7 +588,8 @@ class StepViewer:
     def probabilities(self, i, start, ids):
         """{position: probability} of the tokens that step i has filled, before temperature and filters."""
         masks = [mdlm.MASK] * (len(ids) - len(self.ids))  # a new block
-        before_L, self.ids = (self.ids + masks)[start:], ids
+        before_L = (self.ids + masks)[start:]
+        self.ids = ids
         token_1L = torch.tensor([before_L], device=self.writer.model.embed.weight.device)
         logits_1LV = self.writer.model(token_1L, self.rate_N[i : i + 1].to(token_1L.device), token_1L != mdlm.PAD)
         prob_LV = diffusion.softmax(diffusion.ban(logits_1LV, mdlm.BANNED)[0, :, : self.writer.vocab])

@@ -85,7 +85,7 @@ class Packed(typing.NamedTuple):
     """Layout of T texts that are concatenated in one row [1, S] without PAD. A token attends to its own text alone."""
 
     text_S: torch.Tensor  # index of the token's text
-    place_S: torch.Tensor  # index of the token within its text
+    position_S: torch.Tensor  # index of the token within its text
     start_U: torch.Tensor  # start of each text, and the end of the last: U = T + 1 offsets, int32
     longest: int  # upper bound on the length of a text
 
@@ -178,13 +178,14 @@ class MDLM(nn.Module):
         if L > self.cfg.positions:
             raise ValueError(f"{L} tokens do not fit the model's {self.cfg.positions} positions")
         # tokens and their positions
-        h_BLD, cos_sin = self.embed(token_BL), None
-        place_L = packed.place_S if packed else slice(L)
+        h_BLD = self.embed(token_BL)
+        cos_sin = None
+        position_L = packed.position_S if packed else slice(L)
         if self.cfg.rope:
             cos_LK, sin_LK = angles(L, self.cfg.width // self.cfg.heads, token_BL.device)
-            cos_sin = cos_LK[place_L], sin_LK[place_L]
+            cos_sin = cos_LK[position_L], sin_LK[position_L]
         else:
-            h_BLD = h_BLD + self.position.weight[place_L]
+            h_BLD = h_BLD + self.position.weight[position_L]
         # the noise level
         time_B1D = self.time_embedding(noise_B)
         h_BLD = h_BLD + (time_B1D[packed.text_S, 0] if packed else time_B1D)
@@ -269,7 +270,8 @@ def sample(model, token_BL, rule, generator, on_step=None):
     """
     L = token_BL.shape[1]
     size = rule.block_length or L
-    position_L, steps = torch.arange(L, device=token_BL.device), max(1, -(-rule.steps * size // L))
+    steps = max(1, -(-rule.steps * size // L))
+    position_L = torch.arange(L, device=token_BL.device)
     for first in range(0, L, size):
         open_L = (first <= position_L) & (position_L < first + size)
 
@@ -282,8 +284,10 @@ def sample(model, token_BL, rule, generator, on_step=None):
 
 def fill(model, token_BL, open_L, rule, steps, generator, on_step):
     """`sample` restricted to the positions where open_L."""
-    device, see_BL = token_BL.device, token_BL != PAD
-    ancestral, whole_canvas = rule.sampler == "ancestral", bool(open_L.all())
+    device = token_BL.device
+    see_BL = token_BL != PAD
+    ancestral = rule.sampler == "ancestral"
+    whole_canvas = bool(open_L.all())
     rate_N, keep_N = (table_N.to(device) for table_N in step_tables(steps, rule.schedule))
     # By confidence, the number of tokens to unmask in each step is fixed for each row.
     if not ancestral:
@@ -354,7 +358,8 @@ def read_safetensors(data):
     int8 matrices are dequantised: row i of NAME times NAME.scale[i].
     """
     start = 8 + int.from_bytes(data[:8], "little")
-    entries, numbers, tensors = json.loads(data[8:start]), bytearray(data[start:]), {}
+    entries, tensors = json.loads(data[8:start]), {}
+    numbers = bytearray(data[start:])
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
         begin, end = entry["data_offsets"]
@@ -395,10 +400,10 @@ def build(config_json, tensors):
 
 
 def count_params(cfg):
-    """Parameters by part: {"embed", "position", "time", "blocks", "norm", "head", "total"}."""
+    """Number of parameters: {"embed", "position", "time", "blocks", "norm", "head", "total"}."""
     with torch.device("meta"):  # shapes without memory
         model = MDLM(cfg)
-    parts = dict.fromkeys(("embed", "position", "time", "blocks", "norm", "head"), 0)
+    counts = dict.fromkeys(("embed", "position", "time", "blocks", "norm", "head"), 0)
     for name, weight in model.named_parameters():
-        parts[name.split(".")[0]] += weight.numel()
-    return parts | {"total": sum(parts.values())}
+        counts[name.split(".")[0]] += weight.numel()
+    return counts | {"total": sum(counts.values())}

@@ -125,7 +125,8 @@ def crop(token_BL, rate, rng):
     never seen a text on a canvas shorter than itself.
     """
     B, L = token_BL.shape
-    chosen_B, from_start_B = rng.random(B) < rate, rng.random(B) < 0.5
+    chosen_B = rng.random(B) < rate
+    from_start_B = rng.random(B) < 0.5
     # a window lies within the text, or starts with it if the text is shorter
     size_B = rng.integers(min(32, L), L + 1, B)
     text_B = (token_BL != mdlm.PAD).sum(1)
@@ -155,8 +156,8 @@ def noise(token_BL, schedule, rng):
     """Noise rows at antithetic times, one in each of B strata, in random order."""
     smallest_time = diffusion.time_of_rate(SMALLEST_RATE, schedule)
     time_B = rng.permutation(diffusion.antithetic_times(rng.random(len(token_BL)), smallest_time))
-    u_BL, frozen_BL = rng.random(token_BL.shape), ~is_text(token_BL)
-    xt_BL, mask_BL = diffusion.q_sample(token_BL, time_B, u_BL, schedule, mdlm.MASK, mdlm.PAD, frozen_BL)
+    u_BL = rng.random(token_BL.shape)
+    xt_BL, mask_BL = diffusion.q_sample(token_BL, time_B, u_BL, schedule, mdlm.MASK, mdlm.PAD, ~is_text(token_BL))
     return Noised(token_BL, xt_BL, mask_BL, time_B)
 
 
@@ -216,7 +217,7 @@ def make_batch(noised, row_ids, device, packed=False):
 
 
 def pack(xt_BL, token_BL, mask_BL, length_B):
-    """The three arrays as rows [1, S] without PAD, and text_S, place_S and start_U of mdlm.Packed.
+    """The three arrays as rows [1, S] without PAD, and text_S, position_S and start_U of mdlm.Packed.
 
     A last text of up to 63 PAD makes S a multiple of 64.
     """
@@ -224,11 +225,11 @@ def pack(xt_BL, token_BL, mask_BL, length_B):
     end_B = np.append(length_B, filled).cumsum()
     text_S = np.repeat(np.arange(B + 1), np.append(length_B, filled))
     start_U = np.append(0, end_B).astype(np.int32)
-    place_S = np.arange(end_B[-1]) - start_U[text_S]
+    position_S = np.arange(end_B[-1]) - start_U[text_S]
     is_text_BL = np.arange(token_BL.shape[1]) < length_B[:, None]
     rows = (np.append(x[is_text_BL], np.full(filled, fill, x.dtype))[None]
             for x, fill in ((xt_BL, mdlm.PAD), (token_BL, mdlm.PAD), (mask_BL, False)))  # fmt: skip
-    return *rows, text_S, place_S, start_U
+    return *rows, text_S, position_S, start_U
 
 
 def batches(rows, cfg, first, devices, packed):
@@ -544,7 +545,8 @@ def evaluate(model, token_RL, rng, micro_batch, dtype):
     # a batch holds rows of one tenth, and of similar length, so that there is little PAD
     tenth_R = np.minimum(10 / weight_R, 9).astype(int)
     order_R = np.lexsort([(token_RL != mdlm.PAD).sum(1), tenth_R])
-    loss, sums_T4 = Loss(model, "linear").eval(), torch.zeros(10, 4, dtype=torch.float64, device=device)
+    loss = Loss(model, "linear").eval()
+    sums_T4 = torch.zeros(10, 4, dtype=torch.float64, device=device)
     for tenth in range(10):
         row_M = order_R[tenth_R[order_R] == tenth]
         for i in range(0, len(row_M), micro_batch):
@@ -567,10 +569,11 @@ def eval_only(cfg, devices):
     The standard error is that of cfg.eval_draws draws of the noise, each a pass over all rows.
     """
     cfg, dtype = resolve(cfg, devices)
-    folder, step = Path(cfg.eval_only), 0
+    folder = Path(cfg.eval_only)
     data = cfg.data or runs.read_json(folder / "config.json").get("data", "")
     if not data:
         raise ValueError(f"{folder}/config.json does not say what the model was trained on; pass --data")
+    step = 0
     if runs.saved_steps(folder):
         step, folder = runs.newest(folder)
     model = mdlm.load(folder, devices.device)
@@ -667,11 +670,12 @@ def train(cfg, devices):
     heldout_RL, bits = read_heldout(heldout, tokenizer, cfg.eval_rows)
     own = {name: getattr(cfg, name) for name in ("tie", "rope", "dropout")}
     architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], vocab=rows.meta["vocab_padded"], **own)
-    model_and_train = {"model": dataclasses.asdict(architecture), "train": dataclasses.asdict(cfg)}
-    meta = model_and_train | {"data": rows.meta["fingerprint"]}
+    settings = {"model": dataclasses.asdict(architecture), "train": dataclasses.asdict(cfg)}
+    meta = settings | {"data": rows.meta["fingerprint"]}
     describe(cfg, dtype, architecture, rows, devices)
     with runs.Run(cfg, rank=devices.rank) as run:
-        state, first = make_state(cfg, architecture, dtype, devices), 0
+        state = make_state(cfg, architecture, dtype, devices)
+        first = 0
         if cfg.resume and runs.saved_steps(Path(cfg.resume)):
             first = restore(runs.newest(cfg.resume)[1], state, meta)
         if cfg.resume:

@@ -182,8 +182,8 @@ def test_packed_texts_are_each_text_alone(device):
     texts = [torch.randint(5, 64, (n,), device=device) for n in length_T.tolist()]
     text_S = torch.repeat_interleave(torch.arange(4), length_T)
     start_U = torch.cat([torch.zeros(1), length_T.cumsum(0)]).int()
-    place_S = torch.arange(len(text_S)) - start_U[text_S]
-    packed = mdlm.Packed(*(x.to(device) for x in (text_S, place_S, start_U)), longest=80)
+    position_S = torch.arange(len(text_S)) - start_U[text_S]
+    packed = mdlm.Packed(*(x.to(device) for x in (text_S, position_S, start_U)), longest=80)
     got_SD = model.hidden(torch.cat(texts)[None], noise_T, packed=packed)[0]
     want_SD = torch.cat([model.hidden(text[None], noise_T[i, None])[0] for i, text in enumerate(texts)])
     tolerance = 1e-5 if device == "cpu" else 0.05

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.torch
+import tokenizers
 import torch
 from conftest import command, kill_and_resume, losses
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -490,10 +491,11 @@ def test_the_bound_is_that_of_each_row_alone_but_takes_rows_of_similar_length_to
 def test_what_eval_only_says_of_bad_input(data, unbroken, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(data, other)
-    tokenizer_json = (data / "tokenizer.json").read_bytes() + b"\n"
-    (other / "tokenizer.json").write_bytes(tokenizer_json)
+    tokenizer = tokenizers.Tokenizer.from_file(str(data / "tokenizer.json"))
+    tokenizer.add_tokens(["another"])
+    tokenizer.save(str(other / "tokenizer.json"))
     meta = json.loads((data / "meta.json").read_text())
-    digest = hashlib.sha256(tokenizer_json).hexdigest()
+    digest = hashlib.sha256((other / "tokenizer.json").read_bytes()).hexdigest()
     (other / "meta.json").write_text(json.dumps(meta | {"tokenizer_sha256": digest}))
     for folder, settings, message in (
         (unbroken, {"data": str(other)}, "another tokenizer"),
