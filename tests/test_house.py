@@ -97,8 +97,8 @@ def test_a_trainer_imports_the_ground_alone(trainer):
 
 
 @pytest.mark.parametrize("name", ["runs", "rows", "sandbox", "sandbox_inside", "data_prep", "corpus", "rl_tasks"])
-def test_what_needs_no_model_loads_neither_jax_nor_pytorch(name):
-    for file in carried(name):  # Rows.on_mesh, which JAX's trainers call, imports JAX when it is called
+def test_what_needs_no_model_imports_neither_jax_nor_pytorch(name):
+    for file in carried(name, inside=True):
         assert not imports(file, inside=True) & {"jax", "flax", "optax", "orbax", "torch"}, file
 
 
