@@ -35,7 +35,7 @@ esac
 if [ "$device" != score ]; then
     if [ -n "$packages" ]; then
         text=(--roots "${data}_source")
-        [ -e "$data/meta.json" ] || { pip install -q pypi-simple && python fetch_pypi.py "$packages" --out="${data}_source"; }
+        [ -e "$data/meta.json" ] || python fetch_pypi.py "$packages" --out="${data}_source"
     fi
     prepare=(python data_prep.py python "${text[@]}" --vocab_size=$ids --seq_len=$row --out="$data")
     if [ "$device" = v6e-16 ]; then # its hosts would all write the same
