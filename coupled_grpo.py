@@ -73,7 +73,7 @@ class Config:
     group: int | None = None  # completions per task (the group of GRPO)
     iterations: int | None = None  # updates per round
     micro_batch: int = 0  # completions per backward pass, on all devices together; 0: 5 on each, in the demo 64
-    generation_batch: int = 0  # completions generated at a time, on all devices together; 0: 10 on each, 128
+    generation_batch: int = 0  # completions generated at a time, all devices together; 0: 10 on each, in the demo 128
     max_prompt: int | None = None  # tokens of a prompt; tasks with longer ones are left out
     max_new: int | None = None  # tokens of a completion
     temperature: float = 1.0  # of the distribution that tokens are drawn from
@@ -331,8 +331,8 @@ def make_programs(cfg, graph, optimizer, mask_id, layouts=(None, None), scores_o
     """(scores, gradients, update), compiled once each; base is {} without LoRA.
 
     scores(trained, base, batch) -> [B, C]; gradients(trained, base, total, batch) -> (total + those of the batch,
-    metrics); update(trained, opt, total, micro-batches) -> (trained, opt, norm), unchanged where the norm is not
-    finite. layouts are the shardings of what is trained and of the optimizer's state.
+    metrics); update(trained, opt, total, micro-batches) -> (trained, opt, norm) by their mean gradient, unchanged where
+    the norm is not finite. layouts are the shardings of what is trained and of the optimizer's state.
     """
     form = grpo.Loss(cfg.loss, cfg.beta, cfg.epsilon, cfg.epsilon_high, cfg.delta)
 
@@ -348,7 +348,8 @@ def make_programs(cfg, graph, optimizer, mask_id, layouts=(None, None), scores_o
         def loss(trained, batch):
             return grpo.micro_loss(policy(trained, base), batch, mask_id, form, scores_of=scores_of)
 
-        return grpo.add_gradients(loss, trained, batch, total)
+        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(trained, batch)
+        return jax.tree.map(jnp.add, total, grads), {"loss": value} | metrics
 
     @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(*layouts, None))
     def update(trained, opt, total, count):
@@ -377,8 +378,8 @@ class Batch(typing.NamedTuple):
 
 def micro_batches(row_R, size, devices=1):
     """The rows in as few batches of `size` as hold them, of even lengths; padded with -1 to a multiple of devices."""
-    batches = np.array_split(row_R, -(-len(row_R) // size)) if len(row_R) else []
-    width = grpo.round_up(size, devices)
+    batches = np.array_split(row_R, math.ceil(len(row_R) / size)) if len(row_R) else []
+    width = math.ceil(size / devices) * devices
     return [np.pad(batch, (0, width - len(batch)), constant_values=-1) for batch in batches]
 
 
@@ -476,7 +477,8 @@ class Trainer:
         policy, key_data = self.policy(), np.asarray(jax.random.key_data(key))  # which is on no device
         canvas_BL, see_BL = prompts.canvas(task_B)
         size, filled, passes = self.cfg.generation_batch, [], []
-        width = grpo.round_up(size, self.writing_mesh.shape["data"])  # each device has the same number of rows
+        devices = self.writing_mesh.shape["data"]  # with the same number of rows each
+        width = math.ceil(size / devices) * devices
         for i in range(0, len(task_B), size):
             # All batches have one shape, for one compiled program: the last repeats rows.
             inputs = [np.resize(x[i : i + size], (width, x.shape[1])) for x in (canvas_BL, see_BL)]
