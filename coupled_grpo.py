@@ -270,7 +270,7 @@ def by_host_0(make, shape):
 
 
 def graphs_of(model_cfg, dtype, on_cpu=False, platform=""):
-    """The model without its parameters, for training, which off the CPU computes layers twice, and for generation."""
+    """The model without its parameters, for training, with rematerialisation off the CPU, and for generation."""
     run = md.Run(dtype, 64 if on_cpu else 256, remat="none" if on_cpu else "full", platform=platform)
     return md.graph_of(model_cfg, run), md.graph_of(model_cfg, dataclasses.replace(run, remat="none"))
 
@@ -306,9 +306,8 @@ def check_memory(cfg, mesh, dtype):
     model_cfg, optimizer = md.read_config(path, meta), grpo.make_optimizer(cfg.lr)
     copy, writing = 0, writing_mesh(model_cfg, jax.devices())
     if writing.size > 1:  # rollouts have weights of their own, while there are no gradients
-        copy = checkpoints.bytes_on_a_device(
-            checkpoints.state_shapes(md, model_cfg, optimizer, writing, 1, dtype)["base"]
-        )
+        shapes = checkpoints.state_shapes(md, model_cfg, optimizer, writing, 1, dtype)
+        copy = checkpoints.bytes_on_a_device(shapes["base"])
 
     def needed(lora_rank):  # what is trained, its moments and gradients, the reference model; with LoRA the base
         shapes = checkpoints.state_shapes(md, model_cfg, optimizer, mesh, lora_rank, dtype)
@@ -440,9 +439,8 @@ class Trainer:
     def describe(self):
         """Print what is trained, on what."""
         trained, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (self.trained, self.base))
-        print(
-            f"{jax.device_count()} x {jax.devices()[0].device_kind}; {trained:,} parameters trained, {frozen:,} frozen"
-        )
+        kind = jax.devices()[0].device_kind
+        print(f"{jax.device_count()} x {kind}; {trained:,} parameters trained, {frozen:,} frozen")
         for prompts in (self.prompts, *self.heldout):
             dropped = f"{prompts.dropped:,} left out, longer than --max_prompt={self.cfg.max_prompt}"
             print(f"{prompts.path}: {len(prompts.tasks):,} tasks, {dropped}", flush=True)
@@ -476,16 +474,15 @@ class Trainer:
         """Completions of the tasks with these numbers, by the policy as it is: a Batch."""
         policy, key_data = self.policy(), np.asarray(jax.random.key_data(key))  # which is on no device
         canvas_BL, see_BL = prompts.canvas(task_B)
-        size, filled, passes = self.cfg.generation_batch, [], []
-        devices = self.writing_mesh.shape["data"]  # with the same number of rows each
-        width = math.ceil(size / devices) * devices
+        devices, filled, passes = self.writing_mesh.shape["data"], [], []
+        size = math.ceil(self.cfg.generation_batch / devices) * devices  # as many rows on each
         for i in range(0, len(task_B), size):
             # All batches have one shape, for one compiled program: the last repeats rows.
-            inputs = [np.resize(x[i : i + size], (width, x.shape[1])) for x in (canvas_BL, see_BL)]
+            inputs = [np.resize(x[i : i + size], (size, x.shape[1])) for x in (canvas_BL, see_BL)]
             with jax.set_mesh(self.writing_mesh):
                 batch_key = jax.random.fold_in(jax.random.wrap_key_data(key_data), i)
                 token_BL, stats = self.fill(policy, *inputs, self.rule, batch_key)
-            filled.append(token_BL[: min(size, len(task_B) - i)])
+            filled.append(token_BL[: len(task_B) - i])
             passes.append(sum(stats["windows"]) / canvas_BL.shape[1])
         token_BL = np.concatenate(filled)
         counted_BC = grpo.completion_mask(token_BL[:, -self.cfg.max_new :], self.rule.eos_ids[0])
