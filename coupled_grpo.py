@@ -73,7 +73,7 @@ class Config:
     group: int | None = None  # completions per task (the group of GRPO)
     iterations: int | None = None  # updates per round
     micro_batch: int = 0  # completions per backward pass, on all devices together; 0: 5 on each, in the demo 64
-    generation_batch: int = 0  # completions generated at a time, on all devices together; 0: 10 on each, 128
+    generation_batch: int = 0  # completions generated at a time, all devices together; 0: 10 on each, in the demo 128
     max_prompt: int | None = None  # tokens of a prompt; tasks with longer ones are left out
     max_new: int | None = None  # tokens of a completion
     temperature: float = 1.0  # of the distribution that tokens are drawn from
@@ -270,7 +270,7 @@ def by_host_0(make, shape):
 
 
 def graphs_of(model_cfg, dtype, on_cpu=False, platform=""):
-    """The model without its parameters, for training, which off the CPU computes layers twice, and for generation."""
+    """The model without its parameters, for training, with rematerialisation off the CPU, and for generation."""
     run = md.Run(dtype, 64 if on_cpu else 256, remat="none" if on_cpu else "full", platform=platform)
     return md.graph_of(model_cfg, run), md.graph_of(model_cfg, dataclasses.replace(run, remat="none"))
 
@@ -306,9 +306,8 @@ def check_memory(cfg, mesh, dtype):
     model_cfg, optimizer = md.read_config(path, meta), grpo.make_optimizer(cfg.lr)
     copy, writing = 0, writing_mesh(model_cfg, jax.devices())
     if writing.size > 1:  # rollouts have weights of their own, while there are no gradients
-        copy = checkpoints.bytes_on_a_device(
-            checkpoints.state_shapes(md, model_cfg, optimizer, writing, 1, dtype)["base"]
-        )
+        shapes = checkpoints.state_shapes(md, model_cfg, optimizer, writing, 1, dtype)
+        copy = checkpoints.bytes_on_a_device(shapes["base"])
 
     def needed(lora_rank):  # what is trained, its moments and gradients, the reference model; with LoRA the base
         shapes = checkpoints.state_shapes(md, model_cfg, optimizer, mesh, lora_rank, dtype)
@@ -331,8 +330,8 @@ def make_programs(cfg, graph, optimizer, mask_id, layouts=(None, None), scores_o
     """(scores, gradients, update), compiled once each; base is {} without LoRA.
 
     scores(trained, base, batch) -> [B, C]; gradients(trained, base, total, batch) -> (total + those of the batch,
-    metrics); update(trained, opt, total, micro-batches) -> (trained, opt, norm), unchanged where the norm is not
-    finite. layouts are the shardings of what is trained and of the optimizer's state.
+    metrics); update(trained, opt, total, micro-batches) -> (trained, opt, norm) by their mean gradient, unchanged where
+    the norm is not finite. layouts are the shardings of what is trained and of the optimizer's state.
     """
     form = grpo.Loss(cfg.loss, cfg.beta, cfg.epsilon, cfg.epsilon_high, cfg.delta)
 
@@ -348,7 +347,8 @@ def make_programs(cfg, graph, optimizer, mask_id, layouts=(None, None), scores_o
         def loss(trained, batch):
             return grpo.micro_loss(policy(trained, base), batch, mask_id, form, scores_of=scores_of)
 
-        return grpo.add_gradients(loss, trained, batch, total)
+        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(trained, batch)
+        return jax.tree.map(jnp.add, total, grads), {"loss": value} | metrics
 
     @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(*layouts, None))
     def update(trained, opt, total, count):
@@ -377,8 +377,8 @@ class Batch(typing.NamedTuple):
 
 def micro_batches(row_R, size, devices=1):
     """The rows in as few batches of `size` as hold them, of even lengths; padded with -1 to a multiple of devices."""
-    batches = np.array_split(row_R, -(-len(row_R) // size)) if len(row_R) else []
-    width = grpo.round_up(size, devices)
+    batches = np.array_split(row_R, math.ceil(len(row_R) / size)) if len(row_R) else []
+    width = math.ceil(size / devices) * devices
     return [np.pad(batch, (0, width - len(batch)), constant_values=-1) for batch in batches]
 
 
@@ -439,9 +439,8 @@ class Trainer:
     def describe(self):
         """Print what is trained, on what."""
         trained, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (self.trained, self.base))
-        print(
-            f"{jax.device_count()} x {jax.devices()[0].device_kind}; {trained:,} parameters trained, {frozen:,} frozen"
-        )
+        kind = jax.devices()[0].device_kind
+        print(f"{jax.device_count()} x {kind}; {trained:,} parameters trained, {frozen:,} frozen")
         for prompts in (self.prompts, *self.heldout):
             dropped = f"{prompts.dropped:,} left out, longer than --max_prompt={self.cfg.max_prompt}"
             print(f"{prompts.path}: {len(prompts.tasks):,} tasks, {dropped}", flush=True)
@@ -475,15 +474,15 @@ class Trainer:
         """Completions of the tasks with these numbers, by the policy as it is: a Batch."""
         policy, key_data = self.policy(), np.asarray(jax.random.key_data(key))  # which is on no device
         canvas_BL, see_BL = prompts.canvas(task_B)
-        size, filled, passes = self.cfg.generation_batch, [], []
-        width = grpo.round_up(size, self.writing_mesh.shape["data"])  # each device has the same number of rows
+        devices, filled, passes = self.writing_mesh.shape["data"], [], []
+        size = math.ceil(self.cfg.generation_batch / devices) * devices  # as many rows on each
         for i in range(0, len(task_B), size):
             # All batches have one shape, for one compiled program: the last repeats rows.
-            inputs = [np.resize(x[i : i + size], (width, x.shape[1])) for x in (canvas_BL, see_BL)]
+            inputs = [np.resize(x[i : i + size], (size, x.shape[1])) for x in (canvas_BL, see_BL)]
             with jax.set_mesh(self.writing_mesh):
                 batch_key = jax.random.fold_in(jax.random.wrap_key_data(key_data), i)
                 token_BL, stats = self.fill(policy, *inputs, self.rule, batch_key)
-            filled.append(token_BL[: min(size, len(task_B) - i)])
+            filled.append(token_BL[: len(task_B) - i])
             passes.append(sum(stats["windows"]) / canvas_BL.shape[1])
         token_BL = np.concatenate(filled)
         counted_BC = grpo.completion_mask(token_BL[:, -self.cfg.max_new :], self.rule.eos_ids[0])

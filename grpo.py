@@ -23,11 +23,6 @@ import optax
 import diffusion
 import model_dream as md
 
-
-def round_up(count, multiple):
-    return -(-count // multiple) * multiple
-
-
 # ---- scores --------------------------------------------------------------------------------------------------------
 
 
@@ -279,16 +274,6 @@ def micro_loss(model, batch, mask_id, loss=Loss(), chunk=1024, scores_of=coupled
 
 
 # ---- updates -------------------------------------------------------------------------------------------------------
-
-
-def add_gradients(loss_fn, params, batch, total):
-    """(total + the gradients of one micro-batch, metrics) for loss_fn(params, batch) -> (loss, metrics).
-
-    An update divides the total by the number of micro-batches. With "bnpo" each of them was divided by its own number
-    of tokens, on all devices (in the reference: a device's part by its own): this is no mean over the tokens of all.
-    """
-    (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
-    return jax.tree.map(jnp.add, total, grads), {"loss": loss} | metrics
 
 
 def round_plan(accumulate, iterations):

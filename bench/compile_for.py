@@ -839,7 +839,7 @@ class Grpo:
 
         # a micro-batch as coupled_grpo.score leaves it: B prompts of P tokens with completions of C
         rows_at, everywhere = (jax.NamedSharding(mesh, spec) for spec in (PS(md.BATCH), PS()))
-        B, P, C = grpo.round_up(cfg.micro_batch, mesh.size), cfg.max_prompt, cfg.max_new
+        B, P, C = math.ceil(cfg.micro_batch / mesh.size) * mesh.size, cfg.max_prompt, cfg.max_new
 
         def row(dtype, *shape):
             return jax.ShapeDtypeStruct((B, *shape), dtype, sharding=rows_at)
@@ -861,7 +861,8 @@ class Grpo:
             params, beside_copy = jax.eval_shape(copy, params), checkpoints.bytes_on_a_device(trained)
         rule = coupled_grpo.rule_of(cfg, model.vocab, (model.eos_id,))
         sampler = sample_dream.sampler_of(graphs[1], model, rule)
-        filled = grpo.round_up(cfg.generation_batch, writing.shape["data"])
+        share = writing.shape["data"]
+        filled = math.ceil(cfg.generation_batch / share) * share
         inputs = denoising(sampler, params, writing, filled, P + C, begin=P)
 
         phases = {

@@ -370,8 +370,10 @@ def test_rollouts_choose_positions_by_the_distribution_and_not_by_what_was_drawn
     model = model_of(tiny())
     for score in ("distribution", "drawn"):
         rule = sample_dream.Sampling(temperature=1.0, threshold=0.06, block_length=16, score=score, history=True)
-        _, stats = sample_dream.generate(model, [[5, 6, 7]] * 8, 16, rule, jax.random.key(0))
-        filled_BL = stats["history"][0] != TINY.mask_id
+        canvas = sample_dream.canvas([[5, 6, 7]] * 8, 16, TINY, 19)
+        _, stats = sample_dream.fill(model, *canvas, rule, jax.random.key(0))
+        filled_BL = stats["when"] == 1
+        assert filled_BL.any()
         assert (filled_BL == filled_BL[0]).all() == (score == "distribution")
     assert coupled_grpo.rule_of(coupled_grpo.resolve(coupled_grpo.Config()), 50, (2,)).score == "distribution"
 
@@ -690,20 +692,28 @@ def test_an_update_by_micro_batches_is_that_of_all_its_completions_except_for_bn
     close(jnp.concatenate(parts) / 3, expected)
 
 
-def test_gradients_of_micro_batches_are_added():
+def test_gradients_of_micro_batches_are_added_and_an_update_takes_their_mean():
+    """Of a Dream in the compiled programs; an update whose gradient is not finite changes nothing."""
     token, u, ratio = example(B=4)
-    batch, params = batch_of(token, u, ratio, first=jnp.ones(4, bool)), bag()
-    halves = [jax.tree.map(lambda x, i=i: x[i : i + 2], batch) | {"first": True} for i in (0, 2)]
-
-    def loss(params, batch):
-        return grpo.micro_loss(Bag(params), batch, TINY.mask_id, grpo.Loss(beta=0.1), 8)
-
-    step = jax.jit(lambda params, batch, total: grpo.add_gradients(loss, params, batch, total))
-    zero = jax.tree.map(jnp.zeros_like, params)
-    (first, metrics), (second, _) = (step(params, half, zero) for half in halves)
-    both, _ = step(params, halves[1], first)
+    batch, optimizer, params = batch_of(token, u, ratio), optax.sgd(0.5), tiny()
+    halves = [{name: x if name == "first" else x[i : i + 2] for name, x in batch.items()} for i in (0, 2)]
+    cfg = coupled_grpo.Config(**coupled_grpo.PRESETS["demo"])
+    graph = dream.graph_of(TINY, dream.Run(jnp.float32))
+    _, gradients, update = coupled_grpo.make_programs(cfg, graph, optimizer, TINY.mask_id)
+    zero = functools.partial(jax.tree.map, jnp.zeros_like, params)  # given away, so one for each
+    first, metrics = gradients(params, {}, zero(), halves[0])
+    expected = jax.tree.map(lambda a, b: np.asarray(a + b), first, gradients(params, {}, zero(), halves[1])[0])
+    total, _ = gradients(params, {}, first, halves[1])
     assert metrics["loss"] != 0
-    jax.tree.map(lambda total, a, b: close(total, a + b), both, first, second)
+    jax.tree.map(close, total, expected)
+    before = jax.tree.map(np.asarray, params)
+    new, opt, norm = update(params, optimizer.init(params), total, 2)
+    jax.tree.map(lambda new, old, g: close(new, old - 0.5 * g / 2), new, before, expected)
+    close(norm, optax.tree.norm(expected) / 2)
+    kept = jax.tree.map(np.asarray, new)
+    same, _, norm = update(new, opt, jax.tree.map(lambda g: g * jnp.nan, expected), 2)
+    assert np.isnan(norm)
+    jax.tree.map(np.testing.assert_array_equal, same, kept)
 
 
 @pytest.mark.parametrize(("accumulate", "iterations"), [(1, 1), (2, 2), (3, 2), (2, 5)])

@@ -244,16 +244,15 @@ def programs(mask_id, epsilon, beta):
 
     @jax.jit
     def gradients(params, batches):
-        def loss(params, batch):
-            form = grpo.Loss(beta=beta, low=epsilon, high=epsilon)
-            return grpo.micro_loss(Mixer(params), batch, mask_id, form, 8)
+        def of_micro_batch(batch):
+            def loss(params):
+                form = grpo.Loss(beta=beta, low=epsilon, high=epsilon)
+                return grpo.micro_loss(Mixer(params), batch, mask_id, form, 8)[0]
 
-        def add(total, batch):
-            total, metrics = grpo.add_gradients(loss, params, batch, total)
-            return total, (metrics["loss"], total)
+            return jax.value_and_grad(loss)(params)
 
-        total, (losses, totals) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)
-        return jax.tree.map(lambda g: g / len(losses), total), losses, jax.tree.map(lambda x: x[0], totals)
+        losses, grads = jax.lax.map(of_micro_batch, batches)
+        return jax.tree.map(lambda g: g.mean(0), grads), losses, jax.tree.map(lambda g: g[0], grads)
 
     return scores, gradients
 

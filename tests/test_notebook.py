@@ -33,7 +33,7 @@ def test_the_colab_notebook_trains_writes_code_scores_and_learns(tmp_path, monke
         "TRAIN": "--batch_size=4 --compile_cache=",
         "DREAM": tmp_path / "DiffuCoder-7B-Instruct",
         "TASKS": f"--roots {tmp_path}/rows.jsonl --difficulty=all --heldout=0.2",
-        "GRPO": f"{small} --block_length=8 --eval_tasks=2 --eval_every=2 --save_every=1",
+        "GRPO": f"{small} --block_length=8 --eval_tasks=2 --eval_every=1",
     }
     for name, value in settings.items():
         monkeypatch.setenv(f"UNMASK_{name}", str(value))
