@@ -95,9 +95,10 @@ class Plain(nn.Module):
 def plain_steps(cfg, settings, rows, device, micro, fused):
     """Seconds and losses of cfg.warmup + cfg.steps steps of the plain trainer."""
     # our initial weights, which the seed gives
-    model = Plain(mdlm.CONFIGS[cfg.model], fused)
+    architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], vocab=rows.meta["vocab_padded"])
+    model = Plain(architecture, fused)
     torch.manual_seed(settings.seed)
-    model.load_state_dict(mdlm.MDLM(mdlm.CONFIGS[cfg.model]).state_dict())
+    model.load_state_dict(mdlm.MDLM(architecture).state_dict())
     model.to(device)
     ema = copy.deepcopy(model)
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -163,6 +164,7 @@ def our_steps(cfg, data):
     with tempfile.TemporaryDirectory() as folder:
         steps = cfg.warmup + cfg.steps
         flags = f"--data={data} --out={folder}/run --model={cfg.model} --steps={steps} --batch_size={cfg.batch_size}"
+        flags += " --optimizer=adamw --no-rope"  # as the plain trainer
         command = [sys.executable, str(ROOT / "train_gpu.py"), *flags.split(), "--log_every=1", f"--dtype={cfg.dtype}"]
         subprocess.run([*command, "--eval_rows=16", "--eval_every=1000"], check=True, stdout=subprocess.DEVNULL)
         log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()]
