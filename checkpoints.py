@@ -476,7 +476,7 @@ def fits(needed, free, what, smaller):
     """Raise ValueError if fewer bytes are free than needed; smaller is {flag: bytes} of what takes less."""
     if needed > free:
         advice = " or ".join(f"{flag} takes {size / 1e9:.3g}" for flag, size in smaller.items() if size <= free)
-        advice = advice or "that takes a smaller model, or more devices or memory"
+        advice = advice or "that takes a smaller model, or more devices, or more memory"
         raise ValueError(f"{what} on each device, where {free / 1e9:.3g} are free; {advice}")
 
 
