@@ -752,17 +752,14 @@ def assemble(base, trained):
     return {name: assemble(child, trained.get(name, {})) for name, child in base.items()} if base else trained
 
 
-def new_adapters(key, base, rank, targets=MATRICES):
-    """New float32 adapters {"layers": {"0": {"q_proj": {"a" [R, D], "b" [F, R]}}}} of the matrices named `targets`.
+def new_adapters(key, base, rank):
+    """New float32 adapters {"layers": {"0": {"q_proj": {"a" [R, D], "b" [F, R]}}}} of the layers' matrices.
 
     A has standard deviation 1 / sqrt(D), B is zero. B A is not scaled: alpha = rank.
     """
     layers = {}
     for i, layer in base["layers"].items():
-        unknown = set(targets) - {name for name, weight in layer.items() if weight.ndim == 2}
-        if unknown:
-            raise ValueError(f"--lora_targets: no matrix of a layer is called {', '.join(sorted(unknown))}")
-        for j, name in enumerate(targets):
+        for j, name in enumerate(MATRICES):
             F, D = layer[name].shape
             key_a = jax.random.fold_in(jax.random.fold_in(key, int(i)), j)
             a_RD = D**-0.5 * jax.random.normal(key_a, (rank, D), jnp.float32)
