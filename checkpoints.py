@@ -454,8 +454,13 @@ def training_mesh(cfg, model, devices):
     uneven = [f"{name} ({size})" for name, (size, count) in shared.items() if size % count]
     if uneven:
         raise ValueError(f"--fsdp={fsdp} --tensor={tensor} do not divide the model's {', '.join(uneven)}; try --fsdp=1")
-    grid = np.asarray(devices).reshape(-1, fsdp, tensor)
-    return jax.sharding.Mesh(grid, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    return mesh_of(devices, (-1, fsdp, tensor))
+
+
+def mesh_of(devices, shape):
+    """The devices in their order as a mesh (data, fsdp, tensor)."""
+    axes, auto = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3
+    return jax.sharding.Mesh(np.reshape(devices, shape), axes, axis_types=auto)
 
 
 def inference_mesh(model, devices, rows):
@@ -479,6 +484,11 @@ def on_mesh(rows, row_ids, sharding):
         return lambda index: read(*((s.start, s.stop) for s in index[:2]))[c]
 
     return tuple(jax.make_array_from_callback(shape, sharding, column(c)) for c in range(len(rows.columns)))
+
+
+def rollout_mesh(model, devices):
+    """The mesh of inference_mesh, of all devices in their order: a trainer's weights move there in one program."""
+    return mesh_of(devices, inference_mesh(model, devices, 0).devices.shape)
 
 
 def for_inference(family, params, mesh, dtype):
