@@ -59,12 +59,11 @@ def coupled_views(token_BL, completion_BL, u_BL, ratio_B, mask_id):
 def hidden_of_views(model, token_BL, see_BL, views_BKC):
     """Hidden states that predict each token of K versions of the completions, the last C columns: [B, K, C, D].
 
-    All versions go through the model in one forward pass, behind their prompt. Raises ValueError if there is none. In a
-    Dream of blocks each version has the clean row beside it: see its `predicting`.
+    All versions go through the model in one forward pass, behind their prompt. In a Dream of blocks each version has
+    the clean row beside it: see its `predicting`.
     """
     (B, K, C), L = views_BKC.shape, token_BL.shape[1]
-    if L <= C:
-        raise ValueError(f"{L} columns hold no prompt before {C} tokens of completion")
+    assert L > C, f"{L} columns hold no prompt before {C} tokens of completion"
     views_BKL = jnp.concatenate([jnp.repeat(token_BL[:, None, : L - C], K, 1), views_BKC], 2)
     views_RL, see_RL = views_BKL.reshape(K * B, L), None if see_BL is None else jnp.repeat(see_BL, K, 0)
     cfg = getattr(model, "cfg", md.DreamConfig)  # the defaults, of a model that has none
@@ -128,8 +127,8 @@ def coupled_scores(model, batch, mask_id, chunk=1024):
 
     batch: token_BL, whose last C columns are the completion; see_BL, False at padding, or None; u_BC and ratio_B of
     draw_masks. The weights are 1/2, 1 / (2 ratio) and 1 / (2 (1 - ratio)). model.hidden(token_BL, see_BM=see_BL) are
-    hidden states, those at p predict the token at p + 1; model.logits is the head. Raises ValueError if there is no
-    prompt. Ref: DiffuCoder, arXiv:2506.20639, section 4.
+    hidden states, those at p predict the token at p + 1; model.logits is the head. Ref: DiffuCoder, arXiv:2506.20639,
+    section 4.
     """
     B, C = batch["u_BC"].shape
     token_BC, ratio_B1 = batch["token_BL"][:, -C:], jnp.reshape(batch["ratio_B"], (-1, 1)).astype(jnp.float32)
@@ -163,11 +162,8 @@ def group_advantages(reward_BF, weight_F, group, scale=False):
 
     A = R - sum_others / (n - 1) = n / (n - 1) (R - mean), with n known rewards in the group. A completion that lacks a
     reward, as when the sandbox failed, has advantage 0 and is in no baseline; leave its tokens out of the loss
-    (counted_B). scale divides by the group's standard deviation + 1e-4. Raises ValueError for groups of one, which have
-    no baseline. Ref: RLOO, arXiv:2402.14740.
+    (counted_B). scale divides by the group's standard deviation + 1e-4. Ref: RLOO, arXiv:2402.14740.
     """
-    if group < 2:
-        raise ValueError(f"groups of {group} have no baseline: at least 2 completions per prompt are needed")
     reward_BF = np.array(reward_BF, np.float64).reshape(len(reward_BF), -1)
     counted_B = ~np.isnan(reward_BF).any(-1)
     reward_B = (np.nan_to_num(reward_BF, nan=0.0) * np.asarray(weight_F, np.float64)).sum(-1)

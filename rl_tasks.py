@@ -58,8 +58,6 @@ def main(cfg):
     out, paths = Path(cfg.out), files_below(cfg.roots)
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / ".lock"):
-        if any((out / name).exists() for name in ("tokenizer.json", "progress.json", "train", "heldout")):
-            raise ValueError(f"{out} holds other data; choose another --out")
         inputs = [cfg.tokenizer, cfg.humaneval, *paths]  # the same settings and files give the same bytes
         settings = {name: getattr(cfg, name) for name in ("demo", "difficulty", "max_prompt", "heldout", "seed")}
         settings["inputs"] = [hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else "" for path in inputs]

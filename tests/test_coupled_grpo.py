@@ -111,7 +111,9 @@ def plain_scores(logits_of, hidden_BKCD, token_BC, mask_BC, weights):
     return weights[0] * logp_BKC[:, 0] + second_BC
 
 
-@pytest.mark.parametrize("chunk", [24, 1000])  # four of eleven tokens, more than there are
+@pytest.mark.parametrize(
+    "chunk", [24, pytest.param(1000, marks=pytest.mark.slow)]
+)  # four of eleven tokens, more than there are
 def test_scores_and_gradients_are_those_of_the_plain_form(chunk):
     B, C, D, V = 3, 11, 8, 37
     key = jax.random.split(jax.random.key(0), 5)
@@ -195,6 +197,7 @@ def test_left_padding_changes_no_score():
     assert np.abs(seen - want).max() > 1e-3  # the padding is there to be seen
 
 
+@pytest.mark.slow
 def test_a_block_as_long_as_the_row_is_scored_as_the_canvas_of_a_model_without_blocks():
     token, u, ratio = example()
     params, see = tiny(), jnp.arange(7 + token.shape[1]) >= jnp.array([[7], [5], [7]])
@@ -283,7 +286,7 @@ def test_banned_tokens_cost_nothing_but_their_probability():
 
 def test_a_canvas_without_a_prompt_is_refused():
     token, u, ratio = example(prompt=0)
-    with pytest.raises(ValueError, match="11 columns hold no prompt before 11"):
+    with pytest.raises(AssertionError, match="11 columns hold no prompt before 11"):
         grpo.coupled_scores(Uniform(), batch_of(token, u, ratio), TINY.mask_id)
 
 
@@ -298,10 +301,8 @@ def test_masks_are_functions_of_key_iteration_and_row():
     jax.tree.map(np.testing.assert_array_equal, draw(1), (ratio, u))
     jax.tree.map(np.testing.assert_array_equal, draw(1, rows=3), (ratio[:3], u[:3]))
     assert ratio.shape == (6,)
-    for share in (2, 6):  # consecutive rows with one ratio
-        shared = draw(1, share=share)[0]
-        assert len(set(shared.tolist())) == 6 // share
-        np.testing.assert_array_equal(shared, np.repeat(shared[::share], share))
+    assert len(set(ratio.tolist())) == 3  # every two consecutive rows have one
+    np.testing.assert_array_equal(ratio, np.repeat(ratio[::2], 2))
     others = [draw(0), draw(2), draw(1, seed=4)]
     for another_ratio, another_u in others:
         assert (np.abs(another_u - u) > 0).mean() > 0.99
@@ -461,7 +462,8 @@ def drift_of(params, cfg, stats, see_BL, C):
 WARM = {"temperature": 1.4, "threshold": 0.15, "score": "distribution", "vocab": 50, "eos_ids": (7, 9, 11)}
 
 
-@pytest.mark.parametrize("cache", ["", pytest.param("dual", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["", "dual"])
 def test_a_rollout_drifts_from_the_model_that_is_scored_by_its_cache_alone(cache):
     """Whatever the temperature, the padding, ids without a token and texts that end."""
     cfg, C = dataclasses.replace(TINY, layers=2), 16  # keys of the first layer do not change with the text around
@@ -541,12 +543,6 @@ def test_a_difference_however_small_is_no_constant_group():
     got = grpo.group_advantages([[1.0], [1.0], [1.0 + 1e-9]], [1.0], 3)
     assert not got.constant_B.any()
     assert got.advantage_B[2] > 0 > got.advantage_B[0]
-
-
-@pytest.mark.parametrize(("rows", "group", "words"), [(4, 1, "no baseline"), (5, 2, "array of size 5")])
-def test_groups_that_make_no_sense_are_refused(rows, group, words):
-    with pytest.raises(ValueError, match=words):
-        grpo.group_advantages(np.ones((rows, 1)), [1.0], group)
 
 
 def test_a_completion_ends_with_its_first_eos():
@@ -677,7 +673,10 @@ def test_old_scores_stand_in_for_nothing_but_later_passes():
 # ---- updates
 
 
-@pytest.mark.parametrize("kind", ["bnpo", "dapo", "dr_grpo", "grpo", "gspo"])
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("dr_grpo", "grpo", "gspo")]
+
+
+@pytest.mark.parametrize("kind", ["bnpo", "dapo", *SLOW_KINDS])
 def test_an_update_by_micro_batches_is_that_of_all_its_completions_except_for_bnpo(kind):
     """Gradients of scores of three micro-batches of different lengths, over three, beside those of all at once."""
     rng = np.random.default_rng(0)
@@ -1062,7 +1061,7 @@ def test_a_demo_that_is_stopped_in_its_pre_training_goes_on(tmp_path):
 
 def stopping(folder):
     """Settings of a run that a signal stops in its first round, unless the folder has a file `stopped`."""
-    return {"rewards": (f"{folder / 'own.py'}:stopping",), "sync_every": 3, "rounds": 3, "plot": True}
+    return {"rewards": (f"{folder / 'own.py'}:stopping",), "sync_every": 3, "rounds": 3}
 
 
 @pytest.fixture(scope="module")
@@ -1077,7 +1076,7 @@ def unbroken(folder):
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, tmp_path):
     (folder / "stopped").unlink()
     with pytest.raises(InterruptedError, match=r"SIGTERM: saved round 1; go on with --resume="):
-        coupled_grpo.main(config(folder, tmp_path / "parts", **stopping(folder)))
+        coupled_grpo.main(config(folder, tmp_path / "parts", plot=True, **stopping(folder)))
     with open(tmp_path / "parts/rounds.jsonl", "a") as file:
         file.write('{"round": 2, "written": "by a run that was killed before its checkpoint"}\n{"cut sho')
     resumed = runs.resumed(coupled_grpo.Config, [f"--resume={tmp_path / 'parts'}"])

@@ -271,6 +271,7 @@ def test_the_relations_of_the_bounds(n):
     np.testing.assert_allclose(found, want, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_spg_expects_the_derivative_of_its_mean_score():
     rng, n, mix = np.random.default_rng(0), 3, 0.3
     logp_Nn = np.where(ruler.sizes(n)[0], -rng.exponential(size=(1 << n, n)), 0)
@@ -284,6 +285,7 @@ def test_spg_expects_the_derivative_of_its_mean_score():
         np.testing.assert_allclose([better_Nn[M, i], -worse_Nn[M, i]], [lower, mixed], atol=1e-9)
 
 
+@pytest.mark.slow
 def test_of_one_token_all_estimators_expect_the_exact_gradient():
     import model_dream as md
 
@@ -302,6 +304,7 @@ def test_of_one_token_all_estimators_expect_the_exact_gradient():
 SAME = {"d1": "one_pass", "gdpo": "gdpo_gauss-3", "spg": "count"}  # names of the ruler; spg's lower score
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(grpo_run.SCORED_HERE))
 def test_what_the_bench_trains_with_is_what_the_ruler_measures(kind):
     B, n, rng = 20_000, 4, np.random.default_rng(0)
