@@ -91,32 +91,28 @@ def hf_name(name):
     return f"model.layers.{layer}.{where}.{matrix}_proj.{'weight' if kind == 'proj' else 'bias'}"
 
 
-def map_file(path):
-    """{name: array in the mapped file, read-only} of a safetensors file; ValueError if it is damaged."""
-    try:
-        with safetensors.safe_open(path, "numpy") as file:
-            views = {name: file.get_slice(name) for name in file.offset_keys()}  # in the order of the file
-            layout = {name: (DTYPES[view.get_dtype()], tuple(view.get_shape())) for name, view in views.items()}
-    except (safetensors.SafetensorError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read as safetensors of {', '.join(DTYPES)}: {error}") from None
-    # The library would copy tensors. It has checked that they follow each other without a gap up to the end of the
-    # file, so their offsets follow from their sizes, and the file can be mapped.
-    data, arrays = np.memmap(path, np.uint8, "r"), {}
-    start = data.size - sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
-    for name, (dtype, shape) in layout.items():
-        end = start + dtype.itemsize * math.prod(shape)
-        arrays[name] = data[start:end].view(dtype).reshape(shape)
-        start = end
-    return arrays
-
-
 def map_files(folder):
-    """{name: mapped array} of all safetensors files of a folder; an index names them where there are several."""
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.exists():
-        names = sorted({*runs.read_json(index, "weight_map")["weight_map"].values()})
-    return {name: array for file in names for name, array in map_file(folder / file).items()}
+    """{name: read-only array in a mapped file} of a folder's safetensors files; ValueError if one is damaged.
+
+    The library would copy tensors. It checks that they follow each other without a gap up to the end of the file, so
+    their offsets follow from their sizes.
+    """
+    index, arrays = folder / "model.safetensors.index.json", {}
+    names = runs.read_json(index, "weight_map")["weight_map"].values() if index.exists() else ["model.safetensors"]
+    for path in sorted({folder / name for name in names}):
+        try:
+            with safetensors.safe_open(path, "numpy") as file:
+                views = {name: file.get_slice(name) for name in file.offset_keys()}  # in the order of the file
+                layout = {name: (DTYPES[view.get_dtype()], tuple(view.get_shape())) for name, view in views.items()}
+        except (safetensors.SafetensorError, KeyError) as error:
+            raise ValueError(f"{path} cannot be read as safetensors of {', '.join(DTYPES)}: {error}") from None
+        data = np.memmap(path, np.uint8, "r")
+        start = data.size - sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
+        for name, (dtype, shape) in layout.items():
+            end = start + dtype.itemsize * math.prod(shape)
+            arrays[name] = data[start:end].view(dtype).reshape(shape)
+            start = end
+    return arrays
 
 
 # ---- which checkpoint a folder holds -------------------------------------------------------------------------------

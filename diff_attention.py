@@ -631,7 +631,7 @@ def _dkv_kernel(*refs, floor, block_q):
     (I, M, K), G = k_IMK.shape, q_IGLK.shape[1]
     first = pl.program_id(0) * M
     key_M1, query_L = (first + jax.lax.iota(jnp.int32, M))[:, None], jax.lax.iota(jnp.int32, block_q)
-    # blocks of queries: across the diagonal; with no masked key; with some, by start_BL
+    # blocks of queries: across the diagonal; with no masked key; with keys that start_BL masks
     begin, end = jax.lax.div(first, block_q), reach_2[1]
     diagonal = jnp.minimum(jax.lax.div(first + (M + block_q - 2), block_q), end)
     hidden = jnp.clip(reach_2[0], diagonal, end)

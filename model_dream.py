@@ -58,8 +58,6 @@ class DreamConfig:
     expand_id: int = hf("expand_token_id", -1)  # a mask that becomes this id splits in two, EOS deletes it; -1: off
 
     def __post_init__(self):
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} query heads, not a multiple of {self.kv_heads} key/value heads")
         ids = self.mask_id, self.expand_id, self.pad_id, self.bos_id, self.eos_id
         if self.mask_id in ids[1:] or self.expand_id == self.eos_id or max(ids) >= self.vocab:
             names = "mask, expand, pad, bos, eos"
@@ -69,7 +67,7 @@ class DreamConfig:
 HF_KEYS = {field.name: field.metadata["hf"] for field in dataclasses.fields(DreamConfig)}
 EXTRAS = {"block_length", "shift", "expand_id"}  # a config.json has these where they differ from the default
 OPTIONAL = {"head_size", "tie", "bos_id"} | EXTRAS  # a config.json may leave these out
-# Keys that would change the maths, with the values that this model computes, the first of which we write. Others
+# Keys that would change the maths, and the values that this model implements; config_to_hf writes the first. Others
 # (auto_map, use_mrope, ...) are ignored, as the reference ignores them.
 FIXED = {
     "model_type": ("Dream", "dream"),
@@ -124,10 +122,11 @@ def read_config(folder, meta=None):
 def config_to_hf(cfg, dtype="bfloat16"):
     """The config.json of the Hub for this architecture, as a dictionary; config_from_hf reads it back."""
     auto_map = {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}
-    fixed = {key: known[0] for key, known in FIXED.items()}
-    fields = {name: x for name, x in vars(cfg).items() if name not in EXTRAS or x != getattr(DreamConfig, name)}
-    own = {HF_KEYS[name]: value for name, value in fields.items()}
-    return {"architectures": ["DreamModel"], "auto_map": auto_map} | fixed | own | {"torch_dtype": dtype}
+    keys = {"architectures": ["DreamModel"], "auto_map": auto_map} | {key: x[0] for key, x in FIXED.items()}
+    for name, x in vars(cfg).items():
+        if name not in EXTRAS or x != getattr(DreamConfig, name):
+            keys[HF_KEYS[name]] = x
+    return keys | {"torch_dtype": dtype}
 
 
 CONFIGS = {
@@ -664,7 +663,7 @@ def noise(key, rows, row_B, part_BL, eps=1e-3):
     for each of `parts`, and stratified: the first part of row i has its t in the i-th of `rows` equal intervals, each
     further part is 0.618 of the range on.
     """
-    # a key and a time for all rows; this process may hold some of them
+    # a key and a time for all rows, of which this process may hold a part
     key_R = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
     t_R = diffusion.antithetic_times(jax.vmap(jax.random.uniform)(key_R), eps)
     u_BL = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), part_BL.shape[1:]))(key_R[row_B])

@@ -219,11 +219,8 @@ class Block(nnx.Module):
 
         # Attention: x + W_o diffattn(n W_q, n W_k, n W_v)
         n_BLD = self.barrier(rms_norm(x_BLD, self.attn_norm[...], cfg.eps))
-        q_BIPLK, k_BIJLK, v_BJLE = self.project(n_BLD, rope)
-        if cache is not None:
-            k_BIJLK, v_BJLE = cache = write(cache, k_BIJLK, v_BJLE, index_BL)
-        o_BPLE = self.attend(q_BIPLK, k_BIJLK, v_BJLE, layer, index_BL, start_BL)
-        x_BLD = x_BLD + dropout(self.join_heads(o_BPLE, n_BLD, layer), row_B, seeds[0], rate)
+        attended_BLD, cache = self.attention(n_BLD, layer, rope, index_BL, start_BL, cache)
+        x_BLD = x_BLD + dropout(attended_BLD, row_B, seeds[0], rate)
 
         # Feed-forward, SwiGLU: x + W_down(silu(n W_gate) * n W_up)
         n_BLD = self.barrier(rms_norm(x_BLD, self.ffn_norm[...], cfg.eps))
@@ -241,17 +238,18 @@ class Block(nnx.Module):
         """x; on a TPU no fusion crosses it, which keeps norms out of the matmuls: a step is 4 % faster."""
         return jax.lax.optimization_barrier(x) if self.run.tpu else x
 
-    def project(self, n_BLD, rope):
-        """Queries and keys, rotated to their positions, and values: [B, I, P, L, K], [B, I, J, L, K], [B, J, L, E]."""
+    def attention(self, n_BLD, layer, rope, index_BL, start_BL, cache):
+        """(W_o diffattn(n W_q, n W_k, n W_v) [B, L, D], new cache)."""
         cfg, tpu, (B, L, D) = self.cfg, self.run.tpu, n_BLD.shape
-        I, K = cfg.maps, cfg.head_size
+        I, K, floor = cfg.maps, cfg.head_size, cfg.diff == "seed"
 
         def heads(w_DIPK):
             if tpu:  # straight to head-major: no transpose of activations
                 return jnp.einsum("BLD,DIPK->BIPLK", n_BLD, w_DIPK)
             return linear(n_BLD, w_DIPK.reshape(D, -1)).reshape(B, L, *w_DIPK.shape[1:]).transpose(0, 2, 3, 1, 4)
 
-        # from heads 2p, 2p + 1 side by side to map 1 of all pairs, then map 2; their two values stay one of size 2K
+        # Queries and keys: from heads 2p, 2p + 1 side by side to map 1 of all pairs, then map 2. The two values of a
+        # pair stay one of size 2K. Then rotate queries and keys to their positions.
         wq_DIPK = self.weight("wq", None, "tensor").reshape(D, -1, I, K).swapaxes(1, 2)
         wk_DIJK = self.weight("wk", None, "tensor").reshape(D, -1, I, K).swapaxes(1, 2)
         wv_D1JE = self.weight("wv", None, "tensor").reshape(D, 1, -1, I * K)
@@ -259,42 +257,47 @@ class Block(nnx.Module):
         q_BIPLK, k_BIJLK = checkpoint_name(q_BIPLK, "q"), checkpoint_name(k_BIJLK, "k")
         v_BJLE = checkpoint_name(v_B1JLE[:, 0], "v")
         cos, sin = (table_BLK[:, None, None] for table_BLK in rope)
-        return rotate(q_BIPLK, cos, sin, tpu), rotate(k_BIJLK, cos, sin, tpu), v_BJLE
+        q_BIPLK, k_BIJLK = rotate(q_BIPLK, cos, sin, tpu), rotate(k_BIJLK, cos, sin, tpu)
+        if cache is not None:
+            k_BIJLK, v_BJLE = cache = write(cache, k_BIJLK, v_BJLE, index_BL)
 
-    def attend(self, q_BIPLK, k_BIJLK, v_BJLE, layer, index_BL, start_BL):
-        """The attention of each head [B, P, L, E], in training by a fused kernel where one fits, else by einsums."""
-        cfg, lam, floor = self.cfg, jnp.float32(0), self.cfg.diff == "seed"
+        # The output of each head: in training by a fused kernel where one fits, else by einsums.
+        lam = jnp.float32(0)
         if cfg.maps == 2:
             vectors = (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2)
             lam = lambda_value(*(vector_K[...] for vector_K in vectors), lambda_init(layer), clamp=floor)
         kernel = training_kernel(self.run.kernel, cfg.maps, cfg.head_size) if index_BL is None else None
-        if kernel is None:
+        if kernel:
+            o_BPLE = on_each_device(functools.partial(kernel, floor=floor))(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL)
+        else:
             o_BPLE = attention(q_BIPLK, k_BIJLK, v_BJLE, lam, index_BL, start_BL, floor=floor, block=self.run.block)
-            return checkpoint_name(o_BPLE, "attn")
-        call = functools.partial(kernel, floor=floor)
-        if not jax.sharding.get_abstract_mesh().empty:  # a Pallas call is one device's program
-            rows = batch_axes()
-            specs = (PS(rows, None, "tensor"), PS(rows, None, "tensor"), PS(rows, "tensor"), PS(), PS(rows))
-            layout = {"in_specs": specs, "out_specs": PS(rows, "tensor"), "axis_names": {"tensor", *(rows or ())}}
-            call = jax.shard_map(call, **layout, check_vma=False)
-        o_BPLE = call(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL)
-        # the other kernels name their results; with two names remat would keep them twice
-        return checkpoint_name(o_BPLE, "attn") if kernel is attention_tpu else o_BPLE
+        if kernel in (None, attention_tpu):  # the others name their results; with two names remat keeps them twice
+            o_BPLE = checkpoint_name(o_BPLE, "attn")
 
-    def join_heads(self, o_BPLE, n_BLD, layer):
-        """W_o of all heads [B, L, D], which are normed if differential, and in V2 the difference of each pair."""
-        cfg, (B, _, L, E) = self.cfg, o_BPLE.shape
-        if cfg.maps == 2:  # 1 - lambda_init keeps gradients near those of a plain transformer
+        # Differential heads are normed; 1 - lambda_init keeps gradients near those of a plain transformer. In V2 a pair
+        # of heads is subtracted, with a lambda per token and pair from the layer's input.
+        if cfg.maps == 2:
             o_BPLE = rms_norm(o_BPLE, self.subln[...], cfg.subln_eps)
             o_BPLE = o_BPLE * (1 - lambda_init(layer)).astype(o_BPLE.dtype)
-        elif cfg.diff == "v2":  # lambda per token and pair, from the layer's input
+        elif cfg.diff == "v2":
             gate_BLP = jax.nn.sigmoid(linear(n_BLD, self.weight("w_lambda")).astype(jnp.float32))
             gate_BPL1 = gate_BLP.swapaxes(1, 2)[..., None].astype(o_BPLE.dtype)
             o_BPLE = o_BPLE[:, 0::2] - gate_BPL1 * o_BPLE[:, 1::2]
         wo_QD = self.weight("wo", "tensor", None)
-        if self.run.tpu:  # from head-major, without a transpose
-            return jnp.einsum("BPLE,PED->BLD", self.barrier(o_BPLE), wo_QD.reshape(-1, E, cfg.width))
-        return linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), wo_QD)
+        if tpu:  # from head-major, without a transpose
+            wo_PED = wo_QD.reshape(o_BPLE.shape[1], -1, D)
+            return jnp.einsum("BPLE,PED->BLD", self.barrier(o_BPLE), wo_PED), cache
+        return linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), wo_QD), cache
+
+
+def on_each_device(kernel):
+    """A Pallas kernel, which is one device's program, over its own rows and heads on a mesh."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return kernel
+    rows = batch_axes()
+    specs = (PS(rows, None, "tensor"), PS(rows, None, "tensor"), PS(rows, "tensor"), PS(), PS(rows))
+    layout = {"in_specs": specs, "out_specs": PS(rows, "tensor"), "axis_names": {"tensor", *(rows or ())}}
+    return jax.shard_map(kernel, **layout, check_vma=False)
 
 
 def write(cache, k_BIJLK, v_BJLE, index_BL):

@@ -233,7 +233,6 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
         "rope_scaling": {"type": "yarn"},
         "use_sliding_window": True,
         "attention_bias": False,
-        "num_key_value_heads": 3,
         "hidden_size": "32",
         "vocab_size": None,
         "mask_token_id": 48,
@@ -572,6 +571,7 @@ def test_the_gpu_kernel_is_left_alone_where_more_than_documents_decides_who_sees
     assert not uses(place._replace(seen=jnp.ones((1, 20, 20), bool)))
 
 
+@pytest.mark.slow
 def test_a_model_without_the_shift_is_read_at_the_masks_themselves():
     model = build(dataclasses.replace(SHALLOW, shift=False))
     token_BL = tokens(1, 12).copy()
