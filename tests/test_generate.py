@@ -319,7 +319,6 @@ def test_bad_input_is_one_line(run_folder, tmp_path):
     refused("--threshold, --int8 is for --model=dream", dream=generate.DreamFlags(threshold=0.5, int8=True), **here)
     refused("--block_length, --steps is for --model=dream", prompt="x", block_length=4, steps=2, **here)
     refused("--n at least 1, --batch_size at least 1", dream_config("x", n=0, batch_size=0))
-    refused("python inference_jetson.py --prompt=", model="mdlm", prompt="x")
     says(run("generate.py", f"--ckpt={run_folder}", "--prompt=x", "--step=3"), "it has [7]")
 
 
@@ -678,7 +677,7 @@ def test_dream_refuses_what_does_not_fit_in_one_line(coder, tmp_path):
         ({"block_length": 3, "cache": "dual", "fast_dllm": True}, "block_length 3 does not divide the 8 tokens"),
         ({"block_length": 4, "steps": 3}, "do not divide over 2 blocks"),
         ({"cache": "dual"}, "set block_length"),
-        ({"threshold": 1.5}, "eps and threshold are at most 1"),
+        ({"threshold": 1.5}, "threshold lies in [0, 1]"),
         ({"steps": -1}, "--steps at least 0"),
         ({"chat": "on", "suffix": "y"}, "filled in plain text"),
         ({"html": str(tmp_path / "none" / "a.html")}, "there is no folder"),
