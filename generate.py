@@ -86,9 +86,7 @@ class Config:
     steps: int = 0  # Dream: denoising steps, for a Dream of blocks those of a block; 0: one for each token
     block_length: int = 0  # Dream: fill blocks of this length from left to right; 0 takes the whole canvas
     sampler: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # Dream: order of positions
-    # show the text after every step; in a terminal tokens are red to green by their probability, and of PythonCoder's
-    # drafts accepted ones are green, tokens that replace a rejected one red
-    show_steps: bool = False
+    show_steps: bool = False  # show each step; in a terminal red to green by probability, or by PythonCoder's drafts
     html: str = ""  # write a page with the step and the probability of each token; .svg: an animation of the steps
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU if it fits, else 16 bits
     devices: int = 0  # number of the machine's devices to use; 0 takes all
@@ -200,7 +198,8 @@ def truncate(text, stops):
 
 def show(cfg, row, text, number=0):
     """Print a completion: its JSON line, or its text, under a number where there are several."""
-    print(json.dumps(row) if cfg.json else f"---- {number}\n{text}" if number else text, flush=True)
+    text = f"---- {number}\n{text}" if number else text
+    print(json.dumps(row) if cfg.json else text, flush=True)
 
 
 # ---- PythonCoder: from left to right -------------------------------------------------------------------------------
@@ -215,14 +214,10 @@ class PythonCoder:
         self.model, step, self.mesh = inference.load_for_inference(model_pythoncoder, cfg.ckpt, cfg.step, **where)
         self.tokenizer = runs.read_tokenizer(cfg.ckpt)
         # the head has more rows than the tokenizer has tokens: those are never drawn
-        eos = self.tokenizer.token_to_id("<|endoftext|>")
-        self.rule = model_pythoncoder.Sampling(
-            *(cfg.temperature, cfg.top_k, cfg.top_p),
-            vocab=self.tokenizer.get_vocab_size(),
-            eos=-1 if eos is None else eos,
-            no_repeat_ngram=cfg.pythoncoder.no_repeat_ngram,
-            speculate=cfg.pythoncoder.speculate and self.model.cfg.mtp,
-        )
+        eos, flags = self.tokenizer.token_to_id("<|endoftext|>"), cfg.pythoncoder
+        ids = {"vocab": self.tokenizer.get_vocab_size(), "eos": -1 if eos is None else eos}
+        drafts = {"no_repeat_ngram": flags.no_repeat_ngram, "speculate": flags.speculate and self.model.cfg.mtp}
+        self.rule = model_pythoncoder.Sampling(cfg.temperature, cfg.top_k, cfg.top_p, **ids, **drafts)
         print(f"{cfg.ckpt} step {step}, {self.model.run.dtype}", file=sys.stderr)
 
     def complete(self, requests):
@@ -232,24 +227,25 @@ class PythonCoder:
         cfg, tokenizer = self.cfg, self.tokenizer
         requests = [request for request in requests for _ in range(cfg.n)]
         prompts = [encode(tokenizer, *request) for request in requests]
-        self.streams, self.printed = len(prompts) == 1 and not cfg.json, ""
+        self.streams = len(prompts) == 1 and not cfg.json
+        self.printed = ""
         if self.streams:
             print(requests[0][0], end="", flush=True)
 
         self.key, key = jax.random.split(self.key)
-        self.passes, started = [], time.perf_counter()
+        self.passes = []  # tokens of each text after each forward pass
+        started = time.perf_counter()
         settings = prompts, cfg.max_new, self.rule, key, self.on_tokens
         watching = cfg.show_steps or cfg.html
         with inference.mesh_context(self.mesh):
             texts, stats = model_pythoncoder.generate(self.model, *settings, chunk=1 if watching else 16)
         seconds = time.perf_counter() - started
 
-        # Token ids as texts. Of the one that streamed only the end is missing.
         for number, ((prompt, suffix), ids) in enumerate(zip(requests, texts, strict=True), 1):
             text = truncate(tokenizer.decode(ids), cfg.stop)
             row = {"prompt": prompt, "suffix": suffix, "completion": text, "tokens": len(ids), "seed": cfg.seed}
             if self.streams:
-                self.stream(text + "\n", ids)
+                self.stream(text + "\n", ids)  # what is missing at its end
             else:
                 show(cfg, row, prompt + text, number)
         if watching:
@@ -405,10 +401,9 @@ class Dream:
         print(f"{folder}, {weights}, {how}", file=sys.stderr)
 
     def conversation(self, folder, tokenizer):
-        """(ids before a plain text, a function that encodes a prompt by the chat template or None, which one in words).
+        """(ids before a plain text, a function that encodes a prompt by the chat template or None, this in words).
 
-        A base model has a template, too: that of its tokenizer. So the model's name decides: that of what was
-        converted, else that of the folder.
+        The tokenizer of a base model has a template, too. So the name of the model decides, or that of its folder.
         """
         import canvas
 
@@ -424,10 +419,10 @@ class Dream:
         begin = [tokenizer.token_to_id("<|beginoftext|>")] if flags.bos else []
         if None in begin:
             raise ValueError(f"--bos: the tokenizer of {folder} has no <|beginoftext|>")
-        if chats:
-            ask = functools.partial(canvas.encode_chat, tokenizer, wrap, system=flags.system, before=self.turns)
-            return begin, ask, "chat template"
-        return begin, None, "plain completion; --chat=on asks it as an assistant" if wrap else "plain completion"
+        if not chats:
+            return begin, None, "plain completion" + ("; --chat=on asks it as an assistant" if wrap else "")
+        ask = functools.partial(canvas.encode_chat, tokenizer, wrap, system=flags.system, before=self.turns)
+        return begin, ask, "chat template"
 
     def complete(self, requests):
         """Fill a canvas for each request, cfg.n times, print the texts and return the completions.
