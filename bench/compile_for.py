@@ -854,15 +854,16 @@ class Grpo:
         batch = views | {name: row(jnp.float32, C) for name in ("old_BC", "ref_BC")}
         batch |= {"advantage_B": row(jnp.float32), "first": jax.ShapeDtypeStruct((), bool, sharding=everywhere)}
         graphs = coupled_grpo.graphs_of(model, jnp.dtype("bfloat16"), platform=platform(self.device))
-        scores, gradients, _ = coupled_grpo.make_programs(cfg, graphs[0], optimizer, model.mask_id)
+        loss = grpo.Loss(cfg.loss, cfg.beta, cfg.epsilon, cfg.epsilon_high, cfg.delta)
+        scores, gradients, _ = grpo.make_programs(graphs[0], optimizer, model.mask_id, loss)
         what = f"LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "all weights"
         name = f"dream {self.model}" + f", {self.layers} layers" * bool(self.layers) + " coupled-grpo"
 
         # rollouts: on several chips with a copy of the weights that lies as generate.py has them
-        writing = coupled_grpo.writing_mesh(model, devices)
+        writing = coupled_grpo.rollout_mesh(model, devices)
         params, beside_copy = md.assemble(base, trained), 0
         if writing.size > 1:
-            copy = functools.partial(coupled_grpo.to_write, mesh=writing, dtype=jnp.bfloat16)
+            copy = functools.partial(checkpoints.for_inference, md, mesh=writing, dtype=jnp.bfloat16)
             params, beside_copy = jax.eval_shape(copy, params), checkpoints.bytes_on_a_device(trained)
         rule = coupled_grpo.rule_of(cfg, model.vocab, (model.eos_id,))
         sampler = sample_dream.sampler_of(graphs[1], model, rule)
