@@ -543,6 +543,7 @@ def test_what_is_computed_twice_or_in_blocks_gives_the_same_bound_and_gradient(p
     assert float(saving[0]) == pytest.approx(want, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_the_gradient_on_a_mesh_of_eight_devices_is_that_of_one(plain):
     params = params_of(SHALLOW)
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
