@@ -58,8 +58,9 @@ class Sampling:
     record: bool = False  # the same for training, with the probability at this temperature: a Record
 
     def __post_init__(self):
-        if not 0 <= self.threshold <= 1 or min(self.alg_temp, self.entropy_bound, self.eos_penalty) < 0:
-            raise ValueError("threshold lies in [0, 1]; alg_temp, entropy_bound and eos_penalty are at least 0")
+        numbers = self.steps, self.block_length, self.temperature, self.top_k, self.alg_temp, self.entropy_bound
+        if not (0 <= self.threshold <= 1 and 0 < self.top_p <= 1) or min(*numbers, self.eos_penalty) < 0:
+            raise ValueError("threshold lies in [0, 1], top_p in (0, 1]; other numbers are at least 0")
         if self.threshold and self.entropy_bound:
             raise ValueError("threshold and entropy_bound do not go together")
         if self.cache and not self.block_length:

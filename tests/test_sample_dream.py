@@ -501,7 +501,8 @@ def test_bad_input_is_one_clear_line(shallow):
     for settings, text in (
         ({"cache": "dual"}, "set block_length"),
         ({"threshold": 1.5}, "threshold lies in"),
-        ({"entropy_bound": -1.0}, "entropy_bound and eos_penalty are at least 0"),
+        ({"top_p": 0.0}, r"top_p in \(0, 1\]"),
+        ({"entropy_bound": -1.0}, "other numbers are at least 0"),
         ({"threshold": 0.5, "entropy_bound": 0.5}, "do not go together"),
         ({"alg": "origin", "entropy_bound": 0.5}, "origin has no blocks, no threshold and no entropy bound"),
         ({"fast_dllm": True, "block_length": 4}, "need blocks and a cache"),
