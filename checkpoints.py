@@ -444,8 +444,13 @@ def training_mesh(cfg, model, devices):
     if heads % tensor or model.ffn % tensor or model.vocab % (tensor * fsdp) or model.width % fsdp:
         sizes = f"{heads} key/value heads, {model.ffn} feed-forward width, {model.vocab} ids, {model.width} width"
         raise ValueError(f"--fsdp={fsdp} --tensor={tensor} do not divide the model ({sizes}); try --fsdp=1")
-    grid = np.asarray(devices).reshape(-1, fsdp, tensor)
-    return jax.sharding.Mesh(grid, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    return mesh_of(devices, (-1, fsdp, tensor))
+
+
+def mesh_of(devices, shape):
+    """The devices in their order as a mesh (data, fsdp, tensor)."""
+    axes, auto = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3
+    return jax.sharding.Mesh(np.reshape(devices, shape), axes, axis_types=auto)
 
 
 def inference_mesh(model, devices, rows):
@@ -469,6 +474,11 @@ def on_mesh(rows, row_ids, sharding):
 
     shape, columns = (*row_ids.shape, rows.meta["seq_len"]), range(len(rows.columns))
     return tuple(jax.make_array_from_callback(shape, sharding, functools.partial(column, c)) for c in columns)
+
+
+def rollout_mesh(model, devices):
+    """The mesh of inference_mesh, of all devices in their order: a trainer's weights move there in one program."""
+    return mesh_of(devices, inference_mesh(model, devices, 0).devices.shape)
 
 
 def for_inference(family, params, mesh, dtype):

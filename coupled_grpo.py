@@ -15,16 +15,15 @@ A round: --group completions of each of --tasks tasks, their rewards from sandbo
 over all of them under fresh masks (see grpo.py). Everything random is a function of (seed, round), so a run that was
 killed and resumed equals one that was not.
 
-A rollout fills the positions whose most probable token reaches --threshold, whichever token is drawn. By the drawn
-token's probability, as in Fast-dLLM, the policy is sharper than its distributions: at a low temperature all completions
-of a group become the same, and nothing is learnt (bench/grpo_run.py --kinds naive sure). A Dream trained in blocks
-generates behind its exact cache and is scored block by block, at twice the cost.
+A rollout fills the positions whose most probable token reaches --threshold, whichever token is drawn. Choosing by the
+drawn token's probability, as Fast-dLLM does, sharpens the policy: at a low temperature all completions of a group
+become the same, and nothing is learnt (bench/grpo_run.py --kinds naive sure). A Dream trained in blocks generates
+behind its exact cache and is scored block by block, at twice the cost.
 
 --preset=7b holds the reference's settings, with these differences. Completions of the reference take 256 forward passes
 (--threshold=0 --block_length=0), most of all compute; ours use cached blocks and a threshold. It cuts long prompts, we
 leave them out. It computes the KL divergence of groups of equal rewards, we leave them out of the update. It rewards
-text behind <|im_end|>, and counts a failed sandbox as a wrong answer. Its masks repeat after about a hundred draws. It
-has no LoRA; the learning rate of ours is a guess.
+text behind <|im_end|>, and counts a failed sandbox as a wrong answer. Its masks repeat after about a hundred draws.
 
 In the demo "heldout" are tasks with constants of pre-training that are never rewarded, "unseen" those with a new one.
 
@@ -47,7 +46,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType
 
 import checkpoints
 import grpo
@@ -227,19 +225,9 @@ def graphs_of(model_cfg, dtype, on_cpu=False, platform=""):
     return md.graph_of(model_cfg, run), md.graph_of(model_cfg, dataclasses.replace(run, remat="none"))
 
 
-def mesh_of(devices, shape):
-    """The devices in their order as a mesh (data, fsdp, tensor)."""
-    return jax.sharding.Mesh(np.reshape(devices, shape), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-
-
-def rollout_mesh(model_cfg, devices):
-    """All devices as in generate.py: up to as many as key/value heads share each layer, and all share the texts."""
-    return mesh_of(devices, checkpoints.inference_mesh(model_cfg, devices, 0).devices.shape)
-
-
 def check_memory(cfg, model_cfg, mesh, dtype):
     """ValueError, before any weight is read, if a device has less memory than training takes."""
-    optimizer, rollouts = grpo.make_optimizer(cfg.lr), rollout_mesh(model_cfg, jax.devices())
+    optimizer, rollouts = grpo.make_optimizer(cfg.lr), checkpoints.rollout_mesh(model_cfg, jax.devices())
 
     def needed(lora_rank):
         """What is trained, with LoRA the base, moments, reference model; and gradients, or the weights of rollouts."""
@@ -280,6 +268,12 @@ def micro_batches(row_R, size, devices=1):
     width = math.ceil(size / devices) * devices
     batches = np.array_split(row_R, math.ceil(len(row_R) / size))
     return [np.pad(batch, (0, width - len(batch)), constant_values=-1) for batch in batches]
+
+
+def arrays_of(meta):
+    """What decides which arrays a checkpoint holds."""
+    flags = meta["train"]
+    return meta["model"] | {"--lora_rank": flags["lora_rank"], "--beta above 0": flags["beta"] > 0}
 
 
 class Trainer:
@@ -329,7 +323,7 @@ class Trainer:
         self.opt = jax.jit(optimizer.init, out_shardings=layouts[1])(self.trained)
 
         # Weights spread over all devices would be gathered in every forward pass of a rollout; a narrow copy is not.
-        self.rollout_mesh = rollout_mesh(model_cfg, jax.devices())
+        self.rollout_mesh = checkpoints.rollout_mesh(model_cfg, jax.devices())
         layout = functools.partial(checkpoints.for_inference, md, mesh=self.rollout_mesh, dtype=dtype)
         self.rollout_weights = jax.jit(layout)
 
@@ -342,11 +336,7 @@ class Trainer:
         if store.newest() is None:
             return 0
         saved = store.meta()
-        there, here = (
-            each["model"] | {"--lora_rank": each["train"]["lora_rank"], "--beta above 0": each["train"]["beta"] > 0}
-            for each in (saved, meta)
-        )
-        runs.check_same(there, here, store.folder)
+        runs.check_same(arrays_of(saved), arrays_of(meta), store.folder)
         self.trained, self.ref, self.opt = store.restore(self.arrays()).values()
         self.updates = saved["updates"]
         print(f"resuming {store.folder} after round {saved['round']}", flush=True)
@@ -446,8 +436,8 @@ class Trainer:
         for prompts in self.heldout:
             task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(prompts.tasks))), EVAL_SAMPLES)
             rows = self.rollout(prompts, task_B, key).rows
-            make = functools.partial(reward, rows, self.rewards, cfg)
-            reward_B = checkpoints.by_host_0(make, (len(rows), len(self.rewards)))[:, 0]
+            rewards = functools.partial(reward, rows, self.rewards, cfg)
+            reward_B = checkpoints.by_host_0(rewards, (len(rows), len(self.rewards)))[:, 0]
             split_B = np.array([row.get("split", "heldout") for row in rows])
             for split in dict.fromkeys(split_B.tolist()):
                 of_split_B = reward_B[split_B == split]
@@ -515,7 +505,7 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
 
         # From here on this process holds the devices, which share weights and rows.
         checkpoints.keep_compiled(os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/unmask"))
-        mesh = mesh_of(jax.devices(), (1, -1, 1))
+        mesh = checkpoints.mesh_of(jax.devices(), (1, -1, 1))
         trainer = Trainer(dataclasses.replace(cfg, **batch_sizes(cfg, mesh.size)), rewards, mesh, scores_of)
         model, tasks = dataclasses.asdict(trainer.model_cfg), [each.ids for each in (trainer.prompts, *trainer.heldout)]
         same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
@@ -637,9 +627,9 @@ def batch_sizes(cfg, devices):
 
 
 def make_demo(cfg, out, settings):
-    """The config with tasks and a base model of its own, trained on answers of which three in ten are right.
+    """The config with the tasks and model of the demo, which other scripts make before this process holds the devices.
 
-    Other scripts make them, before this process takes the devices, which it would not share with them.
+    The model is trained on answers of which three in ten are right.
     """
     base = out / "base"
     model, rows, seed = base / "run", base / "rows", f"--seed={cfg.seed}"

@@ -8,7 +8,6 @@ nothing to run, 2: the sandbox itself failed. From Python:
 
     sandbox.run_tests([program], [["assert f(1) == 2", "assert f(5) == 7"]])
     # -> [Result(rate=0.5, verdicts=["pass", "fail"], values=[2, 6], error="")]
-    sandbox.code(completions, [{"test_cases": [...]}, ...])                    # -> [1.0, 0.5, None]
 
 Every test runs in a process and a folder of its own, without network, threads, other processes, other programs or any
 files but Python's own. Four layers enforce this (sandbox_inside.py); each stops most attacks without the others:
@@ -16,26 +15,21 @@ files but Python's own. Four layers enforce this (sandbox_inside.py); each stops
 - Landlock: no file can be opened but those named, whatever path or link leads to it; no TCP
 - seccomp: system calls that start processes, reach others, or are rarely needed and often attacked are refused
 - limits: time, memory, open files, and bytes written
+The minimum is seccomp and one of the first two. Without namespaces a program cannot make folders or use asyncio, and
+can find out whether a path exists.
 
-What the machine offers is tried and printed. The minimum is seccomp and one of the first two. Without namespaces a
-program cannot make folders or use asyncio, and can find out whether a path exists.
-
-An exit status proves nothing, so the verdict does not come from where the program runs. A program controls all of its
-own process: builtins, modules, frames, trace functions, memory, open pipes. So nothing that decides is there:
+An exit status proves nothing: a program controls all of its own process, builtins, frames, memory, open pipes. So
+nothing that decides is there:
 - by value, for `assert f(..) == <literal>`: the program's process sends what f returned, and this process compares. The
-  expected value never enters the sandbox; a program that returns the right value without calling f must already know
-  it. So it is for tests with many inputs of f (Calls) or with a standard input (Stdin), where the caller compares.
+  expected value never enters the sandbox. So it is for Calls and Stdin, where the caller compares.
 - by judge, for every other test: the test runs in a second process, confined alike, that never runs a line of the
-  program. The functions that it calls are pipes to the program's process, for arguments and results; what it compares,
-  and with what, stays on its side. The kernel keeps the two apart: neither can trace or write the other. Through the
-  pipes a program can call nothing there but what the test has given it to call.
-What comes back is data: builtin types and some of the standard library's (Decimal, Fraction, datetime, deque, dict
-views, NumPy's arrays) are built anew, by type. Any other object stays where it is, and equals only what its own side
-says among such objects: a class that the program is asked for may define ==. Lists that f changes are changed.
+  program. The functions that it calls are pipes to the program's process, for arguments and results. The kernel keeps
+  the two apart, and through the pipes a program can call nothing but what the test has given it to call.
+What comes back is data: builtin types, some of the standard library's and NumPy's are built anew, by type. Any other
+object stays where it is, and equals only what its own side says among such objects. Lists that f changes are changed.
 
-A program imports what the Python that runs this has: its standard library and its site-packages, read-only. With
---threads it may start threads, within the same walls; starting a process fails. The local sandbox needs Linux on x86-64
-or aarch64 (--runner=e2b also works on macOS and Windows), and nothing but the standard library of Python 3.10 to 3.12.
+A program imports the standard library and the site-packages of the Python that runs this, read-only. The local sandbox
+needs Linux on x86-64 or aarch64 (--runner=e2b does not), and only the standard library of Python 3.10 to 3.12.
 """
 
 import ast
@@ -103,9 +97,9 @@ class Probe(str):
 
 
 class Calls(typing.NamedTuple):
-    """A test that calls one function with one input after another, in one process, until a call raises.
+    """A test that calls a function with one input after another, in one process; "pass" if all calls return.
 
-    Its value: [(what a call returned, its processor seconds)], with Opaque for objects; "pass" if all calls returned.
+    Its value: [(what a call returned, its processor seconds)], with Opaque for objects.
     """
 
     function: str  # an expression for the function: f, or Solution().f
@@ -116,9 +110,9 @@ class Calls(typing.NamedTuple):
 
 
 class Stdin(typing.NamedTuple):
-    """A test that runs the program alone, with a text as its standard input: what it prints comes back.
+    """A test that runs the program alone, with a text as its standard input; "pass" if it ends without an exception.
 
-    "pass" if the program ends without an exception. After a timeout the program's other tests are timeouts too.
+    Its value is what the program prints. After a timeout the program's other tests are timeouts too.
     """
 
     text: str
@@ -136,8 +130,8 @@ class Opaque:
 def value_test(test):
     """(statements before it, call, expected value) of a test that ends in `assert f(..) == <literal>`; else None.
 
-    Either way round, and with `is` for None, True and False. Neither Python nor the statements before define f, and
-    those only import and name literals: nothing that runs beside the program compares or knows the answer.
+    Either way round, and with `is` for None, True and False. The statements before only import and name literals, and
+    f is no builtin: nothing that runs beside the program compares or knows the answer.
     """
     if len(test) > 20_000:  # deeper nesting than the parser's stack holds kills the process in Python 3.10
         return None
@@ -247,11 +241,10 @@ def compiled(launcher):
 def run_launcher(launcher, job, spawned=lambda process: None):
     """Run a launcher on a job: the lines of its report, and its complaint if it failed. Leaves no process and no file.
 
-    job["judged"], [number, text] of each test by judge, follows the rest, where no program can read it.
-    spawned(process) is called when it has started, so that another thread can kill it.
+    job["judged"], [number, text] of each test by judge, follows the rest, where no program can read it. Another thread
+    can kill the process that spawned() is given.
     """
-    # With namespaces tests write to file systems of their own, and a killed trainer leaves no folder behind. Without,
-    # the launcher makes a folder and removes it; if the launcher was killed, we do.
+    # Without namespaces the launcher makes a folder and removes it; if the launcher was killed, we do.
     folder = "" if job["namespaces"] else f"{tempfile.gettempdir()}/sandbox-{secrets.token_hex(8)}"
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     # nothing of our environment, which may hold keys; -I and -S keep our settings and packages out as well
@@ -346,11 +339,9 @@ class E2B:
         self.mine, self.all = threading.local(), []  # the sandbox of each thread; those of all threads
         self.closed = threading.Event()
         if not self.url:
-            try:
-                import e2b_code_interpreter as sdk
-                import httpx
-            except ImportError as error:
-                raise RuntimeError(f"{error}; pip install e2b-code-interpreter, or use --runner=local") from None
+            import e2b_code_interpreter as sdk  # pip install e2b-code-interpreter
+            import httpx
+
             self.sdk, self.lost = sdk, (sdk.SandboxException, httpx.HTTPError)
 
     def __call__(self, job):
@@ -409,20 +400,17 @@ class E2B:
 def run_tests(programs, tests, on_result=None, **options):
     """Run every program against its own tests: a list of Result, one per program.
 
-    programs: source texts. tests: for each program a list of source texts, each run after the program in a fresh
-    process, or of Probe, Calls and Stdin. options: the fields of Options. on_result(i, result) is called in this thread
-    as programs finish, so that an interrupted caller keeps what it has. However it ends, it leaves nothing running.
+    programs are source texts; tests, for each program, a list of source texts, each run after the program in a fresh
+    process, or of Probe, Calls and Stdin; options are the fields of Options. on_result(i, result) is called in this
+    thread as programs finish, so that an interrupted caller keeps what it has. It leaves nothing running.
 
     rate is passed / all tests, 0 without tests, and None where the sandbox failed: the launcher was killed, the disk is
-    full, E2B cannot be reached. After a test that hangs while the program loads, all others are timeouts. It takes at
-    most programs * program_s / workers seconds, plus start-up. Raises ValueError for limits of 0 or another number of
-    lists than of programs, RuntimeError where the machine offers less than the safe minimum.
+    full, E2B cannot be reached. After a test that hangs while the program loads, all others are timeouts. ValueError
+    for limits of 0, RuntimeError where the machine offers less than the safe minimum.
     """
     options = Options(**options)
     if min(options.timeout_s, options.program_s, options.memory_mb, options.disk_mb) <= 0 or options.workers < 0:
         raise ValueError("timeout_s, program_s, memory_mb and disk_mb must be above 0, workers at least 0")
-    if len(programs) != len(tests) or isinstance(tests, str) or any(isinstance(each, str) for each in tests):
-        raise ValueError(f"{len(programs)} programs need as many lists of tests, not {len(tests)} of {type(tests)}")
     plans = [[plan(test, options.parity) for test in cases] for cases in tests]
     try:
         runner = E2B(options) if options.runner == "e2b" else Local(options)
@@ -479,9 +467,8 @@ PARSE = "try:\n    good = bool(ast.parse({!r}))\nexcept (SyntaxError, ValueError
 
 
 def parses(sources, options, exhausted=False):
-    """Whether each source text is Python, True or False; None where the sandbox failed.
-
-    A parser may end its process or take all memory (`exhausted`), so it runs in the sandbox, one program per worker.
+    """Whether each source text is Python; None where the sandbox failed, `exhausted` where the parser ended its process
+    or took all memory. So it runs in the sandbox, one program per worker.
     """
     workers = options.workers or CORES
     program = "import ast, warnings\nwarnings.simplefilter('ignore')"
@@ -497,10 +484,9 @@ def parses(sources, options, exhausted=False):
 
 
 def code_format(completions, rows, **options):
-    """1.0 if a completion is one fenced Python block, after any text, that parses; 0.5 if it does not; 0.0 else.
+    """1.0 if a completion ends in its only fenced Python block and a newline, and that parses; 0.5 if not; 0.0 else.
 
-    The block must end the completion, with one newline after its fence. None where the sandbox failed; parity: also
-    where the reference raises, at code that exhausts the parser.
+    None where the sandbox failed; parity: also where the reference raises, at code that exhausts the parser.
     Ref: Open-R1's code_format_reward as used by Coupled-GRPO, arXiv:2506.20639.
     """
     options = Options(**options)
@@ -520,10 +506,10 @@ def syntax(completions, rows, **options):
 
 
 def code(completions, rows, **options):
-    """Share of rows[i]["test_cases"] that completion i passes; 0.0 unless its code_format is 1.0.
+    """Share of rows[i]["test_cases"] that completion i passes, verdicts in rows[i]; 0.0 unless its code_format is 1.0.
 
-    0.0 without tests, None where the sandbox failed; rows[i]["verdicts"] tells how each test went. parity: the exit
-    status is the verdict, so sys.exit(0) passes; one timeout makes the whole completion 0.0.
+    0.0 without tests, None where the sandbox failed. parity: the exit status is the verdict, so sys.exit(0) passes; one
+    timeout makes the whole completion 0.0.
     Ref: Open-R1's code_reward as used by Coupled-GRPO, arXiv:2506.20639.
     """
     forms = code_format(completions, rows, **options)
@@ -558,11 +544,8 @@ def repetition(completions, rows, **options):
     Ref: Demystifying Long Chain-of-Thought, arXiv:2502.03373, appendix.
     """
     options = Options(**options)
-    if options.max_penalty > 0:
-        raise ValueError(f"max_penalty is {options.max_penalty}; it must be 0 or less")
     rewards = []
-    for completion in completions:
-        words = completion.lower().split()
+    for words in (completion.lower().split() for completion in completions):
         grams = list(zip(*(words[i:] for i in range(options.ngram)), strict=False))
         rewards.append(options.max_penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0)
     return rewards
@@ -577,11 +560,9 @@ def find_reward(name):
     if name in REWARDS:
         return REWARDS[name]
     path, _, function = name.rpartition(":")
-    if not Path(path).is_file():
-        raise ValueError(f"no reward {name!r}; there are {', '.join(REWARDS)}, and your own as file.py:function")
-    reward = runpy.run_path(path).get(function)
+    reward = runpy.run_path(path).get(function) if Path(path).is_file() else None
     if not callable(reward):
-        raise ValueError(f"{path} has no function {function!r}")
+        raise ValueError(f"no reward {name!r}; there are {', '.join(REWARDS)}, and your own as file.py:function")
     return reward
 
 
@@ -592,20 +573,20 @@ def score(rows, rewards, **options):
     names a function that fails.
     """
     keys = [(row["text"], id(row["test_cases"]), row["tokens"]) for row in rows]
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    different = [rows[keys.index(key)] for key in numbers]
-    texts, columns = [row["text"] for row in different], []
+    different = {}
+    for key, row in zip(keys, rows, strict=True):
+        different.setdefault(key, row)
+    texts, columns = [row["text"] for row in different.values()], []
     for name, function in rewards.items():
         try:
-            columns.append([math.nan if x is None else float(x) for x in function(texts, different, **options)])
-            if len(columns[-1]) != len(texts):
-                raise ValueError(f"it gave {len(columns[-1])} values for {len(texts)} completions")
+            values = zip(different, function(texts, [*different.values()], **options), strict=True)
+            columns.append({key: math.nan if value is None else float(value) for key, value in values})
         except Exception as error:  # whatever a user's function raises
             what = f"raised {type(error).__name__}: {error}; mend it, then go on with --resume"
             raise RuntimeError(f"the reward {name} {what}") from error
-    for row, key in zip(rows, keys, strict=True):
-        row["verdicts"] = different[numbers[key]].get("verdicts", [])
-    return [[values[numbers[key]] for values in columns] for key in keys]
+    for key, row in zip(keys, rows, strict=True):
+        row["verdicts"] = different[key].get("verdicts", [])
+    return [[values[key] for values in columns] for key in keys]
 
 
 def check(**options):
@@ -644,6 +625,6 @@ if __name__ == "__main__":
 
     try:
         status = tyro.cli(main, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
         status = str(error)  # printed, and exit status 1
     sys.exit(status)

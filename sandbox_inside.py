@@ -1,8 +1,7 @@
 """What sandbox.py runs in the child: confinement, the program, the judge, and the wire format of values.
 
-sandbox.py starts one Python interpreter per program, here or in E2B's cloud, which executes the text of this file; so
-the file needs nothing but the standard library. The job arrives on standard input. launch() calls run_confined() for
-every test, which forks run_program() and, for a test by judge, run_judge(). sandbox.py imports wire() and unwire().
+sandbox.py starts an interpreter per program, which executes the text of this file: the standard library alone. For
+every test of a job launch() calls run_confined(), which forks run_program() and, for a test by judge, run_judge().
 """
 
 import builtins
@@ -34,8 +33,7 @@ def check(returned, what):
 def enter_namespaces(libc, scratch, readable):
     """Continue as process 1 of new user, mount, process, network, IPC and host-name namespaces, in a root of their own.
 
-    The new root holds `readable`, read-only, and the folder /.sandbox, a name under which no interpreter is installed.
-    The calling process stays behind and exits with the status of the new one.
+    The new root holds `readable`, read-only, and the folder /.sandbox. The caller exits with the status of process 1.
     """
     uid, gid = os.getuid(), os.getgid()
     # CLONE_NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET: nothing is shared with the machine
@@ -44,7 +42,7 @@ def enter_namespaces(libc, scratch, readable):
     for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-    # The next child is process 1 of the new process namespace: when it ends, the kernel kills all others in it.
+    # The next child is process 1 of the new namespace: when it ends, the kernel kills all others in it.
     parent, first = os.pidfd_open(os.getpid()), os.fork()
     if first:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
@@ -110,18 +108,18 @@ DENIED = {
     "process_vm_writev": (311, 271), "prlimit64": (302, 261), "prctl": (157, 167), "setpriority": (141, 140),
     "sched_setaffinity": (203, 122), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setattr": (314, 274), "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "memfd_create": (319, 279),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
-    "setns": (308, 268), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "bpf": (321, 280),
-    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "add_key": (248, 217), "request_key": (249, 218),
-    "keyctl": (250, 219), "mq_open": (240, 180), "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None), "fchown": (93, 55),
-    "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
-    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "utime": (132, None),
-    "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "link": (86, None), "linkat": (265, 37),
-    "mknod": (133, None), "mknodat": (259, 33), "inotify_add_watch": (254, 27), "fanotify_init": (300, 262),
-    "fanotify_mark": (301, 263), "reboot": (169, 142), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
-    "init_module": (175, 105), "finit_module": (313, 273),
+    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "memfd_create": (319, 279), "mount": (165, 40),
+    "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97), "setns": (308, 268),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "bpf": (321, 280), "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "mq_open": (240, 180), "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "chmod": (90, None),
+    "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None), "fchown": (93, 55), "lchown": (94, None),
+    "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14),
+    "lremovexattr": (198, 15), "fremovexattr": (199, 16), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "link": (86, None), "linkat": (265, 37), "mknod": (133, None),
+    "mknodat": (259, 33), "inotify_add_watch": (254, 27), "fanotify_init": (300, 262), "fanotify_mark": (301, 263),
+    "reboot": (169, 142), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
+    "finit_module": (313, 273),
 }
 # fmt: on
 MACHINES = {"x86_64": (0, 0xC000003E, 72, 126), "aarch64": (1, 0xC00000B7, 25, 91)}  # column, audit, fcntl, capset
@@ -130,8 +128,7 @@ MACHINES = {"x86_64": (0, 0xC000003E, 72, 126), "aarch64": (1, 0xC00000B7, 25, 9
 def call_filter(machine, allowed, threads=False):
     """A seccomp filter, bytes: EPERM for the calls in DENIED but not in `allowed`, and for fcntl that sends signals.
 
-    From 424 on, numbers are the same on all machines: io_uring, pidfds, clone3, the new mount calls and what is to
-    come. ENOSYS makes the C library fall back to the old calls. The x32 calls of x86-64 lie there too.
+    ENOSYS from 424 on (io_uring, pidfds, clone3, x32 calls and what is to come): the C library falls back to old calls.
     """
     column, audit, fcntl, _ = MACHINES[machine]
     allowed = {*allowed, "clone"} if threads else allowed  # with CLONE_THREAD alone, see below
@@ -198,8 +195,8 @@ BUILTIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, f
 def wire(value, other):
     """The JSON form of a value: exact for builtin types, those in ARGUMENTS and NumPy's.
 
-    other(value, form) gives the form of any other object: `form` is that of its builtin value if its class derives from
-    a builtin type, else None. Calls the builtin type's own methods, so that a subclass cannot misreport its value.
+    other(value, form) gives that of any other object; `form` is that of its builtin value, None if its class has none.
+    It is read by the builtin type's own methods, so that a subclass cannot misreport it.
     """
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -231,10 +228,7 @@ def wire(value, other):
 
 
 def unwire(form, other=None):
-    """The value of a JSON form. other(tag, content) gives that of a form {tag: content} that wire() did not write.
-
-    ValueError, TypeError, AttributeError, LookupError, ArithmeticError or ImportError for a malformed form.
-    """
+    """The value of a JSON form; other(tag, content) resolves those of objects. Raises sandbox.FORGED."""
     if isinstance(form, list):
         return [unwire(item, other) for item in form]
     if not isinstance(form, dict):
@@ -297,8 +291,8 @@ OPERATIONS |= {name: getattr(builtins, name) for name in UNARY} | {
 class Remote:
     """An object of the other side: calls, attributes, items and iteration are asked for there.
 
-    Operators are asked for there between two such objects only. With anything else its builtin value counts, if its
-    class has one, and else it equals nothing: an object that claims to equal all never sees what it is compared with.
+    Operators are asked for there between two such objects only. With anything else its builtin value counts; without
+    one it equals nothing, so an object that claims to equal all never sees what it is compared with.
     """
 
     def __init__(self, peer, number, has_base):
@@ -367,9 +361,8 @@ class Peer:
 
     A message is a line of JSON: ["ask", operation, arguments, options], ["got", value, changed arguments] or
     ["raised", class names, text]. Data is copied; any other object travels as the number that its own side gave it.
-
-    permits(operation, target, ...) is set at the judge's end, which cannot trust the program: that may ask about
-    objects that it was given, and no others, and name types but no functions. Otherwise it could name exec.
+    permits(operation, target, ...) is set at the judge's end: the program may ask about objects that it was given, and
+    no others, and name types but no functions, or it could name exec.
     """
 
     def __init__(self, read, write, permits=None):
@@ -478,10 +471,10 @@ class Peer:
 
 
 def run_program(libc, job, test, folder, read, pipe):
-    """In a process of its own: confine it, run the program, and do what the mode of the test says. Never returns.
+    """Confine this process, run the program, and do what the mode of the test says. Never returns.
 
-    Writes to the pipe "+" when the process is confined and "=" when the program has run; then the token and the value,
-    messages to a judge, or a line per call; or "memory". In mode stdin, what the program prints comes after "=".
+    Writes "+" when it is confined, "=" when the program has run; then the token and the value, messages to a judge, a
+    line per call, or what the program prints (mode stdin); or "memory".
     """
     # before the program can replace them
     write, leave, dumps, exact, clock = os.write, os._exit, json.dumps, wire, time.process_time
@@ -566,9 +559,8 @@ def names_of(code):
 
 
 def run_judge(i, libc, job, test, folder, read, ask, pipe):
-    """In a process of its own, confined too: run the test itself, and ask the program's process for what it calls.
-
-    Writes to the pipe what run_program() writes, and the token after it if the test has passed.
+    """Confine this process, run the test, and ask the program's process for what it calls. Writes as run_program()
+    does, and the token if the test has passed.
     """
     # Only this process reads the text of the test. Before it in standard input are those of tests that had no time.
     number = None
@@ -591,8 +583,8 @@ def run_judge(i, libc, job, test, folder, read, ask, pipe):
         code = compile(text, "<test>", "exec")
         used = sorted(names_of(code))
         own = [name for name in used if not hasattr(builtins, name)]
-        # A builtin's name is the program's only if nothing else is: a problem may ask for sum(). But an exception that
-        # a test expects, and __name__, are never the program's: those are not in lower case, or not letters alone.
+        # A builtin's name is the program's only if nothing else is: a problem may ask for sum(). Exceptions and
+        # __name__, not in lower case or not letters alone, are never the program's.
         builtin = [name for name in used if hasattr(builtins, name) and name.isalpha() and name.islower()]
         for names in (own, builtin):
             offered = peer.ask("names", *names)
@@ -741,9 +733,8 @@ def launch():
     report, null = open(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    # PR_SET_PDEATHSIG: end with whoever started this; but remove the folder first, as nobody else does it then
     signal.signal(signal.SIGTERM, orphaned)
-    libc.prctl(1, signal.SIGTERM if job["folder"] else signal.SIGKILL, 0, 0, 0)
+    libc.prctl(1, signal.SIGTERM if job["folder"] else signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG; SIGTERM: clean up
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel kills this process before the trainer
 

@@ -27,6 +27,7 @@ import coupled_grpo
 import diffusion
 import grpo
 import model_dream as dream
+import rl_tasks
 import runs
 import sample_block
 import sample_dream
@@ -381,11 +382,12 @@ def test_rollouts_choose_positions_by_the_distribution_and_not_by_what_was_drawn
 # ---- tasks as canvases
 
 
-def test_the_first_test_is_shown_unless_the_question_holds_code():
+@pytest.mark.parametrize("script", [coupled_grpo, rl_tasks])
+def test_the_first_test_is_shown_unless_the_question_holds_code(script):
     task = {"question": "Add one.", "test_cases": ["assert f(1) == 2", "assert f(2) == 3"]}
-    assert coupled_grpo.question_of(task) == "Add one.\nTest cases: assert f(1) == 2"
+    assert script.question_of(task) == "Add one.\nTest cases: assert f(1) == 2"
     task["question"] = "Complete:\n```\ndef f(a):\n```\n"
-    assert coupled_grpo.question_of(task) == task["question"]
+    assert script.question_of(task) == task["question"]
 
 
 class Letters:
@@ -1183,7 +1185,8 @@ def test_bad_settings_are_one_line_before_the_first_round(folder, tmp_path, sett
 
 
 @pytest.mark.parametrize(
-    ("reward", "words"), [("raising", "raised KeyError: 'no such thing'; mend it"), ("few", "gave 1 values for")]
+    ("reward", "words"),
+    [("raising", "raised KeyError: 'no such thing'; mend it"), ("few", "few raised ValueError: zip")],
 )
 def test_a_reward_that_fails_ends_the_run_in_one_line(folder, tmp_path, reward, words):
     with pytest.raises(RuntimeError, match=words):

@@ -141,8 +141,9 @@ def test_prompts_that_are_too_long_are_dropped(tmp_path):
     encoder = tokenizers.Tokenizer.from_file(cfg.tokenizer)
 
     def length(task):
-        turns = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in rl_tasks.messages(task)]
-        return len(encoder.encode("".join(turns) + "<|im_start|>assistant\n"))
+        turns = {"system": rl_tasks.SYSTEM, "user": rl_tasks.question_of(task)}
+        text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns.items())
+        return len(encoder.encode(text + "<|im_start|>assistant\n"))
 
     every = [task for row in rows for task in rl_tasks.with_twin(row)]
     assert tasks_of(cfg.out) == [task for task in every if length(task) <= 60]
@@ -253,15 +254,6 @@ def test_the_command_writes_tasks_and_says_in_a_line_what_is_wrong(tmp_path):
 
 
 # ---- the demo
-
-
-def test_the_first_test_is_shown_unless_the_question_holds_code():
-    row = {"question": "Add one.", "test_cases": ["assert f(1) == 2", "assert f(2) == 3"]}
-    system, user = rl_tasks.messages(row)
-    assert system == {"role": "system", "content": "You are a helpful assistant."}
-    assert user == {"role": "user", "content": "Add one.\nTest cases: assert f(1) == 2"}
-    code = row | {"question": "Complete:\n```\ndef f(a):\n```\n"}
-    assert rl_tasks.messages(code)[1]["content"] == code["question"]
 
 
 def test_the_demo_has_tasks_whose_right_answer_passes_and_whose_wrong_one_does_not():

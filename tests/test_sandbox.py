@@ -1220,9 +1220,8 @@ def test_rates_of_several_programs_and_results_as_they_come(closed):
     assert [result.rate for result in results] == [1, 0.5, 0, 0]
     assert seen == dict(enumerate(results))
     assert sandbox.run_tests([], []) == []
-    for wrong in ([VALUE], "tests", [*VALUE, "x", "y"]):
-        with pytest.raises(ValueError, match="lists of tests"):
-            sandbox.run_tests(programs, wrong)
+    with pytest.raises(ValueError, match="shorter"):
+        sandbox.run_tests(programs, [VALUE])
     with pytest.raises(TypeError, match="timeout"):
         sandbox.run_tests(programs, tests, timeout=3)
     with pytest.raises(ValueError, match="above 0"):
@@ -1691,8 +1690,6 @@ def test_repetition_counts_distinct_ngrams():
     texts = ["a b c d", "a a a a a", "A a a a", "a b", "", "a b c a b c"]
     assert sandbox.repetition(texts, [{}] * 6) == pytest.approx([0, -2 / 3, -1 / 2, 0, 0, -1 / 4])
     assert sandbox.repetition(["a a a"], [{}], ngram=1, max_penalty=-0.5) == pytest.approx([-1 / 3])
-    with pytest.raises(ValueError, match="max_penalty"):
-        sandbox.repetition(["a"], [{}], max_penalty=0.1)
 
 
 def test_rewards_are_none_where_the_sandbox_failed(closed, monkeypatch):
