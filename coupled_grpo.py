@@ -1,6 +1,6 @@
-"""Coupled-GRPO: reinforcement learning of a Dream model on code rewards, in JAX, on a TPU, GPUs or a CPU.
+"""Coupled-GRPO: reinforcement learning of a Dream model on code rewards, in JAX, on TPUs, GPUs or a CPU.
 
-    python coupled_grpo.py                                        # a small model learns small tasks; five minutes, CPU
+    python coupled_grpo.py                                        # a small model learns small tasks; minutes on a CPU
     python coupled_grpo.py --resume=out/grpo                      # goes on where the run stopped
     python rl_tasks.py --difficulty=hard --tokenizer=out/diffucoder/tokenizer.json --out=data/acecode
     python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode                  # on eight TPUs
@@ -20,11 +20,11 @@ token's probability, as in Fast-dLLM, the policy is sharper than its distributio
 of a group become the same, and nothing is learnt (bench/grpo_run.py --kinds naive sure). A Dream trained in blocks
 generates behind its exact cache and is scored block by block, at twice the cost.
 
---preset=7b holds the reference's settings, with these differences. Its completions take 256 forward passes, most of all
-compute (--threshold=0 --block_length=0); ours use cached blocks and a threshold. Its masks repeat after about a hundred
-draws; ours never do. It truncates long prompts on the left; we leave them out. It computes the KL divergence of groups
-whose rewards are all equal; we leave them out of the update. It rewards text behind <|im_end|>, and counts a failed
-sandbox as a wrong answer. It has no LoRA; the learning rate of ours is a guess.
+--preset=7b holds the reference's settings, with these differences. Completions of the reference take 256 forward passes
+(--threshold=0 --block_length=0), most of all compute; ours use cached blocks and a threshold. It cuts long prompts, we
+leave them out. It computes the KL divergence of groups of equal rewards, we leave them out of the update. It rewards
+text behind <|im_end|>, and counts a failed sandbox as a wrong answer. Its masks repeat after about a hundred draws. It
+has no LoRA; the learning rate of ours is a guess.
 
 In the demo "heldout" are tasks with constants of pre-training that are never rewarded, "unseen" those with a new one.
 
@@ -45,7 +45,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType
@@ -127,34 +126,31 @@ OF_A_HOST = "ckpt prompts heldout humaneval out resume wandb hosts runner e2b_ro
 
 # ---- tasks as canvases ---------------------------------------------------------------------------------------------
 
-
-def messages(task, system="You are a helpful assistant."):
-    """The chat that asks a question: with its first test, unless the question holds a code block."""
-    question = task["question"]
-    if "\n```\n" not in question:
-        question += f"\nTest cases: {task['test_cases'][0]}"
-    return [{"role": "system", "content": system}, {"role": "user", "content": question}]
+SYSTEM = "You are a helpful assistant."
 
 
-def read_tasks(path, tests=True):
-    """The tasks of a JSONL file; with tests=False they need no tests. ValueError names the line that is no task."""
+def question_of(task):
+    """The user's turn of a chat: the question, with its first test unless it holds a code block."""
+    if "\n```\n" in task["question"]:
+        return task["question"]
+    return f"{task['question']}\nTest cases: {task['test_cases'][0]}"
+
+
+def read_tasks(path, tested=True):
+    """The tasks of a JSONL file. ValueError names a line that is no task, or has no tests although `tested`."""
     tasks = []
     for number, line in enumerate(Path(path).read_text().split("\n"), 1):
         if not line.strip():
             continue
         try:
-            task = json.loads(line)
-            task.setdefault("test_cases", [])
+            task = {"test_cases": []} | json.loads(line)
             "".join([task["question"] if "question" in task else task["prompt"]] + task["test_cases"])
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError):
             form = '{"question" or "prompt": text, "test_cases": [texts]}'
             raise ValueError(f"{path}, line {number} is no task: {form}") from None
-        if tests and not task["test_cases"]:
-            advice = "a reward of your own needs none: --rewards=file.py:function"
-            raise ValueError(f"{path}, line {number} has no tests, so nothing could be rewarded; {advice}")
+        if tested and not task["test_cases"]:
+            raise ValueError(f"{path}, line {number} has no tests; only --rewards=file.py:function can do without")
         tasks.append(task)
-    if not tasks:
-        raise ValueError(f"{path} holds no tasks; write some with: python rl_tasks.py --out=data/acecode")
     return tasks
 
 
@@ -164,15 +160,15 @@ class Prompts:
     wrap(user turn, system turn) writes a chat, as runs.chat_template gives it; tasks with a question need it.
     """
 
-    def __init__(self, path, tokenizer, wrap, model_cfg, max_prompt, max_new, tests=True):
+    def __init__(self, path, tokenizer, wrap, model_cfg, max_prompt, max_new, tested=True):
         self.path, self.tokenizer, self.model_cfg = path, tokenizer, model_cfg
         self.max_prompt, self.max_new = max_prompt, max_new
         self.tasks, self.ids, self.dropped = [], [], 0  # dropped: tasks whose prompt is too long
-        for task in read_tasks(path, tests):
+        for task in read_tasks(path, tested):
             chat = "question" in task
             if chat and not wrap:
                 raise ValueError(f"{path} asks questions, and the model has no chat template (tokenizer_config.json)")
-            text = wrap(*(turn["content"] for turn in messages(task)[::-1])) if chat else task["prompt"]
+            text = wrap(question_of(task), SYSTEM) if chat else task["prompt"]
             tokenizer.encode_special_tokens = not chat  # in a program, the name of a special token is plain text
             ids = tokenizer.encode(text, add_special_tokens=False).ids
             if len(ids) > max_prompt:
@@ -181,7 +177,7 @@ class Prompts:
             self.tasks.append(task)
             self.ids.append(ids)
         if not self.tasks:
-            raise ValueError(f"all {self.dropped} prompts of {path} have more than --max_prompt={max_prompt} tokens")
+            raise ValueError(f"{path} has no tasks, and {self.dropped} with more than --max_prompt={max_prompt} tokens")
 
     def canvas(self, task_B):
         """(token_BL, see_BL) of the tasks with these numbers; see_BL is False at padding."""
@@ -199,12 +195,11 @@ class Prompts:
         for i, ids, counted_C in zip(task_B, token_BL[:, self.max_prompt :], counted_BC, strict=True):
             task = self.tasks[i]
             written = self.tokenizer.decode(ids[counted_C].tolist(), skip_special_tokens=True)
+            text = written
             if "question" not in task:
                 text = f"```python\n{task['prompt']}{written.rstrip()}\n```\n"
             elif ids[counted_C][-1] == turn_end:  # the template's newline was cut off with what follows <|im_end|>
                 text = written.removesuffix("\n") + "\n"
-            else:
-                text = written
             rows.append(task | {"tokens": int(counted_C.sum()), "written": written, "text": text})
         return rows
 
@@ -218,52 +213,9 @@ def sandbox_options(cfg):
     return where | {"max_tokens": cfg.max_new}
 
 
-def check_sandbox(cfg):
-    """RuntimeError if a right program fails its test, or a wrong one passes; else 1."""
-    tests = [["assert f() == 1"], ["assert f() == 2"]]
-    results = sandbox.run_tests(["def f():\n    return 1"] * 2, tests, **sandbox_options(cfg))
-    if [result.rate for result in results] != [1, 0]:
-        why = results[0].error or results[1].error or "a right program fails, or a wrong one passes"
-        raise RuntimeError(f"the sandbox cannot be used: {why}")
-    return 1
-
-
 def reward(rows, rewards, cfg):
-    """reward_BF of completions: a column per reward function, nan where it gives None. Equal completions run once.
-
-    Leaves the verdicts of the tests in the rows. RuntimeError names a function that fails.
-    """
-    numbers = {}  # of the different completions, in order of appearance
-    kind_B = [numbers.setdefault((row["text"], id(row["test_cases"]), row["tokens"]), len(numbers)) for row in rows]
-    different = [rows[kind_B.index(kind)] for kind in range(len(numbers))]
-    texts, columns = [row["text"] for row in different], []
-    for name, function in rewards.items():
-        try:
-            values = [math.nan if x is None else float(x) for x in function(texts, different, **sandbox_options(cfg))]
-            if len(values) != len(different):
-                raise ValueError(f"it gave {len(values)} values for {len(different)} completions")
-        except Exception as error:  # whatever a user's function raises
-            what = f"raised {type(error).__name__}: {error}; mend it, then --resume={cfg.out}"
-            raise RuntimeError(f"the reward {name} {what}") from error
-        columns.append(values)
-    for row, kind in zip(rows, kind_B, strict=True):
-        row["verdicts"] = different[kind].get("verdicts", [])
-    return np.array(columns).T[kind_B]
-
-
-def by_host_0(make, shape):
-    """make(), an array of this shape, of host 0, on all hosts: the others need no sandbox. All raise its errors."""
-    if not jax.distributed.is_initialized():
-        return make()
-    error, values = None, np.zeros(shape)
-    if jax.process_index() == 0:
-        try:
-            values = make()
-        except Exception as problem:  # whatever a user's reward raises; the other hosts would wait for ever
-            error = problem
-    if multihost_utils.broadcast_one_to_all(np.array(error is not None)):
-        raise error or RuntimeError("host 0 could not run the programs; it says why")
-    return np.asarray(multihost_utils.broadcast_one_to_all(values), np.float64)
+    """reward_BF of completions: a column per reward function, nan where it gives None."""
+    return np.array(sandbox.score(rows, rewards, **sandbox_options(cfg)))
 
 
 # ---- the model and its programs ------------------------------------------------------------------------------------
@@ -280,86 +232,34 @@ def mesh_of(devices, shape):
     return jax.sharding.Mesh(np.reshape(devices, shape), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
-def writing_mesh(model_cfg, devices):
-    """All devices as generate.py shares them: up to as many as key/value heads share each layer, the others texts."""
+def rollout_mesh(model_cfg, devices):
+    """All devices as in generate.py: up to as many as key/value heads share each layer, and all share the texts."""
     return mesh_of(devices, checkpoints.inference_mesh(model_cfg, devices, 0).devices.shape)
 
 
-def to_write(params, mesh, dtype):
-    """The weights on a mesh of (data, 1, tensor), matrices in dtype. A matrix that all devices share is gathered by two
-    exchanges, between the groups of devices and within each; in one step XLA would make it whole on every device.
-    """
-
-    def move(x, last):
-        x = x.astype(dtype) if x.ndim > 1 else x
-        for axes in (("data", "tensor"), "tensor") if "fsdp" in last.spec else ():
-            spec = md.PS(*(axes if axis == "fsdp" else None for axis in last.spec))
-            x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, md.fit(spec, x.shape, mesh)))
-        return jax.lax.with_sharding_constraint(x, last)
-
-    return jax.tree.map(move, params, md.shardings(mesh, params))
-
-
-def check_memory(cfg, mesh, dtype):
+def check_memory(cfg, model_cfg, mesh, dtype):
     """ValueError, before any weight is read, if a device has less memory than training takes."""
-    path, meta, _ = checkpoints.find_weights(checkpoints.absolute(cfg.ckpt))
-    model_cfg, optimizer = md.read_config(path, meta), grpo.make_optimizer(cfg.lr)
-    copy, writing = 0, writing_mesh(model_cfg, jax.devices())
-    if writing.size > 1:  # rollouts have weights of their own, while there are no gradients
-        shapes = checkpoints.state_shapes(md, model_cfg, optimizer, writing, 1, dtype)
-        copy = checkpoints.bytes_on_a_device(shapes["base"])
+    optimizer, rollouts = grpo.make_optimizer(cfg.lr), rollout_mesh(model_cfg, jax.devices())
 
-    def needed(lora_rank):  # what is trained, its moments and gradients, the reference model; with LoRA the base
+    def needed(lora_rank):
+        """What is trained, with LoRA the base, moments, reference model; and gradients, or the weights of rollouts."""
         shapes = checkpoints.state_shapes(md, model_cfg, optimizer, mesh, lora_rank, dtype)
-        state, trained = checkpoints.bytes_on_a_device(shapes), checkpoints.bytes_on_a_device(shapes["params"])
-        return state + (trained if cfg.beta else 0) + max(trained, copy)
+        trained, copy = checkpoints.bytes_on_a_device(shapes["params"]), 0
+        if rollouts.size > 1:
+            base = checkpoints.state_shapes(md, model_cfg, optimizer, rollouts, 1, dtype)["base"]
+            copy = checkpoints.bytes_on_a_device(base)
+        return checkpoints.bytes_on_a_device(shapes) + (trained if cfg.beta else 0) + max(trained, copy)
 
     checkpoints.check_memory(mesh, needed(cfg.lora_rank), {} if cfg.lora_rank else {"--lora_rank=16": needed(16)})
 
 
 def rule_of(cfg, vocab, ends):
     """How rollouts are generated, for sample_dream; the first of `ends` fills the rest of a text that has ended."""
-    cache = "dual" if cfg.block_length else ""
-    shared = {"block_length": cfg.block_length, "cache": cache, "vocab": vocab, "eos_ids": ends}
     # Positions are chosen by the maximum of the distribution after top-p, never by the token that is drawn.
     order = {"threshold": cfg.threshold, "score": "distribution", "filtered": True}
-    return sample_dream.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, **order, **shared)
-
-
-def make_programs(cfg, graph, optimizer, mask_id, layouts=(None, None), scores_of=grpo.coupled_scores):
-    """(scores, gradients, update), compiled once each; base is {} without LoRA.
-
-    scores(trained, base, batch) -> [B, C]; gradients(trained, base, total, batch) -> (total + those of the batch,
-    metrics); update(trained, opt, total, micro-batches) -> (trained, opt, norm) by their mean gradient, unchanged where
-    the norm is not finite. layouts are the shardings of what is trained and of the optimizer's state.
-    """
-    form = grpo.Loss(cfg.loss, cfg.beta, cfg.epsilon, cfg.epsilon_high, cfg.delta)
-
-    def policy(trained, base):
-        return nnx.merge(graph, md.assemble(base, trained))
-
-    @jax.jit
-    def scores(trained, base, batch):
-        return scores_of(policy(trained, base), batch, mask_id)[0]
-
-    @functools.partial(jax.jit, donate_argnums=2, out_shardings=(layouts[0], None))
-    def gradients(trained, base, total, batch):
-        def loss(trained, batch):
-            return grpo.micro_loss(policy(trained, base), batch, mask_id, form, scores_of=scores_of)
-
-        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(trained, batch)
-        return jax.tree.map(jnp.add, total, grads), {"loss": value} | metrics
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(*layouts, None))
-    def update(trained, opt, total, count):
-        grads = jax.tree.map(lambda g: g / count, total)
-        norm = optax.tree.norm(grads)
-        updates, new_opt = optimizer.update(grads, opt, trained)
-        new = optax.apply_updates(trained, updates), new_opt
-        keep = functools.partial(jnp.where, jnp.isfinite(norm))
-        return *jax.tree.map(keep, new, (trained, opt)), norm
-
-    return scores, gradients, update
+    draws = {"temperature": cfg.temperature, "top_p": cfg.top_p, "vocab": vocab, "eos_ids": ends}
+    cache = "dual" if cfg.block_length else ""
+    return sample_dream.Sampling(block_length=cfg.block_length, cache=cache, **order, **draws)
 
 
 # ---- the steps of a round ------------------------------------------------------------------------------------------
@@ -377,38 +277,23 @@ class Batch(typing.NamedTuple):
 
 def micro_batches(row_R, size, devices=1):
     """The rows in as few batches of `size` as hold them, of even lengths; padded with -1 to a multiple of devices."""
-    batches = np.array_split(row_R, math.ceil(len(row_R) / size)) if len(row_R) else []
     width = math.ceil(size / devices) * devices
+    batches = np.array_split(row_R, math.ceil(len(row_R) / size))
     return [np.pad(batch, (0, width - len(batch)), constant_values=-1) for batch in batches]
 
 
 class Trainer:
-    """A Dream in training: weights, reference model, optimizer state, tasks, and the compiled programs.
-
-    rewards are {name: function as in sandbox.py}.
-    """
+    """A Dream in training: weights, reference model, optimizer state, tasks, and the compiled programs."""
 
     def __init__(self, cfg, rewards, mesh, scores_of=grpo.coupled_scores):
-        self.rewards, on_cpu = rewards, jax.default_backend() == "cpu"
+        self.rewards, self.mesh, on_cpu = rewards, mesh, jax.default_backend() == "cpu"
         dtype = jnp.dtype("float32" if on_cpu else "bfloat16")  # of the computation, and of a frozen base
-        check_memory(cfg, mesh, dtype)
-        model, _ = checkpoints.load(md, cfg.ckpt, dtype=dtype if cfg.lora_rank else jnp.float32, mesh=mesh)
-        self.model_cfg = model_cfg = model.cfg
-
-        # All weights are trained, or with LoRA adapters beside a frozen base.
-        self.base, self.trained = {}, nnx.to_pure_dict(nnx.state(model))
-        del model  # it would keep the first weights in memory
-        if cfg.lora_rank:
-            key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
-            self.base, adapters = self.trained, md.new_adapters(key, self.trained, cfg.lora_rank)
-            self.trained = jax.device_put(adapters, md.shardings(mesh, adapters))
-        self.ref = jax.tree.map(jnp.copy, self.trained) if cfg.beta else {}  # the reference model's
-        self.updates, self.failed = 0, 0  # so far; how many of the last ones had no finite gradient
+        self.model_cfg = model_cfg = md.read_config(cfg.ckpt)
+        check_memory(cfg, model_cfg, mesh, dtype)
 
         # The tasks, and how completions of them are generated. A chat model ends its turn with <|im_end|>.
         tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), runs.chat_template(cfg.ckpt)
-        tested = any(function in sandbox.TESTED for function in rewards.values())
-        canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, tested
+        canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, sandbox.TESTED & {*rewards.values()}
         self.prompts = Prompts(cfg.prompts, *canvas)
         self.heldout = [Prompts(path, *canvas) for path in (cfg.heldout, cfg.humaneval) if path]
         turn_end = tokenizer.token_to_id("<|im_end|>") if "question" in self.prompts.tasks[0] else None
@@ -421,65 +306,68 @@ class Trainer:
         rounds = cfg.rounds or max(1, len(self.prompts.tasks) // cfg.tasks)
         self.cfg = cfg = dataclasses.replace(cfg, rounds=rounds)
 
-        # The programs.
-        graph, self.writing_graph = graphs_of(model_cfg, dtype, on_cpu)
+        # All weights are trained, or with LoRA adapters beside a frozen base.
+        model, _ = checkpoints.load(md, cfg.ckpt, dtype=dtype if cfg.lora_rank else jnp.float32, mesh=mesh)
+        self.base, self.trained = {}, nnx.to_pure_dict(nnx.state(model))
+        del model  # it would keep the first weights in memory
+        if cfg.lora_rank:
+            key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
+            self.base, adapters = self.trained, md.new_adapters(key, self.trained, cfg.lora_rank)
+            self.trained = jax.device_put(adapters, md.shardings(mesh, adapters))
+        self.ref = jax.tree.map(jnp.copy, self.trained) if cfg.beta else {}  # the reference model's
+        self.updates, self.failed = 0, 0  # so far; how many of the last ones had no finite gradient
+
+        # The programs of an update.
+        graph, self.rollout_graph = graphs_of(model_cfg, dtype, on_cpu)
         rate = functools.partial(grpo.learning_rate, peak=cfg.lr, steps=cfg.rounds * cfg.iterations)
         optimizer = grpo.make_optimizer(rate, *OPTIMIZER[cfg.preset])
         state = self.trained, jax.eval_shape(optimizer.init, self.trained)
         layouts = tuple(md.shardings(mesh, tree) for tree in state)
-        programs = make_programs(cfg, graph, optimizer, model_cfg.mask_id, layouts, scores_of)
+        form = grpo.Loss(cfg.loss, cfg.beta, cfg.epsilon, cfg.epsilon_high, cfg.delta)
+        programs = grpo.make_programs(graph, optimizer, model_cfg.mask_id, form, layouts, scores_of)
         self.scores, self.gradients, self.update = programs
         self.opt = jax.jit(optimizer.init, out_shardings=layouts[1])(self.trained)
-        self.mesh, self.row_sharding = mesh, jax.NamedSharding(mesh, md.PS(md.BATCH))  # rows of a batch on the devices
 
         # Weights spread over all devices would be gathered in every forward pass of a rollout; a narrow copy is not.
-        self.writing_mesh = writing_mesh(model_cfg, jax.devices())
-        self.to_write = jax.jit(functools.partial(to_write, mesh=self.writing_mesh, dtype=dtype))
-
-    def describe(self):
-        """Print what is trained, on what."""
-        trained, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (self.trained, self.base))
-        kind = jax.devices()[0].device_kind
-        print(f"{jax.device_count()} x {kind}; {trained:,} parameters trained, {frozen:,} frozen")
-        for prompts in (self.prompts, *self.heldout):
-            dropped = f"{prompts.dropped:,} left out, longer than --max_prompt={self.cfg.max_prompt}"
-            print(f"{prompts.path}: {len(prompts.tasks):,} tasks, {dropped}", flush=True)
+        self.rollout_mesh = rollout_mesh(model_cfg, jax.devices())
+        layout = functools.partial(checkpoints.for_inference, md, mesh=self.rollout_mesh, dtype=dtype)
+        self.rollout_weights = jax.jit(layout)
 
     def arrays(self):
         """What a checkpoint holds."""
         return {"adapters" if self.base else "params": self.trained, "ref": self.ref, "opt": self.opt}
 
-    def restore(self, store, settings):
-        """Go on from the newest checkpoint, and return its round; 0 without one. ValueError for other settings."""
+    def restore(self, store, meta):
+        """Go on from the newest checkpoint, and return its round; 0 without one. ValueError if it has other arrays."""
         if store.newest() is None:
             return 0
-
-        def described(model, settings):  # what decides which arrays there are
-            return model | {"--lora_rank": settings["lora_rank"], "--beta above 0": settings["beta"] > 0}
-
-        saved, model = store.meta(), dataclasses.asdict(self.model_cfg)
-        runs.check_same(described(saved["model"], saved["train"]), described(model, settings), store.folder)
-        arrays = store.restore(self.arrays())
-        self.trained, self.ref, self.opt = (arrays[name] for name in self.arrays())
+        saved = store.meta()
+        there, here = (
+            each["model"] | {"--lora_rank": each["train"]["lora_rank"], "--beta above 0": each["train"]["beta"] > 0}
+            for each in (saved, meta)
+        )
+        runs.check_same(there, here, store.folder)
+        self.trained, self.ref, self.opt = store.restore(self.arrays()).values()
         self.updates = saved["updates"]
         print(f"resuming {store.folder} after round {saved['round']}", flush=True)
         return saved["round"]
 
     def policy(self):
-        """The model as it is, for generation; on several devices a copy, laid out as generate.py does."""
+        """The model as it is, for generation; on several devices a copy, laid out as in generate.py."""
         params = md.assemble(self.base, self.trained)
-        return nnx.merge(self.writing_graph, self.to_write(params) if self.writing_mesh.size > 1 else params)
+        params = self.rollout_weights(params) if self.rollout_mesh.size > 1 else params
+        return nnx.merge(self.rollout_graph, params)
 
     def rollout(self, prompts, task_B, key):
         """Completions of the tasks with these numbers, by the policy as it is: a Batch."""
         policy, key_data = self.policy(), np.asarray(jax.random.key_data(key))  # which is on no device
         canvas_BL, see_BL = prompts.canvas(task_B)
-        devices, filled, passes = self.writing_mesh.shape["data"], [], []
+        devices, filled, passes = self.rollout_mesh.shape["data"], [], []
         size = math.ceil(self.cfg.generation_batch / devices) * devices  # as many rows on each
         for i in range(0, len(task_B), size):
             # All batches have one shape, for one compiled program: the last repeats rows.
             inputs = [np.resize(x[i : i + size], (size, x.shape[1])) for x in (canvas_BL, see_BL)]
-            with jax.set_mesh(self.writing_mesh):
+            with jax.set_mesh(self.rollout_mesh):
                 batch_key = jax.random.fold_in(jax.random.wrap_key_data(key_data), i)
                 token_BL, stats = self.fill(policy, *inputs, self.rule, batch_key)
             filled.append(token_BL[: len(task_B) - i])
@@ -494,7 +382,7 @@ class Trainer:
         arrays = {"token_BL": batch.token_BL, "see_BL": batch.see_BL, "counted_BC": batch.counted_BC} | scored
         arrays = {name: x[row_R] for name, x in arrays.items()}
         arrays["counted_BC"] &= (row_R >= 0)[:, None]
-        return jax.device_put(arrays, self.row_sharding)
+        return jax.device_put(arrays, jax.NamedSharding(self.mesh, md.PS(md.BATCH)))
 
     def scores_by(self, trained, batch, masks):
         """Scores of all completions by a model, under the masks of an iteration: [B, C]."""
@@ -519,13 +407,14 @@ class Trainer:
         return scored
 
     def learn(self, batch, scored, advantages):
-        """The updates of a round: (metrics of each micro-batch, gradient norm of each update)."""
-        cfg, measured, norms = self.cfg, [], []
-        # There is nothing to learn from an unknown reward, nor from a group of equal rewards.
-        kept_B = advantages.counted_B & ~advantages.constant_B
+        """The updates of a round: their metrics, {} if there is nothing to learn from."""
+        cfg, measured, norms, figures = self.cfg, [], [], {}
+        kept_B = advantages.counted_B & ~advantages.constant_B  # no unknown reward, no group of equal rewards
+        if not kept_B.any():
+            return {}
         batches = micro_batches(np.flatnonzero(kept_B), cfg.micro_batch, self.mesh.size)
         # counted tokens per micro-batch, on average: the update is the mean of their gradients
-        update_tokens = jnp.float32(batch.counted_BC[kept_B].sum() / max(1, len(batches)))
+        update_tokens = jnp.float32(batch.counted_BC[kept_B].sum() / len(batches))
         advantage_B = advantages.advantage_B.astype(np.float32)
         for j, i, complete in grpo.round_plan(len(batches), cfg.iterations):
             if j == 0:  # the first micro-batch of an update
@@ -541,11 +430,14 @@ class Trainer:
             norms.append(float(norm))
             self.updates += 1
             self.failed = 0 if math.isfinite(norms[-1]) else self.failed + 1
-            if self.failed >= 5:
+            if self.failed == 5:
                 raise RuntimeError(f"no finite gradient in five updates; lower --lr, then --resume={cfg.out}")
             if cfg.beta and cfg.sync_every and self.updates % cfg.sync_every == 0:
                 self.ref = grpo.sync_reference(self.ref, self.trained, 1.0 if cfg.lora_rank else MIXUP)
-        return measured, norms
+        combine = {"ratio_max": max, "tokens": sum}  # the mean of other metrics
+        for name in measured[0]:
+            figures[name] = float(combine.get(name, np.mean)([float(metrics[name]) for metrics in measured]))
+        return figures | {"grad_norm": max(norms)}
 
     def evaluate(self):
         """Mean of the first reward, and the share of completions where it is 1, of each "split" of held-out tasks."""
@@ -555,7 +447,7 @@ class Trainer:
             task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(prompts.tasks))), EVAL_SAMPLES)
             rows = self.rollout(prompts, task_B, key).rows
             make = functools.partial(reward, rows, self.rewards, cfg)
-            reward_B = by_host_0(make, (len(rows), len(self.rewards)))[:, 0]
+            reward_B = checkpoints.by_host_0(make, (len(rows), len(self.rewards)))[:, 0]
             split_B = np.array([row.get("split", "heldout") for row in rows])
             for split in dict.fromkeys(split_B.tolist()):
                 of_split_B = reward_B[split_B == split]
@@ -567,35 +459,27 @@ class Trainer:
 # ---- what is logged ------------------------------------------------------------------------------------------------
 
 
-def summary(trainer, batch, reward_BF, advantages, measured, norms):
-    """Rewards, completions and micro-batches of a round as numbers for the log."""
-    counted_B, counted_BC, group = advantages.counted_B, batch.counted_BC, trainer.cfg.group
+def summary(cfg, batch, reward_BF, advantages, eos_id):
+    """Rewards and completions of a round as numbers for the log."""
+    counted_B, counted_BC = advantages.counted_B, batch.counted_BC
     row = {"reward": float(advantages.reward_B[counted_B].mean()) if counted_B.any() else math.nan}
-    for name, reward_B in zip(trainer.rewards, reward_BF.T, strict=True):
+    for name, reward_B in zip(cfg.rewards, reward_BF.T, strict=True):
         known_B = reward_B[~np.isnan(reward_B)]
         if len(known_B):
             row |= {f"{name}_mean": float(known_B.mean()), f"{name}_std": float(known_B.std())}
-    row |= {"constant_groups": float(advantages.constant_B.mean()), "no_reward": int((~counted_B).sum())}
-    row["timeouts"] = sum(task.get("verdicts", []).count("timeout") for task in batch.rows)  # known to host 0
-    combine = {"ratio_max": max, "tokens": sum}  # of the micro-batches; the mean of other metrics
-    for name in measured[0] if measured else ():
-        row[name] = float(combine.get(name, np.mean)([float(metrics[name]) for metrics in measured]))
-    token_BC = batch.token_BL[:, -counted_BC.shape[1] :]
-    ended_B = (token_BC == trainer.rule.eos_ids[0]).any(-1)
-    row |= {"ended": float(ended_B.mean()), "length": float(counted_BC.sum(-1).mean())}
+    token_BC = batch.token_BL[:, -cfg.max_new :]
     # completions that repeat another of their group: a sign of a policy that collapses
-    groups = np.where(counted_BC, token_BC, -1).reshape(-1, group, token_BC.shape[1])
+    groups = np.where(counted_BC, token_BC, -1).reshape(-1, cfg.group, cfg.max_new)
     different = sum(len(np.unique(group_NC, axis=0)) for group_NC in groups)
-    row |= {"duplicates": 1 - different / len(token_BC), "passes": float(batch.passes)}
-    return row | ({"grad_norm": max(norms)} if norms else {})
-
-
-def wandb_table(rows):
-    """Rows of completions as a table of wandb."""
-    import wandb
-
-    cells = [[json.dumps(x) if isinstance(x, dict | list) else x for x in row.values()] for row in rows]
-    return wandb.Table(columns=list(rows[0]), data=cells)
+    return row | {
+        "constant_groups": float(advantages.constant_B.mean()),
+        "no_reward": int((~counted_B).sum()),
+        "timeouts": sum(task.get("verdicts", []).count("timeout") for task in batch.rows),  # known to host 0
+        "ended": float((token_BC == eos_id).any(-1).mean()),
+        "length": float(counted_BC.sum(-1).mean()),
+        "duplicates": 1 - different / len(token_BC),
+        "passes": float(batch.passes),
+    }
 
 
 def completion_rows(done, cfg, batch, reward_BF, advantages):
@@ -623,8 +507,9 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
     with runs.Run(cfg, unit="round", curves=("reward", "heldout_reward"), **hosts) as run:
         settings = dataclasses.asdict(cfg)  # without the demo's model and tasks, which --resume finds again
         rewards = {name: sandbox.find_reward(name) for name in cfg.rewards}
-        if any(function in sandbox.TESTED for function in rewards.values()):
-            by_host_0(functools.partial(check_sandbox, cfg), ())  # before anything is trained or read
+        if sandbox.TESTED & {*rewards.values()}:
+            check = functools.partial(sandbox.check, **sandbox_options(cfg))
+            checkpoints.by_host_0(check, ())  # before anything is trained or read
         if not cfg.ckpt:
             cfg = make_demo(cfg, run.out, settings)
 
@@ -636,13 +521,18 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
         same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
         checkpoints.check_hosts(run.out, same | {"model": model, "tasks": tasks})
         if not run.rank:
-            trainer.describe()
+            trained, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (trainer.trained, trainer.base))
+            kind = jax.devices()[0].device_kind
+            print(f"{mesh.size} x {kind}; {trained:,} parameters trained, {frozen:,} frozen")
+            for prompts in (trainer.prompts, *trainer.heldout):
+                dropped = f"{prompts.dropped:,} left out, longer than --max_prompt={cfg.max_prompt}"
+                print(f"{prompts.path}: {len(prompts.tasks):,} tasks, {dropped}", flush=True)
 
         # A checkpoint names its source, by which generate.py knows a chat model; tokenizer and template lie beside it.
         source = runs.read_json(runs.as_path(cfg.ckpt) / "config.json").get("source", "")
         meta = {"model": model, "train": {"model": "dream"} | settings, "source": source}
         store, files = checkpoints.Checkpoints(run.out), checkpoints.companions(cfg.ckpt)
-        first = trainer.restore(store, settings) if cfg.resume else 0
+        first = trainer.restore(store, meta) if cfg.resume else 0
         run.begin(first or -1, meta, files, ("log.jsonl", "rounds.jsonl"))  # -1: cut round 0, an evaluation, too
         with jax.set_mesh(mesh):
             train(run, store, meta, trainer, first, draw)
@@ -651,29 +541,24 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
         if cfg.lora_rank:
             folder = run.out / "merged"
             shutil.rmtree(folder, ignore_errors=True)  # of a run that goes on
-            model = nnx.merge(trainer.writing_graph, md.merge_adapters(trainer.base, trainer.trained))
+            model = nnx.merge(trainer.rollout_graph, md.merge_adapters(trainer.base, trainer.trained))
             checkpoints.save(md, folder, model, [run.out / name for name in files], source)
     print(f"done in {(time.perf_counter() - started) / 60:.1f} min; python generate.py --model=dream --ckpt={folder}")
 
 
-def tasks_of_round(cfg, count, r):
-    """Numbers of the tasks of round r, of `count`. Each comes once per epoch, in an order of the epoch's own."""
-    slots = range(r * cfg.tasks, (r + 1) * cfg.tasks)
-    return [np.random.default_rng([cfg.seed, slot // count]).permutation(count)[slot % count] for slot in slots]
-
-
 def train(run, store, meta, trainer, first, draw):
     """The rounds after `first`."""
-    cfg, pool = trainer.cfg, concurrent.futures.ThreadPoolExecutor(1)
+    cfg, count, pool = trainer.cfg, len(trainer.prompts.tasks), concurrent.futures.ThreadPoolExecutor(1)
     if trainer.heldout and not first:
         run.log({"round": 0} | trainer.evaluate())
     for r in range(first, cfg.rounds):
         done, key = r + 1, jax.random.fold_in(jax.random.key(cfg.seed), r)
         clock = [time.perf_counter()]
 
-        # A group of completions of each task, by the policy as it is.
-        task_B = np.repeat(tasks_of_round(cfg, len(trainer.prompts.tasks), r), cfg.group)
-        batch = trainer.rollout(trainer.prompts, task_B, key)
+        # A group of completions of each task, by the policy as it is. Each task comes once per epoch, in random order.
+        slots = range(r * cfg.tasks, done * cfg.tasks)
+        tasks = [np.random.default_rng([cfg.seed, i // count]).permutation(count)[i % count] for i in slots]
+        batch = trainer.rollout(trainer.prompts, np.repeat(tasks, cfg.group), key)
         clock.append(time.perf_counter())
 
         # The sandbox runs them on the CPU while the devices score them: under the masks of the updates, so that new and
@@ -682,24 +567,21 @@ def train(run, store, meta, trainer, first, draw):
         mask_key, (B, C) = jax.random.fold_in(key, 1), batch.counted_BC.shape
         scored = trainer.score(batch, [draw(mask_key, i, B, C, cfg.group) for i in range(cfg.iterations)])
         clock.append(time.perf_counter())
-        reward_BF = by_host_0(rewards, (B, len(trainer.rewards)))
+        reward_BF = checkpoints.by_host_0(rewards, (B, len(trainer.rewards)))
         clock.append(time.perf_counter())
 
         # A completion that does better than the others of its task becomes likelier, one that does worse less likely.
         advantages = grpo.group_advantages(reward_BF, cfg.reward_weights, cfg.group, cfg.scale_rewards)
-        measured, norms = trainer.learn(batch, scored, advantages)
+        metrics = trainer.learn(batch, scored, advantages)
         clock.append(time.perf_counter())
 
         # log.jsonl has a row per round, rounds.jsonl a row per completion.
-        row = {"round": done} | summary(trainer, batch, reward_BF, advantages, measured, norms)
+        row = {"round": done} | summary(cfg, batch, reward_BF, advantages, trainer.rule.eos_ids[0]) | metrics
         due = done % cfg.eval_every == 0 or done == cfg.rounds
         if due and trainer.heldout:
             row |= trainer.evaluate()
         if not run.rank:
-            completions = completion_rows(done, cfg, batch, reward_BF, advantages)
-            run.append("rounds.jsonl", completions)
-            if run.tracker:
-                run.tracker.log({"completions": wandb_table(completions)}, step=done)
+            run.append("rounds.jsonl", completion_rows(done, cfg, batch, reward_BF, advantages))
         phases = ("generate_s", "score_s", "reward_s", "update_s")
         run.log(row | dict(zip(phases, np.diff(clock).tolist(), strict=True)))
 
@@ -715,45 +597,36 @@ def train(run, store, meta, trainer, first, draw):
 
 
 def resolve(cfg):
-    """The config with the preset's values, but for batch sizes, and the files of --prompts. Asks JAX for no device.
-
-    Raises ValueError or FileNotFoundError for settings that cannot be.
-    """
-    preset = PRESETS[cfg.preset] | ({"lr": 2e-5} if cfg.preset == "7b" and cfg.lora_rank else {})
-    is_there = cfg.ckpt and (runs.as_path(cfg.ckpt) / "config.json").is_file()
-    trained_in = md.read_config(cfg.ckpt).block_length if is_there else 0  # the block length of the model
+    """The config with the preset's values and the files of --prompts; ValueError for settings that cannot be."""
+    preset = dict(PRESETS[cfg.preset])
+    if cfg.preset == "7b" and cfg.lora_rank:
+        preset["lr"] = 2e-5
+    trained_in = md.read_config(cfg.ckpt).block_length if cfg.ckpt else 0  # the block length of the model
     if trained_in and cfg.block_length not in (None, trained_in):
         raise ValueError(f"{cfg.ckpt} was trained in blocks of {trained_in}: leave --block_length out")
-    preset |= {"block_length": trained_in} if trained_in else {}
-    unset = {name: value for name, value in preset.items() if getattr(cfg, name) is None}
-    cfg = dataclasses.replace(cfg, **unset)
+    preset["block_length"] = trained_in or preset["block_length"]
+    cfg = dataclasses.replace(cfg, **{name: x for name, x in preset.items() if getattr(cfg, name) is None})
 
-    least = {"rounds": 0, "tasks": 1, "group": 2, "iterations": 1, "eval_every": 1}
-    wrong = [f"--{name}={getattr(cfg, name)}: at least {n}" for name, n in least.items() if getattr(cfg, name) < n]
+    # What would fail late, or silently.
+    if min(cfg.tasks, cfg.iterations, cfg.eval_every) < 1 or cfg.group < 2 or not cfg.temperature:
+        least = "--tasks, --iterations and --eval_every are at least 1, --group at least 2"
+        raise ValueError(f"{least}, so that completions are compared, and --temperature is above 0")
     if cfg.delta and cfg.delta <= 1 + cfg.epsilon_high:
-        wrong.append(f"--delta={cfg.delta}: above 1 + --epsilon_high, which is {1 + cfg.epsilon_high}, or 0 for none")
-    if not cfg.temperature:
-        wrong.append("--temperature=0 generates the same completion again and again; nothing could be compared")
+        raise ValueError(f"--delta={cfg.delta}: above 1 + --epsilon_high = {1 + cfg.epsilon_high}, or 0 for none")
     if len(set(cfg.rewards)) != len(cfg.reward_weights):
-        wrong.append(f"--rewards={' '.join(cfg.rewards)}: each once, with a weight of its own in --reward_weights")
+        raise ValueError(f"--rewards={' '.join(cfg.rewards)}: each once, with a weight of its own in --reward_weights")
     if bool(cfg.ckpt) != bool(cfg.prompts) or (cfg.preset == "7b" and not cfg.ckpt):
-        wrong.append("--ckpt and --prompts belong together; without both --preset=demo makes its own")
+        raise ValueError("--ckpt and --prompts belong together; without both --preset=demo makes its own")
     if cfg.hosts and (cfg.lora_rank or not cfg.ckpt):
-        wrong.append("--hosts goes with --ckpt and --prompts, and without --lora_rank, which one host can train")
+        raise ValueError("--hosts goes with --ckpt and --prompts, and without --lora_rank, which one host can train")
     if cfg.resume and Path(cfg.resume).resolve() != Path(cfg.out).resolve():
-        wrong.append(f"--resume={cfg.resume} goes on in its own folder; leave --out={cfg.out} out")
-    if wrong:
-        raise ValueError("; ".join(wrong))
+        raise ValueError(f"--resume={cfg.resume} goes on in its own folder; leave --out={cfg.out} out")
 
-    # A folder of rl_tasks.py holds all files; an empty one is as none.
-    if cfg.prompts and Path(cfg.prompts).is_dir():
-        train, *others = (Path(cfg.prompts) / f"{split}.jsonl" for split in ("train", "heldout", "humaneval"))
-        found = [str(path) if path.is_file() and path.stat().st_size else "" for path in others]
-        heldout, humaneval = cfg.heldout or found[0], cfg.humaneval or found[1]
-        cfg = dataclasses.replace(cfg, prompts=str(train), heldout=heldout, humaneval=humaneval)
-    for path in filter(None, (cfg.prompts, cfg.heldout, cfg.humaneval)):
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"{path} does not exist; write tasks with: python rl_tasks.py --out=data/acecode")
+    folder = Path(cfg.prompts)
+    if cfg.prompts and folder.is_dir():  # of rl_tasks.py: it holds all files; an empty one is as none
+        found = {path.stem: str(path) for path in folder.glob("*.jsonl") if path.stat().st_size}
+        files = {name: getattr(cfg, name) or found.get(name, "") for name in ("heldout", "humaneval")}
+        cfg = dataclasses.replace(cfg, prompts=str(folder / "train.jsonl"), **files)
     return cfg
 
 
@@ -776,15 +649,15 @@ def make_demo(cfg, out, settings):
         if not cfg.resume:  # so that --resume finds a run that was stopped before its first round
             runs.write(out / "config.json", {"train": {"model": "dream"} | settings})
         packing = "--seq_len=128", "--eos_to=16", "--vocab_size=512"
-        steps = f"--steps={DEMO_STEPS}", f"--eval_every={DEMO_STEPS}", "--log_every=100"
-        flags = f"--data={rows}", f"--out={model}", "--seq_len=128", "--batch_size=16", "--remat=none", *steps, seed
+        flags = f"--data={rows}", f"--out={model}", f"--resume={resume}", f"--steps={DEMO_STEPS}", "--log_every=100"
+        shape = "--model=tiny", "--seq_len=128", "--batch_size=16", "--remat=none", f"--eval_every={DEMO_STEPS}"
         try:
             if not resume:
                 shutil.rmtree(base, ignore_errors=True)
                 runs.script("rl_tasks.py", "--demo", f"--out={base}", seed)
                 runs.script("data_prep.py", "pairs", str(base / "pairs.jsonl"), f"--out={rows}", *packing, seed)
             prompt = read_tasks(base / "heldout.jsonl")[0]["prompt"]
-            runs.script("train_dream.py", "--model=tiny", f"--resume={resume}", f"--prompt={prompt}", *flags)
+            runs.script("train_dream.py", *flags, *shape, f"--prompt={prompt}", seed)
         except RuntimeError:  # the script has said why
             raise RuntimeError(f"the demo's model was not made; go on with --resume={cfg.out}") from None
         (base / "done").touch()

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 import diffusion
 import model_dream as md
@@ -274,6 +275,41 @@ def micro_loss(model, batch, mask_id, loss=Loss(), chunk=1024, scores_of=coupled
 
 
 # ---- updates -------------------------------------------------------------------------------------------------------
+
+
+def make_programs(graph, optimizer, mask_id, loss=Loss(), layouts=(None, None), scores_of=coupled_scores):
+    """(scores, gradients, update), compiled once each; base is {} without LoRA.
+
+    scores(trained, base, batch) -> [B, C]; gradients(trained, base, total, batch) -> (total + those of the batch,
+    metrics); update(trained, opt, total, micro-batches) -> (trained, opt, norm) by their mean gradient, unchanged where
+    the norm is not finite. layouts are the shardings of what is trained and of the optimizer's state.
+    """
+
+    def policy(trained, base):
+        return nnx.merge(graph, md.assemble(base, trained))
+
+    @jax.jit
+    def scores(trained, base, batch):
+        return scores_of(policy(trained, base), batch, mask_id)[0]
+
+    @functools.partial(jax.jit, donate_argnums=2, out_shardings=(layouts[0], None))
+    def gradients(trained, base, total, batch):
+        def loss_of(trained):
+            return micro_loss(policy(trained, base), batch, mask_id, loss, scores_of=scores_of)
+
+        (value, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
+        return jax.tree.map(jnp.add, total, grads), {"loss": value} | metrics
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(*layouts, None))
+    def update(trained, opt, total, count):
+        grads = jax.tree.map(lambda g: g / count, total)
+        norm = optax.tree.norm(grads)
+        updates, new_opt = optimizer.update(grads, opt, trained)
+        new = optax.apply_updates(trained, updates), new_opt
+        keep = functools.partial(jnp.where, jnp.isfinite(norm))
+        return *jax.tree.map(keep, new, (trained, opt)), norm
+
+    return scores, gradients, update
 
 
 def round_plan(accumulate, iterations):

@@ -37,6 +37,7 @@ import runs
 ACECODE = "TIGER-Lab/AceCode-87K"  # the data set on Hugging Face, or a folder of the same
 TASK = ("id", "source", "question", "test_cases", "context_messages")  # what a task keeps of AceCode's columns
 COUNTED = ("qwen_coder_2.5", "llama3_instruct")  # the models whose pass rates say how hard a row is
+SYSTEM = "You are a helpful assistant."
 CHAT = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # Qwen2.5's
 
 
@@ -206,7 +207,7 @@ def clean(tasks, dropped, tokenizer, limit):
             dropped["without_tests"] += 1
             continue
         digest = hashlib.sha256(" ".join(task["question"].split()).encode()).digest()
-        prompt = CHAT.format(*(turn["content"] for turn in messages(task)))
+        prompt = CHAT.format(SYSTEM, question_of(task))
         if digest in seen:
             dropped["duplicates"] += 1
         elif tokenizer and len(tokenizer.encode(prompt, add_special_tokens=False)) > limit:
@@ -243,12 +244,11 @@ def humaneval_tasks(path):
     return tasks
 
 
-def messages(task):
-    """The chat that asks a question: with its first test, but for questions that hold a code block."""
-    question = task["question"]
-    if "\n```\n" not in question:
-        question += f"\nTest cases: {task['test_cases'][0]}"
-    return [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": question}]
+def question_of(task):
+    """The user's turn of a chat: the question, with its first test unless it holds a code block."""
+    if "\n```\n" in task["question"]:
+        return task["question"]
+    return f"{task['question']}\nTest cases: {task['test_cases'][0]}"
 
 
 # ---- the demo's tasks ----------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ import functools
 import inspect
 import json
 import marshal
+import math
 import os
 import random
 import reprlib
@@ -567,7 +568,7 @@ def repetition(completions, rows, **options):
     return rewards
 
 
-TESTED = code, binary_code  # these run tests; the others need neither tests nor a safe sandbox
+TESTED = {code, binary_code}  # these run tests; the others need neither tests nor a safe sandbox
 REWARDS = {reward.__name__: reward for reward in (code, binary_code, code_format, syntax, soft_overlong, repetition)}
 
 
@@ -582,6 +583,37 @@ def find_reward(name):
     if not callable(reward):
         raise ValueError(f"{path} has no function {function!r}")
     return reward
+
+
+def score(rows, rewards, **options):
+    """Rewards of completions, a list for each row, nan for None; rewards are {name: function}. Equal ones run once.
+
+    Rows hold "text", the completion, "test_cases", "tokens"; the verdicts of the tests are left in them. RuntimeError
+    names a function that fails.
+    """
+    keys = [(row["text"], id(row["test_cases"]), row["tokens"]) for row in rows]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    different = [rows[keys.index(key)] for key in numbers]
+    texts, columns = [row["text"] for row in different], []
+    for name, function in rewards.items():
+        try:
+            columns.append([math.nan if x is None else float(x) for x in function(texts, different, **options)])
+            if len(columns[-1]) != len(texts):
+                raise ValueError(f"it gave {len(columns[-1])} values for {len(texts)} completions")
+        except Exception as error:  # whatever a user's function raises
+            what = f"raised {type(error).__name__}: {error}; mend it, then go on with --resume"
+            raise RuntimeError(f"the reward {name} {what}") from error
+    for row, key in zip(rows, keys, strict=True):
+        row["verdicts"] = different[numbers[key]].get("verdicts", [])
+    return [[values[numbers[key]] for values in columns] for key in keys]
+
+
+def check(**options):
+    """1 if the sandbox passes a right program and fails a wrong one; else RuntimeError."""
+    (result,) = run_tests(["def f():\n    return 1"], [["assert f() == 1", "assert f() == 2"]], **options)
+    if result.verdicts != ["pass", "fail"]:
+        raise RuntimeError(f"the sandbox cannot be used: {result.error or result.verdicts}")
+    return 1
 
 
 def main(program: Path, /, tests: Path, options: Options = Options()):

@@ -331,13 +331,13 @@ ANSWERS = [  # what a model writes, and its rewards: (code, code_format)
 
 
 @needs_qwen
-def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(tmp_path):
+def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(folder, tmp_path):
     """With Qwen's tokenizer and the 7b preset, as the reference would; and when the sampler has filled up the rest."""
     tokenizer = tokenizers.Tokenizer.from_file(str(QWEN / "tokenizer.json"))
     question = "Write a function to find the shared elements from the given two lists."
     tests = ["assert shared([1, 2], [2, 3]) == [2]", "assert shared([5], [5]) == [5]"]
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"question": question, "test_cases": tests}))
-    cfg = coupled_grpo.resolve(coupled_grpo.Config(preset="7b", ckpt="base", prompts=str(tmp_path / "tasks.jsonl")))
+    cfg = coupled_grpo.resolve(config_7b(folder, tmp_path))
 
     def wrap(user, system):  # Qwen2.5's chat template
         turns = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n"
@@ -382,13 +382,10 @@ def test_rollouts_choose_positions_by_the_distribution_and_not_by_what_was_drawn
 
 
 def test_the_first_test_is_shown_unless_the_question_holds_code():
-    row = {"question": "Add one.", "test_cases": ["assert f(1) == 2", "assert f(2) == 3"]}
-    system, user = coupled_grpo.messages(row)
-    assert system == {"role": "system", "content": "You are a helpful assistant."}
-    assert user == {"role": "user", "content": "Add one.\nTest cases: assert f(1) == 2"}
-    code = row | {"question": "Complete:\n```\ndef f(a):\n```\n"}
-    assert coupled_grpo.messages(code, "Be brief.")[0]["content"] == "Be brief."
-    assert coupled_grpo.messages(code)[1]["content"] == code["question"]
+    task = {"question": "Add one.", "test_cases": ["assert f(1) == 2", "assert f(2) == 3"]}
+    assert coupled_grpo.question_of(task) == "Add one.\nTest cases: assert f(1) == 2"
+    task["question"] = "Complete:\n```\ndef f(a):\n```\n"
+    assert coupled_grpo.question_of(task) == task["question"]
 
 
 class Letters:
@@ -429,13 +426,13 @@ def test_a_completion_is_its_counted_tokens_and_a_program_that_goes_on_stands_in
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds no tasks"),
+        ("", "has no tasks"),
         ('{"prompt": "x", "test_cases": []}\n', "line 1 has no tests"),
         ('{"prompt": "x", "test_cases": ["assert True"]}\n{"prompt": 3}\n', "line 2 is no task"),
         ('{"prompt": "x", "test_cases": "assert True"}\n', "line 1 is no task"),
         ("[1]\n", "line 1 is no task"),
         ('{"question": "x", "test_cases": ["assert True"]}\n', "has no chat template"),
-        ('{"prompt": "abc", "test_cases": ["assert True"]}\n', "all 1 prompts .* more than --max_prompt=2"),
+        ('{"prompt": "abc", "test_cases": ["assert True"]}\n', "no tasks, and 1 with more than --max_prompt=2"),
     ],
 )
 def test_bad_tasks_are_named(tmp_path, text, words):
@@ -697,9 +694,8 @@ def test_gradients_of_micro_batches_are_added_and_an_update_takes_their_mean():
     token, u, ratio = example(B=4)
     batch, optimizer, params = batch_of(token, u, ratio), optax.sgd(0.5), tiny()
     halves = [{name: x if name == "first" else x[i : i + 2] for name, x in batch.items()} for i in (0, 2)]
-    cfg = coupled_grpo.Config(**coupled_grpo.PRESETS["demo"])
     graph = dream.graph_of(TINY, dream.Run(jnp.float32))
-    _, gradients, update = coupled_grpo.make_programs(cfg, graph, optimizer, TINY.mask_id)
+    _, gradients, update = grpo.make_programs(graph, optimizer, TINY.mask_id)
     zero = functools.partial(jax.tree.map, jnp.zeros_like, params)  # given away, so one for each
     first, metrics = gradients(params, {}, zero(), halves[0])
     expected = jax.tree.map(lambda a, b: np.asarray(a + b), first, gradients(params, {}, zero(), halves[1])[0])
@@ -843,6 +839,11 @@ def config(folder, out, **settings):
     return coupled_grpo.Config(out=str(out), **settings)
 
 
+def config_7b(folder, tasks):
+    """The preset's settings, with the folder's model and tasks.jsonl in a folder."""
+    return coupled_grpo.Config(preset="7b", ckpt=str(folder / "base"), prompts=str(tasks / "tasks.jsonl"))
+
+
 def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -903,9 +904,8 @@ def test_a_model_of_blocks_has_a_block_length_of_its_own(folder, tmp_path):
     assert coupled_grpo.resolve(dataclasses.replace(cfg, block_length=None)).block_length == 4
 
 
-def test_the_7b_preset_holds_the_reference_s_settings(tmp_path):
-    (tmp_path / "tasks.jsonl").touch()
-    cfg = coupled_grpo.resolve(coupled_grpo.Config(preset="7b", ckpt="base", prompts=str(tmp_path / "tasks.jsonl")))
+def test_the_7b_preset_holds_the_reference_s_settings(folder, tmp_path):
+    cfg = coupled_grpo.resolve(config_7b(folder, tmp_path))
     reference = {
         "tasks": 8, "group": 10, "iterations": 2, "max_prompt": 200, "max_new": 256, "lr": 1e-6, "beta": 0.01,
         "epsilon": 0.5, "epsilon_high": 0.5, "scale_rewards": False, "sync_every": 64, "temperature": 1.0,
@@ -964,7 +964,7 @@ def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, mo
         patch.setattr(coupled_grpo.Trainer, "policy", policy)
         patch.setattr(sample_block, "fill_block", filled)
         patch.setattr(coupled_grpo.Trainer, "score", lambda self, batch, masks: [])
-        patch.setattr(coupled_grpo.Trainer, "learn", lambda self, *inputs: ([], []))
+        patch.setattr(coupled_grpo.Trainer, "learn", lambda self, *inputs: {})
         patch.setattr(checkpoints, "keep_compiled", lambda folder: None)  # so that all programs are traced
         own = {"ckpt": str(folder / model), "block_length": None if model == "blocks" else 8}
         coupled_grpo.main(config(folder, out, rounds=0, tasks=2, generation_batch=18, **own))
@@ -1161,17 +1161,16 @@ def test_equal_rewards_update_nothing(folder, tmp_path):
     ("settings", "words"),
     [
         ({"delta": 1.5}, "--delta=1.5: above 1 + --epsilon_high"),
-        ({"group": 1}, "--group=1: at least 2"),
-        ({"tasks": 0}, "--tasks=0: at least 1"),
-        ({"temperature": 0.0}, "--temperature=0"),
+        ({"group": 1}, "--group at least 2"),
+        ({"tasks": 0}, "--tasks, --iterations and --eval_every are at least 1"),
+        ({"temperature": 0.0}, "--temperature is above 0"),
         ({"rewards": ("nothing",)}, "no reward 'nothing'"),
         ({"rewards": ("code", "syntax")}, "--rewards=code syntax: each once, with a weight of its own"),
         ({"rewards": ("code", "code"), "reward_weights": (1.0, 1.0)}, "each once, with a weight of its own"),
         ({"prompts": ""}, "--ckpt and --prompts belong together"),
-        ({"prompts": "none.jsonl"}, "none.jsonl does not exist; write tasks with"),
-        ({"ckpt": "none"}, "holds no checkpoint"),
+        ({"prompts": "none.jsonl"}, "No such file or directory: 'none.jsonl'"),
+        ({"ckpt": "none"}, "none/config.json does not exist"),
         ({"max_prompt": 510}, "the model reaches 512 positions"),
-        ({"rounds": -1}, "--rounds=-1: at least 0"),
         ({"hosts": "auto", "lora_rank": 2}, "--hosts goes with --ckpt and --prompts, and without --lora_rank"),
     ],
     ids=str,
@@ -1194,7 +1193,7 @@ def test_a_reward_that_fails_ends_the_run_in_one_line(folder, tmp_path, reward, 
 def test_a_sandbox_that_cannot_be_used_ends_the_run_before_it_begins(folder, tmp_path, monkeypatch):
     monkeypatch.delenv("E2B_API_KEY", raising=False)
     with pytest.raises((RuntimeError, ValueError), match="E2B_API_KEY"):
-        coupled_grpo.main(config(folder, tmp_path / "run", runner="e2b", ckpt="none", rewards=("code",)))
+        coupled_grpo.main(config(folder, tmp_path / "run", runner="e2b", rewards=("code",)))
 
 
 def flags(cfg):
@@ -1292,8 +1291,7 @@ def test_a_reward_of_one_s_own_needs_no_tests_and_no_sandbox(folder, tmp_path):
     own |= {"runner": "local", "rewards": ("code",)}
     refused = run("coupled_grpo.py", *flags(config(folder, tmp_path / "tested", **own)))
     assert refused.stderr.splitlines()[-1].endswith(
-        "tasks.jsonl, line 1 has no tests, so nothing could be rewarded; a reward of your own needs none: "
-        "--rewards=file.py:function"
+        "tasks.jsonl, line 1 has no tests; only --rewards=file.py:function can do without"
     )
 
 

@@ -354,7 +354,10 @@ def test_acecode(golden_dir):
         assert all(list(task) == want["columns"] for task in tasks)
         if (folder / f"acecode_expected_{difficulty}.jsonl").exists():
             assert tasks == read_lines(folder / f"acecode_expected_{difficulty}.jsonl"), difficulty
-    assert [coupled_grpo.messages(task) for task in prepared(rows, "hard")[0]] == want["hard_prompts"]
+    for task, (system, user) in zip(prepared(rows, "hard")[0], want["hard_prompts"], strict=True):
+        for script in (coupled_grpo, rl_tasks):
+            assert system == {"role": "system", "content": script.SYSTEM}
+            assert user == {"role": "user", "content": script.question_of(task)}
 
 
 @pytest.mark.parametrize("difficulty", ["hard", "all"])
