@@ -194,31 +194,37 @@ def last_block(text, q):
 
 def parsed(code):
     """The syntax tree of a program; None if it is not Python."""
-    with contextlib.suppress(SyntaxError, MemoryError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with contextlib.suppress(SyntaxError, MemoryError), warnings.catch_warnings(action="ignore"):
         return ast.parse(code)
     return None
 
 
-@functools.lru_cache(1024)
+def first_error(lines):
+    """The number of the line at which a program is no longer Python; 0 if all of it is."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            ast.parse("\n".join(lines))
+    except (SyntaxError, MemoryError) as error:
+        return min(getattr(error, "lineno", None) or len(lines), len(lines))
+    return 0
+
+
 def longest_program(lines, least):
     """The longest run of at least `least` lines that is a program; "" if there is none.
 
-    Blank lines do not count for its length. Ties go to the first to begin, then to the first to end.
+    Blank lines do not count, and only those in front stay. Of equal runs the first is taken.
     """
-    filled = [i for i, line in enumerate(lines) if line.strip()]
-    begins = [k for k, i in enumerate(filled) if not lines[i][0].isspace() or "#" in lines[i]]  # a comment may
-    for count in range(len(filled), 0, -1):
-        for k in (k for k in begins if k + count <= len(filled)):
-            first, last = filled[k], filled[k + count - 1]
-            while first and not lines[first - 1].strip(" \t\r\f"):  # include the blank lines before it
-                first -= 1
-            while last < len(lines) - 1 and last - first + 1 < least and not lines[last + 1].strip():
-                last += 1
-            code = "\n".join(lines[first : last + 1])
-            if last - first + 1 >= least and parsed(code):
-                return code
-    return ""
+    best, most = [], 0
+    for first in range(len(lines)):
+        run = lines[first:]
+        while error := first_error(run):
+            run = run[: error - 1]
+        while len(run) > least and not run[-1].strip():
+            run = run[:-1]
+        length = sum(bool(line.strip()) for line in run)
+        if len(run) >= least and length > most:
+            best, most = run, length
+    return "\n".join(best)
 
 
 def needed(entry, definitions, names_in):
@@ -242,11 +248,12 @@ def dream_sanitize(text, q):
     The last definition of a name counts, `a.b` uses only b, and only the first 100 lines are read.
     """
     text = text.replace("\t", "    ").replace("\r\n", "\n").replace("\r", "\n").strip() + "\n"
-    body = parsed(longest_program(tuple(text.splitlines()[:100]), 1)).body
-    imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
-    definitions = {}
-    for node in body:
-        if isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and has_return(node)):
+    tree = parsed(longest_program(text.splitlines()[:100], 1))
+    imports, definitions = [], {}
+    for node in tree.body if tree else []:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports.append(node)
+        elif isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and has_return(node)):
             definitions[node.name] = node
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             definitions[node.targets[0].id] = node
@@ -272,7 +279,7 @@ def evalplus_sanitize(text, q):
     nothing is left, the longest program in the text is returned.
     """
     lines = text.split("\n")
-    code = longest_program(tuple(lines), 2) or lines[0]
+    code = longest_program(lines, 2) or lines[0]
     tree = parsed(code)
     imports, definitions = [], {}
     for node in tree.body if tree else []:
@@ -410,14 +417,16 @@ ASSISTANT = "You are a helpful assistant."
 QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 QWEN_CODER = "You are an intelligent programming assistant to produce Python algorithmic solutions"
 WRITE = "Write a solution to the following problem and make sure that it passes the tests:\n"
-SCRIPT = "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
 COMPLETED = "Here is the completed function:\n```python\n"
 BELOW = (
     "Below is a Python script with a self-contained function that solves the problem and passes corresponding tests:\n"
     "```python\n"
 )
 ask_prompt = asks("{prompt}")
-ask_evalplus = asks(SCRIPT + "```\n{stripped}\n```\n")
+ask_evalplus = asks(
+    "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
+    "```\n{stripped}\n```\n"
+)
 ask_evalplus_base = asks("{stripped}\n")
 ask_qwen = asks("Can you complete the following Python function?\n```python\n{stripped}\n```\n")
 DREAM_RULES = (dream_fence, prepend_prompt_line, dream_sanitize)
