@@ -198,7 +198,8 @@ def text_ranges(item, limit, separator=SEPARATOR):
     """Items of the ranges of a file. ValueError if it is not UTF-8 or has NUL.
 
     A range ends with the separator that follows its first `limit` bytes, or within a document of over LONG_BYTES: at a
-    line end, or between two characters if there is none. Ranges without a document are left out.
+    line end, or between two characters if there is none. A line of pairs is never split. Ranges without a document are
+    left out.
     """
     ranges, start, data, decoder = [], 0, bytearray(), codecs.getincrementaldecoder("utf-8")()
     separator = separator.encode()
@@ -212,7 +213,7 @@ def text_ranges(item, limit, separator=SEPARATOR):
                 end = data.find(separator, max(0, limit - len(separator)))
                 if end >= 0:
                     end += len(separator)
-                elif len(data) - max(0, data.rfind(separator)) >= LONG_BYTES:
+                elif separator != b"\n" and len(data) - max(0, data.rfind(separator)) >= LONG_BYTES:
                     end = data.rfind(b"\n") + 1 or len(data) - len(decoder.getstate()[0])
                 elif block:  # no end in sight: read on
                     break
@@ -324,7 +325,7 @@ def eos_documents(path, eos):
 
 
 def gather(found, cfg, vocabulary=None):
-    """({split: [Group]} of the documents that stay, {reason: how many were dropped})."""
+    """({split: [Items of each shard]} of the documents that stay, {reason: number of dropped ones})."""
     readable = [item for item in found if item.sha256]
     dropped = collections.Counter(dict.fromkeys(REASONS, 0), unreadable=len(found) - len(readable))
     if cfg.hf:
