@@ -166,7 +166,8 @@ class Checkpoints:
 
     def meta(self):
         """The JSON of the newest checkpoint."""
-        return read_meta(self.folder / "checkpoints" / str(self.newest()))
+        path = self.folder / "checkpoints" / str(self.newest())
+        return runs.read_json(path / "meta" / "metadata", "model", "sums")
 
     def restore(self, like):
         """The state in the newest checkpoint, laid out as the arrays or ShapeDtypeStructs of `like` are.
@@ -208,11 +209,6 @@ class Checkpoints:
         with self.writing():
             self.manager.wait_until_finished()
         self.manager.close()
-
-
-def read_meta(path):
-    """The JSON of the checkpoint at this path."""
-    return runs.read_json(path / "meta" / "metadata", "model", "sums")
 
 
 def absolute(folder):
@@ -279,7 +275,7 @@ def find_weights(folder, step=0):
     step, path = runs.newest(folder, step)
     if (path / "adapters").is_dir():
         raise ValueError(f"{path} holds what LoRA learnt; the whole model is in {folder}/merged when the run has ended")
-    return path, read_meta(path), step
+    return path, runs.read_json(path / "meta" / "metadata", "model", "sums"), step
 
 
 def load(family, folder, step=0, dtype=None, run=None, mesh=None, bits=0):

@@ -30,23 +30,23 @@ def default_folder(run, family):
 
 
 def device_line():
-    """What JAX computes on, and what it leaves idle."""
+    """The devices of JAX, and the accelerator that it leaves idle."""
     devices, idle = jax.devices(), checkpoints.idle_accelerator()
     return f"{len(devices)} x {devices[0].device_kind}" + (f"; {idle}" if idle else "")
 
 
 def bits_of(flags):
-    """How many bits --int8 and --int4 leave of a matrix's elements; 0: all."""
+    """Bits per weight of a matrix, by the flags --int8 and --int4; 0: not quantised."""
     if flags.int8 and flags.int4:
         raise ValueError("--int8 or --int4, not both")
     return 8 if flags.int8 else 4 if flags.int4 else 0
 
 
 def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows=1):
-    """checkpoints.load() on the machine's devices, or so many of them, for `rows` texts at a time: (model, step, mesh).
+    """checkpoints.load() on `devices` devices (0: all) for `rows` texts at a time: (model, step, mesh).
 
     The mesh is None for one device. dtype "" is bfloat16; on a CPU float32, which is faster there, if memory holds it.
-    Raises ValueError for a checkpoint that is too large, before it is read, and what checkpoints.load() raises.
+    ValueError for a checkpoint that is too large, before it is read.
     """
     path, meta, _ = checkpoints.find_weights(checkpoints.absolute(folder), step)
     if step and path == checkpoints.absolute(folder):
@@ -80,7 +80,7 @@ def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows
 
 
 def bytes_needed(family, model, mesh, stored, dtype, bits):
-    """Bytes of a device while a checkpoint is read: its part of the weights, and of the largest array as stored."""
+    """Bytes that a device needs to read a checkpoint: its share of the weights, and of the largest array as stored."""
     size, largest = 0, 0
     shapes = family.param_shapes(model)
     layout = checkpoints.flatten(family.shardings(mesh, shapes))

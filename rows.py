@@ -7,8 +7,8 @@ Packed rows (PythonCoder, Dream) hold documents one after the other, each ended 
 document each: BOS, tokens, EOS, PAD. Rows of pairs hold whole pairs of prompt and response and have a fourth column,
 fixed: 1 where a token belongs to no response, 2 where the input is always MASK (see data_prep.edit).
 
-A folder holds train/00000.parquet, heldout/00000.parquet and so on (COLUMNS: int32 lists of seq_len), tokenizer.json
-and meta.json, which names the shards with their rows and SHA-256 and is written last.
+A folder holds train/00000.parquet, heldout/00000.parquet, ... (COLUMNS: int32 lists of seq_len), tokenizer.json, and
+meta.json, which lists the shards with their rows and SHA-256 and is written last.
 
 Axes: N documents, R rows, L row length, V vocabulary.
 """
@@ -33,8 +33,8 @@ BLOCK_TOKENS = 1 << 21  # tokens packed at a time, one row group of a shard
 def pack(documents, seq_len, eos, pad):
     """Cut documents, each followed by `eos`, into rows of `seq_len`: int32 tokens_RL, segments_RL, positions_RL.
 
-    Segments count the documents of a row from 1, positions the tokens of a document from 0, and both start anew in
-    every row. The last row is filled up with `pad`, segment 0, position 0. No documents give no rows.
+    Segments count the documents of a row from 1, positions the tokens of a document from 0; both start anew in every
+    row. The last row is filled up with `pad`, segment 0, position 0. No documents give no rows.
     """
     end_N = np.cumsum([0] + [len(document) + 1 for document in documents])
     total, end = end_N[-1], np.int32([eos])
@@ -104,12 +104,11 @@ def pair_rows(pairs, seq_len, eos):
             room = seq_len
         rows[-1].append(pair)
         room -= size
-    columns = []
+    packed = []
     for row in rows:
         ids, fixed = zip(*row, strict=True)
-        fixed_RL, _, _ = pack(fixed, seq_len, 0, 0)
-        columns.append([*pack(ids, seq_len, eos, eos), fixed_RL])
-    return [np.concatenate(column) for column in zip(*columns, strict=True)]
+        packed.append([*pack(ids, seq_len, eos, eos), pack(fixed, seq_len, 0, 0)[0]])
+    return [np.concatenate(column) for column in zip(*packed, strict=True)]
 
 
 # ---- rows to batches ----------------------------------------------------------------------------------------------

@@ -191,8 +191,7 @@ def lock(path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            advice = "wait for it or choose another --out"
-            raise BlockingIOError(f"another process is writing to {Path(path).parent}; {advice}") from None
+            raise BlockingIOError(f"another process is writing to {Path(path).parent}; choose another --out") from None
         yield
 
 
@@ -207,8 +206,7 @@ def newest(folder, step=0):
     """(step, path) of a run's newest checkpoint, or of the one asked for. FileNotFoundError says which there are."""
     found = saved_steps(as_path(folder))
     if not found:
-        advice = "train one, or name the folder of a run or of convert_weights.py"
-        raise FileNotFoundError(f"{folder} holds no checkpoint; {advice}")
+        raise FileNotFoundError(f"{folder} holds no checkpoint; train one, or name a folder of convert_weights.py")
     step = step or max(found)
     if step not in found:
         raise FileNotFoundError(f"{folder} holds no checkpoint of step {step}; it has {list(found)}")
@@ -289,8 +287,7 @@ class Run:
 
     def __enter__(self):
         if not self.cfg.resume and saved_steps(self.out):
-            advice = f"--resume={self.out} goes on with it, another --out starts anew"
-            raise FileExistsError(f"{self.out} already holds a run: {advice}")
+            raise FileExistsError(f"{self.out} already holds a run: --resume={self.out}, or choose another --out")
         self.out.mkdir(parents=True, exist_ok=True)
         self.exits.enter_context(lock(self.out / f".lock{self.rank}"))
         return self
@@ -322,18 +319,14 @@ class Run:
         if getattr(self.cfg, "plot", False):
             self.exits.callback(script, "bench/plot.py", str(self.out), "--names", *self.curves)
         if self.cfg.wandb:
-            self.track(settings)
+            import wandb
 
-    def track(self, settings):
-        """Log to wandb as well. The id is the run's own: another run in a folder of this name is another curve."""
-        import wandb
-
-        name = self.out / "wandb_id"
-        if not (self.cfg.resume and name.exists()):
-            write(name, secrets.token_hex(8).encode())
-        where = {"project": self.cfg.wandb, "dir": str(self.out), "name": self.out.name, "id": name.read_text()}
-        self.tracker = wandb.init(config=settings, resume="allow", **where)
-        self.exits.callback(self.tracker.finish)
+            run_id = self.out / "wandb_id"  # of its own: another run in a folder of this name is another curve
+            if not (self.cfg.resume and run_id.exists()):
+                write(run_id, secrets.token_hex(8).encode())
+            where = {"project": self.cfg.wandb, "dir": str(self.out), "name": self.out.name, "id": run_id.read_text()}
+            self.tracker = wandb.init(config=settings, resume="allow", **where)
+            self.exits.callback(self.tracker.finish)
 
     def on_signal(self, number, frame):
         now, name = time.monotonic(), signal.Signals(number).name

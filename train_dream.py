@@ -48,7 +48,7 @@ import model_dream as md
 import runs
 import sample_block
 import sample_dream
-from rows import Rows, held_out, open_data, prefetch, token_bytes
+from rows import held_out, open_data, prefetch, token_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,8 +236,6 @@ def find_data(cfg):
     """(training rows, held-out rows, tokenizer.json); without --data those of the standard library, prepared first."""
     if cfg.data:
         return open_data(cfg.data, cfg.seq_len)
-    if cfg.hosts:
-        raise ValueError("several hosts need the same data: write it with data_prep.py and pass --data")
     _, model = pick_model(cfg)
     seq_len, vocab = row_length(cfg, model), min(model.vocab, 32_768)
     name, flag = vocab, f"--vocab_size={vocab}"
@@ -385,21 +383,21 @@ def loss_of_step(cfg, graph, batch, key, step, base):
 
 
 def block_nats(blocks, model, step, token_BL, segment_BL, position_BL, counted_BL, noise):
-    """The nats of a micro-batch that a step of block diffusion, or of --objective=ar, makes smaller.
+    """The loss of a micro-batch with blocks, or of --objective=ar, in nats: a sum over its tokens.
 
-    noise is md.noise, that still needs the parts of a row which have a time of their own.
+    noise(parts) is md.noise: the times of the parts of each row, and a uniform number for each token.
     """
     row, longest = (segment_BL, position_BL), model.cfg.block_length
     if longest == 1 and model.cfg.shift:  # --objective=ar
         return model.ar_nll(token_BL, counted_BL, *row).sum()
-    # Blocks double in equal numbers of steps. Their length is an array, so that all lengths are one program.
+    # The block size doubles in equal numbers of steps. It is an array, so that all sizes are one program.
     block = longest
     if blocks.block_warmup:
         doublings = math.ceil(math.log2(longest))
         done = jnp.minimum(step * doublings // blocks.block_warmup, doublings)
         block = jnp.minimum(2**done, longest)
-    # A mask rate for each block; u decides for each token. A block of one token is masked: any other rate would only
-    # add noise to the same expectation.
+    # A mask rate for each block; u decides for each token. A block of one token is always masked: any other rate would
+    # only add noise to the same expectation.
     u_BL, (low, high) = noise(md.parts(*row, block), eps=0.0), blocks.rates
     if blocks.rate_warmup:
         high = low + (high - low) * diffusion.highest_rate(step, blocks.rate_warmup)
@@ -412,11 +410,11 @@ def block_nats(blocks, model, step, token_BL, segment_BL, position_BL, counted_B
     nats = (weight_BL * model.nll(token_BL, mask_BL, *row, block)).sum()
     if not blocks.complement:
         return nats
-    # High rates have no weights. Where t is 1 nothing is left to mask, and any weight will do.
+    # High rates are unweighted. Where t is 1 the complement is empty, and any weight will do.
     weight_BL = jnp.where(weight_BL == 1, 1.0, 1 / jnp.maximum(1 - t_BL, low))
-    others = (weight_BL * model.nll(token_BL, counted_BL & ~mask_BL, *row, block)).sum()
-    # Blocks of one token are all masked, and in the warm-up the others would be nearly all tokens.
-    return jnp.where((block == 1) | (step < blocks.rate_warmup), nats, (nats + others) / 2)
+    complement = (weight_BL * model.nll(token_BL, counted_BL & ~mask_BL, *row, block)).sum()
+    # The complement of a block of one token is empty; in the rate warm-up it would hold nearly all tokens.
+    return jnp.where((block == 1) | (step < blocks.rate_warmup), nats, (nats + complement) / 2)
 
 
 def make_step(cfg, graph, optimizer):
@@ -515,30 +513,43 @@ def evaluate(cfg):
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
 class Trainer:
-    """A run in memory. Only `state` changes with the steps."""
+    """A run in memory, with the defaults that data and devices suggest. Only `state` changes with the steps."""
 
-    cfg: Config  # every setting filled in
-    model: md.DreamConfig
-    run: md.Run
-    mesh: jax.sharding.Mesh
-    train: Rows
-    heldout: Rows
-    tokenizer: tokenizers.Tokenizer
-    state: dict | None = None  # {"params", "opt"}, with LoRA {"params": adapters, "opt", "base": frozen weights}
-
-    def __post_init__(self):
-        cfg = self.cfg
+    def __init__(self, cfg):
+        if cfg.lora_rank and (cfg.lora_rank < 0 or not cfg.init or cfg.hosts or "://" in cfg.out):
+            raise ValueError("--lora_rank is above 0, goes with --init, on one host, and with --out on its own disk")
+        self.train, self.heldout, tokenizer_json = find_data(cfg)
+        data = self.train.meta
+        cfg, model, self.run, self.mesh = resolve(cfg, jax.devices(), data)
+        if self.train.total < cfg.batch_size:
+            rows = f"{self.train.folder} has {self.train.total} training rows, a step takes {cfg.batch_size}"
+            raise ValueError(f"{rows}; lower --batch_size or add data")
+        if cfg.init:
+            tokenizer_json = known_ids(cfg.resume or cfg.init, model, data, tokenizer_json)
+        else:
+            model, tokenizer_json = with_mask(model, data, tokenizer_json)
+        if data.get("settings", {}).get("edit_rate"):
+            model = with_expand(cfg, model, tokenizer_json)
+        self.cfg, self.per_epoch = plan(cfg, model, self.train)
+        self.model, self.tokenizer = model, tokenizers.Tokenizer.from_str(tokenizer_json.decode())
+        # The chat template, its tokens and the model's own code: those of --init, else of the data.
+        files = checkpoints.companions(cfg.init) if cfg.init else {}
+        if not files.keys() - {"tokenizer.json"}:
+            files = checkpoints.companions(self.train.folder)
+        self.files = files | {"tokenizer.json": tokenizer_json}
         # Moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32.
         self.optimizer = make_optimizer(cfg.clip, cfg.weight_decay, self.run.dtype, muon=cfg.optimizer == "muon")
         self.shapes = self.shapes_with(cfg.lora_rank)
+        smaller = {"--lora_rank=16": self.bytes_needed(16)} if cfg.init and not cfg.lora_rank else {}
+        checkpoints.check_memory(self.mesh, self.bytes_needed(cfg.lora_rank), smaller)
         self.trained = "adapters" if cfg.lora_rank else "params"  # its name in a checkpoint: adapters are no model
         if cfg.lora_rank:  # which weights the adapters belong to
             self.base_sums = checkpoints.find_weights(checkpoints.absolute(cfg.init))[1]["sums"]
         self.rows_at = NamedSharding(self.mesh, PS(None, md.BATCH))
         self.micro_rows = cfg.micro_batch * self.mesh.size // cfg.tensor  # on all devices together
-        self.bytes_V = jnp.asarray(token_bytes(self.tokenizer, self.model.vocab))
+        self.bytes_V = jnp.asarray(token_bytes(self.tokenizer, model.vocab))
+        self.state = None  # {"params", "opt"}, with LoRA {"params": adapters, "opt", "base": frozen weights}
 
     def shapes_with(self, lora_rank):
         """The shapes of the state, with LoRA or without."""
@@ -655,39 +666,13 @@ class Meter:
         return row | {"skipped": self.skipped}
 
 
-def prepare(cfg):
-    """(Trainer, files of the run's folder, steps of an epoch), with the defaults that data and devices suggest."""
-    if cfg.lora_rank and (cfg.lora_rank < 0 or not cfg.init or cfg.hosts or "://" in cfg.out):
-        raise ValueError("--lora_rank is above 0, goes with --init, on one host, and with --out on its own disk")
-    train, heldout, tokenizer_json = find_data(cfg)
-    cfg, model, run, mesh = resolve(cfg, jax.devices(), train.meta)
-    if train.total < cfg.batch_size:
-        advice = "lower --batch_size or add data"
-        raise ValueError(f"{train.folder} has {train.total} training rows, a step takes {cfg.batch_size}; {advice}")
-    if cfg.init:
-        tokenizer_json = known_ids(cfg.resume or cfg.init, model, train.meta, tokenizer_json)
-    else:
-        model, tokenizer_json = with_mask(model, train.meta, tokenizer_json)
-    if train.meta.get("settings", {}).get("edit_rate"):
-        model = with_expand(cfg, model, tokenizer_json)
-    cfg, per_epoch = plan(cfg, model, train)
-    trainer = Trainer(cfg, model, run, mesh, train, heldout, tokenizers.Tokenizer.from_str(tokenizer_json.decode()))
-    smaller = {"--lora_rank=16": trainer.bytes_needed(16)} if cfg.init and not cfg.lora_rank else {}
-    checkpoints.check_memory(mesh, trainer.bytes_needed(cfg.lora_rank), smaller)
-    # The chat template, its tokens and the model's own code: those of --init, else of the data.
-    files = checkpoints.companions(cfg.init) if cfg.init else {}
-    if not files.keys() - {"tokenizer.json"}:
-        files = checkpoints.companions(train.folder)
-    return trainer, files | {"tokenizer.json": tokenizer_json}, per_epoch
-
-
 def main(cfg):
     if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
         raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     checkpoints.connect(cfg)
     if cfg.eval_only:
         return evaluate(cfg)
-    trainer, files, per_epoch = prepare(cfg)
+    trainer = Trainer(cfg)
     steps, cfg = cfg.steps, trainer.cfg
     with runs.Run(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
         model, settings = dataclasses.asdict(trainer.model), dataclasses.asdict(cfg)
@@ -700,9 +685,9 @@ def main(cfg):
         if cfg.init:  # the name by which generate.py knows a chat model
             source = runs.read_json(runs.as_path(cfg.resume or cfg.init) / "config.json").get("source", "")
             config["source"] = source
-        folder.begin(first, config, files)
+        folder.begin(first, config, trainer.files)
         if first < cfg.steps:
-            train(folder, store, trainer, first, skipped, per_epoch)
+            train(folder, store, trainer, first, skipped)
         else:
             print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --epochs or --steps")
         store.close()
@@ -712,14 +697,14 @@ def main(cfg):
             shutil.rmtree(out, ignore_errors=True)  # of a run that was continued
             merged = md.merge_adapters(trainer.state["base"], trainer.state["params"])
             whole = nnx.merge(md.graph_of(trainer.model, md.Run()), merged)
-            checkpoints.save(md, out, whole, [folder.out / name for name in files], source)
+            checkpoints.save(md, out, whole, [folder.out / name for name in trainer.files], source)
     print(f"done: {out}; generate code with: python generate.py --model=dream --ckpt={out}")
 
 
-def train(folder, store, trainer, first, skipped, per_epoch):
+def train(folder, store, trainer, first, skipped):
     """The steps after `first`."""
     cfg, train_step = trainer.cfg, trainer.compile()
-    epoch_ends = range(per_epoch, cfg.steps + 1, per_epoch)
+    epoch_ends = range(trainer.per_epoch, cfg.steps + 1, trainer.per_epoch)
     meter, saved = Meter(cfg, trainer.model, trainer.run, trainer.mesh, first, skipped), time.monotonic()
     for step, batch, waited_s in prefetch(trainer.batch, first, cfg.steps):
         # One program: gradients of all micro-batches, clipping, update. The new state takes the old one's memory.

@@ -137,8 +137,6 @@ def is_text(token_BL):
 
 
 class Noised(typing.NamedTuple):
-    """Rows and their noise."""
-
     token_BL: np.ndarray
     xt_BL: np.ndarray  # token_BL with MASK where mask_BL
     mask_BL: np.ndarray
@@ -222,7 +220,7 @@ def step_batches(rows, cfg, devices, packed, step):
 
 
 class Loss(nn.Module):
-    """The loss of a Batch as its share of the step's: the NELBO in nats per token.
+    """A Batch's share of the step's loss: the NELBO in nats per token.
 
     In evaluation mode [4]: the NELBO, and of the masked tokens the nats, the correct ones and their number.
     """
@@ -318,13 +316,8 @@ def make_state(cfg, architecture, dtype, devices):
     return State(model, ema, loss, make_optimizers(model, cfg), scaler, torch.zeros(2, device=devices.device))
 
 
-def autocast(device, dtype):
-    """Matmuls run in `dtype`; weights and moments stay float32."""
-    return torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32")
-
-
 def packs(device, dtype):
-    """Whether texts are packed without PAD: flash attention needs an Ampere GPU or newer, 16 bits and PyTorch 2.10."""
+    """True where texts are packed without PAD: flash attention needs an Ampere GPU, 16 bits and PyTorch 2.10."""
     ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return ampere and dtype != "float32" and mdlm.varlen_attn is not None
 
@@ -348,7 +341,7 @@ def gradients(state, micro_batches, dtype, devices):
     for batch in micro_batches:
         # DDP reduces gradients in the backward pass: once a step, with the last micro-batch
         state.loss.require_backward_grad_sync = batch is micro_batches[-1]
-        with autocast(devices.device, dtype):
+        with torch.autocast(devices.device.type, getattr(torch, dtype), enabled=dtype != "float32"):
             batch_loss = state.loss(batch)
         state.scaler.scale(batch_loss * devices.world).backward()  # gradients are averaged over devices
         loss += batch_loss.detach()
@@ -501,7 +494,7 @@ def evaluate(model, token_RL, rng, micro_batch, dtype):
         row_M = order_R[tenth_R[order_R] == tenth]
         for i in range(0, len(row_M), micro_batch):
             batch = make_batch(noised, row_M[i : i + micro_batch], device, packs(device, dtype))
-            with autocast(device, dtype):
+            with torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32"):
                 sums_T4[tenth] += loss(batch)
     return sums_T4.cpu().numpy()
 
@@ -545,8 +538,7 @@ def sample_text(model, tokenizer, cfg, seq_len, device):
     canvas[0, : len(ids)] = torch.tensor(ids)
     generator = torch.Generator(device).manual_seed(cfg.seed)
     token_L = mdlm.sample(model, canvas, mdlm.Sampling(vocab=tokenizer.get_vocab_size()), generator)[0].tolist()
-    token_L = token_L[: token_L.index(mdlm.EOS)] if mdlm.EOS in token_L else token_L
-    return tokenizer.decode(token_L)
+    return tokenizer.decode(token_L[: [*token_L, mdlm.EOS].index(mdlm.EOS)])
 
 
 class Speed:

@@ -37,7 +37,7 @@ from jax.sharding import PartitionSpec as PS
 import checkpoints
 import model_pythoncoder as pc
 import runs
-from rows import Rows, held_out, open_data, prefetch, token_bytes
+from rows import held_out, open_data, prefetch, token_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ def pick_model(cfg, devices, data=None, memory=None):
     name, memory = cfg.model or "tiny", memory or checkpoints.device_memory_gib(devices[0]) or 0
     for larger in STEP_GIB.get(devices[0].platform, ()) if not cfg.model else ():
         params = pc.count_params(pc.CONFIGS[larger])["total"]
-        fed = not data or tokens_seen(cfg, data) >= TOKENS_PER_PARAMETER * params
+        fed = not data or cfg.epochs * data["splits"]["train"]["tokens"] >= TOKENS_PER_PARAMETER * params
         if fed and most_rows(larger, devices, memory):
             name = larger
     if name not in pc.CONFIGS:
@@ -143,11 +143,6 @@ def pick_model(cfg, devices, data=None, memory=None):
     return name, dataclasses.replace(model, diff=cfg.diff, init_std=init_std, vocab=ids, positions=positions)
 
 
-def tokens_seen(cfg, data):
-    """Tokens that --epochs trains on, of the data with this meta.json."""
-    return cfg.epochs * data["splits"]["train"]["tokens"]
-
-
 def row_length(cfg, model, data=None):
     """Tokens of a row: --seq_len, or that of the data, or what suits the model."""
     return cfg.seq_len or (data["seq_len"] if data else min(model.positions, 2048))
@@ -156,7 +151,7 @@ def row_length(cfg, model, data=None):
 def pick_batch(cfg, seq_len, copies, on_cpu, data=None, fitting=math.inf):
     """(rows of a step, rows per device at a time); `copies` devices hold different rows."""
     # Short runs take smaller steps: two thousand of them rather than sixty.
-    seen = tokens_seen(cfg, data) if data else math.inf
+    seen = cfg.epochs * data["splits"]["train"]["tokens"] if data else math.inf
     tokens = 4096 if on_cpu else 2 ** int(math.log2(np.clip(seen / 2000, 8192, 131_072)))
     batch = cfg.batch_size or max(1, tokens // seq_len // copies) * copies
     rows = batch // copies
@@ -241,8 +236,6 @@ def find_data(cfg):
     """(training rows, held-out rows, tokenizer.json); without --data those of the standard library, prepared first."""
     if cfg.data:
         return open_data(cfg.data, cfg.seq_len)
-    if cfg.hosts:
-        raise ValueError("several hosts need the same data: write it with data_prep.py and pass --data")
     # These few million tokens feed the tiny preset, whatever the device.
     _, model = pick_model(dataclasses.replace(cfg, model=cfg.model or "tiny"), jax.devices())
     seq_len, vocab = row_length(cfg, model), min(model.vocab, 32_768)
@@ -300,8 +293,8 @@ def make_optimizer(clip, weight_decay, mu_dtype=None, mask=decays, muon=False):
 def accumulate(loss_fn, params, batches, inside=("layers",)):
     """Sum of gradients and of outputs of loss_fn(params, batch, sums) -> (loss, aux) over the leading axis of batches.
 
-    `sums` are the gradients so far of the parts named by `inside`. The model adds to them in its backward pass, and
-    what comes out as the gradient of sums is the new sums; the gradients of all else are added here.
+    `sums` are the gradients so far of the parameters named by `inside`. The model's backward pass adds to them, and
+    returns the new sums as the gradient of `sums`; all other gradients are added here.
     """
     own = {name: params[name] for name in inside}
     rest = {name: value for name, value in params.items() if name not in inside}
@@ -321,16 +314,10 @@ def accumulate(loss_fn, params, batches, inside=("layers",)):
     return rest_sums | own_sums, outs
 
 
-def alone():
-    """Whether one device, or those that share each layer, hold all rows."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.empty or math.prod(mesh.shape[axis] for axis in pc.BATCH) == 1
-
-
 def accumulate_apart(loss_fn, params, batches, inside=("layers",)):
-    """accumulate() with one reduction at its end: each device sums the gradients of its own rows.
+    """accumulate() with one reduction over devices a step, not one a micro-batch.
 
-    It costs a device whole float32 weights and gradients, and saves the reductions of all micro-batches but one.
+    Each device sums the gradients of its own rows, so it holds whole float32 weights and gradients.
     """
     own = set(pc.BATCH)
 
@@ -377,7 +364,9 @@ def make_step(cfg, graph, optimizer):
         loss_fn = loss_of_step(cfg, graph, batch, key)
         A, B, _ = batch["token_ABL"].shape
         micros = batch | {"row_AB": jnp.arange(A * B).reshape(A, B)}
-        gradients = accumulate if A == 1 or cfg.reduce == "micro" or alone() else accumulate_apart
+        mesh = jax.sharding.get_abstract_mesh()
+        split = not mesh.empty and math.prod(mesh.shape[axis] for axis in pc.BATCH) > 1  # rows over devices
+        gradients = accumulate_apart if split and A > 1 and cfg.reduce != "micro" else accumulate
         grads, (loss, parts) = gradients(loss_fn, state["params"], micros)
         state, norm, ok = apply_gradients(optimizer, state, grads, lr)
         return state, {"loss": loss, **parts, "lr": lr, "grad_norm": norm, "ok": ok}
@@ -457,27 +446,31 @@ def evaluate(cfg):
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
 class Trainer:
-    """A run in memory. Only `state` changes with the steps."""
+    """A run in memory, with the defaults that data and devices suggest. Only `state` changes with the steps."""
 
-    cfg: Config  # every setting filled in
-    model: pc.Config
-    run: pc.Run
-    mesh: jax.sharding.Mesh
-    train: Rows
-    heldout: Rows
-    tokenizer: tokenizers.Tokenizer
-    state: dict | None = None  # {"params", "opt"}
-
-    def __post_init__(self):
-        cfg = self.cfg
+    def __init__(self, cfg):
+        self.train, self.heldout, tokenizer_json = find_data(cfg)
+        cfg, self.model, self.run, self.mesh = resolve(cfg, jax.devices(), self.train.meta)
+        if self.train.total < cfg.batch_size:
+            rows = f"{self.train.folder} has {self.train.total} training rows, a step takes {cfg.batch_size}"
+            raise ValueError(f"{rows}; lower --batch_size or add data")
+        if len(self.train.columns) > 3:
+            raise ValueError(
+                f"{self.train.folder} holds pairs, for train_dream.py: PythonCoder would learn prompts too"
+            )
+        self.cfg, self.per_epoch = plan(cfg, self.model, self.train)
+        self.tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
+        self.files = checkpoints.companions(self.train.folder) | {"tokenizer.json": tokenizer_json}
         # Moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32.
         self.optimizer = make_optimizer(cfg.clip, cfg.weight_decay, self.run.dtype, muon=cfg.optimizer == "muon")
         self.shapes = checkpoints.state_shapes(pc, self.model, self.optimizer, self.mesh)
+        gradients = checkpoints.bytes_on_a_device(self.shapes["params"])
+        checkpoints.check_memory(self.mesh, checkpoints.bytes_on_a_device(self.shapes) + gradients, {})
         self.rows_at = NamedSharding(self.mesh, PS(None, pc.BATCH))
         self.micro_rows = cfg.micro_batch * self.mesh.size // cfg.tensor  # on all devices together
         self.bytes_V = jnp.asarray(token_bytes(self.tokenizer, self.model.vocab))
+        self.state = None  # {"params", "opt"}
 
     def meta(self, step, skipped):
         """What a checkpoint says of itself."""
@@ -560,29 +553,13 @@ class Meter:
         return row | {"skipped": self.skipped}
 
 
-def prepare(cfg):
-    """(Trainer, files of the run's folder, steps of an epoch), with the defaults that data and devices suggest."""
-    train, heldout, tokenizer_json = find_data(cfg)
-    cfg, model, run, mesh = resolve(cfg, jax.devices(), train.meta)
-    if train.total < cfg.batch_size:
-        advice = "lower --batch_size or add data"
-        raise ValueError(f"{train.folder} has {train.total} training rows, a step takes {cfg.batch_size}; {advice}")
-    if len(train.columns) > 3:
-        raise ValueError(f"{train.folder} holds pairs, for train_dream.py: PythonCoder would learn their prompts too")
-    cfg, per_epoch = plan(cfg, model, train)
-    trainer = Trainer(cfg, model, run, mesh, train, heldout, tokenizers.Tokenizer.from_str(tokenizer_json.decode()))
-    gradients = checkpoints.bytes_on_a_device(trainer.shapes["params"])
-    checkpoints.check_memory(mesh, checkpoints.bytes_on_a_device(trainer.shapes) + gradients, {})
-    return trainer, checkpoints.companions(train.folder) | {"tokenizer.json": tokenizer_json}, per_epoch
-
-
 def main(cfg):
     if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
         raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     checkpoints.connect(cfg)
     if cfg.eval_only:
         return evaluate(cfg)
-    trainer, files, per_epoch = prepare(cfg)
+    trainer = Trainer(cfg)
     steps, cfg = cfg.steps, trainer.cfg
     with runs.Run(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
         model, settings = dataclasses.asdict(trainer.model), dataclasses.asdict(cfg)
@@ -592,19 +569,19 @@ def main(cfg):
         first, skipped = trainer.begin(store)
         # --steps is written as it was given: a resumed run may be given more --epochs or --steps.
         config = {"train": settings | {"steps": steps}, "model": model, "data": str(trainer.train.folder)}
-        folder.begin(first, config, files)
+        folder.begin(first, config, trainer.files)
         if first < cfg.steps:
-            train(folder, store, trainer, first, skipped, per_epoch)
+            train(folder, store, trainer, first, skipped)
         else:
             print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --epochs or --steps")
         store.close()
     print(f"done: {cfg.out}; generate code with: python generate.py --ckpt={cfg.out}")
 
 
-def train(folder, store, trainer, first, skipped, per_epoch):
+def train(folder, store, trainer, first, skipped):
     """The steps after `first`."""
     cfg, train_step = trainer.cfg, trainer.compile()
-    epoch_ends = range(per_epoch, cfg.steps + 1, per_epoch)
+    epoch_ends = range(trainer.per_epoch, cfg.steps + 1, trainer.per_epoch)
     meter, saved = Meter(cfg, trainer.model, trainer.run, trainer.mesh, first, skipped), time.monotonic()
     for step, batch, waited_s in prefetch(trainer.batch, first, cfg.steps):
         # One program: gradients of all micro-batches, clipping, update. The new state takes the old one's memory.
