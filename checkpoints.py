@@ -102,21 +102,6 @@ def check_hosts(folder, settings):
         raise ValueError(f"hosts {np.flatnonzero(~sees_H).tolist()} do not see what host 0 wrote to {folder}: {advice}")
 
 
-def by_host_0(make, shape):
-    """make(), an array of this shape, of host 0, on all hosts: the others need no sandbox. All raise its errors."""
-    if not jax.distributed.is_initialized():
-        return make()
-    error, values = None, np.zeros(shape)
-    if jax.process_index() == 0:
-        try:
-            values = make()
-        except Exception as problem:  # whatever a user's reward raises; the other hosts would wait for ever
-            error = problem
-    if multihost_utils.broadcast_one_to_all(np.array(error is not None)):
-        raise error or RuntimeError("host 0 could not run the programs; it says why")
-    return np.asarray(multihost_utils.broadcast_one_to_all(values), np.float64)
-
-
 # ---- checkpoints of a run ------------------------------------------------------------------------------------------
 
 
@@ -440,13 +425,8 @@ def training_mesh(cfg, model, devices):
     if heads % tensor or model.ffn % tensor or model.vocab % (tensor * fsdp) or model.width % fsdp:
         sizes = f"{heads} key/value heads, {model.ffn} feed-forward width, {model.vocab} ids, {model.width} width"
         raise ValueError(f"--fsdp={fsdp} --tensor={tensor} do not divide the model ({sizes}); try --fsdp=1")
-    return mesh_of(devices, (-1, fsdp, tensor))
-
-
-def mesh_of(devices, shape):
-    """The devices in their order as a mesh (data, fsdp, tensor)."""
-    axes, auto = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3
-    return jax.sharding.Mesh(np.reshape(devices, shape), axes, axis_types=auto)
+    grid = np.asarray(devices).reshape(-1, fsdp, tensor)
+    return jax.sharding.Mesh(grid, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 
 
 def inference_mesh(model, devices, rows):
@@ -470,26 +450,6 @@ def on_mesh(rows, row_ids, sharding):
 
     shape, columns = (*row_ids.shape, rows.meta["seq_len"]), range(len(rows.columns))
     return tuple(jax.make_array_from_callback(shape, sharding, functools.partial(column, c)) for c in columns)
-
-
-def rollout_mesh(model, devices):
-    """The mesh of inference_mesh, of all devices in their order: a trainer's weights move there in one program."""
-    return mesh_of(devices, inference_mesh(model, devices, 0).devices.shape)
-
-
-def for_inference(family, params, mesh, dtype):
-    """The weights on a mesh of (data, 1, tensor), matrices in dtype. A matrix that all devices share is gathered by two
-    exchanges, between the groups of devices and within each; in one step XLA would make it whole on every device.
-    """
-
-    def move(x, last):
-        x = x.astype(dtype) if x.ndim > 1 else x
-        for axes in (("data", "tensor"), "tensor") if "fsdp" in last.spec else ():
-            spec = family.PS(*(axes if axis == "fsdp" else None for axis in last.spec))
-            x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, family.fit(spec, x.shape, mesh)))
-        return jax.lax.with_sharding_constraint(x, last)
-
-    return jax.tree.map(move, params, family.shardings(mesh, params))
 
 
 def bytes_on_a_device(tree):

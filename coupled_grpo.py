@@ -225,16 +225,16 @@ def graphs_of(model_cfg, dtype, on_cpu=False, platform=""):
     return md.graph_of(model_cfg, run), md.graph_of(model_cfg, dataclasses.replace(run, remat="none"))
 
 
-def check_memory(cfg, model_cfg, mesh, dtype):
+def check_memory(cfg, model_cfg, mesh, rollout_mesh, dtype):
     """ValueError, before any weight is read, if a device has less memory than training takes."""
-    optimizer, rollouts = grpo.make_optimizer(cfg.lr), checkpoints.rollout_mesh(model_cfg, jax.devices())
+    optimizer = grpo.make_optimizer(cfg.lr)
 
     def needed(lora_rank):
         """What is trained, with LoRA the base, moments, reference model; and gradients, or the weights of rollouts."""
         shapes = checkpoints.state_shapes(md, model_cfg, optimizer, mesh, lora_rank, dtype)
         trained, copy = checkpoints.bytes_on_a_device(shapes["params"]), 0
-        if rollouts.size > 1:
-            base = checkpoints.state_shapes(md, model_cfg, optimizer, rollouts, 1, dtype)["base"]
+        if rollout_mesh.size > 1:
+            base = checkpoints.state_shapes(md, model_cfg, optimizer, rollout_mesh, 1, dtype)["base"]
             copy = checkpoints.bytes_on_a_device(base)
         return checkpoints.bytes_on_a_device(shapes) + (trained if cfg.beta else 0) + max(trained, copy)
 
@@ -283,7 +283,11 @@ class Trainer:
         self.rewards, self.mesh, on_cpu = rewards, mesh, jax.default_backend() == "cpu"
         dtype = jnp.dtype("float32" if on_cpu else "bfloat16")  # of the computation, and of a frozen base
         self.model_cfg = model_cfg = md.read_config(cfg.ckpt)
-        check_memory(cfg, model_cfg, mesh, dtype)
+        # Weights spread over all devices would be gathered in every forward pass of a rollout: it has a copy of them.
+        shape = checkpoints.inference_mesh(model_cfg, jax.devices(), 0).devices.shape
+        self.rollout_mesh = grpo.mesh_of(jax.devices(), shape)
+        self.rollout_weights = jax.jit(functools.partial(grpo.rollout_weights, mesh=self.rollout_mesh, dtype=dtype))
+        check_memory(cfg, model_cfg, mesh, self.rollout_mesh, dtype)
 
         # The tasks, and how completions of them are generated. A chat model ends its turn with <|im_end|>.
         tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), runs.chat_template(cfg.ckpt)
@@ -322,11 +326,6 @@ class Trainer:
         self.scores, self.gradients, self.update = programs
         self.opt = jax.jit(optimizer.init, out_shardings=layouts[1])(self.trained)
 
-        # Weights spread over all devices would be gathered in every forward pass of a rollout; a narrow copy is not.
-        self.rollout_mesh = checkpoints.rollout_mesh(model_cfg, jax.devices())
-        layout = functools.partial(checkpoints.for_inference, md, mesh=self.rollout_mesh, dtype=dtype)
-        self.rollout_weights = jax.jit(layout)
-
     def arrays(self):
         """What a checkpoint holds."""
         return {"adapters" if self.base else "params": self.trained, "ref": self.ref, "opt": self.opt}
@@ -337,7 +336,8 @@ class Trainer:
             return 0
         saved = store.meta()
         runs.check_same(arrays_of(saved), arrays_of(meta), store.folder)
-        self.trained, self.ref, self.opt = store.restore(self.arrays()).values()
+        arrays = store.restore(self.arrays())
+        self.trained, self.ref, self.opt = (arrays[name] for name in self.arrays())
         self.updates = saved["updates"]
         print(f"resuming {store.folder} after round {saved['round']}", flush=True)
         return saved["round"]
@@ -437,7 +437,7 @@ class Trainer:
             task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(prompts.tasks))), EVAL_SAMPLES)
             rows = self.rollout(prompts, task_B, key).rows
             rewards = functools.partial(reward, rows, self.rewards, cfg)
-            reward_B = checkpoints.by_host_0(rewards, (len(rows), len(self.rewards)))[:, 0]
+            reward_B = grpo.by_host_0(rewards, (len(rows), len(self.rewards)))[:, 0]
             split_B = np.array([row.get("split", "heldout") for row in rows])
             for split in dict.fromkeys(split_B.tolist()):
                 of_split_B = reward_B[split_B == split]
@@ -499,13 +499,13 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
         rewards = {name: sandbox.find_reward(name) for name in cfg.rewards}
         if sandbox.TESTED & {*rewards.values()}:
             check = functools.partial(sandbox.check, **sandbox_options(cfg))
-            checkpoints.by_host_0(check, ())  # before anything is trained or read
+            grpo.by_host_0(check, ())  # before anything is trained or read
         if not cfg.ckpt:
             cfg = make_demo(cfg, run.out, settings)
 
         # From here on this process holds the devices, which share weights and rows.
         checkpoints.keep_compiled(os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/unmask"))
-        mesh = checkpoints.mesh_of(jax.devices(), (1, -1, 1))
+        mesh = grpo.mesh_of(jax.devices(), (1, -1, 1))
         trainer = Trainer(dataclasses.replace(cfg, **batch_sizes(cfg, mesh.size)), rewards, mesh, scores_of)
         model, tasks = dataclasses.asdict(trainer.model_cfg), [each.ids for each in (trainer.prompts, *trainer.heldout)]
         same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
@@ -557,7 +557,7 @@ def train(run, store, meta, trainer, first, draw):
         mask_key, (B, C) = jax.random.fold_in(key, 1), batch.counted_BC.shape
         scored = trainer.score(batch, [draw(mask_key, i, B, C, cfg.group) for i in range(cfg.iterations)])
         clock.append(time.perf_counter())
-        reward_BF = checkpoints.by_host_0(rewards, (B, len(trainer.rewards)))
+        reward_BF = grpo.by_host_0(rewards, (B, len(trainer.rewards)))
         clock.append(time.perf_counter())
 
         # A completion that does better than the others of its task becomes likelier, one that does worse less likely.

@@ -1,6 +1,7 @@
-"""The mathematics of coupled_grpo.py: scores of completions, advantages, loss, optimizer.
+"""The mathematics of coupled_grpo.py: scores of completions, advantages, loss, optimizer; and their compiled programs.
 
-Functions of arrays and of a model with `hidden` and `logits`; no files, no tasks, no trainer.
+Functions of arrays and of a model with `hidden` and `logits`; no files, no tasks, no trainer. Last what they need on
+several devices and hosts.
 
 A completion is scored on three versions of its canvas: all of it MASK, a random mask m, and the complement of m. Each
 token is MASK in the first and in exactly one of the other two, so its score always counts, with about half of the
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
 
 import diffusion
 import model_dream as md
@@ -347,3 +349,42 @@ def make_optimizer(rate, weight_decay=0.1, clip=0.2):
 def sync_reference(ref, params, mixup=0.6):
     """The reference model moved towards the policy: (1 - mixup) ref + mixup params; ref is given away."""
     return jax.tree.map(lambda r, p: ((1 - mixup) * r + mixup * p).astype(r.dtype), ref, params)
+
+
+# ---- several devices and hosts -------------------------------------------------------------------------------------
+
+
+def mesh_of(devices, shape):
+    """The devices in their order as a mesh (data, fsdp, tensor)."""
+    axes, auto = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3
+    return jax.sharding.Mesh(np.reshape(devices, shape), axes, axis_types=auto)
+
+
+def rollout_weights(params, mesh, dtype):
+    """The weights on a mesh of (data, 1, tensor), matrices in dtype. A matrix that all devices share is gathered by two
+    exchanges, between the groups of devices and within each; in one step XLA would make it whole on every device.
+    """
+
+    def move(x, last):
+        x = x.astype(dtype) if x.ndim > 1 else x
+        for axes in (("data", "tensor"), "tensor") if "fsdp" in last.spec else ():
+            spec = md.PS(*(axes if axis == "fsdp" else None for axis in last.spec))
+            x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, md.fit(spec, x.shape, mesh)))
+        return jax.lax.with_sharding_constraint(x, last)
+
+    return jax.tree.map(move, params, md.shardings(mesh, params))
+
+
+def by_host_0(make, shape):
+    """make(), an array of this shape, of host 0, on all hosts: the others need no sandbox. All raise its errors."""
+    if not jax.distributed.is_initialized():
+        return make()
+    error, values = None, np.zeros(shape)
+    if jax.process_index() == 0:
+        try:
+            values = make()
+        except Exception as problem:  # whatever a user's reward raises; the other hosts would wait for ever
+            error = problem
+    if multihost_utils.broadcast_one_to_all(np.array(error is not None)):
+        raise error or RuntimeError("host 0 could not run the programs; it says why")
+    return np.asarray(multihost_utils.broadcast_one_to_all(values), np.float64)

@@ -559,9 +559,7 @@ def names_of(code):
 
 
 def run_judge(i, libc, job, test, folder, read, ask, pipe):
-    """Confine this process, run the test, and ask the program's process for what it calls. Writes as run_program()
-    does, and the token if the test has passed.
-    """
+    """Confine this process, run the test, with the program's process for its calls. Writes the token if it passes."""
     # Only this process reads the text of the test. Before it in standard input are those of tests that had no time.
     number = None
     while number != i:
