@@ -348,7 +348,7 @@ def gather(found, cfg, vocabulary=None):
     kept, signatures = [], [np.zeros((0, len(MULTIPLIER_P)), np.uint16)]
     for copy in copies:
         with np.load(f"{copy}.npz") as saved:
-            items, reasons = json.loads(str(saved["noted"]))
+            items, reasons = json.loads(saved["noted"].item())
             kept += map(Item._make, items)
             dropped.update(reasons)
             signatures.append(saved["signatures"])
@@ -496,7 +496,7 @@ def examine(items, copy, rules):
                 start += len(data)
     signature_NP = np.array(signatures, np.uint16).reshape(-1, len(MULTIPLIER_P))
     with runs.writing(f"{copy}.npz") as file:
-        np.savez(file, signatures=signature_NP, noted=json.dumps([kept, dropped]))
+        np.savez(file, signatures=signature_NP, noted=json.dumps([kept, dropped]).encode())
 
 
 def examine_all(jobs, workers):
