@@ -351,7 +351,7 @@ def layout(rule, masked_BL):
     # Where blocks do not fill the canvas evenly, the last one overlaps the one before, which is full by then.
     firsts = [max(0, min(begin + i * size, L - size)) for i in range(count)]
     slots = math.ceil((L - firsts[0]) / 32) * 32 if rule.cache == "prefix" else size
-    width = min(slots + 1, L)
+    width = min(slots + 1, L) if rule.cache else L
     blocks = [(first, min(max(first - 1, 0), L - width), width) for first in firsts]
     if rule.fast_dllm:
         blocks = [(first, first, L - first if rule.cache == "prefix" else size) for first in firsts]
