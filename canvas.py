@@ -19,21 +19,21 @@ from pathlib import Path
 
 @dataclasses.dataclass
 class Canvas:
-    """A text with masks, which the model fills."""
+    """A text with masks to fill."""
 
     prompt: str
     suffix: str
-    ids: list[int]  # MASK where the model writes
+    ids: list[int]  # MASK where the model generates
     start: int  # index of the first token that is shown
-    around: tuple[str, str] | None  # what is shown around a completion; None where [MASK:n] says where to write
-    counted: bool = False  # [MASK] has got its number of tokens
+    around: tuple[str, str] | None  # text before and behind a completion; None where [MASK:n] says where it is
+    counted: bool = False  # the number of tokens of its [MASK] was predicted
 
 
 class Texts:
-    """What a tokenizer makes of prompts and canvases, for a model with the id `mask` and this many positions.
+    """Prompts as canvases, and canvases as texts, for a model with the id `mask` and this many positions.
 
     ends are ids that end a text, begin ids before a plain one. ask(prompt) encodes a prompt by a chat template; None:
-    prompts are plain text. With a template a text that ends behind its masks is plain too; must_ask refuses it.
+    prompts are plain text. A suffix or [MASK:n] makes plain text of any prompt; must_ask refuses these.
     """
 
     def __init__(self, tokenizer, mask, ends, positions, begin=(), ask=None, must_ask=False):
@@ -56,24 +56,23 @@ class Texts:
         texts, sizes = parts[::2], [count and int(count) for count in parts[1::2]]
         if infill and any("[MASK" in text for text in texts):
             raise ValueError("a mask is written with its number of tokens: [MASK:12]; --no-infill takes [MASK as text")
-
-        # The chat template is for a prompt that the model goes on with; a text that ends behind its masks has none.
-        answers = self.ask is not None and len(texts) == len(sizes)
+        answers = self.ask is not None and len(texts) == len(sizes)  # nothing follows the last mask
         if self.must_ask and not answers:
             raise ValueError("--chat=on answers prompts; a suffix or [MASK:n] is filled in plain text")
-        # Token ids. Names of special tokens in a text are text.
-        self.tokenizer.encode_special_tokens = True
+
+        self.tokenizer.encode_special_tokens = True  # names of special tokens in a text are text
         encoded = [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
         encoded[0] = self.ask(prompt) if answers else [*self.begin, *encoded[0]]
         counted = None in sizes
+        length = sum(map(len, encoded)) + sum(1 if size is None else size for size in sizes)
+        if length > self.positions:
+            advice = "lower --max_new or mask less"
+            raise ValueError(f"{length} tokens do not fit the model's {self.positions} positions; {advice}")
         if counted:
             sizes = measure(encoded[0], encoded[1:], sizes)
-        length, most = sum(map(len, encoded)) + sum(sizes), self.positions
-        if length > most:
-            raise ValueError(f"{length} tokens do not fit the model's {most} positions; lower --max_new or mask less")
-        ids = []
-        for text_ids, size in itertools.zip_longest(encoded, sizes):
-            ids += [*(text_ids or ()), *itertools.repeat(self.mask, size or 0)]
+        ids = encoded[0]
+        for size, following in zip(sizes, [*encoded[1:], []], strict=False):
+            ids = ids + [self.mask] * size + following
         start = ids.index(self.mask) if answers else len(self.begin)
         around = ("", "") if answers else (prompt, suffix)
         if len(texts) > (2 if suffix else 1):  # [MASK:n] says where to write
@@ -189,7 +188,8 @@ def page(texts):
     """A self-contained HTML page: each text with its tokens coloured by step, or by probability at a click."""
     rows = ""
     for tokens in texts:
-        rows, steps = rows + "<p>", max((token.step for token in tokens), default=0)
+        rows += "<p>"
+        steps = max((token.step for token in tokens), default=0)
         for text, step, p, note in tokens:
             title, shade = "given", "#eee"
             if step:
@@ -208,33 +208,28 @@ def page(texts):
 
 def animation(texts, step_s=0.4, rest_s=3.0):
     """A self-contained SVG of the same that writes the texts step by step, and again after a rest."""
-    # The line and column of each token; one may end a line and begin the next.
-    placed, line, column = [], 0, 0
+    steps = max((token.step for tokens in texts for token in tokens), default=0)
+    total_s = steps * step_s + rest_s
+    width, height = 8.43, 21  # of a letter, of a line
+    shapes, line, column, longest = [], 0, 0, 0
     for tokens in texts:
-        for text, step, *_ in tokens:
-            for part in re.split("(\n)", text):
+        for token in tokens:
+            fill, starts = colour(token.step, steps), token.step * step_s / total_s
+            timing = f'keyTimes="0;{starts:.3f}" dur="{total_s:.1f}s" calcMode="discrete" repeatCount="indefinite"'
+            # A box and the letters over it, grey in their step. What was given is there from the beginning.
+            turns = f'<animate {timing} attributeName="fill" values="#aaa;{fill}"/>' if token.step else ""
+            appears = f'<animate {timing} attributeName="opacity" values="0;1"/>' if token.step else ""
+            for part in re.split("(\n)", token.text):  # a token may end a line and begin the next
                 if part == "\n":
                     line, column = line + 1, 0
                 elif part:
-                    placed.append((line, column, part, step))
+                    x, size = f'x="{12 + column * width:.1f}"', f"{len(part) * width:.1f}"
+                    box = f'<rect {x} y="{8 + line * height}" width="{size}" height="18" fill="{fill}">{turns}</rect>'
+                    letters = f'<text {x} y="{22 + line * height}" textLength="{size}">'
+                    shapes.append(f"{box}{letters}{html.escape(part)}{appears}</text>")
                     column += len(part)
+                    longest = max(longest, column)
         line, column = line + 2, 0
-
-    # Draw it: a coloured box and the letters over it, grey in the step in which they appear. What was given is there
-    # from the beginning.
-    steps = max((token.step for tokens in texts for token in tokens), default=0)
-    width, height = 8.43, 21  # of a letter, of a line
-    total_s, shapes = steps * step_s + rest_s, []
-    for row, column, part, step in placed:
-        timing = f'keyTimes="0;{step * step_s / total_s:.3f}" dur="{total_s:.1f}s" calcMode="discrete"'
-        animate = f'<animate {timing} repeatCount="indefinite" attributeName="{{}}" values="{{}}"/>' if step else ""
-        fill, size = colour(step, steps), f"{len(part) * width:.1f}"
-        turns, appears = animate.format("fill", f"#aaa;{fill}"), animate.format("opacity", "0;1")
-        x = f'x="{12 + column * width:.1f}"'
-        box = f'<rect {x} y="{8 + row * height}" width="{size}" height="18" fill="{fill}">{turns}</rect>'
-        letters = f'<text {x} y="{22 + row * height}" textLength="{size}">{html.escape(part)}{appears}</text>'
-        shapes.append(box + letters)
-    longest = max((column + len(part) for _, column, part, _ in placed), default=0)
     style = "<style>text{font:14px monospace}</style><rect width='100%' height='100%' fill='#fff'/>"
     size = f'width="{24 + longest * width:.0f}" height="{line * height}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" {size}>{style}{"".join(shapes)}</svg>\n'

@@ -8,6 +8,7 @@
 A model family is a module, model_dream or model_pythoncoder, with read_config, param_shapes, shardings and graph_of.
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import safetensors
-from flax import nnx
+from flax import nnx, traverse_util
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as kept
 
@@ -44,11 +45,7 @@ def flatten(tree):
 
 def unflatten(flat):
     """{"layers.0.q_proj": array} -> nested dictionaries."""
-    tree = {}
-    for name, value in flat.items():
-        *parents, leaf = name.split(".")
-        functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)[leaf] = value
-    return tree
+    return traverse_util.unflatten_dict(flat, sep=".")
 
 
 @jax.jit
@@ -86,16 +83,18 @@ def check_hosts(folder, settings):
     if jax.process_count() == 1:
         return
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
-    mine = np.frombuffer(digest[:8] + os.urandom(4), np.int32)
+    mine = np.frombuffer(digest[:4] + os.urandom(4), np.int32)
     first = multihost_utils.broadcast_one_to_all(mine)
-    marker, sees = folder / ".hosts", False
+    marker = folder / f".hosts{first[1]}"
     if jax.process_index() == 0:
-        runs.write(marker, {"run": int(mine[2])})
+        runs.write(marker, b"")
     multihost_utils.sync_global_devices("marker written")
     for _ in range(20):  # a network disk can take seconds to show a new file
-        sees = sees or (marker.is_file() and runs.read_json(marker).get("run") == int(first[2]))
-        time.sleep(0 if sees else 0.5)
-    equal_H, sees_H = multihost_utils.process_allgather(np.array([(mine[:2] == first[:2]).all(), sees])).T
+        if not marker.exists():
+            time.sleep(0.5)
+    equal_H, sees_H = multihost_utils.process_allgather(np.array([mine[0] == first[0], marker.exists()])).T
+    if jax.process_index() == 0:
+        marker.unlink()
     if not equal_H.all():
         raise ValueError(f"hosts {np.flatnonzero(~equal_H).tolist()} have other settings or data than host 0")
     if not sees_H.all():
@@ -131,28 +130,24 @@ class Checkpoints:
         """True at the step where all hosts stop after one of them received SIGTERM."""
         return self.manager.reached_preemption(step)
 
+    @contextlib.contextmanager
+    def writing(self):
+        """One line for what goes wrong while a checkpoint is written."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            steps = sorted(self.manager.all_steps(read=True)) or "no checkpoint"
+            why = f"a checkpoint was not written ({runs.first_line(error)})"
+            raise OSError(f"{why}; go on with --resume={self.folder} from {steps}") from None
+
     def save(self, step, state, meta, metrics=None):
         """Start to save a dictionary of trees, with what meta holds as JSON; waits for the save before it."""
-        self.wait()
         # The checksums are of what is in memory now: restore() compares them with what the disk gives back.
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items() if tree}
         items["meta"] = ocp.args.JsonSave(meta | {"sums": bit_sums(state)})
-        try:
-            self.manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
-        except (OSError, ValueError) as error:
-            raise self.unwritten(error) from None
-
-    def wait(self):
-        """Wait for the save under way. OSError if it could not be written."""
-        try:
+        with self.writing():
             self.manager.wait_until_finished()
-        except (OSError, ValueError) as error:
-            raise self.unwritten(error) from None
-
-    def unwritten(self, error):
-        left = sorted(self.manager.all_steps(read=True)) or "no checkpoint"
-        why = f"a checkpoint was not written ({runs.first_line(error)})"
-        return OSError(f"{why}; go on with --resume={self.folder} from {left}")
+            self.manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def meta(self):
         """The JSON of the newest checkpoint."""
@@ -165,7 +160,6 @@ class Checkpoints:
         ValueError for one that is damaged, also where only a bit differs from what was saved.
         """
         step, sums = self.newest(), self.meta()["sums"]
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in like.items() if tree}
         try:
             state = {**like, **self.manager.restore(step, args=ocp.args.Composite(**items))}
@@ -186,19 +180,19 @@ class Checkpoints:
         if store.newest() is None:
             print(f"{folder} stopped before its first checkpoint: starting at step 0 with its settings")
             return None
-        saved = store.meta()
-        rank = {"--lora_rank": saved["train"].get("lora_rank", 0)}
-        ours = meta["model"] | {"--lora_rank": meta["train"].get("lora_rank", 0)}
-        runs.check_same(saved["model"] | rank, ours, f"{folder}/checkpoints/{store.newest()}")
-        if saved["data"] != meta["data"]:
-            raise ValueError(f"{folder} was trained on other data; pass its --data, or start anew with another --out")
+        saved, where = store.meta(), f"{folder}/checkpoints/{store.newest()}"
+        runs.check_resumed(saved, meta, where)
+        ranks = [{"--lora_rank": each["train"].get("lora_rank", 0)} for each in (saved, meta)]
+        runs.check_same(*ranks, where)
         if saved.get("base") != meta.get("base"):
             raise ValueError(f"{meta['train']['init']} holds other weights than those that {folder} began with")
         print(f"resuming {folder} after step {saved['step']}")
         return store.restore(like), saved
 
     def close(self):
-        self.wait()
+        """Wait for the save under way."""
+        with self.writing():
+            self.manager.wait_until_finished()
         self.manager.close()
 
 
@@ -261,12 +255,11 @@ def find_weights(folder, step=0):
         meta = {"model": model, "dtype": keys.get("torch_dtype", "float32"), "step": keys.get("step", 0)}
         return folder, meta, step or meta["step"]
     if any(folder.glob("*.safetensors")):
-        advice = f"convert it: python convert_weights.py --source={folder} --out=DIR"
-        raise ValueError(f"{folder} is in the Hub's form; {advice}")
+        convert = f"python convert_weights.py --source={folder} --out=DIR"
+        raise ValueError(f"{folder} is in the Hub's form; convert it: {convert}")
     step, path = runs.newest(folder, step)
     if (path / "adapters").is_dir():
-        advice = f"the whole model is in {folder}/merged when the run has ended"
-        raise ValueError(f"{path} holds what LoRA learnt; {advice}")
+        raise ValueError(f"{path} holds what LoRA learnt; the whole model is in {folder}/merged when the run has ended")
     return path, runs.read_json(path / "meta" / "metadata", "model", "sums"), step
 
 
@@ -304,8 +297,7 @@ def read_orbax(path, like, sums, convert):
 
     A layer at a time: the stored model is never whole in memory beside another form of it.
     """
-    sums = {name.removeprefix("params."): value for name, value in sums.items()}
-    params, damaged = {}, []
+    params = {}
     for _, names in itertools.groupby(like, lambda name: name.rpartition(".")[0]):
         item = unflatten({name: like[name] for name in names})
         how = {"restore_args": ocp.checkpoint_utils.construct_restore_args(item), "partial_restore": True}
@@ -314,11 +306,10 @@ def read_orbax(path, like, sums, convert):
                 layer = checkpointer.restore(path / "params", args=ocp.args.PyTreeRestore(item, **how))
         except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
             raise ValueError(f"checkpoint {path} cannot be read: {runs.first_line(error)}") from None
-        damaged += [name for name, value in bit_sums(layer).items() if value != sums.get(name)]
+        if wrong := [k for k, v in bit_sums(layer).items() if v not in (sums.get(k), sums.get(f"params.{k}"))]:
+            raise ValueError(f"checkpoint {path} cannot be read: {', '.join(wrong)} differ from what was saved")
         layer = flatten(layer)
         params |= {name: convert(name, layer.pop(name)) for name in list(layer)}
-    if damaged:
-        raise ValueError(f"checkpoint {path} cannot be read: {', '.join(damaged)} differ from what was saved")
     return params
 
 
@@ -430,15 +421,10 @@ def training_mesh(cfg, model, devices):
     fsdp = cfg.fsdp or max(1, len(devices) // tensor)
     if len(devices) % (tensor * fsdp):
         raise ValueError(f"{len(devices)} devices do not divide by --fsdp={fsdp} times --tensor={tensor}")
-    shared = {  # (size, devices that share it)
-        "key/value groups": (model.kv_heads // getattr(model, "maps", 1), tensor),
-        "feed-forward width": (model.ffn, tensor),
-        "vocabulary": (model.vocab, tensor * fsdp),
-        "width": (model.width, fsdp),
-    }
-    uneven = [f"{name} ({size})" for name, (size, count) in shared.items() if size % count]
-    if uneven:
-        raise ValueError(f"--fsdp={fsdp} --tensor={tensor} do not divide the model's {', '.join(uneven)}; try --fsdp=1")
+    heads = model.kv_heads // getattr(model, "maps", 1)
+    if heads % tensor or model.ffn % tensor or model.vocab % (tensor * fsdp) or model.width % fsdp:
+        sizes = f"{heads} key/value heads, {model.ffn} feed-forward width, {model.vocab} ids, {model.width} width"
+        raise ValueError(f"--fsdp={fsdp} --tensor={tensor} do not divide the model ({sizes}); try --fsdp=1")
     grid = np.asarray(devices).reshape(-1, fsdp, tensor)
     return jax.sharding.Mesh(grid, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 
@@ -458,12 +444,12 @@ def inference_mesh(model, devices, rows):
 def on_mesh(rows, row_ids, sharding):
     """A tuple of arrays [A, B, L], one per column of rows.Rows, of the rows [A, B]. A host reads only its own."""
     read = functools.lru_cache(None)(lambda a, b: rows.read(row_ids[slice(*a), slice(*b)]))
-    shape = (*row_ids.shape, rows.meta["seq_len"])
 
-    def column(c):
-        return lambda index: read(*((s.start, s.stop) for s in index[:2]))[c]
+    def column(c, index):
+        return read(*((s.start, s.stop) for s in index[:2]))[c]
 
-    return tuple(jax.make_array_from_callback(shape, sharding, column(c)) for c in range(len(rows.columns)))
+    shape, columns = (*row_ids.shape, rows.meta["seq_len"]), range(len(rows.columns))
+    return tuple(jax.make_array_from_callback(shape, sharding, functools.partial(column, c)) for c in columns)
 
 
 def bytes_on_a_device(tree):

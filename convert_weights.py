@@ -91,32 +91,28 @@ def hf_name(name):
     return f"model.layers.{layer}.{where}.{matrix}_proj.{'weight' if kind == 'proj' else 'bias'}"
 
 
-def map_file(path):
-    """{name: array in the mapped file, read-only} of a safetensors file; ValueError if it is damaged."""
-    try:
-        with safetensors.safe_open(path, "numpy") as file:
-            views = {name: file.get_slice(name) for name in file.offset_keys()}  # in the order of the file
-            layout = {name: (DTYPES[view.get_dtype()], tuple(view.get_shape())) for name, view in views.items()}
-    except (safetensors.SafetensorError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read as safetensors of {', '.join(DTYPES)}: {error}") from None
-    # The library would copy tensors. It has checked that they follow each other without a gap up to the end of the
-    # file, so their offsets follow from their sizes, and the file can be mapped.
-    data, arrays = np.memmap(path, np.uint8, "r"), {}
-    start = data.size - sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
-    for name, (dtype, shape) in layout.items():
-        end = start + dtype.itemsize * math.prod(shape)
-        arrays[name] = data[start:end].view(dtype).reshape(shape)
-        start = end
-    return arrays
-
-
 def map_files(folder):
-    """{name: mapped array} of all safetensors files of a folder; an index names them where there are several."""
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.exists():
-        names = sorted({*runs.read_json(index, "weight_map")["weight_map"].values()})
-    return {name: array for file in names for name, array in map_file(folder / file).items()}
+    """{name: read-only array in a mapped file} of a folder's safetensors files; ValueError if one is damaged.
+
+    The library would copy tensors. It checks that they follow each other without a gap up to the end of the file, so
+    their offsets follow from their sizes.
+    """
+    index, arrays = folder / "model.safetensors.index.json", {}
+    names = runs.read_json(index, "weight_map")["weight_map"].values() if index.exists() else ["model.safetensors"]
+    for path in sorted({folder / name for name in names}):
+        try:
+            with safetensors.safe_open(path, "numpy") as file:
+                views = {name: file.get_slice(name) for name in file.offset_keys()}  # in the order of the file
+                layout = {name: (DTYPES[view.get_dtype()], tuple(view.get_shape())) for name, view in views.items()}
+        except (safetensors.SafetensorError, KeyError) as error:
+            raise ValueError(f"{path} cannot be read as safetensors of {', '.join(DTYPES)}: {error}") from None
+        data = np.memmap(path, np.uint8, "r")
+        start = data.size - sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
+        for name, (dtype, shape) in layout.items():
+            end = start + dtype.itemsize * math.prod(shape)
+            arrays[name] = data[start:end].view(dtype).reshape(shape)
+            start = end
+    return arrays
 
 
 # ---- which checkpoint a folder holds -------------------------------------------------------------------------------
@@ -236,32 +232,24 @@ def byte_count(array):
     return array.dtype.numpy_dtype.itemsize * math.prod(array.shape)
 
 
-def common_dtype(dtypes, where, wanted=None):
-    """The dtype of all tensors, or the wanted one; ValueError if they have several and none is wanted."""
-    counts = collections.Counter(map(str, dtypes))
-    if len(counts) > 1 and not wanted:
-        listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
-        advice = "--dtype=float32 keeps every value, --dtype=bfloat16 rounds them"
-        raise ValueError(f"{where} holds tensors of several dtypes: {listed}; make them one: {advice}")
-    return np.dtype(wanted or next(iter(counts)))
-
-
-def open_safetensors(checkpoint, wanted=None):
+def open_safetensors(checkpoint, wanted=""):
     """{our name: mapped array} of a checkpoint in safetensors, and their dtype, or the wanted one."""
     arrays, shapes = map_files(checkpoint.folder), checkpoint.shapes()
     want = {checkpoint.file_name(name): shape for name, shape in shapes.items()}
     runs.check_tensors({name: array.shape for name, array in arrays.items()}, want, checkpoint.folder)
-    dtype = common_dtype((array.dtype for array in arrays.values()), checkpoint.folder, wanted)
-    return {name: arrays[checkpoint.file_name(name)] for name in shapes}, dtype
+    counts = collections.Counter(str(array.dtype) for array in arrays.values())
+    if len(counts) > 1 and not wanted:
+        listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
+        advice = "--dtype=float32 keeps every value, --dtype=bfloat16 rounds them"
+        raise ValueError(f"{checkpoint.folder} holds tensors of several dtypes: {listed}; make them one: {advice}")
+    return {name: arrays[checkpoint.file_name(name)] for name in shapes}, np.dtype(wanted or next(iter(counts)))
 
 
 def with_mask_row(table_VD, mask_id):
     """The table with the mean of rows 0 .. mask_id - 1, in float64, as row mask_id: a spare row, or a new last one."""
-    blocks = (table_VD[i : min(i + 8192, mask_id)] for i in range(0, mask_id, 8192))  # small copies in float64
-    mean_D = sum(block.astype(np.float64).sum(0) for block in blocks) / mask_id
     new_VD = np.empty((max(len(table_VD), mask_id + 1), table_VD.shape[1]), table_VD.dtype)
     new_VD[: len(table_VD)] = table_VD
-    new_VD[mask_id] = mean_D.astype(np.float32).astype(table_VD.dtype)
+    new_VD[mask_id] = table_VD[:mask_id].mean(0, dtype=np.float64).astype(np.float32).astype(table_VD.dtype)
     return new_VD
 
 
@@ -285,7 +273,7 @@ def open_orbax(checkpoint):
         opening[name] = tensorstore.open(spec, context=context, open=True, read=True)
     arrays = {name: future.result() for name, future in opening.items()}
     runs.check_tensors({name: array.shape for name, array in arrays.items()}, shapes, params)
-    dtype = common_dtype((array.dtype.numpy_dtype for array in arrays.values()), params)
+    (dtype,) = {array.dtype.numpy_dtype for array in arrays.values()}
     return {name: arrays[name] for name in shapes}, dtype
 
 
@@ -328,11 +316,6 @@ def cast(source, arrays, dtype, folder):
     return {name: view.reshape(array.shape) for (name, array), view in zip(arrays.items(), views, strict=True)}
 
 
-def refuse_existing(out):
-    if out.exists():
-        raise FileExistsError(f"{out} exists; delete it or choose another --out")
-
-
 @contextlib.contextmanager
 def output_folder(out):
     """A folder that is renamed to `out` when it is complete; what a killed run left is removed."""
@@ -340,7 +323,6 @@ def output_folder(out):
     lock = out.with_name(f"{out.name}.lock")
     with runs.lock(lock):
         try:
-            refuse_existing(out)
             with runs.new_folder(out) as partial:
                 yield partial
         finally:
@@ -379,8 +361,8 @@ def files_beside(checkpoint):
 
 
 def with_code(config, files, origin):
-    """A config whose auto_map names code that transformers finds: a file beside it, or else OWNER/NAME--file.Class of
-    the repository that the model came from, or of Dream's.
+    """The config with an auto_map that transformers resolves: file.Class of a file beside it, else with a prefix
+    OWNER/NAME-- for the repository that the model came from, or Dream's.
     """
     repository = origin if origin.count("/") == 1 else DREAM_CODE
 
@@ -388,7 +370,7 @@ def with_code(config, files, origin):
         is_here = "--" in name or f"{name.split('.')[0]}.py" in files
         return name if is_here else f"{repository}--{name}"
 
-    return config | {"auto_map": jax.tree.map(locate, config["auto_map"])} if "auto_map" in config else config
+    return config | {key: jax.tree.map(locate, config[key]) for key in {"auto_map"} & config.keys()}
 
 
 def config_to_write(source, dtype):
@@ -425,21 +407,18 @@ def from_merges(folder):
 def add_dream_tokens(tokenizer, cfg, path, mask_alone=False):
     """Add Dream's tokens, or MASK alone, to Qwen2.5's tokenizer: True; False if it has a special token at MASK's id.
 
-    ValueError if it cannot be the model's: the library numbers added tokens from the end of the vocabulary.
+    ValueError if it cannot be the model's.
     """
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= cfg.vocab:
         raise ValueError(f"{path} does not fit: its ids reach {largest}, the model has {cfg.vocab}")
     if cfg.mask_id in tokenizer.get_added_tokens_decoder():
         return False
+    # The library numbers added tokens from the end of the vocabulary. Qwen2.5's ends where Dream's tokens begin.
     wanted = {MASKS[0]: cfg.mask_id} if mask_alone else DREAM_TOKENS
-    # Qwen2.5's own tokenizer ends where Dream's tokens begin. Any other has no MASK, and none is invented.
-    if cfg.mask_id != wanted[MASKS[0]] or (not mask_alone and largest < min(wanted.values()) - 1):
-        raise ValueError(f"{path} does not fit: it has no special token at {cfg.mask_id}, the model's MASK")
     tokenizer.add_special_tokens([*wanted])
-    got = {name: tokenizer.token_to_id(name) for name in wanted}
-    if got != wanted:
-        raise ValueError(f"{path} does not fit: it would number the new tokens {got}, not {wanted}")
+    if any(tokenizer.token_to_id(name) != i for name, i in wanted.items()) or wanted[MASKS[0]] != cfg.mask_id:
+        raise ValueError(f"{path} does not fit: it has no special token at {cfg.mask_id}, the model's MASK")
     return True
 
 
@@ -567,11 +546,11 @@ def write_card(checkpoint, name):
     path, origin, keys = checkpoint.folder / "README.md", checkpoint.origin, checkpoint.keys
     if path.exists():
         return
-    base = f"base_model: {origin}\n" if origin.count("/") == 1 else ""
     kind = "dream" if checkpoint.family is dream else "pythoncoder"
+    base = f"base_model: {origin}\n" if origin.count("/") == 1 else ""
     count, dtype = sum(map(math.prod, checkpoint.shapes().values())), keys.get("dtype") or keys["torch_dtype"]
-    head = f"---\ntags: [unmask, {kind}]\n{base}---\n\n# {Path(name).name}\n\n"
     made = f"converted by `convert_weights.py` of Unmask from {origin or 'a training run'}"
+    head = f"---\ntags: [unmask, {kind}]\n{base}---\n\n# {Path(name).name}\n\n"
     path.write_text(f"{head}{count:,} parameters in {dtype}, {made}.\n")
 
 
@@ -603,17 +582,15 @@ def fetch(repository, revision, out):
 def main(cfg):
     if not cfg.source or not cfg.out:
         raise ValueError("name both: --source=FOLDER_OR_REPOSITORY --out=FOLDER")
-    if cfg.push and cfg.push.count("/") != 1:
-        raise ValueError(f"--push={cfg.push} is no repository of the Hub (OWNER/NAME)")
-    compare = cfg.verify or bool(cfg.push)
-    if (cfg.to and compare) or (cfg.block_length and not cfg.to):
-        raise ValueError("--to=dream adds a row: it goes with --block_length, not with --verify or --push")
-    if cfg.dtype and compare:
-        raise ValueError("--verify and --push compare bytes, which --dtype changes; convert --out again with them")
+    compare = bool(cfg.verify or cfg.push)
+    if compare and (cfg.dtype or cfg.to):
+        raise ValueError("--verify and --push compare bytes, which --dtype and --to change; convert --out with them")
+    if cfg.block_length and not cfg.to:
+        raise ValueError("--block_length goes with --to=dream")
     checkpoints.quiet()
     started, folder, out, repository = time.time(), Path(cfg.source), Path(cfg.out), ""
-    if not compare:
-        refuse_existing(out)
+    if out.exists() and not compare:
+        raise FileExistsError(f"{out} exists; delete it or choose another --out")
     if not folder.exists():
         if cfg.source.count("/") != 1 or cfg.source.startswith((".", "/")):
             raise FileNotFoundError(f"{folder} does not exist, and is no repository of the Hub (OWNER/NAME)")

@@ -1,11 +1,11 @@
-"""Where documents come from and which of them stay: Python, rows of a column, text, pairs. data_prep.py makes rows.
+"""Read documents and filter them, for data_prep.py: Python, rows of a text column, text, pairs, token ids.
 
-Of Python, .py files or rows of a text column, dropped are, each counted by reason: what is generated, minified, huge,
-not UTF-8 or not Python; rows under a licence that is not permissive; what shares ten words in a row with a problem of
-HumanEval or MBPP; exact and near duplicates. What stays is shuffled over all shards by hash.
+Python, from .py files or a text column, is filtered: generated, minified, huge, non-UTF-8 and unparsable documents,
+rows under a licence that is not permissive, documents that share ten words in a row with a problem of HumanEval or
+MBPP, exact and near duplicates. Each reason is counted. The rest is shuffled over all shards by hash.
 
-Python is examined in several processes. The texts that stay are copied to --out/.rows, with a record and a signature of
-310 bytes for each document. A run that was killed goes on with the next input; the folder goes when a run ends.
+Several processes filter the inputs. They copy what stays to --out/.rows, with a MinHash signature of 256 bytes for each
+document. A killed run goes on with the next input; a finished run deletes the folder.
 
 Axes: N documents, T tokens, P hash functions.
 """
@@ -24,9 +24,11 @@ import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
+import types
 import typing
 import urllib.request
 import warnings
@@ -43,9 +45,9 @@ import runs
 # Folders of the standard library that are left out: packages, and its own tests, 60 % of the bytes.
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 REASONS = "unreadable huge non_utf8 empty generated minified unparsable exact_duplicate near_duplicate".split()
-TEXT_COLUMNS = "content,text,code"  # columns of text that are looked for, in this order
+TEXT_COLUMNS = "content,text,code"  # names of a text column, in order of preference
 LICENCE_COLUMNS = "license", "licence", "licenses", "max_stars_repo_licenses", "detected_licenses", "license_type"
-TASKS = "data/tasks"  # folder of the benchmarks' files; benchmarks.py keeps its own there, too
+TASKS = "data/tasks"  # folder of the benchmarks' files, that of benchmarks.py
 BENCHMARKS = (
     "https://raw.githubusercontent.com/openai/human-eval/master/data/HumanEval.jsonl.gz",
     "https://raw.githubusercontent.com/google-research/google-research/master/mbpp/sanitized-mbpp.json",
@@ -60,12 +62,10 @@ GENERATED = re.compile(
 LETTERS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum())  # and digits
 MULTIPLIER_P = np.random.default_rng(0).integers(0, 1 << 63, 128, np.uint64) * np.uint64(2) + np.uint64(1)  # hashes
 EXAMINED_BYTES = 1_000_000  # of .py files that a process examines at a time
-# A document: the number of its input, its row there (-1: it is a whole file), where its copy is, and its hash.
-DOCUMENT = np.dtype([("input", "i4"), ("row", "i4"), ("start", "i8"), ("size", "i4"), ("sha256", "S32")])
 SEPARATOR = "<|endoftext|>"  # between the documents of a text file
 ROWS = (".parquet", ".jsonl")  # files whose rows hold documents
 TINYSTORIES = "roneneldan/TinyStories"  # the data set on Hugging Face, or a folder of the same
-NO_DOCUMENT = re.compile(rb"(?:\s|%b)*" % re.escape(SEPARATOR.encode()))  # what a text range may hold instead of text
+NO_DOCUMENT = re.compile(rb"(?:\s|%b)*" % re.escape(SEPARATOR.encode()))  # a text range without any document
 LONG_BYTES = 4_000_000  # longer documents of a text file are split at a line end, for each is tokenised in one go
 EXPRESSION = re.compile(r"\(([^()]* (?:OR|AND) [^()]*)\)")  # a parenthesis of SPDX
 PERMISSIVE = re.compile(
@@ -98,28 +98,27 @@ def files_below(roots, suffixes, out):
 
     A root that is a file is taken as it is. No roots are the standard library.
     """
-    own, found = os.path.realpath(out), []
-    skipped = set() if roots else NOT_THE_LIBRARY
+    paths, own, skipped = [], os.path.realpath(out), set() if roots else NOT_THE_LIBRARY
     for root in roots or [sysconfig.get_paths()["stdlib"]]:
         os.stat(root)  # raises if it does not exist, where os.walk is silent
         if not os.path.isdir(root):
-            found.append((os.path.basename(root), root))
+            paths.append((os.path.basename(root), root))
             continue
         for folder, folders, files in os.walk(root, onerror=lambda error: print(f"left out: {error}", file=sys.stderr)):
-            # os.walk goes on with what is left in this list
+            # os.walk enters the folders of this list
             folders[:] = [f for f in folders if f not in skipped and os.path.realpath(os.path.join(folder, f)) != own]
-            paths = [os.path.join(folder, name) for name in files if name.endswith(suffixes)]
-            found += [(os.path.relpath(path, root), path) for path in paths]
-    if not found:
+            found = [os.path.join(folder, name) for name in files if name.endswith(suffixes)]
+            paths += [(os.path.relpath(path, root), path) for path in found]
+    if not paths:
         raise ValueError(f"no {', '.join(suffixes)} files below {', '.join(roots) or root}; name other folders")
     items = []
-    for name, path in tqdm(sorted(found), "hashing", unit=" files", disable=None, delay=1):
-        items.append(Item(name, path, "", 0))
+    for name, path in tqdm(sorted(paths), "hashing", unit=" files", disable=None, delay=1):
+        digest, size = "", 0
         with contextlib.suppress(OSError):
             if os.path.isfile(path):  # reading a named pipe would never end
                 with open(path, "rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-                    items[-1] = Item(name, path, digest, file.tell())
+                    digest, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+        items.append(Item(name, path, digest, size))
     return items
 
 
@@ -138,7 +137,7 @@ def read_text(item):
 
 
 def belongs(data, split, cfg):
-    """Whether a document is in this split, which a hash of `data` (its text, prompt or ids) decides."""
+    """Whether a document is in this split: decided by a hash of `data`, its text, prompt or ids."""
     return (draw(cfg.seed, sha256(data)) < cfg.heldout) == (split == "heldout")
 
 
@@ -177,7 +176,7 @@ def download(name, otherwise, **options):
 
 
 def gather_text(found, cfg, vocabulary):
-    """Ranges of the text files. Both splits have all: what of them is held out is drawn by a hash of each document."""
+    """Ranges of the text files, the same in both splits: a hash of each document decides which split it is in."""
     items, dropped = [], {"unreadable": 0, "binary": 0, "empty": 0}
     for file in found:
         if not file.sha256:
@@ -188,22 +187,22 @@ def gather_text(found, cfg, vocabulary):
         except ValueError:
             dropped["binary"] += 1
             continue
-        if not ranges:
-            dropped["empty"] += 1
         items += ranges
-    # So much text holds about one shard of held-out documents.
+        dropped["empty"] += not ranges
+    # A range of this size holds about one shard of held-out documents.
     heldout = batched(items, cfg.shard_bytes / cfg.heldout) if cfg.heldout else []
     return {"train": list(batched(items, cfg.shard_bytes)), "heldout": list(heldout)}, dropped
 
 
-def text_ranges(item, limit):
+def text_ranges(item, limit, separator=SEPARATOR):
     """Items of the ranges of a file. ValueError if it is not UTF-8 or has NUL.
 
     A range ends with the separator that follows its first `limit` bytes, or within a document of over LONG_BYTES: at a
-    line end, or between two characters if there is none. Ranges without a document are left out.
+    line end, or between two characters if there is none. A line of pairs is never split. Ranges without a document are
+    left out.
     """
     ranges, start, data, decoder = [], 0, bytearray(), codecs.getincrementaldecoder("utf-8")()
-    separator = SEPARATOR.encode()
+    separator = separator.encode()
     with open(item.path, "rb") as file:
         blocks = iter(lambda: file.read(1 << 20), b"")
         for block in itertools.chain(blocks, [b""]):  # the empty block is the end of the file
@@ -214,7 +213,7 @@ def text_ranges(item, limit):
                 end = data.find(separator, max(0, limit - len(separator)))
                 if end >= 0:
                     end += len(separator)
-                elif len(data) - max(0, data.rfind(separator)) >= LONG_BYTES:
+                elif separator != b"\n" and len(data) - max(0, data.rfind(separator)) >= LONG_BYTES:
                     end = data.rfind(b"\n") + 1 or len(data) - len(decoder.getstate()[0])
                 elif block:  # no end in sight: read on
                     break
@@ -249,197 +248,131 @@ def tinystories(out):
     return path
 
 
-# ---- pairs of prompt and response ----------------------------------------------------------------------------------
+# ---- pairs of prompt and response, token ids -----------------------------------------------------------------------
 
 
 def gather_pairs(found, cfg, vocabulary):
-    """Ranges of whole lines. Both splits have all: what of them is held out is drawn by a hash of each prompt."""
-    items, bad, sizes, count, start = [], [], set(), 0, 0
+    """Ranges of whole lines, the same in both splits: a hash of each prompt decides which split it is in."""
     with open(cfg.source, "rb") as file:
-        for lines in batched(file, cfg.shard_bytes + 1, len):  # as many as make up a shard
-            for number, line in enumerate(lines, count + 1):
-                try:
-                    sizes.add(len(read_pair(line, cfg.chat)))
-                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                    bad.append(str(number))
-            data = b"".join(lines)
-            items.append(Item(f"{os.path.basename(cfg.source)}@{start}", cfg.source, sha256(data), len(data), start))
-            count += len(lines)
-            start += len(data)
-    if bad:
-        numbers = ", ".join(bad[:3]) + (f" and {len(bad) - 3:,} more" if len(bad) > 3 else "")
-        chat = ', without "suffix" as --chat is set' if cfg.chat else ""
-        raise ValueError(f'{cfg.source}: not {{"prompt": TEXT, "response": TEXT}} in UTF-8{chat}: line {numbers}')
+        sizes = {len(read_pair(line, number, cfg)) for number, line in enumerate(file, 1)}
     if cfg.edit_rate and 3 not in sizes:
         raise ValueError(f'--edit_rate={cfg.edit_rate} is for holes: no line of {cfg.source} has a "suffix"')
+    items = text_ranges(found[0], cfg.shard_bytes + 1, "\n")
     return {"train": [[item] for item in items], "heldout": [items] if cfg.heldout else []}, {}
 
 
-def read_pair(line, chat):
-    """(prompt, response) or (prompt, response, suffix) of a line, () of an empty one; a bad one raises some error."""
+def read_pair(line, number, cfg):
+    """(prompt, response) or (prompt, response, suffix) of a line, () of an empty one."""
     if not line.strip():
         return ()
-    pair = json.loads(line)
-    texts = pair["prompt"], pair["response"], pair.get("suffix") or ""
-    "".join(texts).encode()  # fails for numbers, lists, and half a surrogate pair
-    if chat and texts[2]:
-        raise ValueError("a turn of a chat has no suffix")
+    try:
+        pair = json.loads(line)
+        texts = pair["prompt"], pair["response"], pair.get("suffix") or ""
+        "".join(texts).encode()  # fails for numbers, lists, and half a surrogate pair
+        if cfg.chat and texts[2]:
+            raise ValueError("a turn of a chat has no suffix")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        chat = ', without "suffix" as --chat is set' if cfg.chat else ""
+        wanted = f'{{"prompt": TEXT, "response": TEXT}} in UTF-8{chat}'
+        raise ValueError(f"{cfg.source}, line {number}: not {wanted}") from None
     return texts if texts[2] else texts[:2]
 
 
 def pair_documents(items, split, cfg):
     """The pairs of this split. A prompt that is held out is in no training pair."""
     for item in items:
-        for line in read_text(item).split("\n"):
-            pair = read_pair(line, cfg.chat)
+        for number, line in enumerate(read_text(item).split("\n"), 1):
+            pair = read_pair(line, number, cfg)
             if pair and belongs(pair[0].encode(), split, cfg):
                 yield pair
 
 
-# ---- Parquet files of token ids ------------------------------------------------------------------------------------
-
-
 def gather_parquet(found, cfg, vocabulary):
-    """The input files, one training shard each. Both splits have all: a hash of its ids holds a document out."""
-    for path in tqdm([item.path for item in found], "reading", unit=" files", disable=None):
-        try:
-            for ids in eos_documents(path, vocabulary.special["eos"]):
-                bad = ids[(ids < 0) | (ids >= vocabulary.size)]
-                if len(bad):
-                    advice = f"--tokenizer has ids 0 to {vocabulary.size - 1}; give the one these ids come from"
-                    raise ValueError(f"{path} holds id {bad[0]}, but {advice}")
-        except (pa.ArrowException, OSError) as error:
-            problem = f"is corrupted or cannot be read ({runs.first_line(error)})"
-            raise ValueError(f"{path} {problem}; remove it or fetch it again") from None
-    # What is held out of so many files fills about one shard.
+    """The input files, one training shard each: a hash of its ids decides which split a document is in."""
+    for item in tqdm(found, "reading", unit=" files", disable=None):
+        for ids in eos_documents(item.path, vocabulary.special["eos"]):
+            if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary.size:
+                advice = f"--tokenizer has ids 0 to {vocabulary.size - 1}; give the one these ids come from"
+                raise ValueError(f"{item.path} holds ids {ids.min()} to {ids.max()}, but {advice}")
+    # The held-out documents of this many files fill about one shard.
     heldout = batched(found, int(1 / cfg.heldout), lambda item: 1) if cfg.heldout else []
     return {"train": [[item] for item in found], "heldout": list(heldout)}, {}
 
 
 def eos_documents(path, eos):
     """The documents of a file of token ids, without their EOS. Raises ValueError if it is no such file."""
-    with pq.ParquetFile(path, pre_buffer=False) as file:
-        types = {field.name: field.type for field in file.schema_arrow}
-        if not pa.types.is_integer(getattr(types.get("input_ids"), "value_type", pa.null())):
-            listed = ", ".join(f"{name} {kind}" for name, kind in types.items())
-            raise ValueError(f"{path} has no column input_ids with lists of integers (it has {listed})")
-        rest = []  # of a document that goes on in the next batch of 256 rows
-        for batch in file.iter_batches(256, columns=["input_ids"]):
-            ids = batch.column(0).flatten().to_numpy()  # null has no number: ArrowInvalid
-            *whole, tail = np.split(ids, np.flatnonzero(ids == eos) + 1)  # each ends with EOS
-            for document in whole:
-                yield np.concatenate([*rest, document[:-1]])
-                rest = []
-            rest.append(tail)
-            if sum(map(len, rest)) > 1 << 24:
-                advice = "give the right --tokenizer and --eos"
-                raise ValueError(f"{path} has {1 << 24:,} tokens without EOS ({eos}); {advice}")
-        yield np.concatenate([*rest, np.zeros(0, np.int32)])
+    rest = []  # of a document that goes on in the next batch of 256 rows
+    try:
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            for batch in file.iter_batches(256, columns=["input_ids"]):
+                ids = batch["input_ids"].flatten().to_numpy()  # null has no number: ArrowInvalid
+                if ids.dtype.kind not in "iu":
+                    raise TypeError(f"they are {ids.dtype}")
+                *whole, tail = np.split(ids, np.flatnonzero(ids == eos) + 1)  # each ends with EOS
+                for document in whole:
+                    yield np.concatenate([*rest, document[:-1]])
+                    rest = []
+                rest.append(tail)
+                if sum(map(len, rest)) > 1 << 24:
+                    raise ValueError(f"no EOS ({eos}) in {1 << 24:,} tokens; give the right --tokenizer and --eos")
+    except (ValueError, KeyError, AttributeError, TypeError, pa.ArrowException, OSError) as error:
+        problem = f"cannot be read as lists of token ids in a column input_ids ({runs.first_line(error)})"
+        raise ValueError(f"{path} {problem}; remove it or fetch it again") from None
+    yield np.concatenate([*rest, np.zeros(0, np.int32)])
 
 
 # ---- Python: which documents stay, and in what order ---------------------------------------------------------------
 
 
-class Rules(typing.NamedTuple):
-    """What decides which documents of an input stay, beside duplicates."""
-
-    hf: str  # data set of Hugging Face, "" for files
-    column: str  # names of the column of text, with commas; "" for .py files
-    licences: str
-    max_bytes: int
-    problems: frozenset  # runs of OVERLAP words in the problems of benchmarks
-
-
-class Group:
-    """The documents of a shard. Their Items are made when they are asked for: an Item takes ten times its record."""
-
-    def __init__(self, copies, document_N):
-        self.copies, self.document_N = copies, document_N  # [(name, path of the copy)] of all inputs
-
-    def __iter__(self):
-        for number, row, start, size, digest in map(np.void.item, self.document_N):
-            name, path = self.copies[number]
-            name = f"{name}#{row}" if row >= 0 else name
-            yield Item(name, path, digest.ljust(32, b"\0").hex(), size, start)
-
-
-def keys_of(group):
-    """What the fingerprint of a folder has of the documents of a shard: names and hashes, of many rows one hash."""
-    if isinstance(group, Group) and group.document_N["row"][0] >= 0:
-        return [("", sha256(group.document_N["sha256"].tobytes()))]
-    return [(item.name, item.sha256) for item in group]
-
-
 def gather(found, cfg, vocabulary=None):
-    """({split: [Group]} of the documents that stay, {reason: how many were dropped})."""
-    dropped = collections.Counter(dict.fromkeys(REASONS, 0))
+    """({split: [Items of each shard]} of the documents that stay, {reason: number of dropped ones})."""
+    readable = [item for item in found if item.sha256]
+    dropped = collections.Counter(dict.fromkeys(REASONS, 0), unreadable=len(found) - len(readable))
     if cfg.hf:
         batches = [[Item(f"{cfg.hf}@{i}", "", "", 0, i)] for i in range(stream(cfg.hf).num_shards)]
     elif cfg.column:
         batches = [[item] for item in found]
     else:
-        readable = [item for item in found if item.sha256]
-        dropped["unreadable"] = len(found) - len(readable)
         batches = list(batched(readable, EXAMINED_BYTES))
     if cfg.benchmarks:
         dropped["benchmark"] = 0
-    texts = [text for path in cfg.benchmarks for text in read_problems(Path(path).read_bytes(), path)]
-    rules = Rules(cfg.hf, cfg.column, cfg.licences, cfg.max_bytes, runs_of_words(texts))
+    texts = [text for path in cfg.benchmarks for text in read_problems(path)]
+    rules = {name: getattr(cfg, name) for name in ("hf", "column", "licences", "max_bytes")}
 
     # Examine. A copy has another name if its inputs or the rules are others.
     folder = Path(cfg.out) / ".rows"
     folder.mkdir(parents=True, exist_ok=True)
-    digest = sha256(repr((*rules[:-1], len(batches), texts)).encode())
-    jobs, copies = [], []
-    for batch in batches:
-        inputs = repr((digest, [(item.name, item.sha256) for item in batch]))
-        copy = str(folder / sha256(inputs.encode())[:32])
-        jobs.append((batch, copy, rules))
-        copies += [(item.name, f"{copy}.text") for item in batch]
-    examine_all(jobs, cfg.workers)
-
-    # Collect the records. Of equal documents the first stays.
-    records, count = [], 0
-    for batch, copy, _ in jobs:
+    copies = [str(folder / sha256(repr((rules, texts, batch)).encode())[:32]) for batch in batches]
+    rules = types.SimpleNamespace(problems=runs_of_words(texts), **rules)
+    examine_all([(batch, copy, rules) for batch, copy in zip(batches, copies, strict=True)], cfg.workers)
+    kept, signatures = [], [np.zeros((0, len(MULTIPLIER_P)), np.uint16)]
+    for copy in copies:
         with np.load(f"{copy}.npz") as saved:
-            dropped.update(json.loads(str(saved["dropped"])))
-            records.append(saved["documents"])
-        records[-1]["input"] += count
-        count += len(batch)
-    document_N = np.concatenate([np.zeros(0, DOCUMENT), *records])
-    first_N = np.zeros(len(document_N), bool)
-    first_N[np.unique(document_N["sha256"], return_index=True)[1]] = True
+            items, reasons = json.loads(saved["noted"].item())
+            kept += map(Item._make, items)
+            dropped.update(reasons)
+            signatures.append(saved["signatures"])
 
-    # So of nearly equal documents. Their signatures are most of what memory holds: copies are read one at a time.
-    signature_NP, done = np.empty((first_N.sum(), len(MULTIPLIER_P)), np.uint16), 0
-    borders = np.cumsum([len(part_N) for part_N in records])
-    for (_, copy, _), part_N in zip(jobs, np.split(first_N, borders)[:-1], strict=True):
-        with np.load(f"{copy}.npz") as saved:
-            part_NP = saved["signatures"][part_N]
-        signature_NP[done : done + len(part_NP)] = part_NP
-        done += len(part_NP)
-    near_N = near_duplicates(signature_NP)
-    dropped.update(exact_duplicate=int((~first_N).sum()), near_duplicate=int(near_N.sum()))
-    return shuffled(Group(copies, document_N[first_N][~near_N]), cfg), dict(dropped)
+    # Of equal documents the first stays, and then of nearly equal ones.
+    first_N = np.sort(np.unique(np.array([item.sha256 for item in kept], "S64"), return_index=True)[1])
+    near_N = near_duplicates(np.concatenate(signatures)[first_N])
+    dropped.update(exact_duplicate=len(kept) - len(first_N), near_duplicate=int(near_N.sum()))
+    return shuffled([kept[i] for i in first_N[~near_N]], cfg), dict(dropped)
 
 
-def shuffled(everything, cfg):
-    """{split: [Group]}. A draw depends on the seed and the document alone, so that splits change little with the rest.
+def shuffled(items, cfg):
+    """{split: [Items of each shard]}, by hashes of the seed and the document: other documents change little.
 
-    Held out are the lowest draws, one at least, or evaluation has nothing. Shards are consecutive in the order of
-    other draws: each has documents of all inputs.
+    The documents of the lowest hashes of names are held out, at least one. Shards follow the order of the hashes of
+    contents, so that each has documents of all inputs.
     """
-    document_N = everything.document_N
-    draws = ((draw(cfg.seed, item.name), draw(cfg.seed, item.sha256)) for item in everything)
-    draw_N2 = np.fromiter(draws, np.dtype((float, 2))).reshape(-1, 2)
-    head_N = np.array([int.from_bytes(digest[:8]) for digest in document_N["sha256"]], np.uint64)
-    order_N = np.lexsort((head_N, draw_N2[:, 0]))
-    count = max(int((draw_N2[:, 0] < cfg.heldout).sum()), int(cfg.heldout > 0))
-    groups = {"train": order_N[count:], "heldout": order_N[:count]}
-    for split, part_N in groups.items():
-        part_N = part_N[np.argsort(draw_N2[part_N, 1], kind="stable")]
-        shards = batched(part_N.tolist(), cfg.shard_bytes, lambda i: document_N["size"][i])
-        groups[split] = [Group(everything.copies, document_N[ids]) for ids in shards]
+    draws = {item: draw(cfg.seed, item.name) for item in items}
+    order = sorted(items, key=lambda item: (draws[item], item.sha256))
+    count = max(sum(number < cfg.heldout for number in draws.values()), int(cfg.heldout > 0))
+    groups = {}
+    for split, part in {"train": order[count:], "heldout": order[:count]}.items():
+        part.sort(key=lambda item: draw(cfg.seed, item.sha256))
+        groups[split] = list(batched(part, cfg.shard_bytes))
     return groups
 
 
@@ -448,9 +381,8 @@ def python_documents(items, split, cfg):
 
 
 def benchmark_files(cfg):
-    """Paths of the files whose problems are kept out: --benchmarks, or HumanEval and MBPP for the code of other people.
-
-    That is rows, data sets and packages. A file that cannot be downloaded is one line.
+    """Paths of the benchmark files to decontaminate against: --benchmarks; for rows, data sets and packages by default
+    HumanEval and MBPP, which are downloaded. A download that fails is one line.
     """
     packages = any((Path(root) / "manifest.json").exists() for root in cfg.roots)  # of fetch_pypi.py
     if cfg.benchmarks or not (cfg.column or packages):
@@ -460,20 +392,19 @@ def benchmark_files(cfg):
         path = Path(TASKS) / url.rpartition("/")[2]
         try:
             if not path.exists():
-                with urllib.request.urlopen(url, timeout=60) as response:
-                    data = response.read()
-                read_problems(data, url)  # half a file is none
                 path.parent.mkdir(parents=True, exist_ok=True)
-                runs.write(path, data)
+                with urllib.request.urlopen(url, timeout=60) as response:
+                    runs.write(path, response.read())
             paths.append(str(path))
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException) as error:
             advice = f"fetch {url} by hand into {TASKS}, or name it with --benchmarks"
             print(f"documents that hold problems of {path.name} stay in: {error}; {advice}", file=sys.stderr)
     return tuple(paths)
 
 
-def read_problems(data, path):
-    """The texts of the problems in the bytes of a file of HumanEval or MBPP."""
+def read_problems(path):
+    """The texts of the problems in a file of HumanEval or MBPP."""
+    data = Path(path).read_bytes()
     try:
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
         rows = json.loads(text) if text.startswith("[") else map(json.loads, text.splitlines())
@@ -485,33 +416,87 @@ def read_problems(data, path):
     return texts
 
 
-# ---- examining inputs, in several processes ------------------------------------------------------------------------
+# ---- reading and examining inputs, in several processes -------------------------------------------------------------
+
+
+def documents_of(item, rules):
+    """(bytes, "" or why it is dropped) of each document of an input: a .py file, or the rows of a column of text."""
+    if not rules.column:
+        with open(item.path, "rb") as file:
+            yield file.read(rules.max_bytes + 1), ""  # what is larger, judge() drops
+        return
+    columns = rules.column.split(",")
+    for row in rows_of(item, rules):
+        text = next((row[name] for name in columns if name in row), 0)
+        if not isinstance(text, str | None):
+            listed = ", ".join(f"{name} {value!r:.50}" for name, value in row.items())
+            advice = f"it has {listed}; name one with --column"
+            raise ValueError(f"{item.path or item.name} has no text in a column {' or '.join(columns)} ({advice})")
+        licences = next((row[name] for name in LICENCE_COLUMNS if name in row), None) or []  # a row without one stays
+        names = [licences] if isinstance(licences, str) else licences
+        allowed = rules.licences == "any" or all(permits(str(name)) for name in names if name)
+        data = (text or "").encode("utf-8", "surrogatepass")  # half a surrogate pair is not UTF-8: judge() drops it
+        yield data, "" if allowed else "licence"
+
+
+def rows_of(item, rules):
+    """The rows of a shard of a data set, a Parquet file or JSON lines: dictionaries of the columns that matter."""
+    wanted, where = (*rules.column.split(","), *LICENCE_COLUMNS), item.path or item.name
+    try:
+        if rules.hf:
+            dataset = stream(rules.hf)
+            shard = dataset.shard(num_shards=dataset.num_shards, index=item.start)
+            columns = [name for name in wanted if name in (shard.column_names or ())]
+            yield from shard.select_columns(columns) if columns else shard
+        elif item.path.endswith(".parquet"):
+            with pq.ParquetFile(item.path, pre_buffer=False) as file:
+                columns = [name for name in wanted if name in file.schema_arrow.names]
+                for batch in file.iter_batches(256, columns=columns or None):
+                    yield from batch.to_pylist()
+        else:
+            with open(item.path, "rb") as file:
+                for number, line in enumerate(file, 1):
+                    where = f"{item.path}, line {number},"
+                    if line.strip():
+                        yield dict(json.loads(line))
+    except OSError:
+        raise
+    except Exception as error:  # of json, pyarrow, datasets, the network: there is no narrower class
+        advice = "put that right and run the same command to go on"
+        raise ValueError(f"{where} cannot be read ({runs.first_line(error)}); {advice}") from None
+
+
+@functools.lru_cache(1)
+def stream(name):
+    """The data set NAME or NAME:FOLDER, read as it is iterated."""
+    name, _, folder = name.partition(":")
+    options = {"data_dir": folder} if folder else {}
+    return download(name, "name its files with --roots", streaming=True, **options)
 
 
 def examine(items, copy, rules):
-    """Write the documents of inputs that are fit to `copy`.text, one after the other.
+    """Write the documents that pass the filters to `copy`.text, one after the other.
 
-    Their records and signatures, and how many were dropped for which reason, go to `copy`.npz, which comes last.
+    Their Items and signatures, and the number of dropped documents by reason, go to `copy`.npz, which is written last.
     """
-    if os.path.exists(f"{copy}.npz"):  # by a run that was stopped
+    if os.path.exists(f"{copy}.npz"):  # written by a run that was stopped
         return
-    documents, signatures, dropped, start = [], [], collections.Counter(), 0
+    kept, signatures, dropped, start = [], [], collections.Counter(), 0
     with runs.writing(f"{copy}.text") as file:
-        for number, item in enumerate(items):
+        for item in items:
             for row, (data, reason) in enumerate(documents_of(item, rules)):
                 reason = reason or judge(data, rules)
                 if reason:
                     dropped[reason] += 1
                     continue
                 file.write(data)
-                row = row if rules.column else -1
-                documents.append((number, row, start, len(data), hashlib.sha256(data).digest()))
+                name = f"{item.name}#{row}" if rules.column else item.name
+                kept.append(Item(name, f"{copy}.text", sha256(data), len(data), start))
                 signatures.append(signature(data))
                 start += len(data)
-    arrays = {"documents": np.array(documents, DOCUMENT), "dropped": json.dumps(dropped)}
-    arrays["signatures"] = np.array(signatures, np.uint16).reshape(-1, len(MULTIPLIER_P))
+    signature_NP = np.array(signatures, np.uint16).reshape(-1, len(MULTIPLIER_P))
     with runs.writing(f"{copy}.npz") as file:
-        np.savez(file, **arrays)
+        np.savez(file, signatures=signature_NP, noted=json.dumps([kept, dropped]).encode())
 
 
 def examine_all(jobs, workers):
@@ -546,21 +531,23 @@ def examine_all(jobs, workers):
 
 
 def work():
-    """The other side of examine_all()."""
+    """What a process of examine_all() runs."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # it ends silently where its parent was killed
     gc.disable()  # takes a quarter of the time of ast.parse, whose trees have no cycles
     pipe, sys.stdout = sys.stdout.buffer, sys.stderr  # what a library prints is no error of ours
     try:
-        for job in pickle.load(sys.stdin.buffer):
-            error = None
-            try:
-                examine(*job)
-            except (ValueError, OSError) as raised:
-                error = raised
-            pickle.dump(error, pipe)
-            pipe.flush()
-            gc.collect()
-    except (EOFError, pickle.UnpicklingError, BrokenPipeError):  # the parent was killed: leave without a message
-        os.dup2(os.open(os.devnull, os.O_WRONLY), pipe.fileno())
+        jobs = pickle.load(sys.stdin.buffer)
+    except (EOFError, pickle.UnpicklingError):  # the parent was killed before
+        return
+    for job in jobs:
+        error = None
+        try:
+            examine(*job)
+        except (ValueError, OSError) as raised:
+            error = raised
+        pickle.dump(error, pipe)
+        pipe.flush()
+        gc.collect()
 
 
 # ---- is a document fit? --------------------------------------------------------------------------------------------
@@ -576,7 +563,7 @@ def judge(data, rules):
         return "non_utf8"
     if not text.strip():
         return "empty"
-    # A file that a program wrote says so in the first ten lines.
+    # A generated file says so in its first ten lines.
     lines = text.splitlines()
     if GENERATED.search("\n".join(lines[:10])):
         return "generated"
@@ -652,87 +639,3 @@ def permits(statement):
 def is_permissive(name):
     name = name.lower()
     return bool(PERMISSIVE.search(name)) and not RESTRICTED.search(name)
-
-
-def package_licence(metadata):
-    """(what PKG-INFO says of the licence, whether that is permissive)."""
-    if expression := metadata.get("License-Expression"):
-        return expression, permits(expression)
-    names = [" ".join(str(metadata.get("License", "")).split())[:300]]  # some put the text of a licence here
-    names += [text.rpartition(" :: ")[2] for text in metadata.get_all("Classifier", []) if text.startswith("License :")]
-    names = [name for name in dict.fromkeys(names) if name.lower() not in ("", "unknown", "osi approved")]
-    restricted = any(RESTRICTED.search(name.lower()) for name in names)
-    return "; ".join(names)[:100], any(map(permits, names)) and not restricted
-
-
-# ---- what inputs hold ----------------------------------------------------------------------------------------------
-
-
-def documents_of(item, rules):
-    """(bytes, "" or why it is dropped) of each document of an input: a .py file, or the rows of a column of text."""
-    if not rules.column:
-        with open(item.path, "rb") as file:
-            yield file.read(rules.max_bytes + 1), ""  # what is larger, judge() drops
-        return
-    for row, columns in rows_of(item, rules):
-        text, licences = row[columns[0]], row[columns[1]] if len(columns) > 1 else None
-        if not isinstance(text, str | None):
-            raise ValueError(
-                f"{item.path} has no text in column {columns[0]}, but {text!r:.50}; name one with --column"
-            )
-        data = (text or "").encode("utf-8", "surrogatepass")  # half a surrogate pair is not UTF-8: judge() drops it
-        names = [licences] if isinstance(licences, str) else licences or []  # without one a row stays
-        allowed = rules.licences == "any" or all(permits(str(name)) for name in names if name)
-        yield data, "" if allowed else "licence"
-
-
-def rows_of(item, rules):
-    """({column: value}, names of the columns by chosen()) of each row. ValueError without a column of text."""
-    if rules.hf:
-        dataset = stream(rules.hf)
-        shard = dataset.shard(num_shards=dataset.num_shards, index=item.start)
-        try:
-            names = shard.column_names or list(next(iter(shard), {}))
-            columns = chosen(names, rules, rules.hf) if names else []  # an empty shard has none
-            yield from ((row, columns) for row in shard.select_columns(columns))
-        except (ValueError, OSError):
-            raise
-        except Exception as error:  # of datasets, the network: there is no narrower class
-            reason = f"{rules.hf} cannot be read ({runs.first_line(error)})"
-            raise ValueError(f"{reason}; the same command goes on from here") from None
-    elif item.path.endswith(".parquet"):
-        try:
-            with pq.ParquetFile(item.path, pre_buffer=False) as file:
-                columns = chosen(file.schema_arrow.names, rules, item.path)
-                for batch in file.iter_batches(256, columns=columns):
-                    yield from ((row, columns) for row in batch.to_pylist())
-        except pa.ArrowException as error:
-            reason = f"{item.path} is corrupted ({runs.first_line(error)})"
-            raise ValueError(f"{reason}; remove it or fetch it again") from None
-    else:
-        with open(item.path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    where = f"{item.path}, line {number}"
-                    try:
-                        row = dict(json.loads(line))
-                    except (ValueError, TypeError, RecursionError):
-                        raise ValueError(f"{where} is no JSON object") from None
-                    yield row, chosen(row, rules, where)
-
-
-def chosen(names, rules, where):
-    """[column of text] or [column of text, column of licences], of columns with these names."""
-    text = [name for name in rules.column.split(",") if name in names]
-    if not text:
-        wanted, listed = rules.column.replace(",", " or "), ", ".join(names)
-        raise ValueError(f"{where} has no column {wanted} of text (it has {listed}); name one with --column")
-    return text[:1] + [name for name in LICENCE_COLUMNS if name in names][:1]
-
-
-@functools.lru_cache(1)
-def stream(name):
-    """The data set NAME or NAME:FOLDER, read as it is iterated."""
-    name, _, folder = name.partition(":")
-    options = {"data_dir": folder} if folder else {}
-    return download(name, "name its files with --roots", streaming=True, **options)

@@ -74,7 +74,7 @@ class Shards:
     heldout: float = 0.02  # fraction of the documents that is held out for evaluation
     shard_bytes: int = 16_000_000  # bytes of text in a shard; 16 MB are about 5 M tokens
     workers: int = 0  # processes that read files, and threads that tokenise; 0: all cores
-    seed: int = 0  # of the held-out draw, the order of documents and the fill-in-the-middle cuts
+    seed: int = 0  # random seed of the held-out split, the order of documents and the fill-in-the-middle cuts
 
     # Values for sources without such a flag; meta.json records them.
     rows: typing.ClassVar[str] = "packed"
@@ -102,7 +102,7 @@ class Python(Documents):
     column: str = ""  # text column of .parquet and .jsonl files or --hf; "" looks for content, text, code
     hf: str = ""  # data set on Hugging Face, read as it streams: NAME, NAME:FOLDER of it, or a folder on this machine
     licences: typing.Literal["permissive", "any"] = "permissive"  # of rows that name a licence; others stay
-    benchmarks: tuple[str, ...] = ()  # files of problems to keep out; "" none; rows, packages: HumanEval, MBPP
+    benchmarks: tuple[str, ...] = ()  # files to decontaminate against; "" none; rows, packages: HumanEval, MBPP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class Pairs(Shards):
     out: str = "data/pairs"  # folder to write
     vocab_size: int = 8192  # size of the tokenizer that is trained; at least 261, for 256 bytes and 5 special tokens
     eos_to: int = 1  # EOS fills each response to a multiple of this many tokens, as the end of a sampling canvas
-    edit_rate: float = 0.0  # fraction of training responses with a suffix that learn to grow, and that learn to shrink
+    edit_rate: float = 0.0  # fraction of responses with a suffix that train expansion, and fraction that train deletion
     chat: bool = False  # write pairs as turns of a chat, by the template beside --tokenizer; <|im_end|> ends a response
 
 
@@ -213,7 +213,7 @@ def prepare(cfg, out):
 
     A run may be killed at any moment: each file gets its name when it is whole, and meta.json comes last.
     """
-    started, tokenizer, progress = time.time(), out / "tokenizer.json", out / "progress.json"
+    started = time.time()
     found = find(cfg)
     inputs = sha256(json.dumps([(item.name, item.sha256) for item in found]).encode())
     if isinstance(cfg, Python):  # what its flags leave open
@@ -224,8 +224,7 @@ def prepare(cfg, out):
     if cfg.chat:
         chat_writer(cfg.tokenizer)  # fails here where it fails at all
     settings = settings_of(cfg, vocabulary)
-    earlier = read_earlier(out, settings)
-    if is_complete(out, earlier, inputs):
+    if is_complete(out, settings, inputs):
         print(f"{out} is complete, nothing to do")
         return
 
@@ -236,85 +235,75 @@ def prepare(cfg, out):
     if not groups["train"]:
         raise ValueError(f"no document to train on (left out: {reasons}); lower --heldout or name more to read")
     print(f"shards of training documents: {len(groups['train']):,}; left out: {reasons}")
+    vocabulary = vocabulary or new_vocabulary(cfg, groups["train"])
 
-    # The bytes of the shards follow from the settings, the documents and the tokenizer: their fingerprint says whether
-    # what an earlier run wrote can stay.
-    keys = {key for group in itertools.chain(*groups.values()) for key in corpus.keys_of(group)}
-    listing = json.dumps([1, settings, sorted(keys)]).encode()
-    data = tokenizer.read_bytes() if tokenizer.exists() else b""
-    unchanged = earlier.get("fingerprint") == sha256(listing + data)
-    if unchanged:
-        print(f"{out} is not complete, writing what is missing", flush=True)
-    elif earlier:
-        print(f"{out}: a run was stopped without a tokenizer, or its files have changed; starting over", flush=True)
-
-    # Tokenizer: that of --tokenizer, of the run that was stopped, or a new one.
-    if not vocabulary:
-        vocabulary = load_vocabulary(data, cfg) if unchanged else new_vocabulary(cfg, groups["train"])
-    fingerprint = sha256(listing + vocabulary.data)
+    # The bytes of the shards follow from the settings, the documents and the tokenizer. Shards of an earlier run that
+    # carry the fingerprint of all three stay.
+    keys = {key for group in itertools.chain(*groups.values()) for key in keys_of(group, cfg)}
+    fingerprint = sha256(json.dumps([1, settings, sorted(keys)]).encode() + vocabulary.data)
     for path in out.glob("[th]*/[0-9]*.parquet*"):  # of train and heldout
         if counts_of(path, fingerprint) is None:
             path.unlink()
     noted = {"settings": settings, "inputs": inputs, "fingerprint": fingerprint}
-    runs.write(progress, noted)
+    runs.write(out / "progress.json", noted)
     for name, content in {"tokenizer.json": vocabulary.data, **chat_files(cfg)}.items():
         runs.write(out / name, content)
 
     # Shards, then meta.json.
     splits = {split: write_split(out, split, groups[split], cfg, vocabulary, fingerprint) for split in groups}
     meta = describe(cfg, vocabulary, splits) | {"dropped": dropped} | noted
-    runs.write(progress, meta)
-    progress.rename(out / "meta.json")
+    runs.write(out / "progress.json", meta)
+    (out / "progress.json").rename(out / "meta.json")
     shutil.rmtree(out / ".rows", ignore_errors=True)
     ids = f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}"
     print(f"wrote {out} in {time.time() - started:.0f} s; {ids}")
 
 
+def keys_of(group, cfg):
+    """What the fingerprint has of the documents of a shard: names and hashes, of many rows one hash."""
+    if isinstance(cfg, Python) and cfg.column:
+        return [("", sha256(b"".join(bytes.fromhex(item.sha256) for item in group)))]
+    return [(item.name, item.sha256) for item in group]
+
+
 def settings_of(cfg, vocabulary):
     """What decides, beside the input files, which bytes are written; an earlier run must have had the same."""
-    settings = {"source": type(cfg).__name__.lower(), "tokenizer": sha256(vocabulary.data) if vocabulary else ""}
     names = "vocab_size eos seq_len heldout fim_rate eos_to max_bytes shard_bytes seed".split()
+    # These are noted where they matter.
+    names += ["rows"] if cfg.rows == "padded" else []
+    names += ["spm_rate"] if cfg.fim_rate else []
+    names += ["edit_rate"] if getattr(cfg, "edit_rate", 0) else []
+    names += ["column", "hf", "licences"] if getattr(cfg, "column", "") else []
+    settings = {"source": type(cfg).__name__.lower(), "tokenizer": sha256(vocabulary.data) if vocabulary else ""}
     settings |= {name: getattr(cfg, name) for name in names if hasattr(cfg, name)}
-    # These are noted where they are set.
-    if cfg.rows == "padded":
-        settings["rows"] = cfg.rows
-    if cfg.fim_rate:
-        settings["spm_rate"] = cfg.spm_rate
-    if isinstance(cfg, Pairs) and cfg.edit_rate:
-        settings["edit_rate"] = cfg.edit_rate
-    if isinstance(cfg, Python) and cfg.column:
-        settings |= {"column": cfg.column, "hf": cfg.hf, "licences": cfg.licences}
     if cfg.chat:
         settings["chat"] = sha256(b"".join(chat_files(cfg).values()))
-    if isinstance(cfg, Python) and cfg.benchmarks:
+    if getattr(cfg, "benchmarks", ()):
         settings["benchmarks"] = sha256(b"".join(Path(path).read_bytes() for path in cfg.benchmarks))
     return settings
 
 
-def read_earlier(out, settings):
-    """What an earlier run noted in this folder, {} without one; ValueError if its settings were others."""
+def is_complete(out, settings, inputs):
+    """Whether an earlier run has written everything. ValueError if it had other settings or files."""
     path = next((out / name for name in ("meta.json", "progress.json") if (out / name).exists()), None)
     if path is None:
         if any((out / name).exists() for name in ("tokenizer.json", "train", "heldout")):
             raise ValueError(f"{out} holds files that data_prep.py did not write; choose another --out")
-        return {}
-    earlier = runs.read_json(path, "settings", "inputs", "fingerprint")
+        return False
+    earlier = runs.read_json(path, "settings", "inputs")
     before = earlier["settings"]
     other = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
     if other:
         listed = "; ".join(f"{key} {before.get(key, 'unset')}, now {settings.get(key, 'unset')}" for key in other)
         raise ValueError(f"{out} holds data of other settings ({listed}); choose another --out or delete it")
-    return earlier
-
-
-def is_complete(out, earlier, inputs):
-    """Whether an earlier run has written everything. ValueError if it read other files."""
-    if not (out / "meta.json").exists():
-        return False
-    if earlier["inputs"] != inputs:
-        raise ValueError(f"{out} holds data of other files, or these have changed; choose another --out or delete it")
-    shards = [shard["file"] for split in earlier["splits"].values() for shard in split["shards"]]
-    return all((out / name).exists() for name in ("tokenizer.json", *shards))
+    if path.name == "meta.json":
+        if earlier["inputs"] != inputs:
+            raise ValueError(f"{out} holds data of other files, or these have changed; choose another --out")
+        shards = [shard["file"] for split in earlier["splits"].values() for shard in split["shards"]]
+        if all((out / name).exists() for name in ("tokenizer.json", *shards)):
+            return True
+    print(f"{out} is not complete, writing what is missing", flush=True)
+    return False
 
 
 def write_split(out, split, groups, cfg, vocabulary, fingerprint):
@@ -353,21 +342,20 @@ def write_shard(path, items, cfg, vocabulary, fingerprint):
     split, eos = path.parent.name, vocabulary.special["eos"]
     counts = {"documents": 0, "bytes": 0, "tokens": 0, "rows": 0}
     _, _, ids = SOURCES[type(cfg)]
-    documents = tqdm(
-        ids(items, split, cfg, vocabulary), f"{split} {path.stem}", unit=" documents", disable=None, leave=False
-    )
+    progress = {"desc": f"{split} {path.stem}", "unit": " documents", "disable": None, "leave": False}
+    documents = counted(tqdm(ids(items, split, cfg, vocabulary), **progress), counts, cfg)
     columns = COLUMNS[:3]
     if isinstance(cfg, Pairs):
         counts["too_long"] = 0
         columns = COLUMNS
-        batches = batched(counted(documents, counts, cfg), BLOCK_TOKENS, lambda pair: len(pair[0]))
+        batches = batched(documents, BLOCK_TOKENS, lambda pair: len(pair[0]))
         blocks = (pair_rows(batch, cfg.seq_len, eos) for batch in batches)
     elif cfg.rows == "padded":
         counts["lengths"] = [0] * (len(LENGTHS) + 1)
-        batches = batched(counted(documents, counts, cfg), BLOCK_TOKENS, lambda ids: len(ids) + cfg.seq_len)
+        batches = batched(documents, BLOCK_TOKENS, lambda ids: len(ids) + cfg.seq_len)
         blocks = (pad_rows(batch, cfg.seq_len, vocabulary.special) for batch in batches)
     else:
-        blocks = packed_blocks(counted(documents, counts, cfg), cfg.seq_len, eos)
+        blocks = packed_blocks(documents, cfg.seq_len, eos)
 
     kind = pa.list_(pa.int32(), cfg.seq_len)
     schema = pa.schema([(name, kind) for name in columns])
@@ -415,18 +403,16 @@ def describe(cfg, vocabulary, splits):
 
 def find(cfg):
     """Items of the input files, sorted; a data set of Hugging Face has none."""
-    if isinstance(cfg, TinyStories):
-        return corpus.files_below((corpus.tinystories(cfg.out),), (), cfg.out)
-    if isinstance(cfg, Text | Pairs):
-        return corpus.files_below((cfg.source,), (".txt", ".text", ".md", ".py"), cfg.out)
     if isinstance(cfg, Parquet):
         return corpus.files_below(cfg.roots, (".parquet",), cfg.out)
+    if not isinstance(cfg, Python):
+        source = corpus.tinystories(cfg.out) if isinstance(cfg, TinyStories) else cfg.source
+        return corpus.files_below((source,), (".txt", ".text", ".md", ".py"), cfg.out)
     if cfg.hf:
         return []
-    if cfg.column:
-        return corpus.files_below(cfg.roots, corpus.ROWS, cfg.out)
-    found = corpus.files_below(cfg.roots, (".py", *corpus.ROWS), cfg.out)
-    return [item for item in found if not item.path.endswith(corpus.ROWS)] or found  # rows where there are no .py files
+    found = corpus.files_below(cfg.roots, corpus.ROWS if cfg.column else (".py", *corpus.ROWS), cfg.out)
+    code = [item for item in found if not item.path.endswith(corpus.ROWS)]
+    return found if cfg.column else code or found  # rows where there are no .py files
 
 
 # ---- documents to ids ----------------------------------------------------------------------------------------------

@@ -38,31 +38,21 @@ def lambda_value(lq1_K, lk1_K, lq2_K, lk2_K, init, clamp):
     return jnp.clip(jnp.exp(jnp.clip(dot1, -10, 10)) - jnp.exp(jnp.clip(dot2, -10, 10)) + init, 0.0, 1.0)
 
 
-def attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, *, floor=True, cap=0.0, block=128):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, floor=True, cap=0.0, block=128):
     """o = max(A1 - lam A2, 0) V with A_i = softmax(Q_i K_i^T / sqrt(K)), unfloored without `floor`; o = A1 V if I = 1.
 
     Query l has key slot index_BL[b, l] and attends to slots start_BL[b, l] to index_BL[b, l]: start is the first slot
     of its document, or the number of pads on its left; None is 0. index None: query l has slot l (training); then each
     block of `block` queries reads only the keys up to its last query, which halves the work. `cap` c > 0 turns a score
     s into c tanh(s / c). Scores and softmax are float32, the map is cast to v's dtype, which the result has. The
-    forward pass needs B I P block M floats for scores. Raises ValueError if the sizes do not fit each other.
+    forward pass needs B I P block M floats for scores.
     """
-    B, I, P, L, K = q_BIPLK.shape
-    J, M = k_BIJMK.shape[2:4]
-    if I > 2 or P % J or k_BIJMK.shape != (B, I, J, M, K) or v_BJME.shape[:3] != (B, J, M):
-        sizes = f"q {q_BIPLK.shape}, k {k_BIJMK.shape}, v {v_BJME.shape}"
-        raise ValueError(f"{sizes} are not BIPLK, BIJMK, BJME with I <= 2 and J | P")
-    if index_BL is None and L != M:
-        raise ValueError(f"{L} queries, {M} keys: without index_BL every query has its own key")
-    lam = jnp.float32(0 if I == 1 else lam)
-    return _attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, (floor, cap, block))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, static):
-    floor, cap, block = static
-    B, _, P, _, _ = q_BIPLK.shape
-    E = v_BJME.shape[-1]
+    B, I, P, L, _ = q_BIPLK.shape
+    J, M, E = v_BJME.shape[1:]
+    assert I <= 2, f"{I} maps: a head is differential (2) or plain (1)"
+    assert P % J == 0, f"{P} heads, {J} key/value groups"
+    assert index_BL is not None or L == M, f"{L} queries, {M} keys: without index_BL every query has its own key"
     outs_BPLE = []
     # a Python loop, not a scan: each block of queries has its own number of keys
     for rows, keys, seen_BLM in _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
@@ -72,13 +62,12 @@ def _attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, static):
     return jnp.concatenate(outs_BPLE, 2)
 
 
-def _attention_backward(static, inputs, do_BPLE):
+def _attention_backward(floor, cap, block, inputs, do_BPLE):
     """With da = do V^T, 0 where floored: ds_i = w_i A_i (da - sum_M A_i da), w = (1, -lam); dlam = -sum_LM A_2 da.
 
     The maps are recomputed from the inputs, maxima and sums too, to be rounded as in the forward pass: where A_1 = A_2
     the floor depends on the last bit.
     """
-    floor, cap, block = static
     q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL = inputs
     (B, I, P, _, K), (J, _, E) = q_BIPLK.shape, v_BJME.shape[1:]
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -114,7 +103,7 @@ def _attention_backward(static, inputs, do_BPLE):
     return dq_BIPLK, dk_BIJMK, dv_BJEM.swapaxes(2, 3).astype(v_BJME.dtype), dlam, None, None
 
 
-_attention.defvjp(lambda *args: (_attention(*args), args[:6]), _attention_backward)
+attention.defvjp(lambda *args: (attention(*args), args[:6]), _attention_backward)
 
 
 def _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
@@ -166,14 +155,13 @@ def attention_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, block_
     the forward kernel does not run twice. Blocks of keys before the first start of the queries or after the diagonal
     are skipped; blocks without a masked key take no mask. Products are bfloat16 or float32 like the inputs.
 
-    Blocks shrink to the largest multiple of 128 that divides L, and query blocks so that the rows fit: 512 to L = 4096,
-    256 to 8192. Raises ValueError if L or a block is no multiple of 128, if I is not 2 or if the sizes do not fit.
+    L and both blocks are multiples of 128. Blocks shrink to the largest such number that divides L, and query blocks so
+    that the rows fit: 512 to L = 4096, 256 to 8192.
     """
-    B, I, P, L, K = q_BIPLK.shape
-    J, E = k_BIJLK.shape[2], v_BJLE.shape[-1]
-    if I != 2 or P % J or k_BIJLK.shape != (B, I, J, L, K) or v_BJLE.shape != (B, J, L, E):
-        sizes = f"q {q_BIPLK.shape}, k {k_BIJLK.shape}, v {v_BJLE.shape}"
-        raise ValueError(f"{sizes} are not BIPLK, BIJLK, BJLE with I = 2 and J | P")
+    B, I, P, L, _ = q_BIPLK.shape
+    J = k_BIJLK.shape[2]
+    assert I == 2, f"{I} maps: the kernel is for two; see plain_tpu"
+    assert P % J == 0, f"{P} heads, {J} key/value groups"
     if L % 128 or block_q % 128 or block_k % 128:
         raise ValueError(f"length {L} and blocks {block_q}, {block_k} must be multiples of 128; pad the rows")
     # float32 numerators of both maps and da, [3, L, block_q], take 24 MiB of VMEM at most, up to L = 16384
@@ -387,23 +375,11 @@ def _backward_kernel(*refs, floor, block_k):
 
 # ---- the kernels for NVIDIA GPUs -----------------------------------------------------------------------------------
 
-# Tiles of each kernel: (queries, keys, warps, stages of loads in flight), powers of 2. Chosen by ptxas for heads of 128
-# in bfloat16: no spilled registers, on Ampere at most 99 KiB of shared memory. Hopper's matrix instructions want 64
-# rows of what is summed, and it has the shared memory for them.
-AMPERE = {
-    "sums": (64, 64, 4, 2),
-    "values": (64, 32, 4, 2),
-    "means": (64, 32, 4, 2),
-    "dq": (32, 32, 4, 2),
-    "dkv": (32, 32, 8, 2),
-}
-HOPPER = {
-    "sums": (128, 64, 8, 2),
-    "values": (128, 64, 8, 2),
-    "means": (128, 32, 8, 2),
-    "dq": (128, 32, 8, 2),
-    "dkv": (32, 64, 8, 2),
-}
+# Tiles of each kernel: (queries, keys, warps), powers of 2. Chosen by ptxas for heads of 128 in bfloat16: no spilled
+# registers, on Ampere at most 99 KiB of shared memory. Hopper's matrix instructions want 64 rows of what is summed, and
+# it has the shared memory for them.
+AMPERE = {"sums": (64, 64, 4), "values": (64, 32, 4), "means": (64, 32, 4), "dq": (32, 32, 4), "dkv": (32, 32, 8)}
+HOPPER = {"sums": (128, 64, 8), "values": (128, 64, 8), "means": (128, 32, 8), "dq": (128, 32, 8), "dkv": (32, 64, 8)}
 GPU_TILES = {"ampere": AMPERE, "hopper": HOPPER}
 
 
@@ -422,16 +398,12 @@ def attention_gpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, tiles=
     A score row does not fit the registers, so the forward pass reads the keys twice: for the sums of the softmax rows,
     then for max(A1 - lam A2, 0) V, which is exact. The backward pass takes three: for the means sum_M A_i da, for dq,
     and over the queries for dk and dv. o and the logarithms of the sums are named "attn" and "lse" for remat. Masked
-    blocks are skipped as in attention_tpu. Rows are padded to whole tiles.
-
-    Raises ValueError if K is not a power of 2, at least 16, or if the sizes do not fit each other.
+    blocks are skipped as in attention_tpu. Rows are padded to whole tiles. K is a power of 2, at least 16.
     """
     (B, I, P, L, K), J = q_BIPLK.shape, k_BIJLK.shape[2]
-    if I > 2 or P % J or k_BIJLK.shape != (B, I, J, L, K) or v_BJLE.shape != (B, J, L, I * K):
-        sizes = f"q {q_BIPLK.shape}, k {k_BIJLK.shape}, v {v_BJLE.shape}"
-        raise ValueError(f"{sizes} are not BIPLK, BIJLK, BJLE with I <= 2, E = I K and J | P")
-    if K < 16 or K & (K - 1):
-        raise ValueError(f"heads of {K}: the kernel needs a power of 2, at least 16; use attention()")
+    assert P % J == 0, f"{P} heads, {J} key/value groups"
+    assert v_BJLE.shape[-1] == I * K, f"{I} maps of size {K}, values of size {v_BJLE.shape[-1]}"
+    assert K in (16, 32, 64, 128), f"heads of {K}: a power of 2 from 16 to 128; use attention()"
     rest = -L % max(max(tile[:2]) for tile in tiles.values())
     # the padding comes after all queries, which mask it as keys; as queries it has no gradient
     start_BL = jnp.zeros((B, L), jnp.int32) if start_BL is None else start_BL
@@ -481,8 +453,8 @@ _gpu.defvjp(_gpu_forward, _gpu_backward)
 
 
 def _reach(start_BL, block_q, block_k):
-    """For each block of keys, the first block of queries for which one of its keys is masked by start_BL, and the end
-    of those for which not all are: [B, blocks, 2].
+    """For each block of keys, the first block of queries for which start_BL masks one of its keys, and the end of the
+    blocks for which it does not mask all: [B, blocks, 2].
     """
     L = start_BL.shape[1]
     first_C1, slot_L = jnp.arange(0, L, block_k)[:, None], jnp.arange(L)
@@ -494,7 +466,7 @@ def _reach(start_BL, block_q, block_k):
 def _gpu_call(kernel, inputs, arrays, outputs, static):
     """The results of a kernel on the arrays that `inputs` names, in this order; outputs is {name: shape}."""
     (floor, tiles, interpret), name = static, kernel.__name__[1:].removesuffix("_kernel")
-    block_q, block_k, warps, stages = dict(tiles)[name]
+    block_q, block_k, warps = dict(tiles)[name]
     (B, I, P, L, K), (_, J, _, E) = arrays["q"].shape, arrays["v"].shape
     G = P // J
     if kernel is _dkv_kernel:  # program (n, j, b) of the grid has block n of keys, and all queries of group j
@@ -524,7 +496,7 @@ def _gpu_call(kernel, inputs, arrays, outputs, static):
     if not interpret:
         from jax.experimental.pallas import triton as plgpu  # here, since it needs a jaxlib with Triton
 
-        params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
+        params = plgpu.CompilerParams(num_warps=warps, num_stages=2)  # two loads in flight
     return pl.pallas_call(
         functools.partial(kernel, **block, floor=floor),
         grid=grid,
@@ -659,7 +631,7 @@ def _dkv_kernel(*refs, floor, block_q):
     (I, M, K), G = k_IMK.shape, q_IGLK.shape[1]
     first = pl.program_id(0) * M
     key_M1, query_L = (first + jax.lax.iota(jnp.int32, M))[:, None], jax.lax.iota(jnp.int32, block_q)
-    # blocks of queries: across the diagonal; with no masked key; with some, by start_BL
+    # blocks of queries: across the diagonal; with no masked key; with keys that start_BL masks
     begin, end = jax.lax.div(first, block_q), reach_2[1]
     diagonal = jnp.minimum(jax.lax.div(first + (M + block_q - 2), block_q), end)
     hidden = jnp.clip(reach_2[0], diagonal, end)

@@ -55,7 +55,7 @@ def _column(t_B, x_BL):
 
 
 def _rank(score_BL):
-    """Rank of each element in its row, 0 for the largest; of equals the lower index comes first."""
+    """Rank of each element in its row, 0 for the largest; among equals the lower index comes first."""
     xp = _namespace(score_BL)
     stable = {"kind": "stable"} if xp is np else {"stable": True}  # NumPy 1 has only the first
     return xp.argsort(xp.argsort(-score_BL, axis=-1, **stable), axis=-1, **stable)
@@ -451,8 +451,8 @@ def _largest(zero_BL1, bits, width, holds):
 def _top_p(logits_BLV, p, stays, width):
     """By bisection: a sort takes a CPU ten times as long, and a TPU's compiler a minute.
 
-    The last token that stays, in the order by probability, then id, is found in two searches, each a few passes over
-    the vocabulary: its probability, whose bits as an integer have the same order, as it is not negative; then its id.
+    Tokens are ordered by probability, then by id. Two searches, of a few passes over the vocabulary each, find the last
+    token that stays: its probability, whose bits as an integer have the same order, as it is not negative; then its id.
     """
     if p >= 1:
         return logits_BLV
@@ -513,15 +513,15 @@ def unmask_top(xt_BL, token_BL, score_BL, count_B, mask_id):
 
 
 def surest(score_BL, masked_BL, count_B):
-    """The count_B[b] masked positions of row b with the largest scores, or all it has; of equals the lower index."""
+    """The count_B[b] masked positions of row b with the largest scores, or all it has; among equals the lower index."""
     rank_BL = _rank(_namespace(score_BL).where(masked_BL, _float(score_BL), -math.inf))
     return masked_BL & (rank_BL < _column(count_B, rank_BL))
 
 
 def entropy_bound(entropy_BL, masked_BL, bound):
-    """The masked positions of lowest entropy, as long as the entropies before add up to `bound` at most.
+    """The masked positions in order of entropy, lowest first, while the entropies before sum to at most `bound`.
 
-    The joint distribution of their tokens then differs from the product by `bound` nats at most. Ref: EB-Sampler,
+    Their joint distribution then differs from the product of the marginals by at most `bound` nats. Ref: EB-Sampler,
     arXiv:2505.24857.
     """
     xp, far = _namespace(entropy_BL), 1e9  # no entropy is so large, and inf - inf is NaN

@@ -30,7 +30,7 @@ import runs
 
 try:
     import pypi_simple
-    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
     from packaging.version import InvalidVersion, Version
     from requests.adapters import HTTPAdapter, Retry
@@ -38,8 +38,8 @@ except ImportError:
     pypi_simple = None
 
 ARCHIVE_BYTES = 100_000_000  # larger archives hold data or other languages
-UNPACKED_BYTES = 4_000_000_000  # an archive that says it holds more is a trap
-FILE_BYTES = 1 << 24  # larger files are data
+UNPACKED_BYTES = 4_000_000_000  # an archive that unpacks to more is a trap
+FILE_BYTES = 1 << 24  # larger files hold data
 # Folders of other people's code, and of tests, below which only the tests themselves stay.
 SKIPPED = re.compile(
     r"/(_?vendor[-\w]*|third_?party|3rd_?party|_?extern(al)?s?|site-packages|node_modules)/"
@@ -82,7 +82,7 @@ def requirements(packages):
     lines = [re.sub(r"(^|\s)#.*|\s--hash.*|\\", "", line).strip() for line in lines]
     try:
         wanted = [Requirement(line) for line in lines if line and not line.startswith("-")]  # -r, --hash and the like
-    except InvalidRequirement as error:
+    except ValueError as error:
         raise ValueError(f"{packages}: {runs.first_line(error)}; write names, or NAME==VERSION") from None
     if not wanted:
         raise ValueError(f"{packages!r} names no package; write top:1 to top:2000, numpy,requests or requirements.txt")
@@ -122,14 +122,12 @@ def copy(archive, folder, licences):
         with tarfile.open(archive, "r:gz") as file:
             for member in file:
                 total += member.size
-                if total > UNPACKED_BYTES:
-                    raise ValueError(f"it unpacks to over {UNPACKED_BYTES:,} bytes")
-                if OUTSIDE.match(member.name):
-                    raise ValueError(f"it holds a file {member.name!r:.99}")
+                if total > UNPACKED_BYTES or OUTSIDE.match(member.name):
+                    raise ValueError(f"it unpacks to {total:,} bytes or more, one of its files is {member.name!r:.99}")
                 if member.isreg() and "/" in member.name and member.size <= FILE_BYTES:
                     members[member.name] = member
             notes = [file.extractfile(members[name]).read() for name in members if re.fullmatch("[^/]+/PKG-INFO", name)]
-            licence, permissive = corpus.package_licence(BytesHeaderParser().parsebytes(b"".join(notes[:1])))
+            licence, permissive = package_licence(BytesHeaderParser().parsebytes(b"".join(notes[:1])))
             if licences == "permissive" and not permissive:
                 return {"licence": licence, "left_out": "no permissive licence"}
             code = {name for name in members if name.endswith(".py") and not SKIPPED.search(name)}
@@ -144,6 +142,17 @@ def copy(archive, folder, licences):
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise  # the disk is full
         return {"left_out": "damaged or unsafe", "why": runs.first_line(error)}
+
+
+def package_licence(metadata):
+    """(what PKG-INFO says of the licence, whether that is permissive)."""
+    if expression := metadata.get("License-Expression"):
+        return expression, corpus.permits(expression)
+    names = [" ".join(str(metadata.get("License", "")).split())[:300]]  # some put the text of a licence here
+    names += [text.rpartition(" :: ")[2] for text in metadata.get_all("Classifier", []) if text.startswith("License :")]
+    names = [name for name in dict.fromkeys(names) if name.lower() not in ("", "unknown", "osi approved")]
+    restricted = any(corpus.RESTRICTED.search(name.lower()) for name in names)
+    return "; ".join(names)[:100], any(map(corpus.permits, names)) and not restricted
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Write code with a trained model: prompts in, text out.
 
     python generate.py --prompt="def fibonacci(n):"    # the newest checkpoint of out/train_tpu, or weights/pythoncoder
-    python generate.py                                               # an interactive prompt
+    python generate.py                                 # reads prompts from the terminal
     python generate.py --prompt="import os" --temperature=0.8 --top_p=0.95 --n=4
     python generate.py --prompt="def area(r):\\n    " --suffix="\\n    return a"    # fill in the middle
     python generate.py --file=prompts.jsonl --json > completions.jsonl
@@ -11,17 +11,16 @@
     python generate.py --model=dream --ckpt=out/diffucoder --chat=on --system="Answer in code."    # a conversation
     python generate.py --model=dream --ckpt=out/diffucoder --int8 --block_length=32 --cache=dual --threshold=0.9
 
-Reads the folder of a run, or one of convert_weights.py; where there is no run, a small PythonCoder that comes with this
-project, in weights/. PythonCoder decodes with a static KV cache in one compiled loop, and its own MTP head drafts every
-second token: the text is the same as without (temperature 0), or drawn from the same distribution. Dream fills a canvas
-of masks; [MASK:n] anywhere in a prompt is n tokens to fill, and nothing is appended to such a prompt. [MASK] is a hole
-of unknown length, and --valid=python keeps the text valid Python; see infill.py. MDLM: python inference_jetson.py.
+Reads the folder of a run, or one of convert_weights.py; where there is no run, the small PythonCoder of weights/.
+PythonCoder decodes with a static KV cache in one compiled loop, and its MTP head drafts every second token: the text is
+the same as without (temperature 0), or drawn from the same distribution. Dream fills a canvas of masks; [MASK:n] in a
+prompt is n tokens to fill, and nothing is appended to such a prompt. [MASK] is a hole of unknown length, and
+--valid=python keeps the text valid Python; see infill.py. MDLM has its own program, inference_jetson.py.
 
-A prompt's way: main -> complete of its family -> token ids, or a canvas of them -> the model's sampler -> text.
+From the top: main, complete of the family: token ids, or a canvas of them; the model's sampler; text.
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -30,6 +29,11 @@ import sys
 import time
 import typing
 from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 import checkpoints
 import inference
@@ -65,7 +69,7 @@ class DreamFlags:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    model: typing.Literal["pythoncoder", "dream", "mdlm"] = "pythoncoder"  # family; of mdlm: inference_jetson.py
+    model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family; MDLM: python inference_jetson.py
     ckpt: str = ""  # folder; "" is out/train_tpu, or out/diffucoder for Dream; where that holds no model, weights/
     step: int = 0  # which checkpoint of a run; 0 takes the newest
     prompt: str = ""  # text to continue, \n for a new line; "" asks for one
@@ -79,13 +83,10 @@ class Config:
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
     raw: bool = False  # take --prompt, --suffix, --stop, --system as they are: \n stays a backslash and an n
     infill: bool = True  # Dream: [MASK:n] in a prompt is n tokens to fill, [MASK] a hole; --no-infill: both are text
-    steps: int | None = None  # Dream: denoising steps, of a Dream of blocks those of a block; 0: one for each token
+    steps: int = 0  # Dream: denoising steps, for a Dream of blocks those of a block; 0: one for each token
     block_length: int = 0  # Dream: fill blocks of this length from left to right; 0 takes the whole canvas
-    # Dream: the order of positions; "" is entropy
-    sampler: typing.Literal["", "entropy", "maskgit_plus", "topk_margin", "origin"] = ""
-    # show the text after every step; in a terminal tokens are red to green by their probability, and of PythonCoder's
-    # drafts accepted ones are green, tokens that replace a rejected one red
-    show_steps: bool = False
+    sampler: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # Dream: order of positions
+    show_steps: bool = False  # show each step; in a terminal red to green by probability, or by PythonCoder's drafts
     html: str = ""  # write a page with the step and the probability of each token; .svg: an animation of the steps
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU if it fits, else 16 bits
     devices: int = 0  # number of the machine's devices to use; 0 takes all
@@ -97,8 +98,8 @@ class Config:
 
 
 DEFAULTS = {  # what "" and None stand for
-    "pythoncoder": {"ckpt": "out/train_tpu", "max_new": 128, "temperature": 0.6, "top_p": 0.95, "steps": 0},
-    "dream": {"ckpt": "out/diffucoder", "max_new": 256, "temperature": 0.2, "top_p": 0.95, "steps": 0},
+    "pythoncoder": {"ckpt": "out/train_tpu", "max_new": 128, "temperature": 0.6, "top_p": 0.95},
+    "dream": {"ckpt": "out/diffucoder", "max_new": 256, "temperature": 0.2, "top_p": 0.95},
 }
 
 
@@ -118,32 +119,22 @@ def main(cfg):
 
 
 def resolve(cfg):
-    """The config with the defaults of its family and its line breaks, checked."""
-    if cfg.model == "mdlm":
-        raise ValueError("MDLM has a program of its own: python inference_jetson.py --prompt=TEXT --bundle=CHECKPOINT")
-    unset = {name: value for name, value in DEFAULTS[cfg.model].items() if getattr(cfg, name) in ("", None)}
-    if "ckpt" in unset and not cfg.step:
-        unset["ckpt"] = inference.default_folder(unset["ckpt"], cfg.model)
-    cfg = dataclasses.replace(cfg, **unset)
-    check(cfg)
-    if cfg.raw:
-        return cfg
-    # a shell passes \n as two characters
-    texts = cfg.dream.system, cfg.prompt, cfg.suffix, *cfg.stop
-    system, prompt, suffix, *stop = (text.replace("\\n", "\n") for text in texts)
-    dream = dataclasses.replace(cfg.dream, system=system)
-    return dataclasses.replace(cfg, prompt=prompt, suffix=suffix, stop=tuple(stop), dream=dream)
+    """The config with the defaults of its family and with line breaks.
 
-
-def check(cfg):
-    """ValueError for settings that would be ignored, or would fail when all is generated."""
-    other, default = (cfg.dream, DreamFlags()) if cfg.model == "pythoncoder" else (cfg.pythoncoder, PythonCoderFlags())
-    foreign = [name for name, value in vars(other).items() if value != getattr(default, name)]
+    ValueError for settings that would be ignored, or would fail when all is generated.
+    """
+    other, flags = ("dream", cfg.dream) if cfg.model == "pythoncoder" else ("pythoncoder", cfg.pythoncoder)
+    foreign = [name for name, value in vars(flags).items() if value != getattr(type(flags), name)]
     if cfg.model == "pythoncoder":
-        foreign += [name for name in ("block_length", "sampler", "steps") if getattr(cfg, name)]
+        of_dream = "block_length", "sampler", "steps"
+        foreign += [name for name in of_dream if getattr(cfg, name) != getattr(Config, name)]
     if foreign:
-        family = "dream" if cfg.model == "pythoncoder" else "pythoncoder"
-        raise ValueError(f"--{', --'.join(foreign)} is for --model={family}")
+        raise ValueError(f"--{', --'.join(foreign)} is for --model={other}")
+
+    defaults = {name: value for name, value in DEFAULTS[cfg.model].items() if getattr(cfg, name) in ("", None)}
+    if "ckpt" in defaults and not cfg.step:
+        defaults["ckpt"] = inference.default_folder(defaults["ckpt"], cfg.model)
+    cfg = dataclasses.replace(cfg, **defaults)
     given = vars(cfg) | vars(cfg.dream) | vars(cfg.pythoncoder)
     least = {"temperature": 0, "top_k": 0, "max_new": 1, "n": 1, "devices": 0, "block_length": 0, "steps": 0}
     least |= {"batch_size": 1, "no_repeat_ngram": 0}
@@ -156,6 +147,13 @@ def check(cfg):
         raise ValueError("give --prompt or --file, not both")
     if cfg.html and not Path(cfg.html).parent.is_dir():
         raise FileNotFoundError(f"--html={cfg.html}: there is no folder {Path(cfg.html).parent}")
+    if cfg.raw:
+        return cfg
+    # a shell passes \n as two characters
+    texts = cfg.dream.system, cfg.prompt, cfg.suffix, *cfg.stop
+    system, prompt, suffix, *stop = (text.replace("\\n", "\n") for text in texts)
+    dream = dataclasses.replace(cfg.dream, system=system)
+    return dataclasses.replace(cfg, prompt=prompt, suffix=suffix, stop=tuple(stop), dream=dream)
 
 
 def read_requests(path):
@@ -165,8 +163,7 @@ def read_requests(path):
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            prompt, suffix = row["prompt"], row.get("suffix", "")
-            requests.append((prompt + "", suffix + ""))  # TypeError for what is no text
+            requests.append((row["prompt"] + "", row.get("suffix", "") + ""))  # TypeError for what is no text
         except (ValueError, KeyError, TypeError, AttributeError):
             what = 'a JSON object with the text "prompt", and perhaps "suffix"'
             raise ValueError(f"{path}, line {number} is not {what}") from None
@@ -180,18 +177,18 @@ def interact(model, end):
     terminal = sys.stdin.isatty()
     if terminal:
         print("Write, then an empty line to have it continued or answered; Ctrl-D ends.", file=sys.stderr)
-
-    def typed_lines():
-        line = ""
-        with contextlib.suppress(EOFError, KeyboardInterrupt):
-            while True:
-                mark = "... " if line else ">>> "
-                line = input(mark if terminal else "")
-                yield line
-
-    for filled, lines in itertools.groupby(typed_lines(), bool):
-        if filled:
+    lines, at_end = [], False
+    while not at_end:
+        mark = "... " if lines else ">>> "
+        try:
+            line = input(mark if terminal else "")
+        except (EOFError, KeyboardInterrupt):
+            line, at_end = "", True
+        if line:
+            lines.append(line)
+        elif lines:
             model.complete([("\n".join(lines) + end, "")])
+            lines = []
 
 
 def truncate(text, stops):
@@ -201,7 +198,8 @@ def truncate(text, stops):
 
 def show(cfg, row, text, number=0):
     """Print a completion: its JSON line, or its text, under a number where there are several."""
-    print(json.dumps(row) if cfg.json else f"---- {number}\n{text}" if number else text, flush=True)
+    text = f"---- {number}\n{text}" if number else text
+    print(json.dumps(row) if cfg.json else text, flush=True)
 
 
 # ---- PythonCoder: from left to right -------------------------------------------------------------------------------
@@ -209,8 +207,6 @@ def show(cfg, row, text, number=0):
 
 class PythonCoder:
     def __init__(self, cfg, requests):
-        import jax
-
         import model_pythoncoder
 
         self.cfg, self.key = cfg, jax.random.key(cfg.seed)
@@ -218,44 +214,38 @@ class PythonCoder:
         self.model, step, self.mesh = inference.load_for_inference(model_pythoncoder, cfg.ckpt, cfg.step, **where)
         self.tokenizer = runs.read_tokenizer(cfg.ckpt)
         # the head has more rows than the tokenizer has tokens: those are never drawn
-        eos = self.tokenizer.token_to_id("<|endoftext|>")
-        self.rule = model_pythoncoder.Sampling(
-            *(cfg.temperature, cfg.top_k, cfg.top_p),
-            vocab=self.tokenizer.get_vocab_size(),
-            eos=-1 if eos is None else eos,
-            no_repeat_ngram=cfg.pythoncoder.no_repeat_ngram,
-            speculate=cfg.pythoncoder.speculate and self.model.cfg.mtp,
-        )
+        eos, flags = self.tokenizer.token_to_id("<|endoftext|>"), cfg.pythoncoder
+        ids = {"vocab": self.tokenizer.get_vocab_size(), "eos": -1 if eos is None else eos}
+        drafts = {"no_repeat_ngram": flags.no_repeat_ngram, "speculate": flags.speculate and self.model.cfg.mtp}
+        self.rule = model_pythoncoder.Sampling(cfg.temperature, cfg.top_k, cfg.top_p, **ids, **drafts)
         print(f"{cfg.ckpt} step {step}, {self.model.run.dtype}", file=sys.stderr)
 
     def complete(self, requests):
         """Continue all requests, cfg.n times each, as one batch; a single text streams to the terminal."""
-        import jax
-
         import model_pythoncoder
 
-        # Prompts as token ids; all are decoded together.
         cfg, tokenizer = self.cfg, self.tokenizer
         requests = [request for request in requests for _ in range(cfg.n)]
         prompts = [encode(tokenizer, *request) for request in requests]
-        self.streams, self.printed = len(prompts) == 1 and not cfg.json, ""
+        self.streams = len(prompts) == 1 and not cfg.json
+        self.printed = ""
         if self.streams:
             print(requests[0][0], end="", flush=True)
 
         self.key, key = jax.random.split(self.key)
-        self.passes, started = [], time.perf_counter()
+        self.passes = []  # tokens of each text after each forward pass
+        started = time.perf_counter()
         settings = prompts, cfg.max_new, self.rule, key, self.on_tokens
         watching = cfg.show_steps or cfg.html
         with inference.mesh_context(self.mesh):
             texts, stats = model_pythoncoder.generate(self.model, *settings, chunk=1 if watching else 16)
         seconds = time.perf_counter() - started
 
-        # Token ids as texts. Of the one that streamed only the end is missing.
         for number, ((prompt, suffix), ids) in enumerate(zip(requests, texts, strict=True), 1):
             text = truncate(tokenizer.decode(ids), cfg.stop)
             row = {"prompt": prompt, "suffix": suffix, "completion": text, "tokens": len(ids), "seed": cfg.seed}
             if self.streams:
-                self.stream(text + "\n", ids)
+                self.stream(text + "\n", ids)  # what is missing at its end
             else:
                 show(cfg, row, prompt + text, number)
         if watching:
@@ -303,11 +293,6 @@ class PythonCoder:
 
     def show_probabilities(self, prompts, texts):
         """The texts in the colours of their probabilities in a terminal, and the page of --html."""
-        import jax
-        import jax.numpy as jnp
-        import numpy as np
-        from flax import nnx
-
         import model_pythoncoder as pc
         from canvas import Token, pieces, shaded, write_page
 
@@ -369,34 +354,43 @@ class Dream:
     """Prompts become canvases of masks, which sample_dream.py or, for a Dream of blocks, sample_block.py fills."""
 
     def __init__(self, cfg, _):
-        import jax
-
         import canvas
         import infill
         import model_dream
+        import sample_block
         import sample_dream
 
+        # Flags that do not go together are refused before the weights are read.
         flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
-        self.cfg, self.watching = cfg, bool(cfg.show_steps or cfg.html)
-        rule = self.sampling()  # refuses flags that do not go together, before the weights are read
+        self.cfg = cfg
+        self.watching = bool(cfg.show_steps or cfg.html)
+        shared = "steps", "temperature", "top_p", "top_k", "block_length"
+        own = "alg_temp", "threshold", "entropy_bound", "cache", "fast_dllm", "eos_penalty"
+        settings = {name: getattr(cfg, name) for name in shared} | {name: getattr(flags, name) for name in own}
+        rule = sample_dream.Sampling(cfg.sampler, **settings, history=self.watching)
         if flags.valid and flags.chat == "on":
             raise ValueError("--valid=python is for a Dream that writes code, without a chat template")
         bits = inference.bits_of(flags)
         where = {"dtype": cfg.dtype, "bits": bits, "devices": cfg.devices, "rows": flags.batch_size}
         self.model, _, self.mesh = inference.load_for_inference(model_dream, folder, cfg.step, **where)
 
-        # What ends a text: the model's own ids, and tokens by which a turn of a conversation ends.
+        # What ends a text: the model's own ids, and tokens that end a turn of a conversation.
         dream, tokenizer = self.model.cfg, sample_dream.load_tokenizer(folder, self.model.cfg)
         ends = map(tokenizer.token_to_id, ("<|endoftext|>", "<|im_end|>", "<|dlm_pad|>"))
         ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id))))
-        self.banned = {"ban_ids": (dream.mask_id, dream.expand_id, *ends)}  # no text ends in a hole that was counted
+        self.never_in_a_hole = dream.mask_id, dream.expand_id, *ends
+        self.sampler = sample_dream
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
-        # Finished texts are replaced by waiting ones; but not in a batch that is watched, nor in blocks.
-        self.together = flags.batch_size * 8
-        if self.watching or dream.block_length:
-            self.together = flags.batch_size
+        self.together = flags.batch_size * (1 if self.watching or dream.block_length else 8)  # texts of a batch
         if dream.block_length:
-            self.use_blocks()
+            if flags.valid:
+                raise ValueError("--valid=python is for a Dream without blocks")
+            length = cfg.block_length or dream.block_length
+            self.sampler = sample_block
+            self.rule = sample_block.settings_of(dataclasses.replace(self.rule, block_length=length))
+            if length != dream.block_length:
+                print(f"--block_length={length}: trained with {dream.block_length}", file=sys.stderr)
+
         self.read = infill.Reader(self.model, tokenizer)
         self.key, self.compile_s = jax.random.key(cfg.seed), 0.0
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
@@ -406,32 +400,10 @@ class Dream:
         weights = f"int{bits} and {self.model.run.dtype}" if bits else self.model.run.dtype
         print(f"{folder}, {weights}, {how}", file=sys.stderr)
 
-    def sampling(self):
-        """The sample_dream.Sampling of the flags, but for the ids of the tokenizer."""
-        import sample_dream
-
-        names = "alg_temp", "threshold", "entropy_bound", "cache", "fast_dllm", "eos_penalty"
-        settings = {name: getattr(self.cfg.dream, name) for name in names}
-        shared = "steps", "temperature", "top_p", "top_k", "block_length"
-        settings |= {name: getattr(self.cfg, name) for name in shared}
-        return sample_dream.Sampling(self.cfg.sampler or "entropy", **settings, history=self.watching)
-
-    def use_blocks(self):
-        """Make the rule one of sample_block.py, with the model's own blocks where none are given."""
-        import sample_block
-
-        own = self.model.cfg.block_length
-        if self.cfg.dream.valid:
-            raise ValueError("--valid=python is for a Dream without blocks")
-        self.rule = sample_block.settings_of(dataclasses.replace(self.rule, block_length=self.rule.block_length or own))
-        if self.rule.block_length != own:
-            print(f"--block_length={self.rule.block_length}: trained with {own}", file=sys.stderr)
-
     def conversation(self, folder, tokenizer):
-        """(ids before a plain text, a function that encodes a prompt by the chat template or None, which one in words).
+        """(ids before a plain text, a function that encodes a prompt by the chat template or None, this in words).
 
-        A base model carries a template, too: that of its tokenizer. The model's name says if it is for conversations:
-        that of what was converted, else that of the folder.
+        The tokenizer of a base model has a template, too. So the name of the model decides, or that of its folder.
         """
         import canvas
 
@@ -447,10 +419,10 @@ class Dream:
         begin = [tokenizer.token_to_id("<|beginoftext|>")] if flags.bos else []
         if None in begin:
             raise ValueError(f"--bos: the tokenizer of {folder} has no <|beginoftext|>")
-        if chats:
-            ask = functools.partial(canvas.encode_chat, tokenizer, wrap, system=flags.system, before=self.turns)
-            return begin, ask, "chat template"
-        return begin, None, "plain completion; --chat=on asks it as an assistant" if wrap else "plain completion"
+        if not chats:
+            return begin, None, "plain completion" + ("; --chat=on asks it as an assistant" if wrap else "")
+        ask = functools.partial(canvas.encode_chat, tokenizer, wrap, system=flags.system, before=self.turns)
+        return begin, ask, "chat template"
 
     def complete(self, requests):
         """Fill a canvas for each request, cfg.n times, print the texts and return the completions.
@@ -458,29 +430,37 @@ class Dream:
         The next call goes on with the conversation. Of a Dream of blocks a single text streams to the terminal.
         """
         import canvas
+        import sample_dream
 
-        cfg, texts, pages, answers, total = self.cfg, self.texts, [], [], collections.Counter()
+        cfg, texts = self.cfg, self.texts
         canvases = []
         for request in requests:
             canvases += [texts.canvas(*request, cfg.max_new, cfg.infill, self.measure)] * cfg.n
-        self.lengths, self.printed = [len(blank.ids) for blank in canvases], ""
-        for first in range(0, len(canvases), self.together):
-            batch = canvases[first : first + self.together]
+        # Each canvas width is a program to compile: all batches share at most three, and have as many rows. The sampler
+        # puts texts of about one length together.
+        batches = [canvases[i : i + self.together] for i in range(0, len(canvases), self.together)]
+        lengths = [length for batch in batches for length in sorted(len(blank.ids) for blank in batch)]
+        shape = {"rows": min(cfg.dream.batch_size, len(canvases))}
+        shape["widths"] = sample_dream.widths(lengths, shape["rows"], self.model.cfg.positions)
+        self.streams = len(canvases) == 1 and not (cfg.json or cfg.show_steps)
+        self.printed = ""
+        answers, pages, total = [], [], collections.Counter()
+        for batch in batches:
             self.watched, self.shown = batch[0], texts.picture(batch[0], batch[0].ids)
-            filled, stats = self.fill(batch)
+            filled, stats = self.fill(batch, shape)
             total.update({name: stats[name] for name in ("forwards", "seconds", "compile_s")})
             for i, (blank, ids) in enumerate(zip(batch, filled, strict=True)):
+                completion, text = texts.text_of(blank, ids, functools.partial(truncate, stops=cfg.stop))
+                answers.append(completion)
+                # the forward passes that this text took part in, and their seconds
+                passes = int(stats["passes"][i])
+                seconds = stats["seconds"] * passes / max(1, stats["forwards"])
                 tokens = sum(blank.ids[p] == texts.mask for p in texts.kept(blank, ids))
                 total["tokens"] += tokens
-                completion, text = texts.text_of(blank, ids, functools.partial(truncate, stops=cfg.stop))
                 row = {"prompt": blank.prompt, "suffix": blank.suffix, "text": text}
                 row |= {"completion": completion} if blank.around else {}
-                # the forward passes that it took part in, and their seconds
-                passes = int(stats["passes"][i]) if "passes" in stats else stats["forwards"]
-                seconds = stats["seconds"] * passes / max(1, stats["forwards"])
                 row |= {"tokens": tokens, "forwards": passes, "seconds": seconds, "seed": cfg.seed}
-                answers.append(completion)
-                show(cfg, row, text[len(self.printed) :], first + i + 1 if len(canvases) > 1 else 0)
+                show(cfg, row, text[len(self.printed) :], len(answers) if len(canvases) > 1 else 0)
                 if cfg.html:
                     when_L, prob_L = (stats[name][i, self.columns(ids)] for name in ("when", "probability"))
                     pages.append(texts.tokens(blank, ids, when_L, prob_L))
@@ -492,20 +472,17 @@ class Dream:
         return answers
 
     def measure(self, before, following, sizes):
-        """The size of the only hole between two lists of ids, as a Dream that counts says it, or the likeliest."""
-        import jax
-
+        """[size] of the only hole: as a Dream that grows holes fills it, else the size with the likeliest text."""
         import infill
-        import sample_dream
 
-        if self.model.cfg.block_length:
-            raise ValueError("[MASK] without a number is for a Dream without blocks; say [MASK:12] at the end")
-        if sizes != [None] or following[-1:] in ([], [[]]):
-            raise ValueError("[MASK] without a number is the only hole of a text and has text behind it; say [MASK:12]")
-        rule, key = dataclasses.replace(self.rule, history=False, **self.banned), jax.random.fold_in(self.key, 1)
+        if self.model.cfg.block_length or sizes != [None] or following[-1:] in ([], [[]]):
+            where = "the only hole of a text, has text behind it, and is for a Dream without blocks"
+            raise ValueError(f"[MASK] without a number is {where}; say [MASK:12]")
+        rule = dataclasses.replace(self.rule, history=False, ban_ids=self.never_in_a_hole)
+        key = jax.random.fold_in(self.key, 1)
 
         def fill(canvases):
-            return sample_dream.generate(self.model, canvases, 0, rule, key, rows=self.cfg.dream.batch_size)[0]
+            return self.sampler.generate(self.model, canvases, 0, rule, key, rows=self.cfg.dream.batch_size)[0]
 
         with inference.mesh_context(self.mesh):
             if self.model.cfg.expand_id >= 0:
@@ -515,53 +492,35 @@ class Dream:
         print("[MASK] is 1 token here" if size == 1 else f"[MASK] is {size} tokens here", file=sys.stderr)
         return [size]
 
-    def fill(self, canvases):
-        """(token ids of each canvas, statistics of the sampler with "seconds" and "compile_s")."""
-        import jax
+    def fill(self, canvases, shape):
+        """(token ids, statistics of the sampler with "seconds" and "compile_s"); shape is its `rows` and `widths`."""
+        import infill
 
-        import sample_block
-        import sample_dream
-
-        prompts = [canvas.ids for canvas in canvases]
+        prompts, rule, viewer = [canvas.ids for canvas in canvases], self.rule, {}
         if max(map(len, prompts)) > 2048:
             print("more than 2,048 tokens: Dream was not trained on so long a text", file=sys.stderr)
+        if self.cfg.show_steps:
+            viewer["watch"] = self.watch
+        if self.streams and self.model.cfg.block_length:
+            viewer["on_block"] = self.on_block
+        if all(canvas.counted for canvas in canvases):
+            rule = dataclasses.replace(rule, ban_ids=self.never_in_a_hole)
         self.key, key = jax.random.split(self.key)
         self.compile_s, started = 0.0, time.perf_counter()
-        rows = min(self.cfg.dream.batch_size, len(self.lengths))
-        # All batches have one of three widths, and as many rows: each shape is a program that must be compiled. Texts
-        # of about one length go together.
-        batches = [self.lengths[i : i + self.together] for i in range(0, len(self.lengths), self.together)]
-        lengths = [length for batch in batches for length in sorted(batch)]
-        widths = sample_dream.widths(lengths, rows, self.model.cfg.positions)
-        sampler, settings = sample_dream, {"widths": widths, "rows": rows}
-        if self.cfg.show_steps:
-            settings["watch"] = self.watch
-        if self.model.cfg.block_length:
-            sampler = sample_block
-            if len(self.lengths) == 1 and not (self.cfg.json or self.cfg.show_steps):
-                settings["on_block"] = self.on_block
-        rule = self.rule
-        if all(canvas.counted for canvas in canvases):
-            rule = dataclasses.replace(rule, **self.banned)
         with inference.mesh_context(self.mesh):
-            filled, stats = sampler.generate(self.model, prompts, 0, rule, key, **settings)
+            filled, stats = self.sampler.generate(self.model, prompts, 0, rule, key, **shape, **viewer)
             if self.cfg.dream.valid:
-                filled = [self.mend(*canvas) for canvas in zip(prompts, filled, strict=True)]
+                for i, ids in enumerate(filled):
+                    filled[i], is_python = infill.mend(self.read, prompts[i], ids, self.texts.ends)
+                    if not is_python:
+                        print("--valid=python: found no valid Python for what was given", file=sys.stderr)
         seconds = time.perf_counter() - started - self.compile_s
         return filled, stats | {"seconds": seconds, "compile_s": self.compile_s}
 
     def on_event(self, name, seconds, **_):
+        """Called by JAX after each of its stages."""
         if name.startswith("/jax/core/compile/"):
             self.compile_s += seconds
-
-    def mend(self, canvas, filled):
-        """The ids of a filled canvas, changed where what was written is not Python."""
-        import infill
-
-        ids, is_right = infill.mend(self.read, canvas, filled, self.texts.ends)
-        if not is_right:
-            print("--valid=python: found no valid Python for what was given", file=sys.stderr)
-        return ids
 
     def on_block(self, rows):
         """Called with the token ids of the single text after each block; prints what has been added before a MASK."""
@@ -577,25 +536,20 @@ class Dream:
         return slice(len(ids)) if self.model.cfg.block_length else slice(-len(ids), None)
 
     def watch(self, state):
-        """Runs in the compiled loop of the sampler after each step."""
-        import jax
+        """Traced into the compiled loop of the sampler: shows the first canvas of the batch after each step."""
 
-        def show(step, *rows):  # on the host
-            self.show_step(int(step), *(row[self.columns(self.watched.ids)].tolist() for row in rows))
-
-        ordered = not self.mesh  # JAX orders those of one device alone
-        jax.debug.callback(show, state.step, state.token_BL[0], state.prob_BL[0], ordered=ordered)
-
-    def show_step(self, step, ids, prob):
-        """Show the first canvas of the batch after a step that changed it."""
-        text = self.texts.picture(self.watched, ids)
-        if text != self.shown:
-            if sys.stdout.isatty():
-                coloured = self.texts.picture(self.watched, ids, prob)
-                print(f"\x1b[2J\x1b[Hstep {step + 1}: {coloured}", flush=True)
-            else:
+        def show(step, id_L, logp_L):  # on the host
+            columns = self.columns(self.watched.ids)
+            ids, prob = id_L[columns].tolist(), np.exp(logp_L[columns]).tolist()
+            text = self.texts.picture(self.watched, ids)
+            if text != self.shown and sys.stdout.isatty():
+                print(f"\x1b[2J\x1b[Hstep {step + 1}: {self.texts.picture(self.watched, ids, prob)}", flush=True)
+            elif text != self.shown:
                 print(f"step {step + 1}: {text}", flush=True)
-        self.shown = text
+            self.shown = text
+
+        ordered = not self.mesh  # JAX orders the callbacks of one device alone
+        jax.debug.callback(show, state.step, state.token_BL[0], state.record.logp_BL[0], ordered=ordered)
 
 
 if __name__ == "__main__":

@@ -30,49 +30,48 @@ def default_folder(run, family):
 
 
 def device_line():
-    """What JAX computes on, and what it leaves idle."""
+    """The devices of JAX, and the accelerator that it leaves idle."""
     devices, idle = jax.devices(), checkpoints.idle_accelerator()
     return f"{len(devices)} x {devices[0].device_kind}" + (f"; {idle}" if idle else "")
 
 
 def bits_of(flags):
-    """How many bits --int8 and --int4 leave of a matrix's elements; 0: all."""
+    """Bits per weight of a matrix, by the flags --int8 and --int4; 0: not quantised."""
     if flags.int8 and flags.int4:
         raise ValueError("--int8 or --int4, not both")
     return 8 if flags.int8 else 4 if flags.int4 else 0
 
 
 def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows=1):
-    """checkpoints.load() on the machine's devices, or so many of them, for `rows` texts at a time: (model, step, mesh).
+    """checkpoints.load() on `devices` devices (0: all) for `rows` texts at a time: (model, step, mesh).
 
     The mesh is None for one device. dtype "" is bfloat16; on a CPU float32, which is faster there, if memory holds it.
-    Raises ValueError for a checkpoint that is too large, before it is read, and what checkpoints.load() raises.
+    ValueError for a checkpoint that is too large, before it is read.
     """
     path, meta, _ = checkpoints.find_weights(checkpoints.absolute(folder), step)
     if step and path == checkpoints.absolute(folder):
         raise ValueError(f"{folder} was converted and has no steps; leave --step={step} out")
-    model, stored = family.read_config(path, meta), meta.get("dtype", "float32")
     if devices > jax.device_count():
         raise ValueError(f"--devices={devices}: there are {device_line()}")
+    model = family.read_config(path, meta)
     mesh = checkpoints.inference_mesh(model, jax.devices()[: devices or None], rows)
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     print(device_line() + (f"; mesh {axes}" if mesh.size > 1 else ""), file=sys.stderr)
 
     # The first type that fits; else what to do.
-    def needed(dtype, bits=bits):
-        return bytes_needed(family, model, mesh, stored, dtype, bits)
-
-    on_cpu, wide = jax.default_backend() == "cpu", needed("float32")
-    share = mesh.size if on_cpu else 1  # a CPU's devices share its memory
-    free = checkpoints.free_bytes(mesh.devices.flat[0]) / share
-    if not dtype and on_cpu and wide > free:
-        print(f"bfloat16: float32 takes {wide / 1e9:.3g} GB, {free / 1e9:.3g} are free", file=sys.stderr)
-    dtype = dtype or ("float32" if on_cpu and wide <= free else "bfloat16")
-    smaller = {"--dtype=bfloat16": needed("bfloat16")}
+    needed = functools.partial(bytes_needed, family, model, mesh, meta.get("dtype", "float32"))
+    on_cpu = jax.default_backend() == "cpu"
+    free = checkpoints.free_bytes(mesh.devices.flat[0]) / (mesh.size if on_cpu else 1)  # a CPU's devices share memory
+    if not dtype:
+        wide = needed("float32", bits)
+        dtype = "float32" if on_cpu and wide <= free else "bfloat16"
+        if on_cpu and wide > free:
+            print(f"bfloat16: float32 takes {wide / 1e9:.3g} GB, {free / 1e9:.3g} are free", file=sys.stderr)
+    smaller = {"--dtype=bfloat16": needed("bfloat16", bits)}
     if hasattr(family, "quantise"):
-        smaller |= {f"--int{bits}": needed("bfloat16", bits) for bits in (8, 4)}
-    kind = f"int{bits} and {dtype}" if bits else dtype
-    checkpoints.fits(needed(dtype), free, f"{folder} takes {needed(dtype) / 1e9:.3g} GB in {kind}", smaller)
+        smaller |= {"--int8": needed("bfloat16", 8), "--int4": needed("bfloat16", 4)}
+    kind, size = f"int{bits} and {dtype}" if bits else dtype, needed(dtype, bits)
+    checkpoints.fits(size, free, f"{folder} takes {size / 1e9:.3g} GB in {kind}", smaller)
     mesh = mesh if mesh.size > 1 else None
     model, step = checkpoints.load(family, folder, step, dtype, mesh=mesh, bits=bits)
     if not mesh and hasattr(family, "join"):
@@ -81,7 +80,7 @@ def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows
 
 
 def bytes_needed(family, model, mesh, stored, dtype, bits):
-    """Bytes of a device while a checkpoint is read: its part of the weights, and of the largest array as stored."""
+    """Bytes that a device needs to read a checkpoint: its share of the weights, and of the largest array as stored."""
     size, largest = 0, 0
     shapes = family.param_shapes(model)
     layout = checkpoints.flatten(family.shardings(mesh, shapes))

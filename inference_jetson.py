@@ -80,9 +80,6 @@ class Config:
 
 def command_line(arguments=None):
     """Config from --name=value or --name value. By argparse, so that the device needs no other package."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if "--benchmark" in arguments:
-        raise ValueError("--benchmark has moved: python bench/bench_jetson.py --bundle=out/jetson --lengths 64 128")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in dataclasses.fields(Config):
         flags = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))  # both spellings
@@ -337,10 +334,10 @@ def why_no_sampler(vocab, device):
 
 def why_no_kernels(config, vocab, device):
     """The reason why the kernels cannot run this model on this device, or an empty string."""
-    if config.width // config.heads != ops.HEAD:
-        return f"the kernels are for heads of {ops.HEAD}, this model's have {config.width // config.heads}"
-    if config.width > ops.MAX_WIDTH:
-        return f"the kernels take widths to {ops.MAX_WIDTH}, this model has {config.width}"
+    head = config.width // config.heads
+    if head != ops.HEAD or config.width > ops.MAX_WIDTH:
+        sizes = f"heads of {head} and width {config.width}"
+        return f"the kernels are for heads of {ops.HEAD} and widths to {ops.MAX_WIDTH}, this model has {sizes}"
     return why_no_sampler(vocab, device)
 
 
@@ -644,18 +641,16 @@ REQUEST = ("prompt", "max_new", "seed", "block", "steps", "sampler", "schedule",
 def read_request(cfg, line):
     """The settings of the command line, overridden by those of a JSON line. Raises ValueError for a bad line."""
     try:
-        request = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the line is not JSON: {error}") from None
-    if not isinstance(request, dict) or "prompt" not in request:
-        raise ValueError('a request is a JSON object with the text "prompt"')
+        request = dict(json.loads(line))
+        request["prompt"].encode()  # half a surrogate pair is no text
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f'a request is a JSON object with the text "prompt" ({error!r})') from None
     for name, value in request.items():
         if name not in REQUEST:
             raise ValueError(f"{name!r} is not one of {', '.join(REQUEST)}")
         kind = type(getattr(cfg, name))
         if type(value) is not kind and (kind, type(value)) != (float, int):
             raise ValueError(f"{name} is {type(value).__name__}, not {kind.__name__}")
-    request["prompt"].encode()  # half a surrogate pair is no text
     return check(dataclasses.replace(cfg, n=1, **request))
 
 

@@ -1,25 +1,23 @@
-"""Text that stays Python, and holes whose tokens nobody has counted: for Dreams that see the whole canvas.
+"""Holes of unknown length, and text that stays valid Python: for Dreams that see the whole canvas.
 
     infill.can_go_on("def area(r):\\n    return (r *")      # True: more text makes a program of it
     read = infill.Reader(model, tokenizer)
     size = infill.hole_length(read, before, after, fill)    # masks between two lists of ids; fill(canvases) fills them
     hole = infill.grow(read, before, after)    # ids between them, of a Dream that learned to grow and to shrink holes
-    ids, is_right = infill.mend(read, canvas, filled, ends)    # what was filled, as Python
+    ids, is_python = infill.mend(read, canvas, filled, ends)    # the filled canvas, made valid
 
 generate.py does this for [MASK] without a number, and with --valid=python.
 
-How long is a hole? It is filled at several lengths. Each is scored by the likelihood of the text up to a few tokens
-behind the hole, with all that follows hidden: so texts of different lengths compare as those of an autoregressive
-model, and a wrong length makes the text behind the hole less likely. A Dream that was trained on holes of any length
-(data_prep.py pairs --edit_rate, or DreamOn) finds it itself: in each forward pass the mask of highest confidence
-becomes a token, or two masks, or is deleted.
+How long is a hole? It is filled at several lengths. Each is scored by the likelihood of the hole and a few tokens
+behind it, from left to right, so that texts of different lengths compare. A Dream that was trained on holes of any
+length (data_prep.py pairs --edit_rate, or DreamOn) finds the length itself: in each forward pass the mask of highest
+confidence becomes a token, or two masks, or is deleted.
 
-Text stays valid by Python's own parser, which tells a wrong text from one that is not at its end. A canvas is filled
-without the parser. If the result is wrong, the first token behind which no Python can follow is replaced by the
-likeliest that fits; what follows is kept, as long as it can be. Where no token fits, some before it are written again,
-too, by a beam search. A canvas that was right costs no further pass.
+A canvas is filled without a parser. Where Python's own parser finds that no text makes a program of the result, the
+first wrong token is replaced by the likeliest that fits. If none fits, a beam search replaces tokens before it, too. A
+canvas that was right costs no further pass.
 
-Letters: B rows, L slots, V vocabulary.
+Letters: B rows, C slots of a row, L slots of a canvas, V vocabulary, S slots of one canvas.
 Ref: DreamOn, hkunlp.github.io/blog/2025/dreamon.
 """
 
@@ -41,7 +39,7 @@ from flax import nnx
 import diffusion
 import sample_dream
 
-LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # tokens of a hole that are tried
+LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # lengths of a hole that are tried
 START = 8  # masks of a hole before it grows or shrinks
 SURE = 0.9  # masks of at least this probability of EOS are deleted together
 BEHIND = 8  # tokens behind a hole that are scored with it
@@ -50,11 +48,11 @@ CHOICES = 64  # likeliest tokens that are tried at a position
 
 # ---- what Python can still become ----------------------------------------------------------------------------------
 
-# What may follow a text that stops in the middle: the rest of a string, a number, an operator or a statement.
+# One of these completes a text that stops in the middle, unless the parser itself says that it is incomplete.
 ENDINGS = (
-    *("", "(", " (", ":", " x:", ":(", " x(", ": x", "x", "x(", " x", " in(", " else(", " x in(", "=(", "*x", ">x:"),
-    *("'", '"', "''", '""', "}'", '}"', "':", '":', "0]}'", '0]}"', "0", ".", "\n", " def x("),
-    *(" import(", "x import(", " x import("),
+    *("", "(", " (", "x", " x", "x(", " x(", "=(", "*x", ">x:", " in(", " else(", " x in("),  # an expression
+    *(":", ":(", ": x", " x:", "\n", " def x(", " import(", "x import(", " x import("),  # a statement
+    *("'", '"', "''", '""', "}'", '}"', "':", '":', "0]}'", '0]}"', "0", "."),  # a string or a number
 )
 WORDS = *keyword.kwlist, "match", "case"
 
@@ -92,8 +90,9 @@ def can_go_on(text):
 
 
 def swallows(before, hole, behind):
-    """Whether what stands behind a hole has become part of a comment or a string that begins in it: where a $, which
-    Python does not know elsewhere, is allowed.
+    """Whether the text behind a hole is now part of a comment or a string that begins in the hole.
+
+    There alone Python allows a $.
     """
     dollar = "\n$" if behind.startswith("\n") else "$"  # a comment ends with its line
 
@@ -135,21 +134,20 @@ class Reader:
 
     def __call__(self, canvases, slots, targets=None, grows=False):
         """`predict` for slots [B, C] of canvases of any lengths, one or BEAMS of them in a pass."""
-        B, C, cfg, found = len(canvases), len(slots[0]), self.model.cfg, []
+        B, cfg, found = len(canvases), self.model.cfg, []
         at_once = 1 if B == 1 else BEAMS
         rows = -(-B // at_once) * at_once
         L = sample_dream.canvas_width(max(map(len, canvases)), cfg.positions)
         token_BL, see_BL = np.full((rows, L), cfg.pad_id, np.int32), np.zeros((rows, L), bool)
-        slot_BC, target_BC = np.zeros((2, rows, C), np.int32)
         for row, canvas in enumerate(canvases):
             token_BL[row, : len(canvas)], see_BL[row, : len(canvas)] = canvas, True
-        slot_BC[:B], target_BC[:B] = slots, slot_BC[:B] if targets is None else targets
+        slot_BC, target_BC = (np.resize(x, (rows, len(slots[0]))) for x in (slots, targets or slots))
         fixed = {"graph": self.graph, "vocab": self.vocab, "choices": min(CHOICES, self.vocab - 1), "grows": grows}
         for i in range(0, rows, at_once):
-            part = (x[i : i + at_once] for x in (token_BL, see_BL, slot_BC, target_BC))
-            found.append(predict(self.params, *part, **fixed))
+            batch = (x[i : i + at_once] for x in (token_BL, see_BL, slot_BC, target_BC))
+            found.append(predict(self.params, *batch, **fixed))
         self.passes += B
-        return [np.concatenate(parts)[:B] for parts in zip(*found, strict=True)]
+        return [np.concatenate(arrays)[:B] for arrays in zip(*found, strict=True)]
 
 
 # ---- as Python -------------------------------------------------------------------------------------------------------
@@ -165,9 +163,9 @@ def text_of(tokenizer, canvas, ids, mask, ends):
 
 
 def mend(read, canvas, filled, ends=()):
-    """A filled canvas whose generated tokens are changed until the text is Python: (ids, whether it is).
+    """A filled canvas with generated tokens replaced until the text is Python: (ids, whether it is).
 
-    The text may stop in the middle where the canvas ends with masks and none of the ids `ends` is written there.
+    The text may stop in the middle if the canvas ends with masks and none of the ids `ends` was generated there.
     """
     mask, ids, n = read.mask, list(filled), 0
     masks = [p for p, token in enumerate(canvas) if token == mask]  # their slots
@@ -192,7 +190,7 @@ def mend(read, canvas, filled, ends=()):
     while not fits(ids, masks[-1]):
         n = bisect.bisect_left(masks, True, lo=n, key=lambda p: not fits(ids, p))
         first = next(i for i in range(n, -1, -1) if i == 0 or masks[i - 1] < masks[i] - 1)  # of this hole
-        # That token alone is written again; where none fits what stands before it, more and more of that, too.
+        # Replace that token alone; where none fits, more and more of the tokens before it, too.
         size = n + 1 - first
         for width, beams in ((1, 0), (4, 0), (16, 2), (size, BEAMS), (size, 4 * BEAMS)):
             new = write_again(read, ids, masks[n + 1 - min(width, size) : n + 1], fits, beams)
@@ -205,8 +203,9 @@ def mend(read, canvas, filled, ends=()):
 
 
 def write_again(read, ids, span, fits, beams=0):
-    """ids with the likeliest tokens at the slots `span` behind which the text can go on, from left to right; None where
-    none were found. One pass says for all slots how likely they are; with `beams` one for each slot and beam.
+    """ids with the likeliest tokens that fit at the slots `span`, from left to right; None if there are none.
+
+    One pass gives the likelihoods at all slots; with `beams` there is one for each slot and beam.
     """
     kept = [(0.0, [read.mask if p in span else token for p, token in enumerate(ids)])]
     if not beams:
@@ -234,28 +233,20 @@ def write_again(read, ids, span, fits, beams=0):
 
 
 def hole_length(read, before, after, fill, valid=False):
-    """The number of masks, of LENGTHS, with which the text between two lists of ids is likeliest.
+    """The number of masks, of LENGTHS, with the likeliest text between two lists of ids.
 
-    fill(canvases) fills them. With valid=True those whose text is Python come first, if there are any.
+    fill(canvases) fills them. With valid=True only texts that are Python count, if there are any.
     """
-    most = room(read, before, after)
+    most = read.model.cfg.positions - len(before) - len(after)
     lengths = [n for n in LENGTHS if n <= most]
     filled = fill([[*before, *[read.mask] * n, *after] for n in lengths])
     holes = [ids[len(before) : len(before) + n] for ids, n in zip(filled, lengths, strict=True)]
     if valid:
         first, behind = map(read.tokenizer.decode, (before, after))
         texts = [read.tokenizer.decode(hole) for hole in holes]
-        right = [parses(first + text + behind) and not swallows(first, text, behind) for text in texts]
-        holes = [hole for hole, is_right in zip(holes, right, strict=True) if is_right] or holes
+        is_python = [parses(first + text + behind) and not swallows(first, text, behind) for text in texts]
+        holes = list(itertools.compress(holes, is_python)) or holes
     return len(max(holes, key=lambda hole: score(read, before, hole, after, max(lengths))))
-
-
-def room(read, before, after):
-    """How many tokens a hole between two lists of ids may have; ValueError where there is no room for one."""
-    given, positions = len(before) + len(after), read.model.cfg.positions
-    if given >= positions:
-        raise ValueError(f"{given} tokens around [MASK] leave no room in the model's {positions} positions")
-    return positions - given
 
 
 def grow(read, before, after, size=START, most=LENGTHS[-1]):
@@ -266,7 +257,7 @@ def grow(read, before, after, size=START, most=LENGTHS[-1]):
     both in turn until a budget is spent, in four to eight times as many passes for texts no better (bench/LOG.md).
     """
     cfg, mask, shrunk = read.model.cfg, read.mask, False
-    most = min(most, room(read, before, after))
+    most = min(most, cfg.positions - len(before) - len(after))
     hole = [mask] * min(size, most)
     while mask in hole:
         masks = [i for i, token in enumerate(hole) if token == mask]

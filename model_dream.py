@@ -14,7 +14,6 @@ Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639.
 
 import dataclasses
 import functools
-import itertools
 import math
 import typing
 
@@ -59,19 +58,16 @@ class DreamConfig:
     expand_id: int = hf("expand_token_id", -1)  # a mask that becomes this id splits in two, EOS deletes it; -1: off
 
     def __post_init__(self):
-        if self.heads % self.kv_heads or self.head_size % 2:
-            raise ValueError(f"{self.heads} heads and {self.kv_heads} for keys and values, of size {self.head_size}")
-        other_ids = {self.pad_id, self.bos_id, self.eos_id}
-        if self.mask_id in other_ids or not all(0 <= i < self.vocab for i in (self.mask_id, *other_ids)):
-            raise ValueError(f"mask_id {self.mask_id} and the ids {other_ids} must differ and lie below {self.vocab}")
-        if self.expand_id in (self.mask_id, self.eos_id) or self.expand_id >= self.vocab:
-            raise ValueError(f"expand_id {self.expand_id} is no id below {self.vocab} besides those of MASK and EOS")
+        ids = self.mask_id, self.expand_id, self.pad_id, self.bos_id, self.eos_id
+        if self.mask_id in ids[1:] or self.expand_id == self.eos_id or max(ids) >= self.vocab:
+            names = "mask, expand, pad, bos, eos"
+            raise ValueError(f"ids {ids} of {names} must lie below {self.vocab}, those of mask and expand be unique")
 
 
 HF_KEYS = {field.name: field.metadata["hf"] for field in dataclasses.fields(DreamConfig)}
 EXTRAS = {"block_length", "shift", "expand_id"}  # a config.json has these where they differ from the default
 OPTIONAL = {"head_size", "tie", "bos_id"} | EXTRAS  # a config.json may leave these out
-# Keys that would change the maths, with the values that this model computes, the first of which we write. Others
+# Keys that would change the maths, and the values that this model implements; config_to_hf writes the first. Others
 # (auto_map, use_mrope, ...) are ignored, as the reference ignores them.
 FIXED = {
     "model_type": ("Dream", "dream"),
@@ -90,23 +86,23 @@ def config_from_hf(folder, changes=None):
     """
     path = runs.as_path(folder) / "config.json"
     keys = runs.read_json(path) | (changes or {})
-    rope = keys.get("rope_parameters") or {}  # where transformers 5 keeps all settings of the rotary embedding
+    rope = keys.get("rope_parameters") or {}  # transformers 5 keeps the settings of the rotary embedding here
     keys = {"rope_theta": rope.get("rope_theta")} | keys
     if rope.get("rope_type", "default") != "default":
         keys["rope_scaling"] = rope
-    sampling = path.with_name("generation_config.json")  # where DreamOn has its expand id
+    sampling = path.with_name("generation_config.json")  # DreamOn keeps its expand id here
     if sampling.is_file():
         keys = {"expand_token_id": runs.read_json(sampling).get("expand_token_id")} | keys
     fields = {name: keys[key] for name, key in HF_KEYS.items() if keys.get(key) is not None}
     wrong = [f"{k} is {keys[k]!r}, not {ok[0]!r}" for k, ok in FIXED.items() if keys.get(k, ok[0]) not in ok]
     wrong += [f"{key} is missing" for name, key in HF_KEYS.items() if name not in fields.keys() | OPTIONAL]
-    if not wrong:
-        try:
-            fields = {"head_size": fields["width"] // fields["heads"], "bos_id": fields["eos_id"]} | fields
-            return DreamConfig(**fields)
-        except (ValueError, TypeError, ZeroDivisionError) as error:
-            wrong = [str(error)]
-    raise ValueError(f"{path} does not describe a Dream model: {'; '.join(wrong)}")
+    try:
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        fields = {"head_size": fields["width"] // fields["heads"], "bos_id": fields["eos_id"]} | fields
+        return DreamConfig(**fields)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} does not describe a Dream model: {error}") from None
 
 
 def read_config(folder, meta=None):
@@ -126,10 +122,11 @@ def read_config(folder, meta=None):
 def config_to_hf(cfg, dtype="bfloat16"):
     """The config.json of the Hub for this architecture, as a dictionary; config_from_hf reads it back."""
     auto_map = {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}
-    fixed = {key: known[0] for key, known in FIXED.items()}
-    fields = {name: x for name, x in vars(cfg).items() if name not in EXTRAS or x != getattr(DreamConfig, name)}
-    own = {HF_KEYS[name]: value for name, value in fields.items()}
-    return {"architectures": ["DreamModel"], "auto_map": auto_map} | fixed | own | {"torch_dtype": dtype}
+    keys = {"architectures": ["DreamModel"], "auto_map": auto_map} | {key: x[0] for key, x in FIXED.items()}
+    for name, x in vars(cfg).items():
+        if name not in EXTRAS or x != getattr(DreamConfig, name):
+            keys[HF_KEYS[name]] = x
+    return keys | {"torch_dtype": dtype}
 
 
 CONFIGS = {
@@ -157,7 +154,7 @@ BATCH = ("data", "fsdp")  # both axes split the batch
 def fit(spec, shape, mesh):
     """The spec without the axes that do not divide their dimension: such a dimension is not split."""
     fitting = []
-    for size, axes in itertools.zip_longest(shape, spec):
+    for axes, size in zip(spec, shape, strict=False):
         names = (axes,) if isinstance(axes, str) else axes or ()
         devices = math.prod(mesh.shape[name] for name in names)
         fitting.append(axes if size % devices == 0 else None)
@@ -177,7 +174,7 @@ def shardings(mesh, tree):
         # the innermost name that SHARDING knows: optimizers, Int8 and Int4 wrap parameters in tuples of their own
         names = (getattr(key, "key", None) for key in path[::-1])
         spec = next((SHARDING[name] for name in names if name in SHARDING), PS())
-        return jax.NamedSharding(mesh, fit(spec, leaf.shape, mesh) if leaf.shape else PS())
+        return jax.NamedSharding(mesh, fit(spec, leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(layout, tree)
 
@@ -199,8 +196,8 @@ def rope_frequencies(head_size, theta):
 
 
 def rope_table(position_BL, inv_freq):
-    """cos and sin [B, L, K] in float32 of the angles position * inv_freq; both halves of K hold the same angles."""
-    # float32, since bfloat16 cannot tell position 257 from 256; the angles are K / 2 wide
+    """cos and sin [B, L, K] in float32 of the angles position * inv_freq [K / 2], repeated in both halves of K."""
+    # float32, since bfloat16 cannot tell position 257 from 256
     angle_BLK = position_BL[..., None].astype(jnp.float32) * jnp.asarray(inv_freq)
     return tuple(jnp.concatenate([f(angle_BLK)] * 2, -1) for f in (jnp.cos, jnp.sin))
 
@@ -284,7 +281,8 @@ def halves(weight, dtype):
 
 
 def linear(x_BLD, weight, *spec, dtype=None, on_cpu=False):
-    """x W^T [B, L, F] in x's dtype or in `dtype`; W is a matrix, Int8, Int4 or Lora, spec its layout on the mesh."""
+    """x W^T [B, L, F] in `dtype`, by default x's. W is a matrix, Int8, Int4 or Lora; spec is its layout on the mesh."""
+    dtype = dtype or x_BLD.dtype
     if isinstance(weight, Lora):
         # W x + B (A x): the product B A, as large as W, is never made. The barriers keep a GPU's compiler from merging
         # the two products with x into one, for which it would copy W beside A.
@@ -292,9 +290,17 @@ def linear(x_BLD, weight, *spec, dtype=None, on_cpu=False):
         low_BLR = linear(barrier(x_BLD), weight.a_RD, on_cpu=on_cpu)
         change_BLF = linear(low_BLR, weight.b_FR, dtype=dtype, on_cpu=on_cpu)
         return linear(x_BLD, weight.base, *spec, dtype=dtype, on_cpu=on_cpu) + barrier(change_BLF)
-    x_TD, dtype = x_BLD.reshape(-1, x_BLD.shape[-1]), dtype or x_BLD.dtype
-    if isinstance(weight, Int8 | Int4):
-        y_TF = quantised_product(x_TD, weight, spec, on_cpu)
+    x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
+    if isinstance(weight, Int8 | Int4) and on_cpu:
+        # Add a zero that the compiler cannot constant-fold: else it casts the matrices of all layers before it uses
+        # the first one, and holds them all.
+        zero = jnp.isnan(x_TD[0, 0]).astype(weight[0].dtype)
+        weight = type(weight)(weight[0] + zero, *weight[1:])
+    if isinstance(weight, Int8):  # each q is exact in bfloat16, so the scales multiply the product
+        y_TF = product(x_TD, weight.q_FD, spec, jnp.float32) * weight.scale_F1[:, 0]
+    elif isinstance(weight, Int4):  # scales differ along a row and multiply the weights: on a TPU slower than bfloat16
+        pairs = zip(jnp.split(x_TD, 2, 1), halves(weight, x_TD.dtype), strict=True)
+        y_TF = sum(product(x_TE, weight_FE, spec, jnp.float32) for x_TE, weight_FE in pairs)
     else:  # XLA has kernels for the CPU's bfloat16 units (AMX) only where the product is float32
         y_TF = product(x_TD, weight, spec, jnp.float32 if on_cpu else dtype)
     return y_TF.astype(dtype).reshape(*x_BLD.shape[:-1], -1)
@@ -306,23 +312,6 @@ def product(x_TD, weight_FD, spec, dtype):
     return jax.lax.dot_general(x_TD, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
-def quantised_product(x_TD, weight, spec, on_cpu):
-    """x W^T [T, F] in float32 for W an Int8 or Int4.
-
-    The scales of an Int8 multiply the product: every q is exact in bfloat16. Those of an Int4 differ along a row, so
-    they multiply the weights, and a TPU takes longer than with bfloat16.
-    """
-    if on_cpu:
-        # Add a zero that the compiler cannot constant-fold: else it casts the matrices of all layers before it uses
-        # the first one, and holds them all.
-        zero = jnp.isnan(x_TD[0, 0]).astype(weight[0].dtype)
-        weight = type(weight)(weight[0] + zero, *weight[1:])
-    if isinstance(weight, Int8):
-        return product(x_TD, weight.q_FD, spec, jnp.float32) * weight.scale_F1[:, 0]
-    inputs = zip(jnp.split(x_TD, 2, 1), halves(weight, x_TD.dtype), strict=True)
-    return sum(product(x_TE, weight_FE, spec, jnp.float32) for x_TE, weight_FE in inputs)
-
-
 def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, place=None, key_place=None):
     """softmax(q k^T / sqrt(K)) v [B, L, H, K], bidirectional. see_BM is False at keys that are padding.
 
@@ -330,13 +319,12 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, place=None, key_pl
     reads key/value head h // G. Scores and softmax are float32, for `block` queries at a time: at most [B, H, block, M]
     exist. A row whose keys are all masked gets the mean of all values, not NaN.
     """
-    B, L, H, K = q_BLHK.shape
-    J, M = k_BMJK.shape[2], k_BMJK.shape[1]
+    (B, L, H, K), (_, M, J, _) = q_BLHK.shape, k_BMJK.shape
     k_BJMK, v_BJMK = k_BMJK.swapaxes(1, 2), v_BMJK.swapaxes(1, 2)
 
     def attend(queries):
         q_BLHK, place = queries
-        # The G query heads of a group are T = G L queries: one matmul for each key/value head, no copies of the keys.
+        # The G query heads of a group are T = G L queries: one matmul per key/value head, no copies of the keys.
         q_BJTK = q_BLHK.reshape(B, -1, J, H // J, K).transpose(0, 2, 3, 1, 4).reshape(B, J, -1, K)
         score_BJTM = jnp.einsum("BJTK,BJMK->BJTM", q_BJTK, k_BJMK, preferred_element_type=jnp.float32) * K**-0.5
         # Masked keys get a score that softmax turns into 0; -inf would give NaN in a row where all are masked.
@@ -355,7 +343,7 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, place=None, key_pl
     queries = q_BLHK, place
     if L <= block:
         return attend(queries)
-    n = -(-L // block)
+    n = math.ceil(L / block)
 
     def split(x_BL):  # [B, L, ...] -> [n, B, block, ...]
         x_BL = jnp.pad(x_BL, ((0, 0), (0, n * block - L), *[(0, 0)] * (x_BL.ndim - 2)))
@@ -415,9 +403,7 @@ class Run:
     dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
     block: int = 256  # queries per block of the attention
     head_positions: int = 64  # masked positions per row whose logits (600 KB each at 7b) the sampler holds at a time
-    remat: typing.Literal["none", "qkvo", "full"] = (
-        "none"  # recomputed backwards: all but attention's inputs and output | all
-    )
+    remat: typing.Literal["none", "qkvo", "full"] = "none"  # what the backward pass recomputes, see REMAT
     loss_tokens: int = 2048  # tokens whose logits the loss holds at a time
     platform: str = ""  # target of the compiler, see platform_of; "" is JAX's own
 
@@ -432,7 +418,8 @@ class Run:
         return platform.startswith(("gpu 8.", "gpu 9.")) and jnp.dtype(self.dtype).itemsize == 2
 
 
-REMAT = {"full": None, "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn")}  # what is kept
+# What is kept for the backward pass: nothing, or the inputs and the output of attention.
+REMAT = {"full": None, "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn")}
 EXACT_BLOCK = 4  # largest block that is scored by exact_nll, in up to 15 passes
 
 
@@ -457,10 +444,10 @@ class Block(nnx.Module):
         self.cfg = cfg
 
     def __call__(self, x_BLD, rope, see_BM, run, cache=None, start=0, place=None, key_place=None):
-        """One layer: (new x, (k, v) [B, J, M, K] with the keys already rotated).
+        """One layer: (new x, (k, v) [B, J, M, K], the keys rotated).
 
-        rope is cos and sin of the queries' positions; see_BM, place and key_place are those of attention(). The cache
-        is the (k, v) of M slots, which are all keys; those of the queries replace its slots start .. start + L - 1.
+        rope is cos and sin of the queries' positions; see_BM, place and key_place are those of attention(). A cache,
+        (k, v) of M slots, gets those of the queries in its slots start .. start + L - 1, and is then all keys.
         """
         cfg = self.cfg
         B, L, _ = x_BLD.shape
@@ -482,7 +469,7 @@ class Block(nnx.Module):
             pairs = zip(cache, new_cache, strict=True)
             new_cache = tuple(updated(old, new.astype(old.dtype), start) for old, new in pairs)
             k_BMJK, v_BMJK = (x_BJMK.swapaxes(1, 2) for x_BJMK in new_cache)
-        # the kernel masks by document alone; a cached step has few queries, and so few scores
+        # the kernel masks by document alone; a step with a cache has few scores
         if run.fused and cache is None and (place is None or all(x is None for x in place[1:])):
             o_BLHK = attention_gpu(q_BLHK, k_BMJK, v_BMJK, see_BM, place and place.document)
         else:
@@ -514,8 +501,7 @@ class Dream(nnx.Module):
         self.cfg, self.run = cfg, run or Run()
 
     def lookup(self, token_BL):
-        """Embeddings [B, L, D] in the computation's dtype."""
-        # the rows of an array, or of both arrays of an Int8
+        """Embeddings [B, L, D] in run.dtype, from rows of an array, or of both arrays of an Int8."""
         row = jax.tree.map(lambda x: shard(x, "tensor", None)[token_BL], self.embed_tokens.get_value())
         x_BLD = row.q_FD * row.scale_F1 if isinstance(row, Int8) else row
         return shard(x_BLD.astype(self.run.dtype), BATCH)
@@ -536,16 +522,14 @@ class Dream(nnx.Module):
         key_place = key_place or place
 
         def apply_layer(x_BLD, i):
-            layer_cache = None if cache is None else cache[i]
-            return self.layers[str(i)](x_BLD, rope, see_BM, self.run, layer_cache, start, place, key_place)
+            return self.layers[str(i)](x_BLD, rope, see_BM, self.run, cache and cache[i], start, place, key_place)
 
+        if self.run.remat != "none":
+            apply_layer = jax.checkpoint(apply_layer, policy=REMAT[self.run.remat], static_argnums=1)
         x_BLD, new_cache = self.lookup(token_BL), []
         for i in range(self.cfg.layers):
-            if self.run.remat == "none":
-                x_BLD, layer_cache = apply_layer(x_BLD, i)
-                new_cache.append(layer_cache)
-            else:  # training needs no cache
-                x_BLD = jax.checkpoint(lambda x_BLD, i=i: apply_layer(x_BLD, i)[0], policy=REMAT[self.run.remat])(x_BLD)
+            x_BLD, layer_cache = apply_layer(x_BLD, i)
+            new_cache.append(layer_cache)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), new_cache
 
     def logits(self, hidden_BLD):
@@ -567,15 +551,23 @@ class Dream(nnx.Module):
     def predicting(self, noised_BL, token_BL, segment_BL, position_BL, block=None, seen_1LL=None):
         """The hidden states [B, L, D] that predict the token at each position p, for the input noised_BL.
 
-        With cfg.shift the hidden state is that of p - 1, or p for the first token of a document. With a block length,
-        which may be traced, see `noised_and_clean`; the first token of a block is predicted from the clean row, as in
-        the sampler. Without blocks seen_1LL may mask keys.
+        With cfg.shift that is the state at p - 1, or at p for the first token of a document. Without blocks seen_1LL
+        may mask keys.
+
+        With blocks, whose length may be traced, the noised and the clean row run side by side: a noised token attends
+        to its own block noised and to earlier blocks clean. The first token of a block is predicted from the clean row,
+        as in the sampler. Ref: BD3-LM, arXiv:2503.09573, sec. 3.
         """
         if block is None:
             place = diffusion.Place(segment_BL, seen=seen_1LL)
             hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=place)
         else:
-            hidden_BLD, clean_BLD = self.noised_and_clean(noised_BL, token_BL, segment_BL, position_BL, block)
+            row_BM = jnp.concatenate((noised_BL, token_BL), 1)
+            position_BM = jnp.concatenate((position_BL, position_BL), 1)
+            segment_BM = jnp.concatenate((segment_BL, segment_BL), 1)
+            noisy_BM = jnp.broadcast_to(jnp.arange(row_BM.shape[1]) < token_BL.shape[1], row_BM.shape)
+            place = diffusion.Place(segment_BM, position_BM // block, noisy_BM)
+            hidden_BLD, clean_BLD = jnp.split(self.hidden(row_BM, position_BM, place=place)[0], 2, 1)
         if not self.cfg.shift:
             return hidden_BLD
         before_BLD = jnp.roll(hidden_BLD, 1, 1)
@@ -583,19 +575,6 @@ class Dream(nnx.Module):
             starts_BL1 = (position_BL % block == 0)[..., None]
             before_BLD = jnp.where(starts_BL1, jnp.roll(clean_BLD, 1, 1), before_BLD)
         return jnp.where(first_of_document(segment_BL)[..., None], hidden_BLD, before_BLD)
-
-    def noised_and_clean(self, noised_BL, token_BL, segment_BL, position_BL, block):
-        """Hidden states of the noised and of the clean row, [B, L, D] each, in one pass over both side by side.
-
-        A noised token attends to its own block noised and earlier blocks clean. Ref: BD3-LM, arXiv:2503.09573, sec. 3.
-        """
-        L = token_BL.shape[1]
-        row_BM = jnp.concatenate((noised_BL, token_BL), 1)
-        position_BM = jnp.concatenate((position_BL, position_BL), 1)
-        segment_BM = jnp.concatenate((segment_BL, segment_BL), 1)
-        noisy_BM = jnp.broadcast_to(jnp.arange(2 * L) < L, row_BM.shape)
-        place = diffusion.Place(segment_BM, position_BM // block, noisy_BM)
-        return jnp.split(self.hidden(row_BM, position_BM, place=place)[0], 2, 1)
 
     def ar_nll(self, token_BL, mask_BL, segment_BL, position_BL):
         """nll with blocks of one token, all masked: the NLL of an autoregressive model, in one pass.
@@ -610,8 +589,8 @@ class Dream(nnx.Module):
 
     def token_nll(self, hidden_BLD, token_BL, mask_BL):
         """diffusion.masked_nll of the tokens with mask_BL, from the hidden states that predict them."""
-        # The logits [B, L, V] would be the largest array by far. So the head runs over chunks of C positions, whose
-        # logits the backward pass recomputes; C divides L, and B C is at most run.loss_tokens.
+        # The logits [B, L, V] would be the largest array by far. So the head runs over chunks of C positions, and the
+        # backward pass recomputes their logits. C is the largest divisor of L with B C <= run.loss_tokens.
         B, L = token_BL.shape
         C = next(c for c in range(min(L, max(1, self.run.loss_tokens // B)), 0, -1) if L % c == 0)
 
@@ -630,11 +609,11 @@ class Dream(nnx.Module):
         """A bound on -log p of packed rows, in nats, summed: sum of -w(t) log p(token | noised row) over masked tokens.
 
         t_BL is the time of each token's document, or of its block with cfg.block_length. A token becomes MASK where
-        u_BL < rate(t), if it is `counted`; divided by the number of counted tokens the sum is the bound per token. rate
-        and w = rate' / rate are those of the schedule in diffusion.py. Ref: MDLM, arXiv:2406.07524, eq. 10.
+        u_BL < rate(t), if it is `counted`; the sum over the number of counted tokens is the bound per token. rate and
+        w = rate' / rate are those of the schedule in diffusion.py. Ref: MDLM, arXiv:2406.07524, eq. 10.
 
-        Where fixed_BL is 2 (data_prep.edit) the input is MASK at all times, and the target is EOS if the token is EOS,
-        else cfg.expand_id, with weight 1, the mean weight of any other token.
+        Where fixed_BL is 2 (data_prep.edit) the input is always MASK, and the target is EOS if the token is EOS, else
+        cfg.expand_id, with weight 1, the mean weight of any other token.
         """
         frozen_BL = ~counted(segment_BL, fixed_BL)  # prompts and padding
         _, mask_BL = diffusion.q_sample(token_BL, t_BL, u_BL, schedule, self.cfg.mask_id, -1, frozen_BL)
@@ -644,8 +623,7 @@ class Dream(nnx.Module):
             token_BL = jnp.where(edit_BL & (token_BL != self.cfg.eos_id), self.cfg.expand_id, token_BL)
             mask_BL = mask_BL | edit_BL
             weight_BL = jnp.where(edit_BL, 1.0, weight_BL)
-        row = token_BL, mask_BL, segment_BL, position_BL
-        nll_BL = self.nll(*row, self.cfg.block_length or None, seen_1LL=seen_1LL)
+        nll_BL = self.nll(token_BL, mask_BL, segment_BL, position_BL, self.cfg.block_length or None, seen_1LL)
         return jnp.where(mask_BL, weight_BL * nll_BL, 0.0).sum()
 
     def exact_nll(self, token_BL, segment_BL, position_BL, fixed_BL=None):
@@ -679,13 +657,13 @@ def parts(segment_BL, position_BL, block=None):
 
 
 def noise(key, rows, row_B, part_BL, eps=1e-3):
-    """(t_BL, u_BL) of the rows numbered row_B: the time of each token's document, or block, and a uniform number.
+    """(t_BL, u_BL) of the rows row_B of `rows`: the time of each token's document, or block, and a uniform number.
 
-    They depend on the key and a row's number among `rows` alone, not on how rows are split over devices. t is uniform
-    in [eps, 1] for each of `parts`, and stratified: the first part of row i has its t in the i-th of `rows` equal
-    intervals, each further part is 0.618 of the range on.
+    They depend on the key and the row's number alone, not on how rows are split over devices. t is uniform in [eps, 1]
+    for each of `parts`, and stratified: the first part of row i has its t in the i-th of `rows` equal intervals, each
+    further part is 0.618 of the range on.
     """
-    # A key and a time for all `rows`, of which this process may hold some.
+    # a key and a time for all rows, of which this process may hold a part
     key_R = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
     t_R = diffusion.antithetic_times(jax.vmap(jax.random.uniform)(key_R), eps)
     u_BL = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), part_BL.shape[1:]))(key_R[row_B])
@@ -768,7 +746,7 @@ def new_adapters(key, base, rank):
 
 
 def merge_adapters(base, adapters):
-    """The parameters W + B A, in the base's dtype. `base` is overwritten, layer by layer: two models would not fit."""
+    """The parameters W + B A in the base's dtype. Overwrites `base`, layer by layer: two models would not fit."""
     for i, trained in adapters["layers"].items():
         for name, adapter in trained.items():
             weight_FD = base["layers"][i][name]

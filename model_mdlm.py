@@ -47,10 +47,6 @@ class Config:
     tie: bool = False  # share the embedding with the head
     dropout: float = 0.0  # on the output of each residual branch
 
-    def __post_init__(self):
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} does not divide into {self.heads} heads")
-
 
 CONFIGS = {
     "tiny": Config(width=256, layers=4, heads=4, ffn=1024),
@@ -269,22 +265,17 @@ def sample(model, token_BL, rule, generator, on_step=None):
     own (LLaDA's semi-autoregressive sampling, arXiv:2502.09992).
     """
     L = token_BL.shape[1]
-    size = rule.block_length or L
-    steps = max(1, -(-rule.steps * size // L))
-    position_L = torch.arange(L, device=token_BL.device)
-    for first in range(0, L, size):
-        open_L = (first <= position_L) & (position_L < first + size)
-
-        def on_block_step(i, token_BL, first=first):
-            on_step(first // size * steps + i, token_BL)
-
-        token_BL = fill(model, token_BL, open_L, rule, min(steps, rule.steps), generator, on_step and on_block_step)
+    size = min(rule.block_length or L, L)
+    steps = math.ceil(rule.steps * size / L)
+    block_L = torch.arange(L, device=token_BL.device) // size
+    for i in range(math.ceil(L / size)):
+        token_BL = fill(model, token_BL, block_L == i, rule, range(i * steps, (i + 1) * steps), generator, on_step)
     return token_BL
 
 
-def fill(model, token_BL, open_L, rule, steps, generator, on_step):
-    """`sample` restricted to the positions where open_L."""
-    device = token_BL.device
+def fill(model, token_BL, open_L, rule, step_range, generator, on_step):
+    """`sample` restricted to the positions where open_L, in the steps of step_range."""
+    device, steps = token_BL.device, len(step_range)
     see_BL = token_BL != PAD
     ancestral = rule.sampler == "ancestral"
     whole_canvas = bool(open_L.all())
@@ -321,7 +312,7 @@ def fill(model, token_BL, open_L, rule, steps, generator, on_step):
         drawn_M = draw(logits_MV, rule.top_p, generator) if rule.temperature > 0 else logits_MV.argmax(-1)
         token_BL = token_BL.masked_scatter(chosen_BL, drawn_M)
         if on_step:
-            on_step(i, token_BL)
+            on_step(step_range[i], token_BL)
     return token_BL
 
 
@@ -359,12 +350,10 @@ def read_safetensors(data):
     """
     start = 8 + int.from_bytes(data[:8], "little")
     entries, tensors = json.loads(data[8:start]), {}
-    numbers = bytearray(data[start:])
     entries.pop("__metadata__", None)
+    numbers = torch.frombuffer(bytearray(data[start:]), dtype=torch.uint8)
     for name, entry in entries.items():
-        begin, end = entry["data_offsets"]
-        flat = torch.frombuffer(numbers, dtype=torch.uint8, count=end - begin, offset=begin)
-        flat = flat.clone()  # aligned to 64 bytes, as the kernels need it
+        flat = numbers[slice(*entry["data_offsets"])].clone()  # aligned to 64 bytes, as the kernels need it
         tensors[name] = flat.view(DTYPES[entry["dtype"]]).view(entry["shape"])
     for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.int8]:
         tensors[name] = tensors[name] * tensors.pop(f"{name}.scale")

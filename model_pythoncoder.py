@@ -219,82 +219,85 @@ class Block(nnx.Module):
 
         # Attention: x + W_o diffattn(n W_q, n W_k, n W_v)
         n_BLD = self.barrier(rms_norm(x_BLD, self.attn_norm[...], cfg.eps))
-        q_BIPLK, k_BIJLK, v_BJLE = self.project(n_BLD, rope)
-        if cache is not None:
-            k_BIJLK, v_BJLE = cache = write(cache, k_BIJLK, v_BJLE, index_BL)
-        o_BPLE = self.attend(q_BIPLK, k_BIJLK, v_BJLE, layer, index_BL, start_BL)
-        x_BLD = x_BLD + dropout(self.join_heads(o_BPLE, n_BLD, layer), row_B, seeds[0], rate)
+        attended_BLD, cache = self.attention(n_BLD, layer, rope, index_BL, start_BL, cache)
+        x_BLD = x_BLD + dropout(attended_BLD, row_B, seeds[0], rate)
 
         # Feed-forward, SwiGLU: x + W_down(silu(n W_gate) * n W_up)
         n_BLD = self.barrier(rms_norm(x_BLD, self.ffn_norm[...], cfg.eps))
-        gate_BLF = linear(n_BLD, self.weight("w_gate", (cfg.width, cfg.ffn), None, "tensor"), self.run.tpu)
-        up_BLF = linear(n_BLD, self.weight("w_up", (cfg.width, cfg.ffn), None, "tensor"), self.run.tpu)
+        gate_BLF = linear(n_BLD, self.weight("w_gate", None, "tensor"), self.run.tpu)
+        up_BLF = linear(n_BLD, self.weight("w_up", None, "tensor"), self.run.tpu)
         hidden_BLF = self.barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, row_B, seeds[1], rate))
-        down_BLD = linear(hidden_BLF, self.weight("w_down", (cfg.ffn, cfg.width), "tensor", None), self.run.tpu)
+        down_BLD = linear(hidden_BLF, self.weight("w_down", "tensor", None), self.run.tpu)
         return shard(x_BLD + dropout(down_BLD, row_B, seeds[2], rate), batch_axes()), cache
 
-    def weight(self, name, shape, *spec):
-        """A matrix in the activations' dtype, with the layout spec (gathered over fsdp), reshaped."""
-        return shard(getattr(self, name)[...].astype(self.run.dtype), *spec).reshape(shape)
+    def weight(self, name, *spec):
+        """A matrix in the activations' dtype, gathered over fsdp to the layout spec."""
+        return shard(getattr(self, name)[...].astype(self.run.dtype), *spec)
 
     def barrier(self, x):
         """x; on a TPU no fusion crosses it, which keeps norms out of the matmuls: a step is 4 % faster."""
         return jax.lax.optimization_barrier(x) if self.run.tpu else x
 
-    def project(self, n_BLD, rope):
-        """Queries and keys, rotated to their positions, and values: [B, I, P, L, K], [B, I, J, L, K], [B, J, L, E]."""
+    def attention(self, n_BLD, layer, rope, index_BL, start_BL, cache):
+        """(W_o diffattn(n W_q, n W_k, n W_v) [B, L, D], new cache)."""
         cfg, tpu, (B, L, D) = self.cfg, self.run.tpu, n_BLD.shape
-        K, I, P, J = cfg.head_size, cfg.maps, cfg.heads // cfg.maps, cfg.kv_heads // cfg.maps
+        I, K, floor = cfg.maps, cfg.head_size, cfg.diff == "seed"
 
         def heads(w_DIPK):
             if tpu:  # straight to head-major: no transpose of activations
                 return jnp.einsum("BLD,DIPK->BIPLK", n_BLD, w_DIPK)
             return linear(n_BLD, w_DIPK.reshape(D, -1)).reshape(B, L, *w_DIPK.shape[1:]).transpose(0, 2, 3, 1, 4)
 
-        # from heads 2p, 2p + 1 side by side to map 1 of all pairs, then map 2; their two values stay one of size 2K
-        wq_DIPK = self.weight("wq", (D, P, I, K), None, "tensor").swapaxes(1, 2)
-        wk_DIJK = self.weight("wk", (D, J, I, K), None, "tensor").swapaxes(1, 2)
-        wv_D1JE = self.weight("wv", (D, 1, J, I * K), None, "tensor")
+        # Queries and keys: from heads 2p, 2p + 1 side by side to map 1 of all pairs, then map 2. The two values of a
+        # pair stay one of size 2K. Then rotate queries and keys to their positions.
+        wq_DIPK = self.weight("wq", None, "tensor").reshape(D, -1, I, K).swapaxes(1, 2)
+        wk_DIJK = self.weight("wk", None, "tensor").reshape(D, -1, I, K).swapaxes(1, 2)
+        wv_D1JE = self.weight("wv", None, "tensor").reshape(D, 1, -1, I * K)
         q_BIPLK, k_BIJLK, v_B1JLE = heads(wq_DIPK), heads(wk_DIJK), heads(wv_D1JE)
         q_BIPLK, k_BIJLK = checkpoint_name(q_BIPLK, "q"), checkpoint_name(k_BIJLK, "k")
         v_BJLE = checkpoint_name(v_B1JLE[:, 0], "v")
         cos, sin = (table_BLK[:, None, None] for table_BLK in rope)
-        return rotate(q_BIPLK, cos, sin, tpu), rotate(k_BIJLK, cos, sin, tpu), v_BJLE
+        q_BIPLK, k_BIJLK = rotate(q_BIPLK, cos, sin, tpu), rotate(k_BIJLK, cos, sin, tpu)
+        if cache is not None:
+            k_BIJLK, v_BJLE = cache = write(cache, k_BIJLK, v_BJLE, index_BL)
 
-    def attend(self, q_BIPLK, k_BIJLK, v_BJLE, layer, index_BL, start_BL):
-        """The attention of each head [B, P, L, E], in training by a fused kernel where one fits, else by einsums."""
-        cfg, lam, floor = self.cfg, jnp.float32(0), self.cfg.diff == "seed"
+        # The output of each head: in training by a fused kernel where one fits, else by einsums.
+        lam = jnp.float32(0)
         if cfg.maps == 2:
             vectors = (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2)
             lam = lambda_value(*(vector_K[...] for vector_K in vectors), lambda_init(layer), clamp=floor)
         kernel = training_kernel(self.run.kernel, cfg.maps, cfg.head_size) if index_BL is None else None
-        if kernel is None:
+        if kernel:
+            o_BPLE = on_each_device(functools.partial(kernel, floor=floor))(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL)
+        else:
             o_BPLE = attention(q_BIPLK, k_BIJLK, v_BJLE, lam, index_BL, start_BL, floor=floor, block=self.run.block)
-            return checkpoint_name(o_BPLE, "attn")
-        call = functools.partial(kernel, floor=floor)
-        if not jax.sharding.get_abstract_mesh().empty:  # a Pallas call is one device's program
-            rows = batch_axes()
-            specs = (PS(rows, None, "tensor"), PS(rows, None, "tensor"), PS(rows, "tensor"), PS(), PS(rows))
-            layout = {"in_specs": specs, "out_specs": PS(rows, "tensor"), "axis_names": {"tensor", *(rows or ())}}
-            call = jax.shard_map(call, **layout, check_vma=False)
-        o_BPLE = call(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL)
-        # the other kernels name their results; with two names remat would keep them twice
-        return checkpoint_name(o_BPLE, "attn") if kernel is attention_tpu else o_BPLE
+        if kernel in (None, attention_tpu):  # the others name their results; with two names remat keeps them twice
+            o_BPLE = checkpoint_name(o_BPLE, "attn")
 
-    def join_heads(self, o_BPLE, n_BLD, layer):
-        """W_o of all heads [B, L, D], which are normed if differential, and in V2 the difference of each pair."""
-        cfg, (B, P, L, _) = self.cfg, o_BPLE.shape
-        if cfg.maps == 2:  # 1 - lambda_init keeps gradients near those of a plain transformer
+        # Differential heads are normed; 1 - lambda_init keeps gradients near those of a plain transformer. In V2 a pair
+        # of heads is subtracted, with a lambda per token and pair from the layer's input.
+        if cfg.maps == 2:
             o_BPLE = rms_norm(o_BPLE, self.subln[...], cfg.subln_eps)
             o_BPLE = o_BPLE * (1 - lambda_init(layer)).astype(o_BPLE.dtype)
-        elif cfg.diff == "v2":  # lambda per token and pair, from the layer's input
-            gate_BLP = jax.nn.sigmoid(linear(n_BLD, self.weight("w_lambda", (cfg.width, P // 2))).astype(jnp.float32))
+        elif cfg.diff == "v2":
+            gate_BLP = jax.nn.sigmoid(linear(n_BLD, self.weight("w_lambda")).astype(jnp.float32))
             gate_BPL1 = gate_BLP.swapaxes(1, 2)[..., None].astype(o_BPLE.dtype)
             o_BPLE = o_BPLE[:, 0::2] - gate_BPL1 * o_BPLE[:, 1::2]
-        if self.run.tpu:  # from head-major, without a transpose
-            wo_PED = self.weight("wo", (*o_BPLE.shape[1::2], cfg.width), "tensor", None)
-            return jnp.einsum("BPLE,PED->BLD", self.barrier(o_BPLE), wo_PED)
-        return linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), self.weight("wo", (-1, cfg.width), "tensor", None))
+        wo_QD = self.weight("wo", "tensor", None)
+        if tpu:  # from head-major, without a transpose
+            wo_PED = wo_QD.reshape(o_BPLE.shape[1], -1, D)
+            return jnp.einsum("BPLE,PED->BLD", self.barrier(o_BPLE), wo_PED), cache
+        return linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), wo_QD), cache
+
+
+def on_each_device(kernel):
+    """A Pallas kernel, which is one device's program, over its own rows and heads on a mesh."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return kernel
+    rows = batch_axes()
+    specs = (PS(rows, None, "tensor"), PS(rows, None, "tensor"), PS(rows, "tensor"), PS(), PS(rows))
+    layout = {"in_specs": specs, "out_specs": PS(rows, "tensor"), "axis_names": {"tensor", *(rows or ())}}
+    return jax.shard_map(kernel, **layout, check_vma=False)
 
 
 def write(cache, k_BIJLK, v_BJLE, index_BL):
@@ -321,27 +324,26 @@ class MTP(nnx.Module):
 
 
 @jax.custom_vjp
-def gradient_from(sums, x):
+def start_gradient(sums, x):
     """x; backwards, the cotangent of sums starts as sums."""
     return x
 
 
-gradient_from.defvjp(lambda sums, x: (x, sums), lambda sums, dx: (sums, dx))
+start_gradient.defvjp(lambda sums, x: (x, sums), lambda sums, dx: (sums, dx))
 
 
 @jax.custom_vjp
-def gradient_into(sums, params, layer):
+def add_gradient(sums, params, layer):
     """(params, sums); backwards, the gradient of params is added to row `layer` of the cotangent of sums."""
     return params, sums
 
 
-def _gradient_into(layer, cotangents):
+def _add_gradient(layer, cotangents):
     dparams, dsums = cotangents
-    dsums = jax.tree.map(lambda s, d: s.at[layer].add(d), dsums, dparams)
-    return dsums, jax.tree.map(jnp.zeros_like, dparams), None  # the gradient of params is in the sums
+    return jax.tree.map(lambda s, d: s.at[layer].add(d), dsums, dparams), None, None
 
 
-gradient_into.defvjp(lambda sums, params, layer: ((params, sums), layer), _gradient_into)
+add_gradient.defvjp(lambda sums, params, layer: ((params, sums), layer), _add_gradient)
 
 
 class PythonCoder(nnx.Module):
@@ -398,14 +400,14 @@ class PythonCoder(nnx.Module):
         def body(carry, inputs):
             (x_BLD, sums), (params, layer, seed_32) = carry, inputs
             if sums is not None:
-                params, sums = gradient_into(sums, params, layer)
+                params, sums = add_gradient(sums, params, layer)
             return (apply_layer(x_BLD, params, layer, seed_32), sums), None
 
         params = nnx.to_pure_dict(params)
         params = params if sums is None else jax.lax.stop_gradient(params)
         (x_BLD, sums), _ = jax.lax.scan(body, (embed_BLD, sums), (params, jnp.arange(self.cfg.layers), seed_N32))
         if sums is not None:
-            x_BLD = gradient_from(sums, x_BLD)
+            x_BLD = start_gradient(sums, x_BLD)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps)
 
     def mtp_hidden(self, hidden_BLD, next_embed_BLD):
@@ -480,23 +482,22 @@ def cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss=0.0, chunk_to
     gradients, dz = mask (softmax(z) (1 + 2 z_loss lse) - onehot). That is three vocabulary matmuls; recomputing the
     logits in the backward pass would take four. The weight is cast to hidden's dtype, its gradient summed in float32.
     """
-    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss, chunk_tokens, with_gradient=False)[0]
+    # the forward pass makes the gradients too; where nobody wants them the compiler drops them
+    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss, chunk_tokens)[0]
 
 
-def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss, chunk_tokens, with_gradient=True):
-    """(loss, (dhidden, dweight) or None). On a mesh each device sums over its own rows; one reduction ends it."""
+def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss, chunk_tokens):
+    """(loss, (dhidden, dweight)). On a mesh each device sums over its own rows; one reduction ends it."""
     axes = batch_axes() if jax.sharding.get_abstract_mesh().size > 1 else None
-    settings = {"z_loss": z_loss, "chunk_tokens": chunk_tokens, "with_gradient": with_gradient, "axes": axes}
-    of_rows = functools.partial(_cross_entropy_of_rows, **settings)
+    of_rows = functools.partial(_cross_entropy_of_rows, z_loss=z_loss, chunk_tokens=chunk_tokens, axes=axes)
     if axes:
         rows, replicated = PS(BATCH), PS()
-        out_specs = replicated, (rows, replicated) if with_gradient else None
-        layout = {"in_specs": (rows, replicated, rows, rows), "out_specs": out_specs, "axis_names": set(axes)}
-        of_rows = jax.shard_map(of_rows, **layout, check_vma=False)
+        layout = {"in_specs": (rows, replicated, rows, rows), "out_specs": (replicated, (rows, replicated))}
+        of_rows = jax.shard_map(of_rows, **layout, axis_names=set(axes), check_vma=False)
     return of_rows(hidden_BLD, shard(weight_VD.astype(hidden_BLD.dtype), "tensor"), label_BL, mask_BL)
 
 
-def _cross_entropy_of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss, chunk_tokens, with_gradient, axes):
+def _cross_entropy_of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, *, z_loss, chunk_tokens, axes):
     B, L, D = hidden_BLD.shape
     # the most positions of each row that divide its length and make no more than chunk_tokens tokens
     C = next(c for c in range(min(L, max(1, chunk_tokens // B)), 0, -1) if L % c == 0)
@@ -505,18 +506,18 @@ def _cross_entropy_of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss, chu
         x_nBC = x_BL.reshape(B, L // C, C, *x_BL.shape[2:]).swapaxes(0, 1)
         return x_nBC.reshape(L // C, B * C, *x_BL.shape[2:])
 
-    step = functools.partial(_cross_entropy_of_chunk, weight_VD, z_loss, with_gradient)
-    carry = jnp.float32(0), jnp.zeros(weight_VD.shape, jnp.float32) if with_gradient else None
-    (loss, dweight_VD), dhidden_nTD = jax.lax.scan(step, carry, (chunks(hidden_BLD), chunks(label_BL), chunks(mask_BL)))
-    if with_gradient:  # chunks back to rows; the one-hot part of dweight is a scatter
-        dhidden_BLD = dhidden_nTD.reshape(L // C, B, C, D).swapaxes(0, 1).reshape(B, L, D)
-        dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * mask_BL[..., None])
+    step = functools.partial(_cross_entropy_of_chunk, weight_VD, z_loss)
+    carry = jnp.float32(0), jnp.zeros(weight_VD.shape, jnp.float32)
+    (loss, dweight_VD), dhidden_nTD = jax.lax.scan(step, carry, jax.tree.map(chunks, (hidden_BLD, label_BL, mask_BL)))
+    dhidden_BLD = dhidden_nTD.reshape(L // C, B, C, D).swapaxes(0, 1).reshape(B, L, D)
+    # the one-hot part of dweight is a scatter
+    dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * mask_BL[..., None])
     if axes:
         loss, dweight_VD = jax.lax.psum((loss, dweight_VD), axes)
-    return loss, (dhidden_BLD, dweight_VD) if with_gradient else None
+    return loss, (dhidden_BLD, dweight_VD)
 
 
-def _cross_entropy_of_chunk(weight_VD, z_loss, with_gradient, carry, chunk):
+def _cross_entropy_of_chunk(weight_VD, z_loss, carry, chunk):
     """A step of the scan: the carry is the loss and dweight so far without its one-hot part, the result is dhidden."""
     (loss, dweight_VD), (h_TD, label_T, mask_T) = carry, chunk
     # log-sum-exp of the logits, and the label's logit from its row of the weight alone
@@ -528,9 +529,6 @@ def _cross_entropy_of_chunk(weight_VD, z_loss, with_gradient, carry, chunk):
     row_TD = weight_VD[label_T]
     target_T = jnp.sum(h_TD.astype(jnp.float32) * row_TD.astype(jnp.float32), -1)
     loss += jnp.sum((lse_T - target_T + z_loss * lse_T**2) * mask_T)
-    if not with_gradient:
-        return (loss, None), None
-
     # dhidden = dz W: softmax = e / sum, whose factors per token wait for the product, less the label's row
     scale_T1 = (mask_T * (1 + 2 * z_loss * lse_T))[:, None] / sum_T1
     e_TV = e_TV.astype(h_TD.dtype)
@@ -544,7 +542,7 @@ def _cross_entropy_of_chunk(weight_VD, z_loss, with_gradient, carry, chunk):
 
 def _cross_entropy_backward(z_loss, chunk_tokens, gradients, dloss):
     dhidden_BLD, dweight_VD = gradients
-    return (dhidden_BLD * dloss.astype(dhidden_BLD.dtype), dweight_VD * dloss, None, None)
+    return dhidden_BLD * dloss.astype(dhidden_BLD.dtype), dweight_VD * dloss, None, None
 
 
 cross_entropy.defvjp(_cross_entropy, _cross_entropy_backward)
@@ -595,15 +593,11 @@ def shardings(mesh, tree):
 
 
 def read_config(folder, meta):
-    """The Config of a checkpoint in `folder`, from its metadata. ValueError for another family, or another version."""
-    model = meta.get("model", {})
-    if not model or "mask_id" in model:
-        raise ValueError(f"{folder} holds a Dream; say --model=dream")
-    fields = {field.name for field in dataclasses.fields(Config)}
-    unknown = {name: value for name, value in model.items() if name not in fields and value}  # 0 is off
-    if unknown:
-        raise ValueError(f"{folder} asks for {unknown}, which PythonCoder does not have")
-    return Config(**{name: value for name, value in model.items() if name in fields})
+    """The Config of a checkpoint in `folder`, from its metadata. ValueError for another family."""
+    try:
+        return Config(**meta["model"])
+    except (KeyError, TypeError):
+        raise ValueError(f"{folder} holds another model than PythonCoder; is it --model=dream?") from None
 
 
 # ---- sampling ------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
     tests = hidden_tests(problem, expected.get(id), code, 4.0, record)  # tests of one sample, for sandbox.run_tests
     row = hidden_verdict(problem, expected.get(id), result)             # "passed", "result", fields of the benchmark
 
-protocols.py holds the prompts and cuts the answers; benchmarks.py is the command.
+protocols.py asks and cuts the answers; benchmarks.py is the command.
 Sources: HumanEval, arXiv:2107.03374; MBPP, arXiv:2108.07732; HumanEval+ and MBPP+ by the rules of evalplus 0.3.1,
 arXiv:2305.01210; LiveCodeBench by those of its testing_util.py, arXiv:2403.07974.
 """
@@ -14,7 +14,6 @@ import ast
 import base64
 import builtins
 import contextlib
-import functools
 import gzip
 import http.client
 import itertools
@@ -33,7 +32,6 @@ from pathlib import Path
 import numpy as np
 
 import protocols
-import runs
 import sandbox
 
 # ---- files, HumanEval and MBPP -------------------------------------------------------------------------------------
@@ -81,6 +79,12 @@ class Problem(typing.NamedTuple):
     cases: typing.Any = None  # Plus or Live, which decide instead of `test`
 
 
+def tasks_url(cfg):
+    """Some protocols use the full MBPP, the others the sanitized one."""
+    full = cfg.task == "mbpp" and protocols.named(cfg.protocol, cfg.task)[1].data == ("mbpp",)
+    return TASKS["full" if full else cfg.task]
+
+
 def tasks_path(cfg):
     """The official file: --tasks_file, or the file that the download writes."""
     return Path(cfg.tasks_file or Path(cfg.downloads or "data/tasks") / tasks_url(cfg).rsplit("/", 1)[1])
@@ -92,51 +96,39 @@ def task_files(cfg):
     return sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
 
 
-def tasks_url(cfg):
-    """Some protocols use the full MBPP, the others the sanitized one."""
-    full = cfg.task == "mbpp" and protocols.named(cfg.protocol, cfg.task)[1].data == ("mbpp",)
-    return TASKS["full" if full else cfg.task]
-
-
 def read_problems(cfg):
-    """{id as a string: Problem} of the official file: --tasks_file, or a download into --downloads.
-
-    cfg is the Config of benchmarks.py.
-    """
+    """{id as a string: Problem} of the official file, which is downloaded if it is not named. cfg: benchmarks.py's."""
     if cfg.task == "livecodebench":
         return live_problems(cfg)
-    settings = {"split": cfg.split, "count": cfg.problems, "protocol": cfg.protocol}
-    path, parse = tasks_path(cfg), functools.partial(parse_problems, cfg.task, **settings)
+    path = tasks_path(cfg)
     if not cfg.tasks_file and not path.is_file():
-        print(f"downloading {tasks_url(cfg)}", file=sys.stderr)
-        return download(tasks_url(cfg), path, "--tasks_file", parse)
+        download(cfg.task, tasks_url(cfg), path)
     try:
-        return parse(path.read_bytes())
+        return parse_problems(cfg.task, path.read_bytes(), cfg.split, cfg.problems, cfg.protocol)
     except ValueError as error:
         raise ValueError(f"{path} is not the official file of {cfg.task}: {error}") from None
 
 
-def download(url, path, flag, parse):
-    """parse(bytes) of an official file, which is kept in `path` unless that raises ValueError, as for half a file.
-
-    OSError names `flag`, with which a user names the file.
-    """
+def download(task, url, path):
+    """Write an official file. OSError, and no file, for half a file or the page of a portal."""
+    print(f"downloading {url}", file=sys.stderr)
     try:
         with urllib.request.urlopen(url, timeout=60) as response:
             data = response.read()
-        problems = parse(data)
+        parse_problems(task, data)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        advice = f"fetch it by hand into {path.parent}, or name it with {flag}"
+        advice = f"fetch it by hand into {path.parent}, or name it with --tasks_file"
         raise OSError(f"{url} cannot be downloaded ({error}); {advice}") from None
     path.parent.mkdir(parents=True, exist_ok=True)
-    runs.write(path, data)
-    return problems
+    partial = path.with_name(f"{path.name}.tmp")
+    partial.write_bytes(data)
+    partial.replace(path)
 
 
 def parse_problems(task, data, split="test", count=0, protocol=""):
     """{id as a string: Problem} in the bytes of an official file. ValueError names the line or the problem.
 
-    count: only the first N problems, 0 for all. protocol: raise ValueError if it is made for other problems.
+    count: only the first N problems, 0 for all. protocol: ValueError if it is made for other problems.
     """
     try:
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
@@ -147,16 +139,15 @@ def parse_problems(task, data, split="test", count=0, protocol=""):
     rows = json.loads(text) if one_list else [*parse_lines(text.split("\n"), keys)]
     problems = {}
     try:
+        shots = ()
         if task == "mbpp":  # the solved problems of the prompt are not in the test split
-            shots = [mbpp_question(row) for row in rows if row["task_id"] in SHOTS]
-            make = functools.partial(mbpp_problem, shots=shots)
+            shots = tuple(mbpp_question(row) for row in rows if row["task_id"] in SHOTS)
             rows = [row for row in rows if split == "all" or 11 <= row["task_id"] <= 510]
-        if task in PUBLISHED:
-            check_version(task, rows)
-        if protocol and rows:
-            check_data(task, rows, protocol)
+        check_data(task, rows, protocol)
         for row in rows[: count or None]:
-            problems[key_of(row["task_id"])] = make(row)
+            problem = make(row)
+            others = tuple(shot for shot in shots if shot != problem.asked)  # without its own solution
+            problems[key_of(problem.id)] = problem._replace(asked=problem.asked._replace(shots=others))
     except (LookupError, TypeError, AttributeError, SyntaxError) as error:
         raise ValueError(f"problem {len(problems) + 1} is of another form: {error!r}") from None
     if not problems:
@@ -165,17 +156,27 @@ def parse_problems(task, data, split="test", count=0, protocol=""):
 
 
 def check_data(task, rows, protocol):
-    """Raises ValueError if a protocol is made for other problems than those of a file."""
+    """ValueError for the file of another benchmark, or of other problems than those of a protocol."""
+    if task in PUBLISHED:
+        name, version, count = PUBLISHED[task]
+        if others := [row["task_id"] for row in rows if not str(row["task_id"]).startswith(name)]:
+            raise ValueError(f"{others[0]} is none of its problems")
+        if len(rows) != count:
+            found = f"this file has {len(rows)} problems; {version}, of which scores are published, has {count}"
+            print(f"--task={task}: {found}", file=sys.stderr)
+    if not protocol or not rows:
+        return
     name, record = protocols.named(protocol, task)
     mbpp = "mbpp" if "text" in rows[0] else "sanitized"
     kind = {"humaneval": "humaneval", "humaneval+": "humaneval", "mbpp+": "mbppplus"}.get(task, mbpp)
-    wanted, given = (protocols.DATA[key][0] for key in (record.data[0], kind))
+    (wanted, _), (given, counts) = protocols.DATA[record.data[0]], protocols.DATA[kind]
     if kind not in record.data:
         raise ValueError(f"--protocol={name} asks for {wanted}, and this is {given}")
-    counts = protocols.DATA[kind][1]
-    if len(rows) not in counts and not record.ours:
+    if record.ours:
+        return
+    if len(rows) not in counts:
         raise ValueError(f"it has {len(rows)} problems; --protocol={name} is of {' or '.join(map(str, counts))}")
-    if kind != record.data[0] and not record.ours:
+    if kind != record.data[0]:
         print(f"published scores of {name} are of {wanted}, and this is {given}", file=sys.stderr)
 
 
@@ -218,13 +219,12 @@ def mbpp_question(row):
     return protocols.Question(called(tests), docstring, text=text, tests=tests, code=row["code"])
 
 
-def mbpp_problem(row, shots):
+def mbpp_problem(row):
     """A problem whose asserts are all hidden: those in the prompt decide too, so that best-of-n must not see them.
 
     Probes use the inputs of the asserts, but not the expected values.
     """
     asked = mbpp_question(row)
-    asked = asked._replace(shots=tuple(shot for shot in shots if shot != asked))  # without its own solution
     # All asserts run in one process, as in the harnesses: a function that works once is no solution.
     test = "\n".join([*row.get("test_imports", row.get("test_setup_code", "").splitlines()), *row["test_list"]])
     arguments = [literals(call, asked.entry) for call in calls_of(row["test_list"])]
@@ -307,7 +307,10 @@ def vary(value, rng):
 # Rules of evalplus 0.3.1 (its eval/__init__.py, eval/_special_oracle.py and data/mbpp.py, Apache-2.0), except that
 # HumanEval/32 can pass, as in later versions. Ref: Liu et al., arXiv:2305.01210.
 
-PUBLISHED = {"humaneval+": ("v0.1.10", 164), "mbpp+": ("v0.2.0", 378)}  # version of published scores, its problems
+PUBLISHED = {  # beginning of the ids, version of published scores, number of its problems
+    "humaneval+": ("HumanEval/", "v0.1.10", 164),
+    "mbpp+": ("Mbpp/", "v0.2.0", 378),
+}
 PLUS_KEYS = "task_id prompt entry_point canonical_solution base_input plus_input atol".split()
 # MBPP+: results of SETS are compared as sets; of NOT_NONE only whether a result is None
 SETS = """similar_elements find_char_long common_in_nested_lists extract_singly larg_nnum intersection_array
@@ -338,16 +341,6 @@ MBPP_ARGUMENTS = {  # JSON has no tuples, sets or complex numbers: numbers of MB
     "722": lambda row: [{key: tuple(value) for key, value in row[0].items()}, *row[1:]],
 }
 MBPP_ARGUMENTS = {number: form for numbers, form in MBPP_ARGUMENTS.items() for number in numbers.split()}
-
-
-def check_version(task, rows):
-    """Refuses the file of the other benchmark; warns if the number of problems is that of another version."""
-    name, (version, count) = {"humaneval+": "HumanEval/", "mbpp+": "Mbpp/"}[task], PUBLISHED[task]
-    if other := [row["task_id"] for row in rows if not str(row["task_id"]).startswith(name)]:
-        raise ValueError(f"{other[0]} is none of its problems")
-    if len(rows) != count:
-        found = f"this file has {len(rows)} problems; {version}, of which scores are published, has {count}"
-        print(f"--task={task}: {found}", file=sys.stderr)
 
 
 class Plus(typing.NamedTuple):

@@ -1,19 +1,17 @@
-"""How public harnesses ask for programs and cut the answers: one record for each harness and task.
+"""How public harnesses ask a model for programs and cut its answers: one record per harness and task.
 
     python benchmarks.py --task=humaneval --model=dream --protocol=dream_instruct    # asks, cuts and runs as Dream's
     python bench/explain.py --task=humaneval --samples=out/humaneval/samples.jsonl   # cuts the same texts as each one
 
-Most scores that do not reproduce differ here, not in the model. A record of PROTOCOLS holds the prompt (ask, system,
-prefix, bos), the settings of generation, where a text ends (ends, stops), what is done to it (drops, rules), and what
-runs (prompt_first, limit_s). Prompts, candidates and tests equal the harness's byte for byte: see
-tests/test_golden_protocols.py. "ours" is our own record; it loses the fewest right answers.
+Most scores that do not reproduce differ here, not in the model. Prompts, candidates and tests equal those of the
+harness byte for byte: see tests/test_golden_protocols.py. "ours" is our own record; it loses the fewest right answers.
 
     prompt(protocol, question)           text for the tokenizer
     candidate(protocol, text, question)  the code in a model's text
     program(protocol, code, question)    the code that runs before target(protocol, question), the tests
 
 Sources: lm_eval 4e7e0d4; Dream fac0a7f; Fast-dLLM 24cc59e; Dream-Coder 87409da with d3LLM e5bfcac; evalplus 26d6d00;
-Qwen2.5-Coder d5ead97; DARE 83ae8a3; human-eval 6d43fb9. Other harnesses and older versions: bench/explain.py.
+Qwen2.5-Coder d5ead97; human-eval 6d43fb9. Other harnesses and older versions: bench/explain.py.
 """
 
 import ast
@@ -34,11 +32,11 @@ class Question(typing.NamedTuple):
     text: str = ""  # MBPP's description
     tests: tuple = ()  # MBPP's asserts
     code: str = ""  # the solution of a problem that is shown in a prompt
-    shots: tuple = ()  # solved problems of the same file, which "ours" shows
+    shots: tuple = ()  # solved problems of the same file
 
 
 class Protocol(typing.NamedTuple):
-    ask: typing.Callable  # (question, solved problems) -> the user's text, or turns [(user, assistant), ..., user]
+    ask: typing.Callable  # (question, solved problems) -> the user's text
     data: tuple = ("humaneval",)  # keys of DATA: the problems of the harness
     system: str | None = None  # system text of the chat; "" is the model's own template, None is no chat
     prefix: str = ""  # beginning of the answer, which the model continues; {prompt} is the question's
@@ -52,7 +50,7 @@ class Protocol(typing.NamedTuple):
     ends: tuple = ("<|endoftext|>",)  # special tokens that end a text
     drops: bool = False  # other special tokens are removed; the text behind them stays
     stops: tuple = ()  # stop strings
-    stop_rule: str = "each"  # cut at "each" in turn, at the "first" in the text, by extract() ("extract"), or at "none"
+    stop_rule: typing.Literal["cut", "extract", "none"] = "cut"  # cut at the first stop string, extract(), or neither
     rules: tuple = ()  # functions (text, question) -> text, applied in order
     prompt_first: bool = False  # the prompt runs in front of the candidate
     frame: tuple = ("", "")  # text in front of the tests, and behind them
@@ -71,36 +69,11 @@ DATA = {  # file of the problems, and how many it holds
 
 # ---- prompts -------------------------------------------------------------------------------------------------------
 
-SHOTS = (  # the solved problems 2, 3, 4 of the full MBPP, as the harnesses hold them
-    Question(
-        text="Write a function to find the similar elements from the given two tuple lists.",
-        tests=(
-            "assert similar_elements((3, 4, 5, 6),(5, 7, 4, 10)) == (4, 5)",
-            "assert similar_elements((1, 2, 3, 4),(5, 4, 3, 7)) == (3, 4)",
-            "assert similar_elements((11, 12, 14, 13),(17, 15, 14, 13)) == (13, 14)",
-        ),
-        code="def similar_elements(test_tup1, test_tup2):\r\n  res = tuple(set(test_tup1) & set(test_tup2))\r\n"
-        "  return (res) ",
-    ),
-    Question(
-        text="Write a python function to identify non-prime numbers.",
-        tests=("assert is_not_prime(2) == False", "assert is_not_prime(10) == True", "assert is_not_prime(35) == True"),
-        code="import math\r\ndef is_not_prime(n):\r\n    result = False\r\n"
-        "    for i in range(2,int(math.sqrt(n)) + 1):\r\n        if n % i == 0:\r\n            result = True\r\n"
-        "    return result",
-    ),
-    Question(
-        text="Write a function to find the largest integers from a given list of numbers using heap queue algorithm.",
-        tests=(
-            "assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],3)==[85, 75, 65] ",
-            "assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],2)==[85, 75] ",
-            "assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],5)==[85, 75, 65, 58, 35]",
-        ),
-        code="import heapq as hq\r\ndef heap_queue_largest(nums,n):\r\n  largest_nums = hq.nlargest(n, nums)\r\n"
-        "  return largest_nums",
-    ),
-)
 EXPERT = "You are an expert Python programmer, and here is your task:"
+
+
+def filled(template, q):
+    return template.format(prompt=q.prompt, stripped=q.prompt.strip(), text=q.text, tests="\n".join(q.tests[:3]))
 
 
 def asks(question, answer=""):
@@ -116,32 +89,15 @@ def asks(question, answer=""):
     return ask
 
 
-def filled(template, q):
-    return template.format(prompt=q.prompt, stripped=q.prompt.strip(), text=q.text, tests="\n".join(q.tests[:3]))
-
-
 # Ref: Austin et al., arXiv:2108.07732
 ask_austin = asks(EXPERT + " {text} Your code should pass these tests:\n\n{tests}\n[BEGIN]\n", "{code}\n[DONE]\n\n")
-
-
-def ask_opencompass_turns(q, solved):
-    """[(user, assistant), ..., user]: answers are quoted; asserts end in a space, except the very first one."""
-    turns = []
-    for shot in solved:
-        asserts = "".join(f"{test.strip()} \n" for test in shot.tests)
-        asserts = asserts if turns else asserts.replace(" \n", "\n", 1)
-        asked = f"{EXPERT} {shot.text} Your code should pass these tests:\n\n {asserts}"
-        turns.append((asked, f"[BEGIN]\n '{shot.code.strip()}' \n[DONE] \n\n "))
-    asserts = "\n".join(q.tests)
-    return [*turns, f"{EXPERT} {q.text} Your code should pass these tests:\n\n {asserts}  \n"]
 
 
 def ask_ours(q, solved):
     """HumanEval's prompt without its last newline, which suits BPEs; MBPP as Austin et al., MBPP+ as EvalPlus."""
     if not q.text:
         return q.prompt.strip() + "\n" if q.prompt.startswith('"""') else q.prompt.rstrip()
-    questions = *q.shots[: len(solved)], q
-    *shots, last = (each._replace(text=each.text.strip(), code=each.code.strip()) for each in questions)
+    *shots, last = (each._replace(text=each.text.strip(), code=each.code.strip()) for each in (*solved, q))
     return ask_austin(last, shots)
 
 
@@ -155,20 +111,17 @@ def ask_ours_chat(q, solved):
 
 
 def prompt(protocol, q, trim_prefix=True):
-    """The text for the tokenizer, before BOS.
+    """The text for the tokenizer, before BOS. The chat template is ChatML, as in Dream, DiffuCoder and Qwen.
 
     trim_prefix: transformers 4.46, which Dream's harness pins, strips whitespace at the end of the answer's prefix;
-    4.49, which Fast-dLLM's pins, keeps it. The chat template is ChatML, as in Dream, DiffuCoder and Qwen.
+    4.49, which Fast-dLLM's pins, keeps it.
     """
-    asked = protocol.ask(q, SHOTS[: protocol.shots])
+    asked = protocol.ask(q, q.shots[: protocol.shots])
     prefix = protocol.prefix.replace("{prompt}", q.prompt)
     if protocol.system is None:
         return asked + prefix
-    *turns, last = asked if isinstance(asked, list) else [asked]
-    text = f"<|im_start|>system\n{protocol.system}<|im_end|>\n"
-    for user, assistant in turns:
-        text += f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n{assistant}<|im_end|>\n"
-    text += f"<|im_start|>user\n{last}<|im_end|>\n<|im_start|>assistant\n{prefix}"
+    system = f"<|im_start|>system\n{protocol.system}<|im_end|>\n"
+    text = f"{system}<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{prefix}"
     return text.rstrip() if trim_prefix and protocol.trims else text
 
 
@@ -185,32 +138,25 @@ def first_of(text, stops, start=0):
     return min((i for i in (text.find(stop, start) for stop in stops) if i >= 0), default=len(text))
 
 
-def cut_at(stop, text, q):
-    return text.split(stop, 1)[0]
-
-
-def cut_at_first(stops, text, q):
+def cut_at(stops, text, q):
     return text[: first_of(text, stops)]
 
 
-def extracted(stops, text, q):
-    return extract(text, q.entry, stops)[0]
+cut_at_fence = functools.partial(cut_at, ("```",))
 
 
 def without_special(text, q):
     return SPECIAL.sub("", text)
 
 
-def prepend_prompt(text, q):
-    return q.prompt + text
+def prepend(template):
+    """A rule that puts the prompt in front of a text."""
+    return lambda text, q: filled(template, q) + text
 
 
-def prepend_prompt_line(text, q):
-    return f"{q.prompt}\n{text}"
-
-
-def prepend_stripped_prompt(text, q):
-    return f"{q.prompt.strip()}\n{text}"
+prepend_prompt = prepend("{prompt}")
+prepend_prompt_line = prepend("{prompt}\n")
+prepend_stripped_prompt = prepend("{stripped}\n")
 
 
 def tabs_to_spaces(text, q):
@@ -234,42 +180,6 @@ def dream_fence(text, q):
     return text.split("```python\n", 1)[-1].split("```")[0]
 
 
-def lm_eval_fence(text, q):
-    """The first block of a text that began inside one. A leading word counts as the block's language."""
-    blocks = re.findall(r"```(?:\w+)?\n?(.*?)\n?```", "```" + text, re.DOTALL)
-    return blocks[0] if blocks else ""
-
-
-def opencompass_fence(text, q):
-    blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
-    return blocks[0] if blocks else text
-
-
-def strip_left(text, q):
-    return text.lstrip()
-
-
-BEGINS = r"\[BEGIN\]\s*'", r"BEGIN\s*'", r"\[BEGIN\]\s*", r"BEGIN\s*"
-ENDINGS = r"'\s*\[DONE\]", r"'\s*DONE", r"\s*\[DONE\]", r"\s*DONE"
-PATTERNS = [  # tried in this order: quoted answers, those without the second quote, without any, then fences
-    *(begin + "(.*)" + end for begin, end in (
-        (BEGINS[0], ENDINGS[0]), (BEGINS[1], ENDINGS[0]), (BEGINS[0], ENDINGS[1]), (BEGINS[1], ENDINGS[1]),
-        (BEGINS[0], ENDINGS[2]), (BEGINS[1], ENDINGS[2]), (BEGINS[0], ENDINGS[3]), (BEGINS[1], ENDINGS[3]),
-        (BEGINS[2], ENDINGS[2]), (BEGINS[3], ENDINGS[2]), (BEGINS[2], ENDINGS[3]), (BEGINS[3], ENDINGS[3]),
-    )),
-    r"```python\s*(.*)\s*```", r"```\s*(.*)\s*```", r"```python\s*(.*)\s*$", r"```\s*(.*)\s*$", r"(.*)\s*```.*",
-    r"\[BEGIN\]\s*'(.*)", r"\[BEGIN\](.*)", r"'(.*)'\s*\[DONE\]",
-]  # fmt: skip
-
-
-def opencompass_answer(text, q):
-    """The match of the first pattern that fits, without fences, [DONE] and quotes."""
-    match = next((m for m in (re.search(pattern, text, re.DOTALL) for pattern in PATTERNS) if m), None)
-    text = match[1] if match else text
-    text = re.split(r"'?\s*\[?DONE\]?", text.split("```")[0])[0].replace("\\_", "_").strip()
-    return text.removeprefix("'").removesuffix("'")
-
-
 def last_block(text, q):
     """LiveCodeBench's rule: the lines between the last two fences; the whole text if it has none."""
     lines = text.split("\n")
@@ -282,49 +192,54 @@ def last_block(text, q):
 # ---- the sanitisers of Dream and EvalPlus --------------------------------------------------------------------------
 
 
-@functools.lru_cache(1024)
-def longest_program(lines, least):
-    """(first, last) line of the longest program of at least `least` lines; None if there is none.
-
-    Blank lines do not count for its length. Ties go to the first to begin, then to the first to end.
-    """
-    filled = [i for i, line in enumerate(lines) if line.strip()]
-    begins = [k for k, i in enumerate(filled) if may_begin(lines[i])]
-    for count in range(len(filled), 0, -1):
-        for k in (k for k in begins if k + count <= len(filled)):
-            first, last = filled[k], filled[k + count - 1]
-            while first and not lines[first - 1].strip(" \t\r\f"):  # include the blank lines before it
-                first -= 1
-            while last < len(lines) - 1 and last - first + 1 < least and not lines[last + 1].strip():
-                last += 1
-            if last - first + 1 >= least and syntax_holds("\n".join(lines[first : last + 1])):
-                return first, last
+def parsed(code):
+    """The syntax tree of a program; None if it is not Python."""
+    with contextlib.suppress(SyntaxError, MemoryError), warnings.catch_warnings(action="ignore"):
+        return ast.parse(code)
     return None
 
 
-def may_begin(line):
-    """Whether a program could begin with this line: not if it is indented, nor if it is a sentence."""
-    if "#" in line:
-        return True
-    statement = not re.search(r"[()\[\]{}'\"\\@]|:\s*$", line)  # it cannot continue in the next line
-    return not line[0].isspace() and (not statement or syntax_holds(line))
+def first_error(lines):
+    """The number of the line at which a program is no longer Python; 0 if all of it is."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            ast.parse("\n".join(lines))
+    except (SyntaxError, MemoryError) as error:
+        return min(getattr(error, "lineno", None) or len(lines), len(lines))
+    return 0
 
 
-def syntax_holds(code):
-    with contextlib.suppress(SyntaxError, MemoryError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return bool(ast.parse(code) or True)
-    return False
+def longest_program(lines, least):
+    """The longest run of at least `least` lines that is a program; "" if there is none.
+
+    Blank lines do not count, and only those in front stay. Of equal runs the first is taken.
+    """
+    best, most = [], 0
+    for first in range(len(lines)):
+        run = lines[first:]
+        while error := first_error(run):
+            run = run[: error - 1]
+        while len(run) > least and not run[-1].strip():
+            run = run[:-1]
+        length = sum(bool(line.strip()) for line in run)
+        if len(run) >= least and length > most:
+            best, most = run, length
+    return "\n".join(best)
 
 
-def reached(entry, names):
-    """The definitions that `entry` needs, directly or not. names: {definition: names that it uses}."""
-    found, todo = {entry}, [entry]
-    while todo:
-        new = names.get(todo.pop(), set()) - found
+def needed(entry, definitions, names_in):
+    """The definitions that the entry point needs, directly or not. definitions: {name: node}."""
+    found, waiting = {entry}, [entry]
+    while waiting:
+        name = waiting.pop()
+        new = names_in(definitions[name]) - found if name in definitions else set()
         found |= new
-        todo += new
-    return found
+        waiting += new
+    return [node for name, node in definitions.items() if name in found]
+
+
+def has_return(node):
+    return any(isinstance(child, ast.Return) for child in ast.walk(node))
 
 
 def dream_sanitize(text, q):
@@ -333,33 +248,27 @@ def dream_sanitize(text, q):
     The last definition of a name counts, `a.b` uses only b, and only the first 100 lines are read.
     """
     text = text.replace("\t", "    ").replace("\r\n", "\n").replace("\r", "\n").strip() + "\n"
-    lines = text.splitlines()[:100]
-    run = longest_program(tuple(lines), 1)
-    body = ast.parse("\n".join(lines[run[0] : run[1] + 1])).body if run else []
-    imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
-    definitions = {}
-    for node in body:
-        if isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and has_return(node)):
+    tree = parsed(longest_program(text.splitlines()[:100], 1))
+    imports, definitions = [], {}
+    for node in tree.body if tree else []:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports.append(node)
+        elif isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and has_return(node)):
             definitions[node.name] = node
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             definitions[node.targets[0].id] = node
-    needed = reached(q.entry, {name: dream_names(node) for name, node in definitions.items()})
-    return "\n".join(map(ast.unparse, [*imports, *(node for name, node in definitions.items() if name in needed)]))
-
-
-def has_return(node):
-    return any(isinstance(child, ast.Return) for child in ast.walk(node))
+    return "\n".join(map(ast.unparse, [*imports, *needed(q.entry, definitions, dream_names)]))
 
 
 def dream_names(node):
     """Names and attributes in a definition; of `a.b` only b."""
-    names, todo = set(), [node]
-    while todo:
-        for child in ast.iter_child_nodes(todo.pop()):
+    names, waiting = set(), [node]
+    while waiting:
+        for child in ast.iter_child_nodes(waiting.pop()):
             if isinstance(child, ast.Name | ast.Attribute):
                 names.add(child.id if isinstance(child, ast.Name) else child.attr)
             else:
-                todo.append(child)
+                waiting.append(child)
     return names
 
 
@@ -370,46 +279,30 @@ def evalplus_sanitize(text, q):
     nothing is left, the longest program in the text is returned.
     """
     lines = text.split("\n")
-    first, last = longest_program(tuple(lines), 2) or (0, 0)
-    code = "\n".join(lines[first : last + 1])
-    kept = ""
-    if syntax_holds(code):
-        kept = evalplus_definitions(code, q.entry)
-    return kept.strip() or code
-
-
-def evalplus_definitions(code, entry):
-    """The source of the imports, and of the first definition of each name that the entry point needs."""
-    data = code.encode()
-    starts = [0, *(match.end() for match in re.finditer(rb"\r\n|\r|\n", data))]  # of the lines
-
-    def source(node):
-        first, last = (starts[line - 1] for line in (node.lineno, node.end_lineno))
-        end = last + node.end_col_offset
-        return data[first + node.col_offset : end_of_block(data, end, node) if hasattr(node, "body") else end]
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        body = ast.parse(code).body
+    code = longest_program(lines, 2) or lines[0]
+    tree = parsed(code)
     imports, definitions = [], {}
-    for node in body:
+    for node in tree.body if tree else []:
         name = evalplus_name(node)
         if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module != "__future__"):
             imports.append(node)
         elif name and name not in definitions:
             definitions[name] = node
-    needed = reached(entry, {name: evalplus_names(node) for name, node in definitions.items()})
-    nodes = [*imports, *(node for name, node in definitions.items() if name in needed)]
-    return b"\n".join(map(source, nodes)).decode()
+    nodes = [*imports, *needed(q.entry, definitions, evalplus_names)]
+    kept = b"\n".join(evalplus_source(code.encode(), node) for node in nodes).decode()
+    return kept.strip() or code
 
 
-def end_of_block(data, end, node):
-    """The end of a definition in tree-sitter, where the last statement ends at `end`: comments of the block count."""
-    end += len(re.compile(rb"([ \t]*;)?([ \t]*#[^\n]*)?").match(data, end)[0])
-    comment = re.compile(rb"(?:[ \t\r\f]*\n)+([ \t]*)#[^\n]*")
-    while (match := comment.match(data, end)) and len(match[1].expandtabs(8)) >= node.body[0].col_offset:
-        end = match.end()
-    return end
+def evalplus_source(data, node):
+    """The bytes of a statement in the bytes of a program. In tree-sitter comments behind a block belong to it."""
+    starts = [0, *(match.end() for match in re.finditer(rb"\r\n|\r|\n", data))]  # of the lines
+    first, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+    if hasattr(node, "body"):
+        end += len(re.compile(rb"([ \t]*;)?([ \t]*#[^\n]*)?").match(data, end)[0])
+        comment = re.compile(rb"(?:[ \t\r\f]*\n)+([ \t]*)#[^\n]*")
+        while (match := comment.match(data, end)) and len(match[1].expandtabs(8)) >= node.body[0].col_offset:
+            end = match.end()
+    return data[first:end]
 
 
 def evalplus_name(node):
@@ -418,14 +311,10 @@ def evalplus_name(node):
         return None if node.decorator_list else node.name
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return node.name if has_return(node) and not node.decorator_list else None
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        # The first plain name of both sides: `a.b = c` defines c. A name in parentheses does not count.
+    if isinstance(node, ast.Assign | ast.AnnAssign):  # the first plain name of both sides: `a.b = c` defines c
         left, *more = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if isinstance(left, ast.Name):
-            return left.id if left.col_offset == node.col_offset else None
-        if isinstance(node.value, ast.Name) and not more:
-            bare = (node.value.end_lineno, node.value.end_col_offset) == (node.end_lineno, node.end_col_offset)
-            return node.value.id if bare else None
+        sides = [left] if more else [left, node.value]
+        return next((side.id for side in sides if isinstance(side, ast.Name)), None)
     return None
 
 
@@ -433,14 +322,11 @@ def evalplus_names(node):
     """All identifiers in a definition: names, both parts of a.b, arguments, keywords, imports."""
     names = set()
     for child in ast.walk(node):
-        for field in ("id", "attr", "arg", "name", "asname", "rest"):
+        for field in ("id", "attr", "arg", "name", "asname", "rest", "module"):
             value = getattr(child, field, None)
             names.update(value.split(".") if isinstance(value, str) else ())
-        if isinstance(child, ast.Global | ast.Nonlocal):
-            names.update(child.names)
-        if isinstance(child, ast.ImportFrom):
-            names.update((child.module or "").split("."))
-        names.update(getattr(child, "kwd_attrs", ()))
+        for field in ("names", "kwd_attrs"):  # of global and nonlocal, of patterns
+            names.update(name for name in getattr(child, field, ()) if isinstance(name, str))
     return names
 
 
@@ -451,6 +337,10 @@ NO_ANSWER = ("<|endoftext|>", "<|file_sep|>", "<|im_end|>", "<|dlm_pad|>", "<|ma
 FENCE = re.compile(r"(?m)^([ \t]*)(```+)[ \t]*([^`\n]*?)[ \t]*$")  # indentation, backticks, language
 # a line that begins with two words, the first not a keyword of Python, or with the mark of a list item
 PROSE = re.compile(rf"(?!({'|'.join([*keyword.kwlist, *keyword.softkwlist])})\b)[\w'’-]+[,:;]? [A-Za-z]|\d+[.)] |[-*] ")
+
+
+def extracted(stops, text, q):
+    return extract(text, q.entry, stops)[0]
 
 
 def extract(text, entry, stops):
@@ -499,10 +389,9 @@ def fenced(text, fences):
 
 
 def parses(code):
-    """Whether a text of at most 20,000 characters is Python; a longer one may crash the parser and this process."""
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return len(code) <= 20_000 and bool(ast.parse(code) or True)
+    """Whether a text is Python, which has at most 20,000 characters: a longer one may crash the parser."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return len(code) <= 20_000 and parsed(code) is not None
     return False
 
 
@@ -524,69 +413,51 @@ CHEN = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al., arXiv:2107
 EVALPLUS = ("<|endoftext|>", "<|endofmask|>", "</s>", "\nif __name__", "\ndef main(", "\nprint(")
 EVALPLUS_HUMANEVAL = (*EVALPLUS, "\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ")
 EVALPLUS_MBPP = (*EVALPLUS, '\n"""', "\nassert")
-QWEN_STOPS = (*EVALPLUS, "\n#", "\n```")
-OURS_STOPS = {
-    "humaneval": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint(", "\nassert "),
-    "mbpp": ("\nclass ", "\nassert ", '\n"""', "\nprint(", "\nif "),
-}
 ASSISTANT = "You are a helpful assistant."
 QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 QWEN_CODER = "You are an intelligent programming assistant to produce Python algorithmic solutions"
-EXPERT_BLOCK = EXPERT + "\n{text}\nYour code should pass these tests:\n{tests}"
 WRITE = "Write a solution to the following problem and make sure that it passes the tests:\n"
-SCRIPT = "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
 COMPLETED = "Here is the completed function:\n```python\n"
 BELOW = (
     "Below is a Python script with a self-contained function that solves the problem and passes corresponding tests:\n"
+    "```python\n"
 )
-
 ask_prompt = asks("{prompt}")
-ask_evalplus = asks(SCRIPT + "```\n{stripped}\n```\n")
+ask_evalplus = asks(
+    "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
+    "```\n{stripped}\n```\n"
+)
 ask_evalplus_base = asks("{stripped}\n")
 ask_qwen = asks("Can you complete the following Python function?\n```python\n{stripped}\n```\n")
-cut_at_fence = functools.partial(cut_at, "```")
 DREAM_RULES = (dream_fence, prepend_prompt_line, dream_sanitize)
 EVALPLUS_BASE_RULES = (first_10000, tabs_to_spaces, prepend_stripped_prompt, without_colours, evalplus_sanitize)
 PLUS = ("mbppplus", "sanitized")
 
 
-def ours(name, ask, shots=0, system=None):
-    """Our own records: code is found in plain text, in a body that continues the prompt, and in fenced blocks."""
-    settings = {"system": system, "top_p": 0.95, "ours": True, "factor": 4}
-    extracts = settings | {"ends": NO_ANSWER, "stop_rule": "extract", "rules": (without_future,), "limit_s": 4}
-    mbpp = ("sanitized", "mbpp", "mbppplus")
-    return {
-        f"{name}/humaneval": Protocol(ask, stops=OURS_STOPS["humaneval"], prompt_first=True, **extracts),
-        f"{name}/mbpp": Protocol(ask, mbpp, shots=shots, stops=OURS_STOPS["mbpp"], **extracts),
-        f"{name}/livecodebench": Protocol(
-            ask_prompt, ("livecodebench",), ends=IM_END, drops=True, rules=(last_block,), limit_s=6, **settings
-        ),
-    }
-
-
-def both(harness, suffix="", **settings):
-    """The records of HumanEval and of EvalPlus' MBPP where they differ in the data alone."""
-    tasks = {"humaneval": ("humaneval",), "mbpp": PLUS}
-    return {f"{harness}/{task}{suffix}": Protocol(data=data, **settings) for task, data in tasks.items()}
-
-
-PROTOCOLS = {  # "harness/task"
-    **ours("ours", ask_ours, shots=3),
-    **ours("ours_chat", ask_ours_chat, system=""),
+PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
+    "ours/humaneval": Protocol(
+        ask_ours, top_p=0.95, ends=NO_ANSWER, stop_rule="extract", rules=(without_future,), prompt_first=True,
+        stops=("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint(", "\nassert "), ours=True, limit_s=4, factor=4,
+    ),
+    "ours/mbpp": Protocol(
+        ask_ours, ("sanitized", "mbpp", "mbppplus"), shots=3, top_p=0.95, ends=NO_ANSWER, stop_rule="extract",
+        stops=("\nclass ", "\nassert ", '\n"""', "\nprint(", "\nif "), rules=(without_future,), ours=True, limit_s=4,
+        factor=4,
+    ),
+    "ours/livecodebench": Protocol(
+        ask_prompt, ("livecodebench",), top_p=0.95, ends=IM_END, drops=True, rules=(last_block,), ours=True, limit_s=6,
+        factor=4,
+    ),
+    # the paper of HumanEval
     "openai/humaneval": Protocol(ask_prompt, temperature=0.2, top_p=0.95, prompt_first=True),
-    # Equal in 0.4.8, which has no instruct tasks, and 0.4.9.2, which has another mbpp_instruct.
+    # LLaDA, and most papers on base models; equal in 0.4.8, which has no instruct tasks, and 0.4.9.2
     "lm_eval/humaneval": Protocol(ask_prompt, max_new=1024, drops=True, stops=CHEN, rules=(prepend_prompt,)),
     "lm_eval/mbpp": Protocol(ask_austin, ("mbpp",), shots=3, max_new=256, drops=True, stops=("[DONE]",)),
     "lm_eval/humaneval_instruct": Protocol(
         asks(WRITE + "```python\n{prompt}\n```\n"), system=ASSISTANT, prefix=COMPLETED + "{prompt}\n", trims=True,
         max_new=1024, drops=True, stops=CHEN, rules=(cut_at_fence, prepend_prompt),
     ),
-    "lm_eval/mbpp_instruct": Protocol(
-        asks(EXPERT_BLOCK, answer="\n```python\n{code}\n```\n\n"), ("mbpp",), system=ASSISTANT,
-        prefix="\n```python\n", trims=True, shots=3, max_new=256, drops=True,
-        rules=(lm_eval_fence,),
-    ),
-    # HumanEval is scored by Dream's postprocess_code.py, from the log of lm_eval.
+    # Dream; its postprocess_code.py scores HumanEval from the log of lm_eval
     "dream_base/humaneval": Protocol(ask_prompt, bos=True, temperature=0.2, top_p=0.95, rules=DREAM_RULES),
     "dream_base/mbpp": Protocol(
         ask_austin, ("mbpp",), shots=3, bos=True, temperature=0.2, top_p=0.95, stops=("[DONE]",)
@@ -599,62 +470,56 @@ PROTOCOLS = {  # "harness/task"
         asks(EXPERT + " {text} Your code should pass these tests:\n\n{tests}"), ("mbpp",), system=ASSISTANT,
         prefix=COMPLETED, trims=True, prompt_tokens=1024, max_new=1024, temperature=0.1, top_p=0.9, stops=("```",),
     ),
+    # Fast-dLLM
     "fast_dllm/humaneval": Protocol(ask_prompt, bos=True, max_new=256, rules=DREAM_RULES),
+    # Dream-Coder; its MBPP is mbppplus of the Hub, 378 of the sanitized problems. d3LLM scores instruct models alike
     "dreamcoder_base/humaneval": Protocol(
         ask_prompt, bos=True, temperature=0.2, top_p=0.9, stops=("```python\n", "```"),
         rules=(prepend_prompt_line, dream_sanitize),
     ),
-    "dreamcoder_base/mbpp": Protocol(  # on mbppplus of the Hub: 378 of these problems
+    "dreamcoder_base/mbpp": Protocol(
         asks("{text}\nThe code should pass these tests:\n\n{tests}\n\n"), ("sanitized",), prefix=COMPLETED, bos=True,
         temperature=0.1, top_p=0.9, stops=("```",), frame=("", "\n\n"),
     ),
-    # Dream-Coder and d3LLM score with their own copy of evalplus.
-    **both(
-        "dreamcoder_instruct", ask=ask_evalplus, system=ASSISTANT, prefix=BELOW + "```python\n", max_new=768,
-        temperature=0.1, top_p=0.9, ends=(), drops=True, stops=(*EVALPLUS, "\n```\n"), stop_rule="first",
-        rules=(first_10000, tabs_to_spaces, evalplus_sanitize), limit_s=1, factor=4,
+    "dreamcoder_instruct/humaneval": Protocol(
+        ask_evalplus, system=ASSISTANT, prefix=BELOW, max_new=768, temperature=0.1, top_p=0.9, ends=(), drops=True,
+        stops=(*EVALPLUS, "\n```\n"), rules=(first_10000, tabs_to_spaces, evalplus_sanitize), limit_s=1, factor=4,
     ),
+    # EvalPlus, and d3LLM's table of Qwen2.5-Coder-Instruct
     "evalplus_base/humaneval": Protocol(
-        ask_evalplus_base, max_new=768, ends=(), drops=True, stops=EVALPLUS_HUMANEVAL, stop_rule="first",
-        rules=EVALPLUS_BASE_RULES, limit_s=4, factor=4,
+        ask_evalplus_base, max_new=768, ends=(), drops=True, stops=EVALPLUS_HUMANEVAL, rules=EVALPLUS_BASE_RULES,
+        limit_s=4, factor=4,
     ),
     "evalplus_base/mbpp": Protocol(
-        ask_evalplus_base, PLUS, max_new=768, ends=(), drops=True, stops=EVALPLUS_MBPP, stop_rule="first",
-        rules=EVALPLUS_BASE_RULES, limit_s=4, factor=4,
+        ask_evalplus_base, PLUS, max_new=768, ends=(), drops=True, stops=EVALPLUS_MBPP, rules=EVALPLUS_BASE_RULES,
+        limit_s=4, factor=4,
     ),
-    **both(
-        "evalplus_instruct", ask=ask_evalplus, system=QWEN, prefix=BELOW + "```python\n", max_new=768, ends=(),
-        drops=True, stops=(*EVALPLUS, "\n```\n"), stop_rule="first",
+    "evalplus_instruct/humaneval": Protocol(
+        ask_evalplus, system=QWEN, prefix=BELOW, max_new=768, ends=(), drops=True, stops=(*EVALPLUS, "\n```\n"),
         rules=(first_10000, tabs_to_spaces, without_colours, evalplus_sanitize), limit_s=4, factor=4,
     ),
-    # DiffuCoder evaluates with Qwen2.5-Coder's harness.
+    # Qwen2.5-Coder; DiffuCoder evaluates with its harness
     "qwen_base/humaneval": Protocol(
         ask_evalplus_base, max_new=768, ends=IM_END, drops=True, stops=(*EVALPLUS_HUMANEVAL, "\n```\n", "```"),
-        stop_rule="first", rules=(tabs_to_spaces, prepend_stripped_prompt), prompt_first=True, limit_s=1, factor=4,
+        rules=(tabs_to_spaces, prepend_stripped_prompt), prompt_first=True, limit_s=1, factor=4,
     ),
     "qwen_base/mbpp": Protocol(
         ask_evalplus_base, PLUS, max_new=768, ends=IM_END, drops=True, stops=(*EVALPLUS_MBPP, "\n```\n", "```"),
-        stop_rule="first", rules=(tabs_to_spaces, prepend_stripped_prompt), prompt_first=True, limit_s=1, factor=4,
+        rules=(tabs_to_spaces, prepend_stripped_prompt), prompt_first=True, limit_s=1, factor=4,
     ),
-    **both(
-        "qwen_instruct", ask=ask_qwen, system=QWEN_CODER, prefix="```python\n", max_new=2048, ends=IM_END, drops=True,
-        stops=QWEN_STOPS, stop_rule="first", rules=(tabs_to_spaces, cut_at_fence), limit_s=1, factor=4,
-    ),
-    **both(
-        "qwen_instruct", "_sanitized", ask=ask_qwen, system=QWEN_CODER, prefix="```python\n", max_new=2048, ends=IM_END,
-        drops=True, stops=QWEN_STOPS, stop_rule="first", rules=(tabs_to_spaces, cut_at_fence, evalplus_sanitize),
-        limit_s=1, factor=4,
-    ),
-    # DARE's OpenCompass: it quotes 78.05 % on HumanEval and 56.40 % on MBPP for Dream-Instruct.
-    "opencompass_dare/humaneval": Protocol(
-        asks("Complete the following python code:\n{prompt}"), system=ASSISTANT, temperature=0.2, top_p=0.95, ends=(),
-        drops=True, rules=(opencompass_fence, strip_left), prompt_first=True,
-    ),
-    "opencompass_dare/mbpp": Protocol(
-        ask_opencompass_turns, ("mbpp",), system=ASSISTANT, shots=3, temperature=0.2, top_p=0.95, ends=(), drops=True,
-        rules=(opencompass_answer,), limit_s=9,
+    "qwen_instruct/humaneval": Protocol(
+        ask_qwen, system=QWEN_CODER, prefix="```python\n", max_new=2048, ends=IM_END, drops=True,
+        stops=(*EVALPLUS, "\n#", "\n```"), rules=(tabs_to_spaces, cut_at_fence), limit_s=1, factor=4,
     ),
 }  # fmt: skip
+# Qwen2.5-Coder scores the answers of instruct models as they are, and sanitised.
+qwen = PROTOCOLS["qwen_instruct/humaneval"]
+PROTOCOLS["qwen_instruct/humaneval_sanitized"] = qwen._replace(rules=(*qwen.rules, evalplus_sanitize))
+# EvalPlus asks for MBPP as for HumanEval, and so do those that use it.
+for name in ("dreamcoder_instruct/{}", "evalplus_instruct/{}", "qwen_instruct/{}", "qwen_instruct/{}_sanitized"):
+    PROTOCOLS[name.format("mbpp")] = PROTOCOLS[name.format("humaneval")]._replace(data=PLUS)
+for task, ask in (("humaneval", ask_ours_chat), ("mbpp", ask_ours_chat), ("livecodebench", ask_prompt)):
+    PROTOCOLS[f"ours_chat/{task}"] = PROTOCOLS[f"ours/{task}"]._replace(ask=ask, system="", shots=0)
 
 
 def named(name, task):
@@ -672,15 +537,10 @@ def named(name, task):
 
 def steps(protocol):
     """The functions (text, question) -> text that make a candidate of a text, in order."""
-    ends = [functools.partial(cut_at, end) for end in protocol.ends]
     special = [without_special] if protocol.drops else []
-    stops = {
-        "each": [functools.partial(cut_at, stop) for stop in protocol.stops],
-        "first": [functools.partial(cut_at_first, protocol.stops)],
-        "extract": [functools.partial(extracted, protocol.stops)],
-        "none": [],
-    }
-    return [*ends, *special, *stops[protocol.stop_rule], *protocol.rules]
+    stops = {"cut": [cut_at], "extract": [extracted], "none": []}[protocol.stop_rule]
+    cuts = [functools.partial(cut, protocol.stops) for cut in stops]
+    return [functools.partial(cut_at, protocol.ends), *special, *cuts, *protocol.rules]
 
 
 def candidate(protocol, text, q):
@@ -694,7 +554,7 @@ def ended(protocol, text, q):
     """Whether the candidate can no longer change, so that generation from left to right may stop."""
     if protocol.stop_rule == "extract":
         return extract(text, q.entry, protocol.stops)[1]
-    return protocol.stop_rule != "none" and first_of(text, protocol.stops) < len(text)
+    return protocol.stop_rule == "cut" and first_of(text, protocol.stops) < len(text)
 
 
 def program(protocol, code, q):

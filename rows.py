@@ -7,10 +7,10 @@ Packed rows (PythonCoder, Dream) hold documents one after the other, each ended 
 document each: BOS, tokens, EOS, PAD. Rows of pairs hold whole pairs of prompt and response and have a fourth column,
 fixed: 1 where a token belongs to no response, 2 where the input is always MASK (see data_prep.edit).
 
-A folder holds train/00000.parquet, heldout/00000.parquet and so on (COLUMNS: int32 lists of seq_len), tokenizer.json
-and meta.json, which names the shards with their rows and SHA-256 and is written last.
+A folder holds train/00000.parquet, heldout/00000.parquet, ... (COLUMNS: int32 lists of seq_len), tokenizer.json, and
+meta.json, which lists the shards with their rows and SHA-256 and is written last.
 
-Axes: N documents, T tokens, R rows, L row length, V vocabulary.
+Axes: N documents, R rows, L row length, V vocabulary.
 """
 
 import concurrent.futures
@@ -33,8 +33,8 @@ BLOCK_TOKENS = 1 << 21  # tokens packed at a time, one row group of a shard
 def pack(documents, seq_len, eos, pad):
     """Cut documents, each followed by `eos`, into rows of `seq_len`: int32 tokens_RL, segments_RL, positions_RL.
 
-    Segments count the documents of a row from 1, positions the tokens of a document from 0, and both start anew in
-    every row. The last row is filled up with `pad`, segment 0, position 0. No documents give no rows.
+    Segments count the documents of a row from 1, positions the tokens of a document from 0; both start anew in every
+    row. The last row is filled up with `pad`, segment 0, position 0. No documents give no rows.
     """
     end_N = np.cumsum([0] + [len(document) + 1 for document in documents])
     total, end = end_N[-1], np.int32([eos])
@@ -76,19 +76,17 @@ def packed_blocks(documents, seq_len, eos):
 def pad_rows(documents, seq_len, special):
     """Each document in rows of its own, BOS first, then EOS, then PAD: int32 tokens_RL, segments_RL, positions_RL.
 
-    What is over seq_len goes on in the next row. Segments are 1, positions count the tokens of a row from 0; both are 0
-    at PAD.
+    A document longer than a row goes on in the next. Segments are 1, positions count the tokens of a row from 0; both
+    are 0 at PAD.
     """
-    size_N = np.array([len(document) + 2 for document in documents])
-    rows_N = -(-size_N // seq_len)  # rows of each document
-    start_N = seq_len * (np.cumsum(rows_N) - rows_N)  # its first place in the rows written one after the other
-    tokens_RL = np.full((rows_N.sum(), seq_len), special["pad"], np.int32)
+    bos, eos = [special["bos"]], [special["eos"]]
+    texts = [np.concatenate([bos, ids, eos]) for ids in documents]
+    rows = [text[start : start + seq_len] for text in texts for start in range(0, len(text), seq_len)]
+    tokens_RL = np.full((len(rows), seq_len), special["pad"], np.int32)
     segments_RL = np.zeros(tokens_RL.shape, np.int32)
-    # The place of every token: its document's start and its number in it.
-    place_T = np.repeat(start_N - np.cumsum(size_N) + size_N, size_N) + np.arange(size_N.sum())
-    bos, eos = np.int32([special["bos"]]), np.int32([special["eos"]])
-    tokens_RL.reshape(-1)[place_T] = np.concatenate([part for ids in documents for part in (bos, ids, eos)])
-    segments_RL.reshape(-1)[place_T] = 1
+    for r, row in enumerate(rows):
+        tokens_RL[r, : len(row)] = row
+        segments_RL[r, : len(row)] = 1
     return tokens_RL, segments_RL, segments_RL * np.arange(seq_len, dtype=np.int32)
 
 
@@ -106,12 +104,11 @@ def pair_rows(pairs, seq_len, eos):
             room = seq_len
         rows[-1].append(pair)
         room -= size
-    columns = []
+    packed = []
     for row in rows:
         ids, fixed = zip(*row, strict=True)
-        fixed_RL, _, _ = pack(fixed, seq_len, 0, 0)
-        columns.append([*pack(ids, seq_len, eos, eos), fixed_RL])
-    return [np.concatenate(column) for column in zip(*columns, strict=True)]
+        packed.append([*pack(ids, seq_len, eos, eos), pack(fixed, seq_len, 0, 0)[0]])
+    return [np.concatenate(column) for column in zip(*packed, strict=True)]
 
 
 # ---- rows to batches ----------------------------------------------------------------------------------------------
@@ -120,7 +117,7 @@ def pair_rows(pairs, seq_len, eos):
 class Rows:
     """The rows of one split ("train" or "heldout") of a folder; their order is a function of (seed, epoch).
 
-    Raises FileNotFoundError or ValueError with one line, where the folder is not finished, or a file of it is damaged.
+    FileNotFoundError or ValueError if the folder is not finished, or a file of it is damaged.
     """
 
     def __init__(self, folder, split):
@@ -135,7 +132,7 @@ class Rows:
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path} is damaged; delete the folder and write it again with data_prep.py") from None
         self.total = int(self.first[-1])
-        self.columns = COLUMNS[: 3 + (self.meta.get("source") == "pairs")]
+        self.columns = COLUMNS if self.meta.get("source") == "pairs" else COLUMNS[:3]
         self.order = functools.lru_cache(2)(self.order)  # of this epoch and the next
         self.shard = functools.lru_cache(3)(self.shard)
 
@@ -179,8 +176,8 @@ class Rows:
         return np.append(ids, np.full(-len(ids) % size, -1)).astype(int).reshape(-1, 1, size)
 
     def batch(self, seed, step, size):
-        """The rows of optimiser step 0, 1, ..., as read() gives them; a step may run over the end of an epoch."""
-        epoch, start = divmod(step * size, self.total)  # rows that earlier steps have read
+        """The rows of optimizer step 0, 1, ..., as read() gives them; a step may run over the end of an epoch."""
+        epoch, start = divmod(step * size, self.total)
         ids = self.order(seed, epoch)[start:]
         while len(ids) < size:
             epoch += 1
@@ -205,7 +202,7 @@ def held_out(folder, data=""):
 
     ValueError if no rows are held out, or if the model has other token ids.
     """
-    data = data or runs.read_json(runs.as_path(folder) / "config.json").get("data", "")
+    data = data or runs.read_json(runs.as_path(folder) / "config.json").get("data")
     if not data:
         raise ValueError(f"{folder}/config.json does not say what the model was trained on; pass --data")
     heldout, tokenizer = Rows(data, "heldout"), runs.read_tokenizer(folder)

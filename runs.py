@@ -51,12 +51,15 @@ def command(main, config_class, doc, machine=()):
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
-        # Whose line raised it? Only what this project says on purpose is short.
+        if isinstance(error, BrokenPipeError):  # nobody reads our output any more, as after `| head`
+            poll = select.poll()
+            poll.register(sys.stdout.fileno(), 0)
+            if any(event & select.POLLERR for _, event in poll.poll(0)):
+                os._exit(141)  # silently, as SIGPIPE ends other programs
+        # An error of ours is raised by a line of ours.
         folder, here = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent, Path(__file__).parent
-        ours = folder in (here, here / "bench")
-        if isinstance(error, BrokenPipeError) and reader_has_gone():
-            os._exit(141)  # silently, as SIGPIPE ends other programs
-        if sys.flags.dev_mode or not (ours or isinstance(error, OSError)):
+        ours = folder in (here, here / "bench") or isinstance(error, OSError)
+        if sys.flags.dev_mode or not ours:
             raise
         advice = "; pip install -r requirements-gpu.txt" if getattr(error, "name", "") == "torch" else ""
         print((str(error) or repr(error)) + advice, file=sys.__stderr__)
@@ -64,17 +67,9 @@ def command(main, config_class, doc, machine=()):
     # Leave at once after an error: threads of a broken Orbax save would print tracebacks until the interpreter ends.
     # And after torchrun: threads of gloo that outlive their process group abort a closing interpreter.
     if status or int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        for stream in (sys.stdout, sys.__stderr__):
-            with contextlib.suppress(OSError):
-                stream.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         os._exit(status)
-
-
-def reader_has_gone():
-    """Whether standard output is a pipe that nobody reads any more, as after `| head`."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def resumed(config_class, arguments, machine=()):
@@ -92,22 +87,17 @@ def settings_of(config_class, saved, machine=()):
     """A config of saved settings, without those that `machine` names; a group of flags is a dictionary in it."""
     values = {}
     for field in dataclasses.fields(config_class):
-        if field.name not in saved or field.name in machine:
-            continue
-        value = saved[field.name]
-        if dataclasses.is_dataclass(field.default):
-            value = settings_of(type(field.default), value, machine)
-        values[field.name] = tuple(value) if isinstance(value, list) else value
+        if field.name in saved and field.name not in machine:
+            value = saved[field.name]
+            if dataclasses.is_dataclass(field.default):
+                value = settings_of(type(field.default), value, machine)
+            values[field.name] = tuple(value) if isinstance(value, list) else value
     return config_class(**values)
 
 
 def script(name, *flags):
-    """Run another stage as a program, which gets our Ctrl-C and SIGTERM. FileNotFoundError if it is not beside this
-    file, RuntimeError if it fails.
-    """
+    """Run another stage as a program, which gets our Ctrl-C and SIGTERM. RuntimeError if it fails."""
     path = Path(__file__).parent / name
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is not here; copy it, or name what it writes")
     with subprocess.Popen([sys.executable, str(path), *flags]) as process, contextlib.ExitStack() as exits:
         for number in (signal.SIGINT, signal.SIGTERM):
             before = signal.signal(number, lambda number, _: process.send_signal(number))
@@ -180,15 +170,11 @@ def new_folder(path):
     try:
         yield partial
     except BaseException:
-        for _ in range(50):  # threads of a failed Orbax save still write
-            shutil.rmtree(partial, ignore_errors=True)
-            if not partial.exists():
-                break
-            time.sleep(0.1)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
     # Everything is on disk before the name says that it is complete.
-    for path_in_it in [*partial.rglob("*"), partial]:
-        descriptor = os.open(path_in_it, os.O_RDONLY)
+    for written in [*partial.rglob("*"), partial]:
+        descriptor = os.open(written, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
     shutil.rmtree(path, ignore_errors=True)
@@ -197,19 +183,15 @@ def new_folder(path):
 
 @contextlib.contextmanager
 def lock(path):
-    """Hold a lock file, which the system lets go however the process ends. BlockingIOError if another has it.
-
-    A bucket has no locks.
-    """
-    if not isinstance(path, str | Path):
+    """Hold a lock file, which ends with the process, however it ends. BlockingIOError if another process holds it."""
+    if not isinstance(path, str | Path):  # a bucket has no locks
         yield
         return
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            advice = "wait for it or choose another --out"
-            raise BlockingIOError(f"another process is writing to {Path(path).parent}; {advice}") from None
+            raise BlockingIOError(f"another process is writing to {Path(path).parent}; choose another --out") from None
         yield
 
 
@@ -223,11 +205,11 @@ def saved_steps(folder):
 def newest(folder, step=0):
     """(step, path) of a run's newest checkpoint, or of the one asked for. FileNotFoundError says which there are."""
     found = saved_steps(as_path(folder))
-    if not found or (step and step not in found):
-        there = f"it has {list(found)}" if found else "train one, or name the folder of a run or of convert_weights.py"
-        asked = f" of step {step}" if step else ""
-        raise FileNotFoundError(f"{folder} holds no checkpoint{asked}; {there}")
+    if not found:
+        raise FileNotFoundError(f"{folder} holds no checkpoint; train one, or name a folder of convert_weights.py")
     step = step or max(found)
+    if step not in found:
+        raise FileNotFoundError(f"{folder} holds no checkpoint of step {step}; it has {list(found)}")
     return step, found[step]
 
 
@@ -239,10 +221,9 @@ def read_tokenizer(folder):
     import tokenizers
 
     path = as_path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no tokenizer.json; copy the model's into it")
+    data = path.read_bytes()
     try:
-        return tokenizers.Tokenizer.from_buffer(path.read_bytes())
+        return tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
         raise ValueError(f"{path} cannot be read: {error}") from None
 
@@ -291,9 +272,9 @@ def chat_template(folder):
 class Run:
     """The folder cfg.out, locked. cfg has out, resume and wandb; unit is what the run counts: "step" or "round".
 
-    If cfg.plot is True, the metrics that `curves` names are drawn as curve.png when the run ends. Each of several
-    processes has a Run with its rank; only that of rank 0 writes and prints. With hosts > 1 (JAX) SIGTERM belongs to
-    jax.distributed, which tells all of them at which step to stop.
+    With cfg.plot the metrics `curves` are drawn as curve.png when the run ends. Each of several processes has a Run
+    with its rank; only that of rank 0 writes and prints. With hosts > 1 (JAX) SIGTERM belongs to jax.distributed, which
+    tells all of them at which step to stop.
     """
 
     def __init__(self, cfg, unit="step", rank=0, hosts=1, curves=("loss", "bits_per_byte")):
@@ -306,8 +287,7 @@ class Run:
 
     def __enter__(self):
         if not self.cfg.resume and saved_steps(self.out):
-            advice = f"--resume={self.out} goes on with it, another --out starts anew"
-            raise FileExistsError(f"{self.out} already holds a run: {advice}")
+            raise FileExistsError(f"{self.out} already holds a run: --resume={self.out}, or choose another --out")
         self.out.mkdir(parents=True, exist_ok=True)
         self.exits.enter_context(lock(self.out / f".lock{self.rank}"))
         return self
@@ -316,8 +296,8 @@ class Run:
         self.exits.close()
         # A Ctrl-C in a terminal reaches child processes too, such as a compiler that PyTorch waits for.
         if self.asked_at and isinstance(error, Exception) and not isinstance(error, InterruptedError):
-            why = f"{kind.__name__}: {error}".splitlines()[0]
             after = f"go on with --resume={self.out}" if saved_steps(self.out) else "nothing was saved yet"
+            why = f"{kind.__name__}: {first_line(error)}"
             raise InterruptedError(f"stopped in the middle of a {self.unit} ({why}); {after}") from error
 
     def begin(self, first, settings, files=None, logs=("log.jsonl",)):
@@ -330,29 +310,23 @@ class Run:
         if self.rank:
             return
         for path in (self.out / name for name in logs if (self.out / name).exists()):
-            # A line that a kill cut short has no newline.
-            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-            write(path, "".join(line for line in lines if json.loads(line)[self.unit] <= first).encode())
+            lines = path.read_text().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("}\n")]  # a kill cuts the last line short
+            write(path, "".join(line for line in whole if json.loads(line)[self.unit] <= first).encode())
         write(self.out / "config.json", settings)
         for name, data in (files or {}).items():
             write(self.out / name, data)
         if getattr(self.cfg, "plot", False):
             self.exits.callback(script, "bench/plot.py", str(self.out), "--names", *self.curves)
         if self.cfg.wandb:
-            self.track(settings)
-
-    def track(self, settings):
-        """Log to wandb, too, with an id of the run's own: another run in a folder of this name is another curve."""
-        try:
             import wandb
-        except ImportError:
-            raise ValueError("--wandb needs the package wandb: pip install wandb") from None
-        name = self.out / "wandb_id"
-        if not (self.cfg.resume and name.exists()):
-            write(name, secrets.token_hex(8).encode())
-        where = {"project": self.cfg.wandb, "dir": str(self.out), "name": self.out.name, "id": name.read_text()}
-        self.tracker = wandb.init(config=settings, resume="allow", **where)
-        self.exits.callback(self.tracker.finish)
+
+            run_id = self.out / "wandb_id"  # of its own: another run in a folder of this name is another curve
+            if not (self.cfg.resume and run_id.exists()):
+                write(run_id, secrets.token_hex(8).encode())
+            where = {"project": self.cfg.wandb, "dir": str(self.out), "name": self.out.name, "id": run_id.read_text()}
+            self.tracker = wandb.init(config=settings, resume="allow", **where)
+            self.exits.callback(self.tracker.finish)
 
     def on_signal(self, number, frame):
         now, name = time.monotonic(), signal.Signals(number).name
@@ -380,6 +354,8 @@ class Run:
         self.append_text(name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def append_text(self, name, text):
+        if self.rank:
+            return
         path = self.out / name
         if not isinstance(path, Path):  # objects in a bucket cannot grow
             path.write_text((path.read_text() if path.exists() else "") + text)
@@ -394,14 +370,15 @@ class Run:
 
 
 def check_tensors(found, want, where):
-    """Raise ValueError that names each missing, unexpected or misshapen tensor. Both are {name: shape}."""
+    """Raise ValueError that names missing, unexpected and misshapen tensors. Both are {name: shape}."""
     wrong = [f"missing {name}" for name in want.keys() - found.keys()]
     wrong += [f"unexpected {name}" for name in found.keys() - want.keys()]
-    shapes = {name: (tuple(found[name]), tuple(want[name])) for name in want.keys() & found.keys()}
-    wrong += [f"{name} has shape {ours}, not {theirs}" for name, (ours, theirs) in shapes.items() if ours != theirs]
+    for name in want.keys() & found.keys():
+        if tuple(found[name]) != tuple(want[name]):
+            wrong.append(f"{name} has shape {tuple(found[name])}, not {tuple(want[name])}")
     if wrong:
-        more = f" and {len(wrong) - 20} more" if len(wrong) > 20 else ""
-        raise ValueError(f"the tensors of {where} do not fit the model: " + "; ".join(sorted(wrong)[:20]) + more)
+        first = "; ".join(sorted(wrong)[:20])
+        raise ValueError(f"{len(wrong)} of the tensors of {where} do not fit the model: {first}")
 
 
 def check_same(theirs, ours, where):
@@ -410,6 +387,13 @@ def check_same(theirs, ours, where):
     if changed:
         listed = "; ".join(f"{k} {theirs.get(k)} there, {ours.get(k)} here" for k in changed)
         raise ValueError(f"{where} is of another model: {listed}")
+
+
+def check_resumed(saved, ours, where):
+    """Raise ValueError if the checkpoint `where` has another model or other data than the run that goes on with it."""
+    check_same(saved["model"], ours["model"], where)
+    if saved["data"] != ours["data"]:
+        raise ValueError(f"{where} was trained on other data; pass its --data, or start anew with another --out")
 
 
 def first_line(error):

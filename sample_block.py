@@ -44,14 +44,6 @@ class Sampling:
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
     record: bool = False  # the Record's log p is at this temperature, for training; else the model's own
 
-    def __post_init__(self):
-        if self.threshold and self.entropy_bound:
-            raise ValueError("threshold and entropy_bound do not go together")
-        if not 0 <= self.threshold <= 1 or not 0 < self.top_p <= 1:
-            raise ValueError("threshold lies in [0, 1], top_p in (0, 1]")
-        if min(self.steps, self.entropy_bound, self.temperature, self.top_k) < 0:
-            raise ValueError("steps, entropy_bound, temperature and top_k are at least 0")
-
 
 def settings_of(rule):
     """A sample_dream.Sampling as one of blocks. ValueError for what only the filling of a canvas has."""
@@ -73,11 +65,6 @@ class State(typing.NamedTuple):
     forwards: jax.Array  # forward passes of the model
     cache: list  # (keys, values) [B, J, L, K] of each layer
 
-    @property
-    def prob_BL(self):
-        """The probability of each token when it was written, 1 for those given."""
-        return jnp.exp(self.record.logp_BL)
-
 
 class Given(typing.NamedTuple):
     """What stays as it is while a block is filled. Arrays, so that another value needs no other program."""
@@ -93,16 +80,6 @@ class Given(typing.NamedTuple):
     bound: float  # the threshold, or the entropy bound
 
 
-def at_slots(x_BL, slot_BC):
-    """x of each row at these slots of it [B, C]."""
-    return jnp.take_along_axis(x_BL, slot_BC, 1)
-
-
-def of_tokens(x_BNV, token_BN):
-    """x of each token [B, N]."""
-    return jnp.take_along_axis(x_BNV, token_BN[..., None], -1)[..., 0]
-
-
 @dataclasses.dataclass(frozen=True)
 class Sampler:
     """What a compiled program is made for. watch(state) is traced and runs after every step; it changes nothing."""
@@ -112,22 +89,14 @@ class Sampler:
     watch: typing.Callable | None = None
 
     def masked(self, model, state, given):
-        """The masked positions of the block [B, N], and all slots of the block."""
+        """The masked positions of the block [B, N]."""
         slot_BN = given.first_B[:, None] + jnp.arange(self.rule.block_length)
-        return at_slots((state.token_BL == model.cfg.mask_id) & given.see_BL, slot_BN), slot_BN
-
-    def feed(self, model, state, given, start_B, width):
-        """A pass over `width` slots of each row from start_B on: their hidden states, and the state with their keys."""
-        slot_BW = start_B[:, None] + jnp.arange(width)
-        keys = diffusion.Place(given.see_BL.astype(jnp.int32), given.block_BL)
-        queries = diffusion.Place(at_slots(keys.document, slot_BW), at_slots(keys.block, slot_BW))
-        token_BW = at_slots(state.token_BL, slot_BW)
-        hidden_BWD, cache = model.hidden(token_BW, slot_BW, None, state.cache, start_B, queries, keys)
-        return hidden_BWD, state._replace(cache=cache, forwards=state.forwards + 1)
+        masked_BL = (state.token_BL == model.cfg.mask_id) & given.see_BL
+        return jnp.take_along_axis(masked_BL, slot_BN, 1)
 
     def propose(self, model, hidden_BWD, start_B, given, slot_BN, i):
-        """(token_BN, prob_BN, entropy_BN, logp_BN): for each position a token, its probability and the entropy in the
-        model's own distribution, and its log p for the record.
+        """For each position a token, its probability and the entropy in the model's own distribution, and its log p for
+        the record: (token_BN, prob_BN, entropy_BN, logp_BN).
         """
         rule = self.rule
         # With cfg.shift the token at p comes from the hidden state at p - 1, the first of a text from its own.
@@ -147,10 +116,11 @@ class Sampler:
             filters, width = (rule.temperature, rule.top_k, rule.top_p), 1 if model.run.on_cpu else 3
             filtered_BNV = diffusion.filter_logits(logits_BNV, *filters, rule="dream", width=width)
         token_BN = diffusion.sample_tokens(filtered_BNV, u_BNV, 1.0 if rule.temperature else 0).astype(jnp.int32)
-        prob_BN = of_tokens(prob_BNV, token_BN)
+        prob_BN = jnp.take_along_axis(prob_BNV, token_BN[..., None], -1)[..., 0]
         logp_BN = jnp.log(prob_BN)
         if rule.record and rule.temperature:
-            logp_BN = of_tokens(diffusion.log_softmax(logits_BNV / rule.temperature), token_BN)
+            logp_BNV = diffusion.log_softmax(logits_BNV / rule.temperature)
+            logp_BN = jnp.take_along_axis(logp_BNV, token_BN[..., None], -1)[..., 0]
         if rule.score == "distribution":  # the choice of positions then does not depend on what is drawn
             prob_BN = prob_BNV.max(-1)
         return token_BN, prob_BN, -diffusion.confidence(prob_BNV, "entropy"), logp_BN
@@ -166,20 +136,28 @@ class Sampler:
         return diffusion.surest(prob_BN, masked_BN, count_B)
 
     def step(self, model, state, given, start_B, width, masks_B, i):
-        """Step i of a block: a forward pass, and the positions of highest confidence written."""
-        hidden_BWD, state = self.feed(model, state, given, start_B, width)
-        masked_BN, slot_BN = self.masked(model, state, given)
+        """Step i of a block: a pass over `width` slots of each row from start_B on, and the positions of highest
+        confidence written.
+        """
+        slot_BW = start_B[:, None] + jnp.arange(width)
+        row_B1 = jnp.arange(len(slot_BW))[:, None]
+        token_BW = state.token_BL[row_B1, slot_BW]
+        keys = diffusion.Place(given.see_BL.astype(jnp.int32), given.block_BL)
+        queries = diffusion.Place(keys.document[row_B1, slot_BW], keys.block[row_B1, slot_BW])
+        hidden_BWD, cache = model.hidden(token_BW, slot_BW, None, state.cache, start_B, queries, keys)
+
+        slot_BN = given.first_B[:, None] + jnp.arange(self.rule.block_length)
         token_BN, prob_BN, entropy_BN, logp_BN = self.propose(model, hidden_BWD, start_B, given, slot_BN, i)
-        written_BN = self.choose(masked_BN, prob_BN, entropy_BN, given, masks_B, i)
-        row_B1 = jnp.arange(len(slot_BN))[:, None]
+        written_BN = self.choose(self.masked(model, state, given), prob_BN, entropy_BN, given, masks_B, i)
         index_BN = jnp.where(written_BN, slot_BN, state.token_BL.shape[1])  # out of the row: dropped
 
         def write(x_BL, new_BN):
             return x_BL.at[row_B1, index_BN].set(new_BN, mode="drop")
 
-        _, token_BL, logp_BL = state.record
-        record = state.record._replace(token_BL=write(token_BL, token_BN), logp_BL=write(logp_BL, logp_BN))
-        state = state._replace(token_BL=write(state.token_BL, token_BN), record=record)
+        step_BL, drawn_BL, logp_BL = state.record
+        record = sample_dream.Record(step_BL, write(drawn_BL, token_BN), write(logp_BL, logp_BN))
+        token_BL = write(state.token_BL, token_BN)
+        state = State(token_BL, record, state.step, state.forwards + 1, cache)
         state = sample_dream.settle(state, given, model.cfg.mask_id, self.rule.eos_ids)
         if self.watch:
             self.watch(state)
@@ -190,7 +168,7 @@ class Sampler:
 def fill_block(params, state, given, *, sampler, width):
     """Fill a block of each row: its first pass feeds `width` slots from given.start_B on. A State."""
     model, N = nnx.merge(sampler.graph, params), sampler.rule.block_length
-    masks_B = sampler.masked(model, state, given)[0].sum(-1)
+    masks_B = sampler.masked(model, state, given).sum(-1)
     state = sampler.step(model, state, given, given.start_B, width, masks_B, jnp.int32(0))
     start_B = jnp.maximum(given.first_B - 1, 0)
 
@@ -199,55 +177,57 @@ def fill_block(params, state, given, *, sampler, width):
         return sampler.step(model, state, given, start_B, N + 1, masks_B, i), i + 1
 
     def unfinished(carry):
-        return sampler.masked(model, carry[0], given)[0].any()
+        return sampler.masked(model, carry[0], given).any()
 
     state, _ = jax.lax.while_loop(unfinished, step, (state, jnp.int32(1)))
     # The texts of all rows go to every host, which could not read those of another one's devices.
     return state._replace(token_BL=md.shard(state.token_BL), record=jax.tree.map(md.shard, state.record))
 
 
-def layout(cfg, N, prompts, rows, width):
-    """(token_BL, end_B, begin_B, slots that the first pass feeds) of prompts that end in MASKs.
+def counts(rule):
+    """Tokens that each step of a block fills, by how many of it are masked at first [N + 1, S]."""
+    N = rule.block_length
+    steps = min(rule.steps, N) or N
+    count_MS = np.ones((N + 1, N), np.int32)  # behind the schedule one a step
+    for masks in range(1, N + 1):
+        count_S = diffusion.step_counts(masks, min(steps, masks), rule.schedule)
+        count_S = count_S[count_S > 0]
+        count_MS[masks, : len(count_S)] = count_S
+    return count_MS
 
-    begin_B is the first slot of each row's first block with a MASK, end_B the end of its text. The first pass is over
-    the prompts and a block. With a width it is over all slots, and these are as many for all texts up to that width.
+
+def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
+    """(State, Given, slots that the first pass feeds) of prompts that end in MASKs, before anything is filled.
+
+    The first pass is over the prompts and a block. With a width it is over all slots, and these are as many for all
+    texts up to that width.
     """
-    given_B = np.array([len(ids) if cfg.mask_id not in ids else ids.index(cfg.mask_id) for ids in prompts])
-    if any(set(ids[n:]) - {cfg.mask_id} for ids, n in zip(prompts, given_B, strict=True)):
-        advice = "put the text before the hole, or use a Dream without blocks"
-        raise ValueError(f"a model of blocks does not see the text behind a hole; {advice}")
-    end_B, begin_B = np.array([len(ids) for ids in prompts]), given_B // N * N
+    N, given_B = rule.block_length, []
+    for ids in prompts:
+        given_B.append(ids.index(cfg.mask_id) if cfg.mask_id in ids else len(ids))
+        if set(ids[given_B[-1] :]) - {cfg.mask_id}:
+            advice = "put the text before the hole, or use a Dream without blocks"
+            raise ValueError(f"a model of blocks does not see the text behind a hole; {advice}")
+    B = max(rows, len(prompts))
+    without_text = (0, B - len(prompts))
+    end_B = np.pad([len(ids) for ids in prompts], without_text)
+    begin_B = np.pad(given_B, without_text) // N * N  # the first block with a MASK
     if max(end_B) > cfg.positions:
         raise ValueError(f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions")
+
     prefix = max(2 * N, int(begin_B.max()) + N)
     needed = max(prefix, int(end_B.max()) + N)
     L = sample_dream.canvas_width(max(needed, width + 2 * N if width else 0), 1 << 30)
     prefix = L if width else min(sample_dream.canvas_width(prefix, 1 << 30), L)
-    token_BL = np.full((max(rows, len(prompts)), L), cfg.pad_id, np.int32)
+    token_BL = np.full((B, L), cfg.pad_id, np.int32)
     for row, ids in zip(token_BL, prompts, strict=False):
         row[: len(ids)] = ids
-    padding = (0, len(token_BL) - len(prompts))  # rows without a text
-    return token_BL, np.pad(end_B, padding), np.pad(begin_B, padding), prefix
-
-
-def counts(rule):
-    """Tokens that each step of a block fills, by how many of it are masked at first [N + 1, S]."""
-    steps, masks_M = min(rule.steps, rule.block_length) or rule.block_length, np.arange(rule.block_length + 1)
-    rows = [diffusion.step_counts(m, min(steps, m), rule.schedule) if m else [] for m in masks_M.tolist()]
-    rows = [[n for n in row if n] for row in rows]
-    return np.array([[*row, *[1] * (rule.block_length - len(row))] for row in rows], np.int32)
-
-
-def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
-    """(State, Given, slots that the first pass feeds) of prompts that end in MASKs, before anything is filled."""
-    token_BL, end_B, begin_B, prefix = layout(cfg, rule.block_length, prompts, rows, width)
-    B, L = token_BL.shape
     see_BL = np.arange(L) < end_B[:, None]
     id_V = np.arange(cfg.vocab)
     given = Given(
         see_BL=see_BL,
         made_BL=(token_BL == cfg.mask_id) & see_BL,
-        block_BL=np.broadcast_to(np.arange(L) // rule.block_length, (B, L)),
+        block_BL=np.broadcast_to(np.arange(L) // N, (B, L)),
         first_B=begin_B,
         start_B=0 * begin_B,
         count_MS=counts(rule),
@@ -256,10 +236,8 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
         bound=rule.threshold or rule.entropy_bound,
     )
 
-    def empty():  # keys or values of a layer
-        return jnp.zeros((B, cfg.kv_heads, L, cfg.head_size), dtype)
-
-    cache = [(empty(), empty()) for _ in range(cfg.layers)]
+    shape = B, cfg.kv_heads, L, cfg.head_size
+    cache = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(cfg.layers)]
     record = sample_dream.Record(np.full((B, L), -1, np.int32), token_BL.copy(), np.zeros((B, L), np.float32))
     return State(token_BL, record, np.int32(0), np.int32(0), cache), given, prefix
 
@@ -285,8 +263,6 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
     rule = dataclasses.replace(rule, block_length=rule.block_length or cfg.block_length)
     if not rule.block_length:
         raise ValueError("the model has no blocks: sample_dream.generate samples from it, or set block_length")
-    if rule.temperature and key is None:
-        raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
     N, prompts = rule.block_length, [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]
     width = next((width for width in widths if width >= max(map(len, prompts))), 0)
     state, given, prefix = prepare(cfg, rule, prompts, rows, width, key, model.run.dtype)
@@ -297,14 +273,16 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
         return [row[: len(ids)].tolist() for row, ids in zip(np.asarray(state.token_BL), prompts, strict=False)]
 
     # Block after block; a row that is done repeats its last.
-    begun, windows, begin_B = [], [], given.first_B
+    begun, windows = [], []
+    begin_B = given.first_B
     last_B = begin_B + np.maximum(given.see_BL.sum(1) - begin_B - 1, 0) // N * N
     for i in range(max((last_B - begin_B) // N) + 1):
         first_B = np.minimum(begin_B + i * N, last_B)
         if not ((np.asarray(state.token_BL) == cfg.mask_id) & given.see_BL).any():
             break
         begun.append(int(state.step))
-        start_B, width = (np.maximum(first_B - N, 0), 2 * N) if i else (0 * first_B, prefix)
+        start_B = np.maximum(first_B - N, 0) if i else 0 * first_B
+        width = 2 * N if i else prefix
         given = given._replace(first_B=first_B.astype(np.int32), start_B=start_B.astype(np.int32))
         state = fill_block(params, sample_dream.beside(params, state), given, sampler=sampler, width=width)
         windows += [width] + [N + 1] * (int(state.forwards) - len(windows) - 1)
@@ -312,7 +290,8 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
             on_block(texts_of(state))
     record = sample_dream.Record(*map(np.asarray, state.record))
     stats = {"forwards": int(state.forwards), "steps": int(state.step), "begun": begun, "windows": windows}
-    stats |= {"record": record, "when": record.step_BL + 1, "probability": np.exp(record.logp_BL)}
+    stats |= {"passes": [stats["forwards"]] * len(prompts), "record": record, "when": record.step_BL + 1}
+    stats["probability"] = np.exp(record.logp_BL)
     return texts_of(state), stats
 
 

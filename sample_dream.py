@@ -1,4 +1,4 @@
-"""Sampling from Dream: a canvas that holds MASKs is filled step by step, as a whole or block by block.
+"""Sampling from Dream: the MASKs of a canvas are filled step by step, all at once or block by block.
 
     model, _ = checkpoints.load(model_dream, "out/dream")
     rows, stats = sample_dream.generate(model, [[5, 6, 7]], 256, sample_dream.Sampling(steps=64))
@@ -7,6 +7,8 @@ A denoising step is a forward pass of the model, a token proposed for each maske
 of highest confidence are written, the other positions stay MASK until a later step. With blocks, only the masked
 positions of one block are open until it is full; without, the whole canvas is one block. With a cache, the first step
 of a block keeps the keys and values of all slots, and its further steps feed a window around the block alone.
+
+From the top: generate, fill, prepare; for each block fill_block, a compiled loop of step: forward, propose, settle.
 
 Letters: B batch, L slots of the canvas, W slots of a window, C positions of one chunk of logits, D width, V vocabulary,
 S denoising steps.
@@ -44,7 +46,7 @@ class Sampling:
     threshold: float = 0.0  # fill all positions of at least this probability, one a step at least; 0: by steps
     entropy_bound: float = 0.0  # fill positions of lowest entropy, while those before add up to at most this; 0: steps
     filtered: bool = False  # compare the threshold after temperature, top-k and top-p, as Fast-dLLM's code does
-    score: typing.Literal["drawn", "distribution"] = "drawn"  # the probability that counts: the drawn token's | the max
+    score: typing.Literal["drawn", "distribution"] = "drawn"  # the probability compared: the drawn token's | the max
     block_length: int = 0  # fill blocks of this length from left to right; 0: the whole canvas at once
     cache: typing.Literal["", "prefix", "dual"] = ""  # within a block keep keys and values: of the prompt | all around
     fast_dllm: bool = False  # Fast-dLLM's windows: a block's first token is filled whatever its probability
@@ -56,11 +58,9 @@ class Sampling:
     record: bool = False  # the same for training, with the probability at this temperature: a Record
 
     def __post_init__(self):
-        negative = [name for name, value in vars(self).items() if isinstance(value, int | float) and value < 0]
-        if negative:
-            raise ValueError(f"{', '.join(negative)} is below 0")
-        if self.eps >= 1 or not 0 < self.top_p <= 1 or self.threshold > 1:
-            raise ValueError("eps and threshold are at most 1, top_p lies in (0, 1]")
+        numbers = self.steps, self.block_length, self.temperature, self.top_k, self.alg_temp, self.entropy_bound
+        if not (0 <= self.threshold <= 1 and 0 < self.top_p <= 1) or min(*numbers, self.eos_penalty) < 0:
+            raise ValueError("threshold lies in [0, 1], top_p in (0, 1]; other numbers are at least 0")
         if self.threshold and self.entropy_bound:
             raise ValueError("threshold and entropy_bound do not go together")
         if self.cache and not self.block_length:
@@ -88,7 +88,7 @@ class Record(typing.NamedTuple):
 
 
 class State(typing.NamedTuple):
-    """What a denoising step changes."""
+    """What a denoising step changes: an array of rows each, but for the two counters."""
 
     token_BL: jax.Array
     step: jax.Array  # steps so far, in all blocks; those in which nothing can be filled cost no forward pass
@@ -97,27 +97,8 @@ class State(typing.NamedTuple):
     step_B: jax.Array  # steps after which the row was not full yet
     record: Record | None = None  # with Sampling.record or history
 
-    @property
-    def prob_BL(self):
-        """With a record: the probability of each token when it was written, 1 for those given."""
-        return jnp.exp(self.record.logp_BL)
-
     def of_rows(self, index):
-        """These rows alone. All arrays are of rows, but for the counters."""
         return jax.tree.map(lambda x: x[index] if x.ndim else x, self)
-
-    def with_rows(self, index, new):
-        """This State, in NumPy arrays, with the first rows of `new` at `index`, and its counters."""
-
-        def update(old, new):
-            new = np.asarray(new)
-            if not new.ndim:
-                return new
-            old = old.copy()
-            old[index] = new[: len(index)]
-            return old
-
-        return jax.tree.map(update, self, new)
 
 
 class Given(typing.NamedTuple):
@@ -126,24 +107,21 @@ class Given(typing.NamedTuple):
     see_BL: jax.Array  # False at padding
     made_BL: jax.Array  # masked at the start
     offset_BL: jax.Array  # slots counted from the row's first token
-    banned_V: jax.Array  # ids that are never drawn
     key_B: jax.Array  # a random key for each row
-    steps: int  # steps of a block's schedule
-    limit: int  # a block ends after this many steps, whatever is still masked
-    budget_BS: jax.Array | None = None  # threshold or bound, no blocks: how many more may be filled from step i on
-    share_S: jax.Array | None = None  # else: the share of the masked positions that step i fills; origin: its chance
-    bound: float = 0.0  # the threshold, or the entropy bound
-    eos_penalty: float = 0.0
+    budget_BS: jax.Array  # threshold or bound, no blocks: how many more may be filled from step i on
+    share_S: jax.Array  # else: the share of the masked positions that step i fills; origin: its chance
+    banned_V: jax.Array  # ids that are never drawn
+    bound: float  # the threshold, or the entropy bound
+    eos_penalty: float
+    steps: int  # a block ends after this many steps, whatever is still masked
+    size: int  # slots of the block
     first: int = 0  # first slot of the block
-    size: int = 0  # slots of the block
     start: int = 0  # first slot of the window that a cached step feeds
     begun: int | jax.Array = 0  # State.step at which the block began
 
     def of_rows(self, index):
-        """These rows alone."""
         names = "see_BL", "made_BL", "offset_BL", "key_B", "budget_BS"
-        arrays = {name: getattr(self, name) for name in names}
-        return self._replace(**{name: x[index] for name, x in arrays.items() if x is not None})
+        return self._replace(**{name: getattr(self, name)[index] for name in names})
 
 
 # ---- one denoising step --------------------------------------------------------------------------------------------
@@ -158,31 +136,11 @@ class Sampler:
     rule: Sampling
     watch: typing.Callable | None = None
 
-    def masked(self, token_BL, given):
-        return (token_BL == self.cfg.mask_id) & given.see_BL
-
     def open_positions(self, state, given):
         """The masked positions of the block [B, L]."""
         slot_L = jnp.arange(state.token_BL.shape[1])
-        return self.masked(state.token_BL, given) & (slot_L >= given.first) & (slot_L < given.first + given.size)
-
-    def plan(self, state, given, opening=False):
-        """(wanted_BL, most_B): the positions that this step may fill, and at most how many of each row."""
-        rule, i = self.rule, state.step - given.begun  # step i of this block
-        wanted_BL = self.open_positions(state, given)
-        if opening and rule.fast_dllm:  # fills the block's first token alone
-            wanted_BL &= jnp.arange(wanted_BL.shape[1]) == given.first
-            return wanted_BL, wanted_BL.sum(-1)
-        if rule.alg == "origin":  # fills each position by chance, whatever the model's confidence
-            wanted_BL &= self.uniform(given, 2, state, given.offset_BL) < given.share_S[i]
-            return wanted_BL, wanted_BL.sum(-1)
-        count_B = wanted_BL.sum(-1)
-        if not rule.bound:
-            return wanted_BL, jnp.floor(count_B * given.share_S[i]).astype(jnp.int32)
-        if given.budget_BS is None:
-            return wanted_BL, count_B
-        new_B = given.budget_BS.at[:, i].get(mode="fill", fill_value=0)
-        return wanted_BL, jnp.minimum(new_B + state.left_B, count_B)
+        block_L = (slot_L >= given.first) & (slot_L < given.first + given.size)
+        return (state.token_BL == self.cfg.mask_id) & given.see_BL & block_L
 
     def uniform(self, given, tag, state, offset_BC, shape=()):
         """Uniform numbers in (0, 1) [B, C, *shape], a function of row, its step and offset alone: not of the batch."""
@@ -193,128 +151,130 @@ class Sampler:
 
         return jax.vmap(jax.vmap(draw, (None, None, 0)))(given.key_B, state.step_B, offset_BC)
 
-    def logits(self, model, hidden_BWD, start, state, given, slot_BC):
-        """Logits [B, C, V] of the tokens at these slots, those of banned ids at -inf.
+    def propose(self, model, hidden_BWD, start, state, given, slot_BC):
+        """(token_BC, score_BC, logp_BC): a token for each of these slots, its confidence, and its log p for a Record.
 
-        hidden_BWD are the hidden states of slots start .. start + W - 1. With cfg.shift the token at p comes from the
-        state at p - 1, or from its own where that is padding or outside the window.
+        hidden_BWD are the hidden states of slots start .. start + W - 1.
         """
-        row_B1 = jnp.arange(len(slot_BC))[:, None]
+        rule, row_B1 = self.rule, jnp.arange(len(slot_BC))[:, None]
+        # With cfg.shift the token at p comes from the state at p - 1, or from its own where that is padding or outside
+        # the window.
         shifted_BC = self.cfg.shift & (slot_BC > 0) & given.see_BL[row_B1, jnp.maximum(slot_BC - 1, 0)]
         source_BC = jnp.clip(slot_BC - shifted_BC - start, 0, hidden_BWD.shape[1] - 1)
         logits_BCV = model.logits(jnp.take_along_axis(hidden_BWD, source_BC[..., None], 1))
         logits_BCV = jnp.where(given.banned_V, -jnp.inf, logits_BCV)
-        if self.rule.eos_penalty:  # large while little of the text is filled, 0 once all of it is
-            left_B = self.masked(state.token_BL, given).sum(-1) / jnp.maximum(1, given.made_BL.sum(-1))
+        if rule.eos_penalty:  # large while little of the text is filled, 0 once all of it is
+            masked_BL = (state.token_BL == self.cfg.mask_id) & given.see_BL
+            left_B = masked_BL.sum(-1) / jnp.maximum(1, given.made_BL.sum(-1))
             penalty_B11 = given.eos_penalty * -jnp.log(1 - left_B + 1e-3)[:, None, None]
-            logits_BCV -= penalty_B11 * jnp.isin(jnp.arange(self.cfg.vocab), jnp.array(self.rule.eos_ids, jnp.int32))
-        return logits_BCV
+            logits_BCV -= penalty_B11 * jnp.isin(jnp.arange(self.cfg.vocab), jnp.array(rule.eos_ids, jnp.int32))
 
-    def confidence(self, logits_BCV, filtered_BCV, token_BC):
-        """Confidence [B, C] in the proposed tokens: a probability, or a measure of the distribution.
+        # Draw a token from what temperature, top-k and top-p leave.
+        filters, width = (rule.temperature, rule.top_k, rule.top_p), 1 if model.run.on_cpu else 3
+        filtered_BCV, u_BCV = diffusion.filter_logits(logits_BCV, *filters, rule="dream", width=width), None
+        if rule.temperature:
+            u_BCV = self.uniform(given, 0, state, given.offset_BL[row_B1, slot_BC], logits_BCV.shape[-1:])
+        token_BC = diffusion.sample_tokens(filtered_BCV, u_BCV, 1.0 if rule.temperature else 0).astype(jnp.int32)
 
-        A threshold or bound is compared with the model's own distribution, as filters raise every probability: 0.61 of
-        two tokens becomes 0.90 at temperature 0.2. Dream's other orders are defined after the filters.
-        """
-        rule = self.rule
-        if rule.entropy_bound:
-            return diffusion.confidence(diffusion.softmax(logits_BCV), "entropy")
-        if rule.threshold or rule.alg == "maskgit_plus":
-            raw = rule.threshold and not rule.filtered
-            prob_BCV = diffusion.softmax(logits_BCV if raw else filtered_BCV)
-            if rule.score == "distribution":  # the choice of positions then does not depend on what is drawn
-                return prob_BCV.max(-1)
-            return jnp.take_along_axis(prob_BCV, token_BC[..., None], -1)[..., 0]
-        if rule.alg == "origin":
-            return jnp.zeros(token_BC.shape)
-        kind = "margin" if rule.alg == "topk_margin" else "entropy"
-        return diffusion.confidence(diffusion.softmax(filtered_BCV), kind)
+        # Confidence. A threshold or bound is compared with the model's own distribution, as filters raise every
+        # probability: 0.61 of two tokens becomes 0.90 at temperature 0.2. Dream's orders are defined after the filters.
+        prob_BCV = diffusion.softmax(logits_BCV if rule.bound and not rule.filtered else filtered_BCV)
+        if rule.alg == "maskgit_plus" and rule.score == "drawn":
+            score_BC = jnp.take_along_axis(prob_BCV, token_BC[..., None], -1)[..., 0]
+        elif rule.alg == "maskgit_plus":  # the choice of positions does not depend on what is drawn
+            score_BC = prob_BCV.max(-1)
+        elif rule.alg == "origin":
+            score_BC = jnp.zeros(token_BC.shape)
+        else:
+            score_BC = diffusion.confidence(prob_BCV, "margin" if rule.alg == "topk_margin" else "entropy")
 
-    def propose(self, model, hidden_BWD, start, state, given, wanted_BL):
-        """(token_BL, score_BL, logp_BL): for each wanted position a token, its confidence, and its log p for a Record.
+        logp_BC = None
+        if state.record:
+            scale = rule.temperature if rule.record and rule.temperature else 1.0
+            logp_BCV = diffusion.log_softmax(logits_BCV / scale)
+            logp_BC = jnp.take_along_axis(logp_BCV, token_BC[..., None], -1)[..., 0]
+        return token_BC, score_BC, logp_BC
 
-        The head is the widest matrix, so it runs for the wanted positions alone, C of each row at a time: those of a
-        block, at most run.head_positions.
-        """
-        rule, (B, L) = self.rule, wanted_BL.shape
-        C, row_B1 = min(model.run.head_positions, rule.block_length or L, L), jnp.arange(B)[:, None]
-        # Slots of the wanted positions, from the left; L, which is dropped, where a row has no more of them.
-        order_BL = jnp.where(wanted_BL, jnp.cumsum(wanted_BL, -1) - 1, L + C)
-        slot_BL = jnp.full((B, L + -L % C), L).at[row_B1, order_BL].set(jnp.arange(L), mode="drop")
-
-        def propose_chunk(c, proposal):
-            chunk_BC = jax.lax.dynamic_slice(slot_BL, (0, c * C), (B, C))
-            slot_BC = jnp.minimum(chunk_BC, L - 1)
-            logits_BCV = self.logits(model, hidden_BWD, start, state, given, slot_BC)
-            # Draw from what temperature, top-k and top-p leave.
-            filters, width = (rule.temperature, rule.top_k, rule.top_p), 1 if model.run.on_cpu else 3
-            filtered_BCV = diffusion.filter_logits(logits_BCV, *filters, rule="dream", width=width)
-            u_BCV = None
-            if rule.temperature:
-                u_BCV = self.uniform(given, 0, state, given.offset_BL[row_B1, slot_BC], logits_BCV.shape[-1:])
-            token_BC = diffusion.sample_tokens(filtered_BCV, u_BCV, 1.0 if rule.temperature else 0).astype(jnp.int32)
-            score_BC, logp_BC = self.confidence(logits_BCV, filtered_BCV, token_BC), None
-            if state.record:
-                scale = rule.temperature if rule.record and rule.temperature else 1.0
-                logp_BCV = diffusion.log_softmax(logits_BCV / scale)
-                logp_BC = jnp.take_along_axis(logp_BCV, token_BC[..., None], -1)[..., 0]
-
-            def write(old_BL, new_BC):
-                return old_BL.at[row_B1, chunk_BC].set(new_BC, mode="drop")
-
-            return jax.tree.map(write, proposal, (token_BC, score_BC, logp_BC))
-
-        chunks = (jnp.max(wanted_BL.sum(-1)) + C - 1) // C
-        logp_BL = state.record.logp_BL if state.record else None
-        nothing = state.token_BL, jnp.full((B, L), -jnp.inf), logp_BL
-        return jax.lax.fori_loop(0, chunks, propose_chunk, nothing)
-
-    def choose(self, score_BL, wanted_BL, most_B, state, given):
-        """The positions [B, L] that are written: with a threshold or bound those that meet it and one at least, else
-        the most_B of highest confidence.
-        """
-        rule, count_B = self.rule, most_B
-        if rule.bound:
-            if rule.entropy_bound:
-                accepted_BL = diffusion.entropy_bound(-score_BL, wanted_BL, given.bound)
-            else:
-                accepted_BL = wanted_BL & (score_BL >= given.bound)
-            count_B = jnp.minimum(most_B, jnp.maximum(1, accepted_BL.sum(-1)))
-        elif rule.alg_temp:  # Gumbel's k largest are k draws without replacement from softmax(score / alg_temp)
-            u_BL = self.uniform(given, 1, state, given.offset_BL)
-            score_BL = score_BL / rule.alg_temp - jnp.log(-jnp.log(u_BL))
-        return diffusion.surest(score_BL, wanted_BL, count_B)
-
-    def forward(self, model, state, given, cache, wanted_BL, most_B, width=0):
+    def forward(self, model, state, given, cache, wanted_BL, most_B, width):
         """One forward pass and what it writes: (state, the keys and values that the pass leaves).
 
         Without a cache the pass is over the canvas; with one over `width` slots from given.start on.
         """
-        start = 0
+        rule, (B, L), row_B1 = self.rule, wanted_BL.shape, jnp.arange(len(wanted_BL))[:, None]
         if cache is None:
+            start = 0
             hidden_BWD, cache = model.hidden(state.token_BL, see_BM=given.see_BL)
         else:
             start = given.start
             window_BW = jax.lax.dynamic_slice_in_dim(state.token_BL, start, width, 1)
             hidden_BWD, cache = model.hidden(window_BW, None, given.see_BL, cache, start)
-        new_BL, score_BL, logp_BL = self.propose(model, hidden_BWD, start, state, given, wanted_BL)
-        chosen_BL = self.choose(score_BL, wanted_BL, most_B, state, given)
+
+        # The head is the widest matrix, so it runs for the wanted positions alone, C of each row at a time. slot_BL
+        # holds these from the left, then L, which is dropped.
+        C = min(model.run.head_positions, rule.block_length or L, L)
+        order_BL = jnp.where(wanted_BL, jnp.cumsum(wanted_BL, -1) - 1, L + C)
+        slot_BL = jnp.full((B, L + -L % C), L).at[row_B1, order_BL].set(jnp.arange(L), mode="drop")
+
+        def propose_chunk(c, proposal):
+            slot_BC = jax.lax.dynamic_slice(slot_BL, (0, c * C), (B, C))
+            new = self.propose(model, hidden_BWD, start, state, given, jnp.minimum(slot_BC, L - 1))
+            return jax.tree.map(lambda x_BL, x_BC: x_BL.at[row_B1, slot_BC].set(x_BC, mode="drop"), proposal, new)
+
+        proposal = state.token_BL, jnp.full((B, L), -jnp.inf), state.record.logp_BL if state.record else None
+        chunks = (jnp.max(wanted_BL.sum(-1)) + C - 1) // C
+        new_BL, score_BL, logp_BL = jax.lax.fori_loop(0, chunks, propose_chunk, proposal)
+
+        # Choose: with a threshold or bound the positions that meet it, one at least; else those of highest confidence.
+        count_B = most_B
+        if rule.entropy_bound:
+            accepted_BL = diffusion.entropy_bound(-score_BL, wanted_BL, given.bound)
+        elif rule.threshold:
+            accepted_BL = wanted_BL & (score_BL >= given.bound)
+        if rule.bound:
+            count_B = jnp.minimum(most_B, jnp.maximum(1, accepted_BL.sum(-1)))
+        elif rule.alg_temp:  # Gumbel's k largest are k draws without replacement from softmax(score / alg_temp)
+            u_BL = self.uniform(given, 1, state, given.offset_BL)
+            score_BL = score_BL / rule.alg_temp - jnp.log(-jnp.log(u_BL))
+        chosen_BL = diffusion.surest(score_BL, wanted_BL, count_B)
+
         token_BL = jnp.where(chosen_BL, new_BL, state.token_BL)
         if state.record:
             written_BL, record = token_BL != state.token_BL, state.record  # a MASK that is proposed writes nothing
             drawn_BL = jnp.where(written_BL, token_BL, record.token_BL)
             logp_BL = jnp.where(written_BL, logp_BL, record.logp_BL)
             state = state._replace(record=Record(record.step_BL, drawn_BL, logp_BL))
-        left_B = most_B - chosen_BL.sum(-1)
-        return state._replace(token_BL=token_BL, forwards=state.forwards + 1, left_B=left_B), cache
+        state = state._replace(token_BL=token_BL, forwards=state.forwards + 1, left_B=most_B - chosen_BL.sum(-1))
+        return state, cache if rule.cache else None
 
-    def end_step(self, state, given):
-        """The state with what the step has ended, and with its counters."""
+    def step(self, model, state, given, cache, width, opening=False):
+        """A denoising step: (state, keys and values). opening is the first step of a block with a cache."""
+        rule, i = self.rule, state.step - given.begun  # step i of this block
+        # The positions that this step may fill, and at most how many of each row.
+        wanted_BL = self.open_positions(state, given)
+        first_alone = opening and rule.fast_dllm
+        if first_alone:
+            wanted_BL &= jnp.arange(wanted_BL.shape[1]) == given.first
+        if rule.alg == "origin":  # fills each position by chance, whatever the model's confidence
+            wanted_BL &= self.uniform(given, 2, state, given.offset_BL) < given.share_S[i]
+        most_B = count_B = wanted_BL.sum(-1)
+        if rule.bound and not rule.block_length:
+            new_B = given.budget_BS.at[:, i].get(mode="fill", fill_value=0)
+            most_B = jnp.minimum(new_B + state.left_B, count_B)
+        elif not (rule.bound or rule.alg == "origin" or first_alone):
+            most_B = jnp.floor(count_B * given.share_S[i]).astype(jnp.int32)
+
+        def forward(state, cache):
+            return self.forward(model, state, given, cache, wanted_BL, most_B, width)
+
+        if opening:
+            state, cache = forward(state, cache)
+        else:  # without a pass where the schedule rounds to 0 positions in all rows
+            state, cache = jax.lax.cond(jnp.any(most_B > 0), forward, lambda *same: same, state, cache)
         state = settle(state, given, self.cfg.mask_id, self.rule.eos_ids)
         if self.watch:
             self.watch(state)
         open_B = self.open_positions(state, given).any(-1)
-        return state._replace(step=state.step + 1, step_B=state.step_B + open_B)
+        return state._replace(step=state.step + 1, step_B=state.step_B + open_B), cache
 
 
 def settle(state, given, mask_id, eos_ids):
@@ -338,79 +298,45 @@ def settle(state, given, mask_id, eos_ids):
     return state._replace(token_BL=token_BL, record=record)
 
 
-# ---- compiled programs ---------------------------------------------------------------------------------------------
+@functools.partial(jax.jit, static_argnames=("sampler", "width"))
+def fill_block(params, state, given, *, sampler, width=0):
+    """Fill a block, in one loop on the device: a State. The block is the whole canvas if block_length is 0.
 
-
-@functools.partial(jax.jit, static_argnames=("sampler",))
-def open_block(params, state, given, *, sampler):
-    """The first step of a block with a cache, a pass over the canvas: (state, keys and values of all slots).
-
-    params is the tree of parameters, state a State, given a Given. `lower` takes their ShapeDtypeStructs.
+    params is the tree of parameters, state a State, given a Given. `lower` takes their ShapeDtypeStructs. With a cache
+    the first step is a pass over the canvas and keeps its keys and values, [B, J, L, K] of each layer; the others feed
+    `width` slots from given.start on and update those of these slots.
     """
-    model = nnx.merge(sampler.graph, params)
-    wanted_BL, most_B = sampler.plan(state, given, opening=True)
-    state, cache = sampler.forward(model, state, given, None, wanted_BL, most_B)
-    return sampler.end_step(state, given), cache
-
-
-@functools.partial(jax.jit, static_argnames=("sampler", "width"), donate_argnames=("cache",))
-def denoise(params, state, given, cache=None, *, sampler, width=0):
-    """Fill a block, in one loop on the device: (state, cache). The block is the whole canvas if block_length is 0.
-
-    Arguments as those of open_block. Without a cache each step is a pass over the canvas. With that of open_block, [(k,
-    v)] of each layer as [B, J, L, K], a step feeds `width` slots from given.start on and writes their keys and values
-    into the cache. A model that predicts MASK again and again ends at given.limit.
-    """
-    model = nnx.merge(sampler.graph, params)
+    model, cache = nnx.merge(sampler.graph, params), None
+    if sampler.rule.cache:
+        state, cache = sampler.step(model, state, given, cache, width, opening=True)
 
     def unfinished(carry):
         state, _ = carry
-        i = state.step - given.begun
-        scheduled = (i < given.steps) | jnp.any(state.left_B > 0)
-        return scheduled & (i < given.limit) & jnp.any(sampler.open_positions(state, given))
+        return (state.step - given.begun < given.steps) & jnp.any(sampler.open_positions(state, given))
 
     def step(carry):
         state, cache = carry
-        wanted_BL, most_B = sampler.plan(state, given)
+        return sampler.step(model, state, given, cache, width)
 
-        def forward(state, cache):
-            state, new_cache = sampler.forward(model, state, given, cache, wanted_BL, most_B, width)
-            return state, None if cache is None else new_cache
-
-        def skip(state, cache):  # the schedule rounds to 0 positions in all rows
-            return state._replace(left_B=most_B), cache
-
-        state, cache = jax.lax.cond(jnp.all(most_B == 0), skip, forward, state, cache)
-        return sampler.end_step(state, given), cache
-
-    return jax.lax.while_loop(unfinished, step, (state, cache))  # the cache too, so that its memory is used again
-
-
-@functools.partial(jax.jit, static_argnames=("sampler", "width"))
-def fill_block(params, state, given, *, sampler, width=0):
-    """Fill a block, with a cache its opening pass too, as one program: a State. Arguments as those of denoise."""
-    cache = None
-    if sampler.rule.cache:
-        state, cache = open_block(params, state, given, sampler=sampler)
-    state, _ = denoise(params, state, given, cache, sampler=sampler, width=width)
+    state, _ = jax.lax.while_loop(unfinished, step, (state, cache))
     return jax.tree.map(shard, state)  # on all hosts, which could not read what lies on another one's devices
 
 
 # ---- a canvas ------------------------------------------------------------------------------------------------------
 
 
-def padded(x, least=0):
-    """x with rows of zeros up to a power of two, at least 32: another number of steps is seldom another program."""
-    rows = 1 << max(5, (max(len(x), least) - 1).bit_length())
-    return np.pad(x, [(0, rows - len(x))] + [(0, 0)] * (x.ndim - 1))
-
-
 def layout(rule, masked_BL):
-    """(first slot of each block, slots of a block, steps of a block). Blocks cover the columns that hold a MASK."""
+    """(blocks, slots of each, steps of each). Blocks cover the columns that hold a MASK.
+
+    A block is (its first slot, first slot of the window that its cached steps feed, width of this window). The slot
+    before a block gives the logits of its first token. With cache="prefix" every window reaches from the prompt to the
+    end, and not from its block: then all have one width, and one program fills all blocks. Its keys are fresher than
+    those of Fast-dLLM's windows, which shrink from block to block.
+    """
     L, size = masked_BL.shape[1], rule.block_length
     if not size:  # the canvas is one block
         most = max(1, int(masked_BL.sum(-1).max()))
-        return [0], L, rule.steps or (1 if rule.bound else most)
+        return [(0, 0, L)], L, rule.steps or (1 if rule.bound else most)
     columns = np.flatnonzero(masked_BL.any(0)).tolist()
     if not columns:
         return [], size, 1
@@ -418,49 +344,18 @@ def layout(rule, masked_BL):
     span = end - begin
     if span % size and rule.fast_dllm:
         raise ValueError(f"block_length {size} does not divide the {span} tokens to fill; try {math.gcd(span, size)}")
-    blocks = -(-span // size)
-    if rule.steps % blocks:
-        nearest = -(-rule.steps // blocks) * blocks
-        raise ValueError(f"{rule.steps} steps do not divide over {blocks} blocks; try {nearest}")
+    count = math.ceil(span / size)
+    if rule.steps % count:
+        nearest = math.ceil(rule.steps / count) * count
+        raise ValueError(f"{rule.steps} steps do not divide over {count} blocks; try {nearest}")
     # Where blocks do not fill the canvas evenly, the last one overlaps the one before, which is full by then.
-    firsts = [max(0, min(begin + i * size, L - size)) for i in range(blocks)]
-    return firsts, size, rule.steps // blocks or size
-
-
-def schedule(rule, size, steps, masked_BL):
-    """The fields of Given that say how many positions each step of a block of `size` slots fills.
-
-    Their arrays have an entry for each slot of the canvas at least: a program for all numbers of steps up to that.
-    """
-    # A threshold or a bound, with blocks: a step may fill every position. It fills one at least, as does the opening
-    # pass.
-    if rule.bound and rule.block_length:
-        return {"steps": size + 1, "limit": size + 1}
-    pad = functools.partial(padded, least=masked_BL.shape[1])
-    # Without blocks: the steps share the masks evenly; each one beyond them fills at least one that is left.
-    if rule.bound:
-        count_B = masked_BL.sum(-1)
-        budget_SB = diffusion.step_counts(count_B, steps, "even").astype(np.int32)
-        return {"steps": steps, "limit": steps + int(count_B.max()), "budget_BS": pad(budget_SB).T}
-    # Else Dream's schedule, origin's by chance: a step fills the share 1 - s / t, the last all. The opening pass of
-    # Fast-dLLM fills only one token, so its blocks have two steps at least.
-    limit = max(steps, 2) if rule.fast_dllm else steps
-    share_S = diffusion.dream_shares(steps, rule.eps)[np.minimum(np.arange(limit), steps - 1)]
-    return {"steps": limit, "limit": limit, "share_S": pad(share_S)}
-
-
-def window(rule, length, begin, first, size):
-    """(first slot, slots) that a cached step feeds for the block at `first`, of a text whose masks begin at `begin`.
-
-    The slot before a block gives the logits of its first token. With cache="prefix" every window reaches from the
-    prompt to the end, and not from its block, so that all have one width: then one program fills all blocks. Its keys
-    are fresher than those of Fast-dLLM's windows, which shrink from block to block.
-    """
+    firsts = [max(0, min(begin + i * size, L - size)) for i in range(count)]
+    slots = math.ceil((L - firsts[0]) / 32) * 32 if rule.cache == "prefix" else size
+    width = min(slots + 1, L) if rule.cache else L
+    blocks = [(first, min(max(first - 1, 0), L - width), width) for first in firsts]
     if rule.fast_dllm:
-        return first, length - first if rule.cache == "prefix" else size
-    slots = -(-(length - begin) // 32) * 32 if rule.cache == "prefix" else size
-    width = min(slots + 1, length)
-    return min(max(first - 1, 0), length - width), width
+        blocks = [(first, first, L - first if rule.cache == "prefix" else size) for first in firsts]
+    return blocks, size, rule.steps // count or size
 
 
 def keys_of_rows(key, rows):
@@ -469,37 +364,54 @@ def keys_of_rows(key, rows):
 
 
 def prepare(cfg, rule, token_BL, see_BL, key=None):
-    """(State, Given, first slots of the blocks) before anything is filled; NumPy arrays but for the keys."""
+    """(State, Given, blocks of `layout`) before anything is filled; NumPy arrays but for the keys."""
     B, L = token_BL.shape
     made_BL = (token_BL == cfg.mask_id) & see_BL
-    firsts, size, steps = layout(rule, made_BL)
+    blocks, size, steps = layout(rule, made_BL)
+
+    # The schedule. Its arrays have an entry for each slot at least: a program for all numbers of steps up to that.
+    entries = 1 << max(5, (max(steps, L) - 1).bit_length())
+    budget_BS, share_S = np.zeros((B, 0), np.int32), np.zeros(entries, np.float32)
+    if rule.bound and rule.block_length:  # a step may fill all positions; it fills one at least, as does the first
+        steps = size + 1
+    elif rule.bound:  # the steps share the masks evenly; each one beyond them fills at least one that is left
+        count_B = made_BL.sum(-1)
+        budget_BS = np.zeros((B, entries), np.int32)
+        budget_BS[:, :steps] = diffusion.step_counts(count_B, steps, "even").T
+        steps += int(count_B.max())
+    else:  # Dream's schedule, origin's by chance: a step fills the share 1 - s / t, the last all
+        share_S[:steps] = diffusion.dream_shares(steps, rule.eps)
+        if rule.fast_dllm and steps == 1:  # the first step of a block fills only one token
+            share_S[1], steps = 1, 2
+
     banned = (cfg.mask_id, cfg.expand_id) if rule.ban_ids is None else rule.ban_ids
     id_V = np.arange(cfg.vocab)
-    banned_V = np.isin(id_V, banned) | (id_V >= (rule.vocab or cfg.vocab))
     given = Given(
         see_BL=see_BL,
         made_BL=made_BL,
         offset_BL=np.maximum(np.arange(L) - see_BL.argmax(-1)[:, None], 0),
-        banned_V=banned_V,
         key_B=keys_of_rows(jax.random.key(0) if key is None else key, B),
+        budget_BS=budget_BS,
+        share_S=share_S,
+        banned_V=np.isin(id_V, banned) | (id_V >= (rule.vocab or cfg.vocab)),
         bound=rule.bound,
         eos_penalty=rule.eos_penalty,
+        steps=steps,
         size=size,
-        **schedule(rule, size, steps, made_BL),
     )
-    zero, zero_B = np.int32(0), np.zeros(B, np.int32)
-    state = State(token_BL.astype(np.int32), zero, zero, zero_B, zero_B)
+    record = None
     if rule.history or rule.record:
-        record = Record(np.full((B, L), -1, np.int32), state.token_BL, np.zeros((B, L), np.float32))
-        state = state._replace(record=record)
-    return state, given, firsts
+        record = Record(np.full((B, L), -1, np.int32), token_BL.astype(np.int32), np.zeros((B, L), np.float32))
+    zero, left_B, step_B = np.int32(0), np.zeros(B, np.int32), np.zeros(B, np.int32)
+    return State(token_BL.astype(np.int32), zero, zero, left_B, step_B, record), given, blocks
 
 
 def sampler_of(graph, cfg, rule, watch=None):
     """The Sampler of a rule, without what `Given` holds already: another value of that asks for no other program."""
     # of these it only matters whether they are set
     is_set = {name: float(bool(getattr(rule, name))) for name in ("threshold", "entropy_bound", "eos_penalty")}
-    rule = dataclasses.replace(rule, steps=0, eps=0.5, ban_ids=(), vocab=0, **is_set)
+    order = "entropy" if rule.entropy_bound else "maskgit_plus" if rule.threshold else rule.alg
+    rule = dataclasses.replace(rule, alg=order, steps=0, eps=0.5, ban_ids=(), vocab=0, **is_set)
     return Sampler(graph, cfg, rule, watch)
 
 
@@ -512,62 +424,48 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, watch=None, rows=0):
     in. "when" [B, L] is the step that wrote a token, from 1 on, 0 for those given, "probability" its probability then.
     A model that predicts MASK leaves it, where ban_ids allows that.
 
-    key is one for all rows, or [B] one for each. `rows` of them are filled at a time, 0: all; block by block a row
-    whose text has ended makes room for another. What a row becomes does not depend on the others.
+    key is one for all rows, or [B] one for each; None is jax.random.key(0). `rows` of them are filled at a time, 0:
+    all; block by block a row whose text has ended makes room for another. What a row becomes does not depend on the
+    others. With a record or `watch` all rows go together: they share one count of steps.
 
     Raises ValueError for a canvas that does not fit the model, or a number of steps that does not divide over the
     blocks.
     """
     cfg, rule, token_BL = model.cfg, rule or Sampling(), np.asarray(token_BL)
-    # JAX would clamp ids that do not exist, and go on.
-    if token_BL.ndim != 2 or token_BL.min(initial=0) < 0 or token_BL.max(initial=0) >= cfg.vocab:
-        found = f"{token_BL.shape} up to {token_BL.max()}"
-        raise ValueError(f"a canvas is a [B, L] array of ids below {cfg.vocab}, not {found}")
+    B, L = token_BL.shape
     if cfg.block_length:
         raise ValueError(f"the model was trained in blocks of {cfg.block_length}: sample_block.py fills these")
-    B, L = token_BL.shape
     if L > cfg.positions:
         raise ValueError(f"{L} tokens do not fit: the model reaches {cfg.positions} positions")
-    if key is None and (rule.temperature or rule.alg_temp or rule.alg == "origin"):
-        raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
-
     see_BL = np.broadcast_to(True if see_BL is None else np.asarray(see_BL) != 0, (B, L))
-    state, given, firsts = prepare(cfg, rule, token_BL, see_BL, key)
-    state, windows, passes_B = fill_blocks(model, rule, state, given, firsts, watch, rows)
-
-    stats = {"forwards": int(state.forwards), "steps": int(state.step), "windows": windows, "passes": passes_B}
-    if state.record:
-        stats |= {"record": state.record, "when": state.record.step_BL + 1, "probability": np.exp(state.record.logp_BL)}
-    return state.token_BL, stats
-
-
-def fill_blocks(model, rule, state, given, firsts, watch=None, rows=0):
-    """Block after block, or the canvas as one block: (state, slots fed in each pass, passes of each row).
-
-    All blocks run one compiled program; those with Fast-dLLM's prefix cache each their own, as their windows shrink. It
-    takes `rows` rows at a time, 0: all. A row without a MASK in a block, as its text has ended, is left out of it, and
-    another takes its turn. With a record or `watch` all rows go together: they share one count of steps.
-    """
+    state, given, blocks = prepare(cfg, rule, token_BL, see_BL, key)
     graph, params = nnx.split(model)
-    sampler = sampler_of(graph, model.cfg, rule, watch)
-    (B, L), windows, passes_B = state.token_BL.shape, [], np.zeros(len(state.token_BL), int)
+    sampler = sampler_of(graph, cfg, rule, watch)
+
     together = not rows or watch or state.record
-    rows = B if together else rows
-    for first in firsts:
-        masked_BL = (state.token_BL == model.cfg.mask_id) & given.see_BL
+    rows, windows, passes_B = B if together else rows, [], np.zeros(B, int)
+    for first, start, width in blocks:
+        masked_BL = (state.token_BL == cfg.mask_id) & see_BL
         open_B = masked_BL[:, first : first + given.size].any(-1)
         waiting = np.arange(B) if together and open_B.any() else np.flatnonzero(open_B)
-        start, width = window(rule, L, firsts[0], first, given.size) if rule.cache else (0, L)
         for i in range(0, len(waiting), rows):
             chosen = waiting[i : i + rows]
             index = np.resize(chosen, rows)  # the last batch is filled up with rows that come again
             block = given._replace(first=first, start=start, begun=state.step).of_rows(index)
             new = fill_block(params, beside(params, state.of_rows(index)), block, sampler=sampler, width=width)
-            passes = int(new.forwards) - int(state.forwards)
-            state = state.with_rows(chosen, new)
+            new = jax.tree.map(np.asarray, new)
+            passes = int(new.forwards - state.forwards)
+            for all_rows, new_rows in zip(jax.tree.leaves(state), jax.tree.leaves(new), strict=True):
+                if new_rows.ndim:
+                    all_rows[chosen] = new_rows[: len(chosen)]
+            state = state._replace(step=new.step, forwards=new.forwards)
             passes_B[chosen] += passes
             windows += [L] + [width] * (passes - 1)  # the first pass of a block with a cache is over the canvas
-    return state, windows, passes_B
+
+    stats = {"forwards": int(state.forwards), "steps": int(state.step), "windows": windows, "passes": passes_B}
+    if state.record:
+        stats |= {"record": state.record, "when": state.record.step_BL + 1, "probability": np.exp(state.record.logp_BL)}
+    return state.token_BL, stats
 
 
 def beside(params, state):
@@ -584,7 +482,7 @@ def beside(params, state):
 def canvas_width(length, positions):
     """Slots of a canvas for texts of this length: a multiple of 32, beyond 512 of an eighth of a power of two."""
     step = max(32, 1 << (length - 1).bit_length() >> 4)
-    return max(length, min(-(-length // step) * step, positions))
+    return max(length, min(math.ceil(length / step) * step, positions))
 
 
 def widths(lengths, size, positions, most=3):
@@ -608,8 +506,8 @@ def canvas(prompts, max_new, cfg, width=0):
 
     It is `width` slots wide, or as canvas_width says: so that few shapes are ever compiled.
     """
-    longest = max(map(len, prompts), default=0) + max_new
-    if not prompts or longest == 0:
+    longest = max(map(len, prompts)) + max_new
+    if longest == 0:
         raise ValueError("nothing to fill: give a prompt or max_new")
     L = max(longest, width) if width else canvas_width(longest, cfg.positions)
     token_BL = np.full((len(prompts), L), cfg.pad_id, np.int32)
@@ -635,13 +533,12 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
         longest = max(lengths[n] for n in order[i : i + size])
         of_width[next((width for width in widths if width >= longest), 0)] += order[i : i + size]
 
-    key_B = None if key is None else keys_of_rows(key, len(prompts))
-    texts, passes_B = [None] * len(prompts), np.zeros(len(prompts), int)
+    key_B = keys_of_rows(jax.random.key(0) if key is None else key, len(prompts))
+    texts, stats, passes_B = [None] * len(prompts), {}, np.zeros(len(prompts), int)
     total = {"forwards": 0, "steps": 0, "windows": []}
-    for width, numbers in of_width.items() or [(0, [])]:
+    for width, numbers in of_width.items():
         token_BL, see_BL = canvas([prompts[n] for n in numbers], max_new, model.cfg, width)
-        key_of_row = None if key is None else key_B[np.array(numbers)]
-        token_BL, stats = fill(model, token_BL, see_BL, rule, key_of_row, watch, rows)
+        token_BL, stats = fill(model, token_BL, see_BL, rule, key_B[np.array(numbers)], watch, rows)
         total = {name: value + stats[name] for name, value in total.items()}
         passes_B[numbers] = stats["passes"]
         for n, row, see in zip(numbers, token_BL, see_BL, strict=True):

@@ -41,7 +41,7 @@ def source_digest():
 
 
 def compute_capabilities():
-    """["8.7"] and the like, asked of the driver itself: nvidia-smi is missing on an Orin and says N/A on a Thor."""
+    """["87"] and the like, asked of the driver itself: nvidia-smi is missing on an Orin and says N/A on a Thor."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -51,22 +51,20 @@ def compute_capabilities():
         return []
     for i in range(count.value):
         driver.cuDeviceGet(ctypes.byref(device), i)
-        numbers = []
+        arch = ""
         for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
             driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-            numbers.append(str(value.value))
-        found.append(".".join(numbers))
+            arch += str(value.value)
+        found.append(arch)
     return found
 
 
 def architectures():
     """["87"] and the like: KERNEL_ARCH, or those of the GPUs that are here, or an Orin's."""
-    asked = os.environ.get("KERNEL_ARCH", "") or " ".join(compute_capabilities())
-    found = sorted(set(re.split(r"[;, ]+", asked.replace(".", "").replace("sm_", "").strip() or "87")))
-    if not all(re.fullmatch(r"\d{2,3}", arch) for arch in found):
-        sys.exit(f'KERNEL_ARCH={asked} is not a list of compute capabilities, such as "87" or "87;90"')
-    if min(map(int, found)) < 80:
-        sys.exit(f"compute capability {asked}: the kernels need 8.0 or newer")
+    asked = os.environ.get("KERNEL_ARCH", "") or " ".join(compute_capabilities()) or "87"
+    found = sorted(set(re.split(r"[;, ]+", asked.replace(".", "").replace("sm_", "").strip())))
+    if not all(re.fullmatch(r"[89]\d|1\d\d", arch) for arch in found):
+        sys.exit(f'compute capability {asked}: the kernels need 8.0 or newer, such as KERNEL_ARCH="87" or "87;90"')
     return found
 
 

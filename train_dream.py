@@ -1,30 +1,25 @@
 """Train Dream: masked diffusion over text, in blocks or whole, from scratch, from a converted model, or with LoRA.
 
     python train_dream.py --steps=50 --seq_len=512      # CPU: the tiny preset from scratch, to see it work
-    python train_dream.py --resume=out/train_dream      # goes on where the run stopped, with the run's own settings
+    python train_dream.py --resume=out/train_dream      # continues a stopped run with its own settings
     python train_dream.py --objective=ar --out=out/ar   # the same layers as an autoregressive model
     python train_dream.py --init=out/ar --block_length=4 --block_warmup=200     # which then learns to fill blocks
     python train_dream.py --init=out/diffucoder --data=data/pairs               # fine-tunes a converted Dream
     python train_dream.py --init=out/diffucoder --data=data/pairs --lora_rank=16    # in a seventh of the memory
     python train_dream.py --eval_only=out/diffucoder --data=data/mine           # held-out bits per byte, a bound
 
-Reads the folder of packed rows, or of pairs, that data_prep.py writes; without --data it first prepares the standard
-library of the running Python. Writes --out: config.json, tokenizer.json, log.jsonl, samples.txt, checkpoints/<step>/,
-with --lora_rank at the end also merged/, a whole model. train_tpu.py trains PythonCoder.
+Reads a folder of packed rows, or of pairs, from data_prep.py; without --data it first prepares the standard library of
+the running Python. Writes --out: config.json, tokenizer.json, log.jsonl, samples.txt, checkpoints/<step>/, and with
+--lora_rank at the end merged/, a whole model.
 
-With --block_length a Dream learns block diffusion (BD3-LM, arXiv:2503.09573): a masked token attends to its own block,
+With --block_length it learns block diffusion (BD3-LM, arXiv:2503.09573): a masked token attends to its own block,
 noised, and to the clean text before it, so each row goes through the layers twice, noised and clean. Blocks of one
-token are an autoregressive model: --block_warmup, which goes 1, 2, 4, .., begins at the loss of one. Samples are then
-generated block by block (sample_block.py). Any Qwen2.5 becomes a block diffusion model this way; Fast-dLLM v2 took
-about 1e9 tokens for it:
-
-    python convert_weights.py --source=Qwen/Qwen2.5-Coder-0.5B --to=dream --out=out/start
-    python data_prep.py python --tokenizer=out/start/tokenizer.json --out=data/qwen
-    python train_dream.py --init=out/start --data=data/qwen --block_length=32 --block_warmup=1500 --rate_warmup=500
+token are an autoregressive model, so --block_warmup (blocks of 1, 2, 4, .. tokens) begins at that model's loss. Any
+Qwen2.5 becomes a block diffusion model this way (convert_weights.py --to=dream); Fast-dLLM v2 took 1e9 tokens for it.
 
 One optimizer step is one compiled program, a scan over micro-batches. The gradient is that of (sum of token losses) /
 (all tokens of the step that can be masked). Row order, noise and learning rate are functions of (seed, step), so a
-checkpoint needs no more than parameters, moments and the step.
+checkpoint holds parameters, moments and the step alone.
 
 Letters: A micro-batches of a step, B rows of a micro-batch, L length, V vocabulary.
 """
@@ -53,7 +48,7 @@ import model_dream as md
 import runs
 import sample_block
 import sample_dream
-from rows import Rows, held_out, open_data, prefetch, token_bytes
+from rows import held_out, open_data, prefetch, token_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,42 +65,42 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    data: str = ""  # folder written by data_prep.py; "" prepares the Python standard library under data/
+    data: str = ""  # folder of rows from data_prep.py; default: the Python standard library, prepared under data/
     out: str = "out/train_dream"  # folder of the run
-    resume: str = ""  # folder of a run to go on with, with its settings; "" starts anew
+    resume: str = ""  # folder of a run to continue, with its settings
     eval_only: str = ""  # folder of a model to score on held-out rows, instead of training
-    model: str = ""  # key of CONFIGS in model_dream.py; "" is tiny, or the model of --init
+    model: str = ""  # preset, see CONFIGS in model_dream.py; default: tiny, or the model of --init
     init: str = ""  # folder of a Dream to start from, converted or trained here
-    lora_rank: int = 0  # with --init: train adapters of this rank beside the layers' matrices; 0 trains all weights
+    lora_rank: int = 0  # with --init: train adapters of this rank beside the layers' matrices; 0: train all weights
     objective: typing.Literal["diffusion", "ar"] = "diffusion"  # predict masked tokens | each next token
     schedule: typing.Literal[tuple(diffusion.SCHEDULES)] = "linear"  # noise schedule, see diffusion.py
-    anneal_steps: int = 0  # steps in which the attention mask goes from causal to two-way, without blocks; 0: none
+    anneal_steps: int = 0  # steps in which the attention mask goes from causal to bidirectional, without blocks
     blocks: Blocks = Blocks()
-    seq_len: int = 0  # tokens per row; 0: the model's positions, at most 2048
+    seq_len: int = 0  # tokens per row; 0: that of the data, else the model's positions, at most 2048
     batch_size: int = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 4,096 on a CPU
     epochs: float = 4.0  # passes over the training rows; sets --steps
     steps: int = 0  # optimizer steps; 0: from --epochs
     lr: float = 0.0  # peak; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init, unless LoRA
     warmup: int = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
-    optimizer: typing.Literal["", "adamw", "muon"] = ""  # "": muon below 100 M parameters without --init
+    optimizer: typing.Literal["", "adamw", "muon"] = ""  # default: muon below 100 M parameters without --init
     weight_decay: float = 0.1  # of matrices and embeddings
-    clip: float = 1.0  # largest norm of the gradient of all parameters
+    clip: float = 1.0  # maximum global gradient norm
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
-    remat: typing.Literal["", "none", "qkvo", "full"] = ""  # what the backward pass recomputes; "" is qkvo
-    micro_batch: int = 0  # rows per device at a time; 0: by model
+    remat: typing.Literal["none", "qkvo", "full"] = "qkvo"  # what the backward pass recomputes
+    micro_batch: int = 0  # rows per device and forward pass; 0: by model
     fsdp: int = 0  # devices that share one copy of the weights; 0: all that data and tensor leave
     tensor: int = 1  # devices that share each layer's heads, feed-forward and vocabulary
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
-    hosts: str = ""  # "" one host; "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process
+    hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
     log_every: int = 10  # steps between rows of the log
-    eval_every: int = 0  # steps between evaluations, each saves a checkpoint; 0: about ten times a run
-    eval_rows: int = 512  # held-out rows at most
-    save_minutes: float = 30.0  # a checkpoint at least so often, also between evaluations; 0 leaves them to these
+    eval_every: int = 0  # steps between evaluations, each with a sample and a checkpoint; 0: about ten per run
+    eval_rows: int = 512  # held-out rows per evaluation, at most
+    save_minutes: float = 30.0  # minutes between checkpoints, at most; 0: only at evaluations
     keep: int = 2  # newest checkpoints to keep, besides the best
-    prompt: str = "def read_lines(path):\n"  # continued at every evaluation
-    plot: bool = False  # draw loss and bits per byte as curve.png at the end
-    wandb: str = ""  # project name; "" logs to files alone
-    compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
+    prompt: str = "def read_lines(path):\n"  # prefix of the samples drawn in training
+    plot: bool = False  # write curve.png at the end: loss and bits per byte
+    wandb: str = ""  # project name at Weights & Biases; default: log to files only
+    compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles anew
     seed: int = 0  # initial weights, row order, noise
 
 
@@ -120,7 +115,7 @@ MICRO_BATCH = {"tiny": 2, "500m": 4}  # rows per device at a time, 1 of any othe
 
 
 def pick_model(cfg):
-    """(name of the preset, architecture): --model, or that of --init, with the blocks that the flags ask for."""
+    """(name of the preset, architecture): --model, or that of --init, with the block size that the flags ask for."""
     if cfg.init:
         if cfg.model not in ("", "init"):
             raise ValueError(f"--init={cfg.init} says what the model is; leave --model={cfg.model} out")
@@ -132,28 +127,18 @@ def pick_model(cfg):
 
 
 def with_blocks(cfg, model):
-    """The architecture with the block size that --block_length or --objective asks for. An autoregressive model is one
-    with blocks of one token. ValueError for flags that do not go together.
-    """
+    """The architecture with the block size of the flags. An autoregressive model is one with blocks of one token."""
     ar, blocks = cfg.objective == "ar", cfg.blocks
-    defaults = vars(Blocks())
-    changed = [f"--{name}" for name, value in vars(blocks).items() if value != defaults[name]]
-    block = 1 if ar else blocks.block_length or (0 if cfg.anneal_steps else model.block_length)
-    if ar and changed:
-        raise ValueError(f"--objective=ar has no {', '.join(changed)}")
-    if ar and not model.shift:
-        raise ValueError("--objective=ar is for a model with the shift")
-    if changed and not block:
-        raise ValueError(f"{', '.join(changed)}: set --block_length")
-    if block and cfg.schedule != "linear":
-        raise ValueError("blocks have the linear --schedule")
-    if block and cfg.anneal_steps:
-        raise ValueError("--anneal_steps ends with two-way attention, so it goes without blocks")
-    if min(blocks.block_length, blocks.block_warmup, blocks.rate_warmup, cfg.anneal_steps) < 0:
-        raise ValueError("a number of tokens or steps is below 0")
+    size = 1 if ar else blocks.block_length or (0 if cfg.anneal_steps else model.block_length)
+    if ar and (blocks != Blocks() or not model.shift):
+        raise ValueError("--objective=ar is for a model with the shift, and has no settings of blocks")
+    if blocks != Blocks() and size < 1:
+        raise ValueError("settings of blocks need --block_length, which is above 0")
+    if size and (cfg.schedule != "linear" or cfg.anneal_steps):
+        raise ValueError("blocks go with the linear --schedule, and without --anneal_steps")
     if not 0 < blocks.rates[0] < blocks.rates[1] <= 1:
         raise ValueError("--rates are two numbers in (0, 1], the lower first")
-    return dataclasses.replace(model, block_length=block)
+    return dataclasses.replace(model, block_length=size)
 
 
 def row_length(cfg, model, data=None):
@@ -170,24 +155,20 @@ def pick_batch(cfg, seq_len, copies, on_cpu, data=None):
     # Short runs take smaller steps: two thousand of them rather than sixty.
     seen = cfg.epochs * data["splits"]["train"]["tokens"] if data else math.inf
     tokens = 4096 if on_cpu else 2 ** int(math.log2(np.clip(seen / 2000, 8192, 131_072)))
-    rows = tokens // seq_len
-    batch = cfg.batch_size or max(1, rows // copies) * copies
-    if batch % copies:
-        nearest = math.ceil(batch / copies) * copies
-        raise ValueError(f"--batch_size={batch} does not divide over {copies} devices; try {nearest}")
+    batch = cfg.batch_size or max(1, tokens // seq_len // copies) * copies
     rows = batch // copies
     most = min(rows, MICRO_BATCH.get(cfg.model, 1))
-    micro = cfg.micro_batch or max(m for m in range(1, most + 1) if rows % m == 0)
-    if rows % micro:
-        raise ValueError(f"--micro_batch={micro} does not divide the {rows} rows of a device; try a divisor of {rows}")
+    micro = cfg.micro_batch or max((m for m in range(1, most + 1) if rows % m == 0), default=1)
+    if batch % (copies * micro):
+        raise ValueError(f"--batch_size={batch} does not divide over {copies} devices times --micro_batch={micro}")
     return batch, micro
 
 
 def resolve(cfg, devices, data=None, memory=None):
-    """(cfg, architecture, how to run it, mesh): what was left open is picked by devices and data, and printed.
+    """(cfg with its defaults filled in, architecture, md.Run, mesh), by the devices and the data; printed.
 
-    data is the meta.json of the rows; without it the choice is that for endless data. memory is what a device holds, in
-    GiB, where it cannot be asked.
+    data is the meta.json of the rows; None stands for endless data. memory is that of a device in GiB, where JAX cannot
+    ask it.
     """
     device = devices[0]
     memory = memory or checkpoints.device_memory_gib(device)
@@ -197,21 +178,21 @@ def resolve(cfg, devices, data=None, memory=None):
     seq_len = row_length(cfg, model, data)
     batch, micro = pick_batch(cfg, seq_len, len(devices) // cfg.tensor, on_cpu, data)
     mesh = checkpoints.training_mesh(cfg, model, devices)
-    dtype, remat = cfg.dtype or ("float32" if on_cpu else "bfloat16"), cfg.remat or "qkvo"
+    dtype = cfg.dtype or ("float32" if on_cpu else "bfloat16")
     if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
         jax.config.update("jax_default_matmul_precision", "highest")
     small = md.count_params(model)["total"] < 1e8
     optimizer = cfg.optimizer or ("muon" if small and not cfg.init else "adamw")
     cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro, optimizer=optimizer)
     block = 64 if on_cpu else 128  # queries of attention at a time: scores that stay in a CPU's caches
-    run = md.Run(platform=md.platform_of(device), dtype=jnp.dtype(dtype), remat=remat, block=block)
+    run = md.Run(platform=md.platform_of(device), dtype=jnp.dtype(dtype), remat=cfg.remat, block=block)
 
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     where = "CPU" if on_cpu else f"{memory:.1f} GiB each"
     accumulated = batch * cfg.tensor // mesh.size // micro
     weights = f"frozen {dtype} weights and LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "float32 weights"
     print(f"{len(devices)} x {device.device_kind} ({where}): mesh {axes}")
-    print(f"model {name}, {dtype} compute on {weights}, remat {remat}")
+    print(f"model {name}, {dtype} compute on {weights}, remat {cfg.remat}")
     print(f"a step is {batch} rows of {seq_len} = {batch * seq_len:,} tokens, {accumulated} x {micro} rows a device")
     return cfg, model, run, mesh
 
@@ -255,18 +236,16 @@ def find_data(cfg):
     """(training rows, held-out rows, tokenizer.json); without --data those of the standard library, prepared first."""
     if cfg.data:
         return open_data(cfg.data, cfg.seq_len)
-    if cfg.hosts:
-        raise ValueError("several hosts need the same data: write it with data_prep.py and pass --data")
     _, model = pick_model(cfg)
     seq_len, vocab = row_length(cfg, model), min(model.vocab, 32_768)
-    name, tokens = vocab, f"--vocab_size={vocab}"
-    known = runs.as_path(cfg.init) / "tokenizer.json" if cfg.init else Path()
-    if known.is_file():  # a model that is trained already has a tokenizer
-        name, tokens = hashlib.sha256(known.read_bytes()).hexdigest()[:8], f"--tokenizer={known}"
+    name, flag = vocab, f"--vocab_size={vocab}"
+    if cfg.init:  # a model that is trained already has a tokenizer
+        tokenizer = runs.as_path(cfg.init) / "tokenizer.json"
+        name, flag = hashlib.sha256(tokenizer.read_bytes()).hexdigest()[:8], f"--tokenizer={tokenizer}"
     folder = Path(f"data/python-{seq_len}-{name}")
     if not (folder / "meta.json").exists():
         print(f"no --data: preparing the Python standard library in {folder}", flush=True)
-        runs.script("data_prep.py", "python", f"--out={folder}", f"--seq_len={seq_len}", tokens)
+        runs.script("data_prep.py", "python", f"--out={folder}", f"--seq_len={seq_len}", flag)
     return open_data(folder, seq_len)
 
 
@@ -274,10 +253,9 @@ MASKS = "<|mask|>", "<mask>"  # what tokenizers call MASK
 
 
 def with_mask(model, meta, tokenizer_json):
-    """(model, tokenizer.json) of a Dream from scratch: a preset with the data's ids, and one for MASK.
+    """(model, tokenizer.json) of a Dream from scratch: a preset with the ids of the data, and one for MASK.
 
-    Rows have no MASK. It is <|mask|> or <mask> of the data's tokenizer, else a token added to the copy that the run
-    keeps.
+    MASK is <|mask|> or <mask> of the data's tokenizer, else a token that is added to the run's copy of it.
     """
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
     mask_id = next((i for i in map(tokenizer.token_to_id, MASKS) if i is not None), None)
@@ -285,31 +263,22 @@ def with_mask(model, meta, tokenizer_json):
         tokenizer.add_special_tokens([MASKS[0]])
         mask_id, tokenizer_json = tokenizer.token_to_id(MASKS[0]), tokenizer.to_str().encode()
     vocab = -(-max(meta["vocab_size"], mask_id + 1) // 128) * 128
-    ids = {"mask_id": mask_id, "pad_id": meta["pad_id"], "eos_id": meta["eos_id"]}
-    ids["bos_id"] = meta.get("bos_id", meta["eos_id"])
+    eos_id = meta["eos_id"]
+    ids = {"mask_id": mask_id, "pad_id": meta["pad_id"], "bos_id": meta.get("bos_id", eos_id), "eos_id": eos_id}
     return dataclasses.replace(model, vocab=vocab, **ids), tokenizer_json
 
 
 def known_ids(folder, model, meta, tokenizer_json):
-    """tokenizer.json of the Dream in `folder`, else of the data. ValueError if ids do not mean the same in both."""
-    data = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
-    path, known, wrong = runs.as_path(folder) / "tokenizer.json", data, ""
-    if path.is_file():
-        known = sample_dream.load_tokenizer(folder, model)
-        tokenizer_json = path.read_bytes()
-    theirs, ours = (t.get_vocab(with_added_tokens=True) for t in (known, data))
-    changed = sum(theirs.get(token) != i for token, i in ours.items())
-    if changed:
-        wrong = f"{changed:,} of its tokens have other ids"
-    elif max(ours.values()) >= model.vocab:
-        wrong = f"its {meta['vocab_size']:,} ids are more than the model's {model.vocab:,}"
-    elif meta["eos_id"] != model.eos_id:
-        wrong = f"its documents end with id {meta['eos_id']}, the model's with {model.eos_id}"
-    elif data.id_to_token(model.mask_id) not in (None, *MASKS):
-        wrong = f"{data.id_to_token(model.mask_id)!r} is the model's MASK, {model.mask_id}"
-    if wrong:
-        raise ValueError(f"the data's tokenizer is not that of {folder}: {wrong}; prepare it with --tokenizer={path}")
-    return tokenizer_json
+    """tokenizer.json of the Dream in `folder`. ValueError if it has other ids than that of the data."""
+    data, path = tokenizers.Tokenizer.from_str(tokenizer_json.decode()), runs.as_path(folder) / "tokenizer.json"
+    known = sample_dream.load_tokenizer(folder, model)
+    theirs, ours = (tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (known, data))
+    same = ours.items() <= theirs.items() and max(ours.values()) < model.vocab
+    same_ends = meta["eos_id"] == model.eos_id and data.id_to_token(model.mask_id) in (None, *MASKS)
+    if not (same and same_ends):
+        advice = f"prepare the data with --tokenizer={path}"
+        raise ValueError(f"tokens of the data, its EOS or MASK have other ids than in {folder}; {advice}")
+    return path.read_bytes()
 
 
 def with_expand(cfg, model, tokenizer_json):
@@ -317,13 +286,13 @@ def with_expand(cfg, model, tokenizer_json):
     if model.block_length or cfg.lora_rank:
         what = "a Dream that sees the whole canvas, without --lora_rank; --anneal_steps makes an autoregressive one so"
         raise ValueError(f"{cfg.data} has holes that grow and shrink (--edit_rate), for {what}")
-    if model.expand_id < 0:
-        tokens = tokenizers.Tokenizer.from_str(tokenizer_json.decode()).get_vocab(with_added_tokens=True)
-        free = max(model.mask_id, *tokens.values()) + 1
-        if free >= model.vocab:
-            raise ValueError(f"none of the model's {model.vocab:,} ids is free for masks that grow (--edit_rate)")
-        model = dataclasses.replace(model, expand_id=free)
-    return model
+    if model.expand_id >= 0:
+        return model
+    tokens = tokenizers.Tokenizer.from_str(tokenizer_json.decode()).get_vocab(with_added_tokens=True)
+    free = max(model.mask_id, *tokens.values()) + 1
+    if free >= model.vocab:
+        raise ValueError(f"none of the model's {model.vocab:,} ids is free for masks that grow (--edit_rate)")
+    return dataclasses.replace(model, expand_id=free)
 
 
 COLUMNS = "token_ABL", "segment_ABL", "position_ABL", "fixed_ABL"  # the last of pairs alone
@@ -354,21 +323,20 @@ def decays(tree):
 def make_optimizer(clip, weight_decay, mu_dtype=None, mask=decays, muon=False):
     """Clip, then AdamW at learning rate 1: its updates are multiplied by the schedule of the step.
 
-    muon: the layers' matrices are Muon's, with updates of AdamW's size (arXiv:2502.16982); embeddings, heads, norms and
-    vectors stay Adam's, without decay.
+    muon: Muon for the layers' matrices, with updates of AdamW's size (arXiv:2502.16982); Adam without decay for
+    embeddings, heads, norms and vectors.
     """
+    clipping, settings = optax.clip_by_global_norm(clip), {"weight_decay": weight_decay, "mu_dtype": mu_dtype}
     if not muon:
-        optimizer = optax.adamw(1.0, 0.9, 0.95, 1e-8, weight_decay=weight_decay, mask=mask, mu_dtype=mu_dtype)
-        return optax.chain(optax.clip_by_global_norm(clip), optimizer)
+        return optax.chain(clipping, optax.adamw(1.0, 0.9, 0.95, 1e-8, mask=mask, **settings))
     matrices = {*md.SHARDING} - {"embed_tokens", "lm_head", "q_bias", "k_bias", "v_bias"}
     axes = optax.contrib.MuonDimensionNumbers(-2, -1)
 
     def dimensions(tree):
         return jax.tree_util.tree_map_with_path(lambda path, _: axes if path[-1].key in matrices else None, tree)
 
-    settings = {"weight_decay": weight_decay, "mu_dtype": mu_dtype, "consistent_rms": 0.2, "adam_b2": 0.95}
-    optimizer = optax.contrib.muon(1.0, muon_weight_dimension_numbers=dimensions, **settings)
-    return optax.chain(optax.clip_by_global_norm(clip), optimizer)
+    settings |= {"consistent_rms": 0.2, "adam_b2": 0.95}
+    return optax.chain(clipping, optax.contrib.muon(1.0, muon_weight_dimension_numbers=dimensions, **settings))
 
 
 def accumulate(loss_fn, params, batches):
@@ -415,21 +383,21 @@ def loss_of_step(cfg, graph, batch, key, step, base):
 
 
 def block_nats(blocks, model, step, token_BL, segment_BL, position_BL, counted_BL, noise):
-    """The nats of a micro-batch that a step of block diffusion, or of --objective=ar, makes smaller.
+    """The loss of a micro-batch with blocks, or of --objective=ar, in nats: a sum over its tokens.
 
-    noise is md.noise, that still needs the parts of a row which have a time of their own.
+    noise(parts) is md.noise: the times of the parts of each row, and a uniform number for each token.
     """
     row, longest = (segment_BL, position_BL), model.cfg.block_length
     if longest == 1 and model.cfg.shift:  # --objective=ar
         return model.ar_nll(token_BL, counted_BL, *row).sum()
-    # Blocks double in equal numbers of steps. Their length is an array, so that all lengths are one program.
+    # The block size doubles in equal numbers of steps. It is an array, so that all sizes are one program.
     block = longest
     if blocks.block_warmup:
         doublings = math.ceil(math.log2(longest))
         done = jnp.minimum(step * doublings // blocks.block_warmup, doublings)
         block = jnp.minimum(2**done, longest)
-    # A mask rate for each block; u decides for each token. A block of one token is masked: any other rate would only
-    # add noise to the same expectation.
+    # A mask rate for each block; u decides for each token. A block of one token is always masked: any other rate would
+    # only add noise to the same expectation.
     u_BL, (low, high) = noise(md.parts(*row, block), eps=0.0), blocks.rates
     if blocks.rate_warmup:
         high = low + (high - low) * diffusion.highest_rate(step, blocks.rate_warmup)
@@ -442,11 +410,11 @@ def block_nats(blocks, model, step, token_BL, segment_BL, position_BL, counted_B
     nats = (weight_BL * model.nll(token_BL, mask_BL, *row, block)).sum()
     if not blocks.complement:
         return nats
-    # High rates have no weights. Where t is 1 nothing is left to mask, and any weight will do.
+    # High rates are unweighted. Where t is 1 the complement is empty, and any weight will do.
     weight_BL = jnp.where(weight_BL == 1, 1.0, 1 / jnp.maximum(1 - t_BL, low))
-    others = (weight_BL * model.nll(token_BL, counted_BL & ~mask_BL, *row, block)).sum()
-    # Blocks of one token are all masked, and in the warm-up the others would be nearly all tokens.
-    return jnp.where((block == 1) | (step < blocks.rate_warmup), nats, (nats + others) / 2)
+    complement = (weight_BL * model.nll(token_BL, counted_BL & ~mask_BL, *row, block)).sum()
+    # The complement of a block of one token is empty; in the rate warm-up it would hold nearly all tokens.
+    return jnp.where((block == 1) | (step < blocks.rate_warmup), nats, (nats + complement) / 2)
 
 
 def make_step(cfg, graph, optimizer):
@@ -517,10 +485,8 @@ def score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=EVAL_DRAWS):
     sums, rows_at = [], NamedSharding(mesh, PS(None, md.BATCH))
     with jax.set_mesh(mesh):
         for i, ids in enumerate(heldout.padded(count, size)):
-            batch, row_B = (
-                dict(zip(COLUMNS, checkpoints.on_mesh(heldout, ids, rows_at), strict=False)),
-                size * i + np.arange(size),
-            )
+            batch = dict(zip(COLUMNS, checkpoints.on_mesh(heldout, ids, rows_at), strict=False))
+            row_B = size * i + np.arange(size)
             sums.append(sums_of(graph, cfg.schedule, count, draws, params, batch, row_B, bytes_V))
     nats_N, tokens, text_bytes = (sum(np.asarray(x, float) for x in column) for column in zip(*sums, strict=True))
     bits_N = nats_N / math.log(2) / text_bytes
@@ -547,45 +513,52 @@ def evaluate(cfg):
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
 class Trainer:
-    """A run in memory. Only `state` changes with the steps."""
+    """A run in memory, with the defaults that data and devices suggest. Only `state` changes with the steps."""
 
-    cfg: Config  # every setting filled in
-    model: md.DreamConfig
-    run: md.Run
-    mesh: jax.sharding.Mesh
-    train: Rows
-    heldout: Rows
-    tokenizer: tokenizers.Tokenizer
-    state: dict | None = None  # {"params", "opt"}, with LoRA {"params": adapters, "opt", "base": frozen weights}
-
-    def __post_init__(self):
-        cfg = self.cfg
+    def __init__(self, cfg):
+        if cfg.lora_rank and (cfg.lora_rank < 0 or not cfg.init or cfg.hosts or "://" in cfg.out):
+            raise ValueError("--lora_rank is above 0, goes with --init, on one host, and with --out on its own disk")
+        self.train, self.heldout, tokenizer_json = find_data(cfg)
+        data = self.train.meta
+        cfg, model, self.run, self.mesh = resolve(cfg, jax.devices(), data)
+        if self.train.total < cfg.batch_size:
+            rows = f"{self.train.folder} has {self.train.total} training rows, a step takes {cfg.batch_size}"
+            raise ValueError(f"{rows}; lower --batch_size or add data")
+        if cfg.init:
+            tokenizer_json = known_ids(cfg.resume or cfg.init, model, data, tokenizer_json)
+        else:
+            model, tokenizer_json = with_mask(model, data, tokenizer_json)
+        if data.get("settings", {}).get("edit_rate"):
+            model = with_expand(cfg, model, tokenizer_json)
+        self.cfg, self.per_epoch = plan(cfg, model, self.train)
+        self.model, self.tokenizer = model, tokenizers.Tokenizer.from_str(tokenizer_json.decode())
+        # The chat template, its tokens and the model's own code: those of --init, else of the data.
+        files = checkpoints.companions(cfg.init) if cfg.init else {}
+        if not files.keys() - {"tokenizer.json"}:
+            files = checkpoints.companions(self.train.folder)
+        self.files = files | {"tokenizer.json": tokenizer_json}
         # Moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32.
         self.optimizer = make_optimizer(cfg.clip, cfg.weight_decay, self.run.dtype, muon=cfg.optimizer == "muon")
         self.shapes = self.shapes_with(cfg.lora_rank)
+        smaller = {"--lora_rank=16": self.bytes_needed(16)} if cfg.init and not cfg.lora_rank else {}
+        checkpoints.check_memory(self.mesh, self.bytes_needed(cfg.lora_rank), smaller)
+        self.trained = "adapters" if cfg.lora_rank else "params"  # its name in a checkpoint: adapters are no model
         if cfg.lora_rank:  # which weights the adapters belong to
             self.base_sums = checkpoints.find_weights(checkpoints.absolute(cfg.init))[1]["sums"]
         self.rows_at = NamedSharding(self.mesh, PS(None, md.BATCH))
         self.micro_rows = cfg.micro_batch * self.mesh.size // cfg.tensor  # on all devices together
-        self.scored = min(self.heldout.total, cfg.eval_rows)
-        self.bytes_V = jnp.asarray(token_bytes(self.tokenizer, self.model.vocab))
+        self.bytes_V = jnp.asarray(token_bytes(self.tokenizer, model.vocab))
+        self.state = None  # {"params", "opt"}, with LoRA {"params": adapters, "opt", "base": frozen weights}
 
     def shapes_with(self, lora_rank):
-        """The shapes of a state of this run, with LoRA or without."""
+        """The shapes of the state, with LoRA or without."""
         return checkpoints.state_shapes(md, self.model, self.optimizer, self.mesh, lora_rank, self.run.dtype)
 
-    def check_memory(self):
-        """ValueError, before any weight is read, if a device has less memory than the state takes."""
-
-        def needed(shapes):  # what is trained, its moments and gradients; with LoRA the weights beside it
-            return checkpoints.bytes_on_a_device(shapes) + checkpoints.bytes_on_a_device(shapes["params"])
-
-        smaller = {}
-        if self.cfg.init and not self.cfg.lora_rank:
-            smaller["--lora_rank=16"] = needed(self.shapes_with(16))
-        checkpoints.check_memory(self.mesh, needed(self.shapes), smaller)
+    def bytes_needed(self, lora_rank):
+        """Bytes on a device of weights, moments and gradients, with LoRA or without."""
+        shapes = self.shapes_with(lora_rank)
+        return checkpoints.bytes_on_a_device(shapes) + checkpoints.bytes_on_a_device(shapes["params"])
 
     def meta(self, step, skipped):
         """What a checkpoint says of itself."""
@@ -599,8 +572,7 @@ class Trainer:
         base = {"base": self.read_init(self.run.dtype)} if cfg.lora_rank else {}
         if cfg.resume and (found := store.resume(cfg.resume, self.meta(0, 0), self.saved(self.shapes))):
             state, saved = found
-            opt, (params,) = state.pop("opt"), state.values()
-            self.state = {"params": params, "opt": opt} | base
+            self.state = {"params": state[self.trained], "opt": state["opt"]} | base
             return saved["step"], saved["skipped"]
         if cfg.lora_rank:
             key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
@@ -623,8 +595,8 @@ class Trainer:
         return md.assemble(self.state.get("base", {}), self.state["params"])
 
     def saved(self, state):
-        """Of a state what a checkpoint holds; adapters are no model, so checkpoints.load must not find "params"."""
-        return {"adapters" if "base" in state else "params": state["params"], "opt": state["opt"]}
+        """What a checkpoint holds of a state."""
+        return {self.trained: state["params"], "opt": state["opt"]}
 
     def batch(self, step):
         """The rows of a step on the mesh: those of its place in the epoch's order, cut into micro-batches."""
@@ -647,17 +619,18 @@ class Trainer:
         """Scores over --eval_rows held-out rows, from all parts of them."""
         graph = md.graph_of(self.model, dataclasses.replace(self.run, remat="none"))
         scores = score(self.cfg, graph, self.weights(), self.heldout, self.micro_rows, self.mesh, self.bytes_V)
-        return {name: value for name, value in scores.items() if name != "standard_error"}
+        scores.pop("standard_error", None)
+        return scores
 
     def sample(self, folder, step):
         """Continue --prompt and append the text to samples.txt; returns the row's tokens per forward pass."""
         if jax.process_count() > 1:  # one host does not hold the whole model
             return {}
         lm = nnx.merge(md.graph_of(self.model, md.Run(self.run.dtype)), self.weights())
-        prompt, vocab = self.tokenizer.encode(self.cfg.prompt, add_special_tokens=False).ids, self.train.meta
+        prompt, meta = self.tokenizer.encode(self.cfg.prompt, add_special_tokens=False).ids, self.train.meta
         new = min(64, self.model.positions - len(prompt))
         sampler = sample_block if self.model.block_length else sample_dream
-        rule = sampler.Sampling(vocab=vocab["vocab_size"], eos_ids=(vocab["eos_id"],))
+        rule = sampler.Sampling(vocab=meta["vocab_size"], eos_ids=(meta["eos_id"],))
         (row,), stats = sampler.generate(lm, [prompt], new, rule, jax.random.key(0))
         text = self.tokenizer.decode(row[len(prompt) :])
         folder.append_text("samples.txt", f"---- step {step}\n{self.cfg.prompt}{text}\n")
@@ -668,8 +641,8 @@ class Meter:
     """Speed between two rows of the log, and steps without a finite gradient."""
 
     def __init__(self, cfg, model, run, mesh, step, skipped):
-        self.cfg, self.skipped, self.bad = cfg, skipped, 0  # bad: how many in a row
-        self.flops = step_flops(cfg, model) / mesh.size  # a device
+        self.cfg, self.skipped, self.in_a_row = cfg, skipped, 0
+        self.flops = step_flops(cfg, model) / mesh.size  # per device
         self.peak = checkpoints.peak_flops(jax.devices()[0]) if run.dtype == jnp.bfloat16 else math.nan
         self.restart(step)
 
@@ -677,7 +650,7 @@ class Meter:
         self.step, self.started, self.waited_s = step, time.perf_counter(), 0.0
 
     def count(self, ok, waited_s):
-        self.bad = 0 if ok else self.bad + 1
+        self.in_a_row = 0 if ok else self.in_a_row + 1
         self.skipped += not ok
         self.waited_s += waited_s
 
@@ -688,33 +661,9 @@ class Meter:
         row = {"tok_per_s": rate * self.cfg.batch_size * self.cfg.seq_len}
         if math.isfinite(self.peak):
             row["mfu"] = rate * self.flops / self.peak
-        row["wait"] = self.waited_s / elapsed
+        row |= {"wait": self.waited_s / elapsed, "eta_min": (self.cfg.steps - step) / rate / 60}
         self.restart(step)
-        return row | {"eta_min": (self.cfg.steps - step) / rate / 60, "skipped": self.skipped}
-
-
-def prepare(cfg):
-    """(Trainer, files of the run's folder, steps of an epoch): what was left open is chosen by data and devices."""
-    if cfg.lora_rank and (cfg.lora_rank < 0 or not cfg.init or cfg.hosts or "://" in cfg.out):
-        raise ValueError("--lora_rank is above 0, goes with --init, on one host, and with --out on its own disk")
-    train, heldout, tokenizer_json = find_data(cfg)
-    cfg, model, run, mesh = resolve(cfg, jax.devices(), train.meta)
-    if train.total < cfg.batch_size:
-        advice = "lower --batch_size or add data"
-        raise ValueError(f"{train.folder} has {train.total} training rows, a step takes {cfg.batch_size}; {advice}")
-    if cfg.init:
-        tokenizer_json = known_ids(cfg.resume or cfg.init, model, train.meta, tokenizer_json)
-    else:
-        model, tokenizer_json = with_mask(model, train.meta, tokenizer_json)
-    if train.meta.get("settings", {}).get("edit_rate"):
-        model = with_expand(cfg, model, tokenizer_json)
-    cfg, per_epoch = plan(cfg, model, train)
-    # The chat template, its tokens and the model's own code: those of --init, else of the data.
-    found = [checkpoints.companions(folder) for folder in (cfg.init, train.folder) if folder]
-    files = next((files for files in found if files.keys() - {"tokenizer.json"}), {})
-    trainer = Trainer(cfg, model, run, mesh, train, heldout, tokenizers.Tokenizer.from_str(tokenizer_json.decode()))
-    trainer.check_memory()
-    return trainer, files | {"tokenizer.json": tokenizer_json}, per_epoch
+        return row | {"skipped": self.skipped}
 
 
 def main(cfg):
@@ -723,43 +672,39 @@ def main(cfg):
     checkpoints.connect(cfg)
     if cfg.eval_only:
         return evaluate(cfg)
-    trainer, files, per_epoch = prepare(cfg)
-    asked, cfg = cfg, trainer.cfg
+    trainer = Trainer(cfg)
+    steps, cfg = cfg.steps, trainer.cfg
     with runs.Run(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
-        settings = trainer.meta(0, 0)
-        settings["train"] = {name: value for name, value in settings["train"].items() if name not in OF_A_HOST}
-        checkpoints.check_hosts(folder.out, settings)
-        store = checkpoints.Checkpoints(folder.out, cfg.keep, best="heldout_nats" if trainer.scored else "")
+        model, settings = dataclasses.asdict(trainer.model), dataclasses.asdict(cfg)
+        same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
+        checkpoints.check_hosts(folder.out, {"model": model, "train": same, "data": trainer.train.meta["fingerprint"]})
+        store = checkpoints.Checkpoints(folder.out, cfg.keep, best="heldout_nats" if trainer.heldout.total else "")
         first, skipped = trainer.begin(store)
-        # The length is written as it was asked for: a resumed run may be given more --epochs or --steps.
-        settings = {"train": dataclasses.asdict(cfg) | {"steps": asked.steps}}
-        settings |= {"model": dataclasses.asdict(trainer.model), "data": str(trainer.train.folder)}
+        # --steps is written as it was given: a resumed run may be given more --epochs or --steps.
+        config = {"train": settings | {"steps": steps}, "model": model, "data": str(trainer.train.folder)}
         if cfg.init:  # the name by which generate.py knows a chat model
-            config = runs.read_json(runs.as_path(cfg.resume or cfg.init) / "config.json")
-            settings["source"] = config.get("source", "")
-        folder.begin(first, settings, files)
+            source = runs.read_json(runs.as_path(cfg.resume or cfg.init) / "config.json").get("source", "")
+            config["source"] = source
+        folder.begin(first, config, trainer.files)
         if first < cfg.steps:
-            train(folder, store, trainer, first, skipped, per_epoch)
+            train(folder, store, trainer, first, skipped)
         else:
             print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --epochs or --steps")
         store.close()
-        model = save_merged(folder.out, trainer, files, settings["source"]) if cfg.lora_rank else cfg.out
-    print(f"done: {model}; generate code with: python generate.py --model=dream --ckpt={model}")
+        out = cfg.out
+        if cfg.lora_rank:
+            out = folder.out / "merged"
+            shutil.rmtree(out, ignore_errors=True)  # of a run that was continued
+            merged = md.merge_adapters(trainer.state["base"], trainer.state["params"])
+            whole = nnx.merge(md.graph_of(trainer.model, md.Run()), merged)
+            checkpoints.save(md, out, whole, [folder.out / name for name in trainer.files], source)
+    print(f"done: {out}; generate code with: python generate.py --model=dream --ckpt={out}")
 
 
-def save_merged(out, trainer, files, source):
-    """Write the model that LoRA has trained as the folder merged/ of its run, and return the path."""
-    params = md.merge_adapters(trainer.state["base"], trainer.state["params"])
-    shutil.rmtree(out / "merged", ignore_errors=True)  # of a run that goes on
-    model = nnx.merge(md.graph_of(trainer.model, md.Run()), params)
-    checkpoints.save(md, out / "merged", model, [out / name for name in files], source)
-    return out / "merged"
-
-
-def train(folder, store, trainer, first, skipped, per_epoch):
+def train(folder, store, trainer, first, skipped):
     """The steps after `first`."""
     cfg, train_step = trainer.cfg, trainer.compile()
-    epoch_ends = range(per_epoch, cfg.steps + 1, per_epoch)
+    epoch_ends = range(trainer.per_epoch, cfg.steps + 1, trainer.per_epoch)
     meter, saved = Meter(cfg, trainer.model, trainer.run, trainer.mesh, first, skipped), time.monotonic()
     for step, batch, waited_s in prefetch(trainer.batch, first, cfg.steps):
         # One program: gradients of all micro-batches, clipping, update. The new state takes the old one's memory.
@@ -769,11 +714,11 @@ def train(folder, store, trainer, first, skipped, per_epoch):
 
         # A gradient that is not finite leaves the state as it was: one may be bad luck, five are a bad setting.
         meter.count(metrics.pop("ok"), waited_s)
-        if meter.bad == 5:
+        if meter.in_a_row == 5:
             left = f"step {store.newest() or 0}, with a lower --lr"
             raise RuntimeError(f"no finite gradient in five steps, the last {done}; go on from {left}")
         late = False
-        if done % cfg.log_every == 0 or done == cfg.steps or meter.bad:
+        if done % cfg.log_every == 0 or done == cfg.steps or meter.in_a_row:
             folder.log({"step": done, **metrics, **meter.row(done)})
             late = checkpoints.host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
 

@@ -14,16 +14,15 @@ The loss is the NELBO: w(t) * cross-entropy at the masked positions, over all to
 and noise are functions of (seed, step), so they do not depend on micro-batches, devices or interruptions.
 
 A GPU with flash attention (Ampere or newer, PyTorch 2.10) gets packed texts without PAD and attention mask; other
-devices get padded rows. A thread prepares the next batch meanwhile. The host waits for the device only to log.
+devices get padded rows. The host waits for the device only to log.
 
 Letters: B rows of a step, L row length, R held-out rows, N masked positions, padded to a multiple of 64, V vocabulary,
 S tokens of a packed batch, T = 10 tenths of the mask rate.
 """
 
-import concurrent.futures
-import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import os
 import shutil
@@ -43,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 import diffusion
 import model_mdlm as mdlm
 import runs
-from rows import open_data, token_bytes
+from rows import held_out, open_data, prefetch, token_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +66,9 @@ class Config:
     clip: float = 1.0  # maximum global gradient norm
     dropout: float = 0.0  # on the output of each residual branch
     schedule: typing.Literal[tuple(diffusion.SCHEDULES)] = "linear"  # noise schedule, see diffusion.py
-    loss: typing.Literal["nelbo", "masked_ce"] = "nelbo"  # the bound, or the unweighted mean over masked tokens
     crop_rate: float = 0.25  # share of rows cropped to a random length, to train short canvases
     ema: float = 0.999  # EMA decay, warmed up; 0 disables averaging
-    # dtype of matmuls; default: bfloat16, or else float16, if the device has units for it
-    dtype: typing.Literal["", "bfloat16", "float16", "float32"] = ""
+    dtype: typing.Literal["", "bfloat16", "float16", "float32"] = ""  # of matmuls; default: the fastest on the device
     compile: bool = True  # use torch.compile; off runs op by op, for debugging
     fsdp: bool = False  # shard weights over the devices (FSDP2) instead of replicating them (DDP)
     eval_every: int = 0  # steps between evaluations, each with a sample; 0: ten per run
@@ -91,11 +88,9 @@ SMALLEST_RATE = 1e-3  # lowest mask rate in training, for any schedule: the NELB
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """This process's device and rank, and the number of processes."""
-
-    device: torch.device
+    device: torch.device  # of this process
     rank: int = 0
-    world: int = 1
+    world: int = 1  # number of processes
 
 
 # ---- batches: crops and noise, in NumPy on the host ----------------------------------------------------------------
@@ -103,10 +98,8 @@ class Devices:
 
 def find_data(cfg):
     """Training rows, held-out rows and tokenizer.json. The default data is prepared first."""
-    folder = Path(cfg.data or "data/python-padded")
-    if not cfg.data and not (folder / "meta.json").exists():
-        if dist.is_initialized():
-            raise ValueError("several processes need --data: first python data_prep.py python --rows=padded")
+    folder = cfg.data or "data/python-padded"
+    if not cfg.data and not Path(folder, "meta.json").exists():
         print(f"no --data: preparing the Python standard library in {folder}")
         runs.script("data_prep.py", "python", "--rows=padded", f"--out={folder}")
     train, heldout, tokenizer_json = open_data(folder, cfg.seq_len)
@@ -121,8 +114,7 @@ def find_data(cfg):
 def crop(token_BL, rate, rng):
     """Crop a share `rate` of the rows to a random window of 32 to L tokens, half of them from the row's start.
 
-    The rest of the row is PAD. So the model is trained on canvases that are filled to the last token: otherwise it has
-    never seen a text on a canvas shorter than itself.
+    The rest of the row is PAD. Without crops the model never sees a canvas that is shorter than its text.
     """
     B, L = token_BL.shape
     chosen_B = rng.random(B) < rate
@@ -131,11 +123,12 @@ def crop(token_BL, rate, rng):
     size_B = rng.integers(min(32, L), L + 1, B)
     text_B = (token_BL != mdlm.PAD).sum(1)
     start_B = np.where(from_start_B, 0, (rng.random(B) * (np.maximum(text_B - size_B, 0) + 1)).astype(int))
-    # move each window to the front of its row
-    source_BL = np.arange(L) + start_B[:, None]
-    moved_BL = np.take_along_axis(token_BL, np.minimum(source_BL, L - 1), 1)
-    moved_BL = np.where((np.arange(L) < size_B[:, None]) & (source_BL < L), moved_BL, mdlm.PAD)
-    return np.where(chosen_B[:, None], moved_BL, token_BL)
+    cropped_BL = token_BL.copy()
+    for row in np.flatnonzero(chosen_B):
+        window_M = token_BL[row, start_B[row] :][: size_B[row]]
+        cropped_BL[row] = mdlm.PAD
+        cropped_BL[row, : len(window_M)] = window_M
+    return cropped_BL
 
 
 def is_text(token_BL):
@@ -144,8 +137,6 @@ def is_text(token_BL):
 
 
 class Noised(typing.NamedTuple):
-    """Rows and their noise."""
-
     token_BL: np.ndarray
     xt_BL: np.ndarray  # token_BL with MASK where mask_BL
     mask_BL: np.ndarray
@@ -173,99 +164,70 @@ class Batch(typing.NamedTuple):
     """A micro-batch on the device: the input of Loss."""
 
     xt_BL: torch.Tensor  # noised tokens; [1, S] if packed
-    time_B: torch.Tensor  # noise times of the rows, or of the packed texts
-    index_N: torch.Tensor  # masked positions in the flattened rows
+    index_N: torch.Tensor  # masked positions in the flattened rows: only they need logits
     token_N: torch.Tensor  # their tokens before masking
     time_N: torch.Tensor  # noise times of their rows
     masked_N: torch.Tensor  # False for the padding of the four [N]
+    time_B: torch.Tensor  # noise times of the rows, or of the packed texts
     counted: torch.Tensor  # tokens of the text in the whole step, so that the losses of micro-batches add up
-    masks: torch.Tensor  # masked tokens in the whole step
     packed: mdlm.Packed | None = None
 
 
 def make_batch(noised, row_ids, device, packed=False):
-    """The Batch of these rows (a slice or indices): trimmed to the longest of them, or packed without PAD.
-
-    Masked positions are listed, as only they need logits. Shapes are rounded up so that they take few values: row
-    length to 32, or a packed batch to 64 in all, and the number of masks to 64, padded with position 0.
-    """
+    """The Batch of these rows (a slice or indices): trimmed to the longest of them, or packed without PAD."""
     token_BL, xt_BL, mask_BL, time_B = (x[row_ids] for x in noised)
+    L = token_BL.shape[1]
     length_B = (token_BL != mdlm.PAD).sum(1)
+    layout = []
     if packed:
-        xt_BL, token_BL, mask_BL, *layout = pack(xt_BL, token_BL, mask_BL, length_B)
-        time_B = np.append(time_B, 1.0)  # of the PAD at the end
-        row_N = layout[0][np.flatnonzero(mask_BL)]
+        # a last text of PAD makes the total a multiple of 32
+        token_BL, xt_BL, mask_BL = (np.pad(x, ((0, 1), (0, 0))) for x in (token_BL, xt_BL, mask_BL))  # PAD is 0
+        time_B = np.append(time_B, 1.0)
+        length_B = np.append(length_B, -length_B.sum() % 32)
+        inside_BL = np.arange(L) < length_B[:, None]
+        text_S, position_S = np.nonzero(inside_BL)
+        layout = [text_S, position_S, np.append(0, inside_BL.sum(1).cumsum()).astype(np.int32)]
+        token_BL, xt_BL, mask_BL = (x[inside_BL][None] for x in (token_BL, xt_BL, mask_BL))
+        time_S = time_B[text_S]
     else:
-        columns = slice(0, -(-int(length_B.max(initial=1)) // 32) * 32)
-        token_BL, xt_BL, mask_BL = (np.ascontiguousarray(x[:, columns]) for x in (token_BL, xt_BL, mask_BL))
-        layout, row_N = [], np.nonzero(mask_BL)[0]
+        longest = -(-int(length_B.max(initial=1)) // 32) * 32
+        token_BL, xt_BL, mask_BL = (np.ascontiguousarray(x[:, :longest]) for x in (token_BL, xt_BL, mask_BL))
+        time_S = np.repeat(time_B, xt_BL.shape[1])
     index_N = np.flatnonzero(mask_BL)
     masks = len(index_N)
-    index_N, row_N = (np.pad(x, (0, -masks % 64 if masks else 64)) for x in (index_N, row_N))
+    index_N = np.pad(index_N, (0, -masks % 64 if masks else 64))
     masked_N = np.arange(len(index_N)) < masks
-    counts = (np.asarray(x.sum()) for x in (is_text(noised.token_BL), noised.mask_BL))
-    time_B = time_B.astype(np.float32)
-    arrays = xt_BL, time_B, index_N, token_BL.ravel()[index_N], time_B[row_N], masked_N, *counts, *layout
-    tensors = [torch.from_numpy(x) for x in arrays]
+    counted = np.asarray(is_text(noised.token_BL).sum())
+    times = time_S[index_N].astype(np.float32), masked_N, time_B.astype(np.float32)
+    tensors = [torch.from_numpy(x) for x in (xt_BL, index_N, token_BL.ravel()[index_N], *times, counted, *layout)]
     if device.type == "cuda":  # copies from pinned memory do not block
         tensors = [x.pin_memory().to(device, non_blocking=True) for x in tensors]
-    # row length and number of masks change with every batch: torch.compile must not specialise on them
-    torch._dynamo.mark_dynamic(tensors[0], 1)
-    for x in (*tensors[2:6], *tensors[8:10]):
-        torch._dynamo.mark_dynamic(x, 0)
-    return Batch(*tensors[:8], mdlm.Packed(*tensors[8:], longest=noised.token_BL.shape[1]) if packed else None)
+    for x in (*tensors[:5], *tensors[7:9]):  # sizes that change with every batch: torch.compile must not specialise
+        torch._dynamo.mark_dynamic(x, x.ndim - 1)
+    return Batch(*tensors[:7], mdlm.Packed(*tensors[7:], longest=L) if packed else None)
 
 
-def pack(xt_BL, token_BL, mask_BL, length_B):
-    """The three arrays as rows [1, S] without PAD, and text_S, position_S and start_U of mdlm.Packed.
-
-    A last text of up to 63 PAD makes S a multiple of 64.
-    """
-    B, filled = len(length_B), -int(length_B.sum()) % 64
-    end_B = np.append(length_B, filled).cumsum()
-    text_S = np.repeat(np.arange(B + 1), np.append(length_B, filled))
-    start_U = np.append(0, end_B).astype(np.int32)
-    position_S = np.arange(end_B[-1]) - start_U[text_S]
-    is_text_BL = np.arange(token_BL.shape[1]) < length_B[:, None]
-    rows = (np.append(x[is_text_BL], np.full(filled, fill, x.dtype))[None]
-            for x, fill in ((xt_BL, mdlm.PAD), (token_BL, mdlm.PAD), (mask_BL, False)))  # fmt: skip
-    return *rows, text_S, position_S, start_U
-
-
-def batches(rows, cfg, first, devices, packed):
-    """(step, noised rows, [Batch of each micro-batch of this process]) of all steps from `first` on.
-
-    A thread prepares those of the next step meanwhile.
-    """
+def step_batches(rows, cfg, devices, packed, step):
+    """The noised rows of a step, and the Batch of each micro-batch of this process."""
+    noised = training_batch(rows, cfg, step)
     size = cfg.micro_batch * devices.world
-
-    def make(step):
-        noised = training_batch(rows, cfg, step)
-        # rows are sorted by length: with every world-th row the devices get similar lengths
-        slices = (slice(i + devices.rank, i + size, devices.world) for i in range(0, cfg.batch_size, size))
-        return noised, [make_batch(noised, row_ids, devices.device, packed) for row_ids in slices]
-
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        ahead = thread.submit(make, first)
-        for step in range(first, cfg.steps):
-            noised, micro_batches = ahead.result()
-            if step + 1 < cfg.steps:
-                ahead = thread.submit(make, step + 1)
-            yield step, noised, micro_batches
+    # rows are sorted by length: with every world-th row the devices get similar lengths
+    slices = [slice(i + devices.rank, i + size, devices.world) for i in range(0, cfg.batch_size, size)]
+    return noised, [make_batch(noised, row_ids, devices.device, packed) for row_ids in slices]
 
 
 # ---- loss and update -----------------------------------------------------------------------------------------------
 
 
 class Loss(nn.Module):
-    """The loss of a Batch as its share of the step's: the NELBO in nats per token, or the mean over masked tokens.
+    """A Batch's share of the step's loss: the NELBO in nats per token.
 
-    In evaluation mode [4]: the NELBO, the nats and the correct ones of the masked tokens, and their number.
+    In evaluation mode [4]: the NELBO, and of the masked tokens the nats, the correct ones and their number.
     """
 
-    def __init__(self, model, schedule, kind="nelbo"):
+    def __init__(self, model, schedule):
         super().__init__()
-        self.model, self.schedule, self.kind = model, schedule, kind
+        self.model, self.schedule = model, schedule
         # Times are drawn from a part of [0, 1]. With this factor a uniform prediction costs log V under any schedule.
         self.span = (1 - diffusion.time_of_rate(SMALLEST_RATE, schedule)) / (1 - SMALLEST_RATE)
 
@@ -276,8 +238,6 @@ class Loss(nn.Module):
         hidden_BLD = self.model.hidden(batch.xt_BL, rate_B, see_BL, batch.packed)
         logits_NV = self.model.logits(hidden_BLD.flatten(0, 1)[batch.index_N])
         nll_N = diffusion.masked_nll(logits_NV, batch.token_N, batch.masked_N, mdlm.MASK)
-        if self.training and self.kind == "masked_ce":
-            return diffusion.masked_cross_entropy(nll_N, batch.masks)
         # each masked token counts as a sequence of its own, at its row's time
         nelbo = self.span * diffusion.nelbo_per_token(nll_N[:, None], batch.time_N, batch.counted, self.schedule)
         if self.training:
@@ -304,12 +264,8 @@ def make_optimizers(model, cfg):
     muon = [matrices.pop(name) for name in list(matrices) if cfg.optimizer == "muon" and name.startswith("blocks.")]
     groups = [{"params": [*matrices.values()], "weight_decay": cfg.weight_decay}]
     groups += [{"params": vectors, "weight_decay": 0.0}]
-    optimizers = [torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)]
-    if muon:
-        optimizers.append(torch.optim.Muon(muon, cfg.muon_lr, cfg.weight_decay))
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["initial_lr"] = group["lr"]  # the peak; the name is that of PyTorch's schedulers
-    return optimizers
+    adamw = torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    return [adamw, torch.optim.Muon(muon, cfg.muon_lr, cfg.weight_decay)] if muon else [adamw]
 
 
 @torch.no_grad()
@@ -347,7 +303,7 @@ def make_state(cfg, architecture, dtype, devices):
     torch.manual_seed(cfg.seed)
     model = mdlm.MDLM(architecture).to(devices.device)
     ema = copy.deepcopy(model).eval().requires_grad_(False)
-    loss = Loss(model, cfg.schedule, cfg.loss)
+    loss = Loss(model, cfg.schedule)
     if cfg.fsdp and devices.world > 1:
         shard(model, cfg.compile)
         shard(ema, compiled=False)
@@ -360,13 +316,8 @@ def make_state(cfg, architecture, dtype, devices):
     return State(model, ema, loss, make_optimizers(model, cfg), scaler, torch.zeros(2, device=devices.device))
 
 
-def autocast(device, dtype):
-    """Matmuls run in `dtype`; weights and moments stay float32."""
-    return torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32")
-
-
 def packs(device, dtype):
-    """Whether texts are packed without PAD: flash attention needs an Ampere GPU or newer, 16 bits and PyTorch 2.10."""
+    """True where texts are packed without PAD: flash attention needs an Ampere GPU, 16 bits and PyTorch 2.10."""
     ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return ampere and dtype != "float32" and mdlm.varlen_attn is not None
 
@@ -387,12 +338,12 @@ def shard(model, compiled):
 def gradients(state, micro_batches, dtype, devices):
     """Accumulate the gradients of a step over its micro-batches; returns this process's share of the loss."""
     loss = torch.zeros((), device=devices.device)
-    for i, batch in enumerate(micro_batches, 1):
+    for batch in micro_batches:
         # DDP reduces gradients in the backward pass: once a step, with the last micro-batch
-        local_only = hasattr(state.loss, "no_sync") and i < len(micro_batches)
-        with autocast(devices.device, dtype), state.loss.no_sync() if local_only else contextlib.nullcontext():
+        state.loss.require_backward_grad_sync = batch is micro_batches[-1]
+        with torch.autocast(devices.device.type, getattr(torch, dtype), enabled=dtype != "float32"):
             batch_loss = state.loss(batch)
-            state.scaler.scale(batch_loss * devices.world).backward()  # gradients are averaged over devices
+        state.scaler.scale(batch_loss * devices.world).backward()  # gradients are averaged over devices
         loss += batch_loss.detach()
     return loss
 
@@ -402,7 +353,7 @@ def step_or_restore(optimizer, skip):
     """A step of Muon that is reverted on the device where skip is 1: it has no found_inf, as fused AdamW has."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     for p in weights:
-        optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))  # as its first step does
+        optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))  # which the first step makes
         local(p.grad).nan_to_num_(0.0, 0.0, 0.0)
     tensors = [local(x) for p in weights for x in (p, optimizer.state[p]["momentum_buffer"])]
     before = torch._foreach_mul(tensors, 1.0)  # copies, in one launch
@@ -416,9 +367,9 @@ def update(state, step, cfg):
 
     If the norm is not finite the device skips the update; the host does not wait to know.
     """
-    for optimizer in state.optimizers:
+    for optimizer, peak in zip(state.optimizers, (cfg.lr, cfg.muon_lr), strict=False):
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * learning_rate(step, cfg)
+            group["lr"] = peak * learning_rate(step, cfg)
         state.scaler.unscale_(optimizer)
     norm = full(nn.utils.clip_grad_norm_(state.model.parameters(), cfg.clip))
     skip = (~norm.isfinite()).float()
@@ -434,8 +385,8 @@ def update(state, step, cfg):
     return norm
 
 
-def read(state, loss, norm, stop, step, cfg, devices):
-    """(loss, gradient norm, updates skipped so far, whether to stop) over all processes. Here the host waits.
+def metrics(state, loss, norm, stop, step, cfg, devices):
+    """(loss, gradient norm, skipped updates, whether any process was asked to stop). Here the host waits.
 
     Raises ValueError if too many updates in a row are skipped.
     """
@@ -443,10 +394,7 @@ def read(state, loss, norm, stop, step, cfg, devices):
     if devices.world > 1:
         dist.all_reduce(sums_2)
     loss, stop, norm, skipped, in_a_row = torch.cat([sums_2, norm[None], state.skipped_2]).tolist()
-    scaled = state.scaler.is_enabled()  # float16 overflows now and then; then its scale is lowered
-    if in_a_row and not scaled:
-        print(f"step {step + 1}: loss {loss}, gradient norm {norm}; the update is skipped", flush=True)
-    if in_a_row >= (20 if scaled else 5):
+    if in_a_row >= (20 if state.scaler.is_enabled() else 5):  # float16 overflows now and then; then its scale falls
         saved = list(runs.saved_steps(Path(cfg.out))) or "the start"
         advice = f"--resume={cfg.out} with a lower --lr, from {saved}"
         raise ValueError(f"no finite loss in {in_a_row:.0f} steps, the last {step + 1}; {advice}")
@@ -471,18 +419,15 @@ def save(state, step, cfg, meta, tokenizer_json, devices):
     tensors = {name: full(t.detach()).cpu().contiguous() for name, t in trainer_tensors(state).items()}
     if devices.rank == 0:
         averaged = {name.removeprefix("ema."): t for name, t in tensors.items() if name.startswith("ema.")}
-        trainer = {"step": step, "skipped": int(state.skipped_2[0]), "scaler": state.scaler.state_dict()}
-        try:
-            with runs.new_folder(Path(cfg.out, f"step_{step}")) as folder:
-                # what mdlm.load reads
-                runs.write(folder / "config.json", {"model_type": "mdlm", **meta["model"]})
-                runs.write(folder / "tokenizer.json", tokenizer_json)
-                runs.write(folder / "model.safetensors", safetensors.torch.save(averaged))
-                # for --resume
-                runs.write(folder / "trainer.json", meta | trainer)
-                runs.write(folder / "trainer.safetensors", safetensors.torch.save(tensors))
-        except OSError as error:
-            raise OSError(f"step_{step} was not written ({error}); make room, then --resume={cfg.out}") from None
+        trainer = meta | {"step": step, "skipped": int(state.skipped_2[0]), "scaler": state.scaler.state_dict()}
+        with runs.new_folder(Path(cfg.out, f"step_{step}")) as folder:
+            # what mdlm.load reads
+            runs.write(folder / "config.json", {"model_type": "mdlm", **meta["model"]})
+            runs.write(folder / "tokenizer.json", tokenizer_json)
+            runs.write(folder / "model.safetensors", safetensors.torch.save(averaged))
+            # for --resume
+            runs.write(folder / "trainer.json", trainer)
+            runs.write(folder / "trainer.safetensors", safetensors.torch.save(tensors))
         for old in list(runs.saved_steps(Path(cfg.out)).values())[: -cfg.keep]:
             shutil.rmtree(old)
     if devices.world > 1:
@@ -494,13 +439,11 @@ def restore(folder, state, meta):
     """Load a checkpoint into the state; returns its step. Raises ValueError if it does not fit."""
     advice = "delete it to use the one before"
     try:
-        trainer = runs.read_json(folder / "trainer.json", "model", "data", "step", "skipped", "scaler")
+        trainer = runs.read_json(folder / "trainer.json")
         saved = safetensors.torch.load_file(folder / "trainer.safetensors")
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"{folder} cannot be read ({runs.first_line(error)}); {advice}") from None
-    runs.check_same(trainer["model"], meta["model"], folder)
-    if trainer["data"] != meta["data"]:
-        raise ValueError(f"{folder} was trained on other data; pass its --data, or start anew with another --out")
+    runs.check_resumed(trainer, meta, folder)
     # moments are made by the first update: a dummy one, overwritten below
     for p in state.model.parameters():
         p.grad = torch.zeros_like(p)
@@ -551,51 +494,40 @@ def evaluate(model, token_RL, rng, micro_batch, dtype):
         row_M = order_R[tenth_R[order_R] == tenth]
         for i in range(0, len(row_M), micro_batch):
             batch = make_batch(noised, row_M[i : i + micro_batch], device, packs(device, dtype))
-            with autocast(device, dtype):
+            with torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32"):
                 sums_T4[tenth] += loss(batch)
     return sums_T4.cpu().numpy()
 
 
 def scores(sums_T4, bits):
-    """Scores for the log, of the sums of `evaluate`."""
+    """Scores for the log, of the sums of `evaluate`; bits per byte of text is a nat per token."""
     nats, masked_nats, correct, masks = sums_T4.sum(0).tolist()
     row = {"heldout_nats": nats, "perplexity": math.exp(nats), "bits_per_byte": bits * nats}
     return row | {"masked_ce": masked_nats / masks, "masked_accuracy": correct / masks}
 
 
 def eval_only(cfg, devices):
-    """Score a checkpoint: prints the bound and the scores by mask rate, and returns them.
-
-    The standard error is that of cfg.eval_draws draws of the noise, each a pass over all rows.
-    """
+    """Score a checkpoint with several draws of the noise: print and return the bound, and scores by mask rate."""
     cfg, dtype = resolve(cfg, devices)
     folder = Path(cfg.eval_only)
-    data = cfg.data or runs.read_json(folder / "config.json").get("data", "")
-    if not data:
-        raise ValueError(f"{folder}/config.json does not say what the model was trained on; pass --data")
-    step = 0
-    if runs.saved_steps(folder):
-        step, folder = runs.newest(folder)
+    heldout, tokenizer = held_out(folder, cfg.data)
+    step, folder = runs.newest(folder) if runs.saved_steps(folder) else (0, folder)
     model = mdlm.load(folder, devices.device)
-    _, heldout, tokenizer_json = find_data(dataclasses.replace(cfg, data=data))
-    if (folder / "tokenizer.json").read_bytes() != tokenizer_json:
-        raise ValueError(f"{data} was written with another tokenizer than that of {folder}; pass --data of its own")
-    token_RL, bits = read_heldout(heldout, tokenizers.Tokenizer.from_str(tokenizer_json.decode()), cfg.eval_rows)
+    token_RL, bits = read_heldout(heldout, tokenizer, cfg.eval_rows)
     rng = np.random.default_rng(cfg.seed)
     sums_NT4 = np.stack([evaluate(model, token_RL, rng, cfg.micro_batch, dtype) for _ in range(cfg.eval_draws)])
     row = {"step": step} | scores(sums_NT4.mean(0), bits)
     nats_N = sums_NT4[..., 0].sum(1)
     row["standard_error"] = float(nats_N.std(ddof=1) / math.sqrt(len(nats_N))) if len(nats_N) > 1 else 0.0
-    row["by_noise"] = [
-        {"mask_rate": (tenth + 0.5) / 10, "masked_ce": nats / masks, "accuracy": correct / masks}
-        for tenth, (_, nats, correct, masks) in enumerate(sums_NT4.sum(0).tolist())
-        if masks
-    ]
     print(f"step {step}: at most {row['bits_per_byte']:.4f} bits per byte, {row['heldout_nats']:.4f} +- "
           f"{row['standard_error']:.4f} nats per token, perplexity {row['perplexity']:.3f}")  # fmt: skip
     print(f"{len(token_RL):,} of {heldout.total:,} held-out rows\nmasked | nats per masked token | accuracy")
-    for level in row["by_noise"]:
-        print(f"{level['mask_rate']:6.0%} | {level['masked_ce']:21.3f} | {level['accuracy']:8.1%}")
+    row["by_noise"] = []
+    for tenth, (_, nats, correct, masks) in enumerate(sums_NT4.sum(0).tolist()):
+        if masks:
+            level = {"mask_rate": (tenth + 0.5) / 10, "masked_ce": nats / masks, "accuracy": correct / masks}
+            row["by_noise"].append(level)
+            print(f"{level['mask_rate']:6.0%} | {level['masked_ce']:21.3f} | {level['accuracy']:8.1%}")
     return row
 
 
@@ -606,17 +538,13 @@ def sample_text(model, tokenizer, cfg, seq_len, device):
     canvas[0, : len(ids)] = torch.tensor(ids)
     generator = torch.Generator(device).manual_seed(cfg.seed)
     token_L = mdlm.sample(model, canvas, mdlm.Sampling(vocab=tokenizer.get_vocab_size()), generator)[0].tolist()
-    token_L = token_L[: token_L.index(mdlm.EOS)] if mdlm.EOS in token_L else token_L
-    return tokenizer.decode(token_L)
+    return tokenizer.decode(token_L[: [*token_L, mdlm.EOS].index(mdlm.EOS)])
 
 
 class Speed:
-    """Steps and tokens (PAD not counted) per second since the last start()."""
+    """Steps and tokens (PAD not counted) per second since it was made."""
 
     def __init__(self):
-        self.start()
-
-    def start(self):
         self.began, self.steps, self.tokens = time.perf_counter(), 0, 0
 
     def add(self, noised):
@@ -651,18 +579,6 @@ def resolve(cfg, devices):
     return dataclasses.replace(cfg, **resolved), cfg.dtype or dtype
 
 
-def describe(cfg, dtype, architecture, rows, devices):
-    device = torch.cuda.get_device_name(devices.device) if devices.device.type == "cuda" else "CPU"
-    print(f"{devices.world} x {device}, {dtype} matmuls on float32 weights")
-    print(", ".join(f"{part} {n:,}" for part, n in mdlm.count_params(architecture).items()) + " parameters")
-    batch = f"{cfg.batch_size} rows of {rows.meta['seq_len']}, {cfg.micro_batch} at a time on a device"
-    epochs = f"{cfg.steps * cfg.batch_size / rows.total:.2f} epochs of {rows.total:,} rows"
-    layout = "packed" if packs(devices.device, dtype) else "padded"
-    print(f"{cfg.steps:,} steps of {batch}, {layout} = {epochs}", flush=True)
-    if cfg.compile:
-        print("compiling: the first step takes about a minute more", flush=True)
-
-
 def train(cfg, devices):
     cfg, dtype = resolve(cfg, devices)
     rows, heldout, tokenizer_json = find_data(cfg)
@@ -670,19 +586,28 @@ def train(cfg, devices):
     heldout_RL, bits = read_heldout(heldout, tokenizer, cfg.eval_rows)
     own = {name: getattr(cfg, name) for name in ("tie", "rope", "dropout")}
     architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], vocab=rows.meta["vocab_padded"], **own)
-    settings = {"model": dataclasses.asdict(architecture), "train": dataclasses.asdict(cfg)}
-    meta = settings | {"data": rows.meta["fingerprint"]}
-    describe(cfg, dtype, architecture, rows, devices)
+    meta = {"model": dataclasses.asdict(architecture), "train": dataclasses.asdict(cfg)}
+    meta["data"] = rows.meta["fingerprint"]
+    packed = packs(devices.device, dtype)
+    name = torch.cuda.get_device_name(devices.device) if devices.device.type == "cuda" else "CPU"
+    print(f"{devices.world} x {name}, {dtype} matmuls on float32 weights, {'packed' if packed else 'padded'} rows")
+    print(", ".join(f"{part} {n:,}" for part, n in mdlm.count_params(architecture).items()) + " parameters")
+    epochs = f"{cfg.steps * cfg.batch_size / rows.total:.2f} epochs of {rows.total:,} rows"
+    print(
+        f"{cfg.steps:,} steps of {cfg.batch_size} rows, {cfg.micro_batch} at a time on a device = {epochs}", flush=True
+    )
+    if cfg.compile:
+        print("compiling: the first step takes about a minute more", flush=True)
+
     with runs.Run(cfg, rank=devices.rank) as run:
-        state = make_state(cfg, architecture, dtype, devices)
-        first = 0
+        state, first = make_state(cfg, architecture, dtype, devices), 0
         if cfg.resume and runs.saved_steps(Path(cfg.resume)):
             first = restore(runs.newest(cfg.resume)[1], state, meta)
-        if cfg.resume:
             print(f"resuming {cfg.resume} after step {first}")
         run.begin(first, meta | {"data": str(rows.folder)}, {"tokenizer.json": tokenizer_json})
+        batches = prefetch(functools.partial(step_batches, rows, cfg, devices, packed), first, cfg.steps)
         speed = Speed()
-        for step, noised, micro_batches in batches(rows, cfg, first, devices, packs(devices.device, dtype)):
+        for step, (noised, micro_batches), _ in batches:
             # All randomness is a function of (seed, step): a resumed run gets the same rows, noise and dropout.
             torch.manual_seed(cfg.seed + step)
             loss = gradients(state, micro_batches, dtype, devices)
@@ -693,23 +618,21 @@ def train(cfg, devices):
             # several processes stop together, at a step where they communicate
             stop = run.signal if devices.world == 1 else ""
             if done % cfg.log_every == 0 or done == cfg.steps:
-                loss, norm, skipped, stop = read(state, loss, norm, run.signal, step, cfg, devices)
+                loss, norm, skipped, stop = metrics(state, loss, norm, run.signal, step, cfg, devices)
                 row = {"step": done, "loss": loss, "lr": cfg.lr * learning_rate(step, cfg), "grad_norm": norm}
                 run.log(row | speed.row(cfg.steps - done) | {"skipped": skipped})
-                speed.start()
+                speed = Speed()
             # All processes evaluate and sample, though one would do: FSDP gathers weights from all of them.
             if done % cfg.eval_every == 0 or done == cfg.steps:
                 rng = np.random.default_rng([cfg.seed, 2**31])  # the same noise each time; no step has this number
                 sums_T4 = evaluate(state.ema, heldout_RL, rng, cfg.micro_batch, dtype)
                 run.log({"step": done} | scores(sums_T4, bits))
                 text = sample_text(state.ema, tokenizer, cfg, rows.meta["seq_len"], devices.device)
-                if devices.rank == 0:
-                    with open(run.out / "samples.txt", "a") as file:
-                        file.write(f"---- step {done}\n{text}\n")
-                speed.start()  # leave the evaluation's time out
+                run.append_text("samples.txt", f"---- step {done}\n{text}\n")
+                speed = Speed()  # leave the evaluation's time out
             if done % cfg.save_every == 0 or done == cfg.steps or stop:
                 save(state, done, cfg, meta, tokenizer_json, devices)
-                speed.start()
+                speed = Speed()
             if stop:
                 run.leave(done)
     print(f"done: {cfg.out}; generate text with: python inference_jetson.py --bundle={cfg.out}", flush=True)

@@ -2,17 +2,17 @@
 
     python train_tpu.py --steps=50                      # CPU: the tiny preset for two minutes, to see it work
     python train_tpu.py                                 # four epochs over the standard library; 1.08 B on a TPU v6e
-    python train_tpu.py --resume=out/train_tpu          # goes on where the run stopped, with the run's own settings
-    python train_tpu.py --data=data/mine --model=300m   # tokens that data_prep.py wrote
+    python train_tpu.py --resume=out/train_tpu          # continues a stopped run with its own settings
+    python train_tpu.py --data=data/mine --model=300m   # rows that data_prep.py wrote
     python train_tpu.py --eval_only=out/train_tpu       # held-out bits per byte beside xz -9, accepted draft tokens
 
-Reads the folder of packed rows that data_prep.py writes; without --data it first prepares the standard library of the
-running Python. Writes --out: config.json, tokenizer.json, log.jsonl, samples.txt, checkpoints/<step>/. Whether a model
-fits a TPU that is not here: bench/compile_for.py. train_dream.py trains Dream.
+Reads a folder of packed rows from data_prep.py; without --data it first prepares the standard library of the running
+Python. Writes --out: config.json, tokenizer.json, log.jsonl, samples.txt, checkpoints/<step>/. Whether a model fits a
+TPU that is not here: bench/compile_for.py. train_dream.py trains Dream.
 
 One optimizer step is one compiled program: a scan over micro-batches, each a scan over layers. The gradient is that of
-(sum of token losses) / (all valid tokens of the step), however the tokens fall into micro-batches. Row order, dropout
-and learning rate are functions of (seed, step), so a checkpoint needs no more than parameters, moments and the step.
+(sum of token losses) / (all valid tokens of the step), whatever the micro-batches. Row order, dropout and learning rate
+are functions of (seed, step), so a checkpoint holds parameters, moments and the step alone.
 
 Letters: A micro-batches of a step, B rows of a micro-batch, L length, V vocabulary.
 """
@@ -37,48 +37,46 @@ from jax.sharding import PartitionSpec as PS
 import checkpoints
 import model_pythoncoder as pc
 import runs
-from rows import Rows, held_out, open_data, prefetch, token_bytes
+from rows import held_out, open_data, prefetch, token_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    data: str = ""  # folder written by data_prep.py; "" prepares the Python standard library under data/
+    data: str = ""  # folder of rows from data_prep.py; default: the Python standard library, prepared under data/
     out: str = "out/train_tpu"  # folder of the run
-    resume: str = ""  # folder of a run to go on with, with its settings; "" starts anew
+    resume: str = ""  # folder of a run to continue, with its settings
     eval_only: str = ""  # folder of a model to score on held-out rows, instead of training
-    model: str = ""  # key of CONFIGS in model_pythoncoder.py; "" picks the largest that memory and data allow
+    model: str = ""  # preset, see CONFIGS in model_pythoncoder.py; default: the largest that memory and data allow
     diff: typing.Literal["seed", "paper", "v2", "none"] = "seed"  # floored | as published | DIFF V2 | plain attention
-    init_std: typing.Literal["", "fan_in", "paper"] = ""  # of new matrices: by fan-in | 0.02; "": the preset's
-    dropout: float | None = None  # of attention output, feed-forward hidden and output; unset: 0.1, small models 0
+    init_std: typing.Literal["", "fan_in", "paper"] = ""  # of new matrices: by fan-in | 0.02; default: the preset's
+    dropout: float | None = None  # of attention output, feed-forward hidden and output; default: 0.1, small models 0
     mtp_weight: float = 0.1  # weight of the multi-token-prediction loss (the token after the next)
     z_loss: float = 0.0  # weight of logsumexp^2, which keeps logits small
-    einsums: bool = False  # einsum attention also where the device has a fused kernel
-    seq_len: int = 0  # tokens per row; 0: the model's positions, at most 2048
+    seq_len: int = 0  # tokens per row; 0: that of the data, else the model's positions, at most 2048
     batch_size: int = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 4,096 on a CPU
     epochs: float = 4.0  # passes over the training rows; sets --steps
     steps: int = 0  # optimizer steps; 0: from --epochs
     lr: float = 0.0  # peak learning rate; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3
     warmup: int = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
-    optimizer: typing.Literal["", "adamw", "muon"] = ""  # "": muon below 100 M parameters
+    optimizer: typing.Literal["", "adamw", "muon"] = ""  # default: muon below 100 M parameters
     weight_decay: float = 0.1  # of matrices and embeddings
-    clip: float = 1.0  # largest norm of the gradient of all parameters
+    clip: float = 1.0  # maximum global gradient norm
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
     reduce: typing.Literal["", "step", "micro"] = ""  # sum gradients over devices once a step | a micro-batch
-    remat: typing.Literal["", "none", "qkvo", "full"] = ""  # what the backward pass recomputes; "" is qkvo
-    micro_batch: int = 0  # rows per device at a time; 0: by model and memory
+    micro_batch: int = 0  # rows per device and forward pass; 0: by model and memory
     fsdp: int = 0  # devices that share one copy of the weights; 0: all that data and tensor leave
     tensor: int = 1  # devices that share each layer's heads, feed-forward and vocabulary
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
-    hosts: str = ""  # "" one host; "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process
+    hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
     log_every: int = 10  # steps between rows of the log
-    eval_every: int = 0  # steps between evaluations, each saves a checkpoint; 0: about ten times a run
-    eval_rows: int = 512  # held-out rows at most
-    save_minutes: float = 30.0  # a checkpoint at least so often, also between evaluations; 0 leaves them to these
+    eval_every: int = 0  # steps between evaluations, each with a sample and a checkpoint; 0: about ten per run
+    eval_rows: int = 512  # held-out rows per evaluation, at most
+    save_minutes: float = 30.0  # minutes between checkpoints, at most; 0: only at evaluations
     keep: int = 2  # newest checkpoints to keep, besides the best
-    prompt: str = "def read_lines(path):\n"  # continued at every evaluation
-    plot: bool = False  # draw loss and bits per byte as curve.png at the end
-    wandb: str = ""  # project name; "" logs to files alone
-    compile_cache: str = "~/.cache/unmask"  # compiled programs of earlier runs; "" compiles anew
+    prompt: str = "def read_lines(path):\n"  # prefix of the samples drawn in training
+    plot: bool = False  # write curve.png at the end: loss and bits per byte
+    wandb: str = ""  # project name at Weights & Biases; default: log to files only
+    compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles anew
     seed: int = 0  # initial weights, row order, dropout
 
 
@@ -131,7 +129,7 @@ def pick_model(cfg, devices, data=None, memory=None):
     name, memory = cfg.model or "tiny", memory or checkpoints.device_memory_gib(devices[0]) or 0
     for larger in STEP_GIB.get(devices[0].platform, ()) if not cfg.model else ():
         params = pc.count_params(pc.CONFIGS[larger])["total"]
-        fed = not data or tokens_seen(cfg, data) >= TOKENS_PER_PARAMETER * params
+        fed = not data or cfg.epochs * data["splits"]["train"]["tokens"] >= TOKENS_PER_PARAMETER * params
         if fed and most_rows(larger, devices, memory):
             name = larger
     if name not in pc.CONFIGS:
@@ -145,11 +143,6 @@ def pick_model(cfg, devices, data=None, memory=None):
     return name, dataclasses.replace(model, diff=cfg.diff, init_std=init_std, vocab=ids, positions=positions)
 
 
-def tokens_seen(cfg, data):
-    """Tokens that --epochs trains on, of the data with this meta.json."""
-    return cfg.epochs * data["splits"]["train"]["tokens"]
-
-
 def row_length(cfg, model, data=None):
     """Tokens of a row: --seq_len, or that of the data, or what suits the model."""
     return cfg.seq_len or (data["seq_len"] if data else min(model.positions, 2048))
@@ -158,26 +151,22 @@ def row_length(cfg, model, data=None):
 def pick_batch(cfg, seq_len, copies, on_cpu, data=None, fitting=math.inf):
     """(rows of a step, rows per device at a time); `copies` devices hold different rows."""
     # Short runs take smaller steps: two thousand of them rather than sixty.
-    seen = tokens_seen(cfg, data) if data else math.inf
+    seen = cfg.epochs * data["splits"]["train"]["tokens"] if data else math.inf
     tokens = 4096 if on_cpu else 2 ** int(math.log2(np.clip(seen / 2000, 8192, 131_072)))
-    rows = tokens // seq_len
-    batch = cfg.batch_size or max(1, rows // copies) * copies
-    if batch % copies:
-        nearest = math.ceil(batch / copies) * copies
-        raise ValueError(f"--batch_size={batch} does not divide over {copies} devices; try {nearest}")
+    batch = cfg.batch_size or max(1, tokens // seq_len // copies) * copies
     rows = batch // copies
     most = min(rows, MICRO_BATCH.get(cfg.model, 1), max(1, fitting))
-    micro = cfg.micro_batch or max(m for m in range(1, most + 1) if rows % m == 0)
-    if rows % micro:
-        raise ValueError(f"--micro_batch={micro} does not divide the {rows} rows of a device; try a divisor of {rows}")
+    micro = cfg.micro_batch or max((m for m in range(1, most + 1) if rows % m == 0), default=1)
+    if batch % (copies * micro):
+        raise ValueError(f"--batch_size={batch} does not divide over {copies} devices times --micro_batch={micro}")
     return batch, micro
 
 
 def resolve(cfg, devices, data=None, memory=None):
-    """(cfg, architecture, how to run it, mesh): what was left open is picked by devices and data, and printed.
+    """(cfg with its defaults filled in, architecture, pc.Run, mesh), by the devices and the data; printed.
 
-    data is the meta.json of the rows; without it the choice is that for endless data. memory is what a device holds, in
-    GiB, where it cannot be asked.
+    data is the meta.json of the rows; None stands for endless data. memory is that of a device in GiB, where JAX cannot
+    ask it.
     """
     device = devices[0]
     memory = memory or checkpoints.device_memory_gib(device)
@@ -188,7 +177,7 @@ def resolve(cfg, devices, data=None, memory=None):
     seq_len = row_length(cfg, model, data)
     batch, micro = pick_batch(cfg, seq_len, len(devices) // cfg.tensor, on_cpu, data, fitting)
     mesh = checkpoints.training_mesh(cfg, model, devices)
-    dtype, remat = cfg.dtype or ("float32" if on_cpu else "bfloat16"), cfg.remat or "qkvo"
+    dtype = cfg.dtype or ("float32" if on_cpu else "bfloat16")
     if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
         jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -197,22 +186,20 @@ def resolve(cfg, devices, data=None, memory=None):
     small = params < 1e8
     dropout = cfg.dropout if cfg.dropout is not None else 0.0 if small else 0.1
     # Whole float32 weights and gradients on each device, where a third of the memory holds them: see accumulate_apart.
-    apart = 8 * params / 2**30 <= (memory or math.inf) / 3
-    cfg = dataclasses.replace(
-        cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro, dropout=dropout,
-        reduce=cfg.reduce or ("step" if apart else "micro"), optimizer=cfg.optimizer or ("muon" if small else "adamw"),
-    )  # fmt: skip
+    reduce = cfg.reduce or ("step" if 8 * params / 2**30 <= (memory or math.inf) / 3 else "micro")
+    optimizer = cfg.optimizer or ("muon" if small else "adamw")
+    cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro)
+    cfg = dataclasses.replace(cfg, dropout=dropout, reduce=reduce, optimizer=optimizer)
     block = 64 if on_cpu else 128  # queries of attention at a time: scores that stay in a CPU's caches
-    kernel = "" if cfg.einsums else fused_kernel(device, dtype)
-    tpu = device.platform == "tpu"
-    run = pc.Run(jnp.dtype(dtype), remat=remat, block=block, kernel=kernel, tpu=tpu, dropout=dropout)
+    kernel, tpu = fused_kernel(device, dtype), device.platform == "tpu"
+    run = pc.Run(jnp.dtype(dtype), remat="qkvo", block=block, kernel=kernel, tpu=tpu, dropout=dropout)
 
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     where = "CPU" if on_cpu else f"{memory:.1f} GiB each"
     accumulated = batch * cfg.tensor // mesh.size // micro
     attention = f", attention by the {kernel} kernel" if kernel else ""
     print(f"{len(devices)} x {device.device_kind} ({where}): mesh {axes}")
-    print(f"model {name}, {dtype} compute on float32 weights, remat {remat}{attention}")
+    print(f"model {name}, {dtype} compute on float32 weights{attention}")
     print(f"a step is {batch} rows of {seq_len} = {batch * seq_len:,} tokens, {accumulated} x {micro} rows a device")
     return cfg, model, run, mesh
 
@@ -249,8 +236,6 @@ def find_data(cfg):
     """(training rows, held-out rows, tokenizer.json); without --data those of the standard library, prepared first."""
     if cfg.data:
         return open_data(cfg.data, cfg.seq_len)
-    if cfg.hosts:
-        raise ValueError("several hosts need the same data: write it with data_prep.py and pass --data")
     # These few million tokens feed the tiny preset, whatever the device.
     _, model = pick_model(dataclasses.replace(cfg, model=cfg.model or "tiny"), jax.devices())
     seq_len, vocab = row_length(cfg, model), min(model.vocab, 32_768)
@@ -289,28 +274,27 @@ def decays(tree):
 def make_optimizer(clip, weight_decay, mu_dtype=None, mask=decays, muon=False):
     """Clip, then AdamW at learning rate 1: its updates are multiplied by the schedule of the step.
 
-    muon: the layers' matrices are Muon's, with updates of AdamW's size (arXiv:2502.16982); embeddings, heads, norms and
-    vectors stay Adam's, without decay.
+    muon: Muon for the layers' matrices, with updates of AdamW's size (arXiv:2502.16982); Adam without decay for
+    embeddings, heads, norms and vectors.
     """
+    clipping, settings = optax.clip_by_global_norm(clip), {"weight_decay": weight_decay, "mu_dtype": mu_dtype}
     if not muon:
-        optimizer = optax.adamw(1.0, 0.9, 0.95, 1e-8, weight_decay=weight_decay, mask=mask, mu_dtype=mu_dtype)
-        return optax.chain(optax.clip_by_global_norm(clip), optimizer)
+        return optax.chain(clipping, optax.adamw(1.0, 0.9, 0.95, 1e-8, mask=mask, **settings))
     # The matrices of all layers are stacked, and each of a stack is orthogonalised by itself.
     matrices, axes = {*pc.SHARDING} - {"embed", "head"}, optax.contrib.MuonDimensionNumbers(-2, -1)
 
     def dimensions(tree):
         return jax.tree_util.tree_map_with_path(lambda path, _: axes if path[-1].key in matrices else None, tree)
 
-    settings = {"weight_decay": weight_decay, "mu_dtype": mu_dtype, "consistent_rms": 0.2, "adam_b2": 0.95}
-    optimizer = optax.contrib.muon(1.0, muon_weight_dimension_numbers=dimensions, **settings)
-    return optax.chain(optax.clip_by_global_norm(clip), optimizer)
+    settings |= {"consistent_rms": 0.2, "adam_b2": 0.95}
+    return optax.chain(clipping, optax.contrib.muon(1.0, muon_weight_dimension_numbers=dimensions, **settings))
 
 
 def accumulate(loss_fn, params, batches, inside=("layers",)):
     """Sum of gradients and of outputs of loss_fn(params, batch, sums) -> (loss, aux) over the leading axis of batches.
 
-    `sums` are the gradients so far of the parts named by `inside`. The model adds to them in its backward pass, and
-    what comes out as the gradient of sums is the new sums; the gradients of all else are added here.
+    `sums` are the gradients so far of the parameters named by `inside`. The model's backward pass adds to them, and
+    returns the new sums as the gradient of `sums`; all other gradients are added here.
     """
     own = {name: params[name] for name in inside}
     rest = {name: value for name, value in params.items() if name not in inside}
@@ -330,16 +314,10 @@ def accumulate(loss_fn, params, batches, inside=("layers",)):
     return rest_sums | own_sums, outs
 
 
-def alone():
-    """Whether one device, or those that share each layer, hold all rows."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.empty or math.prod(mesh.shape[axis] for axis in pc.BATCH) == 1
-
-
 def accumulate_apart(loss_fn, params, batches, inside=("layers",)):
-    """accumulate() with one reduction at its end: each device sums the gradients of its own rows.
+    """accumulate() with one reduction over devices a step, not one a micro-batch.
 
-    It costs a device whole float32 weights and gradients, and saves the reductions of all micro-batches but one.
+    Each device sums the gradients of its own rows, so it holds whole float32 weights and gradients.
     """
     own = set(pc.BATCH)
 
@@ -386,7 +364,9 @@ def make_step(cfg, graph, optimizer):
         loss_fn = loss_of_step(cfg, graph, batch, key)
         A, B, _ = batch["token_ABL"].shape
         micros = batch | {"row_AB": jnp.arange(A * B).reshape(A, B)}
-        gradients = accumulate if A == 1 or cfg.reduce == "micro" or alone() else accumulate_apart
+        mesh = jax.sharding.get_abstract_mesh()
+        split = not mesh.empty and math.prod(mesh.shape[axis] for axis in pc.BATCH) > 1  # rows over devices
+        gradients = accumulate_apart if split and A > 1 and cfg.reduce != "micro" else accumulate
         grads, (loss, parts) = gradients(loss_fn, state["params"], micros)
         state, norm, ok = apply_gradients(optimizer, state, grads, lr)
         return state, {"loss": loss, **parts, "lr": lr, "grad_norm": norm, "ok": ok}
@@ -466,28 +446,31 @@ def evaluate(cfg):
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
 class Trainer:
-    """A run in memory. Only `state` changes with the steps."""
+    """A run in memory, with the defaults that data and devices suggest. Only `state` changes with the steps."""
 
-    cfg: Config  # every setting filled in
-    model: pc.Config
-    run: pc.Run
-    mesh: jax.sharding.Mesh
-    train: Rows
-    heldout: Rows
-    tokenizer: tokenizers.Tokenizer
-    state: dict | None = None  # {"params", "opt"}
-
-    def __post_init__(self):
-        cfg = self.cfg
+    def __init__(self, cfg):
+        self.train, self.heldout, tokenizer_json = find_data(cfg)
+        cfg, self.model, self.run, self.mesh = resolve(cfg, jax.devices(), self.train.meta)
+        if self.train.total < cfg.batch_size:
+            rows = f"{self.train.folder} has {self.train.total} training rows, a step takes {cfg.batch_size}"
+            raise ValueError(f"{rows}; lower --batch_size or add data")
+        if len(self.train.columns) > 3:
+            raise ValueError(
+                f"{self.train.folder} holds pairs, for train_dream.py: PythonCoder would learn prompts too"
+            )
+        self.cfg, self.per_epoch = plan(cfg, self.model, self.train)
+        self.tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
+        self.files = checkpoints.companions(self.train.folder) | {"tokenizer.json": tokenizer_json}
         # Moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32.
         self.optimizer = make_optimizer(cfg.clip, cfg.weight_decay, self.run.dtype, muon=cfg.optimizer == "muon")
         self.shapes = checkpoints.state_shapes(pc, self.model, self.optimizer, self.mesh)
+        gradients = checkpoints.bytes_on_a_device(self.shapes["params"])
+        checkpoints.check_memory(self.mesh, checkpoints.bytes_on_a_device(self.shapes) + gradients, {})
         self.rows_at = NamedSharding(self.mesh, PS(None, pc.BATCH))
         self.micro_rows = cfg.micro_batch * self.mesh.size // cfg.tensor  # on all devices together
-        self.scored = min(self.heldout.total, cfg.eval_rows)
         self.bytes_V = jnp.asarray(token_bytes(self.tokenizer, self.model.vocab))
+        self.state = None  # {"params", "opt"}
 
     def meta(self, step, skipped):
         """What a checkpoint says of itself."""
@@ -525,16 +508,16 @@ class Trainer:
     def score(self):
         """Scores over --eval_rows held-out rows, from all parts of them."""
         graph = pc.graph_of(self.model, dataclasses.replace(self.run, remat="none", dropout=0.0))
-        where = self.scored, self.micro_rows, self.mesh
-        return score(graph, self.state["params"], self.heldout, *where, self.bytes_V)
+        size = self.cfg.eval_rows, self.micro_rows
+        return score(graph, self.state["params"], self.heldout, *size, self.mesh, self.bytes_V)
 
     def sample(self, folder, step):
         """Continue --prompt and append the text to samples.txt; returns the row's tokens per forward pass."""
         if jax.process_count() > 1:  # one host does not hold the whole model
             return {}
         lm = nnx.merge(pc.graph_of(self.model, pc.Run(self.run.dtype)), self.state["params"])
-        prompt, vocab = self.tokenizer.encode(self.cfg.prompt, add_special_tokens=False).ids, self.train.meta
-        rule = pc.Sampling(vocab=vocab["vocab_size"], eos=vocab["eos_id"], speculate=self.model.mtp)
+        prompt, meta = self.tokenizer.encode(self.cfg.prompt, add_special_tokens=False).ids, self.train.meta
+        rule = pc.Sampling(vocab=meta["vocab_size"], eos=meta["eos_id"], speculate=self.model.mtp)
         new = min(64, self.model.positions - len(prompt))
         (text,), stats = pc.generate(lm, [prompt], new, rule, jax.random.key(0))
         folder.append_text("samples.txt", f"---- step {step}\n{self.cfg.prompt}{self.tokenizer.decode(text)}\n")
@@ -545,8 +528,8 @@ class Meter:
     """Speed between two rows of the log, and steps without a finite gradient."""
 
     def __init__(self, cfg, model, run, mesh, step, skipped):
-        self.cfg, self.skipped, self.bad = cfg, skipped, 0  # bad: how many in a row
-        self.flops = step_flops(cfg, model) / mesh.size  # a device
+        self.cfg, self.skipped, self.in_a_row = cfg, skipped, 0
+        self.flops = step_flops(cfg, model) / mesh.size  # per device
         self.peak = checkpoints.peak_flops(jax.devices()[0]) if run.dtype == jnp.bfloat16 else math.nan
         self.restart(step)
 
@@ -554,7 +537,7 @@ class Meter:
         self.step, self.started, self.waited_s = step, time.perf_counter(), 0.0
 
     def count(self, ok, waited_s):
-        self.bad = 0 if ok else self.bad + 1
+        self.in_a_row = 0 if ok else self.in_a_row + 1
         self.skipped += not ok
         self.waited_s += waited_s
 
@@ -565,25 +548,9 @@ class Meter:
         row = {"tok_per_s": rate * self.cfg.batch_size * self.cfg.seq_len}
         if math.isfinite(self.peak):
             row["mfu"] = rate * self.flops / self.peak
-        row["wait"] = self.waited_s / elapsed
+        row |= {"wait": self.waited_s / elapsed, "eta_min": (self.cfg.steps - step) / rate / 60}
         self.restart(step)
-        return row | {"eta_min": (self.cfg.steps - step) / rate / 60, "skipped": self.skipped}
-
-
-def prepare(cfg):
-    """(Trainer, files of the run's folder, steps of an epoch): what was left open is chosen by data and devices."""
-    train, heldout, tokenizer_json = find_data(cfg)
-    cfg, model, run, mesh = resolve(cfg, jax.devices(), train.meta)
-    if train.total < cfg.batch_size:
-        advice = "lower --batch_size or add data"
-        raise ValueError(f"{train.folder} has {train.total} training rows, a step takes {cfg.batch_size}; {advice}")
-    if len(train.columns) > 3:
-        raise ValueError(f"{train.folder} holds pairs, for train_dream.py: PythonCoder would learn their prompts too")
-    cfg, per_epoch = plan(cfg, model, train)
-    trainer = Trainer(cfg, model, run, mesh, train, heldout, tokenizers.Tokenizer.from_str(tokenizer_json.decode()))
-    state_bytes = map(checkpoints.bytes_on_a_device, (trainer.shapes, trainer.shapes["params"]))  # and gradients
-    checkpoints.check_memory(mesh, sum(state_bytes), {})
-    return trainer, checkpoints.companions(train.folder) | {"tokenizer.json": tokenizer_json}, per_epoch
+        return row | {"skipped": self.skipped}
 
 
 def main(cfg):
@@ -592,30 +559,29 @@ def main(cfg):
     checkpoints.connect(cfg)
     if cfg.eval_only:
         return evaluate(cfg)
-    trainer, files, per_epoch = prepare(cfg)
-    asked, cfg = cfg, trainer.cfg
+    trainer = Trainer(cfg)
+    steps, cfg = cfg.steps, trainer.cfg
     with runs.Run(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
-        settings = trainer.meta(0, 0)
-        settings["train"] = {name: value for name, value in settings["train"].items() if name not in OF_A_HOST}
-        checkpoints.check_hosts(folder.out, settings)
-        store = checkpoints.Checkpoints(folder.out, cfg.keep, best="heldout_nats" if trainer.scored else "")
+        model, settings = dataclasses.asdict(trainer.model), dataclasses.asdict(cfg)
+        same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
+        checkpoints.check_hosts(folder.out, {"model": model, "train": same, "data": trainer.train.meta["fingerprint"]})
+        store = checkpoints.Checkpoints(folder.out, cfg.keep, best="heldout_nats" if trainer.heldout.total else "")
         first, skipped = trainer.begin(store)
-        # The length is written as it was asked for: a resumed run may be given more --epochs or --steps.
-        settings = {"train": dataclasses.asdict(cfg) | {"steps": asked.steps}}
-        settings |= {"model": dataclasses.asdict(trainer.model), "data": str(trainer.train.folder)}
-        folder.begin(first, settings, files)
+        # --steps is written as it was given: a resumed run may be given more --epochs or --steps.
+        config = {"train": settings | {"steps": steps}, "model": model, "data": str(trainer.train.folder)}
+        folder.begin(first, config, trainer.files)
         if first < cfg.steps:
-            train(folder, store, trainer, first, skipped, per_epoch)
+            train(folder, store, trainer, first, skipped)
         else:
             print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --epochs or --steps")
         store.close()
     print(f"done: {cfg.out}; generate code with: python generate.py --ckpt={cfg.out}")
 
 
-def train(folder, store, trainer, first, skipped, per_epoch):
+def train(folder, store, trainer, first, skipped):
     """The steps after `first`."""
     cfg, train_step = trainer.cfg, trainer.compile()
-    epoch_ends = range(per_epoch, cfg.steps + 1, per_epoch)
+    epoch_ends = range(trainer.per_epoch, cfg.steps + 1, trainer.per_epoch)
     meter, saved = Meter(cfg, trainer.model, trainer.run, trainer.mesh, first, skipped), time.monotonic()
     for step, batch, waited_s in prefetch(trainer.batch, first, cfg.steps):
         # One program: gradients of all micro-batches, clipping, update. The new state takes the old one's memory.
@@ -625,11 +591,11 @@ def train(folder, store, trainer, first, skipped, per_epoch):
 
         # A gradient that is not finite leaves the state as it was: one may be bad luck, five are a bad setting.
         meter.count(metrics.pop("ok"), waited_s)
-        if meter.bad == 5:
+        if meter.in_a_row == 5:
             left = f"step {store.newest() or 0}, with a lower --lr"
             raise RuntimeError(f"no finite gradient in five steps, the last {done}; go on from {left}")
         late = False
-        if done % cfg.log_every == 0 or done == cfg.steps or meter.bad:
+        if done % cfg.log_every == 0 or done == cfg.steps or meter.in_a_row:
             folder.log({"step": done, **metrics, **meter.row(done)})
             late = checkpoints.host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
 

@@ -670,8 +670,7 @@ def denoising(sampler, params, mesh, rows, length, begin):
     model, rule = sampler.cfg, sampler.rule
     token_BL = np.full((rows, length), model.mask_id)
     token_BL[:, :begin] = model.bos_id
-    state, given, _ = sample_dream.prepare(model, rule, token_BL, np.ones(token_BL.shape, bool))
-    _, width = sample_dream.window(rule, length, begin, begin, given.size) if rule.cache else (0, length)
+    state, given, ((_, _, width), *_) = sample_dream.prepare(model, rule, token_BL, np.ones(token_BL.shape, bool))
     # weights as they lie on the mesh; all else whole on each chip
     inputs = params, *jax.eval_shape(lambda: (state, given))
     everywhere = jax.NamedSharding(mesh, PS())
@@ -684,13 +683,19 @@ def lowered_step(name, mesh, inputs, static):
     """One of STEPS, traced, of such arguments. The last two are parts of one program."""
     if name == "canvas":
         return sample_dream.fill_block.lower(*inputs, **static)
+    sampler, width = static["sampler"], static["width"]
+    model, (rows, length) = sampler.cfg, inputs[1].token_BL.shape
+
+    def step(params, state, given, cache=None):
+        return sampler.step(nnx.merge(sampler.graph, params), state, given, cache, width, opening=cache is None)
+
+    step = jax.jit(step, donate_argnames="cache")
     if name == "opens":
-        return sample_dream.open_block.lower(*inputs, sampler=static["sampler"])
-    model, (rows, length) = static["sampler"].cfg, inputs[1].token_BL.shape
+        return step.lower(*inputs)
     at = jax.NamedSharding(mesh, PS(md.BATCH, "tensor"))
     shape = rows, model.kv_heads, length, model.head_size
     layer = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=at),) * 2  # keys and values
-    return sample_dream.denoise.lower(*inputs, [layer] * model.layers, **static)
+    return step.lower(*inputs, [layer] * model.layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -766,7 +771,7 @@ class Generate:
 
         def step(params, state, given):
             model = nnx.merge(graph, params)
-            masks_B = sampler.masked(model, state, given)[0].sum(-1)
+            masks_B = sampler.masked(model, state, given).sum(-1)
             return sampler.step(model, state, given, given.start_B, width, masks_B, 1)
 
         # the cache is split as it is in a pass, all else is whole on each chip

@@ -542,9 +542,10 @@ def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch, tmp_p
         raise InterruptedError
 
     monkeypatch.setattr(sample_dream, "fill_block", stop)
-    writer.lengths = [96]
+    writer.streams = False
+    blank = canvas.Canvas("", "", [cfg.bos_id] + [cfg.mask_id] * 95, 0, None)
     with pytest.raises(InterruptedError):
-        writer.fill([canvas.Canvas("", "", [cfg.bos_id] + [cfg.mask_id] * 95, 0, None)])
+        writer.fill([blank], {"rows": 1, "widths": (96,)})
     want, static = calls[0]
 
     # what is compiled for a chip

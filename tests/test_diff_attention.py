@@ -201,7 +201,7 @@ def with_gradients(core, q, k, v, lam, do):
     return {"o": o} | dict(zip(("dq", "dk", "dv", "dlam"), vjp(do), strict=True))
 
 
-KERNEL_DEFAULT = {"borders before, at and after block borders", "blocks of keys longer than of queries, no floor"}
+KERNEL_DEFAULT = {"borders before, at and after block borders"}
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_a_change_reaches_later_positions_of_its_document_and_nothing_else(by):
 
 
 def gpu_tiles(block_q, block_k):
-    return dict.fromkeys(("sums", "values", "means", "dq", "dkv"), (block_q, block_k, 4, 2))
+    return dict.fromkeys(("sums", "values", "means", "dq", "dkv"), (block_q, block_k, 4))
 
 
 GPU_CASES = {
@@ -307,15 +307,13 @@ GPU_CASES = {
 }
 
 
-EVERY = "o dq dk dv dlam"
-GPU_DEFAULT = [("a length of no whole blocks, a group of three", "o dq dlam"),
-               ("a length of no whole blocks, a group of three", "dk dv")]  # fmt: skip
+GPU_DEFAULT = {"a length of no whole blocks, a group of three"}
 
 
 @pytest.mark.parametrize(
-    ("name", "results"), [*GPU_DEFAULT, *(pytest.param(name, EVERY, marks=pytest.mark.slow) for name in GPU_CASES)]
+    "name", [pytest.param(x, marks=() if x in GPU_DEFAULT else pytest.mark.slow) for x in GPU_CASES]
 )
-def test_gpu_kernels_equal_einsums_forward_and_in_every_gradient(name, results):
+def test_gpu_kernels_equal_einsums_forward_and_in_every_gradient(name):
     documents, block_q, block_k, P, J, I, floor = GPU_CASES[name]
     inputs, start_BL = random(len(documents), P, J, sum(documents[0]), 16, I), starts(documents)
 
@@ -324,8 +322,7 @@ def test_gpu_kernels_equal_einsums_forward_and_in_every_gradient(name, results):
         einsums = functools.partial(attention, index_BL=None, start_BL=start_BL, floor=floor)
         settings = {"floor": floor, "tiles": gpu_tiles(block_q, block_k), "interpret": True}
         kernels = functools.partial(attention_gpu, start_BL=start_BL, **settings)
-        found = [with_gradients(core, q, k, v, jnp.float32(0.6), do) for core in (einsums, kernels)]
-        return [{key: by[key] for key in results.split()} for by in found]  # the rest is not compiled
+        return [with_gradients(core, q, k, v, jnp.float32(0.6), do) for core in (einsums, kernels)]
 
     want, got = both(*inputs, start_BL)
     for key in want:
@@ -336,18 +333,14 @@ def test_sizes_that_do_not_fit_are_refused():
     q, k, v, _ = random(1, 2, 1, 130, 8)
     with pytest.raises(ValueError, match="length 130 and blocks 512, 512 must be multiples of 128"):
         attention_tpu(q, k, v, 0.5, None)
-    with pytest.raises(ValueError, match="multiples of 128"):
-        attention_tpu(q[..., :128, :], k[..., :128, :], v[..., :128, :], 0.5, None, block_q=64)
-    with pytest.raises(ValueError, match="I = 2"):
+    with pytest.raises(AssertionError, match="1 maps: the kernel is for two"):
         attention_tpu(q[:, :1], k[:, :1], v, 0.5, None)
-    with pytest.raises(ValueError, match=r"heads of 8: .* power of 2, at least 16"):
+    with pytest.raises(AssertionError, match="heads of 8: a power of 2"):
         attention_gpu(q, k, v, 0.5, None)
-    with pytest.raises(ValueError, match="E = I K"):
-        attention_gpu(q, k, v[..., :8], 0.5, None)
-    with pytest.raises(ValueError, match="every query has its own key"):
+    with pytest.raises(AssertionError, match="every query has its own key"):
         attention(q[..., :3, :], k, v, 0.5, None, None)
-    with pytest.raises(ValueError, match="are not BIPLK"):
-        attention(q[:, :, :1], k[:, :, [0, 0]], v, 0.5, None, None)
+    with pytest.raises(AssertionError, match="1 heads, 2 key/value groups"):
+        attention(q[:, :, :1], k[:, :, [0, 0]], v[:, [0, 0]], 0.5, None, None)
 
 
 COMPILE = """

@@ -12,6 +12,7 @@ import sys
 import tarfile
 import threading
 import time
+from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,18 @@ def test_without_the_library_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(fetch_pypi, "pypi_simple", None)
     with pytest.raises(ValueError, match="pip install pypi-simple"):
         fetch_pypi.main(fetch_pypi.Config(packages="six"))
+
+
+def test_the_licence_of_a_package_is_what_its_metadata_agree_on():
+    def licence(text):
+        return fetch_pypi.package_licence(HeaderParser().parsestr(text))
+
+    osi = "Classifier: License :: OSI Approved"
+    assert licence("License: GPL\nLicense-Expression: MIT\n") == ("MIT", True)
+    assert licence(f"License: UNKNOWN\n{osi} :: MIT License\n{osi}\n") == ("MIT License", True)
+    assert licence(f"License: Dual\n{osi} :: BSD License\n{osi} :: Apache Software License\n")[1]
+    assert not licence(f"License: MIT\n{osi} :: GNU Lesser General Public License v3 (LGPLv3)\n")[1]
+    assert not licence("License: see the file\n")[1]
+    assert licence("License: Copyright 2020 X\n        .\n        Permission is hereby granted, free of charge, to\n")[
+        1
+    ]

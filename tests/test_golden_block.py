@@ -84,7 +84,8 @@ nll = jax.jit(lambda model, *args: model.nll(*args))
 def noisy_nll(model, token_BL, mask_BL, segment_BL, position_BL, block):
     """nll with the first token of a block predicted from the noised row, as in Fast-dLLM v2's training."""
     noised_BL = jnp.where(mask_BL, model.cfg.mask_id, token_BL)
-    hidden_BLD, _ = model.noised_and_clean(noised_BL, token_BL, segment_BL, position_BL, block)
+    unshifted = nnx.merge(md.graph_of(dataclasses.replace(model.cfg, shift=False), model.run), nnx.state(model))
+    hidden_BLD = unshifted.predicting(noised_BL, token_BL, segment_BL, position_BL, block)
     before_BLD = jnp.roll(hidden_BLD, 1, 1)
     hidden_BLD = jnp.where(md.first_of_document(segment_BL)[..., None], hidden_BLD, before_BLD)
     return model.token_nll(hidden_BLD, token_BL, mask_BL)

@@ -21,6 +21,36 @@ import sandbox
 
 pytestmark = [pytest.mark.golden, needs_tasks]
 
+SHOTS = (  # the problems 2, 3, 4 of the full MBPP, which is not among our data
+    protocols.Question(
+        text="Write a function to find the similar elements from the given two tuple lists.",
+        tests=(
+            "assert similar_elements((3, 4, 5, 6),(5, 7, 4, 10)) == (4, 5)",
+            "assert similar_elements((1, 2, 3, 4),(5, 4, 3, 7)) == (3, 4)",
+            "assert similar_elements((11, 12, 14, 13),(17, 15, 14, 13)) == (13, 14)",
+        ),
+        code="def similar_elements(test_tup1, test_tup2):\r\n  res = tuple(set(test_tup1) & set(test_tup2))\r\n"
+        "  return (res) ",
+    ),
+    protocols.Question(
+        text="Write a python function to identify non-prime numbers.",
+        tests=("assert is_not_prime(2) == False", "assert is_not_prime(10) == True", "assert is_not_prime(35) == True"),
+        code="import math\r\ndef is_not_prime(n):\r\n    result = False\r\n"
+        "    for i in range(2,int(math.sqrt(n)) + 1):\r\n        if n % i == 0:\r\n            result = True\r\n"
+        "    return result",
+    ),
+    protocols.Question(
+        text="Write a function to find the largest integers from a given list of numbers using heap queue algorithm.",
+        tests=(
+            "assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],3)==[85, 75, 65] ",
+            "assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],2)==[85, 75] ",
+            "assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],5)==[85, 75, 65, 58, 35]",
+        ),
+        code="import heapq as hq\r\ndef heap_queue_largest(nums,n):\r\n  largest_nums = hq.nlargest(n, nums)\r\n"
+        "  return largest_nums",
+    ),
+)
+
 
 def read(golden_dir, name):
     return json.loads((golden_dir("protocols") / f"{name}.json").read_text())
@@ -62,7 +92,7 @@ def questions(golden_dir):
 
 def mbpp_question(text, tests):
     docstring = f'"""\n{text}\n{tests[0]}\n"""\n'
-    return protocols.Question(tasks.called(tests), docstring, text=text, tests=tuple(tests))
+    return protocols.Question(tasks.called(tests), docstring, text=text, tests=tuple(tests), shots=SHOTS)
 
 
 def test_every_prompt_and_what_comes_after_it(golden_dir, questions):

@@ -27,7 +27,15 @@ from csrc import ops
 
 ROOT = Path(__file__).resolve().parent.parent
 MASK = 3
-BORDERS = (1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 80, 127, 128, 129, 191, 192, 193)
+
+
+def sizes(*quick, slow):
+    """Parameters of a test: those of the quick run have both sides of every border of a tile."""
+    return [*quick, *(pytest.param(size, marks=pytest.mark.slow) for size in slow)]
+
+
+# A tile is 16, 32 or 64 queries and 64 keys.
+BORDERS = sizes(1, 16, 17, 32, 33, 64, 65, 129, slow=(7, 8, 15, 31, 63, 80, 127, 128, 191, 192, 193))
 
 
 def normal(kernels, *shape, seed=0, scale=1.0):
@@ -71,7 +79,7 @@ def test_attention_at_the_borders_of_tiles(runs, length):
             no_worse(runs.attention(qkv, mask, None, warps), plain, exact)
 
 
-@pytest.mark.parametrize("length", [1, 9, 16, 31, 64, 65, 130, 200])
+@pytest.mark.parametrize("length", sizes(1, 16, 65, slow=(9, 31, 64, 130, 200)))
 def test_attention_turns_queries_and_keys_by_their_positions(runs, length):
     qkv = normal(runs, 2, length, 3, 1, 64, seed=length)
     # angles that grow at random, so that none stands for another
@@ -124,7 +132,7 @@ def test_attention_reads_nothing_beyond_its_rows(runs):
 # ---- pointwise -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [8, 64, 248, 256, 264, 384, 512, 640, 768, 776, 1024])
+@pytest.mark.parametrize("width", sizes(8, 248, 256, 264, 384, 1024, slow=(64, 512, 640, 768, 776)))
 def test_add_norm_and_gelu(runs, width):
     rows = width % 7 + 1
     x, residual = normal(runs, rows, width, seed=1, scale=3), normal(runs, rows, width, seed=2, scale=3)

@@ -255,7 +255,7 @@ def saved(tmp_path):
     store = checkpoints.Checkpoints(tmp_path, keep=2, best="loss")
     for step, loss in enumerate((3.0, 1.0, 2.0, 4.0, 5.0), 1):
         store.save(step, state, {"model": {"width": 2}, "step": step}, {"loss": loss})
-    store.wait()
+    store.manager.wait_until_finished()
     yield store, state
     store.manager.close()
 
@@ -360,15 +360,11 @@ def test_a_resumed_run_goes_on_in_its_curve_of_wandb_and_a_new_one_begins_anothe
             run.begin(0, {"train": {}})
             ids.append(run.tracker.id)
             assert (tmp_path / name / "wandb_id").read_text() == ids[-1]
-            run.table("completions", [{"step": 1, "text": "def f", "rewards": {"code": 0.5}, "reward": None}])
             run.log({"step": 1, "loss": 2.5})
         assert wandb.run is None  # finished
         files = [*(tmp_path / name / "wandb").glob(f"offline-run-*-{ids[-1]}/run-{ids[-1]}.wandb")]
         assert files
-        assert all(b"loss" in path.read_bytes() and b"completions" in path.read_bytes() for path in files)
-        tables = [*(tmp_path / name / "wandb").glob(f"offline-run-*-{ids[-1]}/files/media/table/completions_*.json")]
-        rows = [json.loads(table.read_text())["data"] for table in tables]
-        assert rows == [[[1, "def f", '{"code": 0.5}', None]]] * len(files)
+        assert all(b"loss" in path.read_bytes() for path in files)
     assert ids[0] == ids[1] != ids[2]
 
 

@@ -121,7 +121,7 @@ def simulate(model, row_L, rule):
     return row_L, passes
 
 
-@pytest.mark.parametrize("cache", ["", pytest.param("prefix", marks=pytest.mark.slow), "dual"])
+@pytest.mark.parametrize("cache", [*(pytest.param(x, marks=pytest.mark.slow) for x in ("", "prefix")), "dual"])
 def test_cached_blocks_of_a_padded_batch_are_those_of_each_row_alone(cache):
     # with one layer a cache is exact: its keys and values are those of the embeddings
     model, prompts = build(TINY if cache else SHALLOW), [tokens(1, n, seed=n)[0].tolist() for n in (40, 1)]
@@ -236,7 +236,7 @@ def test_rows_with_unequal_masks_follow_their_own_schedule_and_keep_their_prompt
     token_BL = tokens(3, 20)
     for row, n in zip(token_BL, (9, 3, 14), strict=True):
         row[np.random.default_rng(n).permutation(20)[:n]] = MASK
-    for alg in ("entropy", "maskgit_plus", "topk_margin"):
+    for alg in ("entropy", "topk_margin"):
         got_BL, stats = sd.fill(shallow, token_BL, None, sd.Sampling(alg=alg, steps=5, history=True))
         counts_SB = [(stats["when"] == step).sum(-1) for step in range(1, 6)]
         np.testing.assert_array_equal(counts_SB, diffusion.step_counts(np.array([9, 3, 14]), 5, "dream"))
@@ -334,22 +334,17 @@ def test_a_penalty_keeps_end_tokens_from_an_empty_text_and_not_from_a_full_one()
     assert ends == {0.0: 8, 3.0: 6}
 
 
-def frequencies(ids, n):
-    return np.bincount(ids, minlength=n) / len(ids)
-
-
 def test_tokens_are_drawn_from_the_filtered_distribution(shallow):
     B = 3000
     canvas_BL = np.repeat(masked(1, 6, 1), B, 0)
     logits_V = jnp.asarray(apply(shallow, canvas_BL[:1])[0, 5]).at[MASK].set(-jnp.inf)
-    for t, k, p in ((1.5, 0, 1.0), (2.0, 5, 0.8)):
-        rule = sd.Sampling(temperature=t, top_k=k, top_p=p)
-        got_BL, _ = sd.fill(shallow, canvas_BL, None, rule, jax.random.key(1))
-        want_V = np.asarray(diffusion.softmax(diffusion.filter_logits(logits_V, t, k, p, rule="dream")))
-        got_V = frequencies(got_BL[:, -1], TINY.vocab)
-        assert (got_V[want_V == 0] == 0).all()
-        np.testing.assert_allclose(got_V, want_V, atol=5 * np.sqrt(0.25 / B))
-        assert np.count_nonzero(want_V > 0.02) > 2
+    t, k, p = 2.0, 5, 0.8
+    got_BL, _ = sd.fill(shallow, canvas_BL, None, sd.Sampling(temperature=t, top_k=k, top_p=p), jax.random.key(1))
+    want_V = np.asarray(diffusion.softmax(diffusion.filter_logits(logits_V, t, k, p, rule="dream")))
+    got_V = np.bincount(got_BL[:, -1], minlength=TINY.vocab) / B
+    assert (got_V[want_V == 0] == 0).all()
+    np.testing.assert_allclose(got_V, want_V, atol=5 * np.sqrt(0.25 / B))
+    assert np.count_nonzero(want_V > 0.02) > 2
 
 
 def test_positions_are_drawn_from_the_confidences_at_alg_temp(shallow):
@@ -427,7 +422,9 @@ def test_logits_exist_for_few_positions_and_other_steps_are_the_same_program(mon
     assert f"46x{TINY.vocab}xf32" not in text
 
 
-@pytest.mark.parametrize("settings", [{}, {"cache": "dual"}, {"cache": "prefix"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, marks=pytest.mark.slow), {"cache": "dual"}, {"cache": "prefix"}], ids=str
+)
 def test_all_blocks_are_one_program_also_with_weights_that_were_read_from_a_file(programs, settings):
     graph, params = nnx.split(build(SHALLOW))
     model = nnx.merge(
@@ -440,7 +437,9 @@ def test_all_blocks_are_one_program_also_with_weights_that_were_read_from_a_file
     assert programs() == 0
 
 
-@pytest.mark.parametrize("settings", [{}, {"block_length": 8, "cache": "dual"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, marks=pytest.mark.slow), {"block_length": 8, "cache": "dual"}], ids=str
+)
 def test_a_hundred_mixed_prompts_are_at_most_three_programs(programs, settings):
     model = build(dataclasses.replace(SHALLOW, positions=256))
     lengths = np.random.default_rng(0).integers(1, 200, 100)
@@ -454,7 +453,9 @@ def test_a_hundred_mixed_prompts_are_at_most_three_programs(programs, settings):
     assert programs() <= 3
 
 
-@pytest.mark.parametrize("settings", [{"steps": 24}, {"threshold": 0.3, "cache": "dual"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [pytest.param({"steps": 24}, marks=pytest.mark.slow), {"threshold": 0.3, "cache": "dual"}], ids=str
+)
 def test_texts_that_end_make_room_and_every_text_is_as_alone(programs, settings):
     model, key = build(dataclasses.replace(SHALLOW, positions=256)), jax.random.key(3)
     prompts = [tokens(1, 1 + n % 7, seed=n)[0].tolist() for n in range(30)]
@@ -493,33 +494,26 @@ def test_bad_input_is_one_clear_line(shallow):
     rules = {
         "does not divide the 8 tokens": {"block_length": 3, "cache": "dual", "fast_dllm": True},
         "do not divide over 2 blocks": {"block_length": 4, "steps": 3},
-        "sampling needs a key": {"temperature": 1.0},
     }
     for text, settings in rules.items():
         with pytest.raises(ValueError, match=text):
             sd.fill(shallow, canvas_BL, None, sd.Sampling(**settings))
     for settings, text in (
         ({"cache": "dual"}, "set block_length"),
-        ({"top_p": 0.0}, r"top_p lies in \(0, 1\]"),
-        ({"threshold": 1.5}, "threshold are at most 1"),
-        ({"entropy_bound": -1.0, "steps": -1}, "steps, entropy_bound is below 0"),
+        ({"threshold": 1.5}, "threshold lies in"),
+        ({"top_p": 0.0}, r"top_p in \(0, 1\]"),
+        ({"entropy_bound": -1.0}, "other numbers are at least 0"),
         ({"threshold": 0.5, "entropy_bound": 0.5}, "do not go together"),
         ({"alg": "origin", "entropy_bound": 0.5}, "origin has no blocks, no threshold and no entropy bound"),
         ({"fast_dllm": True, "block_length": 4}, "need blocks and a cache"),
     ):
         with pytest.raises(ValueError, match=text):
             sd.Sampling(**settings)
-    with pytest.raises(ValueError, match=r"ids below 48, not .* up to 48"):
-        sd.fill(shallow, canvas_BL + 1)
-    with pytest.raises(ValueError, match="canvas is a"):
-        sd.fill(shallow, canvas_BL[0])
-    with pytest.raises(ValueError, match="broadcast"):
-        sd.fill(shallow, canvas_BL, np.ones((1, 3)))
     for prompts, new in (([[5] * 60], 8), ([[5] * 70], 0)):
         with pytest.raises(ValueError, match="do not fit: the model reaches 64"):
             sd.generate(shallow, prompts, new)
     with pytest.raises(ValueError, match="nothing to fill"):
-        sd.generate(shallow, [], 8)
+        sd.generate(shallow, [[]], 0)
 
 
 def test_steps_that_cannot_change_anything_cost_no_pass(shallow):

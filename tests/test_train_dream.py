@@ -23,7 +23,6 @@ from conftest import (
     refusal,
     resumed,
     run,
-    says,
     two_hosts,
     use_one_device,
     wait_for_step,
@@ -239,12 +238,12 @@ def test_blocks_of_one_token_train_as_an_autoregressive_model_and_a_block_as_lon
 
 def test_settings_of_blocks_that_do_not_go_together_are_one_line():
     for blocks, changes, part in (
-        ({"block_length": 4}, {"objective": "ar"}, "--objective=ar has no --block_length"),
-        ({"block_warmup": 5}, {}, "--block_warmup: set --block_length"),
-        ({"block_length": 4}, {"schedule": "cosine"}, "blocks have the linear --schedule"),
+        ({"block_length": 4}, {"objective": "ar"}, "has no settings of blocks"),
+        ({"block_warmup": 5}, {}, "need --block_length"),
+        ({"block_length": -1}, {}, "need --block_length, which is above 0"),
+        ({"block_length": 4}, {"schedule": "cosine"}, "blocks go with the linear --schedule"),
+        ({"block_length": 4}, {"anneal_steps": 9}, "without --anneal_steps"),
         ({"block_length": 4, "rates": (0.9, 0.1)}, {}, "the lower first"),
-        ({"block_length": -1}, {}, "is below 0"),
-        ({"block_length": 4}, {"anneal_steps": 9}, "goes without blocks"),
     ):
         cfg = train_dream.Config(blocks=train_dream.Blocks(**blocks), **changes)
         with pytest.raises(ValueError, match=part):
@@ -377,7 +376,7 @@ def test_a_model_that_is_there_reads_the_standard_library_with_its_own_tokenizer
 
 def test_bad_input_is_one_line(code_rows, unbroken, one_device, tmp_path):
     new = tmp_path / "new"
-    says(run(*flags(code_rows, unbroken)), "already holds a run", "--resume=")
+    assert "already holds a run: --resume=" in refusal(train_dream, config(code_rows, unbroken))
     assert "one of tiny" in refusal(train_dream, config(code_rows, new, model="huge"))
     assert "train_tpu.py trains PythonCoder" in refusal(train_dream, config(code_rows, new, model="huge"))
     assert "rows of 64 tokens, the run wants 32" in refusal(train_dream, config(code_rows, new, seq_len=32))
@@ -391,7 +390,7 @@ def test_bad_input_is_one_line(code_rows, unbroken, one_device, tmp_path):
     for wrong in ({"init": str(unbroken), "lora_rank": -1}, {"lora_rank": 2}):
         assert "--lora_rank is above 0, goes with --init" in refusal(train_dream, config(code_rows, new, **wrong))
     other = with_other_tokenizer(code_rows, tmp_path / "other")
-    assert "2 of its tokens have other ids" in refusal(train_dream, config(other, new, init=str(unbroken)))
+    assert "have other ids than in" in refusal(train_dream, config(other, new, init=str(unbroken)))
     assert not new.exists()
 
 
@@ -475,33 +474,33 @@ def first_loss(cfg, folder, data):
     return float(nats(params) / md.counted(segment_BL, *fixed).sum())
 
 
+@pytest.fixture(scope="module")
+def holes(code_rows, tmp_path_factory):
+    """Rows of prompts and responses with holes that grow and shrink."""
+    lines = [{"prompt": f"f({n}) = ", "response": f"{n} + {n} * {n}", "suffix": f" of {n}"} for n in range(300)]
+    return pair_rows(tmp_path_factory.mktemp("holes"), code_rows / "tokenizer.json", lines, edit_rate=0.5)
+
+
 def test_a_dream_learns_holes_of_any_length_from_the_loss_of_init_and_says_with_which_id_they_grow(
-    code_rows, one_device, tmp_path
+    code_rows, holes, one_device, tmp_path
 ):
-    texts = [(f"f({n}) = ", f"{n} + {n} * {n}", f" of {n}") for n in range(300)]
-    lines = [dict(zip(("prompt", "response", "suffix"), text, strict=True)) for text in texts]
-    data = pair_rows(tmp_path / "holes", code_rows / "tokenizer.json", lines, edit_rate=0.5)
     # A Dream that knew no such id gets the first that is free.
-    start, cfg = save_start(tmp_path / "start", data)
+    data, (start, cfg) = holes, save_start(tmp_path / "start", holes)
     cfg = dataclasses.replace(cfg, expand_id=cfg.mask_id + 1)
-    cache, out, copy = config(code_rows, "").compile_cache, tmp_path / "run", tmp_path / "copy"
-    train_dream.main(config(data, out, init=start, compile_cache=cache))
+    cache, out = config(code_rows, "").compile_cache, tmp_path / "run"
+    train_dream.main(config(data, out, init=start, steps=1, compile_cache=cache))
     assert checkpoints.load(md, out)[0].cfg == cfg
     assert losses(out)[1][0] == pytest.approx(first_loss(cfg, start, data), rel=1e-4)
     assert "messages" in (out / "tokenizer_config.json").read_text()  # it still knows how to chat
     assert runs.read_json(out / "config.json")["source"] == "a/b"
-    shutil.copytree(out, copy)
-    shutil.rmtree(copy / "checkpoints/4")
-    train_dream.main(resumed(train_dream, copy))
-    assert losses(copy) == losses(out)
 
     # So does one from scratch, and an autoregressive one that is annealed; others do not learn such holes.
-    assert train_dream.prepare(config(data, tmp_path / "a"))[0].model.expand_id == cfg.expand_id
+    assert train_dream.Trainer(config(data, tmp_path / "a")).model.expand_id == cfg.expand_id
     ar = nnx.merge(md.graph_of(cfg, md.Run()), random_params(cfg))
     ar.cfg = dataclasses.replace(cfg, block_length=1, expand_id=-1)
     checkpoints.save(md, tmp_path / "ar", ar, [data / "tokenizer.json"])
     whole = config(data, tmp_path / "a", init=str(tmp_path / "ar"), anneal_steps=1)
-    assert train_dream.prepare(whole)[0].model == cfg
+    assert train_dream.Trainer(whole).model == cfg
     for wrong in (
         {"blocks": train_dream.Blocks(block_length=4)},
         {"objective": "ar"},
@@ -526,12 +525,17 @@ def test_init_starts_at_the_loss_of_the_checkpoint(kind, code_rows, pairs, one_d
 
 
 @pytest.mark.slow
-def test_an_autoregressive_run_is_annealed_to_one_that_fills_holes(code_rows, one_device, tmp_path):
-    lines = [{"prompt": f"f({n}) = ", "response": f"{n} + {n}", "suffix": f" of {n}"} for n in range(300)]
-    data = pair_rows(tmp_path / "holes", code_rows / "tokenizer.json", lines, edit_rate=0.5)
+def test_an_autoregressive_run_is_annealed_to_one_that_fills_holes_and_can_be_resumed(
+    code_rows, holes, one_device, tmp_path
+):
+    out, copy = tmp_path / "whole", tmp_path / "copy"
     train_dream.main(config(code_rows, tmp_path / "ar", objective="ar"))
-    train_dream.main(config(data, tmp_path / "whole", init=str(tmp_path / "ar"), anneal_steps=2))
-    assert checkpoints.load(md, tmp_path / "whole")[0].cfg.expand_id > 0
+    train_dream.main(config(holes, out, init=str(tmp_path / "ar"), anneal_steps=2))
+    assert checkpoints.load(md, out)[0].cfg.expand_id > 0
+    shutil.copytree(out, copy)
+    shutil.rmtree(copy / "checkpoints/4")
+    train_dream.main(resumed(train_dream, copy))
+    assert losses(copy) == losses(out)
 
 
 @pytest.mark.slow

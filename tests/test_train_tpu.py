@@ -159,7 +159,7 @@ def test_muon_has_the_layers_matrices_and_orthogonalises_each_of_a_stack():
 def test_thirty_steps_on_one_batch_learn_it_by_heart(code_rows, one_device, tmp_path):
     cfg = config(code_rows, tmp_path / "run")
     checkpoints.connect(cfg)
-    trainer, _, _ = train_tpu.prepare(cfg)
+    trainer = train_tpu.Trainer(cfg)
     trainer.begin(checkpoints.Checkpoints(tmp_path / "run"))
     step, batch, history = trainer.compile(), trainer.batch(0), []
     for _ in range(30):
@@ -417,7 +417,7 @@ def test_without_held_out_rows_there_is_no_score(code_rows, unbroken, one_device
 def test_bad_input_is_one_line_and_leaves_the_run_alone(code_rows, unbroken, one_device, monkeypatch, tmp_path):
     out, new = unbroken[0], tmp_path / "new"
     before = (out / "log.jsonl").read_text()
-    says(run(*flags(code_rows, out, "--steps=12")), "already holds a run", "--resume=")
+    assert "already holds a run: --resume=" in refusal(train_tpu, config(code_rows, out))
     assert "data_prep.py" in refusal(train_tpu, config(tmp_path / "none", new))
     assert "tiny, small, 300m, 1b" in refusal(train_tpu, config(code_rows, new, model="huge"))
     assert "rows of 64 tokens, the run wants 32" in refusal(train_tpu, config(code_rows, new, seq_len=32))
