@@ -42,12 +42,14 @@ def bits_of(flags):
     return 8 if flags.int8 else 4 if flags.int4 else 0
 
 
-def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows=1):
+def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows=1, compile_cache=""):
     """checkpoints.load() on the machine's devices, or so many of them, for `rows` texts at a time: (model, step, mesh).
 
     The mesh is None for one device. dtype "" is bfloat16; on a CPU float32, which is faster there, if memory holds it.
-    Raises ValueError for a checkpoint that is too large, before it is read, and what checkpoints.load() raises.
+    Programs that are compiled from then on stay in compile_cache. Raises ValueError for a checkpoint that is too large,
+    before it is read, and what checkpoints.load() raises.
     """
+    checkpoints.keep_compiled(compile_cache)
     path, meta, _ = checkpoints.find_weights(checkpoints.absolute(folder), step)
     if step and path == checkpoints.absolute(folder):
         raise ValueError(f"{folder} was converted and has no steps; leave --step={step} out")
