@@ -446,7 +446,7 @@ class Dream:
         self.printed = ""
         answers, pages, total = [], [], collections.Counter()
         for batch in batches:
-            self.watched, self.shown = batch[0], texts.picture(batch[0], batch[0].ids)
+            self.watched = batch[0]
             filled, stats = self.fill(batch, shape)
             total.update({name: stats[name] for name in ("forwards", "seconds", "compile_s")})
             for i, (blank, ids) in enumerate(zip(batch, filled, strict=True)):
@@ -500,6 +500,7 @@ class Dream:
         if max(map(len, prompts)) > 2048:
             print("more than 2,048 tokens: Dream was not trained on so long a text", file=sys.stderr)
         if self.cfg.show_steps:
+            self.shown = self.texts.picture(self.watched, self.watched.ids)
             viewer["watch"] = self.watch
         if self.streams and self.model.cfg.block_length:
             viewer["on_block"] = self.on_block

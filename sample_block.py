@@ -244,8 +244,8 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
 
 def sampler_of(graph, rule, watch=None):
     """The Sampler of a rule, without what `Given` holds already: another value of that asks for no other program."""
-    # of a bound it only matters whether it is set
-    bounds = {"threshold": float(rule.threshold > 0), "entropy_bound": float(rule.entropy_bound > 0)}
+    # of these it only matters whether they are set
+    bounds = {name: float(getattr(rule, name) > 0) for name in ("threshold", "entropy_bound")}
     return Sampler(graph, dataclasses.replace(rule, steps=0, schedule="block", vocab=0, **bounds), watch)
 
 
@@ -260,10 +260,11 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
     Raises ValueError for what does not fit.
     """
     cfg, rule = model.cfg, rule or Sampling()
-    rule = dataclasses.replace(rule, block_length=rule.block_length or cfg.block_length)
-    if not rule.block_length:
+    N = rule.block_length or cfg.block_length
+    if not N:
         raise ValueError("the model has no blocks: sample_dream.generate samples from it, or set block_length")
-    N, prompts = rule.block_length, [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]
+    rule = dataclasses.replace(rule, block_length=N)
+    prompts = [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]
     width = next((width for width in widths if width >= max(map(len, prompts))), 0)
     state, given, prefix = prepare(cfg, rule, prompts, rows, width, key, model.run.dtype)
     graph, params = nnx.split(model)
