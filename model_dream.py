@@ -115,8 +115,8 @@ def read_config(folder, meta=None):
         return config_from_hf(folder)
     try:
         return DreamConfig(**meta["model"])
-    except TypeError:
-        raise ValueError(f"{folder} holds another model than Dream; is it --model=pythoncoder?") from None
+    except TypeError as error:
+        raise ValueError(f"{folder} holds no Dream ({error}); is it a PythonCoder, or of another version?") from None
 
 
 def config_to_hf(cfg, dtype="bfloat16"):

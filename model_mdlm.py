@@ -351,9 +351,11 @@ def read_safetensors(data):
     start = 8 + int.from_bytes(data[:8], "little")
     entries, tensors = json.loads(data[8:start]), {}
     entries.pop("__metadata__", None)
-    numbers = torch.frombuffer(bytearray(data[start:]), dtype=torch.uint8)
+    numbers = bytearray(data[start:])
     for name, entry in entries.items():
-        flat = numbers[slice(*entry["data_offsets"])].clone()  # aligned to 64 bytes, as the kernels need it
+        begin, end = entry["data_offsets"]  # frombuffer raises ValueError where the file is too short
+        flat = torch.frombuffer(numbers, dtype=torch.uint8, count=end - begin, offset=begin)
+        flat = flat.clone()  # aligned to 64 bytes, as the kernels need it
         tensors[name] = flat.view(DTYPES[entry["dtype"]]).view(entry["shape"])
     for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.int8]:
         tensors[name] = tensors[name] * tensors.pop(f"{name}.scale")

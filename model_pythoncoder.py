@@ -596,8 +596,8 @@ def read_config(folder, meta):
     """The Config of a checkpoint in `folder`, from its metadata. ValueError for another family."""
     try:
         return Config(**meta["model"])
-    except (KeyError, TypeError):
-        raise ValueError(f"{folder} holds another model than PythonCoder; is it --model=dream?") from None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder} holds no PythonCoder ({error}); is it a Dream, or of another version?") from None
 
 
 # ---- sampling ------------------------------------------------------------------------------------------------------

@@ -170,7 +170,10 @@ def new_folder(path):
     try:
         yield partial
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        for _ in range(50):  # threads of a failed Orbax save still write
+            if partial.exists():
+                shutil.rmtree(partial, ignore_errors=True)
+                time.sleep(0.1)
         raise
     # Everything is on disk before the name says that it is complete.
     for written in [*partial.rglob("*"), partial]:
@@ -221,9 +224,10 @@ def read_tokenizer(folder):
     import tokenizers
 
     path = as_path(folder) / "tokenizer.json"
-    data = path.read_bytes()
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no tokenizer.json; copy the model's into it")
     try:
-        return tokenizers.Tokenizer.from_buffer(data)
+        return tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
         raise ValueError(f"{path} cannot be read: {error}") from None
 
@@ -357,11 +361,11 @@ class Run:
         if self.rank:
             return
         path = self.out / name
-        if not isinstance(path, Path):  # objects in a bucket cannot grow
+        if isinstance(path, Path):
+            with open(path, "a") as file:
+                file.write(text)
+        else:  # objects in a bucket cannot grow
             path.write_text((path.read_text() if path.exists() else "") + text)
-            return
-        with open(path, "a") as file:
-            file.write(text)
 
     def leave(self, done):
         """End the program after a signal, when `done` is saved."""

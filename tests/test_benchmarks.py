@@ -859,7 +859,7 @@ def test_batches_of_dream_are_on_all_devices_and_few_programs(dream, tmp_path, c
 
 @needs_tasks
 def test_prompts_that_do_not_fit_the_model_fail_and_are_named(pythoncoder, tmp_path):
-    cfg = config("humaneval", tmp_path, ckpt=str(pythoncoder), problems=3, max_new=500, batch_size=2)
+    cfg = config("humaneval", tmp_path, ckpt=str(pythoncoder), problems=3, max_new=5000, batch_size=2)
     assert benchmarks.main(cfg)["results"] == {"does not fit": 3}
     assert benchmarks.main(cfg)["results"] == {"does not fit": 3}
 

@@ -172,7 +172,7 @@ def test_damaged_weights_and_those_of_another_version_are_one_line(weights):
     file, keys = folder / "model.safetensors", runs.read_json(folder / "config.json")
     refused("has no steps; leave --step=3 out", prompt="x", ckpt=str(folder), step=3)
     runs.write(folder / "config.json", keys | {"rotors": 3})
-    refused("which PythonCoder does not have", prompt="x")
+    refused("holds no PythonCoder", prompt="x")
     runs.write(folder / "config.json", keys | {"ffn": 49})
     refused("do not fit the model: layers.w_down has shape", prompt="x")
     runs.write(folder / "config.json", keys)
