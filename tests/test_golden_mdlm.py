@@ -7,22 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from conftest import Library
 
 import diffusion
 
 pytestmark = pytest.mark.golden
 PAD, MASK = 0, 3
-
-
-LIBRARIES = [("numpy", "float64"), ("numpy", "float32"), ("jax", "float32"), ("torch", "float32")]
-IN_FLOAT64 = [pytest.param((name, "float64"), marks=pytest.mark.slow) for name in ("jax", "torch")]
-
-
-@pytest.fixture(params=[*LIBRARIES, *IN_FLOAT64], ids="-".join)
-def library(request):
-    pytest.importorskip(request.param[0])
-    return Library(*request.param)
 
 
 @pytest.fixture
