@@ -370,11 +370,10 @@ def test_acecode_from_the_command(golden_dir, tmp_path, difficulty):
 
 
 @pytest.mark.parametrize("mode", ["parity", "hardened"])
-def test_rewards(golden_dir, mode, monkeypatch):
+def test_rewards(golden_dir, mode):
     cases = json.loads((golden_dir("grpo") / "rewards.json").read_text(encoding="utf-8"))
     completions, suffix = [case["completion"] for case in cases], "" if mode == "parity" else "_hardened"
     for name in ("code_format", "code"):
-        rewards = sandbox.REWARDS[name](completions, cases, parity=mode == "parity", timeout_s=0.75)
+        rewards = sandbox.REWARDS[name](completions, cases, parity=mode == "parity", timeout_s=1.5)
         for case, reward in zip(cases, rewards, strict=True):
             assert reward == case[name + suffix], (case["name"], name, reward)
-        monkeypatch.setattr(sandbox, "code_format", lambda *_, forms=rewards, **options: forms)  # code() asks again
