@@ -425,8 +425,13 @@ def training_mesh(cfg, model, devices):
     if heads % tensor or model.ffn % tensor or model.vocab % (tensor * fsdp) or model.width % fsdp:
         sizes = f"{heads} key/value heads, {model.ffn} feed-forward width, {model.vocab} ids, {model.width} width"
         raise ValueError(f"--fsdp={fsdp} --tensor={tensor} do not divide the model ({sizes}); try --fsdp=1")
-    grid = np.asarray(devices).reshape(-1, fsdp, tensor)
-    return jax.sharding.Mesh(grid, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    return mesh_of(devices, (-1, fsdp, tensor))
+
+
+def mesh_of(devices, shape):
+    """The devices in their order as a mesh (data, fsdp, tensor)."""
+    axes, auto = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3
+    return jax.sharding.Mesh(np.reshape(devices, shape), axes, axis_types=auto)
 
 
 def inference_mesh(model, devices, rows):

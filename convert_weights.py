@@ -316,6 +316,11 @@ def cast(source, arrays, dtype, folder):
     return {name: view.reshape(array.shape) for (name, array), view in zip(arrays.items(), views, strict=True)}
 
 
+def refuse_existing(out):
+    if out.exists():
+        raise FileExistsError(f"{out} exists; delete it or choose another --out")
+
+
 @contextlib.contextmanager
 def output_folder(out):
     """A folder that is renamed to `out` when it is complete; what a killed run left is removed."""
@@ -323,6 +328,7 @@ def output_folder(out):
     lock = out.with_name(f"{out.name}.lock")
     with runs.lock(lock):
         try:
+            refuse_existing(out)  # another run may have finished meanwhile
             with runs.new_folder(out) as partial:
                 yield partial
         finally:
@@ -582,6 +588,8 @@ def fetch(repository, revision, out):
 def main(cfg):
     if not cfg.source or not cfg.out:
         raise ValueError("name both: --source=FOLDER_OR_REPOSITORY --out=FOLDER")
+    if cfg.push and cfg.push.count("/") != 1:
+        raise ValueError(f"--push={cfg.push} is no repository of the Hub (OWNER/NAME)")
     compare = bool(cfg.verify or cfg.push)
     if compare and (cfg.dtype or cfg.to):
         raise ValueError("--verify and --push compare bytes, which --dtype and --to change; convert --out with them")
@@ -589,8 +597,8 @@ def main(cfg):
         raise ValueError("--block_length goes with --to=dream")
     checkpoints.quiet()
     started, folder, out, repository = time.time(), Path(cfg.source), Path(cfg.out), ""
-    if out.exists() and not compare:
-        raise FileExistsError(f"{out} exists; delete it or choose another --out")
+    if not compare:
+        refuse_existing(out)
     if not folder.exists():
         if cfg.source.count("/") != 1 or cfg.source.startswith((".", "/")):
             raise FileNotFoundError(f"{folder} does not exist, and is no repository of the Hub (OWNER/NAME)")

@@ -336,7 +336,7 @@ def gather(found, cfg, vocabulary=None):
         batches = list(batched(readable, EXAMINED_BYTES))
     if cfg.benchmarks:
         dropped["benchmark"] = 0
-    texts = [text for path in cfg.benchmarks for text in read_problems(path)]
+    texts = [text for path in cfg.benchmarks for text in read_problems(Path(path).read_bytes(), path)]
     rules = {name: getattr(cfg, name) for name in ("hf", "column", "licences", "max_bytes")}
 
     # Examine. A copy has another name if its inputs or the rules are others.
@@ -392,19 +392,20 @@ def benchmark_files(cfg):
         path = Path(TASKS) / url.rpartition("/")[2]
         try:
             if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
                 with urllib.request.urlopen(url, timeout=60) as response:
-                    runs.write(path, response.read())
+                    data = response.read()
+                read_problems(data, url)  # half a file, or the page of a portal, is not kept
+                path.parent.mkdir(parents=True, exist_ok=True)
+                runs.write(path, data)
             paths.append(str(path))
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             advice = f"fetch {url} by hand into {TASKS}, or name it with --benchmarks"
             print(f"documents that hold problems of {path.name} stay in: {error}; {advice}", file=sys.stderr)
     return tuple(paths)
 
 
-def read_problems(path):
-    """The texts of the problems in a file of HumanEval or MBPP."""
-    data = Path(path).read_bytes()
+def read_problems(data, path):
+    """The texts of the problems in the bytes of a file of HumanEval or MBPP."""
     try:
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
         rows = json.loads(text) if text.startswith("[") else map(json.loads, text.splitlines())

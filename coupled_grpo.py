@@ -175,7 +175,7 @@ class Prompts:
             self.tasks.append(task)
             self.ids.append(ids)
         if not self.tasks:
-            raise ValueError(f"{path} has no tasks, and {self.dropped} with more than --max_prompt={max_prompt} tokens")
+            raise ValueError(f"{path} has no task within --max_prompt={max_prompt} tokens; {self.dropped} are longer")
 
     def canvas(self, task_B):
         """(token_BL, see_BL) of the tasks with these numbers; see_BL is False at padding."""
@@ -285,7 +285,7 @@ class Trainer:
         self.model_cfg = model_cfg = md.read_config(cfg.ckpt)
         # Weights spread over all devices would be gathered in every forward pass of a rollout: it has a copy of them.
         shape = checkpoints.inference_mesh(model_cfg, jax.devices(), 0).devices.shape
-        self.rollout_mesh = grpo.mesh_of(jax.devices(), shape)
+        self.rollout_mesh = checkpoints.mesh_of(jax.devices(), shape)
         self.rollout_weights = jax.jit(functools.partial(grpo.rollout_weights, mesh=self.rollout_mesh, dtype=dtype))
         check_memory(cfg, model_cfg, mesh, self.rollout_mesh, dtype)
 
@@ -505,7 +505,7 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
 
         # From here on this process holds the devices, which share weights and rows.
         checkpoints.keep_compiled(os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/unmask"))
-        mesh = grpo.mesh_of(jax.devices(), (1, -1, 1))
+        mesh = checkpoints.mesh_of(jax.devices(), (1, -1, 1))
         trainer = Trainer(dataclasses.replace(cfg, **batch_sizes(cfg, mesh.size)), rewards, mesh, scores_of)
         model, tasks = dataclasses.asdict(trainer.model_cfg), [each.ids for each in (trainer.prompts, *trainer.heldout)]
         same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
@@ -598,9 +598,9 @@ def resolve(cfg):
     cfg = dataclasses.replace(cfg, **{name: x for name, x in preset.items() if getattr(cfg, name) is None})
 
     # What would fail late, or silently.
-    if min(cfg.tasks, cfg.iterations, cfg.eval_every) < 1 or cfg.group < 2 or not cfg.temperature:
-        least = "--tasks, --iterations and --eval_every are at least 1, --group at least 2"
-        raise ValueError(f"{least}, so that completions are compared, and --temperature is above 0")
+    if min(cfg.tasks, cfg.iterations, cfg.eval_every, cfg.rounds + 1) < 1 or cfg.group < 2 or not cfg.temperature:
+        limits = "--group is at least 2, --tasks, --iterations and --eval_every at least 1, --rounds at least 0"
+        raise ValueError(f"{limits}, and --temperature is above 0: completions of a task are compared")
     if cfg.delta and cfg.delta <= 1 + cfg.epsilon_high:
         raise ValueError(f"--delta={cfg.delta}: above 1 + --epsilon_high = {1 + cfg.epsilon_high}, or 0 for none")
     if len(set(cfg.rewards)) != len(cfg.reward_weights):

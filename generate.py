@@ -17,7 +17,7 @@ the same as without (temperature 0), or drawn from the same distribution. Dream 
 prompt is n tokens to fill, and nothing is appended to such a prompt. [MASK] is a hole of unknown length, and
 --valid=python keeps the text valid Python; see infill.py. MDLM has its own program, inference_jetson.py.
 
-From the top: main, complete of the family: token ids, or a canvas of them; the model's sampler; text.
+Read from the top: main; complete() of PythonCoder or Dream, which encodes prompts and calls the sampler; show.
 """
 
 import collections

@@ -350,12 +350,6 @@ def sync_reference(ref, params, mixup=0.6):
 # ---- several devices and hosts -------------------------------------------------------------------------------------
 
 
-def mesh_of(devices, shape):
-    """The devices in their order as a mesh (data, fsdp, tensor)."""
-    axes, auto = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3
-    return jax.sharding.Mesh(np.reshape(devices, shape), axes, axis_types=auto)
-
-
 def rollout_weights(params, mesh, dtype):
     """The weights on a mesh of (data, 1, tensor), matrices in dtype. A matrix that all devices share is gathered by two
     exchanges, between the groups of devices and within each; in one step XLA would make it whole on every device.

@@ -101,7 +101,7 @@ def config_from_hf(folder, changes=None):
             raise ValueError("; ".join(wrong))
         fields = {"head_size": fields["width"] // fields["heads"], "bos_id": fields["eos_id"]} | fields
         return DreamConfig(**fields)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{path} does not describe a Dream model: {error}") from None
 
 

@@ -150,6 +150,9 @@ def writing(path):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk names no file
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -387,9 +390,9 @@ def check_tensors(found, want, where):
 
 def check_same(theirs, ours, where):
     """Raise ValueError that lists the fields in which the model of a checkpoint differs from ours."""
-    changed = [k for k in {**theirs, **ours} if theirs.get(k) != ours.get(k)]
-    if changed:
-        listed = "; ".join(f"{k} {theirs.get(k)} there, {ours.get(k)} here" for k in changed)
+    names = [name for name in theirs | ours if theirs.get(name) != ours.get(name)]
+    if names:
+        listed = "; ".join(f"{name} {theirs.get(name)} there, {ours.get(name)} here" for name in names)
         raise ValueError(f"{where} is of another model: {listed}")
 
 

@@ -405,12 +405,14 @@ def run_tests(programs, tests, on_result=None, **options):
     thread as programs finish, so that an interrupted caller keeps what it has. It leaves nothing running.
 
     rate is passed / all tests, 0 without tests, and None where the sandbox failed: the launcher was killed, the disk is
-    full, E2B cannot be reached. After a test that hangs while the program loads, all others are timeouts. ValueError
-    for limits of 0, RuntimeError where the machine offers less than the safe minimum.
+    full, E2B cannot be reached. After a test that hangs while the program loads, all others are timeouts.
+    RuntimeError where the machine offers less than the safe minimum.
     """
     options = Options(**options)
     if min(options.timeout_s, options.program_s, options.memory_mb, options.disk_mb) <= 0 or options.workers < 0:
         raise ValueError("timeout_s, program_s, memory_mb and disk_mb must be above 0, workers at least 0")
+    if any(isinstance(cases, str) for cases in tests):
+        raise ValueError("tests is a list of tests for each program: [[test, ...], ...]")
     plans = [[plan(test, options.parity) for test in cases] for cases in tests]
     try:
         runner = E2B(options) if options.runner == "e2b" else Local(options)
@@ -467,9 +469,7 @@ PARSE = "try:\n    good = bool(ast.parse({!r}))\nexcept (SyntaxError, ValueError
 
 
 def parses(sources, options, exhausted=False):
-    """Whether each source text is Python; None where the sandbox failed, `exhausted` where the parser ended its process
-    or took all memory. So it runs in the sandbox, one program per worker.
-    """
+    """Whether each text is Python, by a parser in the sandbox: None where that failed, `exhausted` where it crashed."""
     workers = options.workers or CORES
     program = "import ast, warnings\nwarnings.simplefilter('ignore')"
     tests = [Probe(PARSE.format(source)) for source in sources]

@@ -136,6 +136,8 @@ def with_blocks(cfg, model):
         raise ValueError("settings of blocks need --block_length, which is above 0")
     if size and (cfg.schedule != "linear" or cfg.anneal_steps):
         raise ValueError("blocks go with the linear --schedule, and without --anneal_steps")
+    if min(blocks.block_warmup, blocks.rate_warmup, cfg.anneal_steps) < 0:
+        raise ValueError("--block_warmup, --rate_warmup and --anneal_steps are at least 0")
     if not 0 < blocks.rates[0] < blocks.rates[1] <= 1:
         raise ValueError("--rates are two numbers in (0, 1], the lower first")
     return dataclasses.replace(model, block_length=size)
@@ -236,6 +238,8 @@ def find_data(cfg):
     """(training rows, held-out rows, tokenizer.json); without --data those of the standard library, prepared first."""
     if cfg.data:
         return open_data(cfg.data, cfg.seq_len)
+    if cfg.hosts:
+        raise ValueError("several hosts need the same data: write it with data_prep.py and pass --data")
     _, model = pick_model(cfg)
     seq_len, vocab = row_length(cfg, model), min(model.vocab, 32_768)
     name, flag = vocab, f"--vocab_size={vocab}"

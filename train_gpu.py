@@ -100,6 +100,8 @@ def find_data(cfg):
     """Training rows, held-out rows and tokenizer.json. The default data is prepared first."""
     folder = cfg.data or "data/python-padded"
     if not cfg.data and not Path(folder, "meta.json").exists():
+        if dist.is_initialized():
+            raise ValueError("several processes need --data: first python data_prep.py python --rows=padded")
         print(f"no --data: preparing the Python standard library in {folder}")
         runs.script("data_prep.py", "python", "--rows=padded", f"--out={folder}")
     train, heldout, tokenizer_json = open_data(folder, cfg.seq_len)

@@ -236,6 +236,8 @@ def find_data(cfg):
     """(training rows, held-out rows, tokenizer.json); without --data those of the standard library, prepared first."""
     if cfg.data:
         return open_data(cfg.data, cfg.seq_len)
+    if cfg.hosts:
+        raise ValueError("several hosts need the same data: write it with data_prep.py and pass --data")
     # These few million tokens feed the tiny preset, whatever the device.
     _, model = pick_model(dataclasses.replace(cfg, model=cfg.model or "tiny"), jax.devices())
     seq_len, vocab = row_length(cfg, model), min(model.vocab, 32_768)

@@ -820,7 +820,7 @@ class Grpo:
         model = md.CONFIGS[self.model]
         model = dataclasses.replace(model, layers=self.layers or model.layers)
         devices = topology_devices(self.device)
-        mesh = grpo.mesh_of(devices, (1, len(devices), 1))
+        mesh = checkpoints.mesh_of(devices, (1, len(devices), 1))
         cfg = coupled_grpo.Config(preset="7b", lora_rank=self.lora_rank, **coupled_grpo.PRESETS["7b"])
         cfg = dataclasses.replace(cfg, **coupled_grpo.batch_sizes(cfg, mesh.size))
         cfg = dataclasses.replace(cfg, micro_batch=self.micro_batch or cfg.micro_batch)
@@ -860,7 +860,7 @@ class Grpo:
         name = f"dream {self.model}" + f", {self.layers} layers" * bool(self.layers) + " coupled-grpo"
 
         # rollouts: on several chips with a copy of the weights that lies as generate.py has them
-        writing = grpo.mesh_of(devices, checkpoints.inference_mesh(model, devices, 0).devices.shape)
+        writing = checkpoints.mesh_of(devices, checkpoints.inference_mesh(model, devices, 0).devices.shape)
         params, beside_copy = md.assemble(base, trained), 0
         if writing.size > 1:
             copy = functools.partial(grpo.rollout_weights, mesh=writing, dtype=jnp.bfloat16)

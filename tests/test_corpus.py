@@ -173,7 +173,8 @@ def test_rows_and_packages_are_cleaned_of_humaneval_and_mbpp_unless_these_cannot
     monkeypatch.setattr(
         cp, "BENCHMARKS", [(SHARED / name).as_uri() for name in ("HumanEval.jsonl.gz", "sanitized-mbpp.json")]
     )
-    humaneval, mbpp = (cp.read_problems(SHARED / name) for name in ("HumanEval.jsonl.gz", "sanitized-mbpp.json"))
+    names = "HumanEval.jsonl.gz", "sanitized-mbpp.json"
+    humaneval, mbpp = (cp.read_problems((SHARED / name).read_bytes(), name) for name in names)
     texts = [*(module(i) for i in range(6)), f"# copied\n{humaneval[0]}{humaneval[1]}", mbpp[-1] + "\nprint(1)\n"]
     write_rows(tmp_path / "rows", texts)
     cfg = config(tmp_path, roots=(str(tmp_path / "rows"),))
@@ -208,3 +209,11 @@ def test_rows_and_packages_are_cleaned_of_humaneval_and_mbpp_unless_these_cannot
     assert "documents that hold problems of HumanEval.jsonl.gz stay in: " in errors
     assert "fetch http://127.0.0.1:9/HumanEval.jsonl.gz by hand" in errors
     assert len(texts_of(cfg.out)) == 7
+    # The page of a portal is not kept as a file of problems.
+    page = tmp_path / "portal" / "HumanEval.jsonl.gz"
+    page.parent.mkdir()
+    page.write_text("<html>Sign in</html>")
+    monkeypatch.setattr(cp, "BENCHMARKS", [page.as_uri(), cp.BENCHMARKS[1]])
+    dp.main(dataclasses.replace(cfg, out=str(tmp_path / "two")))
+    assert "documents that hold problems of HumanEval.jsonl.gz stay in: " in capsys.readouterr().err
+    assert [path.name for path in Path(cp.TASKS).iterdir()] == ["sanitized-mbpp.json"]

@@ -429,13 +429,13 @@ def test_a_completion_is_its_counted_tokens_and_a_program_that_goes_on_stands_in
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "has no tasks"),
+        ("", "has no task within"),
         ('{"prompt": "x", "test_cases": []}\n', "line 1 has no tests"),
         ('{"prompt": "x", "test_cases": ["assert True"]}\n{"prompt": 3}\n', "line 2 is no task"),
         ('{"prompt": "x", "test_cases": "assert True"}\n', "line 1 is no task"),
         ("[1]\n", "line 1 is no task"),
         ('{"question": "x", "test_cases": ["assert True"]}\n', "has no chat template"),
-        ('{"prompt": "abc", "test_cases": ["assert True"]}\n', "no tasks, and 1 with more than --max_prompt=2"),
+        ('{"prompt": "abc", "test_cases": ["assert True"]}\n', "within --max_prompt=2 tokens; 1 are longer"),
     ],
 )
 def test_bad_tasks_are_named(tmp_path, text, words):
@@ -1162,8 +1162,9 @@ def test_equal_rewards_update_nothing(folder, tmp_path):
     ("settings", "words"),
     [
         ({"delta": 1.5}, "--delta=1.5: above 1 + --epsilon_high"),
-        ({"group": 1}, "--group at least 2"),
-        ({"tasks": 0}, "--tasks, --iterations and --eval_every are at least 1"),
+        ({"group": 1}, "--group is at least 2"),
+        ({"tasks": 0}, "--tasks, --iterations and --eval_every at least 1"),
+        ({"rounds": -1}, "--rounds at least 0"),
         ({"temperature": 0.0}, "--temperature is above 0"),
         ({"rewards": ("nothing",)}, "no reward 'nothing'"),
         ({"rewards": ("code", "syntax")}, "--rewards=code syntax: each once, with a weight of its own"),
