@@ -136,6 +136,8 @@ def question_of(task):
 
 def read_tasks(path, tested=True):
     """The tasks of a JSONL file. ValueError names a line that is no task, or has no tests although `tested`."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} does not exist; write tasks with: python rl_tasks.py --out=data/acecode")
     tasks = []
     for number, line in enumerate(Path(path).read_text().split("\n"), 1):
         if not line.strip():
@@ -512,8 +514,7 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
         checkpoints.check_hosts(run.out, same | {"model": model, "tasks": tasks})
         if not run.rank:
             trained, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (trainer.trained, trainer.base))
-            kind = jax.devices()[0].device_kind
-            print(f"{mesh.size} x {kind}; {trained:,} parameters trained, {frozen:,} frozen")
+            print(f"{mesh.size} x {jax.devices()[0].device_kind}; {trained:,} parameters trained, {frozen:,} frozen")
             for prompts in (trainer.prompts, *trainer.heldout):
                 dropped = f"{prompts.dropped:,} left out, longer than --max_prompt={cfg.max_prompt}"
                 print(f"{prompts.path}: {len(prompts.tasks):,} tasks, {dropped}", flush=True)

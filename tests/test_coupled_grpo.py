@@ -1170,7 +1170,7 @@ def test_equal_rewards_update_nothing(folder, tmp_path):
         ({"rewards": ("code", "syntax")}, "--rewards=code syntax: each once, with a weight of its own"),
         ({"rewards": ("code", "code"), "reward_weights": (1.0, 1.0)}, "each once, with a weight of its own"),
         ({"prompts": ""}, "--ckpt and --prompts belong together"),
-        ({"prompts": "none.jsonl"}, "No such file or directory: 'none.jsonl'"),
+        ({"prompts": "none.jsonl"}, "none.jsonl does not exist; write tasks with"),
         ({"ckpt": "none"}, "none/config.json does not exist"),
         ({"max_prompt": 510}, "the model reaches 512 positions"),
         ({"hosts": "auto", "lora_rank": 2}, "--hosts goes with --ckpt and --prompts, and without --lora_rank"),
