@@ -268,7 +268,7 @@ def test_an_existing_folder_and_a_full_disk_are_refused(tmp_path):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # a write beyond it fails, as on a full disk
 
-    says(run(tmp_path / "hub", tmp_path / "out", preexec_fn=small_files), "File too large")
+    says(run(tmp_path / "hub", tmp_path / "out", preexec_fn=small_files), "File too large", str(tmp_path / "out"))
     assert not list(tmp_path.glob("out*"))
 
 

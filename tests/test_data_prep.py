@@ -612,7 +612,7 @@ def test_full_disk_gives_one_line_and_leaves_nothing_that_looks_complete(tmp_pat
     run = start(cfg, preexec_fn=small_disk)
     err = run.communicate()[1]
     assert run.returncode == 1
-    assert re.fullmatch(rf"{tmp_path}/out: File too large; [^\n]+ the same command to go on\n", err)
+    assert re.fullmatch(rf"{tmp_path}/out/[^\s]+: File too large; [^\n]+ the same command to go on\n", err)
     assert sorted(tree(tmp_path / "out")) == left
     dp.main(cfg)
     dp.main(dataclasses.replace(cfg, out=str(tmp_path / "whole")))
