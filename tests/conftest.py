@@ -39,6 +39,12 @@ if not importlib.util.find_spec("jax"):
     collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py") if path.stem[5:] not in ON_A_JETSON]
 
 
+def pytest_configure(config):
+    """A worker of pytest-xdist that dies ends the tests, with the name of its test: replaced, it may hang for ever."""
+    if getattr(config.option, "maxworkerrestart", "") is None:
+        config.option.maxworkerrestart = "0"  # github.com/pytest-dev/pytest-xdist/issues/1378
+
+
 # ---- scripts, as a user runs them ----------------------------------------------------------------------------------
 
 AS_A_USER = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}

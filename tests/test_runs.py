@@ -194,14 +194,14 @@ def test_a_signal_asks_the_run_to_stop_and_a_second_one_ends_it(tmp_path):
     with runs.Run(Config(str(tmp_path))) as run:
         run.begin(0, {})
         assert not run.signal
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         assert run.signal == "SIGTERM"
         with pytest.raises(InterruptedError, match="SIGTERM: saved step 5; go on with --resume="):
             run.leave(5)
-        os.kill(os.getpid(), signal.SIGINT)  # the same Ctrl-C, handed on by torchrun
+        signal.raise_signal(signal.SIGINT)  # the same Ctrl-C, handed on by torchrun
         run.asked_at -= 2
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -209,8 +209,8 @@ def test_a_signal_that_ends_a_compiler_too_is_one_line(tmp_path):
     def train():
         with runs.Run(Config(str(tmp_path))) as run:
             run.begin(0, {})
-            compiler = ["sh", "-c", f"kill -INT {os.getpid()}; kill -INT $$"]  # a Ctrl-C goes to both
-            subprocess.run(compiler, check=True)
+            signal.raise_signal(signal.SIGINT)  # a Ctrl-C goes to both
+            subprocess.run(["sh", "-c", "kill -INT $$"], check=True)
 
     with pytest.raises(InterruptedError, match=r"stopped in the middle of a step .*; nothing was saved yet"):
         train()
