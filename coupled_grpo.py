@@ -572,7 +572,8 @@ def train(run, store, meta, trainer, first, draw):
         if due and trainer.heldout:
             row |= trainer.evaluate()
         if not run.rank:
-            run.append("rounds.jsonl", completion_rows(done, cfg, batch, reward_BF, advantages))
+            rows = completion_rows(done, cfg, batch, reward_BF, advantages)
+            run.append("rounds.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         phases = ("generate_s", "score_s", "reward_s", "update_s")
         run.log(row | dict(zip(phases, np.diff(clock).tolist(), strict=True)))
 

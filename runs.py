@@ -19,7 +19,6 @@ import functools
 import io
 import json
 import os
-import secrets
 import select
 import shlex
 import shutil
@@ -79,8 +78,8 @@ def resumed(config_class, arguments, machine=()):
     folder = parser.parse_known_args(arguments)[0].resume
     if not folder or "resume" not in {field.name for field in dataclasses.fields(config_class)}:
         return config_class()
-    saved = read_json(as_path(folder) / "config.json", "train")["train"]
-    return dataclasses.replace(settings_of(config_class, saved, machine), out=folder)
+    saved = read_json(as_path(folder) / "config.json", "train")["train"] | {"out": folder}
+    return settings_of(config_class, saved, machine)
 
 
 def settings_of(config_class, saved, machine=()):
@@ -100,8 +99,7 @@ def script(name, *flags):
     path = Path(__file__).parent / name
     with subprocess.Popen([sys.executable, str(path), *flags]) as process, contextlib.ExitStack() as exits:
         for number in (signal.SIGINT, signal.SIGTERM):
-            before = signal.signal(number, lambda number, _: process.send_signal(number))
-            exits.callback(signal.signal, number, before)
+            exits.callback(signal.signal, number, signal.signal(number, lambda number, _: process.send_signal(number)))
         status = process.wait()
     if status:
         raise RuntimeError(f"{shlex.join(['python', name, *flags])} ended with exit status {status}")
@@ -238,8 +236,7 @@ def read_tokenizer(folder):
 def chat_template(folder):
     """wrap(prompt, system="", before=()) -> text, by the chat template in a model's folder; None if it has none.
 
-    The prompt is a user's turn; system goes before it, and the (prompt, answer) pairs of `before` between them. Raises
-    ValueError for a template that is damaged; so does wrap for one that fails.
+    The prompt is a user's turn, after system and the (prompt, answer) pairs of `before`. ValueError if it fails.
     """
     path, jinja = (as_path(folder) / name for name in ("tokenizer_config.json", "chat_template.jinja"))
     config = read_json(path) if path.exists() else {}
@@ -279,9 +276,8 @@ def chat_template(folder):
 class Run:
     """The folder cfg.out, locked. cfg has out, resume and wandb; unit is what the run counts: "step" or "round".
 
-    With cfg.plot the metrics `curves` are drawn as curve.png when the run ends. Each of several processes has a Run
-    with its rank; only that of rank 0 writes and prints. With hosts > 1 (JAX) SIGTERM belongs to jax.distributed, which
-    tells all of them at which step to stop.
+    With cfg.plot the metrics `curves` are drawn as curve.png when the run ends. Of several processes only rank 0 writes
+    and prints. With hosts > 1 (JAX) SIGTERM belongs to jax.distributed, which tells all at which step to stop.
     """
 
     def __init__(self, cfg, unit="step", rank=0, hosts=1, curves=("loss", "bits_per_byte")):
@@ -301,7 +297,7 @@ class Run:
 
     def __exit__(self, kind, error, trace):
         self.exits.close()
-        # A Ctrl-C in a terminal reaches child processes too, such as a compiler that PyTorch waits for.
+        # A Ctrl-C in a terminal also ends child processes, such as a compiler that PyTorch waits for.
         if self.asked_at and isinstance(error, Exception) and not isinstance(error, InterruptedError):
             after = f"go on with --resume={self.out}" if saved_steps(self.out) else "nothing was saved yet"
             why = f"{kind.__name__}: {first_line(error)}"
@@ -330,7 +326,7 @@ class Run:
 
             run_id = self.out / "wandb_id"  # of its own: another run in a folder of this name is another curve
             if not (self.cfg.resume and run_id.exists()):
-                write(run_id, secrets.token_hex(8).encode())
+                write(run_id, os.urandom(8).hex().encode())
             where = {"project": self.cfg.wandb, "dir": str(self.out), "name": self.out.name, "id": run_id.read_text()}
             self.tracker = wandb.init(config=settings, resume="allow", **where)
             self.exits.callback(self.tracker.finish)
@@ -352,15 +348,12 @@ class Run:
         if self.rank:
             return
         print(" | ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in row.items()), flush=True)
-        self.append("log.jsonl", [row])
+        self.append("log.jsonl", json.dumps(row) + "\n")
         if self.tracker:
             self.tracker.log(row, step=row[self.unit])
 
-    def append(self, name, rows):
-        """Add rows as JSON lines to a file of the folder."""
-        self.append_text(name, "".join(json.dumps(row) + "\n" for row in rows))
-
-    def append_text(self, name, text):
+    def append(self, name, text):
+        """Add text to a file of the folder."""
         if self.rank:
             return
         path = self.out / name

@@ -637,7 +637,7 @@ class Trainer:
         rule = sampler.Sampling(vocab=meta["vocab_size"], eos_ids=(meta["eos_id"],))
         (row,), stats = sampler.generate(lm, [prompt], new, rule, jax.random.key(0))
         text = self.tokenizer.decode(row[len(prompt) :])
-        folder.append_text("samples.txt", f"---- step {step}\n{self.cfg.prompt}{text}\n")
+        folder.append("samples.txt", f"---- step {step}\n{self.cfg.prompt}{text}\n")
         return {"tokens_per_forward": new / stats["forwards"]}
 
 

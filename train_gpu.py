@@ -630,7 +630,7 @@ def train(cfg, devices):
                 sums_T4 = evaluate(state.ema, heldout_RL, rng, cfg.micro_batch, dtype)
                 run.log({"step": done} | scores(sums_T4, bits))
                 text = sample_text(state.ema, tokenizer, cfg, rows.meta["seq_len"], devices.device)
-                run.append_text("samples.txt", f"---- step {done}\n{text}\n")
+                run.append("samples.txt", f"---- step {done}\n{text}\n")
                 speed = Speed()  # leave the evaluation's time out
             if done % cfg.save_every == 0 or done == cfg.steps or stop:
                 save(state, done, cfg, meta, tokenizer_json, devices)

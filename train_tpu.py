@@ -522,7 +522,7 @@ class Trainer:
         rule = pc.Sampling(vocab=meta["vocab_size"], eos=meta["eos_id"], speculate=self.model.mtp)
         new = min(64, self.model.positions - len(prompt))
         (text,), stats = pc.generate(lm, [prompt], new, rule, jax.random.key(0))
-        folder.append_text("samples.txt", f"---- step {step}\n{self.cfg.prompt}{self.tokenizer.decode(text)}\n")
+        folder.append("samples.txt", f"---- step {step}\n{self.cfg.prompt}{self.tokenizer.decode(text)}\n")
         return {"tokens_per_forward": stats["tokens"] / stats["forwards"]}
 
 
