@@ -107,9 +107,12 @@ class Config:
 # Settings that may differ between hosts, and those that --resume does not take from the run.
 OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")
 MACHINE = ("device", "hosts", "micro_batch", "fsdp", "tensor")
+COLUMNS = "token_ABL", "segment_ABL", "position_ABL", "fixed_ABL"  # of a batch, the last of pairs alone
+METRICS = "loss", "lr", "grad_norm", "ok"  # of a step, in the order of the log; jit returns them sorted
+MASKS = "<|mask|>", "<mask>"  # what tokenizers call MASK
 
 
-# ---- choices for the device ----------------------------------------------------------------------------------------
+# ---- choices for the device, and data ------------------------------------------------------------------------------
 
 MICRO_BATCH = {"tiny": 2, "500m": 4}  # rows per device at a time, 1 of any other preset
 
@@ -231,9 +234,6 @@ def step_flops(cfg, model):
     return copies * flops * cfg.batch_size * cfg.seq_len
 
 
-# ---- data ----------------------------------------------------------------------------------------------------------
-
-
 def find_data(cfg):
     """(training rows, held-out rows, tokenizer.json); without --data those of the standard library, prepared first."""
     if cfg.data:
@@ -251,9 +251,6 @@ def find_data(cfg):
         print(f"no --data: preparing the Python standard library in {folder}", flush=True)
         runs.script("data_prep.py", "python", f"--out={folder}", f"--seq_len={seq_len}", flag)
     return open_data(folder, seq_len)
-
-
-MASKS = "<|mask|>", "<mask>"  # what tokenizers call MASK
 
 
 def with_mask(model, meta, tokenizer_json):
@@ -297,9 +294,6 @@ def with_expand(cfg, model, tokenizer_json):
     if free >= model.vocab:
         raise ValueError(f"none of the model's {model.vocab:,} ids is free for masks that grow (--edit_rate)")
     return dataclasses.replace(model, expand_id=free)
-
-
-COLUMNS = "token_ABL", "segment_ABL", "position_ABL", "fixed_ABL"  # the last of pairs alone
 
 
 # ---- the compiled step ---------------------------------------------------------------------------------------------
@@ -436,9 +430,6 @@ def make_step(cfg, graph, optimizer):
     return train_step
 
 
-METRICS = "loss", "lr", "grad_norm", "ok"  # in the order of the log; jit returns them sorted
-
-
 def lower_step(cfg, graph, optimizer, shapes, mesh, columns=3):
     """The train step, traced for a mesh that need not be here; .compile() makes the program."""
     rows = cfg.micro_batch * mesh.size // cfg.tensor  # of a micro-batch, on all devices together
@@ -452,8 +443,6 @@ def lower_step(cfg, graph, optimizer, shapes, mesh, columns=3):
 
 
 # ---- scores --------------------------------------------------------------------------------------------------------
-
-EVAL_DRAWS = 4  # noise draws per held-out row; --eval_only takes 8
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -479,10 +468,10 @@ def sums_of(graph, schedule, rows, draws, params, batch, row_B, bytes_V):
     return nats_N, mask_BL.sum(), (mask_BL * bytes_V[token_BL]).sum()
 
 
-def score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=EVAL_DRAWS):
+def score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=4):
     """{"heldout_nats", "bits_per_byte", "standard_error"} over --eval_rows held-out rows, `size` rows at a time.
 
-    Nats are per token that can be masked; the standard error is that of the noise, in bits per byte.
+    Nats are per token that can be masked; the standard error, in bits per byte, is that of `draws` draws of the noise.
     """
     if not (count := min(cfg.eval_rows, heldout.total)):
         return {}
@@ -526,9 +515,10 @@ class Trainer:
         self.train, self.heldout, tokenizer_json = find_data(cfg)
         data = self.train.meta
         cfg, model, self.run, self.mesh = resolve(cfg, jax.devices(), data)
-        if self.train.total < cfg.batch_size:
-            rows = f"{self.train.folder} has {self.train.total} training rows, a step takes {cfg.batch_size}"
-            raise ValueError(f"{rows}; lower --batch_size or add data")
+        folder, total = self.train.folder, self.train.total
+        if total < cfg.batch_size:
+            advice = "lower --batch_size or add data"
+            raise ValueError(f"{folder} has {total} training rows, a step takes {cfg.batch_size}; {advice}")
         if cfg.init:
             tokenizer_json = known_ids(cfg.resume or cfg.init, model, data, tokenizer_json)
         else:
@@ -544,9 +534,13 @@ class Trainer:
         self.files = files | {"tokenizer.json": tokenizer_json}
         # Moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32.
         self.optimizer = make_optimizer(cfg.clip, cfg.weight_decay, self.run.dtype, muon=cfg.optimizer == "muon")
-        self.shapes = self.shapes_with(cfg.lora_rank)
-        smaller = {"--lora_rank=16": self.bytes_needed(16)} if cfg.init and not cfg.lora_rank else {}
-        checkpoints.check_memory(self.mesh, self.bytes_needed(cfg.lora_rank), smaller)
+        # The state and its bytes on a device, with gradients as large as what is trained; beside it that of LoRA.
+        ranks, own = {0, 16} if cfg.init and not cfg.lora_rank else {cfg.lora_rank}, (self.optimizer, self.mesh)
+        shapes = {rank: checkpoints.state_shapes(md, model, *own, rank, self.run.dtype) for rank in ranks}
+        needed = {rank: checkpoints.bytes_on_a_device((s, s["params"])) for rank, s in shapes.items()}
+        smaller = {f"--lora_rank={rank}": size for rank, size in needed.items() if rank != cfg.lora_rank}
+        checkpoints.check_memory(self.mesh, needed[cfg.lora_rank], smaller)
+        self.shapes = shapes[cfg.lora_rank]
         self.trained = "adapters" if cfg.lora_rank else "params"  # its name in a checkpoint: adapters are no model
         if cfg.lora_rank:  # which weights the adapters belong to
             self.base_sums = checkpoints.find_weights(checkpoints.absolute(cfg.init))[1]["sums"]
@@ -554,15 +548,6 @@ class Trainer:
         self.micro_rows = cfg.micro_batch * self.mesh.size // cfg.tensor  # on all devices together
         self.bytes_V = jnp.asarray(token_bytes(self.tokenizer, model.vocab))
         self.state = None  # {"params", "opt"}, with LoRA {"params": adapters, "opt", "base": frozen weights}
-
-    def shapes_with(self, lora_rank):
-        """The shapes of the state, with LoRA or without."""
-        return checkpoints.state_shapes(md, self.model, self.optimizer, self.mesh, lora_rank, self.run.dtype)
-
-    def bytes_needed(self, lora_rank):
-        """Bytes on a device of weights, moments and gradients, with LoRA or without."""
-        shapes = self.shapes_with(lora_rank)
-        return checkpoints.bytes_on_a_device(shapes) + checkpoints.bytes_on_a_device(shapes["params"])
 
     def meta(self, step, skipped):
         """What a checkpoint says of itself."""
@@ -687,8 +672,7 @@ def main(cfg):
         # --steps is written as it was given: a resumed run may be given more --epochs or --steps.
         config = {"train": settings | {"steps": steps}, "model": model, "data": str(trainer.train.folder)}
         if cfg.init:  # the name by which generate.py knows a chat model
-            source = runs.read_json(runs.as_path(cfg.resume or cfg.init) / "config.json").get("source", "")
-            config["source"] = source
+            config["source"] = runs.read_json(runs.as_path(cfg.resume or cfg.init) / "config.json").get("source", "")
         folder.begin(first, config, trainer.files)
         if first < cfg.steps:
             train(folder, store, trainer, first, skipped)
@@ -701,7 +685,7 @@ def main(cfg):
             shutil.rmtree(out, ignore_errors=True)  # of a run that was continued
             merged = md.merge_adapters(trainer.state["base"], trainer.state["params"])
             whole = nnx.merge(md.graph_of(trainer.model, md.Run()), merged)
-            checkpoints.save(md, out, whole, [folder.out / name for name in trainer.files], source)
+            checkpoints.save(md, out, whole, [folder.out / name for name in trainer.files], config["source"])
     print(f"done: {out}; generate code with: python generate.py --model=dream --ckpt={out}")
 
 

@@ -83,9 +83,11 @@ class Config:
 # Settings that may differ between hosts, and those that --resume does not take from the run.
 OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")
 MACHINE = ("device", "hosts", "micro_batch", "fsdp", "tensor", "reduce")
+COLUMNS = "token_ABL", "segment_ABL", "position_ABL"  # of a batch
+METRICS = "loss", "main", "mtp", "lr", "grad_norm", "ok"  # of a step, in the order of the log; jit returns them sorted
 
 
-# ---- choices for the device ----------------------------------------------------------------------------------------
+# ---- choices for the device, and data ------------------------------------------------------------------------------
 
 # Rows per device at a time. Few: on a v6e four keep the activations in VMEM, on a CPU (tiny, small) in its caches.
 MICRO_BATCH = {"tiny": 2, "small": 4, "100m": 8, "300m": 8, "1b": 4}
@@ -188,8 +190,8 @@ def resolve(cfg, devices, data=None, memory=None):
     # Whole float32 weights and gradients on each device, where a third of the memory holds them: see accumulate_apart.
     reduce = cfg.reduce or ("step" if 8 * params / 2**30 <= (memory or math.inf) / 3 else "micro")
     optimizer = cfg.optimizer or ("muon" if small else "adamw")
-    cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro)
-    cfg = dataclasses.replace(cfg, dropout=dropout, reduce=reduce, optimizer=optimizer)
+    resolved = {"dropout": dropout, "reduce": reduce, "optimizer": optimizer}
+    cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro, **resolved)
     block = 64 if on_cpu else 128  # queries of attention at a time: scores that stay in a CPU's caches
     kernel, tpu = fused_kernel(device, dtype), device.platform == "tpu"
     run = pc.Run(jnp.dtype(dtype), remat="qkvo", block=block, kernel=kernel, tpu=tpu, dropout=dropout)
@@ -229,9 +231,6 @@ def step_flops(cfg, model):
     return pc.flops_per_token(model, cfg.seq_len) * cfg.batch_size * cfg.seq_len
 
 
-# ---- data ----------------------------------------------------------------------------------------------------------
-
-
 def find_data(cfg):
     """(training rows, held-out rows, tokenizer.json); without --data those of the standard library, prepared first."""
     if cfg.data:
@@ -246,9 +245,6 @@ def find_data(cfg):
         print(f"no --data: preparing the Python standard library in {folder}", flush=True)
         runs.script("data_prep.py", "python", f"--out={folder}", f"--seq_len={seq_len}", f"--vocab_size={vocab}")
     return open_data(folder, seq_len)
-
-
-COLUMNS = "token_ABL", "segment_ABL", "position_ABL"  # of a batch
 
 
 # ---- the compiled step ---------------------------------------------------------------------------------------------
@@ -292,31 +288,30 @@ def make_optimizer(clip, weight_decay, mu_dtype=None, mask=decays, muon=False):
     return optax.chain(clipping, optax.contrib.muon(1.0, muon_weight_dimension_numbers=dimensions, **settings))
 
 
-def accumulate(loss_fn, params, batches, inside=("layers",)):
+def accumulate(loss_fn, params, batches):
     """Sum of gradients and of outputs of loss_fn(params, batch, sums) -> (loss, aux) over the leading axis of batches.
 
-    `sums` are the gradients so far of the parameters named by `inside`. The model's backward pass adds to them, and
-    returns the new sums as the gradient of `sums`; all other gradients are added here.
+    `sums` are the gradients of the layers so far. The model's backward pass adds to them, and returns the new sums as
+    the gradient of `sums`; all other gradients are added here.
     """
-    own = {name: params[name] for name in inside}
-    rest = {name: value for name, value in params.items() if name not in inside}
+    layers, rest = params["layers"], {name: value for name, value in params.items() if name != "layers"}
 
     def loss_of(rest, sums, batch):
-        return loss_fn(rest | own, batch, sums)
+        return loss_fn(rest | {"layers": layers}, batch, sums)
 
     def body(carry, batch):
-        outs, (rest_sums, own_sums) = carry
-        new, (rest_grads, own_sums) = jax.value_and_grad(loss_of, (0, 1), has_aux=True)(rest, own_sums, batch)
-        return (jax.tree.map(jnp.add, outs, new), (jax.tree.map(jnp.add, rest_sums, rest_grads), own_sums)), None
+        outs, rest_sums, sums = carry
+        new, (grads, sums) = jax.value_and_grad(loss_of, (0, 1), has_aux=True)(rest, sums, batch)
+        return (jax.tree.map(jnp.add, outs, new), jax.tree.map(jnp.add, rest_sums, grads), sums), None
 
     first = jax.tree.map(lambda x: x[0], batches)
-    shapes = jax.eval_shape(loss_of, rest, own, first), (rest, own)
+    shapes = jax.eval_shape(loss_of, rest, layers, first), rest, layers
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    (outs, (rest_sums, own_sums)), _ = jax.lax.scan(body, zeros, batches)
-    return rest_sums | own_sums, outs
+    (outs, rest_sums, sums), _ = jax.lax.scan(body, zeros, batches)
+    return rest_sums | {"layers": sums}, outs
 
 
-def accumulate_apart(loss_fn, params, batches, inside=("layers",)):
+def accumulate_apart(loss_fn, params, batches):
     """accumulate() with one reduction over devices a step, not one a micro-batch.
 
     Each device sums the gradients of its own rows, so it holds whole float32 weights and gradients.
@@ -324,7 +319,7 @@ def accumulate_apart(loss_fn, params, batches, inside=("layers",)):
     own = set(pc.BATCH)
 
     def of_own_rows(params, batches):
-        grads, outs = accumulate(loss_fn, params, batches, inside)
+        grads, outs = accumulate(loss_fn, params, batches)
         return jax.tree.map(lambda g: g[None], grads), jax.lax.psum(outs, tuple(own))
 
     rows = PS(None, pc.BATCH)
@@ -350,7 +345,7 @@ def loss_of_step(cfg, graph, batch, key):
     def loss_fn(params, micro, sums):
         model = nnx.merge(graph, params)
         inputs = micro["token_ABL"], micro["segment_ABL"], micro["position_ABL"]
-        main, mtp = model.losses(*inputs, noise, micro["row_AB"], cfg.z_loss, weight > 0, sums=sums["layers"])
+        main, mtp = model.losses(*inputs, noise, micro["row_AB"], cfg.z_loss, weight > 0, sums=sums)
         main, mtp = main / main_tokens, mtp / mtp_tokens
         return main + weight * mtp, {"main": main, "mtp": mtp}
 
@@ -374,9 +369,6 @@ def make_step(cfg, graph, optimizer):
         return state, {"loss": loss, **parts, "lr": lr, "grad_norm": norm, "ok": ok}
 
     return train_step
-
-
-METRICS = "loss", "main", "mtp", "lr", "grad_norm", "ok"  # in the order of the log; jit returns them sorted
 
 
 def lower_step(cfg, graph, optimizer, shapes, mesh):
@@ -409,10 +401,8 @@ def score(graph, params, heldout, count, size, mesh, bytes_V):
         return {}
     rows_at = NamedSharding(mesh, PS(None, pc.BATCH))
     with jax.set_mesh(mesh):
-        sums = [
-            sums_of(graph, params, *checkpoints.on_mesh(heldout, ids, rows_at), bytes_V)
-            for ids in heldout.padded(count, size)
-        ]
+        batches = (checkpoints.on_mesh(heldout, ids, rows_at) for ids in heldout.padded(count, size))
+        sums = [sums_of(graph, params, *columns, bytes_V) for columns in batches]
     nats, tokens, text_bytes = sum(np.asarray(x, np.float64) for x in sums)
     return {"heldout_nats": nats / tokens, "bits_per_byte": nats / math.log(2) / text_bytes}
 
@@ -454,21 +444,20 @@ class Trainer:
     def __init__(self, cfg):
         self.train, self.heldout, tokenizer_json = find_data(cfg)
         cfg, self.model, self.run, self.mesh = resolve(cfg, jax.devices(), self.train.meta)
-        if self.train.total < cfg.batch_size:
-            rows = f"{self.train.folder} has {self.train.total} training rows, a step takes {cfg.batch_size}"
-            raise ValueError(f"{rows}; lower --batch_size or add data")
+        folder, total = self.train.folder, self.train.total
+        if total < cfg.batch_size:
+            advice = "lower --batch_size or add data"
+            raise ValueError(f"{folder} has {total} training rows, a step takes {cfg.batch_size}; {advice}")
         if len(self.train.columns) > 3:
-            raise ValueError(
-                f"{self.train.folder} holds pairs, for train_dream.py: PythonCoder would learn prompts too"
-            )
+            raise ValueError(f"{folder} holds pairs, for train_dream.py: PythonCoder would learn prompts too")
         self.cfg, self.per_epoch = plan(cfg, self.model, self.train)
         self.tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
         self.files = checkpoints.companions(self.train.folder) | {"tokenizer.json": tokenizer_json}
         # Moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32.
         self.optimizer = make_optimizer(cfg.clip, cfg.weight_decay, self.run.dtype, muon=cfg.optimizer == "muon")
         self.shapes = checkpoints.state_shapes(pc, self.model, self.optimizer, self.mesh)
-        gradients = checkpoints.bytes_on_a_device(self.shapes["params"])
-        checkpoints.check_memory(self.mesh, checkpoints.bytes_on_a_device(self.shapes) + gradients, {})
+        with_gradients = self.shapes, self.shapes["params"]
+        checkpoints.check_memory(self.mesh, checkpoints.bytes_on_a_device(with_gradients), {})
         self.rows_at = NamedSharding(self.mesh, PS(None, pc.BATCH))
         self.micro_rows = cfg.micro_batch * self.mesh.size // cfg.tensor  # on all devices together
         self.bytes_V = jnp.asarray(token_bytes(self.tokenizer, self.model.vocab))
@@ -510,8 +499,8 @@ class Trainer:
     def score(self):
         """Scores over --eval_rows held-out rows, from all parts of them."""
         graph = pc.graph_of(self.model, dataclasses.replace(self.run, remat="none", dropout=0.0))
-        size = self.cfg.eval_rows, self.micro_rows
-        return score(graph, self.state["params"], self.heldout, *size, self.mesh, self.bytes_V)
+        cfg, params = self.cfg, self.state["params"]
+        return score(graph, params, self.heldout, cfg.eval_rows, self.micro_rows, self.mesh, self.bytes_V)
 
     def sample(self, folder, step):
         """Continue --prompt and append the text to samples.txt; returns the row's tokens per forward pass."""
