@@ -1,4 +1,4 @@
-"""Texts of a Dream: a prompt as a canvas of masks, a filled canvas as text, and its steps as a page or an animation.
+"""Texts of a Dream: a prompt as a canvas of masks, a filled canvas as text, and its steps in a terminal or as a page.
 
     texts = canvas.Texts(tokenizer, mask_id, ends, positions)
     blank = texts.canvas("def area(r):\\n    [MASK:8]\\n", "", max_new=128)     # blank.ids: what a sampler fills
@@ -13,6 +13,7 @@ import functools
 import html
 import itertools
 import re
+import sys
 import typing
 from pathlib import Path
 
@@ -119,6 +120,21 @@ class Texts:
         return text
 
 
+class Viewer:
+    """Prints a canvas after each step that changed it; in a terminal over the one before, coloured by probability."""
+
+    def __init__(self, texts, canvas):
+        self.texts, self.canvas, self.shown = texts, canvas, texts.picture(canvas, canvas.ids)
+
+    def show(self, step, ids, prob):
+        text = self.texts.picture(self.canvas, ids)
+        if text != self.shown and sys.stdout.isatty():
+            print(f"\x1b[2J\x1b[Hstep {step}: {self.texts.picture(self.canvas, ids, prob)}", flush=True)
+        elif text != self.shown:
+            print(f"step {step}: {text}", flush=True)
+        self.shown = text
+
+
 HIDDEN = "\ufdd0"  # a code point that Unicode keeps out of texts
 
 
@@ -160,6 +176,19 @@ def pieces(tokenizer, ids):
         texts.append(text[len(before) :])
         before = text
     return texts
+
+
+def draft_tokens(tokenizer, ids, drafts, prob, cut):
+    """The Tokens of a text that PythonCoder wrote, as far as cut(text) keeps it.
+
+    drafts has the forward pass of each token, and "accepted", "rejected" or "".
+    """
+    written = zip(pieces(tokenizer, ids), drafts, prob, strict=True)
+    tokens = [Token(text, step, p, f"draft {kind}" if kind else "") for text, (step, kind), p in written]
+    left = len(cut("".join(token.text for token in tokens)))
+    for i, token in enumerate(tokens):
+        tokens[i], left = token._replace(text=token.text[:left]), max(0, left - len(token.text))
+    return tokens
 
 
 SHADES = 196, 202, 208, 214, 220, 190, 154, 118, 82, 46  # a terminal's, red to green: one for each tenth of probability

@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 import sys
 import time
 import typing
@@ -108,12 +109,16 @@ def main(cfg):
     family, advice = PythonCoder, "a smaller --n or --max_new"
     if cfg.model == "dream":
         family, advice = Dream, "--int8, --int4, a smaller --batch_size or --max_new"
-    with inference.out_of_memory(advice):
+    try:
         model = family(cfg, len(requests))
         if cfg.prompt or cfg.file:
             model.complete(requests)
         else:
             interact(model, end="\n" if cfg.model == "pythoncoder" else "")
+    except Exception as error:  # JAX raises its own when memory runs out, and Orbax wraps them
+        if not isinstance(error, MemoryError) and not re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
+            raise
+        raise ValueError(f"out of memory; try {advice}") from None
 
 
 def resolve(cfg):
@@ -292,8 +297,8 @@ class PythonCoder:
 
     def show_probabilities(self, prompts, texts):
         """The texts in the colours of their probabilities in a terminal, and the page of --html."""
+        import canvas
         import model_pythoncoder as pc
-        from canvas import Token, pieces, shaded, write_page
 
         @jax.jit
         def of_next(model, token_BL):
@@ -312,18 +317,15 @@ class PythonCoder:
         with inference.mesh_context(self.mesh):
             prob_BL = np.asarray(of_next(nnx.merge(graph, nnx.state(self.model)), token_BL))
 
-        pages = []
+        pages, cut = [], functools.partial(truncate, stops=self.cfg.stop)
         for i, (prompt, new) in enumerate(zip(prompts, texts, strict=True)):
             prob = prob_BL[i, len(prompt) - 1 : len(rows[i]) - 1].tolist()
-            written = zip(pieces(self.tokenizer, new), self.drafts(i, new), prob, strict=True)
-            tokens = [Token(text, number, p, f"draft {kind}" if kind else "") for text, (number, kind), p in written]
-            left = len(truncate("".join(token.text for token in tokens), self.cfg.stop))
-            for j, token in enumerate(tokens):  # without what follows a stop string
-                tokens[j], left = token._replace(text=token.text[:left]), max(0, left - len(token.text))
+            tokens = canvas.draft_tokens(self.tokenizer, new, self.drafts(i, new), prob, cut)
             if self.cfg.show_steps and sys.stdout.isatty():
-                print("---- by probability\n" + "".join(shaded(token.text, token.probability) for token in tokens))
-            pages.append([Token(text, 0) for text in pieces(self.tokenizer, prompt)] + tokens)
-        write_page(self.cfg.html, pages)
+                shaded = (canvas.shaded(token.text, token.probability) for token in tokens)
+                print("---- by probability\n" + "".join(shaded))
+            pages.append([canvas.Token(text, 0) for text in canvas.pieces(self.tokenizer, prompt)] + tokens)
+        canvas.write_page(self.cfg.html, pages)
 
 
 def encode(tokenizer, prompt, suffix):
@@ -494,17 +496,18 @@ class Dream:
 
     def fill(self, canvases, shape):
         """(token ids, statistics of the sampler with "seconds" and "compile_s"); shape is its `rows` and `widths`."""
+        import canvas
         import infill
 
-        prompts, rule, viewer = [canvas.ids for canvas in canvases], self.rule, {}
+        prompts, rule, viewer = [blank.ids for blank in canvases], self.rule, {}
         if max(map(len, prompts)) > 2048:
             print("more than 2,048 tokens: Dream was not trained on so long a text", file=sys.stderr)
         if self.cfg.show_steps:
-            self.shown = self.texts.picture(self.watched, self.watched.ids)
+            self.viewer = canvas.Viewer(self.texts, self.watched)
             viewer["watch"] = self.watch
         if self.streams and self.model.cfg.block_length:
             viewer["on_block"] = self.on_block
-        if all(canvas.counted for canvas in canvases):
+        if all(blank.counted for blank in canvases):
             rule = dataclasses.replace(rule, ban_ids=self.never_in_a_hole)
         self.key, key = jax.random.split(self.key)
         self.compile_s, started = 0.0, time.perf_counter()
@@ -541,13 +544,7 @@ class Dream:
 
         def show(step, id_L, logp_L):  # on the host
             columns = self.columns(self.watched.ids)
-            ids, prob = id_L[columns].tolist(), np.exp(logp_L[columns]).tolist()
-            text = self.texts.picture(self.watched, ids)
-            if text != self.shown and sys.stdout.isatty():
-                print(f"\x1b[2J\x1b[Hstep {step + 1}: {self.texts.picture(self.watched, ids, prob)}", flush=True)
-            elif text != self.shown:
-                print(f"step {step + 1}: {text}", flush=True)
-            self.shown = text
+            self.viewer.show(step + 1, id_L[columns].tolist(), np.exp(logp_L[columns]).tolist())
 
         ordered = not self.mesh  # JAX orders the callbacks of one device alone
         jax.debug.callback(show, state.step, state.token_BL[0], state.record.logp_BL[0], ordered=ordered)

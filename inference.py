@@ -7,7 +7,6 @@ with mesh_context(mesh):
 
 import contextlib
 import functools
-import re
 import sys
 from pathlib import Path
 
@@ -97,14 +96,3 @@ def bytes_needed(family, model, mesh, stored, dtype, bits):
 def mesh_context(mesh):
     """A context in which programs are compiled for a mesh; None is a single device."""
     return jax.set_mesh(mesh) if mesh else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def out_of_memory(advice):
-    """Where memory runs out, one line that says what to do."""
-    try:
-        yield
-    except Exception as error:  # JAX raises its own, and Orbax wraps them
-        if not isinstance(error, MemoryError) and not re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
-            raise
-        raise ValueError(f"out of memory; try {advice}") from None
