@@ -2,9 +2,10 @@
 
 JAX and PyTorch are imported where a test needs them. On a Jetson there is no JAX, and only its own tests are collected.
 
-These tests compile more than they compute, so JAX leaves most optimisations out and XLA fuses in its older way: half the
-time. Scripts that run from the shell are compiled as for a user. So are all tests, before a release, with
-XLA_FLAGS=--xla_cpu_use_fusion_emitters=true JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest -n 2 --dist=loadfile -m "slow or not slow".
+These tests compile more than they compute, so JAX leaves most optimisations out, and XLA fuses in its older way: half
+the time. Scripts that run from the shell are compiled as for a user, and so are all tests, before a release, with
+JAX_DISABLE_MOST_OPTIMIZATIONS=0 XLA_FLAGS=--xla_cpu_use_fusion_emitters=true \\
+    pytest -n 2 --dist=loadfile -m "slow or not slow"
 """
 
 import contextlib
