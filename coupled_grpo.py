@@ -474,9 +474,9 @@ def summary(cfg, batch, reward_BF, advantages, eos_id):
     }
 
 
-def completion_rows(done, cfg, batch, reward_BF, advantages):
-    """Each completion with its rewards, for rounds.jsonl; None where a reward is not known."""
-    rows = []
+def completion_lines(done, cfg, batch, reward_BF, advantages):
+    """The lines of rounds.jsonl: each completion with its rewards; null where a reward is not known."""
+    lines = ""
     for i, task in enumerate(batch.rows):
         row = {"round": done, "id": task.get("id"), "prompt": task.get("prompt", task.get("question"))}
         row |= {"completion": task["written"], "tokens": task["tokens"], "verdicts": task["verdicts"]}
@@ -484,8 +484,8 @@ def completion_rows(done, cfg, batch, reward_BF, advantages):
         row["rewards"] = dict(zip(cfg.rewards, values, strict=True))
         for name, value_B in (("reward", advantages.reward_B), ("advantage", advantages.advantage_B)):
             row[name] = float(value_B[i]) if advantages.counted_B[i] else None
-        rows.append(row)
-    return rows
+        lines += json.dumps(row) + "\n"
+    return lines
 
 
 # ---- the run -------------------------------------------------------------------------------------------------------
@@ -572,8 +572,7 @@ def train(run, store, meta, trainer, first, draw):
         if due and trainer.heldout:
             row |= trainer.evaluate()
         if not run.rank:
-            rows = completion_rows(done, cfg, batch, reward_BF, advantages)
-            run.append("rounds.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+            run.append("rounds.jsonl", completion_lines(done, cfg, batch, reward_BF, advantages))
         phases = ("generate_s", "score_s", "reward_s", "update_s")
         run.log(row | dict(zip(phases, np.diff(clock).tolist(), strict=True)))
 
