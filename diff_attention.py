@@ -48,9 +48,8 @@ def attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, floor=True, cap
     s into c tanh(s / c). Scores and softmax are float32, the map is cast to v's dtype, which the result has. The
     forward pass needs B I P block M floats for scores.
     """
-    B, I, P, L, _ = q_BIPLK.shape
+    B, _, P, L, _ = q_BIPLK.shape
     J, M, E = v_BJME.shape[1:]
-    assert I <= 2, f"{I} maps: a head is differential (2) or plain (1)"
     assert P % J == 0, f"{P} heads, {J} key/value groups"
     assert index_BL is not None or L == M, f"{L} queries, {M} keys: without index_BL every query has its own key"
     outs_BPLE = []
@@ -158,8 +157,7 @@ def attention_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, block_
     L and both blocks are multiples of 128. Blocks shrink to the largest such number that divides L, and query blocks so
     that the rows fit: 512 to L = 4096, 256 to 8192.
     """
-    B, I, P, L, _ = q_BIPLK.shape
-    J = k_BIJLK.shape[2]
+    (_, I, P, L, _), J = q_BIPLK.shape, k_BIJLK.shape[2]
     assert I == 2, f"{I} maps: the kernel is for two; see plain_tpu"
     assert P % J == 0, f"{P} heads, {J} key/value groups"
     if L % 128 or block_q % 128 or block_k % 128:
@@ -167,8 +165,7 @@ def attention_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, block_
     # float32 numerators of both maps and da, [3, L, block_q], take 24 MiB of VMEM at most, up to L = 16384
     block_q = min(block_q, max(2**21 // L, 128))
     block_q, block_k = (max(n for n in range(128, block + 1, 128) if L % n == 0) for block in (block_q, block_k))
-    start_B1L = jnp.zeros((B, 1, L), jnp.int32) if start_BL is None else start_BL[:, None]
-    lam_11 = jnp.reshape(lam, (1, 1)).astype(jnp.float32)
+    start_B1L, lam_11 = start_BL[:, None], jnp.reshape(lam, (1, 1)).astype(jnp.float32)
     return _fused(q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, (floor, block_q, block_k, interpret))
 
 
@@ -200,10 +197,9 @@ def plain_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, interpret=
     names = "q kv kv_compute q_dkv kv_dkv kv_dkv_compute q_dq kv_dq".split()
     sizes = splash.BlockSizes(**{f"block_{name}": block for name in names})
     mask = masks.MultiHeadMask([masks.CausalMask((L, L))] * (P // J))
-    named = {"residual_checkpoint_name": "lse"}  # result and sums, for remat to keep
-    kernel = splash.make_splash_mqa_single_device(mask, block_sizes=sizes, interpret=interpret, **named)
+    settings = {"block_sizes": sizes, "residual_checkpoint_name": "lse"}  # remat keeps the result and the sums
+    kernel = splash.make_splash_mqa_single_device(mask, interpret=interpret, **settings)
     q_BJGLK = (q_BIPLK[:, 0] * jnp.asarray(K**-0.5, q_BIPLK.dtype)).reshape(B, J, P // J, L, K)
-    start_BL = jnp.zeros((B, L), jnp.int32) if start_BL is None else start_BL
     of_a_row = jax.vmap(kernel, (0, 0, 0, None))  # the query heads of each group share its keys
     o_BJGLE = jax.vmap(of_a_row)(q_BJGLK, k_BIJLK[:, 0], v_BJLE, splash.SegmentIds(start_BL, start_BL))
     return o_BJGLE.reshape(B, P, L, -1).astype(v_BJLE.dtype)
@@ -211,8 +207,7 @@ def plain_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, interpret=
 
 def _call(do_BPLE, q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, static):
     """The forward kernel, or the backward one if there is a do. A group's K and V are read once for all its queries."""
-    B, I, P, L, K = q_BIPLK.shape
-    _, J, _, E = v_BJLE.shape
+    (B, I, P, L, K), (_, J, _, E) = q_BIPLK.shape, v_BJLE.shape
     G, (floor, block_q, block_k, interpret) = P // J, static
     # The blocks of a program of the grid (b, j, g, i): tile i of the rows of query head j G + g, all keys of its group
     # j. Those of K and V do not change with g and i, so they are fetched once.
@@ -400,13 +395,11 @@ def attention_gpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, tiles=
     and over the queries for dk and dv. o and the logarithms of the sums are named "attn" and "lse" for remat. Masked
     blocks are skipped as in attention_tpu. Rows are padded to whole tiles. K is a power of 2, at least 16.
     """
-    (B, I, P, L, K), J = q_BIPLK.shape, k_BIJLK.shape[2]
+    (_, I, P, L, K), J = q_BIPLK.shape, k_BIJLK.shape[2]
     assert P % J == 0, f"{P} heads, {J} key/value groups"
-    assert v_BJLE.shape[-1] == I * K, f"{I} maps of size {K}, values of size {v_BJLE.shape[-1]}"
     assert K in (16, 32, 64, 128), f"heads of {K}: a power of 2 from 16 to 128; use attention()"
     rest = -L % max(max(tile[:2]) for tile in tiles.values())
     # the padding comes after all queries, which mask it as keys; as queries it has no gradient
-    start_BL = jnp.zeros((B, L), jnp.int32) if start_BL is None else start_BL
     start_BL = jnp.pad(start_BL, ((0, 0), (0, rest)), "edge")
     q, k, v = (jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rest), (0, 0)]) for x in (q_BIPLK, k_BIJLK, v_BJLE))
     lam_1 = jnp.reshape(0 if I == 1 else lam, (1,)).astype(jnp.float32)

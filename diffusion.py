@@ -124,14 +124,9 @@ def mask_rate(t, schedule):
     return _schedule(schedule).rate(t)
 
 
-def mask_slope(t, schedule):
-    """d rate / dt."""
-    return _schedule(schedule).slope(t)
-
-
 def nelbo_weight(t, schedule):
     """slope / rate, for t > 0: linear 1 / t; cosine (pi / 2) cot(pi t / 4); cosine_sq pi cot(pi t / 2)."""
-    return mask_slope(t, schedule) / mask_rate(t, schedule)
+    return _schedule(schedule).slope(t) / mask_rate(t, schedule)
 
 
 def time_of_rate(rate, schedule):
@@ -351,23 +346,17 @@ def step_counts(masks, steps, rule, eps=1e-3):
     "block": left_i / (N - i), rounded half to even (dllm).
     """
     masks = np.asarray(masks)
-    if rule == "block":
+    if rule in ("dream", "block"):
         left, counts = masks.astype(np.int64), []
-        for steps_left in range(steps, 0, -1):
-            counts.append(np.rint(left / steps_left).astype(np.int64))
+        for i, share in enumerate(dream_shares(steps, eps)):
+            count = left.astype(np.float32) * share if rule == "dream" else np.rint(left / (steps - i))
+            counts.append(count.astype(np.int64))
             left = left - counts[-1]
         return np.stack(counts)
+    step = np.arange(steps + 1).reshape(-1, *[1] * masks.ndim)
     if rule == "even":
-        step = np.arange(steps).reshape(-1, *[1] * masks.ndim)
-        return (masks // steps + (step < masks % steps)).astype(np.int64)
-    if rule == "dream":
-        left, counts = masks.astype(np.int64), []
-        for share in dream_shares(steps, eps):
-            counts.append((left.astype(np.float32) * share).astype(np.int64))
-            left = left - counts[-1]
-        return np.stack(counts)
-    times = (1 - np.arange(steps + 1) / steps).reshape(-1, *[1] * masks.ndim)
-    left = np.floor(masks * mask_rate(times, rule) + 1e-6).astype(np.int64)
+        return (masks // steps + (step[:-1] < masks % steps)).astype(np.int64)
+    left = np.floor(masks * mask_rate(1 - step / steps, rule) + 1e-6).astype(np.int64)
     return left[:-1] - left[1:]
 
 
@@ -431,12 +420,8 @@ def _kth_largest(x_BLV, k, width):
         return (number_BLV >= number_BL1).sum(-1, keepdims=True) >= k
 
     first_BL1 = xp.where(enough(zero_BL1), zero_BL1, limits.min)  # the least number with the sign of the k-th largest
-
-    def enough_from_first(number_BL1):
-        return enough(first_BL1 + number_BL1)
-
-    kth_BL1 = first_BL1 + _largest(zero_BL1, limits.bits - 1, width, enough_from_first)
-    return turned(kth_BL1).view(x_BLV.dtype)
+    rest_BL1 = _largest(zero_BL1, limits.bits - 1, width, lambda number_BL1: enough(first_BL1 + number_BL1))
+    return turned(first_BL1 + rest_BL1).view(x_BLV.dtype)
 
 
 def _largest(zero_BL1, bits, width, holds):

@@ -14,7 +14,6 @@ or learned embeddings (rope=False). Ref: MDLM, arXiv:2406.07524.
 import dataclasses
 import json
 import math
-import os
 import typing
 from pathlib import Path
 
@@ -117,7 +116,6 @@ class Block(nn.Module):
         else:
             o_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask=see_B11L)
         h_BLD = h_BLD + self.dropout(self.out(o_BHLK.transpose(1, 2).reshape(B, L, D)))
-        # feed-forward
         return h_BLD + self.dropout(self.fc2(F.gelu(self.fc1(self.norm2(h_BLD)))))
 
 
@@ -174,19 +172,15 @@ class MDLM(nn.Module):
         if L > self.cfg.positions:
             raise ValueError(f"{L} tokens do not fit the model's {self.cfg.positions} positions")
         # tokens and their positions
-        h_BLD = self.embed(token_BL)
-        cos_sin = None
+        h_BLD, cos_sin = self.embed(token_BL), None
         position_L = packed.position_S if packed else slice(L)
         if self.cfg.rope:
-            cos_LK, sin_LK = angles(L, self.cfg.width // self.cfg.heads, token_BL.device)
-            cos_sin = cos_LK[position_L], sin_LK[position_L]
+            cos_sin = [x[position_L] for x in angles(L, self.cfg.width // self.cfg.heads, token_BL.device)]
         else:
             h_BLD = h_BLD + self.position.weight[position_L]
-        # the noise level
         time_B1D = self.time_embedding(noise_B)
         h_BLD = h_BLD + (time_B1D[packed.text_S, 0] if packed else time_B1D)
-        # one attention mask for all heads and queries
-        see_B11L = None if see_BL is None else see_BL[:, None, None]
+        see_B11L = None if see_BL is None else see_BL[:, None, None]  # the same for all heads and queries
         for block in self.blocks:
             h_BLD = block(h_BLD, see_B11L, cos_sin, packed)
         return self.norm(h_BLD)
@@ -319,25 +313,17 @@ def fill(model, token_BL, open_L, rule, step_range, generator, on_step):
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
-def save(model, folder, tokenizer_json=None):
-    """Write config.json, model.safetensors and, if given, tokenizer.json into a folder, each atomically."""
-    from safetensors.torch import save as to_bytes
+def save(model, folder, tokenizer_json):
+    """Write config.json, model.safetensors and tokenizer.json into a folder; export_jetson.py makes that atomic."""
+    import safetensors.torch  # not on a Jetson
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = json.dumps({"model_type": "mdlm", **dataclasses.asdict(model.cfg)}, indent=2) + "\n"
+    config = {"model_type": "mdlm", **dataclasses.asdict(model.cfg)}
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in model.state_dict().items()}
-    files = {"config.json": config.encode(), "model.safetensors": to_bytes(tensors)}
-    if tokenizer_json is not None:
-        files["tokenizer.json"] = tokenizer_json
-    # write under a temporary name, sync to disk, rename
-    for name, data in files.items():
-        temporary = folder / f"{name}.tmp"
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / name)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "model.safetensors").write_bytes(safetensors.torch.save(tensors))
+    (folder / "tokenizer.json").write_bytes(tokenizer_json)
 
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
@@ -381,8 +367,7 @@ def build(config_json, tensors):
     config = json.loads(config_json)
     if config.get("model_type") != "mdlm":
         raise ValueError(f"model_type {config.get('model_type')!r} is not mdlm")
-    known = {f.name for f in dataclasses.fields(Config)}
-    model = MDLM(Config(**{k: v for k, v in config.items() if k in known}))
+    model = MDLM(Config(**{k: v for k, v in config.items() if k in Config.__dataclass_fields__}))
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:  # it lists missing, unexpected and misshapen tensors over many lines

@@ -113,7 +113,8 @@ def by_kernel(q, k, v, lam, index_BL, start_BL, floor, cap):
     assert not cap
     full = -(-L // 128) * 128
     q, k, v = (jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, full - L), (0, 0)]) for x in (q, k, v))
-    start_BL = None if start_BL is None else jnp.pad(start_BL, [(0, 0), (0, full - L)], "edge")
+    start_BL = np.zeros((len(q), L), np.int32) if start_BL is None else start_BL
+    start_BL = jnp.pad(start_BL, [(0, 0), (0, full - L)], "edge")
     return attention_tpu(q, k, v, lam, start_BL, floor=floor, interpret=True)[:, :, :L]
 
 

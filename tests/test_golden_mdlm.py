@@ -46,7 +46,7 @@ def test_schedules(load, library):
 
     def all_of_them(t, t_positive, rate):
         return tuple(
-            (diffusion.mask_rate(t, s), diffusion.mask_slope(t, s), diffusion.nelbo_weight(t_positive, s),
+            (diffusion.mask_rate(t, s), diffusion.SCHEDULES[s].slope(t), diffusion.nelbo_weight(t_positive, s),
              diffusion.time_of_rate(rate, s))
             for s in schedules(golden)
         )  # fmt: skip

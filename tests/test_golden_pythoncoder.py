@@ -212,9 +212,9 @@ def test_acceptance_rule_and_residual(golden_dir):
             if accept is None:  # the draft head never proposes this token
                 continue
             u_B = (jnp.arange(n) + 0.5) / n  # a grid: the fraction accepted is the probability
-            p_BV, q_BV = (jnp.broadcast_to(x, (n, V)) for x in (p_V, q))
+            p_BV, q_BV = (np.broadcast_to(x, (n, V)) for x in (p_V, q))
             token_B, accepted_B = map(
-                np.asarray, verify(p_BV, q_BV, jnp.full(n, d), u_B, jax.random.key(d), rule=pc.Sampling(1.0))
+                np.asarray, verify(p_BV, q_BV, np.full(n, d), u_B, jax.random.key(d), rule=pc.Sampling(1.0))
             )
             assert float(accepted_B.mean()) == pytest.approx(accept, abs=1 / n)
             assert np.all(token_B[accepted_B] == d)

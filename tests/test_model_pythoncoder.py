@@ -278,23 +278,25 @@ def test_no_run_of_tokens_stands_in_a_text_twice(speculate):
     assert barred > 10  # else nothing was tested
 
 
+SHORT = dataclasses.replace(SHALLOW, positions=8)  # longer texts take the YaRN table; one length of them, one program
+
+
 def test_generation_ends_at_eos_and_at_its_limit():
-    model = build(SHALLOW)
+    model = build(SHORT)
     (long,), _ = pc.generate(model, [[3, 4]], 12, pc.Sampling(speculate=False), jax.random.key(0))
     assert len(long) == 12
     (short,), _ = pc.generate(model, [[3, 4]], 12, pc.Sampling(eos=long[5]), jax.random.key(0))  # with drafts
     assert short == long[: long.index(long[5]) + 1]
     with pytest.raises(ValueError, match="do not fit"):
-        pc.generate(model, [[1]], 64 * 4, pc.Sampling(), jax.random.key(0))
+        pc.generate(model, [[1]], 8 * 4, pc.Sampling(), jax.random.key(0))
     with pytest.raises(ValueError, match="empty prompt"):
         pc.generate(model, [[]], 4, pc.Sampling(), jax.random.key(0))
 
 
 def test_long_texts_switch_to_the_yarn_table():
-    cfg = dataclasses.replace(SHALLOW, positions=8)
-    (text,), _ = pc.generate(build(cfg), [[1, 2, 3]], 27, pc.Sampling(speculate=False), jax.random.key(0))
+    (text,), _ = pc.generate(build(SHORT), [[1, 2, 3]], 27, pc.Sampling(speculate=False), jax.random.key(0))
     token_BL = jnp.array([[1, 2, 3, *text]])
-    assert np.array_equal(np.argmax(logits(build(cfg, yarn=True), token_BL)[0, 2:-1], -1), text)
+    assert np.array_equal(np.argmax(logits(build(SHORT, yarn=True), token_BL)[0, 2:-1], -1), text)
 
 
 def stack_layers(flat, cfg):
