@@ -95,11 +95,10 @@ def check_hosts(folder, settings):
     equal_H, sees_H = multihost_utils.process_allgather(np.array([mine[0] == first[0], marker.exists()])).T
     if jax.process_index() == 0:
         marker.unlink()
-    if not equal_H.all():
-        raise ValueError(f"hosts {np.flatnonzero(~equal_H).tolist()} have other settings or data than host 0")
-    if not sees_H.all():
-        advice = "--out has to be on a disk that all hosts share, or in a bucket (gs://...)"
-        raise ValueError(f"hosts {np.flatnonzero(~sees_H).tolist()} do not see what host 0 wrote to {folder}: {advice}")
+    unseen = f"do not see what host 0 wrote to {folder}; --out is a disk that all share, or a bucket (gs://...)"
+    for right_H, problem in (equal_H, "have other settings or data than host 0"), (sees_H, unseen):
+        if not right_H.all():
+            raise ValueError(f"hosts {np.flatnonzero(~right_H).tolist()} {problem}")
 
 
 # ---- checkpoints of a run ------------------------------------------------------------------------------------------
@@ -117,10 +116,9 @@ class Checkpoints:
         if best:
             lowest = {"get_metric_fn": lambda metrics: metrics[best], "reverse": True, "n": 1}
             rules.append(kept.BestN(**lowest, keep_checkpoints_without_metrics=False))
-        policy = kept.AnyPreservationPolicy(rules)
-        options = ocp.CheckpointManagerOptions(preservation_policy=policy, cleanup_tmp_directories=True)
+        which = {"preservation_policy": kept.AnyPreservationPolicy(rules), "cleanup_tmp_directories": True}
         self.folder = absolute(folder)
-        self.manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
+        self.manager = ocp.CheckpointManager(self.folder / "checkpoints", options=ocp.CheckpointManagerOptions(**which))
 
     def newest(self):
         """The newest step, None without any."""
@@ -167,8 +165,8 @@ class Checkpoints:
         except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
             wrong = [runs.first_line(error)]
         if wrong:
-            advice = "delete its folder to use the one before"
-            raise ValueError(f"{self.folder}/checkpoints/{step} cannot be read ({', '.join(wrong)}); {advice}")
+            where = f"{self.folder}/checkpoints/{step}"
+            raise ValueError(f"{where} cannot be read ({', '.join(wrong)}); delete its folder to use the one before")
         return state
 
     def resume(self, folder, meta, like):
@@ -226,12 +224,8 @@ def state_shapes(family, model, optimizer, mesh, lora_rank=0, dtype=jnp.bfloat16
 # ---- models in folders ---------------------------------------------------------------------------------------------
 
 # What lies beside the weights of a model: its tokenizer, chat template, and the code that transformers runs.
-COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
-# What a config.json beside the safetensors of a PythonCoder says besides its architecture, see convert_weights.py.
-NOT_ARCHITECTURE = "model_type", "torch_dtype", "source", "step"
+COMPANIONS = "added_tokens generation_config special_tokens_map tokenizer tokenizer_config vocab".split()
+COMPANIONS = (*(f"{name}.json" for name in COMPANIONS), "merges.txt", "chat_template.jinja")
 
 
 def companions(folder):
@@ -251,8 +245,8 @@ def find_weights(folder, step=0):
         return folder, meta, step or meta.get("step", 0)
     keys = runs.read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if (folder / "model.safetensors").is_file() and keys.get("model_type") == "pythoncoder":
-        model = {name: value for name, value in keys.items() if name not in NOT_ARCHITECTURE}
-        meta = {"model": model, "dtype": keys.get("torch_dtype", "float32"), "step": keys.get("step", 0)}
+        about = {name: keys.pop(name, None) for name in ("model_type", "source", "step", "torch_dtype")}
+        meta = {"model": keys, "dtype": about["torch_dtype"] or "float32", "step": about["step"] or 0}
         return folder, meta, step or meta["step"]
     if any(folder.glob("*.safetensors")):
         convert = f"python convert_weights.py --source={folder} --out=DIR"
@@ -398,11 +392,12 @@ def device_memory_gib(device):
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 15.75 * 2**30) / 2**30
 
 
-def free_bytes(device):
-    """Bytes that are free on a device, infinite if unknown.
+def free_bytes(mesh):
+    """Bytes that are free on each device of a mesh, infinite if unknown.
 
-    On a CPU nine tenths of what is left: the system kills a process that takes too much, without a word.
+    On a CPU nine tenths of what is left, shared by its devices: the system kills a process that takes too much.
     """
+    device = mesh.local_devices[0]
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
@@ -412,7 +407,10 @@ def free_bytes(device):
     for path in map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         if path.exists() and path.read_text().strip().isdigit():  # a container may have less than the machine
             free = min(free, int(path.read_text()))
-    return 0.9 * free
+    return 0.9 * free / mesh.size
+
+
+AXES = {"axis_names": ("data", "fsdp", "tensor"), "axis_types": (jax.sharding.AxisType.Auto,) * 3}
 
 
 def training_mesh(cfg, model, devices):
@@ -430,8 +428,7 @@ def training_mesh(cfg, model, devices):
 
 def mesh_of(devices, shape):
     """The devices in their order as a mesh (data, fsdp, tensor)."""
-    axes, auto = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3
-    return jax.sharding.Mesh(np.reshape(devices, shape), axes, axis_types=auto)
+    return jax.sharding.Mesh(np.reshape(devices, shape), **AXES)
 
 
 def inference_mesh(model, devices, rows):
@@ -442,8 +439,7 @@ def inference_mesh(model, devices, rows):
     heads = model.kv_heads // getattr(model, "maps", 1)
     tensor = math.gcd(len(devices), heads, model.ffn, model.vocab)
     data = math.gcd(len(devices) // tensor, rows)
-    axes, auto = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3
-    return jax.make_mesh((data, 1, tensor), axes, auto, devices=devices[: data * tensor])
+    return jax.make_mesh((data, 1, tensor), **AXES, devices=devices[: data * tensor])
 
 
 def on_mesh(rows, row_ids, sharding):
@@ -473,8 +469,6 @@ def fits(needed, free, what, smaller):
 
 def check_memory(mesh, needed, smaller):
     """Print how many bytes a device needs to train; ValueError if fewer are free. smaller is {flag: bytes}."""
-    device = jax.local_devices()[0]
-    free = free_bytes(device) / (mesh.size if device.platform == "cpu" else 1)  # a CPU's devices share its memory
-    what = f"weights, moments and gradients take {needed / 1e9:.3g} GB"
+    free, what = free_bytes(mesh), f"weights, moments and gradients take {needed / 1e9:.3g} GB"
     print(f"{what} on each device, {free / 1e9:.3g} are free; activations come on top", flush=True)
     fits(needed, free, what, smaller)

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import checkpoints
 import inference
 import runs
 
@@ -52,6 +53,9 @@ class PythonCoderFlags:
 class DreamFlags:
     """Flags of Dream, --model=dream."""
 
+    steps: int = 0  # denoising steps, for a Dream of blocks those of a block; 0: one for each token
+    block_length: int = 0  # fill blocks of this length from left to right; 0 takes the whole canvas
+    sampler: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # order of positions
     alg_temp: float = 0.0  # temperature of the choice of positions; 0 fills those of highest confidence
     threshold: float = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
     entropy_bound: float = 0.0  # fill the tokens of lowest entropy in a step, up to this sum in nats; 0 goes by --steps
@@ -59,6 +63,7 @@ class DreamFlags:
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
     eos_penalty: float = 0.0  # makes an early end of the text less likely; Dream-Coder's demos use 3
     batch_size: int = 8  # texts that are filled together
+    infill: bool = True  # [MASK:n] in a prompt is n tokens to fill, [MASK] a hole; --no-infill: both are text
     chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: if the model's name says instruct
     system: str = ""  # system turn of the chat template, \n for a new line
     bos: bool = False  # begin a text without template with <|beginoftext|>, as evaluations of Dream-Base do
@@ -82,10 +87,6 @@ class Config:
     top_p: float | None = None  # draw from the smallest set of this probability; default 0.95
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
     raw: bool = False  # take --prompt, --suffix, --stop, --system as they are: \n stays a backslash and an n
-    infill: bool = True  # Dream: [MASK:n] in a prompt is n tokens to fill, [MASK] a hole; --no-infill: both are text
-    steps: int = 0  # Dream: denoising steps, for a Dream of blocks those of a block; 0: one for each token
-    block_length: int = 0  # Dream: fill blocks of this length from left to right; 0 takes the whole canvas
-    sampler: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # Dream: order of positions
     show_steps: bool = False  # show each step; in a terminal red to green by probability, or by PythonCoder's drafts
     html: str = ""  # write a page with the step and the probability of each token; .svg: an animation of the steps
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU if it fits, else 16 bits
@@ -105,6 +106,7 @@ DEFAULTS = {  # what "" and None stand for
 
 def main(cfg):
     cfg = resolve(cfg)
+    checkpoints.keep_compiled(cfg.compile_cache)
     requests = read_requests(cfg.file) if cfg.file else [(cfg.prompt, cfg.suffix)]
     family, advice = PythonCoder, "a smaller --n or --max_new"
     if cfg.model == "dream":
@@ -128,9 +130,6 @@ def resolve(cfg):
     """
     other, flags = ("dream", cfg.dream) if cfg.model == "pythoncoder" else ("pythoncoder", cfg.pythoncoder)
     foreign = [name for name, value in vars(flags).items() if value != getattr(type(flags), name)]
-    if cfg.model == "pythoncoder":
-        of_dream = "block_length", "sampler", "steps"
-        foreign += [name for name in of_dream if getattr(cfg, name) != getattr(Config, name)]
     if foreign:
         raise ValueError(f"--{', --'.join(foreign)} is for --model={other}")
 
@@ -213,9 +212,8 @@ class PythonCoder:
         import model_pythoncoder
 
         self.cfg, self.key = cfg, jax.random.key(cfg.seed)
-        where = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": requests * cfg.n}
-        where |= {"compile_cache": cfg.compile_cache}
-        self.model, step, self.mesh = inference.load_for_inference(model_pythoncoder, cfg.ckpt, cfg.step, **where)
+        how = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": requests * cfg.n}
+        self.model, step, self.mesh = inference.load_for_inference(model_pythoncoder, cfg.ckpt, cfg.step, **how)
         self.tokenizer = runs.read_tokenizer(cfg.ckpt)
         # the head has more rows than the tokenizer has tokens: those are never drawn
         eos, flags = self.tokenizer.token_to_id("<|endoftext|>"), cfg.pythoncoder
@@ -365,16 +363,14 @@ class Dream:
         flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
         self.cfg = cfg
         self.watching = bool(cfg.show_steps or cfg.html)
-        shared = "steps", "temperature", "top_p", "top_k", "block_length"
-        own = "alg_temp", "threshold", "entropy_bound", "cache", "fast_dllm", "eos_penalty"
-        settings = {name: getattr(cfg, name) for name in shared} | {name: getattr(flags, name) for name in own}
-        rule = sample_dream.Sampling(cfg.sampler, **settings, history=self.watching)
+        own = "steps", "block_length", "alg_temp", "threshold", "entropy_bound", "cache", "fast_dllm", "eos_penalty"
+        settings = {name: getattr(flags, name) for name in own} | {"top_k": cfg.top_k, "history": self.watching}
+        rule = sample_dream.Sampling(flags.sampler, temperature=cfg.temperature, top_p=cfg.top_p, **settings)
         if flags.valid and flags.chat == "on":
             raise ValueError("--valid=python is for a Dream that writes code, without a chat template")
         bits = inference.bits_of(flags)
-        where = {"dtype": cfg.dtype, "bits": bits, "devices": cfg.devices, "rows": flags.batch_size}
-        where |= {"compile_cache": cfg.compile_cache}
-        self.model, _, self.mesh = inference.load_for_inference(model_dream, folder, cfg.step, **where)
+        how = {"dtype": cfg.dtype, "bits": bits, "devices": cfg.devices, "rows": flags.batch_size}
+        self.model, _, self.mesh = inference.load_for_inference(model_dream, folder, cfg.step, **how)
 
         # What ends a text: the model's own ids, and tokens that end a turn of a conversation.
         dream, tokenizer = self.model.cfg, sample_dream.load_tokenizer(folder, self.model.cfg)
@@ -387,7 +383,7 @@ class Dream:
         if dream.block_length:
             if flags.valid:
                 raise ValueError("--valid=python is for a Dream without blocks")
-            length = cfg.block_length or dream.block_length
+            length = flags.block_length or dream.block_length
             self.sampler = sample_block
             self.rule = sample_block.settings_of(dataclasses.replace(self.rule, block_length=length))
             if length != dream.block_length:
@@ -437,7 +433,7 @@ class Dream:
         cfg, texts = self.cfg, self.texts
         canvases = []
         for request in requests:
-            canvases += [texts.canvas(*request, cfg.max_new, cfg.infill, self.measure)] * cfg.n
+            canvases += [texts.canvas(*request, cfg.max_new, cfg.dream.infill, self.measure)] * cfg.n
         # Each canvas width is a program to compile: all batches share at most three, and have as many rows. The sampler
         # puts texts of about one length together.
         batches = [canvases[i : i + self.together] for i in range(0, len(canvases), self.together)]

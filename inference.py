@@ -41,13 +41,12 @@ def bits_of(flags):
     return 8 if flags.int8 else 4 if flags.int4 else 0
 
 
-def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows=1, compile_cache=""):
+def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows=1):
     """checkpoints.load() on `devices` devices (0: all) for `rows` texts at a time: (model, step, mesh).
 
     The mesh is None for one device. dtype "" is bfloat16; on a CPU float32, which is faster there, if memory holds it.
-    compile_cache is the folder of compiled programs. ValueError for a checkpoint that is too large, before it is read.
+    ValueError for a checkpoint that is too large, before it is read.
     """
-    checkpoints.keep_compiled(compile_cache)
     path, meta, _ = checkpoints.find_weights(checkpoints.absolute(folder), step)
     if step and path == checkpoints.absolute(folder):
         raise ValueError(f"{folder} was converted and has no steps; leave --step={step} out")
@@ -61,7 +60,7 @@ def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows
     # The first type that fits; else what to do.
     needed = functools.partial(bytes_needed, family, model, mesh, meta.get("dtype", "float32"))
     on_cpu = jax.default_backend() == "cpu"
-    free = checkpoints.free_bytes(mesh.devices.flat[0]) / (mesh.size if on_cpu else 1)  # a CPU's devices share memory
+    free = checkpoints.free_bytes(mesh)
     if not dtype:
         wide = needed("float32", bits)
         dtype = "float32" if on_cpu and wide <= free else "bfloat16"

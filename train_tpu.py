@@ -415,6 +415,7 @@ def evaluate(cfg):
     size = min(16, len(ids))  # rows at a time
     mesh = checkpoints.inference_mesh(pc.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), size)
     dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    print(f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}, {dtype}")
     model, step = checkpoints.load(pc, folder, dtype=dtype, mesh=mesh)
     graph, params = nnx.split(model)
     bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))

@@ -44,20 +44,13 @@ class Writer(typing.NamedTuple):
     wrap: typing.Callable | None = None  # the model's chat template
 
 
-def load(family, cfg, run, step, bits=0):
-    """(model on all devices, its mesh)."""
-    settings = {"bits": bits, "rows": cfg.batch_size, "compile_cache": cfg.compile_cache}
-    model, _, mesh = inference.load_for_inference(family, run, step or 0, **settings)
-    return model, mesh
-
-
 def key_of(cfg, number):
     return jax.random.fold_in(jax.random.key(cfg.seed), number)
 
 
 def pythoncoder_writer(cfg, record, run, step):
     """Generates from left to right; a model with heads for further tokens speculates with them."""
-    model, mesh = load(model_pythoncoder, cfg, run, step)
+    model, _, mesh = inference.load_for_inference(model_pythoncoder, run, step or 0, rows=cfg.batch_size)
     tokenizer = runs.read_tokenizer(run)
     eos, vocab = tokenizer.token_to_id("<|endoftext|>"), tokenizer.get_vocab_size()
     settings = {"top_p": cfg.top_p, "vocab": vocab, "eos": -1 if eos is None else eos, "speculate": model.cfg.mtp}
@@ -73,7 +66,8 @@ def pythoncoder_writer(cfg, record, run, step):
 
 def dream_writer(cfg, record, run, step):
     """Unmasks --max_new masks behind the prompt."""
-    model, mesh = load(model_dream, cfg, run, step, inference.bits_of(cfg.dream))
+    bits = inference.bits_of(cfg.dream)
+    model, _, mesh = inference.load_for_inference(model_dream, run, step or 0, bits=bits, rows=cfg.batch_size)
     tokenizer, positions = sample_dream.load_tokenizer(run, model.cfg), model.cfg.positions
     # MASK is among the ends of "ours"; the sampler fills it.
     ends = {tokenizer.token_to_id(name) for name in record.ends} | ({model.cfg.eos_id} if record.ends else set())

@@ -532,9 +532,7 @@ def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch, tmp_p
     model = nnx.merge(md.graph_of(cfg, md.Run()), md.new_params(cfg, 0))
     checkpoints.save(md, tmp_path / "model", model, [tmp_path / "tokenizer.json"])
     settings = {"ckpt": str(tmp_path / "model"), "prompt": "a", "dtype": "bfloat16", "devices": 1}
-    settings |= {"block_length": flags.get("block_length", 0)}
-    dream = generate.DreamFlags(**{name: flag for name, flag in flags.items() if name != "block_length"})
-    settings = generate.Config(model="dream", dream=dream, **settings)
+    settings = generate.Config(model="dream", dream=generate.DreamFlags(**flags), **settings)
     writer = generate.Dream(generate.resolve(settings), 1)
 
     def stop(*args, **static):

@@ -317,7 +317,8 @@ def test_bad_input_is_one_line(run_folder, tmp_path):
     refused("line 2", file=str(tmp_path / "broken.jsonl"), **here)
     refused("none.jsonl", file=str(tmp_path / "none.jsonl"), **here)
     refused("--threshold, --int8 is for --model=dream", dream=generate.DreamFlags(threshold=0.5, int8=True), **here)
-    refused("--block_length, --steps is for --model=dream", prompt="x", block_length=4, steps=2, **here)
+    blocks = generate.DreamFlags(steps=2, block_length=4)
+    refused("--steps, --block_length is for --model=dream", prompt="x", dream=blocks, **here)
     refused("--n at least 1, --batch_size at least 1", dream_config("x", n=0, batch_size=0))
     says(run("generate.py", f"--ckpt={run_folder}", "--prompt=x", "--step=3"), "it has [7]")
 
