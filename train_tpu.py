@@ -337,34 +337,26 @@ def apply_gradients(optimizer, state, grads, lr):
     return jax.tree.map(lambda old, new: jnp.where(ok, new, old), state, {"params": params, "opt": opt}), norm, ok
 
 
-def loss_of_step(cfg, graph, batch, key):
-    """loss_fn(params, micro, sums) -> (loss, {"main", "mtp"}), in nats per target of the whole step."""
-    main_tokens, mtp_tokens = (jnp.maximum(mask.sum(), 1) for mask in pc.target_masks(batch["segment_ABL"]))
-    noise, weight = key if cfg.dropout else None, cfg.mtp_weight
-
-    def loss_fn(params, micro, sums):
-        model = nnx.merge(graph, params)
-        inputs = micro["token_ABL"], micro["segment_ABL"], micro["position_ABL"]
-        main, mtp = model.losses(*inputs, noise, micro["row_AB"], cfg.z_loss, weight > 0, sums=sums)
-        main, mtp = main / main_tokens, mtp / mtp_tokens
-        return main + weight * mtp, {"main": main, "mtp": mtp}
-
-    return loss_fn
-
-
 def make_step(cfg, graph, optimizer):
     """train_step(state, batch, step) -> (state, metrics), to be compiled once with the state donated."""
 
     def train_step(state, batch, step):
-        key = jax.random.fold_in(jax.random.key(cfg.seed), step)
-        lr = wsd(step, cfg.lr, cfg.steps, cfg.warmup)
-        loss_fn = loss_of_step(cfg, graph, batch, key)
+        key = jax.random.fold_in(jax.random.key(cfg.seed), step) if cfg.dropout else None
+        main_tokens, mtp_tokens = (jnp.maximum(mask.sum(), 1) for mask in pc.target_masks(batch["segment_ABL"]))
+
+        def loss_fn(params, micro, sums):  # in nats per target of the whole step
+            inputs = micro["token_ABL"], micro["segment_ABL"], micro["position_ABL"], key, micro["row_AB"]
+            main, mtp = nnx.merge(graph, params).losses(*inputs, cfg.z_loss, cfg.mtp_weight > 0, sums=sums)
+            main, mtp = main / main_tokens, mtp / mtp_tokens
+            return main + cfg.mtp_weight * mtp, {"main": main, "mtp": mtp}
+
         A, B, _ = batch["token_ABL"].shape
         micros = batch | {"row_AB": jnp.arange(A * B).reshape(A, B)}
         mesh = jax.sharding.get_abstract_mesh()
         split = not mesh.empty and math.prod(mesh.shape[axis] for axis in pc.BATCH) > 1  # rows over devices
         gradients = accumulate_apart if split and A > 1 and cfg.reduce != "micro" else accumulate
         grads, (loss, parts) = gradients(loss_fn, state["params"], micros)
+        lr = wsd(step, cfg.lr, cfg.steps, cfg.warmup)
         state, norm, ok = apply_gradients(optimizer, state, grads, lr)
         return state, {"loss": loss, **parts, "lr": lr, "grad_norm": norm, "ok": ok}
 
