@@ -212,14 +212,14 @@ def first_error(lines):
 def longest_program(lines, least):
     """The longest run of at least `least` lines that is a program; "" if there is none.
 
-    Blank lines do not count, and only those in front stay. Of equal runs the first is taken.
+    Blank lines do not count, and only those in front stay. Of equal runs the first and shortest is taken.
     """
     best, most = [], 0
     for first in range(len(lines)):
         run = lines[first:]
         while error := first_error(run):
             run = run[: error - 1]
-        while len(run) > least and not run[-1].strip():
+        while len(run) > least and not run[-1].strip() and not first_error(run[:-1]):  # behind a last \ they are needed
             run = run[:-1]
         length = sum(bool(line.strip()) for line in run)
         if len(run) >= least and length > most:

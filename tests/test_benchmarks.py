@@ -8,9 +8,11 @@ import fcntl
 import functools
 import gzip
 import http.server
+import itertools
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -180,6 +182,24 @@ FENCED = f'def add(a, b):\n    """\n    {F}python\n    add(1, 2)\n    """\n'
 )  # fmt: skip
 def test_code_is_taken_out_of_what_a_model_wrote(task, text, code):
     assert protocols.extract(text, "add", protocols.PROTOCOLS[f"ours/{task}"].stops)[0] == code
+
+
+def test_the_longest_program_is_that_of_all_runs_of_lines():
+    """As the code of Dream and EvalPlus finds it: every run of lines is parsed; the first with most lines is kept."""
+
+    def of_all_runs(lines, least):
+        best, most = "", 0
+        for first, end in itertools.combinations(range(len(lines) + 1), 2):
+            run, count = "\n".join(lines[first:end]), sum(bool(line.strip()) for line in lines[first:end])
+            if end - first >= least and count > most and protocols.parsed(run) is not None:
+                best, most = run, count
+        return best
+
+    parts = "Here it is:|def f(x):|    return x|x = (|)|'''|else:|try:|  y = [1,|]|@dec|\tz = 1||\\|x = \\|if x:|1 = x"
+    rng = random.Random(0)
+    for lines in (["\\", "", ""], *(rng.choices(parts.split("|"), k=rng.randint(1, 9)) for _ in range(400))):
+        for least in (1, 2):
+            assert protocols.longest_program(lines, least) == of_all_runs(lines, least), lines
 
 
 @pytest.mark.golden

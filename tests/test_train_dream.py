@@ -690,7 +690,7 @@ def test_small_blocks_are_scored_without_a_draw(code_rows, one_device, tmp_path,
 @pytest.mark.slow
 def test_eight_devices_and_half_the_bits_have_the_same_score(code_rows, unbroken, monkeypatch, capsys):
     many = train_dream.main(evaluation(unbroken))
-    assert "8 x cpu, mesh {'data': 8, 'fsdp': 1, 'tensor': 1}" in capsys.readouterr().out
+    assert "8 x cpu, mesh {'data': 8, 'fsdp': 1, 'tensor': 1}" in capsys.readouterr().err
     use_one_device(monkeypatch, train_dream, md.CONFIGS, "dream_test", DREAM)
     one = train_dream.main(evaluation(unbroken))
     assert many == pytest.approx(one, rel=1e-5)

@@ -601,7 +601,7 @@ def test_eval_only_refuses_in_one_line(code_rows, unbroken, one_device, tmp_path
 @pytest.mark.slow
 def test_a_converted_model_and_eight_devices_have_the_same_score(code_rows, unbroken, monkeypatch, tmp_path, capsys):
     many = train_tpu.main(evaluation(unbroken[0]))
-    assert "8 x cpu, mesh {'data': 8, 'fsdp': 1, 'tensor': 1}" in capsys.readouterr().out
+    assert "8 x cpu, mesh {'data': 8, 'fsdp': 1, 'tensor': 1}" in capsys.readouterr().err
     use_one_device(monkeypatch, train_tpu, pc.CONFIGS, "coder_test", CODER)
     one = train_tpu.main(evaluation(unbroken[0]))
     assert many == pytest.approx(one, rel=1e-5)
