@@ -1488,8 +1488,9 @@ def test_a_trainer_killed_while_its_launcher_starts(closed, layers, namespaces, 
 
 # A hundred trainers, one after another, each killed a little later after its launcher was started.
 KILLED_LATER = """
-import os, signal, sandbox
+import os, signal, sandbox, tempfile
 found = sandbox.layers() | {{"namespaces": {namespaces}}}
+tempfile.gettempdir()  # tries once whether it can write there: a file that a killed trainer would leave
 sandbox.layers = lambda: found
 for i in range(100):
     pid = os.fork()
