@@ -249,10 +249,8 @@ def generated_samples(cfg, problems, settings, path):
     batches = [order[first : first + cfg.batch_size] for first in range(0, len(order), cfg.batch_size)]
     left = [number for number, batch in enumerate(batches) if not rows.keys() >= {*batch}]
     if left:  # a finished run loads no model
-        import checkpoints
         import writers
 
-        checkpoints.keep_compiled(cfg.compile_cache)
         writer = writers.WRITERS[cfg.model](cfg, record, Path(settings["ckpt"]), settings["step"])
         prompts = {key: prompt_ids(cfg, record, writer, problem.asked) for key, problem in problems.items()}
     for number in left:

@@ -178,10 +178,25 @@ def pieces(tokenizer, ids):
     return texts
 
 
+def drafts_of(lengths, ids, rule, max_new):
+    """[(pass, "accepted" | "rejected" | "")] of the tokens of a text, which was `lengths` long after each pass.
+
+    A pass that commits two tokens had the first of them as a draft; one that commits a single token had another draft,
+    unless it was the first pass or there was no room for two.
+    """
+    drafts, end = [], 0
+    for number, length in enumerate(lengths, 1):
+        new, end = length - end, length
+        single = number == 1 or not rule.speculate or end >= max_new or ids[end - 1] == rule.eos
+        kinds = ["accepted", ""] if new == 2 else ["" if single else "rejected"]
+        drafts += [(number, kind) for kind in kinds[:new]]
+    return drafts
+
+
 def draft_tokens(tokenizer, ids, drafts, prob, cut):
     """The Tokens of a text that PythonCoder wrote, as far as cut(text) keeps it.
 
-    drafts has the forward pass of each token, and "accepted", "rejected" or "".
+    drafts are those of drafts_of().
     """
     written = zip(pieces(tokenizer, ids), drafts, prob, strict=True)
     tokens = [Token(text, step, p, f"draft {kind}" if kind else "") for text, (step, kind), p in written]

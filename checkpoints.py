@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import safetensors
+import safetensors.flax
 from flax import nnx, traverse_util
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as kept
@@ -149,8 +149,7 @@ class Checkpoints:
 
     def meta(self):
         """The JSON of the newest checkpoint."""
-        path = self.folder / "checkpoints" / str(self.newest())
-        return runs.read_json(path / "meta" / "metadata", "model", "sums")
+        return runs.read_json(self.folder / f"checkpoints/{self.newest()}/meta/metadata", "model", "sums")
 
     def restore(self, like):
         """The state in the newest checkpoint, laid out as the arrays or ShapeDtypeStructs of `like` are.
@@ -310,8 +309,7 @@ def read_orbax(path, like, sums, convert):
 def read_safetensors(path, like):
     """The arrays {name: ShapeDtypeStruct} of model.safetensors in a folder, which may hold no others."""
     try:
-        with safetensors.safe_open(path / "model.safetensors", "flax") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}
+        found = safetensors.flax.load_file(path / "model.safetensors")
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path}/model.safetensors cannot be read: {error}") from None
     runs.check_tensors(*({name: x.shape for name, x in tensors.items()} for tensors in (found, like)), path)

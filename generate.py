@@ -36,7 +36,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import checkpoints
 import inference
 import runs
 
@@ -106,7 +105,6 @@ DEFAULTS = {  # what "" and None stand for
 
 def main(cfg):
     cfg = resolve(cfg)
-    checkpoints.keep_compiled(cfg.compile_cache)
     requests = read_requests(cfg.file) if cfg.file else [(cfg.prompt, cfg.suffix)]
     family, advice = PythonCoder, "a smaller --n or --max_new"
     if cfg.model == "dream":
@@ -181,9 +179,8 @@ def interact(model, end):
         print("Write, then an empty line to have it continued or answered; Ctrl-D ends.", file=sys.stderr)
     lines, at_end = [], False
     while not at_end:
-        mark = "... " if lines else ">>> "
         try:
-            line = input(mark if terminal else "")
+            line = input(("... " if lines else ">>> ") if terminal else "")
         except (EOFError, KeyboardInterrupt):
             line, at_end = "", True
         if line:
@@ -212,7 +209,7 @@ class PythonCoder:
         import model_pythoncoder
 
         self.cfg, self.key = cfg, jax.random.key(cfg.seed)
-        how = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": requests * cfg.n}
+        how = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": requests * cfg.n, "compile_cache": cfg.compile_cache}
         self.model, step, self.mesh = inference.load_for_inference(model_pythoncoder, cfg.ckpt, cfg.step, **how)
         self.tokenizer = runs.read_tokenizer(cfg.ckpt)
         # the head has more rows than the tokenizer has tokens: those are never drawn
@@ -269,29 +266,17 @@ class PythonCoder:
     def stream(self, completion, ids):
         """Print what has been added to the completion, the text of `ids`; watched, in the colours of the drafts."""
         if self.cfg.show_steps and sys.stdout.isatty():
-            from canvas import DRAFT_COLOURS, coloured, pieces
+            import canvas
 
-            end = 0
-            for text, (_, draft) in zip(pieces(self.tokenizer, ids), self.drafts(0, ids), strict=True):
+            end, lengths = 0, [passed[0] for passed in self.passes]
+            drafts = canvas.drafts_of(lengths, ids, self.rule, self.cfg.max_new)
+            for text, (_, draft) in zip(canvas.pieces(self.tokenizer, ids), drafts, strict=True):
                 begin, end = end, min(end + len(text), len(completion))
-                print(coloured(completion[max(begin, len(self.printed)) : end], DRAFT_COLOURS[draft]), end="")
+                new, colour = completion[max(begin, len(self.printed)) : end], canvas.DRAFT_COLOURS[draft]
+                print(canvas.coloured(new, colour), end="")
             self.printed = completion[:end]
         print(completion[len(self.printed) :], end="", flush=True)
         self.printed = completion
-
-    def drafts(self, row, ids):
-        """[(pass, "accepted" | "rejected" | "")] of the tokens of a text: accepted drafts, and what replaced others.
-
-        A pass that commits two tokens had the first of them as a draft; one that commits a single token had another
-        draft, unless it was the first pass or there was no room for two.
-        """
-        found, end = [], 0
-        for number, lengths in enumerate(self.passes, 1):
-            new, end = lengths[row] - end, lengths[row]
-            single = number == 1 or not self.rule.speculate or end >= self.cfg.max_new or ids[end - 1] == self.rule.eos
-            kinds = ["accepted", ""] if new == 2 else ["" if single else "rejected"]
-            found += [(number, kind) for kind in kinds[:new]]
-        return found
 
     def show_probabilities(self, prompts, texts):
         """The texts in the colours of their probabilities in a terminal, and the page of --html."""
@@ -318,7 +303,8 @@ class PythonCoder:
         pages, cut = [], functools.partial(truncate, stops=self.cfg.stop)
         for i, (prompt, new) in enumerate(zip(prompts, texts, strict=True)):
             prob = prob_BL[i, len(prompt) - 1 : len(rows[i]) - 1].tolist()
-            tokens = canvas.draft_tokens(self.tokenizer, new, self.drafts(i, new), prob, cut)
+            drafts = canvas.drafts_of([passed[i] for passed in self.passes], new, self.rule, self.cfg.max_new)
+            tokens = canvas.draft_tokens(self.tokenizer, new, drafts, prob, cut)
             if self.cfg.show_steps and sys.stdout.isatty():
                 shaded = (canvas.shaded(token.text, token.probability) for token in tokens)
                 print("---- by probability\n" + "".join(shaded))
@@ -369,8 +355,8 @@ class Dream:
         if flags.valid and flags.chat == "on":
             raise ValueError("--valid=python is for a Dream that writes code, without a chat template")
         bits = inference.bits_of(flags)
-        how = {"dtype": cfg.dtype, "bits": bits, "devices": cfg.devices, "rows": flags.batch_size}
-        self.model, _, self.mesh = inference.load_for_inference(model_dream, folder, cfg.step, **how)
+        how = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": flags.batch_size, "compile_cache": cfg.compile_cache}
+        self.model, _, self.mesh = inference.load_for_inference(model_dream, folder, cfg.step, bits=bits, **how)
 
         # What ends a text: the model's own ids, and tokens that end a turn of a conversation.
         dream, tokenizer = self.model.cfg, sample_dream.load_tokenizer(folder, self.model.cfg)

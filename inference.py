@@ -41,12 +41,13 @@ def bits_of(flags):
     return 8 if flags.int8 else 4 if flags.int4 else 0
 
 
-def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows=1):
+def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows=1, compile_cache=""):
     """checkpoints.load() on `devices` devices (0: all) for `rows` texts at a time: (model, step, mesh).
 
     The mesh is None for one device. dtype "" is bfloat16; on a CPU float32, which is faster there, if memory holds it.
-    ValueError for a checkpoint that is too large, before it is read.
+    compile_cache is the folder of compiled programs. ValueError for a checkpoint that is too large, before it is read.
     """
+    checkpoints.keep_compiled(compile_cache)
     path, meta, _ = checkpoints.find_weights(checkpoints.absolute(folder), step)
     if step and path == checkpoints.absolute(folder):
         raise ValueError(f"{folder} was converted and has no steps; leave --step={step} out")

@@ -50,7 +50,8 @@ def key_of(cfg, number):
 
 def pythoncoder_writer(cfg, record, run, step):
     """Generates from left to right; a model with heads for further tokens speculates with them."""
-    model, _, mesh = inference.load_for_inference(model_pythoncoder, run, step or 0, rows=cfg.batch_size)
+    settings = {"rows": cfg.batch_size, "compile_cache": cfg.compile_cache}
+    model, _, mesh = inference.load_for_inference(model_pythoncoder, run, step or 0, **settings)
     tokenizer = runs.read_tokenizer(run)
     eos, vocab = tokenizer.token_to_id("<|endoftext|>"), tokenizer.get_vocab_size()
     settings = {"top_p": cfg.top_p, "vocab": vocab, "eos": -1 if eos is None else eos, "speculate": model.cfg.mtp}
@@ -66,8 +67,8 @@ def pythoncoder_writer(cfg, record, run, step):
 
 def dream_writer(cfg, record, run, step):
     """Unmasks --max_new masks behind the prompt."""
-    bits = inference.bits_of(cfg.dream)
-    model, _, mesh = inference.load_for_inference(model_dream, run, step or 0, bits=bits, rows=cfg.batch_size)
+    settings = {"bits": inference.bits_of(cfg.dream), "rows": cfg.batch_size, "compile_cache": cfg.compile_cache}
+    model, _, mesh = inference.load_for_inference(model_dream, run, step or 0, **settings)
     tokenizer, positions = sample_dream.load_tokenizer(run, model.cfg), model.cfg.positions
     # MASK is among the ends of "ours"; the sampler fills it.
     ends = {tokenizer.token_to_id(name) for name in record.ends} | ({model.cfg.eos_id} if record.ends else set())

@@ -760,17 +760,13 @@ def test_pythoncoders_drafts_and_probabilities_are_shown_in_colours_and_on_a_pag
 
 
 def test_drafts_are_told_by_the_tokens_of_each_pass():
-    coder = object.__new__(generate.PythonCoder)
-    coder.cfg, coder.rule = generate.Config(max_new=6), pc.Sampling(eos=9)
-    coder.passes = [[1], [2], [4], [5], [6]]
-    assert coder.drafts(0, [1, 2, 3, 4, 5, 6]) == [
+    rule = pc.Sampling(eos=9)
+    assert canvas.drafts_of([1, 2, 4, 5, 6], [1, 2, 3, 4, 5, 6], rule, 6) == [
         (1, ""), (2, "rejected"), (3, "accepted"), (3, ""), (4, "rejected"), (5, ""),
     ]  # fmt: skip
-    coder.passes = [[1], [3], [4], [4]]
-    assert coder.drafts(0, [1, 2, 3, 9]) == [(1, ""), (2, "accepted"), (2, ""), (3, "")]  # behind the end is no room
-    coder.rule = pc.Sampling(eos=9, speculate=False)
-    coder.passes = [[1], [2]]
-    assert coder.drafts(0, [1, 2]) == [(1, ""), (2, "")]
+    kinds = [(1, ""), (2, "accepted"), (2, ""), (3, "")]  # behind the end is no room
+    assert canvas.drafts_of([1, 3, 4, 4], [1, 2, 3, 9], rule, 6) == kinds
+    assert canvas.drafts_of([1, 2], [1, 2], pc.Sampling(eos=9, speculate=False), 6) == [(1, ""), (2, "")]
 
 
 @SLOW
