@@ -19,21 +19,18 @@ The minimum is seccomp and one of the first two. Without namespaces a program ca
 can find out whether a path exists.
 
 An exit status proves nothing: a program controls all of its own process, builtins, frames, memory, open pipes. So
-nothing that decides is there:
-- by value, for `assert f(..) == <literal>`: the program's process sends what f returned, and this process compares. The
-  expected value never enters the sandbox. So it is for Calls and Stdin, where the caller compares.
-- by judge, for every other test: the test runs in a second process, confined alike, that never runs a line of the
-  program. The functions that it calls are pipes to the program's process, for arguments and results. The kernel keeps
-  the two apart, and through the pipes a program can call nothing but what the test has given it to call.
+nothing that decides is there. A test runs in a second process, the judge, confined alike, that never runs a line of the
+program. The functions that it calls are pipes to the program's process, for arguments and results. The kernel keeps the
+two apart, and through the pipes a program can call nothing but what the test has given it to call. The judge also takes
+apart and compares what comes back, within its limits of time and memory; this process reads its verdict, a few bytes.
 What comes back is data: builtin types, some of the standard library's and NumPy's are built anew, by type. Any other
-object stays where it is, and equals only what its own side says among such objects. Lists that f changes are changed.
+object stays where it is, and equals only what its own side says among such objects. What f changes in place is changed.
+A test that unpickles, imports or executes what the program wrote gives the judge away; no other can be forged.
 
 A program imports the standard library and the site-packages of the Python that runs this, read-only. The local sandbox
 needs Linux on x86-64 or aarch64 (--runner=e2b does not), and only the standard library of Python 3.10 to 3.12.
 """
 
-import ast
-import builtins
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -47,6 +44,7 @@ import random
 import reprlib
 import runpy
 import secrets
+import select
 import shutil
 import subprocess
 import sys
@@ -55,7 +53,6 @@ import threading
 import time
 import typing
 import urllib.request
-import warnings
 from pathlib import Path
 
 from sandbox_inside import opaque, plain, unwire, wire  # noqa: F401  problems.py measures values with opaque()
@@ -83,7 +80,7 @@ class Options:
 class Result(typing.NamedTuple):
     rate: float | None  # share of tests that passed; None: the sandbox failed, which says nothing about the program
     verdicts: list  # of every test: "pass", "fail", "timeout", "output limit" or "memory"; empty with rate None
-    values: list  # what came back in every test by value; None for the others
+    values: list  # what Probe, Calls and Stdin ask for; of a failed `assert f(..) == x` the repr of f(..); else None
     error: str = ""  # what failed, with rate None
     cpu_s: list = []  # processor seconds of every test, 0 where it did not begin  # noqa: RUF012
 
@@ -99,7 +96,9 @@ class Probe(str):
 class Calls(typing.NamedTuple):
     """A test that calls a function with one input after another, in one process; "pass" if all calls return.
 
-    Its value: [(what a call returned, its processor seconds)], with Opaque for objects.
+    Its value: [(what a call returned, its processor seconds)], with Opaque for objects. With a check, the text of a
+    program that defines right(number, inputs, value), the judge calls that, stops at the first value that is not right,
+    and the value is the number of those that were: for programs that nobody trusts.
     """
 
     function: str  # an expression for the function: f, or Solution().f
@@ -107,16 +106,19 @@ class Calls(typing.NamedTuple):
     limits: list  # processor seconds of every call
     timeout_s: float  # processor seconds of all, in place of the option
     most: int = 1 << 26  # bytes that may come back
+    check: str = ""
 
 
 class Stdin(typing.NamedTuple):
     """A test that runs the program alone, with a text as its standard input; "pass" if it ends without an exception.
 
-    Its value is what the program prints. After a timeout the program's other tests are timeouts too.
+    Its value is what the program prints. With a check, the text of a program that defines right(printed), the judge
+    calls that instead. After a timeout the program's other tests are timeouts too.
     """
 
     text: str
     most: int = 1 << 26  # bytes that may come back
+    check: str = ""
 
 
 class Opaque:
@@ -127,57 +129,32 @@ class Opaque:
 
 
 # ---- verdicts ------------------------------------------------------------------------------------------------------
-def value_test(test):
-    """(statements before it, call, expected value) of a test that ends in `assert f(..) == <literal>`; else None.
+class Plan(typing.NamedTuple):
+    """A test as three messages: for the template, the judge (None: there is no judge) and the program."""
 
-    Either way round, and with `is` for None, True and False. The statements before only import and name literals, and
-    f is no builtin: nothing that runs beside the program compares or knows the answer.
-    """
-    if len(test) > 20_000:  # deeper nesting than the parser's stack holds kills the process in Python 3.10
-        return None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            *before, last = ast.parse(test).body
-        left, (operation,), (right,) = last.test.left, last.test.ops, last.test.comparators
-        call, literal = (left, right) if isinstance(left, ast.Call) else (right, left)
-        expected = ast.literal_eval(literal)
-        defined = {*dir(builtins)}
-        for statement in before:
-            if isinstance(statement, ast.Import | ast.ImportFrom):
-                defined |= {alias.asname or alias.name for alias in statement.names}
-            else:
-                ast.literal_eval(statement.value)
-                defined |= {target.id for target in statement.targets}
-        by_is = isinstance(operation, ast.Is) and (expected is None or isinstance(expected, bool))
-        compares = isinstance(last, ast.Assert) and (by_is or isinstance(operation, ast.Eq))
-        if compares and not {call.func.id, "*"} & defined:
-            return "\n".join(map(ast.unparse, before)), ast.unparse(call), (expected, by_is)
-    except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
-        return None  # of another form; if it is not Python at all, running it will say so
+    head: dict
+    judge: dict | None
+    program: dict
 
 
-def plan(test, parity=False):
-    """(what the launcher gets of a test, what it does not get: the expected value, or the text that a judge runs)."""
+def plan(test, program, options):
+    """The Plan of a test of a program."""
+    head = {"mode": "test", "limits": [], "timeout_s": options.timeout_s, "cap": 4096}
+    judge, own = {"token": secrets.token_hex(16)}, {"program": program}
     if isinstance(test, Stdin):
-        return {"mode": "stdin", "text": test.text, "cap": test.most}, None
+        head |= {"mode": "stdin", "most": test.most, "cap": test.most + 4096}
+        return Plan(head, judge | {"check": test.check}, own | {"input": test.text})
     if isinstance(test, Calls):
+        head |= {"mode": "calls", "limits": test.limits, "timeout_s": test.timeout_s, "cap": test.most + 4096}
         inputs = [wire(args, plain) for args in test.inputs]
-        limits = {"limits": test.limits, "timeout_s": test.timeout_s, "cap": test.most}
-        return {"mode": "calls", "call": test.function, "inputs": inputs} | limits, None
-    mode, before, call, secret = "judge", "", "", test
-    if parity:
-        mode, before = "status", test
-    elif isinstance(test, Probe):
-        mode, (before, _, call) = "value", test.rpartition("\n")
-    elif found := value_test(test):
-        mode, (before, call, secret) = "value", found
-    cap = 65_536 + 40 * len(test)  # bytes; no value equal to a literal in the test is longer
-    return {"mode": mode, "before": before, "call": call, "token": secrets.token_hex(16), "cap": cap}, secret
-
-
-# what a forged line raises
-FORGED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, ImportError)
+        return Plan(head, judge | {"call": test.function, "inputs": inputs, "check": test.check}, own)
+    if options.parity:
+        return Plan(head | {"mode": "status"}, None, {"program": f"{program}\n{test}"})
+    if isinstance(test, Probe):
+        before, _, call = test.rpartition("\n")
+        head |= {"mode": "value", "cap": 65_536 + 40 * len(test)}
+        return Plan(head, judge | {"before": before, "call": call}, own)
+    return Plan(head, judge | {"text": test}, own)
 
 
 def object_of(tag, content):
@@ -185,41 +162,31 @@ def object_of(tag, content):
     return {"o": Opaque}[tag]()
 
 
-def verdict(test, secret, row):
-    """(pass, fail, timeout, output limit or memory; the value that came back) of a test, from the launcher's line."""
-    if test["mode"] == "calls":  # the values of the calls that returned come back, whatever happened then
-        values, lines = [], row.get("data", "").split("\n")
-        with contextlib.suppress(*FORGED):
-            for line in lines[:-1]:
-                value, seconds = json.loads(line)
-                values.append((unwire(value, object_of), float(seconds)))
-        if row["outcome"] == "done" and row["loaded"] and len(values) == len(test["inputs"]):
-            return "pass", values
-        failure = "memory" if lines[-1] == "memory" else "fail"
-        return failure if row["outcome"] == "done" else row["outcome"], values
-    if row["outcome"] != "done":
-        return row["outcome"], None
-    if test["mode"] == "stdin":
-        return "fail" if row["status"] else "pass", row["data"].encode("latin-1").decode("utf-8", "replace")
-    if test["mode"] == "status":
+def verdict(test, row, given):
+    """(pass, fail, timeout, output limit or memory; what the test gives back), from the template's row and the bytes.
+
+    Without the judge's token the test has not finished.
+    """
+    mode, outcome = test.head["mode"], row["outcome"]
+    if outcome == "done" and mode == "status":
         return "fail" if row["status"] else "pass", None
-    # Without the token the test has not finished, whatever has been written.
-    if not row["data"].startswith(test["token"]):
-        return "memory" if row["data"] == "memory" else "fail", None
-    data = row["data"].removeprefix(test["token"])
-    if test["mode"] == "judge":
-        return "fail" if data else "pass", None
-    # The value is made of types that we know here, so that == is ours and not the program's.
-    try:
-        objects = []  # those in the value that are not data
-        value = unwire(json.loads(data), lambda *form: objects.append(object_of(*form)) or objects[-1])
-        if isinstance(secret, Probe):
-            return "pass", value
-        expected, by_is = secret
-        passed = value is expected if by_is else value == expected
-        return "pass" if passed else "fail", None if objects else value
-    except FORGED:
-        return "fail", None  # a forged line, or an array, which is neither equal nor not
+    given, finished, last = given.rpartition(test.judge["token"].encode()) if test.judge else (b"", b"", b"")
+    got = None
+    if outcome == "done":
+        outcome, got = json.loads(last) if finished else ("fail", None)
+    if mode == "stdin":
+        if outcome == "pass" and row["status"]:
+            outcome = "fail"
+        return outcome, None if test.judge["check"] or row["outcome"] != "done" else given.decode("utf-8", "replace")
+    if mode == "calls":
+        lines = (given if finished else last).split(b"\n")[:-1]
+        if test.judge["check"]:
+            return outcome, len(lines)
+        values = [json.loads(line) for line in lines]  # of the calls that returned, whatever happened then
+        return outcome, [(unwire(value, object_of), seconds) for value, seconds in values]
+    if mode == "value" and outcome == "pass":
+        return outcome, unwire(json.loads(given), object_of)
+    return outcome, got
 
 
 # ---- the two runners: called with a job, they return the lines of the launcher's report and its complaint, if any ----
@@ -238,50 +205,82 @@ def compiled(launcher):
     return marshal.dumps(compile(launcher, "<launcher>", "exec"))
 
 
-def run_launcher(launcher, job, spawned=lambda process: None):
-    """Run a launcher on a job: the lines of its report, and its complaint if it failed. Leaves no process and no file.
+class Template:
+    """An interpreter that runs tests, each in processes of its own, see sandbox_inside.py. SandboxError if it fails.
 
-    job["judged"], [number, text] of each test by judge, follows the rest, where no program can read it. Another thread
-    can kill the process that spawned() is given.
+    spawned() is given the Template as soon as there is a process to kill, which another thread can do.
     """
-    # Without namespaces the launcher makes a folder and removes it; if the launcher was killed, we do.
-    folder = "" if job["namespaces"] else f"{tempfile.gettempdir()}/sandbox-{secrets.token_hex(8)}"
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    # nothing of our environment, which may hold keys; -I and -S keep our settings and packages out as well
-    env = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    try:
+
+    def __init__(self, launcher, settings, spawned=lambda template: None):
+        # Without namespaces the launcher makes a folder and removes it; if the launcher was killed, we do.
+        self.folder = "" if settings["namespaces"] else f"{tempfile.gettempdir()}/sandbox-{secrets.token_hex(8)}"
+        # nothing of our environment, which may hold keys; -I and -S keep our settings and packages out as well
+        env = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         command = [sys.executable, "-IBS", "-c", BOOT]
-        with subprocess.Popen(command, env=env, start_new_session=True, **pipes) as process:
-            spawned(process)
-            try:
-                messages = [job | {"folder": folder, "judged": None}, *job["judged"]]
-                texts = [compiled(launcher), *(json.dumps(message).encode() for message in messages)]
-                request = b"".join(b"%016x" % len(text) + text for text in texts)
-                out, complaint = process.communicate(request, timeout=job["program_s"] + 10)
-            finally:
-                process.kill()  # and with it, by PR_SET_PDEATHSIG, all that it started
-    except subprocess.TimeoutExpired:
-        return [], "the launcher hangs"
-    finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)  # does not follow links
-    lines = out.splitlines()  # first the layers that it found, then one for every test
-    if process.returncode == 0 and len(lines) == len(job["tests"]) + 1:
-        return [json.loads(line) for line in lines], ""
-    complaints = complaint.decode(errors="replace").splitlines() or [f"the launcher ended with {process.returncode}"]
-    return [], complaints[-1]
+        self.process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
+        spawned(self)
+        self.waiting = b""  # of its report, what was not asked for yet
+        self.send(compiled(launcher), json.dumps(settings | {"folder": self.folder}).encode())
+        self.found = json.loads(self.read(None, 60))
+
+    def send(self, *messages):
+        try:
+            for message in messages:
+                self.process.stdin.write(b"%016x" % len(message) + message)
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise SandboxError(self.complaint()) from None
+
+    def read(self, size, seconds):
+        """The next `size` bytes of its report, or its next line."""
+        out, end = self.process.stdout.fileno(), time.monotonic() + seconds
+        while len(self.waiting) < size if size is not None else b"\n" not in self.waiting:
+            if not select.select([out], [], [], max(0, end - time.monotonic()))[0]:
+                raise SandboxError("the launcher hangs")
+            if not (new := os.read(out, 1 << 20)):
+                raise SandboxError(self.complaint())
+            self.waiting += new
+        size = self.waiting.index(b"\n") + 1 if size is None else size
+        found, self.waiting = self.waiting[:size], self.waiting[size:]
+        return found
+
+    def complaint(self):
+        """Why it has ended."""
+        lines = self.process.stderr.read().decode(errors="replace").splitlines()
+        return (lines or [f"the launcher ended with {self.process.wait()}"])[-1]
+
+    def run(self, tests, program_s):
+        """[(row, what came back)] of the tests of a program; those for which there is no time left are timeouts."""
+        end, rows, hangs = time.monotonic() + program_s, [], False
+        for head, judge, program in tests:
+            row, given, left_s = {"outcome": "timeout", "cpu_s": 0.0}, b"", end - time.monotonic()
+            if left_s > 0 and not hangs:
+                messages = [head | {"left_s": left_s}, *([judge] if judge else []), program]
+                self.send(*(json.dumps(message).encode() for message in messages))
+                row = json.loads(self.read(None, left_s + 10))
+                given = self.read(row["size"], 60)
+                hangs = row["outcome"] == "timeout" and (head["mode"] == "stdin" or not row["loaded"])
+            rows.append((row, given))
+        return rows
+
+    def close(self):
+        self.process.kill()  # and with it, by PR_SET_PDEATHSIG, all that it started
+        self.process.wait()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)  # does not follow links
 
 
 @functools.lru_cache(1)
 def layers():
     """Try once what this machine offers, and print it: {"namespaces", "landlock": version or 0, "seccomp"}."""
-    job = dataclasses.asdict(Options(allow_unsafe=True)) | {"program": "", "tests": [], "judged": [], "packages": []}
-    rows, refused = run_launcher(LAUNCHER, job | {"namespaces": True})
-    if refused:
-        rows, complaint = run_launcher(LAUNCHER, job | {"namespaces": False})
-        if complaint:
-            raise SandboxError(complaint)
-    (found,) = rows
+    settings, refused = dataclasses.asdict(Options(allow_unsafe=True)) | {"packages": []}, ""
+    try:
+        template = Template(LAUNCHER, settings | {"namespaces": True})
+    except SandboxError as error:
+        refused, template = error, Template(LAUNCHER, settings | {"namespaces": False})
+    template.close()
+    found = template.found
     namespaces = f"off ({refused})" if refused else "on"
     landlock, seccomp = found["landlock"] or "off", "on" if found["seccomp"] else "off"
     print(f"sandbox: namespaces {namespaces}, Landlock {landlock}, seccomp {seccomp}, limits on", file=sys.stderr)
@@ -289,7 +288,7 @@ def layers():
 
 
 class Local:
-    """Runs jobs on this machine, each in a launcher of its own. RuntimeError if the machine cannot confine them."""
+    """Runs tests on this machine, in a Template for each thread. RuntimeError if the machine cannot confine them."""
 
     def __init__(self, options):
         if sys.platform != "linux":
@@ -299,43 +298,58 @@ class Local:
             needed = "seccomp, and namespaces or Landlock 3; use --runner=e2b, or --allow_unsafe if nothing can be lost"
             raise RuntimeError(f"this machine cannot confine a program: it needs {needed}")
         packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-        self.settings = {"namespaces": found["namespaces"], "packages": packages}
-        self.running, self.closed = set(), False
+        self.settings = dataclasses.asdict(options) | {"namespaces": found["namespaces"], "packages": packages}
+        self.mine, self.all, self.closed = threading.local(), [], False
 
-    def __call__(self, job):
-        return run_launcher(LAUNCHER, job | self.settings, self.spawned)
+    def __call__(self, tests):
+        template = getattr(self.mine, "template", None)
+        try:
+            if not template:
+                template = self.mine.template = Template(LAUNCHER, self.settings, self.spawned)
+            return template.run(tests, self.settings["program_s"])
+        except BaseException:
+            self.mine.template = None  # the next program gets another
+            raise
 
-    def spawned(self, process):
-        self.running.add(process)
+    def spawned(self, template):
+        self.all.append(template)
         if self.closed:  # while it started
-            process.kill()
+            template.close()
 
     def close(self):
         self.closed = True
-        for process in list(self.running):
-            process.kill()
+        for template in [*self.all]:
+            template.close()
 
 
 # What runs in a sandbox of E2B: the same launcher. No minimum of layers is required on a machine of its own.
-REMOTE = """import functools, json, marshal, os, secrets, shutil, subprocess, sys, tempfile
+REMOTE = """import functools, json, marshal, os, secrets, select, shutil, subprocess, sys, tempfile, time
+class SandboxError(Exception): pass
 BOOT = {boot!r}
 {compiled}
-{run_launcher}
-job = json.loads({job!r}) | {{"allow_unsafe": True}}
-job["packages"] = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-for job["namespaces"] in (True, False):
-    rows, complaint = run_launcher({launcher!r}, job)
-    if not complaint:
+{Template}
+settings, tests = json.loads({job!r})
+settings |= {{"allow_unsafe": True}}
+settings["packages"] = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+for settings["namespaces"] in (True, False):
+    rows, complaint = [], ""
+    try:
+        template = Template({launcher!r}, settings)
+        rows = [(row, given.decode("latin-1")) for row, given in template.run(tests, settings["program_s"])]
+        template.close()
         break
+    except SandboxError as error:
+        complaint = str(error)
 print(json.dumps([rows, complaint]))
 """
 
 
 class E2B:
-    """Runs jobs in E2B sandboxes, one for each calling thread, or through a router of Open-R1's protocol."""
+    """Runs tests in E2B sandboxes, one for each calling thread, or through a router of Open-R1's protocol."""
 
     def __init__(self, options):
         self.url, self.seconds = options.e2b_router_url, int(options.program_s) + 30
+        self.settings = dataclasses.asdict(options)
         self.mine, self.all = threading.local(), []  # the sandbox of each thread; those of all threads
         self.closed = threading.Event()
         if not self.url:
@@ -344,14 +358,17 @@ class E2B:
 
             self.sdk, self.lost = sdk, (sdk.SandboxException, httpx.HTTPError)
 
-    def __call__(self, job):
-        sources = {function.__name__: inspect.getsource(function) for function in (compiled, run_launcher)}
-        script = REMOTE.format(boot=BOOT, launcher=LAUNCHER, job=json.dumps(job), **sources)
+    def __call__(self, tests):
+        sources = {each.__name__: inspect.getsource(each) for each in (compiled, Template)}
+        script = REMOTE.format(boot=BOOT, launcher=LAUNCHER, job=json.dumps([self.settings, tests]), **sources)
         output = self.routed(script) if self.url else self.direct(script)
         try:
-            return json.loads(output.strip().splitlines()[-1])
+            rows, complaint = json.loads(output.strip().splitlines()[-1])
         except (ValueError, IndexError):
             raise SandboxError(f"E2B: no report but {output[-200:]!r}") from None
+        if complaint:
+            raise SandboxError(complaint)
+        return [(row, given.encode("latin-1")) for row, given in rows]
 
     def direct(self, script):
         """Standard output of a script. At a rate limit or a lost sandbox it tries again, for about a minute."""
@@ -413,7 +430,6 @@ def run_tests(programs, tests, on_result=None, **options):
         raise ValueError("timeout_s, program_s, memory_mb and disk_mb must be above 0, workers at least 0")
     if any(isinstance(cases, str) for cases in tests):
         raise ValueError("tests is a list of tests for each program: [[test, ...], ...]")
-    plans = [[plan(test, options.parity) for test in cases] for cases in tests]
     try:
         runner = E2B(options) if options.runner == "e2b" else Local(options)
     except (OSError, SandboxError) as error:
@@ -424,23 +440,20 @@ def run_tests(programs, tests, on_result=None, **options):
         """The Result of one program; runs in a thread of the pool."""
         if not cases:
             return Result(0.0, [], [])
-        judged = [[i, text] for i, (test, text) in enumerate(cases) if test["mode"] == "judge"]
-        job = dataclasses.asdict(options) | {"program": program, "tests": [t for t, _ in cases], "judged": judged}
+        plans = [plan(test, program, options) for test in cases]
         try:
-            rows, complaint = runner(job)
+            rows = runner(plans)
         except (OSError, SandboxError) as error:
-            complaint = str(error)
-        if complaint:
-            return Result(None, [], [], complaint)
-        outcomes = [verdict(test, secret, row) for (test, secret), row in zip(cases, rows[1:], strict=True)]
+            return Result(None, [], [], str(error))
+        outcomes = [verdict(test, *row) for test, row in zip(plans, rows, strict=True)]
         verdicts, values = map(list, zip(*outcomes, strict=True))
-        return Result(verdicts.count("pass") / len(cases), verdicts, values, "", [row["cpu_s"] for row in rows[1:]])
+        return Result(verdicts.count("pass") / len(cases), verdicts, values, "", [row["cpu_s"] for row, _ in rows])
 
     results = [None] * len(programs)
     workers = options.workers or (2 if options.runner == "e2b" else CORES)
     pool = concurrent.futures.ThreadPoolExecutor(workers)  # each thread waits for a launcher
     try:
-        futures = {pool.submit(run_program, *pair): i for i, pair in enumerate(zip(programs, plans, strict=True))}
+        futures = {pool.submit(run_program, *pair): i for i, pair in enumerate(zip(programs, tests, strict=True))}
         for future in concurrent.futures.as_completed(futures):
             i = futures[future]
             results[i] = future.result()

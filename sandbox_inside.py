@@ -1,16 +1,21 @@
 """What sandbox.py runs in the child: confinement, the program, the judge, and the wire format of values.
 
-sandbox.py starts an interpreter per program, which executes the text of this file: the standard library alone. For
-every test of a job launch() calls run_confined(), which forks run_program() and, for a test by judge, run_judge().
+sandbox.py starts an interpreter for each of its workers, the template, which executes the text of this file: the
+standard library alone. For every test it forks run_judge() and run_program(). The template itself never reads a program
+or a test, so that nothing of one is left in the memory of the next.
 """
 
+import ast
 import builtins
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import operator
 import os
+import re
+import reprlib
 import select
 import signal
 import struct
@@ -20,6 +25,9 @@ import types
 
 with contextlib.suppress(ImportError):
     import resource  # Windows has none; sandbox.py --runner=e2b works there too
+
+# What many programs import: done once, here. Their random numbers are seeded anew in every process.
+USUAL = "bisect collections copy datetime decimal enum fractions functools heapq itertools math random string typing"
 
 
 def check(returned, what):
@@ -66,8 +74,7 @@ def enter_namespaces(libc, scratch, readable):
     os.mkdir(root + b"/.sandbox")
     # Swap the roots, unmount the old one, and make the new one and all below it read-only.
     os.chdir(root)
-    pivot_root = DENIED["pivot_root"][MACHINES[os.uname().machine][0]]
-    check(libc.syscall(pivot_root, b".", b"."), "pivot_root")
+    check(libc.syscall({"x86_64": 155, "aarch64": 41}[os.uname().machine], b".", b"."), "pivot_root")
     check(libc.umount2(b".", 2), "umount")
     os.chdir("/")
     flags = struct.pack("4Q", 3, 0, 0, 0)  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
@@ -80,7 +87,10 @@ READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "
 
 
 def restrict_files(libc, job, writable):
-    """Allow reading and executing below job["readable"], everything below `writable`; no TCP, no signals to others."""
+    """Allow reading and executing below job["readable"], everything below `writable`; no TCP, no signals to others.
+
+    Without namespaces no new folders, and no file is removed: what is written can be counted, see overfull().
+    """
     abi = job["landlock"]
     rights = 0xFFFF if abi >= 5 else 0x7FFF  # all that this kernel knows: what no rule allows is refused
     size = 8 if abi < 4 else 16 if abi < 6 else 24  # files; since 4 also TCP, since 6 abstract sockets and signals
@@ -88,7 +98,7 @@ def restrict_files(libc, job, writable):
     for path in [*job["readable"], writable]:
         allowed = 6 if path.startswith("/dev/") else 13  # write and read a file; execute, read a file, list a folder
         if path == writable:
-            allowed = rights if job["namespaces"] else rights - 128  # no new folders: see overfull()
+            allowed = rights if job["namespaces"] else rights & ~(128 + 32)  # MAKE_DIR, REMOVE_FILE
         if not os.path.isdir(path):
             allowed &= 7  # the rights that a file can have
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -99,49 +109,78 @@ def restrict_files(libc, job, writable):
 
 
 # ---- seccomp -------------------------------------------------------------------------------------------------------
-# System calls that a program is refused, with their numbers on (x86-64, aarch64). Those from 424 on need no name.
+# The system calls that a program may make, with their numbers on (x86-64, aarch64): what Python, NumPy and pandas need.
 # fmt: off
-DENIED = {
-    "fork": (57, None), "vfork": (58, None), "clone": (56, 220), "execve": (59, 221), "execveat": (322, 281),
-    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240), "ptrace": (101, 117), "process_vm_readv": (310, 270), "kcmp": (312, 272),
-    "process_vm_writev": (311, 271), "prlimit64": (302, 261), "prctl": (157, 167), "setpriority": (141, 140),
-    "sched_setaffinity": (203, 122), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
-    "sched_setattr": (314, 274), "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "memfd_create": (319, 279), "mount": (165, 40),
-    "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97), "setns": (308, 268),
-    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "bpf": (321, 280), "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    "mq_open": (240, 180), "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "chmod": (90, None),
-    "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None), "fchown": (93, 55), "lchown": (94, None),
-    "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14),
-    "lremovexattr": (198, 15), "fremovexattr": (199, 16), "utime": (132, None), "utimes": (235, None),
-    "futimesat": (261, None), "utimensat": (280, 88), "link": (86, None), "linkat": (265, 37), "mknod": (133, None),
-    "mknodat": (259, 33), "inotify_add_watch": (254, 27), "fanotify_init": (300, 262), "fanotify_mark": (301, 263),
-    "reboot": (169, 142), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
-    "finit_module": (313, 273),
+ALLOWED = {
+    "read": (0, 63), "write": (1, 64), "open": (2, None), "close": (3, 57), "stat": (4, None), "fstat": (5, 80),
+    "lstat": (6, None), "poll": (7, None), "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226),
+    "munmap": (11, 215), "brk": (12, 214), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139), "ioctl": (16, 29), "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65),
+    "writev": (20, 66), "access": (21, None), "pipe": (22, None), "select": (23, None), "sched_yield": (24, 124),
+    "mremap": (25, 216), "madvise": (28, 233), "dup": (32, 23), "dup2": (33, None), "pause": (34, None),
+    "nanosleep": (35, 101), "getitimer": (36, 102), "alarm": (37, None), "setitimer": (38, 103), "getpid": (39, 172),
+    "sendfile": (40, 71), "sendto": (44, 206), "recvfrom": (45, 207), "shutdown": (48, 210), "exit": (60, 93),
+    "wait4": (61, 260), "uname": (63, 160), "fcntl": (72, 25), "fsync": (74, 82), "fdatasync": (75, 83),
+    "truncate": (76, 45), "ftruncate": (77, 46), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50),
+    "rename": (82, None), "mkdir": (83, None), "rmdir": (84, None), "creat": (85, None), "unlink": (87, None),
+    "symlink": (88, None), "readlink": (89, None), "umask": (95, 166), "gettimeofday": (96, 169),
+    "getrlimit": (97, 163), "getrusage": (98, 165), "sysinfo": (99, 179), "times": (100, 153), "getuid": (102, 174),
+    "getgid": (104, 176), "geteuid": (107, 175), "getegid": (108, 177), "getppid": (110, 173), "getpgrp": (111, None),
+    "getgroups": (115, 158), "getpgid": (121, 155), "getsid": (124, 156), "rt_sigpending": (127, 136),
+    "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "statfs": (137, 43),
+    "fstatfs": (138, 44), "prctl": (157, 167), "arch_prctl": (158, None), "gettid": (186, 178), "getxattr": (191, 8),
+    "lgetxattr": (192, 9), "fgetxattr": (193, 10), "listxattr": (194, 11), "llistxattr": (195, 12),
+    "flistxattr": (196, 13), "time": (201, None), "futex": (202, 98), "sched_getaffinity": (204, 123),
+    "getdents64": (217, 61), "set_tid_address": (218, 96), "clock_gettime": (228, 113), "clock_getres": (229, 114),
+    "clock_nanosleep": (230, 115), "exit_group": (231, 94), "epoll_wait": (232, None), "epoll_ctl": (233, 21),
+    "waitid": (247, 95), "openat": (257, 56), "mkdirat": (258, 34), "newfstatat": (262, 79), "unlinkat": (263, 35),
+    "renameat": (264, 38), "symlinkat": (266, 36), "readlinkat": (267, 78), "faccessat": (269, 48),
+    "pselect6": (270, 72), "ppoll": (271, 73), "set_robust_list": (273, 99), "epoll_pwait": (281, 22),
+    "fallocate": (285, 47), "eventfd2": (290, 19), "epoll_create1": (291, 20), "dup3": (292, 24), "pipe2": (293, 59),
+    "preadv": (295, 69), "pwritev": (296, 70), "getcpu": (309, 168), "renameat2": (316, 276), "getrandom": (318, 278),
+    "membarrier": (324, 283), "copy_file_range": (326, 285), "statx": (332, 291), "rseq": (334, 293),
 }
+# Of these only with one of these values as the argument of this number.
+ARGUMENT = {
+    "fcntl": (1, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)),  # F_DUPFD .. F_SETLKW, F_OFD_*, a pipe's size
+    "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # terminal or not, its size, bytes to read, flags
+    "prctl": (0, (15, 16)),  # PR_SET_NAME, PR_GET_NAME
+    "socketpair": (0, (1,)),  # AF_UNIX, which asyncio needs; harmless where it reaches nothing
+}
+MORE = {"socketpair": (53, 199), "execve": (59, 221), "clone": (56, 220)}
 # fmt: on
-MACHINES = {"x86_64": (0, 0xC000003E, 72, 126), "aarch64": (1, 0xC00000B7, 25, 91)}  # column, audit, fcntl, capset
+MACHINES = {"x86_64": (0, 0xC000003E, 126), "aarch64": (1, 0xC00000B7, 91)}  # column, audit, capset
+ENOSYS, ALLOW = 0x50026, 0x7FFF0000
 
 
-def call_filter(machine, allowed, threads=False):
-    """A seccomp filter, bytes: EPERM for the calls in DENIED but not in `allowed`, and for fcntl that sends signals.
+def call_filter(machine, more, threads=False, tmpfile=True):
+    """A seccomp filter, bytes: the calls of ALLOWED and `more`, with their arguments; ENOSYS for every other.
 
-    ENOSYS from 424 on (io_uring, pidfds, clone3, x32 calls and what is to come): the C library falls back to old calls.
+    The C library falls back from newer calls to older ones. threads: clone with CLONE_THREAD. tmpfile False: no files
+    without a name.
     """
-    column, audit, fcntl, _ = MACHINES[machine]
-    allowed = {*allowed, "clone"} if threads else allowed  # with CLONE_THREAD alone, see below
-    denied = [row[column] for name, row in DENIED.items() if row[column] is not None and name not in allowed]
-    # A row: operation, rows to skip if true, if false, operand. 0x20 loads, 0x15 is ==, 0x35 >=, 0x45 &, 6 returns.
-    clone = [(0x15, 0, 2, DENIED["clone"][column]), (0x20, 0, 0, 16), (0x45, 5, 6, 0x10000)] if threads else []
-    n = len(denied) + len(clone)
+    column, audit, _ = MACHINES[machine]
+    calls = ALLOWED | {name: MORE[name] for name in more} | ({"clone": MORE["clone"]} if threads else {})
+    number = {name: row[column] for name, row in calls.items() if row[column] is not None}
+    opening = {} if tmpfile else {"open": 1, "openat": 2}  # the argument with the flags
+    # A row: operation, rows to skip if true, if false, operand. 0x20 loads, 0x15 is ==, 0x45 &, 6 returns.
     rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (6, 0, 0, 0x80000000)]  # calls of another machine: kill
-    rows += [(0x20, 0, 0, 0), (0x35, n + 7, 0, 424)]  # the number of the call
-    rows += [(0x15, n - i + 5, 0, number) for i, number in enumerate(denied)] + clone
-    rows += [(0x15, 0, 4, fcntl), (0x20, 0, 0, 24)]  # its second argument
-    rows += [(0x15, 3, 0, 8), (0x15, 2, 0, 10), (0x15, 1, 0, 15)]  # F_SETOWN, F_SETSIG, F_SETOWN_EX
-    rows += [(6, 0, 0, 0x7FFF0000), (6, 0, 0, 0x50001), (6, 0, 0, 0x50026)]  # allow, EPERM, ENOSYS
+    rows += [(0x20, 0, 0, 0)]  # the number of the call
+    for name in [name for name in number if name in ARGUMENT or name in opening or name == "clone"]:
+        if name in ARGUMENT:
+            argument, values = ARGUMENT[name]
+            # the upper half of an argument that the kernel reads as an int is of no account
+            body = [(0x20, 0, 0, 16 + 8 * argument)]
+            body += [(0x15, len(values) - i, 0, value) for i, value in enumerate(values)]
+            body += [(6, 0, 0, ENOSYS), (6, 0, 0, ALLOW)]
+        else:
+            flag, argument = (0x10000, 0) if name == "clone" else (0x400000, opening[name])  # CLONE_THREAD, O_TMPFILE
+            body = [(0x20, 0, 0, 16 + 8 * argument), (0x45, 0, 1, flag)]
+            body += [(6, 0, 0, ALLOW), (6, 0, 0, ENOSYS)] if name == "clone" else [(6, 0, 0, ENOSYS), (6, 0, 0, ALLOW)]
+        rows += [(0x15, 0, len(body), number.pop(name)), *body]
+    plain = [*number.values()]
+    rows += [(0x15, len(plain) - i, 0, value) for i, value in enumerate(plain)]
+    rows += [(6, 0, 0, ENOSYS), (6, 0, 0, ALLOW)]
     return b"".join(struct.pack("HBBI", *row) for row in rows)
 
 
@@ -152,24 +191,24 @@ def confine(libc, job, folder, mode):
     os.chdir(folder)
     os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job["packages"]))
     sys.path += job["packages"]
-    job["tests"].clear()  # a program does not see the other tests
 
     limits = {"CPU": int(job["timeout_s"]) + 2, "AS": job["memory_mb"] << 20, "FSIZE": job["disk_mb"] << 20}
     limits |= {"NOFILE": 64, "CORE": 0}
     if not job["threads"]:
         limits["NPROC"] = 0  # no new threads and processes for an ordinary user; seccomp refuses them to root too
     for name, limit in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+        kind = getattr(resource, f"RLIMIT_{name}")
+        most = resource.getrlimit(kind)[1]
+        limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+        resource.setrlimit(kind, (limit, limit))
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, without which an ordinary user may not install the two below
     if job["landlock"]:
         restrict_files(libc, job, folder)
     machine = os.uname().machine
     if machine in MACHINES:  # no capabilities, so that root is an ordinary user too
-        check(libc.syscall(MACHINES[machine][3], struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
+        check(libc.syscall(MACHINES[machine][2], struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
     if job["seccomp"]:  # the filter judges every call from here on
-        # asyncio needs a socketpair, which is harmless where it reaches nothing
-        allowed = {"execve"} if mode == "status" else {"socketpair"} if job["namespaces"] else set()
-        code = ctypes.create_string_buffer(call_filter(machine, allowed, job["threads"]))
+        code = ctypes.create_string_buffer(job["filters"][mode == "status"], len(job["filters"][mode == "status"]))
         check(libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0), "seccomp")
 
 
@@ -189,15 +228,28 @@ VIEWS = {
     "builtins.dict_values": lambda items: dict(enumerate(items)).values(),
     "builtins.dict_items": lambda items: dict(items).items(),
 }
+EXACT = {"fractions.Fraction": int, "builtins.range": int, "decimal.Decimal": str}  # the only type of their arguments
 BUILTIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
+MUTABLE = "builtins.list builtins.bytearray builtins.set builtins.dict collections.deque collections.OrderedDict"
+MUTABLE = {*MUTABLE.split(), "collections.defaultdict", "collections.Counter", "numpy.ndarray"}
 
 
-def wire(value, other):
+def wire(value, other, share=None):
     """The JSON form of a value: exact for builtin types, those in ARGUMENTS and NumPy's.
 
     other(value, form) gives that of any other object; `form` is that of its builtin value, None if its class has none.
-    It is read by the builtin type's own methods, so that a subclass cannot misreport it.
+    It is read by the builtin type's own methods, so that a subclass cannot misreport it. share(container) gives its
+    number and whether it is new; one that is known is its number alone.
     """
+    kind = type(value)
+    if share and f"{kind.__module__}.{kind.__qualname__}" in MUTABLE:
+        number, new = share(value)
+        return {"k": [number, contents(value, other, share)] if new else [number]}
+    return contents(value, other, share)
+
+
+def contents(value, other, share=None):
+    """wire() of what a container holds, or of any other value."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if value is None or kind is bool:
@@ -207,7 +259,8 @@ def wire(value, other):
             raise TypeError(f"values of NumPy's {value.dtype}")
         return {"a": [value.dtype.str, list(value.shape), value.tobytes().decode("latin-1")]}
     if name in ARGUMENTS:
-        return {"r": [name, *(wire(argument, other) for argument in ARGUMENTS[name](value))]}
+        arguments = ARGUMENTS[name](value)
+        return {"r": [name, *(contents(argument, other, share) for argument in arguments)]}
     base = next((base for base in BUILTIN if issubclass(kind, base)), None)
     if base is None:
         return other(value, None)
@@ -218,17 +271,17 @@ def wire(value, other):
     elif base is complex:
         form = {"c": [complex.real.__get__(value), complex.imag.__get__(value)]}
     elif base is dict:
-        form = {"d": [[wire(key, other), wire(item, other)] for key, item in dict.items(value)]}
+        form = {"d": [[wire(key, other, share), wire(item, other, share)] for key, item in dict.items(value)]}
     elif base in (bytes, bytearray):
         form = {"b" if base is bytes else "y": b"".join([value]).decode("latin-1")}
     else:
-        items = [wire(item, other) for item in base.__iter__(value)]
+        items = [wire(item, other, share) for item in base.__iter__(value)]
         form = items if base is list else {{tuple: "t", set: "s", frozenset: "f"}[base]: items}
     return form if kind is base else other(value, form)
 
 
 def unwire(form, other=None):
-    """The value of a JSON form; other(tag, content) resolves those of objects. Raises sandbox.FORGED."""
+    """The value of a JSON form; other(tag, content) resolves those of objects. It raises anything for a wrong form."""
     if isinstance(form, list):
         return [unwire(item, other) for item in form]
     if not isinstance(form, dict):
@@ -245,6 +298,8 @@ def unwire(form, other=None):
     if tag in ("t", "s", "f"):
         return {"t": tuple, "s": set, "f": frozenset}[tag](unwire(item, other) for item in content)
     if tag == "a":
+        if not re.fullmatch(r"[<>|]?[biufcSU]\d+", content[0]):
+            raise TypeError(f"no type of NumPy's: {content[0]!r}")
         numpy = importlib.import_module("numpy")
         return numpy.frombuffer(content[2].encode("latin-1"), content[0]).reshape(content[1]).copy()[()]
     if tag == "r" and content[0] in ARGUMENTS:
@@ -252,8 +307,9 @@ def unwire(form, other=None):
         make = VIEWS.get(content[0]) or getattr(importlib.import_module(module), name)
         arguments = [unwire(argument, other) for argument in content[1:]]
         # a short line that would make a large value: a range written out, a fraction such as 1e999999999
-        if (name == "Fraction" and str in map(type, arguments)) or range in map(type, arguments):
-            raise ValueError(f"no arguments of {content[0]}: {arguments}")
+        exact = EXACT.get(content[0])
+        if range in map(type, arguments) or (exact and {exact} != {*map(type, arguments)}):
+            raise TypeError(f"no arguments of {content[0]}: {arguments}")
         return make(*arguments)
     return other(tag, content)
 
@@ -267,16 +323,24 @@ def plain(value, form):
 
 def opaque(value, form):
     """For wire(): an object of a subclass counts as its builtin value, of others it says that there is one."""
+    if type(value) is Remote and value._has_base:
+        return wire(value._base, opaque)
     return {"o": 0} if form is None else form
 
 
 # ---- the judge: a test and a program in two processes, and what each may ask of the other's objects -----------------
-UNARY = "len iter next bool str repr int float abs round".split()
-BINARY = "eq ne lt le gt ge add sub mul truediv floordiv mod pow matmul and or xor".split()
-ITEMS = ["getitem", "setitem", "delitem"]
-READING = "len bool str repr int float abs round base".split()  # these change nothing
-OPERATIONS = {name: getattr(operator, f"__{name}__") for name in [*BINARY, *ITEMS]}
-OPERATIONS |= {name: getattr(builtins, name) for name in UNARY} | {
+UNARY = "len iter next reversed bool str repr int float complex index abs round neg pos invert hash format".split()
+ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+BINARY = ["eq", "ne", "lt", "le", "gt", "ge", "divmod", *ARITHMETIC]
+ITEMS = ["getitem", "setitem", "delitem", "contains"]
+READING = {*"len bool str repr int float complex index abs round hash base".split()}  # these change nothing
+OPERATIONS = {
+    name: getattr(operator, f"__{name}__") for name in [*BINARY, *ITEMS, "neg", "pos", "invert"] if name != "divmod"
+}
+OPERATIONS |= {f"i{name}": getattr(operator, f"__i{name}__") for name in ARITHMETIC}
+OPERATIONS |= {name: getattr(builtins, name) for name in UNARY if hasattr(builtins, name)} | {
+    "divmod": divmod,
+    "index": operator.index,
     "get": getattr,
     "set": setattr,
     "isinstance": isinstance,
@@ -286,17 +350,23 @@ OPERATIONS |= {name: getattr(builtins, name) for name in UNARY} | {
     "base": lambda value: unwire(wire(value, plain)),
     "run": lambda coroutine: importlib.import_module("asyncio").run(coroutine),
 }
+# What changes an object: methods of builtin types that are asked for at its own side.
+CHANGING = {*"append extend insert pop remove clear sort reverse update setdefault popitem add discard".split()}
+CHANGING |= {"difference_update", "intersection_update", "symmetric_difference_update"}
 
 
 class Remote:
     """An object of the other side: calls, attributes, items and iteration are asked for there.
 
-    Operators are asked for there between two such objects only. With anything else its builtin value counts; without
-    one it equals nothing, so an object that claims to equal all never sees what it is compared with.
+    Its builtin value, if it has one, is read once, and counts in its stead wherever a test looks at it. Operators are
+    asked for there between two such objects only: an object that claims to equal all never sees what it is compared
+    with. One that the test made itself, by a class that it names, has its own methods, and + * divmod and `in` with
+    anything.
     """
 
     def __init__(self, peer, number, has_base):
-        vars(self).update(_peer=peer, _number=number, _has_base=has_base, _nothing=object(), _answers={})
+        own = {"_peer": peer, "_number": number, "_has_base": has_base, "_nothing": object(), "_answers": {}}
+        vars(self).update(own, _made=False, _is_class=False)
 
     def _read(self, operation):
         """The answer to an operation of READING, kept until the other side is asked to do something."""
@@ -315,6 +385,8 @@ class Remote:
     def __getattr__(self, name):
         if name.startswith("_"):
             raise AttributeError(name)
+        if self._has_base and not self._made and name not in CHANGING and hasattr(type(self._base), name):
+            return getattr(self._base, name)
         return self._peer.ask("get", self, name)
 
     def __setattr__(self, name, value):
@@ -323,46 +395,65 @@ class Remote:
     def __call__(self, /, *args, **options):
         return self._peer.ask("call", self, *args, **options)
 
+    def __contains__(self, item):
+        if self._made:
+            return self._peer.ask("contains", self, item)
+        return any(each is item or each == item for each in (self._base if self._has_base else self))
+
     def __instancecheck__(self, value):
         return self._peer.ask("isinstance", value, self)
 
     def __exit__(self, *raised):
         self._peer.ask("exit", self)  # its answer does not count: it could suppress a failed assertion
 
-    def __hash__(self):
-        return hash(self._base)
-
 
 def forwarded(name):
-    """A method of Remote that asks for an operation."""
-    return lambda self, *args: self._read(name) if name in READING and not args else self._peer.ask(name, self, *args)
+    """A method of Remote that asks for an operation, or does it with the builtin value."""
+
+    def apply(self, *args):
+        local = (
+            self._has_base
+            and not self._made
+            and name in OPERATIONS
+            and name not in ("str", "repr", "setitem", "delitem", "next")
+        )
+        if local:
+            return OPERATIONS[name](self._base, *args)
+        return self._read(name) if name in READING and not args else self._peer.ask(name, self, *args)
+
+    return apply
 
 
 def between(name):
     """A binary operator of Remote, and the same with its operands exchanged."""
 
     def apply(left, right):
-        if isinstance(left, Remote) and isinstance(right, Remote):
-            return left._peer.ask(name, left, right)
+        remote = [side for side in (left, right) if isinstance(side, Remote)]
+        with_anything = name in ("add", "iadd", "mul", "imul", "divmod") and any(side._made for side in remote)
+        if len(remote) == 2 or with_anything:
+            return remote[0]._peer.ask(name, left, right)
         return OPERATIONS[name](*(side._base if isinstance(side, Remote) else side for side in (left, right)))
 
     return apply, lambda right, left: apply(left, right)
 
 
-for name in [*UNARY, *ITEMS, "enter"]:
+for name in [*UNARY, "getitem", "setitem", "delitem", "enter"]:
     setattr(Remote, f"__{name}__", forwarded(name))
 for name in BINARY:  # Python never calls those named __req__ and the like
     for prefix, function in zip(("", "r"), between(name), strict=True):
         setattr(Remote, f"__{prefix}{name}__", function)
+for name in ARITHMETIC:
+    setattr(Remote, f"__i{name}__", between(f"i{name}")[0])
 
 
 class Peer:
     """One end of the pipes between a test and a program: asks the other end, and meanwhile answers its questions.
 
-    A message is a line of JSON: ["ask", operation, arguments, options], ["got", value, changed arguments] or
-    ["raised", class names, text]. Data is copied; any other object travels as the number that its own side gave it.
-    permits(operation, target, ...) is set at the judge's end: the program may ask about objects that it was given, and
-    no others, and name types but no functions, or it could name exec.
+    A message is a line of JSON: [kind, content, containers that changed, containers to forget]. Its content is
+    [operation, arguments, options] of an "ask", the value of a "got", or the exception of a "raised". Data is copied,
+    and lists and the like are kept equal at both ends as long as both use them; any other object travels as the number
+    that its own side gave it. permits(operation, target, ...) is set at the judge's end: the program may ask about objects
+    that it was given, and no others, and name types but no functions, or it could name exec.
     """
 
     def __init__(self, read, write, permits=None):
@@ -372,6 +463,20 @@ class Peer:
         self.held, self.numbers = [], {}  # our objects that the other end knows, and their numbers by id
         self.remotes, self.errors = {}, {}  # its objects by number, its exception classes by name
         self.changes = 0  # how often the other end was asked for what may change its objects
+        # containers at both ends, with what they held; their numbers by id, below 0 for its own; how many are ours
+        self.shared, self.ids, self.count = {}, {}, 0
+        self.stops = False  # whether the test names StopIteration
+
+    # What travels.
+    def share(self, value):
+        """For wire(): the number of a container, and whether the other end does not have it yet."""
+        if new := id(value) not in self.ids:
+            self.count += 1
+            self.ids[id(value)], self.shared[self.count] = self.count, [value, None]
+        return self.ids[id(value)], new
+
+    def form(self, value):
+        return wire(value, self.refer, self.share)
 
     def refer(self, value, form):
         """The form of an object that stays here, or that the other end has too."""
@@ -380,7 +485,9 @@ class Peer:
         if isinstance(value, types.ModuleType):
             return {"module": value.__name__}
         if isinstance(value, type) and issubclass(value, BaseException):
-            return {"error": [each.__name__ for each in value.__mro__]}
+            return {"error": names_of_class(value)}
+        if isinstance(value, BaseException):
+            return {"raised": self.form_of_error(value)}
         name = getattr(value, "__name__", "") if callable(value) else ""
         by_name = isinstance(name, str) and getattr(builtins, name, None) is value
         if by_name and (self.permits or value in BUILTIN):
@@ -392,11 +499,19 @@ class Peer:
         return {tag: [self.numbers[id(value)], form is not None]}
 
     def resolve(self, tag, content):
-        """The object of a form that refer() made at the other end."""
+        """The object of a form that wire() made at the other end."""
+        if tag == "k":
+            number = -content[0]
+            if len(content) > 1:
+                value = unwire(content[1], self.resolve)
+                self.shared[number], self.ids[id(value)] = [value, None], number
+            return self.shared[number][0]
         if tag == "mine":
             return self.held[content]
         if tag == "error":
             return self.error(content)
+        if tag == "raised":
+            return self.error_of(*content)
         if tag == "builtin":
             return {each.__name__: each for each in BUILTIN}[content] if self.permits else getattr(builtins, content)
         if tag == "module":
@@ -409,106 +524,183 @@ class Peer:
         """A coroutine of the other end; it runs there, to its end, when it is awaited here."""
         return self.ask("run", remote)
 
+    def form_of_error(self, error):
+        """[names of its classes, arguments, attributes, text]."""
+        parts = {"args": list(error.args), **{k: v for k, v in vars(error).items() if not k.startswith("_")}}
+        forms = {}
+        for name, value in parts.items():
+            with contextlib.suppress(Exception):
+                forms[name] = wire(value, self.refer)
+        return [names_of_class(type(error)), forms.pop("args", []), forms, str(error)]
+
     def error(self, names):
-        """An exception class like that of the other end: the builtin one, or one derived from it."""
+        """An exception class like that of the other end: the library's own, or one derived from the first of these."""
         if names[0] not in self.errors:
-            base = next(getattr(builtins, name) for name in names if hasattr(builtins, name))
-            if not issubclass(base, BaseException):
+            kind = next(filter(None, map(library_class, names)), None)
+            if not kind:  # never a StopIteration, which would end a loop of the test
                 raise TypeError(f"{names} are no exceptions")
             # never the class of a failed assertion: a test that expects the program's class would hide its own failure
-            is_base = names[0] == base.__name__ and not (self.permits and issubclass(AssertionError, base))
-            self.errors[names[0]] = base if is_base else type(names[0], (base,), {})
+            is_library = kind is library_class(names[0]) and not (self.permits and issubclass(AssertionError, kind))
+            text = {"__str__": lambda self: vars(self).get("_text", "")}
+            self.errors[names[0]] = kind if is_library else type(names[0].rpartition(".")[2], (kind,), text)
         return self.errors[names[0]]
 
-    def send(self, text):
-        self.pipe.write(text.encode() + b"\n")
+    def error_of(self, names, args, attributes, text):
+        """An exception like that of form_of_error()."""
+        kind, args = self.error(names), unwire(args, self.resolve)
+        try:
+            error = kind(*args)
+        except Exception:  # a class of the program that wants other arguments
+            error = kind.__new__(kind, *args)
+            error.args = tuple(args)
+        with contextlib.suppress(AttributeError):
+            vars(error).update({k: unwire(v, self.resolve) for k, v in attributes.items()}, _text=text)
+        return error
+
+    # Messages.
+    def send(self, kind, content):
+        """Send a message, and with it what has changed since the last one in containers that both ends have."""
+        changed = []
+        for number, entry in [*self.shared.items()]:
+            known, now = self.count, contents(entry[0], self.refer, self.share)
+            if entry[1] is not None and now != entry[1]:
+                changed.append([number, now])
+            # what is new in it by its number alone
+            entry[1] = now if known == self.count else contents(entry[0], self.refer, self.share)
+        forgotten = [number for number in [*self.shared] if sys.getrefcount(self.shared[number][0]) <= 2]
+        for number in forgotten:
+            del self.ids[id(self.shared.pop(number)[0])]
+        self.pipe.write(json.dumps([kind, content, changed, forgotten]).encode() + b"\n")
         self.pipe.flush()
 
     def receive(self):
+        """(kind, content) of the next message; its content is not resolved yet."""
         line = self.lines.readline()
         if not line.endswith(b"\n"):
             os._exit(1)  # the other end is gone
         return json.loads(line)
 
+    def update(self, changed, forgotten):
+        """Change our containers as those at the other end, and drop those that it dropped."""
+        for number, form in changed:
+            value, new = self.shared[-number][0], unwire(form, self.resolve)
+            if type(value) in (list, bytearray):
+                value[:] = new
+            elif hasattr(value, "dtype"):
+                value[...] = new
+            else:
+                value.clear()
+                name = type(value).__name__
+                fill = (
+                    dict.update if name == "Counter" else type(value).extend if name == "deque" else type(value).update
+                )
+                fill(value, new)
+            self.shared[-number][1] = None
+        for entry in self.shared.values():
+            entry[1] = contents(entry[0], self.refer, self.share) if entry[1] is None else entry[1]
+        for number in forgotten:
+            if entry := self.shared.pop(-number, None):
+                del self.ids[id(entry[0])]
+
     def ask(self, operation, /, *args, **options):
         """The result of an operation at the other end, or the exception that it raises there."""
-        wired = {key: wire(value, self.refer) for key, value in options.items()}
         if operation not in READING:
             self.changes += 1
-        self.send(json.dumps(["ask", operation, [wire(arg, self.refer) for arg in args], wired]))
+        self.send("ask", [operation, [self.form(arg) for arg in args], {k: self.form(v) for k, v in options.items()}])
         while True:
-            kind, *content = self.receive()
-            if kind == "got":
-                break
+            kind, content, *news = self.receive()
+            if kind == "ask":
+                self.answer(content, *news)
+                continue
+            value = unwire(content, self.resolve) if kind == "got" else self.error_of(*content)
+            self.update(*news)
             if kind == "raised":
-                error = self.error(content[0])
                 # in a map or a generator of the test it would end the loop, and the test with it
-                raise (RuntimeError if issubclass(error, StopIteration) and operation != "next" else error)(content[1])
-            self.answer(*content)
-        for i, form in content[1]:  # lists and the like that the other end has changed
-            new = unwire(form, self.resolve)
-            if isinstance(args[i], list | bytearray):
-                args[i][:] = new
-            else:
-                args[i].clear()
-                args[i].update(new)
-        return unwire(content[0], self.resolve)
+                ends = isinstance(value, StopIteration | StopAsyncIteration) and operation != "next" and not self.stops
+                raise RuntimeError("StopIteration") if ends else value
+            if type(value) is Remote:
+                makes = operation == "call" and type(args[0]) is Remote and args[0]._is_class
+                made = operation in OPERATIONS and any(type(arg) is Remote and arg._made for arg in args)
+                if makes or (made and operation not in ("call", "get", "getitem", "next")):
+                    vars(value)["_made"] = True
+            return value
 
-    def answer(self, operation, forms, options):
+    def answer(self, content, *news):
         """Do what the other end asks for, and send the result or the exception."""
         try:
+            operation, forms, options = content
             args = [unwire(form, self.resolve) for form in forms]
             options = {key: unwire(form, self.resolve) for key, form in options.items()}
+            self.update(*news)
             if self.permits and not (forms[0].keys() == {"mine"} and self.permits(operation, *args)):
                 raise PermissionError(operation)
             value = OPERATIONS[operation](*args, **options)
-            mutable = [i for i, arg in enumerate(args) if type(arg) in (list, bytearray, set, dict)]
-            now = {i: wire(args[i], self.refer) for i in mutable}
-            reply = json.dumps(["got", wire(value, self.refer), [[i, now[i]] for i in mutable if now[i] != forms[i]]])
+            reply = "got", self.form(value)
         except BaseException as error:
-            reply = json.dumps(["raised", [each.__name__ for each in type(error).__mro__], str(error)])
-        self.send(reply)
+            reply = "raised", self.form_of_error(error)
+        args = options = value = None  # what only the other end still has is forgotten
+        self.send(*reply)
 
 
+def names_of_class(kind):
+    return [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
+
+
+def library_class(name):
+    """The exception class of this full name in the standard library or NumPy; None if there is none.
+
+    None of unittest, where one of them skips a test, nor of asyncio, where one cancels it.
+    """
+    module, _, name = name.rpartition(".")
+    if module.partition(".")[0] in {*sys.stdlib_module_names, "numpy"} - {"unittest", "asyncio", "doctest"}:
+        with contextlib.suppress(ImportError, AttributeError):
+            kind = getattr(importlib.import_module(module), name)
+            return kind if issubclass(kind, BaseException) else None
+    return None
+
+
+# ---- the program's process -----------------------------------------------------------------------------------------
 def run_program(libc, job, test, folder, read, pipe):
-    """Confine this process, run the program, and do what the mode of the test says. Never returns.
+    """Read the program, confine this process, run it, and do what the judge asks for. Never returns.
 
-    Writes "+" when it is confined, "=" when the program has run; then the token and the value, messages to a judge, a
-    line per call, or what the program prints (mode stdin); or "memory".
+    Writes "+" when it is confined and "=" when the program has run, then messages to the judge, or what the program
+    prints (mode stdin); "m" where memory does not do.
     """
     # before the program can replace them
-    write, leave, dumps, exact, clock = os.write, os._exit, json.dumps, wire, time.process_time
+    write, leave, clock = os.write, os._exit, time.process_time
+    request = receive(job["texts"])
+    os.close(job["texts"])
     confine(libc, job, folder, test["mode"])
     write(pipe, b"+")
     if test["mode"] == "status":  # the exit status of another Python is the verdict
         write(pipe, b"=")
         python = os.path.realpath(sys._base_executable)  # sys.executable of a virtual environment is not readable here
-        os.execv(python, [python, "-B", "-c", job["program"] + "\n" + test["before"]])
+        os.execv(python, [python, "-B", "-c", request["program"]])
     # From here on nothing in this process can be trusted: what comes through the pipe is data.
     name = "__main__" if job["main_block"] or test["mode"] == "stdin" else "program"
     main = sys.modules[name] = types.ModuleType(name)
     if test["mode"] == "stdin":
-        leave(run_on_input(job["program"], test["text"], main, pipe))
+        leave(run_on_input(request["program"], request["input"], main, pipe))
+
+    def evaluate(before, expression):
+        exec(compile(before, "<test>", "exec"), main.__dict__)
+        return eval(compile(expression, "<test>", "eval"), main.__dict__)
+
+    def timed(function, *args):
+        begun = clock()
+        return function(*args), clock() - begun
+
     try:
-        exec(compile(job["program"], "<program>", "exec"), main.__dict__)
+        with contextlib.suppress(SystemExit):  # at the end of a main block
+            exec(compile(request["program"], "<program>", "exec"), main.__dict__)
         write(pipe, b"=")
-        if test["mode"] == "judge":
-            peer = Peer(read, pipe)
-            OPERATIONS["names"] = lambda *names: {n: main.__dict__[n] for n in names if n in main.__dict__}
-            while True:
-                peer.answer(*peer.receive()[1:])
-        if test["mode"] == "calls":
-            function = eval(compile(test["call"], "<test>", "eval"), main.__dict__)
-            for form in test["inputs"]:
-                args, begun = unwire(form), clock()
-                value, seconds = function(*args), clock() - begun
-                write(pipe, dumps([exact(value, opaque), seconds]).encode() + b"\n")
-            leave(0)
-        exec(compile(test["before"], "<test>", "exec"), main.__dict__)
-        answer = dumps(exact(eval(compile(test["call"], "<test>", "eval"), main.__dict__), opaque))
-        write(pipe, (test["token"] + answer).encode())
+        OPERATIONS["names"] = lambda *names: {n: main.__dict__[n] for n in names if n in main.__dict__}
+        OPERATIONS.update(evaluate=evaluate, timed=timed)
+        peer = Peer(read, pipe)
+        while True:
+            peer.answer(*peer.receive()[1:])
     except MemoryError:
-        write(pipe, b"memory")
+        write(pipe, b"m")
     finally:
         leave(0)
 
@@ -520,7 +712,8 @@ def run_on_input(program, text, main, pipe):
         file.write(text.encode("utf-8", "replace"))
         file.seek(0)
         os.dup2(file.fileno(), 0)
-    os.unlink("input")
+    with contextlib.suppress(PermissionError):  # without namespaces no file is removed
+        os.unlink("input")
     os.dup2(pipe, 1)
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8")
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8")
@@ -541,14 +734,28 @@ def run_on_input(program, text, main, pipe):
     return status
 
 
-# Modules by which tests compare, under their usual names: a program's own object of that name does not count.
+# ---- the judge's process -------------------------------------------------------------------------------------------
+# Modules by which tests compare, under their usual names: a program's own object of that name does not count. Nor do
+# its functions of these names, in a test that calls others too; they are taken from the first module that has them.
 COMPARING = {name: name for name in ("math", "cmath", "numpy", "pytest", "unittest")} | {"np": "numpy"}
+COMPARERS = dict.fromkeys(("allclose", "array_equal", "array_equiv"), "numpy") | {
+    "approx": "pytest",
+    "raises": "pytest",
+}
+COMPARERS |= {"isclose": "math"}
+COMPARERS |= dict.fromkeys(
+    "assert_allclose assert_almost_equal assert_array_equal assert_equal".split(), "numpy.testing"
+)
 
 
 def permits(operation, target, *rest):
-    """What a program may do with a test's objects: call and iterate, and read or set attributes of its own classes."""
+    """What a program may do with a test's objects: call and iterate, and read or set attributes of its own classes.
+
+    It sets no attribute that the class defines, such as a method.
+    """
     if operation in ("get", "set", "getitem", "setitem", "len", "bool", "str", "repr"):
-        private = rest and isinstance(rest[0], str) and rest[0].startswith("_")
+        name = rest[0] if rest and isinstance(rest[0], str) else ""
+        private = name.startswith("_") or (operation == "set" and hasattr(type(target), name))
         return type(target).__module__ == "__main__" and not private
     return operation in ("call", "iter", "next")
 
@@ -558,56 +765,120 @@ def names_of(code):
     return {*code.co_names}.union(*(names_of(item) for item in code.co_consts if isinstance(item, types.CodeType)))
 
 
-def run_judge(i, libc, job, test, folder, read, ask, pipe):
-    """Confine this process, run the test, with the program's process for its calls. Writes the token if it passes."""
-    # Only this process reads the text of the test. Before it in standard input are those of tests that had no time.
-    number = None
-    while number != i:
-        number, text = receive(job["secrets"])
-    os.write(pipe, b"r")
+def run_test(text, peer, main):
+    """Run a test, with the program's objects for the names that it uses and does not define."""
+    tree = ast.parse(text)
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Assert) and isinstance(last.test, ast.Compare) and isinstance(last.test.left, ast.Call):
+        last.test.left = ast.NamedExpr(ast.Name("_got", ast.Store()), last.test.left)  # for the report
+    code = compile(ast.fix_missing_locations(tree), "<test>", "exec")
+    used = sorted(names_of(code))
+    peer.stops = "StopIteration" in used
+    # In plain Python what a test imports is there for the program, too.
+    imports = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    if imports:
+        with contextlib.suppress(Exception):
+            peer.ask("evaluate", "\n".join(imports), "None")
+    own = [name for name in used if not hasattr(builtins, name)]
+    # A builtin's name is the program's only if nothing else is: a problem may ask for sum(). Exceptions and
+    # __name__, not in lower case or not letters alone, are never the program's.
+    builtin = [name for name in used if hasattr(builtins, name) and name.isalpha() and name.islower()]
+    for names in (own, builtin):
+        offered = peer.ask("names", *names)
+        others = [name for name in names if name in offered and name not in COMPARERS]
+        for name in [name for name in names if name in offered]:  # whatever else it offers
+            value = offered[name]
+            # a module that only the program imports is replaced by ours of that name
+            module = COMPARING.get(name) or (isinstance(value, types.ModuleType) and name)
+            if module:
+                value = importlib.import_module(module)
+            elif name in COMPARERS and others:
+                value = getattr(importlib.import_module(COMPARERS[name]), name)
+            elif type(value) is Remote and name[:1].isupper():
+                vars(value)["_is_class"] = True
+            setattr(main, name, value)
+        if offered:
+            break
+    exec(code, main.__dict__)
+
+
+def run_calls(request, peer, main, write):
+    """Call a function with one input after another: a line for every value; with a check, up to the first wrong one."""
+    function = peer.ask("evaluate", "", request["call"])
+    exec(compile(request["check"], "<check>", "exec"), main.__dict__)
+    for i, form in enumerate(request["inputs"]):
+        value, seconds = peer.ask("timed", function, *unwire(form))
+        line = wire(value, opaque)
+        if request["check"] and not main.right(i, unwire(form), unwire(line, lambda *_: object())):
+            return False
+        write(b"\n" if request["check"] else json.dumps([line, seconds]).encode() + b"\n")
+    return True
+
+
+def run_judge(libc, job, test, folder, read, ask, pipe):
+    """Read the test, confine this process, run it with the program's process for its calls, and write what came out.
+
+    That is what the test gives back, then the test's token and [verdict, what a failed assert got].
+    """
+
+    def write(data):
+        while data:
+            data = data[os.write(pipe, data) :]
+
+    request = receive(job["texts"])  # only this process reads it
+    os.close(job["texts"])
+    write(b"r")
     confine(libc, job, folder, test["mode"])
-    os.write(pipe, begun := os.read(read, 1))
+    write(begun := os.read(read, 1))
     if begun != b"+":  # the program's process could not be confined, and has said why
-        os.write(pipe, os.read(read, 4096))
+        write(os.read(read, 4096))
         return
-    os.write(pipe, loaded := os.read(read, 1))
-    if loaded == b"m":
-        os.write(pipe, b"emory")
-    if loaded != b"=":
-        return
-    peer = Peer(read, ask, permits)
+    loaded = os.read(read, 1)
+    verdict, got = "memory" if loaded == b"m" else "fail", None
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
-        code = compile(text, "<test>", "exec")
-        used = sorted(names_of(code))
-        own = [name for name in used if not hasattr(builtins, name)]
-        # A builtin's name is the program's only if nothing else is: a problem may ask for sum(). Exceptions and
-        # __name__, not in lower case or not letters alone, are never the program's.
-        builtin = [name for name in used if hasattr(builtins, name) and name.isalpha() and name.islower()]
-        for names in (own, builtin):
-            offered = peer.ask("names", *names)
-            for name in [name for name in names if name in offered]:  # whatever else it offers
-                # a module that only the program imports is replaced by ours of that name
-                module = COMPARING.get(name) or (isinstance(offered[name], types.ModuleType) and name)
-                setattr(main, name, importlib.import_module(module) if module else offered[name])
-            if offered:
-                break
-        exec(code, main.__dict__)
-        os.write(pipe, test["token"].encode())
+        if loaded == b"=":
+            write(b"=")
+            if test["mode"] == "stdin":
+                with open(read, "rb") as file:
+                    printed = file.read(test["most"] + 1)
+                exec(compile(request["check"], "<check>", "exec"), main.__dict__)
+                fits = len(printed) <= test["most"]
+                right = not request["check"] or (fits and main.right(printed.decode("utf-8", "replace")))
+                verdict = "output limit" if not fits else "pass" if right else "fail"
+                write(b"" if request["check"] or not fits else printed)
+            else:
+                peer = Peer(read, ask, permits)
+                if test["mode"] == "calls":
+                    verdict = "pass" if run_calls(request, peer, main, write) else "fail"
+                elif test["mode"] == "value":
+                    write(json.dumps(wire(peer.ask("evaluate", request["before"], request["call"]), opaque)).encode())
+                    verdict = "pass"
+                else:
+                    run_test(request["text"], peer, main)
+                    verdict = "pass"
     except MemoryError:
-        os.write(pipe, b"memory")
+        verdict = "memory"
+    except AssertionError:  # the test does not pass
+        if hasattr(main, "_got"):
+            with contextlib.suppress(BaseException):
+                got = reprlib.repr(main._got)[:200]
     except BaseException:
-        return  # the test does not pass
+        pass
+    write(request["token"].encode() + json.dumps([verdict, got]).encode())
 
 
-# ---- the launcher: one confined process, or two, for each test ------------------------------------------------------
+# ---- the template: two confined processes for each test -------------------------------------------------------------
 def receive(fd):
-    """The next message from a pipe: 16 hexadecimal digits of its size, and JSON. Nothing after it is read."""
+    """The next message from a pipe: 16 hexadecimal digits of its size, and JSON; None at its end."""
 
     def read(size):
         text = b""
         while len(text) < size:
-            text += os.read(fd, size - len(text)) or sys.exit("no job")
+            new = os.read(fd, size - len(text))
+            if not new:
+                sys.exit(0 if size == 16 and not text else "whoever started this was killed")
+            text += new
         return text
 
     return json.loads(read(int(read(16), 16)))
@@ -622,11 +893,11 @@ def overfull(folder, megabytes):
     return len(sizes) > 2000 or sum(sizes) > megabytes << 20
 
 
-def follow_test(job, test, pids, pipe, folder, end):
+def follow_test(job, test, pids, pipe, folder):
     """Read what the first of the processes writes until it exits: ("done", "timeout" or "output limit", bytes)."""
     data, closed, next_look = bytearray(), False, 0.0
-    deadline = min(time.monotonic() + 3 * job["timeout_s"], end)
-    limits = [*test.get("limits", []), job["timeout_s"]]  # processor seconds of every call; other tests are one call
+    deadline = time.monotonic() + min(3 * job["timeout_s"], test["left_s"])
+    limits = [*test["limits"], job["timeout_s"]]  # processor seconds of every call; other tests are one call
     call, call_cpu_s, call_begun = -1, 0.0, 0.0  # the call that runs now, and both clocks when it began
     while (now := time.monotonic()) < deadline:
         if now > next_look:
@@ -643,7 +914,7 @@ def follow_test(job, test, pids, pipe, folder, end):
         if closed:  # the process should be gone in a moment
             if os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 return "done", data
-            time.sleep(0.0005)
+            time.sleep(0.0002)
         elif select.select([pipe], [], [], min(0.1, deadline - now))[0]:
             chunk = os.read(pipe, 65536)
             data += chunk
@@ -660,7 +931,10 @@ def spawn(files, function, *args):
         try:
             for below, above in zip([2, *sorted(files)], [*sorted(files), 256], strict=True):
                 os.closerange(below + 1, above)
-            os.dup2(1, 2)
+            null = os.open(os.devnull, os.O_RDWR)  # anew, for flags stay with an open file
+            for file in (0, 1, 2):
+                os.dup2(null, file)
+            os.close(null)
             function(*args)
         except BaseException as error:  # nothing may continue in this process
             os.write(files[-1], repr(error).encode())
@@ -669,12 +943,11 @@ def spawn(files, function, *args):
     return pid
 
 
-def run_confined(libc, job, i, end):
-    """Run test i in a folder and a process of its own, of which nothing is left: the test's line of the report."""
-    test, folder = job["tests"][i], f"{job['folder']}/{i}"
-    job = job | {"timeout_s": test.get("timeout_s", job["timeout_s"])}
+def run_confined(libc, job, test, number):
+    """Run a test in a folder and processes of its own, of which nothing is left: (its row, what it gave back)."""
+    job = job | {"timeout_s": test["timeout_s"]}
+    folder = "/.sandbox" if job["namespaces"] else f"{job['folder']}/{number}"
     if job["namespaces"]:
-        folder = "/.sandbox"
         size = f"size={job['disk_mb']}m,nr_inodes=2k,mode=700".encode()
         check(libc.mount(b"tmpfs", b"/.sandbox", b"tmpfs", 6, size), "tmpfs")
     else:
@@ -682,28 +955,27 @@ def run_confined(libc, job, i, end):
 
     ours, theirs = os.pipe()  # the only way out of the test
     files, args = [ours, theirs], (libc, job, test, folder)
-    if test["mode"] == "judge":
+    if test["mode"] == "status":
+        pids = [spawn([job["texts"], theirs], run_program, *args, None, theirs)]
+    else:
         # The judge asks, the program answers. The program and the clock start when the judge has read its text.
         asked, ask, answers, answer = os.pipe() + os.pipe()
         files += [asked, ask, answers, answer]
-        judge = [job["secrets"], answers, ask, theirs]
-        pids = [spawn(judge, run_judge, i, *args, *judge[1:])]
+        pids = [spawn([job["texts"], answers, ask, theirs], run_judge, *args, answers, ask, theirs)]
         if os.read(ours, 1) != b"r":
             sys.exit("a judge did not start")
-        pids.append(spawn([asked, answer], run_program, *args, asked, answer))
-    else:
-        pids = [spawn([theirs], run_program, *args, None, theirs)]
+        pids.append(spawn([job["texts"], asked, answer], run_program, *args, asked, answer))
     for file in files[1:]:
         os.close(file)
     try:
-        outcome, data = follow_test(job, test, pids, ours, folder, end)
+        outcome, data = follow_test(job, test, pids, ours, folder)
     finally:  # end what still runs, also where the trainer was killed
         os.close(ours)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         ended = [os.wait4(pid, 0) for pid in pids]
 
-    status = os.waitstatus_to_exitcode(ended[0][1])
+    status = os.waitstatus_to_exitcode(ended[-1][1])
     cpu_s = sum(usage.ru_utime + usage.ru_stime for _, _, usage in ended)
     if job["namespaces"]:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -711,10 +983,12 @@ def run_confined(libc, job, i, end):
             while os.waitpid(-1, 0):
                 pass
         check(libc.umount2(b"/.sandbox", 2), "umount")
+    else:
+        importlib.import_module("shutil").rmtree(folder, ignore_errors=True)
     if data[:1] != b"+" and outcome == "done":  # it failed before the program ran: no verdict
         sys.exit(f"a test process could not be confined: {data.decode(errors='replace')}")
-    data, loaded = data[1:].removeprefix(b"="), data[1:2] == b"="
-    return {"outcome": outcome, "data": data.decode("latin-1"), "status": status, "loaded": loaded, "cpu_s": cpu_s}
+    given, loaded = data[1:].removeprefix(b"="), data[1:2] == b"="
+    return {"outcome": outcome, "status": status, "loaded": loaded, "cpu_s": cpu_s, "size": len(given)}, given
 
 
 def orphaned(*_):
@@ -723,12 +997,12 @@ def orphaned(*_):
 
 
 def launch():
-    """Read a job from standard input, close what no test needs, run the tests one by one, report a line for each."""
+    """Read the settings from standard input, confine this process, then run tests as they come and report each."""
     libc = ctypes.CDLL(None, use_errno=True)
     job = receive(0)
-    job["secrets"] = os.dup(0)  # the texts of tests by judge follow; the program's process never has them
+    job["texts"] = os.dup(0)  # a test's text follows its settings, where only the judge reads it; then the program's
     # The report goes to a copy of standard output that no test inherits; what programs print goes nowhere.
-    report, null = open(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
+    report, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
     signal.signal(signal.SIGTERM, orphaned)
@@ -737,29 +1011,34 @@ def launch():
         file.write("1000")  # when memory runs out, the kernel kills this process before the trainer
 
     # Ask the kernel what it offers. Namespaces were tried before, by layers(), in a launcher without tests.
-    landlock = libc.syscall(444, None, 0, 1)
+    landlock, machine = libc.syscall(444, None, 0, 1), os.uname().machine
     job["landlock"] = landlock if landlock >= 3 else 0  # older versions let files be truncated
     refused = libc.prctl(22, 2, None, 0, 0) == -1 and ctypes.get_errno()
-    job["seccomp"] = os.uname().machine in MACHINES and refused == 14  # EFAULT: known, only there was no filter
+    job["seccomp"] = machine in MACHINES and refused == 14  # EFAULT: known, only there was no filter
+    if job["seccomp"]:
+        kinds = ["socketpair"] * job["namespaces"], ["socketpair"] * job["namespaces"] + ["execve"]
+        job["filters"] = [call_filter(machine, more, job["threads"], job["namespaces"]) for more in kinds]
     job["readable"] = [path for path in (sys.base_prefix, *job["packages"], *READABLE) if os.path.exists(path)]
     if job["namespaces"]:
         enter_namespaces(libc, "/proc", job["readable"])  # mounts its root there, where nothing readable lies
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core; no other process may trace this one or its forks
-    print(json.dumps({layer: job[layer] for layer in ("namespaces", "landlock", "seccomp")}), file=report, flush=True)
+    os.write(report, json.dumps({name: job[name] for name in ("namespaces", "landlock", "seccomp")}).encode() + b"\n")
     if not job["allow_unsafe"] and not (job["seccomp"] and (job["namespaces"] or job["landlock"])):
         sys.exit("less than the safe minimum")
 
-    # One test after another, until their time is over or the program does not finish loading.
-    end, hangs = time.monotonic() + job["program_s"], False
+    for name in USUAL.split():
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a fork shares what no collection writes to
     try:
         if job["folder"]:
             os.mkdir(job["folder"], 0o700)
-        for i, test in enumerate(job["tests"]):
-            row = {"outcome": "timeout", "cpu_s": 0.0}
-            if time.monotonic() < end and not hangs:
-                row = run_confined(libc, job, i, end)
-                hangs = row["outcome"] == "timeout" and (test["mode"] == "stdin" or not row["loaded"])
-            print(json.dumps(row), file=report, flush=True)
+        number = 0
+        while True:
+            row, given = run_confined(libc, job, receive(job["texts"]), number := number + 1)
+            line = json.dumps(row).encode() + b"\n" + given
+            while line:
+                line = line[os.write(report, line) :]
     finally:
         if job["folder"]:
             importlib.import_module("shutil").rmtree(job["folder"], ignore_errors=True)
