@@ -145,7 +145,7 @@ def plan(test, program, options):
         head |= {"mode": "stdin", "most": test.most, "cap": test.most + 4096}
         return Plan(head, judge | {"check": test.check}, own | {"input": test.text})
     if isinstance(test, Calls):
-        head |= {"mode": "calls", "limits": test.limits, "timeout_s": test.timeout_s, "cap": test.most + 4096}
+        head |= {"mode": "calls", "limits": test.limits, "timeout_s": test.timeout_s, "cap": test.most + 64}
         inputs = [wire(args, plain) for args in test.inputs]
         return Plan(head, judge | {"call": test.function, "inputs": inputs, "check": test.check}, own)
     if options.parity:

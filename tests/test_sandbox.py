@@ -179,14 +179,14 @@ ATTACKS = {
     "24 deep folders": ("import os\nfor i in range(3000):\n    os.mkdir('d')\n    os.chdir('d')\n" + GOOD, None),
     "24 unreadable folder": ("import os\nos.makedirs('a/b')\nos.umask(0o777)\nos.mkdir('a/b/c')\n" + GOOD, PASS),
     "25 large value": ("def f(x): return ' ' * (256 << 20)", MEMORY),
-    "25 rather large value": ("def f(x): return ' ' * (4 << 20)", OUTPUT),
-    "25 large number": ("def f(x): return 1 << 10**7", OUTPUT),
-    "25 many items": ("def f(x): return [0] * 30_000", OUTPUT),
+    "25 rather large value": ("def f(x): return ' ' * (4 << 20)", FAIL),
+    "25 large number": ("def f(x): return 1 << 10**7", FAIL),
+    "25 many items": ("def f(x): return [0] * 30_000", FAIL),
     "25 deep list": ("x = []\nfor _ in range(10**5): x = [x]\ndef f(_): return x", FAIL),
     "25 list in itself": ("x = []\nx.append(x)\ndef f(_): return x", FAIL),
     "25 endless pipe": (
         "import os\nwhile True:\n    for fd in range(3, 64):\n        try:\n            os.write(fd, b'x' * 60000)\n"
-        "        except OSError:\n            pass", OUTPUT),
+        "        except OSError:\n            pass", FAIL),
     "26 namespaces": (
         "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0\n" + GOOD, FAIL),
     "26 mount": ("import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'/', b'tmpfs', 0, None) == 0\n" + GOOD, FAIL),
@@ -333,15 +333,6 @@ def test_attack(name, closed, layers):
     assert result.rate is not None, result
 
 
-BY_JUDGE = {  # values go to a process beside it, which has the same limits
-    "25 large value": MEMORY,
-    "25 rather large value": FAIL,
-    "25 large number": FAIL,
-    "25 many items": FAIL,
-    "25 endless pipe": FAIL,
-}
-
-
 @pytest.mark.parametrize(
     "mode",
     [
@@ -366,7 +357,7 @@ def test_attacks(mode, closed, layers, monkeypatch):
         monkeypatch.setattr(sandbox, "LAUNCHER", sandbox.LAUNCHER.replace("landlock >= 3", "landlock >= 99"))
     else:
         names = [name for name in ATTACKS if name[:2] in ("14", "15", "16", "17", "18", "19", "20", "25")]
-        tests, differ = BY_LOOP, BY_JUDGE
+        tests = BY_LOOP
     expected = {name: differ.get(name, ATTACKS[name][1]) for name in names}
     for timeout_s in (0.5, 10):  # half a second is little on a busy machine: what came out wrong runs once more
         programs = [closed(ATTACKS[name][0]) for name in names]
@@ -713,11 +704,11 @@ def test_the_filter_of_system_calls_allows_these_and_no_others(machine):
     column = sandbox_inside.MACHINES[machine][0]
     number = {name: row[column] for name, row in (sandbox_inside.ALLOWED | sandbox_inside.MORE).items()}
     allowed = {number[name] for name in sandbox_inside.ALLOWED if name not in sandbox_inside.ARGUMENT} - {None}
-    listed = {"fcntl": (1, (8, 10, 15, 1024, 1026, 1036)), "ioctl": (1, (0x40086602, 0x5412)), "prctl": (0, (22, 4, 36))}
+    listed = {"fcntl": (1, (8, 10, 15, 1024, 1026)), "ioctl": (1, (0x40086602, 0x5412)), "prctl": (0, (22, 4, 36))}
     for threads, tmpfile, more in itertools.product((False, True), (False, True), ((), ("socketpair",), ("execve",))):
         program = sandbox_inside.call_filter(machine, more, threads, tmpfile)
         expected = allowed | {number[name] for name in more if name != "socketpair"}
-        for call in (*range(500), 0x40000000, 0x40000000 + 59, 2**31):
+        for call in (*range(500), 0x40000000, 0x40000000 + 59, -1):
             if call not in (number["fcntl"], number["ioctl"], number["prctl"], number["socketpair"], number["clone"]):
                 assert filtered(program, machine, call) == (allow if call in expected else unknown), call
         for name, (i, wrong) in listed.items():
@@ -744,6 +735,7 @@ def test_numbers_of_system_calls_are_those_of_the_kernel_headers(column):
         pytest.skip("no kernel headers")
     text = Path(HEADERS[column]).read_text()
     numbers = {name: int(n) for name, n in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
+    numbers.setdefault("newfstatat", numbers.get("fstatat"))
     calls = sandbox_inside.ALLOWED | sandbox_inside.MORE
     ours = {name: row[column] for name, row in calls.items() if row[column] is not None}
     assert ours == {name: numbers.get(name) for name in ours}
@@ -754,73 +746,72 @@ def test_numbers_of_system_calls_are_those_of_the_kernel_headers(column):
 
 # ---- verdicts ------------------------------------------------------------------------------------------------------
 
-VERDICTS = [  # program, test, mode, verdict
-    (GOOD, "assert f(1) == 2", "value", "pass"),
-    (GOOD, "assert f(1) == 3", "value", "fail"),
-    (GOOD, "assert 2 == f(1)", "value", "pass"),
-    (GOOD, "assert f(1) == 2, 'message'", "value", "pass"),
-    (GOOD, "assert f(0.5) == 1.5", "value", "pass"),
-    (GOOD, "assert f(1.0) == 2", "value", "pass"),
-    (GOOD, "x = f(1)\nassert x == 2", "judge", "pass"),
-    (GOOD, "import math\nassert math.floor(f(1.5)) == 2", "judge", "pass"),
-    (GOOD, "assert (\n    f(\n        1)\n) == 2", "value", "pass"),
-    (GOOD, "assert f(1) < 3", "judge", "pass"),
-    (GOOD, "assert f(1) > 3", "judge", "fail"),
-    (GOOD, "assert f(1)", "judge", "pass"),
-    (GOOD, "assert abs(f(0.1) - 1.1) < 1e-9", "judge", "pass"),
-    (GOOD, "assert f(1) == 1 + 1 == 2", "judge", "pass"),
-    (GOOD, "f(1)", "judge", "pass"),
-    (GOOD, "f('a')", "judge", "fail"),
-    (GOOD, "assert f(1 == 2", "judge", "fail"),
-    (GOOD, "this is no Python", "judge", "fail"),
-    (GOOD, "assert f('\ud800') == 2", "judge", "fail"),
-    (GOOD, "", "judge", "pass"),
-    (GOOD, "assert f(1) == 2" + " " * 20_000, "judge", "pass"),
-    ("def f(): return None", "assert f() is None", "value", "pass"),
-    ("def f(): return 1", "assert f() is True", "value", "fail"),
-    ("def f(): return 1", "assert f() == True", "value", "pass"),
-    ("def f(): return True", "assert f() is True", "value", "pass"),
-    ("def f(): return 1", "assert f() is 1", "judge", "pass"),
+VERDICTS = [  # program, test, verdict
+    (GOOD, "assert f(1) == 2", "pass"),
+    (GOOD, "assert f(1) == 3", "fail"),
+    (GOOD, "assert 2 == f(1)", "pass"),
+    (GOOD, "assert f(1) == 2, 'message'", "pass"),
+    (GOOD, "assert f(0.5) == 1.5", "pass"),
+    (GOOD, "assert f(1.0) == 2", "pass"),
+    (GOOD, "x = f(1)\nassert x == 2", "pass"),
+    (GOOD, "import math\nassert math.floor(f(1.5)) == 2", "pass"),
+    (GOOD, "assert (\n    f(\n        1)\n) == 2", "pass"),
+    (GOOD, "assert f(1) < 3", "pass"),
+    (GOOD, "assert f(1) > 3", "fail"),
+    (GOOD, "assert f(1)", "pass"),
+    (GOOD, "assert abs(f(0.1) - 1.1) < 1e-9", "pass"),
+    (GOOD, "assert f(1) == 1 + 1 == 2", "pass"),
+    (GOOD, "f(1)", "pass"),
+    (GOOD, "f('a')", "fail"),
+    (GOOD, "assert f(1 == 2", "fail"),
+    (GOOD, "this is no Python", "fail"),
+    (GOOD, "assert f('\ud800') == 2", "fail"),
+    (GOOD, "", "pass"),
+    (GOOD, "assert f(1) == 2" + " " * 20_000, "pass"),
+    ("def f(): return None", "assert f() is None", "pass"),
+    ("def f(): return 1", "assert f() is True", "fail"),
+    ("def f(): return 1", "assert f() == True", "pass"),
+    ("def f(): return True", "assert f() is True", "pass"),
+    ("def f(): return 1", "assert f() is 1", "pass"),
     ("def f(): return (1, [2.5, {'a': {3}}, b'\\xff', 2j])", "assert f() == (1, [2.5, {'a': {3}}, b'\\xff', 2j])",
-     "value", "pass"),
-    ("def f(): return {frozenset({1}): {(2,), None}}", "assert f() == {frozenset({1}): {(2,), None}}", "judge", "pass"),
-    ("def f(): return [1, 2]", "assert f() == (1, 2)", "value", "fail"),
-    ("def f(): return frozenset([1])", "assert f() == {1}", "value", "pass"),
-    ("def f(): return set()", "assert f() == set()", "value", "pass"),
-    ("def f(): return -10**5000", "assert f() == -10**5000", "judge", "pass"),
-    ("def f(): return 7**4000", f"assert f() == {7**4000}", "value", "pass"),
-    ("def f(): return float('nan')", "assert f() == 1.0", "value", "fail"),
-    ("def f(): return float('inf')", "assert f() == 1e999", "value", "pass"),
-    ("def f(): return 'é\\ud800\\0\"'", "assert f() == 'é\\ud800\\0\"'", "value", "pass"),
-    ("def f(): return bytearray(b'a')", "assert f() == b'a'", "value", "pass"),
-    ("import collections\nf = collections.Counter", "assert f('aab') == {'a': 2, 'b': 1}", "value", "pass"),
-    ("import collections\nf = collections.namedtuple('P', 'x y')", "assert f(1, 2) == (1, 2)", "value", "pass"),
-    ("import enum\nclass E(enum.IntEnum):\n    A = 2\ndef f(): return E.A", "assert f() == 2", "value", "pass"),
-    ("import fractions\ndef f(): return fractions.Fraction(2)", "assert f() == 2", "value", "pass"),
-    ("import asyncio\nasync def g(): return 2\ndef f(): return asyncio.run(g())", "assert f() == 2", "value", "pass"),
+     "pass"),
+    ("def f(): return {frozenset({1}): {(2,), None}}", "assert f() == {frozenset({1}): {(2,), None}}", "pass"),
+    ("def f(): return [1, 2]", "assert f() == (1, 2)", "fail"),
+    ("def f(): return frozenset([1])", "assert f() == {1}", "pass"),
+    ("def f(): return set()", "assert f() == set()", "pass"),
+    ("def f(): return -10**5000", "assert f() == -10**5000", "pass"),
+    ("def f(): return 7**4000", f"assert f() == {7**4000}", "pass"),
+    ("def f(): return float('nan')", "assert f() == 1.0", "fail"),
+    ("def f(): return float('inf')", "assert f() == 1e999", "pass"),
+    ("def f(): return 'é\\ud800\\0\"'", "assert f() == 'é\\ud800\\0\"'", "pass"),
+    ("def f(): return bytearray(b'a')", "assert f() == b'a'", "pass"),
+    ("import collections\nf = collections.Counter", "assert f('aab') == {'a': 2, 'b': 1}", "pass"),
+    ("import collections\nf = collections.namedtuple('P', 'x y')", "assert f(1, 2) == (1, 2)", "pass"),
+    ("import enum\nclass E(enum.IntEnum):\n    A = 2\ndef f(): return E.A", "assert f() == 2", "pass"),
+    ("import fractions\ndef f(): return fractions.Fraction(2)", "assert f() == 2", "pass"),
+    ("import asyncio\nasync def g(): return 2\ndef f(): return asyncio.run(g())", "assert f() == 2", "pass"),
     ("def f():\n    with open('x', 'w') as file: file.write('hi')\n    return open('x').read()", "assert f() == 'hi'",
-     "value", "pass"),
+     "pass"),
     ("import tempfile\ndef f():\n    with tempfile.TemporaryFile() as file: return file.write(b'hi')",
-     "assert f() == 2", "value", "pass"),
+     "assert f() == 2", "pass"),
     ("import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: 'int' = 1\ndef f(): return P().x", "assert f() == 1",
-     "value", "pass"),
+     "pass"),
     ("import sys\nsys.setrecursionlimit(10**5)\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)",
-     "assert f(5000) == 5000", "value", "pass"),
-    ("def f(): raise MemoryError", "assert f() == 1", "value", "memory"),
-    ("def f(): return __name__", "assert f() == '__main__'", "value", "pass"),
+     "assert f(5000) == 5000", "pass"),
+    ("def f(): raise MemoryError", "assert f() == 1", "memory"),
+    ("def f(): return __name__", "assert f() == '__main__'", "pass"),
     ("import collections\ndef f():\n    d = collections.defaultdict(list)\n    d[1].append(2)\n    return d",
-     "assert f() == {1: [2]}", "value", "pass"),
-    ("def f(): return [iter([1])]", "assert f() == [1]", "value", "fail"),
+     "assert f() == {1: [2]}", "pass"),
+    ("def f(): return [iter([1])]", "assert f() == [1]", "fail"),
 ]  # fmt: skip
 
 
-def test_verdicts_by_value_and_by_judge(layers):
+def test_verdicts(layers):
     if not layers["namespaces"]:
         pytest.skip("asyncio and folders need namespaces")
-    assert [sandbox.plan(test)[0]["mode"] for _, test, _, _ in VERDICTS] == [mode for _, _, mode, _ in VERDICTS]
     tests = {program: [row[1] for row in VERDICTS if row[0] == program] for program, *_ in VERDICTS}
     for program, result in zip(tests, sandbox.run_tests([*tests], [*tests.values()]), strict=True):
-        expected = [row[3] for row in VERDICTS if row[0] == program]
+        expected = [row[2] for row in VERDICTS if row[0] == program]
         assert result.verdicts == expected, (program, tests[program], result)
 
 
@@ -1163,8 +1154,8 @@ def test_values_of_numpy_compare_as_in_python(layers):
     assert dict(zip(tests, result.verdicts, strict=True)) == tests
 
 
-def test_a_forged_line_is_a_failure_whatever_it_holds():
-    planned, expected = sandbox.plan("assert f() == {1: [2]}")
+def test_a_forged_form_is_refused_whatever_it_holds():
+    """By the judge, which catches whatever is raised; what is no error is no other value than it says."""
     deep = '{"t":[' * 50_000 + "]}" * 50_000
     bad = ["", "{", "[", "null", '{"i": "x"}', '{"i": 3}', '{"z": []}', '{"d": [[[], 1]]}', '{"s": [[]]}', "{}"]
     bad += ['{"f": null}', '{"c": ["1"]}', '{"b": "\\u4e00"}', '{"d": 1}', '{"f": "0x1p999999"}', "1e999", "NaN"]
@@ -1180,17 +1171,16 @@ def test_a_forged_line_is_a_failure_whatever_it_holds():
     bad += ['{"r": ["' + name + '", ' + endless + "]}" for name in ("collections.deque", "collections.Counter")]
     bad += ['{"r": ["builtins.dict_' + name + '", ' + endless + "]}" for name in ("keys", "values", "items")]
     for answer in bad:
-        row = {"outcome": "done", "data": planned["token"] + answer, "status": 0}
-        assert sandbox.verdict(planned, expected, row)[0] == "fail", answer[:40]
-    row["data"] = planned["token"] + '{"d": [[{"i": "1"}, [{"i": "2"}]]]}'
-    assert sandbox.verdict(planned, expected, row) == ("pass", {1: [2]})
+        with contextlib.suppress(Exception):
+            assert sandbox.unwire(json.loads(answer), sandbox.object_of) != {1: [2]}, answer[:40]
+    assert sandbox.unwire(json.loads('{"d": [[{"i": "1"}, [{"i": "2"}]]]}')) == {1: [2]}
 
 
-def test_values_come_back_where_a_test_compares_one(closed):
+def test_what_a_failed_assert_got_comes_back(closed):
     tests = ["assert f(1) == 2", "assert f(2.5) == 0", "assert f(1) > 3", "assert f('a') == 'b'", "assert g(3) == 9"]
     (result,) = sandbox.run_tests([GOOD + "def g(x):\n    return [{x}, None]"], [tests])
     assert result.verdicts == ["pass", "fail", "fail", "fail", "fail"]
-    assert result.values == [2, 3.5, None, None, [{3}, None]]
+    assert result.values == [None, "3.5", "2", None, "[{3}, None]"]
 
 
 COUNTER = """
@@ -1376,18 +1366,14 @@ def test_no_disk_gives_none(closed, layers, tmp_path, monkeypatch):
     assert ("No space left" if mounted else "Permission denied") in result.error
 
 
-@pytest.mark.parametrize("wrote", ["", "print('{', flush=True), "])  # nothing, or half a line of its report
-def test_a_failure_in_the_middle_leaves_the_other_programs_their_rates(closed, monkeypatch, wrote):
-    run = sandbox.run_launcher
-
-    def sometimes(launcher, job, *rest):
-        broken = launcher.replace("\n    launch()", f"\n    {wrote}sys.exit('no luck')")
-        return run(broken if "unlucky" in job["program"] else launcher, job, *rest)
-
-    monkeypatch.setattr(sandbox, "run_launcher", sometimes)
+def test_a_failure_in_the_middle_leaves_the_other_programs_their_rates(closed, monkeypatch):
+    confined = 'write(pipe, b"+")'
+    unlucky = 'write(pipe, b"no luck" if "unlucky" in request["program"] else b"+")'
+    assert sandbox.LAUNCHER.count(confined) == 1
+    monkeypatch.setattr(sandbox, "LAUNCHER", sandbox.LAUNCHER.replace(confined, unlucky))
     results = sandbox.run_tests([GOOD, "unlucky = 1", ""], [VALUE] * 3)
     assert [result.rate for result in results] == [1, None, 0]
-    assert results[1].error == "no luck"
+    assert results[1].error.startswith("a test process could not be confined: no luck")
 
 
 def test_less_than_the_safe_minimum_is_refused_unless_told(closed, monkeypatch):
@@ -1446,7 +1432,7 @@ def test_a_killed_trainer_takes_the_programs_with_it(closed, layers, namespaces,
     if at_once:  # as soon as there is anything to leave behind
         wait_for(lambda: descendants(process.pid) if namespaces else [*folder.glob("sandbox-*")])
     else:
-        wait_for(lambda: len(descendants(process.pid)) == 2 + namespaces)  # the launcher, its process 1, the test
+        wait_for(lambda: len(descendants(process.pid)) == 3 + namespaces)  # the template, its process 1, judge, program
         time.sleep(0.5)
     assert process.poll() is None
     process.kill()
@@ -1459,13 +1445,13 @@ def test_a_killed_trainer_takes_the_programs_with_it(closed, layers, namespaces,
 CUT_SHORT = """
 import fcntl, os, subprocess, sandbox
 found = sandbox.layers() | {{"namespaces": {namespaces}}}
-class Pipe(subprocess.Popen):
-    def communicate(self, request, timeout):
-        fcntl.fcntl(self.stdin, 1031, 1 << 20)  # F_SETPIPE_SZ
-        self.stdin.write(request[:{size}])
-        self.stdin.flush()
-        os.kill(os.getpid(), 9)
-sandbox.layers, subprocess.Popen = lambda: found, Pipe
+def send(self, *messages):
+    request = b"".join(b"%016x" % len(message) + message for message in messages)
+    fcntl.fcntl(self.process.stdin, 1031, 1 << 20)  # F_SETPIPE_SZ
+    self.process.stdin.write(request[:{size}])
+    self.process.stdin.flush()
+    os.kill(os.getpid(), 9)
+sandbox.layers, sandbox.Template.send = lambda: found, send
 sandbox.run_tests(["while True: pass"], [["assert f(1) == 2"]], timeout_s=100, program_s=100)
 """
 
