@@ -498,7 +498,7 @@ class Scorer:
         whole = isinstance(code, Solution) or not (self.record.prompt_first or self.record.ours)
         row = {"task_id": problem.id, "solution" if whole else "completion": code or ""}
         row |= {"sample": number, "protocol": self.protocol}
-        row |= tasks.hidden_verdict(problem, self.expected.get(key), result)
+        row |= tasks.hidden_verdict(problem, result)
         if self.several and not isinstance(problem.cases, tasks.Live):  # its examples are prose
             hidden, public = len(result.verdicts) - len(problem.public + problem.probes), len(problem.public)
             row["public"] = result.verdicts[hidden : hidden + public].count("pass") / max(1, public)

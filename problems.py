@@ -3,7 +3,7 @@
     problems = read_problems(cfg)                                       # {id: Problem}, from a file or a download
     expected = expectations(task, problems, ids, {}, flags)             # {id: expected results}, where tests need them
     tests = hidden_tests(problem, expected.get(id), code, 4.0, record)  # tests of one sample, for sandbox.run_tests
-    row = hidden_verdict(problem, expected.get(id), result)             # "passed", "result", fields of the benchmark
+    row = hidden_verdict(problem, result)                               # "passed", "result", fields of the benchmark
 
 protocols.py asks and cuts the answers; benchmarks.py is the command.
 Sources: HumanEval, arXiv:2107.03374; MBPP, arXiv:2108.07732; HumanEval+ and MBPP+ by the rules of evalplus 0.3.1,
@@ -16,6 +16,7 @@ import builtins
 import contextlib
 import gzip
 import http.client
+import inspect
 import itertools
 import json
 import math
@@ -28,8 +29,6 @@ import urllib.request
 import zlib
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-
-import numpy as np
 
 import protocols
 import sandbox
@@ -377,10 +376,32 @@ MAKERS = {  # task: (function from a row to a Problem, keys that every line of t
 }
 
 
-def plus_tests(problem, limits, most=(1 << 26, 1 << 26)):
-    """The two tests of a sample: the base and the plus inputs. All calls of one share a minute, as in EvalPlus."""
-    sets = zip((problem.cases.base, problem.cases.plus), limits, most, strict=True)
-    return [sandbox.Calls(problem.entry, args, each, min(60.0, sum(each)) + 1, size) for args, each, size in sets]
+def plus_tests(problem, limits, most=(1 << 26, 1 << 26), wanted=(None, None)):
+    """The two tests of a sample: the base and the plus inputs. All calls of one share a minute, as in EvalPlus.
+
+    wanted are the values of the reference solution; without them what the calls return comes back.
+    """
+    entry, cases = problem.entry, problem.cases
+    rules = f"entry, mbpp, atol = {entry!r}, {problem.id.startswith('Mbpp/')}, {cases.atol!r}\n"
+    check = source_of(SETS, NOT_NONE, value_is_right, special, holds_range, floats) + rules + PLUS_RIGHT
+    sets = zip((cases.base, cases.plus), limits, most, wanted, strict=True)
+    return [
+        sandbox.Calls(entry, args, each, min(60.0, sum(each)) + 1, size, "" if values is None else check, values)
+        for args, each, size, values in sets
+    ]
+
+
+PLUS_RIGHT = """def right(i, inputs, value):
+    global atol
+    same, atol = value_is_right(entry, mbpp, atol, inputs, value, data[i])
+    return same
+"""
+
+
+def source_of(sets, not_none, *functions):
+    """The text of functions for a check, which the judge of the sandbox runs."""
+    head = f"import itertools, math\nSETS, NOT_NONE = {sets!r}, {not_none!r}\n"
+    return head + "\n".join(map(inspect.getsource, functions))
 
 
 def plus_expected(problems, keys, flags):
@@ -407,43 +428,35 @@ def expected_of(result, timeout_s):
     return Expected(values, limits, most)
 
 
-def plus_verdict(problem, expected, result):
+def plus_verdict(problem, result):
     """The fields of EvalPlus' results file, and the first input with a wrong result."""
     row = {}
-    for i, name in enumerate(("base", "plus")):
-        inputs, wanted, outcome = problem.cases[i], expected.values[i], result.verdicts[i]
-        values = [value for value, _ in result.values[i] or ()][: len(inputs)]
-        wrong = first_wrong(problem, inputs, values, wanted)
-        late = "timeout" if outcome == "timeout" else "fail"
-        row[f"{name}_status"] = "fail" if wrong is not None else "pass" if outcome == "pass" else late
-        if row[f"{name}_status"] != "pass":
-            row.setdefault("wrong", [name, len(values) if wrong is None else wrong])
+    for name, outcome, number in zip(("base", "plus"), result.verdicts, result.values, strict=False):
+        row[f"{name}_status"] = outcome if outcome in ("pass", "timeout") else "fail"
+        if outcome != "pass":
+            row.setdefault("wrong", [name, number])
     worst = next((s for s in (row["base_status"], row["plus_status"]) if s != "pass"), "passed")
     return {"passed": worst == "passed", "result": worst} | row
 
 
-def first_wrong(problem, inputs, values, wanted):
-    """The index of the first value that is wrong by EvalPlus' rules; None if all are right."""
-    entry, mbpp, atol = problem.entry, problem.id.startswith("Mbpp/"), problem.cases.atol
-    for i, (args, value, want) in enumerate(zip(inputs, values, wanted, strict=False)):
-        try:
-            if entry == "find_zero" and not mbpp:  # any root will do
-                if not abs(sum(factor * math.pow(value, power) for power, factor in enumerate(args[0]))) <= atol:
-                    return i
-                continue
-            same = special(entry, args, value, want, atol) if mbpp else value == want
-            # floats are compared with a tolerance, which then stays for the values that follow
-            if atol == 0 and floats(want):
-                atol = 1e-6
-            if not same and atol:
-                same = type(value) is type(want) and not holds_range(value)  # NumPy would expand a range
-                same = same and np.allclose(value, want, rtol=1e-7, atol=atol)
-                same = same and (not isinstance(want, list | tuple) or len(value) == len(want))
-            if not same:
-                return i
-        except Exception:  # a value that cannot be compared is wrong
-            return i
-    return None
+def value_is_right(entry, mbpp, atol, args, value, want):
+    """(whether a value is right by EvalPlus' rules, the tolerance for the values that follow).
+
+    Runs in the judge of the sandbox, whatever it raises there is a wrong value: with what source_of() sends alone.
+    """
+    if entry == "find_zero" and not mbpp:  # any root will do
+        return abs(sum(factor * math.pow(value, power) for power, factor in enumerate(args[0]))) <= atol, atol
+    same = special(entry, args, value, want, atol) if mbpp else value == want
+    # floats are compared with a tolerance, which then stays for the values that follow
+    if atol == 0 and floats(want):
+        atol = 1e-6
+    if not same and atol:
+        import numpy as np
+
+        same = type(value) is type(want) and not holds_range(value)  # NumPy would expand a range
+        same = same and np.allclose(value, want, rtol=1e-7, atol=atol)
+        same = same and (not isinstance(want, list | tuple) or len(value) == len(want))
+    return bool(same), atol
 
 
 def special(entry, args, value, want, atol):
@@ -471,8 +484,8 @@ def holds_range(value):
 
 
 def floats(value):
-    if isinstance(value, np.ndarray):
-        return value.dtype in (np.float64, np.float32)
+    if type(value).__name__ == "ndarray":
+        return str(value.dtype) in ("float64", "float32")
     items = value if isinstance(value, list | tuple) else [value]
     return bool(items) and all(isinstance(item, float) for item in items)
 
@@ -571,28 +584,22 @@ def text_of_pickle(data):
 def live_tests(problem, cases, code, timeout_s):
     """The tests of a sample: one for each input of a program; a single one for all calls of a function."""
     if not problem.entry:
-        return [sandbox.Stdin(text, 65_536 + 2 * len(output.encode())) for text, output in cases]
+        check = "import contextlib\nfrom decimal import Decimal, InvalidOperation\n" + inspect.getsource(same_lines)
+        right = "def right(printed):\n    return same_lines(printed, {!r})\n"
+        return [sandbox.Stdin(text, 65_536 + 2 * len(out.encode()), check + right.format(out)) for text, out in cases]
     function = f"Solution().{problem.entry}" if "class Solution" in (code or "") else problem.entry
     most = 65_536 + 8 * sum(len(json.dumps(output)) for _, output in cases) + 100 * len(cases)
     limits, inputs = [timeout_s] * len(cases), [args for args, _ in cases]
-    return [sandbox.Calls(function, inputs, limits, (timeout_s + 1) * len(cases) + 5, most)]
+    right = "def right(i, inputs, value):\n    return (list(value) if type(value) is tuple else value) == data[i]\n"
+    wanted = [output for _, output in cases]
+    return [sandbox.Calls(function, inputs, limits, (timeout_s + 1) * len(cases) + 5, most, right, wanted)]
 
 
-def live_verdict(problem, cases, result):
+def live_verdict(problem, result):
     """The first failed test decides."""
-    outcomes, values = result.verdicts, result.values
-    if problem.entry:  # calls that did not return get the outcome of the call that ended the test
-        returned = [list(value) if isinstance(value, tuple) else value for value, _ in values[0] or ()][: len(cases)]
-        missing = len(cases) - len(returned)
-        outcomes = ["pass"] * len(returned) + ["fail" if outcomes[0] == "pass" else outcomes[0]] * missing
-        values = returned + [None] * missing
-    for i, (outcome, value, (_, wanted)) in enumerate(zip(outcomes, values, cases, strict=True)):
-        try:
-            right = outcome == "pass" and bool(value == wanted if problem.entry else same_lines(value, wanted))
-        except Exception:  # a value that cannot be compared is wrong
-            right = False
-        if not right:
-            return {"passed": False, "result": "fail" if outcome == "pass" else outcome, "wrong": ["test", i]}
+    for i, (outcome, value) in enumerate(zip(result.verdicts, result.values, strict=True)):
+        if outcome != "pass":
+            return {"passed": False, "result": outcome, "wrong": ["test", value if problem.entry else i]}
     return {"passed": True, "result": "passed"}
 
 
@@ -611,7 +618,7 @@ def same_lines(printed, wanted):
 
 
 def expectations(task, problems, keys, known, flags):
-    """{key: expected results that hidden_tests and hidden_verdict need, or the reason why there are none}.
+    """{key: expected results that hidden_tests needs, or the reason why there are none}.
 
     known: results of earlier calls. flags: options of the sandbox, with "timeout_s" of a sample.
     """
@@ -627,21 +634,21 @@ def hidden_tests(problem, expected, code, timeout_s, record):
     Other protocols than ours run the first three asserts of MBPP, as their harnesses do.
     """
     if isinstance(problem.cases, Plus):
-        return plus_tests(problem, expected.limits, expected.most)
+        return plus_tests(problem, expected.limits, expected.most, expected.values)
     if isinstance(problem.cases, Live):
         return live_tests(problem, expected, code, timeout_s)
     all_asserts = record.ours or not problem.asked.tests
     return [problem.test if all_asserts else protocols.target(record, problem.asked)]
 
 
-def hidden_verdict(problem, expected, result):
+def hidden_verdict(problem, result):
     """{"passed", "result"} and the fields of the benchmark, from the results of the hidden tests."""
     if not result.verdicts:
         return {"passed": False, "result": "does not fit"}
     if isinstance(problem.cases, Plus):
-        return plus_verdict(problem, expected, result)
+        return plus_verdict(problem, result)
     if isinstance(problem.cases, Live):
-        return live_verdict(problem, expected, result)
+        return live_verdict(problem, result)
     passed = result.verdicts[0] == "pass"
     return {"passed": passed, "result": "passed" if passed else result.verdicts[0]}
 

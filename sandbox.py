@@ -41,7 +41,6 @@ import marshal
 import math
 import os
 import random
-import reprlib
 import runpy
 import secrets
 import select
@@ -55,7 +54,7 @@ import typing
 import urllib.request
 from pathlib import Path
 
-from sandbox_inside import opaque, plain, unwire, wire  # noqa: F401  problems.py measures values with opaque()
+from sandbox_inside import opaque, plain, unwire, wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +106,7 @@ class Calls(typing.NamedTuple):
     timeout_s: float  # processor seconds of all, in place of the option
     most: int = 1 << 26  # bytes that may come back
     check: str = ""
+    data: typing.Any = None  # what the check finds under this name
 
 
 class Stdin(typing.NamedTuple):
@@ -146,8 +146,9 @@ def plan(test, program, options):
         return Plan(head, judge | {"check": test.check}, own | {"input": test.text})
     if isinstance(test, Calls):
         head |= {"mode": "calls", "limits": test.limits, "timeout_s": test.timeout_s, "cap": test.most + 64}
-        inputs = [wire(args, plain) for args in test.inputs]
-        return Plan(head, judge | {"call": test.function, "inputs": inputs, "check": test.check}, own)
+        inputs, data = [wire(args, plain) for args in test.inputs], wire(test.data, opaque)
+        asked = {"call": test.function, "inputs": inputs, "check": test.check, "data": data}
+        return Plan(head, judge | asked, own)
     if options.parity:
         return Plan(head | {"mode": "status"}, None, {"program": f"{program}\n{test}"})
     if isinstance(test, Probe):
@@ -350,6 +351,7 @@ class E2B:
     def __init__(self, options):
         self.url, self.seconds = options.e2b_router_url, int(options.program_s) + 30
         self.settings = dataclasses.asdict(options)
+        self.sources = {each.__name__: inspect.getsource(each) for each in (compiled, Template)}
         self.mine, self.all = threading.local(), []  # the sandbox of each thread; those of all threads
         self.closed = threading.Event()
         if not self.url:
@@ -359,8 +361,7 @@ class E2B:
             self.sdk, self.lost = sdk, (sdk.SandboxException, httpx.HTTPError)
 
     def __call__(self, tests):
-        sources = {each.__name__: inspect.getsource(each) for each in (compiled, Template)}
-        script = REMOTE.format(boot=BOOT, launcher=LAUNCHER, job=json.dumps([self.settings, tests]), **sources)
+        script = REMOTE.format(boot=BOOT, launcher=LAUNCHER, job=json.dumps([self.settings, tests]), **self.sources)
         output = self.routed(script) if self.url else self.direct(script)
         try:
             rows, complaint = json.loads(output.strip().splitlines()[-1])
@@ -624,10 +625,7 @@ def main(program: Path, /, tests: Path, options: Options = Options()):
     if result.rate is None:
         return 2
     for outcome, value, case in zip(result.verdicts, result.values, cases, strict=True):
-        got = ""
-        if outcome == "fail" and value is not None:
-            with contextlib.suppress(ValueError):  # an integer too long to print
-                got = f"    # got {reprlib.repr(value)}"
+        got = f"    # got {value}" if outcome == "fail" and value is not None else ""
         print(f"{outcome:12} {case.splitlines()[0]}{got}")
     print(f"{result.verdicts.count('pass')} of {len(cases)} passed")
     return 0 if result.rate == 1 else 1

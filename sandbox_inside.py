@@ -452,8 +452,8 @@ class Peer:
     A message is a line of JSON: [kind, content, containers that changed, containers to forget]. Its content is
     [operation, arguments, options] of an "ask", the value of a "got", or the exception of a "raised". Data is copied,
     and lists and the like are kept equal at both ends as long as both use them; any other object travels as the number
-    that its own side gave it. permits(operation, target, ...) is set at the judge's end: the program may ask about objects
-    that it was given, and no others, and name types but no functions, or it could name exec.
+    that its own side gave it. permits(operation, target, ...) is set at the judge's end: the program may ask about
+    objects that it was given, and no others, and name types but no functions, or it could name exec.
     """
 
     def __init__(self, read, write, permits=None):
@@ -691,8 +691,11 @@ def run_program(libc, job, test, folder, read, pipe):
         return function(*args), clock() - begun
 
     try:
-        with contextlib.suppress(SystemExit):  # at the end of a main block
+        try:
             exec(compile(request["program"], "<program>", "exec"), main.__dict__)
+        except SystemExit as end:
+            if end.code:  # 0 and None: the end of a main block
+                leave(1)
         write(pipe, b"=")
         OPERATIONS["names"] = lambda *names: {n: main.__dict__[n] for n in names if n in main.__dict__}
         OPERATIONS.update(evaluate=evaluate, timed=timed)
@@ -805,6 +808,7 @@ def run_test(text, peer, main):
 def run_calls(request, peer, main, write):
     """Call a function with one input after another: a line for every value; with a check, up to the first wrong one."""
     function = peer.ask("evaluate", "", request["call"])
+    main.data = unwire(request["data"], lambda *_: object())
     exec(compile(request["check"], "<check>", "exec"), main.__dict__)
     for i, form in enumerate(request["inputs"]):
         value, seconds = peer.ask("timed", function, *unwire(form))

@@ -188,12 +188,14 @@ def ours(cfg, found):
     expected = tasks.plus_expected(plus, [*plus], {"workers": cfg.workers, "timeout_s": timeout_s})
     chosen = [i for i, (row, _, _) in enumerate(found) if row["task_id"] in plus]
     known = {i: expected[found[i][0]["task_id"]] for i in chosen}
-    calls = [tasks.plus_tests(plus[found[i][0]["task_id"]], known[i].limits, known[i].most) for i in chosen]
+    calls = [
+        tasks.plus_tests(plus[found[i][0]["task_id"]], known[i].limits, known[i].most, known[i].values) for i in chosen
+    ]
     limits |= {"program_s": 400.0, "memory_mb": 4096}
     results = sandbox.run_tests([found[i][2] for i in chosen], calls, **limits)
     by_inputs = [None] * len(found)
     for i, result in zip(chosen, results, strict=True):
-        by_inputs[i] = tasks.plus_verdict(plus[found[i][0]["task_id"]], known[i], result)["result"]
+        by_inputs[i] = tasks.plus_verdict(plus[found[i][0]["task_id"]], result)["result"]
     return [r.verdicts[0].replace("pass", "passed") for r in by_test], by_inputs, rows
 
 

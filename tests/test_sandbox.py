@@ -1678,17 +1678,19 @@ def test_repetition_counts_distinct_ngrams():
 
 
 def test_rewards_are_none_where_the_sandbox_failed(closed, monkeypatch):
-    run = sandbox.run_launcher
+    run, unlucky = sandbox.Template.run, "unlucky"
 
-    def fails(launcher, job, *rest):
-        return ([], "no luck") if "unlucky" in job["program"] else run(launcher, job, *rest)
+    def fails(template, tests, program_s):
+        if unlucky in tests[0].program["program"]:
+            raise sandbox.SandboxError("no luck")
+        return run(template, tests, program_s)
 
-    monkeypatch.setattr(sandbox, "run_launcher", fails)
+    monkeypatch.setattr(sandbox.Template, "run", fails)
     completions = [fenced(GOOD), fenced("unlucky = 1\n"), "prose", fenced("def")]
     rows = [{"test_cases": VALUE}] * 4
     assert sandbox.code(completions, rows) == [1, None, 0, 0]
     assert sandbox.binary_code(completions, rows) == [1, None, 0, 0]
-    monkeypatch.setattr(sandbox, "run_launcher", lambda *args: ([], "no luck"))
+    unlucky = ""
     assert sandbox.code_format(completions, rows) == [None, None, 0, None]
     assert sandbox.code(completions, rows) == [None, None, 0, None]
     assert sandbox.syntax(completions, rows) == [None] * 4
