@@ -221,7 +221,7 @@ class Template:
         command = [sys.executable, "-IBS", "-c", BOOT]
         self.process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
         spawned(self)
-        self.waiting = b""  # of its report, what was not asked for yet
+        self.waiting = bytearray()  # of its report, what was not asked for yet
         self.send(compiled(launcher), json.dumps(settings | {"folder": self.folder}).encode())
         self.found = json.loads(self.read(None, 60))
 
@@ -243,7 +243,8 @@ class Template:
                 raise SandboxError(self.complaint())
             self.waiting += new
         size = self.waiting.index(b"\n") + 1 if size is None else size
-        found, self.waiting = self.waiting[:size], self.waiting[size:]
+        found = bytes(self.waiting[:size])
+        del self.waiting[:size]
         return found
 
     def complaint(self):
