@@ -109,37 +109,29 @@ def restrict_files(libc, job, writable):
 
 
 # ---- seccomp -------------------------------------------------------------------------------------------------------
-# The system calls that a program may make, with their numbers on (x86-64, aarch64): what Python, NumPy and pandas need.
-# fmt: off
-ALLOWED = {
-    "read": (0, 63), "write": (1, 64), "open": (2, None), "close": (3, 57), "stat": (4, None), "fstat": (5, 80),
-    "lstat": (6, None), "poll": (7, None), "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226),
-    "munmap": (11, 215), "brk": (12, 214), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139), "ioctl": (16, 29), "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65),
-    "writev": (20, 66), "access": (21, None), "pipe": (22, None), "select": (23, None), "sched_yield": (24, 124),
-    "mremap": (25, 216), "madvise": (28, 233), "dup": (32, 23), "dup2": (33, None), "pause": (34, None),
-    "nanosleep": (35, 101), "getitimer": (36, 102), "alarm": (37, None), "setitimer": (38, 103), "getpid": (39, 172),
-    "sendfile": (40, 71), "sendto": (44, 206), "recvfrom": (45, 207), "shutdown": (48, 210), "exit": (60, 93),
-    "wait4": (61, 260), "uname": (63, 160), "fcntl": (72, 25), "fsync": (74, 82), "fdatasync": (75, 83),
-    "truncate": (76, 45), "ftruncate": (77, 46), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50),
-    "rename": (82, None), "mkdir": (83, None), "rmdir": (84, None), "creat": (85, None), "unlink": (87, None),
-    "symlink": (88, None), "readlink": (89, None), "umask": (95, 166), "gettimeofday": (96, 169),
-    "getrlimit": (97, 163), "getrusage": (98, 165), "sysinfo": (99, 179), "times": (100, 153), "getuid": (102, 174),
-    "getgid": (104, 176), "geteuid": (107, 175), "getegid": (108, 177), "getppid": (110, 173), "getpgrp": (111, None),
-    "getgroups": (115, 158), "getpgid": (121, 155), "getsid": (124, 156), "rt_sigpending": (127, 136),
-    "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "statfs": (137, 43),
-    "fstatfs": (138, 44), "prctl": (157, 167), "arch_prctl": (158, None), "gettid": (186, 178), "getxattr": (191, 8),
-    "lgetxattr": (192, 9), "fgetxattr": (193, 10), "listxattr": (194, 11), "llistxattr": (195, 12),
-    "flistxattr": (196, 13), "time": (201, None), "futex": (202, 98), "sched_getaffinity": (204, 123),
-    "getdents64": (217, 61), "set_tid_address": (218, 96), "clock_gettime": (228, 113), "clock_getres": (229, 114),
-    "clock_nanosleep": (230, 115), "exit_group": (231, 94), "epoll_wait": (232, None), "epoll_ctl": (233, 21),
-    "waitid": (247, 95), "openat": (257, 56), "mkdirat": (258, 34), "newfstatat": (262, 79), "unlinkat": (263, 35),
-    "renameat": (264, 38), "symlinkat": (266, 36), "readlinkat": (267, 78), "faccessat": (269, 48),
-    "pselect6": (270, 72), "ppoll": (271, 73), "set_robust_list": (273, 99), "epoll_pwait": (281, 22),
-    "fallocate": (285, 47), "eventfd2": (290, 19), "epoll_create1": (291, 20), "dup3": (292, 24), "pipe2": (293, 59),
-    "preadv": (295, 69), "pwritev": (296, 70), "getcpu": (309, 168), "renameat2": (316, 276), "getrandom": (318, 278),
-    "membarrier": (324, 283), "copy_file_range": (326, 285), "statx": (332, 291), "rseq": (334, 293),
-}
+# The system calls that a program may make, with their numbers on x86-64 and aarch64: what Python, NumPy and pandas need.
+CALLS = """
+read 0 63, write 1 64, open 2 -, close 3 57, stat 4 -, fstat 5 80, lstat 6 -, poll 7 -, lseek 8 62, mmap 9 222,
+mprotect 10 226, munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139,
+ioctl 16 29, pread64 17 67, pwrite64 18 68, readv 19 65, writev 20 66, access 21 -, pipe 22 -, select 23 -,
+sched_yield 24 124, mremap 25 216, madvise 28 233, dup 32 23, dup2 33 -, pause 34 -, nanosleep 35 101,
+getitimer 36 102, alarm 37 -, setitimer 38 103, getpid 39 172, sendfile 40 71, sendto 44 206, recvfrom 45 207,
+shutdown 48 210, exit 60 93, wait4 61 260, uname 63 160, fcntl 72 25, fsync 74 82, fdatasync 75 83, truncate 76 45,
+ftruncate 77 46, getcwd 79 17, chdir 80 49, fchdir 81 50, rename 82 -, mkdir 83 -, rmdir 84 -, creat 85 -,
+unlink 87 -, symlink 88 -, readlink 89 -, umask 95 166, gettimeofday 96 169, getrlimit 97 163, getrusage 98 165,
+sysinfo 99 179, times 100 153, getuid 102 174, getgid 104 176, geteuid 107 175, getegid 108 177, getppid 110 173,
+getpgrp 111 -, getgroups 115 158, getpgid 121 155, getsid 124 156, rt_sigpending 127 136, rt_sigtimedwait 128 137,
+rt_sigsuspend 130 133, sigaltstack 131 132, statfs 137 43, fstatfs 138 44, prctl 157 167, arch_prctl 158 -,
+gettid 186 178, getxattr 191 8, lgetxattr 192 9, fgetxattr 193 10, listxattr 194 11, llistxattr 195 12,
+flistxattr 196 13, time 201 -, futex 202 98, sched_getaffinity 204 123, getdents64 217 61, set_tid_address 218 96,
+clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, exit_group 231 94, epoll_wait 232 -,
+epoll_ctl 233 21, waitid 247 95, openat 257 56, mkdirat 258 34, newfstatat 262 79, unlinkat 263 35, renameat 264 38,
+symlinkat 266 36, readlinkat 267 78, faccessat 269 48, pselect6 270 72, ppoll 271 73, set_robust_list 273 99,
+epoll_pwait 281 22, fallocate 285 47, eventfd2 290 19, epoll_create1 291 20, dup3 292 24, pipe2 293 59,
+preadv 295 69, pwritev 296 70, getcpu 309 168, renameat2 316 276, getrandom 318 278, membarrier 324 283,
+copy_file_range 326 285, statx 332 291, rseq 334 293
+"""
+ALLOWED = {name: (int(x), None if a == "-" else int(a)) for name, x, a in map(str.split, CALLS.split(","))}
 # Of these only with one of these values as the argument of this number.
 ARGUMENT = {
     "fcntl": (1, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)),  # F_DUPFD .. F_SETLKW, F_OFD_*, a pipe's size
@@ -148,7 +140,6 @@ ARGUMENT = {
     "socketpair": (0, (1,)),  # AF_UNIX, which asyncio needs; harmless where it reaches nothing
 }
 MORE = {"socketpair": (53, 199), "execve": (59, 221), "clone": (56, 220)}
-# fmt: on
 MACHINES = {"x86_64": (0, 0xC000003E, 126), "aarch64": (1, 0xC00000B7, 91)}  # column, audit, capset
 ENOSYS, ALLOW = 0x50026, 0x7FFF0000
 
