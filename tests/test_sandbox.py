@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -1499,6 +1500,617 @@ def test_a_trainer_killed_at_any_moment(closed, layers, namespaces):
             assert gone(children() - before - {trainers.pid}), i
             assert not [*Path(tempfile.gettempdir()).iterdir()], i
             print(file=trainers.stdin, flush=True)
+
+
+# ---- what honest programs do, and what hostile values try: a program, a line of two dashes, a test ------------------
+
+VECTOR = r"""
+import functools
+@functools.total_ordering
+class V:
+    def __init__(self, x, y=0): self.x, self.y = x, y
+    def __add__(self, o): return V(self.x + (o.x if isinstance(o, V) else o), self.y)
+    __radd__ = __add__
+    def __mul__(self, k): return V(self.x * k, self.y * k)
+    __rmul__ = __mul__
+    def __iadd__(self, o): self.x += o.x if isinstance(o, V) else o; return self
+    def __neg__(self): return V(-self.x, -self.y)
+    def __invert__(self): return V(self.y, self.x)
+    def __eq__(self, o): return isinstance(o, V) and (self.x, self.y) == (o.x, o.y)
+    def __lt__(self, o): return self.x < o.x
+    def __hash__(self): return hash((self.x, self.y))
+    def __contains__(self, k): return k in (self.x, self.y)
+    def __reversed__(self): return iter([self.y, self.x])
+    def __divmod__(self, k): return divmod(self.x, k)
+    def __index__(self): return self.x
+    def __format__(self, spec): return f'<{self.x}{spec}>'
+    def __iter__(self): return iter((self.x, self.y))
+    def __len__(self): return 2
+    def __getitem__(self, i): return (self.x, self.y)[i]
+"""
+AS_IN_PLAIN_PYTHON = r"""
+import sys
+def f(x): return x + 1
+if __name__ == '__main__':
+    print(f(1))
+    sys.exit(0)
+--
+assert f(1) == 2
+====
+import sys
+def f(x): return x + 1
+def main(): return 0
+if __name__ == '__main__':
+    sys.exit(main())
+--
+assert f(1) == 2
+====
+import sys
+def f(x): return x + 1
+def main(): pass
+if __name__ == '__main__':
+    sys.exit(main())
+--
+assert f(1) == 2
+====
+import unittest
+def f(x): return x + 1
+class T(unittest.TestCase):
+    def test(self): self.assertEqual(f(1), 2)
+if __name__ == '__main__':
+    unittest.main()
+--
+assert f(1) == 2
+====
+import json
+def f(s): return json.loads(s)
+--
+import json
+try:
+    f('{')
+except json.JSONDecodeError as e:
+    assert e.pos == 1 and e.doc == '{'
+else:
+    assert False
+====
+import queue
+def f(): queue.Queue().get_nowait()
+--
+import queue
+try:
+    f()
+except queue.Empty: pass
+else: assert False
+====
+import re
+def f(s): return re.compile(s)
+--
+import re
+try:
+    f('(')
+except re.error as e: assert 'missing )' in str(e)
+else: assert False
+====
+import struct
+def f(): struct.unpack('i', b'')
+--
+import struct
+try:
+    f()
+except struct.error: pass
+else: assert False
+====
+import dataclasses
+@dataclasses.dataclass(frozen=True)
+class P:
+    x: int
+--
+import dataclasses
+p = P(1)
+try:
+    p.x = 2
+except dataclasses.FrozenInstanceError: pass
+else: assert False
+assert p == P(1) and len({P(1), P(1), P(2)}) == 2 and {P(1): 5}[P(1)] == 5
+====
+from decimal import Decimal
+def f(): return Decimal('x')
+--
+import decimal
+try:
+    f()
+except decimal.InvalidOperation: pass
+else: assert False
+====
+import statistics
+def f(): return statistics.mean([])
+--
+import statistics
+try:
+    f()
+except statistics.StatisticsError: pass
+else: assert False
+====
+import binascii
+def f(): return binascii.unhexlify('x')
+--
+import binascii
+try:
+    f()
+except binascii.Error: pass
+else: assert False
+====
+import numpy as np
+def f(): return np.linalg.inv(np.zeros((2, 2)))
+--
+import numpy as np
+try:
+    f()
+except np.linalg.LinAlgError: pass
+else: assert False
+====
+def f(): return b'\xff'.decode()
+--
+try:
+    f()
+except UnicodeDecodeError as e: assert e.start == 0 and e.encoding == 'utf-8'
+else: assert False
+====
+def f(): raise ExceptionGroup('g', [ValueError(1), KeyError('k')])
+--
+try:
+    f()
+except* ValueError as g: assert g.exceptions[0].args == (1,)
+except* KeyError: pass
+else: assert False
+====
+def f(): raise ValueError('a', 3)
+--
+try:
+    f()
+except ValueError as e: assert e.args == ('a', 3)
+else: assert False
+====
+def f(): return {}['k']
+--
+try:
+    f()
+except KeyError as e: assert str(e) == "'k'" and e.args == ('k',)
+else: assert False
+====
+import errno, os
+def f(): raise OSError(errno.ENOENT, 'no')
+--
+import errno
+try:
+    f()
+except FileNotFoundError as e: assert e.errno == errno.ENOENT and e.strerror == 'no'
+else: assert False
+====
+class E(Exception):
+    def __init__(self, code, why):
+        super().__init__(f'{code}: {why}')
+        self.code = code
+def f(): raise E(7, 'x')
+--
+try:
+    f()
+except E as e: assert e.code == 7 and str(e) == '7: x'
+else: assert False
+====
+def f():
+    yield 1
+--
+g = f()
+assert next(g) == 1
+try:
+    next(g)
+except StopIteration: pass
+else: assert False
+====
+def f(): raise StopIteration(5)
+--
+try:
+    f()
+except StopIteration as e: assert e.value == 5
+else: assert False
+====
+import sys
+def f(): sys.exit(3)
+--
+try:
+    f()
+except SystemExit as e: assert e.code == 3
+else: assert False
+====
+VECTOR
+--
+v = V(2, 3)
+assert v * 3 == V(6, 9) and 3 * v == V(6, 9) and v + 1 == V(3, 3) and 1 + v == V(3, 3)
+====
+VECTOR
+--
+v = w = V(2, 3)
+v += 1
+assert v is w and w.x == 3
+v += V(1)
+assert w.x == 4
+====
+VECTOR
+--
+v = V(2, 3)
+assert -v == V(-2, -3) and ~v == V(3, 2) and 3 in v and 4 not in v and list(reversed(v)) == [3, 2]
+====
+VECTOR
+--
+v = V(7, 3)
+assert divmod(v, 2) == (3, 1) and [0] * 8 and 'abcdefgh'[v] == 'h' and f'{v:!}' == '<7!>'
+====
+VECTOR
+--
+assert {V(1, 2), V(1, 2), V(2)} == {V(2), V(1, 2)} and {V(1): 'a'}[V(1)] == 'a' and V(1) in [V(1)]
+====
+VECTOR
+--
+assert sorted([V(3), V(1)])[0] == V(1) and max(V(1), V(5)).x == 5 and sum([V(1), V(2)], V(0)) == V(3) and V(1) < V(2)
+====
+def f(xs=None): xs.append(1)
+--
+a = [0]
+f(xs=a)
+assert a == [0, 1]
+====
+def f(xs): xs.sort()
+--
+a = [3, 1, 2]
+b = a
+f(a)
+assert b == [1, 2, 3] and b is a
+====
+def f(g): g[0].append(9)
+--
+row = [1]
+g = [row, [2]]
+f(g)
+assert row == [1, 9] and g == [[1, 9], [2]]
+====
+def f(d): d.appendleft(0); d.pop()
+--
+from collections import deque
+d = deque([1, 2], maxlen=5)
+f(d)
+assert list(d) == [0, 1] and d.maxlen == 5
+====
+def f(a): a *= 2
+--
+import numpy as np
+a = np.arange(3)
+b = a
+f(a)
+assert b.tolist() == [0, 2, 4]
+====
+class Box:
+    def __init__(self, xs): self.xs = xs
+    def sort(self): self.xs.sort()
+--
+xs = [3, 1]
+b = Box(xs)
+b.sort()
+assert xs == [1, 3]
+xs.append(0)
+assert b.xs == [1, 3, 0]
+b.xs.append(7)
+assert xs == [1, 3, 0, 7] and b.xs == xs
+====
+def f(a, b):
+    a.append(1)
+    return a is b, b
+--
+x = []
+assert f(x, x) == (True, [1]) and x == [1]
+====
+def f(d): d['k'] = d.pop('j'); d.setdefault('s', set()).add(1)
+--
+d = {'j': 2}
+f(d)
+assert d == {'k': 2, 's': {1}}
+====
+from collections import Counter, OrderedDict, defaultdict
+def f(c, o, d):
+    c['a'] += 1
+    o.move_to_end('x')
+    d['n'].append(1)
+--
+from collections import Counter, OrderedDict, defaultdict
+c, o, d = Counter('ab'), OrderedDict(x=1, y=2), defaultdict(list)
+f(c, o, d)
+assert c == {'a': 2, 'b': 1} and list(o) == ['y', 'x'] and d == {'n': [1]}
+====
+class LRUCache(dict):
+    def get(self, k): return super().get(k, -1)
+    def put(self, k, v): self[k] = v
+--
+c = LRUCache()
+c.put(1, 2)
+assert c.get(1) == 2 and c.get(9) == -1 and len(c) == 1
+====
+def f(r): return math.pi * r
+--
+import math
+assert math.isclose(f(2), 2 * math.pi)
+====
+def f(x): return x * 1.0000000001
+from math import isclose
+--
+assert isclose(f(2.0), 2.0, rel_tol=1e-6)
+"""
+HOSTILE = r"""
+def f(t):
+    try: t.check = lambda *a: True
+    except Exception: pass
+    return 0
+--
+class T:
+    def __init__(self): self.seen = []
+    def check(self, x): return x == 42
+t = T()
+f(t)
+assert t.check(f(1))
+====
+def f(t):
+    try: type(t).check = lambda *a: True
+    except Exception: pass
+    return 0
+--
+class T:
+    def __init__(self): self.seen = []
+    def check(self, x): return x == 42
+t = T()
+f(t)
+assert t.check(f(1))
+====
+def f(t):
+    try: t.__class__ = object
+    except Exception: pass
+    return 0
+--
+class T:
+    def __init__(self): self.seen = []
+    def check(self, x): return x == 42
+t = T()
+f(t)
+assert t.check(f(1))
+====
+isclose = lambda *a, **k: True
+def f(x): return 0
+--
+assert isclose(f(2), 4.0)
+====
+allclose = lambda *a, **k: True
+def f(x): return 0
+--
+assert allclose(f(2), 4.0)
+====
+def approx(x):
+    class A:
+        def __eq__(s, o): return True
+    return A()
+def f(x): return 0
+--
+assert f(2) == approx(4.0)
+====
+class S(str):
+    def startswith(self, *a): return True
+    def __len__(self): return 5
+    def __contains__(self, x): return True
+    def __getitem__(self, i): return 'a'
+def f(x): return S('zz')
+--
+assert f(1).startswith('abc')
+====
+class S(str):
+    def __len__(self): return 5
+def f(x): return S('zz')
+--
+assert len(f(1)) == 5
+====
+class S(str):
+    def __contains__(self, x): return True
+def f(x): return S('zz')
+--
+assert 'q' in f(1)
+====
+class S(str):
+    def __getitem__(self, i): return 'q'
+def f(x): return S('zz')
+--
+assert f(1)[0] == 'q'
+====
+class S(str):
+    def __iter__(self): return iter('abc')
+def f(x): return S('zz')
+--
+assert list(f(1)) == ['a', 'b', 'c']
+====
+class L(list):
+    def count(self, x): return 3
+    def index(self, x): return 0
+    def copy(self): return [1]
+def f(x): return L([5])
+--
+assert f(1).count(4) == 3 or f(1).index(9) == 0
+====
+class A:
+    def __sub__(s, o): return 0.0
+    def __abs__(s): return 0.0
+def f(x): return A()
+--
+assert abs(f(2) - 3.7) < 1e-6
+====
+class A:
+    def __sub__(s, o): return 0.0
+    __rsub__ = __truediv__ = __add__ = __mul__ = __mod__ = __sub__
+    def __abs__(s): return 0.0
+def f(x): return A()
+--
+assert abs(3.7 - f(2)) < 1e-6 or abs(f(2) + 3.0) < 1e-6 or abs(f(2) / 3 - 1) < 1e-6 or f(2) * 3 == 0
+====
+class f:
+    def __init__(s, x): pass
+    def __add__(s, o): return 0.0
+    __radd__ = __mul__ = __add__
+    def __contains__(s, x): return True
+--
+assert abs(f(2) + 3.0) < 1e-6 or 5 in f(2)
+====
+def f(x): raise StopIteration
+--
+for got, want in zip(map(f, [1, 2]), [2, 3]):
+    assert got == want
+====
+def f(x): raise StopIteration
+--
+assert all(f(x) == x + 1 for x in [1, 2])
+====
+import unittest
+def f(x): raise unittest.SkipTest('no')
+--
+import unittest
+class T(unittest.TestCase):
+    def test(self): self.assertEqual(f(1), 2)
+r = unittest.TestResult()
+unittest.defaultTestLoader.loadTestsFromTestCase(T).run(r)
+assert r.wasSuccessful()
+====
+class SkipTest(Exception): pass
+SkipTest.__module__ = 'unittest.case'
+def f(x): raise SkipTest('no')
+--
+import unittest
+class T(unittest.TestCase):
+    def test(self): self.assertEqual(f(1), 2)
+r = unittest.TestResult()
+unittest.defaultTestLoader.loadTestsFromTestCase(T).run(r)
+assert r.wasSuccessful()
+====
+import asyncio
+async def f(x): raise asyncio.CancelledError
+--
+import asyncio
+async def main():
+    task = asyncio.ensure_future(f(1))
+    try: await asyncio.wait_for(task, 1)
+    except asyncio.CancelledError: return 'done'
+assert asyncio.run(main()) == 'done'
+====
+class numpy: pass
+class ndarray:
+    class dtype:
+        str = ','
+        kind = 'f'
+    shape = (1,)
+    def tobytes(s): return b'1234'
+ndarray.__module__ = 'numpy'
+def f(x): return ndarray()
+--
+assert f(1) == 2
+====
+from decimal import Decimal
+from fractions import Fraction
+class F:
+    numerator = Decimal('1e300000000')
+    denominator = 1
+F.__module__, F.__qualname__ = 'fractions', 'Fraction'
+def f(x): return F()
+--
+assert f(1) == 2
+====
+M = (1 << 61) - 1
+def f(x): return {i * M for i in range(1, 40001)}
+--
+assert f(1) == 2
+====
+def f(x): return [[[[0] * 1000] * 1000] * 1000]
+--
+assert f(1) == 2
+====
+xs = []
+def f(a):
+    xs.append(a)
+    a.clear(); a.extend([1, 2, 3])
+    return 0
+--
+want = [4, 5]
+f([1])
+assert f([2]) == want
+====
+def f(x):
+    raise AssertionError
+--
+try:
+    f(1)
+except Exception as e:
+    raise
+assert f(1) == 2
+====
+class E(AssertionError): pass
+def f(x): return 0
+--
+try:
+    assert f(1) == 2
+except E: pass
+====
+def f(x): return 0
+E = Exception
+--
+try:
+    assert f(1) == 2
+except E: pass
+"""
+
+
+def cases_in(text):
+    pairs = (case.strip("\n").split("\n--\n") for case in text.split("\n====\n"))
+    return [(VECTOR if program == "VECTOR" else program, test) for program, test in pairs]
+
+
+PLAIN = """
+import json, sys, types
+program, test = json.load(sys.stdin)
+main = sys.modules["__main__"] = types.ModuleType("__main__")
+try:
+    exec(program, main.__dict__)
+except SystemExit as end:
+    assert not end.code
+exec(test, main.__dict__)
+"""
+
+
+def test_honest_programs_pass_as_in_plain_python(layers):
+    if not layers["namespaces"]:
+        pytest.skip("asyncio and folders need namespaces")
+    programs, tests = zip(*cases_in(AS_IN_PLAIN_PYTHON), strict=True)
+    for program, test, result in zip(programs, tests, sandbox.run_tests(programs, [[t] for t in tests]), strict=True):
+        assert result.verdicts == ["pass"], (program, test, result)
+        pair = json.dumps([program, test])
+        plain = subprocess.run([sys.executable, "-c", PLAIN], input=pair, text=True, capture_output=True)
+        assert plain.returncode == 0, (program, test, plain.stderr)
+
+
+def test_no_value_forges_a_verdict_or_holds_up_the_trainer(layers):
+    for program, test in cases_in(HOSTILE):
+        started = time.monotonic()
+        (result,) = sandbox.run_tests([program], [[test]], timeout_s=2)
+        assert result.rate == 0, (program, test, result)
+        assert time.monotonic() - started < 8, (program, test)  # the limit on the clock is three times as long
+
+
+def test_much_output_costs_the_trainer_no_memory(layers):
+    program = "import sys\nsys.stdout.write('\\0' * (64 << 20))"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (result,) = sandbox.run_tests([program], [[sandbox.Stdin("", check="def right(printed): return False")]])
+    assert result.verdicts == ["fail"]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # kB
 
 
 # ---- E2B, without a network ----------------------------------------------------------------------------------------
