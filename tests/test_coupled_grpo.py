@@ -1141,6 +1141,7 @@ def test_a_lora_is_the_matrix_that_it_merges_into():
     assert not np.allclose(forward(whole, token_BL), plain, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_what_has_no_reward_is_in_no_update_and_said_so(unbroken):
     lines = read_lines(unbroken / "rounds.jsonl")
     for row in read_lines(unbroken / "log.jsonl"):

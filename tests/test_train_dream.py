@@ -481,6 +481,7 @@ def holes(code_rows, tmp_path_factory):
     return pair_rows(tmp_path_factory.mktemp("holes"), code_rows / "tokenizer.json", lines, edit_rate=0.5)
 
 
+@pytest.mark.slow
 def test_a_dream_learns_holes_of_any_length_from_the_loss_of_init_and_says_with_which_id_they_grow(
     code_rows, holes, one_device, tmp_path
 ):

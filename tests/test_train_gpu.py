@@ -548,7 +548,8 @@ def test_the_shell_gets_one_line_and_a_resumed_run_its_own_settings(data, tmp_pa
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-@pytest.mark.parametrize("compiled", ["--no-compile", pytest.param("--compile", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["--no-compile", "--compile"])
 def test_two_processes_train_as_one(script, data, unbroken, tmp_path, compiled):
     more = ("--steps=12", "--eval_every=12", "--micro_batch=2", compiled)
     together = [*LAUNCH, script, *flags(data, tmp_path / "ddp", *more)]
