@@ -192,10 +192,10 @@ def make_batch(noised, row_ids, device, packed=False):
     masks = len(index_N)
     index_N = np.pad(index_N, (0, -masks % 64 if masks else 64))
     masked_N = np.arange(len(index_N)) < masks
+    time_B = time_B.astype(np.float32)
     token_N, time_N = token_BL[inside_BL][index_N], time_B[text_S[index_N]]
     counted = np.asarray(is_text(noised.token_BL).sum())
-    times = time_N.astype(np.float32), masked_N, time_B.astype(np.float32)
-    tensors = [torch.from_numpy(x) for x in (xt_BL, index_N, token_N, *times, counted, *layout)]
+    tensors = [torch.from_numpy(x) for x in (xt_BL, index_N, token_N, time_N, masked_N, time_B, counted, *layout)]
     if device.type == "cuda":  # copies from pinned memory do not block
         tensors = [x.pin_memory().to(device, non_blocking=True) for x in tensors]
     for x in (*tensors[:5], *tensors[7:9]):  # sizes that change with every batch: torch.compile must not specialise
@@ -267,8 +267,7 @@ def make_optimizers(model, cfg):
 def average(ema, model, decay, updates):
     """ema += (1 - d) (model - ema) with d = min(decay, (1 + updates) / (10 + updates)), the warm-up of the decay."""
     d = min(decay, (1 + updates) / (10 + updates))
-    averages, weights = ([local(p) for p in each.parameters()] for each in (ema, model))
-    torch._foreach_lerp_(averages, weights, 1 - d)
+    torch._foreach_lerp_([*ema.parameters()], [*model.parameters()], 1 - d)
 
 
 def local(tensor):
@@ -283,8 +282,6 @@ def full(tensor):
 
 @dataclasses.dataclass
 class State:
-    """What a step changes, and what it runs."""
-
     model: mdlm.MDLM
     ema: mdlm.MDLM  # EMA weights, for evaluation and inference
     loss: nn.Module  # Loss of the model, compiled, under DDP if there are several processes
@@ -349,12 +346,11 @@ def step_or_restore(optimizer, skip):
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     for p in weights:
         optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))  # which the first step makes
-        local(p.grad).nan_to_num_(0.0, 0.0, 0.0)
     tensors = [local(x) for p in weights for x in (p, optimizer.state[p]["momentum_buffer"])]
     before = torch._foreach_mul(tensors, 1.0)  # copies, in one launch
     optimizer.step()
     for x, old in zip(tensors, before, strict=True):
-        x.lerp_(old, skip)  # exact at 0 and 1
+        torch.where(skip > 0, old, x, out=x)
 
 
 def update(state, step, cfg):
@@ -378,10 +374,7 @@ def update(state, step, cfg):
 
 
 def metrics(state, loss, norm, stop, step, cfg, devices):
-    """(loss, gradient norm, skipped updates, whether a process was asked to stop), for which the host waits.
-
-    Raises ValueError if too many updates in a row are skipped.
-    """
+    """(loss, gradient norm, skipped updates, whether to stop): the host waits. ValueError if too many were skipped."""
     sums_2 = torch.stack([loss, torch.full_like(loss, bool(stop))])
     if devices.world > 1:
         dist.all_reduce(sums_2)
