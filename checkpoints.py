@@ -248,8 +248,7 @@ def find_weights(folder, step=0):
         meta = {"model": keys, "dtype": about["torch_dtype"] or "float32", "step": about["step"] or 0}
         return folder, meta, step or meta["step"]
     if any(folder.glob("*.safetensors")):
-        convert = f"python convert_weights.py --source={folder} --out=DIR"
-        raise ValueError(f"{folder} is in the Hub's form; convert it: {convert}")
+        raise ValueError(f"{folder} is in the Hub's form; convert it: python convert_weights.py --source={folder} --out=DIR")
     step, path = runs.newest(folder, step)
     if (path / "adapters").is_dir():
         raise ValueError(f"{path} holds what LoRA learnt; the whole model is in {folder}/merged when the run has ended")
@@ -367,8 +366,8 @@ def idle_accelerator():
     """Which accelerator JAX leaves idle, and what to install; "" for none, or where the user asked for the CPU."""
     if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
         return ""
-    files = [*ROOT.glob("dev/nvidia[0-9]*"), *ROOT.glob("usr/lib/wsl/lib/libcuda.so.1")]  # the latter in Windows
-    if files and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+    nvidia = any(ROOT.glob("dev/nvidia[0-9]*")) or any(ROOT.glob("usr/lib/wsl/lib/libcuda.so.1"))  # in Windows
+    if nvidia and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         return "an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
     # Newer TPUs are behind vfio, as are graphics cards of virtual machines; 0x1ae0 is Google. A laptop's NPU is in
     # the folder /dev/accel.
@@ -413,8 +412,7 @@ AXES = {"axis_names": ("data", "fsdp", "tensor"), "axis_types": (jax.sharding.Ax
 
 def training_mesh(cfg, model, devices):
     """The devices as a mesh (data, fsdp, tensor). ValueError if they do not divide, or do not divide the model."""
-    tensor = cfg.tensor
-    fsdp = cfg.fsdp or max(1, len(devices) // tensor)
+    tensor, fsdp = cfg.tensor, cfg.fsdp or max(1, len(devices) // cfg.tensor)
     if len(devices) % (tensor * fsdp):
         raise ValueError(f"{len(devices)} devices do not divide by --fsdp={fsdp} times --tensor={tensor}")
     heads = model.kv_heads // getattr(model, "maps", 1)
