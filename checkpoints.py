@@ -248,7 +248,7 @@ def find_weights(folder, step=0):
         meta = {"model": keys, "dtype": about["torch_dtype"] or "float32", "step": about["step"] or 0}
         return folder, meta, step or meta["step"]
     if any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder} is in the Hub's form; convert it: python convert_weights.py --source={folder} --out=DIR")
+        raise ValueError(f"{folder} is in the Hub's form: python convert_weights.py --source={folder} --out=DIR")
     step, path = runs.newest(folder, step)
     if (path / "adapters").is_dir():
         raise ValueError(f"{path} holds what LoRA learnt; the whole model is in {folder}/merged when the run has ended")

@@ -290,7 +290,7 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(saved, tmp_path):
 def test_a_folder_from_the_hub_is_to_be_converted_first(tmp_path):
     pytest.importorskip("jax")
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ValueError, match="is in the Hub's form; convert it: python convert_weights"):
+    with pytest.raises(ValueError, match="is in the Hub's form: python convert_weights"):
         checkpoints.load(None, tmp_path)
 
 
