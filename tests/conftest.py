@@ -297,6 +297,15 @@ def cases_of(path, split=str.rpartition):
     return cases
 
 
+def special_ids(folder):
+    """(MASK, PAD) of the reference values of masked diffusion: what q_sample.npz writes, and what it never masks."""
+    golden = np.load(folder / "q_sample.npz")
+    masked_BL = golden["linear.mask"]
+    kept = np.unique(golden["x0"][(golden["u"] < golden["t"][:, None]) & ~masked_BL])
+    (mask_id,) = np.unique(golden["linear.xt"][masked_BL])
+    return int(mask_id), int(kept[0]) if len(kept) else 0
+
+
 # ---- a bucket ------------------------------------------------------------------------------------------------------
 
 # The emulated storage does not say which generation of an object it hands out, which TensorStore asks for.
