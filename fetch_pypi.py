@@ -5,10 +5,10 @@
     python fetch_pypi.py requirements.txt --index=$(pip config get global.index-url)    # a mirror, as pip is set up
     python data_prep.py python --roots data/pypi_src --out=data/pypi
 
-Takes the newest source distribution of each package. Nothing of it is run: .py files and licence texts are copied out
-of the archive, without vendored packages and the data of tests. The licence in its metadata has to be permissive.
-Writes --out: a folder NAME-VERSION for each package, which appears whole, and manifest.json: version, licence and
-number of files of each, or why it was left out. The same command goes on with a run that was stopped.
+Copies .py files and licence texts out of the newest source distribution of each package, and runs nothing of it;
+vendored packages and the data of tests stay out. Its metadata has to name a permissive licence. Writes --out: a folder
+NAME-VERSION for each package, which appears whole, and manifest.json: version, licence and number of files of each, or
+why it was left out. The same command goes on with a run that was stopped.
 """
 
 import contextlib
@@ -97,8 +97,7 @@ def fetch(client, requirement, cfg):
             if package.filename.endswith(".tar.gz") and package.package_type == "sdist" and not package.is_yanked:
                 with contextlib.suppress(InvalidVersion):
                     found[Version(package.version)] = package
-        version = max(requirement.specifier.filter(found), default=None)
-        if version is None:
+        if not (version := max(requirement.specifier.filter(found), default=None)):
             return {"left_out": "no source distribution"}
         package = found[version]
         entry = {"version": str(version), "archive": package.filename, "digests": package.digests}
