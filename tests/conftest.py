@@ -134,6 +134,13 @@ def programs_of_one_file():
         gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def broken_pipes_raise():
+    """A test that leaves SIGPIPE at its default lets the broken pipe of a later one end pytest without a word."""
+    yield
+    assert signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN
+
+
 @pytest.fixture
 def no_compile_cache(monkeypatch):
     """What tests compile stays out of the user's folder of compiled programs."""
