@@ -177,6 +177,9 @@ FENCED = f'def add(a, b):\n    """\n    {F}python\n    add(1, 2)\n    """\n'
         ("mbpp", f"{FULL}{F}\nIt adds:\n{F}python\n{FULL}{FULL}{F}\n", FULL[:-1]),
         ("mbpp", f'{F}python\n"""\n{F}\nexample\n{F}\n"""\n{FULL}{F}', f'"""\n{F}\nexample\n{F}\n"""\n{FULL}'),
         ("humaneval", "\treturn a + b\n", BODY),
+        ("humaneval", f"{BODY}\nThis function adds two numbers.\n\n    add(1, 2)\n", BODY),
+        ("mbpp", f"\n{BODY}1. It adds.\n- Twice, it adds twice.\n", f"\n{BODY[:-1]}"),
+        ("humaneval", f"{BODY}x = y = 1\n", f"{BODY}x = y = 1\n"),
         ("humaneval", f"   {F}python\n   {FULL.replace(chr(10), chr(10) + '   ')}{F}\n", FULL),
     ],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """The folder of a run: command line, lock, log, signals, and checkpoints that are damaged, cut short or of others."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -203,6 +204,28 @@ def test_a_signal_asks_the_run_to_stop_and_a_second_one_ends_it(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_closed_terminal_asks_a_run_to_stop_but_not_under_nohup(tmp_path):
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for handler, name in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, "")):
+            signal.signal(signal.SIGHUP, handler)
+            with runs.Run(Config(str(tmp_path))) as run:
+                run.begin(0, {})
+                signal.raise_signal(signal.SIGHUP)
+                assert run.signal == name
+            assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_output_ends_no_run(tmp_path):
+    with contextlib.suppress(OSError), open("/dev/full", "w") as closed:  # it raises again when it is left
+        with runs.Run(Config(str(tmp_path))) as run, contextlib.redirect_stdout(closed):
+            run.begin(0, {})
+            run.log({"step": 1})
+    assert json.loads((tmp_path / "log.jsonl").read_text()) == {"step": 1}
 
 
 def test_a_signal_that_ends_a_compiler_too_is_one_line(tmp_path):
