@@ -223,8 +223,8 @@ def state_shapes(family, model, optimizer, mesh, lora_rank=0, dtype=jnp.bfloat16
 # ---- models in folders ---------------------------------------------------------------------------------------------
 
 # What lies beside the weights of a model: its tokenizer, chat template, and the code that transformers runs.
-COMPANIONS = "added_tokens generation_config special_tokens_map tokenizer tokenizer_config vocab".split()
-COMPANIONS = (*(f"{name}.json" for name in COMPANIONS), "merges.txt", "chat_template.jinja")
+COMPANIONS = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"]
+COMPANIONS += ["merges.txt", "chat_template.jinja", "generation_config.json"]
 
 
 def companions(folder):
