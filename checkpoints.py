@@ -50,8 +50,8 @@ def unflatten(flat):
 
 @jax.jit
 def bit_sum(x):
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    return jnp.sum(jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32), dtype=jnp.uint32)
+    words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return jnp.sum(words.astype(jnp.uint32), dtype=jnp.uint32)
 
 
 def bit_sums(tree):
@@ -105,10 +105,7 @@ def check_hosts(folder, settings):
 
 
 class Checkpoints:
-    """Orbax checkpoints <folder>/checkpoints/<step>/: asynchronous, atomic, sharded, with a checksum of every array.
-
-    Keeps the newest `keep`, and the one whose metric `best` is lowest.
-    """
+    """Orbax checkpoints <folder>/checkpoints/<step>/: the newest `keep`, and the one whose metric `best` is lowest."""
 
     def __init__(self, folder, keep=2, best=""):
         quiet()
@@ -123,10 +120,6 @@ class Checkpoints:
     def newest(self):
         """The newest step, None without any."""
         return self.manager.latest_step()
-
-    def preempted(self, step):
-        """True at the step where all hosts stop after one of them received SIGTERM."""
-        return self.manager.reached_preemption(step)
 
     @contextlib.contextmanager
     def writing(self):
@@ -316,10 +309,7 @@ def read_safetensors(path, like):
 
 
 def save(family, folder, model, files=(), source=""):
-    """Write a Dream as an Orbax folder: config.json (the Hub's keys, and the name of its source), params/, meta.json.
-
-    Beside them copies of `files`, such as a tokenizer. The folder gets its name when it is complete. FileExistsError.
-    """
+    """Write a Dream as an Orbax folder, whole or not at all: config.json, params/, meta.json, and copies of `files`."""
     folder = Path(folder).absolute()
     if folder.exists():
         raise FileExistsError(f"{folder} exists; delete it or choose another name")
@@ -390,10 +380,7 @@ def device_memory_gib(device):
 
 
 def free_bytes(mesh):
-    """Bytes that are free on each device of a mesh, infinite if unknown.
-
-    On a CPU nine tenths of what is left, shared by its devices: the system kills a process that takes too much.
-    """
+    """Bytes that are free on each device of a mesh, infinite if unknown; nine tenths of what a CPU has."""
     device = mesh.local_devices[0]
     if device.platform != "cpu":
         stats = device.memory_stats() or {}

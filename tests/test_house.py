@@ -14,8 +14,8 @@ from conftest import ROOT
 CODE = {path.stem: ast.parse(path.read_text()) for path in sorted(ROOT.glob("*.py"))}
 CEILINGS = {  # script: files that it carries, with itself, and lines of all of them. They only ever fall
     "benchmarks": (6, 3650),
-    "convert_weights": (7, 4210),
-    "coupled_grpo": (10, 5460),
+    "convert_weights": (7, 4200),
+    "coupled_grpo": (10, 5440),
     "data_prep": (4, 1880),
     "diff_attention": (1, 660),
     "diffusion": (1, 530),
@@ -24,13 +24,13 @@ CEILINGS = {  # script: files that it carries, with itself, and lines of all of 
     "inference_jetson": (3, 1610),
     "model_dream": (3, 1680),
     "model_mdlm": (2, 915),
-    "model_pythoncoder": (3, 1960),
+    "model_pythoncoder": (3, 1950),
     "rl_tasks": (2, 720),
     "runs": (1, 400),
     "sandbox": (2, 1400),
-    "train_dream": (8, 4000),
+    "train_dream": (8, 3980),
     "train_gpu": (5, 2180),
-    "train_tpu": (7, 3670),
+    "train_tpu": (7, 3650),
 }
 LEAF = {"benchmarks", "problems", "protocols", "writers"}  # one program in four files
 TRAINERS = ("train_tpu", "train_dream", "train_gpu", "coupled_grpo")
