@@ -1,4 +1,4 @@
-"""Texts of a Dream: a prompt as a canvas of masks, a filled canvas as text, and its steps in a terminal or as a page.
+"""A prompt as a canvas of masks, a filled canvas as text; steps, probabilities, drafts in a terminal or as a page.
 
     texts = canvas.Texts(tokenizer, mask_id, ends, positions)
     blank = texts.canvas("def area(r):\\n    [MASK:8]\\n", "", max_new=128)     # blank.ids: what a sampler fills

@@ -50,8 +50,8 @@ def unflatten(flat):
 
 @jax.jit
 def bit_sum(x):
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    return jnp.sum(jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32), dtype=jnp.uint32)
+    words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return jnp.sum(words.astype(jnp.uint32), dtype=jnp.uint32)
 
 
 def bit_sums(tree):
@@ -105,10 +105,7 @@ def check_hosts(folder, settings):
 
 
 class Checkpoints:
-    """Orbax checkpoints <folder>/checkpoints/<step>/: asynchronous, atomic, sharded, with a checksum of every array.
-
-    Keeps the newest `keep`, and the one whose metric `best` is lowest.
-    """
+    """Orbax checkpoints <folder>/checkpoints/<step>/: the newest `keep`, and the one whose metric `best` is lowest."""
 
     def __init__(self, folder, keep=2, best=""):
         quiet()
@@ -123,10 +120,6 @@ class Checkpoints:
     def newest(self):
         """The newest step, None without any."""
         return self.manager.latest_step()
-
-    def preempted(self, step):
-        """True at the step where all hosts stop after one of them received SIGTERM."""
-        return self.manager.reached_preemption(step)
 
     @contextlib.contextmanager
     def writing(self):
@@ -223,8 +216,8 @@ def state_shapes(family, model, optimizer, mesh, lora_rank=0, dtype=jnp.bfloat16
 # ---- models in folders ---------------------------------------------------------------------------------------------
 
 # What lies beside the weights of a model: its tokenizer, chat template, and the code that transformers runs.
-COMPANIONS = "added_tokens generation_config special_tokens_map tokenizer tokenizer_config vocab".split()
-COMPANIONS = (*(f"{name}.json" for name in COMPANIONS), "merges.txt", "chat_template.jinja")
+COMPANIONS = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"]
+COMPANIONS += ["merges.txt", "chat_template.jinja", "generation_config.json"]
 
 
 def companions(folder):
@@ -248,8 +241,7 @@ def find_weights(folder, step=0):
         meta = {"model": keys, "dtype": about["torch_dtype"] or "float32", "step": about["step"] or 0}
         return folder, meta, step or meta["step"]
     if any(folder.glob("*.safetensors")):
-        convert = f"python convert_weights.py --source={folder} --out=DIR"
-        raise ValueError(f"{folder} is in the Hub's form; convert it: {convert}")
+        raise ValueError(f"{folder} is in the Hub's form: python convert_weights.py --source={folder} --out=DIR")
     step, path = runs.newest(folder, step)
     if (path / "adapters").is_dir():
         raise ValueError(f"{path} holds what LoRA learnt; the whole model is in {folder}/merged when the run has ended")
@@ -317,10 +309,7 @@ def read_safetensors(path, like):
 
 
 def save(family, folder, model, files=(), source=""):
-    """Write a Dream as an Orbax folder: config.json (the Hub's keys, and the name of its source), params/, meta.json.
-
-    Beside them copies of `files`, such as a tokenizer. The folder gets its name when it is complete. FileExistsError.
-    """
+    """Write a Dream as an Orbax folder, whole or not at all: config.json, params/, meta.json, and copies of `files`."""
     folder = Path(folder).absolute()
     if folder.exists():
         raise FileExistsError(f"{folder} exists; delete it or choose another name")
@@ -367,8 +356,8 @@ def idle_accelerator():
     """Which accelerator JAX leaves idle, and what to install; "" for none, or where the user asked for the CPU."""
     if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
         return ""
-    files = [*ROOT.glob("dev/nvidia[0-9]*"), *ROOT.glob("usr/lib/wsl/lib/libcuda.so.1")]  # the latter in Windows
-    if files and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+    nvidia = any(ROOT.glob("dev/nvidia[0-9]*")) or any(ROOT.glob("usr/lib/wsl/lib/libcuda.so.1"))  # in Windows
+    if nvidia and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         return "an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
     # Newer TPUs are behind vfio, as are graphics cards of virtual machines; 0x1ae0 is Google. A laptop's NPU is in
     # the folder /dev/accel.
@@ -391,10 +380,7 @@ def device_memory_gib(device):
 
 
 def free_bytes(mesh):
-    """Bytes that are free on each device of a mesh, infinite if unknown.
-
-    On a CPU nine tenths of what is left, shared by its devices: the system kills a process that takes too much.
-    """
+    """Bytes that are free on each device of a mesh, infinite if unknown; nine tenths of what a CPU has."""
     device = mesh.local_devices[0]
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
@@ -413,8 +399,7 @@ AXES = {"axis_names": ("data", "fsdp", "tensor"), "axis_types": (jax.sharding.Ax
 
 def training_mesh(cfg, model, devices):
     """The devices as a mesh (data, fsdp, tensor). ValueError if they do not divide, or do not divide the model."""
-    tensor = cfg.tensor
-    fsdp = cfg.fsdp or max(1, len(devices) // tensor)
+    tensor, fsdp = cfg.tensor, cfg.fsdp or max(1, len(devices) // cfg.tensor)
     if len(devices) % (tensor * fsdp):
         raise ValueError(f"{len(devices)} devices do not divide by --fsdp={fsdp} times --tensor={tensor}")
     heads = model.kv_heads // getattr(model, "maps", 1)

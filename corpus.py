@@ -1,10 +1,6 @@
-"""Read documents and filter them, for data_prep.py: Python, rows of a text column, text, pairs, token ids.
+"""Read documents and filter them, for data_prep.py, whose docstring says what is dropped; each reason is counted.
 
-Python, from .py files or a text column, is filtered: generated, minified, huge, non-UTF-8 and unparsable documents,
-rows under a licence that is not permissive, documents that share ten words in a row with a problem of HumanEval or
-MBPP, exact and near duplicates. Each reason is counted. The rest is shuffled over all shards by hash.
-
-Several processes filter the inputs. They copy what stays to --out/.rows, with a MinHash signature of 256 bytes for each
+Several processes filter Python. They copy what stays to --out/.rows, with a MinHash signature of 256 bytes for each
 document. A killed run goes on with the next input; a finished run deletes the folder.
 
 Axes: N documents, T tokens, P hash functions.
@@ -271,7 +267,7 @@ def read_pair(line, number, cfg):
         "".join(texts).encode()  # fails for numbers, lists, and half a surrogate pair
         if cfg.chat and texts[2]:
             raise ValueError("a turn of a chat has no suffix")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         chat = ', without "suffix" as --chat is set' if cfg.chat else ""
         wanted = f'{{"prompt": TEXT, "response": TEXT}} in UTF-8{chat}'
         raise ValueError(f"{cfg.source}, line {number}: not {wanted}") from None

@@ -213,11 +213,6 @@ def sandbox_options(cfg):
     return where | {"max_tokens": cfg.max_new}
 
 
-def reward(rows, rewards, cfg):
-    """reward_BF of completions: a column per reward function, nan where it gives None."""
-    return np.array(sandbox.score(rows, rewards, **sandbox_options(cfg)))
-
-
 # ---- the model and its programs ------------------------------------------------------------------------------------
 
 
@@ -376,26 +371,21 @@ class Trainer:
         arrays["counted_BC"] &= (row_R >= 0)[:, None]
         return jax.device_put(arrays, jax.NamedSharding(self.mesh, md.PS(md.BATCH)))
 
-    def scores_by(self, trained, batch, masks):
-        """Scores of all completions by a model, under the masks of an iteration: [B, C]."""
-        score_BC = np.zeros(batch.counted_BC.shape, np.float32)
-        for row_R in micro_batches(np.arange(len(score_BC)), self.cfg.micro_batch, self.mesh.size):
-            found_RC = self.scores(trained, self.base, self.to_devices(batch, row_R, masks))
-            if jax.process_count() > 1:  # rows of all hosts on each
-                found_RC = multihost_utils.process_allgather(found_RC, tiled=True)
-            score_BC[row_R[row_R >= 0]] = np.asarray(found_RC)[row_R >= 0]
-        return score_BC
-
     def score(self, batch, masks):
         """Of each iteration its masks, and under them the scores of the policy as it is and of the reference model."""
         scored = []
         for i, mask in enumerate(jax.device_get(masks)):
-            old_BC, ref_BC = np.zeros((2, *batch.counted_BC.shape), np.float32)
-            if i:  # before the first update the new score is the old one, see grpo.micro_loss
-                old_BC = self.scores_by(self.trained, batch, mask)
-            if self.cfg.beta:
-                ref_BC = self.scores_by(self.ref, batch, mask)
-            scored.append(mask | {"old_BC": old_BC, "ref_BC": ref_BC})
+            # before the first update the new score is the old one, see grpo.micro_loss
+            models = ({"old_BC": self.trained} if i else {}) | ({"ref_BC": self.ref} if self.cfg.beta else {})
+            scores = {name: np.zeros(batch.counted_BC.shape, np.float32) for name in ("old_BC", "ref_BC")}
+            for row_R in micro_batches(np.arange(len(batch.rows)), self.cfg.micro_batch, self.mesh.size):
+                inputs = self.to_devices(batch, row_R, mask)
+                for name, trained in models.items():
+                    score_RC = self.scores(trained, self.base, inputs)
+                    if jax.process_count() > 1:  # rows of all hosts on each
+                        score_RC = multihost_utils.process_allgather(score_RC, tiled=True)
+                    scores[name][row_R[row_R >= 0]] = np.asarray(score_RC)[row_R >= 0]
+            scored.append(mask | scores)
         return scored
 
     def learn(self, batch, scored, advantages):
@@ -438,7 +428,7 @@ class Trainer:
         for prompts in self.heldout:
             task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(prompts.tasks))), EVAL_SAMPLES)
             rows = self.rollout(prompts, task_B, key).rows
-            rewards = functools.partial(reward, rows, self.rewards, cfg)
+            rewards = functools.partial(sandbox.score, rows, self.rewards, **sandbox_options(cfg))
             reward_B = grpo.by_host_0(rewards, (len(rows), len(self.rewards)))[:, 0]
             split_B = np.array([row.get("split", "heldout") for row in rows])
             for split in dict.fromkeys(split_B.tolist()):
@@ -554,7 +544,8 @@ def train(run, store, meta, trainer, first, draw):
 
         # The sandbox runs them on the CPU while the devices score them: under the masks of the updates, so that new and
         # old scores differ by what was learnt and nothing else.
-        rewards = None if run.rank else pool.submit(reward, batch.rows, trainer.rewards, cfg).result
+        scoring = functools.partial(sandbox.score, batch.rows, trainer.rewards, **sandbox_options(cfg))
+        rewards = None if run.rank else pool.submit(scoring).result
         mask_key, (B, C) = jax.random.fold_in(key, 1), batch.counted_BC.shape
         scored = trainer.score(batch, [draw(mask_key, i, B, C, cfg.group) for i in range(cfg.iterations)])
         clock.append(time.perf_counter())
@@ -577,7 +568,7 @@ def train(run, store, meta, trainer, first, draw):
         run.log(row | dict(zip(phases, np.diff(clock).tolist(), strict=True)))
 
         # Saving goes on in the background. A signal, to any host, asks for one more checkpoint, of a whole round.
-        stops = run.signal or store.preempted(done)
+        stops = run.signal or store.manager.reached_preemption(done)
         if due or stops:
             store.save(done, trainer.arrays(), meta | {"round": done, "updates": trainer.updates})
         if stops:

@@ -3,8 +3,7 @@
     python data_prep.py                                             # this Python's standard library: 12 MB, 10 s
     python data_prep.py text stories.txt --out=data/stories         # documents with <|endoftext|> between them
     python data_prep.py tinystories                                 # a download; needs: pip install datasets
-    python data_prep.py python --roots ~/src ~/work --out=data/mine    # all .py files below these folders
-    python data_prep.py python --roots data/pypi_src --out=data/pypi   # packages that fetch_pypi.py fetched
+    python data_prep.py python --roots ~/src data/pypi_src --out=data/mine    # .py files, own and of fetch_pypi.py
     python data_prep.py python --tokenizer=qwen/tokenizer.json --fim_rate=0.5 --out=data/fim
     python data_prep.py python --roots shards --column=content --benchmarks HumanEval.jsonl.gz --out=data/rows
     python data_prep.py python --hf=NAME:python --out=data/hf       # a data set of Hugging Face, as it streams
@@ -18,18 +17,15 @@ minified, huge, non-UTF-8 and unparsable files and exact and near duplicates. Ro
 where they name one. Rows and packages that share ten words in a row with a problem of HumanEval or MBPP are dropped.
 
 text splits files of any size at <|endoftext|>. pairs reads lines {"prompt": TEXT, "response": TEXT}; a "suffix" follows
-the response and is given to the model as the prompt is. parquet packs the column input_ids of Parquet files, one
-training shard for each file; a document ends with EOS and may run over row borders. Without --tokenizer a byte-level
-BPE is trained on the training documents.
+the response and is given to the model as the prompt is; a pair longer than a row is left out. parquet packs the column
+input_ids of Parquet files; a document ends with EOS and may run over row borders.
 
-Packed rows, for PythonCoder and Dream, are filled with documents that follow each other, each ended by EOS. Padded
-rows, for MDLM, start each document in a row of its own: BOS, tokens, EOS, then PAD; a long one goes on in the next
-rows. Rows of pairs hold whole pairs; a pair longer than a row is left out.
+Packed rows, for PythonCoder and Dream, hold documents one after the other, each ended by EOS. Padded rows, for MDLM,
+hold one document each: BOS, tokens, EOS, PAD; a long one goes on in the next row.
 
 Writes --out: tokenizer.json, shards (see rows.py) and, last of all, meta.json: special ids, counts, shards with their
-hashes, for padded rows a histogram of document lengths. Its presence means that all is there. The same command goes on
-with a run that was stopped or killed, and ends with the same bytes. With --chat the model's tokenizer_config.json and
-chat_template.jinja go along.
+hashes, for padded rows a histogram of document lengths; with --chat also the model's chat template. The same command
+goes on with a run that was stopped or killed, and ends with the same bytes.
 
 Axes: N documents, T tokens, R rows, L row length, V vocabulary.
 """
@@ -38,11 +34,9 @@ import bisect
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
-import math
 import os
 import random
 import re
@@ -238,8 +232,12 @@ def prepare(cfg, out):
     vocabulary = vocabulary or new_vocabulary(cfg, groups["train"])
 
     # The bytes of the shards follow from the settings, the documents and the tokenizer. Shards of an earlier run that
-    # carry the fingerprint of all three stay.
-    keys = {key for group in itertools.chain(*groups.values()) for key in keys_of(group, cfg)}
+    # carry the fingerprint of all three stay. Rows of a column count as one document per shard: there may be millions.
+    shards = [*itertools.chain(*groups.values())]
+    if getattr(cfg, "column", ""):
+        keys = {("", sha256(b"".join(bytes.fromhex(item.sha256) for item in items))) for items in shards}
+    else:
+        keys = {(item.name, item.sha256) for items in shards for item in items}
     fingerprint = sha256(json.dumps([1, settings, sorted(keys)]).encode() + vocabulary.data)
     for path in out.glob("[th]*/[0-9]*.parquet*"):  # of train and heldout
         if counts_of(path, fingerprint) is None:
@@ -257,13 +255,6 @@ def prepare(cfg, out):
     shutil.rmtree(out / ".rows", ignore_errors=True)
     ids = f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}"
     print(f"wrote {out} in {time.time() - started:.0f} s; {ids}")
-
-
-def keys_of(group, cfg):
-    """What the fingerprint has of the documents of a shard: names and hashes, of many rows one hash."""
-    if isinstance(cfg, Python) and cfg.column:
-        return [("", sha256(b"".join(bytes.fromhex(item.sha256) for item in group)))]
-    return [(item.name, item.sha256) for item in group]
 
 
 def settings_of(cfg, vocabulary):
@@ -357,13 +348,12 @@ def write_shard(path, items, cfg, vocabulary, fingerprint):
     else:
         blocks = packed_blocks(documents, cfg.seq_len, eos)
 
-    kind = pa.list_(pa.int32(), cfg.seq_len)
-    schema = pa.schema([(name, kind) for name in columns])
+    schema = pa.schema([(name, pa.list_(pa.int32(), cfg.seq_len)) for name in columns])
     with runs.writing(path) as file, pq.ParquetWriter(file, schema, **PARQUET) as writer:
         for block in blocks:  # one row group each
             counts["tokens"] += int((block[1] > 0).sum())  # segment 0 is padding
             counts["rows"] += len(block[1])
-            arrays = [pa.FixedSizeListArray.from_arrays(array_RL.reshape(-1), type=kind) for array_RL in block]
+            arrays = [pa.FixedSizeListArray.from_arrays(array_RL.ravel(), cfg.seq_len) for array_RL in block]
             writer.write_table(pa.table(arrays, schema=schema))
         writer.add_key_value_metadata({"data_prep": json.dumps({"of": fingerprint, "counts": counts})})
     return counts
@@ -393,7 +383,7 @@ def describe(cfg, vocabulary, splits):
     """What meta.json says of the rows and the tokenizer."""
     lengths = sum(total.pop("lengths") for total in splits.values()).tolist()
     meta = {"format": 1, "source": type(cfg).__name__.lower(), "seq_len": cfg.seq_len, "vocab_size": vocabulary.size}
-    meta["vocab_padded"] = math.ceil(vocabulary.size / 256) * 256  # a size that matrix units like
+    meta["vocab_padded"] = -(-vocabulary.size // 256) * 256  # a size that matrix units like
     meta |= {f"{role}_id": id for role, id in vocabulary.special.items()}
     meta |= {"fim": vocabulary.fim, "tokenizer_sha256": sha256(vocabulary.data), "splits": splits}
     if cfg.rows == "padded":
@@ -478,11 +468,11 @@ def load_vocabulary(data, cfg):
 
 def encoded(documents, vocabulary):
     """([ids of each text], bytes) of each document, a tuple of texts, by all cores."""
-    encode = functools.partial(vocabulary.encoder.encode_batch_fast, add_special_tokens=False)
+    encode = vocabulary.encoder.encode_batch_fast
     with concurrent.futures.ThreadPoolExecutor(1) as thread:  # tokenises the next batch while this one is written
         batch, encodings = [], thread.submit(list)
         for following in itertools.chain(batched(documents, BATCH_BYTES, text_bytes), [[]]):
-            ahead = thread.submit(encode, list(itertools.chain.from_iterable(following)))
+            ahead = thread.submit(encode, [*itertools.chain(*following)], add_special_tokens=False)
             ids = (encoding.ids for encoding in encodings.result())
             for texts in batch:
                 yield list(itertools.islice(ids, len(texts))), text_bytes(texts)

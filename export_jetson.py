@@ -113,9 +113,8 @@ def compare(name, run, inputs, want, tolerance=0.02):
         masked_BL = token_BL == mdlm.MASK
         same += (got_BLV.argmax(-1) == want_BLV.argmax(-1))[masked_BL].sum().item()
         masks += masked_BL.sum().item()
-    print(
-        f"{name:18} error {worst:.2g} of {largest:.3g}, the same argmax at {same / masks:.1%} of the masks", flush=True
-    )
+    agreed = f"the same argmax at {same / masks:.1%} of the masks"
+    print(f"{name:18} error {worst:.2g} of {largest:.3g}, {agreed}", flush=True)
     if not worst <= tolerance * largest:
         raise ValueError(f"{name}: an error of {worst:.3g} is no rounding; not exported")
     return {"max_error": worst, "largest_logit": largest, "same_likeliest": same / masks}
@@ -173,7 +172,7 @@ def write_onnx(exported, example, path):
 
 
 def attempt(name, write, half, folder, inputs, want, tolerance):
-    """Write a graph of the model and compare it: {name: errors}. A failure is printed and costs this file only."""
+    """Write a graph of the model and compare it: {name: errors}. If it fails, print why and go on without the file."""
     try:
         run = write(half, inputs[0], folder / name)
         return {name: compare(name, run, inputs, want, tolerance)} if run else {}

@@ -1,19 +1,16 @@
 """Fetch the Python source of packages from a package index, with their licences: a folder for data_prep.py --roots.
 
     python fetch_pypi.py top:300    # the most downloaded packages, 560 MB of archives; needs: pip install pypi-simple
-    python fetch_pypi.py numpy,requests==2.32.3 --out=data/two
     python fetch_pypi.py requirements.txt --index=$(pip config get global.index-url)    # a mirror, as pip is set up
-    python data_prep.py python --roots data/pypi_src --out=data/pypi
 
-Takes the newest source distribution of each package. Nothing of it is run: .py files and licence texts are copied out
-of the archive, without vendored packages and the data of tests. The licence in its metadata has to be permissive.
-Writes --out: a folder NAME-VERSION for each package, which appears whole, and manifest.json: version, licence and
-number of files of each, or why it was left out. The same command goes on with a run that was stopped.
+Copies .py files and licence texts of the newest source distribution with a permissive licence, without vendored
+packages and test data. Writes --out: a folder NAME-VERSION for each package, which appears whole, and manifest.json:
+version, licence and number of files, or why it was left out. The same command goes on with a run that was stopped.
 """
 
 import contextlib
 import dataclasses
-import errno
+import gzip
 import re
 import tarfile
 import tempfile
@@ -38,15 +35,12 @@ except ImportError:
     pypi_simple = None
 
 ARCHIVE_BYTES = 100_000_000  # larger archives hold data or other languages
-UNPACKED_BYTES = 4_000_000_000  # an archive that unpacks to more is a trap
-FILE_BYTES = 1 << 24  # larger files hold data
+UNPACKED_BYTES, FILE_BYTES = 4_000_000_000, 1 << 24  # an archive that unpacks to more is a trap; larger files hold data
 # Folders of other people's code, and of tests, below which only the tests themselves stay.
-SKIPPED = re.compile(
-    r"/(_?vendor[-\w]*|third_?party|3rd_?party|_?extern(al)?s?|site-packages|node_modules)/"
-    r"|/(tests?|test_?data|idle_test)/(?!(.*/)?(test_\w*|\w*_tests?|tests?|conftest)\.py$)"
-)
-LICENCE_TEXT = re.compile(r"/(licen[cs]e|copying|notice)[^/]*$", re.IGNORECASE)
-OUTSIDE = re.compile(r"/|(.*/)?\.\.(/|$)|.{1000}")  # names that lead out of a folder, or are too long for a file
+SKIPPED = r"/(_?vendor[-\w]*|third_?party|3rd_?party|_?extern(al)?s?|site-packages|node_modules)/"
+SKIPPED += r"|/(tests?|test_?data|idle_test)/(?!(.*/)?(test_\w*|\w*_tests?|tests?|conftest)\.py$)"
+OUTSIDE = re.compile(r"/|(.*/)?(\.\.(/|$)|[^/]{250})|.{1000}")  # names that leave a folder, or are too long
+CLASH = FileExistsError, NotADirectoryError, IsADirectoryError  # a file of the archive has the name of a folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +91,7 @@ def fetch(client, requirement, cfg):
             if package.filename.endswith(".tar.gz") and package.package_type == "sdist" and not package.is_yanked:
                 with contextlib.suppress(InvalidVersion):
                     found[Version(package.version)] = package
-        version = max(requirement.specifier.filter(found), default=None)
-        if version is None:
+        if not (version := max(requirement.specifier.filter(found), default=None)):
             return {"left_out": "no source distribution"}
         package = found[version]
         entry = {"version": str(version), "archive": package.filename, "digests": package.digests}
@@ -130,17 +123,15 @@ def copy(archive, folder, licences):
             licence, permissive = package_licence(BytesHeaderParser().parsebytes(b"".join(notes[:1])))
             if licences == "permissive" and not permissive:
                 return {"licence": licence, "left_out": "no permissive licence"}
-            code = {name for name in members if name.endswith(".py") and not SKIPPED.search(name)}
+            code = {name for name in members if name.endswith(".py") and not re.search(SKIPPED, name)}
             with runs.new_folder(folder) as partial:
                 for name, member in members.items():
-                    if name in code or LICENCE_TEXT.search(name):
+                    if name in code or re.search("(?i)/(licen[cs]e|copying|notice)[^/]*$", name):
                         target = partial / name.partition("/")[2]  # without the folder NAME-VERSION
                         target.parent.mkdir(parents=True, exist_ok=True)
                         target.write_bytes(file.extractfile(member).read())
         return {"licence": licence, "files": len(code)}
-    except (tarfile.TarError, zlib.error, EOFError, ValueError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise  # the disk is full
+    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, *CLASH) as error:
         return {"left_out": "damaged or unsafe", "why": runs.first_line(error)}
 
 
@@ -151,8 +142,8 @@ def package_licence(metadata):
     names = [" ".join(str(metadata.get("License", "")).split())[:300]]  # some put the text of a licence here
     names += [text.rpartition(" :: ")[2] for text in metadata.get_all("Classifier", []) if text.startswith("License :")]
     names = [name for name in dict.fromkeys(names) if name.lower() not in ("", "unknown", "osi approved")]
-    restricted = any(corpus.RESTRICTED.search(name.lower()) for name in names)
-    return "; ".join(names)[:100], any(map(corpus.permits, names)) and not restricted
+    text = "; ".join(names)
+    return text[:100], any(map(corpus.permits, names)) and not corpus.RESTRICTED.search(text.lower())
 
 
 if __name__ == "__main__":

@@ -226,8 +226,7 @@ class PythonCoder:
         cfg, tokenizer = self.cfg, self.tokenizer
         requests = [request for request in requests for _ in range(cfg.n)]
         prompts = [encode(tokenizer, *request) for request in requests]
-        self.streams = len(prompts) == 1 and not cfg.json
-        self.printed = ""
+        self.streams, self.printed = len(prompts) == 1 and not cfg.json, ""
         if self.streams:
             print(requests[0][0], end="", flush=True)
 
@@ -347,8 +346,7 @@ class Dream:
 
         # Flags that do not go together are refused before the weights are read.
         flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
-        self.cfg = cfg
-        self.watching = bool(cfg.show_steps or cfg.html)
+        self.cfg, self.watching = cfg, bool(cfg.show_steps or cfg.html)
         own = "steps", "block_length", "alg_temp", "threshold", "entropy_bound", "cache", "fast_dllm", "eos_penalty"
         settings = {name: getattr(flags, name) for name in own} | {"top_k": cfg.top_k, "history": self.watching}
         rule = sample_dream.Sampling(flags.sampler, temperature=cfg.temperature, top_p=cfg.top_p, **settings)
@@ -427,8 +425,7 @@ class Dream:
         shape = {"rows": min(cfg.dream.batch_size, len(canvases))}
         shape["widths"] = sample_dream.widths(lengths, shape["rows"], self.model.cfg.positions)
         self.streams = len(canvases) == 1 and not (cfg.json or cfg.show_steps)
-        self.printed = ""
-        answers, pages, total = [], [], collections.Counter()
+        self.printed, answers, pages, total = "", [], [], collections.Counter()
         for batch in batches:
             self.watched = batch[0]
             filled, stats = self.fill(batch, shape)

@@ -354,13 +354,13 @@ def rollout_weights(params, mesh, dtype):
 
 
 def by_host_0(make, shape):
-    """make(), an array of this shape, of host 0, on all hosts: the others need no sandbox. All raise its errors."""
+    """make() as an array of this shape, of host 0, on all hosts: the others need no sandbox. All raise its errors."""
     if not jax.distributed.is_initialized():
-        return make()
+        return np.array(make(), np.float64)
     error, values = None, np.zeros(shape)
     if jax.process_index() == 0:
         try:
-            values = make()
+            values = np.array(make(), np.float64)
         except Exception as problem:  # whatever a user's reward raises; the other hosts would wait for ever
             error = problem
     if multihost_utils.broadcast_one_to_all(np.array(error is not None)):

@@ -81,8 +81,7 @@ def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows
 
 def bytes_needed(family, model, mesh, stored, dtype, bits):
     """Bytes that a device needs to read a checkpoint: its share of the weights, and of the largest array as stored."""
-    size, largest = 0, 0
-    shapes = family.param_shapes(model)
+    size, largest, shapes = 0, 0, family.param_shapes(model)
     layout = checkpoints.flatten(family.shardings(mesh, shapes))
     for name, s in checkpoints.flatten(shapes).items():
         part = jax.ShapeDtypeStruct(layout[name].shard_shape(s.shape), dtype)

@@ -62,7 +62,7 @@ class Config:
     bundle: str = setting("", "bundle, run folder or checkpoint; if empty out/jetson, else weights/mdlm")
     backend: str = setting("auto", f"{', '.join(BACKENDS)}; auto: kernels if they run here, else torch", BACKENDS)
     device: str = setting("", "cpu or cuda; if empty cuda where there is one", ("", "cpu", "cuda"))
-    prompt: str = setting("", "text to continue, \\n for a new line, [MASK:n] for n tokens to fill; if empty asks")
+    prompt: str = setting("", "text to continue, \\n for a new line, [MASK:n] to fill in n tokens; empty: interactive")
     max_new: int = setting(64, "tokens to generate after a prompt without [MASK:n]", limits=(1, 2**62))
     block: int = setting(0, "block size, filled from left to right; 0: all, or half a canvas", limits=(0, 2**62))
     steps: int = setting(64, "denoising steps of a canvas; 25 take 0.4 of the time and read worse", limits=(1, 10_000))
@@ -203,7 +203,7 @@ def fused_forward(model, rate_N, kernels):
 
 
 def graph_forward(run, rate_N):
-    """The same of a TorchScript or TensorRT graph run(token, noise, see), which has its own time embedding."""
+    """forward(token_BL, see_BL, step_1) of a graph run(token, noise, see), which embeds the noise level itself."""
 
     def forward(token_BL, see_BL, step_1):
         return run(token_BL, rate_N.index_select(0, step_1).expand(len(token_BL)).contiguous(), see_BL)
@@ -259,7 +259,7 @@ class Denoiser:
         self.state_2.zero_()
         self.token_BL, self.count_NB = token.view(B, L), counts.view(-1, B)
         self.see_BL = torch.ones(B, L, dtype=torch.bool, device=device)
-        # by confidence every mask is drawn, and counts say how many of them stay
+        # by confidence: every mask is drawn, and count_NB says how many of the draws a step keeps
         self.keep_N = (keep_N if self.ancestral else torch.zeros_like(keep_N)).to(device)
         self.ban = torch.tensor(mdlm.BANNED, dtype=torch.int32, device=device)
         self.graph, self.together = None, 1
@@ -271,8 +271,8 @@ class Denoiser:
         self.sample_(logits_RV, token_BL, self.state_2, self.keep_N, self.ban, rule)
         if not self.ancestral:
             # keep the drawn tokens at the positions of highest confidence, by the raw distribution
-            race_RV = logits_RV[:, : rule.vocab].float().index_fill(1, self.ban.long(), -torch.inf)
-            score_BL = diffusion.confidence(race_RV.softmax(-1), rule.sampler).view(token_BL.shape)
+            allowed_RV = logits_RV[:, : rule.vocab].float().index_fill(1, self.ban.long(), -torch.inf)
+            score_BL = diffusion.confidence(allowed_RV.softmax(-1), rule.sampler).view(token_BL.shape)
             count_B = self.count_NB.index_select(0, step_1)[0]
             self.token_BL.copy_(diffusion.unmask_top(self.token_BL, token_BL, score_BL, count_B, mdlm.MASK))
         step_1.add_(1)
@@ -398,7 +398,7 @@ def run_tensorrt(data, built):
 
 
 class Writer:
-    """A bundle on a device behind one backend: fill(token_BL, rule) gives the filled canvases."""
+    """The model of a bundle on a device, run by one backend: fill(token_BL, rule) gives the filled canvases."""
 
     def __init__(self, cfg):
         self.cfg, self.folder = cfg, find_bundle(cfg.bundle)
@@ -448,7 +448,7 @@ class Writer:
     def denoiser(self, B, L, rule, watched=False):
         """The Denoiser of this shape and rule, captured at first use. The last eight are kept, as they hold memory.
 
-        A graph holds all steps of a text, or one step if they are watched or more than MOST_TOGETHER.
+        A graph holds all steps of a text, or one if `watched` (steps are shown) or more than MOST_TOGETHER.
         """
         together = 1 if watched or rule.steps > MOST_TOGETHER else rule.steps
         key = B, L, rule, together
@@ -524,19 +524,19 @@ def canvas(writer, cfg):
     if any("[MASK" in text for text in texts):
         raise ValueError("a mask is written with its number of tokens: [MASK:12]")
     encoded = [writer.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-    end = [mdlm.EOS] if sizes else []
-    if sizes:
-        writer.fits(1 + sum(map(len, encoded)) + sum(sizes) + len(end))
+    if not sizes:
+        return [mdlm.BOS, *encoded[0]], cfg.max_new
+    writer.fits(2 + sum(map(len, encoded)) + sum(sizes))  # with BOS and EOS
     ids = [mdlm.BOS]
     for text_ids, size in itertools.zip_longest(encoded, sizes, fillvalue=0):
         ids += text_ids + [mdlm.MASK] * size
-    return ids + end, 0 if sizes else cfg.max_new
+    return [*ids, mdlm.EOS], 0
 
 
 def write(writer, cfg, on_step=None):
-    """(cfg.n texts of a prompt, number of tokens filled in all of them).
+    """(cfg.n texts for a prompt, number of tokens generated in total).
 
-    What does not fit one canvas is written in blocks from left to right: the last tokens of the text so far are the
+    What does not fit one canvas is generated in blocks from left to right: the last tokens of the text so far are the
     prefix of the next canvas, without BOS, as in training's crops from within a text. on_step(i, start, ids) follows
     each step: ids of the first text so far, of which ids[start:] is the canvas.
     """

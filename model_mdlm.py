@@ -175,7 +175,8 @@ class MDLM(nn.Module):
         h_BLD, cos_sin = self.embed(token_BL), None
         position_L = packed.position_S if packed else slice(L)
         if self.cfg.rope:
-            cos_sin = [x[position_L] for x in angles(L, self.cfg.width // self.cfg.heads, token_BL.device)]
+            cos_LK, sin_LK = angles(L, self.cfg.width // self.cfg.heads, token_BL.device)
+            cos_sin = cos_LK[position_L], sin_LK[position_L]  # in a comprehension, torch.compile would fix L
         else:
             h_BLD = h_BLD + self.position.weight[position_L]
         time_B1D = self.time_embedding(noise_B)

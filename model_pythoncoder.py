@@ -214,34 +214,12 @@ class Block(nnx.Module):
 
         seed_32 None: no dropout. New keys and values go to slots index_BL of cache (k [B, I, J, M, K], v [B, J, M, E]).
         """
-        cfg, rate = self.cfg, self.run.dropout
+        cfg, rate, tpu, (B, L, D) = self.cfg, self.run.dropout, self.run.tpu, x_BLD.shape
+        I, K, floor = cfg.maps, cfg.head_size, cfg.diff == "seed"
         seeds = (None,) * 3 if seed_32 is None else seed_32
 
         # Attention: x + W_o diffattn(n W_q, n W_k, n W_v)
         n_BLD = self.barrier(rms_norm(x_BLD, self.attn_norm[...], cfg.eps))
-        attended_BLD, cache = self.attention(n_BLD, layer, rope, index_BL, start_BL, cache)
-        x_BLD = x_BLD + dropout(attended_BLD, row_B, seeds[0], rate)
-
-        # Feed-forward, SwiGLU: x + W_down(silu(n W_gate) * n W_up)
-        n_BLD = self.barrier(rms_norm(x_BLD, self.ffn_norm[...], cfg.eps))
-        gate_BLF = linear(n_BLD, self.weight("w_gate", None, "tensor"), self.run.tpu)
-        up_BLF = linear(n_BLD, self.weight("w_up", None, "tensor"), self.run.tpu)
-        hidden_BLF = self.barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, row_B, seeds[1], rate))
-        down_BLD = linear(hidden_BLF, self.weight("w_down", "tensor", None), self.run.tpu)
-        return shard(x_BLD + dropout(down_BLD, row_B, seeds[2], rate), batch_axes()), cache
-
-    def weight(self, name, *spec):
-        """A matrix in the activations' dtype, gathered over fsdp to the layout spec."""
-        return shard(getattr(self, name)[...].astype(self.run.dtype), *spec)
-
-    def barrier(self, x):
-        """x; on a TPU no fusion crosses it, which keeps norms out of the matmuls: a step is 4 % faster."""
-        return jax.lax.optimization_barrier(x) if self.run.tpu else x
-
-    def attention(self, n_BLD, layer, rope, index_BL, start_BL, cache):
-        """(W_o diffattn(n W_q, n W_k, n W_v) [B, L, D], new cache)."""
-        cfg, tpu, (B, L, D) = self.cfg, self.run.tpu, n_BLD.shape
-        I, K, floor = cfg.maps, cfg.head_size, cfg.diff == "seed"
 
         def heads(w_DIPK):
             if tpu:  # straight to head-major: no transpose of activations
@@ -286,8 +264,26 @@ class Block(nnx.Module):
         wo_QD = self.weight("wo", "tensor", None)
         if tpu:  # from head-major, without a transpose
             wo_PED = wo_QD.reshape(o_BPLE.shape[1], -1, D)
-            return jnp.einsum("BPLE,PED->BLD", self.barrier(o_BPLE), wo_PED), cache
-        return linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), wo_QD), cache
+            attended_BLD = jnp.einsum("BPLE,PED->BLD", self.barrier(o_BPLE), wo_PED)
+        else:
+            attended_BLD = linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), wo_QD)
+        x_BLD = x_BLD + dropout(attended_BLD, row_B, seeds[0], rate)
+
+        # Feed-forward, SwiGLU: x + W_down(silu(n W_gate) * n W_up)
+        n_BLD = self.barrier(rms_norm(x_BLD, self.ffn_norm[...], cfg.eps))
+        gate_BLF = linear(n_BLD, self.weight("w_gate", None, "tensor"), tpu)
+        up_BLF = linear(n_BLD, self.weight("w_up", None, "tensor"), tpu)
+        hidden_BLF = self.barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, row_B, seeds[1], rate))
+        down_BLD = linear(hidden_BLF, self.weight("w_down", "tensor", None), tpu)
+        return shard(x_BLD + dropout(down_BLD, row_B, seeds[2], rate), batch_axes()), cache
+
+    def weight(self, name, *spec):
+        """A matrix in the activations' dtype, gathered over fsdp to the layout spec."""
+        return shard(getattr(self, name)[...].astype(self.run.dtype), *spec)
+
+    def barrier(self, x):
+        """x; on a TPU no fusion crosses it, which keeps norms out of the matmuls: a step is 4 % faster."""
+        return jax.lax.optimization_barrier(x) if self.run.tpu else x
 
 
 def on_each_device(kernel):

@@ -346,10 +346,10 @@ def extracted(stops, text, q):
 def extract(text, entry, stops):
     """(code, ended) of a model's text: the code without fences, chat and text behind the answer.
 
-    A text that begins indented continues the function of the prompt, up to the first stop string. A text that defines
-    `entry` before any fence is code up to the first stop string, fence or prose behind the definition; the prompt may
-    have opened a block. In other texts the code is a fenced block: the first that defines `entry`, else the first.
-    ended: no further text could change the code.
+    A text that begins indented continues the function of the prompt, up to the first stop string or prose. A text that
+    defines `entry` before any fence is code up to the first stop string, fence or prose behind the definition; the
+    prompt may have opened a block. In other texts the code is a fenced block: the first that defines `entry`, else the
+    first. ended: no further text could change the code.
     """
     written = text.replace("\r\n", "\n").removeprefix("[BEGIN]")
     text = written[: first_of(written, NO_ANSWER)]
@@ -368,6 +368,8 @@ def extract(text, entry, stops):
     code = text[: first_of(text, (*stops, "\n```"), start)]
     code = re.split(r"(?m)(?<=[^\s`])```[ \t]*$", code)[0]
     kept = without_prose(code, start) if restated else code
+    if continues:  # the rest of a function
+        kept = without_prose(f"def f():\n{code}", 4).removeprefix("def f():\n")
     return kept, ended or len(code) < len(text) or not code.endswith(kept)
 
 

@@ -201,8 +201,7 @@ def lock(path):
 
 def saved_steps(folder):
     """{step: path} of the finished checkpoints of a run, in order: checkpoints/<step>/ (JAX) or step_<n>/ (PyTorch)."""
-    paths = [*folder.glob("checkpoints/*"), *folder.glob("step_*")]
-    names = [(path.name.removeprefix("step_"), path) for path in paths]
+    names = [(p.name.removeprefix("step_"), p) for p in (*folder.glob("checkpoints/*"), *folder.glob("step_*"))]
     return dict(sorted((int(name), path) for name, path in names if name.isdigit()))
 
 
@@ -283,10 +282,8 @@ class Run:
     def __init__(self, cfg, unit="step", rank=0, hosts=1, curves=("loss", "bits_per_byte")):
         self.cfg, self.out, self.unit = cfg, as_path(cfg.out), unit
         self.rank, self.hosts, self.curves = rank, hosts, curves
-        self.signal = ""  # name of the signal that asks this process to stop
-        self.asked_at = None  # when one came
-        self.tracker = None
-        self.exits = contextlib.ExitStack()
+        self.signal, self.asked_at = "", None  # name of the signal that asks this process to stop; when it came
+        self.tracker, self.exits = None, contextlib.ExitStack()
 
     def __enter__(self):
         if not self.cfg.resume and saved_steps(self.out):
@@ -308,14 +305,15 @@ class Run:
 
         What a killed run logged after its last checkpoint, step `first`, is cut off: it will be logged again.
         """
-        for number in (signal.SIGINT,) if self.hosts > 1 else (signal.SIGTERM, signal.SIGINT):
-            self.exits.callback(signal.signal, number, signal.signal(number, self.on_signal))
+        for number in {signal.SIGINT, signal.SIGHUP} | (set() if self.hosts > 1 else {signal.SIGTERM}):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+                self.exits.callback(signal.signal, number, signal.signal(number, self.on_signal))
         if self.rank:
             return
         for path in (self.out / name for name in logs if (self.out / name).exists()):
-            lines = path.read_text().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("}\n")]  # a kill cuts the last line short
-            write(path, "".join(line for line in whole if json.loads(line)[self.unit] <= first).encode())
+            lines = path.read_text().splitlines(keepends=True)  # a kill cuts the last one short
+            kept = [line for line in lines if line.endswith("}\n") and json.loads(line)[self.unit] <= first]
+            write(path, "".join(kept).encode())
         write(self.out / "config.json", settings)
         for name, data in (files or {}).items():
             write(self.out / name, data)
@@ -335,7 +333,8 @@ class Run:
         now, name = time.monotonic(), signal.Signals(number).name
         if self.asked_at is None:
             self.asked_at = now
-            print(f"{name}: saving after this {self.unit}; once more to end at once", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                print(f"{name}: saving after this {self.unit}; once more to end at once", file=sys.stderr)
             if self.hosts > 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             else:
@@ -347,7 +346,9 @@ class Run:
         """Print a row of metrics and append it to log.jsonl, the source of every plot and table."""
         if self.rank:
             return
-        print(" | ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in row.items()), flush=True)
+        shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in row.items())
+        with contextlib.suppress(OSError):  # a terminal or pipe that is closed ends no run
+            print(" | ".join(shown), flush=True)
         self.append("log.jsonl", json.dumps(row) + "\n")
         if self.tracker:
             self.tracker.log(row, step=row[self.unit])
@@ -377,8 +378,7 @@ def check_tensors(found, want, where):
         if tuple(found[name]) != tuple(want[name]):
             wrong.append(f"{name} has shape {tuple(found[name])}, not {tuple(want[name])}")
     if wrong:
-        first = "; ".join(sorted(wrong)[:20])
-        raise ValueError(f"{len(wrong)} of the tensors of {where} do not fit the model: {first}")
+        raise ValueError(f"{len(wrong)} of the tensors of {where} do not fit the model: {'; '.join(sorted(wrong)[:3])}")
 
 
 def check_same(theirs, ours, where):

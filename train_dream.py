@@ -349,16 +349,6 @@ def accumulate(loss_fn, params, batches):
     return grads, loss
 
 
-def apply_gradients(optimizer, state, grads, lr):
-    """One update of a state's "params" and "opt"; the step is left out (and said so) if any gradient is not finite."""
-    norm = optax.tree.norm(grads)
-    ok = jnp.isfinite(norm)
-    updates, opt = optimizer.update(grads, state["opt"], state["params"])
-    params = jax.tree.map(lambda p, u: p + lr * u, state["params"], updates)
-    new, old = {"params": params, "opt": opt}, {"params": state["params"], "opt": state["opt"]}
-    return state | jax.tree.map(lambda old, new: jnp.where(ok, new, old), old, new), norm, ok
-
-
 def loss_of_step(cfg, graph, batch, key, step, base):
     """loss_fn(params, micro): the NELBO in nats per token that can be masked; with --objective=ar the likelihood."""
     rows = math.prod(batch["token_ABL"].shape[:2])
@@ -421,11 +411,16 @@ def make_step(cfg, graph, optimizer):
 
     def train_step(state, batch, step):
         key = jax.random.fold_in(jax.random.key(cfg.seed), step)
-        lr = wsd(step, cfg.lr, cfg.steps, cfg.warmup)
         loss_fn = loss_of_step(cfg, graph, batch, key, step, state.get("base", {}))
         A, B, _ = batch["token_ABL"].shape
         grads, loss = accumulate(loss_fn, state["params"], batch | {"row_AB": jnp.arange(A * B).reshape(A, B)})
-        state, norm, ok = apply_gradients(optimizer, state, grads, lr)
+
+        # The update, which a gradient that is not finite leaves out.
+        lr, norm = wsd(step, cfg.lr, cfg.steps, cfg.warmup), optax.tree.norm(grads)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        params, ok = jax.tree.map(lambda p, u: p + lr * u, state["params"], updates), jnp.isfinite(norm)
+        new = {"params": params, "opt": opt}
+        state = state | jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, {name: state[name] for name in new})
         return state, {"loss": loss, "lr": lr, "grad_norm": norm, "ok": ok}
 
     return train_step
@@ -714,7 +709,7 @@ def train(folder, store, trainer, first, skipped):
 
         # Held-out rows and a sample; the checkpoint is written while the next steps run.
         evaluates = done % cfg.eval_every == 0 or done in epoch_ends or done == cfg.steps
-        stops = folder.signal or store.preempted(done)  # SIGTERM or Ctrl-C, to any host
+        stops = folder.signal or store.manager.reached_preemption(done)  # SIGTERM or Ctrl-C, to any host
         if evaluates or late or stops:
             scores = trainer.score() if evaluates else None
             store.save(done, trainer.saved(trainer.state), trainer.meta(done, meter.skipped), scores or None)

@@ -22,7 +22,6 @@ S tokens of a packed batch, T = 10 tenths of the mask rate.
 
 import copy
 import dataclasses
-import functools
 import math
 import os
 import shutil
@@ -37,7 +36,6 @@ import tokenizers
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import diffusion
 import model_mdlm as mdlm
@@ -128,8 +126,7 @@ def crop(token_BL, rate, rng):
     cropped_BL = token_BL.copy()
     for row in np.flatnonzero(chosen_B):
         window_M = token_BL[row, start_B[row] :][: size_B[row]]
-        cropped_BL[row] = mdlm.PAD
-        cropped_BL[row, : len(window_M)] = window_M
+        cropped_BL[row] = np.pad(window_M, (0, L - len(window_M)), constant_values=mdlm.PAD)
     return cropped_BL
 
 
@@ -180,28 +177,25 @@ def make_batch(noised, row_ids, device, packed=False):
     token_BL, xt_BL, mask_BL, time_B = (x[row_ids] for x in noised)
     L = token_BL.shape[1]
     length_B = (token_BL != mdlm.PAD).sum(1)
-    layout = []
     if packed:
         # a last text of PAD makes the total a multiple of 32
         token_BL, xt_BL, mask_BL = (np.pad(x, ((0, 1), (0, 0))) for x in (token_BL, xt_BL, mask_BL))  # PAD is 0
         time_B = np.append(time_B, 1.0)
         length_B = np.append(length_B, -length_B.sum() % 32)
-        inside_BL = np.arange(L) < length_B[:, None]
-        text_S, position_S = np.nonzero(inside_BL)
-        layout = [text_S, position_S, np.append(0, inside_BL.sum(1).cumsum()).astype(np.int32)]
-        token_BL, xt_BL, mask_BL = (x[inside_BL][None] for x in (token_BL, xt_BL, mask_BL))
-        time_S = time_B[text_S]
     else:
-        longest = -(-int(length_B.max(initial=1)) // 32) * 32
-        token_BL, xt_BL, mask_BL = (np.ascontiguousarray(x[:, :longest]) for x in (token_BL, xt_BL, mask_BL))
-        time_S = np.repeat(time_B, xt_BL.shape[1])
-    index_N = np.flatnonzero(mask_BL)
+        length_B[:] = -(-length_B.max() // 32) * 32
+    inside_BL = np.arange(L) < length_B[:, None]
+    text_S, position_S = np.nonzero(inside_BL)
+    layout = [text_S, position_S, np.append(0, inside_BL.sum(1).cumsum()).astype(np.int32)] if packed else []
+    xt_BL = xt_BL[inside_BL].reshape(1 if packed else len(xt_BL), -1)
+    index_N = np.flatnonzero(mask_BL[inside_BL])
     masks = len(index_N)
     index_N = np.pad(index_N, (0, -masks % 64 if masks else 64))
     masked_N = np.arange(len(index_N)) < masks
+    time_B = time_B.astype(np.float32)
+    token_N, time_N = token_BL[inside_BL][index_N], time_B[text_S[index_N]]
     counted = np.asarray(is_text(noised.token_BL).sum())
-    times = time_S[index_N].astype(np.float32), masked_N, time_B.astype(np.float32)
-    tensors = [torch.from_numpy(x) for x in (xt_BL, index_N, token_BL.ravel()[index_N], *times, counted, *layout)]
+    tensors = [torch.from_numpy(x) for x in (xt_BL, index_N, token_N, time_N, masked_N, time_B, counted, *layout)]
     if device.type == "cuda":  # copies from pinned memory do not block
         tensors = [x.pin_memory().to(device, non_blocking=True) for x in tensors]
     for x in (*tensors[:5], *tensors[7:9]):  # sizes that change with every batch: torch.compile must not specialise
@@ -264,9 +258,8 @@ def make_optimizers(model, cfg):
     matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1}
     vectors = [p for p in model.parameters() if p.ndim == 1]
     muon = [matrices.pop(name) for name in list(matrices) if cfg.optimizer == "muon" and name.startswith("blocks.")]
-    groups = [{"params": [*matrices.values()], "weight_decay": cfg.weight_decay}]
-    groups += [{"params": vectors, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    groups = [{"params": [*matrices.values()], "weight_decay": cfg.weight_decay}, {"params": vectors}]
+    adamw = torch.optim.AdamW(groups, cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     return [adamw, torch.optim.Muon(muon, cfg.muon_lr, cfg.weight_decay)] if muon else [adamw]
 
 
@@ -274,8 +267,7 @@ def make_optimizers(model, cfg):
 def average(ema, model, decay, updates):
     """ema += (1 - d) (model - ema) with d = min(decay, (1 + updates) / (10 + updates)), the warm-up of the decay."""
     d = min(decay, (1 + updates) / (10 + updates))
-    averages, weights = ([local(p) for p in each.parameters()] for each in (ema, model))
-    torch._foreach_lerp_(averages, weights, 1 - d)
+    torch._foreach_lerp_([*ema.parameters()], [*model.parameters()], 1 - d)
 
 
 def local(tensor):
@@ -290,8 +282,6 @@ def full(tensor):
 
 @dataclasses.dataclass
 class State:
-    """What a step changes, and what it runs."""
-
     model: mdlm.MDLM
     ema: mdlm.MDLM  # EMA weights, for evaluation and inference
     loss: nn.Module  # Loss of the model, compiled, under DDP if there are several processes
@@ -311,7 +301,7 @@ def make_state(cfg, architecture, dtype, devices):
         shard(ema, compiled=False)
     else:
         if devices.world > 1:
-            loss = DistributedDataParallel(loss)
+            loss = nn.parallel.DistributedDataParallel(loss)
         if cfg.compile:
             loss = torch.compile(loss)
     scaler = torch.amp.GradScaler(devices.device.type, enabled=dtype == "float16")
@@ -356,19 +346,15 @@ def step_or_restore(optimizer, skip):
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     for p in weights:
         optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))  # which the first step makes
-        local(p.grad).nan_to_num_(0.0, 0.0, 0.0)
     tensors = [local(x) for p in weights for x in (p, optimizer.state[p]["momentum_buffer"])]
     before = torch._foreach_mul(tensors, 1.0)  # copies, in one launch
     optimizer.step()
     for x, old in zip(tensors, before, strict=True):
-        x.lerp_(old, skip)  # exact at 0 and 1
+        torch.where(skip > 0, old, x, out=x)
 
 
 def update(state, step, cfg):
-    """One update of the weights and their EMA; returns the gradient's norm.
-
-    If the norm is not finite the device skips the update; the host does not wait to know.
-    """
+    """Update the weights and their EMA; returns the gradient norm. If it is not finite, the device skips the update."""
     for optimizer, peak in zip(state.optimizers, (cfg.lr, cfg.muon_lr), strict=False):
         for group in optimizer.param_groups:
             group["lr"] = peak * learning_rate(step, cfg)
@@ -388,10 +374,7 @@ def update(state, step, cfg):
 
 
 def metrics(state, loss, norm, stop, step, cfg, devices):
-    """(loss, gradient norm, skipped updates, whether any process was asked to stop). Here the host waits.
-
-    Raises ValueError if too many updates in a row are skipped.
-    """
+    """(loss, gradient norm, skipped updates, whether to stop): the host waits. ValueError if too many were skipped."""
     sums_2 = torch.stack([loss, torch.full_like(loss, bool(stop))])
     if devices.world > 1:
         dist.all_reduce(sums_2)
@@ -543,22 +526,6 @@ def sample_text(model, tokenizer, cfg, seq_len, device):
     return tokenizer.decode(token_L[: [*token_L, mdlm.EOS].index(mdlm.EOS)])
 
 
-class Speed:
-    """Steps and tokens (PAD not counted) per second since it was made."""
-
-    def __init__(self):
-        self.began, self.steps, self.tokens = time.perf_counter(), 0, 0
-
-    def add(self, noised):
-        self.steps += 1
-        self.tokens += int((noised.token_BL != mdlm.PAD).sum())
-
-    def row(self, steps_left):
-        seconds = time.perf_counter() - self.began
-        step_s = seconds / self.steps
-        return {"step_ms": 1e3 * step_s, "tok_per_s": self.tokens / seconds, "eta_min": steps_left * step_s / 60}
-
-
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
@@ -595,9 +562,8 @@ def train(cfg, devices):
     print(f"{devices.world} x {name}, {dtype} matmuls on float32 weights, {'packed' if packed else 'padded'} rows")
     print(", ".join(f"{part} {n:,}" for part, n in mdlm.count_params(architecture).items()) + " parameters")
     epochs = f"{cfg.steps * cfg.batch_size / rows.total:.2f} epochs of {rows.total:,} rows"
-    print(
-        f"{cfg.steps:,} steps of {cfg.batch_size} rows, {cfg.micro_batch} at a time on a device = {epochs}", flush=True
-    )
+    per_device = f"{cfg.micro_batch} at a time on a device"
+    print(f"{cfg.steps:,} steps of {cfg.batch_size} rows, {per_device} = {epochs}", flush=True)
     if cfg.compile:
         print("compiling: the first step takes about a minute more", flush=True)
 
@@ -607,36 +573,40 @@ def train(cfg, devices):
             first = restore(runs.newest(cfg.resume)[1], state, meta)
             print(f"resuming {cfg.resume} after step {first}")
         run.begin(first, meta | {"data": str(rows.folder)}, {"tokenizer.json": tokenizer_json})
-        batches = prefetch(functools.partial(step_batches, rows, cfg, devices, packed), first, cfg.steps)
-        speed = Speed()
+        batches = prefetch(lambda step: step_batches(rows, cfg, devices, packed, step), first, cfg.steps)
+        intervals = cfg.log_every, cfg.eval_every, cfg.save_every
+        began, tokens = time.perf_counter(), []  # tokens of each step since then, PAD not counted
         for step, (noised, micro_batches), _ in batches:
             # All randomness is a function of (seed, step): a resumed run gets the same rows, noise and dropout.
             torch.manual_seed(cfg.seed + step)
             loss = gradients(state, micro_batches, dtype, devices)
             norm = update(state, step, cfg)
-            speed.add(noised)
+            tokens.append(int((noised.token_BL != mdlm.PAD).sum()))
             done = step + 1
+            logs, evaluates, saves = (done % every == 0 or done == cfg.steps for every in intervals)
 
             # several processes stop together, at a step where they communicate
             stop = run.signal if devices.world == 1 else ""
-            if done % cfg.log_every == 0 or done == cfg.steps:
+            if logs:
                 loss, norm, skipped, stop = metrics(state, loss, norm, run.signal, step, cfg, devices)
                 row = {"step": done, "loss": loss, "lr": cfg.lr * learning_rate(step, cfg), "grad_norm": norm}
-                run.log(row | speed.row(cfg.steps - done) | {"skipped": skipped})
-                speed = Speed()
+                seconds = time.perf_counter() - began
+                step_s = seconds / len(tokens)
+                row |= {"step_ms": 1e3 * step_s, "tok_per_s": sum(tokens) / seconds}
+                run.log(row | {"eta_min": (cfg.steps - done) * step_s / 60, "skipped": skipped})
             # All processes evaluate and sample, though one would do: FSDP gathers weights from all of them.
-            if done % cfg.eval_every == 0 or done == cfg.steps:
+            if evaluates:
                 rng = np.random.default_rng([cfg.seed, 2**31])  # the same noise each time; no step has this number
                 sums_T4 = evaluate(state.ema, heldout_RL, rng, cfg.micro_batch, dtype)
                 run.log({"step": done} | scores(sums_T4, bits))
                 text = sample_text(state.ema, tokenizer, cfg, rows.meta["seq_len"], devices.device)
                 run.append("samples.txt", f"---- step {done}\n{text}\n")
-                speed = Speed()  # leave the evaluation's time out
-            if done % cfg.save_every == 0 or done == cfg.steps or stop:
+            if saves or stop:
                 save(state, done, cfg, meta, tokenizer_json, devices)
-                speed = Speed()
             if stop:
                 run.leave(done)
+            if logs or evaluates or saves:
+                began, tokens = time.perf_counter(), []  # leaves out the time of evaluating and saving
     print(f"done: {cfg.out}; generate text with: python inference_jetson.py --bundle={cfg.out}", flush=True)
 
 

@@ -329,15 +329,6 @@ def accumulate_apart(loss_fn, params, batches):
     return jax.tree.map(lambda g: g.sum(0), grads), outs  # laid out as the parameters: scattered, not copied
 
 
-def apply_gradients(optimizer, state, grads, lr):
-    """One update of a state's "params" and "opt"; the step is left out (and said so) if any gradient is not finite."""
-    norm = optax.tree.norm(grads)
-    ok = jnp.isfinite(norm)
-    updates, opt = optimizer.update(grads, state["opt"], state["params"])
-    params = jax.tree.map(lambda p, u: p + lr * u, state["params"], updates)
-    return jax.tree.map(lambda old, new: jnp.where(ok, new, old), state, {"params": params, "opt": opt}), norm, ok
-
-
 def make_step(cfg, graph, optimizer):
     """train_step(state, batch, step) -> (state, metrics), to be compiled once with the state donated."""
 
@@ -357,8 +348,12 @@ def make_step(cfg, graph, optimizer):
         split = not mesh.empty and math.prod(mesh.shape[axis] for axis in pc.BATCH) > 1  # rows over devices
         gradients = accumulate_apart if split and A > 1 and cfg.reduce != "micro" else accumulate
         grads, (loss, parts) = gradients(loss_fn, state["params"], micros)
-        lr = wsd(step, cfg.lr, cfg.steps, cfg.warmup)
-        state, norm, ok = apply_gradients(optimizer, state, grads, lr)
+
+        # The update, which a gradient that is not finite leaves out.
+        lr, norm = wsd(step, cfg.lr, cfg.steps, cfg.warmup), optax.tree.norm(grads)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        params, ok = jax.tree.map(lambda p, u: p + lr * u, state["params"], updates), jnp.isfinite(norm)
+        state = jax.tree.map(lambda old, new: jnp.where(ok, new, old), state, {"params": params, "opt": opt})
         return state, {"loss": loss, **parts, "lr": lr, "grad_norm": norm, "ok": ok}
 
     return train_step
@@ -586,7 +581,7 @@ def train(folder, store, trainer, first, skipped):
 
         # Held-out rows and a sample; the checkpoint is written while the next steps run.
         evaluates = done % cfg.eval_every == 0 or done in epoch_ends or done == cfg.steps
-        stops = folder.signal or store.preempted(done)  # SIGTERM or Ctrl-C, to any host
+        stops = folder.signal or store.manager.reached_preemption(done)  # SIGTERM or Ctrl-C, to any host
         if evaluates or late or stops:
             scores = trainer.score() if evaluates else None
             store.save(done, trainer.state, trainer.meta(done, meter.skipped), scores or None)

@@ -134,6 +134,13 @@ def programs_of_one_file():
         gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def broken_pipes_raise():
+    """A test that leaves SIGPIPE at its default lets the broken pipe of a later one end pytest without a word."""
+    yield
+    assert signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN
+
+
 @pytest.fixture
 def no_compile_cache(monkeypatch):
     """What tests compile stays out of the user's folder of compiled programs."""
@@ -295,6 +302,15 @@ def cases_of(path, split=str.rpartition):
         cases.setdefault(case, {})[name] = arrays[key]
     assert cases
     return cases
+
+
+def special_ids(folder):
+    """(MASK, PAD) of the reference values of masked diffusion: what q_sample.npz writes, and what it never masks."""
+    golden = np.load(folder / "q_sample.npz")
+    masked_BL = golden["linear.mask"]
+    kept = np.unique(golden["x0"][(golden["u"] < golden["t"][:, None]) & ~masked_BL])
+    (mask_id,) = np.unique(golden["linear.xt"][masked_BL])
+    return int(mask_id), int(kept[0]) if len(kept) else 0
 
 
 # ---- a bucket ------------------------------------------------------------------------------------------------------

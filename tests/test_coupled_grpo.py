@@ -361,7 +361,7 @@ def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(folder
         rows = prompts.completions(
             [0] * len(ANSWERS), canvas_BL, grpo.completion_mask(canvas_BL[:, -cfg.max_new :], end)
         )
-        rewards = coupled_grpo.reward(rows, functions, cfg)
+        rewards = np.array(sandbox.score(rows, functions, **coupled_grpo.sandbox_options(cfg)))
         assert [tuple(reward) for reward in rewards.tolist()] == [want for _, want in ANSWERS], behind
         if behind == "<|endoftext|>":
             seen = [tokenizer.decode(row[-cfg.max_new :].tolist(), skip_special_tokens=True) for row in canvas_BL]
@@ -1141,6 +1141,7 @@ def test_a_lora_is_the_matrix_that_it_merges_into():
     assert not np.allclose(forward(whole, token_BL), plain, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_what_has_no_reward_is_in_no_update_and_said_so(unbroken):
     lines = read_lines(unbroken / "rounds.jsonl")
     for row in read_lines(unbroken / "log.jsonl"):

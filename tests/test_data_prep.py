@@ -202,7 +202,7 @@ def test_packing_in_blocks_equals_packing_at_once(monkeypatch):
     rng = np.random.default_rng(1)
     documents = [rng.integers(2, 50, n).astype(np.int32) for n in rng.integers(0, 40, 200)]
     for block in (1, 10, 64, 65, 1000):
-        monkeypatch.setattr(dp, "BLOCK_TOKENS", block)
+        monkeypatch.setattr("rows.BLOCK_TOKENS", block)
         blocks = list(packed_blocks(iter(documents), 16, 1))
         want = pack(documents, 16, 1, 1)
         for i in range(3):

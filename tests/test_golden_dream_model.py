@@ -64,13 +64,17 @@ def test_logits_of_every_forward_case(model, forward):
 
 
 def test_logits_are_made_only_where_they_are_asked_for(model, forward):
-    token_BL, position_BL, see_BL = inputs(forward, "leftpad")
-    B, L = token_BL.shape
-    keep_BC = np.stack([np.random.default_rng(b).permutation(L)[:5] for b in range(B)])
-    want = np.take_along_axis(forward["leftpad.logits"], keep_BC[..., None], 1)
-    hidden_BLD, _ = hidden(model, token_BL, position_BL, see_BL)
-    got = model.logits(jnp.take_along_axis(hidden_BLD, keep_BC[..., None], 1))
-    assert relative(got, want, np.take_along_axis(np.asarray(see_BL), keep_BC, 1)) <= 2e-5
+    padded = cases(forward, ".attention_mask")
+    assert padded
+    for name in padded:
+        token_BL, position_BL, see_BL = inputs(forward, name)
+        B, L = token_BL.shape
+        shown = forward[f"{name}.logits"].shape[1]  # the last ones
+        keep_BC = L - 1 - np.stack([np.random.default_rng(b).permutation(shown)[:5] for b in range(B)])
+        want = np.take_along_axis(forward[f"{name}.logits"], keep_BC[..., None] - L + shown, 1)
+        hidden_BLD, _ = hidden(model, token_BL, position_BL, see_BL)
+        got = model.logits(jnp.take_along_axis(hidden_BLD, keep_BC[..., None], 1))
+        assert relative(got, want, np.take_along_axis(np.asarray(see_BL), keep_BC, 1)) <= 2e-5, name
 
 
 def test_hidden_states_after_every_layer(model, forward):
@@ -86,11 +90,15 @@ def test_hidden_states_after_every_layer(model, forward):
         wanted = [name for name in forward if name.startswith(f"{case}.hidden.")]
         assert len(wanted) == len(states)
         for i, state in enumerate(states):
-            assert relative(state, forward[f"{case}.hidden.{i}"]) <= 2e-5, (case, i)
+            assert relative(state, forward[f"{case}.hidden.{i}"], see_BL) <= 2e-5, (case, i)
 
 
 def test_rope_frequencies_of_this_model_and_of_7b(model, forward):
-    for name, cfg in (("inv_freq", model.cfg), ("inv_freq_7b", md.CONFIGS["7b"])):
+    names = [name for name in forward if name.startswith("inv_freq")]
+    assert names
+    for name in names:
+        size = name.removeprefix("inv_freq").removeprefix("_")
+        cfg = md.CONFIGS[size] if size else model.cfg
         got = md.rope_frequencies(cfg.head_size, cfg.theta)
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, forward[name], rtol=2e-7)
@@ -118,8 +126,10 @@ def test_bfloat16_is_as_near_to_float32_as_the_reference(golden_dir):
         token_BL, position_BL, see_BL = inputs(arrays, name)
         got = np.asarray(apply(model, token_BL, position_BL, see_BL))
         keep_BL = np.ones(token_BL.shape, bool) if see_BL is None else np.asarray(see_BL)
-        for want in (arrays[f"{name}.logits_f32"], arrays[f"{name}.logits_bf16"].astype(np.float32)):
-            assert np.abs(got - want)[keep_BL].mean() <= 0.13, name
+        wanted = arrays[f"{name}.logits_f32"], arrays[f"{name}.logits_bf16"].astype(np.float32)
+        own = np.abs(wanted[0] - wanted[1])[keep_BL].mean()  # the reference's error
+        for want in wanted:
+            assert np.abs(got - want)[keep_BL].mean() <= 1.95 * own, name
 
 
 # ---- generation ----------------------------------------------------------------------------------------------------
@@ -230,7 +240,8 @@ def kind_of(case):
 def test_every_generation_case_token_for_token(model, golden_dir, kind):
     golden = json.loads((golden_dir("dream") / "generate.json").read_text())
     assert model.cfg.mask_id == golden["mask_token_id"]
-    assert {kind_of(case) for case in golden["cases"]} == set(KINDS)
+    assert golden["cases"]
+    assert {kind_of(case) for case in golden["cases"]} <= set(KINDS)
     for case in golden["cases"]:
         if kind_of(case) == kind:
             rows = 3 if case["sampler"] == "diffusion" else 1

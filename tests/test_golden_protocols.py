@@ -73,9 +73,10 @@ def questions(golden_dir):
     }
     prompts, out = (read(golden_dir, name) for name in ("prompts", "postprocess"))
     numbers = {case["id"]: str(case["key"]) for case in out["cases"]}
-    docstrings = {numbers[case]: text for case, text in out["out"]["bigcode/mbpp"].items()}
-    docstrings |= prompts["bigcode/mbpp"]["prompts"]
-    parts = {key: re.match(r'"""\n(.*?)\n(assert.*?)\n"""\n', text, re.DOTALL) for key, text in docstrings.items()}
+    known = [(numbers[case], text) for case, text in out["out"]["bigcode/mbpp"].items() if isinstance(text, str)]
+    known += prompts["bigcode/mbpp"]["prompts"].items()
+    docstring = re.compile(r'"""\n(.*?)\n(assert.*?)\n"""\n', re.DOTALL)
+    parts = {key: match for key, text in known if (match := docstring.match(text))}
     texts = {key: match[1] for key, match in parts.items()}
     tests = {key: [match[2]] for key, match in parts.items()}
     tests |= {key: re.split(r"\n(?=assert)", text) for key, text in prompts["bigcode/mbpp"]["target"].items()}

@@ -17,6 +17,7 @@ from test_model_pythoncoder import stack_layers
 
 import checkpoints
 import model_pythoncoder as pc
+from diff_attention import lambda_value
 
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("exact_matmuls")]
 
@@ -24,6 +25,11 @@ pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("exact_matmuls")]
 def capped(x, cap):
     """c tanh(x / c), which some golden cases ask for and the model does not have."""
     return cap * jnp.tanh(x / cap) if cap else x
+
+
+def clamped(golden, *vectors, clamp):
+    """lambda_value, clamped if the golden case is: the model clamps where it has a floor."""
+    return lambda_value(*vectors, clamp=golden)
 
 
 def capped_cross_entropy(cross_entropy, cap):
@@ -142,6 +148,7 @@ def test_whole_model_logits_losses_and_gradients(golden_dir, remat, monkeypatch)
         graph = pc.graph_of(cfg, pc.Run(remat=remat, block=7, loss_tokens=8, yarn=b["yarn_factor"] > 1))
         monkeypatch.setattr(pc, "attention", functools.partial(attention, cap=b["attn_cap"]))
         monkeypatch.setattr(pc, "cross_entropy", capped_cross_entropy(cross_entropy, b["final_cap"]))
+        monkeypatch.setattr(pc, "lambda_value", functools.partial(clamped, b["clamp"]))
         states = {}  # what hidden and mtp_hidden return inside losses
         for method, original in methods.items():
 
@@ -177,8 +184,9 @@ def test_whole_model_logits_losses_and_gradients(golden_dir, remat, monkeypatch)
 
 
 @pytest.mark.parametrize("speculate", [False, True])
-def test_greedy_text_with_and_without_the_draft_head(golden_dir, speculate):
+def test_greedy_text_with_and_without_the_draft_head(golden_dir, speculate, monkeypatch):
     settings, arrays = read(golden_dir("pythoncoder"), "tiny_model")
+    monkeypatch.setattr(pc, "lambda_value", functools.partial(clamped, settings["base"]["clamp"]))
     cfg = dataclasses.replace(tiny_config(settings["base"], {}), positions=4096)  # the golden runs past yarn_original
     model = nnx.merge(pc.graph_of(cfg, pc.Run()), tiny_params(arrays, cfg))
     rule, n = pc.Sampling(speculate=speculate), len(settings["greedy"])  # always n rows: one compiled program
@@ -189,7 +197,9 @@ def test_greedy_text_with_and_without_the_draft_head(golden_dir, speculate):
             assert (stats["forwards"], stats["accepted"]) == (n * case["calls"], n * case["accepted"])
         else:
             assert stats["forwards"] == sum(map(len, texts))
-    prompts = [case["prompt"][i:] for i, case in enumerate(settings["greedy"])]  # lengths differ: padding is no matter
+    prompts = [case["prompt"] for case in settings["greedy"]]
+    # lengths differ: padding is no matter
+    prompts = [prompt[min(i, len(prompt) - 2) :] for i, prompt in enumerate(prompts)]
     texts, _ = pc.generate(model, prompts, 9, rule, jax.random.key(0), chunk=2)
     for prompt, text in zip(prompts, texts, strict=True):
         assert pc.generate(model, [prompt] * n, 9, rule, jax.random.key(1))[0] == [text] * n

@@ -40,7 +40,9 @@ def draws(n, elbo):
 @pytest.mark.parametrize("estimator", ["coupled", "coupled_elbo"])
 def test_mean_and_covariance_of_the_scores(golden_dir, estimator):
     merge, elbo = jax.jit(grpo.merge_views, static_argnums=(0, 5)), estimator == "coupled_elbo"
-    for name, case in cases_of(golden_dir("ruler") / "estimators.npz", str.partition).items():
+    for name, case in ruler_cases(golden_dir, "estimators.npz"):
+        if estimator not in case["names"]:
+            continue
         N, n, _ = case["logits"].shape
         chance_B, ratio_B, set_B = (np.array(x) for x in zip(*draws(n, elbo), strict=True))
         hidden_BKCD = case["logits"][np.stack([np.full(len(set_B), N - 1), set_B, N - 1 - set_B], 1)]

@@ -823,8 +823,12 @@ def test_out_of_memory_is_one_line_and_other_errors_are_bugs(bundle, monkeypatch
 
 def test_a_bad_command_line_ends_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["inference_jetson.py", f"--bundle={tmp_path / 'none'}"])
-    with pytest.raises(SystemExit, match=r"is no bundle .*export_jetson.py") as stop:
-        runpy.run_path(str(ROOT / "inference_jetson.py"), run_name="__main__")
+    before = signal.getsignal(signal.SIGPIPE)
+    try:
+        with pytest.raises(SystemExit, match=r"is no bundle .*export_jetson.py") as stop:
+            runpy.run_path(str(ROOT / "inference_jetson.py"), run_name="__main__")
+    finally:
+        signal.signal(signal.SIGPIPE, before)  # which a program sets to end silently
     assert "\n" not in stop.value.code
     for argument, said in (
         ("--stepps=3", "unrecognized arguments: --stepps=3"),

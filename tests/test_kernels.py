@@ -595,7 +595,7 @@ def found(source, folder, golden):
     library = ctypes.CDLL(str(folder / "host.so"))
     cases = sorted({name.split(".")[0] for name in golden.files})
     for case, warps, eager, rope in itertools.product(cases, (1, 2, 4), (False, True), (False, True)):
-        hot = case.endswith("_hot")
+        hot = np.abs(golden[f"{case}.lse"]).max() > 20
         if hot and rope:
             continue  # its scores reach 130: queries and keys that were rounded twice are too far off
         if not run_attention(library, golden, case, warps, eager, rope) < (4e-3 if hot else 2e-3):

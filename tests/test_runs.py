@@ -1,5 +1,6 @@
 """The folder of a run: command line, lock, log, signals, and checkpoints that are damaged, cut short or of others."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -205,6 +206,28 @@ def test_a_signal_asks_the_run_to_stop_and_a_second_one_ends_it(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_closed_terminal_asks_a_run_to_stop_but_not_under_nohup(tmp_path):
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for handler, name in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, "")):
+            signal.signal(signal.SIGHUP, handler)
+            with runs.Run(Config(str(tmp_path))) as run:
+                run.begin(0, {})
+                signal.raise_signal(signal.SIGHUP)
+                assert run.signal == name
+            assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_output_ends_no_run(tmp_path):
+    with contextlib.suppress(OSError), open("/dev/full", "w") as closed:  # it raises again when it is left
+        with runs.Run(Config(str(tmp_path))) as run, contextlib.redirect_stdout(closed):
+            run.begin(0, {})
+            run.log({"step": 1})
+    assert json.loads((tmp_path / "log.jsonl").read_text()) == {"step": 1}
+
+
 def test_a_signal_that_ends_a_compiler_too_is_one_line(tmp_path):
     def train():
         with runs.Run(Config(str(tmp_path))) as run:
@@ -290,7 +313,7 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(saved, tmp_path):
 def test_a_folder_from_the_hub_is_to_be_converted_first(tmp_path):
     pytest.importorskip("jax")
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ValueError, match="is in the Hub's form; convert it: python convert_weights"):
+    with pytest.raises(ValueError, match="is in the Hub's form: python convert_weights"):
         checkpoints.load(None, tmp_path)
 
 

@@ -437,9 +437,8 @@ def test_all_blocks_are_one_program_also_with_weights_that_were_read_from_a_file
     assert programs() == 0
 
 
-@pytest.mark.parametrize(
-    "settings", [pytest.param({}, marks=pytest.mark.slow), {"block_length": 8, "cache": "dual"}], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"block_length": 8, "cache": "dual"}], ids=str)
 def test_a_hundred_mixed_prompts_are_at_most_three_programs(programs, settings):
     model = build(dataclasses.replace(SHALLOW, positions=256))
     lengths = np.random.default_rng(0).integers(1, 200, 100)
