@@ -1,20 +1,20 @@
-"""What sandbox.py runs in the child: confinement, the program, the judge, and the wire format of values.
+"""What sandbox.py runs in the child: confinement, the program, the judge, and the template that forks them.
 
-sandbox.py starts an interpreter for each of its workers, the template, which executes the text of this file: the
-standard library alone. For every test it forks run_judge() and run_program(). The template itself never reads a program
-or a test, so that nothing of one is left in the memory of the next.
+sandbox.py starts an interpreter for each of its workers, the template, which executes the texts of sandbox_wire.py and
+of this file: the standard library alone. For every test it forks run_judge() and run_program(). The template itself
+never reads a program or a test, so that nothing of one is left in the memory of the next.
 """
 
 import ast
 import builtins
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
+import itertools
 import json
-import operator
 import os
-import re
 import reprlib
 import select
 import signal
@@ -23,11 +23,14 @@ import sys
 import time
 import types
 
+from sandbox_wire import OPERATIONS, Peer, Remote, opaque, unwire, wire
+
 with contextlib.suppress(ImportError):
     import resource  # Windows has none; sandbox.py --runner=e2b works there too
 
-# What many programs import: done once, here. Their random numbers are seeded anew in every process.
-USUAL = "bisect collections copy datetime decimal enum fractions functools heapq itertools math random string typing"
+# What many programs import: done once, here.
+USUAL = "bisect collections copy datetime decimal enum fractions heapq math string typing"
+JUDGED = 4  # tests that one judge runs, with four descriptors for each
 
 
 def check(returned, what):
@@ -71,7 +74,7 @@ def enter_namespaces(libc, scratch, readable):
             os.makedirs(os.path.dirname(root + path), exist_ok=True)
             open(root + path, "w").close()
         check(libc.mount(path, root + path, None, 0x5000, None), "bind")  # MS_BIND | MS_REC
-    os.mkdir(root + b"/.sandbox")
+    os.makedirs(root + b"/.sandbox/test")
     # Swap the roots, unmount the old one, and make the new one and all below it read-only.
     os.chdir(root)
     check(libc.syscall({"x86_64": 155, "aarch64": 41}[os.uname().machine], b".", b"."), "pivot_root")
@@ -86,8 +89,8 @@ def enter_namespaces(libc, scratch, readable):
 READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
 
 
-def restrict_files(libc, job, writable):
-    """Allow reading and executing below job["readable"], everything below `writable`; no TCP, no signals to others.
+def file_rules(libc, job, writable):
+    """A Landlock ruleset: read and execute below job["readable"], all below `writable`; no TCP, no signals to others.
 
     Without namespaces no new folders, and no file is removed: what is written can be counted, see overfull().
     """
@@ -104,12 +107,11 @@ def restrict_files(libc, job, writable):
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         check(libc.syscall(445, ruleset, 1, struct.pack("=Qi", allowed, fd), 0), "landlock rule")
         os.close(fd)
-    check(libc.syscall(446, ruleset, 0), "landlock restrict")
-    os.close(ruleset)
+    return ruleset
 
 
 # ---- seccomp -------------------------------------------------------------------------------------------------------
-# The system calls that a program may make, with their numbers on x86-64 and aarch64: what Python, NumPy and pandas need.
+# The system calls that a program may make, what Python, NumPy and pandas need: their numbers on x86-64 and aarch64.
 CALLS = """
 read 0 63, write 1 64, open 2 -, close 3 57, stat 4 -, fstat 5 80, lstat 6 -, poll 7 -, lseek 8 62, mmap 9 222,
 mprotect 10 226, munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139,
@@ -148,13 +150,13 @@ def call_filter(machine, more, threads=False, tmpfile=True):
     """A seccomp filter, bytes: the calls of ALLOWED and `more`, with their arguments; ENOSYS for every other.
 
     The C library falls back from newer calls to older ones. threads: clone with CLONE_THREAD. tmpfile False: no files
-    without a name.
+    without a name. Numbers are found by bisection: the kernel tries a new filter on every call there is.
     """
     column, audit, _ = MACHINES[machine]
     calls = ALLOWED | {name: MORE[name] for name in more} | ({"clone": MORE["clone"]} if threads else {})
     number = {name: row[column] for name, row in calls.items() if row[column] is not None}
     opening = {} if tmpfile else {"open": 1, "openat": 2}  # the argument with the flags
-    # A row: operation, rows to skip if true, if false, operand. 0x20 loads, 0x15 is ==, 0x45 &, 6 returns.
+    # A row: operation, rows to skip if true, if false, operand. 0x20 loads, 0x15 is ==, 0x35 >=, 0x45 &, 6 returns.
     rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (6, 0, 0, 0x80000000)]  # calls of another machine: kill
     rows += [(0x20, 0, 0, 0)]  # the number of the call
     for name in [name for name in number if name in ARGUMENT or name in opening or name == "clone"]:
@@ -169,21 +171,24 @@ def call_filter(machine, more, threads=False, tmpfile=True):
             body = [(0x20, 0, 0, 16 + 8 * argument), (0x45, 0, 1, flag)]
             body += [(6, 0, 0, ALLOW), (6, 0, 0, ENOSYS)] if name == "clone" else [(6, 0, 0, ENOSYS), (6, 0, 0, ALLOW)]
         rows += [(0x15, 0, len(body), number.pop(name)), *body]
-    plain = [*number.values()]
-    rows += [(0x15, len(plain) - i, 0, value) for i, value in enumerate(plain)]
-    rows += [(6, 0, 0, ENOSYS), (6, 0, 0, ALLOW)]
-    return b"".join(struct.pack("HBBI", *row) for row in rows)
+
+    def search(numbers):
+        if len(numbers) <= 4:
+            last = [(6, 0, 0, ENOSYS), (6, 0, 0, ALLOW)]
+            return [(0x15, len(numbers) - i, 0, value) for i, value in enumerate(numbers)] + last
+        middle = len(numbers) // 2
+        lower = search(numbers[:middle])
+        return [(0x35, len(lower), 0, numbers[middle]), *lower, *search(numbers[middle:])]
+
+    return b"".join(struct.pack("HBBI", *row) for row in rows + search(sorted(number.values())))
 
 
-def confine(libc, job, folder, mode):
+def confine(libc, job, mode, tests=1):
     """Give up all rights of this process for good: resource limits, Landlock, capabilities, seccomp."""
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     os.setsid()
-    os.chdir(folder)
-    os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job["packages"]))
-    sys.path += job["packages"]
-
-    limits = {"CPU": int(job["timeout_s"]) + 2, "AS": job["memory_mb"] << 20, "FSIZE": job["disk_mb"] << 20}
+    os.chdir(job["folder"])
+    limits = {"CPU": tests * (int(job["timeout_s"]) + 2), "AS": job["memory_mb"] << 20, "FSIZE": job["disk_mb"] << 20}
     limits |= {"NOFILE": 64, "CORE": 0}
     if not job["threads"]:
         limits["NPROC"] = 0  # no new threads and processes for an ordinary user; seccomp refuses them to root too
@@ -194,464 +199,18 @@ def confine(libc, job, folder, mode):
         resource.setrlimit(kind, (limit, limit))
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, without which an ordinary user may not install the two below
     if job["landlock"]:
-        restrict_files(libc, job, folder)
+        check(libc.syscall(446, job["ruleset"], 0), "landlock")
+        os.close(job["ruleset"])
     machine = os.uname().machine
     if machine in MACHINES:  # no capabilities, so that root is an ordinary user too
         check(libc.syscall(MACHINES[machine][2], struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
     if job["seccomp"]:  # the filter judges every call from here on
-        code = ctypes.create_string_buffer(job["filters"][mode == "status"], len(job["filters"][mode == "status"]))
+        code = job["filters"][mode == "status"]
         check(libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0), "seccomp")
 
 
-# ---- the wire format of values -------------------------------------------------------------------------------------
-# Types that are built anew from arguments: name -> the arguments that make a value. VIEWS: how to make views of a dict.
-REDUCED = "builtins.range builtins.slice collections.Counter decimal.Decimal datetime.date datetime.time"
-REDUCED += " datetime.datetime datetime.timedelta"
-ARGUMENTS = dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1]) | {
-    "fractions.Fraction": lambda value: [value.numerator, value.denominator],
-    "collections.deque": lambda value: [list(value), value.maxlen],
-    "collections.OrderedDict": lambda value: [list(value.items())],
-    "collections.defaultdict": lambda value: [value.default_factory, dict(value)],
-    **dict.fromkeys(("builtins.dict_keys", "builtins.dict_values", "builtins.dict_items"), lambda value: [list(value)]),
-}
-VIEWS = {
-    "builtins.dict_keys": lambda items: dict.fromkeys(items).keys(),
-    "builtins.dict_values": lambda items: dict(enumerate(items)).values(),
-    "builtins.dict_items": lambda items: dict(items).items(),
-}
-EXACT = {"fractions.Fraction": int, "builtins.range": int, "decimal.Decimal": str}  # the only type of their arguments
-BUILTIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
-MUTABLE = "builtins.list builtins.bytearray builtins.set builtins.dict collections.deque collections.OrderedDict"
-MUTABLE = {*MUTABLE.split(), "collections.defaultdict", "collections.Counter", "numpy.ndarray"}
-
-
-def wire(value, other, share=None):
-    """The JSON form of a value: exact for builtin types, those in ARGUMENTS and NumPy's.
-
-    other(value, form) gives that of any other object; `form` is that of its builtin value, None if its class has none.
-    It is read by the builtin type's own methods, so that a subclass cannot misreport it. share(container) gives its
-    number and whether it is new; one that is known is its number alone.
-    """
-    kind = type(value)
-    if share and f"{kind.__module__}.{kind.__qualname__}" in MUTABLE:
-        number, new = share(value)
-        return {"k": [number, contents(value, other, share)] if new else [number]}
-    return contents(value, other, share)
-
-
-def contents(value, other, share=None):
-    """wire() of what a container holds, or of any other value."""
-    kind = type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if value is None or kind is bool:
-        return value
-    if kind.__module__ == "numpy" and hasattr(value, "dtype"):
-        if value.dtype.kind not in "biufcSU":
-            raise TypeError(f"values of NumPy's {value.dtype}")
-        return {"a": [value.dtype.str, list(value.shape), value.tobytes().decode("latin-1")]}
-    if name in ARGUMENTS:
-        arguments = ARGUMENTS[name](value)
-        return {"r": [name, *(contents(argument, other, share) for argument in arguments)]}
-    base = next((base for base in BUILTIN if issubclass(kind, base)), None)
-    if base is None:
-        return other(value, None)
-    if base is int:
-        form = {"i": int.__format__(value, "x")}  # decimal digits are limited to 4,300
-    elif base in (float, str):
-        form = {float: float.__pos__, str: str.__str__}[base](value)
-    elif base is complex:
-        form = {"c": [complex.real.__get__(value), complex.imag.__get__(value)]}
-    elif base is dict:
-        form = {"d": [[wire(key, other, share), wire(item, other, share)] for key, item in dict.items(value)]}
-    elif base in (bytes, bytearray):
-        form = {"b" if base is bytes else "y": b"".join([value]).decode("latin-1")}
-    else:
-        items = [wire(item, other, share) for item in base.__iter__(value)]
-        form = items if base is list else {{tuple: "t", set: "s", frozenset: "f"}[base]: items}
-    return form if kind is base else other(value, form)
-
-
-def unwire(form, other=None):
-    """The value of a JSON form; other(tag, content) resolves those of objects. It raises anything for a wrong form."""
-    if isinstance(form, list):
-        return [unwire(item, other) for item in form]
-    if not isinstance(form, dict):
-        return form
-    ((tag, content),) = form.items()
-    if tag == "i":
-        return int(content, 16)
-    if tag == "c":
-        return complex(*content)
-    if tag in ("b", "y"):
-        return {"b": bytes, "y": bytearray}[tag](content.encode("latin-1"))
-    if tag == "d":
-        return {unwire(key, other): unwire(value, other) for key, value in content}
-    if tag in ("t", "s", "f"):
-        return {"t": tuple, "s": set, "f": frozenset}[tag](unwire(item, other) for item in content)
-    if tag == "a":
-        if not re.fullmatch(r"[<>|]?[biufcSU]\d+", content[0]):
-            raise TypeError(f"no type of NumPy's: {content[0]!r}")
-        numpy = importlib.import_module("numpy")
-        return numpy.frombuffer(content[2].encode("latin-1"), content[0]).reshape(content[1]).copy()[()]
-    if tag == "r" and content[0] in ARGUMENTS:
-        module, _, name = content[0].rpartition(".")
-        make = VIEWS.get(content[0]) or getattr(importlib.import_module(module), name)
-        arguments = [unwire(argument, other) for argument in content[1:]]
-        # a short line that would make a large value: a range written out, a fraction such as 1e999999999
-        exact = EXACT.get(content[0])
-        if range in map(type, arguments) or (exact and {exact} != {*map(type, arguments)}):
-            raise TypeError(f"no arguments of {content[0]}: {arguments}")
-        return make(*arguments)
-    return other(tag, content)
-
-
-def plain(value, form):
-    """For wire(): an object of a subclass counts as its builtin value, others are refused."""
-    if form is None:
-        raise TypeError(f"values of {type(value)}")
-    return form
-
-
-def opaque(value, form):
-    """For wire(): an object of a subclass counts as its builtin value, of others it says that there is one."""
-    if type(value) is Remote and value._has_base:
-        return wire(value._base, opaque)
-    return {"o": 0} if form is None else form
-
-
-# ---- the judge: a test and a program in two processes, and what each may ask of the other's objects -----------------
-UNARY = "len iter next reversed bool str repr int float complex index abs round neg pos invert hash format".split()
-ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
-BINARY = ["eq", "ne", "lt", "le", "gt", "ge", "divmod", *ARITHMETIC]
-ITEMS = ["getitem", "setitem", "delitem", "contains"]
-READING = {*"len bool str repr int float complex index abs round hash base".split()}  # these change nothing
-OPERATIONS = {
-    name: getattr(operator, f"__{name}__") for name in [*BINARY, *ITEMS, "neg", "pos", "invert"] if name != "divmod"
-}
-OPERATIONS |= {f"i{name}": getattr(operator, f"__i{name}__") for name in ARITHMETIC}
-OPERATIONS |= {name: getattr(builtins, name) for name in UNARY if hasattr(builtins, name)} | {
-    "divmod": divmod,
-    "index": operator.index,
-    "get": getattr,
-    "set": setattr,
-    "isinstance": isinstance,
-    "call": lambda function, /, *args, **options: function(*args, **options),
-    "enter": lambda manager: type(manager).__enter__(manager),
-    "exit": lambda manager: type(manager).__exit__(manager, None, None, None),
-    "base": lambda value: unwire(wire(value, plain)),
-    "run": lambda coroutine: importlib.import_module("asyncio").run(coroutine),
-}
-# What changes an object: methods of builtin types that are asked for at its own side.
-CHANGING = {*"append extend insert pop remove clear sort reverse update setdefault popitem add discard".split()}
-CHANGING |= {"difference_update", "intersection_update", "symmetric_difference_update"}
-
-
-class Remote:
-    """An object of the other side: calls, attributes, items and iteration are asked for there.
-
-    Its builtin value, if it has one, is read once, and counts in its stead wherever a test looks at it. Operators are
-    asked for there between two such objects only: an object that claims to equal all never sees what it is compared
-    with. One that the test made itself, by a class that it names, has its own methods, and + * divmod and `in` with
-    anything.
-    """
-
-    def __init__(self, peer, number, has_base):
-        own = {"_peer": peer, "_number": number, "_has_base": has_base, "_nothing": object(), "_answers": {}}
-        vars(self).update(own, _made=False, _is_class=False)
-
-    def _read(self, operation):
-        """The answer to an operation of READING, kept until the other side is asked to do something."""
-        # So an object cannot be one number where it is first looked at and another where it is looked at again.
-        if operation not in self._answers or self._answers[operation][0] != self._peer.changes:
-            self._answers[operation] = self._peer.changes, self._peer.ask(operation, self)
-        return self._answers[operation][1]
-
-    @property
-    def _base(self):
-        """Its builtin value as it is now, or an object that equals nothing."""
-        return self._read("base") if self._has_base else self._nothing
-
-    __class__ = property(lambda self: type(self._base))  # so that isinstance(a named tuple, tuple)
-
-    def __getattr__(self, name):
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if self._has_base and not self._made and name not in CHANGING and hasattr(type(self._base), name):
-            return getattr(self._base, name)
-        return self._peer.ask("get", self, name)
-
-    def __setattr__(self, name, value):
-        self._peer.ask("set", self, name, value)
-
-    def __call__(self, /, *args, **options):
-        return self._peer.ask("call", self, *args, **options)
-
-    def __contains__(self, item):
-        if self._made:
-            return self._peer.ask("contains", self, item)
-        return any(each is item or each == item for each in (self._base if self._has_base else self))
-
-    def __instancecheck__(self, value):
-        return self._peer.ask("isinstance", value, self)
-
-    def __exit__(self, *raised):
-        self._peer.ask("exit", self)  # its answer does not count: it could suppress a failed assertion
-
-
-def forwarded(name):
-    """A method of Remote that asks for an operation, or does it with the builtin value."""
-
-    def apply(self, *args):
-        local = (
-            self._has_base
-            and not self._made
-            and name in OPERATIONS
-            and name not in ("str", "repr", "setitem", "delitem", "next")
-        )
-        if local:
-            return OPERATIONS[name](self._base, *args)
-        return self._read(name) if name in READING and not args else self._peer.ask(name, self, *args)
-
-    return apply
-
-
-def between(name):
-    """A binary operator of Remote, and the same with its operands exchanged."""
-
-    def apply(left, right):
-        remote = [side for side in (left, right) if isinstance(side, Remote)]
-        with_anything = name in ("add", "iadd", "mul", "imul", "divmod") and any(side._made for side in remote)
-        if len(remote) == 2 or with_anything:
-            return remote[0]._peer.ask(name, left, right)
-        return OPERATIONS[name](*(side._base if isinstance(side, Remote) else side for side in (left, right)))
-
-    return apply, lambda right, left: apply(left, right)
-
-
-for name in [*UNARY, "getitem", "setitem", "delitem", "enter"]:
-    setattr(Remote, f"__{name}__", forwarded(name))
-for name in BINARY:  # Python never calls those named __req__ and the like
-    for prefix, function in zip(("", "r"), between(name), strict=True):
-        setattr(Remote, f"__{prefix}{name}__", function)
-for name in ARITHMETIC:
-    setattr(Remote, f"__i{name}__", between(f"i{name}")[0])
-
-
-class Peer:
-    """One end of the pipes between a test and a program: asks the other end, and meanwhile answers its questions.
-
-    A message is a line of JSON: [kind, content, containers that changed, containers to forget]. Its content is
-    [operation, arguments, options] of an "ask", the value of a "got", or the exception of a "raised". Data is copied,
-    and lists and the like are kept equal at both ends as long as both use them; any other object travels as the number
-    that its own side gave it. permits(operation, target, ...) is set at the judge's end: the program may ask about
-    objects that it was given, and no others, and name types but no functions, or it could name exec.
-    """
-
-    def __init__(self, read, write, permits=None):
-        self.lines = open(read, "rb")
-        self.pipe = open(write, "wb")
-        self.permits = permits
-        self.held, self.numbers = [], {}  # our objects that the other end knows, and their numbers by id
-        self.remotes, self.errors = {}, {}  # its objects by number, its exception classes by name
-        self.changes = 0  # how often the other end was asked for what may change its objects
-        # containers at both ends, with what they held; their numbers by id, below 0 for its own; how many are ours
-        self.shared, self.ids, self.count = {}, {}, 0
-        self.stops = False  # whether the test names StopIteration
-
-    # What travels.
-    def share(self, value):
-        """For wire(): the number of a container, and whether the other end does not have it yet."""
-        if new := id(value) not in self.ids:
-            self.count += 1
-            self.ids[id(value)], self.shared[self.count] = self.count, [value, None]
-        return self.ids[id(value)], new
-
-    def form(self, value):
-        return wire(value, self.refer, self.share)
-
-    def refer(self, value, form):
-        """The form of an object that stays here, or that the other end has too."""
-        if isinstance(value, Remote):
-            return {"mine": value._number}
-        if isinstance(value, types.ModuleType):
-            return {"module": value.__name__}
-        if isinstance(value, type) and issubclass(value, BaseException):
-            return {"error": names_of_class(value)}
-        if isinstance(value, BaseException):
-            return {"raised": self.form_of_error(value)}
-        name = getattr(value, "__name__", "") if callable(value) else ""
-        by_name = isinstance(name, str) and getattr(builtins, name, None) is value
-        if by_name and (self.permits or value in BUILTIN):
-            return {"builtin": name}
-        if id(value) not in self.numbers:
-            self.numbers[id(value)] = len(self.held)
-            self.held.append(value)
-        tag = "coroutine" if isinstance(value, types.CoroutineType) else "yours"
-        return {tag: [self.numbers[id(value)], form is not None]}
-
-    def resolve(self, tag, content):
-        """The object of a form that wire() made at the other end."""
-        if tag == "k":
-            number = -content[0]
-            if len(content) > 1:
-                value = unwire(content[1], self.resolve)
-                self.shared[number], self.ids[id(value)] = [value, None], number
-            return self.shared[number][0]
-        if tag == "mine":
-            return self.held[content]
-        if tag == "error":
-            return self.error(content)
-        if tag == "raised":
-            return self.error_of(*content)
-        if tag == "builtin":
-            return {each.__name__: each for each in BUILTIN}[content] if self.permits else getattr(builtins, content)
-        if tag == "module":
-            return types.ModuleType(content)
-        number, has_base = content
-        remote = self.remotes.setdefault(number, Remote(self, number, has_base))
-        return self.awaitable(remote) if tag == "coroutine" else remote
-
-    async def awaitable(self, remote):
-        """A coroutine of the other end; it runs there, to its end, when it is awaited here."""
-        return self.ask("run", remote)
-
-    def form_of_error(self, error):
-        """[names of its classes, arguments, attributes, text]."""
-        parts = {"args": list(error.args), **{k: v for k, v in vars(error).items() if not k.startswith("_")}}
-        forms = {}
-        for name, value in parts.items():
-            with contextlib.suppress(Exception):
-                forms[name] = wire(value, self.refer)
-        return [names_of_class(type(error)), forms.pop("args", []), forms, str(error)]
-
-    def error(self, names):
-        """An exception class like that of the other end: the library's own, or one derived from the first of these."""
-        if names[0] not in self.errors:
-            kind = next(filter(None, map(library_class, names)), None)
-            if not kind:  # never a StopIteration, which would end a loop of the test
-                raise TypeError(f"{names} are no exceptions")
-            # never the class of a failed assertion: a test that expects the program's class would hide its own failure
-            is_library = kind is library_class(names[0]) and not (self.permits and issubclass(AssertionError, kind))
-            text = {"__str__": lambda self: vars(self).get("_text", "")}
-            self.errors[names[0]] = kind if is_library else type(names[0].rpartition(".")[2], (kind,), text)
-        return self.errors[names[0]]
-
-    def error_of(self, names, args, attributes, text):
-        """An exception like that of form_of_error()."""
-        kind, args = self.error(names), unwire(args, self.resolve)
-        try:
-            error = kind(*args)
-        except Exception:  # a class of the program that wants other arguments
-            error = kind.__new__(kind, *args)
-            error.args = tuple(args)
-        with contextlib.suppress(AttributeError):
-            vars(error).update({k: unwire(v, self.resolve) for k, v in attributes.items()}, _text=text)
-        return error
-
-    # Messages.
-    def send(self, kind, content):
-        """Send a message, and with it what has changed since the last one in containers that both ends have."""
-        changed = []
-        for number, entry in [*self.shared.items()]:
-            known, now = self.count, contents(entry[0], self.refer, self.share)
-            if entry[1] is not None and now != entry[1]:
-                changed.append([number, now])
-            # what is new in it by its number alone
-            entry[1] = now if known == self.count else contents(entry[0], self.refer, self.share)
-        forgotten = [number for number in [*self.shared] if sys.getrefcount(self.shared[number][0]) <= 2]
-        for number in forgotten:
-            del self.ids[id(self.shared.pop(number)[0])]
-        self.pipe.write(json.dumps([kind, content, changed, forgotten]).encode() + b"\n")
-        self.pipe.flush()
-
-    def receive(self):
-        """(kind, content) of the next message; its content is not resolved yet."""
-        line = self.lines.readline()
-        if not line.endswith(b"\n"):
-            os._exit(1)  # the other end is gone
-        return json.loads(line)
-
-    def update(self, changed, forgotten):
-        """Change our containers as those at the other end, and drop those that it dropped."""
-        for number, form in changed:
-            value, new = self.shared[-number][0], unwire(form, self.resolve)
-            if type(value) in (list, bytearray):
-                value[:] = new
-            elif hasattr(value, "dtype"):
-                value[...] = new
-            else:
-                value.clear()
-                name = type(value).__name__
-                fill = (
-                    dict.update if name == "Counter" else type(value).extend if name == "deque" else type(value).update
-                )
-                fill(value, new)
-            self.shared[-number][1] = None
-        for entry in self.shared.values():
-            entry[1] = contents(entry[0], self.refer, self.share) if entry[1] is None else entry[1]
-        for number in forgotten:
-            if entry := self.shared.pop(-number, None):
-                del self.ids[id(entry[0])]
-
-    def ask(self, operation, /, *args, **options):
-        """The result of an operation at the other end, or the exception that it raises there."""
-        if operation not in READING:
-            self.changes += 1
-        self.send("ask", [operation, [self.form(arg) for arg in args], {k: self.form(v) for k, v in options.items()}])
-        while True:
-            kind, content, *news = self.receive()
-            if kind == "ask":
-                self.answer(content, *news)
-                continue
-            value = unwire(content, self.resolve) if kind == "got" else self.error_of(*content)
-            self.update(*news)
-            if kind == "raised":
-                # in a map or a generator of the test it would end the loop, and the test with it
-                ends = isinstance(value, StopIteration | StopAsyncIteration) and operation != "next" and not self.stops
-                raise RuntimeError("StopIteration") if ends else value
-            if type(value) is Remote:
-                makes = operation == "call" and type(args[0]) is Remote and args[0]._is_class
-                made = operation in OPERATIONS and any(type(arg) is Remote and arg._made for arg in args)
-                if makes or (made and operation not in ("call", "get", "getitem", "next")):
-                    vars(value)["_made"] = True
-            return value
-
-    def answer(self, content, *news):
-        """Do what the other end asks for, and send the result or the exception."""
-        try:
-            operation, forms, options = content
-            args = [unwire(form, self.resolve) for form in forms]
-            options = {key: unwire(form, self.resolve) for key, form in options.items()}
-            self.update(*news)
-            if self.permits and not (forms[0].keys() == {"mine"} and self.permits(operation, *args)):
-                raise PermissionError(operation)
-            value = OPERATIONS[operation](*args, **options)
-            reply = "got", self.form(value)
-        except BaseException as error:
-            reply = "raised", self.form_of_error(error)
-        args = options = value = None  # what only the other end still has is forgotten
-        self.send(*reply)
-
-
-def names_of_class(kind):
-    return [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
-
-
-def library_class(name):
-    """The exception class of this full name in the standard library or NumPy; None if there is none.
-
-    None of unittest, where one of them skips a test, nor of asyncio, where one cancels it.
-    """
-    module, _, name = name.rpartition(".")
-    if module.partition(".")[0] in {*sys.stdlib_module_names, "numpy"} - {"unittest", "asyncio", "doctest"}:
-        with contextlib.suppress(ImportError, AttributeError):
-            kind = getattr(importlib.import_module(module), name)
-            return kind if issubclass(kind, BaseException) else None
-    return None
-
-
 # ---- the program's process -----------------------------------------------------------------------------------------
-def run_program(libc, job, test, folder, read, pipe):
+def run_program(libc, job, test, read, pipe):
     """Read the program, confine this process, run it, and do what the judge asks for. Never returns.
 
     Writes "+" when it is confined and "=" when the program has run, then messages to the judge, or what the program
@@ -661,7 +220,7 @@ def run_program(libc, job, test, folder, read, pipe):
     write, leave, clock = os.write, os._exit, time.process_time
     request = receive(job["texts"])
     os.close(job["texts"])
-    confine(libc, job, folder, test["mode"])
+    confine(libc, job, test["mode"])
     write(pipe, b"+")
     if test["mode"] == "status":  # the exit status of another Python is the verdict
         write(pipe, b"=")
@@ -810,57 +369,74 @@ def run_calls(request, peer, main, write):
     return True
 
 
-def run_judge(libc, job, test, folder, read, ask, pipe):
-    """Read the test, confine this process, run it with the program's process for its calls, and write what came out.
+def run_judge(libc, job, test, orders, ends, out, pipes):
+    """Run the tests of a program, each with its pipes to a process of the program's, as they are ordered.
 
-    That is what the test gives back, then the test's token and [verdict, what a failed assert got].
+    Reads a test, writes "r" to `ends`; then to `out` what the test gives back, its token and [verdict, what a failed
+    assert got]; and "e" to `ends`.
     """
+    for number, (read, ask) in enumerate(pipes):
+        if not os.read(orders, 1):
+            break
+        request = receive(job["texts"])  # only this process reads it
+        if not number:
+            confine(libc, job, test["mode"], len(pipes))
+        os.write(ends, b"r")
+        judge(request, test, read, ask, functools.partial(write, out))
+        os.write(ends, b"e")
 
-    def write(data):
-        while data:
-            data = data[os.write(pipe, data) :]
 
-    request = receive(job["texts"])  # only this process reads it
-    os.close(job["texts"])
-    write(b"r")
-    confine(libc, job, folder, test["mode"])
-    write(begun := os.read(read, 1))
+def write(pipe, data):
+    while data:
+        data = data[os.write(pipe, data) :]
+
+
+def judge(request, test, read, ask, give):
+    """Run a test with the program's process for its calls, and give() what comes of it."""
+    give(begun := os.read(read, 1))
     if begun != b"+":  # the program's process could not be confined, and has said why
-        write(os.read(read, 4096))
+        give(os.read(read, 4096))
         return
     loaded = os.read(read, 1)
     verdict, got = "memory" if loaded == b"m" else "fail", None
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         if loaded == b"=":
-            write(b"=")
+            give(b"=")
             if test["mode"] == "stdin":
-                with open(read, "rb") as file:
-                    printed = file.read(test["most"] + 1)
-                exec(compile(request["check"], "<check>", "exec"), main.__dict__)
-                fits = len(printed) <= test["most"]
-                right = not request["check"] or (fits and main.right(printed.decode("utf-8", "replace")))
-                verdict = "output limit" if not fits else "pass" if right else "fail"
-                write(b"" if request["check"] or not fits else printed)
+                verdict = read_output(request, test, read, main, give)
             else:
                 peer = Peer(read, ask, permits)
+                verdict = "pass"
                 if test["mode"] == "calls":
-                    verdict = "pass" if run_calls(request, peer, main, write) else "fail"
+                    verdict = "pass" if run_calls(request, peer, main, give) else "fail"
                 elif test["mode"] == "value":
-                    write(json.dumps(wire(peer.ask("evaluate", request["before"], request["call"]), opaque)).encode())
-                    verdict = "pass"
+                    give(json.dumps(wire(peer.ask("evaluate", request["before"], request["call"]), opaque)).encode())
                 else:
                     run_test(request["text"], peer, main)
-                    verdict = "pass"
     except MemoryError:
         verdict = "memory"
     except AssertionError:  # the test does not pass
+        verdict = "fail"
         if hasattr(main, "_got"):
             with contextlib.suppress(BaseException):
                 got = reprlib.repr(main._got)[:200]
     except BaseException:
-        pass
-    write(request["token"].encode() + json.dumps([verdict, got]).encode())
+        verdict = "fail"
+    give(request["token"].encode() + json.dumps([verdict, got]).encode())
+
+
+def read_output(request, test, read, main, give):
+    """The verdict of what a program printed, which is given back if there is no check."""
+    with open(read, "rb") as file:
+        printed = file.read(test["most"] + 1)
+    if len(printed) > test["most"]:
+        return "output limit"
+    if not request["check"]:
+        give(printed)
+        return "pass"
+    exec(compile(request["check"], "<check>", "exec"), main.__dict__)
+    return "pass" if main.right(printed.decode("utf-8", "replace")) else "fail"
 
 
 # ---- the template: two confined processes for each test -------------------------------------------------------------
@@ -879,6 +455,20 @@ def receive(fd):
     return json.loads(read(int(read(16), 16)))
 
 
+def empty(libc, job):
+    """Make the folder of tests empty. A file system that no file was made in or removed from serves the next test."""
+    folder = job["folder"]
+    if not job["namespaces"]:  # it holds no folders
+        for name in os.listdir(folder):
+            os.unlink(f"{folder}/{name}")
+    elif os.listdir(folder) or os.stat(folder).st_mtime_ns != job["made"]:
+        if job["made"]:
+            check(libc.umount2(folder.encode(), 2), "umount")
+        size = f"size={job['disk_mb']}m,nr_inodes=2k,mode=700".encode()
+        check(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 6, size), "tmpfs")
+        job["made"] = os.stat(folder).st_mtime_ns
+
+
 def overfull(folder, megabytes):
     """Whether a folder, which holds no folders, holds more than `megabytes` or more than 2,000 files."""
     sizes = []
@@ -888,34 +478,41 @@ def overfull(folder, megabytes):
     return len(sizes) > 2000 or sum(sizes) > megabytes << 20
 
 
-def follow_test(job, test, pids, pipe, folder):
-    """Read what the first of the processes writes until it exits: ("done", "timeout" or "output limit", bytes)."""
-    data, closed, next_look = bytearray(), False, 0.0
-    deadline = time.monotonic() + min(3 * job["timeout_s"], test["left_s"])
+def processor_s(pids):
+    """Processor seconds of processes, of all their threads."""
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            total += time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(pid)
+    return total
+
+
+def follow_test(job, test, pids, out, ends):
+    """Read what a test gives back until there is something at `ends`: ("done", "timeout" or "output limit", bytes)."""
+    data, watched, ended, next_look = bytearray(), [out, ends], False, 0.0
+    deadline, earlier_s = time.monotonic() + min(3 * job["timeout_s"], test["left_s"]), processor_s(pids)
     limits = [*test["limits"], job["timeout_s"]]  # processor seconds of every call; other tests are one call
     call, call_cpu_s, call_begun = -1, 0.0, 0.0  # the call that runs now, and both clocks when it began
     while (now := time.monotonic()) < deadline:
         if now > next_look:
-            next_look, cpu_s = now + 0.1, 0.0
-            for pid in pids:
-                with contextlib.suppress(OSError):  # it has just ended
-                    cpu_s += time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(pid): of all its threads
+            next_look, cpu_s = now + 0.1, processor_s(pids) - earlier_s
             if (number := min(data.count(b"\n"), len(limits) - 1)) != call:
                 call, call_cpu_s, call_begun = number, cpu_s if number else 0.0, now
             if cpu_s > job["timeout_s"] or cpu_s - call_cpu_s > limits[call] or now - call_begun > 3 * limits[call]:
                 return "timeout", data
-            if not job["namespaces"] and overfull(folder, job["disk_mb"]):  # a file system of its own would be full
+            # a file system of its own would be full
+            if not job["namespaces"] and overfull(job["folder"], job["disk_mb"]):
                 return "output limit", b""
-        if closed:  # the process should be gone in a moment
-            if os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                return "done", data
-            time.sleep(0.0002)
-        elif select.select([pipe], [], [], min(0.1, deadline - now))[0]:
-            chunk = os.read(pipe, 65536)
-            data += chunk
-            closed = not chunk
+        ready = select.select(watched, [], [], 0 if ended else min(0.1, deadline - now))[0]
+        chunk = os.read(out, 65536) if out in ready else b""
+        data += chunk
         if len(data) > test["cap"]:
             return "output limit", b""
+        if out in ready and not chunk:  # at its end it would always be ready
+            watched.remove(out)
+        if ended and not chunk:
+            return "done", data
+        ended |= ends in ready and not chunk  # once more: both may have been written between two looks
     return "timeout", data
 
 
@@ -938,52 +535,85 @@ def spawn(files, function, *args):
     return pid
 
 
-def run_confined(libc, job, test, number):
-    """Run a test in a folder and processes of its own, of which nothing is left: (its row, what it gave back)."""
-    job = job | {"timeout_s": test["timeout_s"]}
-    folder = "/.sandbox" if job["namespaces"] else f"{job['folder']}/{number}"
-    if job["namespaces"]:
-        size = f"size={job['disk_mb']}m,nr_inodes=2k,mode=700".encode()
-        check(libc.mount(b"tmpfs", b"/.sandbox", b"tmpfs", 6, size), "tmpfs")
-    else:
-        os.mkdir(folder, 0o700)
+class Judge:
+    """Our ends of the pipes of a judge and of the programs' processes that it asks, one for each of `count` tests."""
 
-    ours, theirs = os.pipe()  # the only way out of the test
-    files, args = [ours, theirs], (libc, job, test, folder)
-    if test["mode"] == "status":
-        pids = [spawn([job["texts"], theirs], run_program, *args, None, theirs)]
-    else:
-        # The judge asks, the program answers. The program and the clock start when the judge has read its text.
-        asked, ask, answers, answer = os.pipe() + os.pipe()
-        files += [asked, ask, answers, answer]
-        pids = [spawn([job["texts"], answers, ask, theirs], run_judge, *args, answers, ask, theirs)]
-        if os.read(ours, 1) != b"r":
-            sys.exit("a judge did not start")
-        pids.append(spawn([job["texts"], asked, answer], run_program, *args, asked, answer))
-    for file in files[1:]:
-        os.close(file)
-    try:
-        outcome, data = follow_test(job, test, pids, ours, folder)
-    finally:  # end what still runs, also where the trainer was killed
-        os.close(ours)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        ended = [os.wait4(pid, 0) for pid in pids]
+    def __init__(self, libc, job, test, count):
+        self.out, out = os.pipe()  # the only way out of a test
+        self.ends, ends = os.pipe()
+        orders, self.orders = os.pipe()
+        # The judge asks, the program answers.
+        pipes = [(*os.pipe(), *os.pipe()) for _ in range(count)]
+        self.programs = [(asked, answer) for asked, _, _, answer in pipes]
+        its = [(answers, ask) for _, ask, answers, _ in pipes]
+        files = [*job["kept"], orders, ends, *itertools.chain(*its), out]
+        self.pid = spawn(files, run_judge, libc, job, test, orders, ends, out, its)
+        for file in (out, ends, orders, *itertools.chain(*its)):
+            os.close(file)
 
-    status = os.waitstatus_to_exitcode(ended[-1][1])
-    cpu_s = sum(usage.ru_utime + usage.ru_stime for _, _, usage in ended)
+    def begin(self):
+        """Let it read its next test: the pipes for the program."""
+        os.write(self.orders, b"t")
+        if os.read(self.ends, 1) != b"r":
+            sys.exit(f"a judge did not start: {os.read(self.out, 4096).decode(errors='replace')}")
+        return self.programs.pop(0)
+
+    def close(self):
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        for file in (self.out, self.ends, self.orders, *itertools.chain(*self.programs)):
+            os.close(file)
+
+
+def clear(job, judge):
+    """End the judge, and whatever else of a program still runs."""
+    if judge:
+        judge.close()
     if job["namespaces"]:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(-1, signal.SIGKILL)  # all of this process namespace but ourselves
             while os.waitpid(-1, 0):
                 pass
-        check(libc.umount2(b"/.sandbox", 2), "umount")
+
+
+def run_confined(libc, job, test, judge):
+    """Run a test, and leave nothing of it but the judge for the next one: (its row, what it gave back, judge or None).
+
+    A judge never runs a line of the program, so one serves up to JUDGED tests of it; the program has a process for
+    each.
+    """
+    empty(libc, job)
+    job["timeout_s"] = test["timeout_s"]
+    if test["mode"] == "status":
+        out, theirs = os.pipe()
+        pids = [spawn([*job["kept"], theirs], run_program, libc, job, test, None, theirs)]
+        os.close(theirs)
+        ends = os.pidfd_open(pids[0])
     else:
-        importlib.import_module("shutil").rmtree(folder, ignore_errors=True)
+        judge = judge or Judge(libc, job, test, min(test["tests"], JUDGED) if test["mode"] == "test" else 1)
+        out, ends, pipes = judge.out, judge.ends, judge.begin()
+        pids = [judge.pid, spawn([*job["kept"], *pipes], run_program, libc, job, test, *pipes)]
+        for file in pipes:
+            os.close(file)
+    goes_on, earlier_s = False, processor_s(pids)
+    try:
+        outcome, data = follow_test(job, test, pids, out, ends)
+        cpu_s = processor_s(pids) - earlier_s
+        goes_on = judge and outcome == "done" and os.read(ends, 1) == b"e" and judge.programs
+    finally:  # end what still runs, also where the trainer was killed
+        os.kill(pids[-1], signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(pids[-1], 0)[1])
+        if not goes_on:
+            clear(job, judge)
+            judge = None
+    if test["mode"] == "status":
+        os.close(out)
+        os.close(ends)
     if data[:1] != b"+" and outcome == "done":  # it failed before the program ran: no verdict
         sys.exit(f"a test process could not be confined: {data.decode(errors='replace')}")
     given, loaded = data[1:].removeprefix(b"="), data[1:2] == b"="
-    return {"outcome": outcome, "status": status, "loaded": loaded, "cpu_s": cpu_s, "size": len(given)}, given
+    row = {"outcome": outcome, "status": status, "loaded": loaded, "cpu_s": cpu_s, "size": len(given)}
+    return row, given, judge
 
 
 def orphaned(*_):
@@ -1001,7 +631,8 @@ def launch():
     os.dup2(null, 0)
     os.dup2(null, 1)
     signal.signal(signal.SIGTERM, orphaned)
-    libc.prctl(1, signal.SIGTERM if job["folder"] else signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG; SIGTERM: clean up
+    base = job["folder"]  # for what tests write; "" with namespaces
+    libc.prctl(1, signal.SIGTERM if base else signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG; SIGTERM: clean up
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel kills this process before the trainer
 
@@ -1012,7 +643,8 @@ def launch():
     job["seccomp"] = machine in MACHINES and refused == 14  # EFAULT: known, only there was no filter
     if job["seccomp"]:
         kinds = ["socketpair"] * job["namespaces"], ["socketpair"] * job["namespaces"] + ["execve"]
-        job["filters"] = [call_filter(machine, more, job["threads"], job["namespaces"]) for more in kinds]
+        filters = [call_filter(machine, more, job["threads"], job["namespaces"]) for more in kinds]
+        job["filters"] = [ctypes.create_string_buffer(code, len(code)) for code in filters]
     job["readable"] = [path for path in (sys.base_prefix, *job["packages"], *READABLE) if os.path.exists(path)]
     if job["namespaces"]:
         enter_namespaces(libc, "/proc", job["readable"])  # mounts its root there, where nothing readable lies
@@ -1021,23 +653,30 @@ def launch():
     if not job["allow_unsafe"] and not (job["seccomp"] and (job["namespaces"] or job["landlock"])):
         sys.exit("less than the safe minimum")
 
+    folder = f"{base or '/.sandbox'}/test"
+    job |= {"folder": folder, "made": 0}
+    os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job["packages"]))
+    sys.path += job["packages"]
     for name in USUAL.split():
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a fork shares what no collection writes to
     try:
-        if job["folder"]:
-            os.mkdir(job["folder"], 0o700)
-        number = 0
+        if base:
+            os.makedirs(folder, 0o700)
+        job["kept"], judge = [job["texts"]], None  # files that a test process begins with
+        if job["landlock"]:  # a rule for what is above the folder's file system, where nothing can be written
+            job["ruleset"] = file_rules(libc, job, folder if base else "/.sandbox")
+            job["kept"].append(job["ruleset"])
         while True:
-            row, given = run_confined(libc, job, receive(job["texts"]), number := number + 1)
+            test = receive(job["texts"])
+            if judge and (test["first"] or test["mode"] != "test"):
+                clear(job, judge)
+                judge = None
+            row, given, judge = run_confined(libc, job, test, judge)
             line = json.dumps(row).encode() + b"\n" + given
             while line:
                 line = line[os.write(report, line) :]
     finally:
-        if job["folder"]:
-            importlib.import_module("shutil").rmtree(job["folder"], ignore_errors=True)
-
-
-if __name__ == "__main__":
-    launch()
+        if base:
+            importlib.import_module("shutil").rmtree(base, ignore_errors=True)

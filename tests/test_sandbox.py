@@ -23,9 +23,11 @@ from pathlib import Path
 import pytest
 from conftest import run
 
+import code_rewards
 import sandbox
 import sandbox_inside
 
+FILES = {"sandbox.py", "sandbox_inside.py", "sandbox_wire.py"}
 ROOT = Path(__file__).resolve().parent.parent
 VALUE = ["assert f(1) == 2", "assert f(5) == 6"]
 BY_LOOP = ["for y in [2]:\n    assert f(1) == y", "for y in [6]:\n    assert f(5) == y"]
@@ -354,8 +356,7 @@ def test_attacks(mode, closed, layers, monkeypatch):
     elif mode == "no Landlock":
         if not layers["namespaces"]:
             pytest.skip("this machine allows no namespaces")
-        assert sandbox.LAUNCHER.count("landlock >= 3") == 1
-        monkeypatch.setattr(sandbox, "LAUNCHER", sandbox.LAUNCHER.replace("landlock >= 3", "landlock >= 99"))
+        monkeypatch.setattr(sandbox, "LAUNCHER", changed({"landlock >= 3": "landlock >= 99"}))
     else:
         names = [name for name in ATTACKS if name[:2] in ("14", "15", "16", "17", "18", "19", "20", "25")]
         tests = BY_LOOP
@@ -399,7 +400,7 @@ def test_attacks_as_an_ordinary_user_where_the_tests_run_as_root(closed, everyth
     job = [(closed(ATTACKS[name][0]), VALUE) for name in names] + [(text, JUDGED[:5]) for text in forgeries.values()]
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o777)
-        for name in ("sandbox.py", "sandbox_inside.py"):
+        for name in FILES:
             shutil.copy(ROOT / name, folder)
         command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", python, "-B", "-c", ORDINARY]
         env = {"PATH": os.environ["PATH"], "TMPDIR": folder}
@@ -410,7 +411,7 @@ def test_attacks_as_an_ordinary_user_where_the_tests_run_as_root(closed, everyth
     if done.returncode in (77, 127):
         pytest.skip("no Landlock, or no right to become another user")
     assert done.returncode == 0, done.stderr
-    assert left == {"sandbox.py", "sandbox_inside.py"}
+    assert left == FILES
     lines = done.stdout.splitlines()
     assert lines
     for line in lines:
@@ -581,12 +582,18 @@ WITHOUT = {  # what a machine may lack: replacements in the launcher; the first 
 }
 
 
+def changed(replacements):
+    """sandbox.LAUNCHER with other text in sandbox_inside.py."""
+    launcher = dict(sandbox.LAUNCHER)
+    for old, new in replacements.items():
+        assert launcher["sandbox_inside"].count(old) == 1
+        launcher["sandbox_inside"] = launcher["sandbox_inside"].replace(old, new)
+    return tuple(launcher.items())
+
+
 def forged(without, tests):
     """{name of a forgery: (test, verdict) that are not "fail"} where the machine lacks something; GOOD must pass."""
-    found, launcher = sandbox.layers(), sandbox.LAUNCHER
-    for old, new in WITHOUT[without].items():
-        assert launcher.count(old) == 1
-        launcher = launcher.replace(old, new)
+    found, launcher = sandbox.layers(), changed(WITHOUT[without])
     off = {"namespaces": False} if without in ("namespaces", "any of them") else {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sandbox, "LAUNCHER", launcher)
@@ -1296,10 +1303,10 @@ ELSEWHERE = """
 import os, sys
 sys.modules["resource"], sys.platform = None, "win32"
 del os.sched_getaffinity
-import sandbox
+import code_rewards, sandbox
 options = {{"runner": "e2b", "e2b_router_url": {url!r}}}
 good = "```python\\ndef f(x): return x + 1\\n```\\n"
-print(sandbox.code([good, "prose"], [{{"test_cases": ["assert f(1) == 2"]}}] * 2, **options))
+print(code_rewards.code([good, "prose"], [{{"test_cases": ["assert f(1) == 2"]}}] * 2, **options))
 try:
     sandbox.run_tests([""], [[""]])
 except RuntimeError as error:
@@ -1370,8 +1377,7 @@ def test_no_disk_gives_none(closed, layers, tmp_path, monkeypatch):
 def test_a_failure_in_the_middle_leaves_the_other_programs_their_rates(closed, monkeypatch):
     confined = 'write(pipe, b"+")'
     unlucky = 'write(pipe, b"no luck" if "unlucky" in request["program"] else b"+")'
-    assert sandbox.LAUNCHER.count(confined) == 1
-    monkeypatch.setattr(sandbox, "LAUNCHER", sandbox.LAUNCHER.replace(confined, unlucky))
+    monkeypatch.setattr(sandbox, "LAUNCHER", changed({confined: unlucky}))
     results = sandbox.run_tests([GOOD, "unlucky = 1", ""], [VALUE] * 3)
     assert [result.rate for result in results] == [1, None, 0]
     assert results[1].error.startswith("a test process could not be confined: no luck")
@@ -1384,7 +1390,7 @@ def test_less_than_the_safe_minimum_is_refused_unless_told(closed, monkeypatch):
         sandbox.run_tests([GOOD], [VALUE])
     assert sandbox.run_tests([GOOD], [VALUE], allow_unsafe=True)[0].rate == 1
     # the launcher looks for itself, too
-    monkeypatch.setattr(sandbox, "LAUNCHER", sandbox.LAUNCHER.replace("landlock >= 3", "landlock >= 99"))
+    monkeypatch.setattr(sandbox, "LAUNCHER", changed({"landlock >= 3": "landlock >= 99"}))
     monkeypatch.setattr(sandbox, "layers", lambda: nothing | {"landlock": 7})
     (result,) = sandbox.run_tests([GOOD], [VALUE])
     assert (result.rate, result.error) == (None, "less than the safe minimum")
@@ -2264,7 +2270,7 @@ def test_all_rewards_share_one_signature(closed, tmp_path):
     own.write_text("def brevity(completions, rows, **options):\n    return [-len(text) for text in completions]\n")
     completions = [fenced(GOOD), "", "no code"]
     rows = [{"test_cases": VALUE, "tokens": 10}] * 3
-    got = {n: sandbox.find_reward(n)(completions, rows) for n in [*sandbox.REWARDS, f"{own}:brevity"]}
+    got = {n: code_rewards.find_reward(n)(completions, rows) for n in [*code_rewards.REWARDS, f"{own}:brevity"]}
     assert got.pop(f"{own}:brevity") == [-len(text) for text in completions]
     assert got == {
         "code": [1, 0, 0], "binary_code": [1, 0, 0], "code_format": [1, 0, 0], "syntax": [1, 1, 0],
@@ -2272,21 +2278,21 @@ def test_all_rewards_share_one_signature(closed, tmp_path):
     }  # fmt: skip
     for wrong in ("speed", f"{own}:speed", "missing.py:f"):
         with pytest.raises(ValueError, match=r"speed|no reward"):
-            sandbox.find_reward(wrong)
+            code_rewards.find_reward(wrong)
     with pytest.raises(TypeError, match="strict"):
-        sandbox.code_format(completions, rows, strict=False)
+        code_rewards.code_format(completions, rows, strict=False)
 
 
 def test_soft_overlong_is_a_ramp():
     rows = [{"tokens": n} for n in (0, 192, 193, 224, 256, 257, 10_000)]
-    assert sandbox.soft_overlong([""] * 7, rows) == [0, 0, -1 / 64, -0.5, -1, -1, -1]
-    assert sandbox.soft_overlong([""] * 7, rows, overlong_tokens=0) == [0, 0, 0, 0, 0, -1, -1]
+    assert code_rewards.soft_overlong([""] * 7, rows) == [0, 0, -1 / 64, -0.5, -1, -1, -1]
+    assert code_rewards.soft_overlong([""] * 7, rows, overlong_tokens=0) == [0, 0, 0, 0, 0, -1, -1]
 
 
 def test_repetition_counts_distinct_ngrams():
     texts = ["a b c d", "a a a a a", "A a a a", "a b", "", "a b c a b c"]
-    assert sandbox.repetition(texts, [{}] * 6) == pytest.approx([0, -2 / 3, -1 / 2, 0, 0, -1 / 4])
-    assert sandbox.repetition(["a a a"], [{}], ngram=1, max_penalty=-0.5) == pytest.approx([-1 / 3])
+    assert code_rewards.repetition(texts, [{}] * 6) == pytest.approx([0, -2 / 3, -1 / 2, 0, 0, -1 / 4])
+    assert code_rewards.repetition(["a a a"], [{}], ngram=1, max_penalty=-0.5) == pytest.approx([-1 / 3])
 
 
 def test_rewards_are_none_where_the_sandbox_failed(closed, monkeypatch):
@@ -2300,12 +2306,12 @@ def test_rewards_are_none_where_the_sandbox_failed(closed, monkeypatch):
     monkeypatch.setattr(sandbox.Template, "run", fails)
     completions = [fenced(GOOD), fenced("unlucky = 1\n"), "prose", fenced("def")]
     rows = [{"test_cases": VALUE}] * 4
-    assert sandbox.code(completions, rows) == [1, None, 0, 0]
-    assert sandbox.binary_code(completions, rows) == [1, None, 0, 0]
+    assert code_rewards.code(completions, rows) == [1, None, 0, 0]
+    assert code_rewards.binary_code(completions, rows) == [1, None, 0, 0]
     unlucky = ""
-    assert sandbox.code_format(completions, rows) == [None, None, 0, None]
-    assert sandbox.code(completions, rows) == [None, None, 0, None]
-    assert sandbox.syntax(completions, rows) == [None] * 4
+    assert code_rewards.code_format(completions, rows) == [None, None, 0, None]
+    assert code_rewards.code(completions, rows) == [None, None, 0, None]
+    assert code_rewards.syntax(completions, rows) == [None] * 4
 
 
 BREAKS_THE_PARSER = {
@@ -2328,11 +2334,11 @@ BREAKS_THE_PARSER = {
 @pytest.mark.parametrize("longest", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_failure_of_the_parser_escapes(closed, longest):
     sources = [*(source for name, source in BREAKS_THE_PARSER.items() if longest or name != "ten megabytes"), "x = 1"]
-    rewards = sandbox.code_format([fenced(source + "\n") for source in sources], [{}] * len(sources))
+    rewards = code_rewards.code_format([fenced(source + "\n") for source in sources], [{}] * len(sources))
     assert rewards[-1] == 1
     assert set(rewards[:-1]) <= {0.5, 1.0}
     assert rewards.count(0.5) >= len(sources) - 4
-    parity = sandbox.code_format([fenced(BREAKS_THE_PARSER["unary"]), fenced("def")], [{}] * 2, parity=True)
+    parity = code_rewards.code_format([fenced(BREAKS_THE_PARSER["unary"]), fenced("def")], [{}] * 2, parity=True)
     assert parity == [None, 0.5]
 
 
