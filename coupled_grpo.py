@@ -11,7 +11,7 @@ Without --ckpt it has rl_tasks.py, data_prep.py and train_dream.py make both. Wr
 rounds.jsonl (each completion with its rewards), checkpoints/<round>/, the tokenizer, with --plot curve.png; with LoRA
 at the end also merged/, a whole model. Several hosts train all weights, one host also LoRA.
 
-A round: --group completions of each of --tasks tasks, their rewards (code_rewards.py), and --iterations updates, each
+A round: --group completions of each of --tasks tasks, their rewards (sandbox.py), and --iterations updates, each
 over all of them under fresh masks (see grpo.py). Everything random is a function of (seed, round), so a run that was
 killed and resumed equals one that was not.
 
@@ -48,7 +48,6 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 import checkpoints
-import code_rewards
 import grpo
 import model_dream as md
 import runs
@@ -88,7 +87,7 @@ class Config:
     delta: float = 0.0  # upper bound of the ratio where the advantage is negative, above 1 + epsilon_high; 0: none
     scale_rewards: bool = False  # divide advantages by the standard deviation of their group
     sync_every: int = 64  # updates between moves of the reference model towards the policy; 0: it stays
-    rewards: tuple[str, ...] | None = None  # names in code_rewards.py, or your own as file.py:function
+    rewards: tuple[str, ...] | None = None  # names in sandbox.py, or your own as file.py:function
     reward_weights: tuple[float, ...] | None = None  # weight of each of --rewards in their sum
     lora_rank: int = 0  # train adapters of this rank beside the layers' matrices; 0 trains all weights
     eval_every: int | None = None  # rounds between evaluations on held-out tasks, each saves a checkpoint
@@ -289,7 +288,7 @@ class Trainer:
 
         # The tasks, and how completions of them are generated. A chat model ends its turn with <|im_end|>.
         tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), runs.chat_template(cfg.ckpt)
-        canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, code_rewards.TESTED & {*rewards.values()}
+        canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, sandbox.TESTED & {*rewards.values()}
         self.prompts = Prompts(cfg.prompts, *canvas)
         self.heldout = [Prompts(path, *canvas) for path in (cfg.heldout, cfg.humaneval) if path]
         turn_end = tokenizer.token_to_id("<|im_end|>") if "question" in self.prompts.tasks[0] else None
@@ -429,7 +428,7 @@ class Trainer:
         for prompts in self.heldout:
             task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(prompts.tasks))), EVAL_SAMPLES)
             rows = self.rollout(prompts, task_B, key).rows
-            rewards = functools.partial(code_rewards.score, rows, self.rewards, **sandbox_options(cfg))
+            rewards = functools.partial(sandbox.score, rows, self.rewards, **sandbox_options(cfg))
             reward_B = grpo.by_host_0(rewards, (len(rows), len(self.rewards)))[:, 0]
             split_B = np.array([row.get("split", "heldout") for row in rows])
             for split in dict.fromkeys(split_B.tolist()):
@@ -489,8 +488,8 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
     hosts = {"rank": jax.process_index(), "hosts": jax.process_count()} if cfg.hosts else {}
     with runs.Run(cfg, unit="round", curves=("reward", "heldout_reward"), **hosts) as run:
         settings = dataclasses.asdict(cfg)  # without the demo's model and tasks, which --resume finds again
-        rewards = {name: code_rewards.find_reward(name) for name in cfg.rewards}
-        if code_rewards.TESTED & {*rewards.values()}:
+        rewards = {name: sandbox.find_reward(name) for name in cfg.rewards}
+        if sandbox.TESTED & {*rewards.values()}:
             check = functools.partial(sandbox.check, **sandbox_options(cfg))
             grpo.by_host_0(check, ())  # before anything is trained or read
         if not cfg.ckpt:
@@ -545,7 +544,7 @@ def train(run, store, meta, trainer, first, draw):
 
         # The sandbox runs them on the CPU while the devices score them: under the masks of the updates, so that new and
         # old scores differ by what was learnt and nothing else.
-        scoring = functools.partial(code_rewards.score, batch.rows, trainer.rewards, **sandbox_options(cfg))
+        scoring = functools.partial(sandbox.score, batch.rows, trainer.rewards, **sandbox_options(cfg))
         rewards = None if run.rank else pool.submit(scoring).result
         mask_key, (B, C) = jax.random.fold_in(key, 1), batch.counted_BC.shape
         scored = trainer.score(batch, [draw(mask_key, i, B, C, cfg.group) for i in range(cfg.iterations)])

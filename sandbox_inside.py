@@ -155,22 +155,21 @@ def call_filter(machine, more, threads=False, tmpfile=True):
     column, audit, _ = MACHINES[machine]
     calls = ALLOWED | {name: MORE[name] for name in more} | ({"clone": MORE["clone"]} if threads else {})
     number = {name: row[column] for name, row in calls.items() if row[column] is not None}
-    opening = {} if tmpfile else {"open": 1, "openat": 2}  # the argument with the flags
+    # argument, operation, operands, whether the call is allowed where one of these gives true
+    rules = {name: (argument, 0x15, values, True) for name, (argument, values) in ARGUMENT.items()}
+    rules["clone"] = (0, 0x45, [0x10000], True)  # CLONE_THREAD
+    if not tmpfile:
+        rules |= {"open": (1, 0x45, [0x400000], False), "openat": (2, 0x45, [0x400000], False)}  # O_TMPFILE
     # A row: operation, rows to skip if true, if false, operand. 0x20 loads, 0x15 is ==, 0x35 >=, 0x45 &, 6 returns.
     rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (6, 0, 0, 0x80000000)]  # calls of another machine: kill
     rows += [(0x20, 0, 0, 0)]  # the number of the call
-    for name in [name for name in number if name in ARGUMENT or name in opening or name == "clone"]:
-        if name in ARGUMENT:
-            argument, values = ARGUMENT[name]
-            # the upper half of an argument that the kernel reads as an int is of no account
-            body = [(0x20, 0, 0, 16 + 8 * argument)]
-            body += [(0x15, len(values) - i, 0, value) for i, value in enumerate(values)]
-            body += [(6, 0, 0, ENOSYS), (6, 0, 0, ALLOW)]
-        else:
-            flag, argument = (0x10000, 0) if name == "clone" else (0x400000, opening[name])  # CLONE_THREAD, O_TMPFILE
-            body = [(0x20, 0, 0, 16 + 8 * argument), (0x45, 0, 1, flag)]
-            body += [(6, 0, 0, ALLOW), (6, 0, 0, ENOSYS)] if name == "clone" else [(6, 0, 0, ENOSYS), (6, 0, 0, ALLOW)]
-        rows += [(0x15, 0, len(body), number.pop(name)), *body]
+    for name in rules.keys() & number.keys():
+        argument, operation, values, allowed = rules[name]
+        # the upper half of an argument that the kernel reads as an int is of no account
+        body = [(0x20, 0, 0, 16 + 8 * argument)]
+        body += [(operation, len(values) - i, 0, value) for i, value in enumerate(values)]
+        ends = (ENOSYS, ALLOW) if allowed else (ALLOW, ENOSYS)
+        rows += [(0x15, 0, len(body) + 2, number.pop(name)), *body, *((6, 0, 0, end) for end in ends)]
 
     def search(numbers):
         if len(numbers) <= 4:
@@ -291,11 +290,8 @@ def run_on_input(program, text, main, pipe):
 # Modules by which tests compare, under their usual names: a program's own object of that name does not count. Nor do
 # its functions of these names, in a test that calls others too; they are taken from the first module that has them.
 COMPARING = {name: name for name in ("math", "cmath", "numpy", "pytest", "unittest")} | {"np": "numpy"}
-COMPARERS = dict.fromkeys(("allclose", "array_equal", "array_equiv"), "numpy") | {
-    "approx": "pytest",
-    "raises": "pytest",
-}
-COMPARERS |= {"isclose": "math"}
+COMPARERS = {"approx": "pytest", "raises": "pytest", "isclose": "math"}
+COMPARERS |= dict.fromkeys("allclose array_equal array_equiv".split(), "numpy")
 COMPARERS |= dict.fromkeys(
     "assert_allclose assert_almost_equal assert_array_equal assert_equal".split(), "numpy.testing"
 )

@@ -209,17 +209,14 @@ class Remote:
         self._peer.ask("exit", self)  # its answer does not count: it could suppress a failed assertion
 
 
+LOCAL = OPERATIONS.keys() - {"str", "repr", "setitem", "delitem", "next"}  # done with a builtin value
+
+
 def forwarded(name):
     """A method of Remote that asks for an operation, or does it with the builtin value."""
 
     def apply(self, *args):
-        local = (
-            self._has_base
-            and not self._made
-            and name in OPERATIONS
-            and name not in ("str", "repr", "setitem", "delitem", "next")
-        )
-        if local:
+        if self._has_base and not self._made and name in LOCAL:
             return OPERATIONS[name](self._base, *args)
         return self._read(name) if name in READING and not args else self._peer.ask(name, self, *args)
 
@@ -392,11 +389,9 @@ class Peer:
                 value[...] = new
             else:
                 value.clear()
-                name = type(value).__name__
-                fill = (
-                    dict.update if name == "Counter" else type(value).extend if name == "deque" else type(value).update
-                )
-                fill(value, new)
+                # Counter.update() adds; a deque has no update()
+                kind = dict if type(value).__name__ == "Counter" else type(value)
+                getattr(kind, "extend" if kind.__name__ == "deque" else "update")(value, new)
             self.shared[-number][1] = None
         for entry in self.shared.values():
             entry[1] = contents(entry[0], self.refer, self.share) if entry[1] is None else entry[1]

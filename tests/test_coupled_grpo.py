@@ -24,7 +24,6 @@ from flax import nnx
 from test_golden_grpo import round_plan
 
 import checkpoints
-import code_rewards
 import coupled_grpo
 import diffusion
 import grpo
@@ -349,7 +348,7 @@ def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(folder
 
     inputs = cfg.prompts, tokenizer, wrap, dream.CONFIGS["7b"], cfg.max_prompt, cfg.max_new
     prompts, end = coupled_grpo.Prompts(*inputs), tokenizer.token_to_id("<|im_end|>")
-    functions = {name: code_rewards.find_reward(name) for name in cfg.rewards}
+    functions = {name: sandbox.find_reward(name) for name in cfg.rewards}
     canvas_BL, _ = prompts.canvas([0] * len(ANSWERS))
     for behind in ("<|endoftext|>", "<|im_end|>"):
         for row, (answer, _) in zip(canvas_BL, ANSWERS, strict=True):
@@ -362,7 +361,7 @@ def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(folder
         rows = prompts.completions(
             [0] * len(ANSWERS), canvas_BL, grpo.completion_mask(canvas_BL[:, -cfg.max_new :], end)
         )
-        rewards = np.array(code_rewards.score(rows, functions, **coupled_grpo.sandbox_options(cfg)))
+        rewards = np.array(sandbox.score(rows, functions, **coupled_grpo.sandbox_options(cfg)))
         assert [tuple(reward) for reward in rewards.tolist()] == [want for _, want in ANSWERS], behind
         if behind == "<|endoftext|>":
             seen = [tokenizer.decode(row[-cfg.max_new :].tolist(), skip_special_tokens=True) for row in canvas_BL]

@@ -13,11 +13,11 @@ import optax
 import pytest
 from conftest import cases_of
 
-import code_rewards
 import coupled_grpo
 import diffusion
 import grpo
 import rl_tasks
+import sandbox
 
 pytestmark = pytest.mark.golden
 
@@ -403,6 +403,6 @@ def test_rewards(golden_dir, mode):
     cases = json.loads((golden_dir("grpo") / "rewards.json").read_text(encoding="utf-8"))
     completions, suffix = [case["completion"] for case in cases], "" if mode == "parity" else "_hardened"
     for name in ("code_format", "code"):
-        rewards = code_rewards.REWARDS[name](completions, cases, parity=mode == "parity", timeout_s=1.5)
+        rewards = sandbox.REWARDS[name](completions, cases, parity=mode == "parity", timeout_s=1.5)
         for case, reward in zip(cases, rewards, strict=True):
             assert reward == case[name + suffix], (case["name"], name, reward)

@@ -23,7 +23,6 @@ from pathlib import Path
 import pytest
 from conftest import run
 
-import code_rewards
 import sandbox
 import sandbox_inside
 
@@ -1303,10 +1302,10 @@ ELSEWHERE = """
 import os, sys
 sys.modules["resource"], sys.platform = None, "win32"
 del os.sched_getaffinity
-import code_rewards, sandbox
+import sandbox
 options = {{"runner": "e2b", "e2b_router_url": {url!r}}}
 good = "```python\\ndef f(x): return x + 1\\n```\\n"
-print(code_rewards.code([good, "prose"], [{{"test_cases": ["assert f(1) == 2"]}}] * 2, **options))
+print(sandbox.code([good, "prose"], [{{"test_cases": ["assert f(1) == 2"]}}] * 2, **options))
 try:
     sandbox.run_tests([""], [[""]])
 except RuntimeError as error:
@@ -2270,7 +2269,7 @@ def test_all_rewards_share_one_signature(closed, tmp_path):
     own.write_text("def brevity(completions, rows, **options):\n    return [-len(text) for text in completions]\n")
     completions = [fenced(GOOD), "", "no code"]
     rows = [{"test_cases": VALUE, "tokens": 10}] * 3
-    got = {n: code_rewards.find_reward(n)(completions, rows) for n in [*code_rewards.REWARDS, f"{own}:brevity"]}
+    got = {n: sandbox.find_reward(n)(completions, rows) for n in [*sandbox.REWARDS, f"{own}:brevity"]}
     assert got.pop(f"{own}:brevity") == [-len(text) for text in completions]
     assert got == {
         "code": [1, 0, 0], "binary_code": [1, 0, 0], "code_format": [1, 0, 0], "syntax": [1, 1, 0],
@@ -2278,21 +2277,21 @@ def test_all_rewards_share_one_signature(closed, tmp_path):
     }  # fmt: skip
     for wrong in ("speed", f"{own}:speed", "missing.py:f"):
         with pytest.raises(ValueError, match=r"speed|no reward"):
-            code_rewards.find_reward(wrong)
+            sandbox.find_reward(wrong)
     with pytest.raises(TypeError, match="strict"):
-        code_rewards.code_format(completions, rows, strict=False)
+        sandbox.code_format(completions, rows, strict=False)
 
 
 def test_soft_overlong_is_a_ramp():
     rows = [{"tokens": n} for n in (0, 192, 193, 224, 256, 257, 10_000)]
-    assert code_rewards.soft_overlong([""] * 7, rows) == [0, 0, -1 / 64, -0.5, -1, -1, -1]
-    assert code_rewards.soft_overlong([""] * 7, rows, overlong_tokens=0) == [0, 0, 0, 0, 0, -1, -1]
+    assert sandbox.soft_overlong([""] * 7, rows) == [0, 0, -1 / 64, -0.5, -1, -1, -1]
+    assert sandbox.soft_overlong([""] * 7, rows, overlong_tokens=0) == [0, 0, 0, 0, 0, -1, -1]
 
 
 def test_repetition_counts_distinct_ngrams():
     texts = ["a b c d", "a a a a a", "A a a a", "a b", "", "a b c a b c"]
-    assert code_rewards.repetition(texts, [{}] * 6) == pytest.approx([0, -2 / 3, -1 / 2, 0, 0, -1 / 4])
-    assert code_rewards.repetition(["a a a"], [{}], ngram=1, max_penalty=-0.5) == pytest.approx([-1 / 3])
+    assert sandbox.repetition(texts, [{}] * 6) == pytest.approx([0, -2 / 3, -1 / 2, 0, 0, -1 / 4])
+    assert sandbox.repetition(["a a a"], [{}], ngram=1, max_penalty=-0.5) == pytest.approx([-1 / 3])
 
 
 def test_rewards_are_none_where_the_sandbox_failed(closed, monkeypatch):
@@ -2306,12 +2305,12 @@ def test_rewards_are_none_where_the_sandbox_failed(closed, monkeypatch):
     monkeypatch.setattr(sandbox.Template, "run", fails)
     completions = [fenced(GOOD), fenced("unlucky = 1\n"), "prose", fenced("def")]
     rows = [{"test_cases": VALUE}] * 4
-    assert code_rewards.code(completions, rows) == [1, None, 0, 0]
-    assert code_rewards.binary_code(completions, rows) == [1, None, 0, 0]
+    assert sandbox.code(completions, rows) == [1, None, 0, 0]
+    assert sandbox.binary_code(completions, rows) == [1, None, 0, 0]
     unlucky = ""
-    assert code_rewards.code_format(completions, rows) == [None, None, 0, None]
-    assert code_rewards.code(completions, rows) == [None, None, 0, None]
-    assert code_rewards.syntax(completions, rows) == [None] * 4
+    assert sandbox.code_format(completions, rows) == [None, None, 0, None]
+    assert sandbox.code(completions, rows) == [None, None, 0, None]
+    assert sandbox.syntax(completions, rows) == [None] * 4
 
 
 BREAKS_THE_PARSER = {
@@ -2334,11 +2333,11 @@ BREAKS_THE_PARSER = {
 @pytest.mark.parametrize("longest", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_failure_of_the_parser_escapes(closed, longest):
     sources = [*(source for name, source in BREAKS_THE_PARSER.items() if longest or name != "ten megabytes"), "x = 1"]
-    rewards = code_rewards.code_format([fenced(source + "\n") for source in sources], [{}] * len(sources))
+    rewards = sandbox.code_format([fenced(source + "\n") for source in sources], [{}] * len(sources))
     assert rewards[-1] == 1
     assert set(rewards[:-1]) <= {0.5, 1.0}
     assert rewards.count(0.5) >= len(sources) - 4
-    parity = code_rewards.code_format([fenced(BREAKS_THE_PARSER["unary"]), fenced("def")], [{}] * 2, parity=True)
+    parity = sandbox.code_format([fenced(BREAKS_THE_PARSER["unary"]), fenced("def")], [{}] * 2, parity=True)
     assert parity == [None, 0.5]
 
 
