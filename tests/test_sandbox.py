@@ -2118,6 +2118,86 @@ def test_much_output_costs_the_trainer_no_memory(layers):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # kB
 
 
+# ---- what the processes of one template share: its memory as it was before any program -------------------------------
+
+SCAN = """
+import ctypes, gc, os
+
+def found(backwards):
+    wanted, (read, write), hits = backwards.encode(), os.pipe(), 0
+    near = {(id(each) >> 20) + i for each in gc.get_objects() for i in range(-16, 17)}
+    for megabyte in sorted(near):  # a write from memory that is not there is an error, and no crash
+        for address in range(megabyte << 20, megabyte + 1 << 20, 4096):
+            try:
+                os.write(write, (ctypes.c_char * 4096).from_address(address))
+            except OSError:
+                continue
+            hits += os.read(read, 4096)[::-1].count(wanted)
+    return hits
+"""
+
+
+def test_no_program_and_no_test_is_left_in_the_memory_of_the_next(closed):
+    secret = "marked-" + "4711"
+    earlier = f"text = {secret!r}\ndef f(x):\n    return x + 1\n"
+    mine = "kept = 'mine-' + str(40 + 2)\n"
+    tests = [["assert f(1) == 2", f"assert f(1) == 2 and {secret!r}"]]
+    tests += [["assert found('24-enim') > 0", "assert found('1174-dekram') == 0"]]
+    first, second = sandbox.run_tests([earlier, SCAN + mine], tests, workers=1, timeout_s=20, program_s=60)
+    assert (first.verdicts, second.verdicts) == (["pass"] * 2, ["pass"] * 2)
+
+
+def test_random_numbers_differ_between_the_tests_of_a_program(closed):
+    program = "import os, random, uuid\ndef f():\n    return random.random(), os.urandom(4), str(uuid.uuid4())\n"
+    (result,) = sandbox.run_tests([program], [[sandbox.Probe("f()")] * 3], workers=1)
+    for values in zip(*result.values, strict=True):
+        assert len(set(values)) == 3
+
+
+def test_no_state_of_a_test_is_left_for_the_next(closed):
+    """Modules, builtins, caches, directories, signals: what a program changes is changed in its process alone."""
+    program = """
+import builtins, gc, linecache, math, os, re, signal, sys, warnings
+
+def state():
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    more = [gc.isenabled(), sys.getrecursionlimit(), sys.getswitchinterval(), os.getcwd(), os.umask(0o22), str(mask)]
+    more += [len(warnings.filters), len(linecache.cache), hasattr(math, "left"), hasattr(builtins, "left")]
+    return more + [sorted(os.environ), signal.getsignal(signal.SIGUSR1) is print, len(sys.path), os.listdir(".")]
+
+def change():
+    gc.disable(); sys.setrecursionlimit(500); sys.setswitchinterval(1); os.umask(0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]); signal.signal(signal.SIGUSR1, print)
+    warnings.simplefilter("error"); linecache.cache["x"] = (1, None, [], "x"); math.left = builtins.left = 1
+    os.environ["LEFT"] = "1"; sys.path.append("left")
+    open("left", "w").write("left"); os.mkdir("folder"); os.chdir("folder"); open("left", "w").write("left")
+    return state()
+"""
+    tests = [sandbox.Probe("state()"), sandbox.Probe("change()"), sandbox.Probe("state()")]
+    (result,), layers = sandbox.run_tests([program], [tests], workers=1), sandbox.layers()
+    before, changed, after = result.values
+    assert before == after
+    if layers["namespaces"]:
+        assert all(a != b for a, b in zip(before, changed, strict=True))
+
+
+def test_a_program_has_no_descriptors_but_its_own_pipes(closed):
+    program = """
+import os, stat
+
+def kinds():
+    found = []
+    for fd in range(1024):
+        try:
+            found.append(stat.S_IFMT(os.fstat(fd).st_mode))
+        except OSError:
+            pass
+    return [stat.S_ISCHR(kind) for kind in found] + [stat.S_ISFIFO(kind) for kind in found]
+"""
+    (result,) = sandbox.run_tests([program], [["assert kinds() == [True] * 3 + [False] * 5 + [True] * 2"]])
+    assert result.verdicts == ["pass"], result.values
+
+
 # ---- E2B, without a network ----------------------------------------------------------------------------------------
 
 
