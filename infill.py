@@ -36,7 +36,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import diffusion
 import sample_dream
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # lengths of a hole that are tried
@@ -119,7 +118,7 @@ def predict(params, token_BL, see_BL, slot_BC, target_BC, *, graph, vocab, choic
     id_V, expand = jnp.arange(logits_BCV.shape[-1]), model.cfg.expand_id
     allowed_V = (id_V < vocab) & (id_V != model.cfg.mask_id) & (id_V != expand) | (grows & (id_V == expand))
     logits_BCV = jnp.where(allowed_V, logits_BCV, -jnp.inf)
-    logp_BCV = diffusion.log_softmax(logits_BCV)
+    logp_BCV = jax.nn.log_softmax(logits_BCV)
     of_target_BC = jnp.take_along_axis(logp_BCV, target_BC[..., None], -1)[..., 0]
     return of_target_BC, *jax.lax.top_k(logp_BCV, choices)
 

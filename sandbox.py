@@ -7,16 +7,17 @@ tests.txt holds one test per line; an indented line continues the test above. Ex
 nothing to run, 2: the sandbox itself failed. From Python:
 
     sandbox.run_tests([program], [["assert f(1) == 2", "assert f(5) == 7"]])
-    # -> [Result(rate=0.5, verdicts=["pass", "fail"], values=[2, 6], error="")]
+    # -> [Result(rate=0.5, verdicts=["pass", "fail"], values=[None, "6"], error="")]
 
-Every test runs in a process and a folder of its own, without network, threads, other processes, other programs or any
-files but Python's own. Four layers enforce this (sandbox_inside.py); each stops most attacks without the others:
+For every test the program runs in a process and a folder of its own, without network, threads, other processes, other
+programs or any files but Python's own. Four layers enforce this (sandbox_inside.py):
 - namespaces: a root directory, a list of processes and a network of its own, in which there is nothing to attack
 - Landlock: no file can be opened but those named, whatever path or link leads to it; no TCP
-- seccomp: system calls that start processes, reach others, or are rarely needed and often attacked are refused
+- seccomp: only the system calls that Python, NumPy and pandas need, with the arguments that they need
 - limits: time, memory, open files, and bytes written
-The minimum is seccomp and one of the first two. Without namespaces a program cannot make folders or use asyncio, and
-can find out whether a path exists.
+The minimum is seccomp and one of the first two. Without namespaces a program cannot make folders, remove files or use
+asyncio, and can find out whether a path exists. All processes are forks of a template that never reads a program or a
+test: they share the addresses of its memory and the seed of hash(), and nothing that another one did.
 
 An exit status proves nothing: a program controls all of its own process, builtins, frames, memory, open pipes. So
 nothing that decides is there. A test runs in a second process, the judge, confined alike, that never runs a line of the
@@ -25,10 +26,12 @@ two apart, and through the pipes a program can call nothing but what the test ha
 apart and compares what comes back, within its limits of time and memory; this process reads its verdict, a few bytes.
 What comes back is data: builtin types, some of the standard library's and NumPy's are built anew, by type. Any other
 object stays where it is, and equals only what its own side says among such objects. What f changes in place is changed.
-A test that unpickles, imports or executes what the program wrote gives the judge away; no other can be forged.
+A test that unpickles, imports or executes what the program wrote gives the judge away; no other can be forged. A test
+cannot subclass a program's class, read its __doc__ or signature, redirect its output, or get async generators,
+memoryviews and cyclic data from it.
 
 A program imports the standard library and the site-packages of the Python that runs this, read-only. The local sandbox
-needs Linux on x86-64 or aarch64 (--runner=e2b does not), and only the standard library of Python 3.10 to 3.12.
+needs Linux on x86-64 or aarch64 (--runner=e2b does not), and only the standard library of Python 3.10 to 3.13.
 """
 
 import concurrent.futures
