@@ -364,5 +364,6 @@ def by_host_0(make, shape):
         except Exception as problem:  # whatever a user's reward raises; the other hosts would wait for ever
             error = problem
     if multihost_utils.broadcast_one_to_all(np.array(error is not None)):
+        jax.distributed.shutdown()  # waits for all hosts: the end of host 0 would end the others before they say why
         raise error or RuntimeError("host 0 could not run the programs; it says why")
     return np.asarray(multihost_utils.broadcast_one_to_all(values), np.float64)
