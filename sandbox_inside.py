@@ -379,6 +379,8 @@ def run_judge(libc, job, test, orders, ends, out, pipes):
             confine(libc, job, test["mode"], len(pipes))
         os.write(ends, b"r")
         judge(request, test, read, ask, functools.partial(write, out))
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 1 << 17:  # 128 MB, which the next test may need
+            break
         os.write(ends, b"e")
 
 
