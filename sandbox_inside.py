@@ -377,6 +377,7 @@ def run_judge(libc, job, test, orders, ends, out, pipes):
         request = receive(job["texts"])  # only this process reads it
         if not number:
             confine(libc, job, test["mode"], len(pipes))
+        os.chdir(job["folder"])  # which may be another one by now
         os.write(ends, b"r")
         judge(request, test, read, ask, functools.partial(write, out))
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 1 << 17:  # 128 MB, which the next test may need

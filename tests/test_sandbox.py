@@ -2181,6 +2181,13 @@ def change():
         assert all(a != b for a, b in zip(before, changed, strict=True))
 
 
+def test_the_files_of_a_test_are_those_of_its_program_and_gone_in_the_next(closed):
+    program = "import os\ndef read(name):\n    return open(name).read()\ndef names():\n    return os.listdir('.')\n"
+    test = "import os\nassert names() == os.listdir('.') == []\nopen('a', 'w').write('text')\nassert read('a') == 'text'"
+    (result,) = sandbox.run_tests([program], [[test] * 6], workers=1)
+    assert result.verdicts == ["pass"] * 6, result.values
+
+
 def test_a_program_has_no_descriptors_but_its_own_pipes(closed):
     program = """
 import os, stat
