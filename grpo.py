@@ -124,15 +124,21 @@ def coupled_scores(model, batch, mask_id, chunk=1024):
 
     batch: token_BL, whose last C columns are the completion; see_BL, False at padding, or None; u_BC and ratio_B of
     draw_masks. The weights are 1/2, 1 / (2 ratio) and 1 / (2 (1 - ratio)). model.hidden(token_BL, see_BM=see_BL) are
-    hidden states, those at p predict the token at p + 1; model.logits is the head. Ref: DiffuCoder, arXiv:2506.20639,
-    section 4.
+    hidden states, those at p predict the token at p + 1; model.logits is the head. An id that grows holes, which the
+    sampler never draws, has no probability. Ref: DiffuCoder, arXiv:2506.20639, section 4.
     """
     B, C = batch["u_BC"].shape
     token_BC, ratio_B1 = batch["token_BL"][:, -C:], jnp.reshape(batch["ratio_B"], (-1, 1)).astype(jnp.float32)
     views_BKC, mask_BC = coupled_views(token_BC, jnp.ones((B, C), bool), batch["u_BC"], batch["ratio_B"], mask_id)
     hidden_BKCD = hidden_of_views(model, batch["token_BL"], batch["see_BL"], views_BKC)
     weights = 0.5, 0.5 / ratio_B1, 0.5 / (1 - ratio_B1)
-    return merge_views(model.logits, hidden_BKCD, token_BC, mask_BC, weights, chunk)
+    expand = getattr(model, "cfg", md.DreamConfig).expand_id
+
+    def logits_of(hidden_BTD):
+        logits_BTV = model.logits(hidden_BTD)
+        return logits_BTV if expand < 0 else logits_BTV.at[..., expand].set(-jnp.inf)
+
+    return merge_views(logits_of, hidden_BKCD, token_BC, mask_BC, weights, chunk)
 
 
 # ---- advantages ----------------------------------------------------------------------------------------------------

@@ -285,6 +285,21 @@ def test_banned_tokens_cost_nothing_but_their_probability():
     assert np.isfinite(grad).all()
 
 
+def test_the_id_that_grows_a_hole_has_no_probability_as_in_the_sampler():
+    cfg, (token, u, ratio), params = dataclasses.replace(TINY, expand_id=60), example(), tiny()
+    token, see = jnp.minimum(token, 59), np.ones(token.shape, bool)
+    louder = params | {"lm_head": params["lm_head"].at[60].mul(1e3)}  # what it says of that id does not count
+
+    def score_of(params, cfg):
+        return scores_of(params, token, see, u, ratio, cfg=cfg)[0]
+
+    close(score_of(louder, cfg), score_of(params, cfg), 1e-6)
+    assert np.abs(score_of(louder, TINY) - score_of(params, TINY)).max() > 1
+    grad = jax.grad(lambda params: score_of(params, cfg).sum())(params)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(grad))
+    assert not np.asarray(grad["lm_head"][60]).any()
+
+
 def test_a_canvas_without_a_prompt_is_refused():
     token, u, ratio = example(prompt=0)
     with pytest.raises(AssertionError, match="11 columns hold no prompt before 11"):

@@ -2183,7 +2183,7 @@ def change():
 
 def test_the_files_of_a_test_are_those_of_its_program_and_gone_in_the_next(closed):
     program = "import os\ndef read(name):\n    return open(name).read()\ndef names():\n    return os.listdir('.')\n"
-    test = "import os\nassert names() == os.listdir('.') == []\nopen('a', 'w').write('text')\nassert read('a') == 'text'"
+    test = "import os\nassert names() == os.listdir('.') == []\nopen('a', 'w').write('b')\nassert read('a') == 'b'"
     (result,) = sandbox.run_tests([program], [[test] * 6], workers=1)
     assert result.verdicts == ["pass"] * 6, result.values
 
