@@ -46,7 +46,6 @@ import os
 import random
 import runpy
 import secrets
-import select
 import shutil
 import subprocess
 import sys
@@ -134,38 +133,25 @@ class Opaque:
 
 
 # ---- verdicts ------------------------------------------------------------------------------------------------------
-class Plan(typing.NamedTuple):
-    """A test as three messages: for the template, the judge (None: there is no judge) and the program."""
-
-    head: dict
-    judge: dict | None
-    program: dict
-
-
 def plan(test, program, options):
-    """The Plan of a test of a program."""
+    """The messages of a test: for the template, the judge (None: there is no judge) and the program."""
     head = {"mode": "test", "limits": [], "timeout_s": options.timeout_s, "cap": 4096}
     judge, own = {"token": secrets.token_hex(16)}, {"program": program}
     if isinstance(test, Stdin):
         head |= {"mode": "stdin", "most": test.most, "cap": test.most + 4096}
-        return Plan(head, judge | {"check": test.check}, own | {"input": test.text})
+        return head, judge | {"check": test.check}, own | {"input": test.text}
     if isinstance(test, Calls):
         head |= {"mode": "calls", "limits": test.limits, "timeout_s": test.timeout_s, "cap": test.most + 64}
         inputs, data = [wire(args, plain) for args in test.inputs], wire(test.data, opaque)
         asked = {"call": test.function, "inputs": inputs, "check": test.check, "data": data}
-        return Plan(head, judge | asked, own)
+        return head, judge | asked, own
     if options.parity:
-        return Plan(head | {"mode": "status"}, None, {"program": f"{program}\n{test}"})
+        return head | {"mode": "status"}, None, {"program": f"{program}\n{test}"}
     if isinstance(test, Probe):
         before, _, call = test.rpartition("\n")
         head |= {"mode": "value", "cap": 65_536 + 40 * len(test)}
-        return Plan(head, judge | {"before": before, "call": call}, own)
-    return Plan(head, judge | {"text": test}, own)
-
-
-def object_of(tag, content):
-    """For unwire(): the only kind of object that a program may send here."""
-    return {"o": Opaque}[tag]()
+        return head, judge | {"before": before, "call": call}, own
+    return head, judge | {"text": test}, own
 
 
 def verdict(test, row, given):
@@ -173,25 +159,26 @@ def verdict(test, row, given):
 
     Without the judge's token the test has not finished.
     """
-    mode, outcome = test.head["mode"], row["outcome"]
+    head, judge, _ = test
+    mode, outcome = head["mode"], row["outcome"]
     if outcome == "done" and mode == "status":
         return "fail" if row["status"] else "pass", None
-    given, finished, last = given.rpartition(test.judge["token"].encode()) if test.judge else (b"", b"", b"")
+    given, finished, last = given.rpartition(judge["token"].encode()) if judge else (b"", b"", b"")
     got = None
     if outcome == "done":
         outcome, got = json.loads(last) if finished else ("fail", None)
     if mode == "stdin":
         if outcome == "pass" and row["status"]:
             outcome = "fail"
-        return outcome, None if test.judge["check"] or row["outcome"] != "done" else given.decode("utf-8", "replace")
+        return outcome, None if judge["check"] or row["outcome"] != "done" else given.decode("utf-8", "replace")
     if mode == "calls":
         lines = (given if finished else last).split(b"\n")[:-1]
-        if test.judge["check"]:
+        if judge["check"]:
             return outcome, len(lines)
         values = [json.loads(line) for line in lines]  # of the calls that returned, whatever happened then
-        return outcome, [(unwire(value, object_of), seconds) for value, seconds in values]
+        return outcome, [(unwire(value, lambda *_: Opaque()), seconds) for value, seconds in values]
     if mode == "value" and outcome == "pass":
-        return outcome, unwire(json.loads(given), object_of)
+        return outcome, unwire(json.loads(given), lambda *_: Opaque())
     return outcome, got
 
 
@@ -229,9 +216,9 @@ class Template:
         command = [sys.executable, "-IBS", "-c", BOOT]
         self.process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
         spawned(self)
-        self.waiting = bytearray()  # of its report, what was not asked for yet
-        self.send(compiled(launcher), json.dumps(settings | {"folder": self.folder}).encode())
-        self.found = json.loads(self.read(None, 60))
+        with self.limited(60):
+            self.send(compiled(launcher), json.dumps(settings | {"folder": self.folder}).encode())
+            self.found, _ = self.report()
 
     def send(self, *messages):
         try:
@@ -241,19 +228,24 @@ class Template:
         except BrokenPipeError:
             raise SandboxError(self.complaint()) from None
 
-    def read(self, size, seconds):
-        """The next `size` bytes of its report, or its next line."""
-        out, end = self.process.stdout.fileno(), time.monotonic() + seconds
-        while len(self.waiting) < size if size is not None else b"\n" not in self.waiting:
-            if not select.select([out], [], [], max(0, end - time.monotonic()))[0]:
-                raise SandboxError("the launcher hangs")
-            if not (new := os.read(out, 1 << 20)):
-                raise SandboxError(self.complaint())
-            self.waiting += new
-        size = self.waiting.index(b"\n") + 1 if size is None else size
-        found = bytes(self.waiting[:size])
-        del self.waiting[:size]
-        return found
+    @contextlib.contextmanager
+    def limited(self, seconds):
+        """Kill a launcher that hangs."""
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def report(self):
+        """The next (row, bytes) of its report."""
+        line = self.process.stdout.readline()
+        row = json.loads(line) if line.endswith(b"\n") else {"size": 1}
+        given = self.process.stdout.read(row["size"])
+        if len(given) < row["size"]:
+            raise SandboxError(self.complaint())
+        return row, given
 
     def complaint(self):
         """Why it has ended."""
@@ -263,16 +255,16 @@ class Template:
     def run(self, tests, program_s):
         """[(row, what came back)] of the tests of a program; those for which there is no time left are timeouts."""
         end, rows, hangs = time.monotonic() + program_s, [], False
-        for i, (head, judge, program) in enumerate(tests):
-            row, given, left_s = {"outcome": "timeout", "cpu_s": 0.0}, b"", end - time.monotonic()
-            if left_s > 0 and not hangs:
-                head = head | {"left_s": left_s, "first": i == 0, "tests": len(tests) - i}
-                messages = [head, *([judge] if judge else []), program]
-                self.send(*(json.dumps(message).encode() for message in messages))
-                row = json.loads(self.read(None, left_s + 10))
-                given = self.read(row["size"], 60)
-                hangs = row["outcome"] == "timeout" and (head["mode"] == "stdin" or not row["loaded"])
-            rows.append((row, given))
+        with self.limited(program_s + 10):
+            for i, (head, judge, program) in enumerate(tests):
+                row, given, left_s = {"outcome": "timeout", "cpu_s": 0.0}, b"", end - time.monotonic()
+                if left_s > 0 and not hangs:
+                    head = head | {"left_s": left_s, "first": i == 0, "tests": len(tests) - i}
+                    messages = [head, *([judge] if judge else []), program]
+                    self.send(*(json.dumps(message).encode() for message in messages))
+                    row, given = self.report()
+                    hangs = row["outcome"] == "timeout" and (head["mode"] == "stdin" or not row["loaded"])
+                rows.append((row, given))
         return rows
 
     def close(self):
@@ -334,7 +326,7 @@ class Local:
 
 
 # What runs in a sandbox of E2B: the same launcher. No minimum of layers is required on a machine of its own.
-REMOTE = """import functools, json, marshal, os, secrets, select, shutil, subprocess, sys, tempfile, time
+REMOTE = """import contextlib, functools, json, marshal, secrets, shutil, subprocess, sys, tempfile, threading, time
 class SandboxError(Exception): pass
 BOOT = {boot!r}
 {compiled}

@@ -648,7 +648,8 @@ def launch():
     if job["namespaces"]:
         enter_namespaces(libc, "/proc", job["readable"])  # mounts its root there, where nothing readable lies
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core; no other process may trace this one or its forks
-    os.write(report, json.dumps({name: job[name] for name in ("namespaces", "landlock", "seccomp")}).encode() + b"\n")
+    found = {name: job[name] for name in ("namespaces", "landlock", "seccomp")}
+    write(report, json.dumps(found | {"size": 0}).encode() + b"\n")
     if not job["allow_unsafe"] and not (job["seccomp"] and (job["namespaces"] or job["landlock"])):
         sys.exit("less than the safe minimum")
 
@@ -673,9 +674,7 @@ def launch():
                 clear(job, judge)
                 judge = None
             row, given, judge = run_confined(libc, job, test, judge)
-            line = json.dumps(row).encode() + b"\n" + given
-            while line:
-                line = line[os.write(report, line) :]
+            write(report, json.dumps(row).encode() + b"\n" + given)
     finally:
         if base:
             importlib.import_module("shutil").rmtree(base, ignore_errors=True)

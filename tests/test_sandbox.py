@@ -2385,7 +2385,7 @@ def test_rewards_are_none_where_the_sandbox_failed(closed, monkeypatch):
     run, unlucky = sandbox.Template.run, "unlucky"
 
     def fails(template, tests, program_s):
-        if unlucky in tests[0].program["program"]:
+        if unlucky in tests[0][2]["program"]:
             raise sandbox.SandboxError("no luck")
         return run(template, tests, program_s)
 
