@@ -448,7 +448,12 @@ def run_tests(programs, tests, on_result=None, **options):
             rows = runner(plans)
         except (OSError, SandboxError) as error:
             return Result(None, [], [], str(error))
-        outcomes = [verdict(test, *row) for test, row in zip(plans, rows, strict=True)]
+        outcomes = []
+        for test, row in zip(plans, rows, strict=True):
+            try:
+                outcomes.append(verdict(test, *row))
+            except Exception:  # a value that cannot be made here is no value
+                outcomes.append(("fail", None))
         verdicts, values = map(list, zip(*outcomes, strict=True))
         return Result(verdicts.count("pass") / len(cases), verdicts, values, "", [row["cpu_s"] for row, _ in rows])
 

@@ -302,6 +302,8 @@ def permits(operation, target, *rest):
 
     It sets no attribute that the class defines, such as a method.
     """
+    if operation == "get" and rest[0] in ("__name__", "__qualname__", "__doc__"):  # for functools.wraps
+        return isinstance(target, types.FunctionType)
     if operation in ("get", "set", "getitem", "setitem", "len", "bool", "str", "repr"):
         name = rest[0] if rest and isinstance(rest[0], str) else ""
         private = name.startswith("_") or (operation == "set" and hasattr(type(target), name))
@@ -328,7 +330,10 @@ def run_test(text, peer, main):
     if imports:
         with contextlib.suppress(Exception):
             peer.ask("evaluate", "\n".join(imports), "None")
-    own = [name for name in used if not hasattr(builtins, name)]
+    # what the test imports is its own: a problem may ask for sum(), in a test that imports math
+    aliases = [alias for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    imported = {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
+    own = [name for name in used if not hasattr(builtins, name) and name not in imported]
     # A builtin's name is the program's only if nothing else is: a problem may ask for sum(). Exceptions and
     # __name__, not in lower case or not letters alone, are never the program's.
     builtin = [name for name in used if hasattr(builtins, name) and name.isalpha() and name.islower()]
@@ -344,7 +349,7 @@ def run_test(text, peer, main):
             elif name in COMPARERS and others:
                 value = getattr(importlib.import_module(COMPARERS[name]), name)
             elif type(value) is Remote and name[:1].isupper():
-                vars(value)["_is_class"] = True
+                value.__own__.is_class = True
             setattr(main, name, value)
         if offered:
             break

@@ -20,6 +20,7 @@ REDUCED = "builtins.range builtins.slice collections.Counter decimal.Decimal dat
 REDUCED += " datetime.datetime datetime.timedelta"
 ARGUMENTS = dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1]) | {
     "fractions.Fraction": lambda value: [value.numerator, value.denominator],
+    "datetime.timezone": lambda value: [value.utcoffset(None)],
     "collections.deque": lambda value: [list(value), value.maxlen],
     "collections.OrderedDict": lambda value: [list(value.items())],
     "collections.defaultdict": lambda value: [value.default_factory, dict(value)],
@@ -30,6 +31,7 @@ VIEWS = {
     "builtins.dict_values": lambda items: dict(enumerate(items)).values(),
     "builtins.dict_items": lambda items: dict(items).items(),
 }
+LARGE = 1 << 63  # larger integers travel as hexadecimal digits: Python limits decimal ones
 EXACT = {"fractions.Fraction": int, "builtins.range": int, "decimal.Decimal": str}  # the only type of their arguments
 BUILTIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
 MUTABLE = "builtins.list builtins.bytearray builtins.set builtins.dict collections.deque collections.OrderedDict"
@@ -50,12 +52,22 @@ def wire(value, other, share=None):
     return contents(value, other, share)
 
 
+def is_plain(items):
+    """Whether JSON has all items of a list as they are: a fast path for long ones."""
+    kinds = {*map(type, items)}
+    if kinds == {int}:
+        return -LARGE < min(items) and max(items) < LARGE
+    return kinds <= {float, str, bool, type(None)}
+
+
 def contents(value, other, share=None):
     """wire() of what a container holds, or of any other value."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if value is None or kind is bool:
+    if value is None or kind is bool or (kind is int and -LARGE < value < LARGE):
         return value
+    if kind is list and is_plain(value):
+        return [*value]
     if kind.__module__ == "numpy" and hasattr(value, "dtype"):
         if value.dtype.kind not in "biufcSU":
             raise TypeError(f"values of NumPy's {value.dtype}")
@@ -85,7 +97,7 @@ def contents(value, other, share=None):
 def unwire(form, other=None):
     """The value of a JSON form; other(tag, content) resolves those of objects. It raises anything for a wrong form."""
     if isinstance(form, list):
-        return [unwire(item, other) for item in form]
+        return form if form and is_plain(form) else [unwire(item, other) for item in form]
     if not isinstance(form, dict):
         return form
     ((tag, content),) = form.items()
@@ -125,8 +137,8 @@ def plain(value, form):
 
 def opaque(value, form):
     """For wire(): an object of a subclass counts as its builtin value, of others it says that there is one."""
-    if type(value) is Remote and value._has_base:
-        return wire(value._base, opaque)
+    if type(value) is Remote and value.__own__.has_base:
+        return wire(value.__value__, opaque)
     return {"o": 0} if form is None else form
 
 
@@ -145,7 +157,9 @@ OPERATIONS |= {name: getattr(builtins, name) for name in UNARY if hasattr(builti
     "index": operator.index,
     "get": getattr,
     "set": setattr,
+    "del": delattr,
     "isinstance": isinstance,
+    "issubclass": issubclass,
     "call": lambda function, /, *args, **options: function(*args, **options),
     "enter": lambda manager: type(manager).__enter__(manager),
     "exit": lambda manager: type(manager).__exit__(manager, None, None, None),
@@ -167,48 +181,57 @@ class Remote:
     """
 
     def __init__(self, peer, number, has_base):
-        own = {"_peer": peer, "_number": number, "_has_base": has_base, "_nothing": object(), "_answers": {}}
-        vars(self).update(own, _made=False, _is_class=False)
+        # under names that no program has
+        own = {"peer": peer, "number": number, "has_base": has_base, "answers": {}, "made": False, "is_class": False}
+        vars(self)["__own__"] = types.SimpleNamespace(**own, nothing=object())
 
-    def _read(self, operation):
+    def __read__(self, operation):
         """The answer to an operation of READING, kept until the other side is asked to do something."""
         # So an object cannot be one number where it is first looked at and another where it is looked at again.
-        if operation not in self._answers or self._answers[operation][0] != self._peer.changes:
-            self._answers[operation] = self._peer.changes, self._peer.ask(operation, self)
-        return self._answers[operation][1]
+        if operation not in self.__own__.answers or self.__own__.answers[operation][0] != self.__own__.peer.changes:
+            self.__own__.answers[operation] = self.__own__.peer.changes, self.__own__.peer.ask(operation, self)
+        return self.__own__.answers[operation][1]
 
     @property
-    def _base(self):
+    def __value__(self):
         """Its builtin value as it is now, or an object that equals nothing."""
-        return self._read("base") if self._has_base else self._nothing
+        return self.__read__("base") if self.__own__.has_base else self.__own__.nothing
 
-    __class__ = property(lambda self: type(self._base))  # so that isinstance(a named tuple, tuple)
+    __class__ = property(lambda self: type(self.__value__))  # so that isinstance(a named tuple, tuple)
 
     def __getattr__(self, name):
-        if name.startswith("_"):
+        if name.startswith("__") and name not in ("__name__", "__qualname__"):
             raise AttributeError(name)
-        if self._has_base and not self._made and name not in CHANGING and hasattr(type(self._base), name):
-            return getattr(self._base, name)
-        return self._peer.ask("get", self, name)
+        own = self.__own__
+        if own.has_base and not own.made and name not in CHANGING and hasattr(type(self.__value__), name):
+            return getattr(self.__value__, name)
+        return own.peer.ask("get", self, name)
 
     def __setattr__(self, name, value):
-        self._peer.ask("set", self, name, value)
+        self.__own__.peer.ask("set", self, name, value)
+
+    def __delattr__(self, name):
+        self.__own__.peer.ask("del", self, name)
 
     def __call__(self, /, *args, **options):
-        return self._peer.ask("call", self, *args, **options)
+        return self.__own__.peer.ask("call", self, *args, **options)
 
     def __contains__(self, item):
-        if self._made:
-            return self._peer.ask("contains", self, item)
-        return any(each is item or each == item for each in (self._base if self._has_base else self))
+        if self.__own__.made:
+            return self.__own__.peer.ask("contains", self, item)
+        return any(each is item or each == item for each in (self.__value__ if self.__own__.has_base else self))
 
     def __instancecheck__(self, value):
-        return self._peer.ask("isinstance", value, self)
+        return self.__own__.peer.ask("isinstance", value, self)
+
+    def __subclasscheck__(self, other):
+        return self.__own__.peer.ask("issubclass", other, self)
 
     def __exit__(self, *raised):
-        self._peer.ask("exit", self)  # its answer does not count: it could suppress a failed assertion
+        self.__own__.peer.ask("exit", self)  # its answer does not count: it could suppress a failed assertion
 
 
+Remote.__doc__ = property(lambda self: self.__own__.peer.ask("get", self, "__doc__"))
 LOCAL = OPERATIONS.keys() - {"str", "repr", "setitem", "delitem", "next"}  # done with a builtin value
 
 
@@ -216,9 +239,9 @@ def forwarded(name):
     """A method of Remote that asks for an operation, or does it with the builtin value."""
 
     def apply(self, *args):
-        if self._has_base and not self._made and name in LOCAL:
-            return OPERATIONS[name](self._base, *args)
-        return self._read(name) if name in READING and not args else self._peer.ask(name, self, *args)
+        if self.__own__.has_base and not self.__own__.made and name in LOCAL:
+            return OPERATIONS[name](self.__value__, *args)
+        return self.__read__(name) if name in READING and not args else self.__own__.peer.ask(name, self, *args)
 
     return apply
 
@@ -228,10 +251,10 @@ def between(name):
 
     def apply(left, right):
         remote = [side for side in (left, right) if isinstance(side, Remote)]
-        with_anything = name in ("add", "iadd", "mul", "imul", "divmod") and any(side._made for side in remote)
+        with_anything = name in ("add", "iadd", "mul", "imul", "divmod") and any(side.__own__.made for side in remote)
         if len(remote) == 2 or with_anything:
-            return remote[0]._peer.ask(name, left, right)
-        return OPERATIONS[name](*(side._base if isinstance(side, Remote) else side for side in (left, right)))
+            return remote[0].__own__.peer.ask(name, left, right)
+        return OPERATIONS[name](*(side.__value__ if isinstance(side, Remote) else side for side in (left, right)))
 
     return apply, lambda right, left: apply(left, right)
 
@@ -243,6 +266,21 @@ for name in BINARY:  # Python never calls those named __req__ and the like
         setattr(Remote, f"__{prefix}{name}__", function)
 for name in ARITHMETIC:
     setattr(Remote, f"__i{name}__", between(f"i{name}")[0])
+
+
+def state(container):
+    """What a container holds: its very items, as those that can change are shared by themselves; or its bytes."""
+    if hasattr(container, "dtype"):
+        return container.tobytes()
+    if isinstance(container, dict):
+        return [*container, *container.values()]
+    return bytes(container) if type(container) is bytearray else [*container]
+
+
+def same(before, now):
+    if type(now) is bytes:
+        return now == before
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 class Peer:
@@ -280,11 +318,11 @@ class Peer:
     def refer(self, value, form):
         """The form of an object that stays here, or that the other end has too."""
         if isinstance(value, Remote):
-            return {"mine": value._number}
+            return {"mine": value.__own__.number}
         if isinstance(value, types.ModuleType):
             return {"module": value.__name__}
         if isinstance(value, type) and issubclass(value, BaseException):
-            return {"error": names_of_class(value)}
+            return {"error": self.family_of(value)}
         if isinstance(value, BaseException):
             return {"raised": self.form_of_error(value)}
         name = getattr(value, "__name__", "") if callable(value) else ""
@@ -308,7 +346,7 @@ class Peer:
         if tag == "mine":
             return self.held[content]
         if tag == "error":
-            return self.error(content)
+            return self.error(*content)
         if tag == "raised":
             return self.error_of(*content)
         if tag == "builtin":
@@ -324,29 +362,38 @@ class Peer:
         return self.ask("run", remote)
 
     def form_of_error(self, error):
-        """[names of its classes, arguments, attributes, text]."""
+        """[family of its class, arguments, attributes, text]."""
         parts = {"args": list(error.args), **{k: v for k, v in vars(error).items() if not k.startswith("_")}}
         forms = {}
         for name, value in parts.items():
             with contextlib.suppress(Exception):
                 forms[name] = wire(value, self.refer)
-        return [names_of_class(type(error)), forms.pop("args", []), forms, str(error)]
+        return [self.family_of(type(error)), forms.pop("args", []), forms, str(error)]
 
-    def error(self, names):
-        """An exception class like that of the other end: the library's own, or one derived from the first of these."""
-        if names[0] not in self.errors:
-            kind = next(filter(None, map(library_class, names)), None)
-            if not kind:  # never a StopIteration, which would end a loop of the test
-                raise TypeError(f"{names} are no exceptions")
-            # never the class of a failed assertion: a test that expects the program's class would hide its own failure
-            is_library = kind is library_class(names[0]) and not (self.permits and issubclass(AssertionError, kind))
+    def family_of(self, kind):
+        """family(), by which a class of the test is found again where it comes back."""
+        name, parents = names = family(kind)
+        if self.permits and parents:
+            self.errors.setdefault(name, kind)
+        return names
+
+    def error(self, name, parents, as_base=False):
+        """An exception class like that of the other end: the library's own, or one derived as that one is."""
+        kind = library_class(name)
+        # never the class of a failed assertion: a test that expects the program's class would hide its own failure
+        if kind and (as_base or not (self.permits and issubclass(AssertionError, kind))):
+            return kind
+        if name not in self.errors:
+            bases = (kind,) if kind else tuple(self.error(*parent, as_base=True) for parent in parents)
             text = {"__str__": lambda self: vars(self).get("_text", "")}
-            self.errors[names[0]] = kind if is_library else type(names[0].rpartition(".")[2], (kind,), text)
-        return self.errors[names[0]]
+            if not bases:
+                raise TypeError(f"{name} is no exception")
+            self.errors[name] = type(name.rpartition(".")[2], bases, text)
+        return self.errors[name]
 
-    def error_of(self, names, args, attributes, text):
+    def error_of(self, family, args, attributes, text):
         """An exception like that of form_of_error()."""
-        kind, args = self.error(names), unwire(args, self.resolve)
+        kind, args = self.error(*family), unwire(args, self.resolve)
         try:
             error = kind(*args)
         except Exception:  # a class of the program that wants other arguments
@@ -359,13 +406,14 @@ class Peer:
     # Messages.
     def send(self, kind, content):
         """Send a message, and with it what has changed since the last one in containers that both ends have."""
-        changed = []
-        for number, entry in [*self.shared.items()]:
-            known, now = self.count, contents(entry[0], self.refer, self.share)
-            if entry[1] is not None and now != entry[1]:
-                changed.append([number, now])
-            # what is new in it by its number alone
-            entry[1] = now if known == self.count else contents(entry[0], self.refer, self.share)
+        changed, waiting = [], [*self.shared]
+        while waiting:
+            entry, known = self.shared[number := waiting.pop()], self.count
+            if entry[1] is None or not same(entry[1], state(entry[0])):
+                if entry[1] is not None:
+                    changed.append([number, contents(entry[0], self.refer, self.share)])
+                entry[1] = state(entry[0])
+            waiting += range(known + 1, self.count + 1)  # what is new in it
         forgotten = [number for number in [*self.shared] if sys.getrefcount(self.shared[number][0]) <= 2]
         for number in forgotten:
             del self.ids[id(self.shared.pop(number)[0])]
@@ -394,7 +442,7 @@ class Peer:
                 getattr(kind, "extend" if kind.__name__ == "deque" else "update")(value, new)
             self.shared[-number][1] = None
         for entry in self.shared.values():
-            entry[1] = contents(entry[0], self.refer, self.share) if entry[1] is None else entry[1]
+            entry[1] = state(entry[0]) if entry[1] is None else entry[1]
         for number in forgotten:
             if entry := self.shared.pop(-number, None):
                 del self.ids[id(entry[0])]
@@ -416,10 +464,10 @@ class Peer:
                 ends = isinstance(value, StopIteration | StopAsyncIteration) and operation != "next" and not self.stops
                 raise RuntimeError("StopIteration") if ends else value
             if type(value) is Remote:
-                makes = operation == "call" and type(args[0]) is Remote and args[0]._is_class
-                made = operation in OPERATIONS and any(type(arg) is Remote and arg._made for arg in args)
+                makes = operation == "call" and type(args[0]) is Remote and args[0].__own__.is_class
+                made = operation in OPERATIONS and any(type(arg) is Remote and arg.__own__.made for arg in args)
                 if makes or (made and operation not in ("call", "get", "getitem", "next")):
-                    vars(value)["_made"] = True
+                    value.__own__.made = True
             return value
 
     def answer(self, content, *news):
@@ -430,7 +478,7 @@ class Peer:
             options = {key: unwire(form, self.resolve) for key, form in options.items()}
             self.update(*news)
             if self.permits and not (forms[0].keys() == {"mine"} and self.permits(operation, *args)):
-                raise PermissionError(operation)
+                raise (AttributeError if operation == "get" else PermissionError)(operation)
             value = OPERATIONS[operation](*args, **options)
             reply = "got", self.form(value)
         except BaseException as error:
@@ -439,8 +487,11 @@ class Peer:
         self.send(*reply)
 
 
-def names_of_class(kind):
-    return [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
+def family(kind):
+    """[full name of an exception class, families of the exceptions that it is derived from: [] of the library's]."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    bases = [] if library_class(name) is kind else [base for base in kind.__bases__ if issubclass(base, BaseException)]
+    return [name, [*map(family, bases)]]
 
 
 def library_class(name):
