@@ -632,7 +632,8 @@ def main(program: Path, /, tests: Path, options: Options = Options()):
     if result.rate is None:
         return 2
     for outcome, value, case in zip(result.verdicts, result.values, cases, strict=True):
-        got = f"    # got {value}" if outcome == "fail" and value is not None else ""
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))  # no escape sequences
+        got = f"    # got {shown}" if outcome == "fail" and value is not None else ""
         print(f"{outcome:12} {case.splitlines()[0]}{got}")
     print(f"{result.verdicts.count('pass')} of {len(cases)} passed")
     return 0 if result.rate == 1 else 1

@@ -14,6 +14,7 @@ import gc
 import importlib
 import itertools
 import json
+import mmap
 import os
 import reprlib
 import select
@@ -49,6 +50,7 @@ def enter_namespaces(libc, scratch, readable):
     uid, gid = os.getuid(), os.getgid()
     # CLONE_NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET: nothing is shared with the machine
     check(libc.unshare(0x20000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000), "unshare")
+    libc.sethostname(b"sandbox", 7)
     # Inside, we are user 65534 with all capabilities over these namespaces, and none over anything else.
     for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
@@ -129,7 +131,7 @@ flistxattr 196 13, time 201 -, futex 202 98, sched_getaffinity 204 123, getdents
 clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, exit_group 231 94, epoll_wait 232 -,
 epoll_ctl 233 21, waitid 247 95, openat 257 56, mkdirat 258 34, newfstatat 262 79, unlinkat 263 35, renameat 264 38,
 symlinkat 266 36, readlinkat 267 78, faccessat 269 48, pselect6 270 72, ppoll 271 73, set_robust_list 273 99,
-epoll_pwait 281 22, fallocate 285 47, eventfd2 290 19, epoll_create1 291 20, dup3 292 24, pipe2 293 59,
+epoll_pwait 281 22, eventfd2 290 19, epoll_create1 291 20, dup3 292 24, pipe2 293 59,
 preadv 295 69, pwritev 296 70, getcpu 309 168, renameat2 316 276, getrandom 318 278, membarrier 324 283,
 copy_file_range 326 285, statx 332 291, rseq 334 293
 """
@@ -139,6 +141,7 @@ ARGUMENT = {
     "fcntl": (1, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)),  # F_DUPFD .. F_SETLKW, F_OFD_*, a pipe's size
     "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # terminal or not, its size, bytes to read, flags
     "prctl": (0, (15, 16)),  # PR_SET_NAME, PR_GET_NAME
+    "clock_gettime": (0, tuple(range(12))),  # no clock of another process
     "socketpair": (0, (1,)),  # AF_UNIX, which asyncio needs; harmless where it reaches nothing
 }
 MORE = {"socketpair": (53, 199), "execve": (59, 221), "clone": (56, 220)}
@@ -334,16 +337,21 @@ def run_test(text, peer, main):
     aliases = [alias for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
     imported = {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
     own = [name for name in used if not hasattr(builtins, name) and name not in imported]
+    attributes = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    read = {node.id for node in attributes if isinstance(node, ast.Name)}
     # A builtin's name is the program's only if nothing else is: a problem may ask for sum(). Exceptions and
     # __name__, not in lower case or not letters alone, are never the program's.
     builtin = [name for name in used if hasattr(builtins, name) and name.isalpha() and name.islower()]
     for names in (own, builtin):
         offered = peer.ask("names", *names)
+        if type(offered) is not dict:  # of a class of its own it could answer each time otherwise
+            raise TypeError("names are offered in a dict")
         others = [name for name in names if name in offered and name not in COMPARERS]
         for name in [name for name in names if name in offered]:  # whatever else it offers
             value = offered[name]
-            # a module that only the program imports is replaced by ours of that name
-            module = COMPARING.get(name) or (isinstance(value, types.ModuleType) and name)
+            # a module that only the program imports is replaced by ours of that name, and so is what poses as one
+            poses = isinstance(value, types.ModuleType) or (name in read and name in sys.stdlib_module_names)
+            module = COMPARING.get(name) or (poses and name)
             if module:
                 value = importlib.import_module(module)
             elif name in COMPARERS and others:
@@ -363,7 +371,7 @@ def run_calls(request, peer, main, write):
     exec(compile(request["check"], "<check>", "exec"), main.__dict__)
     for i, form in enumerate(request["inputs"]):
         value, seconds = peer.ask("timed", function, *unwire(form))
-        line = wire(value, opaque)
+        line, seconds = wire(value, opaque), max(0.0, float.__float__(seconds))
         if request["check"] and not main.right(i, unwire(form), unwire(line, lambda *_: object())):
             return False
         write(b"\n" if request["check"] else json.dumps([line, seconds]).encode() + b"\n")
@@ -492,32 +500,47 @@ def processor_s(pids):
 
 
 def follow_test(job, test, pids, out, ends):
-    """Read what a test gives back until there is something at `ends`: ("done", "timeout" or "output limit", bytes)."""
-    data, watched, ended, next_look = bytearray(), [out, ends], False, 0.0
+    """Read what a test gives back until there is something at `ends`: ("done", "timeout" or "output limit", its size).
+
+    It is in job["buffer"], which no process of a later test has.
+    """
+    if len(job["buffer"]) < test["cap"] + 65536:
+        job["buffer"] = memory_of_ours(test["cap"] + 65536)
+    buffer, size, counted, lines = job["buffer"], 0, 0, 0
+    watched, ended, next_look = [out, ends], False, 0.0
     deadline, earlier_s = time.monotonic() + min(3 * job["timeout_s"], test["left_s"]), processor_s(pids)
     limits = [*test["limits"], job["timeout_s"]]  # processor seconds of every call; other tests are one call
     call, call_cpu_s, call_begun = -1, 0.0, 0.0  # the call that runs now, and both clocks when it began
     while (now := time.monotonic()) < deadline:
         if now > next_look:
             next_look, cpu_s = now + 0.1, processor_s(pids) - earlier_s
-            if (number := min(data.count(b"\n"), len(limits) - 1)) != call:
+            while len(limits) > 1 and (end := buffer.find(b"\n", counted, size)) >= 0:
+                counted, lines = end + 1, lines + 1
+            if (number := min(lines, len(limits) - 1)) != call:
                 call, call_cpu_s, call_begun = number, cpu_s if number else 0.0, now
             if cpu_s > job["timeout_s"] or cpu_s - call_cpu_s > limits[call] or now - call_begun > 3 * limits[call]:
-                return "timeout", data
+                return "timeout", size
             # a file system of its own would be full
             if not job["namespaces"] and overfull(job["folder"], job["disk_mb"]):
-                return "output limit", b""
+                return "output limit", 0
         ready = select.select(watched, [], [], 0 if ended else min(0.1, deadline - now))[0]
-        chunk = os.read(out, 65536) if out in ready else b""
-        data += chunk
-        if len(data) > test["cap"]:
-            return "output limit", b""
+        chunk = os.readv(out, [memoryview(buffer)[size : size + 65536]]) if out in ready else 0
+        size += chunk
+        if size > test["cap"]:
+            return "output limit", 0
         if out in ready and not chunk:  # at its end it would always be ready
             watched.remove(out)
         if ended and not chunk:
-            return "done", data
+            return "done", size
         ended |= ends in ready and not chunk  # once more: both may have been written between two looks
-    return "timeout", data
+    return "timeout", size
+
+
+def memory_of_ours(size):
+    """Zeros, in memory that a fork does not have."""
+    buffer = mmap.mmap(-1, size)
+    buffer.madvise(mmap.MADV_DONTFORK)
+    return buffer
 
 
 def spawn(files, function, *args):
@@ -601,7 +624,7 @@ def run_confined(libc, job, test, judge):
             os.close(file)
     goes_on, earlier_s = False, processor_s(pids)
     try:
-        outcome, data = follow_test(job, test, pids, out, ends)
+        outcome, size = follow_test(job, test, pids, out, ends)
         cpu_s = processor_s(pids) - earlier_s
         goes_on = judge and outcome == "done" and os.read(ends, 1) == b"e" and judge.programs
     finally:  # end what still runs, also where the trainer was killed
@@ -613,9 +636,11 @@ def run_confined(libc, job, test, judge):
     if test["mode"] == "status":
         os.close(out)
         os.close(ends)
-    if data[:1] != b"+" and outcome == "done":  # it failed before the program ran: no verdict
-        sys.exit(f"a test process could not be confined: {data.decode(errors='replace')}")
-    given, loaded = data[1:].removeprefix(b"="), data[1:2] == b"="
+    buffer = job["buffer"]
+    if outcome == "done" and (not size or buffer[:1] != b"+"):  # it failed before the program ran: no verdict
+        sys.exit(f"a test process could not be confined: {buffer[:size].decode(errors='replace')}")
+    loaded = size > 1 and buffer[1:2] == b"="
+    given = memoryview(buffer)[1 + loaded : max(size, 1 + loaded)]
     row = {"outcome": outcome, "status": status, "loaded": loaded, "cpu_s": cpu_s, "size": len(given)}
     return row, given, judge
 
@@ -659,7 +684,7 @@ def launch():
         sys.exit("less than the safe minimum")
 
     folder = f"{base or '/.sandbox'}/test"
-    job |= {"folder": folder, "made": 0}
+    job |= {"folder": folder, "made": 0, "buffer": memory_of_ours(1 << 20)}
     os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job["packages"]))
     sys.path += job["packages"]
     for name in USUAL.split():
@@ -679,7 +704,10 @@ def launch():
                 clear(job, judge)
                 judge = None
             row, given, judge = run_confined(libc, job, test, judge)
-            write(report, json.dumps(row).encode() + b"\n" + given)
+            write(report, json.dumps(row).encode() + b"\n")
+            write(report, given)
+            row = given = given.release()
+            job["buffer"].madvise(mmap.MADV_DONTNEED)  # zeros again
     finally:
         if base:
             importlib.import_module("shutil").rmtree(base, ignore_errors=True)
