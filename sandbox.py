@@ -26,9 +26,12 @@ two apart, and through the pipes a program can call nothing but what the test ha
 apart and compares what comes back, within its limits of time and memory; this process reads its verdict, a few bytes.
 What comes back is data: builtin types, some of the standard library's and NumPy's are built anew, by type. Any other
 object stays where it is, and equals only what its own side says among such objects. What f changes in place is changed.
-A test that unpickles, imports or executes what the program wrote gives the judge away; no other can be forged. A test
-cannot subclass a program's class, read its __doc__ or signature, redirect its output, or get async generators,
-memoryviews and cyclic data from it.
+A test that unpickles, imports, executes or formats what the program wrote gives the judge away; and what would satisfy
+a test in plain Python satisfies it here, such as an empty array where numpy.allclose decides. No other can be forged.
+
+A test cannot subclass a program's class, compare type() of its objects, look at their __dict__ or signature, copy or
+dump them (copy, dataclasses, json), redirect the program's output or input, seed its random numbers, set its globals,
+give it objects of the library such as io.StringIO, or get async generators, memoryviews and cyclic data from it.
 
 A program imports the standard library and the site-packages of the Python that runs this, read-only. The local sandbox
 needs Linux on x86-64 or aarch64 (--runner=e2b does not), and only the standard library of Python 3.10 to 3.13.
@@ -237,6 +240,7 @@ class Template:
             yield
         finally:
             timer.cancel()
+            timer.join()
 
     def report(self):
         """The next (row, bytes) of its report."""

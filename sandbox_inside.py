@@ -293,7 +293,7 @@ def run_on_input(program, text, main, pipe):
 # Modules by which tests compare, under their usual names: a program's own object of that name does not count. Nor do
 # its functions of these names, in a test that calls others too; they are taken from the first module that has them.
 COMPARING = {name: name for name in ("math", "cmath", "numpy", "pytest", "unittest")} | {"np": "numpy"}
-COMPARERS = {"approx": "pytest", "raises": "pytest", "isclose": "math"}
+COMPARERS = {"approx": "pytest", "raises": "pytest", "isclose": "math", "Counter": "collections"}
 COMPARERS |= dict.fromkeys("allclose array_equal array_equiv".split(), "numpy")
 COMPARERS |= dict.fromkeys(
     "assert_allclose assert_almost_equal assert_array_equal assert_equal".split(), "numpy.testing"
@@ -319,6 +319,26 @@ def names_of(code):
     return {*code.co_names}.union(*(names_of(item) for item in code.co_consts if isinstance(item, types.CodeType)))
 
 
+def names_set(tree):
+    """The names that a test gives a value before it reads them, by import, =, for, with: they are not the program's."""
+    found, loaded = set(), set()
+    for statement in tree.body:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.For):
+                found |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)} - loaded
+        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        loaded |= {node.id for node in names if isinstance(node.ctx, ast.Load)} - found
+        loaded |= {
+            node.target.id
+            for node in ast.walk(statement)
+            if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
+        } - found
+        found |= {node.id for node in names if isinstance(node.ctx, ast.Store)} - loaded
+    return found
+
+
 def run_test(text, peer, main):
     """Run a test, with the program's objects for the names that it uses and does not define."""
     tree = ast.parse(text)
@@ -333,34 +353,30 @@ def run_test(text, peer, main):
     if imports:
         with contextlib.suppress(Exception):
             peer.ask("evaluate", "\n".join(imports), "None")
-    # what the test imports is its own: a problem may ask for sum(), in a test that imports math
-    aliases = [alias for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
-    imported = {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
-    own = [name for name in used if not hasattr(builtins, name) and name not in imported]
+    # A builtin's name is the program's only if nothing else is, but for modules: a problem may ask for sum().
+    # Exceptions and __name__, not in lower case or not letters alone, are never the program's.
+    own = [name for name in used if not hasattr(builtins, name) and name not in names_set(tree)]
+    builtin = [name for name in used if hasattr(builtins, name) and name.isalpha() and name.islower()]
+    offered = peer.ask("names", *own, *builtin)
+    if type(offered) is not dict:  # of a class of its own it could answer each time otherwise
+        raise TypeError("names are offered in a dict")
+    others = offered.keys() - COMPARERS.keys()
+    taken = [name for name in own if name in offered]
+    if {*taken} <= COMPARERS.keys():
+        taken += [name for name in builtin if name in offered]
     attributes = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     read = {node.id for node in attributes if isinstance(node, ast.Name)}
-    # A builtin's name is the program's only if nothing else is: a problem may ask for sum(). Exceptions and
-    # __name__, not in lower case or not letters alone, are never the program's.
-    builtin = [name for name in used if hasattr(builtins, name) and name.isalpha() and name.islower()]
-    for names in (own, builtin):
-        offered = peer.ask("names", *names)
-        if type(offered) is not dict:  # of a class of its own it could answer each time otherwise
-            raise TypeError("names are offered in a dict")
-        others = [name for name in names if name in offered and name not in COMPARERS]
-        for name in [name for name in names if name in offered]:  # whatever else it offers
-            value = offered[name]
-            # a module that only the program imports is replaced by ours of that name, and so is what poses as one
-            poses = isinstance(value, types.ModuleType) or (name in read and name in sys.stdlib_module_names)
-            module = COMPARING.get(name) or (poses and name)
-            if module:
-                value = importlib.import_module(module)
-            elif name in COMPARERS and others:
-                value = getattr(importlib.import_module(COMPARERS[name]), name)
-            elif type(value) is Remote and name[:1].isupper():
-                value.__own__.is_class = True
-            setattr(main, name, value)
-        if offered:
-            break
+    for name in taken:  # whatever else it offers
+        value = offered[name]
+        # a module that only the program imports is replaced by ours of that name, and so is what poses as one
+        poses = isinstance(value, types.ModuleType) or (name in read and name in sys.stdlib_module_names)
+        if module := COMPARING.get(name) or (poses and name):
+            value = importlib.import_module(module)
+        elif name in COMPARERS and others:
+            value = getattr(importlib.import_module(COMPARERS[name]), name)
+        elif type(value) is Remote and name[:1].isupper():
+            value.__own__.is_class = True
+        setattr(main, name, value)
     exec(code, main.__dict__)
 
 

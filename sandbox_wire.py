@@ -97,7 +97,7 @@ def contents(value, other, share=None):
 def unwire(form, other=None):
     """The value of a JSON form; other(tag, content) resolves those of objects. It raises anything for a wrong form."""
     if isinstance(form, list):
-        return form if form and is_plain(form) else [unwire(item, other) for item in form]
+        return [*form] if is_plain(form) else [unwire(item, other) for item in form]
     if not isinstance(form, dict):
         return form
     ((tag, content),) = form.items()
@@ -321,7 +321,8 @@ class Peer:
 
     def refer(self, value, form):
         """The form of an object that stays here, or that the other end has too."""
-        if type(value) in (Peer, Own) or type(getattr(value, "__self__", None)) is Remote:
+        bound = type(value) in (types.MethodType, types.MethodWrapperType, types.BuiltinMethodType)
+        if type(value) in (Peer, Own) or (bound and type(value.__self__) is Remote):
             raise TypeError("what is behind an object of the program does not travel")
         if isinstance(value, Remote):
             return {"mine": value.__own__.number}
