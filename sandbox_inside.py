@@ -661,6 +661,11 @@ def run_confined(libc, job, test, judge):
     return row, given, judge
 
 
+def remove(base):
+    if base:
+        importlib.import_module("shutil").rmtree(base, ignore_errors=True)
+
+
 def orphaned(*_):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the kernel may send one for every thread of the trainer that ends
     sys.exit("whoever started this was killed")
@@ -709,7 +714,8 @@ def launch():
     gc.freeze()  # a fork shares what no collection writes to
     try:
         if base:
-            os.makedirs(folder, 0o700)
+            os.mkdir(base, 0o700)
+            os.mkdir(folder, 0o700)
         job["kept"], judge = [job["texts"]], None  # files that a test process begins with
         if job["landlock"]:  # a rule for what is above the folder's file system, where nothing can be written
             job["ruleset"] = file_rules(libc, job, folder if base else "/.sandbox")
@@ -724,6 +730,8 @@ def launch():
             write(report, given)
             row = given = given.release()
             job["buffer"].madvise(mmap.MADV_DONTNEED)  # zeros again
-    finally:
-        if base:
-            importlib.import_module("shutil").rmtree(base, ignore_errors=True)
+    finally:  # SIGTERM may come in the midst of it, once: the pipe ends a moment before
+        try:
+            remove(base)
+        finally:
+            remove(base)
