@@ -5,8 +5,7 @@
 
 One round is --programs programs, as many at a time as there are cores, from the call of run_tests to its return. The
 first round is left out. Beside it: the same by judge; by three calls in one process, as HumanEval+ is scored; by
-EvalPlus' executor, which does that too. Of each also the processor seconds of a program, which a busy machine changes
-least. Then seconds of a single program, of a Python interpreter that does nothing, and of benchmarks.py for HumanEval's
+EvalPlus' executor, which does that too. Then seconds of a single program, of a Python interpreter that does nothing, and of benchmarks.py for HumanEval's
 own 164 solutions. Writes cpu.json.
 """
 
@@ -86,16 +85,14 @@ def timed(function, *args, **options):
 
 
 def measured(cfg, function, *args):
-    """(programs a second and core in every round but the first, processor seconds of a program) of function(count)."""
-    before, cores = os.times(), len(os.sched_getaffinity(0))
-    rates = [cfg.programs / timed(function, cfg.programs, *args) / cores for _ in range(cfg.rounds + 1)]
-    cpu_s = sum(os.times()[:4]) - sum(before[:4])  # user and system, of children too
-    return rates[1:], cpu_s / cfg.programs / (cfg.rounds + 1)
+    """Programs a second and core in every round but the first, of function(count)."""
+    cores = len(os.sched_getaffinity(0))
+    return [cfg.programs / timed(function, cfg.programs, *args) / cores for _ in range(cfg.rounds + 1)][1:]
 
 
 def main(cfg):
     cores, layers = len(os.sched_getaffinity(0)), sandbox.layers()
-    rates, cpu_s = measured(cfg, run_programs)
+    rates = measured(cfg, run_programs)
     kinds = {"judge": (run_programs, BY_JUDGE), "three_calls": (run_programs, [CALLS]), "evalplus": (run_evalplus,)}
     try:
         import evalplus.eval  # noqa: F401
@@ -104,8 +101,7 @@ def main(cfg):
         del kinds["evalplus"]
     more = {}
     for name, (function, *args) in kinds.items():
-        by_kind, more[f"cpu_s_by_{name}"] = measured(cfg, function, *args)
-        more[f"by_{name}"] = float(np.median(by_kind))
+        more[f"by_{name}"] = float(np.median(measured(cfg, function, *args)))
     if Path(cfg.tasks_file).is_file():
         with tempfile.TemporaryDirectory() as folder:
             more["humaneval_s"] = timed(run_humaneval, cfg.tasks_file, folder)
@@ -119,7 +115,6 @@ def main(cfg):
         spread=np.quantile(rates, [0.1, 0.9]).tolist(),
         cores=cores,
         layers=layers,
-        cpu_s_of_a_program=cpu_s,
         single_program_s=float(np.median(single_s)),
         empty_interpreter_s=float(np.median(python_s)),
         load=os.getloadavg()[0],
