@@ -5,8 +5,8 @@
 
 One round is --programs programs, as many at a time as there are cores, from the call of run_tests to its return. The
 first round is left out. Beside it: the same by judge; by three calls in one process, as HumanEval+ is scored; by
-EvalPlus' executor, which does that too. Then seconds of a single program, of a Python interpreter that does nothing, and of benchmarks.py for HumanEval's
-own 164 solutions. Writes cpu.json.
+EvalPlus' executor, which does that too. Then seconds of a single program, of a Python interpreter that does nothing,
+and of benchmarks.py for HumanEval's own 164 solutions. Writes cpu.json.
 """
 
 import concurrent.futures
