@@ -323,18 +323,15 @@ def names_set(tree):
     """The names that a test gives a value before it reads them, by import, =, for, with: they are not the program's."""
     found, loaded = set(), set()
     for statement in tree.body:
-        for node in ast.walk(statement):
+        nodes = [*ast.walk(statement)]
+        for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.For):
                 found |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)} - loaded
-        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
-        loaded |= {node.id for node in names if isinstance(node.ctx, ast.Load)} - found
-        loaded |= {
-            node.target.id
-            for node in ast.walk(statement)
-            if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
-        } - found
+        changed = [node.target for node in nodes if isinstance(node, ast.AugAssign)]
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        loaded |= {node.id for node in names if isinstance(node.ctx, ast.Load) or node in changed} - found
         found |= {node.id for node in names if isinstance(node.ctx, ast.Store)} - loaded
     return found
 
@@ -346,7 +343,7 @@ def run_test(text, peer, main):
     if isinstance(last, ast.Assert) and isinstance(last.test, ast.Compare) and isinstance(last.test.left, ast.Call):
         last.test.left = ast.NamedExpr(ast.Name("_got", ast.Store()), last.test.left)  # for the report
     code = compile(ast.fix_missing_locations(tree), "<test>", "exec")
-    used = sorted(names_of(code))
+    used, its = sorted(names_of(code)), names_set(tree)
     peer.stops = "StopIteration" in used
     # In plain Python what a test imports is there for the program, too.
     imports = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -355,7 +352,7 @@ def run_test(text, peer, main):
             peer.ask("evaluate", "\n".join(imports), "None")
     # A builtin's name is the program's only if nothing else is, but for modules: a problem may ask for sum().
     # Exceptions and __name__, not in lower case or not letters alone, are never the program's.
-    own = [name for name in used if not hasattr(builtins, name) and name not in names_set(tree)]
+    own = [name for name in used if not hasattr(builtins, name) and name not in its]
     builtin = [name for name in used if hasattr(builtins, name) and name.isalpha() and name.islower()]
     offered = peer.ask("names", *own, *builtin)
     if type(offered) is not dict:  # of a class of its own it could answer each time otherwise
