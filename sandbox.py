@@ -17,13 +17,15 @@ programs or any files but Python's own. Four layers enforce this (sandbox_inside
 - limits: time, memory, open files, and bytes written
 The minimum is seccomp and one of the first two. Without namespaces a program cannot make folders, remove files or use
 asyncio, and can find out whether a path exists. All processes are forks of a template that never reads a program or a
-test: they share the addresses of its memory and the seed of hash(), and nothing that another one did.
+test: they share the addresses of its memory and the seed of hash(), and can see how many tests it has run. Record locks
+on Python's own files are the machine's.
 
 An exit status proves nothing: a program controls all of its own process, builtins, frames, memory, open pipes. So
 nothing that decides is there. A test runs in a second process, the judge, confined alike, that never runs a line of the
 program. The functions that it calls are pipes to the program's process, for arguments and results. The kernel keeps the
 two apart, and through the pipes a program can call nothing but what the test has given it to call. The judge also takes
-apart and compares what comes back, within its limits of time and memory; this process reads its verdict, a few bytes.
+apart and compares what comes back, within its limits of time and memory; this process reads its verdict, a few bytes,
+and builds values only for Probe, and for Calls and Stdin without a check: for programs that one trusts.
 What comes back is data: builtin types, some of the standard library's and NumPy's are built anew, by type. Any other
 object stays where it is, and equals only what its own side says among such objects. What f changes in place is changed.
 A test that unpickles, imports, executes or formats what the program wrote gives the judge away; and what would satisfy
@@ -185,7 +187,7 @@ def verdict(test, row, given):
     return outcome, got
 
 
-# ---- the two runners: called with a job, they return the lines of the launcher's report and its complaint, if any ----
+# ---- the two runners: called with the tests of a program, they return [(row, what the test gave back)] -------------
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS, Windows
 LAUNCHER = tuple((each.__name__, Path(each.__file__).read_text("utf-8")) for each in (sandbox_wire, sandbox_inside))
 # What an interpreter does to become a launcher: its code comes before the settings, compiled, which saves 10 ms.
@@ -222,6 +224,7 @@ class Template:
         with self.limited(60):
             self.send(compiled(launcher), json.dumps(settings | {"folder": self.folder}).encode())
             self.found, _ = self.report()
+            del self.found["size"]
 
     def send(self, *messages):
         try:
@@ -626,6 +629,8 @@ def main(program: Path, /, tests: Path, options: Options = Options()):
     """Print a verdict for every test of a file; the exit status of the command."""
     cases = []
     for line in filter(str.strip, tests.read_text("utf-8").splitlines()):
+        if line.startswith("#"):
+            continue
         if line[0].isspace() and cases:  # continues the test above
             cases[-1] += "\n" + line
         else:
@@ -650,4 +655,6 @@ if __name__ == "__main__":
         status = tyro.cli(main, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
     except (ValueError, RuntimeError, OSError, ImportError) as error:
         status = str(error)  # printed, and exit status 1
+        if isinstance(error, ModuleNotFoundError):
+            status += f"; pip install {error.name.replace('_', '-')}"
     sys.exit(status)

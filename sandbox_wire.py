@@ -501,18 +501,15 @@ def family(kind):
     return [name, [*map(family, bases)]]
 
 
-OWN_WAYS = {"unittest", "asyncio", "doctest"}
+STEERING = {"unittest", "asyncio", "doctest"}  # their exceptions skip a test or cancel it
 
 
 def library_class(name):
-    """The exception class of this full name in the standard library or NumPy; None if there is none.
-
-    None of unittest, where one of them skips a test, nor of asyncio, where one cancels it.
-    """
+    """The exception class of this full name in the standard library or NumPy; None if there is none, or in STEERING."""
     module, _, name = name.rpartition(".")
-    if module.partition(".")[0] in {*sys.stdlib_module_names, "numpy"} - OWN_WAYS:
+    if module.partition(".")[0] in {*sys.stdlib_module_names, "numpy"} - STEERING:
         with contextlib.suppress(ImportError, AttributeError):
             kind = getattr(importlib.import_module(module), name)
-            hidden = kind.__module__.partition(".")[0] in OWN_WAYS  # numpy.testing has unittest's SkipTest
+            hidden = kind.__module__.partition(".")[0] in STEERING  # numpy.testing has unittest's SkipTest
             return kind if issubclass(kind, BaseException) and not hidden else None
     return None

@@ -2459,5 +2459,6 @@ def test_values_are_shown_and_the_exit_status_says_whether_all_passed(layers, tm
     good = files(tmp_path, GOOD, "assert f(1) == 2\n")
     assert sandbox.main(*good, sandbox.Options(timeout_s=2)) == 0
     assert sandbox.main(*good, sandbox.Options(runner="e2b", e2b_router_url="127.0.0.1:1")) == 2
-    with pytest.raises(ValueError, match="holds no tests"):
-        sandbox.main(*files(tmp_path, GOOD, "\n"))
+    for nothing in ("\n", "# only a comment\n"):
+        with pytest.raises(ValueError, match="holds no tests"):
+            sandbox.main(*files(tmp_path, GOOD, nothing))
