@@ -63,6 +63,7 @@ from pathlib import Path
 
 import sandbox_inside
 import sandbox_wire
+from sandbox_wire import Opaque as Opaque
 from sandbox_wire import opaque, plain, unwire, wire
 
 

@@ -27,7 +27,8 @@ import types
 from sandbox_wire import OPERATIONS, Peer, Remote, opaque, unwire, wire
 
 with contextlib.suppress(ImportError):
-    import resource  # Windows has none; sandbox.py --runner=e2b works there too
+    import fcntl  # Windows has none; sandbox.py --runner=e2b works there too
+    import resource
 
 # What many programs import: done once, here.
 USUAL = "bisect collections copy datetime decimal enum fractions heapq math string typing"
@@ -219,13 +220,20 @@ def run_program(libc, job, test, read, pipe):
     prints (mode stdin); "!" and why, or "m" for memory, where it cannot be run.
     """
     # before the program can replace them
-    write, leave, clock = os.write, os._exit, time.process_time
+    tell, leave, clock = os.write, os._exit, time.process_time
     request = receive(job["texts"])
     os.close(job["texts"])
+    if test["mode"] == "stdin":
+        file = os.memfd_create("input", 2)  # MFD_ALLOW_SEALING
+        write(file, request["input"].encode("utf-8", "replace"))
+        fcntl.fcntl(file, 1033, 15)  # F_ADD_SEALS: it can only be read
+        os.lseek(file, 0, 0)
+        os.dup2(file, 0)
+        os.close(file)
     confine(libc, job, execs=test["mode"] == "status")
-    write(pipe, b"+")
+    tell(pipe, b"+")
     if test["mode"] == "status":  # the exit status of another Python is the verdict
-        write(pipe, b"=")
+        tell(pipe, b"=")
         os.set_inheritable(pipe, True)  # open until it ends
         python = os.path.realpath(sys._base_executable)  # sys.executable of a virtual environment is not readable here
         os.execv(python, [python, "-B", "-c", request["program"]])
@@ -233,7 +241,7 @@ def run_program(libc, job, test, read, pipe):
     name = "__main__" if job["main_block"] or test["mode"] == "stdin" else "program"
     main = sys.modules[name] = types.ModuleType(name)
     if test["mode"] == "stdin":
-        leave(run_on_input(request["program"], request["input"], main, pipe))
+        leave(run_on_input(request["program"], main, pipe))
 
     def evaluate(before, expression):
         exec(compile(before, "<test>", "exec"), main.__dict__)
@@ -249,29 +257,23 @@ def run_program(libc, job, test, read, pipe):
         except SystemExit as end:
             if end.code:  # 0 and None: the end of a main block
                 raise
-        write(pipe, b"=")
+        tell(pipe, b"=")
         OPERATIONS["names"] = lambda *names: {n: main.__dict__[n] for n in names if n in main.__dict__}
         OPERATIONS.update(evaluate=evaluate, timed=timed)
         peer = Peer(read, pipe)
         while True:
             peer.answer(*peer.receive()[1:])
     except MemoryError:
-        write(pipe, b"m")
+        tell(pipe, b"m")
     except BaseException as error:
-        write(pipe, f"!{type(error).__name__}: {error}"[:100].encode())
+        tell(pipe, f"!{type(error).__name__}: {error}"[:100].encode())
     finally:
         leave(0)
 
 
-def run_on_input(program, text, main, pipe):
-    """Run a program as Python does, with a file as standard input and the pipe as standard output: the exit status."""
+def run_on_input(program, main, pipe):
+    """Run a program as Python does, with the pipe as standard output: the exit status."""
     os.write(pipe, b"=")
-    with open("input", "w+b") as file:
-        file.write(text.encode("utf-8", "replace"))
-        file.seek(0)
-        os.dup2(file.fileno(), 0)
-    with contextlib.suppress(PermissionError):  # without namespaces no file is removed
-        os.unlink("input")
     os.dup2(pipe, 1)
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8")
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8")
