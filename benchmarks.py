@@ -229,7 +229,7 @@ def fingerprint(folder):
     return digest.hexdigest()
 
 
-SCORER = "benchmarks", "problems", "protocols", "writers", "sandbox", "sandbox_inside"
+SCORER = "benchmarks", "problems", "protocols", "writers", "sandbox", "sandbox_inside", "sandbox_wire"
 VERSION = sha256(*(Path(__file__).with_name(f"{name}.py") for name in SCORER))[:12]
 
 

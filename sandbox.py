@@ -77,7 +77,7 @@ class Options:
     memory_mb: int = 1024  # address space of a test, in MB
     disk_mb: int = 64  # files that a test may write, in MB
     allow_unsafe: bool = False  # run programs even where the machine offers less than the safe minimum
-    threads: bool = False  # let programs start threads; still no processes
+    threads: bool = False  # let programs start threads, as many as fit into their memory; still no processes
     main_block: bool = True  # set __name__ to "__main__" in a program, so that its main block runs
     parity: bool = False  # rewards as the reference computes them: a test passes if the exit status is 0
     max_tokens: int = 256  # soft_overlong: tokens at which the reward reaches -1
@@ -86,8 +86,8 @@ class Options:
 class Result(typing.NamedTuple):
     rate: float | None  # share of tests that passed; None: the sandbox failed, which says nothing about the program
     verdicts: list  # of every test: "pass", "fail", "timeout", "output limit" or "memory"; empty with rate None
-    values: list  # what Probe, Calls and Stdin ask for; of a failed test the repr of f(..) in `assert f(..) == x`, or
-    # the exception that ended it or the program; else None
+    values: list  # what Probe, Calls and Stdin ask for; of a failed test what f(..) gave in its last line, if that is
+    # `assert f(..) == x`, or the exception that ended it or the program, as text; else None
     error: str = ""  # what failed, with rate None
     cpu_s: list = []  # processor seconds of every test, 0 where it did not begin  # noqa: RUF012
 
@@ -103,9 +103,9 @@ class Probe(str):
 class Calls(typing.NamedTuple):
     """A test that calls a function with one input after another, in one process; "pass" if all calls return.
 
-    Its value: [(what a call returned, its processor seconds)], with Opaque for objects. With a check, the text of a
-    program that defines right(number, inputs, value), the judge calls that, stops at the first value that is not right,
-    and the value is the number of those that were: for programs that nobody trusts.
+    Its value: [(what a call returned, its processor seconds as the program's process says)], with Opaque for objects.
+    With a check, the text of a program that defines right(number, inputs, value), the judge calls that, stops at the
+    first value that is not right, and the value is the number of those that were: for programs that nobody trusts.
     """
 
     function: str  # an expression for the function: f, or Solution().f
@@ -186,6 +186,7 @@ while sys.argv[1:]:
     name, text = sys.argv.pop(1), sys.argv.pop(1)
     module = sys.modules[name] = types.ModuleType(name)
     exec(compile(text, f"<{name}>", "exec"), module.__dict__)
+sys.orig_argv = sys.argv
 module.launch()"""
 
 

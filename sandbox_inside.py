@@ -220,20 +220,19 @@ def run_program(libc, job, test, read, pipe):
     prints (mode stdin); "!" and why, or "m" for memory, where it cannot be run.
     """
     # before the program can replace them
-    tell, leave, clock = os.write, os._exit, time.process_time
+    write, leave, clock = os.write, os._exit, time.process_time
     request = receive(job["texts"])
     os.close(job["texts"])
     if test["mode"] == "stdin":
-        file = os.memfd_create("input", 2)  # MFD_ALLOW_SEALING
-        write(file, request["input"].encode("utf-8", "replace"))
-        fcntl.fcntl(file, 1033, 15)  # F_ADD_SEALS: it can only be read
-        os.lseek(file, 0, 0)
-        os.dup2(file, 0)
-        os.close(file)
+        with open(os.memfd_create("input", 2), "w+b") as file:  # MFD_ALLOW_SEALING
+            file.write(request["input"].encode("utf-8", "replace"))
+            file.seek(0)
+            fcntl.fcntl(file, 1033, 15)  # F_ADD_SEALS: from here on it can only be read
+            os.dup2(file.fileno(), 0)
     confine(libc, job, execs=test["mode"] == "status")
-    tell(pipe, b"+")
+    write(pipe, b"+")
     if test["mode"] == "status":  # the exit status of another Python is the verdict
-        tell(pipe, b"=")
+        write(pipe, b"=")
         os.set_inheritable(pipe, True)  # open until it ends
         python = os.path.realpath(sys._base_executable)  # sys.executable of a virtual environment is not readable here
         os.execv(python, [python, "-B", "-c", request["program"]])
@@ -257,16 +256,16 @@ def run_program(libc, job, test, read, pipe):
         except SystemExit as end:
             if end.code:  # 0 and None: the end of a main block
                 raise
-        tell(pipe, b"=")
+        write(pipe, b"=")
         OPERATIONS["names"] = lambda *names: {n: main.__dict__[n] for n in names if n in main.__dict__}
         OPERATIONS.update(evaluate=evaluate, timed=timed)
         peer = Peer(read, pipe)
         while True:
             peer.answer(*peer.receive()[1:])
     except MemoryError:
-        tell(pipe, b"m")
+        write(pipe, b"m")
     except BaseException as error:
-        tell(pipe, f"!{type(error).__name__}: {error}"[:100].encode())
+        write(pipe, f"!{type(error).__name__}: {error}"[:100].encode())
     finally:
         leave(0)
 
