@@ -361,6 +361,25 @@ def test_scores_of_micro_batches_add_up_to_those_of_all_rows():
     torch.testing.assert_close(sum(map(loss_of.train(), micro_batches)), whole[0])
 
 
+@pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.0), ("float32", 4e-3)])
+def test_muon_is_pytorchs(dtype, atol):
+    rng = torch.Generator().manual_seed(0)
+    shapes = [(8, 32), (32, 8), (16, 16)]
+    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    pair = train_gpu.Muon(ours, 0.02, 0.1, dtype), torch.optim.Muon(theirs, 0.02, 0.1)
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = b.grad = torch.randn(a.shape, generator=rng)
+        for optimizer in pair:
+            optimizer.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=atol)
+    before = [p.detach().clone() for p in ours]
+    pair[0].found_inf = torch.ones(())
+    pair[0].step()
+    assert all(map(torch.equal, before, ours))
+
+
 @pytest.mark.slow
 def test_eight_sequences_are_learned_by_heart_in_seconds():
     torch.manual_seed(0)
