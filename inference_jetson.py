@@ -16,8 +16,8 @@ tables on the device, and the host synchronises once per text. `python setup_ker
 kernels: --backend=auto uses all of them, the other backends the sampler alone. Without them a step is plain PyTorch,
 captured as well. On a CPU the loop is that of model_mdlm.py, in float32.
 
-Timing: python bench/bench_jetson.py --bundle=out/jetson. Full clocks of a Jetson: sudo nvpmodel -m 2; sudo
-jetson_clocks. Builds of torch for it: requirements-jetson.txt.
+Timing: python bench/bench_jetson.py --bundle=out/jetson, after sudo nvpmodel -m 0 (15 W, as predicted; of an Orin Nano
+1 is 25 W, 2 MAXN_SUPER) and sudo jetson_clocks. Builds of torch for a Jetson: requirements-jetson.txt.
 
 Letters: B batch, L length, P positions, D width, H heads, K head size, R rows (B L), V vocabulary, N steps.
 """
@@ -404,6 +404,12 @@ class Writer:
         self.cfg, self.folder = cfg, find_bundle(cfg.bundle)
         about = read_bundle(self.folder)
         self.device = torch.device(cfg.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.type == "cuda":
+            try:
+                torch.ones(1, device=self.device)
+            except RuntimeError as error:  # such as: no kernel image is available
+                built, why = " ".join(torch.cuda.get_arch_list()), str(error).splitlines()[0]
+                raise ValueError(f"{why}; torch was built for {built}: see requirements-jetson.txt") from None
         self.model = read_model(self.folder, about)
         self.tokenizer = tokenizers.Tokenizer.from_str(read_file(self.folder, about, "tokenizer.json").decode())
         self.tokenizer.encode_special_tokens = True  # names of special tokens in a prompt are text

@@ -821,6 +821,19 @@ def test_out_of_memory_is_one_line_and_other_errors_are_bugs(bundle, monkeypatch
         run(bundle, "--prompt=[MASK:4]")
 
 
+def test_a_torch_without_code_for_the_gpu_is_said(bundle, monkeypatch):
+    """Stands in for a GPU, which is not here, with what PyTorch raises on an Orin under JetPack 7.2."""
+
+    def raising(*shape, device=None):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCompile with ...")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_110", "sm_121"])
+    monkeypatch.setattr(torch, "ones", raising)
+    with pytest.raises(ValueError, match=r"no kernel image .*; torch was built for sm_110 sm_121: see requirements"):
+        writer(bundle)
+
+
 def test_a_bad_command_line_ends_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["inference_jetson.py", f"--bundle={tmp_path / 'none'}"])
     before = signal.getsignal(signal.SIGPIPE)
