@@ -145,9 +145,8 @@ def protocol_of(cfg):
     """("harness/task", record) of --protocol, with the flags that override its settings."""
     ours_chat = cfg.protocol == "ours" and cfg.dream.chat
     name, record = protocols.named("ours_chat" if ours_chat else cfg.protocol, cfg.task)
-    flags = {field: getattr(cfg, field) for field in ("shots", "temperature", "top_p", "max_new")}
-    flags |= {"bos": cfg.dream.bos, "top_k": cfg.dream.top_k}
-    given = {field: value for field, value in flags.items() if value is not None}
+    flags, fields = vars(cfg) | vars(cfg.dream), ("shots", "temperature", "top_p", "max_new", "bos", "top_k")
+    given = {field: flags[field] for field in fields if flags[field] is not None}
     if cfg.dream.chat is not None and not record.ours:
         given["system"] = (record.system or protocols.ASSISTANT) if cfg.dream.chat else None
     return name, record._replace(**given)

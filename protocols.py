@@ -281,8 +281,7 @@ def evalplus_sanitize(text, q):
     """
     lines = text.split("\n")
     code = longest_program(lines, 2) or lines[0]
-    source = code.lstrip()
-    tree = parsed(source)
+    tree = parsed(code.lstrip())
     imports, definitions = [], {}
     for node in tree.body if tree else []:
         name = evalplus_name(node)
@@ -291,7 +290,7 @@ def evalplus_sanitize(text, q):
         elif name and name not in definitions:
             definitions[name] = node
     nodes = [*imports, *needed(q.entry, definitions, evalplus_names)]
-    kept = b"\n".join(evalplus_source(source.encode(), node) for node in nodes).decode()
+    kept = b"\n".join(evalplus_source(code.lstrip().encode(), node) for node in nodes).decode()
     return kept.strip() or code
 
 
@@ -503,14 +502,9 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
         ask_evalplus, system=QWEN, prefix=BELOW, max_new=768, ends=(), drops=True, stops=(*EVALPLUS, "\n```\n"),
         rules=(first_10000, tabs_to_spaces, without_colours, evalplus_sanitize), limit_s=4, factor=4,
     ),
-    # Qwen2.5-Coder; DiffuCoder evaluates with its harness. Theirs puts the prompt in front twice, here it stands once:
-    # behind a second docstring an import from the future would be a SyntaxError.
+    # Qwen2.5-Coder; DiffuCoder has its harness. It runs the prompt twice; here once, so that a future import may follow.
     "qwen_base/humaneval": Protocol(
         ask_evalplus_base, max_new=768, ends=IM_END, drops=True, stops=(*EVALPLUS_HUMANEVAL, "\n```\n", "```"),
-        rules=(tabs_to_spaces, prepend_stripped_prompt), limit_s=1, factor=4,
-    ),
-    "qwen_base/mbpp": Protocol(
-        ask_evalplus_base, PLUS, max_new=768, ends=IM_END, drops=True, stops=(*EVALPLUS_MBPP, "\n```\n", "```"),
         rules=(tabs_to_spaces, prepend_stripped_prompt), limit_s=1, factor=4,
     ),
     "qwen_instruct/humaneval": Protocol(
@@ -518,8 +512,9 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
         stops=(*EVALPLUS, "\n#", "\n```"), rules=(tabs_to_spaces, cut_at_fence), limit_s=1, factor=4,
     ),
 }  # fmt: skip
+base, qwen = PROTOCOLS["qwen_base/humaneval"], PROTOCOLS["qwen_instruct/humaneval"]
+PROTOCOLS["qwen_base/mbpp"] = base._replace(data=PLUS, stops=(*EVALPLUS_MBPP, "\n```\n", "```"))
 # Qwen2.5-Coder scores the answers of instruct models as they are, and sanitised.
-qwen = PROTOCOLS["qwen_instruct/humaneval"]
 PROTOCOLS["qwen_instruct/humaneval_sanitized"] = qwen._replace(rules=(*qwen.rules, evalplus_sanitize))
 # EvalPlus asks for MBPP as for HumanEval, and so do those that use it.
 for name in ("dreamcoder_instruct/{}", "evalplus_instruct/{}", "qwen_instruct/{}", "qwen_instruct/{}_sanitized"):
