@@ -502,7 +502,7 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
         ask_evalplus, system=QWEN, prefix=BELOW, max_new=768, ends=(), drops=True, stops=(*EVALPLUS, "\n```\n"),
         rules=(first_10000, tabs_to_spaces, without_colours, evalplus_sanitize), limit_s=4, factor=4,
     ),
-    # Qwen2.5-Coder; DiffuCoder has its harness. It runs the prompt twice; here once, so that a future import may follow.
+    # Qwen2.5-Coder; DiffuCoder has its harness. It runs the prompt twice; here once, so that a future import can follow
     "qwen_base/humaneval": Protocol(
         ask_evalplus_base, max_new=768, ends=IM_END, drops=True, stops=(*EVALPLUS_HUMANEVAL, "\n```\n", "```"),
         rules=(tabs_to_spaces, prepend_stripped_prompt), limit_s=1, factor=4,
