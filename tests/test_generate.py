@@ -668,6 +668,18 @@ def test_a_hole_of_any_length_stays_python(coder, capsys, tmp_path):
     assert "<|" not in row["text"]
 
 
+@SLOW
+def test_a_counted_hole_in_a_file_of_others_holds_no_end_token(coder, capsys, tmp_path):
+    prompts = {"prompt": "def [MASK:4] 3"}, {"prompt": "def [MASK] 3"}, {"prompt": "def"}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    settings = {"file": str(tmp_path / "in.jsonl"), "json": True, "temperature": 0.0}
+    out, err = dream_says(capsys, coder / "silent", **settings)  # whose likeliest token is an end
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["prompt"] for row in rows] == [prompt["prompt"] for prompt in prompts]
+    size = int(re.search(r"\[MASK\] is (\d+) tokens? here", err)[1])
+    assert [row["tokens"] for row in rows] == [0, size, 0]
+
+
 def test_dream_refuses_what_does_not_fit_in_one_line(coder, tmp_path):
     for settings, part in (
         ({"max_new": 96}, "do not fit the model's 96 positions"),
