@@ -61,7 +61,7 @@ class DreamFlags:
     steps: int = 0  # denoising steps; 0: one per token, or as --threshold allows
     eos_penalty: float = 0.0  # makes an early end of the text less likely, see sample_dream.py
     alg_temp: float = 0.0  # temperature of the choice of positions; 0 takes those of highest confidence
-    top_k: int = 0  # sample from the k likeliest tokens; 0 samples from all
+    top_k: int | None = None  # sample from the k likeliest tokens, 0: from all; unset: as the protocol does
     fast_dllm: bool = False  # blocks and cache exactly as Fast-dLLM has them
     bos: bool | None = None  # begin with <|beginoftext|>, as for Dream-Base; unset: as the protocol does
     int8: bool = False  # weights in 8 bits, half the memory of bfloat16
@@ -145,9 +145,8 @@ def protocol_of(cfg):
     """("harness/task", record) of --protocol, with the flags that override its settings."""
     ours_chat = cfg.protocol == "ours" and cfg.dream.chat
     name, record = protocols.named("ours_chat" if ours_chat else cfg.protocol, cfg.task)
-    flags = {field: getattr(cfg, field) for field in ("shots", "temperature", "top_p", "max_new")}
-    flags["bos"] = cfg.dream.bos
-    given = {field: value for field, value in flags.items() if value is not None}
+    flags, fields = vars(cfg) | vars(cfg.dream), ("shots", "temperature", "top_p", "max_new", "bos", "top_k")
+    given = {field: flags[field] for field in fields if flags[field] is not None}
     if cfg.dream.chat is not None and not record.ours:
         given["system"] = (record.system or protocols.ASSISTANT) if cfg.dream.chat else None
     return name, record._replace(**given)
@@ -185,8 +184,9 @@ def resolve(cfg):
 
 def settings_of(cfg):
     """The settings of config.json: a folder is resumed only under the same ones."""
+    name, record = protocol_of(cfg)
     settings = {"task": cfg.task, "split": cfg.split, "problems": cfg.problems, "timeout_s": cfg.sandbox.timeout_s}
-    settings |= {"protocol": protocol_of(cfg)[0], "tasks_sha256": sha256(*tasks.task_files(cfg))}
+    settings |= {"protocol": name, "tasks_sha256": sha256(*tasks.task_files(cfg))}
     if cfg.task == "livecodebench":
         settings |= {"since": cfg.since, "until": cfg.until}
     if cfg.samples:
@@ -197,7 +197,7 @@ def settings_of(cfg):
     names = "model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed", "trim_prefix"
     settings |= {name: getattr(cfg, name) for name in names}
     settings |= {"ckpt": str(run), "step": step, "model_sha256": fingerprint(folder)}
-    return settings | (dataclasses.asdict(cfg.dream) if cfg.model == "dream" else {})
+    return settings | (dataclasses.asdict(cfg.dream) | {"top_k": record.top_k} if cfg.model == "dream" else {})
 
 
 def check_settings(out, settings):

@@ -240,7 +240,7 @@ def find_weights(folder, step=0):
         about = {name: keys.pop(name, None) for name in ("model_type", "source", "step", "torch_dtype")}
         meta = {"model": keys, "dtype": about["torch_dtype"] or "float32", "step": about["step"] or 0}
         return folder, meta, step or meta["step"]
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob("model*.safetensors")):  # a run with LoRA holds adapter_model.safetensors
         raise ValueError(f"{folder} is in the Hub's form: python convert_weights.py --source={folder} --out=DIR")
     step, path = runs.newest(folder, step)
     if (path / "adapters").is_dir():

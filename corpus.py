@@ -156,16 +156,18 @@ def batched(items, limit, size_of=lambda item: item.size):
 
 
 def download(name, otherwise, **options):
-    """The training rows of a data set on Hugging Face, dictionaries. `otherwise` is what else a user can do."""
+    """The training rows, dictionaries, of a data set on Hugging Face or on disk. otherwise: what else a user can do."""
     try:
         import datasets
 
+        saved = Path(name, "train") if Path(name, "dataset_dict.json").is_file() else Path(name)
+        if (saved / "state.json").is_file():  # by save_to_disk
+            return datasets.load_from_disk(saved).to_iterable_dataset(len([*saved.glob("*.arrow")]))
         return datasets.load_dataset(name, split="train", **options)
     except ImportError:
         raise ValueError(f"{name} is downloaded by the library datasets; install it: pip install datasets") from None
     except Exception as error:  # of datasets, huggingface_hub, the network: there is no narrower class
-        reason = runs.first_line(error)
-        raise ValueError(f"{name} cannot be downloaded ({reason}); try again, or {otherwise}") from None
+        raise ValueError(f"{name} cannot be downloaded ({runs.first_line(error)}); try again, or {otherwise}") from None
 
 
 # ---- text files ----------------------------------------------------------------------------------------------------
@@ -426,8 +428,7 @@ def documents_of(item, rules):
     for row in rows_of(item, rules):
         text = next((row[name] for name in columns if name in row), 0)
         if not isinstance(text, str | None):
-            listed = ", ".join(f"{name} {value!r:.50}" for name, value in row.items())
-            advice = f"it has {listed}; name one with --column"
+            advice = f"it has {', '.join(f'{k} {value!r:.50}' for k, value in row.items())}; name one with --column"
             raise ValueError(f"{item.path or item.name} has no text in a column {' or '.join(columns)} ({advice})")
         licences = next((row[name] for name in LICENCE_COLUMNS if name in row), None) or []  # a row without one stays
         names = [licences] if isinstance(licences, str) else licences
@@ -467,8 +468,7 @@ def rows_of(item, rules):
 def stream(name):
     """The data set NAME or NAME:FOLDER, read as it is iterated."""
     name, _, folder = name.partition(":")
-    options = {"data_dir": folder} if folder else {}
-    return download(name, "name its files with --roots", streaming=True, **options)
+    return download(name, "name its files with --roots", streaming=True, data_dir=folder or None)
 
 
 def examine(items, copy, rules):

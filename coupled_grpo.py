@@ -9,7 +9,7 @@
 Reads a Dream (a folder of convert_weights.py, or a run of train_dream.py) and tasks (JSON lines, see rl_tasks.py).
 Without --ckpt it has rl_tasks.py, data_prep.py and train_dream.py make both. Writes --out: config.json, log.jsonl,
 rounds.jsonl (each completion with its rewards), checkpoints/<round>/, the tokenizer, with --plot curve.png; with LoRA
-at the end also merged/, a whole model. Several hosts train all weights, one host also LoRA.
+at the end also the adapters in peft's form, and merged/, a whole model. Several hosts train all weights, one also LoRA.
 
 A round: --group completions of each of --tasks tasks, their rewards (sandbox.py), and --iterations updates, each
 over all of them under fresh masks (see grpo.py). Everything random is a function of (seed, round), so a run that was
@@ -90,6 +90,7 @@ class Config:
     rewards: tuple[str, ...] | None = None  # names in sandbox.py, or your own as file.py:function
     reward_weights: tuple[float, ...] | None = None  # weight of each of --rewards in their sum
     lora_rank: int = 0  # train adapters of this rank beside the layers' matrices; 0 trains all weights
+    init_adapters: str = ""  # with --lora_rank: folder of adapters to start from, in peft's form; "" makes new ones
     eval_every: int | None = None  # rounds between evaluations on held-out tasks, each saves a checkpoint
     eval_tasks: int = 96  # held-out tasks at most, of each file
     runner: typing.Literal["local", "e2b"] = "local"  # where programs run: this machine, or E2B's cloud
@@ -204,9 +205,6 @@ class Prompts:
         return rows
 
 
-# ---- rewards -------------------------------------------------------------------------------------------------------
-
-
 def sandbox_options(cfg):
     """Options of sandbox.run_tests and of the reward functions."""
     where = {"runner": cfg.runner, "e2b_router_url": cfg.e2b_router_url, "allow_unsafe": cfg.allow_unsafe}
@@ -308,6 +306,7 @@ class Trainer:
         if cfg.lora_rank:
             key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
             self.base, adapters = self.trained, md.new_adapters(key, self.trained, cfg.lora_rank)
+            adapters = sample_dream.load_adapters(cfg.init_adapters, adapters) if cfg.init_adapters else adapters
             self.trained = jax.device_put(adapters, md.shardings(mesh, adapters))
         self.ref = jax.tree.map(jnp.copy, self.trained) if cfg.beta else {}  # the reference model's
         self.updates, self.failed = 0, 0  # so far; how many of the last ones had no finite gradient
@@ -520,6 +519,7 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
         store.close()
         folder = run.out
         if cfg.lora_rank:
+            sample_dream.save_adapters(run.out, trainer.trained, cfg.lora_rank, source)
             folder = run.out / "merged"
             shutil.rmtree(folder, ignore_errors=True)  # of a run that goes on
             model = nnx.merge(trainer.rollout_graph, md.merge_adapters(trainer.base, trainer.trained))
@@ -601,6 +601,8 @@ def resolve(cfg):
         raise ValueError("--ckpt and --prompts belong together; without both --preset=demo makes its own")
     if cfg.hosts and (cfg.lora_rank or not cfg.ckpt):
         raise ValueError("--hosts goes with --ckpt and --prompts, and without --lora_rank, which one host can train")
+    if cfg.init_adapters and not cfg.lora_rank:
+        raise ValueError("--init_adapters goes with --lora_rank")
     if cfg.resume and Path(cfg.resume).resolve() != Path(cfg.out).resolve():
         raise ValueError(f"--resume={cfg.resume} goes on in its own folder; leave --out={cfg.out} out")
 

@@ -419,8 +419,9 @@ class Dream:
         for request in requests:
             canvases += [texts.canvas(*request, cfg.max_new, cfg.dream.infill, self.measure)] * cfg.n
         # Each canvas width is a program to compile: all batches share at most three, and have as many rows. The sampler
-        # puts texts of about one length together.
-        batches = [canvases[i : i + self.together] for i in range(0, len(canvases), self.together)]
+        # puts texts of about one length together. Holes whose tokens were counted have a rule of their own, see fill().
+        of_a_rule = [[*group] for _, group in itertools.groupby(canvases, lambda blank: blank.counted)]
+        batches = [group[i : i + self.together] for group in of_a_rule for i in range(0, len(group), self.together)]
         lengths = [length for batch in batches for length in sorted(len(blank.ids) for blank in batch)]
         shape = {"rows": min(cfg.dream.batch_size, len(canvases))}
         shape["widths"] = sample_dream.widths(lengths, shape["rows"], self.model.cfg.positions)
@@ -486,7 +487,7 @@ class Dream:
             viewer["watch"] = self.watch
         if self.streams and self.model.cfg.block_length:
             viewer["on_block"] = self.on_block
-        if all(blank.counted for blank in canvases):
+        if canvases[0].counted:
             rule = dataclasses.replace(rule, ban_ids=self.never_in_a_hole)
         self.key, key = jax.random.split(self.key)
         self.compile_s, started = 0.0, time.perf_counter()

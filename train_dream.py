@@ -10,7 +10,7 @@
 
 Reads a folder of packed rows, or of pairs, from data_prep.py; without --data it first prepares the standard library of
 the running Python. Writes --out: config.json, tokenizer.json, log.jsonl, samples.txt, checkpoints/<step>/, and with
---lora_rank at the end merged/, a whole model.
+--lora_rank at the end adapter_model.safetensors with adapter_config.json, for peft, and merged/, a whole model.
 
 With --block_length it learns block diffusion (BD3-LM, arXiv:2503.09573): a masked token attends to its own block,
 noised, and to the clean text before it, so each row goes through the layers twice, noised and clean. Blocks of one
@@ -73,6 +73,7 @@ class Config:
     model: str = ""  # preset, see CONFIGS in model_dream.py; default: tiny, or the model of --init
     init: str = ""  # folder of a Dream to start from, converted or trained here
     lora_rank: int = 0  # with --init: train adapters of this rank beside the layers' matrices; 0: train all weights
+    init_adapters: str = ""  # with --lora_rank: folder of adapters to start from, in peft's form; default: new ones
     objective: typing.Literal["diffusion", "ar"] = "diffusion"  # predict masked tokens | each next token
     schedule: typing.Literal[tuple(diffusion.SCHEDULES)] = "linear"  # noise schedule, see diffusion.py
     anneal_steps: int = 0  # steps in which the attention mask goes from causal to bidirectional, without blocks
@@ -507,7 +508,8 @@ class Trainer:
     """A run in memory, with the defaults that data and devices suggest. Only `state` changes with the steps."""
 
     def __init__(self, cfg):
-        if cfg.lora_rank and (cfg.lora_rank < 0 or not cfg.init or cfg.hosts or "://" in cfg.out):
+        lora = cfg.lora_rank or cfg.init_adapters
+        if lora and (cfg.lora_rank < 1 or not cfg.init or cfg.hosts or "://" in cfg.out):
             raise ValueError("--lora_rank is above 0, goes with --init, on one host, and with --out on its own disk")
         self.train, self.heldout, tokenizer_json = find_data(cfg)
         data = self.train.meta
@@ -564,6 +566,8 @@ class Trainer:
             key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
             new = functools.partial(md.new_adapters, key, self.shapes["base"], cfg.lora_rank)
             params = jax.jit(new, out_shardings=layout["params"])()
+            if cfg.init_adapters:
+                params = jax.device_put(sample_dream.load_adapters(cfg.init_adapters, params), layout["params"])
         elif cfg.init:
             params = self.read_init(jnp.float32)
         else:  # born split over the mesh: no device ever holds all of them
@@ -678,6 +682,7 @@ def main(cfg):
         store.close()
         out = cfg.out
         if cfg.lora_rank:
+            sample_dream.save_adapters(folder.out, trainer.state["params"], cfg.lora_rank, config["source"])
             out = folder.out / "merged"
             shutil.rmtree(out, ignore_errors=True)  # of a run that was continued
             merged = md.merge_adapters(trainer.state["base"], trainer.state["params"])

@@ -77,7 +77,8 @@ def dream_writer(cfg, record, run, step):
         raise ValueError("--eos_penalty is for protocols in which <|endoftext|> ends a text; this one reads on behind")
     others = "chat", "bos", "int8", "int4"
     flags = {name: value for name, value in dataclasses.asdict(cfg.dream).items() if name not in others}
-    flags |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "vocab": tokenizer.get_vocab_size()}
+    flags |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": record.top_k}
+    flags["vocab"] = tokenizer.get_vocab_size()
     rule, sampler = sample_dream.Sampling(**flags, eos_ids=ends), sample_dream
     if model.cfg.block_length:
         rule, sampler = sample_block.settings_of(rule), sample_block

@@ -1128,6 +1128,13 @@ def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
     for path in (out, out / "merged"):  # the name by which generate.py knows how to ask it
         assert runs.read_json(path / "config.json")["source"] == "me/A-Instruct"
 
+    # another run begins with these adapters, in peft's form
+    cfg = coupled_grpo.resolve(config(folder, tmp_path / "more", lora_rank=2, init_adapters=str(out)))
+    cfg = dataclasses.replace(cfg, **coupled_grpo.batch_sizes(cfg, 1))
+    trainer = coupled_grpo.Trainer(cfg, {}, checkpoints.mesh_of(jax.devices()[:1], (1, 1, 1)))
+    merged = checkpoints.flatten(dream.merge_adapters(trainer.base, trainer.trained))
+    assert all(np.array_equal(merged[name], x) for name, x in now.items())
+
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_read(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "load", None)
@@ -1191,6 +1198,7 @@ def test_equal_rewards_update_nothing(folder, tmp_path):
         ({"prompts": "none.jsonl"}, "none.jsonl does not exist; write tasks with"),
         ({"ckpt": "none"}, "none/config.json does not exist"),
         ({"max_prompt": 510}, "the model reaches 512 positions"),
+        ({"init_adapters": "x"}, "--init_adapters goes with --lora_rank"),
         ({"hosts": "auto", "lora_rank": 2}, "--hosts goes with --ckpt and --prompts, and without --lora_rank"),
     ],
     ids=str,

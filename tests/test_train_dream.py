@@ -387,7 +387,7 @@ def test_bad_input_is_one_line(code_rows, unbroken, one_device, tmp_path):
     # of --init and LoRA
     assert "does not exist" in refusal(train_dream, config(code_rows, new, init=str(tmp_path / "none")))
     assert "leave --model=tiny out" in refusal(train_dream, config(code_rows, new, init="x", model="tiny"))
-    for wrong in ({"init": str(unbroken), "lora_rank": -1}, {"lora_rank": 2}):
+    for wrong in ({"init": str(unbroken), "lora_rank": -1}, {"lora_rank": 2}, {"init_adapters": "x"}):
         assert "--lora_rank is above 0, goes with --init" in refusal(train_dream, config(code_rows, new, **wrong))
     other = with_other_tokenizer(code_rows, tmp_path / "other")
     assert "have other ids than in" in refusal(train_dream, config(other, new, init=str(unbroken)))
@@ -561,6 +561,12 @@ def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(pairs, one_d
     assert all(np.linalg.matrix_rank(after[name] - before[name], tol=1e-5) <= 2 for name in changed)
     assert runs.read_json(out / "merged/config.json")["source"] == "a/b"  # what it was made of, and how it chats
     assert {"tokenizer.json", "tokenizer_config.json", "vocab.json"} <= set(os.listdir(out / "merged"))
+
+    # Another run goes on from the adapters, in peft's form, where this one ended.
+    if not block:
+        more = {"init": start, "lora_rank": 2, "init_adapters": str(out), "steps": 1}
+        train_dream.main(config(pairs, tmp_path / "more", **more))
+        assert losses(tmp_path / "more")[1][0] == pytest.approx(first_loss(cfg, out / "merged", pairs), rel=1e-4)
 
     # A run that was stopped goes on as if it had not been, beside the same weights alone.
     shutil.copytree(out, copy)
