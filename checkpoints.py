@@ -137,7 +137,7 @@ class Checkpoints:
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items() if tree}
         items["meta"] = ocp.args.JsonSave(meta | {"sums": bit_sums(state)})
         with self.writing():
-            self.manager.wait_until_finished()
+            self.wait()
             self.manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def meta(self):
@@ -164,7 +164,7 @@ class Checkpoints:
     def resume(self, folder, meta, like):
         """(state, its meta) of the newest checkpoint of the run in `folder`, None if there is none yet.
 
-        ValueError if its model, rows, LoRA rank or base weights are not those in meta.
+        ValueError if its model, rows, optimizer, LoRA rank or base weights are not those in meta.
         """
         store = self if absolute(folder) == self.folder else Checkpoints(folder)
         if store.newest() is None:
@@ -172,17 +172,21 @@ class Checkpoints:
             return None
         saved, where = store.meta(), f"{folder}/checkpoints/{store.newest()}"
         runs.check_resumed(saved, meta, where)
-        ranks = [{"--lora_rank": each["train"].get("lora_rank", 0)} for each in (saved, meta)]
-        runs.check_same(*ranks, where)
         if saved.get("base") != meta.get("base"):
             raise ValueError(f"{meta['train']['init']} holds other weights than those that {folder} began with")
         print(f"resuming {folder} after step {saved['step']}")
         return store.restore(like), saved
 
+    def wait(self):
+        """Wait for the save under way. The folder remembers that it has had a checkpoint."""
+        self.manager.wait_until_finished()
+        if self.newest() is not None:
+            (self.folder / runs.SAVED).touch()
+
     def close(self):
         """Wait for the save under way."""
         with self.writing():
-            self.manager.wait_until_finished()
+            self.wait()
         self.manager.close()
 
 

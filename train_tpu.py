@@ -579,16 +579,17 @@ def train(folder, store, trainer, first, skipped):
             folder.log({"step": done, **metrics, **meter.row(done)})
             late = checkpoints.host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
 
-        # Held-out rows and a sample; the checkpoint is written while the next steps run.
+        # Held-out rows and a sample, logged before the checkpoint: --resume cuts the log to the newest one.
         evaluates = done % cfg.eval_every == 0 or done in epoch_ends or done == cfg.steps
-        stops = folder.signal or store.manager.reached_preemption(done)  # SIGTERM or Ctrl-C, to any host
-        if evaluates or late or stops:
-            scores = trainer.score() if evaluates else None
-            store.save(done, trainer.state, trainer.meta(done, meter.skipped), scores or None)
-            saved = time.monotonic()
+        scores = trainer.score() if evaluates else {}
         if evaluates:
             folder.log({"step": done, **scores, **trainer.sample(folder, done)})
-            meter.restart(done)  # their time is not the steps'
+        # The checkpoint is written while the next steps run.
+        stops = folder.signal or store.manager.reached_preemption(done)  # SIGTERM or Ctrl-C, to any host
+        if evaluates or late or stops:
+            store.save(done, trainer.state, trainer.meta(done, meter.skipped), scores or None)
+            meter.restart(done)  # none of this is the steps' time
+            saved = time.monotonic()
         if stops:
             store.close()
             jax.distributed.shutdown()  # waits for the other hosts, until all have saved
