@@ -164,14 +164,14 @@ class Checkpoints:
     def resume(self, folder, meta, like):
         """(state, its meta) of the newest checkpoint of the run in `folder`, None if there is none yet.
 
-        ValueError if its model, rows, optimizer, LoRA rank or base weights are not those in meta.
+        ValueError if its model, rows, optimizer, dtype, LoRA rank or base weights are not those in meta.
         """
         store = self if absolute(folder) == self.folder else Checkpoints(folder)
         if store.newest() is None:
             print(f"{folder} stopped before its first checkpoint: starting at step 0 with its settings")
             return None
         saved, where = store.meta(), f"{folder}/checkpoints/{store.newest()}"
-        runs.check_resumed(saved, meta, where)
+        runs.check_resumed(saved, meta, where, fixed=("lora_rank", "optimizer", "dtype"))
         if saved.get("base") != meta.get("base"):
             raise ValueError(f"{meta['train']['init']} holds other weights than those that {folder} began with")
         print(f"resuming {folder} after step {saved['step']}")

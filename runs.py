@@ -411,15 +411,15 @@ def check_same(theirs, ours, where):
         raise ValueError(f"{where} is of another model: {listed}")
 
 
-def check_resumed(saved, ours, where, unit="step"):
+def check_resumed(saved, ours, where, fixed=(), unit="step"):
     """Compare the checkpoint in the folder `where` with the run that goes on with it; print which settings changed.
 
-    ValueError for another model, LoRA rank or optimizer, whose moments would not fit, and for other data.
+    ValueError for another model or other data, or if a setting of `fixed` changed, to which the arrays would not fit.
     """
     then, now = (json.loads(json.dumps(each["train"])) for each in (saved, ours))  # tuples become lists
-    changed = [name for name in now if then.get(name, now[name]) != now[name] and name not in ("out", "resume")]
-    fixed = [name for name in changed if name in ("lora_rank", "optimizer")]
-    check_same(*(each["model"] | {f"--{name}": each["train"][name] for name in fixed} for each in (saved, ours)), where)
+    changed = [name for name in now if then.get(name, "") not in ("", now[name]) and name not in ("out", "resume")]
+    flags = [name for name in changed if name in fixed]
+    check_same(*(each["model"] | {f"--{name}": each["train"][name] for name in flags} for each in (saved, ours)), where)
     if saved.get("data") != ours.get("data"):
         raise ValueError(f"{where} was trained on other data; pass its --data, or start anew with another --out")
     if not str(where).endswith((f"/{saved[unit]}", f"/step_{saved[unit]}")):

@@ -189,7 +189,8 @@ def resolve(cfg, devices, data=None, memory=None):
         jax.config.update("jax_default_matmul_precision", "highest")
     small = md.count_params(model)["total"] < 1e8
     optimizer = cfg.optimizer or ("muon" if small and not cfg.init else "adamw")
-    cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro, optimizer=optimizer)
+    resolved = {"micro_batch": micro, "optimizer": optimizer, "dtype": dtype}
+    cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, **resolved)
     block = 64 if on_cpu else 128  # queries of attention at a time: scores that stay in a CPU's caches
     run = md.Run(platform=md.platform_of(device), dtype=jnp.dtype(dtype), remat=cfg.remat, block=block)
 

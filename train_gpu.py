@@ -22,6 +22,7 @@ S tokens of a packed batch, T = 10 tenths of the mask rate.
 
 import copy
 import dataclasses
+import hashlib
 import math
 import os
 import shutil
@@ -405,14 +406,12 @@ def save(state, step, cfg, meta, tokenizer_json, devices):
     if devices.rank == 0:
         averaged = {name.removeprefix("ema."): t for name, t in tensors.items() if name.startswith("ema.")}
         trainer = meta | {"step": step, "skipped": int(state.skipped_2[0]), "scaler": state.scaler.state_dict()}
+        data = safetensors.torch.save(tensors)
         with runs.new_folder(Path(cfg.out, f"step_{step}")) as folder:
-            # what mdlm.load reads
-            runs.write(folder / "config.json", {"model_type": "mdlm", **meta["model"]})
-            runs.write(folder / "tokenizer.json", tokenizer_json)
-            runs.write(folder / "model.safetensors", safetensors.torch.save(averaged))
-            # for --resume
-            runs.write(folder / "trainer.json", trainer)
-            runs.write(folder / "trainer.safetensors", safetensors.torch.save(tensors))
+            mdlm.save(state.ema, folder, tokenizer_json, averaged)
+            runs.write(folder / "trainer.json", trainer | {"sha256": hashlib.sha256(data).hexdigest()})
+            runs.write(folder / "trainer.safetensors", data)
+        Path(cfg.out, runs.SAVED).touch()
         for old in list(runs.saved_steps(Path(cfg.out)).values())[: -cfg.keep]:
             shutil.rmtree(old)
     if devices.world > 1:
@@ -424,11 +423,14 @@ def restore(folder, state, meta):
     """Load a checkpoint into the state; returns its step. Raises ValueError if it does not fit."""
     advice = "delete it to use the one before"
     try:
-        trainer = runs.read_json(folder / "trainer.json")
-        saved = safetensors.torch.load_file(folder / "trainer.safetensors")
+        trainer = runs.read_json(folder / "trainer.json", "model", "train", "data", "step", "skipped", "scaler")
+        data = (folder / "trainer.safetensors").read_bytes()
+        if trainer.get("sha256") not in (None, hashlib.sha256(data).hexdigest()):
+            raise ValueError("trainer.safetensors is not what was saved")
+        saved = safetensors.torch.load(data)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"{folder} cannot be read ({runs.first_line(error)}); {advice}") from None
-    runs.check_resumed(trainer, meta, folder)
+    runs.check_resumed(trainer, meta, folder, fixed=("optimizer",))
     # moments are made by the first update: a dummy one, overwritten below
     for p in state.model.parameters():
         p.grad = torch.zeros_like(p)

@@ -191,7 +191,7 @@ def resolve(cfg, devices, data=None, memory=None):
     # Whole float32 weights and gradients on each device, where a third of the memory holds them: see accumulate_apart.
     reduce = cfg.reduce or ("step" if 8 * params / 2**30 <= (memory or math.inf) / 3 else "micro")
     optimizer = cfg.optimizer or ("muon" if small else "adamw")
-    resolved = {"dropout": dropout, "reduce": reduce, "optimizer": optimizer}
+    resolved = {"dropout": dropout, "reduce": reduce, "optimizer": optimizer, "dtype": dtype}
     cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro, **resolved)
     block = 64 if on_cpu else 128  # queries of attention at a time: scores that stay in a CPU's caches
     kernel, tpu = fused_kernel(device, dtype), device.platform == "tpu"

@@ -363,15 +363,15 @@ def test_names_and_shapes_that_do_not_fit_are_listed():
 
 
 def test_what_changed_since_a_checkpoint_is_said_or_refused(capsys):
-    train = {"seed": 0, "batch_size": 8, "rates": (0.1, 1.0), "optimizer": "muon", "out": "a", "gone": 1}
+    train = {"seed": 0, "batch_size": 8, "rates": (0.1, 1.0), "optimizer": "muon", "out": "a", "gone": 1, "unset": ""}
     saved = {"model": {"width": 2}, "data": "d", "step": 12, "train": train}
 
     def compare(where="out/checkpoints/12", **changes):
         now = {name: value for name, value in (train | changes).items() if name != "gone"}
-        runs.check_resumed(json.loads(json.dumps(saved)), saved | {"train": now}, where)
+        runs.check_resumed(json.loads(json.dumps(saved)), saved | {"train": now}, where, ("optimizer",))
         return capsys.readouterr().out
 
-    assert compare() == compare(out="b", resume="a", lr=0.1) == compare(Path("run/step_12")) == ""
+    assert compare() == compare(out="b", resume="a", lr=0.1, unset="x") == compare(Path("run/step_12")) == ""
     changed = compare(seed=1, batch_size=16, rates=(0.2, 1.0))
     assert changed.startswith("changed since out/checkpoints/12: seed 0 -> 1, batch_size 8 -> 16, rates [0.1, 1.0] -> ")
     with pytest.raises(ValueError, match="--optimizer muon there, adamw here"):

@@ -406,6 +406,7 @@ def test_what_changed_since_the_checkpoint_is_said_or_refused(unbroken, one_devi
     for part in (f"changed since {out}/checkpoints/12: ", "mtp_weight 0.1 -> 0.2", "seed 0 -> 1"):
         assert part in said
     assert "--optimizer adamw there, muon here" in refusal(train_tpu, resumed(train_tpu, out, optimizer="muon"))
+    assert "--dtype float32 there, bfloat16 here" in refusal(train_tpu, resumed(train_tpu, out, dtype="bfloat16"))
     (out / "checkpoints" / "12").rename(out / "checkpoints" / "14")
     assert "checkpoints/14 holds step 12" in refusal(train_tpu, resumed(train_tpu, out))
     before = (out / "log.jsonl").read_text()
