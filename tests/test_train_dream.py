@@ -364,6 +364,32 @@ def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(
     assert "\n" not in str(error.value)
 
 
+def test_a_kill_right_after_a_checkpoint_loses_neither_score_nor_sample(unbroken, one_device, monkeypatch, tmp_path):
+    out, save = shutil.copytree(unbroken, tmp_path / "run"), checkpoints.Checkpoints.save
+    shutil.rmtree(out / "checkpoints" / "4")
+
+    def save_and_die(store, *rest):
+        save(store, *rest)
+        store.close()
+        raise SystemExit
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", save_and_die)
+    with pytest.raises(SystemExit):
+        train_dream.main(resumed(train_dream, out))
+    assert list(runs.saved_steps(out)) == [2, 4]
+    train_dream.main(resumed(train_dream, out))  # has all of its steps
+    assert [row["step"] for row in scored_rows(out)] == [2, 4]
+    assert scored_rows(out) == scored_rows(unbroken)
+    assert (out / "samples.txt").read_bytes() == (unbroken / "samples.txt").read_bytes()
+    assert "--optimizer adamw there, muon here" in refusal(train_dream, resumed(train_dream, out, optimizer="muon"))
+
+
+def scored_rows(out):
+    """The rows of the log that hold scores."""
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [row for row in rows if "bits_per_byte" in row]
+
+
 @pytest.mark.slow
 def test_a_model_that_is_there_reads_the_standard_library_with_its_own_tokenizer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
