@@ -21,7 +21,7 @@ import pytest
 import safetensors.torch
 import tokenizers
 import torch
-from conftest import command, kill_and_resume, losses
+from conftest import command, kill_and_resume, losses, scored_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data_prep
@@ -803,6 +803,7 @@ def test_kill_9_at_twenty_random_moments_always_resumes_to_the_unbroken_losses(s
     first = [sys.executable, script, *flags(data, out, *more)]
     kill_and_resume(first, [*first, f"--resume={out}"])
     assert losses(out) == losses(tmp_path / "never_killed")
+    assert scored_rows(out) == scored_rows(tmp_path / "never_killed")
 
 
 def test_a_card_that_emulates_bfloat16_trains_in_float16(monkeypatch):
