@@ -89,7 +89,8 @@ def scored_rows(out):
 def kill_and_resume(first, resume, kills=20, seed=0, lines=4):
     """Run the command `first`, kill -9 it at a random line of its log, go on with `resume` until one is not killed.
 
-    Each process lives for 1 to `lines` lines. Asserts that it was killed `kills` times. Returns the first step or round that each of the processes logged.
+    Each process lives for 1 to `lines` lines. Asserts that it was killed `kills` times. Returns the first step or
+    round that each of the processes logged.
     """
     rng, killed, line_number, first_steps = random.Random(seed), 0, 0, []
     env = os.environ | AS_A_USER | {"XLA_FLAGS": ""}
