@@ -564,8 +564,7 @@ def train(cfg, devices):
     print(f"{devices.world} x {name}, {dtype} matmuls on float32 weights, {'packed' if packed else 'padded'} rows")
     print(", ".join(f"{part} {n:,}" for part, n in mdlm.count_params(architecture).items()) + " parameters")
     epochs = f"{cfg.steps * cfg.batch_size / rows.total:.2f} epochs of {rows.total:,} rows"
-    per_device = f"{cfg.micro_batch} at a time on a device"
-    print(f"{cfg.steps:,} steps of {cfg.batch_size} rows, {per_device} = {epochs}", flush=True)
+    print(f"{cfg.steps:,} steps of {cfg.batch_size} rows, {cfg.micro_batch} a device at a time = {epochs}", flush=True)
     if cfg.compile:
         print("compiling: the first step takes about a minute more", flush=True)
 
