@@ -136,8 +136,8 @@ class Checkpoints:
         # The checksums are of what is in memory now: restore() compares them with what the disk gives back.
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items() if tree}
         items["meta"] = ocp.args.JsonSave(meta | {"sums": bit_sums(state)})
+        self.wait()
         with self.writing():
-            self.wait()
             self.manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def meta(self):
@@ -179,14 +179,14 @@ class Checkpoints:
 
     def wait(self):
         """Wait for the save under way. The folder remembers that it has had a checkpoint."""
-        self.manager.wait_until_finished()
-        if self.newest() is not None:
-            (self.folder / runs.SAVED).touch()
+        with self.writing():
+            self.manager.wait_until_finished()
+            if self.newest() is not None:
+                (self.folder / runs.SAVED).touch()
 
     def close(self):
         """Wait for the save under way."""
-        with self.writing():
-            self.wait()
+        self.wait()
         self.manager.close()
 
 

@@ -381,8 +381,7 @@ def metrics(state, loss, norm, stop, step, cfg, devices):
         dist.all_reduce(sums_2)
     loss, stop, norm, skipped, in_a_row = torch.cat([sums_2, norm[None], state.skipped_2]).tolist()
     if in_a_row >= (20 if state.scaler.is_enabled() else 5):  # float16 overflows now and then; then its scale falls
-        saved = list(runs.saved_steps(Path(cfg.out))) or "the start"
-        advice = f"--resume={cfg.out} with a lower --lr, from {saved}"
+        advice = f"--resume={cfg.out} with a lower --lr, from {[*runs.saved_steps(Path(cfg.out))] or 'the start'}"
         raise ValueError(f"no finite loss in {in_a_row:.0f} steps, the last {step + 1}; {advice}")
     return loss, norm, int(skipped), stop > 0
 
@@ -438,8 +437,7 @@ def restore(folder, state, meta):
         optimizer.step()
     state.model.zero_grad(set_to_none=True)
     tensors = trainer_tensors(state)
-    shapes = ({name: t.shape for name, t in each.items()} for each in (saved, tensors))
-    runs.check_tensors(*shapes, f"{folder} ({advice})")
+    runs.check_tensors(*({name: t.shape for name, t in x.items()} for x in (saved, tensors)), f"{folder} ({advice})")
     for name, tensor in tensors.items():
         source = saved[name].to(tensor.device)
         if hasattr(tensor, "full_tensor"):  # each process takes its own shard
