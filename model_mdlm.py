@@ -316,10 +316,7 @@ def fill(model, token_BL, open_L, rule, step_range, generator, on_step):
 
 
 def save(model, folder, tokenizer_json, tensors=None):
-    """Write config.json, model.safetensors (of `tensors`, by default the model's) and tokenizer.json into a folder.
-
-    config.json holds the SHA-256 of the weights, which reveals a flipped bit. The caller makes the folder atomic.
-    """
+    """Write model.safetensors (the model's, or `tensors`), config.json with its SHA-256, and tokenizer.json."""
     import safetensors.torch  # not on a Jetson
 
     folder = Path(folder)
