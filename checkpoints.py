@@ -136,8 +136,8 @@ class Checkpoints:
         # The checksums are of what is in memory now: restore() compares them with what the disk gives back.
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items() if tree}
         items["meta"] = ocp.args.JsonSave(meta | {"sums": bit_sums(state)})
+        self.wait()
         with self.writing():
-            self.manager.wait_until_finished()
             self.manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def meta(self):
@@ -164,25 +164,29 @@ class Checkpoints:
     def resume(self, folder, meta, like):
         """(state, its meta) of the newest checkpoint of the run in `folder`, None if there is none yet.
 
-        ValueError if its model, rows, LoRA rank or base weights are not those in meta.
+        ValueError if its model, rows, optimizer, dtype, LoRA rank or base weights are not those in meta.
         """
         store = self if absolute(folder) == self.folder else Checkpoints(folder)
         if store.newest() is None:
             print(f"{folder} stopped before its first checkpoint: starting at step 0 with its settings")
             return None
         saved, where = store.meta(), f"{folder}/checkpoints/{store.newest()}"
-        runs.check_resumed(saved, meta, where)
-        ranks = [{"--lora_rank": each["train"].get("lora_rank", 0)} for each in (saved, meta)]
-        runs.check_same(*ranks, where)
+        runs.check_resumed(saved, meta, where, fixed=("lora_rank", "optimizer", "dtype"))
         if saved.get("base") != meta.get("base"):
             raise ValueError(f"{meta['train']['init']} holds other weights than those that {folder} began with")
         print(f"resuming {folder} after step {saved['step']}")
         return store.restore(like), saved
 
-    def close(self):
-        """Wait for the save under way."""
+    def wait(self):
+        """Wait for the save under way. The folder remembers that it has had a checkpoint."""
         with self.writing():
             self.manager.wait_until_finished()
+            if self.newest() is not None:
+                (self.folder / runs.SAVED).touch()
+
+    def close(self):
+        """Wait for the save under way."""
+        self.wait()
         self.manager.close()
 
 

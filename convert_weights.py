@@ -227,6 +227,20 @@ def word_sum(array):
     return int(as_integers(array).sum(dtype=np.uint32))
 
 
+def is_finite(array):
+    """Whether an array holds no NaN and no infinity. As integers these are above all numbers of their sign."""
+    words = as_integers(array)
+    positive, negative = as_integers(np.array([np.inf, -np.inf], array.dtype))
+    return words.view(f"int{8 * words.itemsize}").max(initial=0) < positive and words.max(initial=0) < negative
+
+
+def warn(names):
+    """Say which tensors hold what is no number; their bytes stay as they are."""
+    if names:
+        listed = ", ".join(sorted(names)[:3])
+        print(f"warning: a NaN or an infinity in {len(names)} tensors: {listed}", flush=True)
+
+
 def byte_count(array):
     """Bytes of an array of tensorstore."""
     return array.dtype.numpy_dtype.itemsize * math.prod(array.shape)
@@ -466,11 +480,13 @@ def to_orbax(source, out, wanted=""):
             arrays = cast(source, arrays, dtype, out.parent)
         # checksums of the arrays that we read, while Orbax writes its own files
         summing = thread.submit(lambda: {name: word_sum(array) for name, array in arrays.items()})
+        checking = thread.submit(lambda: [name for name, array in arrays.items() if not is_finite(array)])
         save_params(partial / "params", arrays)
         meta = {"dtype": str(dtype), "parameters": count, "source": source.origin, "step": source.step}
         if source.family is pc:
             meta["model"] = dataclasses.asdict(source.cfg)
         runs.write(partial / "meta.json", meta | {"sums": summing.result()})
+        warn(checking.result())
         runs.write(partial / "config.json", config_to_write(source, dtype))
         for name, data in files.items():
             runs.write(partial / name, data)
@@ -491,8 +507,11 @@ def write_safetensors(path, arrays, source):
     text += b" " * (-len(text) % 8)  # aligns the data
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for _, rows in checked_blocks(source, arrays):
+        spoilt = set()
+        for name, rows in checked_blocks(source, arrays):
             file.write(as_integers(rows))
+            spoilt |= set() if is_finite(rows) else {name}
+    warn(spoilt)
 
 
 def to_safetensors(source, out, shard_gb):
@@ -500,12 +519,8 @@ def to_safetensors(source, out, shard_gb):
     files, (arrays, dtype) = files_beside(source), open_orbax(source)
     if dtype not in DTYPES.values():
         raise ValueError(f"{source.params} is in {dtype}, not one of {', '.join(map(str, DTYPES.values()))}")
-    split = huggingface_hub.split_state_dict_into_shards_factory(
-        arrays,
-        get_storage_size=byte_count,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=int(shard_gb * 1e9),
-    )
+    files_of = {"filename_pattern": "model{suffix}.safetensors", "max_shard_size": int(shard_gb * 1e9)}
+    split = huggingface_hub.split_state_dict_into_shards_factory(arrays, get_storage_size=byte_count, **files_of)
     count = split.metadata["total_size"] // dtype.itemsize
     print(f"writing {len(arrays)} tensors, {count:,} parameters in {dtype}", flush=True)
     with output_folder(out) as partial:

@@ -331,7 +331,8 @@ class Trainer:
         if store.newest() is None:
             return 0
         saved = store.meta()
-        runs.check_same(arrays_of(saved), arrays_of(meta), store.folder)
+        arrays = (each | {"model": arrays_of(each)} for each in (saved, meta))
+        runs.check_resumed(*arrays, f"{store.folder}/checkpoints/{store.newest()}", unit="round")
         arrays = store.restore(self.arrays())
         self.trained, self.ref, self.opt = (arrays[name] for name in self.arrays())
         self.updates = saved["updates"]

@@ -28,7 +28,6 @@ import unittest.mock
 import warnings
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -242,9 +241,7 @@ def export(cfg):
         raise ValueError(f"weights beyond FP16's 65,504 or not finite: {', '.join(too_large)}")
 
     with runs.new_folder(out) as folder:  # replaces an earlier bundle once all is written and verified
-        mdlm.save(model, folder, (ckpt / "tokenizer.json").read_bytes())
-        if cfg.int8:
-            runs.write(folder / "model.safetensors", safetensors.torch.save(int8_tensors))
+        mdlm.save(model, folder, (ckpt / "tokenizer.json").read_bytes(), int8_tensors)
         # the weights as the device reads them, which graphs get too
         half = Exported(inference_jetson.read_model(folder, inference_jetson.read_bundle(folder)).half()).eval()
         compared = inputs, want, 0.05 if cfg.int8 else 0.02

@@ -157,7 +157,7 @@ def read_model(folder, about):
     """The MDLM of a bundle or checkpoint, in float32 on the CPU."""
     config, weights = (read_file(folder, about, name) for name in ("config.json", "model.safetensors"))
     try:
-        return mdlm.build(config, mdlm.read_safetensors(weights)).eval()
+        return mdlm.build(config, weights).eval()
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{folder} holds no MDLM that this version reads: {error}; copy it again") from None
 

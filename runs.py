@@ -19,6 +19,7 @@ import functools
 import io
 import json
 import os
+import re
 import select
 import shlex
 import shutil
@@ -170,17 +171,19 @@ def new_folder(path):
     partial.mkdir(parents=True)
     try:
         yield partial
-    except BaseException:
+        # Everything is on disk before the name says that it is complete.
+        for written in [*partial.rglob("*"), partial]:
+            descriptor = os.open(written, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+    except BaseException as error:
         for _ in range(50):  # threads of a failed Orbax save still write
             if partial.exists():
                 shutil.rmtree(partial, ignore_errors=True)
                 time.sleep(0.1)
+        if isinstance(error, OSError) and error.errno:
+            error.filename = error.filename or str(path)  # a full disk names no file
         raise
-    # Everything is on disk before the name says that it is complete.
-    for written in [*partial.rglob("*"), partial]:
-        descriptor = os.open(written, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
     shutil.rmtree(path, ignore_errors=True)
     os.replace(partial, path)
 
@@ -272,6 +275,9 @@ def chat_template(folder):
 # ---- a run while it is written -------------------------------------------------------------------------------------
 
 
+SAVED = ".saved"  # a file in the folder of a run that has had a checkpoint
+
+
 class Run:
     """The folder cfg.out, locked. cfg has out, resume and wandb; unit is what the run counts: "step" or "round".
 
@@ -286,8 +292,12 @@ class Run:
         self.tracker, self.exits = None, contextlib.ExitStack()
 
     def __enter__(self):
-        if not self.cfg.resume and saved_steps(self.out):
+        found = saved_steps(as_path(self.cfg.resume or self.out))
+        if found and not self.cfg.resume:
             raise FileExistsError(f"{self.out} already holds a run: --resume={self.out}, or choose another --out")
+        if self.cfg.resume and not found and (as_path(self.cfg.resume) / SAVED).exists():
+            advice = "put one back, or start anew with another --out"
+            raise FileNotFoundError(f"the checkpoints of {self.cfg.resume} are gone; {advice}")
         self.out.mkdir(parents=True, exist_ok=True)
         self.exits.enter_context(lock(self.out / f".lock{self.rank}"))
         return self
@@ -303,17 +313,15 @@ class Run:
     def begin(self, first, settings, files=None, logs=("log.jsonl",)):
         """Write config.json and files, {name: bytes}. From here on a signal asks the run to stop, a second one ends it.
 
-        What a killed run logged after its last checkpoint, step `first`, is cut off: it will be logged again.
+        What a killed run logged and sampled after its last checkpoint, step `first`, is cut off: it will come again.
         """
         for number in {signal.SIGINT, signal.SIGHUP} | (set() if self.hosts > 1 else {signal.SIGTERM}):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
                 self.exits.callback(signal.signal, number, signal.signal(number, self.on_signal))
         if self.rank:
             return
-        for path in (self.out / name for name in logs if (self.out / name).exists()):
-            lines = path.read_text().splitlines(keepends=True)  # a kill cuts the last one short
-            kept = [line for line in lines if line.endswith("}\n") and json.loads(line)[self.unit] <= first]
-            write(path, "".join(kept).encode())
+        for path in (self.out / name for name in (*logs, "samples.txt") if (self.out / name).exists()):
+            write(path, rows_until(first, path, self.unit))
         write(self.out / "config.json", settings)
         for name, data in (files or {}).items():
             write(self.out / name, data)
@@ -370,6 +378,20 @@ class Run:
         raise InterruptedError(f"{why}: saved {self.unit} {done}; go on with --resume={self.out}")
 
 
+def rows_until(last, path, unit):
+    """The bytes of a log, or of samples.txt, up to step `last`. ValueError names a damaged line."""
+    data, rows = path.read_bytes(), []
+    if path.name == "samples.txt":
+        later = (m.start() for m in re.finditer(rb"^---- step (\d+)$", data, re.M) if int(m[1]) > last)
+        return data[: next(later, len(data))]
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):  # a kill cuts the last one short
+        try:
+            rows += [line + b"\n"] if json.loads(line)[unit] <= last else []
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}, line {number} is damaged: it is no row of a {unit}; delete the line") from None
+    return b"".join(rows)
+
+
 def check_tensors(found, want, where):
     """Raise ValueError that names missing, unexpected and misshapen tensors. Both are {name: shape}."""
     wrong = [f"missing {name}" for name in want.keys() - found.keys()]
@@ -389,11 +411,22 @@ def check_same(theirs, ours, where):
         raise ValueError(f"{where} is of another model: {listed}")
 
 
-def check_resumed(saved, ours, where):
-    """Raise ValueError if the checkpoint `where` has another model or other data than the run that goes on with it."""
-    check_same(saved["model"], ours["model"], where)
-    if saved["data"] != ours["data"]:
+def check_resumed(saved, ours, where, fixed=(), unit="step"):
+    """Compare the checkpoint in the folder `where` with the run that goes on with it; print which settings changed.
+
+    ValueError for another model or other data, or if a setting of `fixed` changed, to which the arrays would not fit.
+    """
+    then, now = (json.loads(json.dumps(each["train"])) for each in (saved, ours))  # tuples become lists
+    changed = [name for name in now if then.get(name, "") not in ("", now[name]) and name not in ("out", "resume")]
+    flags = [name for name in changed if name in fixed]
+    check_same(*(each["model"] | {f"--{name}": each["train"][name] for name in flags} for each in (saved, ours)), where)
+    if saved.get("data") != ours.get("data"):
         raise ValueError(f"{where} was trained on other data; pass its --data, or start anew with another --out")
+    if not str(where).endswith((f"/{saved[unit]}", f"/step_{saved[unit]}")):
+        raise ValueError(f"{where} holds {unit} {saved[unit]}; rename it, or delete it to use the one before")
+    if changed:
+        listed = ", ".join(f"{name} {then[name]} -> {now[name]}" for name in changed)
+        print(f"changed since {where}: {listed}", flush=True)
 
 
 def first_line(error):

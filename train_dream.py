@@ -17,9 +17,8 @@ noised, and to the clean text before it, so each row goes through the layers twi
 token are an autoregressive model, so --block_warmup (blocks of 1, 2, 4, .. tokens) begins at that model's loss. Any
 Qwen2.5 becomes a block diffusion model this way (convert_weights.py --to=dream); Fast-dLLM v2 took 1e9 tokens for it.
 
-One optimizer step is one compiled program, a scan over micro-batches. The gradient is that of (sum of token losses) /
-(all tokens of the step that can be masked). Row order, noise and learning rate are functions of (seed, step), so a
-checkpoint holds parameters, moments and the step alone.
+A step is one compiled program, a scan over micro-batches; its loss is per token of the whole step that can be masked.
+Row order, noise and learning rate are functions of (seed, step): a checkpoint holds parameters, moments and the step.
 
 Letters: A micro-batches of a step, B rows of a micro-batch, L length, V vocabulary.
 """
@@ -190,15 +189,15 @@ def resolve(cfg, devices, data=None, memory=None):
         jax.config.update("jax_default_matmul_precision", "highest")
     small = md.count_params(model)["total"] < 1e8
     optimizer = cfg.optimizer or ("muon" if small and not cfg.init else "adamw")
-    cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro, optimizer=optimizer)
+    sizes = {"seq_len": seq_len, "batch_size": batch, "micro_batch": micro}
+    cfg = dataclasses.replace(cfg, **sizes, optimizer=optimizer, dtype=dtype)
     block = 64 if on_cpu else 128  # queries of attention at a time: scores that stay in a CPU's caches
     run = md.Run(platform=md.platform_of(device), dtype=jnp.dtype(dtype), remat=cfg.remat, block=block)
 
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     where = "CPU" if on_cpu else f"{memory:.1f} GiB each"
     accumulated = batch * cfg.tensor // mesh.size // micro
     weights = f"frozen {dtype} weights and LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "float32 weights"
-    print(f"{len(devices)} x {device.device_kind} ({where}): mesh {axes}")
+    print(f"{len(devices)} x {device.device_kind} ({where}), mesh {dict(mesh.shape)}")
     print(f"model {name}, {dtype} compute on {weights}, remat {cfg.remat}")
     print(f"a step is {batch} rows of {seq_len} = {batch * seq_len:,} tokens, {accumulated} x {micro} rows a device")
     return cfg, model, run, mesh
@@ -276,9 +275,8 @@ def known_ids(folder, model, meta, tokenizer_json):
     data, path = tokenizers.Tokenizer.from_str(tokenizer_json.decode()), runs.as_path(folder) / "tokenizer.json"
     known = sample_dream.load_tokenizer(folder, model)
     theirs, ours = (tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (known, data))
-    same = ours.items() <= theirs.items() and max(ours.values()) < model.vocab
-    same_ends = meta["eos_id"] == model.eos_id and data.id_to_token(model.mask_id) in (None, *MASKS)
-    if not (same and same_ends):
+    same = ours.items() <= theirs.items() and max(ours.values()) < model.vocab and meta["eos_id"] == model.eos_id
+    if not same or data.id_to_token(model.mask_id) not in (None, *MASKS):
         advice = f"prepare the data with --tokenizer={path}"
         raise ValueError(f"tokens of the data, its EOS or MASK have other ids than in {folder}; {advice}")
     return path.read_bytes()
@@ -712,16 +710,17 @@ def train(folder, store, trainer, first, skipped):
             folder.log({"step": done, **metrics, **meter.row(done)})
             late = checkpoints.host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
 
-        # Held-out rows and a sample; the checkpoint is written while the next steps run.
+        # Held-out rows and a sample, logged before the checkpoint: --resume cuts the log to the newest one.
         evaluates = done % cfg.eval_every == 0 or done in epoch_ends or done == cfg.steps
-        stops = folder.signal or store.manager.reached_preemption(done)  # SIGTERM or Ctrl-C, to any host
-        if evaluates or late or stops:
-            scores = trainer.score() if evaluates else None
-            store.save(done, trainer.saved(trainer.state), trainer.meta(done, meter.skipped), scores or None)
-            saved = time.monotonic()
+        scores = trainer.score() if evaluates else {}
         if evaluates:
             folder.log({"step": done, **scores, **trainer.sample(folder, done)})
-            meter.restart(done)  # their time is not the steps'
+        # The checkpoint is written while the next steps run.
+        stops = folder.signal or store.manager.reached_preemption(done)  # SIGTERM or Ctrl-C, to any host
+        if evaluates or late or stops:
+            store.save(done, trainer.saved(trainer.state), trainer.meta(done, meter.skipped), scores or None)
+            meter.restart(done)  # none of this is the steps' time
+            saved = time.monotonic()
         if stops:
             store.close()
             jax.distributed.shutdown()  # waits for the other hosts, until all have saved

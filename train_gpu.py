@@ -22,6 +22,7 @@ S tokens of a packed batch, T = 10 tenths of the mask rate.
 
 import copy
 import dataclasses
+import hashlib
 import math
 import os
 import shutil
@@ -397,8 +398,7 @@ def metrics(state, loss, norm, stop, step, cfg, devices):
         dist.all_reduce(sums_2)
     loss, stop, norm, skipped, in_a_row = torch.cat([sums_2, norm[None], state.skipped_2]).tolist()
     if in_a_row >= (20 if state.scaler.is_enabled() else 5):  # float16 overflows now and then; then its scale falls
-        saved = list(runs.saved_steps(Path(cfg.out))) or "the start"
-        advice = f"--resume={cfg.out} with a lower --lr, from {saved}"
+        advice = f"--resume={cfg.out} with a lower --lr, from {[*runs.saved_steps(Path(cfg.out))] or 'the start'}"
         raise ValueError(f"no finite loss in {in_a_row:.0f} steps, the last {step + 1}; {advice}")
     return loss, norm, int(skipped), stop > 0
 
@@ -422,14 +422,12 @@ def save(state, step, cfg, meta, tokenizer_json, devices):
     if devices.rank == 0:
         averaged = {name.removeprefix("ema."): t for name, t in tensors.items() if name.startswith("ema.")}
         trainer = meta | {"step": step, "skipped": int(state.skipped_2[0]), "scaler": state.scaler.state_dict()}
+        data = safetensors.torch.save(tensors)
         with runs.new_folder(Path(cfg.out, f"step_{step}")) as folder:
-            # what mdlm.load reads
-            runs.write(folder / "config.json", {"model_type": "mdlm", **meta["model"]})
-            runs.write(folder / "tokenizer.json", tokenizer_json)
-            runs.write(folder / "model.safetensors", safetensors.torch.save(averaged))
-            # for --resume
-            runs.write(folder / "trainer.json", trainer)
-            runs.write(folder / "trainer.safetensors", safetensors.torch.save(tensors))
+            mdlm.save(state.ema, folder, tokenizer_json, averaged)
+            runs.write(folder / "trainer.json", trainer | {"sha256": hashlib.sha256(data).hexdigest()})
+            runs.write(folder / "trainer.safetensors", data)
+        Path(cfg.out, runs.SAVED).touch()
         for old in list(runs.saved_steps(Path(cfg.out)).values())[: -cfg.keep]:
             shutil.rmtree(old)
     if devices.world > 1:
@@ -441,11 +439,14 @@ def restore(folder, state, meta):
     """Load a checkpoint into the state; returns its step. Raises ValueError if it does not fit."""
     advice = "delete it to use the one before"
     try:
-        trainer = runs.read_json(folder / "trainer.json")
-        saved = safetensors.torch.load_file(folder / "trainer.safetensors")
+        trainer = runs.read_json(folder / "trainer.json", "model", "train", "data", "step", "skipped", "scaler")
+        data = (folder / "trainer.safetensors").read_bytes()
+        if trainer.get("sha256") not in (None, hashlib.sha256(data).hexdigest()):
+            raise ValueError("trainer.safetensors is not what was saved")
+        saved = safetensors.torch.load(data)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"{folder} cannot be read ({runs.first_line(error)}); {advice}") from None
-    runs.check_resumed(trainer, meta, folder)
+    runs.check_resumed(trainer, meta, folder, fixed=("optimizer",))
     # moments are made by the first update: a dummy one, overwritten below
     for p in state.model.parameters():
         p.grad = torch.zeros_like(p)
@@ -453,8 +454,7 @@ def restore(folder, state, meta):
         optimizer.step()
     state.model.zero_grad(set_to_none=True)
     tensors = trainer_tensors(state)
-    shapes = ({name: t.shape for name, t in each.items()} for each in (saved, tensors))
-    runs.check_tensors(*shapes, f"{folder} ({advice})")
+    runs.check_tensors(*({name: t.shape for name, t in x.items()} for x in (saved, tensors)), f"{folder} ({advice})")
     for name, tensor in tensors.items():
         source = saved[name].to(tensor.device)
         if hasattr(tensor, "full_tensor"):  # each process takes its own shard
@@ -579,8 +579,7 @@ def train(cfg, devices):
     print(f"{devices.world} x {name}, {dtype} matmuls on float32 weights, {'packed' if packed else 'padded'} rows")
     print(", ".join(f"{part} {n:,}" for part, n in mdlm.count_params(architecture).items()) + " parameters")
     epochs = f"{cfg.steps * cfg.batch_size / rows.total:.2f} epochs of {rows.total:,} rows"
-    per_device = f"{cfg.micro_batch} at a time on a device"
-    print(f"{cfg.steps:,} steps of {cfg.batch_size} rows, {per_device} = {epochs}", flush=True)
+    print(f"{cfg.steps:,} steps of {cfg.batch_size} rows, {cfg.micro_batch} a device at a time = {epochs}", flush=True)
     if cfg.compile:
         print("compiling: the first step takes about a minute more", flush=True)
 

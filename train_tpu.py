@@ -191,7 +191,7 @@ def resolve(cfg, devices, data=None, memory=None):
     # Whole float32 weights and gradients on each device, where a third of the memory holds them: see accumulate_apart.
     reduce = cfg.reduce or ("step" if 8 * params / 2**30 <= (memory or math.inf) / 3 else "micro")
     optimizer = cfg.optimizer or ("muon" if small else "adamw")
-    resolved = {"dropout": dropout, "reduce": reduce, "optimizer": optimizer}
+    resolved = {"dropout": dropout, "reduce": reduce, "optimizer": optimizer, "dtype": dtype}
     cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro, **resolved)
     block = 64 if on_cpu else 128  # queries of attention at a time: scores that stay in a CPU's caches
     kernel, tpu = fused_kernel(device, dtype), device.platform == "tpu"
@@ -579,16 +579,17 @@ def train(folder, store, trainer, first, skipped):
             folder.log({"step": done, **metrics, **meter.row(done)})
             late = checkpoints.host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
 
-        # Held-out rows and a sample; the checkpoint is written while the next steps run.
+        # Held-out rows and a sample, logged before the checkpoint: --resume cuts the log to the newest one.
         evaluates = done % cfg.eval_every == 0 or done in epoch_ends or done == cfg.steps
-        stops = folder.signal or store.manager.reached_preemption(done)  # SIGTERM or Ctrl-C, to any host
-        if evaluates or late or stops:
-            scores = trainer.score() if evaluates else None
-            store.save(done, trainer.state, trainer.meta(done, meter.skipped), scores or None)
-            saved = time.monotonic()
+        scores = trainer.score() if evaluates else {}
         if evaluates:
             folder.log({"step": done, **scores, **trainer.sample(folder, done)})
-            meter.restart(done)  # their time is not the steps'
+        # The checkpoint is written while the next steps run.
+        stops = folder.signal or store.manager.reached_preemption(done)  # SIGTERM or Ctrl-C, to any host
+        if evaluates or late or stops:
+            store.save(done, trainer.state, trainer.meta(done, meter.skipped), scores or None)
+            meter.restart(done)  # none of this is the steps' time
+            saved = time.monotonic()
         if stops:
             store.close()
             jax.distributed.shutdown()  # waits for the other hosts, until all have saved

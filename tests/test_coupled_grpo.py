@@ -1090,7 +1090,7 @@ def unbroken(folder):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, tmp_path):
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, tmp_path, capsys):
     (folder / "stopped").unlink()
     with pytest.raises(InterruptedError, match=r"SIGTERM: saved round 1; go on with --resume="):
         coupled_grpo.main(config(folder, tmp_path / "parts", plot=True, **stopping(folder)))
@@ -1104,6 +1104,11 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, 
     with pytest.raises(FileExistsError, match="already holds a run"):
         coupled_grpo.main(config(folder, tmp_path / "parts"))
     resume = {"resume": str(tmp_path / "parts")}
+    capsys.readouterr()
+    coupled_grpo.main(config(folder, tmp_path / "parts", **resume | {"seed": 5, **stopping(folder)}))
+    said = capsys.readouterr().out
+    assert f"changed since {tmp_path}/parts/checkpoints/3: " in said
+    assert "seed 0 -> 5" in said
     with pytest.raises(ValueError, match="goes on in its own folder; leave --out="):
         coupled_grpo.main(config(folder, tmp_path / "other", **resume))
     for other, words in (
@@ -1113,6 +1118,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, 
         with pytest.raises(ValueError, match=words):
             coupled_grpo.main(config(folder, tmp_path / "parts", **resume | other))
     assert not (tmp_path / "other").exists()
+    shutil.rmtree(tmp_path / "parts/checkpoints")
+    with pytest.raises(FileNotFoundError, match=r"the checkpoints of .* are gone"):
+        coupled_grpo.main(config(folder, tmp_path / "parts", **resume))
 
 
 @pytest.mark.slow

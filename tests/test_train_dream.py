@@ -23,6 +23,7 @@ from conftest import (
     refusal,
     resumed,
     run,
+    scored_rows,
     two_hosts,
     use_one_device,
     wait_for_step,
@@ -364,6 +365,24 @@ def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(
     assert "\n" not in str(error.value)
 
 
+def test_a_kill_right_after_a_checkpoint_loses_neither_score_nor_sample(unbroken, one_device, monkeypatch, tmp_path):
+    out, save = shutil.copytree(unbroken, tmp_path / "run"), checkpoints.Checkpoints.save
+    shutil.rmtree(out / "checkpoints" / "4")
+
+    def save_and_die(store, *rest):
+        save(store, *rest)
+        store.close()
+        raise SystemExit
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", save_and_die)
+    with pytest.raises(SystemExit):
+        train_dream.main(resumed(train_dream, out))
+    assert list(runs.saved_steps(out)) == [2, 4]
+    train_dream.main(resumed(train_dream, out))  # has all of its steps
+    assert scored_rows(out) == scored_rows(unbroken)
+    assert "--optimizer adamw there, muon here" in refusal(train_dream, resumed(train_dream, out, optimizer="muon"))
+
+
 @pytest.mark.slow
 def test_a_model_that_is_there_reads_the_standard_library_with_its_own_tokenizer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -402,9 +421,10 @@ def test_kill_9_at_random_moments_always_resumes_to_the_unbroken_run(code_rows, 
     result = run(*flags(code_rows, unbroken, *more), timeout=900)
     assert result.returncode == 0, result.stderr
     resume = flags(code_rows, out, *more, f"--resume={out}")
-    steps = kill_and_resume(command(*flags(code_rows, out, *more)), command(*resume), kills=5)
+    steps = kill_and_resume(command(*flags(code_rows, out, *more)), command(*resume), kills=5, lines=8)
     assert max(steps) > 3  # a checkpoint lay between two kills
     assert losses(out) == losses(unbroken)
+    assert scored_rows(out) == scored_rows(unbroken)
     assert checkpoints.Checkpoints(out).meta()["sums"] == checkpoints.Checkpoints(unbroken).meta()["sums"]
 
 

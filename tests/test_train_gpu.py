@@ -21,7 +21,7 @@ import pytest
 import safetensors.torch
 import tokenizers
 import torch
-from conftest import command, kill_and_resume, losses
+from conftest import command, kill_and_resume, losses, scored_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data_prep
@@ -674,12 +674,23 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, tmp_path
     assert (unbroken / "log.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "other", "flipped bit", "without its step"])
 def test_a_damaged_checkpoint_is_named(copy_of_unbroken, damage):
     out = copy_of_unbroken
     file = out / "step_12" / "trainer.safetensors"
     if damage == "cut":
         os.truncate(file, 100_000)
+    elif damage == "flipped bit":
+        flip_a_bit(file)
+    elif damage == "without its step":
+        trainer = json.loads(file.with_suffix(".json").read_text())
+        file.with_suffix(".json").write_text(json.dumps({name: trainer[name] for name in trainer if name != "step"}))
     elif damage == "gone":
         file.unlink()
     else:
@@ -687,6 +698,49 @@ def test_a_damaged_checkpoint_is_named(copy_of_unbroken, damage):
     with pytest.raises(ValueError, match=r"step_12 .*delete it"):
         resume(out, steps=14)
     assert list(runs.saved_steps(out)) == [8, 12]
+
+
+def test_a_flipped_bit_in_the_model_is_named(copy_of_unbroken):
+    flip_a_bit(copy_of_unbroken / "step_12" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"step_12 cannot be read: model.safetensors is damaged"):
+        scored(copy_of_unbroken)
+
+
+def test_a_kill_before_the_checkpoint_leaves_no_sample_twice(unbroken, copy_of_unbroken, monkeypatch):
+    out = copy_of_unbroken
+    shutil.rmtree(out / "step_12")
+
+    def die(*_):
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpu, "save", die)
+        with pytest.raises(SystemExit):
+            resume(out)
+    resume(out)
+    for name in ("samples.txt", "step_12/model.safetensors"):
+        assert (out / name).read_bytes() == (unbroken / name).read_bytes()
+
+
+def test_what_changed_since_the_checkpoint_is_said_or_refused(copy_of_unbroken, capsys):
+    out = copy_of_unbroken
+    resume(out, seed=1, batch_size=16)
+    assert f"changed since {out}/step_12: batch_size 8 -> 16, seed 0 -> 1\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--optimizer muon there, adamw here"):
+        resume(out, optimizer="adamw")
+    (out / "step_12").rename(out / "step_14")
+    with pytest.raises(ValueError, match="step_14 holds step 12; rename it"):
+        resume(out, steps=20)
+
+
+def test_a_run_that_lost_its_checkpoints_does_not_begin_anew(copy_of_unbroken):
+    out = copy_of_unbroken
+    before = (out / "log.jsonl").read_text()
+    for step in (8, 12):
+        shutil.rmtree(out / f"step_{step}")
+    with pytest.raises(FileNotFoundError, match=f"the checkpoints of {out} are gone"):
+        resume(out)
+    assert (out / "log.jsonl").read_text() == before
 
 
 @pytest.fixture
@@ -768,6 +822,7 @@ def test_kill_9_at_twenty_random_moments_always_resumes_to_the_unbroken_losses(s
     first = [sys.executable, script, *flags(data, out, *more)]
     kill_and_resume(first, [*first, f"--resume={out}"])
     assert losses(out) == losses(tmp_path / "never_killed")
+    assert scored_rows(out) == scored_rows(tmp_path / "never_killed")
 
 
 def test_a_card_that_emulates_bfloat16_trains_in_float16(monkeypatch):
