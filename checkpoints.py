@@ -54,6 +54,9 @@ def bit_sum(x):
     return jnp.sum(words.astype(jnp.uint32), dtype=jnp.uint32)
 
 
+is_finite = jax.jit(lambda x: jnp.isfinite(x).all())
+
+
 def bit_sums(tree):
     """{name: checksum} of a tree: the sum of each array's words modulo 2^32, the same however the array is split.
 
@@ -268,6 +271,8 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, bits=0):
     like = flatten(jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, stored, sharding=at), shapes, layout))
 
     def convert(name, x):
+        if not (jnp.issubdtype(x.dtype, jnp.floating) and is_finite(x)):
+            raise ValueError(f"{path} is damaged: {name} ({x.dtype}) holds NaN, infinity or integers")
         return family.quantise(x, bits, name.split(".")[-1]) if bits and x.ndim == 2 else x.astype(dtype)
 
     if "sums" in meta:
