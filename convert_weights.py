@@ -52,6 +52,7 @@ import checkpoints
 import model_dream as dream
 import model_pythoncoder as pc
 import runs
+from runs import Natural, Positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +60,11 @@ class Config:
     source: str = ""  # folder with a checkpoint in either form, or a repository of the Hub as OWNER/NAME
     out: str = ""  # folder to write
     revision: str = "main"  # branch, tag or commit of a repository of the Hub
-    step: int = 0  # checkpoint of a run; 0 takes the newest
+    step: Natural = 0  # checkpoint of a run; 0 takes the newest
     to: typing.Literal["", "dream"] = ""  # "dream": make a Dream of a Qwen2; "" keeps the model
-    block_length: int = 0  # with --to=dream: block length of the checkpoint; 0: that of config.json, else 1
+    block_length: Natural = 0  # with --to=dream: block length of the checkpoint; 0: that of config.json, else 1
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # write Orbax in this dtype; "" keeps every byte
-    shard_gb: float = 5.0  # largest safetensors file, in GB
+    shard_gb: Positive = 5.0  # largest safetensors file, in GB
     verify: bool = False  # compare every tensor of --source and --out
     push: str = ""  # verify, and upload --out to this repository of the Hub, OWNER/NAME
 
@@ -99,6 +100,8 @@ def map_files(folder):
     """
     index, arrays = folder / "model.safetensors.index.json", {}
     names = runs.read_json(index, "weight_map")["weight_map"].values() if index.exists() else ["model.safetensors"]
+    if outside := [name for name in names if name != Path(name).name]:
+        raise ValueError(f"{index} names {outside[0]}, which is no file in its folder")
     for path in sorted({folder / name for name in names}):
         try:
             with safetensors.safe_open(path, "numpy") as file:
@@ -128,7 +131,7 @@ class Checkpoint:
     keys: dict  # of the config.json beside safetensors
     params: Path | None = None  # folder of Orbax; None: safetensors
     sums: dict | None = None  # {name of a parameter: word_sum}, Orbax only
-    step: int = 0  # of a run
+    step: Natural = 0  # of a run
     origin: str = ""  # name of the source, OWNER/NAME for one of the Hub
     table_rows: int = 0  # rows of the stored tables, which still lack MASK's; 0: nothing is lacking
 

@@ -96,7 +96,7 @@ def files_below(roots, suffixes, out):
     """
     paths, own, skipped = [], os.path.realpath(out), set() if roots else NOT_THE_LIBRARY
     for root in roots or [sysconfig.get_paths()["stdlib"]]:
-        os.stat(root)  # raises if it does not exist, where os.walk is silent
+        runs.as_path(root).stat()  # raises if it does not exist, where os.walk is silent
         if not os.path.isdir(root):
             paths.append((os.path.basename(root), root))
             continue
@@ -252,8 +252,10 @@ def tinystories(out):
 def gather_pairs(found, cfg, vocabulary):
     """Ranges of whole lines, the same in both splits: a hash of each prompt decides which split it is in."""
     with open(cfg.source, "rb") as file:
-        sizes = {len(read_pair(line, number, cfg)) for number, line in enumerate(file, 1)}
-    if cfg.edit_rate and 3 not in sizes:
+        kinds = {(len(pair), any(pair)) for pair in (read_pair(line, i, cfg) for i, line in enumerate(file, 1))}
+    if kinds and not any(text for _, text in kinds):
+        raise ValueError(f"{cfg.source} holds no text: all prompts and responses are empty")
+    if cfg.edit_rate and (3, True) not in kinds:
         raise ValueError(f'--edit_rate={cfg.edit_rate} is for holes: no line of {cfg.source} has a "suffix"')
     items = text_ranges(found[0], cfg.shard_bytes + 1, "\n")
     return {"train": [[item] for item in items], "heldout": [items] if cfg.heldout else []}, {}
@@ -279,7 +281,7 @@ def read_pair(line, number, cfg):
 def pair_documents(items, split, cfg):
     """The pairs of this split. A prompt that is held out is in no training pair."""
     for item in items:
-        for number, line in enumerate(read_text(item).split("\n"), 1):
+        for number, line in enumerate(read_text(item).removeprefix("\ufeff").split("\n"), 1):
             pair = read_pair(line, number, cfg)
             if pair and belongs(pair[0].encode(), split, cfg):
                 yield pair
@@ -334,7 +336,7 @@ def gather(found, cfg, vocabulary=None):
         batches = list(batched(readable, EXAMINED_BYTES))
     if cfg.benchmarks:
         dropped["benchmark"] = 0
-    texts = [text for path in cfg.benchmarks for text in read_problems(Path(path).read_bytes(), path)]
+    texts = [text for path in cfg.benchmarks for text in read_problems(runs.as_path(path).read_bytes(), path)]
     rules = {name: getattr(cfg, name) for name in ("hf", "column", "licences", "max_bytes")}
 
     # Examine. A copy has another name if its inputs or the rules are others.
@@ -408,7 +410,7 @@ def read_problems(data, path):
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
         rows = json.loads(text) if text.startswith("[") else map(json.loads, text.splitlines())
         texts = [row[key] for row in rows for key in PROBLEM if key in row]
-    except (ValueError, TypeError, EOFError, gzip.BadGzipFile, zlib.error):
+    except (ValueError, TypeError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error):
         texts = []
     if not texts:
         raise ValueError(f"--benchmarks: {path} holds no problems; HumanEval.jsonl.gz and sanitized-mbpp.json do")

@@ -35,19 +35,20 @@ from torch.nn import functional as F
 import inference_jetson
 import model_mdlm as mdlm
 import runs
+from runs import Count, Natural
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     ckpt: str = "out/train_gpu"  # run folder of train_gpu.py, or a checkpoint
-    step: int = 0  # checkpoint of the run; 0: the newest
+    step: Natural = 0  # checkpoint of the run; 0: the newest
     out: str = "out/jetson"  # folder to write; replaces an earlier bundle
     int8: bool = False  # quantise matrices in model.safetensors: half the file; the device dequantises them on loading
     torchscript: bool = True  # write model_jetson.pt
     onnx: bool = True  # write model.onnx; needs the packages onnx and onnxscript, and onnxruntime to verify it
     tensorrt: bool = False  # build an engine from model.onnx for the GPU of this machine
     bundle: str = ""  # with --tensorrt: an existing bundle to add the engine to; default: export a new one
-    length: int = 64  # canvas of the engine, which takes batch 1 and exactly this many tokens
+    length: Count = 64  # canvas of the engine, which takes batch 1 and exactly this many tokens
 
 
 class Exported(nn.Module):

@@ -413,7 +413,9 @@ class Writer:
         self.model = read_model(self.folder, about)
         self.tokenizer = tokenizers.Tokenizer.from_str(read_file(self.folder, about, "tokenizer.json").decode())
         self.tokenizer.encode_special_tokens = True  # names of special tokens in a prompt are text
-        self.vocab = min(self.tokenizer.get_vocab_size(), self.model.cfg.vocab)
+        self.vocab, largest = self.tokenizer.get_vocab_size(), max(self.tokenizer.get_vocab().values(), default=0)
+        if largest >= self.model.cfg.vocab:
+            raise ValueError(f"tokenizer.json has ids up to {largest}, the model up to {self.model.cfg.vocab - 1}")
         self.backend = self.choose_backend()
         # a graph that replaces the model; the longest canvas; the fixed length of an engine
         self.run, self.longest, self.length = None, self.model.cfg.positions, 0

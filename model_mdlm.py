@@ -343,8 +343,7 @@ def read_safetensors(data):
     numbers = bytearray(data[start:])
     for name, entry in entries.items():
         begin, end = entry["data_offsets"]  # frombuffer raises ValueError where the file is too short
-        flat = torch.frombuffer(numbers, dtype=torch.uint8, count=end - begin, offset=begin)
-        flat = flat.clone()  # aligned to 64 bytes, as the kernels need it
+        flat = torch.frombuffer(numbers, dtype=torch.uint8, count=end - begin, offset=begin).clone()  # aligns it
         tensors[name] = flat.view(DTYPES[entry["dtype"]]).view(entry["shape"])
     for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.int8]:
         tensors[name] = tensors[name] * tensors.pop(f"{name}.scale")
@@ -371,11 +370,18 @@ def build(config_json, weights):
         raise ValueError(f"model_type {config.get('model_type')!r} is not mdlm")
     if config.get("sha256", digest) != digest:  # weights from elsewhere have none
         raise ValueError("model.safetensors is damaged: its SHA-256 is not that in config.json")
-    model = MDLM(Config(**{k: v for k, v in config.items() if k in Config.__dataclass_fields__}))
+    cfg, tensors = (
+        Config(**{k: v for k, v in config.items() if k in Config.__dataclass_fields__}),
+        read_safetensors(weights),
+    )
+    if cfg.heads < 1 or cfg.width % cfg.heads or not all(x.isfinite().all() for x in tensors.values()):
+        raise ValueError(f"{cfg.heads} heads do not divide its width, {cfg.width}, or weights are NaN or infinite")
     try:
-        model.load_state_dict(read_safetensors(weights))
-    except RuntimeError as error:  # it lists missing, unexpected and misshapen tensors over many lines
-        raise ValueError(" ".join(str(error).split())) from None
+        model = MDLM(cfg)
+        model.load_state_dict(tensors)
+    except RuntimeError as error:  # it lists all tensors that are missing, unexpected or misshapen
+        wrong = [f"{line.strip():.150}" for line in str(error).splitlines()]
+        raise ValueError(f"{len(wrong) - 1} problems: {' '.join(wrong[1:4])}") from None
     return model
 
 

@@ -2,10 +2,9 @@
 
     with runs.Run(cfg) as run:                      # locks cfg.out; refuses a folder that holds another run
         run.begin(first, settings, {"tokenizer.json": data})    # writes config.json, cuts the logs to step `first`
-        for step in range(first, cfg.steps):
-            run.log({"step": step + 1, "loss": 3.41})
-            if run.signal:                          # Ctrl-C or SIGTERM: save, then
-                run.leave(step + 1)
+        run.log({"step": step + 1, "loss": 3.41})   # in the loop over steps
+        if run.signal:                              # Ctrl-C or SIGTERM: save, then
+            run.leave(step + 1)
 
 The folder of a run holds config.json, tokenizer.json, log.jsonl and its checkpoints: checkpoints/<step>/ (JAX, see
 checkpoints.py) or step_<n>/ in safetensors (PyTorch). This file imports neither JAX nor PyTorch.
@@ -28,17 +27,34 @@ import subprocess
 import sys
 import time
 import traceback
+import typing
 from pathlib import Path
 
-# ---- the command line ----------------------------------------------------------------------------------------------
+# Numbers of a Config with their lowest and highest value, for `check`: neither NaN nor infinite.
+Count, Natural = typing.Annotated[int, (1, 2**31 - 1)], typing.Annotated[int, (0, 2**31 - 1)]
+Positive, NonNegative = typing.Annotated[float, (1e-12, 1e12)], typing.Annotated[float, (0, 1e12)]
+Share, TopP = typing.Annotated[float, (0, 1)], typing.Annotated[float, (1e-9, 1)]
+
+
+def check(cfg):
+    """The Config. ValueError for a number outside the limits in its annotation, which may be Count or Count | None."""
+    for name, hint in typing.get_type_hints(type(cfg), include_extras=True).items():
+        value = getattr(cfg, name)
+        if dataclasses.is_dataclass(value):
+            check(value)
+        known = [note for part in (hint, *typing.get_args(hint)) for note in getattr(part, "__metadata__", ())]
+        for low, high in (note for note in known if isinstance(note, tuple)):
+            for x in value if isinstance(value, tuple) else (value,):
+                if x is not None and not low <= x <= high:
+                    raise ValueError(f"--{name}={x} is not in {low:,} .. {high:,}")
+    return cfg
 
 
 def command(main, config_class, doc, machine=()):
-    """Run main(config) from the command line, by tyro: flags are the fields of the dataclass, their comments the help.
+    """Run main(config) by tyro: flags are the fields of the dataclass, their comments the help.
 
-    With --resume=DIR the defaults are the settings of that run, without those of its `machine`. An error that this
-    project raises, or the system (OSError), is one line and exit status 1. What a library raises is a bug of ours and
-    keeps its traceback; python -X dev shows all of them.
+    With --resume=DIR the defaults are the settings of that run, without those of its `machine`. An error of ours, or of
+    the system, is one line and status 1. What a library raises is a bug: its traceback stays, and -X dev shows all.
     """
     import tyro
 
@@ -46,7 +62,7 @@ def command(main, config_class, doc, machine=()):
     status = 0
     try:
         default = resumed(config_class, sys.argv[1:], machine)
-        main(tyro.cli(config_class, default=default, description=doc, config=(tyro.conf.OmitArgPrefixes,)))
+        main(check(tyro.cli(config_class, default=default, description=doc, config=(tyro.conf.OmitArgPrefixes,))))
         sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
@@ -56,7 +72,6 @@ def command(main, config_class, doc, machine=()):
             poll.register(sys.stdout.fileno(), 0)
             if any(event & select.POLLERR for _, event in poll.poll(0)):
                 os._exit(141)  # silently, as SIGPIPE ends other programs
-        # An error of ours is raised by a line of ours.
         folder, here = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent, Path(__file__).parent
         ours = folder in (here, here / "bench") or isinstance(error, OSError)
         if sys.flags.dev_mode or not ours:
@@ -64,8 +79,7 @@ def command(main, config_class, doc, machine=()):
         advice = "; pip install -r requirements-gpu.txt" if getattr(error, "name", "") == "torch" else ""
         print((str(error) or repr(error)) + advice, file=sys.__stderr__)
         status = 1
-    # Leave at once after an error: threads of a broken Orbax save would print tracebacks until the interpreter ends.
-    # And after torchrun: threads of gloo that outlive their process group abort a closing interpreter.
+    # Leave at once: threads of a broken Orbax save would print tracebacks, those of gloo abort a closing interpreter.
     if status or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -101,21 +115,19 @@ def script(name, *flags):
     with subprocess.Popen([sys.executable, str(path), *flags]) as process, contextlib.ExitStack() as exits:
         for number in (signal.SIGINT, signal.SIGTERM):
             exits.callback(signal.signal, number, signal.signal(number, lambda number, _: process.send_signal(number)))
-        status = process.wait()
-    if status:
-        raise RuntimeError(f"{shlex.join(['python', name, *flags])} ended with exit status {status}")
-
-
-# ---- files and folders ---------------------------------------------------------------------------------------------
+        if status := process.wait():
+            raise RuntimeError(f"{shlex.join(['python', name, *flags])} ended with exit status {status}")
 
 
 def as_path(name):
-    """A path, also of a bucket: gs://..., s3://..., by etils' epath and the package gcsfs or s3fs."""
-    if "://" not in str(name):
-        return Path(name)
-    from etils import epath
+    """A path, also of a bucket, gs://... or s3://..., by etils and gcsfs or s3fs. ValueError for a pipe or a device."""
+    if "://" in str(name):
+        from etils import epath
 
-    return epath.Path(name)
+        return epath.Path(name)
+    if os.path.exists(name) and not (os.path.isfile(name) or os.path.isdir(name)):
+        raise ValueError(f"{name} is no regular file")
+    return Path(name)
 
 
 def read_json(path, *needed):
@@ -124,9 +136,9 @@ def read_json(path, *needed):
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; is {path.parent} the folder that you mean?")
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
         missing = set(needed) - found.keys()
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise ValueError(f"{path} is damaged: it is not a JSON object") from None
     if missing:
         raise ValueError(f"{path} is damaged: it has no {' and no '.join(sorted(missing))}")
@@ -213,33 +225,27 @@ def newest(folder, step=0):
     found = saved_steps(as_path(folder))
     if not found:
         raise FileNotFoundError(f"{folder} holds no checkpoint; train one, or name a folder of convert_weights.py")
-    step = step or max(found)
-    if step not in found:
+    if (step := step or max(found)) not in found:
         raise FileNotFoundError(f"{folder} holds no checkpoint of step {step}; it has {list(found)}")
     return step, found[step]
 
 
-# ---- the tokenizer and chat template of a model --------------------------------------------------------------------
-
-
-def read_tokenizer(folder):
-    """The tokenizer in a folder. FileNotFoundError, or ValueError for one that is damaged."""
+def read_tokenizer(folder, vocab=2**31):
+    """The tokenizer in a folder. ValueError if there is none, or a damaged one, or one with ids from `vocab` on."""
     import tokenizers
 
     path = as_path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no tokenizer.json; copy the model's into it")
     try:
-        return tokenizers.Tokenizer.from_buffer(path.read_bytes())
+        tokenizer = tokenizers.Tokenizer.from_buffer(as_path(path).read_bytes())
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
         raise ValueError(f"{path} cannot be read: {error}") from None
+    if (largest := max(tokenizer.get_vocab().values(), default=0)) >= vocab:
+        raise ValueError(f"the tokenizer of {folder} does not fit: its ids reach {largest:,}, the model has {vocab:,}")
+    return tokenizer
 
 
 def chat_template(folder):
-    """wrap(prompt, system="", before=()) -> text, by the chat template in a model's folder; None if it has none.
-
-    The prompt is a user's turn, after system and the (prompt, answer) pairs of `before`. ValueError if it fails.
-    """
+    """wrap(prompt, system="", before=()) -> text, by the chat template in a model's folder; None if it has none."""
     path, jinja = (as_path(folder) / name for name in ("tokenizer_config.json", "chat_template.jinja"))
     config = read_json(path) if path.exists() else {}
     template = jinja.read_text() if jinja.exists() else config.get("chat_template")
@@ -259,20 +265,16 @@ def chat_template(folder):
     environment.globals |= {"raise_exception": refuse, **special}
     compiled = functools.cache(environment.from_string)  # compiling takes 5 ms, rendering 0.07
 
-    def wrap(prompt, system="", before=()):
-        turns = [{"role": "system", "content": system}] if system else []
-        for user, assistant in before:
-            turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-        turns.append({"role": "user", "content": prompt})
+    def wrap(prompt, system="", before=()):  # a user's turn, after system and (prompt, answer) pairs
+        turns = [("system", system)] if system else []
+        turns += [turn for pair in before for turn in zip(("user", "assistant"), pair, strict=True)]
+        messages = [{"role": role, "content": text} for role, text in (*turns, ("user", prompt))]
         try:
-            return compiled(template).render(messages=turns, add_generation_prompt=True)
+            return compiled(template).render(messages=messages, add_generation_prompt=True)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template of {folder} fails: {error}") from None
 
     return wrap
-
-
-# ---- a run while it is written -------------------------------------------------------------------------------------
 
 
 SAVED = ".saved"  # a file in the folder of a run that has had a checkpoint
@@ -396,9 +398,8 @@ def check_tensors(found, want, where):
     """Raise ValueError that names missing, unexpected and misshapen tensors. Both are {name: shape}."""
     wrong = [f"missing {name}" for name in want.keys() - found.keys()]
     wrong += [f"unexpected {name}" for name in found.keys() - want.keys()]
-    for name in want.keys() & found.keys():
-        if tuple(found[name]) != tuple(want[name]):
-            wrong.append(f"{name} has shape {tuple(found[name])}, not {tuple(want[name])}")
+    shapes = {name: (tuple(found[name]), tuple(want[name])) for name in want.keys() & found.keys()}
+    wrong += [f"{name} has shape {theirs}, not {ours}" for name, (theirs, ours) in shapes.items() if theirs != ours]
     if wrong:
         raise ValueError(f"{len(wrong)} of the tensors of {where} do not fit the model: {'; '.join(sorted(wrong)[:3])}")
 

@@ -49,16 +49,17 @@ import runs
 import sample_block
 import sample_dream
 from rows import held_out, open_data, prefetch, token_bytes
+from runs import Count, Natural, NonNegative, Positive, TopP
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """Block diffusion."""
 
-    block_length: int = 0  # block size: a token attends to its own and earlier blocks; 0: that of --init, else none
-    block_warmup: int = 0  # steps in which the block size grows 1, 2, 4, .. to --block_length
-    rate_warmup: int = 0  # steps of mask-rate warm-up, to the maximum of --rates; the loss is unweighted meanwhile
-    rates: tuple[float, float] = (1e-3, 1.0)  # lowest and highest mask rate of a block in training
+    block_length: Natural = 0  # block size: a token attends to its own and earlier blocks; 0: that of --init, else none
+    block_warmup: Natural = 0  # steps in which the block size grows 1, 2, 4, .. to --block_length
+    rate_warmup: Natural = 0  # steps of mask-rate warm-up, to the maximum of --rates; the loss is unweighted meanwhile
+    rates: tuple[TopP, TopP] = (1e-3, 1.0)  # lowest and highest mask rate of a block in training
     least_one: bool = False  # at least one masked token per block, so a mask rate of at least 1 / --block_length
     complement: bool = False  # each row twice per step, with its masks and with the complement; after --rate_warmup
 
@@ -71,38 +72,38 @@ class Config:
     eval_only: str = ""  # folder of a model to score on held-out rows, instead of training
     model: str = ""  # preset, see CONFIGS in model_dream.py; default: tiny, or the model of --init
     init: str = ""  # folder of a Dream to start from, converted or trained here
-    lora_rank: int = 0  # with --init: train adapters of this rank beside the layers' matrices; 0: train all weights
+    lora_rank: Natural = 0  # with --init: train adapters of this rank beside the layers' matrices; 0: train all weights
     init_adapters: str = ""  # with --lora_rank: folder of adapters to start from, in peft's form; default: new ones
     objective: typing.Literal["diffusion", "ar"] = "diffusion"  # predict masked tokens | each next token
     schedule: typing.Literal[tuple(diffusion.SCHEDULES)] = "linear"  # noise schedule, see diffusion.py
-    anneal_steps: int = 0  # steps in which the attention mask goes from causal to bidirectional, without blocks
+    anneal_steps: Natural = 0  # steps in which the attention mask goes from causal to bidirectional, without blocks
     blocks: Blocks = Blocks()
-    seq_len: int = 0  # tokens per row; 0: that of the data, else the model's positions, at most 2048
-    batch_size: int = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 4,096 on a CPU
-    epochs: float = 4.0  # passes over the training rows; sets --steps
-    steps: int = 0  # optimizer steps; 0: from --epochs
-    lr: float = 0.0  # peak; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init, unless LoRA
-    warmup: int = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
+    seq_len: Natural = 0  # tokens per row; 0: that of the data, else the model's positions, at most 2048
+    batch_size: Natural = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 4,096 on a CPU
+    epochs: Positive = 4.0  # passes over the training rows; sets --steps
+    steps: Natural = 0  # optimizer steps; 0: from --epochs
+    lr: NonNegative = 0.0  # peak; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init, unless LoRA
+    warmup: Natural = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
     optimizer: typing.Literal["", "adamw", "muon"] = ""  # default: muon below 100 M parameters without --init
-    weight_decay: float = 0.1  # of matrices and embeddings
-    clip: float = 1.0  # maximum global gradient norm
+    weight_decay: NonNegative = 0.1  # of matrices and embeddings
+    clip: Positive = 1.0  # maximum global gradient norm
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
     remat: typing.Literal["none", "qkvo", "full"] = "qkvo"  # what the backward pass recomputes
-    micro_batch: int = 0  # rows per device and forward pass; 0: by model
-    fsdp: int = 0  # devices that share one copy of the weights; 0: all that data and tensor leave
-    tensor: int = 1  # devices that share each layer's heads, feed-forward and vocabulary
+    micro_batch: Natural = 0  # rows per device and forward pass; 0: by model
+    fsdp: Natural = 0  # devices that share one copy of the weights; 0: all that data and tensor leave
+    tensor: Count = 1  # devices that share each layer's heads, feed-forward and vocabulary
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
-    log_every: int = 10  # steps between rows of the log
-    eval_every: int = 0  # steps between evaluations, each with a sample and a checkpoint; 0: about ten per run
-    eval_rows: int = 512  # held-out rows per evaluation, at most
-    save_minutes: float = 30.0  # minutes between checkpoints, at most; 0: only at evaluations
-    keep: int = 2  # newest checkpoints to keep, besides the best
+    log_every: Count = 10  # steps between rows of the log
+    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: about ten per run
+    eval_rows: Count = 512  # held-out rows per evaluation, at most
+    save_minutes: NonNegative = 30.0  # minutes between checkpoints, at most; 0: only at evaluations
+    keep: Count = 2  # newest checkpoints to keep, besides the best
     prompt: str = "def read_lines(path):\n"  # prefix of the samples drawn in training
     plot: bool = False  # write curve.png at the end: loss and bits per byte
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles anew
-    seed: int = 0  # initial weights, row order, noise
+    seed: Natural = 0  # initial weights, row order, noise
 
 
 # Settings that may differ between hosts, and those that --resume does not take from the run.
@@ -140,10 +141,8 @@ def with_blocks(cfg, model):
         raise ValueError("settings of blocks need --block_length, which is above 0")
     if size and (cfg.schedule != "linear" or cfg.anneal_steps):
         raise ValueError("blocks go with the linear --schedule, and without --anneal_steps")
-    if min(blocks.block_warmup, blocks.rate_warmup, cfg.anneal_steps) < 0:
-        raise ValueError("--block_warmup, --rate_warmup and --anneal_steps are at least 0")
-    if not 0 < blocks.rates[0] < blocks.rates[1] <= 1:
-        raise ValueError("--rates are two numbers in (0, 1], the lower first")
+    if blocks.rates[0] >= blocks.rates[1]:
+        raise ValueError(f"--rates={blocks.rates} are two numbers, the lower first")
     return dataclasses.replace(model, block_length=size)
 
 
@@ -182,7 +181,7 @@ def resolve(cfg, devices, data=None, memory=None):
     name, model = pick_model(cfg)
     cfg = dataclasses.replace(cfg, model=name)
     seq_len = row_length(cfg, model, data)
-    batch, micro = pick_batch(cfg, seq_len, len(devices) // cfg.tensor, on_cpu, data)
+    batch, micro = pick_batch(cfg, seq_len, max(1, len(devices) // cfg.tensor), on_cpu, data)
     mesh = checkpoints.training_mesh(cfg, model, devices)
     dtype = cfg.dtype or ("float32" if on_cpu else "bfloat16")
     if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
@@ -507,8 +506,8 @@ class Trainer:
 
     def __init__(self, cfg):
         lora = cfg.lora_rank or cfg.init_adapters
-        if lora and (cfg.lora_rank < 1 or not cfg.init or cfg.hosts or "://" in cfg.out):
-            raise ValueError("--lora_rank is above 0, goes with --init, on one host, and with --out on its own disk")
+        if lora and not (cfg.lora_rank and cfg.init and not cfg.hosts and "://" not in cfg.out):
+            raise ValueError("--lora_rank goes with --init, on one host, and with --out on its own disk")
         self.train, self.heldout, tokenizer_json = find_data(cfg)
         data = self.train.meta
         cfg, model, self.run, self.mesh = resolve(cfg, jax.devices(), data)
@@ -655,8 +654,6 @@ class Meter:
 
 
 def main(cfg):
-    if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
-        raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     checkpoints.connect(cfg)
     if cfg.eval_only:
         return evaluate(cfg)

@@ -42,6 +42,7 @@ import diffusion
 import model_mdlm as mdlm
 import runs
 from rows import held_out, open_data, prefetch, token_bytes
+from runs import Count, Natural, NonNegative, Positive, Share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,33 +54,33 @@ class Config:
     model: typing.Literal[tuple(mdlm.CONFIGS)] = "tiny"  # preset, see CONFIGS in model_mdlm.py
     tie: bool = False  # share the embedding with the head, for fewer parameters
     rope: bool = True  # rotary positions (RoPE); off: learned embeddings
-    seq_len: int = 0  # tokens per row; 0: that of the data
-    batch_size: int = 64  # rows per optimizer step, all devices together
-    micro_batch: int = 0  # rows per device and forward pass; 0: 16 on a CPU, the device's whole share on a GPU
-    steps: int = 20_000  # optimizer steps
+    seq_len: Natural = 0  # tokens per row; 0: that of the data
+    batch_size: Count = 64  # rows per optimizer step, all devices together
+    micro_batch: Natural = 0  # rows per device and forward pass; 0: 16 on a CPU, the device's whole share on a GPU
+    steps: Count = 20_000  # optimizer steps
     optimizer: typing.Literal["muon", "adamw"] = "muon"  # of the blocks' matrices; the rest has AdamW
-    lr: float = 1e-3  # peak learning rate of AdamW
-    muon_lr: float = 0.02  # peak learning rate of Muon
-    warmup: int = 1000  # steps of linear warm-up, at most a tenth of the run; then a cosine to a tenth of the peak
-    weight_decay: float = 0.1  # of matrices and embeddings; biases and norms have none
-    clip: float = 1.0  # maximum global gradient norm
-    dropout: float = 0.0  # on the output of each residual branch
+    lr: Positive = 1e-3  # peak learning rate of AdamW
+    muon_lr: Positive = 0.02  # peak learning rate of Muon
+    warmup: Natural = 1000  # steps of linear warm-up, at most a tenth of the run; then a cosine to a tenth of the peak
+    weight_decay: NonNegative = 0.1  # of matrices and embeddings; biases and norms have none
+    clip: Positive = 1.0  # maximum global gradient norm
+    dropout: Share = 0.0  # on the output of each residual branch
     schedule: typing.Literal[tuple(diffusion.SCHEDULES)] = "linear"  # noise schedule, see diffusion.py
-    crop_rate: float = 0.25  # share of rows cropped to a random length, to train short canvases
-    ema: float = 0.999  # EMA decay, warmed up; 0 disables averaging
+    crop_rate: Share = 0.25  # share of rows cropped to a random length, to train short canvases
+    ema: Share = 0.999  # EMA decay, warmed up; 0 disables averaging
     dtype: typing.Literal["", "bfloat16", "float16", "float32"] = ""  # of matmuls; default: the fastest on the device
     compile: bool = True  # use torch.compile; off runs op by op, for debugging
     fsdp: bool = False  # shard weights over the devices (FSDP2) instead of replicating them (DDP)
-    eval_every: int = 0  # steps between evaluations, each with a sample; 0: ten per run
-    eval_rows: int = 512  # held-out rows per evaluation, at most
-    eval_draws: int = 8  # with --eval_only: noise draws, each a pass over the held-out rows
-    save_every: int = 0  # steps between checkpoints; 0: eval_every
-    keep: int = 2  # newest checkpoints to keep
-    log_every: int = 10  # steps between rows of the log
+    eval_every: Natural = 0  # steps between evaluations, each with a sample; 0: ten per run
+    eval_rows: Count = 512  # held-out rows per evaluation, at most
+    eval_draws: Count = 8  # with --eval_only: noise draws, each a pass over the held-out rows
+    save_every: Natural = 0  # steps between checkpoints; 0: eval_every
+    keep: Count = 2  # newest checkpoints to keep
+    log_every: Count = 10  # steps between rows of the log
     prompt: str = ""  # prefix of the samples drawn in training
     plot: bool = False  # write curve.png at the end: loss and bits per byte
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
-    seed: int = 0  # initial weights, row order, crops, noise
+    seed: Natural = 0  # initial weights, row order, crops, noise
 
 
 SMALLEST_RATE = 1e-3  # lowest mask rate in training, for any schedule: the NELBO's weights grow like 1 / rate
@@ -548,12 +549,8 @@ def sample_text(model, tokenizer, cfg, seq_len, device):
 
 def resolve(cfg, devices):
     """The settings with defaults for micro_batch, eval_every and save_every; and the dtype of matmuls."""
-    for name in ("batch_size", "steps", "log_every", "eval_rows", "eval_draws", "keep"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"--{name}={getattr(cfg, name)}: at least 1")
     # a GPU gets all its rows at once; a CPU is fastest with what its caches hold
-    cuda, world = devices.device.type == "cuda", devices.world
-    share = cfg.batch_size // world
+    cuda, world, share = devices.device.type == "cuda", devices.world, cfg.batch_size // devices.world
     micro = cfg.micro_batch or (share if cuda else math.gcd(share, 16))
     if cfg.batch_size % world or micro < 1 or share % micro:
         raise ValueError(f"--batch_size={cfg.batch_size} is no multiple of {world} devices times --micro_batch={micro}")

@@ -52,7 +52,7 @@ def pythoncoder_writer(cfg, record, run, step):
     """Generates from left to right; a model with heads for further tokens speculates with them."""
     settings = {"rows": cfg.batch_size, "compile_cache": cfg.compile_cache}
     model, _, mesh = inference.load_for_inference(model_pythoncoder, run, step or 0, **settings)
-    tokenizer = runs.read_tokenizer(run)
+    tokenizer = runs.read_tokenizer(run, model.cfg.vocab)
     eos, vocab = tokenizer.token_to_id("<|endoftext|>"), tokenizer.get_vocab_size()
     settings = {"top_p": cfg.top_p, "vocab": vocab, "eos": -1 if eos is None else eos, "speculate": model.cfg.mtp}
     rule = model_pythoncoder.Sampling(cfg.temperature, **settings)

@@ -191,9 +191,11 @@ def resumed(trainer, out, **changes):
 
 
 def refusal(trainer, cfg):
-    """The one line with which a trainer's main() refuses."""
+    """The one line with which a trainer refuses."""
+    import runs
+
     with pytest.raises((ValueError, OSError)) as error:
-        trainer.main(cfg)
+        trainer.main(runs.check(cfg))
     assert "\n" not in str(error.value)
     return str(error.value)
 

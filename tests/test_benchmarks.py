@@ -36,6 +36,7 @@ import checkpoints
 import model_pythoncoder
 import problems as tasks
 import protocols
+import runs
 import sandbox
 import writers
 
@@ -551,7 +552,7 @@ def test_the_table_says_which_rule_of_which_protocol_lost_what(tmp_path, capsys)
 
 def refused(cfg, *parts):
     with pytest.raises((ValueError, OSError, RuntimeError)) as error:
-        (explain if isinstance(cfg, explain.Config) else benchmarks).main(cfg)
+        (explain if isinstance(cfg, explain.Config) else benchmarks).main(runs.check(cfg))
     message = str(error.value)
     assert "\n" not in message
     for part in parts:
@@ -596,7 +597,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
             file.write(line + "\n")
         refused(cfg, part)
     for settings, part in (({"n": 0}, "--n"), ({"k": (5,)}, "pass@5 needs --n=5"), ({"top_p": 0.0}, "--top_p"),
-                           ({"n": 2, "temperature": 0.0}, "2 times"), ({"shots": 4}, "--shots from 0 to 3"),
+                           ({"n": 2, "temperature": 0.0}, "2 times"), ({"shots": 4}, "--shots=4 is not in 0 .. 3"),
                            ({"timeout_s": 0.0}, "--timeout_s"),
                            ({"workers": -1}, "--workers"),
                            ({"ckpt": str(tmp_path)}, "holds no checkpoint")):  # fmt: skip

@@ -173,6 +173,20 @@ def test_a_number_is_finite_by_its_bits_in_every_dtype():
             assert not convert.is_finite(np.append(values, dtype.type(bad)))
 
 
+def test_an_index_cannot_name_files_of_other_folders(tmp_path):
+    write_hub_folder(tmp_path / "hub")
+    write_hub_folder(tmp_path / "other")
+    path = tmp_path / "hub" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    for name in ("../other/model-00001-of-00003.safetensors", str(tmp_path / "other/model-00001-of-00003.safetensors")):
+        files = {tensor: name if "00001" in file else file for tensor, file in index["weight_map"].items()}
+        path.write_text(json.dumps({"weight_map": files}))
+        with pytest.raises(
+            ValueError, match=r"index\.json names .*other/model-00001.*, which is no file in its folder"
+        ):
+            convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "out")))
+
+
 def test_tensors_that_do_not_fit_are_named(tmp_path):
     def change(tensors):
         del tensors["model.norm.weight"]

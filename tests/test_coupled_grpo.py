@@ -1195,15 +1195,16 @@ def test_equal_rewards_update_nothing(folder, tmp_path):
     ("settings", "words"),
     [
         ({"delta": 1.5}, "--delta=1.5: above 1 + --epsilon_high"),
-        ({"group": 1}, "--group is at least 2"),
-        ({"tasks": 0}, "--tasks, --iterations and --eval_every at least 1"),
-        ({"rounds": -1}, "--rounds at least 0"),
-        ({"temperature": 0.0}, "--temperature is above 0"),
+        ({"group": 1}, "--group=1 is not in 2 .. "),
+        ({"tasks": 0}, "--tasks=0 is not in 1 .. "),
+        ({"reward_weights": (1.0, float("nan"))}, "--reward_weights=nan is not in "),
+        ({"rounds": -1}, "--rounds=-1 is not in 0 .. "),
+        ({"temperature": 0.0}, "--temperature=0.0 is not in "),
         ({"rewards": ("nothing",)}, "no reward 'nothing'"),
         ({"rewards": ("code", "syntax")}, "--rewards=code syntax: each once, with a weight of its own"),
         ({"rewards": ("code", "code"), "reward_weights": (1.0, 1.0)}, "each once, with a weight of its own"),
         ({"prompts": ""}, "--ckpt and --prompts belong together"),
-        ({"prompts": "none.jsonl"}, "none.jsonl does not exist; write tasks with"),
+        ({"prompts": "none.jsonl"}, "No such file or directory: 'none.jsonl'"),
         ({"ckpt": "none"}, "none/config.json does not exist"),
         ({"max_prompt": 510}, "the model reaches 512 positions"),
         ({"init_adapters": "x"}, "--init_adapters goes with --lora_rank"),
@@ -1213,7 +1214,7 @@ def test_equal_rewards_update_nothing(folder, tmp_path):
 )
 def test_bad_settings_are_one_line_before_the_first_round(folder, tmp_path, settings, words):
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(words)) as error:
-        coupled_grpo.main(config(folder, tmp_path / "run", **settings))
+        coupled_grpo.main(runs.check(config(folder, tmp_path / "run", **settings)))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run" / "log.jsonl").exists()
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import tokenizers
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -617,7 +618,24 @@ def test_a_checkpoint_needs_no_export(tmp_path, monkeypatch, capsys):
     with pytest.raises(FileNotFoundError, match=r"out/jetson is no bundle .* and no run"):
         jetson.main(jetson.command_line(arguments))
     path = tmp_path / "weights/mdlm/model.safetensors"
-    data = path.read_bytes()
+    data, config = path.read_bytes(), tmp_path / "weights/mdlm/config.json"
+    keys = json.loads(config.read_text())
+    for change, part in (({"heads": 0}, "0 heads"), ({"width": 64}, "problems: "), ({"layers": 9}, "problems: ")):
+        config.write_text(json.dumps(keys | change))
+        with pytest.raises(ValueError, match=part) as stop:
+            writer(tmp_path / "weights/mdlm")
+        assert len(str(stop.value)) < 700  # three tensors and a count
+    config.write_text(json.dumps(keys))
+    nan = {name: torch.full_like(tensor, torch.nan) for name, tensor in model.state_dict().items()}
+    path.write_bytes(safetensors.torch.save(nan))
+    with pytest.raises(ValueError, match="weights are NaN or infinite"):
+        writer(tmp_path / "weights/mdlm")
+    path.write_bytes(data)
+    tokenizer = json.loads(tokenizer_json())
+    tokenizer["model"]["vocab"]["e"] = 90_000
+    (tmp_path / "weights/mdlm/tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match=r"tokenizer\.json has ids up to 90000, the model up to 299"):
+        writer(tmp_path / "weights/mdlm")
     for damaged in (data[:1000], data[:-1], b"", data.replace(b"BF16", b"BF61"), data.replace(b"BF16", b"I8  ")):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"holds no MDLM that this version reads: .*; copy it again") as stop:

@@ -26,14 +26,16 @@ SCRIPT = """
 
     @dataclasses.dataclass(frozen=True)
     class Group:
-        rank: int = 0  # rows of A
+        rank: runs.Natural = 0  # rows of A
 
     @dataclasses.dataclass(frozen=True)
     class Config:
         out: str = "out"  # run folder
         resume: str = ""  # run folder to go on from
         wandb: str = ""  # project
-        steps: int = 5  # updates
+        steps: runs.Count = 5  # updates
+        lr: runs.NonNegative | None = None  # learning rate
+        rates: tuple[runs.Share, ...] = (0.5,)  # mask rates
         hosts: int = 1  # of this machine
         sizes: tuple[int, ...] = ()  # some numbers
         fast: bool = False  # a flag
@@ -108,6 +110,23 @@ def test_help_is_the_docstring_and_the_comments_of_the_fields(script):
     assert script("pass", "--step=1").returncode == 2  # a misspelt flag
 
 
+def test_a_number_outside_its_limits_is_one_line_before_any_work(script, tmp_path):
+    for flags, said in (
+        (["--steps=0"], "--steps=0 is not in 1 .. 2,147,483,647"),
+        (["--steps=3000000000"], "--steps=3000000000 is not in 1 .. 2,147,483,647"),
+        (["--rank=-1"], "--rank=-1 is not in 0 .. 2,147,483,647"),  # of a group
+        (["--lr=nan"], "--lr=nan is not in 0 .. 1,000,000,000,000.0"),
+        (["--lr=inf"], "--lr=inf is not in 0 .. 1,000,000,000,000.0"),
+        (["--rates", "0.5", "1.5"], "--rates=1.5 is not in 0 .. 1"),
+    ):
+        result = script("print('working')", *flags)
+        assert (result.returncode, result.stdout, result.stderr) == (1, "", said + "\n")
+    assert script("print(cfg.lr, cfg.rates)", "--lr=0", "--rates", "0", "1").stdout == "0.0 (0.0, 1.0)\n"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"train": {"steps": -3}}')  # edited by hand
+    says(script("pass", "--resume=run"), "--steps=-3 is not in 1 ..")
+
+
 def test_resume_takes_the_settings_of_the_run_but_not_those_of_its_machine(script, tmp_path):
     saved = {"steps": 7, "hosts": 4, "sizes": [1, 2], "group": {"rank": 3}, "gone": 1, "out": "elsewhere"}
     (tmp_path / "run").mkdir()
@@ -134,6 +153,17 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
     (tmp_path / "a.json").write_text("[1]")
     with pytest.raises(ValueError, match="damaged"):
         runs.read_json(tmp_path / "a.json", "b")
+
+
+def test_a_pipe_or_a_device_is_no_file_to_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match=f"{path} is no regular file"):
+            runs.as_path(path)
+    assert runs.as_path(tmp_path) == tmp_path
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"deep\.json is damaged"):
+        runs.read_json(tmp_path / "deep.json")
 
 
 def test_a_folder_is_complete_or_not_there(tmp_path):

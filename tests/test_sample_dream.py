@@ -49,7 +49,7 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
     cfg = dataclasses.replace(TINY, vocab=16, mask_id=7, eos_id=6, pad_id=6, bos_id=6)
     assert sd.load_tokenizer(tmp_path, cfg).encode("abc<|mask|>").ids == [5, 7]
     for change, part in (
-        ({"vocab": 6, "mask_id": 5, "eos_id": 1, "pad_id": 1, "bos_id": 1}, "it has 8 tokens, the model 6"),
+        ({"vocab": 6, "mask_id": 5, "eos_id": 1, "pad_id": 1, "bos_id": 1}, "its ids reach 7, the model has 6"),
         ({"mask_id": 4}, "4, the model's mask_id, is 'ab' in it"),
         ({"eos_id": 9}, "9, the model's eos_id, is None in it"),
     ):
@@ -60,7 +60,7 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         sd.load_tokenizer(tmp_path, cfg)
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
         sd.load_tokenizer(tmp_path, cfg)
 
 
@@ -501,9 +501,6 @@ def test_bad_input_is_one_clear_line(shallow):
             sd.fill(shallow, canvas_BL, None, sd.Sampling(**settings))
     for settings, text in (
         ({"cache": "dual"}, "set block_length"),
-        ({"threshold": 1.5}, "threshold lies in"),
-        ({"top_p": 0.0}, r"top_p in \(0, 1\]"),
-        ({"entropy_bound": -1.0}, "other numbers are at least 0"),
         ({"threshold": 0.5, "entropy_bound": 0.5}, "do not go together"),
         ({"alg": "origin", "entropy_bound": 0.5}, "origin has no blocks, no threshold and no entropy bound"),
         ({"fast_dllm": True, "block_length": 4}, "need blocks and a cache"),
