@@ -52,7 +52,6 @@ import checkpoints
 import model_dream as dream
 import model_pythoncoder as pc
 import runs
-from runs import Natural, Positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +59,11 @@ class Config:
     source: str = ""  # folder with a checkpoint in either form, or a repository of the Hub as OWNER/NAME
     out: str = ""  # folder to write
     revision: str = "main"  # branch, tag or commit of a repository of the Hub
-    step: Natural = 0  # checkpoint of a run; 0 takes the newest
+    step: runs.Natural = 0  # checkpoint of a run; 0 takes the newest
     to: typing.Literal["", "dream"] = ""  # "dream": make a Dream of a Qwen2; "" keeps the model
-    block_length: Natural = 0  # with --to=dream: block length of the checkpoint; 0: that of config.json, else 1
+    block_length: runs.Natural = 0  # with --to=dream: block length of the checkpoint; 0: that of config.json, else 1
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # write Orbax in this dtype; "" keeps every byte
-    shard_gb: Positive = 5.0  # largest safetensors file, in GB
+    shard_gb: runs.Positive = 5.0  # largest safetensors file, in GB
     verify: bool = False  # compare every tensor of --source and --out
     push: str = ""  # verify, and upload --out to this repository of the Hub, OWNER/NAME
 
@@ -131,7 +130,7 @@ class Checkpoint:
     keys: dict  # of the config.json beside safetensors
     params: Path | None = None  # folder of Orbax; None: safetensors
     sums: dict | None = None  # {name of a parameter: word_sum}, Orbax only
-    step: Natural = 0  # of a run
+    step: int = 0  # of a run
     origin: str = ""  # name of the source, OWNER/NAME for one of the Hub
     table_rows: int = 0  # rows of the stored tables, which still lack MASK's; 0: nothing is lacking
 
@@ -240,8 +239,7 @@ def is_finite(array):
 def warn(names):
     """Say which tensors hold what is no number; their bytes stay as they are."""
     if names:
-        listed = ", ".join(sorted(names)[:3])
-        print(f"warning: a NaN or an infinity in {len(names)} tensors: {listed}", flush=True)
+        print(f"warning: a NaN or an infinity in {len(names)} tensors: {', '.join(sorted(names)[:3])}", flush=True)
 
 
 def byte_count(array):

@@ -157,7 +157,7 @@ def read_tasks(path, tested=True):
 class Prompts:
     """Tasks as canvases: left-padded token ids of the prompts, max_new columns of MASK behind them.
 
-    wrap(user turn, system turn) writes a chat, as runs.chat_template gives it; tasks with a question need it.
+    wrap(user turn, system turn) writes a chat, as sample_dream.chat_template gives it; tasks with a question need it.
     """
 
     def __init__(self, path, tokenizer, wrap, model_cfg, max_prompt, max_new, tested=True):
@@ -284,7 +284,7 @@ class Trainer:
         check_memory(cfg, model_cfg, mesh, self.rollout_mesh, dtype)
 
         # The tasks, and how completions of them are generated. A chat model ends its turn with <|im_end|>.
-        tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), runs.chat_template(cfg.ckpt)
+        tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), sample_dream.chat_template(cfg.ckpt)
         canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, sandbox.TESTED & {*rewards.values()}
         self.prompts = Prompts(cfg.prompts, *canvas)
         self.heldout = [Prompts(path, *canvas) for path in (cfg.heldout, cfg.humaneval) if path]

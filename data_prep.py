@@ -521,7 +521,9 @@ def chat_writer(tokenizer):
     text. Raises ValueError if there is no template.
     """
     folder = Path(tokenizer).parent
-    wrap = runs.chat_template(folder)
+    import sample_dream
+
+    wrap = sample_dream.chat_template(folder)
     if wrap is None:
         raise ValueError(f"--chat: {folder} holds no chat template ({' or '.join(CHAT_FILES)})")
     names = [token["content"] for token in json.loads(Path(tokenizer).read_bytes())["added_tokens"]]

@@ -381,8 +381,9 @@ class Dream:
         The tokenizer of a base model has a template, too. So the name of the model decides, or that of its folder.
         """
         import canvas
+        import sample_dream
 
-        flags, wrap = self.cfg.dream, runs.chat_template(folder)
+        flags, wrap = self.cfg.dream, sample_dream.chat_template(folder)
         if flags.chat == "on" and not wrap:
             raise ValueError(f"--chat=on: {folder} holds no chat template (tokenizer_config.json)")
         config = runs.read_json(folder / "config.json")

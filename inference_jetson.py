@@ -404,18 +404,16 @@ class Writer:
         self.cfg, self.folder = cfg, find_bundle(cfg.bundle)
         about = read_bundle(self.folder)
         self.device = torch.device(cfg.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if self.device.type == "cuda":
-            try:
-                torch.ones(1, device=self.device)
-            except RuntimeError as error:  # such as: no kernel image is available
-                built, why = " ".join(torch.cuda.get_arch_list()), str(error).splitlines()[0]
-                raise ValueError(f"{why}; torch was built for {built}: see requirements-jetson.txt") from None
+        try:
+            torch.ones(1, device=self.device)
+        except RuntimeError as error:  # such as: no kernel image is available
+            raise ValueError(f"{str(error).splitlines()[0]}: see requirements-jetson.txt") from None
         self.model = read_model(self.folder, about)
         self.tokenizer = tokenizers.Tokenizer.from_str(read_file(self.folder, about, "tokenizer.json").decode())
         self.tokenizer.encode_special_tokens = True  # names of special tokens in a prompt are text
-        self.vocab, largest = self.tokenizer.get_vocab_size(), max(self.tokenizer.get_vocab().values(), default=0)
-        if largest >= self.model.cfg.vocab:
-            raise ValueError(f"tokenizer.json has ids up to {largest}, the model up to {self.model.cfg.vocab - 1}")
+        self.vocab = 1 + max(self.tokenizer.get_vocab().values(), default=0)
+        if self.vocab > self.model.cfg.vocab:
+            raise ValueError(f"tokenizer.json has ids up to {self.vocab - 1}, the model has {self.model.cfg.vocab}")
         self.backend = self.choose_backend()
         # a graph that replaces the model; the longest canvas; the fixed length of an engine
         self.run, self.longest, self.length = None, self.model.cfg.positions, 0

@@ -1,4 +1,4 @@
-"""A run: command line, folder, lock, log, signals; the tokenizer and chat template in a model's folder.
+"""A run: command line, folder, lock, log, signals; the tokenizer in a model's folder.
 
     with runs.Run(cfg) as run:                      # locks cfg.out; refuses a folder that holds another run
         run.begin(first, settings, {"tokenizer.json": data})    # writes config.json, cuts the logs to step `first`
@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import io
 import json
 import os
@@ -72,6 +71,7 @@ def command(main, config_class, doc, machine=()):
             poll.register(sys.stdout.fileno(), 0)
             if any(event & select.POLLERR for _, event in poll.poll(0)):
                 os._exit(141)  # silently, as SIGPIPE ends other programs
+        # An error of ours is raised by a line of ours.
         folder, here = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent, Path(__file__).parent
         ours = folder in (here, here / "bench") or isinstance(error, OSError)
         if sys.flags.dev_mode or not ours:
@@ -79,7 +79,7 @@ def command(main, config_class, doc, machine=()):
         advice = "; pip install -r requirements-gpu.txt" if getattr(error, "name", "") == "torch" else ""
         print((str(error) or repr(error)) + advice, file=sys.__stderr__)
         status = 1
-    # Leave at once: threads of a broken Orbax save would print tracebacks, those of gloo abort a closing interpreter.
+    # At once: threads of a broken Orbax save would print tracebacks, those of gloo abort a closing interpreter.
     if status or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -244,39 +244,6 @@ def read_tokenizer(folder, vocab=2**31):
     return tokenizer
 
 
-def chat_template(folder):
-    """wrap(prompt, system="", before=()) -> text, by the chat template in a model's folder; None if it has none."""
-    path, jinja = (as_path(folder) / name for name in ("tokenizer_config.json", "chat_template.jinja"))
-    config = read_json(path) if path.exists() else {}
-    template = jinja.read_text() if jinja.exists() else config.get("chat_template")
-    if isinstance(template, list):  # a template for each purpose, by name
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    if not template:
-        return None
-    import jinja2.sandbox
-
-    def refuse(message):  # templates call it raise_exception
-        raise jinja2.TemplateError(message)
-
-    # The template is code of whoever made the model, so it runs in jinja2's sandbox, as in transformers.
-    special = {f"{name}_token": config.get(f"{name}_token") for name in ("bos", "eos", "pad")}
-    special = {name: token["content"] if isinstance(token, dict) else token for name, token in special.items()}
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"raise_exception": refuse, **special}
-    compiled = functools.cache(environment.from_string)  # compiling takes 5 ms, rendering 0.07
-
-    def wrap(prompt, system="", before=()):  # a user's turn, after system and (prompt, answer) pairs
-        turns = [("system", system)] if system else []
-        turns += [turn for pair in before for turn in zip(("user", "assistant"), pair, strict=True)]
-        messages = [{"role": role, "content": text} for role, text in (*turns, ("user", prompt))]
-        try:
-            return compiled(template).render(messages=messages, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template of {folder} fails: {error}") from None
-
-    return wrap
-
-
 SAVED = ".saved"  # a file in the folder of a run that has had a checkpoint
 
 
@@ -298,8 +265,9 @@ class Run:
         if found and not self.cfg.resume:
             raise FileExistsError(f"{self.out} already holds a run: --resume={self.out}, or choose another --out")
         if self.cfg.resume and not found and (as_path(self.cfg.resume) / SAVED).exists():
-            advice = "put one back, or start anew with another --out"
-            raise FileNotFoundError(f"the checkpoints of {self.cfg.resume} are gone; {advice}")
+            raise FileNotFoundError(
+                f"the checkpoints of {self.cfg.resume} are gone; put one back or choose another --out"
+            )
         self.out.mkdir(parents=True, exist_ok=True)
         self.exits.enter_context(lock(self.out / f".lock{self.rank}"))
         return self

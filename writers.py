@@ -91,7 +91,7 @@ def dream_writer(cfg, record, run, step):
         new = [row[len(ids) :] for row, ids in zip(rows, prompts, strict=True)]
         return [ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))] for ids in new]
 
-    return Writer(tokenizer, positions, write, runs.chat_template(run))
+    return Writer(tokenizer, positions, write, sample_dream.chat_template(run))
 
 
 WRITERS = {"pythoncoder": pythoncoder_writer, "dream": dream_writer}

@@ -634,7 +634,7 @@ def test_a_checkpoint_needs_no_export(tmp_path, monkeypatch, capsys):
     tokenizer = json.loads(tokenizer_json())
     tokenizer["model"]["vocab"]["e"] = 90_000
     (tmp_path / "weights/mdlm/tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match=r"tokenizer\.json has ids up to 90000, the model up to 299"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json has ids up to 90000, the model has 300"):
         writer(tmp_path / "weights/mdlm")
     for damaged in (data[:1000], data[:-1], b"", data.replace(b"BF16", b"BF61"), data.replace(b"BF16", b"I8  ")):
         path.write_bytes(damaged)
@@ -846,9 +846,8 @@ def test_a_torch_without_code_for_the_gpu_is_said(bundle, monkeypatch):
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCompile with ...")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_110", "sm_121"])
     monkeypatch.setattr(torch, "ones", raising)
-    with pytest.raises(ValueError, match=r"no kernel image .*; torch was built for sm_110 sm_121: see requirements"):
+    with pytest.raises(ValueError, match=r"no kernel image .* on the device: see requirements-jetson"):
         writer(bundle)
 
 
