@@ -54,11 +54,6 @@ def bit_sum(x):
     return jnp.sum(words.astype(jnp.uint32), dtype=jnp.uint32)
 
 
-def is_finite(x):
-    small = x.size < 1 << 24 and x.is_fully_addressable  # for NumPy, which compiles nothing
-    return bool((np.isfinite(np.asarray(x)) if small else jnp.isfinite(x)).all())
-
-
 def bit_sums(tree):
     """{name: checksum} of a tree: the sum of each array's words modulo 2^32, the same however the array is split.
 
@@ -277,7 +272,9 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, bits=0):
     like = flatten(jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, stored, sharding=at), shapes, layout))
 
     def convert(name, x):
-        if not (jnp.issubdtype(x.dtype, jnp.floating) and is_finite(x)):
+        small = x.size < 1 << 24 and x.is_fully_addressable  # NumPy compiles nothing
+        finite = np.isfinite(np.asarray(x)) if small else jnp.isfinite(x)
+        if not (jnp.issubdtype(x.dtype, jnp.floating) and finite.all()):
             raise ValueError(f"{path} is damaged: {name} ({x.dtype}) holds NaN, infinity or integers")
         return family.quantise(x, bits, name.split(".")[-1]) if bits and x.ndim == 2 else x.astype(dtype)
 

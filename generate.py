@@ -158,8 +158,7 @@ def read_requests(path):
             row = json.loads(line)
             requests.append((row["prompt"] + "", row.get("suffix", "") + ""))  # TypeError for what is no text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            what = 'a JSON object with the text "prompt", and perhaps "suffix"'
-            raise ValueError(f"{path}, line {number} is not {what}") from None
+            raise ValueError(f'{path}, line {number} is not a JSON object with the text "prompt"') from None
     if not requests:
         raise ValueError(f"{path} holds no prompts")
     return requests
@@ -370,20 +369,19 @@ class Dream:
         self.key, self.compile_s = jax.random.key(cfg.seed), 0.0
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
         self.turns = []  # (prompt, answer) so far
-        begin, ask, how = self.conversation(folder, tokenizer)
+        begin, ask, how = self.conversation(folder, tokenizer, sample_dream.chat_template(folder))
         self.texts = canvas.Texts(tokenizer, dream.mask_id, ends, dream.positions, begin, ask, flags.chat == "on")
         weights = f"int{bits} and {self.model.run.dtype}" if bits else self.model.run.dtype
         print(f"{folder}, {weights}, {how}", file=sys.stderr)
 
-    def conversation(self, folder, tokenizer):
-        """(ids before a plain text, a function that encodes a prompt by the chat template or None, this in words).
+    def conversation(self, folder, tokenizer, wrap):
+        """(ids before a plain text, a function that encodes a prompt by the template wrap or None, this in words).
 
         The tokenizer of a base model has a template, too. So the name of the model decides, or that of its folder.
         """
         import canvas
-        import sample_dream
 
-        flags, wrap = self.cfg.dream, sample_dream.chat_template(folder)
+        flags = self.cfg.dream
         if flags.chat == "on" and not wrap:
             raise ValueError(f"--chat=on: {folder} holds no chat template (tokenizer_config.json)")
         config = runs.read_json(folder / "config.json")

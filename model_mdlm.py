@@ -370,10 +370,8 @@ def build(config_json, weights):
         raise ValueError(f"model_type {config.get('model_type')!r} is not mdlm")
     if config.get("sha256", digest) != digest:  # weights from elsewhere have none
         raise ValueError("model.safetensors is damaged: its SHA-256 is not that in config.json")
-    cfg, tensors = (
-        Config(**{k: v for k, v in config.items() if k in Config.__dataclass_fields__}),
-        read_safetensors(weights),
-    )
+    cfg = Config(**{k: v for k, v in config.items() if k in Config.__dataclass_fields__})
+    tensors = read_safetensors(weights)
     if cfg.heads < 1 or cfg.width % cfg.heads or not all(x.isfinite().all() for x in tensors.values()):
         raise ValueError(f"{cfg.heads} heads do not divide its width, {cfg.width}, or weights are NaN or infinite")
     try:

@@ -265,9 +265,7 @@ class Run:
         if found and not self.cfg.resume:
             raise FileExistsError(f"{self.out} already holds a run: --resume={self.out}, or choose another --out")
         if self.cfg.resume and not found and (as_path(self.cfg.resume) / SAVED).exists():
-            raise FileNotFoundError(
-                f"the checkpoints of {self.cfg.resume} are gone; put one back or choose another --out"
-            )
+            raise FileNotFoundError(f"the checkpoints of {self.cfg.resume} are gone; choose another --out")
         self.out.mkdir(parents=True, exist_ok=True)
         self.exits.enter_context(lock(self.out / f".lock{self.rank}"))
         return self

@@ -61,10 +61,8 @@ import typing
 import urllib.request
 from pathlib import Path
 
-import sandbox_inside
-import sandbox_wire
-from sandbox_wire import Opaque as Opaque
-from sandbox_wire import opaque, plain, unwire, wire
+from sandbox_inside import Opaque as Opaque
+from sandbox_inside import opaque, plain, unwire, wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +177,8 @@ def verdict(test, row, given):
 
 # ---- the two runners: called with the tests of a program, they return [(row, what the test gave back)] -------------
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS, Windows
-LAUNCHER = tuple((each.__name__, Path(each.__file__).read_text("utf-8")) for each in (sandbox_wire, sandbox_inside))
+INSIDE = "sandbox_wire", "sandbox_inside"
+LAUNCHER = tuple((name, Path(__file__).with_name(f"{name}.py").read_text("utf-8")) for name in INSIDE)
 # What an interpreter does to become a launcher; its arguments are names and texts of the two files.
 BOOT = """import sys, types
 while sys.argv[1:]:

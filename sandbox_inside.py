@@ -24,7 +24,7 @@ import sys
 import time
 import types
 
-from sandbox_wire import OPERATIONS, Peer, Remote, opaque, unwire, wire
+from sandbox_wire import OPERATIONS, Opaque, Peer, Remote, opaque, plain, unwire, wire  # noqa: F401
 
 with contextlib.suppress(ImportError):
     import fcntl  # Windows has none; sandbox.py --runner=e2b works there too
