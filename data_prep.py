@@ -520,10 +520,10 @@ def chat_writer(tokenizer):
     The special tokens of the template become tokens; their names in what people wrote are broken by HIDDEN, and stay
     text. Raises ValueError if there is no template.
     """
-    folder = Path(tokenizer).parent
-    import sample_dream
+    import canvas
 
-    wrap = sample_dream.chat_template(folder)
+    folder = Path(tokenizer).parent
+    wrap = canvas.chat_template(folder)
     if wrap is None:
         raise ValueError(f"--chat: {folder} holds no chat template ({' or '.join(CHAT_FILES)})")
     names = [token["content"] for token in json.loads(Path(tokenizer).read_bytes())["added_tokens"]]

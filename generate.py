@@ -369,7 +369,7 @@ class Dream:
         self.key, self.compile_s = jax.random.key(cfg.seed), 0.0
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
         self.turns = []  # (prompt, answer) so far
-        begin, ask, how = self.conversation(folder, tokenizer, sample_dream.chat_template(folder))
+        begin, ask, how = self.conversation(folder, tokenizer, canvas.chat_template(folder))
         self.texts = canvas.Texts(tokenizer, dream.mask_id, ends, dream.positions, begin, ask, flags.chat == "on")
         weights = f"int{bits} and {self.model.run.dtype}" if bits else self.model.run.dtype
         print(f"{folder}, {weights}, {how}", file=sys.stderr)

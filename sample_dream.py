@@ -560,39 +560,9 @@ def load_tokenizer(folder, cfg):
 
 
 def chat_template(folder):
-    """wrap(prompt, system="", before=()) -> text, by the chat template in a model's folder; None if it has none.
+    import canvas
 
-    The prompt is a user's turn, after system and the (prompt, answer) pairs of `before`. ValueError if it fails.
-    """
-    path, jinja = (runs.as_path(folder) / name for name in ("tokenizer_config.json", "chat_template.jinja"))
-    config = runs.read_json(path) if path.exists() else {}
-    template = jinja.read_text() if jinja.exists() else config.get("chat_template")
-    if isinstance(template, list):  # a template for each purpose, by name
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    if not template:
-        return None
-    import jinja2.sandbox
-
-    def refuse(message):  # templates call it raise_exception
-        raise jinja2.TemplateError(message)
-
-    # The template is code of whoever made the model, so it runs in jinja2's sandbox, as in transformers.
-    special = {f"{name}_token": config.get(f"{name}_token") for name in ("bos", "eos", "pad")}
-    special = {name: token["content"] if isinstance(token, dict) else token for name, token in special.items()}
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"raise_exception": refuse, **special}
-    compiled = functools.cache(environment.from_string)  # compiling takes 5 ms, rendering 0.07
-
-    def wrap(prompt, system="", before=()):
-        turns = [("system", system)] if system else []
-        turns += [turn for pair in before for turn in zip(("user", "assistant"), pair, strict=True)]
-        messages = [{"role": role, "content": text} for role, text in (*turns, ("user", prompt))]
-        try:
-            return compiled(template).render(messages=messages, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template of {folder} fails: {error}") from None
-
-    return wrap
+    return canvas.chat_template(runs.as_path(folder))
 
 
 def named(adapters):

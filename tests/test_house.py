@@ -39,6 +39,7 @@ STAGES = {*TRAINERS, "data_prep", "fetch_pypi", "rl_tasks", "generate", "convert
 STAGES |= {"export_jetson", "inference_jetson"}
 # What trainers share: mathematics, models, samplers, the formats of runs, checkpoints and rows, the sandbox.
 GROUND = {
+    "canvas",
     "diffusion",
     "diff_attention",
     "grpo",
