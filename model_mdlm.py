@@ -378,7 +378,7 @@ def build(config_json, weights):
         model = MDLM(cfg)
         model.load_state_dict(tensors)
     except RuntimeError as error:  # it lists all tensors that are missing, unexpected or misshapen
-        wrong = [f"{line.strip():.150}" for line in str(error).splitlines()]
+        wrong = [f"{line.strip():.200}" for line in str(error).splitlines()]
         raise ValueError(f"{len(wrong) - 1} problems: {' '.join(wrong[1:4])}") from None
     return model
 

@@ -344,7 +344,7 @@ class E2B:
 
     def __init__(self, options):
         self.url, self.seconds = options.e2b_router_url, int(options.program_s) + 30
-        self.settings = dataclasses.asdict(options)
+        self.settings, self.template = dataclasses.asdict(options), inspect.getsource(Template)
         self.mine, self.all = threading.local(), []  # the sandbox of each thread; those of all threads
         self.closed = threading.Event()
         if not self.url:
@@ -354,8 +354,8 @@ class E2B:
             self.sdk, self.lost = sdk, (sdk.SandboxException, httpx.HTTPError)
 
     def __call__(self, tests):
-        job, template = json.dumps([self.settings, tests]), inspect.getsource(Template)
-        script = REMOTE.format(boot=BOOT, launcher=LAUNCHER, job=job, Template=template)
+        job = json.dumps([self.settings, tests])
+        script = REMOTE.format(boot=BOOT, launcher=LAUNCHER, job=job, Template=self.template)
         output = self.routed(script) if self.url else self.direct(script)
         try:
             rows, complaint = json.loads(output.strip().splitlines()[-1])

@@ -351,7 +351,7 @@ def test_a_run_that_lost_its_checkpoints_does_not_begin_anew(saved, tmp_path):
     cfg = Config(str(tmp_path), resume=str(tmp_path))
     saved[0].close()
     shutil.rmtree(tmp_path / "checkpoints")
-    with pytest.raises(FileNotFoundError, match=r"checkpoints of .* are gone; .*start anew"), runs.Run(cfg):
+    with pytest.raises(FileNotFoundError, match=r"checkpoints of .* are gone; choose another --out"), runs.Run(cfg):
         pass
     with runs.Run(Config(str(tmp_path / "other"), resume=str(tmp_path / "other"))):  # stopped before its first one
         pass
