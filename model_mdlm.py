@@ -372,8 +372,10 @@ def build(config_json, weights):
         raise ValueError("model.safetensors is damaged: its SHA-256 is not that in config.json")
     cfg = Config(**{k: v for k, v in config.items() if k in Config.__dataclass_fields__})
     tensors = read_safetensors(weights)
-    if cfg.heads < 1 or cfg.width % cfg.heads or not all(x.isfinite().all() for x in tensors.values()):
-        raise ValueError(f"{cfg.heads} heads do not divide its width, {cfg.width}, or weights are NaN or infinite")
+    if cfg.heads < 1 or cfg.width % cfg.heads:
+        raise ValueError(f"{cfg.heads} heads do not divide its width, {cfg.width}")
+    if bad := [name for name, x in tensors.items() if not x.isfinite().all()]:
+        raise ValueError(f"{len(bad)} tensors hold NaN or infinity: {', '.join(bad[:3])}")
     try:
         model = MDLM(cfg)
         model.load_state_dict(tensors)

@@ -3,8 +3,7 @@
     with runs.Run(cfg) as run:                      # locks cfg.out; refuses a folder that holds another run
         run.begin(first, settings, {"tokenizer.json": data})    # writes config.json, cuts the logs to step `first`
         run.log({"step": step + 1, "loss": 3.41})   # in the loop over steps
-        if run.signal:                              # Ctrl-C or SIGTERM: save, then
-            run.leave(step + 1)
+        if run.signal: run.leave(step + 1)          # Ctrl-C or SIGTERM; save before it
 
 The folder of a run holds config.json, tokenizer.json, log.jsonl and its checkpoints: checkpoints/<step>/ (JAX, see
 checkpoints.py) or step_<n>/ in safetensors (PyTorch). This file imports neither JAX nor PyTorch.
@@ -45,7 +44,7 @@ def check(cfg):
         for low, high in (note for note in known if isinstance(note, tuple)):
             for x in value if isinstance(value, tuple) else (value,):
                 if x is not None and not low <= x <= high:
-                    raise ValueError(f"--{name}={x} is not in {low:,} .. {high:,}")
+                    raise ValueError(f"--{name}={x} is not in {low} .. {high:{',' if type(high) is int else 'g'}}")
     return cfg
 
 

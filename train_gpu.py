@@ -258,8 +258,7 @@ def learning_rate(step, cfg):
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon with a choice of dtype; a step where found_inf is 1 changes nothing.
 
-    Nesterov momentum, orthogonalised by five Newton-Schulz iterations. PyTorch's are in bfloat16, which takes a CPU
-    without units for it 30 times as long as float32. Ref: https://kellerjordan.github.io/posts/muon.
+    PyTorch's bfloat16 takes a CPU without units for it 20 times as long. Ref: https://kellerjordan.github.io/posts/muon
     """
 
     def __init__(self, params, lr, weight_decay, dtype):
