@@ -75,20 +75,6 @@ CHUNK_BYTES = 32 << 20  # size of the chunks of Zarr arrays, and of the blocks r
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("float16"), "F32": np.dtype("float32")}
 TABLES = {"embed_tokens", "lm_head"}  # have a row per token
-# parameter of Dream -> its name on the Hub; shapes and layout are the same
-HF_NAMES = {"embed_tokens": "model.embed_tokens.weight", "norm": "model.norm.weight", "lm_head": "lm_head.weight"}
-
-
-def hf_name(name):
-    """layers.3.q_bias -> model.layers.3.self_attn.q_proj.bias"""
-    if not name.startswith("layers."):
-        return HF_NAMES[name]
-    _, layer, part = name.split(".")
-    if part.endswith("layernorm"):
-        return f"model.layers.{layer}.{part}.weight"
-    matrix, kind = part.split("_")  # q_proj is the matrix, q_bias its bias
-    where = "self_attn" if matrix in ("q", "k", "v", "o") else "mlp"
-    return f"model.layers.{layer}.{where}.{matrix}_proj.{'weight' if kind == 'proj' else 'bias'}"
 
 
 def map_files(folder):
@@ -142,7 +128,7 @@ class Checkpoint:
 
     def file_name(self, name):
         """The name of a parameter in safetensors."""
-        return hf_name(name) if self.family is dream else name
+        return dream.hf_name(name, self.cfg.family) if self.family is dream else name
 
 
 def find(folder, step=0, repository=""):
@@ -165,7 +151,7 @@ def find(folder, step=0, repository=""):
     kind = keys.get("model_type")
     if kind == "mdlm":
         raise ValueError(f"{where} is an MDLM, in safetensors as it is; publish it with: hf upload OWNER/NAME {where}")
-    if kind in QWEN2:
+    if kind in QWEN2 and not dream.family_of(where, keys):
         raise ValueError(f"{where} is a {kind}; --to=dream makes a Dream of it")
     if kind == "pythoncoder":
         family, cfg = pc, pc.read_config(where, checkpoints.find_weights(where)[1])

@@ -1,4 +1,4 @@
-"""Dream: a masked-diffusion language model with Qwen2.5's layers (Dream-7B, DiffuCoder-7B): architecture and loss.
+"""Dream and its kin (LLaDA, SDAR, Nemotron, ...): masked-diffusion language models, their architecture and loss.
 
 Flax NNX. Parameters keep the names and the [out, in] layout of the Hugging Face checkpoint, one array per tensor, so a
 conversion copies bytes. convert_weights.py converts, train_dream.py trains, sample_dream.py samples.
@@ -8,13 +8,17 @@ H query heads, J key/value heads, G = H / J, K head size, F feed-forward width, 
 
 A layer, with n = RMSNorm(x):  h = x + W_o attn(W_q n + b_q, W_k n + b_k, W_v n + b_v);  x' = h + W_down(
 silu(W_gate m) * W_up m), m = RMSNorm(h). Attention is bidirectional. The logits at position p - 1 predict the token at
-p, as in the autoregressive model that Dream was made from; position 0 uses its own.
-Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639.
+p, as in the autoregressive model that Dream was made from; position 0 uses its own. Where other models differ, a field
+of DreamConfig says so; FAMILIES are their forms on the Hub.
+Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639; LLaDA, arXiv:2502.09992; SDAR, arXiv:2510.06303.
 """
 
 import dataclasses
 import functools
+import json
 import math
+import re
+import types
 import typing
 
 import jax
@@ -56,27 +60,89 @@ class DreamConfig:
     block_length: int = hf("bd_size", 0)  # block size: a token attends to its own and earlier blocks; 0: no blocks
     shift: bool = hf("shift", True)  # the logits at position p - 1 predict the token at p
     expand_id: int = hf("expand_token_id", -1)  # a mask that becomes this id splits in two, EOS deletes it; -1: off
+    rope: tuple = hf("rope_parameters", ())  # pairs of YaRN's settings and of the query scale, see rope_of
+    family: str = "dream"  # key of FAMILIES
+    bias: bool = True  # queries, keys and values have a bias
+    qk_norm: bool = False  # RMSNorm of each head's queries and keys
+    causal: bool = False  # finished blocks attend causally, and the first token of a block is predicted from the last
 
     def __post_init__(self):
+        object.__setattr__(self, "rope", tuple(map(tuple, self.rope)))  # JSON has lists
         ids = self.mask_id, self.expand_id, self.pad_id, self.bos_id, self.eos_id
         if self.mask_id in ids[1:] or self.expand_id == self.eos_id or max(ids) >= self.vocab:
             names = "mask, expand, pad, bos, eos"
             raise ValueError(f"ids {ids} of {names} must lie below {self.vocab}, those of mask and expand be unique")
 
 
-HF_KEYS = {field.name: field.metadata["hf"] for field in dataclasses.fields(DreamConfig)}
-EXTRAS = {"block_length", "shift", "expand_id"}  # a config.json has these where they differ from the default
-OPTIONAL = {"head_size", "tie", "bos_id"} | EXTRAS  # a config.json may leave these out
-# Keys that would change the maths, and the values that this model implements; config_to_hf writes the first. Others
-# (auto_map, use_mrope, ...) are ignored, as the reference ignores them.
-FIXED = {
-    "model_type": ("Dream", "dream"),
-    "hidden_act": ("silu",),
-    "rope_scaling": (None,),
-    "use_sliding_window": (False, None),
-    "attention_dropout": (0, None),
-    "attention_bias": (True, None),
+HF_KEYS = {f.name: f.metadata["hf"] for f in dataclasses.fields(DreamConfig) if f.metadata}
+EXTRAS = {"block_length", "shift", "expand_id", "rope"}  # a config.json has these where they differ from the default
+OPTIONAL = {"head_size", "tie", "bos_id", "pad_id"} | EXTRAS  # a config.json may leave these out
+
+
+class Family(typing.NamedTuple):
+    """The form of a kind of model on the Hub. Keys of a config.json that are not named here are ignored."""
+
+    kind: str  # model_type
+    code: str  # its class, in architectures or auto_map
+    model: dict  # fields of DreamConfig that are its own
+    fixed: dict  # keys that would change the maths, and the values that this file implements; the first is written
+    keys: typing.Mapping = types.MappingProxyType({})  # {Dream's key: its own}
+    mask: str = ""  # MASK in the tokenizer, where config.json leaves out its id
+
+
+# fmt: off
+QWEN2 = {"hidden_act": ("silu",), "rope_scaling": (None,), "use_sliding_window": (False, None),
+         "attention_dropout": (0, None), "attention_bias": (True, None)}
+LLAMA = {"hidden_act": ("silu",), "rope_scaling": (None,), "sliding_window": (None,), "mlp_bias": (False, None),
+         "attention_bias": (False, None)}
+LLADA = {  # none may be missing: the defaults of its code are GPT-2's
+    "weight_tying": (False, True), "activation_type": ("silu",), "block_type": ("llama",), "layer_norm_type": ("rms",),
+    "block_group_size": (1,), "multi_query_attention": (None, False), "bias_for_layer_norm": (False, None),
+    **dict.fromkeys(("rope", "rope_full_precision", "layer_norm_with_affine"), (True,)),
+    **dict.fromkeys(("alibi", "attention_layer_norm", "scale_logits", "input_emb_norm", "include_bias",
+                     "include_qkv_bias", "attention_dropout", "embedding_dropout", "residual_dropout"), (False,))}
+LLADA_KEYS = {
+    "hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads", "intermediate_size": "mlp_hidden_size", "vocab_size": "embedding_size",
+    "max_position_embeddings": "max_sequence_length", "tie_word_embeddings": "weight_tying"}
+LLADA_NAMES = {
+    "embed_tokens": "wte", "norm": "ln_f", "lm_head": "ff_out", "input_layernorm": "attn_norm", "o_proj": "attn_out",
+    "post_attention_layernorm": "ff_norm", "gate_proj": "ff_proj", "down_proj": "ff_out"}
+PLAIN, BLOCKS = {"bias": False, "shift": False}, {"bd_size": "block_size"}
+FAMILIES = {
+    "dream": Family("Dream", "DreamModel", {}, QWEN2),
+    "llada": Family("llada", "LLaDAModelLM", PLAIN, LLADA, LLADA_KEYS, "<|mdm_mask|>"),
+    "sdar": Family(
+        "sdar", "SDARForCausalLM", PLAIN | {"qk_norm": True, "block_length": 4}, LLAMA, BLOCKS, "<|MASK|>"),
+    "stable_diffcoder": Family(
+        "llama", "StableDiffcoderForCausalLM", PLAIN | {"block_length": 4, "mask_id": 5}, LLAMA, BLOCKS,
+        "<[MASK_TOKEN]>"),
+    "nemotron": Family(
+        "nemotron_labs_diffusion", "NemotronLabsDiffusionModel", PLAIN | {"block_length": 32, "causal": True}, LLAMA,
+        BLOCKS),
+    "fast_dllm_v2": Family(
+        "Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM", {"block_length": 32}, QWEN2, mask="|<MASK>|"),
+    "open_dcoder": Family("qwen2", "Qwen2ForCausalLM", {}, QWEN2, mask="[MASK]"),
 }
+# fmt: on
+# what rope_of takes of rope_parameters
+YARN = "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
+
+
+def special_ids(folder):
+    """{name: id} of the tokens that the tokenizer in a folder has beside its vocabulary."""
+    files = (runs.as_path(folder) / name for name in ("tokenizer.json", "added_tokens.json"))
+    full, added = (runs.read_json(path) if path.is_file() else {} for path in files)
+    return {token["content"]: token["id"] for token in full.get("added_tokens", [])} | added
+
+
+def family_of(folder, keys):
+    """The key of FAMILIES for a folder with this config.json; "" for other models, such as a Qwen2 without MASK."""
+    code = json.dumps([keys.get("architectures"), keys.get("auto_map")]).replace("Seed", "Stable")  # a former name
+    for name, family in FAMILIES.items():
+        if str(keys.get("model_type")).lower() == family.kind.lower() and (name == "dream" or family.code in code):
+            return name if name != "open_dcoder" or family.mask in special_ids(folder) else ""
+    return ""
 
 
 def config_from_hf(folder, changes=None):
@@ -86,23 +152,49 @@ def config_from_hf(folder, changes=None):
     """
     path = runs.as_path(folder) / "config.json"
     keys = runs.read_json(path) | (changes or {})
-    rope = keys.get("rope_parameters") or {}  # transformers 5 keeps the settings of the rotary embedding here
-    keys = {"rope_theta": rope.get("rope_theta")} | keys
-    if rope.get("rope_type", "default") != "default":
-        keys["rope_scaling"] = rope
-    if (sampling := path.with_name("generation_config.json")).is_file():  # DreamOn keeps its expand id here
-        keys = {"expand_token_id": runs.read_json(sampling).get("expand_token_id")} | keys
-    fields = {name: keys[key] for name, key in HF_KEYS.items() if keys.get(key) is not None}
-    wrong = [f"{k} is {keys[k]!r}, not {ok[0]!r}" for k, ok in FIXED.items() if keys.get(k, ok[0]) not in ok]
-    wrong += [f"{key} is 0" for key in [*HF_KEYS.values()][:7] if keys.get(key) == 0]
-    wrong += [f"{key} is missing" for name, key in HF_KEYS.items() if name not in fields.keys() | OPTIONAL]
     try:
-        if wrong:
-            raise ValueError("; ".join(wrong))
-        fields = {"head_size": fields["width"] // fields["heads"], "bos_id": fields["eos_id"]} | fields
-        return DreamConfig(**fields)
+        return config_of(folder, keys)
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{path} does not describe a Dream model: {error}") from None
+
+
+def config_of(folder, keys):
+    """The DreamConfig for the keys of a config.json; files beside it may say what it leaves out."""
+    name = family_of(folder, keys)
+    if not name:
+        kind = " ".join([str(keys.get("model_type")), *(keys.get("architectures") or [])])
+        raise ValueError(f"it is a {kind}; supported are dense text models of {', '.join(FAMILIES)}")
+    family, unset = FAMILIES[name], "missing" if name == "llada" else None
+    rope = keys.get("rope_parameters") or {}  # transformers 5 keeps the settings of the rotary embedding here
+    keys = {"rope_theta": rope.get("rope_theta")} | keys | {"rope_parameters": None}
+    if name == "nemotron" and rope.get("rope_type") == "yarn" and {*YARN[:2]} <= rope.keys():
+        keys["rope_parameters"] = [(key, rope[key]) for key in (*YARN, "llama_4_scaling_beta") if key in rope]
+    elif rope.get("rope_type", "default") != "default":
+        keys["rope_scaling"] = rope
+    fixed = family.fixed.items()
+    wrong = [f"{k} is {keys.get(k)!r}, not {ok[0]!r}" for k, ok in fixed if keys.get(k, unset or ok[0]) not in ok]
+    wrong += [f"{key} asks for another model" for key in keys if re.search("expert|vision", key) and keys[key]]
+    keys = {key: x for key, x in keys.items() if x is not None}
+    if (sampling := runs.as_path(folder) / "generation_config.json").is_file():
+        found = runs.read_json(sampling)  # LLaDA has its BOS here, SDAR its PAD, DreamOn its expand id
+        names = {"bos_token_id", "pad_token_id", "expand_token_id"} & found.keys()
+        keys = {key: found[key] for key in names if found[key] is not None} | keys
+    if name == "llada":
+        defaults = {"n_kv_heads": keys.get("n_heads"), "mlp_hidden_size": keys.get("mlp_ratio", 0) * keys["d_model"]}
+        keys = defaults | keys
+    if "mask_token_id" not in keys:
+        keys["mask_token_id"] = special_ids(folder).get(family.mask)
+    keys |= {ours: keys[own] for ours, own in family.keys.items() if own in keys}
+    fields = {"family": name} | family.model
+    fields |= {field: keys[key] for field, key in HF_KEYS.items() if keys.get(key) is not None}
+    own = [family.keys.get(key, key) for key in HF_KEYS.values()]
+    wrong += [f"{key} is 0" for key in own[:7] if keys.get(key) == 0]
+    needed = HF_KEYS.keys() - fields.keys() - OPTIONAL
+    wrong += [f"{key} is missing" for key, field in zip(own, HF_KEYS, strict=True) if field in needed]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    ids = dict.fromkeys(("bos_id", "pad_id"), fields["eos_id"])
+    return DreamConfig(**{"head_size": fields["width"] // fields["heads"]} | ids | fields)
 
 
 def read_config(folder, meta=None):
@@ -121,12 +213,30 @@ def read_config(folder, meta=None):
 
 def config_to_hf(cfg, dtype="bfloat16"):
     """The config.json of the Hub for this architecture, as a dictionary; config_from_hf reads it back."""
-    auto_map = {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}
-    keys = {"architectures": ["DreamModel"], "auto_map": auto_map} | {key: x[0] for key, x in FIXED.items()}
-    for name, x in vars(cfg).items():
-        if name not in EXTRAS or x != getattr(DreamConfig, name):
-            keys[HF_KEYS[name]] = x
+    family = FAMILIES[cfg.family]
+    keys = {"architectures": [family.code], "model_type": family.kind} | {key: x[0] for key, x in family.fixed.items()}
+    if cfg.family == "dream":
+        keys["auto_map"] = {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}
+    for name, key in HF_KEYS.items():
+        if name not in EXTRAS or getattr(cfg, name) != getattr(DreamConfig, name):
+            keys[family.keys.get(key, key)] = getattr(cfg, name)
+    if cfg.rope:
+        keys["rope_parameters"] = dict(cfg.rope) | {"rope_type": "yarn", "rope_theta": keys.pop("rope_theta")}
+    if cfg.family == "llada":
+        keys["vocab_size"] = cfg.vocab  # the table may have more rows
     return keys | {"torch_dtype": dtype}
+
+
+def hf_name(name, family="dream"):
+    """The name of a parameter on the Hub: layers.3.q_bias -> model.layers.3.self_attn.q_proj.bias. Layouts agree."""
+    layer, _, part = name.rpartition(".")
+    if family == "llada":
+        return f"model.transformer.{name[: -len(part)].replace('layers', 'blocks')}{LLADA_NAMES.get(part, part)}.weight"
+    matrix, _, kind = part.partition("_")
+    block = "self_attn." if matrix in ("q", "k", "v", "o") else "mlp." if kind == "proj" else ""
+    leaf = f"{matrix}_proj.bias" if kind == "bias" else f"{part}.weight"
+    top, head = ("encoder.", "diffusion_head") if family == "nemotron" else ("model.", "lm_head")
+    return f"{head}.weight" if part == "lm_head" else f"{top}{layer and layer + '.'}{block}{leaf}"
 
 
 CONFIGS = {
@@ -188,11 +298,39 @@ def rms_norm(x, weight, eps):
     return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * weight).astype(x.dtype)
 
 
-def rope_frequencies(head_size, theta):
-    """Rotary frequencies theta^(-2i/K), float32 [K/2]; PyTorch's own bits but for one unit in 1 of 64."""
+def rope_frequencies(head_size, theta, rope=()):
+    """Rotary frequencies theta^(-2i/K), float32 [K/2]; PyTorch's own bits but for one unit in 1 of 64.
+
+    With YaRN those that turn less than beta_slow times in the original positions are divided by `factor`, those that
+    turn more than beta_fast times are kept, and others lie between. Ref: YaRN, arXiv:2309.00071, eq. 18 to 23.
+    """
     # NumPy on the host: at position 2,000 the angle's error is 2,000 times the error here
     exponent = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
-    return np.float32(1) / (np.float64(theta) ** exponent).astype(np.float32)
+    inv_freq = np.float32(1) / (np.float64(theta) ** exponent).astype(np.float32)
+    if not rope:
+        return inv_freq
+    yarn = {"beta_fast": 32, "beta_slow": 1} | dict(rope)
+    turns = (yarn["original_max_position_embeddings"] / (2 * math.pi * yarn[x]) for x in ("beta_fast", "beta_slow"))
+    low, high = (head_size * math.log(x) / (2 * math.log(theta)) for x in turns)
+    low, high = max(math.floor(low), 0), min(math.ceil(high), head_size - 1)
+    ramp = np.clip((np.arange(head_size // 2) - low) / ((high - low) or 1e-3), 0, 1)
+    return (inv_freq * (ramp / yarn["factor"] + 1 - ramp)).astype(np.float32)
+
+
+def rope_of(cfg, position_BL):
+    """The rope_table of the model, and where it scales queries by position also the scale [B, L, 1, 1].
+
+    YaRN's cos and sin are multiplied by m(mscale) / m(mscale_all_dim), m(s) = 0.1 s ln(factor) + 1. The scale is
+    1 + beta ln(1 + floor(position / original positions)), as in Llama 4.
+    """
+    table, yarn = rope_table(position_BL, rope_frequencies(cfg.head_size, cfg.theta, cfg.rope)), dict(cfg.rope)
+    if not yarn:
+        return table
+    scales = yarn.get("mscale"), yarn.get("mscale_all_dim")
+    over, under = (0.1 * s * math.log(max(yarn["factor"], 1)) + 1 for s in (scales if all(scales) else (1, 0)))
+    turns_BL = position_BL // yarn["original_max_position_embeddings"]
+    scale_BL = 1 + yarn.get("llama_4_scaling_beta", 0) * jnp.log1p(turns_BL.astype(jnp.float32))
+    return *(over / under * x for x in table), scale_BL[..., None, None]
 
 
 def rope_table(position_BL, inv_freq):
@@ -202,11 +340,11 @@ def rope_table(position_BL, inv_freq):
     return tuple(jnp.concatenate([f(angle_BLK)] * 2, -1) for f in (jnp.cos, jnp.sin))
 
 
-def rotate(x_BLHK, cos_BLK, sin_BLK):
-    """Rotary embedding, half-split: x cos + [-x_2; x_1] sin, in float32, returned in x's dtype."""
+def rotate(x_BLHK, cos_BLK, sin_BLK, scale_BL11=1):
+    """Rotary embedding, half-split: (x cos + [-x_2; x_1] sin) scale, in float32, returned in x's dtype."""
     x32, half = x_BLHK.astype(jnp.float32), x_BLHK.shape[-1] // 2
     swapped = jnp.concatenate([-x32[..., half:], x32[..., :half]], -1)  # [-x_2; x_1]
-    return (x32 * cos_BLK[:, :, None] + swapped * sin_BLK[:, :, None]).astype(x_BLHK.dtype)
+    return ((x32 * cos_BLK[:, :, None] + swapped * sin_BLK[:, :, None]) * scale_BL11).astype(x_BLHK.dtype)
 
 
 class Int8(typing.NamedTuple):
@@ -437,7 +575,10 @@ class Block(nnx.Module):
 
         self.input_layernorm, self.post_attention_layernorm = nnx.Param(jnp.ones(D)), nnx.Param(jnp.ones(D))
         self.q_proj, self.k_proj, self.v_proj = normal(Q, D), normal(KV, D), normal(KV, D)
-        self.q_bias, self.k_bias, self.v_bias = (nnx.Param(jnp.zeros(n)) for n in (Q, KV, KV))
+        if cfg.bias:
+            self.q_bias, self.k_bias, self.v_bias = (nnx.Param(jnp.zeros(n)) for n in (Q, KV, KV))
+        if cfg.qk_norm:
+            self.q_norm, self.k_norm = (nnx.Param(jnp.ones(cfg.head_size)) for _ in "qk")
         self.o_proj = normal(D, Q, size=residual)
         self.gate_proj, self.up_proj = normal(cfg.ffn, D), normal(cfg.ffn, D)
         self.down_proj = normal(D, cfg.ffn, size=residual)
@@ -446,15 +587,15 @@ class Block(nnx.Module):
     def __call__(self, x_BLD, rope, see_BM, run, cache=None, start=0, place=None, key_place=None):
         """One layer: (new x, (k, v) [B, J, M, K], the keys rotated).
 
-        rope is cos and sin of the queries' positions; see_BM, place and key_place are those of attention(). A cache,
+        rope is rope_of the queries' positions; see_BM, place and key_place are those of attention(). A cache,
         (k, v) of M slots, gets those of the queries in its slots start .. start + L - 1, and is then all keys.
         """
         cfg = self.cfg
         B, L, _ = x_BLD.shape
 
-        def project(x_BLD, name, *spec):  # only q, k and v have a bias
-            y_BLF = linear(x_BLD, getattr(self, f"{name}_proj").get_value(), *spec, on_cpu=run.on_cpu)
-            return y_BLF + getattr(self, f"{name}_bias")[...].astype(x_BLD.dtype) if name in "qkv" else y_BLF
+        def project(x_BLD, name, *spec):  # only q, k and v may have a bias
+            y_BLF, biased = linear(x_BLD, getattr(self, f"{name}_proj").get_value(), *spec, on_cpu=run.on_cpu), cfg.bias
+            return y_BLF + getattr(self, f"{name}_bias")[...].astype(x_BLD.dtype) if name in "qkv" and biased else y_BLF
 
         # Attention. The names are those of REMAT.
         n_BLD = rms_norm(x_BLD, self.input_layernorm[...], cfg.eps)
@@ -462,7 +603,9 @@ class Block(nnx.Module):
             checkpoint_name(project(n_BLD, name, "tensor", None).reshape(B, L, -1, cfg.head_size), name)
             for name in "qkv"
         )
-        q_BLHK, k_BMJK = rotate(q_BLHK, *rope), rotate(k_BMJK, *rope)
+        if cfg.qk_norm:
+            q_BLHK, k_BMJK = (rms_norm(x, w[...], cfg.eps) for x, w in ((q_BLHK, self.q_norm), (k_BMJK, self.k_norm)))
+        q_BLHK, k_BMJK = rotate(q_BLHK, *rope), rotate(k_BMJK, *rope[:2])
         # Slots are the last axis but one: a TPU then updates the cache in place, without a copy in each step.
         new_cache = k_BMJK.swapaxes(1, 2), v_BMJK.swapaxes(1, 2)
         if cache is not None:
@@ -518,7 +661,7 @@ class Dream(nnx.Module):
         B, L = token_BL.shape
         if position_BL is None:
             position_BL = jnp.broadcast_to(start + jnp.arange(L), (B, L))
-        rope = rope_table(position_BL, rope_frequencies(self.cfg.head_size, self.cfg.theta))  # once for all layers
+        rope = rope_of(self.cfg, position_BL)  # once for all layers
         key_place = key_place or place
 
         def apply_layer(x_BLD, i):
@@ -566,7 +709,10 @@ class Dream(nnx.Module):
             position_BM = jnp.concatenate((position_BL, position_BL), 1)
             segment_BM = jnp.concatenate((segment_BL, segment_BL), 1)
             noisy_BM = jnp.broadcast_to(jnp.arange(row_BM.shape[1]) < token_BL.shape[1], row_BM.shape)
-            place = diffusion.Place(segment_BM, position_BM // block, noisy_BM)
+            block_BM = position_BM // block
+            if self.cfg.causal:  # a clean token is a block of its own, a noised block has the number of its first one
+                block_BM = jnp.where(noisy_BM, block_BM * block, position_BM)
+            place = diffusion.Place(segment_BM, block_BM, noisy_BM)
             hidden_BLD, clean_BLD = jnp.split(self.hidden(row_BM, position_BM, place=place)[0], 2, 1)
         if not self.cfg.shift:
             return hidden_BLD
@@ -632,7 +778,7 @@ class Dream(nnx.Module):
         2^block_length - 1 passes, 15 for blocks of 4. With blocks of 1 it is the autoregressive NLL, in one pass.
         """
         counted_BL, block = counted(segment_BL, fixed_BL), self.cfg.block_length
-        if block == 1 and self.cfg.shift:
+        if block == 1 and (self.cfg.shift or self.cfg.causal):
             return self.ar_nll(token_BL, counted_BL, segment_BL, position_BL)
 
         def weighted_nll(subset):

@@ -33,7 +33,7 @@ class Sampling:
 
     block_length: int = 0  # 0: the model's
     steps: int = 0  # denoising steps of a block; 0: one for each token
-    schedule: typing.Literal["block", "even"] = "block"  # tokens of each step, see diffusion.step_counts
+    schedule: typing.Literal["block", "even", "sdar"] = "block"  # see diffusion.step_counts; sdar: even of whole blocks
     threshold: float = 0.0  # fill all positions of more than this probability, as many as the schedule says at least
     score: typing.Literal["drawn", "distribution"] = "drawn"  # the probability that counts: the drawn token's | the max
     entropy_bound: float = 0.0  # fill positions of lowest entropy, while those before add up to at most this; 0: steps
@@ -190,7 +190,8 @@ def counts(rule):
     steps = min(rule.steps, N) or N
     count_MS = np.ones((N + 1, N), np.int32)  # behind the schedule one a step
     for masks in range(1, N + 1):
-        count_S = diffusion.step_counts(masks, min(steps, masks), rule.schedule)
+        whole = (N, steps, "even") if rule.schedule == "sdar" else (masks, min(steps, masks), rule.schedule)
+        count_S = diffusion.step_counts(*whole)
         count_S = count_S[count_S > 0]
         count_MS[masks, : len(count_S)] = count_S
     return count_MS

@@ -40,6 +40,7 @@ class Sampling:
     alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # the order of positions
     steps: int = 0  # denoising steps, all blocks together; 0: one for each token, one with a threshold or bound
     eps: float = 1e-3  # end of the time grid
+    schedule: typing.Literal["dream", "even"] = "dream"  # tokens of each step: Dream's | equally many, as LLaDA
     temperature: float = 0.0  # 0 takes the argmax
     top_p: float = 1.0  # a token is dropped if those before it have more than top_p; 1 keeps all
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
@@ -55,6 +56,7 @@ class Sampling:
     ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
+    eos_last: bool = False  # eos_ids have no confidence: they are filled after all other tokens
     history: bool = False  # keep when each token was written, and the model's probability of it then
     record: bool = False  # the same for training, with the probability at this temperature: a Record
 
@@ -176,7 +178,10 @@ class Sampler:
 
         # Confidence. A threshold or bound is compared with the model's own distribution, as filters raise every
         # probability: 0.61 of two tokens becomes 0.90 at temperature 0.2. Dream's orders are defined after the filters.
-        prob_BCV = diffusion.softmax(logits_BCV if rule.bound and not rule.filtered else filtered_BCV)
+        judged_BCV = logits_BCV if rule.bound and not rule.filtered else filtered_BCV
+        if rule.eos_last:  # LLaDA's confidence_eos_eot_inf
+            judged_BCV = diffusion.ban(judged_BCV, rule.eos_ids)
+        prob_BCV = diffusion.softmax(judged_BCV)
         if rule.alg == "maskgit_plus" and rule.score == "drawn":
             score_BC = jnp.take_along_axis(prob_BCV, token_BC[..., None], -1)[..., 0]
         elif rule.alg == "maskgit_plus":  # the choice of positions does not depend on what is drawn
@@ -249,7 +254,7 @@ class Sampler:
         rule, i = self.rule, state.step - given.begun  # step i of this block
         # The positions that this step may fill, and at most how many of each row.
         wanted_BL = self.open_positions(state, given)
-        first_alone = opening and rule.fast_dllm
+        first_alone = opening and rule.fast_dllm and self.cfg.shift
         if first_alone:
             wanted_BL &= jnp.arange(wanted_BL.shape[1]) == given.first
         if rule.alg == "origin":  # fills each position by chance, whatever the model's confidence
@@ -258,6 +263,8 @@ class Sampler:
         if rule.bound and not rule.block_length:
             new_B = given.budget_BS.at[:, i].get(mode="fill", fill_value=0)
             most_B = jnp.minimum(new_B + state.left_B, count_B)
+        elif rule.schedule == "even":
+            most_B = -(-count_B // (given.steps - i))
         elif not (rule.bound or rule.alg == "origin" or first_alone):
             most_B = jnp.floor(count_B * given.share_S[i]).astype(jnp.int32)
 
@@ -379,7 +386,7 @@ def prepare(cfg, rule, token_BL, see_BL, key=None):
         steps += int(count_B.max())
     else:  # Dream's schedule, origin's by chance: a step fills the share 1 - s / t, the last all
         share_S[:steps] = diffusion.dream_shares(steps, rule.eps)
-        if rule.fast_dllm and steps == 1:  # the first step of a block fills only one token
+        if rule.fast_dllm and cfg.shift and steps == 1:  # the first step of a block fills only one token
             share_S[1], steps = 1, 2
 
     banned = (cfg.mask_id, cfg.expand_id) if rule.ban_ids is None else rule.ban_ids
