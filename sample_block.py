@@ -94,13 +94,13 @@ class Sampler:
         masked_BL = (state.token_BL == model.cfg.mask_id) & given.see_BL
         return jnp.take_along_axis(masked_BL, slot_BN, 1)
 
-    def propose(self, model, hidden_BWD, start_B, given, slot_BN, i):
+    def propose(self, model, hidden_BWD, start_B, given, slot_BN, i, shift):
         """For each position a token, its probability and the entropy in the model's own distribution, and its log p for
         the record: (token_BN, prob_BN, entropy_BN, logp_BN).
         """
         rule = self.rule
-        # With cfg.shift the token at p comes from the hidden state at p - 1, the first of a text from its own.
-        shifted_BN = model.cfg.shift & (slot_BN > 0)
+        # With shift the token at p comes from the hidden state at p - 1, the first of a text from its own.
+        shifted_BN = shift & (slot_BN > 0)
         source_BN = slot_BN - shifted_BN - start_B[:, None]
         logits_BNV = model.logits(jnp.take_along_axis(hidden_BWD, source_BN[..., None], 1))
         logits_BNV = jnp.where(given.banned_V, -jnp.inf, logits_BNV)
@@ -135,20 +135,25 @@ class Sampler:
             count_B = jnp.maximum(count_B, (masked_BN & (prob_BN > given.bound)).sum(-1))
         return diffusion.surest(prob_BN, masked_BN, count_B)
 
-    def step(self, model, state, given, start_B, width, masks_B, i):
+    def step(self, model, state, given, start_B, width, masks_B, i, seeds=False):
         """Step i of a block: a pass over `width` slots of each row from start_B on, and the positions of highest
-        confidence written.
+        confidence written. With `seeds` attention is causal, and only the first token of the block is, the next one of
+        an autoregressive model.
         """
         slot_BW = start_B[:, None] + jnp.arange(width)
         row_B1 = jnp.arange(len(slot_BW))[:, None]
         token_BW = state.token_BL[row_B1, slot_BW]
         keys = diffusion.Place(given.see_BL.astype(jnp.int32), given.block_BL)
-        queries = diffusion.Place(keys.document[row_B1, slot_BW], keys.block[row_B1, slot_BW])
+        last_BW = given.first_B[:, None] + self.rule.block_length - 1
+        block_BW = last_BW if model.cfg.causal and not seeds else keys.block[row_B1, slot_BW]
+        queries = diffusion.Place(keys.document[row_B1, slot_BW], jnp.broadcast_to(block_BW, slot_BW.shape))
         hidden_BWD, cache = model.hidden(token_BW, slot_BW, None, state.cache, start_B, queries, keys)
 
         slot_BN = given.first_B[:, None] + jnp.arange(self.rule.block_length)
-        token_BN, prob_BN, entropy_BN, logp_BN = self.propose(model, hidden_BWD, start_B, given, slot_BN, i)
-        written_BN = self.choose(self.masked(model, state, given), prob_BN, entropy_BN, given, masks_B, i)
+        shift, masked_BN = model.cfg.shift or seeds, self.masked(model, state, given)
+        token_BN, prob_BN, entropy_BN, logp_BN = self.propose(model, hidden_BWD, start_B, given, slot_BN, i, shift)
+        masked_BN &= (jnp.arange(self.rule.block_length) == 0) | (not seeds)
+        written_BN = self.choose(masked_BN, prob_BN, entropy_BN, given, masks_B, i)
         index_BN = jnp.where(written_BN, slot_BN, state.token_BL.shape[1])  # out of the row: dropped
 
         def write(x_BL, new_BN):
@@ -168,18 +173,19 @@ class Sampler:
 def fill_block(params, state, given, *, sampler, width):
     """Fill a block of each row: its first pass feeds `width` slots from given.start_B on. A State."""
     model, N = nnx.merge(sampler.graph, params), sampler.rule.block_length
-    masks_B = sampler.masked(model, state, given).sum(-1)
-    state = sampler.step(model, state, given, given.start_B, width, masks_B, jnp.int32(0))
-    start_B = jnp.maximum(given.first_B - 1, 0)
+    masks_B, seeds = sampler.masked(model, state, given).sum(-1), model.cfg.causal
+    state = sampler.step(model, state, given, given.start_B, width, masks_B, jnp.int32(0), seeds)
+    masks_B = sampler.masked(model, state, given).sum(-1) if seeds else masks_B
+    start_B = jnp.maximum(given.first_B - model.cfg.shift, 0)
 
     def step(carry):
         state, i = carry
-        return sampler.step(model, state, given, start_B, N + 1, masks_B, i), i + 1
+        return sampler.step(model, state, given, start_B, N + model.cfg.shift, masks_B, i), i + 1
 
     def unfinished(carry):
         return sampler.masked(model, carry[0], given).any()
 
-    state, _ = jax.lax.while_loop(unfinished, step, (state, jnp.int32(1)))
+    state, _ = jax.lax.while_loop(unfinished, step, (state, jnp.int32(not seeds)))
     # The texts of all rows go to every host, which could not read those of another one's devices.
     return state._replace(token_BL=md.shard(state.token_BL), record=jax.tree.map(md.shard, state.record))
 
@@ -212,7 +218,8 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
     B = max(rows, len(prompts))
     without_text = (0, B - len(prompts))
     end_B = np.pad([len(ids) for ids in prompts], without_text)
-    begin_B = np.pad(given_B, without_text) // N * N  # the first block with a MASK
+    begin_B = np.pad(given_B, without_text)  # the first block with a MASK; behind a causal prompt blocks begin anywhere
+    begin_B = begin_B if cfg.causal else begin_B // N * N
     if max(end_B) > cfg.positions:
         raise ValueError(f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions")
 
@@ -228,7 +235,7 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
     given = Given(
         see_BL=see_BL,
         made_BL=(token_BL == cfg.mask_id) & see_BL,
-        block_BL=np.broadcast_to(np.arange(L) // N, (B, L)),
+        block_BL=np.broadcast_to(np.arange(L) // (1 if cfg.causal else N), (B, L)),
         first_B=begin_B,
         start_B=0 * begin_B,
         count_MS=counts(rule),
@@ -284,10 +291,10 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
             break
         begun.append(int(state.step))
         start_B = np.maximum(first_B - N, 0) if i else 0 * first_B
-        width = 2 * N if i else prefix
+        width = (N if cfg.causal else 2 * N) if i else prefix
         given = given._replace(first_B=first_B.astype(np.int32), start_B=start_B.astype(np.int32))
         state = fill_block(params, sample_dream.beside(params, state), given, sampler=sampler, width=width)
-        windows += [width] + [N + 1] * (int(state.forwards) - len(windows) - 1)
+        windows += [width] + [N + cfg.shift] * (int(state.forwards) - len(windows) - 1)
         if on_block:
             on_block(texts_of(state))
     record = sample_dream.Record(*map(np.asarray, state.record))

@@ -56,7 +56,7 @@ class Sampling:
     ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
-    eos_last: bool = False  # eos_ids have no confidence: they are filled after all other tokens
+    late_ids: tuple[int, ...] = ()  # drawn with confidence 0: LLaDA's confidence_eos_eot_inf, of EOS and EOT
     history: bool = False  # keep when each token was written, and the model's probability of it then
     record: bool = False  # the same for training, with the probability at this temperature: a Record
 
@@ -179,8 +179,8 @@ class Sampler:
         # Confidence. A threshold or bound is compared with the model's own distribution, as filters raise every
         # probability: 0.61 of two tokens becomes 0.90 at temperature 0.2. Dream's orders are defined after the filters.
         judged_BCV = logits_BCV if rule.bound and not rule.filtered else filtered_BCV
-        if rule.eos_last:  # LLaDA's confidence_eos_eot_inf
-            judged_BCV = diffusion.ban(judged_BCV, rule.eos_ids)
+        if rule.late_ids:
+            judged_BCV = diffusion.ban(judged_BCV, rule.late_ids)
         prob_BCV = diffusion.softmax(judged_BCV)
         if rule.alg == "maskgit_plus" and rule.score == "drawn":
             score_BC = jnp.take_along_axis(prob_BCV, token_BC[..., None], -1)[..., 0]

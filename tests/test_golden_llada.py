@@ -1,7 +1,6 @@
 """Reference values of LLaDA (tests/golden/llada/README.md): every case of what our scripts compute."""
 
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -107,3 +106,151 @@ def test_logits_of_a_window_over_a_cache(model, forward):
     for mode, end in (("prefix", changed_BL.shape[1]), ("dual", E)):
         window_BWD, _ = hidden_of(model, changed_BL[:, S:end], None, None, cache, S)
         close(model.logits(window_BWD), forward[f"cache.{mode}.logits"], mode)
+
+
+# ---- generation ----------------------------------------------------------------------------------------------------
+
+
+def rule_of(case, golden, cfg):
+    """A case's settings as ours."""
+    given = case["settings"]
+    rule = {"block_length": given["block_length"], "history": True, "ban_ids": (cfg.mask_id,)}
+    if given.get("threshold"):
+        rule["threshold"] = given["threshold"]
+    else:
+        rule |= {"steps": given["steps"], "schedule": "even"}
+    if case.get("cache"):
+        rule |= {"cache": case["cache"], "fast_dllm": True}
+    if given.get("logits_eos_inf"):
+        rule["ban_ids"] += (cfg.eos_id,)
+    if given.get("confidence_eos_eot_inf"):
+        rule["late_ids"] = cfg.eos_id, golden["eot_token_id"]
+    return sd.Sampling("maskgit_plus", **rule)
+
+
+def fill(model, case, golden):
+    """(sequences, statistics) of a case by our sampler. No id ends a text, as in LLaDA's own."""
+    prompt_BL, new = np.array(case["prompt_ids"], np.int32), case["settings"]["gen_length"]
+    token_BL = np.pad(prompt_BL, ((0, 0), (0, new)), constant_values=model.cfg.mask_id)
+    see_BL = np.ones(token_BL.shape, bool)
+    if case.get("attention_mask") is not None:
+        see_BL[:, : prompt_BL.shape[1]] = np.array(case["attention_mask"]) == 1
+    return sd.fill(model, token_BL, see_BL, rule_of(case, golden, model.cfg))
+
+
+def is_ours(case):
+    """Whether our sampler has the rule of a case: no guidance, and not Fast-dLLM's factor."""
+    return not (case["settings"].get("cfg_scale") or case["settings"].get("factor"))
+
+
+def test_every_text_token_for_token_with_its_steps_and_passes(model, golden):
+    cases = [case for case in golden["cases"] if is_ours(case) and not case.get("edge")]
+    assert {case["sampler"] for case in cases} == {"llada", "fast"}
+    for case in cases:
+        name = case["name"]
+        got_BL, stats = fill(model, case, golden)
+        np.testing.assert_array_equal(got_BL, case["sequences"], err_msg=name)
+        if case["sampler"] == "llada":
+            np.testing.assert_array_equal(stats["when"] - 1, case["step"], err_msg=name)
+            assert stats["forwards"] == min(case["num_forwards"], stats["when"].max()), name  # without idle passes
+        else:
+            assert stats["forwards"] == case["num_forwards"], name
+            assert stats["windows"] == case["query_lengths"], name
+
+
+def test_a_row_of_a_batch_is_what_it_is_alone(model, golden):
+    cases = [case for case in golden["cases"] if is_ours(case) and len(case["prompt_ids"]) > 1]
+    assert cases
+    for case in cases:
+        new, mask_BL = case["settings"]["gen_length"], np.array(case["attention_mask"]) == 1
+        for prompt_L, mask_L, want_L in zip(case["prompt_ids"], mask_BL, case["sequences"], strict=True):
+            prompt_L = np.array(prompt_L)[mask_L].tolist()
+            (row,), _ = sd.generate(model, [prompt_L], new, rule_of(case, golden, model.cfg))
+            assert row == prompt_L + want_L[-new:], case["name"]
+
+
+def test_masks_in_a_prompt_and_predicted_masks_are_filled_where_the_published_loop_leaves_some(model, golden):
+    edges = [case for case in golden["cases"] if case.get("edge")]
+    assert edges
+    for case in edges:
+        published = np.array(case["sequences"])
+        case["settings"] |= {"block_length": 0}
+        got_BL, _ = fill(model, case, golden)
+        assert not (got_BL == model.cfg.mask_id).any(), case["name"]
+        assert (published == model.cfg.mask_id).any() or case["edge"] == "prompt_has_mask", case["name"]
+
+
+def test_every_draw_with_fixed_noise(golden, folder):
+    rules = load_file(folder / "rules.safetensors")
+    cases = [case for case in golden["gumbel"] if case["name"].startswith("gumbel")]
+    assert cases
+    logits = jnp.asarray(rules["gumbel.logits"])
+    for case in cases:
+        name = case["name"]
+        u = jnp.asarray(rules[f"{name}.u"]) if f"{name}.u" in rules else None
+        x0 = np.asarray(diffusion.sample_tokens(logits, u, case["temperature"]))
+        np.testing.assert_array_equal(x0, rules[f"{name}.x0"], err_msg=name)
+        got = np.take_along_axis(np.asarray(diffusion.softmax(logits)), x0[:, None], -1)[:, 0]
+        np.testing.assert_allclose(got, rules[f"{name}.confidence"], atol=5e-6, rtol=0, err_msg=name)
+
+
+# ---- losses --------------------------------------------------------------------------------------------------------
+
+
+def test_every_loss_token_for_token(model, golden, folder):
+    arrays = load_file(folder / "loss.safetensors")
+    cases = [case for case in golden["losses"] if case["kind"] in ("pretrain", "sft")]
+    assert cases
+    nll = jax.jit(lambda model, *args: model.nll(*args))
+    for case in cases:
+        name = case["name"]
+        token_BL, u_BL, u_B = (arrays[f"{name}.{key}"] for key in ("token_BL", "u_BL", "u_B"))
+        (B, L), p_B = token_BL.shape, (1 - case["eps"]) * u_B + case["eps"]
+        prompt_B = arrays.get(f"{name}.prompt_length_B", np.zeros(B, int))
+        mask_BL = (u_BL < p_B[:, None]) & (np.arange(L) >= prompt_B[:, None])
+        np.testing.assert_array_equal(mask_BL, arrays[f"{name}.mask_BL"] == 1, err_msg=name)
+        segment_BL = np.ones_like(token_BL)
+        position_BL = np.broadcast_to(np.arange(L), (B, L))
+        got_BL = np.asarray(nll(model, token_BL, mask_BL, segment_BL, position_BL))
+        np.testing.assert_allclose(got_BL, arrays[f"{name}.nll_no_mask_BL"], atol=2e-4, rtol=0, err_msg=name)
+        loss = (got_BL / p_B[:, None]).sum(1) / (L - prompt_B)
+        assert loss.mean() == pytest.approx(case["loss_no_mask"], rel=2e-5), name
+
+
+def test_the_likelihood_on_the_published_masks(model, golden, folder):
+    arrays = load_file(folder / "loss.safetensors")
+    cases = [case for case in golden["losses"] if case["kind"] == "likelihood"]
+    assert cases
+    for case in cases:
+        name, prompt, answer = case["name"], case["prompt_ids"], case["answer_ids"]
+        noised_NBL, count_NB = arrays[f"{name}.perturbed_NBL"], arrays[f"{name}.count_NB"]
+        index_L = np.arange(len(prompt + answer)) < len(prompt)
+        total = 0
+        for noised_BL, count_B in zip(noised_NBL, count_NB, strict=True):
+            logits_BLV = np.asarray(logits_of(model, noised_BL), np.float64)
+            if w := case["cfg_scale"]:
+                unguided = np.asarray(logits_of(model, np.where(index_L, model.cfg.mask_id, noised_BL)), np.float64)
+                logits_BLV = unguided + (w + 1) * (logits_BLV - unguided)
+            logp_BLV = diffusion.log_softmax(logits_BLV)
+            logp_BL = np.take_along_axis(logp_BLV, np.array([prompt + answer])[..., None], -1)[..., 0]
+            total += ((noised_BL == model.cfg.mask_id) * logp_BL).sum(1) @ (len(answer) / count_B) / len(count_B)
+        assert total / len(noised_NBL) == pytest.approx(case["log_likelihood"], rel=2e-5), name
+
+
+# ---- chat, and the way there and back --------------------------------------------------------------------------------
+
+
+def test_the_chat_template_renders_every_conversation(folder, tmp_path):
+    if not (folder / "chat.json").exists():
+        pytest.skip("this set has no chat.json")
+    chat = json.loads((folder / "chat.json").read_text())
+    keys = {name: chat[name] for name in ("chat_template", "bos_token", "eos_token", "pad_token")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(keys))
+    wrap = canvas.chat_template(tmp_path)
+    cases = [case for case in chat["cases"] if case["messages"][-1]["role"] == "user"]  # as generate.py asks
+    assert cases
+    for case in cases:
+        turns = [turn["content"] for turn in case["messages"]]
+        system = turns.pop(0) if case["messages"][0]["role"] == "system" else ""
+        pairs = list(zip(turns[:-1:2], turns[1::2], strict=True))
+        assert wrap(turns[-1], system, pairs) == case["text"]
