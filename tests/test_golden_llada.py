@@ -143,6 +143,7 @@ def is_ours(case):
     return not (case["settings"].get("cfg_scale") or case["settings"].get("factor"))
 
 
+@pytest.mark.slow
 def test_every_text_token_for_token_with_its_steps_and_passes(model, golden):
     cases = [case for case in golden["cases"] if is_ours(case) and not case.get("edge")]
     assert {case["sampler"] for case in cases} == {"llada", "fast"}
@@ -158,6 +159,7 @@ def test_every_text_token_for_token_with_its_steps_and_passes(model, golden):
             assert stats["windows"] == case["query_lengths"], name
 
 
+@pytest.mark.slow
 def test_a_row_of_a_batch_is_what_it_is_alone(model, golden):
     cases = [case for case in golden["cases"] if is_ours(case) and len(case["prompt_ids"]) > 1]
     assert cases

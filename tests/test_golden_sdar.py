@@ -48,6 +48,7 @@ def test_the_config_is_read_as_the_code_reads_it(model, folder):
     assert cfg.mask_id == keys.get("mask_token_id", added["<|MASK|>"])
 
 
+@pytest.mark.slow
 def test_logits_and_hidden_states_of_every_forward_case(model, golden, folder):
     logits = jax.jit(lambda model, *args, **at: model.logits(model.hidden(*args, **at)[0]))
     assert golden["forward"]
@@ -125,6 +126,7 @@ def compare(model, case, sequence, steps, width):
     return row, stats
 
 
+@pytest.mark.slow
 def test_every_text_token_for_token_with_its_steps(model, golden):
     cases = golden["generate"]
     assert cases
@@ -144,6 +146,7 @@ def test_every_text_token_for_token_with_its_steps(model, golden):
                 assert got == before, (case["name"], block["start"], step)
 
 
+@pytest.mark.slow
 def test_a_text_ends_at_its_first_stop_id_and_a_batch_gives_what_each_row_gives(model, golden):
     cases = [case for case in golden["generate"] if case["settings"]["stop"]]
     assert cases
@@ -161,6 +164,7 @@ def test_a_text_ends_at_its_first_stop_id_and_a_batch_gives_what_each_row_gives(
         assert row[: len(case["text"]) + len(case["prompt"])] == case["prompt"] + case["text"], case["name"]
 
 
+@pytest.mark.slow
 def test_what_the_published_loop_gets_wrong_is_right_here(model, golden):
     cases = [case for case in golden["documented"] if case["settings"]["remasking_strategy"] != "entropy_bounded"]
     assert cases
