@@ -75,6 +75,22 @@ CHUNK_BYTES = 32 << 20  # size of the chunks of Zarr arrays, and of the blocks r
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("float16"), "F32": np.dtype("float32")}
 TABLES = {"embed_tokens", "lm_head"}  # have a row per token
+LLADA = {  # our names of parameters: LLaDA's, where they differ
+    "embed_tokens": "wte", "norm": "ln_f", "lm_head": "ff_out", "input_layernorm": "attn_norm", "o_proj": "attn_out",
+    "post_attention_layernorm": "ff_norm", "gate_proj": "ff_proj", "down_proj": "ff_out",
+}  # fmt: skip
+
+
+def hf_name(name, family="dream"):
+    """layers.3.q_bias -> model.layers.3.self_attn.q_proj.bias; shapes and layouts are the same."""
+    layer, dot, part = name.rpartition(".")
+    if family == "llada":
+        return f"model.transformer.{layer.replace('layers', 'blocks')}{dot}{LLADA.get(part, part)}.weight"
+    matrix, _, kind = part.partition("_")  # q_proj is the matrix, q_bias its bias, q_norm scales what it gives
+    block = "self_attn." if matrix in ("q", "k", "v", "o") else "mlp." if kind == "proj" else ""
+    leaf = f"{matrix}_proj.bias" if kind == "bias" else f"{part}.weight"
+    top, head = ("encoder.", "diffusion_head") if family == "nemotron" else ("model.", "lm_head")
+    return f"{head}.weight" if part == "lm_head" else f"{top}{layer}{dot}{block}{leaf}"
 
 
 def map_files(folder):
@@ -128,7 +144,7 @@ class Checkpoint:
 
     def file_name(self, name):
         """The name of a parameter in safetensors."""
-        return dream.hf_name(name, self.cfg.family) if self.family is dream else name
+        return hf_name(name, self.cfg.family) if self.family is dream else name
 
 
 def find(folder, step=0, repository=""):
@@ -419,8 +435,11 @@ def add_dream_tokens(tokenizer, cfg, path, mask_alone=False):
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= cfg.vocab:
         raise ValueError(f"{path} does not fit: its ids reach {largest}, the model has {cfg.vocab}")
-    if cfg.mask_id in tokenizer.get_added_tokens_decoder():
+    known, family = tokenizer.get_added_tokens_decoder(), dream.FAMILIES[cfg.family]
+    if cfg.mask_id in known and family.mask in ("", known[cfg.mask_id].content):
         return False
+    if cfg.family != "dream":
+        raise ValueError(f"{path} is of another model: {family.mask or 'a special token'} is not its id {cfg.mask_id}")
     # The library numbers added tokens from the end of the vocabulary. Qwen2.5's ends where Dream's tokens begin.
     wanted = {MASKS[0]: cfg.mask_id} if mask_alone else DREAM_TOKENS
     tokenizer.add_special_tokens([*wanted])

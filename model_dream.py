@@ -18,7 +18,6 @@ import functools
 import json
 import math
 import re
-import types
 import typing
 
 import jax
@@ -86,7 +85,7 @@ class Family(typing.NamedTuple):
     code: str  # its class, in architectures or auto_map
     model: dict  # fields of DreamConfig that are its own
     fixed: dict  # keys that would change the maths, and the values that this file implements; the first is written
-    keys: typing.Mapping = types.MappingProxyType({})  # {Dream's key: its own}
+    keys: dict | None = None  # {Dream's key: its own}
     mask: str = ""  # MASK in the tokenizer, where config.json leaves out its id
 
 
@@ -105,28 +104,20 @@ LLADA_KEYS = {
     "hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
     "num_key_value_heads": "n_kv_heads", "intermediate_size": "mlp_hidden_size", "vocab_size": "embedding_size",
     "max_position_embeddings": "max_sequence_length", "tie_word_embeddings": "weight_tying"}
-LLADA_NAMES = {
-    "embed_tokens": "wte", "norm": "ln_f", "lm_head": "ff_out", "input_layernorm": "attn_norm", "o_proj": "attn_out",
-    "post_attention_layernorm": "ff_norm", "gate_proj": "ff_proj", "down_proj": "ff_out"}
 PLAIN, BLOCKS = {"bias": False, "shift": False}, {"bd_size": "block_size"}
+SDAR, DIFFCODER = PLAIN | {"qk_norm": True, "block_length": 4}, PLAIN | {"block_length": 4, "mask_id": 5}
+NEMOTRON, FAST = PLAIN | {"causal": True, "block_length": 32}, {"block_length": 32}
 FAMILIES = {
     "dream": Family("Dream", "DreamModel", {}, QWEN2),
     "llada": Family("llada", "LLaDAModelLM", PLAIN, LLADA, LLADA_KEYS, "<|mdm_mask|>"),
-    "sdar": Family(
-        "sdar", "SDARForCausalLM", PLAIN | {"qk_norm": True, "block_length": 4}, LLAMA, BLOCKS, "<|MASK|>"),
-    "stable_diffcoder": Family(
-        "llama", "StableDiffcoderForCausalLM", PLAIN | {"block_length": 4, "mask_id": 5}, LLAMA, BLOCKS,
-        "<[MASK_TOKEN]>"),
-    "nemotron": Family(
-        "nemotron_labs_diffusion", "NemotronLabsDiffusionModel", PLAIN | {"block_length": 32, "causal": True}, LLAMA,
-        BLOCKS),
-    "fast_dllm_v2": Family(
-        "Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM", {"block_length": 32}, QWEN2, mask="|<MASK>|"),
-    "open_dcoder": Family("qwen2", "Qwen2ForCausalLM", {}, QWEN2, mask="[MASK]"),
+    "sdar": Family("sdar", "SDARForCausalLM", SDAR, LLAMA, BLOCKS, "<|MASK|>"),
+    "stable_diffcoder": Family("llama", "StableDiffcoderForCausalLM", DIFFCODER, LLAMA, BLOCKS, "<[MASK_TOKEN]>"),
+    "nemotron": Family("nemotron_labs_diffusion", "NemotronLabsDiffusionModel", NEMOTRON, LLAMA, BLOCKS),
+    "fast_dllm_v2": Family("Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM", FAST, QWEN2, None, "|<MASK>|"),
+    "open_dcoder": Family("qwen2", "Qwen2ForCausalLM", {}, QWEN2, None, "[MASK]"),
 }
 # fmt: on
-# what rope_of takes of rope_parameters
-YARN = "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
+YARN = "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"  # see rope_of
 
 
 def special_ids(folder):
@@ -152,18 +143,12 @@ def config_from_hf(folder, changes=None):
     """
     path = runs.as_path(folder) / "config.json"
     keys = runs.read_json(path) | (changes or {})
-    try:
-        return config_of(folder, keys)
-    except (ValueError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"{path} does not describe a Dream model: {error}") from None
-
-
-def config_of(folder, keys):
-    """The DreamConfig for the keys of a config.json; files beside it may say what it leaves out."""
-    name = family_of(folder, keys)
-    if not name:
+    if not (name := family_of(folder, keys)):
         kind = " ".join([str(keys.get("model_type")), *(keys.get("architectures") or [])])
-        raise ValueError(f"it is a {kind}; supported are dense text models of {', '.join(FAMILIES)}")
+        kinds = ", ".join(FAMILIES)
+        raise ValueError(
+            f"{path} does not describe a Dream model: it is a {kind}; dense text models of {kinds} are read"
+        )
     family, unset = FAMILIES[name], "missing" if name == "llada" else None
     rope = keys.get("rope_parameters") or {}  # transformers 5 keeps the settings of the rotary embedding here
     keys = {"rope_theta": rope.get("rope_theta")} | keys | {"rope_parameters": None}
@@ -175,26 +160,28 @@ def config_of(folder, keys):
     wrong = [f"{k} is {keys.get(k)!r}, not {ok[0]!r}" for k, ok in fixed if keys.get(k, unset or ok[0]) not in ok]
     wrong += [f"{key} asks for another model" for key in keys if re.search("expert|vision", key) and keys[key]]
     keys = {key: x for key, x in keys.items() if x is not None}
-    if (sampling := runs.as_path(folder) / "generation_config.json").is_file():
+    if (sampling := path.with_name("generation_config.json")).is_file():
         found = runs.read_json(sampling)  # LLaDA has its BOS here, SDAR its PAD, DreamOn its expand id
         names = {"bos_token_id", "pad_token_id", "expand_token_id"} & found.keys()
         keys = {key: found[key] for key in names if found[key] is not None} | keys
-    if name == "llada":
-        defaults = {"n_kv_heads": keys.get("n_heads"), "mlp_hidden_size": keys.get("mlp_ratio", 0) * keys["d_model"]}
-        keys = defaults | keys
     if "mask_token_id" not in keys:
         keys["mask_token_id"] = special_ids(folder).get(family.mask)
-    keys |= {ours: keys[own] for ours, own in family.keys.items() if own in keys}
-    fields = {"family": name} | family.model
-    fields |= {field: keys[key] for field, key in HF_KEYS.items() if keys.get(key) is not None}
-    own = [family.keys.get(key, key) for key in HF_KEYS.values()]
-    wrong += [f"{key} is 0" for key in own[:7] if keys.get(key) == 0]
-    needed = HF_KEYS.keys() - fields.keys() - OPTIONAL
-    wrong += [f"{key} is missing" for key, field in zip(own, HF_KEYS, strict=True) if field in needed]
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    ids = dict.fromkeys(("bos_id", "pad_id"), fields["eos_id"])
-    return DreamConfig(**{"head_size": fields["width"] // fields["heads"]} | ids | fields)
+    try:
+        if name == "llada":
+            ffn = keys.get("mlp_ratio", 0) * keys.get("d_model", 0)
+            keys = {"n_kv_heads": keys.get("n_heads"), "mlp_hidden_size": ffn} | keys
+        keys |= {ours: keys[own] for ours, own in (family.keys or {}).items() if own in keys}
+        fields = {field: keys[key] for field, key in HF_KEYS.items() if keys.get(key) is not None}
+        fields = {"family": name} | family.model | fields
+        wrong += [f"{key} is 0" for key in [*HF_KEYS.values()][:7] if keys.get(key) == 0]
+        missing = {field: key for field, key in HF_KEYS.items() if field not in fields.keys() | OPTIONAL}
+        wrong += [f"{(family.keys or {}).get(key, key)} is missing" for key in missing.values()]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        ids = dict.fromkeys(("bos_id", "pad_id"), fields["eos_id"])
+        return DreamConfig(**{"head_size": fields["width"] // fields["heads"]} | ids | fields)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"{path} does not describe a Dream model: {error}") from None
 
 
 def read_config(folder, meta=None):
@@ -219,24 +206,12 @@ def config_to_hf(cfg, dtype="bfloat16"):
         keys["auto_map"] = {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}
     for name, key in HF_KEYS.items():
         if name not in EXTRAS or getattr(cfg, name) != getattr(DreamConfig, name):
-            keys[family.keys.get(key, key)] = getattr(cfg, name)
+            keys[(family.keys or {}).get(key, key)] = getattr(cfg, name)
     if cfg.rope:
         keys["rope_parameters"] = dict(cfg.rope) | {"rope_type": "yarn", "rope_theta": keys.pop("rope_theta")}
     if cfg.family == "llada":
         keys["vocab_size"] = cfg.vocab  # the table may have more rows
     return keys | {"torch_dtype": dtype}
-
-
-def hf_name(name, family="dream"):
-    """The name of a parameter on the Hub: layers.3.q_bias -> model.layers.3.self_attn.q_proj.bias. Layouts agree."""
-    layer, _, part = name.rpartition(".")
-    if family == "llada":
-        return f"model.transformer.{name[: -len(part)].replace('layers', 'blocks')}{LLADA_NAMES.get(part, part)}.weight"
-    matrix, _, kind = part.partition("_")
-    block = "self_attn." if matrix in ("q", "k", "v", "o") else "mlp." if kind == "proj" else ""
-    leaf = f"{matrix}_proj.bias" if kind == "bias" else f"{part}.weight"
-    top, head = ("encoder.", "diffusion_head") if family == "nemotron" else ("model.", "lm_head")
-    return f"{head}.weight" if part == "lm_head" else f"{top}{layer and layer + '.'}{block}{leaf}"
 
 
 CONFIGS = {
@@ -301,8 +276,7 @@ def rms_norm(x, weight, eps):
 def rope_frequencies(head_size, theta, rope=()):
     """Rotary frequencies theta^(-2i/K), float32 [K/2]; PyTorch's own bits but for one unit in 1 of 64.
 
-    With YaRN those that turn less than beta_slow times in the original positions are divided by `factor`, those that
-    turn more than beta_fast times are kept, and others lie between. Ref: YaRN, arXiv:2309.00071, eq. 18 to 23.
+    With YaRN's settings `rope` the low ones are divided by `factor`. Ref: YaRN, arXiv:2309.00071, section 3.2.
     """
     # NumPy on the host: at position 2,000 the angle's error is 2,000 times the error here
     exponent = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
@@ -318,10 +292,8 @@ def rope_frequencies(head_size, theta, rope=()):
 
 
 def rope_of(cfg, position_BL):
-    """The rope_table of the model, and where it scales queries by position also the scale [B, L, 1, 1].
-
-    YaRN's cos and sin are multiplied by m(mscale) / m(mscale_all_dim), m(s) = 0.1 s ln(factor) + 1. The scale is
-    1 + beta ln(1 + floor(position / original positions)), as in Llama 4.
+    """The rope_table of the model; with YaRN times m(mscale) / m(mscale_all_dim), m(s) = 0.1 s ln(factor) + 1, and
+    besides the scale of queries [B, L, 1, 1]: 1 + beta ln(1 + floor(position / original positions)), as in Llama 4.
     """
     table, yarn = rope_table(position_BL, rope_frequencies(cfg.head_size, cfg.theta, cfg.rope)), dict(cfg.rope)
     if not yarn:
