@@ -776,3 +776,100 @@ def test_an_upload_resumes_and_what_it_left_downloads_byte_for_byte(tmp_path, hu
     assert "Bearer hf_secret" in hub.tokens
     for path in tmp_path.rglob("*"):  # the token is written nowhere
         assert not path.is_file() or b"hf_secret" not in path.read_bytes()
+
+
+# ---- Dream's kin ---------------------------------------------------------------------------------------------------
+
+KIN = "llada", "sdar", "nemotron", "nemotron/stable_diffcoder", "kin/dreamon", "kin/fast_dllm_v2", "kin/open_dcoder"
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("area", KIN)
+def test_every_family_goes_to_orbax_and_back_byte_for_byte_with_its_files(golden_dir, tmp_path, area):
+    top, _, below = area.partition("/")
+    source, orbax, back = golden_dir(top) / below, tmp_path / "orbax", tmp_path / "back"
+    convert.main(convert.Config(str(source), str(orbax), verify=True))
+    convert.main(convert.Config(str(orbax), str(back), verify=True))
+    theirs, ours = (convert.map_files(folder) for folder in (source, back))
+    assert theirs.keys() == ours.keys()
+    all_same(theirs, ours)
+    for name, data in checkpoints.companions(source).items():
+        assert (back / name).read_bytes() == data, name
+    keys = runs.read_json(back / "config.json")
+    want = runs.read_json(source / "config.json")
+    assert {key: x for key, x in keys.items() if key not in ("source", "auto_map")} == {
+        key: x for key, x in want.items() if key != "auto_map"
+    }
+    model, _ = checkpoints.load(dream, orbax)
+    assert model.cfg == dream.config_from_hf(source)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "config.json").write_text(json.dumps(dream.config_to_hf(model.cfg)))
+    if (source / "added_tokens.json").exists():
+        shutil.copy(source / "added_tokens.json", tmp_path / "made")
+    assert dream.config_from_hf(tmp_path / "made") == model.cfg  # what a trained model says of itself
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize(
+    ("area", "changes", "says"),
+    [
+        (
+            "llada",
+            {"model_type": "llada_moe", "architectures": ["LLaDAMoEModelLM"]},
+            "it is a llada_moe LLaDAMoEModelLM",
+        ),
+        ("llada", {"alibi": True}, "alibi is True, not False"),
+        ("llada", {"block_group_size": 4}, "block_group_size is 4, not 1"),
+        ("llada", {"include_qkv_bias": True}, "include_qkv_bias is True, not False"),
+        ("sdar", {"model_type": "sdar_moe", "architectures": ["SDARMoeForCausalLM"]}, "it is a sdar_moe"),
+        ("sdar", {"num_experts": 128}, "num_experts asks for another model"),
+        ("sdar", {"attention_bias": True}, "attention_bias is True, not False"),
+        ("sdar", {"sliding_window": 4096}, "sliding_window is 4096, not None"),
+        ("nemotron", {"vision_config": {"depth": 3}}, "vision_config asks for another model"),
+        ("nemotron", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_scaling is "),
+        ("nemotron/stable_diffcoder", {"architectures": ["LlamaForCausalLM"], "auto_map": None}, "it is a llama Llama"),
+    ],
+)
+def test_another_model_of_a_family_is_refused_in_one_line(golden_dir, tmp_path, area, changes, says):
+    top, _, below = area.partition("/")
+    keys = runs.read_json(golden_dir(top) / below / "config.json") | changes
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    with pytest.raises(ValueError, match="does not describe a Dream model") as error:
+        convert.main(convert.Config(str(tmp_path), str(tmp_path / "out")))
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.golden
+def test_a_key_that_llada_needs_and_a_tokenizer_of_another_family_are_named(golden_dir, tmp_path):
+    source = golden_dir("llada")
+    keys = runs.read_json(source / "config.json")
+    (tmp_path / "config.json").write_text(json.dumps({key: x for key, x in keys.items() if key != "rope"}))
+    with pytest.raises(ValueError, match="rope is None, not True"):
+        convert.find(tmp_path)
+    folder = shutil.copytree(source, tmp_path / "hub")
+    (folder / "tokenizer.json").write_bytes(tokenizer_of({"<|mask|>": keys["mask_token_id"]}))
+    with pytest.raises(ValueError, match=r"is of another model: <\|mdm_mask\|> is not its id"):
+        convert.main(convert.Config(str(folder), str(tmp_path / "out")))
+
+
+@pytest.mark.golden
+@pytest.mark.slow
+@pytest.mark.parametrize("area", KIN[:5])
+def test_a_converted_model_of_every_family_generates(golden_dir, tmp_path, area):
+    top, _, below = area.partition("/")
+    folder, orbax = shutil.copytree(golden_dir(top) / below, tmp_path / "hub"), tmp_path / "orbax"
+    cfg = dream.config_from_hf(folder)
+    special = {f"<{i}>": i for i in {cfg.eos_id, cfg.pad_id}} | {dream.FAMILIES[cfg.family].mask or "<m>": cfg.mask_id}
+    free = [i for i in range(cfg.vocab - 1) if i not in special.values() and i != cfg.expand_id][:40]
+    model = {"type": "WordLevel", "vocab": {f"w{i}": i for i in free} | special, "unk_token": f"w{free[0]}"}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": i, "content": name, **flags} for name, i in special.items()]
+    text = json.dumps({"version": "1.0", "added_tokens": added, "model": model})
+    (folder / "tokenizer.json").write_text(text)
+    convert.main(convert.Config(str(folder), str(orbax)))
+    flags = ["--model=dream", f"--ckpt={orbax}", f"--prompt=w{free[1]}", "--max_new=8", "--temperature=0", "--json"]
+    done = run_script("generate.py", *flags)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[0])["forwards"] > 0
