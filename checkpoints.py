@@ -115,6 +115,8 @@ class Checkpoints:
             rules.append(kept.BestN(**lowest, keep_checkpoints_without_metrics=False))
         which = {"preservation_policy": kept.AnyPreservationPolicy(rules), "cleanup_tmp_directories": True}
         self.folder = absolute(folder)
+        # The folder remembers, from its first checkpoint on, that it has had one.
+        which["async_options"] = ocp.AsyncOptions(post_finalization_callback=(self.folder / runs.SAVED).touch)
         self.manager = ocp.CheckpointManager(self.folder / "checkpoints", options=ocp.CheckpointManagerOptions(**which))
 
     def newest(self):
@@ -178,11 +180,9 @@ class Checkpoints:
         return store.restore(like), saved
 
     def wait(self):
-        """Wait for the save under way. The folder remembers that it has had a checkpoint."""
+        """Wait for the save under way."""
         with self.writing():
             self.manager.wait_until_finished()
-            if self.newest() is not None:
-                (self.folder / runs.SAVED).touch()
 
     def close(self):
         """Wait for the save under way."""
