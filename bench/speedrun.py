@@ -25,7 +25,7 @@ import typing
 from pathlib import Path
 
 import tyro
-from record import RESULTS
+from record import RESULTS, cpu_name
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -70,13 +70,13 @@ def scored(track, folder, data):
 
 
 def table(rows):
-    lines = ["| track | date | commit | change | bits per byte | tokens seen | processor s | command |"]
-    lines.append("|" + "---|" * 8)
+    lines = ["| track | date | commit | change | bits per byte | tokens seen | processor s | CPU | command |"]
+    lines.append("|" + "---|" * 9)
     for row in rows:
         spread = f" ± {row['spread']:.3f}" if row["spread"] else ""
         size = f"{row['tokens_seen'] / 1e6:.1f} M | {row['processor_s']:,.0f}"
         cells = row["track"], row["date"], row["commit"], row["change"], f"{row['bits_per_byte']:.3f}{spread}", size
-        lines.append(f"| {' | '.join(cells)} | `{row['command']}` |")
+        lines.append(f"| {' | '.join(cells)} | {row.get('cpu', 'not recorded')} | `{row['command']}` |")
     return "\n".join(lines) + "\n"
 
 
@@ -112,7 +112,7 @@ def main(cfg):
         row = {"track": cfg.track, "date": datetime.date.today().isoformat(), "commit": commit.stdout.strip()}
         row |= {"change": cfg.change, "bits_per_byte": score["bits_per_byte"], "spread": spread, "tokens_seen": seen}
         flags = [flag for flag in sys.argv[1:] if not flag.startswith(("--change", "--out"))]
-        row |= {"processor_s": seconds, "command": "python bench/speedrun.py " + shlex.join(flags)}
+        row |= {"processor_s": seconds, "cpu": cpu_name(), "command": "python bench/speedrun.py " + shlex.join(flags)}
         with open(RESULTS / "speedrun.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
         rows = [json.loads(line) for line in (RESULTS / "speedrun.jsonl").read_text().splitlines()]
