@@ -287,8 +287,7 @@ class Run:
             return
         for path in (self.out / name for name in (*logs, "samples.txt") if (self.out / name).exists()):
             write(path, rows_until(first, path, self.unit))
-        write(self.out / "config.json", settings)
-        for name, data in (files or {}).items():
+        for name, data in {"config.json": settings, **(files or {})}.items():
             write(self.out / name, data)
         if getattr(self.cfg, "plot", False):
             self.exits.callback(script, "bench/plot.py", str(self.out), "--names", *self.curves)
