@@ -451,9 +451,16 @@ class Block(nnx.Module):
         """
         cfg = self.cfg
         B, L, _ = x_BLD.shape
+        weights = {name: getattr(self, name).get_value() for name in MATRICES}
+        if isinstance(weights["q_proj"], Lora):
+            # Backward this orders the gradients of a layer's adapters before the layer below. Without it XLA computes
+            # them last on a Hopper, and holds the activations of all layers until then.
+            adapters = {name: weight[1:] for name, weight in weights.items()}
+            x_BLD, adapters = jax.lax.optimization_barrier((x_BLD, adapters))
+            weights = {name: Lora(weight.base, *adapters[name]) for name, weight in weights.items()}
 
         def project(x_BLD, name, *spec):  # only q, k and v have a bias
-            y_BLF = linear(x_BLD, getattr(self, f"{name}_proj").get_value(), *spec, on_cpu=run.on_cpu)
+            y_BLF = linear(x_BLD, weights[f"{name}_proj"], *spec, on_cpu=run.on_cpu)
             return y_BLF + getattr(self, f"{name}_bias")[...].astype(x_BLD.dtype) if name in "qkv" else y_BLF
 
         # Attention. The names are those of REMAT.
