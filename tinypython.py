@@ -18,9 +18,9 @@ constant answer and none of ten mutants of its solution passes.
 Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
 """
 
-import ast
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -28,6 +28,7 @@ import random
 import re
 import string
 import textwrap
+import warnings
 from pathlib import Path
 
 SPLITS = ("constants", "composed", "phrased", "level4")
@@ -45,17 +46,29 @@ class Config:
     seed: int = 0  # random seed of all that is drawn
 
 
-# ---- a function, drawn from the tables -----------------------------------------------------------------------------
+# ---- the tables of tinypython.txt ----------------------------------------------------------------------------------
+
+NEW = "\u00a4"  # marks a phrasing that train never has, until the sentence is complete
+CONSTANT = re.compile(r"\b[CDHJKWZ]\b(?!\{)|ELSE")
 
 
 def table(text, codes=1):
-    """{first name: (names, fields of code, groups of phrasings)} of a table."""
+    """{first name: (names, fields of code, constants, groups of phrasings)} of a table."""
     found = {}
-    for entry in re.split(r"\n(?=\w)", text.strip()):
+    for entry in re.split(r"\n(?=\w)", text):
         names, *fields = re.split(r"\s*(?<= )\|(?= |$)\s*", re.sub(r"\s*\n\s+", " ", entry))
+        code = [" OR ".join(map(statements, field.replace(r"\n", "\n").split(" OR "))) for field in fields[:codes]]
         groups = [[expand(phrase) for phrase in field.split(" / ")] for field in fields[codes:]]
-        found[names.split(", ")[0]] = names.split(", "), [code.replace(r"\n", "\n") for code in fields[:codes]], groups
+        constants = sorted({*CONSTANT.findall(" ".join(code))})
+        found[names.split(", ")[0]] = names.split(", "), code, constants, groups
     return found
+
+
+def statements(code):
+    """Code of a table as people lay it out: `if a: b` in two lines, indented by four."""
+    code = re.sub(r"(?m)^( *)((?:if|elif|else|for|while)\b.*?): (?=\w)", r"\1\2:\n \1", code)
+    code = re.sub(r"(?m)^ +", lambda spaces: spaces[0] * 4, code)
+    return re.sub(r"(?m)^def ", "\ndef ", code)
 
 
 def expand(phrase):
@@ -67,167 +80,184 @@ def expand(phrase):
 def plural(verb):
     """The plural of a verb phrase: starts with C -> start with C, is a vowel -> are vowels."""
     first, _, rest = verb.partition(" ")
-    if first == "is" and rest.startswith("a "):
-        return "are " + re.sub(r"^a ([\w-]+ letter|\w+)", r"\1s", rest)
-    return {"is": "are", "has": "have", "does": "do"}.get(first, first.removesuffix("s")) + " " + rest
+    if first.endswith("is") and rest.startswith("a "):
+        rest = re.sub(r"^a ([\w-]+ letter|\w+)", r"\1s", rest)
+    first = re.sub("is$", "are", first) if first.endswith("is") else re.sub("(?<=ha)s$", "ve", first)
+    return re.sub("(?<=do)es$|s$", "", first) + " " + rest
 
 
-TABLES = {name: text for name, text in re.findall(r"(?ms)^\[(.*?)\][^\n]*\n(.*?)(?=^\[|\Z)", Path(__file__).with_suffix(".txt").read_text())}
+TABLES = dict(re.findall(r"(?ms)^\[(.*?)\][^\n]*\n(.*?)\n(?=\n\[|\Z)", Path(__file__).with_suffix(".txt").read_text()))
+LISTS = {name: words.split() for name, words in (line.split(" | ") for line in TABLES["lists"].split("\n"))}
+KINDS = {kind: fields for kind, *fields in (line.split(" | ") for line in TABLES["kinds"].split("\n"))}
 MAPS = {element: table(TABLES[f"{element} maps"]) for element in ("int", "str")}
 PREDICATES = {element: table(TABLES[f"{element} predicates"], 2) for element in ("int", "str", "char")}
-FOLDS = {name: (names, [*code, ""], said) for name, (names, code, said) in table(TABLES["orders"]).items()}
-FOLDS |= table(TABLES["reductions"], 2)
+FOLDS = table(TABLES["orders"], 2) | table(TABLES["reductions"], 2)
+PAIRS = table(TABLES["pairs"])
 LEVELS = {level: table(TABLES[f"level {level}"], 2) for level in (1, 2, 3, 4)}
-KINDS = {kind: fields for kind, *fields in (line.split(" | ") for line in TABLES["kinds"].split("\n"))}
-EITHER = "reversed unique first last after count count"  # orders and reductions of numbers and of words
-OF = {"int": f"ascending descending {EITHER} sum sum sum product largest largest smallest smallest average spread",
-      "str": f"alphabetical by_length {EITHER} join join longest shortest total_length", "char": "count"}  # fmt: skip
-BOTH = {"sum": "p + q", "product": "p * q", "difference": "abs(p - q)", "maximum": "max(p, q)", "minimum": "min(p, q)"}
-KEYS = {"int": "last_digit digit_sum absolute".split(), "str": "length first_letter last_letter".split()}
-THEIR = r"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\b"
-UNPARSED = {r"\b(sum|set|join|sorted|any|all)\(\[(.* for [^\]]*)\]\)": r"\1(\2)",
-            r"\b(sum|set|join|sorted|any|all)\(\((.* for .*)\)\)": r"\1(\2)",
-            r"(?m)^( *(?:return|[\w, ]+ =)) \(([^()]*, [^()]*|\w+\[.*\], \w+\[.*\])\)$": r"\1 \2"}  # fmt: skip
-NUMERIC = ("length", "count_letter")  # maps from a word to a number
 WEIGHTS = {1: 2, 2: 4, 3: 3, 4: 1}  # how often train has each level
-CHOICES = {"item": "int str", "items": "ints ints strs strs scores", "list": "ints " * 5 + "strs " * 5 + "scores scores count digits text values keys chars"}
-ALIKE = ("even odd divisible ending_in", "above below at_least at_most positive negative other_than between", "long short of_length",
-         "containing without", "starting_with with_vowel_first", "length count_letter", "first_letter last_letter")  # fmt: skip
+CONSTANTS = {"K": [*range(2, 10)] * 3 + [10, 12, 15, 20, 25, 30], "J": range(31, 46), "H": range(2, 6), "C": "aeionrst",
+             "D": "_-*ulmd", "W": ["-", ", ", "+", "/", " "]}  # fmt: skip
+GENERATOR = re.compile(r"\b(sum|set|join|sorted)\(\[((?:[^][]|\[[^][]*\])* for (?:[^][]|\[[^][]*\])*)\]\)")  # from a list
+ALIKE = {key: words for name, words in LISTS.items() if name.startswith("alike") for key in words}
+
+
+# ---- a function ----------------------------------------------------------------------------------------------------
+
+
+def applied(code):
+    """A function that puts an expression for x into code, in brackets where it needs them."""
+
+    def apply(item):
+        inner = item if re.fullmatch(r"[\w.]+(\(.*\)|\[.*\])*", item) else f"({item})"
+        return re.sub(r"\(x\)|\bx\b", lambda found: f"({item})" if found[0] == "(x)" else inner, code)
+
+    return apply
 
 
 class Function:
-    """A function of a level, drawn. With `new` its sentence may have phrasings that train never has."""
+    """A function of a level, drawn from the tables. With `new` it may have phrasings that train never has."""
 
     def __init__(self, rng, level, new=False, only="", element=""):
-        self.rng, self.level, self.new, self.is_new, self.head, self.now = rng, level, new, False, "", element
+        self.rng, self.level, self.new, self.head, self.now = rng, level, new, "", element
         self.operations, self.constants, self.names, self.arguments, self.values = [], [], {}, [], {}
         names, (slots, bodies), say = self.draw({only: LEVELS[level][only]} if only else LEVELS[level])
         slots, _, self.calls = slots.partition(":")
         for slot in slots.split():
-            self.put(slot)
-        name = re.sub("[A-Z]+(?![a-z])", lambda found: self.pick(self.names[found[0]].pop(0)), self.pick(names))
-        if rng.random() < 0.1 and not self.calls and not only:
-            name = self.pick("f g func solve process run compute".split())
-        self.name = name + "_all" * (name == self.values.get("HELPER"))
-        given = {"Y": self.name} | dict(zip("AB", (name for name, _ in self.arguments), strict=False))
-        # The body, in one of the styles that there are for its operations.
-        values = self.values
-        bodies = [body for body in bodies.split(" OR ") if values.get("START", "START" not in body)]
-        body = self.pick([body for body in bodies if "F{" not in body or values.get("FOLDED", True)])
-        body = re.sub(r"\bx\b", self.pick(sorted({"x", "n", "item", "value"} - {*given.values()})), self.fill(body))
-        body = re.sub(r"\b[ABY]\b", lambda found: given[found[0]], body)
-        body = ast.unparse(ast.parse(f"def f():\n{textwrap.indent(body, ' ')}")).partition("\n")[2] + "\n"
-        for pattern, plain in UNPARSED.items():  # ast.unparse puts more brackets than people do
-            body = re.sub(pattern, plain, body)
-        self.solution = body
+            self.fill_slot(slot)
+        code = self.values.get("CODE", "L")
+        lacking = ["F{"] * (not code) + ["F{["] * (code.count("L") > 1) + ["START"] * (not self.values.get("START", True))
+        self.bodies = [body for body in bodies.split(" OR ") if not any(slot in body for slot in lacking)]
+        if not self.bodies:
+            raise KeyError(lacking[0])
         said = self.fill(say(0))
-        said = re.sub("(number|count) of the ", r"\1 of ", re.sub(THEIR, r"their \1", said))
-        self.key = said, (*self.operations, *self.constants, *(kind for _, kind in self.arguments))
-        said = re.sub(r"\b[AB]\b", lambda found: given[found[0]], said)
+        self.is_new = NEW in said + self.head
+        said = re.sub(r"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\b", r"their \1", said)
+        self.template = said = re.sub("(number|count) of the ", r"\1 of ", said.replace(NEW, ""))
+        self.head = self.head.replace(NEW, "")
+        self.what = *self.operations, *self.constants, *(kind for _, kind in self.arguments)
+        # Names: of the function, one in ten says nothing; of its arguments.
+        name = re.sub("[A-Z]+(?![a-z])", lambda slot: rng.choice(self.names[slot[0]].pop(0)), rng.choice(names))
+        if rng.random() < 0.1 and not (self.calls or only):
+            name = rng.choice(LISTS["silent"])
+        self.name = name + "_all" * (name == self.values.get("HELPER"))
+        self.given = {"Y": self.name} | dict(zip("AB", (name for name, _ in self.arguments), strict=False))
+        said = re.sub(r"\b[AB]\b", lambda slot: self.given[slot[0]], said)
         self.sentence = said[0].upper() + said[1:]
 
-    def pick(self, options):
-        return self.rng.choice(options)
+    @functools.cached_property
+    def solution(self):
+        """The body, in one of the styles that there are for its operations."""
+        body = self.fill(self.rng.choice(self.bodies))
+        names = self.given | {"x": self.rng.choice([name for name in LISTS["variables"] if name not in self.given.values()])}
+        body = re.sub(r"\b[ABYx]\b", lambda slot: names[slot[0]], body)
+        body = GENERATOR.sub(r"\1(\2)", body)
+        return textwrap.indent(body, "    ") + "\n"
+
+    def prompt(self, example=""):
+        """The source up to the end of the docstring."""
+        said = self.sentence if len(self.sentence) < 100 else textwrap.fill(self.sentence, 100, break_on_hyphens=False)
+        names = ", ".join(name for name, _ in self.arguments)
+        line = f"class {self.name}:\n" if self.calls else f"def {self.name}({names}):\n"
+        return self.head + line + textwrap.indent(f'"""{said}{example}"""\n', "    ")
 
     def fill(self, text):
         """The text with its slots replaced, from the inside out. KeyError where one has nothing."""
-        put = lambda found: self.values[found[1]](found[2])
-        while (filled := re.sub(r"\b([A-Z]+\d?)\{([^{}]*)\}", put, text)) != text:
+        while "{" in text:
+            filled = re.sub(r"\b([A-Z]+\d?)\{([^{}]*)\}", lambda slot: self.values[slot[1]](slot[2]), text)
+            if filled == text:
+                break
             text = filled
-        return re.sub(r"\b[A-Z]+\d?\b", lambda found: self.values.get(found[0], found[0]), text)
+        return re.sub(r"\b[A-Z]+\d?\b", lambda slot: self.values.get(slot[0], slot[0]), text)
 
     def draw(self, operations):
         """(names, code, say) of an operation with its constants put in; say(i) is a phrasing of its group i."""
-        alike = " ".join(family for family in ALIKE if {*self.operations} & {*family.split()}).split()
-        key = self.pick([key for key in operations if key not in alike and key not in self.operations])
-        (names, code, groups), rng = operations[key], self.rng
-        drawn = {"K": rng.choice((rng.randint(2, 9), rng.randint(2, 9), rng.choice((10, 12, 15, 20, 25, 30)))),
-                 "J": rng.randint(31, 45), "H": rng.randint(2, 5), "C": repr(rng.choice("aeionrst")),
-                 "D": repr(rng.choice("_-*ulmd")), "W": repr(rng.choice(["-", ", ", "+", "/", " "])),
-                 "Z": rng.choice(("None", "0", "-1") if self.now == "int" else ("None", "''"))}  # fmt: skip
-        drawn["ELSE"] = rng.choice((", or Z if there are none", " (Z if there are none)")).replace("Z", drawn["Z"])
+        rng, taken = self.rng, {*self.operations, *(key for name in self.operations for key in ALIKE.get(name, ()))}
+        key = rng.choice([key for key in operations if key not in taken])
+        names, code, letters, groups = operations[key]
+        drawn = {letter: rng.choice(CONSTANTS[letter]) for letter in letters if letter != "Z"}
+        drawn = {letter: str(value) if letter in "HJK" else repr(value) for letter, value in drawn.items()}
+        if "Z" in letters:
+            drawn["Z"] = rng.choice(("None", "0", "-1") if self.now == "int" else ("None", "''"))
+            drawn["ELSE"] = rng.choice((f", or {drawn['Z']} if there are none", f" ({drawn['Z']} if there are none)"))
         self.operations.append(key)
-        self.constants += [str(drawn[letter]) for letter in sorted({*re.findall(r"\b[CDHJKWZ]\b", " ".join(code))})]
+        self.constants += [drawn[letter] for letter in letters]
 
         def put(text):
-            return re.sub(r"\b[CDHJKWZ]\b(?!\{)|ELSE", lambda found: str(drawn[found[0]]), text)
+            return CONSTANT.sub(lambda found: drawn[found[0]], text) if drawn else text
 
-        def say(i, wanted=""):
-            held = self.new and len(groups[i]) > 1 and rng.random() < 0.6
-            self.is_new |= held
-            texts = groups[i][-1:] if held else groups[i][:-1] or groups[i]
-            return put(rng.choice(rng.choice(texts)))
+        def say(i):
+            new = self.new and len(groups[i]) > 1 and rng.random() < 0.6
+            return NEW * new + put(rng.choice(rng.choice(groups[i][-1:] if new else groups[i][:-1] or groups[i])))
 
-        return names, [*map(put, code)], say
+        return names, [put(text) for text in code], say
 
-    def put(self, slot):
+    def fill_slot(self, slot):
         """Fill a slot of a template: an argument, an operation, a helper."""
         values, kind, i = self.values, slot.rstrip("123"), slot.lstrip(string.ascii_letters)
-        code_of = lambda code: lambda item: f"({re.sub(chr(92) + 'bx' + chr(92) + 'b', lambda _: item, code)})"
         if kind == "P":
             names, (code, opposite), say = self.draw(PREDICATES[self.now])
-            verb = say(0)
-            values |= {f"P{i}": code_of(code), f"U{i}": code_of(opposite), f"Q{i}": verb, f"R{i}": plural(verb)}
+            verb, (noun, _, where) = say(0), values.get("N", "").partition(" ")
+            values |= {f"P{i}": applied(code), f"U{i}": applied(opposite), f"Q{i}": verb, f"R{i}": plural(verb)}
             values |= {"ONE": f"{values.get('S')} that {verb}", "MANY": f"{values.get('N')} that {plural(verb)}"}
-            if self.rng.random() < 0.5 and PREDICATES[self.now][self.operations[-1]][2][1:]:
-                short, (noun, *where) = say(1), values.get("N", "").split(" ", 1)
-                values["MANY"] = short.replace("~", values["N"]) if short[0] == "~" else " ".join([short.replace("~", noun), *where])
+            if len(PREDICATES[self.now][self.operations[-1]][3]) > 1 and self.rng.random() < 0.5:
+                short = say(1)
+                first = short.replace(NEW, "").startswith("~")
+                values["MANY"] = short.replace("~", values["N"]) if first else f"{short.replace('~', noun)} {where}".strip()
         elif kind in ("M", "m"):
-            names, (code,), say = self.draw({key: op for key, op in MAPS[self.now].items() if kind == "M" or key not in NUMERIC})
-            values |= {f"M{i}": code_of(code), f"V{i}": lambda item: say(0).replace("~", item), f"W{i}": lambda item: say(1).replace("~", item)}
-            many = re.fullmatch("the ((?:(?! of ).)*) of ~", say(1))
-            if many:
-                values["X"] = lambda items: f"the {many[1]}s of {items}"
-            self.now = "int" if self.operations[-1] in NUMERIC else self.now
+            without = LISTS["numeric"] * (kind == "m")
+            names, (code,), say = self.draw({key: op for key, op in MAPS[self.now].items() if key not in without})
+            values |= {f"M{i}": applied(code), f"V{i}": lambda item: say(0).replace("~", item)}
+            values[f"W{i}"] = lambda item: say(1).replace("~", item)
+            if many := re.fullmatch("(.?the (?:(?! of ).)*) of ~", say(1)):
+                values["X"] = lambda items: f"{many[1]}s of {items}"
+            self.now = "int" if self.operations[-1] in LISTS["numeric"] else self.now
         elif kind == "F":
-            names, (code, loop), say = self.draw({key: FOLDS[key] for key in OF[self.now].split() if key != "count" or "M" not in self.names})
-            values |= {"F": lambda items: re.sub(r"\bL\b", lambda _: items, code), "FOLDED": code, "START": loop.partition("; ")[0]}
-            values |= {"UPDATE": lambda item: loop.partition("; ")[2].replace("ITEM", item), "VALUE": loop.partition(" ")[0]}
+            folds = LISTS[f"{self.now} folds"]
+            names, (code, loop), say = self.draw({key: FOLDS[key] for key in folds if key != "count" or "M" not in self.names})
+            lists = ("[", "found", "row") + ("A",) * (self.arguments[0][1] in ("ints", "strs", "scores"))
+
+            def fold(items):
+                items = self.values["I"] if items == "I" else items
+                items = f"list({items})" if "L[" in code and not items.startswith(lists) and "split" not in items else items
+                return re.sub(r"\bL\b", lambda _: items, code)
+
+            values |= {"F": fold, "CODE": code}
+            start, _, update = loop.partition("; ")
+            values |= {"START": start, "VALUE": start.split(" ")[0], "UPDATE": lambda item: update.replace("ITEM", item)}
             values |= {"G": lambda items: say(0).replace("~", items), "Y": lambda items: say(1).replace("~", items)}
         elif kind == "KEY":
-            names, (code,), say = self.draw({key: MAPS[self.now][key] for key in KEYS[self.now]})
-            values |= {"KEY": code_of(code), "BY": re.fullmatch("the (.*) of ~", MAPS[self.now][self.operations[-1]][2][1][0][0])[1]}
+            names, (code,), _ = self.draw({key: MAPS[self.now][key] for key in LISTS[f"{self.now} keys"]})
+            phrase = MAPS[self.now][self.operations[-1]][3][1][0][0]
+            values |= {"KEY": applied(code), "BY": re.fullmatch("the (.*) of ~", phrase)[1]}
         elif kind == "BOTH":
-            name = self.pick([*BOTH])
-            self.operations.append(name)
-            values |= {"BOTH": f"({BOTH[name]})", "NAME": name}
-            names, kind = [name], "NAME"
+            names, (code,), _ = self.draw(PAIRS)
+            values |= {"BOTH": code, "NAME": self.operations[-1]}
+            kind = "NAME"
         elif kind in ("f", "g"):
             helper = Function(self.rng, 1, self.new, "is_P" if kind == "f" else "M", self.now)
-            self.head, self.is_new = helper.prompt() + helper.solution + "\n\n", self.is_new or helper.is_new
+            self.head = NEW * helper.is_new + helper.prompt() + helper.solution + "\n\n"
             self.operations += helper.operations
             self.constants += helper.constants
-            self.now = "int" if helper.operations[-1] in NUMERIC else self.now
+            self.now = "int" if {*helper.operations} & {*LISTS["numeric"]} else self.now
             values["HELPER"], names, kind = helper.name, [helper.name], "HELPER"
         else:
-            self.argument(kind)
-            return
+            return self.add_argument(kind)
         self.names.setdefault(kind.upper(), []).append(names)
 
-    def argument(self, kind):
-        """An argument of a kind, or of a choice of kinds, with the nouns for its elements."""
-        kind = self.now if kind == "item" and self.now else self.pick(CHOICES.get(kind, kind).split())
+    def add_argument(self, kind):
+        """Add an argument of a kind, or of a choice of kinds, and the nouns for its elements."""
+        kind = self.now if kind == "item" and self.now else self.rng.choice(LISTS.get(kind, [kind]))
         names, element, nouns, iterable = (*KINDS[kind], "", "", "")[:4]
-        name = self.pick([name for name in names.split() if name not in [name for name, _ in self.arguments]])
-        if not self.arguments:
+        taken = [name for name, _ in self.arguments]
+        name = self.rng.choice([name for name in names.split() if name not in taken])
+        if not taken:
             many, _, one = (nouns or "A / A").partition(" / ")
             self.now = element or kind
             self.values |= {"N": many, "S": name.removesuffix("s") if one == "S" else one, "I": iterable}
         self.arguments.append((name, kind))
 
-    def prompt(self, example=""):
-        """The source up to the end of the docstring."""
-        said = textwrap.fill(self.sentence, 100, break_on_hyphens=False) + example
-        names = ", ".join(name for name, _ in self.arguments)
-        line = f"class {self.name}:\n" if self.calls else f"def {self.name}({names}):\n"
-        return self.head + line + textwrap.indent(f'"""{said}"""\n', "    ")
-
 
 # ---- examples, tests and mutants -----------------------------------------------------------------------------------
-
-WORDS = """apple river stone cloud tiger house green light paper music ocean bread chair dream eagle flame grape honey
-level noon radar anna kayak cat dog sun moon tree a be to tea rain seed nest toast area trainer letter""".split()
-
 
 def value(kind, f, rng, edge):
     """A value for an argument; edge 0 is empty or zero, 1 has one element, 2 is negative."""
@@ -241,11 +271,11 @@ def value(kind, f, rng, edge):
         return -abs(drawn) - 1 if edge == 2 else drawn
 
     def word():
-        text, letter = rng.choice(WORDS), rng.choice(letters)
+        text, letter = rng.choice(LISTS["words"]), rng.choice(letters)
         text = rng.choice((text, text, text, letter + text, text + letter, text + text[::-1]))
         return rng.choice((text, text.upper(), text.capitalize())) if cased and rng.random() < 0.5 else text
 
-    cased = {"upper_case", "upper", "capitals"} & {*f.operations}
+    cased = {*LISTS["cased"]} & {*f.operations}
     size = edge if edge < 2 else rng.randint(2, 6)
     if kind in ("int", "str"):
         return (number() if edge else 0) if kind == "int" else (word() if edge else "")
@@ -272,31 +302,37 @@ def call(f, rng, edge=3):
     return f"c = {made}\n[{', '.join(steps)}]" if steps else made
 
 
-def results(source, calls, **scope):
-    """The value of each call in a list of one, [] where it raises."""
-    exec(compile(source, "<tinypython>", "exec"), scope)
-    found = []
-    for text in calls:
-        setup, _, expression = text.rpartition("\n")
-        with contextlib.suppress(Exception):
-            exec(setup, scope)
-            found.append([eval(expression, scope)])
-            continue
-        found.append([])
-    return found
+def load(source, **scope):
+    """The names that a program defines."""
+    with warnings.catch_warnings(action="ignore"):  # of mutants: "is" with a literal
+        exec(compile(source, "<tinypython>", "exec"), scope)
+    return scope
+
+
+def result(scope, text):
+    """The value of a call in a list of one; an empty list where it raises."""
+    setup, _, expression = text.rpartition("\n")
+    try:
+        exec(setup, scope)
+        return [eval(expression, scope)]
+    except Exception:
+        return []
 
 
 def example(f, rng):
     """A docstring's example, "" where none is short."""
-    calls = [call(f, rng) for _ in range(3)]
-    found = zip(calls, results(f.prompt() + f.solution, calls), strict=True)
-    found = [(text, repr(*out)) for text, out in found if out and out != [None] and len(text) + len(repr(*out)) < 90]
-    text, out = max(found, key=lambda pair: pair[1] not in ("[]", "''", "0", "False"), default=("", ""))
-    return "\n\n>>> " + text.replace("\n", "\n>>> ") + f"\n{out}\n" if found else ""
+    scope, best = load(f.prompt() + f.solution), ""
+    for _ in range(3):
+        text = call(f, rng)
+        out = repr(*result(scope, text) or [None])
+        if out != "None" and len(text) + len(out) < 90:
+            best = "\n\n>>> " + text.replace("\n", "\n>>> ") + f"\n{out}\n"
+            if out not in ("[]", "''", "0", "False"):
+                break
+    return best
 
 
-SWAPS = dict(pair.split(":") for pair in r"""==:!= !=:== <=:< >=:> <:<= >:>= +:- -:+ *:+ **:* //:% %:// +=:-= -=:+= *=:+= min:max max:min any:all all:any
-and:or or:and upper:lower startswith:endswith endswith:startswith isupper:islower sum:max sorted:list len:sum True:False False:True isdigit:isalpha in:is""".split())
+SWAPS = dict(zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True))
 
 
 def mutants(text, rng):
@@ -310,27 +346,24 @@ def mutants(text, rng):
 
 
 def tests_of(f, rng):
-    """[(call, value)] that tell the solution from constants and from mutants; None if there are none."""
-    calls = list(dict.fromkeys(call(f, rng, min(i, 3)) for i in range(50)))
-    right = results(f.prompt() + f.solution, calls)
-    calls, right = zip(*((text, out) for text, out in zip(calls, right, strict=True) if out), strict=True)
-    chosen, wrong = {*range(min(3, len(calls)))}, 0
+    """[(call, value)] that tell the solution from constants and from ten mutants; None if there are none."""
+    calls, scope = dict.fromkeys(call(f, rng, min(i, 3)) for i in range(50)), load(f.prompt() + f.solution)
+    right = {text: out for text in calls if (out := result(scope, text))}
+    chosen, wrong = [*right][:3], 0
     for body in mutants(f.solution, rng):
         body = re.sub(r"while (.*):", r"while next(ticks) and \1:", body)  # a mutant may not end
-        try:
-            found = results(f.prompt() + body, calls, ticks=itertools.repeat(True, 30_000))
-        except SyntaxError:
-            continue
-        differs = [i for i, pair in enumerate(zip(found, right, strict=True)) if pair[0] != pair[1]]
-        if differs and not chosen & {*differs}:
-            chosen.add(differs[0])
-        wrong += bool(differs)
+        with contextlib.suppress(SyntaxError):
+            scope = load(f.prompt() + body, ticks=itertools.repeat(True, 30_000))
+            differs = [text for text in right if result(scope, text) != right[text]]
+            wrong += bool(differs)
+            if differs and not {*differs} & {*chosen}:
+                chosen.append(differs[0])
         if wrong == 10:
             break
-    rest = (i for i in range(len(calls)) if i not in chosen)
-    chosen |= {*itertools.islice(rest, max(0, 5 - len(chosen)))}
-    tests = [(calls[i], right[i][0]) for i in sorted(chosen)]
-    return tests if 5 <= len(tests) <= 12 and wrong > 2 and len({repr(out) for _, out in tests}) > 1 else None
+    chosen += [text for text in right if text not in chosen][: max(0, 5 - len(chosen))]
+    tests = [(text, right[text][0]) for text in chosen]
+    constant = len({repr(out) for _, out in tests}) < 2
+    return None if constant or wrong < 3 or not 5 <= len(tests) <= 12 else tests
 
 
 # ---- splits and files ----------------------------------------------------------------------------------------------
@@ -352,8 +385,7 @@ class World:
         while True:
             with contextlib.suppress(KeyError, IndexError):  # an operation lacks what the template needs
                 f = Function(rng, rng.choices(levels, [WEIGHTS[level] for level in levels])[0], new)
-                sentence, what = f.key
-                if self.sentences.get(sentence, what) == what:
+                if self.sentences.get(f.template, f.what) == f.what:
                     f.combination = tuple(sorted(f.operations))
                     constants = any(held(f.combination, *pair) for pair in enumerate(f.constants))
                     return f, "composed" if len(f.combination) > 2 and held(f.combination) else "constants" if constants else ""
@@ -363,7 +395,7 @@ class World:
         while n:
             f, lacks = self.draw(self.rng, levels)
             if not lacks:
-                self.sentences[f.key[0]] = f.key[1]
+                self.sentences[f.template] = f.what
                 self.combinations.add(f.combination)
                 yield f.prompt(example(f, self.rng) if self.rng.random() < 0.5 else ""), f.solution
                 n -= 1
@@ -374,13 +406,13 @@ class World:
         for _ in range(count * 1000):
             f, lacks = self.draw(rng, levels, split == "phrased")
             lacks = "phrased" if f.is_new and not lacks else lacks
-            if f.key[0] in self.sentences or lacks != split and not (split == "level4" and lacks):
+            if f.template in self.sentences or lacks != split and not (split == "level4" and lacks):
                 continue
             if lacks != "composed" and f.combination not in self.combinations:
                 continue
             tests = tests_of(f, rng)
             if tests:
-                self.sentences[f.key[0]] = f.key[1]
+                self.sentences[f.template] = f.what
                 yield f, tests, rng
                 count -= 1
             if not count:
@@ -401,7 +433,7 @@ def task(f, tests, rng, name):
 
 def hole(text, rng):
     """Offsets of a hole in a solution: one line or two, or the rest of a line from some word on."""
-    lines = [found.span() for found in re.finditer(r".*\n", text)]
+    lines = [found.span() for found in re.finditer(r".+\n", text)]
     i = rng.randrange(len(lines))
     if rng.random() < 0.5 and i + 1 < len(lines):
         return lines[i][0], lines[min(i + rng.randrange(2), len(lines) - 2)][1]
