@@ -94,10 +94,17 @@ PREDICATES = {element: table(TABLES[f"{element} predicates"], 2) for element in 
 FOLDS = table(TABLES["orders"], 2) | table(TABLES["reductions"], 2)
 PAIRS = table(TABLES["pairs"])
 LEVELS = {level: table(TABLES[f"level {level}"], 2) for level in (1, 2, 3, 4)}
+SLOTS = re.compile(r"\b(?:[PMm]\d?|F|f|g|KEY|BOTH)\b")  # the more slots, the more often a template is drawn
+TEMPLATES = {
+    level: [key for key in found for _ in range(1 + 2 * len(SLOTS.findall(found[key][1][0])))]
+    for level, found in LEVELS.items()
+}
 WEIGHTS = {1: 2, 2: 4, 3: 3, 4: 1}  # how often train has each level
 CONSTANTS = {"K": [*range(2, 10)] * 3 + [10, 12, 15, 20, 25, 30], "J": range(31, 46), "H": range(2, 6), "C": "aeionrst",
              "D": "_-*ulmd", "W": ["-", ", ", "+", "/", " "]}  # fmt: skip
-GENERATOR = re.compile(r"\b(sum|set|join|sorted)\(\[((?:[^][]|\[[^][]*\])* for (?:[^][]|\[[^][]*\])*)\]\)")  # from a list
+GENERATOR = re.compile(
+    r"\b(sum|set|join|sorted)\(\[((?:[^][]|\[[^][]*\])* for (?:[^][]|\[[^][]*\])*)\]\)"
+)  # from a list
 ALIKE = {key: words for name, words in LISTS.items() if name.startswith("alike") for key in words}
 
 
@@ -120,24 +127,31 @@ class Function:
     def __init__(self, rng, level, new=False, only="", element=""):
         self.rng, self.level, self.new, self.head, self.now = rng, level, new, "", element
         self.operations, self.constants, self.names, self.arguments, self.values = [], [], {}, [], {}
-        names, (slots, bodies), say = self.draw({only: LEVELS[level][only]} if only else LEVELS[level])
+        only = only or rng.choice(TEMPLATES[level])
+        names, (slots, bodies), say = self.draw({only: LEVELS[level][only]})
         slots, _, self.calls = slots.partition(":")
         for slot in slots.split():
             self.fill_slot(slot)
         code = self.values.get("CODE", "L")
-        lacking = ["F{"] * (not code) + ["F{["] * (code.count("L") > 1) + ["START"] * (not self.values.get("START", True))
+        lacking = (
+            ["F{"] * (not code) + ["F{["] * (code.count("L") > 1) + ["START"] * (not self.values.get("START", True))
+        )
         self.bodies = [body for body in bodies.split(" OR ") if not any(slot in body for slot in lacking)]
         if not self.bodies:
             raise KeyError(lacking[0])
         said = self.fill(say(0))
+        if self.now == "char" and level == 1 and " list" not in said and "F" not in self.names:
+            raise KeyError("a list or a string of characters?")
         self.is_new = NEW in said + self.head
-        said = re.sub(r"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\b", r"their \1", said)
+        said = re.sub(
+            r"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\b", r"their \1", said
+        )
         self.template = said = re.sub("(number|count) of the ", r"\1 of ", said.replace(NEW, ""))
         self.head = self.head.replace(NEW, "")
         self.what = *self.operations, *self.constants, *(kind for _, kind in self.arguments)
         # Names: of the function, one in ten says nothing; of its arguments.
         name = re.sub("[A-Z]+(?![a-z])", lambda slot: rng.choice(self.names[slot[0]].pop(0)), rng.choice(names))
-        if rng.random() < 0.1 and not (self.calls or only):
+        if rng.random() < 0.1 and not (self.calls or element):
             name = rng.choice(LISTS["silent"])
         self.name = name + "_all" * (name == self.values.get("HELPER"))
         self.given = {"Y": self.name} | dict(zip("AB", (name for name, _ in self.arguments), strict=False))
@@ -148,7 +162,9 @@ class Function:
     def solution(self):
         """The body, in one of the styles that there are for its operations."""
         body = self.fill(self.rng.choice(self.bodies))
-        names = self.given | {"x": self.rng.choice([name for name in LISTS["variables"] if name not in self.given.values()])}
+        names = self.given | {
+            "x": self.rng.choice([name for name in LISTS["variables"] if name not in self.given.values()])
+        }
         body = re.sub(r"\b[ABYx]\b", lambda slot: names[slot[0]], body)
         body = GENERATOR.sub(r"\1(\2)", body)
         return textwrap.indent(body, "    ") + "\n"
@@ -174,7 +190,12 @@ class Function:
         rng, taken = self.rng, {*self.operations, *(key for name in self.operations for key in ALIKE.get(name, ()))}
         key = rng.choice([key for key in operations if key not in taken])
         names, code, letters, groups = operations[key]
-        drawn = {letter: rng.choice(CONSTANTS[letter]) for letter in letters if letter != "Z"}
+        digits = self.arguments and self.arguments[0][1] == "digits"
+        drawn = {
+            letter: rng.choice(CONSTANTS["H" if digits and letter == "K" else letter])
+            for letter in letters
+            if letter != "Z"
+        }
         drawn = {letter: str(value) if letter in "HJK" else repr(value) for letter, value in drawn.items()}
         if "Z" in letters:
             drawn["Z"] = rng.choice(("None", "0", "-1") if self.now == "int" else ("None", "''"))
@@ -202,7 +223,9 @@ class Function:
             if len(PREDICATES[self.now][self.operations[-1]][3]) > 1 and self.rng.random() < 0.5:
                 short = say(1)
                 first = short.replace(NEW, "").startswith("~")
-                values["MANY"] = short.replace("~", values["N"]) if first else f"{short.replace('~', noun)} {where}".strip()
+                values["MANY"] = (
+                    short.replace("~", values["N"]) if first else f"{short.replace('~', noun)} {where}".strip()
+                )
         elif kind in ("M", "m"):
             without = LISTS["numeric"] * (kind == "m")
             names, (code,), say = self.draw({key: op for key, op in MAPS[self.now].items() if key not in without})
@@ -213,17 +236,25 @@ class Function:
             self.now = "int" if self.operations[-1] in LISTS["numeric"] else self.now
         elif kind == "F":
             folds = LISTS[f"{self.now} folds"]
-            names, (code, loop), say = self.draw({key: FOLDS[key] for key in folds if key != "count" or "M" not in self.names})
+            names, (code, loop), say = self.draw(
+                {key: FOLDS[key] for key in folds if key != "count" or "M" not in self.names}
+            )
             lists = ("[", "found", "row") + ("A",) * (self.arguments[0][1] in ("ints", "strs", "scores"))
 
             def fold(items):
                 items = self.values["I"] if items == "I" else items
-                items = f"list({items})" if "L[" in code and not items.startswith(lists) and "split" not in items else items
+                items = (
+                    f"list({items})" if "L[" in code and not items.startswith(lists) and "split" not in items else items
+                )
                 return re.sub(r"\bL\b", lambda _: items, code)
 
             values |= {"F": fold, "CODE": code}
             start, _, update = loop.partition("; ")
-            values |= {"START": start, "VALUE": start.split(" ")[0], "UPDATE": lambda item: update.replace("ITEM", item)}
+            values |= {
+                "START": start,
+                "VALUE": start.split(" ")[0],
+                "UPDATE": lambda item: update.replace("ITEM", item),
+            }
             values |= {"G": lambda items: say(0).replace("~", items), "Y": lambda items: say(1).replace("~", items)}
         elif kind == "KEY":
             names, (code,), _ = self.draw({key: MAPS[self.now][key] for key in LISTS[f"{self.now} keys"]})
@@ -259,6 +290,7 @@ class Function:
 
 # ---- examples, tests and mutants -----------------------------------------------------------------------------------
 
+
 def value(kind, f, rng, edge):
     """A value for an argument; edge 0 is empty or zero, 1 has one element, 2 is negative."""
     numbers = [int(c) for c in f.constants if c.isdigit()] or [3]
@@ -281,7 +313,14 @@ def value(kind, f, rng, edge):
         return (number() if edge else 0) if kind == "int" else (word() if edge else "")
     if kind in ("nat", "pos", "count", "digits"):
         low = kind == "pos"
-        return max(low, edge if edge < 2 else rng.randint(2, 12) if kind in ("nat", "count") else rng.choice((rng.randint(2, 300), rng.choice(numbers) ** 2 * rng.randint(1, 9))))
+        return max(
+            low,
+            edge
+            if edge < 2
+            else rng.randint(2, 12)
+            if kind in ("nat", "count")
+            else rng.choice((rng.randint(2, 300), rng.choice(numbers) ** 2 * rng.randint(1, 9))),
+        )
     if kind in ("values", "keys"):
         return {word(): number() for _ in range(size)}
     if kind == "rows":
@@ -386,9 +425,11 @@ class World:
             with contextlib.suppress(KeyError, IndexError):  # an operation lacks what the template needs
                 f = Function(rng, rng.choices(levels, [WEIGHTS[level] for level in levels])[0], new)
                 if self.sentences.get(f.template, f.what) == f.what:
-                    f.combination = tuple(sorted(f.operations))
+                    f.combination = tuple(sorted(f.operations[f.level == 2 and len(f.operations) > 2 :]))
                     constants = any(held(f.combination, *pair) for pair in enumerate(f.constants))
-                    return f, "composed" if len(f.combination) > 2 and held(f.combination) else "constants" if constants else ""
+                    return f, "composed" if f.level > 1 and len(f.combination) > 1 and held(
+                        f.combination
+                    ) else "constants" if constants else ""
 
     def train(self, n, levels):
         """n functions as (prompt, solution)."""
@@ -481,7 +522,10 @@ def main(cfg):
         (out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         counts[split] = len(rows)
     path.write_text(json.dumps({"settings": settings, "tasks": counts}, indent=2) + "\n")
-    print(f"wrote {out}: {cfg.n:,} functions, tasks: " + ", ".join(f"{split} {count:,}" for split, count in counts.items()))
+    print(
+        f"wrote {out}: {cfg.n:,} functions, tasks: "
+        + ", ".join(f"{split} {count:,}" for split, count in counts.items())
+    )
 
 
 if __name__ == "__main__":
