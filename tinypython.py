@@ -1,4 +1,4 @@
-"""Write TinyPython: small Python functions with docstrings, examples and hidden tests, drawn from a grammar.
+"""Write TinyPython: small Python functions with docstrings, examples and hidden tests, drawn from tinypython.txt.
 
     python tinypython.py                                      # 100,000 functions and four splits, 40 s
     python tinypython.py --n=1000 --tasks=50 --out=/tmp/tiny --seed=1
@@ -21,14 +21,13 @@ Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl a
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
 import random
 import re
-import string
 import textwrap
 import warnings
+import zlib
 from pathlib import Path
 
 SPLITS = ("constants", "composed", "phrased", "level4")
@@ -53,22 +52,21 @@ CONSTANT = re.compile(r"\b[CDHJKWZ]\b(?!\{)|ELSE")
 
 
 def table(text, codes=1):
-    """{first name: (names, fields of code, constants, groups of phrasings)} of a table."""
+    """{first name: (names, fields of code, letters of its constants, groups of phrasings)} of a table."""
     found = {}
     for entry in re.split(r"\n(?=\w)", text):
         names, *fields = re.split(r"\s*(?<= )\|(?= |$)\s*", re.sub(r"\s*\n\s+", " ", entry))
-        code = [" OR ".join(map(statements, field.replace(r"\n", "\n").split(" OR "))) for field in fields[:codes]]
+        code = [" OR ".join(map(statements, field.split(" OR "))) for field in fields[:codes]]
         groups = [[expand(phrase) for phrase in field.split(" / ")] for field in fields[codes:]]
-        constants = sorted({*CONSTANT.findall(" ".join(code))})
-        found[names.split(", ")[0]] = names.split(", "), code, constants, groups
+        letters = sorted({*CONSTANT.findall(" ".join(code))})
+        found[names.split(", ")[0]] = names.split(", "), code, letters, groups
     return found
 
 
 def statements(code):
-    """Code of a table as people lay it out: `if a: b` in two lines, indented by four."""
-    code = re.sub(r"(?m)^( *)((?:if|elif|else|for|while)\b.*?): (?=\w)", r"\1\2:\n \1", code)
-    code = re.sub(r"(?m)^ +", lambda spaces: spaces[0] * 4, code)
-    return re.sub(r"(?m)^def ", "\ndef ", code)
+    """Code of a table as people lay it out: `if a: b` in two lines, indented by four, methods apart."""
+    code = re.sub(r"(?m)^( *)((?:if|elif|else|for|while)\b.*?): (?=\w)", r"\1\2:\n \1", code.replace(r"\n", "\n"))
+    return re.sub(r"(?m)^def ", "\ndef ", re.sub(r"(?m)^ +", lambda spaces: spaces[0] * 4, code))
 
 
 def expand(phrase):
@@ -77,83 +75,72 @@ def expand(phrase):
     return ["".join(chosen) for chosen in itertools.product(*parts)]
 
 
-def plural(verb):
-    """The plural of a verb phrase: starts with C -> start with C, is a vowel -> are vowels."""
-    first, _, rest = verb.partition(" ")
-    if first.endswith("is") and rest.startswith("a "):
-        rest = re.sub(r"^a ([\w-]+ letter|\w+)", r"\1s", rest)
-    first = re.sub("is$", "are", first) if first.endswith("is") else re.sub("(?<=ha)s$", "ve", first)
-    return re.sub("(?<=do)es$|s$", "", first) + " " + rest
+def lines(name):
+    return [line.split(" | ") for line in TABLES[name].split("\n")]
 
 
 TABLES = dict(re.findall(r"(?ms)^\[(.*?)\][^\n]*\n(.*?)\n(?=\n\[|\Z)", Path(__file__).with_suffix(".txt").read_text()))
-LISTS = {name: words.split() for name, words in (line.split(" | ") for line in TABLES["lists"].split("\n"))}
-KINDS = {kind: fields for kind, *fields in (line.split(" | ") for line in TABLES["kinds"].split("\n"))}
+LISTS = {name: words.split() for name, words in lines("lists")}
+KINDS = {kind: fields + [""] * 3 for kind, *fields in lines("kinds")}
 MAPS = {element: table(TABLES[f"{element} maps"]) for element in ("int", "str")}
 PREDICATES = {element: table(TABLES[f"{element} predicates"], 2) for element in ("int", "str", "char")}
-FOLDS = table(TABLES["orders"], 2) | table(TABLES["reductions"], 2)
-PAIRS = table(TABLES["pairs"])
+FOLDS, PAIRS = table(TABLES["orders"], 2) | table(TABLES["reductions"], 2), table(TABLES["pairs"])
 LEVELS = {level: table(TABLES[f"level {level}"], 2) for level in (1, 2, 3, 4)}
 SLOTS = re.compile(r"\b(?:[PMm]\d?|F|f|g|KEY|BOTH)\b")  # the more slots, the more often a template is drawn
-TEMPLATES = {
-    level: [key for key in found for _ in range(1 + 2 * len(SLOTS.findall(found[key][1][0])))]
-    for level, found in LEVELS.items()
-}
+DRAWN = {n: [key for key in LEVELS[n] for _ in range(1 + 2 * len(SLOTS.findall(LEVELS[n][key][1][0])))] for n in LEVELS}
 WEIGHTS = {1: 2, 2: 4, 3: 3, 4: 1}  # how often train has each level
-CONSTANTS = {"K": [*range(2, 10)] * 3 + [10, 12, 15, 20, 25, 30], "J": range(31, 46), "H": range(2, 6), "C": "aeionrst",
-             "D": "_-*ulmd", "W": ["-", ", ", "+", "/", " "]}  # fmt: skip
-GENERATOR = re.compile(
-    r"\b(sum|set|join|sorted)\(\[((?:[^][]|\[[^][]*\])* for (?:[^][]|\[[^][]*\])*)\]\)"
-)  # from a list
+CONSTANTS = {letter: LISTS[f"constant {letter}"] for letter in "CDHJK"} | {"W": ["'-'", "', '", "'+'", "'/'", "' '"]}
 ALIKE = {key: words for name, words in LISTS.items() if name.startswith("alike") for key in words}
+SWAPS = dict(zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True))
+POLISH = {"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\\b": r"their \1",
+          "(number|count) of the ": r"\1 of ", NEW: ""}  # fmt: skip
+SLOT = re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")
+NOTHING = {"int": ["None", "0", "-1"], "str": ["None", "''"]}  # what comes of an empty list
+INNER = r"(?:[^][]|\[[^][]*\])*"
+GENERATOR = re.compile(rf"\b(sum|set|join|sorted)\(\[({INNER} for {INNER})\]\)")  # where a list is not needed
 
 
 # ---- a function ----------------------------------------------------------------------------------------------------
 
 
-def applied(code):
-    """A function that puts an expression for x into code, in brackets where it needs them."""
+def plural(verb):
+    """The plural of a verb phrase: starts with C -> start with C, is a vowel -> are vowels."""
+    mark, first, rest = re.fullmatch(f"({NEW}?)(\\w+)(.*)", verb).groups()
+    rest = re.sub(r"^ a ([\w-]+ letter|\w+)", r" \1s", rest) if first == "is" else rest
+    return mark + {"is": "are", "has": "have", "does": "do"}.get(first, first.removesuffix("s")) + rest
 
-    def apply(item):
-        inner = item if re.fullmatch(r"[\w.]+(\(.*\)|\[.*\])*", item) else f"({item})"
-        return re.sub(r"\(x\)|\bx\b", lambda found: f"({item})" if found[0] == "(x)" else inner, code)
 
-    return apply
+def applied(code, item):
+    """Code with an expression in place of x, in brackets where it needs them."""
+    inner = item if re.fullmatch(r"[\w.]+(\(.*\)|\[.*\])*", item) else f"({item})"
+    return re.sub(r"\(x\)|\bx\b", lambda found: f"({item})" if found[0] == "(x)" else inner, code)
 
 
 class Function:
     """A function of a level, drawn from the tables. With `new` it may have phrasings that train never has."""
 
-    def __init__(self, rng, level, new=False, only="", element=""):
+    def __init__(self, rng, level, new=False, key="", element=""):
         self.rng, self.level, self.new, self.head, self.now = rng, level, new, "", element
         self.operations, self.constants, self.names, self.arguments, self.values = [], [], {}, [], {}
-        only = only or rng.choice(TEMPLATES[level])
-        names, (slots, bodies), say = self.draw({only: LEVELS[level][only]})
+        key = key or rng.choice(DRAWN[level])
+        names, (slots, bodies), say = self.draw({key: LEVELS[level][key]})
         slots, _, self.calls = slots.partition(":")
         for slot in slots.split():
-            self.fill_slot(slot)
-        code = self.values.get("CODE", "L")
-        lacking = (
-            ["F{"] * (not code) + ["F{["] * (code.count("L") > 1) + ["START"] * (not self.values.get("START", True))
-        )
-        self.bodies = [body for body in bodies.split(" OR ") if not any(slot in body for slot in lacking)]
-        if not self.bodies:
-            raise KeyError(lacking[0])
+            self.put(*re.fullmatch(r"(\D+)(\d?)", slot).groups())
+        code = self.values.get("CODE", "L")  # of an order or a reduction, "" if it is a loop alone
+        lacks = {"F{": not code, "F{[": code.count("L") > 1, "START": not self.values.get("START", True)}
+        self.bodies = [body for body in bodies.split(" OR ") if not any(lacks[slot] and slot in body for slot in lacks)]
         said = self.fill(say(0))
-        if self.now == "char" and level == 1 and " list" not in said and "F" not in self.names:
-            raise KeyError("a list or a string of characters?")
-        self.is_new = NEW in said + self.head
-        said = re.sub(
-            r"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\b", r"their \1", said
-        )
-        self.template = said = re.sub("(number|count) of the ", r"\1 of ", said.replace(NEW, ""))
-        self.head = self.head.replace(NEW, "")
-        self.what = *self.operations, *self.constants, *(kind for _, kind in self.arguments)
-        # Names: of the function, one in ten says nothing; of its arguments.
+        if not self.bodies or self.now == "char" and " list" not in said + " list" * ("F" in self.names or level > 1):
+            raise KeyError("no body, or a sentence that may mean a list of characters or a string")
+        self.is_new, self.head = NEW in said + self.head, self.head.replace(NEW, "")
+        for pattern, text in POLISH.items():
+            said = re.sub(pattern, text, said)
+        self.template, self.what = said, (*self.operations, *self.constants, *(kind for _, kind in self.arguments))
+        # The names; one in ten says nothing.
         name = re.sub("[A-Z]+(?![a-z])", lambda slot: rng.choice(self.names[slot[0]].pop(0)), rng.choice(names))
-        if rng.random() < 0.1 and not (self.calls or element):
-            name = rng.choice(LISTS["silent"])
-        self.name = name + "_all" * (name == self.values.get("HELPER"))
+        self.name = name if self.calls or element or rng.random() < 0.9 else rng.choice(LISTS["silent"])
+        self.name += "_all" * (self.name == self.values.get("HELPER"))
         self.given = {"Y": self.name} | dict(zip("AB", (name for name, _ in self.arguments), strict=False))
         said = re.sub(r"\b[AB]\b", lambda slot: self.given[slot[0]], said)
         self.sentence = said[0].upper() + said[1:]
@@ -161,12 +148,9 @@ class Function:
     @functools.cached_property
     def solution(self):
         """The body, in one of the styles that there are for its operations."""
-        body = self.fill(self.rng.choice(self.bodies))
-        names = self.given | {
-            "x": self.rng.choice([name for name in LISTS["variables"] if name not in self.given.values()])
-        }
-        body = re.sub(r"\b[ABYx]\b", lambda slot: names[slot[0]], body)
-        body = GENERATOR.sub(r"\1(\2)", body)
+        free = [name for name in LISTS["variables"] if name not in self.given.values()]
+        body, names = self.fill(self.rng.choice(self.bodies)), self.given | {"x": self.rng.choice(free)}
+        body = GENERATOR.sub(r"\1(\2)", re.sub(r"\b[ABYx]\b", lambda slot: names[slot[0]], body))
         return textwrap.indent(body, "    ") + "\n"
 
     def prompt(self, example=""):
@@ -178,11 +162,9 @@ class Function:
 
     def fill(self, text):
         """The text with its slots replaced, from the inside out. KeyError where one has nothing."""
-        while "{" in text:
-            filled = re.sub(r"\b([A-Z]+\d?)\{([^{}]*)\}", lambda slot: self.values[slot[1]](slot[2]), text)
-            if filled == text:
-                break
-            text = filled
+        last = ""
+        while "{" in text and text != last:
+            last, text = text, SLOT.sub(lambda slot: self.values[slot[1]](slot[2]), text)
         return re.sub(r"\b[A-Z]+\d?\b", lambda slot: self.values.get(slot[0], slot[0]), text)
 
     def draw(self, operations):
@@ -190,101 +172,86 @@ class Function:
         rng, taken = self.rng, {*self.operations, *(key for name in self.operations for key in ALIKE.get(name, ()))}
         key = rng.choice([key for key in operations if key not in taken])
         names, code, letters, groups = operations[key]
-        digits = self.arguments and self.arguments[0][1] == "digits"
-        drawn = {
-            letter: rng.choice(CONSTANTS["H" if digits and letter == "K" else letter])
-            for letter in letters
-            if letter != "Z"
-        }
-        drawn = {letter: str(value) if letter in "HJK" else repr(value) for letter, value in drawn.items()}
-        if "Z" in letters:
-            drawn["Z"] = rng.choice(("None", "0", "-1") if self.now == "int" else ("None", "''"))
+        constants = (
+            CONSTANTS | {"K": CONSTANTS["H"]} if ("digits" in (kind for _, kind in self.arguments)) else CONSTANTS
+        )
+        drawn = {letter: rng.choice(constants[letter] if letter != "Z" else NOTHING[self.now]) for letter in letters}
+        if "Z" in drawn:
             drawn["ELSE"] = rng.choice((f", or {drawn['Z']} if there are none", f" ({drawn['Z']} if there are none)"))
         self.operations.append(key)
         self.constants += [drawn[letter] for letter in letters]
 
-        def put(text):
+        def fill(text):
             return CONSTANT.sub(lambda found: drawn[found[0]], text) if drawn else text
 
-        def say(i):
+        def say(i, item="~"):
             new = self.new and len(groups[i]) > 1 and rng.random() < 0.6
-            return NEW * new + put(rng.choice(rng.choice(groups[i][-1:] if new else groups[i][:-1] or groups[i])))
+            text = rng.choice(rng.choice(groups[i][-1:] if new else groups[i][:-1] or groups[i]))
+            return NEW * new + fill(text).replace("~", item)
 
-        return names, [put(text) for text in code], say
+        return names, [fill(text) for text in code], say
 
-    def fill_slot(self, slot):
-        """Fill a slot of a template: an argument, an operation, a helper."""
-        values, kind, i = self.values, slot.rstrip("123"), slot.lstrip(string.ascii_letters)
+    def put(self, kind, i):
+        """Fill a slot of a template, the i-th of its kind: an operation, a helper or an argument."""
+        values, apply = self.values, functools.partial
         if kind == "P":
             names, (code, opposite), say = self.draw(PREDICATES[self.now])
-            verb, (noun, _, where) = say(0), values.get("N", "").partition(" ")
-            values |= {f"P{i}": applied(code), f"U{i}": applied(opposite), f"Q{i}": verb, f"R{i}": plural(verb)}
-            values |= {"ONE": f"{values.get('S')} that {verb}", "MANY": f"{values.get('N')} that {plural(verb)}"}
-            if len(PREDICATES[self.now][self.operations[-1]][3]) > 1 and self.rng.random() < 0.5:
+            verb, many, (noun, _, where) = say(0), values.get("N", ""), values.get("N", "").partition(" ")
+            values |= {f"P{i}": apply(applied, code), f"U{i}": apply(applied, opposite)}
+            values |= {f"Q{i}": verb, f"R{i}": plural(verb), "ONE": f"{values.get('S')} that {verb}"}
+            values["MANY"] = f"{many} that {plural(verb)}"
+            if len(PREDICATES[self.now][self.operations[-1]][3]) > 1 and self.rng.random() < 0.5:  # even numbers in xs
                 short = say(1)
-                first = short.replace(NEW, "").startswith("~")
-                values["MANY"] = (
-                    short.replace("~", values["N"]) if first else f"{short.replace('~', noun)} {where}".strip()
-                )
-        elif kind in ("M", "m"):
-            without = LISTS["numeric"] * (kind == "m")
-            names, (code,), say = self.draw({key: op for key, op in MAPS[self.now].items() if key not in without})
-            values |= {f"M{i}": applied(code), f"V{i}": lambda item: say(0).replace("~", item)}
-            values[f"W{i}"] = lambda item: say(1).replace("~", item)
+                behind = short.strip(NEW).startswith("~")
+                values["MANY"] = short.replace("~", many if behind else noun) + f" {where}" * bool(where and not behind)
+        elif kind in "Mm":
+            maps = {key: op for key, op in MAPS[self.now].items() if kind == "M" or key not in LISTS["numeric"]}
+            names, (code,), say = self.draw(maps)
+            values |= {f"M{i}": apply(applied, code), f"V{i}": apply(say, 0), f"W{i}": apply(say, 1)}
             if many := re.fullmatch("(.?the (?:(?! of ).)*) of ~", say(1)):
                 values["X"] = lambda items: f"{many[1]}s of {items}"
-            self.now = "int" if self.operations[-1] in LISTS["numeric"] else self.now
+            self.now, kind = "int" if self.operations[-1] in LISTS["numeric"] else self.now, "M"
         elif kind == "F":
-            folds = LISTS[f"{self.now} folds"]
-            names, (code, loop), say = self.draw(
-                {key: FOLDS[key] for key in folds if key != "count" or "M" not in self.names}
-            )
-            lists = ("[", "found", "row") + ("A",) * (self.arguments[0][1] in ("ints", "strs", "scores"))
-
-            def fold(items):
-                items = self.values["I"] if items == "I" else items
-                items = (
-                    f"list({items})" if "L[" in code and not items.startswith(lists) and "split" not in items else items
-                )
-                return re.sub(r"\bL\b", lambda _: items, code)
-
-            values |= {"F": fold, "CODE": code}
+            folds = [key for key in LISTS[f"{self.now} folds"] if key != "count" or "M" not in self.names]
+            names, (code, loop), say = self.draw({key: FOLDS[key] for key in folds})
             start, _, update = loop.partition("; ")
+            whole = "LISTED" if "L[" in code else "I"  # what is sliced must be a list
+            values |= {
+                "F": lambda items: re.sub(r"\bL\b", values[whole] if items == "I" else items, code),
+                "CODE": code,
+            }
             values |= {
                 "START": start,
                 "VALUE": start.split(" ")[0],
                 "UPDATE": lambda item: update.replace("ITEM", item),
             }
-            values |= {"G": lambda items: say(0).replace("~", items), "Y": lambda items: say(1).replace("~", items)}
+            values |= {"G": apply(say, 0), "Y": apply(say, 1)}
         elif kind == "KEY":
             names, (code,), _ = self.draw({key: MAPS[self.now][key] for key in LISTS[f"{self.now} keys"]})
             phrase = MAPS[self.now][self.operations[-1]][3][1][0][0]
-            values |= {"KEY": applied(code), "BY": re.fullmatch("the (.*) of ~", phrase)[1]}
+            values |= {"KEY": apply(applied, code), "BY": re.fullmatch("the (.*) of ~", phrase)[1]}
         elif kind == "BOTH":
-            names, (code,), _ = self.draw(PAIRS)
-            values |= {"BOTH": code, "NAME": self.operations[-1]}
-            kind = "NAME"
-        elif kind in ("f", "g"):
+            names, (values["BOTH"],), _ = self.draw(PAIRS)
+            values["NAME"], kind = self.operations[-1], "NAME"
+        elif kind in "fg":
             helper = Function(self.rng, 1, self.new, "is_P" if kind == "f" else "M", self.now)
             self.head = NEW * helper.is_new + helper.prompt() + helper.solution + "\n\n"
-            self.operations += helper.operations
-            self.constants += helper.constants
-            self.now = "int" if {*helper.operations} & {*LISTS["numeric"]} else self.now
-            values["HELPER"], names, kind = helper.name, [helper.name], "HELPER"
+            self.operations, self.constants = self.operations + helper.operations, self.constants + helper.constants
+            values["HELPER"], names, kind, self.now = helper.name, [helper.name], "HELPER", helper.now
         else:
-            return self.add_argument(kind)
-        self.names.setdefault(kind.upper(), []).append(names)
+            return self.argue(kind)
+        self.names.setdefault(kind, []).append(names)
 
-    def add_argument(self, kind):
-        """Add an argument of a kind, or of a choice of kinds, and the nouns for its elements."""
+    def argue(self, kind):
+        """Add an argument of a kind, or of a choice of kinds, with the nouns for its elements."""
         kind = self.now if kind == "item" and self.now else self.rng.choice(LISTS.get(kind, [kind]))
-        names, element, nouns, iterable = (*KINDS[kind], "", "", "")[:4]
-        taken = [name for name, _ in self.arguments]
-        name = self.rng.choice([name for name in names.split() if name not in taken])
-        if not taken:
+        names, element, nouns, iterable, *_ = KINDS[kind]
+        name = self.rng.choice([name for name in names.split() if (name, kind) not in self.arguments])
+        if not self.arguments:
             many, _, one = (nouns or "A / A").partition(" / ")
-            self.now = element or kind
-            self.values |= {"N": many, "S": name.removesuffix("s") if one == "S" else one, "I": iterable}
+            self.now, one = element or kind, name.removesuffix("s") if one == "S" else one
+            listed = iterable if kind in LISTS["listed"] else f"list({iterable})"
+            self.values |= {"N": many, "S": one, "I": iterable, "LISTED": listed}
         self.arguments.append((name, kind))
 
 
@@ -305,23 +272,18 @@ def value(kind, f, rng, edge):
     def word():
         text, letter = rng.choice(LISTS["words"]), rng.choice(letters)
         text = rng.choice((text, text, text, letter + text, text + letter, text + text[::-1]))
-        return rng.choice((text, text.upper(), text.capitalize())) if cased and rng.random() < 0.5 else text
+        cased = {*LISTS["cased"]} & {*f.operations} and rng.random() < 0.5
+        return rng.choice((text, text.upper(), text.capitalize())) if cased else text
 
-    cased = {*LISTS["cased"]} & {*f.operations}
     size = edge if edge < 2 else rng.randint(2, 6)
     if kind in ("int", "str"):
         return (number() if edge else 0) if kind == "int" else (word() if edge else "")
-    if kind in ("nat", "pos", "count", "digits"):
-        low = kind == "pos"
-        return max(
-            low,
-            edge
-            if edge < 2
-            else rng.randint(2, 12)
-            if kind in ("nat", "count")
-            else rng.choice((rng.randint(2, 300), rng.choice(numbers) ** 2 * rng.randint(1, 9))),
-        )
-    if kind in ("values", "keys"):
+    if kind in ("nat", "count"):
+        return edge if edge < 2 else rng.randint(2, 12)
+    if kind in ("pos", "digits"):
+        large = rng.choice((rng.randint(2, 300), rng.choice(numbers) ** 2 * rng.randint(1, 9)))
+        return max(kind == "pos", edge if edge < 2 else large)
+    if kind in ("values", "keys", "dict"):
         return {word(): number() for _ in range(size)}
     if kind == "rows":
         return [[number() for _ in range(rng.randint(1, 3))] for _ in range(size // 2 + size % 2)]
@@ -335,10 +297,11 @@ def value(kind, f, rng, edge):
 def call(f, rng, edge=3):
     """The source of a call with drawn values; for a class an object, and on the next line calls of its methods."""
     made = f"{f.name}({', '.join(repr(value(kind, f, rng, edge)) for _, kind in f.arguments)})"
-    steps = [self for self in f.calls.split(",") if self]
-    steps = [rng.choice(steps).split() for _ in range(rng.randint(2, 4) if steps else 0)]
+    if not f.calls:
+        return made
+    steps = [rng.choice(f.calls.split(",")).split() for _ in range(rng.randint(2, 4))]
     steps = [f"c.{method}({', '.join(repr(value(kind, f, rng, 3)) for kind in kinds)})" for method, *kinds in steps]
-    return f"c = {made}\n[{', '.join(steps)}]" if steps else made
+    return f"c = {made}\n[{', '.join(steps)}]"
 
 
 def load(source, **scope):
@@ -371,15 +334,12 @@ def example(f, rng):
     return best
 
 
-SWAPS = dict(zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True))
-
-
 def mutants(text, rng):
     """Programs that differ from a body in one sign, name or constant, in random order."""
-    marks = [*re.finditer(r"[=!<>+*/%-]+|\b\w+\b|''", text)]
+    marks = [*re.finditer(r"[=!<>+*/%-]+|\b\w+\b", text)]
     for mark in rng.sample(marks, len(marks)):
         word = mark[0]
-        others = [SWAPS[word]] if word in SWAPS else [str(int(word) + 1), str(int(word) - 1)] if word.isdigit() else []
+        others = [str(int(word) + 1), str(int(word) - 1)] if word.isdigit() else [SWAPS[word]] if word in SWAPS else []
         for other in others:
             yield text[: mark.start()] + other + text[mark.end() :]
 
@@ -395,8 +355,7 @@ def tests_of(f, rng):
             scope = load(f.prompt() + body, ticks=itertools.repeat(True, 30_000))
             differs = [text for text in right if result(scope, text) != right[text]]
             wrong += bool(differs)
-            if differs and not {*differs} & {*chosen}:
-                chosen.append(differs[0])
+            chosen += differs[:1] if not {*differs} & {*chosen} else []
         if wrong == 10:
             break
     chosen += [text for text in right if text not in chosen][: max(0, 5 - len(chosen))]
@@ -410,7 +369,7 @@ def tests_of(f, rng):
 
 def held(*key):
     """One key in ten is held out, by its hash."""
-    return hashlib.sha256(repr(key).encode()).digest()[0] < 26
+    return zlib.crc32(repr(key).encode()) % 10 == 0
 
 
 class World:
@@ -420,55 +379,54 @@ class World:
         self.seed, self.rng, self.sentences, self.combinations = seed, random.Random(seed), {}, set()
 
     def draw(self, rng, levels, new=False):
-        """(a function, what train lacks of it), of a sentence that describes nothing else."""
+        """(a function, the split it belongs to or ""), of a sentence that describes nothing else."""
         while True:
             with contextlib.suppress(KeyError, IndexError):  # an operation lacks what the template needs
                 f = Function(rng, rng.choices(levels, [WEIGHTS[level] for level in levels])[0], new)
                 if self.sentences.get(f.template, f.what) == f.what:
-                    f.combination = tuple(sorted(f.operations[f.level == 2 and len(f.operations) > 2 :]))
-                    constants = any(held(f.combination, *pair) for pair in enumerate(f.constants))
-                    return f, "composed" if f.level > 1 and len(f.combination) > 1 and held(
-                        f.combination
-                    ) else "constants" if constants else ""
+                    break
+        f.combination = tuple(sorted(f.operations[f.level == 2 and len(f.operations) > 2 :]))  # without the template
+        if f.level > 1 and len(f.combination) > 1 and held(f.combination):
+            return f, "composed"
+        constants = any(held(f.combination, *pair) for pair in enumerate(f.constants))
+        return f, "constants" if constants else "phrased" if f.is_new else ""
 
     def train(self, n, levels):
         """n functions as (prompt, solution)."""
         while n:
-            f, lacks = self.draw(self.rng, levels)
-            if not lacks:
+            f, split = self.draw(self.rng, levels)
+            if not split:
                 self.sentences[f.template] = f.what
                 self.combinations.add(f.combination)
                 yield f.prompt(example(f, self.rng) if self.rng.random() < 0.5 else ""), f.solution
                 n -= 1
 
     def tasks(self, split, count, levels):
-        """Up to so many tasks of a split, when train has been drawn."""
-        rng = random.Random(f"{self.seed} {split}")
-        for _ in range(count * 1000):
-            f, lacks = self.draw(rng, levels, split == "phrased")
-            lacks = "phrased" if f.is_new and not lacks else lacks
-            if f.template in self.sentences or lacks != split and not (split == "level4" and lacks):
+        """Up to so many tasks of a split, as lines of its file; train must have been drawn."""
+        rng, found = random.Random(f"{self.seed} {split}"), 0
+        for _ in range(count * 300):
+            f, its = self.draw(rng, levels, split == "phrased")
+            known = its == "composed" or f.combination in self.combinations
+            if (
+                f.template in self.sentences
+                or not known
+                or (its not in SPLITS[:2] if split == "level4" else its != split)
+            ):
                 continue
-            if lacks != "composed" and f.combination not in self.combinations:
-                continue
-            tests = tests_of(f, rng)
-            if tests:
+            if tests := tests_of(f, rng):
                 self.sentences[f.template] = f.what
-                yield f, tests, rng
-                count -= 1
-            if not count:
+                yield task(f, tests, rng, f"{split}/{found}")
+                found += 1
+            if found == count:
                 return
 
 
 def task(f, tests, rng, name):
-    """A task as a line of a file: HumanEval's fields, those of coupled_grpo.py, and a hole in the solution."""
-    cases = []
-    for text, out in tests:
-        setup, line, expression = text.rpartition("\n")
-        cases.append(f"{setup}{line}assert {expression} == {out!r}")
-    lines = re.sub(rf"\b{f.name}\(", "candidate(", "\n".join(cases))
+    """A task: HumanEval's fields, "test_cases" for coupled_grpo.py, and a hole in the solution."""
+    cases = [re.sub(r"(?m)^(?=.*\Z)", "assert ", text) + f" == {out!r}" for text, out in tests]
+    candidate = re.sub(rf"\b{f.name}\(", "candidate(", "\n".join(cases))
     row = {"task_id": name, "prompt": f.prompt(example(f, rng) if rng.random() < 0.5 else ""), "entry_point": f.name}
-    row |= {"canonical_solution": f.solution, "test": f"def check(candidate):\n{textwrap.indent(lines, '    ')}\n"}
+    row |= {"canonical_solution": f.solution, "test": f"def check(candidate):\n{textwrap.indent(candidate, '    ')}\n"}
     return row | {"test_cases": cases, "level": f.level, "operations": f.operations, "hole": hole(f.solution, rng)}
 
 
@@ -483,12 +441,12 @@ def hole(text, rng):
 
 
 def check(cfg):
-    """ValueError for settings that make no world, or a folder that holds another one; whether the folder is complete."""
-    for flag, known in {"splits": SPLITS, "formats": FORMATS, "levels": tuple(WEIGHTS)}.items():
-        given = getattr(cfg, flag)
-        if {*given} - {*known} or flag == "levels" and not given:
-            unknown = next((value for value in given if value not in known), "none")
-            raise ValueError(f"--{flag}: {unknown} is unknown; choose from {', '.join(map(str, known))}")
+    """(settings, path of meta.json). ValueError for settings that make no world, and for a folder of another one."""
+    for flag, known in {"splits": SPLITS, "formats": FORMATS, "levels": WEIGHTS}.items():
+        unknown = [given for given in getattr(cfg, flag) if given not in known]
+        if unknown or not cfg.levels:
+            wrong = f"{unknown[0]} is unknown" if unknown else "none is given"
+            raise ValueError(f"--{flag}: {wrong}; choose from {', '.join(map(str, known))}")
     if cfg.n < 1 or cfg.tasks < 1:
         raise ValueError(f"--n={cfg.n} and --tasks={cfg.tasks} must be at least 1")
     path, settings = Path(cfg.out) / "meta.json", json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))
@@ -508,24 +466,21 @@ def main(cfg):
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(open(out / f"{FORMATS[name]}.jsonl", "w")) for name in cfg.formats}
-        put = lambda name, **row: name in files and files[name].write(json.dumps(row) + "\n")
-        functions = iter(world.train(cfg.n, cfg.levels))
-        while batch := [*itertools.islice(functions, 5)]:
-            put("rows", content="\n\n".join(prompt + solution for prompt, solution in batch))
-            for prompt, solution in batch:
-                start, end = hole(solution, rng)
-                put("pairs", prompt=prompt, response=solution)
-                put("holes", prompt=prompt + solution[:start], response=solution[start:end], suffix=solution[end:])
+        functions = world.train(cfg.n, cfg.levels)
+        while batch := [*itertools.islice(functions, 5)]:  # a document of five
+            rows = {"rows": [{"content": "\n\n".join(prompt + solution for prompt, solution in batch)}]}
+            rows["pairs"] = [{"prompt": prompt, "response": solution} for prompt, solution in batch]
+            cuts = [(prompt, solution, *hole(solution, rng)) for prompt, solution in batch]
+            rows["holes"] = [{"prompt": p + s[:i], "response": s[i:j], "suffix": s[j:]} for p, s, i, j in cuts]
+            for name, file in files.items():
+                file.writelines(json.dumps(row) + "\n" for row in rows[name])
     for split in cfg.splits:
-        levels = (4,) if split == "level4" else tuple(level for level in cfg.levels if level < 4) or (1, 2, 3)
-        rows = [task(*made, f"{split}/{i}") for i, made in enumerate(world.tasks(split, cfg.tasks, levels))]
-        (out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        levels = (4,) if split == "level4" else [level for level in cfg.levels if level < 4] or (1, 2, 3)
+        rows = [json.dumps(row) + "\n" for row in world.tasks(split, cfg.tasks, levels)]
+        (out / f"{split}.jsonl").write_text("".join(rows))
         counts[split] = len(rows)
     path.write_text(json.dumps({"settings": settings, "tasks": counts}, indent=2) + "\n")
-    print(
-        f"wrote {out}: {cfg.n:,} functions, tasks: "
-        + ", ".join(f"{split} {count:,}" for split, count in counts.items())
-    )
+    print(f"wrote {out}: {cfg.n:,} functions, tasks: " + ", ".join(f"{split} {n:,}" for split, n in counts.items()))
 
 
 if __name__ == "__main__":
