@@ -131,7 +131,7 @@ class Function:
         lacks = {"F{": not code, "F{[": code.count("L") > 1, "START": not self.values.get("START", True)}
         self.bodies = [body for body in bodies.split(" OR ") if not any(lacks[slot] and slot in body for slot in lacks)]
         said = self.fill(say(0))
-        if not self.bodies or self.now == "char" and " list" not in said + " list" * ("F" in self.names or level > 1):
+        if not self.bodies or (self.now == "char" and " list" not in said + " list" * ("F" in self.names or level > 1)):
             raise KeyError("no body, or a sentence that may mean a list of characters or a string")
         self.is_new, self.head = NEW in said + self.head, self.head.replace(NEW, "")
         for pattern, text in POLISH.items():
@@ -200,7 +200,7 @@ class Function:
             values |= {f"P{i}": apply(applied, code), f"U{i}": apply(applied, opposite)}
             values |= {f"Q{i}": verb, f"R{i}": plural(verb), "ONE": f"{values.get('S')} that {verb}"}
             values["MANY"] = f"{many} that {plural(verb)}"
-            if len(PREDICATES[self.now][self.operations[-1]][3]) > 1 and self.rng.random() < 0.5:  # even numbers in xs
+            if len(PREDICATES[self.now][self.operations[-1]][3]) > 1 and self.rng.random() < 0.5:
                 short = say(1)
                 behind = short.strip(NEW).startswith("~")
                 values["MANY"] = short.replace("~", many if behind else noun) + f" {where}" * bool(where and not behind)
