@@ -1,6 +1,6 @@
 """Write TinyPython: small Python functions with docstrings, examples and hidden tests, drawn from tinypython.txt.
 
-    python tinypython.py                                      # 100,000 functions and four splits, 40 s
+    python tinypython.py                                      # 100,000 functions and four splits: two minutes
     python tinypython.py --n=1000 --tasks=50 --out=/tmp/tiny --seed=1
     python data_prep.py python --roots data/tinypython/train.jsonl --column=content --vocab_size=1024 --seq_len=512
     python data_prep.py pairs data/tinypython/holes.jsonl --vocab_size=1024 --seq_len=256    # or pairs.jsonl
@@ -15,7 +15,7 @@ Splits hold what train lacks: constants (operations that occur together, but nev
 level 4). A task is a problem in HumanEval's form, with "test_cases" for coupled_grpo.py: at least five tests, which no
 constant answer and none of ten mutants of its solution passes.
 
-Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
+Reads tinypython.txt, the words and templates. Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
 """
 
 import contextlib
