@@ -15,7 +15,8 @@ Splits hold what train lacks: constants (operations that occur together, but nev
 level 4). A task is a problem in HumanEval's form, with "test_cases" for coupled_grpo.py: at least five tests, which no
 constant answer and none of ten mutants of its solution passes.
 
-Reads tinypython.txt, the words and templates. Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
+Reads tinypython.txt, the words and templates. Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl,
+<split>.jsonl and, last of all, meta.json.
 """
 
 import contextlib
