@@ -46,6 +46,7 @@ import problems as tasks
 import protocols
 import runs
 import sandbox
+from runs import Count, Natural, NonNegative, Positive, Share, TopP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +54,15 @@ class DreamFlags:
     """Flags of Dream, --model=dream."""
 
     chat: bool | None = None  # ask through the chat template, for instruct models; unset: as the protocol does
-    threshold: float = 0.0  # unmask all positions of at least this confidence; 0 unmasks by --steps
-    entropy_bound: float = 0.0  # unmask positions of lowest entropy, up to this sum in nats; 0: off
-    block_length: int = 0  # fill blocks of this length from left to right; 0: the whole canvas
+    threshold: Share = 0.0  # unmask all positions of at least this confidence; 0 unmasks by --steps
+    entropy_bound: NonNegative = 0.0  # unmask positions of lowest entropy, up to this sum in nats; 0: off
+    block_length: Natural = 0  # fill blocks of this length from left to right; 0: the whole canvas
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: reuse keys and values within a block
     alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # order of unmasking
-    steps: int = 0  # denoising steps; 0: one per token, or as --threshold allows
-    eos_penalty: float = 0.0  # makes an early end of the text less likely, see sample_dream.py
-    alg_temp: float = 0.0  # temperature of the choice of positions; 0 takes those of highest confidence
-    top_k: int = 0  # sample from the k likeliest tokens; 0 samples from all
+    steps: Natural = 0  # denoising steps; 0: one per token, or as --threshold allows
+    eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely, see sample_dream.py
+    alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 takes those of highest confidence
+    top_k: Natural | None = None  # sample from the k likeliest tokens, 0: from all; unset: as the protocol does
     fast_dllm: bool = False  # blocks and cache exactly as Fast-dLLM has them
     bos: bool | None = None  # begin with <|beginoftext|>, as for Dream-Base; unset: as the protocol does
     int8: bool = False  # weights in 8 bits, half the memory of bfloat16
@@ -74,9 +75,9 @@ class SandboxFlags:
 
     runner: typing.Literal["local", "e2b"] = "local"  # this machine, or the service E2B
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
-    workers: int = 0  # programs that run at a time; 0: one per CPU
+    workers: typing.Annotated[int, (0, 1024)] = 0  # programs that run at a time; 0: one per CPU
     # processor seconds per sample, for + and LiveCodeBench per call; unset: the protocol's, 4 or 6 for ours
-    timeout_s: float | None = None
+    timeout_s: Positive | None = None
     threads: bool = False  # let samples start threads
     allow_unsafe: bool = False  # run programs even where the machine offers no safe sandbox
 
@@ -87,7 +88,7 @@ class Config:
     model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family of the checkpoint
     # run folder, or folder of convert_weights.py; default: the trainer's default folder, else weights/
     ckpt: str = ""
-    step: int = 0  # checkpoint to load; 0 takes the newest
+    step: Natural = 0  # checkpoint to load; 0 takes the newest
     out: str = ""  # folder of samples and results, resumed if it exists; default: out/<task>
     tasks_file: str = ""  # the official file, .gz or not, or a folder of LiveCodeBench's; default: download it
     downloads: str = ""  # folder of downloaded files; default: data/tasks
@@ -96,16 +97,17 @@ class Config:
     until: str = ""  # LiveCodeBench: only contests up to the first minute of this day
     protocol: str = "ours"  # harness to reproduce, such as dream_instruct: its prompts, settings, cuts and tests
     trim_prefix: bool = True  # chat protocols: strip the end of the prompt, as transformers 4.46; 4.49 does not
-    shots: int | None = None  # MBPP: solved problems in the prompt; default: the protocol's, 3 for ours
-    problems: int = 0  # only the first N problems; 0 takes all
+    # MBPP: solved problems in the prompt; default: the protocol's, 3 for ours
+    shots: typing.Annotated[int, (0, 3)] | None = None
+    problems: Natural = 0  # only the first N problems; 0 takes all
     samples: str = ""  # score the texts of this JSON-lines file; no model is loaded
-    n: int = 1  # samples per problem
-    k: tuple[int, ...] = ()  # report pass@k for these; default: 1 and n
-    temperature: float | None = None  # 0 takes the argmax; default: the protocol's, for ours 0, or 0.8 with --n
-    top_p: float | None = None  # nucleus sampling; default: the protocol's, 0.95 for ours
-    max_new: int | None = None  # new tokens at most; default: the protocol's, 512 for ours
-    batch_size: int = 16  # texts generated at a time
-    seed: int = 0  # random seed of generation
+    n: Count = 1  # samples per problem
+    k: tuple[Count, ...] = ()  # report pass@k for these; default: 1 and n
+    temperature: NonNegative | None = None  # 0 takes the argmax; default: the protocol's, for ours 0, or 0.8 with --n
+    top_p: TopP | None = None  # nucleus sampling; default: the protocol's, 0.95 for ours
+    max_new: Count | None = None  # new tokens at most; default: the protocol's, 512 for ours
+    batch_size: Count = 16  # texts generated at a time
+    seed: Natural = 0  # random seed of generation
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles again
     json: bool = False  # print the report as one JSON line
     watch: bool = False  # show pass@1 so far, its interval, programs per second and the time left
@@ -145,9 +147,8 @@ def protocol_of(cfg):
     """("harness/task", record) of --protocol, with the flags that override its settings."""
     ours_chat = cfg.protocol == "ours" and cfg.dream.chat
     name, record = protocols.named("ours_chat" if ours_chat else cfg.protocol, cfg.task)
-    flags = {field: getattr(cfg, field) for field in ("shots", "temperature", "top_p", "max_new")}
-    flags["bos"] = cfg.dream.bos
-    given = {field: value for field, value in flags.items() if value is not None}
+    flags, fields = vars(cfg) | vars(cfg.dream), ("shots", "temperature", "top_p", "max_new", "bos", "top_k")
+    given = {field: flags[field] for field in fields if flags[field] is not None}
     if cfg.dream.chat is not None and not record.ours:
         given["system"] = (record.system or protocols.ASSISTANT) if cfg.dream.chat else None
     return name, record._replace(**given)
@@ -162,12 +163,6 @@ def resolve(cfg):
     if cfg.sandbox.timeout_s is None:
         filled["sandbox"] = dataclasses.replace(cfg.sandbox, timeout_s=float(record.limit_s))
     cfg = dataclasses.replace(cfg, **filled)
-    if min(cfg.n, cfg.max_new, cfg.batch_size, *cfg.k) < 1:
-        raise ValueError("--n, --k, --max_new and --batch_size are at least 1")
-    if min(cfg.problems, cfg.temperature, cfg.seed, cfg.sandbox.workers) < 0:
-        raise ValueError("--problems, --temperature, --seed and --workers are at least 0")
-    if not 0 < cfg.top_p <= 1 or not 0 <= cfg.shots <= len(tasks.SHOTS) or not 0 < cfg.sandbox.timeout_s < math.inf:
-        raise ValueError(f"--top_p is in (0, 1], --shots from 0 to {len(tasks.SHOTS)}, --timeout_s above 0")
     for day in filter(None, (cfg.since, cfg.until)):
         if not re.fullmatch(r"\d{4}-\d\d-\d\d", day) or cfg.task != "livecodebench":
             raise ValueError("--since and --until are days of LiveCodeBench, such as 2024-10-01")
@@ -185,8 +180,9 @@ def resolve(cfg):
 
 def settings_of(cfg):
     """The settings of config.json: a folder is resumed only under the same ones."""
+    name, record = protocol_of(cfg)
     settings = {"task": cfg.task, "split": cfg.split, "problems": cfg.problems, "timeout_s": cfg.sandbox.timeout_s}
-    settings |= {"protocol": protocol_of(cfg)[0], "tasks_sha256": sha256(*tasks.task_files(cfg))}
+    settings |= {"protocol": name, "tasks_sha256": sha256(*tasks.task_files(cfg))}
     if cfg.task == "livecodebench":
         settings |= {"since": cfg.since, "until": cfg.until}
     if cfg.samples:
@@ -197,7 +193,7 @@ def settings_of(cfg):
     names = "model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed", "trim_prefix"
     settings |= {name: getattr(cfg, name) for name in names}
     settings |= {"ckpt": str(run), "step": step, "model_sha256": fingerprint(folder)}
-    return settings | (dataclasses.asdict(cfg.dream) if cfg.model == "dream" else {})
+    return settings | (dataclasses.asdict(cfg.dream) | {"top_k": record.top_k} if cfg.model == "dream" else {})
 
 
 def check_settings(out, settings):
@@ -229,7 +225,7 @@ def fingerprint(folder):
     return digest.hexdigest()
 
 
-SCORER = "benchmarks", "problems", "protocols", "writers", "sandbox", "sandbox_inside"
+SCORER = "benchmarks", "problems", "protocols", "writers", "sandbox", "sandbox_inside", "sandbox_wire"
 VERSION = sha256(*(Path(__file__).with_name(f"{name}.py") for name in SCORER))[:12]
 
 
@@ -348,7 +344,7 @@ def given_rows(cfg, problems):
     """{(key of problems, number): row} of --samples; a problem may have several."""
     samples, count, others = {}, collections.Counter(), []
     try:
-        rows = [*tasks.parse_lines(Path(cfg.samples).read_text("utf-8").split("\n"), ["task_id"], SAMPLE)]
+        rows = [*tasks.parse_lines(runs.as_path(cfg.samples).read_bytes().split(b"\n"), ["task_id"], SAMPLE)]
     except ValueError as error:
         raise ValueError(f"--samples={cfg.samples}: {error}") from None
     for row in rows:

@@ -136,8 +136,8 @@ class Checkpoints:
         # The checksums are of what is in memory now: restore() compares them with what the disk gives back.
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items() if tree}
         items["meta"] = ocp.args.JsonSave(meta | {"sums": bit_sums(state)})
+        self.wait()
         with self.writing():
-            self.manager.wait_until_finished()
             self.manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def meta(self):
@@ -164,25 +164,29 @@ class Checkpoints:
     def resume(self, folder, meta, like):
         """(state, its meta) of the newest checkpoint of the run in `folder`, None if there is none yet.
 
-        ValueError if its model, rows, LoRA rank or base weights are not those in meta.
+        ValueError if its model, rows, optimizer, dtype, LoRA rank or base weights are not those in meta.
         """
         store = self if absolute(folder) == self.folder else Checkpoints(folder)
         if store.newest() is None:
             print(f"{folder} stopped before its first checkpoint: starting at step 0 with its settings")
             return None
         saved, where = store.meta(), f"{folder}/checkpoints/{store.newest()}"
-        runs.check_resumed(saved, meta, where)
-        ranks = [{"--lora_rank": each["train"].get("lora_rank", 0)} for each in (saved, meta)]
-        runs.check_same(*ranks, where)
+        runs.check_resumed(saved, meta, where, fixed=("lora_rank", "optimizer", "dtype"))
         if saved.get("base") != meta.get("base"):
             raise ValueError(f"{meta['train']['init']} holds other weights than those that {folder} began with")
         print(f"resuming {folder} after step {saved['step']}")
         return store.restore(like), saved
 
-    def close(self):
-        """Wait for the save under way."""
+    def wait(self):
+        """Wait for the save under way. The folder remembers that it has had a checkpoint."""
         with self.writing():
             self.manager.wait_until_finished()
+            if self.newest() is not None:
+                (self.folder / runs.SAVED).touch()
+
+    def close(self):
+        """Wait for the save under way."""
+        self.wait()
         self.manager.close()
 
 
@@ -240,7 +244,7 @@ def find_weights(folder, step=0):
         about = {name: keys.pop(name, None) for name in ("model_type", "source", "step", "torch_dtype")}
         meta = {"model": keys, "dtype": about["torch_dtype"] or "float32", "step": about["step"] or 0}
         return folder, meta, step or meta["step"]
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob("model*.safetensors")):  # a run with LoRA holds adapter_model.safetensors
         raise ValueError(f"{folder} is in the Hub's form: python convert_weights.py --source={folder} --out=DIR")
     step, path = runs.newest(folder, step)
     if (path / "adapters").is_dir():
@@ -268,6 +272,11 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, bits=0):
     like = flatten(jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, stored, sharding=at), shapes, layout))
 
     def convert(name, x):
+        # NumPy compiles nothing; of a large array the largest and the smallest show a NaN, without a copy.
+        small = x.size < 1 << 24 and x.is_fully_addressable
+        ends = np.asarray(x) if small else x.max(initial=0) + x.min(initial=0)
+        if not (jnp.issubdtype(x.dtype, jnp.floating) and np.isfinite(ends).all()):
+            raise ValueError(f"{path} is damaged: {name} ({x.dtype}) holds NaN, infinity or integers")
         return family.quantise(x, bits, name.split(".")[-1]) if bits and x.ndim == 2 else x.astype(dtype)
 
     if "sums" in meta:

@@ -59,11 +59,11 @@ class Config:
     source: str = ""  # folder with a checkpoint in either form, or a repository of the Hub as OWNER/NAME
     out: str = ""  # folder to write
     revision: str = "main"  # branch, tag or commit of a repository of the Hub
-    step: int = 0  # checkpoint of a run; 0 takes the newest
+    step: runs.Natural = 0  # checkpoint of a run; 0 takes the newest
     to: typing.Literal["", "dream"] = ""  # "dream": make a Dream of a Qwen2; "" keeps the model
-    block_length: int = 0  # with --to=dream: block length of the checkpoint; 0: that of config.json, else 1
+    block_length: runs.Natural = 0  # with --to=dream: block length of the checkpoint; 0: that of config.json, else 1
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # write Orbax in this dtype; "" keeps every byte
-    shard_gb: float = 5.0  # largest safetensors file, in GB
+    shard_gb: runs.Positive = 5.0  # largest safetensors file, in GB
     verify: bool = False  # compare every tensor of --source and --out
     push: str = ""  # verify, and upload --out to this repository of the Hub, OWNER/NAME
 
@@ -99,6 +99,8 @@ def map_files(folder):
     """
     index, arrays = folder / "model.safetensors.index.json", {}
     names = runs.read_json(index, "weight_map")["weight_map"].values() if index.exists() else ["model.safetensors"]
+    if outside := [name for name in names if name != Path(name).name]:
+        raise ValueError(f"{index} names {outside[0]}, which is no file in its folder")
     for path in sorted({folder / name for name in names}):
         try:
             with safetensors.safe_open(path, "numpy") as file:
@@ -225,6 +227,19 @@ def as_integers(array):
 def word_sum(array):
     """Sum of an array's words modulo 2^32, as checkpoints.bit_sums; any flipped bit changes it."""
     return int(as_integers(array).sum(dtype=np.uint32))
+
+
+def is_finite(array):
+    """Whether an array holds no NaN and no infinity. As integers these are above all numbers of their sign."""
+    words = as_integers(array)
+    positive, negative = as_integers(np.array([np.inf, -np.inf], array.dtype))
+    return words.view(f"int{8 * words.itemsize}").max(initial=0) < positive and words.max(initial=0) < negative
+
+
+def warn(names):
+    """Say which tensors hold what is no number; their bytes stay as they are."""
+    if names:
+        print(f"warning: a NaN or an infinity in {len(names)} tensors: {', '.join(sorted(names)[:3])}", flush=True)
 
 
 def byte_count(array):
@@ -466,11 +481,13 @@ def to_orbax(source, out, wanted=""):
             arrays = cast(source, arrays, dtype, out.parent)
         # checksums of the arrays that we read, while Orbax writes its own files
         summing = thread.submit(lambda: {name: word_sum(array) for name, array in arrays.items()})
+        checking = thread.submit(lambda: [name for name, array in arrays.items() if not is_finite(array)])
         save_params(partial / "params", arrays)
         meta = {"dtype": str(dtype), "parameters": count, "source": source.origin, "step": source.step}
         if source.family is pc:
             meta["model"] = dataclasses.asdict(source.cfg)
         runs.write(partial / "meta.json", meta | {"sums": summing.result()})
+        warn(checking.result())
         runs.write(partial / "config.json", config_to_write(source, dtype))
         for name, data in files.items():
             runs.write(partial / name, data)
@@ -491,8 +508,11 @@ def write_safetensors(path, arrays, source):
     text += b" " * (-len(text) % 8)  # aligns the data
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for _, rows in checked_blocks(source, arrays):
+        spoilt = set()
+        for name, rows in checked_blocks(source, arrays):
             file.write(as_integers(rows))
+            spoilt |= set() if is_finite(rows) else {name}
+    warn(spoilt)
 
 
 def to_safetensors(source, out, shard_gb):
@@ -500,12 +520,8 @@ def to_safetensors(source, out, shard_gb):
     files, (arrays, dtype) = files_beside(source), open_orbax(source)
     if dtype not in DTYPES.values():
         raise ValueError(f"{source.params} is in {dtype}, not one of {', '.join(map(str, DTYPES.values()))}")
-    split = huggingface_hub.split_state_dict_into_shards_factory(
-        arrays,
-        get_storage_size=byte_count,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=int(shard_gb * 1e9),
-    )
+    files_of = {"filename_pattern": "model{suffix}.safetensors", "max_shard_size": int(shard_gb * 1e9)}
+    split = huggingface_hub.split_state_dict_into_shards_factory(arrays, get_storage_size=byte_count, **files_of)
     count = split.metadata["total_size"] // dtype.itemsize
     print(f"writing {len(arrays)} tensors, {count:,} parameters in {dtype}", flush=True)
     with output_folder(out) as partial:

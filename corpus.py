@@ -96,7 +96,7 @@ def files_below(roots, suffixes, out):
     """
     paths, own, skipped = [], os.path.realpath(out), set() if roots else NOT_THE_LIBRARY
     for root in roots or [sysconfig.get_paths()["stdlib"]]:
-        os.stat(root)  # raises if it does not exist, where os.walk is silent
+        runs.as_path(root).stat()  # raises if it does not exist, where os.walk is silent
         if not os.path.isdir(root):
             paths.append((os.path.basename(root), root))
             continue
@@ -156,16 +156,18 @@ def batched(items, limit, size_of=lambda item: item.size):
 
 
 def download(name, otherwise, **options):
-    """The training rows of a data set on Hugging Face, dictionaries. `otherwise` is what else a user can do."""
+    """The training rows, dictionaries, of a data set on Hugging Face or on disk. otherwise: what else a user can do."""
     try:
         import datasets
 
+        saved = Path(name, "train") if Path(name, "dataset_dict.json").is_file() else Path(name)
+        if (saved / "state.json").is_file():  # by save_to_disk
+            return datasets.load_from_disk(saved).to_iterable_dataset(len([*saved.glob("*.arrow")]))
         return datasets.load_dataset(name, split="train", **options)
     except ImportError:
         raise ValueError(f"{name} is downloaded by the library datasets; install it: pip install datasets") from None
     except Exception as error:  # of datasets, huggingface_hub, the network: there is no narrower class
-        reason = runs.first_line(error)
-        raise ValueError(f"{name} cannot be downloaded ({reason}); try again, or {otherwise}") from None
+        raise ValueError(f"{name} cannot be downloaded ({runs.first_line(error)}); try again, or {otherwise}") from None
 
 
 # ---- text files ----------------------------------------------------------------------------------------------------
@@ -250,8 +252,10 @@ def tinystories(out):
 def gather_pairs(found, cfg, vocabulary):
     """Ranges of whole lines, the same in both splits: a hash of each prompt decides which split it is in."""
     with open(cfg.source, "rb") as file:
-        sizes = {len(read_pair(line, number, cfg)) for number, line in enumerate(file, 1)}
-    if cfg.edit_rate and 3 not in sizes:
+        kinds = {(len(pair), any(pair)) for pair in (read_pair(line, i, cfg) for i, line in enumerate(file, 1))}
+    if kinds and not any(text for _, text in kinds):
+        raise ValueError(f"{cfg.source} holds no text: all prompts and responses are empty")
+    if cfg.edit_rate and (3, True) not in kinds:
         raise ValueError(f'--edit_rate={cfg.edit_rate} is for holes: no line of {cfg.source} has a "suffix"')
     items = text_ranges(found[0], cfg.shard_bytes + 1, "\n")
     return {"train": [[item] for item in items], "heldout": [items] if cfg.heldout else []}, {}
@@ -277,7 +281,7 @@ def read_pair(line, number, cfg):
 def pair_documents(items, split, cfg):
     """The pairs of this split. A prompt that is held out is in no training pair."""
     for item in items:
-        for number, line in enumerate(read_text(item).split("\n"), 1):
+        for number, line in enumerate(read_text(item).removeprefix("\ufeff").split("\n"), 1):
             pair = read_pair(line, number, cfg)
             if pair and belongs(pair[0].encode(), split, cfg):
                 yield pair
@@ -332,7 +336,7 @@ def gather(found, cfg, vocabulary=None):
         batches = list(batched(readable, EXAMINED_BYTES))
     if cfg.benchmarks:
         dropped["benchmark"] = 0
-    texts = [text for path in cfg.benchmarks for text in read_problems(Path(path).read_bytes(), path)]
+    texts = [text for path in cfg.benchmarks for text in read_problems(runs.as_path(path).read_bytes(), path)]
     rules = {name: getattr(cfg, name) for name in ("hf", "column", "licences", "max_bytes")}
 
     # Examine. A copy has another name if its inputs or the rules are others.
@@ -406,7 +410,7 @@ def read_problems(data, path):
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
         rows = json.loads(text) if text.startswith("[") else map(json.loads, text.splitlines())
         texts = [row[key] for row in rows for key in PROBLEM if key in row]
-    except (ValueError, TypeError, EOFError, gzip.BadGzipFile, zlib.error):
+    except (ValueError, TypeError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error):
         texts = []
     if not texts:
         raise ValueError(f"--benchmarks: {path} holds no problems; HumanEval.jsonl.gz and sanitized-mbpp.json do")
@@ -426,8 +430,7 @@ def documents_of(item, rules):
     for row in rows_of(item, rules):
         text = next((row[name] for name in columns if name in row), 0)
         if not isinstance(text, str | None):
-            listed = ", ".join(f"{name} {value!r:.50}" for name, value in row.items())
-            advice = f"it has {listed}; name one with --column"
+            advice = f"it has {', '.join(f'{k} {value!r:.50}' for k, value in row.items())}; name one with --column"
             raise ValueError(f"{item.path or item.name} has no text in a column {' or '.join(columns)} ({advice})")
         licences = next((row[name] for name in LICENCE_COLUMNS if name in row), None) or []  # a row without one stays
         names = [licences] if isinstance(licences, str) else licences
@@ -467,8 +470,7 @@ def rows_of(item, rules):
 def stream(name):
     """The data set NAME or NAME:FOLDER, read as it is iterated."""
     name, _, folder = name.partition(":")
-    options = {"data_dir": folder} if folder else {}
-    return download(name, "name its files with --roots", streaming=True, **options)
+    return download(name, "name its files with --roots", streaming=True, data_dir=folder or None)
 
 
 def examine(items, copy, rules):

@@ -9,7 +9,7 @@
 Reads a Dream (a folder of convert_weights.py, or a run of train_dream.py) and tasks (JSON lines, see rl_tasks.py).
 Without --ckpt it has rl_tasks.py, data_prep.py and train_dream.py make both. Writes --out: config.json, log.jsonl,
 rounds.jsonl (each completion with its rewards), checkpoints/<round>/, the tokenizer, with --plot curve.png; with LoRA
-at the end also merged/, a whole model. Several hosts train all weights, one host also LoRA.
+at the end also the adapters in peft's form, and merged/, a whole model. Several hosts train all weights, one also LoRA.
 
 A round: --group completions of each of --tasks tasks, their rewards (sandbox.py), and --iterations updates, each
 over all of them under fresh masks (see grpo.py). Everything random is a function of (seed, round), so a run that was
@@ -54,6 +54,7 @@ import runs
 import sample_block
 import sample_dream
 import sandbox
+from runs import Count, Natural, NonNegative, Positive, Share, TopP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,40 +66,41 @@ class Config:
     humaneval: str = ""  # HumanEval tasks to evaluate on, a JSONL file; "" is humaneval.jsonl in --prompts
     out: str = "out/grpo"  # folder of the run
     resume: str = ""  # folder of a run to go on with, with its settings; "" starts anew
-    rounds: int | None = None  # rounds of the whole run; 0: every task once
-    tasks: int | None = None  # tasks per round
-    group: int | None = None  # completions per task (the group of GRPO)
-    iterations: int | None = None  # updates per round
-    micro_batch: int = 0  # completions per backward pass, on all devices together; 0: 5 on each, in the demo 64
-    generation_batch: int = 0  # completions generated at a time, all devices together; 0: 10 on each, in the demo 128
-    max_prompt: int | None = None  # tokens of a prompt; tasks with longer ones are left out
-    max_new: int | None = None  # tokens of a completion
-    temperature: float = 1.0  # of the distribution that tokens are drawn from
-    top_p: float | None = None  # draw from the most probable tokens that together have this probability
-    block_length: int | None = None  # generate in blocks, with cached keys and values; 0: the whole canvas, no cache
-    threshold: float = 0.9  # fill all positions whose maximum probability reaches this; 0: one per forward pass
-    lr: float | None = None  # peak learning rate, then a cosine to a tenth of it; 7b: 1e-6, with LoRA 2e-5, a guess
+    rounds: Natural | None = None  # rounds of the whole run; 0: every task once
+    tasks: Count | None = None  # tasks per round
+    group: typing.Annotated[int, (2, 1_000_000)] | None = None  # completions per task (the group of GRPO)
+    iterations: Count | None = None  # updates per round
+    micro_batch: Natural = 0  # completions per backward pass, on all devices together; 0: 5 on each, in the demo 64
+    generation_batch: Natural = 0  # completions generated at a time, on all devices; 0: 10 on each, in the demo 128
+    max_prompt: Count | None = None  # tokens of a prompt; tasks with longer ones are left out
+    max_new: Count | None = None  # tokens of a completion
+    temperature: Positive = 1.0  # of the distribution that tokens are drawn from
+    top_p: TopP | None = None  # draw from the most probable tokens that together have this probability
+    block_length: Natural | None = None  # generate in blocks, with cached keys and values; 0: whole canvas, no cache
+    threshold: Share = 0.9  # fill all positions whose maximum probability reaches this; 0: one per forward pass
+    lr: Positive | None = None  # peak learning rate, then a cosine to a tenth of it; 7b: 1e-6, with LoRA 2e-5, a guess
     # divide by the tokens of the micro-batch (bnpo, as the reference), of the update (dapo), those that completions
     # could have (dr_grpo), or those of each completion (grpo; gspo with the geometric mean of a completion's ratios)
     loss: typing.Literal["bnpo", "dapo", "dr_grpo", "grpo", "gspo"] = "bnpo"
-    beta: float = 0.01  # weight of the KL divergence from the reference model; 0: no reference model
-    epsilon: float = 0.5  # the ratio of new to old probability is clipped below 1 - epsilon
-    epsilon_high: float = 0.5  # the ratio of new to old probability is clipped above 1 + epsilon_high
-    delta: float = 0.0  # upper bound of the ratio where the advantage is negative, above 1 + epsilon_high; 0: none
+    beta: NonNegative = 0.01  # weight of the KL divergence from the reference model; 0: no reference model
+    epsilon: Share = 0.5  # the ratio of new to old probability is clipped below 1 - epsilon
+    epsilon_high: NonNegative = 0.5  # the ratio of new to old probability is clipped above 1 + epsilon_high
+    delta: NonNegative = 0.0  # upper bound of the ratio at negative advantages, above 1 + epsilon_high; 0: none
     scale_rewards: bool = False  # divide advantages by the standard deviation of their group
-    sync_every: int = 64  # updates between moves of the reference model towards the policy; 0: it stays
+    sync_every: Natural = 64  # updates between moves of the reference model towards the policy; 0: it stays
     rewards: tuple[str, ...] | None = None  # names in sandbox.py, or your own as file.py:function
-    reward_weights: tuple[float, ...] | None = None  # weight of each of --rewards in their sum
-    lora_rank: int = 0  # train adapters of this rank beside the layers' matrices; 0 trains all weights
-    eval_every: int | None = None  # rounds between evaluations on held-out tasks, each saves a checkpoint
-    eval_tasks: int = 96  # held-out tasks at most, of each file
+    reward_weights: typing.Annotated[tuple[float, ...], (-1e9, 1e9)] | None = None  # weight of each of --rewards
+    lora_rank: Natural = 0  # train adapters of this rank beside the layers' matrices; 0 trains all weights
+    init_adapters: str = ""  # with --lora_rank: folder of adapters to start from, in peft's form; "" makes new ones
+    eval_every: Count | None = None  # rounds between evaluations on held-out tasks, each saves a checkpoint
+    eval_tasks: Count = 96  # held-out tasks at most, of each file
     runner: typing.Literal["local", "e2b"] = "local"  # where programs run: this machine, or E2B's cloud
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     allow_unsafe: bool = False  # run programs where the machine offers no safe sandbox
     plot: bool = False  # draw the rewards of the rounds as curve.png at the end
     wandb: str = ""  # project name; "" logs to files alone
     hosts: str = ""  # "" one host; "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process
-    seed: int = 0  # of tasks, completions and masks
+    seed: Natural = 0  # of tasks, completions and masks
 
 
 PRESETS = {
@@ -136,16 +138,14 @@ def question_of(task):
 
 def read_tasks(path, tested=True):
     """The tasks of a JSONL file. ValueError names a line that is no task, or has no tests although `tested`."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} does not exist; write tasks with: python rl_tasks.py --out=data/acecode")
     tasks = []
-    for number, line in enumerate(Path(path).read_text().split("\n"), 1):
+    for number, line in enumerate(runs.as_path(path).read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             task = {"test_cases": []} | json.loads(line)
             "".join([task["question"] if "question" in task else task["prompt"]] + task["test_cases"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             form = '{"question" or "prompt": text, "test_cases": [texts]}'
             raise ValueError(f"{path}, line {number} is no task: {form}") from None
         if tested and not task["test_cases"]:
@@ -157,7 +157,7 @@ def read_tasks(path, tested=True):
 class Prompts:
     """Tasks as canvases: left-padded token ids of the prompts, max_new columns of MASK behind them.
 
-    wrap(user turn, system turn) writes a chat, as runs.chat_template gives it; tasks with a question need it.
+    wrap(user turn, system turn) writes a chat, as sample_dream.chat_template gives it; tasks with a question need it.
     """
 
     def __init__(self, path, tokenizer, wrap, model_cfg, max_prompt, max_new, tested=True):
@@ -202,9 +202,6 @@ class Prompts:
                 text = written.removesuffix("\n") + "\n"
             rows.append(task | {"tokens": int(counted_C.sum()), "written": written, "text": text})
         return rows
-
-
-# ---- rewards -------------------------------------------------------------------------------------------------------
 
 
 def sandbox_options(cfg):
@@ -287,7 +284,7 @@ class Trainer:
         check_memory(cfg, model_cfg, mesh, self.rollout_mesh, dtype)
 
         # The tasks, and how completions of them are generated. A chat model ends its turn with <|im_end|>.
-        tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), runs.chat_template(cfg.ckpt)
+        tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), sample_dream.chat_template(cfg.ckpt)
         canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, sandbox.TESTED & {*rewards.values()}
         self.prompts = Prompts(cfg.prompts, *canvas)
         self.heldout = [Prompts(path, *canvas) for path in (cfg.heldout, cfg.humaneval) if path]
@@ -308,6 +305,7 @@ class Trainer:
         if cfg.lora_rank:
             key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
             self.base, adapters = self.trained, md.new_adapters(key, self.trained, cfg.lora_rank)
+            adapters = sample_dream.load_adapters(cfg.init_adapters, adapters) if cfg.init_adapters else adapters
             self.trained = jax.device_put(adapters, md.shardings(mesh, adapters))
         self.ref = jax.tree.map(jnp.copy, self.trained) if cfg.beta else {}  # the reference model's
         self.updates, self.failed = 0, 0  # so far; how many of the last ones had no finite gradient
@@ -332,7 +330,8 @@ class Trainer:
         if store.newest() is None:
             return 0
         saved = store.meta()
-        runs.check_same(arrays_of(saved), arrays_of(meta), store.folder)
+        arrays = (each | {"model": arrays_of(each)} for each in (saved, meta))
+        runs.check_resumed(*arrays, f"{store.folder}/checkpoints/{store.newest()}", unit="round")
         arrays = store.restore(self.arrays())
         self.trained, self.ref, self.opt = (arrays[name] for name in self.arrays())
         self.updates = saved["updates"]
@@ -520,6 +519,7 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
         store.close()
         folder = run.out
         if cfg.lora_rank:
+            sample_dream.save_adapters(run.out, trainer.trained, cfg.lora_rank, source)
             folder = run.out / "merged"
             shutil.rmtree(folder, ignore_errors=True)  # of a run that goes on
             model = nnx.merge(trainer.rollout_graph, md.merge_adapters(trainer.base, trainer.trained))
@@ -590,9 +590,6 @@ def resolve(cfg):
     cfg = dataclasses.replace(cfg, **{name: x for name, x in preset.items() if getattr(cfg, name) is None})
 
     # What would fail late, or silently.
-    if min(cfg.tasks, cfg.iterations, cfg.eval_every, cfg.rounds + 1) < 1 or cfg.group < 2 or not cfg.temperature:
-        limits = "--group is at least 2, --tasks, --iterations and --eval_every at least 1, --rounds at least 0"
-        raise ValueError(f"{limits}, and --temperature is above 0: completions of a task are compared")
     if cfg.delta and cfg.delta <= 1 + cfg.epsilon_high:
         raise ValueError(f"--delta={cfg.delta}: above 1 + --epsilon_high = {1 + cfg.epsilon_high}, or 0 for none")
     if len(set(cfg.rewards)) != len(cfg.reward_weights):
@@ -601,6 +598,8 @@ def resolve(cfg):
         raise ValueError("--ckpt and --prompts belong together; without both --preset=demo makes its own")
     if cfg.hosts and (cfg.lora_rank or not cfg.ckpt):
         raise ValueError("--hosts goes with --ckpt and --prompts, and without --lora_rank, which one host can train")
+    if cfg.init_adapters and not cfg.lora_rank:
+        raise ValueError("--init_adapters goes with --lora_rank")
     if cfg.resume and Path(cfg.resume).resolve() != Path(cfg.out).resolve():
         raise ValueError(f"--resume={cfg.resume} goes on in its own folder; leave --out={cfg.out} out")
 

@@ -57,6 +57,9 @@ import corpus
 import runs
 from corpus import batched, sha256
 from rows import BLOCK_TOKENS, COLUMNS, packed_blocks, pad_rows, pair_rows, token_bytes
+from runs import Count, Natural, Share
+
+VocabSize = typing.Annotated[int, (261, 1_000_000)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,11 +67,11 @@ class Shards:
     out: str = "data/python"  # folder to write
     tokenizer: str = ""  # tokenizer.json to use; "" trains one on the training documents
     eos: str = "<|endoftext|>"  # token that ends a document in packed rows; padded rows have <eos>
-    seq_len: int = 0  # tokens in a row; 0: 2048 for packed rows, 256 for padded ones
-    heldout: float = 0.02  # fraction of the documents that is held out for evaluation
-    shard_bytes: int = 16_000_000  # bytes of text in a shard; 16 MB are about 5 M tokens
-    workers: int = 0  # processes that read files, and threads that tokenise; 0: all cores
-    seed: int = 0  # random seed of the held-out split, the order of documents and the fill-in-the-middle cuts
+    seq_len: typing.Annotated[int, (0, 2**20)] = 0  # tokens in a row; 0: 2048 for packed rows, 256 for padded ones
+    heldout: Share = 0.02  # fraction of the documents that is held out for evaluation
+    shard_bytes: Count = 16_000_000  # bytes of text in a shard; 16 MB are about 5 M tokens
+    workers: typing.Annotated[int, (0, 1024)] = 0  # processes that read files, and threads that tokenise; 0: all cores
+    seed: Natural = 0  # random seed of the held-out split, the order of documents and the fill-in-the-middle cuts
 
     # Values for sources without such a flag; meta.json records them.
     rows: typing.ClassVar[str] = "packed"
@@ -80,10 +83,10 @@ class Shards:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents(Shards):
-    vocab_size: int = 8192  # size of the tokenizer that is trained; at least 261, for 256 bytes and 5 special tokens
+    vocab_size: VocabSize = 8192  # size of the tokenizer that is trained; at least 261: 256 bytes, 5 special tokens
     rows: typing.Literal["packed", "padded"] = "padded"  # packed for PythonCoder and Dream, padded for MDLM
-    fim_rate: float = 0.0  # fraction of the training documents rearranged for fill-in-the-middle, in packed rows
-    spm_rate: float = 0.5  # fraction of the rearranged documents in the order suffix-prefix-middle (SPM), not PSM
+    fim_rate: Share = 0.0  # fraction of the training documents rearranged for fill-in-the-middle, in packed rows
+    spm_rate: Share = 0.5  # fraction of the rearranged documents in the order suffix-prefix-middle (SPM), not PSM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,7 @@ class Python(Documents):
 
     roots: tuple[str, ...] = ()  # folders that are searched for .py files, or files; none is the standard library
     rows: typing.Literal["packed", "padded"] = "packed"  # packed for PythonCoder and Dream, padded for MDLM
-    max_bytes: int = 1_000_000  # larger files are dropped
+    max_bytes: Count = 1_000_000  # larger files are dropped
     column: str = ""  # text column of .parquet and .jsonl files or --hf; "" looks for content, text, code
     hf: str = ""  # data set on Hugging Face, read as it streams: NAME, NAME:FOLDER of it, or a folder on this machine
     licences: typing.Literal["permissive", "any"] = "permissive"  # of rows that name a licence; others stay
@@ -120,9 +123,9 @@ class Pairs(Shards):
 
     source: tyro.conf.Positional[str]  # file of lines {"prompt": TEXT, "response": TEXT}
     out: str = "data/pairs"  # folder to write
-    vocab_size: int = 8192  # size of the tokenizer that is trained; at least 261, for 256 bytes and 5 special tokens
-    eos_to: int = 1  # EOS fills each response to a multiple of this many tokens, as the end of a sampling canvas
-    edit_rate: float = 0.0  # fraction of responses with a suffix that train expansion, and fraction that train deletion
+    vocab_size: VocabSize = 8192  # size of the tokenizer that is trained; at least 261: 256 bytes, 5 special tokens
+    eos_to: Count = 1  # EOS fills each response to a multiple of this many tokens, as the end of a sampling canvas
+    edit_rate: Share = 0.0  # fraction of responses with a suffix that train expansion, and fraction that train deletion
     chat: bool = False  # write pairs as turns of a chat, by the template beside --tokenizer; <|im_end|> ends a response
 
 
@@ -173,14 +176,8 @@ class Vocabulary(typing.NamedTuple):
 def main(cfg):
     """Prepare one source, for example main(Python(out="data/mine")), or what is missing of it in its folder."""
     cfg = dataclasses.replace(cfg, seq_len=cfg.seq_len or {"packed": 2048, "padded": 256}[cfg.rows])
-    for name, least in {"seq_len": 2, "vocab_size": 261, "eos_to": 1}.items():  # 261: 256 bytes, 5 special tokens
-        if getattr(cfg, name, least) < least:
-            raise ValueError(f"--{name}={getattr(cfg, name)} must be at least {least}")
-    if not 0 <= cfg.heldout < 1:
-        raise ValueError(f"--heldout={cfg.heldout} must be in [0, 1)")
-    for name in ("fim_rate", "spm_rate", "edit_rate"):
-        if not 0 <= getattr(cfg, name, 0) <= 1:
-            raise ValueError(f"--{name}={getattr(cfg, name)} must be in [0, 1]")
+    if cfg.seq_len < 2:
+        raise ValueError(f"--seq_len={cfg.seq_len}: at least 2")
     if cfg.fim_rate and cfg.rows == "padded":
         raise ValueError("--fim_rate goes with --rows=packed only")
     if cfg.chat and not cfg.tokenizer:
@@ -214,7 +211,7 @@ def prepare(cfg, out):
         if cfg.hf or found[0].path.endswith(corpus.ROWS):
             cfg = dataclasses.replace(cfg, column=cfg.column or corpus.TEXT_COLUMNS)
         cfg = dataclasses.replace(cfg, benchmarks=corpus.benchmark_files(cfg))
-    vocabulary = load_vocabulary(Path(cfg.tokenizer).read_bytes(), cfg) if cfg.tokenizer else None
+    vocabulary = load_vocabulary(runs.as_path(cfg.tokenizer).read_bytes(), cfg) if cfg.tokenizer else None
     if cfg.chat:
         chat_writer(cfg.tokenizer)  # fails here where it fails at all
     settings = settings_of(cfg, vocabulary)
@@ -270,7 +267,7 @@ def settings_of(cfg, vocabulary):
     if cfg.chat:
         settings["chat"] = sha256(b"".join(chat_files(cfg).values()))
     if getattr(cfg, "benchmarks", ()):
-        settings["benchmarks"] = sha256(b"".join(Path(path).read_bytes() for path in cfg.benchmarks))
+        settings["benchmarks"] = sha256(b"".join(runs.as_path(path).read_bytes() for path in cfg.benchmarks))
     return settings
 
 
@@ -523,8 +520,10 @@ def chat_writer(tokenizer):
     The special tokens of the template become tokens; their names in what people wrote are broken by HIDDEN, and stay
     text. Raises ValueError if there is no template.
     """
+    import canvas
+
     folder = Path(tokenizer).parent
-    wrap = runs.chat_template(folder)
+    wrap = canvas.chat_template(folder)
     if wrap is None:
         raise ValueError(f"--chat: {folder} holds no chat template ({' or '.join(CHAT_FILES)})")
     names = [token["content"] for token in json.loads(Path(tokenizer).read_bytes())["added_tokens"]]

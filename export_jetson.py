@@ -28,7 +28,6 @@ import unittest.mock
 import warnings
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -36,19 +35,20 @@ from torch.nn import functional as F
 import inference_jetson
 import model_mdlm as mdlm
 import runs
+from runs import Count, Natural
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     ckpt: str = "out/train_gpu"  # run folder of train_gpu.py, or a checkpoint
-    step: int = 0  # checkpoint of the run; 0: the newest
+    step: Natural = 0  # checkpoint of the run; 0: the newest
     out: str = "out/jetson"  # folder to write; replaces an earlier bundle
     int8: bool = False  # quantise matrices in model.safetensors: half the file; the device dequantises them on loading
     torchscript: bool = True  # write model_jetson.pt
     onnx: bool = True  # write model.onnx; needs the packages onnx and onnxscript, and onnxruntime to verify it
     tensorrt: bool = False  # build an engine from model.onnx for the GPU of this machine
     bundle: str = ""  # with --tensorrt: an existing bundle to add the engine to; default: export a new one
-    length: int = 64  # canvas of the engine, which takes batch 1 and exactly this many tokens
+    length: Count = 64  # canvas of the engine, which takes batch 1 and exactly this many tokens
 
 
 class Exported(nn.Module):
@@ -242,9 +242,7 @@ def export(cfg):
         raise ValueError(f"weights beyond FP16's 65,504 or not finite: {', '.join(too_large)}")
 
     with runs.new_folder(out) as folder:  # replaces an earlier bundle once all is written and verified
-        mdlm.save(model, folder, (ckpt / "tokenizer.json").read_bytes())
-        if cfg.int8:
-            runs.write(folder / "model.safetensors", safetensors.torch.save(int8_tensors))
+        mdlm.save(model, folder, (ckpt / "tokenizer.json").read_bytes(), int8_tensors)
         # the weights as the device reads them, which graphs get too
         half = Exported(inference_jetson.read_model(folder, inference_jetson.read_bundle(folder)).half()).eval()
         compared = inputs, want, 0.05 if cfg.int8 else 0.02

@@ -69,7 +69,9 @@ def main(cfg):
 
 def requirements(packages):
     """[Requirement] of what the command line names."""
-    lines = Path(packages).read_text().splitlines() if packages.endswith(".txt") else packages.split(",")
+    lines = packages.split(",")
+    if packages.endswith(".txt"):
+        lines = runs.as_path(packages).read_text(errors="replace").splitlines()
     if packages.startswith("top:"):
         ranking = Path(__file__).with_name("pypi_top.txt").read_text().splitlines()[2:]  # after two lines of comments
         lines = ranking[: int(packages[4:])] if packages[4:].isdigit() else []

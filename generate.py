@@ -38,6 +38,7 @@ from flax import nnx
 
 import inference
 import runs
+from runs import Count, Natural, NonNegative, Share, TopP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,23 +46,23 @@ class PythonCoderFlags:
     """Flags of PythonCoder, --model=pythoncoder."""
 
     speculate: bool = True  # draft every second token with the MTP head
-    no_repeat_ngram: int = 6  # never repeat this many tokens in a row, as small models do; 0 allows it
+    no_repeat_ngram: Natural = 6  # never repeat this many tokens in a row, as small models do; 0 allows it
 
 
 @dataclasses.dataclass(frozen=True)
 class DreamFlags:
     """Flags of Dream, --model=dream."""
 
-    steps: int = 0  # denoising steps, for a Dream of blocks those of a block; 0: one for each token
-    block_length: int = 0  # fill blocks of this length from left to right; 0 takes the whole canvas
+    steps: Natural = 0  # denoising steps, for a Dream of blocks those of a block; 0: one for each token
+    block_length: Natural = 0  # fill blocks of this length from left to right; 0 takes the whole canvas
     sampler: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # order of positions
-    alg_temp: float = 0.0  # temperature of the choice of positions; 0 fills those of highest confidence
-    threshold: float = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
-    entropy_bound: float = 0.0  # fill the tokens of lowest entropy in a step, up to this sum in nats; 0 goes by --steps
+    alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 fills those of highest confidence
+    threshold: Share = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
+    entropy_bound: NonNegative = 0.0  # fill tokens of lowest entropy, up to this sum in nats a step; 0 goes by --steps
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
-    eos_penalty: float = 0.0  # makes an early end of the text less likely; Dream-Coder's demos use 3
-    batch_size: int = 8  # texts that are filled together
+    eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely; Dream-Coder's demos use 3
+    batch_size: Count = 8  # texts that are filled together
     infill: bool = True  # [MASK:n] in a prompt is n tokens to fill, [MASK] a hole; --no-infill: both are text
     chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: if the model's name says instruct
     system: str = ""  # system turn of the chat template, \n for a new line
@@ -75,24 +76,24 @@ class DreamFlags:
 class Config:
     model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family; MDLM: python inference_jetson.py
     ckpt: str = ""  # folder; "" is out/train_tpu, or out/diffucoder for Dream; where that holds no model, weights/
-    step: int = 0  # which checkpoint of a run; 0 takes the newest
+    step: Natural = 0  # which checkpoint of a run; 0 takes the newest
     prompt: str = ""  # text to continue, \n for a new line; "" asks for one
     suffix: str = ""  # text that follows: the model fills the middle (PythonCoder must be trained with --fim_rate)
     file: str = ""  # JSON lines with "prompt" and perhaps "suffix", generated as a batch; - reads standard input
-    n: int = 1  # completions of each prompt
-    max_new: int | None = None  # tokens at most; default 128, 256 for Dream
-    temperature: float | None = None  # 0 takes the argmax; default 0.6, 0.2 for Dream
-    top_k: int = 0  # draw from the k likeliest tokens; 0 draws from all
-    top_p: float | None = None  # draw from the smallest set of this probability; default 0.95
+    n: Count = 1  # completions of each prompt
+    max_new: Count | None = None  # tokens at most; default 128, 256 for Dream
+    temperature: NonNegative | None = None  # 0 takes the argmax; default 0.6, 0.2 for Dream
+    top_k: Natural = 0  # draw from the k likeliest tokens; 0 draws from all
+    top_p: TopP | None = None  # draw from the smallest set of this probability; default 0.95
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
     raw: bool = False  # take --prompt, --suffix, --stop, --system as they are: \n stays a backslash and an n
     show_steps: bool = False  # show each step; in a terminal red to green by probability, or by PythonCoder's drafts
     html: str = ""  # write a page with the step and the probability of each token; .svg: an animation of the steps
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU if it fits, else 16 bits
-    devices: int = 0  # number of the machine's devices to use; 0 takes all
+    devices: Natural = 0  # number of the machine's devices to use; 0 takes all
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs, for later runs; "" keeps none
     json: bool = False  # print one JSON line per completion instead of text
-    seed: int = 0  # of every random draw
+    seed: Natural = 0  # of every random draw
     pythoncoder: PythonCoderFlags = PythonCoderFlags()
     dream: DreamFlags = DreamFlags()
 
@@ -135,18 +136,10 @@ def resolve(cfg):
     if "ckpt" in defaults and not cfg.step:
         defaults["ckpt"] = inference.default_folder(defaults["ckpt"], cfg.model)
     cfg = dataclasses.replace(cfg, **defaults)
-    given = vars(cfg) | vars(cfg.dream) | vars(cfg.pythoncoder)
-    least = {"temperature": 0, "top_k": 0, "max_new": 1, "n": 1, "devices": 0, "block_length": 0, "steps": 0}
-    least |= {"batch_size": 1, "no_repeat_ngram": 0}
-    low = [f"--{name} at least {value}" for name, value in least.items() if given[name] < value]
-    if not 0 < cfg.top_p <= 1:
-        low.append("--top_p in (0, 1]")
-    if low:
-        raise ValueError(", ".join(low))
     if cfg.prompt and cfg.file:
         raise ValueError("give --prompt or --file, not both")
-    if cfg.html and not Path(cfg.html).parent.is_dir():
-        raise FileNotFoundError(f"--html={cfg.html}: there is no folder {Path(cfg.html).parent}")
+    if cfg.html and (Path(cfg.html).is_dir() or not Path(cfg.html).parent.is_dir()):
+        raise ValueError(f"--html={cfg.html} is no file in a folder that exists")
     if cfg.raw:
         return cfg
     # a shell passes \n as two characters
@@ -159,14 +152,13 @@ def resolve(cfg):
 def read_requests(path):
     """[(prompt, suffix)] of a JSON-lines file. ValueError names the line that is not one."""
     requests = []
-    lines = (sys.stdin.read() if path == "-" else Path(path).read_text()).splitlines()
+    lines = (sys.stdin.read() if path == "-" else runs.as_path(path).read_bytes()).splitlines()
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             requests.append((row["prompt"] + "", row.get("suffix", "") + ""))  # TypeError for what is no text
-        except (ValueError, KeyError, TypeError, AttributeError):
-            what = 'a JSON object with the text "prompt", and perhaps "suffix"'
-            raise ValueError(f"{path}, line {number} is not {what}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ValueError(f'{path}, line {number} is not a JSON object with the text "prompt"') from None
     if not requests:
         raise ValueError(f"{path} holds no prompts")
     return requests
@@ -211,7 +203,7 @@ class PythonCoder:
         self.cfg, self.key = cfg, jax.random.key(cfg.seed)
         how = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": requests * cfg.n, "compile_cache": cfg.compile_cache}
         self.model, step, self.mesh = inference.load_for_inference(model_pythoncoder, cfg.ckpt, cfg.step, **how)
-        self.tokenizer = runs.read_tokenizer(cfg.ckpt)
+        self.tokenizer = runs.read_tokenizer(cfg.ckpt, self.model.cfg.vocab)
         # the head has more rows than the tokenizer has tokens: those are never drawn
         eos, flags = self.tokenizer.token_to_id("<|endoftext|>"), cfg.pythoncoder
         ids = {"vocab": self.tokenizer.get_vocab_size(), "eos": -1 if eos is None else eos}
@@ -377,19 +369,19 @@ class Dream:
         self.key, self.compile_s = jax.random.key(cfg.seed), 0.0
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
         self.turns = []  # (prompt, answer) so far
-        begin, ask, how = self.conversation(folder, tokenizer)
+        begin, ask, how = self.conversation(folder, tokenizer, canvas.chat_template(folder))
         self.texts = canvas.Texts(tokenizer, dream.mask_id, ends, dream.positions, begin, ask, flags.chat == "on")
         weights = f"int{bits} and {self.model.run.dtype}" if bits else self.model.run.dtype
         print(f"{folder}, {weights}, {how}", file=sys.stderr)
 
-    def conversation(self, folder, tokenizer):
-        """(ids before a plain text, a function that encodes a prompt by the chat template or None, this in words).
+    def conversation(self, folder, tokenizer, wrap):
+        """(ids before a plain text, a function that encodes a prompt by the template wrap or None, this in words).
 
         The tokenizer of a base model has a template, too. So the name of the model decides, or that of its folder.
         """
         import canvas
 
-        flags, wrap = self.cfg.dream, runs.chat_template(folder)
+        flags = self.cfg.dream
         if flags.chat == "on" and not wrap:
             raise ValueError(f"--chat=on: {folder} holds no chat template (tokenizer_config.json)")
         config = runs.read_json(folder / "config.json")
@@ -419,8 +411,9 @@ class Dream:
         for request in requests:
             canvases += [texts.canvas(*request, cfg.max_new, cfg.dream.infill, self.measure)] * cfg.n
         # Each canvas width is a program to compile: all batches share at most three, and have as many rows. The sampler
-        # puts texts of about one length together.
-        batches = [canvases[i : i + self.together] for i in range(0, len(canvases), self.together)]
+        # puts texts of about one length together. Holes whose tokens were counted have a rule of their own, see fill().
+        of_a_rule = [[*group] for _, group in itertools.groupby(canvases, lambda blank: blank.counted)]
+        batches = [group[i : i + self.together] for group in of_a_rule for i in range(0, len(group), self.together)]
         lengths = [length for batch in batches for length in sorted(len(blank.ids) for blank in batch)]
         shape = {"rows": min(cfg.dream.batch_size, len(canvases))}
         shape["widths"] = sample_dream.widths(lengths, shape["rows"], self.model.cfg.positions)
@@ -486,7 +479,7 @@ class Dream:
             viewer["watch"] = self.watch
         if self.streams and self.model.cfg.block_length:
             viewer["on_block"] = self.on_block
-        if all(blank.counted for blank in canvases):
+        if canvases[0].counted:
             rule = dataclasses.replace(rule, ban_ids=self.never_in_a_hole)
         self.key, key = jax.random.split(self.key)
         self.compile_s, started = 0.0, time.perf_counter()

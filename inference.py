@@ -7,6 +7,7 @@ with mesh_context(mesh):
 
 import contextlib
 import functools
+import itertools
 import sys
 from pathlib import Path
 
@@ -80,16 +81,27 @@ def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows
 
 
 def bytes_needed(family, model, mesh, stored, dtype, bits):
-    """Bytes that a device needs to read a checkpoint: its share of the weights, and of the largest array as stored."""
-    size, largest, shapes = 0, 0, family.param_shapes(model)
-    layout = checkpoints.flatten(family.shardings(mesh, shapes))
-    for name, s in checkpoints.flatten(shapes).items():
-        part = jax.ShapeDtypeStruct(layout[name].shard_shape(s.shape), dtype)
-        largest = max(largest, part.size)
-        if bits and len(part.shape) == 2:
-            part = jax.eval_shape(functools.partial(family.quantise, bits=bits, name=name.split(".")[-1]), part)
-        size += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part))
-    return size + jnp.dtype(stored).itemsize * largest
+    """Bytes that a device needs while a checkpoint is read and joined: more than its share of the weights.
+
+    A layer is read as it is stored; then its arrays are converted one by one, and their stored forms freed. join()
+    holds gate and up of a layer beside the two as one.
+    """
+    held, peak, tree = 0, 0, family.param_shapes(model)
+    shapes, layout = checkpoints.flatten(tree), checkpoints.flatten(family.shardings(mesh, tree))
+    for _, names in itertools.groupby(shapes, lambda name: name.rpartition(".")[0]):
+        parts = {name: jax.ShapeDtypeStruct(layout[name].shard_shape(shapes[name].shape), dtype) for name in names}
+        unread = jnp.dtype(stored).itemsize * sum(part.size for part in parts.values())
+        for name, part in parts.items():
+            new = part
+            if bits and len(part.shape) == 2:
+                quantise = functools.partial(family.quantise, bits=bits, name=name.split(".")[-1])
+                new = jax.eval_shape(quantise, part)
+            size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(new))
+            held, peak = held + size, max(peak, held + size + unread)
+            unread -= jnp.dtype(stored).itemsize * part.size
+            if name.endswith("gate_proj"):
+                joined = 2 * size
+    return max(peak, held + joined) if mesh.size == 1 and hasattr(family, "join") else peak
 
 
 def mesh_context(mesh):

@@ -16,8 +16,8 @@ tables on the device, and the host synchronises once per text. `python setup_ker
 kernels: --backend=auto uses all of them, the other backends the sampler alone. Without them a step is plain PyTorch,
 captured as well. On a CPU the loop is that of model_mdlm.py, in float32.
 
-Timing: python bench/bench_jetson.py --bundle=out/jetson. Full clocks of a Jetson: sudo nvpmodel -m 2; sudo
-jetson_clocks. Builds of torch for it: requirements-jetson.txt.
+Timing: python bench/bench_jetson.py --bundle=out/jetson, after sudo nvpmodel -m 0 (15 W, as predicted; of an Orin Nano
+1 is 25 W, 2 MAXN_SUPER) and sudo jetson_clocks. Builds of torch for a Jetson: requirements-jetson.txt.
 
 Letters: B batch, L length, P positions, D width, H heads, K head size, R rows (B L), V vocabulary, N steps.
 """
@@ -157,7 +157,7 @@ def read_model(folder, about):
     """The MDLM of a bundle or checkpoint, in float32 on the CPU."""
     config, weights = (read_file(folder, about, name) for name in ("config.json", "model.safetensors"))
     try:
-        return mdlm.build(config, mdlm.read_safetensors(weights)).eval()
+        return mdlm.build(config, weights).eval()
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{folder} holds no MDLM that this version reads: {error}; copy it again") from None
 
@@ -404,10 +404,16 @@ class Writer:
         self.cfg, self.folder = cfg, find_bundle(cfg.bundle)
         about = read_bundle(self.folder)
         self.device = torch.device(cfg.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        try:
+            torch.ones(1, device=self.device)
+        except RuntimeError as error:  # such as: no kernel image is available
+            raise ValueError(f"{str(error).splitlines()[0]}: see requirements-jetson.txt") from None
         self.model = read_model(self.folder, about)
         self.tokenizer = tokenizers.Tokenizer.from_str(read_file(self.folder, about, "tokenizer.json").decode())
         self.tokenizer.encode_special_tokens = True  # names of special tokens in a prompt are text
-        self.vocab = min(self.tokenizer.get_vocab_size(), self.model.cfg.vocab)
+        self.vocab = 1 + max(self.tokenizer.get_vocab().values(), default=0)
+        if self.vocab > self.model.cfg.vocab:
+            raise ValueError(f"tokenizer.json has ids up to {self.vocab - 1}, the model has {self.model.cfg.vocab}")
         self.backend = self.choose_backend()
         # a graph that replaces the model; the longest canvas; the fixed length of an engine
         self.run, self.longest, self.length = None, self.model.cfg.positions, 0

@@ -90,11 +90,11 @@ def config_from_hf(folder, changes=None):
     keys = {"rope_theta": rope.get("rope_theta")} | keys
     if rope.get("rope_type", "default") != "default":
         keys["rope_scaling"] = rope
-    sampling = path.with_name("generation_config.json")  # DreamOn keeps its expand id here
-    if sampling.is_file():
+    if (sampling := path.with_name("generation_config.json")).is_file():  # DreamOn keeps its expand id here
         keys = {"expand_token_id": runs.read_json(sampling).get("expand_token_id")} | keys
     fields = {name: keys[key] for name, key in HF_KEYS.items() if keys.get(key) is not None}
     wrong = [f"{k} is {keys[k]!r}, not {ok[0]!r}" for k, ok in FIXED.items() if keys.get(k, ok[0]) not in ok]
+    wrong += [f"{key} is 0" for key in [*HF_KEYS.values()][:7] if keys.get(key) == 0]
     wrong += [f"{key} is missing" for name, key in HF_KEYS.items() if name not in fields.keys() | OPTIONAL]
     try:
         if wrong:
@@ -115,7 +115,7 @@ def read_config(folder, meta=None):
         return config_from_hf(folder)
     try:
         return DreamConfig(**meta["model"])
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{folder} holds no Dream ({error}); is it a PythonCoder, or of another version?") from None
 
 

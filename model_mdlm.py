@@ -12,6 +12,7 @@ or learned embeddings (rope=False). Ref: MDLM, arXiv:2406.07524.
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import typing
@@ -314,16 +315,17 @@ def fill(model, token_BL, open_L, rule, step_range, generator, on_step):
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
-def save(model, folder, tokenizer_json):
-    """Write config.json, model.safetensors and tokenizer.json into a folder; export_jetson.py makes that atomic."""
+def save(model, folder, tokenizer_json, tensors=None):
+    """Write model.safetensors (the model's, or `tensors`), config.json with its SHA-256, and tokenizer.json."""
     import safetensors.torch  # not on a Jetson
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"model_type": "mdlm", **dataclasses.asdict(model.cfg)}
-    tensors = {name: weight.detach().cpu().contiguous() for name, weight in model.state_dict().items()}
+    tensors = tensors or {name: weight.detach().cpu().contiguous() for name, weight in model.state_dict().items()}
+    weights = safetensors.torch.save(tensors)
+    config = {"model_type": "mdlm", **dataclasses.asdict(model.cfg), "sha256": hashlib.sha256(weights).hexdigest()}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "model.safetensors").write_bytes(safetensors.torch.save(tensors))
+    (folder / "model.safetensors").write_bytes(weights)
     (folder / "tokenizer.json").write_bytes(tokenizer_json)
 
 
@@ -341,8 +343,7 @@ def read_safetensors(data):
     numbers = bytearray(data[start:])
     for name, entry in entries.items():
         begin, end = entry["data_offsets"]  # frombuffer raises ValueError where the file is too short
-        flat = torch.frombuffer(numbers, dtype=torch.uint8, count=end - begin, offset=begin)
-        flat = flat.clone()  # aligned to 64 bytes, as the kernels need it
+        flat = torch.frombuffer(numbers, dtype=torch.uint8, count=end - begin, offset=begin).clone()  # aligns it
         tensors[name] = flat.view(DTYPES[entry["dtype"]]).view(entry["shape"])
     for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.int8]:
         tensors[name] = tensors[name] * tensors.pop(f"{name}.scale")
@@ -356,23 +357,31 @@ def load(folder, device="cpu", dtype=torch.float32):
         if not (folder / name).exists():
             raise FileNotFoundError(f"{folder} holds no {name}; train a model with: python train_gpu.py")
     try:
-        tensors = read_safetensors((folder / "model.safetensors").read_bytes())
-        model = build((folder / "config.json").read_text(), tensors)
+        model = build((folder / "config.json").read_text(), (folder / "model.safetensors").read_bytes())
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{folder} cannot be read: {error}") from None
     return model.to(device, dtype).eval()
 
 
-def build(config_json, tensors):
-    """The MDLM of a config.json's text and {name: tensor}. Raises ValueError that names what does not fit."""
-    config = json.loads(config_json)
+def build(config_json, weights):
+    """The MDLM of the bytes of config.json and model.safetensors. Raises ValueError that names what does not fit."""
+    config, digest = json.loads(config_json), hashlib.sha256(weights).hexdigest()
     if config.get("model_type") != "mdlm":
         raise ValueError(f"model_type {config.get('model_type')!r} is not mdlm")
-    model = MDLM(Config(**{k: v for k, v in config.items() if k in Config.__dataclass_fields__}))
+    if config.get("sha256", digest) != digest:  # weights from elsewhere have none
+        raise ValueError("model.safetensors is damaged: its SHA-256 is not that in config.json")
+    cfg = Config(**{k: v for k, v in config.items() if k in Config.__dataclass_fields__})
+    tensors = read_safetensors(weights)
+    if cfg.heads < 1 or cfg.width % cfg.heads:
+        raise ValueError(f"{cfg.heads} heads do not divide its width, {cfg.width}")
+    if bad := [name for name, x in tensors.items() if not x.isfinite().all()]:
+        raise ValueError(f"{len(bad)} tensors hold NaN or infinity: {', '.join(bad[:3])}")
     try:
+        model = MDLM(cfg)
         model.load_state_dict(tensors)
-    except RuntimeError as error:  # it lists missing, unexpected and misshapen tensors over many lines
-        raise ValueError(" ".join(str(error).split())) from None
+    except RuntimeError as error:  # it lists all tensors that are missing, unexpected or misshapen
+        wrong = [f"{line.strip():.200}" for line in str(error).splitlines()]
+        raise ValueError(f"{len(wrong) - 1} problems: {' '.join(wrong[1:4])}") from None
     return model
 
 

@@ -101,9 +101,8 @@ def rope_frequencies(head_size, theta, factor=1.0, original=2048, beta_fast=32, 
     inv_freq = theta ** (-np.arange(0, head_size, 2) / head_size)
     if factor <= 1:
         return inv_freq, 1.0
-    low, high = (
-        head_size * math.log(original / (2 * math.pi * n)) / (2 * math.log(theta)) for n in (beta_fast, beta_slow)
-    )
+    scale = 2 * math.log(theta)
+    low, high = (head_size * math.log(original / (2 * math.pi * n)) / scale for n in (beta_fast, beta_slow))
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_size - 1)
@@ -202,8 +201,8 @@ class Block(nnx.Module):
         self.w_up = normal(D, cfg.ffn)
         self.w_down = normal(cfg.ffn, D, std=cfg.std(cfg.ffn) / math.sqrt(2 * N))
         if cfg.maps == 2:
-            self.lambda_q1, self.lambda_k1 = normal(cfg.head_size, std=0.01), normal(cfg.head_size, std=0.01)
-            self.lambda_q2, self.lambda_k2 = normal(cfg.head_size, std=0.01), normal(cfg.head_size, std=0.01)
+            vectors = (normal(cfg.head_size, std=0.01) for _ in range(4))
+            self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = vectors
             self.subln = nnx.Param(jnp.ones((N, 2 * cfg.head_size)))
         if cfg.diff == "v2":
             self.w_lambda = normal(D, cfg.heads // 2)
@@ -591,8 +590,10 @@ def shardings(mesh, tree):
 def read_config(folder, meta):
     """The Config of a checkpoint in `folder`, from its metadata. ValueError for another family."""
     try:
+        if min(meta["model"].get(name, 1) for name in "vocab width layers heads kv_heads head_size ffn".split()) < 1:
+            raise ValueError(f"a size of {meta['model']} is below 1")
         return Config(**meta["model"])
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder} holds no PythonCoder ({error}); is it a Dream, or of another version?") from None
 
 
@@ -743,8 +744,7 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
     """
     cfg = model.cfg
     length_B = np.array([len(prompt) for prompt in prompts], np.int32)
-    longest = int(length_B.max()) + max_new
-    reach = int(cfg.positions * cfg.yarn_factor)
+    longest, reach = int(length_B.max()) + max_new, int(cfg.positions * cfg.yarn_factor)
     if longest > reach:
         raise ValueError(f"{longest} tokens do not fit: the model reaches {reach} positions")
     if length_B.min() == 0:

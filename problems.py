@@ -86,7 +86,10 @@ def tasks_url(cfg):
 
 def tasks_path(cfg):
     """The official file: --tasks_file, or the file that the download writes."""
-    return Path(cfg.tasks_file or Path(cfg.downloads or "data/tasks") / tasks_url(cfg).rsplit("/", 1)[1])
+    path = Path(cfg.tasks_file or Path(cfg.downloads or "data/tasks") / tasks_url(cfg).rsplit("/", 1)[1])
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{path} is no regular file")
+    return path
 
 
 def task_files(cfg):

@@ -47,6 +47,7 @@ class Protocol(typing.NamedTuple):
     max_new: int = 512  # new tokens at most
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0  # 50 where the harness names none: transformers' default (4.46 to 4.52) without a generation_config
     ends: tuple = ("<|endoftext|>",)  # special tokens that end a text
     drops: bool = False  # other special tokens are removed; the text behind them stays
     stops: tuple = ()  # stop strings
@@ -275,12 +276,12 @@ def dream_names(node):
 def evalplus_sanitize(text, q):
     """As Dream's, but the first definition of a name counts, and the source stays as it is.
 
-    EvalPlus walks the tree of tree-sitter; this finds the same nodes by `ast` and its offsets, which count bytes. If
-    nothing is left, the longest program in the text is returned.
+    EvalPlus walks the tree of tree-sitter, to which indentation in front is no error; this finds the same nodes by
+    `ast` and its offsets, which count bytes. If nothing is left, the longest program in the text is returned.
     """
     lines = text.split("\n")
     code = longest_program(lines, 2) or lines[0]
-    tree = parsed(code)
+    tree = parsed(code.lstrip())
     imports, definitions = [], {}
     for node in tree.body if tree else []:
         name = evalplus_name(node)
@@ -289,7 +290,7 @@ def evalplus_sanitize(text, q):
         elif name and name not in definitions:
             definitions[name] = node
     nodes = [*imports, *needed(q.entry, definitions, evalplus_names)]
-    kept = b"\n".join(evalplus_source(code.encode(), node) for node in nodes).decode()
+    kept = b"\n".join(evalplus_source(code.lstrip().encode(), node) for node in nodes).decode()
     return kept.strip() or code
 
 
@@ -484,8 +485,9 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
         temperature=0.1, top_p=0.9, stops=("```",), frame=("", "\n\n"),
     ),
     "dreamcoder_instruct/humaneval": Protocol(
-        ask_evalplus, system=ASSISTANT, prefix=BELOW, max_new=768, temperature=0.1, top_p=0.9, ends=(), drops=True,
-        stops=(*EVALPLUS, "\n```\n"), rules=(first_10000, tabs_to_spaces, evalplus_sanitize), limit_s=1, factor=4,
+        ask_evalplus, system=ASSISTANT, prefix=BELOW, max_new=768, temperature=0.1, top_p=0.9, top_k=50, ends=(),
+        drops=True, stops=(*EVALPLUS, "\n```\n"), rules=(first_10000, tabs_to_spaces, evalplus_sanitize), limit_s=1,
+        factor=4,
     ),
     # EvalPlus, and d3LLM's table of Qwen2.5-Coder-Instruct
     "evalplus_base/humaneval": Protocol(
@@ -500,22 +502,19 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
         ask_evalplus, system=QWEN, prefix=BELOW, max_new=768, ends=(), drops=True, stops=(*EVALPLUS, "\n```\n"),
         rules=(first_10000, tabs_to_spaces, without_colours, evalplus_sanitize), limit_s=4, factor=4,
     ),
-    # Qwen2.5-Coder; DiffuCoder evaluates with its harness
+    # Qwen2.5-Coder; DiffuCoder has its harness. It runs the prompt twice; here once, so that a future import can follow
     "qwen_base/humaneval": Protocol(
         ask_evalplus_base, max_new=768, ends=IM_END, drops=True, stops=(*EVALPLUS_HUMANEVAL, "\n```\n", "```"),
-        rules=(tabs_to_spaces, prepend_stripped_prompt), prompt_first=True, limit_s=1, factor=4,
-    ),
-    "qwen_base/mbpp": Protocol(
-        ask_evalplus_base, PLUS, max_new=768, ends=IM_END, drops=True, stops=(*EVALPLUS_MBPP, "\n```\n", "```"),
-        rules=(tabs_to_spaces, prepend_stripped_prompt), prompt_first=True, limit_s=1, factor=4,
+        rules=(tabs_to_spaces, prepend_stripped_prompt), limit_s=1, factor=4,
     ),
     "qwen_instruct/humaneval": Protocol(
         ask_qwen, system=QWEN_CODER, prefix="```python\n", max_new=2048, ends=IM_END, drops=True,
         stops=(*EVALPLUS, "\n#", "\n```"), rules=(tabs_to_spaces, cut_at_fence), limit_s=1, factor=4,
     ),
 }  # fmt: skip
+base, qwen = PROTOCOLS["qwen_base/humaneval"], PROTOCOLS["qwen_instruct/humaneval"]
+PROTOCOLS["qwen_base/mbpp"] = base._replace(data=PLUS, stops=(*EVALPLUS_MBPP, "\n```\n", "```"))
 # Qwen2.5-Coder scores the answers of instruct models as they are, and sanitised.
-qwen = PROTOCOLS["qwen_instruct/humaneval"]
 PROTOCOLS["qwen_instruct/humaneval_sanitized"] = qwen._replace(rules=(*qwen.rules, evalplus_sanitize))
 # EvalPlus asks for MBPP as for HumanEval, and so do those that use it.
 for name in ("dreamcoder_instruct/{}", "evalplus_instruct/{}", "qwen_instruct/{}", "qwen_instruct/{}_sanitized"):

@@ -33,6 +33,7 @@ import tokenizers
 from tqdm import tqdm
 
 import runs
+from runs import Count, Natural, Share
 
 ACECODE = "TIGER-Lab/AceCode-87K"  # the data set on Hugging Face, or a folder of the same
 TASK = ("id", "source", "question", "test_cases", "context_messages")  # what a task keeps of AceCode's columns
@@ -47,9 +48,9 @@ class Config:
     out: str = "data/acecode"  # folder to write
     difficulty: typing.Literal["easy", "medium", "hard", "all"] = "hard"  # by the pass rates of AceCode's models
     tokenizer: str = ""  # tokenizer.json of the model to be trained; "" leaves prompts of any length in
-    max_prompt: int = 200  # tokens of the longest prompt, with Qwen's chat template; counted with --tokenizer
-    heldout: float = 0.02  # fraction of the questions held out
-    seed: int = 0  # of the held-out draw; of the demo's answers
+    max_prompt: Count = 200  # tokens of the longest prompt, with Qwen's chat template; counted with --tokenizer
+    heldout: Share = 0.02  # fraction of the questions held out
+    seed: Natural = 0  # of the held-out draw; of the demo's answers
     humaneval: str = ""  # HumanEval.jsonl.gz, to evaluate on while training: written as tasks, humaneval.jsonl
     demo: bool = False  # write the tasks and pairs of the demo of coupled_grpo.py instead
 
@@ -60,7 +61,7 @@ def main(cfg):
     with runs.lock(out / ".lock"):
         inputs = [cfg.tokenizer, cfg.humaneval, *paths]  # the same settings and files give the same bytes
         settings = {name: getattr(cfg, name) for name in ("demo", "difficulty", "max_prompt", "heldout", "seed")}
-        settings["inputs"] = [hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else "" for path in inputs]
+        settings["inputs"] = [path and hashlib.sha256(runs.as_path(path).read_bytes()).hexdigest() for path in inputs]
         meta = runs.read_json(out / "meta.json") if (out / "meta.json").exists() else {}
         if meta and meta.get("settings") != settings:
             raise ValueError(f"{out} holds tasks of other settings or files; choose another --out or delete it")
@@ -89,6 +90,9 @@ def files_below(roots):
 
 def write_acecode(cfg, out, paths):
     """Write the tasks of AceCode; returns what meta.json says of them. A task and its twin are in the same split."""
+    if cfg.humaneval:
+        lines = (json.dumps(task) + "\n" for task in humaneval_tasks(cfg.humaneval))
+        runs.write(out / "humaneval.jsonl", "".join(lines).encode())
     tokenizer = None
     if cfg.tokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(cfg.tokenizer)
@@ -116,9 +120,6 @@ def write_acecode(cfg, out, paths):
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
         if not counts["train"]:
             raise ValueError(f"no task is left to train on (dropped: {reasons}); give more rows, or lower --heldout")
-    if cfg.humaneval:
-        lines = (json.dumps(task) + "\n" for task in humaneval_tasks(cfg.humaneval))
-        runs.write(out / "humaneval.jsonl", "".join(lines).encode())
     print(f"{len(kept_N):,} rows | dropped: {reasons}")
     if not tokenizer:
         print("prompts were not measured: --tokenizer, that of the model, leaves out those of over --max_prompt tokens")
@@ -227,7 +228,7 @@ def humaneval_tasks(path):
     """The problems of an official file as AceCode's twins ask: split "humaneval", one test, so a pass is pass@1."""
     tasks = []
     try:
-        data = Path(path).read_bytes()
+        data = runs.as_path(path).read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
         for row in map(json.loads, text.strip().split("\n")):
             # Helpers of the prompt are in the test: it calls some, and not as an answer may redefine them.
@@ -237,7 +238,7 @@ def humaneval_tasks(path):
             question = f"Please complete the following problem:\n```\n{row['prompt']}```\n"
             task = {"source": "humaneval", "split": "humaneval", "id": row["task_id"], "question": question}
             tasks.append(task | {"test_cases": [test]})
-    except (ValueError, KeyError, TypeError, SyntaxError, EOFError, zlib.error) as error:
+    except (ValueError, KeyError, TypeError, SyntaxError, EOFError, RecursionError, zlib.error) as error:
         raise ValueError(f"--humaneval={path} is not the official file: {error!r}") from None
     return tasks
 

@@ -126,7 +126,7 @@ class Rows:
         if not path.is_file():
             raise FileNotFoundError(f"{folder} holds no finished data (no meta.json); write it with data_prep.py")
         try:
-            self.meta = runs.read_json(path, "splits", "seq_len", "tokenizer_sha256")
+            self.meta = runs.read_json(path, "splits", "seq_len", "tokenizer_sha256", "vocab_size", "vocab_padded")
             self.shards = self.meta["splits"][split]["shards"]
             self.first = np.cumsum([0] + [shard["rows"] for shard in self.shards])  # row number at which each begins
         except (ValueError, KeyError, TypeError):
@@ -153,7 +153,10 @@ class Rows:
             raise ValueError(f"{path} is corrupted (its SHA-256 is another); delete it and run data_prep.py again")
         table = pq.read_table(pa.BufferReader(data), columns=self.columns)
         columns = [table[name].combine_chunks() for name in self.columns]
-        return np.stack([column.values.to_numpy().reshape(len(column), -1) for column in columns], dtype=np.int32)
+        stacked = np.stack([column.values.to_numpy().reshape(len(column), -1) for column in columns], dtype=np.int32)
+        if not 0 <= stacked[0].min() <= stacked[0].max() < self.meta["vocab_size"]:
+            raise ValueError(f"{path} holds ids that its tokenizer has not, up to {stacked[0].max()}; write it again")
+        return stacked
 
     def read(self, row_ids):
         """int32 [columns, ..., L] for an array of row numbers; -1 gives a row of zeros."""

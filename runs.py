@@ -1,11 +1,9 @@
-"""A run: command line, folder, lock, log, signals; the tokenizer and chat template in a model's folder.
+"""A run: command line, folder, lock, log, signals; the tokenizer in a model's folder.
 
     with runs.Run(cfg) as run:                      # locks cfg.out; refuses a folder that holds another run
         run.begin(first, settings, {"tokenizer.json": data})    # writes config.json, cuts the logs to step `first`
-        for step in range(first, cfg.steps):
-            run.log({"step": step + 1, "loss": 3.41})
-            if run.signal:                          # Ctrl-C or SIGTERM: save, then
-                run.leave(step + 1)
+        run.log({"step": step + 1, "loss": 3.41})   # in the loop over steps
+        if run.signal: run.leave(step + 1)          # Ctrl-C or SIGTERM; save before it
 
 The folder of a run holds config.json, tokenizer.json, log.jsonl and its checkpoints: checkpoints/<step>/ (JAX, see
 checkpoints.py) or step_<n>/ in safetensors (PyTorch). This file imports neither JAX nor PyTorch.
@@ -15,10 +13,10 @@ import argparse
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import io
 import json
 import os
+import re
 import select
 import shlex
 import shutil
@@ -27,17 +25,34 @@ import subprocess
 import sys
 import time
 import traceback
+import typing
 from pathlib import Path
 
-# ---- the command line ----------------------------------------------------------------------------------------------
+# Numbers of a Config with their lowest and highest value, for `check`: neither NaN nor infinite.
+Count, Natural = typing.Annotated[int, (1, 2**31 - 1)], typing.Annotated[int, (0, 2**31 - 1)]
+Positive, NonNegative = typing.Annotated[float, (1e-12, 1e12)], typing.Annotated[float, (0, 1e12)]
+Share, TopP = typing.Annotated[float, (0, 1)], typing.Annotated[float, (1e-9, 1)]
+
+
+def check(cfg):
+    """The Config. ValueError for a number outside the limits in its annotation, which may be Count or Count | None."""
+    for name, hint in typing.get_type_hints(type(cfg), include_extras=True).items():
+        value = getattr(cfg, name)
+        if dataclasses.is_dataclass(value):
+            check(value)
+        known = [note for part in (hint, *typing.get_args(hint)) for note in getattr(part, "__metadata__", ())]
+        for low, high in (note for note in known if isinstance(note, tuple)):
+            for x in value if isinstance(value, tuple) else (value,):
+                if x is not None and not low <= x <= high:
+                    raise ValueError(f"--{name}={x} is not in {low} .. {high:{',' if type(high) is int else 'g'}}")
+    return cfg
 
 
 def command(main, config_class, doc, machine=()):
-    """Run main(config) from the command line, by tyro: flags are the fields of the dataclass, their comments the help.
+    """Run main(config) by tyro: flags are the fields of the dataclass, their comments the help.
 
-    With --resume=DIR the defaults are the settings of that run, without those of its `machine`. An error that this
-    project raises, or the system (OSError), is one line and exit status 1. What a library raises is a bug of ours and
-    keeps its traceback; python -X dev shows all of them.
+    With --resume=DIR the defaults are the settings of that run, without those of its `machine`. An error of ours, or of
+    the system, is one line and status 1. What a library raises is a bug: its traceback stays, and -X dev shows all.
     """
     import tyro
 
@@ -45,7 +60,7 @@ def command(main, config_class, doc, machine=()):
     status = 0
     try:
         default = resumed(config_class, sys.argv[1:], machine)
-        main(tyro.cli(config_class, default=default, description=doc, config=(tyro.conf.OmitArgPrefixes,)))
+        main(check(tyro.cli(config_class, default=default, description=doc, config=(tyro.conf.OmitArgPrefixes,))))
         sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
@@ -63,8 +78,7 @@ def command(main, config_class, doc, machine=()):
         advice = "; pip install -r requirements-gpu.txt" if getattr(error, "name", "") == "torch" else ""
         print((str(error) or repr(error)) + advice, file=sys.__stderr__)
         status = 1
-    # Leave at once after an error: threads of a broken Orbax save would print tracebacks until the interpreter ends.
-    # And after torchrun: threads of gloo that outlive their process group abort a closing interpreter.
+    # At once: threads of a broken Orbax save would print tracebacks, those of gloo abort a closing interpreter.
     if status or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -100,21 +114,19 @@ def script(name, *flags):
     with subprocess.Popen([sys.executable, str(path), *flags]) as process, contextlib.ExitStack() as exits:
         for number in (signal.SIGINT, signal.SIGTERM):
             exits.callback(signal.signal, number, signal.signal(number, lambda number, _: process.send_signal(number)))
-        status = process.wait()
-    if status:
-        raise RuntimeError(f"{shlex.join(['python', name, *flags])} ended with exit status {status}")
-
-
-# ---- files and folders ---------------------------------------------------------------------------------------------
+        if status := process.wait():
+            raise RuntimeError(f"{shlex.join(['python', name, *flags])} ended with exit status {status}")
 
 
 def as_path(name):
-    """A path, also of a bucket: gs://..., s3://..., by etils' epath and the package gcsfs or s3fs."""
-    if "://" not in str(name):
-        return Path(name)
-    from etils import epath
+    """A path, also of a bucket, gs://... or s3://..., by etils and gcsfs or s3fs. ValueError for a pipe or a device."""
+    if "://" in str(name):
+        from etils import epath
 
-    return epath.Path(name)
+        return epath.Path(name)
+    if os.path.exists(name) and not (os.path.isfile(name) or os.path.isdir(name)):
+        raise ValueError(f"{name} is no regular file")
+    return Path(name)
 
 
 def read_json(path, *needed):
@@ -123,9 +135,9 @@ def read_json(path, *needed):
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; is {path.parent} the folder that you mean?")
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
         missing = set(needed) - found.keys()
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise ValueError(f"{path} is damaged: it is not a JSON object") from None
     if missing:
         raise ValueError(f"{path} is damaged: it has no {' and no '.join(sorted(missing))}")
@@ -170,17 +182,19 @@ def new_folder(path):
     partial.mkdir(parents=True)
     try:
         yield partial
-    except BaseException:
+        # Everything is on disk before the name says that it is complete.
+        for written in [*partial.rglob("*"), partial]:
+            descriptor = os.open(written, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+    except BaseException as error:
         for _ in range(50):  # threads of a failed Orbax save still write
             if partial.exists():
                 shutil.rmtree(partial, ignore_errors=True)
                 time.sleep(0.1)
+        if isinstance(error, OSError) and error.errno:
+            error.filename = error.filename or str(path)  # a full disk names no file
         raise
-    # Everything is on disk before the name says that it is complete.
-    for written in [*partial.rglob("*"), partial]:
-        descriptor = os.open(written, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
     shutil.rmtree(path, ignore_errors=True)
     os.replace(partial, path)
 
@@ -210,66 +224,26 @@ def newest(folder, step=0):
     found = saved_steps(as_path(folder))
     if not found:
         raise FileNotFoundError(f"{folder} holds no checkpoint; train one, or name a folder of convert_weights.py")
-    step = step or max(found)
-    if step not in found:
+    if (step := step or max(found)) not in found:
         raise FileNotFoundError(f"{folder} holds no checkpoint of step {step}; it has {list(found)}")
     return step, found[step]
 
 
-# ---- the tokenizer and chat template of a model --------------------------------------------------------------------
-
-
-def read_tokenizer(folder):
-    """The tokenizer in a folder. FileNotFoundError, or ValueError for one that is damaged."""
+def read_tokenizer(folder, vocab=2**31):
+    """The tokenizer in a folder. ValueError if there is none, or a damaged one, or one with ids from `vocab` on."""
     import tokenizers
 
     path = as_path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no tokenizer.json; copy the model's into it")
     try:
-        return tokenizers.Tokenizer.from_buffer(path.read_bytes())
+        tokenizer = tokenizers.Tokenizer.from_buffer(as_path(path).read_bytes())
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
         raise ValueError(f"{path} cannot be read: {error}") from None
+    if (largest := max(tokenizer.get_vocab().values(), default=0)) >= vocab:
+        raise ValueError(f"the tokenizer of {folder} does not fit: its ids reach {largest:,}, the model has {vocab:,}")
+    return tokenizer
 
 
-def chat_template(folder):
-    """wrap(prompt, system="", before=()) -> text, by the chat template in a model's folder; None if it has none.
-
-    The prompt is a user's turn, after system and the (prompt, answer) pairs of `before`. ValueError if it fails.
-    """
-    path, jinja = (as_path(folder) / name for name in ("tokenizer_config.json", "chat_template.jinja"))
-    config = read_json(path) if path.exists() else {}
-    template = jinja.read_text() if jinja.exists() else config.get("chat_template")
-    if isinstance(template, list):  # a template for each purpose, by name
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    if not template:
-        return None
-    import jinja2.sandbox
-
-    def refuse(message):  # templates call it raise_exception
-        raise jinja2.TemplateError(message)
-
-    # The template is code of whoever made the model, so it runs in jinja2's sandbox, as in transformers.
-    special = {f"{name}_token": config.get(f"{name}_token") for name in ("bos", "eos", "pad")}
-    special = {name: token["content"] if isinstance(token, dict) else token for name, token in special.items()}
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"raise_exception": refuse, **special}
-    compiled = functools.cache(environment.from_string)  # compiling takes 5 ms, rendering 0.07
-
-    def wrap(prompt, system="", before=()):
-        turns = [{"role": "system", "content": system}] if system else []
-        for user, assistant in before:
-            turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-        turns.append({"role": "user", "content": prompt})
-        try:
-            return compiled(template).render(messages=turns, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template of {folder} fails: {error}") from None
-
-    return wrap
-
-
-# ---- a run while it is written -------------------------------------------------------------------------------------
+SAVED = ".saved"  # a file in the folder of a run that has had a checkpoint
 
 
 class Run:
@@ -286,8 +260,11 @@ class Run:
         self.tracker, self.exits = None, contextlib.ExitStack()
 
     def __enter__(self):
-        if not self.cfg.resume and saved_steps(self.out):
+        found = saved_steps(as_path(self.cfg.resume or self.out))
+        if found and not self.cfg.resume:
             raise FileExistsError(f"{self.out} already holds a run: --resume={self.out}, or choose another --out")
+        if self.cfg.resume and not found and (as_path(self.cfg.resume) / SAVED).exists():
+            raise FileNotFoundError(f"the checkpoints of {self.cfg.resume} are gone; choose another --out")
         self.out.mkdir(parents=True, exist_ok=True)
         self.exits.enter_context(lock(self.out / f".lock{self.rank}"))
         return self
@@ -303,17 +280,15 @@ class Run:
     def begin(self, first, settings, files=None, logs=("log.jsonl",)):
         """Write config.json and files, {name: bytes}. From here on a signal asks the run to stop, a second one ends it.
 
-        What a killed run logged after its last checkpoint, step `first`, is cut off: it will be logged again.
+        What a killed run logged and sampled after its last checkpoint, step `first`, is cut off: it will come again.
         """
         for number in {signal.SIGINT, signal.SIGHUP} | (set() if self.hosts > 1 else {signal.SIGTERM}):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
                 self.exits.callback(signal.signal, number, signal.signal(number, self.on_signal))
         if self.rank:
             return
-        for path in (self.out / name for name in logs if (self.out / name).exists()):
-            lines = path.read_text().splitlines(keepends=True)  # a kill cuts the last one short
-            kept = [line for line in lines if line.endswith("}\n") and json.loads(line)[self.unit] <= first]
-            write(path, "".join(kept).encode())
+        for path in (self.out / name for name in (*logs, "samples.txt") if (self.out / name).exists()):
+            write(path, rows_until(first, path, self.unit))
         write(self.out / "config.json", settings)
         for name, data in (files or {}).items():
             write(self.out / name, data)
@@ -370,13 +345,26 @@ class Run:
         raise InterruptedError(f"{why}: saved {self.unit} {done}; go on with --resume={self.out}")
 
 
+def rows_until(last, path, unit):
+    """The bytes of a log, or of samples.txt, up to step `last`. ValueError names a damaged line."""
+    data, rows = path.read_bytes(), []
+    if path.name == "samples.txt":
+        later = (m.start() for m in re.finditer(rb"^---- step (\d+)$", data, re.M) if int(m[1]) > last)
+        return data[: next(later, len(data))]
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):  # a kill cuts the last one short
+        try:
+            rows += [line + b"\n"] if json.loads(line)[unit] <= last else []
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}, line {number} is damaged: it is no row of a {unit}; delete the line") from None
+    return b"".join(rows)
+
+
 def check_tensors(found, want, where):
     """Raise ValueError that names missing, unexpected and misshapen tensors. Both are {name: shape}."""
     wrong = [f"missing {name}" for name in want.keys() - found.keys()]
     wrong += [f"unexpected {name}" for name in found.keys() - want.keys()]
-    for name in want.keys() & found.keys():
-        if tuple(found[name]) != tuple(want[name]):
-            wrong.append(f"{name} has shape {tuple(found[name])}, not {tuple(want[name])}")
+    shapes = {name: (tuple(found[name]), tuple(want[name])) for name in want.keys() & found.keys()}
+    wrong += [f"{name} has shape {theirs}, not {ours}" for name, (theirs, ours) in shapes.items() if theirs != ours]
     if wrong:
         raise ValueError(f"{len(wrong)} of the tensors of {where} do not fit the model: {'; '.join(sorted(wrong)[:3])}")
 
@@ -389,11 +377,22 @@ def check_same(theirs, ours, where):
         raise ValueError(f"{where} is of another model: {listed}")
 
 
-def check_resumed(saved, ours, where):
-    """Raise ValueError if the checkpoint `where` has another model or other data than the run that goes on with it."""
-    check_same(saved["model"], ours["model"], where)
-    if saved["data"] != ours["data"]:
+def check_resumed(saved, ours, where, fixed=(), unit="step"):
+    """Compare the checkpoint in the folder `where` with the run that goes on with it; print which settings changed.
+
+    ValueError for another model or other data, or if a setting of `fixed` changed, to which the arrays would not fit.
+    """
+    then, now = (json.loads(json.dumps(each["train"])) for each in (saved, ours))  # tuples become lists
+    changed = [name for name in now if then.get(name, "") not in ("", now[name]) and name not in ("out", "resume")]
+    flags = [name for name in changed if name in fixed]
+    check_same(*(each["model"] | {f"--{name}": each["train"][name] for name in flags} for each in (saved, ours)), where)
+    if saved.get("data") != ours.get("data"):
         raise ValueError(f"{where} was trained on other data; pass its --data, or start anew with another --out")
+    if not str(where).endswith((f"/{saved[unit]}", f"/step_{saved[unit]}")):
+        raise ValueError(f"{where} holds {unit} {saved[unit]}; rename it, or delete it to use the one before")
+    if changed:
+        listed = ", ".join(f"{name} {then[name]} -> {now[name]}" for name in changed)
+        print(f"changed since {where}: {listed}", flush=True)
 
 
 def first_line(error):

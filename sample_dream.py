@@ -25,11 +25,12 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.flax
 from flax import nnx
 
 import diffusion
 import runs
-from model_dream import PS, DreamConfig, shard
+from model_dream import MATRICES, PS, DreamConfig, shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +59,6 @@ class Sampling:
     record: bool = False  # the same for training, with the probability at this temperature: a Record
 
     def __post_init__(self):
-        numbers = self.steps, self.block_length, self.temperature, self.top_k, self.alg_temp, self.entropy_bound
-        if not (0 <= self.threshold <= 1 and 0 < self.top_p <= 1) or min(*numbers, self.eos_penalty) < 0:
-            raise ValueError("threshold lies in [0, 1], top_p in (0, 1]; other numbers are at least 0")
         if self.threshold and self.entropy_bound:
             raise ValueError("threshold and entropy_bound do not go together")
         if self.cache and not self.block_length:
@@ -546,15 +544,56 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
     return texts, stats | total | {"passes": passes_B}
 
 
+# ---- files of a Dream's folder -------------------------------------------------------------------------------------
+
+
 def load_tokenizer(folder, cfg):
     """The tokenizer in a folder. ValueError if it does not fit the model: too many tokens, MASK or EOS a plain word."""
-    tokenizer = runs.read_tokenizer(folder)
-    size, added = tokenizer.get_vocab_size(), tokenizer.get_added_tokens_decoder()
-    if size > cfg.vocab:
-        raise ValueError(f"the tokenizer of {folder} does not fit: it has {size:,} tokens, the model {cfg.vocab:,}")
+    tokenizer = runs.read_tokenizer(folder, cfg.vocab)
+    added = tokenizer.get_added_tokens_decoder()
     for name in ("mask_id", "eos_id"):
         i = getattr(cfg, name)
         token, is_special = tokenizer.id_to_token(i), i in added and added[i].special
         if not is_special and (token or name == "eos_id"):  # MASK may have no name; the end token needs one
             raise ValueError(f"the tokenizer of {folder} does not fit: {i}, the model's {name}, is {token!r} in it")
     return tokenizer
+
+
+def chat_template(folder):
+    import canvas
+
+    return canvas.chat_template(runs.as_path(folder))
+
+
+def named(adapters):
+    """{name in peft's adapter_model.safetensors: array} of LoRA adapters, in the order of the leaves of their tree."""
+    arrays = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(adapters):
+        _, layer, matrix, part = (key.key for key in path)
+        block = "self_attn" if matrix in MATRICES[:4] else "mlp"
+        arrays[f"base_model.model.model.layers.{layer}.{block}.{matrix}.lora_{part.upper()}.weight"] = x
+    return arrays
+
+
+def save_adapters(folder, adapters, rank, source):
+    """Write adapters as peft does, for the model `source` of the Hub in Dream's or Qwen2's form."""
+    keys = {"peft_type": "LORA", "base_model_name_or_path": source, "r": rank, "lora_alpha": rank}
+    runs.write(folder / "adapter_config.json", keys | {"target_modules": MATRICES})
+    runs.write(folder / "adapter_model.safetensors", safetensors.flax.save(named(adapters), {"format": "pt"}))
+
+
+def load_adapters(folder, new):
+    """New adapters with the values of those that peft or save_adapters() wrote, which may be of fewer matrices."""
+    folder, arrays = runs.as_path(folder), named(new)
+    keys = runs.read_json(folder / "adapter_config.json", "r", "lora_alpha")
+    if other := [name for name in ("use_dora", "use_rslora", "alpha_pattern") if keys.get(name)]:
+        raise ValueError(f"{folder}: adapters with {' and '.join(other)} are no plain LoRA")
+    try:
+        found = safetensors.flax.load_file(folder / "adapter_model.safetensors")
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{folder}/adapter_model.safetensors cannot be read: {error}") from None
+    want = {name: x.shape for name, x in arrays.items() if name in found}
+    runs.check_tensors({name: x.shape for name, x in found.items()}, want, folder)
+    size = math.sqrt(keys["lora_alpha"] / keys["r"])  # in both matrices: peft multiplies B A by alpha / r, we do not
+    arrays |= {name: size * x.astype(jnp.float32) for name, x in found.items()}
+    return jax.tree.unflatten(jax.tree.structure(new), arrays.values())

@@ -61,9 +61,8 @@ import typing
 import urllib.request
 from pathlib import Path
 
-import sandbox_inside
-import sandbox_wire
-from sandbox_wire import opaque, plain, unwire, wire
+from sandbox_inside import Opaque as Opaque
+from sandbox_inside import opaque, plain, unwire, wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,19 +75,17 @@ class Options:
     memory_mb: int = 1024  # address space of a test, in MB
     disk_mb: int = 64  # files that a test may write, in MB
     allow_unsafe: bool = False  # run programs even where the machine offers less than the safe minimum
-    threads: bool = False  # let programs start threads; still no processes
+    threads: bool = False  # let programs start threads, as many as fit into their memory; still no processes
     main_block: bool = True  # set __name__ to "__main__" in a program, so that its main block runs
     parity: bool = False  # rewards as the reference computes them: a test passes if the exit status is 0
     max_tokens: int = 256  # soft_overlong: tokens at which the reward reaches -1
-    overlong_tokens: int = 64  # soft_overlong: tokens before max_tokens over which the reward falls from 0 to -1
-    ngram: int = 3  # repetition: words in an n-gram
-    max_penalty: float = -1.0  # repetition: reward of a completion that repeats a single n-gram
 
 
 class Result(typing.NamedTuple):
     rate: float | None  # share of tests that passed; None: the sandbox failed, which says nothing about the program
     verdicts: list  # of every test: "pass", "fail", "timeout", "output limit" or "memory"; empty with rate None
-    values: list  # what Probe, Calls and Stdin ask for; of a failed `assert f(..) == x` the repr of f(..); else None
+    values: list  # what Probe, Calls and Stdin ask for; of a failed test what f(..) gave in its last line, if that is
+    # `assert f(..) == x`, or the exception that ended it or the program, as text; else None
     error: str = ""  # what failed, with rate None
     cpu_s: list = []  # processor seconds of every test, 0 where it did not begin  # noqa: RUF012
 
@@ -104,9 +101,9 @@ class Probe(str):
 class Calls(typing.NamedTuple):
     """A test that calls a function with one input after another, in one process; "pass" if all calls return.
 
-    Its value: [(what a call returned, its processor seconds)], with Opaque for objects. With a check, the text of a
-    program that defines right(number, inputs, value), the judge calls that, stops at the first value that is not right,
-    and the value is the number of those that were: for programs that nobody trusts.
+    Its value: [(what a call returned, its processor seconds as the program's process says)], with Opaque for objects.
+    With a check, the text of a program that defines right(number, inputs, value), the judge calls that, stops at the
+    first value that is not right, and the value is the number of those that were: for programs that nobody trusts.
     """
 
     function: str  # an expression for the function: f, or Solution().f
@@ -130,16 +127,9 @@ class Stdin(typing.NamedTuple):
     check: str = ""
 
 
-class Opaque:
-    """Stands for an object of a program that is not data: equal to nothing; callable, so that it can be a factory."""
-
-    def __call__(self):
-        raise TypeError("this object is the program's")
-
-
 # ---- verdicts ------------------------------------------------------------------------------------------------------
 def plan(test, program, options):
-    """The messages of a test: for the template, the judge (None: there is no judge) and the program."""
+    """The messages of a test: for the template, the judge and the program."""
     head = {"mode": "test", "limits": [], "timeout_s": options.timeout_s, "cap": 4096}
     judge, own = {"token": secrets.token_hex(16)}, {"program": program}
     if isinstance(test, Stdin):
@@ -151,7 +141,7 @@ def plan(test, program, options):
         asked = {"call": test.function, "inputs": inputs, "check": test.check, "data": data}
         return head, judge | asked, own
     if options.parity:
-        return head | {"mode": "status"}, None, {"program": f"{program}\n{test}"}
+        return head | {"mode": "status", "most": 0}, judge | {"check": ""}, {"program": f"{program}\n{test}"}
     if isinstance(test, Probe):
         before, _, call = test.rpartition("\n")
         head |= {"mode": "value", "cap": 65_536 + 40 * len(test)}
@@ -165,32 +155,31 @@ def verdict(test, row, given):
     Without the judge's token the test has not finished.
     """
     head, judge, _ = test
-    mode, outcome = head["mode"], row["outcome"]
-    if outcome == "done" and mode == "status":
-        return "fail" if row["status"] else "pass", None
-    given, finished, last = given.rpartition(judge["token"].encode()) if judge else (b"", b"", b"")
-    got = None
+    mode, outcome, got = head["mode"], row["outcome"], None
+    given, finished, last = given.rpartition(judge["token"].encode())
     if outcome == "done":
         outcome, got = json.loads(last) if finished else ("fail", None)
-    if mode == "stdin":
+    if mode in ("stdin", "status"):
         if outcome == "pass" and row["status"]:
             outcome = "fail"
-        return outcome, None if judge["check"] or row["outcome"] != "done" else given.decode("utf-8", "replace")
+        shown = mode == "stdin" and not judge["check"] and row["outcome"] == "done"
+        return outcome, given.decode("utf-8", "replace") if shown else None
     if mode == "calls":
         lines = (given if finished else last).split(b"\n")[:-1]
         if judge["check"]:
             return outcome, len(lines)
         values = [json.loads(line) for line in lines]  # of the calls that returned, whatever happened then
-        return outcome, [(unwire(value, lambda *_: Opaque()), seconds) for value, seconds in values]
+        return outcome, [(unwire(value), seconds) for value, seconds in values]
     if mode == "value" and outcome == "pass":
-        return outcome, unwire(json.loads(given), lambda *_: Opaque())
-    return outcome, got
+        return outcome, unwire(json.loads(given))
+    return outcome, got if mode == "test" else None
 
 
 # ---- the two runners: called with the tests of a program, they return [(row, what the test gave back)] -------------
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS, Windows
-LAUNCHER = tuple((each.__name__, Path(each.__file__).read_text("utf-8")) for each in (sandbox_wire, sandbox_inside))
-# What an interpreter does to become a launcher: its code comes before the settings, compiled, which saves 10 ms.
+INSIDE = "sandbox_wire", "sandbox_inside"
+LAUNCHER = tuple((name, Path(__file__).with_name(f"{name}.py").read_text("utf-8")) for name in INSIDE)
+# What an interpreter does to become a launcher: its code comes before the settings, compiled, which saves 20 ms.
 BOOT = """import marshal, os, sys, types
 code, size = b"", int(os.read(0, 16), 16)
 while len(code) < size:
@@ -207,12 +196,9 @@ def compiled(launcher):
 
 
 class Template:
-    """An interpreter that runs tests, each in processes of its own, see sandbox_inside.py. SandboxError if it fails.
+    """An interpreter that runs tests, each in processes of its own, see sandbox_inside.py. SandboxError if it fails."""
 
-    spawned() is given the Template as soon as there is a process to kill, which another thread can do.
-    """
-
-    def __init__(self, launcher, settings, spawned=lambda template: None):
+    def __init__(self, launcher, settings):
         # Without namespaces the launcher makes a folder and removes it; if the launcher was killed, we do.
         self.folder = "" if settings["namespaces"] else f"{tempfile.gettempdir()}/sandbox-{secrets.token_hex(8)}"
         # nothing of our environment, which may hold keys; -I and -S keep our settings and packages out as well
@@ -220,11 +206,13 @@ class Template:
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         command = [sys.executable, "-IBS", "-c", BOOT]
         self.process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
-        spawned(self)
+        self.messages = compiled(launcher), json.dumps(settings | {"folder": self.folder}).encode()
+
+    def start(self):
+        """What this machine offers: {"namespaces", "landlock": version or 0, "seccomp"}."""
         with self.limited(60):
-            self.send(compiled(launcher), json.dumps(settings | {"folder": self.folder}).encode())
-            self.found, _ = self.report()
-            del self.found["size"]
+            self.send(*self.messages)
+            return self.report()[0]
 
     def send(self, *messages):
         try:
@@ -267,8 +255,7 @@ class Template:
                 row, given, left_s = {"outcome": "timeout", "cpu_s": 0.0}, b"", end - time.monotonic()
                 if left_s > 0 and not hangs:
                     head = head | {"left_s": left_s, "first": i == 0, "tests": len(tests) - i}
-                    messages = [head, *([judge] if judge else []), program]
-                    self.send(*(json.dumps(message).encode() for message in messages))
+                    self.send(*(json.dumps(message).encode() for message in (head, judge, program)))
                     row, given = self.report()
                     hangs = row["outcome"] == "timeout" and (head["mode"] == "stdin" or not row["loaded"])
                 rows.append((row, given))
@@ -285,12 +272,17 @@ class Template:
 def layers():
     """Try once what this machine offers, and print it: {"namespaces", "landlock": version or 0, "seccomp"}."""
     settings, refused = dataclasses.asdict(Options(allow_unsafe=True)) | {"packages": []}, ""
-    try:
-        template = Template(LAUNCHER, settings | {"namespaces": True})
-    except SandboxError as error:
-        refused, template = error, Template(LAUNCHER, settings | {"namespaces": False})
-    template.close()
-    found = template.found
+    for settings["namespaces"] in (True, False):
+        template = Template(LAUNCHER, settings)
+        try:
+            found = template.start()
+            break
+        except SandboxError as error:
+            if refused:
+                raise
+            refused = error
+        finally:
+            template.close()
     namespaces = f"off ({refused})" if refused else "on"
     landlock, seccomp = found["landlock"] or "off", "on" if found["seccomp"] else "off"
     print(f"sandbox: namespaces {namespaces}, Landlock {landlock}, seccomp {seccomp}, limits on", file=sys.stderr)
@@ -315,16 +307,15 @@ class Local:
         template = getattr(self.mine, "template", None)
         try:
             if not template:
-                template = self.mine.template = Template(LAUNCHER, self.settings, self.spawned)
+                template = self.mine.template = Template(LAUNCHER, self.settings)
+                self.all.append(template)
+                if self.closed:
+                    template.close()
+                template.start()
             return template.run(tests, self.settings["program_s"])
         except BaseException:
             self.mine.template = None  # the next program gets another
             raise
-
-    def spawned(self, template):
-        self.all.append(template)
-        if self.closed:  # while it started
-            template.close()
 
     def close(self):
         self.closed = True
@@ -336,8 +327,7 @@ class Local:
 REMOTE = """import contextlib, functools, json, marshal, secrets, shutil, subprocess, sys, tempfile, threading, time
 class SandboxError(Exception): pass
 BOOT = {boot!r}
-{compiled}
-{Template}
+{sources}
 settings, tests = json.loads({job!r})
 settings |= {{"allow_unsafe": True}}
 settings["packages"] = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
@@ -345,6 +335,7 @@ for settings["namespaces"] in (True, False):
     rows, complaint = [], ""
     try:
         template = Template({launcher!r}, settings)
+        template.start()
         rows = [(row, given.decode("latin-1")) for row, given in template.run(tests, settings["program_s"])]
         template.close()
         break
@@ -360,7 +351,7 @@ class E2B:
     def __init__(self, options):
         self.url, self.seconds = options.e2b_router_url, int(options.program_s) + 30
         self.settings = dataclasses.asdict(options)
-        self.sources = {each.__name__: inspect.getsource(each) for each in (compiled, Template)}
+        self.sources = inspect.getsource(compiled) + inspect.getsource(Template)
         self.mine, self.all = threading.local(), []  # the sandbox of each thread; those of all threads
         self.closed = threading.Event()
         if not self.url:
@@ -370,7 +361,8 @@ class E2B:
             self.sdk, self.lost = sdk, (sdk.SandboxException, httpx.HTTPError)
 
     def __call__(self, tests):
-        script = REMOTE.format(boot=BOOT, launcher=LAUNCHER, job=json.dumps([self.settings, tests]), **self.sources)
+        job = json.dumps([self.settings, tests])
+        script = REMOTE.format(boot=BOOT, launcher=LAUNCHER, job=job, sources=self.sources)
         output = self.routed(script) if self.url else self.direct(script)
         try:
             rows, complaint = json.loads(output.strip().splitlines()[-1])
@@ -556,26 +548,24 @@ def binary_code(completions, rows, **options):
     return [rate if rate is None else float(rate > 0.99) for rate in code(completions, rows, **options)]
 
 
-def soft_overlong(completions, rows, **options):
+def soft_overlong(completions, rows, max_tokens=256, overlong_tokens=64, **options):
     """0 up to max_tokens - overlong_tokens tokens (rows[i]["tokens"]), then falling linearly to -1 at max_tokens.
 
     Ref: DAPO, arXiv:2503.14476, eq. 13.
     """
-    options = Options(**options)
-    first = options.max_tokens - options.overlong_tokens
-    return [-min(1.0, max(0.0, (row["tokens"] - first) / max(1, options.overlong_tokens))) for row in rows]
+    over = (row["tokens"] - max_tokens + overlong_tokens for row in rows)
+    return [-min(1.0, max(0.0, each / max(1, overlong_tokens))) for each in over]
 
 
-def repetition(completions, rows, **options):
+def repetition(completions, rows, ngram=3, max_penalty=-1.0, **options):
     """max_penalty * (1 - distinct n-grams / all n-grams) of lower-case words; 0.0 with fewer than `ngram` words.
 
     Ref: Demystifying Long Chain-of-Thought, arXiv:2502.03373, appendix.
     """
-    options = Options(**options)
     rewards = []
     for words in (completion.lower().split() for completion in completions):
-        grams = list(zip(*(words[i:] for i in range(options.ngram)), strict=False))
-        rewards.append(options.max_penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0)
+        grams = list(zip(*(words[i:] for i in range(ngram)), strict=False))
+        rewards.append(max_penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0)
     return rewards
 
 

@@ -24,10 +24,11 @@ import sys
 import time
 import types
 
-from sandbox_wire import OPERATIONS, Peer, Remote, opaque, unwire, wire
+from sandbox_wire import OPERATIONS, Opaque, Peer, Remote, opaque, plain, unwire, wire  # noqa: F401
 
 with contextlib.suppress(ImportError):
-    import resource  # Windows has none; sandbox.py --runner=e2b works there too
+    import fcntl  # Windows has none; sandbox.py --runner=e2b works there too
+    import resource
 
 # What many programs import: done once, here.
 USUAL = "bisect collections copy datetime decimal enum fractions heapq math string typing"
@@ -185,7 +186,7 @@ def call_filter(machine, more, threads=False, tmpfile=True):
     return b"".join(struct.pack("HBBI", *row) for row in rows + search(sorted(number.values())))
 
 
-def confine(libc, job, mode, tests=1):
+def confine(libc, job, tests=1, execs=False):
     """Give up all rights of this process for good: resource limits, Landlock, capabilities, seccomp."""
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     os.setsid()
@@ -207,7 +208,7 @@ def confine(libc, job, mode, tests=1):
     if machine in MACHINES:  # no capabilities, so that root is an ordinary user too
         check(libc.syscall(MACHINES[machine][2], struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
     if job["seccomp"]:  # the filter judges every call from here on
-        code = job["filters"][mode == "status"]
+        code = job["filters"][execs]
         check(libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0), "seccomp")
 
 
@@ -216,23 +217,30 @@ def run_program(libc, job, test, read, pipe):
     """Read the program, confine this process, run it, and do what the judge asks for. Never returns.
 
     Writes "+" when it is confined and "=" when the program has run, then messages to the judge, or what the program
-    prints (mode stdin); "m" where memory does not do.
+    prints (mode stdin); "!" and why, or "m" for memory, where it cannot be run.
     """
     # before the program can replace them
     write, leave, clock = os.write, os._exit, time.process_time
     request = receive(job["texts"])
     os.close(job["texts"])
-    confine(libc, job, test["mode"])
+    if test["mode"] == "stdin":
+        with open(os.memfd_create("input", 2), "w+b") as file:  # MFD_ALLOW_SEALING
+            file.write(request["input"].encode("utf-8", "replace"))
+            file.seek(0)
+            fcntl.fcntl(file, 1033, 15)  # F_ADD_SEALS: from here on it can only be read
+            os.dup2(file.fileno(), 0)
+    confine(libc, job, execs=test["mode"] == "status")
     write(pipe, b"+")
     if test["mode"] == "status":  # the exit status of another Python is the verdict
         write(pipe, b"=")
+        os.set_inheritable(pipe, True)  # open until it ends
         python = os.path.realpath(sys._base_executable)  # sys.executable of a virtual environment is not readable here
         os.execv(python, [python, "-B", "-c", request["program"]])
     # From here on nothing in this process can be trusted: what comes through the pipe is data.
     name = "__main__" if job["main_block"] or test["mode"] == "stdin" else "program"
     main = sys.modules[name] = types.ModuleType(name)
     if test["mode"] == "stdin":
-        leave(run_on_input(request["program"], request["input"], main, pipe))
+        leave(run_on_input(request["program"], main, pipe))
 
     def evaluate(before, expression):
         exec(compile(before, "<test>", "exec"), main.__dict__)
@@ -247,7 +255,7 @@ def run_program(libc, job, test, read, pipe):
             exec(compile(request["program"], "<program>", "exec"), main.__dict__)
         except SystemExit as end:
             if end.code:  # 0 and None: the end of a main block
-                leave(1)
+                raise
         write(pipe, b"=")
         OPERATIONS["names"] = lambda *names: {n: main.__dict__[n] for n in names if n in main.__dict__}
         OPERATIONS.update(evaluate=evaluate, timed=timed)
@@ -256,19 +264,15 @@ def run_program(libc, job, test, read, pipe):
             peer.answer(*peer.receive()[1:])
     except MemoryError:
         write(pipe, b"m")
+    except BaseException as error:
+        write(pipe, f"!{type(error).__name__}: {error}"[:100].encode())
     finally:
         leave(0)
 
 
-def run_on_input(program, text, main, pipe):
-    """Run a program as Python does, with a file as standard input and the pipe as standard output: the exit status."""
+def run_on_input(program, main, pipe):
+    """Run a program as Python does, with the pipe as standard output: the exit status."""
     os.write(pipe, b"=")
-    with open("input", "w+b") as file:
-        file.write(text.encode("utf-8", "replace"))
-        file.seek(0)
-        os.dup2(file.fileno(), 0)
-    with contextlib.suppress(PermissionError):  # without namespaces no file is removed
-        os.unlink("input")
     os.dup2(pipe, 1)
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8")
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8")
@@ -380,12 +384,12 @@ def run_test(text, peer, main):
 def run_calls(request, peer, main, write):
     """Call a function with one input after another: a line for every value; with a check, up to the first wrong one."""
     function = peer.ask("evaluate", "", request["call"])
-    main.data = unwire(request["data"], lambda *_: object())
+    main.data = unwire(request["data"])
     exec(compile(request["check"], "<check>", "exec"), main.__dict__)
     for i, form in enumerate(request["inputs"]):
         value, seconds = peer.ask("timed", function, *unwire(form))
         line, seconds = wire(value, opaque), max(0.0, float.__float__(seconds))
-        if request["check"] and not main.right(i, unwire(form), unwire(line, lambda *_: object())):
+        if request["check"] and not main.right(i, unwire(form), unwire(line)):
             return False
         write(b"\n" if request["check"] else json.dumps([line, seconds]).encode() + b"\n")
     return True
@@ -402,7 +406,7 @@ def run_judge(libc, job, test, orders, ends, out, pipes):
             break
         request = receive(job["texts"])  # only this process reads it
         if not number:
-            confine(libc, job, test["mode"], len(pipes))
+            confine(libc, job, len(pipes))
         os.chdir(job["folder"])  # which may be another one by now
         os.write(ends, b"r")
         judge(request, test, read, ask, functools.partial(write, out))
@@ -424,12 +428,21 @@ def judge(request, test, read, ask, give):
         return
     loaded = os.read(read, 1)
     verdict, got = "memory" if loaded == b"m" else "fail", None
+    if loaded == b"!":
+        got = os.read(read, 400).decode("utf-8", "replace")
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         if loaded == b"=":
             give(b"=")
-            if test["mode"] == "stdin":
-                verdict = read_output(request, test, read, main, give)
+            exec(compile(request.get("check", ""), "<check>", "exec"), main.__dict__)
+            if "most" in test:  # it reads and prints
+                with open(read, "rb") as file:
+                    printed = file.read(test["most"] + 1)
+                if len(printed) > test["most"]:
+                    verdict = "output limit"
+                elif not request["check"] or main.right(printed.decode("utf-8", "replace")):
+                    verdict = "pass"
+                give(b"" if request["check"] else printed)
             else:
                 peer = Peer(read, ask, permits)
                 verdict = "pass"
@@ -441,27 +454,14 @@ def judge(request, test, read, ask, give):
                     run_test(request["text"], peer, main)
     except MemoryError:
         verdict = "memory"
-    except AssertionError:  # the test does not pass
+    except BaseException as error:  # the test does not pass
         verdict = "fail"
-        if hasattr(main, "_got"):
-            with contextlib.suppress(BaseException):
+        with contextlib.suppress(BaseException):
+            if not isinstance(error, AssertionError):
+                got = f"{type(error).__name__}: {error}"[:200]
+            elif hasattr(main, "_got"):
                 got = reprlib.repr(main._got)[:200]
-    except BaseException:
-        verdict = "fail"
     give(request["token"].encode() + json.dumps([verdict, got]).encode())
-
-
-def read_output(request, test, read, main, give):
-    """The verdict of what a program printed, which is given back if there is no check."""
-    with open(read, "rb") as file:
-        printed = file.read(test["most"] + 1)
-    if len(printed) > test["most"]:
-        return "output limit"
-    if not request["check"]:
-        give(printed)
-        return "pass"
-    exec(compile(request["check"], "<check>", "exec"), main.__dict__)
-    return "pass" if main.right(printed.decode("utf-8", "replace")) else "fail"
 
 
 # ---- the template: two confined processes for each test -------------------------------------------------------------
@@ -624,31 +624,22 @@ def run_confined(libc, job, test, judge):
     """
     empty(libc, job)
     job["timeout_s"] = test["timeout_s"]
-    if test["mode"] == "status":
-        out, theirs = os.pipe()
-        pids = [spawn([*job["kept"], theirs], run_program, libc, job, test, None, theirs)]
-        os.close(theirs)
-        ends = os.pidfd_open(pids[0])
-    else:
-        judge = judge or Judge(libc, job, test, min(test["tests"], JUDGED) if test["mode"] == "test" else 1)
-        out, ends, pipes = judge.out, judge.ends, judge.begin()
-        pids = [judge.pid, spawn([*job["kept"], *pipes], run_program, libc, job, test, *pipes)]
-        for file in pipes:
-            os.close(file)
+    judge = judge or Judge(libc, job, test, min(test["tests"], JUDGED) if test["mode"] == "test" else 1)
+    pipes = judge.begin()
+    pids = [judge.pid, spawn([*job["kept"], *pipes], run_program, libc, job, test, *pipes)]
+    for file in pipes:
+        os.close(file)
     goes_on, earlier_s = False, processor_s(pids)
     try:
-        outcome, size = follow_test(job, test, pids, out, ends)
+        outcome, size = follow_test(job, test, pids, judge.out, judge.ends)
         cpu_s = processor_s(pids) - earlier_s
-        goes_on = judge and outcome == "done" and os.read(ends, 1) == b"e" and judge.programs
+        goes_on = outcome == "done" and os.read(judge.ends, 1) == b"e" and judge.programs
     finally:  # end what still runs, also where the trainer was killed
         os.kill(pids[-1], signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(pids[-1], 0)[1])
         if not goes_on:
             clear(job, judge)
             judge = None
-    if test["mode"] == "status":
-        os.close(out)
-        os.close(ends)
     buffer = job["buffer"]
     if outcome == "done" and (not size or buffer[:1] != b"+"):  # it failed before the program ran: no verdict
         sys.exit(f"a test process could not be confined: {buffer[:size].decode(errors='replace')}")

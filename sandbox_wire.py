@@ -94,7 +94,14 @@ def contents(value, other, share=None):
     return form if kind is base else other(value, form)
 
 
-def unwire(form, other=None):
+class Opaque:
+    """Stands for an object that is not data: equal to nothing; callable, so that it can be a factory."""
+
+    def __call__(self):
+        raise TypeError("this object is the program's")
+
+
+def unwire(form, other=lambda tag, content: Opaque()):
     """The value of a JSON form; other(tag, content) resolves those of objects. It raises anything for a wrong form."""
     if isinstance(form, list):
         return [*form] if is_plain(form) else [unwire(item, other) for item in form]

@@ -10,16 +10,15 @@
 
 Reads a folder of packed rows, or of pairs, from data_prep.py; without --data it first prepares the standard library of
 the running Python. Writes --out: config.json, tokenizer.json, log.jsonl, samples.txt, checkpoints/<step>/, and with
---lora_rank at the end merged/, a whole model.
+--lora_rank at the end adapter_model.safetensors with adapter_config.json, for peft, and merged/, a whole model.
 
 With --block_length it learns block diffusion (BD3-LM, arXiv:2503.09573): a masked token attends to its own block,
 noised, and to the clean text before it, so each row goes through the layers twice, noised and clean. Blocks of one
 token are an autoregressive model, so --block_warmup (blocks of 1, 2, 4, .. tokens) begins at that model's loss. Any
 Qwen2.5 becomes a block diffusion model this way (convert_weights.py --to=dream); Fast-dLLM v2 took 1e9 tokens for it.
 
-One optimizer step is one compiled program, a scan over micro-batches. The gradient is that of (sum of token losses) /
-(all tokens of the step that can be masked). Row order, noise and learning rate are functions of (seed, step), so a
-checkpoint holds parameters, moments and the step alone.
+A step is one compiled program, a scan over micro-batches; its loss is per token of the whole step that can be masked.
+Row order, noise and learning rate are functions of (seed, step): a checkpoint holds parameters, moments and the step.
 
 Letters: A micro-batches of a step, B rows of a micro-batch, L length, V vocabulary.
 """
@@ -50,16 +49,17 @@ import runs
 import sample_block
 import sample_dream
 from rows import held_out, open_data, prefetch, token_bytes
+from runs import Count, Natural, NonNegative, Positive, TopP
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """Block diffusion."""
 
-    block_length: int = 0  # block size: a token attends to its own and earlier blocks; 0: that of --init, else none
-    block_warmup: int = 0  # steps in which the block size grows 1, 2, 4, .. to --block_length
-    rate_warmup: int = 0  # steps of mask-rate warm-up, to the maximum of --rates; the loss is unweighted meanwhile
-    rates: tuple[float, float] = (1e-3, 1.0)  # lowest and highest mask rate of a block in training
+    block_length: Natural = 0  # block size: a token attends to its own and earlier blocks; 0: that of --init, else none
+    block_warmup: Natural = 0  # steps in which the block size grows 1, 2, 4, .. to --block_length
+    rate_warmup: Natural = 0  # steps of mask-rate warm-up, to the maximum of --rates; the loss is unweighted meanwhile
+    rates: tuple[TopP, TopP] = (1e-3, 1.0)  # lowest and highest mask rate of a block in training
     least_one: bool = False  # at least one masked token per block, so a mask rate of at least 1 / --block_length
     complement: bool = False  # each row twice per step, with its masks and with the complement; after --rate_warmup
 
@@ -72,37 +72,38 @@ class Config:
     eval_only: str = ""  # folder of a model to score on held-out rows, instead of training
     model: str = ""  # preset, see CONFIGS in model_dream.py; default: tiny, or the model of --init
     init: str = ""  # folder of a Dream to start from, converted or trained here
-    lora_rank: int = 0  # with --init: train adapters of this rank beside the layers' matrices; 0: train all weights
+    lora_rank: Natural = 0  # with --init: train adapters of this rank beside the layers' matrices; 0: train all weights
+    init_adapters: str = ""  # with --lora_rank: folder of adapters to start from, in peft's form; default: new ones
     objective: typing.Literal["diffusion", "ar"] = "diffusion"  # predict masked tokens | each next token
     schedule: typing.Literal[tuple(diffusion.SCHEDULES)] = "linear"  # noise schedule, see diffusion.py
-    anneal_steps: int = 0  # steps in which the attention mask goes from causal to bidirectional, without blocks
+    anneal_steps: Natural = 0  # steps in which the attention mask goes from causal to bidirectional, without blocks
     blocks: Blocks = Blocks()
-    seq_len: int = 0  # tokens per row; 0: that of the data, else the model's positions, at most 2048
-    batch_size: int = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 4,096 on a CPU
-    epochs: float = 4.0  # passes over the training rows; sets --steps
-    steps: int = 0  # optimizer steps; 0: from --epochs
-    lr: float = 0.0  # peak; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init, unless LoRA
-    warmup: int = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
+    seq_len: Natural = 0  # tokens per row; 0: that of the data, else the model's positions, at most 2048
+    batch_size: Natural = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 4,096 on a CPU
+    epochs: Positive = 4.0  # passes over the training rows; sets --steps
+    steps: Natural = 0  # optimizer steps; 0: from --epochs
+    lr: NonNegative = 0.0  # peak; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init, unless LoRA
+    warmup: Natural = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
     optimizer: typing.Literal["", "adamw", "muon"] = ""  # default: muon below 100 M parameters without --init
-    weight_decay: float = 0.1  # of matrices and embeddings
-    clip: float = 1.0  # maximum global gradient norm
+    weight_decay: NonNegative = 0.1  # of matrices and embeddings
+    clip: Positive = 1.0  # maximum global gradient norm
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
     remat: typing.Literal["none", "qkvo", "full"] = "qkvo"  # what the backward pass recomputes
-    micro_batch: int = 0  # rows per device and forward pass; 0: by model
-    fsdp: int = 0  # devices that share one copy of the weights; 0: all that data and tensor leave
-    tensor: int = 1  # devices that share each layer's heads, feed-forward and vocabulary
+    micro_batch: Natural = 0  # rows per device and forward pass; 0: by model
+    fsdp: Natural = 0  # devices that share one copy of the weights; 0: all that data and tensor leave
+    tensor: Count = 1  # devices that share each layer's heads, feed-forward and vocabulary
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
-    log_every: int = 10  # steps between rows of the log
-    eval_every: int = 0  # steps between evaluations, each with a sample and a checkpoint; 0: about ten per run
-    eval_rows: int = 512  # held-out rows per evaluation, at most
-    save_minutes: float = 30.0  # minutes between checkpoints, at most; 0: only at evaluations
-    keep: int = 2  # newest checkpoints to keep, besides the best
+    log_every: Count = 10  # steps between rows of the log
+    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: about ten per run
+    eval_rows: Count = 512  # held-out rows per evaluation, at most
+    save_minutes: NonNegative = 30.0  # minutes between checkpoints, at most; 0: only at evaluations
+    keep: Count = 2  # newest checkpoints to keep, besides the best
     prompt: str = "def read_lines(path):\n"  # prefix of the samples drawn in training
     plot: bool = False  # write curve.png at the end: loss and bits per byte
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles anew
-    seed: int = 0  # initial weights, row order, noise
+    seed: Natural = 0  # initial weights, row order, noise
 
 
 # Settings that may differ between hosts, and those that --resume does not take from the run.
@@ -140,10 +141,8 @@ def with_blocks(cfg, model):
         raise ValueError("settings of blocks need --block_length, which is above 0")
     if size and (cfg.schedule != "linear" or cfg.anneal_steps):
         raise ValueError("blocks go with the linear --schedule, and without --anneal_steps")
-    if min(blocks.block_warmup, blocks.rate_warmup, cfg.anneal_steps) < 0:
-        raise ValueError("--block_warmup, --rate_warmup and --anneal_steps are at least 0")
-    if not 0 < blocks.rates[0] < blocks.rates[1] <= 1:
-        raise ValueError("--rates are two numbers in (0, 1], the lower first")
+    if blocks.rates[0] >= blocks.rates[1]:
+        raise ValueError(f"--rates={blocks.rates} are two numbers, the lower first")
     return dataclasses.replace(model, block_length=size)
 
 
@@ -182,22 +181,22 @@ def resolve(cfg, devices, data=None, memory=None):
     name, model = pick_model(cfg)
     cfg = dataclasses.replace(cfg, model=name)
     seq_len = row_length(cfg, model, data)
-    batch, micro = pick_batch(cfg, seq_len, len(devices) // cfg.tensor, on_cpu, data)
+    batch, micro = pick_batch(cfg, seq_len, max(1, len(devices) // cfg.tensor), on_cpu, data)
     mesh = checkpoints.training_mesh(cfg, model, devices)
     dtype = cfg.dtype or ("float32" if on_cpu else "bfloat16")
     if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
         jax.config.update("jax_default_matmul_precision", "highest")
     small = md.count_params(model)["total"] < 1e8
     optimizer = cfg.optimizer or ("muon" if small and not cfg.init else "adamw")
-    cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro, optimizer=optimizer)
+    sizes = {"seq_len": seq_len, "batch_size": batch, "micro_batch": micro}
+    cfg = dataclasses.replace(cfg, **sizes, optimizer=optimizer, dtype=dtype)
     block = 64 if on_cpu else 128  # queries of attention at a time: scores that stay in a CPU's caches
     run = md.Run(platform=md.platform_of(device), dtype=jnp.dtype(dtype), remat=cfg.remat, block=block)
 
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     where = "CPU" if on_cpu else f"{memory:.1f} GiB each"
     accumulated = batch * cfg.tensor // mesh.size // micro
     weights = f"frozen {dtype} weights and LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "float32 weights"
-    print(f"{len(devices)} x {device.device_kind} ({where}): mesh {axes}")
+    print(f"{len(devices)} x {device.device_kind} ({where}), mesh {dict(mesh.shape)}")
     print(f"model {name}, {dtype} compute on {weights}, remat {cfg.remat}")
     print(f"a step is {batch} rows of {seq_len} = {batch * seq_len:,} tokens, {accumulated} x {micro} rows a device")
     return cfg, model, run, mesh
@@ -275,9 +274,8 @@ def known_ids(folder, model, meta, tokenizer_json):
     data, path = tokenizers.Tokenizer.from_str(tokenizer_json.decode()), runs.as_path(folder) / "tokenizer.json"
     known = sample_dream.load_tokenizer(folder, model)
     theirs, ours = (tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (known, data))
-    same = ours.items() <= theirs.items() and max(ours.values()) < model.vocab
-    same_ends = meta["eos_id"] == model.eos_id and data.id_to_token(model.mask_id) in (None, *MASKS)
-    if not (same and same_ends):
+    same = ours.items() <= theirs.items() and max(ours.values()) < model.vocab and meta["eos_id"] == model.eos_id
+    if not same or data.id_to_token(model.mask_id) not in (None, *MASKS):
         advice = f"prepare the data with --tokenizer={path}"
         raise ValueError(f"tokens of the data, its EOS or MASK have other ids than in {folder}; {advice}")
     return path.read_bytes()
@@ -507,8 +505,9 @@ class Trainer:
     """A run in memory, with the defaults that data and devices suggest. Only `state` changes with the steps."""
 
     def __init__(self, cfg):
-        if cfg.lora_rank and (cfg.lora_rank < 0 or not cfg.init or cfg.hosts or "://" in cfg.out):
-            raise ValueError("--lora_rank is above 0, goes with --init, on one host, and with --out on its own disk")
+        lora = cfg.lora_rank or cfg.init_adapters
+        if lora and not (cfg.lora_rank and cfg.init and not cfg.hosts and "://" not in cfg.out):
+            raise ValueError("--lora_rank goes with --init, on one host, and with --out on its own disk")
         self.train, self.heldout, tokenizer_json = find_data(cfg)
         data = self.train.meta
         cfg, model, self.run, self.mesh = resolve(cfg, jax.devices(), data)
@@ -564,6 +563,8 @@ class Trainer:
             key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
             new = functools.partial(md.new_adapters, key, self.shapes["base"], cfg.lora_rank)
             params = jax.jit(new, out_shardings=layout["params"])()
+            if cfg.init_adapters:
+                params = jax.device_put(sample_dream.load_adapters(cfg.init_adapters, params), layout["params"])
         elif cfg.init:
             params = self.read_init(jnp.float32)
         else:  # born split over the mesh: no device ever holds all of them
@@ -653,8 +654,6 @@ class Meter:
 
 
 def main(cfg):
-    if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
-        raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     checkpoints.connect(cfg)
     if cfg.eval_only:
         return evaluate(cfg)
@@ -678,6 +677,7 @@ def main(cfg):
         store.close()
         out = cfg.out
         if cfg.lora_rank:
+            sample_dream.save_adapters(folder.out, trainer.state["params"], cfg.lora_rank, config["source"])
             out = folder.out / "merged"
             shutil.rmtree(out, ignore_errors=True)  # of a run that was continued
             merged = md.merge_adapters(trainer.state["base"], trainer.state["params"])
@@ -707,16 +707,17 @@ def train(folder, store, trainer, first, skipped):
             folder.log({"step": done, **metrics, **meter.row(done)})
             late = checkpoints.host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
 
-        # Held-out rows and a sample; the checkpoint is written while the next steps run.
+        # Held-out rows and a sample, logged before the checkpoint: --resume cuts the log to the newest one.
         evaluates = done % cfg.eval_every == 0 or done in epoch_ends or done == cfg.steps
-        stops = folder.signal or store.manager.reached_preemption(done)  # SIGTERM or Ctrl-C, to any host
-        if evaluates or late or stops:
-            scores = trainer.score() if evaluates else None
-            store.save(done, trainer.saved(trainer.state), trainer.meta(done, meter.skipped), scores or None)
-            saved = time.monotonic()
+        scores = trainer.score() if evaluates else {}
         if evaluates:
             folder.log({"step": done, **scores, **trainer.sample(folder, done)})
-            meter.restart(done)  # their time is not the steps'
+        # The checkpoint is written while the next steps run.
+        stops = folder.signal or store.manager.reached_preemption(done)  # SIGTERM or Ctrl-C, to any host
+        if evaluates or late or stops:
+            store.save(done, trainer.saved(trainer.state), trainer.meta(done, meter.skipped), scores or None)
+            meter.restart(done)  # none of this is the steps' time
+            saved = time.monotonic()
         if stops:
             store.close()
             jax.distributed.shutdown()  # waits for the other hosts, until all have saved

@@ -22,6 +22,7 @@ S tokens of a packed batch, T = 10 tenths of the mask rate.
 
 import copy
 import dataclasses
+import hashlib
 import math
 import os
 import shutil
@@ -41,6 +42,7 @@ import diffusion
 import model_mdlm as mdlm
 import runs
 from rows import held_out, open_data, prefetch, token_bytes
+from runs import Count, Natural, NonNegative, Positive, Share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,33 +54,33 @@ class Config:
     model: typing.Literal[tuple(mdlm.CONFIGS)] = "tiny"  # preset, see CONFIGS in model_mdlm.py
     tie: bool = False  # share the embedding with the head, for fewer parameters
     rope: bool = True  # rotary positions (RoPE); off: learned embeddings
-    seq_len: int = 0  # tokens per row; 0: that of the data
-    batch_size: int = 64  # rows per optimizer step, all devices together
-    micro_batch: int = 0  # rows per device and forward pass; 0: 16 on a CPU, the device's whole share on a GPU
-    steps: int = 20_000  # optimizer steps
+    seq_len: Natural = 0  # tokens per row; 0: that of the data
+    batch_size: Count = 64  # rows per optimizer step, all devices together
+    micro_batch: Natural = 0  # rows per device and forward pass; 0: 16 on a CPU, the device's whole share on a GPU
+    steps: Count = 20_000  # optimizer steps
     optimizer: typing.Literal["muon", "adamw"] = "muon"  # of the blocks' matrices; the rest has AdamW
-    lr: float = 1e-3  # peak learning rate of AdamW
-    muon_lr: float = 0.02  # peak learning rate of Muon
-    warmup: int = 1000  # steps of linear warm-up, at most a tenth of the run; then a cosine to a tenth of the peak
-    weight_decay: float = 0.1  # of matrices and embeddings; biases and norms have none
-    clip: float = 1.0  # maximum global gradient norm
-    dropout: float = 0.0  # on the output of each residual branch
+    lr: Positive = 1e-3  # peak learning rate of AdamW
+    muon_lr: Positive = 0.02  # peak learning rate of Muon
+    warmup: Natural = 1000  # steps of linear warm-up, at most a tenth of the run; then a cosine to a tenth of the peak
+    weight_decay: NonNegative = 0.1  # of matrices and embeddings; biases and norms have none
+    clip: Positive = 1.0  # maximum global gradient norm
+    dropout: Share = 0.0  # on the output of each residual branch
     schedule: typing.Literal[tuple(diffusion.SCHEDULES)] = "linear"  # noise schedule, see diffusion.py
-    crop_rate: float = 0.25  # share of rows cropped to a random length, to train short canvases
-    ema: float = 0.999  # EMA decay, warmed up; 0 disables averaging
+    crop_rate: Share = 0.25  # share of rows cropped to a random length, to train short canvases
+    ema: Share = 0.999  # EMA decay, warmed up; 0 disables averaging
     dtype: typing.Literal["", "bfloat16", "float16", "float32"] = ""  # of matmuls; default: the fastest on the device
     compile: bool = True  # use torch.compile; off runs op by op, for debugging
     fsdp: bool = False  # shard weights over the devices (FSDP2) instead of replicating them (DDP)
-    eval_every: int = 0  # steps between evaluations, each with a sample; 0: ten per run
-    eval_rows: int = 512  # held-out rows per evaluation, at most
-    eval_draws: int = 8  # with --eval_only: noise draws, each a pass over the held-out rows
-    save_every: int = 0  # steps between checkpoints; 0: eval_every
-    keep: int = 2  # newest checkpoints to keep
-    log_every: int = 10  # steps between rows of the log
+    eval_every: Natural = 0  # steps between evaluations, each with a sample; 0: ten per run
+    eval_rows: Count = 512  # held-out rows per evaluation, at most
+    eval_draws: Count = 8  # with --eval_only: noise draws, each a pass over the held-out rows
+    save_every: Natural = 0  # steps between checkpoints; 0: eval_every
+    keep: Count = 2  # newest checkpoints to keep
+    log_every: Count = 10  # steps between rows of the log
     prompt: str = ""  # prefix of the samples drawn in training
     plot: bool = False  # write curve.png at the end: loss and bits per byte
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
-    seed: int = 0  # initial weights, row order, crops, noise
+    seed: Natural = 0  # initial weights, row order, crops, noise
 
 
 SMALLEST_RATE = 1e-3  # lowest mask rate in training, for any schedule: the NELBO's weights grow like 1 / rate
@@ -253,14 +255,45 @@ def learning_rate(step, cfg):
     return 0.1 + 0.9 * (1 + math.cos(math.pi * x)) / 2
 
 
-def make_optimizers(model, cfg):
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon with a choice of dtype; a step where found_inf is 1 changes nothing.
+
+    PyTorch's bfloat16 takes a CPU without units for it 20 times as long. Ref: https://kellerjordan.github.io/posts/muon
+    """
+
+    def __init__(self, params, lr, weight_decay, dtype):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.dtype, self.found_inf = torch.bfloat16 if dtype == "bfloat16" else torch.float32, torch.zeros(())
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                buffer = self.state[p]["momentum_buffer"]
+                momentum = buffer.lerp(p.grad, 0.05)
+                x = p.grad.lerp(momentum, 0.95).to(self.dtype)
+                x = x.T if x.shape[0] > x.shape[1] else x
+                x = x / x.norm().clamp(min=1e-7)  # its largest singular value is at most 1
+                for _ in range(5):
+                    gram = x @ x.T
+                    x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
+                x = x.T if p.shape[0] > p.shape[1] else x
+                lr = group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5
+                weight = (p * (1 - group["lr"] * group["weight_decay"])).add_(x, alpha=-lr)
+                for old, new in ((local(p), weight), (local(buffer), momentum)):
+                    torch.where(self.found_inf > 0, old, local(new), out=old)
+
+
+def make_optimizers(model, cfg, dtype="float32"):
     """Muon for the matrices of the blocks, AdamW for the rest; weight decay on matrices and embeddings only."""
     matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1}
     vectors = [p for p in model.parameters() if p.ndim == 1]
     muon = [matrices.pop(name) for name in list(matrices) if cfg.optimizer == "muon" and name.startswith("blocks.")]
     groups = [{"params": [*matrices.values()], "weight_decay": cfg.weight_decay}, {"params": vectors}]
     adamw = torch.optim.AdamW(groups, cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    return [adamw, torch.optim.Muon(muon, cfg.muon_lr, cfg.weight_decay)] if muon else [adamw]
+    return [adamw, Muon(muon, cfg.muon_lr, cfg.weight_decay, dtype)] if muon else [adamw]
 
 
 @torch.no_grad()
@@ -305,7 +338,7 @@ def make_state(cfg, architecture, dtype, devices):
         if cfg.compile:
             loss = torch.compile(loss)
     scaler = torch.amp.GradScaler(devices.device.type, enabled=dtype == "float16")
-    return State(model, ema, loss, make_optimizers(model, cfg), scaler, torch.zeros(2, device=devices.device))
+    return State(model, ema, loss, make_optimizers(model, cfg, dtype), scaler, torch.zeros(2, device=devices.device))
 
 
 def packs(device, dtype):
@@ -340,19 +373,6 @@ def gradients(state, micro_batches, dtype, devices):
     return loss
 
 
-@torch.no_grad()
-def step_or_restore(optimizer, skip):
-    """A step of Muon that is reverted on the device where skip is 1: it has no found_inf, as fused AdamW has."""
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in weights:
-        optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))  # which the first step makes
-    tensors = [local(x) for p in weights for x in (p, optimizer.state[p]["momentum_buffer"])]
-    before = torch._foreach_mul(tensors, 1.0)  # copies, in one launch
-    optimizer.step()
-    for x, old in zip(tensors, before, strict=True):
-        torch.where(skip > 0, old, x, out=x)
-
-
 def update(state, step, cfg):
     """Update the weights and their EMA; returns the gradient norm. If it is not finite, the device skips the update."""
     for optimizer, peak in zip(state.optimizers, (cfg.lr, cfg.muon_lr), strict=False):
@@ -361,11 +381,9 @@ def update(state, step, cfg):
         state.scaler.unscale_(optimizer)
     norm = full(nn.utils.clip_grad_norm_(state.model.parameters(), cfg.clip))
     skip = (~norm.isfinite()).float()
-    adamw, *muon = state.optimizers
-    adamw.found_inf = skip
-    adamw.step()
-    for optimizer in muon:
-        step_or_restore(optimizer, skip)
+    for optimizer in state.optimizers:
+        optimizer.found_inf = skip
+        optimizer.step()
     average(state.ema, state.model, cfg.ema, step)
     state.skipped_2.add_(skip)[1].mul_(skip)  # a finite one ends the row
     state.scaler.update()
@@ -380,8 +398,7 @@ def metrics(state, loss, norm, stop, step, cfg, devices):
         dist.all_reduce(sums_2)
     loss, stop, norm, skipped, in_a_row = torch.cat([sums_2, norm[None], state.skipped_2]).tolist()
     if in_a_row >= (20 if state.scaler.is_enabled() else 5):  # float16 overflows now and then; then its scale falls
-        saved = list(runs.saved_steps(Path(cfg.out))) or "the start"
-        advice = f"--resume={cfg.out} with a lower --lr, from {saved}"
+        advice = f"--resume={cfg.out} with a lower --lr, from {[*runs.saved_steps(Path(cfg.out))] or 'the start'}"
         raise ValueError(f"no finite loss in {in_a_row:.0f} steps, the last {step + 1}; {advice}")
     return loss, norm, int(skipped), stop > 0
 
@@ -405,14 +422,12 @@ def save(state, step, cfg, meta, tokenizer_json, devices):
     if devices.rank == 0:
         averaged = {name.removeprefix("ema."): t for name, t in tensors.items() if name.startswith("ema.")}
         trainer = meta | {"step": step, "skipped": int(state.skipped_2[0]), "scaler": state.scaler.state_dict()}
+        data = safetensors.torch.save(tensors)
         with runs.new_folder(Path(cfg.out, f"step_{step}")) as folder:
-            # what mdlm.load reads
-            runs.write(folder / "config.json", {"model_type": "mdlm", **meta["model"]})
-            runs.write(folder / "tokenizer.json", tokenizer_json)
-            runs.write(folder / "model.safetensors", safetensors.torch.save(averaged))
-            # for --resume
-            runs.write(folder / "trainer.json", trainer)
-            runs.write(folder / "trainer.safetensors", safetensors.torch.save(tensors))
+            mdlm.save(state.ema, folder, tokenizer_json, averaged)
+            runs.write(folder / "trainer.json", trainer | {"sha256": hashlib.sha256(data).hexdigest()})
+            runs.write(folder / "trainer.safetensors", data)
+        Path(cfg.out, runs.SAVED).touch()
         for old in list(runs.saved_steps(Path(cfg.out)).values())[: -cfg.keep]:
             shutil.rmtree(old)
     if devices.world > 1:
@@ -424,11 +439,14 @@ def restore(folder, state, meta):
     """Load a checkpoint into the state; returns its step. Raises ValueError if it does not fit."""
     advice = "delete it to use the one before"
     try:
-        trainer = runs.read_json(folder / "trainer.json")
-        saved = safetensors.torch.load_file(folder / "trainer.safetensors")
+        trainer = runs.read_json(folder / "trainer.json", "model", "train", "data", "step", "skipped", "scaler")
+        data = (folder / "trainer.safetensors").read_bytes()
+        if trainer.get("sha256") not in (None, hashlib.sha256(data).hexdigest()):
+            raise ValueError("trainer.safetensors is not what was saved")
+        saved = safetensors.torch.load(data)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"{folder} cannot be read ({runs.first_line(error)}); {advice}") from None
-    runs.check_resumed(trainer, meta, folder)
+    runs.check_resumed(trainer, meta, folder, fixed=("optimizer",))
     # moments are made by the first update: a dummy one, overwritten below
     for p in state.model.parameters():
         p.grad = torch.zeros_like(p)
@@ -436,8 +454,7 @@ def restore(folder, state, meta):
         optimizer.step()
     state.model.zero_grad(set_to_none=True)
     tensors = trainer_tensors(state)
-    shapes = ({name: t.shape for name, t in each.items()} for each in (saved, tensors))
-    runs.check_tensors(*shapes, f"{folder} ({advice})")
+    runs.check_tensors(*({name: t.shape for name, t in x.items()} for x in (saved, tensors)), f"{folder} ({advice})")
     for name, tensor in tensors.items():
         source = saved[name].to(tensor.device)
         if hasattr(tensor, "full_tensor"):  # each process takes its own shard
@@ -531,12 +548,8 @@ def sample_text(model, tokenizer, cfg, seq_len, device):
 
 def resolve(cfg, devices):
     """The settings with defaults for micro_batch, eval_every and save_every; and the dtype of matmuls."""
-    for name in ("batch_size", "steps", "log_every", "eval_rows", "eval_draws", "keep"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"--{name}={getattr(cfg, name)}: at least 1")
     # a GPU gets all its rows at once; a CPU is fastest with what its caches hold
-    cuda, world = devices.device.type == "cuda", devices.world
-    share = cfg.batch_size // world
+    cuda, world, share = devices.device.type == "cuda", devices.world, cfg.batch_size // devices.world
     micro = cfg.micro_batch or (share if cuda else math.gcd(share, 16))
     if cfg.batch_size % world or micro < 1 or share % micro:
         raise ValueError(f"--batch_size={cfg.batch_size} is no multiple of {world} devices times --micro_batch={micro}")
@@ -562,8 +575,7 @@ def train(cfg, devices):
     print(f"{devices.world} x {name}, {dtype} matmuls on float32 weights, {'packed' if packed else 'padded'} rows")
     print(", ".join(f"{part} {n:,}" for part, n in mdlm.count_params(architecture).items()) + " parameters")
     epochs = f"{cfg.steps * cfg.batch_size / rows.total:.2f} epochs of {rows.total:,} rows"
-    per_device = f"{cfg.micro_batch} at a time on a device"
-    print(f"{cfg.steps:,} steps of {cfg.batch_size} rows, {per_device} = {epochs}", flush=True)
+    print(f"{cfg.steps:,} steps of {cfg.batch_size} rows, {cfg.micro_batch} a device at a time = {epochs}", flush=True)
     if cfg.compile:
         print("compiling: the first step takes about a minute more", flush=True)
 

@@ -39,6 +39,7 @@ import checkpoints
 import model_pythoncoder as pc
 import runs
 from rows import held_out, open_data, prefetch, token_bytes
+from runs import Count, Natural, NonNegative, Positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,35 +51,36 @@ class Config:
     model: str = ""  # preset, see CONFIGS in model_pythoncoder.py; default: the largest that memory and data allow
     diff: typing.Literal["seed", "paper", "v2", "none"] = "seed"  # floored | as published | DIFF V2 | plain attention
     init_std: typing.Literal["", "fan_in", "paper"] = ""  # of new matrices: by fan-in | 0.02; default: the preset's
-    dropout: float | None = None  # of attention output, feed-forward hidden and output; default: 0.1, small models 0
-    mtp_weight: float = 0.1  # weight of the multi-token-prediction loss (the token after the next)
-    z_loss: float = 0.0  # weight of logsumexp^2, which keeps logits small
-    seq_len: int = 0  # tokens per row; 0: that of the data, else the model's positions, at most 2048
-    batch_size: int = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 4,096 on a CPU
-    epochs: float = 4.0  # passes over the training rows; sets --steps
-    steps: int = 0  # optimizer steps; 0: from --epochs
-    lr: float = 0.0  # peak learning rate; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3
-    warmup: int = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
+    # of attention output, feed-forward hidden and output; default: 0.1, small models 0
+    dropout: typing.Annotated[float, (0, 0.99)] | None = None
+    mtp_weight: NonNegative = 0.1  # weight of the multi-token-prediction loss (the token after the next)
+    z_loss: NonNegative = 0.0  # weight of logsumexp^2, which keeps logits small
+    seq_len: Natural = 0  # tokens per row; 0: that of the data, else the model's positions, at most 2048
+    batch_size: Natural = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 4,096 on a CPU
+    epochs: Positive = 4.0  # passes over the training rows; sets --steps
+    steps: Natural = 0  # optimizer steps; 0: from --epochs
+    lr: NonNegative = 0.0  # peak learning rate; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3
+    warmup: Natural = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
     optimizer: typing.Literal["", "adamw", "muon"] = ""  # default: muon below 100 M parameters
-    weight_decay: float = 0.1  # of matrices and embeddings
-    clip: float = 1.0  # maximum global gradient norm
+    weight_decay: NonNegative = 0.1  # of matrices and embeddings
+    clip: Positive = 1.0  # maximum global gradient norm
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
     reduce: typing.Literal["", "step", "micro"] = ""  # sum gradients over devices once a step | a micro-batch
-    micro_batch: int = 0  # rows per device and forward pass; 0: by model and memory
-    fsdp: int = 0  # devices that share one copy of the weights; 0: all that data and tensor leave
-    tensor: int = 1  # devices that share each layer's heads, feed-forward and vocabulary
+    micro_batch: Natural = 0  # rows per device and forward pass; 0: by model and memory
+    fsdp: Natural = 0  # devices that share one copy of the weights; 0: all that data and tensor leave
+    tensor: Count = 1  # devices that share each layer's heads, feed-forward and vocabulary
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
-    log_every: int = 10  # steps between rows of the log
-    eval_every: int = 0  # steps between evaluations, each with a sample and a checkpoint; 0: about ten per run
-    eval_rows: int = 512  # held-out rows per evaluation, at most
-    save_minutes: float = 30.0  # minutes between checkpoints, at most; 0: only at evaluations
-    keep: int = 2  # newest checkpoints to keep, besides the best
+    log_every: Count = 10  # steps between rows of the log
+    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: about ten per run
+    eval_rows: Count = 512  # held-out rows per evaluation, at most
+    save_minutes: NonNegative = 30.0  # minutes between checkpoints, at most; 0: only at evaluations
+    keep: Count = 2  # newest checkpoints to keep, besides the best
     prompt: str = "def read_lines(path):\n"  # prefix of the samples drawn in training
     plot: bool = False  # write curve.png at the end: loss and bits per byte
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles anew
-    seed: int = 0  # initial weights, row order, dropout
+    seed: Natural = 0  # initial weights, row order, dropout
 
 
 # Settings that may differ between hosts, and those that --resume does not take from the run.
@@ -178,7 +180,7 @@ def resolve(cfg, devices, data=None, memory=None):
     cfg = dataclasses.replace(cfg, model=name)
     fitting = most_rows(name, devices, memory)
     seq_len = row_length(cfg, model, data)
-    batch, micro = pick_batch(cfg, seq_len, len(devices) // cfg.tensor, on_cpu, data, fitting)
+    batch, micro = pick_batch(cfg, seq_len, max(1, len(devices) // cfg.tensor), on_cpu, data, fitting)
     mesh = checkpoints.training_mesh(cfg, model, devices)
     dtype = cfg.dtype or ("float32" if on_cpu else "bfloat16")
     if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
@@ -191,7 +193,7 @@ def resolve(cfg, devices, data=None, memory=None):
     # Whole float32 weights and gradients on each device, where a third of the memory holds them: see accumulate_apart.
     reduce = cfg.reduce or ("step" if 8 * params / 2**30 <= (memory or math.inf) / 3 else "micro")
     optimizer = cfg.optimizer or ("muon" if small else "adamw")
-    resolved = {"dropout": dropout, "reduce": reduce, "optimizer": optimizer}
+    resolved = {"dropout": dropout, "reduce": reduce, "optimizer": optimizer, "dtype": dtype}
     cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro, **resolved)
     block = 64 if on_cpu else 128  # queries of attention at a time: scores that stay in a CPU's caches
     kernel, tpu = fused_kernel(device, dtype), device.platform == "tpu"
@@ -534,8 +536,6 @@ class Meter:
 
 
 def main(cfg):
-    if min(cfg.log_every, cfg.eval_rows, cfg.keep) < 1:
-        raise ValueError("--log_every, --eval_rows and --keep have to be 1 at least")
     checkpoints.connect(cfg)
     if cfg.eval_only:
         return evaluate(cfg)
@@ -579,16 +579,17 @@ def train(folder, store, trainer, first, skipped):
             folder.log({"step": done, **metrics, **meter.row(done)})
             late = checkpoints.host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
 
-        # Held-out rows and a sample; the checkpoint is written while the next steps run.
+        # Held-out rows and a sample, logged before the checkpoint: --resume cuts the log to the newest one.
         evaluates = done % cfg.eval_every == 0 or done in epoch_ends or done == cfg.steps
-        stops = folder.signal or store.manager.reached_preemption(done)  # SIGTERM or Ctrl-C, to any host
-        if evaluates or late or stops:
-            scores = trainer.score() if evaluates else None
-            store.save(done, trainer.state, trainer.meta(done, meter.skipped), scores or None)
-            saved = time.monotonic()
+        scores = trainer.score() if evaluates else {}
         if evaluates:
             folder.log({"step": done, **scores, **trainer.sample(folder, done)})
-            meter.restart(done)  # their time is not the steps'
+        # The checkpoint is written while the next steps run.
+        stops = folder.signal or store.manager.reached_preemption(done)  # SIGTERM or Ctrl-C, to any host
+        if evaluates or late or stops:
+            store.save(done, trainer.state, trainer.meta(done, meter.skipped), scores or None)
+            meter.restart(done)  # none of this is the steps' time
+            saved = time.monotonic()
         if stops:
             store.close()
             jax.distributed.shutdown()  # waits for the other hosts, until all have saved

@@ -52,7 +52,7 @@ def pythoncoder_writer(cfg, record, run, step):
     """Generates from left to right; a model with heads for further tokens speculates with them."""
     settings = {"rows": cfg.batch_size, "compile_cache": cfg.compile_cache}
     model, _, mesh = inference.load_for_inference(model_pythoncoder, run, step or 0, **settings)
-    tokenizer = runs.read_tokenizer(run)
+    tokenizer = runs.read_tokenizer(run, model.cfg.vocab)
     eos, vocab = tokenizer.token_to_id("<|endoftext|>"), tokenizer.get_vocab_size()
     settings = {"top_p": cfg.top_p, "vocab": vocab, "eos": -1 if eos is None else eos, "speculate": model.cfg.mtp}
     rule = model_pythoncoder.Sampling(cfg.temperature, **settings)
@@ -77,7 +77,8 @@ def dream_writer(cfg, record, run, step):
         raise ValueError("--eos_penalty is for protocols in which <|endoftext|> ends a text; this one reads on behind")
     others = "chat", "bos", "int8", "int4"
     flags = {name: value for name, value in dataclasses.asdict(cfg.dream).items() if name not in others}
-    flags |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "vocab": tokenizer.get_vocab_size()}
+    flags |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": record.top_k}
+    flags["vocab"] = tokenizer.get_vocab_size()
     rule, sampler = sample_dream.Sampling(**flags, eos_ids=ends), sample_dream
     if model.cfg.block_length:
         rule, sampler = sample_block.settings_of(rule), sample_block
@@ -90,7 +91,7 @@ def dream_writer(cfg, record, run, step):
         new = [row[len(ids) :] for row, ids in zip(rows, prompts, strict=True)]
         return [ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))] for ids in new]
 
-    return Writer(tokenizer, positions, write, runs.chat_template(run))
+    return Writer(tokenizer, positions, write, sample_dream.chat_template(run))
 
 
 WRITERS = {"pythoncoder": pythoncoder_writer, "dream": dream_writer}

@@ -130,10 +130,10 @@ def main(cfg):
     hub, orbax, back, copied = (folder / name for name in ("hub", "orbax", "back", "copy"))
     stages = collections.defaultdict(list)
     try:
-        need = 6 * dream.count_params(dream.CONFIGS[cfg.model])["total"]
+        need = 1.02 * 6 * dream.count_params(dream.CONFIGS[cfg.model])["total"]
         free = shutil.disk_usage(folder).free
-        if free < 1.02 * need:
-            raise OSError(f"{folder.parent} has {free / 1e9:.0f} GB left, {need / 1e9:.0f} are needed; choose --folder")
+        if free < need:
+            raise OSError(f"{folder.parent} has {free / 1e9:.3g} GB left, {need / 1e9:.3g} are needed; choose --folder")
         size = make(hub, dream.CONFIGS[cfg.model], cfg.seed)
         for _ in range(cfg.repeats):
             for name, stage in (

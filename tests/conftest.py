@@ -80,17 +80,24 @@ def losses(out):
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
 
 
-def kill_and_resume(first, resume, kills=20, seed=0):
+def scored_rows(out):
+    """The rows of the log that hold scores, in their order, and the samples."""
+    rows = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+    return [row for row in rows if "bits_per_byte" in row], (Path(out) / "samples.txt").read_bytes()
+
+
+def kill_and_resume(first, resume, kills=20, seed=0, lines=4):
     """Run the command `first`, kill -9 it at a random line of its log, go on with `resume` until one is not killed.
 
-    Asserts that it was killed `kills` times. Returns the first step or round that each of the processes logged.
+    Each process lives for 1 to `lines` lines. Asserts that it was killed `kills` times. Returns the first step or
+    round that each of the processes logged.
     """
     rng, killed, line_number, first_steps = random.Random(seed), 0, 0, []
     env = os.environ | AS_A_USER | {"XLA_FLAGS": ""}
     while True:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": env}
         with subprocess.Popen(resume if killed else first, **pipes) as process:
-            die_after = rng.randint(1, 4) if killed < kills else None  # lines of the log
+            die_after = rng.randint(1, lines) if killed < kills else None  # lines of the log
             for line in process.stdout:
                 if not line.startswith((b"step ", b"round ")):
                     continue
@@ -184,9 +191,11 @@ def resumed(trainer, out, **changes):
 
 
 def refusal(trainer, cfg):
-    """The one line with which a trainer's main() refuses."""
+    """The one line with which a trainer refuses."""
+    import runs
+
     with pytest.raises((ValueError, OSError)) as error:
-        trainer.main(cfg)
+        trainer.main(runs.check(cfg))
     assert "\n" not in str(error.value)
     return str(error.value)
 

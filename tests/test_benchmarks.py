@@ -36,6 +36,7 @@ import checkpoints
 import model_pythoncoder
 import problems as tasks
 import protocols
+import runs
 import sandbox
 import writers
 
@@ -185,6 +186,33 @@ FENCED = f'def add(a, b):\n    """\n    {F}python\n    add(1, 2)\n    """\n'
 )  # fmt: skip
 def test_code_is_taken_out_of_what_a_model_wrote(task, text, code):
     assert protocols.extract(text, "add", protocols.PROTOCOLS[f"ours/{task}"].stops)[0] == code
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),  # by evalplus 0.3.1's own sanitize()
+    [
+        ("  import math\n  return math.sqrt(x)\n", "import math"),
+        ("\timport math  # for the root\n", "import math"),
+        ("  import math; add = math.fsum\n  return add\n", "import math\nadd = math.fsum"),
+        ("  add = lambda a, b: a + b\n", "add = lambda a, b: a + b"),
+        ("  def add(a, b): return a + b\n", "def add(a, b): return a + b"),
+        ("  x = 1\n  return x\n", "  x = 1"),
+        ("  return a + b\n", "  return a + b"),
+    ],
+)
+def test_the_first_line_of_a_body_is_cut_as_evalplus_cuts_it(text, kept):
+    record = protocols.PROTOCOLS["dreamcoder_instruct/mbpp"]
+    assert protocols.candidate(record, text, protocols.Question("add")) == kept
+
+
+@needs_tasks
+def test_an_import_from_the_future_may_follow_the_prompt_of_qwen_base(tmp_path):
+    problem = next(iter(tasks.read_problems(config("mbpp", tmp_path, [])).values()))
+    code = f"from __future__ import annotations\n{problem.reference}"
+    record = protocols.PROTOCOLS["qwen_base/mbpp"]
+    program = protocols.program(record, protocols.candidate(record, code, problem.asked), problem.asked)
+    (result,) = sandbox.run_tests([program], [[problem.test]])
+    assert result.verdicts == ["pass"]
 
 
 def test_the_longest_program_is_that_of_all_runs_of_lines():
@@ -450,6 +478,9 @@ def test_a_protocol_sets_what_no_flag_does():
     name, record = benchmarks.protocol_of(dataclasses.replace(cfg, max_new=64, dream=flags))
     assert name == "dream_instruct/humaneval_instruct"
     assert (record.max_new, record.system, record.temperature) == (64, None, 0.1)
+    # only the provider of Dream-Coder's EvalPlus names no top_k; the others name None, which keeps all tokens
+    kept = {name for name, record in protocols.PROTOCOLS.items() if record.top_k}
+    assert kept == {"dreamcoder_instruct/humaneval", "dreamcoder_instruct/mbpp"}
     cfg = benchmarks.resolve(benchmarks.Config(task="mbpp", protocol="dream_base", shots=1))
     assert benchmarks.protocol_of(cfg)[0] == "dream_base/mbpp"
     assert benchmarks.protocol_of(cfg)[1].shots == 1
@@ -521,7 +552,7 @@ def test_the_table_says_which_rule_of_which_protocol_lost_what(tmp_path, capsys)
 
 def refused(cfg, *parts):
     with pytest.raises((ValueError, OSError, RuntimeError)) as error:
-        (explain if isinstance(cfg, explain.Config) else benchmarks).main(cfg)
+        (explain if isinstance(cfg, explain.Config) else benchmarks).main(runs.check(cfg))
     message = str(error.value)
     assert "\n" not in message
     for part in parts:
@@ -566,7 +597,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
             file.write(line + "\n")
         refused(cfg, part)
     for settings, part in (({"n": 0}, "--n"), ({"k": (5,)}, "pass@5 needs --n=5"), ({"top_p": 0.0}, "--top_p"),
-                           ({"n": 2, "temperature": 0.0}, "2 times"), ({"shots": 4}, "--shots from 0 to 3"),
+                           ({"n": 2, "temperature": 0.0}, "2 times"), ({"shots": 4}, "--shots=4 is not in 0 .. 3"),
                            ({"timeout_s": 0.0}, "--timeout_s"),
                            ({"workers": -1}, "--workers"),
                            ({"ckpt": str(tmp_path)}, "holds no checkpoint")):  # fmt: skip
@@ -780,6 +811,33 @@ def dream(tmp_path_factory):
     checkpoints.save(model_dream, folder / "model", model_dream.Dream(cfg, nnx.Rngs(0)), files)
     jax.clear_caches()
     return folder / "model"
+
+
+@pytest.mark.parametrize(("top_k", "least", "most"), [(None, 1, 50), (0, 51, 60)])
+def test_dreamcoders_protocol_draws_from_50_of_60_tokens_in_the_nucleus(top_k, least, most, dream, tmp_path):
+    import jax.numpy as jnp
+
+    import model_dream
+
+    # every layer adds nothing to an embedding of ones: the logits are the sums of the head's rows, wherever
+    model, _ = checkpoints.load(model_dream, dream)
+    for name in ("o_proj", "down_proj"):
+        matrix = getattr(model.layers["0"], name)
+        matrix.set_value(0 * matrix.get_value())
+    logits_V = np.full(512, -99.0)
+    logits_V[100:160] = -1e-4 * np.arange(60)  # no two are equal, and 0.95 of them are 57
+    model.embed_tokens.set_value(jnp.ones((512, 32)))
+    model.lm_head.set_value(jnp.asarray(np.repeat(logits_V[:, None], 32, 1) / 32, jnp.float32))
+    checkpoints.save(model_dream, tmp_path / "flat", model, [dream / "tokenizer.json"])
+    flags = benchmarks.DreamFlags(top_k=top_k, steps=1)
+    settings = {"protocol": "dreamcoder_instruct", "top_p": 1.0, "max_new": 500, "batch_size": 1, "dream": flags}
+    cfg = benchmarks.resolve(benchmarks.Config(model="dream", ckpt=str(tmp_path / "flat"), **settings))
+    _, record = benchmarks.protocol_of(cfg)
+    writer = writers.dream_writer(cfg, record, tmp_path / "flat", None)
+    (new,) = writer.write([[7, 8]], 0, [502], None)
+    assert {*new} <= {*range(100, 160)}
+    assert least <= len({*new}) <= most
+    assert most == 60 or max(new) == 149  # the likeliest 50
 
 
 @needs_tasks

@@ -152,6 +152,21 @@ def test_a_data_set_streams_into_the_rows_of_its_files(tmp_path, monkeypatch):
         dp.main(dataclasses.replace(cfg, hf=str(tmp_path / "nowhere"), out=str(tmp_path / "third")))
 
 
+def test_a_data_set_that_was_saved_to_disk_is_read(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    texts = [module(i) for i in range(12)]
+    rows = datasets.Dataset.from_dict({"content": texts, "license": ["mit", "mit", "mit", "gpl"] * 3})
+    rows.save_to_disk(tmp_path / "rows", num_shards=3)
+    other = datasets.Dataset.from_dict({"content": ["no = 1\n"], "license": ["mit"]})
+    datasets.DatasetDict({"train": rows, "test": other}).save_to_disk(tmp_path / "splits")
+    for folder, shards in ("rows", 3), ("splits", 1):
+        cfg = config(tmp_path, hf=str(tmp_path / folder), out=str(tmp_path / f"out-{folder}"))
+        dp.main(cfg)
+        assert texts_of(cfg.out) == sorted(text for i, text in enumerate(texts) if i % 4 < 3)
+        assert cp.stream(cfg.hf).num_shards == shards
+
+
 def test_a_shard_has_rows_of_all_files_and_two_processes_write_the_bytes_of_one(tmp_path):
     texts = [module(i) for i in range(40)] + [module(3) + "END = 1\n", module(4)]
     write_rows(tmp_path / "rows", texts)

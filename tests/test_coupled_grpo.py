@@ -1090,7 +1090,7 @@ def unbroken(folder):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, tmp_path):
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, tmp_path, capsys):
     (folder / "stopped").unlink()
     with pytest.raises(InterruptedError, match=r"SIGTERM: saved round 1; go on with --resume="):
         coupled_grpo.main(config(folder, tmp_path / "parts", plot=True, **stopping(folder)))
@@ -1104,6 +1104,11 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, 
     with pytest.raises(FileExistsError, match="already holds a run"):
         coupled_grpo.main(config(folder, tmp_path / "parts"))
     resume = {"resume": str(tmp_path / "parts")}
+    capsys.readouterr()
+    coupled_grpo.main(config(folder, tmp_path / "parts", **resume | {"seed": 5, **stopping(folder)}))
+    said = capsys.readouterr().out
+    assert f"changed since {tmp_path}/parts/checkpoints/3: " in said
+    assert "seed 0 -> 5" in said
     with pytest.raises(ValueError, match="goes on in its own folder; leave --out="):
         coupled_grpo.main(config(folder, tmp_path / "other", **resume))
     for other, words in (
@@ -1113,6 +1118,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, 
         with pytest.raises(ValueError, match=words):
             coupled_grpo.main(config(folder, tmp_path / "parts", **resume | other))
     assert not (tmp_path / "other").exists()
+    shutil.rmtree(tmp_path / "parts/checkpoints")
+    with pytest.raises(FileNotFoundError, match=r"the checkpoints of .* are gone"):
+        coupled_grpo.main(config(folder, tmp_path / "parts", **resume))
 
 
 @pytest.mark.slow
@@ -1127,6 +1135,13 @@ def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
         assert np.linalg.matrix_rank(np.asarray(now[name] - before[name]), tol=1e-5) <= 2
     for path in (out, out / "merged"):  # the name by which generate.py knows how to ask it
         assert runs.read_json(path / "config.json")["source"] == "me/A-Instruct"
+
+    # another run begins with these adapters, in peft's form
+    cfg = coupled_grpo.resolve(config(folder, tmp_path / "more", lora_rank=2, init_adapters=str(out)))
+    cfg = dataclasses.replace(cfg, **coupled_grpo.batch_sizes(cfg, 1))
+    trainer = coupled_grpo.Trainer(cfg, {}, checkpoints.mesh_of(jax.devices()[:1], (1, 1, 1)))
+    merged = checkpoints.flatten(dream.merge_adapters(trainer.base, trainer.trained))
+    assert all(np.array_equal(merged[name], x) for name, x in now.items())
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_read(folder, tmp_path, monkeypatch):
@@ -1180,24 +1195,26 @@ def test_equal_rewards_update_nothing(folder, tmp_path):
     ("settings", "words"),
     [
         ({"delta": 1.5}, "--delta=1.5: above 1 + --epsilon_high"),
-        ({"group": 1}, "--group is at least 2"),
-        ({"tasks": 0}, "--tasks, --iterations and --eval_every at least 1"),
-        ({"rounds": -1}, "--rounds at least 0"),
-        ({"temperature": 0.0}, "--temperature is above 0"),
+        ({"group": 1}, "--group=1 is not in 2 .. "),
+        ({"tasks": 0}, "--tasks=0 is not in 1 .. "),
+        ({"reward_weights": (1.0, float("nan"))}, "--reward_weights=nan is not in "),
+        ({"rounds": -1}, "--rounds=-1 is not in 0 .. "),
+        ({"temperature": 0.0}, "--temperature=0.0 is not in "),
         ({"rewards": ("nothing",)}, "no reward 'nothing'"),
         ({"rewards": ("code", "syntax")}, "--rewards=code syntax: each once, with a weight of its own"),
         ({"rewards": ("code", "code"), "reward_weights": (1.0, 1.0)}, "each once, with a weight of its own"),
         ({"prompts": ""}, "--ckpt and --prompts belong together"),
-        ({"prompts": "none.jsonl"}, "none.jsonl does not exist; write tasks with"),
+        ({"prompts": "none.jsonl"}, "No such file or directory: 'none.jsonl'"),
         ({"ckpt": "none"}, "none/config.json does not exist"),
         ({"max_prompt": 510}, "the model reaches 512 positions"),
+        ({"init_adapters": "x"}, "--init_adapters goes with --lora_rank"),
         ({"hosts": "auto", "lora_rank": 2}, "--hosts goes with --ckpt and --prompts, and without --lora_rank"),
     ],
     ids=str,
 )
 def test_bad_settings_are_one_line_before_the_first_round(folder, tmp_path, settings, words):
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(words)) as error:
-        coupled_grpo.main(config(folder, tmp_path / "run", **settings))
+        coupled_grpo.main(runs.check(config(folder, tmp_path / "run", **settings)))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run" / "log.jsonl").exists()
 

@@ -102,7 +102,7 @@ def wait(run, path):
 def refused(cfg, capsys):
     """The message of main()'s error, which the command line prints."""
     with pytest.raises((ValueError, OSError)) as error:
-        dp.main(cfg)
+        dp.main(runs.check(cfg))
     assert "\n" not in str(error.value)
     assert not capsys.readouterr().err
     return str(error.value)
@@ -653,8 +653,8 @@ def test_bad_input_is_one_line_that_says_what_to_do(python_run, tmp_path, capsys
         ({"tokenizer": str(tmp_path / "no_fim.json"), "fim_rate": 0.5}, ["no token <|fim_middle|>", "--fim_rate=0"]),
         ({"out": str(tmp_path / "file")}, ["File exists", "file"]),
         ({"seq_len": 1}, ["--seq_len=1", "at least 2"]),
-        ({"heldout": 1.0}, ["--heldout=1.0", "[0, 1)"]),
-        ({"fim_rate": 1.5}, ["--fim_rate=1.5", "[0, 1]"]),
+        ({"heldout": 1.0}, ["no document to train on", "lower --heldout"]),
+        ({"fim_rate": 1.5}, ["--fim_rate=1.5", "0 .. 1"]),
         ({"vocab_size": 100}, ["--vocab_size=100", "261"]),
         ({"fim_rate": 0.5, "rows": "padded"}, ["--fim_rate goes with --rows=packed"]),
     ]
@@ -1010,7 +1010,7 @@ def test_bad_text_input_is_one_line_that_says_what_to_do(python_run, tmp_path, c
         ({"source": "blank.txt"}, ["left out: 1 empty"]),
         ({"source": "nul.bin"}, ["left out: 1 binary"]),
         ({"source": "latin.txt"}, ["left out: 1 binary"]),
-        ({"source": "pipe"}, ["left out: 1 unreadable"]),
+        ({"source": "pipe"}, ["pipe is no regular file"]),
         ({"source": "binary"}, ["left out: 2 binary"]),
         ({"source": "nothing"}, ["no .txt, .text, .md, .py files below", "name other folders"]),
         ({"source": "photos"}, ["no .txt"]),
@@ -1139,6 +1139,28 @@ def test_rows_of_pairs_hold_each_pair_whole_with_its_prompt_fixed_and_eos_behind
     meta = meta_of(tmp_path / "out")
     assert meta["source"] == "pairs"
     assert meta["splits"]["train"]["too_long"] == 0
+
+
+def test_pairs_with_a_byte_order_mark_are_read_and_pairs_without_text_refused(tmp_path, capsys):
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 50)
+    plain = (tmp_path / "pairs.jsonl").read_bytes()
+    (tmp_path / "pairs.jsonl").write_bytes(b"\xef\xbb\xbf" + plain)
+    dp.main(pair_config(tmp_path, heldout=0.0))
+    assert {prompt: response for prompt, response, _, _ in pairs_of(tmp_path / "out", "train")} == pairs
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "", "response": ""}\n' * 9)
+    capsys.readouterr()
+    assert "all prompts and responses are empty" in refused(pair_config(tmp_path, out=str(tmp_path / "b")), capsys)
+
+
+def test_rows_with_ids_past_the_vocabulary_are_refused(tmp_path):
+    write_pairs(tmp_path / "pairs.jsonl", 50)
+    dp.main(pair_config(tmp_path, heldout=0.0))
+    meta, rows = meta_of(tmp_path / "out"), Rows(tmp_path / "out", "train")
+    largest = rows.read(np.arange(rows.total))[0].max()
+    (tmp_path / "out" / "meta.json").write_text(json.dumps(meta | {"vocab_size": int(largest)}))
+    rows = Rows(tmp_path / "out", "train")
+    with pytest.raises(ValueError, match=rf"00000\.parquet holds ids that its tokenizer has not, up to {largest};"):
+        rows.read(np.arange(1))
 
 
 def test_holes_of_any_length_have_masks_for_several_tokens_and_for_none():

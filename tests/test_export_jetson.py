@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -131,6 +132,19 @@ def test_bad_input_is_named_and_nothing_is_lost(tmp_path, monkeypatch):
     mdlm.save(model, tmp_path / "large", b"{}")
     stops("65,504 or not finite: blocks.1.fc1.weight", ckpt=tmp_path / "large", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_named_and_leaves_the_bundle_that_was_there(tmp_path):
+    checkpoint(tmp_path / "run")
+    about = export(tmp_path / "run", tmp_path / "out", onnx=False, torchscript=False)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, most))  # a write beyond it fails, as on a full disk
+    try:
+        stops(f"File too large: '{tmp_path / 'out'}'", ckpt=tmp_path / "run", out=tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert inference_jetson.read_bundle(tmp_path / "out") == about
+    assert not (tmp_path / "out.tmp").exists()
 
 
 def test_without_onnx_one_line_says_so(tmp_path, monkeypatch, capsys):

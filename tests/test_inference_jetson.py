@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import tokenizers
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -617,7 +618,24 @@ def test_a_checkpoint_needs_no_export(tmp_path, monkeypatch, capsys):
     with pytest.raises(FileNotFoundError, match=r"out/jetson is no bundle .* and no run"):
         jetson.main(jetson.command_line(arguments))
     path = tmp_path / "weights/mdlm/model.safetensors"
-    data = path.read_bytes()
+    data, config = path.read_bytes(), tmp_path / "weights/mdlm/config.json"
+    keys = json.loads(config.read_text())
+    for change, part in (({"heads": 0}, "0 heads"), ({"width": 64}, "problems: "), ({"layers": 9}, "problems: ")):
+        config.write_text(json.dumps(keys | change))
+        with pytest.raises(ValueError, match=part) as stop:
+            writer(tmp_path / "weights/mdlm")
+        assert len(str(stop.value)) < 700  # three tensors and a count
+    config.write_text(json.dumps({key: value for key, value in keys.items() if key != "sha256"}))  # as from elsewhere
+    nan = {name: torch.full_like(tensor, torch.nan) for name, tensor in model.state_dict().items()}
+    path.write_bytes(safetensors.torch.save(nan))
+    with pytest.raises(ValueError, match="tensors hold NaN or infinity"):
+        writer(tmp_path / "weights/mdlm")
+    path.write_bytes(data)
+    tokenizer = json.loads(tokenizer_json())
+    tokenizer["model"]["vocab"]["e"] = 90_000
+    (tmp_path / "weights/mdlm/tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match=r"tokenizer\.json has ids up to 90000, the model has 300"):
+        writer(tmp_path / "weights/mdlm")
     for damaged in (data[:1000], data[:-1], b"", data.replace(b"BF16", b"BF61"), data.replace(b"BF16", b"I8  ")):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"holds no MDLM that this version reads: .*; copy it again") as stop:
@@ -819,6 +837,18 @@ def test_out_of_memory_is_one_line_and_other_errors_are_bugs(bundle, monkeypatch
     monkeypatch.setattr(mdlm, "sample", fails("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
         run(bundle, "--prompt=[MASK:4]")
+
+
+def test_a_torch_without_code_for_the_gpu_is_said(bundle, monkeypatch):
+    """Stands in for a GPU, which is not here, with what PyTorch raises on an Orin under JetPack 7.2."""
+
+    def raising(*shape, device=None):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCompile with ...")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", raising)
+    with pytest.raises(ValueError, match=r"no kernel image .* on the device: see requirements-jetson"):
+        writer(bundle)
 
 
 def test_a_bad_command_line_ends_in_one_line(tmp_path, capsys, monkeypatch):

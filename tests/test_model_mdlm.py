@@ -161,6 +161,15 @@ def test_a_model_that_was_saved_is_the_same_and_a_wrong_one_is_named(rope, tmp_p
         assert "\n" not in str(error.value)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)[0]
+        file.seek(5000)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(ValueError, match=r"damaged: its SHA-256 is not that in config\.json"):
+        mdlm.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({name: config[name] for name in config if name != "sha256"}))
+    mdlm.load(tmp_path)  # weights from elsewhere
+    with open(tmp_path / "model.safetensors", "r+b") as file:
         file.truncate(1000)
     with pytest.raises(ValueError, match="cannot be read"):
         mdlm.load(tmp_path)

@@ -26,14 +26,16 @@ SCRIPT = """
 
     @dataclasses.dataclass(frozen=True)
     class Group:
-        rank: int = 0  # rows of A
+        rank: runs.Natural = 0  # rows of A
 
     @dataclasses.dataclass(frozen=True)
     class Config:
         out: str = "out"  # run folder
         resume: str = ""  # run folder to go on from
         wandb: str = ""  # project
-        steps: int = 5  # updates
+        steps: runs.Count = 5  # updates
+        lr: runs.NonNegative | None = None  # learning rate
+        rates: tuple[runs.Share, ...] = (0.5,)  # mask rates
         hosts: int = 1  # of this machine
         sizes: tuple[int, ...] = ()  # some numbers
         fast: bool = False  # a flag
@@ -108,6 +110,23 @@ def test_help_is_the_docstring_and_the_comments_of_the_fields(script):
     assert script("pass", "--step=1").returncode == 2  # a misspelt flag
 
 
+def test_a_number_outside_its_limits_is_one_line_before_any_work(script, tmp_path):
+    for flags, said in (
+        (["--steps=0"], "--steps=0 is not in 1 .. 2,147,483,647"),
+        (["--steps=3000000000"], "--steps=3000000000 is not in 1 .. 2,147,483,647"),
+        (["--rank=-1"], "--rank=-1 is not in 0 .. 2,147,483,647"),  # of a group
+        (["--lr=nan"], "--lr=nan is not in 0 .. 1e+12"),
+        (["--lr=inf"], "--lr=inf is not in 0 .. 1e+12"),
+        (["--rates", "0.5", "1.5"], "--rates=1.5 is not in 0 .. 1"),
+    ):
+        result = script("print('working')", *flags)
+        assert (result.returncode, result.stdout, result.stderr) == (1, "", said + "\n")
+    assert script("print(cfg.lr, cfg.rates)", "--lr=0", "--rates", "0", "1").stdout == "0.0 (0.0, 1.0)\n"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"train": {"steps": -3}}')  # edited by hand
+    says(script("pass", "--resume=run"), "--steps=-3 is not in 1 ..")
+
+
 def test_resume_takes_the_settings_of_the_run_but_not_those_of_its_machine(script, tmp_path):
     saved = {"steps": 7, "hosts": 4, "sizes": [1, 2], "group": {"rank": 3}, "gone": 1, "out": "elsewhere"}
     (tmp_path / "run").mkdir()
@@ -136,6 +155,17 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
         runs.read_json(tmp_path / "a.json", "b")
 
 
+def test_a_pipe_or_a_device_is_no_file_to_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match=f"{path} is no regular file"):
+            runs.as_path(path)
+    assert runs.as_path(tmp_path) == tmp_path
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"deep\.json is damaged"):
+        runs.read_json(tmp_path / "deep.json")
+
+
 def test_a_folder_is_complete_or_not_there(tmp_path):
     with runs.new_folder(tmp_path / "new") as folder:
         (folder / "file").write_text("x")
@@ -144,6 +174,12 @@ def test_a_folder_is_complete_or_not_there(tmp_path):
     with pytest.raises(RuntimeError), runs.new_folder(tmp_path / "other"):
         raise RuntimeError
     assert os.listdir(tmp_path) == ["new"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError("a message of ours")])
+def test_a_full_disk_names_the_folder(tmp_path, error):
+    with pytest.raises(OSError, match=r"new'$|ours$"), runs.new_folder(tmp_path / "new"):
+        raise error
 
 
 def test_checkpoints_are_found_in_order_and_unfinished_ones_are_not(tmp_path):
@@ -188,6 +224,25 @@ def test_a_resumed_log_goes_on_after_the_checkpoint(tmp_path, capsys):
     steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
     assert (tmp_path / "tokenizer.json").read_bytes() == b"{}"
+
+
+def test_a_resumed_run_goes_on_with_the_samples_of_its_checkpoint(tmp_path):
+    samples = [f"---- step {step}\ndef f(x):\r\n---- step by step \udcff\n" for step in (2, 4, 6)]
+    (tmp_path / "samples.txt").write_bytes("".join(samples).encode(errors="surrogateescape"))
+    with runs.Run(Config(str(tmp_path), resume=str(tmp_path))) as run:
+        run.begin(4, {})
+    kept = (tmp_path / "samples.txt").read_bytes()
+    assert kept == "".join(samples[:2]).encode(errors="surrogateescape")
+
+
+@pytest.mark.parametrize("line", [b'{"step": 2, "lo', b"", b"\xff", b"[2]", b'{"loss": 1.0}', b'{"step": "2"}'])
+def test_a_damaged_line_within_a_log_is_named_and_nothing_is_cut(tmp_path, line):
+    log = b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
+    (tmp_path / "log.jsonl").write_bytes(log)
+    with pytest.raises(ValueError, match=r"log.jsonl, line 2 is damaged: it is no row of a step"):
+        with runs.Run(Config(str(tmp_path), resume=str(tmp_path))) as run:
+            run.begin(2, {})
+    assert (tmp_path / "log.jsonl").read_bytes() == log
 
 
 def test_a_signal_asks_the_run_to_stop_and_a_second_one_ends_it(tmp_path):
@@ -292,6 +347,16 @@ def test_what_is_saved_comes_back_and_the_newest_and_the_best_are_kept(saved, tm
     assert back["opt"] == {}
 
 
+def test_a_run_that_lost_its_checkpoints_does_not_begin_anew(saved, tmp_path):
+    cfg = Config(str(tmp_path), resume=str(tmp_path))
+    saved[0].close()
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(FileNotFoundError, match=r"checkpoints of .* are gone; choose another --out"), runs.Run(cfg):
+        pass
+    with runs.Run(Config(str(tmp_path / "other"), resume=str(tmp_path / "other"))):  # stopped before its first one
+        pass
+
+
 def test_a_damaged_checkpoint_is_one_line_that_names_it(saved, tmp_path):
     store, state = saved
     meta = tmp_path / "checkpoints" / "5" / "meta" / "metadata"
@@ -325,6 +390,24 @@ def test_names_and_shapes_that_do_not_fit_are_listed():
     assert "unexpected c" in str(e.value)
     with pytest.raises(ValueError, match="width 2 there, 3 here; depth None there, 1 here"):
         runs.check_same({"width": 2}, {"width": 3, "depth": 1}, "x")
+
+
+def test_what_changed_since_a_checkpoint_is_said_or_refused(capsys):
+    train = {"seed": 0, "batch_size": 8, "rates": (0.1, 1.0), "optimizer": "muon", "out": "a", "gone": 1, "unset": ""}
+    saved = {"model": {"width": 2}, "data": "d", "step": 12, "train": train}
+
+    def compare(where="out/checkpoints/12", **changes):
+        now = {name: value for name, value in (train | changes).items() if name != "gone"}
+        runs.check_resumed(json.loads(json.dumps(saved)), saved | {"train": now}, where, ("optimizer",))
+        return capsys.readouterr().out
+
+    assert compare() == compare(out="b", resume="a", lr=0.1, unset="x") == compare(Path("run/step_12")) == ""
+    changed = compare(seed=1, batch_size=16, rates=(0.2, 1.0))
+    assert changed.startswith("changed since out/checkpoints/12: seed 0 -> 1, batch_size 8 -> 16, rates [0.1, 1.0] -> ")
+    with pytest.raises(ValueError, match="--optimizer muon there, adamw here"):
+        compare(optimizer="adamw")
+    with pytest.raises(ValueError, match="step_14 holds step 12"):
+        compare(Path("run/step_14"))
 
 
 def test_a_tree_is_flattened_and_back():

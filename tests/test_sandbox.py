@@ -1103,6 +1103,10 @@ def test_what_calls_return_comes_back_to_the_first_that_raises_or_is_late(closed
     assert [value for value, _ in raising.values[0]] == [-0.5, -1]
     assert missing.values == [[]]
     assert {type(value) for value, _ in objects.values[0]} == {sandbox.Opaque}
+    program = "import collections\ndef f(x): return collections.defaultdict(lambda: 0, {x: 1})"
+    right = "def right(i, inputs, value): return value == {1: 1}"
+    (result,) = sandbox.run_tests([program], [[sandbox.Calls("f", [[1]], [1.0], 1.0, check=right)]])
+    assert result.verdicts == ["pass"]
     sleeper = "import time\ndef f(x): time.sleep(20 * (x == 3))"
     empty = test._replace(inputs=[], limits=[])
     results = sandbox.run_tests(
@@ -1179,7 +1183,7 @@ def test_a_forged_form_is_refused_whatever_it_holds():
     bad += ['{"r": ["builtins.dict_' + name + '", ' + endless + "]}" for name in ("keys", "values", "items")]
     for answer in bad:
         with contextlib.suppress(Exception):
-            assert sandbox.unwire(json.loads(answer), sandbox.object_of) != {1: [2]}, answer[:40]
+            assert sandbox.unwire(json.loads(answer)) != {1: [2]}, answer[:40]
     assert sandbox.unwire(json.loads('{"d": [[{"i": "1"}, [{"i": "2"}]]]}')) == {1: [2]}
 
 
@@ -1187,7 +1191,23 @@ def test_what_a_failed_assert_got_comes_back(closed):
     tests = ["assert f(1) == 2", "assert f(2.5) == 0", "assert f(1) > 3", "assert f('a') == 'b'", "assert g(3) == 9"]
     (result,) = sandbox.run_tests([GOOD + "def g(x):\n    return [{x}, None]"], [tests])
     assert result.verdicts == ["pass", "fail", "fail", "fail", "fail"]
-    assert result.values == [None, "3.5", "2", None, "[{3}, None]"]
+    assert result.values[:3] == [None, "3.5", "2"]
+    assert result.values[3:] == ['TypeError: can only concatenate str (not "int") to str', "[{3}, None]"]
+
+
+def test_what_ended_a_test_or_its_program_comes_back(closed):
+    own = "class Wrong(Exception):\n    def __str__(self): return 'so'\ndef f(x): raise Wrong(x)"
+    programs = [GOOD, own, "def f(x):\n    return x +", "raise KeyError('\x1b[2J')", "import sys\nsys.exit(3)"]
+    tests = ["assert f(1) = 2", "assert g(1) == 2", "f(1)\nassert False, 'said'"]
+    results = sandbox.run_tests(programs, [tests] * 5)
+    assert [result.rate for result in results] == [0] * 5
+    good, raising, broken, loading, leaving = [result.values for result in results]
+    assert good[0].startswith("SyntaxError: ")
+    assert good[1:] == ["NameError: name 'g' is not defined", None]
+    assert raising[1:] == ["NameError: name 'g' is not defined", "Wrong: so"]
+    assert broken == ["SyntaxError: invalid syntax (<program>, line 2)"] * 3
+    assert loading == ["KeyError: '\\x1b[2J'"] * 3
+    assert leaving == ["SystemExit: 3"] * 3
 
 
 COUNTER = """
@@ -1265,6 +1285,39 @@ def test_a_test_that_begins_just_before_the_end_is_a_timeout(closed):
         (result,) = sandbox.run_tests([GOOD], [[*VALUE, *BY_LOOP]], program_s=program_s)
         assert result.rate is not None, result
         assert set(result.verdicts) <= {"pass", "timeout"}
+
+
+def test_threads_are_as_many_as_memory_holds(closed):
+    program = """import threading, time
+def f(x):
+    for n in range(1000):
+        try:
+            threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
+        except (RuntimeError, MemoryError):
+            return n
+"""
+    (result,) = sandbox.run_tests([program], [["assert 4 < f(1) < 200"]], threads=True)
+    assert result.verdicts == ["pass"], result
+
+
+@pytest.mark.slow
+def test_where_there_are_no_namespaces_the_rest_holds(layers):
+    """The kernel's own limit of 0 namespaces, set in one that ends with the test."""
+    off = "echo 0 > /proc/sys/user/max_user_namespaces; exec "
+    namespace = ["unshare", "--user", "--map-root-user", "bash", "-c"]
+    if subprocess.run([*namespace, off + "true"], capture_output=True).returncode:
+        pytest.skip("this machine has no user namespaces, or no unshare")
+    tests = [
+        "tests/test_sandbox.py",
+        "-k",
+        "attack or folder or disk or honest or main_block",
+        "-m",
+        "slow or not slow",
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", *tests]
+    done = subprocess.run([*namespace, off + '"$@"', "bash", *command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
 
 
 def test_a_main_block_runs_unless_it_is_left_out(closed):

