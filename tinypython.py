@@ -13,7 +13,7 @@ functions that call one another, and classes. A docstring decides its function: 
 Splits hold what train lacks: constants (operations that occur together, but never with these constants), composed
 (operations that never occur together), phrased (a phrasing that never occurs), level4 (constants or composed, of
 level 4). A task is a problem in HumanEval's form, with "test_cases" for coupled_grpo.py: at least five tests, which no
-constant answer and none of ten mutants of its solution passes.
+constant answer and none of up to ten mutants of its solution passes.
 
 Reads tinypython.txt, the words and templates. Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl,
 <split>.jsonl and, last of all, meta.json.
@@ -107,7 +107,8 @@ GENERATOR = re.compile(rf"\b(sum|set|join|sorted)\(\[({INNER} for {INNER})\]\)")
 def plural(verb):
     """The plural of a verb phrase: starts with C -> start with C, is a vowel -> are vowels."""
     mark, first, rest = re.fullmatch(f"({NEW}?)(\\w+)(.*)", verb).groups()
-    rest = re.sub(r"^ a ([\w-]+ letter|\w+)", r" \1s", rest) if first == "is" else rest
+    rest = re.sub(r"^ an? ([\w-]+ (?:letter|number)|\w+)", r" \1s", rest) if first == "is" else rest
+    rest = re.sub(r"\bits\b", "their", re.sub(r"\bin it\b", "in them", rest))
     return mark + {"is": "are", "has": "have", "does": "do"}.get(first, first.removesuffix("s")) + rest
 
 
@@ -213,7 +214,7 @@ class Function:
                 values["X"] = lambda items: f"{many[1]}s of {items}"
             self.now, kind = "int" if self.operations[-1] in LISTS["numeric"] else self.now, "M"
         elif kind == "F":
-            folds = [key for key in LISTS[f"{self.now} folds"] if key != "count" or "M" not in self.names]
+            folds = [key for key in LISTS[f"{self.now} folds"] if key != "count" or not {"M", "HELPER"} & {*self.names}]
             names, (code, loop), say = self.draw({key: FOLDS[key] for key in folds})
             start, _, update = loop.partition("; ")
             whole = "LISTED" if "L[" in code else "I"  # what is sliced must be a list
@@ -249,7 +250,7 @@ class Function:
         names, element, nouns, iterable, *_ = KINDS[kind]
         name = self.rng.choice([name for name in names.split() if (name, kind) not in self.arguments])
         if not self.arguments:
-            many, _, one = (nouns or "A / A").partition(" / ")
+            many, _, one = self.rng.choice((nouns or "A / A").split(" OR ")).partition(" / ")
             self.now, one = element or kind, name.removesuffix("s") if one == "S" else one
             listed = iterable if kind in LISTS["listed"] else f"list({iterable})"
             self.values |= {"N": many, "S": one, "I": iterable, "LISTED": listed}
@@ -467,14 +468,13 @@ def main(cfg):
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(open(out / f"{FORMATS[name]}.jsonl", "w")) for name in cfg.formats}
-        functions = world.train(cfg.n, cfg.levels)
-        while batch := [*itertools.islice(functions, 5)]:  # a document of five
-            rows = {"rows": [{"content": "\n\n".join(prompt + solution for prompt, solution in batch)}]}
-            rows["pairs"] = [{"prompt": prompt, "response": solution} for prompt, solution in batch]
-            cuts = [(prompt, solution, *hole(solution, rng)) for prompt, solution in batch]
-            rows["holes"] = [{"prompt": p + s[:i], "response": s[i:j], "suffix": s[j:]} for p, s, i, j in cuts]
+        for prompt, solution in world.train(cfg.n, cfg.levels):
+            i, j = hole(solution, rng)
+            middle = {"prompt": prompt + solution[:i], "response": solution[i:j], "suffix": solution[j:]}
+            pair = {"prompt": prompt, "response": solution}
+            rows = {"rows": {"content": prompt + solution}, "pairs": pair, "holes": middle}
             for name, file in files.items():
-                file.writelines(json.dumps(row) + "\n" for row in rows[name])
+                file.write(json.dumps(rows[name]) + "\n")
     for split in cfg.splits:
         levels = (4,) if split == "level4" else [level for level in cfg.levels if level < 4] or (1, 2, 3)
         rows = [json.dumps(row) + "\n" for row in world.tasks(split, cfg.tasks, levels)]
