@@ -1,22 +1,20 @@
 """Write TinyPython: small Python functions with docstrings, examples and hidden tests, drawn from tinypython.txt.
 
-    python tinypython.py                                      # 100,000 functions and four splits: two minutes
-    python tinypython.py --n=1000 --tasks=50 --out=/tmp/tiny --seed=1
+    python tinypython.py                                      # 100,000 functions and four splits: a minute
     python data_prep.py python --roots data/tinypython/train.jsonl --column=content --vocab_size=1024 --seq_len=512
     python data_prep.py pairs data/tinypython/holes.jsonl --vocab_size=1024 --seq_len=256    # or pairs.jsonl
     python benchmarks.py --task=humaneval --tasks_file=data/tinypython/composed.jsonl
 
-What TinyStories is to English, this is to code: small enough to be learnt on a CPU, and its answers are right or wrong
-when run. Level 1 is one operation, level 2 a composition of two or three, level 3 control flow with state, level 4
-functions that call one another, and classes. A docstring decides its function: no sentence describes two.
+What TinyStories is to English, this is to code: small enough to be learnt on a CPU, and right or wrong when run. Level
+1 is one operation, 2 a composition of two or three, 3 control flow with state, 4 functions that call one another, and
+classes. A docstring decides its function: no sentence describes two.
 
 Splits hold what train lacks: constants (operations that occur together, but never with these constants), composed
 (operations that never occur together), phrased (a phrasing that never occurs), level4 (constants or composed, of
 level 4). A task is a problem in HumanEval's form, with "test_cases" for coupled_grpo.py: at least five tests, which no
-constant answer and none of up to ten mutants of its solution passes.
+constant answer passes, and none of the first ten mutants of the solution.
 
-Reads tinypython.txt, the words and templates. Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl,
-<split>.jsonl and, last of all, meta.json.
+Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
 """
 
 import contextlib
@@ -27,23 +25,27 @@ import json
 import random
 import re
 import textwrap
+import typing
 import warnings
 import zlib
 from pathlib import Path
 
-SPLITS = ("constants", "composed", "phrased", "level4")
-FORMATS = {"rows": "train", "pairs": "pairs", "holes": "holes"}  # files
+import runs
+
+Split = typing.Literal["constants", "composed", "phrased", "level4"]
+Format = typing.Literal["rows", "pairs", "holes"]
+SPLITS, FORMATS = typing.get_args(Split), typing.get_args(Format)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     out: str = "data/tinypython"  # folder to write
-    n: int = 100_000  # functions to train on
-    tasks: int = 1000  # tasks of each split
-    levels: tuple[int, ...] = (1, 2, 3, 4)  # levels to train on
-    splits: tuple[str, ...] = SPLITS  # splits to write: constants, composed, phrased, level4
-    formats: tuple[str, ...] = tuple(FORMATS)  # train is written as rows for PythonCoder, pairs and holes for Dream
-    seed: int = 0  # random seed of all that is drawn
+    n: runs.Count = 100_000  # functions to train on
+    tasks: runs.Count = 1000  # tasks of each split
+    levels: tuple[typing.Literal[1, 2, 3, 4], ...] = (1, 2, 3, 4)  # levels to train on
+    splits: tuple[Split, ...] = SPLITS  # splits to write
+    formats: tuple[Format, ...] = FORMATS  # train is written as rows for PythonCoder, pairs and holes for Dream
+    seed: runs.Natural = 0  # random seed of all that is drawn
 
 
 # ---- the tables of tinypython.txt ----------------------------------------------------------------------------------
@@ -442,32 +444,20 @@ def hole(text, rng):
     return rng.choice([start + found.end() for found in re.finditer(r"\w [^\w]?|[(\[]|^ +", text[start:end])]), end - 1
 
 
-def check(cfg):
-    """(settings, path of meta.json). ValueError for settings that make no world, and for a folder of another one."""
-    for flag, known in {"splits": SPLITS, "formats": FORMATS, "levels": WEIGHTS}.items():
-        unknown = [given for given in getattr(cfg, flag) if given not in known]
-        if unknown or not cfg.levels:
-            wrong = f"{unknown[0]} is unknown" if unknown else "none is given"
-            raise ValueError(f"--{flag}: {wrong}; choose from {', '.join(map(str, known))}")
-    if cfg.n < 1 or cfg.tasks < 1:
-        raise ValueError(f"--n={cfg.n} and --tasks={cfg.tasks} must be at least 1")
-    path, settings = Path(cfg.out) / "meta.json", json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))
-    saved = json.loads(path.read_text())["settings"] if path.exists() else settings
-    if saved != settings:
-        other = ", ".join(f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name])
-        raise ValueError(f"{cfg.out} holds another world ({other}); choose another --out or delete it")
-    return settings, path
-
-
 def main(cfg):
-    settings, path = check(cfg)
-    if path.exists():
+    path, settings = Path(cfg.out) / "meta.json", json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))
+    saved = json.loads(path.read_text())["settings"] if path.exists() else None
+    if saved == settings:
         print(f"{cfg.out} is complete, nothing to do")
         return
+    if saved:
+        other = ", ".join(f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name])
+        raise ValueError(f"{cfg.out} holds another world ({other}); choose another --out or delete it")
     out, world, rng, counts = Path(cfg.out), World(cfg.seed), random.Random(f"{cfg.seed} holes"), {}
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(open(out / f"{FORMATS[name]}.jsonl", "w")) for name in cfg.formats}
+        names = {"rows": "train"}
+        files = {key: stack.enter_context(open(out / f"{names.get(key, key)}.jsonl", "w")) for key in cfg.formats}
         for prompt, solution in world.train(cfg.n, cfg.levels):
             i, j = hole(solution, rng)
             middle = {"prompt": prompt + solution[:i], "response": solution[i:j], "suffix": solution[j:]}
@@ -485,6 +475,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    import runs
-
     runs.command(main, Config, __doc__)
