@@ -5,6 +5,7 @@
     python generate.py --prompt="import os" --temperature=0.8 --top_p=0.95 --n=4
     python generate.py --prompt="def area(r):\\n    " --suffix="\\n    return a"    # fill in the middle
     python generate.py --file=prompts.jsonl --json > completions.jsonl
+    python generate.py --file=prompts.jsonl --n=20 --check    # of each the first that passes its >>> examples
     python generate.py --prompt="def area(r):\\n" --show_steps --html=steps.html    # accepted drafts, probabilities
     python generate.py --model=dream --ckpt=out/diffucoder --chat=on --prompt="Sort a list in Python." --show_steps
     python generate.py --model=dream --prompt="def area(r):\\n    [MASK]\\n    return a" --valid=python
@@ -20,13 +21,18 @@ prompt is n tokens to fill, and nothing is appended to such a prompt. [MASK] is 
 Read from the top: main; complete() of PythonCoder or Dream, which encodes prompts and calls the sampler; show.
 """
 
+import ast
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import re
+import subprocess
 import sys
+import tempfile
+import textwrap
 import time
 import typing
 from pathlib import Path
@@ -81,6 +87,7 @@ class Config:
     suffix: str = ""  # text that follows: the model fills the middle (PythonCoder must be trained with --fim_rate)
     file: str = ""  # JSON lines with "prompt" and perhaps "suffix", generated as a batch; - reads standard input
     n: Count = 1  # completions of each prompt
+    check: bool = False  # run the prompt's >>> examples in sandbox.py on its completions; print the first that passes
     max_new: Count | None = None  # tokens at most; default 128, 256 for Dream
     temperature: NonNegative | None = None  # 0 takes the argmax; default 0.6, 0.2 for Dream
     top_k: Natural = 0  # draw from the k likeliest tokens; 0 draws from all
@@ -107,19 +114,22 @@ DEFAULTS = {  # what "" and None stand for
 def main(cfg):
     cfg = resolve(cfg)
     requests = read_requests(cfg.file) if cfg.file else [(cfg.prompt, cfg.suffix)]
+    tests = [examples(prompt) for prompt, _ in requests] if cfg.check else []
     family, advice = PythonCoder, "a smaller --n or --max_new"
     if cfg.model == "dream":
         family, advice = Dream, "--int8, --int4, a smaller --batch_size or --max_new"
     try:
         model = family(cfg, len(requests))
         if cfg.prompt or cfg.file:
-            model.complete(requests)
+            completions = model.complete(requests)
         else:
             interact(model, end="\n" if cfg.model == "pythoncoder" else "")
     except Exception as error:  # JAX raises its own when memory runs out, and Orbax wraps them
         if not isinstance(error, MemoryError) and not re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
             raise
         raise ValueError(f"out of memory; try {advice}") from None
+    if cfg.check:
+        show_checked(cfg, completions, tests)
 
 
 def resolve(cfg):
@@ -193,6 +203,94 @@ def show(cfg, row, text, number=0):
     print(json.dumps(row) if cfg.json else text, flush=True)
 
 
+# ---- --check -------------------------------------------------------------------------------------------------------
+
+
+def examples(prompt):
+    """[(call, result, test of sandbox.py)] of the >>> examples in a prompt's docstrings, or in a prompt without one.
+
+    From a statement without a result on, such as c = Counter(3), each test begins with all the lines before it.
+    """
+    import doctest
+
+    found = []
+    try:
+        docstrings = [ast.literal_eval(match[0]) for match in re.finditer(r"(?s)r?(\"{3}|'{3}).*?\1", prompt)]
+        for docstring in docstrings or [prompt]:
+            before = []
+            for example in doctest.DocTestParser().get_examples(docstring):
+                call, want, lines = ast.unparse(ast.parse(example.source)), example.want.strip(), []
+                if example.exc_msg:
+                    kind = example.exc_msg.split(":")[0].strip()
+                    lines = ["try:", f"    {call}", f"except {kind}: pass", "else: raise AssertionError"]
+                elif call.startswith("print("):
+                    lines = [f"assert str({call[6:-1]}) == {want!r}"]
+                elif want:
+                    lines = [f"assert repr({call}) == {want!r}"]
+                    with contextlib.suppress(ValueError, SyntaxError):  # no literal
+                        lines = [f"assert {call} == {ast.literal_eval(want)!r}"]
+                if lines:
+                    test = "\n".join([*before, *lines])
+                    ast.parse(test)
+                    found.append((call, want, "if 1:\n" + textwrap.indent(test, " ") if "\n" in test else test))
+                if before or not want:
+                    before.append(call)
+    except (ValueError, SyntaxError) as error:
+        raise ValueError(f"--check cannot read the >>> examples of the prompt: {error}") from None
+    if not found:
+        raise ValueError("--check runs the >>> examples in the docstring of a prompt; there are none")
+    return found
+
+
+def definitions(prompt, text):
+    """The longest beginning of a text that parses, up to the first statement behind the prompt that defines nothing."""
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom
+    lines = text.split("\n")
+    for end in range(len(lines), 0, -1):
+        with contextlib.suppress(SyntaxError, ValueError):
+            body = [node for node in ast.parse("\n".join(lines[:end])).body if not isinstance(node, kinds)]
+            others = (node.lineno - 1 for node in body if node.lineno > len(prompt.splitlines()))
+            return "\n".join(lines[: next(others, end)]).rstrip()
+    return text
+
+
+def verdicts(program, tests):
+    """["pass: f(1) gives 2"] of the examples(), by sandbox.py. RuntimeError if that cannot run."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("program.py", "tests.txt")]
+        for path, content in zip(paths, (program, "\n".join(test for *_, test in tests)), strict=True):
+            path.write_text(content, "utf-8")
+        command = [sys.executable, Path(__file__).with_name("sandbox.py"), paths[0], f"--tests={paths[1]}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    said = done.stdout.splitlines()[:-1]
+    if len(said) != len(tests):
+        raise RuntimeError(f"sandbox.py failed: {runs.first_line(done.stderr)}")
+    for i, (call, want, _) in enumerate(tests):
+        verdict, got = said[i].split()[0], said[i].partition("    # got ")[2]
+        result = f"gives {got}, not {want}" if got else f"gives {want}" if verdict == "pass" else f"expected {want}"
+        said[i] = f"{verdict}: {call} {result}"
+    return said
+
+
+def show_checked(cfg, completions, tests):
+    """Print of each prompt the first completion that passes all tests, else the first. ValueError if one has none."""
+    failed = 0
+    for i, of_prompt in enumerate(tests):
+        shown = []
+        for row, text in completions[i * cfg.n : (i + 1) * cfg.n]:
+            program = definitions(row["prompt"], text)
+            said = verdicts(program, of_prompt)
+            passed = all(line.startswith("pass") for line in said)
+            shown.append((row | {"passed": passed, "examples": said}, "\n# ".join([program, *said])))
+            if passed:
+                print(f"completion {len(shown)} of {cfg.n} passes", file=sys.stderr)
+                break
+        failed += not passed
+        show(cfg, *shown[-1 if passed else 0])
+    if failed:
+        raise ValueError(f"no completion passes all examples of {failed} of {len(tests)} prompts")
+
+
 # ---- PythonCoder: from left to right -------------------------------------------------------------------------------
 
 
@@ -212,13 +310,13 @@ class PythonCoder:
         print(f"{cfg.ckpt} step {step}, {self.model.run.dtype}", file=sys.stderr)
 
     def complete(self, requests):
-        """Continue all requests, cfg.n times each, as one batch; a single text streams to the terminal."""
+        """Continue all requests, cfg.n times each, as one batch: [(row of --json, text)]. A single text streams."""
         import model_pythoncoder
 
         cfg, tokenizer = self.cfg, self.tokenizer
         requests = [request for request in requests for _ in range(cfg.n)]
         prompts = [encode(tokenizer, *request) for request in requests]
-        self.streams, self.printed = len(prompts) == 1 and not cfg.json, ""
+        self.streams, self.printed, completions = len(prompts) == 1 and not (cfg.json or cfg.check), "", []
         if self.streams:
             print(requests[0][0], end="", flush=True)
 
@@ -234,9 +332,10 @@ class PythonCoder:
         for number, ((prompt, suffix), ids) in enumerate(zip(requests, texts, strict=True), 1):
             text = truncate(tokenizer.decode(ids), cfg.stop)
             row = {"prompt": prompt, "suffix": suffix, "completion": text, "tokens": len(ids), "seed": cfg.seed}
+            completions.append((row, prompt + text + suffix))
             if self.streams:
                 self.stream(text + "\n", ids)  # what is missing at its end
-            else:
+            elif not cfg.check:
                 show(cfg, row, prompt + text, number)
         if watching:
             self.show_probabilities(prompts, texts)
@@ -244,6 +343,7 @@ class PythonCoder:
         if self.rule.speculate:
             rate += f", {stats['accepted']} draft tokens accepted"
         print(f"{stats['tokens']} tokens in {seconds:.2f} s, compiling included; {rate}", file=sys.stderr)
+        return completions
 
     def on_tokens(self, texts):
         """Called with the token ids of all texts so far; True, which ends the call, if each holds a stop string."""
@@ -399,7 +499,7 @@ class Dream:
         return begin, ask, "chat template"
 
     def complete(self, requests):
-        """Fill a canvas for each request, cfg.n times, print the texts and return the completions.
+        """Fill a canvas for each request, cfg.n times, and print the texts: [(row of --json, text)].
 
         The next call goes on with the conversation. Of a Dream of blocks a single text streams to the terminal.
         """
@@ -417,15 +517,14 @@ class Dream:
         lengths = [length for batch in batches for length in sorted(len(blank.ids) for blank in batch)]
         shape = {"rows": min(cfg.dream.batch_size, len(canvases))}
         shape["widths"] = sample_dream.widths(lengths, shape["rows"], self.model.cfg.positions)
-        self.streams = len(canvases) == 1 and not (cfg.json or cfg.show_steps)
-        self.printed, answers, pages, total = "", [], [], collections.Counter()
+        self.streams = len(canvases) == 1 and not (cfg.json or cfg.check or cfg.show_steps)
+        self.printed, completions, pages, total = "", [], [], collections.Counter()
         for batch in batches:
             self.watched = batch[0]
             filled, stats = self.fill(batch, shape)
             total.update({name: stats[name] for name in ("forwards", "seconds", "compile_s")})
             for i, (blank, ids) in enumerate(zip(batch, filled, strict=True)):
                 completion, text = texts.text_of(blank, ids, functools.partial(truncate, stops=cfg.stop))
-                answers.append(completion)
                 # the forward passes that this text took part in, and their seconds
                 passes = int(stats["passes"][i])
                 seconds = stats["seconds"] * passes / max(1, stats["forwards"])
@@ -434,7 +533,9 @@ class Dream:
                 row = {"prompt": blank.prompt, "suffix": blank.suffix, "text": text}
                 row |= {"completion": completion} if blank.around else {}
                 row |= {"tokens": tokens, "forwards": passes, "seconds": seconds, "seed": cfg.seed}
-                show(cfg, row, text[len(self.printed) :], len(answers) if len(canvases) > 1 else 0)
+                completions.append((row, text))
+                if not cfg.check:
+                    show(cfg, row, text[len(self.printed) :], len(completions) if len(canvases) > 1 else 0)
                 if cfg.html:
                     when_L, prob_L = (stats[name][i, self.columns(ids)] for name in ("when", "probability"))
                     pages.append(texts.tokens(blank, ids, when_L, prob_L))
@@ -442,8 +543,8 @@ class Dream:
         rate = f"{total['tokens'] / total['seconds']:.1f} tokens/s, {total['forwards']} forward passes"
         compiling = f"; compiling took {total['compile_s']:.1f} s more" if total["compile_s"] else ""
         print(f"{total['tokens']} tokens in {total['seconds']:.2f} s, {rate}{compiling}", file=sys.stderr)
-        self.turns.append((requests[-1][0], answers[-1]))
-        return answers
+        self.turns.append((requests[-1][0], completion))
+        return completions
 
     def measure(self, before, following, sizes):
         """[size] of the only hole: as a Dream that grows holes fills it, else the size with the likeliest text."""
