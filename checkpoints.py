@@ -48,19 +48,13 @@ def unflatten(flat):
     return traverse_util.unflatten_dict(flat, sep=".")
 
 
-def is_small(x):
-    """Whether NumPy may read an array: it compiles nothing, and has to copy what an accelerator or a mesh holds."""
-    return x.size < 1 << 24 and x.is_fully_addressable
-
-
-@jax.jit
-def large_bit_sum(x):
-    words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    return jnp.sum(words.astype(jnp.uint32), dtype=jnp.uint32)
+def on_host(x):
+    """A small array as NumPy's, which compiles nothing; a large one, or one of several hosts, as it is."""
+    return np.asarray(x) if x.size < 1 << 24 and x.is_fully_addressable else x
 
 
 def bit_sum(x):
-    return np.asarray(x).view(f"uint{8 * x.dtype.itemsize}").sum(dtype=np.uint32) if is_small(x) else large_bit_sum(x)
+    return x.view(f"uint{8 * x.dtype.itemsize}").sum(dtype=np.uint32)
 
 
 def bit_sums(tree):
@@ -68,7 +62,8 @@ def bit_sums(tree):
 
     One array at a time: a CPU copies the words, and reductions over devices that run side by side can deadlock.
     """
-    return {name: int(bit_sum(x)) for name, x in flatten(tree).items()}
+    arrays = {name: on_host(x) for name, x in flatten(tree).items()}
+    return {name: int((bit_sum if isinstance(x, np.ndarray) else jax.jit(bit_sum))(x)) for name, x in arrays.items()}
 
 
 # ---- several hosts -------------------------------------------------------------------------------------------------
@@ -282,8 +277,8 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, bits=0):
 
     def convert(name, x):
         # Of a large array the largest and the smallest show a NaN, without a copy.
-        values = np.asarray(x) if is_small(x) else x
-        ends = values if values is not x else x.max(initial=0) + x.min(initial=0)
+        values = on_host(x)
+        ends = values if isinstance(values, np.ndarray) else x.max(initial=0) + x.min(initial=0)
         if not (jnp.issubdtype(x.dtype, jnp.floating) and np.isfinite(ends).all()):
             raise ValueError(f"{path} is damaged: {name} ({x.dtype}) holds NaN, infinity or integers")
         if bits and x.ndim == 2:

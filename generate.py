@@ -21,18 +21,13 @@ prompt is n tokens to fill, and nothing is appended to such a prompt. [MASK] is 
 Read from the top: main; complete() of PythonCoder or Dream, which encodes prompts and calls the sampler; show.
 """
 
-import ast
 import collections
-import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import re
-import subprocess
 import sys
-import tempfile
-import textwrap
 import time
 import typing
 from pathlib import Path
@@ -114,7 +109,10 @@ DEFAULTS = {  # what "" and None stand for
 def main(cfg):
     cfg = resolve(cfg)
     requests = read_requests(cfg.file) if cfg.file else [(cfg.prompt, cfg.suffix)]
-    tests = [examples(prompt) for prompt, _ in requests] if cfg.check else []
+    if cfg.check:
+        import canvas
+
+        tests = [canvas.examples(prompt) for prompt, _ in requests]  # before a model is read
     family, advice = PythonCoder, "a smaller --n or --max_new"
     if cfg.model == "dream":
         family, advice = Dream, "--int8, --int4, a smaller --batch_size or --max_new"
@@ -129,7 +127,13 @@ def main(cfg):
             raise
         raise ValueError(f"out of memory; try {advice}") from None
     if cfg.check:
-        show_checked(cfg, completions, tests)
+        failed = 0
+        for i, of_prompt in enumerate(tests):
+            row, text = canvas.first_passing(completions[i * cfg.n : (i + 1) * cfg.n], of_prompt)
+            show(cfg, row, text)
+            failed += not row["passed"]
+        if failed:
+            raise ValueError(f"no completion passes all examples of {failed} of {len(tests)} prompts")
 
 
 def resolve(cfg):
@@ -201,94 +205,6 @@ def show(cfg, row, text, number=0):
     """Print a completion: its JSON line, or its text, under a number where there are several."""
     text = f"---- {number}\n{text}" if number else text
     print(json.dumps(row) if cfg.json else text, flush=True)
-
-
-# ---- --check -------------------------------------------------------------------------------------------------------
-
-
-def examples(prompt):
-    """[(call, result, test of sandbox.py)] of the >>> examples in a prompt's docstrings, or in a prompt without one.
-
-    From a statement without a result on, such as c = Counter(3), each test begins with all the lines before it.
-    """
-    import doctest
-
-    found = []
-    try:
-        docstrings = [ast.literal_eval(match[0]) for match in re.finditer(r"(?s)r?(\"{3}|'{3}).*?\1", prompt)]
-        for docstring in docstrings or [prompt]:
-            before = []
-            for example in doctest.DocTestParser().get_examples(docstring):
-                call, want, lines = ast.unparse(ast.parse(example.source)), example.want.strip(), []
-                if example.exc_msg:
-                    kind = example.exc_msg.split(":")[0].strip()
-                    lines = ["try:", f"    {call}", f"except {kind}: pass", "else: raise AssertionError"]
-                elif call.startswith("print("):
-                    lines = [f"assert str({call[6:-1]}) == {want!r}"]
-                elif want:
-                    lines = [f"assert repr({call}) == {want!r}"]
-                    with contextlib.suppress(ValueError, SyntaxError):  # no literal
-                        lines = [f"assert {call} == {ast.literal_eval(want)!r}"]
-                if lines:
-                    test = "\n".join([*before, *lines])
-                    ast.parse(test)
-                    found.append((call, want, "if 1:\n" + textwrap.indent(test, " ") if "\n" in test else test))
-                if before or not want:
-                    before.append(call)
-    except (ValueError, SyntaxError) as error:
-        raise ValueError(f"--check cannot read the >>> examples of the prompt: {error}") from None
-    if not found:
-        raise ValueError("--check runs the >>> examples in the docstring of a prompt; there are none")
-    return found
-
-
-def definitions(prompt, text):
-    """The longest beginning of a text that parses, up to the first statement behind the prompt that defines nothing."""
-    kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom
-    lines = text.split("\n")
-    for end in range(len(lines), 0, -1):
-        with contextlib.suppress(SyntaxError, ValueError):
-            body = [node for node in ast.parse("\n".join(lines[:end])).body if not isinstance(node, kinds)]
-            others = (node.lineno - 1 for node in body if node.lineno > len(prompt.splitlines()))
-            return "\n".join(lines[: next(others, end)]).rstrip()
-    return text
-
-
-def verdicts(program, tests):
-    """["pass: f(1) gives 2"] of the examples(), by sandbox.py. RuntimeError if that cannot run."""
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / name for name in ("program.py", "tests.txt")]
-        for path, content in zip(paths, (program, "\n".join(test for *_, test in tests)), strict=True):
-            path.write_text(content, "utf-8")
-        command = [sys.executable, Path(__file__).with_name("sandbox.py"), paths[0], f"--tests={paths[1]}"]
-        done = subprocess.run(command, capture_output=True, text=True)
-    said = done.stdout.splitlines()[:-1]
-    if len(said) != len(tests):
-        raise RuntimeError(f"sandbox.py failed: {runs.first_line(done.stderr)}")
-    for i, (call, want, _) in enumerate(tests):
-        verdict, got = said[i].split()[0], said[i].partition("    # got ")[2]
-        result = f"gives {got}, not {want}" if got else f"gives {want}" if verdict == "pass" else f"expected {want}"
-        said[i] = f"{verdict}: {call} {result}"
-    return said
-
-
-def show_checked(cfg, completions, tests):
-    """Print of each prompt the first completion that passes all tests, else the first. ValueError if one has none."""
-    failed = 0
-    for i, of_prompt in enumerate(tests):
-        shown = []
-        for row, text in completions[i * cfg.n : (i + 1) * cfg.n]:
-            program = definitions(row["prompt"], text)
-            said = verdicts(program, of_prompt)
-            passed = all(line.startswith("pass") for line in said)
-            shown.append((row | {"passed": passed, "examples": said}, "\n# ".join([program, *said])))
-            if passed:
-                print(f"completion {len(shown)} of {cfg.n} passes", file=sys.stderr)
-                break
-        failed += not passed
-        show(cfg, *shown[-1 if passed else 0])
-    if failed:
-        raise ValueError(f"no completion passes all examples of {failed} of {len(tests)} prompts")
 
 
 # ---- PythonCoder: from left to right -------------------------------------------------------------------------------
@@ -376,16 +292,12 @@ class PythonCoder:
 
         @jax.jit
         def of_next(model, token_BL):
-            index_BL = jnp.broadcast_to(jnp.arange(token_BL.shape[1]), token_BL.shape)
-            hidden_BLD, _ = model.step(model.new_cache(*token_BL.shape), token_BL, index_BL)
-            prob_BLV = jax.nn.softmax(model.logits(hidden_BLD[:, :-1]))
+            prob_BLV = jax.nn.softmax(model.logits(model.hidden(model.lookup(token_BL))[:, :-1]))
             return jnp.take_along_axis(prob_BLV, token_BL[:, 1:, None], -1)[..., 0]
 
         # One pass over what is finished gives the probabilities that its tokens had: those before any filter.
         rows = [prompt + new for prompt, new in zip(prompts, texts, strict=True)]
-        token_BL = np.zeros((len(rows), 1 << max(5, (max(map(len, rows)) - 1).bit_length())), np.int32)
-        for token_L, row in zip(token_BL, rows, strict=True):
-            token_L[: len(row)] = row
+        token_BL = np.array([*itertools.zip_longest(*rows, fillvalue=0)], np.int32).T
         yarn = max(map(len, prompts)) + self.cfg.max_new > self.model.cfg.positions  # as generate() decides
         graph = pc.graph_of(self.model.cfg, dataclasses.replace(self.model.run, yarn=yarn))
         with inference.mesh_context(self.mesh):
