@@ -269,21 +269,27 @@ def verdicts(program, tests):
     return said
 
 
-def first_passing(completions, tests):
-    """The first (row, text) that passes all tests, else the first; the row has "passed" and "examples", the verdicts.
+def checked(completions, n, tests):
+    """Of n completions (row, text) of each prompt the first that passes its tests, else the first of them.
 
-    The text is the program that was tested, with its verdicts as comments.
+    The row gets "passed" and "examples", the verdicts; the text is the program that was tested and the same as
+    comments. ValueError behind the last one if no completion of a prompt passes.
     """
-    shown = []
-    for row, text in completions:
-        program = definitions(row["prompt"], text)
-        said = verdicts(program, tests)
-        passed = all(line.startswith("pass") for line in said)
-        shown.append((row | {"passed": passed, "examples": said}, "\n# ".join([program, *said])))
-        if passed:
-            print(f"completion {len(shown)} of {len(completions)} passes", file=sys.stderr)
-            return shown[-1]
-    return shown[0]
+    failed = 0
+    for i, of_prompt in enumerate(tests):
+        shown = []
+        for row, text in completions[i * n : (i + 1) * n]:
+            program = definitions(row["prompt"], text)
+            said = verdicts(program, of_prompt)
+            passed = all(line.startswith("pass") for line in said)
+            shown.append((row | {"passed": passed, "examples": said}, "\n# ".join([program, *said])))
+            if passed:
+                print(f"completion {len(shown)} of {n} passes", file=sys.stderr)
+                break
+        failed += not passed
+        yield shown[-1 if passed else 0]
+    if failed:
+        raise ValueError(f"no completion passes all examples of {failed} of {len(tests)} prompts")
 
 
 # ---- the step and the probability of each token --------------------------------------------------------------------

@@ -283,7 +283,7 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, bits=0):
             raise ValueError(f"{path} is damaged: {name} ({x.dtype}) holds NaN, infinity or integers")
         if bits and x.ndim == 2:
             return family.quantise(x, bits, name.split(".")[-1])
-        return jax.device_put(values.astype(dtype), x.sharding)
+        return x if x.dtype == dtype else jax.device_put(values.astype(dtype), x.sharding)
 
     if "sums" in meta:
         params = read_orbax(path, like, meta["sums"], convert)

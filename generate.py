@@ -127,13 +127,8 @@ def main(cfg):
             raise
         raise ValueError(f"out of memory; try {advice}") from None
     if cfg.check:
-        failed = 0
-        for i, of_prompt in enumerate(tests):
-            row, text = canvas.first_passing(completions[i * cfg.n : (i + 1) * cfg.n], of_prompt)
+        for row, text in canvas.checked(completions, cfg.n, tests):
             show(cfg, row, text)
-            failed += not row["passed"]
-        if failed:
-            raise ValueError(f"no completion passes all examples of {failed} of {len(tests)} prompts")
 
 
 def resolve(cfg):

@@ -206,11 +206,11 @@ def test_a_completion_ends_where_it_no_longer_defines_anything_or_does_not_parse
 
 def test_the_first_completion_that_passes_in_the_sandbox_is_taken(capsys):
     rows = [({"prompt": ADD}, ADD + f"    return {body}\nmore(") for body in ("x", "x + 1", "1 + x")]
-    row, text = canvas.first_passing(rows, canvas.examples(ADD))
+    ((row, text),) = canvas.checked(rows, 3, [canvas.examples(ADD)])
     assert (row["passed"], row["examples"]) == (True, ["pass: add_1([1][0]) gives 2", "pass: add_1(2.5) gives 3.5"])
     assert text.endswith("    return x + 1\n# pass: add_1([1][0]) gives 2\n# pass: add_1(2.5) gives 3.5")
     assert capsys.readouterr().err == "completion 2 of 3 passes\n"
-    row, text = canvas.first_passing(rows[:1], canvas.examples(ADD))
+    row, text = next(canvas.checked(rows[:1], 1, [canvas.examples(ADD)]))
     assert row["examples"] == ["fail: add_1([1][0]) gives 1, not 2", "fail: add_1(2.5) gives 2.5, not 3.5"]
     assert not row["passed"]
     said = ["pass: c.add(2) gives 5", "pass: print(c.add(1)) gives 6"]
@@ -231,7 +231,7 @@ def test_a_checked_completion_of_dream_is_printed_with_its_verdicts(coder, capsy
 def test_each_prompt_of_a_file_is_checked_and_one_that_fails_ends_in_one_line(run_folder, tmp_path, capsys):
     lines = [json.dumps({"prompt": text}) + "\n" for text in (WHOLE, WHOLE.replace("return", "yield"))]
     (tmp_path / "in.jsonl").write_text("".join(lines))
-    with pytest.raises(ValueError, match="^no completion passes all examples of 1 of 2 prompts$"):
+    with pytest.raises(ValueError, match=r"^no completion passes all examples of 1 of 2 prompts$"):
         says_pythoncoder(capsys, run_folder, file=str(tmp_path / "in.jsonl"), check=True, json=True, max_new=4)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["passed"] for row in rows] == [True, False]
