@@ -50,7 +50,7 @@ def unflatten(flat):
 
 def on_host(x):
     """A small array as NumPy's, which compiles nothing; a large one, or one of several hosts, as it is."""
-    return np.asarray(x) if x.size < 1 << 24 and x.is_fully_addressable else x
+    return np.asarray(x) if x.size < 1 << 24 and getattr(x, "is_fully_addressable", True) else x
 
 
 def bit_sum(x):
