@@ -17,6 +17,7 @@ constant answer passes, and none of the first ten mutants of the solution.
 Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -50,68 +51,68 @@ class Config:
 
 # ---- the tables of tinypython.txt ----------------------------------------------------------------------------------
 
-NEW = "\u00a4"  # marks a phrasing that train never has, until the sentence is complete
-CONSTANT = re.compile(r"\b[CDHJKWZ]\b(?!\{)|ELSE")
+UNSEEN = "\u00a4"  # ends a phrasing that train never has, until the sentence is complete
+CONSTANT = re.compile(r"\b[CDHJKTZ]\b|ELSE")
+OPERATION = re.compile(r"\b(?:[A-Z]+|[mfg])\d?\b")  # among the slots of a template; the others are arguments
+SLOT, BRACES = re.compile(r"\b[A-Z]+\d?\b"), re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")
+GENERATOR = re.compile(r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)")  # where a list is not needed
+Entry = collections.namedtuple("Entry", "names code constants phrasings")
 
 
-def table(text, codes=1):
-    """{first name: (names, fields of code, letters of its constants, groups of phrasings)} of a table."""
+def table(name, codes=1):
+    """{first name: Entry} of a table with so many fields of code.
+
+    An Entry has its names, fields of code, letters of the constants in them, and groups of phrasings; a phrasing is a
+    list of texts that mean the same.
+    """
     found = {}
-    for entry in re.split(r"\n(?=\w)", text):
-        names, *fields = re.split(r"\s*(?<= )\|(?= |$)\s*", re.sub(r"\s*\n\s+", " ", entry))
-        code = [" OR ".join(map(statements, field.split(" OR "))) for field in fields[:codes]]
-        groups = [[expand(phrase) for phrase in field.split(" / ")] for field in fields[codes:]]
-        letters = sorted({*CONSTANT.findall(" ".join(code))})
-        found[names.split(", ")[0]] = names.split(", "), code, letters, groups
+    for text in re.split(r"\n(?=\w)", TABLES[name]):
+        names, *fields = re.sub(r"\s*\n\s+", " ", text).split(" | ")
+        code = [" OR ".join(map(layout, field.split(" OR "))) for field in fields[:codes]]
+        phrasings = [[expand(phrasing) for phrasing in field.split(" / ")] for field in fields[codes:]]
+        constants = sorted({*CONSTANT.findall(" ".join(code))})
+        found[names.split(", ")[0]] = Entry(names.split(", "), code, constants, phrasings)
     return found
 
 
-def statements(code):
-    """Code of a table as people lay it out: `if a: b` in two lines, indented by four, methods apart."""
+def layout(code):
+    """Code of a table as people write it: `if a: b` in two lines, indented by four, methods apart."""
     code = re.sub(r"(?m)^( *)((?:if|elif|else|for|while)\b.*?): (?=\w)", r"\1\2:\n \1", code.replace(r"\n", "\n"))
     return re.sub(r"(?m)^def ", "\ndef ", re.sub(r"(?m)^ +", lambda spaces: spaces[0] * 4, code))
 
 
-def expand(phrase):
-    """All texts of a phrase with (a|b) in it."""
-    parts = [part.split("|") for part in re.split(r"\(([^()]*\|[^()]*)\)", phrase)]
+def expand(phrasing):
+    """All texts of a phrasing with (a|b) in it."""
+    parts = [part.split("|") for part in re.split(r"\(([^()]*\|[^()]*)\)", phrasing)]
     return ["".join(chosen) for chosen in itertools.product(*parts)]
 
 
-def lines(name):
-    return [line.split(" | ") for line in TABLES[name].split("\n")]
-
-
 TABLES = dict(re.findall(r"(?ms)^\[(.*?)\][^\n]*\n(.*?)\n(?=\n\[|\Z)", Path(__file__).with_suffix(".txt").read_text()))
-LISTS = {name: words.split() for name, words in lines("lists")}
-KINDS = {kind: fields + [""] * 3 for kind, *fields in lines("kinds")}
-MAPS = {element: table(TABLES[f"{element} maps"]) for element in ("int", "str")}
-PREDICATES = {element: table(TABLES[f"{element} predicates"], 2) for element in ("int", "str", "char")}
-FOLDS, PAIRS = table(TABLES["orders"], 2) | table(TABLES["reductions"], 2), table(TABLES["pairs"])
-LEVELS = {level: table(TABLES[f"level {level}"], 2) for level in (1, 2, 3, 4)}
-SLOTS = re.compile(r"\b(?:[PMm]\d?|F|f|g|KEY|BOTH)\b")  # the more slots, the more often a template is drawn
-DRAWN = {n: [key for key in LEVELS[n] for _ in range(1 + 2 * len(SLOTS.findall(LEVELS[n][key][1][0])))] for n in LEVELS}
-WEIGHTS = {1: 2, 2: 4, 3: 3, 4: 1}  # how often train has each level
-CONSTANTS = {letter: LISTS[f"constant {letter}"] for letter in "CDHJK"} | {"W": ["'-'", "', '", "'+'", "'/'", "' '"]}
-ALIKE = {key: words for name, words in LISTS.items() if name.startswith("alike") for key in words}
+LISTS = {name: re.findall(r"'.*?'|\S+", words) for name, words in re.findall("(.*) [|] (.*)", TABLES["lists"])}
+KINDS = {kind: fields for kind, *fields in (line.split(" | ") for line in TABLES["kinds"].split("\n"))}
+MAPS = {element: table(f"{element} maps") for element in ("int", "str")}
+PREDICATES = {element: table(f"{element} predicates", 2) for element in ("int", "str", "char")}
+FOLDS, PAIRS = table("folds", 2), table("pairs")
+LEVELS = {level: table(f"level {level}", 2) for level in (1, 2, 3, 4)}
+SHARES = {1: 2, 2: 4, 3: 3, 4: 1}  # of the levels in train
+DRAWN = {  # the templates of a level; the more operations one has, the more often it is drawn
+    level: [key for key in templates for _ in range(1 + 2 * len(OPERATION.findall(templates[key].code[0])))]
+    for level, templates in LEVELS.items()
+}
+ALIKE = {key: keys for name, keys in LISTS.items() if name.startswith("alike") for key in keys}
 SWAPS = dict(zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True))
-POLISH = {"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\\b": r"their \1",
-          "(number|count) of the ": r"\1 of ", NEW: ""}  # fmt: skip
-SLOT = re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")
-NOTHING = {"int": ["None", "0", "-1"], "str": ["None", "''"]}  # what comes of an empty list
-INNER = r"(?:[^][]|\[[^][]*\])*"
-GENERATOR = re.compile(rf"\b(sum|set|join|sorted)\(\[({INNER} for {INNER})\]\)")  # where a list is not needed
 
 
 # ---- a function ----------------------------------------------------------------------------------------------------
 
 
 def plural(verb):
-    """The plural of a verb phrase: starts with C -> start with C, is a vowel -> are vowels."""
-    mark, first, rest = re.fullmatch(f"({NEW}?)(\\w+)(.*)", verb).groups()
-    rest = re.sub(r"^ an? ([\w-]+ (?:letter|number)|\w+)", r" \1s", rest) if first == "is" else rest
+    """The plural of a verb phrase: "starts with C" gives "start with C", "is a vowel" gives "are vowels"."""
+    first, rest = verb.split(" ", 1)
+    if first == "is":
+        rest = re.sub(r"^an? ([\w-]+ (?:letter|number)|\w+)", r"\1s", rest)
     rest = re.sub(r"\bits\b", "their", re.sub(r"\bin it\b", "in them", rest))
-    return mark + {"is": "are", "has": "have", "does": "do"}.get(first, first.removesuffix("s")) + rest
+    return {"is": "are", "has": "have", "does": "do"}.get(first, first.removesuffix("s")) + " " + rest
 
 
 def applied(code, item):
@@ -121,141 +122,151 @@ def applied(code, item):
 
 
 class Function:
-    """A function of a level, drawn from the tables. With `new` it may have phrasings that train never has."""
+    """A function of a level, drawn from the tables. With `new` it may have phrasings that train never has.
+
+    KeyError or IndexError where an operation lacks what the template needs.
+    """
 
     def __init__(self, rng, level, new=False, key="", element=""):
-        self.rng, self.level, self.new, self.head, self.now = rng, level, new, "", element
-        self.operations, self.constants, self.names, self.arguments, self.values = [], [], {}, [], {}
+        self.rng, self.level, self.new, self.element = rng, level, new, element  # element: what operations work on
+        self.operations, self.constants, self.arguments = [], [], []  # arguments are pairs of a name and a kind
+        self.names = {}  # {slot: for each operation in it the names that it may have}
+        self.values = {}  # {slot: its text, or a function from the text in its braces}
+        self.helper, self.is_new = "", False  # source of the helper; is there a phrasing that train never has?
         key = key or rng.choice(DRAWN[level])
-        names, (slots, bodies), say = self.draw({key: LEVELS[level][key]})
-        slots, _, self.calls = slots.partition(":")
+        template, (slots, bodies), say = self.draw({key: LEVELS[level][key]})
+        slots, _, self.methods = slots.partition(":")
         for slot in slots.split():
             self.put(*re.fullmatch(r"(\D+)(\d?)", slot).groups())
-        code = self.values.get("CODE", "L")  # of an order or a reduction, "" if it is a loop alone
-        lacks = {"F{": not code, "F{[": code.count("L") > 1, "START": not self.values.get("START", True)}
-        self.bodies = [body for body in bodies.split(" OR ") if not any(lacks[slot] and slot in body for slot in lacks)]
+        known = {*self.values, "A", "B", "SELF"}
+        self.bodies = [body for body in bodies.split(" OR ") if known.issuperset(SLOT.findall(body))]
         said = self.fill(say(0))
-        if not self.bodies or (self.now == "char" and " list" not in said + " list" * ("F" in self.names or level > 1)):
+        ambiguous = self.element == "char" and level == 1 and "F" not in self.names and " list" not in said
+        if ambiguous or not self.bodies:
             raise KeyError("no body, or a sentence that may mean a list of characters or a string")
-        self.is_new, self.head = NEW in said + self.head, self.head.replace(NEW, "")
-        for pattern, text in POLISH.items():
-            said = re.sub(pattern, text, said)
-        self.template, self.what = said, (*self.operations, *self.constants, *(kind for _, kind in self.arguments))
-        # The names; one in ten says nothing.
-        name = re.sub("[A-Z]+(?![a-z])", lambda slot: rng.choice(self.names[slot[0]].pop(0)), rng.choice(names))
-        self.name = name if self.calls or element or rng.random() < 0.9 else rng.choice(LISTS["silent"])
-        self.name += "_all" * (self.name == self.values.get("HELPER"))
-        self.given = {"Y": self.name} | dict(zip("AB", (name for name, _ in self.arguments), strict=False))
-        said = re.sub(r"\b[AB]\b", lambda slot: self.given[slot[0]], said)
+        self.is_new = self.is_new or UNSEEN in said
+        nouns = "sum|total|mean|average|maximum|minimum|product|number|total length"
+        said = re.sub(rf"the ({nouns}) of them\b", r"their \1", said.replace(UNSEEN, ""))
+        self.template = re.sub("(number|count) of the ", r"\1 of ", said)
+        self.what = (*self.operations, *self.constants, *(kind for _, kind in self.arguments))
+
+        name = rng.choice(template.names)
+        name = re.sub("[A-Z]+(?![a-z])", lambda slot: rng.choice(self.names[slot[0]].pop(0)), name)
+        says_what = self.methods or element or rng.random() < 0.9
+        self.name = name if says_what else rng.choice(LISTS["silent"])
+        if self.name == self.values.get("HELPER"):
+            self.name += "_all"
+        self.given = {"SELF": self.name} | dict(zip("AB", (name for name, _ in self.arguments), strict=False))
+        said = self.named(self.template)
         self.sentence = said[0].upper() + said[1:]
 
     @functools.cached_property
     def solution(self):
         """The body, in one of the styles that there are for its operations."""
-        free = [name for name in LISTS["variables"] if name not in self.given.values()]
-        body, names = self.fill(self.rng.choice(self.bodies)), self.given | {"x": self.rng.choice(free)}
-        body = GENERATOR.sub(r"\1(\2)", re.sub(r"\b[ABYx]\b", lambda slot: names[slot[0]], body))
-        return textwrap.indent(body, "    ") + "\n"
+        body = GENERATOR.sub(r"\1(\2)", self.fill(self.rng.choice(self.bodies)))
+        variable = self.rng.choice([name for name in LISTS["variables"] if name not in self.given.values()])
+        return textwrap.indent(self.named(re.sub(r"\bx\b", variable, body)), "    ") + "\n"
 
     def prompt(self, example=""):
         """The source up to the end of the docstring."""
         said = self.sentence if len(self.sentence) < 100 else textwrap.fill(self.sentence, 100, break_on_hyphens=False)
-        names = ", ".join(name for name, _ in self.arguments)
-        line = f"class {self.name}:\n" if self.calls else f"def {self.name}({names}):\n"
-        return self.head + line + textwrap.indent(f'"""{said}{example}"""\n', "    ")
+        arguments = ", ".join(name for name, _ in self.arguments)
+        line = f"class {self.name}:\n" if self.methods else f"def {self.name}({arguments}):\n"
+        return self.helper + line + textwrap.indent(f'"""{said}{example}"""\n', "    ")
+
+    def named(self, text):
+        """The text with the names of its arguments. KeyError if there are none."""
+        return re.sub(r"\b(?:A|B|SELF)\b", lambda slot: self.given[slot[0]], text)
 
     def fill(self, text):
-        """The text with its slots replaced, from the inside out. KeyError where one has nothing."""
-        last = ""
-        while "{" in text and text != last:
-            last, text = text, SLOT.sub(lambda slot: self.values[slot[1]](slot[2]), text)
-        return re.sub(r"\b[A-Z]+\d?\b", lambda slot: self.values.get(slot[0], slot[0]), text)
+        """The text with its slots filled, from the inside out. KeyError where one has nothing."""
+        while BRACES.search(text):
+            text = BRACES.sub(lambda slot: self.values[slot[1]](slot[2]), text)
+        return SLOT.sub(lambda slot: self.values.get(slot[0], slot[0]), text)
 
-    def draw(self, operations):
-        """(names, code, say) of an operation with its constants put in; say(i) is a phrasing of its group i."""
+    def draw(self, entries):
+        """(entry, its code with constants, say) for one of the entries; say(i, item) phrases its group i."""
         rng, taken = self.rng, {*self.operations, *(key for name in self.operations for key in ALIKE.get(name, ()))}
-        key = rng.choice([key for key in operations if key not in taken])
-        names, code, letters, groups = operations[key]
-        constants = (
-            CONSTANTS | {"K": CONSTANTS["H"]} if ("digits" in (kind for _, kind in self.arguments)) else CONSTANTS
-        )
-        drawn = {letter: rng.choice(constants[letter] if letter != "Z" else NOTHING[self.now]) for letter in letters}
+        key = rng.choice([key for key in entries if key not in taken])
+        entry, drawn = entries[key], {}
+        kinds = (*(kind for _, kind in self.arguments), self.element, "")
+        for letter in entry.constants:  # those of a kind of argument or element, before those of any
+            names = (f"constant {letter} {kind}".strip() for kind in kinds)
+            drawn[letter] = rng.choice(next(LISTS[name] for name in names if name in LISTS))
+        self.operations.append(key)
+        self.constants += drawn.values()
         if "Z" in drawn:
             drawn["ELSE"] = rng.choice((f", or {drawn['Z']} if there are none", f" ({drawn['Z']} if there are none)"))
-        self.operations.append(key)
-        self.constants += [drawn[letter] for letter in letters]
 
         def fill(text):
             return CONSTANT.sub(lambda found: drawn[found[0]], text) if drawn else text
 
         def say(i, item="~"):
-            new = self.new and len(groups[i]) > 1 and rng.random() < 0.6
-            text = rng.choice(rng.choice(groups[i][-1:] if new else groups[i][:-1] or groups[i]))
-            return NEW * new + fill(text).replace("~", item)
+            group = entry.phrasings[i]
+            new = self.new and len(group) > 1 and rng.random() < 0.6
+            text = rng.choice(rng.choice(group[-1:] if new else group[:-1] or group))
+            return fill(text).replace("~", item) + (UNSEEN if new else "")
 
-        return names, [fill(text) for text in code], say
+        return entry, [fill(code) for code in entry.code], say
 
     def put(self, kind, i):
-        """Fill a slot of a template, the i-th of its kind: an operation, a helper or an argument."""
-        values, apply = self.values, functools.partial
+        """Fill a slot of a template, the i-th of its kind: with an operation, a helper or an argument."""
+        values, partial = self.values, functools.partial
         if kind == "P":
-            names, (code, opposite), say = self.draw(PREDICATES[self.now])
-            verb, many, (noun, _, where) = say(0), values.get("N", ""), values.get("N", "").partition(" ")
-            values |= {f"P{i}": apply(applied, code), f"U{i}": apply(applied, opposite)}
-            values |= {f"Q{i}": verb, f"R{i}": plural(verb), "ONE": f"{values.get('S')} that {verb}"}
-            values["MANY"] = f"{many} that {plural(verb)}"
-            if len(PREDICATES[self.now][self.operations[-1]][3]) > 1 and self.rng.random() < 0.5:
-                short = say(1)
-                behind = short.strip(NEW).startswith("~")
-                values["MANY"] = short.replace("~", many if behind else noun) + f" {where}" * bool(where and not behind)
+            entry, (code, opposite), say = self.draw(PREDICATES[self.element])
+            verb = say(0)
+            values |= {f"P{i}": partial(applied, code), f"U{i}": partial(applied, opposite)}
+            values |= {f"Q{i}": verb, f"R{i}": plural(verb)}
+            short = len(entry.phrasings) > 1 and self.rng.random() < 0.5
+            values["MANY"] = say(1, values["N"]) if short else f"{values['N']} that {plural(verb)}"
         elif kind in "Mm":
-            maps = {key: op for key, op in MAPS[self.now].items() if kind == "M" or key not in LISTS["numeric"]}
-            names, (code,), say = self.draw(maps)
-            values |= {f"M{i}": apply(applied, code), f"V{i}": apply(say, 0), f"W{i}": apply(say, 1)}
-            if many := re.fullmatch("(.?the (?:(?! of ).)*) of ~", say(1)):
-                values["X"] = lambda items: f"{many[1]}s of {items}"
-            self.now, kind = "int" if self.operations[-1] in LISTS["numeric"] else self.now, "M"
+            maps = MAPS[self.element]
+            entry, (code,), say = self.draw({k: maps[k] for k in maps if kind == "M" or k not in LISTS["numeric"]})
+            values |= {f"M{i}": partial(applied, code), f"V{i}": partial(say, 0), f"W{i}": partial(say, 1)}
+            if noun := re.fullmatch(f"(the (?:(?! of ).)*) of ~({UNSEEN}?)", say(1)):
+                values["X"] = lambda items: f"{noun[1]}s of {items}{noun[2]}"
+            kind, self.element = "M", "int" if entry.names[0] in LISTS["numeric"] else self.element
         elif kind == "F":
-            folds = [key for key in LISTS[f"{self.now} folds"] if key != "count" or not {"M", "HELPER"} & {*self.names}]
-            names, (code, loop), say = self.draw({key: FOLDS[key] for key in folds})
-            start, _, update = loop.partition("; ")
+            folds = [key for key in LISTS[f"{self.element} folds"] if key != "count" or not {"M", "HELPER"} & {*values}]
+            entry, (code, loop), say = self.draw({key: FOLDS[key] for key in folds})
             whole = "LISTED" if "L[" in code else "I"  # what is sliced must be a list
-            values |= {
-                "F": lambda items: re.sub(r"\bL\b", values[whole] if items == "I" else items, code),
-                "CODE": code,
-            }
-            values |= {
-                "START": start,
-                "VALUE": start.split(" ")[0],
-                "UPDATE": lambda item: update.replace("ITEM", item),
-            }
-            values |= {"G": apply(say, 0), "Y": apply(say, 1)}
+            if "L" in code:
+                values["F"] = lambda items: re.sub(r"\bL\b", whole if items == "I" else items, code)
+            if code.count("L") == 1:
+                values["E"] = values["F"]
+            if loop != "-":
+                start, update = loop.split("; ")
+                values |= {"START": start, "VALUE": start.split(" ")[0]}
+                values |= {"UPDATE": lambda item: update.replace("ITEM", item)}
+            values |= {"G": partial(say, 0), "Y": partial(say, 1)}
         elif kind == "KEY":
-            names, (code,), _ = self.draw({key: MAPS[self.now][key] for key in LISTS[f"{self.now} keys"]})
-            phrase = MAPS[self.now][self.operations[-1]][3][1][0][0]
-            values |= {"KEY": apply(applied, code), "BY": re.fullmatch("the (.*) of ~", phrase)[1]}
+            maps = MAPS[self.element]
+            entry, (code,), _ = self.draw({key: maps[key] for key in LISTS[f"{self.element} keys"]})
+            noun = entry.phrasings[1][0][0].removeprefix("the ").removesuffix(" of ~")
+            values |= {"KEY": partial(applied, code), "BY": noun}
         elif kind == "BOTH":
-            names, (values["BOTH"],), _ = self.draw(PAIRS)
-            values["NAME"], kind = self.operations[-1], "NAME"
+            entry, (values["BOTH"],), _ = self.draw(PAIRS)
+            values["NAME"], kind = entry.names[0], "NAME"
         elif kind in "fg":
-            helper = Function(self.rng, 1, self.new, "is_P" if kind == "f" else "M", self.now)
-            self.head = NEW * helper.is_new + helper.prompt() + helper.solution + "\n\n"
-            self.operations, self.constants = self.operations + helper.operations, self.constants + helper.constants
-            values["HELPER"], names, kind, self.now = helper.name, [helper.name], "HELPER", helper.now
+            helper = Function(self.rng, 1, self.new, "is_P" if kind == "f" else "M", self.element)
+            self.helper, self.is_new = f"{helper.prompt()}{helper.solution}\n\n", helper.is_new
+            self.operations += helper.operations
+            self.constants += helper.constants
+            values["HELPER"], self.element = helper.name, helper.element
+            kind, entry = "HELPER", Entry([helper.name], [], [], [])
         else:
             return self.argue(kind)
-        self.names.setdefault(kind, []).append(names)
+        self.names.setdefault(kind, []).append(entry.names)
 
     def argue(self, kind):
         """Add an argument of a kind, or of a choice of kinds, with the nouns for its elements."""
-        kind = self.now if kind == "item" and self.now else self.rng.choice(LISTS.get(kind, [kind]))
-        names, element, nouns, iterable, *_ = KINDS[kind]
+        kind = self.element if kind == "item" and self.element else self.rng.choice(LISTS.get(kind, [kind]))
+        names, element, nouns, iterable, listed = KINDS[kind]
         name = self.rng.choice([name for name in names.split() if (name, kind) not in self.arguments])
         if not self.arguments:
-            many, _, one = self.rng.choice((nouns or "A / A").split(" OR ")).partition(" / ")
-            self.now, one = element or kind, name.removesuffix("s") if one == "S" else one
-            listed = iterable if kind in LISTS["listed"] else f"list({iterable})"
-            self.values |= {"N": many, "S": one, "I": iterable, "LISTED": listed}
+            many, one = self.rng.choice(nouns.split(" OR ")).split(" / ")
+            self.values |= {"N": many, "S": one.replace("S", name.removesuffix("s")), "I": iterable, "LISTED": listed}
+            self.element = element
         self.arguments.append((name, kind))
 
 
@@ -301,9 +312,9 @@ def value(kind, f, rng, edge):
 def call(f, rng, edge=3):
     """The source of a call with drawn values; for a class an object, and on the next line calls of its methods."""
     made = f"{f.name}({', '.join(repr(value(kind, f, rng, edge)) for _, kind in f.arguments)})"
-    if not f.calls:
+    if not f.methods:
         return made
-    steps = [rng.choice(f.calls.split(",")).split() for _ in range(rng.randint(2, 4))]
+    steps = [rng.choice(f.methods.split(",")).split() for _ in range(rng.randint(2, 4))]
     steps = [f"c.{method}({', '.join(repr(value(kind, f, rng, 3)) for kind in kinds)})" for method, *kinds in steps]
     return f"c = {made}\n[{', '.join(steps)}]"
 
@@ -386,7 +397,7 @@ class World:
         """(a function, the split it belongs to or ""), of a sentence that describes nothing else."""
         while True:
             with contextlib.suppress(KeyError, IndexError):  # an operation lacks what the template needs
-                f = Function(rng, rng.choices(levels, [WEIGHTS[level] for level in levels])[0], new)
+                f = Function(rng, rng.choices(levels, [SHARES[level] for level in levels])[0], new)
                 if self.sentences.get(f.template, f.what) == f.what:
                     break
         f.combination = tuple(sorted(f.operations[f.level == 2 and len(f.operations) > 2 :]))  # without the template
