@@ -21,7 +21,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import random
 import re
@@ -53,23 +52,19 @@ class Config:
 
 UNSEEN = "\u00a4"  # ends a phrasing that train never has, until the sentence is complete
 CONSTANT = re.compile(r"\b[CDHJKTZ]\b|ELSE")
-OPERATION = re.compile(r"\b(?:[A-Z]+|[mfg])\d?\b")  # among the slots of a template; the others are arguments
+PUT = re.compile(r"\b(?:[A-Z]+|[mfg])\d?\b")  # among the slots of a template; the others are arguments
 SLOT, BRACES = re.compile(r"\b[A-Z]+\d?\b"), re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")
 GENERATOR = re.compile(r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)")  # where a list is not needed
 Entry = collections.namedtuple("Entry", "names code constants phrasings")
 
 
 def table(name, codes=1):
-    """{first name: Entry} of a table with so many fields of code.
-
-    An Entry has its names, fields of code, letters of the constants in them, and groups of phrasings; a phrasing is a
-    list of texts that mean the same.
-    """
+    """{first name: Entry} of a table with so many fields of code; a phrasing is a list of texts."""
     found = {}
     for text in re.split(r"\n(?=\w)", TABLES[name]):
         names, *fields = re.sub(r"\s*\n\s+", " ", text).split(" | ")
         code = [" OR ".join(map(layout, field.split(" OR "))) for field in fields[:codes]]
-        phrasings = [[expand(phrasing) for phrasing in field.split(" / ")] for field in fields[codes:]]
+        phrasings = [[phrasing.split(" // ") for phrasing in field.split(" / ")] for field in fields[codes:]]
         constants = sorted({*CONSTANT.findall(" ".join(code))})
         found[names.split(", ")[0]] = Entry(names.split(", "), code, constants, phrasings)
     return found
@@ -81,12 +76,6 @@ def layout(code):
     return re.sub(r"(?m)^def ", "\ndef ", re.sub(r"(?m)^ +", lambda spaces: spaces[0] * 4, code))
 
 
-def expand(phrasing):
-    """All texts of a phrasing with (a|b) in it."""
-    parts = [part.split("|") for part in re.split(r"\(([^()]*\|[^()]*)\)", phrasing)]
-    return ["".join(chosen) for chosen in itertools.product(*parts)]
-
-
 TABLES = dict(re.findall(r"(?ms)^\[(.*?)\][^\n]*\n(.*?)\n(?=\n\[|\Z)", Path(__file__).with_suffix(".txt").read_text()))
 LISTS = {name: re.findall(r"'.*?'|\S+", words) for name, words in re.findall("(.*) [|] (.*)", TABLES["lists"])}
 KINDS = {kind: fields for kind, *fields in (line.split(" | ") for line in TABLES["kinds"].split("\n"))}
@@ -95,10 +84,8 @@ PREDICATES = {element: table(f"{element} predicates", 2) for element in ("int", 
 FOLDS, PAIRS = table("folds", 2), table("pairs")
 LEVELS = {level: table(f"level {level}", 2) for level in (1, 2, 3, 4)}
 SHARES = {1: 2, 2: 4, 3: 3, 4: 1}  # of the levels in train
-DRAWN = {  # the templates of a level; the more operations one has, the more often it is drawn
-    level: [key for key in templates for _ in range(1 + 2 * len(OPERATION.findall(templates[key].code[0])))]
-    for level, templates in LEVELS.items()
-}
+# The templates of a level; the more operations one has, the more often it is drawn.
+DRAWN = {n: [key for key in LEVELS[n] for _ in range(1 + 2 * len(PUT.findall(LEVELS[n][key].code[0])))] for n in LEVELS}
 ALIKE = {key: keys for name, keys in LISTS.items() if name.startswith("alike") for key in keys}
 SWAPS = dict(zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True))
 
@@ -134,13 +121,13 @@ class Function:
         self.values = {}  # {slot: its text, or a function from the text in its braces}
         self.helper, self.is_new = "", False  # source of the helper; is there a phrasing that train never has?
         key = key or rng.choice(DRAWN[level])
-        template, (slots, bodies), say = self.draw({key: LEVELS[level][key]})
+        names, (slots, bodies), (say,) = self.draw({key: LEVELS[level][key]})
         slots, _, self.methods = slots.partition(":")
         for slot in slots.split():
             self.put(*re.fullmatch(r"(\D+)(\d?)", slot).groups())
         known = {*self.values, "A", "B", "SELF"}
         self.bodies = [body for body in bodies.split(" OR ") if known.issuperset(SLOT.findall(body))]
-        said = self.fill(say(0))
+        said = self.fill(say())
         ambiguous = self.element == "char" and level == 1 and "F" not in self.names and " list" not in said
         if ambiguous or not self.bodies:
             raise KeyError("no body, or a sentence that may mean a list of characters or a string")
@@ -150,7 +137,7 @@ class Function:
         self.template = re.sub("(number|count) of the ", r"\1 of ", said)
         self.what = (*self.operations, *self.constants, *(kind for _, kind in self.arguments))
 
-        name = rng.choice(template.names)
+        name = rng.choice(names)
         name = re.sub("[A-Z]+(?![a-z])", lambda slot: rng.choice(self.names[slot[0]].pop(0)), name)
         says_what = self.methods or element or rng.random() < 0.9
         self.name = name if says_what else rng.choice(LISTS["silent"])
@@ -185,78 +172,74 @@ class Function:
         return SLOT.sub(lambda slot: self.values.get(slot[0], slot[0]), text)
 
     def draw(self, entries):
-        """(entry, its code with constants, say) for one of the entries; say(i, item) phrases its group i."""
+        """(names, fields of code with constants, functions that give a phrasing for an item) of one of the entries."""
         rng, taken = self.rng, {*self.operations, *(key for name in self.operations for key in ALIKE.get(name, ()))}
         key = rng.choice([key for key in entries if key not in taken])
-        entry, drawn = entries[key], {}
-        kinds = (*(kind for _, kind in self.arguments), self.element, "")
-        for letter in entry.constants:  # those of a kind of argument or element, before those of any
-            names = (f"constant {letter} {kind}".strip() for kind in kinds)
-            drawn[letter] = rng.choice(next(LISTS[name] for name in names if name in LISTS))
+        kinds, constants = [*(kind for _, kind in self.arguments), self.element, "any"], {}
+        for letter in entries[key].constants:
+            name = next(name for kind in kinds if (name := f"constant {letter} {kind}") in LISTS)
+            constants[letter] = rng.choice(LISTS[name])
         self.operations.append(key)
-        self.constants += drawn.values()
-        if "Z" in drawn:
-            drawn["ELSE"] = rng.choice((f", or {drawn['Z']} if there are none", f" ({drawn['Z']} if there are none)"))
+        self.constants += constants.values()
+        if none := constants.get("Z"):
+            constants["ELSE"] = rng.choice((f", or {none} if there are none", f" ({none} if there are none)"))
+        fill = functools.partial(CONSTANT.sub, lambda letter: constants[letter[0]])
 
-        def fill(text):
-            return CONSTANT.sub(lambda found: drawn[found[0]], text) if drawn else text
-
-        def say(i, item="~"):
-            group = entry.phrasings[i]
-            new = self.new and len(group) > 1 and rng.random() < 0.6
-            text = rng.choice(rng.choice(group[-1:] if new else group[:-1] or group))
+        def say(phrasings, item="~"):
+            new = self.new and len(phrasings) > 1 and rng.random() < 0.6
+            text = rng.choice(rng.choice(phrasings[-1:] if new else phrasings[:-1] or phrasings))
             return fill(text).replace("~", item) + (UNSEEN if new else "")
 
-        return entry, [fill(code) for code in entry.code], say
+        says = [functools.partial(say, phrasings) for phrasings in entries[key].phrasings]
+        return entries[key].names, [fill(code) for code in entries[key].code], says
 
     def put(self, kind, i):
         """Fill a slot of a template, the i-th of its kind: with an operation, a helper or an argument."""
         values, partial = self.values, functools.partial
         if kind == "P":
-            entry, (code, opposite), say = self.draw(PREDICATES[self.element])
-            verb = say(0)
+            names, (code, opposite), (say, *short) = self.draw(PREDICATES[self.element])
+            verb, many = say(), values["N"]
             values |= {f"P{i}": partial(applied, code), f"U{i}": partial(applied, opposite)}
             values |= {f"Q{i}": verb, f"R{i}": plural(verb)}
-            short = len(entry.phrasings) > 1 and self.rng.random() < 0.5
-            values["MANY"] = say(1, values["N"]) if short else f"{values['N']} that {plural(verb)}"
+            is_short = short and self.rng.random() < 0.5
+            values["MANY"] = short[0](many) if is_short else f"{many} that {plural(verb)}"
         elif kind in "Mm":
             maps = MAPS[self.element]
-            entry, (code,), say = self.draw({k: maps[k] for k in maps if kind == "M" or k not in LISTS["numeric"]})
-            values |= {f"M{i}": partial(applied, code), f"V{i}": partial(say, 0), f"W{i}": partial(say, 1)}
-            if noun := re.fullmatch(f"(the (?:(?! of ).)*) of ~({UNSEEN}?)", say(1)):
-                values["X"] = lambda items: f"{noun[1]}s of {items}{noun[2]}"
-            kind, self.element = "M", "int" if entry.names[0] in LISTS["numeric"] else self.element
+            names, (code,), (verb, noun) = self.draw(
+                {key: maps[key] for key in maps if kind == "M" or key not in LISTS["numeric"]}
+            )
+            values |= {f"M{i}": partial(applied, code), f"V{i}": verb, f"W{i}": noun}
+            if one := re.fullmatch(f"(the (?:(?! of ).)*) of ~({UNSEEN}?)", noun()):
+                values["X"] = lambda items: f"{one[1]}s of {items}{one[2]}"
+            kind, self.element = "M", "int" if names[0] in LISTS["numeric"] else self.element
         elif kind == "F":
             folds = [key for key in LISTS[f"{self.element} folds"] if key != "count" or not {"M", "HELPER"} & {*values}]
-            entry, (code, loop), say = self.draw({key: FOLDS[key] for key in folds})
+            names, (code, loop), (values["G"], values["Y"]) = self.draw({key: FOLDS[key] for key in folds})
             whole = "LISTED" if "L[" in code else "I"  # what is sliced must be a list
-            if "L" in code:
+            if code != "-":
                 values["F"] = lambda items: re.sub(r"\bL\b", whole if items == "I" else items, code)
             if code.count("L") == 1:
                 values["E"] = values["F"]
             if loop != "-":
-                start, update = loop.split("; ")
-                values |= {"START": start, "VALUE": start.split(" ")[0]}
-                values |= {"UPDATE": lambda item: update.replace("ITEM", item)}
-            values |= {"G": partial(say, 0), "Y": partial(say, 1)}
+                values["START"], update, values["VALUE"] = loop.split("; ")
+                values["UPDATE"] = lambda item: update.replace("ITEM", item)
         elif kind == "KEY":
-            maps = MAPS[self.element]
-            entry, (code,), _ = self.draw({key: maps[key] for key in LISTS[f"{self.element} keys"]})
-            noun = entry.phrasings[1][0][0].removeprefix("the ").removesuffix(" of ~")
-            values |= {"KEY": partial(applied, code), "BY": noun}
+            maps = {key: MAPS[self.element][key] for key in LISTS[f"{self.element} keys"]}
+            names, (code,), _ = self.draw(maps)
+            noun = maps[names[0]].phrasings[1][0][0]
+            values |= {"KEY": partial(applied, code), "BY": noun.removeprefix("the ").removesuffix(" of ~")}
         elif kind == "BOTH":
-            entry, (values["BOTH"],), _ = self.draw(PAIRS)
-            values["NAME"], kind = entry.names[0], "NAME"
+            names, (values["BOTH"],), _ = self.draw(PAIRS)
+            values["NAME"], kind = names[0], "NAME"
         elif kind in "fg":
             helper = Function(self.rng, 1, self.new, "is_P" if kind == "f" else "M", self.element)
             self.helper, self.is_new = f"{helper.prompt()}{helper.solution}\n\n", helper.is_new
             self.operations += helper.operations
             self.constants += helper.constants
-            values["HELPER"], self.element = helper.name, helper.element
-            kind, entry = "HELPER", Entry([helper.name], [], [], [])
+            self.element, values["HELPER"], kind, names = helper.element, helper.name, "HELPER", [helper.name]
         else:
             return self.argue(kind)
-        self.names.setdefault(kind, []).append(entry.names)
+        self.names.setdefault(kind, []).append(names)
 
     def argue(self, kind):
         """Add an argument of a kind, or of a choice of kinds, with the nouns for its elements."""
@@ -303,7 +286,8 @@ def value(kind, f, rng, edge):
     if kind == "rows":
         return [[number() for _ in range(rng.randint(1, 3))] for _ in range(size // 2 + size % 2)]
     items = [number() if kind in ("ints", "scores") else word() for _ in range(size)]
-    items[-1:] = items[:1] if size > 2 and rng.random() < 0.4 else items[-1:]
+    if size > 2 and rng.random() < 0.4:
+        items[-1] = items[0]
     if kind == "chars":
         items = [rng.choice((item, item.capitalize(), item + item[-1:], str(rng.randint(0, 99)))) for item in items]
     return " ".join(items) if kind in ("text", "chars") else items
@@ -321,8 +305,7 @@ def call(f, rng, edge=3):
 
 def load(source, **scope):
     """The names that a program defines."""
-    with warnings.catch_warnings(action="ignore"):  # of mutants: "is" with a literal
-        exec(compile(source, "<tinypython>", "exec"), scope)
+    exec(source, scope)
     return scope
 
 
@@ -361,13 +344,14 @@ def mutants(text, rng):
 
 def tests_of(f, rng):
     """[(call, value)] that tell the solution from constants and from ten mutants; None if there are none."""
-    calls, scope = dict.fromkeys(call(f, rng, min(i, 3)) for i in range(50)), load(f.prompt() + f.solution)
+    calls = dict.fromkeys(call(f, rng, min(i, 3)) for i in range(50))
+    scope = load(f.prompt() + f.solution)
     right = {text: out for text in calls if (out := result(scope, text))}
     chosen, wrong = [*right][:3], 0
     for body in mutants(f.solution, rng):
         body = re.sub(r"while (.*):", r"while next(ticks) and \1:", body)  # a mutant may not end
-        with contextlib.suppress(SyntaxError):
-            scope = load(f.prompt() + body, ticks=itertools.repeat(True, 30_000))
+        with contextlib.suppress(SyntaxError), warnings.catch_warnings(action="ignore"):  # "is" with a literal
+            scope = load(f.prompt() + body, ticks=iter([True] * 30_000))
             differs = [text for text in right if result(scope, text) != right[text]]
             wrong += bool(differs)
             chosen += differs[:1] if not {*differs} & {*chosen} else []
@@ -419,16 +403,11 @@ class World:
     def tasks(self, split, count, levels):
         """Up to so many tasks of a split, as lines of its file; train must have been drawn."""
         rng, found = random.Random(f"{self.seed} {split}"), 0
+        wanted = ("constants", "composed") if split == "level4" else (split,)
         for _ in range(count * 300):
             f, its = self.draw(rng, levels, split == "phrased")
             known = its == "composed" or f.combination in self.combinations
-            if (
-                f.template in self.sentences
-                or not known
-                or (its not in SPLITS[:2] if split == "level4" else its != split)
-            ):
-                continue
-            if tests := tests_of(f, rng):
+            if known and its in wanted and f.template not in self.sentences and (tests := tests_of(f, rng)):
                 self.sentences[f.template] = f.what
                 yield task(f, tests, rng, f"{split}/{found}")
                 found += 1
@@ -456,32 +435,35 @@ def hole(text, rng):
 
 
 def main(cfg):
-    path, settings = Path(cfg.out) / "meta.json", json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))
-    saved = json.loads(path.read_text())["settings"] if path.exists() else None
-    if saved == settings:
-        print(f"{cfg.out} is complete, nothing to do")
+    out, counts = Path(cfg.out), {}
+    settings = json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))
+    if (out / "meta.json").exists():
+        saved = runs.read_json(out / "meta.json")["settings"]
+        if saved != settings:
+            other = ", ".join(f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name])
+            raise ValueError(f"{out} holds another world ({other}); choose another --out or delete it")
+        print(f"{out} is complete, nothing to do")
         return
-    if saved:
-        other = ", ".join(f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name])
-        raise ValueError(f"{cfg.out} holds another world ({other}); choose another --out or delete it")
-    out, world, rng, counts = Path(cfg.out), World(cfg.seed), random.Random(f"{cfg.seed} holes"), {}
+
+    def write(name, rows):
+        with open(out / f"{name}.jsonl", "w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
     out.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        names = {"rows": "train"}
-        files = {key: stack.enter_context(open(out / f"{names.get(key, key)}.jsonl", "w")) for key in cfg.formats}
-        for prompt, solution in world.train(cfg.n, cfg.levels):
-            i, j = hole(solution, rng)
-            middle = {"prompt": prompt + solution[:i], "response": solution[i:j], "suffix": solution[j:]}
-            pair = {"prompt": prompt, "response": solution}
-            rows = {"rows": {"content": prompt + solution}, "pairs": pair, "holes": middle}
-            for name, file in files.items():
-                file.write(json.dumps(rows[name]) + "\n")
+    world, rng = World(cfg.seed), random.Random(f"{cfg.seed} holes")
+    functions = [(prompt, body, *hole(body, rng)) for prompt, body in world.train(cfg.n, cfg.levels)]
+    if "rows" in cfg.formats:
+        write("train", ({"content": p + body} for p, body, _, _ in functions))
+    if "pairs" in cfg.formats:
+        write("pairs", ({"prompt": p, "response": body} for p, body, _, _ in functions))
+    if "holes" in cfg.formats:
+        write("holes", ({"prompt": p + b[:i], "response": b[i:j], "suffix": b[j:]} for p, b, i, j in functions))
     for split in cfg.splits:
         levels = (4,) if split == "level4" else [level for level in cfg.levels if level < 4] or (1, 2, 3)
-        rows = [json.dumps(row) + "\n" for row in world.tasks(split, cfg.tasks, levels)]
-        (out / f"{split}.jsonl").write_text("".join(rows))
-        counts[split] = len(rows)
-    path.write_text(json.dumps({"settings": settings, "tasks": counts}, indent=2) + "\n")
+        tasks = list(world.tasks(split, cfg.tasks, levels))
+        write(split, tasks)
+        counts[split] = len(tasks)
+    (out / "meta.json").write_text(json.dumps({"settings": settings, "tasks": counts}, indent=2) + "\n")
     print(f"wrote {out}: {cfg.n:,} functions, tasks: " + ", ".join(f"{split} {n:,}" for split, n in counts.items()))
 
 
