@@ -52,8 +52,8 @@ class Config:
 
 UNSEEN = "\u00a4"  # ends a phrasing that train never has, until the sentence is complete
 CONSTANT = re.compile(r"\b[CDHJKTZ]\b|ELSE")
-PUT = re.compile(r"\b(?:[A-Z]+|[mfg])\d?\b")  # among the slots of a template; the others are arguments
-SLOT, BRACES = re.compile(r"\b[A-Z]+\d?\b"), re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")
+SLOT, BRACES = re.compile(r"\b(?:[A-Z]+\d?|x)\b"), re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")
+PUT = re.compile(r"\b(?:[A-Z]+|[mfg])\d?\b")  # what is put into a template, beside its arguments
 GENERATOR = re.compile(r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)")  # where a list is not needed
 Entry = collections.namedtuple("Entry", "names code constants phrasings")
 
@@ -63,17 +63,11 @@ def table(name, codes=1):
     found = {}
     for text in re.split(r"\n(?=\w)", TABLES[name]):
         names, *fields = re.sub(r"\s*\n\s+", " ", text).split(" | ")
-        code = [" OR ".join(map(layout, field.split(" OR "))) for field in fields[:codes]]
+        code = [field.replace(r"\n", "\n").replace(r"\t", "    ") for field in fields[:codes]]
         phrasings = [[phrasing.split(" // ") for phrasing in field.split(" / ")] for field in fields[codes:]]
         constants = sorted({*CONSTANT.findall(" ".join(code))})
         found[names.split(", ")[0]] = Entry(names.split(", "), code, constants, phrasings)
     return found
-
-
-def layout(code):
-    """Code of a table as people write it: `if a: b` in two lines, indented by four, methods apart."""
-    code = re.sub(r"(?m)^( *)((?:if|elif|else|for|while)\b.*?): (?=\w)", r"\1\2:\n \1", code.replace(r"\n", "\n"))
-    return re.sub(r"(?m)^def ", "\ndef ", re.sub(r"(?m)^ +", lambda spaces: spaces[0] * 4, code))
 
 
 TABLES = dict(re.findall(r"(?ms)^\[(.*?)\][^\n]*\n(.*?)\n(?=\n\[|\Z)", Path(__file__).with_suffix(".txt").read_text()))
@@ -87,19 +81,11 @@ SHARES = {1: 2, 2: 4, 3: 3, 4: 1}  # of the levels in train
 # The templates of a level; the more operations one has, the more often it is drawn.
 DRAWN = {n: [key for key in LEVELS[n] for _ in range(1 + 2 * len(PUT.findall(LEVELS[n][key].code[0])))] for n in LEVELS}
 ALIKE = {key: keys for name, keys in LISTS.items() if name.startswith("alike") for key in keys}
-SWAPS = dict(zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True))
+OPERATIONS = {"P": PREDICATES, "M": MAPS, "m": MAPS, "KEY": MAPS}
+SWAPS = {sign: [other] for sign, other in zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True)}
 
 
 # ---- a function ----------------------------------------------------------------------------------------------------
-
-
-def plural(verb):
-    """The plural of a verb phrase: "starts with C" gives "start with C", "is a vowel" gives "are vowels"."""
-    first, rest = verb.split(" ", 1)
-    if first == "is":
-        rest = re.sub(r"^an? ([\w-]+ (?:letter|number)|\w+)", r"\1s", rest)
-    rest = re.sub(r"\bits\b", "their", re.sub(r"\bin it\b", "in them", rest))
-    return {"is": "are", "has": "have", "does": "do"}.get(first, first.removesuffix("s")) + " " + rest
 
 
 def applied(code, item):
@@ -109,10 +95,7 @@ def applied(code, item):
 
 
 class Function:
-    """A function of a level, drawn from the tables. With `new` it may have phrasings that train never has.
-
-    KeyError or IndexError where an operation lacks what the template needs.
-    """
+    """A function of a level. With `new` it may have phrasings that train never has. KeyError if nothing fits."""
 
     def __init__(self, rng, level, new=False, key="", element=""):
         self.rng, self.level, self.new, self.element = rng, level, new, element  # element: what operations work on
@@ -125,7 +108,7 @@ class Function:
         slots, _, self.methods = slots.partition(":")
         for slot in slots.split():
             self.put(*re.fullmatch(r"(\D+)(\d?)", slot).groups())
-        known = {*self.values, "A", "B", "SELF"}
+        known = {*self.values, "A", "B", "SELF", "x"}
         self.bodies = [body for body in bodies.split(" OR ") if known.issuperset(SLOT.findall(body))]
         said = self.fill(say())
         ambiguous = self.element == "char" and level == 1 and "F" not in self.names and " list" not in said
@@ -136,34 +119,24 @@ class Function:
         said = re.sub(rf"the ({nouns}) of them\b", r"their \1", said.replace(UNSEEN, ""))
         self.template = re.sub("(number|count) of the ", r"\1 of ", said)
         self.what = (*self.operations, *self.constants, *(kind for _, kind in self.arguments))
-
-        name = rng.choice(names)
-        name = re.sub("[A-Z]+(?![a-z])", lambda slot: rng.choice(self.names[slot[0]].pop(0)), name)
-        says_what = self.methods or element or rng.random() < 0.9
-        self.name = name if says_what else rng.choice(LISTS["silent"])
-        if self.name == self.values.get("HELPER"):
-            self.name += "_all"
-        self.given = {"SELF": self.name} | dict(zip("AB", (name for name, _ in self.arguments), strict=False))
-        said = self.named(self.template)
+        name = re.sub("[A-Z]+(?![a-z])", lambda slot: rng.choice(self.names[slot[0]].pop(0)), rng.choice(names))
+        self.name = name if self.methods or element or rng.random() < 0.9 else rng.choice(LISTS["silent"])
+        self.values |= {"SELF": self.name} | dict(zip("AB", dict(self.arguments), strict=False))
+        said = re.sub(r"\b[AB]\b", lambda slot: self.values[slot[0]], self.template)
         self.sentence = said[0].upper() + said[1:]
 
     @functools.cached_property
     def solution(self):
         """The body, in one of the styles that there are for its operations."""
-        body = GENERATOR.sub(r"\1(\2)", self.fill(self.rng.choice(self.bodies)))
-        variable = self.rng.choice([name for name in LISTS["variables"] if name not in self.given.values()])
-        return textwrap.indent(self.named(re.sub(r"\bx\b", variable, body)), "    ") + "\n"
+        body = self.rng.choice(self.bodies)
+        self.values["x"] = self.rng.choice([name for name in LISTS["variables"] if name not in dict(self.arguments)])
+        return textwrap.indent(GENERATOR.sub(r"\1(\2)", self.fill(body)), "    ") + "\n"
 
     def prompt(self, example=""):
         """The source up to the end of the docstring."""
         said = self.sentence if len(self.sentence) < 100 else textwrap.fill(self.sentence, 100, break_on_hyphens=False)
-        arguments = ", ".join(name for name, _ in self.arguments)
-        line = f"class {self.name}:\n" if self.methods else f"def {self.name}({arguments}):\n"
+        line = f"class {self.name}:\n" if self.methods else f"def {self.name}({', '.join(dict(self.arguments))}):\n"
         return self.helper + line + textwrap.indent(f'"""{said}{example}"""\n', "    ")
-
-    def named(self, text):
-        """The text with the names of its arguments. KeyError if there are none."""
-        return re.sub(r"\b(?:A|B|SELF)\b", lambda slot: self.given[slot[0]], text)
 
     def fill(self, text):
         """The text with its slots filled, from the inside out. KeyError where one has nothing."""
@@ -194,27 +167,43 @@ class Function:
         return entries[key].names, [fill(code) for code in entries[key].code], says
 
     def put(self, kind, i):
-        """Fill a slot of a template, the i-th of its kind: with an operation, a helper or an argument."""
+        """Fill a slot of a template, the i-th of its kind: with an argument, a helper or an operation."""
         values, partial = self.values, functools.partial
+        if kind in "fg":
+            helper = Function(self.rng, 1, self.new, "is_P" if kind == "f" else "M", self.element)
+            self.helper, self.is_new = f"{helper.prompt()}{helper.solution}\n\n", helper.is_new
+            self.operations += helper.operations
+            self.constants += helper.constants
+            self.element, values["HELPER"], self.names["HELPER"] = helper.element, helper.name, [[helper.name]]
+            return
+        if not PUT.fullmatch(kind):
+            return self.argue(kind)
+        table = {"F": FOLDS, "BOTH": PAIRS}.get(kind) or OPERATIONS[kind][self.element]
+        keys = [*LISTS.get(f"{kind} {self.element}", table)]
+        if {"M", "HELPER"} & {*values} and "count" in keys:
+            keys.remove("count")  # as many as before
+        names, codes, says = self.draw({key: table[key] for key in keys})
         if kind == "P":
-            names, (code, opposite), (say, *short) = self.draw(PREDICATES[self.element])
-            verb, many = say(), values["N"]
-            values |= {f"P{i}": partial(applied, code), f"U{i}": partial(applied, opposite)}
-            values |= {f"Q{i}": verb, f"R{i}": plural(verb)}
+            (code, opposite), (say, *short) = codes, says
+            verb = say()
+            one, many = (re.sub(r"\((.*?)\|(.*?)\)", form, verb) for form in (r"\1", r"\2"))
+            values |= {
+                f"P{i}": partial(applied, code),
+                f"U{i}": partial(applied, opposite),
+                f"Q{i}": one,
+                f"R{i}": many,
+            }
             is_short = short and self.rng.random() < 0.5
-            values["MANY"] = short[0](many) if is_short else f"{many} that {plural(verb)}"
+            values["MANY"] = short[0](values["N"]) if is_short else f"{values['N']} that {many}"
         elif kind in "Mm":
-            maps = MAPS[self.element]
-            names, (code,), (verb, noun) = self.draw(
-                {key: maps[key] for key in maps if kind == "M" or key not in LISTS["numeric"]}
-            )
+            kind, (code,), (verb, noun) = "M", codes, says
             values |= {f"M{i}": partial(applied, code), f"V{i}": verb, f"W{i}": noun}
             if one := re.fullmatch(f"(the (?:(?! of ).)*) of ~({UNSEEN}?)", noun()):
                 values["X"] = lambda items: f"{one[1]}s of {items}{one[2]}"
-            kind, self.element = "M", "int" if names[0] in LISTS["numeric"] else self.element
+            if names[0] in LISTS["numeric"]:
+                self.element = "int"
         elif kind == "F":
-            folds = [key for key in LISTS[f"{self.element} folds"] if key != "count" or not {"M", "HELPER"} & {*values}]
-            names, (code, loop), (values["G"], values["Y"]) = self.draw({key: FOLDS[key] for key in folds})
+            (code, loop), (values["G"], values["Y"]) = codes, says
             whole = "LISTED" if "L[" in code else "I"  # what is sliced must be a list
             if code != "-":
                 values["F"] = lambda items: re.sub(r"\bL\b", whole if items == "I" else items, code)
@@ -224,31 +213,21 @@ class Function:
                 values["START"], update, values["VALUE"] = loop.split("; ")
                 values["UPDATE"] = lambda item: update.replace("ITEM", item)
         elif kind == "KEY":
-            maps = {key: MAPS[self.element][key] for key in LISTS[f"{self.element} keys"]}
-            names, (code,), _ = self.draw(maps)
-            noun = maps[names[0]].phrasings[1][0][0]
-            values |= {"KEY": partial(applied, code), "BY": noun.removeprefix("the ").removesuffix(" of ~")}
-        elif kind == "BOTH":
-            names, (values["BOTH"],), _ = self.draw(PAIRS)
-            values["NAME"], kind = names[0], "NAME"
-        elif kind in "fg":
-            helper = Function(self.rng, 1, self.new, "is_P" if kind == "f" else "M", self.element)
-            self.helper, self.is_new = f"{helper.prompt()}{helper.solution}\n\n", helper.is_new
-            self.operations += helper.operations
-            self.constants += helper.constants
-            self.element, values["HELPER"], kind, names = helper.element, helper.name, "HELPER", [helper.name]
+            noun = table[names[0]].phrasings[1][0][0]
+            values |= {"KEY": partial(applied, *codes), "BY": noun.removeprefix("the ").removesuffix(" of ~")}
         else:
-            return self.argue(kind)
+            kind, values["NAME"], (values["BOTH"],) = "NAME", names[0], codes
         self.names.setdefault(kind, []).append(names)
 
     def argue(self, kind):
         """Add an argument of a kind, or of a choice of kinds, with the nouns for its elements."""
         kind = self.element if kind == "item" and self.element else self.rng.choice(LISTS.get(kind, [kind]))
-        names, element, nouns, iterable, listed = KINDS[kind]
+        names, element, nouns, *iterable = KINDS[kind]
         name = self.rng.choice([name for name in names.split() if (name, kind) not in self.arguments])
         if not self.arguments:
             many, one = self.rng.choice(nouns.split(" OR ")).split(" / ")
-            self.values |= {"N": many, "S": one.replace("S", name.removesuffix("s")), "I": iterable, "LISTED": listed}
+            self.values |= {"N": many, "S": one.replace("S", name.removesuffix("s"))}
+            self.values["I"], self.values["LISTED"] = (text.replace("A", name) for text in iterable)
             self.element = element
         self.arguments.append((name, kind))
 
@@ -312,11 +291,10 @@ def load(source, **scope):
 def result(scope, text):
     """The value of a call in a list of one; an empty list where it raises."""
     setup, _, expression = text.rpartition("\n")
-    try:
+    with contextlib.suppress(Exception):
         exec(setup, scope)
         return [eval(expression, scope)]
-    except Exception:
-        return []
+    return []
 
 
 def example(f, rng):
@@ -337,9 +315,8 @@ def mutants(text, rng):
     marks = [*re.finditer(r"[=!<>+*/%-]+|\b\w+\b", text)]
     for mark in rng.sample(marks, len(marks)):
         word = mark[0]
-        others = [str(int(word) + 1), str(int(word) - 1)] if word.isdigit() else [SWAPS[word]] if word in SWAPS else []
-        for other in others:
-            yield text[: mark.start()] + other + text[mark.end() :]
+        for other in (int(word) + 1, int(word) - 1) if word.isdigit() else SWAPS.get(word, ()):
+            yield f"{text[: mark.start()]}{other}{text[mark.end() :]}"
 
 
 def tests_of(f, rng):
