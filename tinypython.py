@@ -53,7 +53,7 @@ class Config:
 UNSEEN = "\u00a4"  # ends a phrasing that train never has, until the sentence is complete
 CONSTANT = re.compile(r"\b[CDHJKTZ]\b|ELSE")
 SLOT, BRACES = re.compile(r"\b(?:[A-Z]+\d?|x)\b"), re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")
-PUT = re.compile(r"\b(?:[A-Z]+|[mfg])\d?\b")  # what is put into a template, beside its arguments
+PUT = re.compile(r"\b(?:[A-Z]+|[mf]|h[PM])\d?\b")  # what a template has; the more, the more often it is drawn
 GENERATOR = re.compile(r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)")  # where a list is not needed
 Entry = collections.namedtuple("Entry", "names code constants phrasings")
 
@@ -78,10 +78,9 @@ PREDICATES = {element: table(f"{element} predicates", 2) for element in ("int", 
 FOLDS, PAIRS = table("folds", 2), table("pairs")
 LEVELS = {level: table(f"level {level}", 2) for level in (1, 2, 3, 4)}
 SHARES = {1: 2, 2: 4, 3: 3, 4: 1}  # of the levels in train
-# The templates of a level; the more operations one has, the more often it is drawn.
 DRAWN = {n: [key for key in LEVELS[n] for _ in range(1 + 2 * len(PUT.findall(LEVELS[n][key].code[0])))] for n in LEVELS}
 ALIKE = {key: keys for name, keys in LISTS.items() if name.startswith("alike") for key in keys}
-OPERATIONS = {"P": PREDICATES, "M": MAPS, "m": MAPS, "KEY": MAPS}
+FILLERS = {"P": PREDICATES, "M": MAPS, "KEY": MAPS, "F": dict.fromkeys(PREDICATES, FOLDS), "BOTH": {"int": PAIRS}}
 SWAPS = {sign: [other] for sign, other in zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True)}
 
 
@@ -100,7 +99,7 @@ class Function:
     def __init__(self, rng, level, new=False, key="", element=""):
         self.rng, self.level, self.new, self.element = rng, level, new, element  # element: what operations work on
         self.operations, self.constants, self.arguments = [], [], []  # arguments are pairs of a name and a kind
-        self.names = {}  # {slot: for each operation in it the names that it may have}
+        self.names = collections.defaultdict(list)  # {slot: for each operation in it the names that it may have}
         self.values = {}  # {slot: its text, or a function from the text in its braces}
         self.helper, self.is_new = "", False  # source of the helper; is there a phrasing that train never has?
         key = key or rng.choice(DRAWN[level])
@@ -147,12 +146,12 @@ class Function:
     def draw(self, entries):
         """(names, fields of code with constants, functions that give a phrasing for an item) of one of the entries."""
         rng, taken = self.rng, {*self.operations, *(key for name in self.operations for key in ALIKE.get(name, ()))}
-        key = rng.choice([key for key in entries if key not in taken])
+        entry = entries[rng.choice([key for key in entries if key not in taken])]
         kinds, constants = [*(kind for _, kind in self.arguments), self.element, "any"], {}
-        for letter in entries[key].constants:
+        for letter in entry.constants:
             name = next(name for kind in kinds if (name := f"constant {letter} {kind}") in LISTS)
             constants[letter] = rng.choice(LISTS[name])
-        self.operations.append(key)
+        self.operations.append(entry.names[0])
         self.constants += constants.values()
         if none := constants.get("Z"):
             constants["ELSE"] = rng.choice((f", or {none} if there are none", f" ({none} if there are none)"))
@@ -163,40 +162,33 @@ class Function:
             text = rng.choice(rng.choice(phrasings[-1:] if new else phrasings[:-1] or phrasings))
             return fill(text).replace("~", item) + (UNSEEN if new else "")
 
-        says = [functools.partial(say, phrasings) for phrasings in entries[key].phrasings]
-        return entries[key].names, [fill(code) for code in entries[key].code], says
+        return entry.names, [fill(code) for code in entry.code], [functools.partial(say, g) for g in entry.phrasings]
 
     def put(self, kind, i):
         """Fill a slot of a template, the i-th of its kind: with an argument, a helper or an operation."""
         values, partial = self.values, functools.partial
-        if kind in "fg":
-            helper = Function(self.rng, 1, self.new, "is_P" if kind == "f" else "M", self.element)
+        if not PUT.fullmatch(kind):
+            return self.argue(kind)
+        if kind in ("hP", "hM"):
+            helper = Function(self.rng, 1, self.new, "is_P" if kind == "hP" else "M", self.element)
             self.helper, self.is_new = f"{helper.prompt()}{helper.solution}\n\n", helper.is_new
             self.operations += helper.operations
             self.constants += helper.constants
             self.element, values["HELPER"], self.names["HELPER"] = helper.element, helper.name, [[helper.name]]
             return
-        if not PUT.fullmatch(kind):
-            return self.argue(kind)
-        table = {"F": FOLDS, "BOTH": PAIRS}.get(kind) or OPERATIONS[kind][self.element]
-        keys = [*LISTS.get(f"{kind} {self.element}", table)]
-        if {"M", "HELPER"} & {*values} and "count" in keys:
-            keys.remove("count")  # as many as before
-        names, codes, says = self.draw({key: table[key] for key in keys})
+        table = FILLERS[kind.upper()][self.element]
+        names, codes, says = self.draw({key: table[key] for key in LISTS.get(f"{kind} {self.element}", table)})
+        kind = kind.upper()
         if kind == "P":
             (code, opposite), (say, *short) = codes, says
             verb = say()
             one, many = (re.sub(r"\((.*?)\|(.*?)\)", form, verb) for form in (r"\1", r"\2"))
-            values |= {
-                f"P{i}": partial(applied, code),
-                f"U{i}": partial(applied, opposite),
-                f"Q{i}": one,
-                f"R{i}": many,
-            }
+            values |= {f"P{i}": partial(applied, code), f"U{i}": partial(applied, opposite)}
+            values |= {f"Q{i}": one, f"R{i}": many}
             is_short = short and self.rng.random() < 0.5
             values["MANY"] = short[0](values["N"]) if is_short else f"{values['N']} that {many}"
-        elif kind in "Mm":
-            kind, (code,), (verb, noun) = "M", codes, says
+        elif kind == "M":
+            (code,), (verb, noun) = codes, says
             values |= {f"M{i}": partial(applied, code), f"V{i}": verb, f"W{i}": noun}
             if one := re.fullmatch(f"(the (?:(?! of ).)*) of ~({UNSEEN}?)", noun()):
                 values["X"] = lambda items: f"{one[1]}s of {items}{one[2]}"
@@ -217,7 +209,7 @@ class Function:
             values |= {"KEY": partial(applied, *codes), "BY": noun.removeprefix("the ").removesuffix(" of ~")}
         else:
             kind, values["NAME"], (values["BOTH"],) = "NAME", names[0], codes
-        self.names.setdefault(kind, []).append(names)
+        self.names[kind].append(names)
 
     def argue(self, kind):
         """Add an argument of a kind, or of a choice of kinds, with the nouns for its elements."""
@@ -331,13 +323,12 @@ def tests_of(f, rng):
             scope = load(f.prompt() + body, ticks=iter([True] * 30_000))
             differs = [text for text in right if result(scope, text) != right[text]]
             wrong += bool(differs)
-            chosen += differs[:1] if not {*differs} & {*chosen} else []
+            chosen += differs[:1] if {*differs}.isdisjoint(chosen) else []
         if wrong == 10:
             break
     chosen += [text for text in right if text not in chosen][: max(0, 5 - len(chosen))]
-    tests = [(text, right[text][0]) for text in chosen]
-    constant = len({repr(out) for _, out in tests}) < 2
-    return None if constant or wrong < 3 or not 5 <= len(tests) <= 12 else tests
+    if wrong > 2 and 5 <= len(chosen) <= 12 and len({repr(right[text]) for text in chosen}) > 1:
+        return [(text, *right[text]) for text in chosen]
 
 
 # ---- splits and files ----------------------------------------------------------------------------------------------
@@ -386,19 +377,15 @@ class World:
             known = its == "composed" or f.combination in self.combinations
             if known and its in wanted and f.template not in self.sentences and (tests := tests_of(f, rng)):
                 self.sentences[f.template] = f.what
-                yield task(f, tests, rng, f"{split}/{found}")
+                cases = [re.sub(r"(?m)^(?=.*\Z)", "assert ", text) + f" == {out!r}" for text, out in tests]
+                check = re.sub(rf"\b{f.name}\(", "candidate(", textwrap.indent("\n".join(cases), "    "))
+                row = {"task_id": f"{split}/{found}", "prompt": f.prompt(example(f, rng) if rng.random() < 0.5 else "")}
+                row |= {"entry_point": f.name, "canonical_solution": f.solution}
+                row |= {"test": f"def check(candidate):\n{check}\n", "test_cases": cases, "level": f.level}
+                yield row | {"operations": f.operations, "hole": hole(f.solution, rng)}
                 found += 1
             if found == count:
                 return
-
-
-def task(f, tests, rng, name):
-    """A task: HumanEval's fields, "test_cases" for coupled_grpo.py, and a hole in the solution."""
-    cases = [re.sub(r"(?m)^(?=.*\Z)", "assert ", text) + f" == {out!r}" for text, out in tests]
-    candidate = re.sub(rf"\b{f.name}\(", "candidate(", "\n".join(cases))
-    row = {"task_id": name, "prompt": f.prompt(example(f, rng) if rng.random() < 0.5 else ""), "entry_point": f.name}
-    row |= {"canonical_solution": f.solution, "test": f"def check(candidate):\n{textwrap.indent(candidate, '    ')}\n"}
-    return row | {"test_cases": cases, "level": f.level, "operations": f.operations, "hole": hole(f.solution, rng)}
 
 
 def hole(text, rng):
@@ -423,8 +410,7 @@ def main(cfg):
         return
 
     def write(name, rows):
-        with open(out / f"{name}.jsonl", "w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        runs.write(out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
 
     out.mkdir(parents=True, exist_ok=True)
     world, rng = World(cfg.seed), random.Random(f"{cfg.seed} holes")
@@ -440,7 +426,7 @@ def main(cfg):
         tasks = list(world.tasks(split, cfg.tasks, levels))
         write(split, tasks)
         counts[split] = len(tasks)
-    (out / "meta.json").write_text(json.dumps({"settings": settings, "tasks": counts}, indent=2) + "\n")
+    runs.write(out / "meta.json", {"settings": settings, "tasks": counts})
     print(f"wrote {out}: {cfg.n:,} functions, tasks: " + ", ".join(f"{split} {n:,}" for split, n in counts.items()))
 
 
