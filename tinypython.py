@@ -48,8 +48,6 @@ class Config:
     seed: runs.Natural = 0  # random seed of all that is drawn
 
 
-# ---- the tables of tinypython.txt ----------------------------------------------------------------------------------
-
 UNSEEN = "\u00a4"  # ends a phrasing that train never has, until the sentence is complete
 CONSTANT = re.compile(r"\b[CDHJKTZ]\b|ELSE")
 SLOT, BRACES = re.compile(r"\b(?:[A-Z]+\d?|x)\b"), re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")
@@ -84,9 +82,6 @@ FILLERS = {"P": PREDICATES, "M": MAPS, "KEY": MAPS, "F": dict.fromkeys(PREDICATE
 SWAPS = {sign: [other] for sign, other in zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True)}
 
 
-# ---- a function ----------------------------------------------------------------------------------------------------
-
-
 def applied(code, item):
     """Code with an expression in place of x, in brackets where it needs them."""
     inner = item if re.fullmatch(r"[\w.]+(\(.*\)|\[.*\])*", item) else f"({item})"
@@ -114,9 +109,10 @@ class Function:
         if ambiguous or not self.bodies:
             raise KeyError("no body, or a sentence that may mean a list of characters or a string")
         self.is_new = self.is_new or UNSEEN in said
-        nouns = "sum|total|mean|average|maximum|minimum|product|number|total length"
-        said = re.sub(rf"the ({nouns}) of them\b", r"their \1", said.replace(UNSEEN, ""))
-        self.template = re.sub("(number|count) of the ", r"\1 of ", said)
+        said = re.sub(
+            r"the (sum|total( length)?|mean|average|maximum|minimum|product|number) of them\b", r"their \1", said
+        )
+        self.template = re.sub("(number|count) of the ", r"\1 of ", said).replace(UNSEEN, "")
         self.what = (*self.operations, *self.constants, *(kind for _, kind in self.arguments))
         name = re.sub("[A-Z]+(?![a-z])", lambda slot: rng.choice(self.names[slot[0]].pop(0)), rng.choice(names))
         self.name = name if self.methods or element or rng.random() < 0.9 else rng.choice(LISTS["silent"])
@@ -222,9 +218,6 @@ class Function:
             self.values["I"], self.values["LISTED"] = (text.replace("A", name) for text in iterable)
             self.element = element
         self.arguments.append((name, kind))
-
-
-# ---- examples, tests and mutants -----------------------------------------------------------------------------------
 
 
 def value(kind, f, rng, edge):
@@ -399,6 +392,9 @@ def hole(text, rng):
 
 
 def main(cfg):
+    def write(name, rows):
+        runs.write(out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+
     out, counts = Path(cfg.out), {}
     settings = json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))
     if (out / "meta.json").exists():
@@ -408,10 +404,6 @@ def main(cfg):
             raise ValueError(f"{out} holds another world ({other}); choose another --out or delete it")
         print(f"{out} is complete, nothing to do")
         return
-
-    def write(name, rows):
-        runs.write(out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
-
     out.mkdir(parents=True, exist_ok=True)
     world, rng = World(cfg.seed), random.Random(f"{cfg.seed} holes")
     functions = [(prompt, body, *hole(body, rng)) for prompt, body in world.train(cfg.n, cfg.levels)]
