@@ -9,10 +9,10 @@ What TinyStories is to English, this is to code: small enough to be learnt on a 
 1 is one operation, 2 a composition of two or three, 3 control flow with state, 4 functions that call one another, and
 classes. A docstring decides its function: no sentence describes two.
 
-Splits hold what train lacks: constants (operations that occur together, but never with these constants), composed
-(operations that never occur together), phrased (a phrasing that never occurs), level4 (constants or composed, of
-level 4). A task is a problem in HumanEval's form, with "test_cases" for coupled_grpo.py: at least five tests, which no
-constant answer passes, and none of the first ten mutants of the solution.
+Splits hold what train lacks: constants (operations of train, but never with these constants), composed (operations
+that never occur together), phrased (a phrasing that never occurs), level4 (constants or composed, of level 4). A task
+has HumanEval's fields, and "test_cases" for coupled_grpo.py: at least five tests, which no constant answer passes, and
+none of the first ten mutants of the solution.
 
 Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
 """
@@ -49,10 +49,10 @@ class Config:
 
 
 UNSEEN = "\u00a4"  # ends a phrasing that train never has, until the sentence is complete
-CONSTANT = re.compile(r"\b[CDHJKTZ]\b|ELSE")
-SLOT, BRACES = re.compile(r"\b(?:[A-Z]+\d?|x)\b"), re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")
-PUT = re.compile(r"\b(?:[A-Z]+|[mf]|h[PM])\d?\b")  # what a template has; the more, the more often it is drawn
-GENERATOR = re.compile(r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)")  # where a list is not needed
+CONSTANT, SLOT = re.compile(r"\b[CDHJKTZ]\b|ELSE"), re.compile(r"\b(?:[A-Z]+\d?|x)\b")
+CALL = re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")  # of a slot: M{x}
+DRAWS = re.compile(r"\b(?:[A-Z]+|[mf]|h[PM])\d?\b")  # what a template draws, beside its arguments
+GENERATOR = re.compile(r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)")  # where no list is needed
 Entry = collections.namedtuple("Entry", "names code constants phrasings")
 
 
@@ -75,10 +75,11 @@ MAPS = {element: table(f"{element} maps") for element in ("int", "str")}
 PREDICATES = {element: table(f"{element} predicates", 2) for element in ("int", "str", "char")}
 FOLDS, PAIRS = table("folds", 2), table("pairs")
 LEVELS = {level: table(f"level {level}", 2) for level in (1, 2, 3, 4)}
-SHARES = {1: 2, 2: 4, 3: 3, 4: 1}  # of the levels in train
-DRAWN = {n: [key for key in LEVELS[n] for _ in range(1 + 2 * len(PUT.findall(LEVELS[n][key].code[0])))] for n in LEVELS}
+SHARES = {1: 2, 2: 4, 3: 3, 4: 1}  # of the levels in train; in a level, templates with more slots are drawn more often
+DRAWN = {n: [key for key, e in LEVELS[n].items() for _ in range(1 + 2 * len(DRAWS.findall(e.code[0])))] for n in LEVELS}
 ALIKE = {key: keys for name, keys in LISTS.items() if name.startswith("alike") for key in keys}
-FILLERS = {"P": PREDICATES, "M": MAPS, "KEY": MAPS, "F": dict.fromkeys(PREDICATES, FOLDS), "BOTH": {"int": PAIRS}}
+# For a slot and an element, the table whose entries fit.
+FITTING = {"P": PREDICATES, "M": MAPS, "KEY": MAPS, "F": dict.fromkeys(PREDICATES, FOLDS), "BOTH": {"int": PAIRS}}
 SWAPS = {sign: [other] for sign, other in zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True)}
 
 
@@ -91,7 +92,7 @@ def applied(code, item):
 class Function:
     """A function of a level. With `new` it may have phrasings that train never has. KeyError if nothing fits."""
 
-    def __init__(self, rng, level, new=False, key="", element=""):
+    def __init__(self, rng, level, new=False, key="", element=""):  # a helper has the template `key` for an element
         self.rng, self.level, self.new, self.element = rng, level, new, element  # element: what operations work on
         self.operations, self.constants, self.arguments = [], [], []  # arguments are pairs of a name and a kind
         self.names = collections.defaultdict(list)  # {slot: for each operation in it the names that it may have}
@@ -135,8 +136,8 @@ class Function:
 
     def fill(self, text):
         """The text with its slots filled, from the inside out. KeyError where one has nothing."""
-        while BRACES.search(text):
-            text = BRACES.sub(lambda slot: self.values[slot[1]](slot[2]), text)
+        while CALL.search(text):
+            text = CALL.sub(lambda slot: self.values[slot[1]](slot[2]), text)
         return SLOT.sub(lambda slot: self.values.get(slot[0], slot[0]), text)
 
     def draw(self, entries):
@@ -163,7 +164,7 @@ class Function:
     def put(self, kind, i):
         """Fill a slot of a template, the i-th of its kind: with an argument, a helper or an operation."""
         values, partial = self.values, functools.partial
-        if not PUT.fullmatch(kind):
+        if not DRAWS.fullmatch(kind):
             return self.argue(kind)
         if kind in ("hP", "hM"):
             helper = Function(self.rng, 1, self.new, "is_P" if kind == "hP" else "M", self.element)
@@ -172,7 +173,7 @@ class Function:
             self.constants += helper.constants
             self.element, values["HELPER"], self.names["HELPER"] = helper.element, helper.name, [[helper.name]]
             return
-        table = FILLERS[kind.upper()][self.element]
+        table = FITTING[kind.upper()][self.element]
         names, codes, says = self.draw({key: table[key] for key in LISTS.get(f"{kind} {self.element}", table)})
         kind = kind.upper()
         if kind == "P":
@@ -210,13 +211,12 @@ class Function:
     def argue(self, kind):
         """Add an argument of a kind, or of a choice of kinds, with the nouns for its elements."""
         kind = self.element if kind == "item" and self.element else self.rng.choice(LISTS.get(kind, [kind]))
-        names, element, nouns, *iterable = KINDS[kind]
+        names, self.element, nouns, *iterable = KINDS[kind]
         name = self.rng.choice([name for name in names.split() if (name, kind) not in self.arguments])
         if not self.arguments:
             many, one = self.rng.choice(nouns.split(" OR ")).split(" / ")
             self.values |= {"N": many, "S": one.replace("S", name.removesuffix("s"))}
             self.values["I"], self.values["LISTED"] = (text.replace("A", name) for text in iterable)
-            self.element = element
         self.arguments.append((name, kind))
 
 
@@ -297,11 +297,10 @@ def example(f, rng):
 
 def mutants(text, rng):
     """Programs that differ from a body in one sign, name or constant, in random order."""
-    marks = [*re.finditer(r"[=!<>+*/%-]+|\b\w+\b", text)]
-    for mark in rng.sample(marks, len(marks)):
-        word = mark[0]
+    marks = [(mark.start(), mark[0]) for mark in re.finditer(r"[=!<>+*/%-]+|\b\w+\b", text)]
+    for start, word in rng.sample(marks, len(marks)):
         for other in (int(word) + 1, int(word) - 1) if word.isdigit() else SWAPS.get(word, ()):
-            yield f"{text[: mark.start()]}{other}{text[mark.end() :]}"
+            yield f"{text[:start]}{other}{text[start + len(word) :]}"
 
 
 def tests_of(f, rng):
@@ -322,9 +321,6 @@ def tests_of(f, rng):
     chosen += [text for text in right if text not in chosen][: max(0, 5 - len(chosen))]
     if wrong > 2 and 5 <= len(chosen) <= 12 and len({repr(right[text]) for text in chosen}) > 1:
         return [(text, *right[text]) for text in chosen]
-
-
-# ---- splits and files ----------------------------------------------------------------------------------------------
 
 
 def held(*key):
@@ -392,11 +388,8 @@ def hole(text, rng):
 
 
 def main(cfg):
-    def write(name, rows):
-        runs.write(out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
-
-    out, counts = Path(cfg.out), {}
-    settings = json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))
+    out, files = Path(cfg.out), {}
+    settings = json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))  # with lists, as they are read back
     if (out / "meta.json").exists():
         saved = runs.read_json(out / "meta.json")["settings"]
         if saved != settings:
@@ -408,16 +401,17 @@ def main(cfg):
     world, rng = World(cfg.seed), random.Random(f"{cfg.seed} holes")
     functions = [(prompt, body, *hole(body, rng)) for prompt, body in world.train(cfg.n, cfg.levels)]
     if "rows" in cfg.formats:
-        write("train", ({"content": p + body} for p, body, _, _ in functions))
+        files["train"] = ({"content": p + body} for p, body, _, _ in functions)
     if "pairs" in cfg.formats:
-        write("pairs", ({"prompt": p, "response": body} for p, body, _, _ in functions))
+        files["pairs"] = ({"prompt": p, "response": body} for p, body, _, _ in functions)
     if "holes" in cfg.formats:
-        write("holes", ({"prompt": p + b[:i], "response": b[i:j], "suffix": b[j:]} for p, b, i, j in functions))
+        files["holes"] = ({"prompt": p + b[:i], "response": b[i:j], "suffix": b[j:]} for p, b, i, j in functions)
     for split in cfg.splits:
         levels = (4,) if split == "level4" else [level for level in cfg.levels if level < 4] or (1, 2, 3)
-        tasks = list(world.tasks(split, cfg.tasks, levels))
-        write(split, tasks)
-        counts[split] = len(tasks)
+        files[split] = list(world.tasks(split, cfg.tasks, levels))
+    for name, rows in files.items():
+        runs.write(out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    counts = {split: len(files[split]) for split in cfg.splits}
     runs.write(out / "meta.json", {"settings": settings, "tasks": counts})
     print(f"wrote {out}: {cfg.n:,} functions, tasks: " + ", ".join(f"{split} {n:,}" for split, n in counts.items()))
 
