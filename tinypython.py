@@ -52,12 +52,13 @@ UNSEEN = "\u00a4"  # ends a phrasing that train never has, until the sentence is
 CONSTANT, SLOT = re.compile(r"\b[CDHJKTZ]\b|ELSE"), re.compile(r"\b(?:[A-Z]+\d?|x)\b")
 CALL = re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")  # of a slot: M{x}
 DRAWS = re.compile(r"\b(?:[A-Z]+|[mf]|h[PM])\d?\b")  # what a template draws, beside its arguments
-GENERATOR = re.compile(r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)")  # where no list is needed
-Entry = collections.namedtuple("Entry", "names code constants phrasings")
+GENERATOR = re.compile(r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)")  # sum([x for x in a]) needs no list
+THEIR = re.compile(r"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\b")
+Entry = collections.namedtuple("Entry", "names code constants phrasings")  # an operation, or a template for some
 
 
 def table(name, codes=1):
-    """{first name: Entry} of a table with so many fields of code; a phrasing is a list of texts."""
+    """{first name: Entry} of a table with so many fields of code. A field of phrasings is a list of lists of texts."""
     found = {}
     for text in re.split(r"\n(?=\w)", TABLES[name]):
         names, *fields = re.sub(r"\s*\n\s+", " ", text).split(" | ")
@@ -100,7 +101,7 @@ class Function:
         self.helper, self.is_new = "", False  # source of the helper; is there a phrasing that train never has?
         key = key or rng.choice(DRAWN[level])
         names, (slots, bodies), (say,) = self.draw({key: LEVELS[level][key]})
-        slots, _, self.methods = slots.partition(":")
+        slots, _, self.methods = slots.partition(":")  # a class has methods: add int, reset
         for slot in slots.split():
             self.put(*re.fullmatch(r"(\D+)(\d?)", slot).groups())
         known = {*self.values, "A", "B", "SELF", "x"}
@@ -110,10 +111,8 @@ class Function:
         if ambiguous or not self.bodies:
             raise KeyError("no body, or a sentence that may mean a list of characters or a string")
         self.is_new = self.is_new or UNSEEN in said
-        said = re.sub(
-            r"the (sum|total( length)?|mean|average|maximum|minimum|product|number) of them\b", r"their \1", said
-        )
-        self.template = re.sub("(number|count) of the ", r"\1 of ", said).replace(UNSEEN, "")
+        said = THEIR.sub(r"their \1", said.replace(UNSEEN, ""))
+        self.template = re.sub("(number|count) of the ", r"\1 of ", said)  # the sentence, with A and B in it
         self.what = (*self.operations, *self.constants, *(kind for _, kind in self.arguments))
         name = re.sub("[A-Z]+(?![a-z])", lambda slot: rng.choice(self.names[slot[0]].pop(0)), rng.choice(names))
         self.name = name if self.methods or element or rng.random() < 0.9 else rng.choice(LISTS["silent"])
@@ -141,11 +140,11 @@ class Function:
         return SLOT.sub(lambda slot: self.values.get(slot[0], slot[0]), text)
 
     def draw(self, entries):
-        """(names, fields of code with constants, functions that give a phrasing for an item) of one of the entries."""
+        """(names, code, says) of one of the entries; code has its constants, a function of says phrases an item."""
         rng, taken = self.rng, {*self.operations, *(key for name in self.operations for key in ALIKE.get(name, ()))}
         entry = entries[rng.choice([key for key in entries if key not in taken])]
         kinds, constants = [*(kind for _, kind in self.arguments), self.element, "any"], {}
-        for letter in entry.constants:
+        for letter in entry.constants:  # a list for a kind of argument or an element comes before that for any
             name = next(name for kind in kinds if (name := f"constant {letter} {kind}") in LISTS)
             constants[letter] = rng.choice(LISTS[name])
         self.operations.append(entry.names[0])
@@ -171,7 +170,8 @@ class Function:
             self.helper, self.is_new = f"{helper.prompt()}{helper.solution}\n\n", helper.is_new
             self.operations += helper.operations
             self.constants += helper.constants
-            self.element, values["HELPER"], self.names["HELPER"] = helper.element, helper.name, [[helper.name]]
+            self.element, values["HELPER"] = helper.element, helper.name
+            self.names["HELPER"] = [[helper.name]]
             return
         table = FITTING[kind.upper()][self.element]
         names, codes, says = self.draw({key: table[key] for key in LISTS.get(f"{kind} {self.element}", table)})
@@ -187,8 +187,8 @@ class Function:
         elif kind == "M":
             (code,), (verb, noun) = codes, says
             values |= {f"M{i}": partial(applied, code), f"V{i}": verb, f"W{i}": noun}
-            if one := re.fullmatch(f"(the (?:(?! of ).)*) of ~({UNSEEN}?)", noun()):
-                values["X"] = lambda items: f"{one[1]}s of {items}{one[2]}"
+            if singular := re.fullmatch(f"(the (?:(?! of ).)*) of ~({UNSEEN}?)", noun()):
+                values["X"] = lambda items: f"{singular[1]}s of {items}{singular[2]}"
             if names[0] in LISTS["numeric"]:
                 self.element = "int"
         elif kind == "F":
@@ -221,7 +221,7 @@ class Function:
 
 
 def value(kind, f, rng, edge):
-    """A value for an argument; edge 0 is empty or zero, 1 has one element, 2 is negative."""
+    """A value for an argument; edge 0 is empty or zero, 1 has one element, 2 is negative, 3 is any."""
     numbers = [int(c) for c in f.constants if c.isdigit()] or [3]
     letters = [c[1] for c in f.constants if c[0] == "'" and c[1].isalpha()] or ["e"]
 
@@ -358,7 +358,7 @@ class World:
                 n -= 1
 
     def tasks(self, split, count, levels):
-        """Up to so many tasks of a split, as lines of its file; train must have been drawn."""
+        """Up to so many tasks of a split, as rows of its file; train must have been drawn."""
         rng, found = random.Random(f"{self.seed} {split}"), 0
         wanted = ("constants", "composed") if split == "level4" else (split,)
         for _ in range(count * 300):
