@@ -49,7 +49,7 @@ class Config:
 
 
 UNSEEN = "\u00a4"  # ends a phrasing that train never has, until the sentence is complete
-CONSTANT, SLOT = re.compile(r"\b[CDHJKTZ]\b|ELSE"), re.compile(r"\b(?:[A-Z]+\d?|x)\b")
+CONSTANT, SLOT = re.compile(r"\b[CDHJKTZ]\b|ELSE"), re.compile(r"\b[A-Zx]+\d?\b")
 CALL = re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")  # of a slot: M{x}
 DRAWS = re.compile(r"\b(?:[A-Z]+|[mf]|h[PM])\d?\b")  # what a template draws, beside its arguments
 GENERATOR = re.compile(r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)")  # sum([x for x in a]) needs no list
@@ -99,8 +99,7 @@ class Function:
         self.names = collections.defaultdict(list)  # {slot: for each operation in it the names that it may have}
         self.values = {}  # {slot: its text, or a function from the text in its braces}
         self.helper, self.is_new = "", False  # source of the helper; is there a phrasing that train never has?
-        key = key or rng.choice(DRAWN[level])
-        names, (slots, bodies), (say,) = self.draw({key: LEVELS[level][key]})
+        names, (slots, bodies), (say,) = self.draw(LEVELS[level], [key or rng.choice(DRAWN[level])])
         slots, _, self.methods = slots.partition(":")  # a class has methods: add int, reset
         for slot in slots.split():
             self.put(*re.fullmatch(r"(\D+)(\d?)", slot).groups())
@@ -113,7 +112,7 @@ class Function:
         self.is_new = self.is_new or UNSEEN in said
         said = THEIR.sub(r"their \1", said.replace(UNSEEN, ""))
         self.template = re.sub("(number|count) of the ", r"\1 of ", said)  # the sentence, with A and B in it
-        self.what = (*self.operations, *self.constants, *(kind for _, kind in self.arguments))
+        self.what = (*self.operations, *self.constants, *dict(self.arguments).values())
         name = re.sub("[A-Z]+(?![a-z])", lambda slot: rng.choice(self.names[slot[0]].pop(0)), rng.choice(names))
         self.name = name if self.methods or element or rng.random() < 0.9 else rng.choice(LISTS["silent"])
         self.values |= {"SELF": self.name} | dict(zip("AB", dict(self.arguments), strict=False))
@@ -139,11 +138,11 @@ class Function:
             text = CALL.sub(lambda slot: self.values[slot[1]](slot[2]), text)
         return SLOT.sub(lambda slot: self.values.get(slot[0], slot[0]), text)
 
-    def draw(self, entries):
-        """(names, code, says) of one of the entries; code has its constants, a function of says phrases an item."""
+    def draw(self, table, keys):
+        """(names, code, says) of one of the keys; code has its constants, a function of says phrases an item."""
         rng, taken = self.rng, {*self.operations, *(key for name in self.operations for key in ALIKE.get(name, ()))}
-        entry = entries[rng.choice([key for key in entries if key not in taken])]
-        kinds, constants = [*(kind for _, kind in self.arguments), self.element, "any"], {}
+        entry = table[rng.choice([key for key in keys if key not in taken])]
+        kinds, constants = [*dict(self.arguments).values(), self.element, "any"], {}
         for letter in entry.constants:  # a list for a kind of argument or an element comes before that for any
             name = next(name for kind in kinds if (name := f"constant {letter} {kind}") in LISTS)
             constants[letter] = rng.choice(LISTS[name])
@@ -151,7 +150,7 @@ class Function:
         self.constants += constants.values()
         if none := constants.get("Z"):
             constants["ELSE"] = rng.choice((f", or {none} if there are none", f" ({none} if there are none)"))
-        fill = functools.partial(CONSTANT.sub, lambda letter: constants[letter[0]])
+        fill = functools.partial(CONSTANT.sub, lambda letter: constants[letter[0]]) if constants else str
 
         def say(phrasings, item="~"):
             new = self.new and len(phrasings) > 1 and rng.random() < 0.6
@@ -174,7 +173,7 @@ class Function:
             self.names["HELPER"] = [[helper.name]]
             return
         table = FITTING[kind.upper()][self.element]
-        names, codes, says = self.draw({key: table[key] for key in LISTS.get(f"{kind} {self.element}", table)})
+        names, codes, says = self.draw(table, LISTS.get(f"{kind} {self.element}", table))
         kind = kind.upper()
         if kind == "P":
             (code, opposite), (say, *short) = codes, says
