@@ -9,18 +9,18 @@ What TinyStories is to English, this is to code: small enough to be learnt on a 
 1 is one operation, 2 a composition of two or three, 3 control flow with state, 4 functions that call one another, and
 classes. A docstring decides its function: no sentence describes two.
 
-Splits hold what train lacks: constants (operations that occur together, but never with these constants), composed
-(operations that never occur together), phrased (a phrasing that never occurs), level4 (constants or composed, of
-level 4). A task is a problem in HumanEval's form, with "test_cases" for coupled_grpo.py: at least five tests, which no
-constant answer passes, and none of the first ten mutants of the solution.
+Splits hold what train lacks: constants (operations of train, but never with these constants), composed (operations
+that never occur together), phrased (a phrasing that never occurs), level4 (constants or composed, of level 4). A task
+has HumanEval's fields, and "test_cases" for coupled_grpo.py: at least five tests, which no constant answer passes, and
+none of the first ten mutants of the solution.
 
 Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import random
 import re
@@ -48,70 +48,40 @@ class Config:
     seed: runs.Natural = 0  # random seed of all that is drawn
 
 
-# ---- the tables of tinypython.txt ----------------------------------------------------------------------------------
+UNSEEN = "\u00a4"  # ends a phrasing that train never has, until the sentence is complete
+CONSTANT, SLOT = re.compile(r"\b[CDHJKTZ]\b|ELSE"), re.compile(r"\b[A-Zx]+\d?\b")
+CALL = re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")  # of a slot: M{x}
+DRAWS = re.compile(r"\b(?:[A-Z]+|[mf]|h[PM])\d?\b")  # what a template draws, beside its arguments
+GENERATOR = re.compile(r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)")  # sum([x for x in a]) needs no list
+THEIR = re.compile(r"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\b")
+Entry = collections.namedtuple("Entry", "names code constants phrasings")  # an operation, or a template for some
 
-NEW = "\u00a4"  # marks a phrasing that train never has, until the sentence is complete
-CONSTANT = re.compile(r"\b[CDHJKWZ]\b(?!\{)|ELSE")
 
-
-def table(text, codes=1):
-    """{first name: (names, fields of code, letters of its constants, groups of phrasings)} of a table."""
+def table(name, codes=1):
+    """{first name: Entry} of a table with so many fields of code. A field of phrasings is a list of lists of texts."""
     found = {}
-    for entry in re.split(r"\n(?=\w)", text):
-        names, *fields = re.split(r"\s*(?<= )\|(?= |$)\s*", re.sub(r"\s*\n\s+", " ", entry))
-        code = [" OR ".join(map(statements, field.split(" OR "))) for field in fields[:codes]]
-        groups = [[expand(phrase) for phrase in field.split(" / ")] for field in fields[codes:]]
-        letters = sorted({*CONSTANT.findall(" ".join(code))})
-        found[names.split(", ")[0]] = names.split(", "), code, letters, groups
+    for text in re.split(r"\n(?=\w)", TABLES[name]):
+        names, *fields = re.sub(r"\s*\n\s+", " ", text).split(" | ")
+        code = [field.replace(r"\n", "\n").replace(r"\t", "    ") for field in fields[:codes]]
+        phrasings = [[phrasing.split(" // ") for phrasing in field.split(" / ")] for field in fields[codes:]]
+        constants = sorted({*CONSTANT.findall(" ".join(code))})
+        found[names.split(", ")[0]] = Entry(names.split(", "), code, constants, phrasings)
     return found
 
 
-def statements(code):
-    """Code of a table as people lay it out: `if a: b` in two lines, indented by four, methods apart."""
-    code = re.sub(r"(?m)^( *)((?:if|elif|else|for|while)\b.*?): (?=\w)", r"\1\2:\n \1", code.replace(r"\n", "\n"))
-    return re.sub(r"(?m)^def ", "\ndef ", re.sub(r"(?m)^ +", lambda spaces: spaces[0] * 4, code))
-
-
-def expand(phrase):
-    """All texts of a phrase with (a|b) in it."""
-    parts = [part.split("|") for part in re.split(r"\(([^()]*\|[^()]*)\)", phrase)]
-    return ["".join(chosen) for chosen in itertools.product(*parts)]
-
-
-def lines(name):
-    return [line.split(" | ") for line in TABLES[name].split("\n")]
-
-
 TABLES = dict(re.findall(r"(?ms)^\[(.*?)\][^\n]*\n(.*?)\n(?=\n\[|\Z)", Path(__file__).with_suffix(".txt").read_text()))
-LISTS = {name: words.split() for name, words in lines("lists")}
-KINDS = {kind: fields + [""] * 3 for kind, *fields in lines("kinds")}
-MAPS = {element: table(TABLES[f"{element} maps"]) for element in ("int", "str")}
-PREDICATES = {element: table(TABLES[f"{element} predicates"], 2) for element in ("int", "str", "char")}
-FOLDS, PAIRS = table(TABLES["orders"], 2) | table(TABLES["reductions"], 2), table(TABLES["pairs"])
-LEVELS = {level: table(TABLES[f"level {level}"], 2) for level in (1, 2, 3, 4)}
-SLOTS = re.compile(r"\b(?:[PMm]\d?|F|f|g|KEY|BOTH)\b")  # the more slots, the more often a template is drawn
-DRAWN = {n: [key for key in LEVELS[n] for _ in range(1 + 2 * len(SLOTS.findall(LEVELS[n][key][1][0])))] for n in LEVELS}
-WEIGHTS = {1: 2, 2: 4, 3: 3, 4: 1}  # how often train has each level
-CONSTANTS = {letter: LISTS[f"constant {letter}"] for letter in "CDHJK"} | {"W": ["'-'", "', '", "'+'", "'/'", "' '"]}
-ALIKE = {key: words for name, words in LISTS.items() if name.startswith("alike") for key in words}
-SWAPS = dict(zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True))
-POLISH = {"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\\b": r"their \1",
-          "(number|count) of the ": r"\1 of ", NEW: ""}  # fmt: skip
-SLOT = re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")
-NOTHING = {"int": ["None", "0", "-1"], "str": ["None", "''"]}  # what comes of an empty list
-INNER = r"(?:[^][]|\[[^][]*\])*"
-GENERATOR = re.compile(rf"\b(sum|set|join|sorted)\(\[({INNER} for {INNER})\]\)")  # where a list is not needed
-
-
-# ---- a function ----------------------------------------------------------------------------------------------------
-
-
-def plural(verb):
-    """The plural of a verb phrase: starts with C -> start with C, is a vowel -> are vowels."""
-    mark, first, rest = re.fullmatch(f"({NEW}?)(\\w+)(.*)", verb).groups()
-    rest = re.sub(r"^ an? ([\w-]+ (?:letter|number)|\w+)", r" \1s", rest) if first == "is" else rest
-    rest = re.sub(r"\bits\b", "their", re.sub(r"\bin it\b", "in them", rest))
-    return mark + {"is": "are", "has": "have", "does": "do"}.get(first, first.removesuffix("s")) + rest
+LISTS = {name: re.findall(r"'.*?'|\S+", words) for name, words in re.findall("(.*) [|] (.*)", TABLES["lists"])}
+KINDS = {kind: fields for kind, *fields in (line.split(" | ") for line in TABLES["kinds"].split("\n"))}
+MAPS = {element: table(f"{element} maps") for element in ("int", "str")}
+PREDICATES = {element: table(f"{element} predicates", 2) for element in ("int", "str", "char")}
+FOLDS, PAIRS = table("folds", 2), table("pairs")
+LEVELS = {level: table(f"level {level}", 2) for level in (1, 2, 3, 4)}
+SHARES = {1: 2, 2: 4, 3: 3, 4: 1}  # of the levels in train; in a level, templates with more slots are drawn more often
+DRAWN = {n: [key for key, e in LEVELS[n].items() for _ in range(1 + 2 * len(DRAWS.findall(e.code[0])))] for n in LEVELS}
+ALIKE = {key: keys for name, keys in LISTS.items() if name.startswith("alike") for key in keys}
+# For a slot and an element, the table whose entries fit.
+FITTING = {"P": PREDICATES, "M": MAPS, "KEY": MAPS, "F": dict.fromkeys(PREDICATES, FOLDS), "BOTH": {"int": PAIRS}}
+SWAPS = {sign: [other] for sign, other in zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True)}
 
 
 def applied(code, item):
@@ -121,149 +91,136 @@ def applied(code, item):
 
 
 class Function:
-    """A function of a level, drawn from the tables. With `new` it may have phrasings that train never has."""
+    """A function of a level. With `new` it may have phrasings that train never has. KeyError if nothing fits."""
 
-    def __init__(self, rng, level, new=False, key="", element=""):
-        self.rng, self.level, self.new, self.head, self.now = rng, level, new, "", element
-        self.operations, self.constants, self.names, self.arguments, self.values = [], [], {}, [], {}
-        key = key or rng.choice(DRAWN[level])
-        names, (slots, bodies), say = self.draw({key: LEVELS[level][key]})
-        slots, _, self.calls = slots.partition(":")
+    def __init__(self, rng, level, new=False, key="", element=""):  # a helper has the template `key` for an element
+        self.rng, self.level, self.new, self.element = rng, level, new, element  # element: what operations work on
+        self.operations, self.constants, self.arguments = [], [], []  # arguments are pairs of a name and a kind
+        self.names = collections.defaultdict(list)  # {slot: for each operation in it the names that it may have}
+        self.values = {}  # {slot: its text, or a function from the text in its braces}
+        self.helper, self.is_new = "", False  # source of the helper; is there a phrasing that train never has?
+        names, (slots, bodies), (say,) = self.draw(LEVELS[level], [key or rng.choice(DRAWN[level])])
+        slots, _, self.methods = slots.partition(":")  # a class has methods: add int, reset
         for slot in slots.split():
             self.put(*re.fullmatch(r"(\D+)(\d?)", slot).groups())
-        code = self.values.get("CODE", "L")  # of an order or a reduction, "" if it is a loop alone
-        lacks = {"F{": not code, "F{[": code.count("L") > 1, "START": not self.values.get("START", True)}
-        self.bodies = [body for body in bodies.split(" OR ") if not any(lacks[slot] and slot in body for slot in lacks)]
-        said = self.fill(say(0))
-        if not self.bodies or (self.now == "char" and " list" not in said + " list" * ("F" in self.names or level > 1)):
+        known = {*self.values, "A", "B", "SELF", "x"}
+        self.bodies = [body for body in bodies.split(" OR ") if known.issuperset(SLOT.findall(body))]
+        said = self.fill(say())
+        ambiguous = self.element == "char" and level == 1 and "F" not in self.names and " list" not in said
+        if ambiguous or not self.bodies:
             raise KeyError("no body, or a sentence that may mean a list of characters or a string")
-        self.is_new, self.head = NEW in said + self.head, self.head.replace(NEW, "")
-        for pattern, text in POLISH.items():
-            said = re.sub(pattern, text, said)
-        self.template, self.what = said, (*self.operations, *self.constants, *(kind for _, kind in self.arguments))
-        # The names; one in ten says nothing.
+        self.is_new = self.is_new or UNSEEN in said
+        said = THEIR.sub(r"their \1", said.replace(UNSEEN, ""))
+        self.template = re.sub("(number|count) of the ", r"\1 of ", said)  # the sentence, with A and B in it
+        self.what = (*self.operations, *self.constants, *dict(self.arguments).values())
         name = re.sub("[A-Z]+(?![a-z])", lambda slot: rng.choice(self.names[slot[0]].pop(0)), rng.choice(names))
-        self.name = name if self.calls or element or rng.random() < 0.9 else rng.choice(LISTS["silent"])
-        self.name += "_all" * (self.name == self.values.get("HELPER"))
-        self.given = {"Y": self.name} | dict(zip("AB", (name for name, _ in self.arguments), strict=False))
-        said = re.sub(r"\b[AB]\b", lambda slot: self.given[slot[0]], said)
+        self.name = name if self.methods or element or rng.random() < 0.9 else rng.choice(LISTS["silent"])
+        self.values |= {"SELF": self.name} | dict(zip("AB", dict(self.arguments), strict=False))
+        said = re.sub(r"\b[AB]\b", lambda slot: self.values[slot[0]], self.template)
         self.sentence = said[0].upper() + said[1:]
 
     @functools.cached_property
     def solution(self):
         """The body, in one of the styles that there are for its operations."""
-        free = [name for name in LISTS["variables"] if name not in self.given.values()]
-        body, names = self.fill(self.rng.choice(self.bodies)), self.given | {"x": self.rng.choice(free)}
-        body = GENERATOR.sub(r"\1(\2)", re.sub(r"\b[ABYx]\b", lambda slot: names[slot[0]], body))
-        return textwrap.indent(body, "    ") + "\n"
+        body = self.rng.choice(self.bodies)
+        self.values["x"] = self.rng.choice([name for name in LISTS["variables"] if name not in dict(self.arguments)])
+        return textwrap.indent(GENERATOR.sub(r"\1(\2)", self.fill(body)), "    ") + "\n"
 
     def prompt(self, example=""):
         """The source up to the end of the docstring."""
         said = self.sentence if len(self.sentence) < 100 else textwrap.fill(self.sentence, 100, break_on_hyphens=False)
-        names = ", ".join(name for name, _ in self.arguments)
-        line = f"class {self.name}:\n" if self.calls else f"def {self.name}({names}):\n"
-        return self.head + line + textwrap.indent(f'"""{said}{example}"""\n', "    ")
+        line = f"class {self.name}:\n" if self.methods else f"def {self.name}({', '.join(dict(self.arguments))}):\n"
+        return self.helper + line + textwrap.indent(f'"""{said}{example}"""\n', "    ")
 
     def fill(self, text):
-        """The text with its slots replaced, from the inside out. KeyError where one has nothing."""
-        last = ""
-        while "{" in text and text != last:
-            last, text = text, SLOT.sub(lambda slot: self.values[slot[1]](slot[2]), text)
-        return re.sub(r"\b[A-Z]+\d?\b", lambda slot: self.values.get(slot[0], slot[0]), text)
+        """The text with its slots filled, from the inside out. KeyError where one has nothing."""
+        while CALL.search(text):
+            text = CALL.sub(lambda slot: self.values[slot[1]](slot[2]), text)
+        return SLOT.sub(lambda slot: self.values.get(slot[0], slot[0]), text)
 
-    def draw(self, operations):
-        """(names, code, say) of an operation with its constants put in; say(i) is a phrasing of its group i."""
+    def draw(self, table, keys):
+        """(names, code, says) of one of the keys; code has its constants, a function of says phrases an item."""
         rng, taken = self.rng, {*self.operations, *(key for name in self.operations for key in ALIKE.get(name, ()))}
-        key = rng.choice([key for key in operations if key not in taken])
-        names, code, letters, groups = operations[key]
-        constants = (
-            CONSTANTS | {"K": CONSTANTS["H"]} if ("digits" in (kind for _, kind in self.arguments)) else CONSTANTS
-        )
-        drawn = {letter: rng.choice(constants[letter] if letter != "Z" else NOTHING[self.now]) for letter in letters}
-        if "Z" in drawn:
-            drawn["ELSE"] = rng.choice((f", or {drawn['Z']} if there are none", f" ({drawn['Z']} if there are none)"))
-        self.operations.append(key)
-        self.constants += [drawn[letter] for letter in letters]
+        entry = table[rng.choice([key for key in keys if key not in taken])]
+        kinds, constants = [*dict(self.arguments).values(), self.element, "any"], {}
+        for letter in entry.constants:  # a list for a kind of argument or an element comes before that for any
+            name = next(name for kind in kinds if (name := f"constant {letter} {kind}") in LISTS)
+            constants[letter] = rng.choice(LISTS[name])
+        self.operations.append(entry.names[0])
+        self.constants += constants.values()
+        if none := constants.get("Z"):
+            constants["ELSE"] = rng.choice((f", or {none} if there are none", f" ({none} if there are none)"))
+        fill = functools.partial(CONSTANT.sub, lambda letter: constants[letter[0]]) if constants else str
 
-        def fill(text):
-            return CONSTANT.sub(lambda found: drawn[found[0]], text) if drawn else text
+        def say(phrasings, item="~"):
+            new = self.new and len(phrasings) > 1 and rng.random() < 0.6
+            text = rng.choice(rng.choice(phrasings[-1:] if new else phrasings[:-1] or phrasings))
+            return fill(text).replace("~", item) + (UNSEEN if new else "")
 
-        def say(i, item="~"):
-            new = self.new and len(groups[i]) > 1 and rng.random() < 0.6
-            text = rng.choice(rng.choice(groups[i][-1:] if new else groups[i][:-1] or groups[i]))
-            return NEW * new + fill(text).replace("~", item)
-
-        return names, [fill(text) for text in code], say
+        return entry.names, [fill(code) for code in entry.code], [functools.partial(say, g) for g in entry.phrasings]
 
     def put(self, kind, i):
-        """Fill a slot of a template, the i-th of its kind: an operation, a helper or an argument."""
-        values, apply = self.values, functools.partial
-        if kind == "P":
-            names, (code, opposite), say = self.draw(PREDICATES[self.now])
-            verb, many, (noun, _, where) = say(0), values.get("N", ""), values.get("N", "").partition(" ")
-            values |= {f"P{i}": apply(applied, code), f"U{i}": apply(applied, opposite)}
-            values |= {f"Q{i}": verb, f"R{i}": plural(verb), "ONE": f"{values.get('S')} that {verb}"}
-            values["MANY"] = f"{many} that {plural(verb)}"
-            if len(PREDICATES[self.now][self.operations[-1]][3]) > 1 and self.rng.random() < 0.5:
-                short = say(1)
-                behind = short.strip(NEW).startswith("~")
-                values["MANY"] = short.replace("~", many if behind else noun) + f" {where}" * bool(where and not behind)
-        elif kind in "Mm":
-            maps = {key: op for key, op in MAPS[self.now].items() if kind == "M" or key not in LISTS["numeric"]}
-            names, (code,), say = self.draw(maps)
-            values |= {f"M{i}": apply(applied, code), f"V{i}": apply(say, 0), f"W{i}": apply(say, 1)}
-            if many := re.fullmatch("(.?the (?:(?! of ).)*) of ~", say(1)):
-                values["X"] = lambda items: f"{many[1]}s of {items}"
-            self.now, kind = "int" if self.operations[-1] in LISTS["numeric"] else self.now, "M"
-        elif kind == "F":
-            folds = [key for key in LISTS[f"{self.now} folds"] if key != "count" or not {"M", "HELPER"} & {*self.names}]
-            names, (code, loop), say = self.draw({key: FOLDS[key] for key in folds})
-            start, _, update = loop.partition("; ")
-            whole = "LISTED" if "L[" in code else "I"  # what is sliced must be a list
-            values |= {
-                "F": lambda items: re.sub(r"\bL\b", values[whole] if items == "I" else items, code),
-                "CODE": code,
-            }
-            values |= {
-                "START": start,
-                "VALUE": start.split(" ")[0],
-                "UPDATE": lambda item: update.replace("ITEM", item),
-            }
-            values |= {"G": apply(say, 0), "Y": apply(say, 1)}
-        elif kind == "KEY":
-            names, (code,), _ = self.draw({key: MAPS[self.now][key] for key in LISTS[f"{self.now} keys"]})
-            phrase = MAPS[self.now][self.operations[-1]][3][1][0][0]
-            values |= {"KEY": apply(applied, code), "BY": re.fullmatch("the (.*) of ~", phrase)[1]}
-        elif kind == "BOTH":
-            names, (values["BOTH"],), _ = self.draw(PAIRS)
-            values["NAME"], kind = self.operations[-1], "NAME"
-        elif kind in "fg":
-            helper = Function(self.rng, 1, self.new, "is_P" if kind == "f" else "M", self.now)
-            self.head = NEW * helper.is_new + helper.prompt() + helper.solution + "\n\n"
-            self.operations, self.constants = self.operations + helper.operations, self.constants + helper.constants
-            values["HELPER"], names, kind, self.now = helper.name, [helper.name], "HELPER", helper.now
-        else:
+        """Fill a slot of a template, the i-th of its kind: with an argument, a helper or an operation."""
+        values, partial = self.values, functools.partial
+        if not DRAWS.fullmatch(kind):
             return self.argue(kind)
-        self.names.setdefault(kind, []).append(names)
+        if kind in ("hP", "hM"):
+            helper = Function(self.rng, 1, self.new, "is_P" if kind == "hP" else "M", self.element)
+            self.helper, self.is_new = f"{helper.prompt()}{helper.solution}\n\n", helper.is_new
+            self.operations += helper.operations
+            self.constants += helper.constants
+            self.element, values["HELPER"] = helper.element, helper.name
+            self.names["HELPER"] = [[helper.name]]
+            return
+        table = FITTING[kind.upper()][self.element]
+        names, codes, says = self.draw(table, LISTS.get(f"{kind} {self.element}", table))
+        kind = kind.upper()
+        if kind == "P":
+            (code, opposite), (say, *short) = codes, says
+            verb = say()
+            one, many = (re.sub(r"\((.*?)\|(.*?)\)", form, verb) for form in (r"\1", r"\2"))
+            values |= {f"P{i}": partial(applied, code), f"U{i}": partial(applied, opposite)}
+            values |= {f"Q{i}": one, f"R{i}": many}
+            is_short = short and self.rng.random() < 0.5
+            values["MANY"] = short[0](values["N"]) if is_short else f"{values['N']} that {many}"
+        elif kind == "M":
+            (code,), (verb, noun) = codes, says
+            values |= {f"M{i}": partial(applied, code), f"V{i}": verb, f"W{i}": noun}
+            if singular := re.fullmatch(f"(the (?:(?! of ).)*) of ~({UNSEEN}?)", noun()):
+                values["X"] = lambda items: f"{singular[1]}s of {items}{singular[2]}"
+            if names[0] in LISTS["numeric"]:
+                self.element = "int"
+        elif kind == "F":
+            (code, loop), (values["G"], values["Y"]) = codes, says
+            whole = "LISTED" if "L[" in code else "I"  # what is sliced must be a list
+            if code != "-":
+                values["F"] = lambda items: re.sub(r"\bL\b", whole if items == "I" else items, code)
+            if code.count("L") == 1:
+                values["E"] = values["F"]
+            if loop != "-":
+                values["START"], update, values["VALUE"] = loop.split("; ")
+                values["UPDATE"] = lambda item: update.replace("ITEM", item)
+        elif kind == "KEY":
+            noun = table[names[0]].phrasings[1][0][0]
+            values |= {"KEY": partial(applied, *codes), "BY": noun.removeprefix("the ").removesuffix(" of ~")}
+        else:
+            kind, values["NAME"], (values["BOTH"],) = "NAME", names[0], codes
+        self.names[kind].append(names)
 
     def argue(self, kind):
         """Add an argument of a kind, or of a choice of kinds, with the nouns for its elements."""
-        kind = self.now if kind == "item" and self.now else self.rng.choice(LISTS.get(kind, [kind]))
-        names, element, nouns, iterable, *_ = KINDS[kind]
+        kind = self.element if kind == "item" and self.element else self.rng.choice(LISTS.get(kind, [kind]))
+        names, self.element, nouns, *iterable = KINDS[kind]
         name = self.rng.choice([name for name in names.split() if (name, kind) not in self.arguments])
         if not self.arguments:
-            many, _, one = self.rng.choice((nouns or "A / A").split(" OR ")).partition(" / ")
-            self.now, one = element or kind, name.removesuffix("s") if one == "S" else one
-            listed = iterable if kind in LISTS["listed"] else f"list({iterable})"
-            self.values |= {"N": many, "S": one, "I": iterable, "LISTED": listed}
+            many, one = self.rng.choice(nouns.split(" OR ")).split(" / ")
+            self.values |= {"N": many, "S": one.replace("S", name.removesuffix("s"))}
+            self.values["I"], self.values["LISTED"] = (text.replace("A", name) for text in iterable)
         self.arguments.append((name, kind))
 
 
-# ---- examples, tests and mutants -----------------------------------------------------------------------------------
-
-
 def value(kind, f, rng, edge):
-    """A value for an argument; edge 0 is empty or zero, 1 has one element, 2 is negative."""
+    """A value for an argument; edge 0 is empty or zero, 1 has one element, 2 is negative, 3 is any."""
     numbers = [int(c) for c in f.constants if c.isdigit()] or [3]
     letters = [c[1] for c in f.constants if c[0] == "'" and c[1].isalpha()] or ["e"]
 
@@ -292,7 +249,8 @@ def value(kind, f, rng, edge):
     if kind == "rows":
         return [[number() for _ in range(rng.randint(1, 3))] for _ in range(size // 2 + size % 2)]
     items = [number() if kind in ("ints", "scores") else word() for _ in range(size)]
-    items[-1:] = items[:1] if size > 2 and rng.random() < 0.4 else items[-1:]
+    if size > 2 and rng.random() < 0.4:
+        items[-1] = items[0]
     if kind == "chars":
         items = [rng.choice((item, item.capitalize(), item + item[-1:], str(rng.randint(0, 99)))) for item in items]
     return " ".join(items) if kind in ("text", "chars") else items
@@ -301,28 +259,26 @@ def value(kind, f, rng, edge):
 def call(f, rng, edge=3):
     """The source of a call with drawn values; for a class an object, and on the next line calls of its methods."""
     made = f"{f.name}({', '.join(repr(value(kind, f, rng, edge)) for _, kind in f.arguments)})"
-    if not f.calls:
+    if not f.methods:
         return made
-    steps = [rng.choice(f.calls.split(",")).split() for _ in range(rng.randint(2, 4))]
+    steps = [rng.choice(f.methods.split(",")).split() for _ in range(rng.randint(2, 4))]
     steps = [f"c.{method}({', '.join(repr(value(kind, f, rng, 3)) for kind in kinds)})" for method, *kinds in steps]
     return f"c = {made}\n[{', '.join(steps)}]"
 
 
 def load(source, **scope):
     """The names that a program defines."""
-    with warnings.catch_warnings(action="ignore"):  # of mutants: "is" with a literal
-        exec(compile(source, "<tinypython>", "exec"), scope)
+    exec(source, scope)
     return scope
 
 
 def result(scope, text):
     """The value of a call in a list of one; an empty list where it raises."""
     setup, _, expression = text.rpartition("\n")
-    try:
+    with contextlib.suppress(Exception):
         exec(setup, scope)
         return [eval(expression, scope)]
-    except Exception:
-        return []
+    return []
 
 
 def example(f, rng):
@@ -340,35 +296,30 @@ def example(f, rng):
 
 def mutants(text, rng):
     """Programs that differ from a body in one sign, name or constant, in random order."""
-    marks = [*re.finditer(r"[=!<>+*/%-]+|\b\w+\b", text)]
-    for mark in rng.sample(marks, len(marks)):
-        word = mark[0]
-        others = [str(int(word) + 1), str(int(word) - 1)] if word.isdigit() else [SWAPS[word]] if word in SWAPS else []
-        for other in others:
-            yield text[: mark.start()] + other + text[mark.end() :]
+    marks = [(mark.start(), mark[0]) for mark in re.finditer(r"[=!<>+*/%-]+|\b\w+\b", text)]
+    for start, word in rng.sample(marks, len(marks)):
+        for other in (int(word) + 1, int(word) - 1) if word.isdigit() else SWAPS.get(word, ()):
+            yield f"{text[:start]}{other}{text[start + len(word) :]}"
 
 
 def tests_of(f, rng):
     """[(call, value)] that tell the solution from constants and from ten mutants; None if there are none."""
-    calls, scope = dict.fromkeys(call(f, rng, min(i, 3)) for i in range(50)), load(f.prompt() + f.solution)
+    calls = dict.fromkeys(call(f, rng, min(i, 3)) for i in range(50))
+    scope = load(f.prompt() + f.solution)
     right = {text: out for text in calls if (out := result(scope, text))}
     chosen, wrong = [*right][:3], 0
     for body in mutants(f.solution, rng):
         body = re.sub(r"while (.*):", r"while next(ticks) and \1:", body)  # a mutant may not end
-        with contextlib.suppress(SyntaxError):
-            scope = load(f.prompt() + body, ticks=itertools.repeat(True, 30_000))
+        with contextlib.suppress(SyntaxError), warnings.catch_warnings(action="ignore"):  # "is" with a literal
+            scope = load(f.prompt() + body, ticks=iter([True] * 30_000))
             differs = [text for text in right if result(scope, text) != right[text]]
             wrong += bool(differs)
-            chosen += differs[:1] if not {*differs} & {*chosen} else []
+            chosen += differs[:1] if {*differs}.isdisjoint(chosen) else []
         if wrong == 10:
             break
     chosen += [text for text in right if text not in chosen][: max(0, 5 - len(chosen))]
-    tests = [(text, right[text][0]) for text in chosen]
-    constant = len({repr(out) for _, out in tests}) < 2
-    return None if constant or wrong < 3 or not 5 <= len(tests) <= 12 else tests
-
-
-# ---- splits and files ----------------------------------------------------------------------------------------------
+    if wrong > 2 and 5 <= len(chosen) <= 12 and len({repr(right[text]) for text in chosen}) > 1:
+        return [(text, *right[text]) for text in chosen]
 
 
 def held(*key):
@@ -386,7 +337,7 @@ class World:
         """(a function, the split it belongs to or ""), of a sentence that describes nothing else."""
         while True:
             with contextlib.suppress(KeyError, IndexError):  # an operation lacks what the template needs
-                f = Function(rng, rng.choices(levels, [WEIGHTS[level] for level in levels])[0], new)
+                f = Function(rng, rng.choices(levels, [SHARES[level] for level in levels])[0], new)
                 if self.sentences.get(f.template, f.what) == f.what:
                     break
         f.combination = tuple(sorted(f.operations[f.level == 2 and len(f.operations) > 2 :]))  # without the template
@@ -406,32 +357,23 @@ class World:
                 n -= 1
 
     def tasks(self, split, count, levels):
-        """Up to so many tasks of a split, as lines of its file; train must have been drawn."""
+        """Up to so many tasks of a split, as rows of its file; train must have been drawn."""
         rng, found = random.Random(f"{self.seed} {split}"), 0
+        wanted = ("constants", "composed") if split == "level4" else (split,)
         for _ in range(count * 300):
             f, its = self.draw(rng, levels, split == "phrased")
             known = its == "composed" or f.combination in self.combinations
-            if (
-                f.template in self.sentences
-                or not known
-                or (its not in SPLITS[:2] if split == "level4" else its != split)
-            ):
-                continue
-            if tests := tests_of(f, rng):
+            if known and its in wanted and f.template not in self.sentences and (tests := tests_of(f, rng)):
                 self.sentences[f.template] = f.what
-                yield task(f, tests, rng, f"{split}/{found}")
+                cases = [re.sub(r"(?m)^(?=.*\Z)", "assert ", text) + f" == {out!r}" for text, out in tests]
+                check = re.sub(rf"\b{f.name}\(", "candidate(", textwrap.indent("\n".join(cases), "    "))
+                row = {"task_id": f"{split}/{found}", "prompt": f.prompt(example(f, rng) if rng.random() < 0.5 else "")}
+                row |= {"entry_point": f.name, "canonical_solution": f.solution}
+                row |= {"test": f"def check(candidate):\n{check}\n", "test_cases": cases, "level": f.level}
+                yield row | {"operations": f.operations, "hole": hole(f.solution, rng)}
                 found += 1
             if found == count:
                 return
-
-
-def task(f, tests, rng, name):
-    """A task: HumanEval's fields, "test_cases" for coupled_grpo.py, and a hole in the solution."""
-    cases = [re.sub(r"(?m)^(?=.*\Z)", "assert ", text) + f" == {out!r}" for text, out in tests]
-    candidate = re.sub(rf"\b{f.name}\(", "candidate(", "\n".join(cases))
-    row = {"task_id": name, "prompt": f.prompt(example(f, rng) if rng.random() < 0.5 else ""), "entry_point": f.name}
-    row |= {"canonical_solution": f.solution, "test": f"def check(candidate):\n{textwrap.indent(candidate, '    ')}\n"}
-    return row | {"test_cases": cases, "level": f.level, "operations": f.operations, "hole": hole(f.solution, rng)}
 
 
 def hole(text, rng):
@@ -445,32 +387,31 @@ def hole(text, rng):
 
 
 def main(cfg):
-    path, settings = Path(cfg.out) / "meta.json", json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))
-    saved = json.loads(path.read_text())["settings"] if path.exists() else None
-    if saved == settings:
-        print(f"{cfg.out} is complete, nothing to do")
+    out, files = Path(cfg.out), {}
+    settings = json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))  # with lists, as they are read back
+    if (out / "meta.json").exists():
+        saved = runs.read_json(out / "meta.json")["settings"]
+        if saved != settings:
+            other = ", ".join(f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name])
+            raise ValueError(f"{out} holds another world ({other}); choose another --out or delete it")
+        print(f"{out} is complete, nothing to do")
         return
-    if saved:
-        other = ", ".join(f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name])
-        raise ValueError(f"{cfg.out} holds another world ({other}); choose another --out or delete it")
-    out, world, rng, counts = Path(cfg.out), World(cfg.seed), random.Random(f"{cfg.seed} holes"), {}
     out.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        names = {"rows": "train"}
-        files = {key: stack.enter_context(open(out / f"{names.get(key, key)}.jsonl", "w")) for key in cfg.formats}
-        for prompt, solution in world.train(cfg.n, cfg.levels):
-            i, j = hole(solution, rng)
-            middle = {"prompt": prompt + solution[:i], "response": solution[i:j], "suffix": solution[j:]}
-            pair = {"prompt": prompt, "response": solution}
-            rows = {"rows": {"content": prompt + solution}, "pairs": pair, "holes": middle}
-            for name, file in files.items():
-                file.write(json.dumps(rows[name]) + "\n")
+    world, rng = World(cfg.seed), random.Random(f"{cfg.seed} holes")
+    functions = [(prompt, body, *hole(body, rng)) for prompt, body in world.train(cfg.n, cfg.levels)]
+    if "rows" in cfg.formats:
+        files["train"] = ({"content": p + body} for p, body, _, _ in functions)
+    if "pairs" in cfg.formats:
+        files["pairs"] = ({"prompt": p, "response": body} for p, body, _, _ in functions)
+    if "holes" in cfg.formats:
+        files["holes"] = ({"prompt": p + b[:i], "response": b[i:j], "suffix": b[j:]} for p, b, i, j in functions)
     for split in cfg.splits:
         levels = (4,) if split == "level4" else [level for level in cfg.levels if level < 4] or (1, 2, 3)
-        rows = [json.dumps(row) + "\n" for row in world.tasks(split, cfg.tasks, levels)]
-        (out / f"{split}.jsonl").write_text("".join(rows))
-        counts[split] = len(rows)
-    path.write_text(json.dumps({"settings": settings, "tasks": counts}, indent=2) + "\n")
+        files[split] = list(world.tasks(split, cfg.tasks, levels))
+    for name, rows in files.items():
+        runs.write(out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    counts = {split: len(files[split]) for split in cfg.splits}
+    runs.write(out / "meta.json", {"settings": settings, "tasks": counts})
     print(f"wrote {out}: {cfg.n:,} functions, tasks: " + ", ".join(f"{split} {n:,}" for split, n in counts.items()))
 
 
