@@ -243,7 +243,7 @@ def value(kind, f, rng, edge):
         return edge if edge < 2 else rng.randint(2, 12)
     if kind in ("pos", "digits"):
         large = rng.choice((rng.randint(2, 300), rng.choice(numbers) ** 2 * rng.randint(1, 9)))
-        return max(kind == "pos", edge if edge < 2 else large)
+        return max(int(kind == "pos"), edge if edge < 2 else large)
     if kind in ("values", "keys", "dict"):
         return {word(): number() for _ in range(size)}
     if kind == "rows":
