@@ -131,8 +131,6 @@ def config_to_hf(cfg, dtype="bfloat16"):
 
 CONFIGS = {
     "tiny": DreamConfig(4096, 128, 4, 4, 2, 32, 384, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=2048),
-    "2m": DreamConfig(4096, 192, 4, 6, 2, 32, 512, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=2048),
-    "4m": DreamConfig(4096, 256, 4, 8, 4, 32, 704, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=2048),
     "small": DreamConfig(8192, 512, 8, 8, 2, 64, 1408, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=2048),
     "100m": DreamConfig(32_768, 640, 12, 10, 2, 64, 1792, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=2048),
     "500m": DreamConfig(vocab=151_936, width=896, layers=24, heads=14, kv_heads=2, head_size=64, ffn=4864, tie=True),

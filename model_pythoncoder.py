@@ -59,8 +59,6 @@ class Config:
 
 CONFIGS = {
     "tiny": Config(2048, 128, 4, 4, 2, head_size=32, ffn=384, positions=512, init_std="fan_in"),
-    "2m": Config(2048, 192, 4, 6, 2, head_size=32, ffn=512, positions=512, init_std="fan_in"),
-    "4m": Config(2048, 256, 4, 8, 4, head_size=32, ffn=704, positions=512, init_std="fan_in"),
     "small": Config(8192, 512, 8, 8, 4, head_size=64, ffn=1408, positions=1024, init_std="fan_in"),
     "300m": Config(32_768, 1024, 20, 8, 4, head_size=128, ffn=2816, init_std="fan_in"),
     "1b": Config(init_std="fan_in"),

@@ -116,7 +116,7 @@ MASKS = "<|mask|>", "<mask>"  # what tokenizers call MASK
 
 # ---- choices for the device, and data ------------------------------------------------------------------------------
 
-MICRO_BATCH = {"tiny": 2, "2m": 2, "4m": 2, "500m": 4}  # rows per device at a time, 1 of any other preset
+MICRO_BATCH = {"tiny": 2, "500m": 4}  # rows per device at a time, 1 of any other preset
 
 
 def pick_model(cfg):

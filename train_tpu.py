@@ -93,7 +93,7 @@ METRICS = "loss", "main", "mtp", "lr", "grad_norm", "ok"  # of a step, in the or
 # ---- choices for the device, and data ------------------------------------------------------------------------------
 
 # Rows per device at a time. Few: on a v6e four keep the activations in VMEM, on a CPU (tiny, small) in its caches.
-MICRO_BATCH = {"tiny": 2, "2m": 2, "4m": 2, "small": 4, "100m": 8, "300m": 8, "1b": 4}
+MICRO_BATCH = {"tiny": 2, "small": 4, "100m": 8, "300m": 8, "1b": 4}
 # GiB of a step by rows per device at a time, the most of the devices that bench/compile_for.py compiled it for; see
 # bench/results/by_hardware.json. That of small is a TPU's on both.
 STEP_GIB = {
