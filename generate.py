@@ -1,6 +1,6 @@
 """Write code with a trained model: prompts in, text out.
 
-    python generate.py --prompt="def fibonacci(n):"    # the newest checkpoint of out/train_tpu, or weights/pythoncoder
+    python generate.py --prompt='def f(n):\\n    \"\"\"Double n.\"\"\"'    # by out/train_tpu, or weights/pythoncoder
     python generate.py                                 # reads prompts from the terminal
     python generate.py --prompt="import os" --temperature=0.8 --top_p=0.95 --n=4
     python generate.py --prompt="def area(r):\\n    " --suffix="\\n    return a"    # fill in the middle
@@ -78,7 +78,7 @@ class Config:
     model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family; MDLM: python inference_jetson.py
     ckpt: str = ""  # folder; "" is out/train_tpu, or out/diffucoder for Dream; where that holds no model, weights/
     step: Natural = 0  # which checkpoint of a run; 0 takes the newest
-    prompt: str = ""  # text to continue, \n for a new line; "" asks for one
+    prompt: str = ""  # text to continue, \n for a new line (not needed behind def f(): or """); "" asks for one
     suffix: str = ""  # text that follows: the model fills the middle (PythonCoder must be trained with --fim_rate)
     file: str = ""  # JSON lines with "prompt" and perhaps "suffix", generated as a batch; - reads standard input
     n: Count = 1  # completions of each prompt
@@ -154,6 +154,8 @@ def resolve(cfg):
     # a shell passes \n as two characters
     texts = cfg.dream.system, cfg.prompt, cfg.suffix, *cfg.stop
     system, prompt, suffix, *stop = (text.replace("\\n", "\n") for text in texts)
+    # Tokenizers join a line break to the quotes or the colon before it. Text never goes on behind those alone.
+    prompt = re.sub(r"(\"{3}|'{3}|^ *(?:def|class) .*:)\Z", r"\1\n", prompt, flags=re.M)
     dream = dataclasses.replace(cfg.dream, system=system)
     return dataclasses.replace(cfg, prompt=prompt, suffix=suffix, stop=tuple(stop), dream=dream)
 

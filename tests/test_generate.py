@@ -238,6 +238,20 @@ def test_each_prompt_of_a_file_is_checked_and_one_that_fails_ends_in_one_line(ru
     assert rows[0]["examples"] == ["pass: f(1) gives 2"]
 
 
+@pytest.mark.parametrize(
+    ("given", "prompt"),
+    [
+        ("def f(n):", "def f(n):\n"),
+        ('class A:\\n    def f(self):\\n        """Go."""', 'class A:\n    def f(self):\n        """Go."""\n'),
+        ("x = {1:", "x = {1:"),
+        ("def f(n):\\n    return n", "def f(n):\n    return n"),
+    ],
+)
+def test_a_head_or_a_docstring_ends_its_line(given, prompt):
+    assert generate.resolve(generate.Config(prompt=given)).prompt == prompt
+    assert generate.resolve(generate.Config(prompt=given, raw=True)).prompt == given
+
+
 # ---- the models that come with the project
 
 
