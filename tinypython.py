@@ -1,6 +1,6 @@
 """Write TinyPython: small Python functions with docstrings, examples and hidden tests, drawn from tinypython.txt.
 
-    python tinypython.py                                      # 100,000 functions and four splits: a minute
+    python tinypython.py                                      # 100,000 functions and four splits: two minutes
     python data_prep.py python --roots data/tinypython/train.jsonl --column=content --vocab_size=1024 --seq_len=512
     python data_prep.py pairs data/tinypython/holes.jsonl --vocab_size=1024 --seq_len=256    # or pairs.jsonl
     python benchmarks.py --task=humaneval --tasks_file=data/tinypython/composed.jsonl
@@ -9,10 +9,9 @@ What TinyStories is to English, this is to code: small enough to be learnt on a 
 1 is one operation, 2 a composition of two or three, 3 control flow with state, 4 functions that call one another, and
 classes. A docstring decides its function: no sentence describes two.
 
-Splits hold what train lacks: constants (operations of train, but never with these constants), composed (operations
-that never occur together), phrased (a phrasing that never occurs), level4 (constants or composed, of level 4). A task
-has HumanEval's fields, and "test_cases" for coupled_grpo.py: at least five tests, which no constant answer passes, and
-none of the first ten mutants of the solution.
+Splits hold what train lacks: constants (operations that occur together, never with these constants), composed (that
+never occur together), phrased (a phrasing that never occurs), level4 (either of the first two). A task, in HumanEval's
+form, has five tests or more, which no constant answer and none of the first ten mutants of the solution passes.
 
 Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
 """
@@ -388,9 +387,11 @@ def hole(text, rng):
 
 def main(cfg):
     out, files = Path(cfg.out), {}
+    if not cfg.levels:
+        raise ValueError("--levels needs one of 1 to 4, or several")
     settings = json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))  # with lists, as they are read back
     if (out / "meta.json").exists():
-        saved = runs.read_json(out / "meta.json")["settings"]
+        saved = runs.read_json(out / "meta.json", "settings")["settings"]
         if saved != settings:
             other = ", ".join(f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name])
             raise ValueError(f"{out} holds another world ({other}); choose another --out or delete it")

@@ -128,6 +128,7 @@ def test_every_operation_and_template_has_at_least_six_phrasings():
         (["--splits", "nowhere"], ["--splits", "nowhere", "composed"]),
         (["--levels", "5"], ["--levels", "'5'", "('1', '2', '3'"]),
         (["--formats", "xml"], ["--formats", "xml", "holes"]),
+        (["--levels"], ["--levels needs one of 1 to 4"]),
         (["--n=0"], ["--n=0", "1 .. "]),
     ],
 )
