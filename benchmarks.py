@@ -275,7 +275,10 @@ def prompt_ids(cfg, record, writer, question):
     else:
         text = protocols.prompt(record, question, cfg.trim_prefix)
     tokenizer.encode_special_tokens = record.system is None  # without chat, names of special tokens are plain text
-    ids = tokenizer.encode(text, add_special_tokens=False).ids[-record.prompt_tokens :]
+    ids, line = (tokenizer.encode(t, add_special_tokens=False).ids for t in (text, text + "\n"))
+    # A BPE that joins a line break to what is before it has never seen the end of a line without it.
+    ids = line if record.ours and len(line) <= len(ids) and not text[-1].isspace() else ids
+    ids = ids[-record.prompt_tokens :]
     bos = tokenizer.token_to_id("<|beginoftext|>") if record.bos else None
     return ids if bos is None else [bos, *ids]
 

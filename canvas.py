@@ -1,4 +1,5 @@
-"""A prompt as a canvas of masks, a filled canvas as text; steps, probabilities, drafts in a terminal or as a page.
+"""A prompt as a canvas of masks, a filled canvas as text; steps, probabilities, drafts in a terminal or as a page; the
+>>> examples of a prompt as tests.
 
     texts = canvas.Texts(tokenizer, mask_id, ends, positions)
     blank = texts.canvas("def area(r):\\n    [MASK:8]\\n", "", max_new=128)     # blank.ids: what a sampler fills
@@ -8,14 +9,19 @@
 generate.py uses it; chat_template also data_prep.py and sample_dream.py. Imports nothing of ours.
 """
 
+import ast
+import contextlib
 import dataclasses
 import functools
 import html
 import itertools
 import json
 import re
+import subprocess
 import sys
+import tempfile
 import typing
+import warnings
 from pathlib import Path
 
 
@@ -195,6 +201,95 @@ def encode_chat(tokenizer, wrap, prompt, system="", before=()):
         else:
             ids += tokenizer.encode(part.replace(HIDDEN, ""), add_special_tokens=False).ids
     return ids
+
+
+# ---- the examples of a prompt --------------------------------------------------------------------------------------
+
+
+def examples(prompt):
+    """[(call, result, test of sandbox.py)] of the >>> examples in a prompt's docstrings, or in a prompt without one.
+
+    A statement without a result, such as c = Counter(3), and all lines after it are repeated before each later test. An
+    example that raises is not tested. ValueError if none is left.
+    """
+    import doctest
+
+    found = []
+    try:
+        docstrings = [ast.literal_eval(match[0]) for match in re.finditer(r"(?s)r?(\"{3}|'{3}).*?\1", prompt)]
+        for docstring in docstrings or [prompt]:
+            before = []
+            for example in doctest.DocTestParser().get_examples(docstring):
+                call, want = ast.unparse(ast.parse(example.source)).replace("\n", "\n "), example.want.strip()
+                test = f"assert repr({call}) == {want!r}"
+                if call.startswith("print("):
+                    test = f"assert str({call[6:-1]}) == {want!r}"
+                else:
+                    with contextlib.suppress(ValueError, SyntaxError):  # no literal
+                        test = f"assert {call} == {ast.literal_eval(want)!r}"
+                if want and not example.exc_msg:
+                    ast.parse(test)
+                    found.append((call, want, "\n ".join(["if 1:", *before, test]) if before else test))
+                if before or not want:
+                    before.append(call)
+    except (ValueError, SyntaxError) as error:
+        raise ValueError(f"--check cannot read the >>> examples of the prompt: {error}") from None
+    if not found:
+        raise ValueError("--check runs the >>> examples in the docstring of a prompt; there are none")
+    return found
+
+
+def definitions(prompt, text):
+    """The longest beginning of a text that parses, up to the first statement behind the prompt that defines nothing."""
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom
+    lines = text.split("\n")
+    for end in range(len(lines), 0, -1):
+        with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings(action="ignore"):
+            body = [node for node in ast.parse("\n".join(lines[:end])).body if not isinstance(node, kinds)]
+            others = (node.lineno - 1 for node in body if node.lineno > len(prompt.splitlines()))
+            return "\n".join(lines[: next(others, end)]).rstrip()
+    return text
+
+
+def verdicts(program, tests):
+    """["pass: f(1) gives 2"] of the examples(), by sandbox.py. RuntimeError if that cannot run."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("program.py", "tests.txt")]
+        paths[0].write_text(program, "utf-8")
+        paths[1].write_text("\n".join(test for *_, test in tests), "utf-8")
+        command = [sys.executable, Path(__file__).with_name("sandbox.py"), paths[0], f"--tests={paths[1]}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    said = done.stdout.splitlines()[:-1]
+    if len(said) != len(tests):
+        raise RuntimeError(f"sandbox.py failed: {done.stderr.strip()}")
+    for i, (call, want, _) in enumerate(tests):
+        verdict, got = said[i][:12].strip(), said[i].partition("    # got ")[2]
+        result = f"gives {want}" if verdict == "pass" else f"gives {got}, not {want}" if got else f"is not {want}"
+        said[i] = f"{verdict}: {call} {result}"
+    return said
+
+
+def checked(completions, n, tests):
+    """Of n completions (row, text) of each prompt the first that passes its tests, else the first of them.
+
+    The row gets "passed" and "examples", the verdicts; the text is the program that was tested and the same as
+    comments. ValueError behind the last one if no completion of a prompt passes.
+    """
+    failed = 0
+    for i, of_prompt in enumerate(tests):
+        shown = []
+        for row, text in completions[i * n : (i + 1) * n]:
+            program = definitions(row["prompt"], text)
+            said = verdicts(program, of_prompt)
+            passed = all(line.startswith("pass") for line in said)
+            shown.append((row | {"passed": passed, "examples": said}, "\n# ".join([program, *said])))
+            if passed:
+                print(f"completion {len(shown)} of {n} passes", file=sys.stderr)
+                break
+        failed += not passed
+        yield shown[-1 if passed else 0]
+    if failed:
+        raise ValueError(f"no completion passes all examples of {failed} of {len(tests)} prompts")
 
 
 # ---- the step and the probability of each token --------------------------------------------------------------------

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import safetensors.flax
+import safetensors.numpy
 from flax import nnx, traverse_util
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as kept
@@ -48,10 +48,13 @@ def unflatten(flat):
     return traverse_util.unflatten_dict(flat, sep=".")
 
 
-@jax.jit
+def on_host(x):
+    """A small array as NumPy's, which compiles nothing; a large one, or one of several hosts, as it is."""
+    return np.asarray(x) if x.size < 1 << 24 and getattr(x, "is_fully_addressable", True) else x
+
+
 def bit_sum(x):
-    words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    return jnp.sum(words.astype(jnp.uint32), dtype=jnp.uint32)
+    return x.view(f"uint{8 * x.dtype.itemsize}").sum(dtype=np.uint32)
 
 
 def bit_sums(tree):
@@ -59,7 +62,8 @@ def bit_sums(tree):
 
     One array at a time: a CPU copies the words, and reductions over devices that run side by side can deadlock.
     """
-    return {name: int(bit_sum(x)) for name, x in flatten(tree).items()}
+    arrays = {name: on_host(x) for name, x in flatten(tree).items()}
+    return {name: int((bit_sum if isinstance(x, np.ndarray) else jax.jit(bit_sum))(x)) for name, x in arrays.items()}
 
 
 # ---- several hosts -------------------------------------------------------------------------------------------------
@@ -115,6 +119,8 @@ class Checkpoints:
             rules.append(kept.BestN(**lowest, keep_checkpoints_without_metrics=False))
         which = {"preservation_policy": kept.AnyPreservationPolicy(rules), "cleanup_tmp_directories": True}
         self.folder = absolute(folder)
+        # The folder remembers, from its first checkpoint on, that it has had one.
+        which["async_options"] = ocp.AsyncOptions(post_finalization_callback=(self.folder / runs.SAVED).touch)
         self.manager = ocp.CheckpointManager(self.folder / "checkpoints", options=ocp.CheckpointManagerOptions(**which))
 
     def newest(self):
@@ -178,11 +184,9 @@ class Checkpoints:
         return store.restore(like), saved
 
     def wait(self):
-        """Wait for the save under way. The folder remembers that it has had a checkpoint."""
+        """Wait for the save under way."""
         with self.writing():
             self.manager.wait_until_finished()
-            if self.newest() is not None:
-                (self.folder / runs.SAVED).touch()
 
     def close(self):
         """Wait for the save under way."""
@@ -272,12 +276,14 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, bits=0):
     like = flatten(jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, stored, sharding=at), shapes, layout))
 
     def convert(name, x):
-        # NumPy compiles nothing; of a large array the largest and the smallest show a NaN, without a copy.
-        small = x.size < 1 << 24 and x.is_fully_addressable
-        ends = np.asarray(x) if small else x.max(initial=0) + x.min(initial=0)
+        # Of a large array the largest and the smallest show a NaN, without a copy.
+        values = on_host(x)
+        ends = values if isinstance(values, np.ndarray) else x.max(initial=0) + x.min(initial=0)
         if not (jnp.issubdtype(x.dtype, jnp.floating) and np.isfinite(ends).all()):
             raise ValueError(f"{path} is damaged: {name} ({x.dtype}) holds NaN, infinity or integers")
-        return family.quantise(x, bits, name.split(".")[-1]) if bits and x.ndim == 2 else x.astype(dtype)
+        if bits and x.ndim == 2:
+            return family.quantise(x, bits, name.split(".")[-1])
+        return x if x.dtype == dtype else jax.device_put(values.astype(dtype), x.sharding)
 
     if "sums" in meta:
         params = read_orbax(path, like, meta["sums"], convert)
@@ -310,7 +316,7 @@ def read_orbax(path, like, sums, convert):
 def read_safetensors(path, like):
     """The arrays {name: ShapeDtypeStruct} of model.safetensors in a folder, which may hold no others."""
     try:
-        found = safetensors.flax.load_file(path / "model.safetensors")
+        found = safetensors.numpy.load_file(path / "model.safetensors")
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path}/model.safetensors cannot be read: {error}") from None
     runs.check_tensors(*({name: x.shape for name, x in tensors.items()} for tensors in (found, like)), path)

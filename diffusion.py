@@ -426,6 +426,12 @@ def _kth_largest(x_BLV, k, width):
 
 def _largest(zero_BL1, bits, width, holds):
     """The largest integer of `bits` bits for which `holds`, true up to it and false above; `width` bits at a time."""
+    if width == 1 and hasattr(zero_BL1, "at"):  # a loop, as a CPU's compiler takes 1.4 s for the 42 steps of top-p
+
+        def step(i, number_BL1):
+            return number_BL1 + (holds(number_BL1 + (1 << bits - 1 - i)) << bits - 1 - i)
+
+        return sys.modules["jax"].lax.fori_loop(0, bits, step, zero_BL1)
     number_BL1 = zero_BL1
     for shift in reversed(range(0, bits, width)):
         digits = [digit << shift for digit in range(1, 1 << min(width, bits - shift))]

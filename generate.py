@@ -1,10 +1,11 @@
 """Write code with a trained model: prompts in, text out.
 
-    python generate.py --prompt="def fibonacci(n):"    # the newest checkpoint of out/train_tpu, or weights/pythoncoder
+    python generate.py --prompt='def f(n):\\n    \"\"\"Double n.\"\"\"'    # by out/train_tpu, or weights/pythoncoder
     python generate.py                                 # reads prompts from the terminal
     python generate.py --prompt="import os" --temperature=0.8 --top_p=0.95 --n=4
     python generate.py --prompt="def area(r):\\n    " --suffix="\\n    return a"    # fill in the middle
     python generate.py --file=prompts.jsonl --json > completions.jsonl
+    python generate.py --file=prompts.jsonl --n=20 --check    # of each the first that passes its >>> examples
     python generate.py --prompt="def area(r):\\n" --show_steps --html=steps.html    # accepted drafts, probabilities
     python generate.py --model=dream --ckpt=out/diffucoder --chat=on --prompt="Sort a list in Python." --show_steps
     python generate.py --model=dream --prompt="def area(r):\\n    [MASK]\\n    return a" --valid=python
@@ -77,10 +78,11 @@ class Config:
     model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family; MDLM: python inference_jetson.py
     ckpt: str = ""  # folder; "" is out/train_tpu, or out/diffucoder for Dream; where that holds no model, weights/
     step: Natural = 0  # which checkpoint of a run; 0 takes the newest
-    prompt: str = ""  # text to continue, \n for a new line; "" asks for one
+    prompt: str = ""  # text to continue, \n for a new line (not needed behind def f(): or """); "" asks for one
     suffix: str = ""  # text that follows: the model fills the middle (PythonCoder must be trained with --fim_rate)
     file: str = ""  # JSON lines with "prompt" and perhaps "suffix", generated as a batch; - reads standard input
     n: Count = 1  # completions of each prompt
+    check: bool = False  # run the prompt's >>> examples in sandbox.py on its completions; print the first that passes
     max_new: Count | None = None  # tokens at most; default 128, 256 for Dream
     temperature: NonNegative | None = None  # 0 takes the argmax; default 0.6, 0.2 for Dream
     top_k: Natural = 0  # draw from the k likeliest tokens; 0 draws from all
@@ -107,19 +109,26 @@ DEFAULTS = {  # what "" and None stand for
 def main(cfg):
     cfg = resolve(cfg)
     requests = read_requests(cfg.file) if cfg.file else [(cfg.prompt, cfg.suffix)]
+    if cfg.check:
+        import canvas
+
+        tests = [canvas.examples(prompt) for prompt, _ in requests]  # before a model is read
     family, advice = PythonCoder, "a smaller --n or --max_new"
     if cfg.model == "dream":
         family, advice = Dream, "--int8, --int4, a smaller --batch_size or --max_new"
     try:
         model = family(cfg, len(requests))
         if cfg.prompt or cfg.file:
-            model.complete(requests)
+            completions = model.complete(requests)
         else:
             interact(model, end="\n" if cfg.model == "pythoncoder" else "")
     except Exception as error:  # JAX raises its own when memory runs out, and Orbax wraps them
         if not isinstance(error, MemoryError) and not re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
             raise
         raise ValueError(f"out of memory; try {advice}") from None
+    if cfg.check:
+        for row, text in canvas.checked(completions, cfg.n, tests):
+            show(cfg, row, text)
 
 
 def resolve(cfg):
@@ -145,6 +154,8 @@ def resolve(cfg):
     # a shell passes \n as two characters
     texts = cfg.dream.system, cfg.prompt, cfg.suffix, *cfg.stop
     system, prompt, suffix, *stop = (text.replace("\\n", "\n") for text in texts)
+    # Tokenizers join a line break to the quotes or the colon before it. Text never goes on behind those alone.
+    prompt = re.sub(r"(\"{3}|'{3}|^ *(?:def|class) .*:)\Z", r"\1\n", prompt, flags=re.M)
     dream = dataclasses.replace(cfg.dream, system=system)
     return dataclasses.replace(cfg, prompt=prompt, suffix=suffix, stop=tuple(stop), dream=dream)
 
@@ -212,13 +223,13 @@ class PythonCoder:
         print(f"{cfg.ckpt} step {step}, {self.model.run.dtype}", file=sys.stderr)
 
     def complete(self, requests):
-        """Continue all requests, cfg.n times each, as one batch; a single text streams to the terminal."""
+        """Continue all requests, cfg.n times each, as one batch: [(row of --json, text)]. A single text streams."""
         import model_pythoncoder
 
         cfg, tokenizer = self.cfg, self.tokenizer
         requests = [request for request in requests for _ in range(cfg.n)]
         prompts = [encode(tokenizer, *request) for request in requests]
-        self.streams, self.printed = len(prompts) == 1 and not cfg.json, ""
+        self.streams, self.printed, completions = len(prompts) == 1 and not (cfg.json or cfg.check), "", []
         if self.streams:
             print(requests[0][0], end="", flush=True)
 
@@ -234,9 +245,10 @@ class PythonCoder:
         for number, ((prompt, suffix), ids) in enumerate(zip(requests, texts, strict=True), 1):
             text = truncate(tokenizer.decode(ids), cfg.stop)
             row = {"prompt": prompt, "suffix": suffix, "completion": text, "tokens": len(ids), "seed": cfg.seed}
+            completions.append((row, prompt + text + suffix))
             if self.streams:
                 self.stream(text + "\n", ids)  # what is missing at its end
-            else:
+            elif not cfg.check:
                 show(cfg, row, prompt + text, number)
         if watching:
             self.show_probabilities(prompts, texts)
@@ -244,6 +256,7 @@ class PythonCoder:
         if self.rule.speculate:
             rate += f", {stats['accepted']} draft tokens accepted"
         print(f"{stats['tokens']} tokens in {seconds:.2f} s, compiling included; {rate}", file=sys.stderr)
+        return completions
 
     def on_tokens(self, texts):
         """Called with the token ids of all texts so far; True, which ends the call, if each holds a stop string."""
@@ -276,16 +289,12 @@ class PythonCoder:
 
         @jax.jit
         def of_next(model, token_BL):
-            index_BL = jnp.broadcast_to(jnp.arange(token_BL.shape[1]), token_BL.shape)
-            hidden_BLD, _ = model.step(model.new_cache(*token_BL.shape), token_BL, index_BL)
-            prob_BLV = jax.nn.softmax(model.logits(hidden_BLD[:, :-1]))
+            prob_BLV = jax.nn.softmax(model.logits(model.hidden(model.lookup(token_BL))[:, :-1]))
             return jnp.take_along_axis(prob_BLV, token_BL[:, 1:, None], -1)[..., 0]
 
         # One pass over what is finished gives the probabilities that its tokens had: those before any filter.
         rows = [prompt + new for prompt, new in zip(prompts, texts, strict=True)]
-        token_BL = np.zeros((len(rows), 1 << max(5, (max(map(len, rows)) - 1).bit_length())), np.int32)
-        for token_L, row in zip(token_BL, rows, strict=True):
-            token_L[: len(row)] = row
+        token_BL = np.array([*itertools.zip_longest(*rows, fillvalue=0)], np.int32).T
         yarn = max(map(len, prompts)) + self.cfg.max_new > self.model.cfg.positions  # as generate() decides
         graph = pc.graph_of(self.model.cfg, dataclasses.replace(self.model.run, yarn=yarn))
         with inference.mesh_context(self.mesh):
@@ -399,7 +408,7 @@ class Dream:
         return begin, ask, "chat template"
 
     def complete(self, requests):
-        """Fill a canvas for each request, cfg.n times, print the texts and return the completions.
+        """Fill a canvas for each request, cfg.n times, and print the texts: [(row of --json, text)].
 
         The next call goes on with the conversation. Of a Dream of blocks a single text streams to the terminal.
         """
@@ -417,15 +426,14 @@ class Dream:
         lengths = [length for batch in batches for length in sorted(len(blank.ids) for blank in batch)]
         shape = {"rows": min(cfg.dream.batch_size, len(canvases))}
         shape["widths"] = sample_dream.widths(lengths, shape["rows"], self.model.cfg.positions)
-        self.streams = len(canvases) == 1 and not (cfg.json or cfg.show_steps)
-        self.printed, answers, pages, total = "", [], [], collections.Counter()
+        self.streams = len(canvases) == 1 and not (cfg.json or cfg.check or cfg.show_steps)
+        self.printed, completions, pages, total = "", [], [], collections.Counter()
         for batch in batches:
             self.watched = batch[0]
             filled, stats = self.fill(batch, shape)
             total.update({name: stats[name] for name in ("forwards", "seconds", "compile_s")})
             for i, (blank, ids) in enumerate(zip(batch, filled, strict=True)):
                 completion, text = texts.text_of(blank, ids, functools.partial(truncate, stops=cfg.stop))
-                answers.append(completion)
                 # the forward passes that this text took part in, and their seconds
                 passes = int(stats["passes"][i])
                 seconds = stats["seconds"] * passes / max(1, stats["forwards"])
@@ -434,7 +442,9 @@ class Dream:
                 row = {"prompt": blank.prompt, "suffix": blank.suffix, "text": text}
                 row |= {"completion": completion} if blank.around else {}
                 row |= {"tokens": tokens, "forwards": passes, "seconds": seconds, "seed": cfg.seed}
-                show(cfg, row, text[len(self.printed) :], len(answers) if len(canvases) > 1 else 0)
+                completions.append((row, text))
+                if not cfg.check:
+                    show(cfg, row, text[len(self.printed) :], len(completions) if len(canvases) > 1 else 0)
                 if cfg.html:
                     when_L, prob_L = (stats[name][i, self.columns(ids)] for name in ("when", "probability"))
                     pages.append(texts.tokens(blank, ids, when_L, prob_L))
@@ -442,8 +452,8 @@ class Dream:
         rate = f"{total['tokens'] / total['seconds']:.1f} tokens/s, {total['forwards']} forward passes"
         compiling = f"; compiling took {total['compile_s']:.1f} s more" if total["compile_s"] else ""
         print(f"{total['tokens']} tokens in {total['seconds']:.2f} s, {rate}{compiling}", file=sys.stderr)
-        self.turns.append((requests[-1][0], answers[-1]))
-        return answers
+        self.turns.append((requests[-1][0], completion))
+        return completions
 
     def measure(self, before, following, sizes):
         """[size] of the only hole: as a Dream that grows holes fills it, else the size with the likeliest text."""

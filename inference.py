@@ -68,11 +68,12 @@ def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows
         dtype = "float32" if on_cpu and wide <= free else "bfloat16"
         if on_cpu and wide > free:
             print(f"bfloat16: float32 takes {wide / 1e9:.3g} GB, {free / 1e9:.3g} are free", file=sys.stderr)
-    smaller = {"--dtype=bfloat16": needed("bfloat16", bits)}
-    if hasattr(family, "quantise"):
-        smaller |= {"--int8": needed("bfloat16", 8), "--int4": needed("bfloat16", 4)}
-    kind, size = f"int{bits} and {dtype}" if bits else dtype, needed(dtype, bits)
-    checkpoints.fits(size, free, f"{folder} takes {size / 1e9:.3g} GB in {kind}", smaller)
+    if (size := needed(dtype, bits)) > free:
+        smaller = {"--dtype=bfloat16": needed("bfloat16", bits)}
+        if hasattr(family, "quantise"):
+            smaller |= {"--int8": needed("bfloat16", 8), "--int4": needed("bfloat16", 4)}
+        kind = f"int{bits} and {dtype}" if bits else dtype
+        checkpoints.fits(size, free, f"{folder} takes {size / 1e9:.3g} GB in {kind}", smaller)
     mesh = mesh if mesh.size > 1 else None
     model, step = checkpoints.load(family, folder, step, dtype, mesh=mesh, bits=bits)
     if not mesh and hasattr(family, "join"):

@@ -564,10 +564,18 @@ class Block(nnx.Module):
         """
         cfg = self.cfg
         B, L, _ = x_BLD.shape
+        weights = {name: getattr(self, name).get_value() for name in MATRICES}
+        if isinstance(weights["q_proj"], Lora):
+            # Backward this orders the gradients of a layer's adapters before the layer below. Without it XLA computes
+            # them last on a Hopper, and holds the activations of all layers until then.
+            adapters = {name: weight[1:] for name, weight in weights.items()}
+            x_BLD, adapters = jax.lax.optimization_barrier((x_BLD, adapters))
+            weights = {name: Lora(weight.base, *adapters[name]) for name, weight in weights.items()}
 
         def project(x_BLD, name, *spec):  # only q, k and v may have a bias
-            y_BLF, biased = linear(x_BLD, getattr(self, f"{name}_proj").get_value(), *spec, on_cpu=run.on_cpu), cfg.bias
-            return y_BLF + getattr(self, f"{name}_bias")[...].astype(x_BLD.dtype) if name in "qkv" and biased else y_BLF
+            y_BLF = linear(x_BLD, weights[f"{name}_proj"], *spec, on_cpu=run.on_cpu)
+            biased = cfg.bias and name in "qkv"
+            return y_BLF + getattr(self, f"{name}_bias")[...].astype(x_BLD.dtype) if biased else y_BLF
 
         # Attention. The names are those of REMAT.
         n_BLD = rms_norm(x_BLD, self.input_layernorm[...], cfg.eps)

@@ -557,6 +557,7 @@ def graph_of(cfg, run):
     return nnx.split(nnx.eval_shape(lambda: PythonCoder(cfg, nnx.Rngs(0), run)))[0]
 
 
+@functools.lru_cache
 def param_shapes(cfg):
     return jax.eval_shape(functools.partial(new_params, cfg, 0))
 
@@ -626,11 +627,11 @@ def without_repeats(logits_BV, token_BM, length_B, n):
     """Logits of the token after token_BM[:, :length_B], -inf where it repeats an n-gram. Ref: arXiv:1705.04304, 2.5."""
     if n == 0:
         return logits_BV
-    row_B1, index_M = jnp.arange(len(length_B))[:, None], jnp.arange(token_BM.shape[1])
+    row_B1, index_M, back_N = jnp.arange(len(length_B))[:, None], jnp.arange(token_BM.shape[1]), jnp.arange(1, n)
     # True at tokens that follow an earlier copy of the last n - 1 tokens
-    followed_BM = (index_M >= n - 1) & (index_M < length_B[:, None])
-    for i in range(1, n):
-        followed_BM &= jnp.roll(token_BM, i, 1) == token_BM[row_B1, length_B[:, None] - i]
+    last_BN = token_BM[row_B1, length_B[:, None] - back_N]
+    followed_BM = (token_BM[:, index_M[:, None] - back_N] == last_BN[:, None]).all(-1)
+    followed_BM &= (index_M >= n - 1) & (index_M < length_B[:, None])
     seen_BV = jnp.zeros(logits_BV.shape, bool).at[row_B1, token_BM].max(followed_BM)
     return jnp.where(seen_BV, -jnp.inf, logits_BV)
 
@@ -678,6 +679,7 @@ def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
         "done_B": (first_B == rule.eos) | (length_B + 1 >= limit_B),
         "cache": cache,
         "key": key,
+        "passes": 0,  # left to `advance`
         "forwards_B": jnp.ones(B, jnp.int32),  # forward passes
         "accepted_B": jnp.zeros(B, jnp.int32),  # accepted drafts
     }
@@ -766,5 +768,5 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
         if (on_tokens and on_tokens(texts)) or done_B.all():
             break
         state = advance(model, state, chunk, rule=rule)
-    stats = {"forwards": int(state["forwards_B"].sum()), "accepted": int(state["accepted_B"].sum())}
+    stats = {name: int(np.asarray(state[f"{name}_B"]).sum()) for name in ("forwards", "accepted")}
     return texts, stats | {"tokens": sum(map(len, texts))}

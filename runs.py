@@ -32,6 +32,7 @@ from pathlib import Path
 Count, Natural = typing.Annotated[int, (1, 2**31 - 1)], typing.Annotated[int, (0, 2**31 - 1)]
 Positive, NonNegative = typing.Annotated[float, (1e-12, 1e12)], typing.Annotated[float, (0, 1e12)]
 Share, TopP = typing.Annotated[float, (0, 1)], typing.Annotated[float, (1e-9, 1)]
+SAVED = ".saved"  # a file in the folder of a run that has had a checkpoint
 
 
 def check(cfg):
@@ -243,9 +244,6 @@ def read_tokenizer(folder, vocab=2**31):
     return tokenizer
 
 
-SAVED = ".saved"  # a file in the folder of a run that has had a checkpoint
-
-
 class Run:
     """The folder cfg.out, locked. cfg has out, resume and wandb; unit is what the run counts: "step" or "round".
 
@@ -289,8 +287,7 @@ class Run:
             return
         for path in (self.out / name for name in (*logs, "samples.txt") if (self.out / name).exists()):
             write(path, rows_until(first, path, self.unit))
-        write(self.out / "config.json", settings)
-        for name, data in (files or {}).items():
+        for name, data in {"config.json": settings, **(files or {})}.items():
             write(self.out / name, data)
         if getattr(self.cfg, "plot", False):
             self.exits.callback(script, "bench/plot.py", str(self.out), "--names", *self.curves)
@@ -334,8 +331,11 @@ class Run:
             return
         path = self.out / name
         if isinstance(path, Path):
-            with open(path, "a") as file:
-                file.write(text)
+            try:
+                with open(path, "a") as file:
+                    file.write(text)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from None  # a full disk names no file
         else:  # objects in a bucket cannot grow
             path.write_text((path.read_text() if path.exists() else "") + text)
 

@@ -76,7 +76,7 @@ class Given(typing.NamedTuple):
     start_B: jax.Array  # the first slot that its first pass feeds
     count_MS: jax.Array  # tokens that step s fills of a block with m masks at its start
     banned_V: jax.Array  # ids that are never drawn
-    key_B: jax.Array  # a random key for each row
+    key_B: jax.Array  # the data of a random key for each row
     bound: float  # the threshold, or the entropy bound
 
 
@@ -109,7 +109,7 @@ class Sampler:
         if rule.temperature:
 
             def uniform(key, slot):  # a function of row, step and slot alone: not of the batch
-                key = jax.random.fold_in(jax.random.fold_in(key, i), slot)
+                key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), i), slot)
                 return jax.random.uniform(key, prob_BNV.shape[-1:], minval=jnp.finfo(jnp.float32).tiny)
 
             u_BNV = jax.vmap(jax.vmap(uniform, (None, 0)))(given.key_B, slot_BN)

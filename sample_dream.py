@@ -107,7 +107,7 @@ class Given(typing.NamedTuple):
     see_BL: jax.Array  # False at padding
     made_BL: jax.Array  # masked at the start
     offset_BL: jax.Array  # slots counted from the row's first token
-    key_B: jax.Array  # a random key for each row
+    key_B: jax.Array  # the data of a random key for each row
     budget_BS: jax.Array  # threshold or bound, no blocks: how many more may be filled from step i on
     share_S: jax.Array  # else: the share of the masked positions that step i fills; origin: its chance
     banned_V: jax.Array  # ids that are never drawn
@@ -146,7 +146,8 @@ class Sampler:
         """Uniform numbers in (0, 1) [B, C, *shape], a function of row, its step and offset alone: not of the batch."""
 
         def draw(key, step, offset):
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, tag), step), offset)
+            key = jax.random.fold_in(jax.random.wrap_key_data(key), tag)
+            key = jax.random.fold_in(jax.random.fold_in(key, step), offset)
             return jax.random.uniform(key, shape, minval=jnp.finfo(jnp.float32).tiny)
 
         return jax.vmap(jax.vmap(draw, (None, None, 0)))(given.key_B, state.step_B, offset_BC)
@@ -363,9 +364,14 @@ def layout(rule, masked_BL):
     return blocks, size, rule.steps // count or size
 
 
+@jax.jit
+def folded_in(key, row_B):
+    return jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, row_B))
+
+
 def keys_of_rows(key, rows):
-    """A random key for each row; as they are, if there is one for each already."""
-    return key if key.ndim else jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(rows))
+    """The data of a random key for each row; as they are, if there is one for each already."""
+    return key if key.ndim else folded_in(key, np.arange(rows))
 
 
 def prepare(cfg, rule, token_BL, see_BL, key=None):
@@ -538,7 +544,7 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
         longest = max(lengths[n] for n in order[i : i + size])
         of_width[next((width for width in widths if width >= longest), 0)] += order[i : i + size]
 
-    key_B = keys_of_rows(jax.random.key(0) if key is None else key, len(prompts))
+    key_B = np.asarray(keys_of_rows(jax.random.key(0) if key is None else key, len(prompts)))
     texts, stats, passes_B = [None] * len(prompts), {}, np.zeros(len(prompts), int)
     total = {"forwards": 0, "steps": 0, "windows": []}
     for width, numbers in of_width.items():

@@ -1,6 +1,7 @@
 """Does a small model's text read like held-out text? Numbers for both.
 
     python bench/judge.py stories --ckpt=out/speedrun/stories/run --data=out/speedrun/stories/data --text=stories.txt
+    python bench/judge.py stories --ckpt=weights/mdlm --data=out/speedrun/stories/data --text=stories.txt
     python bench/judge.py code --ckpt=out/speedrun/code/run --data=out/speedrun/code/data
 
 stories: MDLM continues the beginnings of held-out stories, and a twin scores the texts: a PythonCoder with plain
@@ -36,7 +37,7 @@ from rows import Rows
 @dataclasses.dataclass(frozen=True)
 class Config:
     track: tyro.conf.Positional[typing.Literal["stories", "code"]] = "stories"
-    ckpt: str = "out/speedrun/stories/run"  # folder of the run
+    ckpt: str = "out/speedrun/stories/run"  # folder of the run, or of weights
     data: str = "out/speedrun/stories/data"  # folder of its rows
     text: str = "tinystories_sample.txt"  # file of stories, to train the twin on
     twin: str = "out/twin"  # folder of the twin
@@ -71,8 +72,7 @@ def answers(cfg, command, prompts):
 
 
 def continued_stories(cfg, prompts):
-    checkpoint = runs.newest(cfg.ckpt)[1].absolute()
-    command = ["inference_jetson.py", f"--bundle={checkpoint}", "--serve", "--steps=128"]
+    command = ["inference_jetson.py", f"--bundle={Path(cfg.ckpt).absolute()}", "--serve", "--steps=128"]
     texts = [answer["text"] for answer in answers(cfg, command, prompts)]
     return [text.removeprefix(prompt) for prompt, text in zip(prompts, texts, strict=True)]
 

@@ -2,9 +2,9 @@
 
 JAX and PyTorch are imported where a test needs them. On a Jetson there is no JAX, and only its own tests are collected.
 
-These tests compile more than they compute, so JAX leaves most optimisations out, and XLA fuses in its older way: half
-the time. Scripts that run from the shell are compiled as for a user, and so are all tests, before a release, with
-JAX_DISABLE_MOST_OPTIMIZATIONS=0 XLA_FLAGS=--xla_cpu_use_fusion_emitters=true \\
+These tests compile more than they compute, so JAX leaves most optimisations out, and XLA, before jaxlib 0.11, fuses in
+its older way: half the time. Scripts that run from the shell are compiled as for a user, and so are all tests, before a
+release, with JAX_DISABLE_MOST_OPTIMIZATIONS=0 XLA_FLAGS=--xla_cpu_use_fusion_emitters=true (without, from 0.11 on) \\
     pytest -n 2 --dist=loadfile -m "slow or not slow"
 """
 
@@ -13,6 +13,7 @@ import dataclasses
 import fcntl
 import gc
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -31,7 +32,9 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small, and pytest -n 2 keeps both cores busy
 os.environ["JAX_PLATFORMS"] = "cpu"
-FLAGS = "--xla_force_host_platform_device_count=8", "--xla_cpu_use_fusion_emitters=false"
+FLAGS = ["--xla_force_host_platform_device_count=8"]
+if importlib.util.find_spec("jaxlib") and int(importlib.metadata.version("jaxlib").split(".")[1]) < 11:
+    FLAGS += ["--xla_cpu_use_fusion_emitters=false"]  # from 0.11 on there is no such flag, which would end the process
 os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,6 +20,7 @@ import sys
 import sysconfig
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -293,6 +294,23 @@ def test_prompts_are_the_standard_ones():
         'Your code should pass these tests:\n\nassert remove_Occ("hello","l") == "heo"\n'
         'assert remove_Occ("abcda","a") == "bcd"\nassert remove_Occ("PHP","P") == "H"\n[BEGIN]\n'
     )
+
+
+def test_a_prompt_ends_where_a_token_of_the_whole_program_ends():
+    tokenizer = tokenizers.Tokenizer.from_file("weights/pythoncoder/tokenizer.json")
+    row = {
+        "task_id": "a/0",
+        "prompt": 'def f(x):\n    """Double x."""\n',
+        "entry_point": "f",
+        "test": "def check(f):\n    pass",
+    }
+    row["canonical_solution"] = "    return 2 * x\n"
+    (problem,) = tasks.parse_problems("humaneval", json.dumps(row).encode()).values()
+    writer, record = types.SimpleNamespace(tokenizer=tokenizer, wrap=None), protocols.PROTOCOLS["ours/humaneval"]
+    ids = benchmarks.prompt_ids(benchmarks.Config(), record, writer, problem.asked)
+    whole = tokenizer.encode(row["prompt"] + row["canonical_solution"], add_special_tokens=False).ids
+    assert ids == whole[: len(ids)]
+    assert tokenizer.decode(ids) == row["prompt"]
 
 
 WRONG = {47, 116, 130, 148}  # problems with docstrings that contradict their own tests

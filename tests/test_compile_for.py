@@ -688,6 +688,19 @@ def test_every_program_of_a_small_model_compiles_for_gpus(cuda, device, flags, r
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", ["a100-80", "h100"])
+def test_a_layer_with_lora_keeps_its_input_alone_for_the_backward_pass(cuda, device, tmp_path):
+    def temporaries(layers):
+        flags = "grpo", "--lora_rank=16", f"--layers={layers}", f"--device={device}"
+        result = run("bench/compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, timeout=900)
+        assert result.returncode == 0, result.stderr
+        return json.loads((tmp_path / "rows.json").read_text())[0]["temporaries_gib"]
+
+    input_gib = 2 * 15 * 456 * md.CONFIGS["7b"].width / 2**30  # three versions of five rows, bfloat16
+    assert (temporaries(6) - temporaries(2)) / 4 == pytest.approx(input_gib, rel=0.3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("diff", ["seed", "none"])
 @pytest.mark.parametrize("device", ["t4", "rtx4090", "a100-80", "h100"])
 def test_attention_kernels_compile_for_gpus_without_spills(cuda, device, diff, tmp_path):

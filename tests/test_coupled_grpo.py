@@ -1166,9 +1166,20 @@ def test_a_lora_is_the_matrix_that_it_merges_into():
     rng = np.random.default_rng(1)
     trained = jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), trained)
     with_lora = dream.assemble(base, trained)
-    whole = dream.merge_adapters(base | {"layers": dict(base["layers"])}, trained)
+    whole = dream.merge_adapters(jax.tree.map(jnp.copy, base), trained)  # it changes the dictionaries of base
     close(forward(with_lora, token_BL), forward(whole, token_BL), 1e-4)
     assert not np.allclose(forward(whole, token_BL), plain, atol=1e-2)
+
+    # W + B A: dA = B^T dW, dB = dW A^T
+    def loss(params):
+        return (forward(params, token_BL) ** 2).mean()
+
+    grads = jax.grad(lambda trained: loss(dream.assemble(base, trained)))(trained)
+    for i, layer in jax.grad(loss)(whole)["layers"].items():
+        for name, adapter in trained["layers"][i].items():
+            grad = grads["layers"][i][name]
+            close(grad["a"], adapter["b"].T @ layer[name], 1e-4)
+            close(grad["b"], layer[name] @ adapter["a"].T, 1e-4)
 
 
 @pytest.mark.slow

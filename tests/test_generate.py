@@ -150,6 +150,108 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
     refused("/dev/zero is no regular file", file="/dev/zero", ckpt=str(tmp_path / "none"))
 
 
+# ---- --check
+
+COUNTER = '''class Counter:
+    """Count.
+
+    >>> c = Counter(3)
+    >>> c.add(2)
+    5
+    >>> print(c.add(1))
+    6
+    >>> Counter("")  # no number
+    Traceback (most recent call last):
+    TypeError: no number
+    """
+
+    def __init__(self, n):
+        self.n = n + 0
+
+    def add(self, k):
+        self.n += k
+        return self.n
+'''
+ADD = (
+    'def add_1(x):\n    """Return x + 1.\n\n    >>> add_1([1][0])  # one\n    2\n    >>> add_1(2.5)\n    3.5\n    """\n'
+)
+
+
+def test_examples_of_docstrings_become_tests_of_the_sandbox():
+    assert canvas.examples(ADD) == [
+        ("add_1([1][0])", "2", "assert add_1([1][0]) == 2"), ("add_1(2.5)", "3.5", "assert add_1(2.5) == 3.5")
+    ]  # fmt: skip
+    calls = [(call, want) for call, want, _ in canvas.examples(COUNTER)]
+    assert calls == [("c.add(2)", "5"), ("print(c.add(1))", "6")]
+    assert canvas.examples("Write it.\n>>> f(1)\n<Odd>\n") == [("f(1)", "<Odd>", "assert repr(f(1)) == '<Odd>'")]
+    for prompt, part in (
+        ("def f(x):", "there are none"),
+        ("def f(x):\n    'no docstring'\n    y = 1  # >>> f", "there are none"),
+        ('def f(x):\n    """\n    >>> f(\n    2\n    """\n', "cannot read"),
+        ('def f(x):\n    """\n    >>> x = 1\n    2\n    """\n', "cannot read"),
+        ('def f(x):\n    """\n    >>>f(1)\n    2\n    """\n', "cannot read"),
+    ):
+        refused(part, prompt=prompt, check=True, ckpt="none")
+    refused("there are none", check=True, ckpt="none")
+
+
+def test_a_completion_ends_where_it_no_longer_defines_anything_or_does_not_parse():
+    body = "    return g(x)\n\n\ndef g(\n    x,\n):\n    return x + 1\n"
+    for behind in ("print(add_1(input()))\n", "def h(x):\n    return (", '    """', "x = 3\n\n\ndef k():\n    pass\n"):
+        assert canvas.definitions(ADD, ADD + body + behind) == (ADD + body).rstrip()
+    constant = "LIMIT = 3\n\n\n" + ADD
+    assert canvas.definitions(constant, constant + body) == (constant + body).rstrip()  # what was given stays
+    assert canvas.definitions("def f(x", "def f(x") == "def f(x"
+
+
+def test_the_first_completion_that_passes_in_the_sandbox_is_taken(capsys):
+    rows = [({"prompt": ADD}, ADD + f"    return {body}\nmore(") for body in ("x", "x + 1", "1 + x")]
+    ((row, text),) = canvas.checked(rows, 3, [canvas.examples(ADD)])
+    assert (row["passed"], row["examples"]) == (True, ["pass: add_1([1][0]) gives 2", "pass: add_1(2.5) gives 3.5"])
+    assert text.endswith("    return x + 1\n# pass: add_1([1][0]) gives 2\n# pass: add_1(2.5) gives 3.5")
+    assert capsys.readouterr().err == "completion 2 of 3 passes\n"
+    row, text = next(canvas.checked(rows[:1], 1, [canvas.examples(ADD)]))
+    assert row["examples"] == ["fail: add_1([1][0]) gives 1, not 2", "fail: add_1(2.5) gives 2.5, not 3.5"]
+    assert not row["passed"]
+    said = ["pass: c.add(2) gives 5", "pass: print(c.add(1)) gives 6"]
+    assert canvas.verdicts(COUNTER, canvas.examples(COUNTER)) == said
+    wrong = COUNTER.replace("+= k", "+= 2")
+    assert canvas.verdicts(wrong, canvas.examples(COUNTER))[1] == "fail: print(c.add(1)) is not 6"
+
+
+WHOLE = 'def f(x):\n """>>> f(1)\n 2\n """\n return x + 1\n'  # what random weights add is no Python, and is cut off
+
+
+def test_a_checked_completion_of_dream_is_printed_with_its_verdicts(coder, capsys):
+    said = dream_says(capsys, coder / "silent", prompt=WHOLE, check=True, n=2, max_new=2)
+    assert said.out == WHOLE + "# pass: f(1) gives 2\n"
+    assert "completion 1 of 2 passes" in said.err
+
+
+def test_each_prompt_of_a_file_is_checked_and_one_that_fails_ends_in_one_line(run_folder, tmp_path, capsys):
+    lines = [json.dumps({"prompt": text}) + "\n" for text in (WHOLE, WHOLE.replace("return", "yield"))]
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    with pytest.raises(ValueError, match=r"^no completion passes all examples of 1 of 2 prompts$"):
+        says_pythoncoder(capsys, run_folder, file=str(tmp_path / "in.jsonl"), check=True, json=True, max_new=4)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["passed"] for row in rows] == [True, False]
+    assert rows[0]["examples"] == ["pass: f(1) gives 2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt"),
+    [
+        ("def f(n):", "def f(n):\n"),
+        ('class A:\\n    def f(self):\\n        """Go."""', 'class A:\n    def f(self):\n        """Go."""\n'),
+        ("x = {1:", "x = {1:"),
+        ("def f(n):\\n    return n", "def f(n):\n    return n"),
+    ],
+)
+def test_a_head_or_a_docstring_ends_its_line(given, prompt):
+    assert generate.resolve(generate.Config(prompt=given)).prompt == prompt
+    assert generate.resolve(generate.Config(prompt=given, raw=True)).prompt == given
+
+
 # ---- the models that come with the project
 
 

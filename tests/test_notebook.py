@@ -20,6 +20,7 @@ RUNTIMES = {  # of Colab: its device, the extra of JAX for it, and what has to b
     "tpu": ("accel0", "tpu", {"jaxlib", "libtpu"}),
     "gpu": ("nvidia0", "cuda12", {"jaxlib", "jax-cuda12-plugin"}),
 }
+IMAGES = "2025.07", "2025.10", "2026.01", "2026.08"  # columns of colab_*.txt
 
 
 @pytest.mark.slow
@@ -69,37 +70,41 @@ def requirements(path):
             yield Requirement(line)
 
 
-def installed(runtime):
+def installed(runtime, image):
     """{name: version} of what Colab brings."""
     lines = (ROOT / "tests" / f"colab_{runtime}.txt").read_text().splitlines()
-    return dict(line.split("==") for line in lines if not line.startswith("#"))
+    head, *rows = (line.split() for line in lines if not line.startswith("#"))
+    column = head.index(image)
+    return {row[0]: row[column] for row in rows if row[column] != "-"}
 
 
+@pytest.mark.parametrize("image", IMAGES)
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_no_part_of_another_jax_can_stay_from_what_colab_brings(runtime, tmp_path):
-    device, extra, parts = RUNTIMES[runtime]
+def test_no_part_of_another_jax_can_stay_from_what_colab_brings(runtime, image, tmp_path):
+    (device, extra, parts), brought = RUNTIMES[runtime], installed(runtime, image)
     asked = [r for r in requirements(chosen(device, tmp_path)) if r.name == "jax"]
     assert {extra} in [r.extras for r in asked]
     assert len({str(r.specifier) for r in asked}) == 1
-    assert not any(installed(runtime)["jax"] in r.specifier for r in asked)  # so JAX is replaced
+    assert not any(brought["jax"] in r.specifier for r in asked)  # so JAX is replaced
     pins = {}
     for need in map(Requirement, importlib.metadata.requires("jax")):  # then the extra of the new one pins its parts
         if need.marker and need.marker.evaluate({"extra": extra}):
             pins[need.name] = need.specifier
     for part in parts:
-        assert installed(runtime)[part] not in pins[part]
+        assert brought[part] not in pins[part]
 
 
 @pytest.mark.slow  # reads a package index
+@pytest.mark.parametrize("image", IMAGES)
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_pip_leaves_a_colab_runtime_with_versions_that_go_together(runtime, tmp_path):
+def test_pip_leaves_a_colab_runtime_with_versions_that_go_together(runtime, image, tmp_path):
     device, _, parts = RUNTIMES[runtime]
-    asked, after = chosen(device, tmp_path), installed(runtime)
+    asked, after = chosen(device, tmp_path), installed(runtime, image)
     # An environment in which all of Colab's packages seem to be installed.
     venv.create(tmp_path / "colab", with_pip=True, upgrade_deps=True)
     (site,) = (tmp_path / "colab").glob("lib/python*/site-packages")
     for name, version in after.items():
-        folder = site / f"{name}-{version}.dist-info"
+        folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     python, report = tmp_path / "colab" / "bin" / "python", tmp_path / "report.json"

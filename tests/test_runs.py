@@ -283,6 +283,14 @@ def test_a_closed_output_ends_no_run(tmp_path):
     assert json.loads((tmp_path / "log.jsonl").read_text()) == {"step": 1}
 
 
+def test_a_log_on_a_full_disk_is_named(tmp_path):
+    with runs.Run(Config(str(tmp_path))) as run:
+        run.begin(0, {})
+        (tmp_path / "log.jsonl").symlink_to("/dev/full")
+        with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/log\.jsonl'"):
+            run.log({"step": 1})
+
+
 def test_a_signal_that_ends_a_compiler_too_is_one_line(tmp_path):
     def train():
         with runs.Run(Config(str(tmp_path))) as run:
@@ -347,9 +355,14 @@ def test_what_is_saved_comes_back_and_the_newest_and_the_best_are_kept(saved, tm
     assert back["opt"] == {}
 
 
-def test_a_run_that_lost_its_checkpoints_does_not_begin_anew(saved, tmp_path):
-    cfg = Config(str(tmp_path), resume=str(tmp_path))
-    saved[0].close()
+def test_a_run_that_lost_its_checkpoints_does_not_begin_anew(tmp_path):
+    jax, cfg = pytest.importorskip("jax"), Config(str(tmp_path), resume=str(tmp_path))
+    store = checkpoints.Checkpoints(tmp_path)
+    store.save(1, {"params": {"a": jax.numpy.ones(3)}}, {"model": {}, "step": 1})
+    store.manager.wait_until_finished()  # killed right after its first checkpoint: nothing of ours ran behind it
+    assert checkpoints.Checkpoints(tmp_path).newest() == 1
+    with runs.Run(cfg):
+        pass
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(FileNotFoundError, match=r"checkpoints of .* are gone; choose another --out"), runs.Run(cfg):
         pass

@@ -1,0 +1,140 @@
+"""tinypython.py: solutions pass tests and examples, sentences name one function, splits hold out what they say."""
+
+import ast
+import dataclasses
+import doctest
+import json
+import random
+from pathlib import Path
+
+import pytest
+from conftest import run
+
+import coupled_grpo
+import problems
+import tinypython
+
+CONFIG = tinypython.Config(n=3000, tasks=20)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    out = tmp_path_factory.mktemp("world")
+    tinypython.main(dataclasses.replace(CONFIG, out=str(out)))
+    return out
+
+
+def rows(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_examples_and_hidden_tests_pass_for_the_solutions(world):
+    sources = [row["prompt"] + row["response"] for row in rows(world / "pairs.jsonl")]
+    for split in tinypython.SPLITS:
+        for row in rows(world / f"{split}.jsonl"):
+            source = row["prompt"] + row["canonical_solution"]
+            sources.append(source)
+            assert len(row["test_cases"]) >= 5
+            scope = tinypython.load(source)
+            exec(row["test"], scope)
+            scope["check"](scope[row["entry_point"]])
+            for test in row["test_cases"]:
+                exec(test, scope)
+    examples = 0
+    for source in sources:
+        text = ast.get_docstring(ast.parse(source).body[-1])
+        found = doctest.DocTestParser().get_doctest(text, tinypython.load(source), "example", None, 0)
+        examples += bool(found.examples)
+        assert not doctest.DocTestRunner().run(found).failed, source
+    assert 0.4 < examples / len(sources) < 0.6
+
+
+def test_tests_reject_constants_and_mutants():
+    made, rng, survivors, tried = tinypython.World(2), random.Random(0), 0, 0
+    for _ in range(60):
+        f, _ = made.draw(rng, (1, 2, 3, 4))
+        tests = tinypython.tests_of(f, rng)
+        if not tests:
+            continue
+        assert len({repr(out) for _, out in tests}) > 1  # no constant answer passes
+        calls = [tinypython.call(f, rng) for _ in range(50)]
+        right = tinypython.load(f.prompt() + f.solution)
+        for body in tinypython.mutants(f.solution, rng):
+            try:
+                wrong = tinypython.load(
+                    f.prompt() + body.replace("while ", "while next(ticks) and "), ticks=iter([1] * 9999)
+                )
+            except SyntaxError:
+                continue
+            if any(tinypython.result(wrong, text) != tinypython.result(right, text) for text in calls):
+                tried += 1
+                survivors += all(tinypython.result(wrong, text) == [out] for text, out in tests)
+    assert tried > 200
+    assert survivors < 0.05 * tried  # ten mutants are tried when tests are chosen, here all
+
+
+def test_no_sentence_describes_two_functions_and_splits_hold_out_what_they_say():
+    made = tinypython.World(1)
+    list(made.train(3000, (1, 2, 3, 4)))
+    rng, seen = random.Random(0), {}
+    for _ in range(3000):
+        f, _ = made.draw(rng, (1, 2, 3, 4))
+        assert made.sentences.get(f.template, f.what) == f.what
+        seen[f.template] = f.what
+    for split in ("constants", "composed", "phrased"):
+        trained = set(made.sentences)
+        for row in made.tasks(split, 20, (1, 2, 3)):
+            combination = tuple(sorted(row["operations"][row["level"] == 2 and len(row["operations"]) > 2 :]))
+            assert (combination in made.combinations) == (split != "composed")
+        assert trained < set(made.sentences)
+
+
+def test_a_world_is_decided_by_its_seed(world, tmp_path, capsys):
+    cfg = dataclasses.replace(CONFIG, out=str(tmp_path / "again"))
+    tinypython.main(cfg)
+    names = ["meta", "train", "pairs", "holes", *tinypython.SPLITS]
+    files = [f"{name}.json{'' if name == 'meta' else 'l'}" for name in names]
+    assert all((world / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in files)
+    tinypython.main(cfg)
+    assert "nothing to do" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="another world"):
+        tinypython.main(dataclasses.replace(cfg, seed=1))
+
+
+def test_holes_pairs_and_rows_are_the_same_programs(world):
+    pairs = [row["prompt"] + row["response"] for row in rows(world / "pairs.jsonl")]
+    assert pairs == [row["prompt"] + row["response"] + row["suffix"] for row in rows(world / "holes.jsonl")]
+    assert pairs == [row["content"] for row in rows(world / "train.jsonl")]
+    assert len(pairs) == CONFIG.n
+
+
+def test_benchmarks_and_coupled_grpo_read_the_tasks(world):
+    for split in tinypython.SPLITS:
+        path = world / f"{split}.jsonl"
+        assert len(problems.parse_problems("humaneval", path.read_bytes())) == len(rows(path)) > 0
+        assert len(coupled_grpo.read_tasks(path)) == len(rows(path))
+
+
+def test_every_operation_and_template_has_at_least_six_phrasings():
+    operations = [*tinypython.MAPS.values(), *tinypython.PREDICATES.values(), tinypython.FOLDS]
+    for table in [*operations, *tinypython.LEVELS.values()]:
+        for key, (_, _, _, groups) in table.items():
+            assert sum(len(texts) for group in groups for texts in group) >= 6, key
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--splits", "nowhere"], ["--splits", "nowhere", "composed"]),
+        (["--levels", "5"], ["--levels", "'5'", "('1', '2', '3'"]),
+        (["--formats", "xml"], ["--formats", "xml", "holes"]),
+        (["--levels"], ["--levels needs one of 1 to 4"]),
+        (["--n=0"], ["--n=0", "1 .. "]),
+    ],
+)
+def test_what_makes_no_world_is_refused(tmp_path, flags, words):
+    result = run("tinypython.py", *flags, f"--out={tmp_path / 'out'}")
+    assert result.returncode
+    assert all(word in result.stderr for word in words), result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()

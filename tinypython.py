@@ -1,0 +1,420 @@
+"""Write TinyPython: small Python functions with docstrings, examples and hidden tests, drawn from tinypython.txt.
+
+    python tinypython.py                                      # 100,000 functions and four splits: two minutes
+    python data_prep.py python --roots data/tinypython/train.jsonl --column=content --vocab_size=1024 --seq_len=512
+    python data_prep.py pairs data/tinypython/holes.jsonl --vocab_size=1024 --seq_len=256    # or pairs.jsonl
+    python benchmarks.py --task=humaneval --tasks_file=data/tinypython/composed.jsonl
+
+What TinyStories is to English, this is to code: small enough to be learnt on a CPU, and right or wrong when run. Level
+1 is one operation, 2 a composition of two or three, 3 control flow with state, 4 functions that call one another, and
+classes. A docstring decides its function: no sentence describes two.
+
+Splits hold what train lacks: constants (operations that occur together, never with these constants), composed (that
+never occur together), phrased (a phrasing that never occurs), level4 (either of the first two). A task, in HumanEval's
+form, has five tests or more, which no constant answer and none of the first ten mutants of the solution passes.
+
+Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import json
+import random
+import re
+import textwrap
+import typing
+import warnings
+import zlib
+from pathlib import Path
+
+import runs
+
+Split = typing.Literal["constants", "composed", "phrased", "level4"]
+Format = typing.Literal["rows", "pairs", "holes"]
+SPLITS, FORMATS = typing.get_args(Split), typing.get_args(Format)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    out: str = "data/tinypython"  # folder to write
+    n: runs.Count = 100_000  # functions to train on
+    tasks: runs.Count = 1000  # tasks of each split
+    levels: tuple[typing.Literal[1, 2, 3, 4], ...] = (1, 2, 3, 4)  # levels to train on
+    splits: tuple[Split, ...] = SPLITS  # splits to write
+    formats: tuple[Format, ...] = FORMATS  # train is written as rows for PythonCoder, pairs and holes for Dream
+    seed: runs.Natural = 0  # random seed of all that is drawn
+
+
+UNSEEN = "\u00a4"  # ends a phrasing that train never has, until the sentence is complete
+CONSTANT, SLOT = re.compile(r"\b[CDHJKTZ]\b|ELSE"), re.compile(r"\b[A-Zx]+\d?\b")
+CALL = re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")  # of a slot: M{x}
+DRAWS = re.compile(r"\b(?:[A-Z]+|[mf]|h[PM])\d?\b")  # what a template draws, beside its arguments
+GENERATOR = re.compile(r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)")  # sum([x for x in a]) needs no list
+THEIR = re.compile(r"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\b")
+Entry = collections.namedtuple("Entry", "names code constants phrasings")  # an operation, or a template for some
+
+
+def table(name, codes=1):
+    """{first name: Entry} of a table with so many fields of code. A field of phrasings is a list of lists of texts."""
+    found = {}
+    for text in re.split(r"\n(?=\w)", TABLES[name]):
+        names, *fields = re.sub(r"\s*\n\s+", " ", text).split(" | ")
+        code = [field.replace(r"\n", "\n").replace(r"\t", "    ") for field in fields[:codes]]
+        phrasings = [[phrasing.split(" // ") for phrasing in field.split(" / ")] for field in fields[codes:]]
+        constants = sorted({*CONSTANT.findall(" ".join(code))})
+        found[names.split(", ")[0]] = Entry(names.split(", "), code, constants, phrasings)
+    return found
+
+
+TABLES = dict(re.findall(r"(?ms)^\[(.*?)\][^\n]*\n(.*?)\n(?=\n\[|\Z)", Path(__file__).with_suffix(".txt").read_text()))
+LISTS = {name: re.findall(r"'.*?'|\S+", words) for name, words in re.findall("(.*) [|] (.*)", TABLES["lists"])}
+KINDS = {kind: fields for kind, *fields in (line.split(" | ") for line in TABLES["kinds"].split("\n"))}
+MAPS = {element: table(f"{element} maps") for element in ("int", "str")}
+PREDICATES = {element: table(f"{element} predicates", 2) for element in ("int", "str", "char")}
+FOLDS, PAIRS = table("folds", 2), table("pairs")
+LEVELS = {level: table(f"level {level}", 2) for level in (1, 2, 3, 4)}
+SHARES = {1: 2, 2: 4, 3: 3, 4: 1}  # of the levels in train; in a level, templates with more slots are drawn more often
+DRAWN = {n: [key for key, e in LEVELS[n].items() for _ in range(1 + 2 * len(DRAWS.findall(e.code[0])))] for n in LEVELS}
+ALIKE = {key: keys for name, keys in LISTS.items() if name.startswith("alike") for key in keys}
+# For a slot and an element, the table whose entries fit.
+FITTING = {"P": PREDICATES, "M": MAPS, "KEY": MAPS, "F": dict.fromkeys(PREDICATES, FOLDS), "BOTH": {"int": PAIRS}}
+SWAPS = {sign: [other] for sign, other in zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True)}
+
+
+def applied(code, item):
+    """Code with an expression in place of x, in brackets where it needs them."""
+    inner = item if re.fullmatch(r"[\w.]+(\(.*\)|\[.*\])*", item) else f"({item})"
+    return re.sub(r"\(x\)|\bx\b", lambda found: f"({item})" if found[0] == "(x)" else inner, code)
+
+
+class Function:
+    """A function of a level. With `new` it may have phrasings that train never has. KeyError if nothing fits."""
+
+    def __init__(self, rng, level, new=False, key="", element=""):  # a helper has the template `key` for an element
+        self.rng, self.level, self.new, self.element = rng, level, new, element  # element: what operations work on
+        self.operations, self.constants, self.arguments = [], [], []  # arguments are pairs of a name and a kind
+        self.names = collections.defaultdict(list)  # {slot: for each operation in it the names that it may have}
+        self.values = {}  # {slot: its text, or a function from the text in its braces}
+        self.helper, self.is_new = "", False  # source of the helper; is there a phrasing that train never has?
+        names, (slots, bodies), (say,) = self.draw(LEVELS[level], [key or rng.choice(DRAWN[level])])
+        slots, _, self.methods = slots.partition(":")  # a class has methods: add int, reset
+        for slot in slots.split():
+            self.put(*re.fullmatch(r"(\D+)(\d?)", slot).groups())
+        known = {*self.values, "A", "B", "SELF", "x"}
+        self.bodies = [body for body in bodies.split(" OR ") if known.issuperset(SLOT.findall(body))]
+        said = self.fill(say())
+        ambiguous = self.element == "char" and level == 1 and "F" not in self.names and " list" not in said
+        if ambiguous or not self.bodies:
+            raise KeyError("no body, or a sentence that may mean a list of characters or a string")
+        self.is_new = self.is_new or UNSEEN in said
+        said = THEIR.sub(r"their \1", said.replace(UNSEEN, ""))
+        self.template = re.sub("(number|count) of the ", r"\1 of ", said)  # the sentence, with A and B in it
+        self.what = (*self.operations, *self.constants, *dict(self.arguments).values())
+        name = re.sub("[A-Z]+(?![a-z])", lambda slot: rng.choice(self.names[slot[0]].pop(0)), rng.choice(names))
+        self.name = name if self.methods or element or rng.random() < 0.9 else rng.choice(LISTS["silent"])
+        self.values |= {"SELF": self.name} | dict(zip("AB", dict(self.arguments), strict=False))
+        said = re.sub(r"\b[AB]\b", lambda slot: self.values[slot[0]], self.template)
+        self.sentence = said[0].upper() + said[1:]
+
+    @functools.cached_property
+    def solution(self):
+        """The body, in one of the styles that there are for its operations."""
+        body = self.rng.choice(self.bodies)
+        self.values["x"] = self.rng.choice([name for name in LISTS["variables"] if name not in dict(self.arguments)])
+        return textwrap.indent(GENERATOR.sub(r"\1(\2)", self.fill(body)), "    ") + "\n"
+
+    def prompt(self, example=""):
+        """The source up to the end of the docstring."""
+        said = self.sentence if len(self.sentence) < 100 else textwrap.fill(self.sentence, 100, break_on_hyphens=False)
+        line = f"class {self.name}:\n" if self.methods else f"def {self.name}({', '.join(dict(self.arguments))}):\n"
+        return self.helper + line + textwrap.indent(f'"""{said}{example}"""\n', "    ")
+
+    def fill(self, text):
+        """The text with its slots filled, from the inside out. KeyError where one has nothing."""
+        while CALL.search(text):
+            text = CALL.sub(lambda slot: self.values[slot[1]](slot[2]), text)
+        return SLOT.sub(lambda slot: self.values.get(slot[0], slot[0]), text)
+
+    def draw(self, table, keys):
+        """(names, code, says) of one of the keys; code has its constants, a function of says phrases an item."""
+        rng, taken = self.rng, {*self.operations, *(key for name in self.operations for key in ALIKE.get(name, ()))}
+        entry = table[rng.choice([key for key in keys if key not in taken])]
+        kinds, constants = [*dict(self.arguments).values(), self.element, "any"], {}
+        for letter in entry.constants:  # a list for a kind of argument or an element comes before that for any
+            name = next(name for kind in kinds if (name := f"constant {letter} {kind}") in LISTS)
+            constants[letter] = rng.choice(LISTS[name])
+        self.operations.append(entry.names[0])
+        self.constants += constants.values()
+        if none := constants.get("Z"):
+            constants["ELSE"] = rng.choice((f", or {none} if there are none", f" ({none} if there are none)"))
+        fill = functools.partial(CONSTANT.sub, lambda letter: constants[letter[0]]) if constants else str
+
+        def say(phrasings, item="~"):
+            new = self.new and len(phrasings) > 1 and rng.random() < 0.6
+            text = rng.choice(rng.choice(phrasings[-1:] if new else phrasings[:-1] or phrasings))
+            return fill(text).replace("~", item) + (UNSEEN if new else "")
+
+        return entry.names, [fill(code) for code in entry.code], [functools.partial(say, g) for g in entry.phrasings]
+
+    def put(self, kind, i):
+        """Fill a slot of a template, the i-th of its kind: with an argument, a helper or an operation."""
+        values, partial = self.values, functools.partial
+        if not DRAWS.fullmatch(kind):
+            return self.argue(kind)
+        if kind in ("hP", "hM"):
+            helper = Function(self.rng, 1, self.new, "is_P" if kind == "hP" else "M", self.element)
+            self.helper, self.is_new = f"{helper.prompt()}{helper.solution}\n\n", helper.is_new
+            self.operations += helper.operations
+            self.constants += helper.constants
+            self.element, values["HELPER"] = helper.element, helper.name
+            self.names["HELPER"] = [[helper.name]]
+            return
+        table = FITTING[kind.upper()][self.element]
+        names, codes, says = self.draw(table, LISTS.get(f"{kind} {self.element}", table))
+        kind = kind.upper()
+        if kind == "P":
+            (code, opposite), (say, *short) = codes, says
+            verb = say()
+            one, many = (re.sub(r"\((.*?)\|(.*?)\)", form, verb) for form in (r"\1", r"\2"))
+            values |= {f"P{i}": partial(applied, code), f"U{i}": partial(applied, opposite)}
+            values |= {f"Q{i}": one, f"R{i}": many}
+            is_short = short and self.rng.random() < 0.5
+            values["MANY"] = short[0](values["N"]) if is_short else f"{values['N']} that {many}"
+        elif kind == "M":
+            (code,), (verb, noun) = codes, says
+            values |= {f"M{i}": partial(applied, code), f"V{i}": verb, f"W{i}": noun}
+            if singular := re.fullmatch(f"(the (?:(?! of ).)*) of ~({UNSEEN}?)", noun()):
+                values["X"] = lambda items: f"{singular[1]}s of {items}{singular[2]}"
+            if names[0] in LISTS["numeric"]:
+                self.element = "int"
+        elif kind == "F":
+            (code, loop), (values["G"], values["Y"]) = codes, says
+            whole = "LISTED" if "L[" in code else "I"  # what is sliced must be a list
+            if code != "-":
+                values["F"] = lambda items: re.sub(r"\bL\b", whole if items == "I" else items, code)
+            if code.count("L") == 1:
+                values["E"] = values["F"]
+            if loop != "-":
+                values["START"], update, values["VALUE"] = loop.split("; ")
+                values["UPDATE"] = lambda item: update.replace("ITEM", item)
+        elif kind == "KEY":
+            noun = table[names[0]].phrasings[1][0][0]
+            values |= {"KEY": partial(applied, *codes), "BY": noun.removeprefix("the ").removesuffix(" of ~")}
+        else:
+            kind, values["NAME"], (values["BOTH"],) = "NAME", names[0], codes
+        self.names[kind].append(names)
+
+    def argue(self, kind):
+        """Add an argument of a kind, or of a choice of kinds, with the nouns for its elements."""
+        kind = self.element if kind == "item" and self.element else self.rng.choice(LISTS.get(kind, [kind]))
+        names, self.element, nouns, *iterable = KINDS[kind]
+        name = self.rng.choice([name for name in names.split() if (name, kind) not in self.arguments])
+        if not self.arguments:
+            many, one = self.rng.choice(nouns.split(" OR ")).split(" / ")
+            self.values |= {"N": many, "S": one.replace("S", name.removesuffix("s"))}
+            self.values["I"], self.values["LISTED"] = (text.replace("A", name) for text in iterable)
+        self.arguments.append((name, kind))
+
+
+def value(kind, f, rng, edge):
+    """A value for an argument; edge 0 is empty or zero, 1 has one element, 2 is negative, 3 is any."""
+    numbers = [int(c) for c in f.constants if c.isdigit()] or [3]
+    letters = [c[1] for c in f.constants if c[0] == "'" and c[1].isalpha()] or ["e"]
+
+    def number():
+        k = rng.choice(numbers)
+        near = (k - 1, k, k + 1, -k, k * rng.randint(-2, 5), 10 * rng.randint(-2, 4) + k % 10)
+        drawn = rng.choice(near) if rng.random() < 0.4 else rng.randint(-15, 40)
+        return -abs(drawn) - 1 if edge == 2 else drawn
+
+    def word():
+        text, letter = rng.choice(LISTS["words"]), rng.choice(letters)
+        text = rng.choice((text, text, text, letter + text, text + letter, text + text[::-1]))
+        cased = {*LISTS["cased"]} & {*f.operations} and rng.random() < 0.5
+        return rng.choice((text, text.upper(), text.capitalize())) if cased else text
+
+    size = edge if edge < 2 else rng.randint(2, 6)
+    if kind in ("int", "str"):
+        return (number() if edge else 0) if kind == "int" else (word() if edge else "")
+    if kind in ("nat", "count"):
+        return edge if edge < 2 else rng.randint(2, 12)
+    if kind in ("pos", "digits"):
+        large = rng.choice((rng.randint(2, 300), rng.choice(numbers) ** 2 * rng.randint(1, 9)))
+        return max(int(kind == "pos"), edge if edge < 2 else large)
+    if kind in ("values", "keys", "dict"):
+        return {word(): number() for _ in range(size)}
+    if kind == "rows":
+        return [[number() for _ in range(rng.randint(1, 3))] for _ in range(size // 2 + size % 2)]
+    items = [number() if kind in ("ints", "scores") else word() for _ in range(size)]
+    if size > 2 and rng.random() < 0.4:
+        items[-1] = items[0]
+    if kind == "chars":
+        items = [rng.choice((item, item.capitalize(), item + item[-1:], str(rng.randint(0, 99)))) for item in items]
+    return " ".join(items) if kind in ("text", "chars") else items
+
+
+def call(f, rng, edge=3):
+    """The source of a call with drawn values; for a class an object, and on the next line calls of its methods."""
+    made = f"{f.name}({', '.join(repr(value(kind, f, rng, edge)) for _, kind in f.arguments)})"
+    if not f.methods:
+        return made
+    steps = [rng.choice(f.methods.split(",")).split() for _ in range(rng.randint(2, 4))]
+    steps = [f"c.{method}({', '.join(repr(value(kind, f, rng, 3)) for kind in kinds)})" for method, *kinds in steps]
+    return f"c = {made}\n[{', '.join(steps)}]"
+
+
+def load(source, **scope):
+    """The names that a program defines."""
+    exec(source, scope)
+    return scope
+
+
+def result(scope, text):
+    """The value of a call in a list of one; an empty list where it raises."""
+    setup, _, expression = text.rpartition("\n")
+    with contextlib.suppress(Exception):
+        exec(setup, scope)
+        return [eval(expression, scope)]
+    return []
+
+
+def example(f, rng):
+    """A docstring's example, "" where none is short."""
+    scope, best = load(f.prompt() + f.solution), ""
+    for _ in range(3):
+        text = call(f, rng)
+        out = repr(*result(scope, text) or [None])
+        if out != "None" and len(text) + len(out) < 90:
+            best = "\n\n>>> " + text.replace("\n", "\n>>> ") + f"\n{out}\n"
+            if out not in ("[]", "''", "0", "False"):
+                break
+    return best
+
+
+def mutants(text, rng):
+    """Programs that differ from a body in one sign, name or constant, in random order."""
+    marks = [(mark.start(), mark[0]) for mark in re.finditer(r"[=!<>+*/%-]+|\b\w+\b", text)]
+    for start, word in rng.sample(marks, len(marks)):
+        for other in (int(word) + 1, int(word) - 1) if word.isdigit() else SWAPS.get(word, ()):
+            yield f"{text[:start]}{other}{text[start + len(word) :]}"
+
+
+def tests_of(f, rng):
+    """[(call, value)] that tell the solution from constants and from ten mutants; None if there are none."""
+    calls = dict.fromkeys(call(f, rng, min(i, 3)) for i in range(50))
+    scope = load(f.prompt() + f.solution)
+    right = {text: out for text in calls if (out := result(scope, text))}
+    chosen, wrong = [*right][:3], 0
+    for body in mutants(f.solution, rng):
+        body = re.sub(r"while (.*):", r"while next(ticks) and \1:", body)  # a mutant may not end
+        with contextlib.suppress(SyntaxError), warnings.catch_warnings(action="ignore"):  # "is" with a literal
+            scope = load(f.prompt() + body, ticks=iter([True] * 30_000))
+            differs = [text for text in right if result(scope, text) != right[text]]
+            wrong += bool(differs)
+            chosen += differs[:1] if {*differs}.isdisjoint(chosen) else []
+        if wrong == 10:
+            break
+    chosen += [text for text in right if text not in chosen][: max(0, 5 - len(chosen))]
+    if wrong > 2 and 5 <= len(chosen) <= 12 and len({repr(right[text]) for text in chosen}) > 1:
+        return [(text, *right[text]) for text in chosen]
+
+
+def held(*key):
+    """One key in ten is held out, by its hash."""
+    return zlib.crc32(repr(key).encode()) % 10 == 0
+
+
+class World:
+    """Functions of a seed. No sentence describes two of them, unless they do the same."""
+
+    def __init__(self, seed):
+        self.seed, self.rng, self.sentences, self.combinations = seed, random.Random(seed), {}, set()
+
+    def draw(self, rng, levels, new=False):
+        """(a function, the split it belongs to or ""), of a sentence that describes nothing else."""
+        while True:
+            with contextlib.suppress(KeyError, IndexError):  # an operation lacks what the template needs
+                f = Function(rng, rng.choices(levels, [SHARES[level] for level in levels])[0], new)
+                if self.sentences.get(f.template, f.what) == f.what:
+                    break
+        f.combination = tuple(sorted(f.operations[f.level == 2 and len(f.operations) > 2 :]))  # without the template
+        if f.level > 1 and len(f.combination) > 1 and held(f.combination):
+            return f, "composed"
+        constants = any(held(f.combination, *pair) for pair in enumerate(f.constants))
+        return f, "constants" if constants else "phrased" if f.is_new else ""
+
+    def train(self, n, levels):
+        """n functions as (prompt, solution)."""
+        while n:
+            f, split = self.draw(self.rng, levels)
+            if not split:
+                self.sentences[f.template] = f.what
+                self.combinations.add(f.combination)
+                yield f.prompt(example(f, self.rng) if self.rng.random() < 0.5 else ""), f.solution
+                n -= 1
+
+    def tasks(self, split, count, levels):
+        """Up to so many tasks of a split, as rows of its file; train must have been drawn."""
+        rng, found = random.Random(f"{self.seed} {split}"), 0
+        wanted = ("constants", "composed") if split == "level4" else (split,)
+        for _ in range(count * 300):
+            f, its = self.draw(rng, levels, split == "phrased")
+            known = its == "composed" or f.combination in self.combinations
+            if known and its in wanted and f.template not in self.sentences and (tests := tests_of(f, rng)):
+                self.sentences[f.template] = f.what
+                cases = [re.sub(r"(?m)^(?=.*\Z)", "assert ", text) + f" == {out!r}" for text, out in tests]
+                check = re.sub(rf"\b{f.name}\(", "candidate(", textwrap.indent("\n".join(cases), "    "))
+                row = {"task_id": f"{split}/{found}", "prompt": f.prompt(example(f, rng) if rng.random() < 0.5 else "")}
+                row |= {"entry_point": f.name, "canonical_solution": f.solution}
+                row |= {"test": f"def check(candidate):\n{check}\n", "test_cases": cases, "level": f.level}
+                yield row | {"operations": f.operations, "hole": hole(f.solution, rng)}
+                found += 1
+            if found == count:
+                return
+
+
+def hole(text, rng):
+    """Offsets of a hole in a solution: one line or two, or the rest of a line from some word on."""
+    lines = [found.span() for found in re.finditer(r".+\n", text)]
+    i = rng.randrange(len(lines))
+    if rng.random() < 0.5 and i + 1 < len(lines):
+        return lines[i][0], lines[min(i + rng.randrange(2), len(lines) - 2)][1]
+    start, end = lines[i]
+    return rng.choice([start + found.end() for found in re.finditer(r"\w [^\w]?|[(\[]|^ +", text[start:end])]), end - 1
+
+
+def main(cfg):
+    out, files = Path(cfg.out), {}
+    if not cfg.levels:
+        raise ValueError("--levels needs one of 1 to 4, or several")
+    settings = json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))  # with lists, as they are read back
+    if (out / "meta.json").exists():
+        saved = runs.read_json(out / "meta.json", "settings")["settings"]
+        if saved != settings:
+            other = ", ".join(f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name])
+            raise ValueError(f"{out} holds another world ({other}); choose another --out or delete it")
+        print(f"{out} is complete, nothing to do")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    world, rng = World(cfg.seed), random.Random(f"{cfg.seed} holes")
+    functions = [(prompt, body, *hole(body, rng)) for prompt, body in world.train(cfg.n, cfg.levels)]
+    if "rows" in cfg.formats:
+        files["train"] = ({"content": p + body} for p, body, _, _ in functions)
+    if "pairs" in cfg.formats:
+        files["pairs"] = ({"prompt": p, "response": body} for p, body, _, _ in functions)
+    if "holes" in cfg.formats:
+        files["holes"] = ({"prompt": p + b[:i], "response": b[i:j], "suffix": b[j:]} for p, b, i, j in functions)
+    for split in cfg.splits:
+        levels = (4,) if split == "level4" else [level for level in cfg.levels if level < 4] or (1, 2, 3)
+        files[split] = list(world.tasks(split, cfg.tasks, levels))
+    for name, rows in files.items():
+        runs.write(out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    counts = {split: len(files[split]) for split in cfg.splits}
+    runs.write(out / "meta.json", {"settings": settings, "tasks": counts})
+    print(f"wrote {out}: {cfg.n:,} functions, tasks: " + ", ".join(f"{split} {n:,}" for split, n in counts.items()))
+
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__)
