@@ -58,7 +58,7 @@ class DreamFlags:
     entropy_bound: NonNegative = 0.0  # unmask positions of lowest entropy, up to this sum in nats; 0: off
     block_length: Natural = 0  # fill blocks of this length from left to right; 0: the whole canvas
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: reuse keys and values within a block
-    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # order of unmasking
+    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of unmasking
     steps: Natural = 0  # denoising steps; 0: one per token, or as --threshold allows
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely, see sample_dream.py
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 takes those of highest confidence

@@ -56,7 +56,7 @@ class DreamFlags:
 
     steps: Natural = 0  # denoising steps, for a Dream of blocks those of a block; 0: one for each token
     block_length: Natural = 0  # fill blocks of this length from left to right; 0 takes the whole canvas
-    sampler: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # order of positions
+    sampler: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of positions
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 fills those of highest confidence
     threshold: Share = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
     entropy_bound: NonNegative = 0.0  # fill tokens of lowest entropy, up to this sum in nats a step; 0 goes by --steps

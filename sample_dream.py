@@ -5,14 +5,16 @@
 
 A denoising step is a forward pass of the model, a token proposed for each masked position, and a choice: the proposals
 of highest confidence are written, the other positions stay MASK until a later step. With blocks, only the masked
-positions of one block are open until it is full; without, the whole canvas is one block. With a cache, the first step
+positions of one block are open until it is full; without, the whole canvas is one block. P2 (Open-dCoder) chooses anew
+among all positions that were masked at first: one of low confidence becomes MASK again. With a cache, the first step
 of a block keeps the keys and values of all slots, and its further steps feed a window around the block alone.
 
 From the top: generate, fill, prepare; for each block fill_block, a compiled loop of step: forward, propose, settle.
 
 Letters: B batch, L slots of the canvas, W slots of a window, C positions of one chunk of logits, D width, V vocabulary,
 S denoising steps.
-Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639; Fast-dLLM, arXiv:2505.22618.
+Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639; Fast-dLLM, arXiv:2505.22618;
+P2, arXiv:2502.03540.
 """
 
 import collections
@@ -37,7 +39,7 @@ from model_dream import MATRICES, PS, DreamConfig, shard
 class Sampling:
     """How masked positions are filled. Another value of most fields is another compiled program."""
 
-    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"  # the order of positions
+    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # the order of positions
     steps: int = 0  # denoising steps, all blocks together; 0: one for each token, one with a threshold or bound
     eps: float = 1e-3  # end of the time grid
     schedule: typing.Literal["dream", "even"] = "dream"  # tokens of each step: Dream's | equally many, as LLaDA
@@ -67,8 +69,8 @@ class Sampling:
             raise ValueError("a cache works block by block: set block_length")
         if self.fast_dllm and not self.cache:
             raise ValueError("Fast-dLLM's windows need blocks and a cache: prefix or dual")
-        if self.alg == "origin" and (self.block_length or self.bound):
-            raise ValueError("origin has no blocks, no threshold and no entropy bound")
+        if self.alg in ("origin", "p2") and (self.block_length or self.bound):
+            raise ValueError(f"{self.alg} has no blocks, no threshold and no entropy bound")
 
     @property
     def bound(self):
@@ -183,9 +185,10 @@ class Sampler:
         if rule.late_ids:
             judged_BCV = diffusion.ban(judged_BCV, rule.late_ids)
         prob_BCV = diffusion.softmax(judged_BCV)
-        if rule.alg == "maskgit_plus" and rule.score == "drawn":
+        by_probability = rule.alg in ("maskgit_plus", "p2")
+        if by_probability and rule.score == "drawn":
             score_BC = jnp.take_along_axis(prob_BCV, token_BC[..., None], -1)[..., 0]
-        elif rule.alg == "maskgit_plus":  # the choice of positions does not depend on what is drawn
+        elif by_probability:  # the choice of positions does not depend on what is drawn
             score_BC = prob_BCV.max(-1)
         elif rule.alg == "origin":
             score_BC = jnp.zeros(token_BC.shape)
@@ -241,7 +244,11 @@ class Sampler:
             score_BL = score_BL / rule.alg_temp - jnp.log(-jnp.log(u_BL))
         chosen_BL = diffusion.surest(score_BL, wanted_BL, count_B)
 
-        token_BL = jnp.where(chosen_BL, new_BL, state.token_BL)
+        old_BL = state.token_BL
+        if rule.alg == "p2":  # a position that is chosen again keeps its token, the others become MASK again
+            new_BL = jnp.where(old_BL == self.cfg.mask_id, new_BL, old_BL)
+            old_BL = jnp.where(wanted_BL, self.cfg.mask_id, old_BL)
+        token_BL = jnp.where(chosen_BL, new_BL, old_BL)
         if state.record:
             written_BL, record = token_BL != state.token_BL, state.record  # a MASK that is proposed writes nothing
             drawn_BL = jnp.where(written_BL, token_BL, record.token_BL)
@@ -258,7 +265,9 @@ class Sampler:
         first_alone = opening and rule.fast_dllm and self.cfg.shift
         if first_alone:
             wanted_BL &= jnp.arange(wanted_BL.shape[1]) == given.first
-        if rule.alg == "origin":  # fills each position by chance, whatever the model's confidence
+        if rule.alg == "p2":
+            wanted_BL = given.made_BL
+        elif rule.alg == "origin":  # fills each position by chance, whatever the model's confidence
             wanted_BL &= self.uniform(given, 2, state, given.offset_BL) < given.share_S[i]
         most_B = count_B = wanted_BL.sum(-1)
         if rule.bound and not rule.block_length:
@@ -266,6 +275,8 @@ class Sampler:
             most_B = jnp.minimum(new_B + state.left_B, count_B)
         elif rule.schedule == "even":
             most_B = -(-count_B // (given.steps - i))
+        elif rule.alg == "p2":
+            most_B = count_B - jnp.floor(count_B * given.share_S[i]).astype(jnp.int32)
         elif not (rule.bound or rule.alg == "origin" or first_alone):
             most_B = jnp.floor(count_B * given.share_S[i]).astype(jnp.int32)
 
@@ -300,7 +311,8 @@ def settle(state, given, mask_id, eos_ids):
     record = state.record
     if record:
         filled_BL = given.made_BL & (record.step_BL < 0) & ~masked_BL
-        record = record._replace(step_BL=jnp.where(filled_BL, state.step, record.step_BL))
+        step_BL = jnp.where(masked_BL, -1, record.step_BL)  # p2 masks again
+        record = record._replace(step_BL=jnp.where(filled_BL, state.step, step_BL))
     return state._replace(token_BL=token_BL, record=record)
 
 
@@ -390,6 +402,8 @@ def prepare(cfg, rule, token_BL, see_BL, key=None):
         budget_BS = np.zeros((B, entries), np.int32)
         budget_BS[:, :steps] = diffusion.step_counts(count_B, steps, "even").T
         steps += int(count_B.max())
+    elif rule.alg == "p2":  # a step leaves this share of all that was masked at the start
+        share_S[:steps] = 1 - np.arange(1, steps + 1) / steps
     else:  # Dream's schedule, origin's by chance: a step fills the share 1 - s / t, the last all
         share_S[:steps] = diffusion.dream_shares(steps, rule.eps)
         if rule.fast_dllm and cfg.shift and steps == 1:  # the first step of a block fills only one token

@@ -1,10 +1,10 @@
 """Reference values of Dream's kin (tests/golden/kin/README.md): Fast-dLLM v2, Open-dCoder, DreamOn.
 
-Not covered, as no sampler of ours does it: DreamOn's loop with its settings, Open-dCoder's p2, which masks again,
-and Fast-dLLM v2's cache of sub-blocks, which is approximate.
+Not covered, as no sampler of ours does it: Fast-dLLM v2's cache of sub-blocks, which is approximate.
 """
 
 import functools
+import itertools
 import json
 
 import jax
@@ -75,16 +75,62 @@ def test_texts_of_fast_dllm_v2_alone_and_in_their_batch(golden_dir):
 
 @pytest.mark.slow
 def test_texts_of_open_dcoder_token_for_token_step_by_step(golden_dir):
+    """Among them those of p2, its own rule, which masks again what has become unlikely."""
     model, golden = open_kin(golden_dir, "open_dcoder")
-    cases = [case for case in golden["open_dcoder"] if case["settings"]["alg"] != "p2"]
-    assert cases
-    for case in cases:
-        given, prompt = case["settings"], case["prompt"]
-        token_BL = np.array([prompt + [model.cfg.mask_id] * given["max_new_tokens"]], np.int32)
-        rule = sample_dream.Sampling(given["alg"], steps=given["steps"], history=True)
-        got_BL, stats = sample_dream.fill(model, token_BL, rule=rule)
+    assert {case["settings"]["alg"] for case in golden["open_dcoder"]} >= {"p2", "entropy"}
+    for case in golden["open_dcoder"]:
+        given, rows = case["settings"], []
+        token_BL = np.array([case["prompt"] + [model.cfg.mask_id] * given["max_new_tokens"]], np.int32)
+
+        def watch(state, rows=rows):
+            jax.debug.callback(lambda token_L: rows.append(token_L.tolist()), state.token_BL[0], ordered=True)
+
+        rule = sample_dream.Sampling(given["alg"], steps=given["steps"])
+        got_BL, stats = sample_dream.fill(model, token_BL, rule=rule, watch=watch)
+        jax.effects_barrier()
         assert got_BL[0].tolist() == case["sequence"], case["name"]
-        for step, want in enumerate(case["history"], 1):
-            written_L = (stats["when"][0] > 0) & (stats["when"][0] <= step)
-            assert np.where(written_L, got_BL[0], token_BL[0]).tolist() == want, (case["name"], step)
+        changed = [row for before, row in itertools.pairwise([token_BL[0].tolist(), *rows]) if row != before]
+        want = [row for before, row in itertools.pairwise([token_BL[0].tolist(), *case["history"]]) if row != before]
+        assert changed == want, case["name"]
         assert stats["forwards"] <= case["forwards"], case["name"]
+
+
+@pytest.mark.slow
+def test_texts_of_dreamon_pass_by_pass_by_its_own_loop_over_our_logits(golden_dir):
+    """generate.py grows holes by infill.grow, which takes fewer passes and never grows again what it has shrunk."""
+    model, golden = open_kin(golden_dir, "dreamon")
+    mask, expand, eos = model.cfg.mask_id, model.cfg.expand_id, model.cfg.eos_id
+    logits_of = jax.jit(lambda model, *args: model(*args))
+    width = max(case["longest"] for case in golden["dreamon"])
+    for case in golden["dreamon"]:
+        given, row, longest, history, passes = case["settings"], case["prompt"], case["longest"], [], 0
+        hub, first = given["sampler"] == "hub", row.index(mask)
+        budget = given.get("expand_budget", None if hub else given["max_gen_len"])
+        budget = 2 * (longest - first) if budget is None else budget
+        steps = 2 * (longest - first) + 2 * budget if hub else given["steps"]
+        while mask in row and passes < steps:
+            # The first row predicts itself, all others the next position.
+            canvas_BL = np.pad([row], ((0, 0), (0, width - len(row))), constant_values=eos)
+            logits_LV = np.asarray(logits_of(model, canvas_BL, None, np.arange(width)[None] < len(row))[0])
+            masked = [i for i, token in enumerate(row) if token == mask]
+            logits_MV = logits_LV[np.maximum(np.array(masked) - 1, 0)]
+            logits_MV[:, mask] = -1e9
+            if len(row) == longest or budget == 0:
+                logits_MV[:, expand] = -1e9
+            kind = {"maskgit_plus": "max_prob", "topk_margin": "margin"}.get(given["alg"], given["alg"])
+            sure_M, passes = diffusion.confidence(diffusion.softmax(logits_MV), kind), passes + 1
+            for i in np.argsort(-sure_M, kind="stable")[: given["number_transfer_tokens"]]:
+                row = [*row[: masked[i]], int(logits_MV[i].argmax()), *row[masked[i] + 1 :]]
+            history.append(row)
+            if given["pad_delete_to_right"] and eos in row:
+                row = [eos if i in masked and i >= row.index(eos) else token for i, token in enumerate(row)]
+            gone = [i for i in masked if row[i] == eos and given.get("delete", True)]
+            row = [token for i, token in enumerate(row) if i not in gone]
+            history += [row] if gone else []
+            budget -= row.count(expand)
+            if expand in row:
+                row = [new for token in row for new in ([mask, mask] if token == expand else [token])]
+                history.append(row)
+        assert row == case["window"], case["name"]
+        assert passes == case["forwards"], case["name"]
+        assert history == case["history"], case["name"]
