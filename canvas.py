@@ -142,6 +142,7 @@ class Viewer:
         self.shown = text
 
 
+TURN_ENDS = "<|im_end|>", "<|eot_id|>"  # end a turn of a chat, in Qwen2.5's template and in LLaDA's
 HIDDEN = "\ufdd0"  # a code point that Unicode keeps out of texts
 
 

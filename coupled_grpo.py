@@ -191,14 +191,14 @@ class Prompts:
         "prompt" the whole program in a code block, the form in which a chat model answers. An answer that ends its turn
         has a newline behind it, as in the chat template: the reference's code_format asks for one.
         """
-        rows, turn_end = [], self.tokenizer.token_to_id("<|im_end|>")
+        rows, turn_end = [], sample_dream.turn_end(self.tokenizer)
         for i, ids, counted_C in zip(task_B, token_BL[:, self.max_prompt :], counted_BC, strict=True):
             task = self.tasks[i]
             written = self.tokenizer.decode(ids[counted_C].tolist(), skip_special_tokens=True)
             text = written
             if "question" not in task:
                 text = f"```python\n{task['prompt']}{written.rstrip()}\n```\n"
-            elif ids[counted_C][-1] == turn_end:  # the template's newline was cut off with what follows <|im_end|>
+            elif ids[counted_C][-1] == turn_end:  # the template's newline was cut off with what follows
                 text = written.removesuffix("\n") + "\n"
             rows.append(task | {"tokens": int(counted_C.sum()), "written": written, "text": text})
         return rows
@@ -283,12 +283,12 @@ class Trainer:
         self.rollout_weights = jax.jit(functools.partial(grpo.rollout_weights, mesh=self.rollout_mesh, dtype=dtype))
         check_memory(cfg, model_cfg, mesh, self.rollout_mesh, dtype)
 
-        # The tasks, and how completions of them are generated. A chat model ends its turn with <|im_end|>.
+        # The tasks, and how completions of them are generated. A chat model ends its turn.
         tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), sample_dream.chat_template(cfg.ckpt)
         canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, sandbox.TESTED & {*rewards.values()}
         self.prompts = Prompts(cfg.prompts, *canvas)
         self.heldout = [Prompts(path, *canvas) for path in (cfg.heldout, cfg.humaneval) if path]
-        turn_end = tokenizer.token_to_id("<|im_end|>") if "question" in self.prompts.tasks[0] else None
+        turn_end = sample_dream.turn_end(tokenizer) if "question" in self.prompts.tasks[0] else None
         ends = dict.fromkeys([turn_end, model_cfg.eos_id, tokenizer.token_to_id("<|dlm_pad|>")])
         ends = tuple(token for token in ends if token is not None)
         self.rule, self.fill = rule_of(cfg, tokenizer.get_vocab_size(), ends), sample_dream.fill

@@ -126,7 +126,7 @@ class Pairs(Shards):
     vocab_size: VocabSize = 8192  # size of the tokenizer that is trained; at least 261: 256 bytes, 5 special tokens
     eos_to: Count = 1  # EOS fills each response to a multiple of this many tokens, as the end of a sampling canvas
     edit_rate: Share = 0.0  # fraction of responses with a suffix that train expansion, and fraction that train deletion
-    chat: bool = False  # write pairs as turns of a chat, by the template beside --tokenizer; <|im_end|> ends a response
+    chat: bool = False  # write pairs as turns of a chat, by the template beside --tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,6 @@ class Config:
 
 FIM = {role: f"<|fim_{role}|>" for role in ("prefix", "middle", "suffix")}  # Qwen2.5's names; its ids are 151659-151661
 SPECIAL = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "mask": "<mask>", "unk": "<unk>"}  # of padded rows, in order
-TURN_END = "<|im_end|>"  # ends a turn of a chat, in Qwen2.5's template and Dream's
 CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"  # one of them holds a model's chat template
 HIDDEN = "\ufdd0"  # breaks the names of special tokens in what people wrote; a noncharacter, which no text holds
 # Qwen2.5's split: single digits, runs of indentation together, line ends with the punctuation before them
@@ -454,7 +453,7 @@ def load_vocabulary(data, cfg):
     roles = SPECIAL if cfg.rows == "padded" else {"eos": cfg.eos, "pad": cfg.eos}
     special = {role: encoder.token_to_id(token) for role, token in roles.items()}
     fim = {role: encoder.token_to_id(token) for role, token in FIM.items()}
-    needed = [*roles.values(), *(FIM.values() if cfg.fim_rate else ()), *([TURN_END] if cfg.chat else ())]
+    needed = [*roles.values(), *(FIM.values() if cfg.fim_rate else ())]
     lacking = dict.fromkeys(token for token in needed if encoder.token_to_id(token) is None)
     if lacking:
         advice = "name another, --rows=packed, the --eos that it has, or --fim_rate=0"
@@ -527,12 +526,15 @@ def chat_writer(tokenizer):
     if wrap is None:
         raise ValueError(f"--chat: {folder} holds no chat template ({' or '.join(CHAT_FILES)})")
     names = [token["content"] for token in json.loads(Path(tokenizer).read_bytes())["added_tokens"]]
+    turn_end = next((name for name in canvas.TURN_ENDS if name in names), None)
+    if turn_end is None:
+        raise ValueError(f"--chat: {tokenizer} has no token {' or '.join(canvas.TURN_ENDS)}")
     special = re.compile("|".join(re.escape(name) for name in names if not name.isspace()))
 
     def plain(text):
         return special.sub(lambda name: name[0][0] + HIDDEN + name[0][1:], text)
 
-    return lambda prompt, response: (wrap(plain(prompt)), plain(response) + TURN_END)
+    return lambda prompt, response: (wrap(plain(prompt)), plain(response) + turn_end)
 
 
 def pair_ids(items, split, cfg, vocabulary):

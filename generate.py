@@ -359,7 +359,7 @@ class Dream:
 
         # What ends a text: the model's own ids, and tokens that end a turn of a conversation.
         dream, tokenizer = self.model.cfg, sample_dream.load_tokenizer(folder, self.model.cfg)
-        ends = map(tokenizer.token_to_id, ("<|endoftext|>", "<|im_end|>", "<|dlm_pad|>"))
+        ends = map(tokenizer.token_to_id, ("<|endoftext|>", *canvas.TURN_ENDS, "<|dlm_pad|>"))
         ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id))))
         self.never_in_a_hole = dream.mask_id, dream.expand_id, *ends
         self.sampler = sample_dream

@@ -592,6 +592,13 @@ def chat_template(folder):
     return canvas.chat_template(runs.as_path(folder))
 
 
+def turn_end(tokenizer):
+    """The id of the token that ends a turn of a chat; None if the tokenizer has none."""
+    import canvas
+
+    return next((i for i in map(tokenizer.token_to_id, canvas.TURN_ENDS) if i is not None), None)
+
+
 def named(adapters):
     """{name in peft's adapter_model.safetensors: array} of LoRA adapters, in the order of the leaves of their tree."""
     arrays = {}
