@@ -85,7 +85,7 @@ class Family(typing.NamedTuple):
     code: str  # its class, in architectures or auto_map
     model: dict  # fields of DreamConfig that are its own
     fixed: dict  # keys that would change the maths, and the values that this file implements; the first is written
-    keys: dict | None = None  # {Dream's key: its own}
+    keys: dict  # {Dream's key: its own}
     mask: str = ""  # MASK in the tokenizer, where config.json leaves out its id
 
 
@@ -95,11 +95,11 @@ QWEN2 = {"hidden_act": ("silu",), "rope_scaling": (None,), "use_sliding_window":
 LLAMA = {"hidden_act": ("silu",), "rope_scaling": (None,), "sliding_window": (None,), "mlp_bias": (False, None),
          "attention_bias": (False, None)}
 LLADA = {  # none may be missing: the defaults of its code are GPT-2's
-    "weight_tying": (False, True), "activation_type": ("silu",), "block_type": ("llama",), "layer_norm_type": ("rms",),
+    "activation_type": ("silu",), "block_type": ("llama",), "layer_norm_type": ("rms",), "weight_tying": (False, True),
     "block_group_size": (1,), "multi_query_attention": (None, False), "bias_for_layer_norm": (False, None),
     **dict.fromkeys(("rope", "rope_full_precision", "layer_norm_with_affine"), (True,)),
     **dict.fromkeys(("alibi", "attention_layer_norm", "scale_logits", "input_emb_norm", "include_bias",
-                     "include_qkv_bias", "attention_dropout", "embedding_dropout", "residual_dropout"), (False,))}
+                     "include_qkv_bias", "attention_dropout", "embedding_dropout", "residual_dropout"), (False, None))}
 LLADA_KEYS = {
     "hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
     "num_key_value_heads": "n_kv_heads", "intermediate_size": "mlp_hidden_size", "vocab_size": "embedding_size",
@@ -108,16 +108,17 @@ PLAIN, BLOCKS = {"bias": False, "shift": False}, {"bd_size": "block_size"}
 SDAR, DIFFCODER = PLAIN | {"qk_norm": True, "block_length": 4}, PLAIN | {"block_length": 4, "mask_id": 5}
 NEMOTRON, FAST = PLAIN | {"causal": True, "block_length": 32}, {"block_length": 32}
 FAMILIES = {
-    "dream": Family("Dream", "DreamModel", {}, QWEN2),
+    "dream": Family("Dream", "DreamModel", {}, QWEN2, {}),
     "llada": Family("llada", "LLaDAModelLM", PLAIN, LLADA, LLADA_KEYS, "<|mdm_mask|>"),
     "sdar": Family("sdar", "SDARForCausalLM", SDAR, LLAMA, BLOCKS, "<|MASK|>"),
     "stable_diffcoder": Family("llama", "StableDiffcoderForCausalLM", DIFFCODER, LLAMA, BLOCKS, "<[MASK_TOKEN]>"),
     "nemotron": Family("nemotron_labs_diffusion", "NemotronLabsDiffusionModel", NEMOTRON, LLAMA, BLOCKS),
-    "fast_dllm_v2": Family("Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM", FAST, QWEN2, None, "|<MASK>|"),
-    "open_dcoder": Family("qwen2", "Qwen2ForCausalLM", {}, QWEN2, None, "[MASK]"),
+    "fast_dllm_v2": Family("Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM", FAST, QWEN2, {}, "|<MASK>|"),
+    "open_dcoder": Family("qwen2", "Qwen2ForCausalLM", {}, QWEN2, {}, "[MASK]"),
 }
+YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+        "llama_4_scaling_beta")  # see rope_of
 # fmt: on
-YARN = "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"  # see rope_of
 
 
 def special_ids(folder):
@@ -142,40 +143,36 @@ def config_from_hf(folder, changes=None):
     Raises ValueError for keys that are missing or ask for another model, FileNotFoundError if there is no file.
     """
     path = runs.as_path(folder) / "config.json"
-    keys = runs.read_json(path) | (changes or {})
-    if not (name := family_of(folder, keys)):
-        kind = " ".join([str(keys.get("model_type")), *(keys.get("architectures") or [])])
-        kinds = ", ".join(FAMILIES)
-        raise ValueError(
-            f"{path} does not describe a Dream model: it is a {kind}; dense text models of {kinds} are read"
-        )
-    family, unset = FAMILIES[name], "missing" if name == "llada" else None
-    rope = keys.get("rope_parameters") or {}  # transformers 5 keeps the settings of the rotary embedding here
-    keys = {"rope_theta": rope.get("rope_theta")} | keys | {"rope_parameters": None}
-    if name == "nemotron" and rope.get("rope_type") == "yarn" and {*YARN[:2]} <= rope.keys():
-        keys["rope_parameters"] = [(key, rope[key]) for key in (*YARN, "llama_4_scaling_beta") if key in rope]
-    elif rope.get("rope_type", "default") != "default":
-        keys["rope_scaling"] = rope
-    fixed = family.fixed.items()
-    wrong = [f"{k} is {keys.get(k)!r}, not {ok[0]!r}" for k, ok in fixed if keys.get(k, unset or ok[0]) not in ok]
-    wrong += [f"{key} asks for another model" for key in keys if re.search("expert|vision", key) and keys[key]]
-    keys = {key: x for key, x in keys.items() if x is not None}
-    if (sampling := path.with_name("generation_config.json")).is_file():
-        found = runs.read_json(sampling)  # LLaDA has its BOS here, SDAR its PAD, DreamOn its expand id
-        names = {"bos_token_id", "pad_token_id", "expand_token_id"} & found.keys()
-        keys = {key: found[key] for key in names if found[key] is not None} | keys
-    if "mask_token_id" not in keys:
-        keys["mask_token_id"] = special_ids(folder).get(family.mask)
+    keys, sampling = runs.read_json(path) | (changes or {}), path.with_name("generation_config.json")
     try:
+        if not (name := family_of(folder, keys)):
+            kind = " ".join([str(keys.get("model_type")), *(keys.get("architectures") or [])])
+            raise ValueError(f"it is a {kind}; dense text models of {', '.join(FAMILIES)} are read")
+        family, rope = FAMILIES[name], keys.get("rope_parameters") or {}  # transformers 5 keeps RoPE's settings here
+        keys = {"rope_theta": rope.get("rope_theta")} | keys | {"rope_parameters": None}
+        if name == "nemotron" and rope.get("rope_type") == "yarn" and {*YARN[:2]} <= rope.keys():
+            keys["rope_parameters"] = [(key, rope[key]) for key in YARN if key in rope]
+        elif rope.get("rope_type", "default") != "default":
+            keys["rope_scaling"] = rope
+        fixed = family.fixed.items()
+        wrong = [f"{key} is {keys[key]!r}, not {ok[0]!r}" for key, ok in fixed if keys.get(key, ok[0]) not in ok]
+        wrong += [f"{key} is missing" for key in family.fixed if name == "llada" and key not in keys]
+        wrong += [f"{key} asks for another model" for key in keys if re.search("expert|vision", key) and keys[key]]
+        keys = {key: x for key, x in keys.items() if x is not None}
+        if sampling.is_file():  # LLaDA has its BOS here, SDAR its PAD, DreamOn its expand id
+            names = "bos_token_id", "pad_token_id", "expand_token_id"
+            keys = {key: x for key, x in runs.read_json(sampling).items() if key in names and x is not None} | keys
+        if "mask_token_id" not in keys:
+            keys["mask_token_id"] = special_ids(folder).get(family.mask)
         if name == "llada":
             ffn = keys.get("mlp_ratio", 0) * keys.get("d_model", 0)
             keys = {"n_kv_heads": keys.get("n_heads"), "mlp_hidden_size": ffn} | keys
-        keys |= {ours: keys[own] for ours, own in (family.keys or {}).items() if own in keys}
+        keys |= {key: keys[its] for key, its in family.keys.items() if its in keys}
         fields = {field: keys[key] for field, key in HF_KEYS.items() if keys.get(key) is not None}
         fields = {"family": name} | family.model | fields
         wrong += [f"{key} is 0" for key in [*HF_KEYS.values()][:7] if keys.get(key) == 0]
-        missing = {field: key for field, key in HF_KEYS.items() if field not in fields.keys() | OPTIONAL}
-        wrong += [f"{(family.keys or {}).get(key, key)} is missing" for key in missing.values()]
+        missing = [key for field, key in HF_KEYS.items() if field not in fields.keys() | OPTIONAL]
+        wrong += [f"{family.keys.get(key, key)} is missing" for key in missing]
         if wrong:
             raise ValueError("; ".join(wrong))
         ids = dict.fromkeys(("bos_id", "pad_id"), fields["eos_id"])
@@ -206,7 +203,7 @@ def config_to_hf(cfg, dtype="bfloat16"):
         keys["auto_map"] = {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}
     for name, key in HF_KEYS.items():
         if name not in EXTRAS or getattr(cfg, name) != getattr(DreamConfig, name):
-            keys[(family.keys or {}).get(key, key)] = getattr(cfg, name)
+            keys[family.keys.get(key, key)] = getattr(cfg, name)
     if cfg.rope:
         keys["rope_parameters"] = dict(cfg.rope) | {"rope_type": "yarn", "rope_theta": keys.pop("rope_theta")}
     if cfg.family == "llada":

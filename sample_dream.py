@@ -610,7 +610,7 @@ def named(adapters):
 
 
 def save_adapters(folder, adapters, rank, source):
-    """Write adapters as peft does, for the model `source` of the Hub in Dream's or Qwen2's form."""
+    """Write adapters as peft does for the model `source` of the Hub, by Qwen2's names: not LLaDA's, nor Nemotron's."""
     keys = {"peft_type": "LORA", "base_model_name_or_path": source, "r": rank, "lora_alpha": rank}
     runs.write(folder / "adapter_config.json", keys | {"target_modules": MATRICES})
     runs.write(folder / "adapter_model.safetensors", safetensors.flax.save(named(adapters), {"format": "pt"}))

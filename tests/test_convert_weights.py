@@ -846,30 +846,9 @@ def test_a_key_that_llada_needs_and_a_tokenizer_of_another_family_are_named(gold
     source = golden_dir("llada")
     keys = runs.read_json(source / "config.json")
     (tmp_path / "config.json").write_text(json.dumps({key: x for key, x in keys.items() if key != "rope"}))
-    with pytest.raises(ValueError, match="rope is None, not True"):
+    with pytest.raises(ValueError, match="rope is missing"):
         convert.find(tmp_path)
     folder = shutil.copytree(source, tmp_path / "hub")
     (folder / "tokenizer.json").write_bytes(tokenizer_of({"<|mask|>": keys["mask_token_id"]}))
     with pytest.raises(ValueError, match=r"is of another model: <\|mdm_mask\|> is not its id"):
         convert.main(convert.Config(str(folder), str(tmp_path / "out")))
-
-
-@pytest.mark.golden
-@pytest.mark.slow
-@pytest.mark.parametrize("area", KIN[:5])
-def test_a_converted_model_of_every_family_generates(golden_dir, tmp_path, area):
-    top, _, below = area.partition("/")
-    folder, orbax = shutil.copytree(golden_dir(top) / below, tmp_path / "hub"), tmp_path / "orbax"
-    cfg = dream.config_from_hf(folder)
-    special = {f"<{i}>": i for i in {cfg.eos_id, cfg.pad_id}} | {dream.FAMILIES[cfg.family].mask or "<m>": cfg.mask_id}
-    free = [i for i in range(cfg.vocab - 1) if i not in special.values() and i != cfg.expand_id][:40]
-    model = {"type": "WordLevel", "vocab": {f"w{i}": i for i in free} | special, "unk_token": f"w{free[0]}"}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    added = [{"id": i, "content": name, **flags} for name, i in special.items()]
-    text = json.dumps({"version": "1.0", "added_tokens": added, "model": model})
-    (folder / "tokenizer.json").write_text(text)
-    convert.main(convert.Config(str(folder), str(orbax)))
-    flags = ["--model=dream", f"--ckpt={orbax}", f"--prompt=w{free[1]}", "--max_new=8", "--temperature=0", "--json"]
-    done = run_script("generate.py", *flags)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[0])["forwards"] > 0
