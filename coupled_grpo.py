@@ -198,7 +198,7 @@ class Prompts:
             text = written
             if "question" not in task:
                 text = f"```python\n{task['prompt']}{written.rstrip()}\n```\n"
-            elif ids[counted_C][-1] == turn_end:  # the template's newline was cut off with what follows
+            elif ids[counted_C][-1] == turn_end:  # the template's newline was cut off with what follows the turn
                 text = written.removesuffix("\n") + "\n"
             rows.append(task | {"tokens": int(counted_C.sum()), "written": written, "text": text})
         return rows
@@ -283,7 +283,7 @@ class Trainer:
         self.rollout_weights = jax.jit(functools.partial(grpo.rollout_weights, mesh=self.rollout_mesh, dtype=dtype))
         check_memory(cfg, model_cfg, mesh, self.rollout_mesh, dtype)
 
-        # The tasks, and how completions of them are generated. A chat model ends its turn.
+        # The tasks, and how completions of them are generated. A chat model ends its turn with a token.
         tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), sample_dream.chat_template(cfg.ckpt)
         canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, sandbox.TESTED & {*rewards.values()}
         self.prompts = Prompts(cfg.prompts, *canvas)

@@ -517,18 +517,18 @@ def chat_writer(tokenizer):
     """A function: (prompt, response) -> the same as the turns of a chat, by the template beside a tokenizer.json.
 
     The special tokens of the template become tokens; their names in what people wrote are broken by HIDDEN, and stay
-    text. Raises ValueError if there is no template.
+    text. Raises ValueError if there is no template, or no token that ends a turn.
     """
     import canvas
 
     folder = Path(tokenizer).parent
-    wrap = canvas.chat_template(folder)
-    if wrap is None:
-        raise ValueError(f"--chat: {folder} holds no chat template ({' or '.join(CHAT_FILES)})")
     names = [token["content"] for token in json.loads(Path(tokenizer).read_bytes())["added_tokens"]]
     turn_end = next((name for name in canvas.TURN_ENDS if name in names), None)
     if turn_end is None:
         raise ValueError(f"--chat: {tokenizer} has no token {' or '.join(canvas.TURN_ENDS)}")
+    wrap = canvas.chat_template(folder)
+    if wrap is None:
+        raise ValueError(f"--chat: {folder} holds no chat template ({' or '.join(CHAT_FILES)})")
     special = re.compile("|".join(re.escape(name) for name in names if not name.isspace()))
 
     def plain(text):

@@ -1327,6 +1327,12 @@ def test_pairs_of_a_chat_are_turns_and_special_tokens_are_the_templates_alone(ch
     assert "other settings (chat " in refused(cfg, capsys)
 
 
+def test_a_response_ends_with_lladas_token_where_the_tokenizer_has_that(chat_model):
+    text = (chat_model / "tokenizer.json").read_text()
+    (chat_model / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|eot_id|>"))
+    assert dp.chat_writer(chat_model / "tokenizer.json")("a", "b")[1] == "b<|eot_id|>"
+
+
 def test_a_chat_needs_a_template_and_a_token_that_ends_a_turn(chat_model, python_run, tmp_path, capsys):
     write_pairs(tmp_path / "pairs.jsonl", 9)
     cases = [
