@@ -5,6 +5,7 @@ those of the autoregressive mode.
 """
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -207,12 +208,12 @@ def test_a_row_of_a_batch_is_what_it_is_alone(model, golden):
 
 
 @pytest.fixture(scope="module")
-def coder(folder):
-    """(model, list of samples): the golden's id of MASK is in no file of the model."""
+def coder(folder, tmp_path_factory):
+    """(model, list of samples); the id of MASK is in the tokenizer's files, as on the Hub."""
     golden = json.loads((folder / "stable_diffcoder" / "stable_diffcoder.json").read_text())
-    model = from_hf(folder / "stable_diffcoder", "float32")
-    params = model.cfg, nnx.to_pure_dict(nnx.state(model))
-    return built(params, mask_id=golden["mask_token_id"]), golden["samples"]
+    copy = shutil.copytree(folder / "stable_diffcoder", tmp_path_factory.mktemp("coder") / "hub")
+    (copy / "added_tokens.json").write_text(json.dumps({"<[MASK_TOKEN]>": golden["mask_token_id"]}))
+    return from_hf(copy, "float32"), golden["samples"]
 
 
 def test_logits_of_stable_diffcoder(coder, folder):
