@@ -165,7 +165,7 @@ def config_from_hf(folder, changes=None):
         if "mask_token_id" not in keys:
             keys["mask_token_id"] = special_ids(folder).get(family.mask)
         if name == "llada":
-            ffn = keys.get("mlp_ratio", 0) * keys.get("d_model", 0)
+            ffn = int(keys.get("mlp_ratio", 0) * keys.get("d_model", 0))
             keys = {"n_kv_heads": keys.get("n_heads"), "mlp_hidden_size": ffn} | keys
         keys |= {key: keys[its] for key, its in family.keys.items() if its in keys}
         fields = {field: keys[key] for field, key in HF_KEYS.items() if keys.get(key) is not None}
