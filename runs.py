@@ -382,7 +382,8 @@ def check_resumed(saved, ours, where, fixed=(), unit="step"):
 
     ValueError for another model or other data, or if a setting of `fixed` changed, to which the arrays would not fit.
     """
-    then, now = (json.loads(json.dumps(each["train"])) for each in (saved, ours))  # tuples become lists
+    saved, ours = (json.loads(json.dumps(each)) for each in (saved, ours))  # tuples become lists
+    then, now = saved["train"], ours["train"]
     changed = [name for name in now if then.get(name, "") not in ("", now[name]) and name not in ("out", "resume")]
     flags = [name for name in changed if name in fixed]
     check_same(*(each["model"] | {f"--{name}": each["train"][name] for name in flags} for each in (saved, ours)), where)
