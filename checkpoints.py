@@ -314,12 +314,16 @@ def read_orbax(path, like, sums, convert):
 
 
 def read_safetensors(path, like):
-    """The arrays {name: ShapeDtypeStruct} of model.safetensors in a folder, which may hold no others."""
+    """Arrays {name: ShapeDtypeStruct} of a folder's model.safetensors, all that it holds; compares their checksums."""
     try:
-        found = safetensors.numpy.load_file(path / "model.safetensors")
-    except safetensors.SafetensorError as error:
+        with safetensors.safe_open(path / "model.safetensors", "numpy") as file:
+            sums = json.loads((file.metadata() or {}).get("sums", "{}"))
+            found = {name: file.get_tensor(name) for name in file.keys()}
+    except (safetensors.SafetensorError, ValueError) as error:
         raise ValueError(f"{path}/model.safetensors cannot be read: {error}") from None
     runs.check_tensors(*({name: x.shape for name, x in tensors.items()} for tensors in (found, like)), path)
+    if wrong := [name for name, total in bit_sums(found).items() if total != sums.get(name, total)]:
+        raise ValueError(f"{path}/model.safetensors is damaged: {', '.join(wrong)} differ from what was saved")
     return {name: jax.device_put(found[name], want.sharding) for name, want in like.items()}
 
 

@@ -311,6 +311,21 @@ def test_damaged_weights_and_those_of_another_version_are_one_line(weights):
         refused("weights/pythoncoder/model.safetensors cannot be read", prompt="x")
 
 
+def test_one_flipped_bit_in_the_models_of_weights_is_noticed(weights):
+    file = weights / "pythoncoder" / "model.safetensors"
+    whole = file.read_bytes()
+    for place in (-1, len(whole) // 2):
+        data = bytearray(whole)
+        data[place] ^= 1
+        file.write_bytes(data)
+        refused("weights/pythoncoder/model.safetensors is damaged: ", prompt="x")
+
+
+def test_the_models_that_come_with_the_project_hold_checksums():
+    with safetensors.safe_open(inference.WEIGHTS / "pythoncoder" / "model.safetensors", "numpy") as file:
+        assert json.loads(file.metadata()["sums"]).keys() == set(file.keys())
+
+
 # ---- a bucket
 
 
