@@ -203,7 +203,7 @@ def main(cfg):
     scores, samples = (judge_stories if cfg.track == "stories" else judge_code)(cfg, tokenizer)
     value = scores["perplexity" if cfg.track == "stories" else "parse"]
     unit = "perplexity of the twin" if cfg.track == "stories" else "share of the functions"
-    record("cpu", f"judge of {cfg.track}", value, unit, **scores)
+    record("cpu", f"judge of {cfg.track}, {cfg.ckpt}", value, unit, **scores)
     for prompt, text in samples[:3]:
         print(f"----\n{prompt}{text}")
 
