@@ -1352,7 +1352,7 @@ def test_threads_run_where_they_are_allowed_and_processes_never(closed, layers):
 
 
 ELSEWHERE = """
-import os, sys
+import os, shutil, sys  # of Python 3.13, shutil asks for a module of Windows
 sys.modules["resource"], sys.platform = None, "win32"
 del os.sched_getaffinity
 import sandbox
