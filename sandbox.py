@@ -16,9 +16,8 @@ programs or any files but Python's own. Four layers enforce this (sandbox_inside
 - seccomp: only the system calls that Python, NumPy and pandas need, with the arguments that they need
 - limits: time, memory, open files, and bytes written
 The minimum is seccomp and one of the first two. Without namespaces a program cannot make folders, remove files or use
-asyncio, and can find out whether a path exists. All processes are forks of a template that never reads a program or a
-test: they share its addresses and the seed of hash(), and see how many tests it has run. Record locks on Python's own
-files are the machine's.
+asyncio, and can find out whether a path exists. All processes are forks of a template that reads no program or test:
+they share its addresses and the seed of hash(), and see how many tests it has run. Record locks are the machine's.
 
 An exit status proves nothing: a program controls all of its own process, builtins, frames, memory, open pipes. So
 nothing that decides is there. A test runs in a second process, the judge, confined alike, that never runs a line of the
