@@ -288,7 +288,16 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, bits=0):
     if "sums" in meta:
         params = read_orbax(path, like, meta["sums"], convert)
     else:
-        params = {name: convert(name, x) for name, x in read_safetensors(path, like).items()}
+        try:
+            with safetensors.safe_open(path / "model.safetensors", "numpy") as file:
+                sums = json.loads((file.metadata() or {}).get("sums", "{}"))
+                found = {name: file.get_tensor(name) for name in file.keys()}
+        except (safetensors.SafetensorError, ValueError) as error:
+            raise ValueError(f"{path}/model.safetensors cannot be read: {error}") from None
+        runs.check_tensors(*({name: x.shape for name, x in tensors.items()} for tensors in (found, like)), path)
+        if wrong := [name for name, total in bit_sums(found).items() if total != sums.get(name, total)]:
+            raise ValueError(f"{path}/model.safetensors is damaged: {', '.join(wrong)} differ from what was saved")
+        params = {name: convert(name, jax.device_put(found[name], want.sharding)) for name, want in like.items()}
     return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
 
 
@@ -311,16 +320,6 @@ def read_orbax(path, like, sums, convert):
         layer = flatten(layer)
         params |= {name: convert(name, layer.pop(name)) for name in list(layer)}
     return params
-
-
-def read_safetensors(path, like):
-    """The arrays {name: ShapeDtypeStruct} of model.safetensors in a folder, which may hold no others."""
-    try:
-        found = safetensors.numpy.load_file(path / "model.safetensors")
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path}/model.safetensors cannot be read: {error}") from None
-    runs.check_tensors(*({name: x.shape for name, x in tensors.items()} for tensors in (found, like)), path)
-    return {name: jax.device_put(found[name], want.sharding) for name, want in like.items()}
 
 
 def save(family, folder, model, files=(), source=""):

@@ -14,7 +14,8 @@ a run it takes the newest step. With --dtype the result is Orbax. --out gets its
     Orbax:       config.json, tokenizer files, meta.json, params/ (Zarr in chunks: a device reads its part)
     safetensors: config.json, tokenizer files, model-0000i-of-0000n.safetensors, model.safetensors.index.json
 
-Both keep the name of their source in config.json, and the source's *.py files for transformers.
+Both keep the name of their source in config.json, and the source's *.py files for transformers. Their checksums are
+compared on reading. The Hub's own safetensors hold none: a flipped bit in them is not noticed, a file cut short is.
 
 --to=dream turns an autoregressive Qwen2 into a Dream to train, in Orbax; also Fast-dLLM v2 and dllm's a2d-qwen2. A
 tokenizer without a mask token gets one after its last token, whose row of embedding and head is the mean of the rows
@@ -108,7 +109,8 @@ def map_files(folder):
             with safetensors.safe_open(path, "numpy") as file:
                 views = {name: file.get_slice(name) for name in file.offset_keys()}  # in the order of the file
                 layout = {name: (DTYPES[view.get_dtype()], tuple(view.get_shape())) for name, view in views.items()}
-        except (safetensors.SafetensorError, KeyError) as error:
+                sums = json.loads((file.metadata() or {}).get("sums", "{}"))
+        except (safetensors.SafetensorError, KeyError, ValueError) as error:
             raise ValueError(f"{path} cannot be read as safetensors of {', '.join(DTYPES)}: {error}") from None
         data = np.memmap(path, np.uint8, "r")
         start = data.size - sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
@@ -116,6 +118,8 @@ def map_files(folder):
             end = start + dtype.itemsize * math.prod(shape)
             arrays[name] = data[start:end].view(dtype).reshape(shape)
             start = end
+            if name in sums and checkpoints.bit_sum(arrays[name]) != sums[name]:
+                raise ValueError(f"{path} is damaged: {name} is not what was saved")
     return arrays
 
 
@@ -131,7 +135,7 @@ class Checkpoint:
     cfg: typing.Any  # architecture
     keys: dict  # of the config.json beside safetensors
     params: Path | None = None  # folder of Orbax; None: safetensors
-    sums: dict | None = None  # {name of a parameter: word_sum}, Orbax only
+    sums: dict | None = None  # {name of a parameter: checksum}, Orbax only
     step: int = 0  # of a run
     origin: str = ""  # name of the source, OWNER/NAME for one of the Hub
     table_rows: int = 0  # rows of the stored tables, which still lack MASK's; 0: nothing is lacking
@@ -226,11 +230,6 @@ def as_integers(array):
     return array.reshape(-1).view(f"uint{8 * array.dtype.itemsize}")
 
 
-def word_sum(array):
-    """Sum of an array's words modulo 2^32, as checkpoints.bit_sums; any flipped bit changes it."""
-    return int(as_integers(array).sum(dtype=np.uint32))
-
-
 def is_finite(array):
     """Whether an array holds no NaN and no infinity. As integers these are above all numbers of their sign."""
     words = as_integers(array)
@@ -314,7 +313,7 @@ def checked_blocks(source, arrays):
     for name, blocks in itertools.groupby(read_blocks(arrays), lambda block: block[0]):
         total = 0
         for _, rows in blocks:
-            total += word_sum(rows)
+            total += int(checkpoints.bit_sum(rows))
             yield name, rows
         if total % 2**32 != source.sums.get(name):
             raise ValueError(f"{source.folder} is corrupted: {name} is not what was saved")
@@ -485,7 +484,7 @@ def to_orbax(source, out, wanted=""):
         if source.params or any(array.dtype != dtype for array in arrays.values()):
             arrays = cast(source, arrays, dtype, out.parent)
         # checksums of the arrays that we read, while Orbax writes its own files
-        summing = thread.submit(lambda: {name: word_sum(array) for name, array in arrays.items()})
+        summing = thread.submit(checkpoints.bit_sums, arrays)
         checking = thread.submit(lambda: [name for name, array in arrays.items() if not is_finite(array)])
         save_params(partial / "params", arrays)
         meta = {"dtype": str(dtype), "parameters": count, "source": source.origin, "step": source.step}
@@ -504,7 +503,8 @@ def write_safetensors(path, arrays, source):
     The file is 8 bytes of header length, the header as JSON, then the data, from which offsets count.
     """
     labels = {dtype: label for label, dtype in DTYPES.items()}
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    sums = json.dumps({source.file_name(name): source.sums.get(name) for name in arrays})
+    header, end = {"__metadata__": {"format": "pt", "sums": sums}}, 0
     for name, array in arrays.items():
         start, end = end, end + byte_count(array)
         entry = {"dtype": labels[array.dtype.numpy_dtype], "shape": [*array.shape], "data_offsets": [start, end]}
@@ -598,7 +598,7 @@ def fetch(repository, revision, out):
     patterns = ["*.safetensors", "*.json", "merges.txt", "*.jinja", "*.py", "params/*", "checkpoints/*"]
     wanted = {"allow_patterns": patterns, "ignore_patterns": "*/opt/*"}  # without the optimizer's state
     print(f"downloading into {huggingface_hub.constants.HF_HUB_CACHE} (HF_HOME moves it), a second copy beside {out}")
-    print(f"delete it with: hf cache rm model/{repository}", flush=True)
+    print(f"check it with: hf cache verify {repository}; delete it with: hf cache rm model/{repository}", flush=True)
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, **wanted))
     except OSError as error:

@@ -370,9 +370,9 @@ def _backward_kernel(*refs, floor, block_k):
 
 # ---- the kernels for NVIDIA GPUs -----------------------------------------------------------------------------------
 
-# Tiles of each kernel: (queries, keys, warps), powers of 2. Chosen by ptxas for heads of 128 in bfloat16: no spilled
-# registers, on Ampere at most 99 KiB of shared memory. Hopper's matrix instructions want 64 rows of what is summed, and
-# it has the shared memory for them.
+# Tiles of each kernel: (queries, keys, warps), powers of 2. Chosen by ptxas for heads of 128 in bfloat16: no registers
+# spilled in a loop, on Ampere at most 99 KiB of shared memory. Hopper's matrix instructions want 64 rows of what is
+# summed, and it has the shared memory for them.
 AMPERE = {"sums": (64, 64, 4), "values": (64, 32, 4), "means": (64, 32, 4), "dq": (32, 32, 4), "dkv": (32, 32, 8)}
 HOPPER = {"sums": (128, 64, 8), "values": (128, 64, 8), "means": (128, 32, 8), "dq": (128, 32, 8), "dkv": (32, 64, 8)}
 GPU_TILES = {"ampere": AMPERE, "hopper": HOPPER}

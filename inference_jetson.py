@@ -127,9 +127,9 @@ def read_bundle(folder):
     export = f"python export_jetson.py --out={folder}"
     if not (folder / "bundle.json").exists():
         names = "config.json", "model.safetensors", "tokenizer.json"
-        if all((folder / name).exists() for name in names):
+        if not (missing := [name for name in names if not (folder / name).exists()]):
             return {"format": FORMAT, "torch": None, "tensorrt": None, "files": dict.fromkeys(names)}
-        raise FileNotFoundError(f"{folder} is no bundle (no bundle.json) and no run; write a bundle with: {export}")
+        raise FileNotFoundError(f"{folder} has no bundle.json, no {', no '.join(missing)}; write one with: {export}")
     try:
         about = json.loads((folder / "bundle.json").read_text())
         if about["format"] != FORMAT:

@@ -353,9 +353,9 @@ def read_safetensors(data):
 def load(folder, device="cpu", dtype=torch.float32):
     """The MDLM of a folder that `save` wrote. Raises FileNotFoundError, or ValueError if the files do not fit."""
     folder = Path(folder)
-    for name in ("config.json", "model.safetensors"):
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).exists():
-            raise FileNotFoundError(f"{folder} holds no {name}; train a model with: python train_gpu.py")
+            raise FileNotFoundError(f"{folder} holds no {name}; copy it again, or train a model: python train_gpu.py")
     try:
         model = build((folder / "config.json").read_text(), (folder / "model.safetensors").read_bytes())
     except (ValueError, TypeError, KeyError, AttributeError) as error:

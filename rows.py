@@ -189,15 +189,15 @@ class Rows:
 
 
 def open_data(folder, seq_len=0):
-    """(training Rows, held-out Rows, bytes of tokenizer.json) of a folder; seq_len 0 takes rows of any length."""
+    """(training Rows, held-out Rows, content of tokenizer.json) of a folder; seq_len 0 takes rows of any length."""
     train, heldout = Rows(folder, "train"), Rows(folder, "heldout")
-    tokenizer = (train.folder / "tokenizer.json").read_bytes()
-    if hashlib.sha256(tokenizer).hexdigest() != train.meta["tokenizer_sha256"]:
-        raise ValueError(f"{folder}/tokenizer.json is not the one that made the shards; prepare the data again")
+    path = train.folder / "tokenizer.json"
+    if not path.exists() or hashlib.sha256(content := path.read_bytes()).hexdigest() != train.meta["tokenizer_sha256"]:
+        raise ValueError(f"{path} is missing, or not the one that made the shards; prepare the data again")
     if seq_len and train.meta["seq_len"] != seq_len:
         advice = f"prepare it again with data_prep.py --seq_len={seq_len} and another --out"
         raise ValueError(f"{folder} has rows of {train.meta['seq_len']} tokens, the run wants {seq_len}; {advice}")
-    return train, heldout, tokenizer
+    return train, heldout, content
 
 
 def held_out(folder, data=""):

@@ -238,7 +238,7 @@ def read_tokenizer(folder, vocab=2**31):
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(as_path(path).read_bytes())
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise ValueError(f"{path} cannot be read ({error}); put the tokenizer.json of the model there") from None
     if (largest := max(tokenizer.get_vocab().values(), default=0)) >= vocab:
         raise ValueError(f"the tokenizer of {folder} does not fit: its ids reach {largest:,}, the model has {vocab:,}")
     return tokenizer

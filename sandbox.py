@@ -16,9 +16,8 @@ programs or any files but Python's own. Four layers enforce this (sandbox_inside
 - seccomp: only the system calls that Python, NumPy and pandas need, with the arguments that they need
 - limits: time, memory, open files, and bytes written
 The minimum is seccomp and one of the first two. Without namespaces a program cannot make folders, remove files or use
-asyncio, and can find out whether a path exists. All processes are forks of a template that never reads a program or a
-test: they share the addresses of its memory and the seed of hash(), and can see how many tests it has run. Record locks
-on Python's own files are the machine's.
+asyncio, and can find out whether a path exists. All processes are forks of a template that reads no program or test:
+they share its addresses and the seed of hash(), and see how many tests it has run. Record locks are the machine's.
 
 An exit status proves nothing: a program controls all of its own process, builtins, frames, memory, open pipes. So
 nothing that decides is there. A test runs in a second process, the judge, confined alike, that never runs a line of the
@@ -617,10 +616,11 @@ def check(**options):
 
 def main(program: Path, /, tests: Path, options: Options = Options()):
     """Print a verdict for every test of a file; the exit status of the command."""
+    if missing := ", ".join(str(path) for path in (program, tests) if not path.is_file()):
+        raise FileNotFoundError(f"{missing} is no file; name a program and, with --tests, a file of one test per line")
     cases = []
-    for line in filter(str.strip, tests.read_text("utf-8").splitlines()):
-        if line.startswith("#"):
-            continue
+    lines = [line for line in tests.read_text("utf-8").splitlines() if line.strip() and not line.startswith("#")]
+    for line in lines:
         if line[0].isspace() and cases:  # continues the test above
             cases[-1] += "\n" + line
         else:

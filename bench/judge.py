@@ -97,7 +97,7 @@ def train_twin(cfg):
 
 
 def nats_of(model, prompts, texts, tokenizer):
-    """Nats and tokens of the texts, each behind its prompt, under the twin."""
+    """Nats and tokens of each text, behind its prompt, under the twin: [N] and [N]."""
     import jax
 
     rows, counts = [], []
@@ -114,8 +114,15 @@ def nats_of(model, prompts, texts, tokenizer):
     position_BL = np.broadcast_to(np.arange(length, dtype=np.int32), token_BL.shape)
     losses = jax.jit(lambda *batch: model.losses(*batch, mtp=False)[0])
     each = (slice(i, i + 1) for i in range(len(rows)))
-    nats = [float(losses(token_BL[i], segment_BL[i], position_BL[i])) for i in each]
-    return sum(nats[::2]) - sum(nats[1::2]), sum(counts)
+    nats = np.array([float(losses(token_BL[i], segment_BL[i], position_BL[i])) for i in each])
+    return nats[::2] - nats[1::2], np.array(counts)
+
+
+def perplexity(nats_N, count_N):
+    """Of all texts together, and its 10th and 90th percentile over 1,000 draws of as many texts with replacement."""
+    draws = np.random.default_rng(0).integers(len(nats_N), size=(1000, len(nats_N)))
+    spread = np.percentile(nats_N[draws].sum(1) / count_N[draws].sum(1), [10, 90])
+    return math.exp(nats_N.sum() / count_N.sum()), np.exp(spread).tolist()
 
 
 def distinct(texts):
@@ -142,13 +149,15 @@ def judge_stories(cfg, tokenizer):
     written = continued_stories(cfg, asked)
 
     ours, real = (nats_of(model, *pair, tokenizer) for pair in ((asked, written), (prompts, tails)))
-    perplexities = [math.exp(nats / tokens) for nats, tokens in (ours, real)]
+    (of_ours, spread), (of_real, spread_of_real) = perplexity(*ours), perplexity(*real)
     # the same number of texts of both, as repeats grow with it
     grams = distinct(written[: len(tails)]), distinct(tails)
     return {
         "samples": len(written),
-        "perplexity": perplexities[0],
-        "perplexity_of_heldout": perplexities[1],
+        "perplexity": of_ours,
+        "perplexity_of_heldout": of_real,
+        "spread": spread,
+        "spread_of_heldout": spread_of_real,
         "distinct_3grams": grams[0],
         "distinct_3grams_of_heldout": grams[1],
     }, list(zip(asked, written, strict=True))
@@ -203,7 +212,7 @@ def main(cfg):
     scores, samples = (judge_stories if cfg.track == "stories" else judge_code)(cfg, tokenizer)
     value = scores["perplexity" if cfg.track == "stories" else "parse"]
     unit = "perplexity of the twin" if cfg.track == "stories" else "share of the functions"
-    record("cpu", f"judge of {cfg.track}", value, unit, **scores)
+    record("cpu", f"judge of {cfg.track}, {cfg.ckpt}", value, unit, **scores)
     for prompt, text in samples[:3]:
         print(f"----\n{prompt}{text}")
 

@@ -276,7 +276,7 @@ MODELS = [  # script, flags, source, [(damage, part)]
             (nan, "holds NaN"), (one_nan, "holds NaN"),
             (integers, "int8"), (cut("model.safetensors"), "cannot be read"),
             (put("tokenizer.json", b"{"), "tokenizer.json cannot be read"),
-            (without("tokenizer.json"), "tokenizer.json"),
+            (without("tokenizer.json"), "put the tokenizer.json of the model there"),
             (fifo("tokenizer.json"), "is no regular file"), (without("config.json"), "bad"),
             (keys("config.json", heads=0), "bad"), (keys("config.json", kv_heads=0), "bad"),
             (keys("config.json", width=0), "bad"), (keys("config.json", layers=0), "bad"),
@@ -308,6 +308,7 @@ MODELS = [  # script, flags, source, [(damage, part)]
             (cut("model.safetensors"), "bad"), (keys("config.json", heads=0), "0 heads"),
             (keys("config.json", heads=7), "7 heads"), (keys("config.json", width=64), "problems"),
             (keys("config.json", layers=9), "problems"), (put("config.json", b"[]"), "bad"),
+            (without("tokenizer.json"), "no tokenizer.json"),
         ],
     ),
     (
@@ -325,12 +326,14 @@ MODELS = [  # script, flags, source, [(damage, part)]
     ("export_jetson.py", "--ckpt={bad} --out=out", "mdlm", [
         (nan, "NaN"), (cut("model.safetensors"), "bad"), (keys("config.json", heads=0), "0 heads"),
         (without("model.safetensors"), "model.safetensors"), (keys("config.json", width=64), "problems"),
+        (without("tokenizer.json"), "holds no tokenizer.json; copy it again"),
     ]),
     *(
         (script, flags, source, [
             (far_rows, "holds ids that its tokenizer has not, up to 90000"),
             (of_all(cut), "corrupted"), (of_all(without), ".parquet"),
             (put("tokenizer.json", b"{}"), "tokenizer.json"), (put("meta.json", b"{"), "meta.json is damaged"),
+            (without("tokenizer.json"), "prepare the data again"),
             (keys("meta.json", vocab_size=None), "meta.json is damaged"), (keys("meta.json", splits=[]), "damaged"),
             (without("meta.json"), "meta.json"), (fifo("meta.json"), "bad"),
         ])

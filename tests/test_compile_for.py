@@ -703,7 +703,7 @@ def test_a_layer_with_lora_keeps_its_input_alone_for_the_backward_pass(cuda, dev
 @pytest.mark.slow
 @pytest.mark.parametrize("diff", ["seed", "none"])
 @pytest.mark.parametrize("device", ["t4", "rtx4090", "a100-80", "h100"])
-def test_attention_kernels_compile_for_gpus_without_spills(cuda, device, diff, tmp_path):
+def test_attention_kernels_compile_for_gpus_and_two_spill_outside_their_loops(cuda, device, diff, tmp_path):
     code = f"""if True:
         import dataclasses, compile_for, model_pythoncoder as pc
         model = dataclasses.replace(pc.CONFIGS["300m"], vocab=2048, width=128, ffn=384, layers=4)  # its heads
@@ -727,7 +727,8 @@ def test_attention_kernels_compile_for_gpus_without_spills(cuda, device, diff, t
             found = re.findall(r"function '(diff_attention_\w+)'.*?(\d+) bytes spill loads", said, re.DOTALL)
             spilled |= {name: int(size) for name, size in found}
     assert len(spilled) == kernels
-    assert all(size <= 64 for size in spilled.values()), spilled
+    outside_the_loops = {"a100-80": {"diff_attention_values": 16}, "h100": {"diff_attention_dkv": 48}}.get(device, {})
+    assert all(size <= outside_the_loops.get(name, 0) for name, size in spilled.items()), spilled
 
 
 @pytest.mark.slow

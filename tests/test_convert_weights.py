@@ -145,11 +145,12 @@ def test_the_golden_checkpoint_converts_both_ways(golden_dir, tmp_path):
 
 def test_a_sum_changes_with_any_one_bit_and_is_the_models_own():
     array = np.random.default_rng(0).standard_normal(1000).astype(ml_dtypes.bfloat16)
-    want = convert.word_sum(array)
+    want = checkpoints.bit_sum(array)
     assert checkpoints.bit_sums({"x": jnp.asarray(array)}) == {"x": want}
+    assert jax.jit(checkpoints.bit_sum)(jnp.asarray(array)) == want
     for bit in range(16):
         array.view(np.uint16)[77] ^= 1 << bit
-        assert convert.word_sum(array) != want
+        assert checkpoints.bit_sum(array) != want
         array.view(np.uint16)[77] ^= 1 << bit
 
 
@@ -267,6 +268,26 @@ def test_verify_and_the_way_back_find_a_byte_that_changed(tmp_path):
     shard.write_bytes(data)
     with pytest.raises(ValueError, match=r"hub and .*orbax differ: \w+"):
         convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "orbax"), verify=True))
+
+
+def test_one_flipped_bit_in_safetensors_that_we_wrote_is_noticed(tmp_path):
+    write_hub_folder(tmp_path / "hub")
+    convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "orbax")))
+    convert.main(convert.Config(str(tmp_path / "orbax"), str(tmp_path / "back"), shard_gb=5e-5))
+    for shard in sorted((tmp_path / "back").glob("*.safetensors")):
+        whole = shard.read_bytes()
+        for place in (-1, 8 + struct.unpack("<Q", whole[:8])[0]):  # the last byte, and the first of the data
+            data = bytearray(whole)
+            data[place] ^= 1
+            shard.write_bytes(data)
+            with pytest.raises(ValueError, match=rf"{shard.name} is damaged: \S+ is not what was saved"):
+                convert.main(convert.Config(str(tmp_path / "back"), str(tmp_path / "again")))
+            assert not list(tmp_path.glob("again*"))
+        shard.write_bytes(whole.replace(b'"sums":"{', b'"sums":"z'))
+        with pytest.raises(ValueError, match="cannot be read as safetensors"):
+            convert.main(convert.Config(str(tmp_path / "back"), str(tmp_path / "again")))
+        shard.write_bytes(whole)
+    convert.main(convert.Config(str(tmp_path / "back"), str(tmp_path / "again"), verify=True))
 
 
 def test_an_orbax_folder_with_damaged_papers_is_one_line(tmp_path):

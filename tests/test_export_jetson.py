@@ -121,7 +121,7 @@ def stops(match, **settings):
 
 def test_bad_input_is_named_and_nothing_is_lost(tmp_path, monkeypatch):
     model = checkpoint(tmp_path / "run")
-    stops("holds no config.json; train a model", ckpt=tmp_path / "none", out=tmp_path / "out")
+    stops("holds no config.json; copy it again, or train a model", ckpt=tmp_path / "none", out=tmp_path / "out")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("all")
     stops("holds other things", ckpt=tmp_path / "run", out=tmp_path / "mine")

@@ -311,6 +311,21 @@ def test_damaged_weights_and_those_of_another_version_are_one_line(weights):
         refused("weights/pythoncoder/model.safetensors cannot be read", prompt="x")
 
 
+def test_one_flipped_bit_in_the_models_of_weights_is_noticed(weights):
+    file = weights / "pythoncoder" / "model.safetensors"
+    whole = file.read_bytes()
+    for place in (-1, len(whole) // 2):
+        data = bytearray(whole)
+        data[place] ^= 1
+        file.write_bytes(data)
+        refused("weights/pythoncoder/model.safetensors is damaged: ", prompt="x")
+
+
+def test_the_models_that_come_with_the_project_hold_checksums():
+    with safetensors.safe_open(inference.WEIGHTS / "pythoncoder" / "model.safetensors", "numpy") as file:
+        assert json.loads(file.metadata()["sums"]).keys() == set(file.keys())
+
+
 # ---- a bucket
 
 
@@ -896,7 +911,7 @@ def plain(text):
 def test_pythoncoders_drafts_and_probabilities_are_shown_in_colours_and_on_a_page(run_folder, capsys, monkeypatch):
     # what is right for each token: one pass over the whole text
     model, tokenizer = checkpoints.load(pc, run_folder)[0], Tokenizer.from_file(str(run_folder / "tokenizer.json"))
-    prompt = tokenizer.encode("def f(x):").ids
+    prompt = tokenizer.encode("def f(x):\n").ids
     rule = pc.Sampling(vocab=tokenizer.get_vocab_size(), eos=0)
     (new,), stats = pc.generate(model, [prompt], 12, rule, jax.random.key(0))
     ids = jnp.asarray([prompt + new])
@@ -904,14 +919,14 @@ def test_pythoncoders_drafts_and_probabilities_are_shown_in_colours_and_on_a_pag
     want = [float(prob_LV[len(prompt) + i - 1, token]) for i, token in enumerate(new)]
 
     page = run_folder / "steps.html"
-    settings = {"prompt": "def f(x):", "max_new": 12, "devices": 1, "show_steps": True}
+    settings = {"prompt": "def f(x):\n", "max_new": 12, "devices": 1, "show_steps": True}
     settings |= {"temperature": 0.0, "pythoncoder": generate.PythonCoderFlags(no_repeat_ngram=0)}
     shown = in_a_terminal(monkeypatch, generate.Config(ckpt=str(run_folder), html=str(page), **settings))
     streamed, by_probability = shown.split("---- by probability\n")
     piped, _ = says_pythoncoder(capsys, run_folder, **settings)
     assert "\x1b" not in piped
     assert plain(streamed) == piped
-    assert plain(by_probability).rstrip("\n") == piped[len("def f(x):") :].rstrip("\n")
+    assert plain(by_probability).rstrip("\n") == piped[len("def f(x):\n") :].rstrip("\n")
 
     spans = re.findall(r'title="step (\d+) of \d+, probability ([\d.]+)(, draft \w+)?">', page.read_text())
     assert [float(p) for _, p, _ in spans] == pytest.approx(want, abs=2e-3)

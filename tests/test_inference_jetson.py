@@ -615,7 +615,7 @@ def test_a_checkpoint_needs_no_export(tmp_path, monkeypatch, capsys):
         assert weight.dtype == torch.float32
         assert torch.equal(weight, model.state_dict()[name].float())
     (tmp_path / "out/jetson").mkdir(parents=True)  # it is there, so it is meant
-    with pytest.raises(FileNotFoundError, match=r"out/jetson is no bundle .* and no run"):
+    with pytest.raises(FileNotFoundError, match=r"out/jetson has no bundle.json, no config.json, no mod"):
         jetson.main(jetson.command_line(arguments))
     path = tmp_path / "weights/mdlm/model.safetensors"
     data, config = path.read_bytes(), tmp_path / "weights/mdlm/config.json"
@@ -855,7 +855,7 @@ def test_a_bad_command_line_ends_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["inference_jetson.py", f"--bundle={tmp_path / 'none'}"])
     before = signal.getsignal(signal.SIGPIPE)
     try:
-        with pytest.raises(SystemExit, match=r"is no bundle .*export_jetson.py") as stop:
+        with pytest.raises(SystemExit, match=r"has no bundle.json, .*export_jetson.py") as stop:
             runpy.run_path(str(ROOT / "inference_jetson.py"), run_name="__main__")
     finally:
         signal.signal(signal.SIGPIPE, before)  # which a program sets to end silently

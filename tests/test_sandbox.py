@@ -1352,7 +1352,7 @@ def test_threads_run_where_they_are_allowed_and_processes_never(closed, layers):
 
 
 ELSEWHERE = """
-import os, sys
+import os, shutil, sys  # of Python 3.13, shutil asks for a module of Windows
 sys.modules["resource"], sys.platform = None, "win32"
 del os.sched_getaffinity
 import sandbox
@@ -2500,7 +2500,10 @@ def test_the_command_prints_a_verdict_for_every_test(layers, tmp_path):
     misspelt = run("sandbox.py", program, f"--tests={tests}", "--timeout=2")
     missing = run("sandbox.py", program, "--tests=missing.txt")
     assert misspelt.returncode == 2
-    assert (missing.returncode, "No such file" in missing.stderr) == (1, True)
+    said = "missing.txt is no file; name a program and, with --tests, a file of one test per line\n"
+    assert (missing.returncode, missing.stderr) == (1, said)
+    none = run("sandbox.py", "no.py", "--tests=/dev/zero")
+    assert none.stderr == said.replace("missing.txt is", "no.py, /dev/zero is")
     assert "Traceback" not in misspelt.stderr + missing.stderr
 
 
