@@ -392,8 +392,7 @@ def check_resumed(saved, ours, where, fixed=(), unit="step"):
     if not str(where).endswith((f"/{saved[unit]}", f"/step_{saved[unit]}")):
         raise ValueError(f"{where} holds {unit} {saved[unit]}; rename it, or delete it to use the one before")
     if changed:
-        listed = ", ".join(f"{name} {then[name]} -> {now[name]}" for name in changed)
-        print(f"changed since {where}: {listed}", flush=True)
+        print(f"changed since {where}:", ", ".join(f"{name} {then[name]} -> {now[name]}" for name in changed), flush=True)
 
 
 def first_line(error):
