@@ -392,7 +392,7 @@ def check_resumed(saved, ours, where, fixed=(), unit="step"):
     if not str(where).endswith((f"/{saved[unit]}", f"/step_{saved[unit]}")):
         raise ValueError(f"{where} holds {unit} {saved[unit]}; rename it, or delete it to use the one before")
     if changed:
-        print(f"changed since {where}:", ", ".join(f"{name} {then[name]} -> {now[name]}" for name in changed), flush=True)
+        print(f"changed since {where}:", ", ".join(f"{name} {then[name]} -> {now[name]}" for name in changed))
 
 
 def first_line(error):
