@@ -283,7 +283,7 @@ class Trainer:
         self.rollout_weights = jax.jit(functools.partial(grpo.rollout_weights, mesh=self.rollout_mesh, dtype=dtype))
         check_memory(cfg, model_cfg, mesh, self.rollout_mesh, dtype)
 
-        # The tasks, and how completions of them are generated. A chat model ends its turn with a token.
+        # The tasks, and how completions of them are generated. A chat model ends its turn as its template does.
         tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), sample_dream.chat_template(cfg.ckpt)
         canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, sandbox.TESTED & {*rewards.values()}
         self.prompts = Prompts(cfg.prompts, *canvas)
