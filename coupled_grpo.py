@@ -8,8 +8,8 @@
 
 Reads a Dream (a folder of convert_weights.py, or a run of train_dream.py) and tasks (JSON lines, see rl_tasks.py).
 Without --ckpt it has rl_tasks.py, data_prep.py and train_dream.py make both. Writes --out: config.json, log.jsonl,
-rounds.jsonl (each completion with its rewards), checkpoints/<round>/, the tokenizer, with --plot curve.png; with LoRA
-at the end also the adapters in peft's form, and merged/, a whole model. Several hosts train all weights, one also LoRA.
+rounds.jsonl (each completion with its rewards), checkpoints/<round>/, the tokenizer; with LoRA at the end also the
+adapters in peft's form, and merged/, a whole model. Several hosts train all weights, one also LoRA.
 
 A round: --group completions of each of --tasks tasks, their rewards (sandbox.py), and --iterations updates, each
 over all of them under fresh masks (see grpo.py). Everything random is a function of (seed, round), so a run that was
@@ -97,7 +97,6 @@ class Config:
     runner: typing.Literal["local", "e2b"] = "local"  # where programs run: this machine, or E2B's cloud
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     allow_unsafe: bool = False  # run programs where the machine offers no safe sandbox
-    plot: bool = False  # draw the rewards of the rounds as curve.png at the end
     wandb: str = ""  # project name; "" logs to files alone
     hosts: str = ""  # "" one host; "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process
     seed: Natural = 0  # of tasks, completions and masks
@@ -485,7 +484,7 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
     cfg, started = resolve(cfg), time.perf_counter()
     checkpoints.join_hosts(cfg.hosts)
     hosts = {"rank": jax.process_index(), "hosts": jax.process_count()} if cfg.hosts else {}
-    with runs.Run(cfg, unit="round", curves=("reward", "heldout_reward"), **hosts) as run:
+    with runs.Run(cfg, unit="round", **hosts) as run:
         settings = dataclasses.asdict(cfg)  # without the demo's model and tasks, which --resume finds again
         rewards = {name: sandbox.find_reward(name) for name in cfg.rewards}
         if sandbox.TESTED & {*rewards.values()}:

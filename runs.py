@@ -247,13 +247,13 @@ def read_tokenizer(folder, vocab=2**31):
 class Run:
     """The folder cfg.out, locked. cfg has out, resume and wandb; unit is what the run counts: "step" or "round".
 
-    With cfg.plot the metrics `curves` are drawn as curve.png when the run ends. Of several processes only rank 0 writes
-    and prints. With hosts > 1 (JAX) SIGTERM belongs to jax.distributed, which tells all at which step to stop.
+    Of several processes only rank 0 writes and prints. With hosts > 1 (JAX) SIGTERM belongs to jax.distributed, which
+    tells all at which step to stop.
     """
 
-    def __init__(self, cfg, unit="step", rank=0, hosts=1, curves=("loss", "bits_per_byte")):
+    def __init__(self, cfg, unit="step", rank=0, hosts=1):
         self.cfg, self.out, self.unit = cfg, as_path(cfg.out), unit
-        self.rank, self.hosts, self.curves = rank, hosts, curves
+        self.rank, self.hosts = rank, hosts
         self.signal, self.asked_at = "", None  # name of the signal that asks this process to stop; when it came
         self.tracker, self.exits = None, contextlib.ExitStack()
 
@@ -289,8 +289,6 @@ class Run:
             write(path, rows_until(first, path, self.unit))
         for name, data in {"config.json": settings, **(files or {})}.items():
             write(self.out / name, data)
-        if getattr(self.cfg, "plot", False):
-            self.exits.callback(script, "bench/plot.py", str(self.out), "--names", *self.curves)
         if self.cfg.wandb:
             import wandb
 

@@ -100,7 +100,6 @@ class Config:
     save_minutes: NonNegative = 30.0  # minutes between checkpoints, at most; 0: only at evaluations
     keep: Count = 2  # newest checkpoints to keep, besides the best
     prompt: str = "def read_lines(path):\n"  # prefix of the samples drawn in training
-    plot: bool = False  # write curve.png at the end: loss and bits per byte
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles anew
     seed: Natural = 0  # initial weights, row order, noise

@@ -78,7 +78,6 @@ class Config:
     keep: Count = 2  # newest checkpoints to keep
     log_every: Count = 10  # steps between rows of the log
     prompt: str = ""  # prefix of the samples drawn in training
-    plot: bool = False  # write curve.png at the end: loss and bits per byte
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
     seed: Natural = 0  # initial weights, row order, crops, noise
 

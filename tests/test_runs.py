@@ -55,8 +55,6 @@ def script(tmp_path):
 
     def execute(body, *flags, python=(), **options):
         shutil.copy(ROOT / "runs.py", tmp_path)
-        (tmp_path / "bench").mkdir(exist_ok=True)
-        shutil.copy(ROOT / "bench" / "plot.py", tmp_path / "bench")
         source = textwrap.dedent(SCRIPT).format(root=str(tmp_path), body=textwrap.indent(body, 4 * " ").strip())
         (tmp_path / "script.py").write_text(source)
         pipes = {"capture_output": True, "text": True, "timeout": 60, "cwd": tmp_path}
@@ -300,28 +298,6 @@ def test_a_signal_that_ends_a_compiler_too_is_one_line(tmp_path):
 
     with pytest.raises(InterruptedError, match=r"stopped in the middle of a step .*; nothing was saved yet"):
         train()
-
-
-# ---- curves ---------------------------------------------------------------------------------------------------------
-
-
-PLOTTING = """class Plotting:
-    out, resume, wandb, plot = cfg.out, cfg.resume, "", True
-
-with runs.Run(Plotting) as run:
-    first = 3 if cfg.resume else 0
-    run.begin(first, {"train": {}})
-    for step in range(first + 1, cfg.steps + 1):
-        run.log({"step": step, "loss": 1 / step})
-"""
-
-
-def test_the_curves_of_a_run_are_drawn_and_saved_at_its_end(script, tmp_path):
-    drawn = script(PLOTTING, "--steps=3")
-    logged = ["step 1 | loss 1", "step 2 | loss 0.5", "step 3 | loss 0.3333"]
-    assert drawn.stdout.splitlines()[:4] == [*logged, "loss 0.3333, step 3"]
-    assert drawn.stderr == ""
-    assert (tmp_path / "out" / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_output_that_nobody_reads_ends_the_program_silently(script, tmp_path):
