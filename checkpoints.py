@@ -207,18 +207,28 @@ def quiet():
     threading.excepthook = sys.unraisablehook = lambda _: None
 
 
-def state_shapes(family, model, optimizer, mesh, lora_rank=0, dtype=jnp.bfloat16):
+def state_shapes(family, model, optimizer, mesh, dtype=jnp.bfloat16, lora_rank=0, bits=0):
     """{"params", "opt"} of a trainer as ShapeDtypeStructs, each with its layout on the mesh.
 
-    With LoRA params are the adapters, and beside them lie "base", the weights in `dtype`.
+    With LoRA params are the adapters, and beside them lie "base", the weights in `dtype`, with matrices in `bits`.
     """
     params, base = family.param_shapes(model), {}
     if lora_rank:
-        base = {"base": jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), params)}
+        base = {"base": stored_shapes(family, params, dtype, bits)}
         params = jax.eval_shape(lambda: family.new_adapters(jax.random.key(0), params, lora_rank))
     shapes = {"params": params, "opt": jax.eval_shape(optimizer.init, params)} | base
     layout = family.shardings(mesh, shapes)
     return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, layout)
+
+
+def stored_shapes(family, params, dtype, bits=0):
+    """The shapes of parameters in `dtype`, with matrices in `bits`, as load() gives them."""
+
+    def stored(path, s):
+        s, name = jax.ShapeDtypeStruct(s.shape, dtype), path[-1].key.split(".")[-1]
+        return jax.eval_shape(lambda x: family.quantise(x, bits, name), s) if bits and len(s.shape) == 2 else s
+
+    return jax.tree_util.tree_map_with_path(stored, params)
 
 
 # ---- models in folders ---------------------------------------------------------------------------------------------
@@ -341,6 +351,18 @@ def save(family, folder, model, files=(), source=""):
             shutil.copy(path, partial)
 
 
+def save_merged(family, cfg, folder, given, adapters, files=(), source=""):
+    """save() the model in the folder `given` + LoRA's adapters, in the type in which it is stored there.
+
+    Added on the host: on the devices the model may lie in few bits, without room for another form.
+    """
+    host = mesh_of(jax.devices("cpu")[:1], (1, 1, 1))
+    base = nnx.to_pure_dict(nnx.state(load(family, given, mesh=host)[0]))
+    merged = family.merge_adapters(base, jax.device_put(adapters, host.devices.item()))
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was continued
+    save(family, folder, nnx.merge(family.graph_of(cfg, family.Run()), merged), files, source)
+
+
 # ---- devices, and what fits their memory ---------------------------------------------------------------------------
 
 ROOT = Path("/")  # of the file system; tests replace it
@@ -454,6 +476,13 @@ def bytes_on_a_device(tree):
     """Of a tree of arrays, or of ShapeDtypeStructs that say how they are laid out."""
     leaves = flatten(tree).values()
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def smaller_forms(cfg):
+    """{flags: (LoRA's rank, bits of the frozen matrices)} of what takes less memory than cfg."""
+    flag, rank = ("", cfg.lora_rank) if cfg.lora_rank else ("--lora_rank=16", 16)
+    widths = {f"{flag} --base_bits={bits}".strip(): (rank, bits) for bits in (8, 4) if bits < (cfg.base_bits or 16)}
+    return widths if cfg.lora_rank else {flag: (rank, 0)} | widths
 
 
 def fits(needed, free, what, smaller):

@@ -91,6 +91,7 @@ class Config:
     rewards: tuple[str, ...] | None = None  # names in sandbox.py, or your own as file.py:function
     reward_weights: typing.Annotated[tuple[float, ...], (-1e9, 1e9)] | None = None  # weight of each of --rewards
     lora_rank: Natural = 0  # train adapters of this rank beside the layers' matrices; 0 trains all weights
+    base_bits: typing.Literal[0, 8, 4] = 0  # with --lora_rank: bits of the frozen matrices; 0: those of the computation
     init_adapters: str = ""  # with --lora_rank: folder of adapters to start from, in peft's form; "" makes new ones
     eval_every: Count | None = None  # rounds between evaluations on held-out tasks, each saves a checkpoint
     eval_tasks: Count = 96  # held-out tasks at most, of each file
@@ -222,16 +223,17 @@ def check_memory(cfg, model_cfg, mesh, rollout_mesh, dtype):
     """ValueError, before any weight is read, if a device has less memory than training takes."""
     optimizer = grpo.make_optimizer(cfg.lr)
 
-    def needed(lora_rank):
+    def needed(lora_rank, bits):
         """What is trained, with LoRA the base, moments, reference model; and gradients, or the weights of rollouts."""
-        shapes = checkpoints.state_shapes(md, model_cfg, optimizer, mesh, lora_rank, dtype)
+        shapes = checkpoints.state_shapes(md, model_cfg, optimizer, mesh, dtype, lora_rank, bits)
         trained, copy = checkpoints.bytes_on_a_device(shapes["params"]), 0
         if rollout_mesh.size > 1:
-            base = checkpoints.state_shapes(md, model_cfg, optimizer, rollout_mesh, 1, dtype)["base"]
+            base = checkpoints.state_shapes(md, model_cfg, optimizer, rollout_mesh, dtype, 1, bits)["base"]
             copy = checkpoints.bytes_on_a_device(base)
         return checkpoints.bytes_on_a_device(shapes) + (trained if cfg.beta else 0) + max(trained, copy)
 
-    checkpoints.check_memory(mesh, needed(cfg.lora_rank), {} if cfg.lora_rank else {"--lora_rank=16": needed(16)})
+    smaller = {flags: needed(*form) for flags, form in checkpoints.smaller_forms(cfg).items()}
+    checkpoints.check_memory(mesh, needed(cfg.lora_rank, cfg.base_bits), smaller)
 
 
 def rule_of(cfg, vocab, ends):
@@ -279,7 +281,8 @@ class Trainer:
         # Weights spread over all devices would be gathered in every forward pass of a rollout: it has a copy of them.
         shape = checkpoints.inference_mesh(model_cfg, jax.devices(), 0).devices.shape
         self.rollout_mesh = checkpoints.mesh_of(jax.devices(), shape)
-        self.rollout_weights = jax.jit(functools.partial(grpo.rollout_weights, mesh=self.rollout_mesh, dtype=dtype))
+        copied = {"mesh": self.rollout_mesh, "dtype": None if cfg.lora_rank else dtype}
+        self.rollout_weights = jax.jit(functools.partial(grpo.rollout_weights, **copied))
         check_memory(cfg, model_cfg, mesh, self.rollout_mesh, dtype)
 
         # The tasks, and how completions of them are generated. A chat model ends its turn as its template does.
@@ -298,12 +301,13 @@ class Trainer:
         self.cfg = cfg = dataclasses.replace(cfg, rounds=rounds)
 
         # All weights are trained, or with LoRA adapters beside a frozen base.
-        model, _ = checkpoints.load(md, cfg.ckpt, dtype=dtype if cfg.lora_rank else jnp.float32, mesh=mesh)
+        kind = {"dtype": dtype if cfg.lora_rank else jnp.float32, "bits": cfg.base_bits}
+        model, _ = checkpoints.load(md, cfg.ckpt, **kind, mesh=mesh)
         self.base, self.trained = {}, nnx.to_pure_dict(nnx.state(model))
         del model  # it would keep the first weights in memory
         if cfg.lora_rank:
             key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
-            self.base, adapters = self.trained, md.new_adapters(key, self.trained, cfg.lora_rank)
+            self.base, adapters = self.trained, md.new_adapters(key, md.param_shapes(model_cfg), cfg.lora_rank)
             adapters = sample_dream.load_adapters(cfg.init_adapters, adapters) if cfg.init_adapters else adapters
             self.trained = jax.device_put(adapters, md.shardings(mesh, adapters))
         self.ref = jax.tree.map(jnp.copy, self.trained) if cfg.beta else {}  # the reference model's
@@ -519,10 +523,8 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
         folder = run.out
         if cfg.lora_rank:
             sample_dream.save_adapters(run.out, trainer.trained, cfg.lora_rank, source)
-            folder = run.out / "merged"
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that goes on
-            model = nnx.merge(trainer.rollout_graph, md.merge_adapters(trainer.base, trainer.trained))
-            checkpoints.save(md, folder, model, [run.out / name for name in files], source)
+            folder, paths = run.out / "merged", [run.out / name for name in files]
+            checkpoints.save_merged(md, trainer.model_cfg, folder, cfg.ckpt, trainer.trained, paths, source)
     print(f"done in {(time.perf_counter() - started) / 60:.1f} min; python generate.py --model=dream --ckpt={folder}")
 
 
@@ -597,8 +599,8 @@ def resolve(cfg):
         raise ValueError("--ckpt and --prompts belong together; without both --preset=demo makes its own")
     if cfg.hosts and (cfg.lora_rank or not cfg.ckpt):
         raise ValueError("--hosts goes with --ckpt and --prompts, and without --lora_rank, which one host can train")
-    if cfg.init_adapters and not cfg.lora_rank:
-        raise ValueError("--init_adapters goes with --lora_rank")
+    if (cfg.init_adapters or cfg.base_bits) and not cfg.lora_rank:
+        raise ValueError("--init_adapters and --base_bits go with --lora_rank")
     if cfg.resume and Path(cfg.resume).resolve() != Path(cfg.out).resolve():
         raise ValueError(f"--resume={cfg.resume} goes on in its own folder; leave --out={cfg.out} out")
 

@@ -345,12 +345,13 @@ def sync_reference(ref, params, mixup=0.6):
 
 
 def rollout_weights(params, mesh, dtype):
-    """The weights on a mesh of (data, 1, tensor), matrices in dtype. A matrix that all devices share is gathered by two
-    exchanges, between the groups of devices and within each; in one step XLA would make it whole on every device.
+    """The weights on a mesh of (data, 1, tensor), matrices in dtype; None: as they are. A matrix that all devices share
+    is gathered by two exchanges, between the groups of devices and within each; in one step XLA would make it whole on
+    every device.
     """
 
     def move(x, last):
-        x = x.astype(dtype) if x.ndim > 1 else x
+        x = x.astype(dtype) if dtype and x.ndim > 1 else x
         for axes in (("data", "tensor"), "tensor") if "fsdp" in last.spec else ():
             spec = md.PS(*(axes if axis == "fsdp" else None for axis in last.spec))
             x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, md.fit(spec, x.shape, mesh)))

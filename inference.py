@@ -92,12 +92,9 @@ def bytes_needed(family, model, mesh, stored, dtype, bits):
     for _, names in itertools.groupby(shapes, lambda name: name.rpartition(".")[0]):
         parts = {name: jax.ShapeDtypeStruct(layout[name].shard_shape(shapes[name].shape), dtype) for name in names}
         unread = jnp.dtype(stored).itemsize * sum(part.size for part in parts.values())
+        stored_parts = checkpoints.stored_shapes(family, parts, dtype, bits)
         for name, part in parts.items():
-            new = part
-            if bits and len(part.shape) == 2:
-                quantise = functools.partial(family.quantise, bits=bits, name=name.split(".")[-1])
-                new = jax.eval_shape(quantise, part)
-            size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(new))
+            size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored_parts[name]))
             held, peak = held + size, max(peak, held + size + unread)
             unread -= jnp.dtype(stored).itemsize * part.size
             if name.endswith("gate_proj"):

@@ -317,7 +317,7 @@ def rotate(x_BLHK, cos_BLK, sin_BLK, scale_BL11=1):
 
 
 class Int8(typing.NamedTuple):
-    """A matrix in a quarter of float32's bytes, for inference: W = q * scale, q from -127 to 127."""
+    """A frozen matrix in a quarter of float32's bytes: W = q * scale, q from -127 to 127."""
 
     q_FD: jax.Array
     scale_F1: jax.Array  # float32, one per row: an output channel, or a token's embedding
@@ -327,7 +327,7 @@ GROUP = 64  # rows of a column that share a scale in an Int4; gcd(F, GROUP) if F
 
 
 class Int4(typing.NamedTuple):
-    """A matrix in a seventh of float32's bytes, for inference: W = q * scale + low, q from 0 to 15.
+    """A frozen matrix in a seventh of float32's bytes: W = q * scale + low, q from 0 to 15.
 
     A byte holds a column of the left half of the matrix and one of the right, so unpacking interleaves nothing. A group
     lies in one column: a TPU takes half as long again to spread scales along a row.
@@ -341,7 +341,7 @@ class Int4(typing.NamedTuple):
 class Lora(typing.NamedTuple):
     """A frozen matrix and a trained difference of low rank: W + B A. Ref: LoRA, arXiv:2106.09685."""
 
-    base: jax.Array  # [F, D]
+    base: jax.Array  # [F, D], or an Int8 or Int4
     a_RD: jax.Array
     b_FR: jax.Array
 
@@ -398,25 +398,44 @@ def linear(x_BLD, weight, *spec, dtype=None, on_cpu=False):
         change_BLF = linear(low_BLR, weight.b_FR, dtype=dtype, on_cpu=on_cpu)
         return linear(x_BLD, weight.base, *spec, dtype=dtype, on_cpu=on_cpu) + barrier(change_BLF)
     x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
-    if isinstance(weight, Int8 | Int4) and on_cpu:
-        # Add a zero that the compiler cannot constant-fold: else it casts the matrices of all layers before it uses
-        # the first one, and holds them all.
-        zero = jnp.isnan(x_TD[0, 0]).astype(weight[0].dtype)
-        weight = type(weight)(weight[0] + zero, *weight[1:])
-    if isinstance(weight, Int8):  # each q is exact in bfloat16, so the scales multiply the product
-        y_TF = product(x_TD, weight.q_FD, spec, jnp.float32) * weight.scale_F1[:, 0]
-    elif isinstance(weight, Int4):  # scales differ along a row and multiply the weights: on a TPU slower than bfloat16
-        pairs = zip(jnp.split(x_TD, 2, 1), halves(weight, x_TD.dtype), strict=True)
-        y_TF = sum(product(x_TE, weight_FE, spec, jnp.float32) for x_TE, weight_FE in pairs)
+    if isinstance(weight, Int8 | Int4):
+        if on_cpu:
+            # Add a zero that the compiler cannot constant-fold: else it casts the matrices of all layers before it uses
+            # the first one, and holds them all.
+            zero = jnp.isnan(x_TD[0, 0]).astype(weight[0].dtype)
+            weight = type(weight)(weight[0] + zero, *weight[1:])
+        y_TF = frozen_product(x_TD, weight, spec, x_TD.dtype)
     else:  # XLA has kernels for the CPU's bfloat16 units (AMX) only where the product is float32
         y_TF = product(x_TD, weight, spec, jnp.float32 if on_cpu else dtype)
     return y_TF.astype(dtype).reshape(*x_BLD.shape[:-1], -1)
 
 
-def product(x_TD, weight_FD, spec, dtype):
-    """x W^T [T, F] summed in `dtype`; W, whatever its own dtype, is cast to x's and gathered over fsdp."""
+def product(x_TD, weight_FD, spec, dtype, axis=1):
+    """x W^T [T, F] summed in `dtype`, with axis 0 x W; W, whatever its dtype, is cast to x's and gathered over fsdp."""
     weight_FD = shard(weight_FD.astype(x_TD.dtype), *spec)
-    return jax.lax.dot_general(x_TD, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    return jax.lax.dot_general(x_TD, weight_FD, (((1,), (axis,)), ((), ())), preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def frozen_product(x_TD, weight, spec, dtype):
+    """x W^T [T, F] in float32 of an Int8 or Int4, x of `dtype`. Its gradient is x's alone, and keeps no wider W."""
+    if isinstance(weight, Int8):  # each q is exact in bfloat16, so the scales multiply the product
+        return product(x_TD, weight.q_FD, spec, jnp.float32) * weight.scale_F1[:, 0]
+    # scales differ along a row and multiply the weights: on a TPU slower than bfloat16
+    pairs = zip(jnp.split(x_TD, 2, 1), halves(weight, dtype), strict=True)
+    return sum(product(x_TE, weight_FE, spec, jnp.float32) for x_TE, weight_FE in pairs)
+
+
+def gradient_of_input(spec, dtype, weight, dy_TF):
+    """dy W in `dtype`, and no gradient of W."""
+    int8 = isinstance(weight, Int8)
+    dy_TF = (dy_TF * weight.scale_F1[:, 0] if int8 else dy_TF).astype(dtype)
+    parts = [weight.q_FD] if int8 else halves(weight, dtype)
+    dx = [product(dy_TF, part_FD, spec, jnp.float32, axis=0) for part_FD in parts]
+    return jnp.concatenate(dx, 1).astype(dtype), None
+
+
+frozen_product.defvjp(lambda x_TD, weight, *how: (frozen_product(x_TD, weight, *how), weight), gradient_of_input)
 
 
 def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, place=None, key_place=None):
@@ -853,13 +872,13 @@ def assemble(base, trained):
     return {name: assemble(child, trained.get(name, {})) for name, child in base.items()} if base else trained
 
 
-def new_adapters(key, base, rank):
+def new_adapters(key, shapes, rank):
     """New float32 adapters {"layers": {"0": {"q_proj": {"a" [R, D], "b" [F, R]}}}} of the layers' matrices.
 
-    A has standard deviation 1 / sqrt(D), B is zero. B A is not scaled: alpha = rank.
+    shapes are the model's. A has standard deviation 1 / sqrt(D), B is zero. B A is not scaled: alpha = rank.
     """
     layers = {}
-    for i, layer in base["layers"].items():
+    for i, layer in shapes["layers"].items():
         for j, name in enumerate(MATRICES):
             F, D = layer[name].shape
             key_a = jax.random.fold_in(jax.random.fold_in(key, int(i)), j)

@@ -27,7 +27,6 @@ import dataclasses
 import functools
 import hashlib
 import math
-import shutil
 import sys
 import time
 import typing
@@ -73,6 +72,7 @@ class Config:
     model: str = ""  # preset, see CONFIGS in model_dream.py; default: tiny, or the model of --init
     init: str = ""  # folder of a Dream to start from, converted or trained here
     lora_rank: Natural = 0  # with --init: train adapters of this rank beside the layers' matrices; 0: train all weights
+    base_bits: typing.Literal[0, 8, 4] = 0  # with --lora_rank: bits of the frozen matrices; 0: those of --dtype
     init_adapters: str = ""  # with --lora_rank: folder of adapters to start from, in peft's form; default: new ones
     objective: typing.Literal["diffusion", "ar"] = "diffusion"  # predict masked tokens | each next token
     schedule: typing.Literal[tuple(diffusion.SCHEDULES)] = "linear"  # noise schedule, see diffusion.py
@@ -194,7 +194,8 @@ def resolve(cfg, devices, data=None, memory=None):
 
     where = "CPU" if on_cpu else f"{memory:.1f} GiB each"
     accumulated = batch * cfg.tensor // mesh.size // micro
-    weights = f"frozen {dtype} weights and LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "float32 weights"
+    base = f"int{cfg.base_bits}" if cfg.base_bits else dtype
+    weights = f"frozen {base} weights and LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "float32 weights"
     print(f"{len(devices)} x {device.device_kind} ({where}), mesh {dict(mesh.shape)}")
     print(f"model {name}, {dtype} compute on {weights}, remat {cfg.remat}")
     print(f"a step is {batch} rows of {seq_len} = {batch * seq_len:,} tokens, {accumulated} x {micro} rows a device")
@@ -504,9 +505,10 @@ class Trainer:
     """A run in memory, with the defaults that data and devices suggest. Only `state` changes with the steps."""
 
     def __init__(self, cfg):
-        lora = cfg.lora_rank or cfg.init_adapters
+        lora = cfg.lora_rank or cfg.init_adapters or cfg.base_bits
         if lora and not (cfg.lora_rank and cfg.init and not cfg.hosts and "://" not in cfg.out):
-            raise ValueError("--lora_rank goes with --init, on one host, and with --out on its own disk")
+            what = "--base_bits and --init_adapters go with --lora_rank, which goes with --init"
+            raise ValueError(f"{what}, on one host, and with --out on its own disk")
         self.train, self.heldout, tokenizer_json = find_data(cfg)
         data = self.train.meta
         cfg, model, self.run, self.mesh = resolve(cfg, jax.devices(), data)
@@ -529,13 +531,13 @@ class Trainer:
         self.files = files | {"tokenizer.json": tokenizer_json}
         # Moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32.
         self.optimizer = make_optimizer(cfg.clip, cfg.weight_decay, self.run.dtype, muon=cfg.optimizer == "muon")
-        # The state and its bytes on a device, with gradients as large as what is trained; beside it that of LoRA.
-        ranks, own = {0, 16} if cfg.init and not cfg.lora_rank else {cfg.lora_rank}, (self.optimizer, self.mesh)
-        shapes = {rank: checkpoints.state_shapes(md, model, *own, rank, self.run.dtype) for rank in ranks}
-        needed = {rank: checkpoints.bytes_on_a_device((s, s["params"])) for rank, s in shapes.items()}
-        smaller = {f"--lora_rank={rank}": size for rank, size in needed.items() if rank != cfg.lora_rank}
-        checkpoints.check_memory(self.mesh, needed[cfg.lora_rank], smaller)
-        self.shapes = shapes[cfg.lora_rank]
+        # The state and its bytes on a device, with gradients as large as what is trained; beside it what takes less.
+        forms = {"": (cfg.lora_rank, cfg.base_bits)} | (checkpoints.smaller_forms(cfg) if cfg.init else {})
+        own = self.optimizer, self.mesh, self.run.dtype
+        shapes = {flags: checkpoints.state_shapes(md, model, *own, *form) for flags, form in forms.items()}
+        needed = {flags: checkpoints.bytes_on_a_device((s, s["params"])) for flags, s in shapes.items()}
+        checkpoints.check_memory(self.mesh, needed.pop(""), needed)
+        self.shapes = shapes[""]
         self.trained = "adapters" if cfg.lora_rank else "params"  # its name in a checkpoint: adapters are no model
         if cfg.lora_rank:  # which weights the adapters belong to
             self.base_sums = checkpoints.find_weights(checkpoints.absolute(cfg.init))[1]["sums"]
@@ -553,14 +555,14 @@ class Trainer:
     def begin(self, store):
         """Fill the state: newest checkpoint of --resume, weights of --init, or new ones. Returns (step, skipped)."""
         cfg, layout = self.cfg, jax.tree.map(lambda s: s.sharding, self.shapes)
-        base = {"base": self.read_init(self.run.dtype)} if cfg.lora_rank else {}
+        base = {"base": self.read_init(self.run.dtype, cfg.base_bits)} if cfg.lora_rank else {}
         if cfg.resume and (found := store.resume(cfg.resume, self.meta(0, 0), self.saved(self.shapes))):
             state, saved = found
             self.state = {"params": state[self.trained], "opt": state["opt"]} | base
             return saved["step"], saved["skipped"]
         if cfg.lora_rank:
             key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 20)
-            new = functools.partial(md.new_adapters, key, self.shapes["base"], cfg.lora_rank)
+            new = functools.partial(md.new_adapters, key, md.param_shapes(self.model), cfg.lora_rank)
             params = jax.jit(new, out_shardings=layout["params"])()
             if cfg.init_adapters:
                 params = jax.device_put(sample_dream.load_adapters(cfg.init_adapters, params), layout["params"])
@@ -572,9 +574,10 @@ class Trainer:
         self.state = {"params": params, "opt": opt} | base
         return 0, 0
 
-    def read_init(self, dtype):
+    def read_init(self, dtype, bits=0):
         """The weights of --init."""
-        return nnx.to_pure_dict(nnx.state(checkpoints.load(md, self.cfg.init, dtype=dtype, mesh=self.mesh)[0]))
+        model, _ = checkpoints.load(md, self.cfg.init, dtype=dtype, mesh=self.mesh, bits=bits)
+        return nnx.to_pure_dict(nnx.state(model))
 
     def weights(self):
         """The parameters of the model as it is now."""
@@ -677,11 +680,8 @@ def main(cfg):
         out = cfg.out
         if cfg.lora_rank:
             sample_dream.save_adapters(folder.out, trainer.state["params"], cfg.lora_rank, config["source"])
-            out = folder.out / "merged"
-            shutil.rmtree(out, ignore_errors=True)  # of a run that was continued
-            merged = md.merge_adapters(trainer.state["base"], trainer.state["params"])
-            whole = nnx.merge(md.graph_of(trainer.model, md.Run()), merged)
-            checkpoints.save(md, out, whole, [folder.out / name for name in trainer.files], config["source"])
+            out, files = folder.out / "merged", [folder.out / name for name in trainer.files]
+            checkpoints.save_merged(md, trainer.model, out, cfg.init, trainer.state["params"], files, config["source"])
     print(f"done: {out}; generate code with: python generate.py --model=dream --ckpt={out}")
 
 

@@ -644,8 +644,8 @@ def train_step(trainer, family, settings, device):
     settings = dataclasses.replace(settings, lr=3e-4, steps=1000, warmup=100)  # change no figure
     cfg, model, run, mesh = trainer.resolve(settings, devices, memory=chip.usable_gib)
     optimizer = trainer.make_optimizer(cfg.clip, cfg.weight_decay, run.dtype, muon=cfg.optimizer == "muon")
-    lora_rank = getattr(cfg, "lora_rank", 0)
-    shapes = checkpoints.state_shapes(family, model, optimizer, mesh, lora_rank, run.dtype)
+    form = (cfg.lora_rank, cfg.base_bits) if family is md else ()
+    shapes = checkpoints.state_shapes(family, model, optimizer, mesh, run.dtype, *form)
     step = trainer.lower_step(cfg, family.graph_of(model, run), optimizer, shapes, mesh)
     tokens = cfg.batch_size * cfg.seq_len
     flops = trainer.step_flops(cfg, model)
@@ -739,14 +739,7 @@ class Generate:
         """(the model without its parameters, their shapes), as inference.load_for_inference gives them."""
         model = md.CONFIGS[self.model]
         graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), platform=platform(self.device)))
-        params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), md.param_shapes(model))
-        if bits := inference.bits_of(self):
-
-            def kept(path, s):
-                quantise = functools.partial(md.quantise, bits=bits, name=path[-1].key)
-                return jax.eval_shape(quantise, s) if len(s.shape) == 2 else s
-
-            params = jax.tree_util.tree_map_with_path(kept, params)
+        params = checkpoints.stored_shapes(md, md.param_shapes(model), jnp.bfloat16, inference.bits_of(self))
         if mesh.size == 1:
             params = jax.eval_shape(lambda tree: nnx.to_pure_dict(nnx.state(md.join(nnx.merge(graph, tree)))), params)
         return graph, params
@@ -808,6 +801,7 @@ class Grpo:
     model: str = "7b"  # key of CONFIGS in model_dream.py
     layers: int = 0  # fewer layers, for a look at how long it takes; 0: the model's
     lora_rank: int = 0  # train a difference of this rank to each matrix; 0 trains all weights
+    base_bits: typing.Literal[0, 8, 4] = 0  # with --lora_rank: bits of the frozen matrices; 0: bfloat16
     micro_batch: int = 0  # completions of 256 tokens on all chips together; 0: as many as coupled_grpo.py takes
     # of a round: its micro-step, the scores of a micro-batch, what writes completions; "round" all, and what it takes
     phase: typing.Literal["learn", "score", "opens", "cached", "round"] = "learn"
@@ -834,9 +828,8 @@ class Grpo:
         # what is trained: all weights in float32, or with LoRA adapters beside weights in bfloat16
         shapes, base = md.param_shapes(model), {}
         if cfg.lora_rank:
-            base = on_mesh(shapes, dtype=jnp.bfloat16)
-            adapters = functools.partial(md.new_adapters, rank=cfg.lora_rank)
-            shapes = jax.eval_shape(lambda: adapters(jax.random.key(0), base))
+            base = on_mesh(checkpoints.stored_shapes(md, shapes, jnp.bfloat16, self.base_bits))
+            shapes = jax.eval_shape(lambda: md.new_adapters(jax.random.key(0), md.param_shapes(model), cfg.lora_rank))
         trained = on_mesh(shapes, dtype=jnp.float32)
         optimizer = grpo.make_optimizer(1e-6)
         # beside the program lie the moments and the reference, a copy of what is trained
@@ -856,14 +849,16 @@ class Grpo:
         graphs = coupled_grpo.graphs_of(model, jnp.dtype("bfloat16"), platform=platform(self.device))
         loss = grpo.Loss(cfg.loss, cfg.beta, cfg.epsilon, cfg.epsilon_high, cfg.delta)
         scores, gradients, _ = grpo.make_programs(graphs[0], optimizer, model.mask_id, loss)
-        what = f"LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "all weights"
+        beside_what = f" beside int{self.base_bits}" if self.base_bits else ""
+        what = f"LoRA of rank {cfg.lora_rank}{beside_what}" if cfg.lora_rank else "all weights"
         name = f"dream {self.model}" + f", {self.layers} layers" * bool(self.layers) + " coupled-grpo"
 
         # rollouts: on several chips with a copy of the weights that lies as generate.py has them
         writing = checkpoints.mesh_of(devices, checkpoints.inference_mesh(model, devices, 0).devices.shape)
         params, beside_copy = md.assemble(base, trained), 0
         if writing.size > 1:
-            copy = functools.partial(grpo.rollout_weights, mesh=writing, dtype=jnp.bfloat16)
+            dtype = None if cfg.lora_rank else jnp.bfloat16
+            copy = functools.partial(grpo.rollout_weights, mesh=writing, dtype=dtype)
             params, beside_copy = jax.eval_shape(copy, params), checkpoints.bytes_on_a_device(trained)
         rule = coupled_grpo.rule_of(cfg, model.vocab, (model.eos_id,))
         sampler = sample_dream.sampler_of(graphs[1], model, rule)

@@ -22,6 +22,7 @@ import tokenizers
 from conftest import AS_A_USER, ROOT, command, kill_and_resume, run, says
 from flax import nnx
 from test_golden_grpo import round_plan
+from test_model_dream import dense, quantised
 
 import checkpoints
 import coupled_grpo
@@ -1150,11 +1151,17 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(folder, tmp_path
     adapters = 16 * sum(sum(x.shape) for x in leaves if x.ndim == 2)
     # weights, two moments, gradients, the reference model; a counter of updates
     full, lora = 20 * params + 4, 4 * params + 20 * adapters + 4
+    matrices = [x.shape for x in jax.tree.leaves(dream.param_shapes(cfg)) if x.ndim == 2]
+    int8 = lora + sum(4 * rows - 3 * rows * columns for rows, columns in matrices)  # a byte each, a scale per row
     mesh = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])
-    for rank, size, words in ((0, full, f"--lora_rank=16 takes {lora / 1e9:.3g}"), (16, lora, "a smaller model, or")):
+    for flags, size, words in (
+        ({}, full, f"; --lora_rank=16 takes {lora / 1e9:.3g} or --lora_rank=16 --base_bits=8 takes {int8 / 1e9:.3g}"),
+        ({"lora_rank": 16}, lora, f"; --base_bits=8 takes {int8 / 1e9:.3g} or --base_bits=4 takes"),
+        ({"lora_rank": 16, "base_bits": 8}, int8, "; --base_bits=4 takes"),
+    ):
         monkeypatch.setattr(checkpoints, "free_bytes", lambda _, size=size: size - 1)
-        with pytest.raises(ValueError, match=f"take {size / 1e9:.3g} GB on each device, where .* are free; .*{words}"):
-            coupled_grpo.Trainer(coupled_grpo.resolve(config(folder, tmp_path, lora_rank=rank)), {}, mesh)
+        with pytest.raises(ValueError, match=f"take {size / 1e9:.3g} GB on each device, where .* are free{words}"):
+            coupled_grpo.Trainer(coupled_grpo.resolve(config(folder, tmp_path, **flags)), {}, mesh)
 
 
 def test_a_lora_is_the_matrix_that_it_merges_into():
@@ -1179,6 +1186,46 @@ def test_a_lora_is_the_matrix_that_it_merges_into():
             grad = grads["layers"][i][name]
             close(grad["a"], adapter["b"].T @ layer[name], 1e-4)
             close(grad["b"], layer[name] @ adapter["a"].T, 1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_lora_beside_few_bits_has_the_gradients_of_lora_beside_the_matrices_that_they_stand_for(bits):
+    base = quantised(tiny(), bits=bits)
+    same = jax.tree.map(dense, base, is_leaf=lambda x: isinstance(x, dream.Int8 | dream.Int4))
+    rng, trained = np.random.default_rng(1), dream.new_adapters(jax.random.key(0), dream.param_shapes(TINY), 3)
+    trained = jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), trained)
+    batch = batch_of(*example()) | {"advantage_B": jnp.asarray([1.0, -2.0, 0.5]), "first": jnp.asarray(True)}
+    batch |= {name: jnp.zeros(batch["counted_BC"].shape) for name in ("old_BC", "ref_BC")}
+    graph = dream.graph_of(TINY, dream.Run(remat="full"))
+    _, gradients, _ = grpo.make_programs(graph, grpo.make_optimizer(1e-3), TINY.mask_id)
+    got, want = (
+        checkpoints.flatten(gradients(trained, base, jax.tree.map(jnp.zeros_like, trained), batch)[0])
+        for base in (base, same)
+    )
+    for name, x in want.items():
+        assert np.abs(x).max() > 1e-4, name
+        np.testing.assert_allclose(got[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, 4])
+def test_lora_beside_few_bits_goes_on_where_it_stopped_and_merges_into_the_weights_in_full(folder, tmp_path, bits):
+    lora = stopping(folder) | {"lora_rank": 2, "base_bits": bits, "rounds": 2}
+    (folder / "stopped").touch()
+    coupled_grpo.main(config(folder, tmp_path / "whole", **lora))
+    (folder / "stopped").unlink()
+    with pytest.raises(InterruptedError, match="saved round 1"):
+        coupled_grpo.main(config(folder, tmp_path / "parts", **lora))
+    coupled_grpo.main(config(folder, tmp_path / "parts", resume=str(tmp_path / "parts"), **lora))
+    assert read_lines(tmp_path / "whole/rounds.jsonl") == read_lines(tmp_path / "parts/rounds.jsonl")
+    base, whole, parts = (
+        checkpoints.flatten(nnx.to_pure_dict(nnx.state(checkpoints.load(dream, path)[0])))
+        for path in (folder / "base", tmp_path / "whole/merged", tmp_path / "parts/merged")
+    )
+    assert all(np.array_equal(whole[name], x) for name, x in parts.items())
+    changed = {name for name in base if not np.array_equal(base[name], whole[name])}
+    assert changed == {f"layers.0.{name}" for name in dream.MATRICES}
+    assert all(np.linalg.matrix_rank(np.asarray(whole[name] - base[name]), tol=1e-5) <= 2 for name in changed)
 
 
 @pytest.mark.slow
@@ -1217,7 +1264,8 @@ def test_equal_rewards_update_nothing(folder, tmp_path):
         ({"prompts": "none.jsonl"}, "No such file or directory: 'none.jsonl'"),
         ({"ckpt": "none"}, "none/config.json does not exist"),
         ({"max_prompt": 510}, "the model reaches 512 positions"),
-        ({"init_adapters": "x"}, "--init_adapters goes with --lora_rank"),
+        ({"base_bits": 8}, "--init_adapters and --base_bits go with --lora_rank"),
+        ({"init_adapters": "x"}, "--init_adapters and --base_bits go with --lora_rank"),
         ({"hosts": "auto", "lora_rank": 2}, "--hosts goes with --ckpt and --prompts, and without --lora_rank"),
     ],
     ids=str,

@@ -30,6 +30,7 @@ from conftest import (
     with_other_tokenizer,
 )
 from flax import nnx
+from test_model_dream import dense, quantised
 
 import checkpoints
 import data_prep
@@ -169,6 +170,28 @@ def test_a_step_with_lora_changes_the_adapters_alone():
     for old, x in zip(*(jax.tree.leaves(s["params"]["layers"]["0"]) for s in (state, new)), strict=True):
         assert x.dtype == jnp.float32
         assert np.array_equal(x, old) == bool(old.any())  # B is 0 at first, so A has no gradient, and does not decay
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_lora_beside_few_bits_has_the_gradients_of_lora_beside_the_matrices_that_they_stand_for(bits):
+    base = quantised(random_params(TINY, 0.5), bits=bits)
+    same = jax.tree.map(dense, base, is_leaf=lambda x: isinstance(x, md.Int8 | md.Int4))
+    adapters = md.new_adapters(jax.random.key(1), md.param_shapes(TINY), 2)
+    rng = np.random.default_rng(1)
+    adapters = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), adapters)
+    batch = random_batch(4, 16) | {"row_AB": jnp.arange(4)[None]}
+    graph, key = md.graph_of(TINY, md.Run(remat="qkvo")), jax.random.key(0)
+
+    def gradients(base):
+        loss_fn = train_dream.loss_of_step(train_dream.Config(), graph, batch, key, 0, base)
+        micro = {name: x[0] for name, x in batch.items()}
+        return jax.jit(jax.value_and_grad(loss_fn))(adapters, micro)
+
+    (loss, got), (same_loss, want) = gradients(base), gradients(same)
+    assert float(loss) == pytest.approx(float(same_loss), rel=1e-6)
+    for name, x in checkpoints.flatten(want).items():
+        assert np.abs(x).max() > 1e-4, name
+        np.testing.assert_allclose(checkpoints.flatten(got)[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
 
 
 @pytest.mark.slow
@@ -406,8 +429,8 @@ def test_bad_input_is_one_line(code_rows, unbroken, one_device, tmp_path):
     # of --init and LoRA
     assert "does not exist" in refusal(train_dream, config(code_rows, new, init=str(tmp_path / "none")))
     assert "leave --model=tiny out" in refusal(train_dream, config(code_rows, new, init="x", model="tiny"))
-    for wrong in ({"lora_rank": 2}, {"init_adapters": "x"}):
-        assert "--lora_rank goes with --init" in refusal(train_dream, config(code_rows, new, **wrong))
+    for wrong in ({"lora_rank": 2}, {"init_adapters": "x"}, {"init": str(unbroken), "base_bits": 8}):
+        assert "go with --lora_rank, which goes with --init" in refusal(train_dream, config(code_rows, new, **wrong))
     other = with_other_tokenizer(code_rows, tmp_path / "other")
     assert "have other ids than in" in refusal(train_dream, config(other, new, init=str(unbroken)))
     assert not new.exists()
@@ -560,20 +583,21 @@ def test_an_autoregressive_run_is_annealed_to_one_that_fills_holes_and_can_be_re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [0, 4])
-def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(pairs, one_device, tmp_path, block):
+@pytest.mark.parametrize(("block", "bits"), [(0, 0), (4, 0), (0, 8), (4, 4)])
+def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(pairs, one_device, tmp_path, capsys, block, bits):
     out, copy = (tmp_path / name for name in ("run", "copy"))
     start, cfg = save_start(tmp_path / "start", pairs)
-    blocks = train_dream.Blocks(block_length=block)
-    train_dream.main(config(pairs, out, init=start, lora_rank=2, blocks=blocks, weight_decay=0.5))
-    if not block:  # nothing has changed yet
+    lora = {"lora_rank": 2, "base_bits": bits, "weight_decay": 0.5}
+    train_dream.main(config(pairs, out, init=start, blocks=train_dream.Blocks(block_length=block), **lora))
+    assert f"frozen {f'int{bits}' if bits else 'float32'} weights and LoRA of rank 2" in capsys.readouterr().out
+    if not block and not bits:  # nothing has changed yet
         assert losses(out)[1][0] == pytest.approx(first_loss(cfg, start, pairs), rel=1e-4)
     assert checkpoints.load(md, out / "merged")[0].cfg.block_length == block
     saved = checkpoints.Checkpoints(out).meta()["sums"]
     assert sum(name.startswith("adapters.") for name in saved) == 2 * 7 * DREAM.layers
     assert not any(name.startswith(("params.", "base.")) for name in saved)
 
-    # What is not in its targets stays, bit for bit; what is has a difference of rank 2.
+    # What is not in its targets stays, bit for bit; what is has a difference of rank 2, from the weights in full.
     before, after = (checkpoints.load(md, folder, dtype=jnp.float32)[0] for folder in (start, out / "merged"))
     before, after = (checkpoints.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (before, after))
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
@@ -583,7 +607,7 @@ def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(pairs, one_d
     assert {"tokenizer.json", "tokenizer_config.json", "vocab.json"} <= set(os.listdir(out / "merged"))
 
     # Another run goes on from the adapters, in peft's form, where this one ended.
-    if not block:
+    if not block and not bits:
         more = {"init": start, "lora_rank": 2, "init_adapters": str(out), "steps": 1}
         train_dream.main(config(pairs, tmp_path / "more", **more))
         assert losses(tmp_path / "more")[1][0] == pytest.approx(first_loss(cfg, out / "merged", pairs), rel=1e-4)
@@ -611,15 +635,24 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_read(code_rows, one_dev
     params = md.count_params(cfg)["total"]
     adapters = 16 * sum(sum(x.shape) for x in jax.tree.leaves(md.param_shapes(cfg)["layers"]) if x.ndim == 2)
     full, lora = 16 * params + 4, 4 * params + 16 * adapters + 4  # weights, two moments, gradients; a counter
+    matrices = [x.shape for x in jax.tree.leaves(md.param_shapes(cfg)) if x.ndim == 2]
+    int8 = lora + sum(4 * rows - 3 * rows * columns for rows, columns in matrices)  # a byte each, a scale per row
     free = [full - 1]
     monkeypatch.setattr(checkpoints, "free_bytes", lambda _: free[0])
     monkeypatch.setattr(checkpoints, "load", None)
     said = refusal(train_dream, config(code_rows, tmp_path / "a", init=start))
     assert said.startswith(f"weights, moments and gradients take {full / 1e9:.3g} GB on each device, where ")
-    assert said.endswith(f"--lora_rank=16 takes {lora / 1e9:.3g}")
+    eight = f"--lora_rank=16 --base_bits=8 takes {int8 / 1e9:.3g}"
+    assert f"; --lora_rank=16 takes {lora / 1e9:.3g} or {eight} or --lora_rank=16 --base_bits=4 takes " in said
     free[0] = lora - 1
-    for rank in (0, 16):
-        said = refusal(train_dream, config(code_rows, tmp_path / "a", init=start, lora_rank=rank))
+    said = refusal(train_dream, config(code_rows, tmp_path / "a", init=start, lora_rank=16))
+    assert f"are free; --base_bits=8 takes {int8 / 1e9:.3g} or --base_bits=4 takes " in said
+    free[0] = int8 - 1
+    said = refusal(train_dream, config(code_rows, tmp_path / "a", init=start, lora_rank=16, base_bits=8))
+    assert "are free; --base_bits=4 takes " in said
+    free[0] = 1
+    for lora in ({}, {"lora_rank": 16}, {"lora_rank": 16, "base_bits": 4}):
+        said = refusal(train_dream, config(code_rows, tmp_path / "a", init=start, **lora))
         assert "a smaller model, or more devices" in said
     free[0] = 1
     assert "a smaller model, or more devices" in refusal(train_dream, config(code_rows, tmp_path / "a"))
