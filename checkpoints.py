@@ -351,13 +351,13 @@ def save(family, folder, model, files=(), source=""):
             shutil.copy(path, partial)
 
 
-def save_merged(family, cfg, folder, given, adapters, files=(), source=""):
-    """save() the model in the folder `given` + LoRA's adapters, in the type in which it is stored there.
+def save_merged(family, cfg, folder, given, dtype, adapters, files=(), source=""):
+    """save() the model in the folder `given`, in dtype, with LoRA's adapters added to its matrices.
 
-    Added on the host: on the devices the model may lie in few bits, without room for another form.
+    On the host: on the devices the model may lie in few bits, without room for another form.
     """
     host = mesh_of(jax.devices("cpu")[:1], (1, 1, 1))
-    base = nnx.to_pure_dict(nnx.state(load(family, given, mesh=host)[0]))
+    base = nnx.to_pure_dict(nnx.state(load(family, given, dtype=dtype, mesh=host)[0]))
     merged = family.merge_adapters(base, jax.device_put(adapters, host.devices.item()))
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was continued
     save(family, folder, nnx.merge(family.graph_of(cfg, family.Run()), merged), files, source)

@@ -276,7 +276,7 @@ class Trainer:
 
     def __init__(self, cfg, rewards, mesh, scores_of=grpo.coupled_scores):
         self.rewards, self.mesh, on_cpu = rewards, mesh, jax.default_backend() == "cpu"
-        dtype = jnp.dtype("float32" if on_cpu else "bfloat16")  # of the computation, and of a frozen base
+        self.dtype = dtype = jnp.dtype("float32" if on_cpu else "bfloat16")  # of the computation and a frozen base
         self.model_cfg = model_cfg = md.read_config(cfg.ckpt)
         # Weights spread over all devices would be gathered in every forward pass of a rollout: it has a copy of them.
         shape = checkpoints.inference_mesh(model_cfg, jax.devices(), 0).devices.shape
@@ -524,7 +524,8 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
         if cfg.lora_rank:
             sample_dream.save_adapters(run.out, trainer.trained, cfg.lora_rank, source)
             folder, paths = run.out / "merged", [run.out / name for name in files]
-            checkpoints.save_merged(md, trainer.model_cfg, folder, cfg.ckpt, trainer.trained, paths, source)
+            given, trainer.base = (cfg.ckpt, trainer.dtype), None  # on a CPU the whole model is read beside it
+            checkpoints.save_merged(md, trainer.model_cfg, folder, *given, trainer.trained, paths, source)
     print(f"done in {(time.perf_counter() - started) / 60:.1f} min; python generate.py --model=dream --ckpt={folder}")
 
 

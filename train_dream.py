@@ -681,7 +681,9 @@ def main(cfg):
         if cfg.lora_rank:
             sample_dream.save_adapters(folder.out, trainer.state["params"], cfg.lora_rank, config["source"])
             out, files = folder.out / "merged", [folder.out / name for name in trainer.files]
-            checkpoints.save_merged(md, trainer.model, out, cfg.init, trainer.state["params"], files, config["source"])
+            given, adapters = (cfg.init, trainer.run.dtype), trainer.state.pop("params")
+            trainer.state = None  # on a CPU the whole model is read beside it
+            checkpoints.save_merged(md, trainer.model, out, *given, adapters, files, config["source"])
     print(f"done: {out}; generate code with: python generate.py --model=dream --ckpt={out}")
 
 

@@ -38,6 +38,7 @@ import collections
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -658,6 +659,27 @@ def train_step(trainer, family, settings, device):
     return row
 
 
+QWEN3 = {"family": "sdar", "vocab": 151_936, "positions": 32_768, "mask_id": 151_669, **md.SDAR}
+YARN = ("factor", 16.0), ("original_max_position_embeddings", 16_384), ("beta_fast", 32.0), ("beta_slow", 1.0)
+YARN = *YARN, ("mscale", 1.0), ("mscale_all_dim", 1.0), ("llama_4_scaling_beta", 0.1)
+MINISTRAL3 = {
+    "family": "nemotron", "vocab": 131_072, "heads": 32, "kv_heads": 8, "positions": 262_144, "eps": 1e-5, "rope": YARN,
+    "mask_id": 100, "bos_id": 1, "pad_id": 11, "eos_id": 11, **md.NEMOTRON,
+}  # fmt: skip
+LLADA_IDS = {"mask_id": 126_336, "pad_id": 126_081, "bos_id": 126_080, "eos_id": 126_081}
+KIN = {  # Dream's kin by their config.json on the Hub; that of SDAR-1.7B was not read, its sizes are Qwen3-1.7B's
+    "llada_8b": md.DreamConfig(
+        126_464, 4096, 32, 32, 32, 128, 12_288, 5e5, 4096, 1e-5, family="llada", **LLADA_IDS, **md.PLAIN
+    ),
+    "sdar_8b": md.DreamConfig(width=4096, layers=36, heads=32, kv_heads=8, ffn=12_288, **QWEN3),
+    "sdar_4b": md.DreamConfig(width=2560, layers=36, heads=32, kv_heads=8, ffn=9728, **QWEN3),
+    "sdar_1.7b": md.DreamConfig(width=2048, layers=28, heads=16, kv_heads=8, ffn=6144, tie=True, **QWEN3),
+    "nemotron_14b": md.DreamConfig(width=5120, layers=40, ffn=16_384, theta=1e9, **MINISTRAL3),
+    "nemotron_8b": md.DreamConfig(width=4096, layers=34, ffn=14_336, **MINISTRAL3),
+    "nemotron_3b": md.DreamConfig(width=3072, layers=26, ffn=9216, **MINISTRAL3),
+}
+md.CONFIGS |= KIN  # --model
+
 STEPS = {
     "canvas": "a step over the whole canvas",
     "opens": "the pass that opens a block",
@@ -708,13 +730,14 @@ class Generate:
     """
 
     device: Device = "v6e"  # what to compile for: v6e, v5e:2x4, rtx3060:2 ...
-    model: str = "7b"  # key of CONFIGS in model_dream.py
+    model: str = "7b"  # key of CONFIGS in model_dream.py, or of KIN
     int8: bool = False  # matrices in 8 bits, the rest in bfloat16
     int4: bool = False  # matrices of the layers in 4 bits, embedding and head in 8, the rest in bfloat16
     batch_size: int = 1  # texts that are filled together
     length: int = 768  # tokens of the canvas
     block_length: int = 32  # tokens of a block; 0: without blocks, the first of the three steps alone
-    # one of the three steps; blocks: the passes of a Dream trained in blocks, behind its exact cache; "" all three
+    # one of the three steps; blocks: the passes of a Dream trained in blocks, behind its exact cache; "" all three. A
+    # model with blocks of its own has the last two of them
     only: typing.Literal[("", *STEPS, "blocks")] = ""
 
     def sized(self, rows):
@@ -755,8 +778,9 @@ class Generate:
     def block_pass(self, mesh, width):
         """A denoising step of a Dream of blocks, traced: of sample_block.fill_block, which is a loop of them."""
         model = md.CONFIGS[self.model]
+        size = model.block_length or self.block_length
         settings = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
-        rule = sample_block.Sampling(self.block_length, threshold=0.9, **settings, eos_ids=(model.eos_id,))
+        rule = sample_block.Sampling(size, threshold=0.9, **settings, eos_ids=(model.eos_id,))
         graph, params = self.weights(mesh)
         sampler = sample_block.sampler_of(graph, rule)
         prompts = [[model.bos_id] + [model.mask_id] * (self.length - 1)] * self.batch_size
@@ -765,7 +789,8 @@ class Generate:
         def step(params, state, given):
             model = nnx.merge(graph, params)
             masks_B = sampler.masked(model, state, given).sum(-1)
-            return sampler.step(model, state, given, given.start_B, width, masks_B, 1)
+            seeds = model.cfg.causal and width == 2 * size  # the first pass is causal
+            return sampler.step(model, state, given, given.start_B, width, masks_B, 1, seeds)
 
         # the cache is split as it is in a pass, all else is whole on each chip
         at = lambda s: PS(md.BATCH, "tensor") if len(s.shape) == 4 else PS()  # noqa: E731
@@ -775,15 +800,18 @@ class Generate:
 
     def rows(self):
         # no step is faster than its FLOPs at the peak, nor than one pass over the weights
-        chip, bits, mesh = place(self.device)[0], inference.bits_of(self), self.mesh()
-        size = {0: 2, 8: 1, 4: 0.625}[bits]  # bytes of a parameter; int4: of 7b, whose embedding and head have 8 bits
-        weights = size * md.count_params(md.CONFIGS[self.model])["total"] / mesh.shape["tensor"]  # that a step reads
-        kind, found = f"int{bits}" if bits else "bfloat16", []
-        # a block's first pass is over the block before it too, the others over it and the token before it
-        slots = dict.fromkeys((2 * self.block_length, self.block_length + 1))
-        names = {"": STEPS if self.block_length else ["canvas"], "blocks": slots}.get(self.only, [self.only])
+        chip, bits, mesh, model = place(self.device)[0], inference.bits_of(self), self.mesh(), md.CONFIGS[self.model]
+        shapes = checkpoints.stored_shapes(md, md.param_shapes(model), jnp.bfloat16, bits)
+        read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+        weights = read / mesh.shape["tensor"]
+        kind, found, size = f"int{bits}" if bits else "bfloat16", [], model.block_length or self.block_length
+        names = [self.only] if self.only else STEPS if size else ["canvas"]
+        if model.block_length or self.only == "blocks":
+            # a block's first pass is over the block before it too, the others over it and, with the shift, a token more
+            slots = {"opens": 2 * size, "cached": size + model.shift}
+            names = dict.fromkeys([slots[self.only]] if self.only in slots else slots.values())
         for name in names:
-            what = STEPS.get(name) or f"blocks of {self.block_length}, a pass over {name} slots"
+            what = STEPS.get(name) or f"blocks of {size}, a pass over {name} slots"
             row = report(f"dream {self.model} {kind}, {what}", self.lowered(name), self.device)
             if "flops_per_chip" in row:
                 ideal_s = max(row["flops_per_chip"] / chip.flops_per_s, weights / chip.bytes_per_s)
@@ -992,6 +1020,7 @@ class Dump:
 # ---- the table by hardware -----------------------------------------------------------------------------------------
 
 RESULTS = Path(__file__).parent / "results" / "by_hardware.json"
+FINE_TUNE = "dream --model=7b --lora_rank=16 --seq_len=512 --batch_size=1 --remat=full"
 CELLS = {  # columns of the table -> flags
     "train 300m": "train --model=300m",
     "train 1b": "train --model=1b",
@@ -999,7 +1028,26 @@ CELLS = {  # columns of the table -> flags
     "generate 7b, cached step": "generate --only=cached",
     "generate 7b int8, cached step": "generate --only=cached --int8",
     "grpo 7b, LoRA of rank 16": "grpo --lora_rank=16",
+    "grpo 7b, LoRA beside int4": "grpo --lora_rank=16 --base_bits=4",
+    "fine-tune 7b, LoRA": FINE_TUNE,
+    "fine-tune 7b, LoRA beside int8": f"{FINE_TUNE} --base_bits=8",
+    "fine-tune 7b, LoRA beside int4": f"{FINE_TUNE} --base_bits=4",
 }
+# Of each model of KIN the same programs, on these devices with matrices in so many bits.
+KIN_ON = {"v5e": (0,), "v6e": (0,), "rtx3060": (8, 4), "rtx4090": (0,), "h100": (0,)}
+KIN_STEPS = {"canvas": "whole canvas", "opens": "first pass of a block", "cached": "cached step", "lora": "LoRA"}
+
+
+def programs():
+    """(cell, device, flags) of all that is in the tables."""
+    yield from ((cell, device, flags) for cell, flags in CELLS.items() for device in CHIPS)
+    for device, widths in KIN_ON.items():
+        for model, step, bits in itertools.product(KIN, KIN_STEPS, widths):
+            if step in ("lora", "cached") or (step == "opens") == (KIN[model].block_length > 0):
+                flags = f"generate --model={model} --only={step}" + (f" --int{bits}" if bits else "")
+                if step == "lora":
+                    flags = FINE_TUNE.replace("7b", model) + (f" --base_bits={bits}" if bits else "")
+                yield f"{model}, {KIN_STEPS[step]}" + (f", int{bits}" if bits else ""), device, flags
 
 
 def recorded():
@@ -1009,7 +1057,7 @@ def recorded():
 def cell(entry):
     """One cell of the table: memory, micro-batch, seconds."""
     if entry is None or "not_compiled" in entry:
-        return f"not compiled: {entry['not_compiled'] if entry else 'not tried yet'}"
+        return f"not compiled: {entry['not_compiled']}" if entry else "not compiled"
     if not entry["fits"] and "total_gib" not in entry:
         return f"**no**: more than {entry['usable_gib']:.1f} GiB"
     rows = f" ({entry['micro_batch']} rows)" if "micro_batch" in entry else ""
@@ -1021,12 +1069,19 @@ def cell(entry):
 
 
 def markdown(entries):
-    """The table of what was recorded, a row for each device."""
+    """The tables of what was recorded: a row for each device, and a row for each program of KIN."""
     known = {(entry["cell"], entry["device"]): entry for entry in entries}
     lines = [["device, usable GiB", *CELLS], ["---"] * (1 + len(CELLS))]
     for device, chip in CHIPS.items():
         lines.append([f"{device}, {chip.usable_gib:.1f}", *(cell(known.get((name, device))) for name in CELLS)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    found = {}
+    for name, device, _ in list(programs())[len(CELLS) * len(CHIPS) :]:
+        program, _, bits = name.partition(", int")
+        found.setdefault(program, {})[f"{device} int{bits}" if bits else device] = cell(known.get((name, device)))
+    columns = list(dict.fromkeys(column for row in found.values() for column in row))
+    kin = [["model, program", *columns], ["---"] * (1 + len(columns))]
+    kin += [[program, *row.values()] for program, row in found.items()]
+    return "\n".join("".join(f"| {' | '.join(line)} |\n" for line in table) for table in (lines, kin))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1037,27 +1092,26 @@ class Table:
     left as it was. On two idle cores a cell takes from twenty seconds (a denoising step for a GPU) to five minutes.
     """
 
-    only: str = ""  # compile the cells whose "<program> --device=<device>" holds this text
+    only: str = ""  # compile the cells whose "<program> --device=<device>" has a match of this regular expression
     again: bool = False  # also what is recorded already
 
     def rows(self):
-        for name, flags in CELLS.items():
-            for device in CHIPS:
-                at, command = (name, device), f"{flags} --device={device}"
-                done = any((e["cell"], e["device"]) == at and "not_compiled" not in e for e in recorded())
-                if self.only not in command or (done and not self.again):
-                    continue
-                try:
-                    check_compiler(device)
-                except ImportError as error:
-                    print(f"{command}: {error}")
-                    continue
-                entry = {"cell": name, "compiled_by": f"python bench/compile_for.py {command}"} | self.compiled(command)
-                others = [e for e in recorded() if (e["cell"], e["device"]) != at]  # also what another process added
-                entries = sorted([*others, {"device": device} | entry], key=lambda e: (e["cell"], e["device"]))
-                runs.write(RESULTS, entries)
-                RESULTS.with_suffix(".md").write_text(markdown(entries))
-                print(f"{command}: {cell(entry)}", flush=True)
+        for name, device, flags in programs():
+            at, command = (name, device), f"{flags} --device={device}"
+            done = any((e["cell"], e["device"]) == at and "not_compiled" not in e for e in recorded())
+            if not re.search(self.only, command) or (done and not self.again):
+                continue
+            try:
+                check_compiler(device)
+            except ImportError as error:
+                print(f"{command}: {error}")
+                continue
+            entry = {"cell": name, "compiled_by": f"python bench/compile_for.py {command}"} | self.compiled(command)
+            others = [e for e in recorded() if (e["cell"], e["device"]) != at]  # also what another process added
+            entries = sorted([*others, {"device": device} | entry], key=lambda e: (e["cell"], e["device"]))
+            runs.write(RESULTS, entries)
+            RESULTS.with_suffix(".md").write_text(markdown(entries))
+            print(f"{command}: {cell(entry)}", flush=True)
         return recorded()
 
     def compiled(self, command):
