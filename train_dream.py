@@ -5,7 +5,7 @@
     python train_dream.py --objective=ar --out=out/ar   # the same layers as an autoregressive model
     python train_dream.py --init=out/ar --block_length=4 --block_warmup=200     # which then learns to fill blocks
     python train_dream.py --init=out/diffucoder --data=data/pairs               # fine-tunes a converted Dream
-    python train_dream.py --init=out/diffucoder --data=data/pairs --lora_rank=16    # in a seventh of the memory
+    python train_dream.py --init=out/diffucoder --data=data/pairs --lora_rank=16 --base_bits=4  # 7B on 11 GB
     python train_dream.py --eval_only=out/diffucoder --data=data/mine           # held-out bits per byte, a bound
 
 Reads a folder of packed rows, or of pairs, from data_prep.py; without --data it first prepares the standard library of
@@ -14,11 +14,8 @@ the running Python. Writes --out: config.json, tokenizer.json, log.jsonl, sample
 
 With --block_length it learns block diffusion (BD3-LM, arXiv:2503.09573): a masked token attends to its own block,
 noised, and to the clean text before it, so each row goes through the layers twice, noised and clean. Blocks of one
-token are an autoregressive model, so --block_warmup (blocks of 1, 2, 4, .. tokens) begins at that model's loss. Any
-Qwen2.5 becomes a block diffusion model this way (convert_weights.py --to=dream); Fast-dLLM v2 took 1e9 tokens for it.
-
-A step is one compiled program, a scan over micro-batches; its loss is per token of the whole step that can be masked.
-Row order, noise and learning rate are functions of (seed, step): a checkpoint holds parameters, moments and the step.
+token are an autoregressive model, so --block_warmup (blocks of 1, 2, 4, .. tokens) begins at that model's loss, such as
+any Qwen2.5's (convert_weights.py --to=dream). Row order, noise and learning rate are functions of (seed, step).
 
 Letters: A micro-batches of a step, B rows of a micro-batch, L length, V vocabulary.
 """
@@ -27,7 +24,6 @@ import dataclasses
 import functools
 import hashlib
 import math
-import sys
 import time
 import typing
 from pathlib import Path
@@ -38,8 +34,6 @@ import numpy as np
 import optax
 import tokenizers
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as PS
 
 import checkpoints
 import diffusion
@@ -47,6 +41,7 @@ import model_dream as md
 import runs
 import sample_block
 import sample_dream
+from model_dream import PS
 from rows import held_out, open_data, prefetch, token_bytes
 from runs import Count, Natural, NonNegative, Positive, TopP
 
@@ -274,11 +269,10 @@ def known_ids(folder, model, meta, tokenizer_json):
     data, path = tokenizers.Tokenizer.from_str(tokenizer_json.decode()), runs.as_path(folder) / "tokenizer.json"
     known = sample_dream.load_tokenizer(folder, model)
     theirs, ours = (tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (known, data))
-    same = ours.items() <= theirs.items() and max(ours.values()) < model.vocab and meta["eos_id"] == model.eos_id
-    if not same:
-        advice = f"prepare the data with --tokenizer={path}"
-        raise ValueError(f"tokens of the data or its EOS have other ids than in {folder}; {advice}")
-    return path.read_bytes()
+    if ours.items() <= theirs.items() and max(ours.values()) < model.vocab and meta["eos_id"] == model.eos_id:
+        return path.read_bytes()
+    wrong = f"tokens of the data or its EOS have other ids than in {folder}"
+    raise ValueError(f"{wrong}; prepare the data with --tokenizer={path}")
 
 
 def with_expand(cfg, model, tokenizer_json):
@@ -428,8 +422,8 @@ def lower_step(cfg, graph, optimizer, shapes, mesh, columns=3):
     """The train step, traced for a mesh that need not be here; .compile() makes the program."""
     rows = cfg.micro_batch * mesh.size // cfg.tensor  # of a micro-batch, on all devices together
     shape = (cfg.batch_size // rows, rows, cfg.seq_len)
-    row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, PS(None, md.BATCH)))
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PS()))
+    row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=jax.NamedSharding(mesh, PS(None, md.BATCH)))
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.NamedSharding(mesh, PS()))
     layout = jax.tree.map(lambda s: s.sharding, shapes)
     train_step = jax.jit(make_step(cfg, graph, optimizer), donate_argnums=0, out_shardings=(layout, None))
     with jax.set_mesh(mesh):
@@ -469,7 +463,7 @@ def score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=4):
     """
     if not (count := min(cfg.eval_rows, heldout.total)):
         return {}
-    sums, rows_at = [], NamedSharding(mesh, PS(None, md.BATCH))
+    sums, rows_at = [], jax.NamedSharding(mesh, PS(None, md.BATCH))
     with jax.set_mesh(mesh):
         for i, ids in enumerate(heldout.padded(count, size)):
             batch = dict(zip(COLUMNS, checkpoints.on_mesh(heldout, ids, rows_at), strict=False))
@@ -489,7 +483,6 @@ def evaluate(cfg):
     size = min(16, rows)  # at a time
     mesh = checkpoints.inference_mesh(md.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), size)
     dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    print(f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}, {dtype}", file=sys.stderr)
     model, step = checkpoints.load(md, folder, dtype=dtype, mesh=mesh)
     graph, params = nnx.split(model)
     bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))
@@ -512,10 +505,9 @@ class Trainer:
         self.train, self.heldout, tokenizer_json = find_data(cfg)
         data = self.train.meta
         cfg, model, self.run, self.mesh = resolve(cfg, jax.devices(), data)
-        folder, total = self.train.folder, self.train.total
-        if total < cfg.batch_size:
-            advice = "lower --batch_size or add data"
-            raise ValueError(f"{folder} has {total} training rows, a step takes {cfg.batch_size}; {advice}")
+        if self.train.total < cfg.batch_size:
+            has = f"{self.train.folder} has {self.train.total} training rows"
+            raise ValueError(f"{has}, a step takes {cfg.batch_size}; lower --batch_size or add data")
         if cfg.init:
             tokenizer_json = known_ids(cfg.resume or cfg.init, model, data, tokenizer_json)
         else:
@@ -541,7 +533,7 @@ class Trainer:
         self.trained = "adapters" if cfg.lora_rank else "params"  # its name in a checkpoint: adapters are no model
         if cfg.lora_rank:  # which weights the adapters belong to
             self.base_sums = checkpoints.find_weights(checkpoints.absolute(cfg.init))[1]["sums"]
-        self.rows_at = NamedSharding(self.mesh, PS(None, md.BATCH))
+        self.rows_at = jax.NamedSharding(self.mesh, PS(None, md.BATCH))
         self.micro_rows = cfg.micro_batch * self.mesh.size // cfg.tensor  # on all devices together
         self.bytes_V = jnp.asarray(token_bytes(self.tokenizer, model.vocab))
         self.state = None  # {"params", "opt"}, with LoRA {"params": adapters, "opt", "base": frozen weights}
@@ -594,15 +586,6 @@ class Trainer:
         ids = self.train.order(self.cfg.seed, epoch)[i * size : (i + 1) * size]
         columns = checkpoints.on_mesh(self.train, ids.reshape(-1, self.micro_rows), self.rows_at)
         return dict(zip(COLUMNS, columns, strict=False))
-
-    def compile(self):
-        """The program of a step."""
-        started = time.perf_counter()
-        print("compiling the train step", flush=True)
-        graph, columns = md.graph_of(self.model, self.run), len(self.train.columns)
-        step = lower_step(self.cfg, graph, self.optimizer, self.shapes, self.mesh, columns).compile()
-        print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
-        return step
 
     def score(self):
         """Scores over --eval_rows held-out rows, from all parts of them."""
@@ -689,7 +672,11 @@ def main(cfg):
 
 def train(folder, store, trainer, first, skipped):
     """The steps after `first`."""
-    cfg, train_step = trainer.cfg, trainer.compile()
+    cfg, started, graph = trainer.cfg, time.perf_counter(), md.graph_of(trainer.model, trainer.run)
+    print("compiling the train step", flush=True)
+    lowered = lower_step(cfg, graph, trainer.optimizer, trainer.shapes, trainer.mesh, len(trainer.train.columns))
+    train_step = lowered.compile()
+    print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
     epoch_ends = range(trainer.per_epoch, cfg.steps + 1, trainer.per_epoch)
     meter, saved = Meter(cfg, trainer.model, trainer.run, trainer.mesh, first, skipped), time.monotonic()
     for step, batch, waited_s in prefetch(trainer.batch, first, cfg.steps):
