@@ -14,6 +14,8 @@ import dataclasses
 import gzip
 import itertools
 import json
+import math
+import os
 import random
 import subprocess
 import sys
@@ -24,8 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, from_hf
 from flax import nnx
+from safetensors.numpy import load_file
 from test_benchmarks import FILES, needs_tasks
 from test_model_dream import TINY, apply, params_of, tokens
 from test_sample_dream import random_adapters
@@ -37,6 +40,8 @@ import grpo
 import model_dream as md
 import protocols
 import sample_dream as sd
+
+sys.path.insert(0, str(ROOT / "bench"))
 
 pytestmark = pytest.mark.slow
 
@@ -223,3 +228,160 @@ def test_prompts_are_those_of_lm_eval():
         question = protocols.Question(text=row["text"], tests=tuple(row["test_list"]), shots=known)
         assert protocols.prompt(record, question) == before + apply_template(mbpp["doc_to_text"], row)
         assert protocols.target(record, question) == apply_template(mbpp["doc_to_target"], row)
+
+
+@pytest.mark.golden
+def test_lladas_estimate_is_the_published_one_on_its_masks_and_in_the_mean_the_exact_one(golden_dir):
+    peer("lm_eval")
+    import lm_eval_model as unmask
+
+    folder = golden_dir("llada")
+    arrays, cases = load_file(folder / "loss.safetensors"), json.loads((folder / "generate.json").read_text())["losses"]
+    model = from_hf(folder, "float32")
+    (graph, params), mask_id = nnx.split(model), model.cfg.mask_id
+    cases = [case for case in cases if case["kind"] == "likelihood"]
+    assert cases
+    for case in cases:
+        name, prompt, A = case["name"], len(case["prompt_ids"]), len(case["answer_ids"])
+        token_L = np.pad(case["prompt_ids"] + case["answer_ids"], (0, 3), constant_values=-1)  # padding changes nothing
+        settings = {"graph": graph, "cfg_scale": case["cfg_scale"]}
+
+        def nats(noised_BL, token_L=token_L, sizes=(prompt, A), settings=settings):
+            return float(unmask.llada_nats(params, noised_BL, token_L, *sizes, **settings))
+
+        noised_NBL, count_NB = arrays[f"{name}.perturbed_NBL"], arrays[f"{name}.count_NB"]
+        for first, count_B in zip(arrays[f"{name}.k_N"], count_NB, strict=True):
+            np.testing.assert_array_equal(unmask.llada_counts(first, A, len(count_B)), count_B, err_msg=name)
+        got = -np.mean([nats(np.pad(noised_BL, ((0, 0), (0, 3)))) for noised_BL in noised_NBL])
+        assert got == pytest.approx(case["log_likelihood"], rel=2e-5), name
+
+        # our own draws
+        rng, found = np.random.default_rng(0), []
+        for _ in range(64):
+            noised_BL = np.tile(np.maximum(token_L, 0), (16, 1))
+            noised_BL[:, prompt : prompt + A][unmask.llada_masks(rng, A, 16)] = mask_id
+            found.append(-nats(noised_BL))
+        if "exact_log_likelihood" in case:
+            error = np.std(found, ddof=1) / 8
+            assert abs(np.mean(found) - case["exact_log_likelihood"]) < 4 * error + 1e-3, name
+
+
+LOCAL = {  # tasks of lm-eval -> rows in the form of their data sets
+    "arc/arc_easy": [
+        {"question": question, "choices": {"text": texts, "label": ["A", "B", "C"]}, "answerKey": key}
+        for question, texts, key in (
+            ("What does len return?", ["the length of an object", "a list", "nothing"], "A"),
+            ("Which word begins a function?", ["class", "def", "return"], "B"),
+            ("What is None?", ["a number", "a string of letters", "the absence of a value"], "C"),
+        )
+    ],
+    "gsm8k/gsm8k": [
+        {"question": f"Ann has {n} pens and buys {n}. How many?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"}
+        for n in range(1, 9)
+    ],
+    "wikitext/wikitext": [{"page": f" = Page {n} = \n The quick brown fox , it is said , jumps . \n"} for n in (1, 2)],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "kind"),
+    [
+        ({"block_length": 4}, "threshold=0.9", "exact"),
+        ({"family": "nemotron"} | md.NEMOTRON, "likelihood=ar", "ar"),
+        ({}, "draws=16,block_length=8,cache=dual", "bound"),
+        ({"shift": False}, "draws=16,likelihood=llada,cfg_scale=0.5", "llada"),
+    ],
+    ids=str,
+)
+def test_lm_eval_scores_a_dream_on_its_own_tasks(changes, flags, kind, code_rows, tmp_path):
+    lm_eval = peer("lm_eval")
+    import lm_eval_model as unmask
+
+    cfg = dataclasses.replace(TINY, vocab=640, mask_id=639, pad_id=0, bos_id=0, eos_id=0, positions=512, **changes)
+    model = nnx.merge(md.graph_of(cfg, md.Run()), params_of(cfg))
+    checkpoints.save(md, tmp_path / "dream", model, [code_rows / "tokenizer.json"])
+    for name, rows in LOCAL.items():  # lm-eval's own definitions, on rows that need no hub
+        task, file = name.split("/")[1], tmp_path / f"{name.split('/')[1]}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files = dict.fromkeys(("train", "validation", "test"), str(file))
+        changed = {"task": f"local_{task}", "dataset_path": "json", "dataset_name": None}
+        changed |= {"include": f"{Path(lm_eval.__file__).parent}/tasks/{name}.yaml"}
+        changed |= {"dataset_kwargs": {"data_files": files}}
+        (tmp_path / f"{task}.yaml").write_text(json.dumps(changed))  # JSON is YAML
+    names = [f"local_{name.split('/')[1]}" for name in LOCAL]
+    given = f"ckpt={tmp_path / 'dream'},dtype=float32,max_new=16,{flags}"
+    command = [sys.executable, ROOT / "bench/lm_eval_model.py", "--model=unmask", f"--model_args={given}"]
+    command += [f"--tasks={','.join(names)}", "--batch_size=4", "--log_samples", "--num_fewshot=1"]
+    command += [f"--include_path={tmp_path}", f"--output_path={tmp_path / 'found'}"]
+    env = {**os.environ, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"log-likelihoods: {kind}" in done.stderr
+    (found,) = (json.loads(path.read_text()) for path in tmp_path.glob("found/**/results_*.json"))
+    assert found["config"]["likelihood"] == kind
+    assert found["config"].get("draws") == (16 if kind in ("bound", "llada") else None)
+
+    def samples(task):
+        (path,) = tmp_path.glob(f"found/**/samples_local_{task}_*.jsonl")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    # What it was asked and what it answered, again by the class; without draws also by hand.
+    arguments = dict(pair.split("=") for pair in given.split(","))
+    arguments = {name: int(x) if x.isdigit() else x for name, x in arguments.items()}
+    numbers = {name: float(x) for name, x in arguments.items() if name in ("threshold", "cfg_scale")}
+    lm = unmask.Unmask(batch_size=4, **arguments | numbers)
+    right = 0
+    for row in samples("arc_easy"):
+        asked = [tuple(pair.values()) for pair in row["arguments"].values()]
+        logps = [float(x[0][0]) for x in row["resps"]]
+        assert all(logp < 0 for logp in logps)
+        right += int(np.argmax(logps) == row["target"])
+        if kind in ("exact", "ar"):
+            again = lm.loglikelihood([types.SimpleNamespace(args=pair) for pair in asked], disable_tqdm=True)
+            np.testing.assert_allclose(logps, [logp for logp, _ in again], rtol=1e-5)
+            for pair, logp in zip(asked, logps, strict=True):
+                context, answer = lm._encode_pair(*pair)
+                assert logp == pytest.approx(by_hand(model, context, answer, 1 if kind == "ar" else 4), rel=1e-4)
+    assert found["results"]["local_arc_easy"]["acc,none"] == pytest.approx(right / 3)
+    for row in samples("gsm8k"):
+        ((text,),) = row["resps"]
+        assert "Question:" not in text
+        if kind == "exact":
+            (context, settings), *_ = (tuple(pair.values()) for pair in row["arguments"].values())
+            assert lm.generate_until([types.SimpleNamespace(args=(context, settings))]) == [text]
+    pages = [row["page"] for row in LOCAL["wikitext/wikitext"]]
+    total = sum(float(row["resps"][0][0]) for row in samples("wikitext"))
+    bits = -total / sum(len(page.encode()) for page in pages) / np.log(2)
+    assert found["results"]["local_wikitext"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-4)
+    assert bits > 0
+
+
+def by_hand(model, context, answer, block):
+    """log p of an answer in blocks: the ELBO's sum over all orders of a block, from the logits of one row at a time."""
+    cfg, ids, total = model.cfg, context + answer, 0.0
+    for first in range(len(context) // block * block, len(ids), block):
+        places = [p for p in range(first, min(first + block, len(ids))) if p >= len(context)]
+        for size in range(1, len(places) + 1):
+            for masked in itertools.combinations(places, size):
+                # the mask rate integrates to B(size, left) = 1 / (size C(n, size)) for these masks
+                weight = 1 / (size * math.comb(len(places), size))
+                total += weight * sum(log_p(model, ids, masked, p, first, block, cfg) for p in masked)
+    return total
+
+
+def log_p(model, ids, masked, p, first, block, cfg):
+    """log p of ids[p], in a row that ends with its block, of which `masked` are MASK."""
+    row = np.array(ids[: first + block])[None]
+    if block == 1:  # the next token of an autoregressive model
+        place = diffusion.Place(jnp.ones_like(row[:, :-1]), jnp.arange(row.shape[1] - 1)[None])
+        state_D = model.hidden(row[:, :-1], place=place)[0][0, -1]
+    else:
+        noised = row.copy()
+        noised[0, list(masked)] = cfg.mask_id
+        place = diffusion.Place(jnp.ones_like(row), jnp.arange(row.shape[1])[None] // block)
+        clean, hidden = (model.hidden(x, place=place)[0][0] for x in (row, noised))
+        source = p if not cfg.shift or p == 0 else p - 1
+        state_D = (clean if cfg.shift and p == first and p else hidden)[source]
+    logits_V = np.array(model.logits(state_D[None, None])[0, 0], np.float64)
+    logits_V[cfg.mask_id] = -np.inf
+    return float(logits_V[ids[p]] - np.logaddexp.reduce(logits_V))
