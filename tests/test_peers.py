@@ -335,7 +335,7 @@ def test_lm_eval_scores_a_dream_on_its_own_tasks(changes, flags, kind, code_rows
         asked = [tuple(pair.values()) for pair in row["arguments"].values()]
         logps = [float(x[0][0]) for x in row["resps"]]
         assert all(logp < 0 for logp in logps)
-        right += int(np.argmax(logps) == row["target"])
+        right += int(np.argmax(logps) == int(row["target"]))
         if kind in ("exact", "ar"):
             again = lm.loglikelihood([types.SimpleNamespace(args=pair) for pair in asked], disable_tqdm=True)
             np.testing.assert_allclose(logps, [logp for logp, _ in again], rtol=1e-5)
