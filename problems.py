@@ -1,4 +1,4 @@
-"""The problems of HumanEval(+), MBPP(+) and LiveCodeBench: official files, hidden tests, verdicts.
+"""The problems of HumanEval(+), its infilling, MBPP(+) and LiveCodeBench: official files, hidden tests, verdicts.
 
     problems = read_problems(cfg)                                       # {id: Problem}, from a file or a download
     expected = expectations(task, problems, ids, {}, flags)             # {id: expected results}, where tests need them
@@ -6,8 +6,8 @@
     row = hidden_verdict(problem, result)                               # "passed", "result", fields of the benchmark
 
 protocols.py asks and cuts the answers; benchmarks.py is the command.
-Sources: HumanEval, arXiv:2107.03374; MBPP, arXiv:2108.07732; HumanEval+ and MBPP+ by the rules of evalplus 0.3.1,
-arXiv:2305.01210; LiveCodeBench by those of its testing_util.py, arXiv:2403.07974.
+Sources: HumanEval, arXiv:2107.03374; its infilling, arXiv:2207.14255; MBPP, arXiv:2108.07732; HumanEval+ and MBPP+ by
+the rules of evalplus 0.3.1, arXiv:2305.01210; LiveCodeBench by those of its testing_util.py, arXiv:2403.07974.
 """
 
 import ast
@@ -42,6 +42,11 @@ TASKS = {  # official files
     "humaneval+": "https://github.com/evalplus/humanevalplus_release/releases/download/v0.1.10/HumanEvalPlus.jsonl.gz",
     "mbpp+": "https://github.com/evalplus/mbppplus_release/releases/download/v0.2.0/MbppPlus.jsonl.gz",
 }
+INFILLING = {  # --split of humaneval_infilling -> its official file
+    "single-line": "SingleLineInfilling", "multi-line": "MultiLineInfilling", "random-span": "RandomSpanInfilling",
+    "random-span-light": "RandomSpanInfillingLight",
+}  # fmt: skip
+HOLES = "https://raw.githubusercontent.com/openai/human-eval-infilling/master/data/HumanEval-{}.jsonl.gz"
 SHOTS = (2, 3, 4)  # MBPP: ids of the solved problems that the paper's prompt shows
 ARROW = re.compile(r"\s*(?:==>|=>|==|=|->|➞|→|#?\s*(?:should )?returns?\b)[ \t]*")
 # Evaluates to a hash of what a program returns for some inputs, which tells programs apart; "" if it never returns.
@@ -80,6 +85,8 @@ class Problem(typing.NamedTuple):
 
 def tasks_url(cfg):
     """Some protocols use the full MBPP, the others the sanitized one."""
+    if cfg.task == "humaneval_infilling":
+        return HOLES.format(INFILLING[cfg.split])
     full = cfg.task == "mbpp" and protocols.named(cfg.protocol, cfg.task)[1].data == ("mbpp",)
     return TASKS["full" if full else cfg.task]
 
@@ -170,7 +177,8 @@ def check_data(task, rows, protocol):
         return
     name, record = protocols.named(protocol, task)
     mbpp = "mbpp" if "text" in rows[0] else "sanitized"
-    kind = {"humaneval": "humaneval", "humaneval+": "humaneval", "mbpp+": "mbppplus"}.get(task, mbpp)
+    kinds = {"humaneval": "humaneval", "humaneval+": "humaneval", "mbpp+": "mbppplus"}
+    kind = (kinds | {"humaneval_infilling": "infilling"}).get(task, mbpp)
     (wanted, _), (given, counts) = protocols.DATA[record.data[0]], protocols.DATA[kind]
     if kind not in record.data:
         raise ValueError(f"--protocol={name} asks for {wanted}, and this is {given}")
@@ -183,8 +191,9 @@ def check_data(task, rows, protocol):
 
 
 def key_of(task_id):
-    """HumanEval/3, Mbpp/3 and 3 are the same problem: "3"."""
-    return str(task_id).split("/")[-1]
+    """HumanEval/3, Mbpp/3 and 3 are the same problem: "3". The id of a hole has four parts, SingleLineInfilling/..."""
+    parts = str(task_id).split("/")
+    return parts[-1] if len(parts) < 3 else str(task_id)
 
 
 def parse_lines(lines, keys, either=()):
@@ -212,6 +221,14 @@ def humaneval_problem(row):
     test = "\n".join([*map(ast.unparse, helpers), row["test"], f"check({entry})"])
     asked = protocols.Question(entry, prompt, row["test"])
     return Problem(task_id, entry, asked, prompt, test, public, probes(task_id, entry, arguments), reference)
+
+
+def infilling_problem(row):
+    """A hole in a solution of HumanEval. A program is the prompt, what fills the hole, and the suffix, as they are."""
+    prompt, suffix, entry = row["prompt"], row["suffix"], row["entry_point"]
+    asked = protocols.Question(entry, prompt, row["test"], suffix=suffix)
+    test, reference = f"{row['test']}\ncheck({entry})", prompt + row["canonical_solution"] + suffix
+    return Problem(row["task_id"], entry, asked, prompt, test, [], [], reference)
 
 
 def mbpp_question(row):
@@ -373,6 +390,10 @@ def plus_problem(row):
 
 MAKERS = {  # task: (function from a row to a Problem, keys that every line of the file has)
     "humaneval": (humaneval_problem, ("task_id", "prompt", "entry_point", "test")),
+    "humaneval_infilling": (
+        infilling_problem,
+        ("task_id", "prompt", "suffix", "canonical_solution", "entry_point", "test"),
+    ),
     "mbpp": (mbpp_problem, ("task_id", "text", "code", "test_list")),
     "humaneval+": (plus_problem, PLUS_KEYS),
     "mbpp+": (plus_problem, PLUS_KEYS),
@@ -663,6 +684,6 @@ def options(task, tests, timeout_s):
         limited = [test for test in each if not isinstance(test, str)]  # Calls and Stdin
         limits = [test.timeout_s if isinstance(test, sandbox.Calls) else timeout_s for test in limited]
         seconds = max(seconds, sum(limits))
-    more = {} if task in ("humaneval", "mbpp") else {"memory_mb": 4096}
+    more = {} if task in ("humaneval", "humaneval_infilling", "mbpp") else {"memory_mb": 4096}
     more |= {"threads": True} if task == "livecodebench" else {}
     return {"timeout_s": timeout_s, "program_s": 5 + 3 * seconds, "main_block": False} | more

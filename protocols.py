@@ -33,6 +33,7 @@ class Question(typing.NamedTuple):
     tests: tuple = ()  # MBPP's asserts
     code: str = ""  # the solution of a problem that is shown in a prompt
     shots: tuple = ()  # solved problems of the same file
+    suffix: str = ""  # the text behind a hole; the prompt is that before it
 
 
 class Protocol(typing.NamedTuple):
@@ -62,6 +63,7 @@ class Protocol(typing.NamedTuple):
 
 DATA = {  # file of the problems, and how many it holds
     "humaneval": ("HumanEval.jsonl.gz", (164,)),
+    "infilling": ("HumanEval-*Infilling.jsonl.gz", (1033, 5815, 1640, 164)),
     "mbpp": ("mbpp.jsonl, the full MBPP, ids 11-510", (500,)),
     "mbppplus": ("MbppPlus-v0.2.0.jsonl or v0.1.0", (378, 399)),
     "sanitized": ("sanitized-mbpp.json", (257, 427)),
@@ -447,6 +449,13 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
         stops=("\nclass ", "\nassert ", '\n"""', "\nprint(", "\nif "), rules=(without_future,), ours=True, limit_s=4,
         factor=4,
     ),
+    "ours/humaneval_infilling": Protocol(
+        ask_prompt, ("infilling",), max_new=64, stop_rule="none", prompt_first=True, ours=True, limit_s=3
+    ),
+    # DreamOn: BOS before the text, EOS behind it
+    "dreamon/humaneval_infilling": Protocol(
+        ask_prompt, ("infilling",), bos=True, max_new=64, stop_rule="none", prompt_first=True
+    ),
     "ours/livecodebench": Protocol(
         ask_prompt, ("livecodebench",), top_p=0.95, ends=IM_END, drops=True, rules=(last_block,), ours=True, limit_s=6,
         factor=4,
@@ -560,7 +569,7 @@ def ended(protocol, text, q):
 
 def program(protocol, code, q):
     """The code that runs before the tests."""
-    return q.prompt + code if protocol.prompt_first else code
+    return q.prompt + code + q.suffix if protocol.prompt_first else code
 
 
 def target(protocol, q):

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 import inference
+import infill
 import model_dream
 import model_pythoncoder
 import runs
@@ -36,11 +37,13 @@ class Writer(typing.NamedTuple):
     write(prompts, number, lengths, finished) -> new token ids of each prompt. It depends only on the model, the
     settings, the prompts, the number of the batch, and `lengths`, the tokens of prompt and completion of all batches.
     A model that generates from left to right calls finished(new ids so far), and stops when that returns True.
+    hole(ids before, ids behind) -> the prompt of a hole of unknown length.
     """
 
     tokenizer: typing.Any  # of the library tokenizers
     longest: int  # tokens of prompt and completion at most
     write: typing.Callable
+    hole: typing.Callable
     wrap: typing.Callable | None = None  # the model's chat template
 
 
@@ -62,7 +65,16 @@ def pythoncoder_writer(cfg, record, run, step):
         with inference.mesh_context(mesh):
             return model_pythoncoder.generate(model, *settings)[0]
 
-    return Writer(tokenizer, int(model.cfg.positions * model.cfg.yarn_factor), write)
+    def hole(before, behind):
+        names = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
+        begin, then, middle = map(tokenizer.token_to_id, names)
+        if None in (begin, then, middle):
+            raise ValueError(
+                f"filling holes needs a tokenizer with {', '.join(names)}; this model's has not all of them"
+            )
+        return [begin, *before, then, *behind, middle]
+
+    return Writer(tokenizer, int(model.cfg.positions * model.cfg.yarn_factor), write, hole)
 
 
 def dream_writer(cfg, record, run, step):
@@ -83,7 +95,33 @@ def dream_writer(cfg, record, run, step):
     if model.cfg.block_length:
         rule, sampler = sample_block.settings_of(rule), sample_block
 
+    def hole(before, behind):
+        begin = [tokenizer.token_to_id("<|beginoftext|>") or model.cfg.bos_id] if record.bos else []
+        return [*begin, *before, model.cfg.mask_id, *behind, *([model.cfg.eos_id] if record.bos else [])]
+
+    reader = infill.Reader(model, tokenizer)
+    never_in_a_hole = {"ban_ids": (model.cfg.mask_id, model.cfg.expand_id, *ends), "eos_ids": ()}
+
+    def fill_hole(ids, key):
+        """What belongs in the place of the one MASK of a text, as many tokens as a Dream that grows holes says, else
+        as the likeliest text has.
+        """
+        at = ids.index(model.cfg.mask_id)
+        before, behind = ids[:at], ids[at + 1 :]
+        if model.cfg.expand_id >= 0:
+            return infill.grow(reader, before, behind, most=cfg.max_new)
+
+        def fill(canvases):
+            holes = dataclasses.replace(rule, **never_in_a_hole)
+            return sampler.generate(model, canvases, 0, holes, key, rows=cfg.batch_size)[0]
+
+        size = infill.hole_length(reader, before, behind, fill)
+        return fill([[*before, *[model.cfg.mask_id] * size, *behind]])[0][at : at + size]
+
     def write(prompts, number, lengths, finished):
+        if record.data == ("infilling",):
+            with inference.mesh_context(mesh):  # of a prompt that is too long there is only one token
+                return [fill_hole(ids, key_of(cfg, number)) if len(ids) > 1 else [] for ids in prompts]
         # Each canvas width is a program to compile: all batches share at most three.
         shape = {"widths": sample_dream.widths(lengths, cfg.batch_size, positions), "rows": cfg.batch_size}
         with inference.mesh_context(mesh):
@@ -91,7 +129,7 @@ def dream_writer(cfg, record, run, step):
         new = [row[len(ids) :] for row, ids in zip(rows, prompts, strict=True)]
         return [ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))] for ids in new]
 
-    return Writer(tokenizer, positions, write, sample_dream.chat_template(run))
+    return Writer(tokenizer, positions, write, hole, sample_dream.chat_template(run))
 
 
 WRITERS = {"pythoncoder": pythoncoder_writer, "dream": dream_writer}

@@ -78,7 +78,7 @@ def config(task, tmp_path, samples=None, given="", **settings):
         (tmp_path / "given.jsonl").write_text("".join(lines))
         settings["samples"] = str(tmp_path / "given.jsonl")
     settings |= {"samples": given} if given else {}
-    settings = {"out": str(tmp_path / "out"), "tasks_file": str(FILES[task]), "timeout_s": 20.0} | settings
+    settings = {"out": str(tmp_path / "out"), "tasks_file": str(FILES.get(task, "")), "timeout_s": 20.0} | settings
     for name, group in (("dream", benchmarks.DreamFlags), ("sandbox", benchmarks.SandboxFlags)):
         flags = {f.name for f in dataclasses.fields(group)} & settings.keys()
         settings[name] = group(**{flag: settings.pop(flag) for flag in flags})
@@ -956,6 +956,114 @@ def test_batches_of_dream_are_on_all_devices_and_few_programs(dream, tmp_path, c
         assert all(map(len, writer.write(prompts, 0, lengths, None)))
     assert len(widths) > 5
     assert sample_dream.fill_block._cache_size() - before <= 3
+
+
+# ---- holes, in the form of OpenAI's human-eval-infilling
+
+
+def hole(task_id, prompt, solution, suffix, entry, asserts):
+    test = "def check(candidate):\n" + "".join(f"    assert candidate{line}\n" for line in asserts)
+    keys = "task_id", "prompt", "canonical_solution", "suffix", "entry_point", "test"
+    return dict(zip(keys, (task_id, prompt, solution, suffix, entry, test), strict=True))
+
+
+ADD = "def add(a, b):\n", "    return a + b\n", "\n", "add", ["(1, 2) == 3", "(-1, 1) == 0"]
+LOOP = "    for i, x in enumerate(xs):\n        if x == want:\n            return i\n"
+FIND = "def find(xs, want):\n", LOOP, "    return -1\n", "find", ["([4, 5], 5) == 1", "([], 1) == -1"]
+HALF = "def half(n):\n    ret", "urn n /", "/ 2\n", "half", ["(5) == 2", "(4) == 2"]  # a span of characters
+HELP = "def twice(n):\n", "    return double(n)\n", "\n\ndef double(n):\n    return 2 * n\n", "twice", ["(4) == 8"]
+HOLES = {
+    "single-line": [
+        hole("SingleLineInfilling/HumanEval/0/L0", *ADD),
+        hole("SingleLineInfilling/HumanEval/1/L0", *HELP),
+    ],
+    "multi-line": [hole("MultiLineInfilling/HumanEval/0/L0_L2", *FIND)],
+    "random-span": [hole("RandomSpanInfilling/HumanEval/0/1", *HALF), hole("RandomSpanInfilling/HumanEval/0/2", *ADD)],
+}
+
+
+def holes_config(split, tmp_path, samples=None, **settings):
+    file = tmp_path / f"{split}.jsonl.gz"
+    file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in HOLES[split]).encode()))
+    return config("humaneval_infilling", tmp_path, samples, tasks_file=str(file), split=split, **settings)
+
+
+def openai_verdict(row, completion):
+    """As check_correctness of human-eval-infilling decides, whose program this is; the texts are ours."""
+    program = row["prompt"] + completion + row["suffix"] + "\n" + row["test"] + "\n" + f"check({row['entry_point']})"
+    with contextlib.suppress(BaseException):
+        exec(program, {})
+        return True
+    return False
+
+
+@pytest.mark.parametrize("split", HOLES)
+def test_a_hole_is_filled_between_prompt_and_suffix_and_judged_as_openai_judges_it(split, tmp_path):
+    texts = "    return 0\n", "", "    pass\n", "```python\n    return a + b\n```", "urn (n) /", "  return a+b", "retur"
+    for number, text in enumerate((None, *texts)):
+        samples = [(row["task_id"], row["canonical_solution"] if text is None else text) for row in HOLES[split]]
+        cfg = holes_config(split, tmp_path, samples, out=str(tmp_path / f"out{number}"))
+        row = benchmarks.main(cfg)
+        pairs = zip(HOLES[split], samples, strict=True)
+        want = {hole["task_id"]: openai_verdict(hole, text) for hole, (_, text) in pairs}
+        assert {found["task_id"]: found["passed"] for found in results(cfg.out)} == want
+        assert row["split"] == split
+        assert row["pass@1"][0] == (1.0 if text is None else np.mean([*want.values()]))
+    refused(dataclasses.replace(cfg, split="all"), "--split=all: of humaneval_infilling there are single-line, multi")
+    refused(config("humaneval", tmp_path, samples, split="single-line"), "of humaneval there are test, all")
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_dream_fills_holes_of_unknown_length(dream, tmp_path, grows):
+    import infill
+    import model_dream
+
+    if grows:  # with an id for a mask that becomes two
+        folder = shutil.copytree(dream, tmp_path / "grows")
+        keys = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(keys | {"expand_token_id": 511}))
+        dream = folder
+    cfg = holes_config("single-line", tmp_path, model="dream", ckpt=str(dream), batch_size=2, max_new=8)
+    assert benchmarks.main(cfg)["samples"] == 2
+    rows = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    given = {row["task_id"]: row for row in HOLES["single-line"]}
+    for row in rows:
+        problem = given[row["task_id"]]
+        assert row["solution"] == problem["prompt"] + row["completion"] + problem["suffix"]
+        assert row["completion"]
+    # the same by hand
+    record = benchmarks.protocol_of(benchmarks.resolve(cfg))[1]
+    writer = writers.dream_writer(benchmarks.resolve(cfg), record, dream, 0)
+    model, _ = checkpoints.load(model_dream, dream)
+    read, problem = infill.Reader(model, writer.tokenizer), HOLES["single-line"][0]
+    before, behind = (
+        writer.tokenizer.encode(problem[key], add_special_tokens=False).ids for key in ("prompt", "suffix")
+    )
+    (new,) = writer.write([writer.hole(before, behind)], 0, [], None)
+    (row,) = (row for row in rows if row["task_id"] == problem["task_id"])
+    assert writer.tokenizer.decode(new, skip_special_tokens=False) == row["written"]
+    if grows:
+        assert new == infill.grow(read, before, behind, most=8)
+    else:
+        assert len(new) in infill.LENGTHS
+    assert not {*new} & {model.cfg.mask_id, model.cfg.eos_id, model.cfg.expand_id}
+
+
+def test_pythoncoder_gets_a_hole_in_its_fill_in_the_middle_form(pythoncoder, tmp_path):
+    cfg = holes_config("single-line", tmp_path, ckpt=str(pythoncoder), batch_size=2, max_new=8)
+    refused(cfg, "filling holes needs a tokenizer with <|fim_prefix|>, <|fim_suffix|>, <|fim_middle|>")
+    folder = shutil.copytree(pythoncoder, tmp_path / "fim")
+    names = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
+    new_tokenizer(folder / "tokenizer.json", names)
+    cfg = dataclasses.replace(cfg, ckpt=str(folder), out=str(tmp_path / "fim_out"))
+    assert benchmarks.main(cfg)["samples"] == 2
+    resolved = benchmarks.resolve(cfg)
+    record = benchmarks.protocol_of(resolved)[1]
+    writer = writers.pythoncoder_writer(resolved, record, folder, 4)
+    problem = tasks.read_problems(resolved)["SingleLineInfilling/HumanEval/0/L0"]
+    ids = benchmarks.prompt_ids(resolved, record, writer, problem.asked)
+    text = writer.tokenizer.decode(ids, skip_special_tokens=False)
+    assert text == f"<|fim_prefix|>{ADD[0]}<|fim_suffix|>{ADD[2]}<|fim_middle|>"
 
 
 @needs_tasks
