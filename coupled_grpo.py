@@ -582,9 +582,7 @@ def train(run, store, meta, trainer, first, draw):
 
 def resolve(cfg):
     """The config with the preset's values and the files of --prompts; ValueError for settings that cannot be."""
-    preset = dict(PRESETS[cfg.preset])
-    if cfg.preset == "7b" and cfg.lora_rank:
-        preset["lr"] = 2e-5
+    preset = PRESETS[cfg.preset] | ({"lr": 2e-5} if cfg.preset == "7b" and cfg.lora_rank else {})
     trained_in = md.read_config(cfg.ckpt).block_length if cfg.ckpt else 0  # the block length of the model
     if trained_in and cfg.block_length not in (None, trained_in):
         raise ValueError(f"{cfg.ckpt} was trained in blocks of {trained_in}: leave --block_length out")

@@ -106,11 +106,10 @@ MACHINE = ("device", "hosts", "micro_batch", "fsdp", "tensor")
 COLUMNS = "token_ABL", "segment_ABL", "position_ABL", "fixed_ABL"  # of a batch, the last of pairs alone
 METRICS = "loss", "lr", "grad_norm", "ok"  # of a step, in the order of the log; jit returns them sorted
 MASKS = "<|mask|>", "<mask>"  # what tokenizers call MASK
+MICRO_BATCH = {"tiny": 2, "500m": 4}  # rows per device at a time, 1 of any other preset
 
 
 # ---- choices for the device, and data ------------------------------------------------------------------------------
-
-MICRO_BATCH = {"tiny": 2, "500m": 4}  # rows per device at a time, 1 of any other preset
 
 
 def pick_model(cfg):
@@ -166,8 +165,7 @@ def pick_batch(cfg, seq_len, copies, on_cpu, data=None):
 def resolve(cfg, devices, data=None, memory=None):
     """(cfg with its defaults filled in, architecture, md.Run, mesh), by the devices and the data; printed.
 
-    data is the meta.json of the rows; None stands for endless data. memory is that of a device in GiB, where JAX cannot
-    ask it.
+    data is the meta.json of the rows, None for endless data; memory a device's GiB, where JAX cannot ask it.
     """
     device = devices[0]
     memory = memory or checkpoints.device_memory_gib(device)
@@ -180,10 +178,10 @@ def resolve(cfg, devices, data=None, memory=None):
     dtype = cfg.dtype or ("float32" if on_cpu else "bfloat16")
     if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
         jax.config.update("jax_default_matmul_precision", "highest")
-    small = md.count_params(model)["total"] < 1e8
-    optimizer = cfg.optimizer or ("muon" if small and not cfg.init else "adamw")
-    sizes = {"seq_len": seq_len, "batch_size": batch, "micro_batch": micro}
-    cfg = dataclasses.replace(cfg, **sizes, optimizer=optimizer, dtype=dtype)
+    optimizer = cfg.optimizer or ("adamw" if cfg.init or md.count_params(model)["total"] >= 1e8 else "muon")
+    cfg = dataclasses.replace(
+        cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro, optimizer=optimizer, dtype=dtype
+    )
     block = 64 if on_cpu else 128  # queries of attention at a time: scores that stay in a CPU's caches
     run = md.Run(platform=md.platform_of(device), dtype=jnp.dtype(dtype), remat=cfg.remat, block=block)
 
@@ -200,7 +198,6 @@ def resolve(cfg, devices, data=None, memory=None):
 def plan(cfg, model, rows):
     """(cfg with the length of the run and its learning rate, steps of an epoch); prints them."""
     counts = md.count_params(model)
-    # Length: whole epochs, unless --steps says otherwise.
     per_epoch = rows.total // cfg.batch_size
     steps = cfg.steps or max(1, round(cfg.epochs * per_epoch))
     # Small models bear larger steps; a trained model goes on with a tenth. New adapters take all: a guess.
@@ -223,10 +220,8 @@ def step_flops(cfg, model):
     length, copies = cfg.seq_len, 1
     if model.block_length > 1:  # each row noised and clean, side by side
         length, copies = 2 * length, 4 if cfg.blocks.complement else 2
-    flops = md.flops_per_token(model, length)
-    if cfg.lora_rank:  # frozen matrices have no gradients: a third of what they cost
-        flops -= md.flops_per_token(model, 0) / 3
-    return copies * flops * cfg.batch_size * cfg.seq_len
+    frozen = md.flops_per_token(model, 0) / 3 if cfg.lora_rank else 0  # of the gradients that frozen matrices lack
+    return copies * (md.flops_per_token(model, length) - frozen) * cfg.batch_size * cfg.seq_len
 
 
 def find_data(cfg):
@@ -259,9 +254,8 @@ def with_mask(model, meta, tokenizer_json):
         tokenizer.add_special_tokens([MASKS[0]])
         mask_id, tokenizer_json = tokenizer.token_to_id(MASKS[0]), tokenizer.to_str().encode()
     vocab = -(-max(meta["vocab_size"], mask_id + 1) // 128) * 128
-    eos_id = meta["eos_id"]
-    ids = {"mask_id": mask_id, "pad_id": meta["pad_id"], "bos_id": meta.get("bos_id", eos_id), "eos_id": eos_id}
-    return dataclasses.replace(model, vocab=vocab, **ids), tokenizer_json
+    ids = {name: meta.get(name, meta["eos_id"]) for name in ("pad_id", "bos_id", "eos_id")}
+    return dataclasses.replace(model, vocab=vocab, mask_id=mask_id, **ids), tokenizer_json
 
 
 def known_ids(folder, model, meta, tokenizer_json):
@@ -289,7 +283,7 @@ def with_expand(cfg, model, tokenizer_json):
     return dataclasses.replace(model, expand_id=free)
 
 
-# ---- the compiled step ---------------------------------------------------------------------------------------------
+# ---- the compiled step, and scores ---------------------------------------------------------------------------------
 
 
 def wsd(step, peak, steps, warmup=2000, stable=0.9, start=0.01, final=0.1):
@@ -314,8 +308,7 @@ def decays(tree):
 def make_optimizer(clip, weight_decay, mu_dtype=None, mask=decays, muon=False):
     """Clip, then AdamW at learning rate 1: its updates are multiplied by the schedule of the step.
 
-    muon: Muon for the layers' matrices, with updates of AdamW's size (arXiv:2502.16982); Adam without decay for
-    embeddings, heads, norms and vectors.
+    muon: Muon for the layers' matrices, with updates of AdamW's size (arXiv:2502.16982); all else Adam without decay.
     """
     clipping, settings = optax.clip_by_global_norm(clip), {"weight_decay": weight_decay, "mu_dtype": mu_dtype}
     if not muon:
@@ -364,10 +357,7 @@ def loss_of_step(cfg, graph, batch, key, step, base):
 
 
 def block_nats(blocks, model, step, token_BL, segment_BL, position_BL, counted_BL, noise):
-    """The loss of a micro-batch with blocks, or of --objective=ar, in nats: a sum over its tokens.
-
-    noise(parts) is md.noise: the times of the parts of each row, and a uniform number for each token.
-    """
+    """The loss of a micro-batch with blocks, or of --objective=ar, in nats; noise(parts) is md.noise of its rows."""
     row, longest = (segment_BL, position_BL), model.cfg.block_length
     if longest == 1 and model.cfg.shift:  # --objective=ar
         return model.ar_nll(token_BL, counted_BL, *row).sum()
@@ -430,15 +420,11 @@ def lower_step(cfg, graph, optimizer, shapes, mesh, columns=3):
         return train_step.lower(shapes, dict.fromkeys(COLUMNS[:columns], row), step)
 
 
-# ---- scores --------------------------------------------------------------------------------------------------------
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def sums_of(graph, schedule, rows, draws, params, batch, row_B, bytes_V):
     """(nats of each draw, tokens, their bytes) of a batch of the `rows` held-out rows, the same draws each time.
 
-    The nats are a bound: the NELBO at one noise level per document and draw. With blocks of at most md.EXACT_BLOCK
-    tokens they are exact, without a draw.
+    The nats are a bound, the NELBO at one noise level per document and draw; up to md.EXACT_BLOCK tokens a block exact.
     """
     model, batch = nnx.merge(graph, params), {name: x[0] for name, x in batch.items()}
     token_BL, segment_BL, fixed_BL = batch["token_ABL"], batch["segment_ABL"], batch.get("fixed_ABL")
@@ -517,9 +503,8 @@ class Trainer:
         self.cfg, self.per_epoch = plan(cfg, model, self.train)
         self.model, self.tokenizer = model, tokenizers.Tokenizer.from_str(tokenizer_json.decode())
         # The chat template, its tokens and the model's own code: those of --init, else of the data.
-        files = checkpoints.companions(cfg.init) if cfg.init else {}
-        if not files.keys() - {"tokenizer.json"}:
-            files = checkpoints.companions(self.train.folder)
+        found = (checkpoints.companions(folder) for folder in (cfg.init, self.train.folder) if folder)
+        files = next((files for files in found if files.keys() - {"tokenizer.json"}), {})
         self.files = files | {"tokenizer.json": tokenizer_json}
         # Moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32.
         self.optimizer = make_optimizer(cfg.clip, cfg.weight_decay, self.run.dtype, muon=cfg.optimizer == "muon")
@@ -590,9 +575,8 @@ class Trainer:
     def score(self):
         """Scores over --eval_rows held-out rows, from all parts of them."""
         graph = md.graph_of(self.model, dataclasses.replace(self.run, remat="none"))
-        scores = score(self.cfg, graph, self.weights(), self.heldout, self.micro_rows, self.mesh, self.bytes_V)
-        scores.pop("standard_error", None)
-        return scores
+        given = self.cfg, graph, self.weights(), self.heldout, self.micro_rows, self.mesh, self.bytes_V
+        return {name: x for name, x in score(*given).items() if name != "standard_error"}
 
     def sample(self, folder, step):
         """Continue --prompt and append the text to samples.txt; returns the row's tokens per forward pass."""
