@@ -6,11 +6,13 @@
     python bench/compile_for.py --largest train --device=rtx4090    # the largest micro-batch that fits, by bisection
     python bench/compile_for.py generate --device=rtx4090 --int8    # Dream's denoising steps; --only=cached is one
     python bench/compile_for.py generate --only=blocks              # those of a Dream of blocks, behind its exact cache
+    python bench/compile_for.py generate --model=sdar_4b --int4 --device=rtx3060    # a kin of Dream's: see KIN
+    python bench/compile_for.py dream --model=7b --lora_rank=16 --base_bits=4 --batch_size=1 --device=t4    # LoRA
     python bench/compile_for.py grpo --device=a100-80 --lora_rank=16    # the gradient of coupled_grpo.py on Dream 7B
     python bench/compile_for.py grpo --device=v6e:2x4 --phase=round     # and rollouts and scores: seconds of a round
     python bench/compile_for.py head                                # the memory of its scoring head beside plain forms
     python bench/compile_for.py dump module_0000.jit_step.after_codegen.txt     # adds up a program that XLA dumped
-    python bench/compile_for.py table                               # six programs on ten devices: results/by_hardware
+    python bench/compile_for.py table       # ten programs on ten devices, three of KIN on five: results/by_hardware
 
 Devices: v5e, v6e (pip install -r requirements-tpu.txt), t4, l4, rtx3060, rtx4090, a100-40, a100-80, h100, h200 (pip
 install -r requirements-cuda.txt; no GPU, no driver). Prints for each program memory, FLOPs, traffic, collectives and
@@ -1086,7 +1088,7 @@ def markdown(entries):
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Six programs on all devices, into bench/results/by_hardware.json and .md. Goes on where it stopped.
+    """CELLS on all devices and KIN on some, into bench/results/by_hardware.json and .md. Goes on where it stopped.
 
     Each is compiled in a process of its own, and recorded when it is done. A cell whose compiler is not installed is
     left as it was. On two idle cores a cell takes from twenty seconds (a denoising step for a GPU) to five minutes.

@@ -581,6 +581,32 @@ def test_a_step_of_each_trainer_is_lowered_with_its_flags(monkeypatch):
         assert "2x2x64xi32" in lowered.as_text()  # micro-batches, rows, tokens
 
 
+def test_the_kin_of_dream_have_the_parameters_of_their_files():
+    counts = {  # by the indices of the Hub, those of Nemotron and of SDAR-1.7B from the sizes of all tensors
+        "llada_8b": 8_015_581_184, "sdar_8b": 8_190_735_360, "sdar_4b": 4_411_424_256, "sdar_1.7b": 1_720_574_976,
+        "nemotron_14b": 13_506_073_600, "nemotron_8b": 8_489_553_920, "nemotron_3b": 3_831_659_520,
+    }  # fmt: skip
+    assert {name: md.count_params(cfg)["total"] for name, cfg in compile_for.KIN.items()} == counts
+    blocks = {name: (cfg.block_length, cfg.shift, cfg.causal) for name, cfg in compile_for.KIN.items()}
+    assert blocks["sdar_4b"] == (4, False, False)
+    assert blocks["nemotron_3b"] == (32, False, True)
+
+
+def test_a_model_of_blocks_is_compiled_for_its_own_passes(monkeypatch):
+    import jax
+
+    monkeypatch.setattr(compile_for, "topology_devices", lambda name: jax.devices()[:1])
+    small, names = {"width": 64, "layers": 1, "heads": 2, "kv_heads": 1, "head_size": 16, "ffn": 64}, []
+    monkeypatch.setattr(compile_for, "report", lambda name, *_: names.append(name) or {"fits": True})
+    for name in ("sdar_4b", "nemotron_3b"):
+        monkeypatch.setitem(md.CONFIGS, name, dataclasses.replace(compile_for.KIN[name], **small))
+        size = compile_for.KIN[name].block_length
+        for only, slots in {"": (2 * size, size), "opens": (2 * size,), "cached": (size,)}.items():
+            rows = compile_for.Generate(model=name, length=96, only=only).rows()
+            assert len(rows) == len(slots)
+            assert [text.split("pass over ")[1] for text in names[-len(slots) :]] == [f"{n} slots" for n in slots]
+
+
 @pytest.mark.slow
 def test_the_command_line_compiles_a_small_train_step(tmp_path):
     if importlib.util.find_spec("libtpu") is None:
@@ -613,7 +639,9 @@ def test_the_1b_step_fits_a_v6e_chip_with_six_gib_to_spare(tmp_path):
      (("generate", "--model=tiny", "--length=96", "--only=blocks"), 2),
      (("generate", "--model=tiny", "--length=96", "--only=blocks", "--block_length=1"), 1),
      (("dream", "--model=tiny", "--seq_len=64", "--batch_size=2", "--block_length=4", "--lora_rank=2"), 1),
+     (("dream", "--model=tiny", "--seq_len=64", "--batch_size=2", "--lora_rank=2", "--base_bits=8"), 1),
      (("grpo", "--model=tiny"), 1), (("grpo", "--model=tiny", "--lora_rank=4"), 1),
+     (("grpo", "--model=tiny", "--lora_rank=4", "--base_bits=4"), 1),
      (("head", "--model=tiny", "--only=forward"), 3)],
 )  # fmt: skip
 def test_every_program_of_a_small_dream_compiles(flags, count, tmp_path):
@@ -672,7 +700,8 @@ def cuda():
     [("h100", ("train", "--model=tiny", "--seq_len=256", "--batch_size=4", "--micro_batch=4"), 1),
      ("t4", ("generate", "--model=tiny", "--length=96"), 3),
      ("rtx4090", ("generate", "--model=tiny", "--length=96", "--int8"), 3),
-     ("h200", ("grpo", "--model=tiny", "--lora_rank=4"), 1), ("h100:2", ("grpo", "--model=tiny"), 1)],
+     ("h200", ("grpo", "--model=tiny", "--lora_rank=4"), 1), ("h100:2", ("grpo", "--model=tiny"), 1),
+     ("rtx3060", ("grpo", "--model=tiny", "--lora_rank=4", "--base_bits=4"), 1)],
 )  # fmt: skip
 def test_every_program_of_a_small_model_compiles_for_gpus(cuda, device, flags, rows, tmp_path):
     result = run("bench/compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, f"--device={device}", timeout=900)
