@@ -351,6 +351,22 @@ def test_int4_groups_are_off_by_half_a_step_at_most_and_exact_where_they_can_be(
     np.testing.assert_array_equal(dense(md.to_int4(exact_FD)), exact_FD)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_backward_a_quantised_matrix_is_kept_in_its_bits_and_gives_the_gradient_of_its_dense_form(bits, dtype):
+    rng = np.random.default_rng(0)
+    weight = md.quantise(jnp.asarray(rng.normal(size=(192, 128)), jnp.float32), bits)
+    x_BLD, out_BLF = (jnp.asarray(rng.normal(size=(2, 5, n)), dtype) for n in (128, 192))
+    got, pull = jax.vjp(lambda x_BLD: md.linear(x_BLD, weight), x_BLD)
+    assert sum(x.nbytes for x in jax.tree.leaves(pull)) <= sum(x.nbytes for x in weight) + 16
+    want, dense_pull = jax.vjp(lambda x_BLD: md.linear(x_BLD, jnp.asarray(dense(weight))), x_BLD.astype(jnp.float32))
+    near = {"rtol": 1e-5, "atol": 1e-4} if dtype == "float32" else {"rtol": 2e-2, "atol": 0.2}
+    np.testing.assert_allclose(got.astype(jnp.float32), want, **near)
+    (dx,), (want_dx,) = pull(out_BLF), dense_pull(out_BLF.astype(jnp.float32))
+    assert dx.dtype == x_BLD.dtype
+    np.testing.assert_allclose(dx.astype(jnp.float32), want_dx, **near)
+
+
 def test_int4_is_for_matrices_of_layers_with_two_halves():
     weight_FD = np.ones((4, 6), np.float32)
     assert isinstance(md.quantise(weight_FD, 4, "q_proj"), md.Int4)
