@@ -65,7 +65,7 @@ def test_every_family_converts_generates_learns_and_goes_back(golden_dir, tmp_pa
     flags = f"--tokenizer={orbax / 'tokenizer.json'}", "--seq_len=32", "--heldout=0.2", "--workers=1"
     works("data_prep.py", "pairs", tmp_path / "pairs.jsonl", *flags, f"--out={data}")
     flags = f"--init={orbax}", f"--data={data}", "--steps=2", "--batch_size=2", "--lr=0.01", "--compile_cache="
-    for name, more in (("tuned", ()), ("lora", ("--lora_rank=2",))):
+    for name, more in (("tuned", ()), ("lora", ("--lora_rank=2",)), ("lora4", ("--lora_rank=2", "--base_bits=4"))):
         works("train_dream.py", *flags, f"--out={tmp_path / name}", *more)
         assert np.isfinite([*losses(tmp_path / name).values()]).all()
 
