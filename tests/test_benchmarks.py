@@ -967,18 +967,18 @@ def hole(task_id, prompt, solution, suffix, entry, asserts):
     return dict(zip(keys, (task_id, prompt, solution, suffix, entry, test), strict=True))
 
 
-ADD = "def add(a, b):\n", "    return a + b\n", "\n", "add", ["(1, 2) == 3", "(-1, 1) == 0"]
+SUM = "def add(a, b):\n", "    return a + b\n", "\n", "add", ["(1, 2) == 3", "(-1, 1) == 0"]
 LOOP = "    for i, x in enumerate(xs):\n        if x == want:\n            return i\n"
 FIND = "def find(xs, want):\n", LOOP, "    return -1\n", "find", ["([4, 5], 5) == 1", "([], 1) == -1"]
 HALF = "def half(n):\n    ret", "urn n /", "/ 2\n", "half", ["(5) == 2", "(4) == 2"]  # a span of characters
 HELP = "def twice(n):\n", "    return double(n)\n", "\n\ndef double(n):\n    return 2 * n\n", "twice", ["(4) == 8"]
 HOLES = {
     "single-line": [
-        hole("SingleLineInfilling/HumanEval/0/L0", *ADD),
+        hole("SingleLineInfilling/HumanEval/0/L0", *SUM),
         hole("SingleLineInfilling/HumanEval/1/L0", *HELP),
     ],
     "multi-line": [hole("MultiLineInfilling/HumanEval/0/L0_L2", *FIND)],
-    "random-span": [hole("RandomSpanInfilling/HumanEval/0/1", *HALF), hole("RandomSpanInfilling/HumanEval/0/2", *ADD)],
+    "random-span": [hole("RandomSpanInfilling/HumanEval/0/1", *HALF), hole("RandomSpanInfilling/HumanEval/0/2", *SUM)],
 }
 
 
@@ -1063,7 +1063,7 @@ def test_pythoncoder_gets_a_hole_in_its_fill_in_the_middle_form(pythoncoder, tmp
     problem = tasks.read_problems(resolved)["SingleLineInfilling/HumanEval/0/L0"]
     ids = benchmarks.prompt_ids(resolved, record, writer, problem.asked)
     text = writer.tokenizer.decode(ids, skip_special_tokens=False)
-    assert text == f"<|fim_prefix|>{ADD[0]}<|fim_suffix|>{ADD[2]}<|fim_middle|>"
+    assert text == f"<|fim_prefix|>{SUM[0]}<|fim_suffix|>{SUM[2]}<|fim_middle|>"
 
 
 @needs_tasks
