@@ -428,7 +428,8 @@ def test_quantised_checkpoints_load_layer_by_layer_also_onto_a_mesh(tmp_path, bi
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     like = {"dtype": "float32", "bits": bits}
     needed = inference.bytes_needed(md, cfg, checkpoints.inference_mesh(cfg, jax.devices()[:1], 1), "bfloat16", **like)
-    assert sum(x.nbytes for x in got.values()) + max(x.nbytes for x in jax.tree.leaves(params)) == needed
+    kept, layer = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (got, params["layers"]["1"]))
+    assert kept < needed <= kept + layer  # one layer at a time lies there as it is stored
     alone = apply(model, tokens(8, 10))
     with jax.set_mesh(mesh):
         spread = checkpoints.load(md, tmp_path / "ckpt", dtype=jnp.float32, mesh=mesh, bits=bits)[0]
