@@ -354,9 +354,9 @@ def save(family, folder, model, files=(), source=""):
 def save_merged(family, cfg, folder, given, dtype, adapters, files=(), source=""):
     """save() the model in the folder `given`, in dtype, with LoRA's adapters added to its matrices.
 
-    On the host: on the devices the model may lie in few bits, without room for another form.
+    On the host, unless JAX_PLATFORMS leaves it out: devices that hold the model in few bits may have no room for more.
     """
-    host = mesh_of(jax.devices("cpu")[:1], (1, 1, 1))
+    host = mesh_of(jax.devices("cpu" if "cpu" in (jax.config.jax_platforms or "cpu") else None)[:1], (1, 1, 1))
     base = nnx.to_pure_dict(nnx.state(load(family, given, dtype=dtype, mesh=host)[0]))
     merged = family.merge_adapters(base, jax.device_put(adapters, host.devices.item()))
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was continued
