@@ -449,11 +449,11 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
         stops=("\nclass ", "\nassert ", '\n"""', "\nprint(", "\nif "), rules=(without_future,), ours=True, limit_s=4,
         factor=4,
     ),
-    "ours/humaneval_infilling": Protocol(
+    "ours/infilling": Protocol(
         ask_prompt, ("infilling",), max_new=64, stop_rule="none", prompt_first=True, ours=True, limit_s=3
     ),
     # DreamOn: BOS before the text, EOS behind it
-    "dreamon/humaneval_infilling": Protocol(
+    "dreamon/infilling": Protocol(
         ask_prompt, ("infilling",), bos=True, max_new=64, stop_rule="none", prompt_first=True
     ),
     "ours/livecodebench": Protocol(
@@ -534,7 +534,7 @@ for task, ask in (("humaneval", ask_ours_chat), ("mbpp", ask_ours_chat), ("livec
 
 def named(name, task):
     """("harness/task", record) for the name of a record or of a harness. ValueError lists the names of a task."""
-    task = task.rstrip("+")
+    task = task.rstrip("+").replace("humaneval_infilling", "infilling")
     for key in (name, f"{name}/{task}", f"{name}/{task}_instruct"):
         if key in PROTOCOLS and key.split("/")[1].startswith(task):
             return key, PROTOCOLS[key]
