@@ -53,7 +53,8 @@ def settings_of(rule):
     if foreign:
         raise ValueError(f"a model of blocks is filled without {', '.join(foreign)}: leave it out")
     shared = {field.name for field in dataclasses.fields(Sampling)} - {"schedule"}
-    return Sampling(**{name: getattr(rule, name) for name in shared})
+    schedule = "even" if rule.schedule == "even" else "block"
+    return Sampling(**{name: getattr(rule, name) for name in shared}, schedule=schedule)
 
 
 class State(typing.NamedTuple):
