@@ -99,6 +99,13 @@ def until(ids, ends):
     return ids[: min((i for i, token in enumerate(ids) if token in ends), default=len(ids))]
 
 
+def unpadded(case, i):
+    """Row i of a case's prompts without its padding."""
+    ids = case["prompt_ids"][i]
+    see_L = (case.get("attention_mask") or {i: [1] * len(ids)})[i]
+    return [token for token, seen in zip(ids, see_L, strict=True) if seen]
+
+
 def flags_of(**settings):
     return [f"--{name}={value}" for name, value in settings.items() if value is not None]
 
@@ -106,19 +113,22 @@ def flags_of(**settings):
 @pytest.mark.slow
 def test_llada_and_fast_dllm_of_it(says_like, model_of, golden_dir):
     golden, done = json.loads((golden_dir("llada") / "generate.json").read_text()), set()
+    _, cfg, ends = model_of("llada")
     for case in golden["cases"]:
         given, fast = case["settings"], case["sampler"] == "fast"
         others = "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf", "factor"
         if any(given.get(key) for key in others) or case.get("edge") or (fast and not case["cache"]):
             continue
         new, threshold = given["gen_length"], given.get("threshold")
-        flags = flags_of(max_new=new, block_length=given["block_length"], threshold=threshold or 0, cache=case.get("cache"))
+        flags = flags_of(
+            max_new=new, block_length=given["block_length"], threshold=threshold or 0, cache=case.get("cache")
+        )
         flags += [] if threshold else flags_of(steps=given["steps"], sampler="maskgit_plus", schedule="even")
         width = len(case["prompt_ids"][0])
         for i, row in enumerate(case["sequences"]):
-            see_L = case["attention_mask"][i] if case["attention_mask"] else [1] * width
-            prompt = [token for token, seen in zip(row, see_L, strict=False) if seen]
-            _, _, ends = model_of("llada")
+            prompt = unpadded(case, i)
+            if {*prompt} & {*ends, cfg.mask_id}:
+                continue
             ((got, forwards),) = says_like("fast_dllm" if fast else "llada", [prompt], *flags, model="llada")
             want = until(row[width:], ends)
             assert got == want, case["name"]
@@ -134,7 +144,12 @@ def test_dream_and_fast_dllm_of_it(says_like, model_of, golden_dir):
     _, cfg, ends = model_of("dream")
     for case in golden["cases"]:
         given, kind = case["settings"], case["sampler"]
-        if {"pin", "draws"} & case.keys() or case.get("ban_ids") or case["name"].startswith("edge") or given["eps"] != 1e-3:
+        if (
+            {"pin", "draws"} & case.keys()
+            or case.get("ban_ids")
+            or case["name"].startswith("edge")
+            or given["eps"] != 1e-3
+        ):
             continue
         new, by_threshold = given["max_new_tokens"], given["alg"] == "confidence_threshold"
         flags = flags_of(max_new=new, temperature=0, top_k=given["top_k"] or 0, top_p=given["top_p"] or 1)
@@ -145,8 +160,7 @@ def test_dream_and_fast_dllm_of_it(says_like, model_of, golden_dir):
         flags += [] if kind == "block" and by_threshold else flags_of(steps=given["steps"])
         width = len(case["prompt_ids"][0])
         for i, row in enumerate(case["sequences"]):
-            see_L = case["attention_mask"][i] if case["attention_mask"] else [1] * width
-            prompt = [token for token, seen in zip(case["prompt_ids"][i], see_L, strict=True) if seen]
+            prompt = unpadded(case, i)
             if {*prompt} & {*ends, cfg.mask_id}:
                 continue
             ((got, forwards),) = says_like("fast_dllm" if kind == "block" else "dream", [prompt], *flags, model="dream")
@@ -184,7 +198,7 @@ def test_sdar(says_like, model_of, golden_dir):
 @pytest.mark.slow
 def test_nemotron(says_like, model_of, golden_dir):
     golden, done = json.loads((golden_dir("nemotron") / "nemotron.json").read_text()), set()
-    _, _, ends = model_of("nemotron")
+    _, cfg, ends = model_of("nemotron")
     for case in golden["cases"]:
         given, mode = case["settings"], case["mode"]
         if mode == "self_speculation" or "max_thinking" in given or not given.get("causal_context", True):
@@ -192,6 +206,8 @@ def test_nemotron(says_like, model_of, golden_dir):
         new, block, threshold = given["max_new"], given.get("block_length", 1), given.get("threshold") or 0
         flags = flags_of(max_new=new, block_length=block, threshold=threshold)
         for prompt, text in zip(case["prompts"], case["text"], strict=True):
+            if {*prompt} & {*ends, cfg.mask_id}:
+                continue
             ((got, forwards),) = says_like("nemotron", [prompt], *flags)
             want = until(text, ends)
             assert got == want, case["name"]
@@ -235,3 +251,40 @@ def test_open_dcoder(says_like, model_of, golden_dir):
         assert forwards <= case["forwards"], case["name"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AREAS)
+def test_a_text_is_the_same_alone_and_in_a_batch(name, says_like, model_of):
+    """Prompts of several lengths, in float32, the default on a CPU, without noise."""
+    _, cfg, ends = model_of(name)
+    ids = [i for i in range(3, 40) if i not in {*ends, cfg.mask_id, cfg.bos_id, cfg.expand_id}]
+    prompts = [ids[:2], ids[5:18], ids[3:10], ids[1:2]]
+    for like in (name, "fast_dllm") if name in ("dream", "llada") else (name,):
+        flags = flags_of(max_new=16, temperature=0, block_length=8 if like in ("llada", "fast_dllm") else None)
+        together = says_like(like, prompts, *flags, model=name)
+        for prompt, (text, _) in zip(prompts, together, strict=True):
+            ((alone, _),) = says_like(like, [prompt], *flags, model=name)
+            assert text == alone, (like, prompt)
+        assert any(text for text, _ in together)
+
+
+def test_a_preset_is_printed_and_a_flag_beside_it_wins(model_of):
+    folder, _, _ = model_of("sdar")
+    given = f"--ckpt={folder}", "--prompt=w5 w6", "--max_new=4", "--json", "--compile_cache="
+    done = run("generate.py", "--like", "sdar", *given, "--temperature=0")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"--like=sdar: {generate.LIKE['sdar']}\n")
+    assert json.loads(done.stdout)["tokens"] <= 4
+    settings = generate.with_preset(["--like=dream", "--top_k=0"])
+    assert settings[0] == "--model=dream"
+    assert settings.index("--top_k=50") < settings.index("--top_k=0")
+
+
+def test_a_preset_for_a_model_of_another_kind_is_one_line(model_of):
+    for name, like, part in (
+        ("llada", "sdar", "is a llada; say --like=llada or fast_dllm"),
+        ("sdar", "fast_dllm", "is a sdar; say --like=sdar"),
+        ("dream", "dreamon", "is a dream; say --like=dream or fast_dllm"),
+    ):
+        flags = f"--ckpt={model_of(name)[0]}", "--prompt=w5", "--compile_cache="
+        says(run("generate.py", f"--like={like}", *flags), f"--like={like}", part)
+    says(run("generate.py", "--like=sdar", "--model=pythoncoder", "--prompt=x"), "is for --model=dream")
