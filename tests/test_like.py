@@ -1,8 +1,8 @@
 """generate.py --like=NAME: the texts and the forward passes of each model's own demo, by the command line.
 
-A golden case with other settings than the demo's has them as flags beside --like. What no flag sets is left out: LLaDA's
-guidance and its late EOS, Fast-dLLM's factor, SDAR's order from the left, Nemotron's thinking budget. The texts of
-Fast-dLLM v2 and DreamOn are ours: see bench/results/families.md.
+A golden case with other settings than the demo's has them as flags beside --like. What no flag sets is left out:
+LLaDA's guidance and its late EOS, Fast-dLLM's factor, SDAR's order from the left, Nemotron's thinking budget. The texts
+of Fast-dLLM v2 and DreamOn are ours: see bench/results/families.md.
 """
 
 import itertools
@@ -39,7 +39,8 @@ def hub_folder(source, folder):
     cfg, special = md.config_from_hf(folder), {}
     if (folder / "generation_config.json").exists():  # SDAR has two ends, the second is that of a turn
         ends = runs.read_json(folder / "generation_config.json").get("eos_token_id")
-        special = {"<|im_end|>": i for i in (ends if isinstance(ends, list) else []) if i != cfg.eos_id}
+        others = {*ends} - {cfg.eos_id} if isinstance(ends, list) else {}
+        special = {"<|im_end|>": max(others)} if others else {}
     special |= {md.FAMILIES[cfg.family].mask or "<|mask|>": cfg.mask_id, "<|endoftext|>": cfg.eos_id}
     special |= {"<|beginoftext|>": cfg.bos_id} if cfg.expand_id >= 0 else {}
     names = {i: f"w{i}" for i in range(cfg.vocab)} | {i: word for word, i in special.items()}
