@@ -519,7 +519,7 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
         store.close()
         folder = run.out
         if cfg.lora_rank:
-            sample_dream.save_adapters(run.out, trainer.trained, cfg.lora_rank, source)
+            sample_dream.save_adapters(run.out, trainer.trained, cfg.lora_rank, source, trainer.model_cfg.family)
             folder = run.out / "merged"
             shutil.rmtree(folder, ignore_errors=True)  # of a run that goes on
             model = nnx.merge(trainer.rollout_graph, md.merge_adapters(trainer.base, trainer.trained))

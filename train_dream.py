@@ -677,10 +677,11 @@ def main(cfg):
         store.close()
         out = cfg.out
         if cfg.lora_rank:
-            sample_dream.save_adapters(folder.out, trainer.state["params"], cfg.lora_rank, config["source"])
+            adapters, family = trainer.state["params"], trainer.model.family
+            sample_dream.save_adapters(folder.out, adapters, cfg.lora_rank, config["source"], family)
             out = folder.out / "merged"
             shutil.rmtree(out, ignore_errors=True)  # of a run that was continued
-            merged = md.merge_adapters(trainer.state["base"], trainer.state["params"])
+            merged = md.merge_adapters(trainer.state["base"], adapters)
             whole = nnx.merge(md.graph_of(trainer.model, md.Run()), merged)
             checkpoints.save(md, out, whole, [folder.out / name for name in trainer.files], config["source"])
     print(f"done: {out}; generate code with: python generate.py --model=dream --ckpt={out}")

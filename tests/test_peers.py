@@ -144,6 +144,37 @@ def test_peft_loads_our_adapters_and_merges_them_into_what_we_merge(tmp_path):
         np.testing.assert_allclose(x.numpy(), want[name].numpy(), atol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("area", ["llada", "nemotron", "sdar"])
+def test_peft_finds_the_modules_of_a_familys_own_code_by_our_adapters(area, golden_dir, tmp_path):
+    """Modules with the names of the checkpoint's tensors; what peft merges is what we merge, and the head stays."""
+    torch, peft = map(peer, ("torch", "peft"))
+    cfg = md.config_from_hf(golden_dir(area))
+    base = md.new_params(cfg, 0)
+    adapters = md.new_adapters(jax.random.key(1), base, 2)
+    trained = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape), adapters)
+    sd.save_adapters(tmp_path, trained, 2, "a/b", area)
+    hub = torch.nn.Module()
+    for name, x in checkpoints.flatten(base).items():
+        *path, _ = convert_weights.hf_name(name, area).split(".")
+        module = torch.nn.Linear(*x.shape[::-1], bias=False) if x.ndim == 2 else torch.nn.LayerNorm(x.shape, bias=False)
+        module.weight.data = torch.from_numpy(np.array(x))
+        parent = hub
+        for part in path[:-1]:
+            if part not in parent._modules:
+                parent.add_module(part, torch.nn.Module())
+            parent = parent._modules[part]
+        parent.add_module(path[-1], module)
+    adapted = peft.PeftModel.from_pretrained(hub, tmp_path)
+    adapted.save_pretrained(tmp_path / "theirs")
+    theirs = sd.load_adapters(tmp_path / "theirs", md.new_adapters(jax.random.key(3), base, 2))
+    jax.tree.map(np.testing.assert_array_equal, theirs, trained)
+    merged = adapted.merge_and_unload().state_dict()
+    want = checkpoints.flatten(md.merge_adapters(base, trained))
+    assert merged.keys() == {convert_weights.hf_name(name, area) for name in want}
+    for name, x in want.items():
+        np.testing.assert_allclose(merged[convert_weights.hf_name(name, area)].numpy(), x, atol=1e-6, err_msg=name)
+
+
 # ---- TRL
 
 
