@@ -197,11 +197,10 @@ def find_qwen2(folder, block_length=0, repository=""):
     MASK is a token of the tokenizer, or the id after its last one; without a tokenizer, after the last row. PAD is the
     tokenizer's, or EOS; EOS is the first that config.json lists.
     """
-    path = folder / "config.json"
-    keys = runs.read_json(path, "vocab_size")
+    keys = runs.read_json(folder / "config.json", "vocab_size")
     kind, rows = keys.get("model_type"), keys["vocab_size"]
     if kind not in QWEN2:
-        raise ValueError(f"{path}: --to=dream takes a model_type of {', '.join(QWEN2)}, not {kind!r}")
+        raise ValueError(f"{folder}: --to=dream takes a model_type of {', '.join(QWEN2)}, not {kind!r}")
     ids = {}
     if (folder / "tokenizer.json").is_file():
         ids = runs.read_tokenizer(folder).get_vocab()
@@ -210,8 +209,7 @@ def find_qwen2(folder, block_length=0, repository=""):
     mask_id, table_rows = next((ids[name] for name in MASKS if name in ids), None), 0
     if mask_id is None:
         mask_id, table_rows = max(ids.values(), default=rows - 1) + 1, rows
-    ends = keys.get("eos_token_id")
-    eos_id = ends[0] if isinstance(ends, list) else ends
+    eos_id, *_ = np.ravel(keys.get("eos_token_id")).tolist()
     pad = tokenizer_config(folder).get("pad_token")
     pad_id = ids.get(pad["content"] if isinstance(pad, dict) else pad, eos_id)
     changes = {"model_type": "Dream", "vocab_size": max(rows, mask_id + 1)} | QWEN2[kind]
@@ -319,14 +317,12 @@ def checked_blocks(source, arrays):
 
 def cast(source, arrays, dtype, folder):
     """{name: array in dtype} of a checkpoint's arrays, mapped from a temporary file, which is deleted with them."""
-    blocks = checked_blocks(source, arrays) if source.params else arrays.items()
     with tempfile.TemporaryFile(dir=folder) as file:
-        for _, rows in blocks:
+        for _, rows in checked_blocks(source, arrays) if source.params else arrays.items():
             file.write(as_integers(rows.astype(dtype)))
         file.flush()
         flat = np.memmap(file, dtype, "r")
-    ends = np.cumsum([math.prod(array.shape) for array in arrays.values()])
-    views = np.split(flat, ends[:-1])
+    views = np.split(flat, np.cumsum([math.prod(array.shape) for array in arrays.values()])[:-1])
     return {name: view.reshape(array.shape) for (name, array), view in zip(arrays.items(), views, strict=True)}
 
 
@@ -355,8 +351,7 @@ CODE = {  # model_type: repository of the Hub with the code for transformers, an
     "Dream": ("Dream-org/Dream-v0-Instruct-7B", "AutoModel", "dream.Dream", "dream.DreamModel"),
     "sdar": ("JetLM/SDAR-4B-Chat", "AutoModelForCausalLM", "sdar.SDAR", "sdar.SDARForCausalLM"),
 }
-# what Dream adds to Qwen2.5's tokenizer, whose last id is 151,664
-DREAM_TOKENS = {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}
+DREAM_TOKENS = {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}  # behind Qwen2.5's tokens
 # where Qwen2.5's tokenizer splits a text before byte-pair encoding
 QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -461,8 +456,7 @@ def save_params(folder, arrays):
     mapped = type_handlers.NumpyHandler(deepcopy_host_arrays=False)  # no copies of mapped files
     handlers = type_handlers.create_type_handler_registry((np.ndarray, mapped))
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=handlers)
-    # Orbax cuts the longest axis. Where that is the last, a chunk would be gathered from all rows, with copies in
-    # memory: such an array stays one chunk, unless it is very large.
+    # Orbax cuts the longest axis. Along the last one that takes copies in memory: such an array stays one chunk.
     chunks = {}
     for name, array in arrays.items():
         wide = array.ndim > 1 and array.shape[-1] > array.shape[0] and array.nbytes <= 8 * CHUNK_BYTES
@@ -493,8 +487,7 @@ def to_orbax(source, out, wanted=""):
         checking = thread.submit(lambda: [name for name, array in arrays.items() if not is_finite(array)])
         save_params(partial / "params", arrays)
         meta = {"dtype": str(dtype), "parameters": count, "source": source.origin, "step": source.step}
-        if source.family is pc:
-            meta["model"] = dataclasses.asdict(source.cfg)
+        meta |= {"model": dataclasses.asdict(source.cfg)} if source.family is pc else {}
         runs.write(partial / "meta.json", meta | {"sums": summing.result()})
         warn(checking.result())
         runs.write(partial / "config.json", config_to_write(source, dtype))
@@ -542,10 +535,9 @@ def to_safetensors(source, out, shard_gb):
             index = {"metadata": split.metadata, "weight_map": dict(sorted(file_of.items()))}
             runs.write(partial / "model.safetensors.index.json", index)
         runs.write(partial / "config.json", with_code(config_to_write(source, dtype), files, source.origin))
+        settings = with_code(tokenizer_config(source.folder), files, source.origin)
         for name, data in files.items():
-            if name == "tokenizer_config.json":
-                data = with_code(runs.read_json(source.folder / name), files, source.origin)
-            runs.write(partial / name, data)
+            runs.write(partial / name, settings if name == "tokenizer_config.json" else data)
 
 
 def verify(source, out):
@@ -606,8 +598,7 @@ def fetch(repository, revision, out):
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, **wanted))
     except OSError as error:
-        problem = " ".join(str(error).split())
-        raise OSError(f"{repository} is no folder here and cannot be downloaded: {problem}") from None
+        raise OSError(f"{repository} is no folder here and cannot be downloaded: {runs.first_line(error)}") from None
 
 
 def main(cfg):

@@ -14,23 +14,23 @@ from conftest import ROOT
 CODE = {path.stem: ast.parse(path.read_text()) for path in sorted(ROOT.glob("*.py"))}
 CEILINGS = {  # script: files that it carries, with itself, and lines of all of them. They only ever fall
     "benchmarks": (7, 4153),
-    "convert_weights": (7, 4353),
-    "coupled_grpo": (11, 6159),
-    "data_prep": (4, 1879),
+    "convert_weights": (7, 4338),
+    "coupled_grpo": (11, 6157),
+    "data_prep": (4, 1876),
     "diff_attention": (1, 655),
     "diffusion": (1, 531),
     "export_jetson": (5, 2322),
-    "generate": (4, 1517),
+    "generate": (4, 1499),
     "inference_jetson": (3, 1626),
-    "model_dream": (3, 1808),
+    "model_dream": (3, 1800),
     "model_mdlm": (2, 926),
-    "model_pythoncoder": (3, 1960),
-    "rl_tasks": (2, 720),
-    "runs": (1, 400),
+    "model_pythoncoder": (3, 1958),
+    "rl_tasks": (2, 718),
+    "runs": (1, 399),
     "sandbox": (3, 1897),
-    "train_dream": (8, 4202),
+    "train_dream": (8, 4201),
     "train_gpu": (5, 2206),
-    "train_tpu": (7, 3668),
+    "train_tpu": (7, 3665),
 }
 LEAF = {"benchmarks", "problems", "protocols", "writers"}  # one program in four files
 TRAINERS = ("train_tpu", "train_dream", "train_gpu", "coupled_grpo")
