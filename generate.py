@@ -78,6 +78,7 @@ class DreamFlags:
     entropy_bound: NonNegative = 0.0  # fill tokens of lowest entropy, up to this sum in nats a step; 0 goes by --steps
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
+    guidance: NonNegative = 0.0  # classifier-free guidance by the prompt, LLaDA's cfg_scale; twice the time
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely; Dream-Coder's demos use 3
     batch_size: Count = 8  # texts that are filled together
     infill: bool = True  # [MASK:n] in a prompt is n tokens to fill, [MASK] a hole; --no-infill: both are text
@@ -324,7 +325,7 @@ class Dream:
         flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
         self.cfg, self.watching = cfg, bool(cfg.show_steps or cfg.html)
         own = "steps", "schedule", "block_length", "alg_temp", "threshold", "entropy_bound", "cache", "fast_dllm"
-        settings = {name: getattr(flags, name) for name in (*own, "eos_penalty")}
+        settings = {name: getattr(flags, name) for name in (*own, "eos_penalty", "guidance")}
         settings |= {"top_k": cfg.top_k, "history": self.watching}
         rule = sample_dream.Sampling(flags.sampler, temperature=cfg.temperature, top_p=cfg.top_p, **settings)
         if flags.valid and flags.chat == "on":

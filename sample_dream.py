@@ -55,6 +55,7 @@ class Sampling:
     cache: typing.Literal["", "prefix", "dual"] = ""  # within a block keep keys and values: of the prompt | all around
     fast_dllm: bool = False  # Fast-dLLM's windows: a block's first token is filled whatever its probability
     eos_penalty: float = 0.0  # lowers the logits of eos_ids by this times -log(filled share of the text + 0.001)
+    guidance: float = 0.0  # LLaDA's cfg_scale w: logits u + (w + 1) (c - u), u those with MASK for all that was given
     ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
@@ -63,8 +64,9 @@ class Sampling:
     record: bool = False  # the same for training, with the probability at this temperature: a Record
 
     def __post_init__(self):
-        if self.threshold and self.entropy_bound:
-            raise ValueError("threshold and entropy_bound do not go together")
+        for one, other in (("threshold", "entropy_bound"), ("guidance", "cache")):
+            if getattr(self, one) and getattr(self, other):
+                raise ValueError(f"{one} and {other} do not go together")
         if self.cache and not self.block_length:
             raise ValueError("a cache works block by block: set block_length")
         if self.fast_dllm and not self.cache:
@@ -211,6 +213,10 @@ class Sampler:
         if cache is None:
             start = 0
             hidden_BWD, cache = model.hidden(state.token_BL, see_BM=given.see_BL)
+            if rule.guidance:  # of hidden states, as logits are linear in them
+                masked_BL = jnp.where(given.made_BL, state.token_BL, self.cfg.mask_id)
+                without_BWD, _ = model.hidden(masked_BL, see_BM=given.see_BL)
+                hidden_BWD = without_BWD + (rule.guidance + 1) * (hidden_BWD - without_BWD)
         else:
             start = given.start
             window_BW = jax.lax.dynamic_slice_in_dim(state.token_BL, start, width, 1)

@@ -1,8 +1,8 @@
 """generate.py --like=NAME: the texts and the forward passes of each model's own demo, by the command line.
 
 A golden case with other settings than the demo's has them as flags beside --like. What no flag sets is left out:
-LLaDA's guidance and its late EOS, Fast-dLLM's factor, SDAR's order from the left, Nemotron's thinking budget. The texts
-of Fast-dLLM v2 and DreamOn are ours: see bench/results/families.md.
+LLaDA's late EOS, Fast-dLLM's factor, SDAR's order from the left, Nemotron's thinking budget. The texts of Fast-dLLM v2
+and DreamOn are ours: see bench/results/families.md.
 """
 
 import itertools
@@ -117,7 +117,7 @@ def test_llada_and_fast_dllm_of_it(says_like, model_of, golden_dir):
     _, cfg, ends = model_of("llada")
     for case in golden["cases"]:
         given, fast = case["settings"], case["sampler"] == "fast"
-        others = "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf", "factor"
+        others = "logits_eos_inf", "confidence_eos_eot_inf", "factor"
         if any(given.get(key) for key in others) or case.get("edge") or (fast and not case["cache"]):
             continue
         new, threshold = given["gen_length"], given.get("threshold")
@@ -125,6 +125,7 @@ def test_llada_and_fast_dllm_of_it(says_like, model_of, golden_dir):
             max_new=new, block_length=given["block_length"], threshold=threshold or 0, cache=case.get("cache")
         )
         flags += [] if threshold else flags_of(steps=given["steps"], sampler="maskgit_plus", schedule="even")
+        flags += flags_of(guidance=given.get("cfg_scale"))
         width = len(case["prompt_ids"][0])
         for i, row in enumerate(case["sequences"]):
             prompt = unpadded(case, i)

@@ -504,6 +504,7 @@ def test_bad_input_is_one_clear_line(shallow):
         ({"threshold": 0.5, "entropy_bound": 0.5}, "do not go together"),
         ({"alg": "origin", "entropy_bound": 0.5}, "origin has no blocks, no threshold and no entropy bound"),
         ({"fast_dllm": True, "block_length": 4}, "need blocks and a cache"),
+        ({"guidance": 1.0, "cache": "dual", "block_length": 4}, "do not go together"),
     ):
         with pytest.raises(ValueError, match=text):
             sd.Sampling(**settings)
