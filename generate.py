@@ -68,7 +68,7 @@ class PythonCoderFlags:
 class DreamFlags:
     """Flags of Dream, --model=dream."""
 
-    like: typing.Literal[("", *LIKE)] = ""  # the flags of this model's own demo; a flag given beside it wins
+    like: typing.Literal[("", *LIKE)] = ""  # command line: the flags of this model's own demo; one beside it wins
     steps: Natural = 0  # denoising steps, for a Dream of blocks those of a block; 0: one for each token
     block_length: Natural = 0  # fill blocks of this length from left to right; 0 takes the whole canvas
     sampler: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of positions

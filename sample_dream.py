@@ -71,8 +71,8 @@ class Sampling:
             raise ValueError("a cache works block by block: set block_length")
         if self.fast_dllm and not self.cache:
             raise ValueError("Fast-dLLM's windows need blocks and a cache: prefix or dual")
-        if self.alg in ("origin", "p2") and (self.block_length or self.bound):
-            raise ValueError(f"{self.alg} has no blocks, no threshold and no entropy bound")
+        if self.alg in ("origin", "p2") and (self.block_length or self.bound or self.schedule == "even"):
+            raise ValueError(f"{self.alg} has no blocks, no threshold and no entropy bound, and a schedule of its own")
 
     @property
     def bound(self):

@@ -505,6 +505,7 @@ def test_bad_input_is_one_clear_line(shallow):
         ({"alg": "origin", "entropy_bound": 0.5}, "origin has no blocks, no threshold and no entropy bound"),
         ({"fast_dllm": True, "block_length": 4}, "need blocks and a cache"),
         ({"guidance": 1.0, "cache": "dual", "block_length": 4}, "do not go together"),
+        ({"alg": "p2", "schedule": "even"}, "a schedule of its own"),
     ):
         with pytest.raises(ValueError, match=text):
             sd.Sampling(**settings)
