@@ -204,6 +204,72 @@ def encode_chat(tokenizer, wrap, prompt, system="", before=()):
     return ids
 
 
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def read_requests(data, name):
+    """[(prompt, suffix)] of the JSON lines in what the file `name` holds. ValueError names the line that is not one."""
+    requests = []
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            requests.append((row["prompt"] + "", row.get("suffix", "") + ""))  # TypeError for what is no text
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ValueError(f'{name}, line {number} is not a JSON object with the text "prompt"') from None
+    if not requests:
+        raise ValueError(f"{name} holds no prompts")
+    return requests
+
+
+def interact(complete, end):
+    """Read prompts from standard input until its end, complete([(prompt, "")]) each: lines up to an empty one are one.
+
+    end follows a prompt.
+    """
+    terminal = sys.stdin.isatty()
+    if terminal:
+        print("Write, then an empty line to have it continued or answered; Ctrl-D ends.", file=sys.stderr)
+    lines, at_end = [], False
+    while not at_end:
+        try:
+            line = input(("... " if lines else ">>> ") if terminal else "")
+        except (EOFError, KeyboardInterrupt):
+            line, at_end = "", True
+        if line:
+            lines.append(line)
+        elif lines:
+            complete([("\n".join(lines) + end, "")])
+            lines = []
+
+
+# ---- a completion ---------------------------------------------------------------------------------------------------
+
+
+def encode(tokenizer, prompt, suffix):
+    """Token ids of a prompt; with a suffix in the order prefix, suffix, middle. Names of special tokens stay text."""
+    tokenizer.encode_special_tokens = True
+    prompt_ids, suffix_ids = (tokenizer.encode(text, add_special_tokens=False).ids for text in (prompt, suffix))
+    if not suffix:
+        return prompt_ids
+    names = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
+    begin, then, middle = map(tokenizer.token_to_id, names)
+    if None in (begin, then, middle):
+        raise ValueError(f"--suffix needs a tokenizer with {', '.join(names)}; this model's has not all of them")
+    return [begin, *prompt_ids, then, *suffix_ids, middle]
+
+
+def printable(text, stops):
+    """What may be shown of a text that grows: not half a character, nor what may become a stop string."""
+    text = truncate(text, stops).rstrip("\ufffd")
+    held = max((k for s in stops for k in range(1, len(s)) if text.endswith(s[:k])), default=0)
+    return text[: len(text) - held]
+
+
+def truncate(text, stops):
+    """The text before the first of any of the stop strings."""
+    return text[: min((i for i in map(text.find, stops) if i >= 0), default=len(text))]
+
+
 # ---- the examples of a prompt --------------------------------------------------------------------------------------
 
 

@@ -17,10 +17,10 @@ a run it takes the newest step. With --dtype the result is Orbax. --out gets its
 Both keep the name of their source in config.json, and the source's *.py files for transformers. Their checksums are
 compared on reading. The Hub's own safetensors hold none: a flipped bit in them is not noticed, a file cut short is.
 
---to=dream turns an autoregressive Qwen2 into a Dream to train, in Orbax; also Fast-dLLM v2 and dllm's a2d-qwen2. A
-tokenizer without a mask token gets one after its last token, whose row of embedding and head is the mean of the rows
-before it. The block length is --block_length, or that of config.json, or 1, an autoregressive model. Go on with:
-python train_dream.py --init=out/start --block_length=32 --block_warmup=...
+--to=dream turns a Qwen2, Fast-dLLM v2 or dllm's a2d-qwen2 into a Dream to train, in Orbax, and a Qwen3 into an SDAR,
+which SGLang serves (blocks of 4, MASK 151669). A tokenizer without a mask token gets one after its last token, whose
+row of embedding and head is the mean of the rows before it. The block length is --block_length, or that of config.json,
+or 1, an autoregressive model; an SDAR's is 4. Go on with: python train_dream.py --init=out/start --block_length=32 ...
 
 Conversion streams: Orbax reads from the mapped files, and no tensor is copied; the way back and --verify hold two
 blocks of 32 MB, or of one chunk, in memory. --dtype needs a temporary file of the size of --out beside it.
@@ -61,7 +61,7 @@ class Config:
     out: str = ""  # folder to write
     revision: str = "main"  # branch, tag or commit of a repository of the Hub
     step: runs.Natural = 0  # checkpoint of a run; 0 takes the newest
-    to: typing.Literal["", "dream"] = ""  # "dream": make a Dream of a Qwen2; "" keeps the model
+    to: typing.Literal["", "dream"] = ""  # "dream": make a Dream of a Qwen2, an SDAR of a Qwen3; "" keeps the model
     block_length: runs.Natural = 0  # with --to=dream: block length of the checkpoint; 0: that of config.json, else 1
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # write Orbax in this dtype; "" keeps every byte
     shard_gb: runs.Positive = 5.0  # largest safetensors file, in GB
@@ -185,22 +185,22 @@ def find(folder, step=0, repository=""):
     return Checkpoint(folder, family, cfg, keys, params, sums, int(keys.get("step", 0)), origin)
 
 
-MASKS = "<|mask|>", "|<MASK>|", "<mask>"  # of dllm and Dream, of Fast-dLLM v2, of others
+MASKS = "<|mask|>", "|<MASK>|", "<|MASK|>", "<mask>"  # of dllm and Dream, of Fast-dLLM v2, of SDAR, of others
 # model_type of models with Qwen2's layers, and what their config.json leaves out; bd_size 1 is an autoregressive model
-QWEN2 = {"qwen2": {"bd_size": 1}, "Fast_dLLM_Qwen": {}, "a2d-qwen2": {"shift": False}}
+QWEN2 = {"qwen2": {"bd_size": 1}, "Fast_dLLM_Qwen": {}, "a2d-qwen2": {"shift": False}, "qwen3": {
+    "model_type": "sdar", "architectures": ["SDARForCausalLM"], "sliding_window": None}}  # fmt: skip
 
 
 def find_qwen2(folder, block_length=0, repository=""):
-    """The checkpoint in a folder of an autoregressive Qwen2, or of a diffusion model made of one, as a Dream.
+    """The checkpoint in a folder of an autoregressive Qwen, or of a diffusion model made of one, as a Dream or SDAR.
 
     MASK is a token of the tokenizer, or the id after its last one; without a tokenizer, after the last row. PAD is the
     tokenizer's, or EOS; EOS is the first that config.json lists.
     """
-    path = folder / "config.json"
-    keys = runs.read_json(path, "vocab_size")
+    keys = runs.read_json(folder / "config.json", "vocab_size")
     kind, rows = keys.get("model_type"), keys["vocab_size"]
     if kind not in QWEN2:
-        raise ValueError(f"{path}: --to=dream takes a model_type of {', '.join(QWEN2)}, not {kind!r}")
+        raise ValueError(f"{folder}: --to=dream takes a model_type of {', '.join(QWEN2)}, not {kind!r}")
     ids = {}
     if (folder / "tokenizer.json").is_file():
         ids = runs.read_tokenizer(folder).get_vocab()
@@ -209,15 +209,12 @@ def find_qwen2(folder, block_length=0, repository=""):
     mask_id, table_rows = next((ids[name] for name in MASKS if name in ids), None), 0
     if mask_id is None:
         mask_id, table_rows = max(ids.values(), default=rows - 1) + 1, rows
-    ends = keys.get("eos_token_id")
-    eos_id = ends[0] if isinstance(ends, list) else ends
-    settings = folder / "tokenizer_config.json"
-    pad = runs.read_json(settings).get("pad_token") if settings.is_file() else None
+    eos_id, *_ = np.ravel(keys.get("eos_token_id")).tolist()
+    pad = tokenizer_config(folder).get("pad_token")
     pad_id = ids.get(pad["content"] if isinstance(pad, dict) else pad, eos_id)
-    changes = QWEN2[kind] | {"model_type": "Dream", "vocab_size": max(rows, mask_id + 1)}
+    changes = {"model_type": "Dream", "vocab_size": max(rows, mask_id + 1)} | QWEN2[kind]
     changes |= {"mask_token_id": mask_id, "eos_token_id": eos_id, "pad_token_id": pad_id}
-    if block_length:
-        changes["bd_size"] = block_length
+    changes |= {"bd_size": block_length} if block_length else {}
     cfg, origin = dream.config_from_hf(folder, changes), repository or folder.resolve().name
     return Checkpoint(folder, dream, cfg, dream.config_to_hf(cfg), table_rows=table_rows, origin=origin)
 
@@ -263,8 +260,7 @@ def open_safetensors(checkpoint, wanted=""):
 
 def with_mask_row(table_VD, mask_id):
     """The table with the mean of rows 0 .. mask_id - 1, in float64, as row mask_id: a spare row, or a new last one."""
-    new_VD = np.empty((max(len(table_VD), mask_id + 1), table_VD.shape[1]), table_VD.dtype)
-    new_VD[: len(table_VD)] = table_VD
+    new_VD = np.pad(table_VD, ((0, max(0, mask_id + 1 - len(table_VD))), (0, 0)))
     new_VD[mask_id] = table_VD[:mask_id].mean(0, dtype=np.float64).astype(np.float32).astype(table_VD.dtype)
     return new_VD
 
@@ -321,14 +317,12 @@ def checked_blocks(source, arrays):
 
 def cast(source, arrays, dtype, folder):
     """{name: array in dtype} of a checkpoint's arrays, mapped from a temporary file, which is deleted with them."""
-    blocks = checked_blocks(source, arrays) if source.params else arrays.items()
     with tempfile.TemporaryFile(dir=folder) as file:
-        for _, rows in blocks:
+        for _, rows in checked_blocks(source, arrays) if source.params else arrays.items():
             file.write(as_integers(rows.astype(dtype)))
         file.flush()
         flat = np.memmap(file, dtype, "r")
-    ends = np.cumsum([math.prod(array.shape) for array in arrays.values()])
-    views = np.split(flat, ends[:-1])
+    views = np.split(flat, np.cumsum([math.prod(array.shape) for array in arrays.values()])[:-1])
     return {name: view.reshape(array.shape) for (name, array), view in zip(arrays.items(), views, strict=True)}
 
 
@@ -353,9 +347,11 @@ def output_folder(out):
 
 # ---- the files beside the weights ----------------------------------------------------------------------------------
 
-DREAM_CODE = "Dream-org/Dream-v0-Instruct-7B"  # repository of the Hub with configuration_dream.py and the like
-# what Dream adds to Qwen2.5's tokenizer, whose last id is 151,664
-DREAM_TOKENS = {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}
+CODE = {  # model_type: repository of the Hub with the code for transformers, and its classes
+    "Dream": ("Dream-org/Dream-v0-Instruct-7B", "AutoModel", "dream.Dream", "dream.DreamModel"),
+    "sdar": ("JetLM/SDAR-4B-Chat", "AutoModelForCausalLM", "sdar.SDAR", "sdar.SDARForCausalLM"),
+}
+DREAM_TOKENS = {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}  # behind Qwen2.5's tokens
 # where Qwen2.5's tokenizer splits a text before byte-pair encoding
 QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -384,9 +380,12 @@ def files_beside(checkpoint):
 
 def with_code(config, files, origin):
     """The config with an auto_map that transformers resolves: file.Class of a file beside it, else with a prefix
-    OWNER/NAME-- for the repository that the model came from, or Dream's.
+    OWNER/NAME-- for the repository that the model came from, or Dream's. A config.json of ours gets that of CODE.
     """
-    repository = origin if origin.count("/") == 1 else DREAM_CODE
+    repository = origin if origin.count("/") == 1 else CODE["Dream"][0]
+    if config.get("model_type") in CODE and "auto_map" not in config:
+        repository, auto, name, model = CODE[config["model_type"]]
+        config = config | {"auto_map": {"AutoConfig": f"configuration_{name}Config", auto: f"modeling_{model}"}}
 
     def locate(name):
         is_here = "--" in name or f"{name.split('.')[0]}.py" in files
@@ -401,14 +400,15 @@ def config_to_write(source, dtype):
     return source.keys | {name: str(dtype)} | ({"source": source.origin} if source.origin else {})
 
 
+def tokenizer_config(folder):
+    path = folder / "tokenizer_config.json"
+    return runs.read_json(path) if path.is_file() else {}
+
+
 def from_merges(folder):
     """The tokenizer of a folder that has Qwen2.5's vocab.json, merges.txt and added tokens, as Dream's has."""
-
-    def read(name):
-        return runs.read_json(folder / name) if (folder / name).is_file() else {}
-
-    added = {int(i): token for i, token in read("tokenizer_config.json").get("added_tokens_decoder", {}).items()}
-    added = {i: {"content": name} for name, i in read("added_tokens.json").items()} | added
+    added, settings = {i: {"content": name} for name, i in dream.special_ids(folder).items()}, tokenizer_config(folder)
+    added |= {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
     try:
         model = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     except Exception as error:  # tokenizers raises nothing narrower
@@ -434,15 +434,16 @@ def add_dream_tokens(tokenizer, cfg, path, mask_alone=False):
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= cfg.vocab:
         raise ValueError(f"{path} does not fit: its ids reach {largest}, the model has {cfg.vocab}")
-    known, family = tokenizer.get_added_tokens_decoder(), dream.FAMILIES[cfg.family]
-    if cfg.mask_id in known and family.mask in ("", known[cfg.mask_id].content):
+    known, mask = tokenizer.get_added_tokens_decoder(), dream.FAMILIES[cfg.family].mask
+    if cfg.mask_id in known and mask in ("", known[cfg.mask_id].content):
         return False
-    if cfg.family != "dream":
-        raise ValueError(f"{path} is of another model: {family.mask or 'a special token'} is not its id {cfg.mask_id}")
+    if cfg.family != "dream" and not mask_alone:
+        raise ValueError(f"{path} is of another model: {mask or 'a special token'} is not its id {cfg.mask_id}")
     # The library numbers added tokens from the end of the vocabulary. Qwen2.5's ends where Dream's tokens begin.
-    wanted = {MASKS[0]: cfg.mask_id} if mask_alone else DREAM_TOKENS
+    wanted = {mask or MASKS[0]: cfg.mask_id} if mask_alone else DREAM_TOKENS
     tokenizer.add_special_tokens([*wanted])
-    if any(tokenizer.token_to_id(name) != i for name, i in wanted.items()) or wanted[MASKS[0]] != cfg.mask_id:
+    found = {name: tokenizer.token_to_id(name) for name in wanted}
+    if found != wanted or tokenizer.id_to_token(cfg.mask_id) not in MASKS:
         raise ValueError(f"{path} does not fit: it has no special token at {cfg.mask_id}, the model's MASK")
     return True
 
@@ -452,12 +453,10 @@ def add_dream_tokens(tokenizer, cfg, path, mask_alone=False):
 
 def save_params(folder, arrays):
     """Write arrays {name: array} with Orbax, a folder for each, uncompressed: bfloat16 weights shrink little."""
-    handlers = type_handlers.create_type_handler_registry(
-        (np.ndarray, type_handlers.NumpyHandler(deepcopy_host_arrays=False))  # no copies of mapped files
-    )
+    mapped = type_handlers.NumpyHandler(deepcopy_host_arrays=False)  # no copies of mapped files
+    handlers = type_handlers.create_type_handler_registry((np.ndarray, mapped))
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=handlers)
-    # Orbax cuts the longest axis. Where that is the last, a chunk would be gathered from all rows, with copies in
-    # memory: such an array stays one chunk, unless it is very large.
+    # Orbax cuts the longest axis. Along the last one that takes copies in memory: such an array stays one chunk.
     chunks = {}
     for name, array in arrays.items():
         wide = array.ndim > 1 and array.shape[-1] > array.shape[0] and array.nbytes <= 8 * CHUNK_BYTES
@@ -488,8 +487,7 @@ def to_orbax(source, out, wanted=""):
         checking = thread.submit(lambda: [name for name, array in arrays.items() if not is_finite(array)])
         save_params(partial / "params", arrays)
         meta = {"dtype": str(dtype), "parameters": count, "source": source.origin, "step": source.step}
-        if source.family is pc:
-            meta["model"] = dataclasses.asdict(source.cfg)
+        meta |= {"model": dataclasses.asdict(source.cfg)} if source.family is pc else {}
         runs.write(partial / "meta.json", meta | {"sums": summing.result()})
         warn(checking.result())
         runs.write(partial / "config.json", config_to_write(source, dtype))
@@ -537,10 +535,9 @@ def to_safetensors(source, out, shard_gb):
             index = {"metadata": split.metadata, "weight_map": dict(sorted(file_of.items()))}
             runs.write(partial / "model.safetensors.index.json", index)
         runs.write(partial / "config.json", with_code(config_to_write(source, dtype), files, source.origin))
+        settings = with_code(tokenizer_config(source.folder), files, source.origin)
         for name, data in files.items():
-            if name == "tokenizer_config.json":
-                data = with_code(runs.read_json(source.folder / name), files, source.origin)
-            runs.write(partial / name, data)
+            runs.write(partial / name, settings if name == "tokenizer_config.json" else data)
 
 
 def verify(source, out):
@@ -557,8 +554,7 @@ def verify(source, out):
     wrong, done = set(), collections.Counter()
     for name, rows in checked_blocks(orbax, ours):
         want = as_integers(theirs[name])[done[name] : done[name] + rows.size]
-        if not np.array_equal(as_integers(rows), want):
-            wrong.add(name)
+        wrong |= set() if np.array_equal(as_integers(rows), want) else {name}
         done[name] += rows.size
     if wrong:
         raise ValueError(f"{source.folder} and {out.folder} differ: {', '.join(sorted(wrong))}")
@@ -576,8 +572,8 @@ def write_card(checkpoint, name):
     kind = "dream" if checkpoint.family is dream else "pythoncoder"
     base = f"base_model: {origin}\n" if origin.count("/") == 1 else ""
     count, dtype = sum(map(math.prod, checkpoint.shapes().values())), keys.get("dtype") or keys["torch_dtype"]
-    made = f"converted by `convert_weights.py` of Unmask from {origin or 'a training run'}"
     head = f"---\ntags: [unmask, {kind}]\n{base}---\n\n# {Path(name).name}\n\n"
+    made = f"converted by `convert_weights.py` of Unmask from {origin or 'a training run'}"
     path.write_text(f"{head}{count:,} parameters in {dtype}, {made}.\n")
 
 
@@ -602,8 +598,7 @@ def fetch(repository, revision, out):
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, **wanted))
     except OSError as error:
-        problem = " ".join(str(error).split())
-        raise OSError(f"{repository} is no folder here and cannot be downloaded: {problem}") from None
+        raise OSError(f"{repository} is no folder here and cannot be downloaded: {runs.first_line(error)}") from None
 
 
 def main(cfg):

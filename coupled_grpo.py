@@ -522,7 +522,7 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
         store.close()
         folder = run.out
         if cfg.lora_rank:
-            sample_dream.save_adapters(run.out, trainer.trained, cfg.lora_rank, source)
+            sample_dream.save_adapters(run.out, trainer.trained, cfg.lora_rank, source, trainer.model_cfg.family)
             folder, paths = run.out / "merged", [run.out / name for name in files]
             given, trainer.base = (cfg.ckpt, trainer.dtype), None  # on a CPU the whole model is read beside it
             checkpoints.save_merged(md, trainer.model_cfg, folder, *given, trainer.trained, paths, source)

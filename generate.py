@@ -10,6 +10,7 @@
     python generate.py --model=dream --ckpt=out/diffucoder --chat=on --prompt="Sort a list in Python." --show_steps
     python generate.py --model=dream --prompt="def area(r):\\n    [MASK]\\n    return a" --valid=python
     python generate.py --model=dream --ckpt=out/diffucoder --chat=on --system="Answer in code."    # a conversation
+    python generate.py --like=llada --ckpt=out/llada --prompt="Sort a list in Python."    # as LLaDA's own demo does
     python generate.py --model=dream --ckpt=out/diffucoder --int8 --block_length=32 --cache=dual --threshold=0.9
 
 Reads the folder of a run, or one of convert_weights.py; where there is no run, the small PythonCoder of weights/.
@@ -21,6 +22,7 @@ prompt is n tokens to fill, and nothing is appended to such a prompt. [MASK] is 
 Read from the top: main; complete() of PythonCoder or Dream, which encodes prompts and calls the sampler; show.
 """
 
+import argparse
 import collections
 import dataclasses
 import functools
@@ -41,6 +43,18 @@ import inference
 import runs
 from runs import Count, Natural, NonNegative, Share, TopP
 
+LIKE = {  # the flags of --like; bench/results/families.md says where ours differs from the demo
+    "dream": "--max_new=512 --temperature=0.2 --top_p=0.95 --top_k=50",
+    "dreamon": "--max_new=64 --temperature=0.2 --top_p=0.9 --top_k=50 --bos",
+    "llada": "--max_new=128 --temperature=0 --top_p=1 --sampler=maskgit_plus --schedule=even --block_length=32",
+    "sdar": "--max_new=2048 --temperature=1 --top_p=1 --schedule=even --threshold=0.85",
+    "nemotron": "--max_new=512 --temperature=0 --top_p=1 --threshold=0.9",
+    "stable_diffcoder": "--max_new=512 --temperature=0 --top_p=1 --schedule=even",
+    "fast_dllm": "--max_new=256 --temperature=0 --top_p=1 --block_length=32 --cache=dual --threshold=0.9 --fast_dllm",
+    "fast_dllm_v2": "--max_new=2048 --temperature=0 --top_p=1 --threshold=0.9",
+    "open_dcoder": "--max_new=128 --temperature=0.5 --top_p=1 --top_k=200 --sampler=p2",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class PythonCoderFlags:
@@ -54,14 +68,17 @@ class PythonCoderFlags:
 class DreamFlags:
     """Flags of Dream, --model=dream."""
 
+    like: typing.Literal[("", *LIKE)] = ""  # command line: the flags of this model's own demo; one beside it wins
     steps: Natural = 0  # denoising steps, for a Dream of blocks those of a block; 0: one for each token
     block_length: Natural = 0  # fill blocks of this length from left to right; 0 takes the whole canvas
     sampler: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of positions
+    schedule: typing.Literal["dream", "even"] = "dream"  # tokens of each step: Dream's | equally many, as LLaDA's
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 fills those of highest confidence
     threshold: Share = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
     entropy_bound: NonNegative = 0.0  # fill tokens of lowest entropy, up to this sum in nats a step; 0 goes by --steps
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
+    guidance: NonNegative = 0.0  # classifier-free guidance by the prompt, LLaDA's cfg_scale; twice the time
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely; Dream-Coder's demos use 3
     batch_size: Count = 8  # texts that are filled together
     infill: bool = True  # [MASK:n] in a prompt is n tokens to fill, [MASK] a hole; --no-infill: both are text
@@ -107,11 +124,14 @@ DEFAULTS = {  # what "" and None stand for
 
 
 def main(cfg):
-    cfg = resolve(cfg)
-    requests = read_requests(cfg.file) if cfg.file else [(cfg.prompt, cfg.suffix)]
-    if cfg.check:
-        import canvas
+    import canvas
 
+    cfg = resolve(cfg)
+    requests = [(cfg.prompt, cfg.suffix)]
+    if cfg.file:
+        data = sys.stdin.read() if cfg.file == "-" else runs.as_path(cfg.file).read_bytes()
+        requests = canvas.read_requests(data, cfg.file)
+    if cfg.check:
         tests = [canvas.examples(prompt) for prompt, _ in requests]  # before a model is read
     family, advice = PythonCoder, "a smaller --n or --max_new"
     if cfg.model == "dream":
@@ -121,7 +141,7 @@ def main(cfg):
         if cfg.prompt or cfg.file:
             completions = model.complete(requests)
         else:
-            interact(model, end="\n" if cfg.model == "pythoncoder" else "")
+            canvas.interact(model.complete, end="\n" if cfg.model == "pythoncoder" else "")
     except Exception as error:  # JAX raises its own when memory runs out, and Orbax wraps them
         if not isinstance(error, MemoryError) and not re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
             raise
@@ -129,6 +149,17 @@ def main(cfg):
     if cfg.check:
         for row, text in canvas.checked(completions, cfg.n, tests):
             show(cfg, row, text)
+
+
+def with_preset(arguments):
+    """A command line with the flags of its --like before those that are given: of two the last one counts."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--like", nargs="?")
+    name = parser.parse_known_args(arguments)[0].like
+    if name not in LIKE:
+        return arguments
+    print(f"--like={name}: {LIKE[name]}", file=sys.stderr)
+    return ["--model=dream", *LIKE[name].split(), *arguments]
 
 
 def resolve(cfg):
@@ -160,44 +191,6 @@ def resolve(cfg):
     return dataclasses.replace(cfg, prompt=prompt, suffix=suffix, stop=tuple(stop), dream=dream)
 
 
-def read_requests(path):
-    """[(prompt, suffix)] of a JSON-lines file. ValueError names the line that is not one."""
-    requests = []
-    lines = (sys.stdin.read() if path == "-" else runs.as_path(path).read_bytes()).splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            requests.append((row["prompt"] + "", row.get("suffix", "") + ""))  # TypeError for what is no text
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ValueError(f'{path}, line {number} is not a JSON object with the text "prompt"') from None
-    if not requests:
-        raise ValueError(f"{path} holds no prompts")
-    return requests
-
-
-def interact(model, end):
-    """Read prompts until the end of input: lines up to an empty one are a prompt."""
-    terminal = sys.stdin.isatty()
-    if terminal:
-        print("Write, then an empty line to have it continued or answered; Ctrl-D ends.", file=sys.stderr)
-    lines, at_end = [], False
-    while not at_end:
-        try:
-            line = input(("... " if lines else ">>> ") if terminal else "")
-        except (EOFError, KeyboardInterrupt):
-            line, at_end = "", True
-        if line:
-            lines.append(line)
-        elif lines:
-            model.complete([("\n".join(lines) + end, "")])
-            lines = []
-
-
-def truncate(text, stops):
-    """The text before the first of any of the stop strings."""
-    return text[: min((i for i in map(text.find, stops) if i >= 0), default=len(text))]
-
-
 def show(cfg, row, text, number=0):
     """Print a completion: its JSON line, or its text, under a number where there are several."""
     text = f"---- {number}\n{text}" if number else text
@@ -224,11 +217,12 @@ class PythonCoder:
 
     def complete(self, requests):
         """Continue all requests, cfg.n times each, as one batch: [(row of --json, text)]. A single text streams."""
+        import canvas
         import model_pythoncoder
 
         cfg, tokenizer = self.cfg, self.tokenizer
         requests = [request for request in requests for _ in range(cfg.n)]
-        prompts = [encode(tokenizer, *request) for request in requests]
+        prompts = [canvas.encode(tokenizer, *request) for request in requests]
         self.streams, self.printed, completions = len(prompts) == 1 and not (cfg.json or cfg.check), "", []
         if self.streams:
             print(requests[0][0], end="", flush=True)
@@ -243,7 +237,7 @@ class PythonCoder:
         seconds = time.perf_counter() - started
 
         for number, ((prompt, suffix), ids) in enumerate(zip(requests, texts, strict=True), 1):
-            text = truncate(tokenizer.decode(ids), cfg.stop)
+            text = canvas.truncate(tokenizer.decode(ids), cfg.stop)
             row = {"prompt": prompt, "suffix": suffix, "completion": text, "tokens": len(ids), "seed": cfg.seed}
             completions.append((row, prompt + text + suffix))
             if self.streams:
@@ -260,12 +254,14 @@ class PythonCoder:
 
     def on_tokens(self, texts):
         """Called with the token ids of all texts so far; True, which ends the call, if each holds a stop string."""
+        import canvas
+
         self.passes.append([len(ids) for ids in texts])
         ids, stops = texts[0], self.cfg.stop
         texts = [self.tokenizer.decode(ids) for ids in texts]
         if self.streams:
-            self.stream(printable(texts[0], stops), ids)
-        return bool(stops) and all(truncate(text, stops) != text for text in texts)
+            self.stream(canvas.printable(texts[0], stops), ids)
+        return bool(stops) and all(canvas.truncate(text, stops) != text for text in texts)
 
     def stream(self, completion, ids):
         """Print what has been added to the completion, the text of `ids`; watched, in the colours of the drafts."""
@@ -300,7 +296,7 @@ class PythonCoder:
         with inference.mesh_context(self.mesh):
             prob_BL = np.asarray(of_next(nnx.merge(graph, nnx.state(self.model)), token_BL))
 
-        pages, cut = [], functools.partial(truncate, stops=self.cfg.stop)
+        pages, cut = [], functools.partial(canvas.truncate, stops=self.cfg.stop)
         for i, (prompt, new) in enumerate(zip(prompts, texts, strict=True)):
             prob = prob_BL[i, len(prompt) - 1 : len(rows[i]) - 1].tolist()
             drafts = canvas.drafts_of([passed[i] for passed in self.passes], new, self.rule, self.cfg.max_new)
@@ -310,26 +306,6 @@ class PythonCoder:
                 print("---- by probability\n" + "".join(shaded))
             pages.append([canvas.Token(text, 0) for text in canvas.pieces(self.tokenizer, prompt)] + tokens)
         canvas.write_page(self.cfg.html, pages)
-
-
-def encode(tokenizer, prompt, suffix):
-    """Token ids of a prompt; with a suffix in the order prefix, suffix, middle. Names of special tokens stay text."""
-    tokenizer.encode_special_tokens = True
-    prompt_ids, suffix_ids = (tokenizer.encode(text, add_special_tokens=False).ids for text in (prompt, suffix))
-    if not suffix:
-        return prompt_ids
-    names = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
-    begin, then, middle = map(tokenizer.token_to_id, names)
-    if None in (begin, then, middle):
-        raise ValueError(f"--suffix needs a tokenizer with {', '.join(names)}; this model's has not all of them")
-    return [begin, *prompt_ids, then, *suffix_ids, middle]
-
-
-def printable(text, stops):
-    """What may be shown of a text that grows: not half a character, nor what may become a stop string."""
-    text = truncate(text, stops).rstrip("\ufffd")
-    held = max((k for s in stops for k in range(1, len(s)) if text.endswith(s[:k])), default=0)
-    return text[: len(text) - held]
 
 
 # ---- Dream: a canvas of masks --------------------------------------------------------------------------------------
@@ -348,8 +324,9 @@ class Dream:
         # Flags that do not go together are refused before the weights are read.
         flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
         self.cfg, self.watching = cfg, bool(cfg.show_steps or cfg.html)
-        own = "steps", "block_length", "alg_temp", "threshold", "entropy_bound", "cache", "fast_dllm", "eos_penalty"
-        settings = {name: getattr(flags, name) for name in own} | {"top_k": cfg.top_k, "history": self.watching}
+        own = "steps", "schedule", "block_length", "alg_temp", "threshold", "entropy_bound", "cache", "fast_dllm"
+        settings = {name: getattr(flags, name) for name in (*own, "eos_penalty", "guidance")}
+        settings |= {"top_k": cfg.top_k, "history": self.watching}
         rule = sample_dream.Sampling(flags.sampler, temperature=cfg.temperature, top_p=cfg.top_p, **settings)
         if flags.valid and flags.chat == "on":
             raise ValueError("--valid=python is for a Dream that writes code, without a chat template")
@@ -357,8 +334,12 @@ class Dream:
         how = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": flags.batch_size, "compile_cache": cfg.compile_cache}
         self.model, _, self.mesh = inference.load_for_inference(model_dream, folder, cfg.step, bits=bits, **how)
 
-        # What ends a text: the model's own ids, and tokens that end a turn of a conversation.
         dream, tokenizer = self.model.cfg, sample_dream.load_tokenizer(folder, self.model.cfg)
+        fitting = [dream.family, *(["dreamon"] if dream.expand_id >= 0 else [])]
+        fitting += ["fast_dllm"] if dream.family in ("dream", "llada") and not dream.block_length else []
+        if flags.like not in ("", *fitting):
+            raise ValueError(f"--like={flags.like}: {folder} is a {dream.family}; say --like={' or '.join(fitting)}")
+        # What ends a text: the model's own ids, and tokens that end a turn of a conversation.
         ends = map(tokenizer.token_to_id, ("<|endoftext|>", *canvas.TURN_ENDS, "<|dlm_pad|>"))
         ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id))))
         self.never_in_a_hole = dream.mask_id, dream.expand_id, *ends
@@ -433,7 +414,7 @@ class Dream:
             filled, stats = self.fill(batch, shape)
             total.update({name: stats[name] for name in ("forwards", "seconds", "compile_s")})
             for i, (blank, ids) in enumerate(zip(batch, filled, strict=True)):
-                completion, text = texts.text_of(blank, ids, functools.partial(truncate, stops=cfg.stop))
+                completion, text = texts.text_of(blank, ids, functools.partial(canvas.truncate, stops=cfg.stop))
                 # the forward passes that this text took part in, and their seconds
                 passes = int(stats["passes"][i])
                 seconds = stats["seconds"] * passes / max(1, stats["forwards"])
@@ -510,10 +491,12 @@ class Dream:
 
     def on_block(self, rows):
         """Called with the token ids of the single text after each block; prints what has been added before a MASK."""
+        import canvas
+
         ids = [*itertools.takewhile(lambda token: token != self.texts.mask, rows[0])]
         begun = dataclasses.replace(self.watched, ids=self.watched.ids[: len(ids)])
-        _, text = self.texts.text_of(begun, ids, functools.partial(printable, stops=self.cfg.stop))
-        text = printable(text, ())  # where [MASK:n] says where to write, no string stops the text
+        _, text = self.texts.text_of(begun, ids, functools.partial(canvas.printable, stops=self.cfg.stop))
+        text = canvas.printable(text, ())  # where [MASK:n] says where to write, no string stops the text
         print(text[len(self.printed) :], end="", flush=True)
         self.printed = text
 
@@ -533,4 +516,5 @@ class Dream:
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = with_preset(sys.argv[1:])
     runs.command(main, Config, __doc__)

@@ -93,7 +93,7 @@ class Family(typing.NamedTuple):
 QWEN2 = {"hidden_act": ("silu",), "rope_scaling": (None,), "use_sliding_window": (False, None),
          "attention_dropout": (0, None), "attention_bias": (True, None)}
 LLAMA = {"hidden_act": ("silu",), "rope_scaling": (None,), "sliding_window": (None,), "mlp_bias": (False, None),
-         "attention_bias": (False, None)}
+         "use_sliding_window": (False, None), "attention_bias": (False, None)}
 LLADA = {  # none may be missing: the defaults of its code are GPT-2's
     "activation_type": ("silu",), "block_type": ("llama",), "layer_norm_type": ("rms",), "weight_tying": (False, True),
     "block_group_size": (1,), "multi_query_attention": (None, False), "bias_for_layer_norm": (False, None),
@@ -199,16 +199,12 @@ def config_to_hf(cfg, dtype="bfloat16"):
     """The config.json of the Hub for this architecture, as a dictionary; config_from_hf reads it back."""
     family = FAMILIES[cfg.family]
     keys = {"architectures": [family.code], "model_type": family.kind} | {key: x[0] for key, x in family.fixed.items()}
-    if cfg.family == "dream":
-        keys["auto_map"] = {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}
     for name, key in HF_KEYS.items():
         if name not in EXTRAS or getattr(cfg, name) != getattr(DreamConfig, name):
             keys[family.keys.get(key, key)] = getattr(cfg, name)
     if cfg.rope:
         keys["rope_parameters"] = dict(cfg.rope) | {"rope_type": "yarn", "rope_theta": keys.pop("rope_theta")}
-    if cfg.family == "llada":
-        keys["vocab_size"] = cfg.vocab  # the table may have more rows
-    return keys | {"torch_dtype": dtype}
+    return keys | {"vocab_size": cfg.vocab, "torch_dtype": dtype}
 
 
 CONFIGS = {
@@ -289,24 +285,21 @@ def rope_frequencies(head_size, theta, rope=()):
 
 
 def rope_of(cfg, position_BL):
-    """The rope_table of the model; with YaRN times m(mscale) / m(mscale_all_dim), m(s) = 0.1 s ln(factor) + 1, and
-    besides the scale of queries [B, L, 1, 1]: 1 + beta ln(1 + floor(position / original positions)), as in Llama 4.
+    """cos and sin [B, L, K] in float32 of position * rope_frequencies, repeated in both halves of K.
+
+    With YaRN times m(mscale) / m(mscale_all_dim), m(s) = 0.1 s ln(factor) + 1, and besides the scale of queries
+    [B, L, 1, 1]: 1 + beta ln(1 + floor(position / original positions)), as in Llama 4.
     """
-    table, yarn = rope_table(position_BL, rope_frequencies(cfg.head_size, cfg.theta, cfg.rope)), dict(cfg.rope)
+    # float32, since bfloat16 cannot tell position 257 from 256
+    angle_BLK = position_BL[..., None].astype(jnp.float32) * rope_frequencies(cfg.head_size, cfg.theta, cfg.rope)
+    table, yarn = (jnp.concatenate([f(angle_BLK)] * 2, -1) for f in (jnp.cos, jnp.sin)), dict(cfg.rope)
     if not yarn:
-        return table
+        return tuple(table)
     scales = yarn.get("mscale"), yarn.get("mscale_all_dim")
     over, under = (0.1 * s * math.log(max(yarn["factor"], 1)) + 1 for s in (scales if all(scales) else (1, 0)))
     turns_BL = position_BL // yarn["original_max_position_embeddings"]
     scale_BL = 1 + yarn.get("llama_4_scaling_beta", 0) * jnp.log1p(turns_BL.astype(jnp.float32))
     return *(over / under * x for x in table), scale_BL[..., None, None]
-
-
-def rope_table(position_BL, inv_freq):
-    """cos and sin [B, L, K] in float32 of the angles position * inv_freq [K / 2], repeated in both halves of K."""
-    # float32, since bfloat16 cannot tell position 257 from 256
-    angle_BLK = position_BL[..., None].astype(jnp.float32) * jnp.asarray(inv_freq)
-    return tuple(jnp.concatenate([f(angle_BLK)] * 2, -1) for f in (jnp.cos, jnp.sin))
 
 
 def rotate(x_BLHK, cos_BLK, sin_BLK, scale_BL11=1):
@@ -702,8 +695,7 @@ class Dream(nnx.Module):
             hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=place)
         else:
             row_BM = jnp.concatenate((noised_BL, token_BL), 1)
-            position_BM = jnp.concatenate((position_BL, position_BL), 1)
-            segment_BM = jnp.concatenate((segment_BL, segment_BL), 1)
+            position_BM, segment_BM = (jnp.concatenate((x_BL, x_BL), 1) for x_BL in (position_BL, segment_BL))
             noisy_BM = jnp.broadcast_to(jnp.arange(row_BM.shape[1]) < token_BL.shape[1], row_BM.shape)
             block_BM = position_BM // block
             if self.cfg.causal:  # a clean token is a block of its own, a noised block has the number of its first one

@@ -47,13 +47,14 @@ class Sampling:
 
 def settings_of(rule):
     """A sample_dream.Sampling as one of blocks. ValueError for what only the filling of a canvas has."""
-    foreign = [name for name in ("alg_temp", "cache", "fast_dllm", "eos_penalty") if getattr(rule, name)]
+    foreign = [name for name in ("alg_temp", "cache", "fast_dllm", "eos_penalty", "guidance") if getattr(rule, name)]
     if rule.alg not in ("entropy", "maskgit_plus"):
         foreign.append(f"order by {rule.alg}")
     if foreign:
         raise ValueError(f"a model of blocks is filled without {', '.join(foreign)}: leave it out")
     shared = {field.name for field in dataclasses.fields(Sampling)} - {"schedule"}
-    return Sampling(**{name: getattr(rule, name) for name in shared})
+    schedule = "even" if rule.schedule == "even" else "block"
+    return Sampling(**{name: getattr(rule, name) for name in shared}, schedule=schedule)
 
 
 class State(typing.NamedTuple):

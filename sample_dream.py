@@ -55,6 +55,7 @@ class Sampling:
     cache: typing.Literal["", "prefix", "dual"] = ""  # within a block keep keys and values: of the prompt | all around
     fast_dllm: bool = False  # Fast-dLLM's windows: a block's first token is filled whatever its probability
     eos_penalty: float = 0.0  # lowers the logits of eos_ids by this times -log(filled share of the text + 0.001)
+    guidance: float = 0.0  # LLaDA's cfg_scale w: logits u + (w + 1) (c - u), u those with MASK for all that was given
     ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
@@ -63,14 +64,15 @@ class Sampling:
     record: bool = False  # the same for training, with the probability at this temperature: a Record
 
     def __post_init__(self):
-        if self.threshold and self.entropy_bound:
-            raise ValueError("threshold and entropy_bound do not go together")
+        for one, other in (("threshold", "entropy_bound"), ("guidance", "cache")):
+            if getattr(self, one) and getattr(self, other):
+                raise ValueError(f"{one} and {other} do not go together")
         if self.cache and not self.block_length:
             raise ValueError("a cache works block by block: set block_length")
         if self.fast_dllm and not self.cache:
             raise ValueError("Fast-dLLM's windows need blocks and a cache: prefix or dual")
-        if self.alg in ("origin", "p2") and (self.block_length or self.bound):
-            raise ValueError(f"{self.alg} has no blocks, no threshold and no entropy bound")
+        if self.alg in ("origin", "p2") and (self.block_length or self.bound or self.schedule == "even"):
+            raise ValueError(f"{self.alg} has no blocks, no threshold and no entropy bound, and a schedule of its own")
 
     @property
     def bound(self):
@@ -211,6 +213,10 @@ class Sampler:
         if cache is None:
             start = 0
             hidden_BWD, cache = model.hidden(state.token_BL, see_BM=given.see_BL)
+            if rule.guidance:  # of hidden states, as logits are linear in them
+                masked_BL = jnp.where(given.made_BL, state.token_BL, self.cfg.mask_id)
+                without_BWD, _ = model.hidden(masked_BL, see_BM=given.see_BL)
+                hidden_BWD = without_BWD + (rule.guidance + 1) * (hidden_BWD - without_BWD)
         else:
             start = given.start
             window_BW = jax.lax.dynamic_slice_in_dim(state.token_BL, start, width, 1)
@@ -599,26 +605,31 @@ def turn_end(tokenizer):
     return next((i for i in map(tokenizer.token_to_id, canvas.TURN_ENDS) if i is not None), None)
 
 
-def named(adapters):
-    """{name in peft's adapter_model.safetensors: array} of LoRA adapters, in the order of the leaves of their tree."""
-    arrays = {}
+def named(adapters, family="dream"):
+    """{name in peft's adapter_model.safetensors: array} of LoRA adapters of a family, in the order of their leaves."""
+    arrays, top = {}, "encoder" if family == "nemotron" else "model"
+    own = {"o_proj": "attn_out", "gate_proj": "ff_proj", "down_proj": "ff_out"}  # LLaDA's
     for path, x in jax.tree_util.tree_leaves_with_path(adapters):
         _, layer, matrix, part = (key.key for key in path)
-        block = "self_attn" if matrix in MATRICES[:4] else "mlp"
-        arrays[f"base_model.model.model.layers.{layer}.{block}.{matrix}.lora_{part.upper()}.weight"] = x
+        module = f"{top}.layers.{layer}.{'self_attn' if matrix in MATRICES[:4] else 'mlp'}.{matrix}"
+        if family == "llada":
+            module = f"model.transformer.blocks.{layer}.{own.get(matrix, matrix)}"
+        arrays[f"base_model.model.{module}.lora_{part.upper()}.weight"] = x
     return arrays
 
 
-def save_adapters(folder, adapters, rank, source):
-    """Write adapters as peft does for the model `source` of the Hub, by Qwen2's names: not LLaDA's, nor Nemotron's."""
-    keys = {"peft_type": "LORA", "base_model_name_or_path": source, "r": rank, "lora_alpha": rank}
-    runs.write(folder / "adapter_config.json", keys | {"target_modules": MATRICES})
-    runs.write(folder / "adapter_model.safetensors", safetensors.flax.save(named(adapters), {"format": "pt"}))
+def save_adapters(folder, adapters, rank, source, family="dream"):
+    """Write adapters as peft does for the model `source` of the Hub, by the names of its family."""
+    keys, arrays = {"peft_type": "LORA", "base_model_name_or_path": source}, named(adapters, family)
+    modules = sorted({name[17:].partition(".lora_")[0] for name in arrays}) if family == "llada" else MATRICES
+    keys |= {"r": rank, "lora_alpha": rank, "target_modules": modules}  # LLaDA's head, too, ends in ff_out
+    runs.write(folder / "adapter_config.json", keys)
+    runs.write(folder / "adapter_model.safetensors", safetensors.flax.save(arrays, {"format": "pt"}))
 
 
 def load_adapters(folder, new):
     """New adapters with the values of those that peft or save_adapters() wrote, which may be of fewer matrices."""
-    folder, arrays = runs.as_path(folder), named(new)
+    folder = runs.as_path(folder)
     keys = runs.read_json(folder / "adapter_config.json", "r", "lora_alpha")
     if other := [name for name in ("use_dora", "use_rslora", "alpha_pattern") if keys.get(name)]:
         raise ValueError(f"{folder}: adapters with {' and '.join(other)} are no plain LoRA")
@@ -626,6 +637,7 @@ def load_adapters(folder, new):
         found = safetensors.flax.load_file(folder / "adapter_model.safetensors")
     except safetensors.SafetensorError as error:
         raise ValueError(f"{folder}/adapter_model.safetensors cannot be read: {error}") from None
+    arrays = max((named(new, kind) for kind in ("dream", "llada", "nemotron")), key=lambda x: len({*x} & {*found}))
     want = {name: x.shape for name, x in arrays.items() if name in found}
     runs.check_tensors({name: x.shape for name, x in found.items()}, want, folder)
     size = math.sqrt(keys["lora_alpha"] / keys["r"])  # in both matrices: peft multiplies B A by alpha / r, we do not

@@ -646,10 +646,10 @@ def main(cfg):
         store.close()
         out = cfg.out
         if cfg.lora_rank:
-            sample_dream.save_adapters(folder.out, trainer.state["params"], cfg.lora_rank, config["source"])
+            adapters, family = trainer.state.pop("params"), trainer.model.family
+            sample_dream.save_adapters(folder.out, adapters, cfg.lora_rank, config["source"], family)
             out, files = folder.out / "merged", [folder.out / name for name in trainer.files]
-            given, adapters = (cfg.init, trainer.run.dtype), trainer.state.pop("params")
-            trainer.state = None  # on a CPU the whole model is read beside it
+            given, trainer.state = (cfg.init, trainer.run.dtype), None  # on a CPU the whole model is read beside it
             checkpoints.save_merged(md, trainer.model, out, *given, adapters, files, config["source"])
     print(f"done: {out}; generate code with: python generate.py --model=dream --ckpt={out}")
 

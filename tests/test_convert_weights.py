@@ -470,7 +470,7 @@ def test_a_qwen2_becomes_a_dream_and_goes_back_as_one(tmp_path, kind, mask, keys
     source, out, back = (tmp_path / name for name in ("hub", "dream", "back"))
     tensors = write_hub_folder(source, dataclasses.replace(SMALL, tie=True), shards=1)
     config = json.loads((source / "config.json").read_text()) | {"model_type": kind} | keys
-    for name in ("mask_token_id", "pad_token_id", "auto_map"):
+    for name in ("mask_token_id", "pad_token_id"):
         config.pop(name)
     (source / "config.json").write_text(json.dumps(config))
     special = {"<pad>": 0, "<s>": 1, "</s>": 2} | ({mask: 3} if mask else {})
@@ -494,10 +494,23 @@ def test_a_qwen2_becomes_a_dream_and_goes_back_as_one(tmp_path, kind, mask, keys
 
 def test_what_is_no_qwen2_becomes_no_dream(tmp_path):
     write_hub_folder(tmp_path / "hub")
-    with pytest.raises(ValueError, match="takes a model_type of qwen2, Fast_dLLM_Qwen, a2d-qwen2, not 'Dream'"):
+    with pytest.raises(ValueError, match="takes a model_type of qwen2, Fast_dLLM_Qwen, a2d-qwen2, qwen3, not 'Dream'"):
         convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "out"), to="dream"))
     with pytest.raises(ValueError, match="--block_length goes with --to=dream"):
         convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "out"), block_length=4))
+
+
+def test_a_qwen3_with_sliding_windows_or_experts_is_refused_in_one_line(tmp_path):
+    keys = {"model_type": "qwen3", "vocab_size": 64, "eos_token_id": 2, "use_sliding_window": True}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    with pytest.raises(ValueError, match="use_sliding_window is True, not False"):
+        convert.main(convert.Config(str(tmp_path), str(tmp_path / "out"), to="dream"))
+    (tmp_path / "config.json").write_text(json.dumps(keys | {"model_type": "qwen3_moe", "num_experts": 8}))
+    with pytest.raises(ValueError, match=r"takes a model_type of .*qwen3, not 'qwen3_moe'"):
+        convert.main(convert.Config(str(tmp_path), str(tmp_path / "out"), to="dream"))
+    (tmp_path / "config.json").write_text(json.dumps(keys | {"use_sliding_window": False}))
+    with pytest.raises(ValueError, match="--to=dream makes a Dream of it"):
+        convert.main(convert.Config(str(tmp_path), str(tmp_path / "out")))
 
 
 def test_two_checkpoints_of_one_form_and_of_two_models_are_not_compared(tmp_path):
@@ -643,7 +656,7 @@ def test_without_its_code_auto_map_names_the_repository_that_the_model_came_from
     for path in folder.glob("*.py"):
         path.unlink()
     keys = json.loads((folder / "config.json").read_text())
-    for source, repository in (("apple/DiffuCoder-7B-Instruct", None), ("my_model", convert.DREAM_CODE)):
+    for source, repository in (("apple/DiffuCoder-7B-Instruct", None), ("my_model", convert.CODE["Dream"][0])):
         (folder / "config.json").write_text(json.dumps(keys | {"source": source}))
         orbax, back = tmp_path / "orbax" / source, tmp_path / "back" / source
         convert.main(convert.Config(str(folder), str(orbax)))
@@ -652,6 +665,18 @@ def test_without_its_code_auto_map_names_the_repository_that_the_model_came_from
         assert auto_map == {"AutoConfig": f"{repository or source}--configuration_dream.DreamConfig"}
         auto_map = runs.read_json(back / "tokenizer_config.json")["auto_map"]
         assert auto_map == {"AutoTokenizer": [f"{repository or source}--tokenization_dream.DreamTokenizer", None]}
+
+
+def test_what_was_made_or_trained_here_names_the_code_of_its_kind(tmp_path):
+    folder, orbax, back = (tmp_path / name for name in ("Qwen", "orbax", "back"))
+    write_hub_folder(folder)
+    keys = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(keys | {"source": "Qwen/Qwen2.5-Coder-7B"}))  # as of --to=dream
+    convert.main(convert.Config(str(folder), str(orbax)))
+    convert.main(convert.Config(str(orbax), str(back)))
+    auto_map = runs.read_json(back / "config.json")["auto_map"]
+    assert auto_map["AutoModel"] == "Dream-org/Dream-v0-Instruct-7B--modeling_dream.DreamModel"
+    assert auto_map["AutoConfig"] == "Dream-org/Dream-v0-Instruct-7B--configuration_dream.DreamConfig"
 
 
 def test_the_sources_name_stays_in_what_is_made_of_it(tmp_path):

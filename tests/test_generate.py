@@ -40,14 +40,14 @@ CFG = pc.Config(vocab=384, width=32, layers=2, heads=4, kv_heads=4, head_size=8,
 def test_completions_are_cut_at_the_first_stop_string(golden_dir):
     golden = json.loads((golden_dir("pythoncoder") / "truncate.json").read_text())
     for case in golden["cases"]:
-        assert generate.truncate(case["text"], golden["stops"]) == case["kept"], case
+        assert canvas.truncate(case["text"], golden["stops"]) == case["kept"], case
 
 
 def test_streaming_holds_back_half_a_character_and_the_start_of_a_stop_string():
-    assert generate.printable("x = 1\n", ["\ndef "]) == "x = 1"
-    assert generate.printable("x = 1\nde", ["\ndef "]) == "x = 1"
-    assert generate.printable("x = 1\ndef f", ["\ndef "]) == "x = 1"
-    assert generate.printable("caf\ufffd", []) == "caf"
+    assert canvas.printable("x = 1\n", ["\ndef "]) == "x = 1"
+    assert canvas.printable("x = 1\nde", ["\ndef "]) == "x = 1"
+    assert canvas.printable("x = 1\ndef f", ["\ndef "]) == "x = 1"
+    assert canvas.printable("caf\ufffd", []) == "caf"
 
 
 def new_tokenizer(special, text):
@@ -120,10 +120,10 @@ def test_an_interactive_session_reads_prompts_until_the_end_of_input(run_folder,
 
 def test_fill_in_the_middle_puts_prefix_and_suffix_before_the_middle(run_folder):
     tokenizer = Tokenizer.from_file(str(run_folder / "tokenizer.json"))
-    ids = generate.encode(tokenizer, "def ", "(x)")
+    ids = canvas.encode(tokenizer, "def ", "(x)")
     assert [i for i in ids if i < 4] == [1, 3, 2]  # prefix, suffix, middle
     assert tokenizer.decode(ids) == "def (x)"
-    assert 0 not in generate.encode(tokenizer, "<|endoftext|>", "")  # a special token's name in a prompt is text
+    assert 0 not in canvas.encode(tokenizer, "<|endoftext|>", "")  # a special token's name in a prompt is text
 
 
 def refused(part, config=None, **settings):
@@ -146,7 +146,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
         path.write_bytes(data)
         refused(" is not a JSON object with the text", file=str(path), ckpt=str(tmp_path / "none"))
     path.write_bytes(b"\xef\xbb\xbf" + line.encode())  # a byte order mark
-    assert generate.read_requests(path) == [("x", "")]
+    assert canvas.read_requests(path.read_bytes(), path) == [("x", "")]
     refused("/dev/zero is no regular file", file="/dev/zero", ckpt=str(tmp_path / "none"))
 
 

@@ -81,7 +81,7 @@ def test_hidden_states_after_every_layer(model, forward):
     apply_layer = jax.jit(lambda layer, *inputs: layer(*inputs, model.run)[0])  # one program for all layers
     for case in {name.split(".hidden.")[0] for name in forward if ".hidden." in name}:
         token_BL, position_BL, see_BL = inputs(forward, case)
-        rope = md.rope_table(jnp.asarray(position_BL), md.rope_frequencies(model.cfg.head_size, model.cfg.theta))
+        rope = md.rope_of(model.cfg, jnp.asarray(position_BL))
         x_BLD, states = model.lookup(token_BL), []
         for i in range(model.cfg.layers):
             states.append(x_BLD)

@@ -121,6 +121,7 @@ def rule_of(case, golden, cfg):
         rule |= {"steps": given["steps"], "schedule": "even"}
     if case.get("cache"):
         rule |= {"cache": case["cache"], "fast_dllm": True}
+    rule["guidance"] = given.get("cfg_scale") or 0.0
     if given.get("logits_eos_inf"):
         rule["ban_ids"] += (cfg.eos_id,)
     if given.get("confidence_eos_eot_inf"):
@@ -139,8 +140,8 @@ def fill(model, case, golden):
 
 
 def is_ours(case):
-    """Whether our sampler has the rule of a case: no guidance, and not Fast-dLLM's factor."""
-    return not (case["settings"].get("cfg_scale") or case["settings"].get("factor"))
+    """Whether our sampler has the rule of a case: not Fast-dLLM's factor."""
+    return not case["settings"].get("factor")
 
 
 @pytest.mark.slow

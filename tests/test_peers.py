@@ -39,6 +39,7 @@ import diffusion
 import grpo
 import model_dream as md
 import protocols
+import runs
 import sample_dream as sd
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -79,6 +80,49 @@ def test_logits_of_a_qwen2_that_became_a_dream_are_those_of_transformers(changes
     assert error <= 2e-5 * np.abs(want_BLV).max()
 
 
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_qwen3_becomes_an_sdar_and_goes_back_in_the_form_that_sglang_loads(tie, tmp_path):
+    """Heads of their own size. Blocks of one token are causal, so the logits are those of transformers' Qwen3."""
+    transformers, torch = map(peer, ("transformers", "torch"))
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "intermediate_size": 80, "vocab_size": 64, "max_position_embeddings": 256}
+    ids = {"eos_token_id": 2, "bos_token_id": 1, "tie_word_embeddings": tie, "rms_norm_eps": 1e-5}
+    torch.manual_seed(0)
+    hub = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **ids))
+    for x in hub.parameters():
+        torch.nn.init.normal_(x, 0.2, 0.2)
+    hub.save_pretrained(tmp_path / "hub")
+    model = {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(60)}, "unk_token": "w0"}
+    end = {"id": 2, "content": "w2", "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    runs.write(tmp_path / "hub" / "tokenizer.json", {"version": "1.0", "added_tokens": [end], "model": model})
+    convert_weights.main(convert_weights.Config(str(tmp_path / "hub"), str(tmp_path / "dream"), to="dream"))
+    model, _ = checkpoints.load(md, tmp_path / "dream")
+    cfg = model.cfg
+    assert (cfg.family, cfg.shift, cfg.bias, cfg.qk_norm, cfg.block_length) == ("sdar", False, False, True, 4)
+    assert (cfg.head_size, cfg.tie, cfg.mask_id) == (16, tie, 60)  # behind the tokenizer's last token, a spare row
+    token_BL = np.arange(60).reshape(3, 20)
+    place = diffusion.Place(jnp.ones((3, 20), jnp.int32), jnp.broadcast_to(jnp.arange(20), (3, 20)))
+    got_BLV = jax.jit(lambda model: model.logits(model.hidden(token_BL, place=place)[0]))(model)
+    with torch.no_grad():
+        want_BLV = hub(torch.from_numpy(token_BL)).logits.numpy()
+    spare = np.arange(64) != cfg.mask_id
+    np.testing.assert_allclose(got_BLV[..., spare], want_BLV[..., spare], atol=2e-5 * np.abs(want_BLV).max())
+
+    # What SGLang's loader of SDAR reads: sglang/srt/models/sdar.py, dllm/config.py.
+    convert_weights.main(convert_weights.Config(str(tmp_path / "dream"), str(tmp_path / "back")))
+    keys = runs.read_json(tmp_path / "back" / "config.json")
+    assert {name: keys[name] for name in sizes | ids} == sizes | ids
+    assert keys["architectures"] == ["SDARForCausalLM"]
+    assert (keys["model_type"], keys["block_size"], keys["mask_token_id"]) == ("sdar", 4, 60)
+    assert (keys["rope_theta"], keys["rope_scaling"], keys["attention_bias"]) == (cfg.theta, None, False)
+    assert keys["auto_map"]["AutoConfig"] == "JetLM/SDAR-4B-Chat--configuration_sdar.SDARConfig"
+    theirs = convert_weights.map_files(tmp_path / "back")
+    assert theirs.keys() == convert_weights.map_files(tmp_path / "hub").keys()
+    back = runs.read_tokenizer(tmp_path / "back")
+    assert back.token_to_id("<|MASK|>") == 60
+
+
 def test_peft_loads_our_adapters_and_merges_them_into_what_we_merge(tmp_path):
     transformers, torch, peft = map(peer, ("transformers", "torch", "peft"))
     base, trained = params_of(TINY), random_adapters()
@@ -103,6 +147,37 @@ def test_peft_loads_our_adapters_and_merges_them_into_what_we_merge(tmp_path):
     want = state_dict(md.merge_adapters(base, trained))
     for name, x in adapted.merge_and_unload().state_dict().items():
         np.testing.assert_allclose(x.numpy(), want[name].numpy(), atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("area", ["llada", "nemotron", "sdar"])
+def test_peft_finds_the_modules_of_a_familys_own_code_by_our_adapters(area, golden_dir, tmp_path):
+    """Modules with the names of the checkpoint's tensors; what peft merges is what we merge, and the head stays."""
+    torch, peft = map(peer, ("torch", "peft"))
+    cfg = md.config_from_hf(golden_dir(area))
+    base = md.new_params(cfg, 0)
+    adapters = md.new_adapters(jax.random.key(1), base, 2)
+    trained = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape), adapters)
+    sd.save_adapters(tmp_path, trained, 2, "a/b", area)
+    hub = torch.nn.Module()
+    for name, x in checkpoints.flatten(base).items():
+        *path, _ = convert_weights.hf_name(name, area).split(".")
+        module = torch.nn.Linear(*x.shape[::-1], bias=False) if x.ndim == 2 else torch.nn.LayerNorm(x.shape, bias=False)
+        module.weight.data = torch.from_numpy(np.array(x))
+        parent = hub
+        for part in path[:-1]:
+            if part not in parent._modules:
+                parent.add_module(part, torch.nn.Module())
+            parent = parent._modules[part]
+        parent.add_module(path[-1], module)
+    adapted = peft.PeftModel.from_pretrained(hub, tmp_path)
+    adapted.save_pretrained(tmp_path / "theirs")
+    theirs = sd.load_adapters(tmp_path / "theirs", md.new_adapters(jax.random.key(3), base, 2))
+    jax.tree.map(np.testing.assert_array_equal, theirs, trained)
+    merged = adapted.merge_and_unload().state_dict()
+    want = checkpoints.flatten(md.merge_adapters(base, trained))
+    assert merged.keys() == {convert_weights.hf_name(name, area) for name in want}
+    for name, x in want.items():
+        np.testing.assert_allclose(merged[convert_weights.hf_name(name, area)].numpy(), x, atol=1e-6, err_msg=name)
 
 
 # ---- TRL

@@ -504,6 +504,8 @@ def test_bad_input_is_one_clear_line(shallow):
         ({"threshold": 0.5, "entropy_bound": 0.5}, "do not go together"),
         ({"alg": "origin", "entropy_bound": 0.5}, "origin has no blocks, no threshold and no entropy bound"),
         ({"fast_dllm": True, "block_length": 4}, "need blocks and a cache"),
+        ({"guidance": 1.0, "cache": "dual", "block_length": 4}, "do not go together"),
+        ({"alg": "p2", "schedule": "even"}, "a schedule of its own"),
     ):
         with pytest.raises(ValueError, match=text):
             sd.Sampling(**settings)
@@ -561,6 +563,26 @@ def test_adapters_come_back_from_pefts_form_bit_for_bit_and_times_its_alpha(tmp_
         for name, want in layer.items():
             change = 4 * want["b"] @ want["a"] if name == "q_proj" else 0 * want["b"] @ want["a"]
             np.testing.assert_allclose(some[i][name]["b"] @ some[i][name]["a"], change, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "targets"),
+    [
+        ("llada", "model.transformer.blocks.1.ff_out", "model.transformer.blocks.1.ff_out"),
+        ("nemotron", "encoder.layers.1.mlp.down_proj", "down_proj"),
+        ("sdar", "model.layers.1.mlp.down_proj", "down_proj"),
+    ],
+)
+def test_adapters_have_the_names_of_the_familys_own_modules(family, module, targets, tmp_path):
+    """What peft makes of them: tests/test_peers.py."""
+    trained = random_adapters()
+    sd.save_adapters(tmp_path, trained, 3, "a/b", family)
+    arrays = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
+    want = trained["layers"]["1"]["down_proj"]["b"]
+    np.testing.assert_array_equal(arrays[f"base_model.model.{module}.lora_B.weight"], want)
+    assert targets in runs.read_json(tmp_path / "adapter_config.json")["target_modules"]
+    new = md.new_adapters(jax.random.key(2), params_of(TINY), 3)
+    jax.tree.map(np.testing.assert_array_equal, sd.load_adapters(tmp_path, new), trained)
 
 
 def test_adapters_that_do_not_fit_are_one_line(tmp_path):

@@ -1,0 +1,292 @@
+"""generate.py --like=NAME: the texts and the forward passes of each model's own demo, by the command line.
+
+A golden case with other settings than the demo's has them as flags beside --like. What no flag sets is left out:
+LLaDA's late EOS, Fast-dLLM's factor, SDAR's order from the left, Nemotron's thinking budget. The texts of Fast-dLLM v2
+and DreamOn are ours: see bench/results/families.md.
+"""
+
+import itertools
+import json
+import shutil
+
+import pytest
+from conftest import run, says
+
+import convert_weights
+import generate
+import model_dream as md
+import runs
+
+pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("exact_matmuls", "no_compile_cache")]
+AREAS = {
+    "dream": "dream",
+    "dreamon": "kin/dreamon",
+    "llada": "llada",
+    "sdar": "sdar",
+    "nemotron": "nemotron",
+    "stable_diffcoder": "nemotron/stable_diffcoder",
+    "fast_dllm_v2": "kin/fast_dllm_v2",
+    "open_dcoder": "kin/open_dcoder",
+}
+
+
+def hub_folder(source, folder):
+    """A copy of a folder of reference values with a tokenizer in which the word w7 is the id 7: its config."""
+    shutil.copytree(source, folder)
+    if (folder / "stable_diffcoder.json").exists():  # the id of MASK is in the tokenizer's files, as on the Hub
+        mask_id = runs.read_json(folder / "stable_diffcoder.json")["mask_token_id"]
+        runs.write(folder / "added_tokens.json", {md.FAMILIES["stable_diffcoder"].mask: mask_id})
+    cfg, special = md.config_from_hf(folder), {}
+    if (folder / "generation_config.json").exists():  # SDAR has two ends, the second is that of a turn
+        ends = runs.read_json(folder / "generation_config.json").get("eos_token_id")
+        others = {*ends} - {cfg.eos_id} if isinstance(ends, list) else {}
+        special = {"<|im_end|>": max(others)} if others else {}
+    special |= {md.FAMILIES[cfg.family].mask or "<|mask|>": cfg.mask_id, "<|endoftext|>": cfg.eos_id}
+    special |= {"<|beginoftext|>": cfg.bos_id} if cfg.expand_id >= 0 else {}
+    names = {i: f"w{i}" for i in range(cfg.vocab)} | {i: word for word, i in special.items()}
+    model = {"type": "WordLevel", "vocab": {word: i for i, word in names.items()}, "unk_token": names[3]}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    added = [{"id": i, "content": word, **flags} for word, i in special.items()]
+    splits = {"type": "WhitespaceSplit"}
+    runs.write(
+        folder / "tokenizer.json", {"version": "1.0", "added_tokens": added, "pre_tokenizer": splits, "model": model}
+    )
+    return cfg, {cfg.eos_id, cfg.pad_id, special.get("<|im_end|>", cfg.eos_id)}
+
+
+@pytest.fixture(scope="module")
+def model_of(golden_dir, tmp_path_factory):
+    """model_of(name): (folder in Orbax, config, ids that end a text) of a key of AREAS."""
+    top, made = tmp_path_factory.mktemp("like"), {}
+
+    def convert(name):
+        if name not in made:
+            area, _, below = AREAS[name].partition("/")
+            cfg, ends = hub_folder(golden_dir(area) / below, top / f"{name}_hub")
+            convert_weights.main(convert_weights.Config(source=str(top / f"{name}_hub"), out=str(top / name)))
+            made[name] = top / name, cfg, ends
+        return made[name]
+
+    return convert
+
+
+def words(ids, mask_id):
+    """Ids as a prompt, with masks as [MASK:n]."""
+    groups = ((masked, [*group]) for masked, group in itertools.groupby(ids, lambda i: i == mask_id))
+    return " ".join(f"[MASK:{len(group)}]" if masked else " ".join(f"w{i}" for i in group) for masked, group in groups)
+
+
+@pytest.fixture
+def says_like(model_of, capsys, monkeypatch, tmp_path):
+    """says_like(name, prompts, *flags): (ids, forward passes) for each list of ids, by generate.py's command line."""
+
+    def call(name, prompts, *flags, model=""):
+        folder, cfg, _ = model_of(model or name)
+        lines = [json.dumps({"prompt": words(prompt, cfg.mask_id)}) for prompt in prompts]
+        (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+        given = f"--like={name}", f"--ckpt={folder}", f"--file={tmp_path / 'prompts.jsonl'}", "--json", "--devices=1"
+        monkeypatch.setattr("sys.argv", ["generate.py", *generate.with_preset([*given, *flags])])
+        capsys.readouterr()
+        runs.command(generate.main, generate.Config, generate.__doc__)
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        texts = [row.get("completion", row["text"]).split() for row in rows]
+        return [([int(word[1:]) for word in text], row["forwards"]) for text, row in zip(texts, rows, strict=True)]
+
+    return call
+
+
+def until(ids, ends):
+    """Ids up to the first that ends a text."""
+    return ids[: min((i for i, token in enumerate(ids) if token in ends), default=len(ids))]
+
+
+def unpadded(case, i):
+    """Row i of a case's prompts without its padding."""
+    ids = case["prompt_ids"][i]
+    see_L = (case.get("attention_mask") or {i: [1] * len(ids)})[i]
+    return [token for token, seen in zip(ids, see_L, strict=True) if seen]
+
+
+def flags_of(**settings):
+    return [f"--{name}={value}" for name, value in settings.items() if value is not None]
+
+
+@pytest.mark.slow
+def test_llada_and_fast_dllm_of_it(says_like, model_of, golden_dir):
+    golden, done = json.loads((golden_dir("llada") / "generate.json").read_text()), set()
+    _, cfg, ends = model_of("llada")
+    for case in golden["cases"]:
+        given, fast = case["settings"], case["sampler"] == "fast"
+        others = "logits_eos_inf", "confidence_eos_eot_inf", "factor"
+        if any(given.get(key) for key in others) or case.get("edge") or (fast and not case["cache"]):
+            continue
+        new, threshold = given["gen_length"], given.get("threshold")
+        flags = flags_of(
+            max_new=new, block_length=given["block_length"], threshold=threshold or 0, cache=case.get("cache")
+        )
+        flags += [] if threshold else flags_of(steps=given["steps"], sampler="maskgit_plus", schedule="even")
+        flags += flags_of(guidance=given.get("cfg_scale"))
+        width = len(case["prompt_ids"][0])
+        for i, row in enumerate(case["sequences"]):
+            prompt = unpadded(case, i)
+            if {*prompt} & {*ends, cfg.mask_id}:
+                continue
+            ((got, forwards),) = says_like("fast_dllm" if fast else "llada", [prompt], *flags, model="llada")
+            want = until(row[width:], ends)
+            assert got == want, case["name"]
+            passes = min(case["num_forwards"], new)  # further steps are idle
+            assert forwards == passes if len(want) == new else forwards <= passes, case["name"]
+            done.add(case["sampler"])
+    assert done == {"llada", "fast"}
+
+
+@pytest.mark.slow
+def test_dream_and_fast_dllm_of_it(says_like, model_of, golden_dir):
+    golden, done = json.loads((golden_dir("dream") / "generate.json").read_text()), set()
+    _, cfg, ends = model_of("dream")
+    for case in golden["cases"]:
+        given, kind = case["settings"], case["sampler"]
+        if (
+            {"pin", "draws"} & case.keys()
+            or case.get("ban_ids")
+            or case["name"].startswith("edge")
+            or given["eps"] != 1e-3
+        ):
+            continue
+        new, by_threshold = given["max_new_tokens"], given["alg"] == "confidence_threshold"
+        flags = flags_of(max_new=new, temperature=0, top_k=given["top_k"] or 0, top_p=given["top_p"] or 1)
+        if kind == "block":
+            flags += flags_of(block_length=given["block_length"], cache="dual" if given["dual_cache"] else "prefix")
+        flags += flags_of(threshold=given["threshold"] if by_threshold else 0)
+        flags += [] if by_threshold else flags_of(sampler=given["alg"])
+        flags += [] if kind == "block" and by_threshold else flags_of(steps=given["steps"])
+        width = len(case["prompt_ids"][0])
+        for i, row in enumerate(case["sequences"]):
+            prompt = unpadded(case, i)
+            if {*prompt} & {*ends, cfg.mask_id}:
+                continue
+            ((got, forwards),) = says_like("fast_dllm" if kind == "block" else "dream", [prompt], *flags, model="dream")
+            want = until(row[width:], ends)
+            assert got == want, case["name"]
+            assert forwards <= case["num_forwards"], case["name"]  # without those that write nothing
+            if by_threshold and len(want) == new:
+                assert forwards == case["num_forwards"], case["name"]
+            done.add(kind)
+    assert done == {"diffusion", "threshold", "block"}
+
+
+@pytest.mark.slow
+def test_sdar(says_like, model_of, golden_dir):
+    golden, done = json.loads((golden_dir("sdar") / "sdar.json").read_text()), set()
+    _, _, ends = model_of("sdar")
+    for case in golden["generate"]:
+        given, prompt, N = case["settings"], case["prompt"], case["settings"]["block_length"]
+        steps = given["denoising_steps"]
+        whole = len(prompt) % N == 0 or steps == N  # else the first block's share of the steps is another
+        if given["remasking_strategy"] == "sequential" or not whole:
+            continue
+        threshold = given["confidence_threshold"] if given["remasking_strategy"].endswith("dynamic") else 0
+        new = -(-(len(prompt) + given["gen_length"]) // N) * N - len(prompt)
+        flags = flags_of(max_new=new, temperature=0, block_length=N, steps=steps, threshold=threshold)
+        ((got, forwards),) = says_like("sdar", [prompt], *flags)
+        want = until(case["text"], ends)
+        assert got[: len(want)] == want, case["name"]
+        if len(got) == new:
+            assert forwards == sum(case["steps"]), case["name"]
+        done.add(given["remasking_strategy"])
+    assert len(done) == 2
+
+
+@pytest.mark.slow
+def test_nemotron(says_like, model_of, golden_dir):
+    golden, done = json.loads((golden_dir("nemotron") / "nemotron.json").read_text()), set()
+    _, cfg, ends = model_of("nemotron")
+    for case in golden["cases"]:
+        given, mode = case["settings"], case["mode"]
+        if mode == "self_speculation" or "max_thinking" in given or not given.get("causal_context", True):
+            continue
+        new, block, threshold = given["max_new"], given.get("block_length", 1), given.get("threshold") or 0
+        flags = flags_of(max_new=new, block_length=block, threshold=threshold)
+        for prompt, text in zip(case["prompts"], case["text"], strict=True):
+            if {*prompt} & {*ends, cfg.mask_id}:
+                continue
+            ((got, forwards),) = says_like("nemotron", [prompt], *flags)
+            want = until(text, ends)
+            assert got == want, case["name"]
+            if len(want) == new and len(case["prompts"]) == 1:
+                assert forwards == case["nfe"], case["name"]
+        done.add(mode)
+    assert done == {"ar", "diffusion"}
+
+
+@pytest.mark.slow
+def test_stable_diffcoder(says_like, model_of, golden_dir):
+    folder, (_, _, ends) = golden_dir("nemotron") / "stable_diffcoder", model_of("stable_diffcoder")
+    cases = json.loads((folder / "stable_diffcoder.json").read_text())["samples"]
+    assert cases
+    for case in cases:
+        given, prompt, N = case["settings"], case["prompt"], case["settings"]["block_length"]
+        new, threshold = given["gen_length"], given["threshold"] or 0
+        steps = 0 if threshold else given["steps"] // (new // N)
+        flags = flags_of(max_new=new, block_length=N, steps=steps, threshold=threshold)
+        ((got, forwards),) = says_like("stable_diffcoder", [prompt], *flags)
+        assert got == until(case["text"], ends), case["name"]
+        blocks = -(-(len(prompt) + new) // N) - len(prompt) // N
+        if len(got) == new:
+            assert forwards + blocks == case["nfe"], case["name"]  # ours commits in the first pass of the next block
+
+
+@pytest.mark.slow
+def test_open_dcoder(says_like, model_of, golden_dir):
+    cases = json.loads((golden_dir("kin") / "open_dcoder" / "kin.json").read_text())["open_dcoder"]
+    _, cfg, ends = model_of("open_dcoder")
+    assert cases
+    for case in cases:
+        given, prompt = case["settings"], case["prompt"]
+        if {*prompt} & ends:
+            continue
+        flags = flags_of(temperature=0, top_k=0, sampler=given["alg"], steps=given["steps"])
+        flags += flags_of(max_new=given["max_new_tokens"] or None)
+        ((got, forwards),) = says_like("open_dcoder", [prompt], *flags)
+        want = case["sequence"] if cfg.mask_id in prompt else until(case["sequence"][len(prompt) :], ends)
+        assert got == want, case["name"]
+        assert forwards <= case["forwards"], case["name"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AREAS)
+def test_a_text_is_the_same_alone_and_in_a_batch(name, says_like, model_of):
+    """Prompts of several lengths, in float32, the default on a CPU, without noise."""
+    _, cfg, ends = model_of(name)
+    ids = [i for i in range(3, 40) if i not in {*ends, cfg.mask_id, cfg.bos_id, cfg.expand_id}]
+    prompts = [ids[:2], ids[5:18], ids[3:10], ids[1:2]]
+    for like in (name, "fast_dllm") if name in ("dream", "llada") else (name,):
+        flags = flags_of(max_new=16, temperature=0, block_length=8 if like in ("llada", "fast_dllm") else None)
+        together = says_like(like, prompts, *flags, model=name)
+        for prompt, (text, _) in zip(prompts, together, strict=True):
+            ((alone, _),) = says_like(like, [prompt], *flags, model=name)
+            assert text == alone, (like, prompt)
+        assert any(text for text, _ in together)
+
+
+def test_a_preset_is_printed_and_a_flag_beside_it_wins(model_of):
+    folder, _, _ = model_of("sdar")
+    given = f"--ckpt={folder}", "--prompt=w5 w6", "--max_new=4", "--json", "--compile_cache="
+    done = run("generate.py", "--like", "sdar", *given, "--temperature=0")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"--like=sdar: {generate.LIKE['sdar']}\n")
+    assert json.loads(done.stdout)["tokens"] <= 4
+    settings = generate.with_preset(["--like=dream", "--top_k=0"])
+    assert settings[0] == "--model=dream"
+    assert settings.index("--top_k=50") < settings.index("--top_k=0")
+
+
+def test_a_preset_for_a_model_of_another_kind_is_one_line(model_of):
+    for name, like, part in (
+        ("llada", "sdar", "is a llada; say --like=llada or fast_dllm"),
+        ("sdar", "fast_dllm", "is a sdar; say --like=sdar"),
+        ("dream", "dreamon", "is a dream; say --like=dream or fast_dllm"),
+    ):
+        flags = f"--ckpt={model_of(name)[0]}", "--prompt=w5", "--compile_cache="
+        says(run("generate.py", f"--like={like}", *flags), f"--like={like}", part)
+    says(run("generate.py", "--like=sdar", "--model=pythoncoder", "--prompt=x"), "is for --model=dream")
