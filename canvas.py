@@ -204,6 +204,34 @@ def encode_chat(tokenizer, wrap, prompt, system="", before=()):
     return ids
 
 
+# ---- a completion ---------------------------------------------------------------------------------------------------
+
+
+def encode(tokenizer, prompt, suffix):
+    """Token ids of a prompt; with a suffix in the order prefix, suffix, middle. Names of special tokens stay text."""
+    tokenizer.encode_special_tokens = True
+    prompt_ids, suffix_ids = (tokenizer.encode(text, add_special_tokens=False).ids for text in (prompt, suffix))
+    if not suffix:
+        return prompt_ids
+    names = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
+    begin, then, middle = map(tokenizer.token_to_id, names)
+    if None in (begin, then, middle):
+        raise ValueError(f"--suffix needs a tokenizer with {', '.join(names)}; this model's has not all of them")
+    return [begin, *prompt_ids, then, *suffix_ids, middle]
+
+
+def printable(text, stops):
+    """What may be shown of a text that grows: not half a character, nor what may become a stop string."""
+    text = truncate(text, stops).rstrip("\ufffd")
+    held = max((k for s in stops for k in range(1, len(s)) if text.endswith(s[:k])), default=0)
+    return text[: len(text) - held]
+
+
+def truncate(text, stops):
+    """The text before the first of any of the stop strings."""
+    return text[: min((i for i in map(text.find, stops) if i >= 0), default=len(text))]
+
+
 # ---- the examples of a prompt --------------------------------------------------------------------------------------
 
 

@@ -193,11 +193,6 @@ def interact(model, end):
             lines = []
 
 
-def truncate(text, stops):
-    """The text before the first of any of the stop strings."""
-    return text[: min((i for i in map(text.find, stops) if i >= 0), default=len(text))]
-
-
 def show(cfg, row, text, number=0):
     """Print a completion: its JSON line, or its text, under a number where there are several."""
     text = f"---- {number}\n{text}" if number else text
@@ -224,11 +219,12 @@ class PythonCoder:
 
     def complete(self, requests):
         """Continue all requests, cfg.n times each, as one batch: [(row of --json, text)]. A single text streams."""
+        import canvas
         import model_pythoncoder
 
         cfg, tokenizer = self.cfg, self.tokenizer
         requests = [request for request in requests for _ in range(cfg.n)]
-        prompts = [encode(tokenizer, *request) for request in requests]
+        prompts = [canvas.encode(tokenizer, *request) for request in requests]
         self.streams, self.printed, completions = len(prompts) == 1 and not (cfg.json or cfg.check), "", []
         if self.streams:
             print(requests[0][0], end="", flush=True)
@@ -243,7 +239,7 @@ class PythonCoder:
         seconds = time.perf_counter() - started
 
         for number, ((prompt, suffix), ids) in enumerate(zip(requests, texts, strict=True), 1):
-            text = truncate(tokenizer.decode(ids), cfg.stop)
+            text = canvas.truncate(tokenizer.decode(ids), cfg.stop)
             row = {"prompt": prompt, "suffix": suffix, "completion": text, "tokens": len(ids), "seed": cfg.seed}
             completions.append((row, prompt + text + suffix))
             if self.streams:
@@ -260,12 +256,14 @@ class PythonCoder:
 
     def on_tokens(self, texts):
         """Called with the token ids of all texts so far; True, which ends the call, if each holds a stop string."""
+        import canvas
+
         self.passes.append([len(ids) for ids in texts])
         ids, stops = texts[0], self.cfg.stop
         texts = [self.tokenizer.decode(ids) for ids in texts]
         if self.streams:
-            self.stream(printable(texts[0], stops), ids)
-        return bool(stops) and all(truncate(text, stops) != text for text in texts)
+            self.stream(canvas.printable(texts[0], stops), ids)
+        return bool(stops) and all(canvas.truncate(text, stops) != text for text in texts)
 
     def stream(self, completion, ids):
         """Print what has been added to the completion, the text of `ids`; watched, in the colours of the drafts."""
@@ -300,7 +298,7 @@ class PythonCoder:
         with inference.mesh_context(self.mesh):
             prob_BL = np.asarray(of_next(nnx.merge(graph, nnx.state(self.model)), token_BL))
 
-        pages, cut = [], functools.partial(truncate, stops=self.cfg.stop)
+        pages, cut = [], functools.partial(canvas.truncate, stops=self.cfg.stop)
         for i, (prompt, new) in enumerate(zip(prompts, texts, strict=True)):
             prob = prob_BL[i, len(prompt) - 1 : len(rows[i]) - 1].tolist()
             drafts = canvas.drafts_of([passed[i] for passed in self.passes], new, self.rule, self.cfg.max_new)
@@ -310,26 +308,6 @@ class PythonCoder:
                 print("---- by probability\n" + "".join(shaded))
             pages.append([canvas.Token(text, 0) for text in canvas.pieces(self.tokenizer, prompt)] + tokens)
         canvas.write_page(self.cfg.html, pages)
-
-
-def encode(tokenizer, prompt, suffix):
-    """Token ids of a prompt; with a suffix in the order prefix, suffix, middle. Names of special tokens stay text."""
-    tokenizer.encode_special_tokens = True
-    prompt_ids, suffix_ids = (tokenizer.encode(text, add_special_tokens=False).ids for text in (prompt, suffix))
-    if not suffix:
-        return prompt_ids
-    names = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
-    begin, then, middle = map(tokenizer.token_to_id, names)
-    if None in (begin, then, middle):
-        raise ValueError(f"--suffix needs a tokenizer with {', '.join(names)}; this model's has not all of them")
-    return [begin, *prompt_ids, then, *suffix_ids, middle]
-
-
-def printable(text, stops):
-    """What may be shown of a text that grows: not half a character, nor what may become a stop string."""
-    text = truncate(text, stops).rstrip("\ufffd")
-    held = max((k for s in stops for k in range(1, len(s)) if text.endswith(s[:k])), default=0)
-    return text[: len(text) - held]
 
 
 # ---- Dream: a canvas of masks --------------------------------------------------------------------------------------
@@ -433,7 +411,7 @@ class Dream:
             filled, stats = self.fill(batch, shape)
             total.update({name: stats[name] for name in ("forwards", "seconds", "compile_s")})
             for i, (blank, ids) in enumerate(zip(batch, filled, strict=True)):
-                completion, text = texts.text_of(blank, ids, functools.partial(truncate, stops=cfg.stop))
+                completion, text = texts.text_of(blank, ids, functools.partial(canvas.truncate, stops=cfg.stop))
                 # the forward passes that this text took part in, and their seconds
                 passes = int(stats["passes"][i])
                 seconds = stats["seconds"] * passes / max(1, stats["forwards"])
@@ -510,10 +488,12 @@ class Dream:
 
     def on_block(self, rows):
         """Called with the token ids of the single text after each block; prints what has been added before a MASK."""
+        import canvas
+
         ids = [*itertools.takewhile(lambda token: token != self.texts.mask, rows[0])]
         begun = dataclasses.replace(self.watched, ids=self.watched.ids[: len(ids)])
-        _, text = self.texts.text_of(begun, ids, functools.partial(printable, stops=self.cfg.stop))
-        text = printable(text, ())  # where [MASK:n] says where to write, no string stops the text
+        _, text = self.texts.text_of(begun, ids, functools.partial(canvas.printable, stops=self.cfg.stop))
+        text = canvas.printable(text, ())  # where [MASK:n] says where to write, no string stops the text
         print(text[len(self.printed) :], end="", flush=True)
         self.printed = text
 

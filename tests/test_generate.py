@@ -40,14 +40,14 @@ CFG = pc.Config(vocab=384, width=32, layers=2, heads=4, kv_heads=4, head_size=8,
 def test_completions_are_cut_at_the_first_stop_string(golden_dir):
     golden = json.loads((golden_dir("pythoncoder") / "truncate.json").read_text())
     for case in golden["cases"]:
-        assert generate.truncate(case["text"], golden["stops"]) == case["kept"], case
+        assert canvas.truncate(case["text"], golden["stops"]) == case["kept"], case
 
 
 def test_streaming_holds_back_half_a_character_and_the_start_of_a_stop_string():
-    assert generate.printable("x = 1\n", ["\ndef "]) == "x = 1"
-    assert generate.printable("x = 1\nde", ["\ndef "]) == "x = 1"
-    assert generate.printable("x = 1\ndef f", ["\ndef "]) == "x = 1"
-    assert generate.printable("caf\ufffd", []) == "caf"
+    assert canvas.printable("x = 1\n", ["\ndef "]) == "x = 1"
+    assert canvas.printable("x = 1\nde", ["\ndef "]) == "x = 1"
+    assert canvas.printable("x = 1\ndef f", ["\ndef "]) == "x = 1"
+    assert canvas.printable("caf\ufffd", []) == "caf"
 
 
 def new_tokenizer(special, text):
