@@ -210,8 +210,12 @@ def encode_chat(tokenizer, wrap, prompt, system="", before=()):
 def encode(tokenizer, prompt, suffix):
     """Token ids of a prompt; with a suffix in the order prefix, suffix, middle. Names of special tokens stay text."""
     tokenizer.encode_special_tokens = True
-    prompt_ids, suffix_ids = (tokenizer.encode(text, add_special_tokens=False).ids for text in (prompt, suffix))
-    if not suffix:
+    return in_order(tokenizer, *(tokenizer.encode(text, add_special_tokens=False).ids for text in (prompt, suffix)))
+
+
+def in_order(tokenizer, prompt_ids, suffix_ids):
+    """The ids that an autoregressive model continues. ValueError if its tokenizer has no tokens for a suffix."""
+    if not suffix_ids:
         return prompt_ids
     names = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
     begin, then, middle = map(tokenizer.token_to_id, names)
