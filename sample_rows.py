@@ -1,21 +1,26 @@
 """Texts that join and leave a running batch between its steps (continuous batching); each becomes what it is alone.
 
-    model = sample_rows.Dream("out/diffucoder", rows=8, bits=8)     # or PythonCoder
-    row = sample_rows.Row([*prompt_ids, *[None] * 64], {"temperature": 0.2, "top_p": 0.95, "seed": 0})
-    batch = model.batch_of(row)                   # of the narrowest canvas that holds it
-    batch.join(batch.rows.index(None), row)       # at a free place
-    while len(row.written) < 64:
-        batch.step()                              # a forward pass of all rows in batch.rows
+    loop = sample_rows.Loop(sample_rows.Dream("out/diffucoder", rows=8, bits=8), queue=64)    # or PythonCoder
+    loop.start()
+    ask = {"temperature": 0.2, "top_p": 0.95, "seed": 0, "stop": ["\\n\\n"], "whole": False}
+    row = sample_rows.Row([*prompt_ids, *[None] * 64], ask, wake=on_step)
+    loop.submit([row])    # then row.written grows, until row.ended is set
 
 Temperature, top-p, schedule, bound and random numbers belong to a row and are arrays of one compiled program: three
-programs for each canvas width of a Dream, two of PythonCoder. serve.py runs the loop.
+programs for each canvas width of a Dream, two of PythonCoder. serve.py is the loop's door.
 
 Letters: B rows, L slots of a canvas, M slots of a cache, D width, V vocabulary, N likeliest tokens.
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
+import re
+import threading
 import time
+import traceback
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +44,17 @@ class Row:
     """A text that is generated: what was asked, and what there is of it so far."""
 
     ids: list  # tokens; None where the model writes
-    ask: dict  # temperature, top_p, seed; of a Dream also steps, threshold, entropy_bound, block_length
+    ask: dict  # temperature, top_p, seed, stop; whole: fill all masks; of a Dream steps, threshold, entropy_bound, ...
     number: int = 0  # of this completion among those of one prompt and seed
     written: dict = dataclasses.field(default_factory=dict)  # slot: (id, log p, likeliest ids, their log p)
     steps: list = dataclasses.field(default_factory=list)  # slots that each step wrote
     passes: int = 0  # forward passes that it took part in
     begun: float = dataclasses.field(default_factory=time.perf_counter)
     seconds: float = 0.0  # from `begun` to the newest step
+    wake: typing.Callable = print  # called after each step
+    ended: str = ""  # stop, length or error
+    error: Exception | None = None
+    gone: bool = False  # nobody waits for it any more
 
     def write(self, tokens, passes=1):
         self.written |= tokens
@@ -123,7 +132,6 @@ class Canvases:
 
     def join(self, i, row):
         """Put a row on the right of canvas i."""
-        self.rows[i] = row
         given, state, cfg, ask = self.given, self.state, self.family.model.cfg, row.ask
         ids = [cfg.mask_id if token is None else token for token in row.ids]
         (state.token_BL[i],), (given.see_BL[i],) = sample_dream.canvas([ids], 0, cfg, self.width)
@@ -161,7 +169,8 @@ class Canvases:
         new = sample_dream.fill_block(self.params, on_device, given, sampler=self.sampler, width=self.width)
         self.state = new = jax.tree.map(np.array, new)
         written_BL = (old.token_BL == cfg.mask_id) & (new.token_BL != cfg.mask_id) & given.see_BL
-        arrays = new.token_BL, new.record.logp_BL, *new.record.likely
+        ids_BLN, logp_BLN = new.record.likely
+        arrays = new.token_BL, new.record.logp_BL, ids_BLN, np.maximum(logp_BLN, -9999)  # JSON has no infinity
         for i, row in enumerate(self.rows):
             if row:
                 slots = np.flatnonzero(written_BL[i])
@@ -202,7 +211,7 @@ class Caches:
 
     def join(self, i, row):
         """Prefill the prompt of a row, but for its last token, which a step reads."""
-        self.rows[i], prompt = row, self.family.in_order(row.ids)
+        prompt = self.family.in_order(row.ids)
         self.token_BM[i], self.length_B[i], self.key_B[i] = 0, len(prompt), key_of(row)
         self.token_BM[i, : len(prompt)] = prompt
         self.cache = prefill(self.family.model, self.cache, i, self.token_BM[i])
@@ -267,4 +276,89 @@ def advance(model, cache, token_BM, length_B, key_B, filters, *, vocab):
     key_B = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.wrap_key_data)(key_B), length_B)
     drawn_B = jax.vmap(jax.random.categorical)(key_B, kept_BV)
     token_B = jnp.where(draws_B1[:, 0], drawn_B, jnp.argmax(logits_BV, -1))
-    return cache, (token_B, logp_BV[row_B, token_B], *jax.lax.top_k(logp_BV, LIKELIEST)[::-1])
+    likely_BN, ids_BN = jax.lax.top_k(jnp.maximum(logp_BV, -9999), LIKELIEST)  # JSON has no infinity
+    return cache, (token_B, logp_BV[row_B, token_B], ids_BN, likely_BN)
+
+
+# ---- the loop that owns the device ---------------------------------------------------------------------------------
+
+
+class Loop(threading.Thread):
+    """Runs the batches of a model. Rows wait in a queue of this length until their batch has a free place."""
+
+    def __init__(self, model, queue, warm=False):
+        super().__init__(daemon=True)
+        self.model, self.queue, self.waiting = model, queue, collections.deque()
+        self.changed, self.closing = threading.Condition(), False
+        with inference.mesh_context(model.mesh):
+            for width, order in itertools.product(model.widths, model.ORDERS if warm else ()):
+                model.batch(width, order).warm()
+
+    def submit(self, rows):
+        """Queue rows. OverflowError if the queue is too short for them."""
+        with self.changed:
+            if len(self.waiting) + len(rows) > self.queue:
+                raise OverflowError(f"{len(self.waiting)} texts are waiting, at most {self.queue} may; try again later")
+            self.waiting += rows
+            self.changed.notify()
+
+    def close(self):
+        with self.changed:
+            self.closing = True
+            self.changed.notify()
+        self.join(5)
+
+    def run(self):
+        with inference.mesh_context(self.model.mesh):
+            while not self.closing:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.waiting or self.closing or self.running())
+                    waiting = [row for row in self.waiting if not row.gone]
+                    self.waiting.clear()
+                late = [row for row in waiting if not self.admitted(row)]
+                with self.changed:
+                    self.waiting.extendleft(reversed(late))
+                for batch in self.running():
+                    self.attempt(batch, batch.step)
+
+    def running(self):
+        """The batches that have rows, when those that have ended or whose reader has gone have left."""
+        for batch in self.model.batches.values():
+            batch.rows = [None if row and (row.gone or row.ended) else row for row in batch.rows]
+        return [batch for batch in self.model.batches.values() if any(batch.rows)]
+
+    def admitted(self, row):
+        """Whether a waiting row found a place in its batch."""
+        batch = self.model.batch_of(row)
+        free = None in batch.rows
+        if free:
+            i, row.begun = batch.rows.index(None), time.perf_counter()
+            batch.rows[i] = row
+            self.attempt(batch, functools.partial(batch.join, i, row))
+        return free
+
+    def attempt(self, batch, work):
+        """Do work on the device. What fails ends the rows of the batch, and the next rows get a new one."""
+        rows = [row for row in batch.rows if row]
+        try:
+            work()
+            for row in rows:
+                self.end_if_complete(row)
+        except Exception as error:
+            if isinstance(error, MemoryError) or re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
+                error = MemoryError("out of memory: ask for less, or try again")
+            else:
+                traceback.print_exc()
+            del self.model.batches[batch.width, batch.order]
+            for row in rows:
+                row.error, row.ended = error, "error"
+        for wake in {row.wake for row in rows}:
+            wake()
+
+    def end_if_complete(self, row):
+        slots, ended = row.completion(self.model.ends)
+        if row.ask["stop"]:
+            text = self.model.tokenizer.decode([row.written[slot][0] for slot in slots])
+            ended = ended or canvas.truncate(text, row.ask["stop"]) != text
+        if len(row.written) == row.ids.count(None) or (ended and not row.ask["whole"]):
+            row.ended = "stop" if ended else "length"
