@@ -16,6 +16,7 @@ import functools
 import html
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -108,11 +109,17 @@ class Texts:
         completion = cut(self.tokenizer.decode([ids[p] for p in kept if canvas.ids[p] == self.mask]))
         return completion, completion.join(canvas.around)
 
-    def tokens(self, canvas, ids, when, prob):
-        """The Tokens of a filled canvas; when and prob are the step and the probability of each id."""
+    def tokens(self, canvas, ids, when, prob, likely=()):
+        """The Tokens of a filled canvas; when and prob are the step and the probability of each id, likely the ids of
+        the likeliest tokens and their log p.
+        """
         shown = [p for p in self.kept(canvas, ids) if p >= canvas.start]
         texts = pieces(self.tokenizer, [ids[p] for p in shown])
-        return [Token(text, int(when[p]), float(prob[p])) for text, p in zip(texts, shown, strict=True)]
+        tokens = [Token(text, int(when[p]), float(prob[p])) for text, p in zip(texts, shown, strict=True)]
+        if likely:
+            others = [others_of(self.tokenizer, *(x_LN[p].tolist() for x_LN in likely)) for p in shown]
+            tokens = [token._replace(likely=each) for token, each in zip(tokens, others, strict=True)]
+        return tokens
 
     def picture(self, canvas, ids, prob=None):
         """The text of a canvas that is not full, masks as blocks; with probabilities what was written is coloured."""
@@ -327,12 +334,15 @@ def checked(completions, n, tests):
 
 # ---- the step and the probability of each token --------------------------------------------------------------------
 
+LIKELIEST = 5  # tokens that are kept for each position of a page
+
 
 class Token(typing.NamedTuple):
     text: str
     step: int  # that wrote it; 0: it was given
     probability: float = 1.0  # the model's, in that step
     note: str = ""
+    likely: tuple = ()  # (text, probability) of the likeliest tokens then
 
 
 def pieces(tokenizer, ids):
@@ -344,6 +354,11 @@ def pieces(tokenizer, ids):
         texts.append(text[len(before) :])
         before = text
     return texts
+
+
+def others_of(tokenizer, ids, logp):
+    """((text, probability)) of the likeliest tokens at a position."""
+    return tuple((tokenizer.decode([i]), math.exp(p)) for i, p in zip(ids, logp, strict=True))
 
 
 def drafts_of(lengths, ids, rule, max_new):
@@ -361,13 +376,13 @@ def drafts_of(lengths, ids, rule, max_new):
     return drafts
 
 
-def draft_tokens(tokenizer, ids, drafts, prob, cut):
+def draft_tokens(tokenizer, ids, drafts, prob, cut, likely=()):
     """The Tokens of a text that PythonCoder wrote, as far as cut(text) keeps it.
 
     drafts are those of drafts_of().
     """
-    written = zip(pieces(tokenizer, ids), drafts, prob, strict=True)
-    tokens = [Token(text, step, p, f"draft {kind}" if kind else "") for text, (step, kind), p in written]
+    written = zip(pieces(tokenizer, ids), drafts, prob, likely or [()] * len(ids), strict=True)
+    tokens = [Token(text, step, p, f"draft {kind}" if kind else "", top) for text, (step, kind), p, top in written]
     left = len(cut("".join(token.text for token in tokens)))
     for i, token in enumerate(tokens):
         tokens[i], left = token._replace(text=token.text[:left]), max(0, left - len(token.text))
@@ -389,7 +404,7 @@ def shaded(text, probability):
 def write_page(path, texts):
     """Write the page or animation of --html, if there is one: texts as lists of Tokens."""
     if path:
-        Path(path).write_text((animation if path.endswith(".svg") else page)(texts))
+        Path(path).write_text((animation if path.endswith(".svg") else page)(texts), "utf-8")
 
 
 def colour(step, steps):
@@ -397,25 +412,10 @@ def colour(step, steps):
 
 
 def page(texts):
-    """A self-contained HTML page: each text with its tokens coloured by step, or by probability at a click."""
-    rows = ""
-    for tokens in texts:
-        rows += "<p>"
-        steps = max((token.step for token in tokens), default=0)
-        for text, step, p, note in tokens:
-            title, shade = "given", "#eee"
-            if step:
-                title = f"step {step} of {steps}, probability {p:.3f}" + (f", {note}" if note else "")
-                shade = f"hsl({120 * p:.0f} 80% 80%)"
-            style = f"--step:{colour(step, steps)};--probability:{shade}"
-            rows += f'<span style="{style}" title="{title}">{html.escape(text)}</span>'
-        rows += "</p>"
-    by = "span{background:var(--step)}body:has(:checked) span{background:var(--probability)}"
-    style = by + "body{font:18px/1.8 serif;max-width:42em;margin:2em auto;white-space:pre-wrap}small{color:#666}"
-    note = "<label><input type=checkbox> by probability: red is low, green is high</label>. "
-    note += "Blue tokens appeared first, red ones last, grey ones were given; point at one to read more."
-    head = f"<!doctype html><meta charset=utf-8><title>Steps</title><style>{style}</style>"
-    return f"{head}<body>{rows}<small>{note}</small></body>\n"
+    """serve.html with the texts inside: a page that replays their steps without a server."""
+    record = json.dumps([[list(token) for token in tokens] for tokens in texts]).replace("<", "\\u003c")
+    empty = 'type="application/json">null<'
+    return Path(__file__).with_name("serve.html").read_text("utf-8").replace(empty, f"{empty[:-5]}{record}<")
 
 
 def animation(texts, step_s=0.4, rest_s=3.0):

@@ -287,8 +287,9 @@ class PythonCoder:
 
         @jax.jit
         def of_next(model, token_BL):
-            prob_BLV = jax.nn.softmax(model.logits(model.hidden(model.lookup(token_BL))[:, :-1]))
-            return jnp.take_along_axis(prob_BLV, token_BL[:, 1:, None], -1)[..., 0]
+            logp_BLV = jax.nn.log_softmax(model.logits(model.hidden(model.lookup(token_BL))[:, :-1]))
+            prob_BL = jnp.exp(jnp.take_along_axis(logp_BLV, token_BL[:, 1:, None], -1)[..., 0])
+            return prob_BL, *jax.lax.top_k(logp_BLV, canvas.LIKELIEST)
 
         # One pass over what is finished gives the probabilities that its tokens had: those before any filter.
         rows = [prompt + new for prompt, new in zip(prompts, texts, strict=True)]
@@ -296,13 +297,14 @@ class PythonCoder:
         yarn = max(map(len, prompts)) + self.cfg.max_new > self.model.cfg.positions  # as generate() decides
         graph = pc.graph_of(self.model.cfg, dataclasses.replace(self.model.run, yarn=yarn))
         with inference.mesh_context(self.mesh):
-            prob_BL = np.asarray(of_next(nnx.merge(graph, nnx.state(self.model)), token_BL))
+            found = of_next(nnx.merge(graph, nnx.state(self.model)), token_BL)
 
         pages, cut = [], functools.partial(canvas.truncate, stops=self.cfg.stop)
         for i, (prompt, new) in enumerate(zip(prompts, texts, strict=True)):
-            prob = prob_BL[i, len(prompt) - 1 : len(rows[i]) - 1].tolist()
+            prob, logp, ids = (np.asarray(x[i, len(prompt) - 1 : len(rows[i]) - 1]).tolist() for x in found)
+            likely = [canvas.others_of(self.tokenizer, *pair) for pair in zip(ids, logp, strict=True)]
             drafts = canvas.drafts_of([passed[i] for passed in self.passes], new, self.rule, self.cfg.max_new)
-            tokens = canvas.draft_tokens(self.tokenizer, new, drafts, prob, cut)
+            tokens = canvas.draft_tokens(self.tokenizer, new, drafts, prob, cut, likely)
             if self.cfg.show_steps and sys.stdout.isatty():
                 shaded = (canvas.shaded(token.text, token.probability) for token in tokens)
                 print("---- by probability\n" + "".join(shaded))
@@ -328,6 +330,7 @@ class Dream:
         self.cfg, self.watching = cfg, bool(cfg.show_steps or cfg.html)
         own = "steps", "block_length", "alg_temp", "threshold", "entropy_bound", "cache", "fast_dllm", "eos_penalty"
         settings = {name: getattr(flags, name) for name in own} | {"top_k": cfg.top_k, "history": self.watching}
+        settings["likeliest"] = canvas.LIKELIEST if cfg.html else 0
         rule = sample_dream.Sampling(flags.sampler, temperature=cfg.temperature, top_p=cfg.top_p, **settings)
         if flags.valid and flags.chat == "on":
             raise ValueError("--valid=python is for a Dream that writes code, without a chat template")
@@ -424,8 +427,9 @@ class Dream:
                 if not cfg.check:
                     show(cfg, row, text[len(self.printed) :], len(completions) if len(canvases) > 1 else 0)
                 if cfg.html:
-                    when_L, prob_L = (stats[name][i, self.columns(ids)] for name in ("when", "probability"))
-                    pages.append(texts.tokens(blank, ids, when_L, prob_L))
+                    at = i, self.columns(ids)
+                    likely = [x_BLN[at] for x_BLN in stats["record"].likely]
+                    pages.append(texts.tokens(blank, ids, stats["when"][at], stats["probability"][at], likely))
         canvas.write_page(cfg.html, pages)
         rate = f"{total['tokens'] / total['seconds']:.1f} tokens/s, {total['forwards']} forward passes"
         compiling = f"; compiling took {total['compile_s']:.1f} s more" if total["compile_s"] else ""

@@ -36,7 +36,7 @@ import runs
 import sample_dream
 
 WIDTHS = 128, 512, 2048  # slots of a canvas or a cache, as far as the model reaches
-LIKELIEST = 5  # tokens that are kept for each position
+LIKELIEST = canvas.LIKELIEST
 
 
 @dataclasses.dataclass(eq=False)
