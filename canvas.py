@@ -211,6 +211,21 @@ def encode_chat(tokenizer, wrap, prompt, system="", before=()):
     return ids
 
 
+def encode_messages(tokenizer, wrap, messages):
+    """Token ids of OpenAI's messages in a chat template. ValueError for those that are no conversation."""
+    if wrap is None:
+        raise ValueError("the model has no chat template: use /v1/completions")
+    try:
+        roles, texts = zip(*((turn["role"], turn["content"]) for turn in messages), strict=True)
+        texts = [text if isinstance(text, str) else "".join(part["text"] for part in text) for text in texts]
+        system = texts.pop(0) if roles[0] in ("system", "developer") else ""
+        if roles[-len(texts) :] != (("user", "assistant") * len(texts))[: len(texts) | 1]:
+            raise ValueError
+    except (TypeError, KeyError, ValueError):
+        raise ValueError("messages have to be texts of user and assistant in turn, the last of user") from None
+    return encode_chat(tokenizer, wrap, texts[-1], system, list(zip(texts[:-1:2], texts[1::2], strict=True)))
+
+
 # ---- a completion ---------------------------------------------------------------------------------------------------
 
 
@@ -307,6 +322,11 @@ def verdicts(program, tests):
         result = f"gives {want}" if verdict == "pass" else f"gives {got}, not {want}" if got else f"is not {want}"
         said[i] = f"{verdict}: {call} {result}"
     return said
+
+
+def judged(prompt, text):
+    """The verdicts on a text that goes on from a prompt, by the examples in the prompt."""
+    return verdicts(definitions(prompt, text), examples(prompt))
 
 
 def checked(completions, n, tests):

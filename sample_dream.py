@@ -182,8 +182,7 @@ class Sampler:
         filtered_BCV, u_BCV = diffusion.filter_logits(logits_BCV, *filters, rule="dream", width=width), None
         if given.filters or draws:
             u_BCV = self.uniform(given, 0, state, given.offset_BL[row_B1, slot_BC], logits_BCV.shape[-1:])
-        if given.filters:  # one u for all tokens leaves the argmax
-            u_BCV = jnp.where(draws, u_BCV, jnp.exp(-1.0))
+            u_BCV = jnp.where(draws, u_BCV, jnp.exp(-1.0))  # the same for all tokens: the argmax
         token_BC = diffusion.sample_tokens(filtered_BCV, u_BCV, 0 if u_BCV is None else 1.0).astype(jnp.int32)
 
         # Confidence. A threshold or bound is compared with the model's own distribution, as filters raise every
@@ -235,8 +234,7 @@ class Sampler:
             new = self.propose(model, hidden_BWD, start, state, given, jnp.minimum(slot_BC, L - 1))
             return jax.tree.map(lambda x_BL, x_BC: x_BL.at[row_B1, slot_BC].set(x_BC, mode="drop"), proposal, new)
 
-        known = (state.record.logp_BL, state.record.likely) if state.record else (None, ())
-        proposal = state.token_BL, jnp.full((B, L), -jnp.inf), *known
+        proposal = state.token_BL, jnp.full((B, L), -jnp.inf), *(state.record[2:] if state.record else (None, ()))
         chunks = (jnp.max(wanted_BL.sum(-1)) + C - 1) // C
         new_BL, score_BL, logp_BL, likely = jax.lax.fori_loop(0, chunks, propose_chunk, proposal)
 
@@ -436,9 +434,8 @@ def prepare(cfg, rule, token_BL, see_BL, key=None):
     )
     record = None
     if rule.history or rule.record:
-        likely = [np.zeros((B, L, rule.likeliest), dtype) for dtype in (np.int32, np.float32) if rule.likeliest]
-        record = Record(np.full((B, L), -1, np.int32), token_BL.astype(np.int32), np.zeros((B, L), np.float32))
-        record = record._replace(likely=tuple(likely))
+        likely = tuple(np.zeros((B, L, rule.likeliest), dtype) for dtype in (np.int32, np.float32) if rule.likeliest)
+        record = Record(np.full((B, L), -1, np.int32), token_BL.astype(np.int32), np.zeros((B, L), np.float32), likely)
     zero, left_B, step_B = np.int32(0), np.zeros(B, np.int32), np.zeros(B, np.int32)
     return State(token_BL.astype(np.int32), zero, zero, left_B, step_B, record), given, blocks
 

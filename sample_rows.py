@@ -2,7 +2,7 @@
 
     loop = sample_rows.Loop(sample_rows.Dream("out/diffucoder", rows=8, bits=8), queue=64)    # or PythonCoder
     loop.start()
-    ask = {"temperature": 0.2, "top_p": 0.95, "seed": 0, "stop": ["\\n\\n"], "whole": False}
+    ask = {"temperature": 0.2, "top_p": 0.95, "seed": 0, "stop": ["\\n\\n"]}
     row = sample_rows.Row([*prompt_ids, *[None] * 64], ask, wake=on_step)
     loop.submit([row])    # then row.written grows, until row.ended is set
 
@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import sys
 import threading
 import time
 import traceback
@@ -44,7 +45,7 @@ class Row:
     """A text that is generated: what was asked, and what there is of it so far."""
 
     ids: list  # tokens; None where the model writes
-    ask: dict  # temperature, top_p, seed, stop; whole: fill all masks; of a Dream steps, threshold, entropy_bound, ...
+    ask: dict  # temperature, top_p, seed, stop; of a Dream also steps, threshold, entropy_bound, block_length
     number: int = 0  # of this completion among those of one prompt and seed
     written: dict = dataclasses.field(default_factory=dict)  # slot: (id, log p, likeliest ids, their log p)
     steps: list = dataclasses.field(default_factory=list)  # slots that each step wrote
@@ -55,6 +56,13 @@ class Row:
     ended: str = ""  # stop, length or error
     error: Exception | None = None
     gone: bool = False  # nobody waits for it any more
+
+    @functools.cached_property
+    def holes(self):
+        """The number of its runs of masks."""
+        return sum(
+            token is None and before is not None for before, token in zip([0, *self.ids], self.ids, strict=False)
+        )
 
     def write(self, tokens, passes=1):
         self.written |= tokens
@@ -242,8 +250,7 @@ class PythonCoder(Family):
         self.ends = {self.tokenizer.token_to_id("<|endoftext|>")} - {None}
 
     def check(self, ids):
-        first = ids.index(None)
-        if ids[first : first + ids.count(None)].count(None) < ids.count(None):
+        if Row(ids, {}).holes > 1:
             raise ValueError("the model fills one hole at a time")
         self.in_order(ids)
 
@@ -290,6 +297,7 @@ class Loop(threading.Thread):
         super().__init__(daemon=True)
         self.model, self.queue, self.waiting = model, queue, collections.deque()
         self.changed, self.closing = threading.Condition(), False
+        print("compiling" if warm else "programs are compiled when they are asked for", file=sys.stderr)
         with inference.mesh_context(model.mesh):
             for width, order in itertools.product(model.widths, model.ORDERS if warm else ()):
                 model.batch(width, order).warm()
@@ -360,5 +368,5 @@ class Loop(threading.Thread):
         if row.ask["stop"]:
             text = self.model.tokenizer.decode([row.written[slot][0] for slot in slots])
             ended = ended or canvas.truncate(text, row.ask["stop"]) != text
-        if len(row.written) == row.ids.count(None) or (ended and not row.ask["whole"]):
+        if len(row.written) == row.ids.count(None) or (ended and row.holes == 1):
             row.ended = "stop" if ended else "length"

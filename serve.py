@@ -4,19 +4,14 @@
     python serve.py --model=dream --ckpt=out/diffucoder --int8 --warm
     curl 127.0.0.1:8000/v1/completions -d '{"prompt": "def area(r):\\n    ", "suffix": "\\n    return a"}'
 
-/v1/models, /v1/completions, /v1/chat/completions and Mistral's /v1/fim/completions take what OpenAI's clients send, and
-of a Dream also steps, threshold, entropy_bound and block_length. /v1/canvas and /v1/check serve the page. One loop owns
-the device; requests join its running batch, see sample_rows.py. Where the environment variable of --api_key is set,
-clients have to send its value. SIGTERM refuses what comes and finishes what runs.
-
-Read from the top: main; what a request asks; what is answered; the routes.
+/v1/models, /v1/completions, /v1/chat/completions and Mistral's /v1/fim/completions take what OpenAI's clients send, for
+a Dream also steps, threshold, entropy_bound and block_length. /v1/canvas and /v1/check serve the page. Requests join a
+running batch, see sample_rows.py. SIGTERM refuses what comes and finishes what runs.
 """
 
 import asyncio
 import contextlib
 import dataclasses
-import functools
-import itertools
 import json
 import math
 import os
@@ -24,7 +19,6 @@ import random
 import secrets
 import signal
 import socket
-import sys
 import time
 import typing
 from pathlib import Path
@@ -39,7 +33,6 @@ try:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
-    from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import ClientDisconnect
     from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
@@ -63,7 +56,6 @@ class Config:
     queue: Count = 64  # texts that may wait; more are refused with status 429
     warm: bool = False  # compile all programs before the first request
     grace: Count = 30  # seconds that SIGTERM leaves running requests
-    devices: Natural = 0  # number of the machine's devices to use; 0 takes all
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs, for later runs; "" keeps none
 
 
@@ -76,11 +68,8 @@ def main(cfg):
             listener.bind((cfg.host, cfg.port))
         except (OSError, OverflowError) as error:
             raise OSError(f"cannot listen at {cfg.host}, port {cfg.port} ({error}); choose another --port") from None
-        how = {"rows": cfg.batch_size, "devices": cfg.devices, "compile_cache": cfg.compile_cache}
         read = sample_rows.Dream if family == "dream" else sample_rows.PythonCoder
-        model = read(folder, bits=8 if cfg.int8 else 0, **how)
-        if cfg.warm:
-            print("compiling", file=sys.stderr)
+        model = read(folder, cfg.batch_size, bits=8 if cfg.int8 else 0, compile_cache=cfg.compile_cache)
         loop = sample_rows.Loop(model, cfg.queue, cfg.warm)
         loop.start()
         print(f"http://{cfg.host}:{listener.getsockname()[1]}", flush=True)
@@ -99,16 +88,10 @@ NUMBERS = {  # lowest and highest; a field whose limits are of type int is one
     "logprobs": TOP, "top_logprobs": TOP, "seed": SEEDS, "random_seed": SEEDS, "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0), "threshold": (0.0, 1.0), "entropy_bound": (0.0, 1e6),
 }
-# fmt: on
 TYPES = {
-    "stream": bool,
-    "stream_options": dict,
-    "messages": list,
-    "ids": list,
-    "suffix": str,
-    "model": str,
-    "user": str,
+    "stream": bool, "stream_options": dict, "messages": list, "ids": list, "suffix": str, "model": str, "user": str,
 }
+# fmt: on
 COMMON = {"model", "user", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options"}
 FORMS = {  # the fields of each path, beside COMMON and those of the model
     "/v1/completions": {"prompt", "suffix", "n", "logprobs"},
@@ -161,14 +144,13 @@ def checked(fields, path, model, name):
             raise Refusal(400, f"{field} has to be of type {getattr(kind, '__name__', kind)}{span}", field)
     stop = fields.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or len(stop) > 8 or not all(isinstance(text, str) and text for text in stop):
-        raise Refusal(400, "stop has to be a text or a list of at most 8", "stop")
+    if not isinstance(stop, list) or len(stop) > 8 or not all(isinstance(x, str) and 0 < len(x) < 100 for x in stop):
+        raise Refusal(400, "stop has to be a short text, or a list of at most 8", "stop")
     if fields.get("model", name) != name:
         raise Refusal(404, f"there is no model {fields['model']!r}, but {name!r}", "model", "model_not_found")
     if "top_logprobs" in FORMS[path]:
         fields["logprobs"] = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
-    defaults = {"n": 1, "logprobs": None, "whole": path == "/v1/canvas", "seed": random.getrandbits(31)}
-    defaults |= {"seed": fields["random_seed"]} if "random_seed" in fields else {}
+    defaults = {"n": 1, "logprobs": None, "seed": fields.get("random_seed", random.getrandbits(31))}
     return model.defaults | defaults | fields | {"stop": stop}
 
 
@@ -176,7 +158,7 @@ def rows_of(ask, path, model, wake):
     """The Rows of a request. Refusal or ValueError for what the model cannot take."""
     rows, size = [], ask.get("max_tokens", ask.get("max_completion_tokens"))
     if "messages" in FORMS[path]:
-        canvases = [[*conversation(ask.get("messages"), model), None]]
+        canvases = [[*canvas.encode_messages(model.tokenizer, model.wrap, ask.get("messages")), None]]
     elif "ids" in ask:
         canvases = [ask["ids"]]
         if not all(token is None or (type(token) is int and 0 <= token < model.vocab) for token in ask["ids"]):
@@ -186,9 +168,9 @@ def rows_of(ask, path, model, wake):
         prompts = prompts if isinstance(prompts, list) else [prompts]
         if not 1 <= len(prompts) <= 16 or not all(isinstance(prompt, str) for prompt in prompts):
             raise Refusal(400, "prompt has to be a text or a list of 1 to 16", "prompt")
-        texts, infill = canvas.Texts(model.tokenizer, None, model.ends, 1 << 30), path == "/v1/canvas"
-        suffix = ask.get("suffix", "")
-        canvases = [texts.canvas(prompt, suffix, 1, infill, lambda *_: [8]).ids for prompt in prompts]
+        texts = canvas.Texts(model.tokenizer, None, model.ends, model.positions - model.extra)
+        how = {"suffix": ask.get("suffix", ""), "infill": path == "/v1/canvas", "measure": lambda *_: [8]}
+        canvases = [texts.canvas(prompt, max_new=1, **how).ids for prompt in prompts]
     for ids in canvases:
         room = model.positions - model.extra - len(ids)
         if "ids" not in ask and ids.count(None) == 1:
@@ -202,22 +184,6 @@ def rows_of(ask, path, model, wake):
     return rows
 
 
-def conversation(messages, model):
-    """The token ids of a conversation in the model's template."""
-    if model.wrap is None:
-        raise Refusal(400, "the model has no chat template: use /v1/completions", "messages")
-    try:
-        roles, texts = zip(*((turn["role"], turn["content"]) for turn in messages), strict=True)
-        texts = [text if isinstance(text, str) else "".join(part["text"] for part in text) for text in texts]
-        system = texts.pop(0) if roles[0] in ("system", "developer") else ""
-        if [*roles[-len(texts) :]] != [*itertools.islice(itertools.cycle(["user", "assistant"]), len(texts) | 1)]:
-            raise ValueError
-        before = list(zip(texts[:-1:2], texts[1::2], strict=True))
-        return canvas.encode_chat(model.tokenizer, model.wrap, texts[-1], system, before)
-    except (TypeError, KeyError, IndexError, ValueError):
-        raise Refusal(400, "messages has to hold turns of user and assistant, the last of user", "messages") from None
-
-
 # ---- what is answered ----------------------------------------------------------------------------------------------
 
 
@@ -228,6 +194,7 @@ class Answer:
         self.request, self.rows, self.changed, self.model, self.ask = request, rows, changed, model, rows[0].ask
         self.plain = request.url.path == "/v1/completions"
         self.head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
+        self.head["object"] = "text_completion" if self.plain else "chat.completion"
 
     async def follow(self):
         """Comes back after each step, until all rows have ended. Rows whose client has gone leave the batch."""
@@ -244,29 +211,28 @@ class Answer:
                 row.gone = True
 
     def tokens(self, row):
-        return [(slot, *row.written[slot]) for slot in row.completion(self.model.ends)[0]]
+        return [row.written[slot] for slot in row.completion(self.model.ends)[0]]
 
     def text(self, row, ended):
         """What of a row's text will not change any more; all of it when it has ended."""
         cut = canvas.truncate if ended else canvas.printable
-        return cut(self.model.tokenizer.decode([token for _, token, *_ in self.tokens(row)]), row.ask["stop"])
+        return cut(self.model.tokenizer.decode([token for token, *_ in self.tokens(row)]), row.ask["stop"])
 
     def choice(self, i, begin, text, ended, name="message"):
         """A choice in OpenAI's form, with the characters of a row's text from `begin` on."""
-        logprobs = None
-        if self.ask["logprobs"] is not None:
-            logprobs = self.logprobs(self.rows[i], begin, begin + len(text))
+        logprobs = self.logprobs(self.rows[i], begin, begin + len(text)) if self.ask["logprobs"] is not None else None
         content = {"text": text} if self.plain else {name: {"role": "assistant", "content": text}}
         return {"index": i} | content | {"logprobs": logprobs, "finish_reason": ended or None}
 
     def logprobs(self, row, begin, end):
         """Those of the tokens whose last characters are among begin .. end - 1 of a text."""
         tokens, at, found = self.tokens(row), 0, []
-        for text, (_, _, *p) in zip(canvas.pieces(self.model.tokenizer, [x[1] for x in tokens]), tokens, strict=True):
+        texts = canvas.pieces(self.model.tokenizer, [token for token, *_ in tokens])
+        for text, (_, logp, *likely) in zip(texts, tokens, strict=True):
             at += len(text)
             if begin < at <= end:
-                likely = [(self.model.tokenizer.decode([i]), logp) for i, logp in zip(*p[1:], strict=True)]
-                found.append((text, p[0], likely[: self.ask["logprobs"]], at - len(text)))
+                likely = [(self.model.tokenizer.decode([i]), p) for i, p in zip(*likely, strict=True)]
+                found.append((text, logp, likely[: self.ask["logprobs"]], at - len(text)))
         if self.plain:
             names = "tokens", "token_logprobs", "top_logprobs", "text_offset"
             found = [(text, logp, dict(likely), at) for text, logp, likely, at in found]
@@ -275,8 +241,7 @@ class Answer:
         def spelled(text, logp):
             return {"token": text, "logprob": logp, "bytes": [*text.encode()]}
 
-        content = [spelled(*x[:2]) | {"top_logprobs": [spelled(*top) for top in x[2]]} for x in found]
-        return {"content": content}
+        return {"content": [spelled(*x[:2]) | {"top_logprobs": [spelled(*top) for top in x[2]]} for x in found]}
 
     def usage(self):
         prompts = sum(len(row.ids) - row.ids.count(None) for row in self.rows if row.number == 0)
@@ -286,18 +251,15 @@ class Answer:
     async def whole(self):
         async for _ in self.follow():
             pass
-        if not all(row.ended for row in self.rows):
-            raise ClientDisconnect
         for row in self.rows:
-            if row.error:
-                raise failed(row)
+            if not row.ended or row.error:
+                raise failed(row) if row.error else ClientDisconnect
         choices = [self.choice(i, 0, self.text(row, row.ended), row.ended) for i, row in enumerate(self.rows)]
-        kind = "text_completion" if self.plain else "chat.completion"
-        return JSONResponse(self.head | {"object": kind, "choices": choices, "usage": self.usage()})
+        return JSONResponse(self.head | {"choices": choices, "usage": self.usage()})
 
     async def stream(self):
         """Yields chunks: of each row what has been added since the last one."""
-        head = self.head | {"object": "text_completion" if self.plain else "chat.completion.chunk"}
+        head = self.head | ({} if self.plain else {"object": "chat.completion.chunk"})
         sent = dict.fromkeys(range(len(self.rows)), 0)
         async for _ in self.follow():
             for i, begin in [*sent.items()]:
@@ -315,23 +277,23 @@ class Answer:
 
     async def steps(self):
         """Yields the canvas of the page's request, what each step writes, and which slots are left at the end."""
-        (row,), ends, shown = self.rows, self.model.ends, 0
-        spell = functools.lru_cache(lambda token: self.model.tokenizer.decode([token]))
-        yield {"canvas": [token if token is None else [token, spell(token)] for token in row.ids]}
+        (row,), decode, shown = self.rows, self.model.tokenizer.decode, 0
+
+        yield {"canvas": [token if token is None else [token, decode([token])] for token in row.ids]}
         async for _ in self.follow():
             for slots in row.steps[shown:]:
                 written = []
                 for slot in slots:
                     token, logp, *likely = row.written[slot]
-                    others = [(spell(i), math.exp(p)) for i, p in zip(*likely, strict=True)]
-                    written.append((slot, token, spell(token), math.exp(logp), others))
+                    others = canvas.others_of(self.model.tokenizer, *likely)
+                    written.append((slot, token, decode([token]), math.exp(logp), others))
                 shown += 1
                 yield {"step": shown, "write": written, "passes": row.passes, "seconds": row.seconds}
         if row.error:
             yield failed(row).body
         ids = [row.written.get(slot, (-1,))[0] if token is None else token for slot, token in enumerate(row.ids)]
-        blank = canvas.Canvas("", "", row.ids, 0, None)
-        yield {"keep": canvas.Texts(None, None, {*ends, -1}, 0).kept(blank, ids)}
+        texts = canvas.Texts(None, None, {*self.model.ends, -1}, 0)
+        yield {"keep": texts.kept(canvas.Canvas("", "", row.ids, 0, None), ids)}
 
 
 def failed(row):
@@ -348,8 +310,8 @@ def app(loop, name, cfg):
     key, model, testing = os.environ.get(cfg.api_key, ""), loop.model, asyncio.Semaphore(2)
 
     def let_in(request):
-        given = request.headers.get("authorization", "")
-        if key and not secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        given = request.headers.get("authorization", "").encode()
+        if key and not secrets.compare_digest(given, f"Bearer {key}".encode()):
             raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
 
     async def page(request):
@@ -371,14 +333,16 @@ def app(loop, name, cfg):
         ask = checked(await read(request), path, model, name)
         try:
             rows = rows_of(ask, path, model, wake)
+            if len(rows) > cfg.queue:
+                raise Refusal(400, f"{len(rows)} texts are more than the {cfg.queue} that may wait", "n")
             loop.submit(rows)
         except ValueError as error:
             raise Refusal(400, str(error)) from None
         except OverflowError as error:
             raise Refusal(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
         answer = Answer(request, rows, changed, model, name)
-        if ask.get("stream") or ask["whole"]:
-            chunks = answer.steps() if ask["whole"] else answer.stream()
+        if ask.get("stream") or path == "/v1/canvas":
+            chunks = answer.steps() if path == "/v1/canvas" else answer.stream()
             return StreamingResponse(events(chunks), media_type="text/event-stream")
         return await answer.whole()
 
@@ -386,15 +350,14 @@ def app(loop, name, cfg):
         """The verdicts of the sandbox on the examples in a prompt."""
         let_in(request)
         body = await read(request)
-        if not all(isinstance(body.get(field), str) for field in ("prompt", "text")):
-            raise Refusal(400, "give two texts, prompt and text")
+        texts = [body.get(field) for field in ("prompt", "text")]
+        if not all(isinstance(text, str) and len(text) < 1 << 13 for text in texts):
+            raise Refusal(400, "give two texts, prompt and text, of at most 8 KB")
         try:
-            tests = canvas.examples(body["prompt"])
-        except ValueError as error:
+            async with testing:
+                return JSONResponse({"examples": await asyncio.to_thread(canvas.judged, *texts)})
+        except (ValueError, RecursionError, MemoryError) as error:
             raise Refusal(400, str(error)) from None
-        async with testing:
-            program = canvas.definitions(body["prompt"], body["text"])
-            return JSONResponse({"examples": await asyncio.to_thread(canvas.verdicts, program, tests)})
 
     async def refuse(request, error):
         if isinstance(error, HTTPException):
@@ -408,9 +371,8 @@ def app(loop, name, cfg):
     routes += [Route(path, complete, methods=["POST"]) for path in FORMS]
     # A site whose name was made to point at this address sends its own name.
     hosts = ["127.0.0.1", "localhost", "[::1]"] if cfg.host in ("127.0.0.1", "localhost", "::1") else ["*"]
-    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts)]
     handlers = {Refusal: refuse, HTTPException: refuse, ClientDisconnect: hang_up}
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    return TrustedHostMiddleware(Starlette(routes=routes, exception_handlers=handlers), allowed_hosts=hosts)
 
 
 if __name__ == "__main__":

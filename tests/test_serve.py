@@ -118,7 +118,7 @@ def fill(model, rows, joins):
     return [row.written for row in rows]
 
 
-ASK = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "stop": [], "whole": False}
+ASK = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "stop": []}
 
 
 def encode(model, text):
