@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -438,3 +439,162 @@ def test_a_port_in_use_and_a_model_that_does_not_fit_are_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         says(run("serve.py", f"--port={taken.getsockname()[1]}"), "port", "choose another --port")
     says(run("serve.py", "--port=0", f"--ckpt={tmp_path}"), "model")
+
+
+# ---- the page, in a browser ----------------------------------------------------------------------------------------
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@contextlib.contextmanager
+def browser_at(url, **settings):
+    """A page of a headless Chromium; what its scripts complain of is an error."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
+    if not CHROMIUM:
+        pytest.skip("there is no Chromium")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        try:
+            page, errors = browser.new_page(**settings), []
+            page.set_default_timeout(30_000)
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+            page.goto(url)
+            yield page
+            assert not [error for error in errors if "status of 400" not in error]
+        finally:
+            browser.close()
+
+
+def texts_of(page):
+    return page.evaluate("tokens.map(token => token.id === null ? null : token.text)")
+
+
+def wait_for_the_end(page):
+    page.wait_for_selector("#stop[disabled]", state="attached")
+    page.wait_for_selector("#generate:not([disabled])")
+
+
+@pytest.mark.slow
+def test_a_reader_of_the_page_watches_masks_fills_and_tests(coder_server):
+    with browser_at(coder_server[0], viewport={"width": 900, "height": 860}) as page:
+        page.wait_for_selector("#name:not(:empty)")
+        page.fill("#prompt", "")
+        page.type("#prompt", PROMPT, delay=1)
+        page.fill("#temperature", "0")
+        count = "seen.push(document.querySelectorAll('.mask').length)"
+        page.evaluate(f"window.seen = []; draw = (old => () => {{ old(); {count} }})(draw)")
+        page.click("#generate")
+        wait_for_the_end(page)
+        masks = page.evaluate("seen")
+        masks = masks[masks.index(max(masks)) :]
+        assert len(set(masks)) > 10  # token after token appeared
+        assert masks == sorted(masks, reverse=True)
+        assert masks[-1] == 0
+        first = texts_of(page)
+        assert "".join(first) == PROMPT + "    return len([n for n in words if len(n) > 4])\n"
+        page.click("#check")
+        page.wait_for_selector("#verdicts .pass")
+        assert page.inner_text("#verdicts") == "pass: count_long(['apple', 'sea']) gives 1"
+
+        # point at a token: what it is, and what else could stand there
+        number = len(first) - 2
+        page.hover(f"#canvas span:nth-child({number + 1})")
+        about = page.inner_text("#about")
+        assert "probability" in about
+        assert page.locator("#about tr").count() == 4
+        # mask it, then three more by dragging; the keyboard opens one of them
+        page.click(f"#canvas span:nth-child({number + 1})")
+        assert page.inner_text("#fill") == "Fill 1 mask"
+        spans = [page.locator(f"#canvas span:nth-child({i})").bounding_box() for i in (number, number - 2)]
+        page.mouse.move(spans[0]["x"] + 3, spans[0]["y"] + 5)
+        page.mouse.down()
+        page.mouse.move(spans[1]["x"] + 3, spans[1]["y"] + 5, steps=20)
+        page.mouse.up()
+        assert texts_of(page).count(None) == 4
+        page.focus(f"#canvas span:nth-child({number - 2})")
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press(" ")
+        assert texts_of(page).count(None) == 5
+        page.keyboard.press(" ")
+        page.click("#more")
+        assert page.inner_text("#fill") == "Fill 5 masks"
+        page.click("#less")
+        kept = [text for text in texts_of(page) if text is not None]
+        page.click("#fill")
+        wait_for_the_end(page)
+        second = texts_of(page)
+        assert second[: len(kept) - 1] == kept[:-1]
+        assert second[-1] == first[-1]
+        # replay
+        page.fill("#slider", "1")
+        assert page.locator("#canvas .mask").count() == page.evaluate("last") - 1
+        page.select_option("#colour", "step")
+        assert page.is_visible("text=first step")
+
+
+@pytest.mark.slow
+def test_a_dream_on_the_page_has_controls_and_several_holes(dream_server):
+    narrow = {"width": 400, "height": 800}
+    with browser_at(dream_server[0], viewport=narrow, color_scheme="dark") as page:
+        page.wait_for_selector("#order:not([hidden])")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        page.fill("#prompt", "def [MASK:5]: return [MASK:3]")
+        page.select_option("#rule", "threshold")
+        page.fill("#bound", "0.01")
+        page.click("#generate")
+        wait_for_the_end(page)
+        few = page.evaluate("last")
+        page.select_option("#rule", "")
+        page.fill("#steps", "8")
+        page.click("#generate")
+        wait_for_the_end(page)
+        assert few < page.evaluate("last")
+        assert "forward passes" in page.inner_text("#rate")
+        page.fill("#steps", "")
+        page.fill("#prompt", "x " * 200)
+        page.click("#generate")
+        page.wait_for_selector("#verdicts li")
+        assert "do not fit" in page.inner_text("#verdicts")
+        page.fill("#prompt", "def")
+        page.click("#generate")
+        wait_for_the_end(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+@pytest.mark.slow
+def test_a_recorded_page_replays_without_a_server(tmp_path):
+    tokens = [
+        canvas.Token("a<b ", 0),
+        canvas.Token("x", 2, 0.5, "", (("x", 0.5), ("y", 0.3))),
+        canvas.Token("\n", 1, 0.9),
+    ]
+    canvas.write_page(str(tmp_path / "steps.html"), [tokens, tokens[:1]])
+    with browser_at((tmp_path / "steps.html").as_uri()) as page:
+        assert not page.is_visible("#generate")
+        assert not page.is_visible("#fill")
+        assert page.locator("#canvas span").all_inner_texts()[:2] == ["a<b ", "x"]
+        page.fill("#slider", "1")
+        assert page.locator("#canvas .mask").count() == 1
+        page.fill("#slider", "2")
+        page.mouse.move(1, 1)
+        page.hover("#canvas span:nth-child(2)")
+        assert "step 2 of 2, probability 50.0 %" in page.inner_text("#about")
+        assert page.locator("#about tr").count() == 1
+        page.click("text=text 2")
+        assert page.locator("#canvas span").count() == 1
+
+
+@pytest.mark.slow
+def test_the_screenshot_of_the_readme(coder_server):
+    with browser_at(coder_server[0], viewport={"width": 900, "height": 830}) as page:
+        page.wait_for_selector("#name:not(:empty)")
+        page.fill("#temperature", "0")
+        page.click("#generate")
+        wait_for_the_end(page)
+        page.click("#check")
+        page.wait_for_selector("#verdicts .pass")
+        page.hover("#canvas span:nth-last-child(13)")
+        page.screenshot(path=str(ROOT / "bench/results/serve.png"))
+    assert (ROOT / "bench/results/serve.png").stat().st_size <= 100_000
