@@ -588,7 +588,7 @@ def test_a_recorded_page_replays_without_a_server(tmp_path):
 
 @pytest.mark.slow
 def test_the_screenshot_of_the_readme(coder_server):
-    with browser_at(coder_server[0], viewport={"width": 900, "height": 830}) as page:
+    with browser_at(coder_server[0], viewport={"width": 900, "height": 890}) as page:
         page.wait_for_selector("#name:not(:empty)")
         page.fill("#temperature", "0")
         page.click("#generate")
