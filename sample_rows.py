@@ -88,10 +88,10 @@ def filters_of(rows):
     return tuple(x_B[:, None, None] for x_B in arrays)
 
 
-def key_of(row):
+@jax.jit
+def key_of(seed, number):
     """The data of a row's random key; for a Dream that of generate.py --seed --n."""
-    key = jax.random.split(jax.random.key(row.ask["seed"] % (1 << 31)))[1]
-    return jax.random.key_data(jax.random.fold_in(key, row.number))
+    return jax.random.key_data(jax.random.fold_in(jax.random.split(jax.random.key(seed))[1], number))
 
 
 class Family:
@@ -145,7 +145,7 @@ class Canvases:
         (state.token_BL[i],), (given.see_BL[i],) = sample_dream.canvas([ids], 0, cfg, self.width)
         given.made_BL[i] = given.see_BL[i] & (state.token_BL[i] == cfg.mask_id)
         given.offset_BL[i] = np.maximum(np.arange(self.width) - (self.width - len(ids)), 0)
-        given.key_B[i], state.step_B[i], state.left_B[i] = key_of(row), 0, 0
+        given.key_B[i], state.step_B[i], state.left_B[i] = key_of(ask["seed"] % (1 << 31), row.number), 0, 0
         # blocks from the first mask to the last, and the share of a block's masks that each of its steps fills
         first, last = np.flatnonzero(given.made_BL[i])[[0, -1]]
         size = ask.get("block_length") or self.width
@@ -220,7 +220,11 @@ class Caches:
     def join(self, i, row):
         """Prefill the prompt of a row, but for its last token, which a step reads."""
         prompt = self.family.in_order(row.ids)
-        self.token_BM[i], self.length_B[i], self.key_B[i] = 0, len(prompt), key_of(row)
+        self.token_BM[i], self.length_B[i], self.key_B[i] = (
+            0,
+            len(prompt),
+            key_of(row.ask["seed"] % (1 << 31), row.number),
+        )
         self.token_BM[i, : len(prompt)] = prompt
         self.cache = prefill(self.family.model, self.cache, i, self.token_BM[i])
 

@@ -19,6 +19,7 @@ import random
 import secrets
 import signal
 import socket
+import sys
 import time
 import typing
 from pathlib import Path
@@ -72,10 +73,11 @@ def main(cfg):
         model = read(folder, cfg.batch_size, bits=8 if cfg.int8 else 0, compile_cache=cfg.compile_cache)
         loop = sample_rows.Loop(model, cfg.queue, cfg.warm)
         loop.start()
+        sys.setswitchinterval(5e-4)  # a step that has ended waits for the interpreter no longer than this
         print(f"http://{cfg.host}:{listener.getsockname()[1]}", flush=True)
         signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it once more when it has finished
-        settings = {"log_level": "warning", "timeout_graceful_shutdown": cfg.grace, "lifespan": "off"}
-        uvicorn.Server(uvicorn.Config(app(loop, Path(folder).resolve().name, cfg), **settings)).run(sockets=[listener])
+        how = {"log_level": "warning", "timeout_graceful_shutdown": cfg.grace, "lifespan": "off"}
+        uvicorn.Server(uvicorn.Config(app(loop, Path(folder).resolve().name, cfg), **how)).run(sockets=[listener])
         loop.close()
 
 
@@ -349,8 +351,7 @@ def app(loop, name, cfg):
     async def check(request):
         """The verdicts of the sandbox on the examples in a prompt."""
         let_in(request)
-        body = await read(request)
-        texts = [body.get(field) for field in ("prompt", "text")]
+        texts = [*map((await read(request)).get, ("prompt", "text"))]
         if not all(isinstance(text, str) and len(text) < 1 << 13 for text in texts):
             raise Refusal(400, "give two texts, prompt and text, of at most 8 KB")
         try:

@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -131,8 +132,8 @@ def encode(model, text):
     [
         {},
         {"temperature": 0.0, "steps": 5},
-        {"top_p": 1.0, "block_length": 4},
-        {"threshold": 0.05},
+        pytest.param({"top_p": 1.0, "block_length": 4}, marks=pytest.mark.slow),
+        pytest.param({"threshold": 0.05}, marks=pytest.mark.slow),
         {"entropy_bound": 4.0, "block_length": 6},
     ],
     ids=str,
@@ -598,3 +599,21 @@ def test_the_screenshot_of_the_readme(coder_server):
         page.hover("#canvas span:nth-last-child(13)")
         page.screenshot(path=str(ROOT / "bench/results/serve.png"))
     assert (ROOT / "bench/results/serve.png").stat().st_size <= 100_000
+
+
+@pytest.mark.slow
+def test_clients_that_misbehave_leave_the_server_as_it_was():
+    done = run("bench/serve_load.py", "--faults=60", timeout=280)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5
+    for line in lines:
+        assert float(re.search(r"([-+][\d.]+) MB", line)[1]) < 30, line
+
+
+@pytest.mark.slow
+def test_the_load_is_measured_beside_generate():
+    done = run("bench/serve_load.py", "--clients", 2, "--seconds=3", timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\| 2 \| [\d.]+ \| [1-9]", done.stdout)
+    assert re.search(r"128 texts at once: [1-9]\d* tokens/s", done.stdout)
