@@ -522,12 +522,21 @@ def test_a_reader_of_the_page_watches_masks_fills_and_tests(coder_server):
         page.click("#more")
         assert page.inner_text("#fill") == "Fill 5 masks"
         page.click("#less")
-        kept = [text for text in texts_of(page) if text is not None]
-        page.click("#fill")
-        wait_for_the_end(page)
-        second = texts_of(page)
-        assert second[: len(kept) - 1] == kept[:-1]
-        assert second[-1] == first[-1]
+        holes = [i for i, text in enumerate(texts_of(page)) if text is None]
+        kept = texts_of(page)[holes[-1] + 1 :]
+        for grows in (True, False):
+            size = len(texts_of(page))
+            page.set_checked("#grow", grows)
+            page.click("#fill")
+            wait_for_the_end(page)
+            second = texts_of(page)
+            assert None not in second
+            assert second[: holes[0]] == first[: holes[0]]
+            assert second[len(second) - len(kept) :] == kept
+            assert len(second) <= size + 16 * grows
+            for i in holes[:2] if grows else ():  # mask two of them for the second time
+                page.click(f"#canvas span:nth-child({i + 1})")
+                kept = second[i + 1 :]
         # replay
         page.fill("#slider", "1")
         assert page.locator("#canvas .mask").count() == page.evaluate("last") - 1
