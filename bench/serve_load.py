@@ -3,6 +3,7 @@
     python bench/serve_load.py                              # 1, 8 and 64 clients, a minute each; on an idle machine
     python bench/serve_load.py --clients 1 8 --seconds=5    # a first try
     python bench/serve_load.py --faults=1000                # hang-ups, half requests, ten times as many broken bodies
+    python bench/serve_load.py --lengths=HumanEval.jsonl.gz --ckpt=out/diffucoder    # what continuous batching gives
 
 Starts serve.py, whose flags are --model, --ckpt and --batch_size. Prints a table; --out writes it to a file, too.
 """
@@ -10,6 +11,8 @@ Starts serve.py, whose flags are --model, --ckpt and --batch_size. Prints a tabl
 import asyncio
 import contextlib
 import dataclasses
+import gzip
+import heapq
 import json
 import os
 import random
@@ -55,6 +58,7 @@ class Config:
     seconds: Count = 60  # for each number of clients
     max_new: Count = 48
     faults: Natural = 0  # clients that hang up; 0 measures the load instead
+    lengths: str = ""  # HumanEval.jsonl.gz: only simulate steps with its lengths, by the tokenizer of --ckpt
     out: str = ""  # file for what is printed
 
 
@@ -65,6 +69,8 @@ def main(cfg):
         print(line, flush=True)
         lines.append(line)
 
+    if cfg.lengths:
+        return simulate(cfg)
     with server(cfg) as (process, url):
         if cfg.faults:
             faults(cfg, process, url, say)
@@ -137,6 +143,27 @@ def from_file(cfg):
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     tokens, seconds = re.search(r"(\d+) tokens in ([\d.]+) s", done.stderr).groups()
     return int(tokens) / float(seconds)
+
+
+def simulate(cfg):
+    """Steps for all solutions of HumanEval, a token a step: batches that wait for their longest text, and places that
+    are taken at once.
+    """
+    tokenizer = runs.read_tokenizer(cfg.ckpt)
+    with gzip.open(cfg.lengths, "rt") as file:
+        lengths = [len(tokenizer.encode(json.loads(line)["canonical_solution"]).ids) for line in file]
+    for rows in (8, 32):
+        waiting, taken = [], []
+        for seed in range(100):
+            random.Random(seed).shuffle(lengths)
+            waiting.append(sum(max(lengths[i : i + rows]) for i in range(0, len(lengths), rows)))
+            ends = [0] * rows
+            for length in lengths:
+                heapq.heapreplace(ends, ends[0] + length)
+            taken.append(max(ends))
+        ratios = sorted(a / b for a, b in zip(waiting, taken, strict=True))
+        spread = f"{statistics.median(ratios):.2f} ({ratios[5]:.2f} to {ratios[94]:.2f})"
+        print(f"{rows} rows: {statistics.median(waiting):.0f} steps or {statistics.median(taken):.0f}: {spread} times")
 
 
 # ---- clients that misbehave ----------------------------------------------------------------------------------------
