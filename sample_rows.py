@@ -109,8 +109,8 @@ class Family:
             self.batches[width, order] = self.Batch(self, width, order)
         return self.batches[width, order]
 
-    def check(self, ids):
-        """ValueError for a text that the model cannot write."""
+    def check(self, ids, ask):
+        """ValueError for what the model cannot write."""
 
     def batch_of(self, row):
         width = next(width for width in self.widths if width >= len(row.ids) + self.extra)
@@ -204,6 +204,10 @@ class Dream(Family):
         self.ends = {cfg.eos_id, cfg.pad_id, *ends} - {None, cfg.expand_id}
         self.wrap = canvas.chat_template(runs.as_path(folder))
 
+    def check(self, ids, ask):
+        if len(given := [order for order in self.ORDERS if ask.get(order)]) > 1:
+            raise ValueError(f"{' and '.join(given)} do not go together")
+
 
 # ---- PythonCoder: a cache, and a token of each row at a time -------------------------------------------------------
 
@@ -213,7 +217,7 @@ class Caches:
 
     def __init__(self, family, width, order):
         self.family, self.width, self.order, self.rows = family, width, order, [None] * family.rows
-        self.cache = family.model.new_cache(family.rows, width)
+        self.cache = None
         self.token_BM, self.length_B = np.zeros((family.rows, width), np.int32), np.ones(family.rows, np.int32)
         self.key_B = np.zeros((family.rows, 2), np.uint32)
 
@@ -226,10 +230,14 @@ class Caches:
             key_of(row.ask["seed"] % (1 << 31), row.number),
         )
         self.token_BM[i, : len(prompt)] = prompt
-        self.cache = prefill(self.family.model, self.cache, i, self.token_BM[i])
+        self.prefill(i)
+
+    def prefill(self, i):
+        cache = self.cache or self.family.model.new_cache(len(self.rows), self.width)
+        self.cache = prefill(self.family.model, cache, i, self.token_BM[i])
 
     def warm(self):
-        self.cache = prefill(self.family.model, self.cache, 0, self.token_BM[0])
+        self.prefill(0)
         self.step()
 
     def step(self):
@@ -253,8 +261,8 @@ class PythonCoder(Family):
         super().__init__(pc, folder, rows, **how)
         self.ends = {self.tokenizer.token_to_id("<|endoftext|>")} - {None}
 
-    def check(self, ids):
-        if Row(ids, {}).holes > 1:
+    def check(self, ids, ask):
+        if Row(ids, ask).holes > 1:
             raise ValueError("the model fills one hole at a time")
         self.in_order(ids)
 

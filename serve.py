@@ -94,11 +94,11 @@ TYPES = {
     "stream": bool, "stream_options": dict, "messages": list, "ids": list, "suffix": str, "model": str, "user": str,
 }
 # fmt: on
-COMMON = {"model", "user", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options"}
+COMMON = {"model", "user", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "stream"}
 FORMS = {  # the fields of each path, beside COMMON and those of the model
-    "/v1/completions": {"prompt", "suffix", "n", "logprobs"},
-    "/v1/chat/completions": {"messages", "n", "logprobs", "top_logprobs", "max_completion_tokens"},
-    "/v1/fim/completions": {"prompt", "suffix", "random_seed"},
+    "/v1/completions": {"prompt", "suffix", "n", "logprobs", "stream_options"},
+    "/v1/chat/completions": {"messages", "n", "logprobs", "top_logprobs", "stream_options"},
+    "/v1/fim/completions": {"prompt", "suffix", "random_seed", "stream_options"},
     "/v1/canvas": {"prompt", "suffix", "ids"},
 }
 NO_EFFECT = {"best_of": 1, "echo": False, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "tools": []}
@@ -146,8 +146,8 @@ def checked(fields, path, model, name):
             raise Refusal(400, f"{field} has to be of type {getattr(kind, '__name__', kind)}{span}", field)
     stop = fields.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or len(stop) > 8 or not all(isinstance(x, str) and 0 < len(x) < 100 for x in stop):
-        raise Refusal(400, "stop has to be a short text, or a list of at most 8", "stop")
+    if not isinstance(stop, list) or len(stop) > 32 or not all(isinstance(x, str) and 0 < len(x) < 100 for x in stop):
+        raise Refusal(400, "stop has to be a short text, or a list of at most 32", "stop")
     if fields.get("model", name) != name:
         raise Refusal(404, f"there is no model {fields['model']!r}, but {name!r}", "model", "model_not_found")
     if "top_logprobs" in FORMS[path]:
@@ -181,7 +181,7 @@ def rows_of(ask, path, model, wake):
         if room < 0:
             message = f"{len(ids)} tokens do not fit the model's {model.positions - model.extra}"
             raise Refusal(400, message, "max_tokens", "context_length_exceeded")
-        model.check(ids)
+        model.check(ids, ask)
         rows += [sample_rows.Row(ids, ask, number, wake=wake) for number in range(ask["n"])]
     return rows
 

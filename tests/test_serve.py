@@ -247,6 +247,12 @@ def test_a_conversation_takes_the_checkpoints_template(dream_server):
             client.chat.completions.create(**settings | {"messages": wrong})
 
 
+def test_a_dream_is_told_once_how_many_tokens_a_step_writes(dream_server):
+    for body in ({"threshold": 0.5, "entropy_bound": 1}, {"steps": 4, "threshold": 0.5}):
+        answer = httpx.post(dream_server[0] + "/v1/completions", json={"prompt": "x"} | body)
+        assert (answer.status_code, "do not go together" in answer.text) == (400, True)
+
+
 def test_fim_is_answered_in_mistrals_form(coder_server):
     body = {"prompt": "def f(x):\n    return ", "suffix": "\n", "max_tokens": 6, "random_seed": 1, "temperature": 0}
     answer = httpx.post(coder_server[0] + "/v1/fim/completions", json=body | {"stop": None}).json()
