@@ -36,7 +36,7 @@ try:
     from starlette.exceptions import HTTPException
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import ClientDisconnect
-    from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+    from starlette.responses import FileResponse, JSONResponse, StreamingResponse
     from starlette.routing import Route
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error}: pip install -r requirements-serve.txt") from None
@@ -138,8 +138,7 @@ def checked(fields, path, model, name):
         kind, limits = TYPES.get(field, object), NUMBERS.get(field)
         if field == "logprobs" and "top_logprobs" in FORMS[path]:
             kind, limits = bool, None
-        if limits:
-            kind = int if isinstance(limits[0], int) else int | float
+        kind = kind if limits is None else int if isinstance(limits[0], int) else int | float
         right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not right or (limits and not limits[0] <= value <= limits[1]):
             span = " from {} to {}".format(*limits) if limits else ""
@@ -251,8 +250,11 @@ class Answer:
         return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
 
     async def whole(self):
-        async for _ in self.follow():
-            pass
+        try:
+            async for _ in self.follow():
+                pass
+        except asyncio.CancelledError:  # what SIGTERM finds running has --grace seconds
+            raise Refusal(503, "the server is shutting down") from None
         for row in self.rows:
             if not row.ended or row.error:
                 raise failed(row) if row.error else ClientDisconnect
@@ -361,18 +363,16 @@ def app(loop, name, cfg):
             raise Refusal(400, str(error)) from None
 
     async def refuse(request, error):
-        if isinstance(error, HTTPException):
-            error = Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        if not isinstance(error, Refusal):  # a client that has gone reads no answer
+            status, detail = getattr(error, "status_code", 499), getattr(error, "detail", "the client has gone")
+            error = Refusal(status, f"{request.method} {request.url.path}: {detail}")
         return JSONResponse(error.body, error.status, error.headers)
-
-    async def hang_up(request, error):
-        return Response(status_code=499)
 
     routes = [Route("/", page), Route("/v1/models", models), Route("/v1/check", check, methods=["POST"])]
     routes += [Route(path, complete, methods=["POST"]) for path in FORMS]
     # A site whose name was made to point at this address sends its own name.
     hosts = ["127.0.0.1", "localhost", "[::1]"] if cfg.host in ("127.0.0.1", "localhost", "::1") else ["*"]
-    handlers = {Refusal: refuse, HTTPException: refuse, ClientDisconnect: hang_up}
+    handlers = dict.fromkeys((Refusal, HTTPException, ClientDisconnect), refuse)
     return TrustedHostMiddleware(Starlette(routes=routes, exception_handlers=handlers), allowed_hosts=hosts)
 
 

@@ -1,6 +1,7 @@
 """The server: OpenAI's client against it, rows that come and go, faults, its page in a browser."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import importlib
 import json
@@ -440,6 +441,17 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes():
         assert process.wait(20) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(url)
+
+
+@pytest.mark.slow
+def test_what_still_runs_when_the_grace_is_over_is_told_so():
+    with started("--grace=1", "--batch_size=1") as (process, url), concurrent.futures.ThreadPoolExecutor() as pool:
+        body = {"prompt": "x", "max_tokens": 400, "n": 16, "temperature": 2}
+        answers = [pool.submit(httpx.post, url + "/v1/completions", json=body, timeout=60) for _ in range(4)]
+        time.sleep(2)  # sixteen texts of four clients take longer
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert {answer.result().status_code for answer in answers} == {503}
 
 
 def test_a_port_in_use_and_a_model_that_does_not_fit_are_one_line(tmp_path):
