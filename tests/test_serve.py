@@ -454,10 +454,13 @@ def test_what_still_runs_when_the_grace_is_over_is_told_so():
         assert {answer.result().status_code for answer in answers} == {503}
 
 
-def test_a_port_in_use_and_a_model_that_does_not_fit_are_one_line(tmp_path):
+def test_a_port_in_use_a_folder_without_a_model_and_a_missing_package_are_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         says(run("serve.py", f"--port={taken.getsockname()[1]}"), "port", "choose another --port")
-    says(run("serve.py", "--port=0", f"--ckpt={tmp_path}"), "model")
+    says(run("serve.py", "--port=0", f"--ckpt={tmp_path}"), str(tmp_path), "holds no checkpoint")
+    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\")")
+    without = os.environ | AS_A_USER | {"PYTHONPATH": str(tmp_path)}
+    says(run("serve.py", env=without), "uvicorn", "pip install -r requirements-serve.txt")
 
 
 # ---- the page, in a browser ----------------------------------------------------------------------------------------
