@@ -120,10 +120,10 @@ def test_an_interactive_session_reads_prompts_until_the_end_of_input(run_folder,
 
 def test_fill_in_the_middle_puts_prefix_and_suffix_before_the_middle(run_folder):
     tokenizer = Tokenizer.from_file(str(run_folder / "tokenizer.json"))
-    ids = generate.encode(tokenizer, "def ", "(x)")
+    ids = canvas.encode(tokenizer, "def ", "(x)")
     assert [i for i in ids if i < 4] == [1, 3, 2]  # prefix, suffix, middle
     assert tokenizer.decode(ids) == "def (x)"
-    assert 0 not in generate.encode(tokenizer, "<|endoftext|>", "")  # a special token's name in a prompt is text
+    assert 0 not in canvas.encode(tokenizer, "<|endoftext|>", "")  # a special token's name in a prompt is text
 
 
 def refused(part, config=None, **settings):
