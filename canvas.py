@@ -6,7 +6,8 @@
     completion, text = texts.text_of(blank, ids)
     canvas.write_page("steps.html", [texts.tokens(blank, ids, when, probability)])    # or steps.svg
 
-generate.py uses it; chat_template also data_prep.py and sample_dream.py. Imports nothing of ours.
+generate.py and serve.py use it; chat_template also data_prep.py and sample_dream.py. Imports nothing of ours; a page is
+serve.html with the steps inside.
 """
 
 import ast

@@ -359,7 +359,7 @@ def app(loop, name, cfg):
         try:
             async with testing:
                 return JSONResponse({"examples": await asyncio.to_thread(canvas.judged, *texts)})
-        except (ValueError, RecursionError, MemoryError) as error:
+        except (ValueError, RuntimeError, MemoryError) as error:  # no examples; too deep; no sandbox
             raise Refusal(400, str(error)) from None
 
     async def refuse(request, error):

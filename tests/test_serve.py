@@ -256,7 +256,8 @@ def test_a_dream_is_told_once_how_many_tokens_a_step_writes(dream_server):
 
 def test_fim_is_answered_in_mistrals_form(coder_server):
     body = {"prompt": "def f(x):\n    return ", "suffix": "\n", "max_tokens": 6, "random_seed": 1, "temperature": 0}
-    answer = httpx.post(coder_server[0] + "/v1/fim/completions", json=body | {"stop": None}).json()
+    as_continue = {"stop": None, "frequency_penalty": 0, "presence_penalty": 0, "max_completion_tokens": None}
+    answer = httpx.post(coder_server[0] + "/v1/fim/completions", json=body | as_continue).json()
     text = answer["choices"][0]["message"]["content"]
     with httpx.stream("POST", coder_server[0] + "/v1/fim/completions", json=body | {"stream": True}) as stream:
         lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
