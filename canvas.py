@@ -6,7 +6,8 @@
     completion, text = texts.text_of(blank, ids)
     canvas.write_page("steps.html", [texts.tokens(blank, ids, when, probability)])    # or steps.svg
 
-generate.py uses it; chat_template also data_prep.py and sample_dream.py. Imports nothing of ours.
+generate.py and serve.py use it; chat_template also data_prep.py and sample_dream.py. Imports nothing of ours; a page is
+serve.html with the steps inside.
 """
 
 import ast
@@ -16,6 +17,7 @@ import functools
 import html
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -108,11 +110,17 @@ class Texts:
         completion = cut(self.tokenizer.decode([ids[p] for p in kept if canvas.ids[p] == self.mask]))
         return completion, completion.join(canvas.around)
 
-    def tokens(self, canvas, ids, when, prob):
-        """The Tokens of a filled canvas; when and prob are the step and the probability of each id."""
+    def tokens(self, canvas, ids, when, prob, likely=()):
+        """The Tokens of a filled canvas; when and prob are the step and the probability of each id, likely the ids of
+        the likeliest tokens and their log p.
+        """
         shown = [p for p in self.kept(canvas, ids) if p >= canvas.start]
         texts = pieces(self.tokenizer, [ids[p] for p in shown])
-        return [Token(text, int(when[p]), float(prob[p])) for text, p in zip(texts, shown, strict=True)]
+        tokens = [Token(text, int(when[p]), float(prob[p])) for text, p in zip(texts, shown, strict=True)]
+        if likely:
+            others = [others_of(self.tokenizer, *(x_LN[p].tolist() for x_LN in likely)) for p in shown]
+            tokens = [token._replace(likely=each) for token, each in zip(tokens, others, strict=True)]
+        return tokens
 
     def picture(self, canvas, ids, prob=None):
         """The text of a canvas that is not full, masks as blocks; with probabilities what was written is coloured."""
@@ -204,6 +212,21 @@ def encode_chat(tokenizer, wrap, prompt, system="", before=()):
     return ids
 
 
+def encode_messages(tokenizer, wrap, messages):
+    """Token ids of OpenAI's messages in a chat template. ValueError for those that are no conversation."""
+    if wrap is None:
+        raise ValueError("the model has no chat template: use /v1/completions")
+    try:
+        roles, texts = zip(*((turn["role"], turn["content"]) for turn in messages), strict=True)
+        texts = [text if isinstance(text, str) else "".join(part["text"] for part in text) for text in texts]
+        system = texts.pop(0) if roles[0] in ("system", "developer") else ""
+        if roles[-len(texts) :] != (("user", "assistant") * len(texts))[: len(texts) | 1]:
+            raise ValueError
+    except (TypeError, KeyError, ValueError):
+        raise ValueError("messages have to be texts of user and assistant in turn, the last of user") from None
+    return encode_chat(tokenizer, wrap, texts[-1], system, list(zip(texts[:-1:2], texts[1::2], strict=True)))
+
+
 # ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
@@ -248,8 +271,12 @@ def interact(complete, end):
 def encode(tokenizer, prompt, suffix):
     """Token ids of a prompt; with a suffix in the order prefix, suffix, middle. Names of special tokens stay text."""
     tokenizer.encode_special_tokens = True
-    prompt_ids, suffix_ids = (tokenizer.encode(text, add_special_tokens=False).ids for text in (prompt, suffix))
-    if not suffix:
+    return in_order(tokenizer, *(tokenizer.encode(text, add_special_tokens=False).ids for text in (prompt, suffix)))
+
+
+def in_order(tokenizer, prompt_ids, suffix_ids):
+    """The ids that an autoregressive model continues. ValueError if its tokenizer has no tokens for a suffix."""
+    if not suffix_ids:
         return prompt_ids
     names = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
     begin, then, middle = map(tokenizer.token_to_id, names)
@@ -336,6 +363,11 @@ def verdicts(program, tests):
     return said
 
 
+def judged(prompt, text):
+    """The verdicts on a text that goes on from a prompt, by the examples in the prompt."""
+    return verdicts(definitions(prompt, text), examples(prompt))
+
+
 def checked(completions, n, tests):
     """Of n completions (row, text) of each prompt the first that passes its tests, else the first of them.
 
@@ -361,12 +393,15 @@ def checked(completions, n, tests):
 
 # ---- the step and the probability of each token --------------------------------------------------------------------
 
+LIKELIEST = 5  # tokens that are kept for each position of a page
+
 
 class Token(typing.NamedTuple):
     text: str
     step: int  # that wrote it; 0: it was given
     probability: float = 1.0  # the model's, in that step
     note: str = ""
+    likely: tuple = ()  # (text, probability) of the likeliest tokens then
 
 
 def pieces(tokenizer, ids):
@@ -378,6 +413,11 @@ def pieces(tokenizer, ids):
         texts.append(text[len(before) :])
         before = text
     return texts
+
+
+def others_of(tokenizer, ids, logp):
+    """((text, probability)) of the likeliest tokens at a position."""
+    return tuple((tokenizer.decode([i]), math.exp(p)) for i, p in zip(ids, logp, strict=True))
 
 
 def drafts_of(lengths, ids, rule, max_new):
@@ -395,13 +435,13 @@ def drafts_of(lengths, ids, rule, max_new):
     return drafts
 
 
-def draft_tokens(tokenizer, ids, drafts, prob, cut):
+def draft_tokens(tokenizer, ids, drafts, prob, cut, likely=()):
     """The Tokens of a text that PythonCoder wrote, as far as cut(text) keeps it.
 
     drafts are those of drafts_of().
     """
-    written = zip(pieces(tokenizer, ids), drafts, prob, strict=True)
-    tokens = [Token(text, step, p, f"draft {kind}" if kind else "") for text, (step, kind), p in written]
+    written = zip(pieces(tokenizer, ids), drafts, prob, likely or [()] * len(ids), strict=True)
+    tokens = [Token(text, step, p, f"draft {kind}" if kind else "", top) for text, (step, kind), p, top in written]
     left = len(cut("".join(token.text for token in tokens)))
     for i, token in enumerate(tokens):
         tokens[i], left = token._replace(text=token.text[:left]), max(0, left - len(token.text))
@@ -423,7 +463,7 @@ def shaded(text, probability):
 def write_page(path, texts):
     """Write the page or animation of --html, if there is one: texts as lists of Tokens."""
     if path:
-        Path(path).write_text((animation if path.endswith(".svg") else page)(texts))
+        Path(path).write_text((animation if path.endswith(".svg") else page)(texts), "utf-8")
 
 
 def colour(step, steps):
@@ -431,25 +471,10 @@ def colour(step, steps):
 
 
 def page(texts):
-    """A self-contained HTML page: each text with its tokens coloured by step, or by probability at a click."""
-    rows = ""
-    for tokens in texts:
-        rows += "<p>"
-        steps = max((token.step for token in tokens), default=0)
-        for text, step, p, note in tokens:
-            title, shade = "given", "#eee"
-            if step:
-                title = f"step {step} of {steps}, probability {p:.3f}" + (f", {note}" if note else "")
-                shade = f"hsl({120 * p:.0f} 80% 80%)"
-            style = f"--step:{colour(step, steps)};--probability:{shade}"
-            rows += f'<span style="{style}" title="{title}">{html.escape(text)}</span>'
-        rows += "</p>"
-    by = "span{background:var(--step)}body:has(:checked) span{background:var(--probability)}"
-    style = by + "body{font:18px/1.8 serif;max-width:42em;margin:2em auto;white-space:pre-wrap}small{color:#666}"
-    note = "<label><input type=checkbox> by probability: red is low, green is high</label>. "
-    note += "Blue tokens appeared first, red ones last, grey ones were given; point at one to read more."
-    head = f"<!doctype html><meta charset=utf-8><title>Steps</title><style>{style}</style>"
-    return f"{head}<body>{rows}<small>{note}</small></body>\n"
+    """serve.html with the texts inside: a page that replays their steps without a server."""
+    record = json.dumps([[list(token) for token in tokens] for tokens in texts]).replace("<", "\\u003c")
+    empty = 'type="application/json">null<'
+    return Path(__file__).with_name("serve.html").read_text("utf-8").replace(empty, f"{empty[:-5]}{record}<")
 
 
 def animation(texts, step_s=0.4, rest_s=3.0):

@@ -378,11 +378,11 @@ def filter_logits(logits_BLV, temperature=1.0, top_k=0, top_p=1.0, rule="mdlm", 
 
     rule "mdlm": top-k, then top-p of the rest, which drops a token if those before it have probability p or more.
     "dream": top-p first, which drops a token if those before it have more than p; then top-k. Of equal probabilities
-    the lower id comes first in top-p, and top-k keeps all that equal the k-th. width is for speed alone: 1 on a CPU, 3
-    on a TPU or GPU.
+    the lower id comes first in top-p, and top-k keeps all that equal the k-th. temperature and p may be arrays, above
+    0; p above 1 is off. width is for speed alone: 1 on a CPU, 3 on a TPU or GPU.
     """
     xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
-    if temperature > 0:
+    if getattr(temperature, "ndim", 0) or temperature > 0:
         logits_BLV = logits_BLV / temperature
     if rule == "dream":
         return _top_k(_top_p(logits_BLV, top_p, xp.less_equal, width), top_k, width)
@@ -445,7 +445,7 @@ def _top_p(logits_BLV, p, stays, width):
     Tokens are ordered by probability, then by id. Two searches, of a few passes over the vocabulary each, find the last
     token that stays: its probability, whose bits as an integer have the same order, as it is not negative; then its id.
     """
-    if p >= 1:
+    if not getattr(p, "ndim", 0) and p >= 1:
         return logits_BLV
     xp, prob_BLV, id_V = _namespace(logits_BLV), softmax(logits_BLV), _ids(logits_BLV)
     bits = 8 * prob_BLV.dtype.itemsize
@@ -454,7 +454,7 @@ def _top_p(logits_BLV, p, stays, width):
     def stay(before_BLV):
         """Whether a token with these before it stays."""
         mass_BL1 = xp.sum(xp.where(before_BLV, prob_BLV, 0.0), axis=-1, keepdims=True)
-        return stays(mass_BL1, max(p, 1e-9) + 0 * mass_BL1)  # the likeliest always stays
+        return stays(mass_BL1, 0 * mass_BL1 + (p if getattr(p, "ndim", 0) else max(p, 1e-9)))  # the likeliest stays
 
     def no_more_stay(number_BL1):
         return ~stay(prob_BLV >= number_BL1.view(prob_BLV.dtype))

@@ -217,7 +217,6 @@ class PythonCoder:
 
     def complete(self, requests):
         """Continue all requests, cfg.n times each, as one batch: [(row of --json, text)]. A single text streams."""
-        import canvas
         import model_pythoncoder
 
         cfg, tokenizer = self.cfg, self.tokenizer
@@ -254,7 +253,6 @@ class PythonCoder:
 
     def on_tokens(self, texts):
         """Called with the token ids of all texts so far; True, which ends the call, if each holds a stop string."""
-        import canvas
 
         self.passes.append([len(ids) for ids in texts])
         ids, stops = texts[0], self.cfg.stop
@@ -280,13 +278,13 @@ class PythonCoder:
 
     def show_probabilities(self, prompts, texts):
         """The texts in the colours of their probabilities in a terminal, and the page of --html."""
-        import canvas
         import model_pythoncoder as pc
 
         @jax.jit
         def of_next(model, token_BL):
-            prob_BLV = jax.nn.softmax(model.logits(model.hidden(model.lookup(token_BL))[:, :-1]))
-            return jnp.take_along_axis(prob_BLV, token_BL[:, 1:, None], -1)[..., 0]
+            logp_BLV = jax.nn.log_softmax(model.logits(model.hidden(model.lookup(token_BL))[:, :-1]))
+            prob_BL = jnp.exp(jnp.take_along_axis(logp_BLV, token_BL[:, 1:, None], -1)[..., 0])
+            return prob_BL, *jax.lax.top_k(logp_BLV, canvas.LIKELIEST)
 
         # One pass over what is finished gives the probabilities that its tokens had: those before any filter.
         rows = [prompt + new for prompt, new in zip(prompts, texts, strict=True)]
@@ -294,13 +292,14 @@ class PythonCoder:
         yarn = max(map(len, prompts)) + self.cfg.max_new > self.model.cfg.positions  # as generate() decides
         graph = pc.graph_of(self.model.cfg, dataclasses.replace(self.model.run, yarn=yarn))
         with inference.mesh_context(self.mesh):
-            prob_BL = np.asarray(of_next(nnx.merge(graph, nnx.state(self.model)), token_BL))
+            found = of_next(nnx.merge(graph, nnx.state(self.model)), token_BL)
 
         pages, cut = [], functools.partial(canvas.truncate, stops=self.cfg.stop)
         for i, (prompt, new) in enumerate(zip(prompts, texts, strict=True)):
-            prob = prob_BL[i, len(prompt) - 1 : len(rows[i]) - 1].tolist()
+            prob, logp, ids = (np.asarray(x[i, len(prompt) - 1 : len(rows[i]) - 1]).tolist() for x in found)
+            likely = [canvas.others_of(self.tokenizer, *pair) for pair in zip(ids, logp, strict=True)]
             drafts = canvas.drafts_of([passed[i] for passed in self.passes], new, self.rule, self.cfg.max_new)
-            tokens = canvas.draft_tokens(self.tokenizer, new, drafts, prob, cut)
+            tokens = canvas.draft_tokens(self.tokenizer, new, drafts, prob, cut, likely)
             if self.cfg.show_steps and sys.stdout.isatty():
                 shaded = (canvas.shaded(token.text, token.probability) for token in tokens)
                 print("---- by probability\n" + "".join(shaded))
@@ -315,7 +314,6 @@ class Dream:
     """Prompts become canvases of masks, which sample_dream.py or, for a Dream of blocks, sample_block.py fills."""
 
     def __init__(self, cfg, _):
-        import canvas
         import infill
         import model_dream
         import sample_block
@@ -327,6 +325,7 @@ class Dream:
         own = "steps", "schedule", "block_length", "alg_temp", "threshold", "entropy_bound", "cache", "fast_dllm"
         settings = {name: getattr(flags, name) for name in (*own, "eos_penalty", "guidance")}
         settings |= {"top_k": cfg.top_k, "history": self.watching}
+        settings["likeliest"] = canvas.LIKELIEST if cfg.html else 0
         rule = sample_dream.Sampling(flags.sampler, temperature=cfg.temperature, top_p=cfg.top_p, **settings)
         if flags.valid and flags.chat == "on":
             raise ValueError("--valid=python is for a Dream that writes code, without a chat template")
@@ -369,7 +368,6 @@ class Dream:
 
         The tokenizer of a base model has a template, too. So the name of the model decides, or that of its folder.
         """
-        import canvas
 
         flags = self.cfg.dream
         if flags.chat == "on" and not wrap:
@@ -393,7 +391,6 @@ class Dream:
 
         The next call goes on with the conversation. Of a Dream of blocks a single text streams to the terminal.
         """
-        import canvas
         import sample_dream
 
         cfg, texts = self.cfg, self.texts
@@ -427,8 +424,9 @@ class Dream:
                 if not cfg.check:
                     show(cfg, row, text[len(self.printed) :], len(completions) if len(canvases) > 1 else 0)
                 if cfg.html:
-                    when_L, prob_L = (stats[name][i, self.columns(ids)] for name in ("when", "probability"))
-                    pages.append(texts.tokens(blank, ids, when_L, prob_L))
+                    at = i, self.columns(ids)
+                    likely = [x_BLN[at] for x_BLN in stats["record"].likely]
+                    pages.append(texts.tokens(blank, ids, stats["when"][at], stats["probability"][at], likely))
         canvas.write_page(cfg.html, pages)
         rate = f"{total['tokens'] / total['seconds']:.1f} tokens/s, {total['forwards']} forward passes"
         compiling = f"; compiling took {total['compile_s']:.1f} s more" if total["compile_s"] else ""
@@ -459,7 +457,6 @@ class Dream:
 
     def fill(self, canvases, shape):
         """(token ids, statistics of the sampler with "seconds" and "compile_s"); shape is its `rows` and `widths`."""
-        import canvas
         import infill
 
         prompts, rule, viewer = [blank.ids for blank in canvases], self.rule, {}
@@ -491,7 +488,6 @@ class Dream:
 
     def on_block(self, rows):
         """Called with the token ids of the single text after each block; prints what has been added before a MASK."""
-        import canvas
 
         ids = [*itertools.takewhile(lambda token: token != self.texts.mask, rows[0])]
         begun = dataclasses.replace(self.watched, ids=self.watched.ids[: len(ids)])

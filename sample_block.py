@@ -160,7 +160,7 @@ class Sampler:
         def write(x_BL, new_BN):
             return x_BL.at[row_B1, index_BN].set(new_BN, mode="drop")
 
-        step_BL, drawn_BL, logp_BL = state.record
+        step_BL, drawn_BL, logp_BL, _ = state.record
         record = sample_dream.Record(step_BL, write(drawn_BL, token_BN), write(logp_BL, logp_BN))
         token_BL = write(state.token_BL, token_BN)
         state = State(token_BL, record, state.step, state.forwards + 1, cache)
@@ -298,7 +298,7 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
         windows += [width] + [N + cfg.shift] * (int(state.forwards) - len(windows) - 1)
         if on_block:
             on_block(texts_of(state))
-    record = sample_dream.Record(*map(np.asarray, state.record))
+    record = jax.tree.map(np.asarray, state.record)
     stats = {"forwards": int(state.forwards), "steps": int(state.step), "begun": begun, "windows": windows}
     stats |= {"passes": [stats["forwards"]] * len(prompts), "record": record, "when": record.step_BL + 1}
     stats["probability"] = np.exp(record.logp_BL)

@@ -62,6 +62,7 @@ class Sampling:
     late_ids: tuple[int, ...] = ()  # drawn with confidence 0: LLaDA's confidence_eos_eot_inf, of EOS and EOT
     history: bool = False  # keep when each token was written, and the model's probability of it then
     record: bool = False  # the same for training, with the probability at this temperature: a Record
+    likeliest: int = 0  # with history: keep so many of the likeliest tokens, too
 
     def __post_init__(self):
         for one, other in (("threshold", "entropy_bound"), ("guidance", "cache")):
@@ -89,6 +90,7 @@ class Record(typing.NamedTuple):
     step_BL: jax.Array  # the step that filled it; -1 elsewhere
     token_BL: jax.Array  # what was drawn, also where the end of a text has replaced it; MASK where nothing was drawn
     logp_BL: jax.Array  # its log p before top-p and top-k; 0 where nothing was drawn
+    likely: tuple = ()  # with Sampling.likeliest: the likeliest ids then and their log p, [B, L, N] each
 
 
 class State(typing.NamedTuple):
@@ -122,6 +124,7 @@ class Given(typing.NamedTuple):
     first: int = 0  # first slot of the block
     start: int = 0  # first slot of the window that a cached step feeds
     begun: int | jax.Array = 0  # State.step at which the block began
+    filters: tuple = ()  # (temperature or 1, top_p, False for the argmax) of each row, [B, 1, 1] each; () is the rule's
 
     def of_rows(self, index):
         names = "see_BL", "made_BL", "offset_BL", "key_B", "budget_BS"
@@ -157,7 +160,8 @@ class Sampler:
         return jax.vmap(jax.vmap(draw, (None, None, 0)))(given.key_B, state.step_B, offset_BC)
 
     def propose(self, model, hidden_BWD, start, state, given, slot_BC):
-        """(token_BC, score_BC, logp_BC): a token for each of these slots, its confidence, and its log p for a Record.
+        """A token for each of these slots and its confidence, and for a Record its log p and the likeliest tokens:
+        (token_BC, score_BC, logp_BC, likely).
 
         hidden_BWD are the hidden states of slots start .. start + W - 1.
         """
@@ -175,11 +179,13 @@ class Sampler:
             logits_BCV -= penalty_B11 * jnp.isin(jnp.arange(self.cfg.vocab), jnp.array(rule.eos_ids, jnp.int32))
 
         # Draw a token from what temperature, top-k and top-p leave.
-        filters, width = (rule.temperature, rule.top_k, rule.top_p), 1 if model.run.on_cpu else 3
+        temperature, top_p, draws = given.filters or (rule.temperature, rule.top_p, bool(rule.temperature))
+        filters, width = (temperature, rule.top_k, top_p), 1 if model.run.on_cpu else 3
         filtered_BCV, u_BCV = diffusion.filter_logits(logits_BCV, *filters, rule="dream", width=width), None
-        if rule.temperature:
+        if given.filters or draws:
             u_BCV = self.uniform(given, 0, state, given.offset_BL[row_B1, slot_BC], logits_BCV.shape[-1:])
-        token_BC = diffusion.sample_tokens(filtered_BCV, u_BCV, 1.0 if rule.temperature else 0).astype(jnp.int32)
+            u_BCV = jnp.where(draws, u_BCV, jnp.exp(-1.0))  # the same for all tokens: the argmax
+        token_BC = diffusion.sample_tokens(filtered_BCV, u_BCV, 0 if u_BCV is None else 1.0).astype(jnp.int32)
 
         # Confidence. A threshold or bound is compared with the model's own distribution, as filters raise every
         # probability: 0.61 of two tokens becomes 0.90 at temperature 0.2. Dream's orders are defined after the filters.
@@ -202,7 +208,8 @@ class Sampler:
             scale = rule.temperature if rule.record and rule.temperature else 1.0
             logp_BCV = diffusion.log_softmax(logits_BCV / scale)
             logp_BC = jnp.take_along_axis(logp_BCV, token_BC[..., None], -1)[..., 0]
-        return token_BC, score_BC, logp_BC
+        likely = jax.lax.top_k(logp_BCV, rule.likeliest)[::-1] if rule.likeliest else ()
+        return token_BC, score_BC, logp_BC, tuple(likely)
 
     def forward(self, model, state, given, cache, wanted_BL, most_B, width):
         """One forward pass and what it writes: (state, the keys and values that the pass leaves).
@@ -233,9 +240,9 @@ class Sampler:
             new = self.propose(model, hidden_BWD, start, state, given, jnp.minimum(slot_BC, L - 1))
             return jax.tree.map(lambda x_BL, x_BC: x_BL.at[row_B1, slot_BC].set(x_BC, mode="drop"), proposal, new)
 
-        proposal = state.token_BL, jnp.full((B, L), -jnp.inf), state.record.logp_BL if state.record else None
+        proposal = state.token_BL, jnp.full((B, L), -jnp.inf), *(state.record[2:] if state.record else (None, ()))
         chunks = (jnp.max(wanted_BL.sum(-1)) + C - 1) // C
-        new_BL, score_BL, logp_BL = jax.lax.fori_loop(0, chunks, propose_chunk, proposal)
+        new_BL, score_BL, logp_BL, likely = jax.lax.fori_loop(0, chunks, propose_chunk, proposal)
 
         # Choose: with a threshold or bound the positions that meet it, one at least; else those of highest confidence.
         count_B = most_B
@@ -259,7 +266,8 @@ class Sampler:
             written_BL, record = token_BL != state.token_BL, state.record  # a MASK that is proposed writes nothing
             drawn_BL = jnp.where(written_BL, token_BL, record.token_BL)
             logp_BL = jnp.where(written_BL, logp_BL, record.logp_BL)
-            state = state._replace(record=Record(record.step_BL, drawn_BL, logp_BL))
+            likely = jax.tree.map(lambda new, old: jnp.where(written_BL[..., None], new, old), likely, record.likely)
+            state = state._replace(record=Record(record.step_BL, drawn_BL, logp_BL, likely))
         state = state._replace(token_BL=token_BL, forwards=state.forwards + 1, left_B=most_B - chosen_BL.sum(-1))
         return state, cache if rule.cache else None
 
@@ -432,7 +440,8 @@ def prepare(cfg, rule, token_BL, see_BL, key=None):
     )
     record = None
     if rule.history or rule.record:
-        record = Record(np.full((B, L), -1, np.int32), token_BL.astype(np.int32), np.zeros((B, L), np.float32))
+        likely = tuple(np.zeros((B, L, rule.likeliest), dtype) for dtype in (np.int32, np.float32) if rule.likeliest)
+        record = Record(np.full((B, L), -1, np.int32), token_BL.astype(np.int32), np.zeros((B, L), np.float32), likely)
     zero, left_B, step_B = np.int32(0), np.zeros(B, np.int32), np.zeros(B, np.int32)
     return State(token_BL.astype(np.int32), zero, zero, left_B, step_B, record), given, blocks
 

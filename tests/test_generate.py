@@ -584,6 +584,12 @@ def dream_config(folder, **settings):
     return generate.Config(**defaults | settings)
 
 
+def recorded(page):
+    """The texts inside a page of --html, as lists of Tokens."""
+    (record,) = re.findall(r'<script id="record" type="application/json">(.*)</script>', page.read_text())
+    return [[canvas.Token(*token) for token in tokens] for tokens in json.loads(record)]
+
+
 def dream_says(capsys, folder, **settings):
     generate.main(dream_config(folder, **settings))
     return capsys.readouterr()
@@ -602,7 +608,7 @@ def test_a_dream_of_blocks_is_filled_behind_its_exact_cache(coder, capsys, tmp_p
     assert rows[0]["text"] == "def area" + rows[0]["completion"]
     assert rows[1]["text"].startswith("class A: pass #")
     assert 1 <= rows[0]["forwards"] <= 16
-    assert "step 1 of" in (tmp_path / "x.html").read_text()
+    assert 1 in {token.step for token in recorded(tmp_path / "x.html")[0]}
     for settings, part in (
         ({"prompt": "a[MASK:2]b"}, "does not see the text behind a hole"),
         ({"prompt": "a", "cache": "dual", "block_length": 4}, "without cache: leave it out"),
@@ -793,9 +799,13 @@ def test_dream_shows_its_steps_while_it_writes_and_as_a_page(coder, capsys, tmp_
     assert masks[0] == 7
     assert masks == sorted(masks, reverse=True)
     assert "\x1b" not in out
-    assert page.read_text().count("<p>") == 2
-    assert "<b>" not in page.read_text()
-    assert re.search(r"title=.step \d+ of \d+", page.read_text())
+    assert "x <b>" not in page.read_text()
+    texts = recorded(page)
+    assert ["".join(token.text for token in tokens) for tokens in texts] == re.findall(
+        r"(?s)---- \d\n(.*?)\n(?=----|\Z)", out
+    )
+    for token in texts[0]:
+        assert (token.step == 0) == (token.likely == [] or token.probability == 1)
     silent = dream_says(capsys, coder / "model", **settings | {"show_steps": False, "html": ""})[0]
     assert out.endswith(silent)  # watching changes nothing
 
@@ -928,17 +938,18 @@ def test_pythoncoders_drafts_and_probabilities_are_shown_in_colours_and_on_a_pag
     assert plain(streamed) == piped
     assert plain(by_probability).rstrip("\n") == piped[len("def f(x):\n") :].rstrip("\n")
 
-    spans = re.findall(r'title="step (\d+) of \d+, probability ([\d.]+)(, draft \w+)?">', page.read_text())
-    assert [float(p) for _, p, _ in spans] == pytest.approx(want, abs=2e-3)
-    accepted = [note for _, _, note in spans].count(", draft accepted")
+    tokens = recorded(page)[0][len(prompt) :]
+    assert [token.probability for token in tokens] == pytest.approx(want, abs=1e-4)
+    assert all(len(token.likely) == 5 for token in tokens)
+    accepted = [token.note for token in tokens].count("draft accepted")
     assert stats["accepted"] - accepted in (0, 1)  # behind the last there may be no room for another token
-    passes = [int(step) for step, _, _ in spans]
+    passes = [token.step for token in tokens]
     assert passes == sorted(passes)
     assert passes[-1] == stats["forwards"]
     colours = {colour for colour, _ in COLOUR.findall(streamed)}
     assert colours <= {"46", "196"}
-    assert ("46" in colours) == any(note == ", draft accepted" for _, _, note in spans)
-    assert page.read_text().count('title="given"') == len(prompt)
+    assert ("46" in colours) == any(token.note == "draft accepted" for token in tokens)
+    assert [token.step for token in recorded(page)[0][: len(prompt)]] == [0] * len(prompt)
 
 
 def test_drafts_are_told_by_the_tokens_of_each_pass():
@@ -969,12 +980,13 @@ def test_dreams_tokens_are_coloured_by_the_probability_they_had(coder, tmp_path,
     logits_LV = np.array(model.logits(model.hidden(jnp.asarray([ids]))[0])[0], np.float64)
     logits_LV = logits_LV[:, : tokenizer.get_vocab_size()]
     logits_LV[:, 3] = -np.inf
-    spans = re.findall(r'title="(given|step (\d+) of \d+, probability ([\d.]+))">', page.read_text())
-    steps = [int(step or 0) for _, step, _ in spans]
+    tokens = recorded(page)[0]
+    steps = [token.step for token in tokens]
     first = [i for i, step in enumerate(steps) if step == min(filter(None, steps))]
     for i in first:  # greedily the likeliest is written; its logits are those of the position before
         chance_V = np.exp(logits_LV[i - 1] - np.logaddexp.reduce(logits_LV[i - 1]))
-        assert float(spans[i][2]) == pytest.approx(chance_V.max(), abs=1e-3)
+        assert tokens[i].probability == pytest.approx(chance_V.max(), abs=1e-4)
+        assert [p for _, p in tokens[i].likely] == pytest.approx(np.sort(chance_V)[:-6:-1], abs=1e-4)
 
 
 def test_a_character_of_several_tokens_belongs_to_the_last():

@@ -1,0 +1,384 @@
+"""Texts that join and leave a running batch between its steps (continuous batching); each becomes what it is alone.
+
+    loop = sample_rows.Loop(sample_rows.Dream("out/diffucoder", rows=8, bits=8), queue=64)    # or PythonCoder
+    loop.start()
+    ask = {"temperature": 0.2, "top_p": 0.95, "seed": 0, "stop": ["\\n\\n"]}
+    row = sample_rows.Row([*prompt_ids, *[None] * 64], ask, wake=on_step)
+    loop.submit([row])    # then row.written grows, until row.ended is set
+
+Temperature, top-p, schedule, bound and random numbers belong to a row and are arrays of one compiled program: three
+programs for each canvas width of a Dream, two of PythonCoder. serve.py is the loop's door.
+
+Letters: B rows, L slots of a canvas, M slots of a cache, D width, V vocabulary, N likeliest tokens.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import re
+import sys
+import threading
+import time
+import traceback
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import canvas
+import diffusion
+import inference
+import model_dream
+import model_pythoncoder as pc
+import runs
+import sample_dream
+
+WIDTHS = 128, 512, 2048  # slots of a canvas or a cache, as far as the model reaches
+LIKELIEST = canvas.LIKELIEST
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """A text that is generated: what was asked, and what there is of it so far."""
+
+    ids: list  # tokens; None where the model writes
+    ask: dict  # temperature, top_p, seed, stop; of a Dream also steps, threshold, entropy_bound, block_length
+    number: int = 0  # of this completion among those of one prompt and seed
+    written: dict = dataclasses.field(default_factory=dict)  # slot: (id, log p, likeliest ids, their log p)
+    steps: list = dataclasses.field(default_factory=list)  # slots that each step wrote
+    passes: int = 0  # forward passes that it took part in
+    begun: float = dataclasses.field(default_factory=time.perf_counter)
+    seconds: float = 0.0  # from `begun` to the newest step
+    wake: typing.Callable = print  # called after each step
+    ended: str = ""  # stop, length or error
+    error: Exception | None = None
+    gone: bool = False  # nobody waits for it any more
+
+    @functools.cached_property
+    def holes(self):
+        """The number of its runs of masks."""
+        return sum(
+            token is None and before is not None for before, token in zip([0, *self.ids], self.ids, strict=False)
+        )
+
+    def write(self, tokens, passes=1):
+        self.written |= tokens
+        self.steps += [[*tokens]] if tokens else []
+        self.passes, self.seconds = self.passes + passes, time.perf_counter() - self.begun
+
+    def completion(self, ends):
+        """(slots of the completion so far, up to its first mask; whether an end token stands there)."""
+        slots = []
+        for slot in (slot for slot, token in enumerate(self.ids) if token is None):
+            if slot not in self.written or self.written[slot][0] in ends:
+                return slots, slot in self.written
+            slots.append(slot)
+        return slots, False
+
+
+def filters_of(rows):
+    """What diffusion.filter_logits takes for rows: temperature or 1, top_p, and whether it draws, [B, 1, 1] each."""
+    asks = [row.ask if row else {"temperature": 0, "top_p": 1} for row in rows]
+    temperature_B, top_p_B = (np.array([ask[name] for ask in asks], np.float32) for name in ("temperature", "top_p"))
+    draws_B, keeps_all_B = temperature_B > 0, top_p_B >= 1
+    arrays = np.where(draws_B, temperature_B, 1), np.where(keeps_all_B, 2, np.maximum(top_p_B, 1e-9)), draws_B
+    return tuple(x_B[:, None, None] for x_B in arrays)
+
+
+@jax.jit
+def key_of(seed, number):
+    """The data of a row's random key; for a Dream that of generate.py --seed --n."""
+    return jax.random.key_data(jax.random.fold_in(jax.random.split(jax.random.key(seed))[1], number))
+
+
+class Family:
+    """A model and its batches, one for each canvas width and order of positions."""
+
+    def __init__(self, module, folder, rows, bits=0, **how):
+        self.model, _, self.mesh = inference.load_for_inference(module, folder, rows=rows, bits=bits, **how)
+        self.tokenizer = runs.read_tokenizer(folder, self.model.cfg.vocab)
+        self.rows, self.vocab, self.batches = rows, self.tokenizer.get_vocab_size(), {}
+        self.positions = min(self.model.cfg.positions, WIDTHS[-1])
+        self.widths = [*(width for width in WIDTHS if width < self.positions), self.positions]
+
+    def batch(self, width, order):
+        if (width, order) not in self.batches:
+            self.batches[width, order] = self.Batch(self, width, order)
+        return self.batches[width, order]
+
+    def check(self, ids, ask):
+        """ValueError for what the model cannot write."""
+
+    def batch_of(self, row):
+        width = next(width for width in self.widths if width >= len(row.ids) + self.extra)
+        return self.batch(width, next((order for order in self.ORDERS[1:] if row.ask.get(order)), self.ORDERS[0]))
+
+
+# ---- Dream: canvases of one width, a denoising step at a time ------------------------------------------------------
+
+
+class Canvases:
+    """Rows that are filled together. Each has a schedule, block, bound and filters of its own, so a step may be the
+    first of one row and the last of another: fill_block() runs for a single step, with arrays that are set up here.
+    """
+
+    def __init__(self, family, width, order):
+        self.family, self.width, self.order, self.rows = family, width, order, [None] * family.rows
+        cfg, bound = family.model.cfg, {} if order == "steps" else {order: 1.0}
+        ends = cfg.eos_id, *sorted(family.ends - {cfg.eos_id})
+        rule = sample_dream.Sampling(history=True, likeliest=LIKELIEST, vocab=family.vocab, eos_ids=ends, **bound)
+        empty_BL = np.full((family.rows, width), cfg.pad_id, np.int32)
+        self.state, given, _ = sample_dream.prepare(cfg, rule, empty_BL, np.ones(empty_BL.shape, bool))
+        most_B1 = np.full((family.rows, 1), width, np.int32)  # tokens that a step with a bound may fill
+        arrays = {name: np.array(getattr(given, name)) for name in ("see_BL", "made_BL", "offset_BL", "key_B")}
+        self.given = given._replace(steps=1, budget_BS=most_B1, **arrays)
+        graph, self.params = nnx.split(family.model)
+        self.sampler = sample_dream.sampler_of(graph, cfg, rule)
+
+    def join(self, i, row):
+        """Put a row on the right of canvas i."""
+        given, state, cfg, ask = self.given, self.state, self.family.model.cfg, row.ask
+        ids = [cfg.mask_id if token is None else token for token in row.ids]
+        (state.token_BL[i],), (given.see_BL[i],) = sample_dream.canvas([ids], 0, cfg, self.width)
+        given.made_BL[i] = given.see_BL[i] & (state.token_BL[i] == cfg.mask_id)
+        given.offset_BL[i] = np.maximum(np.arange(self.width) - (self.width - len(ids)), 0)
+        given.key_B[i], state.step_B[i], state.left_B[i] = key_of(ask["seed"] % (1 << 31), row.number), 0, 0
+        # blocks from the first mask to the last, and the share of a block's masks that each of its steps fills
+        first, last = np.flatnonzero(given.made_BL[i])[[0, -1]]
+        size = ask.get("block_length") or self.width
+        row.blocks = [(max(0, min(begin, self.width - size)), size) for begin in range(first, last + 1, size)]
+        steps = -(-ask["steps"] // len(row.blocks)) if ask.get("steps") else min(size, row.ids.count(None))
+        row.shares, row.at = diffusion.dream_shares(steps), 0
+
+    def warm(self):
+        self.step()
+
+    def step(self):
+        """A denoising step: each row fills what its own schedule or bound says, of its own block."""
+        old, cfg, B = self.state, self.family.model.cfg, len(self.rows)
+        first_B1, size_B1 = np.zeros((2, B, 1), np.int32)
+        bound_B1, share_1B = np.ones((B, 1), np.float32), np.zeros((1, B), np.float32)
+        for i, row in enumerate(self.rows):
+            if row is None:
+                old.token_BL[i] = cfg.pad_id
+                continue
+            first, size = row.blocks[0]
+            if not (old.token_BL[i, first : first + size] == cfg.mask_id).any():
+                row.blocks, row.at = row.blocks[1:], 0
+            first_B1[i], size_B1[i] = row.blocks[0]
+            share_1B[0, i], row.at = row.shares[min(row.at, len(row.shares) - 1)], row.at + 1
+            bound_B1[i] = row.ask.get(self.order) or 0
+        arrays = {"first": first_B1, "size": size_B1, "bound": bound_B1, "share_S": share_1B}
+        given = self.given._replace(begun=old.step, filters=filters_of(self.rows), **arrays)
+        on_device = sample_dream.beside(self.params, old)
+        new = sample_dream.fill_block(self.params, on_device, given, sampler=self.sampler, width=self.width)
+        self.state = new = jax.tree.map(np.array, new)
+        written_BL = (old.token_BL == cfg.mask_id) & (new.token_BL != cfg.mask_id) & given.see_BL
+        ids_BLN, logp_BLN = new.record.likely
+        arrays = new.token_BL, new.record.logp_BL, ids_BLN, np.maximum(logp_BLN, -9999)  # JSON has no infinity
+        for i, row in enumerate(self.rows):
+            if row:
+                slots = np.flatnonzero(written_BL[i])
+                found = zip(*(x_BL[i, slots].tolist() for x_BL in arrays), strict=True)
+                at = (slots - (self.width - len(row.ids))).tolist()
+                row.write(dict(zip(at, found, strict=True)), int(new.forwards - old.forwards))
+
+
+class Dream(Family):
+    """A Dream without blocks of its own, without caches."""
+
+    Batch, extra, defaults = Canvases, 0, {"temperature": 0.2, "top_p": 0.95}
+    ORDERS = "steps", "threshold", "entropy_bound"  # what says how many tokens a step writes; a program each
+    settings = frozenset({*ORDERS, "block_length"})
+
+    def __init__(self, folder, rows, bits=0, **how):
+        super().__init__(model_dream, folder, rows, bits, **how)
+        cfg = self.model.cfg
+        if cfg.block_length:
+            raise ValueError(f"{folder} was trained in blocks, which join no running batch yet: use generate.py")
+        self.tokenizer = sample_dream.load_tokenizer(folder, cfg)
+        ends = map(self.tokenizer.token_to_id, ("<|endoftext|>", *canvas.TURN_ENDS, "<|dlm_pad|>"))
+        self.ends = {cfg.eos_id, cfg.pad_id, *ends} - {None, cfg.expand_id}
+        self.wrap = canvas.chat_template(runs.as_path(folder))
+
+    def check(self, ids, ask):
+        if len(given := [order for order in self.ORDERS if ask.get(order)]) > 1:
+            raise ValueError(f"{' and '.join(given)} do not go together")
+
+
+# ---- PythonCoder: a cache, and a token of each row at a time -------------------------------------------------------
+
+
+class Caches:
+    """Rows that are continued together, without drafts: at temperature 0 the same texts as with them."""
+
+    def __init__(self, family, width, order):
+        self.family, self.width, self.order, self.rows = family, width, order, [None] * family.rows
+        self.cache = None
+        self.token_BM, self.length_B = np.zeros((family.rows, width), np.int32), np.ones(family.rows, np.int32)
+        self.key_B = np.zeros((family.rows, 2), np.uint32)
+
+    def join(self, i, row):
+        """Prefill the prompt of a row, but for its last token, which a step reads."""
+        prompt = self.family.in_order(row.ids)
+        self.token_BM[i], self.length_B[i], self.key_B[i] = (
+            0,
+            len(prompt),
+            key_of(row.ask["seed"] % (1 << 31), row.number),
+        )
+        self.token_BM[i, : len(prompt)] = prompt
+        self.prefill(i)
+
+    def prefill(self, i):
+        cache = self.cache or self.family.model.new_cache(len(self.rows), self.width)
+        self.cache = prefill(self.family.model, cache, i, self.token_BM[i])
+
+    def warm(self):
+        self.prefill(0)
+        self.step()
+
+    def step(self):
+        """The next token of each row."""
+        batch = self.token_BM, self.length_B, self.key_B, filters_of(self.rows)
+        self.cache, new = advance(self.family.model, self.cache, *batch, vocab=self.family.vocab)
+        for i, (row, *token) in enumerate(zip(self.rows, *map(np.asarray, new), strict=True)):
+            if row:
+                self.token_BM[i, self.length_B[i]] = token[0]
+                self.length_B[i] += 1
+                row.write({row.ids.index(None) + len(row.written): tuple(x.tolist() for x in token)})
+
+
+class PythonCoder(Family):
+    Batch, extra, defaults = Caches, 4, {"temperature": 0.6, "top_p": 0.95}  # extra slots: prefix, suffix, middle
+    ORDERS, settings, wrap = ("steps",), frozenset(), None
+
+    def __init__(self, folder, rows, bits=0, **how):
+        if bits:
+            raise ValueError("--int8 is for --model=dream")
+        super().__init__(pc, folder, rows, **how)
+        self.ends = {self.tokenizer.token_to_id("<|endoftext|>")} - {None}
+
+    def check(self, ids, ask):
+        if Row(ids, ask).holes > 1:
+            raise ValueError("the model fills one hole at a time")
+        self.in_order(ids)
+
+    def in_order(self, ids):
+        """The prompt of a text with one run of masks: what stands behind them comes before them."""
+        first = ids.index(None)
+        behind = [token for token in ids[first:] if token is not None]
+        return canvas.in_order(self.tokenizer, ids[:first], behind) or [*self.ends, 0][:1]
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def prefill(model, cache, i, token_M):
+    """The cache with the keys and values of a text in row i; those behind its end are overwritten in their turn."""
+    _, new = model.step(model.new_cache(1, len(token_M)), token_M[None], jnp.arange(len(token_M))[None])
+    return jax.tree.map(lambda all_rows, row: all_rows.at[i].set(row[0]), cache, new)
+
+
+@functools.partial(jax.jit, static_argnames="vocab", donate_argnames="cache")
+def advance(model, cache, token_BM, length_B, key_B, filters, *, vocab):
+    """(cache, (id, log p, likeliest ids, their log p) of the next token of each row) by one forward pass."""
+    last_B1, row_B = length_B[:, None] - 1, jnp.arange(len(length_B))
+    hidden_B1D, cache = model.step(cache, jnp.take_along_axis(token_BM, last_B1, 1), last_B1)
+    logits_BV = model.logits(hidden_B1D)[:, 0]
+    logits_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < vocab, logits_BV, -jnp.inf)
+    logp_BV = diffusion.log_softmax(logits_BV)
+    logits_BV = pc.without_repeats(logits_BV, token_BM, length_B, 6)  # as generate.py --no_repeat_ngram
+    temperature_B1, top_p_B1, draws_B1 = (x_B11[:, 0] for x_B11 in filters)
+    width = 1 if jax.default_backend() == "cpu" else 3
+    kept_BV = diffusion.filter_logits(logits_BV, temperature_B1, 0, top_p_B1, "mdlm", width)
+    key_B = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.wrap_key_data)(key_B), length_B)
+    drawn_B = jax.vmap(jax.random.categorical)(key_B, kept_BV)
+    token_B = jnp.where(draws_B1[:, 0], drawn_B, jnp.argmax(logits_BV, -1))
+    likely_BN, ids_BN = jax.lax.top_k(jnp.maximum(logp_BV, -9999), LIKELIEST)  # JSON has no infinity
+    return cache, (token_B, logp_BV[row_B, token_B], ids_BN, likely_BN)
+
+
+# ---- the loop that owns the device ---------------------------------------------------------------------------------
+
+
+class Loop(threading.Thread):
+    """Runs the batches of a model. Rows wait in a queue of this length until their batch has a free place."""
+
+    def __init__(self, model, queue, warm=False):
+        super().__init__(daemon=True)
+        self.model, self.queue, self.waiting = model, queue, collections.deque()
+        self.changed, self.closing = threading.Condition(), False
+        print("compiling" if warm else "programs are compiled when they are asked for", file=sys.stderr)
+        with inference.mesh_context(model.mesh):
+            for width, order in itertools.product(model.widths, model.ORDERS if warm else ()):
+                model.batch(width, order).warm()
+
+    def submit(self, rows):
+        """Queue rows. OverflowError if the queue is too short for them."""
+        with self.changed:
+            if len(self.waiting) + len(rows) > self.queue:
+                raise OverflowError(f"{len(self.waiting)} texts are waiting, at most {self.queue} may; try again later")
+            self.waiting += rows
+            self.changed.notify()
+
+    def close(self):
+        with self.changed:
+            self.closing = True
+            self.changed.notify()
+        self.join(5)
+
+    def run(self):
+        with inference.mesh_context(self.model.mesh):
+            while not self.closing:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.waiting or self.closing or self.running())
+                    waiting = [row for row in self.waiting if not row.gone]
+                    self.waiting.clear()
+                late = [row for row in waiting if not self.admitted(row)]
+                with self.changed:
+                    self.waiting.extendleft(reversed(late))
+                for batch in self.running():
+                    self.attempt(batch, batch.step)
+
+    def running(self):
+        """The batches that have rows, when those that have ended or whose reader has gone have left."""
+        for batch in self.model.batches.values():
+            batch.rows = [None if row and (row.gone or row.ended) else row for row in batch.rows]
+        return [batch for batch in self.model.batches.values() if any(batch.rows)]
+
+    def admitted(self, row):
+        """Whether a waiting row found a place in its batch."""
+        batch = self.model.batch_of(row)
+        free = None in batch.rows
+        if free:
+            i, row.begun = batch.rows.index(None), time.perf_counter()
+            batch.rows[i] = row
+            self.attempt(batch, functools.partial(batch.join, i, row))
+        return free
+
+    def attempt(self, batch, work):
+        """Do work on the device. What fails ends the rows of the batch, and the next rows get a new one."""
+        rows = [row for row in batch.rows if row]
+        try:
+            work()
+            for row in rows:
+                self.end_if_complete(row)
+        except Exception as error:
+            if isinstance(error, MemoryError) or re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
+                error = MemoryError("out of memory: ask for less, or try again")
+            else:
+                traceback.print_exc()
+            del self.model.batches[batch.width, batch.order]
+            for row in rows:
+                row.error, row.ended = error, "error"
+        for wake in {row.wake for row in rows}:
+            wake()
+
+    def end_if_complete(self, row):
+        slots, ended = row.completion(self.model.ends)
+        if row.ask["stop"]:
+            text = self.model.tokenizer.decode([row.written[slot][0] for slot in slots])
+            ended = ended or canvas.truncate(text, row.ask["stop"]) != text
+        if len(row.written) == row.ids.count(None) or (ended and row.holes == 1):
+            row.ended = "stop" if ended else "length"

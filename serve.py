@@ -1,0 +1,380 @@
+"""Serve a model over HTTP: completions in OpenAI's form, filling in the middle, and a page that shows the denoising.
+
+    python serve.py                                # weights/dream, or weights/pythoncoder; open the address it prints
+    python serve.py --model=dream --ckpt=out/diffucoder --int8 --warm
+    curl 127.0.0.1:8000/v1/completions -d '{"prompt": "def area(r):\\n    ", "suffix": "\\n    return a"}'
+
+/v1/models, /v1/completions, /v1/chat/completions and Mistral's /v1/fim/completions take what OpenAI's clients send, for
+a Dream also steps, threshold, entropy_bound and block_length. /v1/canvas and /v1/check serve the page. Requests join a
+running batch, see sample_rows.py. SIGTERM refuses what comes and finishes what runs.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import random
+import secrets
+import signal
+import socket
+import sys
+import time
+import typing
+from pathlib import Path
+
+import canvas
+import inference
+import runs
+import sample_rows
+from runs import Count, Natural
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import FileResponse, JSONResponse, StreamingResponse
+    from starlette.routing import Route
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: pip install -r requirements-serve.txt") from None
+
+BODY, READING_S = 1 << 18, 20  # bytes of a request at most, seconds that a client has to send it
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    model: typing.Literal["", "pythoncoder", "dream"] = ""  # family; "" is Dream if weights/dream exists
+    ckpt: str = ""  # folder of a run or of convert_weights.py; "" is that in weights/
+    int8: bool = False  # Dream's matrices in 8 bits, half the memory of bfloat16
+    host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 is open to the network
+    port: Natural = 8000
+    api_key: str = "UNMASK_API_KEY"  # environment variable with the key that clients have to send
+    batch_size: Count = 8  # texts that are generated together
+    queue: Count = 64  # texts that may wait; more are refused with status 429
+    warm: bool = False  # compile all programs before the first request
+    grace: Count = 30  # seconds that SIGTERM leaves running requests
+    compile_cache: str = "~/.cache/unmask"  # folder of compiled programs, for later runs; "" keeps none
+
+
+def main(cfg):
+    family = cfg.model or ("dream" if (inference.WEIGHTS / "dream").is_dir() else "pythoncoder")
+    folder = cfg.ckpt or str(inference.WEIGHTS / family)
+    with socket.socket(socket.AF_INET6 if ":" in cfg.host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((cfg.host, cfg.port))
+        except (OSError, OverflowError) as error:
+            raise OSError(f"cannot listen at {cfg.host}, port {cfg.port} ({error}); choose another --port") from None
+        read = sample_rows.Dream if family == "dream" else sample_rows.PythonCoder
+        model = read(folder, cfg.batch_size, bits=8 if cfg.int8 else 0, compile_cache=cfg.compile_cache)
+        loop = sample_rows.Loop(model, cfg.queue, cfg.warm)
+        loop.start()
+        sys.setswitchinterval(5e-4)  # a step that has ended waits for the interpreter no longer than this
+        print(f"http://{cfg.host}:{listener.getsockname()[1]}", flush=True)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it once more when it has finished
+        how = {"log_level": "warning", "timeout_graceful_shutdown": cfg.grace, "lifespan": "off"}
+        uvicorn.Server(uvicorn.Config(app(loop, Path(folder).resolve().name, cfg), **how)).run(sockets=[listener])
+        loop.close()
+
+
+# ---- what a request asks -------------------------------------------------------------------------------------------
+
+MOST, TOP, SEEDS = (1, sample_rows.WIDTHS[-1]), (0, sample_rows.LIKELIEST), (-(1 << 63), (1 << 63) - 1)
+# fmt: off
+NUMBERS = {  # lowest and highest; a field whose limits are of type int is one
+    "max_tokens": MOST, "max_completion_tokens": MOST, "steps": MOST, "block_length": MOST, "n": (1, 16),
+    "logprobs": TOP, "top_logprobs": TOP, "seed": SEEDS, "random_seed": SEEDS, "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0), "threshold": (0.0, 1.0), "entropy_bound": (0.0, 1e6),
+}
+TYPES = {
+    "stream": bool, "stream_options": dict, "messages": list, "ids": list, "suffix": str, "model": str, "user": str,
+}
+# fmt: on
+COMMON = {"model", "user", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "stream"}
+FORMS = {  # the fields of each path, beside COMMON and those of the model
+    "/v1/completions": {"prompt", "suffix", "n", "logprobs", "stream_options"},
+    "/v1/chat/completions": {"messages", "n", "logprobs", "top_logprobs", "stream_options"},
+    "/v1/fim/completions": {"prompt", "suffix", "random_seed", "stream_options"},
+    "/v1/canvas": {"prompt", "suffix", "ids"},
+}
+NO_EFFECT = {"best_of": 1, "echo": False, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "tools": []}
+
+
+class Refusal(Exception):
+    def __init__(self, status, message, param=None, code=None, headers=None):
+        kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.status, self.headers = status, headers
+
+
+async def read(request):
+    """The JSON object in a request, without what is null. Refusal if it is none, or too large, or too slow."""
+    data = b""
+    try:
+        async with asyncio.timeout(READING_S):
+            async for part in request.stream():
+                data += part
+                if len(data) > BODY:
+                    raise Refusal(413, f"a request has at most {BODY:,} bytes")
+        body = json.loads(data.decode())
+        json.dumps(body, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        return {name: value for name, value in body.items() if value is not None}
+    except TimeoutError:
+        raise Refusal(408, f"the request did not arrive within {READING_S} s") from None
+    except (ValueError, AttributeError, RecursionError):
+        raise Refusal(400, "the request is not a JSON object in UTF-8") from None
+
+
+def checked(fields, path, model, name):
+    """The settings of a request. Refusal for a field that is unknown, of another type, or out of its limits."""
+    fields = {field: value for field, value in fields.items() if NO_EFFECT.get(field, object) != value}
+    for field, value in fields.items():
+        if field not in FORMS[path] | COMMON | model.settings:
+            raise Refusal(400, f"{field} is not supported here", field)
+        kind, limits = TYPES.get(field, object), NUMBERS.get(field)
+        if field == "logprobs" and "top_logprobs" in FORMS[path]:
+            kind, limits = bool, None
+        kind = kind if limits is None else int if isinstance(limits[0], int) else int | float
+        right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not right or (limits and not limits[0] <= value <= limits[1]):
+            span = " from {} to {}".format(*limits) if limits else ""
+            raise Refusal(400, f"{field} has to be of type {getattr(kind, '__name__', kind)}{span}", field)
+    stop = fields.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or len(stop) > 32 or not all(isinstance(x, str) and 0 < len(x) < 100 for x in stop):
+        raise Refusal(400, "stop has to be a short text, or a list of at most 32", "stop")
+    if fields.get("model", name) != name:
+        raise Refusal(404, f"there is no model {fields['model']!r}, but {name!r}", "model", "model_not_found")
+    if "top_logprobs" in FORMS[path]:
+        fields["logprobs"] = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
+    defaults = {"n": 1, "logprobs": None, "seed": fields.get("random_seed", random.getrandbits(31))}
+    return model.defaults | defaults | fields | {"stop": stop}
+
+
+def rows_of(ask, path, model, wake):
+    """The Rows of a request. Refusal or ValueError for what the model cannot take."""
+    rows, size = [], ask.get("max_tokens", ask.get("max_completion_tokens"))
+    if "messages" in FORMS[path]:
+        canvases = [[*canvas.encode_messages(model.tokenizer, model.wrap, ask.get("messages")), None]]
+    elif "ids" in ask:
+        canvases = [ask["ids"]]
+        if not all(token is None or (type(token) is int and 0 <= token < model.vocab) for token in ask["ids"]):
+            raise Refusal(400, "ids has to hold token ids, and null where the model writes", "ids")
+    else:
+        prompts = ask.get("prompt", "")
+        prompts = prompts if isinstance(prompts, list) else [prompts]
+        if not 1 <= len(prompts) <= 16 or not all(isinstance(prompt, str) for prompt in prompts):
+            raise Refusal(400, "prompt has to be a text or a list of 1 to 16", "prompt")
+        texts = canvas.Texts(model.tokenizer, None, model.ends, model.positions - model.extra)
+        how = {"suffix": ask.get("suffix", ""), "infill": path == "/v1/canvas", "measure": lambda *_: [8]}
+        canvases = [texts.canvas(prompt, max_new=1, **how).ids for prompt in prompts]
+    for ids in canvases:
+        room = model.positions - model.extra - len(ids)
+        if "ids" not in ask and ids.count(None) == 1:
+            i, masks = ids.index(None), size or max(1, min(128, room + 1))
+            ids, room = [*ids[:i], *[None] * masks, *ids[i + 1 :]], room + 1 - masks
+        if room < 0:
+            message = f"{len(ids)} tokens do not fit the model's {model.positions - model.extra}"
+            raise Refusal(400, message, "max_tokens", "context_length_exceeded")
+        model.check(ids, ask)
+        rows += [sample_rows.Row(ids, ask, number, wake=wake) for number in range(ask["n"])]
+    return rows
+
+
+# ---- what is answered ----------------------------------------------------------------------------------------------
+
+
+class Answer:
+    """The answer to a request for completions, whole or streamed."""
+
+    def __init__(self, request, rows, changed, model, name):
+        self.request, self.rows, self.changed, self.model, self.ask = request, rows, changed, model, rows[0].ask
+        self.plain = request.url.path == "/v1/completions"
+        self.head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
+        self.head["object"] = "text_completion" if self.plain else "chat.completion"
+
+    async def follow(self):
+        """Comes back after each step, until all rows have ended. Rows whose client has gone leave the batch."""
+        ended = False
+        try:
+            while not ended and not await self.request.is_disconnected():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.changed.wait(), 1)
+                self.changed.clear()
+                ended = all(row.ended for row in self.rows)
+                yield
+        finally:
+            for row in self.rows:
+                row.gone = True
+
+    def tokens(self, row):
+        return [row.written[slot] for slot in row.completion(self.model.ends)[0]]
+
+    def text(self, row, ended):
+        """What of a row's text will not change any more; all of it when it has ended."""
+        cut = canvas.truncate if ended else canvas.printable
+        return cut(self.model.tokenizer.decode([token for token, *_ in self.tokens(row)]), row.ask["stop"])
+
+    def choice(self, i, begin, text, ended, name="message"):
+        """A choice in OpenAI's form, with the characters of a row's text from `begin` on."""
+        logprobs = self.logprobs(self.rows[i], begin, begin + len(text)) if self.ask["logprobs"] is not None else None
+        content = {"text": text} if self.plain else {name: {"role": "assistant", "content": text}}
+        return {"index": i} | content | {"logprobs": logprobs, "finish_reason": ended or None}
+
+    def logprobs(self, row, begin, end):
+        """Those of the tokens whose last characters are among begin .. end - 1 of a text."""
+        tokens, at, found = self.tokens(row), 0, []
+        texts = canvas.pieces(self.model.tokenizer, [token for token, *_ in tokens])
+        for text, (_, logp, *likely) in zip(texts, tokens, strict=True):
+            at += len(text)
+            if begin < at <= end:
+                likely = [(self.model.tokenizer.decode([i]), p) for i, p in zip(*likely, strict=True)]
+                found.append((text, logp, likely[: self.ask["logprobs"]], at - len(text)))
+        if self.plain:
+            names = "tokens", "token_logprobs", "top_logprobs", "text_offset"
+            found = [(text, logp, dict(likely), at) for text, logp, likely, at in found]
+            return {name: [token[i] for token in found] for i, name in enumerate(names)}
+
+        def spelled(text, logp):
+            return {"token": text, "logprob": logp, "bytes": [*text.encode()]}
+
+        return {"content": [spelled(*x[:2]) | {"top_logprobs": [spelled(*top) for top in x[2]]} for x in found]}
+
+    def usage(self):
+        prompts = sum(len(row.ids) - row.ids.count(None) for row in self.rows if row.number == 0)
+        tokens = sum(len(self.tokens(row)) for row in self.rows)
+        return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
+
+    async def whole(self):
+        try:
+            async for _ in self.follow():
+                pass
+        except asyncio.CancelledError:  # what SIGTERM finds running has --grace seconds
+            raise Refusal(503, "the server is shutting down") from None
+        for row in self.rows:
+            if not row.ended or row.error:
+                raise failed(row) if row.error else ClientDisconnect
+        choices = [self.choice(i, 0, self.text(row, row.ended), row.ended) for i, row in enumerate(self.rows)]
+        return JSONResponse(self.head | {"choices": choices, "usage": self.usage()})
+
+    async def stream(self):
+        """Yields chunks: of each row what has been added since the last one."""
+        head = self.head | ({} if self.plain else {"object": "chat.completion.chunk"})
+        sent = dict.fromkeys(range(len(self.rows)), 0)
+        async for _ in self.follow():
+            for i, begin in [*sent.items()]:
+                ended = self.rows[i].ended
+                new = self.text(self.rows[i], ended)[begin:]
+                if ended == "error":
+                    yield failed(self.rows[i]).body
+                elif new or ended:
+                    yield head | {"choices": [self.choice(i, begin, new, ended, "delta")]}
+                sent[i] += len(new)
+                if ended:
+                    del sent[i]
+        if self.ask.get("stream_options", {}).get("include_usage"):
+            yield head | {"choices": [], "usage": self.usage()}
+
+    async def steps(self):
+        """Yields the canvas of the page's request, what each step writes, and which slots are left at the end."""
+        (row,), decode, shown = self.rows, self.model.tokenizer.decode, 0
+
+        yield {"canvas": [token if token is None else [token, decode([token])] for token in row.ids]}
+        async for _ in self.follow():
+            for slots in row.steps[shown:]:
+                written = []
+                for slot in slots:
+                    token, logp, *likely = row.written[slot]
+                    others = canvas.others_of(self.model.tokenizer, *likely)
+                    written.append((slot, token, decode([token]), math.exp(logp), others))
+                shown += 1
+                yield {"step": shown, "write": written, "passes": row.passes, "seconds": row.seconds}
+        if row.error:
+            yield failed(row).body
+        ids = [row.written.get(slot, (-1,))[0] if token is None else token for slot, token in enumerate(row.ids)]
+        texts = canvas.Texts(None, None, {*self.model.ends, -1}, 0)
+        yield {"keep": texts.kept(canvas.Canvas("", "", row.ids, 0, None), ids)}
+
+
+def failed(row):
+    return Refusal(503 if isinstance(row.error, MemoryError) else 500, str(row.error))
+
+
+async def events(chunks):
+    async for chunk in chunks:
+        yield f"data: {json.dumps(chunk)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def app(loop, name, cfg):
+    key, model, testing = os.environ.get(cfg.api_key, ""), loop.model, asyncio.Semaphore(2)
+
+    def let_in(request):
+        given = request.headers.get("authorization", "").encode()
+        if key and not secrets.compare_digest(given, f"Bearer {key}".encode()):
+            raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
+
+    async def page(request):
+        return FileResponse(Path(__file__).with_name("serve.html"), headers={"Content-Security-Policy": POLICY})
+
+    async def models(request):
+        let_in(request)
+        about = {"id": name, "object": "model", "created": 0, "owned_by": "unmask", "settings": sorted(model.settings)}
+        return JSONResponse({"object": "list", "data": [about]})
+
+    async def complete(request):
+        let_in(request)
+        path, changed, here = request.url.path, asyncio.Event(), asyncio.get_running_loop()
+
+        def wake():
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                here.call_soon_threadsafe(changed.set)
+
+        ask = checked(await read(request), path, model, name)
+        try:
+            rows = rows_of(ask, path, model, wake)
+            if len(rows) > cfg.queue:
+                raise Refusal(400, f"{len(rows)} texts are more than the {cfg.queue} that may wait", "n")
+            loop.submit(rows)
+        except ValueError as error:
+            raise Refusal(400, str(error)) from None
+        except OverflowError as error:
+            raise Refusal(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
+        answer = Answer(request, rows, changed, model, name)
+        if ask.get("stream") or path == "/v1/canvas":
+            chunks = answer.steps() if path == "/v1/canvas" else answer.stream()
+            return StreamingResponse(events(chunks), media_type="text/event-stream")
+        return await answer.whole()
+
+    async def check(request):
+        """The verdicts of the sandbox on the examples in a prompt."""
+        let_in(request)
+        texts = [*map((await read(request)).get, ("prompt", "text"))]
+        if not all(isinstance(text, str) and len(text) < 1 << 13 for text in texts):
+            raise Refusal(400, "give two texts, prompt and text, of at most 8 KB")
+        try:
+            async with testing:
+                return JSONResponse({"examples": await asyncio.to_thread(canvas.judged, *texts)})
+        except (ValueError, RuntimeError, MemoryError) as error:  # no examples; too deep; no sandbox
+            raise Refusal(400, str(error)) from None
+
+    async def refuse(request, error):
+        if not isinstance(error, Refusal):  # a client that has gone reads no answer
+            status, detail = getattr(error, "status_code", 499), getattr(error, "detail", "the client has gone")
+            error = Refusal(status, f"{request.method} {request.url.path}: {detail}")
+        return JSONResponse(error.body, error.status, error.headers)
+
+    routes = [Route("/", page), Route("/v1/models", models), Route("/v1/check", check, methods=["POST"])]
+    routes += [Route(path, complete, methods=["POST"]) for path in FORMS]
+    # A site whose name was made to point at this address sends its own name.
+    hosts = ["127.0.0.1", "localhost", "[::1]"] if cfg.host in ("127.0.0.1", "localhost", "::1") else ["*"]
+    handlers = dict.fromkeys((Refusal, HTTPException, ClientDisconnect), refuse)
+    return TrustedHostMiddleware(Starlette(routes=routes, exception_handlers=handlers), allowed_hosts=hosts)
+
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__)

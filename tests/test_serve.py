@@ -1,0 +1,650 @@
+"""The server: OpenAI's client against it, rows that come and go, faults, its page in a browser."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+
+import jax
+import pytest
+from conftest import AS_A_USER, ROOT, command, run, says
+from flax import nnx
+from test_generate import CODE, TEMPLATE, new_params, new_tokenizer
+
+import canvas
+import checkpoints
+import data_prep
+import generate
+import model_dream as md
+import model_pythoncoder as pc
+import sample_dream
+import sample_rows
+
+httpx, openai, uvicorn, _ = (pytest.importorskip(name) for name in ("httpx", "openai", "uvicorn", "starlette"))
+serve = importlib.import_module("serve")
+pytestmark = pytest.mark.usefixtures("no_compile_cache")
+ONE = {"devices": 1, "compile_cache": ""}
+PROMPT = """def count_long(words):
+    \"""Count the words longer than 4 letters.
+
+    >>> count_long(["apple", "sea"])
+    1
+    \"""
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A converted Dream with random weights, a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("dream")
+    special = *data_prep.SPECIAL.values(), "<|im_start|>", "<|im_end|>"
+    new_tokenizer(special, CODE).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
+    ids = {"mask_id": 3, "pad_id": 0, "bos_id": 1, "eos_id": 2}
+    cfg = md.DreamConfig(320, 32, layers=1, heads=4, kv_heads=2, head_size=8, ffn=40, positions=160, **ids)
+    model = nnx.merge(md.graph_of(cfg, md.Run()), new_params(md, cfg, 0.5))
+    checkpoints.save(md, folder / "tiny", model, [folder / "tokenizer.json", folder / "tokenizer_config.json"])
+    return folder / "tiny"
+
+
+@pytest.fixture(scope="module")
+def dream(folder):
+    return sample_rows.Dream(str(folder), rows=4, **ONE)
+
+
+@pytest.fixture(scope="module")
+def coder():
+    return sample_rows.PythonCoder(str(ROOT / "weights/pythoncoder"), rows=4, **ONE)
+
+
+@contextlib.contextmanager
+def served(model, name="tiny", **settings):
+    """The address of a server in a thread."""
+    cfg = serve.Config(**{"queue": 16} | settings)
+    loop = sample_rows.Loop(model, cfg.queue)
+    model.batches.clear()
+    loop.start()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(serve.app(loop, name, cfg), log_level="error", lifespan="off")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", loop
+        finally:
+            server.should_exit = True
+            thread.join(10)
+            loop.close()
+
+
+@pytest.fixture(scope="module")
+def dream_server(dream):
+    with served(dream) as (url, loop):
+        yield url, loop
+
+
+@pytest.fixture(scope="module")
+def coder_server(coder):
+    with served(coder, "pythoncoder") as (url, loop):
+        yield url, loop
+
+
+def client_of(url, **settings):
+    return openai.OpenAI(**{"base_url": url + "/v1", "api_key": "none", "max_retries": 0, "timeout": 60} | settings)
+
+
+def fill(model, rows, joins):
+    """Run rows without a server; row i joins at step joins[i]."""
+    step, left = 0, [*zip(joins, rows, strict=True)]
+    while not all(len(row.written) == row.ids.count(None) for row in rows):
+        for entry in [entry for entry in left if entry[0] <= step]:
+            batch, _ = model.batch_of(entry[1]), left.remove(entry)
+            i = batch.rows.index(None)
+            batch.rows[i] = entry[1]
+            batch.join(i, entry[1])
+        for batch in model.batches.values():
+            batch.rows = [row if row and len(row.written) < row.ids.count(None) else None for row in batch.rows]
+            if any(batch.rows):
+                batch.step()
+        step += 1
+    for batch in model.batches.values():
+        batch.rows = [None] * len(batch.rows)
+    return [row.written for row in rows]
+
+
+ASK = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "stop": []}
+
+
+def encode(model, text):
+    return model.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"temperature": 0.0, "steps": 5},
+        pytest.param({"top_p": 1.0, "block_length": 4}, marks=pytest.mark.slow),
+        pytest.param({"threshold": 0.05}, marks=pytest.mark.slow),
+        {"entropy_bound": 4.0, "block_length": 6},
+    ],
+    ids=str,
+)
+def test_a_row_that_joins_a_running_batch_becomes_what_it_is_alone_and_what_generate_writes(dream, folder, capsys, how):
+    def rows():
+        prompts = "def area", "x = ", "import os, sys"
+        return [sample_rows.Row([*encode(dream, text), *[None] * 12], ASK | how, i) for i, text in enumerate(prompts)]
+
+    together = fill(dream, rows(), (0, 3, 4))
+    for i, written in enumerate(together):
+        assert fill(dream, [rows()[i]], (0,)) == [written]
+    flags = {name: value for name, value in how.items() if name not in ("temperature", "top_p")}
+    settings = {"prompt": "def area", "max_new": 12, "seed": 5, "json": True, "temperature": 0.7, "top_p": 0.9}
+    settings |= {name: how[name] for name in ("temperature", "top_p") if name in how}
+    flags = generate.DreamFlags(**flags)
+    generate.main(generate.Config("dream", str(folder), dream=flags, devices=1, **settings))
+    (row,) = rows()[:1]
+    row.written = together[0]
+    text = dream.tokenizer.decode([row.written[slot][0] for slot in row.completion(dream.ends)[0]])
+    assert json.loads(capsys.readouterr().out)["completion"] == text
+
+
+def test_rows_of_pythoncoder_come_and_go_and_are_greedily_what_generate_writes(coder):
+    def rows(**how):
+        prompts = PROMPT, "import os\n", "def f(x):\n    return"
+        return [sample_rows.Row([*encode(coder, text), *[None] * 20], ASK | how, i) for i, text in enumerate(prompts)]
+
+    together = fill(coder, rows(), (0, 3, 4))
+    for i, written in enumerate(together):
+        assert fill(coder, [rows()[i]], (0,)) == [written]
+    rule = pc.Sampling(vocab=coder.vocab, no_repeat_ngram=6, speculate=False)
+    plain, _ = pc.generate(coder.model, [encode(coder, PROMPT)], 20, rule, jax.random.key(0))
+    assert [token for token, *_ in fill(coder, rows(temperature=0.0), (0, 1, 2))[0].values()] == plain[0]
+
+
+def test_three_programs_fill_all_canvases_of_a_width(dream):
+    before = sample_dream.fill_block._cache_size()
+    hows = {"temperature": 0.1}, {"temperature": 0.0, "steps": 3}, {"top_p": 0.5, "block_length": 3}, {"threshold": 0.9}
+    for how in (*hows, {"threshold": 0.1, "top_p": 1.0}, {"entropy_bound": 2.0, "block_length": 7}):
+        for length in (3, 40):
+            fill(dream, [sample_rows.Row([*encode(dream, "x" * length), None, None, None], ASK | how)], (0,))
+    assert sample_dream.fill_block._cache_size() - before <= 3
+
+
+def test_openais_client_completes_texts_with_a_suffix_stop_strings_log_probabilities_and_usage(coder_server):
+    client = client_of(coder_server[0])
+    assert [model.id for model in client.models.list().data] == ["pythoncoder"]
+    settings = {"model": "pythoncoder", "max_tokens": 40, "temperature": 0}
+    answer = client.completions.create(prompt=[PROMPT, "import os\n"], n=2, seed=3, logprobs=3, **settings)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    first = answer.choices[0]
+    assert first.text == "    return len([n for n in words if len(n) > 4])\n"
+    assert first.finish_reason == "stop"
+    assert "".join(first.logprobs.tokens) == first.text
+    assert first.logprobs.text_offset[1] == len(first.logprobs.tokens[0])
+    likeliest = [max(top.values()) for top in first.logprobs.top_logprobs]
+    assert likeliest == first.logprobs.token_logprobs  # greedy
+    prompts = sum(len(encode(coder_server[1].model, text)) for text in (PROMPT, "import os\n"))
+    assert answer.usage.prompt_tokens == prompts
+    assert answer.usage.total_tokens == prompts + answer.usage.completion_tokens
+    cut = client.completions.create(prompt=PROMPT, stop=[" in words"], **settings).choices[0]
+    assert (cut.text, cut.finish_reason) == ("    return len([n for n", "stop")
+    short = client.completions.create(prompt=PROMPT, **settings | {"max_tokens": 3}).choices[0]
+    assert short.finish_reason == "length"
+    drawn = [client.completions.create(prompt="def ", seed=seed, temperature=1.5, model="pythoncoder").choices[0].text
+             for seed in (1, 1, 2)]  # fmt: skip
+    assert drawn[0] == drawn[1] != drawn[2]
+    middle = client.completions.create(prompt="def area(r):\n    ", suffix="\n    return a", **settings)
+    assert middle.choices[0].text
+
+
+@pytest.mark.parametrize("server", ["coder_server", "dream_server"])
+def test_a_stream_adds_up_to_the_whole_text_and_never_shows_a_stop_string(server, request):
+    url, _ = request.getfixturevalue(server)
+    client, name = client_of(url), "pythoncoder" if server == "coder_server" else "tiny"
+    settings = {"model": name, "prompt": PROMPT if name == "pythoncoder" else "def", "max_tokens": 24, "seed": 1}
+    settings |= {"n": 3, "temperature": 0.9}
+    whole = [choice.text for choice in client.completions.create(**settings).choices]
+    for stop in (None, [whole[0][2:5]]):
+        texts, reasons = ["", "", ""], [None, None, None]
+        chunks = [
+            *client.completions.create(stream=True, stream_options={"include_usage": True}, stop=stop, **settings)
+        ]
+        assert chunks[-1].usage.completion_tokens > 0
+        for chunk in chunks[:-1]:
+            (choice,) = chunk.choices
+            assert reasons[choice.index] is None
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+        assert texts == [canvas.truncate(text, stop or ()) for text in whole]
+        assert all(reasons)
+
+
+def test_a_conversation_takes_the_checkpoints_template(dream_server):
+    client = client_of(dream_server[0])
+    turns = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    settings = {"model": "tiny", "messages": messages, "max_tokens": 8, "seed": 2, "temperature": 0.5}
+    answer = client.chat.completions.create(logprobs=True, top_logprobs=2, **settings)
+    model = dream_server[1].model
+    before = canvas.encode_chat(model.tokenizer, model.wrap, "c", "Be brief.", [("a", "b")])
+    assert answer.usage.prompt_tokens == len(before)
+    content = answer.choices[0].logprobs.content
+    assert "".join(token.token for token in content) == answer.choices[0].message.content
+    assert {len(token.top_logprobs) for token in content} <= {2}
+    pieces = [chunk.choices[0].delta.content for chunk in client.chat.completions.create(stream=True, **settings)]
+    assert "".join(pieces) == answer.choices[0].message.content
+    for wrong in ([], messages[:3], messages[1:] + messages[1:2], [{"role": "user"}], [{"role": "user", "content": 3}]):
+        with pytest.raises(openai.BadRequestError, match="messages"):
+            client.chat.completions.create(**settings | {"messages": wrong})
+
+
+def test_a_dream_is_told_once_how_many_tokens_a_step_writes(dream_server):
+    for body in ({"threshold": 0.5, "entropy_bound": 1}, {"steps": 4, "threshold": 0.5}):
+        answer = httpx.post(dream_server[0] + "/v1/completions", json={"prompt": "x"} | body)
+        assert (answer.status_code, "do not go together" in answer.text) == (400, True)
+
+
+def test_fim_is_answered_in_mistrals_form(coder_server):
+    body = {"prompt": "def f(x):\n    return ", "suffix": "\n", "max_tokens": 6, "random_seed": 1, "temperature": 0}
+    as_continue = {"stop": None, "frequency_penalty": 0, "presence_penalty": 0, "max_completion_tokens": None}
+    answer = httpx.post(coder_server[0] + "/v1/fim/completions", json=body | as_continue).json()
+    text = answer["choices"][0]["message"]["content"]
+    with httpx.stream("POST", coder_server[0] + "/v1/fim/completions", json=body | {"stream": True}) as stream:
+        lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    assert "".join(json.loads(line)["choices"][0]["delta"]["content"] for line in lines[:-1]) == text
+
+
+BAD = [  # body, status, a part of the message
+    ({"best_of": 3}, 400, "best_of"),
+    ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+    ({"presence_penalty": 0.5}, 400, "presence_penalty"),
+    ({"tools": [{}]}, 400, "tools"),
+    ({"temperature": 3}, 400, "temperature"),
+    ({"temperature": True}, 400, "temperature"),
+    ({"top_p": float("nan")}, 400, "top_p"),
+    ({"n": 1.0}, 400, "n has"),
+    ({"n": 10**30}, 400, "n has"),
+    ({"prompt": 5}, 400, "prompt"),
+    ({"prompt": ["a", 5]}, 400, "prompt"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"suffix": ["a"]}, 400, "suffix"),
+    ({"stop": [""]}, 400, "stop"),
+    ({"stop": {}}, 400, "stop"),
+    ({"prompt": "x " * 5000}, 400, "do not fit"),
+    ({"max_tokens": 2000}, 400, "do not fit"),
+    ({"model": "gpt-4"}, 404, "gpt-4"),
+    ({"threshold": 0.5}, 400, "threshold"),
+    (b"[1]", 400, "JSON object"),
+    (b"{", 400, "JSON object"),
+    (b'{"prompt": "\\ud800"}', 400, "JSON object"),
+    (b"\xff", 400, "JSON object"),
+    (b"[" * 100_000, 400, "JSON object"),
+    (b'{"prompt": "' + b"x" * serve.BODY + b'"}', 413, "bytes"),
+]
+
+
+def test_what_is_wrong_is_refused_by_name_and_what_is_null_is_absent(coder_server):
+    url = coder_server[0]
+    for body, status, part in BAD:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer = httpx.post(url + "/v1/completions", content=data)
+        assert (answer.status_code, part in answer.json()["error"]["message"]) == (status, True), (body, answer.text)
+    for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/v1/models", 405), ("GET", "/v1/x", 404)):
+        answer = httpx.request(method, url + path)
+        assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    nulls = dict.fromkeys(["best_of", "logit_bias", "suffix", "stop", "seed", "n", "logprobs", "temperature", "tools"])
+    neutral = {"best_of": 1, "frequency_penalty": 0, "echo": False}
+    for extra in (nulls, neutral):
+        assert httpx.post(url + "/v1/completions", json={"prompt": "x", "max_tokens": 2} | extra).status_code == 200
+    assert httpx.post(url + "/v1/completions", json={}, headers={"Host": "evil.example"}).status_code == 400
+
+
+def test_a_key_is_asked_for_where_one_is_set(coder, monkeypatch):
+    monkeypatch.setenv("UNMASK_API_KEY", "secret")
+    with served(coder, "pythoncoder") as (url, _):
+        with pytest.raises(openai.AuthenticationError):
+            client_of(url).models.list()
+        with pytest.raises(openai.AuthenticationError):
+            client_of(url).completions.create(model="pythoncoder", prompt="x")
+        assert client_of(url, api_key="secret").models.list().data
+        assert httpx.get(url).status_code == 200  # the page asks for the key itself
+
+
+def wait_until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_past_the_queue_is_429_and_a_client_that_goes_away_frees_its_row(coder):
+    with served(coder, "pythoncoder", queue=4) as (url, loop):
+        hold = threading.Event()
+        step = sample_rows.Caches.step
+
+        def slow(batch):
+            hold.wait(20)
+            step(batch)
+
+        sample_rows.Caches.step = slow
+        try:
+            body = {"prompt": "def", "max_tokens": 100, "n": 4, "temperature": 1.0}
+
+            async def ask_and_leave():
+                async with httpx.AsyncClient() as client:
+                    tasks = []
+                    for rows in (4, 8):  # running, then waiting
+                        tasks.append(asyncio.create_task(client.post(url + "/v1/completions", json=body, timeout=60)))
+                        for _ in range(200):
+                            await asyncio.sleep(0.02)
+                            if (
+                                len(loop.waiting) + sum(len([*filter(None, b.rows)]) for b in coder.batches.values())
+                                == rows
+                            ):
+                                break
+                    answer = await client.post(url + "/v1/completions", json=body)
+                    for task in tasks:
+                        task.cancel()
+                    return answer
+
+            answer = asyncio.run(ask_and_leave())
+            assert answer.status_code == 429
+            assert int(answer.headers["retry-after"]) >= 1
+            with pytest.raises(openai.RateLimitError):
+                client_of(url).completions.create(model="pythoncoder", prompt="x", n=4)
+        finally:
+            hold.set()
+            sample_rows.Caches.step = step
+        wait_until(lambda: not loop.waiting and not any(any(batch.rows) for batch in coder.batches.values()))
+        assert client_of(url).completions.create(model="pythoncoder", prompt=PROMPT, max_tokens=3).choices[0].text
+
+
+def test_a_device_out_of_memory_fails_its_batch_alone(coder, monkeypatch):
+    with served(coder, "pythoncoder") as (url, _):
+        client = client_of(url)
+        with monkeypatch.context() as patch:
+
+            def exhausted(batch):
+                raise RuntimeError("RESOURCE_EXHAUSTED: 5 GB")
+
+            patch.setattr(sample_rows.Caches, "step", exhausted)
+            with pytest.raises(openai.InternalServerError) as error:
+                client.completions.create(model="pythoncoder", prompt="x")
+            assert error.value.status_code == 503
+        assert client.completions.create(model="pythoncoder", prompt=PROMPT, max_tokens=3).choices[0].text
+
+
+def test_the_page_gets_a_canvas_its_steps_and_the_verdicts_of_the_sandbox(dream_server, coder_server):
+    def events(url, **body):
+        with httpx.stream("POST", url + "/v1/canvas", json=body, timeout=60) as stream:
+            lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+        return [json.loads(line) for line in lines[:-1]]
+
+    canvas_, *steps, end = events(dream_server[0], prompt="def [MASK:4](x) [MASK:3]", seed=1, threshold=0.01)
+    ids = [token and token[0] for token in canvas_["canvas"]]
+    assert ids.count(None) == 7
+    written = {slot: (token, p) for step in steps for slot, token, _, p, _ in step["write"]}
+    assert sorted(written) == [slot for slot, token in enumerate(ids) if token is None]
+    assert steps[-1]["passes"] <= 7
+    assert set(end["keep"]) >= {slot for slot, token in enumerate(ids) if token is not None}
+    for _, _, _, p, likely in steps[0]["write"]:
+        assert len(likely) == 5
+        assert p <= likely[0][1]
+    # two tokens are masked again: the others stay
+    again = [written.get(slot, (token,))[0] for slot, token in enumerate(ids)]
+    hole = [*again[:1], None, None, *again[3:]]
+    canvas_, *steps, _ = events(dream_server[0], ids=hole, seed=2)
+    assert [token and token[0] for token in canvas_["canvas"]] == hole
+    assert sorted(slot for step in steps for slot, *_ in step["write"]) == [1, 2]
+
+    body = {"prompt": PROMPT, "text": PROMPT + "    return sum(len(w) > 4 for w in words)\n"}
+    answer = httpx.post(coder_server[0] + "/v1/check", json=body, timeout=60).json()
+    assert answer["examples"] == ["pass: count_long(['apple', 'sea']) gives 1"]
+    assert httpx.post(coder_server[0] + "/v1/check", json=body | {"prompt": "x"}).status_code == 400
+
+
+# ---- as a user runs it ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def started(*flags):
+    """(process, address) of serve.py."""
+    env = os.environ | AS_A_USER | {"XLA_FLAGS": "", "OMP_NUM_THREADS": "1"}
+    flags = command("serve.py", "--port=0", "--compile_cache=", *flags)
+    with subprocess.Popen(flags, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def test_sigterm_finishes_what_runs_and_refuses_what_comes():
+    with started() as (process, url):
+        body = {"prompt": "def", "max_tokens": 120, "temperature": 1.5, "seed": 1, "stream": True, "n": 8}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [*lines]
+        assert rest[-2] == "data: [DONE]"
+        assert process.wait(20) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url)
+
+
+@pytest.mark.slow
+def test_what_still_runs_when_the_grace_is_over_is_told_so():
+    with started("--grace=1", "--batch_size=1") as (process, url), concurrent.futures.ThreadPoolExecutor() as pool:
+        body = {"prompt": "x", "max_tokens": 400, "n": 16, "temperature": 2}
+        answers = [pool.submit(httpx.post, url + "/v1/completions", json=body, timeout=60) for _ in range(4)]
+        time.sleep(2)  # sixteen texts of four clients take longer
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert {answer.result().status_code for answer in answers} == {503}
+
+
+def test_a_port_in_use_a_folder_without_a_model_and_a_missing_package_are_one_line(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        says(run("serve.py", f"--port={taken.getsockname()[1]}"), "port", "choose another --port")
+    says(run("serve.py", "--port=0", f"--ckpt={tmp_path}"), str(tmp_path), "holds no checkpoint")
+    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\")")
+    without = os.environ | AS_A_USER | {"PYTHONPATH": str(tmp_path)}
+    says(run("serve.py", env=without), "uvicorn", "pip install -r requirements-serve.txt")
+
+
+# ---- the page, in a browser ----------------------------------------------------------------------------------------
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@contextlib.contextmanager
+def browser_at(url, **settings):
+    """A page of a headless Chromium; what its scripts complain of is an error."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
+    if not CHROMIUM:
+        pytest.skip("there is no Chromium")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        try:
+            page, errors = browser.new_page(**settings), []
+            page.set_default_timeout(30_000)
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+            page.goto(url)
+            yield page
+            assert not [error for error in errors if "status of 400" not in error]
+        finally:
+            browser.close()
+
+
+def texts_of(page):
+    return page.evaluate("tokens.map(token => token.id === null ? null : token.text)")
+
+
+def wait_for_the_end(page):
+    page.wait_for_selector("#stop[disabled]", state="attached")
+    page.wait_for_selector("#generate:not([disabled])")
+
+
+@pytest.mark.slow
+def test_a_reader_of_the_page_watches_masks_fills_and_tests(coder_server):
+    with browser_at(coder_server[0], viewport={"width": 900, "height": 860}) as page:
+        page.wait_for_selector("#name:not(:empty)")
+        page.fill("#prompt", "")
+        page.type("#prompt", PROMPT, delay=1)
+        page.fill("#temperature", "0")
+        count = "seen.push(document.querySelectorAll('.mask').length)"
+        page.evaluate(f"window.seen = []; draw = (old => () => {{ old(); {count} }})(draw)")
+        page.click("#generate")
+        wait_for_the_end(page)
+        masks = page.evaluate("seen")
+        masks = masks[masks.index(max(masks)) :]
+        assert len(set(masks)) > 10  # token after token appeared
+        assert masks == sorted(masks, reverse=True)
+        assert masks[-1] == 0
+        first = texts_of(page)
+        assert "".join(first) == PROMPT + "    return len([n for n in words if len(n) > 4])\n"
+        page.click("#check")
+        page.wait_for_selector("#verdicts .pass")
+        assert page.inner_text("#verdicts") == "pass: count_long(['apple', 'sea']) gives 1"
+
+        # point at a token: what it is, and what else could stand there
+        number = len(first) - 2
+        page.hover(f"#canvas span:nth-child({number + 1})")
+        about = page.inner_text("#about")
+        assert "probability" in about
+        assert page.locator("#about tr").count() == 4
+        # mask it, then three more by dragging; the keyboard opens one of them
+        page.click(f"#canvas span:nth-child({number + 1})")
+        assert page.inner_text("#fill") == "Fill 1 mask"
+        spans = [page.locator(f"#canvas span:nth-child({i})").bounding_box() for i in (number, number - 2)]
+        page.mouse.move(spans[0]["x"] + 3, spans[0]["y"] + 5)
+        page.mouse.down()
+        page.mouse.move(spans[1]["x"] + 3, spans[1]["y"] + 5, steps=20)
+        page.mouse.up()
+        assert texts_of(page).count(None) == 4
+        page.focus(f"#canvas span:nth-child({number - 2})")
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press(" ")
+        assert texts_of(page).count(None) == 5
+        page.keyboard.press(" ")
+        page.click("#more")
+        assert page.inner_text("#fill") == "Fill 5 masks"
+        page.click("#less")
+        holes = [i for i, text in enumerate(texts_of(page)) if text is None]
+        kept = texts_of(page)[holes[-1] + 1 :]
+        for grows in (True, False):
+            size = len(texts_of(page))
+            page.set_checked("#grow", grows)
+            page.click("#fill")
+            wait_for_the_end(page)
+            second = texts_of(page)
+            assert None not in second
+            assert second[: holes[0]] == first[: holes[0]]
+            assert second[len(second) - len(kept) :] == kept
+            assert len(second) <= size + 16 * grows
+            for i in holes[:2] if grows else ():  # mask two of them for the second time
+                page.click(f"#canvas span:nth-child({i + 1})")
+                kept = second[i + 1 :]
+        # replay
+        page.fill("#slider", "1")
+        assert page.locator("#canvas .mask").count() == page.evaluate("last") - 1
+        page.select_option("#colour", "step")
+        assert page.is_visible("text=first step")
+
+
+@pytest.mark.slow
+def test_a_dream_on_the_page_has_controls_and_several_holes(dream_server):
+    narrow = {"width": 400, "height": 800}
+    with browser_at(dream_server[0], viewport=narrow, color_scheme="dark") as page:
+        page.wait_for_selector("#order:not([hidden])")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        page.fill("#prompt", "def [MASK:5]: return [MASK:3]")
+        page.select_option("#rule", "threshold")
+        page.fill("#bound", "0.01")
+        page.click("#generate")
+        wait_for_the_end(page)
+        few = page.evaluate("last")
+        page.select_option("#rule", "")
+        page.fill("#steps", "8")
+        page.click("#generate")
+        wait_for_the_end(page)
+        assert few < page.evaluate("last")
+        assert "forward passes" in page.inner_text("#rate")
+        page.fill("#steps", "")
+        page.fill("#prompt", "x " * 200)
+        page.click("#generate")
+        page.wait_for_selector("#verdicts li")
+        assert "do not fit" in page.inner_text("#verdicts")
+        page.fill("#prompt", "def")
+        page.click("#generate")
+        wait_for_the_end(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+@pytest.mark.slow
+def test_a_recorded_page_replays_without_a_server(tmp_path):
+    tokens = [
+        canvas.Token("a<b ", 0),
+        canvas.Token("x", 2, 0.5, "", (("x", 0.5), ("y", 0.3))),
+        canvas.Token("\n", 1, 0.9),
+    ]
+    canvas.write_page(str(tmp_path / "steps.html"), [tokens, tokens[:1]])
+    with browser_at((tmp_path / "steps.html").as_uri()) as page:
+        assert not page.is_visible("#generate")
+        assert not page.is_visible("#fill")
+        assert page.locator("#canvas span").all_inner_texts()[:2] == ["a<b ", "x"]
+        page.fill("#slider", "1")
+        assert page.locator("#canvas .mask").count() == 1
+        page.fill("#slider", "2")
+        page.mouse.move(1, 1)
+        page.hover("#canvas span:nth-child(2)")
+        assert "step 2 of 2, probability 50.0 %" in page.inner_text("#about")
+        assert page.locator("#about tr").count() == 1
+        page.click("text=text 2")
+        assert page.locator("#canvas span").count() == 1
+
+
+@pytest.mark.slow
+def test_the_screenshot_of_the_readme(coder_server):
+    with browser_at(coder_server[0], viewport={"width": 900, "height": 890}) as page:
+        page.wait_for_selector("#name:not(:empty)")
+        page.fill("#temperature", "0")
+        page.click("#generate")
+        wait_for_the_end(page)
+        page.click("#check")
+        page.wait_for_selector("#verdicts .pass")
+        page.hover("#canvas span:nth-last-child(13)")
+        page.screenshot(path=str(ROOT / "bench/results/serve.png"))
+    assert (ROOT / "bench/results/serve.png").stat().st_size <= 100_000
+
+
+@pytest.mark.slow
+def test_clients_that_misbehave_leave_the_server_as_it_was():
+    done = run("bench/serve_load.py", "--faults=60", timeout=280)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5
+    for line in lines:
+        assert float(re.search(r"([-+][\d.]+) MB", line)[1]) < 30, line
+
+
+@pytest.mark.slow
+def test_the_load_is_measured_beside_generate():
+    done = run("bench/serve_load.py", "--clients", 2, "--seconds=3", timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\| 2 \| [\d.]+ \| [1-9]", done.stdout)
+    assert re.search(r"128 texts at once: [1-9]\d* tokens/s", done.stdout)
