@@ -217,6 +217,7 @@ class PythonCoder:
 
     def complete(self, requests):
         """Continue all requests, cfg.n times each, as one batch: [(row of --json, text)]. A single text streams."""
+        import canvas
         import model_pythoncoder
 
         cfg, tokenizer = self.cfg, self.tokenizer
@@ -254,6 +255,8 @@ class PythonCoder:
     def on_tokens(self, texts):
         """Called with the token ids of all texts so far; True, which ends the call, if each holds a stop string."""
 
+        import canvas
+
         self.passes.append([len(ids) for ids in texts])
         ids, stops = texts[0], self.cfg.stop
         texts = [self.tokenizer.decode(ids) for ids in texts]
@@ -278,6 +281,7 @@ class PythonCoder:
 
     def show_probabilities(self, prompts, texts):
         """The texts in the colours of their probabilities in a terminal, and the page of --html."""
+        import canvas
         import model_pythoncoder as pc
 
         @jax.jit
@@ -314,6 +318,7 @@ class Dream:
     """Prompts become canvases of masks, which sample_dream.py or, for a Dream of blocks, sample_block.py fills."""
 
     def __init__(self, cfg, _):
+        import canvas
         import infill
         import model_dream
         import sample_block
@@ -369,6 +374,8 @@ class Dream:
         The tokenizer of a base model has a template, too. So the name of the model decides, or that of its folder.
         """
 
+        import canvas
+
         flags = self.cfg.dream
         if flags.chat == "on" and not wrap:
             raise ValueError(f"--chat=on: {folder} holds no chat template (tokenizer_config.json)")
@@ -391,6 +398,7 @@ class Dream:
 
         The next call goes on with the conversation. Of a Dream of blocks a single text streams to the terminal.
         """
+        import canvas
         import sample_dream
 
         cfg, texts = self.cfg, self.texts
@@ -457,6 +465,7 @@ class Dream:
 
     def fill(self, canvases, shape):
         """(token ids, statistics of the sampler with "seconds" and "compile_s"); shape is its `rows` and `widths`."""
+        import canvas
         import infill
 
         prompts, rule, viewer = [blank.ids for blank in canvases], self.rule, {}
@@ -488,6 +497,8 @@ class Dream:
 
     def on_block(self, rows):
         """Called with the token ids of the single text after each block; prints what has been added before a MASK."""
+
+        import canvas
 
         ids = [*itertools.takewhile(lambda token: token != self.texts.mask, rows[0])]
         begun = dataclasses.replace(self.watched, ids=self.watched.ids[: len(ids)])
