@@ -1,0 +1,239 @@
+"""Text that a Dream of blocks writes token by token, drafted in blocks: the same text, in fewer passes.
+
+    model, _ = checkpoints.load(model_dream, "out/causal")    # of train_dream.py --context=causal
+    rows, stats = sample_draft.generate(model, [[5, 6, 7]], 256, sample_draft.Sampling(draft=8))
+
+Where finished tokens attend causally, the model has two readings with the same keys: one token behind the other, and
+MASKs behind the last token that see each other. A step fills MASKs by the second reading (the drafts), then reads them
+by the first: that pass says for each slot what the model itself writes there, and its keys are final. Drafts stay as
+long as they are equal to that; behind them stands the model's own token. So a step writes one token at least, and
+draft + 1 at most.
+
+A token is the argmax of its logits plus Gumbel noise, which is a function of the row's key and the slot alone: draft and
+reading use the same noise. What is written is always the reading's token. So the text of a key is the same for every
+length of drafts, none among them, in every batch, at every temperature; in float32, but for near-ties. A draft is
+kept less often than by rejection sampling, which would be biased here: drafts are not made from left to right.
+
+Letters: B rows, L slots, N drafts, W = N + 1 slots of a window, V vocabulary.
+Refs: Nemotron-Labs-Diffusion's linear self-speculation; drafter-invariant coupling, arXiv:2408.07978.
+"""
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import diffusion
+import model_dream as md
+import sample_dream
+
+STEPS = 16  # between two looks at the texts
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are drafted and drawn."""
+
+    draft: int = 0  # tokens drafted at a time; 0: token by token
+    draft_steps: int = 1  # passes that fill the drafts, the surest first, in equal numbers
+    temperature: float = 0.0  # 0 takes the argmax
+    top_p: float = 1.0  # a token is dropped if those before it have more than top_p; 1 keeps all
+    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
+    vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
+    eos_ids: tuple[int, ...] = ()  # each ends a text; eos_ids[0] fills the rest
+
+
+class State(typing.NamedTuple):
+    """What a step changes."""
+
+    token_BL: jax.Array
+    last_B: jax.Array  # the slot of the last token, whose keys are not written yet
+    when_BL: jax.Array  # the step that wrote a token, from 1 on; 0 in the prompt
+    prob_BL: jax.Array  # its probability then, in the model's own distribution
+    step: jax.Array  # steps so far; the first one reads the prompts
+    cache: list  # (keys, values) [B, J, L, K] of each layer
+
+
+class Given(typing.NamedTuple):
+    """What stays as it is. Arrays, so that another value needs no other program."""
+
+    begin_B: jax.Array  # the first slot to write
+    end_B: jax.Array  # one past the last
+    banned_V: jax.Array  # ids that are never drawn
+    key_B: jax.Array  # the data of a random key for each row
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """What a compiled program is made for."""
+
+    graph: typing.Any  # model_dream.graph_of: the model without its parameters
+    rule: Sampling
+
+    def read(self, model, token_BW, slot_BW, reach_BW, cache):
+        """(hidden states, cache with the keys of the slots); a token attends to all slots up to its reach."""
+        L = cache[0][0].shape[2]
+        keys = diffusion.Place(jnp.ones((len(slot_BW), L), jnp.int32), jnp.broadcast_to(jnp.arange(L), (len(slot_BW), L)))
+        queries = diffusion.Place(jnp.ones_like(slot_BW), reach_BW)
+        return model.hidden(token_BW, slot_BW, None, cache, slot_BW[:, 0], queries, keys)
+
+    def draw(self, model, hidden_BWD, slot_BW, given):
+        """(token, probability) [B, W] for the slots, each from one hidden state."""
+        rule = self.rule
+        logits_BWV = jnp.where(given.banned_V, -jnp.inf, model.logits(hidden_BWD))
+        filtered_BWV, u_BWV = logits_BWV, None
+        if rule.temperature:
+
+            def uniform(key, slot):  # of row and slot, of no step, batch or draft
+                key = jax.random.fold_in(jax.random.wrap_key_data(key), slot)
+                return jax.random.uniform(key, given.banned_V.shape, minval=jnp.finfo(jnp.float32).tiny)
+
+            u_BWV = jax.vmap(jax.vmap(uniform, (None, 0)))(given.key_B, slot_BW)
+            filters, width = (rule.temperature, rule.top_k, rule.top_p), 1 if model.run.on_cpu else 3
+            filtered_BWV = diffusion.filter_logits(logits_BWV, *filters, rule="dream", width=width)
+        token_BW = diffusion.sample_tokens(filtered_BWV, u_BWV, 1.0 if rule.temperature else 0).astype(jnp.int32)
+        prob_BW = jnp.take_along_axis(diffusion.softmax(logits_BWV), token_BW[..., None], -1)[..., 0]
+        return token_BW, prob_BW
+
+    def drafted(self, model, token_B1, slot_BW, given, cache):
+        """(drafts [B, N] behind the last tokens, cache): MASKs that see each other, filled in draft_steps passes.
+
+        With the shift the last token stays causal: its hidden state predicts the first draft, as a clean token does in
+        training. Without it the last token is the first one of the block.
+        """
+        N, shift, mask = self.rule.draft, model.cfg.shift, model.cfg.mask_id
+        draft_BN = jnp.full((len(token_B1), N), mask, jnp.int32)
+        reach_BW = jnp.where((jnp.arange(N + 1) == 0) & shift, slot_BW, slot_BW[:, -1:])
+        bounds = [N * (i + 1) // self.rule.draft_steps for i in range(self.rule.draft_steps)]
+        for filled, bound in zip([0, *bounds], bounds, strict=False):
+            hidden_BWD, cache = self.read(model, jnp.concatenate((token_B1, draft_BN), 1), slot_BW, reach_BW, cache)
+            hidden_BND = hidden_BWD[:, :-1] if shift else hidden_BWD[:, 1:]
+            token_BN, prob_BN = self.draw(model, hidden_BND, slot_BW[:, 1:], given)
+            chosen_BN = diffusion.surest(prob_BN, draft_BN == mask, jnp.full(len(draft_BN), bound - filled))
+            draft_BN = jnp.where(chosen_BN, token_BN, draft_BN)
+        return draft_BN, cache
+
+    def step(self, model, state, given):
+        """Draft, read the drafts, and write those that the reading repeats, and its next token."""
+        rule, L = self.rule, state.token_BL.shape[1]
+        row_B1 = jnp.arange(len(state.last_B))[:, None]
+        slot_BW = state.last_B[:, None] + jnp.arange(rule.draft + 1)
+        read_BW, cache = state.token_BL[row_B1, slot_BW[:, :1]], state.cache
+        if rule.draft:
+            draft_BN, cache = self.drafted(model, read_BW, slot_BW, given, cache)
+            read_BW = jnp.concatenate((read_BW, draft_BN), 1)
+        hidden_BWD, cache = self.read(model, read_BW, slot_BW, slot_BW, cache)
+        token_BW, prob_BW = self.draw(model, hidden_BWD, slot_BW + 1, given)
+
+        count_B = diffusion.agreeing(read_BW[:, 1:], token_BW[:, :-1]) + 1
+        return self.write(state._replace(cache=cache), given, token_BW, prob_BW, count_B)
+
+    def write(self, state, given, token_BW, prob_BW, count_B):
+        """The state with the first count_B of the tokens behind the last one, up to an end token or a row's end."""
+        (B, L), W = state.token_BL.shape, token_BW.shape[1]
+        slot_BW = state.last_B[:, None] + 1 + jnp.arange(W)
+        eos_BW = self.ends(token_BW)
+        written_BW = (jnp.arange(W) < count_B[:, None]) & (jnp.cumsum(eos_BW, 1) - eos_BW == 0)
+        written_BW &= (slot_BW < given.end_B[:, None]) & ~self.ended(state, given)[:, None]
+        index_BW = jnp.where(written_BW, slot_BW, L)  # out of the row: dropped
+
+        def put(x_BL, new_BW):
+            return x_BL.at[jnp.arange(B)[:, None], index_BW].set(new_BW, mode="drop")
+
+        when_BL = put(state.when_BL, jnp.broadcast_to(state.step + 1, (B, W)))
+        token_BL, prob_BL = put(state.token_BL, token_BW), put(state.prob_BL, prob_BW)
+        return State(token_BL, state.last_B + written_BW.sum(1), when_BL, prob_BL, state.step + 1, state.cache)
+
+    def ends(self, token_BW):
+        return (token_BW[..., None] == jnp.array(self.rule.eos_ids or (-1,))).any(-1)
+
+    def ended(self, state, given):
+        """The rows [B] that are full, or whose last token is an end."""
+        eos_B = self.ends(jnp.take_along_axis(state.token_BL, state.last_B[:, None], 1))[:, 0]
+        return (eos_B & (state.last_B >= given.begin_B)) | (state.last_B + 1 >= given.end_B)
+
+
+@functools.partial(jax.jit, static_argnames=("sampler", "width"), donate_argnames=("state",))
+def begin(params, state, given, *, sampler, width):
+    """The state with the keys of the prompts, from a pass over `width` slots, and the first new token of each row.
+
+    Keys behind a prompt are written again before any token attends to them.
+    """
+    model, (B, _) = nnx.merge(sampler.graph, params), state.token_BL.shape
+    slot_BP = jnp.broadcast_to(jnp.arange(width), (B, width))
+    hidden_BPD, cache = sampler.read(model, state.token_BL[:, :width], slot_BP, slot_BP, state.cache)
+    hidden_B1D = jnp.take_along_axis(hidden_BPD, state.last_B[:, None, None], 1)
+    token_B1, prob_B1 = sampler.draw(model, hidden_B1D, state.last_B[:, None] + 1, given)
+    return sampler.write(state._replace(cache=cache), given, token_B1, prob_B1, jnp.ones(B, jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames=("sampler",), donate_argnames=("state",))
+def advance(params, state, given, *, sampler):
+    """(State after STEPS more steps, or fewer where all rows end; whether they have ended)."""
+    model, last = nnx.merge(sampler.graph, params), state.step + STEPS
+
+    def unfinished(state):
+        return (state.step < last) & ~sampler.ended(state, given).all()
+
+    state = jax.lax.while_loop(unfinished, lambda state: sampler.step(model, state, given), state)
+    # The texts of all rows go to every host, which could not read those of another one's devices.
+    return state._replace(token_BL=md.shard(state.token_BL), last_B=md.shard(state.last_B)), sampler.ended(state, given)
+
+
+def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on_tokens=None):
+    """Continue prompts (lists of ids, any lengths above 0) with max_new tokens each: (rows of ids, stats).
+
+    The batch has the first of the widths that holds its longest text: with the same widths and rows other prompts need
+    no other program. on_tokens(rows of the tokens so far) is called after every STEPS steps.
+    stats: "forwards", "steps", "passes" of each row; "when" [B, L], the step that wrote a token, from 1 on, and
+    "probability" [B, L], what it had then.
+    Raises ValueError for what does not fit, and for drafts by a model that was not trained to make them.
+    """
+    cfg, rule = model.cfg, rule or Sampling()
+    if rule.draft and not cfg.causal:
+        raise ValueError("drafts need a model whose finished tokens attend causally: train_dream.py --context=causal")
+    if rule.draft and not 1 <= rule.draft_steps <= rule.draft:
+        raise ValueError(f"{rule.draft_steps} passes cannot fill drafts of {rule.draft} tokens: at least one each")
+    if not all(prompts):
+        raise ValueError("a text that is written token by token needs a prompt")
+    begin_B = np.array([len(ids) for ids in prompts])
+    if max(begin_B) + max_new > cfg.positions:
+        raise ValueError(f"{max(begin_B) + max_new} tokens do not fit: the model reaches {cfg.positions} positions")
+    pad = (0, max(rows - len(prompts), 0))  # rows without a text have one token, and are full
+    begin_B, end_B = np.pad(begin_B, pad, constant_values=1), np.pad(begin_B + max_new, pad, constant_values=1)
+    B, longest = len(begin_B), next((width for width in widths if width >= max(end_B)), max(end_B))
+    L = sample_dream.canvas_width(int(longest) + rule.draft + 1, 1 << 30)
+    token_BL = np.full((B, L), cfg.pad_id, np.int32)
+    for row, ids in zip(token_BL, prompts, strict=False):
+        row[: len(ids)] = ids
+    id_V = np.arange(cfg.vocab)
+    banned_V = np.isin(id_V, (cfg.mask_id, cfg.expand_id)) | (id_V >= (rule.vocab or cfg.vocab))
+    key_B = sample_dream.keys_of_rows(jax.random.key(0) if key is None else key, B)
+    given = Given(begin_B, end_B, banned_V, key_B)
+
+    graph, params = nnx.split(model)
+    sampler = Sampler(graph, dataclasses.replace(rule, vocab=0))
+    shape = B, cfg.kv_heads, L, cfg.head_size
+    cache = [(jnp.zeros(shape, model.run.dtype), jnp.zeros(shape, model.run.dtype)) for _ in range(cfg.layers)]
+    empty_BL = np.zeros((B, L), np.int32)
+    state = State(token_BL, begin_B - 1, empty_BL, empty_BL.astype(np.float32), np.int32(0), cache)
+    state = sample_dream.beside(params, jax.tree.map(jnp.asarray, state))
+    width = L if widths else min(sample_dream.canvas_width(int(max(begin_B)), 1 << 30), L)
+    state, done_B = begin(params, state, given, sampler=sampler, width=width), np.zeros(B, bool)
+    while not done_B.all():
+        state, done_B = advance(params, state, given, sampler=sampler)
+        token_BL, last_B, done_B = map(np.asarray, (state.token_BL, state.last_B, done_B))
+        if on_tokens:
+            on_tokens([row[n : last + 1].tolist() for row, n, last in zip(token_BL, begin_B, last_B, strict=True)])
+
+    texts = []
+    for row, last, end in zip(token_BL[: len(prompts)], last_B, end_B, strict=False):
+        texts.append(row[: last + 1].tolist() + [*rule.eos_ids[:1]] * int(end - last - 1))
+    steps, passes = int(state.step), 1 + (rule.draft_steps if rule.draft else 0)
+    forwards = 1 + (steps - 1) * passes
+    stats = {"forwards": forwards, "steps": steps, "passes": [forwards] * len(prompts), "when": np.asarray(state.when_BL)}
+    return texts, stats | {"probability": np.asarray(state.prob_BL)}
