@@ -480,14 +480,6 @@ def sample_tokens(logits_BLV, u_BLV, temperature=1.0):
     return xp.argmax(logits_BLV / temperature - xp.log(-xp.log(u_BLV)), -1)
 
 
-def agreeing(draft_BN, own_BN):
-    """How many leading drafts [B] are the tokens that the model itself draws, by the same noise in sample_tokens.
-
-    Text made of own_BN alone is the model's own for that noise, whatever was drafted. Ref: arXiv:2408.07978.
-    """
-    return _namespace(draft_BN).cumprod(draft_BN == own_BN, -1).sum(-1)
-
-
 def confidence(prob_BLV, kind):
     """The confidence of a distribution [B, L]: max_prob p1; margin p1 - p2; entropy sum p log p (negative entropy).
 

@@ -76,6 +76,8 @@ class DreamFlags:
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 fills those of highest confidence
     threshold: Share = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
     entropy_bound: NonNegative = 0.0  # fill tokens of lowest entropy, up to this sum in nats a step; 0 goes by --steps
+    draft: Natural = 0  # tokens drafted at once, of which those stay that it writes itself one by one; for Nemotron
+    draft_steps: Count = 1  # passes that fill the drafts
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
     guidance: NonNegative = 0.0  # classifier-free guidance by the prompt, LLaDA's cfg_scale; twice the time
@@ -350,11 +352,16 @@ class Dream:
         self.sampler = sample_dream
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
         self.together = flags.batch_size * (1 if self.watching or dream.block_length else 8)  # texts of a batch
-        if dream.block_length:
-            if flags.valid:
-                raise ValueError("--valid=python is for a Dream without blocks")
-            length = flags.block_length or dream.block_length
-            self.sampler = sample_block
+        if dream.block_length and flags.valid:
+            raise ValueError("--valid=python is for a Dream without blocks")
+        if flags.draft or (dream.causal and flags.block_length == 1):
+            import sample_draft
+
+            if cfg.show_steps:
+                raise ValueError("--show_steps shows no drafts; leave it out")
+            self.sampler, self.rule = sample_draft, sample_draft.settings_of(self.rule, flags.draft, flags.draft_steps)
+        elif dream.block_length:
+            self.sampler, length = sample_block, flags.block_length or dream.block_length
             self.rule = sample_block.settings_of(dataclasses.replace(self.rule, block_length=length))
             if length != dream.block_length:
                 print(f"--block_length={length}: trained with {dream.block_length}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Text that a Dream of blocks writes token by token, drafted in blocks: the same text, in fewer passes.
 
-    model, _ = checkpoints.load(model_dream, "out/causal")    # of train_dream.py --context=causal
+    model, _ = checkpoints.load(model_dream, "out/nemotron")    # finished tokens attend causally
     rows, stats = sample_draft.generate(model, [[5, 6, 7]], 256, sample_draft.Sampling(draft=8))
 
 Where finished tokens attend causally, the model has two readings with the same keys: one token behind the other, and
@@ -9,10 +9,9 @@ by the first: that pass says for each slot what the model itself writes there, a
 long as they are equal to that; behind them stands the model's own token. So a step writes one token at least, and
 draft + 1 at most.
 
-A token is the argmax of its logits plus Gumbel noise, which is a function of the row's key and the slot alone: draft and
+A token is the argmax of its logits plus Gumbel noise, a function of the row's key and the slot alone: drafts and
 reading use the same noise. What is written is always the reading's token. So the text of a key is the same for every
-length of drafts, none among them, in every batch, at every temperature; in float32, but for near-ties. A draft is
-kept less often than by rejection sampling, which would be biased here: drafts are not made from left to right.
+length of drafts, none among them, in every batch, at every temperature; in float32, but for near-ties.
 
 Letters: B rows, L slots, N drafts, W = N + 1 slots of a window, V vocabulary.
 Refs: Nemotron-Labs-Diffusion's linear self-speculation; drafter-invariant coupling, arXiv:2408.07978.
@@ -47,6 +46,16 @@ class Sampling:
     eos_ids: tuple[int, ...] = ()  # each ends a text; eos_ids[0] fills the rest
 
 
+def settings_of(rule, draft, draft_steps):
+    """A sample_dream.Sampling as one of drafts. ValueError for settings that mean nothing here."""
+    foreign = "steps", "alg_temp", "threshold", "entropy_bound", "cache", "fast_dllm", "eos_penalty", "guidance"
+    foreign = [name for name in foreign if getattr(rule, name)] + ["block_length"] * (rule.block_length > 1)
+    if foreign or (rule.alg, rule.schedule) != ("entropy", "dream"):
+        raise ValueError(f"drafts and single tokens go without {', '.join(foreign or ['sampler or schedule'])}")
+    shared = "temperature", "top_p", "top_k", "vocab", "eos_ids"
+    return Sampling(draft, draft_steps, **{name: getattr(rule, name) for name in shared})
+
+
 class State(typing.NamedTuple):
     """What a step changes."""
 
@@ -76,8 +85,8 @@ class Sampler:
 
     def read(self, model, token_BW, slot_BW, reach_BW, cache):
         """(hidden states, cache with the keys of the slots); a token attends to all slots up to its reach."""
-        L = cache[0][0].shape[2]
-        keys = diffusion.Place(jnp.ones((len(slot_BW), L), jnp.int32), jnp.broadcast_to(jnp.arange(L), (len(slot_BW), L)))
+        shape_BL = len(slot_BW), cache[0][0].shape[2]
+        keys = diffusion.Place(jnp.ones(shape_BL, jnp.int32), jnp.broadcast_to(jnp.arange(shape_BL[1]), shape_BL))
         queries = diffusion.Place(jnp.ones_like(slot_BW), reach_BW)
         return model.hidden(token_BW, slot_BW, None, cache, slot_BW[:, 0], queries, keys)
 
@@ -119,8 +128,7 @@ class Sampler:
 
     def step(self, model, state, given):
         """Draft, read the drafts, and write those that the reading repeats, and its next token."""
-        rule, L = self.rule, state.token_BL.shape[1]
-        row_B1 = jnp.arange(len(state.last_B))[:, None]
+        rule, row_B1 = self.rule, jnp.arange(len(state.last_B))[:, None]
         slot_BW = state.last_B[:, None] + jnp.arange(rule.draft + 1)
         read_BW, cache = state.token_BL[row_B1, slot_BW[:, :1]], state.cache
         if rule.draft:
@@ -129,7 +137,7 @@ class Sampler:
         hidden_BWD, cache = self.read(model, read_BW, slot_BW, slot_BW, cache)
         token_BW, prob_BW = self.draw(model, hidden_BWD, slot_BW + 1, given)
 
-        count_B = diffusion.agreeing(read_BW[:, 1:], token_BW[:, :-1]) + 1
+        count_B = 1 + jnp.cumprod(read_BW[:, 1:] == token_BW[:, :-1], 1).sum(1)  # drafts that agree, and one more
         return self.write(state._replace(cache=cache), given, token_BW, prob_BW, count_B)
 
     def write(self, state, given, token_BW, prob_BW, count_B):
@@ -184,27 +192,29 @@ def advance(params, state, given, *, sampler):
     return state._replace(token_BL=md.shard(state.token_BL), last_B=md.shard(state.last_B)), sampler.ended(state, given)
 
 
-def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on_tokens=None):
+def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on_block=None):
     """Continue prompts (lists of ids, any lengths above 0) with max_new tokens each: (rows of ids, stats).
 
-    The batch has the first of the widths that holds its longest text: with the same widths and rows other prompts need
-    no other program. on_tokens(rows of the tokens so far) is called after every STEPS steps.
-    stats: "forwards", "steps", "passes" of each row; "when" [B, L], the step that wrote a token, from 1 on, and
-    "probability" [B, L], what it had then.
+    A prompt may end in MASKs already. The batch has the first of the widths that holds its longest text: with the same
+    widths and rows other prompts need no other program. on_block(rows of ids so far) is called after every STEPS steps.
+    stats: "forwards", "steps", "passes" of each row; and NumPy arrays [B, L]: "record", a Record, "when", the step that
+    wrote a token, from 1 on, and "probability", its probability then.
     Raises ValueError for what does not fit, and for drafts by a model that was not trained to make them.
     """
     cfg, rule = model.cfg, rule or Sampling()
     if rule.draft and not cfg.causal:
-        raise ValueError("drafts need a model whose finished tokens attend causally: train_dream.py --context=causal")
+        raise ValueError("drafts need a model whose finished tokens attend causally, such as Nemotron-Labs-Diffusion")
     if rule.draft and not 1 <= rule.draft_steps <= rule.draft:
         raise ValueError(f"{rule.draft_steps} passes cannot fill drafts of {rule.draft} tokens: at least one each")
-    if not all(prompts):
-        raise ValueError("a text that is written token by token needs a prompt")
-    begin_B = np.array([len(ids) for ids in prompts])
-    if max(begin_B) + max_new > cfg.positions:
-        raise ValueError(f"{max(begin_B) + max_new} tokens do not fit: the model reaches {cfg.positions} positions")
+    prompts = [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]
+    begin_B = np.array([(*ids, cfg.mask_id).index(cfg.mask_id) for ids in prompts])
+    end_B = np.array([len(ids) for ids in prompts])
+    if any(set(ids[n:]) - {cfg.mask_id} for ids, n in zip(prompts, begin_B, strict=True)) or not all(begin_B):
+        raise ValueError("a text that is written from left to right needs a prompt, and has none behind its masks")
+    if max(end_B) > cfg.positions:
+        raise ValueError(f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions")
     pad = (0, max(rows - len(prompts), 0))  # rows without a text have one token, and are full
-    begin_B, end_B = np.pad(begin_B, pad, constant_values=1), np.pad(begin_B + max_new, pad, constant_values=1)
+    begin_B, end_B = (np.pad(x_B, pad, constant_values=1) for x_B in (begin_B, end_B))
     B, longest = len(begin_B), next((width for width in widths if width >= max(end_B)), max(end_B))
     L = sample_dream.canvas_width(int(longest) + rule.draft + 1, 1 << 30)
     token_BL = np.full((B, L), cfg.pad_id, np.int32)
@@ -227,13 +237,15 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
     while not done_B.all():
         state, done_B = advance(params, state, given, sampler=sampler)
         token_BL, last_B, done_B = map(np.asarray, (state.token_BL, state.last_B, done_B))
-        if on_tokens:
-            on_tokens([row[n : last + 1].tolist() for row, n, last in zip(token_BL, begin_B, last_B, strict=True)])
+        if on_block:
+            on_block([row[: last + 1].tolist() for row, last in zip(token_BL, last_B[: len(prompts)], strict=False)])
 
     texts = []
     for row, last, end in zip(token_BL[: len(prompts)], last_B, end_B, strict=False):
         texts.append(row[: last + 1].tolist() + [*rule.eos_ids[:1]] * int(end - last - 1))
     steps, passes = int(state.step), 1 + (rule.draft_steps if rule.draft else 0)
     forwards = 1 + (steps - 1) * passes
-    stats = {"forwards": forwards, "steps": steps, "passes": [forwards] * len(prompts), "when": np.asarray(state.when_BL)}
-    return texts, stats | {"probability": np.asarray(state.prob_BL)}
+    when_BL, prob_BL = map(np.asarray, (state.when_BL, state.prob_BL))
+    record = sample_dream.Record(when_BL - 1, token_BL, np.log(np.where(when_BL, prob_BL, 1)))
+    stats = {"forwards": forwards, "steps": steps, "passes": [forwards] * len(prompts), "record": record}
+    return texts, stats | {"when": when_BL, "probability": prob_BL}

@@ -1,7 +1,6 @@
 """Reference values of Nemotron-Labs-Diffusion and Stable-DiffCoder (tests/golden/nemotron/README.md).
 
-Not covered, as no sampler of ours does it: the thinking budget, and the passes of self-speculation, whose texts are
-those of the autoregressive mode.
+Not covered, as no sampler of ours does it: the thinking budget. The passes of self-speculation: test_sample_draft.py.
 """
 
 import json

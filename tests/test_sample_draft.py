@@ -1,0 +1,112 @@
+"""sample_draft.py: the text that is drafted is the text token by token, in every batch and at every temperature."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from conftest import from_hf
+from flax import nnx
+
+import diffusion
+import model_dream as md
+import sample_draft
+
+PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17], [8, 8]]
+
+
+def model_of(shift):
+    shape = {"layers": 2, "heads": 4, "kv_heads": 2, "head_size": 8, "ffn": 48, "positions": 128}
+    cfg = md.DreamConfig(64, 32, **shape, mask_id=4, pad_id=0, bos_id=1, eos_id=2)
+    cfg = dataclasses.replace(cfg, shift=shift, causal=True, block_length=8)
+    params = jax.tree.map(lambda x: 3 * x, md.new_params(cfg, 0))  # sharper than at the start of training
+    return nnx.merge(md.graph_of(cfg, md.Run()), params)
+
+
+@pytest.mark.usefixtures("exact_matmuls")
+@pytest.mark.parametrize(
+    ("shift", "temperature", "top_p"), [(True, 0.0, 1.0), (True, 0.7, 1.0), (True, 1.0, 0.9), (False, 1.0, 0.9)]
+)
+def test_a_drafted_text_is_the_text_token_by_token(shift, temperature, top_p):
+    model = model_of(shift)
+    rule = sample_draft.Sampling(temperature=temperature, top_p=top_p, eos_ids=(2, 3))
+    key = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(7), i)))(np.arange(len(PROMPTS)))
+    want, stats = sample_draft.generate(model, PROMPTS, 40, rule, key)
+    assert stats["forwards"] == stats["steps"] <= 40
+    for draft, steps in ((2, 1), (16, 2)):
+        drafted = dataclasses.replace(rule, draft=draft, draft_steps=steps)
+        got, stats = sample_draft.generate(model, PROMPTS, 40, drafted, key)
+        assert got == want, (draft, steps)
+        assert stats["forwards"] == 1 + (stats["steps"] - 1) * (1 + steps)
+    (alone,), stats = sample_draft.generate(model, PROMPTS[2:3], 40, drafted, key[2:3])
+    assert alone == want[2]
+    if shift:  # the first draft is then the model's own next token
+        assert stats["steps"] <= 1 + 20  # two tokens a step at least
+
+
+@pytest.mark.usefixtures("exact_matmuls")
+def test_token_by_token_is_what_a_pass_over_the_whole_text_says():
+    model = model_of(True)
+    (row,), stats = sample_draft.generate(model, PROMPTS[:1], 20, sample_draft.Sampling(draft=4))
+    token_BL, n = np.array([row]), len(PROMPTS[0])
+    place = diffusion.Place(np.ones_like(token_BL), np.arange(len(row))[None])
+    logits_BLV = np.array(model.logits(model.hidden(token_BL, place=place)[0]))
+    logits_BLV[..., model.cfg.mask_id] = -np.inf
+    assert logits_BLV[0, n - 1 : -1].argmax(-1).tolist() == row[n:]
+    prob_L = np.asarray(jax.nn.softmax(logits_BLV[0]))[np.arange(n - 1, len(row) - 1), row[n:]]
+    np.testing.assert_allclose(stats["probability"][0, n : len(row)], prob_L, rtol=1e-4)
+    assert stats["when"][0, n] == 1
+    assert (np.diff(stats["when"][0, n : len(row)]) >= 0).all()
+
+
+def test_an_end_token_ends_a_text_and_callers_see_it_grow():
+    model, seen = model_of(True), []
+    rule = sample_draft.Sampling(draft=3, temperature=1.5)
+    (long,), _ = sample_draft.generate(model, PROMPTS[:1], 60, rule, on_block=lambda rows: seen.append(rows[0]))
+    assert seen[-1] == long
+    assert all(long[: len(part)] == part for part in seen)
+    assert len(seen) > 1
+    end = long[12]
+    first = long.index(end, 3)
+    (short,), _ = sample_draft.generate(model, PROMPTS[:1], 60, dataclasses.replace(rule, eos_ids=(end,)))
+    assert short == long[:first] + [end] * (63 - first)
+
+
+@pytest.mark.parametrize(
+    ("change", "prompts", "rule", "message"),
+    [
+        ({"causal": False}, [[5]], {"draft": 4}, "finished tokens attend causally"),
+        ({}, [[5]], {"draft": 2, "draft_steps": 3}, "3 passes cannot fill drafts of 2 tokens"),
+        ({}, [[]], {}, "needs a prompt"),
+        ({}, [[5] * 100], {}, "140 tokens do not fit"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(change, prompts, rule, message):
+    model = model_of(True)
+    model = nnx.merge(md.graph_of(dataclasses.replace(model.cfg, **change), md.Run()), nnx.state(model))
+    with pytest.raises(ValueError, match=message):
+        sample_draft.generate(model, prompts, 40, sample_draft.Sampling(**rule))
+
+
+@pytest.mark.golden
+@pytest.mark.usefixtures("exact_matmuls")
+def test_nemotron_s_autoregressive_and_self_speculated_texts_and_their_passes(golden_dir):
+    """With a threshold its drafts take more passes than ours, which come in one; the text is the same."""
+    folder, checked = golden_dir("nemotron"), set()
+    model = from_hf(folder, "float32")
+    for case in json.loads((folder / "nemotron.json").read_text())["cases"]:
+        settings = case["settings"]
+        if case["mode"] == "diffusion" or "thinking" in case["name"]:
+            continue
+        eos_ids = () if settings["eos_id"] is None else (settings["eos_id"],)
+        rule = sample_draft.Sampling(draft=settings.get("block_length", 1) - 1, eos_ids=eos_ids)
+        rows, stats = sample_draft.generate(model, case["prompts"], settings["max_new"], rule, widths=(64, 128, 256))
+        for row, prompt, text in zip(rows, case["prompts"], case["text"], strict=True):
+            new = row[len(prompt) :][: len(text)]
+            assert new == text[: len(new)], case["name"]
+            assert len(new) == min(len(text), settings["max_new"])
+        if not settings.get("threshold"):
+            assert stats["forwards"] == case["nfe"], case["name"]
+        checked.add(case["mode"])
+    assert checked == {"ar", "self_speculation"}
