@@ -188,7 +188,6 @@ def advance(params, state, given, *, sampler):
         return (state.step < last) & ~sampler.ended(state, given).all()
 
     state = jax.lax.while_loop(unfinished, lambda state: sampler.step(model, state, given), state)
-    # The texts of all rows go to every host, which could not read those of another one's devices.
     return state._replace(token_BL=md.shard(state.token_BL), last_B=md.shard(state.last_B)), sampler.ended(state, given)
 
 
@@ -243,8 +242,8 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
     texts = []
     for row, last, end in zip(token_BL[: len(prompts)], last_B, end_B, strict=False):
         texts.append(row[: last + 1].tolist() + [*rule.eos_ids[:1]] * int(end - last - 1))
-    steps, passes = int(state.step), 1 + (rule.draft_steps if rule.draft else 0)
-    forwards = 1 + (steps - 1) * passes
+    steps = int(state.step)
+    forwards = 1 + (steps - 1) * (1 + (rule.draft_steps if rule.draft else 0))
     when_BL, prob_BL = map(np.asarray, (state.when_BL, state.prob_BL))
     record = sample_dream.Record(when_BL - 1, token_BL, np.log(np.where(when_BL, prob_BL, 1)))
     stats = {"forwards": forwards, "steps": steps, "passes": [forwards] * len(prompts), "record": record}
