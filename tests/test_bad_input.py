@@ -272,7 +272,7 @@ ANY = "--ckpt={bad} --prompt=x --max_new=4"
 MODELS = [  # script, flags, source, [(damage, part)]
     (
         "generate.py", ANY, "pythoncoder", [
-            (of_another, "its ids reach 4,999, the model has 2,048"), (far_id, "its ids reach 90,000"),
+            (of_another, "its ids reach 4,999, the model has 1,024"), (far_id, "its ids reach 90,000"),
             (nan, "holds NaN"), (one_nan, "holds NaN"),
             (integers, "int8"), (cut("model.safetensors"), "cannot be read"),
             (put("tokenizer.json", b"{"), "tokenizer.json cannot be read"),

@@ -273,6 +273,7 @@ def test_a_text_is_the_same_alone_and_in_a_batch(name, says_like, model_of):
         assert any(text for text, _ in together)
 
 
+@pytest.mark.slow
 def test_a_preset_is_printed_and_a_flag_beside_it_wins(model_of):
     folder, _, _ = model_of("sdar")
     given = f"--ckpt={folder}", "--prompt=w5 w6", "--max_new=4", "--json", "--compile_cache="

@@ -26,7 +26,14 @@ def model_of(shift):
 
 @pytest.mark.usefixtures("exact_matmuls")
 @pytest.mark.parametrize(
-    ("shift", "temperature", "top_p"), [(True, 0.0, 1.0), (True, 0.7, 1.0), (True, 1.0, 0.9), (False, 1.0, 0.9)]
+    ("shift", "temperature", "top_p"),
+    [
+        (True, 1.0, 0.9),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((True, 0.0, 1.0), (True, 0.7, 1.0), (False, 1.0, 0.9))
+        ),
+    ],
 )
 def test_a_drafted_text_is_the_text_token_by_token(shift, temperature, top_p):
     model = model_of(shift)
@@ -89,6 +96,7 @@ def test_what_cannot_be_written_is_refused(change, prompts, rule, message):
         sample_draft.generate(model, prompts, 40, sample_draft.Sampling(**rule))
 
 
+@pytest.mark.slow
 @pytest.mark.golden
 @pytest.mark.usefixtures("exact_matmuls")
 def test_nemotron_s_autoregressive_and_self_speculated_texts_and_their_passes(golden_dir):

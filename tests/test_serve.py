@@ -158,6 +158,7 @@ def test_a_row_that_joins_a_running_batch_becomes_what_it_is_alone_and_what_gene
     assert json.loads(capsys.readouterr().out)["completion"] == text
 
 
+@pytest.mark.slow
 def test_rows_of_pythoncoder_come_and_go_and_are_greedily_what_generate_writes(coder):
     def rows(**how):
         prompts = PROMPT, "import os\n", "def f(x):\n    return"
@@ -430,6 +431,7 @@ def started(*flags):
             process.kill()
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_what_runs_and_refuses_what_comes():
     with started() as (process, url):
         body = {"prompt": "def", "max_tokens": 120, "temperature": 1.5, "seed": 1, "stream": True, "n": 8}
