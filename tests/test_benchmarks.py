@@ -396,6 +396,7 @@ def plus_of(problem):
     return problem, tasks.Expected((wanted, []), ([1.0] * len(inputs), []), (1 << 20, 1 << 20))
 
 
+@pytest.mark.slow
 @needs_tasks
 @pytest.mark.golden
 def test_verdicts_of_mutants_are_those_of_the_official_executors(golden_dir):

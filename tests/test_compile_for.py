@@ -581,6 +581,7 @@ def test_a_step_of_each_trainer_is_lowered_with_its_flags(monkeypatch):
         assert "2x2x64xi32" in lowered.as_text()  # micro-batches, rows, tokens
 
 
+@pytest.mark.slow
 def test_the_kin_of_dream_have_the_parameters_of_their_files():
     counts = {  # by the indices of the Hub, those of Nemotron and of SDAR-1.7B from the sizes of all tensors
         "llada_8b": 8_015_581_184, "sdar_8b": 8_190_735_360, "sdar_4b": 4_411_424_256, "sdar_1.7b": 1_720_574_976,

@@ -457,6 +457,7 @@ def test_what_still_runs_when_the_grace_is_over_is_told_so():
         assert {answer.result().status_code for answer in answers} == {503}
 
 
+@pytest.mark.slow
 def test_a_port_in_use_a_folder_without_a_model_and_a_missing_package_are_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         says(run("serve.py", f"--port={taken.getsockname()[1]}"), "port", "choose another --port")
