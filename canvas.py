@@ -281,7 +281,9 @@ def in_order(tokenizer, prompt_ids, suffix_ids):
     names = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
     begin, then, middle = map(tokenizer.token_to_id, names)
     if None in (begin, then, middle):
-        raise ValueError(f"--suffix needs a tokenizer with {', '.join(names)}; this model's has not all of them")
+        raise ValueError(
+            f"text behind a hole needs a tokenizer with {', '.join(names)}; this model's has not all of them"
+        )
     return [begin, *prompt_ids, then, *suffix_ids, middle]
 
 

@@ -68,7 +68,7 @@ class PythonCoderFlags:
 class DreamFlags:
     """Flags of Dream, --model=dream."""
 
-    like: typing.Literal[("", *LIKE)] = ""  # command line: the flags of this model's own demo; one beside it wins
+    like: typing.Literal[("", *LIKE)] = ""  # the flags of this model's own demo; a flag given beside it wins
     steps: Natural = 0  # denoising steps, for a Dream of blocks those of a block; 0: one for each token
     block_length: Natural = 0  # fill blocks of this length from left to right; 0 takes the whole canvas
     sampler: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of positions
@@ -76,7 +76,7 @@ class DreamFlags:
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 fills those of highest confidence
     threshold: Share = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
     entropy_bound: NonNegative = 0.0  # fill tokens of lowest entropy, up to this sum in nats a step; 0 goes by --steps
-    draft: Natural = 0  # tokens drafted at once, of which those stay that it writes itself one by one; for Nemotron
+    draft: Natural = 0  # self-speculation, Nemotron: draft so many tokens, verify them in one pass; the same text
     draft_steps: Count = 1  # passes that fill the drafts
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
@@ -256,7 +256,6 @@ class PythonCoder:
 
     def on_tokens(self, texts):
         """Called with the token ids of all texts so far; True, which ends the call, if each holds a stop string."""
-
         import canvas
 
         self.passes.append([len(ids) for ids in texts])
@@ -380,7 +379,6 @@ class Dream:
 
         The tokenizer of a base model has a template, too. So the name of the model decides, or that of its folder.
         """
-
         import canvas
 
         flags = self.cfg.dream
@@ -504,7 +502,6 @@ class Dream:
 
     def on_block(self, rows):
         """Called with the token ids of the single text after each block; prints what has been added before a MASK."""
-
         import canvas
 
         ids = [*itertools.takewhile(lambda token: token != self.texts.mask, rows[0])]

@@ -52,7 +52,7 @@ class Row:
     passes: int = 0  # forward passes that it took part in
     begun: float = dataclasses.field(default_factory=time.perf_counter)
     seconds: float = 0.0  # from `begun` to the newest step
-    wake: typing.Callable = print  # called after each step
+    wake: typing.Callable = int  # called after each step
     ended: str = ""  # stop, length or error
     error: Exception | None = None
     gone: bool = False  # nobody waits for it any more

@@ -66,13 +66,9 @@ def pythoncoder_writer(cfg, record, run, step):
             return model_pythoncoder.generate(model, *settings)[0]
 
     def hole(before, behind):
-        names = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
-        begin, then, middle = map(tokenizer.token_to_id, names)
-        if None in (begin, then, middle):
-            raise ValueError(
-                f"filling holes needs a tokenizer with {', '.join(names)}; this model's has not all of them"
-            )
-        return [begin, *before, then, *behind, middle]
+        import canvas
+
+        return canvas.in_order(tokenizer, before, behind)
 
     return Writer(tokenizer, int(model.cfg.positions * model.cfg.yarn_factor), write, hole)
 

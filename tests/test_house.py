@@ -20,7 +20,7 @@ CEILINGS = {  # script: files that it carries, with itself, and lines of all of 
     "diff_attention": (1, 655),
     "diffusion": (1, 531),
     "export_jetson": (5, 2320),
-    "generate": (4, 1538),
+    "generate": (4, 1535),
     "inference_jetson": (3, 1626),
     "model_dream": (3, 1817),
     "model_mdlm": (2, 926),
@@ -31,8 +31,8 @@ CEILINGS = {  # script: files that it carries, with itself, and lines of all of 
     "train_dream": (8, 4233),
     "train_gpu": (5, 2203),
     "train_tpu": (7, 3691),
-    "sample_rows": (10, 5395),
-    "serve": (11, 5775),
+    "sample_rows": (10, 5397),
+    "serve": (11, 5777),
 }
 LEAF = {"benchmarks", "problems", "protocols", "writers"}  # one program in four files
 TRAINERS = ("train_tpu", "train_dream", "train_gpu", "coupled_grpo")
