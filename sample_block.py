@@ -43,6 +43,7 @@ class Sampling:
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
     record: bool = False  # the Record's log p is at this temperature, for training; else the model's own
+    likeliest: int = 0  # keep so many of the likeliest tokens in the Record, too
 
 
 def settings_of(rule):
@@ -79,6 +80,7 @@ class Given(typing.NamedTuple):
     banned_V: jax.Array  # ids that are never drawn
     key_B: jax.Array  # the data of a random key for each row
     bound: float  # the threshold, or the entropy bound
+    filters: tuple = ()  # (temperature or 1, top_p, False for the argmax) of each row, [B, 1, 1] each; () is the rule's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +98,8 @@ class Sampler:
         return jnp.take_along_axis(masked_BL, slot_BN, 1)
 
     def propose(self, model, hidden_BWD, start_B, given, slot_BN, i, shift):
-        """For each position a token, its probability and the entropy in the model's own distribution, and its log p for
-        the record: (token_BN, prob_BN, entropy_BN, logp_BN).
+        """For each position a token, its probability and the entropy in the model's own distribution, and for the
+        record its log p and the likeliest tokens: (token_BN, prob_BN, entropy_BN, logp_BN, likely).
         """
         rule = self.rule
         # With shift the token at p comes from the hidden state at p - 1, the first of a text from its own.
@@ -106,17 +108,19 @@ class Sampler:
         logits_BNV = model.logits(jnp.take_along_axis(hidden_BWD, source_BN[..., None], 1))
         logits_BNV = jnp.where(given.banned_V, -jnp.inf, logits_BNV)
         prob_BNV = diffusion.softmax(logits_BNV)  # not filtered: top-k of 1 would raise every token to 1
+        temperature, top_p, draws = given.filters or (rule.temperature, rule.top_p, bool(rule.temperature))
         filtered_BNV, u_BNV = logits_BNV, None
-        if rule.temperature:
+        if given.filters or draws:
 
             def uniform(key, slot):  # a function of row, step and slot alone: not of the batch
                 key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), i), slot)
                 return jax.random.uniform(key, prob_BNV.shape[-1:], minval=jnp.finfo(jnp.float32).tiny)
 
             u_BNV = jax.vmap(jax.vmap(uniform, (None, 0)))(given.key_B, slot_BN)
-            filters, width = (rule.temperature, rule.top_k, rule.top_p), 1 if model.run.on_cpu else 3
+            u_BNV = jnp.where(draws, u_BNV, jnp.exp(-1.0))  # the same for all tokens: the argmax
+            filters, width = (temperature, rule.top_k, top_p), 1 if model.run.on_cpu else 3
             filtered_BNV = diffusion.filter_logits(logits_BNV, *filters, rule="dream", width=width)
-        token_BN = diffusion.sample_tokens(filtered_BNV, u_BNV, 1.0 if rule.temperature else 0).astype(jnp.int32)
+        token_BN = diffusion.sample_tokens(filtered_BNV, u_BNV, 0 if u_BNV is None else 1.0).astype(jnp.int32)
         prob_BN = jnp.take_along_axis(prob_BNV, token_BN[..., None], -1)[..., 0]
         logp_BN = jnp.log(prob_BN)
         if rule.record and rule.temperature:
@@ -124,7 +128,8 @@ class Sampler:
             logp_BN = jnp.take_along_axis(logp_BNV, token_BN[..., None], -1)[..., 0]
         if rule.score == "distribution":  # the choice of positions then does not depend on what is drawn
             prob_BN = prob_BNV.max(-1)
-        return token_BN, prob_BN, -diffusion.confidence(prob_BNV, "entropy"), logp_BN
+        likely = jax.lax.top_k(jnp.log(prob_BNV), rule.likeliest)[::-1] if rule.likeliest else ()
+        return token_BN, prob_BN, -diffusion.confidence(prob_BNV, "entropy"), logp_BN, tuple(likely)
 
     def choose(self, masked_BN, prob_BN, entropy_BN, given, masks_B, i):
         """The positions [B, N] that step i of the block writes."""
@@ -152,7 +157,8 @@ class Sampler:
 
         slot_BN = given.first_B[:, None] + jnp.arange(self.rule.block_length)
         shift, masked_BN = model.cfg.shift or seeds, self.masked(model, state, given)
-        token_BN, prob_BN, entropy_BN, logp_BN = self.propose(model, hidden_BWD, start_B, given, slot_BN, i, shift)
+        token_BN, prob_BN, *rest = self.propose(model, hidden_BWD, start_B, given, slot_BN, i, shift)
+        entropy_BN, logp_BN, likely = rest
         masked_BN &= (jnp.arange(self.rule.block_length) == 0) | (not seeds)
         written_BN = self.choose(masked_BN, prob_BN, entropy_BN, given, masks_B, i)
         index_BN = jnp.where(written_BN, slot_BN, state.token_BL.shape[1])  # out of the row: dropped
@@ -160,8 +166,9 @@ class Sampler:
         def write(x_BL, new_BN):
             return x_BL.at[row_B1, index_BN].set(new_BN, mode="drop")
 
-        step_BL, drawn_BL, logp_BL, _ = state.record
-        record = sample_dream.Record(step_BL, write(drawn_BL, token_BN), write(logp_BL, logp_BN))
+        step_BL, drawn_BL, logp_BL, likely_BL = state.record
+        likely = jax.tree.map(write, likely_BL, likely)
+        record = sample_dream.Record(step_BL, write(drawn_BL, token_BN), write(logp_BL, logp_BN), likely)
         token_BL = write(state.token_BL, token_BN)
         state = State(token_BL, record, state.step, state.forwards + 1, cache)
         state = sample_dream.settle(state, given, model.cfg.mask_id, self.rule.eos_ids)
@@ -247,7 +254,8 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
 
     shape = B, cfg.kv_heads, L, cfg.head_size
     cache = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(cfg.layers)]
-    record = sample_dream.Record(np.full((B, L), -1, np.int32), token_BL.copy(), np.zeros((B, L), np.float32))
+    likely = tuple(np.zeros((B, L, rule.likeliest), dtype) for dtype in (np.int32, np.float32) if rule.likeliest)
+    record = sample_dream.Record(np.full((B, L), -1, np.int32), token_BL.copy(), np.zeros((B, L), np.float32), likely)
     return State(token_BL, record, np.int32(0), np.int32(0), cache), given, prefix
 
 

@@ -34,6 +34,7 @@ import inference
 import model_dream
 import model_pythoncoder as pc
 import runs
+import sample_block
 import sample_dream
 
 WIDTHS = 128, 512, 2048  # slots of a canvas or a cache, as far as the model reaches
@@ -187,18 +188,91 @@ class Canvases:
                 row.write(dict(zip(at, found, strict=True)), int(new.forwards - old.forwards))
 
 
-class Dream(Family):
-    """A Dream without blocks of its own, without caches."""
+class Blocks:
+    """Rows of a Dream of blocks: a step fills a block of each, behind an exact cache. Rows join between two blocks."""
 
-    Batch, extra, defaults = Canvases, 0, {"temperature": 0.2, "top_p": 0.95}
+    def __init__(self, family, width, order):
+        self.family, self.width, self.order, self.rows = family, width, order, [None] * family.rows
+        cfg, bound = family.model.cfg, {} if order == "steps" else {order: 1.0}
+        ends = cfg.eos_id, *sorted(family.ends - {cfg.eos_id})
+        block = {"block_length": cfg.block_length, "likeliest": LIKELIEST}
+        rule = sample_block.Sampling(vocab=family.vocab, eos_ids=ends, **block, **bound)
+        nothing = [[cfg.pad_id]] * family.rows
+        state, given, _ = sample_block.prepare(cfg, rule, nothing, width=width, dtype=family.model.run.dtype)
+        self.state = self.on_host(state)
+        self.given = given._replace(**{name: np.array(x) for name, x in given._asdict().items() if name != "filters"})
+        self.graph, self.params = nnx.split(family.model)
+        self.sampler = sample_block.sampler_of(self.graph, rule)
+
+    def on_host(self, state):
+        """The state with arrays of NumPy, which a row can join, but for the cache."""
+        return jax.tree.map(np.array, state._replace(cache=[]))._replace(cache=state.cache)
+
+    def join(self, i, row):
+        """Put a row into the batch, with the keys and values of all its blocks that are finished."""
+        given, state, cfg = self.given, self.state, self.family.model.cfg
+        length, first = len(row.ids), row.ids.index(None)
+        state.token_BL[i] = cfg.pad_id
+        state.token_BL[i, :length] = [cfg.mask_id if token is None else token for token in row.ids]
+        given.see_BL[i] = np.arange(given.see_BL.shape[1]) < length
+        given.made_BL[i] = given.see_BL[i] & (state.token_BL[i] == cfg.mask_id)
+        state.record.step_BL[i], given.key_B[i] = -1, key_of(row.ask["seed"] % (1 << 31), row.number)
+        given.first_B[i] = first if cfg.causal else first // cfg.block_length * cfg.block_length
+        inputs = state.token_BL[i], given.see_BL[i], given.block_BL[i]
+        self.state = state._replace(cache=prefill_blocks(self.params, state.cache, i, *inputs, graph=self.graph))
+
+    def warm(self):
+        self.join(0, Row([None], {"seed": 0}))
+        self.given.see_BL[0] = False
+        self.step()
+
+    def step(self):
+        """Fill a block of each row."""
+        old, cfg, N = self.state, self.family.model.cfg, self.family.model.cfg.block_length
+        bound_B1 = np.ones((len(self.rows), 1), np.float32)
+        masked_BL = (old.token_BL == cfg.mask_id) & self.given.see_BL
+        for i, row in enumerate(self.rows):
+            if row is None:
+                self.given.see_BL[i] = False
+                continue
+            bound_B1[i] = row.ask.get(self.order) or 0
+            self.given.first_B[i] += (masked_BL[i].argmax() - self.given.first_B[i]) // N * N  # the block of a mask
+        start_B = np.maximum(self.given.first_B - N, 0)
+        given = self.given._replace(start_B=start_B, bound=bound_B1, filters=filters_of(self.rows))
+        on_device = sample_dream.beside(self.params, old)
+        width = N if cfg.causal else 2 * N
+        new = sample_block.fill_block(self.params, on_device, given, sampler=self.sampler, width=width)
+        self.state = new = self.on_host(new)
+        written_BL, (ids_BLN, logp_BLN) = masked_BL & (new.token_BL != cfg.mask_id), new.record.likely
+        arrays = new.token_BL, new.record.logp_BL, ids_BLN, np.maximum(logp_BLN, -9999)  # JSON has no infinity
+        for i, row in enumerate(self.rows):
+            for step in range(int(old.step), int(new.step)) if row else ():
+                slots = np.flatnonzero(written_BL[i] & (new.record.step_BL[i] == step))
+                found = zip(*(x_BL[i, slots].tolist() for x_BL in arrays), strict=True)
+                row.write(dict(zip(slots.tolist(), found, strict=True)))
+
+
+@functools.partial(jax.jit, static_argnames="graph", donate_argnames="cache")
+def prefill_blocks(params, cache, i, token_L, see_L, block_L, *, graph):
+    """The cache with the keys and values of a text in row i; those of blocks that hold masks are overwritten."""
+    model, slot_1L = nnx.merge(graph, params), jnp.arange(len(token_L))[None]
+    place, start_B = diffusion.Place(see_L[None].astype(jnp.int32), block_L[None]), jnp.zeros(1, jnp.int32)
+    empty = jax.tree.map(lambda x_BJLK: jnp.zeros_like(x_BJLK[:1]), cache)
+    _, new = model.hidden(token_L[None], slot_1L, None, empty, start_B, place, place)
+    return jax.tree.map(lambda all_rows, row: all_rows.at[i].set(row[0]), cache, new)
+
+
+class Dream(Family):
+    """A Dream: canvases without a cache, or, if it was trained in blocks, blocks behind one."""
+
+    extra, defaults = 0, {"temperature": 0.2, "top_p": 0.95}
     ORDERS = "steps", "threshold", "entropy_bound"  # what says how many tokens a step writes; a program each
-    settings = frozenset({*ORDERS, "block_length"})
 
     def __init__(self, folder, rows, bits=0, **how):
         super().__init__(model_dream, folder, rows, bits, **how)
         cfg = self.model.cfg
-        if cfg.block_length:
-            raise ValueError(f"{folder} was trained in blocks, which join no running batch yet: use generate.py")
+        self.Batch = Blocks if cfg.block_length else Canvases
+        self.settings = {"threshold", "entropy_bound"} | (set() if cfg.block_length else {"steps", "block_length"})
         self.tokenizer = sample_dream.load_tokenizer(folder, cfg)
         ends = map(self.tokenizer.token_to_id, ("<|endoftext|>", *canvas.TURN_ENDS, "<|dlm_pad|>"))
         self.ends = {cfg.eos_id, cfg.pad_id, *ends} - {None, cfg.expand_id}
@@ -207,6 +281,8 @@ class Dream(Family):
     def check(self, ids, ask):
         if len(given := [order for order in self.ORDERS if ask.get(order)]) > 1:
             raise ValueError(f"{' and '.join(given)} do not go together")
+        if self.model.cfg.block_length and None in ids and ids[ids.index(None) :] != [None] * ids.count(None):
+            raise ValueError("a model of blocks does not see the text behind a hole")
 
 
 # ---- PythonCoder: a cache, and a token of each row at a time -------------------------------------------------------

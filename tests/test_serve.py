@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -59,6 +60,18 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def dream(folder):
     return sample_rows.Dream(str(folder), rows=4, **ONE)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["blocks", "causal"])
+def blocks(request, folder, tmp_path_factory):
+    """(a Dream of blocks of 4 tokens, its folder); causal: finished tokens attend causally."""
+    cfg = dataclasses.replace(md.read_config(folder), block_length=4, causal=request.param)
+    model, out = (
+        nnx.merge(md.graph_of(cfg, md.Run()), new_params(md, cfg, 0.5)),
+        tmp_path_factory.mktemp("blocks") / "b",
+    )
+    checkpoints.save(md, out, model, [folder / "tokenizer.json"])
+    return sample_rows.Dream(str(out), rows=4, **ONE), str(out)
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +169,45 @@ def test_a_row_that_joins_a_running_batch_becomes_what_it_is_alone_and_what_gene
     row.written = together[0]
     text = dream.tokenizer.decode([row.written[slot][0] for slot in row.completion(dream.ends)[0]])
     assert json.loads(capsys.readouterr().out)["completion"] == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 0.0, "threshold": 0.05}, {"top_p": 1.0, "entropy_bound": 4.0}], ids=str
+)
+def test_a_row_of_blocks_that_joins_becomes_what_it_is_alone_and_what_generate_writes(blocks, capsys, how):
+    model, folder = blocks
+
+    def rows():
+        texts = "def area", "x = ", "import os, sys"
+        return [sample_rows.Row([*encode(model, text), *[None] * 21], ASK | how, i) for i, text in enumerate(texts)]
+
+    together = fill(model, rows(), (0, 1, 3))
+    for i, written in enumerate(together):
+        assert fill(model, [rows()[i]], (0,)) == [written]
+    settings = {"prompt": "def area", "max_new": 21, "seed": 5, "json": True} | {"temperature": 0.7, "top_p": 0.9}
+    settings |= {name: how[name] for name in ("temperature", "top_p") if name in how}
+    flags = generate.DreamFlags(**{name: x for name, x in how.items() if name not in settings})
+    generate.main(generate.Config("dream", folder, dream=flags, devices=1, **settings))
+    (row,) = rows()[:1]
+    row.written = together[0]
+    text = model.tokenizer.decode([row.written[slot][0] for slot in row.completion(model.ends)[0]])
+    assert json.loads(capsys.readouterr().out)["completion"] == text
+
+
+@pytest.mark.slow
+def test_a_server_of_blocks_streams_block_by_block_and_refuses_what_stands_behind_a_hole(blocks):
+    with served(blocks[0]) as (url, _):
+        body = {"prompt": "def area", "max_tokens": 13, "temperature": 0.8, "seed": 3, "logprobs": 2, "threshold": 0.2}
+        whole = httpx.post(url + "/v1/completions", json=body).json()["choices"][0]
+        assert {len(top) for top in whole["logprobs"]["top_logprobs"]} <= {1, 2}
+        drawn = {name: body[name] for name in ("prompt", "max_tokens", "temperature", "seed")} | {"model": "tiny"}
+        pieces = [chunk.choices[0].text for chunk in client_of(url).completions.create(stream=True, **drawn)]
+        assert "".join(pieces) == client_of(url).completions.create(**drawn).choices[0].text
+        settings = httpx.get(url + "/v1/models").json()["data"][0]["settings"]
+        assert settings == ["entropy_bound", "threshold"]
+        for wrong in ({"suffix": "\n"}, {"steps": 4}):
+            assert httpx.post(url + "/v1/completions", json=body | wrong).status_code == 400
 
 
 @pytest.mark.slow
