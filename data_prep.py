@@ -124,7 +124,9 @@ class Pairs(Shards):
     source: tyro.conf.Positional[str]  # file of lines {"prompt": TEXT, "response": TEXT}
     out: str = "data/pairs"  # folder to write
     vocab_size: VocabSize = 8192  # size of the tokenizer that is trained; at least 261: 256 bytes, 5 special tokens
-    eos_to: Count = 1  # EOS fills each response to a multiple of this many tokens, as the end of a sampling canvas
+    # EOS fills each response to a multiple of this many tokens, as the end of a sampling canvas; one with a suffix, a
+    # hole of more masks than tokens, by a random number below it
+    eos_to: Count = 1
     edit_rate: Share = 0.0  # fraction of responses with a suffix that train expansion, and fraction that train deletion
     chat: bool = False  # write pairs as turns of a chat, by the template beside --tokenizer
 
@@ -546,6 +548,8 @@ def pair_ids(items, split, cfg, vocabulary):
         documents = (write(*pair) for pair in documents)
     for texts, size in encoded(documents, vocabulary):
         prompt, response, suffix = texts if len(texts) == 3 else (*texts, [])
+        if suffix and not cfg.edit_rate:
+            response += [eos] * int(np.random.default_rng([cfg.seed, next(numbers)]).integers(cfg.eos_to))
         fixed = [0] * len(response)
         if suffix and cfg.edit_rate and split == "train":
             response, fixed = edit(prompt, response, suffix, eos, next(numbers), cfg)
