@@ -386,6 +386,7 @@ def keep_compiled(folder):
     """Keep compiled programs in a folder, where a later process finds them; "" compiles anew."""
     if folder:
         jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # JAX keeps none below a second
 
 
 def idle_accelerator():

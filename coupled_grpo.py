@@ -1,13 +1,13 @@
 """Coupled-GRPO: reinforcement learning of a Dream model on code rewards, in JAX, on TPUs, GPUs or a CPU.
 
-    python coupled_grpo.py                                        # a small model learns small tasks; minutes on a CPU
+    python coupled_grpo.py                                        # weights/dream learns TinyPython; minutes on a CPU
     python coupled_grpo.py --resume=out/grpo                      # goes on where the run stopped
     python rl_tasks.py --difficulty=hard --tokenizer=out/diffucoder/tokenizer.json --out=data/acecode
     python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode                  # on eight TPUs
     python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode --lora_rank=16   # on one TPU
 
 Reads a Dream (a folder of convert_weights.py, or a run of train_dream.py) and tasks (JSON lines, see rl_tasks.py).
-Without --ckpt it has rl_tasks.py, data_prep.py and train_dream.py make both. Writes --out: config.json, log.jsonl,
+Without --ckpt it takes weights/dream, and has tinypython.py write the tasks. Writes --out: config.json, log.jsonl,
 rounds.jsonl (each completion with its rewards), checkpoints/<round>/, the tokenizer; with LoRA at the end also the
 adapters in peft's form, and merged/, a whole model. Several hosts train all weights, one also LoRA.
 
@@ -25,7 +25,8 @@ behind its exact cache and is scored block by block, at twice the cost; in as ma
 leave them out. It computes the KL divergence of groups of equal rewards, we leave them out of the update. It rewards
 text behind <|im_end|>, and counts a failed sandbox as a wrong answer. Its masks repeat after about a hundred draws.
 
-In the demo "heldout" are tasks with constants of pre-training that are never rewarded, "unseen" those with a new one.
+The demo's tasks are TinyPython's split `constants`. It evaluates on `composed`, operations that never occur together in
+training, and on `phrased`, docstrings with phrasings that never occur.
 
 Letters: B sequences, L columns of a canvas, C of them its completion, R rows of a micro-batch, F reward functions.
 """
@@ -36,7 +37,6 @@ import functools
 import json
 import math
 import os
-import shutil
 import time
 import typing
 from pathlib import Path
@@ -60,10 +60,9 @@ from runs import Count, Natural, NonNegative, Positive, Share, TopP
 @dataclasses.dataclass(frozen=True)
 class Config:
     preset: typing.Literal["demo", "7b"] = "demo"  # sets the flags whose default is None
-    ckpt: str = ""  # folder of the model to train; "" trains a small one under --out, with tasks of its own
+    ckpt: str = ""  # folder of the model to train; "" is weights/dream, with tasks of TinyPython
     prompts: str = ""  # tasks to train on: a folder of rl_tasks.py, or a JSONL file
-    heldout: str = ""  # tasks to evaluate on, a JSONL file; "" is heldout.jsonl in --prompts
-    humaneval: str = ""  # HumanEval tasks to evaluate on, a JSONL file; "" is humaneval.jsonl in --prompts
+    heldout: tuple[str, ...] = ()  # JSONL files to evaluate on; default: heldout.jsonl, humaneval.jsonl in --prompts
     out: str = "out/grpo"  # folder of the run
     resume: str = ""  # folder of a run to go on with, with its settings; "" starts anew
     rounds: Natural | None = None  # rounds of the whole run; 0: every task once
@@ -105,8 +104,8 @@ class Config:
 
 PRESETS = {
     "demo": {
-        "rounds": 40, "tasks": 16, "group": 8, "iterations": 2, "max_prompt": 24, "max_new": 16, "top_p": 1.0,
-        "block_length": 16, "lr": 3e-4, "rewards": ("code",), "reward_weights": (1.0,), "eval_every": 5,
+        "rounds": 16, "tasks": 8, "group": 8, "iterations": 2, "max_prompt": 96, "max_new": 64, "top_p": 1.0,
+        "block_length": 0, "lr": 3e-5, "rewards": ("code",), "reward_weights": (1.0,), "eval_every": 8,
     },
     "7b": {
         "rounds": 0, "tasks": 8, "group": 10, "iterations": 2, "max_prompt": 200, "max_new": 256, "top_p": 0.95,
@@ -118,10 +117,10 @@ ON_A_DEVICE = {"demo": {"micro_batch": 64, "generation_batch": 128}, "7b": {"mic
 OPTIMIZER = {"demo": (0.0, 1.0), "7b": (0.1, 0.2)}  # AdamW's weight decay, and the norm at which gradients are clipped
 MIXUP = 0.6  # how far the reference model moves towards the policy; with LoRA 1
 EVAL_SAMPLES = 2  # completions of each held-out task
-DEMO_STEPS = 300  # optimizer steps of the demo's own pre-training
+WORLD = "--n=20000", "--tasks=400", "--formats=rows", "--splits", "constants", "composed", "phrased"  # of the demo
 
 # Settings that may differ between hosts: where things are, and the sandbox, which host 0 alone needs.
-OF_A_HOST = "ckpt prompts heldout humaneval out resume wandb hosts runner e2b_router_url allow_unsafe".split()
+OF_A_HOST = "ckpt prompts heldout out resume wandb hosts runner e2b_router_url allow_unsafe".split()
 
 
 # ---- tasks as canvases ---------------------------------------------------------------------------------------------
@@ -289,7 +288,7 @@ class Trainer:
         tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), sample_dream.chat_template(cfg.ckpt)
         canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, sandbox.TESTED & {*rewards.values()}
         self.prompts = Prompts(cfg.prompts, *canvas)
-        self.heldout = [Prompts(path, *canvas) for path in (cfg.heldout, cfg.humaneval) if path]
+        self.heldout = [Prompts(path, *canvas) for path in cfg.heldout]
         turn_end = sample_dream.turn_end(tokenizer) if "question" in self.prompts.tasks[0] else None
         ends = dict.fromkeys([turn_end, model_cfg.eos_id, tokenizer.token_to_id("<|dlm_pad|>")])
         ends = tuple(token for token in ends if token is not None)
@@ -489,13 +488,16 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
     checkpoints.join_hosts(cfg.hosts)
     hosts = {"rank": jax.process_index(), "hosts": jax.process_count()} if cfg.hosts else {}
     with runs.Run(cfg, unit="round", **hosts) as run:
-        settings = dataclasses.asdict(cfg)  # without the demo's model and tasks, which --resume finds again
+        settings = dataclasses.asdict(cfg)  # without the demo's tasks, which --resume finds again
         rewards = {name: sandbox.find_reward(name) for name in cfg.rewards}
         if sandbox.TESTED & {*rewards.values()}:
             check = functools.partial(sandbox.check, **sandbox_options(cfg))
             grpo.by_host_0(check, ())  # before anything is trained or read
         if not cfg.ckpt:
-            cfg = make_demo(cfg, run.out, settings)
+            world, cfg = run.out / "world", dataclasses.replace(cfg, ckpt=str(Path(__file__).parent / "weights/dream"))
+            runs.script("tinypython.py", f"--out={world}", *WORLD)
+            heldout = str(world / "composed.jsonl"), str(world / "phrased.jsonl")
+            cfg = dataclasses.replace(cfg, prompts=str(world / "constants.jsonl"), heldout=heldout)
 
         # From here on this process holds the devices, which share weights and rows.
         checkpoints.keep_compiled(os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/unmask"))
@@ -595,7 +597,7 @@ def resolve(cfg):
     if len(set(cfg.rewards)) != len(cfg.reward_weights):
         raise ValueError(f"--rewards={' '.join(cfg.rewards)}: each once, with a weight of its own in --reward_weights")
     if bool(cfg.ckpt) != bool(cfg.prompts) or (cfg.preset == "7b" and not cfg.ckpt):
-        raise ValueError("--ckpt and --prompts belong together; without both --preset=demo makes its own")
+        raise ValueError("--ckpt and --prompts belong together; without both --preset=demo has its own")
     if cfg.hosts and (cfg.lora_rank or not cfg.ckpt):
         raise ValueError("--hosts goes with --ckpt and --prompts, and without --lora_rank, which one host can train")
     if (cfg.init_adapters or cfg.base_bits) and not cfg.lora_rank:
@@ -606,8 +608,8 @@ def resolve(cfg):
     folder = Path(cfg.prompts)
     if cfg.prompts and folder.is_dir():  # of rl_tasks.py: it holds all files; an empty one is as none
         found = {path.stem: str(path) for path in folder.glob("*.jsonl") if path.stat().st_size}
-        files = {name: getattr(cfg, name) or found.get(name, "") for name in ("heldout", "humaneval")}
-        cfg = dataclasses.replace(cfg, prompts=str(folder / "train.jsonl"), **files)
+        heldout = cfg.heldout or tuple(found[name] for name in ("heldout", "humaneval") if name in found)
+        cfg = dataclasses.replace(cfg, prompts=str(folder / "train.jsonl"), heldout=heldout)
     return cfg
 
 
@@ -615,35 +617,6 @@ def batch_sizes(cfg, devices):
     """{"micro_batch", "generation_batch"}: where 0, for so many on each of the devices that share the rows."""
     most = cfg.tasks * cfg.group
     return {name: getattr(cfg, name) or min(size * devices, most) for name, size in ON_A_DEVICE[cfg.preset].items()}
-
-
-def make_demo(cfg, out, settings):
-    """The config with the tasks and model of the demo, which other scripts make before this process holds the devices.
-
-    The model is trained on answers of which three in ten are right.
-    """
-    base = out / "base"
-    model, rows, seed = base / "run", base / "rows", f"--seed={cfg.seed}"
-    if not (base / "done").exists():
-        print("no --ckpt: training a small Dream on tasks of its own, with three in ten answers right", flush=True)
-        resume = model if cfg.resume and runs.saved_steps(model) else ""
-        if not cfg.resume:  # so that --resume finds a run that was stopped before its first round
-            runs.write(out / "config.json", {"train": {"model": "dream"} | settings})
-        packing = "--seq_len=128", "--eos_to=16", "--vocab_size=512"
-        flags = f"--data={rows}", f"--out={model}", f"--resume={resume}", f"--steps={DEMO_STEPS}", "--log_every=100"
-        shape = "--model=tiny", "--seq_len=128", "--batch_size=16", "--remat=none", f"--eval_every={DEMO_STEPS}"
-        try:
-            if not resume:
-                shutil.rmtree(base, ignore_errors=True)
-                runs.script("rl_tasks.py", "--demo", f"--out={base}", seed)
-                runs.script("data_prep.py", "pairs", str(base / "pairs.jsonl"), f"--out={rows}", *packing, seed)
-            prompt = read_tasks(base / "heldout.jsonl")[0]["prompt"]
-            runs.script("train_dream.py", *flags, *shape, f"--prompt={prompt}", seed)
-        except RuntimeError:  # the script has said why
-            raise RuntimeError(f"the demo's model was not made; go on with --resume={cfg.out}") from None
-        (base / "done").touch()
-    prompts, heldout = (str(base / f"{split}.jsonl") for split in ("train", "heldout"))
-    return dataclasses.replace(cfg, ckpt=str(model), prompts=prompts, heldout=heldout)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ class Pairs(Shards):
     source: tyro.conf.Positional[str]  # file of lines {"prompt": TEXT, "response": TEXT}
     out: str = "data/pairs"  # folder to write
     vocab_size: VocabSize = 8192  # size of the tokenizer that is trained; at least 261: 256 bytes, 5 special tokens
-    eos_to: Count = 1  # EOS fills each response to a multiple of this many tokens, as the end of a sampling canvas
+    eos_to: Count = 1  # EOS fills a response to a multiple of this many tokens; before a suffix, by a random number
     edit_rate: Share = 0.0  # fraction of responses with a suffix that train expansion, and fraction that train deletion
     chat: bool = False  # write pairs as turns of a chat, by the template beside --tokenizer
 
@@ -243,7 +243,6 @@ def prepare(cfg, out):
     for name, content in {"tokenizer.json": vocabulary.data, **chat_files(cfg)}.items():
         runs.write(out / name, content)
 
-    # Shards, then meta.json.
     splits = {split: write_split(out, split, groups[split], cfg, vocabulary, fingerprint) for split in groups}
     meta = describe(cfg, vocabulary, splits) | {"dropped": dropped} | noted
     runs.write(out / "progress.json", meta)
@@ -542,17 +541,18 @@ def pair_ids(items, split, cfg, vocabulary):
     eos, numbers = vocabulary.special["eos"], itertools.count()
     documents = corpus.pair_documents(items, split, cfg)
     if cfg.chat:
-        write = chat_writer(cfg.tokenizer)
-        documents = (write(*pair) for pair in documents)
+        documents = itertools.starmap(chat_writer(cfg.tokenizer), documents)
     for texts, size in encoded(documents, vocabulary):
         prompt, response, suffix = texts if len(texts) == 3 else (*texts, [])
         fixed = [0] * len(response)
         if suffix and cfg.edit_rate and split == "train":
             response, fixed = edit(prompt, response, suffix, eos, next(numbers), cfg)
-        # EOS fills a response at the end of its pair to a multiple of eos_to, with the one that pack() adds.
-        fill = 0 if response and suffix else -(len(response) + 1) % cfg.eos_to
-        ids = [*prompt, *response, *suffix, *[eos] * fill]
-        fixed = [*[1] * len(prompt), *fixed, *[1] * len(suffix), *[0] * fill]
+        # EOS fills the canvas: to a multiple of eos_to, with the one that pack() adds; a hole by fewer than eos_to.
+        fill = -(len(response) + 1) % cfg.eos_to
+        if suffix:
+            fill = 0 if cfg.edit_rate else np.random.default_rng([cfg.seed, next(numbers)]).integers(cfg.eos_to)
+        ids = [*prompt, *response, *[eos] * fill, *suffix]
+        fixed = [*[1] * len(prompt), *fixed, *[0] * fill, *[1] * len(suffix)]
         yield (np.array(ids, np.int32), np.array(fixed, np.int32)), size
 
 

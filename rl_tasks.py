@@ -2,15 +2,14 @@
 
     python rl_tasks.py --tokenizer=out/diffucoder/tokenizer.json --out=data/acecode    # needs: pip install datasets
     python rl_tasks.py --roots rows.jsonl --difficulty=all --out=data/mine    # files in AceCode's form, no download
-    python rl_tasks.py --demo --out=data/demo    # functions of one line, and answers to pre-train on: a second
 
 A task is a line {"question", "test_cases"}, asked by the model's chat template, or {"prompt", "test_cases"}, the
 beginning of a program. Questions come from AceCode-87K, a download of 1 GB; the pass rates of its models say how hard
 one is, see choose(). It comes again as a function to complete if its best solution begins with one. Left out are tests
 that do not parse, rows without tests, repeated questions and, given --tokenizer, prompts over --max_prompt.
 
-Writes --out: train.jsonl, heldout.jsonl, with --humaneval its problems as humaneval.jsonl, with --demo pairs.jsonl and,
-last of all, meta.json with what was left out and why.
+Writes --out: train.jsonl, heldout.jsonl, with --humaneval its problems as humaneval.jsonl and, last of all,
+meta.json with what was left out and why.
 
 Axes: N rows.
 """
@@ -22,7 +21,6 @@ import gzip
 import hashlib
 import itertools
 import json
-import random
 import typing
 import warnings
 import zlib
@@ -50,9 +48,8 @@ class Config:
     tokenizer: str = ""  # tokenizer.json of the model to be trained; "" leaves prompts of any length in
     max_prompt: Count = 200  # tokens of the longest prompt, with Qwen's chat template; counted with --tokenizer
     heldout: Share = 0.02  # fraction of the questions held out
-    seed: Natural = 0  # of the held-out draw; of the demo's answers
+    seed: Natural = 0  # of the held-out draw
     humaneval: str = ""  # HumanEval.jsonl.gz, to evaluate on while training: written as tasks, humaneval.jsonl
-    demo: bool = False  # write the tasks and pairs of the demo of coupled_grpo.py instead
 
 
 def main(cfg):
@@ -60,7 +57,7 @@ def main(cfg):
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / ".lock"):
         inputs = [cfg.tokenizer, cfg.humaneval, *paths]  # the same settings and files give the same bytes
-        settings = {name: getattr(cfg, name) for name in ("demo", "difficulty", "max_prompt", "heldout", "seed")}
+        settings = {name: getattr(cfg, name) for name in ("difficulty", "max_prompt", "heldout", "seed")}
         settings["inputs"] = [path and hashlib.sha256(runs.as_path(path).read_bytes()).hexdigest() for path in inputs]
         meta = runs.read_json(out / "meta.json") if (out / "meta.json").exists() else {}
         if meta and meta.get("settings") != settings:
@@ -68,7 +65,7 @@ def main(cfg):
         if meta and all((out / f"{split}.jsonl").exists() for split in ("train", "heldout")):
             print(f"{out} is complete, nothing to do")
             return
-        meta = write_demo(out, cfg.seed) if cfg.demo else write_acecode(cfg, out, paths)
+        meta = write_acecode(cfg, out, paths)
         runs.write(out / "meta.json", {"settings": settings} | meta)
         print(f"wrote {out}: " + ", ".join(f"{split} {count:,} tasks" for split, count in meta["tasks"].items()))
 
@@ -248,71 +245,6 @@ def question_of(task):
     if "\n```\n" in task["question"]:
         return task["question"]
     return f"{task['question']}\nTest cases: {task['test_cases'][0]}"
-
-
-# ---- the demo's tasks ----------------------------------------------------------------------------------------------
-
-NUMBERS = {  # what the docstring asks for: the right expression, and the mistake that most of the training data makes
-    "{x} plus {k}": ("{x} + {k}", "{x} - {k}"),
-    "{x} minus {k}": ("{x} - {k}", "{k} - {x}"),
-    "{x} times {k}": ("{x} * {k}", "{x} + {k}"),
-    "{x} to the power of {k}": ("{x} ** {k}", "{x} * {k}"),
-    "{x} divided by {k}, rounded down": ("{x} // {k}", "{x} % {k}"),
-    "the rest of {x} divided by {k}": ("{x} % {k}", "{x} // {k}"),
-    "{x}, but at least {k}": ("max({x}, {k})", "min({x}, {k})"),
-    "{x}, but at most {k}": ("min({x}, {k})", "max({x}, {k})"),
-}
-LISTS = {
-    "the first {k} of {x}": ("{x}[:{k}]", "{x}[{k}:]"),
-    "{x} without the first {k}": ("{x}[{k}:]", "{x}[:{k}]"),
-    "the last {k} of {x}": ("{x}[-{k}:]", "{x}[:-{k}]"),
-    "every item of {x} plus {k}": ("[i + {k} for i in {x}]", "[i - {k} for i in {x}]"),
-    "the items of {x} above {k}": ("[i for i in {x} if i > {k}]", "[i for i in {x} if i < {k}]"),
-    "how often {k} is in {x}": ("{x}.count({k})", "{x}.index({k})"),
-    "the sum of {x} times {k}": ("sum({x}) * {k}", "sum({x}) + {k}"),
-}
-
-
-def make_tasks(seed):
-    """[{"id", "constant", "prompt", "test_cases", "right", "wrong"}], shuffled: 480 functions of a line.
-
-    15 things to ask for, with constants from 2 to 9, under four names of the argument; each with three tests.
-    """
-    rng, tasks = random.Random(seed), []
-    kinds = [(NUMBERS, "xnab", lambda: rng.randint(11, 40)), (LISTS, ("xs", "row", "s", "items"), None)]
-    for kind, names, value in kinds:
-        for asked, (right, wrong) in kind.items():
-            for k, x in itertools.product(range(2, 10), names):
-                prompt = f'def f({x}):\n    """Return {asked.format(x=x, k=k)}."""\n    return '
-                tests = []
-                while len(tests) < 3:  # only arguments that tell the right expression from the mistake
-                    given = value() if value else [rng.randint(0, 19) for _ in range(12)] + [k]
-                    want, mistake = (eval(text.format(x=x, k=k), {x: given}) for text in (right, wrong))
-                    if want != mistake:
-                        tests.append(f"assert f({given}) == {want}")
-                task = {"id": f"demo/{len(tasks)}", "constant": k, "prompt": prompt, "test_cases": tests}
-                tasks.append(task | {"right": right.format(x=x, k=k), "wrong": wrong.format(x=x, k=k)})
-    rng.shuffle(tasks)
-    return tasks
-
-
-def write_demo(out, seed):
-    """Write the demo's train.jsonl and heldout.jsonl, and pairs.jsonl, answers of which three in ten are right.
-
-    They are split by constant: the same question under another name of the argument would be no other task. Held out
-    are 72 tasks whose constants are in the pairs and never rewarded, and 24, of split "unseen", in neither.
-    """
-    rng, tasks = random.Random(seed), make_tasks(0)
-    unseen = [task | {"split": "unseen"} for task in tasks if task["constant"] == 6]
-    unrewarded = [task for task in tasks if task["constant"] in (4, 7)]
-    train = [task for task in tasks if task["constant"] not in (4, 6, 7)]
-    pairs = []
-    for task in (train + unrewarded) * 20:
-        answer = task["right" if rng.random() < 0.3 else "wrong"]
-        pairs.append({"prompt": task["prompt"], "response": answer + "\n"})
-    for name, rows in {"heldout": unrewarded[:72] + unseen[:24], "train": train, "pairs": pairs}.items():
-        runs.write(out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
-    return {"tasks": {"train": len(train), "heldout": 96}, "pairs": len(pairs)}
 
 
 if __name__ == "__main__":

@@ -365,14 +365,14 @@ class World:
             if known and its in wanted and f.template not in self.sentences and (tests := tests_of(f, rng)):
                 self.sentences[f.template] = f.what
                 cases = [re.sub(r"(?m)^(?=.*\Z)", "assert ", text) + f" == {out!r}" for text, out in tests]
-                check = re.sub(rf"\b{f.name}\(", "candidate(", textwrap.indent("\n".join(cases), "    "))
-                row = {"task_id": f"{split}/{found}", "prompt": f.prompt(example(f, rng) if rng.random() < 0.5 else "")}
-                row |= {"entry_point": f.name, "canonical_solution": f.solution}
-                row |= {"test": f"def check(candidate):\n{check}\n", "test_cases": cases, "level": f.level}
-                yield row | {"operations": f.operations, "hole": hole(f.solution, rng)}
+                calls = re.sub(rf"\b{f.name}\(", "candidate(", textwrap.indent("\n".join(cases), "    "))
+                row = {"task_id": f"{split}/{found}", "split": split, "entry_point": f.name, "level": f.level}
+                row |= {"prompt": f.prompt(example(f, rng) if rng.random() < 0.5 else ""), "operations": f.operations}
+                row |= {"canonical_solution": f.solution, "test_cases": cases, "hole": hole(f.solution, rng)}
+                yield row | {"test": f"def check(candidate):\n{calls}\n"}
                 found += 1
             if found == count:
-                return
+                break
 
 
 def hole(text, rng):

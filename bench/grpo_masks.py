@@ -1,6 +1,6 @@
 """Variance of a completion's score under coupled masks and under independent ones, with the same number of passes.
 
-    python bench/grpo_masks.py --ckpt=out/grpo/base/run --tasks=out/grpo/base/heldout.jsonl     # after the demo
+    python bench/grpo_masks.py    # after the demo, which has the tasks written
 
 Scores right answers of the demo's held-out tasks many times, each time under fresh masks: three forward passes either
 way. Both estimate the same mean; their variances differ. These are of a token's score and of the sum over a completion,
@@ -32,8 +32,8 @@ import sample_dream
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    ckpt: str = "out/grpo/base/run"  # run of train_dream.py, or a folder of convert_weights.py
-    tasks: str = "out/grpo/base/heldout.jsonl"  # demo's tasks, with their right answers
+    ckpt: str = "weights/dream"  # run of train_dream.py, or a folder of convert_weights.py
+    tasks: str = "out/grpo/world/constants.jsonl"  # TinyPython's tasks, with their solutions
     completions: int = 32  # right answers that are scored
     draws: int = 256  # masks drawn for each completion
     length: int = 16  # tokens of a completion
@@ -47,7 +47,7 @@ def main(cfg):
     prompts = [tokenizer.encode(task["prompt"]).ids for task in tasks]
     token_BL, see_BL = sample_dream.canvas(prompts, cfg.length, model.cfg)
     for row, task in zip(token_BL, tasks, strict=True):
-        ids = tokenizer.encode(task["right"] + "\n").ids
+        ids = tokenizer.encode(task["canonical_solution"]).ids
         row[-cfg.length :] = (ids + [model.cfg.eos_id] * cfg.length)[: cfg.length]
     counted_BC = grpo.completion_mask(token_BL[:, -cfg.length :], model.cfg.eos_id)
 

@@ -1,6 +1,6 @@
 """An exact ruler for reinforcement learning of diffusion models: what the estimators of a completion's score are worth.
 
-    python bench/grpo_ruler.py --ckpt=out/grpo/base/run --tasks=out/grpo/base/heldout.jsonl     # after the demo
+    python bench/grpo_ruler.py    # after the demo, which has the tasks written
     python bench/grpo_ruler.py --drift      # how far a cached sampler is from the model that learns: printed, a minute
 
 The score of an answer of n tokens is a sum over the canvases that mask a set M of it, of weights times log p(x_i | M).
@@ -615,8 +615,8 @@ def cosine(a, b):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    ckpt: str = "out/grpo/base/run"  # run of train_dream.py, or a folder of convert_weights.py
-    tasks: str = "out/grpo/base/heldout.jsonl"  # demo's tasks, with their right answers
+    ckpt: str = "weights/dream"  # run of train_dream.py, or a folder of convert_weights.py
+    tasks: str = "out/grpo/world/constants.jsonl"  # TinyPython's tasks, with their solutions
     answers: int = 48  # tasks whose right answers are scored
     tau: float = 0.9  # threshold of the samplers whose paths are replayed
     free: int = 6  # first tokens of an answer that are masked in all ways; the rest of the canvas is kept
@@ -660,7 +660,7 @@ def load(cfg):
     token_BL, see_BL = sample_dream.canvas(prompts, cfg.length, model.cfg)
     answer_BC = np.full((len(tasks), cfg.length), model.cfg.eos_id, np.int32)
     for row, task in zip(answer_BC, tasks, strict=True):
-        ids = tokenizer.encode(task["right"] + "\n").ids[: cfg.length]
+        ids = tokenizer.encode(task["canonical_solution"]).ids[: cfg.length]
         row[: len(ids)] = ids
     token_BL[:, -cfg.length :] = answer_BC
     return Canvases(model, token_BL, see_BL, token_BL.shape[1] - cfg.length)

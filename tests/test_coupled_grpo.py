@@ -879,7 +879,7 @@ ESTIMATORS = {  # draw and scores_of of main, as bench/grpo_run.py replaces them
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp_path, estimator):
-    out, settings = tmp_path / "run", {"rounds": 10, "eval_every": 10, "heldout": str(folder / "heldout.jsonl")}
+    out, settings = tmp_path / "run", {"rounds": 10, "eval_every": 10, "heldout": (str(folder / "heldout.jsonl"),)}
     coupled_grpo.main(config(folder, out, **settings), *ESTIMATORS[estimator])
     log, lines = read_lines(out / "log.jsonl"), read_lines(out / "rounds.jsonl")
     rewards = [row["reward"] for row in log[1:]]
@@ -905,7 +905,7 @@ def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp
 @pytest.mark.parametrize("model", ["blocks", "plain"])
 def test_a_model_of_blocks_and_one_without_the_shift_learn(folder, tmp_path, model):
     out, own = tmp_path / "run", {"block_length": None} if model == "blocks" else {}
-    settings = {"rounds": 6, "ckpt": str(folder / model), "heldout": str(folder / "heldout.jsonl")}
+    settings = {"rounds": 6, "ckpt": str(folder / model), "heldout": (str(folder / "heldout.jsonl"),)}
     coupled_grpo.main(config(folder, out, **settings | own))
     log = read_lines(out / "log.jsonl")
     assert log[-1]["heldout_reward"] > 2 * log[0]["heldout_reward"]
@@ -997,19 +997,14 @@ def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, mo
 # ---- the demo
 
 
-def test_the_demo_s_programs_run_before_this_process_asks_for_devices(tmp_path):
+def test_the_demo_s_tasks_are_written_before_this_process_asks_for_devices(tmp_path):
     """A TPU, or nine tenths of a GPU, that the parent has is not the child's."""
     code = """
 import jax, coupled_grpo, runs
 from jax._src import xla_bridge
 def script(name, *flags):
     assert not xla_bridge.backends_are_initialized(), name
-    print("ran", name)
-    if name == "train_dream.py":
-        raise RuntimeError
-    out = next(flag for flag in flags if flag.startswith("--out="))[6:]
-    runs.as_path(out).mkdir(parents=True)
-    runs.write(runs.as_path(out) / "heldout.jsonl", b'{"prompt": "x", "test_cases": ["assert True"]}')
+    raise OSError(f"ran {name} {flags[0]}")
 runs.script = script
 runs.command(coupled_grpo.main, coupled_grpo.Config, "")
 """
@@ -1017,27 +1012,30 @@ runs.command(coupled_grpo.main, coupled_grpo.Config, "")
     done = subprocess.run(
         [sys.executable, "-c", code, *flags], capture_output=True, text=True, cwd=ROOT, env=os.environ | AS_A_USER
     )
-    assert [line for line in done.stdout.splitlines() if line.startswith("ran")] == [
-        "ran rl_tasks.py", "ran data_prep.py", "ran train_dream.py"
-    ], done.stderr  # fmt: skip
-    says(done, "the demo's model was not made", f"--resume={tmp_path / 'demo'}")
+    says(done, f"ran tinypython.py --out={tmp_path / 'demo/world'}")
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The folder of a demo that ran for 20 rounds."""
+    """The folder of a demo that ran for all its rounds."""
     out = tmp_path_factory.mktemp("demo") / "run"
-    done = run("coupled_grpo.py", f"--out={out}", "--rounds=20", timeout=1200)
+    done = run("coupled_grpo.py", f"--out={out}", timeout=1200)
     assert done.returncode == 0, done.stderr
     return out
 
 
 @pytest.mark.slow
-def test_the_demo_raises_the_reward_of_held_out_tasks_by_a_fifth(demo):
-    """Twelve seeds went from 0.275 +- 0.017 to 0.531 +- 0.033 in 12 of these 20 rounds (bench/results/README.md)."""
-    rewards = [row["heldout_reward"] for row in read_lines(demo / "log.jsonl") if "heldout_reward" in row]
-    assert 0.1 < rewards[0] < 0.4
-    assert rewards[-1] > rewards[0] + 0.2
+def test_the_demo_evaluates_on_operations_and_phrasings_that_training_lacks(demo):
+    """What is gained is in bench/results/README.md: twelve paired seeds, since one seed's noise is as large."""
+    scored = [row for row in read_lines(demo / "log.jsonl") if "composed_reward" in row]
+    assert [row["round"] for row in scored] == [0, 8, 16]
+    assert min(row[f"{split}_reward"] for row in scored for split in ("composed", "phrased")) > 0.3
+    prompts = {
+        split: {row["prompt"] for row in read_lines(demo / f"world/{split}.jsonl")}
+        for split in ("constants", "composed", "phrased")
+    }
+    assert {row["prompt"] for row in read_lines(demo / "rounds.jsonl")} <= prompts["constants"]
+    assert not prompts["constants"] & (prompts["composed"] | prompts["phrased"])
 
 
 @pytest.mark.slow
@@ -1045,33 +1043,13 @@ def test_the_demo_raises_the_reward_of_held_out_tasks_by_a_fifth(demo):
 @pytest.mark.parametrize("preset", coupled_grpo.PRESETS)
 def test_every_preset_starts_on_any_number_of_devices(folder, demo, tmp_path, preset, devices):
     out, flags = tmp_path / "run", ("--ckpt", folder / "base", "--prompts", folder / "tasks.jsonl")
-    if preset == "demo":  # its model is there already
+    if preset == "demo":  # its tasks are there already
         flags = "--eval_every=9", "--eval_tasks=4"
-        shutil.copytree(demo / "base", out / "base")
+        shutil.copytree(demo / "world", out / "world")
     done = run("coupled_grpo.py", f"--preset={preset}", *flags, "--rounds=1", f"--out={out}", devices=devices)
     assert done.returncode == 0, done.stderr
     assert f"{devices} x cpu" in done.stdout
     assert read_lines(out / "log.jsonl")[-1]["round"] == 1
-
-
-@pytest.mark.slow
-def test_a_demo_that_is_stopped_in_its_pre_training_goes_on(tmp_path):
-    flags = "--rounds=1", "--eval_tasks=4", f"--out={tmp_path / 'demo'}"
-    env = os.environ | AS_A_USER | {"XLA_FLAGS": ""}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
-    with subprocess.Popen(command("coupled_grpo.py", *flags), **pipes) as process:
-        for line in process.stdout:
-            if line.startswith("compiled in "):
-                process.send_signal(signal.SIGTERM)
-                break
-        error = process.communicate()[1]
-    assert process.returncode == 1
-    assert f"go on with --resume={tmp_path / 'demo'}" in error.splitlines()[-1]
-    assert runs.saved_steps(tmp_path / "demo/base/run"), "what was learnt is saved"
-    done = run("coupled_grpo.py", "--resume", tmp_path / "demo", timeout=1200)
-    assert done.returncode == 0, done.stderr
-    assert "resuming" in done.stdout
-    assert [row["round"] for row in read_lines(tmp_path / "demo/log.jsonl")] == [0, 1]
 
 
 # ---- runs that are stopped, and runs that fail
@@ -1327,7 +1305,12 @@ def two_hosts(cfg, *more):
 
 @pytest.mark.slow
 def test_two_hosts_write_in_blocks_as_one(folder, tmp_path):
-    own = {"ckpt": str(folder / "blocks"), "block_length": None, "rounds": 2, "heldout": str(folder / "heldout.jsonl")}
+    own = {
+        "ckpt": str(folder / "blocks"),
+        "block_length": None,
+        "rounds": 2,
+        "heldout": (str(folder / "heldout.jsonl"),),
+    }
     one, two = (config(folder, tmp_path / name, **own) for name in ("one", "two"))
     for process in two_hosts(two):
         _, error = process.communicate(timeout=240)
@@ -1340,7 +1323,7 @@ def test_two_hosts_write_in_blocks_as_one(folder, tmp_path):
 
 @pytest.mark.slow
 def test_two_hosts_learn_as_one_and_stop_together(folder, tmp_path):
-    settings = {"rounds": 40, "heldout": str(folder / "heldout.jsonl"), "eval_every": 20, "iterations": 1}
+    settings = {"rounds": 40, "heldout": (str(folder / "heldout.jsonl"),), "eval_every": 20, "iterations": 1}
     one, two = (config(folder, tmp_path / name, **settings) for name in ("one", "two"))
     both = two_hosts(two)
     for line in both[0].stdout:

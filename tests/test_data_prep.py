@@ -1213,6 +1213,23 @@ def test_rows_of_holes_of_any_length_say_what_is_only_seen_as_mask(tmp_path):
         dp.main(pair_config(tmp_path, eos_to=1, edit_rate=0.5))
 
 
+def test_a_hole_before_a_suffix_ends_with_any_number_of_eos_below_eos_to(tmp_path):
+    texts = [(f"def f{i}(x):\n    ", f"return {i} * x", "\n\nf(3)\n") for i in range(100)]
+    lines = [json.dumps(dict(zip(("prompt", "response", "suffix"), text, strict=True))) for text in texts]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    dp.main(pair_config(tmp_path, eos_to=8))
+    tokenizer, filled = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")), []
+    read = Rows(tmp_path / "out", "train")
+    for token_L, segment_L, _, fixed_L in zip(*read.read(np.arange(read.total)), strict=True):
+        for segment in range(1, segment_L.max() + 1):
+            token_T, fixed_T = token_L[segment_L == segment], fixed_L[segment_L == segment]
+            hole_T = (fixed_T == 0) & (np.arange(len(token_T)) < len(token_T) - 1)  # the last EOS ends the row
+            assert re.fullmatch(r"return \d+ \* x", tokenizer.decode(token_T[hole_T].tolist()))
+            assert tokenizer.decode(token_T[np.flatnonzero(hole_T)[-1] + 1 :].tolist()) == "\n\nf(3)\n"
+            filled.append(int((token_T[hole_T] == 0).sum()))
+    assert {*filled} == {*range(8)}
+
+
 def test_without_eos_to_a_response_ends_with_one_eos_and_a_pair_longer_than_a_row_is_counted(tmp_path):
     pairs = write_pairs(tmp_path / "pairs.jsonl", 200)
     dp.main(pair_config(tmp_path, eos_to=1, seq_len=40, shard_bytes=3000))

@@ -1,4 +1,4 @@
-"""rl_tasks.py: AceCode's rows made into tasks, what is refused, and the demo's tasks."""
+"""rl_tasks.py: AceCode's rows made into tasks, what is refused."""
 
 import dataclasses
 import gzip
@@ -249,36 +249,3 @@ def test_the_command_writes_tasks_and_says_in_a_line_what_is_wrong(tmp_path):
     assert len(tasks_of(cfg.out)) == 6
     message = refused(dataclasses.replace(cfg, seed=1))
     assert "other settings or files; choose another --out" in message
-
-
-# ---- the demo
-
-
-def test_the_demo_has_tasks_whose_right_answer_passes_and_whose_wrong_one_does_not():
-    tasks = rl_tasks.make_tasks(0)
-    assert len({task["prompt"] for task in tasks}) == len(tasks) == 480
-    checked = tasks[::32]
-    for answer, want in (("right", 1.0), ("wrong", 0.0)):
-        programs = [task["prompt"] + task[answer] for task in checked]
-        results = sandbox.run_tests(programs, [task["test_cases"] for task in checked])
-        assert {result.rate for result in results} == {want}, answer
-
-
-def test_held_out_tasks_of_the_demo_have_constants_that_are_never_rewarded(tmp_path, capsys):
-    cfg = rl_tasks.Config(demo=True, out=str(tmp_path / "demo"), seed=3)
-    rl_tasks.main(cfg)
-    train, heldout, pairs = (tasks_of(cfg.out, name) for name in ("train", "heldout", "pairs"))
-    rewarded = {task["constant"] for task in train}
-    seen = {task["constant"] for task in rl_tasks.make_tasks(0) if task["prompt"] in {pair["prompt"] for pair in pairs}}
-    headline = {task["constant"] for task in heldout if "split" not in task}
-    unseen = {task["constant"] for task in heldout if task.get("split") == "unseen"}
-    assert headline == seen - rewarded
-    assert unseen == set(range(2, 10)) - seen
-    assert rewarded
-    assert (len(train), len(heldout), sum("split" in task for task in heldout)) == (300, 96, 24)
-    before = tree(cfg.out)
-    rl_tasks.main(cfg)
-    assert "nothing to do" in capsys.readouterr().out
-    rl_tasks.main(dataclasses.replace(cfg, out=str(tmp_path / "again")))
-    assert tree(tmp_path / "again") == before
-    assert "other settings" in refused(dataclasses.replace(cfg, seed=4))

@@ -1,0 +1,209 @@
+"""What models of 1, 2 and 4 M parameters reach on TinyPython after 5, 20 and 60 core minutes: a table, a plot, samples.
+
+    python bench/tinypython_page.py --only="1m, 5"           # ten minutes of a core: both families
+    python bench/tinypython_page.py                          # nine core hours; goes on where it stopped
+    python bench/tinypython_page.py --only=none              # writes the page from what is there
+
+A cell is a training from scratch with a learning rate that falls within its own time, and greedy pass@1 on the 1,000
+tasks of the split `composed`, with a 95 % interval (Wilson). A Dream learns from left to right for a fifth of its
+time, then to fill masks. Processor seconds count, of training and what it compiles; scoring does not. Each cell is
+appended to results/tinypython.jsonl, from which tinypython.md and tinypython.png are written. Samples are of the models
+in weights/.
+"""
+
+import dataclasses
+import json
+import multiprocessing
+import re
+import resource
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from record import RESULTS, cpu_name
+
+import runs
+
+MINUTES = 5, 20, 60
+SHAPES = {  # what differs from the preset tiny
+    "1m": {},
+    "2m": {"width": 192, "heads": 6, "kv_heads": 2, "ffn": 512},
+    "4m": {"width": 256, "heads": 8, "kv_heads": 4, "ffn": 768},
+}
+PAIRS = "--vocab_size=1024", "--seq_len=256", "--eos_to=64"
+ROWS = "--vocab_size=1024", "--seq_len=512", "--column=content"
+PROBE = 60  # steps from which the pace is known
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    only: str = ""  # only cells whose "family, size, minutes" has a match of this regular expression; none: no cell
+    out: str = "out/tinypython_page"  # folder of the world, its rows and the runs
+    samples: int = 5  # right answers, and wrong ones, of each model in weights/
+
+
+def prepare(out):
+    """The world and its rows for both families."""
+    world = out / "world"
+    runs.script("tinypython.py", "--n=200000", f"--out={world}")
+    runs.script("data_prep.py", "pairs", str(world / "pairs.jsonl"), f"--out={out / 'dream'}", *PAIRS)
+    runs.script("data_prep.py", "python", "--roots", str(world / "train.jsonl"), f"--out={out / 'pythoncoder'}", *ROWS)
+
+
+def train(family, shape, settings):
+    """Train in a process of its own, whose preset tiny has another shape."""
+    import model_dream
+    import model_pythoncoder
+    import train_dream
+    import train_tpu
+
+    model, trainer = {"dream": (model_dream, train_dream), "pythoncoder": (model_pythoncoder, train_tpu)}[family]
+    model.CONFIGS["tiny"] = dataclasses.replace(model.CONFIGS["tiny"], **SHAPES[shape])
+    trainer.main(trainer.Config(**settings))
+
+
+def spent(family, shape, settings):
+    """Processor seconds of a training."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    process = multiprocessing.get_context("spawn").Process(target=train, args=(family, shape, settings))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"the run {settings['out']} failed; what it printed says why")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def settings_of(family, data, out, steps):
+    shared = {"model": "tiny", "data": str(data), "steps": steps, "warmup": min(200, steps // 5), "eval_rows": 64}
+    shared |= {"out": str(out), "eval_every": steps, "log_every": 100}
+    return shared | ({"micro_batch": 4, "remat": "none"} if family == "dream" else {})
+
+
+def cell(out, family, shape, minutes):
+    """A row of the table."""
+    import benchmarks
+
+    folder, data = out / f"{family}-{shape}-{minutes}", out / family
+    shutil.rmtree(folder, ignore_errors=True)
+    probe = [spent(family, shape, settings_of(family, data, folder / f"probe{n}", n)) for n in (PROBE, 2 * PROBE)]
+    pace, start = (probe[1] - probe[0]) / PROBE, max(0, 2 * probe[0] - probe[1])
+    starts = 2 if family == "dream" else 1  # each training compiles
+    steps = int((60 * minutes - starts * start) / pace)
+    run, causal = folder / "run", steps // 5
+    if family == "dream":
+        seconds = spent(family, shape, settings_of(family, data, folder / "causal", causal) | {"objective": "ar"})
+        flags = {"init": str(folder / "causal"), "anneal_steps": steps // 16, "optimizer": "muon", "lr": 1.2e-3}
+        seconds += spent(family, shape, settings_of(family, data, run, steps - causal) | flags)
+    else:
+        seconds = spent(family, shape, settings_of(family, data, run, steps))
+    scored = {"model": family, "ckpt": str(run), "out": str(folder / "composed"), "batch_size": 100}
+    tasks = {"task": "humaneval", "tasks_file": str(out / "world/composed.jsonl"), "max_new": 64}
+    row = {"family": family, "size": shape, "minutes": minutes, "steps": steps, "processor_s": seconds}
+    return row | {"pass@1": benchmarks.main(benchmarks.Config(**tasks, **scored))["pass@1"], "cpu": cpu_name()}
+
+
+def samples(out, family, count):
+    """The first functions of the split in its order that pass, and that fail, of the model in weights/."""
+    import benchmarks
+
+    folder = out / f"{family}-weights"
+    tasks = {"task": "humaneval", "tasks_file": str(out / "world/composed.jsonl"), "max_new": 64, "problems": 200}
+    scored = {"model": family, "ckpt": str(ROOT / "weights" / family), "out": str(folder), "batch_size": 100}
+    benchmarks.main(benchmarks.Config(**tasks, **scored))
+    prompts = {row["task_id"]: row["prompt"] for row in read_lines(out / "world/composed.jsonl")}
+    texts = {row["task_id"]: row["completion"] for row in read_lines(folder / "samples.jsonl")}
+    for passed in (True, False):
+        ids = [row["task_id"] for row in read_lines(folder / "results.jsonl") if row["passed"] == passed][:count]
+        yield passed, [prompts[name] + texts[name].rstrip() for name in ids]
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def page(out, rows, count):
+    """tinypython.md, with tinypython.png."""
+    lines = ["# TinyPython, and what small models make of it", ""]
+    lines += [
+        "`tinypython.py` draws typed operations from a grammar (`tinypython.txt` has its words), writes the function"
+    ]
+    lines += [
+        "and a sentence that says what it does, half of them with an example, and finds tests by running it and ten"
+    ]
+    lines += [
+        "mutants. A sentence describes one function. The split *composed* has operations that never occur together in"
+    ]
+    lines += ["training. 200,000 functions are 22 M tokens of a vocabulary of 1,024."]
+    lines += [
+        "",
+        "| family | parameters | core minutes | steps | processor s | pass@1 on *composed* |",
+        "|---" * 6 + "|",
+    ]
+    for row in rows:
+        mean, low, high = row["pass@1"]
+        about = (
+            f"{row['family']} | {row['size'][0]} M | {row['minutes']} | {row['steps']:,} | {row['processor_s']:,.0f}"
+        )
+        lines.append(f"| {about} | {100 * mean:.1f} % ({100 * low:.1f} to {100 * high:.1f}) |")
+    lines += [
+        "",
+        "Greedy, 1,000 tasks, 95 % intervals; one seed each. A Dream learns from left to right for a fifth of its",
+    ]
+    lines += [f"time. {rows[0]['cpu']}, one core. `python bench/tinypython_page.py`", "", "![pass@1](tinypython.png)"]
+    for family in ("pythoncoder", "dream"):
+        for passed, texts in samples(out, family, count):
+            which = "that pass their tests" if passed else "that do not"
+            lines += ["", f"## weights/{family}: the first {len(texts)} of the split {which}", ""]
+            lines += [f"```python\n{text}\n```" for text in texts]
+    (RESULTS / "tinypython.md").write_text("\n".join(lines) + "\n")
+    plot(rows, RESULTS / "tinypython.png")
+
+
+def plot(rows, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 5))
+    for i, shape in enumerate(SHAPES):
+        for family, line in (("pythoncoder", "-"), ("dream", "--")):
+            mine = sorted(
+                (r["processor_s"] / 60, *r["pass@1"]) for r in rows if (r["family"], r["size"]) == (family, shape)
+            )
+            if mine:
+                x, mean, low, high = zip(*mine, strict=True)
+                error = [
+                    [m - n for m, n in zip(mean, low, strict=True)],
+                    [n - m for m, n in zip(mean, high, strict=True)],
+                ]
+                axis.errorbar(x, mean, error, fmt="o" + line, color=f"C{i}", capsize=3, label=f"{family}, {shape[0]} M")
+    axis.set(xscale="log", xlabel="core minutes of training", ylabel="pass@1 on composed, greedy", ylim=(0, 1))
+    axis.set_xticks(MINUTES, MINUTES)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(cfg):
+    out, path = Path(cfg.out), RESULTS / "tinypython.jsonl"
+    prepare(out)
+    rows = read_lines(path) if path.exists() else []
+    cells = [(family, shape, minutes) for minutes in MINUTES for shape in SHAPES for family in ("pythoncoder", "dream")]
+    for family, shape, minutes in cells:
+        known = any((row["family"], row["size"], row["minutes"]) == (family, shape, minutes) for row in rows)
+        if not known and re.search(cfg.only, f"{family}, {shape}, {minutes}"):
+            rows.append(cell(out, family, shape, minutes))
+            print(rows[-1], flush=True)
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if rows:
+        page(out, sorted(rows, key=lambda row: (row["family"], row["size"], row["minutes"])), cfg.samples)
+
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__)
