@@ -59,10 +59,15 @@ class DreamFlags:
     threshold: Share = 0.0  # unmask all positions of at least this confidence; 0 unmasks by --steps
     entropy_bound: NonNegative = 0.0  # unmask positions of lowest entropy, up to this sum in nats; 0: off
     block_length: Natural = 0  # fill blocks of this length from left to right; 0: the whole canvas
+    sub_block: Natural = 0  # fill parts of this length of a block in turn, its first token at once, as Fast-dLLM v2
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: reuse keys and values within a block
     alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of unmasking
     steps: Natural = 0  # denoising steps; 0: one per token, or as --threshold allows
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely, see sample_dream.py
+    # ends of the text come last in the order of positions; EOS is never drawn: LLaDA's *_eos_inf
+    late_eos: typing.Literal["", "confidence", "logits", "confidence+logits"] = ""
+    hole: Count = 8  # humaneval_infilling: masks that a hole has at first, of a model that grows and shrinks holes
+    regrow: Natural | None = None  # DreamOn's loop: masks that a hole may grow by; unset: as the protocol does
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 takes those of highest confidence
     top_k: Natural | None = None  # sample from the k likeliest tokens, 0: from all; unset: as the protocol does
     fast_dllm: bool = False  # blocks and cache exactly as Fast-dLLM has them

@@ -32,6 +32,7 @@ class Sampling:
     """How a block is filled: by a schedule of `steps`, a threshold that may fill more, or an entropy bound."""
 
     block_length: int = 0  # 0: the model's
+    sub_block: int = 0  # fill parts of this length of a block in turn, its first token in the first step: Fast-dLLM v2
     steps: int = 0  # denoising steps of a block; 0: one for each token
     schedule: typing.Literal["block", "even", "sdar"] = "block"  # see diffusion.step_counts; sdar: even of whole blocks
     threshold: float = 0.0  # fill all positions of more than this probability, as many as the schedule says at least
@@ -128,7 +129,11 @@ class Sampler:
 
     def choose(self, masked_BN, prob_BN, entropy_BN, given, masks_B, i):
         """The positions [B, N] that step i of the block writes."""
-        rule = self.rule
+        rule, slot_N = self.rule, jnp.arange(masked_BN.shape[1])
+        if rule.sub_block:  # only the first part with a MASK is open, and of a new block its first token alone
+            part_N = slot_N // rule.sub_block
+            masked_BN &= part_N == jnp.where(masked_BN, part_N, len(slot_N)).min(-1, keepdims=True)
+            masked_BN &= (slot_N == 0) | (i > 0) | ~masked_BN[:, :1]
         if rule.entropy_bound:
             return diffusion.entropy_bound(entropy_BN, masked_BN, given.bound)
         count_B = given.count_MS[masks_B, jnp.minimum(i, given.count_MS.shape[1] - 1)]

@@ -52,6 +52,7 @@ class Sampling:
     filtered: bool = False  # compare the threshold after temperature, top-k and top-p, as Fast-dLLM's code does
     score: typing.Literal["drawn", "distribution"] = "drawn"  # the probability compared: the drawn token's | the max
     block_length: int = 0  # fill blocks of this length from left to right; 0: the whole canvas at once
+    sub_block: int = 0  # of a model of blocks, see sample_block.py
     cache: typing.Literal["", "prefix", "dual"] = ""  # within a block keep keys and values: of the prompt | all around
     fast_dllm: bool = False  # Fast-dLLM's windows: a block's first token is filled whatever its probability
     eos_penalty: float = 0.0  # lowers the logits of eos_ids by this times -log(filled share of the text + 0.001)
@@ -59,7 +60,7 @@ class Sampling:
     ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
-    late_ids: tuple[int, ...] = ()  # drawn with confidence 0: LLaDA's confidence_eos_eot_inf, of EOS and EOT
+    late_ids: tuple[int, ...] = ()  # drawn with confidence 0, see `late`
     history: bool = False  # keep when each token was written, and the model's probability of it then
     record: bool = False  # the same for training, with the probability at this temperature: a Record
     likeliest: int = 0  # with history: keep so many of the likeliest tokens, too
@@ -79,6 +80,16 @@ class Sampling:
     def bound(self):
         """The threshold or the entropy bound, by which a step fills any number of positions; 0: the schedule does."""
         return self.threshold or self.entropy_bound
+
+
+def late(rule, how, cfg):
+    """The rule with late ends of a text, as LLaDA has them: their confidence is 0 (how holds "confidence", in LLaDA's
+    code confidence_eos_eot_inf), or EOS is never drawn ("logits", logits_eos_inf).
+    """
+    if how and cfg.block_length:
+        raise ValueError("late_eos is for a model without blocks; leave it out")
+    rule = dataclasses.replace(rule, late_ids=rule.eos_ids if "confidence" in how else ())
+    return dataclasses.replace(rule, ban_ids=(cfg.mask_id, cfg.expand_id, cfg.eos_id)) if "logits" in how else rule
 
 
 # ---- what a block is filled with -----------------------------------------------------------------------------------
@@ -475,6 +486,8 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, watch=None, rows=0):
     B, L = token_BL.shape
     if cfg.block_length:
         raise ValueError(f"the model was trained in blocks of {cfg.block_length}: sample_block.py fills these")
+    if rule.sub_block:
+        raise ValueError("sub_block is for a model that was trained in blocks; leave it out")
     if L > cfg.positions:
         raise ValueError(f"{L} tokens do not fit: the model reaches {cfg.positions} positions")
     see_BL = np.broadcast_to(True if see_BL is None else np.asarray(see_BL) != 0, (B, L))
