@@ -83,8 +83,7 @@ class DreamFlags:
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
     guidance: NonNegative = 0.0  # classifier-free guidance by the prompt, LLaDA's cfg_scale; twice the time
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely; Dream-Coder's demos use 3
-    # ends of the text come last in the order of positions; EOS is never drawn: LLaDA's *_eos_inf
-    late_eos: typing.Literal["", "confidence", "logits", "confidence+logits"] = ""
+    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # EOS: last in the order | never drawn, as LLaDA
     batch_size: Count = 8  # texts that are filled together
     infill: bool = True  # [MASK:n] in a prompt is n tokens to fill, [MASK] a hole; --no-infill: both are text
     hole: Count = 8  # masks that [MASK] has at first, of a model that grows and shrinks holes
@@ -334,7 +333,7 @@ class Dream:
         flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
         self.cfg, self.watching = cfg, bool(cfg.show_steps or cfg.html)
         own = "steps", "schedule", "block_length", "alg_temp", "threshold", "entropy_bound", "cache", "fast_dllm"
-        settings = {name: getattr(flags, name) for name in (*own, "eos_penalty", "guidance", "sub_block")}
+        settings = {name: getattr(flags, name) for name in (*own, "eos_penalty", "late_eos", "guidance", "sub_block")}
         settings |= {"top_k": cfg.top_k, "history": self.watching}
         settings["likeliest"] = canvas.LIKELIEST if cfg.html else 0
         rule = sample_dream.Sampling(flags.sampler, temperature=cfg.temperature, top_p=cfg.top_p, **settings)
@@ -355,7 +354,6 @@ class Dream:
         self.never_in_a_hole = dream.mask_id, dream.expand_id, *ends
         self.sampler = sample_dream
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
-        self.rule = sample_dream.late(self.rule, flags.late_eos, dream)
         self.together = flags.batch_size * (1 if self.watching or dream.block_length else 8)  # texts of a batch
         if dream.block_length and flags.valid:
             raise ValueError("--valid=python is for a Dream without blocks")
@@ -460,9 +458,9 @@ class Dream:
         if self.model.cfg.block_length or sizes != [None] or following[-1:] in ([], [[]]):
             where = "the only hole of a text, has text behind it, and is for a Dream without blocks"
             raise ValueError(f"[MASK] without a number is {where}; say [MASK:12]")
-        if self.model.cfg.expand_id >= 0 and self.watching:
-            raise ValueError("--show_steps and --html do not show how [MASK] grows; say [MASK:12]")
-        if self.model.cfg.expand_id >= 0:
+        if self.model.cfg.expand_id >= 0:  # fill() grows it
+            if self.watching:
+                raise ValueError("--show_steps and --html do not show how [MASK] grows; say [MASK:12]")
             return [self.cfg.dream.hole]
         rule = dataclasses.replace(self.rule, history=False, ban_ids=self.never_in_a_hole)
         key = jax.random.fold_in(self.key, 1)
@@ -475,28 +473,12 @@ class Dream:
         print("[MASK] is 1 token here" if size == 1 else f"[MASK] is {size} tokens here", file=sys.stderr)
         return [size]
 
-    def grow(self, canvases, rule, key):
-        """Fill canvases of one hole each, which grow and shrink: as fill(), and with as many masks as it has then."""
-        import infill
-
-        flags, eos, grown, filled, passes = self.cfg.dream, [self.model.cfg.eos_id], [], [], []
-        for i, blank in enumerate(canvases):
-            first, n = blank.ids.index(self.texts.mask), blank.ids.count(self.texts.mask)
-            before, behind, passed = blank.ids[:first], blank.ids[first + n :], self.read.passes
-            around = before, behind + eos if flags.bos else behind
-            how = {"size": flags.hole, "most": self.cfg.max_new, "regrow": flags.regrow}
-            hole = infill.grow(self.read, *around, rule, jax.random.fold_in(key, i), **how)
-            grown.append(dataclasses.replace(blank, ids=[*before, *[self.texts.mask] * len(hole), *behind]))
-            filled.append([*before, *hole, *behind])
-            passes.append(self.read.passes - passed)
-        return grown, filled, {"forwards": sum(passes), "passes": passes}
-
     def fill(self, canvases, shape):
         """(canvases, token ids, statistics with "seconds" and "compile_s"); shape has the sampler's rows and widths."""
         import canvas
         import infill
 
-        prompts, rule, viewer = [blank.ids for blank in canvases], self.rule, {}
+        prompts, rule, flags, viewer = [blank.ids for blank in canvases], self.rule, self.cfg.dream, {}
         if max(map(len, prompts)) > 2048:
             print("more than 2,048 tokens: Dream was not trained on so long a text", file=sys.stderr)
         if self.cfg.show_steps:
@@ -510,10 +492,12 @@ class Dream:
         self.compile_s, started = 0.0, time.perf_counter()
         with inference.mesh_context(self.mesh):
             if canvases[0].counted and self.model.cfg.expand_id >= 0:
-                canvases, filled, stats = self.grow(canvases, rule, key)
+                how = {"size": flags.hole, "most": self.cfg.max_new, "regrow": flags.regrow}
+                end = [self.model.cfg.eos_id] if flags.bos else []
+                canvases, filled, stats = infill.grow_all(self.read, canvases, end, rule, key, **how)
             else:
                 filled, stats = self.sampler.generate(self.model, prompts, 0, rule, key, **shape, **viewer)
-            if self.cfg.dream.valid:
+            if flags.valid:
                 for i, ids in enumerate(filled):
                     filled[i], is_python = infill.mend(self.read, canvases[i].ids, ids, self.texts.ends)
                     if not is_python:

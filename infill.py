@@ -187,7 +187,7 @@ def mend(read, canvas, filled, ends=()):
             return end is None or depth < end - p
         return not swallows(before, hole, text[len(upto) :])
 
-    while not fits(ids, masks[-1]):
+    while masks and not fits(ids, masks[-1]):  # a hole may have shrunk to nothing
         n = bisect.bisect_left(masks, True, lo=n, key=lambda p: not fits(ids, p))
         first = next(i for i in range(n, -1, -1) if i == 0 or masks[i - 1] < masks[i] - 1)  # of this hole
         # Replace that token alone; where none fits, more and more of the tokens before it, too.
@@ -302,6 +302,21 @@ def grow(read, before, after, rule, key=None, size=START, most=LENGTHS[-1], regr
         else:
             hole[place] = token
     return hole
+
+
+def grow_all(read, canvases, end, rule, key, **how):
+    """Canvases (canvas.Canvas) of one hole each, grown with the ids `end` behind them: the same with as many masks as the
+    hole has then, their ids, and {"forwards", "passes"}.
+    """
+    grown, filled, passes = [], [], []
+    for i, blank in enumerate(canvases):
+        first, n, passed = blank.ids.index(read.mask), blank.ids.count(read.mask), read.passes
+        before, behind = blank.ids[:first], blank.ids[first + n :]
+        hole = grow(read, before, behind + end, rule, jax.random.fold_in(key, i), **how)
+        grown.append(dataclasses.replace(blank, ids=[*before, *[read.mask] * len(hole), *behind]))
+        filled.append([*before, *hole, *behind])
+        passes.append(read.passes - passed)
+    return grown, filled, {"forwards": sum(passes), "passes": passes}
 
 
 def score(read, before, hole, after, longest):

@@ -189,14 +189,11 @@ def read_config(folder, meta=None):
     meta = runs.read_json(runs.as_path(folder) / "config.json") if meta is None else meta
     if "model" not in meta:
         return config_from_hf(folder)
-    if "yarn_factor" in meta["model"]:
-        raise ValueError(
-            f"{folder} holds a PythonCoder, no Dream and none of {', '.join(FAMILIES)}: --model=pythoncoder"
-        )
     try:
         return DreamConfig(**meta["model"])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder} holds no Dream of this version: {error}") from None
+        reason = "it is a PythonCoder" if "diff" in meta["model"] else f"{error}; is it of another version?"
+        raise ValueError(f"{folder} holds none of {', '.join(FAMILIES)}: {reason}") from None
 
 
 def config_to_hf(cfg, dtype="bfloat16"):

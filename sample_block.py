@@ -48,7 +48,8 @@ class Sampling:
 
 def settings_of(rule):
     """A sample_dream.Sampling as one of blocks. ValueError for what only the filling of a canvas has."""
-    foreign = [name for name in ("alg_temp", "cache", "fast_dllm", "eos_penalty", "guidance") if getattr(rule, name)]
+    foreign = "alg_temp", "cache", "fast_dllm", "eos_penalty", "guidance", "late_eos"
+    foreign = [name for name in foreign if getattr(rule, name)]
     if rule.alg not in ("entropy", "maskgit_plus"):
         foreign.append(f"order by {rule.alg}")
     if foreign:

@@ -60,7 +60,7 @@ class Sampling:
     ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
-    late_ids: tuple[int, ...] = ()  # drawn with confidence 0, see `late`
+    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # eos_ids have confidence 0 | EOS is never drawn
     history: bool = False  # keep when each token was written, and the model's probability of it then
     record: bool = False  # the same for training, with the probability at this temperature: a Record
     likeliest: int = 0  # with history: keep so many of the likeliest tokens, too
@@ -80,16 +80,6 @@ class Sampling:
     def bound(self):
         """The threshold or the entropy bound, by which a step fills any number of positions; 0: the schedule does."""
         return self.threshold or self.entropy_bound
-
-
-def late(rule, how, cfg):
-    """The rule with late ends of a text, as LLaDA has them: their confidence is 0 (how holds "confidence", in LLaDA's
-    code confidence_eos_eot_inf), or EOS is never drawn ("logits", logits_eos_inf).
-    """
-    if how and cfg.block_length:
-        raise ValueError("late_eos is for a model without blocks; leave it out")
-    rule = dataclasses.replace(rule, late_ids=rule.eos_ids if "confidence" in how else ())
-    return dataclasses.replace(rule, ban_ids=(cfg.mask_id, cfg.expand_id, cfg.eos_id)) if "logits" in how else rule
 
 
 # ---- what a block is filled with -----------------------------------------------------------------------------------
@@ -201,8 +191,8 @@ class Sampler:
         # Confidence. A threshold or bound is compared with the model's own distribution, as filters raise every
         # probability: 0.61 of two tokens becomes 0.90 at temperature 0.2. Dream's orders are defined after the filters.
         judged_BCV = logits_BCV if rule.bound and not rule.filtered else filtered_BCV
-        if rule.late_ids:
-            judged_BCV = diffusion.ban(judged_BCV, rule.late_ids)
+        if rule.late_eos in ("confidence", "both"):  # LLaDA's confidence_eos_eot_inf
+            judged_BCV = diffusion.ban(judged_BCV, rule.eos_ids)
         prob_BCV = diffusion.softmax(judged_BCV)
         by_probability = rule.alg in ("maskgit_plus", "p2")
         if by_probability and rule.score == "drawn":
@@ -435,6 +425,7 @@ def prepare(cfg, rule, token_BL, see_BL, key=None):
             share_S[1], steps = 1, 2
 
     banned = (cfg.mask_id, cfg.expand_id) if rule.ban_ids is None else rule.ban_ids
+    banned += (cfg.eos_id,) if rule.late_eos in ("logits", "both") else ()  # LLaDA's logits_eos_inf
     id_V = np.arange(cfg.vocab)
     given = Given(
         see_BL=see_BL,

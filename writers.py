@@ -83,12 +83,11 @@ def dream_writer(cfg, record, run, step):
     ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
     if cfg.dream.eos_penalty and not ends:
         raise ValueError("--eos_penalty is for protocols in which <|endoftext|> ends a text; this one reads on behind")
-    others = "chat", "bos", "int8", "int4", "late_eos", "hole", "regrow"
+    others = "chat", "bos", "int8", "int4", "hole", "regrow"
     flags = {name: value for name, value in dataclasses.asdict(cfg.dream).items() if name not in others}
     flags |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": record.top_k}
     flags["vocab"] = tokenizer.get_vocab_size()
     rule, sampler = sample_dream.Sampling(**flags, eos_ids=ends), sample_dream
-    rule = sample_dream.late(rule, cfg.dream.late_eos, model.cfg)
     if model.cfg.block_length:
         rule, sampler = sample_block.settings_of(rule), sample_block
 

@@ -130,7 +130,7 @@ def test_llada_and_fast_dllm_of_it(says_like, model_of, golden_dir):
         flags += [] if threshold else flags_of(steps=given["steps"], sampler="maskgit_plus", schedule="even")
         flags += flags_of(guidance=given.get("cfg_scale"))
         late = [name for name in ("confidence_eos_eot", "logits_eos") if given.get(f"{name}_inf")]
-        flags += flags_of(late_eos="+".join(name.partition("_")[0] for name in late))
+        flags += flags_of(late_eos="both" if len(late) == 2 else "".join(late).partition("_")[0])
         width = len(case["prompt_ids"][0])
         for i, row in enumerate(case["sequences"]):
             prompt = unpadded(case, i)
