@@ -82,8 +82,7 @@ class SandboxFlags:
     runner: typing.Literal["local", "e2b"] = "local"  # this machine, or the service E2B
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     workers: typing.Annotated[int, (0, 1024)] = 0  # programs that run at a time; 0: one per CPU
-    # processor seconds per sample, for + and LiveCodeBench per call; unset: the protocol's, 4 or 6 for ours
-    timeout_s: Positive | None = None
+    timeout_s: Positive | None = None  # of processor per sample, +, LiveCodeBench: per call; unset: the protocol's
     threads: bool = False  # let samples start threads
     allow_unsafe: bool = False  # run programs even where the machine offers no safe sandbox
 
@@ -92,8 +91,7 @@ class SandboxFlags:
 class Config:
     task: typing.Literal[(*tasks.MAKERS, "livecodebench")] = "humaneval"  # which benchmark
     model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family of the checkpoint
-    # run folder, or folder of convert_weights.py; default: the trainer's default folder, else weights/
-    ckpt: str = ""
+    ckpt: str = ""  # run folder, or folder of convert_weights.py; default: the trainer's default folder, else weights/
     step: Natural = 0  # checkpoint to load; 0 takes the newest
     out: str = ""  # folder of samples and results, resumed if it exists; default: out/<task>
     tasks_file: str = ""  # the official file, .gz or not, or a folder of LiveCodeBench's; default: download it
@@ -104,8 +102,7 @@ class Config:
     until: str = ""  # LiveCodeBench: only contests up to the first minute of this day
     protocol: str = "ours"  # harness to reproduce, such as dream_instruct: its prompts, settings, cuts and tests
     trim_prefix: bool = True  # chat protocols: strip the end of the prompt, as transformers 4.46; 4.49 does not
-    # MBPP: solved problems in the prompt; default: the protocol's, 3 for ours
-    shots: typing.Annotated[int, (0, 3)] | None = None
+    shots: typing.Annotated[int, (0, 3)] | None = None  # MBPP: solved problems in the prompt; unset: the protocol's
     problems: Natural = 0  # only the first N problems; 0 takes all
     samples: str = ""  # score the texts of this JSON-lines file; no model is loaded
     n: Count = 1  # samples per problem

@@ -332,10 +332,9 @@ class Dream:
         # Flags that do not go together are refused before the weights are read.
         flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
         self.cfg, self.watching = cfg, bool(cfg.show_steps or cfg.html)
-        own = "steps", "schedule", "block_length", "alg_temp", "threshold", "entropy_bound", "cache", "fast_dllm"
-        settings = {name: getattr(flags, name) for name in (*own, "eos_penalty", "late_eos", "guidance", "sub_block")}
-        settings |= {"top_k": cfg.top_k, "history": self.watching}
-        settings["likeliest"] = canvas.LIKELIEST if cfg.html else 0
+        own = "steps schedule block_length sub_block alg_temp threshold entropy_bound cache fast_dllm guidance"
+        settings = {name: getattr(flags, name) for name in [*own.split(), "eos_penalty", "late_eos"]}
+        settings |= {"top_k": cfg.top_k, "history": self.watching, "likeliest": canvas.LIKELIEST if cfg.html else 0}
         rule = sample_dream.Sampling(flags.sampler, temperature=cfg.temperature, top_p=cfg.top_p, **settings)
         if flags.valid and flags.chat == "on":
             raise ValueError("--valid=python is for a Dream that writes code, without a chat template")
@@ -348,6 +347,8 @@ class Dream:
         fitting += ["fast_dllm"] if dream.family in ("dream", "llada") and not dream.block_length else []
         if flags.like not in ("", *fitting):
             raise ValueError(f"--like={flags.like}: {folder} is a {dream.family}; say --like={' or '.join(fitting)}")
+        if flags.regrow is not None and dream.expand_id < 0:
+            raise ValueError("--regrow is for a model that grows and shrinks holes, such as DreamOn; leave it out")
         # What ends a text: the model's own ids, and tokens that end a turn of a conversation.
         ends = map(tokenizer.token_to_id, ("<|endoftext|>", *canvas.TURN_ENDS, "<|dlm_pad|>"))
         ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id))))

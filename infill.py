@@ -305,8 +305,8 @@ def grow(read, before, after, rule, key=None, size=START, most=LENGTHS[-1], regr
 
 
 def grow_all(read, canvases, end, rule, key, **how):
-    """Canvases (canvas.Canvas) of one hole each, grown with the ids `end` behind them: the same with as many masks as the
-    hole has then, their ids, and {"forwards", "passes"}.
+    """Fill canvases of one hole each by `grow`, with the ids `end` behind them: (the canvases with as many masks as the
+    holes have then, their ids, {"forwards", "passes"}).
     """
     grown, filled, passes = [], [], []
     for i, blank in enumerate(canvases):

@@ -182,9 +182,8 @@ def config_from_hf(folder, changes=None):
 
 
 def read_config(folder, meta=None):
-    """The DreamConfig of a checkpoint: a run's `meta` holds it, a converted folder has the Hub's config.json.
-
-    meta None is the folder's config.json. Raises ValueError for a model that is no Dream.
+    """The DreamConfig of a checkpoint: a run's `meta` holds it, None: the folder's config.json; a converted folder has
+    the Hub's config.json. Raises ValueError for a model that is none of FAMILIES.
     """
     meta = runs.read_json(runs.as_path(folder) / "config.json") if meta is None else meta
     if "model" not in meta:

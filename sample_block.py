@@ -48,8 +48,7 @@ class Sampling:
 
 def settings_of(rule):
     """A sample_dream.Sampling as one of blocks. ValueError for what only the filling of a canvas has."""
-    foreign = "alg_temp", "cache", "fast_dllm", "eos_penalty", "guidance", "late_eos"
-    foreign = [name for name in foreign if getattr(rule, name)]
+    foreign = [x for x in "alg_temp cache fast_dllm eos_penalty late_eos guidance".split() if getattr(rule, x)]
     if rule.alg not in ("entropy", "maskgit_plus"):
         foreign.append(f"order by {rule.alg}")
     if foreign:

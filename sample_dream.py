@@ -13,8 +13,7 @@ From the top: generate, fill, prepare; for each block fill_block, a compiled loo
 
 Letters: B batch, L slots of the canvas, W slots of a window, C positions of one chunk of logits, D width, V vocabulary,
 S denoising steps.
-Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639; Fast-dLLM, arXiv:2505.22618;
-P2, arXiv:2502.03540.
+Refs: Dream, arXiv:2508.15487; DiffuCoder, 2506.20639; Fast-dLLM, 2505.22618; P2, 2502.03540; LLaDA, 2502.09992.
 """
 
 import collections
