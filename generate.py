@@ -43,7 +43,7 @@ import inference
 import runs
 from runs import Count, Natural, NonNegative, Share, TopP
 
-LIKE = {  # the flags of --like; bench/results/families.md says where ours differs from the demo
+LIKE = {  # the flags of --like; bench/results/families.md has the source of each, and where ours differs
     "dream": "--max_new=512 --temperature=0.2 --top_p=0.95 --top_k=50",
     "dreamon": "--max_new=64 --temperature=0.2 --top_p=0.9 --top_k=50 --bos --hole=4 --regrow=128",
     "llada": "--max_new=128 --temperature=0 --top_p=1 --sampler=maskgit_plus --schedule=even --block_length=32",

@@ -6,7 +6,7 @@
     hole = infill.grow(read, before, after, rule)    # ids between them, of a Dream that grows and shrinks holes
     ids, is_python = infill.mend(read, canvas, filled, ends)    # the filled canvas, made valid
 
-generate.py does this for [MASK] without a number, and with --valid=python.
+generate.py does this for [MASK] without a number, and with --valid=python; benchmarks.py for humaneval_infilling.
 
 How long is a hole? It is filled at several lengths. Each is scored by the likelihood of the hole and a few tokens
 behind it, from left to right, so that texts of different lengths compare. A Dream that was trained on holes of any

@@ -7,7 +7,8 @@ A token attends to its own block and those before it, so the keys and values of 
 pass of a block feeds the finished block before it as well: that commits the final keys and values of this one to the
 cache, and is the first denoising step of the new one. The further steps feed the new block alone, and the token before
 it, whose hidden state predicts the first of the block. Rows begin at slot 0, each with blocks of its own, so that a row
-of a batch is what it is alone. How positions are chosen is explained in sample_dream.py.
+of a batch is what it is alone. How positions are chosen is explained in sample_dream.py. With sub_block only those of
+the first part of the block that holds a MASK are open, and of a new block its first token alone: Fast-dLLM v2's order.
 
 Letters: B rows, L slots, N tokens of a block, W slots of a window, M masks of a block, D width, V vocabulary, S steps.
 Refs: BD3-LM, arXiv:2503.09573; Fast-dLLM v2, arXiv:2509.26328; entropy bound: EB-Sampler, arXiv:2505.24857.

@@ -469,8 +469,7 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, watch=None, rows=0):
     all; block by block a row whose text has ended makes room for another. What a row becomes does not depend on the
     others. With a record or `watch` all rows go together: they share one count of steps.
 
-    Raises ValueError for a canvas that does not fit the model, or a number of steps that does not divide over the
-    blocks.
+    Raises ValueError for a canvas that does not fit the model, or steps that do not divide over the blocks.
     """
     cfg, rule, token_BL = model.cfg, rule or Sampling(), np.asarray(token_BL)
     B, L = token_BL.shape

@@ -6,11 +6,11 @@
 Trains a tiny Dream on this Python's standard library from left to right, and then to fill holes in its functions, and
 to say how long they are: pairs of prompt and response with a suffix, --edit_rate=0.5. Then it fills holes in functions
 of held-out files. One statement of a line, or two lines and more of one block, make room for masks: as many as they
-had, 4, 16 or 64; as many as the model finds likeliest; or as many as become of 4, 16 or 64 that grow and shrink. Each
-hole is filled as generate.py fills it, without and with --valid=python, at temperature 0. No EOS is written where the
-length is right or found; of 4, 16 and 64 masks it ends the hole. Counted are holes that are filled with what was there,
-how similar they are to it (2 x what matches / both lengths, of characters, by difflib), functions that parse, passes of
-the model over a canvas, and seconds, compiling in none. Writes holes.md under bench/results/.
+had, 4, 16 or 64; as many as the model finds likeliest; or as many as become of 4, 16 or 64 that grow and shrink, which
+are then filled anew. Each hole is filled by sample_dream.py, without and with --valid=python, at temperature 0. No EOS
+is written where the length is right or found; of 4, 16 and 64 masks it ends the hole. Counted are holes that are filled
+with what was there, how similar they are to it (2 x what matches / both lengths, of characters, by difflib), functions
+that parse, passes of the model over a canvas, and seconds, compiling in none. Writes holes.md under bench/results/.
 """
 
 import ast

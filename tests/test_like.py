@@ -10,7 +10,7 @@ import json
 import shutil
 
 import pytest
-from conftest import run, says
+from conftest import ROOT, run, says
 
 import convert_weights
 import generate
@@ -347,3 +347,17 @@ def test_a_preset_for_a_model_of_another_kind_is_one_line(model_of):
         flags = f"--ckpt={model_of(name)[0]}", "--prompt=w5", "--compile_cache="
         says(run("generate.py", f"--like={like}", *flags), f"--like={like}", part)
     says(run("generate.py", "--like=sdar", "--model=pythoncoder", "--prompt=x"), "is for --model=dream")
+    done = run("generate.py", "--like=llada", f"--ckpt={ROOT / 'weights/pythoncoder'}", "--prompt=x")
+    says(done, "weights/pythoncoder holds none of dream, llada, ", ": it is a PythonCoder")
+
+
+@pytest.mark.slow
+def test_flags_of_a_model_of_another_kind_are_refused_in_one_line(model_of):
+    for name, prompt, flag, part in (
+        ("llada", "w5", "--sub_block=4", "sub_block is for a model that was trained in blocks"),
+        ("sdar", "w5", "--late_eos=logits", "a model of blocks is filled without late_eos"),
+        ("dream", "w5", "--regrow=9", "--regrow is for a model that grows and shrinks holes"),
+        ("dreamon", "w5 [MASK] w6", "--show_steps", "do not show how [MASK] grows; say [MASK:12]"),
+    ):
+        flags = f"--ckpt={model_of(name)[0]}", f"--prompt={prompt}", "--model=dream", "--compile_cache=", "--max_new=8"
+        says(run("generate.py", flag, *flags), part)
