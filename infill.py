@@ -251,7 +251,7 @@ def hole_length(read, before, after, fill, valid=False):
 
 @functools.partial(jax.jit, static_argnames=("sampler",))
 def propose(params, state, given, slot_1C, *, sampler):
-    """sample_dream.Sampler.propose at these slots of one canvas: a token, its confidence, and the likeliest id [C]."""
+    """Of sample_dream.py at these slots of one canvas: a token, its confidence, the likeliest id and its log p, [C]."""
     model = nnx.merge(sampler.graph, params)
     hidden_1LD, _ = model.hidden(state.token_BL, see_BM=given.see_BL)
     token_1C, score_1C, _, (likely_1C1, logp_1C1) = sampler.propose(model, hidden_1LD, 0, state, given, slot_1C)
@@ -280,8 +280,9 @@ def grow(read, before, after, rule, key=None, size=START, most=LENGTHS[-1], regr
     hole, passes, shrunk, budget = [mask] * min(size, most), 0, False, math.inf if own else regrow
     while mask in hole:
         masks = np.flatnonzero(np.array(hole) == mask)
-        stays = len(hole) == most or budget <= 0 or (own and shrunk)
-        banned = never | ({cfg.expand_id} if stays else set()) | ({cfg.eos_id} if own and len(hole) == 1 else set())
+        no_growth = len(hole) == most or budget <= 0 or (own and shrunk)
+        banned = never | ({cfg.expand_id} if no_growth else set())
+        banned |= {cfg.eos_id} if own and len(hole) == 1 else set()
         token_1L, see_1L = sample_dream.canvas([[*before, *hole, *after]], 0, cfg, width)
         step_rule = dataclasses.replace(rule, ban_ids=tuple(banned))
         state, given, _ = sample_dream.prepare(cfg, step_rule, token_1L, see_1L, key_1)
@@ -291,7 +292,8 @@ def grow(read, before, after, rule, key=None, size=START, most=LENGTHS[-1], regr
         token_C, score_C, likely_C, logp_C = (np.asarray(x)[: len(masks)] for x in found)
         passes, read.passes = passes + 1, read.passes + 1
 
-        place, token = masks[np.argmax(score_C)], int(token_C[np.argmax(score_C)])
+        best = np.argmax(score_C)
+        place, token = masks[best], int(token_C[best])
         if token == cfg.eos_id:
             sure_C = (likely_C == cfg.eos_id) & (logp_C > math.log(SURE))
             gone = {place, *masks[own & sure_C], *masks[to_right & (masks > place)]}
