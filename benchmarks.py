@@ -59,10 +59,14 @@ class DreamFlags:
     threshold: Share = 0.0  # unmask all positions of at least this confidence; 0 unmasks by --steps
     entropy_bound: NonNegative = 0.0  # unmask positions of lowest entropy, up to this sum in nats; 0: off
     block_length: Natural = 0  # fill blocks of this length from left to right; 0: the whole canvas
+    sub_block: Natural = 0  # fill parts of this length of a block in turn, its first token at once, as Fast-dLLM v2
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: reuse keys and values within a block
     alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of unmasking
     steps: Natural = 0  # denoising steps; 0: one per token, or as --threshold allows
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely, see sample_dream.py
+    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # EOS: last in the order | never drawn, as LLaDA
+    hole: Count = 8  # humaneval_infilling: masks that a hole has at first, of a model that grows and shrinks holes
+    regrow: Natural | None = None  # DreamOn's loop: masks that a hole may grow by; unset: as the protocol does
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 takes those of highest confidence
     top_k: Natural | None = None  # sample from the k likeliest tokens, 0: from all; unset: as the protocol does
     fast_dllm: bool = False  # blocks and cache exactly as Fast-dLLM has them
@@ -78,8 +82,7 @@ class SandboxFlags:
     runner: typing.Literal["local", "e2b"] = "local"  # this machine, or the service E2B
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     workers: typing.Annotated[int, (0, 1024)] = 0  # programs that run at a time; 0: one per CPU
-    # processor seconds per sample, for + and LiveCodeBench per call; unset: the protocol's, 4 or 6 for ours
-    timeout_s: Positive | None = None
+    timeout_s: Positive | None = None  # of processor per sample, +, LiveCodeBench: per call; unset: the protocol's
     threads: bool = False  # let samples start threads
     allow_unsafe: bool = False  # run programs even where the machine offers no safe sandbox
 
@@ -88,8 +91,7 @@ class SandboxFlags:
 class Config:
     task: typing.Literal[(*tasks.MAKERS, "livecodebench")] = "humaneval"  # which benchmark
     model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family of the checkpoint
-    # run folder, or folder of convert_weights.py; default: the trainer's default folder, else weights/
-    ckpt: str = ""
+    ckpt: str = ""  # run folder, or folder of convert_weights.py; default: the trainer's default folder, else weights/
     step: Natural = 0  # checkpoint to load; 0 takes the newest
     out: str = ""  # folder of samples and results, resumed if it exists; default: out/<task>
     tasks_file: str = ""  # the official file, .gz or not, or a folder of LiveCodeBench's; default: download it
@@ -100,8 +102,7 @@ class Config:
     until: str = ""  # LiveCodeBench: only contests up to the first minute of this day
     protocol: str = "ours"  # harness to reproduce, such as dream_instruct: its prompts, settings, cuts and tests
     trim_prefix: bool = True  # chat protocols: strip the end of the prompt, as transformers 4.46; 4.49 does not
-    # MBPP: solved problems in the prompt; default: the protocol's, 3 for ours
-    shots: typing.Annotated[int, (0, 3)] | None = None
+    shots: typing.Annotated[int, (0, 3)] | None = None  # MBPP: solved problems in the prompt; unset: the protocol's
     problems: Natural = 0  # only the first N problems; 0 takes all
     samples: str = ""  # score the texts of this JSON-lines file; no model is loaded
     n: Count = 1  # samples per problem

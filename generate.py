@@ -43,15 +43,15 @@ import inference
 import runs
 from runs import Count, Natural, NonNegative, Share, TopP
 
-LIKE = {  # the flags of --like; bench/results/families.md says where ours differs from the demo
+LIKE = {  # the flags of --like; bench/results/families.md has the source of each, and where ours differs
     "dream": "--max_new=512 --temperature=0.2 --top_p=0.95 --top_k=50",
-    "dreamon": "--max_new=64 --temperature=0.2 --top_p=0.9 --top_k=50 --bos",
+    "dreamon": "--max_new=64 --temperature=0.2 --top_p=0.9 --top_k=50 --bos --hole=4 --regrow=128",
     "llada": "--max_new=128 --temperature=0 --top_p=1 --sampler=maskgit_plus --schedule=even --block_length=32",
     "sdar": "--max_new=2048 --temperature=1 --top_p=1 --schedule=even --threshold=0.85",
     "nemotron": "--max_new=512 --temperature=0 --top_p=1 --threshold=0.9",
     "stable_diffcoder": "--max_new=512 --temperature=0 --top_p=1 --schedule=even",
     "fast_dllm": "--max_new=256 --temperature=0 --top_p=1 --block_length=32 --cache=dual --threshold=0.9 --fast_dllm",
-    "fast_dllm_v2": "--max_new=2048 --temperature=0 --top_p=1 --threshold=0.9",
+    "fast_dllm_v2": "--max_new=2048 --temperature=0 --top_p=1 --sub_block=8 --threshold=0.9",
     "open_dcoder": "--max_new=128 --temperature=0.5 --top_p=1 --top_k=200 --sampler=p2",
 }
 
@@ -71,6 +71,7 @@ class DreamFlags:
     like: typing.Literal[("", *LIKE)] = ""  # the flags of this model's own demo; a flag given beside it wins
     steps: Natural = 0  # denoising steps, for a Dream of blocks those of a block; 0: one for each token
     block_length: Natural = 0  # fill blocks of this length from left to right; 0 takes the whole canvas
+    sub_block: Natural = 0  # fill parts of this length of a block in turn, its first token at once, as Fast-dLLM v2
     sampler: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of positions
     schedule: typing.Literal["dream", "even"] = "dream"  # tokens of each step: Dream's | equally many, as LLaDA's
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 fills those of highest confidence
@@ -82,11 +83,14 @@ class DreamFlags:
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
     guidance: NonNegative = 0.0  # classifier-free guidance by the prompt, LLaDA's cfg_scale; twice the time
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely; Dream-Coder's demos use 3
+    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # EOS: last in the order | never drawn, as LLaDA
     batch_size: Count = 8  # texts that are filled together
     infill: bool = True  # [MASK:n] in a prompt is n tokens to fill, [MASK] a hole; --no-infill: both are text
+    hole: Count = 8  # masks that [MASK] has at first, of a model that grows and shrinks holes
+    regrow: Natural | None = None  # DreamOn's loop: masks that [MASK] may grow by; unset: none once it shrank
     chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: if the model's name says instruct
     system: str = ""  # system turn of the chat template, \n for a new line
-    bos: bool = False  # begin a text without template with <|beginoftext|>, as evaluations of Dream-Base do
+    bos: bool = False  # begin plain text with <|beginoftext|>, as evaluations of Dream-Base do; DreamOn: and end it
     valid: typing.Literal["", "python"] = ""  # constrain the text to a valid prefix of a Python program
     int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
     int4: bool = False  # matrices of the layers in 4 bits, a third of the memory of bfloat16
@@ -328,10 +332,9 @@ class Dream:
         # Flags that do not go together are refused before the weights are read.
         flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
         self.cfg, self.watching = cfg, bool(cfg.show_steps or cfg.html)
-        own = "steps", "schedule", "block_length", "alg_temp", "threshold", "entropy_bound", "cache", "fast_dllm"
-        settings = {name: getattr(flags, name) for name in (*own, "eos_penalty", "guidance")}
-        settings |= {"top_k": cfg.top_k, "history": self.watching}
-        settings["likeliest"] = canvas.LIKELIEST if cfg.html else 0
+        own = "steps schedule block_length sub_block alg_temp threshold entropy_bound cache fast_dllm guidance"
+        settings = {name: getattr(flags, name) for name in [*own.split(), "eos_penalty", "late_eos"]}
+        settings |= {"top_k": cfg.top_k, "history": self.watching, "likeliest": canvas.LIKELIEST if cfg.html else 0}
         rule = sample_dream.Sampling(flags.sampler, temperature=cfg.temperature, top_p=cfg.top_p, **settings)
         if flags.valid and flags.chat == "on":
             raise ValueError("--valid=python is for a Dream that writes code, without a chat template")
@@ -344,6 +347,8 @@ class Dream:
         fitting += ["fast_dllm"] if dream.family in ("dream", "llada") and not dream.block_length else []
         if flags.like not in ("", *fitting):
             raise ValueError(f"--like={flags.like}: {folder} is a {dream.family}; say --like={' or '.join(fitting)}")
+        if flags.regrow is not None and dream.expand_id < 0:
+            raise ValueError("--regrow is for a model that grows and shrinks holes, such as DreamOn; leave it out")
         # What ends a text: the model's own ids, and tokens that end a turn of a conversation.
         ends = map(tokenizer.token_to_id, ("<|endoftext|>", *canvas.TURN_ENDS, "<|dlm_pad|>"))
         ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id))))
@@ -421,7 +426,7 @@ class Dream:
         self.printed, completions, pages, total = "", [], [], collections.Counter()
         for batch in batches:
             self.watched = batch[0]
-            filled, stats = self.fill(batch, shape)
+            batch, filled, stats = self.fill(batch, shape)
             total.update({name: stats[name] for name in ("forwards", "seconds", "compile_s")})
             for i, (blank, ids) in enumerate(zip(batch, filled, strict=True)):
                 completion, text = texts.text_of(blank, ids, functools.partial(canvas.truncate, stops=cfg.stop))
@@ -448,12 +453,16 @@ class Dream:
         return completions
 
     def measure(self, before, following, sizes):
-        """[size] of the only hole: as a Dream that grows holes fills it, else the size with the likeliest text."""
+        """[size] of the only hole: the first one of a Dream that grows holes, else that with the likeliest text."""
         import infill
 
         if self.model.cfg.block_length or sizes != [None] or following[-1:] in ([], [[]]):
             where = "the only hole of a text, has text behind it, and is for a Dream without blocks"
             raise ValueError(f"[MASK] without a number is {where}; say [MASK:12]")
+        if self.model.cfg.expand_id >= 0:  # fill() grows it
+            if self.watching:
+                raise ValueError("--show_steps and --html do not show how [MASK] grows; say [MASK:12]")
+            return [self.cfg.dream.hole]
         rule = dataclasses.replace(self.rule, history=False, ban_ids=self.never_in_a_hole)
         key = jax.random.fold_in(self.key, 1)
 
@@ -461,19 +470,16 @@ class Dream:
             return self.sampler.generate(self.model, canvases, 0, rule, key, rows=self.cfg.dream.batch_size)[0]
 
         with inference.mesh_context(self.mesh):
-            if self.model.cfg.expand_id >= 0:
-                size = len(infill.grow(self.read, before, *following))
-            else:
-                size = infill.hole_length(self.read, before, *following, fill, bool(self.cfg.dream.valid))
+            size = infill.hole_length(self.read, before, *following, fill, bool(self.cfg.dream.valid))
         print("[MASK] is 1 token here" if size == 1 else f"[MASK] is {size} tokens here", file=sys.stderr)
         return [size]
 
     def fill(self, canvases, shape):
-        """(token ids, statistics of the sampler with "seconds" and "compile_s"); shape is its `rows` and `widths`."""
+        """(canvases, token ids, statistics with "seconds" and "compile_s"); shape has the sampler's rows and widths."""
         import canvas
         import infill
 
-        prompts, rule, viewer = [blank.ids for blank in canvases], self.rule, {}
+        prompts, rule, flags, viewer = [blank.ids for blank in canvases], self.rule, self.cfg.dream, {}
         if max(map(len, prompts)) > 2048:
             print("more than 2,048 tokens: Dream was not trained on so long a text", file=sys.stderr)
         if self.cfg.show_steps:
@@ -486,14 +492,19 @@ class Dream:
         self.key, key = jax.random.split(self.key)
         self.compile_s, started = 0.0, time.perf_counter()
         with inference.mesh_context(self.mesh):
-            filled, stats = self.sampler.generate(self.model, prompts, 0, rule, key, **shape, **viewer)
-            if self.cfg.dream.valid:
+            if canvases[0].counted and self.model.cfg.expand_id >= 0:
+                how = {"size": flags.hole, "most": self.cfg.max_new, "regrow": flags.regrow}
+                end = [self.model.cfg.eos_id] if flags.bos else []
+                canvases, filled, stats = infill.grow_all(self.read, canvases, end, rule, key, **how)
+            else:
+                filled, stats = self.sampler.generate(self.model, prompts, 0, rule, key, **shape, **viewer)
+            if flags.valid:
                 for i, ids in enumerate(filled):
-                    filled[i], is_python = infill.mend(self.read, prompts[i], ids, self.texts.ends)
+                    filled[i], is_python = infill.mend(self.read, canvases[i].ids, ids, self.texts.ends)
                     if not is_python:
                         print("--valid=python: found no valid Python for what was given", file=sys.stderr)
         seconds = time.perf_counter() - started - self.compile_s
-        return filled, stats | {"seconds": seconds, "compile_s": self.compile_s}
+        return canvases, filled, stats | {"seconds": seconds, "compile_s": self.compile_s}
 
     def on_event(self, name, seconds, **_):
         """Called by JAX after each of its stages."""

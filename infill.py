@@ -3,27 +3,28 @@
     infill.can_go_on("def area(r):\\n    return (r *")      # True: more text makes a program of it
     read = infill.Reader(model, tokenizer)
     size = infill.hole_length(read, before, after, fill)    # masks between two lists of ids; fill(canvases) fills them
-    hole = infill.grow(read, before, after)    # ids between them, of a Dream that learned to grow and to shrink holes
+    hole = infill.grow(read, before, after, rule)    # ids between them, of a Dream that grows and shrinks holes
     ids, is_python = infill.mend(read, canvas, filled, ends)    # the filled canvas, made valid
 
-generate.py does this for [MASK] without a number, and with --valid=python.
+generate.py does this for [MASK] without a number, and with --valid=python; benchmarks.py for humaneval_infilling.
 
 How long is a hole? It is filled at several lengths. Each is scored by the likelihood of the hole and a few tokens
 behind it, from left to right, so that texts of different lengths compare. A Dream that was trained on holes of any
 length (data_prep.py pairs --edit_rate, or DreamOn) finds the length itself: in each forward pass the mask of highest
-confidence becomes a token, or two masks, or is deleted.
+confidence becomes a token, or two masks, or is deleted. `grow` has DreamOn's own loop beside a faster one.
 
 A canvas is filled without a parser. Where Python's own parser finds that no text makes a program of the result, the
 first wrong token is replaced by the likeliest that fits. If none fits, a beam search replaces tokens before it, too. A
 canvas that was right costs no further pass.
 
 Letters: B rows, C slots of a row, L slots of a canvas, V vocabulary, S slots of one canvas.
-Ref: DreamOn, hkunlp.github.io/blog/2025/dreamon.
+Ref: DreamOn, arXiv:2602.01326.
 """
 
 import ast
 import bisect
 import codeop
+import dataclasses
 import functools
 import itertools
 import keyword
@@ -104,19 +105,19 @@ def swallows(before, hole, behind):
 # ---- what a model says of a canvas -----------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "vocab", "choices", "grows"))
-def predict(params, token_BL, see_BL, slot_BC, target_BC, *, graph, vocab, choices, grows):
+@functools.partial(jax.jit, static_argnames=("graph", "vocab", "choices"))
+def predict(params, token_BL, see_BL, slot_BC, target_BC, *, graph, vocab, choices):
     """log p [B, C] of the targets at slots of canvases; log p and ids of the likeliest `choices` at each slot.
 
-    A mask is no mask again, nor, unless it grows, two of them.
+    A mask is no mask again, nor two of them.
     """
     model = nnx.merge(graph, params)
     hidden_BLD, _ = model.hidden(token_BL, see_BM=see_BL)
     # The logits of the token at p come from the hidden state at p - 1.
     source_BC = jnp.maximum(slot_BC - model.cfg.shift, 0)
     logits_BCV = model.logits(jnp.take_along_axis(hidden_BLD, source_BC[..., None], 1))
-    id_V, expand = jnp.arange(logits_BCV.shape[-1]), model.cfg.expand_id
-    allowed_V = (id_V < vocab) & (id_V != model.cfg.mask_id) & (id_V != expand) | (grows & (id_V == expand))
+    id_V = jnp.arange(logits_BCV.shape[-1])
+    allowed_V = (id_V < vocab) & (id_V != model.cfg.mask_id) & (id_V != model.cfg.expand_id)
     logits_BCV = jnp.where(allowed_V, logits_BCV, -jnp.inf)
     logp_BCV = jax.nn.log_softmax(logits_BCV)
     of_target_BC = jnp.take_along_axis(logp_BCV, target_BC[..., None], -1)[..., 0]
@@ -131,7 +132,7 @@ class Reader:
         self.mask, self.vocab = model.cfg.mask_id, tokenizer.get_vocab_size()
         self.graph, self.params = nnx.split(model)
 
-    def __call__(self, canvases, slots, targets=None, grows=False):
+    def __call__(self, canvases, slots, targets=None):
         """`predict` for slots [B, C] of canvases of any lengths, one or BEAMS of them in a pass."""
         B, cfg, found = len(canvases), self.model.cfg, []
         at_once = 1 if B == 1 else BEAMS
@@ -141,7 +142,7 @@ class Reader:
         for row, canvas in enumerate(canvases):
             token_BL[row, : len(canvas)], see_BL[row, : len(canvas)] = canvas, True
         slot_BC, target_BC = (np.resize(x, (rows, len(slots[0]))) for x in (slots, targets or slots))
-        fixed = {"graph": self.graph, "vocab": self.vocab, "choices": min(CHOICES, self.vocab - 1), "grows": grows}
+        fixed = {"graph": self.graph, "vocab": self.vocab, "choices": min(CHOICES, self.vocab - 1)}
         for i in range(0, rows, at_once):
             batch = (x[i : i + at_once] for x in (token_BL, see_BL, slot_BC, target_BC))
             found.append(predict(self.params, *batch, **fixed))
@@ -186,7 +187,7 @@ def mend(read, canvas, filled, ends=()):
             return end is None or depth < end - p
         return not swallows(before, hole, text[len(upto) :])
 
-    while not fits(ids, masks[-1]):
+    while masks and not fits(ids, masks[-1]):  # a hole may have shrunk to nothing
         n = bisect.bisect_left(masks, True, lo=n, key=lambda p: not fits(ids, p))
         first = next(i for i in range(n, -1, -1) if i == 0 or masks[i - 1] < masks[i] - 1)  # of this hole
         # Replace that token alone; where none fits, more and more of the tokens before it, too.
@@ -248,33 +249,76 @@ def hole_length(read, before, after, fill, valid=False):
     return len(max(holes, key=lambda hole: score(read, before, hole, after, max(lengths))))
 
 
-def grow(read, before, after, size=START, most=LENGTHS[-1]):
+@functools.partial(jax.jit, static_argnames=("sampler",))
+def propose(params, state, given, slot_1C, *, sampler):
+    """Of sample_dream.py at these slots of one canvas: a token, its confidence, the likeliest id and its log p, [C]."""
+    model = nnx.merge(sampler.graph, params)
+    hidden_1LD, _ = model.hidden(state.token_BL, see_BM=given.see_BL)
+    token_1C, score_1C, _, (likely_1C1, logp_1C1) = sampler.propose(model, hidden_1LD, 0, state, given, slot_1C)
+    return token_1C[0], score_1C[0], likely_1C1[0, :, 0], logp_1C1[0, :, 0]
+
+
+def grow(read, before, after, rule, key=None, size=START, most=LENGTHS[-1], regrow=None, to_right=False):
     """The ids between two lists of ids, as a Dream with cfg.expand_id fills and counts them from `size` masks on.
 
-    Each pass turns the mask of highest confidence into a token, or into two masks, up to `most` tokens. If that token
-    is EOS, it deletes the mask, and with it all that are SURE. A hole that has shrunk grows no more: DreamOn's may do
-    both in turn until a budget is spent, in four to eight times as many passes for texts no better (bench/LOG.md).
+    Each pass writes the mask of highest confidence, by the order, temperature and filters of the rule: a token; or
+    cfg.expand_id, two masks, while there are less than `most` tokens; or EOS, which deletes the mask, and with it all
+    that are SURE. One token stays. A hole that has shrunk grows no more.
+
+    With regrow it is DreamOn's loop: growing and shrinking may take turns until so many masks were added, in four to
+    eight times as many passes for texts no better (bench/LOG.md), and the hole may become empty. With to_right, as in
+    DreamOn's evaluation, EOS deletes the masks behind it, too.
     """
-    cfg, mask, shrunk = read.model.cfg, read.mask, False
+    cfg, mask, own = read.model.cfg, read.mask, regrow is None
     most = min(most, cfg.positions - len(before) - len(after))
-    hole = [mask] * min(size, most)
+    width = sample_dream.canvas_width(len(before) + most + len(after), cfg.positions)
+    never = {mask, *(rule.ban_ids or ()), *range(read.vocab, cfg.vocab)} - {cfg.eos_id, cfg.expand_id}
+    filters = {name: getattr(rule, name) for name in ("temperature", "top_p", "top_k")}
+    rule = sample_dream.Sampling(rule.alg, **filters, history=True, likeliest=1)
+    sampler = sample_dream.sampler_of(read.graph, cfg, rule)
+    key_1 = sample_dream.keys_of_rows(jax.random.key(0) if key is None else key, 1)
+    hole, passes, shrunk, budget = [mask] * min(size, most), 0, False, math.inf if own else regrow
     while mask in hole:
-        masks = [i for i, token in enumerate(hole) if token == mask]
-        slots = [len(before) + i for i in masks] + [len(before) + masks[-1]] * (most - len(masks))
-        logp_SC, token_SC = (x[0, : len(masks)] for x in read([[*before, *hole, *after]], [slots], grows=True)[1:])
-        banned = [cfg.expand_id] if shrunk or len(hole) == most else []
-        banned += [cfg.eos_id] if len(hole) == 1 else []
-        logp_SC[np.isin(token_SC, banned)] = -np.inf
-        slot, choice = np.unravel_index(np.argmax(logp_SC), logp_SC.shape)
-        if token_SC[slot, choice] == cfg.eos_id:
-            goes_S = ((token_SC == cfg.eos_id) & (logp_SC > math.log(SURE))).any(1)
-            goes_S[slot], shrunk = True, True
-            gone = {p for p, goes in zip(masks, goes_S, strict=True) if goes}
-            hole = [token for i, token in enumerate(hole) if i not in gone] or [mask]
+        masks = np.flatnonzero(np.array(hole) == mask)
+        no_growth = len(hole) == most or budget <= 0 or (own and shrunk)
+        banned = never | ({cfg.expand_id} if no_growth else set())
+        banned |= {cfg.eos_id} if own and len(hole) == 1 else set()
+        token_1L, see_1L = sample_dream.canvas([[*before, *hole, *after]], 0, cfg, width)
+        step_rule = dataclasses.replace(rule, ban_ids=tuple(banned))
+        state, given, _ = sample_dream.prepare(cfg, step_rule, token_1L, see_1L, key_1)
+        state = state._replace(step_B=state.step_B + passes)  # fresh noise
+        slot_C = np.pad(masks, (0, most - len(masks)), "edge") + width - len(hole) - len(after)
+        found = propose(read.params, state, given, slot_C[None], sampler=sampler)
+        token_C, score_C, likely_C, logp_C = (np.asarray(x)[: len(masks)] for x in found)
+        passes, read.passes = passes + 1, read.passes + 1
+
+        best = np.argmax(score_C)
+        place, token = masks[best], int(token_C[best])
+        if token == cfg.eos_id:
+            sure_C = (likely_C == cfg.eos_id) & (logp_C > math.log(SURE))
+            gone = {place, *masks[own & sure_C], *masks[to_right & (masks > place)]}
+            hole, shrunk = [token for i, token in enumerate(hole) if i not in gone], True
+            hole = [mask] if own and not hole else hole
+        elif token == cfg.expand_id:
+            hole[place : place + 1], budget = [mask, mask], budget - 1
         else:
-            token = int(token_SC[slot, choice])
-            hole[masks[slot] : masks[slot] + 1] = [mask, mask] if token == cfg.expand_id else [token]
+            hole[place] = token
     return hole
+
+
+def grow_all(read, canvases, end, rule, key, **how):
+    """Fill canvases of one hole each by `grow`, with the ids `end` behind them: (the canvases with as many masks as the
+    holes have then, their ids, {"forwards", "passes"}).
+    """
+    grown, filled, passes = [], [], []
+    for i, blank in enumerate(canvases):
+        first, n, passed = blank.ids.index(read.mask), blank.ids.count(read.mask), read.passes
+        before, behind = blank.ids[:first], blank.ids[first + n :]
+        hole = grow(read, before, behind + end, rule, jax.random.fold_in(key, i), **how)
+        grown.append(dataclasses.replace(blank, ids=[*before, *[read.mask] * len(hole), *behind]))
+        filled.append([*before, *hole, *behind])
+        passes.append(read.passes - passed)
+    return grown, filled, {"forwards": sum(passes), "passes": passes}
 
 
 def score(read, before, hole, after, longest):

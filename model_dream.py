@@ -182,9 +182,8 @@ def config_from_hf(folder, changes=None):
 
 
 def read_config(folder, meta=None):
-    """The DreamConfig of a checkpoint: a run's `meta` holds it, a converted folder has the Hub's config.json.
-
-    meta None is the folder's config.json. Raises ValueError for a model that is no Dream.
+    """The DreamConfig of a checkpoint: a run's `meta` holds it, None: the folder's config.json; a converted folder has
+    the Hub's config.json. Raises ValueError for a model that is none of FAMILIES.
     """
     meta = runs.read_json(runs.as_path(folder) / "config.json") if meta is None else meta
     if "model" not in meta:
@@ -192,7 +191,8 @@ def read_config(folder, meta=None):
     try:
         return DreamConfig(**meta["model"])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder} holds no Dream ({error}); is it a PythonCoder, or of another version?") from None
+        reason = "it is a PythonCoder" if "diff" in meta["model"] else f"{error}; is it of another version?"
+        raise ValueError(f"{folder} holds none of {', '.join(FAMILIES)}: {reason}") from None
 
 
 def config_to_hf(cfg, dtype="bfloat16"):

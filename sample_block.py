@@ -7,7 +7,8 @@ A token attends to its own block and those before it, so the keys and values of 
 pass of a block feeds the finished block before it as well: that commits the final keys and values of this one to the
 cache, and is the first denoising step of the new one. The further steps feed the new block alone, and the token before
 it, whose hidden state predicts the first of the block. Rows begin at slot 0, each with blocks of its own, so that a row
-of a batch is what it is alone. How positions are chosen is explained in sample_dream.py.
+of a batch is what it is alone. How positions are chosen is explained in sample_dream.py. With sub_block only those of
+the first part of the block that holds a MASK are open, and of a new block its first token alone: Fast-dLLM v2's order.
 
 Letters: B rows, L slots, N tokens of a block, W slots of a window, M masks of a block, D width, V vocabulary, S steps.
 Refs: BD3-LM, arXiv:2503.09573; Fast-dLLM v2, arXiv:2509.26328; entropy bound: EB-Sampler, arXiv:2505.24857.
@@ -32,6 +33,7 @@ class Sampling:
     """How a block is filled: by a schedule of `steps`, a threshold that may fill more, or an entropy bound."""
 
     block_length: int = 0  # 0: the model's
+    sub_block: int = 0  # fill parts of this length of a block in turn, its first token in the first step: Fast-dLLM v2
     steps: int = 0  # denoising steps of a block; 0: one for each token
     schedule: typing.Literal["block", "even", "sdar"] = "block"  # see diffusion.step_counts; sdar: even of whole blocks
     threshold: float = 0.0  # fill all positions of more than this probability, as many as the schedule says at least
@@ -48,7 +50,7 @@ class Sampling:
 
 def settings_of(rule):
     """A sample_dream.Sampling as one of blocks. ValueError for what only the filling of a canvas has."""
-    foreign = [name for name in ("alg_temp", "cache", "fast_dllm", "eos_penalty", "guidance") if getattr(rule, name)]
+    foreign = [x for x in "alg_temp cache fast_dllm eos_penalty late_eos guidance".split() if getattr(rule, x)]
     if rule.alg not in ("entropy", "maskgit_plus"):
         foreign.append(f"order by {rule.alg}")
     if foreign:
@@ -133,7 +135,11 @@ class Sampler:
 
     def choose(self, masked_BN, prob_BN, entropy_BN, given, masks_B, i):
         """The positions [B, N] that step i of the block writes."""
-        rule = self.rule
+        rule, slot_N = self.rule, jnp.arange(masked_BN.shape[1])
+        if rule.sub_block:  # only the first part with a MASK is open, and of a new block its first token alone
+            part_N = slot_N // rule.sub_block
+            masked_BN &= part_N == jnp.where(masked_BN, part_N, len(slot_N)).min(-1, keepdims=True)
+            masked_BN &= (slot_N == 0) | (i > 0) | ~masked_BN[:, :1]
         if rule.entropy_bound:
             return diffusion.entropy_bound(entropy_BN, masked_BN, given.bound)
         count_B = given.count_MS[masks_B, jnp.minimum(i, given.count_MS.shape[1] - 1)]

@@ -48,7 +48,7 @@ class Sampling:
 
 def settings_of(rule, draft, draft_steps):
     """A sample_dream.Sampling as one of drafts. ValueError for settings that mean nothing here."""
-    foreign = "steps", "alg_temp", "threshold", "entropy_bound", "cache", "fast_dllm", "eos_penalty", "guidance"
+    foreign = "steps alg_temp threshold entropy_bound cache fast_dllm eos_penalty guidance sub_block".split()
     foreign = [name for name in foreign if getattr(rule, name)] + ["block_length"] * (rule.block_length > 1)
     if foreign or (rule.alg, rule.schedule) != ("entropy", "dream"):
         raise ValueError(f"drafts and single tokens go without {', '.join(foreign or ['sampler or schedule'])}")

@@ -13,8 +13,7 @@ From the top: generate, fill, prepare; for each block fill_block, a compiled loo
 
 Letters: B batch, L slots of the canvas, W slots of a window, C positions of one chunk of logits, D width, V vocabulary,
 S denoising steps.
-Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639; Fast-dLLM, arXiv:2505.22618;
-P2, arXiv:2502.03540.
+Refs: Dream, arXiv:2508.15487; DiffuCoder, 2506.20639; Fast-dLLM, 2505.22618; P2, 2502.03540; LLaDA, 2502.09992.
 """
 
 import collections
@@ -52,6 +51,7 @@ class Sampling:
     filtered: bool = False  # compare the threshold after temperature, top-k and top-p, as Fast-dLLM's code does
     score: typing.Literal["drawn", "distribution"] = "drawn"  # the probability compared: the drawn token's | the max
     block_length: int = 0  # fill blocks of this length from left to right; 0: the whole canvas at once
+    sub_block: int = 0  # of a model of blocks, see sample_block.py
     cache: typing.Literal["", "prefix", "dual"] = ""  # within a block keep keys and values: of the prompt | all around
     fast_dllm: bool = False  # Fast-dLLM's windows: a block's first token is filled whatever its probability
     eos_penalty: float = 0.0  # lowers the logits of eos_ids by this times -log(filled share of the text + 0.001)
@@ -59,7 +59,7 @@ class Sampling:
     ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
-    late_ids: tuple[int, ...] = ()  # drawn with confidence 0: LLaDA's confidence_eos_eot_inf, of EOS and EOT
+    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # eos_ids have confidence 0 | EOS is never drawn
     history: bool = False  # keep when each token was written, and the model's probability of it then
     record: bool = False  # the same for training, with the probability at this temperature: a Record
     likeliest: int = 0  # with history: keep so many of the likeliest tokens, too
@@ -190,8 +190,8 @@ class Sampler:
         # Confidence. A threshold or bound is compared with the model's own distribution, as filters raise every
         # probability: 0.61 of two tokens becomes 0.90 at temperature 0.2. Dream's orders are defined after the filters.
         judged_BCV = logits_BCV if rule.bound and not rule.filtered else filtered_BCV
-        if rule.late_ids:
-            judged_BCV = diffusion.ban(judged_BCV, rule.late_ids)
+        if rule.late_eos in ("confidence", "both"):  # LLaDA's confidence_eos_eot_inf
+            judged_BCV = diffusion.ban(judged_BCV, rule.eos_ids)
         prob_BCV = diffusion.softmax(judged_BCV)
         by_probability = rule.alg in ("maskgit_plus", "p2")
         if by_probability and rule.score == "drawn":
@@ -424,6 +424,7 @@ def prepare(cfg, rule, token_BL, see_BL, key=None):
             share_S[1], steps = 1, 2
 
     banned = (cfg.mask_id, cfg.expand_id) if rule.ban_ids is None else rule.ban_ids
+    banned += (cfg.eos_id,) if rule.late_eos in ("logits", "both") else ()  # LLaDA's logits_eos_inf
     id_V = np.arange(cfg.vocab)
     given = Given(
         see_BL=see_BL,
@@ -468,13 +469,14 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, watch=None, rows=0):
     all; block by block a row whose text has ended makes room for another. What a row becomes does not depend on the
     others. With a record or `watch` all rows go together: they share one count of steps.
 
-    Raises ValueError for a canvas that does not fit the model, or a number of steps that does not divide over the
-    blocks.
+    Raises ValueError for a canvas that does not fit the model, or steps that do not divide over the blocks.
     """
     cfg, rule, token_BL = model.cfg, rule or Sampling(), np.asarray(token_BL)
     B, L = token_BL.shape
     if cfg.block_length:
         raise ValueError(f"the model was trained in blocks of {cfg.block_length}: sample_block.py fills these")
+    if rule.sub_block:
+        raise ValueError("sub_block is for a model that was trained in blocks; leave it out")
     if L > cfg.positions:
         raise ValueError(f"{L} tokens do not fit: the model reaches {cfg.positions} positions")
     see_BL = np.broadcast_to(True if see_BL is None else np.asarray(see_BL) != 0, (B, L))

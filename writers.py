@@ -83,7 +83,7 @@ def dream_writer(cfg, record, run, step):
     ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
     if cfg.dream.eos_penalty and not ends:
         raise ValueError("--eos_penalty is for protocols in which <|endoftext|> ends a text; this one reads on behind")
-    others = "chat", "bos", "int8", "int4"
+    others = "chat", "bos", "int8", "int4", "hole", "regrow"
     flags = {name: value for name, value in dataclasses.asdict(cfg.dream).items() if name not in others}
     flags |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": record.top_k}
     flags["vocab"] = tokenizer.get_vocab_size()
@@ -96,7 +96,9 @@ def dream_writer(cfg, record, run, step):
         return [*begin, *before, model.cfg.mask_id, *behind, *([model.cfg.eos_id] if record.bos else [])]
 
     reader = infill.Reader(model, tokenizer)
-    never_in_a_hole = {"ban_ids": (model.cfg.mask_id, model.cfg.expand_id, *ends), "eos_ids": ()}
+    in_a_hole = {"ban_ids": (model.cfg.mask_id, model.cfg.expand_id, *ends), "eos_ids": ()}
+    regrow = cfg.max_new if cfg.dream.regrow is None and record.bos else cfg.dream.regrow
+    growth = {"size": cfg.dream.hole, "most": cfg.max_new, "regrow": regrow, "to_right": record.bos}
 
     def fill_hole(ids, key):
         """What belongs in the place of the one MASK of a text, as many tokens as a Dream that grows holes says, else
@@ -105,10 +107,10 @@ def dream_writer(cfg, record, run, step):
         at = ids.index(model.cfg.mask_id)
         before, behind = ids[:at], ids[at + 1 :]
         if model.cfg.expand_id >= 0:
-            return infill.grow(reader, before, behind, most=cfg.max_new)
+            return infill.grow(reader, before, behind, rule, key, **growth)
 
         def fill(canvases):
-            holes = dataclasses.replace(rule, **never_in_a_hole)
+            holes = dataclasses.replace(rule, **in_a_hole)
             return sampler.generate(model, canvases, 0, holes, key, rows=cfg.batch_size)[0]
 
         size = infill.hole_length(reader, before, behind, fill)

@@ -5,7 +5,8 @@
 
 The model is weights/dream, the tasks are those of the split `composed`: operations that never occur together in
 training. A task's hole is one line or two of its solution, or the rest of a line. It holds as many masks as it had
-tokens, 4, 16 or 64; as many as the model finds likeliest; or as many as become of 4, 16 or 64 that grow and shrink.
+tokens, 4, 16 or 64; as many as the model finds likeliest; or, of a Dream that learned that, as many as become of 4, 16
+or 64 that grow and shrink.
 Each is filled as generate.py fills it, without and with --valid=python, at temperature 0. No EOS is written where the
 length is right or found; of 4, 16 and 64 masks it ends the hole. Counted are holes filled with what was there,
 functions that pass the task's tests, functions that parse, forward passes over a canvas, and seconds, compiling in
@@ -37,7 +38,7 @@ import sandbox
 @dataclasses.dataclass(frozen=True)
 class Config:
     out: str = "out/holes"  # folder of the tasks and of what was measured; what is in there is not done again
-    ckpt: str = "weights/dream"  # a Dream that learned holes of any length (data_prep.py pairs --edit_rate)
+    ckpt: str = "weights/dream"  # a Dream that learned holes (data_prep.py pairs, with a "suffix")
     holes: int = 400  # held-out holes
     file: str = "holes"  # bench/results/<file>.md
 
@@ -75,7 +76,7 @@ def fill_holes(cfg, tasks, masks, valid):
         if masks == "likeliest":
             n = infill.hole_length(read, before, behind, write, valid)
         elif "from" in str(masks):
-            n = len(infill.grow(read, before, behind, int(masks[5:])))
+            n = len(infill.grow(read, before, behind, rule, size=int(masks[5:])))
         canvas = [*before, *[mask] * n, *behind]
         (ids,) = write([canvas])
         filled = now()
@@ -98,7 +99,8 @@ def main(cfg):
     tasks = [json.loads(line) for line in (out / "world/composed.jsonl").read_text().splitlines()]
     lines = ["| masks | --valid | exact | pass | parse | tokens | forward passes | seconds | of them mending |"]
     lines.append("|---" * 9 + "|")
-    for masks in ("as many", 4, 16, 64, "likeliest", "from 4", "from 16", "from 64"):
+    grows = model_dream.read_config(cfg.ckpt).expand_id >= 0
+    for masks in ("as many", 4, 16, 64, "likeliest", *(f"from {n}" for n in (4, 16, 64) if grows)):
         for valid in (False, True):
             path = out / f"{masks}-{valid}-{cfg.holes}.json"
             if not path.exists():

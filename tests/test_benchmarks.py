@@ -1018,6 +1018,7 @@ def test_a_hole_is_filled_between_prompt_and_suffix_and_judged_as_openai_judges_
 def test_a_dream_fills_holes_of_unknown_length(dream, tmp_path, grows):
     import infill
     import model_dream
+    import sample_dream
 
     if grows:  # with an id for a mask that becomes two
         folder = shutil.copytree(dream, tmp_path / "grows")
@@ -1044,7 +1045,7 @@ def test_a_dream_fills_holes_of_unknown_length(dream, tmp_path, grows):
     (row,) = (row for row in rows if row["task_id"] == problem["task_id"])
     assert writer.tokenizer.decode(new, skip_special_tokens=False) == row["written"]
     if grows:
-        assert new == infill.grow(read, before, behind, most=8)
+        assert new == infill.grow(read, before, behind, sample_dream.Sampling(), most=8)
     else:
         assert len(new) in infill.LENGTHS
     assert not {*new} & {model.cfg.mask_id, model.cfg.eos_id, model.cfg.expand_id}

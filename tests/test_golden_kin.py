@@ -3,18 +3,18 @@
 Not covered, as no sampler of ours does it: Fast-dLLM v2's cache of sub-blocks, which is approximate.
 """
 
-import functools
 import itertools
 import json
+import types
 
 import jax
 import numpy as np
 import pytest
 from conftest import from_hf
 from safetensors.numpy import load_file
-from test_golden_block import Published
 
 import diffusion
+import infill
 import sample_block
 import sample_dream
 
@@ -54,23 +54,32 @@ def test_logits_of_fast_dllm_v2(golden_dir):
 
 
 @pytest.mark.slow
-def test_texts_of_fast_dllm_v2_alone_and_in_their_batch(golden_dir):
-    """With its two habits: sub-blocks, and the first token of a block whatever its probability."""
+def test_texts_of_fast_dllm_v2_alone_and_in_their_batch(golden_dir, monkeypatch):
+    """With its numbers of passes, where MASK counts in the softmax as it does there."""
     model, golden = open_kin(golden_dir, "fast_dllm_v2")
+
+    def with_mask(*args, prepare=sample_block.prepare):
+        state, given, width = prepare(*args)
+        return state, given._replace(banned_V=np.zeros_like(given.banned_V)), width
+
+    monkeypatch.setattr(sample_block, "prepare", with_mask)
     cases = [case for case in golden["fast_dllm_v2"] if not case["approximate"]]
     assert cases
     for case in cases:
         given, N = case["settings"], case["settings"]["block"]
-        rule = sample_block.Sampling(N, threshold=given["threshold"])
-        new = max(map(len, case["texts"]))
-        lengths = [-(-(len(prompt) + new) // N) * N for prompt in case["prompts"]]
+        rule = sample_block.Sampling(N, given["small_block"], threshold=given["threshold"])
+        # whole blocks, and the first token behind them
+        lengths = [len(p) + len(text) for p, text in zip(case["prompts"], case["texts"], strict=True)]
+        lengths = [n + (1 - n) % N for n in lengths]
         canvases = [p + [model.cfg.mask_id] * (n - len(p)) for p, n in zip(case["prompts"], lengths, strict=True)]
-        with pytest.MonkeyPatch.context() as patch:
-            habits = functools.partial(Published, first_argmax=True, sub_block=given["small_block"])
-            patch.setattr(sample_block, "Sampler", habits)
-            rows, _ = sample_block.generate(model, canvases, 0, rule, widths=(128,))
-        for prompt, row, want in zip(case["prompts"], rows, case["texts"], strict=True):
+        rows, _ = sample_block.generate(model, canvases, 0, rule, widths=(128,), rows=4)
+        for i, (prompt, row, want) in enumerate(zip(case["prompts"], rows, case["texts"], strict=True)):
             assert row[len(prompt) :][: len(want)] == want, case["name"]
+            (alone,), stats = sample_block.generate(model, canvases[i : i + 1], 0, rule, widths=(128,), rows=4)
+            assert alone == row, case["name"]
+            if given["stop"] not in want:  # a prompt that ends in a block is fed in the first step of this block
+                fused = len(prompt) > N and len(prompt) % N > 0
+                assert stats["forwards"] == case["forwards_alone"][i] - fused, case["name"]
 
 
 @pytest.mark.slow
@@ -97,7 +106,7 @@ def test_texts_of_open_dcoder_token_for_token_step_by_step(golden_dir):
 
 @pytest.mark.slow
 def test_texts_of_dreamon_pass_by_pass_by_its_own_loop_over_our_logits(golden_dir):
-    """generate.py grows holes by infill.grow, which takes fewer passes and never grows again what it has shrunk."""
+    """Two cases have what infill.grow has not: two tokens a step, and EOS as a token of the hole."""
     model, golden = open_kin(golden_dir, "dreamon")
     mask, expand, eos = model.cfg.mask_id, model.cfg.expand_id, model.cfg.eos_id
     logits_of = jax.jit(lambda model, *args: model(*args))
@@ -134,3 +143,22 @@ def test_texts_of_dreamon_pass_by_pass_by_its_own_loop_over_our_logits(golden_di
         assert row == case["window"], case["name"]
         assert passes == case["forwards"], case["name"]
         assert history == case["history"], case["name"]
+
+
+@pytest.mark.slow
+def test_texts_and_passes_of_dreamon_by_infill_grow(golden_dir):
+    model, golden = open_kin(golden_dir, "dreamon")
+    read, done = infill.Reader(model, types.SimpleNamespace(get_vocab_size=lambda: model.cfg.vocab)), 0
+    for case in golden["dreamon"]:
+        given, prompt, longest = case["settings"], case["prompt"], case["longest"]
+        if given["number_transfer_tokens"] > 1 or not given.get("delete", True):
+            continue
+        first, size = prompt.index(model.cfg.mask_id), prompt.count(model.cfg.mask_id)
+        budget = given.get("expand_budget", given.get("max_gen_len"))
+        how = {"size": size, "most": longest - len(prompt) + size, "to_right": given["pad_delete_to_right"]}
+        how["regrow"] = 2 * (longest - first) if budget is None else budget
+        read.passes, around = 0, (prompt[:first], prompt[first + size :])
+        assert infill.grow(read, *around, sample_dream.Sampling(given["alg"]), **how) == case["middle"], case["name"]
+        assert read.passes == case["forwards"], case["name"]
+        done += 1
+    assert done > 4

@@ -122,11 +122,17 @@ def rule_of(case, golden, cfg):
     if case.get("cache"):
         rule |= {"cache": case["cache"], "fast_dllm": True}
     rule["guidance"] = given.get("cfg_scale") or 0.0
-    if given.get("logits_eos_inf"):
-        rule["ban_ids"] += (cfg.eos_id,)
-    if given.get("confidence_eos_eot_inf"):
-        rule["late_ids"] = cfg.eos_id, golden["eot_token_id"]
+    late = {"confidence": given.get("confidence_eos_eot_inf"), "logits": given.get("logits_eos_inf")}
+    if any(late.values()):
+        rule["late_eos"] = "both" if all(late.values()) else "confidence" if late["confidence"] else "logits"
+        rule["eos_ids"] = cfg.eos_id, golden["eot_token_id"]
     return sd.Sampling("maskgit_plus", **rule)
+
+
+@pytest.fixture(autouse=True)
+def no_id_ends_a_text(monkeypatch):
+    settle = sd.settle
+    monkeypatch.setattr(sd, "settle", lambda state, given, mask_id, eos_ids: settle(state, given, mask_id, ()))
 
 
 def fill(model, case, golden):

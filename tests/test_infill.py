@@ -1,5 +1,6 @@
 """Holes whose length nobody has counted, and text that stays Python: against Python itself and closed forms."""
 
+import dataclasses
 import inspect
 import itertools
 import math
@@ -163,17 +164,28 @@ def test_a_hole_has_the_length_with_which_the_text_goes_on(tokenizer):
 
 def test_a_hole_shrinks_and_grows_as_the_model_says(tokenizer):
     model = new_model(["ab", "bc", "c-", "x+"])
-    read = infill.Reader(model, tokenizer)
+    read, rule = infill.Reader(model, tokenizer), sample_dream.Sampling("maskgit_plus")
+
+    def grow(before, after, size, **how):
+        return infill.grow(read, of_pieces(before), of_pieces(after), rule, size=size, **how)
+
     # Each mask behind a c goes.
     for size in (2, 3, 9):
-        assert infill.grow(read, of_pieces("a"), of_pieces("z"), size) == of_pieces("bc")
+        assert grow("a", "z", size) == of_pieces("bc")
     # Those behind an x become two until there is no room, and then tokens.
-    hole = infill.grow(read, of_pieces("x"), of_pieces("z"), 2, most=7)
+    hole = grow("x", "z", 2, most=7)
     assert len(hole) == 7
     assert not {3, len(PIECES)} & {*hole}
     # One token stays, whatever the model says, and a canvas ends with the positions.
-    assert len(infill.grow(read, of_pieces("c"), of_pieces("z"), 4)) == 1
-    assert len(infill.grow(read, of_pieces("x"), of_pieces("z" * 120), 2)) == 7
+    assert len(grow("c", "z", 4)) == 1
+    assert len(grow("x", "z" * 120, 2)) == 7
+    # In DreamOn's loop a hole may become empty, and grows by the masks of a budget.
+    assert grow("c", "z", 4, regrow=9) == []
+    assert len(grow("x", "z", 2, regrow=3)) == 5
+    # Another key draws another hole.
+    warm = dataclasses.replace(rule, temperature=5.0)
+    holes = [infill.grow(read, of_pieces("k"), of_pieces("z"), warm, jax.random.key(i), 3) for i in (0, 0, 1)]
+    assert holes[0] == holes[1] != holes[2]
     # Nothing else that fills masks writes what becomes two.
     rule = sample_dream.Sampling(temperature=0.0, vocab=model.cfg.vocab)
     (ids,), _ = sample_dream.generate(model, [[*of_pieces("x"), 3, 3]], 0, rule)

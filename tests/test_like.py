@@ -1,8 +1,8 @@
 """generate.py --like=NAME: the texts and the forward passes of each model's own demo, by the command line.
 
 A golden case with other settings than the demo's has them as flags beside --like. What no flag sets is left out:
-LLaDA's late EOS, Fast-dLLM's factor, SDAR's order from the left, Nemotron's thinking budget. The texts of Fast-dLLM v2
-and DreamOn are ours: see bench/results/families.md.
+Fast-dLLM's factor, SDAR's order from the left, Nemotron's thinking budget, Fast-dLLM v2's cache of sub-blocks; of
+DreamOn two tokens a step, and what its evaluation alone does.
 """
 
 import itertools
@@ -10,7 +10,7 @@ import json
 import shutil
 
 import pytest
-from conftest import run, says
+from conftest import ROOT, run, says
 
 import convert_weights
 import generate
@@ -41,6 +41,9 @@ def hub_folder(source, folder):
         ends = runs.read_json(folder / "generation_config.json").get("eos_token_id")
         others = {*ends} - {cfg.eos_id} if isinstance(ends, list) else {}
         special = {"<|im_end|>": max(others)} if others else {}
+    if cfg.family == "llada":  # the end of a turn is in the tokenizer alone
+        special = {"<|eot_id|>": runs.read_json(folder / "generate.json")["eot_token_id"]}
+    turn_ends = {*special.values()}
     special |= {md.FAMILIES[cfg.family].mask or "<|mask|>": cfg.mask_id, "<|endoftext|>": cfg.eos_id}
     special |= {"<|beginoftext|>": cfg.bos_id} if cfg.expand_id >= 0 else {}
     names = {i: f"w{i}" for i in range(cfg.vocab)} | {i: word for word, i in special.items()}
@@ -51,7 +54,7 @@ def hub_folder(source, folder):
     runs.write(
         folder / "tokenizer.json", {"version": "1.0", "added_tokens": added, "pre_tokenizer": splits, "model": model}
     )
-    return cfg, {cfg.eos_id, cfg.pad_id, special.get("<|im_end|>", cfg.eos_id)}
+    return cfg, {cfg.eos_id, cfg.pad_id, *turn_ends}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,8 @@ def says_like(model_of, capsys, monkeypatch, tmp_path):
 
     def call(name, prompts, *flags, model=""):
         folder, cfg, _ = model_of(model or name)
-        lines = [json.dumps({"prompt": words(prompt, cfg.mask_id)}) for prompt in prompts]
+        texts = [prompt if isinstance(prompt, str) else words(prompt, cfg.mask_id) for prompt in prompts]
+        lines = [json.dumps({"prompt": text}) for text in texts]
         (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
         given = f"--like={name}", f"--ckpt={folder}", f"--file={tmp_path / 'prompts.jsonl'}", "--json", "--devices=1"
         monkeypatch.setattr("sys.argv", ["generate.py", *generate.with_preset([*given, *flags])])
@@ -117,8 +121,7 @@ def test_llada_and_fast_dllm_of_it(says_like, model_of, golden_dir):
     _, cfg, ends = model_of("llada")
     for case in golden["cases"]:
         given, fast = case["settings"], case["sampler"] == "fast"
-        others = "logits_eos_inf", "confidence_eos_eot_inf", "factor"
-        if any(given.get(key) for key in others) or case.get("edge") or (fast and not case["cache"]):
+        if given.get("factor") or case.get("edge") or (fast and not case["cache"]):
             continue
         new, threshold = given["gen_length"], given.get("threshold")
         flags = flags_of(
@@ -126,6 +129,8 @@ def test_llada_and_fast_dllm_of_it(says_like, model_of, golden_dir):
         )
         flags += [] if threshold else flags_of(steps=given["steps"], sampler="maskgit_plus", schedule="even")
         flags += flags_of(guidance=given.get("cfg_scale"))
+        late = [name for name in ("confidence_eos_eot", "logits_eos") if given.get(f"{name}_inf")]
+        flags += flags_of(late_eos="both" if len(late) == 2 else "".join(late).partition("_")[0])
         width = len(case["prompt_ids"][0])
         for i, row in enumerate(case["sequences"]):
             prompt = unpadded(case, i)
@@ -136,8 +141,8 @@ def test_llada_and_fast_dllm_of_it(says_like, model_of, golden_dir):
             assert got == want, case["name"]
             passes = min(case["num_forwards"], new)  # further steps are idle
             assert forwards == passes if len(want) == new else forwards <= passes, case["name"]
-            done.add(case["sampler"])
-    assert done == {"llada", "fast"}
+            done |= {case["sampler"], *late}
+    assert done == {"llada", "fast", "confidence_eos_eot", "logits_eos"}
 
 
 @pytest.mark.slow
@@ -258,6 +263,52 @@ def test_open_dcoder(says_like, model_of, golden_dir):
 
 
 @pytest.mark.slow
+def test_fast_dllm_v2(says_like, model_of, golden_dir):
+    """Rows of a batch alone, and in their batch."""
+    cases = json.loads((golden_dir("kin") / "fast_dllm_v2" / "kin.json").read_text())["fast_dllm_v2"]
+    _, cfg, ends = model_of("fast_dllm_v2")
+    cases, done = [case for case in cases if not case["approximate"]], set()
+    for case in cases:
+        given, N, stop = case["settings"], case["settings"]["block"], {*ends, case["settings"]["stop"]}
+        flags = flags_of(block_length=N, sub_block=given["small_block"], threshold=given["threshold"])
+        for i, (prompt, text) in enumerate(zip(case["prompts"], case["texts"], strict=True)):
+            if {*prompt} & {*ends, cfg.mask_id}:
+                continue
+            new = len(text) + (1 - len(prompt) - len(text)) % N  # whole blocks, and the first token behind them
+            ((got, forwards),) = says_like("fast_dllm_v2", [prompt], *flags, f"--max_new={new}")
+            assert until(got[: len(text)], stop) == until(text, stop), case["name"]
+            if not stop & {*text}:  # a prompt that ends in a block is fed in the first step of this block
+                fused = len(prompt) > N and len(prompt) % N > 0
+                # without MASK in the softmax a token may pass the threshold earlier; test_golden_kin.py has it there
+                assert 0 <= case["forwards_alone"][i] - fused - forwards <= 2, case["name"]
+            done |= {case["name"]}
+    assert done
+
+
+@pytest.mark.slow
+def test_dreamon(says_like, model_of, golden_dir):
+    """Its own loop, from the masks of the prompt on, which --hole counts."""
+    cases, done = json.loads((golden_dir("kin") / "dreamon" / "kin.json").read_text())["dreamon"], set()
+    _, cfg, ends = model_of("dreamon")
+    for case in cases:
+        given, prompt, longest = case["settings"], case["prompt"], case["longest"]
+        others = given["pad_delete_to_right"] or given["number_transfer_tokens"] > 1
+        if others or {*prompt[1:-1]} & {*ends, cfg.bos_id}:
+            continue
+        first, size = prompt.index(cfg.mask_id), prompt.count(cfg.mask_id)
+        budget = given.get("expand_budget", given.get("max_gen_len"))
+        most = longest - len(prompt) + size
+        flags = flags_of(temperature=0, top_k=0, top_p=1, sampler=given["alg"], max_new=most, hole=size)
+        flags += flags_of(regrow=2 * (longest - first) if budget is None else budget)
+        text = words(prompt[1:-1], cfg.mask_id).replace(f"[MASK:{size}]", "[MASK]")  # BOS and EOS are --bos
+        ((got, forwards),) = says_like("dreamon", [text], *flags)
+        assert got == case["window"][1:-1], case["name"]
+        assert forwards == case["forwards"], case["name"]
+        done.add(given["sampler"])
+    assert "hub" in done
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AREAS)
 def test_a_text_is_the_same_alone_and_in_a_batch(name, says_like, model_of):
     """Prompts of several lengths, in float32, the default on a CPU, without noise."""
@@ -295,3 +346,17 @@ def test_a_preset_for_a_model_of_another_kind_is_one_line(model_of):
         flags = f"--ckpt={model_of(name)[0]}", "--prompt=w5", "--compile_cache="
         says(run("generate.py", f"--like={like}", *flags), f"--like={like}", part)
     says(run("generate.py", "--like=sdar", "--model=pythoncoder", "--prompt=x"), "is for --model=dream")
+    done = run("generate.py", "--like=llada", f"--ckpt={ROOT / 'weights/pythoncoder'}", "--prompt=x")
+    says(done, "weights/pythoncoder holds none of dream, llada, ", ": it is a PythonCoder")
+
+
+@pytest.mark.slow
+def test_flags_of_a_model_of_another_kind_are_refused_in_one_line(model_of):
+    for name, prompt, flag, part in (
+        ("llada", "w5", "--sub_block=4", "sub_block is for a model that was trained in blocks"),
+        ("sdar", "w5", "--late_eos=logits", "a model of blocks is filled without late_eos"),
+        ("dream", "w5", "--regrow=9", "--regrow is for a model that grows and shrinks holes"),
+        ("dreamon", "w5 [MASK] w6", "--show_steps", "do not show how [MASK] grows; say [MASK:12]"),
+    ):
+        flags = f"--ckpt={model_of(name)[0]}", f"--prompt={prompt}", "--model=dream", "--compile_cache=", "--max_new=8"
+        says(run("generate.py", flag, *flags), part)
