@@ -76,7 +76,8 @@ def fill_holes(cfg, tasks, masks, valid):
         if masks == "likeliest":
             n = infill.hole_length(read, before, behind, write, valid)
         elif "from" in str(masks):
-            n = len(infill.grow(read, before, behind, rule, size=int(masks[5:])))
+            by_probability = dataclasses.replace(rule, alg="maskgit_plus")
+            n = len(infill.grow(read, before, behind, by_probability, size=int(masks[5:])))
         canvas = [*before, *[mask] * n, *behind]
         (ids,) = write([canvas])
         filled = now()
